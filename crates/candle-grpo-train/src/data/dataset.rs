@@ -10,10 +10,11 @@ use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 use sha2::{Digest as _, Sha256};
 
-use super::ShuffledOrder;
+use super::mixed_order::check_weights;
 use super::question::{Asking, Question};
 use super::rows::{Row, read_rows};
 use super::template::Template;
+use super::{MixedOrder, ShuffledOrder};
 use crate::model::Chat;
 use crate::one_or_more::one_or_more;
 
@@ -47,6 +48,10 @@ pub struct DatasetConfig {
     /// If true, messages of the assistant at the end of a conversation (as in data for supervised
     /// training) are cut off; if false, they are an error.
     pub cut_answer: bool,
+    /// Shares of the prompts of a run that come from the files of `train`, one for each file, such
+    /// as `[0.7, 0.3]`. The rows of a file come in random order, again after the last one. Absent:
+    /// all rows are one set.
+    pub weights: Option<Vec<f64>>,
     /// Greatest number of rows of each file.
     pub max_rows: Option<usize>,
 }
@@ -91,6 +96,12 @@ impl DatasetConfig {
             ("max_rows", self.max_rows),
         ] {
             at_least_one(name, value.unwrap_or(1))?;
+        }
+        if let Some(weights) = &self.weights {
+            check_weights(weights)?;
+            let (found, files) = (weights.len(), self.train.len());
+            let must = format!("be one for each of {files} files of train");
+            check(found == files, "weights", format!("{found} weights"), &must)?;
         }
         for name in Chat::RESERVED {
             let field = format!("chat_template_kwargs.{name}");
@@ -150,6 +161,18 @@ impl DatasetConfig {
             }
         );
         Ok(dataset)
+    }
+
+    /// Returns the order of prompts. `sources` has the number of the file in `train` of each.
+    ///
+    /// # Errors
+    ///
+    /// If there are none, or none of a file that has a weight.
+    pub fn order(&self, sources: &[usize], seed: u64) -> Result<MixedOrder> {
+        match &self.weights {
+            Some(weights) => MixedOrder::new(sources, weights, seed),
+            None => MixedOrder::single(sources.len(), seed),
+        }
     }
 
     fn rows(&self, paths: &[PathBuf]) -> Result<Vec<Row>> {

@@ -3,6 +3,7 @@
 mod csv_rows;
 mod dataset;
 pub(crate) mod json_lines;
+mod mixed_order;
 mod other_formats;
 #[cfg(feature = "parquet")]
 mod parquet_rows;
@@ -15,6 +16,7 @@ mod unique_keys;
 
 pub use dataset::{Dataset, DatasetConfig};
 pub use json_lines::{read_json, read_json_lines};
+pub use mixed_order::MixedOrder;
 pub use prompt::Prompt;
 pub use question::Question;
 pub use rows::{Row, read_rows};

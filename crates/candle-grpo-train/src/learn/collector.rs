@@ -15,7 +15,7 @@ use super::models::ensure_not_canceled;
 use super::ranks::Ranks;
 use super::recipe_inputs::RecipeInputs;
 use super::scored_rollouts::ScoredRollouts;
-use crate::data::ShuffledOrder;
+use crate::data::MixedOrder;
 use crate::environment::Environments;
 use crate::progress::Phase;
 use crate::rewards::score_rollouts;
@@ -33,7 +33,7 @@ pub(super) struct Collector {
     pub(super) progress: Arc<CollectorProgress>,
     pub(super) generator: Arc<GeneratorAccess>,
     sampler: Sampler,
-    order: ShuffledOrder,
+    order: MixedOrder,
     inputs: RecipeInputs,
     /// True if the ranks exchange what they draw. On a thread of its own a collector has only the
     /// share of its rank, which [`Self::exchange`] completes.
@@ -73,7 +73,7 @@ impl Collector {
                 .with_tokenizer(&tokenizer)
                 .with_experts(config.router_replay)
                 .with_progress(progress.clone()),
-            order: ShuffledOrder::new(prompts.len(), config.sampling.seed).context("prompts")?,
+            order: MixedOrder::single(prompts.len(), config.sampling.seed).context("prompts")?,
             config,
             tokenizer: Arc::new(tokenizer),
             prompts: prompts.into(),
@@ -100,6 +100,11 @@ impl Collector {
             sampler: self.sampler.with_environments(environments),
             ..self
         }
+    }
+
+    /// Visits the prompts in `order`.
+    pub(super) fn with_order(self, order: MixedOrder) -> Self {
+        Self { order, ..self }
     }
 
     /// Shares the work with other ranks.

@@ -23,6 +23,7 @@ use super::scored_rollouts::ScoredRollouts;
 use super::staleness::staleness_metrics;
 use super::step_batch::{Preparation, PreparedStep, StepBatch, single};
 use super::{Reference, count_prompt_tokens};
+use crate::data::MixedOrder;
 use crate::environment::{Environments, ensure_some_worked};
 use crate::invalid::within;
 use crate::progress::{NeverCanceled, NoProgress, Phase};
@@ -133,6 +134,22 @@ impl Trainer {
         self.ahead = None;
         self.collector = self.collector.with_environments(environments);
         self
+    }
+
+    /// Visits the prompts in `order`, in place of a random order of all prompts.
+    ///
+    /// # Errors
+    ///
+    /// If it has another number of rows than there are prompts.
+    pub fn with_order(mut self, order: MixedOrder) -> Result<Self> {
+        let (rows, prompts) = (order.num_rows(), self.collector.prompts.len());
+        ensure!(
+            rows == prompts,
+            "order: {rows} rows, must be {prompts}, the number of prompts"
+        );
+        self.ahead = None;
+        self.collector = self.collector.with_order(order);
+        Ok(self)
     }
 
     /// Sets the last step of the run. No completions are drawn ahead for later ones.

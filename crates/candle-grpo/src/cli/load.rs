@@ -109,6 +109,10 @@ pub(super) fn warn_of_keys(file: &Path, roll: &RollFile) -> Result<(), Exit> {
 
 /// Builds the reward function of a run.
 pub(super) fn rewards(run: &RunConfig) -> Result<WeightedRewards, Exit> {
+    // The configuration is valid, so an environment gives the rewards.
+    if run.rewards.is_empty() {
+        return Ok(WeightedRewards::new());
+    }
     let built = device().and_then(|device| RewardConfig::build(&run.rewards, &device));
     built.map_err(|error| Exit::Config(format!("{error:#}")))
 }

@@ -264,11 +264,11 @@ const RULES: &[(&str, Rule)] = &[
     ),
     (
         "actor_train.data_args.domain_interleave_probs",
-        NotSupported("rows are sampled uniformly"),
+        NotSupported("set data.weights"),
     ),
     (
         "actor_train.data_args.interleave_probs",
-        NotSupported("rows are sampled uniformly"),
+        NotSupported("set data.weights"),
     ),
     ("*.data_args.template", NoMeaning(TEMPLATE)),
     ("validation.data_args.file_name", To("data.held_out")),

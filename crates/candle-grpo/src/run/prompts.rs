@@ -1,9 +1,10 @@
 //! Prompts of a run.
 
 use anyhow::{Context, Result, ensure};
-use candle_grpo_train::data::{Question, Row};
+use candle_grpo_core::Invalid;
+use candle_grpo_train::data::{MixedOrder, Question, Row};
 use candle_grpo_train::model::Chat;
-use candle_grpo_train::{ChatTemplate, Dataset, Pretrained, Prompt};
+use candle_grpo_train::{ChatTemplate, Dataset, Pretrained, Prompt, find_invalid};
 use serde_json::{Value, json};
 
 use crate::config::RunConfig;
@@ -14,6 +15,8 @@ pub struct RunPrompts {
     pub train: Vec<Prompt>,
     /// The prompts to evaluate on, possibly none.
     pub held_out: Vec<Prompt>,
+    /// The order of the prompts to train on.
+    pub order: MixedOrder,
 }
 
 impl RunPrompts {
@@ -41,9 +44,25 @@ impl RunPrompts {
             );
         }
         let prompts = |rows| prompts(config, dataset, rows, pretrained);
+        let (train, held_out) = (prompts(&dataset.train)?, prompts(&dataset.held_out)?);
+        let source = |prompt: &Prompt| {
+            let row = dataset.train.get(prompt.index as usize)?;
+            let files = &config.data.train;
+            files.iter().position(|file| **file == *row.file)
+        };
+        let sources: Vec<usize> = train.iter().filter_map(source).collect();
+        let order = config.data.order(&sources, config.seed());
+        let order = order.map_err(|error| match find_invalid(&error) {
+            Some(Invalid { field, value, must }) => {
+                let message = format!("{value}, must {must}");
+                config.error(&format!("data.{field}"), &message).into()
+            }
+            None => error,
+        })?;
         Ok(Self {
-            train: prompts(&dataset.train)?,
-            held_out: prompts(&dataset.held_out)?,
+            train,
+            held_out,
+            order,
         })
     }
 }

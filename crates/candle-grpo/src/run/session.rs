@@ -150,7 +150,11 @@ impl Session {
         progress: Arc<dyn candle_grpo_train::Progress>,
         collective: Arc<dyn Collective>,
     ) -> Result<Self> {
-        let RunPrompts { train, held_out } = prompts;
+        let RunPrompts {
+            train,
+            held_out,
+            order,
+        } = prompts;
         pretrained.chat_template = config.chat_template(&pretrained)?;
         let (base, dtype) = config.train.stored_form();
         let model = &pretrained.model;
@@ -190,6 +194,7 @@ impl Session {
         .with_progress(Arc::clone(&progress))
         .with_last_step(config.max_steps)
         .with_inputs(&inputs);
+        trainer = trainer.with_order(order)?;
         if let Some(generator) = generator {
             trainer = trainer.with_generator(generator);
         }

@@ -11,6 +11,7 @@ mod environment;
 mod hub;
 mod init;
 mod judge;
+mod mixing;
 mod mutation;
 mod overwrite;
 mod real_engines;

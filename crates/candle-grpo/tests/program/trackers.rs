@@ -66,7 +66,7 @@ fn a_tracker_receives_the_metrics_of_each_step_and_evaluation() {
     assert_eq!(end["event"], "end");
     assert_eq!(end["status"], "finished");
 
-    // A run that goes on tells it where.
+    // A run that resumes reports its step.
     let text = fs::read_to_string(folder.join("run.yaml")).unwrap();
     let longer = text.replace("max_steps: 12", "max_steps: 13");
     fs::write(folder.join("run.yaml"), longer).unwrap();
