@@ -110,7 +110,7 @@ impl Preparation<'_> {
             None => None,
         };
         let advantages = self.advantages(&rewards, &tokens, values.as_ref(), early.as_ref())?;
-*sequence_advantages = sequence_means(&advantages.advantages, &tokens.response_mask)?;
+        *sequence_advantages = sequence_means(&advantages.advantages, &tokens.response_mask)?;
         let policy_loss = &self.config.recipe.policy_loss;
         let reward_alone = policy_loss.positive_nll.is_none() && policy_loss.distillation.is_none();
         if reward_alone && is_zero(&advantages.advantages)? {
