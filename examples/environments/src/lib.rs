@@ -129,6 +129,7 @@ pub fn train_config(
         schedule: LearningRateSchedule {
             warmup_steps: (steps / 10).min(10),
             decay_until: Some(steps),
+            ..LearningRateSchedule::default()
         },
         ..TrainConfig::default()
     }

@@ -17,7 +17,7 @@ const INPUTS: &str = "inputs.json";
 
 /// Settings that may change when a run resumes. The contents of the model are compared in place of
 /// its path.
-const MAY_CHANGE: [&str; 8] = [
+const MAY_CHANGE: [&str; 9] = [
     "checkpoint.dtype",
     "max_steps",
     "model",
