@@ -79,9 +79,10 @@ pub struct DrawnToken {
 /// Without filters the token is the first one with a cumulative probability above the uniform
 /// number. With filters the tokens are ordered by probability first, equals by token.
 ///
-/// A result is `None` if a logit of its row is NaN or infinity, or all are minus infinity. Sums are
-/// in f64. On CUDA the weights are in f32, so that a number at the border of two tokens may draw
-/// the other one; the logits stay on the device, and 12 bytes for each draw come back.
+/// A result is `None` if a logit of its row is NaN or infinity, or all are minus infinity. Terms
+/// are in f32, and sums of 512 of them in f64. On CUDA the weights are in f32, so that a number at
+/// the border of two tokens may draw the other one; the logits stay on the device, and 12 bytes for
+/// each draw come back.
 ///
 /// # Shapes
 ///
@@ -158,16 +159,17 @@ fn draw_one(logits: &[f32], uniform: f64, options: &DrawOptions) -> Option<Drawn
     let distribution = Distribution::new(logits, options.temperature)?;
     let is_filtered = options.top_k > 0 || options.top_p < 1.0 || options.min_p > 0.0;
     let (token, drawn_log_prob) = if options.greedy {
-        (distribution.mode(), 0.0)
+        (distribution.mode(), Some(0.0))
     } else if is_filtered {
-        FilteredDistribution::new(&distribution, options).quantile(uniform)
+        let (token, log_prob) = FilteredDistribution::new(&distribution, options).quantile(uniform);
+        (token, Some(log_prob))
     } else {
-        let token = distribution.quantile(uniform);
-        (token, distribution.log_prob(token))
+        (distribution.quantile(uniform), None)
     };
+    let log_prob = distribution.log_prob(token);
     Some(DrawnToken {
         token,
-        log_prob: distribution.log_prob(token),
-        drawn_log_prob,
+        log_prob,
+        drawn_log_prob: drawn_log_prob.unwrap_or(log_prob),
     })
 }

@@ -1,9 +1,14 @@
 //! Sampling of one token from one row of logits.
 
+use pulp::{Arch, Simd, WithSimd};
+
+use super::log_prob::{ForwardRow, Sums};
+use super::simd::{EXP_UNDERFLOW, at_least, exp};
+
 /// Number of tokens per block with a cached sum.
 const BLOCK: usize = 512;
 
-/// Unnormalized softmax(logits / temperature) in f64.
+/// Unnormalized softmax(logits / temperature).
 pub(crate) struct Distribution<'a> {
     logits: &'a [f32],
     greatest: f64,
@@ -31,10 +36,12 @@ impl<'a> Distribution<'a> {
             blocks: Vec::with_capacity(logits.len().div_ceil(BLOCK)),
             total: 0.,
         };
-        for block in logits.chunks(BLOCK) {
-            let sum = block.iter().map(|&x| distribution.weight_of(x)).sum();
-            distribution.blocks.push(sum);
-        }
+        Arch::new().dispatch(BlockSums {
+            logits,
+            greatest,
+            inverse_temperature: distribution.inverse_temperature_in_f32(),
+            sums: &mut distribution.blocks,
+        });
         distribution.total = distribution.blocks.iter().sum();
         Some(distribution)
     }
@@ -91,10 +98,57 @@ impl<'a> Distribution<'a> {
         self.logits.iter().position(greatest).unwrap_or(0) as u32
     }
 
-    /// Returns the log-probability of `token`.
+    /// Returns the log-probability of `token`, with the arithmetic of
+    /// [`log_prob`](crate::log_prob).
     pub(crate) fn log_prob(&self, token: u32) -> f32 {
+        let inverse_temperature = self.inverse_temperature_in_f32();
+        let sums = Arch::new().dispatch(ForwardRow {
+            logits: self.logits,
+            inverse_temperature,
+            sums: Sums::default(),
+        });
         let logit = f64::from(self.logits[token as usize]);
-        ((logit - self.greatest) * self.inverse_temperature - self.total.ln()) as f32
+        sums.finish(logit, inverse_temperature)[0]
+    }
+
+    /// Finite, so that the most likely token has a finite product with it.
+    fn inverse_temperature_in_f32(&self) -> f32 {
+        (self.inverse_temperature as f32).min(f32::MAX)
+    }
+}
+
+/// Appends the sum of the weights of each block to `sums`. The terms are in f32.
+struct BlockSums<'a> {
+    logits: &'a [f32],
+    greatest: f32,
+    inverse_temperature: f32,
+    sums: &'a mut Vec<f64>,
+}
+
+impl WithSimd for BlockSums<'_> {
+    type Output = ();
+
+    #[inline(always)]
+    fn with_simd<S: Simd>(self, simd: S) {
+        let greatest = simd.splat_f32s(self.greatest);
+        let scale = simd.splat_f32s(self.inverse_temperature);
+        let mut padded = [f32::NEG_INFINITY; BLOCK];
+        for block in self.logits.chunks(BLOCK) {
+            let block = match block.len() {
+                BLOCK => block,
+                len => {
+                    padded[..len].copy_from_slice(block);
+                    &padded
+                }
+            };
+            let mut sum = simd.splat_f32s(0.0);
+            for &x in S::as_simd_f32s(block).0 {
+                let d = simd.mul_f32s(simd.sub_f32s(x, greatest), scale);
+                let d = at_least(simd, d, EXP_UNDERFLOW - 1.0);
+                sum = simd.add_f32s(sum, exp(simd, d));
+            }
+            self.sums.push(f64::from(simd.reduce_sum_f32s(sum)));
+        }
     }
 }
 

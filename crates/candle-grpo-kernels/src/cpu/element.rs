@@ -6,6 +6,7 @@ use candle_core::WithDType;
 use half::slice::HalfFloatSliceExt;
 use half::vec::HalfBitsVecExt;
 use half::{bf16, f16};
+use rayon::prelude::*;
 
 /// A float of up to 32 bits.
 pub(crate) trait Element: WithDType + Sync {
@@ -51,6 +52,11 @@ pub(crate) trait Element: WithDType + Sync {
     /// Returns this value in f32.
     fn wide(self) -> f32;
 
+    /// Rounds `source`, on all cores.
+    fn rounded(source: Vec<f32>) -> Vec<Self> {
+        source.into_par_iter().map(Self::nearest).collect()
+    }
+
     /// Rounds `source` to `target`, of the same length.
     #[inline(always)]
     fn write(source: &[f32], target: &mut [MaybeUninit<Self>]) {
@@ -63,6 +69,10 @@ pub(crate) trait Element: WithDType + Sync {
 impl Element for f32 {
     fn zeros(len: usize) -> Vec<Self> {
         vec![0.0; len]
+    }
+
+    fn rounded(source: Vec<f32>) -> Vec<Self> {
+        source
     }
 
     #[inline(always)]

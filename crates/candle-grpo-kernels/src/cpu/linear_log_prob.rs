@@ -21,10 +21,11 @@ use crate::log_prob::{Backward, Rows};
 /// Maximum rows of a tile. One product sums the gradient of the weight over them.
 const TILE_ROWS: usize = 1024;
 
-/// Maximum logits of a tile, 8 MiB of f32.
+/// Maximum logits of a tile, 8 MiB of f32, unless a block of columns has more.
 const TILE_LOGITS: usize = 1 << 21;
 
-/// Maximum entries of the weight at the columns of a tile, 8 MiB of f32.
+/// Maximum entries of the weight at the columns of a tile, 8 MiB of f32, unless a block of columns
+/// has more.
 const TILE_WEIGHTS: usize = 1 << 21;
 
 /// Maximum logits of a tile of the last columns, 1 MiB of f32. These tiles do not fit in the
@@ -276,13 +277,13 @@ struct Tile<'t, W> {
 /// The tile sizes are a function of the shapes and the requested gradients, for deterministic
 /// results.
 impl<W: Element> Layer<'_, W> {
-    /// Returns the columns of a tile with `rows` rows and at most `logits` entries.
-    fn tile_columns(&self, rows: usize, logits: usize) -> usize {
-        let columns = logits / rows;
-        let columns = columns
-            .min((TILE_WEIGHTS / self.width).max(1))
-            .min(self.vocab);
-        columns.next_multiple_of(MAX_LANES)
+    /// Returns the columns of a tile with `rows` rows and about `logits` entries: a multiple of
+    /// `unit`.
+    fn tile_columns(&self, rows: usize, logits: usize, unit: usize) -> usize {
+        let columns = (logits / rows).min(TILE_WEIGHTS / self.width);
+        (columns / unit * unit)
+            .max(unit)
+            .min(self.vocab.next_multiple_of(MAX_LANES))
     }
 
     /// Visits all rows of the first columns, then all rows of the next. Without rows there are no
@@ -304,10 +305,11 @@ impl<W: Element> Layer<'_, W> {
         }
         // A copy of the hidden states of a tile, and its rows.
         let (mut copied, mut copied_rows) = (Vec::new(), 0..0);
-        let widest = self.tile_columns(tile_rows, TILE_LOGITS);
+        // Whole blocks: the sums of a row do not depend on the tiles.
+        let widest = self.tile_columns(tile_rows, TILE_LOGITS, BLOCK);
         let last = match W::as_f32_mut(weight_gradient) {
             Some([]) | None => widest,
-            Some(_) => self.tile_columns(tile_rows, LAST_TILE_LOGITS),
+            Some(_) => self.tile_columns(tile_rows, LAST_TILE_LOGITS, MAX_LANES),
         };
         let (mut scratch, mut widened) = (Vec::new(), Vec::new());
         let mut start = 0;

@@ -1,18 +1,44 @@
-//! Matrix products in f32, with `gemm`, the crate that Candle uses.
+//! Matrix products in f32.
+//!
+//! Each entry of a product is one chain of fused multiply-adds over the inner dimension, in order.
+//! So its bits are a function of one row of `a` and one column of `b`: they do not depend on the
+//! other rows and columns, on the number of cores, or on the width of the vectors.
+//!
+//! A task multiplies some rows by some columns. It packs up to [`WIDEST`] columns into a panel,
+//! whose entries of one inner index are adjacent, and keeps a tile of sums in registers.
+
+use std::ops::Range;
 
 use candle_core::{Layout, Result, Tensor};
-use gemm::Parallelism;
+use pulp::{Arch, Simd, WithSimd};
+use rayon::prelude::*;
 
+use super::panel::{Columns, UNIT, WIDEST};
 use super::slice;
+
+/// Rows of a task, at most. Packed, they and a panel fit in the L2 cache.
+const ROWS: usize = 256;
+
+/// Inner indices that are packed at a time. A chain continues from the sum in memory.
+const DEPTH: usize = 1024;
+
+/// Rows of a tile with 32 vector registers. With 3 vectors of columns these are 24 sums.
+const TILE: usize = 8;
+
+/// Tasks for each core, so that all cores end at about the same time.
+const TASKS_PER_CORE: usize = 4;
+
+/// Minimum number of multiplications for more than one core.
+const WORTH_SHARING: usize = 1 << 16;
 
 /// A matrix in a slice, with entry (i, j) at `i * row_stride + j * column_stride`.
 #[derive(Clone, Copy)]
 pub(crate) struct Matrix<'a> {
-    values: &'a [f32],
-    rows: usize,
-    columns: usize,
-    row_stride: usize,
-    column_stride: usize,
+    pub(super) values: &'a [f32],
+    pub(super) rows: usize,
+    pub(super) columns: usize,
+    pub(super) row_stride: usize,
+    pub(super) column_stride: usize,
 }
 
 impl<'a> Matrix<'a> {
@@ -50,29 +76,24 @@ impl<'a> Matrix<'a> {
         }
     }
 
-    /// Returns the length of the slice that the entries span.
-    fn extent(&self) -> usize {
-        extent(self.rows, self.columns, self.row_stride, self.column_stride)
-    }
-}
-
-fn extent(rows: usize, columns: usize, row_stride: usize, column_stride: usize) -> usize {
-    match (rows, columns) {
-        (0, _) | (_, 0) => 0,
-        _ => (rows - 1) * row_stride + (columns - 1) * column_stride + 1,
+    pub(super) fn in_bounds(&self) -> bool {
+        let end = match (self.rows, self.columns) {
+            (0, _) | (_, 0) => 0,
+            _ => (self.rows - 1) * self.row_stride + (self.columns - 1) * self.column_stride + 1,
+        };
+        end <= self.values.len()
     }
 }
 
 /// Computes `target = a b`, or `target += a b` if `add` is set, on all cores.
 ///
-/// The rows of `target` start `row_stride` apart. One core sums each entry, so the result is the
-/// same on any number of cores.
+/// The rows of `target` start `row_stride` apart.
 ///
 /// # Panics
 ///
 /// Panics if the matrices do not fit each other or `target`.
 pub(crate) fn matmul(target: &mut [f32], row_stride: usize, add: bool, a: Matrix, b: Matrix) {
-    product(target, row_stride, add, a, b, Parallelism::Rayon(0));
+    run(&[Product::new(target, row_stride, add, a, b)], true);
 }
 
 /// [`matmul`] on the calling core.
@@ -87,7 +108,7 @@ pub(crate) fn matmul_on_one_core(
     a: Matrix,
     b: Matrix,
 ) {
-    product(target, row_stride, add, a, b, Parallelism::None);
+    run(&[Product::new(target, row_stride, add, a, b)], false);
 }
 
 /// Computes `sum += a b` for f32 tensors with a contiguous `sum`.
@@ -102,42 +123,324 @@ pub(crate) fn add_matmul(sum: &Tensor, a: &Tensor, b: &Tensor) -> Result<()> {
     })
 }
 
-fn product(
-    target: &mut [f32],
+/// One product, with its target.
+pub(super) struct Product<'a, B> {
+    target: *mut f32,
     row_stride: usize,
     add: bool,
-    a: Matrix,
-    b: Matrix,
-    parallelism: Parallelism,
-) {
-    assert_eq!(a.columns, b.rows, "the inner dimensions differ");
-    assert!(a.extent() <= a.values.len() && b.extent() <= b.values.len());
-    assert!(row_stride >= b.columns && extent(a.rows, b.columns, row_stride, 1) <= target.len());
-    // SAFETY: the assertions keep every entry inside its slice. Strides fit isize because the
-    // slices do. The rows of the target do not overlap. It is borrowed mutably, so it overlaps
-    // no operand.
-    #[allow(unsafe_code)]
-    unsafe {
-        gemm::gemm(
-            a.rows,
-            b.columns,
-            a.columns,
-            target.as_mut_ptr(),
-            1,
-            row_stride as isize,
-            add,
-            a.values.as_ptr(),
-            a.column_stride as isize,
-            a.row_stride as isize,
-            b.values.as_ptr(),
-            b.column_stride as isize,
-            b.row_stride as isize,
-            1.0,
-            1.0,
-            false,
-            false,
-            false,
-            parallelism,
+    a: Matrix<'a>,
+    b: B,
+}
+
+// SAFETY: the target is borrowed mutably for `'a`, and each task writes its own entries.
+#[allow(unsafe_code)]
+unsafe impl<B: Sync> Sync for Product<'_, B> {}
+
+impl<'a, B: Columns> Product<'a, B> {
+    /// See [`matmul`].
+    ///
+    /// # Panics
+    ///
+    /// Panics if the matrices do not fit each other or `target`.
+    pub(super) fn new(
+        target: &'a mut [f32],
+        row_stride: usize,
+        add: bool,
+        a: Matrix<'a>,
+        b: B,
+    ) -> Self {
+        let columns = b.len();
+        assert!(
+            a.in_bounds() && b.fits(a.columns),
+            "the factors do not fit each other"
         );
+        let last = a
+            .rows
+            .checked_sub(1)
+            .map(|last| last * row_stride + columns);
+        assert!(row_stride >= columns && last.unwrap_or(0) <= target.len());
+        Self {
+            target: target.as_mut_ptr(),
+            row_stride,
+            add,
+            a,
+            b,
+        }
+    }
+
+    /// Splits the product into at least `wanted` tasks, if its size permits.
+    fn tasks(&self, wanted: usize) -> Vec<Task<'_, 'a, B>> {
+        let columns = self.b.len();
+        // Panels of about the same width, in units that every vector width divides.
+        let units = columns.div_ceil(UNIT);
+        let panels = units.div_ceil(WIDEST / UNIT);
+        let parts = self.a.rows.div_ceil(ROWS);
+        let groups = wanted.div_ceil(parts.max(1)).clamp(1, panels.max(1));
+        let bound = |index: usize, of: usize, len: usize| index * len / of;
+        let mut tasks = Vec::with_capacity(parts * groups);
+        for group in 0..groups {
+            let panels: Vec<_> = (bound(group, groups, panels)..bound(group + 1, groups, panels))
+                .map(|panel| {
+                    bound(panel, panels, units) * UNIT
+                        ..columns.min(bound(panel + 1, panels, units) * UNIT)
+                })
+                .collect();
+            tasks.extend((0..parts).map(|part| Task {
+                product: self,
+                rows: bound(part, parts, self.a.rows)..bound(part + 1, parts, self.a.rows),
+                panels: panels.clone(),
+            }));
+        }
+        tasks
+    }
+}
+
+/// Computes all products.
+pub(super) fn run<B: Columns>(products: &[Product<B>], share: bool) {
+    let work = |product: &Product<B>| product.a.rows * product.a.columns * product.b.len();
+    let all: usize = products.iter().map(work).sum();
+    let arch = Arch::new();
+    if !share || all < WORTH_SHARING {
+        let scratch = &mut Scratch::default();
+        for task in products.iter().flat_map(|product| product.tasks(1)) {
+            arch.dispatch(Run {
+                task: &task,
+                scratch,
+            });
+        }
+        return;
+    }
+    let wanted = TASKS_PER_CORE * rayon::current_num_threads();
+    let tasks: Vec<_> = products
+        .iter()
+        .flat_map(|product| product.tasks((wanted * work(product)).div_ceil(all)))
+        .collect();
+    tasks
+        .par_iter()
+        .with_max_len(1)
+        .for_each_init(Scratch::default, |scratch, task| {
+            arch.dispatch(Run { task, scratch })
+        });
+}
+
+/// Some rows times some panels.
+struct Task<'p, 'a, B> {
+    product: &'p Product<'a, B>,
+    rows: Range<usize>,
+    panels: Vec<Range<usize>>,
+}
+
+/// Buffers of a task.
+#[derive(Default)]
+struct Scratch {
+    /// Rows of `a` in tiles, unless their entries are adjacent.
+    a: Vec<f32>,
+    /// A panel of `b`.
+    panel: Vec<f32>,
+    /// Numbers of `b` in f32, for its own use.
+    wide: Vec<f32>,
+}
+
+struct Run<'r, 'p, 'a, B> {
+    task: &'r Task<'p, 'a, B>,
+    scratch: &'r mut Scratch,
+}
+
+impl<B: Columns> WithSimd for Run<'_, '_, '_, B> {
+    type Output = ();
+
+    #[inline(always)]
+    fn with_simd<S: Simd>(self, simd: S) {
+        let Self { task, scratch } = self;
+        let Scratch {
+            a: tiles,
+            panel,
+            wide,
+        } = scratch;
+        let &Task {
+            product,
+            ref rows,
+            ref panels,
+        } = task;
+        let a = &product.a;
+        let packed = a.column_stride != 1;
+        for start in (0..a.columns.max(1)).step_by(DEPTH) {
+            let inner = start..a.columns.min(start + DEPTH);
+            if packed {
+                pack_rows::<S>(a, rows, &inner, tiles);
+            }
+            for columns in panels {
+                let width = columns.len().next_multiple_of(UNIT);
+                panel.resize(panel.len().max(width * inner.len()), 0.0);
+                let panel = &mut panel[..width * inner.len()];
+                product.b.pack(columns, &inner, panel, wide);
+                let mut first = rows.start;
+                while first < rows.end {
+                    let height = height::<S>(rows.end - first);
+                    let tile = Tile {
+                        panel,
+                        depth: inner.len(),
+                        columns: columns.len(),
+                        target: product
+                            .target
+                            .wrapping_add(first * product.row_stride + columns.start),
+                        row_stride: product.row_stride,
+                        add: product.add || start > 0,
+                    };
+                    let units = width / UNIT;
+                    if packed {
+                        let tiles = &tiles[(first - rows.start) * inner.len()..];
+                        tile.dispatch(simd, height, units, tiles, 1, height);
+                    } else {
+                        let rows = &a.values[first * a.row_stride + inner.start..];
+                        tile.dispatch(simd, height, units, rows, a.row_stride, 1);
+                    }
+                    first += height;
+                }
+            }
+        }
+    }
+}
+
+/// Returns the rows of the next tile: the largest power of two with at most `left` rows.
+#[inline(always)]
+fn height<S: Simd>(left: usize) -> usize {
+    let most = match S::REGISTER_COUNT < 32 {
+        true => TILE / 2,
+        false => TILE,
+    };
+    most.min(1 << left.ilog2())
+}
+
+/// Writes rows of `a` in tiles, in which the entries of one inner index are adjacent.
+#[inline(always)]
+fn pack_rows<S: Simd>(
+    a: &Matrix,
+    rows: &Range<usize>,
+    inner: &Range<usize>,
+    target: &mut Vec<f32>,
+) {
+    target.resize(rows.len() * inner.len(), 0.0);
+    let mut first = rows.start;
+    while first < rows.end {
+        let height = height::<S>(rows.end - first);
+        let tile = &mut target[(first - rows.start) * inner.len()..][..height * inner.len()];
+        for (k, tile) in inner.clone().zip(tile.chunks_exact_mut(height)) {
+            let entries = &a.values[first * a.row_stride + k * a.column_stride..];
+            if a.row_stride == 1 {
+                tile.copy_from_slice(&entries[..height]);
+                continue;
+            }
+            for (row, target) in tile.iter_mut().enumerate() {
+                *target = entries[row * a.row_stride];
+            }
+        }
+        first += height;
+    }
+}
+
+/// Some rows of `a` times a panel.
+struct Tile<'t> {
+    /// `[depth, units * UNIT]`
+    panel: &'t [f32],
+    depth: usize,
+    /// The columns that the target has.
+    columns: usize,
+    /// The first entry of the target.
+    target: *mut f32,
+    row_stride: usize,
+    add: bool,
+}
+
+impl Tile<'_> {
+    /// Selects the function for `height` rows and `units` units of columns. Entry (i, k) of the
+    /// rows is at `i * row_step + k * inner_step` of `a`.
+    #[inline(always)]
+    fn dispatch<S: Simd>(
+        &self,
+        simd: S,
+        height: usize,
+        units: usize,
+        a: &[f32],
+        row_step: usize,
+        inner_step: usize,
+    ) {
+        let a = (a, row_step, inner_step);
+        match (height, units) {
+            (8, 3) => self.compute::<S, 8, 3>(simd, a),
+            (8, 2) => self.compute::<S, 8, 2>(simd, a),
+            (8, _) => self.compute::<S, 8, 1>(simd, a),
+            (4, 3) => self.compute::<S, 4, 3>(simd, a),
+            (4, 2) => self.compute::<S, 4, 2>(simd, a),
+            (4, _) => self.compute::<S, 4, 1>(simd, a),
+            (2, 3) => self.compute::<S, 2, 3>(simd, a),
+            (2, 2) => self.compute::<S, 2, 2>(simd, a),
+            (2, _) => self.compute::<S, 2, 1>(simd, a),
+            (_, 3) => self.compute::<S, 1, 3>(simd, a),
+            (_, 2) => self.compute::<S, 1, 2>(simd, a),
+            _ => self.compute::<S, 1, 1>(simd, a),
+        }
+    }
+
+    /// Computes R rows of U units of columns.
+    #[inline(always)]
+    fn compute<S: Simd, const R: usize, const U: usize>(
+        &self,
+        simd: S,
+        (a, row_step, inner_step): (&[f32], usize, usize),
+    ) {
+        let depth = self.depth;
+        let (panel, _) = S::as_simd_f32s(self.panel);
+        // Vectors of a unit: a part of the columns has U vectors.
+        let parts = UNIT / S::F32_LANES;
+        assert!(panel.len() == depth * U * parts);
+        assert!(depth == 0 || (R - 1) * row_step + (depth - 1) * inner_step < a.len());
+        let rows: [usize; R] = std::array::from_fn(|row| row * row_step);
+        for part in 0..parts {
+            let first = part * U * S::F32_LANES;
+            let columns = self.columns.saturating_sub(first).min(U * S::F32_LANES);
+            // SAFETY: the constructor of the product checked the bounds of the target. No other
+            // task has these entries, and nothing reads them during the product.
+            #[allow(unsafe_code)]
+            let mut targets: [&mut [f32]; R] = std::array::from_fn(|row| unsafe {
+                let start = self.target.wrapping_add(row * self.row_stride + first);
+                std::slice::from_raw_parts_mut(start, columns)
+            });
+            let mut sums = [[simd.splat_f32s(0.0); U]; R];
+            if self.add {
+                for (sums, target) in sums.iter_mut().zip(&targets) {
+                    for (sum, target) in sums.iter_mut().zip(target.chunks(S::F32_LANES)) {
+                        *sum = simd.partial_load_f32s(target);
+                    }
+                }
+            }
+            for k in 0..depth {
+                // SAFETY: the assertions above keep the indices in bounds.
+                #[allow(unsafe_code)]
+                let (a, b): ([f32; R], [S::f32s; U]) = unsafe {
+                    let a = a.as_ptr().add(k * inner_step);
+                    let panel = panel.as_ptr().add((k * parts + part) * U);
+                    (
+                        std::array::from_fn(|row| *a.add(rows[row])),
+                        std::array::from_fn(|unit| *panel.add(unit)),
+                    )
+                };
+                for row in 0..R {
+                    let a = simd.splat_f32s(a[row]);
+                    for unit in 0..U {
+                        sums[row][unit] = simd.mul_add_e_f32s(a, b[unit], sums[row][unit]);
+                    }
+                }
+            }
+            for (sums, target) in sums.into_iter().zip(&mut targets) {
+                if columns == U * S::F32_LANES {
+                    S::as_mut_simd_f32s(target).0.copy_from_slice(&sums);
+                    continue;
+                }
+                for (sum, target) in sums.into_iter().zip(target.chunks_mut(S::F32_LANES)) {
+                    simd.partial_store_f32s(target, sum);
+                }
+            }
+        }
     }
 }

@@ -11,6 +11,7 @@ use rayon::prelude::*;
 
 use super::attention::{CapRow, SoftmaxRow};
 use super::element::Element;
+use super::simd::MAX_LANES;
 use super::{output, slice};
 use crate::Scores;
 use crate::paged_attention::{KeyValuePages, PAGE, PageSlot, PagedRow};
@@ -18,8 +19,11 @@ use crate::paged_attention::{KeyValuePages, PAGE, PageSlot, PagedRow};
 /// Minimum number of products for more than one core.
 const WORTH_SHARING: usize = 1 << 18;
 
-/// Independent partial sums, which hide the latency of additions.
+/// Vectors of a result that are summed together, which hides the latency of additions.
 const SUMS: usize = 4;
+
+/// Query heads whose products with a page are computed together, for the same reason.
+const HEADS: usize = 4;
 
 /// Returns the attended values, of the length of a contiguous `query`.
 pub(crate) fn forward<T: Element>(
@@ -98,10 +102,10 @@ pub(crate) fn write<T: Element>(
 struct Scratch {
     /// Zeros.
     bias: Vec<f32>,
-    /// The scores of a query head, then their softmax, with one page for each span.
+    /// The scores of each query head, then their softmax, by position.
     weights: Vec<f32>,
     query: Vec<f32>,
-    /// The result of one head.
+    /// The results of the query heads.
     result: Vec<f32>,
     /// A page of one head in f32, unless the pages are f32.
     page: Vec<f32>,
@@ -139,44 +143,56 @@ impl<T: Element> WithSimd for Task<'_, T> {
         scratch.result.fill(0.0);
         scratch.page.resize(head_dim * PAGE, 0.0);
 
-        // The pages with visible positions, and these positions of each.
+        // The position of the first weight. Sums start at a whole vector, as in training.
         let first = self.scores.first_visible(row.visible);
+        let begin = first / MAX_LANES * MAX_LANES;
+        let width = (row.visible - begin).next_multiple_of(MAX_LANES);
+        // The pages with visible positions, these positions of each, and the place of their
+        // weights.
         let mut before = 0;
         let spans = row.spans.iter().filter_map(move |span| {
-            let len = span.len.min(row.visible - before);
-            let hidden = first.saturating_sub(before);
+            let start = before;
+            let len = span.len.min(row.visible - start);
+            let hidden = first.saturating_sub(start);
             before += len;
-            (hidden < len).then_some((span.page, hidden..len))
+            (hidden < len).then(|| (span.page, hidden..len, start + hidden - begin))
         });
-        let width = spans.clone().count() * PAGE;
         scratch.bias.resize(width, 0.0);
         scratch.weights.resize(heads * width, 0.0);
+        // Masks the positions before and after the visible ones.
+        for weights in scratch.weights.chunks_exact_mut(width) {
+            weights[..first - begin].fill(f32::NEG_INFINITY);
+            weights[row.visible - begin..].fill(f32::NEG_INFINITY);
+        }
 
         let piece = head_dim * PAGE;
         let place = |page: usize| (page * self.kv_heads + self.head) * piece;
-        for (index, (page, visible)) in spans.clone().enumerate() {
+        for (page, visible, at) in spans.clone() {
             let keys = T::widened(&self.keys[place(page)..][..piece], &mut scratch.page);
-            for (query, weights) in scratch
-                .query
-                .chunks_exact(head_dim)
-                .zip(scratch.weights.chunks_exact_mut(width))
+            for (query, weights) in (scratch.query.chunks(HEADS * head_dim))
+                .zip(scratch.weights.chunks_mut(HEADS * width))
             {
-                let scores = &mut weights[index * PAGE..][..PAGE];
-                products(simd, query, keys, scores);
-                if let Some(cap) = self.scores.cap {
-                    let cap = cap as f32;
-                    CapRow { scores, cap }.with_simd(simd);
+                let mut scores = [[0.0; PAGE]; HEADS];
+                match query.len() / head_dim {
+                    1 => products::<S, 1>(simd, query, keys, &mut scores),
+                    2 => products::<S, 2>(simd, query, keys, &mut scores),
+                    3 => products::<S, 3>(simd, query, keys, &mut scores),
+                    _ => products::<S, HEADS>(simd, query, keys, &mut scores),
                 }
-                // Masks other positions. Those after the last visible one may hold NaN.
-                scores[..visible.start].fill(f32::NEG_INFINITY);
-                scores[visible.end..].fill(f32::NEG_INFINITY);
+                for (scores, weights) in scores.iter_mut().zip(weights.chunks_exact_mut(width)) {
+                    if let Some(cap) = self.scores.cap {
+                        let cap = cap as f32;
+                        CapRow { scores, cap }.with_simd(simd);
+                    }
+                    weights[at..][..visible.len()].copy_from_slice(&scores[visible.clone()]);
+                }
             }
         }
         for scores in scratch.weights.chunks_exact_mut(width) {
             let bias = &scratch.bias;
             SoftmaxRow { scores, bias }.with_simd(simd);
         }
-        for (index, (page, visible)) in spans.enumerate() {
+        for (page, visible, at) in spans {
             let values = &self.values[place(page)..][..piece];
             let values = &values[visible.start * head_dim..visible.end * head_dim];
             let values = T::widened(values, &mut scratch.page[..values.len()]);
@@ -185,35 +201,36 @@ impl<T: Element> WithSimd for Task<'_, T> {
                 .chunks_exact(width)
                 .zip(scratch.result.chunks_exact_mut(head_dim))
             {
-                let weights = &weights[index * PAGE..][visible.clone()];
-                mix(simd, weights, values, result);
+                mix(simd, &weights[at..][..visible.len()], values, result);
             }
         }
         T::write(&scratch.result, self.y);
     }
 }
 
-/// Computes the products of a query with the keys of a page, `[head_dim, PAGE]`.
+/// Computes the products of H queries with the keys of a page, `[head_dim, PAGE]`. Each is a chain
+/// of multiply-adds, as in the matrix products of training.
 #[inline(always)]
-fn products<S: Simd>(simd: S, query: &[f32], keys: &[f32], scores: &mut [f32]) {
+fn products<S: Simd, const H: usize>(
+    simd: S,
+    queries: &[f32],
+    keys: &[f32],
+    scores: &mut [[f32; PAGE]; HEADS],
+) {
     let (keys, _) = S::as_simd_f32s(keys);
-    let (scores, _) = S::as_mut_simd_f32s(scores);
-    let vectors = scores.len();
-    for (j, score) in scores.iter_mut().enumerate() {
-        let mut sums = [simd.splat_f32s(0.0); SUMS];
-        let mut queries = query.chunks_exact(SUMS);
-        let mut keys = keys[j..].chunks(SUMS * vectors);
-        for (query, keys) in (&mut queries).zip(&mut keys) {
-            for (i, sum) in sums.iter_mut().enumerate() {
-                *sum = simd.mul_add_e_f32s(simd.splat_f32s(query[i]), keys[i * vectors], *sum);
+    let head_dim = queries.len() / H;
+    let queries: [_; H] = std::array::from_fn(|head| &queries[head * head_dim..][..head_dim]);
+    let vectors = PAGE / S::F32_LANES;
+    for part in 0..vectors {
+        let mut sums = [simd.splat_f32s(0.0); H];
+        for (i, &key) in keys[part..].iter().step_by(vectors).enumerate() {
+            for (sum, query) in sums.iter_mut().zip(queries) {
+                *sum = simd.mul_add_e_f32s(simd.splat_f32s(query[i]), key, *sum);
             }
         }
-        let rest = keys.next().unwrap_or(&[]).iter().step_by(vectors);
-        for (sum, (&query, &key)) in sums.iter_mut().zip(queries.remainder().iter().zip(rest)) {
-            *sum = simd.mul_add_e_f32s(simd.splat_f32s(query), key, *sum);
+        for (sum, scores) in sums.into_iter().zip(&mut *scores) {
+            S::as_mut_simd_f32s(scores).0[part] = sum;
         }
-        let [a, b, c, d] = sums;
-        *score = simd.add_f32s(simd.add_f32s(a, b), simd.add_f32s(c, d));
     }
 }
 
@@ -245,9 +262,13 @@ fn mix<S: Simd>(simd: S, weights: &[f32], values: &[f32], result: &mut [f32]) {
             }
         }
     }
-    for (&weight, values) in weights.iter().zip(values.chunks_exact(head_dim)) {
-        for (sum, &value) in rest.iter_mut().zip(&values[whole..]) {
-            *sum += weight * value;
-        }
+    if rest.is_empty() {
+        return;
     }
+    let mut sum = simd.partial_load_f32s(rest);
+    for (&weight, values) in weights.iter().zip(values.chunks_exact(head_dim)) {
+        let values = simd.partial_load_f32s(&values[whole..]);
+        sum = simd.mul_add_e_f32s(simd.splat_f32s(weight), values, sum);
+    }
+    simd.partial_store_f32s(rest, sum);
 }

@@ -1,7 +1,7 @@
 //! Tests of `draw_tokens` against sorted tokens in f64.
 
 use candle_core::{DType, Device, Result, Tensor};
-use candle_grpo_kernels::{Draw, DrawOptions, DrawnToken, draw_tokens};
+use candle_grpo_kernels::{Draw, DrawOptions, DrawnToken, LogProbOptions, draw_tokens, log_prob};
 use candle_grpo_test_support::{cases, devices, message, noise, numbers};
 use proptest::prelude::*;
 use rstest::rstest;
@@ -38,6 +38,26 @@ fn draw(
         .map(|&uniform| Draw { row: 0, uniform })
         .collect();
     draw_tokens(&logits, &draws, options).unwrap()
+}
+
+#[rstest]
+fn the_log_prob_on_the_cpu_is_bit_identical_to_that_of_training(
+    #[values(7, 513, 3000)] vocab: usize,
+    #[values(1.0, 0.7)] temperature: f64,
+) -> Result<()> {
+    let logits: Vec<f32> = noise(vocab, 3).iter().map(|x| 9.0 * *x as f32).collect();
+    let options = DrawOptions { temperature, ..OFF };
+    let uniforms = [0.1, 0.5, 0.9];
+    let drawn = draw(&logits, &uniforms, &options, &Device::Cpu);
+    let logits = Tensor::from_slice(&logits, (1, 1, vocab), &Device::Cpu)?;
+    for drawn in drawn.into_iter().flatten() {
+        let target = Tensor::new(&[[drawn.token]], &Device::Cpu)?;
+        let trained = log_prob(&logits, &target, temperature, LogProbOptions::default())?;
+        let trained = trained.log_probs.to_vec2::<f32>()?[0][0];
+        assert_eq!(drawn.log_prob.to_bits(), trained.to_bits());
+        assert_eq!(drawn.drawn_log_prob.to_bits(), trained.to_bits());
+    }
+    Ok(())
 }
 
 /// Returns the tokens that can be drawn, in their order.

@@ -3,6 +3,7 @@
 use candle_core::{DType, Device, Result, Tensor, Var};
 use candle_grpo_kernels::{
     LinearLogProb, LogProbOptions, TokenLogProbs, composed, embedding, linear_log_prob,
+    linear_rows, log_prob,
 };
 use candle_grpo_test_support::{assert_close, cases, devices, message, noise_tensor, numbers};
 use proptest::prelude::*;
@@ -11,7 +12,7 @@ use rstest::rstest;
 use crate::layout::layouts;
 use crate::strategies::dtypes;
 use crate::token_results::{derivatives, results, score, targets};
-use crate::twin::{check_views, has_no_twin, rounding};
+use crate::twin::{bits, check_views, has_no_twin, rounding};
 
 /// Hidden states, weight and bias of small logits.
 struct Layer {
@@ -220,6 +221,27 @@ fn many_tiles_equal_the_composed_twin(
                 check_against_f64(&layer, &targets, 0.8, options)?;
             }
         }
+    }
+    Ok(())
+}
+
+/// The logits of decoding, `linear_rows`, give the log-probs of training.
+#[rstest]
+fn on_the_cpu_the_result_is_bit_identical_to_that_of_the_logits(
+    #[values(1, 9, 1100)] rows: usize,
+    #[values(5, 300)] width: usize,
+) -> Result<()> {
+    let vocab = 2500;
+    let device = Device::Cpu;
+    let hidden = noise_tensor((rows, width), 1, DType::F32, &device)?;
+    let weight = noise_tensor((vocab, width), 2, DType::F32, &device)?;
+    let targets = targets(rows, vocab, 3, &device)?;
+    let options = LogProbOptions::default();
+    let fused = linear_log_prob(&hidden, &weight, None, &targets, 0.8, options)?;
+    let logits = linear_rows(&hidden, &[&weight])?.swap_remove(0);
+    let plain = log_prob(&logits, &targets, 0.8, options)?;
+    for (fused, plain) in results(&fused).into_iter().zip(results(&plain)) {
+        assert_eq!(bits(&fused)?, bits(&plain)?);
     }
     Ok(())
 }

@@ -16,9 +16,8 @@ impl Decoder {
     /// one token at a time. A pass may mix both. There is no padding, and the result has no
     /// gradient.
     ///
-    /// On the CPU the bits of a row depend only on the weights, the tokens of its sequence and the
-    /// places where it was forked. They do not depend on the other sequences, nor on how its
-    /// tokens were divided into passes.
+    /// On the CPU the bits of a row depend only on the weights and the tokens of its sequence. They
+    /// do not depend on the other sequences, nor on how its tokens were divided into passes.
     ///
     /// # Errors
     ///
@@ -85,9 +84,8 @@ impl Decoder {
         }
         let cache = &*cache;
         let n = ids.len();
-        // The fused attention of training is faster for whole prompts, but the sums of its CPU path
-        // have another order than those of later tokens.
-        let prompts = (is_new && !device.is_cpu()).then(|| {
+        // The fused attention of training is faster for whole prompts.
+        let prompts = is_new.then(|| {
             let lengths: Vec<usize> = new.iter().map(|(_, tokens)| tokens.len()).collect();
             attention(self, Sequences::Packed(&lengths))
         });

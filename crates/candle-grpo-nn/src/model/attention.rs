@@ -129,7 +129,7 @@ impl Mixer for Attention {
         if let (Some(norms), None) = (&self.norms, &operands) {
             projected[0] = norms.query.forward_heads(&projected[0])?;
             projected[1] = norms.key.forward_heads(&projected[1])?;
-            if pass.products() == Products::RowByRow {
+            if pass.products() == Products::Decoding {
                 projected = projected.map(|heads| heads.detach());
             }
         }

@@ -137,7 +137,7 @@ impl Mixer for Experts {
             Some(chosen) => chosen,
             None => self.routing.choose(&logits)?,
         };
-        let reaches_all = products == Products::Joint;
+        let reaches_all = products == Products::Training;
         // Checks the experts, which a GPU must not read unchecked.
         let plan = Plan::new(&chosen, self.experts.len(), reaches_all)?;
         let routing = self.routing.replay(&logits, &chosen)?;

@@ -1,9 +1,11 @@
-//! Products with weights that may be frozen.
+//! Products with weights, which may be variables or frozen.
 
 use std::ops::Range;
 
-use candle_core::backend::BackendStorage;
-use candle_core::{CpuStorage, CustomOp1, DType, Layout, Result, Shape, Storage, Tensor, bail};
+use candle_core::{
+    CpuStorage, CustomOp1, CustomOp2, DType, Layout, Result, Shape, Storage, Tensor, bail,
+};
+use candle_grpo_kernels::linear_rows;
 
 use crate::weights::base_weights::numbers;
 
@@ -13,13 +15,27 @@ const TILE: usize = 1 << 22;
 /// `x w^T` for `x` `[N, inputs]` and `weight` `[outputs, inputs]`, or its blocks of quantized
 /// numbers.
 ///
-/// A weight that is not a variable gets no gradient. Candle's own matmul computes one for it, as
-/// large as the weight, and discards it.
+/// On the CPU the bits are those of [`linear_rows`], with a graph and without. A weight that is not
+/// a variable gets no gradient. Candle's own matmul computes one for it, as large as the weight,
+/// and discards it.
 pub(crate) fn linear(x: &Tensor, weight: &Tensor) -> Result<Tensor> {
+    if x.device().is_cpu() {
+        let operands = Operands {
+            x: x.detach(),
+            weight: weight.detach(),
+        };
+        return match (x.track_op(), weight.track_op()) {
+            (false, false) => operands.product(),
+            (_, false) => x.apply_op1(FrozenLinear(operands)),
+            (_, true) => x.apply_op2(weight, TrainedLinear(operands)),
+        };
+    }
     if x.track_op() && !weight.track_op() {
-        return x.contiguous()?.apply_op1(FrozenLinear {
+        let x = x.contiguous()?;
+        return x.apply_op1(FrozenLinear(Operands {
+            x: x.detach(),
             weight: weight.clone(),
-        });
+        }));
     }
     // Without a graph there is no gradient to skip.
     let products = tiles(weight, x.dtype()).map(|(_, weight)| x.matmul(&weight?.t()?));
@@ -48,43 +64,40 @@ pub(crate) fn tiles(
     })
 }
 
-struct FrozenLinear {
-    /// `[outputs, inputs]` or its blocks, not tracked.
+/// The operands of a map, without a graph.
+struct Operands {
+    /// `[N, inputs]`
+    x: Tensor,
+    /// `[outputs, inputs]` or its blocks.
     weight: Tensor,
 }
 
-impl FrozenLinear {
-    /// `[m, k]` times the transposed `weight` `[outputs, k]`, whose storage is `weight_storage`.
-    fn forward<S: BackendStorage>(
-        x: &S,
-        layout: &Layout,
-        weight_storage: &S,
-        weight_layout: &Layout,
-    ) -> Result<(S, Shape)> {
-        let (&[m, k], &[outputs, inputs]) = (layout.dims(), weight_layout.dims()) else {
-            bail!("x: shape {:?}, must be [N, inputs]", layout.dims());
-        };
-        if k != inputs {
-            bail!("x: shape [{m}, {k}], must be [N, {inputs}] for this weight");
+impl Operands {
+    fn product(&self) -> Result<Tensor> {
+        Ok(linear_rows(&self.x, &[&self.weight])?.swap_remove(0))
+    }
+
+    /// The storage of the product, and its shape.
+    fn on_cpu(&self) -> Result<(CpuStorage, Shape)> {
+        let product = self.product()?;
+        let (storage, layout) = product.storage_and_layout();
+        match &*storage {
+            Storage::Cpu(storage) => Ok((storage.clone(), layout.shape().clone())),
+            _ => bail!("x: not on the CPU, must be on the device of the weight"),
         }
-        let transposed = weight_layout.transpose(0, 1)?;
-        let y = x.matmul(weight_storage, (1, m, outputs, k), layout, &transposed)?;
-        Ok((y, Shape::from((m, outputs))))
     }
 }
+
+/// The map by a weight that is not a variable.
+struct FrozenLinear(Operands);
 
 impl CustomOp1 for FrozenLinear {
     fn name(&self) -> &'static str {
         "frozen-linear"
     }
 
-    fn cpu_fwd(&self, x: &CpuStorage, layout: &Layout) -> Result<(CpuStorage, Shape)> {
-        let weight = numbers(&self.weight, x.dtype())?;
-        let (storage, weight_layout) = weight.storage_and_layout();
-        match &*storage {
-            Storage::Cpu(weight) => Self::forward(x, layout, weight, weight_layout),
-            _ => bail!("weight: not on the CPU, must be on the device of x"),
-        }
+    fn cpu_fwd(&self, _x: &CpuStorage, _layout: &Layout) -> Result<(CpuStorage, Shape)> {
+        self.0.on_cpu()
     }
 
     #[cfg(feature = "cuda")]
@@ -93,17 +106,58 @@ impl CustomOp1 for FrozenLinear {
         x: &candle_core::CudaStorage,
         layout: &Layout,
     ) -> Result<(candle_core::CudaStorage, Shape)> {
-        let weight = numbers(&self.weight, x.dtype())?;
+        use candle_core::backend::BackendStorage;
+
+        let weight = numbers(&self.0.weight, x.dtype())?;
         let (storage, weight_layout) = weight.storage_and_layout();
-        match &*storage {
-            Storage::Cuda(weight) => Self::forward(x, layout, weight, weight_layout),
-            _ => bail!("weight: not on the GPU, must be on the device of x"),
+        let Storage::Cuda(weight) = &*storage else {
+            bail!("weight: not on the GPU, must be on the device of x");
+        };
+        let (&[m, k], &[outputs, inputs]) = (layout.dims(), weight_layout.dims()) else {
+            bail!("x: shape {:?}, must be [N, inputs]", layout.dims());
+        };
+        if k != inputs {
+            bail!("x: shape [{m}, {k}], must be [N, {inputs}] for this weight");
         }
+        let transposed = weight_layout.transpose(0, 1)?;
+        let y = x.matmul(weight, (1, m, outputs, k), layout, &transposed)?;
+        Ok((y, Shape::from((m, outputs))))
     }
 
     fn bwd(&self, _x: &Tensor, _y: &Tensor, gradient: &Tensor) -> Result<Option<Tensor>> {
-        let weight = numbers(&self.weight, gradient.dtype())?;
+        let weight = numbers(&self.0.weight, gradient.dtype())?;
         Ok(Some(gradient.contiguous()?.matmul(&weight)?))
+    }
+}
+
+/// The map by a variable, on the CPU.
+struct TrainedLinear(Operands);
+
+impl CustomOp2 for TrainedLinear {
+    fn name(&self) -> &'static str {
+        "trained-linear"
+    }
+
+    fn cpu_fwd(
+        &self,
+        _x: &CpuStorage,
+        _x_layout: &Layout,
+        _weight: &CpuStorage,
+        _weight_layout: &Layout,
+    ) -> Result<(CpuStorage, Shape)> {
+        self.0.on_cpu()
+    }
+
+    fn bwd(
+        &self,
+        x: &Tensor,
+        weight: &Tensor,
+        _y: &Tensor,
+        gradient: &Tensor,
+    ) -> Result<(Option<Tensor>, Option<Tensor>)> {
+        let gradient = gradient.contiguous()?;
+        let of_x = x.track_op().then(|| gradient.matmul(weight)).transpose()?;
+        Ok((of_x, Some(gradient.t()?.matmul(x)?)))
     }
 }
 
@@ -146,14 +200,18 @@ mod tests {
         let part = x.narrow(0, 2, 3).unwrap();
         let weight = noise((8, 3)).narrow(0, 1, 4).unwrap();
         let y = linear(&part, &weight).unwrap().to_vec2::<f32>().unwrap();
-        let plain = part.matmul(&weight.t().unwrap()).unwrap();
-        assert_eq!(y, plain.to_vec2::<f32>().unwrap());
+        let copies = [part, weight].map(|view| view.force_contiguous().unwrap());
+        let expected = linear(&copies[0], &copies[1]).unwrap();
+        assert_eq!(y, expected.to_vec2::<f32>().unwrap());
     }
 
     #[test]
     fn a_wrong_shape_is_an_error_that_names_it() {
         let x = Var::from_tensor(&noise((5, 3))).unwrap();
         let error = linear(&x, &noise((4, 2))).unwrap_err().to_string();
-        assert!(error.contains("must be [N, 2] for this weight"), "{error}");
+        assert!(
+            error.contains("shape [4, 2], must be [outputs, 3]"),
+            "{error}"
+        );
     }
 }

@@ -80,7 +80,7 @@ impl Mixer for GatedDelta {
         let weight = self.conv_weight()?;
         let (convolved, o) = pass.delta_rule(self.layer, [&qkv, &weight, &g, &beta], self.heads)?;
         let mut gated = swiglu(&z, &self.norm.forward_heads(&o)?)?;
-        if pass.products() == Products::RowByRow {
+        if pass.products() == Products::Decoding {
             gated = gated.detach();
         }
         let y = self.output.forward(&gated, pass.products())?;

@@ -37,22 +37,21 @@ pub(crate) const LORA_B: &str = "lora_B.weight";
 /// The name of its factor, a scalar.
 pub(crate) const LORA_SCALING: &str = "lora_scaling";
 
-/// The way to compute the rows of a product.
+/// The purpose of a product.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Products {
-    /// Together, with a gradient.
-    Joint,
-    /// Each row on its own, so that its bits do not depend on the other rows; see [`linear_rows`].
-    /// Without a gradient.
-    RowByRow,
+    /// With a gradient.
+    Training,
+    /// Without a gradient, for several weights in one call.
+    Decoding,
 }
 
 impl Products {
     /// `x w^T` for each of `weights`.
     fn compute(self, x: &Tensor, weights: &[&Tensor]) -> Result<Vec<Tensor>> {
         match self {
-            Self::Joint => weights.iter().map(|weight| linear(x, weight)).collect(),
-            Self::RowByRow => {
+            Self::Training => weights.iter().map(|weight| linear(x, weight)).collect(),
+            Self::Decoding => {
                 let weights: Vec<_> = weights.iter().map(|weight| weight.detach()).collect();
                 linear_rows(&x.detach(), &weights.iter().collect::<Vec<_>>())
             }
@@ -103,7 +102,7 @@ impl Linear {
                 let change = products.compute(&inner[0], &[&b.tensor])?;
                 *y = (&*y + (&change[0] * *scaling)?)?;
             }
-            if products == Products::RowByRow {
+            if products == Products::Decoding {
                 *y = y.detach();
             }
         }
@@ -121,8 +120,8 @@ impl Linear {
             .filter_map(|(map, y)| {
                 let bias = &map.bias.as_ref()?.tensor;
                 Some(match products {
-                    Products::Joint => (y, bias.clone()),
-                    Products::RowByRow => (y, bias.detach()),
+                    Products::Training => (y, bias.clone()),
+                    Products::Decoding => (y, bias.detach()),
                 })
             })
             .unzip();

@@ -66,8 +66,8 @@ pub(crate) type QueryKeyValue = [Tensor; 3];
 impl Pass<'_> {
     pub(crate) fn products(&self) -> Products {
         match self.context {
-            Context::Sequences { .. } => Products::Joint,
-            Context::Cache { .. } | Context::Prompts { .. } => Products::RowByRow,
+            Context::Sequences { .. } => Products::Training,
+            Context::Cache { .. } | Context::Prompts { .. } => Products::Decoding,
         }
     }
 

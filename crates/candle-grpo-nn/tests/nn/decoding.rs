@@ -34,6 +34,36 @@ fn cached(decoder: &Decoder, tokens: &[u32], prompt: usize, dtype: DType) -> Res
 
 const TOKENS: [u32; 9] = [3, 1, 4, 1, 5, 9, 2, 6, 12];
 
+/// On the CPU, decoding and training sum in one order, but for the states of Qwen3.5: training
+/// computes them in chunks.
+#[apply(each_family)]
+fn next_logits_are_bit_identical_to_those_of_training(
+    family: Family,
+    #[values(false, true)] tied: bool,
+    #[values(1, 4)] prompt: usize,
+    #[values(DType::F32, DType::BF16)] dtype: DType,
+) -> Result<()> {
+    let config = DecoderConfig {
+        max_position_embeddings: 40,
+        ..family.config(tied)
+    };
+    if matches!(family, Family::Qwen3_5) || !device().is_cpu() {
+        return Ok(());
+    }
+    let decoder = Decoder::new(
+        &config,
+        lively(&config)?.detached_var_builder().to_dtype(dtype),
+    )?;
+    // Longer than a page and than a vector.
+    let tokens: Vec<u32> = TOKENS.repeat(3);
+    let expected = whole(&decoder, &tokens)?;
+    let expected = expected.narrow(0, prompt - 1, tokens.len() - prompt + 1)?;
+    let actual = cached(&decoder, &tokens, prompt, dtype)?;
+    let numbers = |x: &Tensor| bits(&x.to_dtype(DType::F32)?);
+    assert_eq!(numbers(&actual)?, numbers(&expected)?);
+    Ok(())
+}
+
 #[apply(each_family)]
 fn next_logits_equal_the_logits_of_whole_sequences(
     family: Family,

@@ -275,7 +275,9 @@ fn log_probs_are_those_that_the_actor_computes(
     let recorded = rollout_log_probs(&rollouts, device()).unwrap();
     let computed = (actor.log_probs(&batch).unwrap() * &mask).unwrap();
     let difference = max_difference(&recorded, &computed);
-    assert!(difference < 2e-5, "{difference}");
+    // On the CPU, training and decoding sum in one order.
+    let tolerance = if device().is_cpu() { 0.0 } else { 2e-5 };
+    assert!(difference <= tolerance, "{difference}");
 
     let hidden = decoder
         .padded_hidden_states(&batch.input_ids, &batch.attention_mask)

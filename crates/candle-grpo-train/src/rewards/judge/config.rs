@@ -69,8 +69,8 @@ pub struct JudgeConfig {
     /// Other fields of each request, such as `top_p` or `response_format`.
     #[serde(default)]
     pub extra_body: Map<String, Value>,
-    /// The treatment of a completion without an answer or with a reply that has no score: `exclude`
-    /// or `score`.
+    /// The treatment of a completion without an answer or with a reply that has no score:
+    /// `exclude` or `score`.
     #[serde(default = "exclude")]
     pub on_failure: OnFailure,
     /// The score of such a completion, if `on_failure` is `score`.
@@ -92,8 +92,8 @@ pub struct JudgeConfig {
     /// Maximum duration of one request, in seconds.
     #[serde(default = "request_timeout")]
     pub request_timeout: f64,
-    /// The folder that keeps the replies, for any number of runs. The key of a reply is the SHA-256
-    /// sum of the URL and the whole request. Absent: replies are not kept.
+    /// The folder that keeps the replies, for any number of runs. The key of a reply is the
+    /// SHA-256 sum of the URL and the whole request. Absent: replies are not kept.
     #[serde(default)]
     pub cache: Option<PathBuf>,
     /// Maximum number of requests since the start of the program, repetitions included. Replies

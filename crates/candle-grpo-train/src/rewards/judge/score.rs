@@ -39,9 +39,9 @@ pub struct JudgeScore {
     /// The scores of verdicts in words, such as `{yes: 1, no: 0}`. Case does not matter. Without
     /// `regex` and `json` the last of these words in the reply counts.
     pub words: BTreeMap<String, f64>,
-    /// Two numbers that become 0 and 1, with a linear map between them, such as `[1, 10]`. A number
-    /// outside of them is no score. Scores of `words` stay as they are. Absent: numbers stay as
-    /// they are.
+    /// Two numbers that become 0 and 1, with a linear map between them, such as `[1, 10]`. A
+    /// number outside of them is no score. Scores of `words` stay as they are. Absent: numbers
+    /// stay as they are.
     pub scale: Option<[f64; 2]>,
 }
 

@@ -1,0 +1,308 @@
+//! Panels: columns of a matrix whose entries of one inner index are adjacent.
+
+use std::ops::Range;
+
+use candle_core::quantized::GgmlDType;
+use candle_core::{DType, Layout, Result, Storage, Tensor};
+
+use super::dequantize::widen;
+use super::element::Element;
+use super::matmul::Matrix;
+use super::slice;
+use crate::block_type;
+
+/// A width that every vector width divides. The width of a panel is a multiple.
+pub(super) const UNIT: usize = 16;
+
+/// The widest panel. A row of sums is 3 vectors of AVX-512.
+pub(super) const WIDEST: usize = 3 * UNIT;
+
+/// The second factor of a product, in columns.
+pub(super) trait Columns: Sync {
+    /// Returns the number of columns.
+    fn len(&self) -> usize;
+
+    /// Returns whether there are columns of `inner` entries.
+    fn fits(&self, inner: usize) -> bool;
+
+    /// Writes some entries of some columns to `panel` `[inner, width]`, and zeros after them. The
+    /// inner indices start at a multiple of the length of any quantized block.
+    fn pack(
+        &self,
+        columns: &Range<usize>,
+        inner: &Range<usize>,
+        panel: &mut [f32],
+        wide: &mut Vec<f32>,
+    );
+}
+
+impl Columns for Matrix<'_> {
+    fn len(&self) -> usize {
+        self.columns
+    }
+
+    fn fits(&self, inner: usize) -> bool {
+        self.rows == inner && self.in_bounds()
+    }
+
+    fn pack(
+        &self,
+        columns: &Range<usize>,
+        inner: &Range<usize>,
+        panel: &mut [f32],
+        _wide: &mut Vec<f32>,
+    ) {
+        if inner.is_empty() {
+            return;
+        }
+        let start = inner.start * self.row_stride + columns.start * self.column_stride;
+        let source = &self.values[start..];
+        if self.row_stride == 1 {
+            return transpose(
+                source,
+                self.column_stride,
+                columns.len(),
+                panel,
+                inner.len(),
+            );
+        }
+        let width = panel.len() / inner.len();
+        for (k, target) in panel.chunks_exact_mut(width).enumerate() {
+            let source = &source[k * self.row_stride..];
+            let (target, padding) = target.split_at_mut(columns.len());
+            if self.column_stride == 1 {
+                target.copy_from_slice(&source[..columns.len()]);
+            } else {
+                for (column, target) in target.iter_mut().enumerate() {
+                    *target = source[column * self.column_stride];
+                }
+            }
+            padding.fill(0.0);
+        }
+    }
+}
+
+/// A weight `[outputs, inputs]`, or its blocks, whose rows are the columns of a product.
+#[derive(Clone, Copy)]
+pub(super) enum WeightRows<'a, T> {
+    Elements(&'a [T], usize),
+    /// Blocks of quantized numbers, their type, and the numbers of a row.
+    Blocks(&'a [u8], GgmlDType, usize),
+}
+
+impl<'a, T: Element> WeightRows<'a, T> {
+    /// Returns the rows of a contiguous `weight` with `inputs` numbers in each.
+    pub(super) fn new(
+        storage: &'a Storage,
+        layout: &Layout,
+        weight: &Tensor,
+        inputs: usize,
+    ) -> Result<Self> {
+        Ok(match weight.dtype() {
+            DType::U8 => Self::Blocks(
+                slice::elements(storage, layout)?,
+                block_type(weight)?,
+                inputs,
+            ),
+            _ => Self::Elements(slice::elements(storage, layout)?, inputs),
+        })
+    }
+}
+
+impl<T: Element> Columns for WeightRows<'_, T> {
+    fn len(&self) -> usize {
+        match *self {
+            Self::Elements(elements, inputs) => elements.len() / inputs,
+            Self::Blocks(bytes, block_type, inputs) => bytes.len() / row_bytes(block_type, inputs),
+        }
+    }
+
+    fn fits(&self, inner: usize) -> bool {
+        match *self {
+            Self::Elements(_, inputs) | Self::Blocks(_, _, inputs) => inputs == inner,
+        }
+    }
+
+    fn pack(
+        &self,
+        columns: &Range<usize>,
+        inner: &Range<usize>,
+        panel: &mut [f32],
+        wide: &mut Vec<f32>,
+    ) {
+        if let Self::Elements(elements, inputs) = *self
+            && let Some(elements) = T::as_f32(elements)
+        {
+            let source = &elements[columns.start * inputs + inner.start..];
+            return transpose(source, inputs, columns.len(), panel, inner.len());
+        }
+        wide.resize(wide.len().max(columns.len() * inner.len()), 0.0);
+        for (column, wide) in columns.clone().zip(wide.chunks_exact_mut(inner.len())) {
+            match *self {
+                Self::Elements(elements, inputs) => {
+                    T::widen(&elements[column * inputs..][inner.clone()], wide);
+                }
+                Self::Blocks(bytes, block_type, inputs) => {
+                    let at = |numbers| row_bytes(block_type, numbers);
+                    let row = &bytes[column * at(inputs)..][at(inner.start)..at(inner.end)];
+                    widen(row, block_type, wide);
+                    if T::as_f32(&[]).is_none() {
+                        for number in wide {
+                            *number = T::nearest(*number).wide();
+                        }
+                    }
+                }
+            }
+        }
+        transpose(wide, inner.len(), columns.len(), panel, inner.len());
+    }
+}
+
+/// The bytes of the blocks of some numbers.
+fn row_bytes(block_type: GgmlDType, numbers: usize) -> usize {
+    numbers / block_type.block_size() * block_type.type_size()
+}
+
+/// Writes `columns` columns, which start `stride` apart in `source` and have adjacent entries, to
+/// `panel` `[depth, width]`, and zeros after them.
+fn transpose(source: &[f32], stride: usize, columns: usize, panel: &mut [f32], depth: usize) {
+    if depth == 0 {
+        return;
+    }
+    let width = panel.len() / depth;
+    for first in (0..width).step_by(UNIT) {
+        let here = columns.saturating_sub(first).min(UNIT);
+        let source = &source[(first * stride).min(source.len())..];
+        let mut k = 0;
+        #[cfg(target_arch = "x86_64")]
+        if here == UNIT && is_x86_feature_detected!("avx512f") {
+            assert!((UNIT - 1) * stride + depth <= source.len() && panel.len() == depth * width);
+            while k + UNIT <= depth {
+                // SAFETY: the processor has AVX-512, and the assertion and the condition keep
+                // each vector in its slice.
+                #[allow(unsafe_code)]
+                unsafe {
+                    avx512::transpose(
+                        source.as_ptr().add(k),
+                        stride,
+                        panel.as_mut_ptr().add(k * width + first),
+                        width,
+                    );
+                }
+                k += UNIT;
+            }
+        }
+        // Squares of this size stay in the L1 cache.
+        while k < depth {
+            let until = depth.min(k + UNIT);
+            for column in 0..UNIT {
+                let targets = panel[k * width + first + column..]
+                    .iter_mut()
+                    .step_by(width);
+                if column < here {
+                    let entries = &source[column * stride..][k..until];
+                    targets
+                        .zip(entries)
+                        .for_each(|(target, &entry)| *target = entry);
+                } else {
+                    targets.take(until - k).for_each(|target| *target = 0.0);
+                }
+            }
+            k = until;
+        }
+    }
+}
+
+#[cfg(target_arch = "x86_64")]
+mod avx512 {
+    use std::arch::x86_64::*;
+    use std::array::from_fn;
+
+    /// Transposes a square of 16 rows, which start `stride` apart, to rows `target_stride` apart.
+    ///
+    /// # Safety
+    ///
+    /// The processor has AVX-512, and the rows are in bounds.
+    #[target_feature(enable = "avx512f")]
+    #[allow(unsafe_code)]
+    pub(super) unsafe fn transpose(
+        source: *const f32,
+        stride: usize,
+        target: *mut f32,
+        target_stride: usize,
+    ) {
+        // SAFETY: the caller keeps the rows in bounds.
+        let rows: [_; 16] = from_fn(|row| unsafe { _mm512_loadu_ps(source.add(row * stride)) });
+        // Pairs of entries of two rows, then of four: each 128-bit lane has one column of them.
+        let pairs: [_; 16] = from_fn(|i| {
+            let (a, b) = (rows[i / 2 * 2], rows[i / 2 * 2 + 1]);
+            match i % 2 {
+                0 => _mm512_unpacklo_ps(a, b),
+                _ => _mm512_unpackhi_ps(a, b),
+            }
+        })
+        .map(|pair| _mm512_castps_pd(pair));
+        let fours: [_; 16] = from_fn(|i| {
+            let (a, b) = (
+                pairs[i / 4 * 4 + i % 4 / 2],
+                pairs[i / 4 * 4 + i % 4 / 2 + 2],
+            );
+            _mm512_castpd_ps(match i % 2 {
+                0 => _mm512_unpacklo_pd(a, b),
+                _ => _mm512_unpackhi_pd(a, b),
+            })
+        });
+        for column in 0..4 {
+            let [a, b, c, d] = from_fn(|i| fours[i * 4 + column]);
+            // Lanes 0 and 2 of two vectors, and lanes 1 and 3.
+            let even = [
+                _mm512_shuffle_f32x4::<0x88>(a, b),
+                _mm512_shuffle_f32x4::<0x88>(c, d),
+            ];
+            let odd = [
+                _mm512_shuffle_f32x4::<0xdd>(a, b),
+                _mm512_shuffle_f32x4::<0xdd>(c, d),
+            ];
+            let columns = [
+                _mm512_shuffle_f32x4::<0x88>(even[0], even[1]),
+                _mm512_shuffle_f32x4::<0x88>(odd[0], odd[1]),
+                _mm512_shuffle_f32x4::<0xdd>(even[0], even[1]),
+                _mm512_shuffle_f32x4::<0xdd>(odd[0], odd[1]),
+            ];
+            for (lane, values) in columns.into_iter().enumerate() {
+                // SAFETY: the caller keeps the rows in bounds.
+                unsafe {
+                    _mm512_storeu_ps(target.add((4 * lane + column) * target_stride), values);
+                }
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_panel_has_the_columns_and_zeros_after_them() {
+        for (depth, columns) in [(16, 16usize), (33, 48), (7, 5), (40, 33), (1, 1), (64, 47)] {
+            let stride = depth + 3;
+            let values: Vec<f32> = (0..columns * stride).map(|i| i as f32 + 1.0).collect();
+            let width = columns.next_multiple_of(UNIT);
+            let mut panel = vec![f32::NAN; depth * width];
+            transpose(&values, stride, columns, &mut panel, depth);
+            for (k, row) in panel.chunks_exact(width).enumerate() {
+                for (column, &entry) in row.iter().enumerate() {
+                    let expected = match column < columns {
+                        true => values[column * stride + k],
+                        false => 0.0,
+                    };
+                    assert_eq!(
+                        entry, expected,
+                        "column {column} of {columns}, inner index {k}"
+                    );
+                }
+            }
+        }
+    }
+}
