@@ -275,8 +275,10 @@ fn log_probs_are_those_that_the_actor_computes(
     let recorded = rollout_log_probs(&rollouts, device()).unwrap();
     let computed = (actor.log_probs(&batch).unwrap() * &mask).unwrap();
     let difference = max_difference(&recorded, &computed);
-    // On the CPU, training and decoding sum in one order.
-    let tolerance = if device().is_cpu() { 0.0 } else { 2e-5 };
+    // On the CPU, training and decoding sum in one order. They compute the tanh of a cap in two
+    // ways.
+    let exact = device().is_cpu() && model_type != ModelType::Gemma2;
+    let tolerance = if exact { 0.0 } else { 2e-5 };
     assert!(difference <= tolerance, "{difference}");
 
     let hidden = decoder
