@@ -11,7 +11,8 @@ use rstest::rstest;
 use serde_json::{Value, json};
 use tempfile::TempDir;
 
-use super::support::{chat_model, command, grpo, said, succeeds};
+use super::models::chat_model;
+use super::support::{command, grpo, said, succeeds};
 
 const CONFIG: &str = "
 model: model

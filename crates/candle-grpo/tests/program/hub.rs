@@ -10,7 +10,8 @@ use candle_grpo::train::Pretrained;
 use candle_grpo_test_support::{FakeHub, HubRepository, Reply};
 use serde_json::{Value, json};
 
-use crate::support::{CONFIG, command, folder, lines, model, said, write_reward_model};
+use crate::models::write_reward_model;
+use crate::support::{CONFIG, command, folder, lines, model, said};
 
 type Files = Vec<(&'static str, Vec<u8>)>;
 

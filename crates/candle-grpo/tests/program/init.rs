@@ -4,7 +4,8 @@ use std::fs;
 
 use rstest::rstest;
 
-use super::support::{chat_model, grpo, said, succeeds};
+use super::models::chat_model;
+use super::support::{grpo, said, succeeds};
 
 #[rstest]
 #[case("math")]

@@ -12,6 +12,7 @@ mod hub;
 mod init;
 mod judge;
 mod mixing;
+mod models;
 mod mutation;
 mod overwrite;
 mod real_engines;

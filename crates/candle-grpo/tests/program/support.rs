@@ -5,9 +5,9 @@ use std::path::Path;
 use std::process::{Command, Output};
 
 use candle_core::Device;
-use candle_grpo::nn::{DecoderConfig, Parameters, SequenceClassifierConfig};
+use candle_grpo::nn::{DecoderConfig, Parameters};
+use candle_grpo::train::Pretrained;
 use candle_grpo::train::model::{SpecialTokens, character_tokenizer};
-use candle_grpo::train::{ChatTemplate, Pretrained};
 use candle_grpo_test_support::TINY_DECODER;
 use serde_json::{Value, json};
 
@@ -55,21 +55,6 @@ pub(crate) fn write_model(folder: &Path, alphabet: &str) {
     pretrained.save(folder).unwrap();
 }
 
-/// Writes a reward model with a token for each character of `alphabet`.
-pub(crate) fn write_reward_model(folder: &Path, alphabet: &str) {
-    write_model(folder, alphabet);
-    let model = Pretrained::load_without_weights(folder).unwrap().model;
-    let config = SequenceClassifierConfig {
-        decoder: model,
-        num_labels: 1,
-        pad_token_id: Some(0),
-    };
-    let parameters = config.init(3, &Device::Cpu).unwrap();
-    parameters.save(&folder.join("model.safetensors")).unwrap();
-    let keys = config.to_hugging_face(&[]).unwrap();
-    fs::write(folder.join("config.json"), keys.to_string()).unwrap();
-}
-
 /// A folder with a model, prompts and a configuration.
 pub(crate) fn folder(config: &str) -> tempfile::TempDir {
     let folder = tempfile::tempdir().unwrap();
@@ -82,34 +67,6 @@ pub(crate) fn folder(config: &str) -> tempfile::TempDir {
     fs::write(folder.path().join("data.jsonl"), rows).unwrap();
     fs::write(folder.path().join("run.yaml"), config).unwrap();
     folder
-}
-
-/// The chat template of [`chat_model`].
-pub(crate) const TEMPLATE: &str = "{% for m in messages %}{{ m.role }}: {{ m.content }}|{% endfor %}\
-    {% if enable_thinking %}think|{% endif %}{% if add_generation_prompt %}assistant: {% endif %}";
-
-/// Writes a model of all printable characters with a chat template.
-pub(crate) fn chat_model(path: &Path, positions: usize) {
-    let model = DecoderConfig {
-        vocab_size: 96,
-        max_position_embeddings: positions,
-        ..model()
-    };
-    let alphabet: String = (' '..='~').collect();
-    let pretrained = Pretrained {
-        parameters: Parameters::init(&model, 3, &Device::Cpu).unwrap(),
-        model,
-        tokenizer: character_tokenizer(&alphabet).unwrap(),
-        special_tokens: SpecialTokens {
-            stop_token_ids: vec![0],
-            ..SpecialTokens::default()
-        },
-        generation: Default::default(),
-        chat_template: Some(ChatTemplate::new(TEMPLATE).unwrap()),
-        license: None,
-        form: None,
-    };
-    pretrained.save(path).unwrap();
 }
 
 pub(crate) fn command(folder: &Path, arguments: &[&str]) -> Command {

@@ -11,9 +11,8 @@ use candle_grpo::train::RunDir;
 use rstest::rstest;
 use serde_json::Value;
 
-use crate::support::{
-    CONFIG, command, folder, grpo, lines, said, succeeds, write_model, write_reward_model,
-};
+use crate::models::write_reward_model;
+use crate::support::{CONFIG, command, folder, grpo, lines, said, succeeds, write_model};
 
 /// Asserts that two runs have the same files, however often each was stopped.
 pub(crate) fn assert_same_run(folder: &Path, other: &Path, steps: usize) {
