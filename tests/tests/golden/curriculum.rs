@@ -28,14 +28,12 @@ fn pools(case: &Case) -> Result<Outputs> {
         unseen_weight: case.config.number("unseen_weight")?,
     };
     let tasks = case.config.size("tasks")?;
-    let ids = case
-        .input("task_ids")?
+    // The pools are on the host. Candle does not convert empty tensors on CUDA.
+    let on_host = |name| anyhow::Ok(case.input(name)?.to_device(&Device::Cpu)?);
+    let ids = on_host("task_ids")?
         .to_dtype(DType::I64)?
         .to_vec1::<i64>()?;
-    let rewards = case
-        .input("rewards")?
-        .to_dtype(DType::F64)?
-        .to_vec2::<f64>()?;
+    let rewards = on_host("rewards")?.to_dtype(DType::F64)?.to_vec2::<f64>()?;
     let mut scores = TaskScores::default();
     for (id, rewards) in ids.into_iter().zip(rewards) {
         scores.record(usize::try_from(id)?, &rewards)?;
