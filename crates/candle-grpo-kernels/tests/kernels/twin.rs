@@ -13,6 +13,8 @@ pub(crate) fn noisy(shape: &[usize], seed: u64, dtype: DType) -> Result<Tensor> 
 
 /// Returns the bits of the entries of a float tensor of at most 32 bits.
 pub(crate) fn bits(x: &Tensor) -> Result<Vec<u32>> {
+    // The copy comes first: Candle does not convert empty tensors on CUDA.
+    let x = x.to_device(&Device::Cpu)?;
     let values = x.to_dtype(DType::F32)?.flatten_all()?.to_vec1::<f32>()?;
     Ok(values.into_iter().map(f32::to_bits).collect())
 }
