@@ -414,21 +414,20 @@ impl Tile<'_> {
                     }
                 }
             }
+            // Plain loops: the compiler must inline all of it, and does not inline every closure.
+            let mut b = [simd.splat_f32s(0.0); U];
             for k in 0..depth {
                 // SAFETY: the assertions above keep the indices in bounds.
                 #[allow(unsafe_code)]
-                let (a, b): ([f32; R], [S::f32s; U]) = unsafe {
-                    let a = a.as_ptr().add(k * inner_step);
-                    let panel = panel.as_ptr().add((k * parts + part) * U);
-                    (
-                        std::array::from_fn(|row| *a.add(rows[row])),
-                        std::array::from_fn(|unit| *panel.add(unit)),
-                    )
-                };
-                for row in 0..R {
-                    let a = simd.splat_f32s(a[row]);
-                    for unit in 0..U {
-                        sums[row][unit] = simd.mul_add_e_f32s(a, b[unit], sums[row][unit]);
+                unsafe {
+                    for (unit, b) in b.iter_mut().enumerate() {
+                        *b = *panel.get_unchecked((k * parts + part) * U + unit);
+                    }
+                    for row in 0..R {
+                        let a = simd.splat_f32s(*a.get_unchecked(rows[row] + k * inner_step));
+                        for unit in 0..U {
+                            sums[row][unit] = simd.mul_add_e_f32s(a, b[unit], sums[row][unit]);
+                        }
                     }
                 }
             }
