@@ -216,7 +216,6 @@ fn transpose(source: &[f32], stride: usize, columns: usize, panel: &mut [f32], d
 #[cfg(target_arch = "x86_64")]
 mod avx512 {
     use std::arch::x86_64::*;
-    use std::array::from_fn;
 
     /// Transposes a square of 16 rows, which start `stride` apart, to rows `target_stride` apart.
     ///
@@ -231,29 +230,30 @@ mod avx512 {
         target: *mut f32,
         target_stride: usize,
     ) {
-        // SAFETY: the caller keeps the rows in bounds.
-        let rows: [_; 16] = from_fn(|row| unsafe { _mm512_loadu_ps(source.add(row * stride)) });
+        // Loops and no closures: the compiler may call a closure for each vector.
+        let mut rows = [_mm512_setzero_ps(); 16];
+        for (index, row) in rows.iter_mut().enumerate() {
+            // SAFETY: the caller keeps the rows in bounds.
+            *row = unsafe { _mm512_loadu_ps(source.add(index * stride)) };
+        }
         // Pairs of entries of two rows, then of four: each 128-bit lane has one column of them.
-        let pairs: [_; 16] = from_fn(|i| {
-            let (a, b) = (rows[i / 2 * 2], rows[i / 2 * 2 + 1]);
-            match i % 2 {
-                0 => _mm512_unpacklo_ps(a, b),
-                _ => _mm512_unpackhi_ps(a, b),
+        let mut pairs = [_mm512_setzero_pd(); 16];
+        for i in (0..16).step_by(2) {
+            let (a, b) = (rows[i], rows[i + 1]);
+            pairs[i] = _mm512_castps_pd(_mm512_unpacklo_ps(a, b));
+            pairs[i + 1] = _mm512_castps_pd(_mm512_unpackhi_ps(a, b));
+        }
+        let mut fours = rows;
+        for i in (0..16).step_by(4) {
+            for half in 0..2 {
+                let (a, b) = (pairs[i + half], pairs[i + half + 2]);
+                fours[i + 2 * half] = _mm512_castpd_ps(_mm512_unpacklo_pd(a, b));
+                fours[i + 2 * half + 1] = _mm512_castpd_ps(_mm512_unpackhi_pd(a, b));
             }
-        })
-        .map(|pair| _mm512_castps_pd(pair));
-        let fours: [_; 16] = from_fn(|i| {
-            let (a, b) = (
-                pairs[i / 4 * 4 + i % 4 / 2],
-                pairs[i / 4 * 4 + i % 4 / 2 + 2],
-            );
-            _mm512_castpd_ps(match i % 2 {
-                0 => _mm512_unpacklo_pd(a, b),
-                _ => _mm512_unpackhi_pd(a, b),
-            })
-        });
+        }
         for column in 0..4 {
-            let [a, b, c, d] = from_fn(|i| fours[i * 4 + column]);
+            let (a, b) = (fours[column], fours[4 + column]);
+            let (c, d) = (fours[8 + column], fours[12 + column]);
             // Lanes 0 and 2 of two vectors, and lanes 1 and 3.
             let even = [
                 _mm512_shuffle_f32x4::<0x88>(a, b),
