@@ -235,6 +235,9 @@ mod avx512 {
         for (index, row) in rows.iter_mut().enumerate() {
             // SAFETY: the caller keeps the rows in bounds.
             *row = unsafe { _mm512_loadu_ps(source.add(index * stride)) };
+            // The same place in the next panel. A prefetch does not access memory.
+            let next = source.wrapping_add((index + super::WIDEST) * stride);
+            _mm_prefetch::<_MM_HINT_T1>(next.cast());
         }
         // Pairs of entries of two rows, then of four: each 128-bit lane has one column of them.
         let mut pairs = [_mm512_setzero_pd(); 16];
