@@ -38,15 +38,26 @@ pub struct CoefSchedule {
     pub decay: Decay,
 }
 
-/// Form of the decay of a [`CoefSchedule`].
+/// Form of the decay of a [`CoefSchedule`], or of a learning rate.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Decay {
     /// A line.
     #[default]
     Linear,
-    /// Half a period of a cosine.
+    /// Half a period of a cosine (Loshchilov and Hutter 2017, <https://arxiv.org/abs/1608.03983>).
     Cosine,
+}
+
+impl Decay {
+    /// Returns the share of the start that is left, where `remaining` is the share of the steps of
+    /// the decay that remain: r for a line, `(1 - cos(pi r)) / 2` for a cosine.
+    pub fn share(self, remaining: f64) -> f64 {
+        match self {
+            Self::Linear => remaining,
+            Self::Cosine => (1. - (PI * remaining).cos()) / 2.,
+        }
+    }
 }
 
 impl Default for CoefSchedule {
@@ -89,11 +100,7 @@ impl CoefSchedule {
         if passed >= steps {
             return self.end;
         }
-        let progress = passed as f64 / steps as f64;
-        let remaining = match self.decay {
-            Decay::Linear => 1. - progress,
-            Decay::Cosine => (1. + (PI * progress).cos()) / 2.,
-        };
-        self.end + (self.peak - self.end) * remaining
+        let share = self.decay.share(1. - passed as f64 / steps as f64);
+        self.end + (self.peak - self.end) * share
     }
 }

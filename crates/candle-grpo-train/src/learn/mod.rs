@@ -36,7 +36,7 @@ pub use pretrain::{Example, PretrainConfig, pretrain};
 pub use ranks::Ranks;
 pub use reference::{Reference, ReferenceRefresh};
 pub use response_forward::read_tokens;
-pub use schedule::{Decay, LearningRateSchedule};
+pub use schedule::LearningRateSchedule;
 pub use step_metrics::{PhaseSeconds, RewardStatistics, StepMetrics};
 pub use train_config::{OldLogProbs, TrainConfig};
 pub use trainer::Trainer;

@@ -1,21 +1,9 @@
 //! The learning-rate schedule.
 
-use std::f64::consts::PI;
-
 use anyhow::Result;
+use candle_grpo_core::Decay;
 use candle_grpo_core::validate::{check, unit_interval};
 use serde::{Deserialize, Serialize};
-
-/// The curve of the learning rate after the warm-up.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
-#[serde(rename_all = "snake_case")]
-pub enum Decay {
-    /// A straight line.
-    #[default]
-    Linear,
-    /// Half a period of the cosine (Loshchilov and Hutter 2017, <https://arxiv.org/abs/1608.03983>).
-    Cosine,
-}
 
 /// A linear warm-up, then a constant learning rate or a decay.
 ///
@@ -85,11 +73,7 @@ impl LearningRateSchedule {
         // In floats: `end` may be the greatest integer.
         let span = |from: usize| (end - from) as f64 + 1.;
         let left = span(step) / span(self.warmup_steps.min(end));
-        let share = match self.decay {
-            Decay::Linear => left,
-            Decay::Cosine => (1. - (PI * left).cos()) / 2.,
-        };
-        floor + (1. - floor) * share
+        floor + (1. - floor) * self.decay.share(left)
     }
 }
 

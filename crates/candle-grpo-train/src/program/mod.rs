@@ -8,9 +8,10 @@ mod process;
 mod sink;
 
 use std::path::PathBuf;
+use std::process::{Child, Command, Stdio};
 use std::time::Duration;
 
-use anyhow::Result;
+use anyhow::{Context, Result, bail};
 use candle_grpo_core::validate::{Checked, check};
 
 pub(crate) use group::ProcessGroup;
@@ -56,6 +57,28 @@ impl Program {
             format_args!("{:?}", self.command),
             "begin with the name of a program",
         )
+    }
+
+    /// Starts it in a group of its own, with pipes.
+    fn spawn(&self) -> Result<(Child, ProcessGroup)> {
+        let [name, arguments @ ..] = self.command.as_slice() else {
+            bail!("command: empty");
+        };
+        let group = ProcessGroup::start().context("starting sh")?;
+        let mut command = Command::new(name);
+        command
+            .args(arguments)
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped())
+            .stderr(Stdio::piped());
+        if let Some(folder) = &self.folder {
+            command.current_dir(folder);
+        }
+        group.add(&mut command);
+        let child = command
+            .spawn()
+            .with_context(|| format!("starting {name:?}"))?;
+        Ok((child, group))
     }
 
     /// Starts it.

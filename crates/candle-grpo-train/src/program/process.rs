@@ -2,7 +2,7 @@
 
 use std::collections::VecDeque;
 use std::io::{BufRead, BufReader, Read, Write};
-use std::process::{Child, ChildStdin, ChildStdout, Command, ExitStatus, Stdio};
+use std::process::{Child, ChildStdin, ChildStdout, ExitStatus};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, SyncSender, channel, sync_channel};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::thread;
@@ -106,24 +106,8 @@ pub(crate) struct Process {
 
 impl Process {
     pub(super) fn start(program: &Program) -> Result<Self> {
-        let [name, arguments @ ..] = program.command.as_slice() else {
-            bail!("command: empty");
-        };
         let (limit, start_limit) = (program.limit, program.start_limit);
-        let group = ProcessGroup::start().context("starting sh")?;
-        let mut command = Command::new(name);
-        command
-            .args(arguments)
-            .stdin(Stdio::piped())
-            .stdout(Stdio::piped())
-            .stderr(Stdio::piped());
-        if let Some(folder) = &program.folder {
-            command.current_dir(folder);
-        }
-        group.add(&mut command);
-        let mut program = command
-            .spawn()
-            .with_context(|| format!("starting {name:?}"))?;
+        let (mut program, group) = program.spawn()?;
         let missing = || anyhow!("pipe: absent");
         let stdin = program.stdin.take().ok_or_else(missing)?;
         let stdout = program.stdout.take().ok_or_else(missing)?;

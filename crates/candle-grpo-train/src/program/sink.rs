@@ -1,12 +1,12 @@
 //! A program that reads lines and gives no answers.
 
 use std::io::{BufRead, BufReader, Read, Write};
-use std::process::{Child, ChildStdin, Command, ExitStatus, Stdio};
+use std::process::{Child, ChildStdin, ExitStatus};
 use std::sync::mpsc::{Receiver, SyncSender, TrySendError, sync_channel};
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
-use anyhow::{Context, Result, bail};
+use anyhow::Result;
 
 use super::{Program, group::ProcessGroup};
 
@@ -44,25 +44,9 @@ impl Sink {
     ///
     /// If it cannot be started.
     pub(super) fn start(program: &Program) -> Result<Self> {
-        let [name, arguments @ ..] = program.command.as_slice() else {
-            bail!("command: empty");
-        };
-        let group = ProcessGroup::start().context("starting sh")?;
-        let mut command = Command::new(name);
-        command
-            .args(arguments)
-            .stdin(Stdio::piped())
-            .stdout(Stdio::piped())
-            .stderr(Stdio::piped());
-        if let Some(folder) = &program.folder {
-            command.current_dir(folder);
-        }
-        group.add(&mut command);
-        let mut child = command
-            .spawn()
-            .with_context(|| format!("starting {name:?}"))?;
+        let (mut child, group) = program.spawn()?;
         // The words of the command that name it best are the last ones.
-        let name = program.command.last().unwrap_or(name).clone();
+        let name = program.command.last().cloned().unwrap_or_default();
         let (lines, waiting) = sync_channel(QUEUE);
         if let Some(stdin) = child.stdin.take() {
             thread::spawn(move || write(stdin, &waiting));

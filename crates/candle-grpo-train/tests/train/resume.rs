@@ -10,13 +10,13 @@ use crate::common::{
     without_seconds,
 };
 use candle_grpo_core::{
-    AdvantageBatch, AdvantageEstimator, AdvantageName, AdvantagePipeline, Advantages, GroupFilter,
-    KlController, NormLevel, ScoreResampling,
+    AdvantageBatch, AdvantageEstimator, AdvantageName, AdvantagePipeline, Advantages, Decay,
+    GroupFilter, KlController, NormLevel, ScoreResampling,
 };
 use candle_grpo_loss::{AdaptiveEntropy, KlLoss, Recipe};
 use candle_grpo_nn::{LoraConfig, Parameters};
 use candle_grpo_test_support::device;
-use candle_grpo_train::learn::{Decay, LearningRateSchedule, ReferenceRefresh};
+use candle_grpo_train::learn::{LearningRateSchedule, ReferenceRefresh};
 use candle_grpo_train::progress::Phase;
 use candle_grpo_train::{
     ComputeDType, CriticConfig, Interrupted, NotFinite, Progress, Sample, TrainConfig, Trainer,
