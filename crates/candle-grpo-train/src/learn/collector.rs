@@ -208,9 +208,12 @@ impl Collector {
             self.update(weights)?;
             seconds.sample += start.elapsed().as_secs_f64();
         }
+        // The sampling round of each group.
+        let mut round_of = Vec::new();
         let mut sample = |count: usize, round: usize| {
             let rows = self.order.slice(visited, count);
             visited += count;
+            round_of.resize(round_of.len() + count, round);
             self.sample_groups(rows, step, round, &mut seconds)
         };
         let mut all = sample(needed, 0)?;
@@ -237,10 +240,15 @@ impl Collector {
         };
         let greedy_scores = match self.inputs.greedy_scores && !kept.is_empty() {
             true => {
-                let rows = kept.iter().map(|&group| all.rows[group]).collect();
-                let greedy = self.score_greedy(rows, &mut seconds)?;
-                all.add_requests(&greedy);
-                Some(greedy.scores)
+                let mut scores = Vec::with_capacity(kept.len());
+                for kept in kept.chunk_by(|&a, &b| round_of[a] == round_of[b]) {
+                    let rows = kept.iter().map(|&group| all.rows[group]).collect();
+                    let round = round_of[kept[0]];
+                    let greedy = self.score_greedy(rows, step, round, &mut seconds)?;
+                    all.add_requests(&greedy);
+                    scores.extend(greedy.scores);
+                }
+                Some(scores)
             }
             false => None,
         };
@@ -276,19 +284,25 @@ impl Collector {
         round: usize,
         seconds: &mut PhaseSeconds,
     ) -> Result<ScoredRollouts> {
-        // A prompt may occur again in a later round of the step, with other completions.
-        let stream = step as u64 | (round as u64) << 32;
+        let stream = stream(step, round);
         let num_generations = self.config.num_generations;
         self.draw_and_score(&self.sampler, rows, num_generations, stream, seconds)
     }
 
-    /// The score of the greedy completion of each of the prompts at `rows`.
-    fn score_greedy(&self, rows: Vec<usize>, seconds: &mut PhaseSeconds) -> Result<ScoredRollouts> {
+    /// The score of the greedy completion of each of the prompts at `rows`. Environments start as
+    /// those of the groups of the same step and round.
+    fn score_greedy(
+        &self,
+        rows: Vec<usize>,
+        step: usize,
+        round: usize,
+        seconds: &mut PhaseSeconds,
+    ) -> Result<ScoredRollouts> {
         let sampler = self.sampler.clone().with_config(SamplingConfig {
             greedy: true,
             ..self.config.sampling.clone()
         })?;
-        self.draw_and_score(&sampler, rows, 1, 0, seconds)
+        self.draw_and_score(&sampler, rows, 1, stream(step, round), seconds)
     }
 
     fn draw_and_score(
@@ -352,4 +366,10 @@ impl Collection {
             ..kept
         }))
     }
+}
+
+/// The stream of random numbers of a sampling round. A prompt may occur again in a later round of
+/// the step, with other completions.
+fn stream(step: usize, round: usize) -> u64 {
+    step as u64 | (round as u64) << 32
 }

@@ -1,10 +1,12 @@
 //! The loop over turns.
 
+use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use anyhow::{Result, bail};
+use candle_grpo_core::{AdvantageName, GroupFilter};
 use candle_grpo_test_support::on_ranks;
 use candle_grpo_train::environment::{
     Append, Environment, EnvironmentLimits, EpisodeEnd, EpisodeStart, Observation, Step, Turn,
@@ -364,6 +366,35 @@ fn the_trajectories_of_a_group_begin_in_the_same_state() {
     episodes.sort_by(f64::total_cmp);
     episodes.dedup();
     assert_eq!(episodes.len(), 32);
+}
+
+#[test]
+fn a_greedy_baseline_begins_in_the_state_of_its_group() {
+    let starts = Arc::new(Mutex::new(BTreeMap::<_, usize>::new()));
+    let recorder = Arc::clone(&starts);
+    let factory = move |start: &EpisodeStart<'_>| -> Result<Begins> {
+        let (seed, episode) = (start.seed, start.episode);
+        let mut starts = recorder.lock().unwrap();
+        *starts.entry((start.prompt.index, seed)).or_default() += 1;
+        Ok(Begins { seed, episode })
+    };
+    let mut config = training();
+    config.recipe.advantage = AdvantageName::Remax.into();
+    // The rewards are uniform in [0, 1), so that half of the groups are drawn in later rounds.
+    config.recipe.group_filter = Some(GroupFilter {
+        mean_above: Some(0.5),
+        ..GroupFilter::default()
+    });
+    config.max_sampling_batches = 10;
+    let mut trainer =
+        common::trainer(WeightedRewards::new(), config).with_environments(environments(factory));
+    let metrics = trainer.step().unwrap();
+    assert!(metrics.sampled_groups > metrics.kept_groups, "{metrics:?}");
+    let starts = starts.lock().unwrap();
+    let with = |count: usize| starts.values().filter(|&&found| found == count).count();
+    assert_eq!(with(5), metrics.kept_groups);
+    assert_eq!(with(4), metrics.sampled_groups - metrics.kept_groups);
+    assert_eq!(starts.len(), metrics.sampled_groups);
 }
 
 /// Counts units.
