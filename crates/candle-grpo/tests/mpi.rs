@@ -21,7 +21,7 @@ use serde_json::Value;
 use support::{CONFIG, folder, lines, said, succeeds};
 
 /// The limit on the time in which a job ends after one of its ranks.
-const BOUND: Duration = Duration::from_secs(30);
+const BOUND: Duration = Duration::from_secs(120);
 
 /// One job at a time.
 fn turn() -> MutexGuard<'static, ()> {
@@ -216,6 +216,7 @@ fn a_job_whose_ranks_are_killed_twenty_times_ends_bit_identical() {
     };
     let (killed, whole) = (folder(""), folder(""));
     set_steps(killed.path(), 1_000_000);
+    let checkpoints = || RunDir::checkpoints(&killed.path().join("run"));
     for i in 0..20 {
         let job = start(killed.path(), 2, &["train", "run.yaml", "--resume", "-q"]);
         wait_until("the ranks do not start", || {
@@ -223,17 +224,18 @@ fn a_job_whose_ranks_are_killed_twenty_times_ends_bit_identical() {
         });
         // At the start, between checkpoints, and while they are written.
         sleep(Duration::from_millis(i * 97));
+        // A slow machine needs more time for the first one.
+        let has_checkpoint = || checkpoints().latest().is_ok_and(|l| l.checkpoint.is_some());
+        wait_until("no checkpoint is made", || i < 19 || has_checkpoint());
         let ids = ranks_in(killed.path());
         let id = ids[i as usize % ids.len()];
         kill(Pid::from_raw(id), Signal::SIGKILL).unwrap();
         let output = ended(job, killed.path());
         assert!(!output.status.success(), "{}", said(&output));
     }
-    let latest = RunDir::checkpoints(&killed.path().join("run"))
-        .latest()
-        .unwrap();
+    let latest = checkpoints().latest().unwrap();
     assert!(latest.damaged.is_empty(), "{:?}", latest.damaged);
-    let steps = latest.checkpoint.expect("no checkpoint was made").step + 4;
+    let steps = latest.checkpoint.unwrap().step + 4;
     for (folder, how) in [(&killed, "--resume"), (&whole, "--replace")] {
         set_steps(folder.path(), steps);
         job_succeeds(folder.path(), 2, &["train", "run.yaml", how]);
