@@ -34,6 +34,12 @@ pub(crate) trait Element: WithDType + Sync {
         None
     }
 
+    /// Returns `source` if it is bf16.
+    #[inline(always)]
+    fn as_bf16(_: &[Self]) -> Option<&[bf16]> {
+        None
+    }
+
     /// Returns `target` if it is f32.
     #[inline(always)]
     fn as_f32_mut(_: &mut [Self]) -> Option<&mut [f32]> {
@@ -109,6 +115,11 @@ impl Element for f32 {
 impl Element for bf16 {
     fn zeros(len: usize) -> Vec<Self> {
         vec![0u16; len].reinterpret_into()
+    }
+
+    #[inline(always)]
+    fn as_bf16(source: &[Self]) -> Option<&[bf16]> {
+        Some(source)
     }
 
     #[inline(always)]

@@ -22,6 +22,12 @@ const ROWS: usize = 256;
 /// Inner indices that are packed at a time. A chain continues from the sum in memory.
 const DEPTH: usize = 1024;
 
+/// Rows of a task for which the time is that of packing.
+const FEW: usize = 4;
+
+/// Inner indices that are packed at a time for few rows: a multiple of each quantized block.
+const SHORT: usize = 256;
+
 /// Rows of a tile with 32 vector registers. With 3 vectors of columns these are 24 sums.
 const TILE: usize = 8;
 
@@ -264,39 +270,47 @@ impl<B: Columns> WithSimd for Run<'_, '_, '_, B> {
         } = task;
         let a = &product.a;
         let packed = a.column_stride != 1;
-        for start in (0..a.columns.max(1)).step_by(DEPTH) {
-            let inner = start..a.columns.min(start + DEPTH);
-            if packed {
+        // For few rows, the time is that of packing. Parts of a panel stay in the L1 cache, and a
+        // panel is read as it lies in memory.
+        let few = rows.len() <= FEW && !packed;
+        let depth = if few { SHORT } else { DEPTH };
+        let parts = a.columns.max(1).div_ceil(depth);
+        for index in 0..parts * panels.len() {
+            let (part, number) = match few {
+                true => (index % parts, index / parts),
+                false => (index / panels.len(), index % panels.len()),
+            };
+            let inner = part * depth..a.columns.min((part + 1) * depth);
+            if packed && number == 0 {
                 pack_rows::<S>(a, rows, &inner, tiles);
             }
-            for columns in panels {
-                let width = columns.len().next_multiple_of(UNIT);
-                panel.resize(panel.len().max(width * inner.len()), 0.0);
-                let panel = &mut panel[..width * inner.len()];
-                product.b.pack(columns, &inner, panel, wide);
-                let mut first = rows.start;
-                while first < rows.end {
-                    let height = height::<S>(rows.end - first);
-                    let tile = Tile {
-                        panel,
-                        depth: inner.len(),
-                        columns: columns.len(),
-                        target: product
-                            .target
-                            .wrapping_add(first * product.row_stride + columns.start),
-                        row_stride: product.row_stride,
-                        add: product.add || start > 0,
-                    };
-                    let units = width / UNIT;
-                    if packed {
-                        let tiles = &tiles[(first - rows.start) * inner.len()..];
-                        tile.dispatch(simd, height, units, tiles, 1, height);
-                    } else {
-                        let rows = &a.values[first * a.row_stride + inner.start..];
-                        tile.dispatch(simd, height, units, rows, a.row_stride, 1);
-                    }
-                    first += height;
+            let columns = &panels[number];
+            let width = columns.len().next_multiple_of(UNIT);
+            panel.resize(panel.len().max(width * inner.len()), 0.0);
+            let panel = &mut panel[..width * inner.len()];
+            product.b.pack(columns, &inner, panel, wide);
+            let mut first = rows.start;
+            while first < rows.end {
+                let height = height::<S>(rows.end - first);
+                let tile = Tile {
+                    panel,
+                    depth: inner.len(),
+                    columns: columns.len(),
+                    target: product
+                        .target
+                        .wrapping_add(first * product.row_stride + columns.start),
+                    row_stride: product.row_stride,
+                    add: product.add || part > 0,
+                };
+                let units = width / UNIT;
+                if packed {
+                    let tiles = &tiles[(first - rows.start) * inner.len()..];
+                    tile.dispatch(simd, height, units, tiles, 1, height);
+                } else {
+                    let rows = &a.values[first * a.row_stride + inner.start..];
+                    tile.dispatch(simd, height, units, rows, a.row_stride, 1);
                 }
+                first += height;
             }
         }
     }

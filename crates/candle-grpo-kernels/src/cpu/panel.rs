@@ -131,7 +131,7 @@ impl<T: Element> Columns for WeightRows<'_, T> {
         wide: &mut Vec<f32>,
     ) {
         if let Self::Elements(elements, inputs) = *self
-            && let Some(elements) = T::as_f32(elements)
+            && T::DTYPE != DType::F16
         {
             let source = &elements[columns.start * inputs + inner.start..];
             return transpose(source, inputs, columns.len(), panel, inner.len());
@@ -165,7 +165,13 @@ fn row_bytes(block_type: GgmlDType, numbers: usize) -> usize {
 
 /// Writes `columns` columns, which start `stride` apart in `source` and have adjacent entries, to
 /// `panel` `[depth, width]`, and zeros after them.
-fn transpose(source: &[f32], stride: usize, columns: usize, panel: &mut [f32], depth: usize) {
+fn transpose<T: Element>(
+    source: &[T],
+    stride: usize,
+    columns: usize,
+    panel: &mut [f32],
+    depth: usize,
+) {
     if depth == 0 {
         return;
     }
@@ -177,19 +183,16 @@ fn transpose(source: &[f32], stride: usize, columns: usize, panel: &mut [f32], d
         #[cfg(target_arch = "x86_64")]
         if here == UNIT && is_x86_feature_detected!("avx512f") {
             assert!((UNIT - 1) * stride + depth <= source.len() && panel.len() == depth * width);
-            while k + UNIT <= depth {
-                // SAFETY: the processor has AVX-512, and the assertion and the condition keep
-                // each vector in its slice.
-                #[allow(unsafe_code)]
-                unsafe {
-                    avx512::transpose(
-                        source.as_ptr().add(k),
-                        stride,
-                        panel.as_mut_ptr().add(k * width + first),
-                        width,
-                    );
-                }
-                k += UNIT;
+            let target = panel[first..].as_mut_ptr();
+            // SAFETY: the processor has AVX-512, and the assertion keeps the columns and the
+            // panel in their slices.
+            #[allow(unsafe_code)]
+            unsafe {
+                k = match (T::as_f32(source), T::as_bf16(source)) {
+                    (Some(source), _) => avx512::columns(source, stride, target, width, depth),
+                    (_, Some(source)) => avx512::columns_bf16(source, stride, target, width, depth),
+                    _ => 0,
+                };
             }
         }
         // Squares of this size stay in the L1 cache.
@@ -203,7 +206,7 @@ fn transpose(source: &[f32], stride: usize, columns: usize, panel: &mut [f32], d
                     let entries = &source[column * stride..][k..until];
                     targets
                         .zip(entries)
-                        .for_each(|(target, &entry)| *target = entry);
+                        .for_each(|(target, &entry)| *target = entry.wide());
                 } else {
                     targets.take(until - k).for_each(|target| *target = 0.0);
                 }
@@ -217,28 +220,97 @@ fn transpose(source: &[f32], stride: usize, columns: usize, panel: &mut [f32], d
 mod avx512 {
     use std::arch::x86_64::*;
 
-    /// Transposes a square of 16 rows, which start `stride` apart, to rows `target_stride` apart.
+    use half::bf16;
+
+    use super::UNIT;
+
+    /// Writes the first multiple of [`UNIT`] entries of UNIT columns, which start `stride` apart, to
+    /// rows `width` apart. Returns the number of entries.
     ///
     /// # Safety
     ///
-    /// The processor has AVX-512, and the rows are in bounds.
+    /// The processor has AVX-512, and `depth` entries of the columns and of `target` are in bounds.
     #[target_feature(enable = "avx512f")]
     #[allow(unsafe_code)]
-    pub(super) unsafe fn transpose(
-        source: *const f32,
+    pub(super) unsafe fn columns(
+        source: &[f32],
         stride: usize,
         target: *mut f32,
-        target_stride: usize,
-    ) {
-        // Loops and no closures: the compiler may call a closure for each vector.
+        width: usize,
+        depth: usize,
+    ) -> usize {
+        let whole = depth / UNIT * UNIT;
+        for k in (0..whole).step_by(UNIT) {
+            // SAFETY: the caller keeps `depth` entries in bounds.
+            unsafe {
+                let square = transpose(load(source.as_ptr().add(k), stride));
+                for (entry, values) in square.into_iter().enumerate() {
+                    _mm512_storeu_ps(target.add((k + entry) * width), values);
+                }
+            }
+        }
+        whole
+    }
+
+    /// [`columns`] of bf16, in multiples of two UNITs.
+    ///
+    /// # Safety
+    ///
+    /// As for [`columns`].
+    #[target_feature(enable = "avx512f")]
+    #[allow(unsafe_code)]
+    pub(super) unsafe fn columns_bf16(
+        source: &[bf16],
+        stride: usize,
+        target: *mut f32,
+        width: usize,
+        depth: usize,
+    ) -> usize {
+        let whole = depth / (2 * UNIT) * (2 * UNIT);
+        let upper = _mm512_set1_epi32(!0xffff);
+        for k in (0..whole).step_by(2 * UNIT) {
+            // SAFETY: the caller keeps `depth` entries in bounds. The loads have no alignment.
+            unsafe {
+                // Pairs of neighbors stay together. A bf16 is the upper half of an f32.
+                let square = transpose(load(source.as_ptr().add(k), stride));
+                for (pair, values) in square.into_iter().enumerate() {
+                    let pairs = _mm512_castps_si512(values);
+                    let target = target.add((k + 2 * pair) * width);
+                    let first = _mm512_castsi512_ps(_mm512_slli_epi32::<16>(pairs));
+                    let second = _mm512_castsi512_ps(_mm512_and_si512(pairs, upper));
+                    _mm512_storeu_ps(target, first);
+                    _mm512_storeu_ps(target.add(width), second);
+                }
+            }
+        }
+        whole
+    }
+
+    /// Loads 64 bytes of each of 16 columns, which start `stride` entries apart.
+    ///
+    /// # Safety
+    ///
+    /// The processor has AVX-512, and the columns are in bounds.
+    #[inline]
+    #[target_feature(enable = "avx512f")]
+    #[allow(unsafe_code)]
+    unsafe fn load<T>(source: *const T, stride: usize) -> [__m512; 16] {
         let mut rows = [_mm512_setzero_ps(); 16];
         for (index, row) in rows.iter_mut().enumerate() {
-            // SAFETY: the caller keeps the rows in bounds.
-            *row = unsafe { _mm512_loadu_ps(source.add(index * stride)) };
+            // SAFETY: the caller keeps the columns in bounds.
+            *row = unsafe { _mm512_loadu_ps(source.add(index * stride).cast()) };
             // The same place in the next panel. A prefetch does not access memory.
             let next = source.wrapping_add((index + super::WIDEST) * stride);
             _mm_prefetch::<_MM_HINT_T1>(next.cast());
         }
+        rows
+    }
+
+    /// Transposes a square of 16 x 16.
+    #[inline]
+    #[target_feature(enable = "avx512f")]
+    fn transpose(rows: [__m512; 16]) -> [__m512; 16] {
+        // Loops and no closures: the compiler may call a closure for each vector.
         // Pairs of entries of two rows, then of four: each 128-bit lane has one column of them.
         let mut pairs = [_mm512_setzero_pd(); 16];
         for i in (0..16).step_by(2) {
@@ -254,6 +326,7 @@ mod avx512 {
                 fours[i + 2 * half + 1] = _mm512_castpd_ps(_mm512_unpackhi_pd(a, b));
             }
         }
+        let mut square = rows;
         for column in 0..4 {
             let (a, b) = (fours[column], fours[4 + column]);
             let (c, d) = (fours[8 + column], fours[12 + column]);
@@ -266,38 +339,48 @@ mod avx512 {
                 _mm512_shuffle_f32x4::<0xdd>(a, b),
                 _mm512_shuffle_f32x4::<0xdd>(c, d),
             ];
-            let columns = [
-                _mm512_shuffle_f32x4::<0x88>(even[0], even[1]),
-                _mm512_shuffle_f32x4::<0x88>(odd[0], odd[1]),
-                _mm512_shuffle_f32x4::<0xdd>(even[0], even[1]),
-                _mm512_shuffle_f32x4::<0xdd>(odd[0], odd[1]),
-            ];
-            for (lane, values) in columns.into_iter().enumerate() {
-                // SAFETY: the caller keeps the rows in bounds.
-                unsafe {
-                    _mm512_storeu_ps(target.add((4 * lane + column) * target_stride), values);
-                }
-            }
+            square[column] = _mm512_shuffle_f32x4::<0x88>(even[0], even[1]);
+            square[4 + column] = _mm512_shuffle_f32x4::<0x88>(odd[0], odd[1]);
+            square[8 + column] = _mm512_shuffle_f32x4::<0xdd>(even[0], even[1]);
+            square[12 + column] = _mm512_shuffle_f32x4::<0xdd>(odd[0], odd[1]);
         }
+        square
     }
 }
 
 #[cfg(test)]
 mod tests {
+    use half::{bf16, f16};
+    use rstest::rstest;
+
     use super::*;
 
-    #[test]
-    fn a_panel_has_the_columns_and_zeros_after_them() {
-        for (depth, columns) in [(16, 16usize), (33, 48), (7, 5), (40, 33), (1, 1), (64, 47)] {
+    #[rstest]
+    #[case(f32::nearest)]
+    #[case(bf16::nearest)]
+    #[case(f16::nearest)]
+    fn a_panel_has_the_columns_and_zeros_after_them<T: Element>(#[case] number: fn(f32) -> T) {
+        for (depth, columns) in [
+            (16, 16usize),
+            (33, 48),
+            (7, 5),
+            (40, 33),
+            (1, 1),
+            (64, 47),
+            (79, 32),
+        ] {
             let stride = depth + 3;
-            let values: Vec<f32> = (0..columns * stride).map(|i| i as f32 + 1.0).collect();
+            // Exact in all dtypes, and different in each column.
+            let values: Vec<T> = (0..columns * stride)
+                .map(|i| number((i * 7 % 251) as f32 - 125.0))
+                .collect();
             let width = columns.next_multiple_of(UNIT);
             let mut panel = vec![f32::NAN; depth * width];
             transpose(&values, stride, columns, &mut panel, depth);
             for (k, row) in panel.chunks_exact(width).enumerate() {
                 for (column, &entry) in row.iter().enumerate() {
                     let expected = match column < columns {
-                        true => values[column * stride + k],
+                        true => values[column * stride + k].wide(),
                         false => 0.0,
                     };
                     assert_eq!(
