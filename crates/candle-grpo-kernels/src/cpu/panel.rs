@@ -224,8 +224,8 @@ mod avx512 {
 
     use super::UNIT;
 
-    /// Writes the first multiple of [`UNIT`] entries of UNIT columns, which start `stride` apart, to
-    /// rows `width` apart. Returns the number of entries.
+    /// Writes the first multiple of [`UNIT`] entries of UNIT columns, which start `stride` apart,
+    /// to rows `width` apart. Returns the number of entries.
     ///
     /// # Safety
     ///
