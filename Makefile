@@ -7,7 +7,7 @@ SECONDS ?= 60
 # The random cases of the tests. Another number draws others.
 export PROPTEST_RNG_SEED ?= 0
 
-.PHONY: help demo demo-short demo-llm demo-qlora eval-llm model test test-model test-vllm test-llama test-hub test-readers mpi test-mpi examples bench bench-raw bench-peers bench-staleness bench-scaling sanitize fuzz fmt lint prose package deny cuda-check cuda-test cuda-toolkit gpu-bundle ci
+.PHONY: help demo demo-short demo-llm demo-qlora eval-llm model test test-model test-vllm test-llama test-hub test-readers mpi test-mpi examples bench bench-raw bench-peers bench-staleness bench-scaling sanitize fuzz fmt lint prose package wheel deny cuda-check cuda-test cuda-toolkit gpu-bundle ci
 
 help: ## print this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/ -/'
@@ -114,6 +114,9 @@ package: ## build each crate from its package, as on crates.io; publishes nothin
 	rm -rf $(foreach crate,$(wildcard crates/*/),"$(or $(CARGO_HOME),$(HOME)/.cargo)"/registry/src/-*/$(notdir $(crate:%/=%))-[0-9]*)
 	rm -rf "$(or $(CARGO_TARGET_DIR),target)"/debug/.fingerprint/candle-grpo-*
 	CARGO_PROFILE_DEV_DEBUG=false $(CARGO) package --locked --allow-dirty $(patsubst crates/%/,-p %,$(wildcard crates/*/))
+
+wheel: ## build a Python wheel with the program grpo in target/wheels/, and try it; installs maturin in .engines/ (docs/install.md)
+	@CARGO="$(CARGO)" scripts/wheel
 
 deny: ## check licenses, advisories and sources of dependencies; needs cargo-deny
 	$(CARGO) deny --workspace check
