@@ -309,7 +309,9 @@ impl<W: Element> Layer<'_, W> {
         let widest = self.tile_columns(tile_rows, TILE_LOGITS, BLOCK);
         let last = match W::as_f32_mut(weight_gradient) {
             Some([]) | None => widest,
-            Some(_) => self.tile_columns(tile_rows, LAST_TILE_LOGITS, MAX_LANES),
+            Some(_) => self
+                .tile_columns(tile_rows, LAST_TILE_LOGITS, MAX_LANES)
+                .min(widest),
         };
         let (mut scratch, mut widened) = (Vec::new(), Vec::new());
         let mut start = 0;

@@ -225,6 +225,21 @@ fn many_tiles_equal_the_composed_twin(
     Ok(())
 }
 
+/// A tile of whole blocks is narrower than the narrowest tile of few rows.
+#[rstest]
+fn few_rows_and_many_columns_equal_the_composed_twin(
+    #[values(DType::F32, DType::BF16)] dtype: DType,
+) -> Result<()> {
+    for device in devices() {
+        let vocab = if device.is_cpu() { 6500 } else { 300 };
+        let mut layer = Layer::new([9, 300, vocab], true, dtype, 7, device)?;
+        layer.hidden = (layer.hidden * 0.1)?;
+        let targets = targets(9, vocab, 3, device)?;
+        check_against_f64(&layer, &targets, 0.8, LogProbOptions::default())?;
+    }
+    Ok(())
+}
+
 /// The logits of decoding, `linear_rows`, give the log-probs of training.
 #[rstest]
 fn on_the_cpu_the_result_is_bit_identical_to_that_of_the_logits(
