@@ -48,6 +48,14 @@ impl Asking {
                 Some(Value::String(prompt)) if name == "prompt" => {
                     return self.ask(prompt.clone(), false);
                 }
+                // The files of ROLL have the messages as JSON in a text.
+                Some(Value::String(text)) if text.trim_start().starts_with('[') => {
+                    let messages: Vec<Value> =
+                        serde_json::from_str(text).ok().with_context(|| {
+                            format!("column {name:?}: a text, must be messages or their JSON")
+                        })?;
+                    return self.converse(name, &messages);
+                }
                 Some(other) => bail!(
                     "column {name:?}: {}, must be {}",
                     kind(other),

@@ -362,6 +362,24 @@ fn a_file_named_csv_is_csv_unless_it_is_json() {
 }
 
 #[test]
+fn messages_may_be_json_in_a_text_as_in_files_of_roll() {
+    let messages = [message("system", "Be brief."), message("user", "1 + 1?")];
+    let text = serde_json::to_string(&messages).unwrap();
+    let (_folder, path) = file(json!({"prompt": "1 + 1?", "messages": text}).to_string());
+    let dataset = of(&path).load(0).unwrap();
+    assert_eq!(questions(&dataset), [Question::Messages(messages.to_vec())]);
+    // Rewards have the column as it is.
+    assert_eq!(dataset.train[0].columns["messages"], text);
+
+    let (_folder, path) = file(json!({"messages": "[{"}).to_string());
+    let error = format!("{:#}", of(&path).load(0).unwrap_err());
+    assert!(
+        error.contains("column \"messages\": a text, must be messages or their JSON"),
+        "{error}"
+    );
+}
+
+#[test]
 fn an_answer_at_the_end_of_a_conversation_is_an_error_or_cut() {
     let (_folder, path) = file(
         [
