@@ -90,9 +90,9 @@ pub(super) const NAMES: &[(&str, &str)] = &[
     ("epsilon_high", "algorithm.pg_clip_high"),
     ("clip_ratio_high", "algorithm.pg_clip_high"),
     ("eps_clip_low_high", "algorithm.pg_clip_high"),
-    ("delta", "algorithm.dual_clip_loss"),
-    ("clip_ratio_c", "algorithm.dual_clip_loss"),
-    ("dual_clip", "algorithm.dual_clip_loss"),
+    ("delta", "algorithm.recipe.policy_loss.surrogate"),
+    ("clip_ratio_c", "algorithm.recipe.policy_loss.surrogate"),
+    ("dual_clip", "algorithm.recipe.policy_loss.surrogate"),
     ("critic_learning_rate", "training.critic"),
     ("freezing_actor_steps", "training.critic"),
     ("critic_warmup", "training.critic"),
@@ -225,6 +225,10 @@ const VERL: &[(&str, &str)] = &[
         "evaluation.samples_per_prompt",
     ),
     ("actor_rollout_ref.rollout.val_kwargs", "evaluation.sampler"),
+    ("actor_rollout_ref.rollout.name", "rollout.engine"),
+    ("data.filter_overlong_prompts", "algorithm.prompt_length"),
+    ("trainer.logger", "trackers"),
+    ("algorithm.rollout_correction", "algorithm.recipe"),
     ("algorithm.kl_ctrl.kl_coef", "algorithm.init_kl_coef"),
     ("algorithm.filter_groups", "algorithm.recipe"),
     ("critic", "training.critic"),
@@ -271,11 +275,37 @@ pub(super) fn verl(document: &Document) -> Option<ConfigError> {
     let others = leaves.len() - lines.len();
     lines.dedup();
     let message = format!(
-        "a section of verl; these keys have these places here (docs/configuration.md):{}\n\
+        "a section of verl; these keys have these places here (docs/from-verl.md):{}\n\
          {others} other keys have no place here",
         lines.concat()
     );
     Some(document.error(VERL_SIGN, message))
+}
+
+/// The number of names of other trainers at the top of a file that are more than a slip.
+const FLAT: usize = 3;
+
+/// Returns the error of a file with names of another trainer at its top level, as the files of
+/// TRL's commands have them. It has the place here of each of these keys.
+pub(super) fn flat(document: &Document) -> Option<ConfigError> {
+    let leaves = document.leaves();
+    let mut keys: Vec<&str> = leaves
+        .iter()
+        .filter_map(|(path, _)| path.split('.').next())
+        .collect();
+    keys.dedup();
+    if keys.iter().filter(|key| place(key).is_some()).count() < FLAT {
+        return None;
+    }
+    let line = |key: &str| {
+        let place = place(key).or_else(|| place_of(key))?;
+        Some(format!("\n  {key}: {place}"))
+    };
+    let lines: String = keys.into_iter().filter_map(line).collect();
+    let message = format!(
+        "the keys of another trainer are in sections here, in these places (docs/configuration.md):{lines}"
+    );
+    Some(document.error("", message))
 }
 
 /// Returns the place here of a key that another trainer calls `name`: a path, or one for each

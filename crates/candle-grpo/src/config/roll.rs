@@ -63,12 +63,13 @@ enum Rule {
 
 use Rule::{NoMeaning, NotSupported, To, ToIf};
 
-const ONE_PROCESS: &str = "training runs in one process";
+const RANKS: &str = "mpirun, srun or torchrun starts the ranks";
+const NO_WORKERS: &str = "there are no workers";
 const TEMPLATE: &str = "the chat template of the model is used";
 const GROUP: &str = "num_return_sequences_in_group is used";
 const PACKED: &str = "sequences are packed without padding";
 const TOKENS: &str = "training.micro_batch_tokens bounds a pass";
-const METRICS: &str = "metrics are always written to the run directory";
+const METRICS: &str = "TensorBoard files are always written; trackers adds others";
 
 /// The rules. The first one that fits applies.
 const RULES: &[(&str, Rule)] = &[
@@ -98,18 +99,21 @@ const RULES: &[(&str, Rule)] = &[
     ("track_with", NoMeaning(METRICS)),
     ("tracker_kwargs", NoMeaning(METRICS)),
     ("system_envs", NoMeaning("set variables in the shell")),
-    ("num_gpus_per_node", NoMeaning(ONE_PROCESS)),
-    ("num_nodes", NoMeaning(ONE_PROCESS)),
-    ("rpc_timeout", NoMeaning(ONE_PROCESS)),
+    ("num_gpus_per_node", NoMeaning(RANKS)),
+    ("num_nodes", NoMeaning(RANKS)),
+    ("rpc_timeout", NoMeaning(NO_WORKERS)),
     (
         "async_generation_ratio",
-        NotSupported("sampling and training alternate"),
+        NotSupported("set rollout.max_staleness"),
     ),
     (
         "is_num_return_sequences_expand",
         NoMeaning("groups are always sampled together"),
     ),
-    ("max_running_requests", NoMeaning(ONE_PROCESS)),
+    (
+        "max_running_requests",
+        NoMeaning("rollout.max_inflight is used"),
+    ),
     (
         "use_additional_prompts",
         NotSupported("set algorithm.recipe.group_filter and training.max_sampling_batches"),
@@ -143,15 +147,19 @@ const RULES: &[(&str, Rule)] = &[
         "val_batch_size",
         NoMeaning("all held-out prompts are evaluated"),
     ),
+    (
+        "actor_infer.strategy_args",
+        NoMeaning("the trained policy samples; rollout.engine selects a server"),
+    ),
     ("*.strategy_args", NoMeaning("there are no strategies")),
-    ("*.device_mapping", NoMeaning(ONE_PROCESS)),
-    ("*.world_size", NoMeaning(ONE_PROCESS)),
-    ("*.num_gpus_per_worker", NoMeaning(ONE_PROCESS)),
+    ("*.device_mapping", NoMeaning(RANKS)),
+    ("*.world_size", NoMeaning(RANKS)),
+    ("*.num_gpus_per_worker", NoMeaning(RANKS)),
     (
         "*.infer_batch_size",
         NoMeaning("sampler.max_batch_size is used"),
     ),
-    ("*.use_remote_checkpoint", NoMeaning(ONE_PROCESS)),
+    ("*.use_remote_checkpoint", NoMeaning(NO_WORKERS)),
     (
         "*.model_args.flash_attn",
         NoMeaning("there is one attention implementation"),
@@ -260,7 +268,7 @@ const RULES: &[(&str, Rule)] = &[
     ),
     (
         "actor_train.data_args.preprocessing_num_workers",
-        NoMeaning(ONE_PROCESS),
+        NoMeaning(NO_WORKERS),
     ),
     (
         "actor_train.data_args.domain_interleave_probs",
@@ -320,15 +328,11 @@ const RULES: &[(&str, Rule)] = &[
     ("validation", NotSupported("not an option of an evaluation")),
     (
         "rewards",
-        NotSupported(
-            "reward workers are Python classes; list rewards by kind, such as numeric or program",
-        ),
+        NotSupported("reward workers are Python classes; list rewards by kind (docs/from-roll.md)"),
     ),
     (
         "reward",
-        NotSupported(
-            "reward workers are Python classes; list rewards by kind, such as numeric or program",
-        ),
+        NotSupported("reward workers are Python classes; list rewards by kind (docs/from-roll.md)"),
     ),
 ];
 

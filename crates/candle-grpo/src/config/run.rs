@@ -178,7 +178,7 @@ impl RunConfig {
     }
 
     fn build(document: &Document) -> Result<Self, Problem> {
-        if let Some(error) = other_names::verl(document) {
+        if let Some(error) = other_names::verl(document).or_else(|| other_names::flat(document)) {
             return Err(error.into());
         }
         tags("", &document.value)?;

@@ -565,6 +565,32 @@ adv_estimator: grpo
 }
 
 #[test]
+fn each_key_of_a_flat_file_of_trl_is_answered_with_its_place() {
+    let config = "\
+model_name_or_path: model
+dataset_name: data.jsonl
+learning_rate: 1e-6
+num_generations: 8
+max_completion_length: 16
+output_dir: out
+";
+    let folder = folder(config, DATA);
+    fails(
+        &grpo(folder.path(), &["check", "run.yaml"]),
+        3,
+        "\
+the keys of another trainer are in sections here, in these places (docs/configuration.md):
+  model_name_or_path: model
+  dataset_name: data.train
+  learning_rate: optimizer.learning_rate
+  num_generations: algorithm.num_return_sequences_in_group
+  max_completion_length: algorithm.response_length
+  output_dir: run_dir
+",
+    );
+}
+
+#[test]
 fn each_key_of_a_verl_file_is_answered_with_its_place() {
     let config = "\
 defaults:
@@ -606,7 +632,7 @@ global_profiler: {save_path: p}
             &grpo(folder.path(), &[command, "run.yaml"]),
             3,
             "\
-run.yaml:10: actor_rollout_ref: a section of verl; these keys have these places here (docs/configuration.md):
+run.yaml:10: actor_rollout_ref: a section of verl; these keys have these places here (docs/from-verl.md):
   data.train_files: data.train
   data.train_batch_size: algorithm.rollout_batch_size
   data.max_response_length: algorithm.response_length
@@ -615,6 +641,7 @@ run.yaml:10: actor_rollout_ref: a section of verl; these keys have these places 
   actor_rollout_ref.actor.ppo_mini_batch_size: training.mini_batch_size
   actor_rollout_ref.actor.kl_loss_coef: algorithm.kl_loss_coef
   actor_rollout_ref.actor.clip_ratio: algorithm.pg_clip
+  actor_rollout_ref.rollout.name: rollout.engine
   actor_rollout_ref.rollout.n: algorithm.num_return_sequences_in_group
   actor_rollout_ref.rollout.temperature: sampler.temperature
   actor_rollout_ref.rollout.val_kwargs.n: evaluation.samples_per_prompt
@@ -622,8 +649,9 @@ run.yaml:10: actor_rollout_ref: a section of verl; these keys have these places 
   algorithm.kl_ctrl.kl_coef: algorithm.init_kl_coef
   trainer.total_epochs: max_steps
   trainer.save_freq: checkpoint.every_steps
+  trainer.logger: trackers
   critic: training.critic
-6 other keys have no place here
+4 other keys have no place here
 ",
         );
     }
