@@ -4,12 +4,14 @@ use anyhow::{Result, bail};
 use serde_json::Value;
 
 /// Returns the column `name`, or the value that its path leads to: `reward_model.ground_truth` is
-/// the key `ground_truth` of the object in the column `reward_model`. A column with the whole name
-/// comes first.
+/// the key `ground_truth` of the object in the column `reward_model`, and `choices.0` the first
+/// entry of the list in the column `choices`. A column with the whole name comes first.
 pub(crate) fn find<'a>(columns: &'a Value, name: &str) -> Option<&'a Value> {
     let at_path = || {
-        name.split('.')
-            .try_fold(columns, |value, key| value.get(key))
+        name.split('.').try_fold(columns, |value, key| match value {
+            Value::Array(entries) => entries.get(key.parse::<usize>().ok()?),
+            value => value.get(key),
+        })
     };
     columns.get(name).or_else(at_path)
 }

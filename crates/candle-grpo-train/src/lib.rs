@@ -24,6 +24,7 @@
 //! | [`learn`] | batches, policy, critic, reference, trainer, training on examples |
 //! | [`hub`] | models and data sets of the Hugging Face hub |
 //! | [`run`] | folders and checkpoints of runs, evaluation, plots, TensorBoard |
+//! | [`statistics`] | estimators, intervals and tests of evaluations |
 //! | [`progress`] | observation and cancellation of a step |
 
 mod column;
@@ -46,6 +47,7 @@ pub mod rewards;
 pub mod rollout;
 pub mod run;
 mod server_url;
+pub mod statistics;
 #[cfg(feature = "engines")]
 mod workers;
 

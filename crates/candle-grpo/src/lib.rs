@@ -10,6 +10,7 @@
 //! | [`train`] | data, sampler, rewards, trainer, run directory |
 //! | [`config`] | a run from a file of YAML or TOML |
 //! | [`run`] | training, evaluation, checkpoints and resumption of a run |
+//! | [`suite`] | evaluation suites and paired comparisons |
 //! | [`report`] | one page about runs |
 
 pub use candle_grpo_collective as collective;
@@ -21,3 +22,4 @@ pub use candle_grpo_train as train;
 pub mod config;
 pub mod report;
 pub mod run;
+pub mod suite;

@@ -247,6 +247,17 @@ impl Dataset {
         Ok(hash.finalize().into())
     }
 
+    /// An id of the question of a row: the first 16 hexadecimal digits of its SHA-256.
+    ///
+    /// # Errors
+    ///
+    /// If the row has no question.
+    pub fn question_id(&self, row: &Row) -> Result<String> {
+        let digest = self.digest(row)?;
+        let digits = digest[..8].iter().map(|byte| format!("{byte:02x}"));
+        Ok(digits.collect())
+    }
+
     /// The question of a row.
     pub fn question(&self, row: &Row) -> Result<Question> {
         self.asking.question(row)

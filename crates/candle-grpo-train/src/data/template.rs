@@ -7,7 +7,7 @@ use serde_json::Value;
 use crate::column::find;
 
 /// A text in which `{column}` stands for a column of the row, and `{column.key}` for a key of the
-/// object in a column; `{{` and `}}` are braces.
+/// object in a column, or for the entry of a list, as in `{choices.0}`; `{{` and `}}` are braces.
 ///
 /// ```
 /// use candle_grpo_train::data::Template;

@@ -4,9 +4,11 @@ use anyhow::{Result, bail};
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
+use super::Votes;
 use super::answer::AnswerPlace;
 use super::right_or_wrong::right_or_wrong;
 use super::score::Score;
+use super::votes::votes;
 use crate::column::column;
 use crate::{RewardFunction, Sample};
 
@@ -77,6 +79,11 @@ impl ExactReward {
 }
 
 impl RewardFunction for ExactReward {
+    fn votes(&self, completions: &[&str], _: &Value) -> Result<Option<Votes>> {
+        let answer = |text: &&str| Some(self.normal(self.find.find(text)?));
+        Ok(Some(votes(completions.iter().map(answer), |a, b| a == b)))
+    }
+
     fn score(&self, samples: &[Sample]) -> Result<Vec<Score>> {
         right_or_wrong(samples, |sample| {
             self.matches(sample.completion, sample.columns)

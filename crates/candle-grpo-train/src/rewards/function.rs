@@ -32,6 +32,9 @@ pub struct Sample<'a> {
     pub group: usize,
 }
 
+/// The votes of completions: see [`RewardFunction::votes`].
+pub type Votes = Vec<Option<usize>>;
+
 /// Scores a batch of samples; a higher score is better. Several threads may call it at the same
 /// time.
 ///
@@ -59,6 +62,20 @@ pub trait RewardFunction: Send + Sync {
     /// Some advantages use them separately, such as GDPO.
     fn components(&self, samples: &[Sample]) -> Result<Vec<Scores>> {
         Ok(vec![self.scores(samples)?])
+    }
+
+    /// Returns the votes of completions of one prompt, whose row is `columns`, for the majority of
+    /// their answers (self-consistency, Wang et al. 2022): for each the place of the first one with
+    /// an equal answer, or none if it has no answer.
+    ///
+    /// Returns none if the function compares no answers, which is the default.
+    ///
+    /// # Errors
+    ///
+    /// If the row does not fit the function.
+    fn votes(&self, completions: &[&str], columns: &Value) -> Result<Option<Votes>> {
+        let _ = (completions, columns);
+        Ok(None)
     }
 
     /// Sets the observer whose request to stop ends a long wait for scores, with the error

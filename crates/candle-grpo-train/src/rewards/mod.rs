@@ -26,6 +26,7 @@ mod rollouts;
 mod scaled_by_length;
 mod score;
 mod scores;
+mod votes;
 mod weighted;
 
 pub use answer::AnswerPlace;
@@ -38,7 +39,7 @@ pub use ensemble::EnsembleReward;
 pub use exact::ExactReward;
 pub use f1::F1Reward;
 pub use format::{RegexReward, TagsReward};
-pub use function::{RewardFunction, Sample};
+pub use function::{RewardFunction, Sample, Votes};
 pub use instructions::{Instruction, InstructionsReward};
 pub use json::JsonReward;
 #[cfg(feature = "engines")]

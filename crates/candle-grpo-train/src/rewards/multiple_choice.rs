@@ -10,7 +10,8 @@ use serde_json::Value;
 use super::answer::AnswerPlace;
 use super::pattern::compile;
 use super::right_or_wrong::right_or_wrong;
-use super::{RewardFunction, Sample, Score};
+use super::votes::votes;
+use super::{RewardFunction, Sample, Score, Votes};
 use crate::column::column;
 
 /// 1 if the answer of the completion is the letter of the right choice, 0 otherwise.
@@ -82,14 +83,16 @@ impl MultipleChoiceReward {
     pub fn matches(&self, completion: &str, columns: &Value) -> Result<bool> {
         let expected = self.expected(columns)?;
         let choices = self.choices(columns)?;
-        let found = self.find.find(completion);
-        let found = found.and_then(|answer| {
-            alone(answer)
-                .or_else(|| of_text(answer, &choices))
-                .or_else(|| named(answer))
-                .or_else(|| first(answer))
-        });
-        Ok(found == Some(expected))
+        Ok(self.found(completion, &choices) == Some(expected))
+    }
+
+    /// Returns the letter of a completion.
+    fn found(&self, completion: &str, choices: &[&str]) -> Option<char> {
+        let answer = self.find.find(completion)?;
+        alone(answer)
+            .or_else(|| of_text(answer, choices))
+            .or_else(|| named(answer))
+            .or_else(|| first(answer))
     }
 
     fn choices<'a>(&self, columns: &'a Value) -> Result<Vec<&'a str>> {
@@ -109,6 +112,12 @@ impl MultipleChoiceReward {
 }
 
 impl RewardFunction for MultipleChoiceReward {
+    fn votes(&self, completions: &[&str], columns: &Value) -> Result<Option<Votes>> {
+        let choices = self.choices(columns)?;
+        let answers = completions.iter().map(|text| self.found(text, &choices));
+        Ok(Some(votes(answers, |a, b| a == b)))
+    }
+
     fn score(&self, samples: &[Sample]) -> Result<Vec<Score>> {
         right_or_wrong(samples, |sample| {
             self.matches(sample.completion, sample.columns)

@@ -5,10 +5,12 @@ use candle_grpo_core::validate::non_negative;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
+use super::Votes;
 use super::answer::AnswerPlace;
 use super::number::numbers;
 use super::right_or_wrong::right_or_wrong;
 use super::score::Score;
+use super::votes::votes;
 use crate::column::column;
 use crate::{RewardFunction, Sample};
 
@@ -85,19 +87,28 @@ impl NumericReward {
     /// Returns true if the number of `completion` is that of the row.
     pub fn matches(&self, completion: &str, columns: &Value) -> Result<bool> {
         let expected = self.expected(columns)?;
-        let found = self.find.find(completion).and_then(|answer| {
-            let numbers = numbers(answer);
-            if self.find.counts_last_number() {
-                numbers.last().copied()
-            } else {
-                numbers.first().copied()
-            }
-        });
+        let found = self.found(completion);
         Ok(found.is_some_and(|x| (x - expected).abs() <= self.tolerance))
+    }
+
+    /// Returns the number of a completion.
+    fn found(&self, completion: &str) -> Option<f64> {
+        let numbers = numbers(self.find.find(completion)?);
+        match self.find.counts_last_number() {
+            true => numbers.last().copied(),
+            false => numbers.first().copied(),
+        }
     }
 }
 
 impl RewardFunction for NumericReward {
+    /// Numbers are equal up to the tolerance.
+    fn votes(&self, completions: &[&str], _: &Value) -> Result<Option<Votes>> {
+        let answers = completions.iter().map(|text| self.found(text));
+        let equal = |a: &f64, b: &f64| a == b || (a - b).abs() <= self.tolerance;
+        Ok(Some(votes(answers, equal)))
+    }
+
     fn score(&self, samples: &[Sample]) -> Result<Vec<Score>> {
         right_or_wrong(samples, |sample| {
             self.matches(sample.completion, sample.columns)

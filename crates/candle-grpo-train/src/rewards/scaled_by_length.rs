@@ -4,8 +4,9 @@ use std::sync::Arc;
 
 use anyhow::Result;
 use candle_grpo_core::CosineLength;
+use serde_json::Value;
 
-use super::{RewardFunction, Sample, Score, Scores};
+use super::{RewardFunction, Sample, Score, Scores, Votes};
 use crate::Progress;
 
 /// A reward of the length of an answer, which another reward function finds right or wrong.
@@ -68,6 +69,11 @@ impl RewardFunction for LengthScaledReward {
         Ok(Scores::new(scores, samples)?.with_requests(requests))
     }
 
+    /// The votes of the function that finds answers right or wrong.
+    fn votes(&self, completions: &[&str], columns: &Value) -> Result<Option<Votes>> {
+        self.correct.votes(completions, columns)
+    }
+
     fn set_progress(&mut self, progress: Arc<dyn Progress>) {
         self.correct.set_progress(progress);
     }
@@ -101,8 +107,6 @@ impl LengthScale {
 mod tests {
     use super::*;
     use crate::FinishReason;
-    use serde_json::Value;
-
     /// Samples of two groups: the text, the number of tokens, the group.
     fn samples() -> Vec<Sample<'static>> {
         const TOKENS: [u32; 100] = [1; 100];

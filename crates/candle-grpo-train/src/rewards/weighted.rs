@@ -3,8 +3,9 @@
 use std::sync::Arc;
 
 use anyhow::{Context, Result, ensure};
+use serde_json::Value;
 
-use super::{RewardFunction, RewardRequests, Sample, Score, Scores};
+use super::{RewardFunction, RewardRequests, Sample, Score, Scores, Votes};
 use crate::Progress;
 
 /// The weighted sum of several reward functions, which are its components. They run concurrently,
@@ -78,6 +79,18 @@ impl RewardFunction for WeightedRewards {
             .collect()
     }
 
+    /// The votes of the first function that compares answers.
+    fn votes(&self, completions: &[&str], columns: &Value) -> Result<Option<Votes>> {
+        for term in &self.terms {
+            let votes = term.function.votes(completions, columns);
+            let votes = votes.with_context(|| format!("reward function {:?}", term.name))?;
+            if votes.is_some() {
+                return Ok(votes);
+            }
+        }
+        Ok(None)
+    }
+
     fn set_progress(&mut self, progress: Arc<dyn Progress>) {
         for term in &mut self.terms {
             term.function.set_progress(Arc::clone(&progress));
@@ -143,8 +156,6 @@ pub(super) fn total(components: &[Scores], samples: &[Sample]) -> Vec<Score> {
 mod tests {
     use super::*;
     use crate::FinishReason;
-    use serde_json::Value;
-
     fn samples<'a>(completions: &[&'a str]) -> Vec<Sample<'a>> {
         completions
             .iter()

@@ -10,6 +10,7 @@ use tokenizers::Tokenizer;
 use crate::environment::ensure_some_worked;
 use crate::rewards::score_rollouts;
 use crate::rollout::decode::{decode, decode_answers};
+use crate::statistics::pass_at;
 use crate::{FinishReason, Prompt, RewardFunction, Sampler};
 
 /// The completions of an evaluation and their scores.
@@ -37,6 +38,14 @@ pub struct EvaluatedSample {
     pub finish_reason: FinishReason,
 }
 
+impl EvaluatedSample {
+    /// Returns whether the score is at least `pass_reward`. One without a score does not pass.
+    pub fn passes(&self, pass_reward: f64) -> bool {
+        let passes = |reward| f64::from(reward) >= pass_reward;
+        self.reward.is_some_and(passes)
+    }
+}
+
 impl Evaluation {
     /// The mean reward of the completions that have one. 0 without any.
     pub fn reward_mean(&self) -> f64 {
@@ -59,25 +68,14 @@ impl Evaluation {
     /// Returns an error unless `k` is in 1..=[`Self::samples_per_prompt`].
     pub fn pass_at(&self, k: usize, pass_reward: f64) -> Result<f64> {
         let n = self.samples_per_prompt;
-        ensure!(
-            (1..=n).contains(&k),
-            "k: {k}, must be from 1 to the {n} completions of each prompt"
-        );
+        ensure!(n > 0, "samples_per_prompt: 0, must be at least 1");
         let groups = self.samples.chunks(n);
         let prompts = groups.len() as f64;
         let chances = groups.map(|group| {
-            let passes = |sample: &&EvaluatedSample| {
-                sample
-                    .reward
-                    .is_some_and(|reward| f64::from(reward) >= pass_reward)
-            };
-            let wrong = n - group.iter().filter(passes).count();
-            // All of k drawn without replacement are wrong.
-            1. - (0..k)
-                .map(|i| wrong.saturating_sub(i) as f64 / (n - i) as f64)
-                .product::<f64>()
+            let passes = group.iter().filter(|sample| sample.passes(pass_reward));
+            pass_at(n, passes.count(), k)
         });
-        Ok(chances.sum::<f64>() / prompts)
+        Ok(chances.sum::<Result<f64>>()? / prompts)
     }
 
     /// `reward_mean`, `response_length`, and `pass_at_1` and so on for each k of `pass_at`: see

@@ -30,4 +30,5 @@ mod resume;
 mod reward_model;
 mod rewards;
 mod sampler;
+mod statistics;
 mod trainer;

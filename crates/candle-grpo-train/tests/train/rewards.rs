@@ -164,3 +164,30 @@ fn missing_programs_scripts_and_folders_are_found_without_a_start() {
         "judges[0].command: \"no-such-program\", must be a program that exists in PATH"
     );
 }
+
+#[rstest]
+#[case(json!({"kind": "math"}), &["\\boxed{1/2}", "so $0.5$", "#### 0.50", "no idea", "\\boxed{2}", "the answer is 2."], &[0, 0, 0, 3, 4, 4])]
+#[case(json!({"kind": "numeric"}), &["it is 1,200", "1200.0", "none", "$1200"], &[0, 0, -1, 0])]
+#[case(json!({"kind": "exact"}), &["New  York", "#### New York", "new york"], &[0, 0, 2])]
+#[case(json!({"kind": "multiple_choice", "column": "letter"}), &["(B)", "the answer is B", "c", "why not"], &[0, 0, 2, -1])]
+#[case(json!({"kind": "cosine", "correct": {"kind": "numeric"}}), &["7", "8", "7.0"], &[0, 1, 0])]
+fn equal_answers_have_one_vote(
+    #[case] reward: Value,
+    #[case] completions: &[&str],
+    #[case] expected: &[isize],
+) {
+    let row = json!({"answer": "1200", "letter": "B"});
+    let rewards = build(json!([{"kind": "json", "weight": 0.1}, reward])).unwrap();
+    let votes = rewards.votes(completions, &row).unwrap().unwrap();
+    let expected: Vec<Option<usize>> = expected
+        .iter()
+        .map(|place| usize::try_from(*place).ok())
+        .collect();
+    assert_eq!(votes, expected);
+}
+
+#[test]
+fn a_reward_that_compares_no_answers_has_no_votes() {
+    let rewards = build(json!([{"kind": "regex", "pattern": "a"}])).unwrap();
+    assert_eq!(rewards.votes(&["a"], &Value::Null).unwrap(), None);
+}

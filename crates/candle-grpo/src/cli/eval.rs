@@ -12,11 +12,56 @@ use serde_json::Value;
 
 use super::console::Console;
 use super::exit::Exit;
-use super::{load, output};
+use super::suites::SuiteArguments;
+use super::{load, output, suites};
+
+#[derive(clap::Args)]
+pub(super) struct EvalArguments {
+    /// The configuration, with its data, rewards and evaluation section; with --suite the model.
+    #[arg(value_name = "FILE_OR_MODEL", required_unless_present = "compare")]
+    file: Option<PathBuf>,
+    /// The model in place of that of the configuration: a folder, a GGUF file, the folder of a run
+    /// (its best checkpoint), or a name on the Hugging Face hub.
+    #[arg(long)]
+    model: Option<PathBuf>,
+    #[command(flatten)]
+    suites: SuiteArguments,
+    /// Write the answers to this file as JSON lines. With --suite or --compare: the folder for the
+    /// table as JSON, and a file of JSON lines for each suite.
+    #[arg(short, long, value_name = "FILE")]
+    out: Option<PathBuf>,
+    /// Replace a file of --out that this command did not write, unless this command or the run
+    /// reads it.
+    #[arg(long, requires = "out")]
+    force: bool,
+    /// Log warnings only, and show no progress.
+    #[arg(short, long)]
+    quiet: bool,
+}
+
+/// Evaluates the held-out prompts of a configuration or suites, or compares two results.
+pub(super) fn run(arguments: EvalArguments) -> Result<(), Exit> {
+    let EvalArguments {
+        file,
+        model,
+        suites,
+        out,
+        force,
+        quiet,
+    } = arguments;
+    let out = out.as_deref();
+    suites.check()?;
+    match (file, suites.compare.as_deref()) {
+        (_, Some([a, b])) => suites::compare_two(a, b, &suites, out, force, quiet),
+        (Some(file), _) if suites.suite.is_empty() => eval(&file, model, out, force, quiet),
+        (Some(file), _) => suites::eval(&file, &suites, out, force, quiet),
+        (None, _) => Err(Exit::Config("no configuration and no model".to_owned())),
+    }
+}
 
 /// Evaluates `model`, or that of the configuration in `file`, on the held-out prompts, and prints
 /// the metrics.
-pub(super) fn eval(
+fn eval(
     file: &Path,
     model: Option<PathBuf>,
     out: Option<&Path>,

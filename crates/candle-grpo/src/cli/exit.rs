@@ -49,6 +49,14 @@ impl Exit {
         }
     }
 
+    /// Returns the exit of the data of a suite that cannot be read, or cannot be downloaded.
+    pub(super) fn from_suite(error: anyhow::Error) -> Self {
+        match error.is::<Interrupted>() || error.is::<TransferError>() {
+            true => Self::from_hub(error),
+            false => Self::from_data(error),
+        }
+    }
+
     /// Returns the exit of files of the hub that cannot be located: of a key if the error names it,
     /// or else of the model of the command line.
     pub(super) fn from_hub(error: anyhow::Error) -> Self {

@@ -12,6 +12,8 @@ mod load;
 mod output;
 mod report;
 mod sample;
+mod suites;
+mod table;
 mod train;
 
 use std::path::PathBuf;
@@ -23,6 +25,7 @@ use clap_complete::Shell;
 
 use chat::ChatArguments;
 use convert::Dtype;
+use eval::EvalArguments;
 use exit::EXIT_CODES;
 use init::InitArguments;
 use sample::SampleArguments;
@@ -47,8 +50,11 @@ enum Command {
     /// TensorBoard, the answers to held-out prompts, and checkpoints that transformers loads.
     /// Ctrl-C saves and stops.
     Train(TrainArguments),
-    /// Evaluate a model on the held-out prompts of a configuration.
-    Eval(EvalArguments),
+    /// Evaluate a model on the held-out prompts of a configuration, or on suites of prompts.
+    ///
+    /// With --suite it prints pass@1, pass@k and maj@k with intervals of 95 % over the prompts.
+    /// With --compare it compares two models by a paired test on the same prompts.
+    Eval(Box<EvalArguments>),
     /// Print the answers of a model to a prompt.
     Sample(SampleArguments),
     /// Hold a conversation with a model: each line of standard input is a message.
@@ -124,26 +130,6 @@ struct TrainArguments {
 }
 
 #[derive(clap::Args)]
-struct EvalArguments {
-    /// The configuration, with its data, rewards and evaluation section.
-    file: PathBuf,
-    /// The model in place of that of the configuration: a folder, a GGUF file, the folder of a run
-    /// (its best checkpoint), or a name on the Hugging Face hub.
-    #[arg(long)]
-    model: Option<PathBuf>,
-    /// Write the answers to this file as JSON lines.
-    #[arg(short, long, value_name = "FILE")]
-    out: Option<PathBuf>,
-    /// Replace a file of --out that does not hold answers, unless this command or the run reads
-    /// it.
-    #[arg(long, requires = "out")]
-    force: bool,
-    /// Log warnings only, and show no progress.
-    #[arg(short, long)]
-    quiet: bool,
-}
-
-#[derive(clap::Args)]
 struct ReportArguments {
     /// The folders of runs.
     #[arg(required = true, value_name = "RUN")]
@@ -171,13 +157,7 @@ pub(crate) fn run() -> ExitCode {
             };
             train::train(&arguments.file, start, arguments.quiet)
         }
-        Command::Eval(arguments) => eval::eval(
-            &arguments.file,
-            arguments.model,
-            arguments.out.as_deref(),
-            arguments.force,
-            arguments.quiet,
-        ),
+        Command::Eval(arguments) => eval::run(*arguments),
         Command::Sample(arguments) => sample::sample(arguments),
         Command::Chat(arguments) => chat::chat(&arguments),
         Command::Convert {

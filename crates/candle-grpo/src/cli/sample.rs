@@ -114,6 +114,12 @@ impl Distribution {
         self.apply(defaults, several)
     }
 
+    /// Returns whether an option is given.
+    pub(super) fn is_given(&self) -> bool {
+        let is_narrowed = self.top_k.is_some() || self.top_p.is_some() || self.min_p.is_some();
+        is_narrowed || self.temperature.is_some()
+    }
+
     /// Returns `sampling` with these options. An error names the option.
     pub(super) fn apply(
         &self,

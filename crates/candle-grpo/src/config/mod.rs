@@ -14,6 +14,7 @@ mod roll;
 mod run;
 mod sections;
 mod suggestions;
+mod suite;
 mod syntax;
 mod tree;
 
@@ -24,3 +25,4 @@ pub use preset::Preset;
 pub use roll::{RollFile, RollKey, Verdict};
 pub use run::RunConfig;
 pub use sections::{CheckpointConfig, EvaluationConfig, ModelConfig};
+pub use suite::SuiteConfig;

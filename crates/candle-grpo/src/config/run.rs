@@ -469,21 +469,7 @@ impl RunConfig {
     /// Returns an error with the line of the key if there are variables and the model has no
     /// template, or its template does not contain the name of one.
     pub fn chat_template(&self, model: &Pretrained) -> Result<Option<ChatTemplate>, ConfigError> {
-        let variables = &self.data.chat_template_kwargs;
-        let key = "data.chat_template_kwargs";
-        let Some(template) = &model.chat_template else {
-            return match variables.is_empty() {
-                true => Ok(None),
-                false => Err(self.error(key, "given, but the model has no chat template")),
-            };
-        };
-        for name in variables.keys() {
-            if !template.source().contains(name.as_str()) {
-                let message = "given, but the chat template has no such variable";
-                return Err(self.error(&format!("{key}.{name}"), message));
-            }
-        }
-        Ok(Some(template.clone().with_variables(variables.clone())))
+        chat_template(&self.document, &self.data, model)
     }
 
     /// Checks the settings that depend on the model and the prompts: adapters, the balance of
@@ -620,6 +606,29 @@ impl RunConfig {
 
 const ENVIRONMENT: &str = "environment";
 
+/// Returns the chat template of a model with the variables of the data section of `document`.
+pub(super) fn chat_template(
+    document: &Document,
+    data: &DatasetConfig,
+    model: &Pretrained,
+) -> Result<Option<ChatTemplate>, ConfigError> {
+    let variables = &data.chat_template_kwargs;
+    let key = "data.chat_template_kwargs";
+    let Some(template) = &model.chat_template else {
+        return match variables.is_empty() {
+            true => Ok(None),
+            false => Err(document.error(key, "given, but the model has no chat template")),
+        };
+    };
+    for name in variables.keys() {
+        if !template.source().contains(name.as_str()) {
+            let message = "given, but the chat template has no such variable";
+            return Err(document.error(&format!("{key}.{name}"), message));
+        }
+    }
+    Ok(Some(template.clone().with_variables(variables.clone())))
+}
+
 /// Returns the path of the reward with index `i` in a file.
 pub(super) fn reward_key(i: usize) -> String {
     format!("rewards[{i}]")
@@ -696,7 +705,8 @@ fn own_place(
     Ok(())
 }
 
-fn evaluation(
+/// Returns the evaluation section of `document`.
+pub(super) fn evaluation(
     document: &Document,
     keys: &EvaluationKeys,
     sampling: &SamplingConfig,

@@ -3,9 +3,11 @@
 use anyhow::{Context, Result, ensure};
 use candle_grpo_core::Invalid;
 use candle_grpo_train::data::{MixedOrder, Question, Row};
+use candle_grpo_train::environment::EnvironmentConfig;
 use candle_grpo_train::model::Chat;
 use candle_grpo_train::{ChatTemplate, Dataset, Pretrained, Prompt, find_invalid};
 use serde_json::{Value, json};
+use tokenizers::Tokenizer;
 
 use crate::config::RunConfig;
 
@@ -86,19 +88,9 @@ pub fn prompts(
 ) -> Result<Vec<Prompt>> {
     let max_prompt_tokens = config.max_prompt_tokens;
     let template = config.chat_template(pretrained)?;
-    let mut prompts = Vec::with_capacity(rows.len());
-    for (index, row) in rows.iter().enumerate() {
-        let environment = config.environment.as_ref();
-        let tools = environment.map(|environment| environment.schemas(&row.columns));
-        let tools = tools.transpose().with_context(|| row.place())?.flatten();
-        let text = text(dataset, row, template.as_ref(), tools.as_ref());
-        let (text, messages) = text.with_context(|| row.place())?;
-        let columns = row.columns.clone();
-        let prompt = Prompt::new(index as u64, &text, columns, &pretrained.tokenizer);
-        let prompt = prompt.with_context(|| row.place())?;
-        prompts.push(prompt.with_messages(messages).with_tools(tools));
-    }
-    ensure_different(dataset, rows, &prompts)?;
+    let environment = config.environment.as_ref();
+    let tokenizer = &pretrained.tokenizer;
+    let mut prompts = all_prompts(dataset, rows, template.as_ref(), environment, tokenizer)?;
     let longest = prompts.iter().map(|prompt| prompt.tokens.len()).max();
     let shortest = prompts.iter().map(|prompt| prompt.tokens.len()).min();
     prompts.retain(|prompt| prompt.tokens.len() <= max_prompt_tokens);
@@ -117,6 +109,33 @@ pub fn prompts(
             longest.unwrap_or(0)
         );
     }
+    Ok(prompts)
+}
+
+/// Makes the prompts of `rows` in their order, with a chat template for conversations.
+///
+/// # Errors
+///
+/// As [`prompts`], except about lengths.
+pub(crate) fn all_prompts(
+    dataset: &Dataset,
+    rows: &[Row],
+    template: Option<&ChatTemplate>,
+    environment: Option<&EnvironmentConfig>,
+    tokenizer: &Tokenizer,
+) -> Result<Vec<Prompt>> {
+    let mut prompts = Vec::with_capacity(rows.len());
+    for (index, row) in rows.iter().enumerate() {
+        let tools = environment.map(|environment| environment.schemas(&row.columns));
+        let tools = tools.transpose().with_context(|| row.place())?.flatten();
+        let text = text(dataset, row, template, tools.as_ref());
+        let (text, messages) = text.with_context(|| row.place())?;
+        let columns = row.columns.clone();
+        let prompt = Prompt::new(index as u64, &text, columns, tokenizer);
+        let prompt = prompt.with_context(|| row.place())?;
+        prompts.push(prompt.with_messages(messages).with_tools(tools));
+    }
+    ensure_different(dataset, rows, &prompts)?;
     Ok(prompts)
 }
 

@@ -19,6 +19,7 @@ mod real_engines;
 mod report;
 mod session;
 mod silent_errors;
+mod suites;
 mod support;
 mod tensorboard;
 mod trackers;

@@ -35,12 +35,18 @@ pub(crate) fn model() -> DecoderConfig {
 
 /// Writes a model with a token for each character of `alphabet`.
 pub(crate) fn write_model(folder: &Path, alphabet: &str) {
+    write_long_model(folder, alphabet, model().max_position_embeddings, 3);
+}
+
+/// [`write_model`] with a number of positions and a seed of the weights.
+pub(crate) fn write_long_model(folder: &Path, alphabet: &str, positions: usize, seed: u64) {
     let model = DecoderConfig {
-        vocab_size: model().vocab_size.max(alphabet.len() + 1),
+        vocab_size: model().vocab_size.max(alphabet.chars().count() + 1),
+        max_position_embeddings: positions,
         ..model()
     };
     let pretrained = Pretrained {
-        parameters: Parameters::init(&model, 3, &Device::Cpu).unwrap(),
+        parameters: Parameters::init(&model, seed, &Device::Cpu).unwrap(),
         model,
         tokenizer: character_tokenizer(alphabet).unwrap(),
         special_tokens: SpecialTokens {

@@ -20,9 +20,11 @@ use serde_json::Value as Json;
 use self::compare::Comparison;
 use self::extract::Answer;
 use self::value::Value;
+use super::Votes;
 use super::answer::AnswerPlace;
 use super::right_or_wrong::right_or_wrong;
 use super::score::Score;
+use super::votes::votes;
 use crate::column::column;
 use crate::{RewardFunction, Sample};
 
@@ -116,6 +118,15 @@ impl MathReward {
 }
 
 impl RewardFunction for MathReward {
+    /// Answers are equal by their values.
+    fn votes(&self, completions: &[&str], _: &Json) -> Result<Option<Votes>> {
+        let answers = completions
+            .iter()
+            .map(|text| extract::find(&self.find, text));
+        let equal = |a: &Answer, b: &Answer| are_equal(a, b, self.decimals);
+        Ok(Some(votes(answers, equal)))
+    }
+
     fn score(&self, samples: &[Sample]) -> Result<Vec<Score>> {
         right_or_wrong(samples, |sample| {
             self.matches(sample.completion, sample.columns)

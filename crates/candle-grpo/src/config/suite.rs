@@ -1,0 +1,268 @@
+//! Evaluation suites.
+
+use std::path::{Path, PathBuf};
+
+use candle_grpo_train::{
+    ChatTemplate, Dataset, DatasetConfig, Pretrained, RewardConfig, SamplingConfig,
+};
+use serde::{Deserialize, Serialize};
+
+use super::document::Document;
+use super::error::ConfigError;
+use super::problem::Problem;
+use super::run::{chat_template, evaluation, reward_key};
+use super::sections::{EvaluationConfig, EvaluationKeys};
+use super::suggestions::unknown_name;
+
+/// An evaluation suite: files of rows, how they become prompts, and the reward that decides whether
+/// a completion passes.
+///
+/// ```
+/// use std::path::Path;
+/// use candle_grpo::config::{Document, SuiteConfig};
+///
+/// let text = "
+/// data: {held_out: capitals.jsonl, prompt: 'The capital of {country}?'}
+/// id: country
+/// rewards: [{kind: exact, column: capital}]
+/// evaluation: {samples_per_prompt: 4}
+/// ";
+/// let file = Path::new("capitals.yaml");
+/// let suite = SuiteConfig::new(&Document::from_yaml(file, text)?, file)?;
+/// assert_eq!((suite.name.as_str(), suite.evaluation.samples_per_prompt), ("capitals", 4));
+/// assert_eq!(SuiteConfig::find("gsm8k")?.name, "gsm8k");
+/// # Ok::<(), anyhow::Error>(())
+/// ```
+#[derive(Debug, Clone)]
+pub struct SuiteConfig {
+    /// The name in tables: that of a built-in suite, or of the file without its end.
+    pub name: String,
+    /// The files and their prompts.
+    pub data: DatasetConfig,
+    /// The file on the hub with the same rows.
+    pub hub: Option<PathBuf>,
+    /// The column that identifies a row.
+    pub id: Option<String>,
+    /// The terms of the reward.
+    pub rewards: Vec<RewardConfig>,
+    /// The number of completions, the reward with which one passes, and the sampler.
+    pub evaluation: EvaluationConfig,
+    /// True if the suite sets the distribution of tokens, which otherwise is that of the model.
+    pub has_distribution: bool,
+    document: Document,
+}
+
+/// The keys of the file of a suite.
+#[derive(Default, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+struct SuiteKeys {
+    /// The [data section](#data) with the files in `held_out`: relative to `--data` if it is
+    /// given. Without `train`, `held_out_rows` and `weights`.
+    data: DatasetConfig,
+    /// The file of the [hub](guide.md#the-hugging-face-hub) with the same rows, which is read
+    /// without `--data`. Absent: there is none.
+    hub: Option<PathBuf>,
+    /// The column that identifies a row in comparisons. Absent: a digest of the question does.
+    id: Option<String>,
+    /// The [terms of the reward](#rewards).
+    rewards: Vec<RewardConfig>,
+    /// The [evaluation section](#evaluation) without `every_steps`. Without a key of the
+    /// distribution in `sampler`, that of the model's `generation_config.json` applies.
+    evaluation: EvaluationKeys,
+}
+
+/// The built-in suites by name.
+const BUILT_IN: [(&str, &str); 6] = [
+    ("gsm8k", include_str!("../suite/built_in/gsm8k.yaml")),
+    ("svamp", include_str!("../suite/built_in/svamp.yaml")),
+    ("math500", include_str!("../suite/built_in/math500.yaml")),
+    ("aime24", include_str!("../suite/built_in/aime24.yaml")),
+    ("aime25", include_str!("../suite/built_in/aime25.yaml")),
+    ("mmlu", include_str!("../suite/built_in/mmlu.yaml")),
+];
+
+/// The keys of a sampler that decide the distribution of a token.
+const DISTRIBUTION: [&str; 5] = ["temperature", "top_k", "top_p", "min_p", "greedy"];
+
+impl SuiteConfig {
+    /// The names of the built-in suites.
+    pub fn names() -> impl Iterator<Item = &'static str> {
+        BUILT_IN.iter().map(|(name, _)| *name)
+    }
+
+    /// Returns the built-in suite `name`, or the suite in the file at the path `name`.
+    ///
+    /// # Errors
+    ///
+    /// If there is no such suite, or the file is not valid.
+    pub fn find(name: &str) -> Result<Self, ConfigError> {
+        let path = Path::new(name);
+        if let Some((name, text)) = BUILT_IN.iter().find(|(built_in, _)| *built_in == name) {
+            return Self::new(&Document::from_yaml(path, text)?, Path::new(name));
+        }
+        if path.extension().is_none() && !path.is_file() {
+            let mut known: Vec<&str> = Self::names().collect();
+            known.push("or a file such as suite.yaml");
+            return Err(ConfigError {
+                file: "--suite".into(),
+                line: None,
+                message: unknown_name(name, &known),
+            });
+        }
+        Self::new(&Document::read(path)?, path)
+    }
+
+    /// Reads a document; `file` gives the name. Opens no file that it names.
+    ///
+    /// # Errors
+    ///
+    /// Returns an error with line and key if a key is unknown, a value is not valid, or keys
+    /// contradict each other.
+    pub fn new(document: &Document, file: &Path) -> Result<Self, ConfigError> {
+        Self::build(document, file).map_err(|problem| {
+            problem.locate(document, |document| Self::build(document, file).map(drop))
+        })
+    }
+
+    fn build(document: &Document, file: &Path) -> Result<Self, Problem> {
+        let keys: SuiteKeys = document.parse("", document.value.clone())?;
+        let name = file.file_stem().unwrap_or_default().to_string_lossy();
+        let evaluation = evaluation(document, &keys.evaluation, &SamplingConfig::default())?;
+        let has_distribution = DISTRIBUTION
+            .iter()
+            .any(|key| keys.evaluation.sampler.contains_key(*key));
+        let suite = Self {
+            name: name.into_owned(),
+            data: keys.data,
+            hub: keys.hub,
+            id: keys.id,
+            rewards: keys.rewards,
+            evaluation,
+            has_distribution,
+            document: document.clone(),
+        };
+        suite.validate()?;
+        Ok(suite)
+    }
+
+    fn validate(&self) -> Result<(), Problem> {
+        let data = &self.data;
+        for (key, is_given) in [
+            ("data.train", !data.train.is_empty()),
+            ("data.held_out_rows", data.held_out_rows.is_some()),
+            ("data.weights", data.weights.is_some()),
+            (
+                "evaluation.every_steps",
+                self.document.get("evaluation.every_steps").is_some(),
+            ),
+        ] {
+            if is_given {
+                return Err(Problem::at(key, "given, must be absent in a suite"));
+            }
+        }
+        if data.held_out.is_empty() {
+            return Err(Problem::at("data.held_out", "absent, must be given"));
+        }
+        for (key, count) in [
+            ("data.max_rows", data.max_rows),
+            ("evaluation.max_prompts", self.evaluation.max_prompts),
+        ] {
+            if count == Some(0) {
+                return Err(Problem::at(key, "0, must be at least 1"));
+            }
+        }
+        Dataset::without_rows(data).map_err(|error| Problem::within("data", &error))?;
+        self.evaluation
+            .sampler
+            .validate()
+            .map_err(|error| Problem::within("evaluation.sampler", &error))?;
+        if self.rewards.is_empty() {
+            return Err(Problem::at("rewards", "none, must be at least one"));
+        }
+        for (i, reward) in self.rewards.iter().enumerate() {
+            reward
+                .validate()
+                .map_err(|error| Problem::within(&reward_key(i), &error))?;
+        }
+        Ok(())
+    }
+
+    /// Checks that the programs, scripts and models of the rewards are there.
+    ///
+    /// # Errors
+    ///
+    /// Returns an error with the line of the reward if one is missing.
+    pub fn check_files(&self) -> Result<(), ConfigError> {
+        for (i, reward) in self.rewards.iter().enumerate() {
+            reward.check_files().map_err(|error| {
+                Problem::within(&reward_key(i), &error).locate_at_path(&self.document)
+            })?;
+        }
+        Ok(())
+    }
+
+    /// Returns the chat template of the model with `data.chat_template_kwargs`.
+    ///
+    /// # Errors
+    ///
+    /// As [`RunConfig::chat_template`](super::RunConfig::chat_template).
+    pub fn chat_template(&self, model: &Pretrained) -> Result<Option<ChatTemplate>, ConfigError> {
+        chat_template(&self.document, &self.data, model)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn built_in_suites_are_valid() {
+        for name in SuiteConfig::names() {
+            let suite = SuiteConfig::find(name).unwrap();
+            assert_eq!((suite.name.as_str(), suite.rewards.len()), (name, 1));
+            assert!(!suite.has_distribution);
+        }
+    }
+
+    #[test]
+    fn a_wrong_suite_names_its_key() {
+        let fails = |text: &str| {
+            let file = Path::new("s.yaml");
+            let document = Document::from_yaml(file, text).unwrap();
+            SuiteConfig::new(&document, file).unwrap_err().to_string()
+        };
+        for (text, words) in [
+            ("rewards: [{kind: math}]", "data.held_out: absent"),
+            ("data: {held_out: x}", "rewards: none"),
+            (
+                "data: {held_out: x, train: y}\nrewards: [{kind: math}]",
+                "s.yaml:1: data.train: given",
+            ),
+            (
+                "data: {held_out: x}\nrewards: [{kind: mat}]",
+                "s.yaml:2: rewards[0]",
+            ),
+            (
+                "data: {held_out: x}\nrewards: [{kind: math}]\nevaluation: {pass_at: [2]}",
+                "s.yaml:3: evaluation.pass_at[0]: 2",
+            ),
+            (
+                "data: {held_out: x, prompt: '{a'}\nrewards: [{kind: math}]",
+                "s.yaml:1: data.prompt",
+            ),
+            (
+                "data: {held_out: x}\nrewards: [{kind: math}]\nevaluation: {every_steps: 1}",
+                "s.yaml:3: evaluation.every_steps",
+            ),
+            ("datta: {}", "did you mean `data`"),
+        ] {
+            let error = fails(text);
+            assert!(error.contains(words), "{text}: {error}");
+        }
+        let error = SuiteConfig::find("gsm8").unwrap_err().to_string();
+        assert!(
+            error.contains("--suite") && error.contains("gsm8k"),
+            "{error}"
+        );
+    }
+}

@@ -1,0 +1,131 @@
+//! The prompts of a suite.
+
+use std::collections::HashMap;
+use std::path::{Path, PathBuf};
+
+use anyhow::{Context, Result, bail, ensure};
+use candle_grpo_train::data::{self, Row};
+use candle_grpo_train::{Dataset, Pretrained, Prompt};
+use serde_json::Value;
+
+use crate::config::SuiteConfig;
+use crate::run::all_prompts;
+
+/// The prompts of a suite with their ids.
+pub struct SuitePrompts {
+    /// The prompts, in the order of the rows.
+    pub prompts: Vec<Prompt>,
+    /// The id of each prompt, by which two results are paired.
+    pub ids: Vec<String>,
+}
+
+/// Reads the rows of a suite: from `folder` if it is given. Otherwise from the file of the hub, for
+/// whose name `locate` returns the path, or from the files of the suite if it names none. Checks
+/// that each row has the columns of the rewards.
+///
+/// # Errors
+///
+/// With the name of the suite and of the file if one is absent or cannot be read. With file and
+/// line if a row lacks a column.
+pub fn read_rows(
+    suite: &SuiteConfig,
+    folder: Option<&Path>,
+    locate: impl Fn(&Path) -> Result<PathBuf>,
+) -> Result<Vec<Row>> {
+    let files: Vec<PathBuf> = match (folder, &suite.hub) {
+        (Some(folder), _) => {
+            let files = suite.data.held_out.iter();
+            files.map(|file| folder.join(file)).collect()
+        }
+        (None, Some(hub)) => vec![hub.clone()],
+        (None, None) => suite.data.held_out.clone(),
+    };
+    let mut rows = Vec::new();
+    for file in &files {
+        let path = locate(file)?;
+        ensure!(
+            path.is_file(),
+            "suite {}: {} is not a file; give the folder of its data with --data",
+            suite.name,
+            path.display()
+        );
+        let read = data::read_rows(&path)?.into_iter();
+        rows.extend(read.take(suite.data.max_rows.unwrap_or(usize::MAX)));
+    }
+    for row in &rows {
+        for reward in &suite.rewards {
+            reward
+                .check_row(&row.columns)
+                .with_context(|| row.place())?;
+        }
+    }
+    Ok(rows)
+}
+
+impl SuitePrompts {
+    /// Makes the prompts of the first `evaluation.max_prompts` rows. A model without a chat
+    /// template continues them as texts, unless the suite sets `data.chat`.
+    ///
+    /// # Errors
+    ///
+    /// With file and line if a row has no question, no id, or the id of another row, or the chat
+    /// template rejects it.
+    pub fn new(suite: &SuiteConfig, rows: &[Row], pretrained: &Pretrained) -> Result<Self> {
+        let rows = suite.evaluation.select(rows);
+        let template = suite.chat_template(pretrained)?;
+        let mut config = suite.data.clone();
+        if template.is_none() && config.system.is_none() {
+            config.chat = config.chat.or(Some(false));
+        }
+        let dataset = Dataset::without_rows(&config)?;
+        let tokenizer = &pretrained.tokenizer;
+        let prompts = all_prompts(&dataset, rows, template.as_ref(), None, tokenizer)?;
+        let dataset = Dataset::without_rows(&suite.data)?;
+        let ids = rows.iter().map(|row| id(suite, &dataset, row));
+        let mut ids = ids.collect::<Result<Vec<String>>>()?;
+        match &suite.id {
+            Some(column) => {
+                let mut seen = HashMap::new();
+                for (row, id) in rows.iter().zip(&ids) {
+                    if let Some(first) = seen.insert(id, row) {
+                        bail!(
+                            "{}: column {column:?}: {id:?}, the id of {} too",
+                            row.place(),
+                            first.place()
+                        );
+                    }
+                }
+            }
+            None => number_repeated(&mut ids),
+        }
+        Ok(Self { prompts, ids })
+    }
+}
+
+/// Returns the id of a row: its column, or a digest of its question.
+fn id(suite: &SuiteConfig, dataset: &Dataset, row: &Row) -> Result<String> {
+    let Some(column) = &suite.id else {
+        return dataset.question_id(row);
+    };
+    match row.columns.get(column) {
+        Some(Value::String(id)) if !id.is_empty() => Ok(id.clone()),
+        Some(Value::Number(id)) => Ok(id.to_string()),
+        found => bail!(
+            "{}: column {column:?}: {}, must be a number or a text that is not empty",
+            row.place(),
+            found.map_or("absent".to_owned(), Value::to_string)
+        ),
+    }
+}
+
+/// Adds a number to each digest of a question that came before.
+fn number_repeated(ids: &mut [String]) {
+    let mut seen: HashMap<String, usize> = HashMap::new();
+    for id in ids {
+        let count = seen.entry(id.clone()).or_default();
+        *count += 1;
+        if *count > 1 {
+            *id = format!("{id}-{count}");
+        }
+    }
+}
