@@ -4,8 +4,8 @@ use std::collections::HashSet;
 use std::path::PathBuf;
 
 use anyhow::{Context, Result, ensure};
-use candle_grpo_core::Invalid;
 use candle_grpo_core::validate::{at_least_one, check};
+use candle_grpo_core::{DifficultyPools, Invalid};
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 use sha2::{Digest as _, Sha256};
@@ -15,6 +15,8 @@ use super::question::{Asking, Question};
 use super::rows::{Row, read_rows};
 use super::template::Template;
 use super::{MixedOrder, ShuffledOrder};
+use crate::invalid::within;
+use crate::learn::curriculum;
 use crate::model::Chat;
 use crate::one_or_more::one_or_more;
 
@@ -52,6 +54,10 @@ pub struct DatasetConfig {
     /// as `[0.7, 0.3]`. The rows of a file come in random order, again after the last one. Absent:
     /// all rows are one set.
     pub weights: Option<Vec<f64>>,
+    /// Draws prompts by how well the policy solves them, in place of a random order: pools by the
+    /// mean reward of the latest group of a prompt, each with a weight
+    /// ([how](guide.md#a-curriculum)). Not together with `weights`.
+    pub curriculum: Option<DifficultyPools>,
     /// Greatest number of rows of each file.
     pub max_rows: Option<usize>,
 }
@@ -102,6 +108,11 @@ impl DatasetConfig {
             let (found, files) = (weights.len(), self.train.len());
             let must = format!("be one for each of {files} files of train");
             check(found == files, "weights", format!("{found} weights"), &must)?;
+        }
+        if let Some(pools) = &self.curriculum {
+            curriculum::validate(pools).map_err(|error| within("curriculum", error))?;
+            let is_free = self.weights.is_none();
+            check(is_free, "curriculum", "given", "be absent with weights")?;
         }
         for name in Chat::RESERVED {
             let field = format!("chat_template_kwargs.{name}");

@@ -7,6 +7,7 @@ use std::time::Instant;
 
 use anyhow::{Context, Result, anyhow, bail};
 use candle_core::Device;
+use candle_grpo_core::TaskScores;
 use candle_grpo_nn::Parameters;
 
 use super::collector::{Collection, Collector};
@@ -39,6 +40,8 @@ struct Request {
     step: usize,
     /// The weights for this step and those after it, if they are new.
     weights: Option<Snapshot>,
+    /// The scores of prompts for a curriculum, when the step is requested.
+    scores: Option<TaskScores>,
 }
 
 impl Ahead {
@@ -64,15 +67,16 @@ impl Ahead {
 
     /// Returns the completions of step `step`, the one after the last, for the policy `weights`.
     /// Requests those of the steps after it up to `last_step`. Draws groups again whose completions
-    /// are too old.
+    /// are too old. A curriculum draws the prompts of a step by the `scores` when it is requested.
     pub(super) fn next(
         &mut self,
         step: usize,
         last_step: usize,
         weights: &PolicyWeights<'_>,
+        scores: Option<&TaskScores>,
     ) -> Result<Collection> {
         let start = Instant::now();
-        self.request(step, last_step, weights)?;
+        self.request(step, last_step, weights, scores)?;
         let Ok(collection) = self.collections.recv() else {
             bail!("{}", self.end_of_thread());
         };
@@ -89,6 +93,7 @@ impl Ahead {
         step: usize,
         last_step: usize,
         weights: &PolicyWeights<'_>,
+        scores: Option<&TaskScores>,
     ) -> Result<()> {
         let config = &self.collector.config.rollout;
         let every = config.weight_sync_steps;
@@ -101,6 +106,7 @@ impl Ahead {
             let request = Request {
                 step: self.requested + 1,
                 weights: is_due.then(|| self.snapshot(weights)).transpose()?,
+                scores: scores.cloned(),
             };
             if is_due {
                 self.synchronized = Some(weights.version);
@@ -200,7 +206,8 @@ fn collect_all(
 
 fn collect(collector: &Collector, visited: usize, request: Request) -> Result<Collection> {
     let weights = request.weights.as_ref().map(Snapshot::weights);
-    collector.collect(request.step, visited, weights.as_ref())
+    let scores = request.scores.as_ref();
+    collector.collect(request.step, visited, weights.as_ref(), scores)
 }
 
 fn panic_message(panic: &(dyn Any + Send)) -> String {

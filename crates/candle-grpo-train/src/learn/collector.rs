@@ -5,11 +5,12 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use anyhow::{Context, Result};
-use candle_grpo_core::{DynamicSampling, SamplingDecision};
+use candle_grpo_core::{DynamicSampling, SamplingDecision, TaskScores};
 use tokenizers::Tokenizer;
 
 use super::PhaseSeconds;
 use super::collector_progress::CollectorProgress;
+use super::curriculum::Curriculum;
 use super::generator_access::{GeneratorAccess, Turn};
 use super::models::ensure_not_canceled;
 use super::ranks::Ranks;
@@ -34,6 +35,8 @@ pub(super) struct Collector {
     pub(super) generator: Arc<GeneratorAccess>,
     sampler: Sampler,
     order: MixedOrder,
+    /// The choice of prompts by their scores, in place of the order.
+    curriculum: Option<Curriculum>,
     inputs: RecipeInputs,
     /// True if the ranks exchange what they draw. On a thread of its own a collector has only the
     /// share of its rank, which [`Self::exchange`] completes.
@@ -80,6 +83,7 @@ impl Collector {
             reward: Arc::new(reward),
             progress,
             generator: Arc::default(),
+            curriculum: None,
             inputs,
             exchanges: true,
         })
@@ -105,6 +109,35 @@ impl Collector {
     /// Visits the prompts in `order`.
     pub(super) fn with_order(self, order: MixedOrder) -> Self {
         Self { order, ..self }
+    }
+
+    /// Draws the prompts with `curriculum`, in place of the order.
+    pub(super) fn with_curriculum(self, curriculum: Curriculum) -> Self {
+        Self {
+            curriculum: Some(curriculum),
+            ..self
+        }
+    }
+
+    /// The choice of prompts by their scores, if there is one.
+    pub(super) fn curriculum(&self) -> Option<&Curriculum> {
+        self.curriculum.as_ref()
+    }
+
+    /// Returns the next `count` prompts of a step that already has those of `drawn`.
+    fn next_prompts(
+        &self,
+        scores: Option<&TaskScores>,
+        visited: usize,
+        count: usize,
+        drawn: &[usize],
+    ) -> Result<Vec<usize>> {
+        match (&self.curriculum, scores) {
+            (Some(curriculum), Some(scores)) => {
+                curriculum.draw(scores, self.prompts.len(), visited, count, drawn)
+            }
+            _ => Ok(self.order.slice(visited, count)),
+        }
     }
 
     /// Shares the work with other ranks.
@@ -193,12 +226,14 @@ impl Collector {
     }
 
     /// Passes `weights` to the generator, and samples until step `step` has enough groups, from the
-    /// prompts after the first `visited` positions of their order.
+    /// prompts after the first `visited` positions of their order. A curriculum draws them by
+    /// `scores`.
     pub(super) fn collect(
         &self,
         step: usize,
         visited: usize,
         weights: Option<&PolicyWeights<'_>>,
+        scores: Option<&TaskScores>,
     ) -> Result<Collection> {
         let needed = self.config.prompts_per_step;
         let mut visited = visited;
@@ -210,10 +245,12 @@ impl Collector {
         }
         // The sampling round of each group.
         let mut round_of = Vec::new();
+        let mut drawn = Vec::new();
         let mut sample = |count: usize, round: usize| {
-            let rows = self.order.slice(visited, count);
+            let rows = self.next_prompts(scores, visited, count, &drawn)?;
             visited += count;
             round_of.resize(round_of.len() + count, round);
+            drawn.extend_from_slice(&rows);
             self.sample_groups(rows, step, round, &mut seconds)
         };
         let mut all = sample(needed, 0)?;

@@ -6,6 +6,7 @@ mod batch;
 mod collector;
 mod collector_progress;
 mod critic;
+pub(crate) mod curriculum;
 mod generator_access;
 mod memory_plan;
 pub(crate) mod micro_batches;

@@ -66,6 +66,9 @@ pub struct StepMetrics {
     ///   token and those that it trains
     /// - `regenerated_groups`: the number of groups that were drawn again because they exceeded
     ///   the maximum
+    ///
+    /// With a curriculum, `curriculum_pool_0` and so on are the numbers of prompts in each pool
+    /// after the step, and `curriculum_unseen` those without a score.
     #[serde(flatten)]
     pub policy: BTreeMap<String, f64>,
     /// Seconds per phase.

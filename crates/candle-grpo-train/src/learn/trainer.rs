@@ -7,13 +7,16 @@ use std::time::Instant;
 use anyhow::{Context, Result, bail, ensure};
 use candle_core::Tensor;
 use candle_grpo_collective::Collective;
-use candle_grpo_core::{AdvantageEstimator, MetricValues, RunningState};
+use candle_grpo_core::{
+    AdvantageEstimator, DifficultyPools, MetricValues, RunningState, TaskScores,
+};
 use candle_grpo_loss::{Aggregation, StepTotals, Surrogate, TokenLoss};
 use candle_grpo_nn::{DecoderConfig, Parameters};
 use tokenizers::Tokenizer;
 
 use super::ahead::Ahead;
 use super::collector::{Collection, Collector};
+use super::curriculum::{Curriculum, record};
 use super::micro_batches::MicroBatches;
 use super::models::{Models, ensure_not_canceled};
 use super::ranks::Ranks;
@@ -91,6 +94,7 @@ impl Trainer {
             running_moments: norm.is_running().then(RunningState::default),
             reward_kl: config.reward_kl,
             adaptive_entropy: config.adaptive_entropy,
+            task_scores: None,
         };
         let sampler = models.actor.sampler(config.sampling.clone())?;
         let config = Arc::new(config);
@@ -149,6 +153,23 @@ impl Trainer {
         );
         self.ahead = None;
         self.collector = self.collector.with_order(order);
+        Ok(self)
+    }
+
+    /// Draws prompts by the pools of their latest mean rewards, in place of an order. The scores
+    /// are a part of [`TrainerState`].
+    ///
+    /// A step has no prompt twice while there are others. Completions that are drawn ahead have the
+    /// prompts for the scores of the step at which they are requested.
+    ///
+    /// # Errors
+    ///
+    /// If an option of the pools is not valid, or prompts without a score have no weight.
+    pub fn with_curriculum(mut self, pools: DifficultyPools) -> Result<Self> {
+        let curriculum = Curriculum::new(pools, self.config.sampling.seed)?;
+        self.ahead = None;
+        self.state.task_scores = Some(TaskScores::default());
+        self.collector = self.collector.with_curriculum(curriculum);
         Ok(self)
     }
 
@@ -310,6 +331,9 @@ impl Trainer {
         state.visited = collection.visited;
         let all = &collection.all;
         ensure_some_worked(all.rollouts.iter().map(Rollout::failure))?;
+        if let Some(scores) = &mut state.task_scores {
+            record(scores, all)?;
+        }
         let mut metrics = StepMetrics::from_rollouts(
             state.steps,
             &all.rollouts,
@@ -343,6 +367,11 @@ impl Trainer {
                 .policy
                 .extend(staleness_metrics(&collection, version));
         }
+        if let (Some(curriculum), Some(scores)) = (self.collector.curriculum(), &state.task_scores)
+        {
+            let pools = curriculum.metrics(scores, self.prompts().len());
+            metrics.policy.extend(pools);
+        }
         state.skipped_steps += usize::from(metrics.skipped);
         self.models.refresh_reference(state.steps)?;
         self.state = state;
@@ -361,15 +390,18 @@ impl Trainer {
         self.collector.generator.release();
         let step = self.state.steps + 1;
         if self.config.rollout.max_staleness == 0 {
+            let scores = self.state.task_scores.as_ref();
+            let visited = self.state.visited;
             return self
                 .collector
-                .collect(step, self.state.visited, Some(&self.weights()));
+                .collect(step, visited, Some(&self.weights()), scores);
         }
         let mut ahead = match self.ahead.take() {
             Some(ahead) => ahead,
             None => self.start_ahead()?,
         };
-        let collection = ahead.next(step, self.last_step, &self.weights())?;
+        let scores = self.state.task_scores.as_ref();
+        let collection = ahead.next(step, self.last_step, &self.weights(), scores)?;
         self.ahead = Some(ahead);
         Ok(collection)
     }

@@ -2,7 +2,8 @@
 
 use super::Votes;
 
-/// Returns for each answer the place of the first one that equals it, or none if there is no answer.
+/// Returns for each answer the place of the first one that equals it, or none if there is no
+/// answer.
 pub(super) fn votes<A>(
     answers: impl IntoIterator<Item = Option<A>>,
     equal: impl Fn(&A, &A) -> bool,

@@ -6,7 +6,7 @@ use std::path::Path;
 
 use anyhow::{Context, Result, bail, ensure};
 use candle_core::{Device, Tensor, safetensors};
-use candle_grpo_core::{KlController, RunningState};
+use candle_grpo_core::{KlController, RunningState, TaskScores};
 use candle_grpo_loss::AdaptiveEntropy;
 use candle_grpo_nn::weights::text_model;
 use candle_grpo_nn::{Lora, Parameters, all_finite, atomic_file};
@@ -48,6 +48,8 @@ pub struct TrainerState {
     pub reward_kl: Option<KlController>,
     /// The controller of the coefficient of the entropy bonus.
     pub adaptive_entropy: Option<AdaptiveEntropy>,
+    /// The latest mean reward of each prompt, for a curriculum.
+    pub task_scores: Option<TaskScores>,
 }
 
 /// The file of [`TrainerState`].
@@ -195,6 +197,11 @@ impl Models {
                 "adaptive_entropy",
                 file.state.adaptive_entropy.is_some(),
                 now.adaptive_entropy.is_some(),
+            ),
+            (
+                "curriculum",
+                file.state.task_scores.is_some(),
+                now.task_scores.is_some(),
             ),
         ] {
             ensure!(

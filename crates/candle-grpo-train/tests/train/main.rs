@@ -9,6 +9,7 @@ mod checkpoint;
 mod code_reward;
 mod common;
 mod critic;
+mod curriculum;
 mod data_formats;
 mod dataset;
 #[cfg(feature = "engines")]

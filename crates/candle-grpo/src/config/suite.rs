@@ -37,15 +37,18 @@ use super::suggestions::unknown_name;
 pub struct SuiteConfig {
     /// The name in tables: that of a built-in suite, or of the file without its end.
     pub name: String,
-    /// The files and their prompts.
+    /// The [data section](#data) with the files in `held_out`, which are relative to `--data` if
+    /// it is given. Without the keys of training.
     pub data: DatasetConfig,
-    /// The file on the hub with the same rows.
+    /// The file of the [hub](guide.md#the-hugging-face-hub) with the same rows, which is read
+    /// without `--data`. Absent: there is none.
     pub hub: Option<PathBuf>,
-    /// The column that identifies a row.
+    /// The column that identifies a row in comparisons. Absent: a digest of the question does.
     pub id: Option<String>,
-    /// The terms of the reward.
+    /// The [terms of the reward](#rewards).
     pub rewards: Vec<RewardConfig>,
-    /// The number of completions, the reward with which one passes, and the sampler.
+    /// The [evaluation section](#evaluation) without `every_steps`. Without a key of the
+    /// distribution in `sampler`, that of the model's `generation_config.json` applies.
     pub evaluation: EvaluationConfig,
     /// True if the suite sets the distribution of tokens, which otherwise is that of the model.
     pub has_distribution: bool,
@@ -56,18 +59,10 @@ pub struct SuiteConfig {
 #[derive(Default, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 struct SuiteKeys {
-    /// The [data section](#data) with the files in `held_out`: relative to `--data` if it is
-    /// given. Without `train`, `held_out_rows` and `weights`.
     data: DatasetConfig,
-    /// The file of the [hub](guide.md#the-hugging-face-hub) with the same rows, which is read
-    /// without `--data`. Absent: there is none.
     hub: Option<PathBuf>,
-    /// The column that identifies a row in comparisons. Absent: a digest of the question does.
     id: Option<String>,
-    /// The [terms of the reward](#rewards).
     rewards: Vec<RewardConfig>,
-    /// The [evaluation section](#evaluation) without `every_steps`. Without a key of the
-    /// distribution in `sampler`, that of the model's `generation_config.json` applies.
     evaluation: EvaluationKeys,
 }
 
@@ -151,6 +146,7 @@ impl SuiteConfig {
             ("data.train", !data.train.is_empty()),
             ("data.held_out_rows", data.held_out_rows.is_some()),
             ("data.weights", data.weights.is_some()),
+            ("data.curriculum", data.curriculum.is_some()),
             (
                 "evaluation.every_steps",
                 self.document.get("evaluation.every_steps").is_some(),

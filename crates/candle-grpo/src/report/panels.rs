@@ -123,6 +123,16 @@ const PLANS: &[Plan] = &[
         bands: &[],
     },
     Plan {
+        title: "Curriculum",
+        note: "prompts without a score; dashed: in the first pool; dotted: in the second one",
+        lines: &[
+            ("curriculum_unseen", Solid),
+            ("curriculum_pool_0", Dashed),
+            ("curriculum_pool_1", Dotted),
+        ],
+        bands: &[],
+    },
+    Plan {
         title: "Learning rate",
         note: "",
         lines: &[("learning_rate", Solid)],

@@ -194,7 +194,10 @@ impl Session {
         .with_progress(Arc::clone(&progress))
         .with_last_step(config.max_steps)
         .with_inputs(&inputs);
-        trainer = trainer.with_order(order)?;
+        trainer = match &config.data.curriculum {
+            Some(pools) => trainer.with_curriculum(pools.clone())?,
+            None => trainer.with_order(order)?,
+        };
         if let Some(generator) = generator {
             trainer = trainer.with_generator(generator);
         }

@@ -5,6 +5,7 @@ mod changed_inputs;
 mod chat;
 mod cli;
 mod configuration;
+mod curriculum;
 mod engines;
 mod environment;
 #[cfg(feature = "hub")]

@@ -299,6 +299,15 @@ fn tables() -> Vec<Table> {
             "TrackerConfig",
             serde_json::to_value(TrackerConfig::new(Vec::new())).unwrap(),
         ),
+        Table {
+            without: &["name", "has_distribution"],
+            ..table(
+                "suites",
+                "crates/candle-grpo/src/config/suite.rs",
+                "SuiteConfig",
+                Value::Null,
+            )
+        },
     ]
 }
 

@@ -1,0 +1,239 @@
+//! The choice of prompts by how well the policy solves them.
+
+use std::collections::BTreeSet;
+use std::sync::{Arc, Mutex};
+
+use candle_grpo_core::{DifficultyPools, GroupFilter};
+use candle_grpo_loss::rollout::ImportanceWeight;
+use candle_grpo_loss::{Recipe, RolloutCorrection};
+use candle_grpo_test_support::on_ranks;
+use candle_grpo_train::{ComputeDType, Sample, StepMetrics, TrainConfig, Trainer};
+use rstest::rstest;
+
+use crate::common::{
+    self, digest, model, parameters, pretrained, prompts, tokenizer, without_seconds,
+};
+
+/// The rewards of [`digest`] are from -1 to 1, and their means near 0.
+fn pools() -> DifficultyPools {
+    DifficultyPools {
+        thresholds: vec![-0.1, 0.1, 1.],
+        weights: vec![0.2, 5., 0.2],
+        unseen_weight: 1.,
+    }
+}
+
+fn config() -> TrainConfig {
+    let mut config = common::config();
+    config.optimizer.learning_rate = 1e-2;
+    config
+}
+
+/// Draws the completions of up to n later steps while the policy trains.
+fn ahead(max_staleness: usize) -> TrainConfig {
+    let mut config = config();
+    config.rollout.max_staleness = max_staleness;
+    config.recipe.policy_loss.rollout_correction = Some(RolloutCorrection {
+        weight: Some(ImportanceWeight::truncated(2.)),
+        ..RolloutCorrection::default()
+    });
+    config
+}
+
+/// Draws more prompts in place of groups without a spread.
+fn filtered() -> TrainConfig {
+    let mut config = config();
+    config.recipe = Recipe::dapo(8, 2);
+    config.recipe.group_filter = Some(GroupFilter::default());
+    config
+}
+
+/// The rows of the samples, in the order in which they are scored.
+type Rows = Arc<Mutex<Vec<usize>>>;
+
+/// A trainer of ten prompts, and the rows that it draws.
+fn trainer(config: TrainConfig, reward: fn(&Sample) -> f32) -> (Trainer, Rows) {
+    let rows = Rows::default();
+    let texts = ["abc", "d", "ee", "ca", "b", "cd", "ed", "a", "cc", "dab"];
+    let seen = Arc::clone(&rows);
+    let reward = move |sample: &Sample| {
+        let row = sample.columns["row"].as_u64().unwrap() as usize;
+        seen.lock().unwrap().push(row);
+        reward(sample)
+    };
+    let prompts = prompts(&texts);
+    let trainer = Trainer::new(model(), parameters(), tokenizer(), prompts, reward, config);
+    let trainer = trainer.unwrap().with_curriculum(pools()).unwrap();
+    (trainer, rows)
+}
+
+fn steps(trainer: &mut Trainer, count: usize) -> Vec<StepMetrics> {
+    let step = |_| without_seconds(trainer.step().unwrap());
+    (0..count).map(step).collect()
+}
+
+/// The prompts of each step: groups of four samples, three groups a step.
+fn prompts_of_steps(rows: &Rows) -> Vec<Vec<usize>> {
+    let rows = rows.lock().unwrap();
+    let groups: Vec<usize> = rows.chunks(4).map(|group| group[0]).collect();
+    groups.chunks(3).map(<[usize]>::to_vec).collect()
+}
+
+#[test]
+fn the_scores_of_prompts_are_the_means_of_their_latest_groups() {
+    fn length(sample: &Sample) -> f32 {
+        sample.completion_tokens.len() as f32 / 8.
+    }
+    let (mut trainer, rows) = trainer(config(), length);
+    let metrics = steps(&mut trainer, 4);
+    let seen: BTreeSet<usize> = rows.lock().unwrap().iter().copied().collect();
+    let scores = serde_json::to_value(&trainer.state().task_scores).unwrap();
+    let recorded: BTreeSet<usize> = scores
+        .as_object()
+        .unwrap()
+        .keys()
+        .map(|row| row.parse().unwrap())
+        .collect();
+    assert_eq!(recorded, seen);
+    for metrics in &metrics {
+        let count = |name: &str| metrics.policy[name];
+        let pools = (0..3).map(|pool| count(&format!("curriculum_pool_{pool}")));
+        assert_eq!(pools.sum::<f64>() + count("curriculum_unseen"), 10.);
+    }
+    let unseen = metrics[3].policy["curriculum_unseen"];
+    assert_eq!(unseen, (10 - seen.len()) as f64);
+    // The mean of the only group that each prompt of the first step had.
+    assert_eq!(metrics[0].policy["curriculum_unseen"], 7.);
+}
+
+#[test]
+fn a_step_has_no_prompt_twice() {
+    let (mut trainer, rows) = trainer(config(), digest);
+    steps(&mut trainer, 6);
+    for step in prompts_of_steps(&rows) {
+        let different: BTreeSet<&usize> = step.iter().collect();
+        assert_eq!(different.len(), 3, "{step:?}");
+    }
+}
+
+#[test]
+fn prompts_of_a_pool_with_a_small_weight_come_seldom() {
+    // Rows 0 to 4 are always solved, the others never.
+    fn solved(sample: &Sample) -> f32 {
+        let row = sample.columns["row"].as_u64().unwrap();
+        f32::from(u8::from(row < 5))
+    }
+    let (trainer, rows) = trainer(config(), solved);
+    let pools = DifficultyPools {
+        thresholds: vec![0.5, 1.],
+        weights: vec![10., 0.1],
+        unseen_weight: 1.,
+    };
+    let mut trainer = trainer.with_curriculum(pools).unwrap();
+    steps(&mut trainer, 40);
+    let rows = rows.lock().unwrap();
+    let late = &rows[rows.len() / 2..];
+    let of_solved = late.iter().filter(|row| **row < 5).count();
+    // Each draw takes a solved one with a chance of at most 0.5 / 30.5.
+    assert!((of_solved as f64) < 0.1 * late.len() as f64, "{of_solved}");
+}
+
+#[rstest]
+#[case::plain(config())]
+#[case::more_rounds(filtered())]
+fn a_resumed_run_is_bit_identical(#[case] config: TrainConfig) {
+    let (mut whole, whole_rows) = trainer(config.clone(), digest);
+    let expected = steps(&mut whole, 7);
+    let (mut first, first_rows) = trainer(config.clone(), digest);
+    steps(&mut first, 3);
+    let folder = tempfile::tempdir().unwrap();
+    first
+        .write_checkpoint(folder.path(), &pretrained(), ComputeDType::F32)
+        .unwrap();
+    let (mut second, second_rows) = trainer(config, digest);
+    second.load_state(folder.path()).unwrap();
+    assert_eq!(steps(&mut second, 4), expected[3..]);
+    assert_eq!(second.state(), whole.state());
+    let rows = |rows: &Rows| rows.lock().unwrap().clone();
+    let resumed = [rows(&first_rows), rows(&second_rows)].concat();
+    assert_eq!(resumed, rows(&whole_rows));
+}
+
+#[test]
+fn a_run_cannot_begin_to_use_a_curriculum() {
+    let without = common::trainer(digest, config());
+    let folder = tempfile::tempdir().unwrap();
+    without
+        .write_checkpoint(folder.path(), &pretrained(), ComputeDType::F32)
+        .unwrap();
+    let mut with = trainer(config(), digest).0;
+    let error = format!("{:#}", with.load_state(folder.path()).unwrap_err());
+    assert!(
+        error.contains("curriculum: a run cannot begin to use it"),
+        "{error}"
+    );
+    // A checkpoint from before there was a curriculum has no such key.
+    let path = folder.path().join("trainer.json");
+    let text = std::fs::read_to_string(&path).unwrap();
+    let mut state: serde_json::Value = serde_json::from_str(&text).unwrap();
+    state["state"]
+        .as_object_mut()
+        .unwrap()
+        .remove("task_scores");
+    std::fs::write(&path, state.to_string()).unwrap();
+    let mut without = common::trainer(digest, config());
+    without.load_state(folder.path()).unwrap();
+}
+
+#[rstest]
+#[case::plain(config())]
+#[case::ahead(ahead(1))]
+fn all_ranks_draw_the_prompts_of_one_rank(#[case] config: TrainConfig) {
+    // Rewards do not depend on rounding.
+    fn coarse(sample: &Sample) -> f32 {
+        let row = sample.columns["row"].as_u64().unwrap();
+        f32::from(u8::from(row % 3 == 0)) - f32::from(u8::from(row % 3 == 1))
+    }
+    let scores = |trainer: &mut Trainer| {
+        for _ in 0..5 {
+            trainer.step().unwrap();
+        }
+        trainer.finish().unwrap();
+        (trainer.state().task_scores.clone(), trainer.state().visited)
+    };
+    let build = || trainer(config.clone(), coarse).0.with_last_step(5);
+    let alone = scores(&mut build());
+    for world_size in [2, 3] {
+        let ranks = on_ranks(world_size, |collective| {
+            scores(&mut build().with_collective(collective).unwrap())
+        });
+        for rank in ranks {
+            assert_eq!(rank, alone);
+        }
+    }
+}
+
+#[rstest]
+fn prompts_that_are_drawn_ahead_depend_on_the_step_alone(#[values(1, 2)] max_staleness: usize) {
+    let run = || {
+        let (trainer, rows) = trainer(ahead(max_staleness), digest);
+        let mut trainer = trainer.with_last_step(6);
+        let metrics = steps(&mut trainer, 6);
+        trainer.finish().unwrap();
+        (metrics, prompts_of_steps(&rows))
+    };
+    let (metrics, prompts) = run();
+    assert_eq!(run(), (metrics, prompts.clone()));
+    // The steps that are requested before the first one ends are drawn without scores, as in a
+    // run whose rewards are other ones.
+    fn other(_: &Sample) -> f32 {
+        1.
+    }
+    let (trainer, rows) = trainer(ahead(max_staleness), other);
+    let mut trainer = trainer.with_last_step(6);
+    steps(&mut trainer, 6);
+    trainer.finish().unwrap();
+    let others = prompts_of_steps(&rows);
+    assert_eq!(others[..=max_staleness], prompts[..=max_staleness]);
+    assert_ne!(others, prompts);
+}
