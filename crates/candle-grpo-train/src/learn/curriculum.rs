@@ -38,8 +38,8 @@ impl Curriculum {
         Ok(Self { pools, seed })
     }
 
-    /// Draws `count` of `prompts` prompts after `visited` others, without replacement: each next one
-    /// with a chance in proportion to its weight (Efraimidis and Spirakis 2006,
+    /// Draws `count` of `prompts` prompts after `visited` others, without replacement: each next
+    /// one with a chance in proportion to its weight (Efraimidis and Spirakis 2006,
     /// <https://doi.org/10.1016/j.ipl.2005.11.003>).
     ///
     /// Prompts of weight 0 follow the others. Those in `drawn`, which the step already has, follow

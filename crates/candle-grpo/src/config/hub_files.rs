@@ -8,15 +8,24 @@ use candle_grpo_train::hub::{HubContent, HubName, Located, MissingFile, Transfer
 use candle_grpo_train::{DatasetConfig, Interrupted, RewardConfig};
 
 use super::run::{RunConfig, reward_key};
-use super::sections::ModelConfig;
+use super::sections::{ModelConfig, TeacherConfig};
 
 const MODEL: &str = "model";
+const TEACHER: &str = "teacher.model";
+
+/// The sections of a file that name models and data.
+type NamedSections = (
+    ModelConfig,
+    Option<TeacherConfig>,
+    DatasetConfig,
+    Vec<RewardConfig>,
+);
 
 /// The files of a run that come from the hub.
 #[derive(Debug, Clone, Default)]
 pub(super) struct HubFiles {
     /// The sections with names in place of paths, once these are located.
-    named: Option<(ModelConfig, DatasetConfig, Vec<RewardConfig>)>,
+    named: Option<NamedSections>,
     /// The commits by repository.
     commits: BTreeMap<String, String>,
     /// The weights that are not in the cache, by the key of the file and the name.
@@ -49,7 +58,12 @@ impl RunConfig {
         commits: &BTreeMap<String, String>,
         mut locate: impl FnMut(&HubName, HubContent, Option<&str>) -> Result<Located>,
     ) -> Result<()> {
-        let named = (self.model.clone(), self.data.clone(), self.rewards.clone());
+        let named = (
+            self.model.clone(),
+            self.teacher.clone(),
+            self.data.clone(),
+            self.rewards.clone(),
+        );
         let mut hub = HubFiles::default();
         let mut replace = |key: &str, content: HubContent, path: &mut PathBuf| -> Result<()> {
             let name = match content {
@@ -79,6 +93,9 @@ impl RunConfig {
             })
         };
         of_key(MODEL, replace(MODEL, model, &mut self.model.path))?;
+        if let Some(teacher) = &mut self.teacher {
+            of_key(TEACHER, replace(TEACHER, model, &mut teacher.model))?;
+        }
         let data = &mut self.data;
         for (key, paths) in [
             ("data.train", &mut data.train),
@@ -100,10 +117,22 @@ impl RunConfig {
     }
 
     /// The sections with names of the hub, as the file has them.
-    pub(super) fn named_sections(&self) -> (&ModelConfig, &DatasetConfig, &[RewardConfig]) {
+    pub(super) fn named_sections(
+        &self,
+    ) -> (
+        &ModelConfig,
+        Option<&TeacherConfig>,
+        &DatasetConfig,
+        &[RewardConfig],
+    ) {
         match &self.hub.named {
-            Some((model, data, rewards)) => (model, data, rewards),
-            None => (&self.model, &self.data, &self.rewards),
+            Some((model, teacher, data, rewards)) => (model, teacher.as_ref(), data, rewards),
+            None => (
+                &self.model,
+                self.teacher.as_ref(),
+                &self.data,
+                &self.rewards,
+            ),
         }
     }
 
@@ -117,6 +146,11 @@ impl RunConfig {
     pub fn missing_weights(&self) -> impl Iterator<Item = (&HubName, &[MissingFile])> {
         let missing = self.hub.missing.iter();
         missing.map(|(_, name, files)| (name, files.as_slice()))
+    }
+
+    /// Returns whether weights of the teacher are still to be downloaded.
+    pub(crate) fn lacks_teacher_weights(&self) -> bool {
+        self.hub.lacks_weights_of(TEACHER)
     }
 
     /// Returns whether the weights of the model are still to be downloaded.

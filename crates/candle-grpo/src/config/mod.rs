@@ -24,5 +24,5 @@ pub use error::ConfigError;
 pub use preset::Preset;
 pub use roll::{RollFile, RollKey, Verdict};
 pub use run::RunConfig;
-pub use sections::{CheckpointConfig, EvaluationConfig, ModelConfig};
+pub use sections::{CheckpointConfig, EvaluationConfig, ModelConfig, TeacherConfig};
 pub use suite::SuiteConfig;

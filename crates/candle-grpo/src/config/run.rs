@@ -24,7 +24,9 @@ use super::hub_files::HubFiles;
 use super::merge::merge;
 use super::other_names;
 use super::problem::Problem;
-use super::sections::{CheckpointConfig, EvaluationConfig, EvaluationKeys, ModelConfig};
+use super::sections::{
+    CheckpointConfig, EvaluationConfig, EvaluationKeys, ModelConfig, TeacherConfig,
+};
 
 /// A whole run: a configuration file with all defaults filled in, validated.
 ///
@@ -53,6 +55,8 @@ use super::sections::{CheckpointConfig, EvaluationConfig, EvaluationKeys, ModelC
 pub struct RunConfig {
     /// The model to train.
     pub model: ModelConfig,
+    /// The model that the policy learns from, for the terms of the recipe that need one.
+    pub teacher: Option<TeacherConfig>,
     /// The data.
     pub data: DatasetConfig,
     /// The longest prompt in tokens; longer ones are left out.
@@ -90,6 +94,7 @@ pub struct RunConfig {
 #[serde(default, deny_unknown_fields)]
 struct Sections {
     model: Option<ModelConfig>,
+    teacher: Option<TeacherConfig>,
     data: DatasetConfig,
     rewards: Vec<RewardConfig>,
     environment: Option<EnvironmentConfig>,
@@ -113,6 +118,7 @@ impl Default for Sections {
     fn default() -> Self {
         Self {
             model: None,
+            teacher: None,
             data: DatasetConfig::default(),
             rewards: Vec::new(),
             environment: None,
@@ -222,6 +228,7 @@ impl RunConfig {
         let run_dir = sections.run_dir.unwrap_or_else(|| document.run_dir());
         let run = Self {
             model,
+            teacher: sections.teacher,
             data,
             max_prompt_tokens: sections.algorithm.prompt_length.unwrap_or(PROMPT_LENGTH),
             rewards: sections.rewards,
@@ -281,7 +288,40 @@ impl RunConfig {
             return Err(Problem::at("training.turn_advantage", message));
         }
         self.validate_reward_weights()?;
+        self.validate_teacher()?;
         self.validate_run_dir()
+    }
+
+    /// Refuses a term that needs a teacher without one, and a teacher without such a term.
+    fn validate_teacher(&self) -> Result<(), Problem> {
+        let recipe = &self.train.recipe;
+        let tokens = recipe.advantage.pipeline().tokens.unwrap_or_default();
+        let terms = [
+            (
+                "policy_loss.distillation",
+                recipe.policy_loss.distillation.is_some(),
+            ),
+            (
+                "advantage.tokens.distillation",
+                tokens.distillation.is_some(),
+            ),
+            (
+                "advantage.tokens.teacher_weight",
+                tokens.teacher_weight.is_some(),
+            ),
+        ];
+        let used = terms.into_iter().find(|(_, is_used)| *is_used);
+        match (used, &self.teacher) {
+            (Some((key, _)), None) => Err(Problem::effective(
+                &format!("algorithm.recipe.{key}"),
+                "given, but there is no teacher: give teacher.model".to_owned(),
+            )),
+            (None, Some(_)) => Err(Problem::at(
+                "teacher",
+                "given, but no term of the recipe learns from it: give algorithm.recipe.policy_loss.distillation",
+            )),
+            _ => Ok(()),
+        }
     }
 
     /// The number of terms of the reward, that of the environment included.
@@ -356,6 +396,11 @@ impl RunConfig {
         let template = self.model.chat_template.iter();
         std::iter::once(("model", &self.model.path))
             .chain(template.map(|path| ("model.chat_template", path)))
+            .chain(
+                self.teacher
+                    .iter()
+                    .map(|teacher| ("teacher.model", &teacher.model)),
+            )
             .chain(data.iter().map(|path| ("data.train", path)))
             .chain(held_out.iter().map(|path| ("data.held_out", path)))
     }
@@ -573,9 +618,10 @@ impl RunConfig {
             value => value,
         };
         let train = &self.train;
-        let (model, data, rewards) = self.named_sections();
+        let (model, teacher, data, rewards) = self.named_sections();
         Ok(json!({
             "model": model,
+            "teacher": teacher,
             "data": data,
             "rewards": rewards,
             "environment": self.environment,

@@ -58,6 +58,14 @@ impl<'de> Deserialize<'de> for ModelConfig {
     }
 }
 
+/// The model that the policy learns from.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct TeacherConfig {
+    /// A model as in the [model section](#model), with the tokens of the policy. It does not train.
+    pub model: PathBuf,
+}
+
 /// The schedule and the sampler of evaluations on held-out prompts.
 #[derive(Debug, Clone, PartialEq)]
 pub struct EvaluationConfig {

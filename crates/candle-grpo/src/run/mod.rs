@@ -7,6 +7,7 @@ mod model;
 mod prompts;
 mod resume;
 mod session;
+mod teacher;
 
 pub use engine::engine;
 pub use evaluation::evaluate_policy;

@@ -9,6 +9,7 @@ use candle_grpo_train::{ChatTemplate, Dataset, Pretrained, Prompt, find_invalid}
 use serde_json::{Value, json};
 use tokenizers::Tokenizer;
 
+use super::teacher::check_teacher;
 use crate::config::RunConfig;
 
 /// The prompts of a run.
@@ -33,6 +34,7 @@ impl RunPrompts {
         let dataset = config.load_data()?;
         let prompts = Self::new(config, &dataset, pretrained)?;
         config.check_model(&pretrained.model, &prompts.train, &prompts.held_out)?;
+        check_teacher(config, pretrained, &prompts.train)?;
         Ok((dataset, prompts))
     }
 

@@ -19,6 +19,7 @@ use super::engine::engine;
 use super::evaluation::evaluate_policy;
 use super::prompts::RunPrompts;
 use super::resume::{open, warn_of_set_aside};
+use super::teacher::load_teacher;
 use crate::config::{EvaluationConfig, RunConfig};
 
 /// The start of a run.
@@ -198,6 +199,9 @@ impl Session {
             Some(pools) => trainer.with_curriculum(pools.clone())?,
             None => trainer.with_order(order)?,
         };
+        if let Some(teacher) = load_teacher(&config)? {
+            trainer = trainer.with_teacher(teacher);
+        }
         if let Some(generator) = generator {
             trainer = trainer.with_generator(generator);
         }

@@ -22,6 +22,7 @@ mod session;
 mod silent_errors;
 mod suites;
 mod support;
+mod teacher;
 mod tensorboard;
 mod trackers;
 mod train;

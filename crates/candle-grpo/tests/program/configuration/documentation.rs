@@ -55,6 +55,7 @@ fn tables() -> Vec<Table> {
     let rewards = "crates/candle-grpo-train/src/rewards/config.rs";
     vec![
         table("model", sections, "ModelConfig", Value::Null),
+        table("teacher", sections, "TeacherConfig", Value::Null),
         table(
             "data",
             "crates/candle-grpo-train/src/data/dataset.rs",

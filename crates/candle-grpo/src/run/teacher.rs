@@ -1,0 +1,68 @@
+//! The teacher of a run.
+
+use anyhow::Result;
+use candle_grpo_train::learn::Reference;
+use candle_grpo_train::{Pretrained, Prompt};
+
+use super::model::{device, model_path};
+use crate::config::RunConfig;
+
+/// Checks that the teacher of a run has the tokens of the policy and enough positions for
+/// completions of `prompts`, without reading its weights.
+///
+/// # Errors
+///
+/// With the line of the key if the teacher cannot be read or does not fit.
+pub(super) fn check_teacher(
+    config: &RunConfig,
+    policy: &Pretrained,
+    prompts: &[Prompt],
+) -> Result<()> {
+    let Some(teacher) = &config.teacher else {
+        return Ok(());
+    };
+    let read = || -> Result<Pretrained> {
+        let path = model_path(&teacher.model)?;
+        let pretrained = Pretrained::load_without_weights(&path)?;
+        if !config.lacks_teacher_weights() {
+            pretrained.check_weights(&path)?;
+        }
+        Ok(pretrained)
+    };
+    let wrong = |message: &str| config.error("teacher.model", message);
+    let teacher = read().map_err(|error| wrong(&format!("{error:#}")))?;
+    if teacher.tokenizer.get_vocab(true) != policy.tokenizer.get_vocab(true) {
+        return Err(wrong("has other tokens than the policy, must have the same").into());
+    }
+    let longest = prompts.iter().map(|prompt| prompt.tokens.len()).max();
+    let longest = longest.unwrap_or(0) + config.train.sampling.max_new_tokens;
+    let positions = teacher.model.max_position_embeddings;
+    if longest > positions {
+        return Err(wrong(&format!(
+            "has {positions} positions, must have at least {longest}, the longest prompt and completion"
+        ))
+        .into());
+    }
+    Ok(())
+}
+
+/// Loads the teacher of a run, if it has one.
+///
+/// # Errors
+///
+/// With the line of the key if the teacher cannot be read.
+pub(super) fn load_teacher(config: &RunConfig) -> Result<Option<Reference>> {
+    let Some(teacher) = &config.teacher else {
+        return Ok(None);
+    };
+    let load = || -> Result<Reference> {
+        let teacher = Pretrained::load(&model_path(&teacher.model)?, &device()?)?;
+        Reference::new(
+            &teacher.model,
+            &teacher.parameters,
+            config.train.compute_dtype,
+        )
+    };
+    let loaded = load().map_err(|error| config.error("teacher.model", &format!("{error:#}")))?;
+    Ok(Some(loaded))
+}

@@ -1,0 +1,106 @@
+//! Distillation from a teacher.
+
+use candle_grpo::train::Pretrained;
+use candle_grpo::train::model::character_tokenizer;
+
+use super::support::{folder, grpo, lines, said, succeeds, write_long_model};
+
+const CONFIG: &str = "
+model: model
+teacher: {model: teacher}
+data: {train: data.jsonl}
+rewards: [{kind: regex, pattern: a, weight: 0}]
+algorithm:
+  rollout_batch_size: 8
+  num_return_sequences_in_group: 4
+  response_length: 6
+  recipe: {policy_loss: {surrogate: policy_gradient, distillation: {coef: 1.0}, aggregation: token-mean}}
+optimizer: {learning_rate: 1e-2}
+checkpoint: {every_steps: 10}
+max_steps: 40
+run_dir: run
+threads: 1
+";
+
+#[test]
+fn the_policy_approaches_the_teacher_and_resumes_bit_identically() {
+    let whole = folder(CONFIG);
+    let resumed = folder(&CONFIG.replace("max_steps: 40", "max_steps: 20"));
+    for folder in [&whole, &resumed] {
+        // A policy that drew 'a' in most places.
+        write_long_model(&folder.path().join("fresh"), "abcde", 24, 4);
+        let teach = CONFIG
+            .replace("teacher: {model: teacher}\n", "")
+            .replace("model: model", "model: fresh")
+            .replace("weight: 0", "weight: 1")
+            .replace("pattern: a", "pattern: '^aaa'")
+            .replace("distillation: {coef: 1.0}, ", "")
+            .replace("run_dir: run", "run_dir: teacher");
+        std::fs::write(folder.path().join("teacher.yaml"), teach).unwrap();
+        succeeds(folder.path(), &["train", "teacher.yaml", "--quiet"]);
+    }
+    succeeds(whole.path(), &["train", "run.yaml", "--quiet"]);
+    succeeds(resumed.path(), &["train", "run.yaml", "--quiet"]);
+    std::fs::write(resumed.path().join("run.yaml"), CONFIG).unwrap();
+    let resume = ["train", "run.yaml", "--quiet", "--resume"];
+    succeeds(resumed.path(), &resume);
+    let metrics = lines(&whole.path().join("run/metrics.jsonl"));
+    assert_eq!(metrics, lines(&resumed.path().join("run/metrics.jsonl")));
+    let gap = |step: usize| metrics[step]["distillation_gap_abs"].as_f64().unwrap();
+    let mean = |steps: std::ops::Range<usize>| steps.map(gap).sum::<f64>() / 5.;
+    let (first, last) = (mean(0..5), mean(35..40));
+    assert!(last < 0.7 * first, "{first} {last}");
+}
+
+#[test]
+fn a_teacher_that_does_not_fit_is_named() {
+    let folder = folder(CONFIG);
+    let path = folder.path();
+    write_long_model(&path.join("teacher"), "abcde", 24, 4);
+    write_long_model(&path.join("short"), "abcde", 7, 4);
+    write_long_model(&path.join("other"), "edcba", 24, 4);
+    let other = Pretrained::load(&path.join("other"), &candle_core::Device::Cpu).unwrap();
+    assert_ne!(
+        other.tokenizer.get_vocab(true),
+        character_tokenizer("abcde").unwrap().get_vocab(true)
+    );
+    for (from, to, words) in [
+        ("", "", None),
+        (
+            "teacher: {model: teacher}\n",
+            "",
+            Some("algorithm.recipe.policy_loss.distillation: given, but there is no teacher"),
+        ),
+        (
+            "distillation: {coef: 1.0}, ",
+            "",
+            Some("run.yaml:3: teacher: given, but no term of the recipe learns from it"),
+        ),
+        (
+            "{model: teacher}",
+            "{model: none}",
+            Some("run.yaml:3: teacher.model: loading none: there is no such file"),
+        ),
+        (
+            "{model: teacher}",
+            "{model: other}",
+            Some("run.yaml:3: teacher.model: has other tokens than the policy"),
+        ),
+        (
+            "{model: teacher}",
+            "{model: short}",
+            Some("run.yaml:3: teacher.model: has 7 positions, must have at least 9"),
+        ),
+        ("{model: teacher}", "{path: teacher}", Some("teacher")),
+    ] {
+        std::fs::write(path.join("run.yaml"), CONFIG.replacen(from, to, 1)).unwrap();
+        let output = grpo(path, &["check", "run.yaml"]);
+        match words {
+            None => assert_eq!(output.status.code(), Some(0), "{}", said(&output)),
+            Some(words) => {
+                assert_eq!(output.status.code(), Some(3), "{}", said(&output));
+                assert!(said(&output).contains(words), "{}", said(&output));
+            }
+        }
+    }
+}
