@@ -217,8 +217,8 @@ fn all_ranks_draw_the_prompts_of_one_rank(#[case] config: TrainConfig) {
 fn prompts_that_are_drawn_ahead_depend_on_the_step_alone(#[values(1, 2)] max_staleness: usize) {
     let run = || {
         let (trainer, rows) = trainer(ahead(max_staleness), digest);
-        let mut trainer = trainer.with_last_step(6);
-        let metrics = steps(&mut trainer, 6);
+        let mut trainer = trainer.with_last_step(12);
+        let metrics = steps(&mut trainer, 12);
         trainer.finish().unwrap();
         (metrics, prompts_of_steps(&rows))
     };
@@ -230,8 +230,8 @@ fn prompts_that_are_drawn_ahead_depend_on_the_step_alone(#[values(1, 2)] max_sta
         1.
     }
     let (trainer, rows) = trainer(ahead(max_staleness), other);
-    let mut trainer = trainer.with_last_step(6);
-    steps(&mut trainer, 6);
+    let mut trainer = trainer.with_last_step(12);
+    steps(&mut trainer, 12);
     trainer.finish().unwrap();
     let others = prompts_of_steps(&rows);
     assert_eq!(others[..=max_staleness], prompts[..=max_staleness]);

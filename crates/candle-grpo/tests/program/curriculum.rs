@@ -54,7 +54,7 @@ fn pools_that_are_not_valid_are_errors_with_their_key() {
         ),
         (
             "{weights: [1, 1]}",
-            "run.yaml:3: data.curriculum.weights: [1,1], makes weights 2, which must be one for each threshold, 3",
+            "run.yaml:3: data.curriculum.weights: 2, must be one for each threshold, 3",
         ),
         (
             "{unseen_weight: 0}",

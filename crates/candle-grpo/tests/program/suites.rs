@@ -287,7 +287,7 @@ fn wrong_arguments_are_named_before_the_model_is_loaded() {
         (
             "--compare letters.jsonl letters.jsonl",
             4,
-            "letters.jsonl, line 1",
+            "letters.jsonl:1:",
         ),
         ("a --compare a b", 2, "cannot be used with"),
         ("", 2, "required"),
