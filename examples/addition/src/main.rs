@@ -15,12 +15,13 @@ use std::path::{Path, PathBuf};
 use std::time::Instant;
 
 use anyhow::{Context, Result, ensure};
+use candle_grpo_core::DifficultyPools;
 use candle_grpo_nn::DecoderConfig;
 use candle_grpo_train::{RunDir, StepMetrics, Trainer};
 use clap::Parser;
 use clap::builder::RangedU64ValueParser;
 
-use crate::report::{Measurement, samples_side_by_side, table};
+use crate::report::{Measurement, answers, samples_side_by_side, table};
 use crate::settings::{Settings, Size};
 use crate::task::{Task, VOCABULARY, is_right};
 
@@ -46,8 +47,14 @@ struct Args {
     /// A short run, which must improve but need not reach a high accuracy.
     #[arg(long)]
     short: bool,
+    /// Draw problems by how well the policy solves them, in place of a random order.
+    #[arg(long)]
+    curriculum: bool,
+    /// Steps between evaluations on the held-out problems, besides those before and after.
+    #[arg(long, value_name = "STEPS", value_parser = RangedU64ValueParser::<usize>::new().range(1..))]
+    evaluate_every: Option<usize>,
     /// Stop after the warm-up and write the policy and its problems to this folder.
-    #[arg(long, conflicts_with_all = ["out", "force", "steps", "short"])]
+    #[arg(long, conflicts_with_all = ["out", "force", "steps", "short", "curriculum", "evaluate_every"])]
     base: Option<PathBuf>,
     /// Hidden size of the policy: a multiple of 8.
     #[arg(long, requires = "base", default_value_t = Size::default().hidden_size)]
@@ -77,6 +84,8 @@ fn run(args: &Args) -> Result<()> {
     if let Some(file) = &args.model {
         settings.model = model(file).with_context(|| file.display().to_string())?;
     }
+    settings.curriculum = args.curriculum.then(DifficultyPools::default);
+    settings.evaluate_every = args.evaluate_every;
     // Before the warm-up, which takes a while.
     settings.train.validate()?;
     if let Some(folder) = &args.base {
@@ -99,9 +108,12 @@ fn run(args: &Args) -> Result<()> {
         is_right,
         settings.train.clone(),
     )?;
+    if let Some(pools) = &settings.curriculum {
+        trainer = trainer.with_curriculum(pools.clone())?;
+    }
 
     let before = Measurement::take(trainer.actor(), &settings, &task)?;
-    let metrics = train(&mut trainer, &mut run, settings.steps)?;
+    let metrics = train(&mut trainer, &mut run, &settings, &task)?;
     let after = Measurement::take(trainer.actor(), &settings, &task)?;
 
     run.write_plot(&metrics)?;
@@ -140,10 +152,24 @@ fn model(file: &Path) -> Result<DecoderConfig> {
 }
 
 /// Runs the training steps; each appends a line of metrics to the run folder.
-fn train(trainer: &mut Trainer, run: &mut RunDir, steps: usize) -> Result<Vec<StepMetrics>> {
-    let bar = progress::Bar::with_steps("GRPO", steps);
+fn train(
+    trainer: &mut Trainer,
+    run: &mut RunDir,
+    settings: &Settings,
+    task: &Task,
+) -> Result<Vec<StepMetrics>> {
+    let bar = progress::Bar::with_steps("GRPO", settings.steps);
     let mut all = Vec::new();
-    for _ in 0..steps {
+    for step in 0..=settings.steps {
+        if let Some(every) = settings.evaluate_every
+            && (step % every == 0 || step == settings.steps)
+        {
+            let evaluation = answers(trainer.actor(), settings, task, false)?;
+            run.append_evaluation(step, &evaluation, &evaluation.metrics(&[], 1.)?)?;
+        }
+        if step == settings.steps {
+            break;
+        }
         let metrics = trainer.step()?;
         run.append_metrics(&metrics)?;
         bar.step(&format!("reward {:.2}", metrics.reward_mean));

@@ -21,20 +21,7 @@ pub(crate) struct Measurement {
 
 impl Measurement {
     pub(crate) fn take(actor: &Actor, settings: &Settings, task: &Task) -> Result<Self> {
-        let answers = |greedy| {
-            let sampler = actor.sampler(SamplingConfig {
-                greedy,
-                ..settings.train.sampling.clone()
-            })?;
-            evaluate(
-                &sampler,
-                &task.held_out,
-                1,
-                &is_right,
-                &task.tokenizer,
-                STREAM,
-            )
-        };
+        let answers = |greedy| answers(actor, settings, task, greedy);
         Ok(Self {
             sampled: answers(false)?,
             greedy: answers(true)?,
@@ -45,6 +32,21 @@ impl Measurement {
     pub(crate) fn accuracy(&self) -> f64 {
         self.sampled.reward_mean()
     }
+}
+
+/// Answers of a policy to the held-out problems, one to each.
+pub(crate) fn answers(
+    actor: &Actor,
+    settings: &Settings,
+    task: &Task,
+    greedy: bool,
+) -> Result<Evaluation> {
+    let sampler = actor.sampler(SamplingConfig {
+        greedy,
+        ..settings.train.sampling.clone()
+    })?;
+    let problems = &task.held_out;
+    evaluate(&sampler, problems, 1, &is_right, &task.tokenizer, STREAM)
 }
 
 pub(crate) fn table(before: &Measurement, after: &Measurement) -> String {

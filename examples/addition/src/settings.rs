@@ -3,6 +3,7 @@
 use std::fmt;
 use std::ops::RangeInclusive;
 
+use candle_grpo_core::DifficultyPools;
 use candle_grpo_loss::{Aggregation, Clip, KlLoss, PolicyLoss, Recipe, Surrogate};
 use candle_grpo_nn::{AdamWConfig, DecoderConfig};
 use candle_grpo_train::learn::{LearningRateSchedule, OldLogProbs, PretrainConfig};
@@ -24,6 +25,10 @@ pub(crate) struct Settings {
     /// The greedy held-out accuracy that ends the warm-up, and its upper limit.
     pub(crate) warm_up_accuracy: RangeInclusive<f64>,
     pub(crate) train: TrainConfig,
+    /// The pools by which problems are drawn, in place of a random order.
+    pub(crate) curriculum: Option<DifficultyPools>,
+    /// Steps between evaluations. Absent: before and after the training only.
+    pub(crate) evaluate_every: Option<usize>,
 }
 
 /// The size of the policy.
@@ -137,6 +142,8 @@ impl Settings {
                 },
                 ..TrainConfig::default()
             },
+            curriculum: None,
+            evaluate_every: None,
         }
     }
 }

@@ -102,7 +102,6 @@ fn json_data_is_correct_and_no_held_out_name_is_trained_on() {
 }
 
 #[rstest]
-#[case("addition/curriculum.yaml")]
 #[case("word-problems/gsm8k.yaml")]
 #[case("word-problems/svamp.yaml")]
 fn a_configuration_without_its_data_is_valid(#[case] file: &str) {
