@@ -50,7 +50,7 @@ struct Args {
     /// Draw problems by how well the policy solves them, in place of a random order.
     #[arg(long)]
     curriculum: bool,
-    /// Steps between evaluations on the held-out problems, besides those before and after.
+    /// Steps between evaluations on the held-out problems. Absent: before and after only.
     #[arg(long, value_name = "STEPS", value_parser = RangedU64ValueParser::<usize>::new().range(1..))]
     evaluate_every: Option<usize>,
     /// Stop after the warm-up and write the policy and its problems to this folder.
@@ -162,7 +162,7 @@ fn train(
     let mut all = Vec::new();
     for step in 0..=settings.steps {
         if let Some(every) = settings.evaluate_every
-            && (step % every == 0 || step == settings.steps)
+            && (step.is_multiple_of(every) || step == settings.steps)
         {
             let evaluation = answers(trainer.actor(), settings, task, false)?;
             run.append_evaluation(step, &evaluation, &evaluation.metrics(&[], 1.)?)?;
