@@ -21,7 +21,8 @@
 //! | [`rollout`] | generators, sampling, completions |
 //! | [`environment`] | trajectories of several turns, tools |
 //! | [`rewards`] | the trait, reward functions, weighted sums |
-//! | [`learn`] | batches, policy, critic, reference, trainer, training on examples |
+//! | [`learn`] | batches, policy, critic, reference, trainer |
+//! | [`sft`] | supervised fine-tuning: rows, assistant masks, trainer |
 //! | [`hub`] | models and data sets of the Hugging Face hub |
 //! | [`run`] | folders and checkpoints of runs, evaluation, plots, TensorBoard |
 //! | [`statistics`] | estimators, intervals and tests of evaluations |
@@ -47,6 +48,7 @@ pub mod rewards;
 pub mod rollout;
 pub mod run;
 mod server_url;
+pub mod sft;
 pub mod statistics;
 #[cfg(feature = "engines")]
 mod workers;

@@ -15,9 +15,11 @@ pub enum Phase {
     Evaluate,
     /// Writing of a checkpoint: one unit.
     Save,
-    /// Forward and backward passes. A unit is a completion; its tokens are those that count in the
-    /// loss.
+    /// Forward and backward passes. A unit is a completion, or a row of supervised training; its
+    /// tokens are those that count in the loss.
     Learn,
+    /// The loss of held-out rows; units and tokens as in [`Phase::Learn`].
+    HeldOutLoss,
     /// Download of files of the hub. A unit is a byte.
     Download,
 }

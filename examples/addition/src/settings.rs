@@ -6,7 +6,8 @@ use std::ops::RangeInclusive;
 use candle_grpo_core::DifficultyPools;
 use candle_grpo_loss::{Aggregation, Clip, KlLoss, PolicyLoss, Recipe, Surrogate};
 use candle_grpo_nn::{AdamWConfig, DecoderConfig};
-use candle_grpo_train::learn::{LearningRateSchedule, OldLogProbs, PretrainConfig};
+use candle_grpo_train::learn::{LearningRateSchedule, OldLogProbs};
+use candle_grpo_train::sft::{SftConfig, SftSchedule};
 use candle_grpo_train::{SamplingConfig, TrainConfig};
 use serde::Serialize;
 
@@ -21,7 +22,7 @@ pub(crate) struct Settings {
     pub(crate) model: DecoderConfig,
     /// The standard deviation of the initial weights.
     pub(crate) initial_std: f64,
-    pub(crate) warm_up: PretrainConfig,
+    pub(crate) warm_up: SftConfig,
     /// The greedy held-out accuracy that ends the warm-up, and its upper limit.
     pub(crate) warm_up_accuracy: RangeInclusive<f64>,
     pub(crate) train: TrainConfig,
@@ -102,12 +103,16 @@ impl Settings {
             // About 1 / sqrt(hidden_size): 0.02, as in large models, makes narrow ones start
             // slowly.
             initial_std: 0.16 / width.sqrt(),
-            warm_up: PretrainConfig {
-                max_steps: 1500,
+            warm_up: SftConfig {
+                max_steps: Some(1500),
                 batch_size: 128,
                 optimizer: adamw(3e-3 / width),
+                schedule: SftSchedule {
+                    decay: None,
+                    ..SftSchedule::default()
+                },
                 seed,
-                ..PretrainConfig::default()
+                ..SftConfig::default()
             },
             warm_up_accuracy: 0.33..=0.4,
             train: TrainConfig {

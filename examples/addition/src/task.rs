@@ -57,10 +57,8 @@ impl Task {
             .map(|prompt| {
                 let answer =
                     Prompt::new(prompt.index, answer(prompt), json!(null), &self.tokenizer)?;
-                Ok(Example {
-                    prompt: prompt.tokens.clone(),
-                    answer: [answer.tokens.as_slice(), &[END]].concat(),
-                })
+                let answer = [answer.tokens.as_slice(), &[END]].concat();
+                Example::of_answer(&prompt.tokens, &answer)
             })
             .collect()
     }
@@ -103,8 +101,11 @@ mod tests {
             .zip(&task.training)
             .take(100)
         {
-            let (sum, end) = example.answer.split_at(example.answer.len() - 1);
+            let (answer, end) = example.tokens().split_at(example.tokens().len() - 1);
             assert_eq!(end, [END]);
+            let (question, sum) = answer.split_at(prompt.tokens.len());
+            assert_eq!(question, prompt.tokens);
+            assert_eq!(example.num_trained_tokens(), sum.len() + 1);
             let sum: u32 = task.tokenizer.decode(sum, true).unwrap().parse().unwrap();
             let terms = prompt.text.trim_end_matches('=').split('+');
             assert_eq!(sum, terms.map(|t| t.parse::<u32>().unwrap()).sum::<u32>());

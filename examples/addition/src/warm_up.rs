@@ -1,11 +1,9 @@
 //! Supervised warm-up, so that reinforcement learning starts with some correct answers.
 
-use std::ops::ControlFlow;
-
 use anyhow::{Result, ensure};
 use candle_core::Device;
 use candle_grpo_nn::Parameters;
-use candle_grpo_train::learn::pretrain;
+use candle_grpo_train::sft::SftTrainer;
 use candle_grpo_train::{Sampler, SamplingConfig, evaluate};
 
 use crate::progress::Bar;
@@ -25,10 +23,17 @@ pub(crate) fn warm_up(settings: &Settings, task: &Task) -> Result<Parameters> {
         ..settings.train.sampling.clone()
     };
     let sampler = Sampler::new(&settings.model, &parameters, sampling)?;
+    let mut trainer = SftTrainer::new(
+        settings.model.clone(),
+        parameters.clone(),
+        task.examples()?,
+        settings.warm_up.clone(),
+    )?;
     let bar = Bar::open_ended("warm-up");
     let mut accuracy = 0.;
-    let after_step = |step: usize, loss: f64| {
-        if step.is_multiple_of(INTERVAL) {
+    while trainer.steps() < trainer.last_step() && accuracy < *settings.warm_up_accuracy.start() {
+        let loss = trainer.step()?.loss;
+        if trainer.steps().is_multiple_of(INTERVAL) {
             let answers = evaluate(
                 &sampler,
                 &task.held_out,
@@ -40,20 +45,8 @@ pub(crate) fn warm_up(settings: &Settings, task: &Task) -> Result<Parameters> {
             accuracy = answers.reward_mean();
         }
         bar.step(&format!("loss {loss:.2}, right {:.0} %", 100. * accuracy));
-        Ok(if accuracy >= *settings.warm_up_accuracy.start() {
-            ControlFlow::Break(())
-        } else {
-            ControlFlow::Continue(())
-        })
-    };
-    let examples = task.examples()?;
-    let steps = pretrain(
-        &settings.model,
-        &parameters,
-        &examples,
-        &settings.warm_up,
-        after_step,
-    )?;
+    }
+    let steps = trainer.steps();
     ensure!(
         settings.warm_up_accuracy.contains(&accuracy),
         "after {steps} steps of warm-up the accuracy is {accuracy:.3}, must be in {:?}",

@@ -4,17 +4,17 @@ use std::collections::HashSet;
 use std::path::PathBuf;
 
 use anyhow::{Context, Result, ensure};
-use candle_grpo_core::validate::{at_least_one, check};
-use candle_grpo_core::{DifficultyPools, Invalid};
+use candle_grpo_core::DifficultyPools;
+use candle_grpo_core::validate::check;
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 use sha2::{Digest as _, Sha256};
 
-use super::mixed_order::check_weights;
+use super::MixedOrder;
 use super::question::{Asking, Question};
-use super::rows::{Row, read_rows};
+use super::rows::Row;
+use super::sources::Sources;
 use super::template::Template;
-use super::{MixedOrder, ShuffledOrder};
 use crate::invalid::within;
 use crate::learn::curriculum;
 use crate::model::Chat;
@@ -85,40 +85,13 @@ impl DatasetConfig {
     ///
     /// If keys contradict each other or a template is not valid.
     pub fn validate(&self) -> Result<()> {
-        check(
-            !self.train.is_empty(),
-            "train",
-            "absent",
-            "be a file of rows or several",
-        )?;
-        check(
-            self.held_out.is_empty() || self.held_out_rows.is_none(),
-            "held_out_rows",
-            "given",
-            "be absent with held_out",
-        )?;
-        for (name, value) in [
-            ("held_out_rows", self.held_out_rows),
-            ("max_rows", self.max_rows),
-        ] {
-            at_least_one(name, value.unwrap_or(1))?;
-        }
-        if let Some(weights) = &self.weights {
-            check_weights(weights)?;
-            let (found, files) = (weights.len(), self.train.len());
-            let must = format!("be one for each of {files} files of train");
-            check(found == files, "weights", format!("{found} weights"), &must)?;
-        }
+        self.sources().validate()?;
         if let Some(pools) = &self.curriculum {
             curriculum::validate(pools).map_err(|error| within("curriculum", error))?;
             let is_free = self.weights.is_none();
             check(is_free, "curriculum", "given", "be absent with weights")?;
         }
-        for name in Chat::RESERVED {
-            let field = format!("chat_template_kwargs.{name}");
-            let is_free = !self.chat_template_kwargs.contains_key(name);
-            check(is_free, &field, "given", "be absent: the prompt sets it")?;
-        }
+        check_variables(&self.chat_template_kwargs)?;
         self.asking()?;
         self.prefill()?;
         Ok(())
@@ -145,15 +118,7 @@ impl DatasetConfig {
     /// all ask the same, or all rows that are held out are trained on too.
     pub fn load(&self, seed: u64) -> Result<Dataset> {
         self.validate()?;
-        let mut train = self.rows(&self.train)?;
-        let mut held_out = self.rows(&self.held_out)?;
-        if let Some(count) = self.held_out_rows {
-            if count >= train.len() {
-                let must = format!("be less than the {} rows of train", train.len());
-                return Err(Invalid::new("held_out_rows", count, must).into());
-            }
-            (train, held_out) = split(train, count, seed)?;
-        }
+        let (train, held_out) = self.sources().read(seed)?;
         let mut dataset = Dataset {
             train,
             held_out,
@@ -180,37 +145,32 @@ impl DatasetConfig {
     ///
     /// If there are none, or none of a file that has a weight.
     pub fn order(&self, sources: &[usize], seed: u64) -> Result<MixedOrder> {
-        match &self.weights {
-            Some(weights) => MixedOrder::new(sources, weights, seed),
-            None => MixedOrder::single(sources.len(), seed),
-        }
+        self.sources().order(sources, seed)
     }
 
-    fn rows(&self, paths: &[PathBuf]) -> Result<Vec<Row>> {
-        let mut rows = Vec::new();
-        for path in paths {
-            let read = read_rows(path)?.into_iter();
-            rows.extend(read.take(self.max_rows.unwrap_or(usize::MAX)));
+    fn sources(&self) -> Sources<'_> {
+        Sources {
+            train: &self.train,
+            held_out: &self.held_out,
+            held_out_rows: self.held_out_rows,
+            weights: self.weights.as_deref(),
+            max_rows: self.max_rows,
         }
-        Ok(rows)
     }
 }
 
-fn template(field: &str, text: Option<&str>) -> Result<Option<Template>> {
+/// Checks variables of a chat template for all rows.
+pub(crate) fn check_variables(variables: &Map<String, Value>) -> Result<()> {
+    for name in Chat::RESERVED {
+        let field = format!("chat_template_kwargs.{name}");
+        let is_free = !variables.contains_key(name);
+        check(is_free, &field, "given", "be absent: the prompt sets it")?;
+    }
+    Ok(())
+}
+
+pub(crate) fn template(field: &str, text: Option<&str>) -> Result<Option<Template>> {
     text.map(|text| Template::parse(field, text)).transpose()
-}
-
-/// The rows without `count` of them, and these.
-fn split(rows: Vec<Row>, count: usize, seed: u64) -> Result<(Vec<Row>, Vec<Row>)> {
-    let mut is_held_out = vec![false; rows.len()];
-    for row in ShuffledOrder::new(rows.len(), seed)?.slice(0, count) {
-        is_held_out[row] = true;
-    }
-    let mut is_held_out = is_held_out.into_iter();
-    let (held_out, train) = rows
-        .into_iter()
-        .partition(|_| is_held_out.next().unwrap_or(false));
-    Ok((train, held_out))
 }
 
 impl Dataset {

@@ -1,16 +1,17 @@
 //! Prompts: data sets, templates and the order of their rows.
 
 mod csv_rows;
-mod dataset;
+pub(crate) mod dataset;
 pub(crate) mod json_lines;
 mod mixed_order;
 mod other_formats;
 #[cfg(feature = "parquet")]
 mod parquet_rows;
 mod prompt;
-mod question;
-mod rows;
+pub(crate) mod question;
+pub(crate) mod rows;
 mod shuffle;
+pub(crate) mod sources;
 mod template;
 mod unique_keys;
 

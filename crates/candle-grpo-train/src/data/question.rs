@@ -19,11 +19,11 @@ pub enum Question {
 
 /// The rules that turn rows into questions.
 #[derive(Debug, Clone)]
-pub(super) struct Asking {
-    pub(super) prompt: Option<Template>,
-    pub(super) system: Option<String>,
-    pub(super) chat: Option<bool>,
-    pub(super) cut_answer: bool,
+pub(crate) struct Asking {
+    pub(crate) prompt: Option<Template>,
+    pub(crate) system: Option<String>,
+    pub(crate) chat: Option<bool>,
+    pub(crate) cut_answer: bool,
 }
 
 impl Asking {
@@ -35,7 +35,7 @@ impl Asking {
             .with_context(|| row.place())
     }
 
-    fn question_of_columns(&self, columns: &Value) -> Result<Question> {
+    pub(crate) fn question_of_columns(&self, columns: &Value) -> Result<Question> {
         self.refuse_media(columns)?;
         let text = |name: &str| columns.get(name).and_then(Value::as_str);
         if let Some(template) = &self.prompt {
@@ -84,7 +84,7 @@ impl Asking {
     }
 
     /// Refuses a row with a column such as `images` that the prompt leaves out.
-    fn refuse_media(&self, columns: &Value) -> Result<()> {
+    pub(crate) fn refuse_media(&self, columns: &Value) -> Result<()> {
         let is_left_out = |name: &str| {
             let template = self.prompt.as_ref();
             !template.is_some_and(|template| template.has_column(name))
@@ -119,25 +119,7 @@ impl Asking {
     }
 
     fn converse(&self, name: &str, messages: &[Value]) -> Result<Question> {
-        ensure!(
-            self.chat != Some(false),
-            "column {name:?}: messages, but data.chat is false"
-        );
-        ensure!(!messages.is_empty(), "column {name:?}: no messages");
-        let mut conversation = Vec::with_capacity(messages.len() + 1);
-        for (i, message) in messages.iter().enumerate() {
-            ensure!(
-                message.get("role").is_some_and(Value::is_string),
-                "column {name:?}: message {i} is {message}, must be an object with a text at \"role\""
-            );
-            let message = with_text_content(message)
-                .with_context(|| format!("column {name:?}: message {i}"))?;
-            conversation.push(message);
-        }
-        let is_answer = |message: &Value| {
-            let role = message["role"].as_str().unwrap_or_default();
-            ANSWERING.contains(&role.to_lowercase().as_str())
-        };
+        let mut conversation = self.conversation(name, messages)?;
         if conversation.last().is_some_and(is_answer) {
             ensure!(
                 self.cut_answer,
@@ -153,13 +135,42 @@ impl Asking {
                 "column {name:?}: no message of the user before the answer"
             );
         }
+        Ok(Question::Messages(conversation))
+    }
+
+    /// The messages of the column `name` with their contents as text, after the system message.
+    pub(crate) fn conversation(&self, name: &str, messages: &[Value]) -> Result<Vec<Value>> {
+        ensure!(
+            self.chat != Some(false),
+            "column {name:?}: messages, but data.chat is false"
+        );
+        let mut conversation = text_messages(name, messages)?;
         if let Some(system) = &self.system
             && conversation[0]["role"] != "system"
         {
             conversation.insert(0, message("system", system));
         }
-        Ok(Question::Messages(conversation))
+        Ok(conversation)
     }
+}
+
+/// The messages of the column `name`, at least one, with their contents as text.
+pub(crate) fn text_messages(name: &str, messages: &[Value]) -> Result<Vec<Value>> {
+    ensure!(!messages.is_empty(), "column {name:?}: no messages");
+    let messages = messages.iter().enumerate().map(|(i, message)| {
+        ensure!(
+            message.get("role").is_some_and(Value::is_string),
+            "column {name:?}: message {i} is {message}, must be an object with a text at \"role\""
+        );
+        with_text_content(message).with_context(|| format!("column {name:?}: message {i}"))
+    });
+    messages.collect()
+}
+
+/// Returns whether a model has written `message`.
+pub(crate) fn is_answer(message: &Value) -> bool {
+    let role = message["role"].as_str().unwrap_or_default();
+    ANSWERING.contains(&role.to_lowercase().as_str())
 }
 
 /// The message with its content as one text. Parts of the kind `text` are joined.
@@ -207,7 +218,7 @@ const MEDIA: [&str; 7] = [
     "multi_modal_data",
 ];
 
-fn message(role: &str, content: &str) -> Value {
+pub(crate) fn message(role: &str, content: &str) -> Value {
     json!({"role": role, "content": content})
 }
 

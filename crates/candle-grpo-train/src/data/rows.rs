@@ -176,7 +176,7 @@ pub(super) fn row(file: &Arc<Path>, line: usize, columns: Value) -> Result<Row> 
 }
 
 /// The kind of a value, for messages.
-pub(super) fn kind(value: &Value) -> &'static str {
+pub(crate) fn kind(value: &Value) -> &'static str {
     match value {
         Value::Null => "null",
         Value::Bool(_) => "true or false",

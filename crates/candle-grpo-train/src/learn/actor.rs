@@ -434,6 +434,15 @@ impl<M: LanguageModel> Actor<M> {
             .map_or(&self.parameters, Lora::parameters)
     }
 
+    /// The policy with what an accumulation of gradients changes.
+    pub(super) fn learning(&mut self) -> (&M, &Parameters, &mut Gradients) {
+        let trained = match &self.adapters {
+            Some(adapters) => adapters.parameters(),
+            None => &self.parameters,
+        };
+        (&self.policy, trained, &mut self.gradients)
+    }
+
     /// Returns the configuration.
     pub fn config(&self) -> &ActorConfig {
         &self.config

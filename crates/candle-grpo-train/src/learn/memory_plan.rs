@@ -2,10 +2,12 @@
 
 use anyhow::Result;
 use candle_core::{DType, Shape};
-use candle_grpo_nn::{DecoderConfig, LoraConfig};
+use candle_grpo_nn::optim::StateForm;
+use candle_grpo_nn::{BaseWeights, DecoderConfig, LoraConfig};
 
 use super::micro_batches::MicroBatchSize;
 use super::recipe_inputs::RecipeInputs;
+use crate::sft::SftConfig;
 use crate::{ComputeDType, TrainConfig};
 
 /// Tiles of logits, and buffers of matrix products.
@@ -68,29 +70,6 @@ impl MemoryPlan {
     /// If `config` or its adapters are not valid.
     pub fn new(model: &DecoderConfig, config: &TrainConfig, prompt_tokens: usize) -> Result<Self> {
         config.validate()?;
-        model.validate()?;
-        let shapes: Vec<Shape> = model.parameter_shapes().into_values().collect();
-        let all: usize = shapes.iter().map(Shape::elem_count).sum();
-        let trained: Vec<Shape> = match &config.adapters {
-            None => shapes.clone(),
-            Some(adapters) => adapter_shapes(adapters, model)?,
-        };
-        let count: usize = trained.iter().map(Shape::elem_count).sum();
-        let compute = DType::from(config.compute_dtype);
-        let copy = match config.compute_dtype {
-            ComputeDType::F32 => 0,
-            _ => compute.size_in_bytes(),
-        };
-        let frozen = match config.adapters {
-            None => 0,
-            Some(_) => config.base_weights.num_bytes(model, compute)?,
-        };
-        let inputs = RecipeInputs::new(&config.recipe);
-        let state = |shapes: &[Shape], form: candle_grpo_nn::optim::StateForm| {
-            let shapes = shapes.iter();
-            shapes.map(|shape| form.num_bytes(shape)).sum::<usize>()
-        };
-        let critic = config.critic.as_ref();
         let read = |groups: usize, sequences: usize| {
             groups * prompt_tokens + sequences * config.sampling.max_new_tokens.saturating_sub(1)
         };
@@ -103,36 +82,55 @@ impl MemoryPlan {
         let longest = match config.micro_batches() {
             MicroBatchSize::Tokens(tokens) => tokens.max(sequence),
             MicroBatchSize::Sequences(size) => read(size.div_ceil(group), size),
-        }
-        .min(mini);
-        let recorded = model.recorded_bytes(longest, compute, config.activation_checkpointing);
-        // Hidden states and their gradient, which is summed in f32.
-        let hidden = longest * model.hidden_size * (2 * compute.size_in_bytes() + 4);
-        let activations = recorded + hidden + BUFFERS;
-        let gradients = 4 * count;
-        let training = match (longest < mini, &config.adapters) {
-            (true, _) | (_, Some(_)) => gradients + activations,
-            // In a single pass the gradients replace the activations, the output layer's first.
-            (false, None) => gradients.max(activations + 4 * model.vocab_size * model.hidden_size),
         };
+        let learning = Learning {
+            adapters: config.adapters.as_ref(),
+            base_weights: config.base_weights,
+            compute_dtype: config.compute_dtype,
+            activation_checkpointing: config.activation_checkpointing,
+            state: config.optimizer.state,
+            longest: longest.min(mini),
+            update: mini,
+        };
+        let compute = DType::from(config.compute_dtype);
+        let shapes: Vec<Shape> = model.parameter_shapes().into_values().collect();
+        let all: usize = shapes.iter().map(Shape::elem_count).sum();
+        let inputs = RecipeInputs::new(&config.recipe);
+        let critic = config.critic.as_ref();
         let drawn = (step * group).min(config.sampling.max_batch_size);
         let lengths = (prompt_tokens, config.sampling.max_new_tokens);
         let cache = model.cache_bytes((drawn.div_ceil(group), group), lengths, compute);
         Ok(Self {
-            weights: count * (4 + copy),
-            frozen,
             reference: match (&config.adapters, inputs.reference) {
-                (None, true) => all * (4 + copy),
+                (None, true) => all * (4 + copy_bytes(config.compute_dtype)),
                 _ => 0,
             },
-            critic: critic.map_or(0, |critic| 4 * all + state(&shapes, critic.optimizer.state)),
-            optimizer: state(&trained, config.optimizer.state),
-            gradients,
-            activations,
-            training,
+            critic: critic.map_or(0, |critic| {
+                4 * all + state_bytes(&shapes, critic.optimizer.state)
+            }),
             sampling: cache + drawn * model.vocab_size * 4 + BUFFERS,
-            program: 0,
+            ..learning.plan(model)?
         })
+    }
+
+    /// Computes the memory of supervised training of `model` on rows of up to `longest` tokens.
+    ///
+    /// # Errors
+    ///
+    /// If `config` or its adapters are not valid.
+    pub fn supervised(model: &DecoderConfig, config: &SftConfig, longest: usize) -> Result<Self> {
+        config.validate()?;
+        let update = config.batch_size.saturating_mul(longest);
+        let learning = Learning {
+            adapters: config.adapters.as_ref(),
+            base_weights: config.base_weights,
+            compute_dtype: config.compute_dtype,
+            activation_checkpointing: config.activation_checkpointing,
+            state: config.optimizer.state,
+            longest: config.micro_batch_tokens.max(longest).min(update),
+            update,
+        };
+        learning.plan(model)
     }
 
     /// The bytes at the peak: drawing and training alternate.
@@ -140,6 +138,72 @@ impl MemoryPlan {
         let kept = self.weights + self.frozen + self.reference + self.critic + self.optimizer;
         self.program + kept + self.training.max(self.sampling)
     }
+}
+
+/// The settings of an optimizer step.
+struct Learning<'a> {
+    adapters: Option<&'a LoraConfig>,
+    base_weights: BaseWeights,
+    compute_dtype: ComputeDType,
+    activation_checkpointing: bool,
+    /// The form of the state of the optimizer.
+    state: StateForm,
+    /// The tokens of the longest backward pass.
+    longest: usize,
+    /// The tokens of all backward passes of an update.
+    update: usize,
+}
+
+impl Learning<'_> {
+    /// The memory of weights, optimizer and backward passes, without other models and sampling.
+    fn plan(&self, model: &DecoderConfig) -> Result<MemoryPlan> {
+        model.validate()?;
+        let shapes: Vec<Shape> = match self.adapters {
+            None => model.parameter_shapes().into_values().collect(),
+            Some(adapters) => adapter_shapes(adapters, model)?,
+        };
+        let count: usize = shapes.iter().map(Shape::elem_count).sum();
+        let compute = DType::from(self.compute_dtype);
+        let frozen = match self.adapters {
+            None => 0,
+            Some(_) => self.base_weights.num_bytes(model, compute)?,
+        };
+        let recorded = model.recorded_bytes(self.longest, compute, self.activation_checkpointing);
+        // Hidden states and their gradient, which is summed in f32.
+        let hidden = self.longest * model.hidden_size * (2 * compute.size_in_bytes() + 4);
+        let activations = recorded + hidden + BUFFERS;
+        let gradients = 4 * count;
+        let training = match (self.longest < self.update, self.adapters) {
+            (true, _) | (_, Some(_)) => gradients + activations,
+            // In a single pass the gradients replace the activations, the output layer's first.
+            (false, None) => gradients.max(activations + 4 * model.vocab_size * model.hidden_size),
+        };
+        Ok(MemoryPlan {
+            weights: count * (4 + copy_bytes(self.compute_dtype)),
+            frozen,
+            reference: 0,
+            critic: 0,
+            optimizer: state_bytes(&shapes, self.state),
+            gradients,
+            activations,
+            training,
+            sampling: 0,
+            program: 0,
+        })
+    }
+}
+
+/// The bytes of the copy of a weight that trains in the dtype of the computation.
+fn copy_bytes(dtype: ComputeDType) -> usize {
+    match dtype {
+        ComputeDType::F32 => 0,
+        ComputeDType::Bf16 | ComputeDType::F16 => DType::from(dtype).size_in_bytes(),
+    }
+}
+
+/// The bytes of the state of an optimizer of parameters of these shapes.
+fn state_bytes(shapes: &[Shape], form: StateForm) -> usize {
+    shapes.iter().map(|shape| form.num_bytes(shape)).sum()
 }
 
 fn adapter_shapes(adapters: &LoraConfig, model: &DecoderConfig) -> Result<Vec<Shape>> {

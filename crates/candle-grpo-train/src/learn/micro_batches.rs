@@ -6,6 +6,7 @@ use std::collections::HashMap;
 use anyhow::Result;
 use candle_core::Tensor;
 
+use super::Example;
 use super::models::ensure_not_canceled;
 use super::ranks::Ranks;
 use super::response_forward::{ReadTokens, read_by_sequence};
@@ -65,6 +66,22 @@ impl MicroBatchSize {
             .map(|sequences| batch.select(sequences))
             .collect()
     }
+}
+
+/// Divides examples into micro-batches of at most `bound` tokens or one example, the longest first.
+/// There are at least `parts` of them, or one for each example.
+pub(crate) fn examples_by_tokens(
+    examples: &[&Example],
+    bound: usize,
+    parts: usize,
+) -> Vec<Vec<usize>> {
+    let sequences = examples.iter().map(|example| ReadTokens {
+        ids: example.read_tokens().to_vec(),
+        columns: Vec::new(),
+        prompt_len: 0,
+        experts: Vec::new(),
+    });
+    by_tokens(&sequences.collect::<Vec<_>>(), bound, parts)
 }
 
 /// Divides sequences into micro-batches of at most `bound` tokens or one sequence. There are at

@@ -2,13 +2,15 @@
 
 use std::cell::OnceCell;
 
-use anyhow::{Context, Result, ensure};
-use candle_grpo_nn::{DecoderConfig, Lora, Parameters};
+use anyhow::{Context, Result, bail, ensure};
+use candle_grpo_nn::{BaseWeights, DecoderConfig, Lora, LoraConfig, Parameters};
 
 use super::recipe_inputs::RecipeInputs;
-use super::{Reference, ReferenceRefresh};
+use super::{Ranks, Reference, ReferenceRefresh};
 use crate::rollout::PolicyWeights;
-use crate::{Actor, Critic, Interrupted, Progress, TrainConfig};
+use crate::run::RunInputs;
+use crate::run::checksums::sha256_of_parameters;
+use crate::{Actor, ActorConfig, Critic, Interrupted, Progress, TrainConfig};
 
 /// The policy that trains, and the models that its update is computed from.
 pub(crate) struct Models {
@@ -33,16 +35,10 @@ impl Models {
             !config.router_replay || model.has_experts(),
             "router_replay: true, must be false for a model without experts"
         );
-        let actor = match config.adapters.clone() {
-            None => Actor::new(model, parameters, config.actor())?,
-            Some(adapters) => {
-                let (seed, device) = (config.sampling.seed, parameters.device());
-                let adapters = Lora::init(adapters, &model, seed, device).context("adapters")?;
-                let (base, dtype) = config.stored_form();
-                let parameters = parameters.frozen_as(&model, base, dtype.into())?;
-                Actor::with_adapters(model, parameters, adapters, config.actor())?
-            }
-        };
+        let adapters = config.adapters.clone();
+        let adapters = adapters.map(|adapters| (adapters, config.base_weights));
+        let seed = config.sampling.seed;
+        let actor = new_actor(model, parameters, adapters, seed, config.actor())?;
         let reference = inputs.reference.then(|| actor.reference()).transpose()?;
         let critic = config
             .critic
@@ -50,13 +46,52 @@ impl Models {
             .map(|critic| Critic::new(actor.model(), actor.parameters(), critic))
             .transpose()?;
         Ok(Self {
-            actor,
             reference,
             reference_refresh: config.reference_refresh,
-            teacher: None,
             critic,
-            base_sha256: OnceCell::new(),
+            ..Self::of_actor(actor)
         })
+    }
+
+    /// A policy without other models.
+    pub(crate) fn of_actor(actor: Actor) -> Self {
+        Self {
+            actor,
+            reference: None,
+            reference_refresh: None,
+            teacher: None,
+            critic: None,
+            base_sha256: OnceCell::new(),
+        }
+    }
+
+    /// Takes the hash of the initial weights from `inputs`, which belong to the same model.
+    pub(crate) fn set_inputs(&self, inputs: &RunInputs) {
+        if let Some(sha256) = &inputs.parameters {
+            let _ = self.base_sha256.set(sha256.clone());
+        }
+    }
+
+    /// Checks that all ranks have the weights of rank 0 after `steps` steps, bit-identically.
+    ///
+    /// # Errors
+    ///
+    /// If a rank differs.
+    pub(crate) fn ensure_equal(&self, ranks: &Ranks, steps: usize) -> Result<()> {
+        if ranks.is_alone() {
+            return Ok(());
+        }
+        let mut own = format!("step {steps}");
+        let critic = self.critic.as_ref().map(Critic::parameters);
+        for parameters in [Some(self.actor.trained()), critic].into_iter().flatten() {
+            own += &format!(", sha256 {}", sha256_of_parameters(parameters)?);
+        }
+        if let Some((rank, [own, first])) = ranks.first_difference(own)? {
+            bail!(
+                "weights: those of rank {rank} ({own}) differ from those of rank 0 ({first}), must be the same on all ranks"
+            );
+        }
+        Ok(())
     }
 
     /// The weights of the policy, for a generator.
@@ -80,7 +115,7 @@ impl Models {
     }
 
     /// Discards all gradients.
-    pub(super) fn zero_grad(&mut self) {
+    pub(crate) fn zero_grad(&mut self) {
         self.actor.zero_grad();
         if let Some(critic) = &mut self.critic {
             critic.zero_grad();
@@ -88,8 +123,25 @@ impl Models {
     }
 }
 
+/// Creates a policy that starts from `parameters`. With adapters these train; the linear maps under
+/// them are in the given form, and other weights in the dtype of the computation.
+pub(crate) fn new_actor(
+    model: DecoderConfig,
+    parameters: Parameters,
+    adapters: Option<(LoraConfig, BaseWeights)>,
+    seed: u64,
+    config: ActorConfig,
+) -> Result<Actor> {
+    let Some((adapters, base)) = adapters else {
+        return Actor::new(model, parameters, config);
+    };
+    let adapters = Lora::init(adapters, &model, seed, parameters.device()).context("adapters")?;
+    let parameters = parameters.frozen_as(&model, base, config.compute_dtype.into())?;
+    Actor::with_adapters(model, parameters, adapters, config)
+}
+
 /// Returns [`Interrupted`] as an error if `progress` cancels.
-pub(super) fn ensure_not_canceled(progress: &dyn Progress) -> Result<()> {
+pub(crate) fn ensure_not_canceled(progress: &dyn Progress) -> Result<()> {
     match progress.is_canceled() {
         true => Err(Interrupted.into()),
         false => Ok(()),

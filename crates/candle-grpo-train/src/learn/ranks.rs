@@ -9,6 +9,8 @@ use candle_grpo_collective::{Alone, Collective};
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 
+use crate::{Interrupted, Progress};
+
 /// All ranks of a run. A clone shares them.
 ///
 /// Ranks share what is expensive: completions, scores, and passes over the models. They exchange
@@ -82,6 +84,19 @@ impl Ranks {
     pub fn from_first<T: Serialize + DeserializeOwned>(&self, own: Option<T>) -> Result<T> {
         let first = self.gather(own)?.into_iter().next();
         first.flatten().context("a value of rank 0: none")
+    }
+
+    /// Returns [`Interrupted`] as an error if `own`, the progress of this rank, or that of another
+    /// one cancels. All ranks must call it.
+    ///
+    /// # Errors
+    ///
+    /// Also if another rank has ended.
+    pub(crate) fn ensure_not_canceled(&self, own: &dyn Progress) -> Result<()> {
+        match self.gather(own.is_canceled())?.contains(&true) {
+            true => Err(Interrupted.into()),
+            false => Ok(()),
+        }
     }
 
     /// Returns the first rank whose value is not that of rank 0, with its value and that of rank 0.

@@ -1,7 +1,7 @@
 //! Forward and backward passes of a model over the responses of a batch.
 
 use anyhow::{Result, ensure};
-use candle_core::{DType, Shape, Tensor, Var};
+use candle_core::{DType, Device, Shape, Tensor, Var};
 use candle_grpo_kernels::{add_embedding_gradient, embedding};
 use candle_grpo_loss::{LinearLogProb, LogProbOptions, TokenLogProbs};
 use candle_grpo_nn::model::ExpertBalance;
@@ -26,9 +26,7 @@ pub(crate) fn response_log_probs(
 /// Computes the detached hidden states `[B, T, H]` at the positions that predict the responses of
 /// `batch`.
 pub(super) fn predicting_states(model: &dyn LanguageModel, batch: &TokenBatch) -> Result<Tensor> {
-    let packed = Packed::new(batch)?;
-    let hidden = model.hidden_states(&packed.tokens)?.detach();
-    Ok(embedding(&packed.places, &hidden)?)
+    Packed::new(batch)?.states(model)
 }
 
 /// Creates the output layer of `model` over `states` `[B, T, H]`, which computes the log-probs of
@@ -69,7 +67,10 @@ pub(super) struct RecordedResponses<'a> {
 
 impl<'a> RecordedResponses<'a> {
     pub(super) fn new(model: &'a dyn LanguageModel, batch: &TokenBatch) -> Result<Self> {
-        let packed = Packed::new(batch)?;
+        Self::of(model, Packed::new(batch)?)
+    }
+
+    pub(super) fn of(model: &'a dyn LanguageModel, packed: Packed) -> Result<Self> {
         let (hidden, backward) = model.record(&packed.tokens)?;
         Ok(Self {
             states: Var::from_tensor(&embedding(&packed.places, &hidden)?)?,
@@ -118,7 +119,7 @@ impl<'a> RecordedResponses<'a> {
 
 /// The packed tokens of a batch on which its responses depend. Shared prefixes, such as the prompt
 /// of a group, occur once.
-struct Packed {
+pub(super) struct Packed {
     tokens: PackedTokens,
     /// The index in `tokens` that predicts each response token, u32 `[B, T]`; 0 outside the
     /// response mask.
@@ -260,6 +261,34 @@ impl Packed {
             weights,
         })
     }
+
+    /// Packs sequences of which all tokens are read and train. `predicting` has the places in the
+    /// concatenated sequences whose states predict a token: their [`Self::places`] are `[1, M]`.
+    pub(super) fn of_sequences(
+        sequences: &[Vec<u32>],
+        predicting: &[usize],
+        device: &Device,
+    ) -> Result<Self> {
+        let tokens = PackedTokens::sharing_prefixes(sequences, device)?;
+        let rows = tokens.rows();
+        let places: Vec<u32> = predicting.iter().map(|&place| rows[place]).collect();
+        let mut weights = vec![0.; tokens.ids().dim(0)?];
+        for row in rows {
+            weights[row as usize] += 1.;
+        }
+        let shape = (1, places.len());
+        Ok(Self {
+            tokens,
+            places: Tensor::from_vec(places, shape, device)?,
+            weights,
+        })
+    }
+
+    /// Computes the detached hidden states of the places, `[B, T, H]`.
+    pub(super) fn states(&self, model: &dyn LanguageModel) -> Result<Tensor> {
+        let hidden = model.hidden_states(&self.tokens)?.detach();
+        Ok(embedding(&self.places, &hidden)?)
+    }
 }
 
 /// Copies the mask to the host as 0 and 1. Synchronizes with the device.
@@ -270,7 +299,6 @@ fn zero_one(mask: &Tensor) -> Result<Vec<Vec<u8>>> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use candle_core::Device;
 
     #[test]
     fn tokens_that_no_response_depends_on_are_not_read() {

@@ -4,10 +4,10 @@ use std::collections::BTreeMap;
 
 use anyhow::Result;
 use serde::{Deserialize, Serialize};
-use serde_json::Value;
 
 use crate::environment::mean_metrics;
 use crate::rewards::{RewardFaults, RewardRequests};
+use crate::run::{StepRecord, training_plot_svg};
 use crate::{FinishReason, Rollout};
 
 /// The metrics of one training step: one line of `metrics.jsonl`.
@@ -123,15 +123,17 @@ impl PhaseSeconds {
     }
 }
 
-impl StepMetrics {
-    /// Returns the metrics by name, nested ones with a slash (`seconds/train`).
-    pub fn scalars(&self) -> Result<Vec<(String, f64)>> {
-        let mut scalars = Vec::new();
-        collect("", &serde_json::to_value(self)?, &mut scalars);
-        scalars.retain(|(name, _)| name != "step");
-        Ok(scalars)
+impl StepRecord for StepMetrics {
+    fn step(&self) -> usize {
+        self.step
     }
 
+    fn plot(records: &[Self]) -> Result<String> {
+        training_plot_svg(records)
+    }
+}
+
+impl StepMetrics {
     /// Computes the metrics that are known before training.
     pub(crate) fn from_rollouts(
         step: usize,
@@ -178,27 +180,6 @@ fn present(scores: &[f32]) -> Vec<f64> {
 /// The mean; `None` if there are no values.
 fn mean(values: &[f64]) -> Option<f64> {
     (!values.is_empty()).then(|| values.iter().sum::<f64>() / values.len() as f64)
-}
-
-/// Collects the numbers in `value`, with the path of their keys.
-fn collect(path: &str, value: &Value, scalars: &mut Vec<(String, f64)>) {
-    let inside = |name: &str| {
-        if path.is_empty() {
-            name.to_owned()
-        } else {
-            format!("{path}/{name}")
-        }
-    };
-    match value {
-        Value::Object(map) => map
-            .iter()
-            .for_each(|(name, value)| collect(&inside(name), value, scalars)),
-        Value::Array(items) => {
-            let items = items.iter().enumerate();
-            items.for_each(|(i, value)| collect(&inside(&i.to_string()), value, scalars));
-        }
-        value => scalars.extend(value.as_f64().map(|number| (path.to_owned(), number))),
-    }
 }
 
 /// Returns the minimum, the nearest-rank quartiles and the maximum of `values`; zeros if empty.

@@ -4,7 +4,7 @@ use std::path::Path;
 use std::sync::Arc;
 use std::time::Instant;
 
-use anyhow::{Context, Result, bail, ensure};
+use anyhow::{Context, Result, ensure};
 use candle_core::Tensor;
 use candle_grpo_collective::Collective;
 use candle_grpo_core::{
@@ -31,13 +31,11 @@ use crate::environment::{Environments, ensure_some_worked};
 use crate::invalid::within;
 use crate::progress::{NeverCanceled, NoProgress, Phase};
 use crate::rollout::{LocalGenerator, PolicyWeights};
-use crate::run::checksums::sha256_of_parameters;
 use crate::run::rollout_log::StepRollouts;
-use crate::run::trainer_state::POLICY;
 use crate::run::{RolloutLogConfig, RolloutRecord, RunInputs, TrainerState};
 use crate::{
-    Actor, ComputeDType, Critic, Generator, Interrupted, Pretrained, Progress, Prompt,
-    RewardFunction, Rollout, Sampler, SamplingConfig, StepMetrics, TrainConfig, TrainingBatch,
+    Actor, ComputeDType, Critic, Generator, Pretrained, Progress, Prompt, RewardFunction, Rollout,
+    Sampler, SamplingConfig, StepMetrics, TrainConfig, TrainingBatch,
 };
 
 /// Trains a policy with rewards. A step samples completions, scores them, computes advantages and
@@ -247,23 +245,7 @@ impl Trainer {
     ///
     /// If a rank differs.
     pub fn ensure_equal_ranks(&self) -> Result<()> {
-        if self.ranks().is_alone() {
-            return Ok(());
-        }
-        let mut own = format!("step {}", self.state.steps);
-        let critic = self.models.critic.as_ref().map(Critic::parameters);
-        for parameters in [Some(self.models.actor.trained()), critic]
-            .into_iter()
-            .flatten()
-        {
-            own += &format!(", sha256 {}", sha256_of_parameters(parameters)?);
-        }
-        if let Some((rank, [own, first])) = self.ranks().first_difference(own)? {
-            bail!(
-                "weights: those of rank {rank} ({own}) differ from those of rank 0 ({first}), must be the same on all ranks"
-            );
-        }
-        Ok(())
+        self.models.ensure_equal(self.ranks(), self.state.steps)
     }
 
     fn set_progress(&mut self, receiver: Arc<dyn Progress>) {
@@ -283,11 +265,7 @@ impl Trainer {
     ///
     /// Also if another rank has ended.
     pub fn ensure_not_canceled(&self) -> Result<()> {
-        let canceled = self.ranks().gather(self.receiver.is_canceled())?;
-        match canceled.contains(&true) {
-            true => Err(Interrupted.into()),
-            false => Ok(()),
-        }
+        self.ranks().ensure_not_canceled(&*self.receiver)
     }
 
     /// Runs one training step.
@@ -684,9 +662,7 @@ impl Trainer {
     /// Takes the digest of the initial weights from `inputs`, which belong to the same model.
     /// Otherwise checkpoints compute it again.
     pub fn with_inputs(self, inputs: &RunInputs) -> Self {
-        if let Some(sha256) = &inputs.parameters {
-            let _ = self.models.base_sha256.set(sha256.clone());
-        }
+        self.models.set_inputs(inputs);
         self
     }
 
@@ -704,12 +680,7 @@ impl Trainer {
         model: &Pretrained,
         dtype: ComputeDType,
     ) -> Result<()> {
-        self.ensure_finite()?;
-        let policy = self.weights();
-        model.write_files(&policy.export().in_dtype(dtype.into()), folder)?;
-        if dtype != ComputeDType::F32 && policy.adapters.is_none() {
-            policy.parameters.save(&folder.join(POLICY))?;
-        }
+        self.models.write_policy(folder, model, dtype)?;
         self.save_state(folder)
     }
 
@@ -727,9 +698,7 @@ impl Trainer {
     /// themselves.
     pub fn save_state(&self, folder: &Path) -> Result<()> {
         self.ensure_whole()?;
-        self.models
-            .save(folder, &self.state)
-            .with_context(|| format!("saving the state of the run in {}", folder.display()))
+        self.models.save(folder, &self.state)
     }
 
     /// Resumes from a checkpoint of [`Self::write_checkpoint`]. On the CPU the following steps are
@@ -741,10 +710,7 @@ impl Trainer {
     /// If shape, adapters, critic or the initial weights of adapters or reference differ. The
     /// trainer must not be used after an error.
     pub fn load_state(&mut self, folder: &Path) -> Result<()> {
-        self.state = self
-            .models
-            .load(folder, &self.state)
-            .with_context(|| format!("reading the state of the run in {}", folder.display()))?;
+        self.state = self.models.load(folder, &self.state)?;
         self.torn = false;
         self.ahead = None;
         self.last = None;

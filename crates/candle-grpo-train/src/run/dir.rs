@@ -13,8 +13,7 @@ use serde::{Deserialize, Serialize};
 use super::checksums::check_checksums;
 use super::trainer_state::ADAPTER;
 use super::{
-    Checkpoints, EvaluatedSample, Evaluation, EventFile, RolloutRecord, StepCheckpoint,
-    training_plot_svg,
+    Checkpoints, EvaluatedSample, Evaluation, EventFile, RolloutRecord, StepCheckpoint, StepRecord,
 };
 use crate::data::json_lines::{Line, read_json_lines, read_lines, retain_lines};
 use crate::folder_lock::{FolderLock, LOCK};
@@ -38,11 +37,11 @@ const TAKEN: &str =
 /// |---|---|
 /// | `config.json` | the settings |
 /// | `inputs.json` | digests of the model, the prompts and the reward programs, see [`RunInputs`](super::RunInputs) |
-/// | `metrics.jsonl` | one line of [`StepMetrics`] per step |
+/// | `metrics.jsonl` | one line of [`StepMetrics`], or [another record](StepRecord), per step |
 /// | `events.out.tfevents.*` | the same metrics for TensorBoard |
 /// | `evaluations.jsonl`, `samples.jsonl` | one line per evaluation, and per answer |
 /// | `rollouts.jsonl` | one line of [`RolloutRecord`] per completion of some steps |
-/// | `metrics.svg` | reward, KL, entropy and clip fraction over the steps |
+/// | `metrics.svg` | [`StepRecord::plot`]: for example reward, KL, entropy and clip fraction |
 /// | `checkpoint/` | the final policy, see [`Self::write_checkpoint`] |
 /// | `checkpoints/` | the states from which a run resumes, see [`Checkpoints`] |
 /// | `weights/` | the weights for an engine, while it runs |
@@ -86,23 +85,23 @@ impl ReplacedRun {
     }
 }
 
-/// A run that no program has open, locked against other programs.
-pub struct StoppedRun {
+/// A run that no program has open, locked against other programs. `M` are the metrics of its steps.
+pub struct StoppedRun<M = StepMetrics> {
     lock: FolderLock,
-    metrics: Vec<Line<StepMetrics>>,
+    metrics: Vec<Line<M>>,
 }
 
 /// The result of [`StoppedRun::resume`].
-pub struct ResumedRun {
+pub struct ResumedRun<M = StepMetrics> {
     /// The folder.
     pub dir: RunDir,
     /// The metrics of the steps so far.
-    pub metrics: Vec<StepMetrics>,
+    pub metrics: Vec<M>,
     /// The folders of later checkpoints that hold files that no run writes: these are renamed.
     pub set_aside: Vec<PathBuf>,
 }
 
-impl StoppedRun {
+impl<M: StepRecord> StoppedRun<M> {
     /// Locks the run at `path` and reads its metrics.
     ///
     /// # Errors
@@ -122,23 +121,23 @@ impl StoppedRun {
 
     /// Returns the number of steps that have metrics.
     pub fn steps(&self) -> usize {
-        self.metrics.last().map_or(0, |line| line.value.step)
+        self.metrics.last().map_or(0, |line| line.value.step())
     }
 
     /// Resumes the run after `step` steps.
     ///
     /// Removes the metrics, evaluations, answers, rollouts and checkpoints of later steps.
-    pub fn resume(self, config: &impl Serialize, step: usize) -> Result<ResumedRun> {
+    pub fn resume(self, config: &impl Serialize, step: usize) -> Result<ResumedRun<M>> {
         let Self { lock, metrics } = self;
         let path = lock.path().to_path_buf();
-        let resume = || -> Result<ResumedRun> {
+        let resume = || -> Result<ResumedRun<M>> {
             remove_leftovers(&path)?;
             let file = |name: &str| path.join(name);
             // Nothing is written if a line cannot be read.
             let evaluations: Vec<Line<EvaluationLine>> = read_lines(&file(EVALUATIONS))?;
             let samples: Vec<Line<StepLine>> = read_lines(&file(SAMPLES))?;
             let rollouts: Vec<Line<StepLine>> = read_lines(&file(ROLLOUTS))?;
-            let metrics = retain_lines(&file(METRICS), metrics, |line| line.step <= step)?;
+            let metrics = retain_lines(&file(METRICS), metrics, |line| line.step() <= step)?;
             let evaluations =
                 retain_lines(&file(EVALUATIONS), evaluations, |line| line.step <= step)?;
             // Answers are written before the metrics of their evaluation.
@@ -317,7 +316,7 @@ impl RunDir {
     }
 
     /// Appends a line to `metrics.jsonl` and a step to the TensorBoard file.
-    pub fn append_metrics(&mut self, metrics: &StepMetrics) -> Result<()> {
+    pub fn append_metrics(&mut self, metrics: &impl StepRecord) -> Result<()> {
         let mut line = serde_json::to_vec(metrics)?;
         line.push(b'\n');
         self.metrics
@@ -335,12 +334,12 @@ impl RunDir {
         self.append(ROLLOUTS, rollouts)
     }
 
-    fn write_scalars(&mut self, metrics: &StepMetrics) -> Result<()> {
+    fn write_scalars(&mut self, metrics: &impl StepRecord) -> Result<()> {
         let scalars = metrics.scalars()?;
         let scalars = scalars
             .iter()
             .map(|(name, number)| (name.as_str(), *number));
-        self.events.write_scalars(metrics.step, scalars)
+        self.events.write_scalars(metrics.step(), scalars)
     }
 
     /// Appends an evaluation after `step` steps.
@@ -357,6 +356,16 @@ impl RunDir {
         let samples = evaluation.samples.iter();
         let samples: Vec<SampleLine> = samples.map(|sample| SampleLine { step, sample }).collect();
         self.append(SAMPLES, &samples)?;
+        self.append_evaluation_metrics(step, metrics)
+    }
+
+    /// [`Self::append_evaluation`] of an evaluation without answers. Without `reward_mean` the
+    /// lowest `loss` selects the best checkpoint.
+    pub fn append_evaluation_metrics(
+        &mut self,
+        step: usize,
+        metrics: &BTreeMap<String, f64>,
+    ) -> Result<()> {
         self.write_evaluation_scalars(step, metrics)?;
         let metrics = metrics.clone();
         let line = EvaluationLine { step, metrics };
@@ -392,8 +401,8 @@ impl RunDir {
 
     /// Returns the checkpoint of the run at `path` with the best evaluation.
     ///
-    /// The best evaluation has the largest mean reward, the earlier of equals. Without evaluations,
-    /// returns the last intact checkpoint.
+    /// The best evaluation has the largest mean reward, or in supervised training the lowest loss,
+    /// the earlier of equals. Without evaluations, returns the last intact checkpoint.
     pub fn best_checkpoint(path: &Path) -> Result<Option<StepCheckpoint>> {
         let checkpoints = Self::checkpoints(path);
         let mut all = checkpoints.all()?;
@@ -410,7 +419,8 @@ impl RunDir {
         }
     }
 
-    /// Returns the step of the evaluation with the largest mean reward, the earlier of equals.
+    /// Returns the step of the evaluation with the largest mean reward, or in supervised training
+    /// the lowest loss, the earlier of equals.
     pub fn best_step(&self) -> Option<usize> {
         best(&self.evaluations, |_| true)
     }
@@ -450,8 +460,8 @@ impl RunDir {
     }
 
     /// Writes `metrics.svg`.
-    pub fn write_plot(&self, metrics: &[StepMetrics]) -> Result<()> {
-        self.write("metrics.svg", training_plot_svg(metrics)?)
+    pub fn write_plot<M: StepRecord>(&self, metrics: &[M]) -> Result<()> {
+        self.write("metrics.svg", M::plot(metrics)?)
     }
 
     /// Writes or replaces the checkpoint in `checkpoint/`, with weights in f32, see
@@ -482,14 +492,16 @@ struct EvaluationLine {
     metrics: BTreeMap<String, f64>,
 }
 
-/// Returns the step with the largest mean reward among the evaluations that `counts` selects.
+/// Returns the step with the largest mean reward, or the lowest loss, among the evaluations that
+/// `counts` selects.
 fn best(evaluations: &[EvaluationLine], counts: impl Fn(usize) -> bool) -> Option<usize> {
     let mut best: Option<(usize, f64)> = None;
     for line in evaluations.iter().filter(|line| counts(line.step)) {
-        if let Some(&reward) = line.metrics.get("reward_mean")
-            && best.is_none_or(|(_, least)| reward > least)
+        let loss = || line.metrics.get("loss").map(|loss| -loss);
+        if let Some(score) = line.metrics.get("reward_mean").copied().or_else(loss)
+            && best.is_none_or(|(_, least)| score > least)
         {
-            best = Some((line.step, reward));
+            best = Some((line.step, score));
         }
     }
     best.map(|(step, _)| step)

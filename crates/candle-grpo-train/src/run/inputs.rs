@@ -66,6 +66,22 @@ impl RunInputs {
         held_out: &[Prompt],
         reward_files: &[PathBuf],
     ) -> Result<Self> {
+        let digests =
+            |prompts: &[Prompt]| -> Vec<RowDigest> { prompts.iter().map(prompt_digest).collect() };
+        Self::of_rows(model, &digests(train), &digests(held_out), reward_files)
+    }
+
+    /// [`Self::new`] for rows with these digests in place of prompts.
+    ///
+    /// # Errors
+    ///
+    /// As in [`Self::new`].
+    pub fn of_rows(
+        model: &Pretrained,
+        train: &[RowDigest],
+        held_out: &[RowDigest],
+        reward_files: &[PathBuf],
+    ) -> Result<Self> {
         let parameters = sha256_of_parameters(&model.parameters)?;
         let mut weights = Sha256::new();
         weights.update(serde_json::to_vec(&model.model)?);
@@ -108,8 +124,8 @@ impl RunInputs {
         self.train == other.train && self.held_out == other.held_out
     }
 
-    /// The differences from `self` to `now`, whose training prompts are `train`.
-    pub fn changes(&self, now: &Self, train: &[Prompt]) -> InputChanges {
+    /// The differences from `self` to `now`, whose rows to train on have the digests `train`.
+    pub fn changes(&self, now: &Self, train: &[RowDigest]) -> InputChanges {
         let mut changes = InputChanges::default();
         let mut breaking = |differs: bool, what: &str| {
             if differs {
@@ -154,26 +170,26 @@ impl RunInputs {
 }
 
 impl PromptDigests {
-    fn new(prompts: &[Prompt]) -> Self {
-        let mut rows: Vec<[u8; 32]> = prompts.iter().map(row).collect();
+    fn new(rows: &[RowDigest]) -> Self {
         let in_order = hex(&Sha256::digest(rows.concat()));
+        let mut rows = rows.to_vec();
         rows.sort_unstable();
         Self {
-            count: prompts.len(),
+            count: rows.len(),
             in_order,
             in_any_order: hex(&Sha256::digest(rows.concat())),
         }
     }
 
-    /// Describes the difference from these to `prompts`, whose digests are `now`.
-    fn change(&self, now: &Self, prompts: &[Prompt]) -> Option<String> {
+    /// Describes the difference from these to `rows`, whose digests are `now`.
+    fn change(&self, now: &Self, rows: &[RowDigest]) -> Option<String> {
         if self == now {
             return None;
         }
         if self.in_any_order == now.in_any_order {
             return Some("the training rows have another order".to_owned());
         }
-        let beginning = prompts.get(..self.count).map(Self::new);
+        let beginning = rows.get(..self.count).map(Self::new);
         Some(
             match beginning.is_some_and(|beginning| beginning == *self) {
                 true => format!("{} training rows were added", now.count - self.count),
@@ -186,9 +202,18 @@ impl PromptDigests {
     }
 }
 
-fn row(prompt: &Prompt) -> [u8; 32] {
+/// Returns the SHA-256 of the columns of a prompt's row, or of its text if it has none.
+pub fn prompt_digest(prompt: &Prompt) -> RowDigest {
     match &prompt.columns {
         Value::Null => Sha256::digest(&prompt.text).into(),
-        columns => Sha256::digest(columns.to_string()).into(),
+        columns => row_digest(columns),
     }
+}
+
+/// The SHA-256 of the columns of a row.
+pub type RowDigest = [u8; 32];
+
+/// Returns the SHA-256 of the columns of a row.
+pub fn row_digest(columns: &Value) -> RowDigest {
+    Sha256::digest(columns.to_string()).into()
 }

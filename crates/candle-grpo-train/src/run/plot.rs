@@ -28,14 +28,20 @@ pub fn training_plot_svg(metrics: &[StepMetrics]) -> Result<String> {
         .iter()
         .map(|m| (m.step as f64, m.reward_mean))
         .collect();
-    let panels = [
-        ("Mean reward", reward),
-        ("KL to the reference (nats per token)", policy("kl")),
-        ("Entropy (nats per token)", policy("entropy")),
-        ("Clip fraction", policy("clip_fraction")),
-    ];
     let last_step = metrics.iter().map(|m| m.step).max().unwrap_or(0);
+    plot_svg(
+        [
+            ("Mean reward", reward),
+            ("KL to the reference (nats per token)", policy("kl")),
+            ("Entropy (nats per token)", policy("entropy")),
+            ("Clip fraction", policy("clip_fraction")),
+        ],
+        last_step,
+    )
+}
 
+/// Plots four metrics over the steps up to `last_step`, each by its title and its values.
+pub(crate) fn plot_svg(panels: [(&str, Vec<(f64, f64)>); 4], last_step: usize) -> Result<String> {
     let mut svg = String::new();
     {
         let root = SVGBackend::with_string(&mut svg, SIZE).into_drawing_area();

@@ -8,7 +8,7 @@ use candle_grpo_core::validate::check;
 use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 
-use crate::StepMetrics;
+use super::StepRecord;
 use crate::program::{Program, Sink};
 
 /// A program that receives the metrics of a run as lines of JSON, for example for a tracker of
@@ -123,9 +123,9 @@ impl Tracker {
     /// # Errors
     ///
     /// If they cannot be written as JSON.
-    pub fn step(&mut self, metrics: &StepMetrics) -> Result<()> {
+    pub fn step(&mut self, metrics: &impl StepRecord) -> Result<()> {
         let scalars: BTreeMap<String, f64> = metrics.scalars()?.into_iter().collect();
-        self.send(&json!({"event": "step", "step": metrics.step, "metrics": scalars}));
+        self.send(&json!({"event": "step", "step": metrics.step(), "metrics": scalars}));
         Ok(())
     }
 

@@ -13,16 +13,16 @@ use candle_grpo_nn::{Lora, Parameters, all_finite, atomic_file};
 use serde::{Deserialize, Serialize};
 
 use super::checksums::sha256_of_parameters;
-use crate::Critic;
 use crate::data::json_lines::read_json;
 use crate::learn::models::Models;
 use crate::learn::not_finite::NotFinite;
 use crate::model::pretrained::MODEL;
+use crate::{ComputeDType, Critic, Pretrained};
 
 const STATE: &str = "trainer.json";
 const OPTIMIZER: &str = "optimizer.safetensors";
 /// The weights of the policy in f32, if those of the model are in another dtype.
-pub(crate) const POLICY: &str = "policy.safetensors";
+const POLICY: &str = "policy.safetensors";
 /// The folder of the adapters, in the format of PEFT.
 pub(super) const ADAPTER: &str = "adapter";
 const REFERENCE: &str = "reference.safetensors";
@@ -33,14 +33,14 @@ const DIVERGED: &str = "the run has diverged and is not saved; resume from the l
     with a lower learning rate";
 
 /// The state that the steps of a [`Trainer`](crate::Trainer) change, except weights and optimizers.
-#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct TrainerState {
     /// The number of steps, skipped ones included.
     pub steps: usize,
     /// The number of steps without an update.
     pub skipped_steps: usize,
-    /// The number of visited positions in the order of prompts.
+    /// The number of visited positions in the order of prompts, or of rows.
     pub visited: usize,
     /// Mean and variance of the rewards over the steps.
     pub running_moments: Option<RunningState>,
@@ -87,8 +87,34 @@ impl Models {
         Ok(())
     }
 
+    /// Writes the model of a checkpoint with the weights of the policy in `dtype`, and also in f32
+    /// if all of them train and this is another dtype. Adapters are merged.
+    ///
+    /// # Errors
+    ///
+    /// [`NotFinite`] before anything is written, if a weight is NaN or infinite.
+    pub(crate) fn write_policy(
+        &self,
+        folder: &Path,
+        model: &Pretrained,
+        dtype: ComputeDType,
+    ) -> Result<()> {
+        self.ensure_finite()?;
+        let policy = self.weights(0);
+        model.write_files(&policy.export().in_dtype(dtype.into()), folder)?;
+        if dtype != ComputeDType::F32 && policy.adapters.is_none() {
+            policy.parameters.save(&folder.join(POLICY))?;
+        }
+        Ok(())
+    }
+
     /// Writes everything of a checkpoint except the weights of the policy.
     pub(crate) fn save(&self, folder: &Path, state: &TrainerState) -> Result<()> {
+        self.save_files(folder, state)
+            .with_context(|| format!("saving the state of the run in {}", folder.display()))
+    }
+
+    fn save_files(&self, folder: &Path, state: &TrainerState) -> Result<()> {
         self.actor.optimizer().save_state(&folder.join(OPTIMIZER))?;
         if let Some(adapters) = self.actor.adapters() {
             fs::create_dir_all(folder.join(ADAPTER))?;
@@ -127,6 +153,11 @@ impl Models {
     /// Reads what [`Self::save`] wrote, and the weights of the policy. `now` is the state of the
     /// new run, which must have the same parts.
     pub(crate) fn load(&mut self, folder: &Path, now: &TrainerState) -> Result<TrainerState> {
+        self.load_files(folder, now)
+            .with_context(|| format!("reading the state of the run in {}", folder.display()))
+    }
+
+    fn load_files(&mut self, folder: &Path, now: &TrainerState) -> Result<TrainerState> {
         let read = |name: &str| read_tensors(&folder.join(name));
         let file: StateFile = read_json(&folder.join(STATE))?;
         match (&file.base_sha256, self.base_sha256()?) {

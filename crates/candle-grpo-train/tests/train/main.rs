@@ -31,5 +31,6 @@ mod resume;
 mod reward_model;
 mod rewards;
 mod sampler;
+mod sft;
 mod statistics;
 mod trainer;

@@ -12,6 +12,7 @@ use candle_grpo_loss::{Aggregation, KlLoss, PolicyLoss, Recipe, RolloutCorrectio
 use candle_grpo_nn::{DecoderConfig, LoraConfig, Parameters};
 use candle_grpo_test_support::{device, on_ranks};
 use candle_grpo_train::rollout::{Deliver, GenerationBatch, LocalGenerator, PolicyWeights};
+use candle_grpo_train::run::StepRecord as _;
 use candle_grpo_train::{
     ComputeDType, CriticConfig, Generator, Interrupted, Progress, Sample, SamplingConfig,
     StepMetrics, TrainConfig, Trainer, evaluate,

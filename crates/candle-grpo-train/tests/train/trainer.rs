@@ -4,17 +4,14 @@ use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
 
 use crate::common::{
-    END, max_difference, model, parameters, prompts, sampler, sampling, share_of_a, tokenizer,
+    max_difference, model, parameters, prompts, sampler, sampling, share_of_a, tokenizer,
     try_trainer, without_seconds,
 };
 use anyhow::Result;
 use candle_grpo_core::{AdvantageConfig, GroupFilter, SingletonGroup};
 use candle_grpo_loss::Recipe;
-use candle_grpo_nn::{AdamWConfig, Parameters};
-use candle_grpo_test_support::device;
-use candle_grpo_train::learn::{
-    Example, LearningRateSchedule, OldLogProbs, PretrainConfig, pretrain,
-};
+use candle_grpo_nn::AdamWConfig;
+use candle_grpo_train::learn::{LearningRateSchedule, OldLogProbs};
 use candle_grpo_train::progress::{NoProgress, Phase};
 use candle_grpo_train::rewards::Score;
 use candle_grpo_train::{
@@ -23,7 +20,6 @@ use candle_grpo_train::{
 };
 use rstest::rstest;
 use std::collections::HashMap;
-use std::ops::ControlFlow;
 
 fn config() -> TrainConfig {
     TrainConfig {
@@ -336,60 +332,6 @@ fn settings_survive_serialization() {
     assert_eq!(serde_json::to_string(&read).unwrap(), text);
     let error = serde_json::from_str::<TrainConfig>(r#"{"num_generation": 4}"#).unwrap_err();
     assert!(error.to_string().contains("unknown field `num_generation`"));
-}
-
-#[test]
-fn pretraining_learns_its_examples() {
-    let parameters = Parameters::init(&model(), 0, device()).unwrap();
-    let examples = [
-        Example {
-            prompt: vec![1, 2],
-            answer: vec![3, END],
-        },
-        Example {
-            prompt: vec![2],
-            answer: vec![4, 5, END],
-        },
-    ];
-    let config = PretrainConfig {
-        max_steps: 500,
-        batch_size: 2,
-        optimizer: AdamWConfig {
-            learning_rate: 1e-2,
-            ..AdamWConfig::default()
-        },
-        ..PretrainConfig::default()
-    };
-    let mut losses = Vec::new();
-    let steps = pretrain(&model(), &parameters, &examples, &config, |step, loss| {
-        losses.push(loss);
-        assert_eq!(step, losses.len());
-        Ok(if loss < 0.05 {
-            ControlFlow::Break(())
-        } else {
-            ControlFlow::Continue(())
-        })
-    })
-    .unwrap();
-    assert!((losses[0] - 6f64.ln()).abs() < 0.1, "{}", losses[0]);
-    assert!(steps < 500 && losses.len() == steps);
-
-    let error = |examples: &[Example], config: &PretrainConfig| {
-        pretrain(&model(), &parameters, examples, config, |_, _| {
-            Ok(ControlFlow::Continue(()))
-        })
-        .unwrap_err()
-        .to_string()
-    };
-    assert_eq!(
-        error(&[], &config),
-        "examples: none, there must be at least one"
-    );
-    let none = PretrainConfig {
-        batch_size: 0,
-        ..config
-    };
-    assert_eq!(error(&examples, &none), "batch_size: 0, must be at least 1");
 }
 
 /// The phases of a step with their units, and a request to stop.

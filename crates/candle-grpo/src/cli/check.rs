@@ -5,10 +5,12 @@ use std::fs;
 use std::io::{Write, stdout};
 use std::path::Path;
 
-use candle_grpo::config::{RollFile, RunConfig};
+use candle_grpo::config::{Configuration, RollFile, RunConfig, SftRunConfig};
 use candle_grpo::nn::{BaseWeights, DecoderConfig, Gguf};
+use candle_grpo::train::Pretrained;
 use candle_grpo::train::hub::HubContent;
 use candle_grpo::train::learn::MemoryPlan;
+use candle_grpo::train::sft::SftDataset;
 use candle_grpo_collective::launch;
 
 use super::console::Console;
@@ -21,6 +23,10 @@ pub(super) fn check(file: &Path, quiet: bool) -> Result<(), Exit> {
     let environment = launch::environment().map_err(|error| Exit::Run(error.to_string()))?;
     // One rank prints what all of them check.
     let quiet = quiet || environment.is_some_and(|environment| environment.rank > 0);
+    let document = load::document(file)?;
+    if SftRunConfig::is_of(&document) {
+        return check_sft(file, load::sft_config(&document)?, quiet);
+    }
     let mut run = load::config(file, |roll| match quiet {
         true => load::warn_of_keys(file, roll),
         false => print_keys(roll),
@@ -66,7 +72,13 @@ pub(super) fn check(file: &Path, quiet: bool) -> Result<(), Exit> {
             run.max_steps,
         )?;
         if let Some((plan, longest)) = plan {
-            print_plan(&run, &plan, longest, &mut out)?;
+            let length = run.train.sampling.max_new_tokens;
+            let size = format!("completions of {length} tokens and a longest prompt of {longest}");
+            print_plan(&plan, &size, &mut out)?;
+            writeln!(
+                out,
+                "#   Sampling and training alternate. Reward models are not counted."
+            )?;
         }
         print_hub_files(&run, &mut out)?;
         if let Some(found) = environment {
@@ -81,16 +93,101 @@ pub(super) fn check(file: &Path, quiet: bool) -> Result<(), Exit> {
     Ok(())
 }
 
-/// The memory of the run. The blocks of a GGUF file count as they are there.
+/// Checks a supervised run as [`check`] does, and shows which tokens of a row train.
+fn check_sft(file: &Path, mut run: SftRunConfig, quiet: bool) -> Result<(), Exit> {
+    // The log has the warnings about the data.
+    let console = Console::new(true);
+    let content = HubContent::ModelWithoutWeights;
+    load::files(&mut run, content, &BTreeMap::new(), &console)?;
+    // A GGUF file has the tokenizer, without which there are no tokens to check.
+    let inputs = match run.lacks_model_weights() && !run.model.path.is_dir() {
+        true => None,
+        false => Some(load::sft_inputs(&run)?),
+    };
+    console.finish();
+    let yaml = run
+        .to_yaml()
+        .map_err(|error| Exit::Config(error.to_string()))?;
+    let mut text = Vec::new();
+    match &inputs {
+        Some((dataset, pretrained)) => print_rows(&run, dataset, pretrained, &mut text)?,
+        None => writeln!(
+            text,
+            "# The rows were not checked: the tokenizer is in the weights of the model."
+        )?,
+    }
+    print_hub_files(&run, &mut text)?;
+    if !quiet {
+        let mut out = stdout().lock();
+        writeln!(out, "# {}: valid. Every setting:", file.display())?;
+        out.write_all(&text)?;
+        write!(out, "{yaml}")?;
+    }
+    Ok(())
+}
+
+/// Prints the numbers of rows and tokens, the beginning of the first row, and the memory.
+fn print_rows(
+    run: &SftRunConfig,
+    dataset: &SftDataset,
+    pretrained: &Pretrained,
+    out: &mut impl Write,
+) -> Result<(), Exit> {
+    let rows = &dataset.train;
+    let (_, steps) = run.sft.length(rows.examples.len());
+    writeln!(
+        out,
+        "# {} rows to train on, {} held out; {} rows a step for {steps} steps.",
+        rows.examples.len(),
+        dataset.held_out.examples.len(),
+        run.sft.batch_size,
+    )?;
+    writeln!(
+        out,
+        "# {} tokens to train on, {} of which train; the longest row has {}. {} rows are too long and left out, {} are cut off, {} have the weight 0.",
+        rows.num_tokens(),
+        rows.num_trained_tokens(),
+        rows.longest_kept(),
+        rows.too_long,
+        rows.truncated,
+        rows.without_weight,
+    )?;
+    if let Some(first) = rows.examples.first() {
+        let text = first.marked_text(&pretrained.tokenizer, SHOWN_TOKENS);
+        let text = text.map_err(|error| Exit::Data(format!("{error:#}")))?;
+        writeln!(
+            out,
+            "# The beginning of the first row, with ⟦ ⟧ around what trains:"
+        )?;
+        for line in text.lines() {
+            writeln!(out, "#   {line}")?;
+        }
+    }
+    let plan = MemoryPlan::supervised(&pretrained.model, &run.sft, rows.longest_kept())
+        .and_then(|plan| on_this_device(plan, run));
+    let plan = plan.map_err(|error| Exit::Config(format!("{error:#}")))?;
+    let size = format!("rows of up to {} tokens", rows.longest_kept());
+    print_plan(&plan, &size, out)
+}
+
+/// The most tokens of a row that are shown.
+const SHOWN_TOKENS: usize = 200;
+
+/// The memory of the run.
 fn plan(
     run: &RunConfig,
     model: &DecoderConfig,
     longest_prompt: usize,
 ) -> anyhow::Result<MemoryPlan> {
-    let mut plan = MemoryPlan::new(model, &run.train, longest_prompt)?;
-    let (base, dtype) = run.train.stored_form();
-    if base == BaseWeights::Stored && !run.model.path.is_dir() {
-        plan.frozen = Gguf::open(&run.model.path)?.frozen_bytes(base, dtype.into())?;
+    on_this_device(MemoryPlan::new(model, &run.train, longest_prompt)?, run)
+}
+
+/// A plan with the program. The blocks of a GGUF file count as they are there.
+fn on_this_device(mut plan: MemoryPlan, run: &impl Configuration) -> anyhow::Result<MemoryPlan> {
+    let (base, dtype) = run.stored_form();
+    let path = &run.model().path;
+    if base == BaseWeights::Stored && !path.is_dir() {
+        plan.frozen = Gguf::open(path)?.frozen_bytes(base, dtype.into())?;
     }
     // The memory of the plan is that of a GPU, if there is one.
     if !candle_core::utils::cuda_is_available() {
@@ -111,22 +208,16 @@ fn peak_of_this_process() -> Option<usize> {
     Some(kib << 10)
 }
 
-/// Prints the memory that the run takes, if its completions are as long as they can be.
-fn print_plan(
-    run: &RunConfig,
-    plan: &MemoryPlan,
-    longest_prompt: usize,
-    out: &mut impl Write,
-) -> Result<(), Exit> {
+/// Prints the memory that the run takes with sequences of this size.
+fn print_plan(plan: &MemoryPlan, lengths: &str, out: &mut impl Write) -> Result<(), Exit> {
     let size = |bytes: usize| match bytes >> 30 {
         0..10 => format!("{} MiB", bytes.div_ceil(1 << 20)),
         _ => format!("{:.1} GiB", bytes as f64 / f64::from(1 << 30)),
     };
     writeln!(
         out,
-        "# Memory: at most about {}, with completions of {} tokens and a longest prompt of {longest_prompt}.",
+        "# Memory: at most about {}, with {lengths}.",
         size(plan.peak()),
-        run.train.sampling.max_new_tokens,
     )?;
     let parts = [
         ("weights", plan.weights),
@@ -144,15 +235,11 @@ fn print_plan(
         .map(|(name, bytes)| format!("{name} {}", size(bytes)))
         .collect();
     writeln!(out, "#   {}.", parts.join(", "))?;
-    writeln!(
-        out,
-        "#   Sampling and training alternate. Reward models are not counted."
-    )?;
     Ok(())
 }
 
 /// Prints the commits of the hub, and the weights that are to be downloaded.
-fn print_hub_files(run: &RunConfig, out: &mut impl Write) -> Result<(), Exit> {
+fn print_hub_files(run: &impl Configuration, out: &mut impl Write) -> Result<(), Exit> {
     for (repository, commit) in run.hub_commits() {
         writeln!(out, "# {repository}: commit {commit}.")?;
     }

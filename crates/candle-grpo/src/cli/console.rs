@@ -14,6 +14,7 @@ use tracing_subscriber::EnvFilter;
 use tracing_subscriber::fmt::MakeWriter;
 
 const COMPLETIONS: &str = "{prefix:9} {bar:30} {pos}/{len} completions  {msg}  {eta} left";
+const SEQUENCES: &str = "{prefix:9} {bar:30} {pos}/{len} sequences  {msg}  {eta} left";
 const BYTES: &str =
     "{prefix:9} {bar:30} {binary_bytes}/{binary_total_bytes}  {binary_bytes_per_sec}  {eta} left";
 
@@ -160,7 +161,8 @@ impl Progress for Console {
         let (name, template) = match phase {
             Phase::Sample => ("sampling", COMPLETIONS),
             Phase::Score => ("scoring", COMPLETIONS),
-            Phase::Learn => ("training", COMPLETIONS),
+            Phase::Learn => ("training", SEQUENCES),
+            Phase::HeldOutLoss => ("held out", SEQUENCES),
             Phase::Evaluate => ("answering", COMPLETIONS),
             Phase::Save => ("saving", "{prefix:9} {spinner}"),
             Phase::Download => ("download", BYTES),

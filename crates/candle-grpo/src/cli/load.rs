@@ -4,7 +4,9 @@ use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use candle_grpo::config::{ConfigError, Document, ModelConfig, RollFile, RunConfig, Verdict};
+use candle_grpo::config::{
+    ConfigError, Configuration, Document, ModelConfig, RollFile, RunConfig, SftRunConfig, Verdict,
+};
 use candle_grpo::nn::DecoderConfig;
 use candle_grpo::run::{
     RunPrompts, device, load_model, load_model_without_weights, load_policy, locate, locate_files,
@@ -12,6 +14,7 @@ use candle_grpo::run::{
 use candle_grpo::train::hub::{HubContent, HubName};
 use candle_grpo::train::learn::Ranks;
 use candle_grpo::train::model::Chat;
+use candle_grpo::train::sft::SftDataset;
 use candle_grpo::train::{
     Dataset, Pretrained, RewardConfig, Sampler, SamplingConfig, WeightedRewards,
 };
@@ -25,12 +28,32 @@ fn wrong(error: ConfigError) -> Exit {
     Exit::Config(error.to_string())
 }
 
+/// Reads a file.
+pub(super) fn document(file: &Path) -> Result<Document, Exit> {
+    Document::read(file).map_err(wrong)
+}
+
+/// Returns the supervised run that a document describes.
+pub(super) fn sft_config(document: &Document) -> Result<SftRunConfig, Exit> {
+    SftRunConfig::new(document).map_err(wrong)
+}
+
+/// Returns the rows of a supervised run, with everything checked but the weights of the model, and
+/// the model without them. `grpo check` and `grpo sft` share these checks.
+pub(super) fn sft_inputs(run: &SftRunConfig) -> Result<(SftDataset, Pretrained), Exit> {
+    let pretrained =
+        load_model_without_weights(run).map_err(|error| Exit::Model(format!("{error:#}")))?;
+    let dataset = run.load_data(&pretrained).map_err(Exit::from_data)?;
+    dataset.warn();
+    Ok((dataset, pretrained))
+}
+
 /// Returns the run that a file describes. A file of ROLL is translated; `explain` gets its keys.
 pub(super) fn config(
     file: &Path,
     explain: impl FnOnce(&RollFile) -> Result<(), Exit>,
 ) -> Result<RunConfig, Exit> {
-    let document = Document::read(file).map_err(wrong)?;
+    let document = document(file)?;
     let document = match RollFile::new(&document) {
         Some(roll) => {
             explain(&roll)?;
@@ -44,7 +67,7 @@ pub(super) fn config(
 /// Replaces the names of the hub in a run by paths: see [`locate_files`]. Then the programs,
 /// scripts and models of its rewards are checked.
 pub(super) fn files(
-    run: &mut RunConfig,
+    run: &mut impl Configuration,
     model: HubContent,
     commits: &BTreeMap<String, String>,
     console: &Console,
@@ -118,7 +141,7 @@ pub(super) fn rewards(run: &RunConfig) -> Result<WeightedRewards, Exit> {
 }
 
 /// Loads the model that a run trains.
-pub(super) fn policy(run: &RunConfig) -> Result<Pretrained, Exit> {
+pub(super) fn policy(run: &impl Configuration) -> Result<Pretrained, Exit> {
     load_policy(run).map_err(|error| Exit::Model(format!("{error:#}")))
 }
 
@@ -167,8 +190,8 @@ pub(super) fn sampler(
 }
 
 /// Sets the number of threads that compute.
-pub(super) fn set_threads(run: &RunConfig) -> Result<(), Exit> {
-    let Some(threads) = run.threads else {
+pub(super) fn set_threads(run: &impl Configuration) -> Result<(), Exit> {
+    let Some(threads) = run.threads() else {
         return Ok(());
     };
     let pool = rayon::ThreadPoolBuilder::new().num_threads(threads);

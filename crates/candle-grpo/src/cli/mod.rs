@@ -12,6 +12,7 @@ mod load;
 mod output;
 mod report;
 mod sample;
+mod sft;
 mod suites;
 mod table;
 mod train;
@@ -50,6 +51,12 @@ enum Command {
     /// TensorBoard, the answers to held-out prompts, and checkpoints that transformers loads.
     /// Ctrl-C saves and stops.
     Train(TrainArguments),
+    /// Train a model on given answers: supervised fine-tuning.
+    ///
+    /// The configuration has the section sft. Writes the folder run_dir as grpo train does: the
+    /// metrics of each step, and checkpoints that grpo train takes as its model. Ctrl-C saves and
+    /// stops.
+    Sft(TrainArguments),
     /// Evaluate a model on the held-out prompts of a configuration, or on suites of prompts.
     ///
     /// With --suite it prints pass@1, pass@k and maj@k with intervals of 95 % over the prompts.
@@ -129,6 +136,18 @@ struct TrainArguments {
     quiet: bool,
 }
 
+impl TrainArguments {
+    /// Returns the start of the run.
+    fn start(&self) -> Start {
+        match (self.resume, self.replace) {
+            (true, _) if self.accept_changes => Start::ResumeChanged,
+            (true, _) => Start::Resume,
+            (_, true) => Start::Replace,
+            _ => Start::New,
+        }
+    }
+}
+
 #[derive(clap::Args)]
 struct ReportArguments {
     /// The folders of runs.
@@ -149,14 +168,9 @@ pub(crate) fn run() -> ExitCode {
         Command::Init(arguments) => init::init(&arguments),
         Command::Check(arguments) => check::check(&arguments.file, arguments.quiet),
         Command::Train(arguments) => {
-            let start = match (arguments.resume, arguments.replace) {
-                (true, _) if arguments.accept_changes => Start::ResumeChanged,
-                (true, _) => Start::Resume,
-                (_, true) => Start::Replace,
-                _ => Start::New,
-            };
-            train::train(&arguments.file, start, arguments.quiet)
+            train::train(&arguments.file, arguments.start(), arguments.quiet)
         }
+        Command::Sft(arguments) => sft::sft(&arguments.file, arguments.start(), arguments.quiet),
         Command::Eval(arguments) => eval::run(*arguments),
         Command::Sample(arguments) => sample::sample(arguments),
         Command::Chat(arguments) => chat::chat(&arguments),

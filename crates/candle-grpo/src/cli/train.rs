@@ -5,7 +5,7 @@ use std::path::Path;
 use std::sync::Arc;
 use std::time::Instant;
 
-use candle_grpo::config::RunConfig;
+use candle_grpo::config::{Configuration, RunConfig};
 use candle_grpo::run::{Progress, Session, Start, recorded_commits};
 use candle_grpo::train::hub::HubContent;
 use candle_grpo::train::learn::Ranks;
@@ -18,13 +18,23 @@ use super::load;
 /// Trains as the configuration in `file` describes.
 pub(super) fn train(file: &Path, start: Start, quiet: bool) -> Result<(), Exit> {
     let config = load::config(file, |roll| load::warn_of_keys(file, roll))?;
+    on_ranks(quiet, |console, ranks| {
+        run(file, config, start, console, ranks)
+    })
+}
+
+/// Connects to the other ranks of a job, and ends the job if this one fails.
+pub(super) fn on_ranks(
+    quiet: bool,
+    run: impl FnOnce(&Console, &Ranks) -> Result<(), Exit>,
+) -> Result<(), Exit> {
     let ranks = load::ranks()?;
     let console = match ranks.is_first() {
         true => Console::new(quiet),
         false => Console::of_other_rank(),
     };
     console.stop_when_asked();
-    let done = run(file, config, start, &console, &ranks);
+    let done = run(&console, &ranks);
     console.finish();
     match done {
         // All ranks are interrupted after the same step.
@@ -45,12 +55,7 @@ fn run(
     ranks: &Ranks,
 ) -> Result<(), Exit> {
     load::set_threads(&config)?;
-    let located = files(&mut config, start, console, ranks);
-    located.map_err(|exit| match exit {
-        // The other ranks may wait for this one.
-        Exit::Interrupted(message) if !ranks.is_alone() => Exit::Run(message),
-        exit => exit,
-    })?;
+    files(&mut config, start, console, ranks)?;
     // Everything else is checked before the weights are read.
     let prompts = load::inputs(&config)?.prompts;
     let pretrained = load::policy(&config)?;
@@ -62,28 +67,20 @@ fn run(
         config, pretrained, prompts, reward, start, progress, collective,
     )
     .map_err(|error| Exit::Run(format!("{error:#}")))?;
+    let hint = |session: &Session| hint("train", file, session.path(), session.replaced());
     let begun = Instant::now();
     console.begin_steps(session.trainer().steps(), steps);
     loop {
         let advanced = session.advance();
-        match advanced.map_err(|error| Exit::from_run(error, hint(file, &session)))? {
+        match advanced.map_err(|error| Exit::from_run(error, hint(&session)))? {
             Progress::Step(metrics) => {
                 console.set_steps(metrics.step);
                 console.say(&summary(&metrics, steps));
             }
-            Progress::Evaluated { step, metrics } => {
-                let metrics = metrics.iter();
-                let metrics: Vec<String> = metrics
-                    .map(|(name, value)| format!("{name} {value:.3}"))
-                    .collect();
-                console.say(&format!(
-                    "held out, after {step} steps:  {}",
-                    metrics.join("  ")
-                ));
-            }
+            Progress::Evaluated { step, metrics } => console.say(&evaluated(step, &metrics)),
             Progress::Saved(_) => {}
             Progress::Interrupted => {
-                return Err(Exit::Interrupted(hint(file, &session)));
+                return Err(Exit::Interrupted(hint(&session)));
             }
             Progress::Finished => break,
         }
@@ -102,8 +99,21 @@ fn run(
 
 /// Locates the files of the hub, for a resumed run those of the commits that it began with. Rank 0
 /// downloads them before the others, which find them in the cache of a machine that they share.
-fn files(
-    config: &mut RunConfig,
+pub(super) fn files(
+    config: &mut impl Configuration,
+    start: Start,
+    console: &Console,
+    ranks: &Ranks,
+) -> Result<(), Exit> {
+    locate(config, start, console, ranks).map_err(|exit| match exit {
+        // The other ranks may wait for this one.
+        Exit::Interrupted(message) if !ranks.is_alone() => Exit::Run(message),
+        exit => exit,
+    })
+}
+
+fn locate(
+    config: &mut impl Configuration,
     start: Start,
     console: &Console,
     ranks: &Ranks,
@@ -113,7 +123,7 @@ fn files(
         (false, _) => None,
         (true, Start::New | Start::Replace) => Some(BTreeMap::new()),
         (true, Start::Resume | Start::ResumeChanged) => {
-            Some(recorded_commits(&config.run_dir).map_err(failed)?)
+            Some(recorded_commits(config.run_dir()).map_err(failed)?)
         }
     };
     if let Some(commits) = &commits {
@@ -155,22 +165,30 @@ fn summary(metrics: &StepMetrics, steps: usize) -> String {
     )
 }
 
-/// Returns how to go on after a run that ended early, and where the run is that it replaces.
-fn hint(file: &Path, session: &Session) -> String {
-    let latest = RunDir::checkpoints(session.path()).latest();
+/// Returns the line about an evaluation after `step` steps.
+pub(super) fn evaluated(step: usize, metrics: &BTreeMap<String, f64>) -> String {
+    let metrics = metrics.iter();
+    let metrics = metrics.map(|(name, value)| format!("{name} {value:.3}"));
+    let metrics: Vec<String> = metrics.collect();
+    format!("held out, after {step} steps:  {}", metrics.join("  "))
+}
+
+/// Returns how to go on after a run of `grpo COMMAND` in `run_dir` that ended early, and where the
+/// run is that it replaces.
+pub(super) fn hint(command: &str, file: &Path, run_dir: &Path, replaced: Option<&Path>) -> String {
+    let latest = RunDir::checkpoints(run_dir).latest();
+    let file = file.display();
     let mut hint = match latest.unwrap_or_default().checkpoint {
         Some(last) => format!(
-            "The run is saved up to step {} in {}; to go on: grpo train {} --resume",
+            "The run is saved up to step {} in {}; to go on: grpo {command} {file} --resume",
             last.step,
             last.path.display(),
-            file.display()
         ),
-        None => format!(
-            "There is no checkpoint yet; to begin again: grpo train {} --resume",
-            file.display()
-        ),
+        None => {
+            format!("There is no checkpoint yet; to begin again: grpo {command} {file} --resume")
+        }
     };
-    if let Some(replaced) = session.replaced() {
+    if let Some(replaced) = replaced {
         hint += &format!("\nThe previous run is kept in {}.", replaced.display());
     }
     hint

@@ -6,6 +6,7 @@ use serde_json::Value;
 use super::EvaluationConfig;
 use super::problem::Problem;
 use super::run::RunConfig;
+use super::sft::SftRunConfig;
 
 /// The greatest count that any key takes.
 const COUNT: u64 = 1 << 40;
@@ -38,38 +39,74 @@ pub(super) fn check(run: &RunConfig) -> Result<(), Problem> {
             return Err(Problem::at(key, "0, must be at least 1"));
         }
     }
-    if let Some(threads) = run.threads.filter(|&threads| threads > THREADS) {
-        let stacks = size(threads as u128 * STACK_BYTES);
-        return Err(Problem::at(
-            "threads",
-            format!("{threads}, must be at most {THREADS}; their stacks take {stacks}"),
-        ));
-    }
-    if let Some(adapters) = &run.train.adapters
-        && !(1..=RANK).contains(&adapters.rank)
-    {
-        let bytes = size(adapters.rank as u128 * 2 * 1024 * ADAPTER_BYTES);
-        return Err(Problem::at(
-            "training.adapters.rank",
-            format!(
-                "{}, must be from 1 to {RANK}; the adapter of one map of 1024 inputs and outputs takes {bytes}",
-                adapters.rank
-            ),
-        ));
-    }
+    check_threads(run.threads)?;
+    check_rank("training", run.train.adapters.as_ref())?;
     step(run)?;
     check_evaluation(&run.evaluation, 1)?;
     let effective = run.to_value().map_err(|error| Problem::at("", error))?;
     numbers("", &effective)
 }
 
-/// Refuses adapters of `model` that are not valid or wider than the model, so that a smaller rank
-/// gives the same updates.
-pub(super) fn check_adapters(adapters: &LoraConfig, model: &DecoderConfig) -> Result<(), Problem> {
-    let section = "training.adapters";
+/// Refuses numbers of threads that no machine could start.
+fn check_threads(threads: Option<usize>) -> Result<(), Problem> {
+    if let Some(threads) = threads.filter(|&threads| threads > THREADS) {
+        let stacks = size(threads as u128 * STACK_BYTES);
+        return Err(Problem::at(
+            "threads",
+            format!("{threads}, must be at most {THREADS}; their stacks take {stacks}"),
+        ));
+    }
+    Ok(())
+}
+
+/// Refuses ranks of adapters of any model that no machine could hold.
+fn check_rank(section: &str, adapters: Option<&LoraConfig>) -> Result<(), Problem> {
+    if let Some(adapters) = adapters
+        && !(1..=RANK).contains(&adapters.rank)
+    {
+        let bytes = size(adapters.rank as u128 * 2 * 1024 * ADAPTER_BYTES);
+        return Err(Problem::at(
+            &format!("{section}.adapters.rank"),
+            format!(
+                "{}, must be from 1 to {RANK}; the adapter of one map of 1024 inputs and outputs takes {bytes}",
+                adapters.rank
+            ),
+        ));
+    }
+    Ok(())
+}
+
+/// [`check`] of supervised training.
+pub(super) fn check_sft(run: &SftRunConfig) -> Result<(), Problem> {
+    for (key, value) in [
+        ("max_steps", run.sft.max_steps),
+        ("threads", run.threads),
+        ("checkpoint.every_steps", run.checkpoint.every_steps),
+        ("checkpoint.keep", Some(run.checkpoint.keep)),
+        ("evaluation.every_steps", run.evaluation.every_steps),
+        ("evaluation.max_rows", run.evaluation.max_rows),
+    ] {
+        if value == Some(0) {
+            return Err(Problem::at(key, "0, must be at least 1"));
+        }
+    }
+    check_threads(run.threads)?;
+    check_rank("sft", run.sft.adapters.as_ref())?;
+    let effective = run.to_value().map_err(|error| Problem::at("", error))?;
+    numbers("", &effective)
+}
+
+/// Refuses adapters of `model` in `section` that are not valid or wider than the model, so that a
+/// smaller rank gives the same updates.
+pub(super) fn check_adapters(
+    section: &str,
+    adapters: &LoraConfig,
+    model: &DecoderConfig,
+) -> Result<(), Problem> {
+    let section = format!("{section}.adapters");
     let shapes = adapters
         .parameter_shapes(model)
-        .map_err(|error| Problem::within(section, &error.into()))?;
+        .map_err(|error| Problem::within(&section, &error.into()))?;
     let width = model.hidden_size;
     if adapters.rank > width {
         let weights: u128 = shapes

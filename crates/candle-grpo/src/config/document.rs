@@ -13,7 +13,8 @@ use toml::de::{DeTable, DeValue};
 
 use super::error::ConfigError;
 use super::other_names::VERL_SIGN;
-use super::suggestions::{unknown_key, unknown_name};
+use super::sft::SftRunConfig;
+use super::suggestions::{unknown_key, unknown_name, unknown_sft_key};
 use super::syntax;
 use super::tree::{Tree, TypeError};
 
@@ -219,7 +220,11 @@ impl Document {
                     Some((section, _)) => section,
                     None => "",
                 };
-                self.error(&at, unknown_key(section, key, known))
+                let message = match SftRunConfig::is_of(self) {
+                    true => unknown_sft_key(section, key, known),
+                    false => unknown_key(section, key, known),
+                };
+                self.error(&at, message)
             }
             TypeError::UnknownName { name, known } => {
                 // Some names are keys of a mapping and have a line.

@@ -1,38 +1,52 @@
 //! Models and data of a run that come from the hub.
 
 use std::collections::BTreeMap;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result};
+use candle_grpo_nn::BaseWeights;
 use candle_grpo_train::hub::{HubContent, HubName, Located, MissingFile, TransferError};
-use candle_grpo_train::{DatasetConfig, Interrupted, RewardConfig};
+use candle_grpo_train::{ComputeDType, DatasetConfig, Interrupted, RewardConfig};
 
+use super::document::Document;
+use super::error::ConfigError;
 use super::run::{RunConfig, reward_key};
 use super::sections::{ModelConfig, TeacherConfig};
 
 const MODEL: &str = "model";
 const TEACHER: &str = "teacher.model";
 
-/// The sections of a file that name models and data.
-type NamedSections = (
-    ModelConfig,
-    Option<TeacherConfig>,
-    DatasetConfig,
-    Vec<RewardConfig>,
-);
-
-/// The files of a run that come from the hub.
-#[derive(Debug, Clone, Default)]
-pub(super) struct HubFiles {
+/// The files of a run that come from the hub. `N` are the sections of its configuration that name
+/// some.
+#[derive(Debug, Clone)]
+pub(super) struct HubFiles<N> {
     /// The sections with names in place of paths, once these are located.
-    named: Option<NamedSections>,
+    pub(super) named: Option<N>,
     /// The commits by repository.
-    commits: BTreeMap<String, String>,
+    pub(super) commits: BTreeMap<String, String>,
     /// The weights that are not in the cache, by the key of the file and the name.
     missing: Vec<(String, HubName, Vec<MissingFile>)>,
 }
 
-impl HubFiles {
+impl<N> Default for HubFiles<N> {
+    fn default() -> Self {
+        Self {
+            named: None,
+            commits: BTreeMap::new(),
+            missing: Vec::new(),
+        }
+    }
+}
+
+impl<N> HubFiles<N> {
+    /// Sets the sections with names in place of paths.
+    pub(super) fn with_named(self, named: N) -> Self {
+        Self {
+            named: Some(named),
+            ..self
+        }
+    }
+
     /// Returns whether weights of a model that `key` names, or a key in it, are not in the cache.
     pub(super) fn lacks_weights_of(&self, key: &str) -> bool {
         let is_of_key = |lacking: &str| match lacking.strip_prefix(key) {
@@ -41,22 +55,156 @@ impl HubFiles {
         };
         self.missing.iter().any(|(lacking, ..)| is_of_key(lacking))
     }
+
+    /// Returns whether the weights of the model are still to be downloaded.
+    pub(super) fn lacks_model_weights(&self) -> bool {
+        self.lacks_weights_of(MODEL)
+    }
+
+    /// Returns the weights that are still to be downloaded, by the name of their model.
+    pub(super) fn missing_weights(&self) -> impl Iterator<Item = (&HubName, &[MissingFile])> {
+        let missing = self.missing.iter();
+        missing.map(|(_, name, files)| (name, files.as_slice()))
+    }
 }
 
-impl RunConfig {
-    /// Replaces each name of the hub by a path, which `locate` returns for the name, the needed
-    /// content, and the commit in `commits` if there is one for the repository. A revision stands
-    /// for one commit in the whole run.
+/// Locates a file of the hub: of a name, for its needed content, at a commit if one is given.
+pub(crate) type Locate<'a> =
+    &'a mut dyn FnMut(&HubName, HubContent, Option<&str>) -> Result<Located>;
+
+/// The replacement of names of the hub by paths in the sections of a configuration.
+pub(super) struct Replacement<'a, N> {
+    pub(super) document: &'a Document,
+    /// The commits that repositories must have.
+    pub(super) commits: &'a BTreeMap<String, String>,
+    pub(super) locate: Locate<'a>,
+    pub(super) hub: HubFiles<N>,
+}
+
+impl<N> Replacement<'_, N> {
+    /// Replaces the path at `key` if it is a name of the hub. A revision stands for one commit in
+    /// the whole run.
     ///
     /// # Errors
     ///
     /// With [`Interrupted`] or [`TransferError`] if the error of `locate` is one. With
     /// [`ConfigError`](super::ConfigError) and the line of the name otherwise.
-    pub(crate) fn replace_hub_names(
+    pub(super) fn replace(
+        &mut self,
+        key: &str,
+        content: HubContent,
+        path: &mut PathBuf,
+    ) -> Result<()> {
+        self.try_replace(key, content, path).or_else(|error| {
+            match error.is::<Interrupted>() || error.is::<TransferError>() {
+                true => Err(error).context(key.to_owned()),
+                false => Err(self.document.error(key, format!("{error:#}")).into()),
+            }
+        })
+    }
+
+    fn try_replace(&mut self, key: &str, content: HubContent, path: &mut PathBuf) -> Result<()> {
+        let name = match content {
+            HubContent::Data => HubName::of_prefixed(path)?,
+            HubContent::Model | HubContent::ModelWithoutWeights => HubName::of(path)?,
+        };
+        let Some(name) = name else {
+            return Ok(());
+        };
+        let hub = &mut self.hub;
+        let repository = name.repository();
+        let commit = hub
+            .commits
+            .get(&repository)
+            .or(self.commits.get(&repository));
+        let located = (self.locate)(&name, content, commit.map(String::as_str))?;
+        hub.commits.insert(repository, located.commit);
+        if !located.missing.is_empty() {
+            hub.missing.push((key.to_owned(), name, located.missing));
+        }
+        *path = located.path;
+        Ok(())
+    }
+
+    /// [`Self::replace`] of the model, and of the files to train on and to evaluate on.
+    pub(super) fn replace_model_and_data(
+        &mut self,
+        (model, content): (&mut PathBuf, HubContent),
+        train: &mut [PathBuf],
+        held_out: &mut [PathBuf],
+    ) -> Result<()> {
+        self.replace(MODEL, content, model)?;
+        for (key, paths) in [("data.train", train), ("data.held_out", held_out)] {
+            for path in paths {
+                self.replace(key, HubContent::Data, path)?;
+            }
+        }
+        Ok(())
+    }
+}
+
+/// The parts of a configuration that the program handles alike for all trainers.
+pub trait Configuration {
+    /// Replaces each name of the hub by a path, which `locate` returns for the name, the needed
+    /// content, and the commit in `commits` if there is one for the repository. `model` is the
+    /// needed part of models.
+    ///
+    /// # Errors
+    ///
+    /// With [`Interrupted`] or [`TransferError`] if the error of `locate` is one. With
+    /// [`ConfigError`](super::ConfigError) and the line of the name otherwise.
+    fn replace_hub_names(
         &mut self,
         model: HubContent,
         commits: &BTreeMap<String, String>,
-        mut locate: impl FnMut(&HubName, HubContent, Option<&str>) -> Result<Located>,
+        locate: &mut dyn FnMut(&HubName, HubContent, Option<&str>) -> Result<Located>,
+    ) -> Result<()>;
+
+    /// Checks that the programs, scripts and folders are there that the configuration names.
+    ///
+    /// # Errors
+    ///
+    /// With the line of the key if one is missing.
+    fn check_files(&self) -> Result<(), ConfigError>;
+
+    /// Returns the commits of the repositories on the hub that the run reads, once their files are
+    /// located. The keys are [their names](HubName::repository).
+    fn hub_commits(&self) -> &BTreeMap<String, String>;
+
+    /// Returns the weights that are still to be downloaded, by the name of their model.
+    fn missing_weights(&self) -> Vec<(&HubName, &[MissingFile])>;
+
+    /// Returns whether the weights of the model are still to be downloaded.
+    fn lacks_model_weights(&self) -> bool;
+
+    /// Returns the model to train.
+    fn model(&self) -> &ModelConfig;
+
+    /// Returns the form of the linear maps of the model in memory, and the dtype of its other
+    /// weights.
+    fn stored_form(&self) -> (BaseWeights, ComputeDType);
+
+    /// Returns the folder of the run.
+    fn run_dir(&self) -> &Path;
+
+    /// Returns the number of threads to compute with; absent: one for each core.
+    fn threads(&self) -> Option<usize>;
+}
+
+/// The sections of a run that name files of the hub.
+pub(super) type RunNames = (
+    ModelConfig,
+    Option<TeacherConfig>,
+    DatasetConfig,
+    Vec<RewardConfig>,
+);
+
+impl Configuration for RunConfig {
+    fn replace_hub_names(
+        &mut self,
+        model: HubContent,
+        commits: &BTreeMap<String, String>,
+        locate: &mut dyn FnMut(&HubName, HubContent, Option<&str>) -> Result<Located>,
     ) -> Result<()> {
         let named = (
             self.model.clone(),
@@ -64,58 +212,64 @@ impl RunConfig {
             self.data.clone(),
             self.rewards.clone(),
         );
-        let mut hub = HubFiles::default();
-        let mut replace = |key: &str, content: HubContent, path: &mut PathBuf| -> Result<()> {
-            let name = match content {
-                HubContent::Data => HubName::of_prefixed(path)?,
-                HubContent::Model | HubContent::ModelWithoutWeights => HubName::of(path)?,
-            };
-            let Some(name) = name else {
-                return Ok(());
-            };
-            let repository = name.repository();
-            let commit = hub.commits.get(&repository).or(commits.get(&repository));
-            let located = locate(&name, content, commit.map(String::as_str))?;
-            hub.commits.insert(repository, located.commit);
-            if !located.missing.is_empty() {
-                hub.missing.push((key.to_owned(), name, located.missing));
-            }
-            *path = located.path;
-            Ok(())
+        let mut replacement = Replacement {
+            document: &self.document,
+            commits,
+            locate,
+            hub: HubFiles::default(),
         };
-        let document = self.document.clone();
-        let of_key = |key: &str, replaced: Result<()>| {
-            replaced.or_else(|error| {
-                match error.is::<Interrupted>() || error.is::<TransferError>() {
-                    true => Err(error).context(key.to_owned()),
-                    false => Err(document.error(key, format!("{error:#}")).into()),
-                }
-            })
-        };
-        of_key(MODEL, replace(MODEL, model, &mut self.model.path))?;
-        if let Some(teacher) = &mut self.teacher {
-            of_key(TEACHER, replace(TEACHER, model, &mut teacher.model))?;
-        }
         let data = &mut self.data;
-        for (key, paths) in [
-            ("data.train", &mut data.train),
-            ("data.held_out", &mut data.held_out),
-        ] {
-            for path in paths {
-                of_key(key, replace(key, HubContent::Data, path))?;
-            }
+        replacement.replace_model_and_data(
+            (&mut self.model.path, model),
+            &mut data.train,
+            &mut data.held_out,
+        )?;
+        if let Some(teacher) = &mut self.teacher {
+            replacement.replace(TEACHER, model, &mut teacher.model)?;
         }
         for (i, reward) in self.rewards.iter_mut().enumerate() {
             for (key, path) in reward.models_mut() {
-                let key = format!("{}.{key}", reward_key(i));
-                of_key(&key, replace(&key, model, path))?;
+                replacement.replace(&format!("{}.{key}", reward_key(i)), model, path)?;
             }
         }
-        hub.named = Some(named);
-        self.hub = hub;
+        self.hub = replacement.hub.with_named(named);
         Ok(())
     }
 
+    fn check_files(&self) -> Result<(), ConfigError> {
+        Self::check_files(self)
+    }
+
+    fn hub_commits(&self) -> &BTreeMap<String, String> {
+        &self.hub.commits
+    }
+
+    fn missing_weights(&self) -> Vec<(&HubName, &[MissingFile])> {
+        self.hub.missing_weights().collect()
+    }
+
+    fn lacks_model_weights(&self) -> bool {
+        self.hub.lacks_model_weights()
+    }
+
+    fn model(&self) -> &ModelConfig {
+        &self.model
+    }
+
+    fn stored_form(&self) -> (BaseWeights, ComputeDType) {
+        self.train.stored_form()
+    }
+
+    fn run_dir(&self) -> &Path {
+        &self.run_dir
+    }
+
+    fn threads(&self) -> Option<usize> {
+        self.threads
+    }
+}
+
+impl RunConfig {
     /// The sections with names of the hub, as the file has them.
     pub(super) fn named_sections(
         &self,
@@ -136,25 +290,8 @@ impl RunConfig {
         }
     }
 
-    /// Returns the commits of the repositories on the hub that the run reads, once their files are
-    /// located. The keys are [their names](HubName::repository).
-    pub fn hub_commits(&self) -> &BTreeMap<String, String> {
-        &self.hub.commits
-    }
-
-    /// Returns the weights that are still to be downloaded, by the name of their model.
-    pub fn missing_weights(&self) -> impl Iterator<Item = (&HubName, &[MissingFile])> {
-        let missing = self.hub.missing.iter();
-        missing.map(|(_, name, files)| (name, files.as_slice()))
-    }
-
     /// Returns whether weights of the teacher are still to be downloaded.
     pub(crate) fn lacks_teacher_weights(&self) -> bool {
         self.hub.lacks_weights_of(TEACHER)
-    }
-
-    /// Returns whether the weights of the model are still to be downloaded.
-    pub fn lacks_model_weights(&self) -> bool {
-        self.hub.lacks_weights_of(MODEL)
     }
 }

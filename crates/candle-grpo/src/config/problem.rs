@@ -73,11 +73,17 @@ impl Problem {
 
     /// A setting of the trainer is not valid.
     pub(super) fn from_settings(error: &Error) -> Self {
+        Self::from_section("training", &ELSEWHERE, error)
+    }
+
+    /// A setting of a trainer is not valid. Its section is `section`, except for the fields that a
+    /// file has `elsewhere`.
+    pub(super) fn from_section(section: &str, elsewhere: &[(&str, &str)], error: &Error) -> Self {
         let Some(invalid) = find_invalid(error) else {
-            return Self::within("training", error);
+            return Self::within(section, error);
         };
         Self {
-            path: place(&invalid.field),
+            path: place(section, elsewhere, &invalid.field),
             message: Message::Option(invalid.clone()),
         }
     }
@@ -152,8 +158,9 @@ fn shows(value: &Value, text: &str) -> bool {
     }
 }
 
-/// Returns the place in a file of a field of [`TrainConfig`](candle_grpo_train::TrainConfig).
-fn place(field: &str) -> String {
+/// Returns the place in a file of a field of the settings of a trainer, such as
+/// [`TrainConfig`](candle_grpo_train::TrainConfig).
+fn place(section: &str, elsewhere: &[(&str, &str)], field: &str) -> String {
     let (first, rest) = match field.split_once('.') {
         Some((first, rest)) => (first, Some(rest)),
         None => (field, None),
@@ -164,9 +171,9 @@ fn place(field: &str) -> String {
     {
         return (*place).to_owned();
     }
-    let section = match ELSEWHERE.iter().find(|(name, _)| *name == first) {
+    let section = match elsewhere.iter().find(|(name, _)| *name == first) {
         Some((_, place)) => (*place).to_owned(),
-        None => format!("training.{first}"),
+        None => format!("{section}.{first}"),
     };
     match rest {
         Some(rest) => format!("{section}.{rest}"),

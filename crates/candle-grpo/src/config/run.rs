@@ -20,13 +20,14 @@ use super::algorithm::AlgorithmConfig;
 use super::bounds;
 use super::document::Document;
 use super::error::ConfigError;
-use super::hub_files::HubFiles;
+use super::hub_files::{HubFiles, RunNames};
 use super::merge::merge;
 use super::other_names;
 use super::problem::Problem;
 use super::sections::{
     CheckpointConfig, EvaluationConfig, EvaluationKeys, ModelConfig, TeacherConfig,
 };
+use super::sft::{SFT, SftRunConfig};
 
 /// A whole run: a configuration file with all defaults filled in, validated.
 ///
@@ -86,7 +87,7 @@ pub struct RunConfig {
     /// The file, for the lines of errors that only its files or its model show.
     pub(super) document: Document,
     /// The files that come from the hub.
-    pub(super) hub: HubFiles,
+    pub(super) hub: HubFiles<RunNames>,
 }
 
 /// The sections of a file.
@@ -186,6 +187,10 @@ impl RunConfig {
     fn build(document: &Document) -> Result<Self, Problem> {
         if let Some(error) = other_names::verl(document).or_else(|| other_names::flat(document)) {
             return Err(error.into());
+        }
+        if SftRunConfig::is_of(document) {
+            let message = "given: the file is one of grpo sft, not of reinforcement learning";
+            return Err(Problem::at(SFT, message));
         }
         tags("", &document.value)?;
         let sections: Sections = document.parse("", expanded(document))?;
@@ -361,14 +366,7 @@ impl RunConfig {
 
     /// Refuses a run that would write over what it reads.
     fn validate_run_dir(&self) -> Result<(), Problem> {
-        if self.run_dir.as_os_str().is_empty() {
-            return Err(Problem::at("run_dir", "\"\", must be the path of a folder"));
-        }
-        if self.run_dir.starts_with("~") {
-            let folder = self.run_dir.display();
-            let message = format!("{folder}, must name the home folder in full, ~ is not replaced");
-            return Err(Problem::at("run_dir", message));
-        }
+        check_run_dir(&self.run_dir)?;
         let rewards = self.rewards.iter().enumerate();
         let caches = rewards.flat_map(|(i, reward)| {
             let caches = reward.caches().into_iter();
@@ -377,16 +375,7 @@ impl RunConfig {
         let inputs = self.named_inputs();
         let inputs = inputs.map(|(key, path)| (key.to_owned(), path.as_path()));
         for (key, path) in inputs.chain(caches) {
-            if is_within(path, &self.run_dir) {
-                return Err(Problem::at(
-                    &key,
-                    format!(
-                        "{}, must lie outside of run_dir, {}",
-                        path.display(),
-                        self.run_dir.display()
-                    ),
-                ));
-            }
+            check_outside(&key, path, &self.run_dir)?;
         }
         Ok(())
     }
@@ -482,17 +471,8 @@ impl RunConfig {
     /// With [`ConfigError`] if a key of the section does not fit the rows, or content is not text.
     /// With file and line if something else is wrong.
     pub fn load_data(&self) -> anyhow::Result<Dataset> {
-        let dataset = self.data.load(self.seed()).map_err(|error| {
-            let Some(invalid) = find_invalid(&error) else {
-                return error;
-            };
-            let key = format!("data.{}", invalid.field);
-            match self.document.get(&key) {
-                Some(_) => self.error(&key, &format!("{}, must {}", invalid.value, invalid.must)),
-                None => self.error("data", &format!("{error:#}")),
-            }
-            .into()
-        })?;
+        let dataset = self.data.load(self.seed());
+        let dataset = dataset.map_err(|error| data_error(&self.document, error))?;
         for row in dataset.train.iter().chain(&dataset.held_out) {
             for reward in &self.rewards {
                 reward
@@ -514,7 +494,7 @@ impl RunConfig {
     /// Returns an error with the line of the key if there are variables and the model has no
     /// template, or its template does not contain the name of one.
     pub fn chat_template(&self, model: &Pretrained) -> Result<Option<ChatTemplate>, ConfigError> {
-        chat_template(&self.document, &self.data, model)
+        chat_template(&self.document, &self.data.chat_template_kwargs, model)
     }
 
     /// Checks the settings that depend on the model and the prompts: adapters, the balance of
@@ -530,14 +510,11 @@ impl RunConfig {
         held_out: &[Prompt],
     ) -> Result<(), ConfigError> {
         if let Some(adapters) = &self.train.adapters {
-            bounds::check_adapters(adapters, model)
+            bounds::check_adapters(TRAINING, adapters, model)
                 .map_err(|problem| problem.locate_at_path(&self.document))?;
         }
-        let coef = self.train.router_aux_loss_coef;
-        if coef > 0. && !model.has_experts() {
-            let message = format!("{coef}, must be 0 for a model without experts");
-            return Err(self.error("training.router_aux_loss_coef", &message));
-        }
+        check_router(TRAINING, self.train.router_aux_loss_coef, model)
+            .map_err(|problem| problem.locate_at_path(&self.document))?;
         if self.train.router_replay && !model.has_experts() {
             let message = "true, must be false for a model without experts";
             return Err(self.error("training.router_replay", message));
@@ -651,29 +628,7 @@ impl RunConfig {
 }
 
 const ENVIRONMENT: &str = "environment";
-
-/// Returns the chat template of a model with the variables of the data section of `document`.
-pub(super) fn chat_template(
-    document: &Document,
-    data: &DatasetConfig,
-    model: &Pretrained,
-) -> Result<Option<ChatTemplate>, ConfigError> {
-    let variables = &data.chat_template_kwargs;
-    let key = "data.chat_template_kwargs";
-    let Some(template) = &model.chat_template else {
-        return match variables.is_empty() {
-            true => Ok(None),
-            false => Err(document.error(key, "given, but the model has no chat template")),
-        };
-    };
-    for name in variables.keys() {
-        if !template.source().contains(name.as_str()) {
-            let message = "given, but the chat template has no such variable";
-            return Err(document.error(&format!("{key}.{name}"), message));
-        }
-    }
-    Ok(Some(template.clone().with_variables(variables.clone())))
-}
+const TRAINING: &str = "training";
 
 /// Returns the path of the reward with index `i` in a file.
 pub(super) fn reward_key(i: usize) -> String {
@@ -681,7 +636,7 @@ pub(super) fn reward_key(i: usize) -> String {
 }
 
 /// Returns the path of the tracker with index `i` in a file.
-fn tracker_key(i: usize) -> String {
+pub(super) fn tracker_key(i: usize) -> String {
     format!("trackers[{i}]")
 }
 
@@ -695,7 +650,7 @@ fn is_within(path: &Path, folder: &Path) -> bool {
 }
 
 /// Refuses names of kinds that are not texts: a number would select a kind by its position.
-fn tags(path: &str, value: &Value) -> Result<(), Problem> {
+pub(super) fn tags(path: &str, value: &Value) -> Result<(), Problem> {
     match value {
         Value::Object(map) => map.iter().try_for_each(|(key, value)| {
             let path = match path {
@@ -726,7 +681,7 @@ fn expanded(document: &Document) -> Value {
 }
 
 /// Returns `defaults` with the keys of `patch`, which stand at `path`, laid over them.
-fn laid_over<T: Serialize + DeserializeOwned>(
+pub(super) fn laid_over<T: Serialize + DeserializeOwned>(
     document: &Document,
     path: &str,
     defaults: &T,
@@ -736,8 +691,87 @@ fn laid_over<T: Serialize + DeserializeOwned>(
     Ok(document.parse(path, merge(defaults, patch))?)
 }
 
+/// Returns the chat template of a model with the variables at `data.chat_template_kwargs`.
+///
+/// # Errors
+///
+/// With the line of the key if there are variables and the model has no template, or its template
+/// does not contain the name of one.
+pub(super) fn chat_template(
+    document: &Document,
+    variables: &Map<String, Value>,
+    model: &Pretrained,
+) -> Result<Option<ChatTemplate>, ConfigError> {
+    let key = "data.chat_template_kwargs";
+    let Some(template) = &model.chat_template else {
+        return match variables.is_empty() {
+            true => Ok(None),
+            false => Err(document.error(key, "given, but the model has no chat template")),
+        };
+    };
+    for name in variables.keys() {
+        if !template.source().contains(name.as_str()) {
+            let message = "given, but the chat template has no such variable";
+            return Err(document.error(&format!("{key}.{name}"), message));
+        }
+    }
+    Ok(Some(template.clone().with_variables(variables.clone())))
+}
+
+/// Refuses a load-balancing loss in `section` for a model without experts.
+pub(super) fn check_router(section: &str, coef: f64, model: &DecoderConfig) -> Result<(), Problem> {
+    match coef == 0. || model.has_experts() {
+        true => Ok(()),
+        false => Err(Problem::at(
+            &format!("{section}.router_aux_loss_coef"),
+            format!("{coef}, must be 0 for a model without experts"),
+        )),
+    }
+}
+
+/// Returns an error of the data section with the line of its key, if it names one.
+pub(super) fn data_error(document: &Document, error: anyhow::Error) -> anyhow::Error {
+    let Some(invalid) = find_invalid(&error) else {
+        return error;
+    };
+    let key = format!("data.{}", invalid.field);
+    match document.get(&key) {
+        Some(_) => document.error(&key, format!("{}, must {}", invalid.value, invalid.must)),
+        None => document.error("data", format!("{error:#}")),
+    }
+    .into()
+}
+
+/// Checks that the path of a run's folder can be one.
+pub(super) fn check_run_dir(run_dir: &Path) -> Result<(), Problem> {
+    if run_dir.as_os_str().is_empty() {
+        return Err(Problem::at("run_dir", "\"\", must be the path of a folder"));
+    }
+    if run_dir.starts_with("~") {
+        let folder = run_dir.display();
+        let message = format!("{folder}, must name the home folder in full, ~ is not replaced");
+        return Err(Problem::at("run_dir", message));
+    }
+    Ok(())
+}
+
+/// Refuses a path at `key` that a run would read and write.
+pub(super) fn check_outside(key: &str, path: &Path, run_dir: &Path) -> Result<(), Problem> {
+    match is_within(path, run_dir) {
+        false => Ok(()),
+        true => Err(Problem::at(
+            key,
+            format!(
+                "{}, must lie outside of run_dir, {}",
+                path.display(),
+                run_dir.display()
+            ),
+        )),
+    }
+}
+
 /// Refuses keys that have their place in another section.
-fn own_place(
+pub(super) fn own_place(
     section: &str,
     keys: &Map<String, Value>,
     elsewhere: &[(&str, &str)],

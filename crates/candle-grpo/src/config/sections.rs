@@ -123,7 +123,8 @@ pub struct CheckpointConfig {
     pub every_steps: Option<usize>,
     /// The number of latest checkpoints to keep.
     pub keep: usize,
-    /// Keeps the checkpoint of the evaluation with the highest mean reward, too.
+    /// Keeps the checkpoint of the evaluation with the highest mean reward, too; in supervised
+    /// training that with the lowest loss.
     pub keep_best: bool,
     /// The dtype of the model in a checkpoint, with merged adapters. If all weights train, another
     /// dtype than f32 adds a file: the run resumes from weights in f32.

@@ -13,17 +13,27 @@ use super::algorithm::AlgorithmConfig;
 use super::other_names;
 use super::run::{ELSEWHERE, SAMPLER_ELSEWHERE};
 use super::sections::{CheckpointConfig, EvaluationKeys};
+use super::sft::{SFT, SFT_ELSEWHERE};
+use super::sft_names;
 
 /// Returns the message about a key that `section` does not have.
 pub(super) fn unknown_key(section: &str, key: &str, known: &[&str]) -> String {
+    let place = other_names::place(key).or_else(|| place_of(key));
+    unknown(place, section, key, known)
+}
+
+/// [`unknown_key`] in a file of supervised training.
+pub(super) fn unknown_sft_key(section: &str, key: &str, known: &[&str]) -> String {
+    unknown(sft_names::place(key), section, key, known)
+}
+
+/// Returns the message about an unknown key whose place in the file may be `place`.
+fn unknown(place: Option<String>, section: &str, key: &str, known: &[&str]) -> String {
     let path = match section {
         "" => key.to_owned(),
         section => format!("{section}.{key}"),
     };
-    if let Some(place) = other_names::place(key)
-        .or_else(|| place_of(key))
-        .filter(|place| *place != path)
-    {
+    if let Some(place) = place.filter(|place| *place != path) {
         // A section of the same name inside this one is nearer.
         let inside = place.split('.').next().filter(|inside| {
             !section.is_empty() && known.contains(inside) && moved(section, inside).is_none()
@@ -70,6 +80,7 @@ fn moved(section: &str, key: &str) -> Option<&'static str> {
 fn elsewhere(section: &str) -> &'static [(&'static str, &'static str)] {
     match section {
         "training" => &ELSEWHERE,
+        SFT => &SFT_ELSEWHERE,
         "sampler" => &SAMPLER_ELSEWHERE,
         "evaluation.sampler" => &SAMPLER_ELSEWHERE[..1],
         _ => &[],

@@ -203,7 +203,7 @@ impl SuiteConfig {
     ///
     /// As [`RunConfig::chat_template`](super::RunConfig::chat_template).
     pub fn chat_template(&self, model: &Pretrained) -> Result<Option<ChatTemplate>, ConfigError> {
-        chat_template(&self.document, &self.data, model)
+        chat_template(&self.document, &self.data.chat_template_kwargs, model)
     }
 }
 

@@ -40,16 +40,20 @@ pub fn model_card(run: &Run, checkpoint: &str, has_plot: bool, library: &str) ->
         line(&mut card, format_args!("base_model: {}", name.id()));
     }
     line(&mut card, format_args!("library_name: {library}"));
-    for text in [
-        "pipeline_tag: text-generation",
-        "tags:",
-        "- grpo",
-        "- reinforcement-learning",
-        "- candle-grpo",
-        "---",
-        CARD_MARK,
-        "",
-    ] {
+    let (tags, method) = match run.is_supervised() {
+        true => (
+            ["sft", "supervised-fine-tuning"],
+            "supervised fine-tuning (SFT)",
+        ),
+        false => (["grpo", "reinforcement-learning"], "reinforcement learning"),
+    };
+    for text in ["pipeline_tag: text-generation", "tags:"] {
+        line(&mut card, format_args!("{text}"));
+    }
+    for tag in tags.into_iter().chain(["candle-grpo"]) {
+        line(&mut card, format_args!("- {tag}"));
+    }
+    for text in ["---", CARD_MARK, ""] {
         line(&mut card, format_args!("{text}"));
     }
     let version = env!("CARGO_PKG_VERSION");
@@ -57,7 +61,7 @@ pub fn model_card(run: &Run, checkpoint: &str, has_plot: bool, library: &str) ->
     line(
         &mut card,
         format_args!(
-            "A language model that was trained by reinforcement learning from `{base}`, with candle-grpo {version}.\n"
+            "A language model that was trained by {method} from `{base}`, with candle-grpo {version}.\n"
         ),
     );
     table(
@@ -67,7 +71,13 @@ pub fn model_card(run: &Run, checkpoint: &str, has_plot: bool, library: &str) ->
             ("base model", format!("`{base}`")),
             ("training data", format!("`{}`", setting("data.train"))),
             ("steps", run.steps.len().to_string()),
-            ("steps without an update", run.skipped.to_string()),
+            (
+                "steps without an update",
+                match run.is_supervised() {
+                    true => String::new(),
+                    false => run.skipped.to_string(),
+                },
+            ),
             (
                 "prompts of a step",
                 setting("training.prompts_per_step").to_owned(),
@@ -76,6 +86,7 @@ pub fn model_card(run: &Run, checkpoint: &str, has_plot: bool, library: &str) ->
                 "completions of a prompt",
                 setting("training.num_generations").to_owned(),
             ),
+            ("rows of a step", setting("sft.batch_size").to_owned()),
             ("weights", format!("checkpoint `{checkpoint}`")),
         ]
         .into_iter()
@@ -186,6 +197,22 @@ mod tests {
         ] {
             assert!(card.contains(part), "{part}\n{card}");
         }
+    }
+
+    #[test]
+    fn the_card_of_a_supervised_run_has_its_method() {
+        let mut run = run("a/b");
+        run.settings
+            .insert("sft.batch_size".to_owned(), "32".to_owned());
+        let card = model_card(&run, "step-000007", false, "transformers");
+        for part in [
+            "- sft\n- supervised-fine-tuning\n- candle-grpo\n",
+            "trained by supervised fine-tuning (SFT) from `a/b`",
+            "| rows of a step | 32 |",
+        ] {
+            assert!(card.contains(part), "{part}\n{card}");
+        }
+        assert!(!card.contains("reinforcement") && !card.contains("without an update"));
     }
 
     #[test]

@@ -53,30 +53,48 @@ pub fn report_html(runs: &[Run]) -> String {
     page
 }
 
-/// Returns a table with a row for each run: steps, first and last rewards, time.
+/// Returns a table with a row for each run: steps, first and last rewards or losses, time.
 fn summary(runs: &[Run]) -> String {
+    let shown = [("reward", "reward_mean"), ("loss", "loss")];
+    let shown = shown.into_iter().filter(|(_, name)| {
+        let mut steps = runs.iter().flat_map(|run| &run.steps);
+        *name == "reward_mean" && !runs.iter().all(Run::is_supervised)
+            || steps.any(|metrics| metrics.contains_key(*name))
+    });
+    let shown: Vec<_> = shown.collect();
     let mut table = String::from(
-        "<div class=\"wide\"><table class=\"summary\"><thead><tr><th>run</th><th>steps</th><th>without update</th><th>reward, first 5 steps</th><th>last 5 steps</th><th>time</th></tr></thead><tbody>\n",
+        "<div class=\"wide\"><table class=\"summary\"><thead><tr><th>run</th><th>steps</th><th>without update</th>",
     );
-    for (i, run) in runs.iter().enumerate() {
-        let rewards: Vec<f64> = run
-            .steps
-            .iter()
-            .filter_map(|metrics| metrics.get("reward_mean").copied())
-            .collect();
-        let n = rewards.len().min(5);
-        let seconds: f64 = run.steps.iter().map(seconds).sum();
-        let _ = writeln!(
+    for (title, _) in &shown {
+        let _ = write!(
             table,
-            "<tr><td><i class=\"key run{}\"></i>{}</td><td>{}</td><td>{}</td><td>{}</td><td>{}</td><td>{}</td></tr>",
+            "<th>{title}, first 5 steps</th><th>last 5 steps</th>"
+        );
+    }
+    table.push_str("<th>time</th></tr></thead><tbody>\n");
+    for (i, run) in runs.iter().enumerate() {
+        let _ = write!(
+            table,
+            "<tr><td><i class=\"key run{}\"></i>{}</td><td>{}</td><td>{}</td>",
             i % COLORS,
             escape(&run.name),
             run.steps.len(),
             run.skipped,
-            mean(&rewards[..n]),
-            mean(&rewards[rewards.len() - n..]),
-            duration(seconds)
         );
+        for (_, name) in &shown {
+            let values = run.steps.iter();
+            let values = values.filter_map(|metrics| metrics.get(*name).copied());
+            let values: Vec<f64> = values.collect();
+            let n = values.len().min(5);
+            let _ = write!(
+                table,
+                "<td>{}</td><td>{}</td>",
+                mean(&values[..n]),
+                mean(&values[values.len() - n..]),
+            );
+        }
+        let seconds: f64 = run.steps.iter().map(seconds).sum();
+        let _ = writeln!(table, "<td>{}</td></tr>", duration(seconds));
     }
     table.push_str("</tbody></table></div>\n");
     table

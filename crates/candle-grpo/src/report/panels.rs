@@ -27,6 +27,18 @@ use Stroke::{Dashed, Dotted, Solid};
 
 const PLANS: &[Plan] = &[
     Plan {
+        title: "Loss",
+        note: "of supervised training: negative log-prob, nats per token",
+        lines: &[("loss", Solid)],
+        bands: &[],
+    },
+    Plan {
+        title: "Token accuracy",
+        note: "share of the tokens to train on that the model ranks first",
+        lines: &[("token_accuracy", Solid)],
+        bands: &[],
+    },
+    Plan {
         title: "Reward over groups",
         note: "median of the group means; bands: all groups, and the middle half",
         lines: &[("group_reward_quantiles.2", Solid)],
@@ -111,6 +123,12 @@ const PLANS: &[Plan] = &[
         bands: &[],
     },
     Plan {
+        title: "Tokens per second",
+        note: "of the rows of a step",
+        lines: &[("tokens_per_second", Solid)],
+        bands: &[],
+    },
+    Plan {
         title: "Waiting",
         note: "seconds: training, for completions; dashed: the engine, for training",
         lines: &[("seconds.wait", Solid), ("seconds.idle", Dashed)],
@@ -142,7 +160,12 @@ const PLANS: &[Plan] = &[
 
 /// Returns the charts of `runs` that are not empty.
 pub(super) fn panels(runs: &[Run]) -> Vec<Panel> {
-    let mut panels = vec![reward(runs), evaluation(runs), components(runs)];
+    let mut panels = vec![
+        reward(runs),
+        evaluation(runs),
+        held_out_loss(runs),
+        components(runs),
+    ];
     for plan in PLANS {
         let mut chart = Chart::default();
         for (run, of_run) in colored(runs) {
@@ -221,6 +244,21 @@ fn evaluation(runs: &[Run]) -> Panel {
     Panel {
         title: "Evaluation",
         note: "mean reward on held-out prompts; dashed and dotted: pass@k".to_owned(),
+        chart,
+    }
+}
+
+fn held_out_loss(runs: &[Run]) -> Panel {
+    let mut chart = Chart::default();
+    for (run, of_run) in colored(runs) {
+        for (name, stroke) in [("loss", Solid), ("token_accuracy", Dashed)] {
+            let points = series(&of_run.evaluations, |metrics| metrics.get(name).copied());
+            chart.lines.push(line(run, stroke, of_run, name, points));
+        }
+    }
+    Panel {
+        title: "Held-out rows",
+        note: "loss in nats per token; dashed: token accuracy".to_owned(),
         chart,
     }
 }

@@ -91,6 +91,11 @@ impl Run {
         })
     }
 
+    /// Returns whether the run is one of supervised training: its settings have the section `sft`.
+    pub fn is_supervised(&self) -> bool {
+        self.settings.keys().any(|key| key.starts_with("sft."))
+    }
+
     /// Returns pairs of answers to the same prompt, of the first and of the last evaluation; none
     /// unless there are two evaluations.
     pub fn before_and_after(&self) -> Vec<(&RunSample, &RunSample)> {

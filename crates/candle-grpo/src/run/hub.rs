@@ -6,7 +6,7 @@ use anyhow::Result;
 use candle_grpo_train::Progress;
 use candle_grpo_train::hub::{HubContent, HubName, Located};
 
-use crate::config::RunConfig;
+use crate::config::Configuration;
 
 /// Returns where the files of a name are: see `Hub::locate`, of the hub that the environment
 /// describes.
@@ -42,12 +42,12 @@ pub fn locate(
 /// With [`ConfigError`](crate::config::ConfigError) and the line of a name that does not exist, or
 /// that has no file of this kind. Other errors are those of [`locate`].
 pub fn locate_files(
-    run: &mut RunConfig,
+    run: &mut impl Configuration,
     model: HubContent,
     commits: &BTreeMap<String, String>,
     progress: &dyn Progress,
 ) -> Result<()> {
-    run.replace_hub_names(model, commits, |name, content, commit| {
+    run.replace_hub_names(model, commits, &mut |name, content, commit| {
         locate(name, content, commit, progress)
     })
 }

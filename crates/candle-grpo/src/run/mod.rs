@@ -2,18 +2,22 @@
 
 mod engine;
 mod evaluation;
+mod folder;
 mod hub;
 mod model;
 mod prompts;
 mod resume;
 mod session;
+mod sft;
 mod teacher;
 
 pub use engine::engine;
 pub use evaluation::evaluate_policy;
+pub use folder::Start;
 pub use hub::{locate, locate_files};
 pub use model::{device, load_model, load_model_without_weights, load_policy, model_path};
 pub(crate) use prompts::all_prompts;
 pub use prompts::{RunPrompts, prompts};
 pub use resume::recorded_commits;
-pub use session::{Progress, Session, Start};
+pub use session::{Progress, Session};
+pub use sft::SftSession;

@@ -9,7 +9,7 @@ use candle_grpo_collective::launch;
 use candle_grpo_nn::BaseWeights;
 use candle_grpo_train::{ChatTemplate, ComputeDType, Pretrained, RunDir, cuda_device};
 
-use crate::config::{ModelConfig, RunConfig};
+use crate::config::{Configuration, ModelConfig};
 
 /// Returns the device of this process: the CPU in a build without CUDA; otherwise the CUDA device
 /// whose number is the rank of this process on its machine, the first one without a launcher.
@@ -44,8 +44,8 @@ pub fn load_model(config: &ModelConfig) -> Result<Pretrained> {
 /// # Errors
 ///
 /// Returns an error as [`load_model`] does.
-pub fn load_policy(run: &RunConfig) -> Result<Pretrained> {
-    load_in(&run.model, run.train.stored_form())
+pub fn load_policy(run: &impl Configuration) -> Result<Pretrained> {
+    load_in(run.model(), run.stored_form())
 }
 
 fn load_in(config: &ModelConfig, (base, dtype): (BaseWeights, ComputeDType)) -> Result<Pretrained> {
@@ -70,13 +70,13 @@ fn load_in(config: &ModelConfig, (base, dtype): (BaseWeights, ComputeDType)) -> 
 /// # Errors
 ///
 /// Returns an error as [`load_model`] does, except for weights that are not finite.
-pub fn load_model_without_weights(run: &RunConfig) -> Result<Pretrained> {
-    let path = model_path(&run.model.path)?;
+pub fn load_model_without_weights(run: &impl Configuration) -> Result<Pretrained> {
+    let path = model_path(&run.model().path)?;
     let pretrained = Pretrained::load_without_weights(&path)?;
     if !run.lacks_model_weights() {
         pretrained.check_weights(&path)?;
     }
-    with_template(pretrained, &run.model)
+    with_template(pretrained, run.model())
 }
 
 fn with_template(mut pretrained: Pretrained, config: &ModelConfig) -> Result<Pretrained> {

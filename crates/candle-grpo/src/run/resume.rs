@@ -5,19 +5,19 @@ use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result, bail, ensure};
 use candle_grpo_train::data::read_json;
-use candle_grpo_train::run::{ReplacedRun, RunInputs, StoppedRun};
-use candle_grpo_train::{RunDir, StepMetrics, Trainer};
+use candle_grpo_train::learn::Ranks;
+use candle_grpo_train::run::{ReplacedRun, RowDigest, RunInputs, StepRecord, StoppedRun};
+use candle_grpo_train::{ComputeDType, Pretrained, RunDir};
 use serde_json::{Map, Value};
 
-use super::session::Start;
-use crate::config::RunConfig;
+use super::folder::Start;
 
 const CONFIG: &str = "config.json";
 const INPUTS: &str = "inputs.json";
 
-/// Settings that may change when a run resumes. The contents of the model are compared in place of
-/// its path.
-const MAY_CHANGE: [&str; 9] = [
+/// Settings of reinforcement learning that may change when a run resumes. The contents of the model
+/// are compared in place of its path.
+pub(super) const MAY_CHANGE: [&str; 9] = [
     "checkpoint.dtype",
     "max_steps",
     "model",
@@ -35,11 +35,40 @@ const ROWS: [&str; 3] = ["data.held_out", "data.max_rows", "data.train"];
 /// Differences in a message; more are counted.
 const SHOWN: usize = 8;
 
+/// A trainer whose run has a folder.
+pub(super) trait RunTrainer {
+    /// The metrics of a step.
+    type Record: StepRecord + Clone;
+    /// Settings that may change when a run resumes.
+    const MAY_CHANGE: &'static [&'static str];
+
+    fn steps(&self) -> usize;
+    fn ranks(&self) -> &Ranks;
+    fn load_state(&mut self, folder: &Path) -> Result<()>;
+    fn ensure_finite(&self) -> Result<()>;
+    fn ensure_equal_ranks(&self) -> Result<()>;
+    fn take_part_in_checkpoint(&self) -> Result<()>;
+    fn write_checkpoint(
+        &self,
+        folder: &Path,
+        model: &Pretrained,
+        dtype: ComputeDType,
+    ) -> Result<()>;
+}
+
+/// The settings and the inputs of a run.
+pub(super) struct Identity {
+    pub(super) settings: Value,
+    pub(super) inputs: RunInputs,
+    /// The digests of the rows to train on.
+    pub(super) train: Vec<RowDigest>,
+}
+
 /// The folder of a run at its beginning.
-pub(super) struct Opened {
+pub(super) struct Opened<M> {
     pub(super) dir: RunDir,
     /// The metrics of the steps until then.
-    pub(super) metrics: Vec<StepMetrics>,
+    pub(super) metrics: Vec<M>,
     /// The run that it replaces.
     pub(super) replaced: Option<ReplacedRun>,
     /// The checkpoint that it resumes from.
@@ -48,14 +77,13 @@ pub(super) struct Opened {
 
 /// Opens the folder of the run. A run that resumes puts `trainer` into the state of its last
 /// checkpoint.
-pub(super) fn open(
-    config: &RunConfig,
-    inputs: &RunInputs,
-    trainer: &mut Trainer,
+pub(super) fn open<T: RunTrainer>(
+    path: &Path,
+    identity: &Identity,
+    trainer: &mut T,
     start: Start,
-) -> Result<Opened> {
-    let path = &config.run_dir;
-    let settings = config.to_value()?;
+) -> Result<Opened<T::Record>> {
+    let settings = &identity.settings;
     let accept = start == Start::ResumeChanged;
     let begun = |dir, replaced| Opened {
         dir,
@@ -64,9 +92,9 @@ pub(super) fn open(
         checkpoint: None,
     };
     let opened = match start {
-        Start::New => begun(RunDir::create(path, &settings)?, None),
+        Start::New => begun(RunDir::create(path, settings)?, None),
         Start::Replace => {
-            let (dir, replaced) = RunDir::replace(path, &settings)?;
+            let (dir, replaced) = RunDir::replace(path, settings)?;
             if let Some(replaced) = &replaced {
                 tracing::info!(
                     "the previous run is kept in {} until this one has a checkpoint",
@@ -76,25 +104,25 @@ pub(super) fn open(
             begun(dir, replaced)
         }
         Start::Resume | Start::ResumeChanged => match RunDir::is_run(path) {
-            true => resume(path, &settings, inputs, trainer, accept)?,
-            false => begun(RunDir::create(path, &settings)?, None),
+            true => resume(path, identity, trainer, accept)?,
+            false => begun(RunDir::create(path, settings)?, None),
         },
     };
-    let written = serde_json::to_vec_pretty(inputs)?;
+    let written = serde_json::to_vec_pretty(&identity.inputs)?;
     opened.dir.write(INPUTS, written)?;
     Ok(opened)
 }
 
-fn resume(
+fn resume<T: RunTrainer>(
     path: &Path,
-    settings: &Value,
-    inputs: &RunInputs,
-    trainer: &mut Trainer,
+    identity: &Identity,
+    trainer: &mut T,
     accept: bool,
-) -> Result<Opened> {
+) -> Result<Opened<T::Record>> {
     // Before the checkpoints are read, which another program may be writing.
-    let run = StoppedRun::open(path)?;
-    let changes = Changes::new(path, settings, inputs, trainer)?;
+    let run = StoppedRun::<T::Record>::open(path)?;
+    let settings = &identity.settings;
+    let changes = Changes::new(path, identity, T::MAY_CHANGE)?;
     let refused = format!(
         "run directory {}: {}",
         path.display(),
@@ -189,7 +217,8 @@ struct Changes {
 }
 
 impl Changes {
-    fn new(path: &Path, settings: &Value, now: &RunInputs, trainer: &Trainer) -> Result<Self> {
+    fn new(path: &Path, identity: &Identity, may_change: &[&str]) -> Result<Self> {
+        let now = &identity.inputs;
         let mut changes = Self::default();
         let inputs = path.join(INPUTS);
         let before = read_inputs(&inputs)?;
@@ -203,16 +232,22 @@ impl Changes {
         let same_rows = before
             .as_ref()
             .is_some_and(|before| before.has_rows_of(now));
+        let settings = (&identity.settings, may_change);
         changes.compare_settings(&path.join(CONFIG), settings, same_rows)?;
         if let Some(before) = before {
-            let inputs = before.changes(now, trainer.prompts());
+            let inputs = before.changes(now, &identity.train);
             changes.refused.extend(inputs.breaking);
             changes.noted.extend(inputs.notable);
         }
         Ok(changes)
     }
 
-    fn compare_settings(&mut self, config: &Path, now: &Value, same_rows: bool) -> Result<()> {
+    fn compare_settings(
+        &mut self,
+        config: &Path,
+        (now, may_change): (&Value, &[&str]),
+        same_rows: bool,
+    ) -> Result<()> {
         let before: Value = read_json(config)
             .context("the settings of the run are lost; put the file back, or one with {}")?;
         if before == Value::Object(Map::new()) {
@@ -222,11 +257,11 @@ impl Changes {
         }
         let mut differences = Vec::new();
         compare("", &before, now, &mut differences);
-        let may_change = |difference: &Difference| {
+        let is_usual = |difference: &Difference| {
             let is_in = |keys: &[&str]| keys.iter().any(|key| difference.is_in(key));
-            is_in(&MAY_CHANGE) || same_rows && is_in(&ROWS)
+            is_in(may_change) || same_rows && is_in(&ROWS)
         };
-        let (usual, other): (Vec<_>, Vec<_>) = differences.into_iter().partition(may_change);
+        let (usual, other): (Vec<_>, Vec<_>) = differences.into_iter().partition(is_usual);
         if !other.is_empty() {
             self.refused
                 .push(format!("began with other settings: {}", list(&other)));

@@ -4,48 +4,37 @@ use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use anyhow::{Context, Result, bail};
+use anyhow::Result;
 use candle_grpo_collective::{Alone, Collective};
-use candle_grpo_train::progress::Phase;
+use candle_grpo_train::learn::Ranks;
 use candle_grpo_train::rewards::BudgetExhausted;
-use candle_grpo_train::run::{ReplacedRun, RunInputs, Tracker};
+use candle_grpo_train::run::{RunInputs, prompt_digest};
 use candle_grpo_train::{
-    Generator, Interrupted, Pretrained, Prompt, RewardFunction, RunDir, SamplingConfig,
-    StepMetrics, Trainer,
+    ComputeDType, Generator, Interrupted, Pretrained, Prompt, RewardFunction, RunDir,
+    SamplingConfig, StepMetrics, Trainer,
 };
-use serde::{Deserialize, Serialize};
 
 use super::engine::engine;
 use super::evaluation::evaluate_policy;
+use super::folder::{Due, Plan, RunFolder, Start};
 use super::prompts::RunPrompts;
-use super::resume::{open, warn_of_set_aside};
+use super::resume::{Identity, MAY_CHANGE, RunTrainer};
 use super::teacher::load_teacher;
-use crate::config::{EvaluationConfig, RunConfig};
+use crate::config::{Configuration, EvaluationConfig, RunConfig};
 
-/// The start of a run.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Start {
-    /// In a new folder.
-    New,
-    /// In place of an existing run, which is removed once the new run has a checkpoint.
-    Replace,
-    /// From the last checkpoint of an existing run, or from the beginning if there is none. Another
-    /// model, other held-out rows and settings of another run are errors.
-    Resume,
-    /// [`Self::Resume`] with such changes accepted.
-    ResumeChanged,
-}
-
-/// The result of [`Session::advance`].
+/// The result of [`Session::advance`] and [`SftSession::advance`](super::SftSession::advance). `M`
+/// are the metrics of a step.
 #[derive(Debug, Clone, PartialEq)]
-pub enum Progress {
+pub enum Progress<M = StepMetrics> {
     /// A step.
-    Step(Box<StepMetrics>),
+    Step(Box<M>),
     /// An evaluation and its metrics.
     Evaluated {
         /// The number of steps before it.
         step: usize,
-        /// `reward_mean`, `response_length` and the metrics of the configuration.
+        /// `reward_mean`, `response_length` and the metrics of the configuration; in supervised
+        /// training those of
+        /// [`LikelihoodSums::evaluation`](candle_grpo_train::learn::LikelihoodSums::evaluation).
         metrics: BTreeMap<String, f64>,
     },
     /// A checkpoint and its path.
@@ -88,29 +77,46 @@ pub struct Session {
     pretrained: Pretrained,
     held_out: Vec<Prompt>,
     trainer: Trainer,
-    /// The folder, on rank 0.
-    dir: Option<RunDir>,
-    /// The programs that follow the metrics, on rank 0.
-    trackers: Vec<Tracker>,
-    /// The replaced run, until this run has a checkpoint.
-    replaced: Option<ReplacedRun>,
-    metrics: Vec<StepMetrics>,
-    /// The steps of the last evaluation and the last checkpoint.
-    evaluated: Option<usize>,
-    saved: Option<usize>,
-    /// The step of the best evaluation.
-    best: Option<usize>,
+    folder: RunFolder<StepMetrics>,
     progress: Arc<dyn candle_grpo_train::Progress>,
 }
 
-/// The state of a run that rank 0 reads from its folder.
-#[derive(Serialize, Deserialize)]
-struct Shared {
-    /// The checkpoint that the run resumes from.
-    checkpoint: Option<PathBuf>,
-    metrics: Vec<StepMetrics>,
-    evaluated: Option<usize>,
-    best: Option<usize>,
+impl RunTrainer for Trainer {
+    type Record = StepMetrics;
+    const MAY_CHANGE: &'static [&'static str] = &MAY_CHANGE;
+
+    fn steps(&self) -> usize {
+        Self::steps(self)
+    }
+
+    fn ranks(&self) -> &Ranks {
+        Self::ranks(self)
+    }
+
+    fn load_state(&mut self, folder: &Path) -> Result<()> {
+        Self::load_state(self, folder)
+    }
+
+    fn ensure_finite(&self) -> Result<()> {
+        Self::ensure_finite(self)
+    }
+
+    fn ensure_equal_ranks(&self) -> Result<()> {
+        Self::ensure_equal_ranks(self)
+    }
+
+    fn take_part_in_checkpoint(&self) -> Result<()> {
+        Self::take_part_in_checkpoint(self)
+    }
+
+    fn write_checkpoint(
+        &self,
+        folder: &Path,
+        model: &Pretrained,
+        dtype: ComputeDType,
+    ) -> Result<()> {
+        Self::write_checkpoint(self, folder, model, dtype)
+    }
 }
 
 impl Session {
@@ -208,59 +214,28 @@ impl Session {
         if let Some(environments) = environments {
             trainer = trainer.with_environments(Arc::new(environments));
         }
-        let identity = serde_json::to_string(&(config.to_value()?, &inputs))?;
-        let ranks = trainer.ranks();
-        if let Some((rank, _)) = ranks.first_difference(identity)? {
-            bail!(
-                "configuration, model, data and rewards: those of rank {rank} differ from those of rank 0, must be the same on all ranks"
-            );
-        }
-        let mut opened = match trainer.ranks().is_first() {
-            true => Some(open(&config, &inputs, &mut trainer, start)?),
-            false => None,
+        let rows = trainer.prompts().iter();
+        let identity = Identity {
+            settings: config.to_value()?,
+            train: rows.map(prompt_digest).collect(),
+            inputs,
         };
-        // Metrics are written in a format that names its fields.
-        let shared = opened.as_mut().map(|opened| Shared {
-            checkpoint: opened.checkpoint.take(),
-            metrics: std::mem::take(&mut opened.metrics),
-            evaluated: opened.dir.last_evaluation(),
-            best: opened.dir.best_step(),
-        });
-        let shared = shared.as_ref().map(serde_json::to_string).transpose()?;
-        let shared: Shared = serde_json::from_str(&trainer.ranks().from_first(shared)?)?;
-        if let (None, Some(checkpoint)) = (&opened, &shared.checkpoint) {
-            trainer.load_state(checkpoint)?;
-        }
-        let step = trainer.steps();
-        // The first weights are among the inputs.
-        if step > 0 {
-            trainer.ensure_equal_ranks()?;
-        }
-        let mut trackers = Vec::new();
-        if let Some(opened) = &opened {
-            let (path, settings) = (opened.dir.path(), config.to_value()?);
-            for (i, tracker) in config.trackers.iter().enumerate() {
-                let tracker = Tracker::start(tracker, path, &settings, step);
-                trackers.push(tracker.with_context(|| format!("trackers[{i}]"))?);
-            }
-        }
-        let (dir, replaced) = match opened {
-            Some(opened) => (Some(opened.dir), opened.replaced),
-            None => (None, None),
+        let plan = Plan {
+            run_dir: config.run_dir.clone(),
+            last_step: config.max_steps,
+            evaluation_steps: evaluation.every_steps.filter(|_| !held_out.is_empty()),
+            checkpoint: config.checkpoint.clone(),
+            trackers: config.trackers.clone(),
         };
+        let shown = Arc::clone(&progress);
+        let folder = RunFolder::open(plan, &identity, &mut trainer, start, shown)?;
         Ok(Self {
-            evaluated: shared.evaluated,
-            saved: (step > 0).then_some(step),
-            best: shared.best,
             config,
             evaluation,
             pretrained,
             held_out,
             trainer,
-            dir,
-            trackers,
-            replaced,
-            metrics: shared.metrics,
+            folder,
             progress,
         })
     }
@@ -284,73 +259,43 @@ impl Session {
     /// run can be resumed from its last checkpoint.
     pub fn advance(&mut self) -> Result<Progress> {
         let step = self.trainer.steps();
-        let done = if self.is_evaluation_due(step) {
-            self.evaluate(step)
-        } else if self.is_checkpoint_due(step) {
-            return self.save(step).map(Progress::Saved);
-        } else if step >= self.config.max_steps {
-            self.write_plot()?;
-            self.trainer.finish()?;
-            self.trackers.drain(..).for_each(Tracker::finish);
-            return Ok(Progress::Finished);
-        } else {
-            self.step()
+        let done = match self.folder.due(step) {
+            Due::Evaluation => self.evaluate(step),
+            Due::Checkpoint => {
+                let path = self.folder.save(&self.trainer, &self.pretrained)?;
+                return Ok(Progress::Saved(path));
+            }
+            Due::End => {
+                self.folder.write_plot()?;
+                self.trainer.finish()?;
+                self.folder.finish_trackers();
+                return Ok(Progress::Finished);
+            }
+            Due::Step => self.step(),
         };
         match done {
             Err(error) if error.is::<Interrupted>() => {
-                if self.saved != Some(step) && step > 0 {
-                    self.save(step)?;
-                }
+                self.folder.save_unsaved(&self.trainer, &self.pretrained)?;
                 Ok(Progress::Interrupted)
             }
             Err(error) if error.is::<BudgetExhausted>() && self.trainer.ranks().is_alone() => {
-                if self.saved != Some(step) && step > 0 {
-                    self.save(step)?;
-                }
+                self.folder.save_unsaved(&self.trainer, &self.pretrained)?;
                 Err(error)
             }
-            // Weights that are not finite show in logits first.
-            Err(error) => Err(match self.trainer.ensure_finite() {
-                Err(weights) => weights.context(format!("{error:#}")),
-                Ok(()) => error,
-            }),
-            done => done,
+            done => done.map_err(|error| not_finite_first(error, &self.trainer)),
         }
     }
 
     fn step(&mut self) -> Result<Progress> {
         let metrics = self.trainer.step()?;
-        if let Some(dir) = &mut self.dir {
-            let log = &self.config.rollout_log;
-            if log.is_due(metrics.step) {
-                dir.append_rollouts(&self.trainer.rollouts(log)?)?;
-            }
-            dir.append_metrics(&metrics)?;
+        let log = &self.config.rollout_log;
+        if let Some(dir) = self.folder.dir()
+            && log.is_due(metrics.step)
+        {
+            dir.append_rollouts(&self.trainer.rollouts(log)?)?;
         }
-        for tracker in &mut self.trackers {
-            tracker.step(&metrics)?;
-        }
-        self.metrics.push(metrics.clone());
+        self.folder.append_step(&metrics)?;
         Ok(Progress::Step(Box::new(metrics)))
-    }
-
-    /// Before the first step, after each multiple of `every_steps`, and after the last step.
-    fn is_evaluation_due(&self, step: usize) -> bool {
-        let Some(every) = self.evaluation.every_steps else {
-            return false;
-        };
-        !self.held_out.is_empty()
-            && self.evaluated != Some(step)
-            && (step.is_multiple_of(every) || step == self.config.max_steps)
-    }
-
-    fn is_checkpoint_due(&self, step: usize) -> bool {
-        let every = self.config.checkpoint.every_steps;
-        step > 0
-            && self.saved != Some(step)
-            && (every.is_some_and(|every| step.is_multiple_of(every))
-                || step == self.config.max_steps
-                || self.config.checkpoint.keep_best && self.best == Some(step))
     }
 
     fn evaluate(&mut self, step: usize) -> Result<Progress> {
@@ -365,60 +310,10 @@ impl Session {
             &*self.progress,
         )?;
         let metrics = evaluation.metrics(&config.pass_at, config.pass_reward)?;
-        let best = match &mut self.dir {
-            Some(dir) => {
-                dir.append_evaluation(step, &evaluation, &metrics)?;
-                Some(dir.best_step())
-            }
-            None => None,
-        };
-        for tracker in &mut self.trackers {
-            tracker.evaluation(step, &metrics);
-        }
-        self.best = self.trainer.ranks().from_first(best)?;
-        self.evaluated = Some(step);
+        let append = |dir: &mut RunDir| dir.append_evaluation(step, &evaluation, &metrics);
+        self.folder
+            .append_evaluation(step, &metrics, &self.trainer, append)?;
         Ok(Progress::Evaluated { step, metrics })
-    }
-
-    /// Writes a checkpoint, and removes old ones.
-    fn save(&mut self, step: usize) -> Result<PathBuf> {
-        let checkpoints = RunDir::checkpoints(self.path());
-        self.trainer.ensure_equal_ranks()?;
-        let Some(dir) = &self.dir else {
-            self.trainer.take_part_in_checkpoint()?;
-            self.saved = Some(step);
-            return Ok(checkpoints.path(step));
-        };
-        dir.sync()?;
-        self.progress.begin(Phase::Save, 1);
-        let dtype = self.config.checkpoint.dtype;
-        let path = checkpoints.write(step, |folder| {
-            self.trainer
-                .write_checkpoint(folder, &self.pretrained, dtype)
-        })?;
-        self.saved = Some(step);
-        if let Some(replaced) = self.replaced.take() {
-            let folder = replaced.path().display().to_string();
-            // An error here does not end the new run.
-            match replaced.remove() {
-                Ok(()) => tracing::info!("the previous run is removed"),
-                Err(error) => tracing::warn!("the previous run is kept in {folder}: {error:#}"),
-            }
-        }
-        let best = self.best.filter(|_| self.config.checkpoint.keep_best);
-        let pruned = checkpoints.prune(self.config.checkpoint.keep, best.as_slice())?;
-        warn_of_set_aside(&pruned);
-        self.write_plot()?;
-        self.progress.advance(1, 0);
-        tracing::info!("checkpoint {}", path.display());
-        Ok(path)
-    }
-
-    fn write_plot(&self) -> Result<()> {
-        match &self.dir {
-            Some(dir) => dir.write_plot(&self.metrics),
-            None => Ok(()),
-        }
     }
 
     /// Returns the configuration.
@@ -428,15 +323,12 @@ impl Session {
 
     /// Returns the folder of the run.
     pub fn path(&self) -> &Path {
-        match &self.dir {
-            Some(dir) => dir.path(),
-            None => &self.config.run_dir,
-        }
+        self.folder.path()
     }
 
     /// Returns the folder of the replaced run until this run has a checkpoint.
     pub fn replaced(&self) -> Option<&Path> {
-        self.replaced.as_ref().map(ReplacedRun::path)
+        self.folder.replaced()
     }
 
     /// The trainer.
@@ -446,6 +338,14 @@ impl Session {
 
     /// The metrics of all steps, those before a resume included.
     pub fn metrics(&self) -> &[StepMetrics] {
-        &self.metrics
+        self.folder.metrics()
+    }
+}
+
+/// The error of a step. Weights that are not finite show in logits first.
+pub(super) fn not_finite_first(error: anyhow::Error, trainer: &impl RunTrainer) -> anyhow::Error {
+    match trainer.ensure_finite() {
+        Err(weights) => weights.context(format!("{error:#}")),
+        Ok(()) => error,
     }
 }

@@ -8,10 +8,11 @@ use super::models::chat_model;
 use super::support::{grpo, said, succeeds};
 
 #[rstest]
-#[case("math")]
-#[case("program")]
-#[case("environment")]
-fn a_written_task_is_valid_and_trains(#[case] task: &str) {
+#[case("math", "train")]
+#[case("program", "train")]
+#[case("environment", "train")]
+#[case("sft", "sft")]
+fn a_written_task_is_valid_and_trains(#[case] task: &str, #[case] command: &str) {
     let folder = tempfile::tempdir().unwrap();
     let folder = folder.path();
     chat_model(&folder.join("model"), 1024);
@@ -22,14 +23,15 @@ fn a_written_task_is_valid_and_trains(#[case] task: &str) {
 
     let path = folder.join("tasks/own/run.yaml");
     let text = fs::read_to_string(&path).unwrap();
-    let steps = text.find("max_steps: ").unwrap();
+    let text = text.replace("epochs: 3", "max_steps: 1");
+    let steps = text.find("\nmax_steps: ").unwrap() + 1;
     let end = steps + text[steps..].find('\n').unwrap();
     let short = format!("{}max_steps: 1\nthreads: 1{}", &text[..steps], &text[end..]);
     let short = short
         .replace("decay_until: 100", "decay_until: 9")
         .replace("response_length: 256", "response_length: 16");
     fs::write(&path, short.replace("every_steps: 10", "every_steps: 1")).unwrap();
-    succeeds(folder, &["train", "tasks/own/run.yaml", "--quiet"]);
+    succeeds(folder, &[command, "tasks/own/run.yaml", "--quiet"]);
     assert!(folder.join("runs/own/metrics.jsonl").is_file());
 }
 

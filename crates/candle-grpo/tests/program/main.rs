@@ -19,6 +19,7 @@ mod overwrite;
 mod real_engines;
 mod report;
 mod session;
+mod sft;
 mod silent_errors;
 mod suites;
 mod support;

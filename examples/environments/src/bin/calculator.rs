@@ -3,7 +3,6 @@
 //! It warms up on examples, most of which answer at once. Then GRPO trains it twice from the same
 //! weights: with the tool, and without it. The only reward is whether the answer is correct.
 
-use std::ops::ControlFlow;
 use std::sync::Arc;
 
 use anyhow::{Result, ensure};
@@ -15,8 +14,9 @@ use candle_grpo_train::data::ShuffledOrder;
 use candle_grpo_train::environment::{
     CallContext, EnvironmentLimits, Environments, Tool, ToolEnvironments, ToolFormat,
 };
-use candle_grpo_train::learn::{Example, PretrainConfig, pretrain};
+use candle_grpo_train::learn::Example;
 use candle_grpo_train::model::character_tokenizer;
+use candle_grpo_train::sft::{SftConfig, SftSchedule, SftTrainer};
 use candle_grpo_train::{Prompt, Sample, SamplingConfig, Trainer};
 use serde_json::{Value, json};
 use tokenizers::Tokenizer;
@@ -63,7 +63,7 @@ fn run(args: &Args) -> Result<()> {
     let (held_out, training) = problems.split_at(HELD_OUT);
     let (model, parameters) = policy(tokenizer.get_vocab_size(true), 64, args.seed)?;
     let examples = examples(training, &tokenizer)?;
-    warm_up(&model, &parameters, &examples, warm_up_steps, args.seed)?;
+    warm_up(&model, &parameters, examples, warm_up_steps, args.seed)?;
 
     let calls = ToolFormat::Marks {
         tool: "calculator".to_owned(),
@@ -152,19 +152,11 @@ fn examples(problems: &[Prompt], tokenizer: &Tokenizer) -> Result<Vec<Example>> 
         if i.is_multiple_of(TOOL_EXAMPLES) {
             let call = tokens(&format!("[{}]", problem.text.trim_end_matches('=')))?;
             let output = tokens(&format!("{answer}>"))?;
-            examples.push(Example {
-                prompt: [&prompt[..], &call, &output].concat(),
-                answer: last,
-            });
-            examples.push(Example {
-                prompt,
-                answer: call,
-            });
+            let after_call = [&prompt[..], &call, &output].concat();
+            examples.push(Example::of_answer(&after_call, &last)?);
+            examples.push(Example::of_answer(&prompt, &call)?);
         } else {
-            examples.push(Example {
-                prompt,
-                answer: last,
-            });
+            examples.push(Example::of_answer(&prompt, &last)?);
         }
     }
     Ok(examples)
@@ -173,22 +165,26 @@ fn examples(problems: &[Prompt], tokenizer: &Tokenizer) -> Result<Vec<Example>> 
 fn warm_up(
     model: &DecoderConfig,
     parameters: &Parameters,
-    examples: &[Example],
+    examples: Vec<Example>,
     steps: usize,
     seed: u64,
 ) -> Result<()> {
-    let config = PretrainConfig {
-        max_steps: steps,
+    let config = SftConfig {
+        max_steps: Some(steps),
         batch_size: 128,
         optimizer: adamw(3e-3),
+        schedule: SftSchedule {
+            decay: None,
+            ..SftSchedule::default()
+        },
         seed,
-        ..PretrainConfig::default()
+        ..SftConfig::default()
     };
     let bar = bar("warm-up", steps)?;
-    pretrain(model, parameters, examples, &config, |_, loss| {
-        step(&bar, format!("loss {loss:.2}"));
-        Ok(ControlFlow::Continue(()))
-    })?;
+    let mut trainer = SftTrainer::new(model.clone(), parameters.clone(), examples, config)?;
+    for _ in 0..steps {
+        step(&bar, format!("loss {:.2}", trainer.step()?.loss));
+    }
     bar.abandon();
     println!();
     Ok(())

@@ -201,7 +201,24 @@ impl ChatTemplate {
 
     /// Renders `chat` to tokens, without special tokens other than those in the template.
     pub fn encode(&self, chat: &Chat, tokenizer: &Tokenizer) -> Result<EncodedChat> {
-        let RenderedChat { text, assistant } = self.render_with_assistant(chat)?;
+        self.render_with_assistant(chat)?.encode(tokenizer)
+    }
+
+    /// Returns whether the template marks the text of the assistant with `{% generation %}`.
+    pub fn has_generation_blocks(&self) -> bool {
+        self.marks.is_some()
+    }
+}
+
+impl RenderedChat {
+    /// Encodes the text, without special tokens other than those in it. A token counts as written
+    /// by the assistant if any of its bytes does.
+    ///
+    /// # Errors
+    ///
+    /// If the text has no tokens or the tokenizer cannot encode it.
+    pub fn encode(&self, tokenizer: &Tokenizer) -> Result<EncodedChat> {
+        let Self { text, assistant } = self;
         let encoding = tokenizer
             .encode(text.as_str(), false)
             .map_err(|_| anyhow!("chat {text:?}, the tokenizer has no token for a part of it"))?;

@@ -12,6 +12,7 @@ use candle_grpo_train::environment::{
     Append, Environment, EnvironmentLimits, EpisodeEnd, EpisodeStart, Observation, Step, Turn,
 };
 use candle_grpo_train::rollout::{Deliver, GenerationBatch, LocalGenerator};
+use candle_grpo_train::run::StepRecord as _;
 use candle_grpo_train::{
     ComputeDType, FinishReason, Generator, Interrupted, Progress, Rollout, Sample, SamplingConfig,
     TrainConfig, Trainer, WeightedRewards, evaluate,

@@ -6,7 +6,7 @@ mod masks;
 #[cfg(unix)]
 mod programs;
 mod rollouts;
-mod templates;
+pub(crate) mod templates;
 #[cfg(unix)]
 mod tools;
 mod turn_advantages;

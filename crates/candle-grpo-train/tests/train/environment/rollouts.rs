@@ -1,7 +1,9 @@
 //! Completions of training for people to read.
 
-use candle_grpo_train::run::{RolloutLogConfig, RolloutRecord, RolloutTurn, TurnRole};
-use candle_grpo_train::{RunDir, TrainConfig, Trainer, WeightedRewards};
+use candle_grpo_train::run::{
+    RolloutLogConfig, RolloutRecord, RolloutTurn, StepRecord as _, StoppedRun, TurnRole,
+};
+use candle_grpo_train::{RunDir, StepMetrics, TrainConfig, Trainer, WeightedRewards};
 use serde_json::json;
 
 use super::{echo, environments};
@@ -155,7 +157,7 @@ fn a_resumed_run_has_the_records_of_earlier_steps_alone() {
     let whole = std::fs::read_to_string(&file).unwrap();
     // A kill in the middle of a line.
     std::fs::write(&file, format!("{whole}{{\"step\": 5, \"gro")).unwrap();
-    let stopped = candle_grpo_train::run::StoppedRun::open(&path).unwrap();
+    let stopped = StoppedRun::<StepMetrics>::open(&path).unwrap();
     drop(stopped.resume(&json!({}), 2).unwrap());
     let lines: Vec<RolloutRecord> = candle_grpo_train::data::read_json_lines(&file).unwrap();
     assert_eq!(lines, [record(1), record(1), record(2), record(2)]);

@@ -18,6 +18,8 @@ pub(super) enum Task {
     Program,
     /// Several turns with a program that answers.
     Environment,
+    /// Supervised fine-tuning on given answers, for grpo sft.
+    Sft,
 }
 
 #[derive(clap::Args)]
@@ -42,6 +44,7 @@ impl Task {
             Self::Math => "math",
             Self::Program => "program",
             Self::Environment => "environment",
+            Self::Sft => "sft",
         }
     }
 
@@ -61,6 +64,10 @@ impl Task {
                 ("run.yaml", include_str!("environment.yaml")),
                 ("train.jsonl", include_str!("environment.jsonl")),
                 ("environment.py", include_str!("environment.py")),
+            ],
+            Self::Sft => vec![
+                ("run.yaml", include_str!("sft.yaml")),
+                ("train.jsonl", include_str!("sft.jsonl")),
             ],
         }
     }

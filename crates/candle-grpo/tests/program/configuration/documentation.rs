@@ -7,7 +7,7 @@ use std::env;
 use std::fs;
 use std::path::{Path, PathBuf};
 
-use candle_grpo::config::{Document, RollFile, RunConfig};
+use candle_grpo::config::{Document, RollFile, RunConfig, SftEvaluationConfig, SftRunConfig};
 use candle_grpo::core::CosineLength;
 use candle_grpo::train::DatasetConfig;
 use candle_grpo::train::environment::{EnvironmentKind, EnvironmentLimits, ProgramToolConfig};
@@ -16,6 +16,7 @@ use candle_grpo::train::rewards::{
     MathReward, MultipleChoiceReward, NumericReward, ProgramConfig, RewardKind, RewardModelConfig,
 };
 use candle_grpo::train::run::TrackerConfig;
+use candle_grpo::train::sft::{SftConfig, SftDataConfig, SftSchedule};
 use serde_json::{Value, json};
 
 fn root() -> PathBuf {
@@ -309,6 +310,33 @@ fn tables() -> Vec<Table> {
                 Value::Null,
             )
         },
+        Table {
+            without: &["optimizer", "schedule", "epochs", "max_steps", "seed"],
+            ..table(
+                "sft",
+                "crates/candle-grpo-train/src/sft/config.rs",
+                "SftConfig",
+                serde_json::to_value(SftConfig::default()).unwrap(),
+            )
+        },
+        table(
+            "sft data",
+            "crates/candle-grpo-train/src/sft/data_config.rs",
+            "SftDataConfig",
+            serde_json::to_value(SftDataConfig::default()).unwrap(),
+        ),
+        table(
+            "sft schedule",
+            "crates/candle-grpo-train/src/sft/config.rs",
+            "SftSchedule",
+            serde_json::to_value(SftSchedule::default()).unwrap(),
+        ),
+        table(
+            "sft evaluation",
+            "crates/candle-grpo/src/config/sft.rs",
+            "SftEvaluationConfig",
+            serde_json::to_value(SftEvaluationConfig::default()).unwrap(),
+        ),
     ]
 }
 
@@ -412,6 +440,30 @@ fn every_section_has_its_table() {
     }
 }
 
+/// Checks that a document is a configuration of its kind.
+fn accepted(document: &Document, block: &str) {
+    let checked = match SftRunConfig::is_of(document) {
+        true => SftRunConfig::new(document).map(drop),
+        false => RunConfig::new(document).map(drop),
+    };
+    checked.unwrap_or_else(|error| panic!("{error}\n{block}"));
+}
+
+/// Every example of the page about supervised training is accepted.
+#[test]
+fn every_example_of_supervised_training_is_accepted() {
+    let text = fs::read_to_string(root().join("docs/sft.md")).unwrap();
+    let blocks = text.split("```").skip(1).step_by(2);
+    let blocks: Vec<&str> = blocks.filter_map(|x| x.strip_prefix("yaml\n")).collect();
+    assert_eq!(blocks.len(), 2);
+    for block in blocks {
+        accepted(
+            &Document::from_yaml(Path::new("docs.yaml"), block).unwrap(),
+            block,
+        );
+    }
+}
+
 /// Every example of the page is accepted.
 #[test]
 fn every_example_is_accepted() {
@@ -430,7 +482,7 @@ fn every_example_is_accepted() {
         };
         let document = document.unwrap();
         let document = RollFile::new(&document).map_or(document, |roll| roll.document);
-        RunConfig::new(&document).unwrap_or_else(|error| panic!("{error}\n{block}"));
+        accepted(&document, block);
         examples += 1;
     }
     assert!(examples >= 4, "{examples}");

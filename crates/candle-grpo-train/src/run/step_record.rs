@@ -1,0 +1,53 @@
+//! The metrics of one step of any trainer.
+
+use anyhow::Result;
+use serde::Serialize;
+use serde::de::DeserializeOwned;
+use serde_json::Value;
+
+/// The metrics of one step: a line of `metrics.jsonl`. [`RunDir`](crate::RunDir), trackers and
+/// plots take those of any trainer.
+pub trait StepRecord: Serialize + DeserializeOwned {
+    /// The number of the step, from 1.
+    fn step(&self) -> usize;
+
+    /// Plots the metrics of a run over its steps as SVG.
+    ///
+    /// # Errors
+    ///
+    /// If the picture cannot be drawn.
+    fn plot(records: &[Self]) -> Result<String>;
+
+    /// Returns the metrics by name, nested ones with a slash (`seconds/train`).
+    ///
+    /// # Errors
+    ///
+    /// If they cannot be written as JSON.
+    fn scalars(&self) -> Result<Vec<(String, f64)>> {
+        let mut scalars = Vec::new();
+        collect("", &serde_json::to_value(self)?, &mut scalars);
+        scalars.retain(|(name, _)| name != "step");
+        Ok(scalars)
+    }
+}
+
+/// Collects the numbers in `value`, with the path of their keys.
+fn collect(path: &str, value: &Value, scalars: &mut Vec<(String, f64)>) {
+    let inside = |name: &str| {
+        if path.is_empty() {
+            name.to_owned()
+        } else {
+            format!("{path}/{name}")
+        }
+    };
+    match value {
+        Value::Object(map) => map
+            .iter()
+            .for_each(|(name, value)| collect(&inside(name), value, scalars)),
+        Value::Array(items) => {
+            let items = items.iter().enumerate();
+            items.for_each(|(i, value)| collect(&inside(&i.to_string()), value, scalars));
+        }
+        value => scalars.extend(value.as_f64().map(|number| (path.to_owned(), number))),
+    }
+}

@@ -1,0 +1,165 @@
+//! The places of the assistant's turns in the text of a chat template.
+
+use std::ops::Range;
+
+use anyhow::{Context, Result, bail, ensure};
+use serde_json::{Map, Value, json};
+use tokenizers::Tokenizer;
+
+use super::TrainOn;
+use crate::ChatTemplate;
+use crate::data::question::is_answer;
+use crate::model::{Chat, EncodedChat, RenderedChat};
+
+/// A text that stands for a turn where a template is rendered. No template changes it.
+const TURN: &str = "TurnOfTheAssistant7316";
+
+/// A conversation with answers.
+pub(super) struct Answered<'a> {
+    pub(super) template: &'a ChatTemplate,
+    pub(super) messages: &'a [Value],
+    /// The number of messages that are the prompt. The answers are after them.
+    pub(super) prompt: usize,
+    pub(super) tools: Option<&'a Value>,
+    /// Variables of the template.
+    pub(super) variables: Option<&'a Map<String, Value>>,
+}
+
+impl Answered<'_> {
+    /// Renders the conversation to tokens, with the mask of those that train.
+    ///
+    /// The answers are the `{% generation %}` blocks of the template. Without such blocks, an
+    /// answer begins where the template ends for the messages before it and the beginning of an
+    /// answer, as it does for a policy that answers. It ends with the last stop token of what
+    /// the template writes for it, or else with this text.
+    ///
+    /// # Errors
+    ///
+    /// If there is no answer, or its place is not certain.
+    pub(super) fn encode(
+        &self,
+        train_on: TrainOn,
+        tokenizer: &Tokenizer,
+        stop_token_ids: &[u32],
+    ) -> Result<EncodedChat> {
+        let mut rendered = self
+            .template
+            .render_with_assistant(&self.chat(self.messages))?;
+        if train_on == TrainOn::All {
+            rendered.assistant = std::iter::once(0..rendered.text.len()).collect();
+            return rendered.encode(tokenizer);
+        }
+        let answers = (self.prompt..self.messages.len()).filter(|&i| is_answer(&self.messages[i]));
+        let mut answers: Vec<usize> = answers.collect();
+        ensure!(
+            !answers.is_empty(),
+            "no message of the assistant, must have one to train on"
+        );
+        let is_last_only = train_on == TrainOn::LastAnswer;
+        if is_last_only {
+            answers.drain(..answers.len() - 1);
+        }
+        if self.template.has_generation_blocks() {
+            if is_last_only {
+                let earlier = rendered.assistant.len().saturating_sub(1);
+                rendered.assistant.drain(..earlier);
+            } else if self.prompt > 0 {
+                let before = self.before(self.prompt, &rendered)?;
+                rendered.assistant.retain(|block| block.start >= before);
+            }
+            ensure!(
+                !rendered.assistant.is_empty(),
+                "chat template: writes no generation block for the messages of the assistant"
+            );
+            return rendered.encode(tokenizer);
+        }
+        let turns = answers.into_iter().map(|index| {
+            self.turn(index, &rendered).with_context(|| {
+                format!(
+                    "message {index}: its place in the text of the chat template is not certain; give model.chat_template with generation blocks, or set data.train_on to last_answer or all"
+                )
+            })
+        });
+        rendered.assistant = turns.collect::<Result<_>>()?;
+        let mut encoded = rendered.encode(tokenizer)?;
+        end_with_stop_tokens(&mut encoded, stop_token_ids);
+        Ok(encoded)
+    }
+
+    fn chat(&self, messages: &[Value]) -> Chat {
+        let mut chat = Chat::new(messages);
+        if let Some(tools) = self.tools {
+            chat = chat.tools(tools);
+        }
+        for (name, value) in self.variables.into_iter().flatten() {
+            chat = chat.variable(name, value);
+        }
+        chat
+    }
+
+    fn render(&self, messages: &[Value]) -> Result<String> {
+        self.template.render(&self.chat(messages))
+    }
+
+    /// The length of the text before the answer that is message `index`.
+    fn before(&self, index: usize, rendered: &RenderedChat) -> Result<usize> {
+        let chat = self.chat(&self.messages[..index]).generation_prompt();
+        let before = self.template.render(&chat)?;
+        ensure!(
+            rendered.text.starts_with(&before),
+            "the template writes the messages before it differently than without it"
+        );
+        Ok(before.len())
+    }
+
+    /// The text of the answer that is message `index`, with the end of its turn.
+    fn turn(&self, index: usize, rendered: &RenderedChat) -> Result<Range<usize>> {
+        let start = self.before(index, rendered)?;
+        if let Ok(until) = self.render(&self.messages[..=index])
+            && rendered.text.starts_with(&until)
+            && until.len() >= start
+        {
+            return Ok(start..until.len());
+        }
+        // Some templates leave something out of an answer once messages follow, such as its
+        // reasoning. What they write after it is the same for any answer.
+        let mut messages = self.messages.to_vec();
+        messages[index] = json!({"role": messages[index]["role"], "content": TURN});
+        let after = |messages: &[Value]| -> Result<String> {
+            let text = self.render(messages)?;
+            match text.split_once(TURN) {
+                Some((_, after)) => Ok(after.to_owned()),
+                None => bail!("the template changes or leaves out the content of the assistant"),
+            }
+        };
+        let rest = after(&messages)?;
+        let end_of_turn = after(&messages[..=index])?;
+        let rest_start = rendered.text.len().saturating_sub(rest.len());
+        ensure!(
+            rendered.text.ends_with(&rest) && rest.starts_with(&end_of_turn) && rest_start >= start,
+            "the template writes the messages after it differently for another answer"
+        );
+        Ok(start..rest_start + end_of_turn.len())
+    }
+}
+
+/// Ends each run of the mask with its last stop token, if it has one: a policy that draws it writes
+/// nothing after it.
+fn end_with_stop_tokens(chat: &mut EncodedChat, stop_token_ids: &[u32]) {
+    let mut is_after = true;
+    let mut start_of_tail = None;
+    for at in (0..chat.tokens.len()).rev() {
+        if !chat.assistant_mask[at] {
+            (is_after, start_of_tail) = (true, None);
+            continue;
+        }
+        if !is_after {
+            continue;
+        }
+        let end = *start_of_tail.get_or_insert(at + 1);
+        if stop_token_ids.contains(&chat.tokens[at]) {
+            chat.assistant_mask[at + 1..end].fill(false);
+            is_after = false;
+        }
+    }
+}

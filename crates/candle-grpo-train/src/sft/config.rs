@@ -1,0 +1,200 @@
+//! The settings of supervised training.
+
+use anyhow::Result;
+use candle_grpo_core::Decay;
+use candle_grpo_core::validate as check;
+use candle_grpo_loss::PolicyLoss;
+use candle_grpo_nn::{AdamWConfig, BaseWeights, LoraConfig};
+use serde::{Deserialize, Serialize};
+
+use crate::invalid::within;
+use crate::learn::LearningRateSchedule;
+use crate::{ActorConfig, ComputeDType};
+
+/// The settings of supervised training.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct SftConfig {
+    /// Number of rows in an optimizer step. The loss is the mean over all of its tokens that train.
+    pub batch_size: usize,
+    /// Number of tokens in a backward pass, into which the rows are packed without padding. Rows
+    /// do not attend to each other. It bounds memory and does not change the update. A longer row
+    /// is a pass of its own.
+    pub micro_batch_tokens: usize,
+    /// Maximum global norm of the gradients.
+    pub max_grad_norm: f64,
+    /// Low-rank adapters that train in place of the parameters. Absent: all parameters train.
+    pub adapters: Option<LoraConfig>,
+    /// The form in memory of the linear maps under adapters: `dense` in the dtype of the
+    /// computation, or blocks of quantized numbers (QLoRA, <https://arxiv.org/abs/2305.14314>):
+    /// those that a GGUF file has (`stored`), or `q4_0`, `q5_0`, `q8_0`, `q4_k`, `q5_k` or `q6_k`.
+    pub base_weights: BaseWeights,
+    /// Keep only the input of each block for the backward pass and recompute the rest. Memory
+    /// hardly grows with the number of blocks; a step takes a third longer.
+    pub activation_checkpointing: bool,
+    /// The dtype of the computation. Weights that train are f32 as well; those under adapters are
+    /// in this dtype alone.
+    pub compute_dtype: ComputeDType,
+    /// Coefficient of the load-balancing loss of a model with experts (Switch Transformer,
+    /// <https://arxiv.org/abs/2101.03961>; `router_aux_loss_coef` of transformers). A pass has the
+    /// weight of its share of the tokens.
+    pub router_aux_loss_coef: f64,
+    /// If true, the ranks of a data-parallel run share the state of the optimizer (ZeRO, stage 1,
+    /// <https://arxiv.org/abs/1910.02054>).
+    pub sharded_optimizer: bool,
+    /// The optimizer.
+    pub optimizer: AdamWConfig,
+    /// The learning-rate schedule.
+    pub schedule: SftSchedule,
+    /// Number of passes over the rows; may be a fraction.
+    pub epochs: f64,
+    /// Number of optimizer steps, in place of `epochs`.
+    pub max_steps: Option<usize>,
+    /// Seed of the order of the rows and of adapters.
+    pub seed: u64,
+}
+
+/// The learning rate over a supervised run: a linear warm-up, then a decay until the last step, by
+/// the formulas of [`LearningRateSchedule`].
+#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct SftSchedule {
+    /// Number of steps until the learning rate of the optimizer is reached.
+    pub warmup_steps: usize,
+    /// The curve of the decay until the last step: `cosine` or `linear`. Null: the learning rate is
+    /// constant after the warm-up.
+    pub decay: Option<Decay>,
+    /// The lowest learning rate of the decay, as a share of that of the optimizer: from 0 to 1.
+    pub min_lr_ratio: f64,
+}
+
+impl Default for SftSchedule {
+    fn default() -> Self {
+        Self {
+            warmup_steps: 0,
+            decay: Some(Decay::Cosine),
+            min_lr_ratio: 0.,
+        }
+    }
+}
+
+impl SftSchedule {
+    /// Returns the schedule of a run of `steps` steps.
+    ///
+    /// # Errors
+    ///
+    /// If the warm-up is longer than the run, the floor is not a share, or there is a floor without
+    /// a decay.
+    pub fn of_steps(&self, steps: usize) -> Result<LearningRateSchedule> {
+        check::check(
+            self.warmup_steps <= steps,
+            "warmup_steps",
+            self.warmup_steps,
+            &format!("be at most {steps}, the steps of the run"),
+        )?;
+        let schedule = LearningRateSchedule {
+            warmup_steps: self.warmup_steps,
+            decay_until: self.decay.map(|_| steps),
+            decay: self.decay.unwrap_or_default(),
+            min_lr_ratio: self.min_lr_ratio,
+        };
+        check::unit_interval("min_lr_ratio", self.min_lr_ratio)?;
+        check::check(
+            self.decay.is_some() || self.min_lr_ratio == 0.,
+            "min_lr_ratio",
+            self.min_lr_ratio,
+            "be 0 without a decay",
+        )?;
+        Ok(schedule)
+    }
+}
+
+impl Default for SftConfig {
+    fn default() -> Self {
+        Self {
+            batch_size: 32,
+            micro_batch_tokens: 4096,
+            max_grad_norm: 1.,
+            adapters: None,
+            base_weights: BaseWeights::default(),
+            activation_checkpointing: false,
+            compute_dtype: ComputeDType::F32,
+            router_aux_loss_coef: 0.,
+            sharded_optimizer: false,
+            optimizer: AdamWConfig {
+                learning_rate: 2e-5,
+                ..AdamWConfig::default()
+            },
+            schedule: SftSchedule::default(),
+            epochs: 1.,
+            max_steps: None,
+            seed: 0,
+        }
+    }
+}
+
+impl SftConfig {
+    /// Checks everything that depends neither on the model nor on the rows.
+    ///
+    /// # Errors
+    ///
+    /// Returns an error with an [`Invalid`](candle_grpo_core::Invalid) in it that names the field.
+    pub fn validate(&self) -> Result<()> {
+        for (name, value) in [
+            ("batch_size", self.batch_size),
+            ("micro_batch_tokens", self.micro_batch_tokens),
+            ("max_steps", self.max_steps.unwrap_or(1)),
+        ] {
+            check::at_least_one(name, value)?;
+        }
+        check::positive("max_grad_norm", self.max_grad_norm)?;
+        check::positive("epochs", self.epochs)?;
+        check::non_negative("router_aux_loss_coef", self.router_aux_loss_coef)?;
+        check::check(
+            self.base_weights == BaseWeights::Dense || self.adapters.is_some(),
+            "base_weights",
+            "quantized",
+            "be dense unless adapters train",
+        )?;
+        self.optimizer
+            .validate()
+            .map_err(|error| within("optimizer", error.into()))?;
+        // The length of the run is checked with the rows.
+        self.schedule
+            .of_steps(self.max_steps.unwrap_or(usize::MAX))
+            .map(drop)
+            .map_err(|error| within("schedule", error))
+    }
+
+    /// Returns the number of rows that a run over `rows` rows visits, and its number of steps.
+    pub fn length(&self, rows: usize) -> (usize, usize) {
+        match self.max_steps {
+            Some(steps) => (steps.saturating_mul(self.batch_size), steps),
+            None => {
+                let visits = (self.epochs * rows as f64).ceil().max(1.) as usize;
+                (visits, visits.div_ceil(self.batch_size))
+            }
+        }
+    }
+
+    /// Returns the form of the linear maps of the model in memory, and the dtype of its other
+    /// weights: that of the computation under adapters, otherwise f32.
+    pub fn stored_form(&self) -> (BaseWeights, ComputeDType) {
+        match self.adapters {
+            Some(_) => (self.base_weights, self.compute_dtype),
+            None => (BaseWeights::Dense, ComputeDType::F32),
+        }
+    }
+
+    /// The settings of the policy. Its policy loss is not used.
+    pub(super) fn actor(&self) -> ActorConfig {
+        ActorConfig {
+            policy_loss: PolicyLoss::default(),
+            optimizer: self.optimizer.clone(),
+            temperature: 1.,
+            activation_checkpointing: self.activation_checkpointing,
+            compute_dtype: self.compute_dtype,
+            router_aux_loss_coef: self.router_aux_loss_coef,
+        }
+    }
+}

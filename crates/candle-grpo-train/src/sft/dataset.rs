@@ -1,0 +1,173 @@
+//! The rows of a supervised run as tokens.
+
+use std::collections::HashSet;
+
+use anyhow::{Result, bail};
+use candle_grpo_core::Invalid;
+use rayon::prelude::*;
+
+use super::SftDataConfig;
+use super::row_encoder::{Encoded, RowEncoder};
+use crate::data::{MixedOrder, Row};
+use crate::learn::Example;
+use crate::run::{RowDigest, row_digest};
+use crate::{ChatTemplate, Pretrained};
+
+/// The rows of a supervised run.
+#[derive(Debug, Clone)]
+pub struct SftDataset {
+    /// The rows to train on.
+    pub train: SftRows,
+    /// The rows to evaluate on, possibly none.
+    pub held_out: SftRows,
+    /// The order of the rows to train on.
+    pub order: MixedOrder,
+    /// The number of rows of `held_out` that are among those to train on.
+    pub held_out_in_train: usize,
+}
+
+/// Rows as tokens, and the numbers of those that are not, or not whole.
+#[derive(Debug, Clone, Default)]
+pub struct SftRows {
+    /// The rows in the order of the files.
+    pub examples: Vec<Example>,
+    /// The digest of the columns of each.
+    pub digests: Vec<RowDigest>,
+    /// The number of rows that are left out because they are too long.
+    pub too_long: usize,
+    /// The number of rows whose end is cut off.
+    pub truncated: usize,
+    /// The number of rows that are left out because their weight is 0.
+    pub without_weight: usize,
+    /// The tokens of the longest row before truncation, those left out included.
+    pub longest: usize,
+    /// The number of the file of each.
+    sources: Vec<usize>,
+}
+
+impl SftDataConfig {
+    /// Reads the files and encodes their rows for `model`. `template` is its chat template with
+    /// [`Self::chat_template_kwargs`]. `seed` decides which rows are held out, and the order.
+    ///
+    /// # Errors
+    ///
+    /// With file and line if a row cannot be read or encoded. With the key if `max_length` exceeds
+    /// the positions of the model, if it leaves no row, or if `weights` do not fit.
+    pub fn load(
+        &self,
+        model: &Pretrained,
+        template: Option<&ChatTemplate>,
+        seed: u64,
+    ) -> Result<SftDataset> {
+        self.validate()?;
+        let positions = model.model.max_position_embeddings;
+        if let Some(max_length) = self.max_length.filter(|&length| length > positions) {
+            let must = format!("be at most {positions}, the positions of the model");
+            return Err(Invalid::new("max_length", max_length, must).into());
+        }
+        let encoder = RowEncoder::new(self, model, template)?;
+        let (train, held_out) = self.sources().read(seed)?;
+        let source = |row: &Row| {
+            let files = &self.train;
+            files.iter().position(|file| **file == *row.file)
+        };
+        let max_length = self.max_length(&model.model);
+        let train = SftRows::encode(&train, &encoder, |row| source(row).unwrap_or(0))?;
+        let held_out = SftRows::encode(&held_out, &encoder, |_| 0)?;
+        for rows in [&train, &held_out] {
+            if rows.examples.is_empty() && rows.too_long > 0 {
+                let must = format!(
+                    "leave a row: all {} are longer, up to {} tokens",
+                    rows.too_long, rows.longest
+                );
+                return Err(Invalid::new("max_length", max_length, must).into());
+            }
+        }
+        if train.examples.is_empty() {
+            bail!("data.train: all rows have the weight 0, must have one to train on");
+        }
+        let trained: HashSet<&RowDigest> = train.digests.iter().collect();
+        let held_out_in_train = held_out.digests.iter();
+        let held_out_in_train = held_out_in_train
+            .filter(|digest| trained.contains(digest))
+            .count();
+        Ok(SftDataset {
+            order: self.sources().order(&train.sources, seed)?,
+            held_out_in_train,
+            train,
+            held_out,
+        })
+    }
+}
+
+impl SftDataset {
+    /// Logs warnings about rows that are left out, cut off, or both trained on and held out.
+    pub fn warn(&self) {
+        for (name, rows) in [("train", &self.train), ("held_out", &self.held_out)] {
+            let all = rows.examples.len() + rows.too_long + rows.without_weight;
+            if rows.too_long > 0 {
+                tracing::warn!(
+                    "data.{name}: {} of {all} rows are too long and left out; the longest has {} tokens",
+                    rows.too_long,
+                    rows.longest
+                );
+            }
+            if rows.truncated > 0 {
+                tracing::warn!(
+                    "data.{name}: {} of {all} rows are cut off; the longest has {} tokens",
+                    rows.truncated,
+                    rows.longest
+                );
+            }
+        }
+        if self.held_out_in_train > 0 {
+            tracing::warn!(
+                "{} of {} held-out rows are also rows to train on, so evaluations measure memory too",
+                self.held_out_in_train,
+                self.held_out.examples.len()
+            );
+        }
+    }
+}
+
+impl SftRows {
+    fn encode(rows: &[Row], encoder: &RowEncoder, source: impl Fn(&Row) -> usize) -> Result<Self> {
+        // The first error in the order of the rows, whichever thread finds one first.
+        let encoded: Vec<Result<Encoded>> =
+            rows.par_iter().map(|row| encoder.encode(row)).collect();
+        let mut all = Self::default();
+        for (row, encoded) in rows.iter().zip(encoded) {
+            match encoded? {
+                Encoded::Example { example, tokens } => {
+                    all.truncated += usize::from(tokens > example.tokens().len());
+                    all.longest = all.longest.max(tokens);
+                    all.examples.push(example);
+                    all.digests.push(row_digest(&row.columns));
+                    all.sources.push(source(row));
+                }
+                Encoded::TooLong(tokens) => {
+                    all.too_long += 1;
+                    all.longest = all.longest.max(tokens);
+                }
+                Encoded::NoWeight => all.without_weight += 1,
+            }
+        }
+        Ok(all)
+    }
+
+    /// Returns the number of tokens that train.
+    pub fn num_trained_tokens(&self) -> usize {
+        self.examples.iter().map(Example::num_trained_tokens).sum()
+    }
+
+    /// Returns the number of tokens.
+    pub fn num_tokens(&self) -> usize {
+        self.examples.iter().map(|row| row.tokens().len()).sum()
+    }
+
+    /// Returns the number of tokens of the longest row that is not left out.
+    pub fn longest_kept(&self) -> usize {
+        let lengths = self.examples.iter().map(|row| row.tokens().len());
+        lengths.max().unwrap_or(0)
+    }
+}

@@ -1,0 +1,90 @@
+//! The metrics of supervised training.
+
+use std::collections::BTreeMap;
+
+use anyhow::Result;
+use serde::{Deserialize, Serialize};
+
+use crate::learn::LikelihoodSums;
+use crate::run::StepRecord;
+use crate::run::plot::plot_svg;
+
+/// The metrics of one step of supervised training: one line of `metrics.jsonl`.
+#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
+pub struct SftMetrics {
+    /// The number of the step, from 1.
+    pub step: usize,
+    /// The passes over the rows so far.
+    pub epoch: f64,
+    /// The loss before the update: the weighted mean of the negative log-probs of the tokens that
+    /// train, in nats per token.
+    pub loss: f64,
+    /// The share of these tokens to which the model gives the highest probability.
+    pub token_accuracy: f64,
+    /// The mean entropy of the model at these tokens, in nats.
+    pub entropy: f64,
+    /// The load-balancing loss of a model with experts.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub router_aux_loss: Option<f64>,
+    /// The norm of the gradients before clipping.
+    pub grad_norm: f64,
+    /// The learning rate.
+    pub learning_rate: f64,
+    /// The number of rows of the step.
+    pub rows: usize,
+    /// The number of tokens of these rows.
+    pub tokens: usize,
+    /// The number of those that train.
+    pub trained_tokens: usize,
+    /// The number of tokens that have trained since the beginning of the run.
+    pub total_trained_tokens: usize,
+    /// The number of backward passes, of all ranks.
+    pub micro_batches: usize,
+    /// Tokens of the rows per second.
+    pub tokens_per_second: f64,
+    /// The time of the step.
+    pub seconds: SftSeconds,
+}
+
+/// The time of a step of supervised training.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Serialize, Deserialize)]
+pub struct SftSeconds {
+    /// Passes and the update, in seconds.
+    pub train: f64,
+}
+
+impl StepRecord for SftMetrics {
+    fn step(&self) -> usize {
+        self.step
+    }
+
+    fn plot(records: &[Self]) -> Result<String> {
+        let series = |of: fn(&Self) -> f64| -> Vec<(f64, f64)> {
+            let records = records.iter();
+            records.map(|line| (line.step as f64, of(line))).collect()
+        };
+        let last_step = records.last().map_or(0, |line| line.step);
+        let panels = [
+            ("Loss (nats per token)", series(|line| line.loss)),
+            ("Token accuracy", series(|line| line.token_accuracy)),
+            ("Gradient norm", series(|line| line.grad_norm)),
+            ("Learning rate", series(|line| line.learning_rate)),
+        ];
+        plot_svg(panels, last_step)
+    }
+}
+
+impl LikelihoodSums {
+    /// Returns the metrics of an evaluation: `loss`, `perplexity` (its exponential) and
+    /// `token_accuracy`.
+    pub fn evaluation(&self) -> BTreeMap<String, f64> {
+        let metrics = [
+            ("loss", self.mean_loss()),
+            ("perplexity", self.mean_loss().exp()),
+            ("token_accuracy", self.token_accuracy()),
+        ];
+        // JSON has no number for infinity.
+        let metrics = metrics.into_iter().filter(|(_, value)| value.is_finite());
+        metrics.map(|(name, x)| (name.to_owned(), x)).collect()
+    }
+}

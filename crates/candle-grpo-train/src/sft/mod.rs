@@ -1,0 +1,23 @@
+//! Supervised fine-tuning (SFT): the likelihood of given answers.
+//!
+//! ```text
+//! rows ──SftDataConfig::load──▶ SftDataset: tokens and weights ──SftTrainer──▶ policy
+//! ```
+//!
+//! A row is a conversation, a prompt and its completion, or a text. [`SftTrainer`] minimizes the
+//! mean negative log-prob of the tokens that train. Its checkpoints are models that a
+//! [`Trainer`](crate::Trainer) can start from.
+
+mod assistant_turns;
+mod config;
+mod data_config;
+mod dataset;
+mod metrics;
+mod row_encoder;
+mod trainer;
+
+pub use config::{SftConfig, SftSchedule};
+pub use data_config::{SftDataConfig, TrainOn, Truncation};
+pub use dataset::{SftDataset, SftRows};
+pub use metrics::{SftMetrics, SftSeconds};
+pub use trainer::SftTrainer;

@@ -1,0 +1,366 @@
+//! The loop of supervised training.
+
+use std::path::Path;
+use std::sync::Arc;
+use std::time::Instant;
+
+use anyhow::{Context, Result, ensure};
+use candle_grpo_collective::Collective;
+use candle_grpo_nn::{DecoderConfig, Parameters};
+
+use super::{SftConfig, SftMetrics, SftSeconds};
+use crate::data::MixedOrder;
+use crate::invalid::within;
+use crate::learn::micro_batches::examples_by_tokens;
+use crate::learn::models::{Models, ensure_not_canceled, new_actor};
+use crate::learn::{Example, LearningRateSchedule, LikelihoodSums, Ranks};
+use crate::progress::{NeverCanceled, NoProgress, Phase};
+use crate::run::{RunInputs, TrainerState};
+use crate::{Actor, ComputeDType, Pretrained, Progress};
+
+/// Trains a policy on examples: a step maximizes the weighted mean likelihood of the tokens of a
+/// batch of rows.
+///
+/// ```
+/// use candle_core::Device;
+/// use candle_grpo_nn::{DecoderConfig, Parameters};
+/// use candle_grpo_train::learn::Example;
+/// use candle_grpo_train::sft::{SftConfig, SftTrainer};
+///
+/// # fn main() -> anyhow::Result<()> {
+/// # let model = DecoderConfig { vocab_size: 11, hidden_size: 8, intermediate_size: 16,
+/// #     num_hidden_layers: 1, num_attention_heads: 2, num_key_value_heads: 1,
+/// #     max_position_embeddings: 8, tie_word_embeddings: true, ..DecoderConfig::default() };
+/// let parameters = Parameters::init(&model, 7, &Device::Cpu)?;
+/// let examples = vec![Example::of_answer(&[1, 2], &[3, 0])?, Example::of_answer(&[4], &[5, 0])?];
+/// let mut config = SftConfig { max_steps: Some(200), batch_size: 2, ..SftConfig::default() };
+/// config.optimizer.learning_rate = 1e-2;
+/// let mut trainer = SftTrainer::new(model, parameters, examples, config)?;
+/// let first = trainer.step()?.loss;
+/// while trainer.steps() < trainer.last_step() {
+///     trainer.step()?;
+/// }
+/// assert!(trainer.step().is_err()); // the run is over
+/// assert!(trainer.actor().likelihood(&[&Example::of_answer(&[1, 2], &[3, 0])?])?.mean_loss() < first / 2.);
+/// # Ok(())
+/// # }
+/// ```
+pub struct SftTrainer {
+    models: Models,
+    examples: Vec<Example>,
+    order: MixedOrder,
+    config: SftConfig,
+    schedule: LearningRateSchedule,
+    /// The number of rows that the run visits, and its last step.
+    visits: usize,
+    last_step: usize,
+    ranks: Ranks,
+    /// The receiver of progress.
+    receiver: Arc<dyn Progress>,
+    /// The progress of what runs within a step. One of several ranks cannot cancel alone.
+    progress: Arc<dyn Progress>,
+    state: TrainerState,
+    /// The number of tokens that have trained.
+    trained_tokens: usize,
+}
+
+impl SftTrainer {
+    /// Creates a trainer that starts from `parameters`, of shape `model`.
+    ///
+    /// # Errors
+    ///
+    /// If there are no examples or `config` is not valid.
+    pub fn new(
+        model: DecoderConfig,
+        parameters: Parameters,
+        examples: Vec<Example>,
+        config: SftConfig,
+    ) -> Result<Self> {
+        config.validate()?;
+        ensure!(!examples.is_empty(), "examples: none, must be at least one");
+        let (visits, last_step) = config.length(examples.len());
+        let schedule = config.schedule.of_steps(last_step);
+        let schedule = schedule.map_err(|error| within("schedule", error))?;
+        let adapters = config.adapters.clone();
+        let adapters = adapters.map(|adapters| (adapters, config.base_weights));
+        let actor = new_actor(model, parameters, adapters, config.seed, config.actor())?;
+        Ok(Self {
+            models: Models::of_actor(actor),
+            order: MixedOrder::single(examples.len(), config.seed)?,
+            examples,
+            config,
+            schedule,
+            visits,
+            last_step,
+            ranks: Ranks::default(),
+            receiver: Arc::new(NoProgress),
+            progress: Arc::new(NoProgress),
+            state: TrainerState::default(),
+            trained_tokens: 0,
+        })
+    }
+
+    /// Visits the examples in `order`, in place of a random order of all of them.
+    ///
+    /// # Errors
+    ///
+    /// If it has another number of rows.
+    pub fn with_order(mut self, order: MixedOrder) -> Result<Self> {
+        let (rows, examples) = (order.num_rows(), self.examples.len());
+        ensure!(
+            rows == examples,
+            "order: {rows} rows, must be {examples}, the number of examples"
+        );
+        self.order = order;
+        Ok(self)
+    }
+
+    /// Sets the receiver of progress, which can also cancel steps.
+    pub fn with_progress(mut self, progress: Arc<dyn Progress>) -> Self {
+        self.set_progress(progress);
+        self
+    }
+
+    /// Shares the passes of every step and evaluation with the other ranks of `collective`. The
+    /// trainers of all ranks must have the same arguments, and call the same methods in the same
+    /// order. Losses and weights equal those of one rank up to the rounding of sums.
+    ///
+    /// # Errors
+    ///
+    /// If the state of the optimizer cannot be allocated.
+    pub fn with_collective(mut self, collective: Arc<dyn Collective>) -> Result<Self> {
+        if self.config.sharded_optimizer {
+            self.models.actor.shard_optimizer(&collective)?;
+        }
+        self.ranks = Ranks::new(collective);
+        self.set_progress(Arc::clone(&self.receiver));
+        Ok(self)
+    }
+
+    fn set_progress(&mut self, receiver: Arc<dyn Progress>) {
+        self.progress = match self.ranks.is_alone() {
+            true => Arc::clone(&receiver),
+            false => Arc::new(NeverCanceled(Arc::clone(&receiver))),
+        };
+        self.receiver = receiver;
+    }
+
+    /// Runs one step: the passes over its rows, and an update.
+    ///
+    /// # Errors
+    ///
+    /// After the last step, with [`Interrupted`](crate::Interrupted) if the progress cancels, and
+    /// with [`NotFinite`](crate::NotFinite) if the loss or a gradient is NaN or infinite. The
+    /// trainer is then as before the step.
+    pub fn step(&mut self) -> Result<SftMetrics> {
+        let step = self.state.steps + 1;
+        let result = self.try_step(step);
+        if result.is_err() {
+            self.models.zero_grad();
+        }
+        result.with_context(|| format!("step {step}"))
+    }
+
+    fn try_step(&mut self, step: usize) -> Result<SftMetrics> {
+        ensure!(
+            step <= self.last_step,
+            "the run is over after {} steps",
+            self.last_step
+        );
+        self.ensure_not_canceled()?;
+        let start = Instant::now();
+        let visited = self.state.visited;
+        let count = self.config.batch_size.min(self.visits - visited);
+        let rows = self.order.slice(visited, count);
+        let rows: Vec<&Example> = rows.into_iter().map(|row| &self.examples[row]).collect();
+        let weight: f64 = rows.iter().map(|row| row.total_weight()).sum();
+        let read: usize = rows.iter().map(|row| row.read_tokens().len()).sum();
+        let (micro_batches, own) = self.micro_batches(&rows);
+        self.progress
+            .begin(Phase::Learn, own.iter().map(Vec::len).sum());
+        let actor = &mut self.models.actor;
+        let factor = self.schedule.factor(step);
+        actor.set_learning_rate(self.config.optimizer.learning_rate * factor);
+        let mut sums = Vec::new();
+        for (number, part) in own.iter().enumerate() {
+            ensure_not_canceled(&*self.progress)?;
+            if number + 1 == own.len() {
+                actor.begin_reduction(self.ranks.collective())?;
+            }
+            sums.push(actor.forward_backward_examples(part, 1. / weight, read as f64)?);
+            let tokens = part.iter().map(|row| row.num_trained_tokens()).sum();
+            self.progress.advance(part.len(), tokens);
+        }
+        if own.is_empty() {
+            // A rank without rows takes part in the sum of the gradients.
+            actor.begin_reduction(self.ranks.collective())?;
+            actor.forward_backward_examples(&rows[..1], 0., f64::INFINITY)?;
+        }
+        ensure_not_canceled(&*self.progress)?;
+        let stats = actor.clip_grad_and_step(self.config.max_grad_norm)?;
+        let sums = self.sum_over_ranks(sums)?;
+        let (num_rows, tokens) = (rows.len(), rows.iter().map(|row| row.tokens().len()).sum());
+        self.state.steps = step;
+        self.state.visited += num_rows;
+        self.trained_tokens += sums.tokens as usize;
+        let seconds = start.elapsed().as_secs_f64();
+        Ok(SftMetrics {
+            step,
+            epoch: self.state.visited as f64 / self.examples.len() as f64,
+            loss: sums.mean_loss(),
+            token_accuracy: sums.token_accuracy(),
+            entropy: sums.mean_entropy(),
+            router_aux_loss: (sums.read_tokens > 0.)
+                .then(|| sums.router_aux_loss / sums.read_tokens),
+            grad_norm: stats.grad_norm,
+            learning_rate: stats.learning_rate,
+            rows: num_rows,
+            tokens,
+            trained_tokens: sums.tokens as usize,
+            total_trained_tokens: self.trained_tokens,
+            micro_batches,
+            tokens_per_second: tokens as f64 / seconds,
+            seconds: SftSeconds { train: seconds },
+        })
+    }
+
+    /// The number of micro-batches of all ranks, and those of this rank.
+    fn micro_batches<'a>(&self, rows: &[&'a Example]) -> (usize, Vec<Vec<&'a Example>>) {
+        let world_size = self.ranks.collective().world_size();
+        let all = examples_by_tokens(rows, self.config.micro_batch_tokens, world_size);
+        let own = all[self.ranks.share(all.len())].iter();
+        let own = own.map(|part| part.iter().map(|&row| rows[row]).collect());
+        (all.len(), own.collect())
+    }
+
+    /// Adds the sums of all micro-batches of all ranks.
+    fn sum_over_ranks(&self, own: Vec<LikelihoodSums>) -> Result<LikelihoodSums> {
+        let mut total = LikelihoodSums::default();
+        for part in self.ranks.gather(own)?.concat() {
+            total.add(&part);
+        }
+        Ok(total)
+    }
+
+    /// Returns the sums over `examples` with the current weights, for
+    /// [`LikelihoodSums::evaluation`].
+    ///
+    /// # Errors
+    ///
+    /// With [`Interrupted`](crate::Interrupted) if the progress cancels, and with
+    /// [`NotFinite`](crate::NotFinite) if the loss is NaN or infinite.
+    pub fn evaluate(&self, examples: &[Example]) -> Result<LikelihoodSums> {
+        ensure!(!examples.is_empty(), "examples: none, must be at least one");
+        self.ensure_not_canceled()?;
+        let rows: Vec<&Example> = examples.iter().collect();
+        let (_, own) = self.micro_batches(&rows);
+        let units = own.iter().map(Vec::len).sum();
+        self.progress.begin(Phase::HeldOutLoss, units);
+        let sums = own.iter().map(|part| {
+            ensure_not_canceled(&*self.progress)?;
+            let sums = self.models.actor.likelihood(part)?;
+            self.progress.advance(part.len(), sums.tokens as usize);
+            Ok(sums)
+        });
+        self.sum_over_ranks(sums.collect::<Result<_>>()?)
+    }
+
+    /// Returns [`Interrupted`](crate::Interrupted) as an error if the progress of any rank cancels.
+    /// All ranks must call it.
+    ///
+    /// # Errors
+    ///
+    /// Also if another rank has ended.
+    pub fn ensure_not_canceled(&self) -> Result<()> {
+        self.ranks.ensure_not_canceled(&*self.receiver)
+    }
+
+    /// Checks that all ranks have the weights of rank 0, bit-identically. All ranks must call it.
+    ///
+    /// # Errors
+    ///
+    /// If a rank differs.
+    pub fn ensure_equal_ranks(&self) -> Result<()> {
+        self.models.ensure_equal(&self.ranks, self.state.steps)
+    }
+
+    /// Checks the weights that train.
+    ///
+    /// # Errors
+    ///
+    /// [`NotFinite`](crate::NotFinite) if one is NaN or infinite.
+    pub fn ensure_finite(&self) -> Result<()> {
+        self.models.ensure_finite()
+    }
+
+    /// Takes the digest of the initial weights from `inputs`, which belong to the same model.
+    pub fn with_inputs(self, inputs: &RunInputs) -> Self {
+        self.models.set_inputs(inputs);
+        self
+    }
+
+    /// Writes a checkpoint into an existing folder: the model in `dtype` in the form of
+    /// [`Pretrained::save`], with merged adapters, and the state of the run, with the adapters
+    /// alone in `adapter/`.
+    ///
+    /// # Errors
+    ///
+    /// [`NotFinite`](crate::NotFinite) before anything is written, if a weight is NaN or infinite.
+    pub fn write_checkpoint(
+        &self,
+        folder: &Path,
+        model: &Pretrained,
+        dtype: ComputeDType,
+    ) -> Result<()> {
+        self.models.write_policy(folder, model, dtype)?;
+        self.models.save(folder, &self.state)
+    }
+
+    /// Takes part in [`Self::write_checkpoint`] of rank 0. With [`SftConfig::sharded_optimizer`]
+    /// all other ranks must call it meanwhile.
+    pub fn take_part_in_checkpoint(&self) -> Result<()> {
+        self.models.take_part_in_save()
+    }
+
+    /// Resumes from a checkpoint. On the CPU the following steps are bit-identical to those of an
+    /// uninterrupted run of the same model, examples and settings.
+    ///
+    /// # Errors
+    ///
+    /// If shape, adapters or the initial weights under adapters differ. The trainer must not be
+    /// used after an error.
+    pub fn load_state(&mut self, folder: &Path) -> Result<()> {
+        self.state = self.models.load(folder, &self.state)?;
+        let visited = self.order.slice(0, self.state.visited).into_iter();
+        self.trained_tokens = visited
+            .map(|row| self.examples[row].num_trained_tokens())
+            .sum();
+        Ok(())
+    }
+
+    /// The policy.
+    pub fn actor(&self) -> &Actor {
+        &self.models.actor
+    }
+
+    /// Returns the current parameters of the policy, with merged adapters if there are any. Without
+    /// adapters the parameters are shared with the policy.
+    pub fn policy_parameters(&self) -> Result<Parameters> {
+        self.models.weights(0).merged()
+    }
+
+    /// The ranks that share the steps.
+    pub fn ranks(&self) -> &Ranks {
+        &self.ranks
+    }
+
+    /// The number of steps.
+    pub fn steps(&self) -> usize {
+        self.state.steps
+    }
+
+    /// The number of steps of the whole run.
+    pub fn last_step(&self) -> usize {
+        self.last_step
+    }
+}

@@ -1,0 +1,83 @@
+//! `grpo sft`.
+
+use std::path::Path;
+use std::sync::Arc;
+use std::time::Instant;
+
+use candle_grpo::config::SftRunConfig;
+use candle_grpo::run::{Progress, SftSession, Start};
+use candle_grpo::train::learn::Ranks;
+use candle_grpo::train::sft::SftMetrics;
+
+use super::console::Console;
+use super::exit::Exit;
+use super::load;
+use super::train::{evaluated, files, hint, on_ranks};
+
+/// Trains on the answers of the data that the configuration in `file` names.
+pub(super) fn sft(file: &Path, start: Start, quiet: bool) -> Result<(), Exit> {
+    let config = load::sft_config(&load::document(file)?)?;
+    on_ranks(quiet, |console, ranks| {
+        run(file, config, start, console, ranks)
+    })
+}
+
+fn run(
+    file: &Path,
+    mut config: SftRunConfig,
+    start: Start,
+    console: &Console,
+    ranks: &Ranks,
+) -> Result<(), Exit> {
+    load::set_threads(&config)?;
+    files(&mut config, start, console, ranks)?;
+    // Everything else is checked before the weights are read.
+    let (dataset, _) = load::sft_inputs(&config)?;
+    let pretrained = load::policy(&config)?;
+    let progress = Arc::new(console.clone());
+    let collective = Arc::clone(ranks.collective());
+    let mut session =
+        SftSession::on_ranks(config, pretrained, dataset, start, progress, collective)
+            .map_err(|error| Exit::Run(format!("{error:#}")))?;
+    let hint = |session: &SftSession| hint("sft", file, session.path(), session.replaced());
+    let begun = Instant::now();
+    let steps = session.trainer().last_step();
+    console.begin_steps(session.trainer().steps(), steps);
+    loop {
+        let advanced = session.advance();
+        match advanced.map_err(|error| Exit::from_run(error, hint(&session)))? {
+            Progress::Step(metrics) => {
+                console.set_steps(metrics.step);
+                console.say(&summary(&metrics, steps));
+            }
+            Progress::Evaluated { step, metrics } => console.say(&evaluated(step, &metrics)),
+            Progress::Saved(_) => {}
+            Progress::Interrupted => {
+                return Err(Exit::Interrupted(hint(&session)));
+            }
+            Progress::Finished => break,
+        }
+    }
+    console.finish();
+    console.say(&format!(
+        "{} steps; {:.0} seconds; {}",
+        session.trainer().steps(),
+        begun.elapsed().as_secs_f64(),
+        session.path().display()
+    ));
+    Ok(())
+}
+
+/// Returns the line about a step.
+fn summary(metrics: &SftMetrics, steps: usize) -> String {
+    format!(
+        "step {}/{steps}  loss {:.4}  accuracy {:.3}  gradient {:.3}  tokens {}  {:.0} tokens/s  {:.1} s",
+        metrics.step,
+        metrics.loss,
+        metrics.token_accuracy,
+        metrics.grad_norm,
+        metrics.trained_tokens,
+        metrics.tokens_per_second,
+        metrics.seconds.train,
+    )
+}

@@ -1,0 +1,391 @@
+//! A supervised run.
+
+use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
+
+use anyhow::Result;
+use candle_grpo_nn::{AdamWConfig, BaseWeights};
+use candle_grpo_train::hub::{HubContent, HubName, Located, MissingFile};
+use candle_grpo_train::run::TrackerConfig;
+use candle_grpo_train::sft::{SftConfig, SftDataConfig, SftDataset, SftSchedule};
+use candle_grpo_train::{ComputeDType, Pretrained, find_invalid};
+use serde::ser::Error as _;
+use serde::{Deserialize, Serialize};
+use serde_json::{Map, Value, json};
+
+use super::document::Document;
+use super::error::ConfigError;
+use super::hub_files::{Configuration, HubFiles, Replacement};
+use super::problem::Problem;
+use super::run::{
+    chat_template, check_outside, check_router, check_run_dir, data_error, laid_over, own_place,
+    tags, tracker_key,
+};
+use super::sections::{CheckpointConfig, ModelConfig};
+use super::{bounds, other_names};
+
+/// The section that makes a file one of supervised training.
+pub(super) const SFT: &str = "sft";
+
+/// A supervised run: a configuration file of `grpo sft` with all defaults filled in, validated.
+///
+/// ```
+/// use std::path::Path;
+/// use candle_grpo::config::{Document, SftRunConfig};
+///
+/// let text = "
+/// model: models/smol
+/// data: {train: chats.jsonl, held_out_rows: 20}
+/// sft: {batch_size: 16}
+/// optimizer: {learning_rate: 1e-5}
+/// epochs: 2
+/// ";
+/// let config = SftRunConfig::new(&Document::from_yaml(Path::new("sft.yaml"), text)?)?;
+/// assert_eq!(config.sft.batch_size, 16);
+/// // 100 rows twice.
+/// assert_eq!(config.sft.length(100), (200, 13));
+/// # Ok::<(), anyhow::Error>(())
+/// ```
+#[derive(Debug, Clone)]
+pub struct SftRunConfig {
+    /// The model to train.
+    pub model: ModelConfig,
+    /// The data.
+    pub data: SftDataConfig,
+    /// The settings of the trainer.
+    pub sft: SftConfig,
+    /// The schedule of evaluations.
+    pub evaluation: SftEvaluationConfig,
+    /// The schedule of checkpoints.
+    pub checkpoint: CheckpointConfig,
+    /// Programs that follow the metrics.
+    pub trackers: Vec<TrackerConfig>,
+    /// The folder of the run.
+    pub run_dir: PathBuf,
+    /// Threads to compute with; absent: one for each core.
+    pub threads: Option<usize>,
+    /// The file, for the lines of errors that only its files or its model show.
+    document: Document,
+    /// The files that come from the hub.
+    hub: HubFiles<(ModelConfig, SftDataConfig)>,
+}
+
+/// The schedule of evaluations: the loss of the held-out rows, its perplexity, and the share of
+/// tokens that the model ranks first.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct SftEvaluationConfig {
+    /// Steps between evaluations; also before the first step and after the last. Absent: never.
+    pub every_steps: Option<usize>,
+    /// The largest number of held-out rows. Absent: all.
+    pub max_rows: Option<usize>,
+}
+
+impl Default for SftEvaluationConfig {
+    fn default() -> Self {
+        Self {
+            every_steps: Some(50),
+            max_rows: None,
+        }
+    }
+}
+
+/// The sections of a file.
+#[derive(Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+struct Sections {
+    model: Option<ModelConfig>,
+    data: SftDataConfig,
+    sft: Map<String, Value>,
+    optimizer: Map<String, Value>,
+    schedule: SftSchedule,
+    evaluation: SftEvaluationConfig,
+    checkpoint: CheckpointConfig,
+    trackers: Vec<TrackerConfig>,
+    epochs: Option<f64>,
+    max_steps: Option<usize>,
+    run_dir: Option<PathBuf>,
+    seed: u64,
+    threads: Option<usize>,
+}
+
+impl Default for Sections {
+    fn default() -> Self {
+        Self {
+            model: None,
+            data: SftDataConfig::default(),
+            sft: Map::new(),
+            optimizer: Map::new(),
+            schedule: SftSchedule::default(),
+            evaluation: SftEvaluationConfig::default(),
+            checkpoint: CheckpointConfig {
+                every_steps: Some(100),
+                ..CheckpointConfig::default()
+            },
+            trackers: Vec::new(),
+            epochs: None,
+            max_steps: None,
+            run_dir: None,
+            seed: 0,
+            threads: None,
+        }
+    }
+}
+
+/// Settings of the trainer that a file has in another place.
+pub(super) const SFT_ELSEWHERE: [(&str, &str); 5] = [
+    ("optimizer", "optimizer"),
+    ("schedule", "schedule"),
+    ("epochs", "epochs"),
+    ("max_steps", "max_steps"),
+    ("seed", "seed"),
+];
+
+impl SftRunConfig {
+    /// Returns whether a document is of supervised training: it has the section `sft`.
+    pub fn is_of(document: &Document) -> bool {
+        document.get(SFT).is_some()
+    }
+
+    /// Reads a file: TOML where its name ends in `.toml`, YAML otherwise.
+    ///
+    /// # Errors
+    ///
+    /// Returns an error as [`Self::new`] does, or if the file cannot be read.
+    pub fn read(path: &Path) -> Result<Self, ConfigError> {
+        Self::new(&Document::read(path)?)
+    }
+
+    /// Reads a document. Opens no file that it names.
+    ///
+    /// # Errors
+    ///
+    /// Returns an error with line and key if a key is unknown, a value is not valid, or keys
+    /// contradict each other.
+    pub fn new(document: &Document) -> Result<Self, ConfigError> {
+        Self::build(document)
+            .map_err(|problem| problem.locate(document, |document| Self::build(document).map(drop)))
+    }
+
+    fn build(document: &Document) -> Result<Self, Problem> {
+        if let Some(error) = other_names::verl(document) {
+            return Err(error.into());
+        }
+        if !Self::is_of(document) {
+            let message = "absent, must be given in a file of grpo sft; `sft: {}` has the defaults";
+            return Err(Problem::at(SFT, message));
+        }
+        tags("", &document.value)?;
+        let mut value = document.value.clone();
+        if let Some(sft @ Value::Null) = value.get_mut(SFT) {
+            *sft = json!({});
+        }
+        let sections: Sections = document.parse("", value)?;
+        if sections.epochs.is_some() && sections.max_steps.is_some() {
+            let message = "given, must be absent with max_steps, which takes its place";
+            return Err(Problem::at("epochs", message));
+        }
+        let defaults = SftConfig::default();
+        let optimizer = Value::Object(sections.optimizer);
+        let optimizer: AdamWConfig =
+            laid_over(document, "optimizer", &defaults.optimizer, optimizer)?;
+        own_place(SFT, &sections.sft, &SFT_ELSEWHERE)?;
+        let defaults = SftConfig {
+            optimizer,
+            schedule: sections.schedule,
+            epochs: sections.epochs.unwrap_or(defaults.epochs),
+            max_steps: sections.max_steps,
+            seed: sections.seed,
+            ..defaults
+        };
+        let sft = laid_over(document, SFT, &defaults, Value::Object(sections.sft))?;
+        let Some(model) = sections.model else {
+            return Err(Problem::at("model", "absent, must be the path of a model"));
+        };
+        let data = sections.data;
+        let mut evaluation = sections.evaluation;
+        if data.held_out.is_empty() && data.held_out_rows.is_none() {
+            let key = "evaluation.every_steps";
+            if document.get(key).is_some_and(|steps| !steps.is_null()) {
+                return Err(Problem::at(
+                    key,
+                    "given, but nothing is held out: give data.held_out or data.held_out_rows",
+                ));
+            }
+            evaluation.every_steps = None;
+        }
+        let run = Self {
+            model,
+            data,
+            sft,
+            evaluation,
+            checkpoint: sections.checkpoint,
+            trackers: sections.trackers,
+            run_dir: sections.run_dir.unwrap_or_else(|| document.run_dir()),
+            threads: sections.threads,
+            document: document.clone(),
+            hub: HubFiles::default(),
+        };
+        run.validate()?;
+        Ok(run)
+    }
+
+    /// Checks everything that a run can be refused for before its files are opened.
+    fn validate(&self) -> Result<(), Problem> {
+        bounds::check_sft(self)?;
+        self.sft
+            .validate()
+            .map_err(|error| Problem::from_section(SFT, &SFT_ELSEWHERE, &error))?;
+        self.data
+            .validate()
+            .map_err(|error| Problem::within("data", &error))?;
+        for (i, tracker) in self.trackers.iter().enumerate() {
+            tracker
+                .validate()
+                .map_err(|error| Problem::within(&tracker_key(i), &error))?;
+        }
+        check_run_dir(&self.run_dir)?;
+        let data = &self.data;
+        let template = self.model.chat_template.iter();
+        let inputs = std::iter::once(("model", &self.model.path))
+            .chain(template.map(|path| ("model.chat_template", path)))
+            .chain(data.train.iter().map(|path| ("data.train", path)))
+            .chain(data.held_out.iter().map(|path| ("data.held_out", path)));
+        for (key, path) in inputs {
+            check_outside(key, path, &self.run_dir)?;
+        }
+        Ok(())
+    }
+
+    /// Reads the rows, and checks them together with the settings and the shape of the model.
+    ///
+    /// # Errors
+    ///
+    /// With [`ConfigError`] if a key does not fit the rows or the model. With file and line if a
+    /// row cannot be read or encoded.
+    pub fn load_data(&self, model: &Pretrained) -> Result<SftDataset> {
+        let sft = &self.sft;
+        if let Some(adapters) = &sft.adapters {
+            bounds::check_adapters(SFT, adapters, &model.model)
+                .map_err(|problem| problem.locate_at_path(&self.document))?;
+        }
+        check_router(SFT, sft.router_aux_loss_coef, &model.model)
+            .map_err(|problem| problem.locate_at_path(&self.document))?;
+        let variables = &self.data.chat_template_kwargs;
+        let template = chat_template(&self.document, variables, model)?;
+        let dataset = self.data.load(model, template.as_ref(), sft.seed);
+        let dataset = dataset.map_err(|error| data_error(&self.document, error))?;
+        let (_, steps) = sft.length(dataset.train.examples.len());
+        sft.schedule.of_steps(steps).map_err(|error| {
+            let invalid = find_invalid(&error);
+            let key = invalid.map_or("schedule".to_owned(), |x| format!("schedule.{}", x.field));
+            let message = match invalid {
+                Some(invalid) => format!("{}, must {}", invalid.value, invalid.must),
+                None => format!("{error:#}"),
+            };
+            self.document.error(&key, message)
+        })?;
+        Ok(dataset)
+    }
+
+    /// Returns the effective configuration as YAML that reads as the same configuration.
+    pub fn to_yaml(&self) -> Result<String, serde_json::Error> {
+        let value = self.to_value()?;
+        serde_saphyr::to_string(&value).map_err(serde_json::Error::custom)
+    }
+
+    /// Returns the effective configuration with the sections of a file.
+    pub fn to_value(&self) -> Result<Value, serde_json::Error> {
+        let (model, data) = match &self.hub.named {
+            Some((model, data)) => (model, data),
+            None => (&self.model, &self.data),
+        };
+        let mut sft = serde_json::to_value(&self.sft)?;
+        if let Some(sft) = sft.as_object_mut() {
+            SFT_ELSEWHERE
+                .iter()
+                .for_each(|(key, _)| drop(sft.remove(*key)));
+        }
+        let epochs = match self.sft.max_steps {
+            None => Some(self.sft.epochs),
+            Some(_) => None,
+        };
+        Ok(json!({
+            "model": model,
+            "data": data,
+            "sft": sft,
+            "optimizer": serde_json::to_value(&self.sft.optimizer)?,
+            "schedule": serde_json::to_value(self.sft.schedule)?,
+            "evaluation": serde_json::to_value(&self.evaluation)?,
+            "checkpoint": serde_json::to_value(&self.checkpoint)?,
+            "trackers": self.trackers,
+            "epochs": epochs,
+            "max_steps": self.sft.max_steps,
+            "run_dir": self.run_dir,
+            "seed": self.sft.seed,
+            "threads": self.threads,
+        }))
+    }
+}
+
+impl Configuration for SftRunConfig {
+    fn replace_hub_names(
+        &mut self,
+        model: HubContent,
+        commits: &BTreeMap<String, String>,
+        locate: &mut dyn FnMut(&HubName, HubContent, Option<&str>) -> Result<Located>,
+    ) -> Result<()> {
+        let named = (self.model.clone(), self.data.clone());
+        let mut replacement = Replacement {
+            document: &self.document,
+            commits,
+            locate,
+            hub: HubFiles::default(),
+        };
+        let data = &mut self.data;
+        replacement.replace_model_and_data(
+            (&mut self.model.path, model),
+            &mut data.train,
+            &mut data.held_out,
+        )?;
+        self.hub = replacement.hub.with_named(named);
+        Ok(())
+    }
+
+    fn check_files(&self) -> Result<(), ConfigError> {
+        for (i, tracker) in self.trackers.iter().enumerate() {
+            tracker.check_files().map_err(|error| {
+                Problem::within(&tracker_key(i), &error).locate_at_path(&self.document)
+            })?;
+        }
+        Ok(())
+    }
+
+    fn hub_commits(&self) -> &BTreeMap<String, String> {
+        &self.hub.commits
+    }
+
+    fn missing_weights(&self) -> Vec<(&HubName, &[MissingFile])> {
+        self.hub.missing_weights().collect()
+    }
+
+    fn lacks_model_weights(&self) -> bool {
+        self.hub.lacks_model_weights()
+    }
+
+    fn model(&self) -> &ModelConfig {
+        &self.model
+    }
+
+    fn stored_form(&self) -> (BaseWeights, ComputeDType) {
+        self.sft.stored_form()
+    }
+
+    fn run_dir(&self) -> &Path {
+        &self.run_dir
+    }
+
+    fn threads(&self) -> Option<usize> {
+        self.threads
+    }
+}

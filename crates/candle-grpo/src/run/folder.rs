@@ -1,0 +1,285 @@
+//! The folder of a run while it goes on: what is due, and what is written.
+
+use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use anyhow::{Context, Result, bail};
+use candle_grpo_train::progress::Phase;
+use candle_grpo_train::run::{ReplacedRun, StepRecord, Tracker, TrackerConfig};
+use candle_grpo_train::{Pretrained, Progress, RunDir};
+use serde::{Deserialize, Serialize};
+
+use super::resume::{Identity, RunTrainer, open, warn_of_set_aside};
+use crate::config::CheckpointConfig;
+
+/// The start of a run.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Start {
+    /// In a new folder.
+    New,
+    /// In place of an existing run, which is removed once the new run has a checkpoint.
+    Replace,
+    /// From the last checkpoint of an existing run, or from the beginning if there is none. Another
+    /// model, other held-out rows and settings of another run are errors.
+    Resume,
+    /// [`Self::Resume`] with such changes accepted.
+    ResumeChanged,
+}
+
+/// The schedule of a run and the place of its folder.
+pub(super) struct Plan {
+    pub(super) run_dir: PathBuf,
+    pub(super) last_step: usize,
+    /// The steps between evaluations; absent: there are none.
+    pub(super) evaluation_steps: Option<usize>,
+    pub(super) checkpoint: CheckpointConfig,
+    pub(super) trackers: Vec<TrackerConfig>,
+}
+
+/// The next action of a run.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Due {
+    Evaluation,
+    Checkpoint,
+    Step,
+    End,
+}
+
+/// The folder of a run while it goes on. Rank 0 writes it; all ranks have its state.
+pub(super) struct RunFolder<M> {
+    plan: Plan,
+    /// The folder, on rank 0.
+    dir: Option<RunDir>,
+    /// The programs that follow the metrics, on rank 0.
+    trackers: Vec<Tracker>,
+    /// The replaced run, until this run has a checkpoint.
+    replaced: Option<ReplacedRun>,
+    metrics: Vec<M>,
+    /// The steps of the last evaluation and the last checkpoint.
+    evaluated: Option<usize>,
+    saved: Option<usize>,
+    /// The step of the best evaluation.
+    best: Option<usize>,
+    progress: Arc<dyn Progress>,
+}
+
+/// The state of a run that rank 0 reads from its folder.
+#[derive(Serialize, Deserialize)]
+struct Shared<M> {
+    /// The checkpoint that the run resumes from.
+    checkpoint: Option<PathBuf>,
+    metrics: Vec<M>,
+    evaluated: Option<usize>,
+    best: Option<usize>,
+}
+
+impl<M: StepRecord + Clone> RunFolder<M> {
+    /// Begins, replaces or resumes the folder. A resumed run puts `trainer` into the state of its
+    /// last checkpoint. All ranks must call it.
+    ///
+    /// # Errors
+    ///
+    /// If the ranks have different settings or inputs, or the folder does not allow it.
+    pub(super) fn open<T: RunTrainer<Record = M>>(
+        plan: Plan,
+        identity: &Identity,
+        trainer: &mut T,
+        start: Start,
+        progress: Arc<dyn Progress>,
+    ) -> Result<Self> {
+        let own = serde_json::to_string(&(&identity.settings, &identity.inputs))?;
+        if let Some((rank, _)) = trainer.ranks().first_difference(own)? {
+            bail!(
+                "configuration, model, data and rewards: those of rank {rank} differ from those of rank 0, must be the same on all ranks"
+            );
+        }
+        let mut opened = match trainer.ranks().is_first() {
+            true => Some(open(&plan.run_dir, identity, trainer, start)?),
+            false => None,
+        };
+        // Metrics are written in a format that names its fields.
+        let shared = opened.as_mut().map(|opened| Shared {
+            checkpoint: opened.checkpoint.take(),
+            metrics: std::mem::take(&mut opened.metrics),
+            evaluated: opened.dir.last_evaluation(),
+            best: opened.dir.best_step(),
+        });
+        let shared = shared.as_ref().map(serde_json::to_string).transpose()?;
+        let shared: Shared<M> = serde_json::from_str(&trainer.ranks().from_first(shared)?)?;
+        if let (None, Some(checkpoint)) = (&opened, &shared.checkpoint) {
+            trainer.load_state(checkpoint)?;
+        }
+        let step = trainer.steps();
+        // The first weights are among the inputs.
+        if step > 0 {
+            trainer.ensure_equal_ranks()?;
+        }
+        let mut trackers = Vec::new();
+        if let Some(opened) = &opened {
+            let path = opened.dir.path();
+            for (i, tracker) in plan.trackers.iter().enumerate() {
+                let tracker = Tracker::start(tracker, path, &identity.settings, step);
+                trackers.push(tracker.with_context(|| format!("trackers[{i}]"))?);
+            }
+        }
+        let (dir, replaced) = match opened {
+            Some(opened) => (Some(opened.dir), opened.replaced),
+            None => (None, None),
+        };
+        Ok(Self {
+            plan,
+            dir,
+            trackers,
+            replaced,
+            metrics: shared.metrics,
+            evaluated: shared.evaluated,
+            saved: (step > 0).then_some(step),
+            best: shared.best,
+            progress,
+        })
+    }
+
+    /// Returns the next action after `step` steps.
+    ///
+    /// Evaluations are before the first step, after each multiple of their interval, and after the
+    /// last step.
+    pub(super) fn due(&self, step: usize) -> Due {
+        let is_last = step == self.plan.last_step;
+        let evaluates = |every: usize| step.is_multiple_of(every) || is_last;
+        let every = self.plan.checkpoint.every_steps;
+        let saves = every.is_some_and(|every| step.is_multiple_of(every))
+            || is_last
+            || self.plan.checkpoint.keep_best && self.best == Some(step);
+        if self.plan.evaluation_steps.is_some_and(evaluates) && self.evaluated != Some(step) {
+            Due::Evaluation
+        } else if step > 0 && self.saved != Some(step) && saves {
+            Due::Checkpoint
+        } else if step >= self.plan.last_step {
+            Due::End
+        } else {
+            Due::Step
+        }
+    }
+
+    /// The folder, on rank 0.
+    pub(super) fn dir(&mut self) -> Option<&mut RunDir> {
+        self.dir.as_mut()
+    }
+
+    /// Writes the metrics of a step.
+    pub(super) fn append_step(&mut self, metrics: &M) -> Result<()> {
+        if let Some(dir) = &mut self.dir {
+            dir.append_metrics(metrics)?;
+        }
+        for tracker in &mut self.trackers {
+            tracker.step(metrics)?;
+        }
+        self.metrics.push(metrics.clone());
+        Ok(())
+    }
+
+    /// Takes over the metrics of an evaluation after `step` steps, which `append` writes.
+    pub(super) fn append_evaluation<T: RunTrainer<Record = M>>(
+        &mut self,
+        step: usize,
+        metrics: &BTreeMap<String, f64>,
+        trainer: &T,
+        append: impl FnOnce(&mut RunDir) -> Result<()>,
+    ) -> Result<()> {
+        let best = match &mut self.dir {
+            Some(dir) => {
+                append(dir)?;
+                Some(dir.best_step())
+            }
+            None => None,
+        };
+        for tracker in &mut self.trackers {
+            tracker.evaluation(step, metrics);
+        }
+        self.best = trainer.ranks().from_first(best)?;
+        self.evaluated = Some(step);
+        Ok(())
+    }
+
+    /// [`Self::save`], unless there is no step to save.
+    pub(super) fn save_unsaved<T: RunTrainer<Record = M>>(
+        &mut self,
+        trainer: &T,
+        model: &Pretrained,
+    ) -> Result<()> {
+        let step = trainer.steps();
+        if self.saved != Some(step) && step > 0 {
+            self.save(trainer, model)?;
+        }
+        Ok(())
+    }
+
+    /// Writes a checkpoint, and removes old ones.
+    pub(super) fn save<T: RunTrainer<Record = M>>(
+        &mut self,
+        trainer: &T,
+        model: &Pretrained,
+    ) -> Result<PathBuf> {
+        let step = trainer.steps();
+        let checkpoints = RunDir::checkpoints(self.path());
+        trainer.ensure_equal_ranks()?;
+        let Some(dir) = &self.dir else {
+            trainer.take_part_in_checkpoint()?;
+            self.saved = Some(step);
+            return Ok(checkpoints.path(step));
+        };
+        dir.sync()?;
+        self.progress.begin(Phase::Save, 1);
+        let dtype = self.plan.checkpoint.dtype;
+        let path = checkpoints.write(step, |folder| {
+            trainer.write_checkpoint(folder, model, dtype)
+        })?;
+        self.saved = Some(step);
+        if let Some(replaced) = self.replaced.take() {
+            let folder = replaced.path().display().to_string();
+            // An error here does not end the new run.
+            match replaced.remove() {
+                Ok(()) => tracing::info!("the previous run is removed"),
+                Err(error) => tracing::warn!("the previous run is kept in {folder}: {error:#}"),
+            }
+        }
+        let best = self.best.filter(|_| self.plan.checkpoint.keep_best);
+        let pruned = checkpoints.prune(self.plan.checkpoint.keep, best.as_slice())?;
+        warn_of_set_aside(&pruned);
+        self.write_plot()?;
+        self.progress.advance(1, 0);
+        tracing::info!("checkpoint {}", path.display());
+        Ok(path)
+    }
+
+    pub(super) fn write_plot(&self) -> Result<()> {
+        match &self.dir {
+            Some(dir) => dir.write_plot(&self.metrics),
+            None => Ok(()),
+        }
+    }
+
+    /// Reports the end of the run to its trackers.
+    pub(super) fn finish_trackers(&mut self) {
+        self.trackers.drain(..).for_each(Tracker::finish);
+    }
+
+    /// The path of the folder.
+    pub(super) fn path(&self) -> &Path {
+        match &self.dir {
+            Some(dir) => dir.path(),
+            None => &self.plan.run_dir,
+        }
+    }
+
+    /// The folder of the replaced run until this run has a checkpoint.
+    pub(super) fn replaced(&self) -> Option<&Path> {
+        self.replaced.as_ref().map(ReplacedRun::path)
+    }
+
+    /// The metrics of all steps, those before a resume included.
+    pub(super) fn metrics(&self) -> &[M] {
+        &self.metrics
+    }
+}
