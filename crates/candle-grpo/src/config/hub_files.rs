@@ -69,8 +69,7 @@ impl<N> HubFiles<N> {
 }
 
 /// Locates a file of the hub: of a name, for its needed content, at a commit if one is given.
-pub(crate) type Locate<'a> =
-    &'a mut dyn FnMut(&HubName, HubContent, Option<&str>) -> Result<Located>;
+pub type Locate<'a> = &'a mut dyn FnMut(&HubName, HubContent, Option<&str>) -> Result<Located>;
 
 /// The replacement of names of the hub by paths in the sections of a configuration.
 pub(super) struct Replacement<'a, N> {
@@ -157,7 +156,7 @@ pub trait Configuration {
         &mut self,
         model: HubContent,
         commits: &BTreeMap<String, String>,
-        locate: &mut dyn FnMut(&HubName, HubContent, Option<&str>) -> Result<Located>,
+        locate: Locate<'_>,
     ) -> Result<()>;
 
     /// Checks that the programs, scripts and folders are there that the configuration names.
@@ -204,7 +203,7 @@ impl Configuration for RunConfig {
         &mut self,
         model: HubContent,
         commits: &BTreeMap<String, String>,
-        locate: &mut dyn FnMut(&HubName, HubContent, Option<&str>) -> Result<Located>,
+        locate: Locate<'_>,
     ) -> Result<()> {
         let named = (
             self.model.clone(),

@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 
 use anyhow::Result;
 use candle_grpo_nn::{AdamWConfig, BaseWeights};
-use candle_grpo_train::hub::{HubContent, HubName, Located, MissingFile};
+use candle_grpo_train::hub::{HubContent, HubName, MissingFile};
 use candle_grpo_train::run::TrackerConfig;
 use candle_grpo_train::sft::{SftConfig, SftDataConfig, SftDataset, SftSchedule};
 use candle_grpo_train::{ComputeDType, Pretrained, find_invalid};
@@ -15,7 +15,7 @@ use serde_json::{Map, Value, json};
 
 use super::document::Document;
 use super::error::ConfigError;
-use super::hub_files::{Configuration, HubFiles, Replacement};
+use super::hub_files::{Configuration, HubFiles, Locate, Replacement};
 use super::problem::Problem;
 use super::run::{
     chat_template, check_outside, check_router, check_run_dir, data_error, laid_over, own_place,
@@ -333,7 +333,7 @@ impl Configuration for SftRunConfig {
         &mut self,
         model: HubContent,
         commits: &BTreeMap<String, String>,
-        locate: &mut dyn FnMut(&HubName, HubContent, Option<&str>) -> Result<Located>,
+        locate: Locate<'_>,
     ) -> Result<()> {
         let named = (self.model.clone(), self.data.clone());
         let mut replacement = Replacement {
