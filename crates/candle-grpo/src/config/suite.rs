@@ -231,7 +231,7 @@ mod tests {
             ("rewards: [{kind: math}]", "data.held_out: absent"),
             ("data: {held_out: x}", "rewards: none"),
             (
-                "data: {held_out: x, train: y}\nrewards: [{kind: math}]",
+                "data: {held_out: x, train: z}\nrewards: [{kind: math}]",
                 "s.yaml:1: data.train: given",
             ),
             (
