@@ -29,6 +29,11 @@ impl Row {
     pub fn place(&self) -> String {
         format!("{}:{}", self.file.display(), self.line)
     }
+
+    /// Returns the number of its file among `files`, if it is one of them.
+    pub fn source(&self, files: &[PathBuf]) -> Option<usize> {
+        files.iter().position(|file| **file == *self.file)
+    }
 }
 
 /// Reads the rows of a file.

@@ -8,13 +8,9 @@ use tokenizers::Tokenizer;
 
 use super::content::ContentEncoder;
 use super::{Append, TextPart};
-use crate::model::Chat;
+use crate::model::{ANSWER, Chat};
 use crate::rollout::decode::decode_with_special_tokens;
 use crate::{ChatTemplate, Prompt};
-
-/// A text that stands for a turn of the policy where a template is rendered. No template changes
-/// it.
-const TURN: &str = "TurnOfThePolicy7316";
 
 /// Converts between the turns of a policy and texts.
 pub(super) struct Conversation {
@@ -104,15 +100,11 @@ impl Conversation {
     fn after_turn(&self, messages: &[Value]) -> Result<String> {
         let before = [
             json!({"role": "user", "content": "?"}),
-            json!({"role": "assistant", "content": TURN}),
+            json!({"role": "assistant", "content": ANSWER}),
         ];
         let conversation: Vec<&Value> = before.iter().chain(messages).collect();
         let chat = Chat::new(conversation).generation_prompt();
-        let text = self.template()?.render(&chat)?;
-        let (_, after) = text
-            .split_once(TURN)
-            .context("chat template: changes or leaves out the content of the assistant")?;
-        Ok(after.to_owned())
+        self.template()?.render_after_answer(&chat)
     }
 
     fn template(&self) -> Result<&ChatTemplate> {

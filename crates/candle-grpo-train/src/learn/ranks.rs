@@ -9,6 +9,7 @@ use candle_grpo_collective::{Alone, Collective};
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 
+use crate::progress::NeverCanceled;
 use crate::{Interrupted, Progress};
 
 /// All ranks of a run. A clone shares them.
@@ -84,6 +85,15 @@ impl Ranks {
     pub fn from_first<T: Serialize + DeserializeOwned>(&self, own: Option<T>) -> Result<T> {
         let first = self.gather(own)?.into_iter().next();
         first.flatten().context("a value of rank 0: none")
+    }
+
+    /// Returns the progress of what runs within a step of the run that reports to `receiver`. One
+    /// of several ranks cannot cancel alone.
+    pub(crate) fn progress_of_step(&self, receiver: &Arc<dyn Progress>) -> Arc<dyn Progress> {
+        match self.is_alone() {
+            true => Arc::clone(receiver),
+            false => Arc::new(NeverCanceled(Arc::clone(receiver))),
+        }
     }
 
     /// Returns [`Interrupted`] as an error if `own`, the progress of this rank, or that of another

@@ -29,7 +29,7 @@ use super::{Reference, count_prompt_tokens};
 use crate::data::MixedOrder;
 use crate::environment::{Environments, ensure_some_worked};
 use crate::invalid::within;
-use crate::progress::{NeverCanceled, NoProgress, Phase};
+use crate::progress::{NoProgress, Phase};
 use crate::rollout::{LocalGenerator, PolicyWeights};
 use crate::run::rollout_log::StepRollouts;
 use crate::run::{RolloutLogConfig, RolloutRecord, RunInputs, TrainerState};
@@ -249,10 +249,7 @@ impl Trainer {
     }
 
     fn set_progress(&mut self, receiver: Arc<dyn Progress>) {
-        self.progress = match self.ranks().is_alone() {
-            true => Arc::clone(&receiver),
-            false => Arc::new(NeverCanceled(Arc::clone(&receiver))),
-        };
+        self.progress = self.ranks().progress_of_step(&receiver);
         let progress = Arc::clone(&self.progress);
         self.collector.progress.set_receiver(progress);
         self.receiver = receiver;

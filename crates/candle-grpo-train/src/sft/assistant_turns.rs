@@ -2,17 +2,14 @@
 
 use std::ops::Range;
 
-use anyhow::{Context, Result, bail, ensure};
+use anyhow::{Context, Result, ensure};
 use serde_json::{Map, Value, json};
 use tokenizers::Tokenizer;
 
 use super::TrainOn;
 use crate::ChatTemplate;
 use crate::data::question::is_answer;
-use crate::model::{Chat, EncodedChat, RenderedChat};
-
-/// A text that stands for a turn where a template is rendered. No template changes it.
-const TURN: &str = "TurnOfTheAssistant7316";
+use crate::model::{ANSWER, Chat, EncodedChat, RenderedChat};
 
 /// A conversation with answers.
 pub(super) struct Answered<'a> {
@@ -124,14 +121,8 @@ impl Answered<'_> {
         // Some templates leave something out of an answer once messages follow, such as its
         // reasoning. What they write after it is the same for any answer.
         let mut messages = self.messages.to_vec();
-        messages[index] = json!({"role": messages[index]["role"], "content": TURN});
-        let after = |messages: &[Value]| -> Result<String> {
-            let text = self.render(messages)?;
-            match text.split_once(TURN) {
-                Some((_, after)) => Ok(after.to_owned()),
-                None => bail!("the template changes or leaves out the content of the assistant"),
-            }
-        };
+        messages[index] = json!({"role": messages[index]["role"], "content": ANSWER});
+        let after = |messages| self.template.render_after_answer(&self.chat(messages));
         let rest = after(&messages)?;
         let end_of_turn = after(&messages[..=index])?;
         let rest_start = rendered.text.len().saturating_sub(rest.len());

@@ -67,12 +67,8 @@ impl SftDataConfig {
         }
         let encoder = RowEncoder::new(self, model, template)?;
         let (train, held_out) = self.sources().read(seed)?;
-        let source = |row: &Row| {
-            let files = &self.train;
-            files.iter().position(|file| **file == *row.file)
-        };
         let max_length = self.max_length(&model.model);
-        let train = SftRows::encode(&train, &encoder, |row| source(row).unwrap_or(0))?;
+        let train = SftRows::encode(&train, &encoder, |row| row.source(&self.train).unwrap_or(0))?;
         let held_out = SftRows::encode(&held_out, &encoder, |_| 0)?;
         for rows in [&train, &held_out] {
             if rows.examples.is_empty() && rows.too_long > 0 {

@@ -14,7 +14,7 @@ use crate::invalid::within;
 use crate::learn::micro_batches::examples_by_tokens;
 use crate::learn::models::{Models, ensure_not_canceled, new_actor};
 use crate::learn::{Example, LearningRateSchedule, LikelihoodSums, Ranks};
-use crate::progress::{NeverCanceled, NoProgress, Phase};
+use crate::progress::{NoProgress, Phase};
 use crate::run::{RunInputs, TrainerState};
 use crate::{Actor, ComputeDType, Pretrained, Progress};
 
@@ -138,10 +138,7 @@ impl SftTrainer {
     }
 
     fn set_progress(&mut self, receiver: Arc<dyn Progress>) {
-        self.progress = match self.ranks.is_alone() {
-            true => Arc::clone(&receiver),
-            false => Arc::new(NeverCanceled(Arc::clone(&receiver))),
-        };
+        self.progress = self.ranks.progress_of_step(&receiver);
         self.receiver = receiver;
     }
 

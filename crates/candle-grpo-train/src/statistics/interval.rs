@@ -49,17 +49,12 @@ pub enum IntervalMethod {
 /// If there are no values, or one is not in 0..=1.
 pub fn mean(values: &[f64]) -> Result<Estimate> {
     ensure!(!values.is_empty(), "values: none, must be at least one");
-    for value in values {
-        ensure!(
-            (0. ..=1.).contains(value),
-            "values: {value}, must be from 0 to 1"
-        );
-    }
+    check_shares(values)?;
     let Moments {
         mean: value,
         standard_error,
     } = Moments::new(values);
-    if values.iter().all(|x| *x == 0. || *x == 1.) {
+    if are_binary(values) {
         let ones = values.iter().filter(|x| **x == 1.).count();
         let (low, high) = wilson(ones, values.len())?;
         return Ok(Estimate {
@@ -101,6 +96,22 @@ pub fn wilson(ones: usize, count: usize) -> Result<(f64, f64)> {
     let low = if ones == 0 { 0. } else { center - half };
     let high = if ones == count { 1. } else { center + half };
     Ok((low, high))
+}
+
+/// Checks that values are in 0..=1.
+pub(super) fn check_shares(values: &[f64]) -> Result<()> {
+    for value in values {
+        ensure!(
+            (0. ..=1.).contains(value),
+            "values: {value}, must be from 0 to 1"
+        );
+    }
+    Ok(())
+}
+
+/// Returns whether each value is 0 or 1.
+pub(super) fn are_binary(values: &[f64]) -> bool {
+    values.iter().all(|x| *x == 0. || *x == 1.)
 }
 
 /// The mean of values and its standard error, which is absent for one value.

@@ -4,7 +4,9 @@ use anyhow::{Context, Result, ensure};
 use serde::{Deserialize, Serialize};
 use statrs::distribution::{Binomial, ContinuousCDF, DiscreteCDF};
 
-use super::interval::{Moments, normal_quantile, student, student_quantile};
+use super::interval::{
+    Moments, are_binary, check_shares, normal_quantile, student, student_quantile,
+};
 
 /// A paired comparison of two policies A and B on the same prompts.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
@@ -61,19 +63,14 @@ pub fn compare_paired(a: &[f64], b: &[f64]) -> Result<PairedComparison> {
         a.len(),
         b.len()
     );
-    for value in a.iter().chain(b) {
-        ensure!(
-            (0. ..=1.).contains(value),
-            "values: {value}, must be from 0 to 1"
-        );
-    }
+    check_shares(a)?;
+    check_shares(b)?;
     let pairs = || a.iter().zip(b);
     let differences: Vec<f64> = pairs().map(|(a, b)| b - a).collect();
     let a_better = pairs().filter(|(a, b)| a > b).count();
     let b_better = pairs().filter(|(a, b)| b > a).count();
     let moments = Moments::new(&differences);
-    let is_binary = a.iter().chain(b).all(|x| *x == 0. || *x == 1.);
-    let (test, interval, p_value) = match is_binary {
+    let (test, interval, p_value) = match are_binary(a) && are_binary(b) {
         true => (
             PairedTest::McnemarExact,
             Some(bonett_price(a_better, b_better, a.len())?),
@@ -88,11 +85,10 @@ pub fn compare_paired(a: &[f64], b: &[f64]) -> Result<PairedComparison> {
             None => (PairedTest::PairedT, None, None),
         },
     };
-    let mean = |values: &[f64]| values.iter().sum::<f64>() / values.len() as f64;
     Ok(PairedComparison {
         prompts: a.len(),
-        a: mean(a),
-        b: mean(b),
+        a: Moments::new(a).mean,
+        b: Moments::new(b).mean,
         difference: moments.mean,
         low: interval.map(|(low, _)| low),
         high: interval.map(|(_, high)| high),

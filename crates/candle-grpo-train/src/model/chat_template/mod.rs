@@ -30,6 +30,9 @@ const MAX_TEXT: usize = 16 << 20;
 
 const NAME: &str = "chat_template";
 
+/// A content that stands for an answer where a template is rendered. No template changes it.
+pub(crate) const ANSWER: &str = "AnswerOfTheAssistant7316";
+
 /// A chat template: a Jinja template, rendered as in Hugging Face transformers.
 ///
 /// A template has access to:
@@ -179,6 +182,20 @@ impl ChatTemplate {
     /// line for an invalid operation or an endless loop.
     pub fn render(&self, chat: &Chat) -> Result<String> {
         Ok(self.render_with_assistant(chat)?.text)
+    }
+
+    /// Renders `chat`, which has a message with the content [`ANSWER`], to the text after this
+    /// content.
+    ///
+    /// # Errors
+    ///
+    /// As [`Self::render`], or if the template changes or leaves out the content.
+    pub(crate) fn render_after_answer(&self, chat: &Chat) -> Result<String> {
+        let text = self.render(chat)?;
+        let (_, after) = text
+            .split_once(ANSWER)
+            .context("chat template: changes or leaves out the content of the assistant")?;
+        Ok(after.to_owned())
     }
 
     /// Renders `chat` to text, with the ranges that the assistant wrote.
