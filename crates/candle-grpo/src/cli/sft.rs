@@ -5,14 +5,14 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use candle_grpo::config::SftRunConfig;
-use candle_grpo::run::{Progress, SftSession, Start};
+use candle_grpo::run::{RunSession, SftSession, Start};
 use candle_grpo::train::learn::Ranks;
 use candle_grpo::train::sft::SftMetrics;
 
 use super::console::Console;
 use super::exit::Exit;
 use super::load;
-use super::train::{evaluated, files, hint, on_ranks};
+use super::train::{advance, files, on_ranks};
 
 /// Trains on the answers of the data that the configuration in `file` names.
 pub(super) fn sft(file: &Path, start: Start, quiet: bool) -> Result<(), Exit> {
@@ -39,29 +39,11 @@ fn run(
     let mut session =
         SftSession::on_ranks(config, pretrained, dataset, start, progress, collective)
             .map_err(|error| Exit::Run(format!("{error:#}")))?;
-    let hint = |session: &SftSession| hint("sft", file, session.path(), session.replaced());
     let begun = Instant::now();
-    let steps = session.trainer().last_step();
-    console.begin_steps(session.trainer().steps(), steps);
-    loop {
-        let advanced = session.advance();
-        match advanced.map_err(|error| Exit::from_run(error, hint(&session)))? {
-            Progress::Step(metrics) => {
-                console.set_steps(metrics.step);
-                console.say(&summary(&metrics, steps));
-            }
-            Progress::Evaluated { step, metrics } => console.say(&evaluated(step, &metrics)),
-            Progress::Saved(_) => {}
-            Progress::Interrupted => {
-                return Err(Exit::Interrupted(hint(&session)));
-            }
-            Progress::Finished => break,
-        }
-    }
-    console.finish();
+    advance(&mut session, "sft", file, console, summary)?;
     console.say(&format!(
         "{} steps; {:.0} seconds; {}",
-        session.trainer().steps(),
+        session.steps(),
         begun.elapsed().as_secs_f64(),
         session.path().display()
     ));

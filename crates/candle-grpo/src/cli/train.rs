@@ -6,9 +6,10 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use candle_grpo::config::{Configuration, RunConfig};
-use candle_grpo::run::{Progress, Session, Start, recorded_commits};
+use candle_grpo::run::{Progress, RunSession, Session, Start, recorded_commits};
 use candle_grpo::train::hub::HubContent;
 use candle_grpo::train::learn::Ranks;
+use candle_grpo::train::run::StepRecord;
 use candle_grpo::train::{RunDir, StepMetrics};
 
 use super::console::Console;
@@ -60,32 +61,14 @@ fn run(
     let prompts = load::inputs(&config)?.prompts;
     let pretrained = load::policy(&config)?;
     let reward = load::rewards(&config)?;
-    let steps = config.max_steps;
     let progress = Arc::new(console.clone());
     let collective = Arc::clone(ranks.collective());
     let mut session = Session::on_ranks(
         config, pretrained, prompts, reward, start, progress, collective,
     )
     .map_err(|error| Exit::Run(format!("{error:#}")))?;
-    let hint = |session: &Session| hint("train", file, session.path(), session.replaced());
     let begun = Instant::now();
-    console.begin_steps(session.trainer().steps(), steps);
-    loop {
-        let advanced = session.advance();
-        match advanced.map_err(|error| Exit::from_run(error, hint(&session)))? {
-            Progress::Step(metrics) => {
-                console.set_steps(metrics.step);
-                console.say(&summary(&metrics, steps));
-            }
-            Progress::Evaluated { step, metrics } => console.say(&evaluated(step, &metrics)),
-            Progress::Saved(_) => {}
-            Progress::Interrupted => {
-                return Err(Exit::Interrupted(hint(&session)));
-            }
-            Progress::Finished => break,
-        }
-    }
-    console.finish();
+    advance(&mut session, "train", file, console, summary)?;
     let trainer = session.trainer();
     console.say(&format!(
         "{} steps, {} of them without an update; {:.0} seconds; {}",
@@ -94,6 +77,35 @@ fn run(
         begun.elapsed().as_secs_f64(),
         session.path().display()
     ));
+    Ok(())
+}
+
+/// Goes on with a run of `grpo COMMAND` until its last step, and reports what it does. `summary`
+/// returns the line about a step, and takes the number of steps of the run.
+pub(super) fn advance<S: RunSession<Metrics: StepRecord>>(
+    session: &mut S,
+    command: &str,
+    file: &Path,
+    console: &Console,
+    summary: fn(&S::Metrics, usize) -> String,
+) -> Result<(), Exit> {
+    let hint = |session: &S| hint(command, file, session.path(), session.replaced());
+    let steps = session.last_step();
+    console.begin_steps(session.steps(), steps);
+    loop {
+        let advanced = session.advance();
+        match advanced.map_err(|error| Exit::from_run(error, hint(session)))? {
+            Progress::Step(metrics) => {
+                console.set_steps(metrics.step());
+                console.say(&summary(&metrics, steps));
+            }
+            Progress::Evaluated { step, metrics } => console.say(&evaluated(step, &metrics)),
+            Progress::Saved(_) => {}
+            Progress::Interrupted => return Err(Exit::Interrupted(hint(session))),
+            Progress::Finished => break,
+        }
+    }
+    console.finish();
     Ok(())
 }
 
@@ -166,7 +178,7 @@ fn summary(metrics: &StepMetrics, steps: usize) -> String {
 }
 
 /// Returns the line about an evaluation after `step` steps.
-pub(super) fn evaluated(step: usize, metrics: &BTreeMap<String, f64>) -> String {
+fn evaluated(step: usize, metrics: &BTreeMap<String, f64>) -> String {
     let metrics = metrics.iter();
     let metrics = metrics.map(|(name, value)| format!("{name} {value:.3}"));
     let metrics: Vec<String> = metrics.collect();
@@ -175,7 +187,7 @@ pub(super) fn evaluated(step: usize, metrics: &BTreeMap<String, f64>) -> String 
 
 /// Returns how to go on after a run of `grpo COMMAND` in `run_dir` that ended early, and where the
 /// run is that it replaces.
-pub(super) fn hint(command: &str, file: &Path, run_dir: &Path, replaced: Option<&Path>) -> String {
+fn hint(command: &str, file: &Path, run_dir: &Path, replaced: Option<&Path>) -> String {
     let latest = RunDir::checkpoints(run_dir).latest();
     let file = file.display();
     let mut hint = match latest.unwrap_or_default().checkpoint {

@@ -16,37 +16,16 @@ use super::sections::{ModelConfig, TeacherConfig};
 const MODEL: &str = "model";
 const TEACHER: &str = "teacher.model";
 
-/// The files of a run that come from the hub. `N` are the sections of its configuration that name
-/// some.
-#[derive(Debug, Clone)]
-pub(super) struct HubFiles<N> {
-    /// The sections with names in place of paths, once these are located.
-    pub(super) named: Option<N>,
+/// The files of a run that come from the hub.
+#[derive(Debug, Clone, Default)]
+pub struct HubFiles {
     /// The commits by repository.
-    pub(super) commits: BTreeMap<String, String>,
+    commits: BTreeMap<String, String>,
     /// The weights that are not in the cache, by the key of the file and the name.
     missing: Vec<(String, HubName, Vec<MissingFile>)>,
 }
 
-impl<N> Default for HubFiles<N> {
-    fn default() -> Self {
-        Self {
-            named: None,
-            commits: BTreeMap::new(),
-            missing: Vec::new(),
-        }
-    }
-}
-
-impl<N> HubFiles<N> {
-    /// Sets the sections with names in place of paths.
-    pub(super) fn with_named(self, named: N) -> Self {
-        Self {
-            named: Some(named),
-            ..self
-        }
-    }
-
+impl HubFiles {
     /// Returns whether weights of a model that `key` names, or a key in it, are not in the cache.
     pub(super) fn lacks_weights_of(&self, key: &str) -> bool {
         let is_of_key = |lacking: &str| match lacking.strip_prefix(key) {
@@ -55,32 +34,35 @@ impl<N> HubFiles<N> {
         };
         self.missing.iter().any(|(lacking, ..)| is_of_key(lacking))
     }
-
-    /// Returns whether the weights of the model are still to be downloaded.
-    pub(super) fn lacks_model_weights(&self) -> bool {
-        self.lacks_weights_of(MODEL)
-    }
-
-    /// Returns the weights that are still to be downloaded, by the name of their model.
-    pub(super) fn missing_weights(&self) -> impl Iterator<Item = (&HubName, &[MissingFile])> {
-        let missing = self.missing.iter();
-        missing.map(|(_, name, files)| (name, files.as_slice()))
-    }
 }
 
 /// Locates a file of the hub: of a name, for its needed content, at a commit if one is given.
 pub type Locate<'a> = &'a mut dyn FnMut(&HubName, HubContent, Option<&str>) -> Result<Located>;
 
 /// The replacement of names of the hub by paths in the sections of a configuration.
-pub(super) struct Replacement<'a, N> {
-    pub(super) document: &'a Document,
+pub(super) struct Replacement<'a> {
+    document: &'a Document,
     /// The commits that repositories must have.
-    pub(super) commits: &'a BTreeMap<String, String>,
-    pub(super) locate: Locate<'a>,
-    pub(super) hub: HubFiles<N>,
+    commits: &'a BTreeMap<String, String>,
+    locate: Locate<'a>,
+    /// The files that are located.
+    pub(super) hub: HubFiles,
 }
 
-impl<N> Replacement<'_, N> {
+impl<'a> Replacement<'a> {
+    pub(super) fn new(
+        document: &'a Document,
+        commits: &'a BTreeMap<String, String>,
+        locate: Locate<'a>,
+    ) -> Self {
+        Self {
+            document,
+            commits,
+            locate,
+            hub: HubFiles::default(),
+        }
+    }
+
     /// Replaces the path at `key` if it is a name of the hub. A revision stands for one commit in
     /// the whole run.
     ///
@@ -166,15 +148,25 @@ pub trait Configuration {
     /// With the line of the key if one is missing.
     fn check_files(&self) -> Result<(), ConfigError>;
 
+    /// Returns the files of the hub, once [they are located](Self::replace_hub_names).
+    fn hub_files(&self) -> &HubFiles;
+
     /// Returns the commits of the repositories on the hub that the run reads, once their files are
     /// located. The keys are [their names](HubName::repository).
-    fn hub_commits(&self) -> &BTreeMap<String, String>;
+    fn hub_commits(&self) -> &BTreeMap<String, String> {
+        &self.hub_files().commits
+    }
 
     /// Returns the weights that are still to be downloaded, by the name of their model.
-    fn missing_weights(&self) -> Vec<(&HubName, &[MissingFile])>;
+    fn missing_weights(&self) -> impl Iterator<Item = (&HubName, &[MissingFile])> {
+        let missing = self.hub_files().missing.iter();
+        missing.map(|(_, name, files)| (name, files.as_slice()))
+    }
 
     /// Returns whether the weights of the model are still to be downloaded.
-    fn lacks_model_weights(&self) -> bool;
+    fn lacks_model_weights(&self) -> bool {
+        self.hub_files().lacks_weights_of(MODEL)
+    }
 
     /// Returns the model to train.
     fn model(&self) -> &ModelConfig;
@@ -211,12 +203,7 @@ impl Configuration for RunConfig {
             self.data.clone(),
             self.rewards.clone(),
         );
-        let mut replacement = Replacement {
-            document: &self.document,
-            commits,
-            locate,
-            hub: HubFiles::default(),
-        };
+        let mut replacement = Replacement::new(&self.document, commits, locate);
         let data = &mut self.data;
         replacement.replace_model_and_data(
             (&mut self.model.path, model),
@@ -231,7 +218,8 @@ impl Configuration for RunConfig {
                 replacement.replace(&format!("{}.{key}", reward_key(i)), model, path)?;
             }
         }
-        self.hub = replacement.hub.with_named(named);
+        self.hub = replacement.hub;
+        self.named = Some(named);
         Ok(())
     }
 
@@ -239,16 +227,8 @@ impl Configuration for RunConfig {
         Self::check_files(self)
     }
 
-    fn hub_commits(&self) -> &BTreeMap<String, String> {
-        &self.hub.commits
-    }
-
-    fn missing_weights(&self) -> Vec<(&HubName, &[MissingFile])> {
-        self.hub.missing_weights().collect()
-    }
-
-    fn lacks_model_weights(&self) -> bool {
-        self.hub.lacks_model_weights()
+    fn hub_files(&self) -> &HubFiles {
+        &self.hub
     }
 
     fn model(&self) -> &ModelConfig {
@@ -278,7 +258,7 @@ impl RunConfig {
         &DatasetConfig,
         &[RewardConfig],
     ) {
-        match &self.hub.named {
+        match &self.named {
             Some((model, teacher, data, rewards)) => (model, teacher.as_ref(), data, rewards),
             None => (
                 &self.model,

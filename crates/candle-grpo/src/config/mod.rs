@@ -23,7 +23,7 @@ mod tree;
 pub use algorithm::{AdvEstimator, AlgorithmConfig, PgVariant};
 pub use document::Document;
 pub use error::ConfigError;
-pub use hub_files::{Configuration, Locate};
+pub use hub_files::{Configuration, HubFiles, Locate};
 pub use preset::Preset;
 pub use roll::{RollFile, RollKey, Verdict};
 pub use run::RunConfig;

@@ -87,7 +87,9 @@ pub struct RunConfig {
     /// The file, for the lines of errors that only its files or its model show.
     pub(super) document: Document,
     /// The files that come from the hub.
-    pub(super) hub: HubFiles<RunNames>,
+    pub(super) hub: HubFiles,
+    /// The sections with names of the hub, once these are located.
+    pub(super) named: Option<RunNames>,
 }
 
 /// The sections of a file.
@@ -214,20 +216,11 @@ impl RunConfig {
         let training = Value::Object(sections.training);
         let train: TrainConfig = laid_over(document, "training", &train, training)?;
 
-        let Some(model) = sections.model else {
-            return Err(Problem::at("model", "absent, must be the path of a model"));
-        };
+        let model = required_model(sections.model)?;
         let data = sections.data;
         let mut evaluation_keys = sections.evaluation;
         if data.held_out.is_empty() && data.held_out_rows.is_none() {
-            let key = "evaluation.every_steps";
-            if document.get(key).is_some_and(|steps| !steps.is_null()) {
-                return Err(Problem::at(
-                    key,
-                    "given, but nothing is held out: give data.held_out or data.held_out_rows",
-                ));
-            }
-            evaluation_keys.every_steps = None;
+            no_evaluations(document, &mut evaluation_keys.every_steps)?;
         }
         let evaluation = evaluation(document, &evaluation_keys, &train.sampling)?;
         let run_dir = sections.run_dir.unwrap_or_else(|| document.run_dir());
@@ -249,6 +242,7 @@ impl RunConfig {
             evaluation_keys,
             document: document.clone(),
             hub: HubFiles::default(),
+            named: None,
         };
         run.validate()?;
         Ok(run)
@@ -272,11 +266,7 @@ impl RunConfig {
                 .validate()
                 .map_err(|error| Problem::within(&reward_key(i), &error))?;
         }
-        for (i, tracker) in self.trackers.iter().enumerate() {
-            tracker
-                .validate()
-                .map_err(|error| Problem::within(&tracker_key(i), &error))?;
-        }
+        check_trackers(&self.trackers, TrackerConfig::validate)?;
         if let Some(environment) = &self.environment {
             environment
                 .validate()
@@ -423,11 +413,8 @@ impl RunConfig {
                 Problem::within(&reward_key(i), &error).locate_at_path(&self.document)
             })?;
         }
-        for (i, tracker) in self.trackers.iter().enumerate() {
-            tracker.check_files().map_err(|error| {
-                Problem::within(&tracker_key(i), &error).locate_at_path(&self.document)
-            })?;
-        }
+        check_trackers(&self.trackers, TrackerConfig::check_files)
+            .map_err(|problem| problem.locate_at_path(&self.document))?;
         if let Some(environment) = &self.environment {
             environment.check_files().map_err(|error| {
                 Problem::within(ENVIRONMENT, &error).locate_at_path(&self.document)
@@ -635,9 +622,36 @@ pub(super) fn reward_key(i: usize) -> String {
     format!("rewards[{i}]")
 }
 
-/// Returns the path of the tracker with index `i` in a file.
-pub(super) fn tracker_key(i: usize) -> String {
-    format!("trackers[{i}]")
+/// Checks each tracker.
+pub(super) fn check_trackers(
+    trackers: &[TrackerConfig],
+    check: fn(&TrackerConfig) -> anyhow::Result<()>,
+) -> Result<(), Problem> {
+    for (i, tracker) in trackers.iter().enumerate() {
+        check(tracker).map_err(|error| Problem::within(&format!("trackers[{i}]"), &error))?;
+    }
+    Ok(())
+}
+
+/// Returns the section of the model, which a file must have.
+pub(super) fn required_model(model: Option<ModelConfig>) -> Result<ModelConfig, Problem> {
+    model.ok_or_else(|| Problem::at("model", "absent, must be the path of a model"))
+}
+
+/// Sets the steps between evaluations of a run that holds nothing out. A file must not give them.
+pub(super) fn no_evaluations(
+    document: &Document,
+    every_steps: &mut Option<usize>,
+) -> Result<(), Problem> {
+    let key = "evaluation.every_steps";
+    if document.get(key).is_some_and(|steps| !steps.is_null()) {
+        return Err(Problem::at(
+            key,
+            "given, but nothing is held out: give data.held_out or data.held_out_rows",
+        ));
+    }
+    *every_steps = None;
+    Ok(())
 }
 
 /// Returns whether `path` is `folder` or lies in it, after links and dots.

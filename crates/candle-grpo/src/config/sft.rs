@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 
 use anyhow::Result;
 use candle_grpo_nn::{AdamWConfig, BaseWeights};
-use candle_grpo_train::hub::{HubContent, HubName, MissingFile};
+use candle_grpo_train::hub::HubContent;
 use candle_grpo_train::run::TrackerConfig;
 use candle_grpo_train::sft::{SftConfig, SftDataConfig, SftDataset, SftSchedule};
 use candle_grpo_train::{ComputeDType, Pretrained, find_invalid};
@@ -18,8 +18,8 @@ use super::error::ConfigError;
 use super::hub_files::{Configuration, HubFiles, Locate, Replacement};
 use super::problem::Problem;
 use super::run::{
-    chat_template, check_outside, check_router, check_run_dir, data_error, laid_over, own_place,
-    tags, tracker_key,
+    chat_template, check_outside, check_router, check_run_dir, check_trackers, data_error,
+    laid_over, no_evaluations, own_place, required_model, tags,
 };
 use super::sections::{CheckpointConfig, ModelConfig};
 use super::{bounds, other_names};
@@ -67,7 +67,9 @@ pub struct SftRunConfig {
     /// The file, for the lines of errors that only its files or its model show.
     document: Document,
     /// The files that come from the hub.
-    hub: HubFiles<(ModelConfig, SftDataConfig)>,
+    hub: HubFiles,
+    /// The sections with names of the hub, once these are located.
+    named: Option<(ModelConfig, SftDataConfig)>,
 }
 
 /// The schedule of evaluations: the loss of the held-out rows, its perplexity, and the share of
@@ -199,20 +201,11 @@ impl SftRunConfig {
             ..defaults
         };
         let sft = laid_over(document, SFT, &defaults, Value::Object(sections.sft))?;
-        let Some(model) = sections.model else {
-            return Err(Problem::at("model", "absent, must be the path of a model"));
-        };
+        let model = required_model(sections.model)?;
         let data = sections.data;
         let mut evaluation = sections.evaluation;
         if data.held_out.is_empty() && data.held_out_rows.is_none() {
-            let key = "evaluation.every_steps";
-            if document.get(key).is_some_and(|steps| !steps.is_null()) {
-                return Err(Problem::at(
-                    key,
-                    "given, but nothing is held out: give data.held_out or data.held_out_rows",
-                ));
-            }
-            evaluation.every_steps = None;
+            no_evaluations(document, &mut evaluation.every_steps)?;
         }
         let run = Self {
             model,
@@ -225,6 +218,7 @@ impl SftRunConfig {
             threads: sections.threads,
             document: document.clone(),
             hub: HubFiles::default(),
+            named: None,
         };
         run.validate()?;
         Ok(run)
@@ -239,11 +233,7 @@ impl SftRunConfig {
         self.data
             .validate()
             .map_err(|error| Problem::within("data", &error))?;
-        for (i, tracker) in self.trackers.iter().enumerate() {
-            tracker
-                .validate()
-                .map_err(|error| Problem::within(&tracker_key(i), &error))?;
-        }
+        check_trackers(&self.trackers, TrackerConfig::validate)?;
         check_run_dir(&self.run_dir)?;
         let data = &self.data;
         let template = self.model.chat_template.iter();
@@ -296,7 +286,7 @@ impl SftRunConfig {
 
     /// Returns the effective configuration with the sections of a file.
     pub fn to_value(&self) -> Result<Value, serde_json::Error> {
-        let (model, data) = match &self.hub.named {
+        let (model, data) = match &self.named {
             Some((model, data)) => (model, data),
             None => (&self.model, &self.data),
         };
@@ -336,41 +326,25 @@ impl Configuration for SftRunConfig {
         locate: Locate<'_>,
     ) -> Result<()> {
         let named = (self.model.clone(), self.data.clone());
-        let mut replacement = Replacement {
-            document: &self.document,
-            commits,
-            locate,
-            hub: HubFiles::default(),
-        };
+        let mut replacement = Replacement::new(&self.document, commits, locate);
         let data = &mut self.data;
         replacement.replace_model_and_data(
             (&mut self.model.path, model),
             &mut data.train,
             &mut data.held_out,
         )?;
-        self.hub = replacement.hub.with_named(named);
+        self.hub = replacement.hub;
+        self.named = Some(named);
         Ok(())
     }
 
     fn check_files(&self) -> Result<(), ConfigError> {
-        for (i, tracker) in self.trackers.iter().enumerate() {
-            tracker.check_files().map_err(|error| {
-                Problem::within(&tracker_key(i), &error).locate_at_path(&self.document)
-            })?;
-        }
-        Ok(())
+        check_trackers(&self.trackers, TrackerConfig::check_files)
+            .map_err(|problem| problem.locate_at_path(&self.document))
     }
 
-    fn hub_commits(&self) -> &BTreeMap<String, String> {
-        &self.hub.commits
-    }
-
-    fn missing_weights(&self) -> Vec<(&HubName, &[MissingFile])> {
-        self.hub.missing_weights().collect()
-    }
-
-    fn lacks_model_weights(&self) -> bool {
-        self.hub.lacks_model_weights()
+    fn hub_files(&self) -> &HubFiles {
+        &self.hub
     }
 
     fn model(&self) -> &ModelConfig {

@@ -162,6 +162,10 @@ impl<M: StepRecord + Clone> RunFolder<M> {
         }
     }
 
+    pub(super) fn last_step(&self) -> usize {
+        self.plan.last_step
+    }
+
     /// The folder, on rank 0.
     pub(super) fn dir(&mut self) -> Option<&mut RunDir> {
         self.dir.as_mut()

@@ -7,6 +7,7 @@ mod hub;
 mod model;
 mod prompts;
 mod resume;
+mod run_session;
 mod session;
 mod sft;
 mod teacher;
@@ -19,5 +20,6 @@ pub use model::{device, load_model, load_model_without_weights, load_policy, mod
 pub(crate) use prompts::all_prompts;
 pub use prompts::{RunPrompts, prompts};
 pub use resume::recorded_commits;
-pub use session::{Progress, Session};
+pub use run_session::{Progress, RunSession};
+pub use session::Session;
 pub use sft::SftSession;

@@ -51,8 +51,7 @@ impl RunPrompts {
         let (train, held_out) = (prompts(&dataset.train)?, prompts(&dataset.held_out)?);
         let source = |prompt: &Prompt| {
             let row = dataset.train.get(prompt.index as usize)?;
-            let files = &config.data.train;
-            files.iter().position(|file| **file == *row.file)
+            row.source(&config.data.train)
         };
         let sources: Vec<usize> = train.iter().filter_map(source).collect();
         let order = config.data.order(&sources, config.seed());

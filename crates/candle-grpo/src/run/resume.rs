@@ -7,27 +7,14 @@ use anyhow::{Context, Result, bail, ensure};
 use candle_grpo_train::data::read_json;
 use candle_grpo_train::learn::Ranks;
 use candle_grpo_train::run::{ReplacedRun, RowDigest, RunInputs, StepRecord, StoppedRun};
-use candle_grpo_train::{ComputeDType, Pretrained, RunDir};
+use candle_grpo_train::sft::{SftMetrics, SftTrainer};
+use candle_grpo_train::{ComputeDType, Pretrained, RunDir, StepMetrics, Trainer};
 use serde_json::{Map, Value};
 
 use super::folder::Start;
 
 const CONFIG: &str = "config.json";
 const INPUTS: &str = "inputs.json";
-
-/// Settings of reinforcement learning that may change when a run resumes. The contents of the model
-/// are compared in place of its path.
-pub(super) const MAY_CHANGE: [&str; 9] = [
-    "checkpoint.dtype",
-    "max_steps",
-    "model",
-    "rollout",
-    "rollout_log",
-    "run_dir",
-    "sampler.max_batch_size",
-    "threads",
-    "trackers",
-];
 
 /// Settings that may change as long as the rows are the same.
 const ROWS: [&str; 3] = ["data.held_out", "data.max_rows", "data.train"];
@@ -36,7 +23,7 @@ const ROWS: [&str; 3] = ["data.held_out", "data.max_rows", "data.train"];
 const SHOWN: usize = 8;
 
 /// A trainer whose run has a folder.
-pub(super) trait RunTrainer {
+pub trait RunTrainer {
     /// The metrics of a step.
     type Record: StepRecord + Clone;
     /// Settings that may change when a run resumes.
@@ -55,6 +42,79 @@ pub(super) trait RunTrainer {
         dtype: ComputeDType,
     ) -> Result<()>;
 }
+
+/// Implements [`RunTrainer`] by the methods of the same names.
+macro_rules! run_trainer {
+    ($trainer:ty, $record:ty, $may_change:expr) => {
+        impl RunTrainer for $trainer {
+            type Record = $record;
+            const MAY_CHANGE: &'static [&'static str] = &$may_change;
+
+            fn steps(&self) -> usize {
+                Self::steps(self)
+            }
+
+            fn ranks(&self) -> &Ranks {
+                Self::ranks(self)
+            }
+
+            fn load_state(&mut self, folder: &Path) -> Result<()> {
+                Self::load_state(self, folder)
+            }
+
+            fn ensure_finite(&self) -> Result<()> {
+                Self::ensure_finite(self)
+            }
+
+            fn ensure_equal_ranks(&self) -> Result<()> {
+                Self::ensure_equal_ranks(self)
+            }
+
+            fn take_part_in_checkpoint(&self) -> Result<()> {
+                Self::take_part_in_checkpoint(self)
+            }
+
+            fn write_checkpoint(
+                &self,
+                folder: &Path,
+                model: &Pretrained,
+                dtype: ComputeDType,
+            ) -> Result<()> {
+                Self::write_checkpoint(self, folder, model, dtype)
+            }
+        }
+    };
+}
+
+// The contents of the model are compared in place of its path.
+run_trainer!(
+    Trainer,
+    StepMetrics,
+    [
+        "checkpoint.dtype",
+        "max_steps",
+        "model",
+        "rollout",
+        "rollout_log",
+        "run_dir",
+        "sampler.max_batch_size",
+        "threads",
+        "trackers",
+    ]
+);
+
+// The number of steps decides the learning rate of each, so it may not change.
+run_trainer!(
+    SftTrainer,
+    SftMetrics,
+    [
+        "checkpoint.dtype",
+        "model",
+        "run_dir",
+        "threads",
+        "trackers",
+    ]
+);
 
 /// The settings and the inputs of a run.
 pub(super) struct Identity {

@@ -1,49 +1,24 @@
 //! A run from its first step to its last.
 
 use std::collections::BTreeMap;
-use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use anyhow::Result;
 use candle_grpo_collective::{Alone, Collective};
-use candle_grpo_train::learn::Ranks;
 use candle_grpo_train::rewards::BudgetExhausted;
 use candle_grpo_train::run::{RunInputs, prompt_digest};
 use candle_grpo_train::{
-    ComputeDType, Generator, Interrupted, Pretrained, Prompt, RewardFunction, RunDir,
-    SamplingConfig, StepMetrics, Trainer,
+    Generator, Pretrained, Prompt, RewardFunction, RunDir, SamplingConfig, StepMetrics, Trainer,
 };
 
 use super::engine::engine;
 use super::evaluation::evaluate_policy;
-use super::folder::{Due, Plan, RunFolder, Start};
+use super::folder::{Plan, RunFolder, Start};
 use super::prompts::RunPrompts;
-use super::resume::{Identity, MAY_CHANGE, RunTrainer};
+use super::resume::Identity;
+use super::run_session::{Actions, Run};
 use super::teacher::load_teacher;
 use crate::config::{Configuration, EvaluationConfig, RunConfig};
-
-/// The result of [`Session::advance`] and [`SftSession::advance`](super::SftSession::advance). `M`
-/// are the metrics of a step.
-#[derive(Debug, Clone, PartialEq)]
-pub enum Progress<M = StepMetrics> {
-    /// A step.
-    Step(Box<M>),
-    /// An evaluation and its metrics.
-    Evaluated {
-        /// The number of steps before it.
-        step: usize,
-        /// `reward_mean`, `response_length` and the metrics of the configuration; in supervised
-        /// training those of
-        /// [`LikelihoodSums::evaluation`](candle_grpo_train::learn::LikelihoodSums::evaluation).
-        metrics: BTreeMap<String, f64>,
-    },
-    /// A checkpoint and its path.
-    Saved(PathBuf),
-    /// It was canceled, and has saved its state.
-    Interrupted,
-    /// All steps are done.
-    Finished,
-}
 
 /// A run of a configuration: steps, evaluations and checkpoints.
 ///
@@ -51,7 +26,7 @@ pub enum Progress<M = StepMetrics> {
 /// use std::path::Path;
 /// use std::sync::Arc;
 /// use candle_grpo::config::RunConfig;
-/// use candle_grpo::run::{Progress, RunPrompts, Session, Start, load_policy};
+/// use candle_grpo::run::{Progress, RunPrompts, RunSession, Session, Start, load_policy};
 /// use candle_grpo::train::Sample;
 /// use candle_grpo::train::progress::NoProgress;
 ///
@@ -74,49 +49,9 @@ pub struct Session {
     config: RunConfig,
     /// The evaluation section, with the stop tokens of the model.
     evaluation: EvaluationConfig,
-    pretrained: Pretrained,
     held_out: Vec<Prompt>,
-    trainer: Trainer,
-    folder: RunFolder<StepMetrics>,
+    run: Run<Trainer>,
     progress: Arc<dyn candle_grpo_train::Progress>,
-}
-
-impl RunTrainer for Trainer {
-    type Record = StepMetrics;
-    const MAY_CHANGE: &'static [&'static str] = &MAY_CHANGE;
-
-    fn steps(&self) -> usize {
-        Self::steps(self)
-    }
-
-    fn ranks(&self) -> &Ranks {
-        Self::ranks(self)
-    }
-
-    fn load_state(&mut self, folder: &Path) -> Result<()> {
-        Self::load_state(self, folder)
-    }
-
-    fn ensure_finite(&self) -> Result<()> {
-        Self::ensure_finite(self)
-    }
-
-    fn ensure_equal_ranks(&self) -> Result<()> {
-        Self::ensure_equal_ranks(self)
-    }
-
-    fn take_part_in_checkpoint(&self) -> Result<()> {
-        Self::take_part_in_checkpoint(self)
-    }
-
-    fn write_checkpoint(
-        &self,
-        folder: &Path,
-        model: &Pretrained,
-        dtype: ComputeDType,
-    ) -> Result<()> {
-        Self::write_checkpoint(self, folder, model, dtype)
-    }
 }
 
 impl Session {
@@ -141,8 +76,8 @@ impl Session {
     }
 
     /// [`Self::new`] for one of several ranks that share the run. All ranks must call it with the
-    /// same arguments, and then [`Self::advance`] as often. Rank 0 writes the folder; the others
-    /// read its checkpoints when a run resumes.
+    /// same arguments, and then [`RunSession::advance`](super::RunSession::advance) as often. Rank
+    /// 0 writes the folder; the others read its checkpoints when a run resumes.
     ///
     /// # Errors
     ///
@@ -232,10 +167,12 @@ impl Session {
         Ok(Self {
             config,
             evaluation,
-            pretrained,
             held_out,
-            trainer,
-            folder,
+            run: Run {
+                trainer,
+                pretrained,
+                folder,
+            },
             progress,
         })
     }
@@ -245,75 +182,12 @@ impl Session {
     /// update.
     pub fn with_generator(self, generator: Arc<dyn Generator>) -> Self {
         Self {
-            trainer: self.trainer.with_generator(generator),
+            run: Run {
+                trainer: self.run.trainer.with_generator(generator),
+                ..self.run
+            },
             ..self
         }
-    }
-
-    /// Performs the next evaluation, checkpoint or step.
-    ///
-    /// # Errors
-    ///
-    /// With [`NotFinite`](candle_grpo_train::NotFinite) and the name of the tensor if a loss, a
-    /// gradient or a weight is not finite. After any error, or if the program is killed, the
-    /// run can be resumed from its last checkpoint.
-    pub fn advance(&mut self) -> Result<Progress> {
-        let step = self.trainer.steps();
-        let done = match self.folder.due(step) {
-            Due::Evaluation => self.evaluate(step),
-            Due::Checkpoint => {
-                let path = self.folder.save(&self.trainer, &self.pretrained)?;
-                return Ok(Progress::Saved(path));
-            }
-            Due::End => {
-                self.folder.write_plot()?;
-                self.trainer.finish()?;
-                self.folder.finish_trackers();
-                return Ok(Progress::Finished);
-            }
-            Due::Step => self.step(),
-        };
-        match done {
-            Err(error) if error.is::<Interrupted>() => {
-                self.folder.save_unsaved(&self.trainer, &self.pretrained)?;
-                Ok(Progress::Interrupted)
-            }
-            Err(error) if error.is::<BudgetExhausted>() && self.trainer.ranks().is_alone() => {
-                self.folder.save_unsaved(&self.trainer, &self.pretrained)?;
-                Err(error)
-            }
-            done => done.map_err(|error| not_finite_first(error, &self.trainer)),
-        }
-    }
-
-    fn step(&mut self) -> Result<Progress> {
-        let metrics = self.trainer.step()?;
-        let log = &self.config.rollout_log;
-        if let Some(dir) = self.folder.dir()
-            && log.is_due(metrics.step)
-        {
-            dir.append_rollouts(&self.trainer.rollouts(log)?)?;
-        }
-        self.folder.append_step(&metrics)?;
-        Ok(Progress::Step(Box::new(metrics)))
-    }
-
-    fn evaluate(&mut self, step: usize) -> Result<Progress> {
-        self.trainer.ensure_not_canceled()?;
-        let config = &self.evaluation;
-        let evaluation = evaluate_policy(
-            &self.trainer.sampler(config.sampler.clone())?,
-            &self.held_out,
-            self.trainer.reward(),
-            self.trainer.tokenizer(),
-            config,
-            &*self.progress,
-        )?;
-        let metrics = evaluation.metrics(&config.pass_at, config.pass_reward)?;
-        let append = |dir: &mut RunDir| dir.append_evaluation(step, &evaluation, &metrics);
-        self.folder
-            .append_evaluation(step, &metrics, &self.trainer, append)?;
-        Ok(Progress::Evaluated { step, metrics })
     }
 
     /// Returns the configuration.
@@ -321,31 +195,62 @@ impl Session {
         &self.config
     }
 
-    /// Returns the folder of the run.
-    pub fn path(&self) -> &Path {
-        self.folder.path()
-    }
-
-    /// Returns the folder of the replaced run until this run has a checkpoint.
-    pub fn replaced(&self) -> Option<&Path> {
-        self.folder.replaced()
-    }
-
     /// The trainer.
     pub fn trainer(&self) -> &Trainer {
-        &self.trainer
-    }
-
-    /// The metrics of all steps, those before a resume included.
-    pub fn metrics(&self) -> &[StepMetrics] {
-        self.folder.metrics()
+        &self.run.trainer
     }
 }
 
-/// The error of a step. Weights that are not finite show in logits first.
-pub(super) fn not_finite_first(error: anyhow::Error, trainer: &impl RunTrainer) -> anyhow::Error {
-    match trainer.ensure_finite() {
-        Err(weights) => weights.context(format!("{error:#}")),
-        Ok(()) => error,
+impl Actions for Session {
+    type Trainer = Trainer;
+
+    fn run(&self) -> &Run<Trainer> {
+        &self.run
+    }
+
+    fn run_mut(&mut self) -> &mut Run<Trainer> {
+        &mut self.run
+    }
+
+    fn step(&mut self) -> Result<StepMetrics> {
+        let Run {
+            trainer, folder, ..
+        } = &mut self.run;
+        let metrics = trainer.step()?;
+        let log = &self.config.rollout_log;
+        if let Some(dir) = folder.dir()
+            && log.is_due(metrics.step)
+        {
+            dir.append_rollouts(&trainer.rollouts(log)?)?;
+        }
+        Ok(metrics)
+    }
+
+    fn evaluate(&mut self, step: usize) -> Result<BTreeMap<String, f64>> {
+        let Run {
+            trainer, folder, ..
+        } = &mut self.run;
+        trainer.ensure_not_canceled()?;
+        let config = &self.evaluation;
+        let evaluation = evaluate_policy(
+            &trainer.sampler(config.sampler.clone())?,
+            &self.held_out,
+            trainer.reward(),
+            trainer.tokenizer(),
+            config,
+            &*self.progress,
+        )?;
+        let metrics = evaluation.metrics(&config.pass_at, config.pass_reward)?;
+        let append = |dir: &mut RunDir| dir.append_evaluation(step, &evaluation, &metrics);
+        folder.append_evaluation(step, &metrics, trainer, append)?;
+        Ok(metrics)
+    }
+
+    fn finish(&mut self) -> Result<()> {
+        self.run.trainer.finish()
+    }
+
+    fn saves_after(&self, error: &anyhow::Error) -> bool {
+        error.is::<BudgetExhausted>() && self.run.trainer.ranks().is_alone()
     }
 }

@@ -1,27 +1,27 @@
 //! A supervised run from its first step to its last.
 
-use std::path::Path;
+use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use anyhow::Result;
 use candle_grpo_collective::{Alone, Collective};
-use candle_grpo_train::learn::{Example, Ranks};
+use candle_grpo_train::learn::Example;
 use candle_grpo_train::run::RunInputs;
 use candle_grpo_train::sft::{SftDataset, SftMetrics, SftTrainer};
-use candle_grpo_train::{ComputeDType, Interrupted, Pretrained, RunDir};
+use candle_grpo_train::{Pretrained, RunDir};
 
-use super::folder::{Due, Plan, RunFolder, Start};
-use super::resume::{Identity, RunTrainer};
-use super::session::{Progress, not_finite_first};
+use super::folder::{Plan, RunFolder, Start};
+use super::resume::Identity;
+use super::run_session::{Actions, Run};
 use crate::config::{Configuration, SftRunConfig};
 
 /// A supervised run of a configuration: steps, evaluations and checkpoints.
 ///
 /// ```no_run
-/// use std::path::Path;
+/// use std::collections::BTreeMap;
 /// use std::sync::Arc;
 /// use candle_grpo::config::SftRunConfig;
-/// use candle_grpo::run::{Progress, SftSession, Start, load_policy};
+/// use candle_grpo::run::{Progress, RunSession, SftSession, Start, load_policy};
 /// use candle_grpo::train::progress::NoProgress;
 ///
 /// let config = SftRunConfig::read(Path::new("sft.yaml"))?;
@@ -40,56 +40,9 @@ use crate::config::{Configuration, SftRunConfig};
 /// ```
 pub struct SftSession {
     config: SftRunConfig,
-    pretrained: Pretrained,
     /// The rows of an evaluation.
     held_out: Vec<Example>,
-    trainer: SftTrainer,
-    folder: RunFolder<SftMetrics>,
-}
-
-impl RunTrainer for SftTrainer {
-    type Record = SftMetrics;
-    /// The number of steps decides the learning rate of each, so it may not change.
-    const MAY_CHANGE: &'static [&'static str] = &[
-        "checkpoint.dtype",
-        "model",
-        "run_dir",
-        "threads",
-        "trackers",
-    ];
-
-    fn steps(&self) -> usize {
-        Self::steps(self)
-    }
-
-    fn ranks(&self) -> &Ranks {
-        Self::ranks(self)
-    }
-
-    fn load_state(&mut self, folder: &Path) -> Result<()> {
-        Self::load_state(self, folder)
-    }
-
-    fn ensure_finite(&self) -> Result<()> {
-        Self::ensure_finite(self)
-    }
-
-    fn ensure_equal_ranks(&self) -> Result<()> {
-        Self::ensure_equal_ranks(self)
-    }
-
-    fn take_part_in_checkpoint(&self) -> Result<()> {
-        Self::take_part_in_checkpoint(self)
-    }
-
-    fn write_checkpoint(
-        &self,
-        folder: &Path,
-        model: &Pretrained,
-        dtype: ComputeDType,
-    ) -> Result<()> {
-        Self::write_checkpoint(self, folder, model, dtype)
-    }
+    run: Run<SftTrainer>,
 }
 
 impl SftSession {
@@ -118,7 +71,7 @@ impl SftSession {
     }
 
     /// [`Self::new`] for one of several ranks that share the run. All ranks must call it with the
-    /// same arguments, and then [`Self::advance`] as often.
+    /// same arguments, and then [`RunSession::advance`](super::RunSession::advance) as often.
     ///
     /// # Errors
     ///
@@ -164,56 +117,13 @@ impl SftSession {
         let folder = RunFolder::open(plan, &identity, &mut trainer, start, progress)?;
         Ok(Self {
             config,
-            pretrained,
             held_out,
-            trainer,
-            folder,
+            run: Run {
+                trainer,
+                pretrained,
+                folder,
+            },
         })
-    }
-
-    /// Performs the next evaluation, checkpoint or step.
-    ///
-    /// # Errors
-    ///
-    /// With [`NotFinite`](candle_grpo_train::NotFinite) and the name of the tensor if a loss, a
-    /// gradient or a weight is not finite. After any error, or if the program is killed, the run
-    /// can be resumed from its last checkpoint.
-    pub fn advance(&mut self) -> Result<Progress<SftMetrics>> {
-        let step = self.trainer.steps();
-        let done = match self.folder.due(step) {
-            Due::Evaluation => self.evaluate(step),
-            Due::Checkpoint => {
-                let path = self.folder.save(&self.trainer, &self.pretrained)?;
-                return Ok(Progress::Saved(path));
-            }
-            Due::End => {
-                self.folder.write_plot()?;
-                self.folder.finish_trackers();
-                return Ok(Progress::Finished);
-            }
-            Due::Step => self.step(),
-        };
-        match done {
-            Err(error) if error.is::<Interrupted>() => {
-                self.folder.save_unsaved(&self.trainer, &self.pretrained)?;
-                Ok(Progress::Interrupted)
-            }
-            done => done.map_err(|error| not_finite_first(error, &self.trainer)),
-        }
-    }
-
-    fn step(&mut self) -> Result<Progress<SftMetrics>> {
-        let metrics = self.trainer.step()?;
-        self.folder.append_step(&metrics)?;
-        Ok(Progress::Step(Box::new(metrics)))
-    }
-
-    fn evaluate(&mut self, step: usize) -> Result<Progress<SftMetrics>> {
-        let metrics = self.trainer.evaluate(&self.held_out)?.evaluation();
-        let append = |dir: &mut RunDir| dir.append_evaluation_metrics(step, &metrics);
-        self.folder
-            .append_evaluation(step, &metrics, &self.trainer, append)?;
-        Ok(Progress::Evaluated { step, metrics })
     }
 
     /// Returns the configuration.
@@ -221,23 +131,34 @@ impl SftSession {
         &self.config
     }
 
-    /// Returns the folder of the run.
-    pub fn path(&self) -> &Path {
-        self.folder.path()
-    }
-
-    /// Returns the folder of the replaced run until this run has a checkpoint.
-    pub fn replaced(&self) -> Option<&Path> {
-        self.folder.replaced()
-    }
-
     /// The trainer.
     pub fn trainer(&self) -> &SftTrainer {
-        &self.trainer
+        &self.run.trainer
+    }
+}
+
+impl Actions for SftSession {
+    type Trainer = SftTrainer;
+
+    fn run(&self) -> &Run<SftTrainer> {
+        &self.run
     }
 
-    /// The metrics of all steps, those before a resume included.
-    pub fn metrics(&self) -> &[SftMetrics] {
-        self.folder.metrics()
+    fn run_mut(&mut self) -> &mut Run<SftTrainer> {
+        &mut self.run
+    }
+
+    fn step(&mut self) -> Result<SftMetrics> {
+        self.run.trainer.step()
+    }
+
+    fn evaluate(&mut self, step: usize) -> Result<BTreeMap<String, f64>> {
+        let Run {
+            trainer, folder, ..
+        } = &mut self.run;
+        let metrics = trainer.evaluate(&self.held_out)?.evaluation();
+        let append = |dir: &mut RunDir| dir.append_evaluation_metrics(step, &metrics);
+        folder.append_evaluation(step, &metrics, trainer, append)?;
+        Ok(metrics)
     }
 }

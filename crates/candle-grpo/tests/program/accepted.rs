@@ -7,7 +7,7 @@ use std::sync::Arc;
 
 use candle_core::Device;
 use candle_grpo::config::{Document, Preset, RunConfig};
-use candle_grpo::run::{Progress, RunPrompts, Session, Start, load_model};
+use candle_grpo::run::{Progress, RunPrompts, RunSession, Session, Start, load_model};
 use candle_grpo::train::progress::NoProgress;
 use candle_grpo::train::{NotFinite, Pretrained, RewardConfig};
 use candle_grpo_test_support::words;

@@ -8,7 +8,7 @@ use std::sync::{Arc, Mutex};
 use anyhow::Result;
 use candle_core::Device;
 use candle_grpo::config::{Document, RunConfig};
-use candle_grpo::run::{Progress, RunPrompts, Session, Start, load_model};
+use candle_grpo::run::{Progress, RunPrompts, RunSession, Session, Start, load_model};
 use candle_grpo::train::progress::NoProgress;
 use candle_grpo::train::rollout::{Deliver, GenerationBatch, LocalGenerator, PolicyWeights};
 use candle_grpo::train::{Generator, RewardConfig};

@@ -1,0 +1,164 @@
+//! The loop of a run, the same for all trainers.
+
+use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
+
+use anyhow::{Error, Result};
+use candle_grpo_train::{Interrupted, Pretrained, StepMetrics};
+
+use super::folder::{Due, RunFolder};
+use super::resume::RunTrainer;
+
+/// The result of [`RunSession::advance`]. `M` are the metrics of a step.
+#[derive(Debug, Clone, PartialEq)]
+pub enum Progress<M = StepMetrics> {
+    /// A step.
+    Step(Box<M>),
+    /// An evaluation and its metrics.
+    Evaluated {
+        /// The number of steps before it.
+        step: usize,
+        /// `reward_mean`, `response_length` and the metrics of the configuration; in supervised
+        /// training those of
+        /// [`LikelihoodSums::evaluation`](candle_grpo_train::learn::LikelihoodSums::evaluation).
+        metrics: BTreeMap<String, f64>,
+    },
+    /// A checkpoint and its path.
+    Saved(PathBuf),
+    /// It was canceled, and has saved its state.
+    Interrupted,
+    /// All steps are done.
+    Finished,
+}
+
+/// A run of a configuration that goes on by steps, evaluations and checkpoints: a
+/// [`Session`](super::Session) or an [`SftSession`](super::SftSession).
+pub trait RunSession {
+    /// The metrics of a step.
+    type Metrics;
+
+    /// Performs the next evaluation, checkpoint or step.
+    ///
+    /// # Errors
+    ///
+    /// With [`NotFinite`](candle_grpo_train::NotFinite) and the name of the tensor if a loss, a
+    /// gradient or a weight is not finite. After any error, or if the program is killed, the run
+    /// can be resumed from its last checkpoint.
+    fn advance(&mut self) -> Result<Progress<Self::Metrics>>;
+
+    /// Returns the number of steps so far, those before a resume included.
+    fn steps(&self) -> usize;
+
+    /// Returns the number of steps of the whole run.
+    fn last_step(&self) -> usize;
+
+    /// Returns the folder of the run.
+    fn path(&self) -> &Path;
+
+    /// Returns the folder of the replaced run until this run has a checkpoint.
+    fn replaced(&self) -> Option<&Path>;
+
+    /// The metrics of all steps, those before a resume included.
+    fn metrics(&self) -> &[Self::Metrics];
+}
+
+/// The trainer of a run, its model and its folder.
+pub struct Run<T: RunTrainer> {
+    pub(super) trainer: T,
+    pub(super) pretrained: Pretrained,
+    pub(super) folder: RunFolder<T::Record>,
+}
+
+/// What one kind of run does.
+pub trait Actions {
+    type Trainer: RunTrainer;
+
+    fn run(&self) -> &Run<Self::Trainer>;
+    fn run_mut(&mut self) -> &mut Run<Self::Trainer>;
+
+    /// Makes a step.
+    fn step(&mut self) -> Result<<Self::Trainer as RunTrainer>::Record>;
+
+    /// Evaluates the policy after `step` steps, and takes the result over into the folder.
+    fn evaluate(&mut self, step: usize) -> Result<BTreeMap<String, f64>>;
+
+    /// Ends what the run has begun, after its last step.
+    fn finish(&mut self) -> Result<()> {
+        Ok(())
+    }
+
+    /// Returns whether the steps before an error of the run are saved.
+    fn saves_after(&self, _error: &Error) -> bool {
+        false
+    }
+}
+
+impl<S: Actions> RunSession for S {
+    type Metrics = <S::Trainer as RunTrainer>::Record;
+
+    fn advance(&mut self) -> Result<Progress<Self::Metrics>> {
+        let step = self.steps();
+        let done = match self.run().folder.due(step) {
+            Due::Evaluation => self
+                .evaluate(step)
+                .map(|metrics| Progress::Evaluated { step, metrics }),
+            Due::Checkpoint => {
+                let run = self.run_mut();
+                let path = run.folder.save(&run.trainer, &run.pretrained)?;
+                return Ok(Progress::Saved(path));
+            }
+            Due::End => {
+                self.run().folder.write_plot()?;
+                self.finish()?;
+                self.run_mut().folder.finish_trackers();
+                return Ok(Progress::Finished);
+            }
+            Due::Step => self.step().and_then(|metrics| {
+                self.run_mut().folder.append_step(&metrics)?;
+                Ok(Progress::Step(Box::new(metrics)))
+            }),
+        };
+        let error = match done {
+            Ok(progress) => return Ok(progress),
+            Err(error) => error,
+        };
+        let (interrupted, saves) = (error.is::<Interrupted>(), self.saves_after(&error));
+        let run = self.run_mut();
+        if interrupted || saves {
+            run.folder.save_unsaved(&run.trainer, &run.pretrained)?;
+        }
+        match (interrupted, saves) {
+            (true, _) => Ok(Progress::Interrupted),
+            (_, true) => Err(error),
+            _ => Err(not_finite_first(error, &run.trainer)),
+        }
+    }
+
+    fn steps(&self) -> usize {
+        self.run().trainer.steps()
+    }
+
+    fn last_step(&self) -> usize {
+        self.run().folder.last_step()
+    }
+
+    fn path(&self) -> &Path {
+        self.run().folder.path()
+    }
+
+    fn replaced(&self) -> Option<&Path> {
+        self.run().folder.replaced()
+    }
+
+    fn metrics(&self) -> &[Self::Metrics] {
+        self.run().folder.metrics()
+    }
+}
+
+/// The error of a step. Weights that are not finite show in logits first.
+fn not_finite_first(error: Error, trainer: &impl RunTrainer) -> Error {
+    match trainer.ensure_finite() {
+        Err(weights) => weights.context(format!("{error:#}")),
+        Ok(()) => error,
+    }
+}
