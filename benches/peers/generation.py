@@ -1,7 +1,7 @@
 """Times generation beside transformers in alternation, and reports medians.
 
-Both use the models of benches/models with random weights in f32, temperature 1 over the whole vocabulary, and completions of fixed length.
-The side of candle-grpo is a process that reads one case per line and prints seconds. Writes
+Both use the models of benches/models with random weights in f32 and bf16, temperature 1 over the whole vocabulary, and completions of
+fixed length. The side of candle-grpo is a process that reads one case per line and prints seconds. Writes
 target/bench/generation.json and generation.md.
 """
 
@@ -23,6 +23,8 @@ torch.set_num_threads(2)
 # Prompts, completions per prompt, prompt tokens, new tokens.
 CASES = [(1, 1, 128, 64), (2, 8, 128, 64), (8, 8, 128, 64)]
 
+
+DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16}
 
 # The model that is timed by parts, and beside vLLM.
 SMOLLM2_135M = "smollm2-135m"
@@ -69,10 +71,10 @@ def arguments(description):
     return parser.parse_args()
 
 
-def measure(program, name, rounds):
-    ours = Side(program, "--model", str(MODELS / f"{name}.json"))
+def measure(program, name, dtype, rounds):
+    ours = Side(program, "--model", str(MODELS / f"{name}.json"), "--dtype", dtype)
     torch.manual_seed(1)
-    model = AutoModelForCausalLM.from_config(config(name)).eval()
+    model = AutoModelForCausalLM.from_config(config(name)).eval().to(DTYPES[dtype])
     for case in CASES:
         prompts, generations, prompt_tokens, new_tokens = case
         ours.run(prompts, generations, prompt_tokens, 2)
@@ -81,6 +83,7 @@ def measure(program, name, rounds):
         tokens = prompts * generations * new_tokens
         row = {
             "model": name,
+            "dtype": dtype,
             "prompts": prompts,
             "num_generations": generations,
             "prompt_tokens": prompt_tokens,
@@ -89,7 +92,7 @@ def measure(program, name, rounds):
             "transformers_tokens_s": tokens / statistics.median(b for _, b in pairs),
             "ratio": statistics.median(b / a for a, b in pairs),
         }
-        print(f"{name}, {prompts} x {generations}: ours {row['ours_tokens_s']:.1f} tokens/s, transformers "
+        print(f"{name}, {dtype}, {prompts} x {generations}: ours {row['ours_tokens_s']:.1f} tokens/s, transformers "
               f"{row['transformers_tokens_s']:.1f}, ratio {row['ratio']:.2f}", flush=True)
         yield row
     ours.end()
@@ -98,15 +101,18 @@ def measure(program, name, rounds):
 def main():
     args = arguments(__doc__)
     names = sorted(file.stem for file in MODELS.glob("*.json") if args.only in file.stem)
-    rows = [row for name in names for row in measure(args.program, name, args.rounds)]
+    rows = [row for name in names for dtype in DTYPES for row in measure(args.program, name, dtype, args.rounds)]
     args.out.mkdir(parents=True, exist_ok=True)
-    parts = subprocess.run([args.program, "--parts"], check=True, capture_output=True, text=True)
-    report = {"generation": rows, "parts": json.loads(parts.stdout)}
+    parts = {}
+    for dtype in DTYPES:
+        done = subprocess.run([args.program, "--parts", "--dtype", dtype], check=True, capture_output=True, text=True)
+        parts[dtype] = json.loads(done.stdout)
+    report = {"generation": rows, "parts": parts}
     (args.out / "generation.json").write_text(json.dumps(report, indent=2) + "\n")
-    lines = ["| model | prompts x completions | ours tokens/s | transformers tokens/s | ratio |",
-             "| --- | --- | ---: | ---: | ---: |"]
+    lines = ["| model | dtype | prompts x completions | ours tokens/s | transformers tokens/s | ratio |",
+             "| --- | --- | --- | ---: | ---: | ---: |"]
     lines += [
-        f"| {r['model']} | {r['prompts']} x {r['num_generations']} | {r['ours_tokens_s']:.1f} | {r['transformers_tokens_s']:.1f} | "
+        f"| {r['model']} | {r['dtype']} | {r['prompts']} x {r['num_generations']} | {r['ours_tokens_s']:.1f} | {r['transformers_tokens_s']:.1f} | "
         f"{r['ratio']:.2f} |"
         for r in rows
     ]

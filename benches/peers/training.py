@@ -1,8 +1,9 @@
 """Times a training step of each model of benches/models beside PyTorch with transformers.
 
-Each side is a separate process that runs one step per input line: forward and backward of 8 sequences of 128 tokens in f32, with
-the log-prob of the next token at every position. The sides alternate. Reports medians and the peak resident memory of each
-process. Writes training.json and training.md.
+Each side is a separate process that runs one step per input line: forward and backward of 8 sequences of 128 tokens, with the
+log-prob of the next token at every position. The sides alternate. In bf16 both have weights and gradients in f32: ours computes
+with copies in bf16, and PyTorch under autocast. Reports medians and the peak resident memory of each process. Writes training.json
+and training.md.
 """
 
 import argparse
@@ -15,9 +16,10 @@ from pathlib import Path
 from models import MODELS, config
 
 SEQUENCES, LENGTH = 8, 128
+DTYPES = ["f32", "bf16"]
 
 
-def worker(name):
+def worker(name, dtype):
     """Runs the side of PyTorch."""
     import time
 
@@ -31,8 +33,9 @@ def worker(name):
     for _ in sys.stdin:
         start = time.perf_counter()
         model.zero_grad(set_to_none=True)
-        logits = model(input_ids=ids, use_cache=False).logits[:, :-1]
-        log_probs = torch.log_softmax(logits, -1).gather(-1, ids[:, 1:, None])
+        with torch.autocast("cpu", torch.bfloat16, enabled=dtype == "bf16"):
+            logits = model(input_ids=ids, use_cache=False).logits[:, :-1]
+            log_probs = torch.log_softmax(logits, -1).gather(-1, ids[:, 1:, None])
         (-log_probs.mean()).backward()
         print((time.perf_counter() - start) * 1e3, flush=True)
 
@@ -59,16 +62,17 @@ class Side:
         self.process.wait()
 
 
-def measure(program, name, rounds):
-    ours = Side([program, "--serve", "--model", str(MODELS / f"{name}.json"), "--sequences", str(SEQUENCES), "--length", str(LENGTH)])
-    theirs = Side([sys.executable, __file__, "--worker", name])
+def measure(program, name, dtype, rounds):
+    ours = Side([program, "--serve", "--model", str(MODELS / f"{name}.json"), "--dtype", dtype,
+                 "--sequences", str(SEQUENCES), "--length", str(LENGTH)])
+    theirs = Side([sys.executable, __file__, "--worker", name, dtype])
     ours.step(), theirs.step()
     pairs = [(ours.step(), theirs.step()) for _ in range(rounds)]
     tokens = SEQUENCES * LENGTH
     row = {
         "op": "training_step",
         "shape": f"{SEQUENCES} x {LENGTH} tokens, {name}",
-        "dtype": "f32",
+        "dtype": dtype,
         "device": "cpu",
         "peer": "transformers",
         "ours_ms": statistics.median(a for a, _ in pairs),
@@ -90,24 +94,25 @@ def main():
     parser.add_argument("--only", default="", help="only models whose name contains this")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--out", type=Path, default=Path("target/bench"))
-    parser.add_argument("--worker", help=argparse.SUPPRESS)
+    parser.add_argument("--worker", nargs=2, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.worker:
-        return worker(args.worker)
+        return worker(*args.worker)
     if not args.program:
         parser.error("program: missing")
 
     rows = []
     for file in sorted(MODELS.glob("*.json")):
         if args.only in file.stem:
-            rows.append(measure(args.program, file.stem, args.rounds))
-            print(json.dumps(rows[-1], indent=2), flush=True)
+            for dtype in DTYPES:
+                rows.append(measure(args.program, file.stem, dtype, args.rounds))
+                print(json.dumps(rows[-1], indent=2), flush=True)
     args.out.mkdir(parents=True, exist_ok=True)
     (args.out / "training.json").write_text(json.dumps(rows, indent=2) + "\n")
-    lines = ["| model | ours tokens/s | transformers tokens/s | time, ours / theirs | ours MiB | transformers MiB |",
-             "| --- | ---: | ---: | ---: | ---: | ---: |"]
+    lines = ["| model | dtype | ours tokens/s | transformers tokens/s | time, ours / theirs | ours MiB | transformers MiB |",
+             "| --- | --- | ---: | ---: | ---: | ---: | ---: |"]
     lines += [
-        f"| {r['shape'].split(', ')[1]} | {r['ours_tokens_per_s']:.0f} | {r['peer_tokens_per_s']:.0f} | {r['ratio']:.2f} | "
+        f"| {r['shape'].split(', ')[1]} | {r['dtype']} | {r['ours_tokens_per_s']:.0f} | {r['peer_tokens_per_s']:.0f} | {r['ratio']:.2f} | "
         f"{r['ours_resident_mib']:.0f} | {r['peer_resident_mib']:.0f} |"
         for r in rows
     ]

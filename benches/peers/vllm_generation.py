@@ -1,9 +1,9 @@
 """Times generation beside vLLM on the CPU in alternation, and reports medians.
 
-Runs in the environment of `scripts/vllm install`. Prompts and lengths are those of generation.py, and the model has SmolLM2-135M's dimensions. vLLM draws in f32 and in
-bf16, each in a process of its own, with its log-probs after temperature and filters. The completions of a prompt are one request,
-so that it computes the prompt once. Each run has new prompts, because vLLM keeps the keys and values of earlier ones. Writes
-target/bench/vllm.json and vllm.md.
+Runs in the environment of `scripts/vllm install`. Prompts and lengths are those of generation.py, and the model has SmolLM2-135M's
+dimensions. Both draw in f32 and in bf16, each in a process of its own, vLLM with its log-probs after temperature and filters. The
+completions of a prompt are one request, so that it computes the prompt once. Each run has new prompts, because vLLM keeps the keys
+and values of earlier ones. Writes target/bench/vllm.json and vllm.md.
 """
 
 import json
@@ -14,7 +14,7 @@ import sys
 import tempfile
 import time
 
-from generation import CASES, SMOLLM2_135M, Side, arguments
+from generation import CASES, DTYPES as OURS, SMOLLM2_135M, Side, arguments
 from models import config
 
 DTYPES = ["float32", "bfloat16"]
@@ -55,7 +55,7 @@ def worker(dtype):
 
 def main():
     args = arguments(__doc__)
-    sides = {"candle-grpo f32": Side(args.program)}
+    sides = {f"candle-grpo {dtype}": Side(args.program, "--dtype", dtype) for dtype in OURS}
     for dtype in DTYPES:
         sides[f"vLLM {dtype}"] = Side(sys.executable, __file__, "--worker", dtype)
     rows = []

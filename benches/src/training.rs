@@ -15,7 +15,7 @@ use serde::Serialize;
 use crate::allocator::{peak, restart_peak};
 use crate::model::read_model;
 
-/// Times forward and backward of a model with random weights in f32
+/// Times forward and backward of a model with random weights
 #[derive(Debug, Parser)]
 struct Args {
     /// The config.json of the model; without it, the dimensions of SmolLM2-135M
@@ -30,6 +30,9 @@ struct Args {
     /// Number of tokens per sequence
     #[arg(long, default_value_t = 128)]
     length: usize,
+    /// The dtype of weights and activations: f32 or bf16. Gradients are f32
+    #[arg(long, default_value = "f32")]
+    dtype: DType,
     /// Keep only the inputs of blocks, and recompute the rest
     #[arg(long)]
     checkpointing: bool,
@@ -123,6 +126,8 @@ fn resident_peak_mib() -> Result<f64> {
 struct Step {
     parameters: Parameters,
     decoder: Decoder,
+    /// The weight of the output layer.
+    output: Var,
     tokens: PackedTokens,
     targets: Tensor,
     mask: Tensor,
@@ -137,8 +142,15 @@ impl Step {
     fn new(args: &Args, model: &DecoderConfig) -> Result<Self> {
         let device = Device::Cpu;
         let parameters = Parameters::init(model, 0, &device)?;
-        let decoder = Decoder::new(model, parameters.detached_var_builder())?
-            .with_activation_checkpointing(args.checkpointing);
+        let vb = match args.dtype {
+            DType::F32 => parameters.detached_var_builder(),
+            dtype => parameters.copied_var_builder(dtype)?.0,
+        };
+        let decoder = Decoder::new(model, vb)?.with_activation_checkpointing(args.checkpointing);
+        let output = match args.dtype {
+            DType::F32 => parameters.get(decoder.output_name()).cloned(),
+            _ => Some(Var::from_tensor(decoder.output_weight())?),
+        };
         let tokens = args.sequences * args.length;
         let ids: Vec<u32> = (0..tokens as u32)
             .map(|i| i.wrapping_mul(2_654_435_761) % model.vocab_size as u32)
@@ -152,6 +164,7 @@ impl Step {
         Ok(Self {
             parameters,
             decoder,
+            output: output.context("output weight")?,
             tokens: PackedTokens::new(&sequences, &device)?,
             targets: Tensor::new(targets, &device)?,
             mask: Tensor::new(mask, &device)?,
@@ -164,12 +177,11 @@ impl Step {
         let (hidden, recorded) = self.decoder.record(&self.tokens)?;
         let hidden = Var::from_tensor(&hidden)?;
         let name = self.decoder.output_name();
-        let weight = self.parameters.get(name).context("output weight")?;
         let options = LogProbOptions {
             mask: Some(&self.mask),
             ..Default::default()
         };
-        let layer = LinearLogProb::new(&hidden, weight, None, &self.targets, 1.0, options)?;
+        let layer = LinearLogProb::new(&hidden, &self.output, None, &self.targets, 1.0, options)?;
         let tokens = layer.forward()?;
         let none = tokens.entropy.zeros_like()?;
         let derivatives = TokenLogProbs {
@@ -194,10 +206,26 @@ impl Step {
 /// The matrix products of the linear layers of a step.
 struct Products {
     /// Input rows, output rows, weight and number of layers of each shape in the blocks.
-    blocks: Vec<(Tensor, Tensor, Tensor, usize)>,
+    blocks: Vec<(Factor, Factor, Factor, usize)>,
     /// Input rows, one tile of the logits, and its part of the weight of the output layer.
-    output: (Tensor, Tensor, Tensor),
+    output: (Factor, Factor, Factor),
     flop: f64,
+}
+
+/// A matrix that is a factor of products, and one that is the sum of others.
+struct Factor {
+    values: Tensor,
+    sum: Tensor,
+}
+
+impl Factor {
+    fn new(shape: (usize, usize), dtype: DType) -> Result<Self> {
+        let ones = |dtype| Tensor::ones(shape, dtype, &Device::Cpu);
+        Ok(Self {
+            values: ones(dtype)?,
+            sum: ones(DType::F32)?,
+        })
+    }
 }
 
 /// Number of tiles of the output layer.
@@ -206,12 +234,12 @@ const TILES: usize = 24;
 impl Products {
     fn new(args: &Args, parameters: &Parameters) -> Result<Self> {
         let tokens = args.sequences * args.length;
-        let ones = |rows, columns| Tensor::ones((rows, columns), DType::F32, &Device::Cpu);
         let product = |outputs, inputs| -> Result<_> {
+            let factor = |rows, columns| Factor::new((rows, columns), args.dtype);
             Ok((
-                ones(tokens, inputs)?,
-                ones(tokens, outputs)?,
-                ones(outputs, inputs)?,
+                factor(tokens, inputs)?,
+                factor(tokens, outputs)?,
+                factor(outputs, inputs)?,
             ))
         };
         let mut layers: BTreeMap<(usize, usize), usize> = BTreeMap::new();
@@ -243,23 +271,23 @@ impl Products {
         })
     }
 
-    /// Runs the products. Values overflow, which does not change the time.
+    /// Runs the products.
     fn run(&self) -> Result<f64> {
         let start = Instant::now();
         for (x, y, weight, layers) in &self.blocks {
             for _ in 0..*layers {
-                add_matmul(y, x, &weight.t()?)?;
-                add_matmul(x, y, weight)?;
-                add_matmul(weight, &y.t()?, x)?;
+                add_matmul(&y.sum, &x.values, &weight.values.t()?)?;
+                add_matmul(&x.sum, &y.values, &weight.values)?;
+                add_matmul(&weight.sum, &y.values.t()?, &x.values)?;
             }
         }
         let (rows, tile, weight) = &self.output;
         for _ in 0..TILES {
             for _ in 0..2 {
-                add_matmul(tile, rows, &weight.t()?)?;
+                add_matmul(&tile.sum, &rows.values, &weight.values.t()?)?;
             }
-            add_matmul(rows, tile, weight)?;
-            add_matmul(weight, &tile.t()?, rows)?;
+            add_matmul(&rows.sum, &tile.values, &weight.values)?;
+            add_matmul(&weight.sum, &tile.values.t()?, &rows.values)?;
         }
         Ok(start.elapsed().as_secs_f64() * 1e3)
     }

@@ -1,13 +1,15 @@
 //! Matrix product added to a sum.
 
-use candle_core::{DType, Result, Tensor, bail};
+use candle_core::{Result, Tensor, bail};
 
+use crate::cpu::with_element;
 use crate::{check, composed, cpu, path};
 
 /// Computes `sum += a b` in place, for gradients that accumulate over micro-batches or uses.
 ///
 /// Tensors that share the memory of `sum` change too. The result is the same on any number of
-/// cores.
+/// cores. bf16 and f16 are multiplied in f32 on the CPU, except bf16 on processors with
+/// `avx512_bf16`, which multiply it as it is.
 ///
 /// # Shapes
 ///
@@ -34,8 +36,8 @@ pub fn add_matmul(sum: &Tensor, a: &Tensor, b: &Tensor) -> Result<()> {
     if sum.elem_count() == 0 || a.elem_count() == 0 {
         return Ok(());
     }
-    if path::is_fused_on_cpu(a) && a.dtype() == DType::F32 {
-        return cpu::add_matmul(sum, a, b);
+    if path::is_fused_on_cpu(a) {
+        return with_element!(a.dtype(), "a", Float => cpu::add_matmul::<Float>(sum, a, b));
     }
     #[cfg(feature = "cuda")]
     if path::is_fused(a) && a.device().is_cuda() {

@@ -2,6 +2,7 @@
 
 use std::sync::{Arc, Mutex};
 
+use candle_core::backend::BackendStorage;
 use candle_core::{
     CpuStorage, CustomOp2, CustomOp3, DType, Device, Layout, Result, Shape, Tensor, Var, bail,
 };
@@ -23,10 +24,10 @@ use crate::{check, composed, cpu, path};
 /// whose gradient is 0. On CUDA the mask is read on the host, which synchronizes with the device.
 ///
 /// **Precision.** Products are in f32. On CUDA two bf16 or two f16 arguments are multiplied in
-/// their dtype and summed in f32; for two bf16 arguments the gradients of the logits are rounded to
-/// bf16. f64 hidden states use the composed path, which stores the logits; so does
-/// [`LogProbOptions::logit_cap`] on CUDA. Results are
-/// bit-identical on any number of cores.
+/// their dtype and summed in f32; so are two bf16 arguments on processors with `avx512_bf16`. For
+/// two bf16 arguments that are multiplied in bf16 the gradients of the logits are rounded to bf16.
+/// f64 hidden states use the composed path, which stores the logits; so does
+/// [`LogProbOptions::logit_cap`] on CUDA. Results are bit-identical on any number of cores.
 ///
 /// [`LogProbOptions::gradient_into_logits`] has no effect. Candle's `backward` adds each gradient
 /// to a tensor of zeros, which takes the memory of a second weight; [`LinearLogProb`] avoids it.
@@ -528,7 +529,7 @@ impl Op {
             .transpose()?;
         let (vocab, width) = weight.dims2()?;
         let states = with_floats!(hidden_storage, "hidden", hidden => {
-            kept.states(&hidden[cpu::range(hidden_layout)?], width)
+            kept.states(&hidden[cpu::range(hidden_layout)?], width, weight.dtype())
         });
         with_floats!(cpu::on_cpu(&weight_storage)?, "weight", values => {
             let layer = Layer {
@@ -579,7 +580,7 @@ impl Op {
         let (vocab, width) = weight_layout.shape().dims2()?;
         let kept = Kept::new(&self.rows)?;
         let hidden = with_floats!(hidden, "hidden", hidden => {
-            kept.states(&hidden[cpu::range(hidden_layout)?], width)
+            kept.states(&hidden[cpu::range(hidden_layout)?], width, weight.dtype())
         });
         let bias = bias
             .map(|(storage, layout)| floats(storage, layout))

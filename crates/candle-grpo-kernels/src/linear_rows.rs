@@ -10,7 +10,8 @@ use crate::{check, composed, cpu, path};
 /// number of other rows.
 ///
 /// For few rows, in inference: each weight is read once, in memory order, and all cores share the
-/// weights. Arithmetic is in f32. On CUDA two weights of one shape, side by side, are one product.
+/// weights. Sums are in f32. Products are too, except those of bf16 on processors with
+/// `avx512_bf16`. On CUDA two weights of one shape, side by side, are one product.
 ///
 /// # Shapes
 ///

@@ -4,6 +4,7 @@ use std::time::Instant;
 
 use anyhow::Result;
 use candle_core::{DType, Device, Tensor};
+use candle_grpo_kernels::add_matmul;
 
 /// Returns the shortest time of several runs of `run`, in seconds.
 pub(crate) fn best_seconds(runs: usize, mut run: impl FnMut() -> Result<()>) -> Result<f64> {
@@ -41,14 +42,12 @@ pub(crate) fn read_gb_s() -> Result<f64> {
     Ok(size_of_val(values.as_slice()) as f64 / seconds / 1e9)
 }
 
-/// Returns the speed of a large matrix product in Candle, in GFLOP/s.
-pub(crate) fn matmul_gflop_s() -> Result<f64> {
+/// Returns the speed of a large matrix product, in GFLOP/s.
+pub(crate) fn matmul_gflop_s(dtype: DType) -> Result<f64> {
     let (m, k, n) = (1024, 576, 12288);
-    let a = Tensor::ones((m, k), DType::F32, &Device::Cpu)?;
-    let b = Tensor::ones((n, k), DType::F32, &Device::Cpu)?;
-    let seconds = best_seconds(5, || {
-        a.matmul(&b.t()?)?;
-        Ok(())
-    })?;
+    let a = Tensor::ones((m, k), dtype, &Device::Cpu)?;
+    let b = Tensor::ones((n, k), dtype, &Device::Cpu)?;
+    let sum = Tensor::zeros((m, n), DType::F32, &Device::Cpu)?;
+    let seconds = best_seconds(5, || Ok(add_matmul(&sum, &a, &b.t()?)?))?;
     Ok(2. * (m * k * n) as f64 / seconds / 1e9)
 }

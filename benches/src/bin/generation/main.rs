@@ -1,4 +1,4 @@
-//! Generation in f32, as a whole or by parts.
+//! Generation, as a whole or by parts.
 //!
 //! Without `--parts` it reads lines `PROMPTS<tab>GENERATIONS<tab>PROMPT_TOKENS<tab>NEW_TOKENS`,
 //! generates and prints the seconds. With `--parts` it prints, as JSON, the time of a step at
@@ -9,12 +9,14 @@ mod parts;
 
 use std::io::{BufRead, Write};
 use std::path::PathBuf;
+use std::sync::Arc;
 use std::time::Instant;
 
 use anyhow::{Context, Result, ensure};
-use candle_core::Device;
+use candle_core::{DType, Device};
 use candle_grpo_bench::read_model;
-use candle_grpo_nn::{DecoderConfig, Parameters};
+use candle_grpo_nn::{Decoder, DecoderConfig, Parameters};
+use candle_grpo_train::rollout::LocalGenerator;
 use candle_grpo_train::{Prompt, Sampler, SamplingConfig};
 use clap::Parser;
 use mimalloc::MiMalloc;
@@ -22,12 +24,15 @@ use mimalloc::MiMalloc;
 #[global_allocator]
 static ALLOCATOR: MiMalloc = MiMalloc;
 
-/// Times generation by a model with random weights in f32
+/// Times generation by a model with random weights
 #[derive(Debug, Parser)]
 struct Args {
     /// The config.json of the model; without it, the dimensions of SmolLM2-135M
     #[arg(long)]
     model: Option<PathBuf>,
+    /// The dtype of weights and activations: f32 or bf16
+    #[arg(long, default_value = "f32")]
+    dtype: DType,
     /// Print the time of a step of SmolLM2-135M by parts
     #[arg(long, conflicts_with = "model")]
     parts: bool,
@@ -38,14 +43,15 @@ struct Args {
 /// No completion ends early.
 fn generate(
     model: &DecoderConfig,
-    parameters: &Parameters,
+    decoder: &Decoder,
     [prompts, num_generations, prompt_tokens, new_tokens]: [usize; 4],
 ) -> Result<f64> {
     let config = SamplingConfig {
         max_new_tokens: new_tokens,
         ..SamplingConfig::default()
     };
-    let sampler = Sampler::new(model, parameters, config)?;
+    let generator = Arc::new(LocalGenerator::from_decoder(decoder.clone()));
+    let sampler = Sampler::from_generator(generator, model.vocab_size, config)?;
     let prompts: Vec<Prompt> = (0..prompts)
         .map(|index| Prompt {
             index: index as u64,
@@ -74,8 +80,13 @@ fn main() -> Result<()> {
     let args = Args::parse();
     let model = read_model(args.model.as_deref())?;
     let parameters = Parameters::init(&model, 1, &Device::Cpu)?;
+    let vb = match args.dtype {
+        DType::F32 => parameters.detached_var_builder(),
+        dtype => parameters.copied_var_builder(dtype)?.0,
+    };
+    let decoder = Decoder::new(&model, vb)?;
     if args.parts {
-        let report = parts::measure(&model, &parameters)?;
+        let report = parts::measure(&model, &parameters, &decoder, args.dtype)?;
         println!("{}", serde_json::to_string_pretty(&report)?);
         return Ok(());
     }
@@ -88,7 +99,7 @@ fn main() -> Result<()> {
             .with_context(|| format!("{line:?} is not four numbers"))?;
         let numbers = <[usize; 4]>::try_from(numbers.as_slice())
             .with_context(|| format!("{line:?} is not four numbers"))?;
-        println!("{}", generate(&model, &parameters, numbers)?);
+        println!("{}", generate(&model, &decoder, numbers)?);
         std::io::stdout().flush()?;
     }
     Ok(())

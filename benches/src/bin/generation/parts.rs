@@ -41,37 +41,42 @@ struct Step {
     attention_ms: f64,
 }
 
-pub(crate) fn measure(model: &DecoderConfig, parameters: &Parameters) -> Result<Report> {
-    let (read_gb_s, matmul_gflop_s) = (read_gb_s()?, matmul_gflop_s()?);
+pub(crate) fn measure(
+    model: &DecoderConfig,
+    parameters: &Parameters,
+    decoder: &Decoder,
+    dtype: DType,
+) -> Result<Report> {
+    let (read_gb_s, matmul_gflop_s) = (read_gb_s()?, matmul_gflop_s(dtype)?);
     let weights: usize = parameters
         .iter()
         .filter(|(_, weight)| weight.rank() == 2)
         .map(|(_, weight)| weight.elem_count())
         .sum();
+    let bytes = (weights * dtype.size_in_bytes()) as f64;
     let steps = [1, 16, 64]
         .into_iter()
         .map(|completions| {
             Ok(Step {
                 completions,
-                step_ms: 1e3 * step(model, parameters, completions)?,
-                read_limit_ms: weights as f64 * 4. / read_gb_s / 1e6,
+                step_ms: 1e3 * step(model, decoder, dtype, completions)?,
+                read_limit_ms: bytes / read_gb_s / 1e6,
                 matmul_limit_ms: 2. * (weights * completions) as f64 / matmul_gflop_s / 1e6,
-                linear_ms: 1e3 * linear(model, parameters, completions)?,
-                attention_ms: 1e3 * attention(model, completions)?,
+                linear_ms: 1e3 * linear(model, parameters, dtype, completions)?,
+                attention_ms: 1e3 * attention(model, dtype, completions)?,
             })
         })
         .collect::<Result<_>>()?;
     Ok(Report {
         read_gb_s,
         matmul_gflop_s,
-        weight_mb: weights as f64 * 4. / 1e6,
+        weight_mb: bytes / 1e6,
         steps,
     })
 }
 
-fn step(model: &DecoderConfig, parameters: &Parameters, completions: usize) -> Result<f64> {
-    let decoder = Decoder::new(model, parameters.detached_var_builder())?;
-    let mut cache = PagedCache::new(model, DType::F32, &Device::Cpu)?;
+fn step(model: &DecoderConfig, decoder: &Decoder, dtype: DType, completions: usize) -> Result<f64> {
+    let mut cache = PagedCache::new(model, dtype, &Device::Cpu)?;
     let mut live: Vec<SequenceId> = Vec::new();
     for group in 0..completions.div_ceil(8) {
         let prompt = cache.add();
@@ -91,12 +96,18 @@ fn step(model: &DecoderConfig, parameters: &Parameters, completions: usize) -> R
     })
 }
 
-fn linear(model: &DecoderConfig, parameters: &Parameters, completions: usize) -> Result<f64> {
+fn linear(
+    model: &DecoderConfig,
+    parameters: &Parameters,
+    dtype: DType,
+    completions: usize,
+) -> Result<f64> {
     let weight = |name: &str| -> Result<Tensor> {
         let weight = parameters.get(name);
         Ok(weight
             .ok_or_else(|| anyhow::anyhow!("no {name}"))?
-            .as_detached_tensor())
+            .as_detached_tensor()
+            .to_dtype(dtype)?)
     };
     let layers = (0..model.num_hidden_layers)
         .map(|layer| {
@@ -115,7 +126,7 @@ fn linear(model: &DecoderConfig, parameters: &Parameters, completions: usize) ->
         })
         .collect::<Result<Vec<_>>>()?;
     let head = vec![weight("model.embed_tokens.weight")?];
-    let input = |width| Tensor::ones((completions, width), DType::F32, &Device::Cpu);
+    let input = |width| Tensor::ones((completions, width), dtype, &Device::Cpu);
     let (narrow, wide) = (input(model.hidden_size)?, input(model.intermediate_size)?);
     best_seconds(9, || {
         for weights in layers.iter().flatten().chain([&head]) {
@@ -132,7 +143,7 @@ fn linear(model: &DecoderConfig, parameters: &Parameters, completions: usize) ->
 }
 
 /// Times attention over all layers, each with its own keys and values.
-fn attention(model: &DecoderConfig, completions: usize) -> Result<f64> {
+fn attention(model: &DecoderConfig, dtype: DType, completions: usize) -> Result<f64> {
     let pages_of = |tokens: usize| tokens.div_ceil(PAGE);
     let (prompt_pages, completion_pages) = (pages_of(PROMPT), pages_of(COMPLETION));
     let groups = completions.div_ceil(8);
@@ -144,7 +155,7 @@ fn attention(model: &DecoderConfig, completions: usize) -> Result<f64> {
                 pages,
                 kv_heads,
                 head_dim,
-                DType::F32,
+                dtype,
                 &Device::Cpu,
             )?)
         })
@@ -167,7 +178,7 @@ fn attention(model: &DecoderConfig, completions: usize) -> Result<f64> {
         })
         .collect();
     let width = model.num_attention_heads * head_dim;
-    let query = Tensor::ones((completions, width), DType::F32, &Device::Cpu)?;
+    let query = Tensor::ones((completions, width), dtype, &Device::Cpu)?;
     let batch = PagedBatch::new(&[], &rows, &Device::Cpu)?;
     best_seconds(9, || {
         for pages in &layers {

@@ -7,7 +7,9 @@
 use std::mem;
 use std::ops::Range;
 
-use candle_core::Result;
+use candle_core::{DType, Result};
+use half::bf16;
+use half::slice::HalfFloatSliceExt;
 use pulp::{Arch, Simd, WithSimd};
 use rayon::prelude::*;
 
@@ -16,6 +18,7 @@ use super::element::Element;
 use super::log_prob::{Coefficients, ForwardRow, Sums};
 use super::matmul::{Matrix, matmul};
 use super::simd::{BLOCK, MAX_LANES};
+use super::word::{Numbers, multiplies_pairs};
 use crate::log_prob::{Backward, Rows};
 
 /// Maximum rows of a tile. One product sums the gradient of the weight over them.
@@ -126,6 +129,8 @@ pub(crate) fn backward<W: Element>(
     let mut bias_gradient = vec![0.0; len(wanted.bias, vocab)];
     // Sums the gradient of a tile of the weight before rounding. f32 is summed in place.
     let mut weight_tile = Vec::new();
+    // The gradient of the logits of a tile, if products are of bf16.
+    let mut halves = Vec::new();
 
     layer.for_each_tile(kept, &mut weight_gradient, |tile| {
         let Tile {
@@ -148,14 +153,25 @@ pub(crate) fn backward<W: Element>(
                     logit_cap,
                 });
             });
-        let gradient = Matrix::new(logits, rows.len(), columns.len(), stride);
+        let numbers = match hidden {
+            Numbers::Singles(_) => Numbers::Singles(logits),
+            Numbers::Halves(_) => {
+                halves.resize(logits.len(), bf16::ZERO);
+                halves
+                    .par_chunks_mut(stride)
+                    .zip(logits.par_chunks(stride))
+                    .for_each(|(halves, logits)| halves.convert_from_f32_slice(logits));
+                Numbers::Halves(&halves)
+            }
+        };
+        let gradient = Matrix::of(numbers, rows.len(), columns.len(), stride);
         if wanted.hidden {
             let target = &mut hidden_gradient[rows.start * width..rows.end * width];
-            let weight = Matrix::new(weight, columns.len(), width, width);
+            let weight = Matrix::of(weight, columns.len(), width, width);
             matmul(target, width, true, gradient, weight);
         }
         if wanted.weight {
-            let hidden = Matrix::new(hidden, rows.len(), width, width);
+            let hidden = Matrix::of(hidden, rows.len(), width, width);
             let (add, last) = (rows.start > 0, rows.end == kept.rows.len());
             match W::as_f32_mut(weight_gradient) {
                 Some(target) => matmul(target, width, add, gradient.t(), hidden),
@@ -213,19 +229,49 @@ impl Kept {
         self.rows.len() == self.among
     }
 
-    /// Returns these rows of `values`, `[N, width]`.
-    pub(crate) fn states<'a, X: Element>(&'a self, values: &'a [X], width: usize) -> States<'a> {
-        if self.all()
-            && let Some(values) = X::as_f32(values)
-        {
-            return States::Whole(values);
+    /// Returns these rows of `values`, `[N, width]`, for products with a weight of dtype `weight`.
+    pub(crate) fn states<'a, X: Element>(
+        &'a self,
+        values: &'a [X],
+        width: usize,
+        weight: DType,
+    ) -> States<'a> {
+        let halves = match weight {
+            DType::BF16 if multiplies_pairs() => X::as_bf16(values),
+            _ => None,
+        };
+        let whole = halves.map(Numbers::Halves);
+        let whole = whole.or_else(|| X::as_f32(values).map(Numbers::Singles));
+        States {
+            whole: whole.filter(|_| self.all()),
+            copy: Box::new(move |rows, copy| match halves {
+                Some(halves) => {
+                    let target = &mut copy.halves;
+                    self.copy(halves, width, rows, target, <[bf16]>::copy_from_slice);
+                }
+                None => {
+                    let widen = |target: &mut [f32], source: &[X]| X::widen(source, target);
+                    self.copy(values, width, rows, &mut copy.singles, widen);
+                }
+            }),
+            halves: halves.is_some(),
         }
-        States::Copied(Box::new(move |rows, target| {
-            target
-                .par_chunks_exact_mut(width)
-                .zip(&self.rows[rows])
-                .for_each(|(target, &row)| X::widen(&values[row * width..][..width], target));
-        }))
+    }
+
+    /// Writes some of these rows of `values` to `target` by `convert`.
+    fn copy<X: Element, Y: Element>(
+        &self,
+        values: &[X],
+        width: usize,
+        rows: Range<usize>,
+        target: &mut Vec<Y>,
+        convert: impl Fn(&mut [Y], &[X]) + Sync,
+    ) {
+        target.resize(rows.len() * width, Y::nearest(0.0));
+        target
+            .par_chunks_exact_mut(width)
+            .zip(&self.rows[rows])
+            .for_each(|(target, &row)| convert(target, &values[row * width..][..width]));
     }
 
     /// Moves these rows from the start of `values` `[N, width]` to their places, and zeros the
@@ -246,15 +292,32 @@ impl Kept {
 }
 
 /// Hidden states `[K, H]` of the kept rows.
-pub(crate) enum States<'a> {
-    /// All rows, in f32, without a copy.
-    Whole(&'a [f32]),
-    /// Copied to f32 on demand.
-    Copied(Box<CopyRows<'a>>),
+pub(crate) struct States<'a> {
+    /// All rows, if no copy is needed.
+    whole: Option<Numbers<'a>>,
+    /// Copies the rows of a range.
+    copy: Box<CopyRows<'a>>,
+    /// Set if they are bf16.
+    halves: bool,
 }
 
-/// Writes the rows of a range.
-type CopyRows<'a> = dyn Fn(Range<usize>, &mut [f32]) + 'a;
+type CopyRows<'a> = dyn Fn(Range<usize>, &mut Copy) + 'a;
+
+/// A copy of some rows. One of the vectors has them, the other is empty.
+#[derive(Default)]
+struct Copy {
+    singles: Vec<f32>,
+    halves: Vec<bf16>,
+}
+
+impl Copy {
+    fn numbers(&self) -> Numbers<'_> {
+        match self.halves.is_empty() {
+            true => Numbers::Singles(&self.singles),
+            false => Numbers::Halves(&self.halves),
+        }
+    }
+}
 
 /// A part of the logits.
 struct Tile<'t, W> {
@@ -267,11 +330,11 @@ struct Tile<'t, W> {
     logits: &'t mut [f32],
     stride: usize,
     /// The rows of the weight at these columns.
-    weight: &'t [f32],
+    weight: Numbers<'t>,
     /// The rows of the gradient of the weight at these columns. Empty if it is not requested.
     weight_gradient: &'t mut [W],
     /// The hidden states of these rows.
-    hidden: &'t [f32],
+    hidden: Numbers<'t>,
 }
 
 /// The tile sizes are a function of the shapes and the requested gradients, for deterministic
@@ -304,7 +367,7 @@ impl<W: Element> Layer<'_, W> {
             return;
         }
         // A copy of the hidden states of a tile, and its rows.
-        let (mut copied, mut copied_rows) = (Vec::new(), 0..0);
+        let (mut copied, mut copied_rows) = (Copy::default(), 0..0);
         // Whole blocks: the sums of a row do not depend on the tiles.
         let widest = self.tile_columns(tile_rows, TILE_LOGITS, BLOCK);
         let last = match W::as_f32_mut(weight_gradient) {
@@ -337,7 +400,7 @@ impl<W: Element> Layer<'_, W> {
                     &mut scratch[..needed]
                 }
             };
-            let weight = self.widened(&columns, &mut widened);
+            let weight = self.weight_at(&columns, &mut widened);
             for rows in ranges(kept.rows.len(), TILE_ROWS) {
                 let logits = &mut logits[..rows.len() * stride];
                 if let Some(bias) = self.bias {
@@ -345,24 +408,22 @@ impl<W: Element> Layer<'_, W> {
                         row[..columns.len()].copy_from_slice(&bias[columns.clone()]);
                     }
                 }
-                let hidden = match self.hidden {
-                    States::Whole(hidden) => &hidden[rows.start * width..rows.end * width],
-                    States::Copied(copy) => {
-                        copied.resize(tile_rows * width, 0.0);
-                        let target = &mut copied[..rows.len() * width];
+                let hidden = match self.hidden.whole {
+                    Some(hidden) => hidden.slice(rows.start * width..rows.end * width),
+                    None => {
                         if copied_rows != rows {
-                            copy(rows.clone(), target);
+                            (self.hidden.copy)(rows.clone(), &mut copied);
                             copied_rows = rows.clone();
                         }
-                        target
+                        copied.numbers()
                     }
                 };
                 matmul(
                     logits,
                     stride,
                     self.bias.is_some(),
-                    Matrix::new(hidden, rows.len(), width, width),
-                    Matrix::new(weight, columns.len(), width, width).t(),
+                    Matrix::of(hidden, rows.len(), width, width),
+                    Matrix::of(weight, columns.len(), width, width).t(),
                 );
                 if let Some(cap) = self.logit_cap {
                     let cap = cap as f32;
@@ -383,18 +444,20 @@ impl<W: Element> Layer<'_, W> {
         }
     }
 
-    /// Returns the weight at these columns in f32. Uses `buffer` unless the weight is f32.
-    fn widened<'b>(&'b self, columns: &Range<usize>, buffer: &'b mut Vec<f32>) -> &'b [f32] {
+    /// Returns the weight at these columns, in `buffer` if needed.
+    fn weight_at<'b>(&'b self, columns: &Range<usize>, buffer: &'b mut Vec<f32>) -> Numbers<'b> {
         let weight = &self.weight[columns.start * self.width..columns.end * self.width];
-        if let Some(weight) = W::as_f32(weight) {
-            return weight;
+        match (W::as_f32(weight), W::as_bf16(weight)) {
+            (Some(weight), _) => return Numbers::Singles(weight),
+            (_, Some(weight)) if self.hidden.halves => return Numbers::Halves(weight),
+            _ => {}
         }
         buffer.resize(weight.len(), 0.0);
         buffer
             .par_chunks_mut(self.width)
             .zip(weight.par_chunks(self.width))
             .for_each(|(target, weight)| W::widen(weight, target));
-        buffer
+        Numbers::Singles(buffer)
     }
 }
 
@@ -450,7 +513,7 @@ mod tests {
         };
         let hidden = vec![0f32; rows * width];
         let layer = Layer {
-            hidden: &kept.states(&hidden, width),
+            hidden: &kept.states(&hidden, width, DType::F32),
             weight: &vec![0f32; vocab * width],
             bias: None,
             vocab,

@@ -8,6 +8,7 @@ use super::element::Element;
 use super::matmul::{Matrix, Product, run};
 use super::panel::{Columns, WeightRows};
 use super::slice;
+use super::word::Numbers;
 
 /// Multiplies `x` `[N, inputs]` by each of the weights `[outputs, inputs]`, or blocks of them, all
 /// contiguous. Returns the results `[N, outputs]` one after another.
@@ -21,8 +22,8 @@ pub(crate) fn forward<T: Element>(x: &Tensor, weights: &[Tensor]) -> Result<Vec<
         .collect::<Result<Vec<_>>>()?;
     let outputs: usize = weights.iter().map(WeightRows::len).sum();
     slice::read::<T, _>(x, |x| {
-        let mut wide = vec![0.0; if T::as_f32(x).is_some() { 0 } else { x.len() }];
-        let x = Matrix::new(T::widened(x, &mut wide), rows, inputs, inputs);
+        let mut wide = Vec::new();
+        let x = Matrix::of(Numbers::of(x, &mut wide), rows, inputs, inputs);
         let mut results = vec![0.0; rows * outputs];
         let mut rest = &mut *results;
         let mut products = Vec::with_capacity(weights.len());

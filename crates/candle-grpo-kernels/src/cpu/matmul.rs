@@ -1,31 +1,41 @@
-//! Matrix products in f32.
+//! Matrix products of f32, or of bf16 with sums in f32.
 //!
-//! Each entry of a product is one chain of fused multiply-adds over the inner dimension, in order.
-//! So its bits are a function of one row of `a` and one column of `b`: they do not depend on the
-//! other rows and columns, on the number of cores, or on the width of the vectors.
+//! Each entry of a product is one chain of multiply-adds over the inner dimension, in order. So its
+//! bits are a function of one row of `a` and one column of `b`: they do not depend on the other
+//! rows and columns, or on the number of cores. In f32, they do not depend on the width of the
+//! vectors.
+//!
+//! bf16 are multiplied in pairs on processors with the instruction for it ([`pairs`]), and in f32
+//! on others.
+//!
+//! [`pairs`]: super::word::multiplies_pairs
 //!
 //! A task multiplies some rows by some columns. It packs up to [`WIDEST`] columns into a panel,
 //! whose entries of one inner index are adjacent, and keeps a tile of sums in registers.
 
+use std::marker::PhantomData;
 use std::ops::Range;
 
 use candle_core::{Layout, Result, Tensor};
-use pulp::{Arch, Simd, WithSimd};
+use half::bf16;
+use pulp::{Simd, WithSimd};
 use rayon::prelude::*;
 
+use super::element::Element;
 use super::panel::{Columns, UNIT, WIDEST};
 use super::slice;
+use super::word::{Numbers, Word};
 
 /// Rows of a task, at most. Packed, they and a panel fit in the L2 cache.
 const ROWS: usize = 256;
 
-/// Inner indices that are packed at a time. A chain continues from the sum in memory.
+/// Words that are packed at a time. A chain continues from the sum in memory.
 const DEPTH: usize = 1024;
 
 /// Rows of a task for which the time is that of packing.
 const FEW: usize = 4;
 
-/// Inner indices that are packed at a time for few rows: a multiple of each quantized block.
+/// Words that are packed at a time for few rows: a multiple of each quantized block.
 const SHORT: usize = 256;
 
 /// Rows of a tile with 32 vector registers. With 3 vectors of columns these are 24 sums.
@@ -40,7 +50,7 @@ const WORTH_SHARING: usize = 1 << 16;
 /// A matrix in a slice, with entry (i, j) at `i * row_stride + j * column_stride`.
 #[derive(Clone, Copy)]
 pub(crate) struct Matrix<'a> {
-    pub(super) values: &'a [f32],
+    pub(super) numbers: Numbers<'a>,
     pub(super) rows: usize,
     pub(super) columns: usize,
     pub(super) row_stride: usize,
@@ -50,8 +60,13 @@ pub(crate) struct Matrix<'a> {
 impl<'a> Matrix<'a> {
     /// Returns a matrix whose rows start `row_stride` apart.
     pub(crate) fn new(values: &'a [f32], rows: usize, columns: usize, row_stride: usize) -> Self {
+        Self::of(Numbers::Singles(values), rows, columns, row_stride)
+    }
+
+    /// [`Self::new`] for numbers of any dtype.
+    pub(super) fn of(numbers: Numbers<'a>, rows: usize, columns: usize, row_stride: usize) -> Self {
         Self {
-            values,
+            numbers,
             rows,
             columns,
             row_stride,
@@ -59,16 +74,24 @@ impl<'a> Matrix<'a> {
         }
     }
 
-    /// Returns the matrix of a tensor. `values` is the whole storage.
-    fn from_layout(values: &'a [f32], layout: &Layout) -> Result<Self> {
+    /// Returns the matrix of a tensor. `values` is the whole storage. `buffer` is for numbers in
+    /// f32.
+    fn from_layout<T: Element>(
+        values: &'a [T],
+        layout: &Layout,
+        buffer: &'a mut Vec<f32>,
+    ) -> Result<Self> {
         let (rows, columns) = layout.shape().dims2()?;
-        Ok(Self {
-            values: &values[layout.start_offset()..],
+        let mut matrix = Self {
+            numbers: Numbers::Singles(&[]),
             rows,
             columns,
             row_stride: layout.stride()[0],
             column_stride: layout.stride()[1],
-        })
+        };
+        let values = &values[layout.start_offset()..][..matrix.span()];
+        matrix.numbers = Numbers::of(values, buffer);
+        Ok(matrix)
     }
 
     /// Returns the transpose, in the same memory.
@@ -82,12 +105,16 @@ impl<'a> Matrix<'a> {
         }
     }
 
-    pub(super) fn in_bounds(&self) -> bool {
-        let end = match (self.rows, self.columns) {
+    /// Returns the numbers from the first entry to the last.
+    fn span(&self) -> usize {
+        match (self.rows, self.columns) {
             (0, _) | (_, 0) => 0,
             _ => (self.rows - 1) * self.row_stride + (self.columns - 1) * self.column_stride + 1,
-        };
-        end <= self.values.len()
+        }
+    }
+
+    pub(super) fn in_bounds(&self) -> bool {
+        self.span() <= self.numbers.len()
     }
 }
 
@@ -117,12 +144,15 @@ pub(crate) fn matmul_on_one_core(
     run(&[Product::new(target, row_stride, add, a, b)], false);
 }
 
-/// Computes `sum += a b` for f32 tensors with a contiguous `sum`.
-pub(crate) fn add_matmul(sum: &Tensor, a: &Tensor, b: &Tensor) -> Result<()> {
+/// Computes `sum += a b` for a contiguous `sum` of f32.
+pub(crate) fn add_matmul<T: Element>(sum: &Tensor, a: &Tensor, b: &Tensor) -> Result<()> {
     let (a_storage, a_layout) = a.storage_and_layout();
     let (b_storage, b_layout) = b.storage_and_layout();
-    let a = Matrix::from_layout(slice::on_cpu(&a_storage)?.as_slice()?, a_layout)?;
-    let b = Matrix::from_layout(slice::on_cpu(&b_storage)?.as_slice()?, b_layout)?;
+    let (mut a_buffer, mut b_buffer) = (Vec::new(), Vec::new());
+    let values = slice::on_cpu(&a_storage)?.as_slice::<T>()?;
+    let a = Matrix::from_layout(values, a_layout, &mut a_buffer)?;
+    let values = slice::on_cpu(&b_storage)?.as_slice::<T>()?;
+    let b = Matrix::from_layout(values, b_layout, &mut b_buffer)?;
     slice::write_f32(sum, |sum| {
         matmul(sum, b.columns, true, a, b);
         Ok(())
@@ -157,7 +187,7 @@ impl<'a, B: Columns> Product<'a, B> {
     ) -> Self {
         let columns = b.len();
         assert!(
-            a.in_bounds() && b.fits(a.columns),
+            a.in_bounds() && b.fits(&a),
             "the factors do not fit each other"
         );
         let last = a
@@ -205,14 +235,10 @@ impl<'a, B: Columns> Product<'a, B> {
 pub(super) fn run<B: Columns>(products: &[Product<B>], share: bool) {
     let work = |product: &Product<B>| product.a.rows * product.a.columns * product.b.len();
     let all: usize = products.iter().map(work).sum();
-    let arch = Arch::new();
     if !share || all < WORTH_SHARING {
         let scratch = &mut Scratch::default();
         for task in products.iter().flat_map(|product| product.tasks(1)) {
-            arch.dispatch(Run {
-                task: &task,
-                scratch,
-            });
+            task.run(scratch);
         }
         return;
     }
@@ -224,9 +250,7 @@ pub(super) fn run<B: Columns>(products: &[Product<B>], share: bool) {
     tasks
         .par_iter()
         .with_max_len(1)
-        .for_each_init(Scratch::default, |scratch, task| {
-            arch.dispatch(Run { task, scratch })
-        });
+        .for_each_init(Scratch::default, |scratch, task| task.run(scratch));
 }
 
 /// Some rows times some panels.
@@ -236,10 +260,27 @@ struct Task<'p, 'a, B> {
     panels: Vec<Range<usize>>,
 }
 
+impl<B: Columns> Task<'_, '_, B> {
+    fn run(&self, scratch: &mut Scratch) {
+        match self.product.a.numbers {
+            Numbers::Singles(numbers) => f32::dispatch(Run {
+                task: self,
+                numbers,
+                scratch,
+            }),
+            Numbers::Halves(numbers) => bf16::dispatch(Run {
+                task: self,
+                numbers,
+                scratch,
+            }),
+        }
+    }
+}
+
 /// Buffers of a task.
 #[derive(Default)]
 struct Scratch {
-    /// Rows of `a` in tiles, unless their entries are adjacent.
+    /// Words of rows of `a` in tiles, unless their entries are adjacent.
     a: Vec<f32>,
     /// A panel of `b`.
     panel: Vec<f32>,
@@ -247,17 +288,23 @@ struct Scratch {
     wide: Vec<f32>,
 }
 
-struct Run<'r, 'p, 'a, B> {
+struct Run<'r, 'p, 'a, W, B> {
     task: &'r Task<'p, 'a, B>,
+    /// The numbers of `a`.
+    numbers: &'a [W],
     scratch: &'r mut Scratch,
 }
 
-impl<B: Columns> WithSimd for Run<'_, '_, '_, B> {
+impl<W: Word, B: Columns> WithSimd for Run<'_, '_, '_, W, B> {
     type Output = ();
 
     #[inline(always)]
     fn with_simd<S: Simd>(self, simd: S) {
-        let Self { task, scratch } = self;
+        let Self {
+            task,
+            numbers,
+            scratch,
+        } = self;
         let Scratch {
             a: tiles,
             panel,
@@ -269,11 +316,12 @@ impl<B: Columns> WithSimd for Run<'_, '_, '_, B> {
             ref panels,
         } = task;
         let a = &product.a;
-        let packed = a.column_stride != 1;
+        // The last word of an odd number of bf16 is in a tile.
+        let packed = a.column_stride != 1 || !a.columns.is_multiple_of(W::NUMBERS);
         // For few rows, the time is that of packing. Parts of a panel stay in the L1 cache, and a
         // panel is read as it lies in memory.
         let few = rows.len() <= FEW && !packed;
-        let depth = if few { SHORT } else { DEPTH };
+        let depth = W::NUMBERS * if few { SHORT } else { DEPTH };
         let parts = a.columns.max(1).div_ceil(depth);
         for index in 0..parts * panels.len() {
             let (part, number) = match few {
@@ -281,20 +329,21 @@ impl<B: Columns> WithSimd for Run<'_, '_, '_, B> {
                 false => (index / panels.len(), index % panels.len()),
             };
             let inner = part * depth..a.columns.min((part + 1) * depth);
+            let words = inner.len().div_ceil(W::NUMBERS);
             if packed && number == 0 {
-                pack_rows::<S>(a, rows, &inner, tiles);
+                pack_rows::<S, W>(numbers, a, rows, &inner, tiles);
             }
             let columns = &panels[number];
             let width = columns.len().next_multiple_of(UNIT);
-            panel.resize(panel.len().max(width * inner.len()), 0.0);
-            let panel = &mut panel[..width * inner.len()];
-            product.b.pack(columns, &inner, panel, wide);
+            panel.resize(panel.len().max(width * words), 0.0);
+            let panel = &mut panel[..width * words];
+            product.b.pack::<W>(columns, &inner, panel, wide);
             let mut first = rows.start;
             while first < rows.end {
                 let height = height::<S>(rows.end - first);
                 let tile = Tile {
                     panel,
-                    depth: inner.len(),
+                    depth: words,
                     columns: columns.len(),
                     target: product
                         .target
@@ -302,14 +351,14 @@ impl<B: Columns> WithSimd for Run<'_, '_, '_, B> {
                     row_stride: product.row_stride,
                     add: product.add || part > 0,
                 };
-                let units = width / UNIT;
-                if packed {
-                    let tiles = &tiles[(first - rows.start) * inner.len()..];
-                    tile.dispatch(simd, height, units, tiles, 1, height);
+                let rows = if packed {
+                    let tiles = &tiles[(first - rows.start) * words..];
+                    Rows::new(tiles, height, words, 1, height)
                 } else {
-                    let rows = &a.values[first * a.row_stride + inner.start..];
-                    tile.dispatch(simd, height, units, rows, a.row_stride, 1);
-                }
+                    let numbers = &numbers[first * a.row_stride + inner.start..];
+                    Rows::new(numbers, height, words, a.row_stride, W::NUMBERS)
+                };
+                tile.dispatch::<S, W>(simd, height, width / UNIT, rows);
                 first += height;
             }
         }
@@ -326,30 +375,63 @@ fn height<S: Simd>(left: usize) -> usize {
     most.min(1 << left.ilog2())
 }
 
-/// Writes rows of `a` in tiles, in which the entries of one inner index are adjacent.
+/// Writes the words of rows of `a` in tiles, in which those of one inner index are adjacent.
 #[inline(always)]
-fn pack_rows<S: Simd>(
+fn pack_rows<S: Simd, W: Word>(
+    numbers: &[W],
     a: &Matrix,
     rows: &Range<usize>,
     inner: &Range<usize>,
     target: &mut Vec<f32>,
 ) {
-    target.resize(rows.len() * inner.len(), 0.0);
+    let words = inner.len().div_ceil(W::NUMBERS);
+    target.resize(rows.len() * words, 0.0);
     let mut first = rows.start;
     while first < rows.end {
         let height = height::<S>(rows.end - first);
-        let tile = &mut target[(first - rows.start) * inner.len()..][..height * inner.len()];
-        for (k, tile) in inner.clone().zip(tile.chunks_exact_mut(height)) {
-            let entries = &a.values[first * a.row_stride + k * a.column_stride..];
-            if a.row_stride == 1 {
-                tile.copy_from_slice(&entries[..height]);
-                continue;
-            }
-            for (row, target) in tile.iter_mut().enumerate() {
-                *target = entries[row * a.row_stride];
-            }
+        let tile = &mut target[(first - rows.start) * words..][..height * words];
+        for (k, tile) in inner
+            .clone()
+            .step_by(W::NUMBERS)
+            .zip(tile.chunks_exact_mut(height))
+        {
+            let at = |k: usize| &numbers[first * a.row_stride + k * a.column_stride..];
+            let next = (W::NUMBERS == 2 && k + 1 < inner.end).then(|| at(k + 1));
+            W::words(at(k), next, a.row_stride, tile);
         }
         first += height;
+    }
+}
+
+/// Words of some rows of `a`.
+#[derive(Clone, Copy)]
+struct Rows<'t> {
+    /// The first word. It may not be aligned.
+    first: *const f32,
+    /// Bytes from a row to the next.
+    row_step: usize,
+    /// Bytes from a word of a row to the next.
+    step: usize,
+    numbers: PhantomData<&'t [f32]>,
+}
+
+impl<'t> Rows<'t> {
+    /// Returns `depth` words of `height` rows of `numbers`. The steps are in numbers.
+    ///
+    /// # Panics
+    ///
+    /// Panics if the numbers end before.
+    #[inline(always)]
+    fn new<W>(numbers: &'t [W], height: usize, depth: usize, row_step: usize, step: usize) -> Self {
+        let size = size_of::<W>();
+        let last = (height - 1) * row_step + depth.saturating_sub(1) * step;
+        assert!(depth == 0 || last * size + size_of::<f32>() <= size_of_val(numbers));
+        Self {
+            first: numbers.as_ptr().cast(),
+            row_step: row_step * size,
+            step: step * size,
+            numbers: PhantomData,
+        }
     }
 }
 
@@ -367,49 +449,35 @@ struct Tile<'t> {
 }
 
 impl Tile<'_> {
-    /// Selects the function for `height` rows and `units` units of columns. Entry (i, k) of the
-    /// rows is at `i * row_step + k * inner_step` of `a`.
+    /// Selects the function for `height` rows and `units` units of columns.
     #[inline(always)]
-    fn dispatch<S: Simd>(
-        &self,
-        simd: S,
-        height: usize,
-        units: usize,
-        a: &[f32],
-        row_step: usize,
-        inner_step: usize,
-    ) {
-        let a = (a, row_step, inner_step);
+    fn dispatch<S: Simd, W: Word>(&self, simd: S, height: usize, units: usize, rows: Rows) {
         match (height, units) {
-            (8, 3) => self.compute::<S, 8, 3>(simd, a),
-            (8, 2) => self.compute::<S, 8, 2>(simd, a),
-            (8, _) => self.compute::<S, 8, 1>(simd, a),
-            (4, 3) => self.compute::<S, 4, 3>(simd, a),
-            (4, 2) => self.compute::<S, 4, 2>(simd, a),
-            (4, _) => self.compute::<S, 4, 1>(simd, a),
-            (2, 3) => self.compute::<S, 2, 3>(simd, a),
-            (2, 2) => self.compute::<S, 2, 2>(simd, a),
-            (2, _) => self.compute::<S, 2, 1>(simd, a),
-            (_, 3) => self.compute::<S, 1, 3>(simd, a),
-            (_, 2) => self.compute::<S, 1, 2>(simd, a),
-            _ => self.compute::<S, 1, 1>(simd, a),
+            (8, 3) => self.compute::<S, W, 8, 3>(simd, rows),
+            (8, 2) => self.compute::<S, W, 8, 2>(simd, rows),
+            (8, _) => self.compute::<S, W, 8, 1>(simd, rows),
+            (4, 3) => self.compute::<S, W, 4, 3>(simd, rows),
+            (4, 2) => self.compute::<S, W, 4, 2>(simd, rows),
+            (4, _) => self.compute::<S, W, 4, 1>(simd, rows),
+            (2, 3) => self.compute::<S, W, 2, 3>(simd, rows),
+            (2, 2) => self.compute::<S, W, 2, 2>(simd, rows),
+            (2, _) => self.compute::<S, W, 2, 1>(simd, rows),
+            (_, 3) => self.compute::<S, W, 1, 3>(simd, rows),
+            (_, 2) => self.compute::<S, W, 1, 2>(simd, rows),
+            _ => self.compute::<S, W, 1, 1>(simd, rows),
         }
     }
 
     /// Computes R rows of U units of columns.
     #[inline(always)]
-    fn compute<S: Simd, const R: usize, const U: usize>(
-        &self,
-        simd: S,
-        (a, row_step, inner_step): (&[f32], usize, usize),
-    ) {
+    fn compute<S: Simd, W: Word, const R: usize, const U: usize>(&self, simd: S, rows: Rows) {
         let depth = self.depth;
         let (panel, _) = S::as_simd_f32s(self.panel);
         // Vectors of a unit: a part of the columns has U vectors.
         let parts = UNIT / S::F32_LANES;
         assert!(panel.len() == depth * U * parts);
-        assert!(depth == 0 || (R - 1) * row_step + (depth - 1) * inner_step < a.len());
-        let rows: [usize; R] = std::array::from_fn(|row| row * row_step);
+        let starts: [_; R] =
+            std::array::from_fn(|row| rows.first.wrapping_byte_add(row * rows.row_step));
         for part in 0..parts {
             let first = part * U * S::F32_LANES;
             let columns = self.columns.saturating_sub(first).min(U * S::F32_LANES);
@@ -431,16 +499,17 @@ impl Tile<'_> {
             // Plain loops: the compiler must inline all of it, and does not inline every closure.
             let mut b = [simd.splat_f32s(0.0); U];
             for k in 0..depth {
-                // SAFETY: the assertions above keep the indices in bounds.
+                // SAFETY: the assertion above and that of the rows keep the indices in bounds.
                 #[allow(unsafe_code)]
                 unsafe {
                     for (unit, b) in b.iter_mut().enumerate() {
                         *b = *panel.get_unchecked((k * parts + part) * U + unit);
                     }
                     for row in 0..R {
-                        let a = simd.splat_f32s(*a.get_unchecked(rows[row] + k * inner_step));
+                        let word = starts[row].byte_add(k * rows.step).read_unaligned();
+                        let a = simd.splat_f32s(word);
                         for unit in 0..U {
-                            sums[row][unit] = simd.mul_add_e_f32s(a, b[unit], sums[row][unit]);
+                            sums[row][unit] = W::mul_add(simd, a, b[unit], sums[row][unit]);
                         }
                     }
                 }

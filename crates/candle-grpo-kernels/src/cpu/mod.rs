@@ -23,6 +23,7 @@ mod simd;
 mod slice;
 pub(crate) mod swiglu;
 pub(crate) mod token_filters;
+mod word;
 
 pub(crate) use matmul::add_matmul;
 

@@ -1,4 +1,4 @@
-//! Panels: columns of a matrix whose entries of one inner index are adjacent.
+//! Panels: columns of a matrix whose words of one inner index are adjacent.
 
 use std::ops::Range;
 
@@ -9,6 +9,7 @@ use super::dequantize::widen;
 use super::element::Element;
 use super::matmul::Matrix;
 use super::slice;
+use super::word::{Numbers, Word};
 use crate::block_type;
 
 /// A width that every vector width divides. The width of a panel is a multiple.
@@ -22,12 +23,12 @@ pub(super) trait Columns: Sync {
     /// Returns the number of columns.
     fn len(&self) -> usize;
 
-    /// Returns whether there are columns of `inner` entries.
-    fn fits(&self, inner: usize) -> bool;
+    /// Returns whether `a` can be multiplied by the columns.
+    fn fits(&self, a: &Matrix) -> bool;
 
-    /// Writes some entries of some columns to `panel` `[inner, width]`, and zeros after them. The
-    /// inner indices start at a multiple of the length of any quantized block.
-    fn pack(
+    /// Writes some entries of some columns to `panel` `[words of inner, width]`, and zeros after
+    /// them. The inner indices start at a multiple of the length of any quantized block.
+    fn pack<W: Word>(
         &self,
         columns: &Range<usize>,
         inner: &Range<usize>,
@@ -41,42 +42,38 @@ impl Columns for Matrix<'_> {
         self.columns
     }
 
-    fn fits(&self, inner: usize) -> bool {
-        self.rows == inner && self.in_bounds()
+    fn fits(&self, a: &Matrix) -> bool {
+        let same = matches!(
+            (self.numbers, a.numbers),
+            (Numbers::Singles(_), Numbers::Singles(_)) | (Numbers::Halves(_), Numbers::Halves(_))
+        );
+        same && self.rows == a.columns && self.in_bounds()
     }
 
-    fn pack(
+    fn pack<W: Word>(
         &self,
         columns: &Range<usize>,
         inner: &Range<usize>,
         panel: &mut [f32],
         _wide: &mut Vec<f32>,
     ) {
-        if inner.is_empty() {
+        let Some(numbers) = W::numbers(self.numbers).filter(|_| !inner.is_empty()) else {
             return;
-        }
-        let start = inner.start * self.row_stride + columns.start * self.column_stride;
-        let source = &self.values[start..];
+        };
+        let at = |k: usize| &numbers[k * self.row_stride + columns.start * self.column_stride..];
         if self.row_stride == 1 {
-            return transpose(
-                source,
-                self.column_stride,
-                columns.len(),
-                panel,
-                inner.len(),
-            );
+            let (source, stride) = (at(inner.start), self.column_stride);
+            return transpose::<W, W>(source, stride, columns.len(), panel, inner.len());
         }
-        let width = panel.len() / inner.len();
-        for (k, target) in panel.chunks_exact_mut(width).enumerate() {
-            let source = &source[k * self.row_stride..];
+        let width = panel.len() / inner.len().div_ceil(W::NUMBERS);
+        for (k, target) in inner
+            .clone()
+            .step_by(W::NUMBERS)
+            .zip(panel.chunks_exact_mut(width))
+        {
             let (target, padding) = target.split_at_mut(columns.len());
-            if self.column_stride == 1 {
-                target.copy_from_slice(&source[..columns.len()]);
-            } else {
-                for (column, target) in target.iter_mut().enumerate() {
-                    *target = source[column * self.column_stride];
-                }
-            }
+            let next = (W::NUMBERS == 2 && k + 1 < inner.end).then(|| at(k + 1));
+            W::words(at(k), next, self.column_stride, target);
             padding.fill(0.0);
         }
     }
@@ -117,13 +114,12 @@ impl<T: Element> Columns for WeightRows<'_, T> {
         }
     }
 
-    fn fits(&self, inner: usize) -> bool {
-        match *self {
-            Self::Elements(_, inputs) | Self::Blocks(_, _, inputs) => inputs == inner,
-        }
+    fn fits(&self, a: &Matrix) -> bool {
+        let (Self::Elements(_, inputs) | Self::Blocks(_, _, inputs)) = *self;
+        inputs == a.columns && (matches!(a.numbers, Numbers::Singles(_)) || T::DTYPE == DType::BF16)
     }
 
-    fn pack(
+    fn pack<W: Word>(
         &self,
         columns: &Range<usize>,
         inner: &Range<usize>,
@@ -134,8 +130,9 @@ impl<T: Element> Columns for WeightRows<'_, T> {
             && T::DTYPE != DType::F16
         {
             let source = &elements[columns.start * inputs + inner.start..];
-            return transpose(source, inputs, columns.len(), panel, inner.len());
+            return transpose::<T, W>(source, inputs, columns.len(), panel, inner.len());
         }
+        let words = inner.len().div_ceil(W::NUMBERS);
         wide.resize(wide.len().max(columns.len() * inner.len()), 0.0);
         for (column, wide) in columns.clone().zip(wide.chunks_exact_mut(inner.len())) {
             match *self {
@@ -147,14 +144,20 @@ impl<T: Element> Columns for WeightRows<'_, T> {
                     let row = &bytes[column * at(inputs)..][at(inner.start)..at(inner.end)];
                     widen(row, block_type, wide);
                     if T::as_f32(&[]).is_none() {
-                        for number in wide {
+                        for number in &mut *wide {
                             *number = T::nearest(*number).wide();
                         }
                     }
                 }
             }
+            if W::NUMBERS == 2 {
+                for k in 0..words {
+                    let second = wide.get(2 * k + 1).copied().unwrap_or_default();
+                    wide[k] = W::word(W::nearest(wide[2 * k]), W::nearest(second));
+                }
+            }
         }
-        transpose(wide, inner.len(), columns.len(), panel, inner.len());
+        transpose::<f32, f32>(wide, inner.len(), columns.len(), panel, words);
     }
 }
 
@@ -163,9 +166,9 @@ fn row_bytes(block_type: GgmlDType, numbers: usize) -> usize {
     numbers / block_type.block_size() * block_type.type_size()
 }
 
-/// Writes `columns` columns, which start `stride` apart in `source` and have adjacent entries, to
-/// `panel` `[depth, width]`, and zeros after them.
-fn transpose<T: Element>(
+/// Writes `columns` columns of `depth` adjacent entries, which start `stride` apart in `source`, to
+/// `panel` `[words, width]`, and zeros after them.
+fn transpose<T: Element, W: Word>(
     source: &[T],
     stride: usize,
     columns: usize,
@@ -175,40 +178,45 @@ fn transpose<T: Element>(
     if depth == 0 {
         return;
     }
-    let width = panel.len() / depth;
+    let words = depth.div_ceil(W::NUMBERS);
+    let width = panel.len() / words;
     for first in (0..width).step_by(UNIT) {
         let here = columns.saturating_sub(first).min(UNIT);
         let source = &source[(first * stride).min(source.len())..];
         let mut k = 0;
         #[cfg(target_arch = "x86_64")]
         if here == UNIT && is_x86_feature_detected!("avx512f") {
-            assert!((UNIT - 1) * stride + depth <= source.len() && panel.len() == depth * width);
+            assert!((UNIT - 1) * stride + depth <= source.len() && panel.len() == words * width);
             let target = panel[first..].as_mut_ptr();
+            let whole = depth / W::NUMBERS;
             // SAFETY: the processor has AVX-512, and the assertion keeps the columns and the
             // panel in their slices.
             #[allow(unsafe_code)]
             unsafe {
-                k = match (T::as_f32(source), T::as_bf16(source)) {
-                    (Some(source), _) => avx512::columns(source, stride, target, width, depth),
-                    (_, Some(source)) => avx512::columns_bf16(source, stride, target, width, depth),
+                k = match (T::as_bf16(source), W::NUMBERS) {
+                    (Some(source), 1) => avx512::columns_bf16(source, stride, target, width, whole),
+                    _ if size_of::<T>() * W::NUMBERS == size_of::<f32>() => {
+                        avx512::columns(source, stride, target, width, whole)
+                    }
                     _ => 0,
                 };
             }
         }
         // Squares of this size stay in the L1 cache.
-        while k < depth {
-            let until = depth.min(k + UNIT);
+        while k < words {
+            let until = words.min(k + UNIT);
             for column in 0..UNIT {
-                let targets = panel[k * width + first + column..]
-                    .iter_mut()
-                    .step_by(width);
-                if column < here {
-                    let entries = &source[column * stride..][k..until];
-                    targets
-                        .zip(entries)
-                        .for_each(|(target, &entry)| *target = entry.wide());
-                } else {
-                    targets.take(until - k).for_each(|target| *target = 0.0);
+                let targets = panel[k * width + first + column..].iter_mut();
+                let targets = targets.step_by(width).take(until - k);
+                if column >= here {
+                    targets.for_each(|target| *target = 0.0);
+                    continue;
+                }
+                let entries =
+                    &source[column * stride..][k * W::NUMBERS..depth.min(until * W::NUMBERS)];
+                for (target, word) in targets.zip(entries.chunks(W::NUMBERS)) {
+                    let second = word.get(1).map_or(0.0, |second| second.wide());
+                    *target = W::word(W::nearest(word[0].wide()), W::nearest(second));
                 }
             }
             k = until;
@@ -224,16 +232,16 @@ mod avx512 {
 
     use super::UNIT;
 
-    /// Writes the first multiple of [`UNIT`] entries of UNIT columns, which start `stride` apart,
-    /// to rows `width` apart. Returns the number of entries.
+    /// Writes the first multiple of [`UNIT`] words of UNIT columns, which start `stride` numbers
+    /// apart, to rows `width` apart. Returns the number of words.
     ///
     /// # Safety
     ///
-    /// The processor has AVX-512, and `depth` entries of the columns and of `target` are in bounds.
+    /// The processor has AVX-512, and `depth` words of the columns and of `target` are in bounds.
     #[target_feature(enable = "avx512f")]
     #[allow(unsafe_code)]
-    pub(super) unsafe fn columns(
-        source: &[f32],
+    pub(super) unsafe fn columns<T>(
+        source: &[T],
         stride: usize,
         target: *mut f32,
         width: usize,
@@ -241,9 +249,10 @@ mod avx512 {
     ) -> usize {
         let whole = depth / UNIT * UNIT;
         for k in (0..whole).step_by(UNIT) {
-            // SAFETY: the caller keeps `depth` entries in bounds.
+            // SAFETY: the caller keeps `depth` words in bounds. The loads have no alignment.
             unsafe {
-                let square = transpose(load(source.as_ptr().add(k), stride));
+                let word = source.as_ptr().cast::<f32>().add(k).cast::<T>();
+                let square = transpose(load(word, stride));
                 for (entry, values) in square.into_iter().enumerate() {
                     _mm512_storeu_ps(target.add((k + entry) * width), values);
                 }
@@ -252,7 +261,7 @@ mod avx512 {
         whole
     }
 
-    /// [`columns`] of bf16, in multiples of two UNITs.
+    /// [`columns`] of bf16 in f32, in multiples of two UNITs.
     ///
     /// # Safety
     ///
@@ -356,10 +365,14 @@ mod tests {
     use super::*;
 
     #[rstest]
-    #[case(f32::nearest)]
-    #[case(bf16::nearest)]
-    #[case(f16::nearest)]
-    fn a_panel_has_the_columns_and_zeros_after_them<T: Element>(#[case] number: fn(f32) -> T) {
+    #[case(f32::nearest, f32::nearest)]
+    #[case(bf16::nearest, f32::nearest)]
+    #[case(f16::nearest, f32::nearest)]
+    #[case(bf16::nearest, bf16::nearest)]
+    fn a_panel_has_the_columns_and_zeros_after_them<T: Element, W: Word>(
+        #[case] number: fn(f32) -> T,
+        #[case] in_word: fn(f32) -> W,
+    ) {
         for (depth, columns) in [
             (16, 16usize),
             (33, 48),
@@ -371,20 +384,22 @@ mod tests {
         ] {
             let stride = depth + 3;
             // Exact in all dtypes, and different in each column.
-            let values: Vec<T> = (0..columns * stride)
-                .map(|i| number((i * 7 % 251) as f32 - 125.0))
-                .collect();
+            let value = |i: usize| (i * 7 % 251) as f32 - 125.0;
+            let values: Vec<T> = (0..columns * stride).map(|i| number(value(i))).collect();
             let width = columns.next_multiple_of(UNIT);
-            let mut panel = vec![f32::NAN; depth * width];
-            transpose(&values, stride, columns, &mut panel, depth);
+            let words = depth.div_ceil(W::NUMBERS);
+            let mut panel = vec![f32::NAN; words * width];
+            transpose::<T, W>(&values, stride, columns, &mut panel, depth);
             for (k, row) in panel.chunks_exact(width).enumerate() {
-                for (column, &entry) in row.iter().enumerate() {
-                    let expected = match column < columns {
-                        true => values[column * stride + k].wide(),
-                        false => 0.0,
+                for (column, word) in row.iter().enumerate() {
+                    let entry = |k: usize| match column < columns && k < depth {
+                        true => in_word(value(column * stride + k)),
+                        false => in_word(0.0),
                     };
+                    let k = k * W::NUMBERS;
                     assert_eq!(
-                        entry, expected,
+                        word.to_bits(),
+                        W::word(entry(k), entry(k + 1)).to_bits(),
                         "column {column} of {columns}, inner index {k}"
                     );
                 }

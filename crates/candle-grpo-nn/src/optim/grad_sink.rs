@@ -39,6 +39,10 @@ impl<'a> GradSink<'a> {
     ) -> Result<()> {
         match self.gradients.get(&weight.name) {
             Some(sum) if a.dtype() != DType::F64 => add_matmul(sum, a, b),
+            None if matches!(a.dtype(), DType::BF16 | DType::F16) => match self.sum(weight)? {
+                Some(sum) => add_matmul(sum, a, b),
+                None => Ok(()),
+            },
             _ => self.add(weight, || a.matmul(b)),
         }
     }

@@ -69,7 +69,7 @@ pub struct Run<T: RunTrainer> {
     pub(super) folder: RunFolder<T::Record>,
 }
 
-/// What one kind of run does.
+/// The steps and evaluations of one kind of run.
 pub trait Actions {
     type Trainer: RunTrainer;
 
