@@ -92,15 +92,23 @@ impl MemoryPlan {
             longest: longest.min(mini),
             update: mini,
         };
-        let compute = DType::from(config.compute_dtype);
+        let drawn_in = DType::from(config.own_rollout_dtype().unwrap_or(config.compute_dtype));
         let shapes: Vec<Shape> = model.parameter_shapes().into_values().collect();
         let all: usize = shapes.iter().map(Shape::elem_count).sum();
         let inputs = RecipeInputs::new(&config.recipe);
         let critic = config.critic.as_ref();
         let drawn = (step * group).min(config.sampling.max_batch_size);
         let lengths = (prompt_tokens, config.sampling.max_new_tokens);
-        let cache = model.cache_bytes((drawn.div_ceil(group), group), lengths, compute);
+        let cache = model.cache_bytes((drawn.div_ceil(group), group), lengths, drawn_in);
+        let plan = learning.plan(model)?;
+        let copies = match (config.own_rollout_dtype(), &config.adapters) {
+            (None, _) => 0,
+            (Some(dtype), None) => all * copy_bytes(dtype),
+            (Some(_), Some(_)) if config.base_weights != BaseWeights::Dense => 0,
+            (Some(dtype), Some(_)) => config.base_weights.num_bytes(model, dtype.into())?,
+        };
         Ok(Self {
+            weights: plan.weights + copies,
             reference: match (&config.adapters, inputs.reference) {
                 (None, true) => all * (4 + copy_bytes(config.compute_dtype)),
                 _ => 0,
@@ -109,7 +117,7 @@ impl MemoryPlan {
                 4 * all + state_bytes(&shapes, critic.optimizer.state)
             }),
             sampling: cache + drawn * model.vocab_size * 4 + BUFFERS,
-            ..learning.plan(model)?
+            ..plan
         })
     }
 

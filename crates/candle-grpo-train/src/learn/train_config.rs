@@ -262,6 +262,13 @@ impl TrainConfig {
             .map_err(|error| within("sampling", error))
     }
 
+    /// The dtype in which the policy in this process draws, if it trains in another.
+    pub(crate) fn own_rollout_dtype(&self) -> Option<ComputeDType> {
+        self.rollout
+            .dtype
+            .filter(|&dtype| dtype != self.compute_dtype)
+    }
+
     fn validate_rollout(&self) -> Result<()> {
         self.rollout
             .validate()
@@ -272,6 +279,11 @@ impl TrainConfig {
             "adapter",
             "be auto or disk unless adapters train",
         )?;
+        if let Some(dtype) = self.own_rollout_dtype() {
+            let must = "be absent unless compute_dtype is f32";
+            let trained = self.compute_dtype == ComputeDType::F32;
+            check::check(trained, "rollout.dtype", check::Name(&dtype), must)?;
+        }
         check::check(
             !self.router_replay || self.rollout.engine == Engine::Local,
             "router_replay",

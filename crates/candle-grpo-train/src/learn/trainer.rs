@@ -96,15 +96,20 @@ impl Trainer {
         };
         let sampler = models.actor.sampler(config.sampling.clone())?;
         let config = Arc::new(config);
+        let mut collector = Collector::new(
+            sampler,
+            tokenizer,
+            prompts,
+            reward,
+            Arc::clone(&config),
+            inputs,
+        )?;
+        if let Some(dtype) = config.own_rollout_dtype() {
+            let generator = LocalGenerator::in_dtype(&models.weights(0), dtype)?;
+            collector = collector.with_generator(Arc::new(generator));
+        }
         Ok(Self {
-            collector: Collector::new(
-                sampler,
-                tokenizer,
-                prompts,
-                reward,
-                Arc::clone(&config),
-                inputs,
-            )?,
+            collector,
             models,
             config,
             inputs,
@@ -396,7 +401,7 @@ impl Trainer {
             rollout
                 .validate_local(on_gpu)
                 .map_err(|error| within("rollout", error))?;
-            let dtype = self.config.compute_dtype;
+            let dtype = rollout.dtype.unwrap_or(self.config.compute_dtype);
             let generator = LocalGenerator::detached(&self.weights(), dtype)?;
             collector = collector.with_generator(Arc::new(generator));
         } else {

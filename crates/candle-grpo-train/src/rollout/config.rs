@@ -6,6 +6,7 @@ use anyhow::Result;
 use candle_grpo_core::validate::{Name, at_least_one, check, positive};
 use serde::{Deserialize, Serialize};
 
+use crate::ComputeDType;
 use crate::one_or_more::one_or_more;
 use crate::server_url::check_server_url;
 
@@ -67,6 +68,10 @@ pub struct RolloutConfig {
     /// or `openai` (any server with the completions API of OpenAI that takes and returns token
     /// ids).
     pub engine: Engine,
+    /// The dtype in which the policy in this process draws: `bf16` reads half the bytes of f32, and
+    /// the recorded log-probs are those of bf16. Absent: the dtype in which it trains. Must be
+    /// absent with a server, and if the policy trains in another dtype than f32.
+    pub dtype: Option<ComputeDType>,
     /// The URL of the server, without `/v1`: one, or a list. Completions are shared out among
     /// several servers; if one fails, the others take over.
     #[serde(deserialize_with = "one_or_more")]
@@ -108,6 +113,7 @@ impl Default for RolloutConfig {
     fn default() -> Self {
         Self {
             engine: Engine::Local,
+            dtype: None,
             base_url: Vec::new(),
             served_model_name: None,
             api_key_env: None,
@@ -167,6 +173,10 @@ impl RolloutConfig {
             let must = "be auto with engine local, which shares the weights";
             check(auto, "weight_sync", sync, must)?;
             return Ok(());
+        }
+        if let Some(dtype) = &self.dtype {
+            let must = format!("be absent with engine {engine}, which has its own");
+            check(false, "dtype", Name(dtype), &must)?;
         }
         let must = format!("be the URL of at least one server with engine {engine}");
         check(!self.base_url.is_empty(), "base_url", "absent", &must)?;

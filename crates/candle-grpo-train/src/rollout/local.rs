@@ -35,12 +35,8 @@ pub struct LocalGenerator {
     /// The version of the weights.
     version: AtomicU64,
     /// The copy of the trained weights, unless they are shared.
-    detached: Option<Detached>,
-}
-
-/// A copy of the trained weights, and what the decoder computes with.
-struct Detached {
-    trained: Parameters,
+    detached: Option<Parameters>,
+    /// Copies of the trained weights in the dtype of the decoder, if that is another.
     copies: ComputeCopies,
 }
 
@@ -116,7 +112,24 @@ impl LocalGenerator {
             decoder,
             version: AtomicU64::new(0),
             detached: None,
+            copies: ComputeCopies::default(),
         }
+    }
+
+    /// Creates a generator that shares `weights` and computes in `dtype`, with copies in it.
+    /// [`Generator::weights_changed`] updates them.
+    ///
+    /// # Errors
+    ///
+    /// If `weights` do not have the shape of their model.
+    pub fn in_dtype(weights: &PolicyWeights<'_>, dtype: ComputeDType) -> Result<Self> {
+        let (decoder, copies) =
+            decoder_in(weights.model, weights.parameters, weights.adapters, dtype)?;
+        Ok(Self {
+            version: AtomicU64::new(weights.version),
+            copies,
+            ..Self::from_decoder(decoder)
+        })
     }
 
     /// Creates a generator with a copy of `weights` that computes in `dtype`. It draws from them
@@ -143,7 +156,8 @@ impl LocalGenerator {
         };
         Ok(Self {
             version: AtomicU64::new(weights.version),
-            detached: Some(Detached { trained, copies }),
+            detached: Some(trained),
+            copies,
             ..Self::from_decoder(decoder)
         })
     }
@@ -205,15 +219,15 @@ impl Generator for LocalGenerator {
     }
 
     fn weights_changed(&self, weights: &PolicyWeights<'_>, _: &dyn Progress) -> Result<()> {
-        if let Some(Detached { trained, copies }) = &self.detached {
+        if let Some(trained) = &self.detached {
             let new = weights
                 .adapters
                 .map_or(weights.parameters, Lora::parameters);
             let new = new.iter();
             let new = new.map(|(name, value)| (name.to_owned(), value.as_detached_tensor()));
             trained.set_values(&new.collect())?;
-            copies.refresh()?;
         }
+        self.copies.refresh()?;
         self.version.store(weights.version, Ordering::Release);
         Ok(())
     }

@@ -20,7 +20,7 @@ use candle_grpo_train::progress::{NoProgress, Phase};
 use candle_grpo_train::rewards::Score;
 use candle_grpo_train::rollout::{Deliver, GenerationBatch, LocalGenerator, PolicyWeights};
 use candle_grpo_train::{
-    ComputeDType, Generator, Interrupted, Progress, RewardFunction, Sample, StepMetrics,
+    ComputeDType, Generator, Interrupted, Progress, RewardFunction, Sample, Sampler, StepMetrics,
     TrainConfig, Trainer,
 };
 use rstest::rstest;
@@ -966,7 +966,7 @@ fn a_detached_generator_keeps_its_weights_until_it_receives_others() {
     };
     let detached = Arc::new(weights(&trainer, 7));
     let log_probs = |generator: Arc<LocalGenerator>| {
-        let sampler = candle_grpo_train::Sampler::from_generator(generator, 6, sampling()).unwrap();
+        let sampler = Sampler::from_generator(generator, 6, sampling()).unwrap();
         let rollouts = sampler.sample(&[&prompts(&["abc"])[0]], 2, 0).unwrap();
         rollouts
             .into_iter()
@@ -991,6 +991,59 @@ fn a_detached_generator_keeps_its_weights_until_it_receives_others() {
     };
     detached.weights_changed(&changed, &NoProgress).unwrap();
     assert_eq!(log_probs(detached), now);
+}
+
+/// The policy draws in another dtype than it trains in, from the weights of each step.
+#[rstest]
+#[case::in_turn(0)]
+#[case::ahead(1)]
+fn the_policy_draws_in_its_own_dtype(#[case] max_staleness: usize) {
+    let mut config = config(max_staleness);
+    config.rollout.dtype = Some(ComputeDType::Bf16);
+    let mut trainer = trainer(digest, config);
+    let in_dtype = |trainer: &Trainer, dtype| {
+        let weights = PolicyWeights {
+            version: 0,
+            model: trainer.actor().model(),
+            parameters: trainer.actor().parameters(),
+            adapters: None,
+        };
+        let generator = Arc::new(LocalGenerator::in_dtype(&weights, dtype).unwrap());
+        Sampler::from_generator(generator, 6, sampling()).unwrap()
+    };
+    let draw = |sampler: &Sampler| {
+        let rollouts = sampler.sample(&[&prompts(&["abc"])[0]], 4, 0).unwrap();
+        let log_probs = rollouts.into_iter().map(|r| r.completion.log_probs);
+        log_probs.collect::<Vec<_>>()
+    };
+    let mut earlier = Vec::new();
+    for _ in 0..2 {
+        let drawn = draw(&trainer.sampler(sampling()).unwrap());
+        assert_ne!(drawn, earlier);
+        assert_eq!(drawn, draw(&in_dtype(&trainer, ComputeDType::Bf16)));
+        assert_ne!(drawn, draw(&in_dtype(&trainer, ComputeDType::F32)));
+        earlier = drawn;
+        let metrics = trainer.step().unwrap();
+        assert!(!metrics.skipped);
+    }
+}
+
+#[test]
+fn only_a_policy_in_this_process_that_trains_in_f32_draws_in_another_dtype() {
+    let mut config = config(0);
+    config.compute_dtype = ComputeDType::Bf16;
+    config.rollout.dtype = Some(ComputeDType::F32);
+    assert_eq!(
+        config.validate().unwrap_err().to_string(),
+        "rollout.dtype: f32, must be absent unless compute_dtype is f32"
+    );
+    config.rollout.dtype = Some(ComputeDType::Bf16);
+    config.validate().unwrap();
+    config.rollout.engine = candle_grpo_train::rollout::Engine::Vllm;
+    assert_eq!(
+        config.validate().unwrap_err().to_string(),
+        "rollout.dtype: bf16, must be absent with engine vllm, which has its own"
+    );
 }
 
 /// A server receives the weights of each step while the policy trains.

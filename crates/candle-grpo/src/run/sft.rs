@@ -18,7 +18,7 @@ use crate::config::{Configuration, SftRunConfig};
 /// A supervised run of a configuration: steps, evaluations and checkpoints.
 ///
 /// ```no_run
-/// use std::collections::BTreeMap;
+/// use std::path::Path;
 /// use std::sync::Arc;
 /// use candle_grpo::config::SftRunConfig;
 /// use candle_grpo::run::{Progress, RunSession, SftSession, Start, load_policy};
