@@ -1,6 +1,6 @@
-//! Matrix product added to a sum.
+//! Matrix products, and those added to a sum.
 
-use candle_core::{Result, Tensor, bail};
+use candle_core::{DType, Result, Tensor, bail};
 
 use crate::cpu::with_element;
 use crate::{check, composed, cpu, path};
@@ -44,6 +44,54 @@ pub fn add_matmul(sum: &Tensor, a: &Tensor, b: &Tensor) -> Result<()> {
         return crate::cuda::matmul::product(&a.detach(), &b.detach(), &sum.detach(), true);
     }
     composed::add_matmul::unchecked(sum, a, b)
+}
+
+/// Computes `a b` with sums in f32, rounded once.
+///
+/// bf16 and f16 on the CPU are multiplied as by [`add_matmul`], and other tensors by Candle. There
+/// is no gradient.
+///
+/// # Shapes
+///
+/// - `a`: `[M, K]`, `b`: `[K, N]`, of one float dtype and any layout
+/// - the result: `[M, N]`, of the same dtype
+///
+/// # Errors
+///
+/// Fails on other shapes and dtypes.
+///
+/// ```
+/// use candle_core::{Device, Tensor};
+/// use candle_grpo_kernels::matmul;
+/// ///
+/// let a = Tensor::new(&[[2f32, 3.]], &Device::Cpu)?.to_dtype(candle_core::DType::BF16)?;
+/// let b = Tensor::new(&[[4f32], [5.]], &Device::Cpu)?.to_dtype(candle_core::DType::BF16)?;
+/// assert_eq!(matmul(&a, &b)?.to_vec2::<bf16>()?, [[bf16::from_f32(23.)]]);
+/// # Ok::<(), candle_core::Error>(())
+/// ```
+pub fn matmul(a: &Tensor, b: &Tensor) -> Result<Tensor> {
+    let (a, b) = (a.detach(), b.detach());
+    check::float("a", &a)?;
+    check::same_dtype("b", &b, "a", &a)?;
+    check::same_device(&[("a", &a), ("b", &b)])?;
+    let (m, n) = match (a.dims(), b.dims()) {
+        (&[m, k], &[inner, n]) if k == inner => (m, n),
+        (a, b) => bail!("a, b: shapes {a:?} and {b:?}, must be [M, K] and [K, N]"),
+    };
+    if a.elem_count() == 0 || n == 0 {
+        return Tensor::zeros((m, n), a.dtype(), a.device());
+    }
+    if !path::is_fused_on_cpu(&a) || a.dtype() == DType::F32 {
+        // Candle multiplies contiguous tensors and their transposes on every device.
+        let plain = |x: Tensor| match x.layout().is_fortran_contiguous() {
+            true => Ok(x),
+            false => x.contiguous(),
+        };
+        return plain(a)?.matmul(&plain(b)?);
+    }
+    with_element!(a.dtype(), "a", Float => {
+        Tensor::from_vec(cpu::product::<Float>(&a, &b)?, (m, n), a.device())
+    })
 }
 
 pub(crate) fn check(sum: &Tensor, a: &Tensor, b: &Tensor) -> Result<()> {

@@ -33,7 +33,7 @@
 //! | [`adamw`](adamw()) | one AdamW step over all parameters, in place | yes |
 //! | [`squared_gradient_norms`], [`scale_gradients`] | clipping by the global norm | yes |
 //! | [`add_bias`](add_bias()) | the biases of several linear maps | yes |
-//! | [`add_matmul`](add_matmul()) | a matrix product added to a sum in place | cuBLAS |
+//! | [`add_matmul`](add_matmul()), [`matmul`] | a matrix product, added to a sum in place or new | cuBLAS |
 //! | [`linear_rows`](linear_rows()) | several linear maps with independent rows, for decoding | cuBLAS |
 //! | [`dequantize`](dequantize()) | a matrix from blocks of GGUF files | yes |
 //! | [`draw_tokens`](draw_tokens()) | tokens drawn from logits, with top-k, top-p and min-p | yes |
@@ -101,7 +101,7 @@ mod swiglu;
 
 pub use adamw::{AdamWStep, AdamWTensors, adamw};
 pub use add_bias::{add_bias, add_bias_gradient};
-pub use add_matmul::add_matmul;
+pub use add_matmul::{add_matmul, matmul};
 pub use attention::{CausalAttention, Sequences, attention, attention_gradient};
 pub use causal_conv::{causal_conv, causal_conv_gradient};
 pub use delta_gates::{delta_gates, delta_gates_gradient};

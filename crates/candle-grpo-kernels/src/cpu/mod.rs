@@ -25,6 +25,6 @@ pub(crate) mod swiglu;
 pub(crate) mod token_filters;
 mod word;
 
-pub(crate) use matmul::add_matmul;
+pub(crate) use matmul::{add_matmul, product};
 
 pub(crate) use slice::{on_cpu, range, with_element, with_floats};

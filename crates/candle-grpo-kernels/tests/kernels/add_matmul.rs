@@ -1,7 +1,7 @@
-//! Tests of `add_matmul` against its composed twin in f64.
+//! Tests of `add_matmul` and `matmul` against their composed twin in f64.
 
 use candle_core::{DType, Device, Result, Tensor};
-use candle_grpo_kernels::{add_matmul, arithmetic_dtype, composed};
+use candle_grpo_kernels::{add_matmul, arithmetic_dtype, composed, matmul};
 use candle_grpo_test_support::{assert_close, cases, devices, message, numbers};
 use proptest::prelude::*;
 
@@ -29,6 +29,10 @@ proptest! {
             let sum = start.to_dtype(arithmetic_dtype(dtype))?.copy()?.to_device(device)?;
             add_matmul(&sum, &a.to_device(device)?, &b.to_device(device)?)?;
             assert_close(&numbers(&sum)?, &numbers(&expected)?, 20.0 * rounding(dtype));
+            let product = matmul(&a.to_device(device)?, &b.to_device(device)?)?;
+            prop_assert_eq!(product.dtype(), dtype);
+            let exact = (&expected - &start)?;
+            assert_close(&numbers(&product)?, &numbers(&exact)?, 20.0 * rounding(dtype));
         }
     }
 }
@@ -40,7 +44,9 @@ fn an_error_names_the_wrong_argument() -> Result<()> {
     assert!(
         message(add_matmul(&sum, &a, &a)).contains("shapes [2, 4], [2, 3] and [2, 3], must be")
     );
+    assert!(message(matmul(&a, &a)).contains("shapes [2, 3] and [2, 3], must be"));
     let half = b.to_dtype(DType::F16)?;
+    assert!(message(matmul(&a, &half)).contains("b: F16"));
     assert!(message(add_matmul(&sum, &a, &half)).contains("b: F16"));
     let halves = add_matmul(&sum.to_dtype(DType::F16)?, &a.to_dtype(DType::F16)?, &half);
     assert!(message(halves).contains("sum: F16, must be F32"));

@@ -5,7 +5,7 @@ use std::ops::Range;
 use candle_core::{
     CpuStorage, CustomOp1, CustomOp2, DType, Layout, Result, Shape, Storage, Tensor, bail,
 };
-use candle_grpo_kernels::{add_matmul, linear_rows};
+use candle_grpo_kernels::{linear_rows, matmul};
 
 use crate::weights::base_weights::numbers;
 
@@ -43,18 +43,6 @@ pub(crate) fn linear(x: &Tensor, weight: &Tensor) -> Result<Tensor> {
     match products.as_slice() {
         [product] => Ok(product.clone()),
         products => Tensor::cat(products, 1),
-    }
-}
-
-/// `a b` for matrices of one dtype, which is that of the result. Sums are in f32 at least.
-pub(crate) fn product(a: &Tensor, b: &Tensor) -> Result<Tensor> {
-    match a.dtype() {
-        DType::BF16 | DType::F16 if a.device().is_cpu() => {
-            let sum = Tensor::zeros((a.dim(0)?, b.dim(1)?), DType::F32, a.device())?;
-            add_matmul(&sum, a, b)?;
-            sum.to_dtype(a.dtype())
-        }
-        _ => a.contiguous()?.matmul(b),
     }
 }
 
@@ -138,7 +126,7 @@ impl CustomOp1 for FrozenLinear {
 
     fn bwd(&self, _x: &Tensor, _y: &Tensor, gradient: &Tensor) -> Result<Option<Tensor>> {
         let weight = numbers(&self.0.weight, gradient.dtype())?;
-        Ok(Some(product(gradient, &weight)?))
+        Ok(Some(matmul(gradient, &weight)?))
     }
 }
 
@@ -167,11 +155,8 @@ impl CustomOp2 for TrainedLinear {
         _y: &Tensor,
         gradient: &Tensor,
     ) -> Result<(Option<Tensor>, Option<Tensor>)> {
-        let of_x = x
-            .track_op()
-            .then(|| product(gradient, weight))
-            .transpose()?;
-        Ok((of_x, Some(product(&gradient.t()?, x)?)))
+        let of_x = x.track_op().then(|| matmul(gradient, weight)).transpose()?;
+        Ok((of_x, Some(matmul(&gradient.t()?, x)?)))
     }
 }
 

@@ -1,11 +1,11 @@
 //! Linear maps, with a bias and a low-rank adapter where there is one.
 
 use candle_core::{DType, Result, Tensor, bail};
-use candle_grpo_kernels::{add_bias, add_matmul, linear_rows};
+use candle_grpo_kernels::{add_bias, add_matmul, linear_rows, matmul};
 use candle_nn::VarBuilder;
 
 use crate::model::architecture::{MapPlan, MapsPlan};
-use crate::model::frozen_linear::{linear, product, tiles};
+use crate::model::frozen_linear::{linear, tiles};
 use crate::model::named_weight::NamedWeight;
 use crate::optim::grad_sink::GradSink;
 
@@ -260,7 +260,7 @@ impl Adapter {
         let gradient = (gradient * self.scaling)?;
         let inner = linear(x, &self.a.tensor)?;
         sink.add_product(&self.b, &gradient.t()?, &inner)?;
-        let inner_gradient = product(&gradient, &self.b.tensor)?;
+        let inner_gradient = matmul(&gradient, &self.b.tensor)?;
         sink.add_product(&self.a, &inner_gradient.t()?, x)?;
         plus_product(Some(sum), &inner_gradient, &self.a.tensor)
     }
@@ -269,11 +269,11 @@ impl Adapter {
 /// `sum + a b`, in the memory of `sum` if its dtype is one that is summed in.
 fn plus_product(sum: Option<Tensor>, a: &Tensor, b: &Tensor) -> Result<Tensor> {
     match sum {
-        None => product(a, b),
+        None => matmul(a, b),
         Some(sum) if matches!(sum.dtype(), DType::F32 | DType::F64) => {
             add_matmul(&sum, a, b)?;
             Ok(sum)
         }
-        Some(sum) => sum + product(a, b)?,
+        Some(sum) => sum + matmul(a, b)?,
     }
 }
