@@ -61,12 +61,12 @@ pub fn add_matmul(sum: &Tensor, a: &Tensor, b: &Tensor) -> Result<()> {
 /// Fails on other shapes and dtypes.
 ///
 /// ```
-/// use candle_core::{Device, Tensor};
+/// use candle_core::{DType, Device, Tensor};
 /// use candle_grpo_kernels::matmul;
-/// ///
-/// let a = Tensor::new(&[[2f32, 3.]], &Device::Cpu)?.to_dtype(candle_core::DType::BF16)?;
-/// let b = Tensor::new(&[[4f32], [5.]], &Device::Cpu)?.to_dtype(candle_core::DType::BF16)?;
-/// assert_eq!(matmul(&a, &b)?.to_vec2::<bf16>()?, [[bf16::from_f32(23.)]]);
+///
+/// let a = Tensor::new(&[[2f32, 3.]], &Device::Cpu)?.to_dtype(DType::BF16)?;
+/// let b = Tensor::new(&[[4f32], [5.]], &Device::Cpu)?.to_dtype(DType::BF16)?;
+/// assert_eq!(matmul(&a, &b)?.to_dtype(DType::F32)?.to_vec2::<f32>()?, [[23.]]);
 /// # Ok::<(), candle_core::Error>(())
 /// ```
 pub fn matmul(a: &Tensor, b: &Tensor) -> Result<Tensor> {
