@@ -46,7 +46,7 @@ pub fn add_matmul(sum: &Tensor, a: &Tensor, b: &Tensor) -> Result<()> {
     composed::add_matmul::unchecked(sum, a, b)
 }
 
-/// Computes `a b` with sums in f32, rounded once.
+/// Computes `a b`. Sums are in f32 at least, and rounded once.
 ///
 /// bf16 and f16 on the CPU are multiplied as by [`add_matmul`], and other tensors by Candle. There
 /// is no gradient.

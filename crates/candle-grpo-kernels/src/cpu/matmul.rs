@@ -519,7 +519,8 @@ impl Tile<'_> {
             // Plain loops: the compiler must inline all of it, and does not inline every closure.
             let mut b = [simd.splat_f32s(0.0); U];
             for k in 0..depth {
-                // SAFETY: the assertion above and that of the rows keep the indices in bounds.
+                // SAFETY: the assertion above and that of the rows keep the indices in bounds, and
+                // `dispatch` of the words called this.
                 #[allow(unsafe_code)]
                 unsafe {
                     for (unit, b) in b.iter_mut().enumerate() {

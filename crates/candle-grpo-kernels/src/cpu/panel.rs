@@ -186,7 +186,8 @@ fn transpose<T: Element, W: Word>(
         let mut k = 0;
         #[cfg(target_arch = "x86_64")]
         if here == UNIT && is_x86_feature_detected!("avx512f") {
-            assert!((UNIT - 1) * stride + depth <= source.len() && panel.len() == words * width);
+            assert!((UNIT - 1) * stride + depth <= source.len());
+            assert!(panel.len() == words * width && first + UNIT <= width);
             let target = panel[first..].as_mut_ptr();
             let whole = depth / W::NUMBERS;
             // SAFETY: the processor has AVX-512, and the assertion keeps the columns and the

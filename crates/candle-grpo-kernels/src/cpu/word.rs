@@ -4,8 +4,10 @@ use std::ops::Range;
 
 use half::bf16;
 use pulp::{Arch, Scalar, Simd, WithSimd};
+use rayon::prelude::*;
 
 use super::element::Element;
+use super::slice::CHUNK;
 
 /// The numbers of a factor.
 #[derive(Clone, Copy)]
@@ -23,10 +25,15 @@ impl<'a> Numbers<'a> {
         {
             return Self::Halves(halves);
         }
-        if T::as_f32(source).is_none() {
-            buffer.resize(source.len(), 0.0);
+        if let Some(singles) = T::as_f32(source) {
+            return Self::Singles(singles);
         }
-        Self::Singles(T::widened(source, buffer))
+        buffer.resize(source.len(), 0.0);
+        buffer
+            .par_chunks_mut(CHUNK)
+            .zip(source.par_chunks(CHUNK))
+            .for_each(|(target, source)| T::widen(source, target));
+        Self::Singles(buffer)
     }
 
     pub(super) fn len(&self) -> usize {
@@ -70,7 +77,12 @@ pub(super) trait Word: Element {
     fn words(first: &[Self], second: Option<&[Self]>, stride: usize, target: &mut [f32]);
 
     /// Adds the products of the numbers of two words to a sum.
-    fn mul_add<S: Simd>(simd: S, a: S::f32s, b: S::f32s, sum: S::f32s) -> S::f32s;
+    ///
+    /// # Safety
+    ///
+    /// `simd` is from [`Self::dispatch`], or has vectors of less than 64 bytes.
+    #[allow(unsafe_code)]
+    unsafe fn mul_add<S: Simd>(simd: S, a: S::f32s, b: S::f32s, sum: S::f32s) -> S::f32s;
 
     /// Runs `operation` with the vectors that [`Self::mul_add`] needs.
     fn dispatch<O: WithSimd>(operation: O) -> O::Output;
@@ -103,7 +115,8 @@ impl Word for f32 {
     }
 
     #[inline(always)]
-    fn mul_add<S: Simd>(simd: S, a: S::f32s, b: S::f32s, sum: S::f32s) -> S::f32s {
+    #[allow(unsafe_code)]
+    unsafe fn mul_add<S: Simd>(simd: S, a: S::f32s, b: S::f32s, sum: S::f32s) -> S::f32s {
         simd.mul_add_e_f32s(a, b, sum)
     }
 
@@ -146,12 +159,12 @@ impl Word for bf16 {
     }
 
     #[inline(always)]
-    fn mul_add<S: Simd>(simd: S, a: S::f32s, b: S::f32s, sum: S::f32s) -> S::f32s {
+    #[allow(unsafe_code)]
+    unsafe fn mul_add<S: Simd>(simd: S, a: S::f32s, b: S::f32s, sum: S::f32s) -> S::f32s {
         #[cfg(target_arch = "x86_64")]
         if size_of::<S::f32s>() == 64 {
-            // SAFETY: all are 64 bytes, for which any bits are valid. Only `dispatch` has vectors
-            // of this size, and it has found the instruction.
-            #[allow(unsafe_code)]
+            // SAFETY: all are 64 bytes, for which any bits are valid. `dispatch` has found the
+            // instruction.
             return unsafe {
                 use std::arch::x86_64::_mm512_dpbf16_ps;
                 use std::mem::transmute_copy as cast;
@@ -205,7 +218,11 @@ mod tests {
             let ((a, _), (b, _)) = (S::as_simd_f32s(self.a), S::as_simd_f32s(self.b));
             let (sums, _) = S::as_mut_simd_f32s(self.sums);
             for ((sum, &a), &b) in sums.iter_mut().zip(a).zip(b) {
-                *sum = bf16::mul_add(simd, a, b, *sum);
+                // SAFETY: the test uses `dispatch` and scalars.
+                #[allow(unsafe_code)]
+                unsafe {
+                    *sum = bf16::mul_add(simd, a, b, *sum);
+                }
             }
         }
     }

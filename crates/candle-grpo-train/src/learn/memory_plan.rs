@@ -35,7 +35,8 @@ const BUFFERS: usize = 8 << 20;
 /// ```
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct MemoryPlan {
-    /// Weights of the policy that train, in f32, and copies in the dtype of the computation.
+    /// Weights of the policy that train, in f32, and copies in the dtypes of the computation and
+    /// of the draws. Those of completions that are drawn ahead are left out.
     pub weights: usize,
     /// Weights of the policy that do not train, in their form.
     ///
@@ -101,11 +102,16 @@ impl MemoryPlan {
         let lengths = (prompt_tokens, config.sampling.max_new_tokens);
         let cache = model.cache_bytes((drawn.div_ceil(group), group), lengths, drawn_in);
         let plan = learning.plan(model)?;
-        let copies = match (config.own_rollout_dtype(), &config.adapters) {
-            (None, _) => 0,
-            (Some(dtype), None) => all * copy_bytes(dtype),
-            (Some(_), Some(_)) if config.base_weights != BaseWeights::Dense => 0,
-            (Some(dtype), Some(_)) => config.base_weights.num_bytes(model, dtype.into())?,
+        // Of the weights that train, which are f32, and of the frozen ones that are not in blocks.
+        let copies = match config.own_rollout_dtype() {
+            None => 0,
+            Some(dtype) => {
+                let frozen = |dtype| match &config.adapters {
+                    None => Ok(0),
+                    Some(_) => config.base_weights.num_bytes(model, dtype),
+                };
+                plan.weights / 2 + frozen(DType::F32)? - frozen(dtype.into())?
+            }
         };
         Ok(Self {
             weights: plan.weights + copies,
@@ -216,4 +222,51 @@ fn state_bytes(shapes: &[Shape], form: StateForm) -> usize {
 
 fn adapter_shapes(adapters: &LoraConfig, model: &DecoderConfig) -> Result<Vec<Shape>> {
     Ok(adapters.parameter_shapes(model)?.into_values().collect())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn draws_in_another_dtype_take_a_copy_of_what_is_not_in_blocks() -> Result<()> {
+        let model = DecoderConfig {
+            hidden_size: 64,
+            intermediate_size: 64,
+            vocab_size: 100,
+            num_hidden_layers: 1,
+            num_attention_heads: 2,
+            num_key_value_heads: 2,
+            tie_word_embeddings: true,
+            ..DecoderConfig::default()
+        };
+        let all: usize = model
+            .parameter_shapes()
+            .values()
+            .map(Shape::elem_count)
+            .sum();
+        let copies = |mut config: TrainConfig| -> Result<usize> {
+            let plain = MemoryPlan::new(&model, &config, 10)?;
+            config.rollout.dtype = Some(ComputeDType::Bf16);
+            let drawn = MemoryPlan::new(&model, &config, 10)?;
+            assert_eq!(drawn.frozen, plain.frozen);
+            Ok(drawn.weights - plain.weights)
+        };
+        assert_eq!(copies(TrainConfig::default())?, 2 * all);
+
+        let mut config = TrainConfig {
+            adapters: Some(LoraConfig::default()),
+            ..TrainConfig::default()
+        };
+        let adapters: usize = adapter_shapes(&LoraConfig::default(), &model)?
+            .iter()
+            .map(Shape::elem_count)
+            .sum();
+        assert_eq!(copies(config.clone())?, 2 * (all + adapters));
+
+        // The linear maps of the block are in blocks of numbers: seven of 64 x 64.
+        config.base_weights = BaseWeights::Q8_0;
+        assert_eq!(copies(config)?, 2 * (all - 7 * 64 * 64 + adapters));
+        Ok(())
+    }
 }

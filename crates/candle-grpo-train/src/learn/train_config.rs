@@ -280,7 +280,7 @@ impl TrainConfig {
             "be auto or disk unless adapters train",
         )?;
         if let Some(dtype) = self.own_rollout_dtype() {
-            let must = "be absent unless compute_dtype is f32";
+            let must = "be absent or compute_dtype, unless that is f32";
             let trained = self.compute_dtype == ComputeDType::F32;
             check::check(trained, "rollout.dtype", check::Name(&dtype), must)?;
         }

@@ -23,7 +23,7 @@ use crate::{ComputeDType, Interrupted, NotFinite, Progress};
 const PREFILL_TOKENS: usize = 512;
 
 /// Draws completions from a decoder that shares the parameters of the policy: after an optimizer
-/// step it draws from the new policy. [`Self::detached`] draws from a copy instead.
+/// step it draws from the new policy. [`Self::in_dtype`] and [`Self::detached`] draw from copies.
 ///
 /// On the CPU, tokens and log-probs are bit-identical for any batch, order and number of threads.
 ///

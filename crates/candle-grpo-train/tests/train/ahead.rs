@@ -1035,7 +1035,7 @@ fn only_a_policy_in_this_process_that_trains_in_f32_draws_in_another_dtype() {
     config.rollout.dtype = Some(ComputeDType::F32);
     assert_eq!(
         config.validate().unwrap_err().to_string(),
-        "rollout.dtype: f32, must be absent unless compute_dtype is f32"
+        "rollout.dtype: f32, must be absent or compute_dtype, unless that is f32"
     );
     config.rollout.dtype = Some(ComputeDType::Bf16);
     config.validate().unwrap();
