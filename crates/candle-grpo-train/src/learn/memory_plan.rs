@@ -255,10 +255,10 @@ mod tests {
         assert_eq!(copies(TrainConfig::default())?, 2 * all);
 
         let mut config = TrainConfig {
-            adapters: Some(LoraConfig::default()),
+            adapters: Some(LoraConfig::all_linear(8, 16.)),
             ..TrainConfig::default()
         };
-        let adapters: usize = adapter_shapes(&LoraConfig::default(), &model)?
+        let adapters: usize = adapter_shapes(&LoraConfig::all_linear(8, 16.), &model)?
             .iter()
             .map(Shape::elem_count)
             .sum();
