@@ -20,6 +20,6 @@ mod serve;
 mod training;
 
 pub use allocator::{Counting, peak, peak_bytes, restart_peak};
-pub use model::read_model;
+pub use model::{decoder_in, read_model};
 pub use run::main;
 pub use training::training_main;

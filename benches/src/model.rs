@@ -3,7 +3,8 @@
 use std::path::Path;
 
 use anyhow::{Context, Result};
-use candle_grpo_nn::DecoderConfig;
+use candle_core::DType;
+use candle_grpo_nn::{Decoder, DecoderConfig, Parameters};
 
 /// Reads a `config.json`. Without a file: the dimensions of SmolLM2-135M.
 pub fn read_model(file: Option<&Path>) -> Result<DecoderConfig> {
@@ -15,4 +16,14 @@ pub fn read_model(file: Option<&Path>) -> Result<DecoderConfig> {
     let name = file.display();
     let config = std::fs::read(file).with_context(|| format!("{name}"))?;
     DecoderConfig::from_hugging_face(&config).with_context(|| format!("{name}"))
+}
+
+/// Returns a decoder that computes in `dtype`, with the variables of `parameters` in f32 and with
+/// copies in other dtypes.
+pub fn decoder_in(model: &DecoderConfig, parameters: &Parameters, dtype: DType) -> Result<Decoder> {
+    let vb = match dtype {
+        DType::F32 => parameters.detached_var_builder(),
+        dtype => parameters.copied_var_builder(dtype)?.0,
+    };
+    Ok(Decoder::new(model, vb)?)
 }

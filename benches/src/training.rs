@@ -13,7 +13,7 @@ use clap::Parser;
 use serde::Serialize;
 
 use crate::allocator::{peak, restart_peak};
-use crate::model::read_model;
+use crate::model::{decoder_in, read_model};
 
 /// Times forward and backward of a model with random weights
 #[derive(Debug, Parser)]
@@ -142,11 +142,8 @@ impl Step {
     fn new(args: &Args, model: &DecoderConfig) -> Result<Self> {
         let device = Device::Cpu;
         let parameters = Parameters::init(model, 0, &device)?;
-        let vb = match args.dtype {
-            DType::F32 => parameters.detached_var_builder(),
-            dtype => parameters.copied_var_builder(dtype)?.0,
-        };
-        let decoder = Decoder::new(model, vb)?.with_activation_checkpointing(args.checkpointing);
+        let decoder = decoder_in(model, &parameters, args.dtype)?
+            .with_activation_checkpointing(args.checkpointing);
         let output = match args.dtype {
             DType::F32 => parameters.get(decoder.output_name()).cloned(),
             _ => Some(Var::from_tensor(decoder.output_weight())?),

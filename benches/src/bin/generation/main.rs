@@ -14,7 +14,7 @@ use std::time::Instant;
 
 use anyhow::{Context, Result, ensure};
 use candle_core::{DType, Device};
-use candle_grpo_bench::read_model;
+use candle_grpo_bench::{decoder_in, read_model};
 use candle_grpo_nn::{Decoder, DecoderConfig, Parameters};
 use candle_grpo_train::rollout::LocalGenerator;
 use candle_grpo_train::{Prompt, Sampler, SamplingConfig};
@@ -80,11 +80,7 @@ fn main() -> Result<()> {
     let args = Args::parse();
     let model = read_model(args.model.as_deref())?;
     let parameters = Parameters::init(&model, 1, &Device::Cpu)?;
-    let vb = match args.dtype {
-        DType::F32 => parameters.detached_var_builder(),
-        dtype => parameters.copied_var_builder(dtype)?.0,
-    };
-    let decoder = Decoder::new(&model, vb)?;
+    let decoder = decoder_in(&model, &parameters, args.dtype)?;
     if args.parts {
         let report = parts::measure(&model, &parameters, &decoder, args.dtype)?;
         println!("{}", serde_json::to_string_pretty(&report)?);

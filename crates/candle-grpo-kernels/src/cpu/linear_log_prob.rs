@@ -301,16 +301,16 @@ pub(crate) struct States<'a> {
     halves: bool,
 }
 
-type CopyRows<'a> = dyn Fn(Range<usize>, &mut Copy) + 'a;
+type CopyRows<'a> = dyn Fn(Range<usize>, &mut CopiedRows) + 'a;
 
 /// A copy of some rows. One of the vectors has them, the other is empty.
 #[derive(Default)]
-struct Copy {
+struct CopiedRows {
     singles: Vec<f32>,
     halves: Vec<bf16>,
 }
 
-impl Copy {
+impl CopiedRows {
     fn numbers(&self) -> Numbers<'_> {
         match self.halves.is_empty() {
             true => Numbers::Singles(&self.singles),
@@ -367,7 +367,7 @@ impl<W: Element> Layer<'_, W> {
             return;
         }
         // A copy of the hidden states of a tile, and its rows.
-        let (mut copied, mut copied_rows) = (Copy::default(), 0..0);
+        let (mut copied, mut copied_rows) = (CopiedRows::default(), 0..0);
         // Whole blocks: the sums of a row do not depend on the tiles.
         let widest = self.tile_columns(tile_rows, TILE_LOGITS, BLOCK);
         let last = match W::as_f32_mut(weight_gradient) {
@@ -447,17 +447,10 @@ impl<W: Element> Layer<'_, W> {
     /// Returns the weight at these columns, in `buffer` if needed.
     fn weight_at<'b>(&'b self, columns: &Range<usize>, buffer: &'b mut Vec<f32>) -> Numbers<'b> {
         let weight = &self.weight[columns.start * self.width..columns.end * self.width];
-        match (W::as_f32(weight), W::as_bf16(weight)) {
-            (Some(weight), _) => return Numbers::Singles(weight),
-            (_, Some(weight)) if self.hidden.halves => return Numbers::Halves(weight),
-            _ => {}
+        match self.hidden.halves {
+            true => Numbers::of(weight, buffer),
+            false => Numbers::widened(weight, buffer),
         }
-        buffer.resize(weight.len(), 0.0);
-        buffer
-            .par_chunks_mut(self.width)
-            .zip(weight.par_chunks(self.width))
-            .for_each(|(target, weight)| W::widen(weight, target));
-        Numbers::Singles(buffer)
     }
 }
 

@@ -410,15 +410,8 @@ fn pack_rows<S: Simd, W: Word>(
     while first < rows.end {
         let height = height::<S>(rows.end - first);
         let tile = &mut target[(first - rows.start) * words..][..height * words];
-        for (k, tile) in inner
-            .clone()
-            .step_by(W::NUMBERS)
-            .zip(tile.chunks_exact_mut(height))
-        {
-            let at = |k: usize| &numbers[first * a.row_stride + k * a.column_stride..];
-            let next = (W::NUMBERS == 2 && k + 1 < inner.end).then(|| at(k + 1));
-            W::words(at(k), next, a.row_stride, tile);
-        }
+        a.t()
+            .pack_words(numbers, &(first..first + height), inner, tile);
         first += height;
     }
 }

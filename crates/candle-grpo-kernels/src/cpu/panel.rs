@@ -57,14 +57,31 @@ impl Columns for Matrix<'_> {
         panel: &mut [f32],
         _wide: &mut Vec<f32>,
     ) {
-        let Some(numbers) = W::numbers(self.numbers).filter(|_| !inner.is_empty()) else {
+        let Some(numbers) = W::numbers(self.numbers) else {
             return;
         };
-        let at = |k: usize| &numbers[k * self.row_stride + columns.start * self.column_stride..];
-        if self.row_stride == 1 {
-            let (source, stride) = (at(inner.start), self.column_stride);
+        if self.row_stride == 1 && !inner.is_empty() {
+            let stride = self.column_stride;
+            let source = &numbers[inner.start + columns.start * stride..];
             return transpose::<W, W>(source, stride, columns.len(), panel, inner.len());
         }
+        self.pack_words(numbers, columns, inner, panel);
+    }
+}
+
+impl Matrix<'_> {
+    /// [`Columns::pack`] for a panel of any width. `numbers` are those of the matrix.
+    pub(super) fn pack_words<W: Word>(
+        &self,
+        numbers: &[W],
+        columns: &Range<usize>,
+        inner: &Range<usize>,
+        panel: &mut [f32],
+    ) {
+        if inner.is_empty() {
+            return;
+        }
+        let at = |k: usize| &numbers[k * self.row_stride + columns.start * self.column_stride..];
         let width = panel.len() / inner.len().div_ceil(W::NUMBERS);
         for (k, target) in inner
             .clone()

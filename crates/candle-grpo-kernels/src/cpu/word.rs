@@ -18,13 +18,18 @@ pub(crate) enum Numbers<'a> {
 }
 
 impl<'a> Numbers<'a> {
-    /// Returns `source` as the processor multiplies it: in bf16 or, in `buffer` if needed, in f32.
+    /// Returns `source` as the processor multiplies it: in bf16, or [widened](Self::widened).
     pub(super) fn of<T: Element>(source: &'a [T], buffer: &'a mut Vec<f32>) -> Self {
         if let Some(halves) = T::as_bf16(source)
             && multiplies_pairs()
         {
             return Self::Halves(halves);
         }
+        Self::widened(source, buffer)
+    }
+
+    /// Returns `source` in f32, in `buffer` if needed.
+    pub(super) fn widened<T: Element>(source: &'a [T], buffer: &'a mut Vec<f32>) -> Self {
         if let Some(singles) = T::as_f32(source) {
             return Self::Singles(singles);
         }

@@ -37,13 +37,15 @@ impl<'a> GradSink<'a> {
         a: &Tensor,
         b: &Tensor,
     ) -> Result<()> {
-        match self.gradients.get(&weight.name) {
-            Some(sum) if a.dtype() != DType::F64 => add_matmul(sum, a, b),
-            None if matches!(a.dtype(), DType::BF16 | DType::F16) => match self.sum(weight)? {
+        let is_first = self.gradients.get(&weight.name).is_none();
+        match a.dtype() {
+            DType::F64 => self.add(weight, || a.matmul(b)),
+            // The product is the sum. In bf16 or f16 it would be rounded.
+            DType::F32 if is_first => self.add(weight, || a.matmul(b)),
+            _ => match self.sum(weight)? {
                 Some(sum) => add_matmul(sum, a, b),
                 None => Ok(()),
             },
-            _ => self.add(weight, || a.matmul(b)),
         }
     }
 
