@@ -32,6 +32,7 @@
 //! | [`embedding`](embedding()), [`RowMap`] | rows of a table by id, and sums of rows | yes |
 //! | [`adamw`](adamw()) | one AdamW step over all parameters, in place | yes |
 //! | [`squared_gradient_norms`], [`scale_gradients`] | clipping by the global norm | yes |
+//! | [`add`](add()) | the sum of two tensors | no |
 //! | [`add_bias`](add_bias()) | the biases of several linear maps | yes |
 //! | [`add_matmul`](add_matmul()), [`matmul`] | a matrix product, added to a sum in place or new | cuBLAS |
 //! | [`linear_rows`](linear_rows()) | several linear maps with independent rows, for decoding | cuBLAS |
@@ -64,6 +65,7 @@
 struct Readme;
 
 mod adamw;
+mod add;
 mod add_bias;
 mod add_matmul;
 mod attention;
@@ -100,6 +102,7 @@ mod soft_cap;
 mod swiglu;
 
 pub use adamw::{AdamWStep, AdamWTensors, adamw};
+pub use add::add;
 pub use add_bias::{add_bias, add_bias_gradient};
 pub use add_matmul::{add_matmul, matmul};
 pub use attention::{CausalAttention, Sequences, attention, attention_gradient};

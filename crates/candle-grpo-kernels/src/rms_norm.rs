@@ -86,7 +86,7 @@ pub fn add_rms_norm(
             epsilon as f32,
         );
     }
-    let sum = (x + change)?;
+    let sum = crate::add(x, change)?;
     let y = rms_norm(&sum, weight, epsilon)?;
     Ok((sum, y))
 }

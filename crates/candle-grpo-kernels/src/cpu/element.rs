@@ -6,7 +6,11 @@ use candle_core::WithDType;
 use half::slice::HalfFloatSliceExt;
 use half::vec::HalfBitsVecExt;
 use half::{bf16, f16};
+use pulp::{Arch, Simd, WithSimd};
 use rayon::prelude::*;
+
+use super::output;
+use super::slice::CHUNK;
 
 /// A float of up to 32 bits.
 pub(crate) trait Element: WithDType + Sync {
@@ -60,7 +64,17 @@ pub(crate) trait Element: WithDType + Sync {
 
     /// Rounds `source`, on all cores.
     fn rounded(source: Vec<f32>) -> Vec<Self> {
-        source.into_par_iter().map(Self::nearest).collect()
+        let fill = |target: &mut [MaybeUninit<Self>]| {
+            target
+                .par_chunks_mut(CHUNK)
+                .zip(source.par_chunks(CHUNK))
+                .for_each(|(target, source)| Arch::new().dispatch(Round { source, target }));
+        };
+        // SAFETY: the chunks cover the result, and each chunk is written completely.
+        #[allow(unsafe_code)]
+        unsafe {
+            output::filled(source.len(), fill)
+        }
     }
 
     /// Rounds `source` to `target`, of the same length.
@@ -69,6 +83,20 @@ pub(crate) trait Element: WithDType + Sync {
         for (target, &value) in target.iter_mut().zip(source) {
             target.write(Self::nearest(value));
         }
+    }
+}
+
+struct Round<'a, T> {
+    source: &'a [f32],
+    target: &'a mut [MaybeUninit<T>],
+}
+
+impl<T: Element> WithSimd for Round<'_, T> {
+    type Output = ();
+
+    #[inline(always)]
+    fn with_simd<S: Simd>(self, _: S) {
+        T::write(self.source, self.target);
     }
 }
 

@@ -5,9 +5,10 @@
 //! rows and columns, or on the number of cores. In f32, they do not depend on the width of the
 //! vectors.
 //!
-//! bf16 are multiplied in pairs on processors with the instruction for it ([`pairs`]), and in f32
-//! on others.
+//! bf16 are multiplied in tiles or in pairs on processors with instructions for it ([`amx`],
+//! [`pairs`]), and in f32 on others.
 //!
+//! [`amx`]: super::amx
 //! [`pairs`]: super::word::multiplies_pairs
 //!
 //! A task multiplies some rows by some columns. It packs up to [`WIDEST`] columns into a panel,
@@ -21,9 +22,13 @@ use half::bf16;
 use pulp::{Simd, WithSimd};
 use rayon::prelude::*;
 
+#[cfg(target_arch = "x86_64")]
+use super::amx;
 use super::element::Element;
 use super::panel::{Columns, UNIT, WIDEST};
 use super::slice;
+#[cfg(target_arch = "x86_64")]
+use super::tiles::{RunTiles, TileTarget};
 use super::word::{Numbers, Word};
 
 /// Rows of a task, at most. Packed, they and a panel fit in the L2 cache.
@@ -37,6 +42,11 @@ const FEW: usize = 4;
 
 /// Words that are packed at a time for few rows: a multiple of each quantized block.
 const SHORT: usize = 256;
+
+/// Numbers that are packed at a time for tiles of AMX, at most. A panel of them has the size of the
+/// L1 cache.
+#[cfg(target_arch = "x86_64")]
+const TILE_DEPTH: usize = 3 * SHORT;
 
 /// Rows of a tile with 32 vector registers. With 3 vectors of columns these are 24 sums.
 const TILE: usize = 8;
@@ -224,12 +234,29 @@ impl<'a, B: Columns> Product<'a, B> {
         }
     }
 
+    /// Returns whether the factors are multiplied in tiles of AMX.
+    fn in_tiles(&self) -> bool {
+        #[cfg(target_arch = "x86_64")]
+        return matches!(self.a.numbers, Numbers::Halves(_)) && amx::is_available();
+        #[cfg(not(target_arch = "x86_64"))]
+        false
+    }
+
+    /// Returns the width of the widest panel.
+    fn widest(&self) -> usize {
+        #[cfg(target_arch = "x86_64")]
+        if self.in_tiles() {
+            return amx::BLOCK;
+        }
+        WIDEST
+    }
+
     /// Splits the product into at least `wanted` tasks, if its size permits.
     fn tasks(&self, wanted: usize) -> Vec<Task<'_, 'a, B>> {
         let columns = self.b.len();
         // Panels of about the same width, in units that every vector width divides.
         let units = columns.div_ceil(UNIT);
-        let panels = units.div_ceil(WIDEST / UNIT);
+        let panels = units.div_ceil(self.widest() / UNIT);
         let parts = self.a.rows.div_ceil(ROWS);
         let groups = wanted.div_ceil(parts.max(1)).clamp(1, panels.max(1));
         let bound = |index: usize, of: usize, len: usize| index * len / of;
@@ -283,6 +310,8 @@ struct Task<'p, 'a, B> {
 impl<B: Columns> Task<'_, '_, B> {
     fn run(&self, scratch: &mut Scratch) {
         match self.product.a.numbers {
+            #[cfg(target_arch = "x86_64")]
+            Numbers::Halves(_) if self.product.in_tiles() => self.run_in_tiles(scratch),
             Numbers::Singles(numbers) => f32::dispatch(Run {
                 task: self,
                 numbers,
@@ -297,15 +326,62 @@ impl<B: Columns> Task<'_, '_, B> {
     }
 }
 
+#[cfg(target_arch = "x86_64")]
+impl<B: Columns> Task<'_, '_, B> {
+    /// [`Self::run`] for bf16 in tiles of AMX.
+    fn run_in_tiles(&self, scratch: &mut Scratch) {
+        let Self {
+            product,
+            rows,
+            panels,
+        } = self;
+        let (Some(first), Some(last)) = (panels.first(), panels.last()) else {
+            return;
+        };
+        let target = |row_stride, column_stride| TileTarget {
+            first: product.target,
+            row_stride,
+            column_stride,
+            add: product.add,
+        };
+        // For few rows, the time is that of reading `b`. The transpose of the product reads its
+        // columns as they lie in memory.
+        if rows.len() <= amx::BLOCK
+            && let Some(left) = product.b.as_rows()
+        {
+            return bf16::dispatch(RunTiles {
+                left: &left,
+                rows: first.start..last.end,
+                right: &product.a.t(),
+                panels: std::slice::from_ref(rows),
+                target: target(1, product.row_stride),
+                depth: left.columns,
+                scratch,
+            });
+        }
+        // Parts of about the same length, at multiples of each quantized block.
+        let parts = product.a.columns.div_ceil(TILE_DEPTH).max(1);
+        bf16::dispatch(RunTiles {
+            left: &product.a,
+            rows: rows.clone(),
+            right: &product.b,
+            panels,
+            target: target(product.row_stride, 1),
+            depth: product.a.columns.div_ceil(parts).next_multiple_of(SHORT),
+            scratch,
+        });
+    }
+}
+
 /// Buffers of a task.
 #[derive(Default)]
-struct Scratch {
-    /// Words of rows of `a` in tiles, unless their entries are adjacent.
-    a: Vec<f32>,
+pub(super) struct Scratch {
+    /// Words of rows of `a` in tiles or blocks, unless their entries are adjacent.
+    pub(super) a: Vec<f32>,
     /// A panel of `b`.
-    panel: Vec<f32>,
+    pub(super) panel: Vec<f32>,
     /// Numbers of `b` in f32, for its own use.
-    wide: Vec<f32>,
+    pub(super) wide: Vec<f32>,
 }
 
 struct Run<'r, 'p, 'a, W, B> {

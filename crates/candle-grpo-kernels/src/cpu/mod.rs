@@ -1,6 +1,9 @@
 //! CPU paths, with SIMD chosen at run time and rows distributed over all cores.
 
 pub(crate) mod adamw;
+pub(crate) mod add;
+#[cfg(target_arch = "x86_64")]
+mod amx;
 pub(crate) mod attention;
 pub(crate) mod causal_conv;
 pub(crate) mod delta_states;
@@ -22,6 +25,8 @@ pub(crate) mod rope;
 mod simd;
 mod slice;
 pub(crate) mod swiglu;
+#[cfg(target_arch = "x86_64")]
+mod tiles;
 pub(crate) mod token_filters;
 mod word;
 

@@ -26,6 +26,11 @@ pub(super) trait Columns: Sync {
     /// Returns whether `a` can be multiplied by the columns.
     fn fits(&self, a: &Matrix) -> bool;
 
+    /// Returns the transpose, if the bf16 of each column are adjacent in memory.
+    fn as_rows(&self) -> Option<Matrix<'_>> {
+        None
+    }
+
     /// Writes some entries of some columns to `panel` `[words of inner, width]`, and zeros after
     /// them. The inner indices start at a multiple of the length of any quantized block.
     fn pack<W: Word>(
@@ -50,6 +55,11 @@ impl Columns for Matrix<'_> {
         same && self.rows == a.columns && self.in_bounds()
     }
 
+    fn as_rows(&self) -> Option<Matrix<'_>> {
+        (self.row_stride == 1).then(|| self.t())
+    }
+
+    #[inline(always)]
     fn pack<W: Word>(
         &self,
         columns: &Range<usize>,
@@ -71,6 +81,9 @@ impl Columns for Matrix<'_> {
 
 impl Matrix<'_> {
     /// [`Columns::pack`] for a panel of any width. `numbers` are those of the matrix.
+    ///
+    /// Inlined, for the vectors of the caller.
+    #[inline(always)]
     pub(super) fn pack_words<W: Word>(
         &self,
         numbers: &[W],
@@ -136,6 +149,14 @@ impl<T: Element> Columns for WeightRows<'_, T> {
         inputs == a.columns && (matches!(a.numbers, Numbers::Singles(_)) || T::DTYPE == DType::BF16)
     }
 
+    fn as_rows(&self) -> Option<Matrix<'_>> {
+        let Self::Elements(elements, inputs) = *self else {
+            return None;
+        };
+        let numbers = Numbers::Halves(T::as_bf16(elements)?);
+        Some(Matrix::of(numbers, elements.len() / inputs, inputs, inputs))
+    }
+
     fn pack<W: Word>(
         &self,
         columns: &Range<usize>,
@@ -185,7 +206,7 @@ fn row_bytes(block_type: GgmlDType, numbers: usize) -> usize {
 
 /// Writes `columns` columns of `depth` adjacent entries, which start `stride` apart in `source`, to
 /// `panel` `[words, width]`, and zeros after them.
-fn transpose<T: Element, W: Word>(
+pub(super) fn transpose<T: Element, W: Word>(
     source: &[T],
     stride: usize,
     columns: usize,

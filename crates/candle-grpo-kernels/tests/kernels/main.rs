@@ -1,6 +1,7 @@
 //! Tests of the operators, on every device.
 
 mod adamw;
+mod add;
 mod add_bias;
 mod add_matmul;
 mod attention;

@@ -1,6 +1,7 @@
 //! One block of a decoder.
 
 use candle_core::{Result, Tensor, bail};
+use candle_grpo_kernels::add;
 use candle_nn::VarBuilder;
 
 use crate::model::architecture::{BlockPlan, ChannelPlan, SublayerPlan, TokenMixerPlan};
@@ -257,7 +258,7 @@ impl<M: Mixer> Sublayer<M> {
         let (x, input) = match (&self.before, change) {
             (Some(before), change) => before.forward_sum(x, change)?,
             (None, Some(change)) => {
-                let x = (x + change)?;
+                let x = add(x, change)?;
                 (x.clone(), x)
             }
             (None, None) => (x.clone(), x.clone()),
@@ -296,8 +297,8 @@ impl<M: Mixer> Sublayer<M> {
         }
         let of_input = self.mixer.backward(&input, mixer, pass, &of_mixed, sink)?;
         match &self.before {
-            Some(before) => gradient + before.backward(&x, &of_input, sink)?,
-            None => gradient + of_input,
+            Some(before) => add(&gradient, &before.backward(&x, &of_input, sink)?),
+            None => add(&gradient, &of_input),
         }
     }
 }

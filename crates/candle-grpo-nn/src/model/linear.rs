@@ -1,7 +1,7 @@
 //! Linear maps, with a bias and a low-rank adapter where there is one.
 
 use candle_core::{DType, Result, Tensor, bail};
-use candle_grpo_kernels::{add_bias, add_matmul, linear_rows, matmul};
+use candle_grpo_kernels::{add, add_bias, add_matmul, linear_rows, matmul};
 use candle_nn::VarBuilder;
 
 use crate::model::architecture::{MapPlan, MapsPlan};
@@ -274,6 +274,6 @@ fn plus_product(sum: Option<Tensor>, a: &Tensor, b: &Tensor) -> Result<Tensor> {
             add_matmul(&sum, a, b)?;
             Ok(sum)
         }
-        Some(sum) => sum + matmul(a, b)?,
+        Some(sum) => add(&sum, &matmul(a, b)?),
     }
 }

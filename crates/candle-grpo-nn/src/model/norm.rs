@@ -1,7 +1,7 @@
 //! Root mean square normalization.
 
 use candle_core::{Result, Tensor};
-use candle_grpo_kernels::{add_rms_norm, arithmetic_dtype, rms_norm, rms_norm_gradient};
+use candle_grpo_kernels::{add, add_rms_norm, arithmetic_dtype, rms_norm, rms_norm_gradient};
 use candle_nn::VarBuilder;
 
 use crate::model::architecture::NormPlan;
@@ -44,7 +44,7 @@ impl RmsNorm {
                 add_rms_norm(x, change, &self.weight.tensor, self.epsilon)
             }
             Some(change) => {
-                let sum = (x + change)?;
+                let sum = add(x, change)?;
                 let y = self.forward(&sum)?;
                 Ok((sum, y))
             }

@@ -1,0 +1,67 @@
+//! The sum of two tensors.
+
+use candle_core::{CpuStorage, CustomOp2, DType, Layout, Result, Shape, Tensor, WithDType};
+
+use crate::cpu::{self, with_floats};
+use crate::{check, path};
+
+/// Computes `a + b`, for tensors of one shape and one float dtype.
+///
+/// bf16 and f16 on the CPU are added with SIMD, and other tensors by Candle. Both inputs have
+/// gradients.
+///
+/// # Errors
+///
+/// Fails on other shapes and dtypes.
+///
+/// ```
+/// use candle_core::{DType, Device, Tensor};
+/// use candle_grpo_kernels::add;
+///
+/// let a = Tensor::new(&[1f32, 2.], &Device::Cpu)?.to_dtype(DType::BF16)?;
+/// assert_eq!(add(&a, &a)?.to_dtype(DType::F32)?.to_vec1::<f32>()?, [2., 4.]);
+/// # Ok::<(), candle_core::Error>(())
+/// ```
+pub fn add(a: &Tensor, b: &Tensor) -> Result<Tensor> {
+    check::float("a", a)?;
+    check::same_shape("b", b, "a", a)?;
+    check::same_dtype("b", b, "a", a)?;
+    check::same_device(&[("a", a), ("b", b)])?;
+    if !path::is_fused_on_cpu(a) || a.dtype() == DType::F32 {
+        return a + b;
+    }
+    a.contiguous()?.apply_op2(&b.contiguous()?, Add)
+}
+
+struct Add;
+
+impl CustomOp2 for Add {
+    fn name(&self) -> &'static str {
+        "add"
+    }
+
+    fn cpu_fwd(
+        &self,
+        a: &CpuStorage,
+        a_layout: &Layout,
+        b: &CpuStorage,
+        b_layout: &Layout,
+    ) -> Result<(CpuStorage, Shape)> {
+        let (a_range, b_range) = (cpu::range(a_layout)?, cpu::range(b_layout)?);
+        let sum = with_floats!(a, "a", a => {
+            let b = &b.as_slice()?[b_range];
+            WithDType::to_cpu_storage_owned(cpu::add::forward(&a[a_range], b))
+        });
+        Ok((sum, a_layout.shape().clone()))
+    }
+
+    fn bwd(
+        &self,
+        _a: &Tensor,
+        _b: &Tensor,
+        _sum: &Tensor,
+        gradient: &Tensor,
+    ) -> Result<(Option<Tensor>, Option<Tensor>)> {
+        Ok((Some(gradient.clone()), Some(gradient.clone())))
+    }
+}
