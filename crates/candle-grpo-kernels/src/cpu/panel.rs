@@ -241,16 +241,17 @@ pub(super) fn transpose<T: Element, W: Word>(
                 };
             }
         }
+        if here < UNIT {
+            for row in panel.chunks_exact_mut(width) {
+                row[first..first + UNIT].fill(0.0);
+            }
+        }
         // Squares of this size stay in the L1 cache.
         while k < words {
             let until = words.min(k + UNIT);
-            for column in 0..UNIT {
+            for column in 0..here {
                 let targets = panel[k * width + first + column..].iter_mut();
                 let targets = targets.step_by(width).take(until - k);
-                if column >= here {
-                    targets.for_each(|target| *target = 0.0);
-                    continue;
-                }
                 let entries =
                     &source[column * stride..][k * W::NUMBERS..depth.min(until * W::NUMBERS)];
                 for (target, word) in targets.zip(entries.chunks(W::NUMBERS)) {

@@ -114,6 +114,13 @@ impl<C: Columns> WithSimd for RunTiles<'_, '_, C> {
                 right.pack::<bf16>(columns, &inner, used, wide);
                 padding.fill(0.0);
                 for first in rows.clone().step_by(BLOCK) {
+                    if panels.len() == 1 {
+                        // The rows are read once, from memory.
+                        let next = first + BLOCK..rows.end.min(first + 2 * BLOCK);
+                        next.for_each(|row| {
+                            prefetch(&numbers[row * left.row_stride..][inner.clone()])
+                        });
+                    }
                     let rows = first..rows.end.min(first + BLOCK);
                     let a = if copied.contains(&first) {
                         let copy = &packed[(first - copied.start) / BLOCK * block_len..];
@@ -143,6 +150,21 @@ impl<C: Columns> WithSimd for RunTiles<'_, '_, C> {
                     }
                 }
             }
+        }
+    }
+}
+
+/// Starts to load numbers into the L2 cache.
+#[inline(always)]
+fn prefetch(numbers: &[bf16]) {
+    use std::arch::x86_64::{_MM_HINT_T1, _mm_prefetch};
+
+    const LINE: usize = 32;
+    for line in numbers.chunks(LINE) {
+        // SAFETY: a prefetch does not access memory.
+        #[allow(unsafe_code)]
+        unsafe {
+            _mm_prefetch::<_MM_HINT_T1>(line.as_ptr().cast());
         }
     }
 }
