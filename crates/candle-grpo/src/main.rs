@@ -8,8 +8,8 @@ mod cli;
 #[global_allocator]
 static ALLOCATOR: mimalloc::MiMalloc = mimalloc::MiMalloc;
 
-/// `mi_option_purge_delay` in `mimalloc.h`: milliseconds until unused pages return to the system, or
-/// -1 for never.
+/// `mi_option_purge_delay` in `mimalloc.h`: milliseconds until unused pages return to the system,
+/// or -1 for never.
 const PURGE_DELAY: libmimalloc_sys::mi_option_t = 15;
 
 fn main() -> ExitCode {
@@ -19,8 +19,8 @@ fn main() -> ExitCode {
     unsafe {
         std::env::set_var("RUST_LIB_BACKTRACE", "0");
     }
-    // A step allocates what the step before it freed. Without new pages it is faster by a tenth. An
-    // environment variable, MIMALLOC_PURGE_DELAY, takes precedence. SAFETY: as above.
+    // A step allocates what the step before it freed, and new pages are expensive. The environment
+    // variable MIMALLOC_PURGE_DELAY takes precedence. SAFETY: no other thread runs yet.
     #[expect(unsafe_code, reason = "a call of C")]
     unsafe {
         libmimalloc_sys::mi_option_set_default(PURGE_DELAY, -1);

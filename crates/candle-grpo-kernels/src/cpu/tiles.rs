@@ -114,7 +114,7 @@ impl<C: Columns> WithSimd for RunTiles<'_, '_, C> {
                 right.pack::<bf16>(columns, &inner, used, wide);
                 padding.fill(0.0);
                 for first in rows.clone().step_by(BLOCK) {
-                    if panels.len() == 1 {
+                    if whole && panels.len() == 1 {
                         // The rows are read once, from memory.
                         let next = first + BLOCK..rows.end.min(first + 2 * BLOCK);
                         next.for_each(|row| {
