@@ -20,11 +20,11 @@ demo-short: ## a shorter demo, half a minute: fails unless the policy learns
 
 demo-llm: model ## train SmolLM2-135M-Instruct to add two-digit numbers on the CPU: runs/addition-llm-SEED (docs/llm.md)
 	@sed 's/^seed: 0/seed: $(SEED)/; s/^run_dir: .*/&-$(SEED)/' examples/addition-llm/run.yaml > target/addition-llm.yaml
-	MIMALLOC_PURGE_DELAY=-1 $(CARGO) run --release --locked -p candle-grpo -- train --resume target/addition-llm.yaml
+	$(CARGO) run --release --locked -p candle-grpo -- train --resume target/addition-llm.yaml
 
 demo-qlora: model ## the same with adapters over weights in Q8_0: runs/addition-qlora-SEED
 	@sed 's/^seed: 0/seed: $(SEED)/; s/^run_dir: .*/&-$(SEED)/' examples/addition-llm/qlora.yaml > target/addition-qlora.yaml
-	MIMALLOC_PURGE_DELAY=-1 $(CARGO) run --release --locked -p candle-grpo -- train --resume target/addition-qlora.yaml
+	$(CARGO) run --release --locked -p candle-grpo -- train --resume target/addition-qlora.yaml
 
 eval-llm: model ## evaluate SmolLM2-135M-Instruct on GSM8K and SVAMP; DATA=data has the folders gsm8k and svamp
 	@for name in gsm8k svamp; do \
