@@ -235,11 +235,9 @@ impl<'a, B: Columns> Product<'a, B> {
     }
 
     /// Returns whether the factors are multiplied in tiles of AMX.
+    #[cfg(target_arch = "x86_64")]
     fn in_tiles(&self) -> bool {
-        #[cfg(target_arch = "x86_64")]
-        return matches!(self.a.numbers, Numbers::Halves(_)) && amx::is_available();
-        #[cfg(not(target_arch = "x86_64"))]
-        false
+        matches!(self.a.numbers, Numbers::Halves(_)) && amx::is_available()
     }
 
     /// Returns the width of the widest panel.

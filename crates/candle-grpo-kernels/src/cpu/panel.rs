@@ -27,6 +27,7 @@ pub(super) trait Columns: Sync {
     fn fits(&self, a: &Matrix) -> bool;
 
     /// Returns the transpose, if the bf16 of each column are adjacent in memory.
+    #[cfg(target_arch = "x86_64")]
     fn as_rows(&self) -> Option<Matrix<'_>> {
         None
     }
@@ -55,6 +56,7 @@ impl Columns for Matrix<'_> {
         same && self.rows == a.columns && self.in_bounds()
     }
 
+    #[cfg(target_arch = "x86_64")]
     fn as_rows(&self) -> Option<Matrix<'_>> {
         (self.row_stride == 1).then(|| self.t())
     }
@@ -149,6 +151,7 @@ impl<T: Element> Columns for WeightRows<'_, T> {
         inputs == a.columns && (matches!(a.numbers, Numbers::Singles(_)) || T::DTYPE == DType::BF16)
     }
 
+    #[cfg(target_arch = "x86_64")]
     fn as_rows(&self) -> Option<Matrix<'_>> {
         let Self::Elements(elements, inputs) = *self else {
             return None;
