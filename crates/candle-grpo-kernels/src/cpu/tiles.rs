@@ -126,8 +126,9 @@ impl<C: Columns> WithSimd for RunTiles<'_, '_, C> {
                         let copy = &packed[(first - copied.start) / BLOCK * block_len..];
                         (copy.as_ptr().cast(), steps * STEP * size_of::<f32>())
                     } else {
-                        let row = &numbers[first * left.row_stride + inner.start..];
-                        (row.as_ptr().cast(), left.row_stride * size_of::<bf16>())
+                        let block = &numbers[first * left.row_stride + inner.start..]
+                            [..(BLOCK - 1) * left.row_stride + inner.len()];
+                        (block.as_ptr().cast(), left.row_stride * size_of::<bf16>())
                     };
                     let add = target.add || part > 0;
                     let full = rows.len() == BLOCK && columns.len() == BLOCK;
