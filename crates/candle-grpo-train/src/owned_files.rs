@@ -129,6 +129,7 @@ impl Owned {
     }
 
     /// Returns whether `path` is a folder, and the list has its name as that of a folder.
+    #[cfg(feature = "engines")]
     pub(crate) fn owns_folder(self, path: &Path) -> bool {
         let name = path.file_name().and_then(|name| name.to_str());
         let listed = name.and_then(|name| self.entry(name));

@@ -14,6 +14,7 @@
 //! A task multiplies some rows by some columns. It packs up to [`WIDEST`] columns into a panel,
 //! whose entries of one inner index are adjacent, and keeps a tile of sums in registers.
 
+use std::cell::Cell;
 use std::marker::PhantomData;
 use std::ops::Range;
 
@@ -281,9 +282,8 @@ pub(super) fn run<B: Columns>(products: &[Product<B>], share: bool) {
     let work = |product: &Product<B>| product.a.rows * product.a.columns * product.b.len();
     let all: usize = products.iter().map(work).sum();
     if !share || all < WORTH_SHARING {
-        let scratch = &mut Scratch::default();
         for task in products.iter().flat_map(|product| product.tasks(1)) {
-            task.run(scratch);
+            task.run();
         }
         return;
     }
@@ -292,10 +292,7 @@ pub(super) fn run<B: Columns>(products: &[Product<B>], share: bool) {
         .iter()
         .flat_map(|product| product.tasks((wanted * work(product)).div_ceil(all)))
         .collect();
-    tasks
-        .par_iter()
-        .with_max_len(1)
-        .for_each_init(Scratch::default, |scratch, task| task.run(scratch));
+    tasks.par_iter().with_max_len(1).for_each(Task::run);
 }
 
 /// Some rows times some panels.
@@ -306,7 +303,11 @@ struct Task<'p, 'a, B> {
 }
 
 impl<B: Columns> Task<'_, '_, B> {
-    fn run(&self, scratch: &mut Scratch) {
+    fn run(&self) {
+        Scratch::with(|scratch| self.run_with(scratch));
+    }
+
+    fn run_with(&self, scratch: &mut Scratch) {
         match self.product.a.numbers {
             #[cfg(target_arch = "x86_64")]
             Numbers::Halves(_) if self.product.in_tiles() => self.run_in_tiles(scratch),
@@ -375,11 +376,41 @@ impl<B: Columns> Task<'_, '_, B> {
 #[derive(Default)]
 pub(super) struct Scratch {
     /// Words of rows of `a` in tiles or blocks, unless their entries are adjacent.
-    pub(super) a: Vec<f32>,
+    pub(super) a: Buffer,
     /// A panel of `b`.
-    pub(super) panel: Vec<f32>,
+    pub(super) panel: Buffer,
     /// Numbers of `b` in f32, for its own use.
     pub(super) wide: Vec<f32>,
+}
+
+impl Scratch {
+    /// Calls `f` with the buffers of this thread. They have a bounded size, and new memory takes
+    /// longer than a small product.
+    fn with(f: impl FnOnce(&mut Self)) {
+        thread_local! {
+            static SCRATCH: Cell<Scratch> = Cell::default();
+        }
+        let mut scratch = SCRATCH.take();
+        f(&mut scratch);
+        SCRATCH.set(scratch);
+    }
+}
+
+/// Memory that keeps its length. Vectors at multiples of their length do not cross cache lines.
+#[derive(Default)]
+pub(super) struct Buffer(Vec<f32>);
+
+impl Buffer {
+    /// Returns the first `len` numbers. Their values are not defined.
+    pub(super) fn first(&mut self, len: usize) -> &mut [f32] {
+        const LINE: usize = 64;
+        let most = len + LINE / size_of::<f32>();
+        if self.0.len() < most {
+            self.0.resize(most, 0.0);
+        }
+        let start = self.0.as_ptr().align_offset(LINE);
+        &mut self.0[start..][..len]
+    }
 }
 
 struct Run<'r, 'p, 'a, W, B> {
@@ -400,7 +431,7 @@ impl<W: Word, B: Columns> WithSimd for Run<'_, '_, '_, W, B> {
             scratch,
         } = self;
         let Scratch {
-            a: tiles,
+            a: copy,
             panel,
             wide,
         } = scratch;
@@ -425,12 +456,12 @@ impl<W: Word, B: Columns> WithSimd for Run<'_, '_, '_, W, B> {
             let inner = part * depth..a.columns.min((part + 1) * depth);
             let words = inner.len().div_ceil(W::NUMBERS);
             if packed && number == 0 {
-                pack_rows::<S, W>(numbers, a, rows, &inner, tiles);
+                let copy = copy.first(rows.len() * words);
+                pack_rows::<S, W>(numbers, a, rows, &inner, copy);
             }
             let columns = &panels[number];
             let width = columns.len().next_multiple_of(UNIT);
-            panel.resize(panel.len().max(width * words), 0.0);
-            let panel = &mut panel[..width * words];
+            let panel = panel.first(width * words);
             product.b.pack::<W>(columns, &inner, panel, wide);
             let mut first = rows.start;
             while first < rows.end {
@@ -446,8 +477,9 @@ impl<W: Word, B: Columns> WithSimd for Run<'_, '_, '_, W, B> {
                     add: product.add || part > 0,
                 };
                 let rows = if packed {
-                    let tiles = &tiles[(first - rows.start) * words..];
-                    Rows::new(tiles, height, words, 1, height)
+                    let copy = copy.first(rows.len() * words);
+                    let copy = &copy[(first - rows.start) * words..];
+                    Rows::new(copy, height, words, 1, height)
                 } else {
                     let numbers = &numbers[first * a.row_stride + inner.start..];
                     Rows::new(numbers, height, words, a.row_stride, W::NUMBERS)
@@ -476,10 +508,9 @@ fn pack_rows<S: Simd, W: Word>(
     a: &Matrix,
     rows: &Range<usize>,
     inner: &Range<usize>,
-    target: &mut Vec<f32>,
+    target: &mut [f32],
 ) {
     let words = inner.len().div_ceil(W::NUMBERS);
-    target.resize(rows.len() * words, 0.0);
     let mut first = rows.start;
     while first < rows.end {
         let height = height::<S>(rows.end - first);

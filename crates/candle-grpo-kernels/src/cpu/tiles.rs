@@ -6,7 +6,7 @@ use half::bf16;
 use pulp::{Simd, WithSimd};
 
 use super::amx::{BLOCK, STEP, Tiles};
-use super::matmul::{Matrix, Scratch};
+use super::matmul::{Buffer, Matrix, Scratch};
 use super::panel::{Columns, transpose};
 use super::word::Word;
 
@@ -75,7 +75,7 @@ impl<C: Columns> WithSimd for RunTiles<'_, '_, C> {
             return;
         };
         let Scratch {
-            a: packed,
+            a: copy,
             panel,
             wide,
         } = scratch;
@@ -99,18 +99,18 @@ impl<C: Columns> WithSimd for RunTiles<'_, '_, C> {
                 false => rows.clone(),
             };
             let copies = copied.len().div_ceil(BLOCK);
-            packed.resize(packed.len().max(copies * block_len), 0.0);
+            let copy = copy.first(copies * block_len);
             for (first, copy) in copied
                 .clone()
                 .step_by(BLOCK)
-                .zip(packed.chunks_exact_mut(block_len))
+                .zip(copy.chunks_exact_mut(block_len))
             {
                 let rows = first..rows.end.min(first + BLOCK);
                 copy_block(numbers, left, &rows, &inner, panel, copy);
             }
-            panel.resize(panel.len().max(block_len), 0.0);
+            let panel = panel.first(block_len);
             for columns in panels {
-                let (used, padding) = panel[..block_len].split_at_mut(BLOCK * words);
+                let (used, padding) = panel.split_at_mut(BLOCK * words);
                 right.pack::<bf16>(columns, &inner, used, wide);
                 padding.fill(0.0);
                 for first in rows.clone().step_by(BLOCK) {
@@ -123,7 +123,7 @@ impl<C: Columns> WithSimd for RunTiles<'_, '_, C> {
                     }
                     let rows = first..rows.end.min(first + BLOCK);
                     let a = if copied.contains(&first) {
-                        let copy = &packed[(first - copied.start) / BLOCK * block_len..];
+                        let copy = &copy[(first - copied.start) / BLOCK * block_len..];
                         (copy.as_ptr().cast(), steps * STEP * size_of::<f32>())
                     } else {
                         let block = &numbers[first * left.row_stride + inner.start..]
@@ -178,13 +178,12 @@ fn copy_block(
     matrix: &Matrix,
     rows: &Range<usize>,
     inner: &Range<usize>,
-    panel: &mut Vec<f32>,
+    panel: &mut Buffer,
     target: &mut [f32],
 ) {
     let words = inner.len().div_ceil(bf16::NUMBERS);
     if matrix.column_stride != 1 {
-        panel.resize(panel.len().max(BLOCK * words), 0.0);
-        let panel = &mut panel[..BLOCK * words];
+        let panel = panel.first(BLOCK * words);
         matrix.t().pack_words(numbers, rows, inner, panel);
         return transpose::<f32, f32>(panel, BLOCK, words, target, BLOCK);
     }

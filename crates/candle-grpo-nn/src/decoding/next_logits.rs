@@ -70,6 +70,18 @@ impl Decoder {
         cache: &mut PagedCache,
     ) -> Result<(Tensor, Option<Tensor>)> {
         self.check_new(new, cache)?;
+        match self.output_weight().device().is_cpu() {
+            // On a thread of the pool, an operator starts without waking one.
+            true => rayon::scope(|_| self.step(new, cache)),
+            false => self.step(new, cache),
+        }
+    }
+
+    fn step(
+        &self,
+        new: &[(SequenceId, &[u32])],
+        cache: &mut PagedCache,
+    ) -> Result<(Tensor, Option<Tensor>)> {
         let device = self.output_weight().device();
         let (mut slots, mut positions) = (Vec::new(), Vec::new());
         let (mut ids, mut last) = (Vec::new(), Vec::new());

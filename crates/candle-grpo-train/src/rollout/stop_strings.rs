@@ -29,6 +29,7 @@ impl<'a> StopStrings<'a> {
 
     /// Returns the number of tokens of the shortest beginning of `tokens` whose text contains one
     /// of the strings.
+    #[cfg(any(test, feature = "engines"))]
     pub(super) fn first_end(&self, tokens: &[u32]) -> Result<Option<usize>> {
         for len in 1..=tokens.len() {
             if self.end(&tokens[..len])? {
