@@ -19,6 +19,9 @@ impl Decoder {
     /// On the CPU the bits of a row depend only on the weights and the tokens of its sequence. They
     /// do not depend on the other sequences, nor on how its tokens were divided into passes.
     ///
+    /// On the CPU a call runs on a thread of rayon's global pool. No other thread may update the
+    /// weights during a call: both could then wait for each other. Decode with a copy of them.
+    ///
     /// # Errors
     ///
     /// Before the cache changes: if `new` is empty, a sequence has no tokens, twice, must occur
