@@ -47,9 +47,9 @@ def completions(grpo, model):
     return [answer["tokens"] for answer in answers]
 
 
-def of_transformers(folder, prompts, answers, **file):
-    """The logits of transformers before each token of the answers."""
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **file)
+def of_transformers(folder, prompts, answers, gguf_file=None):
+    """The logits of transformers before each token of the answers, from a folder or from a GGUF file in it."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, gguf_file=gguf_file)
     for prompt, answer in zip(prompts, answers):
         with torch.no_grad():
             logits = model(torch.tensor([prompt + answer])).logits[0]

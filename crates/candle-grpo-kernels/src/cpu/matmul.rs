@@ -347,6 +347,8 @@ impl<B: Columns> Task<'_, '_, B> {
         // columns as they lie in memory.
         if rows.len() <= amx::BLOCK
             && let Some(left) = product.b.as_rows()
+            // Otherwise its rows have to be copied.
+            && left.columns.is_multiple_of(bf16::NUMBERS * amx::STEP)
         {
             return bf16::dispatch(RunTiles {
                 left: &left,
@@ -384,8 +386,8 @@ pub(super) struct Scratch {
 }
 
 impl Scratch {
-    /// Calls `f` with the buffers of this thread. They have a bounded size, and new memory takes
-    /// longer than a small product.
+    /// Calls `f` with the buffers of this thread. A small product takes less time than the
+    /// allocation of new ones.
     fn with(f: impl FnOnce(&mut Self)) {
         thread_local! {
             static SCRATCH: Cell<Scratch> = Cell::default();
@@ -396,7 +398,8 @@ impl Scratch {
     }
 }
 
-/// Memory that keeps its length. Vectors at multiples of their length do not cross cache lines.
+/// Memory that grows and is kept. It starts at a cache line, so that aligned vectors do not cross
+/// lines.
 #[derive(Default)]
 pub(super) struct Buffer(Vec<f32>);
 
@@ -431,7 +434,7 @@ impl<W: Word, B: Columns> WithSimd for Run<'_, '_, '_, W, B> {
             scratch,
         } = self;
         let Scratch {
-            a: copy,
+            a: tiles,
             panel,
             wide,
         } = scratch;
@@ -455,9 +458,12 @@ impl<W: Word, B: Columns> WithSimd for Run<'_, '_, '_, W, B> {
             };
             let inner = part * depth..a.columns.min((part + 1) * depth);
             let words = inner.len().div_ceil(W::NUMBERS);
+            let tiles = match packed {
+                true => tiles.first(rows.len() * words),
+                false => &mut [],
+            };
             if packed && number == 0 {
-                let copy = copy.first(rows.len() * words);
-                pack_rows::<S, W>(numbers, a, rows, &inner, copy);
+                pack_rows::<S, W>(numbers, a, rows, &inner, tiles);
             }
             let columns = &panels[number];
             let width = columns.len().next_multiple_of(UNIT);
@@ -477,9 +483,8 @@ impl<W: Word, B: Columns> WithSimd for Run<'_, '_, '_, W, B> {
                     add: product.add || part > 0,
                 };
                 let rows = if packed {
-                    let copy = copy.first(rows.len() * words);
-                    let copy = &copy[(first - rows.start) * words..];
-                    Rows::new(copy, height, words, 1, height)
+                    let tiles = &tiles[(first - rows.start) * words..];
+                    Rows::new(tiles, height, words, 1, height)
                 } else {
                     let numbers = &numbers[first * a.row_stride + inner.start..];
                     Rows::new(numbers, height, words, a.row_stride, W::NUMBERS)
@@ -642,6 +647,26 @@ impl Tile<'_> {
                     simd.partial_store_f32s(target, sum);
                 }
             }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_buffer_starts_at_a_cache_line_and_keeps_its_numbers() {
+        let mut buffer = Buffer::default();
+        for len in [1, 5, 48, 1000, 300_000, 7] {
+            let numbers = buffer.first(len);
+            assert_eq!(
+                (numbers.len(), numbers.as_ptr().addr() % 64),
+                (len, 0),
+                "{len} numbers"
+            );
+            numbers.fill(len as f32);
+            assert_eq!(buffer.first(len), vec![len as f32; len]);
         }
     }
 }

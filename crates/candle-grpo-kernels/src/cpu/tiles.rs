@@ -75,7 +75,7 @@ impl<C: Columns> WithSimd for RunTiles<'_, '_, C> {
             return;
         };
         let Scratch {
-            a: copy,
+            a: packed,
             panel,
             wide,
         } = scratch;
@@ -99,11 +99,11 @@ impl<C: Columns> WithSimd for RunTiles<'_, '_, C> {
                 false => rows.clone(),
             };
             let copies = copied.len().div_ceil(BLOCK);
-            let copy = copy.first(copies * block_len);
+            let packed = packed.first(copies * block_len);
             for (first, copy) in copied
                 .clone()
                 .step_by(BLOCK)
-                .zip(copy.chunks_exact_mut(block_len))
+                .zip(packed.chunks_exact_mut(block_len))
             {
                 let rows = first..rows.end.min(first + BLOCK);
                 copy_block(numbers, left, &rows, &inner, panel, copy);
@@ -123,7 +123,7 @@ impl<C: Columns> WithSimd for RunTiles<'_, '_, C> {
                     }
                     let rows = first..rows.end.min(first + BLOCK);
                     let a = if copied.contains(&first) {
-                        let copy = &copy[(first - copied.start) / BLOCK * block_len..];
+                        let copy = &packed[(first - copied.start) / BLOCK * block_len..];
                         (copy.as_ptr().cast(), steps * STEP * size_of::<f32>())
                     } else {
                         let block = &numbers[first * left.row_stride + inner.start..]

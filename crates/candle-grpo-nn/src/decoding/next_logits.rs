@@ -20,7 +20,8 @@ impl Decoder {
     /// do not depend on the other sequences, nor on how its tokens were divided into passes.
     ///
     /// On the CPU a call runs on a thread of rayon's global pool. No other thread may update the
-    /// weights during a call: both could then wait for each other. Decode with a copy of them.
+    /// weights in place during a call, because the two can deadlock. Decode from a copy of the
+    /// weights in this case.
     ///
     /// # Errors
     ///

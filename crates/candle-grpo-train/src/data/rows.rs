@@ -65,6 +65,7 @@ pub fn read_rows(path: &Path) -> Result<Vec<Row>> {
         }
         Ok((file, start))
     };
+    #[cfg_attr(not(feature = "parquet"), expect(unused_variables))]
     let (source, bytes) = read().with_context(|| format!("reading {}", path.display()))?;
     let file: Arc<Path> = PathBuf::from(path).into();
     let rows = match bytes == PARQUET {
