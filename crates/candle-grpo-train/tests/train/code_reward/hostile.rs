@@ -11,7 +11,7 @@ use candle_grpo_train::rewards::CodeReward;
 use candle_grpo_train::{Interrupted, Progress, RewardFunction};
 use serde_json::{Value, json};
 
-use super::{fenced, isolated, processes_with, score, scores, unique};
+use super::{assert_ended, fenced, isolated, processes_with, score, scores, unique};
 
 const RIGHT: &str = "def f(n):\n    return n + 1";
 const TEST: &str = "assert f(1) == 2";
@@ -78,7 +78,7 @@ except RuntimeError:
     // It is bounded: now without an end.
     let bomb = "import os\nprint('x', flush=True)\nwhile True:\n    try:\n        os.fork()\n    except OSError:\n        pass";
     assert_eq!(score(&reward, bomb, json!([{"output": "x"}])), 0.);
-    assert_eq!(processes_with(&name), [""; 0]);
+    assert_ended(&name);
     passes(&reward, RIGHT, TEST);
 }
 
@@ -113,7 +113,7 @@ fn a_sleeping_program_ends_with_the_time() {
     let closed = "import os, time\nprint('x', flush=True)\nos.closerange(0, 100)\ntime.sleep(600)";
     assert_eq!(score(&reward, closed, json!([{"output": "x"}])), 0.);
     assert!(begun.elapsed() < Duration::from_secs(300));
-    assert_eq!(processes_with(&name), [""; 0]);
+    assert_ended(&name);
 }
 
 #[test]
@@ -307,7 +307,7 @@ os.read(read, 1)
 print('started')
 ";
     assert_eq!(score(&reward, program, json!([{"output": "started"}])), 1.);
-    assert_eq!(processes_with(&name), [""; 0]);
+    assert_ended(&name);
 }
 
 #[test]
@@ -521,5 +521,5 @@ fn a_canceled_run_stops_and_leaves_no_process() {
     });
     assert!(error.is::<Interrupted>(), "{error:#}");
     assert!(begun.elapsed() < Duration::from_secs(120));
-    assert_eq!(processes_with(&name), [""; 0]);
+    assert_ended(&name);
 }

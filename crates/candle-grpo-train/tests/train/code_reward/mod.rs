@@ -8,6 +8,7 @@ mod weak;
 
 use std::fs;
 use std::sync::OnceLock;
+use std::time::{Duration, Instant};
 
 use candle_grpo_train::rewards::{CodeReward, Score};
 use candle_grpo_train::{FinishReason, RewardFunction, Sample};
@@ -80,6 +81,19 @@ fn processes_with(word: &str) -> Vec<String> {
     let lines = folders.filter_map(|entry| fs::read(entry.ok()?.path().join("cmdline")).ok());
     let lines = lines.map(|line| String::from_utf8_lossy(&line).replace('\0', " "));
     lines.filter(|line| line.contains(word)).collect()
+}
+
+/// Fails if such a process is still there after a minute. The system ends a killed process later
+/// than the call that kills it.
+fn assert_ended(word: &str) {
+    let begun = Instant::now();
+    while begun.elapsed() < Duration::from_secs(60) {
+        if processes_with(word).is_empty() {
+            return;
+        }
+        std::thread::sleep(Duration::from_millis(20));
+    }
+    assert_eq!(processes_with(word), [""; 0]);
 }
 
 /// A name that no other test has.
