@@ -2,7 +2,7 @@
 
 Both use the models of benches/models with random weights in f32 and bf16, temperature 1 over the whole vocabulary, and completions of
 fixed length. The side of candle-grpo is a process that reads one case per line and prints seconds. Writes
-target/bench/generation.json and generation.md.
+target/bench/generation.json and generation.md. On a GPU the models are those of benches/models/cuda, in bf16.
 """
 
 import argparse
@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, GenerationConfig
 
-from models import MODELS, config
+from models import config, models
 
 torch.set_num_threads(2)
 
@@ -31,13 +31,13 @@ SMOLLM2_135M = "smollm2-135m"
 
 
 def transformers_run(model, prompts, generations, prompt_tokens, new_tokens):
-    ids = torch.randint(1, model.config.vocab_size, (prompts, prompt_tokens))
+    ids = torch.randint(1, model.config.vocab_size, (prompts, prompt_tokens), device=model.device)
     drawing = GenerationConfig(
         do_sample=True, temperature=1.0, top_k=0, max_new_tokens=new_tokens, min_new_tokens=new_tokens,
         num_return_sequences=generations, pad_token_id=0, eos_token_id=None, bos_token_id=None,
     )
     start = time.perf_counter()
-    tokens = model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=drawing)
+    tokens = model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=drawing).cpu()
     seconds = time.perf_counter() - start
     assert tokens.shape == (prompts * generations, prompt_tokens + new_tokens), tokens.shape
     return seconds
@@ -62,19 +62,20 @@ class Side:
         self.process.wait()
 
 
-def arguments(description):
+def arguments_of(description):
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("program", help="our program, target/release/generation")
     parser.add_argument("--only", default="", help="only models whose name contains this")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--out", type=Path, default=Path("target/bench"))
-    return parser.parse_args()
+    return parser
 
 
-def measure(program, name, dtype, rounds):
-    ours = Side(program, "--model", str(MODELS / f"{name}.json"), "--dtype", dtype)
+def measure(program, device, name, file, dtype, rounds):
+    ours = Side(program, "--model", str(file), "--dtype", dtype)
     torch.manual_seed(1)
-    model = AutoModelForCausalLM.from_config(config(name)).eval().to(DTYPES[dtype])
+    with torch.device(device):
+        model = AutoModelForCausalLM.from_config(config(name)).eval().to(DTYPES[dtype])
     for case in CASES:
         prompts, generations, prompt_tokens, new_tokens = case
         ours.run(prompts, generations, prompt_tokens, 2)
@@ -84,6 +85,7 @@ def measure(program, name, dtype, rounds):
         row = {
             "model": name,
             "dtype": dtype,
+            "device": device,
             "prompts": prompts,
             "num_generations": generations,
             "prompt_tokens": prompt_tokens,
@@ -99,12 +101,20 @@ def measure(program, name, dtype, rounds):
 
 
 def main():
-    args = arguments(__doc__)
-    names = sorted(file.stem for file in MODELS.glob("*.json") if args.only in file.stem)
-    rows = [row for name in names for dtype in DTYPES for row in measure(args.program, name, dtype, args.rounds)]
+    parser = arguments_of(__doc__)
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="the one that our program was built for")
+    args = parser.parse_args()
+    dtypes = ["bf16"] if args.device == "cuda" else list(DTYPES)
+    rows = [
+        row
+        for name, file in models(args.device, args.only)
+        for dtype in dtypes
+        for row in measure(args.program, args.device, name, file, dtype, args.rounds)
+    ]
     args.out.mkdir(parents=True, exist_ok=True)
     parts = {}
-    for dtype in DTYPES:
+    # The parts are those of the CPU.
+    for dtype in dtypes if args.device == "cpu" else []:
         done = subprocess.run([args.program, "--parts", "--dtype", dtype], check=True, capture_output=True, text=True)
         parts[dtype] = json.loads(done.stdout)
     report = {"generation": rows, "parts": parts}

@@ -118,6 +118,42 @@ def through_a_graph(function, *inputs):
     return run
 
 
+def forward_alone(function, *inputs):
+    inputs = [x.detach() for x in inputs]
+    return lambda: function(*inputs)
+
+
+def with_gradient(function, *inputs):
+    """Both passes, with a gradient of the result that is there already."""
+    import torch
+
+    gradient = torch.ones_like(function(*inputs))
+
+    def run():
+        function(*inputs).backward(gradient)
+        for x in inputs:
+            x.grad = None
+
+    return run
+
+
+def liger_rms_norm(tokens, width, passes):
+    import torch
+    from liger_kernel.ops import LigerRMSNormFunction
+
+    x, weight = (uniform(torch, "cuda", *shape, dtype="bfloat16") for shape in ((tokens, width), (width,)))
+    # As the layer of Liger-Kernel for Llama calls it: not in place, because ours keeps the gradient.
+    return passes(lambda x, weight: LigerRMSNormFunction.apply(x, weight, 1e-5, 0.0, "llama", False), x, weight)
+
+
+def liger_swiglu(tokens, width, passes):
+    import torch
+    from liger_kernel.ops import LigerSiLUMulFunction
+
+    inputs = [uniform(torch, "cuda", tokens, width, dtype="bfloat16") for _ in range(2)]
+    return passes(LigerSiLUMulFunction.apply, *inputs)
+
+
 def rms_norm(tokens, width):
     import torch
     import torch.nn.functional as F
@@ -147,14 +183,14 @@ def swiglu(tokens, width):
     return through_a_graph(lambda gate, up: F.silu(gate) * up, *inputs)
 
 
-def attention(batch, positions, heads, kv_heads, head_dim):
+def attention(device, batch, positions, heads, kv_heads, head_dim, dtype="float32", passes=through_a_graph):
     import torch
     import torch.nn.functional as F
 
-    inputs = [uniform(torch, "cpu", batch, n, positions, head_dim) for n in (heads, kv_heads, kv_heads)]
-    return through_a_graph(
-        lambda *inputs: F.scaled_dot_product_attention(*inputs, is_causal=True, enable_gqa=True), *inputs
-    )
+    inputs = [
+        uniform(torch, device, batch, n, positions, head_dim, dtype=dtype) for n in (heads, kv_heads, kv_heads)
+    ]
+    return passes(lambda *inputs: F.scaled_dot_product_attention(*inputs, is_causal=True, enable_gqa=True), *inputs)
 
 
 def causal_conv(batch, positions, channels, taps):
@@ -184,14 +220,14 @@ def gated_delta_rule(batch, positions, key_heads, value_heads, dim):
     return through_a_graph(rule, qkv, g, beta)
 
 
-def embedding(tokens, vocab, width):
+def embedding(device, tokens, vocab, width, dtype="float32"):
     import torch
     import torch.nn.functional as F
 
-    weight = uniform(torch, "cpu", vocab, width)
+    weight = uniform(torch, device, vocab, width, dtype=dtype)
     # There already, as in ours: the gradient is added to it.
     weight.grad = torch.zeros_like(weight)
-    ids = torch.randint(vocab, (tokens,))
+    ids = torch.randint(vocab, (tokens,), device=device)
 
     def run():
         F.embedding(ids, weight).sum().backward()
@@ -199,18 +235,18 @@ def embedding(tokens, vocab, width):
     return run
 
 
-def adamw(vocab, width):
+def adamw(device, vocab, width):
     import torch
 
-    parameter = uniform(torch, "cpu", vocab, width, scale=0.1)
+    parameter = uniform(torch, device, vocab, width, scale=0.1)
     parameter.grad = torch.full_like(parameter, 0.01)
     return torch.optim.AdamW([parameter], fused=True).step
 
 
-def gradient_norm(vocab, width):
+def gradient_norm(device, vocab, width):
     import torch
 
-    gradient = torch.empty(vocab, width).uniform_(-0.01, 0.01)
+    gradient = torch.empty(vocab, width, device=device).uniform_(-0.01, 0.01)
 
     def run():
         torch.nn.utils.get_total_norm([gradient])
@@ -241,7 +277,7 @@ def cpu_cases():
     yield beside_pytorch("rope", "[1024, 9 * 64], alone", lambda: rope(1024, 9, 64))
     yield beside_pytorch("swiglu", "[1024, 1536], alone", lambda: swiglu(1024, 1536))
     yield beside_pytorch(
-        "attention", "[8, 128], 9 and 3 heads of 64, alone", lambda: attention(8, 128, 9, 3, 64)
+        "attention", "[8, 128], 9 and 3 heads of 64, alone", lambda: attention("cpu", 8, 128, 9, 3, 64)
     )
     # The linear attention of Qwen3.5-4B.
     yield beside_pytorch("causal_conv", "[8, 128, 8192], 4 taps, alone", lambda: causal_conv(8, 128, 8192, 4))
@@ -250,10 +286,10 @@ def cpu_cases():
         lambda: gated_delta_rule(8, 128, 16, 32, 128),
     )
     yield beside_pytorch(
-        "embedding", "[1024] of [49152, 576], alone", lambda: embedding(1024, 49152, 576)
+        "embedding", "[1024] of [49152, 576], alone", lambda: embedding("cpu", 1024, 49152, 576)
     )
-    yield beside_pytorch("adamw", "[49152, 576]", lambda: adamw(49152, 576), "forward")
-    yield beside_pytorch("gradient_norm", "[49152, 576]", lambda: gradient_norm(49152, 576), "forward")
+    yield beside_pytorch("adamw", "[49152, 576]", lambda: adamw("cpu", 49152, 576), "forward")
+    yield beside_pytorch("gradient_norm", "[49152, 576]", lambda: gradient_norm("cpu", 49152, 576), "forward")
 
 
 def cuda_cases():
@@ -263,8 +299,35 @@ def cuda_cases():
             lambda vocab=vocab: logits_policy_loss("cuda", 8, 512, vocab, "bfloat16"), goal=0.9,
         )
     yield Case(
+        "log_prob/copy", "[4096, 151936]", "bf16", "PyTorch", lambda: log_prob("cuda", 4096, 151936, "bfloat16")
+    )
+    yield Case(
         "linear_policy_loss", "[8, 512, 4096] x [128256, 4096]", "bf16", "Liger-Kernel",
         lambda: linear_policy_loss("cuda", 8, 512, 4096, 128256, "bfloat16"), goal=0.9, less_memory=True,
+    )
+    # The layers of Llama 3 8B on 4 sequences of 2,048 tokens.
+    ways = [("", "forward", forward_alone), (", alone", "forward+backward", with_gradient)]
+    for how, direction, passes in ways:
+        yield Case(
+            "rms_norm", "[8192, 4096]" + how, "bf16", "Liger-Kernel", lambda passes=passes: liger_rms_norm(8192, 4096, passes),
+            direction=direction,
+        )
+        yield Case(
+            "swiglu", "[8192, 14336]" + how, "bf16", "Liger-Kernel", lambda passes=passes: liger_swiglu(8192, 14336, passes),
+            direction=direction,
+        )
+        yield Case(
+            "attention", "[4, 2048], 32 and 8 heads of 128" + how, "bf16", "PyTorch (FlashAttention-2)",
+            lambda passes=passes: attention("cuda", 4, 2048, 32, 8, 128, "bfloat16", passes), direction=direction,
+        )
+    yield Case(
+        "embedding", "[8192] of [128256, 4096], alone", "bf16", "PyTorch",
+        lambda: embedding("cuda", 8192, 128256, 4096, "bfloat16"),
+    )
+    yield Case("adamw", "[128256, 4096]", "f32", "PyTorch", lambda: adamw("cuda", 128256, 4096), direction="forward")
+    yield Case(
+        "gradient_norm", "[128256, 4096]", "f32", "PyTorch", lambda: gradient_norm("cuda", 128256, 4096),
+        direction="forward",
     )
 
 

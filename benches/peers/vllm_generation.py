@@ -14,7 +14,7 @@ import sys
 import tempfile
 import time
 
-from generation import CASES, DTYPES as OURS, SMOLLM2_135M, Side, arguments
+from generation import CASES, DTYPES as OURS, SMOLLM2_135M, Side, arguments_of
 from models import config
 
 DTYPES = ["float32", "bfloat16"]
@@ -54,7 +54,7 @@ def worker(dtype):
 
 
 def main():
-    args = arguments(__doc__)
+    args = arguments_of(__doc__).parse_args()
     sides = {f"candle-grpo {dtype}": Side(args.program, "--dtype", dtype) for dtype in OURS}
     for dtype in DTYPES:
         sides[f"vLLM {dtype}"] = Side(sys.executable, __file__, "--worker", dtype)

@@ -59,7 +59,7 @@ impl Direction {
         }
     }
 
-    /// Creates a run of `forward`, which returns a scalar in a graph.
+    /// Creates a run of `forward`. If a backward pass is measured, it returns a scalar in a graph.
     pub(crate) fn run(
         self,
         device: &Device,

@@ -11,7 +11,12 @@ pub(crate) fn noise(
     dtype: DType,
     device: &Device,
 ) -> Result<Tensor> {
-    (noise_tensor(shape, seed, DType::F32, device)? * scale)?.to_dtype(dtype)
+    if device.is_cpu() {
+        return (noise_tensor(shape, seed, DType::F32, device)? * scale)?.to_dtype(dtype);
+    }
+    // The host would take seconds for the sizes of a GPU.
+    device.set_seed(seed)?;
+    Tensor::rand(-scale as f32, scale as f32, shape, device)?.to_dtype(dtype)
 }
 
 /// Returns deterministic token ids below `vocab`.

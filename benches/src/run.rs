@@ -2,6 +2,7 @@
 
 use anyhow::{Result, bail};
 use candle_core::Device;
+use candle_grpo_kernels::default_device;
 use clap::Parser;
 use indicatif::{ProgressBar, ProgressStyle};
 
@@ -20,7 +21,7 @@ pub fn main(allocator: &str) -> Result<()> {
     if args.rounds == 0 {
         bail!("--rounds: 0, must be at least 1");
     }
-    let device = device::open()?;
+    let device = default_device()?;
     let cases: Vec<Case> = cases::on(&device)
         .into_iter()
         .filter(|case| case.op.contains(&args.only))

@@ -3,16 +3,17 @@
 use std::io::{BufRead, Write};
 
 use anyhow::{Context, Result};
+use candle_grpo_kernels::default_device;
 
 use crate::case::Pair;
-use crate::{cases, device};
+use crate::cases;
 
 /// Reads lines `OP<tab>SHAPE<tab>DTYPE<tab>DIRECTION`, runs each case once and prints
 /// `MS<tab>PEAK_MIB`.
 ///
 /// The case stays prepared until a line names another one.
 pub(crate) fn serve() -> Result<()> {
-    let device = device::open()?;
+    let device = default_device()?;
     let cases = cases::on(&device);
     let mut prepared: Option<(String, Pair)> = None;
     for line in std::io::stdin().lock().lines() {

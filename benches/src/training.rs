@@ -7,12 +7,14 @@ use std::time::Instant;
 
 use anyhow::{Context, Result, ensure};
 use candle_core::{DType, Device, Tensor, Var};
-use candle_grpo_kernels::{LinearLogProb, LogProbOptions, TokenLogProbs, add_matmul};
+use candle_grpo_kernels::{
+    LinearLogProb, LogProbOptions, TokenLogProbs, add_matmul, default_device,
+};
 use candle_grpo_nn::{Decoder, DecoderConfig, Gradients, LanguageModel, PackedTokens, Parameters};
 use clap::Parser;
 use serde::Serialize;
 
-use crate::allocator::{peak, restart_peak};
+use crate::memory::Meter;
 use crate::model::{decoder_in, read_model};
 
 /// Times forward and backward of a model with random weights
@@ -39,7 +41,8 @@ struct Args {
     /// Measured steps, whose median is reported
     #[arg(long, default_value_t = 5)]
     rounds: usize,
-    /// Run one step per line on standard input, and print its milliseconds
+    /// Run one step per line on standard input, and print its milliseconds and its peak memory
+    /// beyond the weights in MiB
     #[arg(long)]
     serve: bool,
 }
@@ -50,17 +53,19 @@ pub fn training_main(allocator: &str) -> Result<()> {
     ensure!(args.rounds > 0, "rounds: 0, must be at least 1");
     let mut model = read_model(args.model.as_deref())?;
     model.num_hidden_layers = args.layers.unwrap_or(model.num_hidden_layers);
-    let step = Step::new(&args, &model)?;
+    let device = default_device()?;
+    let step = Step::new(&args, &model, &device)?;
     step.run()?;
     if args.serve {
         for line in std::io::stdin().lock().lines() {
             line?;
-            println!("{}", step.run()?.ms);
+            let Measured { ms, peak_mib } = step.run()?;
+            println!("{ms}\t{peak_mib}");
             std::io::stdout().flush()?;
         }
         return Ok(());
     }
-    let products = Products::new(&args, &step.parameters)?;
+    let products = Products::new(&args, &step.parameters, &device)?;
     let (mut steps, mut bare) = (Vec::new(), Vec::new());
     let mut memory = 0.0;
     for _ in 0..args.rounds {
@@ -139,9 +144,8 @@ struct Measured {
 }
 
 impl Step {
-    fn new(args: &Args, model: &DecoderConfig) -> Result<Self> {
-        let device = Device::Cpu;
-        let parameters = Parameters::init(model, 0, &device)?;
+    fn new(args: &Args, model: &DecoderConfig, device: &Device) -> Result<Self> {
+        let parameters = Parameters::init(model, 0, device)?;
         let decoder = decoder_in(model, &parameters, args.dtype)?
             .with_activation_checkpointing(args.checkpointing);
         let output = match args.dtype {
@@ -162,14 +166,16 @@ impl Step {
             parameters,
             decoder,
             output: output.context("output weight")?,
-            tokens: PackedTokens::new(&sequences, &device)?,
-            targets: Tensor::new(targets, &device)?,
-            mask: Tensor::new(mask, &device)?,
+            tokens: PackedTokens::new(&sequences, device)?,
+            targets: Tensor::new(targets, device)?,
+            mask: Tensor::new(mask, device)?,
         })
     }
 
     fn run(&self) -> Result<Measured> {
-        let before = restart_peak();
+        let device = self.targets.device();
+        device.synchronize()?;
+        let memory = Meter::start(device)?;
         let start = Instant::now();
         let (hidden, recorded) = self.decoder.record(&self.tokens)?;
         let hidden = Var::from_tensor(&hidden)?;
@@ -191,11 +197,12 @@ impl Step {
         gradients.add(name, &found.weight.context("a gradient of the weight")?)?;
         let hidden_gradient = found.hidden.context("a gradient of the hidden states")?;
         recorded.backward(&hidden_gradient, &self.parameters, &mut gradients)?;
+        device.synchronize()?;
         let ms = start.elapsed().as_secs_f64() * 1e3;
         gradients.ensure_complete(&self.parameters)?;
         Ok(Measured {
             ms,
-            peak_mib: (peak() - before) as f64 / MIB,
+            peak_mib: memory.peak_mib(device)?,
         })
     }
 }
@@ -216,8 +223,8 @@ struct Factor {
 }
 
 impl Factor {
-    fn new(shape: (usize, usize), dtype: DType) -> Result<Self> {
-        let ones = |dtype| Tensor::ones(shape, dtype, &Device::Cpu);
+    fn new(shape: (usize, usize), dtype: DType, device: &Device) -> Result<Self> {
+        let ones = |dtype| Tensor::ones(shape, dtype, device);
         Ok(Self {
             values: ones(dtype)?,
             sum: ones(DType::F32)?,
@@ -229,10 +236,10 @@ impl Factor {
 const TILES: usize = 24;
 
 impl Products {
-    fn new(args: &Args, parameters: &Parameters) -> Result<Self> {
+    fn new(args: &Args, parameters: &Parameters, device: &Device) -> Result<Self> {
         let tokens = args.sequences * args.length;
         let product = |outputs, inputs| -> Result<_> {
-            let factor = |rows, columns| Factor::new((rows, columns), args.dtype);
+            let factor = |rows, columns| Factor::new((rows, columns), args.dtype, device);
             Ok((
                 factor(tokens, inputs)?,
                 factor(tokens, outputs)?,
@@ -270,6 +277,9 @@ impl Products {
 
     /// Runs the products.
     fn run(&self) -> Result<f64> {
+        let (rows, tile, weight) = &self.output;
+        let device = rows.sum.device();
+        device.synchronize()?;
         let start = Instant::now();
         for (x, y, weight, layers) in &self.blocks {
             for _ in 0..*layers {
@@ -278,7 +288,6 @@ impl Products {
                 add_matmul(&weight.sum, &y.values.t()?, &x.values)?;
             }
         }
-        let (rows, tile, weight) = &self.output;
         for _ in 0..TILES {
             for _ in 0..2 {
                 add_matmul(&tile.sum, &rows.values, &weight.values.t()?)?;
@@ -286,6 +295,7 @@ impl Products {
             add_matmul(&rows.sum, &tile.values, &weight.values)?;
             add_matmul(&weight.sum, &tile.values.t()?, &rows.values)?;
         }
+        device.synchronize()?;
         Ok(start.elapsed().as_secs_f64() * 1e3)
     }
 }

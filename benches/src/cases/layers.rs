@@ -1,5 +1,4 @@
-//! The operators of a decoder's layers, at the size of SmolLM2-135M on 8 sequences of 128 tokens.
-//! Those of linear attention have the size of Qwen3.5-4B.
+//! The operators of a decoder's layers. Those of linear attention have the size of Qwen3.5-4B.
 
 use std::rc::Rc;
 
@@ -15,15 +14,56 @@ use crate::case::{Case, Direction, Pair};
 use crate::noise::{ids, noise};
 use crate::region::region;
 
-const BATCH: usize = 8;
-const POSITIONS: usize = 128;
-const TOKENS: usize = BATCH * POSITIONS;
-const HIDDEN: usize = 576;
-const INTERMEDIATE: usize = 1536;
-const VOCAB: usize = 49_152;
-const HEADS: usize = 9;
-const KV_HEADS: usize = 3;
-const HEAD_DIM: usize = 64;
+/// The sizes of a decoder, and the sequences of a pass.
+#[derive(Clone, Copy)]
+struct Sizes {
+    batch: usize,
+    positions: usize,
+    hidden: usize,
+    intermediate: usize,
+    vocab: usize,
+    heads: usize,
+    kv_heads: usize,
+    head_dim: usize,
+    dtype: DType,
+}
+
+/// SmolLM2-135M on 8 sequences of 128 tokens.
+const SMALL: Sizes = Sizes {
+    batch: 8,
+    positions: 128,
+    hidden: 576,
+    intermediate: 1536,
+    vocab: 49_152,
+    heads: 9,
+    kv_heads: 3,
+    head_dim: 64,
+    dtype: DType::F32,
+};
+
+/// Llama 3 8B on 4 sequences of 2,048 tokens.
+const LARGE: Sizes = Sizes {
+    batch: 4,
+    positions: 2048,
+    hidden: 4096,
+    intermediate: 14_336,
+    vocab: 128_256,
+    heads: 32,
+    kv_heads: 8,
+    head_dim: 128,
+    dtype: DType::BF16,
+};
+
+impl Sizes {
+    fn tokens(self) -> usize {
+        self.batch * self.positions
+    }
+
+    fn variable(self, shape: &[usize], device: &Device) -> Result<Var> {
+        Var::from_tensor(&noise(shape, 1.0, shape.len() as u64, self.dtype, device)?)
+    }
+}
+
 const EPSILON: f64 = 1e-5;
 const DELTA_HEADS: DeltaHeads = DeltaHeads {
     key_heads: 16,
@@ -33,18 +73,43 @@ const DELTA_HEADS: DeltaHeads = DeltaHeads {
 };
 const TAPS: usize = 4;
 
-pub(super) fn cases() -> Vec<Case> {
-    let mut cases = Vec::new();
-    for way in [
-        Way::InGraph(Direction::Forward),
-        Way::InGraph(Direction::Backward),
-        Way::InGraph(Direction::Both),
-        Way::Alone,
-    ] {
-        cases.extend([
-            case("rms_norm", format!("[{TOKENS}, {HIDDEN}]"), way, |device| {
-                let x = variable(&[TOKENS, HIDDEN], device)?;
-                let weight = variable(&[HIDDEN], device)?;
+pub(super) fn small() -> Vec<Case> {
+    let ways = Direction::ALL.map(Way::InGraph);
+    ways.into_iter()
+        .chain([Way::Alone])
+        .flat_map(|way| cases(SMALL, way))
+        .collect()
+}
+
+/// The cases of a GPU.
+pub(super) fn large() -> Vec<Case> {
+    [Way::InGraph(Direction::Forward), Way::Alone]
+        .into_iter()
+        .flat_map(|way| cases(LARGE, way))
+        .collect()
+}
+
+fn cases(sizes: Sizes, way: Way) -> Vec<Case> {
+    let Sizes {
+        batch,
+        positions,
+        hidden,
+        intermediate,
+        vocab,
+        heads,
+        kv_heads,
+        head_dim,
+        dtype,
+    } = sizes;
+    let tokens = sizes.tokens();
+    let case = |op, shape, layer| case(op, shape, dtype, way, layer);
+    vec![
+        case(
+            "rms_norm",
+            format!("[{tokens}, {hidden}]"),
+            Box::new(move |device| {
+                let x = sizes.variable(&[tokens, hidden], device)?;
+                let weight = sizes.variable(&[hidden], device)?;
                 let (constant, scale) = (x.as_detached_tensor(), weight.as_detached_tensor());
                 let gradient = constant.ones_like()?;
                 Ok(Layer {
@@ -58,56 +123,59 @@ pub(super) fn cases() -> Vec<Case> {
                     }),
                 })
             }),
-            case(
-                "rope",
-                format!("[{TOKENS}, {HEADS} * {HEAD_DIM}]"),
-                way,
-                |device| {
-                    let x = variable(&[TOKENS, HEADS * HEAD_DIM], device)?;
-                    let angles = noise((TOKENS, HEAD_DIM / 2), 3.0, 5, DType::F32, device)?;
-                    let (cos, sin) = (angles.cos()?, angles.sin()?);
-                    let (constant, tables) = (x.as_detached_tensor(), (cos.clone(), sin.clone()));
-                    let gradient = constant.ones_like()?;
-                    Ok(Layer {
-                        graph: Box::new(move |twin| match twin {
-                            Twin::Fused => rope(&x, &cos, &sin),
-                            Twin::Composed => composed::rope(&x, &cos, &sin),
-                        }),
-                        alone: Box::new(move || {
-                            let (cos, sin) = &tables;
-                            rope(&constant, cos, sin)?;
-                            rope_gradient(cos, sin, &gradient).map(drop)
-                        }),
-                    })
-                },
-            ),
-            case(
-                "swiglu",
-                format!("[{TOKENS}, {INTERMEDIATE}]"),
-                way,
-                |device| {
-                    let gate = variable(&[TOKENS, INTERMEDIATE], device)?;
-                    let up = variable(&[TOKENS, INTERMEDIATE], device)?;
-                    let constants = (gate.as_detached_tensor(), up.as_detached_tensor());
-                    let gradient = gate.as_detached_tensor().ones_like()?;
-                    Ok(Layer {
-                        graph: Box::new(move |twin| match twin {
-                            Twin::Fused => swiglu(&gate, &up),
-                            Twin::Composed => composed::swiglu(&gate, &up),
-                        }),
-                        alone: Box::new(move || {
-                            let (gate, up) = &constants;
-                            swiglu(gate, up)?;
-                            swiglu_gradient(gate, up, &gradient).map(drop)
-                        }),
-                    })
-                },
-            ),
-            case("add_bias", format!("[{TOKENS}, {HIDDEN}]"), way, |device| {
-                let x = variable(&[TOKENS, HIDDEN], device)?;
-                let bias = variable(&[HIDDEN], device)?;
+        ),
+        case(
+            "rope",
+            format!("[{tokens}, {heads} * {head_dim}]"),
+            Box::new(move |device| {
+                let x = sizes.variable(&[tokens, heads * head_dim], device)?;
+                let angles = noise((tokens, head_dim / 2), 3.0, 5, DType::F32, device)?;
+                let (cos, sin) = (angles.cos()?, angles.sin()?);
+                let (constant, tables) = (x.as_detached_tensor(), (cos.clone(), sin.clone()));
+                let gradient = constant.ones_like()?;
+                Ok(Layer {
+                    graph: Box::new(move |twin| match twin {
+                        Twin::Fused => rope(&x, &cos, &sin),
+                        Twin::Composed => composed::rope(&x, &cos, &sin),
+                    }),
+                    alone: Box::new(move || {
+                        let (cos, sin) = &tables;
+                        rope(&constant, cos, sin)?;
+                        rope_gradient(cos, sin, &gradient).map(drop)
+                    }),
+                })
+            }),
+        ),
+        case(
+            "swiglu",
+            format!("[{tokens}, {intermediate}]"),
+            Box::new(move |device| {
+                let gate = sizes.variable(&[tokens, intermediate], device)?;
+                let up = sizes.variable(&[tokens, intermediate], device)?;
+                let constants = (gate.as_detached_tensor(), up.as_detached_tensor());
+                let gradient = gate.as_detached_tensor().ones_like()?;
+                Ok(Layer {
+                    graph: Box::new(move |twin| match twin {
+                        Twin::Fused => swiglu(&gate, &up),
+                        Twin::Composed => composed::swiglu(&gate, &up),
+                    }),
+                    alone: Box::new(move || {
+                        let (gate, up) = &constants;
+                        swiglu(gate, up)?;
+                        swiglu_gradient(gate, up, &gradient).map(drop)
+                    }),
+                })
+            }),
+        ),
+        case(
+            "add_bias",
+            format!("[{tokens}, {hidden}]"),
+            Box::new(move |device| {
+                let x = sizes.variable(&[tokens, hidden], device)?;
+                let bias = sizes.variable(&[hidden], device)?;
                 let (constant, addend) = (x.as_detached_tensor(), bias.as_detached_tensor());
-                let (gradient, sum) = (constant.ones_like()?, addend.zeros_like()?);
+                let gradient = constant.ones_like()?;
+                let sum = Tensor::zeros(hidden, DType::F32, device)?;
                 Ok(Layer {
                     graph: Box::new(move |twin| {
                         let y = match twin {
@@ -122,121 +190,113 @@ pub(super) fn cases() -> Vec<Case> {
                     }),
                 })
             }),
-            case(
-                "attention",
-                format!("[{BATCH}, {POSITIONS}], {HEADS} and {KV_HEADS} heads of {HEAD_DIM}"),
-                way,
-                |device| {
-                    let query = variable(&[BATCH, POSITIONS, HEADS * HEAD_DIM], device)?;
-                    let key = variable(&[BATCH, POSITIONS, KV_HEADS * HEAD_DIM], device)?;
-                    let value = variable(&[BATCH, POSITIONS, KV_HEADS * HEAD_DIM], device)?;
-                    let mask = Tensor::ones((BATCH, POSITIONS), DType::U8, device)?;
-                    let scale = (HEAD_DIM as f64).powf(-0.5);
-                    let constants = [&query, &key, &value].map(|x| x.as_detached_tensor());
-                    let gradient = constants[0].ones_like()?;
-                    let masked = mask.clone();
-                    Ok(Layer {
-                        graph: Box::new(move |twin| match twin {
-                            Twin::Fused => attention(&query, &key, &value, &mask, HEAD_DIM, scale),
-                            Twin::Composed => {
-                                composed::attention(&query, &key, &value, &mask, HEAD_DIM, scale)
-                            }
-                        }),
-                        alone: Box::new(move || {
-                            let [query, key, value] = &constants;
-                            attention(query, key, value, &masked, HEAD_DIM, scale)?;
-                            attention_gradient(
-                                query, key, value, &masked, HEAD_DIM, scale, &gradient,
-                            )
+        ),
+        case(
+            "attention",
+            format!("[{batch}, {positions}], {heads} and {kv_heads} heads of {head_dim}"),
+            Box::new(move |device| {
+                let query = sizes.variable(&[batch, positions, heads * head_dim], device)?;
+                let key = sizes.variable(&[batch, positions, kv_heads * head_dim], device)?;
+                let value = sizes.variable(&[batch, positions, kv_heads * head_dim], device)?;
+                let mask = Tensor::ones((batch, positions), DType::U8, device)?;
+                let scale = (head_dim as f64).powf(-0.5);
+                let constants = [&query, &key, &value].map(|x| x.as_detached_tensor());
+                let gradient = constants[0].ones_like()?;
+                let masked = mask.clone();
+                Ok(Layer {
+                    graph: Box::new(move |twin| match twin {
+                        Twin::Fused => attention(&query, &key, &value, &mask, head_dim, scale),
+                        Twin::Composed => {
+                            composed::attention(&query, &key, &value, &mask, head_dim, scale)
+                        }
+                    }),
+                    alone: Box::new(move || {
+                        let [query, key, value] = &constants;
+                        attention(query, key, value, &masked, head_dim, scale)?;
+                        attention_gradient(query, key, value, &masked, head_dim, scale, &gradient)
                             .map(drop)
-                        }),
-                    })
-                },
+                    }),
+                })
+            }),
+        ),
+        case(
+            "causal_conv",
+            format!(
+                "[{batch}, {positions}, {}], {TAPS} taps",
+                DELTA_HEADS.width()
             ),
-            case(
-                "causal_conv",
-                format!(
-                    "[{BATCH}, {POSITIONS}, {}], {TAPS} taps",
-                    DELTA_HEADS.width()
-                ),
-                way,
-                |device| {
-                    let x = variable(&[TOKENS, DELTA_HEADS.width()], device)?;
-                    let weight = variable(&[DELTA_HEADS.width(), TAPS], device)?;
-                    let tree = PrefixTree::new(&[POSITIONS; BATCH])?;
-                    let (constant, taps) = (x.as_detached_tensor(), weight.as_detached_tensor());
-                    let (gradient, same) = (constant.ones_like()?, tree.clone());
-                    Ok(Layer {
-                        graph: Box::new(move |twin| match twin {
-                            Twin::Fused => causal_conv(&x, &weight, &tree),
-                            Twin::Composed => composed::causal_conv(&x, &weight, &tree),
-                        }),
-                        alone: Box::new(move || {
-                            causal_conv(&constant, &taps, &same)?;
-                            causal_conv_gradient(&constant, &taps, &same, &gradient).map(drop)
-                        }),
-                    })
-                },
-            ),
-            case(
-                "gated_delta_rule",
-                format!("[{BATCH}, {POSITIONS}], 16 and 32 heads of 128"),
-                way,
-                |device| {
-                    let qkv = variable(&[TOKENS, DELTA_HEADS.width()], device)?;
-                    let gate = |seed| {
-                        let shape = (TOKENS, DELTA_HEADS.value_heads);
-                        noise(shape, 0.5, seed, DType::F32, device)? + 0.5
-                    };
-                    let g = Var::from_tensor(&gate(1)?.neg()?)?;
-                    let beta = Var::from_tensor(&gate(2)?)?;
-                    let tree = PrefixTree::new(&[POSITIONS; BATCH])?;
-                    let constants = [&qkv, &g, &beta].map(|x| x.as_detached_tensor());
-                    let shape = (TOKENS, DELTA_HEADS.values());
-                    let gradient = Tensor::ones(shape, DType::F32, device)?;
-                    let same = tree.clone();
-                    Ok(Layer {
-                        graph: Box::new(move |twin| match twin {
-                            Twin::Fused => gated_delta_rule(&qkv, &g, &beta, DELTA_HEADS, &tree),
-                            Twin::Composed => {
-                                composed::gated_delta_rule(&qkv, &g, &beta, DELTA_HEADS, &tree)
-                            }
-                        }),
-                        alone: Box::new(move || {
-                            let inputs = constants.each_ref();
-                            gated_delta_rule(inputs[0], inputs[1], inputs[2], DELTA_HEADS, &same)?;
-                            gated_delta_rule_gradient(inputs, DELTA_HEADS, &same, &gradient)
-                                .map(drop)
-                        }),
-                    })
-                },
-            ),
-            case(
-                "embedding",
-                format!("[{TOKENS}] of [{VOCAB}, {HIDDEN}]"),
-                way,
-                |device| {
-                    let ids = ids(TOKENS, VOCAB, 7, device)?;
-                    let weight = variable(&[VOCAB, HIDDEN], device)?;
-                    let (rows, table) = (ids.clone(), weight.as_detached_tensor());
-                    let gradient = Tensor::ones((TOKENS, HIDDEN), DType::F32, device)?;
-                    // The gradient of other uses of the table, to which the operator adds.
-                    let sum = table.zeros_like()?;
-                    Ok(Layer {
-                        graph: Box::new(move |twin| match twin {
-                            Twin::Fused => embedding(&ids, &weight),
-                            Twin::Composed => composed::embedding(&ids, &weight),
-                        }),
-                        alone: Box::new(move || {
-                            embedding(&rows, &table)?;
-                            add_embedding_gradient(&sum, &rows, &gradient)
-                        }),
-                    })
-                },
-            ),
-        ]);
-    }
-    cases
+            Box::new(move |device| {
+                let x = sizes.variable(&[tokens, DELTA_HEADS.width()], device)?;
+                let weight = sizes.variable(&[DELTA_HEADS.width(), TAPS], device)?;
+                let tree = PrefixTree::new(&vec![positions; batch])?;
+                let (constant, taps) = (x.as_detached_tensor(), weight.as_detached_tensor());
+                let (gradient, same) = (constant.ones_like()?, tree.clone());
+                Ok(Layer {
+                    graph: Box::new(move |twin| match twin {
+                        Twin::Fused => causal_conv(&x, &weight, &tree),
+                        Twin::Composed => composed::causal_conv(&x, &weight, &tree),
+                    }),
+                    alone: Box::new(move || {
+                        causal_conv(&constant, &taps, &same)?;
+                        causal_conv_gradient(&constant, &taps, &same, &gradient).map(drop)
+                    }),
+                })
+            }),
+        ),
+        case(
+            "gated_delta_rule",
+            format!("[{batch}, {positions}], 16 and 32 heads of 128"),
+            Box::new(move |device| {
+                let qkv = sizes.variable(&[tokens, DELTA_HEADS.width()], device)?;
+                let gate = |seed| {
+                    let shape = (tokens, DELTA_HEADS.value_heads);
+                    noise(shape, 0.5, seed, DType::F32, device)? + 0.5
+                };
+                let g = Var::from_tensor(&gate(1)?.neg()?)?;
+                let beta = Var::from_tensor(&gate(2)?)?;
+                let tree = PrefixTree::new(&vec![positions; batch])?;
+                let constants = [&qkv, &g, &beta].map(|x| x.as_detached_tensor());
+                let shape = (tokens, DELTA_HEADS.values());
+                let gradient = Tensor::ones(shape, dtype, device)?;
+                let same = tree.clone();
+                Ok(Layer {
+                    graph: Box::new(move |twin| match twin {
+                        Twin::Fused => gated_delta_rule(&qkv, &g, &beta, DELTA_HEADS, &tree),
+                        Twin::Composed => {
+                            composed::gated_delta_rule(&qkv, &g, &beta, DELTA_HEADS, &tree)
+                        }
+                    }),
+                    alone: Box::new(move || {
+                        let inputs = constants.each_ref();
+                        gated_delta_rule(inputs[0], inputs[1], inputs[2], DELTA_HEADS, &same)?;
+                        gated_delta_rule_gradient(inputs, DELTA_HEADS, &same, &gradient).map(drop)
+                    }),
+                })
+            }),
+        ),
+        case(
+            "embedding",
+            format!("[{tokens}] of [{vocab}, {hidden}]"),
+            Box::new(move |device| {
+                let ids = ids(tokens, vocab, 7, device)?;
+                let weight = sizes.variable(&[vocab, hidden], device)?;
+                let (rows, table) = (ids.clone(), weight.as_detached_tensor());
+                let gradient = Tensor::ones((tokens, hidden), dtype, device)?;
+                // The gradient of other uses of the table, to which the operator adds.
+                let sum = Tensor::zeros((vocab, hidden), DType::F32, device)?;
+                Ok(Layer {
+                    graph: Box::new(move |twin| match twin {
+                        Twin::Fused => embedding(&ids, &weight),
+                        Twin::Composed => composed::embedding(&ids, &weight),
+                    }),
+                    alone: Box::new(move || {
+                        embedding(&rows, &table)?;
+                        add_embedding_gradient(&sum, &rows, &gradient)
+                    }),
+                })
+            }),
+        ),
+    ]
 }
 
 /// The call of the fused operator.
@@ -259,7 +319,13 @@ struct Layer {
     alone: Box<dyn Fn() -> Result<()>>,
 }
 
-fn case(op: &'static str, shape: String, way: Way, layer: fn(&Device) -> Result<Layer>) -> Case {
+fn case(
+    op: &'static str,
+    shape: String,
+    dtype: DType,
+    way: Way,
+    layer: Box<dyn Fn(&Device) -> Result<Layer>>,
+) -> Case {
     let (direction, how) = match way {
         Way::InGraph(direction) => (direction, ""),
         Way::Alone => (Direction::Both, ", alone"),
@@ -267,13 +333,19 @@ fn case(op: &'static str, shape: String, way: Way, layer: fn(&Device) -> Result<
     Case {
         op,
         shape: shape + how,
-        dtype: DType::F32,
+        dtype,
         direction,
         prepare: Box::new(move |device| {
             let layer = Rc::new(layer(device)?);
             let graph = |twin| {
                 let layer = layer.clone();
-                direction.run(device, move || (layer.graph)(twin)?.sum_all())
+                direction.run(device, move || {
+                    let y = (layer.graph)(twin)?;
+                    match direction {
+                        Direction::Forward => Ok(y),
+                        _ => y.sum_all(),
+                    }
+                })
             };
             let composed = graph(Twin::Composed);
             let ours = match way {
@@ -287,8 +359,4 @@ fn case(op: &'static str, shape: String, way: Way, layer: fn(&Device) -> Result<
         }),
         bandwidth: None,
     }
-}
-
-fn variable(shape: &[usize], device: &Device) -> Result<Var> {
-    Var::from_tensor(&noise(shape, 1.0, shape.len() as u64, DType::F32, device)?)
 }

@@ -12,21 +12,27 @@ use candle_core::Device;
 
 use crate::case::Case;
 
-/// Every case on that device, in the order of the table.
+/// Every case on that device, in the order of the table. Those of a GPU have the sizes of large
+/// models.
 pub(crate) fn on(device: &Device) -> Vec<Case> {
-    let of_the_device = if device.is_cpu() {
-        vec![linear::products()]
+    if device.is_cpu() {
+        vec![
+            log_prob::cases(),
+            linear::cases(),
+            layers::small(),
+            optimizer::small(),
+            linear::products(),
+        ]
     } else {
-        vec![bandwidth::cases(), linear::large(), logits::cases()]
-    };
-    [
-        log_prob::cases(),
-        linear::cases(),
-        layers::cases(),
-        optimizer::cases(),
-    ]
+        vec![
+            bandwidth::cases(),
+            linear::large(),
+            logits::cases(),
+            layers::large(),
+            optimizer::large(),
+        ]
+    }
     .into_iter()
-    .chain(of_the_device)
     .flatten()
     .collect()
 }

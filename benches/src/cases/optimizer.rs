@@ -1,4 +1,4 @@
-//! `adamw` and `gradient_norm` over 28 million parameters, the vocabulary of SmolLM2-135M.
+//! `adamw` and `gradient_norm` over the vocabulary of a model.
 
 use std::rc::Rc;
 
@@ -12,30 +12,46 @@ use crate::case::{Case, Direction, Pair, Run};
 use crate::noise::noise;
 use crate::region::region;
 
-const SHAPE: [usize; 2] = [49_152, 576];
-
-pub(super) fn cases() -> Vec<Case> {
-    let case = |op, prepare: fn(&Device) -> Result<Pair>| Case {
-        op,
-        shape: format!("{SHAPE:?}"),
-        dtype: DType::F32,
-        direction: Direction::Forward,
-        prepare: Box::new(prepare),
-        bandwidth: None,
-    };
+/// That of SmolLM2-135M: 28 million parameters.
+pub(super) fn small() -> Vec<Case> {
+    let shape = [49_152, 576];
     vec![
-        case("adamw", adamw_pair),
-        case("adamw_8bit", adamw_in_blocks_pair),
-        case("gradient_norm", gradient_norm_pair),
+        case("adamw", shape, adamw_pair),
+        case("adamw_8bit", shape, adamw_in_blocks_pair),
+        case("gradient_norm", shape, gradient_norm_pair),
     ]
 }
 
+/// That of Llama 3 8B: 525 million parameters.
+pub(super) fn large() -> Vec<Case> {
+    let shape = [128_256, 4096];
+    vec![
+        case("adamw", shape, adamw_pair),
+        case("gradient_norm", shape, gradient_norm_pair),
+    ]
+}
+
+fn case(
+    op: &'static str,
+    shape: [usize; 2],
+    prepare: fn([usize; 2], &Device) -> Result<Pair>,
+) -> Case {
+    Case {
+        op,
+        shape: format!("{shape:?}"),
+        dtype: DType::F32,
+        direction: Direction::Forward,
+        prepare: Box::new(move |device| prepare(shape, device)),
+        bandwidth: None,
+    }
+}
+
 /// Compares with `candle_nn::AdamW`.
-fn adamw_pair(device: &Device) -> Result<Pair> {
-    let variable = |seed| Var::from_tensor(&noise(&SHAPE, 0.1, seed, DType::F32, device)?);
-    let zeros = || Var::zeros(&SHAPE, DType::F32, device);
+fn adamw_pair(shape: [usize; 2], device: &Device) -> Result<Pair> {
+    let variable = |seed| Var::from_tensor(&noise(&shape, 0.1, seed, DType::F32, device)?);
+    let zeros = || Var::zeros(&shape, DType::F32, device);
     let (parameter, average, square) = (variable(1)?, zeros()?, zeros()?);
-    let gradient = noise(&SHAPE, 0.01, 2, DType::F32, device)?;
+    let gradient = noise(&shape, 0.01, 2, DType::F32, device)?;
 
     // The twin takes its gradient from a store, which only a backward pass can create.
     let theirs = variable(1)?;
@@ -62,13 +78,13 @@ fn adamw_pair(device: &Device) -> Result<Pair> {
 }
 
 /// Compares with the composed twin, which converts the state on the CPU.
-fn adamw_in_blocks_pair(device: &Device) -> Result<Pair> {
+fn adamw_in_blocks_pair(shape: [usize; 2], device: &Device) -> Result<Pair> {
     let run = |twin: fn(&[AdamWTensors], &AdamWStep) -> Result<()>| -> Result<_> {
         let device = device.clone();
-        let parameter = Var::from_tensor(&noise(&SHAPE, 0.1, 1, DType::F32, &device)?)?;
+        let parameter = Var::from_tensor(&noise(&shape, 0.1, 1, DType::F32, &device)?)?;
         let zeros = || Var::zeros(moment_blocks(parameter.elem_count()), DType::U8, &device);
         let (average, square) = (zeros()?, zeros()?);
-        let gradient = noise(&SHAPE, 0.01, 2, DType::F32, &device)?;
+        let gradient = noise(&shape, 0.01, 2, DType::F32, &device)?;
         let mut index = 0;
         let step: Run = Box::new(move || {
             index += 1;
@@ -101,8 +117,8 @@ fn step_of(step: usize) -> AdamWStep {
     }
 }
 
-fn gradient_norm_pair(device: &Device) -> Result<Pair> {
-    let gradient = Rc::new(noise(&SHAPE, 0.01, 2, DType::F32, device)?);
+fn gradient_norm_pair(shape: [usize; 2], device: &Device) -> Result<Pair> {
+    let gradient = Rc::new(noise(&shape, 0.01, 2, DType::F32, device)?);
     let run = |norms: fn(&[&Tensor]) -> Result<Tensor>| {
         let gradient = gradient.clone();
         Direction::Forward.run(device, move || norms(&[&gradient]))

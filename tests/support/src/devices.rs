@@ -47,8 +47,20 @@ pub fn device() -> &'static Device {
     }
 }
 
-/// Returns the number of random cases of a test: `cases`, or a quarter if the GPU is emulated.
+/// Returns the number of random cases of a test: `cases`, or a quarter if the GPU is emulated, and
+/// at most that of the variable `CANDLE_GRPO_TEST_CASES`, for tools that slow down each launch.
+///
+/// # Panics
+///
+/// Panics if the variable is not a number.
 pub fn cases(cases: u32) -> u32 {
+    let cases = match std::env::var("CANDLE_GRPO_TEST_CASES") {
+        Ok(most) => match most.parse() {
+            Ok(most) => cases.min(most),
+            Err(_) => panic!("CANDLE_GRPO_TEST_CASES: {most:?}, must be a number"),
+        },
+        Err(_) => cases,
+    };
     match CudaCalls::now() {
         Some(_) => cases.div_ceil(4),
         None => cases,

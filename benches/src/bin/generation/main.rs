@@ -15,6 +15,7 @@ use std::time::Instant;
 use anyhow::{Context, Result, ensure};
 use candle_core::{DType, Device};
 use candle_grpo_bench::{decoder_in, read_model};
+use candle_grpo_kernels::default_device;
 use candle_grpo_nn::{Decoder, DecoderConfig, Parameters};
 use candle_grpo_train::rollout::LocalGenerator;
 use candle_grpo_train::{Prompt, Sampler, SamplingConfig};
@@ -33,7 +34,7 @@ struct Args {
     /// The dtype of weights and activations: f32 or bf16
     #[arg(long, default_value = "f32")]
     dtype: DType,
-    /// Print the time of a step of SmolLM2-135M by parts
+    /// Print the time of a step of SmolLM2-135M by parts, on the CPU
     #[arg(long, conflicts_with = "model")]
     parts: bool,
 }
@@ -79,7 +80,11 @@ fn generate(
 fn main() -> Result<()> {
     let args = Args::parse();
     let model = read_model(args.model.as_deref())?;
-    let parameters = Parameters::init(&model, 1, &Device::Cpu)?;
+    let device = match args.parts {
+        true => Device::Cpu,
+        false => default_device()?,
+    };
+    let parameters = Parameters::init(&model, 1, &device)?;
     let decoder = decoder_in(&model, &parameters, args.dtype)?;
     if args.parts {
         let report = parts::measure(&model, &parameters, &decoder, args.dtype)?;
