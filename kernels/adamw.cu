@@ -34,11 +34,14 @@ static_assert(sizeof(Parameter) == 64, "a row has 8 words");
 struct Step {
     float gradient_factor, beta1, one_minus_beta1, beta2, one_minus_beta2, epsilon, step_size, inverse_root_correction;
 
+    // With each rounding written out, the result does not depend on the dtypes of the parameter and
+    // its gradient, for which the compiler may choose other fused operations.
     __device__ __forceinline__ void update(float &p, float &m, float &v, float g, float keep) const {
-        g *= gradient_factor;
-        m = m * beta1 + g * one_minus_beta1;
-        v = v * beta2 + g * g * one_minus_beta2;
-        p = p * keep - step_size * (m / (sqrtf(v) * inverse_root_correction + epsilon));
+        g = __fmul_rn(g, gradient_factor);
+        m = __fmaf_rn(m, beta1, __fmul_rn(g, one_minus_beta1));
+        v = __fmaf_rn(v, beta2, __fmul_rn(__fmul_rn(g, g), one_minus_beta2));
+        const float root = __fmaf_rn(sqrtf(v), inverse_root_correction, epsilon);
+        p = __fmaf_rn(-step_size, m / root, __fmul_rn(p, keep));
     }
 };
 

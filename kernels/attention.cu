@@ -16,6 +16,7 @@
 // OPTIONS adds a window and a soft cap of the scores. Kernels without it have no code for them.
 
 #include "copy.cuh"
+#include "divisor.cuh"
 #include "element.cuh"
 #include "math.cuh"
 #include "mma.cuh"
@@ -40,6 +41,7 @@ template <typename T, int D> struct Tiles {
     static constexpr int OTHERS = WIDE ? (D == 64 ? 32 : 16) : (D == 256 ? 16 : 32);
     // Rows have 16 bytes of padding, to start in different banks.
     static constexpr int STRIDE = D + PACK<T>;
+    static_assert(KEYS <= THREADS && OTHERS <= THREADS, "a thread has at most one row of a tile");
     // Bytes of the kept operands of the backward pass, and of a pair of loaded tiles with three
     // numbers for each row. The next pair arrives while a block uses the first one, if two fit into
     // 99 KiB: some GPUs have no more.
@@ -56,21 +58,48 @@ template <typename T, int D> struct Tiles {
     static constexpr int COLUMNS = D < 128 ? D : 128;
 };
 
-// Starts to load ROWS rows of `of` into a tile. Row r is at `place(r)`, which is a row of `of` for
-// every r. Rows that are not `is_real(r)`, and columns beyond the head, become 0.
-template <typename T, int D, int ROWS, int THREADS, typename Place, typename Real>
-__device__ __forceinline__ void load_tile(T *tile, const T *of, int head_dim, bool aligned, Place place, Real is_real) {
+// Starts to load the same ROWS rows of `from` into tiles. Row r is at the element `offset(r)`, which
+// is a row of the operand for every r. Rows that are not `is_real(r)`, and columns beyond the head,
+// become 0. `whole`: all rows are real.
+template <typename T, int D, int ROWS, int THREADS, int operands, typename Offset, typename Real>
+__device__ __forceinline__ void load_tiles(T *const (&tiles)[operands], const T *const (&from)[operands], int head_dim,
+                                           bool aligned, bool whole, Offset offset, Real is_real) {
     constexpr int STRIDE = Tiles<T, D>::STRIDE, PACKS = D / PACK<T>;
-#pragma unroll 4
-    for (int i = (int)threadIdx.x; i < ROWS * PACKS; i += THREADS) {
-        const int row = i / PACKS, column = i % PACKS * PACK<T>;
-        const T *from = of + place(row) * (uint64_t)head_dim;
-        T *to = tile + row * STRIDE + column;
-        if (aligned) {
-            start_copy(to, from + (column < head_dim ? column : 0), column < head_dim && is_real(row));
-        } else {
-            const bool real = is_real(row);
-            for (int k = 0; k < PACK<T>; k++) to[k] = real && column + k < head_dim ? from[column + k] : from_float<T>(0.0f);
+    if (!aligned) {
+#pragma unroll 1
+        for (int i = (int)threadIdx.x; i < ROWS * D; i += THREADS) {
+            const int row = i / D, column = i % D;
+            const bool real = column < head_dim && is_real(row);
+#pragma unroll
+            for (int operand = 0; operand < operands; operand++)
+                tiles[operand][row * STRIDE + column] =
+                    real ? from[operand][offset(row) + (uint64_t)column] : from_float<T>(0.0f);
+        }
+        return;
+    }
+    // A thread copies the same columns of every STEP-th row.
+    constexpr int STEP = THREADS / PACKS, COPIES = ROWS / STEP, BATCH = COPIES < 8 ? COPIES : 8;
+    static_assert(THREADS % PACKS == 0 && ROWS % STEP == 0 && COPIES % BATCH == 0, "a thread has whole batches of copies");
+    const int first = (int)threadIdx.x / PACKS, column = (int)threadIdx.x % PACKS * PACK<T>;
+    const bool in_head = column < head_dim;
+#pragma unroll 1
+    for (int batch = 0; batch < COPIES; batch += BATCH) {
+        const int begin = first + batch * STEP;
+        bool real[BATCH];
+#pragma unroll
+        for (int i = 0; i < BATCH; i++) real[i] = in_head;
+        // Before the copies, so that no copy waits for its entry of the mask.
+        if (!whole) {
+#pragma unroll
+            for (int i = 0; i < BATCH; i++) real[i] = is_real(begin + i * STEP) && in_head;
+        }
+#pragma unroll
+        for (int i = 0; i < BATCH; i++) {
+            const int row = begin + i * STEP;
+            const uint64_t at = offset(row) + (uint64_t)(in_head ? column : 0);
+#pragma unroll
+            for (int operand = 0; operand < operands; operand++)
+                start_copy(tiles[operand] + row * STRIDE + column, from[operand] + at, real[i]);
         }
     }
 }
@@ -126,7 +155,8 @@ template <bool OPTIONS> struct Scoring {
 // One key head of one sequence. `sequences` has the first query, new positions, first key and all
 // positions of each sequence.
 struct Head {
-    uint32_t first_query, first_key, kv_heads, kv_head, group;
+    uint32_t first_query, first_key, kv_heads, kv_head;
+    Divisor group;
     int total, past, rows, head_dim;
     // Null if every key is real.
     const uint8_t *mask;
@@ -143,36 +173,46 @@ struct Head {
         this->mask = mask == nullptr ? nullptr : mask + first_key;
     }
 
+    __device__ __forceinline__ bool has_mask() const { return mask != nullptr; }
+    __device__ __forceinline__ int position_of_row(int row) const { return past + (int)group.divide((uint32_t)row).quotient; }
+    // The positions exist, so that a load does not depend on a comparison.
     __device__ __forceinline__ bool is_real(int position) const { return mask == nullptr || mask[position] != 0; }
-    __device__ __forceinline__ bool is_real_row(int row) const { return row < rows && is_real(past + row / (int)group); }
-    __device__ __forceinline__ bool is_real_key(int key) const { return key < total && is_real(key); }
+    __device__ __forceinline__ bool is_real_row(int row) const {
+        return is_real(position_of_row(min(row, rows - 1))) && row < rows;
+    }
+    __device__ __forceinline__ bool is_real_key(int key) const { return is_real(min(key, total - 1)) && key < total; }
 
     // Returns the index of a row among the heads of all queries.
     __device__ __forceinline__ uint64_t row_place(int row) const {
-        const uint64_t position = first_query + (uint32_t)row / group;
-        return (position * kv_heads + kv_head) * group + (uint32_t)row % group;
+        const Divisor::Result at = group.divide((uint32_t)row);
+        return (uint64_t)(first_query + at.quotient) * (kv_heads * group.by) + (kv_head * group.by + at.remainder);
     }
-    __device__ __forceinline__ uint64_t key_place(int key) const {
-        return (uint64_t)(first_key + (uint32_t)key) * kv_heads + kv_head;
+    // The first elements of a row and of a key.
+    __device__ __forceinline__ uint64_t row_offset(int row) const {
+        const Divisor::Result at = group.divide((uint32_t)row);
+        return (uint64_t)(first_query + at.quotient) * (kv_heads * group.by * (uint32_t)head_dim) +
+               (kv_head * group.by + at.remainder) * (uint32_t)head_dim;
     }
-    __device__ __forceinline__ uint64_t elements(uint64_t place) const { return place * (uint64_t)head_dim; }
+    __device__ __forceinline__ uint64_t key_offset(int key) const {
+        return (uint64_t)(first_key + (uint32_t)key) * (kv_heads * (uint32_t)head_dim) + kv_head * (uint32_t)head_dim;
+    }
 
     // The mark of a row or a key is its position, except at padding: see Scoring.
-    __device__ __forceinline__ int row_mark(int row) const {
-        return is_real_row(row) ? past + row / (int)group : -1;
-    }
+    __device__ __forceinline__ int row_mark(int row) const { return is_real_row(row) ? position_of_row(row) : -1; }
     __device__ __forceinline__ int key_mark(int key) const { return is_real_key(key) ? key : INT_MAX; }
 
-    // Loads rows from `first`, of an operand with the rows of the queries, or of the keys.
-    template <int ROWS, typename T, int D> __device__ __forceinline__ void load_rows(T *tile, const T *of, int first, bool aligned) const {
-        load_tile<T, D, ROWS, Tiles<T, D>::THREADS>(
-            tile, of, head_dim, aligned, [&](int row) { return row_place(min(first + row, rows - 1)); },
-            [&](int row) { return is_real_row(first + row); });
+    // Loads rows from `first`, of operands with the rows of the queries, or of the keys.
+    template <int ROWS, typename T, int D, int operands>
+    __device__ __forceinline__ void load_rows(T *const (&tiles)[operands], const T *const (&from)[operands], int first, bool aligned) const {
+        load_tiles<T, D, ROWS, Tiles<T, D>::THREADS>(
+            tiles, from, head_dim, aligned, mask == nullptr && first + ROWS <= rows,
+            [&](int row) { return row_offset(min(first + row, rows - 1)); }, [&](int row) { return is_real_row(first + row); });
     }
-    template <int ROWS, typename T, int D> __device__ __forceinline__ void load_keys(T *tile, const T *of, int first, bool aligned) const {
-        load_tile<T, D, ROWS, Tiles<T, D>::THREADS>(
-            tile, of, head_dim, aligned, [&](int row) { return key_place(min(first + row, total - 1)); },
-            [&](int row) { return is_real_key(first + row); });
+    template <int ROWS, typename T, int D, int operands>
+    __device__ __forceinline__ void load_keys(T *const (&tiles)[operands], const T *const (&from)[operands], int first, bool aligned) const {
+        load_tiles<T, D, ROWS, Tiles<T, D>::THREADS>(
+            tiles, from, head_dim, aligned, mask == nullptr && first + ROWS <= total,
+            [&](int row) { return key_offset(min(first + row, total - 1)); }, [&](int row) { return is_real_key(first + row); });
     }
 };
 
@@ -292,12 +332,12 @@ __device__ __forceinline__ void forward(const T *query, const T *key, const T *v
     const int own_rows = thread / 32 * GROUPS * 16;
     const auto row_of_lane = [&](int g, int r) { return first_row + own_rows + 16 * g + lane / 4 + 8 * r; };
     const auto load_keys = [&](int first) {
-        for (int i = thread; i < KEYS; i += Size::THREADS) marks[i] = head.key_mark(first + i);
-        head.load_keys<KEYS, T, D>(keys, key, first, aligned);
+        if (thread < KEYS) marks[thread] = head.key_mark(first + thread);
+        head.load_keys<KEYS, T, D, 1>({keys}, {key}, first, aligned);
     };
     const Scoring<OPTIONS> scoring(scale, window, cap);
-    const int first_seen = scoring.first_seen(head.past + first_row / (int)group);
-    head.load_rows<ROWS, T, D>(queries, query, first_row, aligned);
+    const int first_position = head.position_of_row(first_row), first_seen = scoring.first_seen(first_position);
+    head.load_rows<ROWS, T, D, 1>({queries}, {query}, first_row, aligned);
     load_keys(first_seen);
 
     float mixed[GROUPS][D / 8][4], largest[GROUPS][2], sums[GROUPS][2];
@@ -313,13 +353,15 @@ __device__ __forceinline__ void forward(const T *query, const T *key, const T *v
         }
     }
     const int last_row = min(first_row + ROWS, head.rows) - 1;
-    const int last_key = head.past + last_row / (int)group;
+    const int last_key = head.position_of_row(last_row);
     for (int first_key = first_seen; first_key <= last_key; first_key += KEYS) {
         // The keys are there, and nobody reads the values of the previous tile.
         wait_for_copies();
         __syncthreads();
-        head.load_keys<KEYS, T, D>(values, value, first_key, aligned);
+        head.load_keys<KEYS, T, D, 1>({values}, {value}, first_key, aligned);
 
+        // Most tiles are before all rows of the block.
+        const bool all_visible = !OPTIONS && !head.has_mask() && first_key + KEYS - 1 <= first_position;
         float scores[GROUPS][KEYS / 8][4];
         clear(scores);
 #pragma unroll Size::UNROLLED
@@ -340,10 +382,9 @@ __device__ __forceinline__ void forward(const T *query, const T *key, const T *v
             for (int n = 0; n < KEYS / 8; n++) {
 #pragma unroll
                 for (int i = 0; i < 4; i++) {
-                    const bool visible = scoring.sees(own_marks[g][i / 2], marks[n * 8 + lane % 4 * 2 + i % 2]);
                     float &score = scores[g][n][i];
-                    // Another order of scaling and choice needs more registers than there are.
-                    score = visible ? (OPTIONS ? score : scoring.score(score)) : -INFINITY;
+                    if constexpr (!OPTIONS) score = scoring.score(score);
+                    if (!all_visible && !scoring.sees(own_marks[g][i / 2], marks[n * 8 + lane % 4 * 2 + i % 2])) score = -INFINITY;
                     peaks[i / 2] = fmaxf(peaks[i / 2], score);
                 }
             }
@@ -389,7 +430,7 @@ __device__ __forceinline__ void forward(const T *query, const T *key, const T *v
             if (lane % 4 == 0 && row < head.rows) log_sums[head.row_place(row)] = largest[g][r] + log2f(sum);
         }
         store_rows<T, STRIDE>(queries, mixed[g], factors, own_rows + 16 * g, head_dim, aligned, [&](int row) {
-            return first_row + row < head.rows ? y + head.elements(head.row_place(first_row + row)) : nullptr;
+            return first_row + row < head.rows ? y + head.row_offset(first_row + row) : nullptr;
         });
     }
 }
@@ -424,14 +465,12 @@ __device__ __forceinline__ void backward(const T *query, const T *key, const T *
     int own_marks[2];
     float own_sums[2] = {0.0f, 0.0f}, own_dots[2] = {0.0f, 0.0f};
     if constexpr (OF_KEYS) {
-        head.load_keys<Size::ROWS, T, D>(kept, key, first_own, aligned);
-        head.load_keys<Size::ROWS, T, D>(kept_with, value, first_own, aligned);
+        head.load_keys<Size::ROWS, T, D, 2>({kept, kept_with}, {key, value}, first_own, aligned);
         wait_for_copies();
 #pragma unroll
         for (int r = 0; r < 2; r++) own_marks[r] = head.key_mark(first_own + own + 8 * r);
     } else {
-        head.load_rows<Size::ROWS, T, D>(kept, query, first_own, aligned);
-        head.load_rows<Size::ROWS, T, D>(kept_with, gradient, first_own, aligned);
+        head.load_rows<Size::ROWS, T, D, 2>({kept, kept_with}, {query, gradient}, first_own, aligned);
         wait_for_copies();
         __syncthreads();
 #pragma unroll
@@ -442,8 +481,8 @@ __device__ __forceinline__ void backward(const T *query, const T *key, const T *
             if (own_marks[r] >= 0) {
                 const uint64_t place = head.row_place(first_own + row);
                 own_sums[r] = log_sums[place];
-                for (int i = lane % 4; i < head_dim; i += 4)
-                    dot += to_float(kept_with[row * STRIDE + i]) * to_float(y[head.elements(place) + (uint64_t)i]);
+                const T *of_y = y + head.row_offset(first_own + row);
+                for (int i = lane % 4; i < head_dim; i += 4) dot += to_float(kept_with[row * STRIDE + i]) * to_float(of_y[i]);
             }
             own_dots[r] = row_sum(dot);
             if (lane % 4 == 0 && first_own + row < head.rows) dots[head.row_place(first_own + row)] = own_dots[r];
@@ -457,9 +496,9 @@ __device__ __forceinline__ void backward(const T *query, const T *key, const T *
     // The queries that see a key of this block, or the keys that its queries see.
     const int last_own = min(first_own + Size::ROWS, OF_KEYS ? head.total : head.rows) - 1;
     const int begin = OF_KEYS ? max(first_own - head.past, 0) * (int)group
-                              : scoring.first_seen(head.past + first_own / (int)group);
+                              : scoring.first_seen(head.position_of_row(first_own));
     const int end = OF_KEYS ? (scoring.end_of_seeing(last_own, head.total) - head.past) * (int)group
-                            : head.past + last_own / (int)group + 1;
+                            : head.position_of_row(last_own) + 1;
     // The tiles of a stage, and the numbers of their rows.
     const auto others_of = [&](int stage) {
         return reinterpret_cast<T *>(reinterpret_cast<char *>(stages) + stage * Size::STAGE_BYTES);
@@ -468,23 +507,20 @@ __device__ __forceinline__ void backward(const T *query, const T *key, const T *
     const auto sums_of = [&](T *others) { return reinterpret_cast<float *>(marks_of(others) + OTHERS); };
     const auto load = [&](int from, int stage) {
         T *others = others_of(stage), *others_with = others + OTHERS * STRIDE;
-        for (int i = thread; i < OTHERS; i += Size::THREADS) {
+        if (thread < OTHERS) {
             if constexpr (OF_KEYS) {
-                const int mark = head.row_mark(from + i);
-                const uint64_t place = mark >= 0 ? head.row_place(from + i) : 0;
-                marks_of(others)[i] = mark;
-                sums_of(others)[i] = mark >= 0 ? log_sums[place] : 0.0f;
-                sums_of(others)[OTHERS + i] = mark >= 0 ? dots[place] : 0.0f;
+                const uint64_t place = head.row_place(min(from + thread, head.rows - 1));
+                marks_of(others)[thread] = head.row_mark(from + thread);
+                start_copy_of_four(sums_of(others) + thread, log_sums + place);
+                start_copy_of_four(sums_of(others) + OTHERS + thread, dots + place);
             } else {
-                marks_of(others)[i] = head.key_mark(from + i);
+                marks_of(others)[thread] = head.key_mark(from + thread);
             }
         }
         if constexpr (OF_KEYS) {
-            head.load_rows<OTHERS, T, D>(others, query, from, aligned);
-            head.load_rows<OTHERS, T, D>(others_with, gradient, from, aligned);
+            head.load_rows<OTHERS, T, D, 2>({others, others_with}, {query, gradient}, from, aligned);
         } else {
-            head.load_keys<OTHERS, T, D>(others, key, from, aligned);
-            head.load_keys<OTHERS, T, D>(others_with, value, from, aligned);
+            head.load_keys<OTHERS, T, D, 2>({others, others_with}, {key, value}, from, aligned);
         }
     };
     int stage = 0;
@@ -515,13 +551,18 @@ __device__ __forceinline__ void backward(const T *query, const T *key, const T *
             multiply_rows<T, STRIDE, OF_KEYS>(weights, kept, others, k);
             multiply_rows<T, STRIDE, OF_KEYS>(of_scores, kept_with, others_with, k);
         }
+        // Most keys of a tile are before all of its queries.
+        const bool all_visible =
+            !OPTIONS && !head.has_mask() &&
+            (OF_KEYS ? from + OTHERS <= head.rows && first_own + Size::ROWS <= min(head.total, head.position_of_row(from) + 1)
+                     : from + OTHERS <= head.position_of_row(first_own) + 1);
 #pragma unroll
         for (int n = 0; n < OTHERS / 8; n++) {
 #pragma unroll
             for (int i = 0; i < 4; i++) {
                 const int other = n * 8 + lane % 4 * 2 + i % 2;
-                const bool visible = OF_KEYS ? scoring.sees(marks[other], own_marks[i / 2])
-                                             : scoring.sees(own_marks[i / 2], marks[other]);
+                const bool visible = all_visible || (OF_KEYS ? scoring.sees(marks[other], own_marks[i / 2])
+                                                             : scoring.sees(own_marks[i / 2], marks[other]));
                 const float log_sum = OF_KEYS ? other_sums[other] : own_sums[i / 2];
                 const float dot = OF_KEYS ? other_dots[other] : own_dots[i / 2];
                 float &weight = weights[0][n][i], &of_score = of_scores[0][n][i];
@@ -539,7 +580,7 @@ __device__ __forceinline__ void backward(const T *query, const T *key, const T *
     if constexpr (OF_KEYS) {
         auto target = [&](T *of) {
             return [&, of](int row) {
-                return first_own + row < head.total ? of + head.elements(head.key_place(first_own + row)) + column : nullptr;
+                return first_own + row < head.total ? of + head.key_offset(first_own + row) + column : nullptr;
             };
         };
         const bool real[2] = {own_marks[0] != INT_MAX, own_marks[1] != INT_MAX};
@@ -551,7 +592,7 @@ __device__ __forceinline__ void backward(const T *query, const T *key, const T *
     } else {
         const float factors[2] = {own_marks[0] < 0 ? 0.0f : scale, own_marks[1] < 0 ? 0.0f : scale};
         store_rows<T, STRIDE>(kept, of_first[0], factors, own_rows, columns, aligned, [&](int row) {
-            return first_own + row < head.rows ? first + head.elements(head.row_place(first_own + row)) : nullptr;
+            return first_own + row < head.rows ? first + head.row_offset(first_own + row) : nullptr;
         });
     }
 }

@@ -18,6 +18,16 @@ __device__ __forceinline__ void start_copy(void *to, const void *from, bool is_r
 #endif
 }
 
+// Starts a copy of 4 bytes. Both addresses are multiples of 4.
+__device__ __forceinline__ void start_copy_of_four(float *to, const float *from) {
+#ifdef CUDA_ON_HOST
+    cuda_host::start_copy(to, from, true, 4);
+#else
+    const uint32_t address = (uint32_t)__cvta_generic_to_shared(to);
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(address), "l"(from) : "memory");
+#endif
+}
+
 // Waits for all copies of this thread.
 __device__ __forceinline__ void wait_for_copies() {
 #ifdef CUDA_ON_HOST

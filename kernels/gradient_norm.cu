@@ -20,9 +20,11 @@ template <typename T> __device__ __forceinline__ double squares(const T *gradien
     uint64_t done = 0;
     if (is_aligned(gradient)) {
         const uint64_t packs = n / PACK<T>;
+        // Several packs at once, so that their loads overlap.
+#pragma unroll 8
         for (uint64_t i = thread; i < packs; i += threads) {
             float values[PACK<T>];
-            unpack<T>(reinterpret_cast<const uint4 *>(gradient)[i], values);
+            unpack<T>(load_streaming(reinterpret_cast<const uint4 *>(gradient) + i), values);
 #pragma unroll
             for (int k = 0; k < PACK<T>; k++) sum += (double)values[k] * (double)values[k];
         }

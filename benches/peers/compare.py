@@ -1,7 +1,7 @@
 """Times the operators beside PyTorch and Liger-Kernel in alternation, and reports medians.
 
-Each side is a separate process, which runs a case once per input line. Memory is measured in separate processes, one per case.
-Writes peers.json and peers.md.
+Each side is a separate process, which runs a case once per input line. On the CPU, memory is measured in separate processes, one per
+case. On a GPU the sides count what they allocate, so two processes run all cases. Writes peers.json and peers.md.
 """
 
 import argparse
@@ -50,39 +50,45 @@ class Side:
         self.process.wait()
 
 
-def peak_mib(command, case, device):
-    """Measures the memory of one run beyond the inputs, after a warm-up run has loaded code and created threads."""
+def peak_mib(command, case):
+    """Measures the memory of one run beyond the inputs on the CPU, after a warm-up run has loaded code and created threads."""
     side = Side(command, **FRESH_MEMORY)
     side.run(case)
-    if device == "cpu":
-        # 5 resets the peak to the current value.
-        Path(f"/proc/{side.process.pid}/clear_refs").write_text("5")
-        before = side.resident_mib("VmRSS")
-        side.run(case)
-        peak = side.resident_mib("VmHWM") - before
-    else:
-        _, peak = side.run(case)
+    # 5 resets the peak to the current value.
+    Path(f"/proc/{side.process.pid}/clear_refs").write_text("5")
+    before = side.resident_mib("VmRSS")
+    side.run(case)
+    peak = side.resident_mib("VmHWM") - before
     side.end()
     return peak
 
 
-def measure(commands, case, rounds, device):
-    ours_mib, peer_mib = (peak_mib(command, case, device) for command in commands)
-    ours, peer = sides = [Side(command) for command in commands]
-    for side in sides:
-        side.run(case)
-    pairs = [(ours.run(case)[0], peer.run(case)[0]) for _ in range(rounds)]
+def measure_on_cpu(commands, case, rounds):
+    ours_mib, peer_mib = (peak_mib(command, case) for command in commands)
+    sides = [Side(command) for command in commands]
+    row = measure(sides, case, rounds)
     for side in sides:
         side.end()
+    return row | {"device": "cpu", "ours_peak_mib": ours_mib, "peer_peak_mib": peer_mib}
+
+
+def measure(sides, case, rounds):
+    ours, peer = sides
+    for side in sides:
+        side.run(case)
+    samples = [(ours.run(case), peer.run(case)) for _ in range(rounds)]
+    ours_ms, peer_ms = ([pair[i][0] for pair in samples] for i in (0, 1))
+    ours_mib, peer_mib = (max(pair[i][1] for pair in samples) for i in (0, 1))
     return {
         "op": case.op,
         "shape": case.shape,
         "dtype": case.dtype,
-        "device": device,
+        "direction": case.direction,
+        "device": "cuda",
         "peer": case.peer,
-        "ours_ms": statistics.median(a for a, _ in pairs),
-        "peer_ms": statistics.median(b for _, b in pairs),
-        "ratio": statistics.median(a / b for a, b in pairs),
+        "ours_ms": statistics.median(ours_ms),
+        "peer_ms": statistics.median(peer_ms),
+        "ratio": statistics.median(a / b for a, b in zip(ours_ms, peer_ms)),
         "ours_peak_mib": ours_mib,
         "peer_peak_mib": peer_mib,
     }
@@ -99,10 +105,10 @@ def verdict(row, case):
 
 
 TITLES = {
-    "op": "operator", "shape": "shape", "dtype": "dtype", "device": "device", "peer": "peer", "ours_ms": "ours ms",
+    "op": "operator", "shape": "shape", "dtype": "dtype", "direction": "passes", "device": "device", "peer": "peer", "ours_ms": "ours ms",
     "peer_ms": "peer ms", "ratio": "ratio", "ours_peak_mib": "ours MiB", "peer_peak_mib": "peer MiB",
 }
-FORMATS = {"ours_ms": ".1f", "peer_ms": ".1f", "ratio": ".3f", "ours_peak_mib": ".0f", "peer_peak_mib": ".0f"}
+FORMATS = {"ours_ms": ".2f", "peer_ms": ".2f", "ratio": ".3f", "ours_peak_mib": ".0f", "peer_peak_mib": ".0f"}
 
 
 def table(rows):
@@ -125,14 +131,17 @@ def main():
         [args.program, "--serve"],
         [sys.executable, str(Path(__file__).with_name("peers.py")), args.device],
     ]
+    sides = [Side(command) for command in commands] if args.device == "cuda" else []
     rows, verdicts = [], []
     for case in peers.cases(args.device):
         if args.only in case.op:
-            row = measure(commands, case, args.rounds, args.device)
+            row = measure(sides, case, args.rounds) if sides else measure_on_cpu(commands, case, args.rounds)
             rows.append(row)
             print(list(table([row]))[-1], flush=True)
             if case.goal:
                 verdicts.append(verdict(row, case))
+    for side in sides:
+        side.end()
     print("\n".join(verdicts))
     args.out.mkdir(parents=True, exist_ok=True)
     (args.out / "peers.json").write_text(json.dumps(rows, indent=2) + "\n")

@@ -364,6 +364,12 @@ def serve(device):
     for line in sys.stdin:
         line = line.rstrip("\n")
         if line != prepared:
+            # Frees the inputs of the previous case before the next ones are allocated.
+            run = None
+            if device == "cuda":
+                import torch
+
+                torch.cuda.empty_cache()
             run, prepared = by_line[line].prepare(), line
         print("%f\t%f" % sample(run, device), flush=True)
 

@@ -4,10 +4,10 @@ use std::rc::Rc;
 
 use candle_core::{DType, Device, Result, Tensor, Var};
 use candle_grpo_kernels::{
-    DeltaHeads, PrefixTree, add_bias, add_bias_gradient, add_embedding_gradient, attention,
-    attention_gradient, causal_conv, causal_conv_gradient, composed, embedding, gated_delta_rule,
-    gated_delta_rule_gradient, rms_norm, rms_norm_gradient, rope, rope_gradient, swiglu,
-    swiglu_gradient,
+    CausalAttention, DeltaHeads, PrefixTree, Sequences, add_bias, add_bias_gradient,
+    add_embedding_gradient, causal_conv, causal_conv_gradient, composed, embedding,
+    gated_delta_rule, gated_delta_rule_gradient, rms_norm, rms_norm_gradient, rope, rope_gradient,
+    swiglu, swiglu_gradient,
 };
 
 use crate::case::{Case, Direction, Pair};
@@ -195,26 +195,29 @@ fn cases(sizes: Sizes, way: Way) -> Vec<Case> {
             "attention",
             format!("[{batch}, {positions}], {heads} and {kv_heads} heads of {head_dim}"),
             Box::new(move |device| {
-                let query = sizes.variable(&[batch, positions, heads * head_dim], device)?;
-                let key = sizes.variable(&[batch, positions, kv_heads * head_dim], device)?;
-                let value = sizes.variable(&[batch, positions, kv_heads * head_dim], device)?;
+                let query = sizes.variable(&[tokens, heads * head_dim], device)?;
+                let key = sizes.variable(&[tokens, kv_heads * head_dim], device)?;
+                let value = sizes.variable(&[tokens, kv_heads * head_dim], device)?;
                 let mask = Tensor::ones((batch, positions), DType::U8, device)?;
                 let scale = (head_dim as f64).powf(-0.5);
+                let sequences = vec![positions; batch];
+                let attention =
+                    CausalAttention::new(Sequences::Packed(&sequences), head_dim, scale);
                 let constants = [&query, &key, &value].map(|x| x.as_detached_tensor());
                 let gradient = constants[0].ones_like()?;
-                let masked = mask.clone();
+                let same = attention.clone();
                 Ok(Layer {
                     graph: Box::new(move |twin| match twin {
-                        Twin::Fused => attention(&query, &key, &value, &mask, head_dim, scale),
+                        Twin::Fused => Ok(attention.forward([&query, &key, &value])?.0),
                         Twin::Composed => {
                             composed::attention(&query, &key, &value, &mask, head_dim, scale)
                         }
                     }),
                     alone: Box::new(move || {
-                        let [query, key, value] = &constants;
-                        attention(query, key, value, &masked, head_dim, scale)?;
-                        attention_gradient(query, key, value, &masked, head_dim, scale, &gradient)
-                            .map(drop)
+                        let inputs = constants.each_ref();
+                        let (y, log_sums) = same.forward(inputs)?;
+                        let forward = log_sums.as_ref().map(|log_sums| (&y, log_sums));
+                        same.backward(inputs, forward, &gradient).map(drop)
                     }),
                 })
             }),

@@ -14,6 +14,7 @@ struct Copy {
     void* to;
     const void* from;
     bool is_real;
+    size_t bytes;
 };
 
 // The copies that this thread of the block has started.
@@ -22,16 +23,16 @@ inline std::vector<Copy>& copies() {
     return of_threads[threadIdx.x + blockDim.x * (threadIdx.y + blockDim.y * threadIdx.z)];
 }
 
-inline void start_copy(void* to, const void* from, bool is_real) {
-    if ((uintptr_t)to % 16 != 0 || (uintptr_t)from % 16 != 0) fail("an asynchronous copy that is not aligned to 16 bytes");
-    memset(to, 0xff, 16);
-    copies().push_back({to, from, is_real});
+inline void start_copy(void* to, const void* from, bool is_real, size_t bytes = 16) {
+    if ((uintptr_t)to % bytes != 0 || (uintptr_t)from % bytes != 0) fail("an asynchronous copy that is not aligned to its size");
+    memset(to, 0xff, bytes);
+    copies().push_back({to, from, is_real, bytes});
 }
 
 inline void wait_for_copies() {
     for (const Copy& copy : copies()) {
-        if (copy.is_real) memcpy(copy.to, copy.from, 16);
-        else memset(copy.to, 0, 16);
+        if (copy.is_real) memcpy(copy.to, copy.from, copy.bytes);
+        else memset(copy.to, 0, copy.bytes);
     }
     copies().clear();
 }

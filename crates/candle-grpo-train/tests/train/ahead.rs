@@ -381,6 +381,13 @@ fn the_policy_in_this_process_draws_from_a_copy(#[case] config: TrainConfig) {
     }
 }
 
+/// The largest difference of two values.
+fn distance(a: &BTreeMap<String, Vec<f32>>, b: &BTreeMap<String, Vec<f32>>) -> f32 {
+    assert!(a.keys().eq(b.keys()));
+    let pairs = a.values().flatten().zip(b.values().flatten());
+    pairs.fold(0., |most, (a, b)| most.max((a - b).abs()))
+}
+
 /// Delays the transfer of version 1 until it is released, and records the weights of all versions.
 struct Late {
     inner: Arc<Recorder>,
@@ -422,10 +429,14 @@ fn a_later_update_does_not_change_weights_in_transfer(#[case] config: TrainConfi
     steps(&mut trainer, 1);
     let first = weights_of(&trainer);
     steps(&mut trainer, 1);
-    assert_ne!(weights_of(&trainer), first);
+    let second = weights_of(&trainer);
     release.send(()).unwrap();
     steps(&mut trainer, 1);
-    assert_eq!(late.received.lock().unwrap()[&1], first);
+    let received = late.received.lock().unwrap();
+    // The weights in transfer are in main memory, where products are rounded differently.
+    let rounding = if device().is_cpu() { 0. } else { 1e-6 };
+    assert!(distance(&received[&1], &first) <= rounding);
+    assert!(distance(&second, &first) > 1e-5);
 }
 
 #[test]
