@@ -30,13 +30,18 @@ struct Heads {
     __device__ __forceinline__ uint64_t state_len() const { return (uint64_t)key_dim * value_dim; }
 };
 
+// The entries of neighboring threads in a product: in a row, for a `b` whose rows are in global
+// memory, or in a column, for a `b` whose columns are there.
+enum Neighbors { IN_ROW, IN_COLUMN };
+
 // Computes the product of `a` [m, depth] and `b` [depth, n] and calls `store(i, j, sum)` for each
-// entry, in the same thread for the same m and n. A thread has 16 entries at a time.
-template <typename A, typename B, typename Store>
+// entry, in the same thread for the same m, n and neighbors. A thread has 16 entries at a time.
+template <Neighbors neighbors = IN_ROW, typename A, typename B, typename Store>
 __device__ __forceinline__ void product(int m, int n, int depth, A a, B b, Store store) {
     const int rows = (m + 3) / 4, columns = (n + 3) / 4;
     for (int tile = (int)threadIdx.x; tile < rows * columns; tile += THREADS) {
-        const int row = tile / columns, column = tile % columns;
+        const int row = neighbors == IN_ROW ? tile / columns : tile % rows;
+        const int column = neighbors == IN_ROW ? tile % columns : tile / rows;
         float sums[4][4];
         int i[4], j[4];
 #pragma unroll
@@ -46,6 +51,8 @@ __device__ __forceinline__ void product(int m, int n, int depth, A a, B b, Store
 #pragma unroll
             for (int c = 0; c < 4; c++) sums[r][c] = 0.0f;
         }
+        // Several steps at once, so that their loads overlap.
+#pragma unroll 4
         for (int k = 0; k < depth; k++) {
             float x[4], y[4];
 #pragma unroll
@@ -321,7 +328,7 @@ __device__ __forceinline__ void backward(const T *qkv, const float *g, const flo
             }
         }
         __syncthreads();
-        product(
+        product<IN_COLUMN>(
             2 * CHUNK, CHUNK, dim, [&](int i, int k) { return terms[i * term_stride + k]; },
             [&](int k, int j) { return j < rows ? change[j * values + k] : 0.0f; },
             [&](int i, int j, float sum) {
@@ -353,7 +360,7 @@ __device__ __forceinline__ void backward(const T *qkv, const float *g, const flo
             terms[(CHUNK + i) * term_stride + j] *= gates.decay[i];
         }
         __syncthreads();
-        product(
+        product<IN_COLUMN>(
             2 * CHUNK, key_dim, state ? dim : 0, [&](int i, int k) { return terms[i * term_stride + k]; },
             [&](int k, int j) { return state[(uint64_t)j * dim + k]; },
             [&](int i, int j, float sum) {
@@ -379,7 +386,7 @@ __device__ __forceinline__ void backward(const T *qkv, const float *g, const flo
                 if (i % CHUNK < rows) key_gradient(i, j) += sum;
             });
         __syncthreads();
-        product(
+        product<IN_COLUMN>(
             CHUNK, key_dim, 2 * CHUNK,
             [&](int i, int k) { return (k < CHUNK ? gates.beta[k] : 1.0f) * pairs[k * STRIDE + i]; },
             [&](int k, int j) { return keys[k * stride + j]; },
@@ -387,7 +394,7 @@ __device__ __forceinline__ void backward(const T *qkv, const float *g, const flo
                 if (i < rows) key_gradient(i, j) += sum;
             });
         // The keys that write to the state after the chunk.
-        product(
+        product<IN_COLUMN>(
             CHUNK, key_dim, dim, [&](int i, int k) { return i < rows ? change[i * values + k] : 0.0f; },
             [&](int k, int j) { return of_state[(uint64_t)j * dim + k]; },
             [&](int i, int j, float sum) {
