@@ -202,11 +202,15 @@ __device__ __forceinline__ void backward(const T *x, const T *weight, const T *g
     }
 }
 
+// Warps of a block that sums the parts of the gradient of the weight. There are few blocks, so each
+// has many loads at the same time.
+constexpr int SUM_WARPS = 32;
+
 // Sums `parts` rows of `partial` [parts, width].
 template <typename T>
 __device__ __forceinline__ void sum_rows(const float *partial, T *sums, int parts, int width) {
     float sum;
-    const int column = column_sum<8>(partial, (uint64_t)parts, width, &sum);
+    const int column = column_sum<SUM_WARPS>(partial, (uint64_t)parts, width, &sum);
     if (column >= 0) sums[column] = from_float<T>(sum);
 }
 
@@ -236,7 +240,7 @@ __device__ __forceinline__ void sum_rows(const float *partial, T *sums, int part
         else                                                                                                           \
             backward<false>(x, weight, gradient, dx, partial, n, width, epsilon, weight_sums);                         \
     }                                                                                                                  \
-    extern "C" __global__ void __launch_bounds__(THREADS)                                                             \
+    extern "C" __global__ void __launch_bounds__(32 * SUM_WARPS)                                                      \
         rms_norm_weight_##name(const float *partial, T *dweight, int parts, int width) {                              \
         sum_rows(partial, dweight, parts, width);                                                                      \
     }

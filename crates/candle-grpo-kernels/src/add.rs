@@ -7,8 +7,8 @@ use crate::{check, path};
 
 /// Computes `a + b`, for tensors of one shape and one float dtype.
 ///
-/// bf16 and f16 on the CPU are added with SIMD, and other tensors by Candle. Both inputs have
-/// gradients.
+/// bf16 and f16 on the CPU are added with SIMD, and f64, and f32 on the CPU, by Candle. Sums of bf16
+/// and f16 are in f32 and rounded once. Both inputs have gradients.
 ///
 /// # Errors
 ///
@@ -27,7 +27,8 @@ pub fn add(a: &Tensor, b: &Tensor) -> Result<Tensor> {
     check::same_shape("b", b, "a", a)?;
     check::same_dtype("b", b, "a", a)?;
     check::same_device(&[("a", a), ("b", b)])?;
-    if !path::is_fused_on_cpu(a) || a.dtype() == DType::F32 {
+    let is_fast_in_candle = a.device().is_cpu() && a.dtype() == DType::F32;
+    if is_fast_in_candle || !path::is_fused(a) {
         return a + b;
     }
     a.contiguous()?.apply_op2(&b.contiguous()?, Add)
@@ -53,6 +54,17 @@ impl CustomOp2 for Add {
             WithDType::to_cpu_storage_owned(cpu::add::forward(&a[a_range], b))
         });
         Ok((sum, a_layout.shape().clone()))
+    }
+
+    #[cfg(feature = "cuda")]
+    fn cuda_fwd(
+        &self,
+        a: &candle_core::CudaStorage,
+        a_layout: &Layout,
+        b: &candle_core::CudaStorage,
+        b_layout: &Layout,
+    ) -> Result<(candle_core::CudaStorage, Shape)> {
+        crate::cuda::add::forward((a, a_layout), (b, b_layout))
     }
 
     fn bwd(

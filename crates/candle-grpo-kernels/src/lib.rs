@@ -32,7 +32,7 @@
 //! | [`embedding`](embedding()), [`RowMap`] | rows of a table by id, and sums of rows | yes |
 //! | [`adamw`](adamw()) | one AdamW step over all parameters, in place | yes |
 //! | [`squared_gradient_norms`], [`scale_gradients`] | clipping by the global norm | yes |
-//! | [`add`](add()) | the sum of two tensors | no |
+//! | [`add`](add()) | the sum of two tensors | yes |
 //! | [`add_bias`](add_bias()) | the biases of several linear maps | yes |
 //! | [`add_matmul`](add_matmul()), [`matmul`] | a matrix product, added to a sum in place or new | cuBLAS |
 //! | [`linear_rows`](linear_rows()) | several linear maps with independent rows, for decoding | cuBLAS |

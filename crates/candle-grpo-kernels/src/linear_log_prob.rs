@@ -10,6 +10,7 @@ use candle_core::{
 use crate::cpu::linear_log_prob::{Kept, Layer, Wanted};
 use crate::cpu::with_floats;
 use crate::log_prob::{Backward, LogProbOptions, Rows, TokenLogProbs, rows_and_width};
+use crate::precision::arithmetic_dtype;
 use crate::{check, composed, cpu, path};
 
 /// Computes [`log_prob`](crate::log_prob) of `logits = hidden weight^T + bias` without storing the
@@ -98,17 +99,16 @@ pub struct LinearLogProb {
     logits: KeptLogits,
 }
 
-/// The gradients of the arguments of a [`LinearLogProb`], in their shapes and dtypes, without a
-/// graph.
+/// The gradients of the arguments of a [`LinearLogProb`], in their shapes, without a graph.
 ///
 /// `None` for an argument that is neither a variable nor computed from one.
 #[derive(Debug, Clone)]
 pub struct LinearGradients {
-    /// Gradient of the hidden states.
+    /// Gradient of the hidden states, in their dtype.
     pub hidden: Option<Tensor>,
-    /// Gradient of the weight.
+    /// Gradient of the weight, f32 (f64 for f64): the dtype in which it is summed.
     pub weight: Option<Tensor>,
-    /// Gradient of the bias.
+    /// Gradient of the bias, in its dtype.
     pub bias: Option<Tensor>,
 }
 
@@ -251,7 +251,9 @@ impl LinearLogProb {
             hidden: hidden
                 .map(|x| spread(self.kept.as_ref(), x, 0)?.reshape(hidden_shape))
                 .transpose()?,
-            weight,
+            weight: weight
+                .map(|x| x.to_dtype(arithmetic_dtype(x.dtype())))
+                .transpose()?,
             bias: bias
                 .zip(bias_dtype)
                 .map(|(x, dtype)| x.to_dtype(dtype))
@@ -489,8 +491,9 @@ struct Op {
 }
 
 impl Op {
-    /// Returns the gradients of hidden states, weight and bias, without a graph. `packed` is the
-    /// result of the forward pass and `gradient` its gradient, `[3, N]`.
+    /// Returns the gradients of hidden states, weight and bias, without a graph. Those of weight
+    /// and bias are in f32. `packed` is the result of the forward pass and `gradient` its gradient,
+    /// `[3, N]`.
     fn gradients(
         &self,
         hidden: &Tensor,
@@ -549,7 +552,7 @@ impl Op {
                     .transpose()?,
                 self.wanted
                     .weight
-                    .then(|| Tensor::from_vec(gradients.weight, weight.shape(), &Device::Cpu))
+                    .then(|| tensor(gradients.weight, weight.shape()))
                     .transpose()?,
                 self.wanted
                     .bias
@@ -644,8 +647,9 @@ impl CustomOp2 for Op {
         packed: &Tensor,
         gradient: &Tensor,
     ) -> Result<(Option<Tensor>, Option<Tensor>)> {
+        let dtype = weight.dtype();
         let [hidden, weight, _] = self.gradients(hidden, weight, None, packed, gradient)?;
-        Ok((hidden, weight))
+        Ok((hidden, weight.map(|x| x.to_dtype(dtype)).transpose()?))
     }
 }
 
@@ -697,9 +701,10 @@ impl CustomOp3 for Op {
         packed: &Tensor,
         gradient: &Tensor,
     ) -> Result<(Option<Tensor>, Option<Tensor>, Option<Tensor>)> {
+        let dtype = weight.dtype();
         let [hidden, weight, bias] =
             self.gradients(hidden, weight, Some(bias), packed, gradient)?;
-        Ok((hidden, weight, bias))
+        Ok((hidden, weight.map(|x| x.to_dtype(dtype)).transpose()?, bias))
     }
 }
 

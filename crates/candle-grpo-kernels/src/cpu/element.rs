@@ -4,7 +4,6 @@ use std::mem::MaybeUninit;
 
 use candle_core::WithDType;
 use half::slice::HalfFloatSliceExt;
-use half::vec::HalfBitsVecExt;
 use half::{bf16, f16};
 use pulp::{Arch, Simd, WithSimd};
 use rayon::prelude::*;
@@ -25,9 +24,6 @@ pub(crate) trait Element: WithDType + Sync {
             }
         }
     }
-
-    /// Returns `len` zeros without a pass over the memory.
-    fn zeros(len: usize) -> Vec<Self>;
 
     /// Copies `source` to `target`, of the same length.
     fn widen(source: &[Self], target: &mut [f32]);
@@ -101,10 +97,6 @@ impl<T: Element> WithSimd for Round<'_, T> {
 }
 
 impl Element for f32 {
-    fn zeros(len: usize) -> Vec<Self> {
-        vec![0.0; len]
-    }
-
     fn rounded(source: Vec<f32>) -> Vec<Self> {
         source
     }
@@ -141,10 +133,6 @@ impl Element for f32 {
 }
 
 impl Element for bf16 {
-    fn zeros(len: usize) -> Vec<Self> {
-        vec![0u16; len].reinterpret_into()
-    }
-
     #[inline(always)]
     fn as_bf16(source: &[Self]) -> Option<&[bf16]> {
         Some(source)
@@ -170,10 +158,6 @@ impl Element for bf16 {
 }
 
 impl Element for f16 {
-    fn zeros(len: usize) -> Vec<Self> {
-        vec![0u16; len].reinterpret_into()
-    }
-
     #[inline(always)]
     fn widen(source: &[Self], target: &mut [f32]) {
         source.convert_to_f32_slice(target);

@@ -1,7 +1,7 @@
 //! The CPU path of [`linear_log_prob`](crate::linear_log_prob).
 //!
 //! Computes the logits tile by tile in one buffer. The forward pass reads a tile, and the backward
-//! pass replaces it by its gradient, while it is in the caches. The buffer is the end of an f32
+//! pass replaces it by its gradient, while it is in the caches. The buffer is the end of the
 //! gradient of the weight, which is written from the start, or a small allocation.
 
 use std::mem;
@@ -58,11 +58,11 @@ pub(crate) struct Wanted {
 }
 
 /// The requested gradients; the others are empty.
-pub(crate) struct Gradients<W> {
+pub(crate) struct Gradients {
     /// `[N, H]`
     pub(crate) hidden: Vec<f32>,
     /// `[V, H]`
-    pub(crate) weight: Vec<W>,
+    pub(crate) weight: Vec<f32>,
     /// `[V]`
     pub(crate) bias: Vec<f32>,
 }
@@ -109,7 +109,7 @@ pub(crate) fn backward<W: Element>(
     kept: &Kept,
     pass: &Backward,
     wanted: Wanted,
-) -> Result<Gradients<W>> {
+) -> Result<Gradients> {
     let coefficients: Vec<Coefficients> = pass.read(|coefficients| {
         kept.rows
             .iter()
@@ -125,10 +125,8 @@ pub(crate) fn backward<W: Element>(
     let len = |wanted: bool, len: usize| if wanted { len } else { 0 };
     // Kept rows come first, and move to their places at the end.
     let mut hidden_gradient = vec![0.0; len(wanted.hidden, kept.among * width)];
-    let mut weight_gradient = W::zeros(len(wanted.weight, vocab * width));
+    let mut weight_gradient = vec![0.0; len(wanted.weight, vocab * width)];
     let mut bias_gradient = vec![0.0; len(wanted.bias, vocab)];
-    // Sums the gradient of a tile of the weight before rounding. f32 is summed in place.
-    let mut weight_tile = Vec::new();
     // The gradient of the logits of a tile, if products are of bf16.
     let mut halves = Vec::new();
 
@@ -172,20 +170,7 @@ pub(crate) fn backward<W: Element>(
         }
         if wanted.weight {
             let hidden = Matrix::of(hidden, rows.len(), width, width);
-            let (add, last) = (rows.start > 0, rows.end == kept.rows.len());
-            match W::as_f32_mut(weight_gradient) {
-                Some(target) => matmul(target, width, add, gradient.t(), hidden),
-                None => {
-                    weight_tile.resize(columns.len() * width, 0.0);
-                    matmul(&mut weight_tile, width, add, gradient.t(), hidden);
-                    if last {
-                        weight_gradient
-                            .par_iter_mut()
-                            .zip(&weight_tile)
-                            .for_each(|(target, &x)| *target = W::nearest(x));
-                    }
-                }
-            }
+            matmul(weight_gradient, width, rows.start > 0, gradient.t(), hidden);
         }
         if wanted.bias {
             bias_gradient[columns]
@@ -320,7 +305,7 @@ impl CopiedRows {
 }
 
 /// A part of the logits.
-struct Tile<'t, W> {
+struct Tile<'t> {
     /// Columns of the vocabulary.
     columns: Range<usize>,
     /// Indices into the kept rows.
@@ -332,7 +317,7 @@ struct Tile<'t, W> {
     /// The rows of the weight at these columns.
     weight: Numbers<'t>,
     /// The rows of the gradient of the weight at these columns. Empty if it is not requested.
-    weight_gradient: &'t mut [W],
+    weight_gradient: &'t mut [f32],
     /// The hidden states of these rows.
     hidden: Numbers<'t>,
 }
@@ -352,14 +337,14 @@ impl<W: Element> Layer<'_, W> {
     /// Visits all rows of the first columns, then all rows of the next. Without rows there are no
     /// tiles.
     ///
-    /// `weight_gradient` is the gradient of the weight, or empty. The end of an f32 gradient holds
-    /// the logits while they fit after the columns of their tile. The remaining columns have
-    /// narrow tiles in a separate buffer.
+    /// `weight_gradient` is the gradient of the weight, or empty. Its end holds the logits while
+    /// they fit after the columns of their tile. The remaining columns have narrow tiles in a
+    /// separate buffer.
     fn for_each_tile(
         &self,
         kept: &Kept,
-        mut weight_gradient: &mut [W],
-        mut visit: impl FnMut(Tile<W>),
+        mut weight_gradient: &mut [f32],
+        mut visit: impl FnMut(Tile),
     ) {
         let width = self.width;
         let tile_rows = kept.rows.len().min(TILE_ROWS);
@@ -370,9 +355,9 @@ impl<W: Element> Layer<'_, W> {
         let (mut copied, mut copied_rows) = (CopiedRows::default(), 0..0);
         // Whole blocks: the sums of a row do not depend on the tiles.
         let widest = self.tile_columns(tile_rows, TILE_LOGITS, BLOCK);
-        let last = match W::as_f32_mut(weight_gradient) {
-            Some([]) | None => widest,
-            Some(_) => self
+        let last = match weight_gradient {
+            [] => widest,
+            _ => self
                 .tile_columns(tile_rows, LAST_TILE_LOGITS, MAX_LANES)
                 .min(widest),
         };
@@ -388,12 +373,9 @@ impl<W: Element> Layer<'_, W> {
             let (gradient, behind) = mem::take(&mut weight_gradient).split_at_mut(own);
             weight_gradient = behind;
             let needed = tile_rows * stride;
-            let logits = match W::as_f32_mut(weight_gradient) {
-                Some(behind) if behind.len() >= needed => {
-                    let end = behind.len();
-                    &mut behind[end - needed..]
-                }
-                _ => {
+            let logits = match weight_gradient.len().checked_sub(needed) {
+                Some(begin) => &mut weight_gradient[begin..],
+                None => {
                     if scratch.len() < needed {
                         scratch = vec![0.0; needed];
                     }

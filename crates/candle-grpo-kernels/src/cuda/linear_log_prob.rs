@@ -163,7 +163,7 @@ fn forward_in(
 }
 
 /// Returns the requested gradients of detached, contiguous `hidden` `[.., H]`, `weight` `[V, H]`
-/// and f32 `bias` `[V]`.
+/// and f32 `bias` `[V]`. Those of weight and bias are in f32.
 ///
 /// Products are as in [`forward`], except that f16 uses f32: in f16 the gradients of logits would
 /// underflow. Takes the first tiles of the logits from `kept`.
@@ -203,7 +203,9 @@ fn backward_in(
             zeros(wanted.hidden, &hidden)?
                 .map(|x| x.reshape(shape))
                 .transpose()?,
-            zeros(wanted.weight, weight)?,
+            zeros(wanted.weight, weight)?
+                .map(|x| x.to_dtype(DType::F32))
+                .transpose()?,
             bias.filter(|_| wanted.bias)
                 .map(Tensor::zeros_like)
                 .transpose()?,
@@ -233,7 +235,7 @@ fn backward_in(
     let wanted_result =
         |wanted: bool, shape: &[usize], dtype| wanted.then(|| unwritten(shape, dtype)).transpose();
     let hidden_gradient = wanted_result(wanted.hidden, &[n, width], DType::F32)?;
-    let weight_gradient = wanted_result(wanted.weight, &[vocab, width], weight.dtype())?;
+    let weight_gradient = wanted_result(wanted.weight, &[vocab, width], DType::F32)?;
     let bias_gradient = wanted_result(wanted.bias, &[vocab], DType::F32)?;
     let mut kept = kept.into_iter();
     for (start, columns) in tiling.tiles(n, vocab)? {
@@ -279,15 +281,8 @@ fn backward_in(
             product(&gradient, &weight, hidden_gradient, start > 0)?;
         }
         if let Some(weight_gradient) = &weight_gradient {
-            // In f32, because cuBLAS may add partial sums in the dtype of the result.
-            let of_tile = match weight_gradient.dtype() {
-                DType::F32 => weight_gradient.narrow(0, start, columns)?,
-                _ => unwritten(&[columns, width], DType::F32)?,
-            };
+            let of_tile = weight_gradient.narrow(0, start, columns)?;
             product(&gradient.t()?, &states, &of_tile, false)?;
-            if weight_gradient.dtype() != DType::F32 {
-                weight_gradient.slice_set(&of_tile.to_dtype(weight_gradient.dtype())?, 0, start)?;
-            }
         }
     }
     let hidden_gradient = hidden_gradient

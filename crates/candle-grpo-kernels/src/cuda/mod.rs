@@ -1,6 +1,7 @@
 //! CUDA paths. Each file launches the kernels of the `.cu` file of the same name.
 
 pub(crate) mod adamw;
+pub(crate) mod add;
 pub(crate) mod add_bias;
 mod argument;
 pub(crate) mod attention;

@@ -14,6 +14,8 @@ pub(crate) const MAX_WIDTH: usize = (48 << 10) / size_of::<f32>() - 64;
 /// Maximum number of blocks. The gradient of the weight is summed over the rows of a block, then
 /// over the blocks in order, so it is deterministic.
 const MAX_BLOCKS: usize = 512;
+/// Warps of a block that sums those of all blocks, as in the kernel.
+const SUM_WARPS: u32 = 32;
 
 /// Returns the threads of a row and the rows of a block: a warp for a narrow row, 256 threads for a
 /// wide one.
@@ -142,7 +144,7 @@ pub(crate) fn backward(
         };
         let by_columns = LaunchConfig {
             grid_dim: (width.div_ceil(32) as u32, 1, 1),
-            block_dim: (32, 8, 1),
+            block_dim: (32, SUM_WARPS, 1),
             shared_mem_bytes: 0,
         };
         // SAFETY: x, gradient and dx have n * width elements, weight and dweight width, partial
