@@ -58,9 +58,9 @@ template <typename T, int D> struct Tiles {
     static constexpr int COLUMNS = D < 128 ? D : 128;
 };
 
-// Starts to load the same ROWS rows of `from` into tiles. Row r is at the element `offset(r)`, which
-// is a row of the operand for every r. Rows that are not `is_real(r)`, and columns beyond the head,
-// become 0. `whole`: all rows are real.
+// Starts to load the same ROWS rows of each operand in `from` into its tile. Row r is at the
+// element `offset(r)`, which is in the operand for every r. Rows that are not `is_real(r)`, and
+// columns beyond the head, become 0. If `whole`, all rows are real.
 template <typename T, int D, int ROWS, int THREADS, int operands, typename Offset, typename Real>
 __device__ __forceinline__ void load_tiles(T *const (&tiles)[operands], const T *const (&from)[operands], int head_dim,
                                            bool aligned, bool whole, Offset offset, Real is_real) {

@@ -7,8 +7,8 @@ use crate::{check, path};
 
 /// Computes `a + b`, for tensors of one shape and one float dtype.
 ///
-/// bf16 and f16 on the CPU are added with SIMD, and f64, and f32 on the CPU, by Candle. Sums of bf16
-/// and f16 are in f32 and rounded once. Both inputs have gradients.
+/// Candle adds f64, and f32 on the CPU. Sums of bf16 and f16 are in f32 and rounded once. Both
+/// inputs have gradients.
 ///
 /// # Errors
 ///
