@@ -1,6 +1,10 @@
 //! Masks over response tokens.
 
+use std::sync::{Arc, OnceLock};
+
 use candle_core::{D, DType, Result, Tensor, bail};
+
+use crate::dtype::statistics_dtype;
 
 /// A 0/1 mask over response tokens `[B, T]`. Positions outside the mask never reach a value or a
 /// gradient, even if they hold NaN.
@@ -20,6 +24,8 @@ use candle_core::{D, DType, Result, Tensor, bail};
 #[derive(Debug, Clone)]
 pub struct Mask {
     selected: Tensor,
+    /// Counted once, because each metric needs it.
+    count: Arc<OnceLock<Tensor>>,
 }
 
 impl Mask {
@@ -40,9 +46,14 @@ impl Mask {
                 "response_mask: shape [{batch}, {tokens}] is empty, there must be at least one sequence and one token"
             );
         }
-        Ok(Self {
-            selected: response_mask.detach().ne(0.)?,
-        })
+        Ok(Self::of(response_mask.detach().ne(0.)?))
+    }
+
+    fn of(selected: Tensor) -> Self {
+        Self {
+            selected,
+            count: Arc::default(),
+        }
     }
 
     /// Returns the mask: u8 `[B, T]`.
@@ -80,9 +91,7 @@ impl Mask {
     /// Returns the positions of this mask where `condition` (u8 `[B, T]`) holds.
     pub fn and(&self, condition: &Tensor) -> Result<Self> {
         self.check("condition", condition)?;
-        Ok(Self {
-            selected: (&self.selected * condition.ne(0.)?)?,
-        })
+        Ok(Self::of((&self.selected * condition.ne(0.)?)?))
     }
 
     /// Returns the positions of this mask in the sequences where `keep` `[B]`, such as the result
@@ -96,9 +105,7 @@ impl Mask {
             );
         }
         let keep = keep.detach().ne(0.)?.unsqueeze(1)?;
-        Ok(Self {
-            selected: self.selected.broadcast_mul(&keep)?,
-        })
+        Ok(Self::of(self.selected.broadcast_mul(&keep)?))
     }
 
     /// Returns `x` `[B, ..]` in the sequences that have a position in the mask, and 0 in the
@@ -162,7 +169,15 @@ impl Mask {
 
     /// Returns the number of tokens in the mask: a scalar in `dtype`.
     pub fn count(&self, dtype: DType) -> Result<Tensor> {
-        self.selected.to_dtype(dtype)?.sum_all()
+        let count = match self.count.get() {
+            Some(count) => count.clone(),
+            None => {
+                let exact = statistics_dtype(self.selected.device());
+                let count = self.selected.to_dtype(exact)?.sum_all()?;
+                self.count.get_or_init(|| count).clone()
+            }
+        };
+        count.to_dtype(dtype)
     }
 
     /// Returns 1 at the last position of each sequence in the mask: u8 `[B, T]`.

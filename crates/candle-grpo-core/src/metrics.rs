@@ -76,7 +76,7 @@ impl Metrics {
         } else {
             inside.min(0)?
         };
-        let count = mask.count(DType::F32)?;
+        let count = mask.count(statistics_dtype(values.device()))?;
         self.push(name, kind, &extreme, &count)
     }
 

@@ -149,9 +149,11 @@ fn one_call(
     let result = linear_policy_loss(&setup.loss, &prepared, &batch, &setup.totals)?;
     let mut outputs = Outputs::default();
     let gradients = result.gradients;
+    // The peers round the gradient of the weight to its dtype.
+    let of_weight = gradients.weight.map(|x| x.to_dtype(layer.weight.dtype()));
     for (name, gradient) in [
         ("hidden", gradients.hidden),
-        ("weight", gradients.weight),
+        ("weight", of_weight.transpose()?),
         ("bias", gradients.bias),
     ] {
         if let Some(gradient) = gradient {
