@@ -34,8 +34,8 @@ static_assert(sizeof(Parameter) == 64, "a row has 8 words");
 struct Step {
     float gradient_factor, beta1, one_minus_beta1, beta2, one_minus_beta2, epsilon, step_size, inverse_root_correction;
 
-    // With each rounding written out, the result does not depend on the dtypes of the parameter and
-    // its gradient, for which the compiler may choose other fused operations.
+    // Each rounding is written out. Otherwise the compiler may choose other fused operations for
+    // other dtypes, and the results would differ.
     __device__ __forceinline__ void update(float &p, float &m, float &v, float g, float keep) const {
         g = __fmul_rn(g, gradient_factor);
         m = __fmaf_rn(m, beta1, __fmul_rn(g, one_minus_beta1));

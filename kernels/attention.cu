@@ -311,7 +311,7 @@ __device__ __forceinline__ float row_max(float x) {
     return fmaxf(x, __shfl_xor_sync(0xffffffffu, x, 2));
 }
 
-// `log_sums`: log2 of the sum of the weights of each row, [queries, heads]. Not read for a row
+// `log_sums`: log2 of the sum of the weights of each row, [queries, heads]. Arbitrary for a row
 // without visible keys.
 template <typename T, int D, bool OPTIONS>
 __device__ __forceinline__ void forward(const T *query, const T *key, const T *value, const uint8_t *mask,
@@ -467,6 +467,8 @@ __device__ __forceinline__ void backward(const T *query, const T *key, const T *
     if constexpr (OF_KEYS) {
         head.load_keys<Size::ROWS, T, D, 2>({kept, kept_with}, {key, value}, first_own, aligned);
         wait_for_copies();
+        // Without a query that sees a key, each warp overwrites its rows next.
+        __syncthreads();
 #pragma unroll
         for (int r = 0; r < 2; r++) own_marks[r] = head.key_mark(first_own + own + 8 * r);
     } else {

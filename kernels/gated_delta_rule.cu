@@ -30,8 +30,8 @@ struct Heads {
     __device__ __forceinline__ uint64_t state_len() const { return (uint64_t)key_dim * value_dim; }
 };
 
-// The entries of neighboring threads in a product: in a row, for a `b` whose rows are in global
-// memory, or in a column, for a `b` whose columns are there.
+// The entries of neighboring threads in a product. They are in a row if the rows of `b` are in
+// global memory, and in a column if its columns are.
 enum Neighbors { IN_ROW, IN_COLUMN };
 
 // Computes the product of `a` [m, depth] and `b` [depth, n] and calls `store(i, j, sum)` for each

@@ -47,8 +47,9 @@ pub fn device() -> &'static Device {
     }
 }
 
-/// Returns the number of random cases of a test: `cases`, or a quarter if the GPU is emulated, and
-/// at most that of the variable `CANDLE_GRPO_TEST_CASES`, for tools that slow down each launch.
+/// Returns the number of random cases of a test: `cases`, or a quarter if the GPU is emulated.
+///
+/// The variable `CANDLE_GRPO_TEST_CASES` is an upper limit, for tools that slow down each launch.
 ///
 /// # Panics
 ///

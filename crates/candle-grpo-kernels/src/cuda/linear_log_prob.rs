@@ -232,11 +232,11 @@ fn backward_in(
         });
         Result::Ok(as_tensor(storage, &Shape::from(shape)))
     };
-    let wanted_result =
-        |wanted: bool, shape: &[usize], dtype| wanted.then(|| unwritten(shape, dtype)).transpose();
-    let hidden_gradient = wanted_result(wanted.hidden, &[n, width], DType::F32)?;
-    let weight_gradient = wanted_result(wanted.weight, &[vocab, width], DType::F32)?;
-    let bias_gradient = wanted_result(wanted.bias, &[vocab], DType::F32)?;
+    let sum =
+        |wanted: bool, shape: &[usize]| wanted.then(|| unwritten(shape, DType::F32)).transpose();
+    let hidden_gradient = sum(wanted.hidden, &[n, width])?;
+    let weight_gradient = sum(wanted.weight, &[vocab, width])?;
+    let bias_gradient = sum(wanted.bias, &[vocab])?;
     let mut kept = kept.into_iter();
     for (start, columns) in tiling.tiles(n, vocab)? {
         let weight = weight.narrow(0, start, columns)?.to_dtype(dtype)?;

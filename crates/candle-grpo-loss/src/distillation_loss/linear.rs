@@ -127,7 +127,7 @@ pub fn linear_distillation_loss(
     let mut losses = Tensor::zeros(batch * tokens, dtype, device)?;
     let mut entropies = losses.clone();
     let mut hidden_gradient = hidden.zeros_like()?;
-    let mut weight_gradient = weight.zeros_like()?.to_dtype(dtype)?;
+    let mut weight_gradient = Tensor::zeros(weight.shape(), dtype, device)?;
     let mut bias_gradient = bias.as_ref().map(|b| b.zeros_like()).transpose()?;
     for chunk in places.chunks((LOGITS / vocabulary).max(1)) {
         let at = Tensor::new(chunk, device)?;

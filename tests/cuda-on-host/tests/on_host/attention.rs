@@ -437,6 +437,17 @@ fn check_all<T: Kernels>(head_dims: &[usize], tolerance: f64) -> Result<()> {
             check::<T>(case, tolerance)?;
         }
     }
+    // Whole tiles of keys before all queries of a tile, and the reverse.
+    for head_dim in [128, 256] {
+        let case = Case {
+            layout: Layout::Packed(&[200]),
+            kv_heads: 1,
+            group: 2,
+            head_dim,
+            ..PLAIN
+        };
+        check::<T>(case, tolerance)?;
+    }
     for head_dim in [80, 144] {
         let case = Case {
             head_dim,

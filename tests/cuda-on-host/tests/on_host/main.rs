@@ -27,6 +27,7 @@ macro_rules! each_dtype {
 }
 
 mod adamw;
+mod add;
 mod add_bias;
 mod attention;
 mod branches;

@@ -112,7 +112,7 @@ fn check<T: Kernels>(case: Case, tolerance: f64) -> Result<()> {
             .unwrap_or_else(|error| panic!("{case:?}: {error}"));
             let sums = Grid {
                 grid: [width.div_ceil(32) as u32, 1, 1],
-                block: [32, 8, 1],
+                block: [32, 32, 1],
                 shared_bytes: 0,
             };
             T::rms_norm_weight(
@@ -137,7 +137,9 @@ fn check<T: Kernels>(case: Case, tolerance: f64) -> Result<()> {
 fn check_all<T: Kernels>(tolerance: f64) -> Result<()> {
     // The registers of 32 threads keep 1,024 elements of a row.
     for width in [1, 5, 72, 577, 1024, 1032] {
-        for (threads, rows, blocks) in [(32, 8, 1), (32, 8, 3), (64, 4, 2), (256, 1, 5)] {
+        for (threads, rows, blocks) in
+            [(32, 8, 1), (32, 8, 3), (64, 4, 2), (256, 1, 5), (32, 8, 40)]
+        {
             for (n, behind) in [(1, 0), (11, 0), (9, 3)] {
                 let case = Case {
                     n,
