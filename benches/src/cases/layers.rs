@@ -322,13 +322,10 @@ struct Layer {
     alone: Box<dyn Fn() -> Result<()>>,
 }
 
-fn case(
-    op: &'static str,
-    shape: String,
-    dtype: DType,
-    way: Way,
-    layer: Box<dyn Fn(&Device) -> Result<Layer>>,
-) -> Case {
+/// Creates the inputs of a layer on a device.
+type MakeLayer = Box<dyn Fn(&Device) -> Result<Layer>>;
+
+fn case(op: &'static str, shape: String, dtype: DType, way: Way, layer: MakeLayer) -> Case {
     let (direction, how) = match way {
         Way::InGraph(direction) => (direction, ""),
         Way::Alone => (Direction::Both, ", alone"),
