@@ -38,7 +38,8 @@ template <typename T> __device__ __forceinline__ void add(const T *a, const T *b
 }
 
 #define ADD(T, name)                                                                                                   \
-    extern "C" __global__ void __launch_bounds__(THREADS) add_##name(const T *a, const T *b, T *sum, uint64_t n) {   \
+    extern "C" __global__ void __launch_bounds__(THREADS)                                                              \
+        add_forward_##name(const T *a, const T *b, T *sum, uint64_t n) {                                               \
         add(a, b, sum, n);                                                                                             \
     }
 

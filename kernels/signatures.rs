@@ -4,7 +4,7 @@
 // kernel `name` is `name_f32`, `name_bf16` and `name_f16` in the `.cu` file.
 kernels! {
     add {
-        add(a: In<Self>, b: In<Self>, sum: Out<Self>, n: u64);
+        add_forward(a: In<Self>, b: In<Self>, sum: Out<Self>, n: u64);
     }
     add_bias {
         add_bias(x0: In<Self>, x1: In<Self>, x2: In<Self>, bias0: In<Self>, bias1: In<Self>, bias2: In<Self>, y0: Out<Self>,

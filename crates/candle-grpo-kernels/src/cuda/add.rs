@@ -27,7 +27,7 @@ pub(crate) fn forward(
             // SAFETY: all three have n elements, and the blocks cover them.
             #[allow(unsafe_code)]
             unsafe {
-                kernels::add::<T> {
+                kernels::add_forward::<T> {
                     a: In::new(a, a_layout, &stream)?,
                     b: In::new(b, b_layout, &stream)?,
                     sum: Out::new(&mut sum, &stream),

@@ -18,7 +18,7 @@ fn check<T: Kernels>(n: usize, before: usize, tolerance: f64) {
         let mut sum = Buffer::filled(seven, before + n + 3);
         // SAFETY: the buffers have n elements after the first ones.
         unsafe {
-            T::add(
+            T::add_forward(
                 grid,
                 order,
                 a.as_ptr().add(before),
