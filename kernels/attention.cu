@@ -78,7 +78,7 @@ __device__ __forceinline__ void load_tiles(T *const (&tiles)[operands], const T 
         return;
     }
     // A thread copies the same columns of every STEP-th row.
-    constexpr int STEP = THREADS / PACKS, COPIES = ROWS / STEP, BATCH = COPIES < 8 ? COPIES : 8;
+    constexpr int STEP = THREADS / PACKS, COPIES = ROWS / STEP, BATCH = COPIES < 4 ? COPIES : 4;
     static_assert(THREADS % PACKS == 0 && ROWS % STEP == 0 && COPIES % BATCH == 0, "a thread has whole batches of copies");
     const int first = (int)threadIdx.x / PACKS, column = (int)threadIdx.x % PACKS * PACK<T>;
     const bool in_head = column < head_dim;
@@ -313,20 +313,24 @@ __device__ __forceinline__ float row_max(float x) {
 
 // `log_sums`: log2 of the sum of the weights of each row, [queries, heads]. Arbitrary for a row
 // without visible keys.
-template <typename T, int D, bool OPTIONS>
-__device__ __forceinline__ void forward(const T *query, const T *key, const T *value, const uint8_t *mask,
-                                        const uint32_t *sequences, T *y, float *log_sums, uint32_t tiles, uint32_t kv_heads,
-                                        uint32_t group, int head_dim, float scale, int window, float cap) {
+//
+// Computes a part of the rows of the block, with `GROUPS` groups of 16 rows for a warp.
+template <typename T, int D, bool OPTIONS, int GROUPS>
+__device__ __forceinline__ void forward_part(int part, const T *query, const T *key, const T *value, const uint8_t *mask,
+                                             const uint32_t *sequences, T *y, float *log_sums, uint32_t tiles, uint32_t kv_heads,
+                                             uint32_t group, int head_dim, float scale, int window, float cap) {
     using Size = Tiles<T, D>;
-    constexpr int STRIDE = Size::STRIDE, KEYS = Size::KEYS, GROUPS = Size::GROUPS, ROWS = GROUPS * Size::ROWS;
+    constexpr int STRIDE = Size::STRIDE, KEYS = Size::KEYS, ROWS = GROUPS * Size::ROWS;
     DYNAMIC_SHARED(T, queries);
     T *keys = queries + ROWS * STRIDE, *values = keys + KEYS * STRIDE;
     int *marks = reinterpret_cast<int *>(values + KEYS * STRIDE);
 
     const Head head(mask, sequences, blockIdx.x / tiles, kv_heads, group, head_dim);
     // The rows with the most visible keys come first.
-    const int first_row = (int)(tiles - 1 - blockIdx.x % tiles) * ROWS;
+    const int first_row = (int)(tiles - 1 - blockIdx.x % tiles) * Size::GROUPS * Size::ROWS + part * ROWS;
     if (first_row >= head.rows) return;
+    // All warps have read the tiles of the part before.
+    if (part > 0) __syncthreads();
     const bool aligned = head_dim % PACK<T> == 0 && is_aligned(query) && is_aligned(key) && is_aligned(value) && is_aligned(y);
     const int thread = (int)threadIdx.x, lane = thread % 32;
     const int own_rows = thread / 32 * GROUPS * 16;
@@ -405,10 +409,13 @@ __device__ __forceinline__ void forward(const T *query, const T *key, const T *v
                     sums[g][i / 2] += scores[g][n][i];
                 }
             }
+            // Most tiles have no new peak.
+            if (__any_sync(0xffffffffu, factors[0] != 1.0f || factors[1] != 1.0f)) {
 #pragma unroll
-            for (int n = 0; n < D / 8; n++) {
+                for (int n = 0; n < D / 8; n++) {
 #pragma unroll
-                for (int i = 0; i < 4; i++) mixed[g][n][i] *= factors[i / 2];
+                    for (int i = 0; i < 4; i++) mixed[g][n][i] *= factors[i / 2];
+                }
             }
         }
 
@@ -433,6 +440,18 @@ __device__ __forceinline__ void forward(const T *query, const T *key, const T *v
             return first_row + row < head.rows ? y + head.row_offset(first_row + row) : nullptr;
         });
     }
+}
+
+template <typename T, int D, bool OPTIONS>
+__device__ __forceinline__ void forward(const T *query, const T *key, const T *value, const uint8_t *mask,
+                                        const uint32_t *sequences, T *y, float *log_sums, uint32_t tiles, uint32_t kv_heads,
+                                        uint32_t group, int head_dim, float scale, int window, float cap) {
+    // With a cap, two groups of heads of 128 elements need more registers than there are.
+    constexpr int GROUPS = OPTIONS && D == 128 ? 1 : Tiles<T, D>::GROUPS;
+#pragma unroll 1
+    for (int part = 0; part < Tiles<T, D>::GROUPS / GROUPS; part++)
+        forward_part<T, D, OPTIONS, GROUPS>(part, query, key, value, mask, sequences, y, log_sums, tiles, kv_heads, group,
+                                            head_dim, scale, window, cap);
 }
 
 // The gradient of the queries (`first`), or of keys (`first`) and values (`second`). `dots`: the

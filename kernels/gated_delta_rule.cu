@@ -52,7 +52,7 @@ __device__ __forceinline__ void product(int m, int n, int depth, A a, B b, Store
             for (int c = 0; c < 4; c++) sums[r][c] = 0.0f;
         }
         // Several steps at once, so that their loads overlap.
-#pragma unroll 4
+#pragma unroll 2
         for (int k = 0; k < depth; k++) {
             float x[4], y[4];
 #pragma unroll
