@@ -182,17 +182,13 @@ struct Head {
     }
     __device__ __forceinline__ bool is_real_key(int key) const { return is_real(min(key, total - 1)) && key < total; }
 
-    // Returns the index of a row among the heads of all queries.
-    __device__ __forceinline__ uint64_t row_place(int row) const {
+    // Returns the index of a row among the heads of all queries, if each has `size` elements.
+    __device__ __forceinline__ uint64_t row_place(int row, uint32_t size = 1) const {
         const Divisor::Result at = group.divide((uint32_t)row);
-        return (uint64_t)(first_query + at.quotient) * (kv_heads * group.by) + (kv_head * group.by + at.remainder);
+        return (uint64_t)(first_query + at.quotient) * (kv_heads * group.by * size) + (kv_head * group.by + at.remainder) * size;
     }
     // The first elements of a row and of a key.
-    __device__ __forceinline__ uint64_t row_offset(int row) const {
-        const Divisor::Result at = group.divide((uint32_t)row);
-        return (uint64_t)(first_query + at.quotient) * (kv_heads * group.by * (uint32_t)head_dim) +
-               (kv_head * group.by + at.remainder) * (uint32_t)head_dim;
-    }
+    __device__ __forceinline__ uint64_t row_offset(int row) const { return row_place(row, (uint32_t)head_dim); }
     __device__ __forceinline__ uint64_t key_offset(int key) const {
         return (uint64_t)(first_key + (uint32_t)key) * (kv_heads * (uint32_t)head_dim) + kv_head * (uint32_t)head_dim;
     }

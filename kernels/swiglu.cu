@@ -1,27 +1,7 @@
 // silu(gate) * up, element by element, forward and backward.
 
-#include "element.cuh"
+#include "elements.cuh"
 #include "math.cuh"
-
-constexpr int THREADS = 256;
-// Packs of a thread, at a distance of the number of threads.
-constexpr int IN_FLIGHT = 2;
-
-// Calls `each` for the elements of this block: `each.template operator()<true>(start)` for 16
-// bytes, with false for one element.
-template <typename T, typename Pack, typename One>
-__device__ __forceinline__ void for_elements(uint64_t n, bool aligned, Pack pack, One one) {
-    const uint64_t per_block = (uint64_t)THREADS * IN_FLIGHT * PACK<T>;
-    const uint64_t first = blockIdx.x * per_block;
-    const uint64_t last = first + per_block < n ? first + per_block : n;
-    uint64_t done = first;
-    if (aligned) {
-        const int packs = (int)((last - first) / PACK<T>);
-        pack(first, packs);
-        done = first + (uint64_t)packs * PACK<T>;
-    }
-    for (uint64_t i = done + threadIdx.x; i < last; i += THREADS) one(i);
-}
 
 __device__ __forceinline__ float forward(float gate, float up) { return gate * sigmoid(gate) * up; }
 
@@ -29,36 +9,6 @@ __device__ __forceinline__ float forward(float gate, float up) { return gate * s
 __device__ __forceinline__ float2 backward(float gate, float up, float gradient) {
     const float s = sigmoid(gate), silu = gate * s;
     return make_float2(gradient * up * (s + silu * (1.0f - s)), gradient * silu);
-}
-
-template <typename T>
-__device__ __forceinline__ void forward_all(const T *gate, const T *up, T *y, uint64_t n) {
-    auto packs = [&](uint64_t first, int count) {
-        const uint4 *gates = reinterpret_cast<const uint4 *>(gate + first), *ups = reinterpret_cast<const uint4 *>(up + first);
-        uint4 *to = reinterpret_cast<uint4 *>(y + first);
-        uint4 a[IN_FLIGHT], b[IN_FLIGHT];
-#pragma unroll
-        for (int i = 0; i < IN_FLIGHT; i++) {
-            const int index = (int)threadIdx.x + i * THREADS;
-            if (index < count) {
-                a[i] = load_streaming(gates + index);
-                b[i] = load_streaming(ups + index);
-            }
-        }
-#pragma unroll
-        for (int i = 0; i < IN_FLIGHT; i++) {
-            const int index = (int)threadIdx.x + i * THREADS;
-            if (index >= count) break;
-            float x[PACK<T>], u[PACK<T>];
-            unpack<T>(a[i], x);
-            unpack<T>(b[i], u);
-#pragma unroll
-            for (int k = 0; k < PACK<T>; k++) x[k] = forward(x[k], u[k]);
-            to[index] = pack<T>(x);
-        }
-    };
-    for_elements<T>(n, is_aligned(gate) && is_aligned(up) && is_aligned(y), packs,
-                    [&](uint64_t i) { y[i] = from_float<T>(forward(to_float(gate[i]), to_float(up[i]))); });
 }
 
 template <typename T>
@@ -106,7 +56,7 @@ __device__ __forceinline__ void backward_all(const T *gate, const T *up, const T
 #define SWIGLU(T, name)                                                                                                \
     extern "C" __global__ void __launch_bounds__(THREADS)                                                             \
         swiglu_forward_##name(const T *gate, const T *up, T *y, uint64_t n) {                                         \
-        forward_all(gate, up, y, n);                                                                                   \
+        combine(gate, up, y, n, forward);                                                                              \
     }                                                                                                                  \
     extern "C" __global__ void __launch_bounds__(THREADS)                                                             \
         swiglu_backward_##name(const T *gate, const T *up, const T *gradient, T *dgate, T *dup, uint64_t n) {         \

@@ -66,13 +66,13 @@ def peak_mib(command, case):
 def measure_on_cpu(commands, case, rounds):
     ours_mib, peer_mib = (peak_mib(command, case) for command in commands)
     sides = [Side(command) for command in commands]
-    row = measure(sides, case, rounds)
+    row = measure(sides, case, rounds, "cpu")
     for side in sides:
         side.end()
-    return row | {"device": "cpu", "ours_peak_mib": ours_mib, "peer_peak_mib": peer_mib}
+    return row | {"ours_peak_mib": ours_mib, "peer_peak_mib": peer_mib}
 
 
-def measure(sides, case, rounds):
+def measure(sides, case, rounds, device):
     ours, peer = sides
     for side in sides:
         side.run(case)
@@ -84,7 +84,7 @@ def measure(sides, case, rounds):
         "shape": case.shape,
         "dtype": case.dtype,
         "direction": case.direction,
-        "device": "cuda",
+        "device": device,
         "peer": case.peer,
         "ours_ms": statistics.median(ours_ms),
         "peer_ms": statistics.median(peer_ms),
@@ -135,7 +135,7 @@ def main():
     rows, verdicts = [], []
     for case in peers.cases(args.device):
         if args.only in case.op:
-            row = measure(sides, case, args.rounds) if sides else measure_on_cpu(commands, case, args.rounds)
+            row = measure(sides, case, args.rounds, args.device) if sides else measure_on_cpu(commands, case, args.rounds)
             rows.append(row)
             print(list(table([row]))[-1], flush=True)
             if case.goal:

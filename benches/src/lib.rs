@@ -9,7 +9,6 @@ mod args;
 mod bandwidth;
 mod case;
 mod cases;
-mod device;
 mod memory;
 mod model;
 mod noise;

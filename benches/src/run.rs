@@ -10,7 +10,7 @@ use crate::args::Args;
 use crate::case::Case;
 use crate::region::Sample;
 use crate::results::{self, Row};
-use crate::{cases, device, serve};
+use crate::{cases, serve};
 
 /// Runs the cases and writes the results. `allocator` is the name of the allocator of the program.
 pub fn main(allocator: &str) -> Result<()> {
@@ -74,7 +74,7 @@ fn measure(case: &Case, device: &Device, allocator: &str, rounds: usize) -> Resu
         op: case.op.to_owned(),
         shape: case.shape.clone(),
         dtype: case.dtype.as_str().to_owned(),
-        device: device::name(device).to_owned(),
+        device: if device.is_cpu() { "cpu" } else { "cuda" }.to_owned(),
         allocator: allocator.to_owned(),
         direction: case.direction.name().to_owned(),
         ours_ms: ms(&ours),

@@ -4,11 +4,8 @@ use candle_core::backend::BackendStorage;
 use candle_core::cuda_backend::CudaStorage;
 use candle_core::{Layout, Result, Shape};
 
-use super::{In, Out, alloc, grid, kernels, with_cuda_floats};
-
-/// Threads of a block and bytes of each argument for a thread, as in the kernel.
-const THREADS: u32 = 256;
-const BYTES: usize = 2 * 16;
+use super::elements::blocks;
+use super::{In, Out, alloc, kernels, with_cuda_floats};
 
 /// Returns the sum of contiguous `a` and `b` of one shape.
 pub(crate) fn forward(
@@ -23,7 +20,6 @@ pub(crate) fn forward(
         #[allow(unsafe_code)]
         let mut sum = unsafe { alloc::<T>(device, n)? };
         if n > 0 {
-            let elements = THREADS as usize * BYTES / size_of::<T>();
             // SAFETY: all three have n elements, and the blocks cover them.
             #[allow(unsafe_code)]
             unsafe {
@@ -33,7 +29,7 @@ pub(crate) fn forward(
                     sum: Out::new(&mut sum, &stream),
                     n: n as u64,
                 }
-                .launch(device, grid(n.div_ceil(elements), THREADS)?)?;
+                .launch(device, blocks::<T>(n)?)?;
             }
         }
         CudaStorage::wrap_cuda_slice(sum, device.clone())

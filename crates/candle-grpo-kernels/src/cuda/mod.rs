@@ -10,6 +10,7 @@ pub(crate) mod dequantize;
 pub(crate) mod device;
 pub(crate) mod draw_tokens;
 mod element;
+mod elements;
 pub(crate) mod embedding;
 pub(crate) mod gated_delta_rule;
 pub(crate) mod gradient_norm;

@@ -2,21 +2,10 @@
 
 use candle_core::backend::BackendStorage;
 use candle_core::cuda_backend::CudaStorage;
-use candle_core::cuda_backend::cudarc::driver::LaunchConfig;
 use candle_core::{Layout, Result, Shape, Storage, Tensor};
 
-use super::{In, Out, alloc, as_tensor, grid, kernels, with_cuda_floats};
-
-/// Threads of a block and bytes of each argument for a thread, as in the kernels.
-const THREADS: u32 = 256;
-const BYTES: usize = 2 * 16;
-
-fn blocks<T>(n: usize) -> Result<LaunchConfig> {
-    grid(
-        n.div_ceil(THREADS as usize * BYTES / size_of::<T>()),
-        THREADS,
-    )
-}
+use super::elements::blocks;
+use super::{In, Out, alloc, as_tensor, kernels, with_cuda_floats};
 
 /// Returns the result for contiguous `gate` and `up` of one shape.
 pub(crate) fn forward(
