@@ -447,6 +447,12 @@ fn check_all<T: Kernels>(head_dims: &[usize], tolerance: f64) -> Result<()> {
             ..PLAIN
         };
         check::<T>(case, tolerance)?;
+        let case = Case {
+            window: Some(90),
+            cap: Some(1.5),
+            ..case
+        };
+        check::<T>(case, tolerance)?;
     }
     for head_dim in [80, 144] {
         let case = Case {
