@@ -7,7 +7,7 @@ SECONDS ?= 60
 # The random cases of the tests. Another number draws others.
 export PROPTEST_RNG_SEED ?= 0
 
-.PHONY: help demo demo-short demo-llm demo-qlora eval-llm model test test-model test-vllm test-llama test-hub test-readers mpi test-mpi examples bench bench-raw bench-peers bench-staleness bench-scaling sanitize fuzz fmt lint prose package wheel deny cuda-check cuda-test cuda-toolkit gpu-bundle ci
+.PHONY: help demo demo-short demo-llm demo-qlora eval-llm model test test-model test-vllm test-llama test-hub test-readers mpi test-mpi examples bench bench-raw bench-peers bench-breakdown bench-staleness bench-scaling sanitize fuzz fmt lint prose package wheel deny cuda-check cuda-test cuda-toolkit gpu-bundle ci
 
 help: ## print this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/ -/'
@@ -18,8 +18,8 @@ demo: ## train a tiny policy with GRPO to add two-digit numbers: one minute; SEE
 demo-short: ## a shorter demo, half a minute: fails unless the policy learns
 	$(CARGO) run --release --locked -p candle-grpo-example-addition -- --seed $(SEED) --short --force --out target/demo-short
 
-demo-llm: model ## train SmolLM2-135M-Instruct to add two-digit numbers on the CPU: runs/addition-llm-SEED (docs/llm.md)
-	@sed 's/^seed: 0/seed: $(SEED)/; s/^run_dir: .*/&-$(SEED)/' examples/addition-llm/run.yaml > target/addition-llm.yaml
+demo-llm: model ## train SmolLM2-135M-Instruct to add two-digit numbers on the CPU: runs/addition-llm-SEED (docs/llm.md); DTYPE=bf16 is faster on processors with avx512_bf16
+	@sed 's/^seed: 0/seed: $(SEED)/; s/^run_dir: .*/&-$(SEED)$(DTYPE:%=-%)/$(DTYPE:%=; s|^training:|&\n  compute_dtype: %|)' examples/addition-llm/run.yaml > target/addition-llm.yaml
 	$(CARGO) run --release --locked -p candle-grpo -- train --resume target/addition-llm.yaml
 
 demo-qlora: model ## the same with adapters over weights in Q8_0: runs/addition-qlora-SEED
@@ -80,6 +80,9 @@ bench-raw: ## copy target/bench/ops.md into docs/benchmarks-raw.md
 bench-peers: ## time the same shapes beside PyTorch and Liger-Kernel, which it installs, and vLLM if it is installed: target/bench/peers.md
 	$(CARGO) build --release --locked -p candle-grpo-bench
 	benches/peers/run
+
+bench-breakdown: ## divide the time of training and generation among their parts: target/bench/breakdown.md; needs Linux's perf
+	@CARGO="$(CARGO)" benches/breakdown/run
 
 bench-staleness: model ## compare staleness 1 with staleness 0, the policy itself and vLLM, which it installs: target/staleness/table.md
 	scripts/vllm install

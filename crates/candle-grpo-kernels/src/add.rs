@@ -1,14 +1,13 @@
 //! The sum of two tensors.
 
-use candle_core::{CpuStorage, CustomOp2, DType, Layout, Result, Shape, Tensor, WithDType};
+use candle_core::{CpuStorage, CustomOp2, Layout, Result, Shape, Tensor, WithDType};
 
 use crate::cpu::{self, with_floats};
 use crate::{check, path};
 
 /// Computes `a + b`, for tensors of one shape and one float dtype.
 ///
-/// Candle adds f64, and f32 on the CPU. Sums of bf16 and f16 are in f32 and rounded once. Both
-/// inputs have gradients.
+/// Candle adds f64. Sums of bf16 and f16 are in f32 and rounded once. Both inputs have gradients.
 ///
 /// # Errors
 ///
@@ -27,8 +26,7 @@ pub fn add(a: &Tensor, b: &Tensor) -> Result<Tensor> {
     check::same_shape("b", b, "a", a)?;
     check::same_dtype("b", b, "a", a)?;
     check::same_device(&[("a", a), ("b", b)])?;
-    let is_fast_in_candle = a.device().is_cpu() && a.dtype() == DType::F32;
-    if is_fast_in_candle || !path::is_fused(a) {
+    if !path::is_fused(a) {
         return a + b;
     }
     a.contiguous()?.apply_op2(&b.contiguous()?, Add)

@@ -35,7 +35,7 @@ pub struct DatasetConfig {
     /// Number of rows of `train` to hold out, drawn by the seed; not together with `held_out`.
     pub held_out_rows: Option<usize>,
     /// The prompt of a row, with `{column}` for its columns; absent: the columns `messages`,
-    /// `prompt`, `question` (GSM8K), or `Body` and `Question` (SVAMP).
+    /// `prompt`, `conversations` (ShareGPT), `question` (GSM8K), or `Body` and `Question` (SVAMP).
     pub prompt: Option<String>,
     /// The system message before the prompt.
     pub system: Option<String>,

@@ -1,5 +1,7 @@
 //! Rows as questions.
 
+use std::borrow::Cow;
+
 use anyhow::{Context, Result, bail, ensure};
 use candle_grpo_core::Invalid;
 use serde_json::{Value, json};
@@ -28,8 +30,8 @@ pub(crate) struct Asking {
 
 impl Asking {
     /// The question of a row, by its first column of this kind: a template that is given,
-    /// `messages`, `prompt` (a text or messages), `question` (GSM8K), `Body` and `Question`
-    /// (SVAMP).
+    /// `messages`, `prompt` (a text or messages), `conversations`, `question` (GSM8K), `Body` and
+    /// `Question` (SVAMP).
     pub(super) fn question(&self, row: &Row) -> Result<Question> {
         self.question_of_columns(&row.columns)
             .with_context(|| row.place())
@@ -41,7 +43,7 @@ impl Asking {
         if let Some(template) = &self.prompt {
             return self.ask(template.fill(columns)?, true);
         }
-        for name in ["messages", "prompt"] {
+        for name in ["messages", "prompt", "conversations"] {
             match columns.get(name) {
                 Some(Value::Array(messages)) => return self.converse(name, messages),
                 // A text under `prompt` is what the model goes on with, as it stands.
@@ -158,13 +160,28 @@ impl Asking {
 pub(crate) fn text_messages(name: &str, messages: &[Value]) -> Result<Vec<Value>> {
     ensure!(!messages.is_empty(), "column {name:?}: no messages");
     let messages = messages.iter().enumerate().map(|(i, message)| {
-        ensure!(
-            message.get("role").is_some_and(Value::is_string),
-            "column {name:?}: message {i} is {message}, must be an object with a text at \"role\""
-        );
-        with_text_content(message).with_context(|| format!("column {name:?}: message {i}"))
+        let message = with_role(message).with_context(|| {
+            format!(
+                "column {name:?}: message {i} is {message}, must be an object with texts at \"role\" and \"content\", or at \"from\" and \"value\""
+            )
+        })?;
+        with_text_content(&message).with_context(|| format!("column {name:?}: message {i}"))
     });
     messages.collect()
+}
+
+/// The message with its role at `role`. Messages of ShareGPT have `from` and `value`.
+fn with_role(message: &Value) -> Option<Cow<'_, Value>> {
+    if message.get("role").is_some_and(Value::is_string) {
+        return Some(Cow::Borrowed(message));
+    }
+    let text = |key: &str| message.get(key).and_then(Value::as_str);
+    let role = match text("from")? {
+        "human" => "user",
+        "gpt" => "assistant",
+        role => role,
+    };
+    Some(Cow::Owned(self::message(role, text("value")?)))
 }
 
 /// Returns whether a model has written `message`.

@@ -15,6 +15,7 @@ use crate::one_or_more::one_or_more;
 ///
 /// A row is a conversation, a prompt with its completion, or a text: by the key of `messages`,
 /// `prompt`, `completion` and `text` that is given, or else by its first column of the same name.
+/// The column `conversations` is a conversation, too.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct SftDataConfig {
@@ -28,7 +29,8 @@ pub struct SftDataConfig {
     pub held_out: Vec<PathBuf>,
     /// Number of rows of `train` to hold out, drawn by the seed; not together with `held_out`.
     pub held_out_rows: Option<usize>,
-    /// The column of a conversation: a list of messages. Absent: `messages`.
+    /// The column of a conversation: a list of messages with `role` and `content`, or with `from`
+    /// and `value` (ShareGPT). Absent: `messages` or `conversations`.
     pub messages: Option<String>,
     /// The prompt of a row, with `{column}` for its columns; absent: the columns `prompt` (a text
     /// or messages), `question` (GSM8K), or `Body` and `Question` (SVAMP).

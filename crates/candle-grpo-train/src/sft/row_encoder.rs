@@ -140,8 +140,10 @@ impl<'a> RowEncoder<'a> {
         if self.asking.prompt.is_some() || self.completion.is_some() {
             return self.answer(columns);
         }
-        if let Some(messages) = columns.get("messages") {
-            return self.conversation("messages", messages, columns);
+        for name in ["messages", "conversations"] {
+            if let Some(messages) = columns.get(name) {
+                return self.conversation(name, messages, columns);
+            }
         }
         if columns.get("completion").is_some() {
             return self.answer(columns);

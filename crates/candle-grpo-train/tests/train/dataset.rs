@@ -380,6 +380,41 @@ fn messages_may_be_json_in_a_text_as_in_files_of_roll() {
 }
 
 #[test]
+fn conversations_may_have_the_keys_of_sharegpt() {
+    let said = |from: &str, value: &str| json!({"from": from, "value": value});
+    let talk = [
+        said("system", "Be brief."),
+        said("human", "1 + 1?"),
+        said("gpt", "2"),
+    ];
+    let (_folder, path) = file(json!({"conversations": talk}).to_string());
+    let config = DatasetConfig {
+        cut_answer: true,
+        ..of(&path)
+    };
+    let messages = [message("system", "Be brief."), message("user", "1 + 1?")];
+    assert_eq!(
+        questions(&config.load(0).unwrap()),
+        [Question::Messages(messages.to_vec())]
+    );
+    let error = format!("{:#}", of(&path).load(0).unwrap_err());
+    assert!(
+        error.contains("column \"conversations\": ends with a message of the assistant"),
+        "{error}"
+    );
+    for message in [json!({"from": "human"}), json!({"from": 1, "value": "x"})] {
+        let (_folder, path) = file(json!({"conversations": [message]}).to_string());
+        let error = format!("{:#}", of(&path).load(0).unwrap_err());
+        let must = "must be an object with texts at \"role\" and \"content\", or at \"from\" and \"value\"";
+        assert!(
+            error.contains("column \"conversations\": message 0 is"),
+            "{error}"
+        );
+        assert!(error.contains(must), "{error}");
+    }
+}
+
+#[test]
 fn an_answer_at_the_end_of_a_conversation_is_an_error_or_cut() {
     let (_folder, path) = file(
         [

@@ -63,6 +63,10 @@ fn a_row_is_a_conversation_a_prompt_with_its_completion_or_a_text() {
         // A text in the column `prompt` is what the model continues.
         json!({"prompt": "q ", "completion": "a"}),
         json!({"text": "ab12"}),
+        // ShareGPT.
+        json!({"conversations": [
+            {"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}
+        ]}),
     ];
     let dataset = load_rows(SftDataConfig::default(), &rows).unwrap();
     let of_chat = chat("q", "a");
@@ -74,7 +78,8 @@ fn a_row_is_a_conversation_a_prompt_with_its_completion_or_a_text() {
             &of_chat,
             &of_chat,
             "q ⟦a<|im_end|>⟧",
-            "ab⟦12<|im_end|>⟧"
+            "ab⟦12<|im_end|>⟧",
+            &of_chat,
         ]
     );
     let tokenizer = chat_model(CHATML).tokenizer;
