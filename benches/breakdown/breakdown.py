@@ -1,8 +1,8 @@
 """Divides the time of training steps and of generation among their parts.
 
 Samples the stacks of a process with Linux's `perf` while it works. A sample belongs to the part of its innermost function that
-the list below names. Idle time is the time of all cores less that of the samples, so the parts add up to the wall time. Writes
-breakdown.json and breakdown.md. Run it with benches/breakdown/run, which compiles the programs with frame pointers.
+the list below names. Time without a sample is that of an idle core, so the parts add up to the wall time. Writes breakdown.json
+and breakdown.md. Run it with benches/breakdown/run, which compiles the programs with frame pointers.
 """
 
 import argparse
@@ -141,7 +141,6 @@ def table(rows):
     for name in names:
         times = [row["ms"] * row["shares"].get(name, 0) for row in rows]
         lines.append(f"| {name} | " + " | ".join(f"{ms:.1f}" if ms < 100 else f"{ms:.0f}" for ms in times) + " |")
-    lines.append("| sum | " + " | ".join(f"{row['ms'] * sum(row['shares'].values()):.0f}" for row in rows) + " |")
     lines.append("| wall time | " + " | ".join(f"{row['ms']:.0f}" for row in rows) + " |")
     return "\n".join(lines) + "\n"
 
