@@ -1,12 +1,12 @@
 //! `linear_log_prob` and `linear_policy_loss` on the output layer of SmolLM2-135M, and one larger
-//! case on a GPU.
+//! case on a GPU. `linear_rows` on two of its linear layers.
 //!
 //! Backward passes are called alone, as in training with `candle-grpo-train`. The rows "in a graph"
 //! use Candle's `backward`, which adds the gradient of the weight to zeros.
 
 use candle_core::{DType, Device, Result, Tensor, Var};
 use candle_grpo_kernels::{
-    LinearLogProb, LogProbOptions, TokenLogProbs, composed, linear_log_prob,
+    LinearLogProb, LogProbOptions, TokenLogProbs, composed, linear_log_prob, linear_rows,
 };
 use candle_grpo_loss::{PolicyBatch, PolicyLoss, linear_policy_loss};
 use gemm::Parallelism;
@@ -49,6 +49,33 @@ pub(super) fn products() -> Vec<Case> {
     [8, 32]
         .map(|sequences| Sizes::smol(sequences).log_prob("linear_log_prob/products", "", pair))
         .into()
+}
+
+/// Compares with Candle's product, that of the crate `gemm`.
+pub(super) fn rows() -> Vec<Case> {
+    const INPUTS: usize = 576;
+    let case = |rows: usize, outputs: usize| Case {
+        op: "linear_rows",
+        shape: format!("[{rows}, {INPUTS}] x [{outputs}, {INPUTS}]"),
+        dtype: DType::F32,
+        direction: Direction::Forward,
+        prepare: Box::new(move |device| {
+            let x = noise((rows, INPUTS), 1.0, 1, DType::F32, device)?;
+            let weight = noise((outputs, INPUTS), 0.05, 2, DType::F32, device)?;
+            let (input, transposed) = (x.clone(), weight.t()?);
+            Ok(Pair {
+                ours: Direction::Forward.run(device, move || {
+                    Ok(linear_rows(&x, &[&weight])?.swap_remove(0))
+                }),
+                composed: Direction::Forward.run(device, move || input.matmul(&transposed)),
+            })
+        }),
+        bandwidth: None,
+    };
+    [1536, 49_152]
+        .into_iter()
+        .flat_map(|outputs| [1, 4, 16, 64, 1024].map(|rows| case(rows, outputs)))
+        .collect()
 }
 
 /// The output layer of Llama 3 8B.

@@ -22,6 +22,7 @@ pub(crate) fn on(device: &Device) -> Vec<Case> {
             layers::small(),
             optimizer::small(),
             linear::products(),
+            linear::rows(),
         ]
     } else {
         vec![
