@@ -1,8 +1,9 @@
-"""Divides the time of training steps and of generation among their parts.
+"""Divides the time of training steps and of generation by SmolLM2-135M among their parts.
 
 Samples the stacks of a process with Linux's `perf` while it works. A sample belongs to the part of its innermost function that
-the list below names. Time without a sample is that of an idle core, so the parts add up to the wall time. Writes breakdown.json
-and breakdown.md. Run it with benches/breakdown/run, which compiles the programs with frame pointers.
+the lists below name. The time of an idle core is what the system did not count as processor time of the process. So the sum of the
+parts is 100 % only as far as the samples agree with the system's count. Writes breakdown.json and breakdown.md. Run it with
+benches/breakdown/run, which compiles the programs with frame pointers.
 """
 
 import argparse
@@ -23,31 +24,28 @@ from pathlib import Path
 FREQUENCY = 997
 CORES = os.cpu_count()
 
+MEMORY = "allocation and fresh memory"
+SEARCHING = "a core looks for work"
+IDLE = "a core sleeps"
 OTHER = "other"
-IDLE = "waiting for the other core"
 
-# The parts of a program. The innermost function of a stack that matches one decides.
+# The innermost function of a stack that matches a part decides.
 PARTS = [
-    ("fresh memory", r"page_fault|clear_page|handle_mm_fault|madvise|munmap|mmap"),
-    (IDLE, r"sched_yield|futex|find_work|BarrierGuard|crossbeam_(epoch|deque)|rayon_core::sleep"),
+    (MEMORY, r"page_fault|clear_page|handle_mm_fault|madvise|munmap|mmap"),
+    (SEARCHING, r"sched_yield|futex|find_work|BarrierGuard|crossbeam_(epoch|deque)|rayon_core::sleep"),
     ("products", r"cpu::(matmul|panel|tiles|amx|linear_rows|word)|gemm|add_matmul"),
-    ("softmax of the vocabulary", r"cpu::(linear_log_prob|log_prob)"),
-    ("draws", r"draw_tokens|cpu::(distribution|token_filters)"),
     ("pages of keys and values", r"paged_cache|KeyValuePages|WriteRows|PagedBatch"),
     ("attention", r"cpu::(attention|paged_attention)"),
-    ("delta rule and convolution", r"cpu::(gated_delta_rule|delta_states|causal_conv)|delta_gates"),
-    ("norms", r"rms_norm"),
-    ("rotary embedding", r"kernels::rope|cpu::rope"),
-    ("gates", r"swiglu|sigmoid"),
-    ("embedding", r"cpu::embedding"),
-    ("sums", r"kernels::add|cpu::add|GradSink"),
+    ("norms, rotary embedding, gates, sums, embedding", r"(cpu|kernels)::(rms_norm|rope|swiglu|sigmoid|add|embedding)|GradSink"),
+    ("softmax of the vocabulary", r"cpu::(linear_log_prob|log_prob)"),
+    ("draws", r"draw_tokens|cpu::(distribution|token_filters)"),
 ]
 # Functions that many parts call. They decide where no function of the stack is of a part.
 SHARED = [
     ("copies", r"memmove|memcpy|memset|copy_strided|copy2d|index_select|IndexSelect"),
-    ("allocation", r"\bmi_|_mi_|malloc|cfree|_int_free"),
+    (MEMORY, r"\bmi_|_mi_|malloc|cfree|_int_free"),
     ("completions, and the order of operators", r"candle_grpo_train|candle_grpo_nn|candle_core"),
-    (IDLE, r"wait_until|ThreadBuilder"),
+    (SEARCHING, r"wait_until|ThreadBuilder"),
 ]
 TIERS = [[(name, re.compile(pattern)) for name, pattern in tier] for tier in (PARTS, SHARED)]
 
@@ -55,19 +53,20 @@ TIERS = [[(name, re.compile(pattern)) for name, pattern in tier] for tier in (PA
 @dataclass
 class Case:
     name: str
-    program: str
-    arguments: list
+    command: list
     # A line of the program's input.
     line: str
     # Lines that are measured.
     repeats: int
 
 
-def cases(dtype):
-    yield Case(f"training, 8 x 128 tokens, {dtype}", "training-system", ["--serve", "--dtype", dtype], "", 3)
-    for prompts, generations, repeats in ((1, 1, 6), (2, 8, 3), (8, 8, 3), (8, 32, 2)):
-        line = f"{prompts}\t{generations}\t128\t64"
-        yield Case(f"generation, {prompts} x {generations}, {dtype}", "generation", ["--dtype", dtype], line, repeats)
+def cases(programs):
+    for dtype in ("f32", "bf16"):
+        yield Case(f"training {dtype}", [programs / "training-system", "--serve", "--dtype", dtype], "", 3)
+    for dtype in ("f32", "bf16"):
+        for prompts, generations, repeats in ((1, 1, 6), (2, 8, 3), (8, 8, 3), (8, 32, 2)):
+            line = f"{prompts}\t{generations}\t128\t64"
+            yield Case(f"{prompts * generations} {dtype}", [programs / "generation", "--dtype", dtype], line, repeats)
 
 
 def part(frames):
@@ -91,57 +90,60 @@ def stacks(data):
             yield frames
 
 
-def measure(case, programs, details):
-    """The wall time of a line in ms, and the share of each part in the time of all cores."""
-    command = [programs / case.program, *case.arguments]
-    # The program grpo keeps freed memory, too.
-    environment = {**os.environ, "MIMALLOC_PURGE_DELAY": "-1"}
-    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment)
+def processor_seconds(process):
+    """The time that the cores have spent on a process, by the system's count."""
+    fields = Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()
+    user, system = fields[11:13]
+    return (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
+
+
+def measure(case, details):
+    """The wall time of a line in ms, and the percentage of each part in the time of all cores."""
+    process = subprocess.Popen(case.command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
     def run():
         process.stdin.write(case.line + "\n")
         process.stdin.flush()
         if not process.stdout.readline():
-            sys.exit(f"{command} ended")
+            sys.exit(f"{case.command} ended")
 
     run()
     with tempfile.TemporaryDirectory() as folder:
         data = f"{folder}/perf.data"
         record = ["perf", "record", "-q", "-F", str(FREQUENCY), "-e", "cpu-clock", "-g", "-p", str(process.pid), "-o", data]
         perf = subprocess.Popen(record)
+        # Until it records.
         time.sleep(1)
+        busy = -processor_seconds(process)
         seconds = []
         for _ in range(case.repeats):
             start = time.perf_counter()
             run()
             seconds.append(time.perf_counter() - start)
+        busy += processor_seconds(process)
         perf.send_signal(signal.SIGINT)
         perf.wait()
-        counts = collections.Counter()
-        unknown = collections.Counter()
-        for frames in stacks(data):
-            name = part(frames)
-            counts[name] += 1
-            if name == OTHER:
-                unknown[" < ".join(frames[:4])] += 1
+        found = [(part(frames), frames) for frames in stacks(data)]
     process.stdin.close()
     process.wait()
-    total = sum(seconds) * CORES * FREQUENCY
-    counts[IDLE] += max(0, total - sum(counts.values()))
+    total = sum(seconds) * CORES
+    counts = collections.Counter(name for name, _ in found)
+    shares = {name: 100 * count / FREQUENCY / total for name, count in counts.items()}
+    shares[IDLE] = 100 * (total - busy) / total
     if details:
+        unknown = collections.Counter(" < ".join(frames[:4]) for name, frames in found if name == OTHER)
         for stack, count in unknown.most_common(12):
-            print(f"  {100 * count / total:5.2f} %  {stack}", file=sys.stderr)
-    return statistics.mean(seconds) * 1e3, {name: count / total for name, count in counts.most_common()}
+            print(f"  {100 * count / FREQUENCY / total:5.2f} %  {stack}", file=sys.stderr)
+    return {"case": case.name, "ms": statistics.mean(seconds) * 1e3, "shares": shares}
 
 
 def table(rows):
-    """The parts of all cases, in milliseconds."""
-    names = [name for name, _ in PARTS + SHARED[:-1] if any(name in row["shares"] for row in rows)] + [OTHER]
-    lines = ["| ms | " + " | ".join(row["case"] for row in rows) + " |", "| --- |" + " ---: |" * len(rows)]
+    names = [name for name, _ in PARTS[2:] + SHARED[:-1]] + [OTHER, SEARCHING, IDLE]
+    lines = ["| % of the wall time | " + " | ".join(row["case"] for row in rows) + " |", "| --- |" + " ---: |" * len(rows)]
     for name in names:
-        times = [row["ms"] * row["shares"].get(name, 0) for row in rows]
-        lines.append(f"| {name} | " + " | ".join(f"{ms:.1f}" if ms < 100 else f"{ms:.0f}" for ms in times) + " |")
-    lines.append("| wall time | " + " | ".join(f"{row['ms']:.0f}" for row in rows) + " |")
+        lines.append(f"| {name} | " + " | ".join(f"{row['shares'].get(name, 0):.1f}" for row in rows) + " |")
+    lines.append("| sum | " + " | ".join(f"{sum(row['shares'].values()):.1f}" for row in rows) + " |")
+    lines.append("| wall time, ms | " + " | ".join(f"{row['ms']:,.0f}" for row in rows) + " |")
     return "\n".join(lines) + "\n"
 
 
@@ -152,22 +154,15 @@ def main():
     parser.add_argument("--details", action="store_true", help="print the stacks that belong to no part")
     arguments = parser.parse_args()
     rows = []
-    text = ""
-    for dtype in ("f32", "bf16"):
-        group = []
-        for case in cases(dtype):
-            if arguments.only in case.name:
-                print(case.name, file=sys.stderr)
-                ms, shares = measure(case, arguments.programs, arguments.details)
-                group.append({"case": case.name, "ms": ms, "shares": shares})
-        if group:
-            text += table(group) + "\n"
-        rows += group
+    for case in cases(arguments.programs):
+        if arguments.only in case.name:
+            print(case.name, file=sys.stderr)
+            rows.append(measure(case, arguments.details))
     folder = Path("target/bench")
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "breakdown.json").write_text(json.dumps(rows, indent=1) + "\n")
-    (folder / "breakdown.md").write_text(text)
-    print(text, end="")
+    (folder / "breakdown.md").write_text(table(rows))
+    print(table(rows), end="")
 
 
 if __name__ == "__main__":

@@ -7,7 +7,6 @@ target/bench/generation.json and generation.md. On a GPU the models are those of
 
 import argparse
 import json
-import os
 import statistics
 import subprocess
 import sys
@@ -48,9 +47,7 @@ class Side:
     """A side in a separate process, which reads cases and prints seconds."""
 
     def __init__(self, *command):
-        # The program grpo keeps freed memory, too.
-        environment = {**os.environ, "MIMALLOC_PURGE_DELAY": "-1"}
-        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment)
+        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
     def run(self, *case):
         self.process.stdin.write("\t".join(map(str, case)) + "\n")
