@@ -20,8 +20,7 @@ use crate::{ComputeCopies, Gradients, Parameters};
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct AdamWConfig {
-    /// Learning rate. Default 1e-3, as in PyTorch. Use about 1e-6 for reinforcement learning of a
-    /// pretrained model.
+    /// Learning rate. Use about 1e-6 for reinforcement learning of a pretrained model.
     pub learning_rate: f64,
     /// Decay rate of the mean of gradients, in [0, 1). Default 0.9.
     pub beta1: f64,
@@ -32,9 +31,9 @@ pub struct AdamWConfig {
     /// Decoupled weight decay: each step multiplies a parameter by `1 - learning_rate *
     /// weight_decay`. Default 0.01, as in PyTorch.
     pub weight_decay: f64,
-    /// Selection of the parameters that decay. Default [`DecayRule::Matrices`].
+    /// The parameters that decay: `matrices` (those of linear layers) or `all`.
     pub decay: DecayRule,
-    /// The form of the state in memory. Default [`StateForm::F32`].
+    /// The form of the state in memory: `f32`, or `8bit` (blocks with a common scale).
     pub state: StateForm,
 }
 
@@ -61,6 +60,7 @@ impl AdamWConfig {
 }
 
 impl Default for AdamWConfig {
+    /// The options of PyTorch, with a learning rate of 1e-3.
     fn default() -> Self {
         Self {
             learning_rate: 1e-3,

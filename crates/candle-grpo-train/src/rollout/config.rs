@@ -69,9 +69,9 @@ pub struct RolloutConfig {
     /// ids).
     pub engine: Engine,
     /// The dtype in which the policy in this process draws, for training and evaluations: `bf16`
-    /// reads half the bytes of f32, and the recorded log-probs are those of bf16. Absent: the dtype
-    /// in which it trains. Must be absent with a server. Unless the policy trains in f32, it must
-    /// be absent or the dtype of the training.
+    /// reads half the bytes of f32, and the recorded log-probs are those of bf16. Absent: the
+    /// dtype in which it trains. Must be absent with a server. Unless the policy trains in
+    /// f32, it must be absent or the dtype of the training.
     pub dtype: Option<ComputeDType>,
     /// The URL of the server, without `/v1`: one, or a list. Completions are shared out among
     /// several servers; if one fails, the others take over.

@@ -15,7 +15,8 @@ use crate::{ActorConfig, ComputeDType};
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct SftConfig {
-    /// Number of rows in an optimizer step. The loss is the mean over all of its tokens that train.
+    /// Number of rows in an optimizer step. The loss is the mean over all of its tokens that
+    /// train.
     pub batch_size: usize,
     /// Number of tokens in a backward pass, into which the rows are packed without padding. Rows
     /// do not attend to each other. It bounds memory and does not change the update. A longer row
@@ -61,8 +62,8 @@ pub struct SftConfig {
 pub struct SftSchedule {
     /// Number of steps until the learning rate of the optimizer is reached.
     pub warmup_steps: usize,
-    /// The curve of the decay until the last step: `cosine` or `linear`. Null: the learning rate is
-    /// constant after the warm-up.
+    /// The curve of the decay until the last step: `cosine` or `linear`. Null: the learning rate
+    /// is constant after the warm-up.
     pub decay: Option<Decay>,
     /// The lowest learning rate of the decay, as a share of that of the optimizer: from 0 to 1.
     pub min_lr_ratio: f64,

@@ -30,8 +30,8 @@ pub struct PairedComparison {
     pub b_better: usize,
     /// The test.
     pub test: PairedTest,
-    /// The two-sided p-value of the test that A and B are equal; absent with one prompt, unless the
-    /// test is McNemar's.
+    /// The two-sided p-value of the test that A and B are equal; absent with one prompt, unless
+    /// the test is McNemar's.
     pub p_value: Option<f64>,
 }
 

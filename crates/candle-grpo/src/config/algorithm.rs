@@ -91,7 +91,8 @@ pub struct AlgorithmConfig {
     pub pg_variant: Option<PgVariant>,
     /// The clip width of the ratio on both sides. Default 0.2.
     pub pg_clip: Option<f64>,
-    /// Replaces `pg_clip` by `pg_clip_low` and `pg_clip_high`.
+    /// Replaces `pg_clip` by `pg_clip_low` and `pg_clip_high`. `pg_clip` is then an error, except
+    /// with `dual_clip_loss`.
     pub use_pg_clip_range: Option<bool>,
     /// The lower clip width: the ratio is clipped at `1 - pg_clip_low`. Default 0.2.
     pub pg_clip_low: Option<f64>,

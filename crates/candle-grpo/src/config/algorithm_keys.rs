@@ -359,6 +359,9 @@ impl AlgorithmConfig {
     /// Returns the clip widths on both sides, if keys set them.
     fn clip_range(&self) -> Result<(Option<f64>, Option<f64>), KeyError> {
         if self.use_pg_clip_range == Some(true) {
+            let needed = "use_pg_clip_range: false, or dual_clip_loss";
+            let dual = self.dual_clip_loss == Some(true);
+            reject_unless("pg_clip", self.pg_clip, dual, needed)?;
             let low = self.pg_clip_low.unwrap_or(PG_CLIP);
             let high = self.pg_clip_high.unwrap_or(PG_CLIP);
             return Ok((Some(low), Some(high)));

@@ -1,5 +1,7 @@
 //! The names that other trainers have for keys of this program.
 
+use std::collections::BTreeSet;
+
 use super::document::Document;
 use super::error::ConfigError;
 use super::suggestions::place_of;
@@ -200,7 +202,29 @@ pub(super) const NAMES: &[(&str, &str)] = &[
     ("num_generations_eval", "evaluation.samples_per_prompt"),
     ("eval_n_samples_per_prompt", "evaluation.samples_per_prompt"),
     ("num_workers", "threads"),
+    ("report_to", "trackers"),
 ];
+
+/// The names whose values count something else than the key here, with the conversion.
+const CONVERSIONS: &[(&str, &str)] = &[
+    (
+        "generation_batch_size",
+        "prompts: divided by num_generations",
+    ),
+    ("gradient_accumulation_steps", UPDATE),
+    ("steps_per_generation", UPDATE),
+    ("ppo_mini_batch_size", "completions: times rollout.n"),
+    ("num_train_epochs", EPOCHS),
+    ("num_episodes", EPOCHS),
+    ("total_epochs", EPOCHS),
+    ("warmup_ratio", SHARE),
+    ("lr_warmup_ratio", SHARE),
+    ("lr_warmup_steps_ratio", SHARE),
+];
+
+const UPDATE: &str = "completions of an update: times per_device_train_batch_size and processes; algorithm.rollout_batch_size counts the prompts of a step";
+const EPOCHS: &str = "steps: times the prompts, divided by algorithm.rollout_batch_size";
+const SHARE: &str = "steps: times max_steps";
 
 /// A name that has another meaning in each of these trainers.
 const AMBIGUOUS: (&str, [(&str, &str); 2]) = (
@@ -267,8 +291,7 @@ pub(super) fn verl(document: &Document) -> Option<ConfigError> {
         if !VERL_SECTIONS.contains(&section) {
             return None;
         }
-        let place = self::place(key).or_else(|| place_of(key))?;
-        Some(format!("\n  {path}: {place}"))
+        line(path, key)
     };
     let leaves = document.leaves();
     let mut lines: Vec<String> = leaves.iter().filter_map(|(path, _)| place(path)).collect();
@@ -286,8 +309,9 @@ pub(super) fn verl(document: &Document) -> Option<ConfigError> {
 const FLAT: usize = 3;
 
 /// Returns the error of a file with names of another trainer at its top level, as the files of
-/// TRL's commands have them. It has the place here of each of these keys.
-pub(super) fn flat(document: &Document) -> Option<ConfigError> {
+/// TRL's commands have them. It has the place here of each of these keys. `own` are the keys that
+/// stand at the top here, too.
+pub(super) fn flat(document: &Document, own: &BTreeSet<String>) -> Option<ConfigError> {
     let leaves = document.leaves();
     let mut keys: Vec<&str> = leaves
         .iter()
@@ -297,15 +321,24 @@ pub(super) fn flat(document: &Document) -> Option<ConfigError> {
     if keys.iter().filter(|key| place(key).is_some()).count() < FLAT {
         return None;
     }
-    let line = |key: &str| {
-        let place = place(key).or_else(|| place_of(key))?;
-        Some(format!("\n  {key}: {place}"))
+    let lines: String = keys.iter().filter_map(|key| line(key, key)).collect();
+    keys.retain(|key| line(key, key).is_none() && !own.contains(*key));
+    let others = match keys.is_empty() {
+        true => String::new(),
+        false => format!("\nno place here: {}", keys.join(", ")),
     };
-    let lines: String = keys.into_iter().filter_map(line).collect();
     let message = format!(
-        "the keys of another trainer are in sections here, in these places (docs/configuration.md):{lines}"
+        "the keys of another trainer are in sections here, in these places (docs/configuration.md):{lines}{others}"
     );
     Some(document.error("", message))
+}
+
+/// Returns a line with the place here of the key at `path`, whose last name is `name`.
+fn line(path: &str, name: &str) -> Option<String> {
+    let place = place(name).or_else(|| place_of(name))?;
+    let conversion = CONVERSIONS.iter().find(|(other, _)| *other == name);
+    let conversion = conversion.map_or(String::new(), |(_, how)| format!(" ({how})"));
+    Some(format!("\n  {path}: {place}{conversion}"))
 }
 
 /// Returns the place here of a key that another trainer calls `name`: a path, or one for each
@@ -345,8 +378,6 @@ pub(super) fn all_keys() -> serde_json::Value {
 
 #[cfg(test)]
 mod tests {
-    use std::collections::BTreeSet;
-
     use super::*;
 
     #[test]
@@ -357,6 +388,9 @@ mod tests {
         let ambiguous = meanings.map(|(_, path)| (ambiguous, path));
         for (name, _) in NAMES.iter().chain(&ambiguous[..1]) {
             assert!(seen.insert(name), "{name} is there twice");
+        }
+        for (name, _) in CONVERSIONS {
+            assert!(seen.contains(name), "{name} has no place");
         }
         for (name, path) in NAMES.iter().chain(VERL).chain(&ambiguous) {
             let pointer = format!("/{}", path.replace('.', "/"));

@@ -59,12 +59,16 @@ enum Rule {
     ToIf(&'static str, &'static str),
     NoMeaning(&'static str),
     NotSupported(&'static str),
+    /// Not supported, unless the file has our key for it; with the end of the advice to set it.
+    Set(&'static str, &'static str),
 }
 
-use Rule::{NoMeaning, NotSupported, To, ToIf};
+use Rule::{NoMeaning, NotSupported, Set, To, ToIf};
 
 const RANKS: &str = "mpirun, srun or torchrun starts the ranks";
 const NO_WORKERS: &str = "there are no workers";
+const WORKERS: &str =
+    " to the completions of an update of all workers; ROLL's keys have those of one";
 const TEMPLATE: &str = "the chat template of the model is used";
 const GROUP: &str = "num_return_sequences_in_group is used";
 const PACKED: &str = "sequences are packed without padding";
@@ -102,10 +106,7 @@ const RULES: &[(&str, Rule)] = &[
     ("num_gpus_per_node", NoMeaning(RANKS)),
     ("num_nodes", NoMeaning(RANKS)),
     ("rpc_timeout", NoMeaning(NO_WORKERS)),
-    (
-        "async_generation_ratio",
-        NotSupported("set rollout.max_staleness"),
-    ),
+    ("async_generation_ratio", Set("rollout.max_staleness", "")),
     (
         "is_num_return_sequences_expand",
         NoMeaning("groups are always sampled together"),
@@ -120,7 +121,7 @@ const RULES: &[(&str, Rule)] = &[
     ),
     (
         "max_additional_running_prompts",
-        NotSupported("set training.max_sampling_batches"),
+        Set("training.max_sampling_batches", ""),
     ),
     (
         "reward_pretrain",
@@ -137,7 +138,7 @@ const RULES: &[(&str, Rule)] = &[
     ("enable_reference", NoMeaning("a KL loads its reference")),
     (
         "enable_old_logprobs_recompute",
-        NotSupported("set training.old_log_probs"),
+        Set("training.old_log_probs", ""),
     ),
     (
         "sequence_length",
@@ -152,6 +153,10 @@ const RULES: &[(&str, Rule)] = &[
         NoMeaning("the trained policy samples; rollout.engine selects a server"),
     ),
     ("*.strategy_args", NoMeaning("there are no strategies")),
+    (
+        "actor_train.device_mapping",
+        Set("training.mini_batch_size", WORKERS),
+    ),
     ("*.device_mapping", NoMeaning(RANKS)),
     ("*.world_size", NoMeaning(RANKS)),
     ("*.num_gpus_per_worker", NoMeaning(RANKS)),
@@ -178,10 +183,7 @@ const RULES: &[(&str, Rule)] = &[
         "*.model_args.model_type",
         NoMeaning("the model's configuration is used"),
     ),
-    (
-        "*.model_args.dtype",
-        NotSupported("set training.compute_dtype"),
-    ),
+    ("*.model_args.dtype", Set("training.compute_dtype", "")),
     (
         "actor_train.model_args.lora_rank",
         To("training.adapters.rank"),
@@ -189,6 +191,10 @@ const RULES: &[(&str, Rule)] = &[
     (
         "actor_train.model_args.lora_alpha",
         To("training.adapters.alpha"),
+    ),
+    (
+        "actor_train.model_args.lora_target",
+        Set("training.adapters.target_modules", ""),
     ),
     (
         "actor_train.model_args",
@@ -272,11 +278,11 @@ const RULES: &[(&str, Rule)] = &[
     ),
     (
         "actor_train.data_args.domain_interleave_probs",
-        NotSupported("set data.weights"),
+        Set("data.weights", ""),
     ),
     (
         "actor_train.data_args.interleave_probs",
-        NotSupported("set data.weights"),
+        Set("data.weights", ""),
     ),
     ("*.data_args.template", NoMeaning(TEMPLATE)),
     ("validation.data_args.file_name", To("data.held_out")),
@@ -324,7 +330,7 @@ const RULES: &[(&str, Rule)] = &[
         "reference",
         NoMeaning("the reference is the initial policy"),
     ),
-    ("critic", NotSupported("set training.critic")),
+    ("critic", Set("training.critic", "")),
     ("validation", NotSupported("not an option of an evaluation")),
     (
         "rewards",
@@ -438,13 +444,23 @@ impl Translation {
                 Some((_, ToIf(_, switch))) if !self.is_true(document, switch) => {
                     Verdict::NoMeaning(format!("{switch} is not true"))
                 }
+                // What a file says in our words comes first.
+                Some((_, To(place) | ToIf(place, _) | Set(place, _)))
+                    if *place != path && document.get(place).is_some() =>
+                {
+                    Verdict::NoMeaning(format!("{place} is set"))
+                }
                 Some((_, To(place) | ToIf(place, _))) => self.place(place, value, path, line),
                 // A switch that is off has no effect.
-                Some((_, NotSupported(why))) if value == Value::Bool(false) || value.is_null() => {
+                Some((_, NotSupported(why))) if is_off(&value) => {
                     Verdict::NoMeaning(format!("it is off ({why})"))
                 }
+                Some((_, Set(..))) if is_off(&value) => Verdict::NoMeaning("it is off".to_owned()),
                 Some((_, NoMeaning(why))) => Verdict::NoMeaning((*why).to_owned()),
                 Some((_, NotSupported(why))) => Verdict::NotSupported((*why).to_owned()),
+                Some((_, Set(place, advice))) => {
+                    Verdict::NotSupported(format!("set {place}{advice}"))
+                }
                 None => Verdict::NotSupported("not a known key".to_owned()),
             }
         };
@@ -517,6 +533,10 @@ impl Translation {
             }
         }
     }
+}
+
+fn is_off(value: &Value) -> bool {
+    value == &Value::Bool(false) || value.is_null()
 }
 
 fn fits(pattern: &str, path: &str) -> bool {

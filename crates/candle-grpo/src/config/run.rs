@@ -28,6 +28,7 @@ use super::sections::{
     CheckpointConfig, EvaluationConfig, EvaluationKeys, ModelConfig, TeacherConfig,
 };
 use super::sft::{SFT, SftRunConfig};
+use super::suggestions::keys_of;
 
 /// A whole run: a configuration file with all defaults filled in, validated.
 ///
@@ -187,7 +188,8 @@ impl RunConfig {
     }
 
     fn build(document: &Document) -> Result<Self, Problem> {
-        if let Some(error) = other_names::verl(document).or_else(|| other_names::flat(document)) {
+        let flat = || other_names::flat(document, &keys_of(&Sections::default()));
+        if let Some(error) = other_names::verl(document).or_else(flat) {
             return Err(error.into());
         }
         if SftRunConfig::is_of(document) {

@@ -62,7 +62,8 @@ impl<'de> Deserialize<'de> for ModelConfig {
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct TeacherConfig {
-    /// A model as in the [model section](#model), with the tokens of the policy. It does not train.
+    /// A model as in the [model section](#model), with the tokens of the policy. It does not
+    /// train.
     pub model: PathBuf,
 }
 
@@ -79,7 +80,9 @@ pub struct EvaluationConfig {
     pub pass_reward: f64,
     /// The largest number of held-out prompts. Absent: all.
     pub max_prompts: Option<usize>,
-    /// The sampler; its keys are laid over the sampler section.
+    /// The sampler; its keys are laid over the sampler section. It has two keys more: `greedy:
+    /// true` takes the most likely token each time, and `max_new_tokens` is the maximum
+    /// length.
     pub sampler: SamplingConfig,
 }
 

@@ -102,7 +102,8 @@ pub(super) fn sections() -> Vec<(&'static str, BTreeSet<String>)> {
     ]
 }
 
-fn keys_of(section: &impl Serialize) -> BTreeSet<String> {
+/// Returns the keys of a section.
+pub(super) fn keys_of(section: &impl Serialize) -> BTreeSet<String> {
     match serde_json::to_value(section) {
         Ok(Value::Object(map)) => map.into_iter().map(|(key, _)| key).collect(),
         _ => BTreeSet::new(),

@@ -572,6 +572,11 @@ dataset_name: data.jsonl
 learning_rate: 1e-6
 num_generations: 8
 max_completion_length: 16
+gradient_accumulation_steps: 4
+logging_steps: 1
+report_to: wandb
+repetition_penalty: 1.05
+seed: 42
 output_dir: out
 ";
     let folder = folder(config, DATA);
@@ -585,7 +590,10 @@ the keys of another trainer are in sections here, in these places (docs/configur
   learning_rate: optimizer.learning_rate
   num_generations: algorithm.num_return_sequences_in_group
   max_completion_length: algorithm.response_length
+  gradient_accumulation_steps: training.mini_batch_size (completions of an update: times per_device_train_batch_size and processes; algorithm.rollout_batch_size counts the prompts of a step)
+  report_to: trackers
   output_dir: run_dir
+no place here: logging_steps, repetition_penalty
 ",
     );
 }
@@ -638,7 +646,7 @@ run.yaml:10: actor_rollout_ref: a section of verl; these keys have these places 
   data.max_response_length: algorithm.response_length
   actor_rollout_ref.model.path: model
   actor_rollout_ref.actor.optim.lr: optimizer.learning_rate
-  actor_rollout_ref.actor.ppo_mini_batch_size: training.mini_batch_size
+  actor_rollout_ref.actor.ppo_mini_batch_size: training.mini_batch_size (completions: times rollout.n)
   actor_rollout_ref.actor.kl_loss_coef: algorithm.kl_loss_coef
   actor_rollout_ref.actor.clip_ratio: algorithm.pg_clip
   actor_rollout_ref.rollout.name: rollout.engine
@@ -647,7 +655,7 @@ run.yaml:10: actor_rollout_ref: a section of verl; these keys have these places 
   actor_rollout_ref.rollout.val_kwargs.n: evaluation.samples_per_prompt
   algorithm.adv_estimator: algorithm.adv_estimator
   algorithm.kl_ctrl.kl_coef: algorithm.init_kl_coef
-  trainer.total_epochs: max_steps
+  trainer.total_epochs: max_steps (steps: times the prompts, divided by algorithm.rollout_batch_size)
   trainer.save_freq: checkpoint.every_steps
   trainer.logger: trackers
   critic: training.critic

@@ -138,7 +138,6 @@ fn every_key_has_its_verdict() {
         "hydra.run.dir",
         "system_envs.A",
         "actor_train.strategy_args.strategy_name",
-        "actor_train.device_mapping",
         "actor_train.data_args.template",
         "actor_infer.generating_args.max_new_tokens",
         "reference.strategy_args.strategy_name",
@@ -154,6 +153,8 @@ fn every_key_has_its_verdict() {
     }
     for path in [
         "difficulty_loss_weight",
+        // An update of ROLL has the completions of all workers.
+        "actor_train.device_mapping",
         "actor_train.data_args.domain_interleave_probs.math_rule",
         "rewards.math_rule.worker_cls",
         "something_new",
@@ -166,6 +167,32 @@ fn every_key_has_its_verdict() {
     }
     let lines: Vec<_> = file.keys.iter().map(|key| key.line).collect();
     assert!(lines.is_sorted() && lines[0] == Some(2));
+}
+
+#[test]
+fn our_keys_in_a_file_of_roll_come_first() {
+    let file = roll(&format!(
+        "{FILE}training: {{mini_batch_size: 128, compute_dtype: bf16}}\ndata: {{weights: [1]}}\n"
+    ));
+    for (path, place) in [
+        (
+            "actor_train.training_args.gradient_accumulation_steps",
+            "training.mini_batch_size",
+        ),
+        ("actor_train.device_mapping", "training.mini_batch_size"),
+        ("actor_train.model_args.dtype", "training.compute_dtype"),
+        (
+            "actor_train.data_args.domain_interleave_probs.math_rule",
+            "data.weights",
+        ),
+    ] {
+        let set = Verdict::NoMeaning(format!("{place} is set"));
+        assert_eq!(verdict(&file, path), set, "{path}");
+    }
+    let rewards = "rewards:\n  math_rule:\n    worker_cls: a.b.D";
+    let ours = "training: {mini_batch_size: 128}\nrewards: [{kind: numeric}]";
+    let run = RunConfig::new(&roll(&FILE.replace(rewards, ours)).document).unwrap();
+    assert_eq!(run.train.mini_batch_size, Some(128));
 }
 
 #[test]

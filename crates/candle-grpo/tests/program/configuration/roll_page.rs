@@ -422,6 +422,10 @@ fn switches_that_are_off_turn_their_keys_off() {
 )]
 #[case("pg_clip_low: 0.1", "without use_pg_clip_range: true")]
 #[case(
+    "use_pg_clip_range: true\n  pg_clip_high: 0.28\n  pg_clip: 0.1",
+    "algorithm.pg_clip: given, but has no effect without use_pg_clip_range: false, or dual_clip_loss"
+)]
+#[case(
     "pg_variant: cispo\n  cispo_use_unified_mask: true\n  pg_clip: 0.3",
     "algorithm.pg_clip: given, but has no effect without a loss that clips"
 )]
