@@ -60,7 +60,7 @@ impl AdamWConfig {
 }
 
 impl Default for AdamWConfig {
-    /// The options of PyTorch, with a learning rate of 1e-3.
+    /// The numbers of PyTorch, with a learning rate of 1e-3. Only matrices decay.
     fn default() -> Self {
         Self {
             learning_rate: 1e-3,
