@@ -107,6 +107,10 @@ pub use add_bias::{add_bias, add_bias_gradient};
 pub use add_matmul::{add_matmul, matmul};
 pub use attention::{CausalAttention, Sequences, attention, attention_gradient};
 pub use causal_conv::{causal_conv, causal_conv_gradient};
+#[cfg(feature = "cuda")]
+pub use cuda::paged_attention::{StepInputs, StepSize};
+#[cfg(feature = "cuda")]
+pub use cuda::recording::Recording;
 pub use delta_gates::{delta_gates, delta_gates_gradient};
 pub use delta_states::{DeltaStates, SlotRows};
 pub use dequantize::{BLOCK_TYPES, block_type, dequantize, quantize};

@@ -69,6 +69,38 @@ impl<'a> PagedBatch<'a> {
     /// Fails on a position that is not in a page, and on a row with no visible position or with
     /// more than its spans have.
     pub fn new(slots: &'a [PageSlot], rows: &'a [PagedRow<'a>], device: &Device) -> Result<Self> {
+        let pages = Self::check(slots, rows)?;
+        #[cfg(not(feature = "cuda"))]
+        let _ = device;
+        Ok(Self {
+            slots,
+            rows,
+            pages,
+            #[cfg(feature = "cuda")]
+            tables: device
+                .is_cuda()
+                .then(|| crate::cuda::paged_attention::Tables::new(slots, rows, device))
+                .transpose()?,
+        })
+    }
+
+    /// [`Self::new`] with tables that are there already.
+    #[cfg(feature = "cuda")]
+    pub(crate) fn with_tables(
+        slots: &'a [PageSlot],
+        rows: &'a [PagedRow<'a>],
+        tables: Option<crate::cuda::paged_attention::Tables>,
+    ) -> Result<Self> {
+        Ok(Self {
+            slots,
+            rows,
+            pages: Self::check(slots, rows)?,
+            tables,
+        })
+    }
+
+    /// Returns the number of pages that the slots and rows need.
+    fn check(slots: &[PageSlot], rows: &[PagedRow]) -> Result<usize> {
         let mut pages = 0;
         for (index, slot) in slots.iter().enumerate() {
             if slot.position >= PAGE {
@@ -99,18 +131,7 @@ impl<'a> PagedBatch<'a> {
                 );
             }
         }
-        #[cfg(not(feature = "cuda"))]
-        let _ = device;
-        Ok(Self {
-            slots,
-            rows,
-            pages,
-            #[cfg(feature = "cuda")]
-            tables: device
-                .is_cuda()
-                .then(|| crate::cuda::paged_attention::Tables::new(slots, rows, device))
-                .transpose()?,
-        })
+        Ok(pages)
     }
 
     fn check_pages(&self, there: usize) -> Result<()> {

@@ -19,6 +19,7 @@
 #include <sys/mman.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <deque>
 #include <map>
 #include <memory>
@@ -55,6 +56,7 @@ enum : CUresult {
     ILLEGAL_ADDRESS = 700,
     ASSERT = 710,
     NOT_SUPPORTED = 801,
+    CAPTURE_UNSUPPORTED = 900,
 };
 
 // CUdevice_attribute
@@ -75,9 +77,16 @@ struct Function {
 struct Module {
     std::unordered_map<std::string, Function> functions;
 };
+// Recorded work, and the memory that it allocates and frees.
+struct Graph {
+    std::vector<std::function<void()>> work;
+    std::vector<CUdeviceptr> allocations;
+    ~Graph();
+};
 struct Stream {
     std::deque<std::function<void()>> work;
     uint64_t issued = 0, done = 0;
+    std::shared_ptr<Graph> recording;  // null unless the stream records
 };
 struct Event {
     Stream* stream = nullptr;
@@ -145,6 +154,10 @@ CUresult finish(Stream* stream) {
 
 CUresult add(void* handle, std::function<void()> work) {
     Stream* stream = stream_of(handle);
+    if (stream->recording != nullptr) {
+        stream->recording->work.push_back(std::move(work));
+        return broken;
+    }
     stream->work.push_back(std::move(work));
     stream->issued++;
     if (!is_lazy()) run_until(stream, stream->issued);
@@ -189,6 +202,17 @@ void release(CUdeviceptr pointer) {
         freed.pop_front();
     }
 }
+
+// The memory of a graph exists as long as the graph.
+Graph::~Graph() {
+    for (Stream* stream : streams) finish(stream);
+    for (CUdeviceptr pointer : allocations) release(pointer);
+}
+
+// Refuses a call that a stream cannot record.
+#define NOT_IN_RECORDING(stream)                             \
+    if (stream_of(stream)->recording != nullptr) \
+    return refuse(CAPTURE_UNSUPPORTED, "%s while the stream records", __func__)
 
 // Copies the arguments of a launch, because the caller may change them before it runs.
 struct Launch {
@@ -301,11 +325,47 @@ CUresult cuStreamDestroy_v2(void* stream) {
 }
 CUresult cuStreamSynchronize(void* stream) {
     CALL;
+    NOT_IN_RECORDING(stream);
     return finish(stream_of(stream));
 }
-CUresult cuStreamIsCapturing(void*, int* status) {
-    *status = 0;
+CUresult cuStreamIsCapturing(void* stream, int* status) {
+    CALL;
+    *status = stream_of(stream)->recording != nullptr;
     return SUCCESS;
+}
+CUresult cuStreamBeginCapture_v2(void* stream, int) {
+    CALL_IN_CONTEXT;
+    NOT_IN_RECORDING(stream);
+    stream_of(stream)->recording = std::make_shared<Graph>();
+    return SUCCESS;
+}
+// Of memory that the recording allocates, all must be freed in it. CUDA would allow more.
+CUresult cuStreamEndCapture(void* stream, void** graph) {
+    CALL_IN_CONTEXT;
+    std::shared_ptr<Graph> recorded = std::move(stream_of(stream)->recording);
+    *graph = nullptr;
+    if (recorded == nullptr) return refuse(INVALID_VALUE, "the end of a recording that has not begun");
+    for (CUdeviceptr pointer : recorded->allocations)
+        if (!memory[pointer].is_freed) return refuse(INVALID_VALUE, "%p is allocated in a recording and stays", (void*)pointer);
+    *graph = new std::shared_ptr<Graph>(std::move(recorded));
+    return SUCCESS;
+}
+CUresult cuGraphInstantiateWithFlags(void** instance, void* graph, unsigned long long) {
+    CALL_IN_CONTEXT;
+    *instance = new std::shared_ptr<Graph>(*(std::shared_ptr<Graph>*)graph);
+    return SUCCESS;
+}
+CUresult cuGraphDestroy(void* graph) {
+    CALL;
+    delete (std::shared_ptr<Graph>*)graph;
+    return SUCCESS;
+}
+CUresult cuGraphExecDestroy(void* instance) { return cuGraphDestroy(instance); }
+CUresult cuGraphLaunch(void* instance, void* stream) {
+    CALL_IN_CONTEXT;
+    NOT_IN_RECORDING(stream);
+    for (const auto& work : (*(std::shared_ptr<Graph>*)instance)->work) add(stream, work);
+    return broken;
 }
 CUresult cuStreamWaitEvent(void* stream, void* handle, unsigned) {
     CALL_IN_CONTEXT;
@@ -342,11 +402,15 @@ CUresult cuMemAlloc_v2(CUdeviceptr* pointer, size_t bytes) {
     return allocate(pointer, bytes);
 }
 // 0 bytes give a null pointer, and no error as from cuMemAlloc.
-CUresult cuMemAllocAsync(CUdeviceptr* pointer, size_t bytes, void*) {
+CUresult cuMemAllocAsync(CUdeviceptr* pointer, size_t bytes, void* handle) {
     CALL_IN_CONTEXT;
-    if (bytes > 0) return allocate(pointer, bytes);
     *pointer = 0;
-    return SUCCESS;
+    if (bytes == 0) return SUCCESS;
+    Stream* stream = stream_of(handle);
+    const CUresult result = allocate(pointer, bytes);
+    if (result != SUCCESS || stream->recording == nullptr) return result;
+    stream->recording->allocations.push_back(*pointer);
+    return add(handle, [start = *pointer, bytes] { memset((void*)start, 0xff, bytes); });
 }
 CUresult cuMemFree_v2(CUdeviceptr pointer) {
     CALL;
@@ -359,8 +423,17 @@ CUresult cuMemFree_v2(CUdeviceptr pointer) {
 CUresult cuMemFreeAsync(CUdeviceptr pointer, void* stream) {
     CALL;
     if (pointer == 0) return SUCCESS;
+    const Graph* graph = stream_of(stream)->recording.get();
+    if (graph == nullptr) {
+        if (CUresult result = mark_freed(pointer)) return result;
+        return add(stream, [pointer] { release(pointer); });
+    }
+    const auto& own = graph->allocations;
+    if (std::find(own.begin(), own.end(), pointer) == own.end())
+        return refuse(INVALID_VALUE, "a recorded free of %p, which the recording does not allocate", (void*)pointer);
     if (CUresult result = mark_freed(pointer)) return result;
-    return add(stream, [pointer] { release(pointer); });
+    const size_t bytes = memory[pointer].bytes;
+    return add(stream, [pointer, bytes] { memset((void*)pointer, 0xff, bytes); });
 }
 CUresult cuDeviceGetDefaultMemPool(void** pool, int) {
     *pool = &the_pool;
@@ -387,6 +460,8 @@ CUresult cuMemsetD8Async(CUdeviceptr to, unsigned char value, size_t bytes, void
 // The host memory is pageable: the driver copies it before the call returns.
 CUresult cuMemcpyHtoDAsync_v2(CUdeviceptr to, const void* from, size_t bytes, void* stream) {
     CALL_IN_CONTEXT;
+    // CUDA would record the address on the host.
+    NOT_IN_RECORDING(stream);
     auto copy = std::make_shared<std::vector<char>>((const char*)from, (const char*)from + bytes);
     return add(stream, [=] {
         if (is_inside(to, bytes, "cuMemcpyHtoDAsync")) memcpy((void*)to, copy->data(), bytes);
@@ -395,6 +470,7 @@ CUresult cuMemcpyHtoDAsync_v2(CUdeviceptr to, const void* from, size_t bytes, vo
 // The host memory is pageable: the call waits.
 CUresult cuMemcpyDtoHAsync_v2(void* to, CUdeviceptr from, size_t bytes, void* stream) {
     CALL_IN_CONTEXT;
+    NOT_IN_RECORDING(stream);
     finish(stream_of(stream));
     if (broken == SUCCESS && is_inside(from, bytes, "cuMemcpyDtoHAsync")) memcpy(to, (void*)from, bytes);
     return broken;
@@ -484,6 +560,7 @@ CUresult cuGetErrorString(CUresult error, const char** name) {
     case NOT_FOUND: *name = "CUDA_ERROR_NOT_FOUND"; break;
     case ILLEGAL_ADDRESS: *name = "CUDA_ERROR_ILLEGAL_ADDRESS"; break;
     case ASSERT: *name = "CUDA_ERROR_ASSERT"; break;
+    case CAPTURE_UNSUPPORTED: *name = "CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED"; break;
     case NOT_SUPPORTED: *name = "CUDA_ERROR_NOT_SUPPORTED"; break;
     default: *name = "CUDA_ERROR_UNKNOWN";
     }

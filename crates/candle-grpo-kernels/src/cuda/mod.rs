@@ -22,6 +22,7 @@ pub(crate) mod matmul;
 mod output;
 pub(crate) mod paged_attention;
 pub(crate) mod prefix_tree;
+pub(crate) mod recording;
 pub(crate) mod rms_norm;
 pub(crate) mod rope;
 pub(crate) mod swiglu;

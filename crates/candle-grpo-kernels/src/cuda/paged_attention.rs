@@ -28,15 +28,25 @@ pub(crate) struct Tables {
     rows: Tensor,
     /// `[2 * spans]`: the page of each span, then the first position in its sequence.
     spans: Tensor,
+    /// The number of parts of the rows, at least that of the longest.
+    parts: usize,
+}
+
+/// The numbers of [`Tables`].
+struct Numbers {
+    slots: Vec<u32>,
+    rows: Vec<u32>,
+    pages: Vec<u32>,
+    firsts: Vec<u32>,
     /// The largest number of spans of a row.
     longest: usize,
 }
 
-impl Tables {
-    /// Copies all tables to the device at once. Rows side by side with the same spans share them.
-    pub(crate) fn new(slots: &[PageSlot], rows: &[PagedRow], device: &Device) -> Result<Self> {
+impl Numbers {
+    /// Rows side by side with the same spans share them.
+    fn new(slots: &[PageSlot], rows: &[PagedRow]) -> Result<Self> {
         let (mut pages, mut firsts) = (Vec::new(), Vec::new());
-        let (mut begins, mut ends) = (Vec::new(), Vec::new());
+        let (mut begins, mut ends) = (Vec::with_capacity(3 * rows.len()), Vec::new());
         let (mut begin, mut longest) = (0, 0);
         let mut previous: Option<&PagedRow> = None;
         for row in rows {
@@ -56,29 +66,180 @@ impl Tables {
             ends.push(number(begin + spans)?);
             longest = longest.max(spans);
         }
-        let mut all = Vec::with_capacity(slots.len() + 3 * rows.len() + 2 * pages.len());
-        for slot in slots {
-            all.push(number(slot.page * PAGE + slot.position)?);
-        }
-        all.extend(begins);
-        all.extend(ends);
+        begins.extend(ends);
         for row in rows {
-            all.push(number(row.visible)?);
+            begins.push(number(row.visible)?);
         }
-        all.extend(&pages);
-        all.extend(&firsts);
+        let slots = slots.iter();
+        let slots = slots.map(|slot| number(slot.page * PAGE + slot.position));
+        Ok(Self {
+            slots: slots.collect::<Result<_>>()?,
+            rows: begins,
+            pages,
+            firsts,
+            longest,
+        })
+    }
+
+    fn parts(&self) -> usize {
+        self.longest.div_ceil(PART)
+    }
+
+    /// All numbers, with zeros after the spans up to `spans` of them.
+    fn concat(mut self, spans: usize) -> Vec<u32> {
+        self.pages.resize(spans, 0);
+        self.firsts.resize(spans, 0);
+        [self.slots, self.rows, self.pages, self.firsts].concat()
+    }
+}
+
+impl Tables {
+    /// Copies all tables to the device at once.
+    pub(crate) fn new(slots: &[PageSlot], rows: &[PagedRow], device: &Device) -> Result<Self> {
+        let numbers = Numbers::new(slots, rows)?;
+        let (parts, spans) = (numbers.parts(), numbers.pages.len());
+        let all = numbers.concat(spans);
         let all = if all.is_empty() {
             Tensor::zeros(0, DType::U32, device)?
         } else {
             Tensor::new(all, device)?
         };
-        let of_rows = slots.len() + 3 * rows.len();
+        Self::of(&all, slots.len(), rows.len(), spans, parts)
+    }
+
+    /// The parts of `all`.
+    fn of(all: &Tensor, slots: usize, rows: usize, spans: usize, parts: usize) -> Result<Self> {
         Ok(Self {
-            slots: all.narrow(0, 0, slots.len())?,
-            rows: all.narrow(0, slots.len(), 3 * rows.len())?,
-            spans: all.narrow(0, of_rows, 2 * pages.len())?,
-            longest,
+            slots: all.narrow(0, 0, slots)?,
+            rows: all.narrow(0, slots, 3 * rows)?,
+            spans: all.narrow(0, slots + 3 * rows, 2 * spans)?,
+            parts,
         })
+    }
+}
+
+/// The size of a step of decoding: the rows, one for each sequence, and rounded up, the spans and
+/// parts of its tables.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub struct StepSize {
+    rows: usize,
+    spans: usize,
+    parts: usize,
+}
+
+impl StepSize {
+    /// The size of a step with these rows.
+    ///
+    /// # Errors
+    ///
+    /// Fails if a position is above 2^32.
+    pub fn of(rows: &[PagedRow]) -> Result<Self> {
+        let numbers = Numbers::new(&[], rows)?;
+        Ok(Self {
+            rows: rows.len(),
+            spans: numbers.pages.len().max(64).next_power_of_two(),
+            parts: numbers.parts().next_power_of_two(),
+        })
+    }
+}
+
+/// The tokens, positions and tables of a step of decoding, in memory of a GPU that later steps of
+/// this size use again. A [`Recording`](crate::Recording) reads them there.
+#[derive(Debug)]
+pub struct StepInputs {
+    size: StepSize,
+    /// Tokens, positions, then the tables, u32.
+    all: Tensor,
+}
+
+impl StepInputs {
+    /// Allocates the memory.
+    ///
+    /// # Errors
+    ///
+    /// Fails if `device` is not a GPU, or has no memory left.
+    pub fn new(size: StepSize, device: &Device) -> Result<Self> {
+        device.as_cuda_device()?;
+        let numbers = 6 * size.rows + 2 * size.spans;
+        let all = Tensor::zeros(numbers, DType::U32, device)?;
+        Ok(Self { size, all })
+    }
+
+    /// The tokens, u32 `[rows]`.
+    ///
+    /// # Errors
+    ///
+    /// As the operations of Candle.
+    pub fn tokens(&self) -> Result<Tensor> {
+        self.all.narrow(0, 0, self.size.rows)
+    }
+
+    /// The positions, u32 `[rows]`.
+    ///
+    /// # Errors
+    ///
+    /// As the operations of Candle.
+    pub fn positions(&self) -> Result<Tensor> {
+        self.all.narrow(0, self.size.rows, self.size.rows)
+    }
+
+    /// Sets all numbers with one copy to the device. There is one of each for a row.
+    ///
+    /// # Errors
+    ///
+    /// Fails if the arguments do not fit in this size.
+    pub fn set(
+        &self,
+        tokens: &[u32],
+        positions: &[u32],
+        slots: &[PageSlot],
+        rows: &[PagedRow],
+    ) -> Result<()> {
+        let StepSize {
+            rows: n,
+            spans,
+            parts,
+        } = self.size;
+        let numbers = Numbers::new(slots, rows)?;
+        if [tokens.len(), positions.len(), slots.len(), rows.len()] != [n; 4] {
+            bail!(
+                "rows: {} tokens, {} positions, {} slots and {} rows, must be {n} of each",
+                tokens.len(),
+                positions.len(),
+                slots.len(),
+                rows.len()
+            );
+        }
+        if numbers.pages.len() > spans || numbers.parts() > parts {
+            bail!(
+                "rows: {} spans in {} parts, must be at most {spans} in {parts}",
+                numbers.pages.len(),
+                numbers.parts()
+            );
+        }
+        let mut all = Vec::with_capacity(self.all.elem_count());
+        all.extend_from_slice(tokens);
+        all.extend_from_slice(positions);
+        all.extend(numbers.concat(spans));
+        write_in_place(&self.all, |storage, _| {
+            let device = storage.device.clone();
+            device.memcpy_htod(&all, storage.as_cuda_slice_mut::<u32>()?)
+        })
+    }
+
+    /// The batch whose tables are these. Its arguments are those of [`Self::set`].
+    ///
+    /// # Errors
+    ///
+    /// As [`PagedBatch::new`].
+    pub fn batch<'a>(
+        &self,
+        slots: &'a [PageSlot],
+        rows: &'a [PagedRow<'a>],
+    ) -> Result<PagedBatch<'a>> {
+        let StepSize { rows: n, spans, parts } = self.size;
+        let tables = self.all.narrow(0, 2 * n, 4 * n + 2 * spans)?;
+        PagedBatch::with_tables(slots, rows, Some(Tables::of(&tables, n, n, spans, parts)?))
     }
 }
 
@@ -202,7 +363,7 @@ pub(crate) fn attend(
     let group = heads / kv_heads;
     // Kernels take four or eight heads of a group at once.
     let chunks = group.div_ceil(if group <= 4 { 4 } else { 8 });
-    let parts = tables.longest.div_ceil(PART);
+    let parts = tables.parts;
     if kv_heads * chunks > 65_535 || parts > 65_535 || n * heads > i32::MAX as usize {
         bail!(
             "query: shape {:?}, more than one launch takes",

@@ -2,6 +2,8 @@
 
 mod next_logits;
 mod paged_cache;
+#[cfg(feature = "cuda")]
+mod recorded_steps;
 
 pub(crate) use paged_cache::pages_for;
 pub use paged_cache::{PagedCache, SequenceId};

@@ -1,8 +1,12 @@
 //! The logits of the next token.
 
 use candle_core::{Result, Tensor, bail};
+#[cfg(feature = "cuda")]
+use candle_grpo_kernels::PageSlot;
 use candle_grpo_kernels::{PagedBatch, PagedRow, Sequences, SlotRows, linear_rows};
 
+#[cfg(feature = "cuda")]
+use crate::decoding::recorded_steps::NewTokens;
 use crate::model::input::attention;
 use crate::model::pass::{Context, Pass};
 use crate::model::routes::Routes;
@@ -98,6 +102,10 @@ impl Decoder {
             last.push(ids.len() as u32 - 1);
             slots.extend(cache.extend(id, tokens.len())?);
         }
+        #[cfg(feature = "cuda")]
+        if let Some(hidden) = self.recorded_step(new, &ids, &positions, &slots, cache)? {
+            return Ok((self.output(&hidden)?, None));
+        }
         let cache = &*cache;
         let n = ids.len();
         // The fused attention of training is faster for whole prompts.
@@ -105,12 +113,10 @@ impl Decoder {
             let lengths: Vec<usize> = new.iter().map(|(_, tokens)| tokens.len()).collect();
             attention(self, Sequences::Packed(&lengths))
         });
-        let mut rows = Vec::with_capacity(n);
-        for &(id, tokens) in new.iter().filter(|_| prompts.is_none()) {
-            let (spans, total) = (cache.spans(id)?, cache.len(id)?);
-            let past = total - tokens.len();
-            rows.extend((past + 1..=total).map(|visible| PagedRow { spans, visible }));
-        }
+        let rows = match &prompts {
+            None => rows(new, cache)?,
+            Some(_) => Vec::new(),
+        };
         let batch = &PagedBatch::new(&slots, &rows, device)?;
         let mut states = Vec::new();
         for &(id, tokens) in new {
@@ -152,8 +158,42 @@ impl Decoder {
                 .transpose()?;
         }
         let hidden = self.norm(&x, change.as_ref())?.detach();
-        let logits = linear_rows(&hidden, &[&self.output_weight().detach()])?.swap_remove(0);
-        Ok((self.capped(logits)?, experts))
+        Ok((self.output(&hidden)?, experts))
+    }
+
+    /// The logits of hidden states, each row on its own.
+    fn output(&self, hidden: &Tensor) -> Result<Tensor> {
+        let weight = self.output_weight().detach();
+        let logits = linear_rows(hidden, &[&weight])?.swap_remove(0);
+        self.capped(logits)
+    }
+
+    /// The hidden states of a step with one token of each sequence, if the cache records steps.
+    #[cfg(feature = "cuda")]
+    fn recorded_step(
+        &self,
+        new: &[(SequenceId, &[u32])],
+        tokens: &[u32],
+        positions: &[u32],
+        slots: &[PageSlot],
+        cache: &mut PagedCache,
+    ) -> Result<Option<Tensor>> {
+        let is_step = tokens.len() == new.len() && !positions.contains(&0);
+        if !is_step || !self.output_weight().device().is_cuda() {
+            return Ok(None);
+        }
+        let Some(mut recorded) = cache.recorded.take() else {
+            return Ok(None);
+        };
+        let new = NewTokens {
+            tokens,
+            positions,
+            slots,
+            rows: &rows(new, cache)?,
+        };
+        let hidden = recorded.hidden(self, cache, &new);
+        cache.recorded = Some(recorded);
+        hidden
     }
 
     fn check_new(&self, new: &[(SequenceId, &[u32])], cache: &PagedCache) -> Result<()> {
@@ -195,4 +235,15 @@ impl Decoder {
         }
         Ok(())
     }
+}
+
+/// What the queries of the new tokens attend to.
+fn rows<'a>(new: &[(SequenceId, &[u32])], cache: &'a PagedCache) -> Result<Vec<PagedRow<'a>>> {
+    let mut rows = Vec::with_capacity(new.len());
+    for &(id, tokens) in new {
+        let (spans, total) = (cache.spans(id)?, cache.len(id)?);
+        let past = total - tokens.len();
+        rows.extend((past + 1..=total).map(|visible| PagedRow { spans, visible }));
+    }
+    Ok(rows)
 }

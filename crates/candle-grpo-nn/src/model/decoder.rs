@@ -42,6 +42,9 @@ pub struct Decoder {
     output_scale: f64,
     logit_cap: Option<f64>,
     activation_checkpointing: bool,
+    /// The same in all clones, which share their weights.
+    #[cfg(feature = "cuda")]
+    identity: std::sync::Arc<()>,
 }
 
 impl Decoder {
@@ -90,7 +93,15 @@ impl Decoder {
             embedding,
             output,
             activation_checkpointing: false,
+            #[cfg(feature = "cuda")]
+            identity: std::sync::Arc::default(),
         })
+    }
+
+    /// A number that all clones of this decoder have, and no other decoder while one of them exists.
+    #[cfg(feature = "cuda")]
+    pub(crate) fn identity(&self) -> usize {
+        std::sync::Arc::as_ptr(&self.identity) as usize
     }
 
     /// Sets whether [`LanguageModel::record`] keeps only the input of each block and computes the

@@ -57,3 +57,35 @@ fn a_layer_of_decoding_keeps_its_budget_of_driver_calls(
     }
     Ok(())
 }
+
+/// A recorded step is one call, whatever the number of layers.
+#[test]
+fn a_recorded_step_keeps_its_budget_of_driver_calls() -> Result<()> {
+    let config = DecoderConfig {
+        num_hidden_layers: 3,
+        max_position_embeddings: 40,
+        ..Family::Qwen3.config(true)
+    };
+    let parameters = lively(&config)?;
+    let builder = parameters.detached_var_builder().to_dtype(DType::BF16);
+    let decoder = Decoder::new(&config, builder)?;
+    let mut cache = PagedCache::new(&config, DType::BF16, device())?.with_recorded_steps();
+    let ids = [cache.add(), cache.add(), cache.add()];
+    decoder.next_logits(&ids.map(|id| (id, &[1u32, 2, 3][..])), &mut cache)?;
+    // The second step is recorded.
+    for _ in 0..2 {
+        decoder.next_logits(&ids.map(|id| (id, &[4u32][..])), &mut cache)?;
+    }
+    let before = CudaCalls::now();
+    decoder.next_logits(&ids.map(|id| (id, &[4u32][..])), &mut cache)?;
+    let Some((after, before)) = CudaCalls::now().zip(before) else {
+        println!("skipped: no emulated GPU counts the calls");
+        return Ok(());
+    };
+    let step = after - before;
+    println!("{step:?}");
+    // The logits, and the copy of tokens, positions and tables.
+    assert_eq!((step.launches, step.products, step.allocations), (0, 1, 1));
+    assert_eq!((step.copies_to_device, step.copies_to_host), (1, 0));
+    Ok(())
+}

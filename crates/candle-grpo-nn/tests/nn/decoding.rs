@@ -10,8 +10,9 @@ use candle_grpo_test_support::{device, message};
 
 use crate::small::{Family, config, each_family, lively, max_difference};
 
+/// The tests of this file use recorded steps on a GPU.
 fn cache(config: &DecoderConfig, dtype: DType) -> Result<PagedCache> {
-    PagedCache::new(config, dtype, device())
+    Ok(PagedCache::new(config, dtype, device())?.with_recorded_steps())
 }
 
 /// The logits after each token, computed without a cache.
@@ -122,6 +123,47 @@ fn long(family: Family) -> DecoderConfig {
         max_position_embeddings: 200,
         ..family.config(true)
     }
+}
+
+/// Batches that shrink and grow, sequences that pass the end of a part of attention, and more pages
+/// than the first allocation has.
+#[apply(each_family)]
+fn recorded_steps_equal_others(family: Family) -> Result<()> {
+    if device().is_cpu() {
+        return Ok(());
+    }
+    let config = DecoderConfig {
+        max_position_embeddings: 300,
+        ..family.config(true)
+    };
+    let decoder = Decoder::new(&config, lively(&config)?.detached_var_builder())?;
+    let mut caches = [
+        cache(&config, DType::F32)?,
+        PagedCache::new(&config, DType::F32, device())?,
+    ];
+    let prompts: Vec<Vec<u32>> = (0..10)
+        .map(|i| (0..3 + 27 * i).map(|at| (at * (i + 2)) % 13).collect())
+        .collect();
+    let all = caches.each_mut().map(|cache| {
+        let ids: Vec<SequenceId> = prompts.iter().map(|_| cache.add()).collect();
+        let new = ids.iter().zip(&prompts).map(|(&id, prompt)| (id, &**prompt));
+        let new: Vec<(SequenceId, &[u32])> = new.collect();
+        decoder.next_logits(&new, cache).map(|_| ids)
+    });
+    let all = all.into_iter().collect::<Result<Vec<_>>>()?;
+    let batches = [[3; 4], [10; 4], [9; 4], [1; 4], [10; 4], [9; 4]].concat();
+    for (step, &batch) in batches.iter().enumerate() {
+        let token = [step as u32 % 13];
+        let mut results = Vec::new();
+        for (cache, ids) in caches.iter_mut().zip(&all) {
+            // The last sequences, of which the longest crosses 256 positions.
+            let new = ids[10 - batch..].iter().map(|&id| (id, &token[..]));
+            results.push(decoder.next_logits(&new.collect::<Vec<_>>(), cache)?);
+        }
+        let difference = max_difference(&results[0], &results[1])?;
+        assert!(difference < 1e-5, "step {step}: {difference}");
+    }
+    Ok(())
 }
 
 fn bits(logits: &Tensor) -> Result<Vec<Vec<u32>>> {

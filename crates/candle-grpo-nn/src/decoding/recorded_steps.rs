@@ -1,0 +1,142 @@
+//! Steps of decoding that a GPU runs with one call of the driver.
+
+use std::collections::HashMap;
+use std::collections::hash_map::Entry;
+
+use candle_core::{Result, Tensor};
+use candle_grpo_kernels::{PageSlot, PagedRow, Recording, StepInputs, StepSize};
+
+use crate::model::pass::{Context, Pass};
+use crate::model::routes::Routes;
+use crate::{Decoder, PagedCache};
+
+/// The recordings of a cache. They use its pages, and the weights of the decoder.
+#[derive(Debug, Default)]
+pub(super) struct RecordedSteps {
+    steps: HashMap<(usize, StepSize), Step>,
+}
+
+#[derive(Debug)]
+enum Step {
+    /// Occurred once. The first step of a size runs without a recording, and loads its kernels.
+    Seen,
+    /// Cannot be recorded.
+    Refused,
+    Recorded(Box<RecordedStep>),
+}
+
+#[derive(Debug)]
+struct RecordedStep {
+    /// Keeps the weights.
+    _decoder: Decoder,
+    inputs: StepInputs,
+    /// The hidden states `[rows, H]`.
+    hidden: Tensor,
+    recording: Recording,
+}
+
+/// A step with one new token for each sequence.
+pub(super) struct NewTokens<'a> {
+    pub(super) tokens: &'a [u32],
+    pub(super) positions: &'a [u32],
+    pub(super) slots: &'a [PageSlot],
+    pub(super) rows: &'a [PagedRow<'a>],
+}
+
+impl RecordedSteps {
+    /// The hidden states `[N, H]` of a step after the final norm. `None` if it must run without a
+    /// recording.
+    pub(super) fn hidden(
+        &mut self,
+        decoder: &Decoder,
+        cache: &PagedCache,
+        new: &NewTokens,
+    ) -> Result<Option<Tensor>> {
+        if decoder.expert_choices() > 0 || decoder.has_states() {
+            return Ok(None);
+        }
+        let n = new.rows.len();
+        // Rows beyond the last repeat it, so that fewer sizes occur. They write the same numbers
+        // to the same slot.
+        let more = padded(n) - n;
+        let tokens = repeat_last(new.tokens, more);
+        let positions = repeat_last(new.positions, more);
+        let slots = repeat_last(new.slots, more);
+        let rows = repeat_last(new.rows, more);
+
+        let size = StepSize::of(&rows)?;
+        let step = match self.steps.entry((decoder.identity(), size)) {
+            Entry::Vacant(place) => {
+                place.insert(Step::Seen);
+                return Ok(None);
+            }
+            Entry::Occupied(place) => place.into_mut(),
+        };
+        if let Step::Seen = step {
+            let recorded = RecordedStep::new(decoder, cache, size, &slots, &rows);
+            *step = recorded.map_or(Step::Refused, |step| Step::Recorded(Box::new(step)));
+        }
+        let Step::Recorded(step) = step else {
+            return Ok(None);
+        };
+        step.inputs.set(&tokens, &positions, &slots, &rows)?;
+        // SAFETY: the step has the decoder, its inputs and its result. The cache discards the
+        // steps when it replaces the pages.
+        #[allow(unsafe_code)]
+        unsafe {
+            step.recording.run()?;
+        }
+        step.hidden.narrow(0, 0, n).map(Some)
+    }
+}
+
+impl RecordedStep {
+    fn new(
+        decoder: &Decoder,
+        cache: &PagedCache,
+        size: StepSize,
+        slots: &[PageSlot],
+        rows: &[PagedRow],
+    ) -> Result<Self> {
+        let weight = decoder.output_weight();
+        let device = weight.device();
+        let inputs = StepInputs::new(size, device)?;
+        let width = decoder.config().hidden_size;
+        let hidden = Tensor::zeros((rows.len(), width), weight.dtype(), device)?;
+        let (tokens, positions) = (inputs.tokens()?, inputs.positions()?);
+        let batch = &inputs.batch(slots, rows)?;
+        let recording = Recording::record(device, || {
+            let pass = Pass {
+                angles: &decoder.angles(&positions)?,
+                context: Context::Cache {
+                    cache,
+                    batch,
+                    slots: &[],
+                },
+                routes: Routes::default(),
+            };
+            let (x, change, _) = decoder.run_blocks(decoder.embed(&tokens)?.detach(), &pass)?;
+            let result = decoder.norm(&x, change.as_ref())?.detach();
+            hidden.slice_set(&result, 0, 0)
+        })?;
+        Ok(Self {
+            _decoder: decoder.clone(),
+            inputs,
+            hidden,
+            recording,
+        })
+    }
+}
+
+/// The number of rows, rounded up by at most an eighth.
+fn padded(n: usize) -> usize {
+    n.next_multiple_of((n.next_power_of_two() / 8).clamp(1, 16))
+}
+
+fn repeat_last<T: Copy>(all: &[T], more: usize) -> Vec<T> {
+    let mut all = all.to_vec();
+    if let Some(&last) = all.last() {
+        all.resize(all.len() + more, last);
+    }
+    all
+}
