@@ -1,6 +1,6 @@
 //! Devices that tests run on.
 
-use std::cell::RefCell;
+use std::cell::{Cell, RefCell};
 use std::io::Write;
 use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
 
@@ -29,6 +29,16 @@ pub fn devices() -> impl Iterator<Item = &'static Device> {
         })
 }
 
+thread_local! {
+    static STAYS_ON_CPU: Cell<bool> = const { Cell::new(false) };
+}
+
+/// Makes [`device`] return the CPU in this thread: for tests whose threads cannot share a GPU, and
+/// for bits that only the CPU guarantees.
+pub fn stay_on_cpu() {
+    STAYS_ON_CPU.set(true);
+}
+
 /// Returns the device of tests that run on one device: the CPU, or the GPU if the variable
 /// `CANDLE_GRPO_TEST_DEVICE` is `cuda`.
 ///
@@ -38,6 +48,7 @@ pub fn devices() -> impl Iterator<Item = &'static Device> {
 /// `cpu`.
 pub fn device() -> &'static Device {
     match std::env::var("CANDLE_GRPO_TEST_DEVICE").as_deref() {
+        _ if STAYS_ON_CPU.get() => &CPU,
         Err(_) | Ok("cpu") => &CPU,
         Ok("cuda") => {
             take_turn();

@@ -32,7 +32,7 @@ mod thread_ranks;
 pub use compare::{assert_close, gradient, message, numbers};
 pub use cuda_calls::CudaCalls;
 pub use decoder::TINY_DECODER;
-pub use devices::{cases, cuda, device, devices};
+pub use devices::{cases, cuda, device, devices, stay_on_cpu};
 pub use gguf::gguf_bytes;
 pub use http::{ClosedPort, HttpServer, Reply, Request};
 pub use hub::{FakeHub, HubRepository};

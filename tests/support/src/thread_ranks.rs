@@ -7,6 +7,8 @@ use std::time::Duration;
 use candle_core::{DType, Result, Tensor, bail};
 use candle_grpo_collective::Collective;
 
+use crate::stay_on_cpu;
+
 /// Long enough for any machine. It ends a test in which a rank does not take part.
 const LIMIT: Duration = Duration::from_secs(120);
 
@@ -27,6 +29,7 @@ pub fn on_ranks<T: Send>(
             .map(|rank| {
                 let meeting = Arc::clone(&meeting);
                 scope.spawn(move || {
+                    stay_on_cpu();
                     work(Arc::new(ThreadRank {
                         rank,
                         world_size,

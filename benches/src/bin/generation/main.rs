@@ -37,6 +37,9 @@ struct Args {
     /// Print the time of a step of SmolLM2-135M by parts, on the CPU
     #[arg(long, conflicts_with = "model")]
     parts: bool,
+    /// Launch each operator of a step on a GPU, without CUDA graphs
+    #[arg(long)]
+    no_graphs: bool,
 }
 
 /// Returns the seconds for `num_generations` completions of each of `prompts` prompts.
@@ -45,13 +48,15 @@ struct Args {
 fn generate(
     model: &DecoderConfig,
     decoder: &Decoder,
+    records_steps: bool,
     [prompts, num_generations, prompt_tokens, new_tokens]: [usize; 4],
 ) -> Result<f64> {
     let config = SamplingConfig {
         max_new_tokens: new_tokens,
         ..SamplingConfig::default()
     };
-    let generator = Arc::new(LocalGenerator::from_decoder(decoder.clone()));
+    let generator = LocalGenerator::from_decoder(decoder.clone());
+    let generator = Arc::new(generator.with_recorded_steps(records_steps));
     let sampler = Sampler::from_generator(generator, model.vocab_size, config)?;
     let prompts: Vec<Prompt> = (0..prompts)
         .map(|index| Prompt {
@@ -100,7 +105,7 @@ fn main() -> Result<()> {
             .with_context(|| format!("{line:?} is not four numbers"))?;
         let numbers = <[usize; 4]>::try_from(numbers.as_slice())
             .with_context(|| format!("{line:?} is not four numbers"))?;
-        println!("{}", generate(&model, &decoder, numbers)?);
+        println!("{}", generate(&model, &decoder, !args.no_graphs, numbers)?);
         std::io::stdout().flush()?;
     }
     Ok(())

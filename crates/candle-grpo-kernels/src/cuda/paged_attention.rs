@@ -237,7 +237,11 @@ impl StepInputs {
         slots: &'a [PageSlot],
         rows: &'a [PagedRow<'a>],
     ) -> Result<PagedBatch<'a>> {
-        let StepSize { rows: n, spans, parts } = self.size;
+        let StepSize {
+            rows: n,
+            spans,
+            parts,
+        } = self.size;
         let tables = self.all.narrow(0, 2 * n, 4 * n + 2 * spans)?;
         PagedBatch::with_tables(slots, rows, Some(Tables::of(&tables, n, n, spans, parts)?))
     }

@@ -257,25 +257,36 @@ impl PagedCache {
         SequenceId(id)
     }
 
+    /// Allocates memory for `positions` more positions, in sequences of their own. Without it, a
+    /// cache doubles when it is full, copies its pages and records its steps again.
+    pub fn reserve(&mut self, positions: &[usize]) -> Result<()> {
+        let pages: usize = positions.iter().map(|new| new.div_ceil(PAGE)).sum();
+        let wanted = pages_for(self.pages_in_use() + pages);
+        match wanted > self.holders.len() {
+            true => self.grow(wanted),
+            false => Ok(()),
+        }
+    }
+
+    fn grow(&mut self, wanted: usize) -> Result<()> {
+        for layer in &mut self.layers {
+            if let Layer::Pages(pages) = layer {
+                pages.grow(wanted)?;
+            }
+        }
+        #[cfg(feature = "cuda")]
+        if let Some(recorded) = &mut self.recorded {
+            recorded.discard();
+        }
+        // The lowest number is popped first.
+        self.free.extend((self.holders.len()..wanted).rev());
+        self.holders.resize(wanted, 0);
+        Ok(())
+    }
+
     fn take_page(&mut self) -> Result<usize> {
         if self.free.is_empty() {
-            let (there, wanted) = (
-                self.holders.len(),
-                (2 * self.holders.len()).max(FIRST_PAGES),
-            );
-            for layer in &mut self.layers {
-                if let Layer::Pages(pages) = layer {
-                    pages.grow(wanted)?;
-                }
-            }
-            // The recordings use the pages before.
-            #[cfg(feature = "cuda")]
-            if let Some(recorded) = &mut self.recorded {
-                *recorded = RecordedSteps::default();
-            }
-            self.holders.resize(wanted, 0);
-            // The lowest number is popped first.
-            self.free.extend((there..wanted).rev());
+            self.grow((2 * self.holders.len()).max(FIRST_PAGES))?;
         }
         let Some(page) = self.free.pop() else {
             bail!("cache: no free page after growing");
@@ -346,6 +357,24 @@ mod tests {
             cache.remove(fork).unwrap();
         }
         assert_eq!((cache.pages_in_use(), cache.sequences.len()), (0, 0));
+    }
+
+    #[test]
+    fn reserved_positions_need_no_growth() {
+        let mut cache = cache();
+        let first = cache.add();
+        cache.extend(first, 3).unwrap();
+        let lengths = [PAGE + 1, 1, FIRST_PAGES * PAGE];
+        cache.reserve(&lengths).unwrap();
+        let pages = cache.holders.len();
+        assert_eq!(pages, pages_for(4 + FIRST_PAGES));
+        for length in lengths {
+            let sequence = cache.add();
+            cache.extend(sequence, length).unwrap();
+        }
+        assert_eq!(cache.pages_in_use(), 4 + FIRST_PAGES);
+        cache.reserve(&[PAGE; 3]).unwrap();
+        assert_eq!(cache.holders.len(), pages);
     }
 
     #[test]

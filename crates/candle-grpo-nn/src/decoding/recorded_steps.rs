@@ -10,7 +10,7 @@ use crate::model::pass::{Context, Pass};
 use crate::model::routes::Routes;
 use crate::{Decoder, PagedCache};
 
-/// The recordings of a cache. They use its pages, and the weights of the decoder.
+/// The recordings of a cache, by decoder and size.
 #[derive(Debug, Default)]
 pub(super) struct RecordedSteps {
     steps: HashMap<(usize, StepSize), Step>,
@@ -27,7 +27,7 @@ enum Step {
 
 #[derive(Debug)]
 struct RecordedStep {
-    /// Keeps the weights.
+    /// Keeps the weights, and its identity.
     _decoder: Decoder,
     inputs: StepInputs,
     /// The hidden states `[rows, H]`.
@@ -44,6 +44,15 @@ pub(super) struct NewTokens<'a> {
 }
 
 impl RecordedSteps {
+    /// Discards the recordings, which use the pages that the cache had.
+    pub(super) fn discard(&mut self) {
+        for step in self.steps.values_mut() {
+            if let Step::Recorded(_) = step {
+                *step = Step::Seen;
+            }
+        }
+    }
+
     /// The hidden states `[N, H]` of a step after the final norm. `None` if it must run without a
     /// recording.
     pub(super) fn hidden(

@@ -146,7 +146,10 @@ fn recorded_steps_equal_others(family: Family) -> Result<()> {
         .collect();
     let all = caches.each_mut().map(|cache| {
         let ids: Vec<SequenceId> = prompts.iter().map(|_| cache.add()).collect();
-        let new = ids.iter().zip(&prompts).map(|(&id, prompt)| (id, &**prompt));
+        let new = ids
+            .iter()
+            .zip(&prompts)
+            .map(|(&id, prompt)| (id, &**prompt));
         let new: Vec<(SequenceId, &[u32])> = new.collect();
         decoder.next_logits(&new, cache).map(|_| ids)
     });

@@ -19,6 +19,9 @@ use crate::learn::reference::decoder_in;
 use crate::random::uniform;
 use crate::{ComputeDType, Interrupted, NotFinite, Progress};
 
+/// The cache has room for this many tokens of a completion when it begins.
+const RESERVED_TOKENS: usize = 256;
+
 /// Prompts are split into passes of the decoder with about this many tokens.
 const PREFILL_TOKENS: usize = 512;
 
@@ -328,6 +331,13 @@ impl Run<'_> {
         let mut needed: Vec<usize> = admitted.iter().map(|w| w.prompt).collect();
         needed.sort_unstable();
         needed.dedup();
+        let completions = admitted.iter();
+        let completions = completions.map(|w| w.max_new_tokens.min(RESERVED_TOKENS));
+        let prompts = needed.iter().map(|&prompt| &self.prompts[prompt]);
+        let prompts = prompts.filter(|prompt| prompt.computed.is_none());
+        let prompts = prompts.map(|prompt| prompt.tokens.len());
+        self.cache
+            .reserve(&prompts.chain(completions).collect::<Vec<_>>())?;
         let mut pass: Vec<usize> = Vec::new();
         let mut tokens = 0;
         for &prompt in &needed {

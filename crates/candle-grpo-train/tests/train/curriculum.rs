@@ -6,7 +6,7 @@ use std::sync::{Arc, Mutex};
 use candle_grpo_core::{DifficultyPools, GroupFilter};
 use candle_grpo_loss::rollout::ImportanceWeight;
 use candle_grpo_loss::{Recipe, RolloutCorrection};
-use candle_grpo_test_support::on_ranks;
+use candle_grpo_test_support::{on_ranks, stay_on_cpu};
 use candle_grpo_train::{ComputeDType, Sample, StepMetrics, TrainConfig, Trainer};
 use rstest::rstest;
 
@@ -189,6 +189,7 @@ fn a_run_cannot_begin_to_use_a_curriculum() {
 #[case::plain(config())]
 #[case::ahead(ahead(1))]
 fn all_ranks_draw_the_prompts_of_one_rank(#[case] config: TrainConfig) {
+    stay_on_cpu();
     // Rewards do not depend on rounding.
     fn coarse(sample: &Sample) -> f32 {
         let row = sample.columns["row"].as_u64().unwrap();
@@ -215,6 +216,7 @@ fn all_ranks_draw_the_prompts_of_one_rank(#[case] config: TrainConfig) {
 
 #[rstest]
 fn prompts_that_are_drawn_ahead_depend_on_the_step_alone(#[values(1, 2)] max_staleness: usize) {
+    stay_on_cpu();
     let run = || {
         let (trainer, rows) = trainer(ahead(max_staleness), digest);
         let mut trainer = trainer.with_last_step(12);

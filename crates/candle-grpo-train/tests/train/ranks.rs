@@ -10,7 +10,7 @@ use candle_grpo_loss::rollout::ImportanceWeight;
 use candle_grpo_loss::surrogate::{ClipCov, KlCov, Surrogate};
 use candle_grpo_loss::{Aggregation, KlLoss, PolicyLoss, Recipe, RolloutCorrection};
 use candle_grpo_nn::{DecoderConfig, LoraConfig, Parameters};
-use candle_grpo_test_support::{device, on_ranks};
+use candle_grpo_test_support::{device, on_ranks, stay_on_cpu};
 use candle_grpo_train::rollout::{Deliver, GenerationBatch, LocalGenerator, PolicyWeights};
 use candle_grpo_train::run::StepRecord as _;
 use candle_grpo_train::{
@@ -138,6 +138,7 @@ fn advantage(name: &str) -> Recipe {
 #[case::greedy_baselines(advantage(r#"{"name": "remax"}"#))]
 #[case::optimal_token_baseline(advantage(r#"{"name": "optimal_token_baseline"}"#))]
 fn five_steps_are_those_of_one_rank(#[case] recipe: Recipe) {
+    stay_on_cpu();
     assert_equal_on_ranks(|| trainer(digest, config(recipe.clone())), 5);
 }
 
@@ -146,6 +147,7 @@ fn five_steps_are_those_of_one_rank(#[case] recipe: Recipe) {
 /// rounding.
 #[test]
 fn tokens_of_highest_covariance_are_those_of_all_ranks() {
+    stay_on_cpu();
     let mut config = config(surrogate(KlCov {
         ratio: 0.1,
         ..KlCov::default()
@@ -161,6 +163,7 @@ fn tokens_of_highest_covariance_are_those_of_all_ranks() {
 /// The experts of the rollouts are exchanged, too.
 #[test]
 fn replayed_experts_are_those_of_one_rank() {
+    stay_on_cpu();
     let config = TrainConfig {
         router_replay: true,
         // The balance of the experts is that of a micro-batch.
@@ -184,6 +187,7 @@ fn replayed_experts_are_those_of_one_rank() {
 /// Before the first update the entropies have the same bits on any number of ranks.
 #[test]
 fn tokens_of_highest_entropy_are_those_of_all_ranks() {
+    stay_on_cpu();
     let config = TrainConfig {
         top_entropy: Some(0.3),
         mini_batch_size: None,
@@ -200,6 +204,7 @@ fn a_sharded_optimizer_is_that_of_one_rank(
     #[values(false, true)] with_adapters: bool,
     #[values(ComputeDType::F32, ComputeDType::Bf16)] compute_dtype: ComputeDType,
 ) {
+    stay_on_cpu();
     let mut config = with_critic();
     config.sharded_optimizer = true;
     config.adapters = with_adapters.then(|| LoraConfig::all_linear(3, 6.));
@@ -211,6 +216,7 @@ fn a_sharded_optimizer_is_that_of_one_rank(
 
 #[test]
 fn checkpoints_resume_on_another_number_of_ranks() {
+    stay_on_cpu();
     let mut config = config(Recipe::grpo());
     config.sharded_optimizer = true;
     let build = |collective| {
@@ -250,6 +256,7 @@ fn checkpoints_resume_on_another_number_of_ranks() {
 
 #[test]
 fn a_rank_with_other_weights_is_an_error_of_all() {
+    stay_on_cpu();
     let errors = on_ranks(3, |collective| {
         let rank = collective.rank();
         let trainer = trainer(digest, config(Recipe::grpo()));
@@ -271,6 +278,7 @@ fn a_rank_with_other_weights_is_an_error_of_all() {
 
 #[test]
 fn tokens_per_prompt_and_running_moments_are_those_of_all_ranks() {
+    stay_on_cpu();
     let mut recipe = Recipe::grpo();
     recipe.policy_loss.aggregation = Aggregation::PromptMeanTokenMean;
     recipe.policy_loss.kl = Some(KlLoss::k3(0.05));
@@ -304,11 +312,13 @@ fn with_critic() -> TrainConfig {
 
 #[test]
 fn a_critic_is_that_of_one_rank() {
+    stay_on_cpu();
     assert_equal_on_ranks(|| trainer(digest, with_critic()), 4);
 }
 
 #[test]
 fn adapters_are_those_of_one_rank() {
+    stay_on_cpu();
     let config = TrainConfig {
         adapters: Some(LoraConfig::all_linear(2, 4.)),
         ..config(Recipe::grpo())
@@ -318,6 +328,7 @@ fn adapters_are_those_of_one_rank() {
 
 #[test]
 fn a_rank_without_a_sequence_takes_part() {
+    stay_on_cpu();
     let config = TrainConfig {
         prompts_per_step: 1,
         num_generations: 2,
@@ -329,6 +340,7 @@ fn a_rank_without_a_sequence_takes_part() {
 
 #[test]
 fn completions_drawn_ahead_are_those_of_one_rank() {
+    stay_on_cpu();
     let mut config = config(Recipe::grpo());
     config.rollout.max_staleness = 1;
     config.recipe.policy_loss.rollout_correction = Some(RolloutCorrection {
@@ -340,6 +352,7 @@ fn completions_drawn_ahead_are_those_of_one_rank() {
 
 #[test]
 fn drawing_ahead_with_a_filter_is_an_error_on_several_ranks() {
+    stay_on_cpu();
     let mut config = config(Recipe::dapo(8, 4));
     config.rollout.max_staleness = 1;
     config.recipe.policy_loss.rollout_correction = Some(RolloutCorrection {
@@ -363,6 +376,7 @@ fn drawing_ahead_with_a_filter_is_an_error_on_several_ranks() {
 /// The update, the critic and the metrics, in the order of the completions.
 #[rstest]
 fn micro_batches_of_tokens_change_only_the_rounding(#[values(1, 30, 10_000)] tokens: usize) {
+    stay_on_cpu();
     let mut config = config(Recipe {
         advantage: advantage(r#"{"name": "gae"}"#).advantage,
         ..Recipe::grpo()
@@ -386,6 +400,7 @@ proptest! {
         micro_batch_tokens in proptest::option::of(1usize..60),
         world_size in 2usize..6,
     ) {
+    stay_on_cpu();
         let config = TrainConfig {
             prompts_per_step,
             num_generations,
@@ -410,6 +425,7 @@ proptest! {
 
 #[test]
 fn the_completions_do_not_depend_on_the_number_of_ranks() {
+    stay_on_cpu();
     let drawn = |collective: Option<Arc<dyn Collective>>| {
         let seen = Arc::new(Mutex::new(Vec::new()));
         let own = Arc::clone(&seen);
@@ -442,6 +458,7 @@ fn the_completions_do_not_depend_on_the_number_of_ranks() {
 /// pass has ended.
 #[test]
 fn gradients_that_are_summed_during_the_backward_pass_are_those_of_one_rank() {
+    stay_on_cpu();
     let large = DecoderConfig {
         hidden_size: 512,
         intermediate_size: 2048,
@@ -477,6 +494,7 @@ fn gradients_that_are_summed_during_the_backward_pass_are_those_of_one_rank() {
 
 #[test]
 fn an_evaluation_is_that_of_one_rank() {
+    stay_on_cpu();
     let held_out = prompts(&["a", "bb", "cde"]);
     let evaluated = |trainer: Trainer| {
         let sampler = trainer.sampler(sampling()).unwrap();
@@ -512,6 +530,7 @@ impl Progress for Stop {
 
 #[test]
 fn a_rank_that_cancels_ends_the_step_of_all() {
+    stay_on_cpu();
     let ended = on_ranks(3, |collective| {
         let rank = collective.rank();
         let stop = Arc::new(Stop(AtomicBool::new(false)));
@@ -555,6 +574,7 @@ impl Generator for Shared {
 
 #[test]
 fn an_engine_of_all_ranks_is_driven_by_the_first() {
+    stay_on_cpu();
     let calls = on_ranks(2, |collective| {
         let shared = Arc::new(Shared {
             inner: LocalGenerator::new(&model(), &parameters()).unwrap(),

@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use anyhow::{Result, bail};
 use candle_grpo_core::{AdvantageName, GroupFilter};
-use candle_grpo_test_support::on_ranks;
+use candle_grpo_test_support::{on_ranks, stay_on_cpu};
 use candle_grpo_train::environment::{
     Append, Environment, EnvironmentLimits, EpisodeEnd, EpisodeStart, Observation, Step, Turn,
 };
@@ -77,6 +77,7 @@ fn a_trajectory_has_the_turns_of_the_policy_and_the_tokens_between() {
 
 #[test]
 fn each_turn_is_what_a_single_request_with_its_seed_draws() {
+    stay_on_cpu();
     // The log-probs of a turn are those of the tokens before it.
     for rollout in play(&["abc"], 2) {
         let turns = &rollout.episode.as_ref().unwrap().turns;
@@ -121,6 +122,7 @@ proptest! {
     fn a_trajectory_is_bit_identical_in_any_batch(
         batch in 1usize..9, generations in 1usize..4, part in 0usize..3,
     ) {
+        stay_on_cpu();
         let prompts = prompts(&["abc", "d", "ee"]);
         let all = play(&["abc", "d", "ee"], generations);
         let config = SamplingConfig { max_batch_size: batch, ..long() };
@@ -229,6 +231,7 @@ const ALL_FAILED: &str =
 
 #[test]
 fn a_step_fails_if_the_environments_of_all_ranks_do() {
+    stay_on_cpu();
     let failing = |prompts: &'static [u64]| {
         let factory = move |start: &EpisodeStart<'_>| -> Result<Fails> {
             let at = prompts.contains(&start.prompt.index).then_some(0);
@@ -263,6 +266,7 @@ fn a_step_fails_if_the_environments_of_all_ranks_do() {
 
 #[test]
 fn ranks_draw_the_trajectories_of_one_rank() {
+    stay_on_cpu();
     let log = candle_grpo_train::run::RolloutLogConfig::default();
     let first = |trainer: &mut Trainer| {
         let metrics = trainer.step().unwrap();
@@ -541,6 +545,7 @@ fn a_resumed_run_with_an_environment_is_bit_identical() {
 
 #[test]
 fn trajectories_can_be_drawn_ahead() {
+    stay_on_cpu();
     let mut config = training();
     config.rollout.max_staleness = 1;
     config.recipe.policy_loss.rollout_correction = Some(Default::default());

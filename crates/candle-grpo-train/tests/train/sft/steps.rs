@@ -7,7 +7,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use candle_core::Device;
 use candle_grpo_core::Decay;
 use candle_grpo_nn::{LoraConfig, Parameters};
-use candle_grpo_test_support::{device, on_ranks};
+use candle_grpo_test_support::{device, on_ranks, stay_on_cpu};
 use candle_grpo_train::data::MixedOrder;
 use candle_grpo_train::learn::{Example, MemoryPlan};
 use candle_grpo_train::run::StepRecord as _;
@@ -239,6 +239,7 @@ fn save(trainer: &SftTrainer, folder: &Path) {
 #[case::shared_optimizer(SftConfig { sharded_optimizer: true, ..config() })]
 #[case::fewer_rows_than_ranks(SftConfig { batch_size: 2, max_steps: Some(6), ..config() })]
 fn the_steps_of_ranks_are_those_of_one_rank(#[case] config: SftConfig) {
+    stay_on_cpu();
     let mut alone = trainer(config.clone());
     let expected = run(&mut alone, 6);
     let loss = alone.evaluate(&examples()).unwrap().mean_loss();
