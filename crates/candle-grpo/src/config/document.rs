@@ -13,6 +13,7 @@ use toml::de::{DeTable, DeValue};
 
 use super::error::ConfigError;
 use super::other_names::VERL_SIGN;
+use super::overrides;
 use super::sft::SftRunConfig;
 use super::suggestions::{unknown_key, unknown_name, unknown_sft_key};
 use super::syntax;
@@ -33,7 +34,8 @@ pub struct Document {
 }
 
 impl Document {
-    /// Reads a file: TOML where its name ends in `.toml`, otherwise YAML, of which JSON is a part.
+    /// Reads a file: TOML where its name ends in `.toml`, otherwise YAML, of which JSON is a part. Of
+    /// a script, `.sh`, it reads the keys that the script sets for verl.
     ///
     /// # Errors
     ///
@@ -47,14 +49,35 @@ impl Document {
                 _ => format!("cannot be read: {error}"),
             },
         })?;
-        let is_toml = path
-            .extension()
-            .is_some_and(|end| end.eq_ignore_ascii_case("toml"));
-        if is_toml {
+        let ends = |other: &str| {
+            let end = path.extension();
+            end.is_some_and(|end| end.eq_ignore_ascii_case(other))
+        };
+        if ends("toml") {
             Self::from_toml(path, &text)
+        } else if ends("sh") {
+            Self::from_script(path, &text)
         } else {
             Self::from_yaml(path, &text)
         }
+    }
+
+    /// Parses the keys that a shell script sets for verl, so that their places here can be named.
+    fn from_script(file: &Path, text: &str) -> Result<Self, ConfigError> {
+        let (value, lines) = overrides::read(text);
+        if lines.is_empty() {
+            return Err(ConfigError {
+                file: file.to_path_buf(),
+                line: None,
+                message: "a shell script without keys such as data.train_files=a.parquet, must be a file of YAML or TOML".to_owned(),
+            });
+        }
+        Ok(Self {
+            file: file.to_path_buf(),
+            value,
+            lines: lines.into_iter().collect(),
+            origins: BTreeMap::new(),
+        })
     }
 
     /// Parses a text of YAML; `file` is for messages.

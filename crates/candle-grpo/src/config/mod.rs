@@ -8,6 +8,7 @@ mod error;
 mod hub_files;
 mod merge;
 mod other_names;
+mod overrides;
 mod preset;
 mod problem;
 mod roll;

@@ -278,7 +278,8 @@ impl RunConfig {
             .validate()
             .map_err(|error| Problem::within("rollout_log", &error))?;
         if self.num_reward_components() == 0 {
-            return Err(Problem::at("rewards", "none, must be at least one"));
+            let message = "none, must be at least one, as a list: rewards: [{kind: numeric}]";
+            return Err(Problem::at("rewards", message));
         }
         if self.train.turn_advantage.is_some() && self.environment.is_none() {
             let message = "given, must be absent without an environment";
@@ -649,7 +650,7 @@ pub(super) fn no_evaluations(
     if document.get(key).is_some_and(|steps| !steps.is_null()) {
         return Err(Problem::at(
             key,
-            "given, but nothing is held out: give data.held_out or data.held_out_rows",
+            "given, but nothing is held out: give data.held_out or data.held_out_rows, or leave the key out",
         ));
     }
     *every_steps = None;

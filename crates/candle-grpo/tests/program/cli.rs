@@ -666,6 +666,37 @@ run.yaml:10: actor_rollout_ref: a section of verl; these keys have these places 
 }
 
 #[test]
+fn each_key_of_a_script_for_verl_is_answered_with_its_place() {
+    let folder = folder(CONFIG, DATA);
+    let script = "\
+set -x
+python3 -m verl.trainer.main_ppo algorithm.adv_estimator=grpo \\
+    data.train_files=\"$HOME/train.parquet\" \\
+    actor_rollout_ref.rollout.n=5 +actor_rollout_ref.model.use_liger=True \\
+    trainer.save_freq=-1 $@
+";
+    std::fs::write(folder.path().join("run_qwen.sh"), script).unwrap();
+    fails(
+        &grpo(folder.path(), &["check", "run_qwen.sh"]),
+        3,
+        "\
+run_qwen.sh:4: actor_rollout_ref: a section of verl; these keys have these places here (docs/from-verl.md):
+  algorithm.adv_estimator: algorithm.adv_estimator
+  data.train_files: data.train
+  actor_rollout_ref.rollout.n: algorithm.num_return_sequences_in_group
+  trainer.save_freq: checkpoint.every_steps
+1 other keys have no place here
+",
+    );
+    std::fs::write(folder.path().join("other.sh"), "echo done\n").unwrap();
+    fails(
+        &grpo(folder.path(), &["check", "other.sh"]),
+        3,
+        "other.sh: a shell script without keys such as data.train_files=a.parquet, must be a file of YAML or TOML\n",
+    );
+}
+
+#[test]
 fn each_of_several_wrong_values_is_named_by_its_key() {
     let config = CONFIG.replace("preset: dapo", "pg_clip: 7");
     let config = format!("{config}optimizer: {{learning_rate: -1}}\n");
