@@ -30,6 +30,8 @@ template <typename T> struct Distribution {
     float greatest;
     // The inverse temperature in base 2.
     float scale;
+    // The sums of `sum_chunks`, in shared memory.
+    double *chunk_sums;
 
     __device__ __forceinline__ double weight(float x) const { return (double)exp2_approx((x - greatest) * scale); }
 
@@ -54,40 +56,87 @@ template <typename T> struct Distribution {
         return low;
     }
 
+    // Computes the sums of `each` over chunks of adjacent tokens, for `first_above`. Returns their
+    // sum to each thread.
+    template <typename Each> __device__ __forceinline__ double sum_chunks(Each each) const {
+        const int lane = (int)threadIdx.x % 32, warp = (int)threadIdx.x / 32, warps = (int)blockDim.x / 32;
+        const int rows = rows_of_chunk(), count = chunks();
+        for (int chunk = warp; chunk < count; chunk += warps) {
+            double sum = 0.0;
+            for (int row = 0; row < rows; row++) {
+                const int token = (chunk * rows + row) * 32 + lane;
+                if (token < vocab) sum += each(to_float(logits[token]));
+            }
+#pragma unroll
+            for (int distance = 16; distance > 0; distance /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, distance);
+            if (lane == 0) chunk_sums[chunk] = sum;
+        }
+        __syncthreads();
+        return block_sum<THREADS>((int)threadIdx.x < count ? chunk_sums[threadIdx.x] : 0.0, warps);
+    }
+
     // Returns the token at which the sum of `each` over the tokens so far exceeds `threshold`, or
-    // the last token for which `each` is not 0 if rounding keeps the sum below.
+    // the last token of a chunk for which `each` is not 0 if rounding keeps the sum below. The
+    // chunks have the sums of `each`.
     template <typename Each> __device__ __forceinline__ uint32_t first_above(double threshold, Each each) const {
         __shared__ uint32_t found, last;
-        __shared__ double sums[WARPS];
-        if (threadIdx.x == 0) found = NONE, last = 0;
-        double before = 0.0;
-        for (int first = 0; first < vocab; first += (int)blockDim.x) {
-            const int token = first + (int)threadIdx.x, lane = (int)threadIdx.x % 32, warp = (int)threadIdx.x / 32;
-            const double own = token < vocab ? each(to_float(logits[token])) : 0.0;
-            double up_to = own;
-#pragma unroll
-            for (int distance = 1; distance < 32; distance *= 2) {
-                const double other = __shfl_up_sync(0xffffffffu, up_to, distance);
-                if (lane >= distance) up_to += other;
-            }
-            // All threads have read the sums and `found` of the previous tile.
-            __syncthreads();
-            if (lane == 31) sums[warp] = up_to;
-            __syncthreads();
-            double all = 0.0;
-            for (int i = 0; i < (int)blockDim.x / 32; i++) {
-                if (i == warp) up_to += all;
-                all += sums[i];
-            }
-            if (own > 0.0) {
-                atomicMax(&last, (uint32_t)token);
-                if (before + up_to > threshold) atomicMin(&found, (uint32_t)token);
-            }
-            before += all;
-            __syncthreads();
-            if (found != NONE) break;
+        __shared__ double before, sums[WARPS];
+        const int thread = (int)threadIdx.x, lane = thread % 32, warp = thread / 32;
+        const double own = thread < chunks() ? chunk_sums[thread] : 0.0;
+        double in_warp;
+        double up_to = scan(own, in_warp);
+        if (thread == 0) found = NONE, last = 0;
+        if (lane == 31) sums[warp] = in_warp;
+        __syncthreads();
+        for (int i = 0; i < warp; i++) up_to += sums[i];
+        if (own > 0.0) {
+            atomicMax(&last, (uint32_t)thread);
+            if (up_to + own > threshold) atomicMin(&found, (uint32_t)thread);
         }
-        return found != NONE ? found : last;
+        __syncthreads();
+        const uint32_t chunk = found != NONE ? found : last;
+        if (thread == (int)chunk) before = up_to;
+        __syncthreads();
+        // One warp searches the chunk.
+        if (warp == 0) {
+            const int rows = rows_of_chunk();
+            double sum = before;
+            uint32_t token = NONE, last_token = 0;
+            for (int row = 0; row < rows && token == NONE; row++) {
+                const int at = ((int)chunk * rows + row) * 32 + lane;
+                const double weight = at < vocab ? each(to_float(logits[at])) : 0.0;
+                double all;
+                const double so_far = sum + scan(weight, all);
+                const uint32_t possible = __ballot_sync(0xffffffffu, weight > 0.0);
+                const uint32_t above = __ballot_sync(0xffffffffu, weight > 0.0 && so_far + weight > threshold);
+                const uint32_t start = (chunk * (uint32_t)rows + (uint32_t)row) * 32;
+                if (possible != 0) last_token = start + 31 - (uint32_t)__clz((int)possible);
+                if (above != 0) token = start + (uint32_t)__ffs((int)above) - 1;
+                sum += all;
+            }
+            if (lane == 0) last = token != NONE ? token : last_token;
+        }
+        __syncthreads();
+        return last;
+    }
+
+private:
+    // Rows of 32 tokens of a chunk. There are at most as many chunks as threads.
+    __device__ __forceinline__ int rows_of_chunk() const { return (vocab + 32 * THREADS - 1) / (32 * THREADS); }
+    __device__ __forceinline__ int chunks() const { return (vocab + 32 * rows_of_chunk() - 1) / (32 * rows_of_chunk()); }
+
+    // Returns the sum over the lanes before this one, and that over all lanes in `all`.
+    static __device__ __forceinline__ double scan(double own, double &all) {
+        const int lane = (int)threadIdx.x % 32;
+        double up_to = own;
+#pragma unroll
+        for (int distance = 1; distance < 32; distance *= 2) {
+            const double other = __shfl_up_sync(0xffffffffu, up_to, distance);
+            if (lane >= distance) up_to += other;
+        }
+        all = __shfl_sync(0xffffffffu, up_to, 31);
+        const double before = __shfl_up_sync(0xffffffffu, up_to, 1);
+        return lane == 0 ? 0.0 : before;
     }
 };
 
@@ -99,7 +148,8 @@ template <typename T>
 __device__ __forceinline__ void draw(const T *logits, const uint32_t *draws, uint32_t *drawn, uint32_t n, uint32_t vocab,
                                      float inverse_temperature, uint32_t top_k, double top_p, double min_p, uint32_t greedy) {
     const uint32_t index = blockIdx.x;
-    Distribution<T> row{logits + (uint64_t)draws[index] * vocab, (int)vocab, -INFINITY, inverse_temperature * LOG2_E};
+    __shared__ double chunk_sums[THREADS];
+    Distribution<T> row{logits + (uint64_t)draws[index] * vocab, (int)vocab, -INFINITY, inverse_temperature * LOG2_E, chunk_sums};
     float greatest = -INFINITY;
     bool is_valid = true;
     for (int i = (int)threadIdx.x; i < row.vocab; i += (int)blockDim.x) {
@@ -119,13 +169,15 @@ __device__ __forceinline__ void draw(const T *logits, const uint32_t *draws, uin
         return;
     }
 
-    const double total = row.sum([&](float x) { return row.weight(x); });
+    const double total = row.sum_chunks([&](float x) { return row.weight(x); });
     const uint64_t bits = (uint64_t)draws[2 * n + index] << 32 | draws[n + index];
     const double uniform = __longlong_as_double((long long)bits);
     uint32_t token;
     double kept_total = total;
     if (greedy) {
-        token = row.first_above(0.0, [&](float x) { return x == row.greatest ? 1.0 : 0.0; });
+        const auto is_greatest = [&](float x) { return x == row.greatest ? 1.0 : 0.0; };
+        row.sum_chunks(is_greatest);
+        token = row.first_above(0.0, is_greatest);
     } else if (top_k == 0 && top_p == 1.0 && min_p == 0.0) {
         token = row.first_above(uniform * total, [&](float x) { return row.weight(x); });
     } else {
@@ -159,7 +211,9 @@ __device__ __forceinline__ void draw(const T *logits, const uint32_t *draws, uin
         const double weight = row.weight(from_key(key));
         const double most = key == nucleus ? count - 1.0 : INFINITY;
         const double rank = fmax(0.0, fmin(floor((threshold - before) / weight), most));
-        token = row.first_above(rank, [&](float x) { return to_key(x) == key ? 1.0 : 0.0; });
+        const auto is_equal = [&](float x) { return to_key(x) == key ? 1.0 : 0.0; };
+        row.sum_chunks(is_equal);
+        token = row.first_above(rank, is_equal);
     }
     if (threadIdx.x != 0) return;
     const double log_weight = (double)(to_float(row.logits[token]) - row.greatest) * (double)inverse_temperature;

@@ -15,8 +15,10 @@ constexpr int THREADS = 32 * WARPS;
 constexpr int ELEMENTS = 8;
 // Spans of a part of a sequence. A constant, so that the result of a row does not depend on others.
 constexpr int PART = 16;
-// Positions that a lane loads before it uses the first of them.
-constexpr int IN_FLIGHT = 4;
+// Positions that a lane loads before it uses the first of them. Fewer, if registers are few.
+template <typename T, int HEADS> constexpr int IN_FLIGHT_OF = HEADS == 2 || (sizeof(T) == 4 && HEADS == 8) ? 2 : 4;
+// Blocks of a multiprocessor, of THREADS threads.
+template <int HEADS> constexpr int BLOCKS = HEADS == 8 ? 1 : HEADS == 4 ? 3 : 5;
 
 // Writes one head: from[i], normed with `weight` unless it is null, and rotated unless `cos` is
 // null.
@@ -123,15 +125,18 @@ struct Softmax {
     float sum = 0.0f;
     float mixed[ELEMENTS] = {};
 
-    __device__ __forceinline__ void add(float score, const float (&value)[ELEMENTS]) {
-        if (score > largest) {
-            const float factor = rescale(largest, score);
-            sum *= factor;
+    // Makes room for scores of up to `score`, which may be that of nothing.
+    __device__ __forceinline__ void raise(float score) {
+        const float both = fmaxf(largest, score), factor = rescale(largest, both);
+        sum *= factor;
 #pragma unroll
-            for (int i = 0; i < ELEMENTS; i++) mixed[i] *= factor;
-            largest = score;
-        }
-        const float weight = exp2_approx(score - largest);
+        for (int i = 0; i < ELEMENTS; i++) mixed[i] *= factor;
+        largest = both;
+    }
+
+    // Adds a position after `raise`.
+    __device__ __forceinline__ void add(float score, const float (&value)[ELEMENTS]) {
+        const float weight = rescale(score, largest);
         sum += weight;
 #pragma unroll
         for (int i = 0; i < ELEMENTS; i++) mixed[i] += weight * value[i];
@@ -161,7 +166,7 @@ __device__ __forceinline__ void attend(const T *query, const T *keys, const T *v
                                        const uint32_t *spans, T *y, float *partial, uint32_t n, uint32_t count,
                                        uint32_t kv_heads, uint32_t group, int head_dim, float scale, uint32_t window,
                                        float cap) {
-    constexpr int WIDTH = LANES * ELEMENTS, AT_ONCE = 32 / LANES;
+    constexpr int WIDTH = LANES * ELEMENTS, AT_ONCE = 32 / LANES, IN_FLIGHT = IN_FLIGHT_OF<T, HEADS>;
     __shared__ float shared[WARPS][HEADS][WIDTH + 2];
     const uint32_t row = blockIdx.x, chunks = (group + HEADS - 1) / HEADS, chunk = blockIdx.y % chunks;
     const uint32_t kv_head = blockIdx.y / chunks, heads = kv_heads * group;
@@ -196,6 +201,8 @@ __device__ __forceinline__ void attend(const T *query, const T *keys, const T *v
         const int length = (int)(stop - start);
         const int hidden = OPTIONS && first_visible > start ? (int)(first_visible - start) : 0;
         const uint64_t page = ((uint64_t)spans[span] * kv_heads + kv_head) * PAGE * (uint64_t)head_dim;
+        // Unrolled, it would need more registers.
+#pragma unroll 1
         for (int position = hidden; position < length; position += AT_ONCE * IN_FLIGHT) {
             Elements<T> key[IN_FLIGHT], value[IN_FLIGHT];
 #pragma unroll
@@ -206,10 +213,12 @@ __device__ __forceinline__ void attend(const T *query, const T *keys, const T *v
                 key[i].load(keys + place, first, head_dim, is_packed);
                 value[i].load(values + place, first, head_dim, is_packed);
             }
+            // All scores come before the weights, which then do not wait for each other.
+            float scores[IN_FLIGHT][HEADS];
 #pragma unroll
             for (int i = 0; i < IN_FLIGHT; i++) {
                 const bool is_there = position + i * AT_ONCE + which < length;
-                float floats[ELEMENTS], scores[HEADS];
+                float floats[ELEMENTS];
                 key[i].to_floats(floats);
 #pragma unroll
                 for (int head = 0; head < HEADS; head++) {
@@ -219,13 +228,23 @@ __device__ __forceinline__ void attend(const T *query, const T *keys, const T *v
 #pragma unroll
                     for (int distance = LANES / 2; distance > 0; distance /= 2)
                         score += __shfl_xor_sync(0xffffffffu, score, distance);
-                    scores[head] = is_capped ? tanhf(score) * (cap * LOG2_E) : score;
+                    if (is_capped) score = tanhf(score) * (cap * LOG2_E);
+                    scores[i][head] = is_there ? score : -INFINITY;
                 }
-                if (is_there) {
-                    value[i].to_floats(floats);
+            }
 #pragma unroll
-                    for (int head = 0; head < HEADS; head++) softmax[head].add(scores[head], floats);
-                }
+            for (int head = 0; head < HEADS; head++) {
+                float best = scores[0][head];
+#pragma unroll
+                for (int i = 1; i < IN_FLIGHT; i++) best = fmaxf(best, scores[i][head]);
+                softmax[head].raise(best);
+            }
+#pragma unroll
+            for (int i = 0; i < IN_FLIGHT; i++) {
+                float floats[ELEMENTS];
+                value[i].to_floats(floats);
+#pragma unroll
+                for (int head = 0; head < HEADS; head++) softmax[head].add(scores[i][head], floats);
             }
         }
     }
@@ -296,12 +315,12 @@ __device__ __forceinline__ void merge_parts(const float *partial, T *y, uint64_t
         float *partial, uint32_t n, uint32_t count, uint32_t kv_heads, uint32_t group, int head_dim, float scale
 
 #define ATTEND(T, name, D, H)                                                                                          \
-    extern "C" __global__ void __launch_bounds__(THREADS, 12 / H)                                                     \
+    extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS<H>)                                                    \
         paged_attention_##D##_##H##_##name(ATTEND_ARGUMENTS(T)) {                                                      \
         attend<T, D / ELEMENTS, H, false>(query, keys, values, rows, spans, y, partial, n, count, kv_heads, group,     \
                                           head_dim, scale, 0, 0.0f);                                                   \
     }                                                                                                                  \
-    extern "C" __global__ void __launch_bounds__(THREADS, 12 / H)                                                     \
+    extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS<H>)                                                    \
         scored_paged_attention_##D##_##H##_##name(ATTEND_ARGUMENTS(T), uint32_t window, float cap) {                   \
         attend<T, D / ELEMENTS, H, true>(query, keys, values, rows, spans, y, partial, n, count, kv_heads, group,      \
                                          head_dim, scale, window, cap);                                                \
@@ -315,10 +334,13 @@ __device__ __forceinline__ void merge_parts(const float *partial, T *y, uint64_t
         write_rows(query, query_weight, key, key_weight, value, cos, sin, slots, rotated, keys, values, n, heads,      \
                    kv_heads, head_dim, epsilon);                                                                       \
     }                                                                                                                  \
+    ATTEND(T, name, 64, 2)                                                                                             \
     ATTEND(T, name, 64, 4)                                                                                             \
     ATTEND(T, name, 64, 8)                                                                                             \
+    ATTEND(T, name, 128, 2)                                                                                             \
     ATTEND(T, name, 128, 4)                                                                                            \
     ATTEND(T, name, 128, 8)                                                                                            \
+    ATTEND(T, name, 256, 2)                                                                                             \
     ATTEND(T, name, 256, 4)                                                                                            \
     ATTEND(T, name, 256, 8)                                                                                            \
     extern "C" __global__ void __launch_bounds__(WRITE_THREADS)                                                       \

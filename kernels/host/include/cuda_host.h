@@ -132,6 +132,7 @@ static inline int __any_sync(unsigned mask, int predicate) { return __ballot_syn
 static inline int __all_sync(unsigned mask, int predicate) { return __ballot_sync(mask, predicate) == mask; }
 static inline int __popc(unsigned bits) { return __builtin_popcount(bits); }
 static inline int __ffs(int bits) { return __builtin_ffs(bits); }
+static inline int __clz(int bits) { return bits == 0 ? 32 : __builtin_clz((unsigned)bits); }
 
 // Fibers switch only at barriers, so plain arithmetic is atomic.
 template <class T, class U>

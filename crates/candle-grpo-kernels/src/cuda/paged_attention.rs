@@ -365,8 +365,12 @@ pub(crate) fn attend(
     }
     let heads = width / head_dim;
     let group = heads / kv_heads;
-    // Kernels take four or eight heads of a group at once.
-    let chunks = group.div_ceil(if group <= 4 { 4 } else { 8 });
+    // Kernels take two, four or eight heads of a group at once.
+    let chunks = group.div_ceil(match group {
+        ..=2 => 2,
+        ..=4 => 4,
+        _ => 8,
+    });
     let parts = tables.parts;
     if kv_heads * chunks > 65_535 || parts > 65_535 || n * heads > i32::MAX as usize {
         bail!(
@@ -431,19 +435,25 @@ pub(crate) fn attend(
         if let Some((window, cap)) = scores.kernel_options() {
             let window = window as u32;
             match (head_dim, group) {
+                (..=64, ..=2) => launch!(scored_paged_attention_64_2, window, cap),
                 (..=64, ..=4) => launch!(scored_paged_attention_64_4, window, cap),
                 (..=64, _) => launch!(scored_paged_attention_64_8, window, cap),
+                (..=128, ..=2) => launch!(scored_paged_attention_128_2, window, cap),
                 (..=128, ..=4) => launch!(scored_paged_attention_128_4, window, cap),
                 (..=128, _) => launch!(scored_paged_attention_128_8, window, cap),
+                (_, ..=2) => launch!(scored_paged_attention_256_2, window, cap),
                 (_, ..=4) => launch!(scored_paged_attention_256_4, window, cap),
                 _ => launch!(scored_paged_attention_256_8, window, cap),
             }
         } else {
             match (head_dim, group) {
+                (..=64, ..=2) => launch!(paged_attention_64_2),
                 (..=64, ..=4) => launch!(paged_attention_64_4),
                 (..=64, _) => launch!(paged_attention_64_8),
+                (..=128, ..=2) => launch!(paged_attention_128_2),
                 (..=128, ..=4) => launch!(paged_attention_128_4),
                 (..=128, _) => launch!(paged_attention_128_8),
+                (_, ..=2) => launch!(paged_attention_256_2),
                 (_, ..=4) => launch!(paged_attention_256_4),
                 _ => launch!(paged_attention_256_8),
             }

@@ -29,9 +29,17 @@ fn block(width: usize) -> (u32, u32) {
     (threads, 256 / threads)
 }
 
+/// At most this many rows, as in decoding, have a block each, because fewer blocks would leave
+/// multiprocessors idle.
+const FEW_ROWS: usize = 1024;
+
 /// Returns the launch of a forward pass. A block loops over further rows.
 fn by_rows(n: usize, width: usize) -> LaunchConfig {
-    let (threads, rows) = block(width);
+    let (threads, rows) = match n {
+        // Eight elements of 2 bytes are one access of a thread.
+        ..=FEW_ROWS => (32 * width.div_ceil(8 * 32).clamp(1, 8) as u32, 1),
+        _ => block(width),
+    };
     LaunchConfig {
         grid_dim: (n.div_ceil(rows as usize).min(1 << 16) as u32, 1, 1),
         block_dim: (threads, rows, 1),

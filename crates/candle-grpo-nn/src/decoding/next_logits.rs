@@ -237,7 +237,7 @@ impl Decoder {
     }
 }
 
-/// What the queries of the new tokens attend to.
+/// Returns what the queries of the new tokens attend to.
 fn rows<'a>(new: &[(SequenceId, &[u32])], cache: &'a PagedCache) -> Result<Vec<PagedRow<'a>>> {
     let mut rows = Vec::with_capacity(new.len());
     for &(id, tokens) in new {

@@ -98,7 +98,8 @@ impl Decoder {
         })
     }
 
-    /// A number that all clones of this decoder have, and no other decoder while one of them exists.
+    /// A number that all clones of this decoder have, and no other decoder while one of them
+    /// exists.
     #[cfg(feature = "cuda")]
     pub(crate) fn identity(&self) -> usize {
         std::sync::Arc::as_ptr(&self.identity) as usize

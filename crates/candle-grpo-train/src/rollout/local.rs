@@ -41,7 +41,7 @@ pub struct LocalGenerator {
     detached: Option<Parameters>,
     /// Copies of the trained weights in the dtype of the decoder, if that is another.
     copies: ComputeCopies,
-    /// Whether steps on a GPU are recorded.
+    /// True if steps on a GPU are recorded.
     records_steps: bool,
 }
 

@@ -7,7 +7,7 @@ use crate::common::{
 use candle_core::{IndexOp, Tensor};
 use candle_grpo_loss::PolicyLoss;
 use candle_grpo_nn::{AdamWConfig, Decoder, DecoderConfig, ModelType};
-use candle_grpo_test_support::{CudaCalls, assert_close, cuda, device, devices};
+use candle_grpo_test_support::{CudaCalls, assert_close, cuda, device, devices, stay_on_cpu};
 use candle_grpo_train::learn::rollout_log_probs;
 use candle_grpo_train::{
     Actor, ActorConfig, ComputeDType, FinishReason, Prompt, Rollout, Sampler, SamplingConfig,
@@ -120,6 +120,7 @@ fn frequencies_are_the_probabilities_of_the_policy() {
 
 #[test]
 fn a_completion_does_not_depend_on_the_other_prompts_of_the_batch() {
+    stay_on_cpu();
     let prompts = prompts(&["abc", "d", "eeeee", "abc"]);
     let sampler = sampler(sampling());
     let together = sampler.sample(&all(&prompts), 6, 5).unwrap();
@@ -429,6 +430,7 @@ proptest! {
         top_p in prop_oneof![Just(1.0), Just(0.8)],
         seed in any::<u64>(),
     ) {
+        stay_on_cpu();
         let prompts = prompts(&texts.iter().map(String::as_str).collect::<Vec<_>>());
         let mut shuffled = all(&prompts);
         shuffled.sort_by_key(|p| (p.index + 1).wrapping_mul(order | 1));

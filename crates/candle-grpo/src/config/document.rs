@@ -34,8 +34,8 @@ pub struct Document {
 }
 
 impl Document {
-    /// Reads a file: TOML where its name ends in `.toml`, otherwise YAML, of which JSON is a part. Of
-    /// a script, `.sh`, it reads the keys that the script sets for verl.
+    /// Reads a file: TOML where its name ends in `.toml`, otherwise YAML, of which JSON is a part.
+    /// Of a script, `.sh`, it reads the keys that the script sets for verl.
     ///
     /// # Errors
     ///
@@ -64,18 +64,27 @@ impl Document {
 
     /// Parses the keys that a shell script sets for verl, so that their places here can be named.
     fn from_script(file: &Path, text: &str) -> Result<Self, ConfigError> {
-        let (value, lines) = overrides::read(text);
-        if lines.is_empty() {
+        let (value, keys) = overrides::read(text);
+        if keys.is_empty() {
             return Err(ConfigError {
                 file: file.to_path_buf(),
                 line: None,
-                message: "a shell script without keys such as data.train_files=a.parquet, must be a file of YAML or TOML".to_owned(),
+                message: "a shell script without keys such as data.train_files=a.parquet, must be a file of YAML or TOML"
+                    .to_owned(),
             });
+        }
+        let mut lines = BTreeMap::new();
+        for (path, line) in keys {
+            // A section has the line of its first key.
+            for (end, _) in path.match_indices('.') {
+                lines.entry(path[..end].to_owned()).or_insert(line);
+            }
+            lines.insert(path, line);
         }
         Ok(Self {
             file: file.to_path_buf(),
             value,
-            lines: lines.into_iter().collect(),
+            lines,
             origins: BTreeMap::new(),
         })
     }

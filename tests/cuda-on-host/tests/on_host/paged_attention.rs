@@ -27,10 +27,13 @@ fn wide<T: Kernels>(x: &[T]) -> Vec<f64> {
 macro_rules! attend_with_options {
     ($D:ident, $H:ident, $($argument:expr),*) => {
         match ($D, $H) {
+            (..=64, 2) => T::scored_paged_attention_64_2($($argument),*),
             (..=64, 4) => T::scored_paged_attention_64_4($($argument),*),
             (..=64, _) => T::scored_paged_attention_64_8($($argument),*),
+            (..=128, 2) => T::scored_paged_attention_128_2($($argument),*),
             (..=128, 4) => T::scored_paged_attention_128_4($($argument),*),
             (..=128, _) => T::scored_paged_attention_128_8($($argument),*),
+            (_, 2) => T::scored_paged_attention_256_2($($argument),*),
             (_, 4) => T::scored_paged_attention_256_4($($argument),*),
             (_, _) => T::scored_paged_attention_256_8($($argument),*),
         }
@@ -41,10 +44,13 @@ macro_rules! attend_with_options {
 macro_rules! attend {
     ($D:ident, $H:ident, $($argument:expr),*) => {
         match ($D, $H) {
+            (..=64, 2) => T::paged_attention_64_2($($argument),*),
             (..=64, 4) => T::paged_attention_64_4($($argument),*),
             (..=64, _) => T::paged_attention_64_8($($argument),*),
+            (..=128, 2) => T::paged_attention_128_2($($argument),*),
             (..=128, 4) => T::paged_attention_128_4($($argument),*),
             (..=128, _) => T::paged_attention_128_8($($argument),*),
+            (_, 2) => T::paged_attention_256_2($($argument),*),
             (_, 4) => T::paged_attention_256_4($($argument),*),
             (_, _) => T::paged_attention_256_8($($argument),*),
         }
@@ -135,7 +141,11 @@ fn check_attention<T: Kernels>(
         .iter()
         .max()
         .map_or(1, |longest| longest.div_ceil(PART));
-    let at_once = if group <= 4 { 4 } else { 8 };
+    let at_once = match group {
+        ..=2 => 2,
+        ..=4 => 4,
+        _ => 8,
+    };
     let grid = Grid {
         grid: [
             n as u32,

@@ -93,7 +93,7 @@ fn kernels_of(source: &str, found: &mut BTreeMap<String, Arguments>) {
         let (name, rest) = part.split_once('(').expect("arguments");
         // A kernel for each width `D`, and for each number of heads `H`.
         for width in ["64", "128", "256"] {
-            for heads in ["4", "8"] {
+            for heads in ["2", "4", "8"] {
                 let name = name.trim().replace("##D##", width);
                 let name = name.replace("##H##", heads);
                 found.insert(name, arguments(rest, from_cuda));
