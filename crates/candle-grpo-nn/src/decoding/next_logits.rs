@@ -185,13 +185,15 @@ impl Decoder {
         let Some(mut recorded) = cache.recorded.take() else {
             return Ok(None);
         };
-        let new = NewTokens {
-            tokens,
-            positions,
-            slots,
-            rows: &rows(new, cache)?,
-        };
-        let hidden = recorded.hidden(self, cache, &new);
+        let hidden = rows(new, cache).and_then(|rows| {
+            let new = NewTokens {
+                tokens,
+                positions,
+                slots,
+                rows: &rows,
+            };
+            recorded.hidden(self, cache, &new)
+        });
         cache.recorded = Some(recorded);
         hidden
     }

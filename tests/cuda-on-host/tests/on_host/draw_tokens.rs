@@ -108,7 +108,10 @@ fn check_all<T: Kernels>(tolerance: f32) -> Result<()> {
             check::<T>(vocab, behind, &options, tolerance)?;
         }
     }
-    Ok(())
+    // Chunks of several rows of tokens.
+    check::<T>(70_001, 0, &all, tolerance)?;
+    let greedy = true;
+    check::<T>(70_001, 0, &DrawOptions { greedy, ..all }, tolerance)
 }
 
 each_dtype!(equals_the_cpu_path: f32 1e-5, bf16 1e-5, f16 1e-5);
