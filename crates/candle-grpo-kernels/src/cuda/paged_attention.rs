@@ -368,7 +368,7 @@ pub(crate) fn attend(
     // Kernels take two, four or eight heads of a group at once.
     let chunks = group.div_ceil(match group {
         ..=2 => 2,
-        ..=4 => 4,
+        3..=4 => 4,
         _ => 8,
     });
     let parts = tables.parts;

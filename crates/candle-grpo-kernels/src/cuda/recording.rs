@@ -105,7 +105,7 @@ fn end(stream: &Arc<CudaStream>) -> Result<Option<CudaGraph>> {
     if graph.is_err() {
         // Frees of memory that was allocated in a failed recording fail, and the next call would
         // return their error.
-        drop(stream.context().check_err());
+        let _ = stream.context().check_err();
     }
     graph.w()
 }

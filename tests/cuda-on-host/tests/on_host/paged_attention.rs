@@ -143,7 +143,7 @@ fn check_attention<T: Kernels>(
         .map_or(1, |longest| longest.div_ceil(PART));
     let at_once = match group {
         ..=2 => 2,
-        ..=4 => 4,
+        3..=4 => 4,
         _ => 8,
     };
     let grid = Grid {
