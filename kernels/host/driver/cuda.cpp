@@ -206,6 +206,8 @@ void release(CUdeviceptr pointer) {
 // The memory of a graph exists as long as the graph.
 Graph::~Graph() {
     for (Stream* stream : streams) finish(stream);
+    finish(&thread_stream);
+    finish(&default_stream);
     for (CUdeviceptr pointer : allocations) release(pointer);
 }
 

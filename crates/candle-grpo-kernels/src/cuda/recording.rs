@@ -36,16 +36,23 @@ impl fmt::Debug for Recording {
 impl Recording {
     /// Records the operations of `operations` on `device`, which do not run.
     ///
-    /// Tensors that `operations` makes must not leave it. It writes its results to tensors that
-    /// exist before. No other thread may use the device during the call, because its operations
-    /// would be recorded, too.
+    /// `operations` writes its results to tensors that exist before. No other thread may use the
+    /// device during the call, because its operations would be recorded, too.
     ///
     /// # Errors
     ///
     /// Fails if `operations` fails, copies between the host and the device or waits for the
-    /// device. Nothing has run in this case.
-    pub fn record(device: &Device, operations: impl FnOnce() -> Result<()>) -> Result<Self> {
+    /// device, or if the device has Candle's events. Nothing has run in this case.
+    ///
+    /// # Safety
+    ///
+    /// No tensor that `operations` makes may exist after it: its memory does not.
+    #[allow(unsafe_code)]
+    pub unsafe fn record(device: &Device, operations: impl FnOnce() -> Result<()>) -> Result<Self> {
         let candle = device.as_cuda_device()?;
+        if candle.is_event_tracking() {
+            bail!("device: has events, must be opened with cuda_device");
+        }
         let stream = stream(candle)?;
         // Loads of modules are not recorded, and allowed in this mode.
         let mode = CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_RELAXED;
@@ -68,7 +75,8 @@ impl Recording {
     /// # Safety
     ///
     /// The memory of all tensors that the operations read or wrote must still exist, except that of
-    /// tensors made within.
+    /// tensors made within. Indices that they read, as those of
+    /// [`StepInputs`](crate::StepInputs), must be those of memory that exists.
     ///
     /// # Errors
     ///
@@ -101,11 +109,11 @@ impl Drop for Capture<'_> {
 }
 
 fn end(stream: &Arc<CudaStream>) -> Result<Option<CudaGraph>> {
+    // Frees in a failed recording fail. The next call returns their error, and does nothing else:
+    // it must not be the one that ends the recording.
+    let failed = stream.context().check_err();
     let graph = stream.end_capture(CUgraphInstantiate_flags(0));
-    if graph.is_err() {
-        // Frees of memory that was allocated in a failed recording fail, and the next call would
-        // return their error.
-        let _ = stream.context().check_err();
-    }
+    let _ = stream.context().check_err();
+    failed.w()?;
     graph.w()
 }

@@ -121,7 +121,8 @@ impl PagedCache {
     /// [`Decoder::next_logits`](crate::Decoder::next_logits) with this cache: its operations would
     /// be recorded, and run at the wrong time.
     ///
-    /// Models with experts or with states have no recordings. Nor have other devices.
+    /// Steps that copy from the host, as those of models with experts or states do, run without a
+    /// recording. Other devices have none.
     pub fn with_recorded_steps(self) -> Self {
         Self {
             #[cfg(feature = "cuda")]
@@ -259,6 +260,10 @@ impl PagedCache {
 
     /// Allocates memory for `positions` more positions, in sequences of their own. Without it, a
     /// cache doubles when it is full, copies its pages and records its steps again.
+    ///
+    /// # Errors
+    ///
+    /// If the memory is too small. The cache remains valid.
     pub fn reserve(&mut self, positions: &[usize]) -> Result<()> {
         let pages: usize = positions.iter().map(|new| new.div_ceil(PAGE)).sum();
         let wanted = pages_for(self.pages_in_use() + pages);
@@ -269,14 +274,18 @@ impl PagedCache {
     }
 
     fn grow(&mut self, wanted: usize) -> Result<()> {
-        for layer in &mut self.layers {
-            if let Layer::Pages(pages) = layer {
-                pages.grow(wanted)?;
-            }
-        }
+        // Before the pages that the recordings use.
         #[cfg(feature = "cuda")]
         if let Some(recorded) = &mut self.recorded {
             recorded.discard();
+        }
+        for layer in &mut self.layers {
+            // A layer has more pages if the memory was too small for all layers before.
+            if let Layer::Pages(pages) = layer
+                && pages.len() < wanted
+            {
+                pages.grow(wanted)?;
+            }
         }
         // The lowest number is popped first.
         self.free.extend((self.holders.len()..wanted).rev());

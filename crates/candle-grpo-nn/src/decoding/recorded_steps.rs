@@ -47,9 +47,7 @@ impl RecordedSteps {
     /// Discards the recordings, which use the pages that the cache had.
     pub(super) fn discard(&mut self) {
         for step in self.steps.values_mut() {
-            if let Step::Recorded(_) = step {
-                *step = Step::Seen;
-            }
+            *step = Step::Seen;
         }
     }
 
@@ -64,9 +62,12 @@ impl RecordedSteps {
         if decoder.expert_choices() > 0 || decoder.has_states() {
             return Ok(None);
         }
+        // A recording keeps the weights of its decoder.
+        self.steps
+            .retain(|(identity, _), _| *identity == decoder.identity());
         let n = new.rows.len();
-        // Rows beyond the last repeat it, so that fewer sizes occur. They write the same numbers
-        // to the same slot.
+        // Rows beyond the last repeat it, so that fewer sizes occur. They write to its slot what it
+        // writes, up to the rounding of their products.
         let more = padded(n) - n;
         let tokens = repeat_last(new.tokens, more);
         let positions = repeat_last(new.positions, more);
@@ -114,7 +115,7 @@ impl RecordedStep {
         let hidden = Tensor::zeros((rows.len(), width), weight.dtype(), device)?;
         let (tokens, positions) = (inputs.tokens()?, inputs.positions()?);
         let batch = &inputs.batch(slots, rows)?;
-        let recording = Recording::record(device, || {
+        let operations = || {
             let pass = Pass {
                 angles: &decoder.angles(&positions)?,
                 context: Context::Cache {
@@ -127,7 +128,10 @@ impl RecordedStep {
             let (x, change, _) = decoder.run_blocks(decoder.embed(&tokens)?.detach(), &pass)?;
             let result = decoder.norm(&x, change.as_ref())?.detach();
             hidden.slice_set(&result, 0, 0)
-        })?;
+        };
+        // SAFETY: all tensors of the pass are dropped with it.
+        #[allow(unsafe_code)]
+        let recording = unsafe { Recording::record(device, operations)? };
         Ok(Self {
             _decoder: decoder.clone(),
             inputs,
@@ -137,7 +141,7 @@ impl RecordedStep {
     }
 }
 
-/// The number of rows, rounded up by at most an eighth.
+/// The number of rows, rounded up by less than a quarter.
 fn padded(n: usize) -> usize {
     n.next_multiple_of((n.next_power_of_two() / 8).clamp(1, 16))
 }

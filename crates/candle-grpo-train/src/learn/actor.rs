@@ -154,9 +154,10 @@ impl Actor {
         Self::from_policy(policy, parameters, adapters, copies, config)
     }
 
-    /// Returns a sampler that shares the parameters of this policy.
+    /// Returns a sampler that shares the parameters of this policy. On a GPU it records steps
+    /// ([`LocalGenerator::with_recorded_steps`]): no other thread may use the GPU while it samples.
     pub fn sampler(&self, config: SamplingConfig) -> Result<Sampler> {
-        let generator = LocalGenerator::from_decoder(self.policy.clone());
+        let generator = LocalGenerator::from_decoder(self.policy.clone()).with_recorded_steps(true);
         Sampler::from_generator(Arc::new(generator), self.model().vocab_size, config)
     }
 

@@ -106,6 +106,7 @@ impl Trainer {
         )?;
         if let Some(dtype) = config.own_rollout_dtype() {
             let generator = LocalGenerator::in_dtype(&models.weights(0), dtype)?;
+            let generator = generator.with_recorded_steps(true);
             collector = collector.with_generator(Arc::new(generator));
         }
         Ok(Self {

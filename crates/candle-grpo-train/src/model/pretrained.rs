@@ -2,6 +2,7 @@
 
 use std::fs;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
 use anyhow::{Context, Result, anyhow, ensure};
 use candle_core::{DType, Device};
@@ -17,6 +18,7 @@ use super::special_tokens::read_object;
 use super::tokenizer_json::tokenizer_from_json;
 use super::{GenerationDefaults, SpecialToken, SpecialTokens};
 use crate::owned_files::Owned;
+use crate::rollout::LocalGenerator;
 use crate::{ChatTemplate, ComputeDType, Sampler, SamplingConfig};
 
 pub(crate) const CONFIG: &str = "config.json";
@@ -304,9 +306,13 @@ impl Pretrained {
         }
     }
 
-    /// Creates a sampler of the model with its stop tokens and tokenizer.
+    /// Creates a sampler of the model with its stop tokens and tokenizer. On a GPU it records steps
+    /// ([`LocalGenerator::with_recorded_steps`]): no other thread may use the GPU while it samples.
     pub fn sampler(&self, sampling: SamplingConfig) -> Result<Sampler> {
-        let sampler = Sampler::new(&self.model, &self.parameters, self.sampling(sampling))?;
+        let generator = LocalGenerator::new(&self.model, &self.parameters)?;
+        let generator = Arc::new(generator.with_recorded_steps(true));
+        let sampling = self.sampling(sampling);
+        let sampler = Sampler::from_generator(generator, self.model.vocab_size, sampling)?;
         Ok(sampler.with_tokenizer(&self.tokenizer))
     }
 

@@ -20,7 +20,7 @@ use crate::random::uniform;
 use crate::{ComputeDType, Interrupted, NotFinite, Progress};
 
 /// The cache has room for this many tokens of a completion when it begins.
-const RESERVED_TOKENS: usize = 256;
+const RESERVED_TOKENS: usize = 64;
 
 /// Prompts are split into passes of the decoder with about this many tokens.
 const PREFILL_TOKENS: usize = 512;
@@ -118,7 +118,7 @@ impl LocalGenerator {
             version: AtomicU64::new(0),
             detached: None,
             copies: ComputeCopies::default(),
-            records_steps: true,
+            records_steps: false,
         }
     }
 
@@ -164,16 +164,14 @@ impl LocalGenerator {
             version: AtomicU64::new(weights.version),
             detached: Some(trained),
             copies,
-            // Another thread trains on the GPU.
-            records_steps: false,
             ..Self::from_decoder(decoder)
         })
     }
 
     /// Sets whether steps on a GPU are recorded, which is several times as fast for small models
-    /// ([`PagedCache::with_recorded_steps`]). By default they are if the weights are shared.
+    /// ([`PagedCache::with_recorded_steps`]). By default they are not.
     ///
-    /// No other thread may use the GPU while a generator with recorded steps generates.
+    /// **No other thread may use the GPU** while a generator with recorded steps generates.
     pub fn with_recorded_steps(self, records_steps: bool) -> Self {
         Self {
             records_steps,
@@ -336,8 +334,9 @@ impl Run<'_> {
         let prompts = needed.iter().map(|&prompt| &self.prompts[prompt]);
         let prompts = prompts.filter(|prompt| prompt.computed.is_none());
         let prompts = prompts.map(|prompt| prompt.tokens.len());
-        self.cache
-            .reserve(&prompts.chain(completions).collect::<Vec<_>>())?;
+        let positions: Vec<usize> = prompts.chain(completions).collect();
+        // Without this much memory, the cache grows when it must.
+        let _ = self.cache.reserve(&positions);
         let mut pass: Vec<usize> = Vec::new();
         let mut tokens = 0;
         for &prompt in &needed {

@@ -20,7 +20,7 @@ use super::syntax;
 use super::tree::{Tree, TypeError};
 
 /// The longest path of a key in bytes. It bounds the memory of the paths.
-const LONGEST_PATH: usize = 500;
+pub(super) const LONGEST_PATH: usize = 500;
 
 /// A configuration file: its values and the lines of its keys.
 #[derive(Debug, Clone, Default)]

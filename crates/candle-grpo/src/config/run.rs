@@ -166,7 +166,7 @@ pub(super) const SAMPLER_ELSEWHERE: [(&str, &str); 3] = [
 ];
 
 impl RunConfig {
-    /// Reads a file: TOML where its name ends in `.toml`, YAML otherwise.
+    /// Reads a file with [`Document::read`].
     ///
     /// # Errors
     ///

@@ -149,7 +149,7 @@ impl SftRunConfig {
         document.get(SFT).is_some()
     }
 
-    /// Reads a file: TOML where its name ends in `.toml`, YAML otherwise.
+    /// Reads a file with [`Document::read`].
     ///
     /// # Errors
     ///
