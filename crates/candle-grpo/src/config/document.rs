@@ -63,30 +63,29 @@ impl Document {
     }
 
     /// Parses the keys that a shell script sets for verl, so that their places here can be named.
-    fn from_script(file: &Path, text: &str) -> Result<Self, ConfigError> {
-        let (value, keys) = overrides::read(text);
-        if keys.is_empty() {
-            return Err(ConfigError {
-                file: file.to_path_buf(),
-                line: None,
-                message: "a shell script without keys such as data.train_files=a.parquet, must be a file of YAML or TOML"
-                    .to_owned(),
-            });
-        }
-        let mut lines = BTreeMap::new();
-        for (path, line) in keys {
-            // A section has the line of its first key.
-            for (end, _) in path.match_indices('.') {
-                lines.entry(path[..end].to_owned()).or_insert(line);
-            }
-            lines.insert(path, line);
-        }
-        Ok(Self {
+    pub(super) fn from_script(file: &Path, text: &str) -> Result<Self, ConfigError> {
+        let mut document = Self {
             file: file.to_path_buf(),
-            value,
-            lines,
-            origins: BTreeMap::new(),
-        })
+            value: Value::Object(Map::new()),
+            ..Self::default()
+        };
+        for (path, value, line) in overrides::of(text) {
+            let sections = path.match_indices('.').map(|(end, _)| &path[..end]);
+            let is_free = |section: &str| document.get(section).is_none_or(Value::is_object);
+            if !sections.clone().all(is_free) {
+                continue;
+            }
+            // A section has the line of its first key.
+            for section in sections {
+                document.lines.entry(section.to_owned()).or_insert(line);
+            }
+            document.insert(path, value, path, Some(line));
+        }
+        if document.lines.is_empty() {
+            let message = "a shell script without keys such as data.train_files=a.parquet, must be a file of YAML or TOML";
+            return Err(document.error("", message));
+        }
+        Ok(document)
     }
 
     /// Parses a text of YAML; `file` is for messages.
@@ -175,6 +174,25 @@ impl Document {
         self.origins.insert(path.to_owned(), origin.to_owned());
         if let Some(line) = line {
             self.lines.insert(path.to_owned(), line);
+        }
+    }
+
+    /// Sets the value at `path`, which stands at `origin` in the file, on that line. Mappings
+    /// replace values on the way.
+    pub(super) fn insert(&mut self, path: &str, value: Value, origin: &str, line: Option<usize>) {
+        self.note_origin(path, origin, line);
+        let mut at = &mut self.value;
+        let mut steps = path.split('.').peekable();
+        while let Some(step) = steps.next() {
+            if !at.is_object() {
+                *at = Value::Object(Map::new());
+            }
+            let Value::Object(map) = at else { return };
+            if steps.peek().is_none() {
+                map.insert(step.to_owned(), value);
+                return;
+            }
+            at = map.entry(step).or_insert(Value::Null);
         }
     }
 

@@ -1,28 +1,14 @@
 //! The keys that a shell script sets, as those of verl and Hydra do: `python3 -m main a.b=c`.
 
-use serde_json::{Map, Value};
+use serde_json::Value;
 
 use super::document::LONGEST_PATH;
 
-/// A key with dots, its value, and its line.
-type Override<'a> = (&'a str, &'a str, usize);
-
-/// Returns the keys of a script as a tree, and the line of each.
+/// Returns the keys of a script, their values and lines.
 ///
 /// Comments, words of another form and keys longer than [`LONGEST_PATH`] are left out. A variable
 /// of the shell stays as it is written.
-pub(super) fn read(script: &str) -> (Value, Vec<(String, usize)>) {
-    let mut tree = Value::Object(Map::new());
-    let mut lines = Vec::new();
-    for (path, value, line) in overrides(script) {
-        if insert(&mut tree, path, scalar(value)) {
-            lines.push((path.to_owned(), line));
-        }
-    }
-    (tree, lines)
-}
-
-fn overrides(script: &str) -> impl Iterator<Item = Override<'_>> {
+pub(super) fn of(script: &str) -> impl Iterator<Item = (&str, Value, usize)> {
     let lines = script.lines().enumerate();
     lines.flat_map(|(index, line)| {
         let words = line.split_whitespace();
@@ -37,7 +23,7 @@ fn overrides(script: &str) -> impl Iterator<Item = Override<'_>> {
             };
             let is_path = path.contains('.') && path.split('.').all(is_name);
             let is_path = is_path && path.len() <= LONGEST_PATH;
-            is_path.then_some((path, value, index + 1))
+            is_path.then(|| (path, scalar(value), index + 1))
         })
     })
 }
@@ -54,32 +40,22 @@ fn scalar(text: &str) -> Value {
     }
 }
 
-/// Sets the value at a path, unless a part of the path has a value already. A section that it
-/// replaces is lost.
-fn insert(tree: &mut Value, path: &str, value: Value) -> bool {
-    let mut place = tree;
-    for key in path.split('.') {
-        let Value::Object(map) = place else {
-            return false;
-        };
-        place = map.entry(key).or_insert_with(|| Value::Object(Map::new()));
-    }
-    *place = value;
-    true
-}
-
 #[cfg(test)]
 mod tests {
+    use std::path::Path;
+
     use super::*;
+    use crate::config::Document;
 
     #[test]
     fn a_script_is_a_tree_of_its_overrides() {
         let script = "set -x\nexport A.B\n# data.seed=3\npython3 -m verl.trainer.main_ppo \\\n    algorithm.adv_estimator=grpo \\\n    data.train_files=\"$HOME/train.parquet\" +trainer.val_only=True x=1 \\\n    actor_rollout_ref.actor.optim.lr=1e-6 'data.sizes=[1,2]' data.a-b=1 trainer.val_only.more=2 $@ # data.seed=1\n";
+        let read = |script: &str| Document::from_script(Path::new("run.sh"), script);
         let long = format!("{}=1", ["a"; LONGEST_PATH].join("."));
-        assert_eq!(read(&long).1, []);
-        let (tree, lines) = read(script);
+        assert!(read(&long).is_err());
+        let document = read(script).unwrap();
         assert_eq!(
-            tree,
+            document.value,
             serde_json::json!({
                 "algorithm": {"adv_estimator": "grpo"},
                 "data": {"train_files": "$HOME/train.parquet", "sizes": "[1,2]"},
@@ -87,16 +63,16 @@ mod tests {
                 "actor_rollout_ref": {"actor": {"optim": {"lr": 1e-6}}},
             })
         );
-        let lines: Vec<(&str, usize)> = lines.iter().map(|(path, line)| (&**path, *line)).collect();
-        assert_eq!(
-            lines,
-            [
-                ("algorithm.adv_estimator", 5),
-                ("data.train_files", 6),
-                ("trainer.val_only", 6),
-                ("actor_rollout_ref.actor.optim.lr", 7),
-                ("data.sizes", 7),
-            ]
-        );
+        let lines = [
+            ("algorithm.adv_estimator", 5),
+            ("data.train_files", 6),
+            ("trainer.val_only", 6),
+            ("actor_rollout_ref.actor.optim.lr", 7),
+            ("data.sizes", 7),
+            ("data", 6),
+        ];
+        for (path, line) in lines {
+            assert_eq!(document.line_of(path), Some(line), "{path}");
+        }
     }
 }

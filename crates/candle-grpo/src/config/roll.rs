@@ -579,23 +579,6 @@ impl Document {
         self.with_value(Value::Object(Map::new()))
     }
 
-    fn insert(&mut self, path: &str, value: Value, origin: &str, line: Option<usize>) {
-        self.note_origin(path, origin, line);
-        let mut at = &mut self.value;
-        let mut steps = path.split('.').peekable();
-        while let Some(step) = steps.next() {
-            if !at.is_object() {
-                *at = Value::Object(Map::new());
-            }
-            let Value::Object(map) = at else { return };
-            if steps.peek().is_none() {
-                map.insert(step.to_owned(), value);
-                return;
-            }
-            at = map.entry(step).or_insert(Value::Null);
-        }
-    }
-
     fn remove(&mut self, section: &str, key: &str) {
         if let Some(Value::Object(map)) = self.value.get_mut(section) {
             map.remove(key);
