@@ -67,8 +67,7 @@ template <typename T> struct Distribution {
                 const int token = (chunk * rows + row) * 32 + lane;
                 if (token < vocab) sum += each(to_float(logits[token]));
             }
-#pragma unroll
-            for (int distance = 16; distance > 0; distance /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, distance);
+            sum = warp_sum(sum);
             if (lane == 0) chunk_sums[chunk] = sum;
         }
         __syncthreads();

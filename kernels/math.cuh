@@ -21,7 +21,7 @@ __device__ __forceinline__ float exp2_approx(float x) {
 __device__ __forceinline__ float sigmoid(float x) { return __fdividef(1.0f, 1.0f + exp2_approx(-x * LOG2_E)); }
 
 // Returns the sum over the lanes of a warp to each lane.
-__device__ __forceinline__ float warp_sum(float x) {
+template <typename X> __device__ __forceinline__ X warp_sum(X x) {
 #pragma unroll
     for (int offset = 16; offset > 0; offset /= 2) x += __shfl_xor_sync(0xffffffffu, x, offset);
     return x;
@@ -31,8 +31,7 @@ __device__ __forceinline__ float warp_sum(float x) {
 // has at most THREADS threads, in `warps` warps.
 template <int THREADS> __device__ __forceinline__ double block_sum(double x, int warps = THREADS / 32) {
     __shared__ double sums[THREADS / 32];
-#pragma unroll
-    for (int offset = 16; offset > 0; offset /= 2) x += __shfl_xor_sync(0xffffffffu, x, offset);
+    x = warp_sum(x);
     // All threads have read the previous sum.
     __syncthreads();
     if (threadIdx.x % 32 == 0) sums[threadIdx.x / 32] = x;

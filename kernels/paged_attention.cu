@@ -315,12 +315,12 @@ __device__ __forceinline__ void merge_parts(const float *partial, T *y, uint64_t
         float *partial, uint32_t n, uint32_t count, uint32_t kv_heads, uint32_t group, int head_dim, float scale
 
 #define ATTEND(T, name, D, H)                                                                                          \
-    extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS<H>)                                                    \
+    extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS<H>)                                                   \
         paged_attention_##D##_##H##_##name(ATTEND_ARGUMENTS(T)) {                                                      \
         attend<T, D / ELEMENTS, H, false>(query, keys, values, rows, spans, y, partial, n, count, kv_heads, group,     \
                                           head_dim, scale, 0, 0.0f);                                                   \
     }                                                                                                                  \
-    extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS<H>)                                                    \
+    extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS<H>)                                                   \
         scored_paged_attention_##D##_##H##_##name(ATTEND_ARGUMENTS(T), uint32_t window, float cap) {                   \
         attend<T, D / ELEMENTS, H, true>(query, keys, values, rows, spans, y, partial, n, count, kv_heads, group,      \
                                          head_dim, scale, window, cap);                                                \
@@ -337,10 +337,10 @@ __device__ __forceinline__ void merge_parts(const float *partial, T *y, uint64_t
     ATTEND(T, name, 64, 2)                                                                                             \
     ATTEND(T, name, 64, 4)                                                                                             \
     ATTEND(T, name, 64, 8)                                                                                             \
-    ATTEND(T, name, 128, 2)                                                                                             \
+    ATTEND(T, name, 128, 2)                                                                                            \
     ATTEND(T, name, 128, 4)                                                                                            \
     ATTEND(T, name, 128, 8)                                                                                            \
-    ATTEND(T, name, 256, 2)                                                                                             \
+    ATTEND(T, name, 256, 2)                                                                                            \
     ATTEND(T, name, 256, 4)                                                                                            \
     ATTEND(T, name, 256, 8)                                                                                            \
     extern "C" __global__ void __launch_bounds__(WRITE_THREADS)                                                       \

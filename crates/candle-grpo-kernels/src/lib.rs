@@ -108,7 +108,7 @@ pub use add_matmul::{add_matmul, matmul};
 pub use attention::{CausalAttention, Sequences, attention, attention_gradient};
 pub use causal_conv::{causal_conv, causal_conv_gradient};
 #[cfg(feature = "cuda")]
-pub use cuda::paged_attention::{StepInputs, StepSize};
+pub use cuda::paged_attention::{StepInputs, StepSize, StepTables};
 #[cfg(feature = "cuda")]
 pub use cuda::recording::Recording;
 pub use delta_gates::{delta_gates, delta_gates_gradient};

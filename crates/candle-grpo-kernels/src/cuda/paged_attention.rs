@@ -127,19 +127,49 @@ pub struct StepSize {
     parts: usize,
 }
 
-impl StepSize {
-    /// The size of a step with these rows.
+/// The tokens, positions and tables of a step of decoding, one of each for a sequence.
+pub struct StepTables {
+    size: StepSize,
+    tokens_and_positions: Vec<u32>,
+    tables: Numbers,
+}
+
+impl StepTables {
+    /// The tables of a step. Row i writes to slot i.
     ///
     /// # Errors
     ///
-    /// Fails if a position is above 2^32.
-    pub fn of(rows: &[PagedRow]) -> Result<Self> {
-        let numbers = Numbers::new(&[], rows)?;
+    /// Fails if there is not one of each for a row, and if a position is above 2^32.
+    pub fn new(
+        tokens: &[u32],
+        positions: &[u32],
+        slots: &[PageSlot],
+        rows: &[PagedRow],
+    ) -> Result<Self> {
+        if [tokens.len(), positions.len(), slots.len()] != [rows.len(); 3] {
+            bail!(
+                "rows: {} tokens, {} positions, {} slots and {} rows, must be one of each for a row",
+                tokens.len(),
+                positions.len(),
+                slots.len(),
+                rows.len()
+            );
+        }
+        let tables = Numbers::new(slots, rows)?;
         Ok(Self {
-            rows: rows.len(),
-            spans: numbers.pages.len().max(64).next_power_of_two(),
-            parts: numbers.parts().next_power_of_two(),
+            size: StepSize {
+                rows: rows.len(),
+                spans: tables.pages.len().max(64).next_power_of_two(),
+                parts: tables.parts().next_power_of_two(),
+            },
+            tokens_and_positions: [tokens, positions].concat(),
+            tables,
         })
+    }
+
+    /// The size of the step.
+    pub fn size(&self) -> StepSize {
+        self.size
     }
 }
 
@@ -183,51 +213,24 @@ impl StepInputs {
         self.all.narrow(0, self.size.rows, self.size.rows)
     }
 
-    /// Sets all numbers with one copy to the device. There is one of each for a row.
+    /// Sets all numbers with one copy to the device.
     ///
     /// # Errors
     ///
-    /// Fails if the arguments do not fit in this size.
-    pub fn set(
-        &self,
-        tokens: &[u32],
-        positions: &[u32],
-        slots: &[PageSlot],
-        rows: &[PagedRow],
-    ) -> Result<()> {
-        let StepSize {
-            rows: n,
-            spans,
-            parts,
-        } = self.size;
-        let numbers = Numbers::new(slots, rows)?;
-        if [tokens.len(), positions.len(), slots.len(), rows.len()] != [n; 4] {
-            bail!(
-                "rows: {} tokens, {} positions, {} slots and {} rows, must be {n} of each",
-                tokens.len(),
-                positions.len(),
-                slots.len(),
-                rows.len()
-            );
+    /// Fails if the tables have another size.
+    pub fn set(&self, step: StepTables) -> Result<()> {
+        if step.size != self.size {
+            bail!("step: {:?}, must be {:?}", step.size, self.size);
         }
-        if numbers.pages.len() > spans || numbers.parts() > parts {
-            bail!(
-                "rows: {} spans in {} parts, must be at most {spans} in {parts}",
-                numbers.pages.len(),
-                numbers.parts()
-            );
-        }
-        let mut all = Vec::with_capacity(self.all.elem_count());
-        all.extend_from_slice(tokens);
-        all.extend_from_slice(positions);
-        all.extend(numbers.concat(spans));
+        let mut all = step.tokens_and_positions;
+        all.extend(step.tables.concat(self.size.spans));
         write_in_place(&self.all, |storage, _| {
             let device = storage.device.clone();
             device.memcpy_htod(&all, storage.as_cuda_slice_mut::<u32>()?)
         })
     }
 
-    /// The batch whose tables are these. Its arguments are those of [`Self::set`].
+    /// The batch whose tables are these. Its arguments are those of [`StepTables::new`].
     ///
     /// # Errors
     ///

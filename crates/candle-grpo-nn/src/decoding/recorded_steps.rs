@@ -4,16 +4,18 @@ use std::collections::HashMap;
 use std::collections::hash_map::Entry;
 
 use candle_core::{Result, Tensor};
-use candle_grpo_kernels::{PageSlot, PagedRow, Recording, StepInputs, StepSize};
+use candle_grpo_kernels::{PageSlot, PagedRow, Recording, StepInputs, StepSize, StepTables};
 
 use crate::model::pass::{Context, Pass};
 use crate::model::routes::Routes;
 use crate::{Decoder, PagedCache};
 
-/// The recordings of a cache, by decoder and size.
+/// The recordings of a cache.
 #[derive(Debug, Default)]
 pub(super) struct RecordedSteps {
-    steps: HashMap<(usize, StepSize), Step>,
+    steps: HashMap<StepSize, Step>,
+    /// The decoder of all steps, whose weights the recordings use.
+    decoder: Option<Decoder>,
 }
 
 #[derive(Debug)]
@@ -27,8 +29,6 @@ enum Step {
 
 #[derive(Debug)]
 struct RecordedStep {
-    /// Keeps the weights, and its identity.
-    _decoder: Decoder,
     inputs: StepInputs,
     /// The hidden states `[rows, H]`.
     hidden: Tensor,
@@ -62,9 +62,14 @@ impl RecordedSteps {
         if decoder.expert_choices() > 0 || decoder.has_states() {
             return Ok(None);
         }
-        // A recording keeps the weights of its decoder.
-        self.steps
-            .retain(|(identity, _), _| *identity == decoder.identity());
+        if !self
+            .decoder
+            .as_ref()
+            .is_some_and(|own| own.is_clone_of(decoder))
+        {
+            self.steps.clear();
+            self.decoder = Some(decoder.clone());
+        }
         let n = new.rows.len();
         // Rows beyond the last repeat it, so that fewer sizes occur. They write to its slot what it
         // writes, up to the rounding of their products.
@@ -74,8 +79,8 @@ impl RecordedSteps {
         let slots = repeat_last(new.slots, more);
         let rows = repeat_last(new.rows, more);
 
-        let size = StepSize::of(&rows)?;
-        let step = match self.steps.entry((decoder.identity(), size)) {
+        let tables = StepTables::new(&tokens, &positions, &slots, &rows)?;
+        let step = match self.steps.entry(tables.size()) {
             Entry::Vacant(place) => {
                 place.insert(Step::Seen);
                 return Ok(None);
@@ -83,14 +88,14 @@ impl RecordedSteps {
             Entry::Occupied(place) => place.into_mut(),
         };
         if let Step::Seen = step {
-            let recorded = RecordedStep::new(decoder, cache, size, &slots, &rows);
+            let recorded = RecordedStep::new(decoder, cache, tables.size(), &slots, &rows);
             *step = recorded.map_or(Step::Refused, |step| Step::Recorded(Box::new(step)));
         }
         let Step::Recorded(step) = step else {
             return Ok(None);
         };
-        step.inputs.set(&tokens, &positions, &slots, &rows)?;
-        // SAFETY: the step has the decoder, its inputs and its result. The cache discards the
+        step.inputs.set(tables)?;
+        // SAFETY: the decoder, the inputs and the result are kept. The cache discards the
         // steps when it replaces the pages.
         #[allow(unsafe_code)]
         unsafe {
@@ -133,7 +138,6 @@ impl RecordedStep {
         #[allow(unsafe_code)]
         let recording = unsafe { Recording::record(device, operations)? };
         Ok(Self {
-            _decoder: decoder.clone(),
             inputs,
             hidden,
             recording,

@@ -98,11 +98,10 @@ impl Decoder {
         })
     }
 
-    /// A number that all clones of this decoder have, and no other decoder while one of them
-    /// exists.
+    /// Returns whether the decoders are clones of one, with the same weights.
     #[cfg(feature = "cuda")]
-    pub(crate) fn identity(&self) -> usize {
-        std::sync::Arc::as_ptr(&self.identity) as usize
+    pub(crate) fn is_clone_of(&self, other: &Self) -> bool {
+        std::sync::Arc::ptr_eq(&self.identity, &other.identity)
     }
 
     /// Sets whether [`LanguageModel::record`] keeps only the input of each block and computes the

@@ -7,8 +7,9 @@ use rstest::rstest;
 
 use crate::small::{Family, lively};
 
-/// Returns the calls for one token of each of three sequences, with this number of layers.
-fn decode(family: Family, layers: usize) -> Result<Option<CudaCalls>> {
+/// Returns the calls for one token of each of three sequences, with this number of layers. With
+/// `records`, the step is recorded before.
+fn decode(family: Family, layers: usize, records: bool) -> Result<Option<CudaCalls>> {
     let config = DecoderConfig {
         num_hidden_layers: layers,
         ..family.config(true)
@@ -19,11 +20,19 @@ fn decode(family: Family, layers: usize) -> Result<Option<CudaCalls>> {
         parameters.detached_var_builder().to_dtype(DType::BF16),
     )?;
     let mut cache = PagedCache::new(&config, DType::BF16, device())?;
+    if records {
+        cache = cache.with_recorded_steps();
+    }
     let ids = [cache.add(), cache.add(), cache.add()];
     let prompts = ids.map(|id| (id, &[1u32, 2, 3][..]));
     decoder.next_logits(&prompts, &mut cache)?;
+    let new = ids.map(|id| (id, &[4u32][..]));
+    // The second step of a size is recorded.
+    for _ in 0..if records { 2 } else { 0 } {
+        decoder.next_logits(&new, &mut cache)?;
+    }
     let before = CudaCalls::now();
-    decoder.next_logits(&ids.map(|id| (id, &[4u32][..])), &mut cache)?;
+    decoder.next_logits(&new, &mut cache)?;
     Ok(CudaCalls::now()
         .zip(before)
         .map(|(after, before)| after - before))
@@ -37,7 +46,7 @@ fn a_layer_of_decoding_keeps_its_budget_of_driver_calls(
     #[case] family: Family,
     #[case] launches: u64,
 ) -> Result<()> {
-    let (Some(one), Some(two)) = (decode(family, 1)?, decode(family, 2)?) else {
+    let (Some(one), Some(two)) = (decode(family, 1, false)?, decode(family, 2, false)?) else {
         println!("skipped: no emulated GPU counts the calls");
         return Ok(());
     };
@@ -61,28 +70,10 @@ fn a_layer_of_decoding_keeps_its_budget_of_driver_calls(
 /// A recorded step is one call, whatever the number of layers.
 #[test]
 fn a_recorded_step_keeps_its_budget_of_driver_calls() -> Result<()> {
-    let config = DecoderConfig {
-        num_hidden_layers: 3,
-        max_position_embeddings: 40,
-        ..Family::Qwen3.config(true)
-    };
-    let parameters = lively(&config)?;
-    let builder = parameters.detached_var_builder().to_dtype(DType::BF16);
-    let decoder = Decoder::new(&config, builder)?;
-    let mut cache = PagedCache::new(&config, DType::BF16, device())?.with_recorded_steps();
-    let ids = [cache.add(), cache.add(), cache.add()];
-    decoder.next_logits(&ids.map(|id| (id, &[1u32, 2, 3][..])), &mut cache)?;
-    // The second step is recorded.
-    for _ in 0..2 {
-        decoder.next_logits(&ids.map(|id| (id, &[4u32][..])), &mut cache)?;
-    }
-    let before = CudaCalls::now();
-    decoder.next_logits(&ids.map(|id| (id, &[4u32][..])), &mut cache)?;
-    let Some((after, before)) = CudaCalls::now().zip(before) else {
+    let Some(step) = decode(Family::Qwen3, 3, true)? else {
         println!("skipped: no emulated GPU counts the calls");
         return Ok(());
     };
-    let step = after - before;
     println!("{step:?}");
     // The logits, and the copy of tokens, positions and tables.
     assert_eq!((step.launches, step.products, step.allocations), (0, 1, 1));
