@@ -11,7 +11,8 @@ use candle_grpo_kernels::{
 use candle_grpo_loss::PolicyLoss;
 use candle_grpo_nn::optim::StateForm;
 use candle_grpo_nn::{
-    AdamWConfig, BaseWeights, DecoderConfig, Lora, LoraConfig, ModelType, Parameters,
+    AdamWConfig, BaseWeights, Decoder, DecoderConfig, Lora, LoraConfig, ModelType, PagedCache,
+    Parameters,
 };
 use candle_grpo_train::learn::{ActorConfig, MemoryPlan};
 use candle_grpo_train::model::character_tokenizer;
@@ -264,6 +265,35 @@ fn delta() -> DecoderConfig {
         linear_conv_kernel_dim: Some(4),
         ..dense()
     }
+}
+
+#[rstest]
+fn packed_weights_take_the_planned_bytes(
+    #[values(dense(), experts(), delta())] model: DecoderConfig,
+    #[values(BaseWeights::Dense, BaseWeights::Q8_0)] base: BaseWeights,
+    #[values(DType::F32, DType::BF16)] dtype: DType,
+) -> anyhow::Result<()> {
+    let _alone = ALONE.lock().unwrap_or_else(PoisonError::into_inner);
+    let parameters = Parameters::init(&model, 0, &Device::Cpu)?;
+    let parameters = parameters.frozen_as(&model, base, dtype)?;
+    let decoder = Decoder::new(&model, parameters.detached_var_builder())?;
+    let mut cache = PagedCache::new(&model, dtype, &Device::Cpu)?;
+    // Enough tokens for most experts.
+    let (sequence, tokens) = (cache.add(), (0..64).collect::<Vec<_>>());
+    let mut step = |packs: bool| {
+        if packs {
+            cache.pack_weights();
+        }
+        decoder.next_logits(&[(sequence, &tokens)], &mut cache)?;
+        Ok::<_, anyhow::Error>(restart_peak())
+    };
+    let copies = step(false)?.abs_diff(step(true)?);
+    let planned = model.packed_bytes(base, dtype)?;
+    assert!(
+        copies.abs_diff(planned) <= planned / 10,
+        "{copies} bytes, planned {planned}"
+    );
+    Ok(())
 }
 
 type Change = fn(&mut TrainConfig);

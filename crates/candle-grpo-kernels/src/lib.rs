@@ -35,7 +35,7 @@
 //! | [`add`](add()) | the sum of two tensors | yes |
 //! | [`add_bias`](add_bias()) | the biases of several linear maps | yes |
 //! | [`add_matmul`](add_matmul()), [`matmul`] | a matrix product, added to a sum in place or new | cuBLAS |
-//! | [`linear_rows`](linear_rows()) | several linear maps with independent rows, for decoding | cuBLAS |
+//! | [`linear_rows`](linear_rows()), [`packed_linear_rows`] | several linear maps with independent rows, for decoding | cuBLAS |
 //! | [`dequantize`](dequantize()) | a matrix from blocks of GGUF files | yes |
 //! | [`draw_tokens`](draw_tokens()) | tokens drawn from logits, with top-k, top-p and min-p | yes |
 //! | [`gated_delta_rule`](gated_delta_rule()) | the linear attention of Qwen3.5, also for shared prefixes | yes |
@@ -89,6 +89,7 @@ mod linear_log_prob;
 mod linear_rows;
 mod log_prob;
 mod moments;
+mod packed_weight;
 mod paged_attention;
 mod path;
 mod precision;
@@ -121,9 +122,10 @@ pub use gated_delta_rule::{DeltaHeads, gated_delta_rule, gated_delta_rule_gradie
 pub use gradient_norm::{scale_gradients, squared_gradient_norms};
 pub use head_transform::{HeadNorms, HeadTransform};
 pub use linear_log_prob::{LinearGradients, LinearLogProb, linear_log_prob};
-pub use linear_rows::linear_rows;
+pub use linear_rows::{linear_rows, packed_linear_rows};
 pub use log_prob::{LogProbOptions, TokenLogProbs, log_prob, log_prob_gradient};
 pub use moments::{moment_blocks, moment_codes};
+pub use packed_weight::PackedWeight;
 pub use paged_attention::{
     KeyValuePages, PAGE, PageSlot, PageSpan, PagedBatch, PagedRow, paged_attention,
 };

@@ -2,9 +2,10 @@
 
 use candle_core::{DType, Device, Result, Tensor, bail};
 
+use crate::cpu::panel::Panels;
 use crate::cpu::with_element;
 use crate::dequantize::named_block_type;
-use crate::{check, composed, cpu, path};
+use crate::{PackedWeight, check, composed, cpu, path};
 
 /// Computes `x w^T` for each weight `w`. On the CPU each row of a result is bit-identical for any
 /// number of other rows.
@@ -38,20 +39,54 @@ use crate::{check, composed, cpu, path};
 /// # Ok::<(), candle_core::Error>(())
 /// ```
 pub fn linear_rows(x: &Tensor, weights: &[&Tensor]) -> Result<Vec<Tensor>> {
-    check(x, weights)?;
+    let plain: Vec<_> = weights.iter().map(|weight| (*weight, None)).collect();
+    compute(x, &plain)
+}
+
+/// [`linear_rows`] by packed weights, with the same bits.
+///
+/// # Errors
+///
+/// As in [`linear_rows`].
+///
+/// ```
+/// use candle_core::{Device, Tensor};
+/// use candle_grpo_kernels::{PackedWeight, packed_linear_rows};
+///
+/// let weight = Tensor::new(&[[1f32, 0.], [0., 2.]], &Device::Cpu)?;
+/// let packed = PackedWeight::new(&weight)?;
+/// for token in [1f32, 3.] {
+///     let x = Tensor::new(&[[token, token]], &Device::Cpu)?;
+///     let y = packed_linear_rows(&x, &[&packed])?;
+///     assert_eq!(y[0].to_vec2::<f32>()?, [[token, 2. * token]]);
+/// }
+/// # Ok::<(), candle_core::Error>(())
+/// ```
+pub fn packed_linear_rows(x: &Tensor, weights: &[&PackedWeight]) -> Result<Vec<Tensor>> {
+    let packed: Vec<_> = weights
+        .iter()
+        .map(|packed| (&packed.weight, packed.panels.as_deref()))
+        .collect();
+    compute(x, &packed)
+}
+
+/// `x w^T` for weights, with their panels if they have them.
+fn compute(x: &Tensor, weights: &[(&Tensor, Option<&Panels>)]) -> Result<Vec<Tensor>> {
+    let tensors: Vec<_> = weights.iter().map(|(weight, _)| *weight).collect();
+    check(x, &tensors)?;
     #[cfg(feature = "cuda")]
     if x.device().is_cuda() && path::is_fused(x) {
-        return crate::cuda::matmul::linear_rows(x, weights);
+        return crate::cuda::matmul::linear_rows(x, &tensors);
     }
     if !path::is_fused_on_cpu(x) {
-        return composed::linear_rows::unchecked(x, weights);
+        return composed::linear_rows::unchecked(x, &tensors);
     }
     let x = x.contiguous()?;
     let weights = weights
         .iter()
-        .map(|weight| weight.contiguous())
+        .map(|&(weight, panels)| Ok((weight.contiguous()?, panels)))
         .collect::<Result<Vec<_>>>()?;
-    let (rows, outputs) = (x.dim(0)?, weights.iter().map(|w| w.dims()[0]));
+    let (rows, outputs) = (x.dim(0)?, tensors.iter().map(|w| w.dims()[0]));
     let results = with_element!(x.dtype(), "x", Float => {
         let results = cpu::linear_rows::forward::<Float>(&x, &weights)?;
         Tensor::from_vec(results, rows * outputs.clone().sum::<usize>(), &Device::Cpu)?

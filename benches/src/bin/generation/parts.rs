@@ -3,7 +3,8 @@
 use anyhow::Result;
 use candle_core::{DType, Device, Tensor};
 use candle_grpo_kernels::{
-    KeyValuePages, PAGE, PageSpan, PagedBatch, PagedRow, linear_rows, paged_attention,
+    KeyValuePages, PAGE, PackedWeight, PageSpan, PagedBatch, PagedRow, linear_rows,
+    packed_linear_rows, paged_attention,
 };
 use candle_grpo_nn::{Decoder, DecoderConfig, PagedCache, Parameters, SequenceId};
 use serde::Serialize;
@@ -31,12 +32,18 @@ struct Step {
     completions: usize,
     /// The whole step, from tokens to logits.
     step_ms: f64,
+    /// The same with packed weights.
+    packed_step_ms: f64,
     /// One read of the weights, at the measured bandwidth.
     read_limit_ms: f64,
     /// The matrix products, at the measured speed.
     matmul_limit_ms: f64,
     /// The linear layers alone.
     linear_ms: f64,
+    /// The same with packed weights.
+    packed_linear_ms: f64,
+    /// The copy of the weights.
+    packing_ms: f64,
     /// Attention alone.
     attention_ms: f64,
 }
@@ -57,12 +64,16 @@ pub(crate) fn measure(
     let steps = [1, 16, 64]
         .into_iter()
         .map(|completions| {
+            let [linear, packed_linear, packing] = linear(model, parameters, dtype, completions)?;
             Ok(Step {
                 completions,
-                step_ms: 1e3 * step(model, decoder, dtype, completions)?,
+                step_ms: 1e3 * step(model, decoder, dtype, completions, false)?,
+                packed_step_ms: 1e3 * step(model, decoder, dtype, completions, true)?,
                 read_limit_ms: bytes / read_gb_s / 1e6,
                 matmul_limit_ms: 2. * (weights * completions) as f64 / matmul_gflop_s / 1e6,
-                linear_ms: 1e3 * linear(model, parameters, dtype, completions)?,
+                linear_ms: 1e3 * linear,
+                packed_linear_ms: 1e3 * packed_linear,
+                packing_ms: 1e3 * packing,
                 attention_ms: 1e3 * attention(model, dtype, completions)?,
             })
         })
@@ -75,7 +86,13 @@ pub(crate) fn measure(
     })
 }
 
-fn step(model: &DecoderConfig, decoder: &Decoder, dtype: DType, completions: usize) -> Result<f64> {
+fn step(
+    model: &DecoderConfig,
+    decoder: &Decoder,
+    dtype: DType,
+    completions: usize,
+    packs_weights: bool,
+) -> Result<f64> {
     let mut cache = PagedCache::new(model, dtype, &Device::Cpu)?;
     let mut live: Vec<SequenceId> = Vec::new();
     for group in 0..completions.div_ceil(8) {
@@ -85,6 +102,9 @@ fn step(model: &DecoderConfig, decoder: &Decoder, dtype: DType, completions: usi
         for _ in 0..8.min(completions - live.len()) {
             live.push(cache.fork(prompt)?);
         }
+    }
+    if packs_weights {
+        cache.pack_weights();
     }
     let new: Vec<(SequenceId, &[u32])> = live.iter().map(|&id| (id, &[17][..])).collect();
     for _ in 1..COMPLETION {
@@ -96,12 +116,13 @@ fn step(model: &DecoderConfig, decoder: &Decoder, dtype: DType, completions: usi
     })
 }
 
+/// Returns the seconds of the linear layers, of those by packed weights, and of the copy.
 fn linear(
     model: &DecoderConfig,
     parameters: &Parameters,
     dtype: DType,
     completions: usize,
-) -> Result<f64> {
+) -> Result<[f64; 3]> {
     let weight = |name: &str| -> Result<Tensor> {
         let weight = parameters.get(name);
         Ok(weight
@@ -128,18 +149,35 @@ fn linear(
     let head = vec![weight("model.embed_tokens.weight")?];
     let input = |width| Tensor::ones((completions, width), dtype, &Device::Cpu);
     let (narrow, wide) = (input(model.hidden_size)?, input(model.intermediate_size)?);
-    best_seconds(9, || {
-        for weights in layers.iter().flatten().chain([&head]) {
-            let weights: Vec<&Tensor> = weights.iter().collect();
-            let x = if weights[0].dims()[1] == model.hidden_size {
-                &narrow
-            } else {
-                &wide
-            };
-            linear_rows(x, &weights)?;
+    let all: Vec<&Vec<Tensor>> = layers.iter().flatten().chain([&head]).collect();
+    let x = |weight: &Tensor| match weight.dims()[1] == model.hidden_size {
+        true => &narrow,
+        false => &wide,
+    };
+    let plain = best_seconds(9, || {
+        for weights in &all {
+            linear_rows(x(&weights[0]), &weights.iter().collect::<Vec<_>>())?;
         }
         Ok(())
-    })
+    })?;
+    let pack = || {
+        let packed = all
+            .iter()
+            .map(|weights| weights.iter().map(PackedWeight::new).collect());
+        packed.collect::<candle_core::Result<Vec<Vec<_>>>>()
+    };
+    let packing = best_seconds(3, || {
+        pack()?;
+        Ok(())
+    })?;
+    let packed = pack()?;
+    let packed = best_seconds(9, || {
+        for (weights, packed) in all.iter().zip(&packed) {
+            packed_linear_rows(x(&weights[0]), &packed.iter().collect::<Vec<_>>())?;
+        }
+        Ok(())
+    })?;
+    Ok([plain, packed, packing])
 }
 
 /// Times attention over all layers, each with its own keys and values.

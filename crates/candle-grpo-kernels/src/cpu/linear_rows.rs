@@ -6,19 +6,27 @@ use candle_core::{Result, Tensor};
 
 use super::element::Element;
 use super::matmul::{Matrix, Product, run};
-use super::panel::{Columns, WeightRows};
+use super::panel::{Columns, Panels, WeightRows};
 use super::slice;
 use super::word::Numbers;
 
 /// Multiplies `x` `[N, inputs]` by each of the weights `[outputs, inputs]`, or blocks of them, all
-/// contiguous. Returns the results `[N, outputs]` one after another.
-pub(crate) fn forward<T: Element>(x: &Tensor, weights: &[Tensor]) -> Result<Vec<T>> {
+/// contiguous. They may have panels. Returns the results `[N, outputs]` one after another.
+pub(crate) fn forward<T: Element>(
+    x: &Tensor,
+    weights: &[(Tensor, Option<&Panels>)],
+) -> Result<Vec<T>> {
     let (rows, inputs) = x.dims2()?;
-    let held: Vec<_> = weights.iter().map(Tensor::storage_and_layout).collect();
+    let storages = weights
+        .iter()
+        .map(|(weight, _)| weight.storage_and_layout());
+    let held: Vec<_> = storages.collect();
     let weights = held
         .iter()
         .zip(weights)
-        .map(|((storage, layout), weight)| WeightRows::<T>::new(storage, layout, weight, inputs))
+        .map(|((storage, layout), (weight, panels))| {
+            WeightRows::<T>::new(storage, layout, weight, inputs, *panels)
+        })
         .collect::<Result<Vec<_>>>()?;
     let outputs: usize = weights.iter().map(WeightRows::len).sum();
     slice::read::<T, _>(x, |x| {

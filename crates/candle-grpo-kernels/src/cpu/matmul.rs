@@ -26,10 +26,12 @@ use rayon::prelude::*;
 #[cfg(target_arch = "x86_64")]
 use super::amx;
 use super::element::Element;
-use super::panel::{Columns, UNIT, WIDEST};
+use super::panel::{Columns, UNIT, WIDEST, panels};
 use super::slice;
 #[cfg(target_arch = "x86_64")]
 use super::tiles::{RunTiles, TileTarget};
+#[cfg(target_arch = "x86_64")]
+use super::word::multiplies_in_tiles;
 use super::word::{Numbers, Word};
 
 /// Rows of a task, at most. Packed, they and a panel fit in the L2 cache.
@@ -238,7 +240,7 @@ impl<'a, B: Columns> Product<'a, B> {
     /// Returns whether the factors are multiplied in tiles of AMX.
     #[cfg(target_arch = "x86_64")]
     fn in_tiles(&self) -> bool {
-        matches!(self.a.numbers, Numbers::Halves(_)) && amx::is_available()
+        matches!(self.a.numbers, Numbers::Halves(_)) && multiplies_in_tiles()
     }
 
     /// Returns the width of the widest panel.
@@ -252,25 +254,17 @@ impl<'a, B: Columns> Product<'a, B> {
 
     /// Splits the product into at least `wanted` tasks, if its size permits.
     fn tasks(&self, wanted: usize) -> Vec<Task<'_, 'a, B>> {
-        let columns = self.b.len();
-        // Panels of about the same width, in units that every vector width divides.
-        let units = columns.div_ceil(UNIT);
-        let panels = units.div_ceil(self.widest() / UNIT);
+        let panels: Vec<_> = panels(self.b.len(), self.widest()).collect();
         let parts = self.a.rows.div_ceil(ROWS);
-        let groups = wanted.div_ceil(parts.max(1)).clamp(1, panels.max(1));
+        let groups = wanted.div_ceil(parts.max(1)).clamp(1, panels.len().max(1));
         let bound = |index: usize, of: usize, len: usize| index * len / of;
         let mut tasks = Vec::with_capacity(parts * groups);
         for group in 0..groups {
-            let panels: Vec<_> = (bound(group, groups, panels)..bound(group + 1, groups, panels))
-                .map(|panel| {
-                    bound(panel, panels, units) * UNIT
-                        ..columns.min(bound(panel + 1, panels, units) * UNIT)
-                })
-                .collect();
+            let group = bound(group, groups, panels.len())..bound(group + 1, groups, panels.len());
             tasks.extend((0..parts).map(|part| Task {
                 product: self,
                 rows: bound(part, parts, self.a.rows)..bound(part + 1, parts, self.a.rows),
-                panels: panels.clone(),
+                panels: panels[group.clone()].to_vec(),
             }));
         }
         tasks
@@ -404,15 +398,29 @@ impl Scratch {
 pub(super) struct Buffer(Vec<f32>);
 
 impl Buffer {
+    /// Bytes of a cache line.
+    const LINE: usize = 64;
+
     /// Returns the first `len` numbers. Their values are not defined.
     pub(super) fn first(&mut self, len: usize) -> &mut [f32] {
-        const LINE: usize = 64;
-        let most = len + LINE / size_of::<f32>();
+        let most = len + Self::LINE / size_of::<f32>();
         if self.0.len() < most {
-            self.0.resize(most, 0.0);
+            // Zeros from the system are written when a thread first uses them.
+            self.0 = vec![0.0; most];
         }
-        let start = self.0.as_ptr().align_offset(LINE);
+        let start = self.start();
         &mut self.0[start..][..len]
+    }
+
+    /// Returns some numbers. [`Self::first`] was called for them.
+    #[inline(always)]
+    pub(super) fn get(&self, range: Range<usize>) -> &[f32] {
+        &self.0[self.start()..][range]
+    }
+
+    #[inline(always)]
+    fn start(&self) -> usize {
+        self.0.as_ptr().align_offset(Self::LINE)
     }
 }
 
@@ -464,8 +472,14 @@ impl<W: Word, B: Columns> WithSimd for Run<'_, '_, '_, W, B> {
             }
             let columns = &panels[number];
             let width = columns.len().next_multiple_of(UNIT);
-            let panel = panel.first(width * words);
-            product.b.pack::<W>(columns, &inner, panel, wide);
+            let panel: &[f32] = match product.b.packed::<W>(columns, &inner) {
+                Some(panel) => panel,
+                None => {
+                    let panel = panel.first(width * words);
+                    product.b.pack::<W>(columns, &inner, panel, wide);
+                    panel
+                }
+            };
             let mut first = rows.start;
             while first < rows.end {
                 let height = height::<S>(rows.end - first);

@@ -19,7 +19,7 @@ pub(crate) mod log_prob;
 mod matmul;
 mod output;
 pub(crate) mod paged_attention;
-mod panel;
+pub(crate) mod panel;
 pub(crate) mod rms_norm;
 pub(crate) mod rope;
 mod simd;

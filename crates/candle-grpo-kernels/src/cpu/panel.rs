@@ -4,12 +4,14 @@ use std::ops::Range;
 
 use candle_core::quantized::GgmlDType;
 use candle_core::{DType, Layout, Result, Storage, Tensor};
+use half::bf16;
+use rayon::prelude::*;
 
 use super::dequantize::widen;
 use super::element::Element;
-use super::matmul::Matrix;
+use super::matmul::{Buffer, Matrix};
 use super::slice;
-use super::word::{Numbers, Word};
+use super::word::{Numbers, Word, multiplies_in_tiles, multiplies_pairs};
 use crate::block_type;
 
 /// A width that every vector width divides. The width of a panel is a multiple.
@@ -29,6 +31,12 @@ pub(super) trait Columns: Sync {
     /// Returns the transpose, if the bf16 of each column are adjacent in memory.
     #[cfg(target_arch = "x86_64")]
     fn as_rows(&self) -> Option<Matrix<'_>> {
+        None
+    }
+
+    /// Returns the panel of some columns, if it lies in memory. The inner indices start as in
+    /// [`Self::pack`].
+    fn packed<W: Word>(&self, _columns: &Range<usize>, _inner: &Range<usize>) -> Option<&[f32]> {
         None
     }
 
@@ -114,7 +122,8 @@ impl Matrix<'_> {
 /// A weight `[outputs, inputs]`, or its blocks, whose rows are the columns of a product.
 #[derive(Clone, Copy)]
 pub(super) enum WeightRows<'a, T> {
-    Elements(&'a [T], usize),
+    /// Numbers, the length of a row, and the panels if there are any.
+    Elements(&'a [T], usize, Option<&'a Panels>),
     /// Blocks of quantized numbers, their type, and the numbers of a row.
     Blocks(&'a [u8], GgmlDType, usize),
 }
@@ -126,6 +135,7 @@ impl<'a, T: Element> WeightRows<'a, T> {
         layout: &Layout,
         weight: &Tensor,
         inputs: usize,
+        panels: Option<&'a Panels>,
     ) -> Result<Self> {
         Ok(match weight.dtype() {
             DType::U8 => Self::Blocks(
@@ -133,7 +143,7 @@ impl<'a, T: Element> WeightRows<'a, T> {
                 block_type(weight)?,
                 inputs,
             ),
-            _ => Self::Elements(slice::elements(storage, layout)?, inputs),
+            _ => Self::Elements(slice::elements(storage, layout)?, inputs, panels),
         })
     }
 }
@@ -141,23 +151,31 @@ impl<'a, T: Element> WeightRows<'a, T> {
 impl<T: Element> Columns for WeightRows<'_, T> {
     fn len(&self) -> usize {
         match *self {
-            Self::Elements(elements, inputs) => elements.len() / inputs,
+            Self::Elements(elements, inputs, _) => elements.len() / inputs,
             Self::Blocks(bytes, block_type, inputs) => bytes.len() / row_bytes(block_type, inputs),
         }
     }
 
     fn fits(&self, a: &Matrix) -> bool {
-        let (Self::Elements(_, inputs) | Self::Blocks(_, _, inputs)) = *self;
+        let (Self::Elements(_, inputs, _) | Self::Blocks(_, _, inputs)) = *self;
         inputs == a.columns && (matches!(a.numbers, Numbers::Singles(_)) || T::DTYPE == DType::BF16)
     }
 
     #[cfg(target_arch = "x86_64")]
     fn as_rows(&self) -> Option<Matrix<'_>> {
-        let Self::Elements(elements, inputs) = *self else {
+        let Self::Elements(elements, inputs, _) = *self else {
             return None;
         };
         let numbers = Numbers::Halves(T::as_bf16(elements)?);
         Some(Matrix::of(numbers, elements.len() / inputs, inputs, inputs))
+    }
+
+    #[inline(always)]
+    fn packed<W: Word>(&self, columns: &Range<usize>, inner: &Range<usize>) -> Option<&[f32]> {
+        match *self {
+            Self::Elements(_, _, Some(panels)) => Some(panels.get::<W>(columns, inner)),
+            _ => None,
+        }
     }
 
     fn pack<W: Word>(
@@ -167,7 +185,7 @@ impl<T: Element> Columns for WeightRows<'_, T> {
         panel: &mut [f32],
         wide: &mut Vec<f32>,
     ) {
-        if let Self::Elements(elements, inputs) = *self
+        if let Self::Elements(elements, inputs, _) = *self
             && T::DTYPE != DType::F16
         {
             let source = &elements[columns.start * inputs + inner.start..];
@@ -177,7 +195,7 @@ impl<T: Element> Columns for WeightRows<'_, T> {
         wide.resize(wide.len().max(columns.len() * inner.len()), 0.0);
         for (column, wide) in columns.clone().zip(wide.chunks_exact_mut(inner.len())) {
             match *self {
-                Self::Elements(elements, inputs) => {
+                Self::Elements(elements, inputs, _) => {
                     T::widen(&elements[column * inputs..][inner.clone()], wide);
                 }
                 Self::Blocks(bytes, block_type, inputs) => {
@@ -199,6 +217,71 @@ impl<T: Element> Columns for WeightRows<'_, T> {
             }
         }
         transpose::<f32, f32>(wide, inner.len(), columns.len(), panel, words);
+    }
+}
+
+/// The columns of each panel of a matrix: about the same number, in units that every vector width
+/// divides, and at most `widest`.
+pub(super) fn panels(columns: usize, widest: usize) -> impl ExactSizeIterator<Item = Range<usize>> {
+    let units = columns.div_ceil(UNIT);
+    let panels = units.div_ceil(widest / UNIT);
+    let bound = move |panel: usize| columns.min(panel * units / panels * UNIT);
+    (0..panels).map(move |panel| bound(panel)..bound(panel + 1))
+}
+
+/// All panels of a weight, one after another, in the words of its dtype.
+pub(crate) struct Panels {
+    words: Buffer,
+    /// The words of a column.
+    depth: usize,
+}
+
+impl Panels {
+    /// Returns whether a weight of `dtype` is multiplied in panels with the words of its dtype.
+    pub(crate) fn exist(dtype: DType) -> bool {
+        match dtype {
+            DType::F32 => true,
+            DType::BF16 => multiplies_pairs() && !multiplies_in_tiles(),
+            _ => false,
+        }
+    }
+
+    /// Packs a contiguous `weight` `[outputs, inputs]`, if its panels [`exist`](Self::exist).
+    pub(crate) fn new(weight: &Tensor) -> Result<Option<Self>> {
+        match weight.dtype() {
+            dtype if !Self::exist(dtype) => Ok(None),
+            DType::F32 => Self::of::<f32>(weight).map(Some),
+            _ => Self::of::<bf16>(weight).map(Some),
+        }
+    }
+
+    fn of<W: Word>(weight: &Tensor) -> Result<Self> {
+        let (outputs, inputs) = weight.dims2()?;
+        let (storage, layout) = weight.storage_and_layout();
+        let rows = WeightRows::<W>::new(&storage, layout, weight, inputs, None)?;
+        let depth = inputs.div_ceil(W::NUMBERS);
+        let mut words = Buffer::default();
+        let mut rest = words.first(depth * outputs.next_multiple_of(UNIT));
+        let mut targets = Vec::new();
+        for columns in panels(outputs, WIDEST) {
+            let len = depth * columns.len().next_multiple_of(UNIT);
+            let (target, after) = std::mem::take(&mut rest).split_at_mut(len);
+            rest = after;
+            targets.push((columns, target));
+        }
+        targets.into_par_iter().for_each(|(columns, target)| {
+            rows.pack::<W>(&columns, &(0..inputs), target, &mut vec![])
+        });
+        Ok(Self { words, depth })
+    }
+
+    /// See [`Columns::packed`].
+    #[inline(always)]
+    fn get<W: Word>(&self, columns: &Range<usize>, inner: &Range<usize>) -> &[f32] {
+        let width = columns.len().next_multiple_of(UNIT);
+        let start = columns.start * self.depth + inner.start / W::NUMBERS * width;
+        self.words
+            .get(start..start + inner.len().div_ceil(W::NUMBERS) * width)
     }
 }
 
@@ -402,7 +485,7 @@ mod avx512 {
 
 #[cfg(test)]
 mod tests {
-    use half::{bf16, f16};
+    use half::f16;
     use rstest::rstest;
 
     use super::*;

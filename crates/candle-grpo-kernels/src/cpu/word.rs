@@ -66,6 +66,14 @@ pub(super) fn multiplies_pairs() -> bool {
     false
 }
 
+/// Returns whether bf16 are multiplied in the tiles of AMX.
+pub(super) fn multiplies_in_tiles() -> bool {
+    #[cfg(target_arch = "x86_64")]
+    return super::amx::is_available();
+    #[cfg(not(target_arch = "x86_64"))]
+    false
+}
+
 /// Numbers that fill words.
 pub(super) trait Word: Element {
     /// The numbers of a word.

@@ -1,7 +1,8 @@
 //! Tests of `linear_rows` against its composed twin in f64, and of rows that are independent.
 
-use candle_core::{DType, Device, Result, Tensor};
-use candle_grpo_kernels::{composed, linear_rows};
+use candle_core::quantized::GgmlDType;
+use candle_core::{DType, Device, Result, Tensor, Var};
+use candle_grpo_kernels::{PackedWeight, composed, linear_rows, packed_linear_rows, quantize};
 use candle_grpo_test_support::{assert_close, cases, devices, message, numbers};
 use proptest::prelude::*;
 
@@ -72,11 +73,51 @@ proptest! {
         let weight = noisy(&[outputs, inputs], seed ^ 1, dtype)?;
         let other = noisy(&[5, inputs], seed ^ 2, dtype)?;
         let together = &linear_rows(&x, &[&other, &weight])?[1];
+        let packed = [&other, &weight].map(PackedWeight::new);
+        let [other, packed] = packed.each_ref().map(|packed| packed.as_ref().unwrap());
+        let by_packed = packed_linear_rows(&x, &[other, packed])?;
+        prop_assert_eq!(bits(&by_packed[1])?, bits(together)?);
         for row in 0..rows {
             let alone = &linear_rows(&x.narrow(0, row, 1)?, &[&weight])?[0];
             prop_assert_eq!(bits(alone)?, bits(&together.narrow(0, row, 1)?)?);
+            let by_packed = packed_linear_rows(&x.narrow(0, row, 1)?, &[packed])?;
+            prop_assert_eq!(bits(alone)?, bits(&by_packed[0])?);
         }
     }
+}
+
+#[test]
+fn weights_of_f32_on_the_cpu_are_packed() -> Result<()> {
+    for device in devices() {
+        let weight = noisy(&[50, 64], 1, DType::F32)?.to_device(device)?;
+        assert_eq!(PackedWeight::new(&weight)?.is_packed(), device.is_cpu());
+        // Others are read where they are.
+        let blocks = quantize(&weight, GgmlDType::Q8_0)?;
+        let halves = weight.to_dtype(DType::F16)?;
+        let doubles = weight.to_dtype(DType::F64)?;
+        for weight in [&blocks, &halves, &doubles] {
+            let packed = PackedWeight::new(weight)?;
+            assert!(!packed.is_packed());
+            let dtype = match weight.dtype() {
+                DType::U8 => DType::F32,
+                dtype => dtype,
+            };
+            let x = noisy(&[3, 64], 2, dtype)?.to_device(device)?;
+            let plain = linear_rows(&x, &[weight])?;
+            assert_eq!(
+                bits(&packed_linear_rows(&x, &[&packed])?[0])?,
+                bits(&plain[0])?
+            );
+        }
+        // A later change is not seen.
+        let x = noisy(&[3, 64], 2, DType::F32)?.to_device(device)?;
+        let packed = PackedWeight::new(&weight)?;
+        let before = bits(&packed_linear_rows(&x, &[&packed])?[0])?;
+        weight.slice_set(&weight.zeros_like()?, 0, 0)?;
+        let after = bits(&packed_linear_rows(&x, &[&packed])?[0])?;
+        assert_eq!(before == after, device.is_cpu());
+    }
+    Ok(())
 }
 
 #[test]
@@ -108,6 +149,13 @@ fn an_error_names_the_wrong_argument() -> Result<()> {
             .contains("x: shape [8], must be [N, inputs]")
     );
     assert!(message(linear_rows(&zeros(&[3, 0])?, &[])).contains("x: shape [3, 0]"));
+    let packed = PackedWeight::new(&short)?;
+    assert!(
+        message(packed_linear_rows(&x, &[&packed]))
+            .contains("weights[0]: shape [2, 7], must be [outputs, 8]")
+    );
+    let variable = Var::from_tensor(&weight)?;
+    assert!(message(PackedWeight::new(&variable)).contains("weight: a variable"));
     let half = weight.to_dtype(DType::BF16)?;
     assert!(message(linear_rows(&x, &[&half])).contains("weights[0]: BF16"));
     assert!(message(linear_rows(&x.to_dtype(DType::I64)?, &[&weight])).contains("x: I64"));

@@ -1,9 +1,11 @@
 //! Sampling token by token: the logits of the next token, and the cache of keys and values.
 
 mod next_logits;
+mod packed_weights;
 mod paged_cache;
 #[cfg(feature = "cuda")]
 mod recorded_steps;
 
+pub(crate) use packed_weights::PackedWeights;
 pub(crate) use paged_cache::pages_for;
 pub use paged_cache::{PagedCache, SequenceId};

@@ -3,11 +3,12 @@
 use candle_core::{Result, Tensor, bail};
 #[cfg(feature = "cuda")]
 use candle_grpo_kernels::PageSlot;
-use candle_grpo_kernels::{PagedBatch, PagedRow, Sequences, SlotRows, linear_rows};
+use candle_grpo_kernels::{PagedBatch, PagedRow, Sequences, SlotRows};
 
 #[cfg(feature = "cuda")]
 use crate::decoding::recorded_steps::NewTokens;
 use crate::model::input::attention;
+use crate::model::linear::Products;
 use crate::model::pass::{Context, Pass};
 use crate::model::routes::Routes;
 use crate::{Decoder, PagedCache, SequenceId};
@@ -104,7 +105,7 @@ impl Decoder {
         }
         #[cfg(feature = "cuda")]
         if let Some(hidden) = self.recorded_step(new, &ids, &positions, &slots, cache)? {
-            return Ok((self.output(&hidden)?, None));
+            return Ok((self.output(&hidden, cache)?, None));
         }
         let cache = &*cache;
         let n = ids.len();
@@ -158,14 +159,14 @@ impl Decoder {
                 .transpose()?;
         }
         let hidden = self.norm(&x, change.as_ref())?.detach();
-        Ok((self.output(&hidden)?, experts))
+        Ok((self.output(&hidden, cache)?, experts))
     }
 
     /// The logits of hidden states, each row on its own.
-    fn output(&self, hidden: &Tensor) -> Result<Tensor> {
-        let weight = self.output_weight().detach();
-        let logits = linear_rows(hidden, &[&weight])?.swap_remove(0);
-        self.capped(logits)
+    fn output(&self, hidden: &Tensor, cache: &PagedCache) -> Result<Tensor> {
+        let products = Products::Decoding(cache.packed_weights.as_ref());
+        let mut logits = products.compute(hidden, &[self.output_weight()])?;
+        self.capped(logits.swap_remove(0))
     }
 
     /// The hidden states of a step with one token of each sequence, if the cache records steps.

@@ -6,6 +6,7 @@ use candle_core::{DType, Device, Result, bail};
 use candle_grpo_kernels::{DeltaStates, KeyValuePages, PAGE, PageSlot, PageSpan};
 
 use crate::DecoderConfig;
+use crate::decoding::packed_weights::PackedWeights;
 #[cfg(feature = "cuda")]
 use crate::decoding::recorded_steps::RecordedSteps;
 use crate::model::architecture::GatedDeltaPlan;
@@ -49,6 +50,9 @@ pub struct PagedCache {
     free_slots: Vec<usize>,
     sequences: BTreeMap<usize, Sequence>,
     next_id: usize,
+    on_cpu: bool,
+    /// The copies of weights, if steps use them.
+    pub(crate) packed_weights: Option<PackedWeights>,
     /// The recordings of steps, if the cache has them.
     #[cfg(feature = "cuda")]
     pub(super) recorded: Option<RecordedSteps>,
@@ -108,6 +112,8 @@ impl PagedCache {
             free_slots: Vec::new(),
             sequences: BTreeMap::new(),
             next_id: 0,
+            on_cpu: device.is_cpu(),
+            packed_weights: None,
             #[cfg(feature = "cuda")]
             recorded: None,
         })
@@ -128,6 +134,42 @@ impl PagedCache {
             #[cfg(feature = "cuda")]
             recorded: Some(RecordedSteps::default()),
             ..self
+        }
+    }
+
+    /// On the CPU, makes the later steps read copies of the weights, in the order in which the
+    /// processor multiplies them. The steps are up to 1.5 times as fast, and the results have the
+    /// same bits.
+    ///
+    /// The next step makes the copies, in about the time of two steps. They take as much memory as
+    /// the weights that have one ([`PackedWeight`]).
+    ///
+    /// **The weights must not change** afterward: steps with this cache do not see the change.
+    ///
+    /// [`PackedWeight`]: candle_grpo_kernels::PackedWeight
+    ///
+    /// ```
+    /// use candle_core::{DType, Device, Result};
+    /// use candle_grpo_nn::{Decoder, DecoderConfig, PagedCache, Parameters};
+    ///
+    /// # fn main() -> Result<()> {
+    /// # let config = DecoderConfig { vocab_size: 11, hidden_size: 8, intermediate_size: 16,
+    /// #     num_hidden_layers: 1, num_attention_heads: 2, num_key_value_heads: 1,
+    /// #     max_position_embeddings: 8, tie_word_embeddings: true, ..DecoderConfig::default() };
+    /// # let parameters = Parameters::init(&config, 7, &Device::Cpu)?;
+    /// let decoder = Decoder::new(&config, parameters.detached_var_builder())?;
+    /// let mut cache = PagedCache::new(&config, DType::F32, &Device::Cpu)?;
+    /// cache.pack_weights();
+    /// let sequence = cache.add();
+    /// for token in [5, 6, 7] {
+    ///     decoder.next_logits(&[(sequence, &[token])], &mut cache)?;
+    /// }
+    /// # Ok(())
+    /// # }
+    /// ```
+    pub fn pack_weights(&mut self) {
+        if self.on_cpu {
+            self.packed_weights.get_or_insert_default();
         }
     }
 

@@ -6,7 +6,7 @@ use candle_nn::VarBuilder;
 
 use crate::model::architecture::{AttentionPlan, NormPlan};
 use crate::model::block::Mixer;
-use crate::model::linear::{Linear, Maps, Products};
+use crate::model::linear::{Linear, Maps};
 use crate::model::norm::RmsNorm;
 use crate::model::pass::{Pass, QueryKeyValue};
 use crate::optim::grad_sink::GradSink;
@@ -129,7 +129,7 @@ impl Mixer for Attention {
         if let (Some(norms), None) = (&self.norms, &operands) {
             projected[0] = norms.query.forward_heads(&projected[0])?;
             projected[1] = norms.key.forward_heads(&projected[1])?;
-            if pass.products() == Products::Decoding {
+            if !pass.products().have_gradients() {
                 projected = projected.map(|heads| heads.detach());
             }
         }

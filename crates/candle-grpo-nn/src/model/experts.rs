@@ -7,7 +7,7 @@ use candle_nn::VarBuilder;
 
 use crate::model::architecture::ExpertsPlan;
 use crate::model::block::Mixer;
-use crate::model::linear::{Linear, Products};
+use crate::model::linear::Linear;
 use crate::model::mlp::{Mlp, MlpRecord};
 use crate::model::pass::Pass;
 use crate::model::router::Router;
@@ -137,7 +137,7 @@ impl Mixer for Experts {
             Some(chosen) => chosen,
             None => self.routing.choose(&logits)?,
         };
-        let reaches_all = products == Products::Training;
+        let reaches_all = products.have_gradients();
         // Checks the experts, which a GPU must not read unchecked.
         let plan = Plan::new(&chosen, self.experts.len(), reaches_all)?;
         let routing = self.routing.replay(&logits, &chosen)?;

@@ -6,7 +6,7 @@ use candle_nn::VarBuilder;
 
 use crate::model::architecture::GatedDeltaPlan;
 use crate::model::block::Mixer;
-use crate::model::linear::{Linear, Maps, Products};
+use crate::model::linear::{Linear, Maps};
 use crate::model::named_weight::NamedWeight;
 use crate::model::norm::RmsNorm;
 use crate::model::pass::Pass;
@@ -80,7 +80,7 @@ impl Mixer for GatedDelta {
         let weight = self.conv_weight()?;
         let (convolved, o) = pass.delta_rule(self.layer, [&qkv, &weight, &g, &beta], self.heads)?;
         let mut gated = swiglu(&z, &self.norm.forward_heads(&o)?)?;
-        if pass.products() == Products::Decoding {
+        if !pass.products().have_gradients() {
             gated = gated.detach();
         }
         let y = self.output.forward(&gated, pass.products())?;

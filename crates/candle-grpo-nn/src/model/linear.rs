@@ -4,6 +4,7 @@ use candle_core::{DType, Result, Tensor, bail};
 use candle_grpo_kernels::{add, add_bias, add_matmul, linear_rows, matmul};
 use candle_nn::VarBuilder;
 
+use crate::decoding::PackedWeights;
 use crate::model::architecture::{MapPlan, MapsPlan};
 use crate::model::frozen_linear::{linear, tiles};
 use crate::model::named_weight::NamedWeight;
@@ -38,24 +39,29 @@ pub(crate) const LORA_B: &str = "lora_B.weight";
 pub(crate) const LORA_SCALING: &str = "lora_scaling";
 
 /// The purpose of a product.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Products {
+#[derive(Debug, Clone, Copy)]
+pub(crate) enum Products<'a> {
     /// With a gradient.
     Training,
-    /// Without a gradient, for several weights in one call.
-    Decoding,
+    /// Without a gradient, for several weights in one call. There may be copies of the weights.
+    Decoding(Option<&'a PackedWeights>),
 }
 
-impl Products {
+impl Products<'_> {
     /// `x w^T` for each of `weights`.
-    fn compute(self, x: &Tensor, weights: &[&Tensor]) -> Result<Vec<Tensor>> {
+    pub(crate) fn compute(self, x: &Tensor, weights: &[&Tensor]) -> Result<Vec<Tensor>> {
         match self {
             Self::Training => weights.iter().map(|weight| linear(x, weight)).collect(),
-            Self::Decoding => {
+            Self::Decoding(Some(packed)) => packed.linear_rows(&x.detach(), weights),
+            Self::Decoding(None) => {
                 let weights: Vec<_> = weights.iter().map(|weight| weight.detach()).collect();
                 linear_rows(&x.detach(), &weights.iter().collect::<Vec<_>>())
             }
         }
+    }
+
+    pub(crate) fn have_gradients(self) -> bool {
+        matches!(self, Self::Training)
     }
 }
 
@@ -102,7 +108,7 @@ impl Linear {
                 let change = products.compute(&inner[0], &[&b.tensor])?;
                 *y = (&*y + (&change[0] * *scaling)?)?;
             }
-            if products == Products::Decoding {
+            if !products.have_gradients() {
                 *y = y.detach();
             }
         }
@@ -121,7 +127,7 @@ impl Linear {
                 let bias = &map.bias.as_ref()?.tensor;
                 Some(match products {
                     Products::Training => (y, bias.clone()),
-                    Products::Decoding => (y, bias.detach()),
+                    Products::Decoding(_) => (y, bias.detach()),
                 })
             })
             .unzip();

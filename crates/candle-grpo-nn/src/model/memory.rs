@@ -1,13 +1,14 @@
 //! The memory that a decoder takes, computed from its configuration.
 
-use candle_core::DType;
-use candle_grpo_kernels::PAGE;
+use candle_core::{DType, Result};
+use candle_grpo_kernels::{PAGE, PackedWeight};
 
-use crate::DecoderConfig;
 use crate::decoding::pages_for;
 use crate::model::architecture::{
-    AttentionPlan, BlockPlan, ChannelPlan, GatedDeltaPlan, TokenMixerPlan,
+    AttentionPlan, BlockPlan, ChannelPlan, GatedDeltaPlan, TokenMixerPlan, linear_maps,
 };
+use crate::weights::base_weights::FrozenForm;
+use crate::{BaseWeights, DecoderConfig};
 
 impl DecoderConfig {
     /// The bytes of what [`LanguageModel::record`](crate::LanguageModel::record) keeps of `tokens`
@@ -56,6 +57,24 @@ impl DecoderConfig {
             TokenMixerPlan::GatedDelta(delta) => groups * (group_size + 1) * state(delta),
         };
         self.architecture().blocks.into_iter().map(of_block).sum()
+    }
+
+    /// The bytes of the copies of weights that
+    /// [`PagedCache::pack_weights`](crate::PagedCache::pack_weights) makes on the CPU, for weights
+    /// in the form `base`. Those that are not in blocks have `dtype`.
+    ///
+    /// # Errors
+    ///
+    /// If `dtype` is not F32, BF16 or F16.
+    pub fn packed_bytes(&self, base: BaseWeights, dtype: DType) -> Result<usize> {
+        let form = FrozenForm::new(self, base, dtype)?;
+        if !PackedWeight::copies(dtype) {
+            return Ok(0);
+        }
+        let maps = linear_maps(self).into_iter();
+        let maps = maps.filter(|(name, shape)| !form.has_blocks(&format!("{name}.weight"), shape));
+        let elements: usize = maps.map(|(_, shape)| shape.elem_count()).sum();
+        Ok((elements + self.vocab_size * self.hidden_size) * dtype.size_in_bytes())
     }
 }
 

@@ -63,11 +63,13 @@ pub(crate) struct StateRows {
 /// Queries, keys and values of one block, `[N, heads * head_dim]`.
 pub(crate) type QueryKeyValue = [Tensor; 3];
 
-impl Pass<'_> {
-    pub(crate) fn products(&self) -> Products {
+impl<'a> Pass<'a> {
+    pub(crate) fn products(&self) -> Products<'a> {
         match self.context {
             Context::Sequences { .. } => Products::Training,
-            Context::Cache { .. } | Context::Prompts { .. } => Products::Decoding,
+            Context::Cache { cache, .. } | Context::Prompts { cache, .. } => {
+                Products::Decoding(cache.packed_weights.as_ref())
+            }
         }
     }
 

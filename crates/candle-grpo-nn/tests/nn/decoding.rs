@@ -22,12 +22,15 @@ fn whole(decoder: &Decoder, tokens: &[u32]) -> Result<Tensor> {
     decoder.logits(&hidden)?.squeeze(0)
 }
 
-/// The same with a cache: `prompt` tokens first, then one by one.
+/// The same with a cache: `prompt` tokens first, then one by one. The later ones use packed weights.
 fn cached(decoder: &Decoder, tokens: &[u32], prompt: usize, dtype: DType) -> Result<Tensor> {
     let mut cache = cache(decoder.config(), dtype)?;
     let sequence = cache.add();
     let mut logits = vec![decoder.next_logits(&[(sequence, &tokens[..prompt])], &mut cache)?];
-    for token in tokens[prompt..].chunks(1) {
+    for (at, token) in tokens.chunks(1).enumerate().skip(prompt) {
+        if at == tokens.len() / 2 {
+            cache.pack_weights();
+        }
         logits.push(decoder.next_logits(&[(sequence, token)], &mut cache)?);
     }
     Tensor::cat(&logits, 0)
@@ -115,6 +118,30 @@ fn next_logits_follow_updates_of_the_variables() -> Result<()> {
     let after = cached(&decoder, &TOKENS, 3, DType::F32)?;
     assert!(max_difference(&before, &after)? > 1e-3);
     assert!(max_difference(&after, &whole(&decoder, &TOKENS)?.narrow(0, 2, 7)?)? < 1e-4);
+    Ok(())
+}
+
+#[test]
+fn packed_weights_are_copies() -> Result<()> {
+    if !device().is_cpu() {
+        return Ok(());
+    }
+    let config = config(false);
+    let parameters = lively(&config)?;
+    let decoder = Decoder::new(&config, parameters.detached_var_builder())?;
+    let mut cache = cache(&config, DType::F32)?;
+    cache.pack_weights();
+    let step = |cache: &mut PagedCache| {
+        let sequence = cache.add();
+        decoder.next_logits(&[(sequence, &TOKENS)], cache)
+    };
+    let before = bits(&step(&mut cache)?)?;
+    for (name, variable) in parameters.iter() {
+        if variable.rank() == 2 && !name.contains("embed_tokens") {
+            variable.set(&variable.zeros_like()?)?;
+        }
+    }
+    assert_eq!(bits(&step(&mut cache)?)?, before);
     Ok(())
 }
 

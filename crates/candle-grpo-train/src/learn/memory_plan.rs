@@ -1,6 +1,7 @@
 //! The memory of a run, computed before it starts.
 
 use anyhow::Result;
+use candle_core::utils::cuda_is_available;
 use candle_core::{DType, Shape};
 use candle_grpo_nn::optim::StateForm;
 use candle_grpo_nn::{BaseWeights, DecoderConfig, LoraConfig};
@@ -56,7 +57,8 @@ pub struct MemoryPlan {
     pub activations: usize,
     /// Gradients and activations together, at their peak.
     pub training: usize,
-    /// The cache of keys and values and the logits, while completions are drawn.
+    /// The cache of keys and values and the logits, while completions are drawn. On the CPU also
+    /// the copies of weights of [`pack_weights`](candle_grpo_nn::PagedCache::pack_weights).
     pub sampling: usize,
     /// The program, its data set, its tokenizer and what the allocator keeps, in main memory: 0
     /// unless the caller sets it.
@@ -113,6 +115,11 @@ impl MemoryPlan {
                 plan.weights / 2 + frozen(DType::F32)? - frozen(dtype.into())?
             }
         };
+        let packed = match (cuda_is_available(), &config.adapters) {
+            (true, _) => 0,
+            (false, None) => model.packed_bytes(BaseWeights::Dense, drawn_in)?,
+            (false, Some(_)) => model.packed_bytes(config.base_weights, drawn_in)?,
+        };
         Ok(Self {
             weights: plan.weights + copies,
             reference: match (&config.adapters, inputs.reference) {
@@ -122,7 +129,7 @@ impl MemoryPlan {
             critic: critic.map_or(0, |critic| {
                 4 * all + state_bytes(&shapes, critic.optimizer.state)
             }),
-            sampling: cache + drawn * model.vocab_size * 4 + BUFFERS,
+            sampling: cache + packed + drawn * model.vocab_size * 4 + BUFFERS,
             ..plan
         })
     }

@@ -22,6 +22,11 @@ use crate::{ComputeDType, Interrupted, NotFinite, Progress};
 /// The cache has room for this many tokens of a completion when it begins.
 const RESERVED_TOKENS: usize = 64;
 
+/// After this many steps, the CPU draws from copies of the weights ([`PagedCache::pack_weights`]).
+/// The time of the copies is saved in 3 to 10 steps, and in several times as many if the system has
+/// to provide their memory.
+const STEPS_BEFORE_PACKING: usize = 16;
+
 /// Prompts are split into passes of the decoder with about this many tokens.
 const PREFILL_TOKENS: usize = 512;
 
@@ -264,11 +269,16 @@ impl Run<'_> {
     fn run(mut self, deliver: &mut Deliver<'_>) -> Result<()> {
         let mut waiting = self.plan().into_iter();
         let mut live: Vec<Live> = Vec::new();
+        let mut steps = 0;
         loop {
             if self.batch.progress.is_canceled() {
                 return Err(Interrupted.into());
             }
             if !live.is_empty() {
+                if steps == STEPS_BEFORE_PACKING {
+                    self.cache.pack_weights();
+                }
+                steps += 1;
                 let new: Vec<(SequenceId, &[u32])> = live
                     .iter()
                     .map(|l| (l.sequence, &l.tokens[l.tokens.len() - 1..]))
