@@ -22,7 +22,7 @@ fn whole(decoder: &Decoder, tokens: &[u32]) -> Result<Tensor> {
     decoder.logits(&hidden)?.squeeze(0)
 }
 
-/// The same with a cache: `prompt` tokens first, then one by one. The later ones use packed weights.
+/// The same with a cache: `prompt` tokens first, then one by one. Later ones use packed weights.
 fn cached(decoder: &Decoder, tokens: &[u32], prompt: usize, dtype: DType) -> Result<Tensor> {
     let mut cache = cache(decoder.config(), dtype)?;
     let sequence = cache.add();
