@@ -12,7 +12,8 @@ use crate::{check, path};
 /// multiplies it.
 ///
 /// For few rows, [`linear_rows`](crate::linear_rows()) takes much of its time to rearrange the
-/// weight. [`packed_linear_rows`](crate::packed_linear_rows) does not, and its results have the same bits.
+/// weight. [`packed_linear_rows`](crate::packed_linear_rows) does not, and its results have the
+/// same bits.
 ///
 /// There is a copy if [`Self::copies`] its dtype on the CPU. Other weights are read where they are.
 /// A later change of the weight in place does not change the copy.
@@ -29,8 +30,8 @@ impl PackedWeight {
     ///
     /// # Errors
     ///
-    /// Fails if `weight` is in a graph. [`packed_linear_rows`](crate::packed_linear_rows) checks its
-    /// shape.
+    /// Fails if `weight` is in a graph. [`packed_linear_rows`](crate::packed_linear_rows) checks
+    /// its shape.
     pub fn new(weight: &Tensor) -> Result<Self> {
         check::constant("weight", weight)?;
         let panels = match path::is_fused_on_cpu(weight) && weight.rank() == 2 {
