@@ -5,7 +5,7 @@ use pulp::Arch;
 use rayon::prelude::*;
 
 use super::element::Element;
-use super::simd::{BLOCK, prefetch};
+use super::simd::{BLOCK, L1, prefetch};
 use super::slice::{self, CHUNK, with_floats};
 use crate::adamw::{AdamWStep, AdamWTensors, Narrow};
 use crate::moments::{self, SIGNED, UNSIGNED};
@@ -226,7 +226,7 @@ impl Narrow {
             .zip(g.chunks(PART));
         for (((p, m), v), g) in parts {
             for x in [&*p, m, v, g] {
-                prefetch(x, AHEAD);
+                prefetch::<L1, _>(x.as_ptr().wrapping_add(AHEAD), x.len());
             }
             self.update_part(p, m, v, g);
         }

@@ -1,9 +1,11 @@
 //! The CPU path of [`paged_attention`](crate::paged_attention()).
 //!
-//! A task computes one key head of one row and the query heads that share it: the scores of all
-//! visible positions, their softmax, and the weighted sum of values. Pages are read in place.
+//! A task computes one key head of some rows, and the query heads that share it: the scores of all
+//! visible positions, their softmax, and the weighted sum of values. Pages are read in place, and
+//! those that the rows share only once.
 
 use std::mem::MaybeUninit;
+use std::ops::Range;
 
 use candle_core::{Result, Tensor};
 use pulp::{Arch, Simd, WithSimd};
@@ -11,19 +13,29 @@ use rayon::prelude::*;
 
 use super::attention::{CapRow, SoftmaxRow};
 use super::element::Element;
-use super::simd::MAX_LANES;
+use super::simd::{L2, MAX_LANES, prefetch};
 use super::{output, slice};
 use crate::Scores;
-use crate::paged_attention::{KeyValuePages, PAGE, PageSlot, PagedRow};
+use crate::paged_attention::{KeyValuePages, PAGE, PageSlot, PageSpan, PagedRow};
 
 /// Minimum number of products for more than one core.
 const WORTH_SHARING: usize = 1 << 18;
 
-/// Vectors of a result that are summed together, which hides the latency of additions.
-const SUMS: usize = 4;
+/// Rows of a task, at most.
+const ROWS: usize = 8;
 
-/// Query heads whose products with a page are computed together, for the same reason.
-const HEADS: usize = 4;
+/// Tasks for each core, at least, so that all cores end at about the same time.
+const TASKS_PER_CORE: usize = 2;
+
+/// Pages that are loaded before they are used.
+const AHEAD: usize = 2;
+
+/// Queries whose products with a page are computed together, at most. This hides the latency of
+/// additions.
+const QUERIES: usize = 8;
+
+/// Vectors of a result that are summed together, for the same reason.
+const SUMS: usize = 4;
 
 /// Returns the attended values, of the length of a contiguous `query`.
 pub(crate) fn forward<T: Element>(
@@ -37,33 +49,48 @@ pub(crate) fn forward<T: Element>(
         slice::read::<T, _>(pages.keys(), |keys| {
             slice::read::<T, _>(pages.values(), |values| {
                 let piece = query.len() / (rows.len() * kv_heads);
-                let task = |scratch: &mut Scratch, index: usize, y: &mut [MaybeUninit<T>]| {
-                    Arch::new().dispatch(Task {
-                        query: &query[index * piece..][..piece],
-                        keys,
-                        values,
-                        row: rows[index / kv_heads],
-                        head: index % kv_heads,
-                        kv_heads,
-                        head_dim,
-                        scores,
-                        y,
-                        scratch,
-                    });
-                };
                 let seen: usize = rows.iter().map(|row| row.visible).sum();
+                let share = seen * piece * kv_heads >= WORTH_SHARING;
+                let tasks = match share {
+                    true => TASKS_PER_CORE * rayon::current_num_threads(),
+                    false => 1,
+                };
+                let most = (rows.len() * kv_heads).div_ceil(tasks).min(ROWS);
                 let fill = |y: &mut [MaybeUninit<T>]| {
-                    if seen * piece * kv_heads < WORTH_SHARING {
-                        let scratch = &mut Scratch::default();
-                        for (index, y) in y.chunks_exact_mut(piece).enumerate() {
-                            task(scratch, index, y);
+                    let mut tasks = Vec::with_capacity(rows.len() * kv_heads);
+                    let mut rest = y;
+                    for (range, shared) in groups(rows, most) {
+                        let (y, after) =
+                            std::mem::take(&mut rest).split_at_mut(range.len() * kv_heads * piece);
+                        rest = after;
+                        let mut targets: Vec<Vec<_>> = (0..kv_heads).map(|_| Vec::new()).collect();
+                        for (index, target) in y.chunks_exact_mut(piece).enumerate() {
+                            targets[index % kv_heads].push(target);
                         }
-                    } else {
-                        y.par_chunks_exact_mut(piece)
-                            .enumerate()
-                            .for_each_init(Scratch::default, |scratch, (index, y)| {
-                                task(scratch, index, y)
-                            });
+                        let first = range.start * kv_heads;
+                        tasks.extend(targets.into_iter().enumerate().map(|(head, targets)| Task {
+                            query: &query[(first + head) * piece..],
+                            stride: kv_heads * piece,
+                            keys,
+                            values,
+                            rows: &rows[range.clone()],
+                            shared: &rows[range.start].spans[..shared],
+                            head,
+                            kv_heads,
+                            head_dim,
+                            scores,
+                            targets,
+                        }));
+                    }
+                    let run = |scratch: &mut Scratch, task: Task<T>| {
+                        Arch::new().dispatch(RunTask { task, scratch })
+                    };
+                    match share {
+                        true => tasks.into_par_iter().for_each_init(Scratch::default, run),
+                        false => {
+                            let scratch = &mut Scratch::default();
+                            tasks.into_iter().for_each(|task| run(scratch, task));
+                        }
                     }
                 };
                 // SAFETY: the tasks partition the result, and each writes its whole part.
@@ -72,6 +99,27 @@ pub(crate) fn forward<T: Element>(
             })
         })
     })
+}
+
+/// Divides rows into groups of at most `most` neighbors, and returns the number of spans that each
+/// group shares. A group of several shares at least one.
+fn groups(rows: &[PagedRow], most: usize) -> Vec<(Range<usize>, usize)> {
+    let mut groups: Vec<(Range<usize>, usize)> = Vec::new();
+    for (index, row) in rows.iter().enumerate() {
+        if let Some((group, shared)) = groups.last_mut()
+            && group.len() < most
+        {
+            let first = rows[group.start].spans[..*shared].iter();
+            let same = first.zip(row.spans).take_while(|(a, b)| a == b).count();
+            if same > 0 {
+                group.end = index + 1;
+                *shared = same;
+                continue;
+            }
+        }
+        groups.push((index..index + 1, row.spans.len()));
+    }
+    groups
 }
 
 /// Writes `rows` `[N, kv_heads * head_dim]` to slots of `pages`. The layout of a head in a page is
@@ -102,123 +150,289 @@ pub(crate) fn write<T: Element>(
 struct Scratch {
     /// Zeros.
     bias: Vec<f32>,
-    /// The scores of each query head, then their softmax, by position.
+    windows: Vec<Window>,
+    /// The scores of each query, then their softmax, by position.
     weights: Vec<f32>,
+    /// The queries of each row.
     query: Vec<f32>,
-    /// The results of the query heads.
+    /// Their results.
     result: Vec<f32>,
     /// A page of one head in f32, unless the pages are f32.
     page: Vec<f32>,
 }
 
-/// One key head of one row.
+/// The visible positions of a row, and the place of its weights.
+struct Window {
+    visible: Range<usize>,
+    /// The position of the first weight. Sums start at a whole vector, as in training.
+    begin: usize,
+    /// The weights of a query.
+    width: usize,
+    /// The place of the first weight of the first query.
+    place: usize,
+}
+
+impl Window {
+    fn weights(&self, query: usize) -> Range<usize> {
+        let start = self.place + query * self.width;
+        start..start + self.width
+    }
+
+    /// Returns the visible positions of a part, and the place of their weights for the first query.
+    #[inline(always)]
+    fn visible_in(&self, part: &Part) -> Option<(Range<usize>, usize)> {
+        let len = part.span.len;
+        let len = len.min(self.visible.end.saturating_sub(part.start));
+        let hidden = self.visible.start.saturating_sub(part.start);
+        (hidden < len).then(|| (hidden..len, self.place + part.start + hidden - self.begin))
+    }
+}
+
+/// A span of some rows.
+struct Part {
+    rows: Range<usize>,
+    /// The position where it starts.
+    start: usize,
+    span: PageSpan,
+}
+
+/// One key head of some rows.
 struct Task<'a, T> {
-    /// The query heads.
+    /// The query heads of the first row. Those of the next start `stride` after.
     query: &'a [T],
+    stride: usize,
     keys: &'a [T],
     values: &'a [T],
-    row: PagedRow<'a>,
+    rows: &'a [PagedRow<'a>],
+    /// The first spans of each row, which are the same.
+    shared: &'a [PageSpan],
     head: usize,
     kv_heads: usize,
     head_dim: usize,
     scores: &'a Scores,
-    y: &'a mut [MaybeUninit<T>],
-    scratch: &'a mut Scratch,
+    /// The result of each row.
+    targets: Vec<&'a mut [MaybeUninit<T>]>,
 }
 
-impl<T: Element> WithSimd for Task<'_, T> {
+struct RunTask<'a, 's, T> {
+    task: Task<'a, T>,
+    scratch: &'s mut Scratch,
+}
+
+impl<T: Element> WithSimd for RunTask<'_, '_, T> {
     type Output = ();
 
     #[inline(always)]
     fn with_simd<S: Simd>(self, simd: S) {
-        let Self { head_dim, row, .. } = self;
-        let heads = self.query.len() / head_dim;
-        let scratch = self.scratch;
-        scratch.query.resize(self.query.len(), 0.0);
-        T::widen(self.query, &mut scratch.query);
-        for x in &mut scratch.query {
-            *x *= self.scores.scale as f32;
+        let Self { task, scratch } = self;
+        let piece = task.targets.first().map_or(0, |target| target.len());
+        task.begin(piece, scratch);
+        // Plain loops: the compiler must inline all of it, and does not inline every closure.
+        let parts = task.parts();
+        // The processor does not load a page before the first access to it.
+        let keys = parts.iter().map(|part| task.page(task.keys, part));
+        let values = parts.iter().map(|part| task.page(task.values, part));
+        let mut ahead = keys.chain(values).skip(AHEAD);
+        for part in &parts {
+            if let Some(page) = ahead.next() {
+                prefetch::<L2, _>(page.as_ptr(), page.len());
+            }
+            task.score(simd, part, scratch);
         }
-        scratch.result.resize(heads * head_dim, 0.0);
-        scratch.result.fill(0.0);
-        scratch.page.resize(head_dim * PAGE, 0.0);
-
-        // The position of the first weight. Sums start at a whole vector, as in training.
-        let first = self.scores.first_visible(row.visible);
-        let begin = first / MAX_LANES * MAX_LANES;
-        let width = (row.visible - begin).next_multiple_of(MAX_LANES);
-        // The pages with visible positions, these positions of each, and the place of their
-        // weights.
-        let mut before = 0;
-        let spans = row.spans.iter().filter_map(move |span| {
-            let start = before;
-            let len = span.len.min(row.visible - start);
-            let hidden = first.saturating_sub(start);
-            before += len;
-            (hidden < len).then(|| (span.page, hidden..len, start + hidden - begin))
-        });
-        scratch.bias.resize(width, 0.0);
-        scratch.weights.resize(heads * width, 0.0);
-        // Masks the positions before and after the visible ones.
-        for weights in scratch.weights.chunks_exact_mut(width) {
-            weights[..first - begin].fill(f32::NEG_INFINITY);
-            weights[row.visible - begin..].fill(f32::NEG_INFINITY);
-        }
-
-        let piece = head_dim * PAGE;
-        let place = |page: usize| (page * self.kv_heads + self.head) * piece;
-        for (page, visible, at) in spans.clone() {
-            let keys = T::widened(&self.keys[place(page)..][..piece], &mut scratch.page);
-            for (query, weights) in (scratch.query.chunks(HEADS * head_dim))
-                .zip(scratch.weights.chunks_mut(HEADS * width))
-            {
-                let mut scores = [[0.0; PAGE]; HEADS];
-                match query.len() / head_dim {
-                    1 => products::<S, 1>(simd, query, keys, &mut scores),
-                    2 => products::<S, 2>(simd, query, keys, &mut scores),
-                    3 => products::<S, 3>(simd, query, keys, &mut scores),
-                    _ => products::<S, HEADS>(simd, query, keys, &mut scores),
-                }
-                for (scores, weights) in scores.iter_mut().zip(weights.chunks_exact_mut(width)) {
-                    if let Some(cap) = self.scores.cap {
-                        let cap = cap as f32;
-                        CapRow { scores, cap }.with_simd(simd);
-                    }
-                    weights[at..][..visible.len()].copy_from_slice(&scores[visible.clone()]);
-                }
+        for window in &scratch.windows {
+            let all = window.place..window.weights(piece / task.head_dim).start;
+            for scores in scratch.weights[all].chunks_exact_mut(window.width) {
+                let bias = &scratch.bias[..window.width];
+                SoftmaxRow { scores, bias }.with_simd(simd);
             }
         }
-        for scores in scratch.weights.chunks_exact_mut(width) {
-            let bias = &scratch.bias;
-            SoftmaxRow { scores, bias }.with_simd(simd);
-        }
-        for (page, visible, at) in spans {
-            let values = &self.values[place(page)..][..piece];
-            let values = &values[visible.start * head_dim..visible.end * head_dim];
-            let values = T::widened(values, &mut scratch.page[..values.len()]);
-            for (weights, result) in scratch
-                .weights
-                .chunks_exact(width)
-                .zip(scratch.result.chunks_exact_mut(head_dim))
-            {
-                mix(simd, &weights[at..][..visible.len()], values, result);
+        for part in &parts {
+            if let Some(page) = ahead.next() {
+                prefetch::<L2, _>(page.as_ptr(), page.len());
             }
+            task.mix(simd, part, scratch);
         }
-        T::write(&scratch.result, self.y);
+        for (target, result) in task
+            .targets
+            .into_iter()
+            .zip(scratch.result.chunks_exact(piece))
+        {
+            T::write(result, target);
+        }
     }
 }
 
-/// Computes the products of H queries with the keys of a page, `[head_dim, PAGE]`. Each is a chain
-/// of multiply-adds, as in the matrix products of training.
+impl<T: Element> Task<'_, T> {
+    /// Prepares the buffers for `piece` numbers of each row.
+    #[inline(always)]
+    fn begin(&self, piece: usize, scratch: &mut Scratch) {
+        let heads = piece / self.head_dim;
+        scratch.query.resize(self.rows.len() * piece, 0.0);
+        for (row, query) in scratch.query.chunks_exact_mut(piece).enumerate() {
+            T::widen(&self.query[row * self.stride..][..piece], query);
+            for x in query {
+                *x *= self.scores.scale as f32;
+            }
+        }
+        scratch.result.resize(scratch.query.len(), 0.0);
+        scratch.result.fill(0.0);
+        scratch.page.resize(self.head_dim * PAGE, 0.0);
+        scratch.windows.clear();
+        let mut place = 0;
+        for row in self.rows {
+            let first = self.scores.first_visible(row.visible);
+            let begin = first / MAX_LANES * MAX_LANES;
+            let window = Window {
+                visible: first..row.visible,
+                begin,
+                width: (row.visible - begin).next_multiple_of(MAX_LANES),
+                place,
+            };
+            place = window.weights(heads).start;
+            if scratch.bias.len() < window.width {
+                scratch.bias.resize(window.width, 0.0);
+            }
+            scratch.windows.push(window);
+        }
+        if scratch.weights.len() < place {
+            scratch.weights.resize(place, 0.0);
+        }
+        // Masks the positions before and after the visible ones.
+        for window in &scratch.windows {
+            for query in 0..heads {
+                let weights = &mut scratch.weights[window.weights(query)];
+                weights[..window.visible.start - window.begin].fill(f32::NEG_INFINITY);
+                weights[window.visible.end - window.begin..].fill(f32::NEG_INFINITY);
+            }
+        }
+    }
+
+    /// Returns the spans in order: those that the rows share, and those of each row.
+    fn parts(&self) -> Vec<Part> {
+        let mut parts = Vec::new();
+        let mut start = 0;
+        let all = 0..self.rows.len();
+        for &span in self.shared {
+            parts.push(Part {
+                rows: all.clone(),
+                start,
+                span,
+            });
+            start += span.len;
+        }
+        for row in all {
+            let mut start = start;
+            for &span in &self.rows[row].spans[self.shared.len()..] {
+                let rows = row..row + 1;
+                parts.push(Part { rows, start, span });
+                start += span.len;
+            }
+        }
+        parts
+    }
+
+    /// The numbers of a page of the head.
+    fn page<'a>(&self, all: &'a [T], part: &Part) -> &'a [T] {
+        let len = self.head_dim * PAGE;
+        &all[(part.span.page * self.kv_heads + self.head) * len..][..len]
+    }
+
+    /// Writes the scores of the positions of a part, for the queries of its rows.
+    #[inline(always)]
+    fn score<S: Simd>(&self, simd: S, part: &Part, scratch: &mut Scratch) {
+        let Part { rows, .. } = part;
+        let windows = &scratch.windows[rows.clone()];
+        if windows
+            .iter()
+            .all(|window| window.visible_in(part).is_none())
+        {
+            return;
+        }
+        let keys = T::widened(self.page(self.keys, part), &mut scratch.page);
+        let dim = self.head_dim;
+        let heads = scratch.query.len() / self.rows.len() / dim;
+        let mut query = rows.start * heads;
+        while query < rows.end * heads {
+            let left = rows.end * heads - query;
+            let mut scores = [[0.0; PAGE]; QUERIES];
+            let queries = &scratch.query[query * dim..];
+            let count = match left {
+                QUERIES.. => products::<S, QUERIES>(simd, queries, dim, keys, &mut scores),
+                4.. => products::<S, 4>(simd, queries, dim, keys, &mut scores),
+                3 => products::<S, 3>(simd, queries, dim, keys, &mut scores),
+                2 => products::<S, 2>(simd, queries, dim, keys, &mut scores),
+                _ => products::<S, 1>(simd, queries, dim, keys, &mut scores),
+            };
+            for (scores, query) in scores.iter_mut().zip(query..query + count) {
+                let window = &scratch.windows[query / heads];
+                let Some((visible, at)) = window.visible_in(part) else {
+                    continue;
+                };
+                if let Some(cap) = self.scores.cap {
+                    let cap = cap as f32;
+                    CapRow { scores, cap }.with_simd(simd);
+                }
+                let at = at + query % heads * window.width;
+                scratch.weights[at..][..visible.len()].copy_from_slice(&scores[visible]);
+            }
+            query += count;
+        }
+    }
+
+    /// Adds the weighted values of the positions of a part to the results of its rows.
+    #[inline(always)]
+    fn mix<S: Simd>(&self, simd: S, part: &Part, scratch: &mut Scratch) {
+        let Part { rows, .. } = part;
+        let windows = &scratch.windows[rows.clone()];
+        if windows
+            .iter()
+            .all(|window| window.visible_in(part).is_none())
+        {
+            return;
+        }
+        let values = T::widened(self.page(self.values, part), &mut scratch.page);
+        let dim = self.head_dim;
+        let heads = scratch.result.len() / self.rows.len() / dim;
+        let results = &mut scratch.result[rows.start * heads * dim..rows.end * heads * dim];
+        // Two queries at a time, which read the values once.
+        for (pair, results) in results.chunks_mut(2 * dim).enumerate() {
+            let parts = [0, 1].map(|second| {
+                let query = rows.start * heads + 2 * pair + second;
+                let window = scratch.windows[..rows.end].get(query / heads)?;
+                let (visible, at) = window.visible_in(part)?;
+                let at = at + query % heads * window.width;
+                Some((&scratch.weights[at..][..visible.len()], visible))
+            });
+            let (first, second) = results.split_at_mut(dim);
+            let of = |visible: &Range<usize>| &values[visible.start * dim..visible.end * dim];
+            match parts {
+                [Some((a, visible)), Some((b, other))] if visible == other => {
+                    mix(simd, [a, b], of(&visible), [first, second]);
+                }
+                [a, b] => {
+                    if let Some((weights, visible)) = a {
+                        mix(simd, [weights], of(&visible), [first]);
+                    }
+                    if let Some((weights, visible)) = b {
+                        mix(simd, [weights], of(&visible), [second]);
+                    }
+                }
+            }
+        }
+    }
+}
+
+/// Computes the products of H queries with the keys of a page, `[head_dim, PAGE]`, and returns H.
+/// Each is a chain of multiply-adds, as in the matrix products of training.
 #[inline(always)]
 fn products<S: Simd, const H: usize>(
     simd: S,
     queries: &[f32],
+    head_dim: usize,
     keys: &[f32],
-    scores: &mut [[f32; PAGE]; HEADS],
-) {
+    scores: &mut [[f32; PAGE]; QUERIES],
+) -> usize {
     let (keys, _) = S::as_simd_f32s(keys);
-    let head_dim = queries.len() / H;
     let queries: [_; H] = std::array::from_fn(|head| &queries[head * head_dim..][..head_dim]);
     let vectors = PAGE / S::F32_LANES;
     for part in 0..vectors {
@@ -232,43 +446,66 @@ fn products<S: Simd, const H: usize>(
             S::as_mut_simd_f32s(scores).0[part] = sum;
         }
     }
+    H
 }
 
-/// Adds the weighted values `[len, head_dim]` to `result`.
+/// Adds the weighted values `[len, head_dim]` to Q results.
 #[inline(always)]
-fn mix<S: Simd>(simd: S, weights: &[f32], values: &[f32], result: &mut [f32]) {
-    let head_dim = result.len();
-    let (vectors, rest) = S::as_mut_simd_f32s(result);
-    let whole = vectors.len() * S::F32_LANES;
-    for (index, sums) in vectors.chunks_mut(SUMS).enumerate() {
-        let first = index * SUMS * S::F32_LANES;
-        if let &mut [a, b, c, d] = &mut *sums {
-            let mut four = [a, b, c, d];
-            for (&weight, values) in weights.iter().zip(values.chunks_exact(head_dim)) {
-                let weight = simd.splat_f32s(weight);
-                let (values, _) = S::as_simd_f32s(&values[first..][..SUMS * S::F32_LANES]);
-                for (sum, &value) in four.iter_mut().zip(values) {
-                    *sum = simd.mul_add_e_f32s(weight, value, *sum);
+fn mix<S: Simd, const Q: usize>(
+    simd: S,
+    weights: [&[f32]; Q],
+    values: &[f32],
+    results: [&mut [f32]; Q],
+) {
+    let head_dim = results[0].len();
+    let len = values.len() / head_dim;
+    let weights = weights.map(|weights| &weights[..len]);
+    let mut parts = results.map(|result| S::as_mut_simd_f32s(result));
+    let vectors = parts[0].0.len();
+    let whole = vectors * S::F32_LANES;
+    let mut first = 0;
+    while first < vectors {
+        let at = |k: usize| &values[k * head_dim + first * S::F32_LANES..];
+        if first + SUMS <= vectors {
+            let mut sums = [[simd.splat_f32s(0.0); SUMS]; Q];
+            for (sums, part) in sums.iter_mut().zip(&parts) {
+                sums.copy_from_slice(&part.0[first..][..SUMS]);
+            }
+            for k in 0..len {
+                let (values, _) = S::as_simd_f32s(&at(k)[..SUMS * S::F32_LANES]);
+                for (sums, weights) in sums.iter_mut().zip(weights) {
+                    let weight = simd.splat_f32s(weights[k]);
+                    for (sum, &value) in sums.iter_mut().zip(values) {
+                        *sum = simd.mul_add_e_f32s(weight, value, *sum);
+                    }
                 }
             }
-            sums.copy_from_slice(&four);
+            for (part, sums) in parts.iter_mut().zip(sums) {
+                part.0[first..][..SUMS].copy_from_slice(&sums);
+            }
+            first += SUMS;
             continue;
         }
-        for (&weight, values) in weights.iter().zip(values.chunks_exact(head_dim)) {
-            let weight = simd.splat_f32s(weight);
-            let (values, _) = S::as_simd_f32s(&values[first..]);
-            for (sum, &value) in sums.iter_mut().zip(values) {
-                *sum = simd.mul_add_e_f32s(weight, value, *sum);
+        for (part, weights) in parts.iter_mut().zip(weights) {
+            let mut sum = part.0[first];
+            for (k, &weight) in weights.iter().enumerate() {
+                let (values, _) = S::as_simd_f32s(&at(k)[..S::F32_LANES]);
+                sum = simd.mul_add_e_f32s(simd.splat_f32s(weight), values[0], sum);
             }
+            part.0[first] = sum;
         }
+        first += 1;
     }
-    if rest.is_empty() {
-        return;
+    for (part, weights) in parts.iter_mut().zip(weights) {
+        let rest = &mut *part.1;
+        if rest.is_empty() {
+            continue;
+        }
+        let mut sum = simd.partial_load_f32s(rest);
+        for (&weight, values) in weights.iter().zip(values.chunks_exact(head_dim)) {
+            let values = simd.partial_load_f32s(&values[whole..]);
+            sum = simd.mul_add_e_f32s(simd.splat_f32s(weight), values, sum);
+        }
+        simd.partial_store_f32s(rest, sum);
     }
-    let mut sum = simd.partial_load_f32s(rest);
-    for (&weight, values) in weights.iter().zip(values.chunks_exact(head_dim)) {
-        let values = simd.partial_load_f32s(&values[whole..]);
-        sum = simd.mul_add_e_f32s(simd.splat_f32s(weight), values, sum);
-    }
-    simd.partial_store_f32s(rest, sum);
 }

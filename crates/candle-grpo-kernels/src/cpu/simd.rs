@@ -17,21 +17,24 @@ pub(crate) fn padded<T: Element>(row: &[T]) -> Vec<f32> {
     padded
 }
 
-/// Prefetches the memory `ahead` elements after `x`, for the length of `x`. The address need not be
-/// valid.
+/// The hints of [`prefetch`]: the cache that the memory is loaded into.
+pub(crate) const L1: i32 = 3;
+pub(crate) const L2: i32 = 2;
+
+/// Starts to load `len` elements into the cache `HINT`, on processors with an instruction for it.
+/// The address need not be valid.
 #[inline(always)]
-pub(crate) fn prefetch(x: &[f32], ahead: usize) {
+pub(crate) fn prefetch<const HINT: i32, T>(first: *const T, len: usize) {
     #[cfg(target_arch = "x86_64")]
-    for line in (0..x.len()).step_by(16) {
-        use std::arch::x86_64::{_MM_HINT_T0, _mm_prefetch};
+    for line in (0..len).step_by(64 / size_of::<T>()) {
         // SAFETY: a prefetch does not access memory, so any address is valid.
         #[allow(unsafe_code)]
         unsafe {
-            _mm_prefetch::<_MM_HINT_T0>(x.as_ptr().wrapping_add(line + ahead).cast());
+            std::arch::x86_64::_mm_prefetch::<HINT>(first.wrapping_add(line).cast());
         }
     }
     #[cfg(not(target_arch = "x86_64"))]
-    let _ = (x, ahead);
+    let _ = (first, len);
 }
 
 /// Below this, `exp` in f32 is less than the smallest normal number, and is 0 here.

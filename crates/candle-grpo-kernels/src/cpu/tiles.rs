@@ -8,6 +8,7 @@ use pulp::{Simd, WithSimd};
 use super::amx::{BLOCK, STEP, Tiles};
 use super::matmul::{Buffer, Matrix, Scratch};
 use super::panel::{Columns, transpose};
+use super::simd::{L2, prefetch};
 use super::word::Word;
 
 /// A matrix in memory that a task writes.
@@ -117,9 +118,10 @@ impl<C: Columns> WithSimd for RunTiles<'_, '_, C> {
                     if whole && panels.len() == 1 {
                         // The rows are read once, from memory.
                         let next = first + BLOCK..rows.end.min(first + 2 * BLOCK);
-                        next.for_each(|row| {
-                            prefetch(&numbers[row * left.row_stride..][inner.clone()])
-                        });
+                        for row in next {
+                            let row = &numbers[row * left.row_stride..][inner.clone()];
+                            prefetch::<L2, _>(row.as_ptr(), row.len());
+                        }
                     }
                     let rows = first..rows.end.min(first + BLOCK);
                     let a = if copied.contains(&first) {
@@ -151,21 +153,6 @@ impl<C: Columns> WithSimd for RunTiles<'_, '_, C> {
                     }
                 }
             }
-        }
-    }
-}
-
-/// Starts to load numbers into the L2 cache.
-#[inline(always)]
-fn prefetch(numbers: &[bf16]) {
-    use std::arch::x86_64::{_MM_HINT_T1, _mm_prefetch};
-
-    const LINE: usize = 32;
-    for line in numbers.chunks(LINE) {
-        // SAFETY: a prefetch does not access memory.
-        #[allow(unsafe_code)]
-        unsafe {
-            _mm_prefetch::<_MM_HINT_T1>(line.as_ptr().cast());
         }
     }
 }

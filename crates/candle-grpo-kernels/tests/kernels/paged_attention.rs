@@ -250,22 +250,47 @@ proptest! {
         }
     }
 
+    /// Rows that begin with the same pages read them together.
     #[test]
     fn a_row_is_bit_identical_with_any_other_rows(
         shape in shapes(),
         dtype in dtypes(),
         seed in any::<u64>(),
-        copies in 1usize..30,
+        forks in proptest::collection::vec((0usize..4, 0usize..40, 0usize..4, 0usize..40), 1..60),
+        is_sorted in any::<bool>(),
+        window in proptest::option::of(1usize..60),
+        cap in proptest::option::of(Just(2.0)),
     ) {
         let (pages, sequences) = write_all(&shape, Layout::Contiguous, seed, dtype, &Device::Cpu)?;
-        // Many rows, to use several cores.
-        let one = rows(&sequences, 0)?;
-        let rows = one.repeat(copies);
+        if sequences.is_empty() {
+            return Ok(());
+        }
+        let mut forks = forks;
+        if is_sorted {
+            forks.sort_unstable();
+        }
+        // The first pages of a sequence, then another sequence.
+        let spans: Vec<Vec<PageSpan>> = forks
+            .iter()
+            .map(|&(prompt, shared, own, _)| {
+                let [prompt, own] = [prompt, own].map(|at| &sequences[at % sequences.len()].spans);
+                [&prompt[..shared.min(prompt.len())], own].concat()
+            })
+            .collect();
+        let rows: Vec<PagedRow> = spans
+            .iter()
+            .zip(&forks)
+            .map(|(spans, &(_, _, _, hidden))| {
+                let all: usize = spans.iter().map(|span| span.len).sum();
+                let visible = all.saturating_sub(hidden).max(1);
+                PagedRow { spans, visible }
+            })
+            .collect();
         let width = shape.kv_heads * shape.group * shape.head_dim;
         let query = noisy(&[rows.len(), width], seed, dtype)?;
         let attend = |query: &Tensor, rows: &[PagedRow]| {
             let batch = PagedBatch::new(&[], rows, &Device::Cpu)?;
-            paged_attention(query, &pages, &batch, 0.3)
+            paged_attention(query, &pages, &batch, Scores { scale: 0.3, window, cap })
         };
         let together = attend(&query, &rows)?;
         for (index, row) in rows.iter().enumerate() {
