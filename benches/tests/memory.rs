@@ -290,7 +290,7 @@ fn packed_weights_take_the_planned_bytes(
     let copies = step(false)?.abs_diff(step(true)?);
     let planned = model.packed_bytes(base, dtype)?;
     assert!(
-        copies.abs_diff(planned) <= planned / 10,
+        copies.abs_diff(planned) <= planned / 10 + MIB / 4,
         "{copies} bytes, planned {planned}"
     );
     Ok(())

@@ -34,11 +34,15 @@ impl PackedWeight {
     /// its shape.
     pub fn new(weight: &Tensor) -> Result<Self> {
         check::constant("weight", weight)?;
-        let panels = match path::is_fused_on_cpu(weight) && weight.rank() == 2 {
-            true => Panels::new(&weight.contiguous()?)?.map(Arc::new),
-            false => None,
-        };
-        let weight = weight.clone();
+        if !path::is_fused_on_cpu(weight) || weight.rank() != 2 {
+            let weight = weight.clone();
+            return Ok(Self {
+                weight,
+                panels: None,
+            });
+        }
+        let weight = weight.contiguous()?;
+        let panels = Panels::new(&weight)?.map(Arc::new);
         Ok(Self { weight, panels })
     }
 

@@ -405,6 +405,7 @@ impl Buffer {
     pub(super) fn first(&mut self, len: usize) -> &mut [f32] {
         let most = len + Self::LINE / size_of::<f32>();
         if self.0.len() < most {
+            self.0 = Vec::new();
             // Zeros from the system are written when a thread first uses them.
             self.0 = vec![0.0; most];
         }

@@ -55,7 +55,7 @@ pub(crate) fn forward<T: Element>(
                     true => TASKS_PER_CORE * rayon::current_num_threads(),
                     false => 1,
                 };
-                let most = (rows.len() * kv_heads).div_ceil(tasks).min(ROWS);
+                let most = (rows.len() * kv_heads / tasks).clamp(1, ROWS);
                 let fill = |y: &mut [MaybeUninit<T>]| {
                     let mut tasks = Vec::with_capacity(rows.len() * kv_heads);
                     let mut rest = y;
@@ -102,7 +102,8 @@ pub(crate) fn forward<T: Element>(
 }
 
 /// Divides rows into groups of at most `most` neighbors, and returns the number of spans that each
-/// group shares. A group of several shares at least one.
+/// group shares. A group of several shares at least one. A row that shares less than half as much
+/// as those before it begins a new group.
 fn groups(rows: &[PagedRow], most: usize) -> Vec<(Range<usize>, usize)> {
     let mut groups: Vec<(Range<usize>, usize)> = Vec::new();
     for (index, row) in rows.iter().enumerate() {
@@ -111,7 +112,7 @@ fn groups(rows: &[PagedRow], most: usize) -> Vec<(Range<usize>, usize)> {
         {
             let first = rows[group.start].spans[..*shared].iter();
             let same = first.zip(row.spans).take_while(|(a, b)| a == b).count();
-            if same > 0 {
+            if same > 0 && (group.len() == 1 || 2 * same >= *shared) {
                 group.end = index + 1;
                 *shared = same;
                 continue;
@@ -228,7 +229,7 @@ impl<T: Element> WithSimd for RunTask<'_, '_, T> {
         let piece = task.targets.first().map_or(0, |target| target.len());
         task.begin(piece, scratch);
         // Plain loops: the compiler must inline all of it, and does not inline every closure.
-        let parts = task.parts();
+        let parts = task.parts(&scratch.windows);
         // The processor does not load a page before the first access to it.
         let keys = parts.iter().map(|part| task.page(task.keys, part));
         let values = parts.iter().map(|part| task.page(task.values, part));
@@ -307,24 +308,28 @@ impl<T: Element> Task<'_, T> {
         }
     }
 
-    /// Returns the spans in order: those that the rows share, and those of each row.
-    fn parts(&self) -> Vec<Part> {
+    /// Returns the spans with visible positions, in order: those that the rows share, and those of
+    /// each row.
+    fn parts(&self, windows: &[Window]) -> Vec<Part> {
         let mut parts = Vec::new();
+        let mut push = |part: Part| {
+            let mut windows = windows[part.rows.clone()].iter();
+            if windows.any(|window| window.visible_in(&part).is_some()) {
+                parts.push(part);
+            }
+        };
         let mut start = 0;
         let all = 0..self.rows.len();
         for &span in self.shared {
-            parts.push(Part {
-                rows: all.clone(),
-                start,
-                span,
-            });
+            let rows = all.clone();
+            push(Part { rows, start, span });
             start += span.len;
         }
         for row in all {
             let mut start = start;
             for &span in &self.rows[row].spans[self.shared.len()..] {
                 let rows = row..row + 1;
-                parts.push(Part { rows, start, span });
+                push(Part { rows, start, span });
                 start += span.len;
             }
         }
@@ -341,13 +346,6 @@ impl<T: Element> Task<'_, T> {
     #[inline(always)]
     fn score<S: Simd>(&self, simd: S, part: &Part, scratch: &mut Scratch) {
         let Part { rows, .. } = part;
-        let windows = &scratch.windows[rows.clone()];
-        if windows
-            .iter()
-            .all(|window| window.visible_in(part).is_none())
-        {
-            return;
-        }
         let keys = T::widened(self.page(self.keys, part), &mut scratch.page);
         let dim = self.head_dim;
         let heads = scratch.query.len() / self.rows.len() / dim;
@@ -383,13 +381,6 @@ impl<T: Element> Task<'_, T> {
     #[inline(always)]
     fn mix<S: Simd>(&self, simd: S, part: &Part, scratch: &mut Scratch) {
         let Part { rows, .. } = part;
-        let windows = &scratch.windows[rows.clone()];
-        if windows
-            .iter()
-            .all(|window| window.visible_in(part).is_none())
-        {
-            return;
-        }
         let values = T::widened(self.page(self.values, part), &mut scratch.page);
         let dim = self.head_dim;
         let heads = scratch.result.len() / self.rows.len() / dim;
@@ -486,15 +477,17 @@ fn mix<S: Simd, const Q: usize>(
             first += SUMS;
             continue;
         }
+        let left = vectors - first;
         for (part, weights) in parts.iter_mut().zip(weights) {
-            let mut sum = part.0[first];
             for (k, &weight) in weights.iter().enumerate() {
-                let (values, _) = S::as_simd_f32s(&at(k)[..S::F32_LANES]);
-                sum = simd.mul_add_e_f32s(simd.splat_f32s(weight), values[0], sum);
+                let weight = simd.splat_f32s(weight);
+                let (values, _) = S::as_simd_f32s(&at(k)[..left * S::F32_LANES]);
+                for (sum, &value) in part.0[first..].iter_mut().zip(values) {
+                    *sum = simd.mul_add_e_f32s(weight, value, *sum);
+                }
             }
-            part.0[first] = sum;
         }
-        first += 1;
+        first = vectors;
     }
     for (part, weights) in parts.iter_mut().zip(weights) {
         let rest = &mut *part.1;

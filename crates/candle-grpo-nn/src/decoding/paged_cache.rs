@@ -141,10 +141,11 @@ impl PagedCache {
     /// processor multiplies them. The steps are up to 1.5 times as fast, and the results have the
     /// same bits.
     ///
-    /// The next step makes the copies, in about the time of two steps. They take as much memory as
-    /// the weights that have one ([`PackedWeight`]).
+    /// A copy is made when a step first uses its weight. Together they take about the time of two
+    /// steps, and as much memory as the weights that have one ([`PackedWeight`]).
     ///
-    /// **The weights must not change** afterward: steps with this cache do not see the change.
+    /// **The weights must not change** afterward: later steps would use old and new weights
+    /// together.
     ///
     /// [`PackedWeight`]: candle_grpo_kernels::PackedWeight
     ///

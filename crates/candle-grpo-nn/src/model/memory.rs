@@ -62,6 +62,7 @@ impl DecoderConfig {
     /// The bytes of the copies of weights that
     /// [`PagedCache::pack_weights`](crate::PagedCache::pack_weights) makes on the CPU, for weights
     /// in the form `base`. Those that are not in blocks have `dtype`.
+    /// [`BaseWeights::Stored`] counts as dense weights.
     ///
     /// # Errors
     ///
@@ -72,7 +73,8 @@ impl DecoderConfig {
             return Ok(0);
         }
         let maps = linear_maps(self).into_iter();
-        let maps = maps.filter(|(name, shape)| !form.has_blocks(&format!("{name}.weight"), shape));
+        let maps =
+            maps.filter(|(name, shape)| !form.is_quantized(&format!("{name}.weight"), shape));
         let elements: usize = maps.map(|(_, shape)| shape.elem_count()).sum();
         Ok((elements + self.vocab_size * self.hidden_size) * dtype.size_in_bytes())
     }

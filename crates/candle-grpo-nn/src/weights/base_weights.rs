@@ -111,10 +111,10 @@ impl FrozenForm {
         self.base == BaseWeights::Stored && self.maps.contains(name)
     }
 
-    /// Returns whether the weight `name` may be in blocks, of a file or quantized.
-    pub(crate) fn has_blocks(&self, name: &str, shape: &Shape) -> bool {
+    /// Returns whether the weight `name` is quantized.
+    pub(crate) fn is_quantized(&self, name: &str, shape: &Shape) -> bool {
         let inputs = shape.dims().last().copied().unwrap_or(0);
-        self.keeps_blocks(name) || self.block_type(name, inputs).is_some()
+        self.block_type(name, inputs).is_some()
     }
 
     /// The blocks of the weight `name` with rows of `inputs` numbers, if it is quantized.

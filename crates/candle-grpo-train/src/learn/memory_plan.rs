@@ -57,9 +57,11 @@ pub struct MemoryPlan {
     pub activations: usize,
     /// Gradients and activations together, at their peak.
     pub training: usize,
-    /// The cache of keys and values and the logits, while completions are drawn. On the CPU also
-    /// the copies of weights of [`pack_weights`](candle_grpo_nn::PagedCache::pack_weights).
+    /// The cache of keys and values and the logits, while completions are drawn.
     pub sampling: usize,
+    /// Copies of weights, while completions are drawn on the CPU
+    /// ([`pack_weights`](candle_grpo_nn::PagedCache::pack_weights)).
+    pub packed: usize,
     /// The program, its data set, its tokenizer and what the allocator keeps, in main memory: 0
     /// unless the caller sets it.
     pub program: usize,
@@ -115,10 +117,13 @@ impl MemoryPlan {
                 plan.weights / 2 + frozen(DType::F32)? - frozen(dtype.into())?
             }
         };
+        // The rows of adapters are padded, so that their copies have up to twice their size.
         let packed = match (cuda_is_available(), &config.adapters) {
             (true, _) => 0,
             (false, None) => model.packed_bytes(BaseWeights::Dense, drawn_in)?,
-            (false, Some(_)) => model.packed_bytes(config.base_weights, drawn_in)?,
+            (false, Some(_)) => {
+                model.packed_bytes(config.base_weights, drawn_in)? + 2 * plan.gradients
+            }
         };
         Ok(Self {
             weights: plan.weights + copies,
@@ -129,7 +134,8 @@ impl MemoryPlan {
             critic: critic.map_or(0, |critic| {
                 4 * all + state_bytes(&shapes, critic.optimizer.state)
             }),
-            sampling: cache + packed + drawn * model.vocab_size * 4 + BUFFERS,
+            sampling: cache + drawn * model.vocab_size * 4 + BUFFERS,
+            packed,
             ..plan
         })
     }
@@ -157,7 +163,7 @@ impl MemoryPlan {
     /// The bytes at the peak: drawing and training alternate.
     pub fn peak(&self) -> usize {
         let kept = self.weights + self.frozen + self.reference + self.critic + self.optimizer;
-        self.program + kept + self.training.max(self.sampling)
+        self.program + kept + self.training.max(self.sampling + self.packed)
     }
 }
 
@@ -209,6 +215,7 @@ impl Learning<'_> {
             activations,
             training,
             sampling: 0,
+            packed: 0,
             program: 0,
         })
     }

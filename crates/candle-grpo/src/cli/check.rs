@@ -188,6 +188,8 @@ fn on_this_device(mut plan: MemoryPlan, run: &impl Configuration) -> anyhow::Res
     let path = &run.model().path;
     if base == BaseWeights::Stored && !path.is_dir() {
         plan.frozen = Gguf::open(path)?.frozen_bytes(base, dtype.into())?;
+        // Blocks are not packed, and a copy of another weight has the size of the weight.
+        plan.packed = plan.packed.min(plan.frozen);
     }
     // The memory of the plan is that of a GPU, if there is one.
     if !candle_core::utils::cuda_is_available() {
@@ -228,6 +230,7 @@ fn print_plan(plan: &MemoryPlan, lengths: &str, out: &mut impl Write) -> Result<
         ("gradients", plan.gradients),
         ("activations", plan.activations),
         ("sampling", plan.sampling),
+        ("packed weights", plan.packed),
         ("program, tokenizer, allocator", plan.program),
     ];
     let parts = parts.into_iter().filter(|(_, bytes)| *bytes > 0);
