@@ -309,6 +309,12 @@ type Change = fn(&mut TrainConfig);
     c.micro_batch_tokens = Some(600);
 })]
 #[case::adapters(dense(), |c: &mut TrainConfig| c.adapters = Some(LoraConfig::all_linear(8, 16.)))]
+// Drawing takes more than training.
+#[case::packed(dense(), |c: &mut TrainConfig| {
+    c.adapters = Some(LoraConfig::all_linear(1, 1.));
+    c.activation_checkpointing = true;
+    c.micro_batch_size = 4;
+})]
 #[case::quantized(dense(), |c: &mut TrainConfig| {
     c.adapters = Some(LoraConfig::all_linear(8, 16.));
     c.base_weights = BaseWeights::Q8_0;

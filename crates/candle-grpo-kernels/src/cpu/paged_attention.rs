@@ -77,6 +77,7 @@ pub(crate) fn forward<T: Element>(
                             shared: &rows[range.start].spans[..shared],
                             head,
                             kv_heads,
+                            heads: piece / head_dim,
                             head_dim,
                             scores,
                             targets,
@@ -209,6 +210,8 @@ struct Task<'a, T> {
     shared: &'a [PageSpan],
     head: usize,
     kv_heads: usize,
+    /// The query heads of a row.
+    heads: usize,
     head_dim: usize,
     scores: &'a Scores,
     /// The result of each row.
@@ -226,8 +229,7 @@ impl<T: Element> WithSimd for RunTask<'_, '_, T> {
     #[inline(always)]
     fn with_simd<S: Simd>(self, simd: S) {
         let Self { task, scratch } = self;
-        let piece = task.targets.first().map_or(0, |target| target.len());
-        task.begin(piece, scratch);
+        task.begin(scratch);
         // Plain loops: the compiler must inline all of it, and does not inline every closure.
         let parts = task.parts(&scratch.windows);
         // The processor does not load a page before the first access to it.
@@ -241,7 +243,7 @@ impl<T: Element> WithSimd for RunTask<'_, '_, T> {
             task.score(simd, part, scratch);
         }
         for window in &scratch.windows {
-            let all = window.place..window.weights(piece / task.head_dim).start;
+            let all = window.place..window.weights(task.heads).start;
             for scores in scratch.weights[all].chunks_exact_mut(window.width) {
                 let bias = &scratch.bias[..window.width];
                 SoftmaxRow { scores, bias }.with_simd(simd);
@@ -253,21 +255,18 @@ impl<T: Element> WithSimd for RunTask<'_, '_, T> {
             }
             task.mix(simd, part, scratch);
         }
-        for (target, result) in task
-            .targets
-            .into_iter()
-            .zip(scratch.result.chunks_exact(piece))
-        {
+        let results = scratch.result.chunks_exact(task.heads * task.head_dim);
+        for (target, result) in task.targets.into_iter().zip(results) {
             T::write(result, target);
         }
     }
 }
 
 impl<T: Element> Task<'_, T> {
-    /// Prepares the buffers for `piece` numbers of each row.
+    /// Prepares the buffers.
     #[inline(always)]
-    fn begin(&self, piece: usize, scratch: &mut Scratch) {
-        let heads = piece / self.head_dim;
+    fn begin(&self, scratch: &mut Scratch) {
+        let piece = self.heads * self.head_dim;
         scratch.query.resize(self.rows.len() * piece, 0.0);
         for (row, query) in scratch.query.chunks_exact_mut(piece).enumerate() {
             T::widen(&self.query[row * self.stride..][..piece], query);
@@ -289,7 +288,7 @@ impl<T: Element> Task<'_, T> {
                 width: (row.visible - begin).next_multiple_of(MAX_LANES),
                 place,
             };
-            place = window.weights(heads).start;
+            place = window.weights(self.heads).start;
             if scratch.bias.len() < window.width {
                 scratch.bias.resize(window.width, 0.0);
             }
@@ -300,7 +299,7 @@ impl<T: Element> Task<'_, T> {
         }
         // Masks the positions before and after the visible ones.
         for window in &scratch.windows {
-            for query in 0..heads {
+            for query in 0..self.heads {
                 let weights = &mut scratch.weights[window.weights(query)];
                 weights[..window.visible.start - window.begin].fill(f32::NEG_INFINITY);
                 weights[window.visible.end - window.begin..].fill(f32::NEG_INFINITY);
@@ -342,61 +341,74 @@ impl<T: Element> Task<'_, T> {
         &all[(part.span.page * self.kv_heads + self.head) * len..][..len]
     }
 
+    /// The queries of the rows of a part.
+    #[inline(always)]
+    fn queries(&self, part: &Part) -> Range<usize> {
+        part.rows.start * self.heads..part.rows.end * self.heads
+    }
+
+    /// Returns the positions of a part that a query sees, and the place of their weights.
+    #[inline(always)]
+    fn seen(
+        &self,
+        query: usize,
+        part: &Part,
+        windows: &[Window],
+    ) -> Option<(Range<usize>, Range<usize>)> {
+        let window = &windows[query / self.heads];
+        let (visible, at) = window.visible_in(part)?;
+        let at = at + query % self.heads * window.width;
+        let place = at..at + visible.len();
+        Some((visible, place))
+    }
+
     /// Writes the scores of the positions of a part, for the queries of its rows.
     #[inline(always)]
     fn score<S: Simd>(&self, simd: S, part: &Part, scratch: &mut Scratch) {
-        let Part { rows, .. } = part;
         let keys = T::widened(self.page(self.keys, part), &mut scratch.page);
         let dim = self.head_dim;
-        let heads = scratch.query.len() / self.rows.len() / dim;
-        let mut query = rows.start * heads;
-        while query < rows.end * heads {
-            let left = rows.end * heads - query;
+        let mut left = self.queries(part);
+        while !left.is_empty() {
             let mut scores = [[0.0; PAGE]; QUERIES];
-            let queries = &scratch.query[query * dim..];
-            let count = match left {
+            let queries = &scratch.query[left.start * dim..];
+            let count = match left.len() {
                 QUERIES.. => products::<S, QUERIES>(simd, queries, dim, keys, &mut scores),
                 4.. => products::<S, 4>(simd, queries, dim, keys, &mut scores),
                 3 => products::<S, 3>(simd, queries, dim, keys, &mut scores),
                 2 => products::<S, 2>(simd, queries, dim, keys, &mut scores),
                 _ => products::<S, 1>(simd, queries, dim, keys, &mut scores),
             };
-            for (scores, query) in scores.iter_mut().zip(query..query + count) {
-                let window = &scratch.windows[query / heads];
-                let Some((visible, at)) = window.visible_in(part) else {
+            for (scores, query) in scores.iter_mut().zip(left.by_ref().take(count)) {
+                let Some((visible, place)) = self.seen(query, part, &scratch.windows) else {
                     continue;
                 };
                 if let Some(cap) = self.scores.cap {
                     let cap = cap as f32;
                     CapRow { scores, cap }.with_simd(simd);
                 }
-                let at = at + query % heads * window.width;
-                scratch.weights[at..][..visible.len()].copy_from_slice(&scores[visible]);
+                scratch.weights[place].copy_from_slice(&scores[visible]);
             }
-            query += count;
         }
     }
 
     /// Adds the weighted values of the positions of a part to the results of its rows.
     #[inline(always)]
     fn mix<S: Simd>(&self, simd: S, part: &Part, scratch: &mut Scratch) {
-        let Part { rows, .. } = part;
         let values = T::widened(self.page(self.values, part), &mut scratch.page);
         let dim = self.head_dim;
-        let heads = scratch.result.len() / self.rows.len() / dim;
-        let results = &mut scratch.result[rows.start * heads * dim..rows.end * heads * dim];
+        let queries = self.queries(part);
+        let results = &mut scratch.result[queries.start * dim..queries.end * dim];
         // Two queries at a time, which read the values once.
-        for (pair, results) in results.chunks_mut(2 * dim).enumerate() {
-            let parts = [0, 1].map(|second| {
-                let query = rows.start * heads + 2 * pair + second;
-                let window = scratch.windows[..rows.end].get(query / heads)?;
-                let (visible, at) = window.visible_in(part)?;
-                let at = at + query % heads * window.width;
-                Some((&scratch.weights[at..][..visible.len()], visible))
+        for (query, results) in queries.clone().step_by(2).zip(results.chunks_mut(2 * dim)) {
+            let pair = [query, query + 1].map(|query| {
+                let is_there = queries.contains(&query);
+                let (visible, place) =
+                    is_there.then(|| self.seen(query, part, &scratch.windows))??;
+                Some((&scratch.weights[place], visible))
             });
             let (first, second) = results.split_at_mut(dim);
             let of = |visible: &Range<usize>| &values[visible.start * dim..visible.end * dim];
-            match parts {
+            match pair {
                 [Some((a, visible)), Some((b, other))] if visible == other => {
                     mix(simd, [a, b], of(&visible), [first, second]);
                 }
@@ -455,39 +467,35 @@ fn mix<S: Simd, const Q: usize>(
     let vectors = parts[0].0.len();
     let whole = vectors * S::F32_LANES;
     let mut first = 0;
-    while first < vectors {
-        let at = |k: usize| &values[k * head_dim + first * S::F32_LANES..];
-        if first + SUMS <= vectors {
-            let mut sums = [[simd.splat_f32s(0.0); SUMS]; Q];
-            for (sums, part) in sums.iter_mut().zip(&parts) {
-                sums.copy_from_slice(&part.0[first..][..SUMS]);
-            }
-            for k in 0..len {
-                let (values, _) = S::as_simd_f32s(&at(k)[..SUMS * S::F32_LANES]);
-                for (sums, weights) in sums.iter_mut().zip(weights) {
-                    let weight = simd.splat_f32s(weights[k]);
-                    for (sum, &value) in sums.iter_mut().zip(values) {
-                        *sum = simd.mul_add_e_f32s(weight, value, *sum);
-                    }
-                }
-            }
-            for (part, sums) in parts.iter_mut().zip(sums) {
-                part.0[first..][..SUMS].copy_from_slice(&sums);
-            }
-            first += SUMS;
-            continue;
+    while first + SUMS <= vectors {
+        let mut sums = [[simd.splat_f32s(0.0); SUMS]; Q];
+        for (sums, part) in sums.iter_mut().zip(&parts) {
+            sums.copy_from_slice(&part.0[first..][..SUMS]);
         }
-        let left = vectors - first;
-        for (part, weights) in parts.iter_mut().zip(weights) {
-            for (k, &weight) in weights.iter().enumerate() {
-                let weight = simd.splat_f32s(weight);
-                let (values, _) = S::as_simd_f32s(&at(k)[..left * S::F32_LANES]);
-                for (sum, &value) in part.0[first..].iter_mut().zip(values) {
+        for (k, values) in values.chunks_exact(head_dim).enumerate() {
+            let values = &values[first * S::F32_LANES..][..SUMS * S::F32_LANES];
+            let (values, _) = S::as_simd_f32s(values);
+            for (sums, weights) in sums.iter_mut().zip(weights) {
+                let weight = simd.splat_f32s(weights[k]);
+                for (sum, &value) in sums.iter_mut().zip(values) {
                     *sum = simd.mul_add_e_f32s(weight, value, *sum);
                 }
             }
         }
-        first = vectors;
+        for (part, sums) in parts.iter_mut().zip(sums) {
+            part.0[first..][..SUMS].copy_from_slice(&sums);
+        }
+        first += SUMS;
+    }
+    // The vectors that are left.
+    for (part, weights) in parts.iter_mut().zip(weights) {
+        for (&weight, values) in weights.iter().zip(values.chunks_exact(head_dim)) {
+            let weight = simd.splat_f32s(weight);
+            let (values, _) = S::as_simd_f32s(&values[first * S::F32_LANES..]);
+            for (sum, &value) in part.0[first..].iter_mut().zip(values) {
+                *sum = simd.mul_add_e_f32s(weight, value, *sum);
+            }
+        }
     }
     for (part, weights) in parts.iter_mut().zip(weights) {
         let rest = &mut *part.1;

@@ -73,8 +73,8 @@ impl DecoderConfig {
             return Ok(0);
         }
         let maps = linear_maps(self).into_iter();
-        let maps =
-            maps.filter(|(name, shape)| !form.is_quantized(&format!("{name}.weight"), shape));
+        let maps = maps
+            .filter(|(name, shape)| form.block_type(&format!("{name}.weight"), shape).is_none());
         let elements: usize = maps.map(|(_, shape)| shape.elem_count()).sum();
         Ok((elements + self.vocab_size * self.hidden_size) * dtype.size_in_bytes())
     }

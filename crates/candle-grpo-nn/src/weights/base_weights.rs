@@ -111,22 +111,16 @@ impl FrozenForm {
         self.base == BaseWeights::Stored && self.maps.contains(name)
     }
 
-    /// Returns whether the weight `name` is quantized.
-    pub(crate) fn is_quantized(&self, name: &str, shape: &Shape) -> bool {
+    /// The blocks of the weight `name`, if it is quantized.
+    pub(crate) fn block_type(&self, name: &str, shape: &Shape) -> Option<GgmlDType> {
         let inputs = shape.dims().last().copied().unwrap_or(0);
-        self.block_type(name, inputs).is_some()
-    }
-
-    /// The blocks of the weight `name` with rows of `inputs` numbers, if it is quantized.
-    fn block_type(&self, name: &str, inputs: usize) -> Option<GgmlDType> {
         let is_map = self.maps.contains(name);
         is_map.then(|| self.base.block_type(inputs)).flatten()
     }
 
     /// The bytes of the weight `name` in this form, unless it has the blocks of a file.
     pub(crate) fn num_bytes(&self, name: &str, shape: &Shape) -> usize {
-        let inputs = shape.dims().last().copied().unwrap_or(0);
-        match self.block_type(name, inputs) {
+        match self.block_type(name, shape) {
             Some(block_type) => {
                 shape.elem_count() / block_type.block_size() * block_type.type_size()
             }
@@ -139,7 +133,7 @@ impl FrozenForm {
         if weight.dtype() == DType::U8 {
             return Ok(weight.clone());
         }
-        match self.block_type(name, weight.dims().last().copied().unwrap_or(0)) {
+        match self.block_type(name, weight.shape()) {
             Some(block_type) => quantize(weight, block_type),
             None => weight.to_dtype(self.dtype)?.contiguous(),
         }
