@@ -1,52 +1,66 @@
-// The tiles of `attention.cu`, for the launches and for the tests on the CPU. Both include this
-// file to compute blocks and shared memory.
+// The tiles of `attention.cu`, for the launches.
 
 /// Tiles of the kernels for a head dimension.
 #[derive(Debug, Clone, Copy)]
 struct AttentionTiles {
     /// Maximum width of a head: 64, 128 or 256.
     width: usize,
-    /// Threads of a block.
-    threads: usize,
-    /// Rows that a block keeps in the forward pass, and in the backward pass.
+    /// Threads of a block of the forward pass, and the rows that it keeps.
+    forward_threads: usize,
     forward_rows: usize,
+    /// The same for the backward pass.
+    threads: usize,
     rows: usize,
     /// Blocks that share the columns of the gradients of keys and values.
     parts: usize,
-    /// Shared memory of the forward and of the backward pass.
+    /// Shared memory of the forward pass, of the gradient of the queries, and of those of keys and
+    /// values.
     forward_bytes: usize,
-    backward_bytes: usize,
+    query_bytes: usize,
+    key_bytes: usize,
 }
 
 /// Returns `None` for a head dimension that is too large. `element` is the size of an element in
-/// bytes.
-fn attention_tiles(head_dim: usize, element: usize) -> Option<AttentionTiles> {
+/// bytes. `has_warpgroups`: the GPU has the products of warpgroups.
+fn attention_tiles(
+    head_dim: usize,
+    element: usize,
+    has_warpgroups: bool,
+) -> Option<AttentionTiles> {
     let width = *[64, 128, 256].iter().find(|width| head_dim <= **width)?;
     let is_wide = element == 4;
+    let on_warpgroup = has_warpgroups && !is_wide;
     let rows = if is_wide && width == 256 { 32 } else { 64 };
+    let threads = 2 * rows;
+    let forward_threads = if on_warpgroup && width < 256 { 2 * threads } else { threads };
+    let has_two_groups = !is_wide && !on_warpgroup && width < 256;
+    let forward_rows = forward_threads / 2 * if has_two_groups { 2 } else { 1 };
     let keys = match (is_wide, width) {
         (true, 256) => 16,
         (true, _) | (false, 256) => 32,
         (false, _) => 64,
     };
     let others = match (is_wide, width) {
+        _ if on_warpgroup => keys,
         (true, 64) | (false, 64 | 128) => 32,
         _ => 16,
     };
-    let forward_rows = if is_wide || width == 256 { rows } else { 2 * rows };
-    let row_bytes = width * element + 16;
+    let row_bytes = width * element + if on_warpgroup { 0 } else { 16 };
     // Two tiles of each operand, and three numbers for each loaded row, once or twice.
     let kept_bytes = 2 * rows * row_bytes;
     let stage_bytes = 2 * others * row_bytes + 12 * others;
-    let both = kept_bytes + 2 * stage_bytes;
+    let one = kept_bytes + stage_bytes;
+    let key_bytes = if one + stage_bytes <= 99 << 10 { one + stage_bytes } else { one };
     Some(AttentionTiles {
         width,
-        threads: 2 * rows,
+        forward_threads,
         forward_rows,
+        threads,
         rows,
         parts: width.div_ceil(128),
         // Queries, keys, values, and a mark for each key.
         forward_bytes: (forward_rows + 2 * keys) * row_bytes + 4 * keys,
-        backward_bytes: if both <= 99 << 10 { both } else { kept_bytes + stage_bytes },
+        query_bytes: if on_warpgroup && width == 128 { one } else { key_bytes },
+        key_bytes,
     })
 }

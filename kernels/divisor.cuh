@@ -23,4 +23,6 @@ struct Divisor {
         }
         return {quotient, remainder};
     }
+
+    __device__ __forceinline__ bool divides_power_of_two(uint32_t number) const { return (by & (by - 1)) == 0 && by <= number; }
 };

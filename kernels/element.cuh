@@ -106,6 +106,12 @@ template <typename T> __device__ __forceinline__ void load_four(const T *from, f
     unpack_word(two.y, out + 2, from);
 }
 
+// Two elements at an address that is aligned to both.
+__device__ __forceinline__ void store_two(float *to, const float (&x)[2]) { *reinterpret_cast<float2 *>(to) = make_float2(x[0], x[1]); }
+template <typename T> __device__ __forceinline__ void store_two(T *to, const float (&x)[2]) {
+    *reinterpret_cast<uint32_t *>(to) = pack_word(x, to);
+}
+
 __device__ __forceinline__ void store_four(float *to, const float (&x)[4]) {
     *reinterpret_cast<float4 *>(to) = make_float4(x[0], x[1], x[2], x[3]);
 }

@@ -149,7 +149,7 @@ template <typename T>
 __device__ __forceinline__ void forward(const T *qkv, const float *g, const float *beta, const uint32_t *segments, float *states,
                                         T *o, float *errors, float *changes, uint32_t first_segment, uint32_t advance,
                                         const Heads &heads) {
-    DYNAMIC_SHARED(float, shared);
+    DYNAMIC_SHARED(float, shared, 16);
     __shared__ Gates gates;
     const uint32_t index = first_segment + blockIdx.x;
     const Segment segment = segment_at(segments, index);
@@ -237,7 +237,7 @@ __device__ __forceinline__ void backward(const T *qkv, const float *g, const flo
                                          const uint32_t *segments, const float *states, const float *errors, const float *changes,
                                          float *state_gradients, float *key_gradients, T *of_qkv, float *of_g, float *of_beta,
                                          uint32_t first_segment, const Heads &heads) {
-    DYNAMIC_SHARED(float, shared);
+    DYNAMIC_SHARED(float, shared, 16);
     __shared__ Gates gates;
     // The gradients of the running sums and of beta, and the sums over the rest of the chunk.
     __shared__ float of_sums[CHUNK], of_betas[CHUNK], of_rest[CHUNK];
@@ -457,7 +457,7 @@ __device__ __forceinline__ void keys(const T *qkv, const float *key_gradients, T
 template <typename T>
 __device__ __forceinline__ void step(const T *qkv, const float *g, const float *beta, const uint32_t *sequences, float *states,
                                      T *o, const Heads &heads) {
-    DYNAMIC_SHARED(float, shared);
+    DYNAMIC_SHARED(float, shared, 16);
     const uint32_t *sequence = sequences + 3 * (uint64_t)blockIdx.x;
     const uint32_t slot = sequence[0], first = sequence[1], rows = sequence[2];
     const int head = (int)blockIdx.y, first_column = (int)blockIdx.z * STEP_COLUMNS;

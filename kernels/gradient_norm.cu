@@ -4,6 +4,9 @@
 #include "tensor_list.cuh"
 
 constexpr int THREADS = 256;
+// Packs that a thread loads at a time. With more than 4 blocks on a multiprocessor, the compiler
+// would load them one after the other, to save registers.
+constexpr int IN_FLIGHT = 8;
 
 // A gradient in the list. For the squares it has at most THREADS blocks: each writes a part of the
 // sum, and a block with a thread for each part adds them.
@@ -19,15 +22,23 @@ template <typename T> __device__ __forceinline__ double squares(const T *gradien
     double sum = 0.0;
     uint64_t done = 0;
     if (is_aligned(gradient)) {
+        const uint4 *from = reinterpret_cast<const uint4 *>(gradient);
         const uint64_t packs = n / PACK<T>;
-        // Several packs at once, so that their loads overlap.
-#pragma unroll 8
-        for (uint64_t i = thread; i < packs; i += threads) {
+        const auto add = [&](uint4 pack) {
             float values[PACK<T>];
-            unpack<T>(load_streaming(reinterpret_cast<const uint4 *>(gradient) + i), values);
+            unpack<T>(pack, values);
 #pragma unroll
             for (int k = 0; k < PACK<T>; k++) sum += (double)values[k] * (double)values[k];
+        };
+        uint64_t i = thread;
+        for (; i + (IN_FLIGHT - 1) * threads < packs; i += IN_FLIGHT * threads) {
+            uint4 loaded[IN_FLIGHT];
+#pragma unroll
+            for (int k = 0; k < IN_FLIGHT; k++) loaded[k] = load_streaming(from + i + k * threads);
+#pragma unroll
+            for (int k = 0; k < IN_FLIGHT; k++) add(loaded[k]);
         }
+        for (; i < packs; i += threads) add(load_streaming(from + i));
         done = packs * PACK<T>;
     }
     for (uint64_t i = done + thread; i < n; i += threads) {
@@ -38,7 +49,7 @@ template <typename T> __device__ __forceinline__ double squares(const T *gradien
 }
 
 // Writes parts[blockIdx.x], the squares of a part of a gradient.
-extern "C" __global__ void __launch_bounds__(THREADS) gradient_squares(const uint64_t *list, uint32_t count, double *parts) {
+extern "C" __global__ void __launch_bounds__(THREADS, 4) gradient_squares(const uint64_t *list, uint32_t count, double *parts) {
     const Gradient row = row_of_block<Gradient>(list, count);
     const uint64_t thread = (uint64_t)(blockIdx.x - row.first_block) * THREADS + threadIdx.x;
     double sum = 0.0;

@@ -42,11 +42,11 @@ template <int THREADS> __device__ __forceinline__ double block_sum(double x, int
     return x;
 }
 
-// The dynamic shared memory of the launch, as an array `name`.
+// The dynamic shared memory of the launch, as an array `name` that is aligned to `bytes`.
 #ifdef CUDA_ON_HOST
-#define DYNAMIC_SHARED(type, name) type *name = reinterpret_cast<type *>(cuda_host::dynamic_shared())
+#define DYNAMIC_SHARED(type, name, bytes) type *name = reinterpret_cast<type *>(cuda_host::dynamic_shared())
 #else
-#define DYNAMIC_SHARED(type, name)                                                                                     \
-    extern __shared__ uint4 dynamic_shared[];                                                                          \
+#define DYNAMIC_SHARED(type, name, bytes)                                                                              \
+    extern __shared__ __align__(bytes) uint4 dynamic_shared[];                                                         \
     type *name = reinterpret_cast<type *>(dynamic_shared)
 #endif

@@ -1,6 +1,6 @@
 // y = x / sqrt(mean(x^2) + epsilon) * weight over rows [n, width], forward and backward. blockDim.x
-// threads, a multiple of 32, share a row, and a block has blockDim.y rows. The blocks loop over the
-// rows in strides of the grid. A thread keeps its part of a row in registers between two passes.
+// threads share a row: 8, 16 or a multiple of 32. A block has blockDim.y rows. The blocks loop over
+// the rows in strides of the grid. A thread keeps its part of a row in registers between two passes.
 
 #include "column_sum.cuh"
 #include "element.cuh"
@@ -37,10 +37,12 @@ __device__ __forceinline__ void store(T *to, const float (&values)[packed ? PACK
 // Returns the sums over the threads of a row to each of them. `scratch` has two numbers for each
 // warp.
 __device__ __forceinline__ float2 row_sums(float a, float b, float2 *scratch) {
-    a = warp_sum(a);
-    b = warp_sum(b);
+    for (int offset = min((int)blockDim.x, 32) / 2; offset > 0; offset /= 2) {
+        a += __shfl_xor_sync(0xffffffffu, a, offset);
+        b += __shfl_xor_sync(0xffffffffu, b, offset);
+    }
     const int warps = (int)blockDim.x / 32;
-    if (warps == 1) return make_float2(a, b);
+    if (warps <= 1) return make_float2(a, b);
     float2 *row = scratch + (int)threadIdx.y * warps;
     // All threads have read the previous values.
     __syncthreads();
@@ -234,7 +236,7 @@ __device__ __forceinline__ void sum_rows(const float *partial, T *sums, int part
     extern "C" __global__ void __launch_bounds__(THREADS)                                                             \
         rms_norm_backward_##name(const T *x, const T *weight, const T *gradient, T *dx, float *partial, uint64_t n,   \
                                  int width, float epsilon) {                                                           \
-        DYNAMIC_SHARED(float, weight_sums);                                                                            \
+        DYNAMIC_SHARED(float, weight_sums, 16);                                                                        \
         if (width % PACK<T> == 0 && is_aligned(x) && is_aligned(weight) && is_aligned(gradient) && is_aligned(dx))     \
             backward<true>(x, weight, gradient, dx, partial, n, width, epsilon, weight_sums);                          \
         else                                                                                                           \

@@ -48,6 +48,10 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     Ok(())
 }
 
+/// Kernels that have other code for compute capability 9.0, with instructions that only it has.
+#[cfg(feature = "cuda")]
+const FOR_HOPPER: &[&str] = &["attention"];
+
 /// Writes the fatbin of a kernel unless it is newer than the PTX.
 #[cfg(feature = "cuda")]
 fn fatbin(nvcc: &std::path::Path, kernel: &std::path::Path) -> Result<(), String> {
@@ -58,11 +62,21 @@ fn fatbin(nvcc: &std::path::Path, kernel: &std::path::Path) -> Result<(), String
     {
         return Ok(());
     }
-    let status = std::process::Command::new(nvcc)
-        .args(["-gencode", "arch=compute_80,code=[compute_80,sm_80]"])
-        .args(["-gencode", "arch=compute_80,code=sm_90"])
-        .args(["--fatbin", "-o"])
-        .args([&partial, &ptx])
+    let mut command = std::process::Command::new(nvcc);
+    command.args(["-gencode", "arch=compute_80,code=[compute_80,sm_80]"]);
+    let name = kernel.file_name().and_then(|name| name.to_str());
+    match name.filter(|name| FOR_HOPPER.contains(name)) {
+        Some(name) => command
+            .args(["-gencode", "arch=compute_90a,code=sm_90a"])
+            .args(["-O3", "-std=c++17", "--fatbin", "-o"])
+            .arg(&partial)
+            .arg(format!("kernels/{name}.cu")),
+        None => command
+            .args(["-gencode", "arch=compute_80,code=sm_90"])
+            .args(["--fatbin", "-o"])
+            .args([&partial, &ptx]),
+    };
+    let status = command
         .status()
         .map_err(|error| format!("{}: {error}", nvcc.display()))?;
     if !status.success() {

@@ -17,18 +17,26 @@ fn main() {
     sources.sort();
     sources.push("src/wrong.cu".into());
 
-    // Functions of cuda_host.cpp report undefined behavior, so no sanitizer runtime is linked.
-    cpp(&kernels)
-        // Kernels read elements of one type as packs of another, which nvcc allows.
-        .flag("-fno-strict-aliasing")
-        .flag("-Wno-unknown-pragmas")
-        .flag("-include")
-        .flag("cuda_host.h")
-        .flag("-fsanitize=undefined")
-        .flag("-fno-sanitize=vptr")
-        .flag("-fno-sanitize-recover=all")
-        .files(sources)
-        .compile("kernels_on_host");
+    checked(&kernels).files(sources).compile("kernels_on_host");
+
+    // The kernels of compute capability 9.0, under other names: see `on_hopper`.
+    let mut for_hopper = checked(&kernels);
+    for scores in ["", "scored_"] {
+        for pass in ["forward", "of_query", "of_key"] {
+            for width in [64, 128, 256] {
+                for dtype in ["f32", "bf16", "f16"] {
+                    let name = format!("{scores}attention_{pass}_{width}_{dtype}");
+                    for_hopper.define(&name, format!("hopper_{name}").as_str());
+                }
+            }
+        }
+    }
+    for_hopper
+        .define("__CUDA_ARCH_FEAT_SM90_ALL", None)
+        .file(kernels.join("attention.cu"))
+        // Nothing but `dlsym` names the kernels.
+        .link_lib_modifier("+whole-archive")
+        .compile("kernels_for_hopper");
     cpp(&kernels)
         .include(kernels.join("host/driver"))
         .file(kernels.join("host/cuda_host.cpp"))
@@ -37,6 +45,21 @@ fn main() {
         .compile("cuda_host");
     // Modules that the driver loads call functions of cuda_host.cpp.
     println!("cargo::rustc-link-arg-tests=-rdynamic");
+}
+
+/// Functions of cuda_host.cpp report undefined behavior, so no sanitizer runtime is linked.
+fn checked(kernels: &Path) -> cc::Build {
+    let mut build = cpp(kernels);
+    build
+        // Kernels read elements of one type as packs of another, which nvcc allows.
+        .flag("-fno-strict-aliasing")
+        .flag("-Wno-unknown-pragmas")
+        .flag("-include")
+        .flag("cuda_host.h")
+        .flag("-fsanitize=undefined")
+        .flag("-fno-sanitize=vptr")
+        .flag("-fno-sanitize-recover=all");
+    build
 }
 
 fn cpp(kernels: &Path) -> cc::Build {

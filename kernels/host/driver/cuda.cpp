@@ -1,9 +1,10 @@
 // The functions of the CUDA driver that Candle and its crate cudarc call, on the CPU.
 //
 // Device memory is host memory, kernels are C++ functions from shared libraries, and a stream is a
-// queue. The limits are those of a GPU of compute capability 9.0 with the attributes below. Two
-// environment variables change how the work is done:
+// queue. The GPU has compute capability 8.0 and the attributes below. Three environment variables
+// change it, or how the work is done:
 //
+// CUDA_ON_HOST_HOPPER=1 The GPU has compute capability 9.0, and modules have its kernels.
 // CUDA_ON_HOST_LAZY=1   A stream works only when a call waits for it; else it works at once.
 // CUDA_ON_HOST_ORDER=n  The order of the threads of a block, as in cuda_host_launch.
 //
@@ -58,6 +59,11 @@ enum : CUresult {
     NOT_SUPPORTED = 801,
     CAPTURE_UNSUPPORTED = 900,
 };
+
+bool is_hopper() {
+    static const bool is = getenv("CUDA_ON_HOST_HOPPER") != nullptr;
+    return is;
+}
 
 // CUdevice_attribute
 enum { MAX_THREADS = 1, WARP_SIZE = 10, MULTIPROCESSORS = 16, MAJOR = 75, MINOR = 76, MEMORY_POOLS = 115 };
@@ -286,7 +292,7 @@ CUresult cuDeviceGetAttribute(int* value, int attribute, int) {
     case MAX_THREADS: *value = 1024; break;
     case WARP_SIZE: *value = 32; break;
     case MULTIPROCESSORS: *value = 132; break;
-    case MAJOR: *value = 9; break;
+    case MAJOR: *value = is_hopper() ? 9 : 8; break;
     case MINOR: *value = 0; break;
     case MEMORY_POOLS: *value = 1; break;
     default: *value = 0;
@@ -488,10 +494,12 @@ CUresult cuMemcpyPeerAsync(CUdeviceptr to, void*, CUdeviceptr from, void*, size_
     return cuMemcpyDtoDAsync_v2(to, from, bytes, stream);
 }
 
-// Loads the shared library that an image of kernels/host/bin/nvcc names.
+// Loads the shared library that an image of kernels/host/bin/nvcc names, or the second one.
 CUresult cuModuleLoadData(void** module, const void* image) {
     CALL_IN_CONTEXT;
     char threads[16], path[4096];
+    const char* second = strstr((const char*)image + 1, "CUDA-ON-HOST");
+    if (is_hopper() && second != nullptr) image = second;
     if (sscanf((const char*)image, "CUDA-ON-HOST %15s %4095[^\n]", threads, path) != 2)
         return refuse(INVALID_IMAGE, "a module that is not of kernels/host/bin/nvcc");
     if (strcmp(threads, "none") == 0) return refuse(NOT_SUPPORTED, "the kernels of %s are not emulated", path);

@@ -2,6 +2,9 @@
 // product.
 #pragma once
 
+#include <functional>
+#include <vector>
+
 #include "cuda_host.h"
 
 namespace cuda_host {
@@ -54,6 +57,105 @@ void multiply(const char* name, float (&c)[4], const uint32_t (&a)[4], const uin
             }
         }
     });
+}
+
+// wgmma. The products of a thread run at the latest possible time: when it waits for them. Until then
+// the result is NaN, or that of the products before.
+struct Products {
+    std::vector<std::function<void()>> started;
+    bool ended = true;
+};
+inline Products& products() {
+    thread_local Products of_threads[1024];
+    return of_threads[threadIdx.x];
+}
+
+// The address in shared memory, for descriptors.
+inline uint64_t shared_address(const void* pointer) { return (uint64_t)((const char*)pointer - (const char*)dynamic_shared()); }
+
+// An operand that a descriptor names.
+struct Operand {
+    uint64_t start, panel, eight_rows;
+    explicit Operand(uint64_t words)
+        : start((words & 0x3fff) << 4), panel((words >> 16 & 0x3fff) << 4), eight_rows((words >> 32 & 0x3fff) << 4) {
+        if (words >> 62 != 1) fail("wgmma: an operand without the 128-byte swizzle");
+    }
+    uint16_t at(uint64_t address) const {
+        return *(const uint16_t*)((const char*)dynamic_shared() + (address ^ (address >> 7 & 7) << 4));
+    }
+    // Element `depth` of a row, whose depth is adjacent.
+    uint16_t of_row(int row, int depth) const { return at(start + (uint64_t)(row / 8) * eight_rows + row % 8 * 128 + 2 * depth); }
+    // Row `depth` of a column, whose columns are adjacent.
+    uint16_t of_column(int depth, int column) const {
+        return at(start + (uint64_t)(column / 64) * panel + (uint64_t)(depth / 8) * eight_rows + depth % 8 * 128 + column % 64 * 2);
+    }
+};
+
+// Rows g and g + 8 of a, of the 16 rows of a warp.
+struct RowsOfA {
+    float rows[2][16];
+};
+
+template <int pieces, class Element>
+void start_product(float (&c)[pieces][4], const RowsOfA& a, bool adds, Element element) {
+    const int thread = (int)lane() % 4;
+    if (!adds) memset(c, 0xff, sizeof c);
+    products().ended = false;
+    products().started.push_back([&c, a, adds, element, thread] {
+        for (int n = 0; n < pieces; n++) {
+            for (int i = 0; i < 4; i++) {
+                double sum = adds ? c[n][i] : 0.0;
+                for (int k = 0; k < 16; k++) sum += (double)a.rows[i / 2][k] * (double)element(k, n * 8 + thread * 2 + i % 2);
+                c[n][i] = (float)sum;
+            }
+        }
+    });
+}
+
+template <class Unpack>
+float unpacked(uint16_t bits) {
+    float two[2];
+    Unpack()(bits, two);
+    return two[0];
+}
+
+template <int pieces, class Unpack>
+void start_product(float (&c)[pieces][4], uint64_t of_a, uint64_t of_b, bool adds, Unpack) {
+    const Operand a(of_a), b(of_b);
+    warp_exchange("wgmma", 0xffffffffu, 0);
+    RowsOfA rows;
+    for (int half = 0; half < 2; half++)
+        for (int k = 0; k < 16; k++)
+            rows.rows[half][k] = unpacked<Unpack>(a.of_row((int)threadIdx.x / 32 % 4 * 16 + (int)lane() / 4 + half * 8, k));
+    start_product(c, rows, adds, [b](int depth, int column) { return unpacked<Unpack>(b.of_row(column, depth)); });
+}
+
+template <int pieces, class Unpack>
+void start_product(float (&c)[pieces][4], const uint32_t (&a)[4], uint64_t of_b, Unpack) {
+    struct Mine {
+        const uint32_t* words;
+        RowsOfA a;
+    } mine = {a, {}};
+    warp_collective("wgmma of registers", &mine, [](const Lanes& lanes) {
+        for (int lane = 0; lane < 32; lane++) {
+            auto& to = *(Mine*)(uintptr_t)lanes[lane];
+            for (int thread = 0; thread < 4; thread++) {
+                const uint32_t* from = ((const Mine*)(uintptr_t)lanes[lane / 4 * 4 + thread])->words;
+                for (int i = 0; i < 4; i++) Unpack()(from[i], &to.a.rows[i % 2][i / 2 * 8 + thread * 2]);
+            }
+        }
+    });
+    const Operand b(of_b);
+    start_product(c, mine.a, true, [b](int depth, int column) { return unpacked<Unpack>(b.of_column(depth, column)); });
+}
+
+inline void end_products() { products().ended = true; }
+
+inline void wait_for_products() {
+    Products& all = products();
+    if (!all.ended) fail("wgmma: a wait for products that have not ended");
+    for (const auto& product : all.started) product();
+    all.started.clear();
 }
 
 // Rounds to the nearest, ties away from 0.

@@ -3,7 +3,7 @@
 use candle_core::WithDType;
 use half::{bf16, f16};
 
-use crate::{Grid, launch};
+use crate::{Grid, launch, selected};
 
 /// Elements that a kernel reads.
 pub type In<T> = *const T;
@@ -62,8 +62,8 @@ macro_rules! call {
                 fn kernel();
             }
             // SAFETY: function pointers have one representation, and these are the arguments of
-            // this function.
-            unsafe { std::mem::transmute(kernel as *const ()) }
+            // this function, also of the one for another GPU.
+            unsafe { std::mem::transmute(selected($link_name, kernel as *const ())) }
         };
         // SAFETY: the caller's promise.
         unsafe { launch($grid, $order, || launched($($name),*)) }

@@ -15,7 +15,8 @@ mod kernels;
 pub use expected::{Expected, forward_and_backward};
 pub use kernels::*;
 
-use std::ffi::{CStr, c_char, c_void};
+use std::cell::Cell;
+use std::ffi::{CStr, CString, c_char, c_void};
 use std::ops::{Deref, DerefMut};
 
 unsafe extern "C" {
@@ -30,6 +31,30 @@ unsafe extern "C" {
     ) -> *const c_char;
     fn cuda_host_buffer(bytes: usize) -> *mut c_void;
     fn cuda_host_free(buffer: *mut c_void, bytes: usize);
+    fn dlsym(handle: *mut c_void, name: *const c_char) -> *const ();
+}
+
+thread_local! {
+    static ON_HOPPER: Cell<bool> = const { Cell::new(false) };
+}
+
+/// Calls `run`, with kernels of compute capability 9.0 in place of others where there are two.
+pub fn on_hopper<R>(run: impl FnOnce() -> R) -> R {
+    ON_HOPPER.set(true);
+    let result = run();
+    ON_HOPPER.set(false);
+    result
+}
+
+/// Returns the kernel `name` of the selected GPU; `default` is the one of most GPUs.
+pub(crate) fn selected(name: &str, default: *const ()) -> *const () {
+    if !ON_HOPPER.get() {
+        return default;
+    }
+    let name = CString::new(format!("hopper_{name}")).expect("the name of a kernel");
+    // SAFETY: the name ends with a zero, and a null handle is the whole program.
+    let found = unsafe { dlsym(std::ptr::null_mut(), name.as_ptr()) };
+    if found.is_null() { default } else { found }
 }
 
 /// Orders of the threads of a block: ascending, descending and random. A result that differs

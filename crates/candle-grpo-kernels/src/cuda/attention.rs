@@ -1,8 +1,8 @@
 //! The CUDA path of [`attention`](crate::attention()).
 
 use candle_core::backend::BackendStorage;
-use candle_core::cuda_backend::CudaStorage;
 use candle_core::cuda_backend::cudarc::driver::LaunchConfig;
+use candle_core::cuda_backend::{CudaDevice, CudaStorage, WrapErr};
 use candle_core::{Device, Layout, Result, Shape, Storage, Tensor, bail};
 
 use super::{In, Out, alloc, as_tensor, grid, kernels, with_cuda_floats};
@@ -34,9 +34,15 @@ pub(crate) fn forward(
         #[allow(unsafe_code)]
         let mut y = unsafe { alloc::<T>(device, elements)? };
         if elements > 0 {
-            let tiles = tiles_of::<T>(sizes)?;
+            let tiles = tiles_of::<T>(device, sizes)?;
             let query_tiles = query_tiles(tiles.forward_rows, &op.table.sequences, sizes)?;
-            let blocks = blocks(&tiles, query_tiles, sizes, 1, tiles.forward_bytes)?;
+            let blocks = blocks(
+                query_tiles,
+                sizes,
+                1,
+                tiles.forward_threads,
+                tiles.forward_bytes,
+            )?;
             let sequences = sequences(op)?.storage_and_layout();
             let mask = mask(op).map(Tensor::storage_and_layout);
             macro_rules! launch {
@@ -135,11 +141,11 @@ pub(crate) fn backward(
             alloc::<T>(device, key_elements)?,
             alloc::<f32>(device, heads)?,
         )};
-        let tiles = tiles_of::<T>(sizes)?;
+        let tiles = tiles_of::<T>(device, sizes)?;
         let query_tiles = query_tiles(tiles.rows, &op.table.sequences, sizes)?;
         let key_tiles = key_tiles(tiles.rows, &op.table.sequences)?;
-        let by_queries = blocks(&tiles, query_tiles, sizes, 1, tiles.backward_bytes)?;
-        let by_keys = blocks(&tiles, key_tiles, sizes, tiles.parts, tiles.backward_bytes)?;
+        let by_queries = blocks(query_tiles, sizes, 1, tiles.threads, tiles.query_bytes)?;
+        let by_keys = blocks(key_tiles, sizes, tiles.parts, tiles.threads, tiles.key_bytes)?;
         macro_rules! launch {
             ($of_query:ident, $of_key:ident $(, $option:ident)*) => {{
                 // SAFETY: as in `forward`. The gradients have the sizes of their inputs. The first
@@ -218,8 +224,11 @@ fn on_gpu(storage: &Storage) -> Result<&CudaStorage> {
     }
 }
 
-fn tiles_of<T>(sizes: &Sizes) -> Result<AttentionTiles> {
-    match attention_tiles(sizes.head_dim, size_of::<T>()) {
+fn tiles_of<T>(device: &CudaDevice, sizes: &Sizes) -> Result<AttentionTiles> {
+    let capability = device.cuda_stream().context().compute_capability().w()?;
+    // The one machine code that has them is for 9.0: see build.rs.
+    let has_warpgroups = capability == (9, 0);
+    match attention_tiles(sizes.head_dim, size_of::<T>(), has_warpgroups) {
         Some(tiles) => Ok(tiles),
         None => bail!(
             "head_dim: {}, must be at most {MAX_HEAD_DIM} on CUDA",
@@ -280,19 +289,19 @@ fn tiles_in(name: &str, rows: Option<usize>, of_tile: usize) -> Result<u32> {
     }
 }
 
-/// Returns the number of blocks: `in_row` tiles for each key head of each sequence, with `parts`
+/// Returns the blocks of a launch: `in_row` tiles for each key head of each sequence, with `parts`
 /// blocks for each tile.
 fn blocks(
-    tiles: &AttentionTiles,
     in_row: u32,
     sizes: &Sizes,
     parts: usize,
+    threads: usize,
     shared_bytes: usize,
 ) -> Result<LaunchConfig> {
     let count = [sizes.kv_heads, sizes.batch, parts]
         .iter()
         .try_fold(in_row as usize, |product, x| product.checked_mul(*x));
-    let mut blocks = grid(count.unwrap_or(usize::MAX), tiles.threads as u32)?;
+    let mut blocks = grid(count.unwrap_or(usize::MAX), threads as u32)?;
     blocks.shared_mem_bytes = shared_bytes as u32;
     Ok(blocks)
 }

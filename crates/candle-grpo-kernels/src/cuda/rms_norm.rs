@@ -17,11 +17,13 @@ const MAX_BLOCKS: usize = 512;
 /// Warps of a block that sums those of all blocks, as in the kernel.
 const SUM_WARPS: u32 = 32;
 
-/// Returns the threads of a row and the rows of a block: a warp for a narrow row, 256 threads for a
-/// wide one.
+/// Returns the threads of a row and the rows of a block: a part of a warp for the row of a head,
+/// 256 threads for a wide one.
 fn block(width: usize) -> (u32, u32) {
     let threads = match width {
-        0..=1024 => 32,
+        0..=64 => 8,
+        65..=128 => 16,
+        129..=1024 => 32,
         1025..=2048 => 64,
         2049..=4096 => 128,
         _ => 256,

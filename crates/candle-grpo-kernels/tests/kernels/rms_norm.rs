@@ -21,6 +21,8 @@ proptest! {
             ),
             // More than the registers of a block keep.
             1 => (1usize..4, Just(8200)),
+            // Many rows of heads.
+            1 => (1025usize..1060, 1usize..140),
         ],
         epsilon in prop_oneof![Just(1e-5), Just(0.1)],
         dtype in dtypes(),

@@ -1,7 +1,7 @@
 //! Tests of `attention.cu` against the composed twin in f64 and the CPU path.
 
 use candle_core::{Device, Result, Tensor};
-use candle_grpo_cuda_on_host::{Buffer, Expected, Grid, Kernels, ORDERS};
+use candle_grpo_cuda_on_host::{Buffer, Expected, Grid, Kernels, ORDERS, on_hopper};
 use candle_grpo_kernels::{Scores, Sequences, attention, composed};
 use candle_grpo_test_support::noise;
 use half::{bf16, f16};
@@ -117,7 +117,16 @@ fn expected<T: Kernels>(case: &Case, inputs: [&[T]; 4], mask: &[u8]) -> Result<V
     )
 }
 
+/// Checks the kernels of all GPUs that have their own.
 fn check<T: Kernels>(case: Case, tolerance: f64) -> Result<()> {
+    check_kernels::<T>(case, tolerance, false)?;
+    if size_of::<T>() == 2 {
+        on_hopper(|| check_kernels::<T>(case, tolerance, true))?;
+    }
+    Ok(())
+}
+
+fn check_kernels<T: Kernels>(case: Case, tolerance: f64, has_warpgroups: bool) -> Result<()> {
     let Case {
         kv_heads,
         group,
@@ -182,20 +191,20 @@ fn check<T: Kernels>(case: Case, tolerance: f64) -> Result<()> {
         _ => mask_in_memory.as_ptr(),
     };
 
-    let tiles = attention_tiles(head_dim, size_of::<T>()).expect("a width");
+    let tiles = attention_tiles(head_dim, size_of::<T>(), has_warpgroups).expect("a width");
     let most_queries = sequences.iter().map(|s| s[1] as usize * group).max();
     let most_keys = sequences.iter().map(|s| s[3] as usize).max();
     let tiles_of = |rows: Option<usize>, of_tile| rows.unwrap_or(0).div_ceil(of_tile).max(1) as u32;
     let forward_tiles = tiles_of(most_queries, tiles.forward_rows);
     let query_tiles = tiles_of(most_queries, tiles.rows);
     let key_tiles = tiles_of(most_keys, tiles.rows);
-    let grid = |tiles_in_row: u32, parts: usize, shared_bytes| Grid {
+    let grid = |tiles_in_row: u32, parts: usize, threads: usize, shared_bytes| Grid {
         grid: [
             tiles_in_row * (parts * kv_heads * sequences.len()) as u32,
             1,
             1,
         ],
-        block: [tiles.threads as u32, 1, 1],
+        block: [threads as u32, 1, 1],
         shared_bytes,
     };
     for order in ORDERS {
@@ -211,7 +220,7 @@ fn check<T: Kernels>(case: Case, tolerance: f64) -> Result<()> {
                 // SAFETY: the buffers have the sizes of the sequences and heads.
                 unsafe {
                     T::$forward(
-                        grid(forward_tiles, 1, tiles.forward_bytes),
+                        grid(forward_tiles, 1, tiles.forward_threads, tiles.forward_bytes),
                         order,
                         query.as_ptr(),
                         key.as_ptr(),
@@ -229,7 +238,7 @@ fn check<T: Kernels>(case: Case, tolerance: f64) -> Result<()> {
                     )
                     .unwrap_or_else(|error| panic!("{case:?}, forward: {error}"));
                     T::$of_query(
-                        grid(query_tiles, 1, tiles.backward_bytes),
+                        grid(query_tiles, 1, tiles.threads, tiles.query_bytes),
                         order,
                         query.as_ptr(),
                         key.as_ptr(),
@@ -250,7 +259,7 @@ fn check<T: Kernels>(case: Case, tolerance: f64) -> Result<()> {
                     )
                     .unwrap_or_else(|error| panic!("{case:?}, of query: {error}"));
                     T::$of_key(
-                        grid(key_tiles, tiles.parts, tiles.backward_bytes),
+                        grid(key_tiles, tiles.parts, tiles.threads, tiles.key_bytes),
                         order,
                         query.as_ptr(),
                         key.as_ptr(),
