@@ -65,13 +65,12 @@ kernels! {
             kv_heads: u32, group: u32, head_dim: i32, scale: f32, window: i32, cap: f32);
     }
     causal_conv {
-        causal_conv_forward(x: In<Self>, weight: In<Self>, before: In<u32>, y: Out<Self>, n: u64, channels: i32, taps: i32);
-        causal_conv_of_sum(x: In<Self>, weight: In<Self>, gradient: In<Self>, before: In<u32>, sums: Out<f32>, n: u64,
-            channels: i32, taps: i32);
-        causal_conv_of_x(weight: In<Self>, sums: In<f32>, segments: In<u32>, segment_of: In<u32>, gradient: Out<Self>, n: u64,
-            channels: i32, taps: i32);
-        causal_conv_of_weight_parts(x: In<Self>, sums: In<f32>, before: In<u32>, parts: Out<f32>, n: u64, rows: u32,
-            channels: i32, taps: i32);
+        causal_conv_forward(x: In<Self>, weight: In<Self>, before: In<u32>, segments: In<u32>, segment_of: In<u32>, y: Out<Self>,
+            n: u64, rows: u32, channels: i32, taps: i32);
+        causal_conv_backward(x: In<Self>, weight: In<Self>, gradient: In<Self>, before: In<u32>, segments: In<u32>,
+            segment_of: In<u32>, of_x: Out<Self>, parts: Out<f32>, n: u64, rows: u32, channels: i32, taps: i32);
+        causal_conv_of_last_rows(x: In<Self>, weight: In<Self>, gradient: In<Self>, before: In<u32>, segments: In<u32>,
+            of_x: Out<Self>, channels: i32, taps: i32);
         causal_conv_of_weight(parts: In<f32>, gradient: Out<Self>, count: i32, channels: i32, taps: i32);
         causal_conv_step(x: In<Self>, weight: In<Self>, sequences: In<u32>, windows: Out<f32>, y: Out<Self>, channels: i32,
             taps: i32);

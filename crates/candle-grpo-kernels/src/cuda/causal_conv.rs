@@ -12,19 +12,58 @@ use super::prefix_tree::DeviceTree;
 use super::{In, Out, alloc, as_tensor, grid, kernels, with_cuda_floats};
 use crate::{PrefixTree, SlotRows};
 
-/// Threads of a block, as in the kernels: 8 warps.
+/// Threads of a block of the kernels that are not in [`Pass`].
 const THREADS: u32 = 256;
-const WARPS: u32 = 8;
-/// Maximum number of parts of the rows. The gradient of the weight is summed over the rows of a
-/// part, then over the parts in order, so it is deterministic.
-const MAX_PARTS: usize = 64;
-/// Minimum number of rows of a part.
-const PART: usize = 256;
+/// Warps of a block of both passes, its channels, and the taps of a block of the backward pass, as
+/// in the kernels.
+const WARPS: u32 = 4;
+const COLUMNS: usize = 128;
+const NEAR: usize = 4;
+/// Most blocks of a grid in y, and in z.
+const MAX_BLOCKS: usize = 65_535;
 
-/// The kernels count channels and taps in 31 bits. A grid has at most 65,535 blocks in y.
+/// The launches of both passes. The gradient of the weight is summed over the rows of a part, then
+/// over the parts in order, so it is deterministic.
+struct Pass {
+    /// Rows of a warp. The warps of a block have a part of the rows.
+    rows: usize,
+    parts: usize,
+    columns: u32,
+}
+
+impl Pass {
+    fn new(n: usize, channels: usize) -> Self {
+        // A warp also reads the rows beside its own. Few rows need many blocks.
+        let rows = (n / 128).clamp(8, 64);
+        let rows = rows.max(n.div_ceil(WARPS as usize * MAX_BLOCKS));
+        Self {
+            rows,
+            parts: n.div_ceil(WARPS as usize * rows),
+            columns: channels.div_ceil(COLUMNS) as u32,
+        }
+    }
+
+    /// Returns the launch of a kernel for all rows, and for groups of taps.
+    fn by_rows(&self, groups: usize) -> LaunchConfig {
+        Self::launch((self.columns, self.parts as u32, groups as u32))
+    }
+
+    fn by_segments(&self, segments: usize) -> LaunchConfig {
+        Self::launch((segments as u32, self.columns, 1))
+    }
+
+    fn launch(grid_dim: (u32, u32, u32)) -> LaunchConfig {
+        LaunchConfig {
+            grid_dim,
+            block_dim: (32, WARPS, 1),
+            shared_mem_bytes: 0,
+        }
+    }
+}
+
+/// The kernels count channels and taps in 31 bits.
 fn check(channels: usize, taps: usize) -> Result<()> {
-    let blocks = channels.div_ceil(THREADS as usize);
-    if blocks > 65_535 || taps > 65_535 {
+    if channels.div_ceil(COLUMNS) > MAX_BLOCKS || taps > MAX_BLOCKS {
         bail!("weight: shape [{channels}, {taps}], larger than one launch takes");
     }
     Ok(())
@@ -41,8 +80,14 @@ pub(crate) fn forward(
     let (channels, taps) = weight_layout.shape().dims2()?;
     check(channels, taps)?;
     let tree = DeviceTree::of(tree, &Device::Cuda(device.clone()))?;
-    let before = tree.before.storage_and_layout();
+    let (segments, segment_of, before) = (
+        tree.segments.storage_and_layout(),
+        tree.segment_of.storage_and_layout(),
+        tree.before.storage_and_layout(),
+    );
     let elements = x_layout.shape().elem_count();
+    let n = elements / channels;
+    let pass = Pass::new(n, channels);
     let y = with_cuda_floats!(x, "x", T => {
         // SAFETY: the kernel writes every element. x and y have the rows of the tree, and the
         // blocks cover them.
@@ -53,12 +98,15 @@ pub(crate) fn forward(
                 x: In::new(x, x_layout, &stream)?,
                 weight: In::new(weight, weight_layout, &stream)?,
                 before: In::from_tensor(&before, &stream)?,
+                segments: In::from_tensor(&segments, &stream)?,
+                segment_of: In::from_tensor(&segment_of, &stream)?,
                 y: Out::new(&mut y, &stream),
-                n: (elements / channels) as u64,
+                n: n as u64,
+                rows: pass.rows as u32,
                 channels: channels as i32,
                 taps: taps as i32,
             }
-            .launch(device, grid(elements.div_ceil(THREADS as usize), THREADS)?)?;
+            .launch(device, pass.by_rows(1))?;
             y
         };
         CudaStorage::wrap_cuda_slice(y, device.clone())
@@ -92,62 +140,49 @@ pub(crate) fn backward(
     let Storage::Cuda(x_cuda) = &*x_storage.0 else {
         bail!("causal_conv: x left the GPU");
     };
-    let by_elements = grid(elements.div_ceil(THREADS as usize), THREADS)?;
-    let rows = n.div_ceil(MAX_PARTS).max(PART);
-    let count = n.div_ceil(rows);
-    let by_parts = LaunchConfig {
-        grid_dim: (channels.div_ceil(32) as u32, taps as u32, count as u32),
-        block_dim: (32, WARPS, 1),
-        shared_mem_bytes: 0,
-    };
+    let pass = Pass::new(n, channels);
     let by_weight = grid(weight.elem_count().div_ceil(THREADS as usize), THREADS)?;
     let (of_x, of_weight) = with_cuda_floats!(x_cuda, "x", T => {
-        // SAFETY: the kernels write every element before they read it. x, its gradient, the
-        // gradient and the sums have the rows of the tree. The blocks cover them, the parts and
+        // SAFETY: the kernels write every element before they read it. x, its gradient and the
+        // gradient have the rows of the tree. The blocks cover them, the segments, the parts and
         // the weight.
         #[allow(unsafe_code)]
         unsafe {
-            let mut sums = alloc::<f32>(device, elements)?;
-            let mut parts = alloc::<f32>(device, count * weight.elem_count())?;
+            let mut parts = alloc::<f32>(device, pass.parts * weight.elem_count())?;
             let mut of_x = alloc::<T>(device, elements)?;
             let mut of_weight = alloc::<T>(device, weight.elem_count())?;
-            kernels::causal_conv_of_sum::<T> {
+            kernels::causal_conv_backward::<T> {
                 x: In::from_tensor(&x_storage, &stream)?,
                 weight: In::from_tensor(&weight_storage, &stream)?,
                 gradient: In::from_tensor(&gradient_storage, &stream)?,
                 before: In::from_tensor(&before, &stream)?,
-                sums: Out::new(&mut sums, &stream),
-                n: n as u64,
-                channels: channels as i32,
-                taps: taps as i32,
-            }
-            .launch(device, by_elements)?;
-            kernels::causal_conv_of_x::<T> {
-                weight: In::from_tensor(&weight_storage, &stream)?,
-                sums: In::from_slice(&sums, &stream),
                 segments: In::from_tensor(&segments, &stream)?,
                 segment_of: In::from_tensor(&segment_of, &stream)?,
-                gradient: Out::new(&mut of_x, &stream),
-                n: n as u64,
-                channels: channels as i32,
-                taps: taps as i32,
-            }
-            .launch(device, by_elements)?;
-            kernels::causal_conv_of_weight_parts::<T> {
-                x: In::from_tensor(&x_storage, &stream)?,
-                sums: In::from_slice(&sums, &stream),
-                before: In::from_tensor(&before, &stream)?,
+                of_x: Out::new(&mut of_x, &stream),
                 parts: Out::new(&mut parts, &stream),
                 n: n as u64,
-                rows: rows as u32,
+                rows: pass.rows as u32,
                 channels: channels as i32,
                 taps: taps as i32,
             }
-            .launch(device, by_parts)?;
+            .launch(device, pass.by_rows(taps.div_ceil(NEAR)))?;
+            if tree.levels.len() > 1 && (2..=NEAR).contains(&taps) {
+                kernels::causal_conv_of_last_rows::<T> {
+                    x: In::from_tensor(&x_storage, &stream)?,
+                    weight: In::from_tensor(&weight_storage, &stream)?,
+                    gradient: In::from_tensor(&gradient_storage, &stream)?,
+                    before: In::from_tensor(&before, &stream)?,
+                    segments: In::from_tensor(&segments, &stream)?,
+                    of_x: Out::new(&mut of_x, &stream),
+                    channels: channels as i32,
+                    taps: taps as i32,
+                }
+                .launch(device, pass.by_segments(tree.count()))?;
+            }
             kernels::causal_conv_of_weight::<T> {
                 parts: In::from_slice(&parts, &stream),
                 gradient: Out::new(&mut of_weight, &stream),
-                count: count as i32,
+                count: pass.parts as i32,
                 channels: channels as i32,
                 taps: taps as i32,
             }

@@ -4,8 +4,9 @@ use candle_core::{DType, Device, Result, Tensor, Var};
 use candle_grpo_kernels::{PrefixTree, causal_conv, causal_conv_gradient, composed};
 use candle_grpo_test_support::{assert_close, cases, devices, gradient, message, numbers};
 use proptest::prelude::*;
+use rstest::rstest;
 
-use crate::layout::layouts;
+use crate::layout::{Layout, layouts};
 use crate::prefixes::prefixes;
 use crate::strategies::dtypes;
 use crate::twin::{check_against_f64, check_gradient_alone, noisy};
@@ -84,6 +85,37 @@ proptest! {
         assert_close(&numbers(&x_gradient)?, &gradient(&store, &x)?, 4e-6);
         assert_close(&numbers(&weight_gradient)?, &gradient(&store, &weight)?, 4e-6);
     }
+}
+
+/// Each of the three rows before the branches adds the gradients of nine.
+#[rstest]
+fn a_prefix_may_have_many_branches(
+    #[values(1, 2, 4, 5)] taps: usize,
+    #[values(7, 8)] channels: usize,
+    #[values(DType::F32, DType::BF16)] dtype: DType,
+) -> Result<()> {
+    let mut count = 3;
+    let sequences: Vec<Vec<u32>> = (0..9)
+        .map(|branch| {
+            let first = count;
+            count += [1, 2, 12][branch % 3];
+            (0..3).chain(first..count).collect()
+        })
+        .collect();
+    let lengths: Vec<usize> = sequences.iter().map(Vec::len).collect();
+    let tree = PrefixTree::with_shared_rows(&lengths, &sequences.concat())?;
+    check_against_f64(
+        &[
+            (
+                &noisy(&[count as usize, channels], 1, dtype)?,
+                Layout::Contiguous,
+            ),
+            (&noisy(&[channels, taps], 2, dtype)?, Layout::Contiguous),
+        ],
+        4.0,
+        |x| causal_conv(x[0], x[1], &tree),
+        |x| composed::causal_conv(x[0], x[1], &tree),
+    )
 }
 
 #[test]

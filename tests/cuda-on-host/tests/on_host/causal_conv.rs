@@ -33,70 +33,66 @@ fn check_tree<T: Kernels>(channels: usize, taps: usize, tolerance: f64) -> Resul
     let (before, segments) = (Buffer::new(&before()), Buffer::new(SEGMENTS));
     let segment_of = Buffer::new(&segment_of());
     let (n, channels32, taps32) = (ROWS as u64, channels as i32, taps as i32);
-    let by_elements = Grid::new((ROWS * channels).div_ceil(256) as u32, 256);
+    let grid = |grid| Grid {
+        grid,
+        block: [32, 4, 1],
+        shared_bytes: 0,
+    };
+    let columns = channels.div_ceil(128) as u32;
     for order in ORDERS {
         let [mut y, mut of_x] =
             [(); 2].map(|()| Buffer::filled(T::from_f64(f64::NAN), ROWS * channels));
         let mut of_weight = Buffer::filled(T::from_f64(f64::NAN), channels * taps);
-        let mut sums = Buffer::filled(f32::NAN, ROWS * channels);
         let mut parts = Buffer::filled(f32::NAN, 2 * channels * taps);
-        // SAFETY: the buffers have the rows of the tree, and two parts of 50 rows and of 30.
+        // SAFETY: the buffers have the rows of the tree, and two parts of 4 * 13 rows and of 28.
         unsafe {
             T::causal_conv_forward(
-                by_elements,
+                grid([columns, 2, 1]),
                 order,
                 x.as_ptr(),
                 weight.as_ptr(),
                 before.as_ptr(),
+                segments.as_ptr(),
+                segment_of.as_ptr(),
                 y.as_mut_ptr(),
                 n,
+                13,
                 channels32,
                 taps32,
             )
             .unwrap();
-            T::causal_conv_of_sum(
-                by_elements,
+            T::causal_conv_backward(
+                grid([columns, 2, taps.div_ceil(4) as u32]),
                 order,
                 x.as_ptr(),
                 weight.as_ptr(),
                 gradient.as_ptr(),
                 before.as_ptr(),
-                sums.as_mut_ptr(),
-                n,
-                channels32,
-                taps32,
-            )
-            .unwrap();
-            T::causal_conv_of_x(
-                by_elements,
-                order,
-                weight.as_ptr(),
-                sums.as_ptr(),
                 segments.as_ptr(),
                 segment_of.as_ptr(),
                 of_x.as_mut_ptr(),
-                n,
-                channels32,
-                taps32,
-            )
-            .unwrap();
-            T::causal_conv_of_weight_parts(
-                Grid {
-                    grid: [channels.div_ceil(32) as u32, taps as u32, 2],
-                    block: [32, 8, 1],
-                    shared_bytes: 0,
-                },
-                order,
-                x.as_ptr(),
-                sums.as_ptr(),
-                before.as_ptr(),
                 parts.as_mut_ptr(),
                 n,
-                50,
+                13,
                 channels32,
                 taps32,
             )
             .unwrap();
+            if (2..=4).contains(&taps) {
+                T::causal_conv_of_last_rows(
+                    grid([SEGMENTS.len() as u32 / 6 - 1, columns, 1]),
+                    order,
+                    x.as_ptr(),
+                    weight.as_ptr(),
+                    gradient.as_ptr(),
+                    before.as_ptr(),
+                    segments.as_ptr(),
+                    of_x.as_mut_ptr(),
+                    channels32,
+                    taps32,
+                )
+                .unwrap();
+            }
             T::causal_conv_of_weight(
                 Grid::new((channels * taps).div_ceil(256) as u32, 256),
                 order,
@@ -165,7 +161,15 @@ fn check_steps<T: Kernels>(channels: usize, taps: usize, tolerance: f64) -> Resu
 
 fn check_all<T: Kernels>(tolerance: f64) -> Result<()> {
     // More taps than the rows of a segment, and than all rows before a row.
-    for (channels, taps) in [(1, 1), (33, 4), (300, 4), (3, 45)] {
+    for (channels, taps) in [
+        (1, 1),
+        (33, 4),
+        (300, 4),
+        (132, 2),
+        (8, 3),
+        (130, 5),
+        (3, 45),
+    ] {
         check_tree::<T>(channels, taps, tolerance)?;
         check_steps::<T>(channels, taps, tolerance)?;
     }
