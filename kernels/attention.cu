@@ -24,6 +24,9 @@
 
 #include <climits>
 
+// Without external names: a program may contain this code for several GPUs.
+namespace {
+
 // The sizes of tiles for heads of up to D elements. `attention.rs` has the same sizes for the
 // launches.
 template <typename T, int D> struct Tiles {
@@ -375,7 +378,7 @@ template <typename T> __device__ __forceinline__ void wait_for_tiles() {
 }
 
 // Waits for the products of a warpgroup, whose result is c.
-template <typename T, int groups, int pieces> __device__ __forceinline__ void wait_for_products(float (&c)[groups][pieces][4]) {
+template <typename T, int groups, int pieces> __device__ __forceinline__ void wait_for_result(float (&c)[groups][pieces][4]) {
     if constexpr (ON_WARPGROUP<T>) wait_for_products(c[0]);
 }
 
@@ -465,7 +468,7 @@ __device__ __forceinline__ void forward_part(int part, const T *query, const T *
         const bool all_visible = !OPTIONS && !head.has_mask() && first_key + KEYS - 1 <= first_position;
         float scores[GROUPS][KEYS / 8][4];
         multiply_rows<T, D, ROWS, KEYS, false>(scores, queries, keys);
-        wait_for_products<T>(scores);
+        wait_for_result<T>(scores);
 #pragma unroll
         for (int g = 0; g < GROUPS; g++) {
             // Before the marks are read: with them, the cap would need more registers than there
@@ -520,7 +523,7 @@ __device__ __forceinline__ void forward_part(int part, const T *query, const T *
         wait_for_tiles<T>();
         if (first_key + KEYS <= last_key) load_keys(first_key + KEYS);
         multiply_columns<T, D>(mixed, scores, values, 0, head_dim);
-        wait_for_products<T>(mixed);
+        wait_for_result<T>(mixed);
     }
 
 #pragma unroll
@@ -663,8 +666,8 @@ __device__ __forceinline__ void backward(const T *query, const T *key, const T *
         float weights[1][OTHERS / 8][4], of_scores[1][OTHERS / 8][4];
         multiply_rows<T, D, ROWS, OTHERS, OF_KEYS>(weights, kept, others);
         multiply_rows<T, D, ROWS, OTHERS, OF_KEYS>(of_scores, kept_with, others_with);
-        wait_for_products<T>(weights);
-        wait_for_products<T>(of_scores);
+        wait_for_result<T>(weights);
+        wait_for_result<T>(of_scores);
         // Most keys of a tile are before all of its queries.
         const bool all_visible =
             !OPTIONS && !head.has_mask() &&
@@ -689,9 +692,9 @@ __device__ __forceinline__ void backward(const T *query, const T *key, const T *
         multiply_columns<T, D>(of_first, of_scores, others, column, head_dim);
         if constexpr (OF_KEYS) {
             multiply_columns<T, D>(of_second, weights, others_with, column, head_dim);
-            wait_for_products<T>(of_second);
+            wait_for_result<T>(of_second);
         }
-        wait_for_products<T>(of_first);
+        wait_for_result<T>(of_first);
     }
     // The products of a warp may read the rows of the others.
     if constexpr (ON_WARPGROUP<T>) __syncthreads();
@@ -716,6 +719,8 @@ __device__ __forceinline__ void backward(const T *query, const T *key, const T *
         });
     }
 }
+
+}  // namespace
 
 #define FORWARD_ARGUMENTS(T)                                                                                           \
     const T *query, const T *key, const T *value, const uint8_t *mask, const uint32_t *sequences, T *y,               \
