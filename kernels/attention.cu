@@ -61,8 +61,6 @@ template <typename T, int D> struct Tiles {
     // of an H100, and at most 4, which have 128 registers for a thread.
     static constexpr int FITTING = 227 * 1024 / (KEPT_BYTES + QUERY_STAGES * STAGE_BYTES);
     static constexpr int QUERY_BLOCKS = FITTING < 4 ? FITTING : 4;
-    // Unrolled products. With more the compiler would spill registers of f32.
-    static constexpr int UNROLLED = WIDE ? 1 : D / DEPTH<T>;
     // Columns of the gradients of keys and values that fit in the registers of one block.
     static constexpr int COLUMNS = D < 128 ? D : 128;
 
@@ -249,9 +247,9 @@ struct Head {
     }
 };
 
-// Writes 16 rows by `columns` of c to `target(row)`, through the rows from `first` of a tile of ROWS
-// rows, which only this warp uses. `factors` scale the rows of this lane. A factor of 0 gives 0,
-// also for NaN.
+// Writes 16 rows by `columns` of c to `target(row)`, through the rows from `first` of a tile of
+// ROWS rows, which only this warp uses. `factors` scale the rows of this lane. A factor of 0 gives
+// 0, also for NaN.
 template <typename T, int D, int ROWS, int pieces, typename Target>
 __device__ __forceinline__ void store_rows(T *tile, const float (&c)[pieces][4], const float (&factors)[2], int first,
                                            int columns, bool aligned, Target target) {
@@ -306,8 +304,10 @@ __device__ __forceinline__ void multiply_rows(float (&c)[groups][OTHERS / 8][4],
             start_product(c[0], operand_at<ROWS>(tile_a, 0, column), operand_at<OTHERS>(tile_b, 0, column), column > 0, a);
         end_products();
     } else {
+        // With more the compiler would spill registers of f32.
+        constexpr int UNROLLED = Size::WIDE ? 1 : D / DEPTH<T>;
         clear(c);
-#pragma unroll Size::UNROLLED
+#pragma unroll UNROLLED
         for (int k = 0; k < D / DEPTH<T>; k++) {
             FragmentA of_a[groups];
 #pragma unroll

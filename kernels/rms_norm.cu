@@ -1,6 +1,7 @@
 // y = x / sqrt(mean(x^2) + epsilon) * weight over rows [n, width], forward and backward. blockDim.x
 // threads share a row: 8, 16 or a multiple of 32. A block has blockDim.y rows. The blocks loop over
-// the rows in strides of the grid. A thread keeps its part of a row in registers between two passes.
+// the rows in strides of the grid. A thread keeps its part of a row in registers between its two
+// passes.
 
 #include "column_sum.cuh"
 #include "element.cuh"

@@ -96,7 +96,8 @@ template <int pieces, typename T> void start_product(float (&c)[pieces][4], cons
 }
 #endif
 
-// The first of the 64 rows of a warpgroup. The compiler does not see that all threads have the same.
+// The first of the 64 rows of a warpgroup, as a number that all threads have in common: the
+// compiler does not see it without the shuffle.
 __device__ __forceinline__ int first_row_of_warpgroup() { return __shfl_sync(0xffffffffu, (int)threadIdx.x / 128, 0) * 64; }
 
 // Makes shared memory that this thread has written visible to products that start after the next

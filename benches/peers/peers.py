@@ -317,7 +317,7 @@ def cuda_cases():
             direction=direction,
         )
         yield Case(
-            "attention", "[4, 2048], 32 and 8 heads of 128" + how, "bf16", "PyTorch (FlashAttention-2)",
+            "attention", "[4, 2048], 32 and 8 heads of 128" + how, "bf16", "PyTorch",
             lambda passes=passes: attention("cuda", 4, 2048, 32, 8, 128, "bfloat16", passes), direction=direction,
         )
     yield Case(

@@ -34,7 +34,7 @@ fn main() {
     for_hopper
         .define("__CUDA_ARCH_FEAT_SM90_ALL", None)
         .file(kernels.join("attention.cu"))
-        // Nothing but `dlsym` names the kernels.
+        // Only `dlsym` names the kernels.
         .link_lib_modifier("+whole-archive")
         .compile("kernels_for_hopper");
     cpp(&kernels)

@@ -15,7 +15,7 @@ enum Kind {
     Min,
 }
 
-/// Metrics on the device. Nothing is transferred until [`Metrics::to_host`].
+/// Metrics on the device. Nothing is reduced or transferred until [`Metrics::to_host`].
 #[derive(Debug, Clone, Default)]
 pub struct Metrics {
     entries: Vec<Entry>,
@@ -25,10 +25,17 @@ pub struct Metrics {
 struct Entry {
     name: String,
     kind: Kind,
-    /// The sum of a mean, the maximum or the minimum: `[1]`.
-    value: Tensor,
+    value: Value,
     /// `[1]`.
     count: Tensor,
+}
+
+#[derive(Debug, Clone)]
+enum Value {
+    /// The sum of a mean, the maximum or the minimum: `[1]`.
+    Scalar(Tensor),
+    /// Values `[B, T]`, of which those in the mask count.
+    Masked(Tensor, Mask),
 }
 
 impl Metrics {
@@ -39,62 +46,53 @@ impl Metrics {
 
     /// Adds the mean of the scalar `sum` over the scalar `count`.
     pub fn push_mean(&mut self, name: &str, sum: &Tensor, count: &Tensor) -> Result<()> {
-        self.push(name, Kind::Mean, sum, count)
+        if sum.elem_count() != 1 || count.elem_count() != 1 {
+            bail!(
+                "metric {name}: shapes {:?} and {:?}, must be scalars",
+                sum.dims(),
+                count.dims()
+            );
+        }
+        let dtype = statistics_dtype(sum.device());
+        let scalar = |x: &Tensor| x.detach().to_dtype(dtype)?.reshape(1);
+        self.entries.push(Entry {
+            name: name.to_owned(),
+            kind: Kind::Mean,
+            value: Value::Scalar(scalar(sum)?),
+            count: scalar(count)?,
+        });
+        Ok(())
     }
 
     /// Adds the mean of `values` `[B, T]` over the positions of `mask`.
     pub fn push_masked_mean(&mut self, name: &str, values: &Tensor, mask: &Mask) -> Result<()> {
-        let dtype = statistics_dtype(values.device());
-        let sum = mask.select(&values.detach())?.to_dtype(dtype)?.sum_all()?;
-        self.push_mean(name, &sum, &mask.count(dtype)?)
+        self.push_masked(name, Kind::Mean, values, mask)
     }
 
     /// Adds the maximum of `values` `[B, T]` over the positions of `mask`.
     pub fn push_masked_max(&mut self, name: &str, values: &Tensor, mask: &Mask) -> Result<()> {
-        self.push_extreme(name, values, mask, Kind::Max)
+        self.push_masked(name, Kind::Max, values, mask)
     }
 
     /// Adds the minimum of `values` `[B, T]` over the positions of `mask`.
     pub fn push_masked_min(&mut self, name: &str, values: &Tensor, mask: &Mask) -> Result<()> {
-        self.push_extreme(name, values, mask, Kind::Min)
+        self.push_masked(name, Kind::Min, values, mask)
     }
 
-    fn push_extreme(&mut self, name: &str, values: &Tensor, mask: &Mask, kind: Kind) -> Result<()> {
-        let values = values.detach();
-        let outside = if kind == Kind::Max {
-            f64::NEG_INFINITY
-        } else {
-            f64::INFINITY
+    fn push_masked(&mut self, name: &str, kind: Kind, values: &Tensor, mask: &Mask) -> Result<()> {
+        mask.check(&format!("metric {name}"), values)?;
+        // A variable may change before the reduction.
+        let values = match values.is_variable() {
+            true => values.copy()?.detach(),
+            false => values.detach(),
         };
-        let outside = (values.zeros_like()? + outside)?;
-        let inside = mask
-            .selected()
-            .where_cond(&values, &outside)?
-            .flatten_all()?;
-        let extreme = if kind == Kind::Max {
-            inside.max(0)?
-        } else {
-            inside.min(0)?
-        };
-        let count = mask.count(statistics_dtype(values.device()))?;
-        self.push(name, kind, &extreme, &count)
-    }
-
-    fn push(&mut self, name: &str, kind: Kind, value: &Tensor, count: &Tensor) -> Result<()> {
-        if value.elem_count() != 1 || count.elem_count() != 1 {
-            bail!(
-                "metric {name}: shapes {:?} and {:?}, must be scalars",
-                value.dims(),
-                count.dims()
-            );
-        }
-        let dtype = statistics_dtype(value.device());
-        let scalar = |x: &Tensor| x.detach().to_dtype(dtype)?.reshape(1);
         self.entries.push(Entry {
             name: name.to_owned(),
             kind,
-            value: scalar(value)?,
-            count: scalar(count)?,
+            value: Value::Masked(values, mask.clone()),
+            count: mask
+                .count(statistics_dtype(mask.selected().device()))?
+                .reshape(1)?,
         });
         Ok(())
     }
@@ -115,10 +113,11 @@ impl Metrics {
         if self.entries.is_empty() {
             return Ok(values);
         }
-        let scalars: Vec<&Tensor> = self
-            .entries
+        let sums = self.reduced()?;
+        let scalars: Vec<&Tensor> = sums
             .iter()
-            .flat_map(|entry| [&entry.value, &entry.count])
+            .zip(&self.entries)
+            .flat_map(|(sum, entry)| [sum, &entry.count])
             .collect();
         // Widened on the host: not every device has f64.
         let numbers = Tensor::cat(&scalars, 0)?
@@ -135,6 +134,61 @@ impl Metrics {
             values.add(&entry.name, value)?;
         }
         Ok(values)
+    }
+
+    /// Returns the value of each entry as `[1]`. Entries of one kind and mask are reduced together,
+    /// because a GPU needs the same time for one small tensor as for twenty.
+    fn reduced(&self) -> Result<Vec<Tensor>> {
+        let mut groups: Vec<(Kind, DType, &Mask, Vec<usize>, Vec<&Tensor>)> = Vec::new();
+        let mut reduced = vec![None; self.entries.len()];
+        for (index, entry) in self.entries.iter().enumerate() {
+            match &entry.value {
+                Value::Scalar(value) => reduced[index] = Some(value.clone()),
+                Value::Masked(values, mask) => {
+                    let (kind, dtype, id) = (entry.kind, values.dtype(), mask.selected().id());
+                    let group = groups.iter_mut().find(|group| {
+                        (group.0, group.1, group.2.selected().id()) == (kind, dtype, id)
+                    });
+                    match group {
+                        Some((.., indices, tensors)) => {
+                            indices.push(index);
+                            tensors.push(values);
+                        }
+                        None => groups.push((kind, dtype, mask, vec![index], vec![values])),
+                    }
+                }
+            }
+        }
+        for (kind, _, mask, indices, tensors) in groups {
+            let all = reduce(kind, &tensors, mask)?;
+            for (at, index) in indices.into_iter().enumerate() {
+                reduced[index] = Some(all.narrow(0, at, 1)?);
+            }
+        }
+        Ok(reduced.into_iter().flatten().collect())
+    }
+}
+
+/// Returns the sum, maximum or minimum of each tensor `[B, T]` over the positions of the mask, as
+/// one tensor in the dtype of statistics.
+fn reduce(kind: Kind, tensors: &[&Tensor], mask: &Mask) -> Result<Tensor> {
+    let stacked = Tensor::stack(tensors, 0)?;
+    let outside = match kind {
+        Kind::Mean => 0.,
+        Kind::Max => f64::NEG_INFINITY,
+        Kind::Min => f64::INFINITY,
+    };
+    let outside = (stacked.zeros_like()? + outside)?;
+    let inside = mask
+        .selected()
+        .broadcast_as(stacked.shape())?
+        .where_cond(&stacked, &outside)?
+        .flatten_from(1)?;
+    let dtype = statistics_dtype(stacked.device());
+    match kind {
+        Kind::Mean => inside.to_dtype(dtype)?.sum(1),
+        Kind::Max => inside.max(1)?.to_dtype(dtype),
+        Kind::Min => inside.min(1)?.to_dtype(dtype),
     }
 }
 
