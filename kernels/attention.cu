@@ -305,7 +305,7 @@ __device__ __forceinline__ void multiply_rows(float (&c)[groups][OTHERS / 8][4],
         end_products();
     } else {
         // With more the compiler would spill registers of f32.
-        constexpr int UNROLLED = Size::WIDE ? 1 : D / DEPTH<T>;
+        [[maybe_unused]] constexpr int UNROLLED = Size::WIDE ? 1 : D / DEPTH<T>;
         clear(c);
 #pragma unroll UNROLLED
         for (int k = 0; k < D / DEPTH<T>; k++) {

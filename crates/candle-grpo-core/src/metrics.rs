@@ -139,29 +139,33 @@ impl Metrics {
     /// Returns the value of each entry as `[1]`. Entries of one kind and mask are reduced together,
     /// because a GPU needs the same time for one small tensor as for twenty.
     fn reduced(&self) -> Result<Vec<Tensor>> {
-        let mut groups: Vec<(Kind, DType, &Mask, Vec<usize>, Vec<&Tensor>)> = Vec::new();
+        let mut groups: Vec<Group> = Vec::new();
         let mut reduced = vec![None; self.entries.len()];
         for (index, entry) in self.entries.iter().enumerate() {
             match &entry.value {
                 Value::Scalar(value) => reduced[index] = Some(value.clone()),
                 Value::Masked(values, mask) => {
-                    let (kind, dtype, id) = (entry.kind, values.dtype(), mask.selected().id());
-                    let group = groups.iter_mut().find(|group| {
-                        (group.0, group.1, group.2.selected().id()) == (kind, dtype, id)
-                    });
-                    match group {
-                        Some((.., indices, tensors)) => {
-                            indices.push(index);
-                            tensors.push(values);
+                    let found = groups
+                        .iter_mut()
+                        .find(|group| group.takes(entry.kind, values, mask));
+                    match found {
+                        Some(group) => {
+                            group.indices.push(index);
+                            group.values.push(values);
                         }
-                        None => groups.push((kind, dtype, mask, vec![index], vec![values])),
+                        None => groups.push(Group {
+                            kind: entry.kind,
+                            mask,
+                            indices: vec![index],
+                            values: vec![values],
+                        }),
                     }
                 }
             }
         }
-        for (kind, _, mask, indices, tensors) in groups {
-            let all = reduce(kind, &tensors, mask)?;
-            for (at, index) in indices.into_iter().enumerate() {
+        for group in groups {
+            let all = group.reduce()?;
+            for (at, index) in group.indices.into_iter().enumerate() {
                 reduced[index] = Some(all.narrow(0, at, 1)?);
             }
         }
@@ -169,26 +173,45 @@ impl Metrics {
     }
 }
 
-/// Returns the sum, maximum or minimum of each tensor `[B, T]` over the positions of the mask, as
-/// one tensor in the dtype of statistics.
-fn reduce(kind: Kind, tensors: &[&Tensor], mask: &Mask) -> Result<Tensor> {
-    let stacked = Tensor::stack(tensors, 0)?;
-    let outside = match kind {
-        Kind::Mean => 0.,
-        Kind::Max => f64::NEG_INFINITY,
-        Kind::Min => f64::INFINITY,
-    };
-    let outside = (stacked.zeros_like()? + outside)?;
-    let inside = mask
-        .selected()
-        .broadcast_as(stacked.shape())?
-        .where_cond(&stacked, &outside)?
-        .flatten_from(1)?;
-    let dtype = statistics_dtype(stacked.device());
-    match kind {
-        Kind::Mean => inside.to_dtype(dtype)?.sum(1),
-        Kind::Max => inside.max(1)?.to_dtype(dtype),
-        Kind::Min => inside.min(1)?.to_dtype(dtype),
+/// Entries that are reduced together.
+struct Group<'a> {
+    kind: Kind,
+    mask: &'a Mask,
+    /// The places of the entries.
+    indices: Vec<usize>,
+    /// `[B, T]` each, of one dtype.
+    values: Vec<&'a Tensor>,
+}
+
+impl Group<'_> {
+    fn takes(&self, kind: Kind, values: &Tensor, mask: &Mask) -> bool {
+        self.kind == kind
+            && self.mask.selected().id() == mask.selected().id()
+            && self.values.iter().all(|x| x.dtype() == values.dtype())
+    }
+
+    /// Returns the sum, maximum or minimum of each entry over the positions of the mask, in the
+    /// dtype of statistics: `[entries]`.
+    fn reduce(&self) -> Result<Tensor> {
+        let stacked = Tensor::stack(&self.values, 0)?;
+        let outside = match self.kind {
+            Kind::Mean => 0.,
+            Kind::Max => f64::NEG_INFINITY,
+            Kind::Min => f64::INFINITY,
+        };
+        let outside = (stacked.zeros_like()? + outside)?;
+        let inside = self
+            .mask
+            .selected()
+            .broadcast_as(stacked.shape())?
+            .where_cond(&stacked, &outside)?
+            .flatten_from(1)?;
+        let dtype = statistics_dtype(stacked.device());
+        match self.kind {
+            Kind::Mean => inside.to_dtype(dtype)?.sum(1),
+            Kind::Max => inside.max(1)?.to_dtype(dtype),
+            Kind::Min => inside.min(1)?.to_dtype(dtype),
+        }
     }
 }
 

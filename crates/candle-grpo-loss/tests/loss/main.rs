@@ -1,6 +1,7 @@
 //! Tests of the policy losses.
 
 mod bad_input;
+mod cuda_budget;
 mod custom_surrogate;
 mod distillation_loss;
 mod documentation;
