@@ -74,9 +74,9 @@ template <typename T, int D> struct Tiles {
 };
 
 // Starts to load the same ROWS rows of each operand in `from` into its tile. Row r is at the
-// element `offset(r)`, which is in the operand for every r, and row r + n is `step(n)` elements
-// later, or 0 if that depends on r. Rows that are not `is_real(r)`, and columns beyond the head,
-// become 0. If `whole`, all rows are real.
+// element `offset(r)`, which is in the operand for every r. Row r + n is `step(n)` elements later;
+// 0 if that depends on r. Rows that are not `is_real(r)`, and columns beyond the head, become 0. If
+// `whole`, all rows are real.
 template <typename T, int D, int ROWS, int THREADS, int operands, typename Offset, typename Step, typename Real>
 __device__ __forceinline__ void load_tiles(T *const (&tiles)[operands], const T *const (&from)[operands], int head_dim,
                                            bool aligned, bool whole, Offset offset, Step step, Real is_real) {
@@ -224,6 +224,9 @@ struct Head {
         return (uint64_t)(first_key + (uint32_t)key) * (kv_heads * (uint32_t)head_dim) + kv_head * (uint32_t)head_dim;
     }
 
+    // The elements from a key to the n-th after it: n keys, or n rows of whole positions.
+    __device__ __forceinline__ uint32_t keys_apart(int n) const { return (uint32_t)n * kv_heads * (uint32_t)head_dim; }
+
     // The mark of a row or a key is its position, except at padding: see Scoring.
     __device__ __forceinline__ int row_mark(int row) const { return is_real_row(row) ? position_of_row(row) : -1; }
     __device__ __forceinline__ int key_mark(int key) const { return is_real_key(key) ? key : INT_MAX; }
@@ -234,7 +237,7 @@ struct Head {
         load_tiles<T, D, ROWS, THREADS>(
             tiles, from, head_dim, aligned, mask == nullptr && first + ROWS <= rows,
             [&](int row) { return row_offset(min(first + row, rows - 1)); },
-            [&](int n) { return group.divides_power_of_two((uint32_t)n) ? (uint32_t)n * kv_heads * (uint32_t)head_dim : 0; },
+            [&](int n) { return group.divides((uint32_t)n) ? keys_apart(n) : 0; },
             [&](int row) { return is_real_row(first + row); });
     }
     template <int ROWS, int THREADS, typename T, int D, int operands>
@@ -242,7 +245,7 @@ struct Head {
         load_tiles<T, D, ROWS, THREADS>(
             tiles, from, head_dim, aligned, mask == nullptr && first + ROWS <= total,
             [&](int row) { return key_offset(min(first + row, total - 1)); },
-            [&](int n) { return (uint32_t)n * kv_heads * (uint32_t)head_dim; },
+            [&](int n) { return keys_apart(n); },
             [&](int row) { return is_real_key(first + row); });
     }
 };
@@ -338,6 +341,8 @@ __device__ __forceinline__ void multiply_columns(float (&c)[groups][pieces][4], 
 #pragma unroll
         for (int k = 0; k < others / 2; k++) a[k] = as_a<T>(weights[0], k);
         const uint64_t tile = describe<others * 8>(b);
+        pin(a);
+        pin(c[0]);
         begin_products();
 #pragma unroll
         for (int k = 0; k < others / 2; k++) {
@@ -370,7 +375,7 @@ __device__ __forceinline__ void multiply_columns(float (&c)[groups][pieces][4], 
     }
 }
 
-// Waits for the copies of all threads, which have finished with the tiles of before.
+// Waits for the copies of all threads. After it, no thread uses the previous tiles.
 template <typename T> __device__ __forceinline__ void wait_for_tiles() {
     wait_for_copies();
     if constexpr (ON_WARPGROUP<T>) publish_operands();

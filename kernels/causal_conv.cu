@@ -21,6 +21,11 @@ __device__ __forceinline__ float silu_slope(float x) {
     return s + x * s * (1.0f - s);
 }
 
+__device__ __forceinline__ void add_products(const float (&a)[4], const float (&b)[4], float (&sums)[4]) {
+#pragma unroll
+    for (int i = 0; i < 4; i++) sums[i] = fmaf(a[i], b[i], sums[i]);
+}
+
 // The channels of a thread, from `column`. If they are packed, four elements are one access.
 template <bool packed, typename T> struct Channels {
     const T *x, *weight;
@@ -60,8 +65,7 @@ template <bool packed, typename T> struct Channels {
             float values[4], weights[4];
             load(x, at, values);
             load_weights(distance, weights);
-#pragma unroll
-            for (int i = 0; i < 4; i++) sums[i] = fmaf(values[i], weights[i], sums[i]);
+            add_products(values, weights, sums);
             at = before[at];
         }
     }
@@ -86,11 +90,6 @@ __device__ __forceinline__ void append(Window &window, const float (&values)[4])
         for (int distance = NEAR - 1; distance > 0; distance--) window[distance][i] = window[distance - 1][i];
         window[0][i] = values[i];
     }
-}
-
-__device__ __forceinline__ void add_products(const float (&a)[4], const float (&b)[4], float (&sums)[4]) {
-#pragma unroll
-    for (int i = 0; i < 4; i++) sums[i] = fmaf(a[i], b[i], sums[i]);
 }
 
 // The weights and the last rows of a thread, for at most NEAR taps.

@@ -24,5 +24,6 @@ struct Divisor {
         return {quotient, remainder};
     }
 
-    __device__ __forceinline__ bool divides_power_of_two(uint32_t number) const { return (by & (by - 1)) == 0 && by <= number; }
+    // Whether a power of two is a multiple.
+    __device__ __forceinline__ bool divides(uint32_t power_of_two) const { return (by & (by - 1)) == 0 && by <= power_of_two; }
 };

@@ -81,7 +81,6 @@ template <int ROWS> __device__ __forceinline__ uint64_t operand_at(uint64_t tile
                      : "memory");                                                                                      \
     }
 #define WARPGROUP_SIZES(type, name)                                                                                    \
-    WARPGROUP_PRODUCTS(type, name, 16, 2, 8, 9, 10, 11, 12)                                                            \
     WARPGROUP_PRODUCTS(type, name, 32, 4, 16, 17, 18, 19, 20)                                                          \
     WARPGROUP_PRODUCTS(type, name, 64, 8, 32, 33, 34, 35, 36)                                                          \
     WARPGROUP_PRODUCTS(type, name, 128, 16, 64, 65, 66, 67, 68)
@@ -108,7 +107,22 @@ __device__ __forceinline__ void publish_operands() {
 #endif
 }
 
-// Before the first product that uses registers which other instructions have written.
+// Registers that a product uses: no use of them moves to the other side.
+template <int pieces> __device__ __forceinline__ void pin([[maybe_unused]] float (&c)[pieces][4]) {
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL) && !defined(CUDA_ON_HOST)
+#pragma unroll
+    for (int n = 0; n < pieces; n++) asm volatile("" : "+f"(c[n][0]), "+f"(c[n][1]), "+f"(c[n][2]), "+f"(c[n][3])::"memory");
+#endif
+}
+template <int count> __device__ __forceinline__ void pin([[maybe_unused]] FragmentA (&a)[count]) {
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL) && !defined(CUDA_ON_HOST)
+#pragma unroll
+    for (int k = 0; k < count; k++)
+        asm volatile("" : "+r"(a[k].words[0]), "+r"(a[k].words[1]), "+r"(a[k].words[2]), "+r"(a[k].words[3])::"memory");
+#endif
+}
+
+// Before the first product. Registers that other instructions have written are pinned before it.
 __device__ __forceinline__ void begin_products() {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL) && !defined(CUDA_ON_HOST)
     asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
@@ -130,8 +144,6 @@ template <int pieces> __device__ __forceinline__ void wait_for_products([[maybe_
     cuda_host::wait_for_products();
 #elif defined(__CUDA_ARCH_FEAT_SM90_ALL)
     asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
-    // No use of c moves before the wait.
-#pragma unroll
-    for (int n = 0; n < pieces; n++) asm volatile("" : "+f"(c[n][0]), "+f"(c[n][1]), "+f"(c[n][2]), "+f"(c[n][3])::"memory");
+    pin(c);
 #endif
 }

@@ -20,6 +20,8 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     cudaforge::KernelBuilder::new()
         .source_files(&sources)
         .watch(with_extension("cuh"))
+        // The arguments of `fatbin`.
+        .watch(["build.rs"])
         .compute_cap(80)
         .arg("-O3")
         .arg("-std=c++17")

@@ -15,7 +15,9 @@ enum Kind {
     Min,
 }
 
-/// Metrics on the device. Nothing is reduced or transferred until [`Metrics::to_host`].
+/// Metrics on the device. [`Metrics::to_host`] reduces and transfers them.
+///
+/// Until then, masked metrics hold their values `[B, T]`, which must not change in place.
 #[derive(Debug, Clone, Default)]
 pub struct Metrics {
     entries: Vec<Entry>,
@@ -98,7 +100,7 @@ impl Metrics {
     }
 
     /// Adds the metrics of `other`, such as those of another micro-batch. Metrics of the same name
-    /// are merged.
+    /// are merged by [`Metrics::to_host`].
     pub fn extend(&mut self, other: Metrics) {
         self.entries.extend(other.entries);
     }
@@ -113,11 +115,11 @@ impl Metrics {
         if self.entries.is_empty() {
             return Ok(values);
         }
-        let sums = self.reduced()?;
-        let scalars: Vec<&Tensor> = sums
+        let reduced = self.reduced()?;
+        let scalars: Vec<&Tensor> = reduced
             .iter()
             .zip(&self.entries)
-            .flat_map(|(sum, entry)| [sum, &entry.count])
+            .flat_map(|(value, entry)| [value, &entry.count])
             .collect();
         // Widened on the host: not every device has f64.
         let numbers = Tensor::cat(&scalars, 0)?
@@ -169,7 +171,8 @@ impl Metrics {
                 reduced[index] = Some(all.narrow(0, at, 1)?);
             }
         }
-        Ok(reduced.into_iter().flatten().collect())
+        let reduced: Option<Vec<Tensor>> = reduced.into_iter().collect();
+        reduced.ok_or_else(|| candle_core::Error::Msg("a metric was not reduced".to_owned()))
     }
 }
 
@@ -321,6 +324,7 @@ impl MetricValues {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use candle_core::Var;
     use candle_grpo_test_support::devices;
 
     #[test]
@@ -339,6 +343,48 @@ mod tests {
             let values = all.to_host()?;
             assert_eq!(values.get("entropy"), Some(0.5));
             assert_eq!(values.get("ratio_max"), Some(5.));
+        }
+        Ok(())
+    }
+
+    #[test]
+    fn each_metric_has_its_own_mask_kind_and_dtype() -> Result<()> {
+        for device in devices() {
+            let mask = |x: [u8; 4]| Mask::new(&Tensor::new(&[x], device)?);
+            let (first, last) = (mask([1, 1, 0, 0])?, mask([0, 0, 1, 1])?);
+            let values = Tensor::new(&[[1f32, 2., f32::NAN, 6.]], device)?;
+            let flags = Tensor::new(&[[1u8, 0, 1, 1]], device)?;
+            let mut metrics = Metrics::new();
+            metrics.push_masked_mean("mean", &values, &first)?;
+            metrics.push_masked_max("max", &values, &first)?;
+            metrics.push_masked_min("min", &values, &first)?;
+            metrics.push_masked_mean("flags", &flags, &first)?;
+            metrics.push_masked_mean("flags_of_last", &flags, &last)?;
+            metrics.push_masked_mean("double", &(&values * 2.)?, &first)?;
+            let values = metrics.to_host()?;
+            for (name, expected) in [
+                ("mean", 1.5),
+                ("max", 2.),
+                ("min", 1.),
+                ("flags", 0.5),
+                ("flags_of_last", 1.),
+                ("double", 3.),
+            ] {
+                assert_eq!(values.get(name), Some(expected), "{name}");
+            }
+        }
+        Ok(())
+    }
+
+    #[test]
+    fn a_variable_may_change_after_it_is_added() -> Result<()> {
+        for device in devices() {
+            let variable = Var::new(&[[1f32, 3.]], device)?;
+            let mask = Mask::new(&Tensor::new(&[[1u8, 1]], device)?)?;
+            let mut metrics = Metrics::new();
+            metrics.push_masked_mean("mean", &variable, &mask)?;
+            variable.set(&Tensor::new(&[[5f32, 7.]], device)?)?;
+            assert_eq!(metrics.to_host()?.get("mean"), Some(2.));
         }
         Ok(())
     }

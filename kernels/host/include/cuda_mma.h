@@ -2,6 +2,7 @@
 // product.
 #pragma once
 
+#include <array>
 #include <functional>
 #include <vector>
 
@@ -59,8 +60,9 @@ void multiply(const char* name, float (&c)[4], const uint32_t (&a)[4], const uin
     });
 }
 
-// wgmma. The products of a thread run at the latest possible time: when it waits for them. Until then
-// the result is NaN, or that of the products before.
+// wgmma. The products of a thread run at the latest possible time: when it waits for them. They read
+// shared memory then, and registers at the start. Until then the result is NaN, or that of the
+// products before.
 struct Products {
     std::vector<std::function<void()>> started;
     bool ended = true;
@@ -91,21 +93,18 @@ struct Operand {
     }
 };
 
-// Rows g and g + 8 of a, of the 16 rows of a warp.
-struct RowsOfA {
-    float rows[2][16];
-};
-
-template <int pieces, class Element>
-void start_product(float (&c)[pieces][4], const RowsOfA& a, bool adds, Element element) {
+// `a(half, k)` is an element of the rows g and g + 8 of the 16 rows of a warp, and `b(k, column)` one
+// of b.
+template <int pieces, class A, class B>
+void start_product(float (&c)[pieces][4], bool adds, A a, B b) {
     const int thread = (int)lane() % 4;
     if (!adds) memset(c, 0xff, sizeof c);
     products().ended = false;
-    products().started.push_back([&c, a, adds, element, thread] {
+    products().started.push_back([&c, adds, a, b, thread] {
         for (int n = 0; n < pieces; n++) {
             for (int i = 0; i < 4; i++) {
                 double sum = adds ? c[n][i] : 0.0;
-                for (int k = 0; k < 16; k++) sum += (double)a.rows[i / 2][k] * (double)element(k, n * 8 + thread * 2 + i % 2);
+                for (int k = 0; k < 16; k++) sum += (double)a(i / 2, k) * (double)b(k, n * 8 + thread * 2 + i % 2);
                 c[n][i] = (float)sum;
             }
         }
@@ -123,30 +122,32 @@ template <int pieces, class Unpack>
 void start_product(float (&c)[pieces][4], uint64_t of_a, uint64_t of_b, bool adds, Unpack) {
     const Operand a(of_a), b(of_b);
     warp_exchange("wgmma", 0xffffffffu, 0);
-    RowsOfA rows;
-    for (int half = 0; half < 2; half++)
-        for (int k = 0; k < 16; k++)
-            rows.rows[half][k] = unpacked<Unpack>(a.of_row((int)threadIdx.x / 32 % 4 * 16 + (int)lane() / 4 + half * 8, k));
-    start_product(c, rows, adds, [b](int depth, int column) { return unpacked<Unpack>(b.of_row(column, depth)); });
+    const int row = (int)threadIdx.x / 32 % 4 * 16 + (int)lane() / 4;
+    start_product(
+        c, adds, [a, row](int half, int depth) { return unpacked<Unpack>(a.of_row(row + half * 8, depth)); },
+        [b](int depth, int column) { return unpacked<Unpack>(b.of_row(column, depth)); });
 }
 
 template <int pieces, class Unpack>
 void start_product(float (&c)[pieces][4], const uint32_t (&a)[4], uint64_t of_b, Unpack) {
     struct Mine {
         const uint32_t* words;
-        RowsOfA a;
+        std::array<float, 2 * 16> rows;
     } mine = {a, {}};
     warp_collective("wgmma of registers", &mine, [](const Lanes& lanes) {
         for (int lane = 0; lane < 32; lane++) {
             auto& to = *(Mine*)(uintptr_t)lanes[lane];
             for (int thread = 0; thread < 4; thread++) {
                 const uint32_t* from = ((const Mine*)(uintptr_t)lanes[lane / 4 * 4 + thread])->words;
-                for (int i = 0; i < 4; i++) Unpack()(from[i], &to.a.rows[i % 2][i / 2 * 8 + thread * 2]);
+                for (int i = 0; i < 4; i++) Unpack()(from[i], &to.rows[i % 2 * 16 + i / 2 * 8 + thread * 2]);
             }
         }
     });
     const Operand b(of_b);
-    start_product(c, mine.a, true, [b](int depth, int column) { return unpacked<Unpack>(b.of_column(depth, column)); });
+    const auto rows = mine.rows;
+    start_product(
+        c, true, [rows](int half, int depth) { return rows[(size_t)(half * 16 + depth)]; },
+        [b](int depth, int column) { return unpacked<Unpack>(b.of_column(depth, column)); });
 }
 
 inline void end_products() { products().ended = true; }

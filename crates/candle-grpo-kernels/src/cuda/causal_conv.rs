@@ -61,7 +61,7 @@ impl Pass {
     }
 }
 
-/// The kernels count channels and taps in 31 bits.
+/// The blocks of a launch are limited.
 fn check(channels: usize, taps: usize) -> Result<()> {
     if channels.div_ceil(COLUMNS) > MAX_BLOCKS || taps > MAX_BLOCKS {
         bail!("weight: shape [{channels}, {taps}], larger than one launch takes");

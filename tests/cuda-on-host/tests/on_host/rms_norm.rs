@@ -136,10 +136,16 @@ fn check<T: Kernels>(case: Case, tolerance: f64) -> Result<()> {
 
 fn check_all<T: Kernels>(tolerance: f64) -> Result<()> {
     // The registers of 32 threads keep 1,024 elements of a row.
-    for width in [1, 5, 72, 577, 1024, 1032] {
-        for (threads, rows, blocks) in
-            [(32, 8, 1), (32, 8, 3), (64, 4, 2), (256, 1, 5), (32, 8, 40)]
-        {
+    for width in [1, 5, 64, 72, 128, 577, 1024, 1032] {
+        for (threads, rows, blocks) in [
+            (8, 32, 1),
+            (16, 16, 2),
+            (32, 8, 1),
+            (32, 8, 3),
+            (64, 4, 2),
+            (256, 1, 5),
+            (32, 8, 40),
+        ] {
             for (n, behind) in [(1, 0), (11, 0), (9, 3)] {
                 let case = Case {
                     n,
