@@ -146,6 +146,10 @@ fn check_all<T: Kernels>(tolerance: f64) -> Result<()> {
             (256, 1, 5),
             (32, 8, 40),
         ] {
+            // A part of a warp has the row of a head only.
+            if threads < 32 && width > 128 {
+                continue;
+            }
             for (n, behind) in [(1, 0), (11, 0), (9, 3)] {
                 let case = Case {
                     n,
