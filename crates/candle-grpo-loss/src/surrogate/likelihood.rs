@@ -1,6 +1,6 @@
 //! The likelihood of tokens from another source.
 
-use candle_core::Result;
+use candle_core::{Result, Tensor};
 use serde::{Deserialize, Serialize};
 
 use super::{SurrogateInputs, TokenLoss, TokenLosses};
@@ -21,14 +21,30 @@ pub struct Likelihood {
     pub uncertainty_weight: bool,
 }
 
+impl Likelihood {
+    /// Returns the factor of the loss of each token, detached, in the shape of `log_probs`; `None`
+    /// if all are 1.
+    ///
+    /// # Errors
+    ///
+    /// If the device fails.
+    pub fn token_factors(&self, log_probs: &Tensor) -> Result<Option<Tensor>> {
+        if !self.uncertainty_weight {
+            return Ok(None);
+        }
+        let p = log_probs.detach().exp()?;
+        Ok(Some((&p * (p.neg()? + 1.)?)?))
+    }
+}
+
 impl TokenLoss for Likelihood {
     fn per_token(&self, inputs: &SurrogateInputs) -> Result<TokenLosses> {
         let loss = inputs.log_probs.neg()?;
-        if !self.uncertainty_weight {
-            return Ok(TokenLosses::new(loss));
-        }
-        let p = inputs.log_probs.detach().exp()?;
-        let weight = (&p * (p.neg()? + 1.)?)?;
-        Ok(TokenLosses::new((loss * weight)?))
+        Ok(TokenLosses::new(
+            match self.token_factors(inputs.log_probs)? {
+                Some(factors) => (loss * factors)?,
+                None => loss,
+            },
+        ))
     }
 }

@@ -239,9 +239,19 @@ impl Gradients {
     pub fn clip_by_global_norm(&mut self, max_norm: f64) -> Result<f64> {
         let (norm, factor) = self.clip_factor(max_norm)?;
         if factor < 1.0 {
-            scale_gradients(&self.by_name.values().collect::<Vec<_>>(), factor)?;
+            self.scale(factor)?;
         }
         Ok(norm)
+    }
+
+    /// Multiplies all gradients in place by `factor`. Gradients that are added later are not
+    /// scaled.
+    ///
+    /// # Errors
+    ///
+    /// If the device fails.
+    pub fn scale(&mut self, factor: f64) -> Result<()> {
+        scale_gradients(&self.by_name.values().collect::<Vec<_>>(), factor)
     }
 
     /// The gradient of the variable with this name.

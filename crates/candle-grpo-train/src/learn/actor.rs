@@ -382,6 +382,15 @@ impl<M: LanguageModel> Actor<M> {
         Ok(())
     }
 
+    /// Multiplies the accumulated gradients by `factor`.
+    ///
+    /// # Errors
+    ///
+    /// If the device fails.
+    pub fn scale_grad(&mut self, factor: f64) -> Result<()> {
+        Ok(self.gradients.scale(factor)?)
+    }
+
     /// Clears the accumulated gradients.
     pub fn zero_grad(&mut self) {
         self.gradients.clear();

@@ -15,7 +15,8 @@ use crate::{ComputeDType, TrainConfig};
 const BUFFERS: usize = 8 << 20;
 
 /// The bytes that a run takes in the memory of its device, if every completion has the largest
-/// length and every prompt is as long as the longest one.
+/// length and every prompt is as long as the longest one. Passes over demonstrations are as long as
+/// their bound.
 ///
 /// Not counted are the program with its data set and tokenizer, unless [`Self::program`] is set,
 /// and reward models.
@@ -88,14 +89,16 @@ impl MemoryPlan {
             MicroBatchSize::Tokens(tokens) => tokens.max(sequence),
             MicroBatchSize::Sequences(size) => read(size.div_ceil(group), size),
         };
+        let demonstrations = config.demonstrations;
+        let demonstrations = demonstrations.map_or(0, |config| config.micro_batch_tokens);
         let learning = Learning {
             adapters: config.adapters.as_ref(),
             base_weights: config.base_weights,
             compute_dtype: config.compute_dtype,
             activation_checkpointing: config.activation_checkpointing,
             state: config.optimizer.state,
-            longest: longest.min(mini),
-            update: mini,
+            longest: longest.min(mini).max(demonstrations),
+            update: mini + demonstrations,
         };
         let drawn_in = DType::from(config.own_rollout_dtype().unwrap_or(config.compute_dtype));
         let shapes: Vec<Shape> = model.parameter_shapes().into_values().collect();

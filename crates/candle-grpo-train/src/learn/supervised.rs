@@ -3,6 +3,7 @@
 use anyhow::{Result, bail, ensure};
 use candle_core::{D, DType, Device, Tensor};
 use candle_grpo_kernels::linear_rows;
+use candle_grpo_loss::surrogate::Likelihood;
 use candle_grpo_loss::{LinearLogProb, LogProbOptions, TokenLogProbs};
 use candle_grpo_nn::LanguageModel;
 use candle_grpo_nn::model::ExpertBalance;
@@ -290,12 +291,22 @@ impl Targets {
         Ok(correct)
     }
 
-    /// The derivatives of `scale` times the weighted sum of negative log-probs.
-    fn derivatives(&self, tokens: &TokenLogProbs, scale: f64) -> Result<TokenLogProbs> {
+    /// The derivatives of `scale` times the weighted sum of the losses of the tokens.
+    fn derivatives(
+        &self,
+        tokens: &TokenLogProbs,
+        likelihood: Likelihood,
+        scale: f64,
+    ) -> Result<TokenLogProbs> {
         let none = tokens.entropy.zeros_like()?;
         let weights = Tensor::new(self.weights.as_slice(), none.device())?.unsqueeze(0)?;
+        let weights = weights.to_dtype(none.dtype())?;
+        let weights = match likelihood.token_factors(&tokens.log_probs)? {
+            Some(factors) => (weights * factors)?,
+            None => weights,
+        };
         Ok(TokenLogProbs {
-            log_probs: (weights.to_dtype(none.dtype())? * -scale)?,
+            log_probs: (weights * -scale)?,
             entropy: none.clone(),
             log_sum_exp: none,
         })
@@ -303,10 +314,11 @@ impl Targets {
 }
 
 impl<M: LanguageModel> Actor<M> {
-    /// Accumulates the gradient of `scale` times the weighted sum of the negative log-probs of
-    /// `examples`, in one pass without padding. With the inverse of the total weight of an
-    /// optimizer step, the gradients of its parts are those of its mean loss. Logits are at
-    /// temperature 1.
+    /// Accumulates the gradient of `scale` times the weighted sum of the losses of the tokens of
+    /// `examples`, in one pass without padding. The loss of a token is that of `likelihood`. With
+    /// the inverse of the total weight of an optimizer step, the gradients of its parts are those
+    /// of its mean loss. Logits are at temperature 1. The returned sums are those of the negative
+    /// log-probs.
     ///
     /// Examples do not attend to each other. Tokens of a common prefix are computed once.
     ///
@@ -321,6 +333,7 @@ impl<M: LanguageModel> Actor<M> {
     pub fn forward_backward_examples(
         &mut self,
         examples: &[&Example],
+        likelihood: Likelihood,
         scale: f64,
         read_tokens: f64,
     ) -> Result<LikelihoodSums> {
@@ -339,7 +352,8 @@ impl<M: LanguageModel> Actor<M> {
         let tokens = layer.forward()?;
         let sums = targets.sums(&tokens, &recorded.states, policy.output_weight());
         let sums = sums.inspect_err(|_| gradients.clear())?;
-        let found = layer.backward(&tokens, &targets.derivatives(&tokens, scale)?)?;
+        let derivatives = targets.derivatives(&tokens, likelihood, scale)?;
+        let found = layer.backward(&tokens, &derivatives)?;
         drop(layer);
         if let Some(gradient) = found.weight {
             gradients.add(policy.output_name(), &gradient)?;

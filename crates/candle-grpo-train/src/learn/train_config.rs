@@ -9,7 +9,7 @@ use serde::{Deserialize, Serialize};
 
 use super::micro_batches::MicroBatchSize;
 use super::recipe_inputs::{RecipeInputs, ensure_consistent, keeps_components};
-use super::{LearningRateSchedule, ReferenceRefresh, TurnAdvantage};
+use super::{DemonstrationConfig, LearningRateSchedule, ReferenceRefresh, TurnAdvantage};
 use crate::invalid::within;
 use crate::rollout::{Engine, RolloutConfig, WeightSync};
 use crate::{ActorConfig, ComputeDType, CriticConfig, SamplingConfig};
@@ -83,6 +83,10 @@ pub struct TrainConfig {
     /// `step_returns`, each with its options. Needs an environment. Absent: the advantage of the
     /// recipe, which is that of the whole trajectory.
     pub turn_advantage: Option<TurnAdvantage>,
+    /// Demonstrations that the policy learns from beside its rewards (CHORD,
+    /// <https://arxiv.org/abs/2508.11408>), with the options `batch_size`, `coef`, `uncertainty_weight` and
+    /// `micro_batch_tokens`. Absent: none.
+    pub demonstrations: Option<DemonstrationConfig>,
     /// Low-rank adapters that train in place of the parameters. The reference is then the policy
     /// without them. Absent: all parameters train.
     pub adapters: Option<LoraConfig>,
@@ -159,6 +163,7 @@ impl Default for TrainConfig {
             top_entropy: None,
             resampling: None,
             turn_advantage: None,
+            demonstrations: None,
             adapters: None,
             base_weights: BaseWeights::default(),
             reference_refresh: None,
@@ -243,6 +248,11 @@ impl TrainConfig {
             if let SampleFilter::Difficulty { low, high } = *filter {
                 check::range(&format!("sample_filters[{i}].difficulty"), [low, high])?;
             }
+        }
+        if let Some(demonstrations) = &self.demonstrations {
+            demonstrations
+                .validate()
+                .map_err(|error| within("demonstrations", error))?;
         }
         self.optimizer
             .validate()

@@ -17,6 +17,8 @@ use tokenizers::Tokenizer;
 use super::ahead::Ahead;
 use super::collector::{Collection, Collector};
 use super::curriculum::{Curriculum, record};
+use super::demonstrations::{Demonstrations, demonstration_metrics};
+use super::example_passes::{ExamplePasses, sum_over_ranks};
 use super::micro_batches::MicroBatches;
 use super::models::{Models, ensure_not_canceled};
 use super::ranks::Ranks;
@@ -25,7 +27,7 @@ use super::response_forward::read_tokens;
 use super::scored_rollouts::ScoredRollouts;
 use super::staleness::staleness_metrics;
 use super::step_batch::{Preparation, PreparedStep, StepBatch, single};
-use super::{Reference, count_prompt_tokens};
+use super::{Example, LikelihoodSums, Reference, StepStats, count_prompt_tokens};
 use crate::data::MixedOrder;
 use crate::environment::{Environments, ensure_some_worked};
 use crate::invalid::within;
@@ -47,6 +49,8 @@ pub struct Trainer {
     /// A custom estimator in place of the one in the recipe.
     estimator: Option<Box<dyn AdvantageEstimator>>,
     collector: Collector,
+    /// What [`TrainConfig::demonstrations`] needs.
+    demonstrations: Option<Demonstrations>,
     /// True if the policy in this process draws the completions.
     draws_itself: bool,
     /// The thread that draws the completions of later steps, if there is one.
@@ -89,6 +93,7 @@ impl Trainer {
             steps: 0,
             skipped_steps: 0,
             visited: 0,
+            visited_demonstrations: 0,
             running_moments: norm.is_running().then(RunningState::default),
             reward_kl: config.reward_kl,
             adaptive_entropy: config.adaptive_entropy,
@@ -115,6 +120,7 @@ impl Trainer {
             config,
             inputs,
             estimator: None,
+            demonstrations: None,
             draws_itself: true,
             ahead: None,
             last_step: usize::MAX,
@@ -204,6 +210,26 @@ impl Trainer {
         self
     }
 
+    /// Sets the demonstrations of [`TrainConfig::demonstrations`], which steps visit in `order`,
+    /// such as [`MixedOrder::single`].
+    ///
+    /// # Errors
+    ///
+    /// If the settings have no demonstrations, or `order` has another number of rows.
+    pub fn with_demonstrations(
+        mut self,
+        examples: Vec<Example>,
+        order: MixedOrder,
+    ) -> Result<Self> {
+        ensure!(
+            self.config.demonstrations.is_some(),
+            "demonstrations: {}, must be none, as the settings have no demonstrations",
+            examples.len()
+        );
+        self.demonstrations = Some(Demonstrations::new(examples, order)?);
+        Ok(self)
+    }
+
     /// Sets the receiver of progress, which can also cancel steps.
     pub fn with_progress(mut self, progress: Arc<dyn Progress>) -> Self {
         self.set_progress(progress);
@@ -279,8 +305,9 @@ impl Trainer {
     /// errors of the step that needs its completions. After an error, completions that were
     /// drawn ahead are drawn again.
     ///
-    /// If all advantages are 0, or the filters drop all completions, the policy does not change and
-    /// the step counts as skipped.
+    /// If all advantages are 0, or the filters drop all completions, the step trains on the
+    /// demonstrations alone. Without any the policy does not change, and the step counts as
+    /// skipped.
     ///
     /// # Errors
     ///
@@ -304,6 +331,10 @@ impl Trainer {
 
     /// Collects completions, prepares the batch, updates the models, and finally commits the state.
     fn try_step(&mut self) -> Result<StepMetrics> {
+        ensure!(
+            self.config.demonstrations.is_some() == self.demonstrations.is_some(),
+            "demonstrations: none, must be given by with_demonstrations, as the settings have them"
+        );
         self.ensure_not_canceled()?;
         self.last = None;
         let mut state = self.state.clone();
@@ -341,6 +372,10 @@ impl Trainer {
             }
         } else {
             metrics.skipped = true;
+        }
+        if metrics.skipped && self.demonstration_share(&state) > 0. {
+            self.update_from_demonstrations(&mut state, &mut metrics)?;
+            metrics.skipped = false;
         }
         if self.config.rollout.max_staleness > 0 {
             let version = self.weights().version;
@@ -450,10 +485,14 @@ impl Trainer {
         if let Some(critic) = critic {
             critic.scale_learning_rate(factor);
         }
-        let share = self.ranks().share(completions).len();
-        self.progress
-            .begin(Phase::Learn, share * self.config.epochs);
-        let warm_up = self.config.critic.as_ref().map_or(0, |c| c.warmup_steps);
+        let share = self.demonstration_share(state);
+        let completions = self.ranks().share(completions).len();
+        let demonstrations = self.rank_demonstrations(share) * mini_batches.len();
+        self.progress.begin(
+            Phase::Learn,
+            (completions + demonstrations) * self.config.epochs,
+        );
+        let mut demonstrated = LikelihoodSums::default();
         let mut grad_norms = Vec::new();
         for _ in 0..self.config.epochs {
             for (number, (mini_batch, groups)) in mini_batches.iter().zip(&groups).enumerate() {
@@ -475,7 +514,7 @@ impl Trainer {
                     )?;
                     self.updated = true;
                 }
-                if state.steps <= warm_up {
+                if self.only_critic_trains(state) {
                     continue;
                 }
                 let read = match self.config.router_aux_loss_coef == 0. {
@@ -486,7 +525,7 @@ impl Trainer {
                 for (number, micro_batch) in micro_batches.iter().enumerate() {
                     self.ensure_step_not_canceled()?;
                     let actor = &mut self.models.actor;
-                    if number + 1 == micro_batches.len() {
+                    if number + 1 == micro_batches.len() && share == 0. {
                         actor.begin_reduction(self.collector.ranks().collective())?;
                     }
                     own.push(actor.forward_backward_of(micro_batch, &totals, read)?);
@@ -495,9 +534,8 @@ impl Trainer {
                         .advance(micro_batch.tokens.dims()?.0, tokens as usize);
                 }
                 self.ensure_step_not_canceled()?;
-                let max_norm = self.config.max_grad_norm;
-                let stats = self.models.actor.clip_grad_and_step(max_norm)?;
-                self.updated = true;
+                let (stats, sums) = self.step_policy(share, state)?;
+                demonstrated.add(&sums);
                 // After the reduction of the gradients, which is an operation of all ranks as well.
                 for found in self.ranks().gather(own)?.concat() {
                     values.merge(&found)?;
@@ -519,7 +557,88 @@ impl Trainer {
             .filter(|(_, value)| value.is_finite())
             .map(|(name, value)| (name.to_owned(), value))
             .collect();
+        if self.demonstrations.is_some() && !grad_norms.is_empty() {
+            metrics
+                .policy
+                .extend(demonstration_metrics(share, &demonstrated));
+        }
         Ok(())
+    }
+
+    /// Updates the policy in a step without a signal of the rewards.
+    fn update_from_demonstrations(
+        &mut self,
+        state: &mut TrainerState,
+        metrics: &mut StepMetrics,
+    ) -> Result<()> {
+        let share = self.demonstration_share(state);
+        let factor = self.config.schedule.factor(state.steps);
+        let learning_rate = self.config.optimizer.learning_rate * factor;
+        self.models.actor.set_learning_rate(learning_rate);
+        self.progress
+            .begin(Phase::Learn, self.rank_demonstrations(share));
+        let (stats, sums) = self.step_policy(share, state)?;
+        metrics.grad_norm = Some(stats.grad_norm);
+        metrics.learning_rate = Some(stats.learning_rate);
+        metrics.policy.extend(demonstration_metrics(share, &sums));
+        Ok(())
+    }
+
+    /// Whether the step is one of the warm-up of the critic.
+    fn only_critic_trains(&self, state: &TrainerState) -> bool {
+        let critic = self.config.critic.as_ref();
+        critic.is_some_and(|critic| state.steps <= critic.warmup_steps)
+    }
+
+    /// The share of the demonstrations in the loss of the policy.
+    fn demonstration_share(&self, state: &TrainerState) -> f64 {
+        match &self.config.demonstrations {
+            Some(config) if !self.only_critic_trains(state) => config.share(state.steps),
+            _ => 0.,
+        }
+    }
+
+    /// About the number of demonstrations of this rank in an update.
+    fn rank_demonstrations(&self, share: f64) -> usize {
+        match &self.config.demonstrations {
+            Some(config) if share > 0. => self.ranks().share(config.batch_size).len(),
+            _ => 0,
+        }
+    }
+
+    /// Adds `share` times the gradient of the next demonstrations to `1 - share` times the
+    /// gradients of the completions, and makes an optimizer step.
+    fn step_policy(
+        &mut self,
+        share: f64,
+        state: &mut TrainerState,
+    ) -> Result<(StepStats, LikelihoodSums)> {
+        let ranks = self.collector.ranks();
+        let mut own = Vec::new();
+        if let (Some(config), Some(demonstrations)) =
+            (&self.config.demonstrations, &self.demonstrations)
+            && share > 0.
+        {
+            let rows = demonstrations.slice(state.visited_demonstrations, config.batch_size);
+            let progress = &*self.progress;
+            let passes = ExamplePasses {
+                cancel: if self.updated { &NoProgress } else { progress },
+                ..ExamplePasses::new(config.micro_batch_tokens, ranks, progress)
+            };
+            let (_, of_rank) = passes.divide(&rows);
+            let actor = &mut self.models.actor;
+            actor.scale_grad(1. - share)?;
+            own = passes.backward(actor, &rows, &of_rank, config.likelihood(), share)?;
+            state.visited_demonstrations += rows.len();
+        }
+        let max_norm = self.config.max_grad_norm;
+        let stats = self.models.actor.clip_grad_and_step(max_norm)?;
+        self.updated = true;
+        let mut sums = LikelihoodSums::default();
+        if share > 0. {
+            sums = sum_over_ranks(ranks, own)?;
+        }
+        Ok((stats, sums))
     }
 
     /// Adds to a mini-batch, whose sequences belong to `groups`, everything that depends on all of

@@ -27,6 +27,8 @@ pub struct RunInputs {
     chat_template: Option<String>,
     train: PromptDigests,
     held_out: PromptDigests,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    demonstrations: Option<PromptDigests>,
     /// By path, or by the name on the hub.
     reward_files: BTreeMap<String, String>,
     /// The commits of the repositories of the hub that the run reads.
@@ -103,9 +105,18 @@ impl RunInputs {
             chat_template: template.map(|template| hex(&Sha256::digest(template.source()))),
             train: PromptDigests::new(train),
             held_out: PromptDigests::new(held_out),
+            demonstrations: None,
             reward_files: files,
             hub: BTreeMap::new(),
         })
+    }
+
+    /// Adds the digests of the demonstrations of the run.
+    pub fn with_demonstrations(self, rows: &[RowDigest]) -> Self {
+        Self {
+            demonstrations: Some(PromptDigests::new(rows)),
+            ..self
+        }
     }
 
     /// Adds the commits of the repositories of the hub that the run reads, by
@@ -119,9 +130,12 @@ impl RunInputs {
         &self.hub
     }
 
-    /// Returns whether the rows for training and evaluation are the same as those of `other`.
+    /// Returns whether the rows for training and evaluation, and the demonstrations, are the same
+    /// as those of `other`.
     pub fn has_rows_of(&self, other: &Self) -> bool {
-        self.train == other.train && self.held_out == other.held_out
+        self.train == other.train
+            && self.held_out == other.held_out
+            && self.demonstrations == other.demonstrations
     }
 
     /// The differences from `self` to `now`, whose rows to train on have the digests `train`.
@@ -154,6 +168,14 @@ impl RunInputs {
         if let Some(change) = self.train.change(&now.train, train) {
             changes.notable.push(format!(
                 "{change}: the rows have a new random order, so some may repeat early and others come late"
+            ));
+        }
+        if let (Some(before), Some(now)) = (&self.demonstrations, &now.demonstrations)
+            && before != now
+        {
+            changes.notable.push(format!(
+                "the demonstrations are other ones ({}, now {})",
+                before.count, now.count
             ));
         }
         let paths = self.reward_files.keys().chain(now.reward_files.keys());

@@ -42,6 +42,9 @@ pub struct TrainerState {
     pub skipped_steps: usize,
     /// The number of visited positions in the order of prompts, or of rows.
     pub visited: usize,
+    /// The number of visited positions in the order of demonstrations.
+    #[serde(default)]
+    pub visited_demonstrations: usize,
     /// Mean and variance of the rewards over the steps.
     pub running_moments: Option<RunningState>,
     /// The controller of the coefficient of the KL penalty in rewards.

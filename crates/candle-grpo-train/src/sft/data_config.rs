@@ -133,12 +133,12 @@ impl SftDataConfig {
         let asks = self.prompt.is_some() || self.completion.is_some();
         let given = "given";
         if self.text.is_some() {
-            let must = "be absent with data.text, which is the whole row";
+            let must = "be absent with text, which is the whole row";
             check(!asks, "completion", given, must)?;
             check(self.messages.is_none(), "messages", given, must)?;
             check(self.system.is_none(), "system", given, must)?;
         }
-        let must = "be absent with data.messages, which has the answers";
+        let must = "be absent with messages, which has the answers";
         check(self.messages.is_none() || !asks, "completion", given, must)?;
         for (field, text) in [
             ("prompt", &self.prompt),

@@ -2,7 +2,7 @@
 
 use std::collections::HashSet;
 
-use anyhow::{Result, bail};
+use anyhow::Result;
 use candle_grpo_core::Invalid;
 use rayon::prelude::*;
 
@@ -80,7 +80,8 @@ impl SftDataConfig {
             }
         }
         if train.examples.is_empty() {
-            bail!("data.train: all rows have the weight 0, must have one to train on");
+            let all = "all rows have the weight 0";
+            return Err(Invalid::new("train", all, "have one to train on").into());
         }
         let trained: HashSet<&RowDigest> = train.digests.iter().collect();
         let held_out_in_train = held_out.digests.iter();
@@ -97,20 +98,21 @@ impl SftDataConfig {
 }
 
 impl SftDataset {
-    /// Logs warnings about rows that are left out, cut off, or both trained on and held out.
-    pub fn warn(&self) {
+    /// Logs warnings about rows of `section` that are left out, cut off, or both trained on and
+    /// held out.
+    pub fn warn(&self, section: &str) {
         for (name, rows) in [("train", &self.train), ("held_out", &self.held_out)] {
             let all = rows.examples.len() + rows.too_long + rows.without_weight;
             if rows.too_long > 0 {
                 tracing::warn!(
-                    "data.{name}: {} of {all} rows are too long and left out; the longest has {} tokens",
+                    "{section}.{name}: {} of {all} rows are too long and left out; the longest has {} tokens",
                     rows.too_long,
                     rows.longest
                 );
             }
             if rows.truncated > 0 {
                 tracing::warn!(
-                    "data.{name}: {} of {all} rows are cut off; the longest has {} tokens",
+                    "{section}.{name}: {} of {all} rows are cut off; the longest has {} tokens",
                     rows.truncated,
                     rows.longest
                 );

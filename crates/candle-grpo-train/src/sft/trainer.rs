@@ -6,12 +6,13 @@ use std::time::Instant;
 
 use anyhow::{Context, Result, ensure};
 use candle_grpo_collective::Collective;
+use candle_grpo_loss::surrogate::Likelihood;
 use candle_grpo_nn::{DecoderConfig, Parameters};
 
 use super::{SftConfig, SftMetrics, SftSeconds};
 use crate::data::MixedOrder;
 use crate::invalid::within;
-use crate::learn::micro_batches::examples_by_tokens;
+use crate::learn::example_passes::{ExamplePasses, sum_over_ranks};
 use crate::learn::models::{Models, ensure_not_canceled, new_actor};
 use crate::learn::{Example, LearningRateSchedule, LikelihoodSums, Ranks};
 use crate::progress::{NoProgress, Phase};
@@ -170,32 +171,17 @@ impl SftTrainer {
         let count = self.config.batch_size.min(self.visits - visited);
         let rows = self.order.slice(visited, count);
         let rows: Vec<&Example> = rows.into_iter().map(|row| &self.examples[row]).collect();
-        let weight: f64 = rows.iter().map(|row| row.total_weight()).sum();
-        let read: usize = rows.iter().map(|row| row.read_tokens().len()).sum();
-        let (micro_batches, own) = self.micro_batches(&rows);
+        let tokens = self.config.micro_batch_tokens;
+        let passes = ExamplePasses::new(tokens, &self.ranks, &*self.progress);
+        let (micro_batches, own) = passes.divide(&rows);
         self.progress
             .begin(Phase::Learn, own.iter().map(Vec::len).sum());
         let actor = &mut self.models.actor;
         let factor = self.schedule.factor(step);
         actor.set_learning_rate(self.config.optimizer.learning_rate * factor);
-        let mut sums = Vec::new();
-        for (number, part) in own.iter().enumerate() {
-            ensure_not_canceled(&*self.progress)?;
-            if number + 1 == own.len() {
-                actor.begin_reduction(self.ranks.collective())?;
-            }
-            sums.push(actor.forward_backward_examples(part, 1. / weight, read as f64)?);
-            let tokens = part.iter().map(|row| row.num_trained_tokens()).sum();
-            self.progress.advance(part.len(), tokens);
-        }
-        if own.is_empty() {
-            // A rank without rows takes part in the sum of the gradients.
-            actor.begin_reduction(self.ranks.collective())?;
-            actor.forward_backward_examples(&rows[..1], 0., f64::INFINITY)?;
-        }
-        ensure_not_canceled(&*self.progress)?;
+        let sums = passes.backward(actor, &rows, &own, Likelihood::default(), 1.)?;
         let stats = actor.clip_grad_and_step(self.config.max_grad_norm)?;
-        let sums = self.sum_over_ranks(sums)?;
+        let sums = sum_over_ranks(&self.ranks, sums)?;
         let (num_rows, tokens) = (rows.len(), rows.iter().map(|row| row.tokens().len()).sum());
         self.state.steps = step;
         self.state.visited += num_rows;
@@ -221,24 +207,6 @@ impl SftTrainer {
         })
     }
 
-    /// The number of micro-batches of all ranks, and those of this rank.
-    fn micro_batches<'a>(&self, rows: &[&'a Example]) -> (usize, Vec<Vec<&'a Example>>) {
-        let world_size = self.ranks.collective().world_size();
-        let all = examples_by_tokens(rows, self.config.micro_batch_tokens, world_size);
-        let own = all[self.ranks.share(all.len())].iter();
-        let own = own.map(|part| part.iter().map(|&row| rows[row]).collect());
-        (all.len(), own.collect())
-    }
-
-    /// Adds the sums of all micro-batches of all ranks.
-    fn sum_over_ranks(&self, own: Vec<LikelihoodSums>) -> Result<LikelihoodSums> {
-        let mut total = LikelihoodSums::default();
-        for part in self.ranks.gather(own)?.concat() {
-            total.add(&part);
-        }
-        Ok(total)
-    }
-
     /// Returns the sums over `examples` with the current weights, for
     /// [`LikelihoodSums::evaluation`].
     ///
@@ -250,7 +218,9 @@ impl SftTrainer {
         ensure!(!examples.is_empty(), "examples: none, must be at least one");
         self.ensure_not_canceled()?;
         let rows: Vec<&Example> = examples.iter().collect();
-        let (_, own) = self.micro_batches(&rows);
+        let tokens = self.config.micro_batch_tokens;
+        let passes = ExamplePasses::new(tokens, &self.ranks, &*self.progress);
+        let (_, own) = passes.divide(&rows);
         let units = own.iter().map(Vec::len).sum();
         self.progress.begin(Phase::HeldOutLoss, units);
         let sums = own.iter().map(|part| {
@@ -259,7 +229,7 @@ impl SftTrainer {
             self.progress.advance(part.len(), sums.tokens as usize);
             Ok(sums)
         });
-        self.sum_over_ranks(sums.collect::<Result<_>>()?)
+        sum_over_ranks(&self.ranks, sums.collect::<Result<_>>()?)
     }
 
     /// Returns [`Interrupted`](crate::Interrupted) as an error if the progress of any rank cancels.

@@ -12,6 +12,7 @@ mod critic;
 mod curriculum;
 mod data_formats;
 mod dataset;
+mod demonstrations;
 #[cfg(feature = "engines")]
 mod engines;
 mod environment;

@@ -35,7 +35,7 @@ pub(super) fn check(file: &Path, quiet: bool) -> Result<(), Exit> {
     let console = Console::new(true);
     let content = HubContent::ModelWithoutWeights;
     load::files(&mut run, content, &BTreeMap::new(), &console)?;
-    let (dataset, plan) = match run.lacks_model_weights() && !run.model.path.is_dir() {
+    let (dataset, checked) = match run.lacks_model_weights() && !run.model.path.is_dir() {
         // A GGUF file has the tokenizer, too.
         true => {
             load::check_settings(&run)?;
@@ -51,7 +51,7 @@ pub(super) fn check(file: &Path, quiet: bool) -> Result<(), Exit> {
             let longest = lengths.max().unwrap_or(0);
             let plan = plan(&run, &model, longest);
             let plan = plan.map_err(|error| Exit::Config(format!("{error:#}")))?;
-            (dataset, Some((plan, longest)))
+            (dataset, Some((prompts, plan, longest)))
         }
     };
     console.finish();
@@ -71,7 +71,16 @@ pub(super) fn check(file: &Path, quiet: bool) -> Result<(), Exit> {
                 .saturating_mul(run.train.num_generations),
             run.max_steps,
         )?;
-        if let Some((plan, longest)) = plan {
+        if let Some((prompts, plan, longest)) = checked {
+            if let Some(rows) = &prompts.demonstrations {
+                writeln!(
+                    out,
+                    "# {} demonstrations with {} tokens, {} of which train.",
+                    rows.train.examples.len(),
+                    rows.train.num_tokens(),
+                    rows.train.num_trained_tokens(),
+                )?;
+            }
             let length = run.train.sampling.max_new_tokens;
             let size = format!("completions of {length} tokens and a longest prompt of {longest}");
             print_plan(&plan, &size, &mut out)?;

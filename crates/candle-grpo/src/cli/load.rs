@@ -44,7 +44,7 @@ pub(super) fn sft_inputs(run: &SftRunConfig) -> Result<(SftDataset, Pretrained),
     let pretrained =
         load_model_without_weights(run).map_err(|error| Exit::Model(format!("{error:#}")))?;
     let dataset = run.load_data(&pretrained).map_err(Exit::from_data)?;
-    dataset.warn();
+    dataset.warn("data");
     Ok((dataset, pretrained))
 }
 

@@ -6,6 +6,7 @@ use std::path::{Path, PathBuf};
 use anyhow::{Context, Result};
 use candle_grpo_nn::BaseWeights;
 use candle_grpo_train::hub::{HubContent, HubName, Located, MissingFile, TransferError};
+use candle_grpo_train::sft::SftDataConfig;
 use candle_grpo_train::{ComputeDType, DatasetConfig, Interrupted, RewardConfig};
 
 use super::document::Document;
@@ -183,12 +184,14 @@ pub trait Configuration {
 }
 
 /// The sections of a run that name files of the hub.
-pub(super) type RunNames = (
-    ModelConfig,
-    Option<TeacherConfig>,
-    DatasetConfig,
-    Vec<RewardConfig>,
-);
+#[derive(Debug, Clone)]
+pub(super) struct RunNames {
+    pub(super) model: ModelConfig,
+    pub(super) teacher: Option<TeacherConfig>,
+    pub(super) data: DatasetConfig,
+    pub(super) demonstrations: Option<SftDataConfig>,
+    pub(super) rewards: Vec<RewardConfig>,
+}
 
 impl Configuration for RunConfig {
     fn replace_hub_names(
@@ -197,12 +200,7 @@ impl Configuration for RunConfig {
         commits: &BTreeMap<String, String>,
         locate: Locate<'_>,
     ) -> Result<()> {
-        let named = (
-            self.model.clone(),
-            self.teacher.clone(),
-            self.data.clone(),
-            self.rewards.clone(),
-        );
+        let named = self.own_sections();
         let mut replacement = Replacement::new(&self.document, commits, locate);
         let data = &mut self.data;
         replacement.replace_model_and_data(
@@ -212,6 +210,13 @@ impl Configuration for RunConfig {
         )?;
         if let Some(teacher) = &mut self.teacher {
             replacement.replace(TEACHER, model, &mut teacher.model)?;
+        }
+        for path in self
+            .demonstrations
+            .iter_mut()
+            .flat_map(|data| &mut data.train)
+        {
+            replacement.replace("demonstrations.train", HubContent::Data, path)?;
         }
         for (i, reward) in self.rewards.iter_mut().enumerate() {
             for (key, path) in reward.models_mut() {
@@ -250,22 +255,17 @@ impl Configuration for RunConfig {
 
 impl RunConfig {
     /// The sections with names of the hub, as the file has them.
-    pub(super) fn named_sections(
-        &self,
-    ) -> (
-        &ModelConfig,
-        Option<&TeacherConfig>,
-        &DatasetConfig,
-        &[RewardConfig],
-    ) {
-        match &self.named {
-            Some((model, teacher, data, rewards)) => (model, teacher.as_ref(), data, rewards),
-            None => (
-                &self.model,
-                self.teacher.as_ref(),
-                &self.data,
-                &self.rewards,
-            ),
+    pub(super) fn named_sections(&self) -> RunNames {
+        self.named.clone().unwrap_or_else(|| self.own_sections())
+    }
+
+    fn own_sections(&self) -> RunNames {
+        RunNames {
+            model: self.model.clone(),
+            teacher: self.teacher.clone(),
+            data: self.data.clone(),
+            demonstrations: self.demonstrations.clone(),
+            rewards: self.rewards.clone(),
         }
     }
 

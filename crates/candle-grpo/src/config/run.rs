@@ -8,6 +8,7 @@ use candle_grpo_train::learn::LearningRateSchedule;
 use candle_grpo_train::rollout::{Engine, RolloutConfig};
 use candle_grpo_train::run::RolloutLogConfig;
 use candle_grpo_train::run::TrackerConfig;
+use candle_grpo_train::sft::{SftDataConfig, SftDataset};
 use candle_grpo_train::{
     ChatTemplate, Dataset, DatasetConfig, Pretrained, Prompt, RewardConfig, SamplingConfig,
     TrainConfig, find_invalid,
@@ -61,6 +62,8 @@ pub struct RunConfig {
     pub teacher: Option<TeacherConfig>,
     /// The data.
     pub data: DatasetConfig,
+    /// The rows of the demonstrations, for `training.demonstrations`.
+    pub demonstrations: Option<SftDataConfig>,
     /// The longest prompt in tokens; longer ones are left out.
     pub max_prompt_tokens: usize,
     /// The terms of the reward.
@@ -100,6 +103,7 @@ struct Sections {
     model: Option<ModelConfig>,
     teacher: Option<TeacherConfig>,
     data: DatasetConfig,
+    demonstrations: Option<SftDataConfig>,
     rewards: Vec<RewardConfig>,
     environment: Option<EnvironmentConfig>,
     algorithm: AlgorithmConfig,
@@ -124,6 +128,7 @@ impl Default for Sections {
             model: None,
             teacher: None,
             data: DatasetConfig::default(),
+            demonstrations: None,
             rewards: Vec::new(),
             environment: None,
             algorithm: AlgorithmConfig::default(),
@@ -230,6 +235,7 @@ impl RunConfig {
             model,
             teacher: sections.teacher,
             data,
+            demonstrations: sections.demonstrations,
             max_prompt_tokens: sections.algorithm.prompt_length.unwrap_or(PROMPT_LENGTH),
             rewards: sections.rewards,
             environment: sections.environment,
@@ -287,7 +293,37 @@ impl RunConfig {
         }
         self.validate_reward_weights()?;
         self.validate_teacher()?;
+        self.validate_demonstrations()?;
         self.validate_run_dir()
+    }
+
+    /// Refuses demonstrations without rows, rows without a share in the loss, and rows that are
+    /// held out, as nothing evaluates them.
+    fn validate_demonstrations(&self) -> Result<(), Problem> {
+        let settings = "training.demonstrations";
+        let data = match (&self.demonstrations, &self.train.demonstrations) {
+            (Some(data), Some(_)) => data,
+            (None, None) => return Ok(()),
+            (Some(_), None) => {
+                let message = format!("given, but they have no share in the loss: give {settings}");
+                return Err(Problem::at(DEMONSTRATIONS, message));
+            }
+            (None, Some(_)) => {
+                let message = "given, but there are no rows: give demonstrations.train".to_owned();
+                return Err(Problem::effective(settings, message));
+            }
+        };
+        for (key, is_given) in [
+            ("held_out", !data.held_out.is_empty()),
+            ("held_out_rows", data.held_out_rows.is_some()),
+        ] {
+            if is_given {
+                let message = "given, must be absent: demonstrations are not evaluated";
+                return Err(Problem::at(&format!("{DEMONSTRATIONS}.{key}"), message));
+            }
+        }
+        data.validate()
+            .map_err(|error| Problem::within(DEMONSTRATIONS, &error))
     }
 
     /// Refuses a term that needs a teacher without one, and a teacher without such a term.
@@ -376,6 +412,7 @@ impl RunConfig {
     fn named_inputs(&self) -> impl Iterator<Item = (&'static str, &PathBuf)> {
         let (data, held_out) = (&self.data.train, &self.data.held_out);
         let template = self.model.chat_template.iter();
+        let demonstrations = self.demonstrations.iter().flat_map(|data| &data.train);
         std::iter::once(("model", &self.model.path))
             .chain(template.map(|path| ("model.chat_template", path)))
             .chain(
@@ -385,6 +422,7 @@ impl RunConfig {
             )
             .chain(data.iter().map(|path| ("data.train", path)))
             .chain(held_out.iter().map(|path| ("data.held_out", path)))
+            .chain(demonstrations.map(|path| ("demonstrations.train", path)))
     }
 
     /// Returns the paths that a run reads: the model, the data, and the files of the rewards.
@@ -462,7 +500,7 @@ impl RunConfig {
     /// With file and line if something else is wrong.
     pub fn load_data(&self) -> anyhow::Result<Dataset> {
         let dataset = self.data.load(self.seed());
-        let dataset = dataset.map_err(|error| data_error(&self.document, error))?;
+        let dataset = dataset.map_err(|error| data_error(&self.document, DATA, error))?;
         for row in dataset.train.iter().chain(&dataset.held_out) {
             for reward in &self.rewards {
                 reward
@@ -477,6 +515,23 @@ impl RunConfig {
         Ok(dataset)
     }
 
+    /// Reads the rows of the demonstrations, if there are any, and encodes them for `model`.
+    ///
+    /// # Errors
+    ///
+    /// With [`ConfigError`] if a key of the section does not fit the rows or the model. With file
+    /// and line if a row cannot be read or encoded.
+    pub fn load_demonstrations(&self, model: &Pretrained) -> anyhow::Result<Option<SftDataset>> {
+        let Some(data) = &self.demonstrations else {
+            return Ok(None);
+        };
+        let variables = &data.chat_template_kwargs;
+        let template = chat_template(&self.document, DEMONSTRATIONS, variables, model)?;
+        let rows = data.load(model, template.as_ref(), self.seed());
+        let rows = rows.map_err(|error| data_error(&self.document, DEMONSTRATIONS, error))?;
+        Ok(Some(rows))
+    }
+
     /// Returns the chat template of the model with `data.chat_template_kwargs`.
     ///
     /// # Errors
@@ -484,7 +539,8 @@ impl RunConfig {
     /// Returns an error with the line of the key if there are variables and the model has no
     /// template, or its template does not contain the name of one.
     pub fn chat_template(&self, model: &Pretrained) -> Result<Option<ChatTemplate>, ConfigError> {
-        chat_template(&self.document, &self.data.chat_template_kwargs, model)
+        let variables = &self.data.chat_template_kwargs;
+        chat_template(&self.document, DATA, variables, model)
     }
 
     /// Checks the settings that depend on the model and the prompts: adapters, the balance of
@@ -585,12 +641,13 @@ impl RunConfig {
             value => value,
         };
         let train = &self.train;
-        let (model, teacher, data, rewards) = self.named_sections();
+        let named = self.named_sections();
         Ok(json!({
-            "model": model,
-            "teacher": teacher,
-            "data": data,
-            "rewards": rewards,
+            "model": named.model,
+            "teacher": named.teacher,
+            "data": named.data,
+            "demonstrations": named.demonstrations,
+            "rewards": named.rewards,
             "environment": self.environment,
             "algorithm": {
                 "rollout_batch_size": train.prompts_per_step,
@@ -617,6 +674,8 @@ impl RunConfig {
     }
 }
 
+pub(super) const DATA: &str = "data";
+const DEMONSTRATIONS: &str = "demonstrations";
 const ENVIRONMENT: &str = "environment";
 const TRAINING: &str = "training";
 
@@ -708,7 +767,7 @@ pub(super) fn laid_over<T: Serialize + DeserializeOwned>(
     Ok(document.parse(path, merge(defaults, patch))?)
 }
 
-/// Returns the chat template of a model with the variables at `data.chat_template_kwargs`.
+/// Returns the chat template of a model with the variables at `chat_template_kwargs` of `section`.
 ///
 /// # Errors
 ///
@@ -716,14 +775,15 @@ pub(super) fn laid_over<T: Serialize + DeserializeOwned>(
 /// does not contain the name of one.
 pub(super) fn chat_template(
     document: &Document,
+    section: &str,
     variables: &Map<String, Value>,
     model: &Pretrained,
 ) -> Result<Option<ChatTemplate>, ConfigError> {
-    let key = "data.chat_template_kwargs";
+    let key = format!("{section}.chat_template_kwargs");
     let Some(template) = &model.chat_template else {
         return match variables.is_empty() {
             true => Ok(None),
-            false => Err(document.error(key, "given, but the model has no chat template")),
+            false => Err(document.error(&key, "given, but the model has no chat template")),
         };
     };
     for name in variables.keys() {
@@ -746,15 +806,19 @@ pub(super) fn check_router(section: &str, coef: f64, model: &DecoderConfig) -> R
     }
 }
 
-/// Returns an error of the data section with the line of its key, if it names one.
-pub(super) fn data_error(document: &Document, error: anyhow::Error) -> anyhow::Error {
+/// Returns an error of the rows of `section` with the line of its key, if it names one.
+pub(super) fn data_error(
+    document: &Document,
+    section: &str,
+    error: anyhow::Error,
+) -> anyhow::Error {
     let Some(invalid) = find_invalid(&error) else {
         return error;
     };
-    let key = format!("data.{}", invalid.field);
+    let key = format!("{section}.{}", invalid.field);
     match document.get(&key) {
         Some(_) => document.error(&key, format!("{}, must {}", invalid.value, invalid.must)),
-        None => document.error("data", format!("{error:#}")),
+        None => document.error(section, format!("{error:#}")),
     }
     .into()
 }

@@ -18,7 +18,7 @@ use super::error::ConfigError;
 use super::hub_files::{Configuration, HubFiles, Locate, Replacement};
 use super::problem::Problem;
 use super::run::{
-    chat_template, check_outside, check_router, check_run_dir, check_trackers, data_error,
+    DATA, chat_template, check_outside, check_router, check_run_dir, check_trackers, data_error,
     laid_over, no_evaluations, own_place, required_model, tags,
 };
 use super::sections::{CheckpointConfig, ModelConfig};
@@ -262,9 +262,9 @@ impl SftRunConfig {
         check_router(SFT, sft.router_aux_loss_coef, &model.model)
             .map_err(|problem| problem.locate_at_path(&self.document))?;
         let variables = &self.data.chat_template_kwargs;
-        let template = chat_template(&self.document, variables, model)?;
+        let template = chat_template(&self.document, DATA, variables, model)?;
         let dataset = self.data.load(model, template.as_ref(), sft.seed);
-        let dataset = dataset.map_err(|error| data_error(&self.document, error))?;
+        let dataset = dataset.map_err(|error| data_error(&self.document, DATA, error))?;
         let (_, steps) = sft.length(dataset.train.examples.len());
         sft.schedule.of_steps(steps).map_err(|error| {
             let invalid = find_invalid(&error);

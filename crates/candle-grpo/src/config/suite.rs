@@ -10,7 +10,7 @@ use serde::{Deserialize, Serialize};
 use super::document::Document;
 use super::error::ConfigError;
 use super::problem::Problem;
-use super::run::{chat_template, evaluation, reward_key};
+use super::run::{DATA, chat_template, evaluation, reward_key};
 use super::sections::{EvaluationConfig, EvaluationKeys};
 use super::suggestions::unknown_name;
 
@@ -203,7 +203,8 @@ impl SuiteConfig {
     ///
     /// As [`RunConfig::chat_template`](super::RunConfig::chat_template).
     pub fn chat_template(&self, model: &Pretrained) -> Result<Option<ChatTemplate>, ConfigError> {
-        chat_template(&self.document, &self.data.chat_template_kwargs, model)
+        let variables = &self.data.chat_template_kwargs;
+        chat_template(&self.document, DATA, variables, model)
     }
 }
 

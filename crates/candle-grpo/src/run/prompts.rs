@@ -5,6 +5,7 @@ use candle_grpo_core::Invalid;
 use candle_grpo_train::data::{MixedOrder, Question, Row};
 use candle_grpo_train::environment::EnvironmentConfig;
 use candle_grpo_train::model::Chat;
+use candle_grpo_train::sft::SftDataset;
 use candle_grpo_train::{ChatTemplate, Dataset, Pretrained, Prompt, find_invalid};
 use serde_json::{Value, json};
 use tokenizers::Tokenizer;
@@ -20,6 +21,8 @@ pub struct RunPrompts {
     pub held_out: Vec<Prompt>,
     /// The order of the prompts to train on.
     pub order: MixedOrder,
+    /// The demonstrations, if the run has any.
+    pub demonstrations: Option<SftDataset>,
 }
 
 impl RunPrompts {
@@ -38,7 +41,7 @@ impl RunPrompts {
         Ok((dataset, prompts))
     }
 
-    /// Makes the prompts of both parts of `dataset`: see [`prompts`].
+    /// Makes the prompts of both parts of `dataset`, see [`prompts`], and reads the demonstrations.
     pub fn new(config: &RunConfig, dataset: &Dataset, pretrained: &Pretrained) -> Result<Self> {
         if dataset.held_out_in_train > 0 {
             tracing::warn!(
@@ -62,10 +65,15 @@ impl RunPrompts {
             }
             None => error,
         })?;
+        let demonstrations = config.load_demonstrations(pretrained)?;
+        if let Some(rows) = &demonstrations {
+            rows.warn("demonstrations");
+        }
         Ok(Self {
             train,
             held_out,
             order,
+            demonstrations,
         })
     }
 }

@@ -17,7 +17,13 @@ const CONFIG: &str = "config.json";
 const INPUTS: &str = "inputs.json";
 
 /// Settings that may change as long as the rows are the same.
-const ROWS: [&str; 3] = ["data.held_out", "data.max_rows", "data.train"];
+const ROWS: [&str; 5] = [
+    "data.held_out",
+    "data.max_rows",
+    "data.train",
+    "demonstrations.max_rows",
+    "demonstrations.train",
+];
 
 /// Differences in a message; more are counted.
 const SHOWN: usize = 8;

@@ -7,6 +7,7 @@ use anyhow::Result;
 use candle_grpo_collective::{Alone, Collective};
 use candle_grpo_train::rewards::BudgetExhausted;
 use candle_grpo_train::run::{RunInputs, prompt_digest};
+use candle_grpo_train::sft::SftDataset;
 use candle_grpo_train::{
     Generator, Pretrained, Prompt, RewardFunction, RunDir, SamplingConfig, StepMetrics, Trainer,
 };
@@ -96,6 +97,7 @@ impl Session {
             train,
             held_out,
             order,
+            demonstrations,
         } = prompts;
         pretrained.chat_template = config.chat_template(&pretrained)?;
         let (base, dtype) = config.train.stored_form();
@@ -118,8 +120,11 @@ impl Session {
             &train,
             true,
         )?;
-        let inputs = RunInputs::new(&pretrained, &train, &held_out, &config.reward_files())?
+        let mut inputs = RunInputs::new(&pretrained, &train, &held_out, &config.reward_files())?
             .with_hub_commits(config.hub_commits().clone());
+        if let Some(rows) = &demonstrations {
+            inputs = inputs.with_demonstrations(&rows.train.digests);
+        }
         let environment = config.environment.as_ref();
         let stop_token_ids = settings.sampling.stop_token_ids.clone();
         let environments = environment.map(|config| config.build(&pretrained, &stop_token_ids));
@@ -140,6 +145,9 @@ impl Session {
             Some(pools) => trainer.with_curriculum(pools.clone())?,
             None => trainer.with_order(order)?,
         };
+        if let Some(SftDataset { train, order, .. }) = demonstrations {
+            trainer = trainer.with_demonstrations(train.examples, order)?;
+        }
         if let Some(teacher) = load_teacher(&config)? {
             trainer = trainer.with_teacher(teacher);
         }

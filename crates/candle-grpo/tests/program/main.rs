@@ -6,6 +6,7 @@ mod chat;
 mod cli;
 mod configuration;
 mod curriculum;
+mod demonstrations;
 mod engines;
 mod environment;
 #[cfg(feature = "hub")]

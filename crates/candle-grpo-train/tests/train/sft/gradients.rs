@@ -1,6 +1,7 @@
 //! The loss of packed rows and its gradient.
 
 use candle_core::{D, DType, Tensor};
+use candle_grpo_loss::surrogate::Likelihood;
 use candle_grpo_nn::{
     AdamWConfig, Decoder, DecoderConfig, Gradients, LanguageModel, Lora, LoraConfig, PackedTokens,
 };
@@ -80,13 +81,15 @@ fn packed_rows_have_the_loss_and_the_gradient_of_the_rows_one_by_one(#[case] mod
     let scale = 1. / total_weight(&examples);
     let all: Vec<&Example> = examples.iter().collect();
     let mut packed = actor(&model);
-    let found = packed.forward_backward_examples(&all, scale, 0.).unwrap();
+    let found = packed
+        .forward_backward_examples(&all, Likelihood::default(), scale, 0.)
+        .unwrap();
     let mut single = actor(&model);
     let mut sums = LikelihoodSums::default();
     for example in &all {
         sums.add(
             &single
-                .forward_backward_examples(&[example], scale, 0.)
+                .forward_backward_examples(&[example], Likelihood::default(), scale, 0.)
                 .unwrap(),
         );
     }
@@ -121,10 +124,12 @@ fn adapters_have_the_gradient_of_the_rows_one_by_one() {
         .unwrap()
     };
     let (mut packed, mut single) = (adapted(), adapted());
-    packed.forward_backward_examples(&all, scale, 0.).unwrap();
+    packed
+        .forward_backward_examples(&all, Likelihood::default(), scale, 0.)
+        .unwrap();
     for example in &all {
         single
-            .forward_backward_examples(&[example], scale, 0.)
+            .forward_backward_examples(&[example], Likelihood::default(), scale, 0.)
             .unwrap();
     }
     assert_close(packed.gradients(), single.gradients(), 1e-5);
@@ -162,7 +167,7 @@ fn the_loss_and_its_gradient_are_those_of_plain_operations() {
     let mut actor = actor(&model);
     let all: Vec<&Example> = examples.iter().collect();
     let found = actor
-        .forward_backward_examples(&all, 1. / weight, 0.)
+        .forward_backward_examples(&all, Likelihood::default(), 1. / weight, 0.)
         .unwrap();
 
     let parameters = parameters_of(&model, device());
@@ -180,12 +185,48 @@ fn the_loss_and_its_gradient_are_those_of_plain_operations() {
 }
 
 #[test]
+fn the_weight_of_uncertain_tokens_is_a_constant_factor_of_their_gradients() {
+    let (model, example) = (model(), &examples()[0]);
+    let likelihood = Likelihood {
+        uncertainty_weight: true,
+    };
+    let mut weighted = actor(&model);
+    weighted
+        .forward_backward_examples(&[example], likelihood, 0.5, 0.)
+        .unwrap();
+    // The same gradient from the factors as weights of the tokens.
+    let mut expected = actor(&model);
+    let factors = example
+        .weights()
+        .iter()
+        .enumerate()
+        .map(|(place, &weight)| {
+            if weight == 0. {
+                return 0.;
+            }
+            let mut only = vec![0.; example.tokens().len()];
+            only[place] = 1.;
+            let token = Example::new(example.tokens().to_vec(), only).unwrap();
+            let p = (-expected.likelihood(&[&token]).unwrap().loss).exp();
+            weight * (p * (1. - p)) as f32
+        });
+    let factors = factors.collect();
+    let scaled = Example::new(example.tokens().to_vec(), factors).unwrap();
+    expected
+        .forward_backward_examples(&[&scaled], Likelihood::default(), 0.5, 0.)
+        .unwrap();
+    assert_close(weighted.gradients(), expected.gradients(), 1e-4);
+}
+
+#[test]
 fn the_gradient_is_the_difference_quotient_of_the_loss() {
     let (model, examples) = (model(), examples());
     let all: Vec<&Example> = examples.iter().collect();
     let mut actor = actor(&model);
     let scale = 1. / total_weight(&examples);
-    actor.forward_backward_examples(&all, scale, 0.).unwrap();
+    actor
+        .forward_backward_examples(&all, Likelihood::default(), scale, 0.)
+        .unwrap();
     for name in [
         "model.embed_tokens.weight",
         "model.layers.1.self_attn.q_proj.weight",
@@ -240,7 +281,9 @@ fn the_balance_of_experts_is_that_of_the_tokens_that_are_read() {
     let examples = examples();
     let mut balanced = build().unwrap();
     let row = [&examples[0]];
-    let sums = balanced.forward_backward_examples(&row, 0., 5.).unwrap();
+    let sums = balanced
+        .forward_backward_examples(&row, Likelihood::default(), 0., 5.)
+        .unwrap();
     assert_eq!(sums.read_tokens, 5.);
     // From 1 for equal shares times the two experts of a token, to 4.
     let loss = sums.router_aux_loss / sums.read_tokens;
@@ -249,7 +292,8 @@ fn the_balance_of_experts_is_that_of_the_tokens_that_are_read() {
     let router = "model.layers.0.mlp.gate.weight";
     assert!(largest(balanced.gradients().get(router).unwrap()) > 0.);
     let mut half = build().unwrap();
-    half.forward_backward_examples(&row, 0., 10.).unwrap();
+    half.forward_backward_examples(&row, Likelihood::default(), 0., 10.)
+        .unwrap();
     let (whole, half) = (balanced.gradients(), half.gradients());
     let doubled = (half.get(router).unwrap() * 2.).unwrap();
     assert!(max_difference(whole.get(router).unwrap(), &doubled) < 1e-6);
@@ -279,7 +323,7 @@ fn a_weight_that_is_not_finite_stops_the_step_with_its_loss() {
     variable.set(&broken).unwrap();
     let example = Example::of_answer(&[1], &[2]).unwrap();
     let error = actor
-        .forward_backward_examples(&[&example], 1., 0.)
+        .forward_backward_examples(&[&example], Likelihood::default(), 1., 0.)
         .unwrap_err();
     assert!(error.is::<candle_grpo_train::NotFinite>(), "{error:#}");
     assert!(actor.gradients().is_empty());

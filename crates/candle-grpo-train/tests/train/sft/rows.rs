@@ -286,7 +286,7 @@ fn a_weight_that_is_none_is_an_error(#[case] weight: Value, #[case] expected: &s
     );
     let found = error(config, &[json!({"text": "ab12", "w": 0})]);
     assert!(
-        found.starts_with("data.train: all rows have the weight 0"),
+        found.starts_with("train: all rows have the weight 0"),
         "{found}"
     );
 }

@@ -11,6 +11,7 @@ use candle_grpo::config::{Document, RollFile, RunConfig, SftEvaluationConfig, Sf
 use candle_grpo::core::CosineLength;
 use candle_grpo::train::DatasetConfig;
 use candle_grpo::train::environment::{EnvironmentKind, EnvironmentLimits, ProgramToolConfig};
+use candle_grpo::train::learn::DemonstrationConfig;
 use candle_grpo::train::rewards::{
     CodeLimits, ExactReward, F1Reward, InstructionsReward, JsonReward, JudgeConfig, JudgeScore,
     MathReward, MultipleChoiceReward, NumericReward, ProgramConfig, RewardKind, RewardModelConfig,
@@ -62,6 +63,12 @@ fn tables() -> Vec<Table> {
             "crates/candle-grpo-train/src/data/dataset.rs",
             "DatasetConfig",
             serde_json::to_value(DatasetConfig::default()).unwrap(),
+        ),
+        table(
+            "demonstrations",
+            "crates/candle-grpo-train/src/learn/demonstrations.rs",
+            "DemonstrationConfig",
+            serde_json::to_value(DemonstrationConfig::default()).unwrap(),
         ),
         Table {
             without: &["kind"],

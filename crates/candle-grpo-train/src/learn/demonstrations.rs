@@ -1,0 +1,125 @@
+//! Demonstrations that the policy learns from beside its rewards.
+
+use anyhow::{Result, ensure};
+use candle_grpo_core::CoefSchedule;
+use candle_grpo_core::validate::{at_least_one, unit_interval};
+use candle_grpo_loss::surrogate::Likelihood;
+use serde::{Deserialize, Serialize};
+
+use super::{Example, LikelihoodSums};
+use crate::data::MixedOrder;
+use crate::invalid::within;
+
+/// Demonstrations in the updates of the policy (CHORD, <https://arxiv.org/abs/2508.11408>; ms-swift's
+/// `chord_*`). The loss of an update is `(1 - coef) * policy_loss + coef * demonstration_loss`.
+/// The second term is the mean over the tokens of a batch of demonstrations that train.
+///
+/// A step without a signal, in which all advantages are 0, trains on the demonstrations alone.
+///
+/// ```
+/// use candle_grpo_core::{CoefSchedule, Decay};
+/// use candle_grpo_train::learn::DemonstrationConfig;
+///
+/// let config = DemonstrationConfig {
+///     coef: CoefSchedule {
+///         warmup_steps: 10,
+///         decay_steps: Some(100),
+///         end: 0.05,
+///         decay: Decay::Cosine,
+///         ..CoefSchedule::constant(0.9)
+///     },
+///     ..DemonstrationConfig::default()
+/// };
+/// config.validate()?;
+/// # Ok::<(), anyhow::Error>(())
+/// ```
+#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct DemonstrationConfig {
+    /// Number of rows in an optimizer step.
+    pub batch_size: usize,
+    /// The share of the demonstrations in the loss: `peak` and `end` are from 0 to 1, and the first
+    /// step is step 1. At 0 the step reads no demonstration.
+    pub coef: CoefSchedule,
+    /// Multiplies the loss of a token by `p (1 - p)` with its probability p, so that tokens that
+    /// the policy is sure about, or that it would never say, count less (CHORD-phi).
+    pub uncertainty_weight: bool,
+    /// Number of tokens in a backward pass over demonstrations. It bounds memory and does not
+    /// change the update. A longer row is a pass of its own.
+    pub micro_batch_tokens: usize,
+}
+
+impl Default for DemonstrationConfig {
+    fn default() -> Self {
+        Self {
+            batch_size: 32,
+            coef: CoefSchedule::constant(0.1),
+            uncertainty_weight: false,
+            micro_batch_tokens: 4096,
+        }
+    }
+}
+
+impl DemonstrationConfig {
+    /// Checks all fields.
+    ///
+    /// # Errors
+    ///
+    /// With the name of the field that is not valid.
+    pub fn validate(&self) -> Result<()> {
+        at_least_one("batch_size", self.batch_size)?;
+        at_least_one("micro_batch_tokens", self.micro_batch_tokens)?;
+        for (name, share) in [("peak", self.coef.peak), ("end", self.coef.end)] {
+            unit_interval(name, share).map_err(|error| within("coef", error.into()))?;
+        }
+        Ok(())
+    }
+
+    /// Returns the share of the demonstrations in the loss of step `step`, from 1.
+    pub fn share(&self, step: usize) -> f64 {
+        self.coef.at(step)
+    }
+
+    pub(super) fn likelihood(&self) -> Likelihood {
+        Likelihood {
+            uncertainty_weight: self.uncertainty_weight,
+        }
+    }
+}
+
+/// The demonstrations of a trainer.
+pub(super) struct Demonstrations {
+    examples: Vec<Example>,
+    order: MixedOrder,
+}
+
+impl Demonstrations {
+    pub(super) fn new(examples: Vec<Example>, order: MixedOrder) -> Result<Self> {
+        let (rows, count) = (order.num_rows(), examples.len());
+        ensure!(
+            rows == count,
+            "order: {rows} rows, must be {count}, the number of demonstrations"
+        );
+        Ok(Self { examples, order })
+    }
+
+    /// The `count` examples after the first `visited` ones.
+    pub(super) fn slice(&self, visited: usize, count: usize) -> Vec<&Example> {
+        let rows = self.order.slice(visited, count).into_iter();
+        rows.map(|row| &self.examples[row]).collect()
+    }
+}
+
+/// The metrics of the demonstrations of a step.
+pub(super) fn demonstration_metrics(
+    share: f64,
+    sums: &LikelihoodSums,
+) -> impl Iterator<Item = (String, f64)> {
+    let of_rows = [
+        ("demonstration_loss", sums.mean_loss()),
+        ("demonstration_token_accuracy", sums.token_accuracy()),
+    ];
+    let of_rows = of_rows.into_iter().filter(move |_| share > 0.);
+    let metrics = [("demonstration_coef", share)].into_iter().chain(of_rows);
+    metrics.map(|(name, value)| (name.to_owned(), value))
+}

@@ -1,0 +1,336 @@
+//! Demonstrations beside rewards.
+
+use candle_grpo_core::{CoefSchedule, Decay};
+use candle_grpo_nn::Parameters;
+use candle_grpo_test_support::{on_ranks, stay_on_cpu};
+use candle_grpo_train::data::MixedOrder;
+use candle_grpo_train::learn::{DemonstrationConfig, Example, MemoryPlan};
+use candle_grpo_train::run::StepRecord as _;
+use candle_grpo_train::sft::{SftConfig, SftSchedule, SftTrainer};
+use candle_grpo_train::{
+    ComputeDType, CriticConfig, RewardFunction, Sample, StepMetrics, TrainConfig, Trainer,
+};
+use rstest::rstest;
+
+use crate::common::{
+    self, END, digest, model, parameters, pretrained, prompts, tokenizer, without_seconds,
+};
+
+/// Seven rows of 3 to 6 tokens.
+fn examples() -> Vec<Example> {
+    let row = |i: u32| {
+        let answer: Vec<u32> = (0..1 + i % 4).map(|j| 1 + (2 * i + j) % 5).collect();
+        Example::of_answer(&[1 + i % 5], &[answer.as_slice(), &[END]].concat()).unwrap()
+    };
+    (0..7).map(row).collect()
+}
+
+fn order() -> MixedOrder {
+    MixedOrder::single(7, 5).unwrap()
+}
+
+fn demonstrations(share: f64) -> DemonstrationConfig {
+    DemonstrationConfig {
+        batch_size: 4,
+        coef: CoefSchedule::constant(share),
+        micro_batch_tokens: 9,
+        ..DemonstrationConfig::default()
+    }
+}
+
+fn config(demonstrations: DemonstrationConfig) -> TrainConfig {
+    let mut config = TrainConfig {
+        demonstrations: Some(demonstrations),
+        ..common::config()
+    };
+    config.optimizer.learning_rate = 1e-2;
+    config.optimizer.epsilon = 1e-3;
+    config
+}
+
+fn trainer(reward: impl RewardFunction + 'static, config: TrainConfig) -> Trainer {
+    let prompts = prompts(&["abc", "d", "ee", "ca", "b"]);
+    let trainer = Trainer::new(model(), parameters(), tokenizer(), prompts, reward, config);
+    let trainer = trainer.unwrap();
+    match trainer.config().demonstrations {
+        Some(_) => trainer.with_demonstrations(examples(), order()).unwrap(),
+        None => trainer,
+    }
+}
+
+/// No completion is better than another.
+fn constant(_: &Sample) -> f32 {
+    1.
+}
+
+fn weights(parameters: &Parameters) -> Vec<(String, Vec<f32>)> {
+    let flat = |(name, x): (&str, &candle_core::Var)| {
+        (name.to_owned(), x.flatten_all().unwrap().to_vec1().unwrap())
+    };
+    parameters.iter().map(flat).collect()
+}
+
+fn run(trainer: &mut Trainer, steps: usize) -> Vec<StepMetrics> {
+    let step = |_| without_seconds(trainer.step().unwrap());
+    (0..steps).map(step).collect()
+}
+
+/// Makes the first update of AdamW proportional to the gradient: it is
+/// `learning_rate * g / (|g| + epsilon)`.
+fn linear(optimizer: &mut candle_grpo_nn::AdamWConfig) {
+    optimizer.learning_rate = 1e4;
+    optimizer.epsilon = 1e4;
+    optimizer.weight_decay = 0.;
+}
+
+/// The changes of the weights in a step.
+fn changes(after: &Parameters) -> Vec<(String, Vec<f32>)> {
+    let both = weights(after).into_iter().zip(weights(&parameters()));
+    let change = both.map(|((name, after), (_, before))| {
+        let change = after
+            .iter()
+            .zip(before)
+            .map(|(after, before)| after - before);
+        (name, change.collect())
+    });
+    change.collect()
+}
+
+#[rstest]
+#[case(0.3, None)]
+#[case(0.75, Some(6))]
+#[case(1., None)]
+fn the_gradient_is_the_weighted_mean_of_both_gradients(
+    #[case] share: f64,
+    #[case] micro_batch_tokens: Option<usize>,
+) {
+    let step = |demonstrations: Option<DemonstrationConfig>| {
+        let mut config = config(self::demonstrations(0.));
+        config.demonstrations = demonstrations;
+        config.max_grad_norm = 1e9;
+        if let Some(tokens) = micro_batch_tokens {
+            config.micro_batch_tokens = Some(tokens);
+            config.micro_batch_size = TrainConfig::default().micro_batch_size;
+        }
+        linear(&mut config.optimizer);
+        let mut trainer = trainer(digest, config);
+        let metrics = trainer.step().unwrap();
+        (changes(&trainer.policy_parameters().unwrap()), metrics)
+    };
+    let mut sft = SftConfig {
+        batch_size: 4,
+        max_grad_norm: 1e9,
+        schedule: SftSchedule {
+            decay: None,
+            ..SftSchedule::default()
+        },
+        ..SftConfig::default()
+    };
+    linear(&mut sft.optimizer);
+    let supervised = SftTrainer::new(model(), parameters(), examples(), sft);
+    let mut supervised = supervised.unwrap().with_order(order()).unwrap();
+    let expected = supervised.step().unwrap();
+    let of_rows = changes(&supervised.policy_parameters().unwrap());
+    let (of_rewards, alone) = step(None);
+    let (of_both, metrics) = step(Some(demonstrations(share)));
+
+    for ((name, both), ((_, rewards), (_, rows))) in
+        of_both.iter().zip(of_rewards.iter().zip(&of_rows))
+    {
+        let largest = both.iter().fold(0f32, |most, x| most.max(x.abs()));
+        assert!(largest > 1e-4, "{name}: {largest}");
+        for (both, (rewards, rows)) in both.iter().zip(rewards.iter().zip(rows)) {
+            let mean = (1. - share) * f64::from(*rewards) + share * f64::from(*rows);
+            assert!(
+                (f64::from(*both) - mean).abs() < 2e-3 * f64::from(largest),
+                "{name}: {both}, must be {mean}"
+            );
+        }
+    }
+    assert_eq!(metrics.policy["demonstration_coef"], share);
+    assert!((metrics.policy["demonstration_loss"] - expected.loss).abs() < 1e-6);
+    let accuracy = metrics.policy["demonstration_token_accuracy"];
+    assert_eq!(accuracy, expected.token_accuracy);
+    // The metrics of the rewards are those without demonstrations.
+    for (name, value) in &alone.policy {
+        assert_eq!(metrics.policy[name], *value, "{name}");
+    }
+}
+
+#[test]
+fn a_step_without_a_signal_learns_from_demonstrations_as_long_as_they_have_a_share() {
+    let mut config = config(DemonstrationConfig {
+        coef: CoefSchedule {
+            decay_steps: Some(60),
+            end: 0.,
+            decay: Decay::Cosine,
+            ..CoefSchedule::constant(0.9)
+        },
+        batch_size: 7,
+        ..demonstrations(0.)
+    });
+    config.optimizer.epsilon = 1e-8;
+    let mut trainer = trainer(constant, config);
+    let metrics = run(&mut trainer, 62);
+    let loss = |step: usize| metrics[step - 1].policy["demonstration_loss"];
+    assert!(loss(59) < 0.5 * loss(1), "{} {}", loss(1), loss(59));
+    // Without clipping, the norm of the gradient is that of supervised training times the share.
+    let first = &metrics[0];
+    assert!(first.grad_norm.unwrap() > 0. && first.learning_rate == Some(1e-2));
+    for (number, step) in metrics.iter().enumerate() {
+        assert_eq!(step.skipped, number + 1 >= 60, "{}", number + 1);
+    }
+    assert!(!metrics[60].policy.contains_key("demonstration_loss"));
+    assert_eq!(trainer.skipped_steps(), 3);
+    assert_eq!(trainer.state().visited_demonstrations, 59 * 7);
+}
+
+#[test]
+fn the_norm_of_the_gradient_has_the_share_of_the_demonstrations() {
+    let norm = |share| {
+        let mut trainer = trainer(constant, config(demonstrations(share)));
+        trainer.step().unwrap().grad_norm.unwrap()
+    };
+    let (half, whole) = (norm(0.5), norm(1.));
+    assert!((whole - 2. * half).abs() < 1e-5 * whole, "{half} {whole}");
+}
+
+#[rstest]
+#[case::mini_batches(TrainConfig { mini_batch_size: Some(5), epochs: 2, ..config(demonstrations(0.4)) })]
+#[case::uncertainty(config(DemonstrationConfig { uncertainty_weight: true, ..demonstrations(0.4) }))]
+#[case::bf16(TrainConfig { compute_dtype: ComputeDType::Bf16, ..config(demonstrations(0.4)) })]
+fn a_resumed_run_is_bit_identical(#[case] config: TrainConfig) {
+    stay_on_cpu();
+    let mut whole = trainer(digest, config.clone());
+    let expected = run(&mut whole, 6);
+    let folder = tempfile::tempdir().unwrap();
+    let mut first = trainer(digest, config.clone());
+    let mut found = run(&mut first, 3);
+    let rows = first.state().visited_demonstrations;
+    assert_eq!(rows, 3 * 4 * if config.epochs == 2 { 6 } else { 1 });
+    first
+        .write_checkpoint(folder.path(), &pretrained(), ComputeDType::F32)
+        .unwrap();
+    drop(first);
+    let mut second = trainer(digest, config);
+    second.load_state(folder.path()).unwrap();
+    found.extend(run(&mut second, 3));
+    assert_eq!(found, expected);
+    let bits = |trainer: &Trainer| weights(&trainer.policy_parameters().unwrap());
+    assert_eq!(bits(&second), bits(&whole));
+}
+
+#[rstest]
+#[case::with_a_signal(digest, 4)]
+#[case::without_a_signal(constant, 4)]
+#[case::fewer_rows_than_ranks(digest, 2)]
+fn the_steps_of_ranks_are_those_of_one_rank(
+    #[case] reward: fn(&Sample) -> f32,
+    #[case] batch_size: usize,
+) {
+    stay_on_cpu();
+    let config = config(DemonstrationConfig {
+        batch_size,
+        ..demonstrations(0.4)
+    });
+    let mut alone = trainer(reward, config.clone());
+    let expected = run(&mut alone, 4);
+    for world_size in [2, 3] {
+        let ranks = on_ranks(world_size, |collective| {
+            let trainer = trainer(reward, config.clone());
+            let mut trainer = trainer.with_collective(collective).unwrap();
+            let metrics = run(&mut trainer, 4);
+            trainer.ensure_equal_ranks().unwrap();
+            metrics
+        });
+        for metrics in &ranks {
+            assert_eq!(metrics, &ranks[0]);
+            for (found, expected) in metrics.iter().zip(&expected) {
+                let (found, expected) = (found.scalars().unwrap(), expected.scalars().unwrap());
+                for ((name, found), (other, expected)) in found.iter().zip(&expected) {
+                    assert_eq!(name, other);
+                    let close = (found - expected).abs() < 1e-4 * (1. + expected.abs());
+                    assert!(close, "{name}: {found}, must be {expected}");
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn the_policy_learns_nothing_while_the_critic_warms_up() {
+    let mut settings = config(demonstrations(0.5));
+    settings.recipe.advantage = serde_json::from_str(r#"{"name": "gae"}"#).unwrap();
+    settings.critic = Some(CriticConfig {
+        warmup_steps: 1,
+        ..CriticConfig::default()
+    });
+    let mut trainer = trainer(digest, settings);
+    trainer.step().unwrap();
+    assert_eq!(trainer.state().visited_demonstrations, 0);
+    let unchanged = weights(&trainer.policy_parameters().unwrap());
+    assert_eq!(unchanged, weights(&parameters()));
+    let metrics = trainer.step().unwrap();
+    assert_eq!(trainer.state().visited_demonstrations, 4);
+    assert_eq!(metrics.policy["demonstration_coef"], 0.5);
+}
+
+#[test]
+fn demonstrations_that_are_missing_or_too_many_are_errors() {
+    let build = |config| {
+        let prompts = prompts(&["abc"]);
+        Trainer::new(model(), parameters(), tokenizer(), prompts, digest, config).unwrap()
+    };
+    let mut without = build(config(demonstrations(0.5)));
+    let error = format!("{:#}", without.step().unwrap_err());
+    assert!(
+        error.starts_with("step 1: demonstrations: none, must be given"),
+        "{error}"
+    );
+    let plain = build(common::config()).with_demonstrations(examples(), order());
+    let error = plain.err().unwrap().to_string();
+    assert!(
+        error.starts_with("demonstrations: 7, must be none"),
+        "{error}"
+    );
+    let few = MixedOrder::single(3, 0).unwrap();
+    let other = build(config(demonstrations(0.5))).with_demonstrations(examples(), few);
+    let error = other.err().unwrap().to_string();
+    assert!(
+        error.starts_with("order: 3 rows, must be 7, the number of demonstrations"),
+        "{error}"
+    );
+}
+
+#[rstest]
+#[case(DemonstrationConfig { batch_size: 0, ..demonstrations(0.5) }, "demonstrations.batch_size: 0, must be at least 1")]
+#[case(DemonstrationConfig { micro_batch_tokens: 0, ..demonstrations(0.5) }, "demonstrations.micro_batch_tokens: 0, must be at least 1")]
+#[case(demonstrations(1.5), "demonstrations.coef.peak: 1.5, must be")]
+#[case(demonstrations(f64::NAN), "demonstrations.coef.peak: NaN, must be")]
+#[case(
+    DemonstrationConfig { coef: CoefSchedule { end: -0.1, ..CoefSchedule::constant(0.5) }, ..demonstrations(0.) },
+    "demonstrations.coef.end: -0.1, must be"
+)]
+fn settings_that_are_not_valid_are_errors(
+    #[case] demonstrations: DemonstrationConfig,
+    #[case] expected: &str,
+) {
+    let error = config(demonstrations).validate().unwrap_err().to_string();
+    assert!(error.starts_with(expected), "{error}");
+}
+
+#[test]
+fn the_plan_of_memory_has_the_longest_pass_of_both() {
+    let plan = |tokens: usize| {
+        let demonstrations = DemonstrationConfig {
+            micro_batch_tokens: tokens,
+            ..demonstrations(0.5)
+        };
+        MemoryPlan::new(&model(), &config(demonstrations), 3).unwrap()
+    };
+    let alone = MemoryPlan::new(&model(), &common::config(), 3).unwrap();
+    assert_eq!(plan(1).activations, alone.activations);
+    assert!(plan(1000).activations > alone.activations);
+    // Two passes accumulate gradients.
+    assert!(plan(1000).training == plan(1000).gradients + plan(1000).activations);
+}
