@@ -6,7 +6,7 @@ use anyhow::{Context, Result, bail, ensure};
 use candle_grpo_nn::{BaseWeights, DecoderConfig, Lora, LoraConfig, Parameters};
 
 use super::recipe_inputs::RecipeInputs;
-use super::{Ranks, Reference, ReferenceRefresh};
+use super::{Ranks, Reference, ReferenceRefresh, Teacher};
 use crate::rollout::PolicyWeights;
 use crate::run::RunInputs;
 use crate::run::checksums::sha256_of_parameters;
@@ -18,7 +18,7 @@ pub(crate) struct Models {
     pub(crate) reference: Option<Reference>,
     /// Schedule that moves the reference toward the policy; absent if the reference is frozen.
     pub(crate) reference_refresh: Option<ReferenceRefresh>,
-    pub(crate) teacher: Option<Reference>,
+    pub(crate) teacher: Option<Box<dyn Teacher>>,
     pub(crate) critic: Option<Critic>,
     /// The hash of the weights at the start of the run, once it is computed.
     pub(crate) base_sha256: OnceCell<String>,

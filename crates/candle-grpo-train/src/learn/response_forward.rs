@@ -141,14 +141,14 @@ pub fn read_tokens(batch: &TokenBatch) -> Result<f64> {
 
 /// The tokens that a model reads of one sequence: those on which its responses depend.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(super) struct ReadTokens {
-    pub(super) ids: Vec<u32>,
+pub(crate) struct ReadTokens {
+    pub(crate) ids: Vec<u32>,
     /// The column of each in `input_ids`, ascending.
-    pub(super) columns: Vec<usize>,
+    pub(crate) columns: Vec<usize>,
     /// The number of them that are the prompt.
-    pub(super) prompt_len: usize,
+    pub(crate) prompt_len: usize,
     /// The experts of each that are replayed, one token after the other; empty without a replay.
-    pub(super) experts: Vec<u16>,
+    pub(crate) experts: Vec<u16>,
 }
 
 impl ReadTokens {
@@ -177,7 +177,7 @@ impl ReadTokens {
 
 /// Returns the tokens that a model reads of each sequence of `batch`. Tokens after the last one
 /// that counts are not read. Synchronizes with the device.
-pub(super) fn read_by_sequence(batch: &TokenBatch) -> Result<Vec<ReadTokens>> {
+pub(crate) fn read_by_sequence(batch: &TokenBatch) -> Result<Vec<ReadTokens>> {
     let (_, t) = batch.dims()?;
     let ids = batch.input_ids.to_vec2::<u32>()?;
     let real = zero_one(&batch.attention_mask)?;

@@ -15,7 +15,7 @@ use super::models::Models;
 use super::recipe_inputs::{RecipeInputs, keeps_components};
 use super::scored_rollouts::ScoredRollouts;
 use super::staleness::effective_sample_share;
-use super::{OldLogProbs, Reference, rollout_log_probs};
+use super::{OldLogProbs, Teacher, rollout_log_probs};
 use crate::random::{generator, uniform};
 use crate::run::TrainerState;
 use crate::{FinishReason, Rollout, TokenBatch, TrainConfig, TrainingBatch};
@@ -310,18 +310,24 @@ impl Preparation<'_> {
             _ => None,
         };
         let temperature = self.config.sampling.temperature;
-        let fixed = |policy: &Option<Reference>| {
+        let fixed = |policy: Option<&dyn Teacher>| {
             policy
-                .as_ref()
                 .map(|policy| {
-                    self.micro_batches
-                        .map(tokens, |piece| policy.log_probs(piece, temperature))
+                    let progress = self.micro_batches.progress;
+                    self.micro_batches.map(tokens, |piece| {
+                        policy.log_probs(piece, temperature, progress)
+                    })
                 })
                 .transpose()
         };
         Ok(LogProbs {
-            reference: fixed(&models.reference)?,
-            teacher: fixed(&models.teacher)?,
+            reference: fixed(
+                models
+                    .reference
+                    .as_ref()
+                    .map(|policy| policy as &dyn Teacher),
+            )?,
+            teacher: fixed(models.teacher.as_deref())?,
             old,
             rollout,
             corrected,

@@ -27,7 +27,7 @@ use super::response_forward::read_tokens;
 use super::scored_rollouts::ScoredRollouts;
 use super::staleness::staleness_metrics;
 use super::step_batch::{Preparation, PreparedStep, StepBatch, single};
-use super::{Example, LikelihoodSums, Reference, StepStats, count_prompt_tokens};
+use super::{Example, LikelihoodSums, StepStats, Teacher, count_prompt_tokens};
 use crate::data::MixedOrder;
 use crate::environment::{Environments, ensure_some_worked};
 use crate::invalid::within;
@@ -205,8 +205,8 @@ impl Trainer {
     /// Sets the policy to learn from, for
     /// [`TokenAdvantage::distillation`](candle_grpo_core::TokenAdvantage::distillation). It must
     /// have the tokens of the policy.
-    pub fn with_teacher(mut self, teacher: Reference) -> Self {
-        self.models.teacher = Some(teacher);
+    pub fn with_teacher(mut self, teacher: impl Teacher + 'static) -> Self {
+        self.models.teacher = Some(Box::new(teacher));
         self
     }
 

@@ -208,8 +208,12 @@ impl Configuration for RunConfig {
             &mut data.train,
             &mut data.held_out,
         )?;
-        if let Some(teacher) = &mut self.teacher {
-            replacement.replace(TEACHER, model, &mut teacher.model)?;
+        for path in self
+            .teacher
+            .iter_mut()
+            .flat_map(|teacher| &mut teacher.model)
+        {
+            replacement.replace(TEACHER, model, path)?;
         }
         for path in self
             .demonstrations

@@ -5,6 +5,7 @@ use std::path::{Path, PathBuf};
 use candle_grpo_nn::DecoderConfig;
 use candle_grpo_train::environment::EnvironmentConfig;
 use candle_grpo_train::learn::LearningRateSchedule;
+use candle_grpo_train::rollout::engine::ServerTeacher;
 use candle_grpo_train::rollout::{Engine, RolloutConfig};
 use candle_grpo_train::run::RolloutLogConfig;
 use candle_grpo_train::run::TrackerConfig;
@@ -345,17 +346,47 @@ impl RunConfig {
             ),
         ];
         let used = terms.into_iter().find(|(_, is_used)| *is_used);
-        match (used, &self.teacher) {
-            (Some((key, _)), None) => Err(Problem::effective(
-                &format!("algorithm.recipe.{key}"),
-                "given, but there is no teacher: give teacher.model".to_owned(),
-            )),
-            (None, Some(_)) => Err(Problem::at(
-                "teacher",
-                "given, but no term of the recipe learns from it: give algorithm.recipe.policy_loss.distillation",
-            )),
-            _ => Ok(()),
+        let teacher = match (used, &self.teacher) {
+            (Some((key, _)), None) => {
+                return Err(Problem::effective(
+                    &format!("algorithm.recipe.{key}"),
+                    "given, but there is no teacher: give teacher.model or teacher.server"
+                        .to_owned(),
+                ));
+            }
+            (None, Some(_)) => {
+                return Err(Problem::at(
+                    TEACHER,
+                    "given, but no term of the recipe learns from it: give algorithm.recipe.policy_loss.distillation",
+                ));
+            }
+            (None, None) => return Ok(()),
+            (Some(_), Some(teacher)) => teacher,
+        };
+        let server = match (&teacher.model, &teacher.server) {
+            (Some(_), None) => return Ok(()),
+            (None, Some(server)) => server,
+            (None, None) => {
+                return Err(Problem::at(
+                    TEACHER,
+                    "must have the key model or the key server",
+                ));
+            }
+            (Some(_), Some(_)) => {
+                let message = "given, must be absent with teacher.model";
+                return Err(Problem::at("teacher.server", message));
+            }
+        };
+        ServerTeacher::validate(server)
+            .map_err(|error| Problem::within("teacher.server", &error))?;
+        let temperature = self.train.sampling.temperature;
+        if temperature != 1. {
+            let message = format!(
+                "{temperature}, must be 1 with teacher.server, which names log-probs at temperature 1"
+            );
+            return Err(Problem::effective("sampler.temperature", message));
         }
+        Ok(())
     }
 
     /// The number of terms of the reward, that of the environment included.
@@ -418,7 +449,8 @@ impl RunConfig {
             .chain(
                 self.teacher
                     .iter()
-                    .map(|teacher| ("teacher.model", &teacher.model)),
+                    .flat_map(|teacher| &teacher.model)
+                    .map(|model| ("teacher.model", model)),
             )
             .chain(data.iter().map(|path| ("data.train", path)))
             .chain(held_out.iter().map(|path| ("data.held_out", path)))
@@ -677,6 +709,7 @@ impl RunConfig {
 pub(super) const DATA: &str = "data";
 const DEMONSTRATIONS: &str = "demonstrations";
 const ENVIRONMENT: &str = "environment";
+const TEACHER: &str = "teacher";
 const TRAINING: &str = "training";
 
 /// Returns the path of the reward with index `i` in a file.

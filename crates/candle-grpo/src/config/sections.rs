@@ -3,6 +3,7 @@
 use std::fmt;
 use std::path::PathBuf;
 
+use candle_grpo_train::rollout::RolloutConfig;
 use candle_grpo_train::{ComputeDType, SamplingConfig};
 use serde::de::value::MapAccessDeserializer;
 use serde::de::{MapAccess, Visitor};
@@ -58,13 +59,18 @@ impl<'de> Deserialize<'de> for ModelConfig {
     }
 }
 
-/// The model that the policy learns from.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(deny_unknown_fields)]
+/// The model that the policy learns from: one of `model` and `server`.
+#[derive(Debug, Clone, PartialEq, Default, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
 pub struct TeacherConfig {
     /// A model as in the [model section](#model), with the tokens of the policy. It does not
     /// train.
-    pub model: PathBuf,
+    pub model: Option<PathBuf>,
+    /// Servers with the teacher, which has the tokens of the policy: the keys `engine` (`vllm` or
+    /// `sglang`), `base_url`, `served_model_name`, `api_key_env`, `request_timeout`,
+    /// `server_timeout`, `max_retries` and `max_inflight` of [rollout](#rollout). They name
+    /// log-probs at temperature 1, so `sampler.temperature` must be 1.
+    pub server: Option<RolloutConfig>,
 }
 
 /// The schedule and the sampler of evaluations on held-out prompts.

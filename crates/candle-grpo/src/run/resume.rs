@@ -104,6 +104,7 @@ run_trainer!(
         "rollout_log",
         "run_dir",
         "sampler.max_batch_size",
+        "teacher.server",
         "threads",
         "trackers",
     ]

@@ -1,11 +1,12 @@
 //! The teacher of a run.
 
 use anyhow::Result;
-use candle_grpo_train::learn::Reference;
+use candle_grpo_train::learn::{Reference, Teacher};
+use candle_grpo_train::rollout::engine::ServerTeacher;
 use candle_grpo_train::{Pretrained, Prompt};
 
 use super::model::{device, model_path};
-use crate::config::RunConfig;
+use crate::config::{RunConfig, TeacherConfig};
 
 /// Checks that the teacher of a run has the tokens of the policy and enough positions for
 /// completions of `prompts`, without reading its weights.
@@ -18,11 +19,13 @@ pub(super) fn check_teacher(
     policy: &Pretrained,
     prompts: &[Prompt],
 ) -> Result<()> {
-    let Some(teacher) = &config.teacher else {
+    let model = config.teacher.iter().find_map(|x| x.model.as_ref());
+    // Servers are not asked before the run.
+    let Some(model) = model else {
         return Ok(());
     };
     let read = || -> Result<Pretrained> {
-        let path = model_path(&teacher.model)?;
+        let path = model_path(model)?;
         let pretrained = Pretrained::load_without_weights(&path)?;
         if !config.lacks_teacher_weights() {
             pretrained.check_weights(&path)?;
@@ -50,19 +53,28 @@ pub(super) fn check_teacher(
 ///
 /// # Errors
 ///
-/// With the line of the key if the teacher cannot be read.
-pub(super) fn load_teacher(config: &RunConfig) -> Result<Option<Reference>> {
-    let Some(teacher) = &config.teacher else {
+/// With the line of the key if the teacher cannot be read, or the environment variable of an API
+/// key is not set.
+pub(super) fn load_teacher(config: &RunConfig) -> Result<Option<Box<dyn Teacher>>> {
+    let Some(TeacherConfig { model, server }) = &config.teacher else {
+        return Ok(None);
+    };
+    let wrong = |key: &str, error: anyhow::Error| config.error(key, &format!("{error:#}"));
+    if let Some(server) = server {
+        let teacher = ServerTeacher::new(server).map_err(|error| wrong("teacher.server", error))?;
+        return Ok(Some(Box::new(teacher)));
+    }
+    let Some(model) = model else {
         return Ok(None);
     };
     let load = || -> Result<Reference> {
-        let teacher = Pretrained::load(&model_path(&teacher.model)?, &device()?)?;
+        let teacher = Pretrained::load(&model_path(model)?, &device()?)?;
         Reference::new(
             &teacher.model,
             &teacher.parameters,
             config.train.compute_dtype,
         )
     };
-    let loaded = load().map_err(|error| config.error("teacher.model", &format!("{error:#}")))?;
-    Ok(Some(loaded))
+    let teacher = load().map_err(|error| wrong("teacher.model", error))?;
+    Ok(Some(Box::new(teacher)))
 }

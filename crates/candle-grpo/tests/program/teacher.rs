@@ -2,6 +2,8 @@
 
 use candle_grpo::train::Pretrained;
 use candle_grpo::train::model::character_tokenizer;
+use candle_grpo_test_support::{HttpServer, Reply, Request};
+use serde_json::{Value, json};
 
 use super::support::{folder, grpo, lines, said, succeeds, write_long_model};
 
@@ -72,6 +74,36 @@ fn a_teacher_that_does_not_fit_is_named() {
             Some("algorithm.recipe.policy_loss.distillation: given, but there is no teacher"),
         ),
         (
+            "{model: teacher}",
+            "{}",
+            Some("run.yaml:3: teacher: must have the key model or the key server"),
+        ),
+        (
+            "{model: teacher}",
+            "{model: teacher, server: {engine: vllm, base_url: 'http://a'}}",
+            Some("run.yaml:3: teacher.server: given, must be absent with teacher.model"),
+        ),
+        (
+            "{model: teacher}",
+            "{server: {engine: openai, base_url: 'http://a'}}",
+            Some("run.yaml:3: teacher.server.engine: openai, must be vllm or sglang"),
+        ),
+        (
+            "{model: teacher}",
+            "{server: {engine: vllm, base_url: 'http://a', weight_sync: disk}}",
+            Some("run.yaml:3: teacher.server.weight_sync: given, must be absent"),
+        ),
+        (
+            "{model: teacher}",
+            "{server: {engine: vllm, base_url: 'http://a'}}",
+            None,
+        ),
+        (
+            "teacher: {model: teacher}",
+            "sampler: {temperature: 0.7}\nteacher: {server: {engine: sglang, base_url: 'http://a'}}",
+            Some("run.yaml:3: sampler.temperature: 0.7, must be 1 with teacher.server"),
+        ),
+        (
             "distillation: {coef: 1.0}, ",
             "",
             Some("run.yaml:3: teacher: given, but no term of the recipe learns from it"),
@@ -103,4 +135,55 @@ fn a_teacher_that_does_not_fit_is_named() {
             }
         }
     }
+}
+
+/// A server of a teacher that gives each token the probability 1/6, as vLLM does.
+fn uniform_teacher() -> HttpServer {
+    HttpServer::start(|request: &Request| {
+        let answer = match request.path() {
+            "/health" => json!({}),
+            "/v1/models" => json!({"data": [{"id": "large", "max_model_len": 64}]}),
+            "/v1/completions" => {
+                let body: Value = serde_json::from_slice(&request.body).unwrap();
+                assert_eq!(body["model"], "large");
+                let prompt = body["prompt"].as_array().unwrap();
+                let log_prob = |id: &Value| json!({id.to_string(): {"logprob": -(6f64.ln())}});
+                let named: Vec<Value> = prompt.iter().map(log_prob).collect();
+                json!({"choices": [{"prompt_logprobs": named}]})
+            }
+            _ => return Reply::new(404, "{}"),
+        };
+        Reply::new(200, answer.to_string())
+    })
+}
+
+#[test]
+fn the_policy_approaches_a_teacher_on_a_server() {
+    let server = uniform_teacher();
+    let url = server.url();
+    let text = CONFIG.replace(
+        "{model: teacher}",
+        &format!("{{server: {{engine: vllm, base_url: '{url}'}}}}"),
+    );
+    let folder = folder(&text);
+    // A policy that drew 'a' in most places.
+    let teach = CONFIG
+        .replace("teacher: {model: teacher}\n", "")
+        .replace("weight: 0", "weight: 1")
+        .replace("pattern: a", "pattern: '^aaa'")
+        .replace("distillation: {coef: 1.0}, ", "")
+        .replace("run_dir: run", "run_dir: first");
+    std::fs::write(folder.path().join("first.yaml"), teach).unwrap();
+    succeeds(folder.path(), &["train", "first.yaml", "--quiet"]);
+    let text = text.replace("model: model", "model: first");
+    std::fs::write(folder.path().join("run.yaml"), text).unwrap();
+    succeeds(folder.path(), &["train", "run.yaml", "--quiet"]);
+    let metrics = lines(&folder.path().join("run/metrics.jsonl"));
+    let entropy = |step: usize| metrics[step]["entropy"].as_f64().unwrap();
+    assert!(
+        entropy(39) > entropy(0) + 0.2,
+        "{} {}",
+        entropy(0),
+        entropy(39)
+    );
 }

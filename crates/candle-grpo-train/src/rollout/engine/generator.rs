@@ -101,6 +101,15 @@ struct Batch {
     log_probs: bool,
 }
 
+/// The requests and answers of the servers of `engine`; of a local one those of OpenAI.
+pub(super) fn protocol_of(engine: Engine) -> Box<dyn Protocol> {
+    match engine {
+        Engine::Vllm => Box::new(Vllm),
+        Engine::Sglang => Box::new(Sglang),
+        Engine::Openai | Engine::Local => Box::new(OpenAi),
+    }
+}
+
 impl ServerGenerator {
     /// Creates a generator of the servers in `config`, for a policy with `vocab_size` tokens that
     /// is sampled with `sampling`. The weights of the policy go through `folder`, unless
@@ -117,12 +126,8 @@ impl ServerGenerator {
         vocab_size: usize,
         folder: &Path,
     ) -> Result<Self> {
-        let protocol: Box<dyn Protocol> = match config.engine {
-            Engine::Vllm => Box::new(Vllm),
-            Engine::Sglang => Box::new(Sglang),
-            // `with_protocol` refuses a local engine.
-            Engine::Openai | Engine::Local => Box::new(OpenAi),
-        };
+        // `with_protocol` refuses a local engine.
+        let protocol = protocol_of(config.engine);
         Self::with_protocol(protocol, config, sampling, vocab_size, folder)
     }
 
@@ -525,37 +530,18 @@ impl Batch {
     /// Draws a completion, on several servers one after another if need be. Returns `None` if the
     /// call ends before.
     fn complete(&self, job: &Job, stop: &AtomicBool) -> Result<Option<Completion>> {
-        let mut tried: Vec<String> = Vec::new();
-        loop {
-            let Some(lease) = self.servers.acquire(stop)? else {
-                return Ok(None);
+        self.servers.ask(self.max_retries, stop, |lease| {
+            lease.ensure_fits(job.prompt.len(), job.max_new_tokens)?;
+            let drawn = draw(&self.servers, lease, job, &self.sampling, self.log_probs);
+            let drawn = match drawn {
+                Ok(drawn) => drawn,
+                Err(failure) => return Ok(Err(failure)),
             };
-            let url = lease.server().url();
-            ensure_fits(&lease, job)?;
-            let failure = match draw(&self.servers, &lease, job, &self.sampling, self.log_probs) {
-                Ok(drawn) => {
-                    lease.succeed();
-                    let completion = self.completion(drawn, &lease);
-                    let validated = completion.validate(self.vocab_size);
-                    validated.with_context(|| url.to_owned())?;
-                    return Ok(Some(completion));
-                }
-                Err(failure) => failure,
-            };
-            if is_refusal(&failure, &lease) {
-                bail!("{url}: {failure}");
-            }
-            tried.push(format!("{url}: {failure}"));
-            lease.fail(&failure);
-            ensure!(
-                tried.len() <= self.max_retries,
-                "failed {} times: {}",
-                tried.len(),
-                tried.join("; ")
-            );
-            drop(lease);
-            self.servers.pause(tried.len(), stop);
-        }
+            let completion = self.completion(drawn, lease);
+            let validated = completion.validate(self.vocab_size);
+            validated.with_context(|| lease.server().url().to_owned())?;
+            Ok(Ok(completion))
+        })
     }
 
     fn completion(&self, drawn: Drawn, lease: &Lease<'_>) -> Completion {
@@ -626,11 +612,7 @@ fn draw(
     let adapter = weights.filter(|weights| weights.format == WeightFormat::Adapter);
     let model = match adapter {
         Some(adapter) => adapter.name(),
-        None => server
-            .model
-            .get()
-            .map(|model| model.name.clone())
-            .unwrap_or_default(),
+        None => lease.model_name(),
     };
     let request = DrawRequest {
         model,
@@ -666,40 +648,6 @@ fn draw(
         }
     }
     Ok(drawn)
-}
-
-/// Returns whether another try would fail, too.
-fn is_refusal(failure: &Failure, lease: &Lease<'_>) -> bool {
-    let adapter = lease.weights.as_deref();
-    let adapter = adapter.is_some_and(|weights| weights.format == WeightFormat::Adapter);
-    match failure {
-        // A server that has restarted does not know the adapter.
-        Failure::Status {
-            status: 400 | 404, ..
-        } => !adapter,
-        Failure::Status {
-            status: 408 | 425 | 429,
-            ..
-        } => false,
-        Failure::Status { status, .. } => (400..500).contains(status),
-        _ => false,
-    }
-}
-
-/// Checks that the server has a place for all tokens of a completion.
-fn ensure_fits(lease: &Lease<'_>, job: &Job) -> Result<()> {
-    let model = lease.server().model.get();
-    let Some(longest) = model.and_then(|model| model.max_model_len) else {
-        return Ok(());
-    };
-    let (prompt, new) = (job.prompt.len(), job.max_new_tokens);
-    ensure!(
-        prompt.saturating_add(new) <= longest,
-        "{}: serves up to {longest} tokens, must serve {} for a prompt of {prompt} tokens and max_new_tokens {new}",
-        lease.server().url(),
-        prompt.saturating_add(new)
-    );
-    Ok(())
 }
 
 /// Lists all completions of `batch`.

@@ -37,6 +37,19 @@ pub trait Protocol: Send + Sync {
     /// [`Failure::Malformed`] if the answer lacks tokens or log-probs.
     fn parse(&self, answer: &Value) -> Result<Drawn, Failure>;
 
+    /// Asks for the log-probs of given tokens at temperature 1: those of `tokens[first..]`, each
+    /// after the tokens before it. By default servers cannot do this.
+    ///
+    /// # Errors
+    ///
+    /// [`Failure::Unsupported`] if servers of this kind cannot do this. If the server fails to
+    /// answer, or names other tokens.
+    fn score(&self, server: &Server, request: &ScoreRequest<'_>) -> Result<Vec<f32>, Failure> {
+        let _ = (server, request);
+        let message = "servers of this kind name no log-probs of given tokens";
+        Err(Failure::Unsupported(message.to_owned()))
+    }
+
     /// Loads weights into the server, and reads back that it serves them.
     ///
     /// # Errors
@@ -118,6 +131,17 @@ impl DrawRequest {
     }
 }
 
+/// A sequence whose tokens have log-probs.
+#[derive(Debug, Clone)]
+pub struct ScoreRequest<'a> {
+    /// The name of the model.
+    pub model: String,
+    /// The tokens of the sequence.
+    pub tokens: &'a [u32],
+    /// The index of the first token whose log-prob is asked for, at least 1.
+    pub first: usize,
+}
+
 /// A completion as a server has drawn it.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Drawn {
@@ -169,14 +193,17 @@ pub enum Failure {
     Malformed(String),
     /// The server does not serve the weights that it was given.
     LostWeights(String),
+    /// No server of this kind can do what was asked.
+    Unsupported(String),
 }
 
 impl fmt::Display for Failure {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            Self::Connection(message) | Self::Malformed(message) | Self::LostWeights(message) => {
-                f.write_str(message)
-            }
+            Self::Connection(message)
+            | Self::Malformed(message)
+            | Self::LostWeights(message)
+            | Self::Unsupported(message) => f.write_str(message),
             Self::Status { status, message } => write!(f, "status {status}: {message}"),
         }
     }

@@ -6,11 +6,11 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use anyhow::{Result, bail};
+use anyhow::{Result, bail, ensure};
 
 use super::probe::Distribution;
 use super::protocol::{Failure, Protocol, Server};
-use super::weights::EngineWeights;
+use super::weights::{EngineWeights, WeightFormat};
 use crate::Progress;
 use crate::http::{JsonClient, backoff, pause};
 use crate::rollout::RolloutConfig;
@@ -252,6 +252,47 @@ impl Servers {
         }
     }
 
+    /// Asks one server after another until `ask` has an answer. Returns `None` once `stop` is set.
+    ///
+    /// # Errors
+    ///
+    /// As in [`Self::wait`], that of `ask`, if a server refuses the request, or after more than
+    /// `max_retries` failures.
+    pub(super) fn ask<T>(
+        self: &Arc<Self>,
+        max_retries: usize,
+        stop: &AtomicBool,
+        ask: impl Fn(&Lease<'_>) -> Result<Result<T, Failure>>,
+    ) -> Result<Option<T>> {
+        let mut tried: Vec<String> = Vec::new();
+        loop {
+            let Some(lease) = self.acquire(stop)? else {
+                return Ok(None);
+            };
+            let url = lease.server().url();
+            let failure = match ask(&lease)? {
+                Ok(answer) => {
+                    lease.succeed();
+                    return Ok(Some(answer));
+                }
+                Err(failure) => failure,
+            };
+            if lease.is_refusal(&failure) {
+                bail!("{url}: {failure}");
+            }
+            tried.push(format!("{url}: {failure}"));
+            lease.fail(&failure);
+            ensure!(
+                tried.len() <= max_retries,
+                "failed {} times: {}",
+                tried.len(),
+                tried.join("; ")
+            );
+            drop(lease);
+            self.pause(tried.len(), stop);
+        }
+    }
+
     fn wait_for_change<'a>(
         &'a self,
         mut state: MutexGuard<'a, State>,
@@ -443,6 +484,46 @@ impl Lease<'_> {
     /// The server.
     pub(super) fn server(&self) -> &Server {
         &self.servers.list[self.index]
+    }
+
+    /// The name of its model, but for adapters.
+    pub(super) fn model_name(&self) -> String {
+        let model = self.server().model.get();
+        model.map(|model| model.name.clone()).unwrap_or_default()
+    }
+
+    /// Checks that the server has a place for all tokens of a completion.
+    pub(super) fn ensure_fits(&self, prompt: usize, new: usize) -> Result<()> {
+        let model = self.server().model.get();
+        let Some(longest) = model.and_then(|model| model.max_model_len) else {
+            return Ok(());
+        };
+        ensure!(
+            prompt.saturating_add(new) <= longest,
+            "{}: serves up to {longest} tokens, must serve {} for a prompt of {prompt} tokens and max_new_tokens {new}",
+            self.server().url(),
+            prompt.saturating_add(new)
+        );
+        Ok(())
+    }
+
+    /// Returns whether another try would fail, too.
+    fn is_refusal(&self, failure: &Failure) -> bool {
+        let adapter = self.weights.as_deref();
+        let adapter = adapter.is_some_and(|weights| weights.format == WeightFormat::Adapter);
+        match failure {
+            Failure::Unsupported(_) => true,
+            // A server that has restarted does not know the adapter.
+            Failure::Status {
+                status: 400 | 404, ..
+            } => !adapter,
+            Failure::Status {
+                status: 408 | 425 | 429,
+                ..
+            } => false,
+            Failure::Status { status, .. } => (400..500).contains(status),
+            _ => false,
+        }
     }
 
     /// Makes the server ready, as a probe has compared its log-probs, which are of `distribution`.

@@ -3,7 +3,9 @@
 use serde_json::{Value, json};
 
 use super::openai::{end, number, token};
-use super::protocol::{Call, DrawRequest, Drawn, Failure, Protocol, ServedModel, Server};
+use super::protocol::{
+    Call, DrawRequest, Drawn, Failure, Protocol, ScoreRequest, ServedModel, Server,
+};
 use super::weights::{EngineWeights, WeightFormat};
 
 /// A server of SGLang (0.5), started with `--enable-lora` for adapters. The client is written from
@@ -53,11 +55,7 @@ impl Protocol for Sglang {
 
     fn parse(&self, answer: &Value) -> Result<Drawn, Failure> {
         let malformed = |message: &str| Failure::Malformed(message.to_owned());
-        // A single prompt is answered with an object, a list of prompts with a list.
-        let answer = match answer {
-            Value::Array(answers) if answers.len() == 1 => &answers[0],
-            answer => answer,
-        };
+        let answer = single(answer);
         let meta = &answer["meta_info"];
         let tokens: Option<Vec<u32>> = answer["output_ids"]
             .as_array()
@@ -75,6 +73,31 @@ impl Protocol for Sglang {
             log_probs,
             end: end(&reason["type"], &reason["matched"])?,
             weight_version: meta["weight_version"].as_str().map(str::to_owned),
+        })
+    }
+
+    fn score(&self, server: &Server, request: &ScoreRequest<'_>) -> Result<Vec<f32>, Failure> {
+        let body = json!({
+            "input_ids": request.tokens,
+            "sampling_params": {"max_new_tokens": 0, "temperature": 1.},
+            "return_logprob": true,
+            "logprob_start_len": 0,
+            "stream": false,
+        });
+        let answer = server.call(&Call::post("/generate", body))?;
+        // Pairs of log-prob and token. The first token has no log-prob.
+        let named = single(&answer)["meta_info"]["input_token_logprobs"].as_array();
+        let named = named.map_or(&[][..], Vec::as_slice);
+        let pairs = request.tokens.iter().zip(named).skip(request.first);
+        let log_prob = |(&id, entry): (&u32, &Value)| {
+            number(&entry[0]).filter(|_| token(&entry[1]) == Some(id))
+        };
+        let log_probs: Option<Vec<f32>> = pairs.map(log_prob).collect();
+        let whole = named.len() == request.tokens.len();
+        log_probs.filter(|_| whole).ok_or_else(|| {
+            let message =
+                "input_token_logprobs: absent or of other tokens, must be one for each token";
+            Failure::Malformed(message.to_owned())
         })
     }
 
@@ -129,6 +152,14 @@ impl Protocol for Sglang {
     fn serves(&self, server: &Server, weights: &EngineWeights) -> Result<bool, Failure> {
         let answer = server.call(&Call::get("/get_model_info"))?;
         Ok(answer["weight_version"] == weights.name())
+    }
+}
+
+/// A single prompt is answered with an object, a list of one prompt with a list.
+fn single(answer: &Value) -> &Value {
+    match answer {
+        Value::Array(answers) if answers.len() == 1 => &answers[0],
+        answer => answer,
     }
 }
 

@@ -2,8 +2,10 @@
 
 use serde_json::{Value, json};
 
-use super::openai;
-use super::protocol::{Call, DrawRequest, Drawn, Failure, Protocol, ServedModel, Server};
+use super::openai::{self, number};
+use super::protocol::{
+    Call, DrawRequest, Drawn, Failure, Protocol, ScoreRequest, ServedModel, Server,
+};
 use super::weights::{EngineWeights, WeightFormat};
 
 /// A server of vLLM (0.32), started with `VLLM_SERVER_DEV_MODE=1` for whole weights, or with
@@ -30,6 +32,34 @@ impl Protocol for Vllm {
 
     fn parse(&self, answer: &Value) -> Result<Drawn, Failure> {
         openai::parse(answer)
+    }
+
+    fn score(&self, server: &Server, request: &ScoreRequest<'_>) -> Result<Vec<f32>, Failure> {
+        let body = json!({
+            "model": request.model,
+            "prompt": request.tokens,
+            // The log-prob of each token of the prompt alone.
+            "prompt_logprobs": 0,
+            // vLLM draws at least one token.
+            "max_tokens": 1,
+            "temperature": 1.,
+            "stream": false,
+        });
+        let answer = server.call(&Call::post("/v1/completions", body))?;
+        // The first token has none.
+        let named = answer.pointer("/choices/0/prompt_logprobs");
+        let named = named
+            .and_then(Value::as_array)
+            .map_or(&[][..], Vec::as_slice);
+        let pairs = request.tokens.iter().zip(named).skip(request.first);
+        let log_prob =
+            |(token, named): (&u32, &Value)| number(&named[token.to_string()]["logprob"]);
+        let log_probs: Option<Vec<f32>> = pairs.map(log_prob).collect();
+        let whole = named.len() == request.tokens.len();
+        log_probs.filter(|_| whole).ok_or_else(|| {
+            let message = "prompt_logprobs: absent or of other tokens, must be one for each token";
+            Failure::Malformed(message.to_owned())
+        })
     }
 
     fn load(&self, server: &Server, weights: &EngineWeights) -> Result<(), Failure> {

@@ -176,6 +176,19 @@ impl Shared {
         })
     }
 
+    /// The log-probs of the tokens of a prompt at temperature 1. The first token has none.
+    pub(super) fn score(&self, prompt: &[u32]) -> Result<Vec<Option<f32>>, String> {
+        let engine = self.engine();
+        let weights = engine.policy.weights(None).ok_or("no weights")?;
+        let drawing = engine.policy.drawing(weights);
+        drop(engine);
+        let scored = drawing.score(prompt).map_err(|e| format!("{e:#}"))?;
+        Ok([None]
+            .into_iter()
+            .chain(scored.into_iter().map(Some))
+            .collect())
+    }
+
     /// Draws completions, after the end of a pause. `adapter` names those of the policy with an
     /// adapter. `None` if the engine ends.
     ///

@@ -119,6 +119,9 @@ fn generate(shared: &Shared, request: &Request) -> Reply {
         Ok(read) => read,
         Err(message) => return error(400, &message),
     };
+    if draw.sampling.max_new_tokens == 0 {
+        return score(shared, &draw, &body);
+    }
     let drawn = match shared.draw(body["lora_path"].as_str(), &draw) {
         Ok(Some(drawn)) => drawn,
         Ok(None) => return Reply::closed(),
@@ -135,6 +138,25 @@ fn generate(shared: &Shared, request: &Request) -> Reply {
         [one] => ok(one.take()),
         _ => ok(Value::Array(answers)),
     }
+}
+
+/// The log-probs of the tokens of a prompt from `logprob_start_len` on, without a completion.
+fn score(shared: &Shared, draw: &Draw, body: &Value) -> Reply {
+    let scored = match shared.score(&draw.prompt) {
+        Ok(scored) => scored,
+        Err(message) => return error(400, &message),
+    };
+    let start: usize = match field(body, "logprob_start_len") {
+        Ok(Some(start)) => start,
+        _ => return error(400, "logprob_start_len must not be negative here"),
+    };
+    let tokens = draw.prompt.iter().zip(scored).skip(start);
+    let named: Vec<Value> = tokens.map(|(id, x)| json!([x, id, null])).collect();
+    ok(json!({"text": "", "output_ids": [], "meta_info": {
+        "id": "0", "finish_reason": {"type": "length", "length": 0},
+        "prompt_tokens": draw.prompt.len(), "completion_tokens": 0,
+        "input_token_logprobs": named, "output_token_logprobs": [],
+    }}))
 }
 
 /// Fields that are absent have the defaults of a model's `generation_config.json`.

@@ -25,6 +25,7 @@ const FIELDS: &[&str] = &[
     "model",
     "n",
     "prompt",
+    "prompt_logprobs",
     "return_token_ids",
     "seed",
     "skip_special_tokens",
@@ -126,11 +127,29 @@ fn completions(shared: &Shared, request: &Request) -> Reply {
         Err((400, message)) => return bad_request(&message),
         Err((status, message)) => return error(status, "InternalServerError", &message),
     };
-    let choices: Vec<Value> = drawn
+    let mut choices: Vec<Value> = drawn
         .iter()
         .enumerate()
         .map(|(index, drawn)| choice(index, drawn, &draw, &body))
         .collect();
+    if body["prompt_logprobs"].is_u64() {
+        let scored = match shared.score(&draw.prompt) {
+            Ok(scored) => scored,
+            Err(message) => return bad_request(&message),
+        };
+        let tokens = draw.prompt.iter().zip(scored);
+        let named: Vec<Value> = tokens
+            .map(|(token, log_prob)| match log_prob {
+                None => Value::Null,
+                Some(x) => {
+                    json!({token.to_string(): {"logprob": x, "rank": 1, "decoded_token": "?"}})
+                }
+            })
+            .collect();
+        for choice in &mut choices {
+            choice["prompt_logprobs"] = json!(named);
+        }
+    }
     ok(json!({
         "id": "cmpl-0", "object": "text_completion", "created": 1763860000, "model": model,
         "choices": choices, "service_tier": null, "system_fingerprint": null,

@@ -9,6 +9,7 @@ mod faults;
 mod random_faults;
 mod recorded;
 mod served_policy;
+mod teacher;
 mod trajectories;
 mod weights;
 

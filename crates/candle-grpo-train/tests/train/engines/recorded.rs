@@ -6,10 +6,13 @@ use std::sync::Arc;
 
 use candle_grpo_nn::{DecoderConfig, Lora, LoraConfig, Parameters};
 use candle_grpo_test_support::{HttpServer, Reply, device};
+use candle_grpo_train::learn::Teacher as _;
 use candle_grpo_train::progress::NoProgress;
-use candle_grpo_train::rollout::engine::ServerGenerator;
+use candle_grpo_train::rollout::engine::{ServerGenerator, ServerTeacher};
 use candle_grpo_train::rollout::{Engine, PolicyWeights, RolloutConfig, WeightSync};
-use candle_grpo_train::{FinishReason, Generator, Prompt, Rollout, Sampler, SamplingConfig};
+use candle_grpo_train::{
+    FinishReason, Generator, Prompt, Rollout, Sampler, SamplingConfig, TokenBatch,
+};
 use rstest::rstest;
 use serde_json::{Value, json};
 use tempfile::TempDir;
@@ -368,4 +371,34 @@ fn a_recorded_answer_to_an_adapter_is_read(#[case] name: &str, #[case] words: Op
             );
         }
     }
+}
+
+#[test]
+fn recorded_log_probs_of_given_tokens_are_read() {
+    let recorded = VLLM.read("scored");
+    let request = &recorded["request"]["body"];
+    let tokens: Vec<u32> = serde_json::from_value(request["prompt"].clone()).unwrap();
+    let server = VLLM.replay(&[
+        ("/health", "health"),
+        ("/v1/models", "models"),
+        ("/v1/completions", "scored"),
+    ]);
+    let config = RolloutConfig {
+        engine: Engine::Vllm,
+        base_url: vec![server.url()],
+        ..RolloutConfig::default()
+    };
+    let teacher = ServerTeacher::new(&config).unwrap();
+    let batch = TokenBatch::new(&[tokens.split_at(2)], device()).unwrap();
+    let found = teacher.log_probs(&batch, 1., &NoProgress).unwrap();
+    let found: Vec<f32> = found.flatten_all().unwrap().to_vec1().unwrap();
+    let named = &recorded["response"]["body"]["choices"][0]["prompt_logprobs"];
+    let expected = tokens.iter().enumerate().skip(2).map(|(place, token)| {
+        let entry = &named[place][token.to_string()];
+        entry["logprob"].as_f64().unwrap() as f32
+    });
+    assert_eq!(found, expected.collect::<Vec<f32>>());
+    let requests = server.requests();
+    let sent: Value = serde_json::from_slice(&requests.last().unwrap().body).unwrap();
+    assert_eq!(sent, *request);
 }

@@ -181,6 +181,14 @@ pub(crate) struct Drawing {
 }
 
 impl Drawing {
+    /// The log-probs of the tokens of a prompt at temperature 1, but for the first one.
+    pub(crate) fn score(&self, prompt: &[u32]) -> Result<Vec<f32>> {
+        ensure!(prompt.len() > 1, "a prompt of one token has no log-probs");
+        let batch = TokenBatch::new(&[prompt.split_at(1)], device())?;
+        let log_probs = self.weights.reference.log_probs(&batch, 1.)?;
+        Ok(log_probs.flatten_all()?.to_vec1()?)
+    }
+
     pub(crate) fn draw(&self, draw: &Draw) -> Result<Vec<Drawn>> {
         let mut sampling = draw.sampling.clone();
         sampling.greedy = sampling.temperature == 0.;

@@ -12,7 +12,7 @@ use std::time::Duration;
 use serde_json::{Value, json};
 
 use super::{Server, free_port, model, rewards, write_config};
-use crate::support::command;
+use crate::support::{command, lines};
 
 fn start(port: u16) -> Server {
     Server::start("vllm", &model(), port)
@@ -81,4 +81,35 @@ fn adapters_learn_from_completions_of_vllm_that_is_killed_and_comes_back() {
     assert!(run.wait().unwrap().success());
     assert_learned(folder.path());
     drop(server);
+}
+
+/// The teacher has the weights of the policy at the start, so their log-probs agree in the first
+/// step.
+#[test]
+#[ignore = "needs vLLM: make test-vllm"]
+fn vllm_is_a_teacher() {
+    let server = start(free_port());
+    let folder = tempfile::tempdir().unwrap();
+    let teacher = json!({"server": {
+        "engine": "vllm", "base_url": server.url(), "server_timeout": 1800,
+    }});
+    let loss = json!({"surrogate": "policy_gradient", "distillation": {"coef": 1.},
+        "aggregation": "token-mean"});
+    let keys = [
+        ("/max_steps", json!(3)),
+        ("/teacher", teacher),
+        ("/algorithm/recipe/policy_loss", loss),
+        ("/optimizer/learning_rate", json!(1e-4)),
+        ("/sampler/temperature", json!(1.)),
+    ];
+    write_config(folder.path(), &keys);
+    let mut run = command(folder.path(), &["train", "run.json"])
+        .spawn()
+        .unwrap();
+    assert!(run.wait().unwrap().success());
+    let metrics = lines(&folder.path().join("run/metrics.jsonl"));
+    let gap = |step: usize| metrics[step]["distillation_gap_abs"].as_f64().unwrap();
+    println!("gaps: {} {} {}", gap(0), gap(1), gap(2));
+    assert!(gap(0) < 1e-4, "{}", gap(0));
+    assert!(gap(2) > 10. * gap(0), "{} {}", gap(0), gap(2));
 }

@@ -1,0 +1,41 @@
+//! The policy that a policy learns from.
+
+use anyhow::Result;
+use candle_core::Tensor;
+
+use super::Reference;
+use crate::{Progress, TokenBatch};
+
+/// A fixed policy to learn from: a model in this process ([`Reference`]), or one on servers
+/// ([`ServerTeacher`](crate::rollout::engine::ServerTeacher)).
+pub trait Teacher: Send + Sync {
+    /// Returns the log-probs of the responses of `batch` at `temperature`, f32 `[B, T]`, detached.
+    /// Those of tokens that are not in the response mask are not used.
+    ///
+    /// # Errors
+    ///
+    /// If the teacher fails, and with [`Interrupted`](crate::Interrupted) if `progress` cancels.
+    fn log_probs(
+        &self,
+        batch: &TokenBatch,
+        temperature: f64,
+        progress: &dyn Progress,
+    ) -> Result<Tensor>;
+}
+
+impl Teacher for Reference {
+    fn log_probs(&self, batch: &TokenBatch, temperature: f64, _: &dyn Progress) -> Result<Tensor> {
+        Self::log_probs(self, batch, temperature)
+    }
+}
+
+impl Teacher for Box<dyn Teacher> {
+    fn log_probs(
+        &self,
+        batch: &TokenBatch,
+        temperature: f64,
+        progress: &dyn Progress,
+    ) -> Result<Tensor> {
+        (**self).log_probs(batch, temperature, progress)
+    }
+}

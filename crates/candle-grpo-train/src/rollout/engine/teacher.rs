@@ -1,0 +1,184 @@
+//! A teacher on servers.
+
+use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
+
+use anyhow::{Context, Result, ensure};
+use candle_core::Tensor;
+use candle_grpo_core::validate::{Name, check};
+
+use super::generator::protocol_of;
+use super::protocol::{Failure, Protocol, ScoreRequest};
+use super::servers::{Lease, Servers};
+use crate::http::api_key;
+use crate::learn::Teacher;
+use crate::learn::response_forward::read_by_sequence;
+use crate::rollout::{Engine, RolloutConfig, WeightSync};
+use crate::workers::Workers;
+use crate::{Interrupted, Progress, TokenBatch};
+
+/// A teacher on servers of vLLM or SGLang, which compute the log-probs of given tokens. They must
+/// have the tokens of the policy.
+///
+/// A request is one sequence. A request that fails is repeated, by another server if there is one.
+/// The log-probs are those at temperature 1: servers have no others of given tokens.
+///
+/// ```no_run
+/// use candle_grpo_train::rollout::engine::ServerTeacher;
+/// use candle_grpo_train::rollout::{Engine, RolloutConfig};
+///
+/// let config = RolloutConfig {
+///     engine: Engine::Vllm,
+///     base_url: vec!["http://10.0.0.7:8000".to_owned()],
+///     ..RolloutConfig::default()
+/// };
+/// let teacher = ServerTeacher::new(&config)?;
+/// # Ok::<(), anyhow::Error>(())
+/// ```
+pub struct ServerTeacher {
+    servers: Arc<Servers>,
+    max_inflight: usize,
+    max_retries: usize,
+}
+
+/// The tokens of a sequence, of which some are scored.
+struct Job {
+    row: usize,
+    tokens: Vec<u32>,
+    /// The first one that is scored.
+    first: usize,
+}
+
+impl ServerTeacher {
+    /// Creates a teacher on the servers in `config`. No server is asked before the first call.
+    ///
+    /// # Errors
+    ///
+    /// As in [`Self::validate`], and if the environment variable of the API key is not set.
+    pub fn new(config: &RolloutConfig) -> Result<Self> {
+        Self::with_protocol(protocol_of(config.engine), config)
+    }
+
+    /// Creates a teacher on servers with a custom `protocol`, as in [`Self::new`].
+    ///
+    /// # Errors
+    ///
+    /// As in [`Self::new`].
+    pub fn with_protocol(protocol: Box<dyn Protocol>, config: &RolloutConfig) -> Result<Self> {
+        Self::validate(config)?;
+        let api_key = config.api_key_env.as_deref().map(api_key).transpose()?;
+        Ok(Self {
+            servers: Arc::new(Servers::new(config, protocol, api_key)),
+            max_inflight: config.max_inflight,
+            max_retries: config.max_retries,
+        })
+    }
+
+    /// Checks the settings of the servers.
+    ///
+    /// # Errors
+    ///
+    /// If one is not valid, the engine is neither `vllm` nor `sglang`, or a setting of weights or
+    /// draws is given, which a teacher does not have.
+    pub fn validate(config: &RolloutConfig) -> Result<()> {
+        let scores = matches!(config.engine, Engine::Vllm | Engine::Sglang);
+        let must = "be vllm or sglang, which name the log-probs of given tokens";
+        check(scores, "engine", Name(&config.engine), must)?;
+        config.validate()?;
+        let plain = RolloutConfig::default();
+        for (name, is_default) in [
+            ("weight_sync", config.weight_sync == WeightSync::Auto),
+            ("weight_sync_folder", config.weight_sync_folder.is_none()),
+            ("weight_sync_steps", config.weight_sync_steps == 1),
+            ("max_staleness", config.max_staleness == 0),
+            (
+                "log_prob_tolerance",
+                config.log_prob_tolerance == plain.log_prob_tolerance,
+            ),
+        ] {
+            let must = "be absent for a teacher, which receives no weights and draws nothing";
+            check(is_default, name, "given", must)?;
+        }
+        Ok(())
+    }
+}
+
+impl Teacher for ServerTeacher {
+    fn log_probs(
+        &self,
+        batch: &TokenBatch,
+        temperature: f64,
+        progress: &dyn Progress,
+    ) -> Result<Tensor> {
+        let must = "be 1 with a teacher on a server, which names log-probs at temperature 1";
+        check(temperature == 1., "temperature", temperature, must)?;
+        let (b, t) = batch.dims()?;
+        let jobs = jobs(batch)?;
+        let (servers, max_retries) = (Arc::clone(&self.servers), self.max_retries);
+        let mut left = jobs.len();
+        let work = move |job: Job, stop: &AtomicBool| -> Result<Option<(usize, Vec<f32>)>> {
+            let scored = servers.ask(max_retries, stop, |lease| score(&servers, lease, &job));
+            let scored = scored.with_context(|| format!("teacher: sequence {}", job.row))?;
+            Ok(scored.map(|log_probs| (job.row, log_probs)))
+        };
+        let workers = Workers::start("teacher", self.max_inflight, jobs, work)?;
+        let mut values = vec![0f32; b * t];
+        while left > 0 {
+            if progress.is_canceled() {
+                return Err(Interrupted.into());
+            }
+            if let Some((row, log_probs)) = workers.next()? {
+                values[row * t..][..log_probs.len()].copy_from_slice(&log_probs);
+                left -= 1;
+            }
+        }
+        Ok(Tensor::from_vec(values, (b, t), batch.targets.device())?)
+    }
+}
+
+/// The sequences of `batch` with a token that counts, up to the last one.
+fn jobs(batch: &TokenBatch) -> Result<Vec<Job>> {
+    let targets = batch.targets.to_vec2::<u32>()?;
+    let counts = batch.response_mask.ne(0f64)?.to_vec2::<u8>()?;
+    let sequences = read_by_sequence(batch)?
+        .into_iter()
+        .zip(&targets)
+        .zip(&counts);
+    let mut jobs = Vec::new();
+    for (row, ((read, targets), counts)) in sequences.enumerate() {
+        let Some(last) = counts.iter().rposition(|&counts| counts != 0) else {
+            continue;
+        };
+        let mut tokens = read.ids;
+        tokens.push(targets[last]);
+        jobs.push(Job {
+            row,
+            tokens,
+            first: read.prompt_len,
+        });
+    }
+    Ok(jobs)
+}
+
+/// Asks one server for the log-probs of a sequence.
+fn score(servers: &Servers, lease: &Lease<'_>, job: &Job) -> Result<Result<Vec<f32>, Failure>> {
+    let server = lease.server();
+    // A server computes the distribution of one more token.
+    lease.ensure_fits(job.tokens.len(), 1)?;
+    let request = ScoreRequest {
+        model: lease.model_name(),
+        tokens: &job.tokens,
+        first: job.first,
+    };
+    let scored = match servers.protocol.score(server, &request) {
+        Ok(scored) => scored,
+        Err(failure) => return Ok(Err(failure)),
+    };
+    let expected = job.tokens.len() - job.first;
+    ensure!(
+        scored.len() == expected && scored.iter().all(|x| x.is_finite() && *x <= 0.),
+        "{}: {scored:?}, must be {expected} log-probs",
+        server.url()
+    );
+    Ok(Ok(scored))
+}

@@ -1,0 +1,298 @@
+//! Log-probs of given tokens from servers.
+
+use candle_core::Tensor;
+use candle_grpo_test_support::{Reply, device, stay_on_cpu};
+use candle_grpo_train::learn::{Reference, Teacher};
+use candle_grpo_train::progress::NoProgress;
+use candle_grpo_train::rollout::engine::{
+    Call, DrawRequest, Drawn, EngineWeights, Failure, Protocol, ServedModel, Server, ServerTeacher,
+};
+use candle_grpo_train::rollout::{Engine, RolloutConfig, WeightSync};
+use candle_grpo_train::run::StepRecord as _;
+use candle_grpo_train::{ComputeDType, Interrupted, Progress, TokenBatch, TrainConfig};
+use rstest::rstest;
+use serde_json::{Value, json};
+
+use super::Setup;
+use super::fake_server::Fault;
+use crate::common::{self, digest, model, parameters, trainer, without_seconds};
+
+fn setup(engine: Engine, servers: usize) -> Setup {
+    Setup::new(engine, WeightSync::Auto, servers)
+}
+
+/// The settings of [`Setup`] that a teacher has.
+fn config(setup: &Setup) -> RolloutConfig {
+    RolloutConfig {
+        log_prob_tolerance: RolloutConfig::default().log_prob_tolerance,
+        ..setup.config()
+    }
+}
+
+/// Sequences of several lengths. One has tokens of context within its response and after it, and
+/// one has no token that counts.
+fn batch() -> TokenBatch {
+    let pairs: [(&[u32], &[u32]); 5] = [
+        (&[1, 2, 3], &[4, 5, 0]),
+        (&[4], &[1, 1, 2, 3, 5]),
+        (&[2, 2], &[3]),
+        (&[5, 1], &[2, 4, 1, 3]),
+        (&[3, 3, 1, 2], &[1, 0]),
+    ];
+    let batch = TokenBatch::new(&pairs, device()).unwrap();
+    let mut mask = batch.response_mask.to_vec2::<u32>().unwrap();
+    mask[1] = vec![1, 0, 1, 0, 0];
+    mask[4] = vec![0; 5];
+    TokenBatch {
+        response_mask: Tensor::new(mask, device()).unwrap(),
+        ..batch
+    }
+}
+
+/// The log-probs that count, row by row.
+fn counted(log_probs: &Tensor) -> Vec<Vec<f32>> {
+    let mask = batch().response_mask.to_vec2::<u32>().unwrap();
+    let rows = log_probs.to_vec2::<f32>().unwrap();
+    let row = |(row, mask): (Vec<f32>, Vec<u32>)| {
+        let pairs = row.into_iter().zip(mask);
+        pairs
+            .filter_map(|(x, counts)| (counts == 1).then_some(x))
+            .collect()
+    };
+    rows.into_iter().zip(mask).map(row).collect()
+}
+
+fn assert_scores(teacher: &ServerTeacher) {
+    let found = teacher.log_probs(&batch(), 1., &NoProgress).unwrap();
+    assert_eq!(found.dims(), [5, 5]);
+    let reference = Reference::new(&model(), &parameters(), ComputeDType::F32).unwrap();
+    let expected = reference.log_probs(&batch(), 1.).unwrap();
+    let (found, expected) = (counted(&found), counted(&expected));
+    let lengths: Vec<usize> = found.iter().map(Vec::len).collect();
+    assert_eq!(lengths, [3, 2, 1, 4, 0]);
+    for (found, expected) in found.iter().flatten().zip(expected.iter().flatten()) {
+        assert!((found - expected).abs() < 1e-5, "{found} {expected}");
+    }
+}
+
+#[rstest]
+#[case(Engine::Vllm)]
+#[case(Engine::Sglang)]
+fn the_log_probs_of_servers_are_those_of_a_model_in_this_process(#[case] engine: Engine) {
+    let setup = setup(engine, 2);
+    assert_scores(&ServerTeacher::new(&config(&setup)).unwrap());
+    // A sequence is a request, and one without a token that counts is not asked for.
+    let asked = setup
+        .servers
+        .iter()
+        .map(|server| server.count(setup.draw_path()));
+    assert_eq!(asked.sum::<usize>(), 4);
+}
+
+fn instead(status: u16, body: &str) -> Fault {
+    Fault::Instead(Reply::new(status, body))
+}
+
+#[rstest]
+#[case::internal_error(Engine::Vllm, || instead(500, ""))]
+#[case::no_answer(Engine::Vllm, || Fault::Instead(Reply::closed()))]
+#[case::no_log_probs(Engine::Vllm, || Fault::json(|answer| answer["choices"][0]["prompt_logprobs"] = Value::Null))]
+#[case::too_few(Engine::Vllm, || Fault::json(|answer| {
+    answer["choices"][0]["prompt_logprobs"].as_array_mut().unwrap().pop();
+}))]
+#[case::other_tokens(Engine::Vllm, || Fault::json(|answer| {
+    let named = answer["choices"][0]["prompt_logprobs"].as_array_mut().unwrap();
+    *named.last_mut().unwrap() = json!({"77": {"logprob": -1.}});
+}))]
+#[case::other_tokens(Engine::Sglang, || Fault::json(|answer| {
+    let named = answer["meta_info"]["input_token_logprobs"].as_array_mut().unwrap();
+    named.last_mut().unwrap()[1] = json!(77);
+}))]
+#[case::too_few(Engine::Sglang, || Fault::json(|answer| {
+    answer["meta_info"]["input_token_logprobs"].as_array_mut().unwrap().pop();
+}))]
+fn a_request_that_fails_is_repeated(#[case] engine: Engine, #[case] fault: fn() -> Fault) {
+    let setup = setup(engine, 1);
+    let teacher = ServerTeacher::new(&RolloutConfig {
+        max_inflight: 1,
+        ..config(&setup)
+    });
+    let (path, mut left) = (setup.draw_path(), 2);
+    setup.servers[0].set_faults(move |request| {
+        let fails = request.path() == path && left > 0;
+        left -= usize::from(fails);
+        fails.then(fault)
+    });
+    assert_scores(&teacher.unwrap());
+}
+
+#[rstest]
+#[case(500, r#"{"error": "out of memory"}"#, "failed 3 times")]
+#[case(
+    400,
+    r#"{"error": {"message": "no prompt_logprobs"}}"#,
+    "status 400: no prompt_logprobs"
+)]
+fn a_server_that_fails_every_request_is_named(
+    #[case] status: u16,
+    #[case] body: &'static str,
+    #[case] words: &str,
+) {
+    let setup = setup(Engine::Vllm, 1);
+    let teacher = ServerTeacher::new(&RolloutConfig {
+        max_retries: 2,
+        ..config(&setup)
+    });
+    let path = setup.draw_path();
+    setup.servers[0]
+        .set_faults(move |request| (request.path() == path).then(|| instead(status, body)));
+    let error = teacher.unwrap().log_probs(&batch(), 1., &NoProgress);
+    let error = error.unwrap_err();
+    setup.assert_names_a_server(&error);
+    let text = format!("{error:#}");
+    assert!(text.contains(words), "{text}");
+    assert!(text.starts_with("teacher: sequence "), "{text}");
+}
+
+#[test]
+fn log_probs_that_are_none_are_errors() {
+    let setup = setup(Engine::Vllm, 1);
+    let teacher = ServerTeacher::new(&config(&setup)).unwrap();
+    let path = setup.draw_path();
+    setup.servers[0].set_faults(move |request| {
+        (request.path() == path).then(|| {
+            Fault::json(|answer| {
+                let named = answer["choices"][0]["prompt_logprobs"]
+                    .as_array_mut()
+                    .unwrap();
+                for entry in &mut named[1..] {
+                    for log_prob in entry.as_object_mut().unwrap().values_mut() {
+                        log_prob["logprob"] = json!(0.5);
+                    }
+                }
+            })
+        })
+    });
+    let error = teacher.log_probs(&batch(), 1., &NoProgress).unwrap_err();
+    let text = format!("{error:#}");
+    assert!(text.contains("log-probs"), "{text}");
+}
+
+/// Cancels from the start.
+struct Canceled;
+
+impl Progress for Canceled {
+    fn is_canceled(&self) -> bool {
+        true
+    }
+}
+
+#[test]
+fn a_wait_for_a_server_can_be_canceled() {
+    let setup = setup(Engine::Vllm, 1);
+    setup.servers[0].set_faults(|_| Some(Fault::held()));
+    let teacher = ServerTeacher::new(&config(&setup)).unwrap();
+    let error = teacher.log_probs(&batch(), 1., &Canceled).unwrap_err();
+    assert!(error.is::<Interrupted>(), "{error:#}");
+}
+
+/// A recipe that learns from the teacher alone.
+fn distillation() -> TrainConfig {
+    let mut config = common::config();
+    config.sampling.temperature = 1.;
+    config.recipe.policy_loss = serde_json::from_value(json!({
+        "surrogate": "policy_gradient", "distillation": {"coef": 1.}, "aggregation": "token-mean",
+    }))
+    .unwrap();
+    config.optimizer.learning_rate = 1e-2;
+    config.optimizer.epsilon = 1e-3;
+    config
+}
+
+#[rstest]
+#[case(Engine::Vllm)]
+#[case(Engine::Sglang)]
+fn steps_with_a_server_are_those_with_a_model_in_this_process(#[case] engine: Engine) {
+    stay_on_cpu();
+    let run = |teacher: Box<dyn Teacher>| {
+        let mut trainer = trainer(digest, distillation()).with_teacher(teacher);
+        let steps = (0..4).map(|_| without_seconds(trainer.step().unwrap()));
+        steps.collect::<Vec<_>>()
+    };
+    let setup = setup(engine, 1);
+    let served = run(Box::new(ServerTeacher::new(&config(&setup)).unwrap()));
+    let reference = Reference::new(&model(), &parameters(), ComputeDType::F32).unwrap();
+    let local = run(Box::new(reference));
+    for (served, local) in served.iter().zip(&local) {
+        let (served, local) = (served.scalars().unwrap(), local.scalars().unwrap());
+        for ((name, found), (other, expected)) in served.iter().zip(&local) {
+            assert_eq!(name, other);
+            let close = (found - expected).abs() < 1e-4 * (1. + expected.abs());
+            assert!(close, "{name}: {found}, must be {expected}");
+        }
+    }
+}
+
+#[test]
+fn a_temperature_that_servers_do_not_have_is_an_error() {
+    let setup = setup(Engine::Vllm, 1);
+    let teacher = ServerTeacher::new(&config(&setup)).unwrap();
+    let error = teacher.log_probs(&batch(), 0.7, &NoProgress).unwrap_err();
+    assert!(
+        error.to_string().starts_with("temperature: 0.7, must be 1"),
+        "{error:#}"
+    );
+}
+
+#[rstest]
+#[case(json!({"engine": "openai", "base_url": "http://a"}), "engine: openai, must be vllm or sglang")]
+#[case(json!({}), "engine: local, must be vllm or sglang")]
+#[case(json!({"engine": "vllm"}), "base_url: absent, must be the URL")]
+#[case(json!({"engine": "vllm", "base_url": "http://a", "weight_sync": "disk"}), "weight_sync: given, must be absent")]
+#[case(json!({"engine": "vllm", "base_url": "http://a", "max_staleness": 1}), "max_staleness: given, must be absent")]
+#[case(json!({"engine": "vllm", "base_url": "http://a", "log_prob_tolerance": 1}), "log_prob_tolerance: given, must be absent")]
+fn settings_that_are_not_those_of_a_teacher_are_errors(
+    #[case] config: Value,
+    #[case] expected: &str,
+) {
+    let config: RolloutConfig = serde_json::from_value(config).unwrap();
+    let error = ServerTeacher::new(&config).err().unwrap().to_string();
+    assert!(error.starts_with(expected), "{error}");
+}
+
+/// A protocol of another crate, whose servers name no log-probs of given tokens.
+struct DrawsOnly;
+
+impl Protocol for DrawsOnly {
+    fn describe(&self, _: &Server, _: Option<&str>) -> Result<ServedModel, Failure> {
+        Ok(ServedModel {
+            name: String::new(),
+            max_model_len: None,
+        })
+    }
+
+    fn draw(&self, _: &DrawRequest) -> Call {
+        Call::get("/")
+    }
+
+    fn parse(&self, _: &Value) -> Result<Drawn, Failure> {
+        Err(Failure::Malformed(String::new()))
+    }
+
+    fn load(&self, _: &Server, _: &EngineWeights) -> Result<(), Failure> {
+        Ok(())
+    }
+
+    fn serves(&self, _: &Server, _: &EngineWeights) -> Result<bool, Failure> {
+        Ok(true)
+    }
+}
+
+#[test]
+fn a_protocol_without_scores_is_named() {
+    let setup = setup(Engine::Vllm, 1);
+    let teacher = ServerTeacher::with_protocol(Box::new(DrawsOnly), &config(&setup)).unwrap();
+    let error = teacher.log_probs(&batch(), 1., &NoProgress).unwrap_err();
+    let text = format!("{error:#}");
+    assert!(text.contains("name no log-probs of given tokens"), "{text}");
+}
