@@ -8,7 +8,7 @@ use super::models::ensure_not_canceled;
 use super::{Example, LikelihoodSums, Ranks};
 use crate::{Actor, Progress};
 
-/// How the examples of an update are divided into passes, and who takes part.
+/// The passes over the examples of an update.
 pub(crate) struct ExamplePasses<'a> {
     /// The number of tokens in a pass; a longer example is a pass of its own.
     pub(crate) micro_batch_tokens: usize,

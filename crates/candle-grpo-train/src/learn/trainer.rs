@@ -49,7 +49,7 @@ pub struct Trainer {
     /// A custom estimator in place of the one in the recipe.
     estimator: Option<Box<dyn AdvantageEstimator>>,
     collector: Collector,
-    /// What [`TrainConfig::demonstrations`] needs.
+    /// The examples of [`TrainConfig::demonstrations`].
     demonstrations: Option<Demonstrations>,
     /// True if the policy in this process draws the completions.
     draws_itself: bool,
@@ -584,7 +584,7 @@ impl Trainer {
         Ok(())
     }
 
-    /// Whether the step is one of the warm-up of the critic.
+    /// Returns whether the step is one of the warm-up of the critic.
     fn only_critic_trains(&self, state: &TrainerState) -> bool {
         let critic = self.config.critic.as_ref();
         critic.is_some_and(|critic| state.steps <= critic.warmup_steps)

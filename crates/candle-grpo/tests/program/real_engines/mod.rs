@@ -22,10 +22,16 @@ struct Server {
 impl Server {
     /// Starts `script serve MODEL PORT`.
     fn start(script: &str, model: &Path, port: u16) -> Self {
+        Self::start_with(script, model, port, &[])
+    }
+
+    /// [`Self::start`] with environment variables.
+    fn start_with(script: &str, model: &Path, port: u16, variables: &[(&str, &str)]) -> Self {
         let script = root().join("scripts").join(script);
         let child = Command::new(script)
             .args(["serve".as_ref(), model.as_os_str()])
             .arg(port.to_string())
+            .envs(variables.iter().copied())
             .spawn()
             .unwrap();
         Self { child, port }

@@ -88,7 +88,7 @@ fn adapters_learn_from_completions_of_vllm_that_is_killed_and_comes_back() {
 #[test]
 #[ignore = "needs vLLM: make test-vllm"]
 fn vllm_is_a_teacher() {
-    let server = start(free_port());
+    let server = Server::start_with("vllm", &model(), free_port(), &[("TEACHER", "1")]);
     let folder = tempfile::tempdir().unwrap();
     let teacher = json!({"server": {
         "engine": "vllm", "base_url": server.url(), "server_timeout": 1800,
@@ -99,6 +99,8 @@ fn vllm_is_a_teacher() {
         ("/max_steps", json!(3)),
         ("/teacher", teacher),
         ("/algorithm/recipe/policy_loss", loss),
+        // One update a step, so that the gap of a step is that before its update.
+        ("/training/mini_batch_size", Value::Null),
         ("/optimizer/learning_rate", json!(1e-4)),
         ("/sampler/temperature", json!(1.)),
     ];
