@@ -7,7 +7,7 @@ use super::Reference;
 use crate::{Progress, TokenBatch};
 
 /// A fixed policy to learn from: a model in this process ([`Reference`]), or one on servers
-/// ([`ServerTeacher`](crate::rollout::engine::ServerTeacher)).
+/// (`ServerTeacher` in `rollout::engine`).
 pub trait Teacher: Send + Sync {
     /// Returns the log-probs of the responses of `batch` at `temperature`, f32 `[B, T]`, detached.
     /// Those of tokens that are not in the response mask are not used.

@@ -222,6 +222,37 @@ impl RolloutConfig {
         Ok(check(meant, "weight_sync", Name(&self.weight_sync), must)?)
     }
 
+    /// Checks that these are the settings of servers with a teacher.
+    ///
+    /// # Errors
+    ///
+    /// As in [`Self::validate`], if the engine is neither `vllm` nor `sglang`, or a setting of
+    /// weights or draws is given, which a teacher does not have.
+    pub fn validate_teacher(&self) -> Result<()> {
+        let scores = matches!(self.engine, Engine::Vllm | Engine::Sglang);
+        let must = "be vllm or sglang, which name the log-probs of given tokens";
+        check(scores, "engine", Name(&self.engine), must)?;
+        self.validate()?;
+        let plain = Self::default();
+        for (name, is_default) in [
+            ("weight_sync", self.weight_sync == plain.weight_sync),
+            ("weight_sync_folder", self.weight_sync_folder.is_none()),
+            (
+                "weight_sync_steps",
+                self.weight_sync_steps == plain.weight_sync_steps,
+            ),
+            ("max_staleness", self.max_staleness == plain.max_staleness),
+            (
+                "log_prob_tolerance",
+                self.log_prob_tolerance == plain.log_prob_tolerance,
+            ),
+        ] {
+            let must = "be absent for a teacher, which receives no weights and draws nothing";
+            check(is_default, name, "given", must)?;
+        }
+        Ok(())
+    }
+
     /// Checks that the policy in this process can draw ahead of a training on a GPU or, with
     /// `on_gpu` false, on the CPU.
     ///

@@ -5,7 +5,6 @@ use std::path::{Path, PathBuf};
 use candle_grpo_nn::DecoderConfig;
 use candle_grpo_train::environment::EnvironmentConfig;
 use candle_grpo_train::learn::LearningRateSchedule;
-use candle_grpo_train::rollout::engine::ServerTeacher;
 use candle_grpo_train::rollout::{Engine, RolloutConfig};
 use candle_grpo_train::run::RolloutLogConfig;
 use candle_grpo_train::run::TrackerConfig;
@@ -377,7 +376,8 @@ impl RunConfig {
                 return Err(Problem::at("teacher.server", message));
             }
         };
-        ServerTeacher::validate(server)
+        server
+            .validate_teacher()
             .map_err(|error| Problem::within("teacher.server", &error))?;
         let temperature = self.train.sampling.temperature;
         if temperature != 1. {

@@ -2,7 +2,7 @@
 
 use anyhow::Result;
 use candle_grpo_train::learn::{Reference, Teacher};
-use candle_grpo_train::rollout::engine::ServerTeacher;
+use candle_grpo_train::rollout::RolloutConfig;
 use candle_grpo_train::{Pretrained, Prompt};
 
 use super::model::{device, model_path};
@@ -61,8 +61,8 @@ pub(super) fn load_teacher(config: &RunConfig) -> Result<Option<Box<dyn Teacher>
     };
     let wrong = |key: &str, error: anyhow::Error| config.error(key, &format!("{error:#}"));
     if let Some(server) = server {
-        let teacher = ServerTeacher::new(server).map_err(|error| wrong("teacher.server", error))?;
-        return Ok(Some(Box::new(teacher)));
+        let teacher = on_servers(server).map_err(|error| wrong("teacher.server", error))?;
+        return Ok(Some(teacher));
     }
     let Some(model) = model else {
         return Ok(None);
@@ -77,4 +77,16 @@ pub(super) fn load_teacher(config: &RunConfig) -> Result<Option<Box<dyn Teacher>
     };
     let teacher = load().map_err(|error| wrong("teacher.model", error))?;
     Ok(Some(Box::new(teacher)))
+}
+
+#[cfg(feature = "engines")]
+fn on_servers(config: &RolloutConfig) -> Result<Box<dyn Teacher>> {
+    use candle_grpo_train::rollout::engine::ServerTeacher;
+
+    Ok(Box::new(ServerTeacher::new(config)?))
+}
+
+#[cfg(not(feature = "engines"))]
+fn on_servers(_: &RolloutConfig) -> Result<Box<dyn Teacher>> {
+    anyhow::bail!("given, must be absent: this program was built without the feature engines")
 }

@@ -5,7 +5,7 @@ use std::sync::atomic::AtomicBool;
 
 use anyhow::{Context, Result, ensure};
 use candle_core::Tensor;
-use candle_grpo_core::validate::{Name, check};
+use candle_grpo_core::validate::check;
 
 use super::generator::protocol_of;
 use super::protocol::{Failure, Protocol, ScoreRequest};
@@ -13,7 +13,7 @@ use super::servers::{Lease, Servers};
 use crate::http::api_key;
 use crate::learn::Teacher;
 use crate::learn::response_forward::read_by_sequence;
-use crate::rollout::{Engine, RolloutConfig, WeightSync};
+use crate::rollout::RolloutConfig;
 use crate::workers::Workers;
 use crate::{Interrupted, Progress, TokenBatch};
 
@@ -54,7 +54,7 @@ impl ServerTeacher {
     ///
     /// # Errors
     ///
-    /// As in [`Self::validate`], and if the environment variable of the API key is not set.
+    /// As in [`RolloutConfig::validate_teacher`], and if the environment variable of the API key is not set.
     pub fn new(config: &RolloutConfig) -> Result<Self> {
         Self::with_protocol(protocol_of(config.engine), config)
     }
@@ -65,41 +65,13 @@ impl ServerTeacher {
     ///
     /// As in [`Self::new`].
     pub fn with_protocol(protocol: Box<dyn Protocol>, config: &RolloutConfig) -> Result<Self> {
-        Self::validate(config)?;
+        config.validate_teacher()?;
         let api_key = config.api_key_env.as_deref().map(api_key).transpose()?;
         Ok(Self {
             servers: Arc::new(Servers::new(config, protocol, api_key)),
             max_inflight: config.max_inflight,
             max_retries: config.max_retries,
         })
-    }
-
-    /// Checks the settings of the servers.
-    ///
-    /// # Errors
-    ///
-    /// If one is not valid, the engine is neither `vllm` nor `sglang`, or a setting of weights or
-    /// draws is given, which a teacher does not have.
-    pub fn validate(config: &RolloutConfig) -> Result<()> {
-        let scores = matches!(config.engine, Engine::Vllm | Engine::Sglang);
-        let must = "be vllm or sglang, which name the log-probs of given tokens";
-        check(scores, "engine", Name(&config.engine), must)?;
-        config.validate()?;
-        let plain = RolloutConfig::default();
-        for (name, is_default) in [
-            ("weight_sync", config.weight_sync == WeightSync::Auto),
-            ("weight_sync_folder", config.weight_sync_folder.is_none()),
-            ("weight_sync_steps", config.weight_sync_steps == 1),
-            ("max_staleness", config.max_staleness == 0),
-            (
-                "log_prob_tolerance",
-                config.log_prob_tolerance == plain.log_prob_tolerance,
-            ),
-        ] {
-            let must = "be absent for a teacher, which receives no weights and draws nothing";
-            check(is_default, name, "given", must)?;
-        }
-        Ok(())
     }
 }
 
