@@ -239,19 +239,21 @@ impl Gradients {
     pub fn clip_by_global_norm(&mut self, max_norm: f64) -> Result<f64> {
         let (norm, factor) = self.clip_factor(max_norm)?;
         if factor < 1.0 {
-            self.scale(factor)?;
+            scale_gradients(&self.by_name.values().collect::<Vec<_>>(), factor)?;
         }
         Ok(norm)
     }
 
-    /// Multiplies all gradients in place by `factor`. Gradients that are added later are not
-    /// scaled.
+    /// Multiplies all gradients by `factor`. Gradients that are added later are not scaled.
     ///
     /// # Errors
     ///
-    /// If the device fails.
+    /// If the device has no memory for one more gradient.
     pub fn scale(&mut self, factor: f64) -> Result<()> {
-        scale_gradients(&self.by_name.values().collect::<Vec<_>>(), factor)
+        for gradient in self.by_name.values_mut() {
+            *gradient = (&*gradient * factor)?;
+        }
+        Ok(())
     }
 
     /// The gradient of the variable with this name.

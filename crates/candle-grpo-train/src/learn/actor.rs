@@ -386,7 +386,7 @@ impl<M: LanguageModel> Actor<M> {
     ///
     /// # Errors
     ///
-    /// If the device fails.
+    /// If the device has no memory for one more gradient.
     pub fn scale_grad(&mut self, factor: f64) -> Result<()> {
         Ok(self.gradients.scale(factor)?)
     }

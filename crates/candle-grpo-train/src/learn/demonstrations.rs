@@ -4,17 +4,19 @@ use anyhow::{Result, ensure};
 use candle_grpo_core::CoefSchedule;
 use candle_grpo_core::validate::{at_least_one, unit_interval};
 use candle_grpo_loss::surrogate::Likelihood;
-use serde::{Deserialize, Serialize};
+use serde::de::Error as _;
+use serde::{Deserialize, Deserializer, Serialize};
+use serde_json::{Map, Value};
 
 use super::{Example, LikelihoodSums};
 use crate::data::MixedOrder;
 use crate::invalid::within;
 
 /// Demonstrations in the updates of the policy (CHORD, <https://arxiv.org/abs/2508.11408>; ms-swift's
-/// `chord_*`). The loss of an update is `(1 - coef) * policy_loss + coef * demonstration_loss`.
-/// The second term is the mean over the tokens of a batch of demonstrations that train.
+/// `chord_*`). The loss of an update is `(1 - coef) * policy_loss + coef * sft_loss`. The second
+/// term is the weighted mean over the tokens of a batch of demonstrations that train.
 ///
-/// A step without a signal, in which all advantages are 0, trains on the demonstrations alone.
+/// A step that would be skipped trains on the demonstrations alone.
 ///
 /// ```
 /// use candle_grpo_core::{CoefSchedule, Decay};
@@ -38,22 +40,33 @@ use crate::invalid::within;
 pub struct DemonstrationConfig {
     /// Number of rows in an optimizer step.
     pub batch_size: usize,
-    /// The share of the demonstrations in the loss: `peak` and `end` are from 0 to 1, and the first
-    /// step is step 1. At 0 the step reads no demonstration.
+    /// The share of the demonstrations in the loss: `peak` and `end` are from 0 to 1, and the
+    /// first step is step 1. At 0 the step reads no demonstration.
+    #[serde(deserialize_with = "over_default")]
     pub coef: CoefSchedule,
-    /// Multiplies the loss of a token by `p (1 - p)` with its probability p, so that tokens that
-    /// the policy is sure about, or that it would never say, count less (CHORD-phi).
+    /// Multiplies the loss of a token by `p (1 - p)` with its probability p (CHORD-phi). Tokens
+    /// that the policy is sure about count less, and so do those that it would never say.
     pub uncertainty_weight: bool,
     /// Number of tokens in a backward pass over demonstrations. It bounds memory and does not
     /// change the update. A longer row is a pass of its own.
     pub micro_batch_tokens: usize,
 }
 
+/// The default of the share of the demonstrations.
+const SHARE: f64 = 0.1;
+
+/// Reads a schedule, whose `peak` is by default that of [`DemonstrationConfig::default`].
+fn over_default<'de, D: Deserializer<'de>>(deserializer: D) -> Result<CoefSchedule, D::Error> {
+    let mut keys = Map::deserialize(deserializer)?;
+    keys.entry("peak").or_insert(SHARE.into());
+    serde_json::from_value(Value::Object(keys)).map_err(D::Error::custom)
+}
+
 impl Default for DemonstrationConfig {
     fn default() -> Self {
         Self {
             batch_size: 32,
-            coef: CoefSchedule::constant(0.1),
+            coef: CoefSchedule::constant(SHARE),
             uncertainty_weight: false,
             micro_batch_tokens: 4096,
         }

@@ -10,7 +10,7 @@ use candle_grpo_core::{
 use candle_grpo_loss::{EntropyTokens, OldPolicy, PolicyBatch, RolloutCorrection, RolloutWeights};
 
 use super::critic::explained_variance;
-use super::micro_batches::MicroBatches;
+use super::micro_batches::{MicroBatchSize, MicroBatches};
 use super::models::Models;
 use super::recipe_inputs::{RecipeInputs, keeps_components};
 use super::scored_rollouts::ScoredRollouts;
@@ -310,24 +310,21 @@ impl Preparation<'_> {
             _ => None,
         };
         let temperature = self.config.sampling.temperature;
-        let fixed = |policy: Option<&dyn Teacher>| {
-            policy
-                .map(|policy| {
-                    let progress = self.micro_batches.progress;
-                    self.micro_batches.map(tokens, |piece| {
-                        policy.log_probs(piece, temperature, progress)
-                    })
-                })
-                .transpose()
+        let fixed = |policy: &dyn Teacher| {
+            let mut parts = self.micro_batches;
+            if !policy.takes_micro_batches() {
+                parts.size = MicroBatchSize::Sequences(usize::MAX);
+            }
+            parts.map(tokens, |piece| {
+                policy.log_probs(piece, temperature, parts.progress)
+            })
         };
+        let reference = models.reference.as_ref().map(|policy| fixed(policy));
+        let reference = reference.transpose()?;
+        let teacher = models.teacher.as_deref().map(fixed).transpose()?;
         Ok(LogProbs {
-            reference: fixed(
-                models
-                    .reference
-                    .as_ref()
-                    .map(|policy| policy as &dyn Teacher),
-            )?,
-            teacher: fixed(models.teacher.as_deref())?,
+            reference,
+            teacher,
             old,
             rollout,
             corrected,

@@ -9,6 +9,12 @@ use crate::{Progress, TokenBatch};
 /// A fixed policy to learn from: a model in this process ([`Reference`]), or one on servers
 /// (`ServerTeacher` in `rollout::engine`).
 pub trait Teacher: Send + Sync {
+    /// Returns whether a call has the sequences of one micro-batch, whose memory is bounded. By
+    /// default it has; otherwise a call has all sequences of the rank.
+    fn takes_micro_batches(&self) -> bool {
+        true
+    }
+
     /// Returns the log-probs of the responses of `batch` at `temperature`, f32 `[B, T]`, detached.
     /// Those of tokens that are not in the response mask are not used.
     ///
@@ -30,6 +36,10 @@ impl Teacher for Reference {
 }
 
 impl Teacher for Box<dyn Teacher> {
+    fn takes_micro_batches(&self) -> bool {
+        (**self).takes_micro_batches()
+    }
+
     fn log_probs(
         &self,
         batch: &TokenBatch,

@@ -305,9 +305,9 @@ impl Trainer {
     /// errors of the step that needs its completions. After an error, completions that were
     /// drawn ahead are drawn again.
     ///
-    /// If all advantages are 0, or the filters drop all completions, the step trains on the
-    /// demonstrations alone. Without any the policy does not change, and the step counts as
-    /// skipped.
+    /// If all advantages are 0 and no other term has a signal, or the filters drop all completions,
+    /// the step trains on the demonstrations alone. Without any the policy does not change, and
+    /// the step counts as skipped.
     ///
     /// # Errors
     ///
@@ -476,9 +476,8 @@ impl Trainer {
         let mini_batch_size = self.config.mini_batch_size.unwrap_or(completions);
         let mini_batches = step.batch.split(mini_batch_size)?;
         let groups: Vec<&[usize]> = step.groups.chunks(mini_batch_size).collect();
-        let factor = self.config.schedule.factor(state.steps);
+        let factor = self.begin_updates(state);
         let Models { actor, critic, .. } = &mut self.models;
-        actor.set_learning_rate(self.config.optimizer.learning_rate * factor);
         if let Some(controller) = &state.adaptive_entropy {
             actor.set_entropy_coef(controller.entropy_coef());
         }
@@ -572,9 +571,7 @@ impl Trainer {
         metrics: &mut StepMetrics,
     ) -> Result<()> {
         let share = self.demonstration_share(state);
-        let factor = self.config.schedule.factor(state.steps);
-        let learning_rate = self.config.optimizer.learning_rate * factor;
-        self.models.actor.set_learning_rate(learning_rate);
+        self.begin_updates(state);
         self.progress
             .begin(Phase::Learn, self.rank_demonstrations(share));
         let (stats, sums) = self.step_policy(share, state)?;
@@ -582,6 +579,14 @@ impl Trainer {
         metrics.learning_rate = Some(stats.learning_rate);
         metrics.policy.extend(demonstration_metrics(share, &sums));
         Ok(())
+    }
+
+    /// Sets the learning rate of the policy. Returns the factor of the schedule.
+    fn begin_updates(&mut self, state: &TrainerState) -> f64 {
+        let factor = self.config.schedule.factor(state.steps);
+        let learning_rate = self.config.optimizer.learning_rate * factor;
+        self.models.actor.set_learning_rate(learning_rate);
+        factor
     }
 
     /// Returns whether the step is one of the warm-up of the critic.
@@ -607,7 +612,8 @@ impl Trainer {
     }
 
     /// Adds `share` times the gradient of the next demonstrations to `1 - share` times the
-    /// gradients of the completions, and makes an optimizer step.
+    /// gradients of the completions, and makes an optimizer step. With a share, the gradients are
+    /// summed over all ranks here, and otherwise by the last micro-batch before.
     fn step_policy(
         &mut self,
         share: f64,

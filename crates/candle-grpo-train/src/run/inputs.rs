@@ -130,12 +130,14 @@ impl RunInputs {
         &self.hub
     }
 
-    /// Returns whether the rows for training and evaluation, and the demonstrations, are the same
-    /// as those of `other`.
+    /// Returns whether the rows for training and evaluation are the same as those of `other`.
     pub fn has_rows_of(&self, other: &Self) -> bool {
-        self.train == other.train
-            && self.held_out == other.held_out
-            && self.demonstrations == other.demonstrations
+        self.train == other.train && self.held_out == other.held_out
+    }
+
+    /// Returns whether the demonstrations are the same as those of `other`.
+    pub fn has_demonstrations_of(&self, other: &Self) -> bool {
+        self.demonstrations == other.demonstrations
     }
 
     /// The differences from `self` to `now`, whose rows to train on have the digests `train`.

@@ -1,8 +1,8 @@
 //! Demonstrations beside rewards.
 
 use candle_grpo_core::{CoefSchedule, Decay};
-use candle_grpo_nn::Parameters;
-use candle_grpo_test_support::{on_ranks, stay_on_cpu};
+use candle_grpo_nn::{DecoderConfig, LoraConfig, Parameters};
+use candle_grpo_test_support::{device, on_ranks, stay_on_cpu};
 use candle_grpo_train::data::MixedOrder;
 use candle_grpo_train::learn::{DemonstrationConfig, Example, MemoryPlan};
 use candle_grpo_train::run::StepRecord as _;
@@ -13,7 +13,8 @@ use candle_grpo_train::{
 use rstest::rstest;
 
 use crate::common::{
-    self, END, digest, model, parameters, pretrained, prompts, tokenizer, without_seconds,
+    self, END, digest, model, model_with_experts, parameters, parameters_of, pretrained, prompts,
+    tokenizer, without_seconds,
 };
 
 /// Seven rows of 3 to 6 tokens.
@@ -255,6 +256,38 @@ fn the_steps_of_ranks_are_those_of_one_rank(
             }
         }
     }
+}
+
+#[rstest]
+#[case::adapters(model(), Some(LoraConfig::all_linear(2, 4.)))]
+#[case::experts(model_with_experts(), None)]
+fn all_that_trains_learns_from_demonstrations(
+    #[case] model: DecoderConfig,
+    #[case] adapters: Option<LoraConfig>,
+) {
+    let config = TrainConfig {
+        adapters,
+        router_aux_loss_coef: if model.has_experts() { 0.1 } else { 0. },
+        ..config(demonstrations(0.4))
+    };
+    let prompts = prompts(&["abc", "d", "ee", "ca", "b"]);
+    let parameters = parameters_of(&model, device());
+    let trainer = Trainer::new(model, parameters, tokenizer(), prompts, digest, config);
+    let trainer = trainer.unwrap();
+    let mut trainer = trainer.with_demonstrations(examples(), order()).unwrap();
+    let metrics = run(&mut trainer, 40);
+    let loss = |step: usize| metrics[step].policy["demonstration_loss"];
+    let mean = |first: usize| (first..first + 5).map(loss).sum::<f64>() / 5.;
+    assert!(mean(35) < 0.8 * mean(0), "{} {}", mean(0), mean(35));
+}
+
+#[test]
+fn a_share_without_a_peak_is_small() {
+    let read = |text: &str| serde_json::from_str::<DemonstrationConfig>(text).unwrap();
+    assert_eq!(read("{}").coef.peak, 0.1);
+    let partial = read(r#"{"coef": {"warmup_steps": 2}}"#).coef;
+    assert_eq!((partial.peak, partial.warmup_steps), (0.1, 2));
+    assert_eq!(read(r#"{"coef": {"peak": 0.7}}"#).coef.peak, 0.7);
 }
 
 #[test]

@@ -49,7 +49,7 @@ pub(super) fn check(file: &Path, quiet: bool) -> Result<(), Exit> {
             } = load::inputs(&run)?;
             let lengths = prompts.train.iter().map(|prompt| prompt.tokens.len());
             let longest = lengths.max().unwrap_or(0);
-            let plan = plan(&run, &model, longest);
+            let plan = plan(&run, &model, longest, prompts.demonstrations.as_ref());
             let plan = plan.map_err(|error| Exit::Config(format!("{error:#}")))?;
             (dataset, Some((prompts, plan, longest)))
         }
@@ -187,8 +187,16 @@ fn plan(
     run: &RunConfig,
     model: &DecoderConfig,
     longest_prompt: usize,
+    demonstrations: Option<&SftDataset>,
 ) -> anyhow::Result<MemoryPlan> {
-    on_this_device(MemoryPlan::new(model, &run.train, longest_prompt)?, run)
+    let mut train = run.train.clone();
+    if let (Some(config), Some(rows)) = (&mut train.demonstrations, demonstrations) {
+        // The longest pass over these rows.
+        let longest = rows.train.longest_kept();
+        let batch = config.batch_size.saturating_mul(longest);
+        config.micro_batch_tokens = config.micro_batch_tokens.max(longest).min(batch);
+    }
+    on_this_device(MemoryPlan::new(model, &train, longest_prompt)?, run)
 }
 
 /// A plan with the program. The blocks of a GGUF file count as they are there.

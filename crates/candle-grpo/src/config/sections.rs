@@ -66,10 +66,10 @@ pub struct TeacherConfig {
     /// A model as in the [model section](#model), with the tokens of the policy. It does not
     /// train.
     pub model: Option<PathBuf>,
-    /// Servers with the teacher, which has the tokens of the policy: the keys `engine` (`vllm` or
-    /// `sglang`), `base_url`, `served_model_name`, `api_key_env`, `request_timeout`,
-    /// `server_timeout`, `max_retries` and `max_inflight` of [rollout](#rollout). They name
-    /// log-probs at temperature 1, so `sampler.temperature` must be 1.
+    /// Servers with the teacher, which has the tokens of the policy. The keys are those of
+    /// [rollout](#rollout): `engine` (`vllm` or `sglang`), `base_url`, `served_model_name`,
+    /// `api_key_env`, `request_timeout`, `server_timeout`, `max_retries` and `max_inflight`.
+    /// Servers name log-probs at temperature 1, so `sampler.temperature` must be 1.
     pub server: Option<RolloutConfig>,
 }
 

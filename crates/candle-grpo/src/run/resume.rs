@@ -17,13 +17,10 @@ const CONFIG: &str = "config.json";
 const INPUTS: &str = "inputs.json";
 
 /// Settings that may change as long as the rows are the same.
-const ROWS: [&str; 5] = [
-    "data.held_out",
-    "data.max_rows",
-    "data.train",
-    "demonstrations.max_rows",
-    "demonstrations.train",
-];
+const ROWS: [&str; 3] = ["data.held_out", "data.max_rows", "data.train"];
+
+/// Settings that may change as long as the demonstrations are the same.
+const DEMONSTRATIONS: [&str; 2] = ["demonstrations.max_rows", "demonstrations.train"];
 
 /// Differences in a message; more are counted.
 const SHOWN: usize = 8;
@@ -104,7 +101,12 @@ run_trainer!(
         "rollout_log",
         "run_dir",
         "sampler.max_batch_size",
-        "teacher.server",
+        "teacher.server.api_key_env",
+        "teacher.server.base_url",
+        "teacher.server.max_inflight",
+        "teacher.server.max_retries",
+        "teacher.server.request_timeout",
+        "teacher.server.server_timeout",
         "threads",
         "trackers",
     ]
@@ -296,11 +298,16 @@ impl Changes {
                 inputs.display()
             ));
         }
-        let same_rows = before
-            .as_ref()
-            .is_some_and(|before| before.has_rows_of(now));
-        let settings = (&identity.settings, may_change);
-        changes.compare_settings(&path.join(CONFIG), settings, same_rows)?;
+        let mut may_change = may_change.to_vec();
+        if let Some(before) = &before {
+            if before.has_rows_of(now) {
+                may_change.extend(ROWS);
+            }
+            if before.has_demonstrations_of(now) {
+                may_change.extend(DEMONSTRATIONS);
+            }
+        }
+        changes.compare_settings(&path.join(CONFIG), &identity.settings, &may_change)?;
         if let Some(before) = before {
             let inputs = before.changes(now, &identity.train);
             changes.refused.extend(inputs.breaking);
@@ -309,12 +316,7 @@ impl Changes {
         Ok(changes)
     }
 
-    fn compare_settings(
-        &mut self,
-        config: &Path,
-        (now, may_change): (&Value, &[&str]),
-        same_rows: bool,
-    ) -> Result<()> {
+    fn compare_settings(&mut self, config: &Path, now: &Value, may_change: &[&str]) -> Result<()> {
         let before: Value = read_json(config)
             .context("the settings of the run are lost; put the file back, or one with {}")?;
         if before == Value::Object(Map::new()) {
@@ -324,10 +326,7 @@ impl Changes {
         }
         let mut differences = Vec::new();
         compare("", &before, now, &mut differences);
-        let is_usual = |difference: &Difference| {
-            let is_in = |keys: &[&str]| keys.iter().any(|key| difference.is_in(key));
-            is_in(may_change) || same_rows && is_in(&ROWS)
-        };
+        let is_usual = |difference: &Difference| may_change.iter().any(|key| difference.is_in(key));
         let (usual, other): (Vec<_>, Vec<_>) = differences.into_iter().partition(is_usual);
         if !other.is_empty() {
             self.refused

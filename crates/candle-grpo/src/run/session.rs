@@ -148,7 +148,7 @@ impl Session {
         if let Some(SftDataset { train, order, .. }) = demonstrations {
             trainer = trainer.with_demonstrations(train.examples, order)?;
         }
-        if let Some(teacher) = load_teacher(&config)? {
+        if let Some(teacher) = load_teacher(&config, trainer.prompts())? {
             trainer = trainer.with_teacher(teacher);
         }
         if let Some(generator) = generator {

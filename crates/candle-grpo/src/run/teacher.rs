@@ -37,8 +37,7 @@ pub(super) fn check_teacher(
     if teacher.tokenizer.get_vocab(true) != policy.tokenizer.get_vocab(true) {
         return Err(wrong("has other tokens than the policy, must have the same").into());
     }
-    let longest = prompts.iter().map(|prompt| prompt.tokens.len()).max();
-    let longest = longest.unwrap_or(0) + config.train.sampling.max_new_tokens;
+    let longest = longest_sequence(config, prompts);
     let positions = teacher.model.max_position_embeddings;
     if longest > positions {
         return Err(wrong(&format!(
@@ -55,13 +54,17 @@ pub(super) fn check_teacher(
 ///
 /// With the line of the key if the teacher cannot be read, or the environment variable of an API
 /// key is not set.
-pub(super) fn load_teacher(config: &RunConfig) -> Result<Option<Box<dyn Teacher>>> {
+pub(super) fn load_teacher(
+    config: &RunConfig,
+    prompts: &[Prompt],
+) -> Result<Option<Box<dyn Teacher>>> {
     let Some(TeacherConfig { model, server }) = &config.teacher else {
         return Ok(None);
     };
     let wrong = |key: &str, error: anyhow::Error| config.error(key, &format!("{error:#}"));
     if let Some(server) = server {
-        let teacher = on_servers(server).map_err(|error| wrong("teacher.server", error))?;
+        let teacher = on_servers(server, longest_sequence(config, prompts));
+        let teacher = teacher.map_err(|error| wrong("teacher.server", error))?;
         return Ok(Some(teacher));
     }
     let Some(model) = model else {
@@ -80,13 +83,21 @@ pub(super) fn load_teacher(config: &RunConfig) -> Result<Option<Box<dyn Teacher>
 }
 
 #[cfg(feature = "engines")]
-fn on_servers(config: &RolloutConfig) -> Result<Box<dyn Teacher>> {
+fn on_servers(config: &RolloutConfig, longest: usize) -> Result<Box<dyn Teacher>> {
     use candle_grpo_train::rollout::engine::ServerTeacher;
 
-    Ok(Box::new(ServerTeacher::new(config)?))
+    Ok(Box::new(
+        ServerTeacher::new(config)?.with_longest_sequence(longest),
+    ))
 }
 
 #[cfg(not(feature = "engines"))]
-fn on_servers(_: &RolloutConfig) -> Result<Box<dyn Teacher>> {
+fn on_servers(_: &RolloutConfig, _: usize) -> Result<Box<dyn Teacher>> {
     anyhow::bail!("given, must be absent: this program was built without the feature engines")
+}
+
+/// The tokens of the longest of `prompts` with the longest completion.
+fn longest_sequence(config: &RunConfig, prompts: &[Prompt]) -> usize {
+    let longest = prompts.iter().map(|prompt| prompt.tokens.len()).max();
+    longest.unwrap_or(0) + config.train.sampling.max_new_tokens
 }

@@ -153,7 +153,7 @@ impl ServerGenerator {
         let api_key = config.api_key_env.as_deref().map(api_key).transpose()?;
         let folder = config.weight_sync_folder.as_deref().unwrap_or(folder);
         Ok(Self {
-            servers: Arc::new(Servers::new(config, protocol, api_key)),
+            servers: Arc::new(Servers::new(config, protocol, api_key, "rollout")),
             weight_sync: match config.is_fixed_policy() {
                 true => WeightSync::None,
                 false => config.weight_sync,

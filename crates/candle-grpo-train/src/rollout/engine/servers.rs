@@ -1,4 +1,4 @@
-//! The servers of a generator: which are ready, and how others become so.
+//! The servers of a generator or a teacher: which are ready, and how others become so.
 
 use std::panic::{self, AssertUnwindSafe};
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -29,6 +29,8 @@ const MAX_BACKOFF: Duration = Duration::from_secs(5);
 pub(super) struct Servers {
     pub(super) protocol: Box<dyn Protocol>,
     pub(super) list: Vec<Server>,
+    /// The section of the configuration, for errors.
+    section: &'static str,
     served_model_name: Option<String>,
     server_timeout: Duration,
     state: Mutex<State>,
@@ -76,7 +78,7 @@ enum Status {
     Recovering(Instant),
 }
 
-/// A server that draws a completion, until the value is dropped.
+/// A server that answers a request, until the value is dropped.
 pub(super) struct Lease<'a> {
     servers: &'a Servers,
     index: usize,
@@ -94,6 +96,7 @@ impl Servers {
         config: &RolloutConfig,
         protocol: Box<dyn Protocol>,
         api_key: Option<String>,
+        section: &'static str,
     ) -> Self {
         // Servers of engines stand in the same network.
         let http = Arc::new(JsonClient::new(api_key, false));
@@ -117,6 +120,7 @@ impl Servers {
             refusal: None,
         };
         Self {
+            section,
             protocol,
             state: Mutex::new(State {
                 servers: list.iter().map(|_| down()).collect(),
@@ -301,7 +305,7 @@ impl Servers {
             let refusals = state.servers.iter_mut();
             // The next call asks again.
             let refusals: Vec<String> = refusals.filter_map(|s| s.refusal.take()).collect();
-            bail!("rollout.api_key_env: {}", refusals.join("; "));
+            bail!("{}.api_key_env: {}", self.section, refusals.join("; "));
         }
         let is_ready = |server: &ServerState| server.status == Status::Ready;
         if state.servers.iter().any(is_ready) {
@@ -321,7 +325,8 @@ impl Servers {
                 // The next call waits from the start.
                 state.waiting_since = None;
                 bail!(
-                    "rollout.base_url: no server is ready after {} s: {found}",
+                    "{}.base_url: no server is ready after {} s: {found}",
+                    self.section,
                     self.server_timeout.as_secs_f64()
                 );
             }
@@ -492,10 +497,14 @@ impl Lease<'_> {
         model.map(|model| model.name.clone()).unwrap_or_default()
     }
 
+    /// The maximum number of tokens of a sequence, if the server reports it.
+    pub(super) fn max_model_len(&self) -> Option<usize> {
+        self.server().model.get()?.max_model_len
+    }
+
     /// Checks that the server has a place for all tokens of a completion.
     pub(super) fn ensure_fits(&self, prompt: usize, new: usize) -> Result<()> {
-        let model = self.server().model.get();
-        let Some(longest) = model.and_then(|model| model.max_model_len) else {
+        let Some(longest) = self.max_model_len() else {
             return Ok(());
         };
         ensure!(

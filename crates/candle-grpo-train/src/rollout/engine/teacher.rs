@@ -39,6 +39,7 @@ pub struct ServerTeacher {
     servers: Arc<Servers>,
     max_inflight: usize,
     max_retries: usize,
+    longest: usize,
 }
 
 /// The tokens of a sequence, of which some are scored.
@@ -54,12 +55,14 @@ impl ServerTeacher {
     ///
     /// # Errors
     ///
-    /// As in [`RolloutConfig::validate_teacher`], and if the environment variable of the API key is not set.
+    /// As in [`RolloutConfig::validate_teacher`], and if the environment variable of the API key is
+    /// not set.
     pub fn new(config: &RolloutConfig) -> Result<Self> {
         Self::with_protocol(protocol_of(config.engine), config)
     }
 
-    /// Creates a teacher on servers with a custom `protocol`, as in [`Self::new`].
+    /// Creates a teacher on servers with a custom `protocol`, as in [`Self::new`]. The engine in
+    /// `config` is not used, but must be one that a teacher can have.
     ///
     /// # Errors
     ///
@@ -68,14 +71,26 @@ impl ServerTeacher {
         config.validate_teacher()?;
         let api_key = config.api_key_env.as_deref().map(api_key).transpose()?;
         Ok(Self {
-            servers: Arc::new(Servers::new(config, protocol, api_key)),
+            servers: Arc::new(Servers::new(config, protocol, api_key, "teacher.server")),
             max_inflight: config.max_inflight,
             max_retries: config.max_retries,
+            longest: 0,
         })
+    }
+
+    /// Sets the tokens of the longest sequence. A server without a place for them is then an error
+    /// of the first call, and not of the call with this sequence.
+    pub fn with_longest_sequence(self, longest: usize) -> Self {
+        Self { longest, ..self }
     }
 }
 
 impl Teacher for ServerTeacher {
+    /// The servers bound the requests of a call.
+    fn takes_micro_batches(&self) -> bool {
+        false
+    }
+
     fn log_probs(
         &self,
         batch: &TokenBatch,
@@ -87,9 +102,13 @@ impl Teacher for ServerTeacher {
         let (b, t) = batch.dims()?;
         let jobs = jobs(batch)?;
         let (servers, max_retries) = (Arc::clone(&self.servers), self.max_retries);
+        let longest = self.longest;
         let mut left = jobs.len();
         let work = move |job: Job, stop: &AtomicBool| -> Result<Option<(usize, Vec<f32>)>> {
-            let scored = servers.ask(max_retries, stop, |lease| score(&servers, lease, &job));
+            let scored = servers.ask(max_retries, stop, |lease| {
+                ensure_fits(lease, longest.max(job.tokens.len()))?;
+                Ok(score(&servers, lease, &job))
+            });
             let scored = scored.with_context(|| format!("teacher: sequence {}", job.row))?;
             Ok(scored.map(|log_probs| (job.row, log_probs)))
         };
@@ -132,25 +151,38 @@ fn jobs(batch: &TokenBatch) -> Result<Vec<Job>> {
     Ok(jobs)
 }
 
+/// Checks that the server has a place for a sequence, and for one more token, which vLLM draws.
+fn ensure_fits(lease: &Lease<'_>, tokens: usize) -> Result<()> {
+    if let Some(longest) = lease.max_model_len() {
+        ensure!(
+            tokens < longest,
+            "{}: serves up to {longest} tokens, must serve {}: a sequence of {tokens} and one more",
+            lease.server().url(),
+            tokens + 1
+        );
+    }
+    Ok(())
+}
+
 /// Asks one server for the log-probs of a sequence.
-fn score(servers: &Servers, lease: &Lease<'_>, job: &Job) -> Result<Result<Vec<f32>, Failure>> {
-    let server = lease.server();
-    // A server computes the distribution of one more token.
-    lease.ensure_fits(job.tokens.len(), 1)?;
+fn score(servers: &Servers, lease: &Lease<'_>, job: &Job) -> Result<Vec<f32>, Failure> {
     let request = ScoreRequest {
         model: lease.model_name(),
         tokens: &job.tokens,
         first: job.first,
     };
-    let scored = match servers.protocol.score(server, &request) {
-        Ok(scored) => scored,
-        Err(failure) => return Ok(Err(failure)),
-    };
+    let scored = servers.protocol.score(lease.server(), &request)?;
     let expected = job.tokens.len() - job.first;
-    ensure!(
-        scored.len() == expected && scored.iter().all(|x| x.is_finite() && *x <= 0.),
-        "{}: {scored:?}, must be {expected} log-probs",
-        server.url()
-    );
-    Ok(Ok(scored))
+    if scored.len() != expected {
+        let message = format!("{} log-probs, must be {expected}", scored.len());
+        return Err(Failure::Malformed(message));
+    }
+    match scored.iter().position(|x| !(x.is_finite() && *x <= 0.)) {
+        None => Ok(scored),
+        Some(at) => Err(Failure::Malformed(format!(
+            "log-prob {} of token {}, must be finite and at most 0",
+            scored[at],
+            job.first + at
+        ))),
+    }
 }

@@ -1,5 +1,10 @@
 //! Log-probs of given tokens from servers.
 
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::thread;
+use std::time::Duration;
+
 use candle_core::Tensor;
 use candle_grpo_test_support::{Reply, device, stay_on_cpu};
 use candle_grpo_train::learn::{Reference, Teacher};
@@ -157,7 +162,11 @@ fn a_server_that_fails_every_request_is_named(
 #[test]
 fn log_probs_that_are_none_are_errors() {
     let setup = setup(Engine::Vllm, 1);
-    let teacher = ServerTeacher::new(&config(&setup)).unwrap();
+    let teacher = ServerTeacher::new(&RolloutConfig {
+        max_retries: 1,
+        ..config(&setup)
+    });
+    let teacher = teacher.unwrap();
     let path = setup.draw_path();
     setup.servers[0].set_faults(move |request| {
         (request.path() == path).then(|| {
@@ -175,7 +184,75 @@ fn log_probs_that_are_none_are_errors() {
     });
     let error = teacher.log_probs(&batch(), 1., &NoProgress).unwrap_err();
     let text = format!("{error:#}");
-    assert!(text.contains("log-probs"), "{text}");
+    assert!(text.contains("log-prob 0.5 of token "), "{text}");
+}
+
+#[test]
+fn a_server_that_is_gone_is_an_error_with_the_keys_of_the_teacher() {
+    let setup = setup(Engine::Vllm, 1);
+    let config = RolloutConfig {
+        server_timeout: 0.2,
+        max_retries: 2,
+        ..config(&setup)
+    };
+    setup.servers[0].http.stop();
+    let teacher = ServerTeacher::new(&config).unwrap();
+    let error = teacher.log_probs(&batch(), 1., &NoProgress).unwrap_err();
+    let text = format!("{error:#}");
+    let words = "teacher.server.base_url: no server is ready after 0.2 s";
+    assert!(text.contains(words), "{text}");
+}
+
+#[test]
+fn a_server_must_have_a_place_for_the_longest_sequence() {
+    let setup = setup(Engine::Vllm, 1);
+    // The longest sequence of the batch has 6 tokens.
+    for (longest, place, fits) in [(0, 7, true), (0, 6, false), (9, 10, true), (9, 9, false)] {
+        setup.servers[0].engine().policy.max_model_len = place;
+        let teacher = ServerTeacher::new(&config(&setup)).unwrap();
+        let teacher = teacher.with_longest_sequence(longest);
+        match teacher.log_probs(&batch(), 1., &NoProgress) {
+            Ok(_) => assert!(fits, "{longest} {place}"),
+            Err(error) => {
+                let text = format!("{error:#}");
+                assert!(!fits, "{text}");
+                assert!(
+                    text.contains(&format!("serves up to {place} tokens")),
+                    "{text}"
+                );
+                assert!(text.contains("and one more"), "{text}");
+            }
+        }
+    }
+}
+
+/// Micro-batches bound the memory of this process, and not the requests.
+#[test]
+fn requests_are_at_the_same_time_whatever_the_micro_batches() {
+    let setup = setup(Engine::Vllm, 1);
+    let (now, most) = (Arc::new(AtomicUsize::new(0)), Arc::new(AtomicUsize::new(0)));
+    let (path, counted) = (setup.draw_path(), Arc::clone(&most));
+    setup.servers[0].set_faults(move |request| {
+        if request.path() != path {
+            return None;
+        }
+        let running = now.fetch_add(1, Ordering::SeqCst) + 1;
+        counted.fetch_max(running, Ordering::SeqCst);
+        let now = Arc::clone(&now);
+        Some(Fault::After(Box::new(move |reply| {
+            thread::sleep(Duration::from_millis(100));
+            now.fetch_sub(1, Ordering::SeqCst);
+            reply
+        })))
+    });
+    let config = TrainConfig {
+        micro_batch_size: 1,
+        ..distillation()
+    };
+    let teacher = ServerTeacher::new(&self::config(&setup)).unwrap();
+    let mut trainer = trainer(digest, config).with_teacher(teacher);
+    trainer.step().unwrap();
+    assert_eq!(most.load(Ordering::SeqCst), 4);
 }
 
 /// Cancels from the start.
