@@ -386,6 +386,19 @@ fn culprit(
 }
 
 /// Returns the path of `key`, which may be a path or an index, in the section at `path`.
+/// Returns how a key with dots is written, for an error: `, as in a: {b: ...}` for `a.b`.
+fn nested(key: &str) -> String {
+    let mut parts = key.rsplit('.');
+    match parts.next() {
+        Some(last) if !key.contains('[') && key.split('.').all(|part| !part.is_empty()) => {
+            let value = format!("{last}: ...");
+            let written = parts.fold(value, |value, part| format!("{part}: {{{value}}}"));
+            format!(", as in {written}")
+        }
+        _ => String::new(),
+    }
+}
+
 fn join(path: &str, key: &str) -> String {
     match (path, key) {
         (path, "") => path.to_owned(),
@@ -435,7 +448,10 @@ impl Node {
                 let mut map = Map::new();
                 for (key, line, node) in entries {
                     if key.contains(['.', '[']) {
-                        let message = format!("key {key:?}, must have no dots and brackets in it");
+                        let message = format!(
+                            "key {key:?}, must have no dots and brackets in it{}",
+                            nested(&key)
+                        );
                         return Err((line, message));
                     }
                     let at = if path.is_empty() {

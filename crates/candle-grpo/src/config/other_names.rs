@@ -141,6 +141,7 @@ pub(super) const NAMES: &[(&str, &str)] = &[
     ("min_lr_rate", "schedule.min_lr_ratio"),
     ("lr_scheduler_kwargs", "schedule.min_lr_ratio"),
     // Memory and adapters.
+    ("trainer", "training"),
     (
         "gradient_checkpointing",
         "training.activation_checkpointing",

@@ -875,7 +875,15 @@ fn messages_about_syntax_have_no_words_of_libraries() {
         ("a: {b: [1, -.inf]}\n", ":1: a.b[1]: -.inf, must be finite"),
         (
             "a.b: 1\n",
-            ":1: key \"a.b\", must have no dots and brackets in it",
+            ":1: key \"a.b\", must have no dots and brackets in it, as in a: {b: ...}\n",
+        ),
+        (
+            "a.b.c: 1\n",
+            ":1: key \"a.b.c\", must have no dots and brackets in it, as in a: {b: {c: ...}}\n",
+        ),
+        (
+            "a[0].b: 1\n",
+            ":1: key \"a[0].b\", must have no dots and brackets in it\n",
         ),
     ] {
         fs::write(folder.path().join("run.yaml"), text).unwrap();
