@@ -209,7 +209,7 @@ fn planned_and_measured(
         ..TrainConfig::default()
     };
     change(&mut config);
-    let plan = MemoryPlan::new(&model, &config, prompt_tokens)?;
+    let plan = MemoryPlan::new(&model, &config, prompt_tokens, 0)?;
     let alphabet = "abcdefghijklmnopqrstuvwxyz";
     let tokenizer = character_tokenizer(alphabet)?;
     let text = |at: usize| alphabet.chars().cycle().skip(at).take(prompt_tokens);

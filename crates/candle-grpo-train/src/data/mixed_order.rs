@@ -94,6 +94,26 @@ impl MixedOrder {
         self.len
     }
 
+    /// Checks that there is one row for each of `count` items, which an error names.
+    ///
+    /// # Errors
+    ///
+    /// If there is another number of rows.
+    pub(crate) fn ensure_rows(&self, count: usize, items: &str) -> Result<()> {
+        ensure!(
+            self.len == count,
+            "order: {} rows, must be {count}, the number of {items}",
+            self.len
+        );
+        Ok(())
+    }
+
+    /// The items of the rows at the places `start..start + count`.
+    pub(crate) fn pick<'a, T>(&self, items: &'a [T], start: usize, count: usize) -> Vec<&'a T> {
+        let rows = self.slice(start, count).into_iter();
+        rows.map(|row| &items[row]).collect()
+    }
+
     /// The rows at the places `start..start + count`.
     pub fn slice(&self, start: usize, count: usize) -> Vec<usize> {
         if let [source] = self.sources.as_slice() {

@@ -1,6 +1,6 @@
 //! Demonstrations that the policy learns from beside its rewards.
 
-use anyhow::{Result, ensure};
+use anyhow::Result;
 use candle_grpo_core::CoefSchedule;
 use candle_grpo_core::validate::{at_least_one, unit_interval};
 use candle_grpo_loss::surrogate::Likelihood;
@@ -87,39 +87,39 @@ impl DemonstrationConfig {
         }
         Ok(())
     }
-
-    /// Returns the share of the demonstrations in the loss of step `step`, from 1.
-    pub fn share(&self, step: usize) -> f64 {
-        self.coef.at(step)
-    }
-
-    pub(super) fn likelihood(&self) -> Likelihood {
-        Likelihood {
-            uncertainty_weight: self.uncertainty_weight,
-        }
-    }
 }
 
 /// The demonstrations of a trainer.
 pub(super) struct Demonstrations {
+    pub(super) config: DemonstrationConfig,
     examples: Vec<Example>,
     order: MixedOrder,
 }
 
 impl Demonstrations {
-    pub(super) fn new(examples: Vec<Example>, order: MixedOrder) -> Result<Self> {
-        let (rows, count) = (order.num_rows(), examples.len());
-        ensure!(
-            rows == count,
-            "order: {rows} rows, must be {count}, the number of demonstrations"
-        );
-        Ok(Self { examples, order })
+    pub(super) fn new(
+        config: DemonstrationConfig,
+        examples: Vec<Example>,
+        order: MixedOrder,
+    ) -> Result<Self> {
+        order.ensure_rows(examples.len(), "demonstrations")?;
+        Ok(Self {
+            config,
+            examples,
+            order,
+        })
     }
 
-    /// The `count` examples after the first `visited` ones.
-    pub(super) fn slice(&self, visited: usize, count: usize) -> Vec<&Example> {
-        let rows = self.order.slice(visited, count).into_iter();
-        rows.map(|row| &self.examples[row]).collect()
+    /// The batch after the first `visited` examples.
+    pub(super) fn batch(&self, visited: usize) -> Vec<&Example> {
+        self.order
+            .pick(&self.examples, visited, self.config.batch_size)
+    }
+
+    pub(super) fn likelihood(&self) -> Likelihood {
+        Likelihood {
+            uncertainty_weight: self.config.uncertainty_weight,
+        }
     }
 }
 

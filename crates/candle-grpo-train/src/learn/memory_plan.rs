@@ -15,8 +15,7 @@ use crate::{ComputeDType, TrainConfig};
 const BUFFERS: usize = 8 << 20;
 
 /// The bytes that a run takes in the memory of its device, if every completion has the largest
-/// length and every prompt is as long as the longest one. Passes over demonstrations are as long as
-/// their bound.
+/// length and every prompt and demonstration is as long as the longest one.
 ///
 /// Not counted are the program with its data set and tokenizer, unless [`Self::program`] is set,
 /// and reward models.
@@ -29,7 +28,7 @@ const BUFFERS: usize = 8 << 20;
 /// let model = DecoderConfig { vocab_size: 1000, hidden_size: 64, intermediate_size: 128,
 ///     num_hidden_layers: 2, num_attention_heads: 4, num_key_value_heads: 2,
 ///     ..DecoderConfig::default() };
-/// let plan = MemoryPlan::new(&model, &TrainConfig::default(), 100)?;
+/// let plan = MemoryPlan::new(&model, &TrainConfig::default(), 100, 0)?;
 /// assert_eq!(plan.gradients, plan.weights);
 /// assert_eq!(plan.optimizer, 2 * plan.weights);
 /// assert!(plan.peak() > plan.weights + plan.optimizer);
@@ -69,12 +68,18 @@ pub struct MemoryPlan {
 }
 
 impl MemoryPlan {
-    /// Computes the memory of a run of `model` whose longest prompt has `prompt_tokens` tokens.
+    /// Computes the memory of a run of `model` whose longest prompt has `prompt_tokens` tokens, and
+    /// whose longest demonstration has `demonstration_tokens`; without any, this is 0.
     ///
     /// # Errors
     ///
     /// If `config` or its adapters are not valid.
-    pub fn new(model: &DecoderConfig, config: &TrainConfig, prompt_tokens: usize) -> Result<Self> {
+    pub fn new(
+        model: &DecoderConfig,
+        config: &TrainConfig,
+        prompt_tokens: usize,
+        demonstration_tokens: usize,
+    ) -> Result<Self> {
         config.validate()?;
         let read = |groups: usize, sequences: usize| {
             groups * prompt_tokens + sequences * config.sampling.max_new_tokens.saturating_sub(1)
@@ -89,16 +94,18 @@ impl MemoryPlan {
             MicroBatchSize::Tokens(tokens) => tokens.max(sequence),
             MicroBatchSize::Sequences(size) => read(size.div_ceil(group), size),
         };
-        let demonstrations = config.demonstrations;
-        let demonstrations = demonstrations.map_or(0, |config| config.micro_batch_tokens);
+        let (pass, demonstrations) = config.demonstrations.map_or((0, 0), |config| {
+            let sizes = (config.micro_batch_tokens, config.batch_size);
+            examples(sizes, demonstration_tokens)
+        });
         let learning = Learning {
             adapters: config.adapters.as_ref(),
             base_weights: config.base_weights,
             compute_dtype: config.compute_dtype,
             activation_checkpointing: config.activation_checkpointing,
             state: config.optimizer.state,
-            longest: longest.min(mini).max(demonstrations),
-            update: mini + demonstrations,
+            longest: longest.min(mini).max(pass),
+            update: mini.saturating_add(demonstrations),
         };
         let drawn_in = DType::from(config.own_rollout_dtype().unwrap_or(config.compute_dtype));
         let shapes: Vec<Shape> = model.parameter_shapes().into_values().collect();
@@ -150,14 +157,15 @@ impl MemoryPlan {
     /// If `config` or its adapters are not valid.
     pub fn supervised(model: &DecoderConfig, config: &SftConfig, longest: usize) -> Result<Self> {
         config.validate()?;
-        let update = config.batch_size.saturating_mul(longest);
+        let sizes = (config.micro_batch_tokens, config.batch_size);
+        let (pass, update) = examples(sizes, longest);
         let learning = Learning {
             adapters: config.adapters.as_ref(),
             base_weights: config.base_weights,
             compute_dtype: config.compute_dtype,
             activation_checkpointing: config.activation_checkpointing,
             state: config.optimizer.state,
-            longest: config.micro_batch_tokens.max(longest).min(update),
+            longest: pass,
             update,
         };
         learning.plan(model)
@@ -168,6 +176,13 @@ impl MemoryPlan {
         let kept = self.weights + self.frozen + self.reference + self.critic + self.optimizer;
         self.program + kept + self.training.max(self.sampling + self.packed)
     }
+}
+
+/// The tokens of the longest pass over a batch of examples of up to `longest` tokens, and those of
+/// all passes.
+fn examples((micro_batch_tokens, batch_size): (usize, usize), longest: usize) -> (usize, usize) {
+    let all = batch_size.saturating_mul(longest);
+    (micro_batch_tokens.max(longest).min(all), all)
 }
 
 /// The settings of an optimizer step.
@@ -263,9 +278,9 @@ mod tests {
             .map(Shape::elem_count)
             .sum();
         let copies = |mut config: TrainConfig| -> Result<usize> {
-            let plain = MemoryPlan::new(&model, &config, 10)?;
+            let plain = MemoryPlan::new(&model, &config, 10, 0)?;
             config.rollout.dtype = Some(ComputeDType::Bf16);
-            let drawn = MemoryPlan::new(&model, &config, 10)?;
+            let drawn = MemoryPlan::new(&model, &config, 10, 0)?;
             assert_eq!(drawn.frozen, plain.frozen);
             Ok(drawn.weights - plain.weights)
         };

@@ -1,6 +1,7 @@
 //! The models of a run.
 
 use std::cell::OnceCell;
+use std::sync::Arc;
 
 use anyhow::{Context, Result, bail, ensure};
 use candle_grpo_nn::{BaseWeights, DecoderConfig, Lora, LoraConfig, Parameters};
@@ -18,7 +19,7 @@ pub(crate) struct Models {
     pub(crate) reference: Option<Reference>,
     /// Schedule that moves the reference toward the policy; absent if the reference is frozen.
     pub(crate) reference_refresh: Option<ReferenceRefresh>,
-    pub(crate) teacher: Option<Box<dyn Teacher>>,
+    pub(crate) teacher: Option<Arc<dyn Teacher>>,
     pub(crate) critic: Option<Critic>,
     /// The hash of the weights at the start of the run, once it is computed.
     pub(crate) base_sha256: OnceCell<String>,

@@ -34,18 +34,3 @@ impl Teacher for Reference {
         Self::log_probs(self, batch, temperature)
     }
 }
-
-impl Teacher for Box<dyn Teacher> {
-    fn takes_micro_batches(&self) -> bool {
-        (**self).takes_micro_batches()
-    }
-
-    fn log_probs(
-        &self,
-        batch: &TokenBatch,
-        temperature: f64,
-        progress: &dyn Progress,
-    ) -> Result<Tensor> {
-        (**self).log_probs(batch, temperature, progress)
-    }
-}

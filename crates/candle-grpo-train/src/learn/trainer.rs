@@ -156,11 +156,7 @@ impl Trainer {
     ///
     /// If it has another number of rows than there are prompts.
     pub fn with_order(mut self, order: MixedOrder) -> Result<Self> {
-        let (rows, prompts) = (order.num_rows(), self.collector.prompts.len());
-        ensure!(
-            rows == prompts,
-            "order: {rows} rows, must be {prompts}, the number of prompts"
-        );
+        order.ensure_rows(self.collector.prompts.len(), "prompts")?;
         self.ahead = None;
         self.collector = self.collector.with_order(order);
         Ok(self)
@@ -205,8 +201,8 @@ impl Trainer {
     /// Sets the policy to learn from, for
     /// [`TokenAdvantage::distillation`](candle_grpo_core::TokenAdvantage::distillation). It must
     /// have the tokens of the policy.
-    pub fn with_teacher(mut self, teacher: impl Teacher + 'static) -> Self {
-        self.models.teacher = Some(Box::new(teacher));
+    pub fn with_teacher(mut self, teacher: Arc<dyn Teacher>) -> Self {
+        self.models.teacher = Some(teacher);
         self
     }
 
@@ -221,12 +217,13 @@ impl Trainer {
         examples: Vec<Example>,
         order: MixedOrder,
     ) -> Result<Self> {
-        ensure!(
-            self.config.demonstrations.is_some(),
-            "demonstrations: {}, must be none, as the settings have no demonstrations",
-            examples.len()
-        );
-        self.demonstrations = Some(Demonstrations::new(examples, order)?);
+        let config = self.config.demonstrations.with_context(|| {
+            format!(
+                "demonstrations: {}, must be none, as the settings have no demonstrations",
+                examples.len()
+            )
+        })?;
+        self.demonstrations = Some(Demonstrations::new(config, examples, order)?);
         Ok(self)
     }
 
@@ -597,16 +594,16 @@ impl Trainer {
 
     /// The share of the demonstrations in the loss of the policy.
     fn demonstration_share(&self, state: &TrainerState) -> f64 {
-        match &self.config.demonstrations {
-            Some(config) if !self.only_critic_trains(state) => config.share(state.steps),
+        match &self.demonstrations {
+            Some(found) if !self.only_critic_trains(state) => found.config.coef.at(state.steps),
             _ => 0.,
         }
     }
 
     /// About the number of demonstrations of this rank in an update.
     fn rank_demonstrations(&self, share: f64) -> usize {
-        match &self.config.demonstrations {
-            Some(config) if share > 0. => self.ranks().share(config.batch_size).len(),
+        match &self.demonstrations {
+            Some(found) if share > 0. => self.ranks().share(found.config.batch_size).len(),
             _ => 0,
         }
     }
@@ -621,20 +618,21 @@ impl Trainer {
     ) -> Result<(StepStats, LikelihoodSums)> {
         let ranks = self.collector.ranks();
         let mut own = Vec::new();
-        if let (Some(config), Some(demonstrations)) =
-            (&self.config.demonstrations, &self.demonstrations)
+        if let Some(demonstrations) = &self.demonstrations
             && share > 0.
         {
-            let rows = demonstrations.slice(state.visited_demonstrations, config.batch_size);
+            let rows = demonstrations.batch(state.visited_demonstrations);
+            let tokens = demonstrations.config.micro_batch_tokens;
             let progress = &*self.progress;
             let passes = ExamplePasses {
                 cancel: if self.updated { &NoProgress } else { progress },
-                ..ExamplePasses::new(config.micro_batch_tokens, ranks, progress)
+                ..ExamplePasses::new(tokens, ranks, progress)
             };
             let (_, of_rank) = passes.divide(&rows);
             let actor = &mut self.models.actor;
             actor.scale_grad(1. - share)?;
-            own = passes.backward(actor, &rows, &of_rank, config.likelihood(), share)?;
+            let likelihood = demonstrations.likelihood();
+            own = passes.backward(actor, &rows, &of_rank, likelihood, share)?;
             state.visited_demonstrations += rows.len();
         }
         let max_norm = self.config.max_grad_norm;

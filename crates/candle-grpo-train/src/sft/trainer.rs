@@ -107,11 +107,7 @@ impl SftTrainer {
     ///
     /// If it has another number of rows.
     pub fn with_order(mut self, order: MixedOrder) -> Result<Self> {
-        let (rows, examples) = (order.num_rows(), self.examples.len());
-        ensure!(
-            rows == examples,
-            "order: {rows} rows, must be {examples}, the number of examples"
-        );
+        order.ensure_rows(self.examples.len(), "examples")?;
         self.order = order;
         Ok(self)
     }
@@ -169,8 +165,7 @@ impl SftTrainer {
         let start = Instant::now();
         let visited = self.state.visited;
         let count = self.config.batch_size.min(self.visits - visited);
-        let rows = self.order.slice(visited, count);
-        let rows: Vec<&Example> = rows.into_iter().map(|row| &self.examples[row]).collect();
+        let rows = self.order.pick(&self.examples, visited, count);
         let tokens = self.config.micro_batch_tokens;
         let passes = ExamplePasses::new(tokens, &self.ranks, &*self.progress);
         let (micro_batches, own) = passes.divide(&rows);
@@ -298,10 +293,8 @@ impl SftTrainer {
     /// used after an error.
     pub fn load_state(&mut self, folder: &Path) -> Result<()> {
         self.state = self.models.load(folder, &self.state)?;
-        let visited = self.order.slice(0, self.state.visited).into_iter();
-        self.trained_tokens = visited
-            .map(|row| self.examples[row].num_trained_tokens())
-            .sum();
+        let visited = self.order.pick(&self.examples, 0, self.state.visited);
+        self.trained_tokens = visited.iter().map(|row| row.num_trained_tokens()).sum();
         Ok(())
     }
 

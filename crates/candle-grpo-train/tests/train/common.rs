@@ -7,6 +7,7 @@ use candle_core::{Device, Tensor};
 use candle_grpo_nn::{DecoderConfig, ModelType, Parameters};
 use candle_grpo_test_support::{TINY_DECODER, device};
 use candle_grpo_train::model::{SpecialTokens, character_tokenizer};
+use candle_grpo_train::run::StepRecord;
 use candle_grpo_train::{
     Pretrained, Prompt, RewardFunction, Sample, Sampler, SamplingConfig, StepMetrics, TrainConfig,
     Trainer,
@@ -158,4 +159,19 @@ pub(crate) fn max_difference(a: &Tensor, b: &Tensor) -> f32 {
         .unwrap()
         .to_scalar()
         .unwrap()
+}
+
+/// Checks that records have the same metrics up to rounding.
+pub(crate) fn assert_records_close<R: StepRecord>(found: &[R], expected: &[R]) {
+    assert_eq!(found.len(), expected.len());
+    for (found, expected) in found.iter().zip(expected) {
+        let step = found.step();
+        let (scalars, others) = (found.scalars().unwrap(), expected.scalars().unwrap());
+        assert_eq!(scalars.len(), others.len(), "{scalars:?} {others:?}");
+        for ((name, value), (other_name, other)) in scalars.iter().zip(&others) {
+            assert_eq!(name, other_name);
+            let close = (value - other).abs() < 1e-4 * (1. + other.abs());
+            assert!(close, "step {step}: {name}: {value}, must be {other}");
+        }
+    }
 }

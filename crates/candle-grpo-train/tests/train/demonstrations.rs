@@ -5,7 +5,6 @@ use candle_grpo_nn::{DecoderConfig, LoraConfig, Parameters};
 use candle_grpo_test_support::{device, on_ranks, stay_on_cpu};
 use candle_grpo_train::data::MixedOrder;
 use candle_grpo_train::learn::{DemonstrationConfig, Example, MemoryPlan};
-use candle_grpo_train::run::StepRecord as _;
 use candle_grpo_train::sft::{SftConfig, SftSchedule, SftTrainer};
 use candle_grpo_train::{
     ComputeDType, CriticConfig, RewardFunction, Sample, StepMetrics, TrainConfig, Trainer,
@@ -13,8 +12,8 @@ use candle_grpo_train::{
 use rstest::rstest;
 
 use crate::common::{
-    self, END, digest, model, model_with_experts, parameters, parameters_of, pretrained, prompts,
-    tokenizer, without_seconds,
+    self, END, assert_records_close, digest, model, model_with_experts, parameters, parameters_of,
+    pretrained, prompts, tokenizer, without_seconds,
 };
 
 /// Seven rows of 3 to 6 tokens.
@@ -246,14 +245,7 @@ fn the_steps_of_ranks_are_those_of_one_rank(
         });
         for metrics in &ranks {
             assert_eq!(metrics, &ranks[0]);
-            for (found, expected) in metrics.iter().zip(&expected) {
-                let (found, expected) = (found.scalars().unwrap(), expected.scalars().unwrap());
-                for ((name, found), (other, expected)) in found.iter().zip(&expected) {
-                    assert_eq!(name, other);
-                    let close = (found - expected).abs() < 1e-4 * (1. + expected.abs());
-                    assert!(close, "{name}: {found}, must be {expected}");
-                }
-            }
+            assert_records_close(metrics, &expected);
         }
     }
 }
@@ -354,16 +346,26 @@ fn settings_that_are_not_valid_are_errors(
 
 #[test]
 fn the_plan_of_memory_has_the_longest_pass_of_both() {
-    let plan = |tokens: usize| {
+    let plan =
+        |config: &TrainConfig, longest| MemoryPlan::new(&model(), config, 3, longest).unwrap();
+    let alone = plan(&common::config(), 0);
+    let config = config(demonstrations(0.5));
+    assert_eq!(plan(&config, 1).activations, alone.activations);
+    // A row that is longer than the bound is a pass of its own.
+    assert!(plan(&config, 1000).activations > alone.activations);
+    assert!(plan(&config, 2000).activations > plan(&config, 1000).activations);
+    // Four rows of 500 tokens have 2000.
+    let wide = |micro_batch_tokens| {
         let demonstrations = DemonstrationConfig {
-            micro_batch_tokens: tokens,
+            micro_batch_tokens,
             ..demonstrations(0.5)
         };
-        MemoryPlan::new(&model(), &config(demonstrations), 3).unwrap()
+        let config = self::config(demonstrations);
+        plan(&config, 500).activations
     };
-    let alone = MemoryPlan::new(&model(), &common::config(), 3).unwrap();
-    assert_eq!(plan(1).activations, alone.activations);
-    assert!(plan(1000).activations > alone.activations);
+    assert!(wide(1000) > wide(500));
+    assert_eq!(wide(2000), wide(100_000));
+    let plan = |longest| plan(&config, longest);
     // Two passes accumulate gradients.
     assert!(plan(1000).training == plan(1000).gradients + plan(1000).activations);
 }

@@ -12,7 +12,6 @@ use candle_grpo_loss::{Aggregation, KlLoss, PolicyLoss, Recipe, RolloutCorrectio
 use candle_grpo_nn::{DecoderConfig, LoraConfig, Parameters};
 use candle_grpo_test_support::{device, on_ranks, stay_on_cpu};
 use candle_grpo_train::rollout::{Deliver, GenerationBatch, LocalGenerator, PolicyWeights};
-use candle_grpo_train::run::StepRecord as _;
 use candle_grpo_train::{
     ComputeDType, CriticConfig, Generator, Interrupted, Progress, Sample, SamplingConfig,
     StepMetrics, TrainConfig, Trainer, evaluate,
@@ -21,8 +20,8 @@ use proptest::prelude::*;
 use rstest::rstest;
 
 use crate::common::{
-    self, digest, model, model_with_experts, parameters, parameters_of, pretrained, prompts,
-    sampling, share_of_a, tokenizer, trainer, without_seconds,
+    self, assert_records_close, digest, model, model_with_experts, parameters, parameters_of,
+    pretrained, prompts, sampling, share_of_a, tokenizer, trainer, without_seconds,
 };
 
 /// Five prompts and four completions of each, in two mini-batches.
@@ -70,19 +69,7 @@ fn close(a: f64, b: f64, tolerance: f64) -> bool {
 }
 
 fn assert_run_close(found: &Run, expected: &Run) {
-    assert_eq!(found.metrics.len(), expected.metrics.len());
-    for (found, expected) in found.metrics.iter().zip(&expected.metrics) {
-        let (scalars, others) = (found.scalars().unwrap(), expected.scalars().unwrap());
-        assert_eq!(scalars.len(), others.len(), "{found:?} {expected:?}");
-        for ((name, value), (other_name, other)) in scalars.iter().zip(&others) {
-            assert_eq!(name, other_name);
-            assert!(
-                close(*value, *other, 1e-4),
-                "step {}: {name}: {value}, must be {other}",
-                found.step
-            );
-        }
-    }
+    assert_records_close(&found.metrics, &expected.metrics);
     for ((name, found), (_, expected)) in found.weights.iter().zip(&expected.weights) {
         for (found, expected) in found.iter().zip(expected) {
             assert!(

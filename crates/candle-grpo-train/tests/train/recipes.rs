@@ -489,7 +489,7 @@ fn a_loss_distills_without_a_reward() {
     );
     let teacher = candle_grpo_nn::Parameters::init(&model(), 9, device()).unwrap();
     let teacher = Reference::new(&model(), &teacher, ComputeDType::F32).unwrap();
-    let mut trainer = trainer(nothing, config).with_teacher(teacher);
+    let mut trainer = trainer(nothing, config).with_teacher(Arc::new(teacher));
     let metrics = trainer.step().unwrap();
     assert!(!metrics.skipped && metrics.grad_norm.unwrap() > 0.);
     assert!(metrics.policy["distillation_gap_abs"] > 0.1);
@@ -530,7 +530,7 @@ fn a_teacher_is_learned_from() {
     );
     let teacher = candle_grpo_nn::Parameters::init(&model(), 9, device()).unwrap();
     let teacher = Reference::new(&model(), &teacher, ComputeDType::F32).unwrap();
-    let mut trainer = trainer(nothing, config).with_teacher(teacher);
+    let mut trainer = trainer(nothing, config).with_teacher(Arc::new(teacher));
     let metrics = trainer.step().unwrap();
     assert!(!metrics.skipped && metrics.policy["teacher_kl"] > 0.1);
 }

@@ -189,14 +189,9 @@ fn plan(
     longest_prompt: usize,
     demonstrations: Option<&SftDataset>,
 ) -> anyhow::Result<MemoryPlan> {
-    let mut train = run.train.clone();
-    if let (Some(config), Some(rows)) = (&mut train.demonstrations, demonstrations) {
-        // The longest pass over these rows.
-        let longest = rows.train.longest_kept();
-        let batch = config.batch_size.saturating_mul(longest);
-        config.micro_batch_tokens = config.micro_batch_tokens.max(longest).min(batch);
-    }
-    on_this_device(MemoryPlan::new(model, &train, longest_prompt)?, run)
+    let longest_row = demonstrations.map_or(0, |rows| rows.train.longest_kept());
+    let plan = MemoryPlan::new(model, &run.train, longest_prompt, longest_row)?;
+    on_this_device(plan, run)
 }
 
 /// A plan with the program. The blocks of a GGUF file count as they are there.

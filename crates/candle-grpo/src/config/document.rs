@@ -385,7 +385,6 @@ fn culprit(
     culprit
 }
 
-/// Returns the path of `key`, which may be a path or an index, in the section at `path`.
 /// Returns how a key with dots is written, for an error: `, as in a: {b: ...}` for `a.b`.
 fn nested(key: &str) -> String {
     let mut parts = key.rsplit('.');
@@ -399,6 +398,7 @@ fn nested(key: &str) -> String {
     }
 }
 
+/// Returns the path of `key`, which may be a path or an index, in the section at `path`.
 fn join(path: &str, key: &str) -> String {
     match (path, key) {
         (path, "") => path.to_owned(),

@@ -8,6 +8,8 @@ use super::suggestions::place_of;
 
 /// Each name of a key in TRL, verl, OpenRLHF or ROLL, with the path of the key here.
 pub(super) const NAMES: &[(&str, &str)] = &[
+    // Sections.
+    ("trainer", "training"),
     // Sizes of a step.
     ("num_generations", "algorithm.num_return_sequences_in_group"),
     ("group_size", "algorithm.num_return_sequences_in_group"),
@@ -141,7 +143,6 @@ pub(super) const NAMES: &[(&str, &str)] = &[
     ("min_lr_rate", "schedule.min_lr_ratio"),
     ("lr_scheduler_kwargs", "schedule.min_lr_ratio"),
     // Memory and adapters.
-    ("trainer", "training"),
     (
         "gradient_checkpointing",
         "training.activation_checkpointing",

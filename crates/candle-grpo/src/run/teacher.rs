@@ -1,5 +1,7 @@
 //! The teacher of a run.
 
+use std::sync::Arc;
+
 use anyhow::Result;
 use candle_grpo_train::learn::{Reference, Teacher};
 use candle_grpo_train::rollout::RolloutConfig;
@@ -57,7 +59,7 @@ pub(super) fn check_teacher(
 pub(super) fn load_teacher(
     config: &RunConfig,
     prompts: &[Prompt],
-) -> Result<Option<Box<dyn Teacher>>> {
+) -> Result<Option<Arc<dyn Teacher>>> {
     let Some(TeacherConfig { model, server }) = &config.teacher else {
         return Ok(None);
     };
@@ -79,20 +81,20 @@ pub(super) fn load_teacher(
         )
     };
     let teacher = load().map_err(|error| wrong("teacher.model", error))?;
-    Ok(Some(Box::new(teacher)))
+    Ok(Some(Arc::new(teacher)))
 }
 
 #[cfg(feature = "engines")]
-fn on_servers(config: &RolloutConfig, longest: usize) -> Result<Box<dyn Teacher>> {
+fn on_servers(config: &RolloutConfig, longest: usize) -> Result<Arc<dyn Teacher>> {
     use candle_grpo_train::rollout::engine::ServerTeacher;
 
-    Ok(Box::new(
+    Ok(Arc::new(
         ServerTeacher::new(config)?.with_longest_sequence(longest),
     ))
 }
 
 #[cfg(not(feature = "engines"))]
-fn on_servers(_: &RolloutConfig, _: usize) -> Result<Box<dyn Teacher>> {
+fn on_servers(_: &RolloutConfig, _: usize) -> Result<Arc<dyn Teacher>> {
     anyhow::bail!("given, must be absent: this program was built without the feature engines")
 }
 

@@ -1,5 +1,7 @@
 //! Distillation from a teacher.
 
+use std::path::Path;
+
 use candle_grpo::train::Pretrained;
 use candle_grpo::train::model::character_tokenizer;
 use candle_grpo_test_support::{HttpServer, Reply, Request};
@@ -24,22 +26,27 @@ run_dir: run
 threads: 1
 ";
 
+/// Trains `model` without a teacher until it draws 'a' in most places, in the folder `run_dir`.
+fn train_alone(folder: &Path, model: &str, run_dir: &str) {
+    let text = CONFIG
+        .replace("teacher: {model: teacher}\n", "")
+        .replace("model: model", &format!("model: {model}"))
+        .replace("weight: 0", "weight: 1")
+        .replace("pattern: a", "pattern: '^aaa'")
+        .replace("distillation: {coef: 1.0}, ", "")
+        .replace("run_dir: run", &format!("run_dir: {run_dir}"));
+    let file = format!("{run_dir}.yaml");
+    std::fs::write(folder.join(&file), text).unwrap();
+    succeeds(folder, &["train", &file, "--quiet"]);
+}
+
 #[test]
 fn the_policy_approaches_the_teacher_and_resumes_bit_identically() {
     let whole = folder(CONFIG);
     let resumed = folder(&CONFIG.replace("max_steps: 40", "max_steps: 20"));
     for folder in [&whole, &resumed] {
-        // A policy that drew 'a' in most places.
         write_long_model(&folder.path().join("fresh"), "abcde", 24, 4);
-        let teach = CONFIG
-            .replace("teacher: {model: teacher}\n", "")
-            .replace("model: model", "model: fresh")
-            .replace("weight: 0", "weight: 1")
-            .replace("pattern: a", "pattern: '^aaa'")
-            .replace("distillation: {coef: 1.0}, ", "")
-            .replace("run_dir: run", "run_dir: teacher");
-        std::fs::write(folder.path().join("teacher.yaml"), teach).unwrap();
-        succeeds(folder.path(), &["train", "teacher.yaml", "--quiet"]);
+        train_alone(folder.path(), "fresh", "teacher");
     }
     succeeds(whole.path(), &["train", "run.yaml", "--quiet"]);
     succeeds(resumed.path(), &["train", "run.yaml", "--quiet"]);
@@ -166,15 +173,7 @@ fn the_policy_approaches_a_teacher_on_a_server() {
         &format!("{{server: {{engine: vllm, base_url: '{url}'}}}}"),
     );
     let folder = folder(&text);
-    // A policy that drew 'a' in most places.
-    let teach = CONFIG
-        .replace("teacher: {model: teacher}\n", "")
-        .replace("weight: 0", "weight: 1")
-        .replace("pattern: a", "pattern: '^aaa'")
-        .replace("distillation: {coef: 1.0}, ", "")
-        .replace("run_dir: run", "run_dir: first");
-    std::fs::write(folder.path().join("first.yaml"), teach).unwrap();
-    succeeds(folder.path(), &["train", "first.yaml", "--quiet"]);
+    train_alone(folder.path(), "model", "first");
     let text = text.replace("model: model", "model: first");
     std::fs::write(folder.path().join("run.yaml"), text).unwrap();
     succeeds(folder.path(), &["train", "run.yaml", "--quiet"]);

@@ -142,6 +142,31 @@ pub struct ScoreRequest<'a> {
     pub first: usize,
 }
 
+impl ScoreRequest<'_> {
+    /// Reads the log-probs from the list `named` of an answer, which has an entry for each token.
+    /// `log_prob` reads an entry, and returns `None` if it is not one of this token.
+    ///
+    /// # Errors
+    ///
+    /// [`Failure::Malformed`] with the `field` of the list, if it is not one of these tokens.
+    pub(super) fn read(
+        &self,
+        field: &str,
+        named: &Value,
+        log_prob: impl Fn(u32, &Value) -> Option<f32>,
+    ) -> Result<Vec<f32>, Failure> {
+        let named = named.as_array().map_or(&[][..], Vec::as_slice);
+        let pairs = self.tokens.iter().zip(named).skip(self.first);
+        let log_probs: Option<Vec<f32>> = pairs.map(|(&id, entry)| log_prob(id, entry)).collect();
+        let whole = named.len() == self.tokens.len();
+        log_probs.filter(|_| whole).ok_or_else(|| {
+            Failure::Malformed(format!(
+                "{field}: absent or of other tokens, must be one for each token"
+            ))
+        })
+    }
+}
+
 /// A completion as a server has drawn it.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Drawn {

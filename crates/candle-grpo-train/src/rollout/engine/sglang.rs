@@ -85,19 +85,9 @@ impl Protocol for Sglang {
             "stream": false,
         });
         let answer = server.call(&Call::post("/generate", body))?;
-        // Pairs of log-prob and token. The first token has no log-prob.
-        let named = single(&answer)["meta_info"]["input_token_logprobs"].as_array();
-        let named = named.map_or(&[][..], Vec::as_slice);
-        let pairs = request.tokens.iter().zip(named).skip(request.first);
-        let log_prob = |(&id, entry): (&u32, &Value)| {
+        let named = &single(&answer)["meta_info"]["input_token_logprobs"];
+        request.read("input_token_logprobs", named, |id, entry| {
             number(&entry[0]).filter(|_| token(&entry[1]) == Some(id))
-        };
-        let log_probs: Option<Vec<f32>> = pairs.map(log_prob).collect();
-        let whole = named.len() == request.tokens.len();
-        log_probs.filter(|_| whole).ok_or_else(|| {
-            let message =
-                "input_token_logprobs: absent or of other tokens, must be one for each token";
-            Failure::Malformed(message.to_owned())
         })
     }
 

@@ -46,19 +46,9 @@ impl Protocol for Vllm {
             "stream": false,
         });
         let answer = server.call(&Call::post("/v1/completions", body))?;
-        // The first token has none.
-        let named = answer.pointer("/choices/0/prompt_logprobs");
-        let named = named
-            .and_then(Value::as_array)
-            .map_or(&[][..], Vec::as_slice);
-        let pairs = request.tokens.iter().zip(named).skip(request.first);
-        let log_prob =
-            |(token, named): (&u32, &Value)| number(&named[token.to_string()]["logprob"]);
-        let log_probs: Option<Vec<f32>> = pairs.map(log_prob).collect();
-        let whole = named.len() == request.tokens.len();
-        log_probs.filter(|_| whole).ok_or_else(|| {
-            let message = "prompt_logprobs: absent or of other tokens, must be one for each token";
-            Failure::Malformed(message.to_owned())
+        let named = &answer["choices"][0]["prompt_logprobs"];
+        request.read("prompt_logprobs", named, |id, entry| {
+            number(&entry[id.to_string()]["logprob"])
         })
     }
 

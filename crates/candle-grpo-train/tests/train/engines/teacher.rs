@@ -13,14 +13,15 @@ use candle_grpo_train::rollout::engine::{
     Call, DrawRequest, Drawn, EngineWeights, Failure, Protocol, ServedModel, Server, ServerTeacher,
 };
 use candle_grpo_train::rollout::{Engine, RolloutConfig, WeightSync};
-use candle_grpo_train::run::StepRecord as _;
 use candle_grpo_train::{ComputeDType, Interrupted, Progress, TokenBatch, TrainConfig};
 use rstest::rstest;
 use serde_json::{Value, json};
 
 use super::Setup;
 use super::fake_server::Fault;
-use crate::common::{self, digest, model, parameters, trainer, without_seconds};
+use crate::common::{
+    self, assert_records_close, digest, model, parameters, trainer, without_seconds,
+};
 
 fn setup(engine: Engine, servers: usize) -> Setup {
     Setup::new(engine, WeightSync::Auto, servers)
@@ -250,7 +251,7 @@ fn requests_are_at_the_same_time_whatever_the_micro_batches() {
         ..distillation()
     };
     let teacher = ServerTeacher::new(&self::config(&setup)).unwrap();
-    let mut trainer = trainer(digest, config).with_teacher(teacher);
+    let mut trainer = trainer(digest, config).with_teacher(Arc::new(teacher));
     trainer.step().unwrap();
     assert_eq!(most.load(Ordering::SeqCst), 4);
 }
@@ -291,23 +292,16 @@ fn distillation() -> TrainConfig {
 #[case(Engine::Sglang)]
 fn steps_with_a_server_are_those_with_a_model_in_this_process(#[case] engine: Engine) {
     stay_on_cpu();
-    let run = |teacher: Box<dyn Teacher>| {
+    let run = |teacher: Arc<dyn Teacher>| {
         let mut trainer = trainer(digest, distillation()).with_teacher(teacher);
         let steps = (0..4).map(|_| without_seconds(trainer.step().unwrap()));
         steps.collect::<Vec<_>>()
     };
     let setup = setup(engine, 1);
-    let served = run(Box::new(ServerTeacher::new(&config(&setup)).unwrap()));
+    let served = run(Arc::new(ServerTeacher::new(&config(&setup)).unwrap()));
     let reference = Reference::new(&model(), &parameters(), ComputeDType::F32).unwrap();
-    let local = run(Box::new(reference));
-    for (served, local) in served.iter().zip(&local) {
-        let (served, local) = (served.scalars().unwrap(), local.scalars().unwrap());
-        for ((name, found), (other, expected)) in served.iter().zip(&local) {
-            assert_eq!(name, other);
-            let close = (found - expected).abs() < 1e-4 * (1. + expected.abs());
-            assert!(close, "{name}: {found}, must be {expected}");
-        }
-    }
+    let local = run(Arc::new(reference));
+    assert_records_close(&served, &local);
 }
 
 #[test]
