@@ -1,13 +1,15 @@
 //! Demonstrations beside rewards.
 
 use candle_grpo_core::{CoefSchedule, Decay};
+use candle_grpo_loss::surrogate::Likelihood;
 use candle_grpo_nn::{DecoderConfig, LoraConfig, Parameters};
 use candle_grpo_test_support::{device, on_ranks, stay_on_cpu};
 use candle_grpo_train::data::MixedOrder;
 use candle_grpo_train::learn::{DemonstrationConfig, Example, MemoryPlan};
 use candle_grpo_train::sft::{SftConfig, SftSchedule, SftTrainer};
 use candle_grpo_train::{
-    ComputeDType, CriticConfig, RewardFunction, Sample, StepMetrics, TrainConfig, Trainer,
+    Actor, ActorConfig, ComputeDType, CriticConfig, RewardFunction, Sample, StepMetrics,
+    TrainConfig, Trainer,
 };
 use rstest::rstest;
 
@@ -185,14 +187,94 @@ fn a_step_without_a_signal_learns_from_demonstrations_as_long_as_they_have_a_sha
     assert_eq!(trainer.state().visited_demonstrations, 59 * 7);
 }
 
-#[test]
-fn the_norm_of_the_gradient_has_the_share_of_the_demonstrations() {
+/// The balance of experts is a part of the loss.
+#[rstest]
+#[case::dense(model())]
+#[case::experts(model_with_experts())]
+fn the_norm_of_the_gradient_has_the_share_of_the_demonstrations(#[case] model: DecoderConfig) {
     let norm = |share| {
-        let mut trainer = trainer(constant, config(demonstrations(share)));
-        trainer.step().unwrap().grad_norm.unwrap()
+        let config = TrainConfig {
+            router_aux_loss_coef: if model.has_experts() { 1. } else { 0. },
+            ..config(demonstrations(share))
+        };
+        let prompts = prompts(&["abc", "d", "ee"]);
+        let parameters = parameters_of(&model, device());
+        let trainer = Trainer::new(
+            model.clone(),
+            parameters,
+            tokenizer(),
+            prompts,
+            constant,
+            config,
+        );
+        let trainer = trainer.unwrap().with_demonstrations(examples(), order());
+        trainer.unwrap().step().unwrap().grad_norm.unwrap()
     };
     let (half, whole) = (norm(0.5), norm(1.));
     assert!((whole - 2. * half).abs() < 1e-5 * whole, "{half} {whole}");
+}
+
+#[test]
+fn steps_visit_the_rows_in_their_order() {
+    let mut config = config(demonstrations(0.5));
+    // Weights that do not change.
+    config.optimizer.learning_rate = 1e-30;
+    let mut trainer = trainer(constant, config);
+    let examples = examples();
+    for step in 0..4 {
+        let rows = order().slice(4 * step, 4).into_iter();
+        let rows: Vec<&Example> = rows.map(|row| &examples[row]).collect();
+        let expected = trainer.actor().likelihood(&rows).unwrap().mean_loss();
+        let found = trainer.step().unwrap().policy["demonstration_loss"];
+        assert!((found - expected).abs() < 1e-6, "{found} {expected}");
+    }
+}
+
+#[test]
+fn the_weight_of_uncertain_tokens_is_in_the_gradient_and_not_in_the_metric() {
+    let step = |uncertainty_weight| {
+        let demonstrations = DemonstrationConfig {
+            uncertainty_weight,
+            ..demonstrations(1.)
+        };
+        let mut config = config(demonstrations);
+        config.max_grad_norm = 1e9;
+        trainer(constant, config).step().unwrap()
+    };
+    let (plain, weighted) = (step(false), step(true));
+    let loss = |metrics: &StepMetrics| metrics.policy["demonstration_loss"];
+    assert_eq!(loss(&plain), loss(&weighted));
+
+    let examples = examples();
+    let rows: Vec<&Example> = order()
+        .slice(0, 4)
+        .into_iter()
+        .map(|row| &examples[row])
+        .collect();
+    let weight: f64 = rows.iter().map(|row| row.total_weight()).sum();
+    let config = ActorConfig {
+        policy_loss: Default::default(),
+        optimizer: Default::default(),
+        temperature: 1.,
+        activation_checkpointing: false,
+        compute_dtype: ComputeDType::F32,
+        router_aux_loss_coef: 0.,
+    };
+    let mut actor = Actor::new(model(), parameters(), config).unwrap();
+    let likelihood = Likelihood {
+        uncertainty_weight: true,
+    };
+    actor
+        .forward_backward_examples(&rows, likelihood, 1. / weight, 0.)
+        .unwrap();
+    let expected = actor.gradients().global_norm().unwrap();
+    let found = weighted.grad_norm.unwrap();
+    assert!(
+        (found - expected).abs() < 1e-4 * expected,
+        "{found} {expected}"
+    );
+    // A factor is at most 1/4.
+    assert!(found < 0.5 * plain.grad_norm.unwrap());
 }
 
 #[rstest]

@@ -21,10 +21,10 @@ use candle_grpo_loss::{
     RolloutCorrection,
 };
 use candle_grpo_test_support::device;
-use candle_grpo_train::learn::{OldLogProbs, Reference, ReferenceRefresh};
+use candle_grpo_train::learn::{OldLogProbs, Reference, ReferenceRefresh, Teacher};
 use candle_grpo_train::{
-    ComputeDType, RewardFunction, Sample, SamplingConfig, StepMetrics, TrainConfig,
-    WeightedRewards, evaluate,
+    ComputeDType, Progress, RewardFunction, Sample, SamplingConfig, StepMetrics, TokenBatch,
+    TrainConfig, WeightedRewards, evaluate,
 };
 use rstest::rstest;
 
@@ -493,6 +493,33 @@ fn a_loss_distills_without_a_reward() {
     let metrics = trainer.step().unwrap();
     assert!(!metrics.skipped && metrics.grad_norm.unwrap() > 0.);
     assert!(metrics.policy["distillation_gap_abs"] > 0.1);
+}
+
+/// A teacher of another crate, which notes how many sequences a call has.
+struct Noting(Reference, Mutex<Vec<usize>>);
+
+impl Teacher for Noting {
+    fn log_probs(
+        &self,
+        batch: &TokenBatch,
+        temperature: f64,
+        _: &dyn Progress,
+    ) -> anyhow::Result<Tensor> {
+        self.1.lock().unwrap().push(batch.dims()?.0);
+        self.0.log_probs(batch, temperature)
+    }
+}
+
+#[test]
+fn a_teacher_has_the_micro_batches_of_the_policy() {
+    let config = with_loss(PolicyLoss::on_policy_distillation());
+    let teacher = Reference::new(&model(), &parameters(), ComputeDType::F32).unwrap();
+    let teacher = Arc::new(Noting(teacher, Mutex::default()));
+    let shared: Arc<dyn Teacher> = Arc::clone(&teacher) as _;
+    let mut trainer = trainer(digest, config).with_teacher(shared);
+    trainer.step().unwrap();
+    // Twelve completions in micro-batches of five.
+    assert_eq!(*teacher.1.lock().unwrap(), [5, 5, 2]);
 }
 
 #[test]

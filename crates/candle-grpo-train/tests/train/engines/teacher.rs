@@ -160,6 +160,46 @@ fn a_server_that_fails_every_request_is_named(
     assert!(text.starts_with("teacher: sequence "), "{text}");
 }
 
+#[rstest]
+#[case(
+    Engine::Vllm,
+    "/choices/0/prompt_logprobs",
+    "prompt_logprobs: absent or of other tokens"
+)]
+#[case(
+    Engine::Sglang,
+    "/meta_info/input_token_logprobs",
+    "input_token_logprobs: absent or of other tokens"
+)]
+fn a_list_of_another_length_is_named(
+    #[case] engine: Engine,
+    #[case] pointer: &'static str,
+    #[case] words: &str,
+) {
+    for change in [
+        |list: &mut Vec<Value>| drop(list.pop()),
+        |list: &mut Vec<Value>| list.push(list[1].clone()),
+        |list: &mut Vec<Value>| list.clear(),
+    ] {
+        let setup = setup(engine, 1);
+        let teacher = ServerTeacher::new(&RolloutConfig {
+            max_retries: 1,
+            ..config(&setup)
+        });
+        let path = setup.draw_path();
+        setup.servers[0].set_faults(move |request| {
+            (request.path() == path).then(|| {
+                Fault::json(move |answer| {
+                    change(answer.pointer_mut(pointer).unwrap().as_array_mut().unwrap());
+                })
+            })
+        });
+        let error = teacher.unwrap().log_probs(&batch(), 1., &NoProgress);
+        let text = format!("{:#}", error.unwrap_err());
+        assert!(text.contains(words), "{text}");
+    }
+}
+
 #[test]
 fn log_probs_that_are_none_are_errors() {
     let setup = setup(Engine::Vllm, 1);
