@@ -101,6 +101,7 @@ mod scores;
 mod sigmoid;
 mod soft_cap;
 mod swiglu;
+mod top_k;
 
 pub use adamw::{AdamWStep, AdamWTensors, adamw};
 pub use add::add;
@@ -138,3 +139,4 @@ pub use scores::Scores;
 pub use sigmoid::sigmoid;
 pub use soft_cap::soft_cap;
 pub use swiglu::{geglu, geglu_gradient, swiglu, swiglu_gradient};
+pub use top_k::top_k;

@@ -78,6 +78,7 @@ fn options(case: &Case) -> Result<DistillationLoss> {
         Some(other) => bail!("unknown tail {other}"),
     };
     Ok(DistillationLoss {
+        coef: 1.,
         beta,
         temperature: options.optional_number("temperature")?.unwrap_or(1.),
         support,
@@ -440,7 +441,13 @@ pub(crate) fn linear(case: &Case) -> Result<Ran> {
         logit_cap: cap("teacher_softcap")?,
         ..OutputLayer::new(&teacher_hidden, &teacher_weight)
     };
-    let result = linear_distillation_loss(&loss, &student, &teacher, &response_mask, &totals)?;
+    let result = linear_distillation_loss(
+        &loss,
+        &student,
+        &Teacher::Hidden(teacher),
+        &response_mask,
+        &totals,
+    )?;
     let tokens = StepTotals::count(&response_mask)?.tokens;
     let metrics = result.metrics.to_host()?;
     let entropy = metrics.get("entropy").unwrap_or_default();

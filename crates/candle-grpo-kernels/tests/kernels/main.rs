@@ -28,4 +28,5 @@ mod row_map;
 mod strategies;
 mod swiglu;
 mod token_results;
+mod top_k;
 mod twin;

@@ -1,19 +1,27 @@
 //! The divergence of a student's distribution from a teacher's.
 
 mod linear;
+mod output_layer;
 mod support;
+mod teacher;
 
 use candle_core::{D, Result, Tensor, bail};
 use candle_grpo_core::{Kl, Mask, Metrics, arithmetic_dtype};
 use serde::{Deserialize, Serialize};
 
-pub use linear::{LinearDistillationOutput, OutputLayer, linear_distillation_loss};
-pub use support::{Support, Tail, Teacher};
+pub use linear::{LinearDistillationOutput, linear_distillation_loss};
+pub use output_layer::OutputLayer;
+pub use support::{Support, Tail};
+pub use teacher::Teacher;
 
 use crate::aggregation::Aggregation;
 use crate::policy_loss::StepTotals;
 use crate::softmax::{log_softmax, log_sum_exp};
-use candle_grpo_core::validate::{finite, positive, unit_interval};
+use candle_grpo_core::validate::{Name, check, finite, non_negative, positive, unit_interval};
+use teacher::TeacherRows;
+
+/// The metrics of the probabilities of the compared entries.
+const MASSES: [&str; 2] = ["student_mass", "teacher_mass"];
 
 /// The generalized Jensen-Shannon divergence of the distributions of a student s and a teacher t at
 /// each token (GKD, <https://arxiv.org/abs/2306.13649>; TRL, ms-swift, twinkle, verl).
@@ -41,6 +49,8 @@ use candle_grpo_core::validate::{finite, positive, unit_interval};
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct DistillationLoss {
+    /// The factor of the loss.
+    pub coef: f64,
     /// The interpolation between both directions, from 0 to 1.
     pub beta: f64,
     /// The divisor of the logits of both, and of given log-probs of the teacher.
@@ -64,6 +74,7 @@ pub struct DistillationLoss {
 impl Default for DistillationLoss {
     fn default() -> Self {
         Self {
+            coef: 1.,
             beta: 0.,
             temperature: 1.,
             support: Support::Vocabulary,
@@ -83,6 +94,7 @@ impl DistillationLoss {
     ///
     /// The error names the option, its value and what it must be.
     pub fn validate(&self) -> Result<()> {
+        non_negative("distillation_loss.coef", self.coef)?;
         unit_interval("distillation_loss.beta", self.beta)?;
         positive("distillation_loss.temperature", self.temperature)?;
         if let Some(floor) = self.tail_floor {
@@ -95,6 +107,12 @@ impl DistillationLoss {
             positive("distillation_loss.value_clamp", clamp)?;
         }
         self.support.validate()?;
+        check(
+            self.aggregation != Aggregation::PromptMeanTokenMean,
+            "distillation_loss.aggregation",
+            Name(&self.aggregation),
+            "be another one: a mean over prompts is one of policy losses",
+        )?;
         self.aggregation.validate()
     }
 
@@ -131,31 +149,18 @@ impl DistillationLoss {
         };
         let student = clean("student_logits", student_logits)?;
         let sampled = sampled_tokens.map(|x| mask.select(x)).transpose()?;
-        let compared = match teacher {
-            Teacher::Logits(logits) => {
-                let logits = clean("teacher_logits", logits)?;
-                self.compare(&student, &Teacher::Logits(&logits), sampled.as_ref())?
-            }
-            Teacher::TopK { ids, log_probs } => {
-                let (ids, log_probs) = (
-                    clean("teacher_topk_ids", ids)?,
-                    clean("teacher_topk_log_probs", log_probs)?,
-                );
-                let teacher = Teacher::TopK {
-                    ids: &ids,
-                    log_probs: &log_probs,
-                };
-                self.compare(&student, &teacher, sampled.as_ref())?
-            }
-        };
+        let compared = self.compare(&student, &teacher.rows(clean)?, sampled.as_ref())?;
         let mut metrics = Metrics::new();
         metrics.push_masked_mean("distillation_loss", &compared.losses, &mask)?;
-        if let Some([student, teacher]) = &compared.masses {
-            metrics.push_masked_mean("student_mass", student, &mask)?;
-            metrics.push_masked_mean("teacher_mass", teacher, &mask)?;
+        for (name, mass) in MASSES.iter().zip(compared.masses.iter().flatten()) {
+            metrics.push_masked_mean(name, mass, &mask)?;
         }
-        let loss = self.aggregation.apply(&compared.losses, &mask, totals)?;
-        Ok((loss, metrics))
+        Ok((self.reduce(&compared.losses, &mask, totals)?, metrics))
+    }
+
+    /// The loss of the divergences of all tokens.
+    fn reduce(&self, divergences: &Tensor, mask: &Mask, totals: &StepTotals) -> Result<Tensor> {
+        self.aggregation.apply(divergences, mask, totals)? * self.coef
     }
 
     /// Computes the divergence at each position, with gradient in `student_logits` `[.., V]`:
@@ -170,22 +175,23 @@ impl DistillationLoss {
         teacher: &Teacher<'_>,
         sampled_tokens: Option<&Tensor>,
     ) -> Result<Tensor> {
+        let teacher = teacher.rows(|_, x| Ok(x.clone()))?;
         Ok(self
-            .compare(student_logits, teacher, sampled_tokens)?
+            .compare(student_logits, &teacher, sampled_tokens)?
             .losses)
     }
 
     fn compare(
         &self,
         student_logits: &Tensor,
-        teacher: &Teacher<'_>,
+        teacher: &TeacherRows,
         sampled_tokens: Option<&Tensor>,
     ) -> Result<Compared> {
         self.validate()?;
         let dtype = arithmetic_dtype(student_logits.dtype());
         let student = self.log_distribution(&student_logits.to_dtype(dtype)?)?;
         let (teacher, entries) = match teacher {
-            Teacher::Logits(logits) => {
+            TeacherRows::Logits(logits) => {
                 if logits.dims() != student.dims() {
                     bail!(
                         "teacher_logits: shape {:?}, must be that of student_logits, {:?}",
@@ -197,7 +203,7 @@ impl DistillationLoss {
                 let entries = self.support.entries(&student, &teacher, sampled_tokens)?;
                 (support::Source::Whole(teacher), entries)
             }
-            Teacher::TopK { ids, log_probs } => {
+            TeacherRows::TopK { ids, log_probs } => {
                 let (source, entries) =
                     self.given_entries(ids, &log_probs.detach().to_dtype(dtype)?, student.dims())?;
                 (source, Some(entries))
@@ -212,16 +218,18 @@ impl DistillationLoss {
                 false,
             )?;
             return Ok(Compared {
+                student,
                 losses,
                 masses: None,
             });
         };
-        let student = support::Source::Whole(student);
-        let masses = [entries.mass(&student)?, entries.mass(&teacher)?];
-        let s = self.floored(&entries.log_probs(&student, self.tail, self.tail_floor)?)?;
+        let of_student = support::Source::Whole(student.clone());
+        let masses = [entries.mass(&of_student)?, entries.mass(&teacher)?];
+        let s = self.floored(&entries.log_probs(&of_student, self.tail, self.tail_floor)?)?;
         let t = self.floored(&entries.log_probs(&teacher, self.tail, self.tail_floor)?)?;
         let losses = self.bounded(self.divergence(&s, &t)?, self.tail == Tail::Drop)?;
         Ok(Compared {
+            student,
             losses,
             masses: Some(masses),
         })
@@ -305,7 +313,10 @@ impl DistillationLoss {
     }
 }
 
+/// The comparison of both at `[..]` places.
 struct Compared {
+    /// The log-distribution of the student, `[.., V]`.
+    student: Tensor,
     losses: Tensor,
     /// The masses of the student and the teacher.
     masses: Option<[Tensor; 2]>,

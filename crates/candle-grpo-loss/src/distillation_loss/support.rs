@@ -1,24 +1,11 @@
 //! The entries of the vocabulary that a distillation compares.
 
 use candle_core::{D, DType, Result, Tensor, bail};
+use candle_grpo_kernels::top_k;
 use serde::{Deserialize, Serialize};
 
 use crate::softmax::{log_softmax, log_sum_exp};
 use candle_grpo_core::validate::at_least_one;
-
-/// The distribution of a teacher. It has no gradient.
-#[derive(Debug, Clone, Copy)]
-pub enum Teacher<'a> {
-    /// Logits of the whole vocabulary, `[B, T, V]`.
-    Logits(&'a Tensor),
-    /// Log-probs of the most likely entries. They are the support.
-    TopK {
-        /// Entries of the vocabulary, `[B, T, K]`.
-        ids: &'a Tensor,
-        /// Their log-probs, `[B, T, K]`.
-        log_probs: &'a Tensor,
-    },
-}
 
 /// The compared entries, if the teacher gives logits.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
@@ -82,9 +69,9 @@ impl Support {
     ) -> Result<Option<Entries>> {
         let ids = match self {
             Self::Vocabulary => return Ok(None),
-            Self::Teacher { k } => top(teacher, k)?,
-            Self::Student { k } => top(student, k)?,
-            Self::Union { k } => Tensor::cat(&[top(teacher, k)?, top(student, k)?], D::Minus1)?,
+            Self::Teacher { k } => top_k(teacher, k)?,
+            Self::Student { k } => top_k(student, k)?,
+            Self::Union { k } => Tensor::cat(&[top_k(teacher, k)?, top_k(student, k)?], D::Minus1)?,
             Self::Sampled { teacher_best } => {
                 let Some(sampled) = sampled else {
                     bail!("sampled_tokens: absent, the support sampled needs them");
@@ -98,19 +85,13 @@ impl Support {
                 }
                 let sampled = sampled.unsqueeze(D::Minus1)?.to_dtype(DType::U32)?;
                 match teacher_best {
-                    true => Tensor::cat(&[top(teacher, 1)?, sampled], D::Minus1)?,
+                    true => Tensor::cat(&[top_k(teacher, 1)?, sampled], D::Minus1)?,
                     false => sampled,
                 }
             }
         };
         Entries::distinct(&ids).map(Some)
     }
-}
-
-/// The k largest entries, in descending order, or all if there are fewer.
-fn top(log_probs: &Tensor, k: usize) -> Result<Tensor> {
-    let order = log_probs.detach().contiguous()?.arg_sort_last_dim(false)?;
-    order.narrow(D::Minus1, 0, k.min(log_probs.dim(D::Minus1)?))
 }
 
 /// Log-probs of the whole vocabulary `[.., V]`, or of the entries `[.., K]`.

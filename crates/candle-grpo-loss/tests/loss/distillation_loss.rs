@@ -1,9 +1,10 @@
 //! Divergences of distributions: values, gradients, masks and the tiled form.
 
 use candle_core::{DType, Device, Result, Tensor, Var};
+use candle_grpo_kernels::top_k;
 use candle_grpo_loss::{
-    DistillationLoss, OutputLayer, StepTotals, Support, Tail, Teacher, distribution_statistics,
-    linear_distillation_loss,
+    Aggregation, DistillationLoss, OutputLayer, StepTotals, Support, Tail, Teacher,
+    distribution_statistics, linear_distillation_loss,
 };
 use candle_grpo_test_support::{assert_close, devices, message, noise, numbers};
 use proptest::prelude::*;
@@ -159,50 +160,168 @@ fn a_small_tail_keeps_its_precision() -> Result<()> {
     Ok(())
 }
 
+/// Teachers with the same distributions in each of their forms.
+struct Teachers {
+    hidden: Tensor,
+    weight: Tensor,
+    logits: Tensor,
+    ids: Tensor,
+    log_probs: Tensor,
+}
+
+impl Teachers {
+    fn new(hidden: Tensor, weight: Tensor, k: usize) -> Result<Self> {
+        let logits = hidden.broadcast_matmul(&weight.t()?)?;
+        let ids = top_k(&logits, k)?;
+        let total = logits.exp()?.sum_keepdim(2)?.log()?;
+        let log_probs = logits.broadcast_sub(&total)?.gather(&ids, 2)?;
+        Ok(Self {
+            hidden,
+            weight,
+            logits,
+            ids,
+            log_probs,
+        })
+    }
+
+    fn layer(&self) -> Teacher<'_> {
+        Teacher::Hidden(OutputLayer::new(&self.hidden, &self.weight))
+    }
+
+    fn top_k(&self) -> Teacher<'_> {
+        Teacher::TopK {
+            ids: &self.ids,
+            log_probs: &self.log_probs,
+        }
+    }
+}
+
 #[test]
 fn the_tiled_loss_equals_that_of_the_logits() -> Result<()> {
-    let (width, seeds) = (4, [7, 8, 9, 10]);
+    let (width, k) = (4, 3);
     for device in devices() {
         let hidden = |seed| Tensor::from_vec(noise(B * T * width, seed), (B, T, width), device);
         let weight = |seed| Tensor::from_vec(noise(V * width, seed), (V, width), device);
-        let (student_hidden, student_weight) = (
-            Var::from_tensor(&hidden(seeds[0])?)?,
-            Var::from_tensor(&weight(seeds[1])?)?,
+        let (hidden_states, output_weight) = (
+            Var::from_tensor(&hidden(7)?)?,
+            Var::from_tensor(&weight(8)?)?,
         );
-        let (teacher_hidden, teacher_weight) = (hidden(seeds[2])?, weight(seeds[3])?);
+        // A gradient reaches hidden states that are computed from a variable, and a weight.
+        let student_hidden = (hidden_states.as_tensor() * 1.)?;
+        let teachers = Teachers::new(hidden(9)?, weight(10)?, k)?;
         let mask = mask(device)?;
         let totals = StepTotals::count(&mask)?;
-        let loss = DistillationLoss {
-            beta: 0.4,
-            ..DistillationLoss::default()
-        };
-        let of_logits = |hidden: &Tensor, weight: &Tensor| -> Result<Tensor> {
-            let rows = hidden.reshape((B * T, width))?;
-            rows.matmul(&weight.t()?)?.reshape((B, T, V))
-        };
-        let logits = of_logits(&student_hidden, &student_weight)?;
-        let teacher = of_logits(&teacher_hidden, &teacher_weight)?;
-        let (expected, _) =
-            loss.compute(&logits, &Teacher::Logits(&teacher), None, &mask, &totals)?;
-        let store = expected.backward()?;
-        let got = linear_distillation_loss(
-            &loss,
-            &OutputLayer::new(&student_hidden, &student_weight),
-            &OutputLayer::new(&teacher_hidden, &teacher_weight),
-            &mask,
-            &totals,
-        )?;
-        assert_close(&numbers(&got.loss)?, &numbers(&expected)?, 1e-12);
-        for (variable, gradient) in [
-            (&student_hidden, got.gradients.hidden),
-            (&student_weight, got.gradients.weight),
-        ] {
-            let expected = store.get(variable).expect("a gradient");
-            let gradient = gradient.expect("a gradient");
-            assert_close(&numbers(&gradient)?, &numbers(expected)?, 1e-12);
+        for loss in losses() {
+            if matches!(loss.support, Support::Sampled { .. }) {
+                continue;
+            }
+            let mut pairs = vec![
+                (Teacher::Logits(&teachers.logits), teachers.layer()),
+                (
+                    Teacher::Logits(&teachers.logits),
+                    Teacher::Logits(&teachers.logits),
+                ),
+            ];
+            let mut loss = DistillationLoss { coef: 0.7, ..loss };
+            if loss.support == (Support::Teacher { k }) {
+                // Log-probs of some entries do not tell those at another temperature.
+                loss.temperature = 1.;
+                pairs.push((Teacher::Logits(&teachers.logits), teachers.top_k()));
+            }
+            for (plain, tiled) in pairs {
+                let logits = student_hidden.broadcast_matmul(&output_weight.t()?)?;
+                let (expected, metrics) = loss.compute(&logits, &plain, None, &mask, &totals)?;
+                let store = expected.backward()?;
+                let student = OutputLayer::new(&student_hidden, &output_weight);
+                let got = linear_distillation_loss(&loss, &student, &tiled, &mask, &totals)?;
+                assert_close(&numbers(&got.loss)?, &numbers(&expected)?, 1e-12);
+                for (variable, gradient) in [
+                    (&hidden_states, got.gradients.hidden),
+                    (&output_weight, got.gradients.weight),
+                ] {
+                    let expected = store.get(variable).expect("a gradient");
+                    let gradient = gradient.expect("a gradient");
+                    assert_close(&numbers(&gradient)?, &numbers(expected)?, 1e-12);
+                }
+                assert!(got.gradients.bias.is_none());
+                let (found, expected) = (got.metrics.to_host()?, metrics.to_host()?);
+                for name in ["distillation_loss", "student_mass", "teacher_mass"] {
+                    assert_eq!(found.get(name).is_some(), expected.get(name).is_some());
+                    let value = |x: Option<f64>| x.unwrap_or_default();
+                    assert_close(
+                        &[value(found.get(name))],
+                        &[value(expected.get(name))],
+                        1e-12,
+                    );
+                }
+            }
         }
-        assert!(got.gradients.bias.is_none());
     }
+    Ok(())
+}
+
+/// Of so large a vocabulary a chunk has three tokens.
+#[test]
+fn chunks_add_up() -> Result<()> {
+    let (vocabulary, tokens) = ((1 << 20) + 1, 4);
+    let device = Device::Cpu;
+    let random = |n: usize, seed| noise(n, seed).iter().map(|x| *x as f32).collect::<Vec<_>>();
+    let hidden = Tensor::from_vec(random(tokens, 1), (1, tokens, 1), &device)?;
+    let hidden = Var::from_tensor(&hidden)?;
+    let weight = Var::from_tensor(&Tensor::from_vec(
+        random(vocabulary, 2),
+        (vocabulary, 1),
+        &device,
+    )?)?;
+    let ids = Tensor::new(
+        &[[[5u32, 9], [0, 1], [vocabulary as u32 - 1, 2], [77, 78]]],
+        &device,
+    )?;
+    let log_probs = Tensor::new(
+        &[[[-0.2f32, -3.], [-1., -1.2], [-0.5, -2.], [-4., -5.]]],
+        &device,
+    )?;
+    let teacher = Teacher::TopK {
+        ids: &ids,
+        log_probs: &log_probs,
+    };
+    let mask = Tensor::ones((1, tokens), DType::U8, &device)?;
+    let totals = StepTotals::count(&mask)?;
+    let loss = DistillationLoss::default();
+    let student = OutputLayer::new(&hidden, &weight);
+    let got = linear_distillation_loss(&loss, &student, &teacher, &mask, &totals)?;
+    let logits = hidden.broadcast_matmul(&weight.t()?)?;
+    let (expected, _) = loss.compute(&logits, &teacher, None, &mask, &totals)?;
+    let store = expected.backward()?;
+    assert_close(&numbers(&got.loss)?, &numbers(&expected)?, 1e-5);
+    let gradients = [
+        (&hidden, got.gradients.hidden, 1e-5),
+        (&weight, got.gradients.weight, 1e-7),
+    ];
+    for (variable, gradient, tolerance) in gradients {
+        let expected = numbers(store.get(variable).expect("a gradient"))?;
+        let gradient = numbers(&gradient.expect("a gradient"))?;
+        assert_close(&gradient, &expected, tolerance);
+    }
+    Ok(())
+}
+
+#[test]
+fn constants_have_no_gradient_and_masks_of_zeros_have_zeros() -> Result<()> {
+    let device = Device::Cpu;
+    let hidden = Tensor::zeros((B, T, 4), DType::F32, &device)?;
+    let weight = Var::zeros((V, 4), DType::F32, &device)?;
+    let teacher = Tensor::zeros((B, T, V), DType::F32, &device)?;
+    let none = Tensor::zeros((B, T), DType::U8, &device)?;
+    let loss = DistillationLoss::default();
+    let student = OutputLayer::new(&hidden, &weight);
+    let totals = StepTotals::count(&mask(&device)?)?;
+    let got =
+        linear_distillation_loss(&loss, &student, &Teacher::Logits(&teacher), &none, &totals)?;
+    assert_eq!(numbers(&got.loss)?, [0.]);
+    assert!(got.gradients.hidden.is_none());
+    let zeros = got.gradients.weight.expect("a gradient");
+    assert_eq!(numbers(&zeros)?, vec![0.; V * 4]);
     Ok(())
 }
 
@@ -246,6 +365,20 @@ fn bad_options_and_shapes_are_named() -> Result<()> {
         ),
         (
             DistillationLoss {
+                coef: -1.,
+                ..DistillationLoss::default()
+            },
+            "distillation_loss.coef: -1, must be finite and at least 0",
+        ),
+        (
+            DistillationLoss {
+                aggregation: Aggregation::PromptMeanTokenMean,
+                ..DistillationLoss::default()
+            },
+            "distillation_loss.aggregation: prompt-mean-token-mean, must be another one: a mean over prompts is one of policy losses",
+        ),
+        (
+            DistillationLoss {
                 support: Support::Sampled { teacher_best: true },
                 ..DistillationLoss::default()
             },
@@ -257,5 +390,36 @@ fn bad_options_and_shapes_are_named() -> Result<()> {
     let narrow = Tensor::zeros((B, T, V - 1), DType::F32, &device)?;
     let error = message(DistillationLoss::default().per_token(&narrow, &teacher, None));
     assert!(error.starts_with("teacher_logits: shape"), "{error}");
+
+    let hidden = Tensor::zeros((B, T, 4), DType::F32, &device)?;
+    let weight = Tensor::zeros((V, 4), DType::F32, &device)?;
+    let mask = mask(&device)?;
+    let totals = StepTotals::count(&mask)?;
+    let linear = |student: OutputLayer, teacher: &Teacher| {
+        let loss = DistillationLoss::default();
+        message(linear_distillation_loss(
+            &loss, &student, teacher, &mask, &totals,
+        ))
+    };
+    let student = OutputLayer::new(&hidden, &weight);
+    let other = hidden.narrow(1, 0, 2)?;
+    let error = linear(OutputLayer::new(&other, &weight), &teacher);
+    assert_eq!(error, "student.hidden: shape [2, 2, 4], must be [2, 3, ..]");
+    let error = linear(student, &Teacher::Hidden(OutputLayer::new(&other, &weight)));
+    assert_eq!(error, "teacher.hidden: shape [2, 2, 4], must be [2, 3, ..]");
+    let narrow = weight.narrow(1, 0, 3)?;
+    let error = linear(
+        student,
+        &Teacher::Hidden(OutputLayer::new(&hidden, &narrow)),
+    );
+    assert_eq!(
+        error,
+        "teacher: hidden [3, 4] and weight [7, 3], must be [.., H] and [V, H]"
+    );
+    let scaled = OutputLayer {
+        logit_scale: 0.,
+        ..student
+    };
+    assert!(linear(scaled, &teacher).starts_with("student.logit_scale: 0, must be"));
     Ok(())
 }

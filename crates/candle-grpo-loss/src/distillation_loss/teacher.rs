@@ -1,0 +1,49 @@
+//! The distributions of a teacher.
+
+use candle_core::{Result, Tensor};
+
+use super::OutputLayer;
+
+/// The distributions of a teacher. They have no gradient.
+#[derive(Debug, Clone, Copy)]
+pub enum Teacher<'a> {
+    /// Logits of the whole vocabulary, `[B, T, V]`.
+    Logits(&'a Tensor),
+    /// Hidden states `[B, T, H]` and the layer that turns them into logits.
+    Hidden(OutputLayer<'a>),
+    /// Log-probs of the most likely entries. They are the support.
+    TopK {
+        /// Entries of the vocabulary, `[B, T, K]`.
+        ids: &'a Tensor,
+        /// Their log-probs, `[B, T, K]`.
+        log_probs: &'a Tensor,
+    },
+}
+
+/// The distributions at some places.
+pub(super) enum TeacherRows {
+    /// `[.., V]`
+    Logits(Tensor),
+    /// Both `[.., K]`.
+    TopK { ids: Tensor, log_probs: Tensor },
+}
+
+impl Teacher<'_> {
+    /// Returns the distributions at the places that `select` takes from a tensor of this name.
+    pub(super) fn rows(
+        &self,
+        select: impl Fn(&str, &Tensor) -> Result<Tensor>,
+    ) -> Result<TeacherRows> {
+        Ok(match self {
+            Self::Logits(logits) => TeacherRows::Logits(select("teacher_logits", logits)?),
+            Self::Hidden(layer) => {
+                let hidden = select("teacher.hidden", layer.hidden)?;
+                TeacherRows::Logits(layer.logits("teacher", &hidden)?.detach())
+            }
+            Self::TopK { ids, log_probs } => TeacherRows::TopK {
+                ids: select("teacher_topk_ids", ids)?,
+                log_probs: select("teacher_topk_log_probs", log_probs)?,
+            },
+        })
+    }
+}
