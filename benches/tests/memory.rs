@@ -143,6 +143,7 @@ fn policy_reference_and_sampler_share_the_weights_under_adapters() -> anyhow::Re
         activation_checkpointing: false,
         compute_dtype: ComputeDType::Bf16,
         router_aux_loss_coef: 0.,
+        distillation_loss: None,
     };
     let (made, bytes) = peak_bytes(|| -> anyhow::Result<_> {
         let actor = Actor::with_adapters(model, parameters, adapters, config)?;

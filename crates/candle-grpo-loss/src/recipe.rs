@@ -1,7 +1,7 @@
 //! Published recipes: reward shaping, advantage and loss.
 
 use candle_core::Result;
-use candle_grpo_core::validate::Name;
+use candle_grpo_core::validate::{Name, check};
 use candle_grpo_core::{
     AdvantageConfig, AdvantageName, AdvantagePipeline, CostPenalty, GroupFilter, Invalid, Kl,
     KlEstimator, KlPenalty, OverlongPenalty, RewardShaping, SingletonGroup, TokenAdvantage,
@@ -9,6 +9,7 @@ use candle_grpo_core::{
 use serde::{Deserialize, Serialize};
 
 use crate::aggregation::Aggregation;
+use crate::distillation_loss::{DistillationLoss, Support};
 use crate::policy_loss::PolicyLoss;
 
 /// An algorithm without its model: reward shaping, advantage and loss. It is the algorithm section
@@ -43,6 +44,9 @@ pub struct Recipe {
     pub advantage: AdvantageConfig,
     /// The policy loss.
     pub policy_loss: PolicyLoss,
+    /// The divergence from the distributions of a teacher, which is added to the policy loss.
+    /// Absent: none.
+    pub distillation_loss: Option<DistillationLoss>,
 }
 
 impl Recipe {
@@ -219,6 +223,21 @@ impl Recipe {
         Self::grpo_advantage(PolicyLoss::m2po())
     }
 
+    /// GKD (<https://arxiv.org/abs/2306.13649>) on completions of the policy: the Jensen-Shannon divergence from a teacher with
+    /// beta 0.5, without a term of rewards.
+    pub fn gkd() -> Self {
+        Self {
+            distillation_loss: Some(DistillationLoss {
+                beta: 0.5,
+                ..DistillationLoss::default()
+            }),
+            ..Self::grpo_advantage(PolicyLoss {
+                loss_coef: 0.,
+                ..PolicyLoss::gpg()
+            })
+        }
+    }
+
     /// Checks the options and the combinations that the papers exclude.
     ///
     /// # Errors
@@ -242,6 +261,15 @@ impl Recipe {
             .map_err(|e| e.within("advantage"))?;
         let loss = self.policy_loss.validate();
         loss.map_err(|e| Invalid::within_error("policy_loss", e))?;
+        if let Some(loss) = &self.distillation_loss {
+            loss.validate()?;
+            check(
+                !matches!(loss.support, Support::Sampled { .. }),
+                "distillation_loss.support",
+                "sampled",
+                "be another one: policy_loss.distillation learns from the sampled tokens",
+            )?;
+        }
         let aggregation = self.policy_loss.aggregation;
         if self.advantage.name == AdvantageName::DrGrpo
             && aggregation == Aggregation::SeqMeanTokenMean

@@ -117,6 +117,7 @@ fn main() -> Result<()> {
         activation_checkpointing: false,
         compute_dtype: ComputeDType::F32,
         router_aux_loss_coef: 0.,
+        distillation_loss: None,
     };
     let mut actor = Actor::from_model(
         policy,

@@ -450,7 +450,7 @@ pub(crate) fn linear(case: &Case) -> Result<Ran> {
     )?;
     let tokens = StepTotals::count(&response_mask)?.tokens;
     let metrics = result.metrics.to_host()?;
-    let entropy = metrics.get("entropy").unwrap_or_default();
+    let entropy = metrics.get("student_entropy").unwrap_or_default();
     let mut outputs = Outputs::default()
         .out("loss", &result.loss)
         .number("entropy_sum", entropy * tokens)?

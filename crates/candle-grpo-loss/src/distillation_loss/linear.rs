@@ -15,7 +15,7 @@ const LOGITS: usize = 1 << 22;
 pub struct LinearDistillationOutput {
     /// The loss: the contribution of this micro-batch to the step.
     pub loss: Tensor,
-    /// Those of [`DistillationLoss::compute`], and the `entropy` of the student.
+    /// Those of [`DistillationLoss::compute`], and `student_entropy`, which is at [`DistillationLoss::temperature`].
     pub metrics: Metrics,
     /// The gradients of the loss with respect to the student's hidden states, weight and bias.
     /// `None` for an argument that is neither a variable nor computed from one.
@@ -43,6 +43,7 @@ pub fn linear_distillation_loss(
     let device = student.hidden.device();
     let dtype = arithmetic_dtype(student.hidden.dtype());
     let flags = mask.selected().flatten_all()?.to_vec1::<u8>()?;
+    teacher.ensure_entries(student.weight.dims().first().copied().unwrap_or(0))?;
     let places: Vec<u32> = (0u32..)
         .zip(&flags)
         .filter(|(_, f)| **f != 0)
@@ -107,8 +108,8 @@ pub fn linear_distillation_loss(
     };
     let losses = on_tokens(&parts.losses)?;
     let mut metrics = Metrics::new();
-    metrics.push_masked_mean("distillation_loss", &losses, &mask)?;
-    metrics.push_masked_mean("entropy", &on_tokens(&parts.entropies)?, &mask)?;
+    metrics.push_masked_mean("divergence", &losses, &mask)?;
+    metrics.push_masked_mean("student_entropy", &on_tokens(&parts.entropies)?, &mask)?;
     for (name, mass) in MASSES.into_iter().zip(&parts.masses) {
         if !mass.is_empty() {
             metrics.push_masked_mean(name, &on_tokens(mass)?, &mask)?;

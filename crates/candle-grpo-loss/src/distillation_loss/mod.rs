@@ -29,7 +29,8 @@ const MASSES: [&str; 2] = ["student_mass", "teacher_mass"];
 /// It is `KL(t, s)` for beta 0, `KL(s, t)` for beta 1, and `beta KL(t, mix) + (1 - beta) KL(s,
 /// mix)` with `mix = (1 - beta) s + beta t` between. The gradient reaches the student only.
 ///
-/// The loss of a policy that has log-probs of the sampled tokens only is
+/// As [`Recipe::distillation_loss`](crate::Recipe::distillation_loss) it is a term of a training
+/// run. The loss of a policy that has log-probs of the sampled tokens only is
 /// [`crate::Distillation`].
 ///
 /// ```
@@ -119,7 +120,7 @@ impl DistillationLoss {
     /// Computes the loss of a micro-batch, with gradient in `student_logits` `[B, T, V]`.
     ///
     /// `sampled_tokens` `[B, T]` are needed for [`Support::Sampled`]. Logits outside the mask may
-    /// be NaN. The metrics are `distillation_loss` and, for a part of the vocabulary,
+    /// be NaN. The metrics are the `divergence` and, for a part of the vocabulary,
     /// `student_mass` and `teacher_mass`, the probabilities of the compared entries.
     ///
     /// # Errors
@@ -151,7 +152,7 @@ impl DistillationLoss {
         let sampled = sampled_tokens.map(|x| mask.select(x)).transpose()?;
         let compared = self.compare(&student, &teacher.rows(clean)?, sampled.as_ref())?;
         let mut metrics = Metrics::new();
-        metrics.push_masked_mean("distillation_loss", &compared.losses, &mask)?;
+        metrics.push_masked_mean("divergence", &compared.losses, &mask)?;
         for (name, mass) in MASSES.iter().zip(compared.masses.iter().flatten()) {
             metrics.push_masked_mean(name, mass, &mask)?;
         }

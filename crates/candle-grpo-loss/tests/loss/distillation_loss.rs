@@ -245,7 +245,7 @@ fn the_tiled_loss_equals_that_of_the_logits() -> Result<()> {
                 }
                 assert!(got.gradients.bias.is_none());
                 let (found, expected) = (got.metrics.to_host()?, metrics.to_host()?);
-                for name in ["distillation_loss", "student_mass", "teacher_mass"] {
+                for name in ["divergence", "student_mass", "teacher_mass"] {
                     assert_eq!(found.get(name).is_some(), expected.get(name).is_some());
                     let value = |x: Option<f64>| x.unwrap_or_default();
                     assert_close(

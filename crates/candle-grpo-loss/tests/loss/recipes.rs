@@ -35,6 +35,7 @@ fn recipes() -> Vec<(&'static str, Recipe)> {
         ("prime_rl", Recipe::prime_rl()),
         ("fipo", Recipe::fipo()),
         ("m2po", Recipe::m2po()),
+        ("gkd", Recipe::gkd()),
     ]
 }
 

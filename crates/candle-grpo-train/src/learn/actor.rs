@@ -3,13 +3,16 @@
 use std::collections::HashMap;
 use std::sync::Arc;
 
-use anyhow::{Context, Result, ensure};
+use anyhow::{Context, Result, bail, ensure};
 use candle_core::{DType, Tensor};
 use candle_grpo_collective::Collective;
 use candle_grpo_core::validate as check;
 use candle_grpo_core::{MetricValue, MetricValues};
 use candle_grpo_kernels::soft_cap;
-use candle_grpo_loss::{PolicyLoss, StepTotals, linear_policy_loss, sum_of_squared_probs};
+use candle_grpo_loss::{
+    DistillationLoss, LinearDistillationOutput, OutputLayer, PolicyLoss, StepTotals,
+    linear_distillation_loss, linear_policy_loss, sum_of_squared_probs,
+};
 use candle_grpo_nn::{
     AdamW, AdamWConfig, BaseWeights, ComputeCopies, Decoder, DecoderConfig, Gradients,
     LanguageModel, Lora, Parameters,
@@ -51,6 +54,9 @@ pub struct ActorConfig {
     /// [`TrainConfig::router_aux_loss_coef`](crate::TrainConfig::router_aux_loss_coef).
     #[serde(default)]
     pub router_aux_loss_coef: f64,
+    /// The divergence from [`TrainingBatch::teacher`], which is added to the loss. Absent: none.
+    #[serde(default)]
+    pub distillation_loss: Option<DistillationLoss>,
 }
 
 /// The dtype of a policy's computation. Sums, norms, softmax, log-probs and losses are always f32.
@@ -210,6 +216,9 @@ impl<M: LanguageModel> Actor<M> {
         ensure_temperature(config.temperature)?;
         check::non_negative("router_aux_loss_coef", config.router_aux_loss_coef)?;
         config.policy_loss.validate().context("policy_loss")?;
+        if let Some(loss) = &config.distillation_loss {
+            loss.validate()?;
+        }
         let trained = adapters.as_ref().map_or(&parameters, Lora::parameters);
         Ok(Self {
             optimizer: AdamW::new(config.optimizer.clone(), trained)?,
@@ -312,17 +321,29 @@ impl<M: LanguageModel> Actor<M> {
             &batch.policy,
             totals,
         )?;
-        if let Some(gradient) = loss.gradients.weight {
+        let distilled = self.distill(&recorded.states, &weight, batch, totals)?;
+        let (mut hidden_gradient, mut total) = (loss.gradients.hidden, loss.output.loss);
+        let mut metrics = loss.output.metrics;
+        let mut weight_gradients = vec![loss.gradients.weight];
+        if let Some(distilled) = distilled {
+            hidden_gradient = match (hidden_gradient, distilled.gradients.hidden) {
+                (Some(a), Some(b)) => Some((a + b)?),
+                (a, b) => a.or(b),
+            };
+            weight_gradients.push(distilled.gradients.weight);
+            total = (&total + distilled.loss.to_dtype(total.dtype())?)?;
+            metrics.extend(distilled.metrics);
+        }
+        for gradient in weight_gradients.into_iter().flatten() {
             self.gradients.add(self.policy.output_name(), &gradient)?;
         }
-        recorded.backward(loss.gradients.hidden, trained, &mut self.gradients)?;
-        let output = loss.output;
-        let loss = output.loss.to_dtype(DType::F32)?.to_scalar::<f32>()?;
+        recorded.backward(hidden_gradient, trained, &mut self.gradients)?;
+        let loss = total.to_dtype(DType::F32)?.to_scalar::<f32>()?;
         if !loss.is_finite() {
             self.zero_grad();
             return Err(blame(batch)?.into());
         }
-        let mut metrics = output.metrics.to_host()?;
+        let mut metrics = metrics.to_host()?;
         if let Some(balance) = balance {
             for (name, value) in [
                 ("router_aux_loss", balance.loss),
@@ -333,6 +354,34 @@ impl<M: LanguageModel> Actor<M> {
             }
         }
         Ok(metrics)
+    }
+
+    /// Computes the divergence from the teacher of `batch`, if it is a part of the loss. `states`
+    /// `[B, T, H]` and `weight` are those of the output layer.
+    fn distill(
+        &self,
+        states: &Tensor,
+        weight: &Tensor,
+        batch: &TrainingBatch,
+        totals: &StepTotals,
+    ) -> Result<Option<LinearDistillationOutput>> {
+        let Some(loss) = &self.config.distillation_loss else {
+            return Ok(None);
+        };
+        let Some(teacher) = &batch.teacher else {
+            bail!("teacher: absent, must be given with a distillation_loss");
+        };
+        let student = OutputLayer {
+            logit_cap: self.policy.logit_cap(),
+            ..OutputLayer::new(states, weight)
+        };
+        let mask = &batch.tokens.response_mask;
+        let found = teacher.over(weight.dim(0)?, |teacher| {
+            Ok(linear_distillation_loss(
+                loss, &student, &teacher, mask, totals,
+            )?)
+        })?;
+        Ok(Some(found))
     }
 
     /// Clips the gradients to the norm `max_norm`, makes an optimizer step and clears the

@@ -6,6 +6,7 @@ use anyhow::{Result, bail, ensure};
 use candle_core::{DType, Device, Tensor};
 use candle_grpo_loss::{Mask, PolicyBatch};
 
+use super::TeacherDistributions;
 use super::padding::{left_padded, padding_mask, response_mask, right_padded};
 use crate::Rollout;
 
@@ -210,6 +211,25 @@ impl TokenBatch {
         self.map(|x| x.contiguous()?.index_select(&rows, 0))
     }
 
+    /// Concatenates batches of the same widths.
+    pub(super) fn cat(batches: &[&Self]) -> Result<Self> {
+        let cat = |part: fn(&Self) -> &Tensor| {
+            let parts: Vec<&Tensor> = batches.iter().map(|batch| part(batch)).collect();
+            Tensor::cat(&parts, 0)
+        };
+        let experts: Vec<&Tensor> = batches.iter().filter_map(|x| x.experts.as_ref()).collect();
+        Ok(Self {
+            input_ids: cat(|batch| &batch.input_ids)?,
+            attention_mask: cat(|batch| &batch.attention_mask)?,
+            targets: cat(|batch| &batch.targets)?,
+            response_mask: cat(|batch| &batch.response_mask)?,
+            experts: match experts.is_empty() {
+                true => None,
+                false => Some(Tensor::cat(&experts, 0)?),
+            },
+        })
+    }
+
     /// Applies `f` to each tensor.
     fn map(&self, f: impl Fn(&Tensor) -> candle_core::Result<Tensor>) -> Result<Self> {
         Ok(Self {
@@ -234,6 +254,10 @@ pub struct TrainingBatch {
     pub values: Option<Tensor>,
     /// Returns, the targets of the critic, f32 `[B, T]`.
     pub returns: Option<Tensor>,
+    /// Distributions of a teacher, for [`ActorConfig::distillation_loss`].
+    ///
+    /// [`ActorConfig::distillation_loss`]: crate::ActorConfig::distillation_loss
+    pub teacher: Option<TeacherDistributions>,
 }
 
 impl TrainingBatch {
@@ -245,6 +269,7 @@ impl TrainingBatch {
             tokens,
             values: None,
             returns: None,
+            teacher: None,
         }
     }
 
@@ -264,6 +289,14 @@ impl TrainingBatch {
             if let Some(tensor) = tensor {
                 ensure_dims(name, tensor, &[b, t])?;
             }
+        }
+        let of_teacher = self
+            .teacher
+            .iter()
+            .flat_map(|teacher| teacher.by_sequence());
+        for (name, tensor) in of_teacher {
+            let width = tensor.dims().last().copied().unwrap_or(0);
+            ensure_dims(name, tensor, &[b, t, width])?;
         }
         Ok((b, t))
     }
@@ -305,6 +338,7 @@ impl TrainingBatch {
             policy,
             values: optional(&self.values)?,
             returns: optional(&self.returns)?,
+            teacher: self.teacher.as_ref().map(|x| x.map(&f)).transpose()?,
         })
     }
 }

@@ -43,7 +43,7 @@ pub use response_forward::read_tokens;
 pub use schedule::LearningRateSchedule;
 pub use step_metrics::{PhaseSeconds, RewardStatistics, StepMetrics};
 pub use supervised::{Example, LikelihoodSums};
-pub use teacher::Teacher;
+pub use teacher::{Teacher, TeacherDistributions};
 pub use train_config::{OldLogProbs, TrainConfig};
 pub use trainer::Trainer;
 pub use turn_advantage::{StepReturns, TurnAdvantage};

@@ -5,10 +5,11 @@ use std::collections::HashMap;
 use anyhow::{Result, bail, ensure};
 use candle_core::Tensor;
 use candle_grpo_core::validate;
-use candle_grpo_nn::{ComputeCopies, Decoder, DecoderConfig, Lora, Parameters};
+use candle_grpo_nn::{ComputeCopies, Decoder, DecoderConfig, LanguageModel, Lora, Parameters};
 use serde::{Deserialize, Serialize};
 
-use super::response_forward::response_log_probs;
+use super::TeacherDistributions;
+use super::response_forward::{predicting_states, response_log_probs};
 use crate::{ComputeDType, TokenBatch};
 
 /// A policy that changes only in [`Self::refresh`] and when it is replaced.
@@ -89,6 +90,15 @@ impl Reference {
     /// Returns the log-probs of the responses of `batch` at `temperature`, f32 `[B, T]`, detached.
     pub fn log_probs(&self, batch: &TokenBatch, temperature: f64) -> Result<Tensor> {
         Ok(response_log_probs(&self.decoder, &batch.without_experts(), temperature)?.log_probs)
+    }
+
+    /// Returns the distributions at the responses of `batch`.
+    pub fn distributions(&self, batch: &TokenBatch) -> Result<TeacherDistributions> {
+        Ok(TeacherDistributions::Hidden {
+            hidden: predicting_states(&self.decoder, &batch.without_experts())?,
+            weight: self.decoder.output_weight().detach(),
+            logit_cap: self.decoder.logit_cap(),
+        })
     }
 
     /// Returns the copy of the parameters, if there is one.

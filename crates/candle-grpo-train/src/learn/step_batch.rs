@@ -111,8 +111,10 @@ impl Preparation<'_> {
         };
         let advantages = self.advantages(&rewards, &tokens, values.as_ref(), early.as_ref())?;
         *sequence_advantages = sequence_means(&advantages.advantages, &tokens.response_mask)?;
-        let policy_loss = &self.config.recipe.policy_loss;
-        let reward_alone = policy_loss.positive_nll.is_none() && policy_loss.distillation.is_none();
+        let recipe = &self.config.recipe;
+        let reward_alone = recipe.policy_loss.positive_nll.is_none()
+            && recipe.policy_loss.distillation.is_none()
+            && recipe.distillation_loss.is_none();
         if reward_alone && is_zero(&advantages.advantages)? {
             return Ok(None);
         }
@@ -321,7 +323,9 @@ impl Preparation<'_> {
         };
         let reference = models.reference.as_ref().map(|policy| fixed(policy));
         let reference = reference.transpose()?;
-        let teacher = models.teacher.as_deref().map(fixed).transpose()?;
+        let uses_teacher = self.inputs.teacher_log_probs || self.estimator.is_some();
+        let teacher = models.teacher.as_deref().filter(|_| uses_teacher);
+        let teacher = teacher.map(fixed).transpose()?;
         Ok(LogProbs {
             reference,
             teacher,

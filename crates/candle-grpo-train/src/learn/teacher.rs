@@ -1,10 +1,11 @@
 //! The policy that a policy learns from.
 
-use anyhow::Result;
+use anyhow::{Result, bail, ensure};
 use candle_core::Tensor;
+use candle_grpo_loss::{DistillationLoss, OutputLayer, Support};
 
 use super::Reference;
-use crate::{Progress, TokenBatch};
+use crate::{Progress, TokenBatch, TrainingBatch};
 
 /// A fixed policy to learn from: a model in this process ([`Reference`]), or one on servers
 /// (`ServerTeacher` in `rollout::engine`).
@@ -27,10 +28,166 @@ pub trait Teacher: Send + Sync {
         temperature: f64,
         progress: &dyn Progress,
     ) -> Result<Tensor>;
+
+    /// Returns the distributions at the responses of `batch` at temperature 1, for
+    /// [`Recipe::distillation_loss`](candle_grpo_loss::Recipe::distillation_loss). Those of tokens
+    /// that are not in the response mask are not used. By default a teacher has none.
+    ///
+    /// `entries` is the number of the most likely entries that are compared, if it is they. A
+    /// teacher may give the whole distribution all the same.
+    ///
+    /// # Errors
+    ///
+    /// If the teacher fails or cannot do this, and with [`Interrupted`](crate::Interrupted) if
+    /// `progress` cancels.
+    fn distributions(
+        &self,
+        batch: &TokenBatch,
+        entries: Option<usize>,
+        progress: &dyn Progress,
+    ) -> Result<TeacherDistributions> {
+        let _ = (batch, entries, progress);
+        bail!(
+            "teacher: gives log-probs of tokens only, must give distributions for recipe.distillation_loss"
+        )
+    }
 }
 
 impl Teacher for Reference {
     fn log_probs(&self, batch: &TokenBatch, temperature: f64, _: &dyn Progress) -> Result<Tensor> {
         Self::log_probs(self, batch, temperature)
+    }
+
+    fn distributions(
+        &self,
+        batch: &TokenBatch,
+        _: Option<usize>,
+        _: &dyn Progress,
+    ) -> Result<TeacherDistributions> {
+        Self::distributions(self, batch)
+    }
+}
+
+/// The distributions of a teacher at the responses of B sequences of up to T tokens, detached.
+#[derive(Debug, Clone)]
+pub enum TeacherDistributions {
+    /// The output layer of a model.
+    Hidden {
+        /// Hidden states, `[B, T, H]`.
+        hidden: Tensor,
+        /// Output weight, `[V, H]`. Rows beyond the vocabulary of the policy are not used: models
+        /// of one family have the same tokens and differ in their padding.
+        weight: Tensor,
+        /// Bound of the logits.
+        logit_cap: Option<f64>,
+    },
+    /// The most likely entries.
+    TopK {
+        /// Entries of the vocabulary, u32 `[B, T, K]`.
+        ids: Tensor,
+        /// Their log-probs, f32 `[B, T, K]`.
+        log_probs: Tensor,
+    },
+}
+
+impl TeacherDistributions {
+    /// Calls `f` with the distributions over a vocabulary of this size.
+    pub(super) fn over<T>(
+        &self,
+        vocabulary: usize,
+        f: impl FnOnce(candle_grpo_loss::Teacher<'_>) -> Result<T>,
+    ) -> Result<T> {
+        match self {
+            Self::Hidden {
+                hidden,
+                weight,
+                logit_cap,
+            } => {
+                let rows = weight.dim(0)?;
+                ensure!(
+                    rows >= vocabulary,
+                    "teacher: {rows} logits, must be at least {vocabulary}, those of the policy"
+                );
+                let weight = weight.narrow(0, 0, vocabulary)?;
+                f(candle_grpo_loss::Teacher::Hidden(OutputLayer {
+                    logit_cap: *logit_cap,
+                    ..OutputLayer::new(hidden, &weight)
+                }))
+            }
+            Self::TopK { ids, log_probs } => f(candle_grpo_loss::Teacher::TopK { ids, log_probs }),
+        }
+    }
+
+    /// The tensors of which each sequence has a part, `[B, T, ..]`, with their names.
+    pub(super) fn by_sequence(&self) -> Vec<(&'static str, &Tensor)> {
+        match self {
+            Self::Hidden { hidden, .. } => vec![("teacher.hidden", hidden)],
+            Self::TopK { ids, log_probs } => {
+                vec![("teacher.ids", ids), ("teacher.log_probs", log_probs)]
+            }
+        }
+    }
+
+    /// Applies `f` to each tensor of which each sequence has a part.
+    pub(super) fn map(
+        &self,
+        f: impl Fn(&Tensor) -> candle_core::Result<Tensor>,
+    ) -> candle_core::Result<Self> {
+        Ok(match self {
+            Self::Hidden {
+                hidden,
+                weight,
+                logit_cap,
+            } => Self::Hidden {
+                hidden: f(hidden)?,
+                weight: weight.clone(),
+                logit_cap: *logit_cap,
+            },
+            Self::TopK { ids, log_probs } => Self::TopK {
+                ids: f(ids)?,
+                log_probs: f(log_probs)?,
+            },
+        })
+    }
+}
+
+/// The distributions that the micro-batches of an update learn from.
+pub(super) struct Distillation<'a> {
+    pub(super) teacher: &'a dyn Teacher,
+    pub(super) loss: &'a DistillationLoss,
+    pub(super) progress: &'a dyn Progress,
+}
+
+impl Distillation<'_> {
+    /// Completes all micro-batches, if the teacher takes them at once.
+    pub(super) fn complete_all(&self, micro_batches: &mut [TrainingBatch]) -> Result<()> {
+        if self.teacher.takes_micro_batches() {
+            return Ok(());
+        }
+        let tokens: Vec<&TokenBatch> = micro_batches.iter().map(|batch| &batch.tokens).collect();
+        let found = self.ask(&TokenBatch::cat(&tokens)?)?;
+        let mut start = 0;
+        for batch in micro_batches {
+            let (len, _) = batch.tokens.dims()?;
+            batch.teacher = Some(found.map(|x| x.narrow(0, start, len)?.contiguous())?);
+            start += len;
+        }
+        Ok(())
+    }
+
+    /// Completes a micro-batch that is not complete.
+    pub(super) fn complete(&self, micro_batch: &mut TrainingBatch) -> Result<()> {
+        if micro_batch.teacher.is_none() {
+            micro_batch.teacher = Some(self.ask(&micro_batch.tokens)?);
+        }
+        Ok(())
+    }
+
+    fn ask(&self, batch: &TokenBatch) -> Result<TeacherDistributions> {
+        let entries = match self.loss.support {
+            Support::Teacher { k } => Some(k),
+            _ => None,
+        };
+        self.teacher.distributions(batch, entries, self.progress)
     }
 }

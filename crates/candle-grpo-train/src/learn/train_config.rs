@@ -467,6 +467,7 @@ impl TrainConfig {
             activation_checkpointing: self.activation_checkpointing,
             compute_dtype: self.compute_dtype,
             router_aux_loss_coef: self.router_aux_loss_coef,
+            distillation_loss: self.recipe.distillation_loss,
         }
     }
 }

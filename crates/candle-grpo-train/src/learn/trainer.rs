@@ -27,6 +27,7 @@ use super::response_forward::read_tokens;
 use super::scored_rollouts::ScoredRollouts;
 use super::staleness::staleness_metrics;
 use super::step_batch::{Preparation, PreparedStep, StepBatch, single};
+use super::teacher::Distillation;
 use super::{Example, LikelihoodSums, StepStats, Teacher, count_prompt_tokens};
 use crate::data::MixedOrder;
 use crate::environment::{Environments, ensure_some_worked};
@@ -199,8 +200,10 @@ impl Trainer {
     }
 
     /// Sets the policy to learn from, for
-    /// [`TokenAdvantage::distillation`](candle_grpo_core::TokenAdvantage::distillation). It must
-    /// have the tokens of the policy.
+    /// [`TokenAdvantage::distillation`](candle_grpo_core::TokenAdvantage::distillation),
+    /// [`PolicyLoss::distillation`](candle_grpo_loss::PolicyLoss::distillation) and
+    /// [`Recipe::distillation_loss`](candle_grpo_loss::Recipe::distillation_loss). It must have the
+    /// tokens of the policy.
     pub fn with_teacher(mut self, teacher: Arc<dyn Teacher>) -> Self {
         self.models.teacher = Some(teacher);
         self
@@ -331,6 +334,10 @@ impl Trainer {
         ensure!(
             self.config.demonstrations.is_some() == self.demonstrations.is_some(),
             "demonstrations: none, must be given by with_demonstrations, as the settings have them"
+        );
+        ensure!(
+            self.config.recipe.distillation_loss.is_none() || self.models.teacher.is_some(),
+            "teacher: none, must be given by with_teacher, as recipe.distillation_loss learns from it"
         );
         self.ensure_not_canceled()?;
         self.last = None;
@@ -499,7 +506,7 @@ impl Trainer {
                     continue;
                 };
                 let size = self.config.micro_batches();
-                let micro_batches = size.of_rank(&mini_batch, self.ranks())?;
+                let mut micro_batches = size.of_rank(&mini_batch, self.ranks())?;
                 if let Some(critic) = &mut self.models.critic {
                     update_critic(
                         critic,
@@ -517,14 +524,36 @@ impl Trainer {
                     true => 0.,
                     false => read_tokens(&mini_batch.tokens)?,
                 };
-                let mut own = Vec::new();
-                for (number, micro_batch) in micro_batches.iter().enumerate() {
+                let teacher = self.models.teacher.clone();
+                let (config, progress) = (Arc::clone(&self.config), Arc::clone(&self.progress));
+                let distillation = config
+                    .recipe
+                    .distillation_loss
+                    .as_ref()
+                    .zip(teacher.as_deref());
+                let distillation = distillation.map(|(loss, teacher)| Distillation {
+                    teacher,
+                    loss,
+                    progress: if self.updated {
+                        &NoProgress
+                    } else {
+                        &*progress
+                    },
+                });
+                if let Some(distillation) = &distillation {
+                    distillation.complete_all(&mut micro_batches)?;
+                }
+                let (mut own, last) = (Vec::new(), micro_batches.len() - 1);
+                for (number, mut micro_batch) in micro_batches.into_iter().enumerate() {
                     self.ensure_step_not_canceled()?;
+                    if let Some(distillation) = &distillation {
+                        distillation.complete(&mut micro_batch)?;
+                    }
                     let actor = &mut self.models.actor;
-                    if number + 1 == micro_batches.len() && share == 0. {
+                    if number == last && share == 0. {
                         actor.begin_reduction(self.collector.ranks().collective())?;
                     }
-                    own.push(actor.forward_backward_of(micro_batch, &totals, read)?);
+                    own.push(actor.forward_backward_of(&micro_batch, &totals, read)?);
                     let tokens = StepTotals::count(&micro_batch.tokens.response_mask)?.tokens;
                     self.progress
                         .advance(micro_batch.tokens.dims()?.0, tokens as usize);

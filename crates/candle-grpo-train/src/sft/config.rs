@@ -196,6 +196,7 @@ impl SftConfig {
             activation_checkpointing: self.activation_checkpointing,
             compute_dtype: self.compute_dtype,
             router_aux_loss_coef: self.router_aux_loss_coef,
+            distillation_loss: None,
         }
     }
 }

@@ -29,6 +29,7 @@ fn actor(policy_loss: PolicyLoss) -> Actor {
         activation_checkpointing: false,
         compute_dtype: ComputeDType::F32,
         router_aux_loss_coef: 0.,
+        distillation_loss: None,
     };
     Actor::new(model(), parameters(), config).unwrap()
 }

@@ -259,6 +259,7 @@ fn the_weight_of_uncertain_tokens_is_in_the_gradient_and_not_in_the_metric() {
         activation_checkpointing: false,
         compute_dtype: ComputeDType::F32,
         router_aux_loss_coef: 0.,
+        distillation_loss: None,
     };
     let mut actor = Actor::new(model(), parameters(), config).unwrap();
     let likelihood = Likelihood {

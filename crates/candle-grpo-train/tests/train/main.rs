@@ -13,6 +13,7 @@ mod curriculum;
 mod data_formats;
 mod dataset;
 mod demonstrations;
+mod distillation;
 #[cfg(feature = "engines")]
 mod engines;
 mod environment;

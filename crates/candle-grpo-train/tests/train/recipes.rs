@@ -73,7 +73,8 @@ fn every_published_recipe_trains(
         Recipe::openrlhf(),
         Recipe::prime_rl(),
         Recipe::fipo(),
-        Recipe::m2po()
+        Recipe::m2po(),
+        Recipe::gkd()
     )]
     recipe: Recipe,
 ) {
@@ -82,7 +83,9 @@ fn every_published_recipe_trains(
         mini_batch_size: Some(7),
         ..config(recipe)
     };
-    let mut trainer = trainer(share_of_a, config);
+    let teacher = candle_grpo_nn::Parameters::init(&model(), 9, device()).unwrap();
+    let teacher = Reference::new(&model(), &teacher, ComputeDType::F32).unwrap();
+    let mut trainer = trainer(share_of_a, config).with_teacher(Arc::new(teacher));
     let metrics = trainer.step().unwrap();
     assert!(!metrics.skipped);
     let norm = metrics.grad_norm.unwrap();

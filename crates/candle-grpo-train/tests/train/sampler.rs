@@ -256,6 +256,7 @@ fn log_probs_are_those_that_the_actor_computes(
         activation_checkpointing: false,
         compute_dtype: ComputeDType::F32,
         router_aux_loss_coef: 0.,
+        distillation_loss: None,
     };
     let actor = Actor::new(model, parameters, config).unwrap();
     let config = SamplingConfig {

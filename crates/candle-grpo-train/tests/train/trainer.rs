@@ -199,6 +199,7 @@ fn recipes_that_are_not_valid_are_refused_before_anything_is_drawn() {
         activation_checkpointing: false,
         compute_dtype: ComputeDType::F32,
         router_aux_loss_coef: 0.,
+        distillation_loss: None,
     };
     let error = Actor::new(model(), parameters(), config).err().unwrap();
     let error = format!("{error:#}");

@@ -33,11 +33,12 @@ pub enum Preset {
     PrimeRl,
     Fipo,
     M2po,
+    Gkd,
 }
 
 impl Preset {
     /// All presets.
-    pub const ALL: [Self; 22] = [
+    pub const ALL: [Self; 23] = [
         Self::Grpo,
         Self::Dapo,
         Self::DrGrpo,
@@ -60,6 +61,7 @@ impl Preset {
         Self::PrimeRl,
         Self::Fipo,
         Self::M2po,
+        Self::Gkd,
     ];
 
     /// Returns the recipe for completions of at most `response_length` tokens. The penalty of DAPO
@@ -88,6 +90,7 @@ impl Preset {
             Self::PrimeRl => Recipe::prime_rl(),
             Self::Fipo => Recipe::fipo(),
             Self::M2po => Recipe::m2po(),
+            Self::Gkd => Recipe::gkd(),
         }
     }
 }

@@ -2,6 +2,7 @@
 
 use std::path::{Path, PathBuf};
 
+use candle_grpo_loss::Support;
 use candle_grpo_nn::DecoderConfig;
 use candle_grpo_train::environment::EnvironmentConfig;
 use candle_grpo_train::learn::LearningRateSchedule;
@@ -328,6 +329,8 @@ impl RunConfig {
 
     /// Refuses a term that needs a teacher without one, and a teacher without such a term.
     fn validate_teacher(&self) -> Result<(), Problem> {
+        /// The term that does not learn from log-probs of the sampled tokens.
+        const DISTRIBUTIONS: &str = "distillation_loss";
         let recipe = &self.train.recipe;
         let tokens = recipe.advantage.pipeline().tokens.unwrap_or_default();
         let terms = [
@@ -343,6 +346,7 @@ impl RunConfig {
                 "advantage.tokens.teacher_weight",
                 tokens.teacher_weight.is_some(),
             ),
+            (DISTRIBUTIONS, recipe.distillation_loss.is_some()),
         ];
         let used = terms.into_iter().find(|(_, is_used)| *is_used);
         let teacher = match (used, &self.teacher) {
@@ -356,7 +360,7 @@ impl RunConfig {
             (None, Some(_)) => {
                 return Err(Problem::at(
                     TEACHER,
-                    "given, but no term of the recipe learns from it: give algorithm.recipe.policy_loss.distillation",
+                    "given, but no term of the recipe learns from it: give algorithm.recipe.policy_loss.distillation or algorithm.recipe.distillation_loss",
                 ));
             }
             (None, None) => return Ok(()),
@@ -379,8 +383,17 @@ impl RunConfig {
         server
             .validate_teacher()
             .map_err(|error| Problem::within("teacher.server", &error))?;
+        if let Some(loss) = &recipe.distillation_loss
+            && !matches!(loss.support, Support::Teacher { .. })
+        {
+            return Err(Problem::effective(
+                "algorithm.recipe.distillation_loss.support",
+                "must be {teacher: {k: ...}} with teacher.server, which names its most likely tokens only".to_owned(),
+            ));
+        }
         let temperature = self.train.sampling.temperature;
-        if temperature != 1. {
+        let of_tokens = used.is_some_and(|(key, _)| key != DISTRIBUTIONS);
+        if of_tokens && temperature != 1. {
             let message = format!(
                 "{temperature}, must be 1 with teacher.server, which names log-probs at temperature 1"
             );

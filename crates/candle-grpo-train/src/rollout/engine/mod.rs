@@ -21,7 +21,7 @@ mod weights;
 pub use generator::ServerGenerator;
 pub use openai::OpenAi;
 pub use protocol::{
-    Call, DrawRequest, Drawn, End, Failure, Protocol, ScoreRequest, ServedModel, Server,
+    Call, DrawRequest, Drawn, End, Failure, Protocol, ScoreRequest, Scored, ServedModel, Server,
 };
 pub use sglang::Sglang;
 pub use teacher::ServerTeacher;

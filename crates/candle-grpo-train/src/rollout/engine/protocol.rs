@@ -38,13 +38,14 @@ pub trait Protocol: Send + Sync {
     fn parse(&self, answer: &Value) -> Result<Drawn, Failure>;
 
     /// Asks for the log-probs of given tokens at temperature 1: those of `tokens[first..]`, each
-    /// after the tokens before it. By default servers cannot do this.
+    /// after the tokens before it, and for the most likely tokens there. By default servers cannot
+    /// do this.
     ///
     /// # Errors
     ///
     /// [`Failure::Unsupported`] if servers of this kind cannot do this. If the server fails to
     /// answer, or names other tokens.
-    fn score(&self, server: &Server, request: &ScoreRequest<'_>) -> Result<Vec<f32>, Failure> {
+    fn score(&self, server: &Server, request: &ScoreRequest<'_>) -> Result<Vec<Scored>, Failure> {
         let _ = (server, request);
         let message = "servers of this kind name no log-probs of given tokens";
         Err(Failure::Unsupported(message.to_owned()))
@@ -140,26 +141,37 @@ pub struct ScoreRequest<'a> {
     pub tokens: &'a [u32],
     /// The index of the first token whose log-prob is asked for, at least 1.
     pub first: usize,
+    /// The number of [`Scored::best`].
+    pub best: usize,
+}
+
+/// The log-probs at the place of a token.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Scored {
+    /// The log-prob of the token.
+    pub log_prob: f32,
+    /// The most likely tokens there and their log-probs, the most likely first.
+    pub best: Vec<(u32, f32)>,
 }
 
 impl ScoreRequest<'_> {
-    /// Reads the log-probs from the list `named` of an answer, which has an entry for each token.
-    /// `log_prob` reads an entry, and returns `None` if it is not one of this token.
+    /// Reads the list `named` of an answer, which has an entry for each token. `read` reads an
+    /// entry, and returns `None` if it is not one of this token.
     ///
     /// # Errors
     ///
     /// [`Failure::Malformed`] with the `field` of the list, if it is not one of these tokens.
-    pub(super) fn read(
+    pub(super) fn read<T>(
         &self,
         field: &str,
         named: &Value,
-        log_prob: impl Fn(u32, &Value) -> Option<f32>,
-    ) -> Result<Vec<f32>, Failure> {
+        read: impl Fn(u32, &Value) -> Option<T>,
+    ) -> Result<Vec<T>, Failure> {
         let named = named.as_array().map_or(&[][..], Vec::as_slice);
         let pairs = self.tokens.iter().zip(named).skip(self.first);
-        let log_probs: Option<Vec<f32>> = pairs.map(|(&id, entry)| log_prob(id, entry)).collect();
+        let entries: Option<Vec<T>> = pairs.map(|(&id, entry)| read(id, entry)).collect();
         let whole = named.len() == self.tokens.len();
-        log_probs.filter(|_| whole).ok_or_else(|| {
+        entries.filter(|_| whole).ok_or_else(|| {
             Failure::Malformed(format!(
                 "{field}: absent or of other tokens, must be one for each token"
             ))

@@ -4,7 +4,7 @@ use serde_json::{Value, json};
 
 use super::openai::{end, number, token};
 use super::protocol::{
-    Call, DrawRequest, Drawn, Failure, Protocol, ScoreRequest, ServedModel, Server,
+    Call, DrawRequest, Drawn, Failure, Protocol, ScoreRequest, Scored, ServedModel, Server,
 };
 use super::weights::{EngineWeights, WeightFormat};
 
@@ -76,19 +76,36 @@ impl Protocol for Sglang {
         })
     }
 
-    fn score(&self, server: &Server, request: &ScoreRequest<'_>) -> Result<Vec<f32>, Failure> {
-        let body = json!({
+    fn score(&self, server: &Server, request: &ScoreRequest<'_>) -> Result<Vec<Scored>, Failure> {
+        let mut body = json!({
             "input_ids": request.tokens,
             "sampling_params": {"max_new_tokens": 0, "temperature": 1.},
             "return_logprob": true,
             "logprob_start_len": 0,
             "stream": false,
         });
+        if request.best > 0 {
+            body["top_logprobs_num"] = json!(request.best);
+        }
         let answer = server.call(&Call::post("/generate", body))?;
-        let named = &single(&answer)["meta_info"]["input_token_logprobs"];
-        request.read("input_token_logprobs", named, |id, entry| {
-            number(&entry[0]).filter(|_| token(&entry[1]) == Some(id))
-        })
+        let meta = &single(&answer)["meta_info"];
+        let pair = |entry: &Value| Some((token(&entry[1])?, number(&entry[0])?));
+        let field = "input_token_logprobs";
+        let log_probs = request.read(field, &meta[field], |id, entry| {
+            pair(entry).filter(|(named, _)| *named == id)
+        })?;
+        let best = match request.best {
+            0 => vec![Vec::new(); log_probs.len()],
+            _ => {
+                let field = "input_top_logprobs";
+                request.read(field, &meta[field], |_, entry| {
+                    entry.as_array()?.iter().map(pair).collect()
+                })?
+            }
+        };
+        let pairs = log_probs.into_iter().zip(best);
+        let scored = pairs.map(|((_, log_prob), best)| Scored { log_prob, best });
+        Ok(scored.collect())
     }
 
     fn load(&self, server: &Server, weights: &EngineWeights) -> Result<(), Failure> {

@@ -3,16 +3,16 @@
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 
-use anyhow::{Context, Result, ensure};
+use anyhow::{Context, Result, bail, ensure};
 use candle_core::Tensor;
 use candle_grpo_core::validate::check;
 
 use super::generator::protocol_of;
-use super::protocol::{Failure, Protocol, ScoreRequest};
+use super::protocol::{Failure, Protocol, ScoreRequest, Scored};
 use super::servers::{Lease, Servers};
 use crate::http::api_key;
-use crate::learn::Teacher;
 use crate::learn::response_forward::read_by_sequence;
+use crate::learn::{Teacher, TeacherDistributions};
 use crate::rollout::RolloutConfig;
 use crate::workers::Workers;
 use crate::{Interrupted, Progress, TokenBatch};
@@ -48,6 +48,8 @@ struct Job {
     tokens: Vec<u32>,
     /// The first one that is scored.
     first: usize,
+    /// The number of the most likely tokens that are asked for.
+    best: usize,
 }
 
 impl ServerTeacher {
@@ -83,6 +85,40 @@ impl ServerTeacher {
     pub fn with_longest_sequence(self, longest: usize) -> Self {
         Self { longest, ..self }
     }
+
+    /// Scores the sequences of `batch` with a token that counts, with this number of the most
+    /// likely tokens. `receive` takes the scores of a row.
+    fn score(
+        &self,
+        batch: &TokenBatch,
+        best: usize,
+        progress: &dyn Progress,
+        mut receive: impl FnMut(usize, Vec<Scored>),
+    ) -> Result<()> {
+        let jobs = jobs(batch, best)?;
+        let (servers, max_retries) = (Arc::clone(&self.servers), self.max_retries);
+        let longest = self.longest;
+        let mut left = jobs.len();
+        let work = move |job: Job, stop: &AtomicBool| -> Result<Option<(usize, Vec<Scored>)>> {
+            let scored = servers.ask(max_retries, stop, |lease| {
+                ensure_fits(lease, longest.max(job.tokens.len()))?;
+                Ok(score(&servers, lease, &job))
+            });
+            let scored = scored.with_context(|| format!("teacher: sequence {}", job.row))?;
+            Ok(scored.map(|scored| (job.row, scored)))
+        };
+        let workers = Workers::start("teacher", self.max_inflight, jobs, work)?;
+        while left > 0 {
+            if progress.is_canceled() {
+                return Err(Interrupted.into());
+            }
+            if let Some((row, scored)) = workers.next()? {
+                receive(row, scored);
+                left -= 1;
+            }
+        }
+        Ok(())
+    }
 }
 
 impl Teacher for ServerTeacher {
@@ -100,35 +136,47 @@ impl Teacher for ServerTeacher {
         let must = "be 1 with a teacher on a server, which names log-probs at temperature 1";
         check(temperature == 1., "temperature", temperature, must)?;
         let (b, t) = batch.dims()?;
-        let jobs = jobs(batch)?;
-        let (servers, max_retries) = (Arc::clone(&self.servers), self.max_retries);
-        let longest = self.longest;
-        let mut left = jobs.len();
-        let work = move |job: Job, stop: &AtomicBool| -> Result<Option<(usize, Vec<f32>)>> {
-            let scored = servers.ask(max_retries, stop, |lease| {
-                ensure_fits(lease, longest.max(job.tokens.len()))?;
-                Ok(score(&servers, lease, &job))
-            });
-            let scored = scored.with_context(|| format!("teacher: sequence {}", job.row))?;
-            Ok(scored.map(|log_probs| (job.row, log_probs)))
-        };
-        let workers = Workers::start("teacher", self.max_inflight, jobs, work)?;
         let mut values = vec![0f32; b * t];
-        while left > 0 {
-            if progress.is_canceled() {
-                return Err(Interrupted.into());
+        self.score(batch, 0, progress, |row, scored| {
+            for (value, scored) in values[row * t..].iter_mut().zip(scored) {
+                *value = scored.log_prob;
             }
-            if let Some((row, log_probs)) = workers.next()? {
-                values[row * t..][..log_probs.len()].copy_from_slice(&log_probs);
-                left -= 1;
-            }
-        }
+        })?;
         Ok(Tensor::from_vec(values, (b, t), batch.targets.device())?)
+    }
+
+    /// The most likely entries, as many as a server must name.
+    fn distributions(
+        &self,
+        batch: &TokenBatch,
+        entries: Option<usize>,
+        progress: &dyn Progress,
+    ) -> Result<TeacherDistributions> {
+        let Some(k) = entries else {
+            bail!(
+                "recipe.distillation_loss.support: another one, must be teacher with a teacher on a server, which names its most likely entries only"
+            );
+        };
+        let (b, t) = batch.dims()?;
+        let (mut ids, mut log_probs) = (vec![0u32; b * t * k], vec![0f32; b * t * k]);
+        self.score(batch, k, progress, |row, scored| {
+            let cells = row * t * k..;
+            let best = scored.into_iter().flat_map(|scored| scored.best);
+            let cells = ids[cells.clone()].iter_mut().zip(&mut log_probs[cells]);
+            for ((id, log_prob), best) in cells.zip(best) {
+                (*id, *log_prob) = best;
+            }
+        })?;
+        let device = batch.targets.device();
+        Ok(TeacherDistributions::TopK {
+            ids: Tensor::from_vec(ids, (b, t, k), device)?,
+            log_probs: Tensor::from_vec(log_probs, (b, t, k), device)?,
+        })
     }
 }
 
 /// The sequences of `batch` with a token that counts, up to the last one.
-fn jobs(batch: &TokenBatch) -> Result<Vec<Job>> {
+fn jobs(batch: &TokenBatch, best: usize) -> Result<Vec<Job>> {
     let targets = batch.targets.to_vec2::<u32>()?;
     let counts = batch.response_mask.ne(0f64)?.to_vec2::<u8>()?;
     let sequences = read_by_sequence(batch)?
@@ -146,6 +194,7 @@ fn jobs(batch: &TokenBatch) -> Result<Vec<Job>> {
             row,
             tokens,
             first: read.prompt_len,
+            best,
         });
     }
     Ok(jobs)
@@ -165,11 +214,12 @@ fn ensure_fits(lease: &Lease<'_>, tokens: usize) -> Result<()> {
 }
 
 /// Asks one server for the log-probs of a sequence.
-fn score(servers: &Servers, lease: &Lease<'_>, job: &Job) -> Result<Vec<f32>, Failure> {
+fn score(servers: &Servers, lease: &Lease<'_>, job: &Job) -> Result<Vec<Scored>, Failure> {
     let request = ScoreRequest {
         model: lease.model_name(),
         tokens: &job.tokens,
         first: job.first,
+        best: job.best,
     };
     let scored = servers.protocol.score(lease.server(), &request)?;
     let expected = job.tokens.len() - job.first;
@@ -177,12 +227,26 @@ fn score(servers: &Servers, lease: &Lease<'_>, job: &Job) -> Result<Vec<f32>, Fa
         let message = format!("{} log-probs, must be {expected}", scored.len());
         return Err(Failure::Malformed(message));
     }
-    match scored.iter().position(|x| !(x.is_finite() && *x <= 0.)) {
-        None => Ok(scored),
-        Some(at) => Err(Failure::Malformed(format!(
-            "log-prob {} of token {}, must be finite and at most 0",
-            scored[at],
-            job.first + at
-        ))),
+    for (at, scored) in scored.iter().enumerate() {
+        if scored.best.len() != job.best {
+            let message = format!(
+                "{} most likely tokens at token {}, must be {}",
+                scored.best.len(),
+                job.first + at,
+                job.best
+            );
+            return Err(Failure::Malformed(message));
+        }
+        let best = scored.best.iter().map(|(_, log_prob)| *log_prob);
+        let wrong = best
+            .chain([scored.log_prob])
+            .find(|x| !(x.is_finite() && *x <= 0.));
+        if let Some(wrong) = wrong {
+            return Err(Failure::Malformed(format!(
+                "log-prob {wrong} of token {}, must be finite and at most 0",
+                job.first + at
+            )));
+        }
     }
+    Ok(scored)
 }

@@ -4,7 +4,7 @@ use serde_json::{Value, json};
 
 use super::openai::{self, number};
 use super::protocol::{
-    Call, DrawRequest, Drawn, Failure, Protocol, ScoreRequest, ServedModel, Server,
+    Call, DrawRequest, Drawn, Failure, Protocol, ScoreRequest, Scored, ServedModel, Server,
 };
 use super::weights::{EngineWeights, WeightFormat};
 
@@ -34,12 +34,12 @@ impl Protocol for Vllm {
         openai::parse(answer)
     }
 
-    fn score(&self, server: &Server, request: &ScoreRequest<'_>) -> Result<Vec<f32>, Failure> {
+    fn score(&self, server: &Server, request: &ScoreRequest<'_>) -> Result<Vec<Scored>, Failure> {
         let body = json!({
             "model": request.model,
             "prompt": request.tokens,
-            // The log-prob of each token of the prompt alone.
-            "prompt_logprobs": 0,
+            // The most likely tokens, and the token of the prompt if it is not one of them.
+            "prompt_logprobs": request.best,
             // vLLM draws at least one token.
             "max_tokens": 1,
             "temperature": 1.,
@@ -48,7 +48,16 @@ impl Protocol for Vllm {
         let answer = server.call(&Call::post("/v1/completions", body))?;
         let named = &answer["choices"][0]["prompt_logprobs"];
         request.read("prompt_logprobs", named, |id, entry| {
-            number(&entry[id.to_string()]["logprob"])
+            let named = entry.as_object()?.iter();
+            let log_prob = |entry: &Value| number(&entry["logprob"]);
+            let pairs = named.map(|(id, entry)| Some((id.parse().ok()?, log_prob(entry)?)));
+            let mut best: Vec<(u32, f32)> = pairs.collect::<Option<_>>()?;
+            best.sort_by(|(a, x), (b, y)| y.total_cmp(x).then(a.cmp(b)));
+            best.truncate(request.best);
+            Some(Scored {
+                log_prob: log_prob(&entry[id.to_string()])?,
+                best,
+            })
         })
     }
 

@@ -176,8 +176,9 @@ impl Shared {
         })
     }
 
-    /// The log-probs of the tokens of a prompt at temperature 1. The first token has none.
-    pub(super) fn score(&self, prompt: &[u32]) -> Result<Vec<Option<f32>>, String> {
+    /// The log-probs of all tokens at temperature 1 in the places of those of a prompt. The first
+    /// place has none.
+    pub(super) fn score(&self, prompt: &[u32]) -> Result<Vec<Option<Vec<f32>>>, String> {
         let engine = self.engine();
         let weights = engine.policy.weights(None).ok_or("no weights")?;
         let drawing = engine.policy.drawing(weights);
@@ -187,6 +188,14 @@ impl Shared {
             .into_iter()
             .chain(scored.into_iter().map(Some))
             .collect())
+    }
+
+    /// The `k` largest of the log-probs of a place, the largest first.
+    pub(super) fn best(log_probs: &[f32], k: usize) -> Vec<u32> {
+        let mut order: Vec<u32> = (0..log_probs.len() as u32).collect();
+        order.sort_by(|&a, &b| log_probs[b as usize].total_cmp(&log_probs[a as usize]));
+        order.truncate(k);
+        order
     }
 
     /// Draws completions, after the end of a pause. `adapter` names those of the policy with an

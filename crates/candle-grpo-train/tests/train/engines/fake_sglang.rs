@@ -150,13 +150,34 @@ fn score(shared: &Shared, draw: &Draw, body: &Value) -> Reply {
         Ok(Some(start)) => start,
         _ => return error(400, "logprob_start_len must not be negative here"),
     };
-    let tokens = draw.prompt.iter().zip(scored).skip(start);
-    let named: Vec<Value> = tokens.map(|(id, x)| json!([x, id, null])).collect();
-    ok(json!({"text": "", "output_ids": [], "meta_info": {
+    let k: usize = match field(body, "top_logprobs_num") {
+        Ok(k) => k.unwrap_or(0),
+        Err(message) => return error(400, &message),
+    };
+    let entry = |log_probs: &[f32], id: u32| json!([log_probs[id as usize], id, null]);
+    let (mut named, mut top) = (Vec::new(), Vec::new());
+    for (&id, log_probs) in draw.prompt.iter().zip(&scored).skip(start) {
+        match log_probs {
+            None => {
+                named.push(json!([null, id, null]));
+                top.push(Value::Null);
+            }
+            Some(log_probs) => {
+                named.push(entry(log_probs, id));
+                let best = Shared::best(log_probs, k).into_iter();
+                top.push(best.map(|id| entry(log_probs, id)).collect());
+            }
+        }
+    }
+    let mut meta = json!({
         "id": "0", "finish_reason": {"type": "length", "length": 0},
         "prompt_tokens": draw.prompt.len(), "completion_tokens": 0,
         "input_token_logprobs": named, "output_token_logprobs": [],
-    }}))
+    });
+    if k > 0 {
+        meta["input_top_logprobs"] = json!(top);
+    }
+    ok(json!({"text": "", "output_ids": [], "meta_info": meta}))
 }
 
 /// Fields that are absent have the defaults of a model's `generation_config.json`.

@@ -15,6 +15,9 @@ use crate::common::END;
 /// The name of the policy without adapters.
 pub(crate) const MODEL: &str = "policy";
 
+/// The default of `--max-logprobs`.
+const MAX_LOGPROBS: u64 = 20;
+
 /// The fields of a request that the fake understands. vLLM ignores others.
 const FIELDS: &[&str] = &[
     "ignore_eos",
@@ -132,18 +135,21 @@ fn completions(shared: &Shared, request: &Request) -> Reply {
         .enumerate()
         .map(|(index, drawn)| choice(index, drawn, &draw, &body))
         .collect();
-    if body["prompt_logprobs"].is_u64() {
+    if let Some(k) = body["prompt_logprobs"].as_u64() {
+        if k > MAX_LOGPROBS {
+            return bad_request(&format!(
+                "Requested prompt logprobs of {k}, which is greater than max allowed: {MAX_LOGPROBS}"
+            ));
+        }
         let scored = match shared.score(&draw.prompt) {
             Ok(scored) => scored,
             Err(message) => return bad_request(&message),
         };
         let tokens = draw.prompt.iter().zip(scored);
         let named: Vec<Value> = tokens
-            .map(|(token, log_prob)| match log_prob {
+            .map(|(token, log_probs)| match log_probs {
                 None => Value::Null,
-                Some(x) => {
-                    json!({token.to_string(): {"logprob": x, "rank": 1, "decoded_token": "?"}})
-                }
+                Some(log_probs) => named_log_probs(*token, &log_probs, k as usize),
             })
             .collect();
         for choice in &mut choices {
@@ -155,6 +161,21 @@ fn completions(shared: &Shared, request: &Request) -> Reply {
         "choices": choices, "service_tier": null, "system_fingerprint": null,
         "usage": {"prompt_tokens": draw.prompt.len(), "total_tokens": 0, "completion_tokens": 0},
     }))
+}
+
+/// The entry of a token of a prompt: the token first, and the `k` most likely ones.
+fn named_log_probs(token: u32, log_probs: &[f32], k: usize) -> Value {
+    let order = Shared::best(log_probs, log_probs.len());
+    let mut named = serde_json::Map::new();
+    for id in [token]
+        .into_iter()
+        .chain(order[..k.min(order.len())].iter().copied())
+    {
+        let rank = order.iter().position(|&other| other == id).unwrap() + 1;
+        let entry = json!({"logprob": log_probs[id as usize], "rank": rank, "decoded_token": "?"});
+        named.insert(id.to_string(), entry);
+    }
+    Value::Object(named)
 }
 
 /// Fields that are absent have values that no client needs, like those of a model's

@@ -5,10 +5,11 @@ use std::fs;
 use std::path::Path;
 use std::sync::{Arc, Mutex};
 
-use anyhow::{Context, Result, ensure};
+use anyhow::{Context, Result, bail, ensure};
+use candle_core::Tensor;
 use candle_grpo_nn::{DecoderConfig, Lora, Parameters};
 use candle_grpo_test_support::device;
-use candle_grpo_train::learn::Reference;
+use candle_grpo_train::learn::{Reference, TeacherDistributions};
 use candle_grpo_train::progress::NoProgress;
 use candle_grpo_train::rollout::{
     CompletionSeed, GenerationBatch, LocalGenerator, PolicyWeights, PromptRequest,
@@ -180,13 +181,26 @@ pub(crate) struct Drawing {
     seeds: Arc<Mutex<HashMap<u64, CompletionSeed>>>,
 }
 
+/// The log-distributions at the responses of a batch, `[B, T, V]`.
+pub(crate) fn log_distributions(model: &Reference, batch: &TokenBatch) -> Result<Tensor> {
+    let TeacherDistributions::Hidden { hidden, weight, .. } = model.distributions(batch)? else {
+        bail!("a model in this process gives no hidden states");
+    };
+    let logits = hidden.broadcast_matmul(&weight.t()?)?;
+    let total = logits.exp()?.sum_keepdim(2)?.log()?;
+    Ok(logits.broadcast_sub(&total)?)
+}
+
 impl Drawing {
-    /// The log-probs of the tokens of a prompt at temperature 1, but for the first one.
-    pub(crate) fn score(&self, prompt: &[u32]) -> Result<Vec<f32>> {
+    /// The log-probs of all tokens at temperature 1 in the places of the tokens of a prompt, but
+    /// for the first one.
+    pub(crate) fn score(&self, prompt: &[u32]) -> Result<Vec<Vec<f32>>> {
         ensure!(prompt.len() > 1, "a prompt of one token has no log-probs");
         let batch = TokenBatch::new(&[prompt.split_at(1)], device())?;
-        let log_probs = self.weights.reference.log_probs(&batch, 1.)?;
-        Ok(log_probs.flatten_all()?.to_vec1()?)
+        log_distributions(&self.weights.reference, &batch)?
+            .squeeze(0)?
+            .to_vec2()
+            .map_err(Into::into)
     }
 
     pub(crate) fn draw(&self, draw: &Draw) -> Result<Vec<Drawn>> {

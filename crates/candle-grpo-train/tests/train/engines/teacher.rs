@@ -6,8 +6,10 @@ use std::thread;
 use std::time::Duration;
 
 use candle_core::Tensor;
+use candle_grpo_kernels::top_k;
+use candle_grpo_loss::{DistillationLoss, Recipe, Support};
 use candle_grpo_test_support::{Reply, device, stay_on_cpu};
-use candle_grpo_train::learn::{Reference, Teacher};
+use candle_grpo_train::learn::{Reference, Teacher, TeacherDistributions};
 use candle_grpo_train::progress::NoProgress;
 use candle_grpo_train::rollout::engine::{
     Call, DrawRequest, Drawn, EngineWeights, Failure, Protocol, ServedModel, Server, ServerTeacher,
@@ -19,6 +21,7 @@ use serde_json::{Value, json};
 
 use super::Setup;
 use super::fake_server::Fault;
+use super::served_policy::log_distributions;
 use crate::common::{
     self, assert_records_close, digest, model, parameters, trainer, without_seconds,
 };
@@ -93,6 +96,122 @@ fn the_log_probs_of_servers_are_those_of_a_model_in_this_process(#[case] engine:
         .iter()
         .map(|server| server.count(setup.draw_path()));
     assert_eq!(asked.sum::<usize>(), 4);
+}
+
+/// The `k` best entries of the places that count, with their log-probs.
+fn best(distributions: &TeacherDistributions) -> Vec<(Vec<u32>, Vec<f32>)> {
+    let TeacherDistributions::TopK { ids, log_probs } = distributions else {
+        panic!("no entries");
+    };
+    let mask = batch().response_mask.to_vec2::<u32>().unwrap().concat();
+    let ids = ids.flatten(0, 1).unwrap().to_vec2().unwrap();
+    let log_probs = log_probs.flatten(0, 1).unwrap().to_vec2().unwrap();
+    let places = ids.into_iter().zip(log_probs).zip(mask);
+    places
+        .filter_map(|(place, counts)| (counts == 1).then_some(place))
+        .collect()
+}
+
+#[rstest]
+fn the_best_entries_of_servers_are_those_of_a_model_in_this_process(
+    #[values(Engine::Vllm, Engine::Sglang)] engine: Engine,
+    #[values(1, 3, 6)] k: usize,
+) {
+    let setup = setup(engine, 2);
+    let teacher = ServerTeacher::new(&config(&setup)).unwrap();
+    let found = teacher
+        .distributions(&batch(), Some(k), &NoProgress)
+        .unwrap();
+    let reference = Reference::new(&model(), &parameters(), ComputeDType::F32).unwrap();
+    let log_probs = log_distributions(&reference, &batch()).unwrap();
+    let ids = top_k(&log_probs, k).unwrap();
+    let expected = best(&TeacherDistributions::TopK {
+        log_probs: log_probs.gather(&ids, 2).unwrap(),
+        ids,
+    });
+    let found = best(&found);
+    assert_eq!(found.len(), 10);
+    for ((ids, log_probs), (expected_ids, expected)) in found.iter().zip(&expected) {
+        assert_eq!(ids, expected_ids);
+        for (found, expected) in log_probs.iter().zip(expected) {
+            assert!((found - expected).abs() < 1e-5, "{found} {expected}");
+        }
+    }
+}
+
+#[rstest]
+#[case::support(
+    Engine::Vllm,
+    None,
+    "recipe.distillation_loss.support: another one, must be teacher"
+)]
+#[case::more_than_the_server_names(Engine::Vllm, Some(21), "greater than max allowed: 20")]
+#[case::more_than_there_are(Engine::Sglang, Some(7), "6 most likely tokens at token ")]
+fn distributions_that_servers_do_not_have_are_errors(
+    #[case] engine: Engine,
+    #[case] entries: Option<usize>,
+    #[case] words: &str,
+) {
+    let setup = setup(engine, 1);
+    let teacher = ServerTeacher::new(&RolloutConfig {
+        max_retries: 1,
+        ..config(&setup)
+    });
+    let error = teacher
+        .unwrap()
+        .distributions(&batch(), entries, &NoProgress);
+    let text = format!("{:#}", error.unwrap_err());
+    assert!(text.contains(words), "{text}");
+}
+
+#[rstest]
+#[case::too_few_places(Engine::Sglang, || Fault::json(|answer| {
+    answer["meta_info"]["input_top_logprobs"].as_array_mut().unwrap().pop();
+}))]
+#[case::none(Engine::Sglang, || Fault::json(|answer| {
+    *answer["meta_info"]["input_top_logprobs"].as_array_mut().unwrap().last_mut().unwrap() = Value::Null;
+}))]
+#[case::too_few(Engine::Sglang, || Fault::json(|answer| {
+    let best = answer["meta_info"]["input_top_logprobs"].as_array_mut().unwrap();
+    best.last_mut().unwrap().as_array_mut().unwrap().pop();
+}))]
+#[case::not_a_log_prob(Engine::Sglang, || Fault::json(|answer| {
+    let best = answer["meta_info"]["input_top_logprobs"].as_array_mut().unwrap();
+    best.last_mut().unwrap()[1][0] = json!(0.1);
+}))]
+#[case::too_few(Engine::Vllm, || Fault::json(|answer| {
+    let named = answer["choices"][0]["prompt_logprobs"].as_array_mut().unwrap();
+    let entry = named.last_mut().unwrap().as_object_mut().unwrap();
+    while entry.len() > 1 {
+        let last = entry.keys().next_back().unwrap().clone();
+        entry.remove(&last);
+    }
+}))]
+#[case::not_a_token(Engine::Vllm, || Fault::json(|answer| {
+    let named = answer["choices"][0]["prompt_logprobs"].as_array_mut().unwrap();
+    named.last_mut().unwrap()["?"] = json!({"logprob": -1.});
+}))]
+fn a_request_of_distributions_that_fails_is_repeated(
+    #[case] engine: Engine,
+    #[case] fault: fn() -> Fault,
+) {
+    let setup = setup(engine, 1);
+    let expected = ServerTeacher::new(&config(&setup)).unwrap();
+    let expected = expected
+        .distributions(&batch(), Some(2), &NoProgress)
+        .unwrap();
+    let teacher = ServerTeacher::new(&config(&setup)).unwrap();
+    let (path, mut left) = (setup.draw_path(), 2);
+    setup.servers[0].set_faults(move |request| {
+        let fails = request.path() == path && left > 0;
+        left -= usize::from(fails);
+        fails.then(fault)
+    });
+    let found = teacher
+        .distributions(&batch(), Some(2), &NoProgress)
+        .unwrap();
+    assert_eq!(best(&found), best(&expected));
+    assert_eq!(setup.servers[0].count(setup.draw_path()), 4 + 4 + 2);
 }
 
 fn instead(status: u16, body: &str) -> Fault {
@@ -342,6 +461,34 @@ fn steps_with_a_server_are_those_with_a_model_in_this_process(#[case] engine: En
     let reference = Reference::new(&model(), &parameters(), ComputeDType::F32).unwrap();
     let local = run(Arc::new(reference));
     assert_records_close(&served, &local);
+}
+
+#[rstest]
+#[case(Engine::Vllm)]
+#[case(Engine::Sglang)]
+fn steps_of_distributions_are_those_with_a_model_in_this_process(#[case] engine: Engine) {
+    stay_on_cpu();
+    let mut config = distillation();
+    config.recipe = Recipe {
+        distillation_loss: Some(DistillationLoss {
+            support: Support::Teacher { k: 3 },
+            ..DistillationLoss::default()
+        }),
+        ..Recipe::dapo(8, 4)
+    };
+    // Only terms of the sampled tokens need the temperature of servers.
+    config.sampling.temperature = 0.9;
+    let run = |teacher: Arc<dyn Teacher>| {
+        let mut trainer = trainer(digest, config.clone()).with_teacher(teacher);
+        let steps = (0..4).map(|_| without_seconds(trainer.step().unwrap()));
+        steps.collect::<Vec<_>>()
+    };
+    let setup = setup(engine, 2);
+    let served = run(Arc::new(ServerTeacher::new(&self::config(&setup)).unwrap()));
+    let reference = Reference::new(&model(), &parameters(), ComputeDType::F32).unwrap();
+    let local = run(Arc::new(reference));
+    assert_records_close(&served, &local);
+    assert!(local[3].policy["divergence"] > 0.);
 }
 
 #[test]

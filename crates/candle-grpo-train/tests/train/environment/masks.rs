@@ -66,6 +66,7 @@ fn gradients(batch: &TrainingBatch, micro_batch: usize) -> (f64, BTreeMap<String
         activation_checkpointing: false,
         compute_dtype: ComputeDType::F32,
         router_aux_loss_coef: 0.,
+        distillation_loss: None,
     };
     let mut actor = Actor::new(model(), parameters.clone(), config).unwrap();
     let totals = StepTotals::count(&batch.tokens.response_mask).unwrap();

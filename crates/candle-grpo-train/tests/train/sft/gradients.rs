@@ -20,6 +20,7 @@ fn config() -> ActorConfig {
         activation_checkpointing: false,
         compute_dtype: ComputeDType::F32,
         router_aux_loss_coef: 0.,
+        distillation_loss: None,
     }
 }
 

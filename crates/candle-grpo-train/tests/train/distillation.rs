@@ -1,0 +1,375 @@
+//! Distillation from the distributions of a teacher.
+
+use std::sync::Arc;
+
+use candle_core::{Device, Tensor};
+use candle_grpo_kernels::top_k;
+use candle_grpo_loss::{DistillationLoss, PolicyLoss, Recipe, StepTotals, Support, Tail};
+use candle_grpo_nn::{AdamWConfig, LoraConfig, Parameters};
+use candle_grpo_test_support::{device, on_ranks, stay_on_cpu};
+use candle_grpo_train::learn::{Reference, Teacher, TeacherDistributions};
+use candle_grpo_train::{
+    Actor, ActorConfig, ComputeDType, Progress, Sample, StepMetrics, TokenBatch, TrainConfig,
+    Trainer, TrainingBatch,
+};
+use rstest::rstest;
+
+use crate::common::{
+    self, assert_records_close, digest, max_difference, model, parameters, trainer, without_seconds,
+};
+
+fn nothing(_: &Sample) -> f32 {
+    0.
+}
+
+/// A model with other weights than the policy.
+fn teacher() -> Reference {
+    let parameters = Parameters::init(&model(), 9, device()).unwrap();
+    let tensors = parameters.frozen_copy().unwrap().into_iter();
+    let larger = tensors.map(|(name, x)| {
+        let factor = if x.rank() == 2 { 10. } else { 1. };
+        (name, (x * factor).unwrap())
+    });
+    let parameters = Parameters::from_tensors(&model(), larger.collect(), device()).unwrap();
+    Reference::new(&model(), &parameters, ComputeDType::F32).unwrap()
+}
+
+/// The k most likely entries of another teacher, for all sequences of a rank at once.
+struct Best(Reference, usize);
+
+impl Teacher for Best {
+    fn takes_micro_batches(&self) -> bool {
+        false
+    }
+
+    fn log_probs(&self, _: &TokenBatch, _: f64, _: &dyn Progress) -> anyhow::Result<Tensor> {
+        anyhow::bail!("no log-probs are asked for")
+    }
+
+    fn distributions(
+        &self,
+        batch: &TokenBatch,
+        entries: Option<usize>,
+        _: &dyn Progress,
+    ) -> anyhow::Result<TeacherDistributions> {
+        assert_eq!(entries, Some(self.1));
+        let TeacherDistributions::Hidden { hidden, weight, .. } = self.0.distributions(batch)?
+        else {
+            anyhow::bail!("no hidden states");
+        };
+        let logits = hidden.broadcast_matmul(&weight.t()?)?;
+        let total = logits.exp()?.sum_keepdim(2)?.log()?;
+        let ids = top_k(&logits, self.1)?;
+        let log_probs = logits.broadcast_sub(&total)?.gather(&ids, 2)?;
+        Ok(TeacherDistributions::TopK { ids, log_probs })
+    }
+}
+
+fn best_of(k: usize) -> DistillationLoss {
+    DistillationLoss {
+        support: Support::Teacher { k },
+        ..DistillationLoss::default()
+    }
+}
+
+fn config(loss: DistillationLoss) -> TrainConfig {
+    let recipe = Recipe {
+        distillation_loss: Some(loss),
+        ..Recipe::gkd()
+    };
+    let mut config = common::config();
+    config.recipe = recipe;
+    config.optimizer = AdamWConfig {
+        learning_rate: 1e-2,
+        epsilon: 1e-3,
+        ..AdamWConfig::default()
+    };
+    config
+}
+
+fn run(trainer: &mut Trainer, steps: usize) -> Vec<StepMetrics> {
+    let step = |_| without_seconds(trainer.step().unwrap());
+    (0..steps).map(step).collect()
+}
+
+fn actor(parameters: Parameters, policy_loss: PolicyLoss, loss: Option<DistillationLoss>) -> Actor {
+    let config = ActorConfig {
+        policy_loss,
+        optimizer: AdamWConfig::default(),
+        temperature: 1.,
+        activation_checkpointing: false,
+        compute_dtype: ComputeDType::F32,
+        router_aux_loss_coef: 0.,
+        distillation_loss: loss,
+    };
+    Actor::new(model(), parameters, config).unwrap()
+}
+
+/// Sequences of several lengths with the distributions of the teacher. One has no token that
+/// counts.
+fn batch() -> TrainingBatch {
+    let pairs: [(&[u32], &[u32]); 4] = [
+        (&[1, 2, 3], &[4, 5, 0]),
+        (&[4], &[1, 1, 2, 3, 5]),
+        (&[2, 2], &[3]),
+        (&[5, 1], &[2, 4, 1, 3]),
+    ];
+    let mut tokens = TokenBatch::new(&pairs, device()).unwrap();
+    let mut mask = tokens.response_mask.to_vec2::<u32>().unwrap();
+    mask[1] = vec![1, 0, 1, 0, 0];
+    mask[2] = vec![0; 5];
+    tokens.response_mask = Tensor::new(mask, device()).unwrap();
+    let distributions = teacher().distributions(&tokens).unwrap();
+    let advantages = Tensor::new(&[1f32, -0.5, 0.3, 0.2], device()).unwrap();
+    TrainingBatch {
+        teacher: Some(distributions),
+        ..TrainingBatch::new(tokens, &advantages)
+    }
+}
+
+#[rstest]
+#[case::forward(DistillationLoss::default())]
+#[case::jensen_shannon(DistillationLoss { beta: 0.5, coef: 2., ..DistillationLoss::default() })]
+#[case::reverse(DistillationLoss { beta: 1., ..DistillationLoss::default() })]
+#[case::bucket(best_of(2))]
+#[case::student(DistillationLoss {
+    beta: 1.,
+    support: Support::Student { k: 3 },
+    tail: Tail::Renormalize,
+    temperature: 0.8,
+    ..DistillationLoss::default()
+})]
+fn the_gradient_is_the_finite_difference_of_the_divergence(#[case] loss: DistillationLoss) {
+    stay_on_cpu();
+    let alone = PolicyLoss {
+        loss_coef: 0.,
+        ..PolicyLoss::gpg()
+    };
+    let batch = batch();
+    let totals = StepTotals::count(&batch.tokens.response_mask).unwrap();
+    let compute = |parameters: Parameters| {
+        let mut actor = actor(parameters, alone.clone(), Some(loss));
+        let metrics = actor.forward_backward(&batch, &totals).unwrap();
+        (loss.coef * metrics.get("divergence").unwrap(), actor)
+    };
+    let (_, whole) = compute(parameters());
+    for (name, gradient) in whole.gradients().iter() {
+        let gradient: Vec<f32> = gradient.flatten_all().unwrap().to_vec1().unwrap();
+        let largest =
+            (0..gradient.len()).max_by(|&a, &b| gradient[a].abs().total_cmp(&gradient[b].abs()));
+        let at = largest.unwrap();
+        let moved = |by: f32| {
+            let mut tensors = parameters().frozen_copy().unwrap();
+            let tensor = tensors.get_mut(name).unwrap();
+            let shape = tensor.shape().clone();
+            let mut values: Vec<f32> = tensor.flatten_all().unwrap().to_vec1().unwrap();
+            values[at] += by;
+            *tensor = Tensor::from_vec(values, shape, &Device::Cpu).unwrap();
+            compute(Parameters::from_tensors(&model(), tensors, &Device::Cpu).unwrap()).0
+        };
+        let difference = (moved(4e-3) - moved(-4e-3)) / 8e-3;
+        let found = f64::from(gradient[at]);
+        assert!(
+            (found - difference).abs() < 2e-2 * difference.abs() + 1e-4,
+            "{name}: {found}, must be {difference}"
+        );
+    }
+}
+
+/// The terms of the loss add up, in any micro-batches.
+#[rstest]
+fn the_gradient_is_added_to_that_of_the_policy(#[values(1, 3, 4)] size: usize) {
+    let gradients = |policy_loss: PolicyLoss, loss: Option<DistillationLoss>, size: usize| {
+        let mut actor = actor(parameters(), policy_loss, loss);
+        let batch = batch();
+        let totals = StepTotals::count(&batch.tokens.response_mask).unwrap();
+        for piece in batch.split(size).unwrap() {
+            actor.forward_backward(&piece, &totals).unwrap();
+        }
+        let gradients = actor.gradients().iter();
+        let copies = gradients.map(|(name, x)| (name.to_owned(), x.copy().unwrap()));
+        copies.collect::<Vec<_>>()
+    };
+    let loss = Some(best_of(3));
+    let alone = PolicyLoss {
+        loss_coef: 0.,
+        ..PolicyLoss::dapo()
+    };
+    let policy = gradients(PolicyLoss::dapo(), None, 4);
+    let divergence = gradients(alone, loss, 4);
+    let both = gradients(PolicyLoss::dapo(), loss, size);
+    assert_eq!(policy.len(), both.len());
+    for (((name, a), (_, b)), (_, sum)) in policy.iter().zip(&divergence).zip(&both) {
+        let difference = max_difference(sum, &(a + b).unwrap());
+        let zeros = b.zeros_like().unwrap();
+        assert!(max_difference(b, &zeros) > 1e-4, "{name}");
+        assert!(difference < 1e-5, "{name}: {difference}");
+    }
+}
+
+#[rstest]
+#[case::jensen_shannon(Recipe::gkd().distillation_loss.unwrap())]
+#[case::top_k_forward(best_of(2))]
+#[case::reverse(DistillationLoss { beta: 1., ..DistillationLoss::default() })]
+fn the_policy_approaches_the_teacher_without_a_reward(#[case] loss: DistillationLoss) {
+    let mut trainer = trainer(nothing, config(loss)).with_teacher(Arc::new(teacher()));
+    let metrics = run(&mut trainer, 30);
+    assert!(metrics.iter().all(|metrics| !metrics.skipped));
+    let mean = |steps: &[StepMetrics]| {
+        let all = steps.iter().map(|step| step.policy["divergence"]);
+        all.sum::<f64>() / steps.len() as f64
+    };
+    let (first, last) = (mean(&metrics[..5]), mean(&metrics[25..]));
+    assert!(last < 0.5 * first, "{first} {last}");
+    let is_part = loss.support != Support::Vocabulary;
+    for name in ["student_mass", "teacher_mass"] {
+        assert_eq!(metrics[0].policy.contains_key(name), is_part);
+    }
+}
+
+#[test]
+fn the_best_entries_teach_what_their_distribution_does() {
+    let loss = best_of(3);
+    let mut whole = trainer(digest, config(loss)).with_teacher(Arc::new(teacher()));
+    let mut best = trainer(digest, config(loss)).with_teacher(Arc::new(Best(teacher(), 3)));
+    assert_records_close(&run(&mut best, 4), &run(&mut whole, 4));
+}
+
+#[rstest]
+#[case::hidden(false, DistillationLoss { beta: 0.3, ..DistillationLoss::default() })]
+#[case::best(true, best_of(2))]
+fn the_steps_of_ranks_are_those_of_one_rank(#[case] best: bool, #[case] loss: DistillationLoss) {
+    stay_on_cpu();
+    let build = || {
+        let mut config = config(loss);
+        config.recipe.policy_loss.loss_coef = 1.;
+        let teacher: Arc<dyn Teacher> = match best {
+            true => Arc::new(Best(teacher(), 2)),
+            false => Arc::new(teacher()),
+        };
+        trainer(digest, config).with_teacher(teacher)
+    };
+    let expected = run(&mut build(), 4);
+    // With more ranks than micro-batches some have no sequence.
+    for world_size in [2, 5] {
+        let ranks = on_ranks(world_size, |collective| {
+            let mut trainer = build().with_collective(collective).unwrap();
+            let metrics = run(&mut trainer, 4);
+            trainer.ensure_equal_ranks().unwrap();
+            metrics
+        });
+        for metrics in &ranks {
+            assert_eq!(metrics, &ranks[0]);
+            assert_records_close(metrics, &expected);
+        }
+    }
+}
+
+#[rstest]
+#[case::adapters(TrainConfig { adapters: Some(LoraConfig::all_linear(2, 4.)), ..config(best_of(2)) })]
+#[case::bf16(TrainConfig { compute_dtype: ComputeDType::Bf16, ..config(best_of(2)) })]
+#[case::epochs(TrainConfig { epochs: 2, mini_batch_size: Some(5), ..config(best_of(2)) })]
+fn every_form_of_a_policy_learns_from_distributions(#[case] config: TrainConfig) {
+    let mut trainer = trainer(nothing, config).with_teacher(Arc::new(teacher()));
+    let metrics = run(&mut trainer, 12);
+    let divergence = |step: usize| metrics[step].policy["divergence"];
+    assert!(
+        divergence(11) < divergence(0),
+        "{} {}",
+        divergence(0),
+        divergence(11)
+    );
+}
+
+/// Models of one family differ in the padding of their vocabulary.
+#[test]
+fn a_teacher_may_have_more_rows_than_the_policy() {
+    let mut batch = batch();
+    let totals = StepTotals::count(&batch.tokens.response_mask).unwrap();
+    let divergence = |batch: &TrainingBatch| {
+        let loss = Some(DistillationLoss::default());
+        let mut actor = actor(parameters(), PolicyLoss::gpg(), loss);
+        let metrics = actor.forward_backward(batch, &totals);
+        metrics.map(|metrics| metrics.get("divergence").unwrap())
+    };
+    let expected = divergence(&batch).unwrap();
+    let Some(TeacherDistributions::Hidden { weight, .. }) = &mut batch.teacher else {
+        panic!("no hidden states");
+    };
+    let narrow = weight.narrow(0, 0, 3).unwrap();
+    *weight = Tensor::cat(&[&*weight, &narrow], 0).unwrap();
+    assert_eq!(divergence(&batch).unwrap(), expected);
+    let Some(TeacherDistributions::Hidden { weight, .. }) = &mut batch.teacher else {
+        panic!("no hidden states");
+    };
+    *weight = narrow;
+    let error = divergence(&batch).unwrap_err().to_string();
+    assert_eq!(
+        error,
+        "teacher: 3 logits, must be at least 6, those of the policy"
+    );
+}
+
+/// A teacher of another crate, which has no distributions.
+struct LogProbsOnly;
+
+impl Teacher for LogProbsOnly {
+    fn log_probs(&self, batch: &TokenBatch, _: f64, _: &dyn Progress) -> anyhow::Result<Tensor> {
+        Ok(batch.response_mask.zeros_like()?)
+    }
+}
+
+#[test]
+fn what_is_missing_is_named() {
+    let error = trainer(nothing, config(best_of(2))).step().unwrap_err();
+    let text = format!("{error:#}");
+    assert!(
+        text.contains("teacher: none, must be given by with_teacher"),
+        "{text}"
+    );
+    let trainer = trainer(nothing, config(best_of(2)));
+    let error = trainer.with_teacher(Arc::new(LogProbsOnly)).step();
+    let text = format!("{:#}", error.unwrap_err());
+    assert!(
+        text.contains("teacher: gives log-probs of tokens only, must give distributions"),
+        "{text}"
+    );
+
+    let batch = batch();
+    let totals = StepTotals::count(&batch.tokens.response_mask).unwrap();
+    let compute = |teacher: Option<TeacherDistributions>| {
+        let loss = Some(DistillationLoss::default());
+        let mut actor = actor(parameters(), PolicyLoss::gpg(), loss);
+        let batch = TrainingBatch {
+            teacher,
+            ..batch.clone()
+        };
+        actor
+            .forward_backward(&batch, &totals)
+            .unwrap_err()
+            .to_string()
+    };
+    let text = compute(None);
+    assert_eq!(
+        text,
+        "teacher: absent, must be given with a distillation_loss"
+    );
+    let ids = Tensor::zeros((4, 5, 2), candle_core::DType::U32, device()).unwrap();
+    let log_probs = Tensor::zeros((4, 4, 2), candle_core::DType::F32, device()).unwrap();
+    let text = compute(Some(TeacherDistributions::TopK {
+        ids: ids.clone(),
+        log_probs,
+    }));
+    assert!(
+        text.starts_with("teacher.log_probs: shape [4, 4, 2], must be [4, 5, 2]"),
+        "{text}"
+    );
+    let text = compute(Some(TeacherDistributions::TopK {
+        ids: (&ids + 6u32 as f64).unwrap(),
+        log_probs: Tensor::zeros((4, 5, 2), candle_core::DType::F32, device()).unwrap(),
+    }));
+    assert!(
+        text.starts_with("teacher_topk_ids: 6, must be below 6"),
+        "{text}"
+    );
+}
