@@ -39,6 +39,13 @@ pub(super) fn check_teacher(
     if teacher.tokenizer.get_vocab(true) != policy.tokenizer.get_vocab(true) {
         return Err(wrong("has other tokens than the policy, must have the same").into());
     }
+    let (rows, own) = (teacher.model.vocab_size, policy.model.vocab_size);
+    if config.train.recipe.distillation_loss.is_some() && rows < own {
+        return Err(wrong(&format!(
+            "has {rows} logits, must have at least {own}, those of the policy, for algorithm.recipe.distillation_loss"
+        ))
+        .into());
+    }
     let longest = longest_sequence(config, prompts);
     let positions = teacher.model.max_position_embeddings;
     if longest > positions {

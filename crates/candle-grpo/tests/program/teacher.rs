@@ -2,9 +2,12 @@
 
 use std::path::Path;
 
+use candle_core::Device;
+use candle_grpo::nn::Parameters;
 use candle_grpo::train::Pretrained;
 use candle_grpo::train::model::character_tokenizer;
 use candle_grpo_test_support::{HttpServer, Reply, Request};
+use rstest::rstest;
 use serde_json::{Value, json};
 
 use super::support::{folder, grpo, lines, said, succeeds, write_long_model};
@@ -40,22 +43,38 @@ fn train_alone(folder: &Path, model: &str, run_dir: &str) {
     succeeds(folder, &["train", &file, "--quiet"]);
 }
 
-#[test]
-fn the_policy_approaches_the_teacher_and_resumes_bit_identically() {
-    let whole = folder(CONFIG);
-    let resumed = folder(&CONFIG.replace("max_steps: 40", "max_steps: 20"));
+/// The term of the sampled tokens in [`CONFIG`].
+const OF_TOKENS: &str = "{policy_loss: {surrogate: policy_gradient, distillation: {coef: 1.0}, aggregation: token-mean}}";
+
+#[rstest]
+#[case::of_tokens(OF_TOKENS, "distillation_gap_abs")]
+#[case::of_distributions(
+    "{policy_loss: {loss_coef: 0}, distillation_loss: {beta: 0.5}}",
+    "divergence"
+)]
+#[case::of_the_best_tokens(
+    "{policy_loss: {loss_coef: 0}, distillation_loss: {support: {teacher: {k: 2}}}}",
+    "divergence"
+)]
+fn the_policy_approaches_the_teacher_and_resumes_bit_identically(
+    #[case] recipe: &str,
+    #[case] metric: &str,
+) {
+    let config = CONFIG.replace(OF_TOKENS, recipe);
+    let whole = folder(&config);
+    let resumed = folder(&config.replace("max_steps: 40", "max_steps: 20"));
     for folder in [&whole, &resumed] {
         write_long_model(&folder.path().join("fresh"), "abcde", 24, 4);
         train_alone(folder.path(), "fresh", "teacher");
     }
     succeeds(whole.path(), &["train", "run.yaml", "--quiet"]);
     succeeds(resumed.path(), &["train", "run.yaml", "--quiet"]);
-    std::fs::write(resumed.path().join("run.yaml"), CONFIG).unwrap();
+    std::fs::write(resumed.path().join("run.yaml"), &config).unwrap();
     let resume = ["train", "run.yaml", "--quiet", "--resume"];
     succeeds(resumed.path(), &resume);
     let metrics = lines(&whole.path().join("run/metrics.jsonl"));
     assert_eq!(metrics, lines(&resumed.path().join("run/metrics.jsonl")));
-    let gap = |step: usize| metrics[step]["distillation_gap_abs"].as_f64().unwrap();
+    let gap = |step: usize| metrics[step][metric].as_f64().unwrap();
     let mean = |steps: std::ops::Range<usize>| steps.map(gap).sum::<f64>() / 5.;
     let (first, last) = (mean(0..5), mean(35..40));
     assert!(last < 0.7 * first, "{first} {last}");
@@ -68,7 +87,7 @@ fn a_teacher_that_does_not_fit_is_named() {
     write_long_model(&path.join("teacher"), "abcde", 24, 4);
     write_long_model(&path.join("short"), "abcde", 7, 4);
     write_long_model(&path.join("other"), "edcba", 24, 4);
-    let other = Pretrained::load(&path.join("other"), &candle_core::Device::Cpu).unwrap();
+    let other = Pretrained::load(&path.join("other"), &Device::Cpu).unwrap();
     assert_ne!(
         other.tokenizer.get_vocab(true),
         character_tokenizer("abcde").unwrap().get_vocab(true)
@@ -131,6 +150,17 @@ fn a_teacher_that_does_not_fit_is_named() {
             Some("run.yaml:3: teacher.model: has 7 positions, must have at least 9"),
         ),
         ("{model: teacher}", "{path: teacher}", Some("teacher")),
+        (OF_TOKENS, "{distillation_loss: {}}", None),
+        (
+            OF_TOKENS,
+            "{distillation_loss: {beta: 2}}",
+            Some("recipe.distillation_loss.beta: 2, must be from 0 to 1"),
+        ),
+        (
+            OF_TOKENS,
+            "{distillation_loss: {support: {sampled: {teacher_best: true}}}}",
+            Some("recipe.distillation_loss.support: sampled, must be another one"),
+        ),
     ] {
         std::fs::write(path.join("run.yaml"), CONFIG.replacen(from, to, 1)).unwrap();
         let output = grpo(path, &["check", "run.yaml"]);
@@ -144,6 +174,32 @@ fn a_teacher_that_does_not_fit_is_named() {
     }
 }
 
+#[test]
+fn a_teacher_of_distributions_fits_the_logits_of_the_policy() {
+    let config = CONFIG.replace(OF_TOKENS, "{distillation_loss: {}}");
+    let folder = folder(&config);
+    let path = folder.path();
+    write_long_model(&path.join("teacher"), "abcde", 24, 4);
+    succeeds(path, &["check", "run.yaml"]);
+    let mut wide = Pretrained::load(&path.join("model"), &Device::Cpu).unwrap();
+    wide.model.vocab_size = 64;
+    wide.parameters = Parameters::init(&wide.model, 1, &Device::Cpu).unwrap();
+    std::fs::remove_dir_all(path.join("model")).unwrap();
+    wide.save(&path.join("model")).unwrap();
+    let output = grpo(path, &["check", "run.yaml"]);
+    assert_eq!(output.status.code(), Some(3), "{}", said(&output));
+    let words =
+        "run.yaml:3: teacher.model: has 6 logits, must have at least 64, those of the policy";
+    assert!(said(&output).contains(words), "{}", said(&output));
+
+    let server = "{server: {engine: vllm, base_url: 'http://a'}}";
+    let text = config.replace("{model: teacher}", server);
+    std::fs::write(path.join("run.yaml"), text).unwrap();
+    let output = grpo(path, &["check", "run.yaml"]);
+    let words = "algorithm.recipe.distillation_loss.support: must be {teacher: {k: ...}}";
+    assert!(said(&output).contains(words), "{}", said(&output));
+}
+
 /// A server of a teacher that gives each token the probability 1/6, as vLLM does.
 fn uniform_teacher() -> HttpServer {
     HttpServer::start(|request: &Request| {
@@ -154,8 +210,13 @@ fn uniform_teacher() -> HttpServer {
                 let body: Value = serde_json::from_slice(&request.body).unwrap();
                 assert_eq!(body["model"], "large");
                 let prompt = body["prompt"].as_array().unwrap();
-                let log_prob = |id: &Value| json!({id.to_string(): {"logprob": -(6f64.ln())}});
-                let named: Vec<Value> = prompt.iter().map(log_prob).collect();
+                let k = body["prompt_logprobs"].as_u64().unwrap();
+                let entry = |id: &Value| {
+                    let ids = [id.as_u64().unwrap()].into_iter().chain(0..k);
+                    let named = ids.map(|id| (id.to_string(), json!({"logprob": -(6f64.ln())})));
+                    Value::Object(named.collect())
+                };
+                let named: Vec<Value> = prompt.iter().map(entry).collect();
                 json!({"choices": [{"prompt_logprobs": named}]})
             }
             _ => return Reply::new(404, "{}"),
@@ -164,11 +225,15 @@ fn uniform_teacher() -> HttpServer {
     })
 }
 
-#[test]
-fn the_policy_approaches_a_teacher_on_a_server() {
+#[rstest]
+#[case::of_tokens(OF_TOKENS)]
+#[case::of_the_best_tokens(
+    "{policy_loss: {loss_coef: 0}, distillation_loss: {support: {teacher: {k: 3}}}}"
+)]
+fn the_policy_approaches_a_teacher_on_a_server(#[case] recipe: &str) {
     let server = uniform_teacher();
     let url = server.url();
-    let text = CONFIG.replace(
+    let text = CONFIG.replace(OF_TOKENS, recipe).replace(
         "{model: teacher}",
         &format!("{{server: {{engine: vllm, base_url: '{url}'}}}}"),
     );
