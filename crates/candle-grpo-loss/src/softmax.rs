@@ -1,24 +1,42 @@
-//! Log-softmax in plain Candle operations.
+//! Log-softmax along the last dimension.
 
-use candle_core::{D, Result, Tensor};
+use candle_core::{D, DType, Result, Tensor};
+use candle_grpo_kernels::{LogProbOptions, TokenLogProbs, log_prob};
 
-/// Computes `x - log sum exp(x)` along the last dimension. Entries of minus infinity stay as they
-/// are; at least one entry must be finite.
+/// Computes `x - log sum exp(x)`. Entries of minus infinity stay as they are; at least one entry
+/// must be finite.
 pub(crate) fn log_softmax(x: &Tensor) -> Result<Tensor> {
-    // Relative to the maximum, so that `exp` does not overflow.
-    let shifted = x.broadcast_sub(&x.detach().max_keepdim(D::Minus1)?)?;
-    let total = shifted.exp()?.sum_keepdim(D::Minus1)?;
-    shifted.broadcast_sub(&total.log()?)
+    let total = statistics(x, None)?.log_sum_exp;
+    x.broadcast_sub(&total.unsqueeze(D::Minus1)?)
 }
 
-/// Computes `log sum exp(x)` along the last dimension, which is kept with the size 1. It is minus
-/// infinity, without a gradient, if no entry is finite.
+/// Computes `log sum exp(x)`. The last dimension is kept with the size 1. It is minus infinity,
+/// without a gradient, if no entry is finite.
 pub(crate) fn log_sum_exp(x: &Tensor) -> Result<Tensor> {
-    let largest = x.detach().max_keepdim(D::Minus1)?;
-    let none = largest.eq(f64::NEG_INFINITY)?;
-    let largest = none.where_cond(&largest.zeros_like()?, &largest)?;
-    let total = x.broadcast_sub(&largest)?.exp()?.sum_keepdim(D::Minus1)?;
-    let total = none.where_cond(&total.ones_like()?, &total)?;
-    let sum = (total.log()? + &largest)?;
-    none.where_cond(&(largest + f64::NEG_INFINITY)?, &sum)
+    let some = x.detach().max(D::Minus1)?.gt(f64::NEG_INFINITY)?;
+    let total = statistics(x, Some(&some))?.log_sum_exp;
+    let none = (total.zeros_like()? + f64::NEG_INFINITY)?;
+    some.where_cond(&total, &none)?.unsqueeze(D::Minus1)
+}
+
+/// Computes `log(exp(a) + exp(b))` of two tensors of one shape. It is minus infinity, without a
+/// gradient, where both are.
+pub(crate) fn log_add_exp(a: &Tensor, b: &Tensor) -> Result<Tensor> {
+    let larger = a.detach().maximum(&b.detach())?;
+    let none = larger.eq(f64::NEG_INFINITY)?;
+    let shift = none.where_cond(&larger.zeros_like()?, &larger)?;
+    let sum = ((a - &shift)?.exp()? + (b - &shift)?.exp()?)?;
+    let sum = none.where_cond(&sum.ones_like()?, &sum)?;
+    none.where_cond(&larger, &(sum.log()? + &shift)?)
+}
+
+/// Computes the entropy and the log-sum-exp of each row, 0 where `mask` is 0.
+pub(crate) fn statistics(x: &Tensor, mask: Option<&Tensor>) -> Result<TokenLogProbs> {
+    let outer = &x.dims()[..x.rank() - 1];
+    let targets = Tensor::zeros(outer, DType::U32, x.device())?;
+    let options = LogProbOptions {
+        mask,
+        ..LogProbOptions::default()
+    };
+    log_prob(x, &targets, 1., options)
 }

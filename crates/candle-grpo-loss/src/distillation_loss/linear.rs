@@ -1,7 +1,7 @@
 //! Distillation from hidden states, in chunks of tokens.
 
-use candle_core::{D, Result, Tensor, Var, bail};
-use candle_grpo_core::{Mask, Metrics, arithmetic_dtype, statistics_dtype};
+use candle_core::{Result, Tensor, Var, bail};
+use candle_grpo_core::{Mask, Metrics, arithmetic_dtype};
 use candle_grpo_kernels::LinearGradients;
 
 use super::{DistillationLoss, MASSES, OutputLayer, Teacher};
@@ -15,7 +15,8 @@ const LOGITS: usize = 1 << 22;
 pub struct LinearDistillationOutput {
     /// The loss: the contribution of this micro-batch to the step.
     pub loss: Tensor,
-    /// Those of [`DistillationLoss::compute`], and `student_entropy`, which is at [`DistillationLoss::temperature`].
+    /// The metrics of [`DistillationLoss::compute`], and `student_entropy`, which is at
+    /// [`DistillationLoss::temperature`].
     pub metrics: Metrics,
     /// The gradients of the loss with respect to the student's hidden states, weight and bias.
     /// `None` for an argument that is neither a variable nor computed from one.
@@ -87,7 +88,7 @@ pub fn linear_distillation_loss(
         if let Some(bias) = &bias {
             add(&mut parts.bias, store.get(bias))?;
         }
-        parts.entropies.push(entropy(&compared.student.detach())?);
+        parts.entropies.push(compared.entropy);
         parts.losses.push(compared.losses.detach());
         for (parts, mass) in parts
             .masses
@@ -140,12 +141,12 @@ pub fn linear_distillation_loss(
     })
 }
 
-/// What the chunks give, each for its tokens.
+/// Results of the chunks, each for its tokens.
 #[derive(Default)]
 struct Parts {
     losses: Vec<Tensor>,
     entropies: Vec<Tensor>,
-    /// Those of the student and of the teacher.
+    /// Probabilities of the compared entries: of the student and of the teacher.
     masses: [Vec<Tensor>; 2],
     hidden: Vec<Tensor>,
     /// The sums of the gradients.
@@ -173,14 +174,4 @@ fn add(sum: &mut Option<Tensor>, gradient: Option<&Tensor>) -> Result<()> {
         });
     }
     Ok(())
-}
-
-/// The entropy of log-distributions `[N, V]`.
-fn entropy(log_probs: &Tensor) -> Result<Tensor> {
-    let present = log_probs.gt(f64::NEG_INFINITY)?;
-    let log_probs = present.where_cond(log_probs, &log_probs.zeros_like()?)?;
-    let terms = (log_probs.exp()? * &log_probs)?;
-    let statistics = statistics_dtype(terms.device());
-    let sum = terms.to_dtype(statistics)?.sum(D::Minus1)?;
-    sum.neg()?.to_dtype(log_probs.dtype())
 }

@@ -1,9 +1,11 @@
 //! The divergence of a student's distribution from a teacher's.
 
+mod distribution;
 mod linear;
 mod output_layer;
 mod support;
 mod teacher;
+mod whole;
 
 use candle_core::{D, Result, Tensor, bail};
 use candle_grpo_core::{Kl, Mask, Metrics, arithmetic_dtype};
@@ -16,8 +18,9 @@ pub use teacher::Teacher;
 
 use crate::aggregation::Aggregation;
 use crate::policy_loss::StepTotals;
-use crate::softmax::{log_softmax, log_sum_exp};
+use crate::softmax::log_add_exp;
 use candle_grpo_core::validate::{Name, check, finite, non_negative, positive, unit_interval};
+use distribution::Distribution;
 use teacher::TeacherRows;
 
 /// The metrics of the probabilities of the compared entries.
@@ -190,23 +193,27 @@ impl DistillationLoss {
     ) -> Result<Compared> {
         self.validate()?;
         let dtype = arithmetic_dtype(student_logits.dtype());
-        let student = self.log_distribution(&student_logits.to_dtype(dtype)?)?;
+        let student = Distribution::new(&student_logits.to_dtype(dtype)?, self.temperature)?;
+        let entropy = student.entropy.clone();
         let (teacher, entries) = match teacher {
             TeacherRows::Logits(logits) => {
-                if logits.dims() != student.dims() {
+                if logits.dims() != student_logits.dims() {
                     bail!(
                         "teacher_logits: shape {:?}, must be that of student_logits, {:?}",
                         logits.dims(),
-                        student.dims()
+                        student_logits.dims()
                     );
                 }
-                let teacher = self.log_distribution(&logits.detach().to_dtype(dtype)?)?;
-                let entries = self.support.entries(&student, &teacher, sampled_tokens)?;
+                let logits = logits.detach().to_dtype(dtype)?;
+                let teacher = Distribution::new(&logits, self.temperature)?;
+                let (s, t) = (&student.logits, &teacher.logits);
+                let entries = self.support.entries(s, t, sampled_tokens)?;
                 (support::Source::Whole(teacher), entries)
             }
             TeacherRows::TopK { ids, log_probs } => {
+                let log_probs = log_probs.detach().to_dtype(dtype)?;
                 let (source, entries) =
-                    self.given_entries(ids, &log_probs.detach().to_dtype(dtype)?, student.dims())?;
+                    self.given_entries(ids, &log_probs, student_logits.dims())?;
                 (source, Some(entries))
             }
         };
@@ -214,23 +221,30 @@ impl DistillationLoss {
             let support::Source::Whole(teacher) = teacher else {
                 bail!("support: the vocabulary, must be a part of it for top-k log-probs");
             };
-            let losses = self.bounded(
-                self.divergence(&self.floored(&student)?, &self.floored(&teacher)?)?,
-                false,
-            )?;
+            if self.log_prob_floor.is_none() && whole::is_fused(&student.logits) {
+                let losses = whole::divergence(&student.logits, &teacher.logits, self.beta)?;
+                return Ok(Compared {
+                    entropy,
+                    losses: self.bounded(losses, false)?,
+                    masses: None,
+                });
+            }
+            let s = self.floored(&student.log_probs()?)?;
+            let t = self.floored(&teacher.log_probs()?)?;
+            let losses = self.bounded(self.divergence(&s, &t)?, false)?;
             return Ok(Compared {
-                student,
+                entropy,
                 losses,
                 masses: None,
             });
         };
-        let of_student = support::Source::Whole(student.clone());
-        let masses = [entries.mass(&of_student)?, entries.mass(&teacher)?];
-        let s = self.floored(&entries.log_probs(&of_student, self.tail, self.tail_floor)?)?;
+        let student = support::Source::Whole(student);
+        let masses = [entries.mass(&student)?, entries.mass(&teacher)?];
+        let s = self.floored(&entries.log_probs(&student, self.tail, self.tail_floor)?)?;
         let t = self.floored(&entries.log_probs(&teacher, self.tail, self.tail_floor)?)?;
         let losses = self.bounded(self.divergence(&s, &t)?, self.tail == Tail::Drop)?;
         Ok(Compared {
-            student,
+            entropy,
             losses,
             masses: Some(masses),
         })
@@ -266,13 +280,6 @@ impl DistillationLoss {
         ))
     }
 
-    fn log_distribution(&self, logits: &Tensor) -> Result<Tensor> {
-        if logits.rank() == 0 || logits.elem_count() == 0 {
-            bail!("logits: shape {:?}, must be [.., V]", logits.dims());
-        }
-        log_softmax(&(logits / self.temperature)?)
-    }
-
     fn floored(&self, log_probs: &Tensor) -> Result<Tensor> {
         match self.log_prob_floor {
             None => Ok(log_probs.clone()),
@@ -295,8 +302,7 @@ impl DistillationLoss {
         if beta == 1. {
             return Kl::full(student, teacher);
         }
-        let parts = [(student + (1. - beta).ln())?, (teacher + beta.ln())?];
-        let mix = log_sum_exp(&Tensor::stack(&parts, D::Minus1)?)?.squeeze(D::Minus1)?;
+        let mix = log_add_exp(&(student + (1. - beta).ln())?, &(teacher + beta.ln())?)?;
         let (forward, reverse) = (Kl::full(teacher, &mix)?, Kl::full(student, &mix)?);
         (forward * beta)? + (reverse * (1. - beta))?
     }
@@ -316,8 +322,8 @@ impl DistillationLoss {
 
 /// The comparison of both at `[..]` places.
 struct Compared {
-    /// The log-distribution of the student, `[.., V]`.
-    student: Tensor,
+    /// The entropy of the student.
+    entropy: Tensor,
     losses: Tensor,
     /// The masses of the student and the teacher.
     masses: Option<[Tensor; 2]>,

@@ -4,6 +4,7 @@ use candle_core::{D, DType, Result, Tensor, bail};
 use candle_grpo_kernels::top_k;
 use serde::{Deserialize, Serialize};
 
+use super::distribution::Distribution;
 use crate::softmax::{log_softmax, log_sum_exp};
 use candle_grpo_core::validate::at_least_one;
 
@@ -60,7 +61,7 @@ impl Support {
         }
     }
 
-    /// The entries, or none for the whole vocabulary.
+    /// The entries, or none for the whole vocabulary. Student and teacher are logits.
     pub(super) fn entries(
         self,
         student: &Tensor,
@@ -94,9 +95,9 @@ impl Support {
     }
 }
 
-/// Log-probs of the whole vocabulary `[.., V]`, or of the entries `[.., K]`.
+/// A distribution over the vocabulary, or the log-probs of the entries, `[.., K]`.
 pub(super) enum Source {
-    Whole(Tensor),
+    Whole(Distribution),
     Entries(Tensor),
 }
 
@@ -131,7 +132,10 @@ impl Entries {
     /// The log-probs of the entries, minus infinity where an entry repeats.
     fn gather(&self, source: &Source) -> Result<Tensor> {
         let x = match source {
-            Source::Whole(x) => x.contiguous()?.gather(&self.ids, D::Minus1)?,
+            Source::Whole(x) => {
+                let logits = x.logits.contiguous()?.gather(&self.ids, D::Minus1)?;
+                logits.broadcast_sub(&x.total)?
+            }
             Source::Entries(x) => x.clone(),
         };
         self.distinct
@@ -181,7 +185,9 @@ impl Entries {
 
     /// The logarithm of the probability of all other entries, `[.., 1]`. The sum is over them: 1
     /// minus the mass would lose a small tail.
-    fn others(&self, x: &Tensor) -> Result<Tensor> {
+    fn others(&self, x: &Distribution) -> Result<Tensor> {
+        let total = &x.total;
+        let x = &x.logits;
         let ones = self.ids.to_dtype(DType::F32)?.ones_like()?;
         let zeros = x.detach().to_dtype(DType::F32)?.zeros_like()?;
         let chosen = zeros
@@ -189,6 +195,6 @@ impl Entries {
             .scatter_add(&self.ids, &ones, D::Minus1)?
             .gt(0.)?;
         let lowest = (x.zeros_like()? + f64::NEG_INFINITY)?;
-        log_sum_exp(&chosen.where_cond(&lowest, x)?)
+        log_sum_exp(&chosen.where_cond(&lowest, x)?)? - total
     }
 }

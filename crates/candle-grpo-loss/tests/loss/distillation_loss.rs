@@ -260,7 +260,67 @@ fn the_tiled_loss_equals_that_of_the_logits() -> Result<()> {
     Ok(())
 }
 
-/// Of so large a vocabulary a chunk has three tokens.
+/// The fast path of f32 on the CPU against plain operations in f64.
+#[test]
+fn whole_distributions_in_f32_are_those_in_f64() -> Result<()> {
+    let device = Device::Cpu;
+    let (rows, vocabulary) = (5, 3001);
+    let logits = |seed, scale: f64| -> Result<Tensor> {
+        let mut numbers = noise(rows * vocabulary, seed);
+        numbers.iter_mut().for_each(|x| *x *= scale);
+        // Absent entries: of one, of the other, and of both.
+        numbers[seed as usize % 2 * 7] = f64::NEG_INFINITY;
+        numbers[9] = f64::NEG_INFINITY;
+        Tensor::from_vec(numbers, (rows, vocabulary), &device)?.to_dtype(DType::F32)
+    };
+    for (beta, scale) in [(0., 3.), (0.3, 3.), (0.5, 40.), (0.9, 0.1), (1., 3.)] {
+        let (student, teacher) = (logits(1, scale)?, logits(2, scale)?);
+        let finite = |x: &Tensor| x.gt(-1e30)?.where_cond(x, &(x.zeros_like()? - 50.)?);
+        // An entry that one of both lacks is an infinite divergence, unless there is a mix.
+        let (student, teacher) = match beta {
+            0. => (finite(&student)?, teacher),
+            1. => (student, finite(&teacher)?),
+            _ => (student, teacher),
+        };
+        let loss = DistillationLoss {
+            beta,
+            temperature: 1.3,
+            ..DistillationLoss::default()
+        };
+        let slopes = [1., -0.5, 0., 2., 1e-3];
+        let compute = |dtype: DType| -> Result<(Vec<f64>, Vec<f64>)> {
+            let student = Var::from_tensor(&student.to_dtype(dtype)?)?;
+            let teacher = teacher.to_dtype(dtype)?;
+            let divergences = loss.per_token(&student, &Teacher::Logits(&teacher), None)?;
+            let slopes = Tensor::new(&slopes, &device)?.to_dtype(dtype)?;
+            let store = (&divergences * slopes)?.sum_all()?.backward()?;
+            let gradient = store.get(&student).expect("a gradient");
+            Ok((numbers(&divergences)?, numbers(gradient)?))
+        };
+        let ((found, gradient), (expected, slow)) = (compute(DType::F32)?, compute(DType::F64)?);
+        assert!(
+            expected.iter().all(|x| x.is_finite() && *x > 1e-4),
+            "{expected:?}"
+        );
+        for (found, expected) in found.iter().zip(&expected) {
+            assert!(
+                (found - expected).abs() < 2e-6 * (1. + expected),
+                "{found} {expected}"
+            );
+        }
+        for (found, expected) in gradient.iter().zip(&slow) {
+            assert!(
+                (found - expected).abs() < 2e-6 * (1. + expected.abs()),
+                "{found} {expected}"
+            );
+        }
+        let largest = slow.iter().fold(0f64, |a, x| a.max(x.abs()));
+        assert!(largest > 1e-5, "{largest}");
+    }
+    Ok(())
+}
+
+/// The vocabulary is so large that a chunk has three tokens.
 #[test]
 fn chunks_add_up() -> Result<()> {
     let (vocabulary, tokens) = ((1 << 20) + 1, 4);

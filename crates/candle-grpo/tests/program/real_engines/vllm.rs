@@ -93,12 +93,16 @@ fn vllm_is_a_teacher() {
     let teacher = json!({"server": {
         "engine": "vllm", "base_url": server.url(), "server_timeout": 1800,
     }});
-    let loss = json!({"surrogate": "policy_gradient", "distillation": {"coef": 1.},
-        "aggregation": "token-mean"});
+    // Of the sampled tokens, and of the most likely ones.
+    let recipe = json!({
+        "policy_loss": {"surrogate": "policy_gradient", "distillation": {"coef": 1.},
+            "aggregation": "token-mean"},
+        "distillation_loss": {"support": {"teacher": {"k": 20}}},
+    });
     let keys = [
         ("/max_steps", json!(3)),
         ("/teacher", teacher),
-        ("/algorithm/recipe/policy_loss", loss),
+        ("/algorithm/recipe", recipe),
         // One update a step, so that the gap of a step is that before its update.
         ("/training/mini_batch_size", Value::Null),
         ("/optimizer/learning_rate", json!(1e-4)),
@@ -114,4 +118,13 @@ fn vllm_is_a_teacher() {
     println!("gaps: {} {} {}", gap(0), gap(1), gap(2));
     assert!(gap(0) < 1e-4, "{}", gap(0));
     assert!(gap(2) > 10. * gap(0), "{} {}", gap(0), gap(2));
+    let number = |step: usize, name: &str| metrics[step][name].as_f64().unwrap();
+    let mass = |step: usize| number(step, "student_mass") - number(step, "teacher_mass");
+    println!(
+        "divergences: {} {}",
+        number(0, "divergence"),
+        number(2, "divergence")
+    );
+    assert!(number(0, "divergence").abs() < 1e-5 && mass(0).abs() < 1e-5);
+    assert!(number(2, "divergence") > 1e-3);
 }

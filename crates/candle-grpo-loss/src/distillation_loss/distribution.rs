@@ -1,0 +1,39 @@
+//! The distribution of logits.
+
+use candle_core::{D, Result, Tensor, bail};
+
+use crate::softmax::statistics;
+
+/// `softmax(logits)`, with gradient in the logits.
+pub(super) struct Distribution {
+    /// `[.., V]`
+    pub(super) logits: Tensor,
+    /// The log-sum-exp of the logits, `[.., 1]`.
+    pub(super) total: Tensor,
+    /// In nats, `[..]`.
+    pub(super) entropy: Tensor,
+}
+
+impl Distribution {
+    /// The distribution of `logits / temperature`.
+    pub(super) fn new(logits: &Tensor, temperature: f64) -> Result<Self> {
+        if logits.rank() == 0 || logits.elem_count() == 0 {
+            bail!("logits: shape {:?}, must be [.., V]", logits.dims());
+        }
+        let logits = match temperature == 1. {
+            true => logits.clone(),
+            false => (logits / temperature)?,
+        };
+        let statistics = statistics(&logits, None)?;
+        Ok(Self {
+            total: statistics.log_sum_exp.unsqueeze(D::Minus1)?,
+            entropy: statistics.entropy.detach(),
+            logits,
+        })
+    }
+
+    /// The log-probs of all entries, `[.., V]`.
+    pub(super) fn log_probs(&self) -> Result<Tensor> {
+        self.logits.broadcast_sub(&self.total)
+    }
+}

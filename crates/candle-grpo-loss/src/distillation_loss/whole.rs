@@ -1,0 +1,204 @@
+//! The divergence of whole distributions on the CPU, in one pass over each row.
+//!
+//! With plain Candle operations a step of distillation takes 1.3 times as long (SmolLM2-135M).
+
+use candle_core::{CpuStorage, CustomOp2, CustomOp3, DType, Layout, Result, Shape, Tensor, bail};
+use rayon::prelude::*;
+
+/// Computes the generalized Jensen-Shannon divergence of `softmax(student)` and `softmax(teacher)`
+/// at each row of `[.., V]`, f32: `[..]`. It is the divergence of
+/// [`DistillationLoss`](super::DistillationLoss) with `beta`. The gradient reaches the student.
+pub(super) fn divergence(student: &Tensor, teacher: &Tensor, beta: f64) -> Result<Tensor> {
+    student
+        .contiguous()?
+        .apply_op2(&teacher.detach().contiguous()?, Divergence { beta })
+}
+
+/// Returns whether [`divergence`] has a path for these logits.
+pub(super) fn is_fused(logits: &Tensor) -> bool {
+    logits.device().is_cpu() && logits.dtype() == DType::F32
+}
+
+#[derive(Clone, Copy)]
+struct Divergence {
+    beta: f64,
+}
+
+impl CustomOp2 for Divergence {
+    fn name(&self) -> &'static str {
+        "divergence"
+    }
+
+    fn cpu_fwd(
+        &self,
+        student: &CpuStorage,
+        student_layout: &Layout,
+        teacher: &CpuStorage,
+        teacher_layout: &Layout,
+    ) -> Result<(CpuStorage, Shape)> {
+        let (student, width) = rows(student, student_layout)?;
+        let (teacher, _) = rows(teacher, teacher_layout)?;
+        let pairs = student
+            .par_chunks_exact(width)
+            .zip(teacher.par_chunks_exact(width));
+        let divergences = pairs.map(|(s, t)| Row::new(s, t, self.beta).divergence() as f32);
+        let outer = &student_layout.dims()[..student_layout.dims().len() - 1];
+        Ok((CpuStorage::F32(divergences.collect()), Shape::from(outer)))
+    }
+
+    fn bwd(
+        &self,
+        student: &Tensor,
+        teacher: &Tensor,
+        _: &Tensor,
+        gradient: &Tensor,
+    ) -> Result<(Option<Tensor>, Option<Tensor>)> {
+        let (student, gradient) = (student.detach(), gradient.contiguous()?);
+        let gradient = student.apply_op3_no_bwd(&teacher.detach(), &gradient, self)?;
+        Ok((Some(gradient), None))
+    }
+}
+
+/// The gradient of the logits of the student.
+impl CustomOp3 for Divergence {
+    fn name(&self) -> &'static str {
+        "divergence_gradient"
+    }
+
+    fn cpu_fwd(
+        &self,
+        student: &CpuStorage,
+        layout: &Layout,
+        teacher: &CpuStorage,
+        teacher_layout: &Layout,
+        slopes: &CpuStorage,
+        slopes_layout: &Layout,
+    ) -> Result<(CpuStorage, Shape)> {
+        let (student, width) = rows(student, layout)?;
+        let (teacher, _) = rows(teacher, teacher_layout)?;
+        let (slopes, _) = rows(slopes, slopes_layout)?;
+        let mut gradient = vec![0f32; student.len()];
+        gradient
+            .par_chunks_exact_mut(width)
+            .zip(student.par_chunks_exact(width))
+            .zip(teacher.par_chunks_exact(width))
+            .zip(slopes)
+            .for_each(|(((gradient, s), t), &slope)| {
+                if slope != 0. {
+                    Row::new(s, t, self.beta).write_gradient(f64::from(slope), gradient);
+                }
+            });
+        Ok((CpuStorage::F32(gradient), layout.shape().clone()))
+    }
+}
+
+/// The contiguous elements and the size of the last dimension.
+fn rows<'a>(storage: &'a CpuStorage, layout: &Layout) -> Result<(&'a [f32], usize)> {
+    let (CpuStorage::F32(elements), Some((start, end))) = (storage, layout.contiguous_offsets())
+    else {
+        bail!("divergence: other tensors than contiguous ones of f32");
+    };
+    Ok((
+        &elements[start..end],
+        layout.dims().last().copied().unwrap_or(1),
+    ))
+}
+
+/// The logits of both at one place.
+struct Row<'a> {
+    student: &'a [f32],
+    teacher: &'a [f32],
+    /// The log-sum-exps.
+    totals: [f64; 2],
+    beta: f64,
+}
+
+impl<'a> Row<'a> {
+    fn new(student: &'a [f32], teacher: &'a [f32], beta: f64) -> Self {
+        Self {
+            student,
+            teacher,
+            totals: [student, teacher].map(log_sum_exp),
+            beta,
+        }
+    }
+
+    /// The log-probs of an entry, and their probabilities.
+    fn entries(&self) -> impl Iterator<Item = ([f32; 2], [f32; 2])> {
+        let [student, teacher] = self.totals.map(|total| total as f32);
+        self.student.iter().zip(self.teacher).map(move |(s, t)| {
+            let log_probs = [s - student, t - teacher];
+            (log_probs, log_probs.map(f32::exp))
+        })
+    }
+
+    /// The log-prob of the mix of both.
+    fn mix(&self, [p, q]: [f32; 2], [log_p, log_q]: [f32; 2]) -> f32 {
+        let beta = self.beta as f32;
+        let mix = (1. - beta) * p + beta * q;
+        if mix > 1e-30 {
+            return mix.ln();
+        }
+        let (a, b) = (log_p + (1. - beta).ln(), log_q + beta.ln());
+        let (low, high) = (a.min(b), a.max(b));
+        match high == f32::NEG_INFINITY {
+            true => high,
+            false => high + (low - high).exp().ln_1p(),
+        }
+    }
+
+    fn divergence(&self) -> f64 {
+        let terms = self.entries().map(|(logs, probs)| {
+            let [[log_p, log_q], [p, q]] = [logs, probs];
+            match self.beta {
+                0. => term(q, log_q, log_p),
+                1. => term(p, log_p, log_q),
+                beta => {
+                    let mix = self.mix(probs, logs);
+                    beta * term(q, log_q, mix) + (1. - beta) * term(p, log_p, mix)
+                }
+            }
+        });
+        terms.sum()
+    }
+
+    /// Sets `gradient` to `slope` times the derivative of the divergence by the student's logits:
+    /// `p - q` for beta 0, and else `p (u - sum p u)` with the derivative u by each probability.
+    fn write_gradient(&self, slope: f64, gradient: &mut [f32]) {
+        let derivative = |logs: [f32; 2], probs: [f32; 2]| match self.beta {
+            1. => logs[0] - logs[1],
+            beta => (1. - beta as f32) * (logs[0] - self.mix(probs, logs)),
+        };
+        if self.beta == 0. {
+            for (cell, (_, [p, q])) in gradient.iter_mut().zip(self.entries()) {
+                *cell = (slope * f64::from(p - q)) as f32;
+            }
+            return;
+        }
+        let mut mean = 0.;
+        for (cell, (logs, probs)) in gradient.iter_mut().zip(self.entries()) {
+            if logs[0] > f32::NEG_INFINITY {
+                *cell = derivative(logs, probs);
+                mean += f64::from(probs[0]) * f64::from(*cell);
+            }
+        }
+        for (cell, (_, [p, _])) in gradient.iter_mut().zip(self.entries()) {
+            *cell = (slope * f64::from(p) * (f64::from(*cell) - mean)) as f32;
+        }
+    }
+}
+
+/// `p (log p - log q)`, 0 for a probability of 0.
+fn term(p: f32, log_p: f32, log_q: f32) -> f64 {
+    match log_p == f32::NEG_INFINITY {
+        true => 0.,
+        false => f64::from(p) * f64::from(log_p - log_q),
+    }
+}
+
+/// NaN if an entry is NaN.
+fn log_sum_exp(row: &[f32]) -> f64 {
+    let largest = row.iter().copied().fold(f32::NEG_INFINITY, f32::max);
+    let sum: f64 = row.iter().map(|x| f64::from((x - largest).exp())).sum();
+    f64::from(largest) + sum.ln()
+}
