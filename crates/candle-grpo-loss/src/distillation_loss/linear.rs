@@ -2,8 +2,9 @@
 
 use candle_core::{Result, Tensor, Var, bail};
 use candle_grpo_core::{Mask, Metrics, arithmetic_dtype};
-use candle_grpo_kernels::LinearGradients;
+use candle_grpo_kernels::{LinearGradients, add_matmul};
 
+use super::output_layer::{products, same_dtype};
 use super::{DistillationLoss, MASSES, OutputLayer, Teacher};
 use crate::policy_loss::StepTotals;
 
@@ -51,11 +52,11 @@ pub fn linear_distillation_loss(
         .map(|(i, _)| i)
         .collect();
     // The derivative of the loss by the divergence of each token.
-    let zeros = Var::zeros((batch, tokens), dtype, device)?;
-    let sum = loss.reduce(&zeros, &mask, totals)?;
-    let slopes = match sum.backward()?.get(&zeros) {
+    let none = Var::zeros((batch, tokens), dtype, device)?;
+    let sum = loss.reduce(&none, &mask, totals)?;
+    let slopes = match sum.backward()?.get(&none) {
         Some(slopes) => slopes.flatten_all()?,
-        None => zeros.flatten_all()?,
+        None => none.flatten_all()?,
     };
 
     let rows = |name: &str, x: &Tensor| match *x.dims() {
@@ -66,27 +67,46 @@ pub fn linear_distillation_loss(
         ),
     };
     let hidden = rows("student.hidden", student.hidden)?;
-    let weight = variable(student.weight)?;
-    let bias = student.bias.map(variable).transpose()?;
+    student.check("student", hidden.dim(1)?)?;
+    let (hidden, weight) = same_dtype(&hidden, student.weight)?;
+    let bias = student.bias.map(|x| Var::from_tensor(&x.detach()));
+    let bias = bias.transpose()?;
     let layer = OutputLayer {
-        weight: &weight,
-        bias: bias.as_ref(),
+        bias: bias.as_deref(),
         ..*student
     };
+    let zeros = |x: &Tensor| Tensor::zeros(x.shape(), dtype, device);
+    let wanted = |x: &Tensor| x.track_op().then(|| zeros(x)).transpose();
+    let weight_gradient = wanted(student.weight)?;
+    let mut bias_gradient = student.bias.map(wanted).transpose()?.flatten();
     let mut parts = Parts::default();
-    let vocabulary = student.weight.dims().first().map_or(1, |&v| v.max(1));
-    for chunk in places.chunks((LOGITS / vocabulary).max(1)) {
+    for chunk in places.chunks((LOGITS / weight.dim(0)?).max(1)) {
         let at = Tensor::new(chunk, device)?;
-        let part = Var::from_tensor(&hidden.index_select(&at, 0)?)?;
-        let logits = layer.logits("student", &part)?;
+        let part = hidden.index_select(&at, 0)?;
+        // The graph starts at the products, whose gradient is multiplied here.
+        let products = Var::from_tensor(&products(&part, &weight)?)?;
+        let logits = layer.logits(&products)?;
         let teacher = teacher.rows(|name, x| rows(name, x)?.index_select(&at, 0))?;
         let compared = loss.compare(&logits, &teacher, None)?;
         let weighted = (&compared.losses * slopes.index_select(&at, 0)?)?.sum_all()?;
         let store = weighted.backward()?;
-        parts.hidden.extend(store.get(&part).cloned());
-        add(&mut parts.weight, store.get(&weight))?;
-        if let Some(bias) = &bias {
-            add(&mut parts.bias, store.get(bias))?;
+        if let (Some(sum), Some(gradient)) = (
+            &mut bias_gradient,
+            bias.as_ref().and_then(|bias| store.get(bias)),
+        ) {
+            *sum = (&*sum + gradient.detach().to_dtype(dtype)?)?;
+        }
+        let gradient = match store.get(&products) {
+            Some(gradient) => gradient.detach().to_dtype(part.dtype())?,
+            None => products.zeros_like()?.to_dtype(part.dtype())?,
+        };
+        if let Some(sum) = &weight_gradient {
+            add_matmul(sum, &gradient.t()?, &part)?;
+        }
+        if student.hidden.track_op() {
+            let sum = zeros(&part)?;
+            add_matmul(&sum, &gradient, &weight)?;
+            parts.hidden.push(sum);
         }
         parts.entropies.push(compared.entropy);
         parts.losses.push(compared.losses.detach());
@@ -116,15 +136,12 @@ pub fn linear_distillation_loss(
             metrics.push_masked_mean(name, &on_tokens(mass)?, &mask)?;
         }
     }
-    let summed = |x: &Tensor, sum: Option<Tensor>| {
-        let zeros = || Tensor::zeros(x.shape(), dtype, device);
-        x.track_op().then(|| sum.map_or_else(zeros, Ok)).transpose()
-    };
     let hidden_gradient = match student.hidden.track_op() {
         false => None,
         true => {
-            let rows = spread(&parts.hidden, hidden.zeros_like()?)?;
-            Some(rows.reshape(student.hidden.shape())?)
+            let rows = spread(&parts.hidden, zeros(&hidden)?)?;
+            let rows = rows.reshape(student.hidden.shape())?;
+            Some(rows.to_dtype(student.hidden.dtype())?)
         }
     };
     Ok(LinearDistillationOutput {
@@ -132,11 +149,8 @@ pub fn linear_distillation_loss(
         metrics,
         gradients: LinearGradients {
             hidden: hidden_gradient,
-            weight: summed(student.weight, parts.weight)?,
-            bias: match student.bias {
-                Some(bias) => summed(bias, parts.bias)?,
-                None => None,
-            },
+            weight: weight_gradient,
+            bias: bias_gradient,
         },
     })
 }
@@ -149,29 +163,4 @@ struct Parts {
     /// Probabilities of the compared entries: of the student and of the teacher.
     masses: [Vec<Tensor>; 2],
     hidden: Vec<Tensor>,
-    /// The sums of the gradients.
-    weight: Option<Tensor>,
-    bias: Option<Tensor>,
-}
-
-/// A variable in place of `x`, if it is computed from one. Otherwise `x`.
-fn variable(x: &Tensor) -> Result<Tensor> {
-    match x.track_op() && !x.is_variable() {
-        true => Ok(Var::from_tensor(&x.detach())?.into_inner()),
-        false => Ok(x.clone()),
-    }
-}
-
-/// Adds a gradient in the dtype of arithmetic.
-fn add(sum: &mut Option<Tensor>, gradient: Option<&Tensor>) -> Result<()> {
-    if let Some(gradient) = gradient {
-        let gradient = gradient
-            .detach()
-            .to_dtype(arithmetic_dtype(gradient.dtype()))?;
-        *sum = Some(match sum.take() {
-            None => gradient,
-            Some(sum) => (sum + gradient)?,
-        });
-    }
-    Ok(())
 }

@@ -3,7 +3,7 @@
 use candle_core::{Result, Tensor, bail};
 use candle_grpo_core::arithmetic_dtype;
 use candle_grpo_core::validate::positive;
-use candle_grpo_kernels::soft_cap;
+use candle_grpo_kernels::{add_matmul, soft_cap};
 
 /// Hidden states and the layer that turns them into logits:
 /// `soft_cap(logit_scale (hidden weight^T + bias))`.
@@ -33,26 +33,52 @@ impl<'a> OutputLayer<'a> {
         }
     }
 
-    /// Returns the logits `[.., V]` of `hidden` `[.., H]` in the dtype of arithmetic. Errors have
-    /// the `name` of the model.
-    pub(super) fn logits(&self, name: &str, hidden: &Tensor) -> Result<Tensor> {
+    /// Checks the options for hidden states of this width. Errors have the `name` of the model.
+    pub(super) fn check(&self, name: &str, width: usize) -> Result<()> {
         positive(&format!("{name}.logit_scale"), self.logit_scale)?;
-        let (vocabulary, width) = match (hidden.dims(), self.weight.dims()) {
-            (&[.., h], &[v, width]) if h == width && v > 0 => (v, width),
-            (hidden, weight) => {
-                bail!("{name}: hidden {hidden:?} and weight {weight:?}, must be [.., H] and [V, H]")
-            }
-        };
-        let dtype = arithmetic_dtype(hidden.dtype());
-        let mut shape = hidden.dims().to_vec();
-        shape[hidden.rank() - 1] = vocabulary;
-        let mut z = hidden
-            .reshape(((), width))?
-            .to_dtype(dtype)?
-            .matmul(&self.weight.to_dtype(dtype)?.t()?)?;
-        if let Some(bias) = self.bias {
-            z = z.broadcast_add(&bias.to_dtype(dtype)?)?;
+        match *self.weight.dims() {
+            [v, h] if h == width && v > 0 => {}
+            ref dims => bail!("{name}.weight: shape {dims:?}, must be [V, {width}]"),
         }
-        soft_cap(&(z.reshape(shape)? * self.logit_scale)?, self.logit_cap)
+        match self.bias.map(Tensor::dims) {
+            Some(dims) if dims != &self.weight.dims()[..1] => bail!(
+                "{name}.bias: shape {dims:?}, must be [{}]",
+                self.weight.dims()[0]
+            ),
+            _ => Ok(()),
+        }
     }
+
+    /// Returns the logits of products `[.., V]` of hidden states and the weight.
+    pub(super) fn logits(&self, products: &Tensor) -> Result<Tensor> {
+        let mut logits = match self.bias {
+            Some(bias) => products.broadcast_add(&bias.to_dtype(products.dtype())?)?,
+            None => products.clone(),
+        };
+        if self.logit_scale != 1. {
+            logits = (logits * self.logit_scale)?;
+        }
+        soft_cap(&logits, self.logit_cap)
+    }
+}
+
+/// Returns the products `[N, V]` of hidden states `[N, H]` and a weight `[V, H]` in the dtype of
+/// arithmetic, without a gradient.
+pub(super) fn products(hidden: &Tensor, weight: &Tensor) -> Result<Tensor> {
+    let (hidden, weight) = same_dtype(hidden, weight)?;
+    let shape = (hidden.dim(0)?, weight.dim(0)?);
+    let dtype = arithmetic_dtype(hidden.dtype());
+    let products = Tensor::zeros(shape, dtype, hidden.device())?;
+    add_matmul(&products, &hidden, &weight.t()?)?;
+    Ok(products)
+}
+
+/// Returns both in their dtype, or in that of arithmetic if they have different ones, detached.
+pub(super) fn same_dtype(hidden: &Tensor, weight: &Tensor) -> Result<(Tensor, Tensor)> {
+    if hidden.dtype() == weight.dtype() {
+        return Ok((hidden.detach(), weight.detach()));
+    }
+    let dtype = arithmetic_dtype(hidden.dtype());
+    let convert = |x: &Tensor| x.detach().to_dtype(dtype);
+    Ok((convert(hidden)?, convert(weight)?))
 }

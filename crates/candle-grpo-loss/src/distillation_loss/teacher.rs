@@ -3,6 +3,7 @@
 use candle_core::{DType, Result, Tensor, bail};
 
 use super::OutputLayer;
+use super::output_layer::products;
 
 /// The distributions of a teacher. They have no gradient.
 #[derive(Debug, Clone, Copy)]
@@ -56,7 +57,12 @@ impl Teacher<'_> {
             Self::Logits(logits) => TeacherRows::Logits(select("teacher_logits", logits)?),
             Self::Hidden(layer) => {
                 let hidden = select("teacher.hidden", layer.hidden)?;
-                TeacherRows::Logits(layer.logits("teacher", &hidden)?.detach())
+                let width = hidden.dims().last().copied().unwrap_or(0);
+                layer.check("teacher", width)?;
+                let mut shape = hidden.dims().to_vec();
+                let products = products(&hidden.reshape(((), width))?, layer.weight)?;
+                shape[hidden.rank() - 1] = products.dim(1)?;
+                TeacherRows::Logits(layer.logits(&products.reshape(shape)?)?.detach())
             }
             Self::TopK { ids, log_probs } => TeacherRows::TopK {
                 ids: select("teacher_topk_ids", ids)?,
