@@ -14,6 +14,9 @@ use crate::{ComputeDType, TrainConfig};
 /// Tiles of logits, and buffers of matrix products.
 const BUFFERS: usize = 8 << 20;
 
+/// Chunks of logits of a student and its teacher, with their gradients.
+const DIVERGENCE: usize = 160 << 20;
+
 /// The bytes that a run takes in the memory of its device, if every completion has the largest
 /// length and every prompt and demonstration is as long as the longest one.
 ///
@@ -47,6 +50,8 @@ pub struct MemoryPlan {
     pub frozen: usize,
     /// Weights of the reference, unless it shares those of the policy.
     pub reference: usize,
+    /// Weights of a teacher in this process: 0 unless [`Self::with_teacher`] sets it.
+    pub teacher: usize,
     /// Weights of the critic, and the state of its optimizer.
     pub critic: usize,
     /// State of the optimizer of the policy.
@@ -115,7 +120,11 @@ impl MemoryPlan {
         let drawn = (step * group).min(config.sampling.max_batch_size);
         let lengths = (prompt_tokens, config.sampling.max_new_tokens);
         let cache = model.cache_bytes((drawn.div_ceil(group), group), lengths, drawn_in);
-        let plan = learning.plan(model)?;
+        let mut plan = learning.plan(model)?;
+        if config.recipe.distillation_loss.is_some() {
+            plan.activations += DIVERGENCE;
+            plan.training += DIVERGENCE;
+        }
         // Of the weights that train, which are f32, and of the frozen ones that are not in blocks.
         let copies = match config.own_rollout_dtype() {
             None => 0,
@@ -171,9 +180,20 @@ impl MemoryPlan {
         learning.plan(model)
     }
 
+    /// Returns this plan with a teacher of the shape `model`, which computes in `dtype`.
+    pub fn with_teacher(self, model: &DecoderConfig, dtype: ComputeDType) -> Self {
+        let shapes = model.parameter_shapes();
+        let count: usize = shapes.values().map(Shape::elem_count).sum();
+        Self {
+            teacher: count * (4 + copy_bytes(dtype)),
+            ..self
+        }
+    }
+
     /// The bytes at the peak: drawing and training alternate.
     pub fn peak(&self) -> usize {
-        let kept = self.weights + self.frozen + self.reference + self.critic + self.optimizer;
+        let others = self.reference + self.teacher + self.critic;
+        let kept = self.weights + self.frozen + others + self.optimizer;
         self.program + kept + self.training.max(self.sampling + self.packed)
     }
 }
@@ -227,6 +247,7 @@ impl Learning<'_> {
             weights: count * (4 + copy_bytes(self.compute_dtype)),
             frozen,
             reference: 0,
+            teacher: 0,
             critic: 0,
             optimizer: state_bytes(&shapes, self.state),
             gradients,

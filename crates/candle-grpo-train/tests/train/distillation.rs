@@ -7,7 +7,7 @@ use candle_grpo_kernels::top_k;
 use candle_grpo_loss::{DistillationLoss, PolicyLoss, Recipe, StepTotals, Support, Tail};
 use candle_grpo_nn::{AdamWConfig, LoraConfig, Parameters};
 use candle_grpo_test_support::{device, on_ranks, stay_on_cpu};
-use candle_grpo_train::learn::{Reference, Teacher, TeacherDistributions};
+use candle_grpo_train::learn::{MemoryPlan, Reference, Teacher, TeacherDistributions};
 use candle_grpo_train::{
     Actor, ActorConfig, ComputeDType, Progress, Sample, StepMetrics, TokenBatch, TrainConfig,
     Trainer, TrainingBatch,
@@ -308,6 +308,20 @@ fn a_teacher_may_have_more_rows_than_the_policy() {
         error,
         "teacher: 3 logits, must be at least 6, those of the policy"
     );
+}
+
+#[test]
+fn the_plan_of_memory_has_the_teacher() {
+    let plan = |config: &TrainConfig| MemoryPlan::new(&model(), config, 3, 0).unwrap();
+    let (alone, distilled) = (plan(&common::config()), plan(&config(best_of(2))));
+    assert!(distilled.training > alone.training);
+    assert_eq!((alone.teacher, distilled.teacher), (0, 0));
+    let numbers: usize = parameters().iter().map(|(_, x)| x.elem_count()).sum();
+    for (dtype, bytes) in [(ComputeDType::F32, 4), (ComputeDType::Bf16, 6)] {
+        let with = distilled.with_teacher(&model(), dtype);
+        assert_eq!(with.teacher, bytes * numbers);
+        assert_eq!(with.peak(), distilled.peak() + with.teacher);
+    }
 }
 
 /// A teacher of another crate, which has no distributions.

@@ -7,6 +7,7 @@ use std::path::Path;
 
 use candle_grpo::config::{Configuration, RollFile, RunConfig, SftRunConfig};
 use candle_grpo::nn::{BaseWeights, DecoderConfig, Gguf};
+use candle_grpo::run::load_teacher_without_weights;
 use candle_grpo::train::Pretrained;
 use candle_grpo::train::hub::HubContent;
 use candle_grpo::train::learn::MemoryPlan;
@@ -191,6 +192,10 @@ fn plan(
 ) -> anyhow::Result<MemoryPlan> {
     let longest_row = demonstrations.map_or(0, |rows| rows.train.longest_kept());
     let plan = MemoryPlan::new(model, &run.train, longest_prompt, longest_row)?;
+    let plan = match load_teacher_without_weights(run)? {
+        Some(teacher) => plan.with_teacher(&teacher.model, run.train.compute_dtype),
+        None => plan,
+    };
     on_this_device(plan, run)
 }
 
@@ -237,6 +242,7 @@ fn print_plan(plan: &MemoryPlan, lengths: &str, out: &mut impl Write) -> Result<
         ("weights", plan.weights),
         ("frozen weights", plan.frozen),
         ("reference", plan.reference),
+        ("teacher", plan.teacher),
         ("critic", plan.critic),
         ("optimizer", plan.optimizer),
         ("gradients", plan.gradients),

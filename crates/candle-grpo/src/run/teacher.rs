@@ -21,21 +21,11 @@ pub(super) fn check_teacher(
     policy: &Pretrained,
     prompts: &[Prompt],
 ) -> Result<()> {
-    let model = config.teacher.iter().find_map(|x| x.model.as_ref());
     // Servers are not asked before the run.
-    let Some(model) = model else {
+    let Some(teacher) = load_teacher_without_weights(config)? else {
         return Ok(());
     };
-    let read = || -> Result<Pretrained> {
-        let path = model_path(model)?;
-        let pretrained = Pretrained::load_without_weights(&path)?;
-        if !config.lacks_teacher_weights() {
-            pretrained.check_weights(&path)?;
-        }
-        Ok(pretrained)
-    };
     let wrong = |message: &str| config.error("teacher.model", message);
-    let teacher = read().map_err(|error| wrong(&format!("{error:#}")))?;
     if teacher.tokenizer.get_vocab(true) != policy.tokenizer.get_vocab(true) {
         return Err(wrong("has other tokens than the policy, must have the same").into());
     }
@@ -55,6 +45,28 @@ pub(super) fn check_teacher(
         .into());
     }
     Ok(())
+}
+
+/// Loads the teacher of a run without its weights, if it is a model in this process. Checks that
+/// the weights are there, unless they are to be downloaded.
+///
+/// # Errors
+///
+/// With the line of the key if the teacher cannot be read.
+pub fn load_teacher_without_weights(config: &RunConfig) -> Result<Option<Pretrained>> {
+    let Some(model) = config.teacher.iter().find_map(|x| x.model.as_ref()) else {
+        return Ok(None);
+    };
+    let read = || -> Result<Pretrained> {
+        let path = model_path(model)?;
+        let pretrained = Pretrained::load_without_weights(&path)?;
+        if !config.lacks_teacher_weights() {
+            pretrained.check_weights(&path)?;
+        }
+        Ok(pretrained)
+    };
+    let teacher = read().map_err(|error| config.error("teacher.model", &format!("{error:#}")))?;
+    Ok(Some(teacher))
 }
 
 /// Loads the teacher of a run, if it has one.

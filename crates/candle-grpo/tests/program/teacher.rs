@@ -180,7 +180,8 @@ fn a_teacher_of_distributions_fits_the_logits_of_the_policy() {
     let folder = folder(&config);
     let path = folder.path();
     write_long_model(&path.join("teacher"), "abcde", 24, 4);
-    succeeds(path, &["check", "run.yaml"]);
+    let printed = succeeds(path, &["check", "run.yaml"]);
+    assert!(printed.contains(", teacher 1 MiB,"), "{printed}");
     let mut wide = Pretrained::load(&path.join("model"), &Device::Cpu).unwrap();
     wide.model.vocab_size = 64;
     wide.parameters = Parameters::init(&wide.model, 1, &Device::Cpu).unwrap();
