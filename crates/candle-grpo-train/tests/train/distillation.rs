@@ -379,7 +379,7 @@ fn what_is_missing_is_named() {
         "{text}"
     );
     let text = compute(Some(TeacherDistributions::TopK {
-        ids: (&ids + 6u32 as f64).unwrap(),
+        ids: (&ids + 6f64).unwrap(),
         log_probs: Tensor::zeros((4, 5, 2), candle_core::DType::F32, device()).unwrap(),
     }));
     assert!(
