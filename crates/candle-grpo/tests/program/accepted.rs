@@ -32,9 +32,9 @@ fn bases(folder: &Path) -> Vec<(Value, Value)> {
         ["abc", "d", "ee", "ca", "b", "cd"].map(|prompt| json!({"prompt": prompt, "answer": 1}));
     let rows = rows.map(|row| row.to_string()).join("\n");
     fs::write(folder.join("data.jsonl"), rows).unwrap();
-    let presets = Preset::ALL.iter().map(|preset| json!(preset));
-    let base = |preset: Value| {
-        let base = json!({
+    let presets = Preset::ALL.into_iter().map(Some);
+    let base = |preset: Option<Preset>| {
+        let mut base = json!({
             "model": folder.join("model"),
             "data": {"train": folder.join("data.jsonl"), "held_out_rows": 2},
             "rewards": [
@@ -55,10 +55,13 @@ fn bases(folder: &Path) -> Vec<(Value, Value)> {
             "max_steps": 1,
             "run_dir": folder.join("run"),
         });
+        if preset.is_some_and(|preset| preset.recipe(1).distillation_loss.is_some()) {
+            base["teacher"] = json!({"model": folder.join("model")});
+        }
         let run = RunConfig::new(&document(&base)).unwrap();
         (base, run.to_value().unwrap())
     };
-    presets.chain([Value::Null]).map(base).collect()
+    presets.chain([None]).map(base).collect()
 }
 
 /// Returns whether a step takes too long or too much memory for a test.

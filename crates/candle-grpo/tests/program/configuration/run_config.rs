@@ -43,6 +43,18 @@ fn yaml(more: &str) -> Result<RunConfig, ConfigError> {
     RunConfig::new(&Document::from_yaml(Path::new("run.yaml"), &text)?)
 }
 
+/// A run with more keys of the algorithm, which start with a comma, and a teacher if the preset
+/// learns from one.
+fn with_preset(preset: Option<Preset>, keys: &str) -> Result<RunConfig, ConfigError> {
+    let learns = preset.is_some_and(|preset| preset.recipe(1).distillation_loss.is_some());
+    let teacher = match learns {
+        true => "teacher: {model: models/large}\n",
+        false => "",
+    };
+    let name = json!(preset);
+    yaml(&format!("{teacher}algorithm: {{preset: {name}{keys}}}\n"))
+}
+
 fn toml(more: &str) -> Result<RunConfig, ConfigError> {
     let text = format!("{TOML}\n{more}");
     RunConfig::new(&Document::from_toml(Path::new("run.toml"), &text)?)
@@ -78,11 +90,8 @@ fn absent_keys_have_their_defaults() {
 #[test]
 fn every_preset_is_valid_and_equals_its_constructor() {
     for preset in Preset::ALL {
-        let name = serde_json::to_value(preset).unwrap();
-        let run = yaml(&format!(
-            "algorithm: {{preset: {name}, response_length: 100}}\n"
-        ));
-        assert_eq!(run.unwrap().train.recipe, preset.recipe(100), "{name}");
+        let run = with_preset(Some(preset), ", response_length: 100");
+        assert_eq!(run.unwrap().train.recipe, preset.recipe(100), "{preset:?}");
     }
     assert_eq!(Preset::Grpo.recipe(1), Recipe::grpo());
     assert_eq!(Preset::Dapo.recipe(20480), Recipe::dapo(20480, 4096));
@@ -112,9 +121,8 @@ fn every_part_of_every_preset_can_be_laid_over_it() {
         parts(&[], &serde_json::to_value(&recipe).unwrap(), &mut all);
         assert!(all.len() > 20);
         for part in all {
-            let name = serde_json::to_value(preset).unwrap();
-            let run = yaml(&format!("algorithm: {{preset: {name}, recipe: {part}}}\n"));
-            assert_eq!(run.unwrap().train.recipe, recipe, "{name} {part}");
+            let run = with_preset(Some(preset), &format!(", recipe: {part}"));
+            assert_eq!(run.unwrap().train.recipe, recipe, "{preset:?} {part}");
         }
     }
 }
@@ -664,10 +672,9 @@ fn epsilon_scale_and_kl_coefficient_are_one_key_for_every_preset() {
             }
         }
     }
-    let presets = Preset::ALL.iter().map(|preset| json!(preset));
-    for preset in presets.chain([Value::Null]) {
+    for preset in Preset::ALL.into_iter().map(Some).chain([None]) {
         let recipe = |keys: &str| {
-            let run = yaml(&format!("algorithm: {{preset: {preset}{keys}}}\n"));
+            let run = with_preset(preset, keys);
             run.map(|run| serde_json::to_value(&run.train.recipe).unwrap())
         };
         let with = recipe(", kl_coef: 0.125").unwrap();
@@ -677,13 +684,13 @@ fn epsilon_scale_and_kl_coefficient_are_one_key_for_every_preset() {
         for kl in &kls {
             find(kl, "coef", &mut coefs);
         }
-        assert!(coefs.contains(&&json!(0.125)), "{preset}: {with}");
+        assert!(coefs.contains(&&json!(0.125)), "{preset:?}: {with}");
         assert!(
             coefs.iter().all(|coef| **coef == json!(0.125)),
-            "{preset}: {with}"
+            "{preset:?}: {with}"
         );
         let off = recipe(", kl_coef: 0").unwrap();
-        assert!(off["policy_loss"]["kl"].is_null(), "{preset}: {off}");
+        assert!(off["policy_loss"]["kl"].is_null(), "{preset:?}: {off}");
 
         // REINFORCE without a deviation has no epsilon and no scale.
         match recipe(", advantage_epsilon: 0.125") {
@@ -691,7 +698,7 @@ fn epsilon_scale_and_kl_coefficient_are_one_key_for_every_preset() {
                 let mut found = Vec::new();
                 find(&with["reward_shaping"]["norm"], "epsilon", &mut found);
                 find(&with["advantage"], "epsilon", &mut found);
-                assert!(found.contains(&&json!(0.125)), "{preset}: {with}");
+                assert!(found.contains(&&json!(0.125)), "{preset:?}: {with}");
             }
             Err(error) => assert!(error.to_string().contains("advantage_epsilon"), "{error}"),
         }
@@ -699,7 +706,7 @@ fn epsilon_scale_and_kl_coefficient_are_one_key_for_every_preset() {
             let text = with.to_string();
             assert!(
                 text.contains("\"scale\":\"batch\"") || text.contains("\"std\":\"batch\""),
-                "{preset}: {with}"
+                "{preset:?}: {with}"
             );
         }
     }
