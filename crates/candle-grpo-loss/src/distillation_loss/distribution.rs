@@ -18,7 +18,7 @@ impl Distribution {
     /// The distribution of `logits / temperature`.
     pub(super) fn new(logits: &Tensor, temperature: f64) -> Result<Self> {
         if logits.rank() == 0 || logits.elem_count() == 0 {
-            bail!("logits: shape {:?}, must be [.., V]", logits.dims());
+            bail!("student_logits: shape {:?}, must be [.., V]", logits.dims());
         }
         let logits = match temperature == 1. {
             true => logits.clone(),

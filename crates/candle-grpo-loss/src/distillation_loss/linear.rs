@@ -8,8 +8,11 @@ use super::output_layer::{products, same_dtype};
 use super::{DistillationLoss, MASSES, OutputLayer, Teacher};
 use crate::policy_loss::StepTotals;
 
-/// The largest number of logits of a chunk.
+/// The largest number of logits of a chunk on the CPU: 16 MiB of f32.
 const LOGITS: usize = 1 << 22;
+
+/// The same on a GPU, where a chunk must have many rows to be fast.
+const GPU_LOGITS: usize = 1 << 25;
 
 /// The output of [`linear_distillation_loss`]. All tensors are detached.
 #[derive(Debug, Clone)]
@@ -26,9 +29,16 @@ pub struct LinearDistillationOutput {
 
 /// Computes the distillation loss of hidden states and its gradients, in one call.
 ///
-/// The logits of both models exist for a chunk of tokens at a time, of at most 2^22 logits each.
-/// Tokens outside the mask are not computed. Synchronizes with the device: the mask is copied to
-/// the host.
+/// The logits of both models exist for a chunk of tokens at a time, of at most 2^22 logits each, or
+/// 2^25 on a GPU. Tokens outside the mask are not computed. Synchronizes with the device: the mask
+/// is copied to the host.
+///
+/// # Shapes
+///
+/// - `student`: hidden states `[B, T, H]`, weight `[V, H]`, bias `[V]`
+/// - `teacher`: as in [`Teacher`], with the same B, T and V, on the same device
+/// - `response_mask`: `[B, T]`
+/// - gradients: the shapes of the arguments of the student
 ///
 /// # Errors
 ///
@@ -40,12 +50,12 @@ pub fn linear_distillation_loss(
     response_mask: &Tensor,
     totals: &StepTotals,
 ) -> Result<LinearDistillationOutput> {
+    loss.validate()?;
     let mask = Mask::new(response_mask)?;
     let (batch, tokens) = mask.dims()?;
     let device = student.hidden.device();
     let dtype = arithmetic_dtype(student.hidden.dtype());
     let flags = mask.selected().flatten_all()?.to_vec1::<u8>()?;
-    teacher.ensure_entries(student.weight.dims().first().copied().unwrap_or(0))?;
     let places: Vec<u32> = (0u32..)
         .zip(&flags)
         .filter(|(_, f)| **f != 0)
@@ -69,7 +79,8 @@ pub fn linear_distillation_loss(
     let hidden = rows("student.hidden", student.hidden)?;
     student.check("student", hidden.dim(1)?)?;
     let (hidden, weight) = same_dtype(&hidden, student.weight)?;
-    let bias = student.bias.map(|x| Var::from_tensor(&x.detach()));
+    let bias = student.bias.map(|x| x.detach().to_dtype(dtype));
+    let bias = bias.transpose()?.map(|x| Var::from_tensor(&x));
     let bias = bias.transpose()?;
     let layer = OutputLayer {
         bias: bias.as_deref(),
@@ -79,8 +90,12 @@ pub fn linear_distillation_loss(
     let wanted = |x: &Tensor| x.track_op().then(|| zeros(x)).transpose();
     let weight_gradient = wanted(student.weight)?;
     let mut bias_gradient = student.bias.map(wanted).transpose()?.flatten();
+    let logits = match device.is_cuda() {
+        true => GPU_LOGITS,
+        false => LOGITS,
+    };
     let mut parts = Parts::default();
-    for chunk in places.chunks((LOGITS / weight.dim(0)?).max(1)) {
+    for chunk in places.chunks((logits / weight.dim(0)?).max(1)) {
         let at = Tensor::new(chunk, device)?;
         let part = hidden.index_select(&at, 0)?;
         // The graph starts at the products, whose gradient is multiplied here.
@@ -94,7 +109,7 @@ pub fn linear_distillation_loss(
             &mut bias_gradient,
             bias.as_ref().and_then(|bias| store.get(bias)),
         ) {
-            *sum = (&*sum + gradient.detach().to_dtype(dtype)?)?;
+            *sum = (&*sum + gradient.detach())?;
         }
         let gradient = match store.get(&products) {
             Some(gradient) => gradient.detach().to_dtype(part.dtype())?,
@@ -118,10 +133,22 @@ pub fn linear_distillation_loss(
             parts.push(mass);
         }
     }
-    let at = Tensor::new(places, device)?;
+    // The row of each place in the chunks, 0 for places outside the mask.
+    let mut rows_of = vec![0u32; batch * tokens];
+    for (row, &place) in (0u32..).zip(&places) {
+        rows_of[place as usize] = row;
+    }
     let spread = |parts: &[Tensor], zeros: Tensor| match parts {
         [] => Ok(zeros),
-        parts => zeros.index_add(&at, &Tensor::cat(parts, 0)?, 0),
+        parts => {
+            let rows_of = Tensor::new(rows_of.as_slice(), device)?;
+            let rows = Tensor::cat(parts, 0)?.index_select(&rows_of, 0)?;
+            let mut selected = mask.selected().flatten_all()?;
+            if rows.rank() == 2 {
+                selected = selected.unsqueeze(1)?.broadcast_as(rows.shape())?;
+            }
+            selected.contiguous()?.where_cond(&rows, &zeros)
+        }
     };
     let on_tokens = |parts: &[Tensor]| {
         let zeros = Tensor::zeros(batch * tokens, dtype, device)?;
@@ -150,7 +177,10 @@ pub fn linear_distillation_loss(
         gradients: LinearGradients {
             hidden: hidden_gradient,
             weight: weight_gradient,
-            bias: bias_gradient,
+            bias: match (student.bias, bias_gradient) {
+                (Some(bias), Some(sum)) => Some(sum.to_dtype(bias.dtype())?),
+                _ => None,
+            },
         },
     })
 }

@@ -7,8 +7,8 @@ mod support;
 mod teacher;
 mod whole;
 
-use candle_core::{D, Result, Tensor, bail};
-use candle_grpo_core::{Kl, Mask, Metrics, arithmetic_dtype};
+use candle_core::{D, DType, Result, Tensor, bail};
+use candle_grpo_core::{Invalid, Kl, Mask, Metrics, arithmetic_dtype};
 use serde::{Deserialize, Serialize};
 
 pub use linear::{LinearDistillationOutput, linear_distillation_loss};
@@ -19,7 +19,7 @@ pub use teacher::Teacher;
 use crate::aggregation::Aggregation;
 use crate::policy_loss::StepTotals;
 use crate::softmax::log_add_exp;
-use candle_grpo_core::validate::{Name, check, finite, non_negative, positive, unit_interval};
+use candle_grpo_core::validate::{Name, check, non_negative, positive, unit_interval};
 use distribution::Distribution;
 use teacher::TeacherRows;
 
@@ -102,10 +102,16 @@ impl DistillationLoss {
         unit_interval("distillation_loss.beta", self.beta)?;
         positive("distillation_loss.temperature", self.temperature)?;
         if let Some(floor) = self.tail_floor {
-            positive("distillation_loss.tail_floor", floor)?;
+            let name = "distillation_loss.tail_floor";
+            let valid = floor > 0. && floor < 1.;
+            check(valid, name, floor, "be above 0 and below 1")?;
+            let must = "be absent unless the tail is bucket, which it bounds";
+            check(self.tail == Tail::Bucket, name, floor, must)?;
         }
         if let Some(floor) = self.log_prob_floor {
-            finite("distillation_loss.log_prob_floor", floor)?;
+            let valid = floor.is_finite() && floor <= 0.;
+            let must = "be finite and at most 0, as log-probs are";
+            check(valid, "distillation_loss.log_prob_floor", floor, must)?;
         }
         if let Some(clamp) = self.value_clamp {
             positive("distillation_loss.value_clamp", clamp)?;
@@ -115,15 +121,16 @@ impl DistillationLoss {
             self.aggregation != Aggregation::PromptMeanTokenMean,
             "distillation_loss.aggregation",
             Name(&self.aggregation),
-            "be another one: a mean over prompts is one of policy losses",
+            "be token-mean, token-sum or one of the means over sequences: a mean over prompts is for policy losses",
         )?;
-        self.aggregation.validate()
+        let aggregation = self.aggregation.validate();
+        aggregation.map_err(|error| Invalid::within_error("distillation_loss", error))
     }
 
     /// Computes the loss of a micro-batch, with gradient in `student_logits` `[B, T, V]`.
     ///
     /// `sampled_tokens` `[B, T]` are needed for [`Support::Sampled`]. Logits outside the mask may
-    /// be NaN. The metrics are the `divergence` and, for a part of the vocabulary,
+    /// be NaN. The metrics are the `divergence`, after all bounds, and, for a part of the vocabulary,
     /// `student_mass` and `teacher_mass`, the probabilities of the compared entries.
     ///
     /// # Errors
@@ -168,7 +175,7 @@ impl DistillationLoss {
     }
 
     /// Computes the divergence at each position, with gradient in `student_logits` `[.., V]`:
-    /// `[..]`.
+    /// `[..]`. The tensors of the teacher are `[.., V]`, `[.., H]` or `[.., K]`. There is no mask.
     ///
     /// # Errors
     ///
@@ -207,36 +214,21 @@ impl DistillationLoss {
                 let logits = logits.detach().to_dtype(dtype)?;
                 let teacher = Distribution::new(&logits, self.temperature)?;
                 let (s, t) = (&student.logits, &teacher.logits);
-                let entries = self.support.entries(s, t, sampled_tokens)?;
-                (support::Source::Whole(teacher), entries)
+                match self.support.entries(s, t, sampled_tokens)? {
+                    Some(entries) => (support::Source::Whole(teacher), entries),
+                    None => {
+                        return Ok(Compared {
+                            entropy,
+                            losses: self.whole(&student, &teacher)?,
+                            masses: None,
+                        });
+                    }
+                }
             }
             TeacherRows::TopK { ids, log_probs } => {
                 let log_probs = log_probs.detach().to_dtype(dtype)?;
-                let (source, entries) =
-                    self.given_entries(ids, &log_probs, student_logits.dims())?;
-                (source, Some(entries))
+                self.given_entries(ids, &log_probs, student_logits.dims())?
             }
-        };
-        let Some(entries) = entries else {
-            let support::Source::Whole(teacher) = teacher else {
-                bail!("support: the vocabulary, must be a part of it for top-k log-probs");
-            };
-            if self.log_prob_floor.is_none() && whole::is_fused(&student.logits) {
-                let losses = whole::divergence(&student.logits, &teacher.logits, self.beta)?;
-                return Ok(Compared {
-                    entropy,
-                    losses: self.bounded(losses, false)?,
-                    masses: None,
-                });
-            }
-            let s = self.floored(&student.log_probs()?)?;
-            let t = self.floored(&teacher.log_probs()?)?;
-            let losses = self.bounded(self.divergence(&s, &t)?, false)?;
-            return Ok(Compared {
-                entropy,
-                losses,
-                masses: None,
-            });
         };
         let student = support::Source::Whole(student);
         let masses = [entries.mass(&student)?, entries.mass(&teacher)?];
@@ -250,16 +242,31 @@ impl DistillationLoss {
         })
     }
 
+    /// The divergence over the whole vocabulary.
+    fn whole(&self, student: &Distribution, teacher: &Distribution) -> Result<Tensor> {
+        let divergence = match self.log_prob_floor.is_none() && whole::is_fused(&student.logits) {
+            true => whole::divergence(&student.logits, &teacher.logits, self.beta)?,
+            false => {
+                let s = self.floored(&student.log_probs()?)?;
+                let t = self.floored(&teacher.log_probs()?)?;
+                self.divergence(&s, &t)?
+            }
+        };
+        self.bounded(divergence, false)
+    }
+
+    /// Entries and log-probs that a teacher gives. Synchronizes with the device.
     fn given_entries(
         &self,
         ids: &Tensor,
         log_probs: &Tensor,
         student: &[usize],
     ) -> Result<(support::Source, support::Entries)> {
-        let outer = &student[..student.len() - 1];
+        let (outer, vocabulary) = student.split_at(student.len() - 1);
         if ids.dims() != log_probs.dims()
             || !ids.dims().starts_with(outer)
             || ids.rank() != student.len()
+            || ids.elem_count() == 0
         {
             bail!(
                 "teacher_topk_ids: shape {:?} with log-probs {:?}, must be {outer:?} and the number of entries",
@@ -267,15 +274,22 @@ impl DistillationLoss {
                 log_probs.dims()
             );
         }
+        let largest = ids.max_all()?.to_dtype(DType::U32)?.to_scalar::<u32>()?;
+        if largest as usize >= vocabulary[0] {
+            bail!(
+                "teacher_topk_ids: {largest}, must be below {}, the logits of the student",
+                vocabulary[0]
+            );
+        }
         if self.temperature != 1. && self.tail != Tail::Renormalize {
             bail!(
-                "tail: {:?}, must be renormalize for top-k log-probs with a temperature of {}",
+                "distillation_loss.tail: {:?}, must be renormalize for top-k log-probs with a temperature of {}",
                 self.tail,
                 self.temperature
             );
         }
         Ok((
-            support::Source::Entries((log_probs / self.temperature)?),
+            support::Source::Entries((log_probs / self.temperature)?, vocabulary[0]),
             support::Entries::distinct(ids)?,
         ))
     }
@@ -316,7 +330,10 @@ impl DistillationLoss {
         if let Some(clamp) = self.value_clamp {
             bounded = bounded.minimum(clamp)?;
         }
-        bounded.eq(&losses.detach())?.where_cond(&losses, &bounded)
+        // NaN stays: on a GPU it would be the bound.
+        let same = bounded.eq(&losses.detach())?;
+        let nan = losses.detach().ne(&losses.detach())?;
+        (same + nan)?.gt(0u8)?.where_cond(&losses, &bounded)
     }
 }
 

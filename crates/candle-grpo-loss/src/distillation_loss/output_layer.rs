@@ -1,6 +1,6 @@
 //! The layer that turns hidden states into logits.
 
-use candle_core::{Result, Tensor, bail};
+use candle_core::{DType, Result, Tensor, bail};
 use candle_grpo_core::arithmetic_dtype;
 use candle_grpo_core::validate::positive;
 use candle_grpo_kernels::{add_matmul, soft_cap};
@@ -73,9 +73,10 @@ pub(super) fn products(hidden: &Tensor, weight: &Tensor) -> Result<Tensor> {
     Ok(products)
 }
 
-/// Returns both in their dtype, or in that of arithmetic if they have different ones, detached.
+/// Returns both in their dtype, or in that of arithmetic if they have different ones, detached. f16
+/// is converted as well: it has no place for the gradients of logits.
 pub(super) fn same_dtype(hidden: &Tensor, weight: &Tensor) -> Result<(Tensor, Tensor)> {
-    if hidden.dtype() == weight.dtype() {
+    if hidden.dtype() == weight.dtype() && hidden.dtype() != DType::F16 {
         return Ok((hidden.detach(), weight.detach()));
     }
     let dtype = arithmetic_dtype(hidden.dtype());

@@ -91,14 +91,22 @@ impl Support {
                 }
             }
         };
-        Entries::distinct(&ids).map(Some)
+        let entries = match self {
+            Self::Teacher { .. } | Self::Student { .. } => Entries {
+                distinct: ids.ones_like()?.to_dtype(DType::U8)?,
+                ids,
+            },
+            _ => Entries::distinct(&ids)?,
+        };
+        Ok(Some(entries))
     }
 }
 
 /// A distribution over the vocabulary, or the log-probs of the entries, `[.., K]`.
 pub(super) enum Source {
     Whole(Distribution),
-    Entries(Tensor),
+    /// With the number of entries of the vocabulary.
+    Entries(Tensor, usize),
 }
 
 /// Entries of the vocabulary.
@@ -136,7 +144,7 @@ impl Entries {
                 let logits = x.logits.contiguous()?.gather(&self.ids, D::Minus1)?;
                 logits.broadcast_sub(&x.total)?
             }
-            Source::Entries(x) => x.clone(),
+            Source::Entries(x, _) => x.clone(),
         };
         self.distinct
             .where_cond(&x, &(x.zeros_like()? + f64::NEG_INFINITY)?)
@@ -162,12 +170,15 @@ impl Entries {
             Tail::Bucket => {
                 let others = match source {
                     Source::Whole(x) => self.others(x)?,
-                    Source::Entries(_) => {
+                    Source::Entries(x, vocabulary) => {
                         let mass = entries.exp()?.sum_keepdim(D::Minus1)?;
-                        let rest = (mass.neg()? + 1.)?;
-                        let some = rest.gt(0.)?;
-                        let rest = some.where_cond(&rest, &rest.ones_like()?)?.log()?;
-                        some.where_cond(&rest, &(rest.zeros_like()? + f64::NEG_INFINITY)?)?
+                        match x.dim(D::Minus1)? < *vocabulary {
+                            // The difference is rounded, and others have some probability.
+                            true => (mass.neg()? + 1.)?
+                                .maximum(f64::from(f32::EPSILON))?
+                                .log()?,
+                            false => (mass.zeros_like()? + f64::NEG_INFINITY)?,
+                        }
                     }
                 };
                 let others = match floor {

@@ -1,6 +1,6 @@
 //! The distributions of a teacher.
 
-use candle_core::{DType, Result, Tensor, bail};
+use candle_core::{Result, Tensor};
 
 use super::OutputLayer;
 use super::output_layer::products;
@@ -30,24 +30,6 @@ pub(super) enum TeacherRows {
 }
 
 impl Teacher<'_> {
-    /// Checks that given entries are ones of a vocabulary of this size. Synchronizes with the
-    /// device.
-    pub(super) fn ensure_entries(&self, vocabulary: usize) -> Result<()> {
-        let Self::TopK { ids, .. } = self else {
-            return Ok(());
-        };
-        if ids.elem_count() == 0 {
-            return Ok(());
-        }
-        let largest = ids.max_all()?.to_dtype(DType::U32)?.to_scalar::<u32>()?;
-        if largest as usize >= vocabulary {
-            bail!(
-                "teacher_topk_ids: {largest}, must be below {vocabulary}, the logits of the student"
-            );
-        }
-        Ok(())
-    }
-
     /// Returns the distributions at the places that `select` takes from a tensor of this name.
     pub(super) fn rows(
         &self,

@@ -177,7 +177,7 @@ impl<'a> Row<'a> {
         }
         let mut mean = 0.;
         for (cell, (logs, probs)) in gradient.iter_mut().zip(self.entries()) {
-            if logs[0] > f32::NEG_INFINITY {
+            if probs[0] != 0. {
                 *cell = derivative(logs, probs);
                 mean += f64::from(probs[0]) * f64::from(*cell);
             }
@@ -190,7 +190,7 @@ impl<'a> Row<'a> {
 
 /// `p (log p - log q)`, 0 for a probability of 0.
 fn term(p: f32, log_p: f32, log_q: f32) -> f64 {
-    match log_p == f32::NEG_INFINITY {
+    match p == 0. {
         true => 0.,
         false => f64::from(p) * f64::from(log_p - log_q),
     }

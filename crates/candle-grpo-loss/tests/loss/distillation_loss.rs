@@ -287,7 +287,7 @@ fn whole_distributions_in_f32_are_those_in_f64() -> Result<()> {
             temperature: 1.3,
             ..DistillationLoss::default()
         };
-        let slopes = [1., -0.5, 0., 2., 1e-3];
+        let slopes = [1., -0.5, 0., 2., 1.5];
         let compute = |dtype: DType| -> Result<(Vec<f64>, Vec<f64>)> {
             let student = Var::from_tensor(&student.to_dtype(dtype)?)?;
             let teacher = teacher.to_dtype(dtype)?;
@@ -308,14 +308,14 @@ fn whole_distributions_in_f32_are_those_in_f64() -> Result<()> {
                 "{found} {expected}"
             );
         }
+        let largest = slow.iter().fold(0f64, |a, x| a.max(x.abs()));
+        assert!(largest > 1e-5, "{largest}");
         for (found, expected) in gradient.iter().zip(&slow) {
             assert!(
-                (found - expected).abs() < 2e-6 * (1. + expected.abs()),
+                (found - expected).abs() < 1e-4 * largest,
                 "{found} {expected}"
             );
         }
-        let largest = slow.iter().fold(0f64, |a, x| a.max(x.abs()));
-        assert!(largest > 1e-5, "{largest}");
     }
     Ok(())
 }
@@ -346,7 +346,10 @@ fn chunks_add_up() -> Result<()> {
     };
     let mask = Tensor::ones((1, tokens), DType::U8, &device)?;
     let totals = StepTotals::count(&mask)?;
-    let loss = DistillationLoss::default();
+    let loss = DistillationLoss {
+        support: Support::Teacher { k: 2 },
+        ..DistillationLoss::default()
+    };
     let student = OutputLayer::new(&hidden, &weight);
     let got = linear_distillation_loss(&loss, &student, &teacher, &mask, &totals)?;
     let logits = hidden.broadcast_matmul(&weight.t()?)?;
@@ -367,20 +370,142 @@ fn chunks_add_up() -> Result<()> {
 
 #[test]
 fn constants_have_no_gradient_and_masks_of_zeros_have_zeros() -> Result<()> {
-    let device = Device::Cpu;
-    let hidden = Tensor::zeros((B, T, 4), DType::F32, &device)?;
-    let weight = Var::zeros((V, 4), DType::F32, &device)?;
-    let teacher = Tensor::zeros((B, T, V), DType::F32, &device)?;
-    let none = Tensor::zeros((B, T), DType::U8, &device)?;
-    let loss = DistillationLoss::default();
-    let student = OutputLayer::new(&hidden, &weight);
-    let totals = StepTotals::count(&mask(&device)?)?;
-    let got =
-        linear_distillation_loss(&loss, &student, &Teacher::Logits(&teacher), &none, &totals)?;
-    assert_eq!(numbers(&got.loss)?, [0.]);
-    assert!(got.gradients.hidden.is_none());
-    let zeros = got.gradients.weight.expect("a gradient");
-    assert_eq!(numbers(&zeros)?, vec![0.; V * 4]);
+    for device in devices() {
+        let states = Tensor::zeros((B, T, 4), DType::F32, device)?;
+        let weight = Var::zeros((V, 4), DType::F32, device)?;
+        let teacher = Tensor::zeros((B, T, V), DType::F32, device)?;
+        let none = Tensor::zeros((B, T), DType::U8, device)?;
+        let loss = DistillationLoss::default();
+        let totals = StepTotals::count(&mask(device)?)?;
+        let compute = |hidden: &Tensor| {
+            let student = OutputLayer::new(hidden, &weight);
+            let teacher = Teacher::Logits(&teacher);
+            linear_distillation_loss(&loss, &student, &teacher, &none, &totals)
+        };
+        let got = compute(&states)?;
+        assert_eq!(numbers(&got.loss)?, [0.]);
+        assert!(got.gradients.hidden.is_none());
+        let zeros = got.gradients.weight.expect("a gradient");
+        assert_eq!(numbers(&zeros)?, vec![0.; V * 4]);
+        let states = Var::from_tensor(&states)?;
+        let got = compute(&states)?;
+        let zeros = got.gradients.hidden.expect("a gradient");
+        assert_eq!(numbers(&zeros)?, vec![0.; B * T * 4]);
+    }
+    Ok(())
+}
+
+/// A given log-prob of almost 0 leaves no place for others in f32.
+#[test]
+fn the_bucket_of_a_teacher_that_is_certain_is_not_empty() -> Result<()> {
+    for device in devices() {
+        let student = Var::from_tensor(&Tensor::new(&[[[3f32, 0., -1., 0.]]], device)?)?;
+        let ids = Tensor::new(&[[[0u32, 2]]], device)?;
+        let log_probs = Tensor::new(&[[[-1e-8f32, -20.]]], device)?;
+        let teacher = Teacher::TopK {
+            ids: &ids,
+            log_probs: &log_probs,
+        };
+        for beta in [0., 0.5, 1.] {
+            let loss = DistillationLoss {
+                beta,
+                support: Support::Teacher { k: 2 },
+                ..DistillationLoss::default()
+            };
+            let divergence = loss.per_token(&student, &teacher, None)?;
+            let store = divergence.sum_all()?.backward()?;
+            let found = numbers(&divergence)?[0];
+            assert!(found > 0.01 && found < 10., "{found}");
+            let gradient = numbers(store.get(&student).expect("a gradient"))?;
+            // The student is less certain.
+            assert!(gradient[0] < 0. && gradient[1] > 0., "{gradient:?}");
+        }
+        // Entries that are the whole vocabulary leave no others.
+        let ids = Tensor::new(&[[[0u32, 2, 1, 3]]], device)?;
+        let log_probs = Tensor::new(&[[[0.5f32, 0.2, 0.2, 0.1]]], device)?.log()?;
+        let teacher = Teacher::TopK {
+            ids: &ids,
+            log_probs: &log_probs,
+        };
+        for beta in [0., 0.5, 1.] {
+            let part = DistillationLoss {
+                beta,
+                support: Support::Teacher { k: 4 },
+                ..DistillationLoss::default()
+            };
+            let found = numbers(&part.per_token(&student, &teacher, None)?)?;
+            let logits = Tensor::new(&[[[0.5f32, 0.2, 0.2, 0.1]]], device)?.log()?;
+            let whole = DistillationLoss {
+                support: Support::Vocabulary,
+                ..part
+            };
+            let expected = whole.per_token(&student, &Teacher::Logits(&logits), None)?;
+            assert_close(&found, &numbers(&expected)?, 1e-5);
+        }
+    }
+    Ok(())
+}
+
+/// Entries and log-probs of padding can be anything.
+#[test]
+fn given_entries_outside_the_mask_are_not_read() -> Result<()> {
+    for device in devices() {
+        let logits = tensor(&logits(1), device)?;
+        let loss = DistillationLoss {
+            support: Support::Teacher { k: 1 },
+            ..DistillationLoss::default()
+        };
+        let mask = mask(device)?;
+        let totals = StepTotals::count(&mask)?;
+        let compute = |padding: u32, log_prob: f64| {
+            let ids = Tensor::new(
+                &[[[1u32], [2], [padding]], [[3], [padding], [padding]]],
+                device,
+            )?;
+            let pads = [[[-1.], [-0.5], [log_prob]], [[-2.], [log_prob], [log_prob]]];
+            let log_probs = Tensor::new(&pads, device)?;
+            let teacher = Teacher::TopK {
+                ids: &ids,
+                log_probs: &log_probs,
+            };
+            let (loss, _) = loss.compute(&logits, &teacher, None, &mask, &totals)?;
+            numbers(&loss)
+        };
+        let expected = compute(0, -1.)?;
+        assert_eq!(compute(u32::MAX, f64::NAN)?, expected);
+        // Those inside are checked.
+        let ids = Tensor::full(7u32, (B, T, 1), device)?;
+        let log_probs = Tensor::full(-1f64, (B, T, 1), device)?;
+        let teacher = Teacher::TopK {
+            ids: &ids,
+            log_probs: &log_probs,
+        };
+        let error = message(loss.per_token(&logits, &teacher, None));
+        assert!(
+            error.starts_with("teacher_topk_ids: 7, must be below 7"),
+            "{error}"
+        );
+    }
+    Ok(())
+}
+
+/// NaN is not a divergence of 0, whatever bounds it.
+#[test]
+fn bounds_do_not_hide_what_is_not_a_number() -> Result<()> {
+    for device in devices() {
+        let student = tensor(&logits(1), device)?;
+        let teacher = (tensor(&logits(2), device)? * f64::NAN)?;
+        for (tail, value_clamp) in [(Tail::Drop, None), (Tail::Bucket, Some(2.))] {
+            let loss = DistillationLoss {
+                support: Support::Student { k: 2 },
+                tail,
+                value_clamp,
+                ..DistillationLoss::default()
+            };
+            let found = loss.per_token(&student, &Teacher::Logits(&teacher), None)?;
+            assert!(numbers(&found)?.iter().all(|x| x.is_nan()));
+        }
+    }
     Ok(())
 }
 
@@ -424,6 +549,35 @@ fn bad_options_and_shapes_are_named() -> Result<()> {
         ),
         (
             DistillationLoss {
+                aggregation: Aggregation::SeqMeanTokenSumNorm { length: 0. },
+                ..DistillationLoss::default()
+            },
+            "distillation_loss.aggregation.length: 0, must be positive and finite",
+        ),
+        (
+            DistillationLoss {
+                tail_floor: Some(1.),
+                ..DistillationLoss::default()
+            },
+            "distillation_loss.tail_floor: 1, must be above 0 and below 1",
+        ),
+        (
+            DistillationLoss {
+                tail_floor: Some(1e-7),
+                tail: Tail::Drop,
+                ..DistillationLoss::default()
+            },
+            "distillation_loss.tail_floor: 0.0000001, must be absent unless the tail is bucket, which it bounds",
+        ),
+        (
+            DistillationLoss {
+                log_prob_floor: Some(1.),
+                ..DistillationLoss::default()
+            },
+            "distillation_loss.log_prob_floor: 1, must be finite and at most 0, as log-probs are",
+        ),
+        (
+            DistillationLoss {
                 coef: -1.,
                 ..DistillationLoss::default()
             },
@@ -434,7 +588,7 @@ fn bad_options_and_shapes_are_named() -> Result<()> {
                 aggregation: Aggregation::PromptMeanTokenMean,
                 ..DistillationLoss::default()
             },
-            "distillation_loss.aggregation: prompt-mean-token-mean, must be another one: a mean over prompts is one of policy losses",
+            "distillation_loss.aggregation: prompt-mean-token-mean, must be token-mean, token-sum or one of the means over sequences: a mean over prompts is for policy losses",
         ),
         (
             DistillationLoss {

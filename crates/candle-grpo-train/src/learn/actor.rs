@@ -20,7 +20,7 @@ use candle_grpo_nn::{
 use serde::{Deserialize, Serialize};
 
 use super::Reference;
-use super::not_finite::{blame, clip_factor};
+use super::not_finite::{NotFinite, blame, blame_teacher, clip_factor};
 use super::reference::decoder_in;
 use super::response_forward::{
     RecordedResponses, output_layer, output_weight, predicting_states, read_tokens,
@@ -321,27 +321,38 @@ impl<M: LanguageModel> Actor<M> {
             &batch.policy,
             totals,
         )?;
-        let distilled = self.distill(&recorded.states, &weight, batch, totals)?;
-        let (mut hidden_gradient, mut total) = (loss.gradients.hidden, loss.output.loss);
-        let mut metrics = loss.output.metrics;
-        let mut weight_gradients = vec![loss.gradients.weight];
-        if let Some(distilled) = distilled {
+        let name = self.policy.output_name();
+        if let Some(gradient) = loss.gradients.weight {
+            self.gradients.add(name, &gradient)?;
+        }
+        let (mut hidden_gradient, mut metrics) = (loss.gradients.hidden, loss.output.metrics);
+        let mut losses = vec![loss.output.loss];
+        if let Some(distilled) = distill(
+            &self.config,
+            &self.policy,
+            &recorded.states,
+            &weight,
+            batch,
+            totals,
+        )? {
+            if let Some(gradient) = distilled.gradients.weight {
+                self.gradients.add(name, &gradient)?;
+            }
             hidden_gradient = match (hidden_gradient, distilled.gradients.hidden) {
                 (Some(a), Some(b)) => Some((a + b)?),
                 (a, b) => a.or(b),
             };
-            weight_gradients.push(distilled.gradients.weight);
-            total = (&total + distilled.loss.to_dtype(total.dtype())?)?;
+            losses.push(distilled.loss);
             metrics.extend(distilled.metrics);
         }
-        for gradient in weight_gradients.into_iter().flatten() {
-            self.gradients.add(self.policy.output_name(), &gradient)?;
-        }
         recorded.backward(hidden_gradient, trained, &mut self.gradients)?;
-        let loss = total.to_dtype(DType::F32)?.to_scalar::<f32>()?;
-        if !loss.is_finite() {
-            self.zero_grad();
-            return Err(blame(batch)?.into());
+        let blame: [fn(&TrainingBatch) -> Result<NotFinite>; 2] = [blame, blame_teacher];
+        for (loss, blame) in losses.iter().zip(blame) {
+            let loss = loss.to_dtype(DType::F32)?.to_scalar::<f32>()?;
+            if !loss.is_finite() {
+                self.zero_grad();
+                return Err(blame(batch)?.into());
+            }
         }
         let mut metrics = metrics.to_host()?;
         if let Some(balance) = balance {
@@ -354,34 +365,6 @@ impl<M: LanguageModel> Actor<M> {
             }
         }
         Ok(metrics)
-    }
-
-    /// Computes the divergence from the teacher of `batch`, if it is a part of the loss. `states`
-    /// `[B, T, H]` and `weight` are those of the output layer.
-    fn distill(
-        &self,
-        states: &Tensor,
-        weight: &Tensor,
-        batch: &TrainingBatch,
-        totals: &StepTotals,
-    ) -> Result<Option<LinearDistillationOutput>> {
-        let Some(loss) = &self.config.distillation_loss else {
-            return Ok(None);
-        };
-        let Some(teacher) = &batch.teacher else {
-            bail!("teacher: absent, must be given with a distillation_loss");
-        };
-        let student = OutputLayer {
-            logit_cap: self.policy.logit_cap(),
-            ..OutputLayer::new(states, weight)
-        };
-        let mask = &batch.tokens.response_mask;
-        let found = teacher.over(weight.dim(0)?, |teacher| {
-            Ok(linear_distillation_loss(
-                loss, &student, &teacher, mask, totals,
-            )?)
-        })?;
-        Ok(Some(found))
     }
 
     /// Clips the gradients to the norm `max_norm`, makes an optimizer step and clears the
@@ -507,6 +490,35 @@ impl<M: LanguageModel> Actor<M> {
     pub fn config(&self) -> &ActorConfig {
         &self.config
     }
+}
+
+/// Computes the divergence from the teacher of `batch`, if it is a part of the loss. `states`
+/// `[B, T, H]` and `weight` are those of the output layer.
+fn distill(
+    config: &ActorConfig,
+    policy: &dyn LanguageModel,
+    states: &Tensor,
+    weight: &Tensor,
+    batch: &TrainingBatch,
+    totals: &StepTotals,
+) -> Result<Option<LinearDistillationOutput>> {
+    let Some(loss) = &config.distillation_loss else {
+        return Ok(None);
+    };
+    let Some(teacher) = &batch.teacher else {
+        bail!("teacher: absent, must be given with a distillation_loss");
+    };
+    let student = OutputLayer {
+        logit_cap: policy.logit_cap(),
+        ..OutputLayer::new(states, weight)
+    };
+    let mask = &batch.tokens.response_mask;
+    let found = teacher.over(weight.dim(0)?, loss.support, |teacher| {
+        Ok(linear_distillation_loss(
+            loss, &student, &teacher, mask, totals,
+        )?)
+    })?;
+    Ok(Some(found))
 }
 
 /// Computes [`sum_of_squared_probs`] of `states` `[N, H]` under the output weight `[V, H]` and the

@@ -211,25 +211,6 @@ impl TokenBatch {
         self.map(|x| x.contiguous()?.index_select(&rows, 0))
     }
 
-    /// Concatenates batches of the same widths.
-    pub(super) fn cat(batches: &[&Self]) -> Result<Self> {
-        let cat = |part: fn(&Self) -> &Tensor| {
-            let parts: Vec<&Tensor> = batches.iter().map(|batch| part(batch)).collect();
-            Tensor::cat(&parts, 0)
-        };
-        let experts: Vec<&Tensor> = batches.iter().filter_map(|x| x.experts.as_ref()).collect();
-        Ok(Self {
-            input_ids: cat(|batch| &batch.input_ids)?,
-            attention_mask: cat(|batch| &batch.attention_mask)?,
-            targets: cat(|batch| &batch.targets)?,
-            response_mask: cat(|batch| &batch.response_mask)?,
-            experts: match experts.is_empty() {
-                true => None,
-                false => Some(Tensor::cat(&experts, 0)?),
-            },
-        })
-    }
-
     /// Applies `f` to each tensor.
     fn map(&self, f: impl Fn(&Tensor) -> candle_core::Result<Tensor>) -> Result<Self> {
         Ok(Self {

@@ -14,7 +14,7 @@ use crate::{ComputeDType, TrainConfig};
 /// Tiles of logits, and buffers of matrix products.
 const BUFFERS: usize = 8 << 20;
 
-/// Chunks of logits of a student and its teacher, with their gradients.
+/// Ten chunks of logits of [`linear_distillation_loss`](candle_grpo_loss::linear_distillation_loss).
 const DIVERGENCE: usize = 160 << 20;
 
 /// The bytes that a run takes in the memory of its device, if every completion has the largest
@@ -122,8 +122,9 @@ impl MemoryPlan {
         let cache = model.cache_bytes((drawn.div_ceil(group), group), lengths, drawn_in);
         let mut plan = learning.plan(model)?;
         if config.recipe.distillation_loss.is_some() {
-            plan.activations += DIVERGENCE;
-            plan.training += DIVERGENCE;
+            let more = DIVERGENCE + 4 * model.vocab_size * model.hidden_size;
+            plan.activations += more;
+            plan.training += more;
         }
         // Of the weights that train, which are f32, and of the frozen ones that are not in blocks.
         let copies = match config.own_rollout_dtype() {

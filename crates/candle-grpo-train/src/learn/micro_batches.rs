@@ -155,7 +155,18 @@ impl MicroBatches<'_> {
         tokens: &TokenBatch,
         forward: impl Fn(&TokenBatch) -> Result<Tensor>,
     ) -> Result<Tensor> {
-        let (total, width) = tokens.dims()?;
+        let (_, width) = tokens.dims()?;
+        self.map_to(tokens, width, forward)
+    }
+
+    /// [`Self::map`] with `forward` `[B, width]`.
+    pub(super) fn map_to(
+        self,
+        tokens: &TokenBatch,
+        width: usize,
+        forward: impl Fn(&TokenBatch) -> Result<Tensor>,
+    ) -> Result<Tensor> {
+        let (total, _) = tokens.dims()?;
         let all = self.size.of_ranks(tokens, self.ranks)?;
         let pieces = all[self.ranks.collective().rank()].iter().map(|own| {
             ensure_not_canceled(self.progress)?;

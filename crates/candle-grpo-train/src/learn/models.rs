@@ -4,9 +4,11 @@ use std::cell::OnceCell;
 use std::sync::Arc;
 
 use anyhow::{Context, Result, bail, ensure};
+use candle_grpo_loss::Recipe;
 use candle_grpo_nn::{BaseWeights, DecoderConfig, Lora, LoraConfig, Parameters};
 
 use super::recipe_inputs::RecipeInputs;
+use super::teacher::Distillation;
 use super::{Ranks, Reference, ReferenceRefresh, Teacher};
 use crate::rollout::PolicyWeights;
 use crate::run::RunInputs;
@@ -93,6 +95,15 @@ impl Models {
             );
         }
         Ok(())
+    }
+
+    /// The term of the loss that learns the distributions of the teacher, if there is one.
+    pub(super) fn distillation<'a>(&'a self, recipe: &'a Recipe) -> Option<Distillation<'a>> {
+        let pair = recipe
+            .distillation_loss
+            .as_ref()
+            .zip(self.teacher.as_deref());
+        pair.map(|(loss, teacher)| Distillation { teacher, loss })
     }
 
     /// The weights of the policy, for a generator.

@@ -4,7 +4,7 @@ use std::error::Error;
 use std::fmt;
 
 use anyhow::Result;
-use candle_core::Tensor;
+use candle_core::{D, DType, Tensor};
 use candle_grpo_core::Mask;
 use candle_grpo_nn::{Gradients, all_finite};
 
@@ -77,6 +77,19 @@ pub(crate) fn blame(batch: &TrainingBatch) -> Result<NotFinite> {
         }
     }
     Ok(NotFinite::new("policy loss"))
+}
+
+/// The reason that the divergence from the teacher of `batch` is not finite, as [`blame`].
+pub(crate) fn blame_teacher(batch: &TrainingBatch) -> Result<NotFinite> {
+    let mask = Mask::new(&batch.tokens.response_mask)?;
+    let of_teacher = batch.teacher.iter().flat_map(|x| x.by_sequence());
+    for (name, tensor) in of_teacher {
+        let sums = tensor.to_dtype(DType::F32)?.sum(D::Minus1)?;
+        if !is_finite(&sums, &mask)? {
+            return Ok(NotFinite::new(name));
+        }
+    }
+    Ok(NotFinite::new("distillation loss"))
 }
 
 /// Returns true if all selected entries of `[B]`, `[B, 1]` or `[B, T]` are finite.

@@ -92,7 +92,13 @@ impl Reference {
         Ok(response_log_probs(&self.decoder, &batch.without_experts(), temperature)?.log_probs)
     }
 
-    /// Returns the distributions at the responses of `batch`.
+    /// Returns the distributions at the responses of `batch`: hidden states `[B, T, H]` in the dtype
+    /// of the computation, and the output weight. States of tokens that are not in the response
+    /// mask are not those of their places.
+    ///
+    /// # Errors
+    ///
+    /// If the shapes of `batch` do not match, or its masks contradict each other.
     pub fn distributions(&self, batch: &TokenBatch) -> Result<TeacherDistributions> {
         Ok(TeacherDistributions::Hidden {
             hidden: predicting_states(&self.decoder, &batch.without_experts())?,

@@ -29,7 +29,8 @@ pub(super) struct StepBatch {
 
 /// The result of [`Preparation::prepare`].
 pub(super) struct PreparedStep {
-    /// Absent if the filters drop all completions or all advantages are 0.
+    /// Absent if the filters drop all completions, or if all advantages are 0 and no other term has
+    /// a signal.
     pub(super) batch: Option<StepBatch>,
     /// The state of the run, in which controllers and running moments have advanced.
     pub(super) state: TrainerState,
@@ -134,7 +135,12 @@ impl Preparation<'_> {
             EntropyTokens::All => None,
             EntropyTokens::TopEntropy => top_entropy.map(|mask| mask.selected().clone()),
         };
+        let distributions = match self.models.distillation(recipe) {
+            Some(distillation) => distillation.of_step(&tokens, self.micro_batches)?,
+            None => None,
+        };
         let mut batch = TrainingBatch::new(tokens, &advantages.advantages);
+        batch.teacher = distributions;
         batch.values = values;
         batch.returns = advantages.returns;
         batch.policy = PolicyBatch {

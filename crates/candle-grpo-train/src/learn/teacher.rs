@@ -1,10 +1,11 @@
 //! The policy that a policy learns from.
 
 use anyhow::{Result, bail, ensure};
-use candle_core::Tensor;
+use candle_core::{DType, Tensor};
 use candle_grpo_loss::{DistillationLoss, OutputLayer, Support};
 
 use super::Reference;
+use super::micro_batches::{MicroBatchSize, MicroBatches};
 use crate::{Progress, TokenBatch, TrainingBatch};
 
 /// A fixed policy to learn from: a model in this process ([`Reference`]), or one on servers
@@ -33,8 +34,9 @@ pub trait Teacher: Send + Sync {
     /// [`Recipe::distillation_loss`](candle_grpo_loss::Recipe::distillation_loss). Those of tokens
     /// that are not in the response mask are not used. By default a teacher has none.
     ///
-    /// `entries` is the number of the most likely entries that are compared, if it is they. A
-    /// teacher may give the whole distribution all the same.
+    /// `entries` is the number of the most likely entries to compare, for which a teacher may give
+    /// whole distributions as well. If it is absent, the loss needs whole distributions. A teacher
+    /// that takes micro-batches is asked again in each epoch.
     ///
     /// # Errors
     ///
@@ -91,10 +93,11 @@ pub enum TeacherDistributions {
 }
 
 impl TeacherDistributions {
-    /// Calls `f` with the distributions over a vocabulary of this size.
+    /// Calls `f` with the distributions over a vocabulary of this size, for a loss of this support.
     pub(super) fn over<T>(
         &self,
         vocabulary: usize,
+        support: Support,
         f: impl FnOnce(candle_grpo_loss::Teacher<'_>) -> Result<T>,
     ) -> Result<T> {
         match self {
@@ -114,7 +117,14 @@ impl TeacherDistributions {
                     ..OutputLayer::new(hidden, &weight)
                 }))
             }
-            Self::TopK { ids, log_probs } => f(candle_grpo_loss::Teacher::TopK { ids, log_probs }),
+            Self::TopK { ids, log_probs } => {
+                let given = ids.dims().last().copied().unwrap_or(0);
+                ensure!(
+                    matches!(support, Support::Teacher { k } if k >= given),
+                    "distillation_loss.support: {support:?}, must be the entries of the teacher, which gives its {given} most likely ones"
+                );
+                f(candle_grpo_loss::Teacher::TopK { ids, log_probs })
+            }
         }
     }
 
@@ -151,43 +161,77 @@ impl TeacherDistributions {
     }
 }
 
-/// The distributions that the micro-batches of an update learn from.
+/// The distributions that a step learns from.
 pub(super) struct Distillation<'a> {
     pub(super) teacher: &'a dyn Teacher,
     pub(super) loss: &'a DistillationLoss,
-    pub(super) progress: &'a dyn Progress,
 }
 
 impl Distillation<'_> {
-    /// Completes all micro-batches, if the teacher takes them at once.
-    pub(super) fn complete_all(&self, micro_batches: &mut [TrainingBatch]) -> Result<()> {
+    /// Asks a teacher that takes all sequences of a rank at once, before the step changes weights.
+    /// `None` for a teacher that takes micro-batches.
+    pub(super) fn of_step(
+        &self,
+        tokens: &TokenBatch,
+        micro_batches: MicroBatches<'_>,
+    ) -> Result<Option<TeacherDistributions>> {
         if self.teacher.takes_micro_batches() {
-            return Ok(());
+            return Ok(None);
         }
-        let tokens: Vec<&TokenBatch> = micro_batches.iter().map(|batch| &batch.tokens).collect();
-        let found = self.ask(&TokenBatch::cat(&tokens)?)?;
-        let mut start = 0;
-        for batch in micro_batches {
-            let (len, _) = batch.tokens.dims()?;
-            batch.teacher = Some(found.map(|x| x.narrow(0, start, len)?.contiguous())?);
-            start += len;
-        }
-        Ok(())
+        let Support::Teacher { k } = self.loss.support else {
+            bail!(
+                "recipe.distillation_loss.support: {:?}, must be teacher with a teacher that takes all sequences at once",
+                self.loss.support
+            );
+        };
+        let (b, t) = tokens.dims()?;
+        let whole = MicroBatches {
+            size: MicroBatchSize::Sequences(usize::MAX),
+            ..micro_batches
+        };
+        // Ids are exact in f32, in which ranks exchange rows.
+        let rows = whole.map_to(tokens, 2 * t * k, |piece| {
+            let found = self.ask(piece, whole.progress)?;
+            let TeacherDistributions::TopK { ids, log_probs } = found else {
+                bail!(
+                    "teacher: whole distributions, must be the most likely entries of one that takes all sequences at once"
+                );
+            };
+            let (rows, _) = piece.dims()?;
+            for (name, x) in [("ids", &ids), ("log_probs", &log_probs)] {
+                ensure!(
+                    x.dims() == [rows, t, k],
+                    "teacher.{name}: shape {:?}, must be [{rows}, {t}, {k}]",
+                    x.dims()
+                );
+            }
+            let flat = |x: &Tensor| x.to_dtype(DType::F32)?.reshape((rows, t * k));
+            Ok(Tensor::cat(&[flat(&ids)?, flat(&log_probs)?], 1)?)
+        })?;
+        let part = |start: usize| rows.narrow(1, start, t * k)?.reshape((b, t, k));
+        Ok(Some(TeacherDistributions::TopK {
+            ids: part(0)?.to_dtype(DType::U32)?,
+            log_probs: part(t * k)?,
+        }))
     }
 
-    /// Completes a micro-batch that is not complete.
-    pub(super) fn complete(&self, micro_batch: &mut TrainingBatch) -> Result<()> {
+    /// Asks for the distributions of a micro-batch that has none.
+    pub(super) fn complete(
+        &self,
+        micro_batch: &mut TrainingBatch,
+        progress: &dyn Progress,
+    ) -> Result<()> {
         if micro_batch.teacher.is_none() {
-            micro_batch.teacher = Some(self.ask(&micro_batch.tokens)?);
+            micro_batch.teacher = Some(self.ask(&micro_batch.tokens, progress)?);
         }
         Ok(())
     }
 
-    fn ask(&self, batch: &TokenBatch) -> Result<TeacherDistributions> {
+    fn ask(&self, batch: &TokenBatch, progress: &dyn Progress) -> Result<TeacherDistributions> {
         let entries = match self.loss.support {
             Support::Teacher { k } => Some(k),
             _ => None,
         };
-        self.teacher.distributions(batch, entries, self.progress)
+        self.teacher.distributions(batch, entries, progress)
     }
 }

@@ -27,7 +27,6 @@ use super::response_forward::read_tokens;
 use super::scored_rollouts::ScoredRollouts;
 use super::staleness::staleness_metrics;
 use super::step_batch::{Preparation, PreparedStep, StepBatch, single};
-use super::teacher::Distillation;
 use super::{Example, LikelihoodSums, StepStats, Teacher, count_prompt_tokens};
 use crate::data::MixedOrder;
 use crate::environment::{Environments, ensure_some_worked};
@@ -506,7 +505,7 @@ impl Trainer {
                     continue;
                 };
                 let size = self.config.micro_batches();
-                let mut micro_batches = size.of_rank(&mini_batch, self.ranks())?;
+                let micro_batches = size.of_rank(&mini_batch, self.ranks())?;
                 if let Some(critic) = &mut self.models.critic {
                     update_critic(
                         critic,
@@ -524,30 +523,15 @@ impl Trainer {
                     true => 0.,
                     false => read_tokens(&mini_batch.tokens)?,
                 };
-                let teacher = self.models.teacher.clone();
-                let (config, progress) = (Arc::clone(&self.config), Arc::clone(&self.progress));
-                let distillation = config
-                    .recipe
-                    .distillation_loss
-                    .as_ref()
-                    .zip(teacher.as_deref());
-                let distillation = distillation.map(|(loss, teacher)| Distillation {
-                    teacher,
-                    loss,
-                    progress: if self.updated {
-                        &NoProgress
-                    } else {
-                        &*progress
-                    },
-                });
-                if let Some(distillation) = &distillation {
-                    distillation.complete_all(&mut micro_batches)?;
-                }
                 let (mut own, last) = (Vec::new(), micro_batches.len() - 1);
                 for (number, mut micro_batch) in micro_batches.into_iter().enumerate() {
                     self.ensure_step_not_canceled()?;
-                    if let Some(distillation) = &distillation {
-                        distillation.complete(&mut micro_batch)?;
+                    if let Some(distillation) = self.models.distillation(&self.config.recipe) {
+                        let progress: &dyn Progress = match self.updated {
+                            true => &NoProgress,
+                            false => &*self.progress,
+                        };
+                        distillation.complete(&mut micro_batch, progress)?;
                     }
                     let actor = &mut self.models.actor;
                     if number == last && share == 0. {

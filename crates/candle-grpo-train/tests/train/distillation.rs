@@ -1,6 +1,7 @@
 //! Distillation from the distributions of a teacher.
 
 use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
 
 use candle_core::{Device, Tensor};
 use candle_grpo_kernels::top_k;
@@ -9,8 +10,8 @@ use candle_grpo_nn::{AdamWConfig, LoraConfig, Parameters};
 use candle_grpo_test_support::{device, on_ranks, stay_on_cpu};
 use candle_grpo_train::learn::{MemoryPlan, Reference, Teacher, TeacherDistributions};
 use candle_grpo_train::{
-    Actor, ActorConfig, ComputeDType, Progress, Sample, StepMetrics, TokenBatch, TrainConfig,
-    Trainer, TrainingBatch,
+    Actor, ActorConfig, ComputeDType, NotFinite, Progress, Sample, StepMetrics, TokenBatch,
+    TrainConfig, Trainer, TrainingBatch,
 };
 use rstest::rstest;
 
@@ -34,8 +35,13 @@ fn teacher() -> Reference {
     Reference::new(&model(), &parameters, ComputeDType::F32).unwrap()
 }
 
-/// The k most likely entries of another teacher, for all sequences of a rank at once.
-struct Best(Reference, usize);
+/// The k most likely entries of another teacher, for all sequences of a rank at once. Counts its
+/// calls.
+struct Best(Reference, usize, AtomicUsize);
+
+fn best(k: usize) -> Best {
+    Best(teacher(), k, AtomicUsize::new(0))
+}
 
 impl Teacher for Best {
     fn takes_micro_batches(&self) -> bool {
@@ -52,6 +58,7 @@ impl Teacher for Best {
         entries: Option<usize>,
         _: &dyn Progress,
     ) -> anyhow::Result<TeacherDistributions> {
+        self.2.fetch_add(1, Ordering::Relaxed);
         assert_eq!(entries, Some(self.1));
         let TeacherDistributions::Hidden { hidden, weight, .. } = self.0.distributions(batch)?
         else {
@@ -231,8 +238,23 @@ fn the_policy_approaches_the_teacher_without_a_reward(#[case] loss: Distillation
 fn the_best_entries_teach_what_their_distribution_does() {
     let loss = best_of(3);
     let mut whole = trainer(digest, config(loss)).with_teacher(Arc::new(teacher()));
-    let mut best = trainer(digest, config(loss)).with_teacher(Arc::new(Best(teacher(), 3)));
+    let mut best = trainer(digest, config(loss)).with_teacher(Arc::new(best(3)));
     assert_records_close(&run(&mut best, 4), &run(&mut whole, 4));
+}
+
+/// Before the first update, so that a failure or a cancel leaves the weights as they are.
+#[test]
+fn a_teacher_of_all_sequences_is_asked_once_in_a_step() {
+    let config = TrainConfig {
+        epochs: 3,
+        mini_batch_size: Some(5),
+        ..config(best_of(2))
+    };
+    let teacher = Arc::new(best(2));
+    let shared: Arc<dyn Teacher> = Arc::clone(&teacher) as _;
+    let mut trainer = trainer(digest, config).with_teacher(shared);
+    run(&mut trainer, 2);
+    assert_eq!(teacher.2.load(Ordering::Relaxed), 2);
 }
 
 #[rstest]
@@ -244,7 +266,7 @@ fn the_steps_of_ranks_are_those_of_one_rank(#[case] best: bool, #[case] loss: Di
         let mut config = config(loss);
         config.recipe.policy_loss.loss_coef = 1.;
         let teacher: Arc<dyn Teacher> = match best {
-            true => Arc::new(Best(teacher(), 2)),
+            true => Arc::new(self::best(2)),
             false => Arc::new(teacher()),
         };
         trainer(digest, config).with_teacher(teacher)
@@ -268,6 +290,16 @@ fn the_steps_of_ranks_are_those_of_one_rank(#[case] best: bool, #[case] loss: Di
 #[rstest]
 #[case::adapters(TrainConfig { adapters: Some(LoraConfig::all_linear(2, 4.)), ..config(best_of(2)) })]
 #[case::bf16(TrainConfig { compute_dtype: ComputeDType::Bf16, ..config(best_of(2)) })]
+#[case::adapters_in_bf16(TrainConfig {
+    adapters: Some(LoraConfig::all_linear(2, 4.)),
+    compute_dtype: ComputeDType::Bf16,
+    ..config(DistillationLoss::default())
+})]
+#[case::adapters_in_f16(TrainConfig {
+    adapters: Some(LoraConfig::all_linear(2, 4.)),
+    compute_dtype: ComputeDType::F16,
+    ..config(best_of(2))
+})]
 #[case::epochs(TrainConfig { epochs: 2, mini_batch_size: Some(5), ..config(best_of(2)) })]
 fn every_form_of_a_policy_learns_from_distributions(#[case] config: TrainConfig) {
     let mut trainer = trainer(nothing, config).with_teacher(Arc::new(teacher()));
@@ -324,6 +356,34 @@ fn the_plan_of_memory_has_the_teacher() {
     }
 }
 
+#[test]
+fn a_teacher_that_is_not_finite_is_named() {
+    let mut batch = batch();
+    let totals = StepTotals::count(&batch.tokens.response_mask).unwrap();
+    let compute = |batch: &TrainingBatch| {
+        let loss = Some(DistillationLoss::default());
+        let mut actor = actor(parameters(), PolicyLoss::gpg(), loss);
+        actor.forward_backward(batch, &totals).map(|_| ())
+    };
+    // The third sequence has no token that counts.
+    for (row, is_used) in [(2, false), (0, true)] {
+        let Some(TeacherDistributions::Hidden { hidden, .. }) = &mut batch.teacher else {
+            panic!("no hidden states");
+        };
+        let mut rows: Vec<Tensor> = (0..4).map(|i| hidden.get(i).unwrap()).collect();
+        rows[row] = (&rows[row] * f64::NAN).unwrap();
+        *hidden = Tensor::stack(&rows, 0).unwrap();
+        match compute(&batch) {
+            Ok(()) => assert!(!is_used),
+            Err(error) => {
+                assert!(is_used, "{error:#}");
+                let error = error.downcast::<NotFinite>().unwrap();
+                assert_eq!(error.tensor(), "teacher.hidden");
+            }
+        }
+    }
+}
+
 /// A teacher of another crate, which has no distributions.
 struct LogProbsOnly;
 
@@ -331,6 +391,15 @@ impl Teacher for LogProbsOnly {
     fn log_probs(&self, batch: &TokenBatch, _: f64, _: &dyn Progress) -> anyhow::Result<Tensor> {
         Ok(batch.response_mask.zeros_like()?)
     }
+}
+
+#[test]
+fn what_a_teacher_of_all_sequences_cannot_give_is_named() {
+    let loss = DistillationLoss::default();
+    let mut trainer = trainer(nothing, config(loss)).with_teacher(Arc::new(best(2)));
+    let text = format!("{:#}", trainer.step().unwrap_err());
+    let words = "recipe.distillation_loss.support: Vocabulary, must be teacher";
+    assert!(text.contains(words), "{text}");
 }
 
 #[test]
@@ -383,7 +452,9 @@ fn what_is_missing_is_named() {
         log_probs: Tensor::zeros((4, 5, 2), candle_core::DType::F32, device()).unwrap(),
     }));
     assert!(
-        text.starts_with("teacher_topk_ids: 6, must be below 6"),
+        text.starts_with(
+            "distillation_loss.support: Vocabulary, must be the entries of the teacher"
+        ),
         "{text}"
     );
 }

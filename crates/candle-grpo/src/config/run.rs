@@ -2,7 +2,7 @@
 
 use std::path::{Path, PathBuf};
 
-use candle_grpo_loss::Support;
+use candle_grpo_loss::{Support, Tail};
 use candle_grpo_nn::DecoderConfig;
 use candle_grpo_train::environment::EnvironmentConfig;
 use candle_grpo_train::learn::LearningRateSchedule;
@@ -383,13 +383,29 @@ impl RunConfig {
         server
             .validate_teacher()
             .map_err(|error| Problem::within("teacher.server", &error))?;
-        if let Some(loss) = &recipe.distillation_loss
-            && !matches!(loss.support, Support::Teacher { .. })
-        {
-            return Err(Problem::effective(
-                "algorithm.recipe.distillation_loss.support",
-                "must be {teacher: {k: ...}} with teacher.server, which names its most likely tokens only".to_owned(),
-            ));
+        if let Some(loss) = &recipe.distillation_loss {
+            let at = |key: &str, message: String| {
+                let path = format!("algorithm.recipe.distillation_loss.{key}");
+                Err(Problem::effective(&path, message))
+            };
+            if !matches!(loss.support, Support::Teacher { .. }) {
+                let found = json!(loss.support);
+                return at(
+                    "support",
+                    format!(
+                        "{found}, must be {{teacher: {{k: ...}}}} with teacher.server, which names its most likely tokens only"
+                    ),
+                );
+            }
+            if loss.temperature != 1. && loss.tail != Tail::Renormalize {
+                return at(
+                    "temperature",
+                    format!(
+                        "{}, must be 1 with teacher.server, which names log-probs at temperature 1, unless tail is renormalize",
+                        loss.temperature
+                    ),
+                );
+            }
         }
         let temperature = self.train.sampling.temperature;
         let of_tokens = used.is_some_and(|(key, _)| key != DISTRIBUTIONS);

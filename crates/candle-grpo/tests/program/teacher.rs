@@ -194,11 +194,27 @@ fn a_teacher_of_distributions_fits_the_logits_of_the_policy() {
     assert!(said(&output).contains(words), "{}", said(&output));
 
     let server = "{server: {engine: vllm, base_url: 'http://a'}}";
-    let text = config.replace("{model: teacher}", server);
-    std::fs::write(path.join("run.yaml"), text).unwrap();
-    let output = grpo(path, &["check", "run.yaml"]);
-    let words = "algorithm.recipe.distillation_loss.support: must be {teacher: {k: ...}}";
-    assert!(said(&output).contains(words), "{}", said(&output));
+    for (loss, words) in [
+        (
+            "{}",
+            "support: \"vocabulary\", must be {teacher: {k: ...}} with teacher.server",
+        ),
+        (
+            "{support: {teacher: {k: 2}}, temperature: 2.0}",
+            "temperature: 2, must be 1 with teacher.server",
+        ),
+    ] {
+        let text = config.replace("{model: teacher}", server);
+        let text = text.replace(
+            "distillation_loss: {}",
+            &format!("distillation_loss: {loss}"),
+        );
+        std::fs::write(path.join("run.yaml"), text).unwrap();
+        let output = grpo(path, &["check", "run.yaml"]);
+        assert_eq!(output.status.code(), Some(3), "{}", said(&output));
+        let words = format!("algorithm.recipe.distillation_loss.{words}");
+        assert!(said(&output).contains(&words), "{}", said(&output));
+    }
 }
 
 /// A server of a teacher that gives each token the probability 1/6, as vLLM does.
