@@ -130,8 +130,9 @@ impl DistillationLoss {
     /// Computes the loss of a micro-batch, with gradient in `student_logits` `[B, T, V]`.
     ///
     /// `sampled_tokens` `[B, T]` are needed for [`Support::Sampled`]. Logits outside the mask may
-    /// be NaN. The metrics are the `divergence`, after all bounds, and, for a part of the vocabulary,
-    /// `student_mass` and `teacher_mass`, the probabilities of the compared entries.
+    /// be NaN. The metrics are the `divergence`, after all bounds, and, for a part of the
+    /// vocabulary, `student_mass` and `teacher_mass`, the probabilities of the compared
+    /// entries.
     ///
     /// # Errors
     ///

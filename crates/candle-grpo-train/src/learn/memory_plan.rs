@@ -14,7 +14,8 @@ use crate::{ComputeDType, TrainConfig};
 /// Tiles of logits, and buffers of matrix products.
 const BUFFERS: usize = 8 << 20;
 
-/// Ten chunks of logits of [`linear_distillation_loss`](candle_grpo_loss::linear_distillation_loss).
+/// Ten chunks of logits of
+/// [`linear_distillation_loss`](candle_grpo_loss::linear_distillation_loss).
 const DIVERGENCE: usize = 160 << 20;
 
 /// The bytes that a run takes in the memory of its device, if every completion has the largest

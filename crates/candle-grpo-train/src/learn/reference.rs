@@ -92,9 +92,9 @@ impl Reference {
         Ok(response_log_probs(&self.decoder, &batch.without_experts(), temperature)?.log_probs)
     }
 
-    /// Returns the distributions at the responses of `batch`: hidden states `[B, T, H]` in the dtype
-    /// of the computation, and the output weight. States of tokens that are not in the response
-    /// mask are not those of their places.
+    /// Returns the distributions at the responses of `batch`: hidden states `[B, T, H]` in the
+    /// dtype of the computation, and the output weight. States of tokens that are not in the
+    /// response mask are not those of their places.
     ///
     /// # Errors
     ///

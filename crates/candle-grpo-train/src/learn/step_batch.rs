@@ -29,8 +29,8 @@ pub(super) struct StepBatch {
 
 /// The result of [`Preparation::prepare`].
 pub(super) struct PreparedStep {
-    /// Absent if the filters drop all completions, or if all advantages are 0 and no other term has
-    /// a signal.
+    /// Absent if the filters drop all completions, or if all advantages are 0 and no other term
+    /// has a signal.
     pub(super) batch: Option<StepBatch>,
     /// The state of the run, in which controllers and running moments have advanced.
     pub(super) state: TrainerState,

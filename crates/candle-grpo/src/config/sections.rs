@@ -69,8 +69,8 @@ pub struct TeacherConfig {
     /// Servers with the teacher, which has the tokens of the policy. The keys are those of
     /// [rollout](#rollout): `engine` (`vllm` or `sglang`), `base_url`, `served_model_name`,
     /// `api_key_env`, `request_timeout`, `server_timeout`, `max_retries` and `max_inflight`.
-    /// Servers name log-probs at temperature 1, so `sampler.temperature` must be 1 for terms of the
-    /// sampled tokens.
+    /// Servers name log-probs at temperature 1, so `sampler.temperature` must be 1 for terms of
+    /// the sampled tokens.
     pub server: Option<RolloutConfig>,
 }
 
