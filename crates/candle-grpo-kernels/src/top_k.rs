@@ -1,13 +1,7 @@
 //! The largest entries of rows.
 
-use std::cmp::Ordering;
-
 use candle_core::{D, DType, Result, Tensor, bail};
 use rayon::prelude::*;
-
-/// The largest number of entries that are kept in order while a row is read. For more, a partial
-/// sort is faster.
-const MOST_INSERTED: usize = 64;
 
 /// Returns the places of the k largest entries in each row of `[.., V]`, the largest first: u32
 /// `[.., K]`, K the smaller of k and V. Of equal entries the first one comes first. NaN is the
@@ -58,22 +52,6 @@ fn places<T: Copy + PartialOrd + Send + Sync>(rows: &[T], width: usize, k: usize
 fn largest<T: Copy + PartialOrd>(row: &[T], places: &mut [u32]) {
     let is_nan = |x: &T| x.partial_cmp(x).is_none();
     let is_larger = |a: &T, b: &T| a > b || is_nan(b) && !is_nan(a);
-    if places.len() > MOST_INSERTED {
-        let mut order: Vec<u32> = (0..row.len() as u32).collect();
-        let compare = |a: &u32, b: &u32| {
-            let (x, y) = (&row[*a as usize], &row[*b as usize]);
-            match (is_larger(x, y), is_larger(y, x)) {
-                (true, _) => Ordering::Less,
-                (_, true) => Ordering::Greater,
-                _ => a.cmp(b),
-            }
-        };
-        order.select_nth_unstable_by(places.len() - 1, compare);
-        order.truncate(places.len());
-        order.sort_unstable_by(compare);
-        places.copy_from_slice(&order);
-        return;
-    }
     // The largest entries so far, in order. Few entries of a row come this far.
     let mut found: Vec<(T, u32)> = Vec::with_capacity(places.len() + 1);
     for (place, entry) in (0u32..).zip(row) {

@@ -46,7 +46,7 @@ pub use candle_grpo_kernels::{
 };
 pub use distillation_loss::{
     DistillationLoss, LinearDistillationOutput, OutputLayer, Support, Tail, Teacher,
-    linear_distillation_loss,
+    linear_distillation_loss, logits_of_chunk,
 };
 pub use distribution_statistics::{DistributionStatistics, distribution_statistics};
 pub use importance_level::ImportanceLevel;

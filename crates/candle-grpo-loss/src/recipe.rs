@@ -238,6 +238,29 @@ impl Recipe {
         }
     }
 
+    /// Returns the key of the first term that learns from the log-probs that a teacher gives to the
+    /// sampled tokens.
+    pub fn teacher_log_probs_term(&self) -> Option<&'static str> {
+        let tokens = self.advantage.pipeline().tokens.unwrap_or_default();
+        let terms = [
+            (
+                "policy_loss.distillation",
+                self.policy_loss.distillation.is_some(),
+            ),
+            (
+                "advantage.tokens.distillation",
+                tokens.distillation.is_some(),
+            ),
+            (
+                "advantage.tokens.teacher_weight",
+                tokens.teacher_weight.is_some(),
+            ),
+        ];
+        terms
+            .into_iter()
+            .find_map(|(key, used)| used.then_some(key))
+    }
+
     /// Checks the options and the combinations that the papers exclude.
     ///
     /// # Errors

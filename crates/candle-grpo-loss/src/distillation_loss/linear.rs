@@ -1,18 +1,21 @@
 //! Distillation from hidden states, in chunks of tokens.
 
-use candle_core::{Result, Tensor, Var, bail};
+use candle_core::{Result, Tensor, Var};
 use candle_grpo_core::{Mask, Metrics, arithmetic_dtype};
 use candle_grpo_kernels::{LinearGradients, add_matmul};
 
 use super::output_layer::{products, same_dtype};
-use super::{DistillationLoss, MASSES, OutputLayer, Teacher};
+use super::{DistillationLoss, MASSES, OutputLayer, Teacher, row_width};
 use crate::policy_loss::StepTotals;
 
-/// The largest number of logits of a chunk on the CPU: 16 MiB of f32.
-const LOGITS: usize = 1 << 22;
-
-/// The same on a GPU, where a chunk must have many rows to be fast.
-const GPU_LOGITS: usize = 1 << 25;
+/// The largest number of logits of a chunk of [`linear_distillation_loss`]: 2^22, or 2^25 on a GPU,
+/// where a chunk must have many rows to be fast. About ten tensors of a chunk exist at once.
+pub fn logits_of_chunk(on_gpu: bool) -> usize {
+    match on_gpu {
+        true => 1 << 25,
+        false => 1 << 22,
+    }
+}
 
 /// The output of [`linear_distillation_loss`]. All tensors are detached.
 #[derive(Debug, Clone)]
@@ -29,9 +32,8 @@ pub struct LinearDistillationOutput {
 
 /// Computes the distillation loss of hidden states and its gradients, in one call.
 ///
-/// The logits of both models exist for a chunk of tokens at a time, of at most 2^22 logits each, or
-/// 2^25 on a GPU. Tokens outside the mask are not computed. Synchronizes with the device: the mask
-/// is copied to the host.
+/// The logits of both models exist for a chunk of tokens at a time, see [`logits_of_chunk`]. Tokens
+/// outside the mask are not computed. Synchronizes with the device: the mask is copied to the host.
 ///
 /// # Shapes
 ///
@@ -69,12 +71,9 @@ pub fn linear_distillation_loss(
         None => none.flatten_all()?,
     };
 
-    let rows = |name: &str, x: &Tensor| match *x.dims() {
-        [b, t, width] if (b, t) == (batch, tokens) => x.detach().reshape((batch * tokens, width)),
-        _ => bail!(
-            "{name}: shape {:?}, must be [{batch}, {tokens}, ..]",
-            x.dims()
-        ),
+    let rows = |name: &str, x: &Tensor| {
+        let width = row_width(name, x, &mask)?;
+        x.detach().reshape((batch * tokens, width))
     };
     let hidden = rows("student.hidden", student.hidden)?;
     student.check("student", hidden.dim(1)?)?;
@@ -90,10 +89,7 @@ pub fn linear_distillation_loss(
     let wanted = |x: &Tensor| x.track_op().then(|| zeros(x)).transpose();
     let weight_gradient = wanted(student.weight)?;
     let mut bias_gradient = student.bias.map(wanted).transpose()?.flatten();
-    let logits = match device.is_cuda() {
-        true => GPU_LOGITS,
-        false => LOGITS,
-    };
+    let logits = logits_of_chunk(device.is_cuda());
     let mut parts = Parts::default();
     for chunk in places.chunks((logits / weight.dim(0)?).max(1)) {
         let at = Tensor::new(chunk, device)?;
@@ -112,9 +108,10 @@ pub fn linear_distillation_loss(
             *sum = (&*sum + gradient.detach())?;
         }
         let gradient = match store.get(&products) {
-            Some(gradient) => gradient.detach().to_dtype(part.dtype())?,
-            None => products.zeros_like()?.to_dtype(part.dtype())?,
+            Some(gradient) => gradient.detach(),
+            None => products.zeros_like()?,
         };
+        let gradient = gradient.to_dtype(part.dtype())?;
         if let Some(sum) = &weight_gradient {
             add_matmul(sum, &gradient.t()?, &part)?;
         }
@@ -133,27 +130,17 @@ pub fn linear_distillation_loss(
             parts.push(mass);
         }
     }
-    // The row of each place in the chunks, 0 for places outside the mask.
-    let mut rows_of = vec![0u32; batch * tokens];
+    // The row of each place in the chunks. Places outside the mask have a row of zeros at the end.
+    let mut rows_of = vec![places.len() as u32; batch * tokens];
     for (row, &place) in (0u32..).zip(&places) {
         rows_of[place as usize] = row;
     }
-    let spread = |parts: &[Tensor], zeros: Tensor| match parts {
-        [] => Ok(zeros),
-        parts => {
-            let rows_of = Tensor::new(rows_of.as_slice(), device)?;
-            let rows = Tensor::cat(parts, 0)?.index_select(&rows_of, 0)?;
-            let mut selected = mask.selected().flatten_all()?;
-            if rows.rank() == 2 {
-                selected = selected.unsqueeze(1)?.broadcast_as(rows.shape())?;
-            }
-            selected.contiguous()?.where_cond(&rows, &zeros)
-        }
+    let rows_of = Tensor::new(rows_of, device)?;
+    let spread = |parts: &[Tensor], row: &[usize]| {
+        let none = Tensor::zeros([&[1], row].concat(), dtype, device)?;
+        Tensor::cat(&[parts, &[none]].concat(), 0)?.index_select(&rows_of, 0)
     };
-    let on_tokens = |parts: &[Tensor]| {
-        let zeros = Tensor::zeros(batch * tokens, dtype, device)?;
-        spread(parts, zeros)?.reshape((batch, tokens))
-    };
+    let on_tokens = |parts: &[Tensor]| spread(parts, &[])?.reshape((batch, tokens));
     let losses = on_tokens(&parts.losses)?;
     let mut metrics = Metrics::new();
     metrics.push_masked_mean("divergence", &losses, &mask)?;
@@ -166,7 +153,7 @@ pub fn linear_distillation_loss(
     let hidden_gradient = match student.hidden.track_op() {
         false => None,
         true => {
-            let rows = spread(&parts.hidden, zeros(&hidden)?)?;
+            let rows = spread(&parts.hidden, &hidden.dims()[1..])?;
             let rows = rows.reshape(student.hidden.shape())?;
             Some(rows.to_dtype(student.hidden.dtype())?)
         }

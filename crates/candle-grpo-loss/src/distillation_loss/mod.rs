@@ -11,7 +11,7 @@ use candle_core::{D, DType, Result, Tensor, bail};
 use candle_grpo_core::{Invalid, Kl, Mask, Metrics, arithmetic_dtype};
 use serde::{Deserialize, Serialize};
 
-pub use linear::{LinearDistillationOutput, linear_distillation_loss};
+pub use linear::{LinearDistillationOutput, linear_distillation_loss, logits_of_chunk};
 pub use output_layer::OutputLayer;
 pub use support::{Support, Tail};
 pub use teacher::Teacher;
@@ -98,33 +98,36 @@ impl DistillationLoss {
     ///
     /// The error names the option, its value and what it must be.
     pub fn validate(&self) -> Result<()> {
-        non_negative("distillation_loss.coef", self.coef)?;
-        unit_interval("distillation_loss.beta", self.beta)?;
-        positive("distillation_loss.temperature", self.temperature)?;
+        let valid = self.validate_options();
+        valid.map_err(|error| Invalid::within_error("distillation_loss", error))
+    }
+
+    fn validate_options(&self) -> Result<()> {
+        non_negative("coef", self.coef)?;
+        unit_interval("beta", self.beta)?;
+        positive("temperature", self.temperature)?;
         if let Some(floor) = self.tail_floor {
-            let name = "distillation_loss.tail_floor";
             let valid = floor > 0. && floor < 1.;
-            check(valid, name, floor, "be above 0 and below 1")?;
+            check(valid, "tail_floor", floor, "be above 0 and below 1")?;
             let must = "be absent unless the tail is bucket, which it bounds";
-            check(self.tail == Tail::Bucket, name, floor, must)?;
+            check(self.tail == Tail::Bucket, "tail_floor", floor, must)?;
         }
         if let Some(floor) = self.log_prob_floor {
             let valid = floor.is_finite() && floor <= 0.;
             let must = "be finite and at most 0, as log-probs are";
-            check(valid, "distillation_loss.log_prob_floor", floor, must)?;
+            check(valid, "log_prob_floor", floor, must)?;
         }
         if let Some(clamp) = self.value_clamp {
-            positive("distillation_loss.value_clamp", clamp)?;
+            positive("value_clamp", clamp)?;
         }
         self.support.validate()?;
         check(
             self.aggregation != Aggregation::PromptMeanTokenMean,
-            "distillation_loss.aggregation",
+            "aggregation",
             Name(&self.aggregation),
             "be token-mean, token-sum or one of the means over sequences: a mean over prompts is for policy losses",
         )?;
-        let aggregation = self.aggregation.validate();
-        aggregation.map_err(|error| Invalid::within_error("distillation_loss", error))
+        self.aggregation.validate()
     }
 
     /// Computes the loss of a micro-batch, with gradient in `student_logits` `[B, T, V]`.
@@ -147,14 +150,7 @@ impl DistillationLoss {
     ) -> Result<(Tensor, Metrics)> {
         let mask = Mask::new(response_mask)?;
         let clean = |name: &str, x: &Tensor| -> Result<Tensor> {
-            let (batch, tokens) = mask.dims()?;
-            match *x.dims() {
-                [b, t, _] if (b, t) == (batch, tokens) => {}
-                _ => bail!(
-                    "{name}: shape {:?}, must be [{batch}, {tokens}, ..]",
-                    x.dims()
-                ),
-            }
+            row_width(name, x, &mask)?;
             let selected = mask.selected().unsqueeze(D::Minus1)?;
             let selected = selected.broadcast_as(x.shape())?.contiguous()?;
             selected.where_cond(x, &x.zeros_like()?)
@@ -246,7 +242,7 @@ impl DistillationLoss {
     /// The divergence over the whole vocabulary.
     fn whole(&self, student: &Distribution, teacher: &Distribution) -> Result<Tensor> {
         let divergence = match self.log_prob_floor.is_none() && whole::is_fused(&student.logits) {
-            true => whole::divergence(&student.logits, &teacher.logits, self.beta)?,
+            true => whole::divergence(student, teacher, self.beta)?,
             false => {
                 let s = self.floored(&student.log_probs()?)?;
                 let t = self.floored(&teacher.log_probs()?)?;
@@ -335,6 +331,15 @@ impl DistillationLoss {
         let same = bounded.eq(&losses.detach())?;
         let nan = losses.detach().ne(&losses.detach())?;
         (same + nan)?.gt(0u8)?.where_cond(&losses, &bounded)
+    }
+}
+
+/// The size of the last dimension of `x`, which must be `[B, T, ..]` as the mask is `[B, T]`.
+fn row_width(name: &str, x: &Tensor, mask: &Mask) -> Result<usize> {
+    let (batch, tokens) = mask.dims()?;
+    match *x.dims() {
+        [b, t, width] if (b, t) == (batch, tokens) => Ok(width),
+        ref dims => bail!("{name}: shape {dims:?}, must be [{batch}, {tokens}, ..]"),
     }
 }
 

@@ -56,7 +56,7 @@ impl Support {
         match self {
             Self::Vocabulary | Self::Sampled { .. } => Ok(()),
             Self::Teacher { k } | Self::Student { k } | Self::Union { k } => {
-                Ok(at_least_one("distillation_loss.support.k", k)?)
+                Ok(at_least_one("support.k", k)?)
             }
         }
     }

@@ -5,13 +5,26 @@
 use candle_core::{CpuStorage, CustomOp2, CustomOp3, DType, Layout, Result, Shape, Tensor, bail};
 use rayon::prelude::*;
 
-/// Computes the generalized Jensen-Shannon divergence of `softmax(student)` and `softmax(teacher)`
-/// at each row of `[.., V]`, f32: `[..]`. It is the divergence of
-/// [`DistillationLoss`](super::DistillationLoss) with `beta`. The gradient reaches the student.
-pub(super) fn divergence(student: &Tensor, teacher: &Tensor, beta: f64) -> Result<Tensor> {
-    student
-        .contiguous()?
-        .apply_op2(&teacher.detach().contiguous()?, Divergence { beta })
+use super::distribution::Distribution;
+
+/// Computes the generalized Jensen-Shannon divergence of both at each row of `[.., V]`, f32:
+/// `[..]`. It is the divergence of [`DistillationLoss`](super::DistillationLoss) with `beta`. The
+/// gradient reaches the student.
+pub(super) fn divergence(
+    student: &Distribution,
+    teacher: &Distribution,
+    beta: f64,
+) -> Result<Tensor> {
+    let totals = |of: &Distribution| of.total.detach().flatten_all()?.to_vec1::<f32>();
+    let totals = totals(student)?.into_iter().zip(totals(teacher)?);
+    let op = Divergence {
+        beta,
+        totals: totals
+            .map(|(student, teacher)| [student, teacher])
+            .collect(),
+    };
+    let teacher = teacher.logits.detach().contiguous()?;
+    student.logits.contiguous()?.apply_op2(&teacher, op)
 }
 
 /// Returns whether [`divergence`] has a path for these logits.
@@ -19,9 +32,32 @@ pub(super) fn is_fused(logits: &Tensor) -> bool {
     logits.device().is_cpu() && logits.dtype() == DType::F32
 }
 
-#[derive(Clone, Copy)]
 struct Divergence {
     beta: f64,
+    /// The log-sum-exps of both at each row. That of the student is no constant: its derivative is
+    /// a part of that of the divergence.
+    totals: Vec<[f32; 2]>,
+}
+
+impl Divergence {
+    /// Both at each row.
+    fn rows<'a>(
+        &'a self,
+        student: &'a [f32],
+        teacher: &'a [f32],
+        width: usize,
+    ) -> impl IndexedParallelIterator<Item = Row<'a>> {
+        student
+            .par_chunks_exact(width)
+            .zip(teacher.par_chunks_exact(width))
+            .zip(&self.totals)
+            .map(|((student, teacher), &totals)| Row {
+                student,
+                teacher,
+                totals,
+                beta: self.beta,
+            })
+    }
 }
 
 impl CustomOp2 for Divergence {
@@ -38,10 +74,8 @@ impl CustomOp2 for Divergence {
     ) -> Result<(CpuStorage, Shape)> {
         let (student, width) = rows(student, student_layout)?;
         let (teacher, _) = rows(teacher, teacher_layout)?;
-        let pairs = student
-            .par_chunks_exact(width)
-            .zip(teacher.par_chunks_exact(width));
-        let divergences = pairs.map(|(s, t)| Row::new(s, t, self.beta).divergence() as f32);
+        let rows = self.rows(student, teacher, width);
+        let divergences = rows.map(|row| row.divergence() as f32);
         let outer = &student_layout.dims()[..student_layout.dims().len() - 1];
         Ok((CpuStorage::F32(divergences.collect()), Shape::from(outer)))
     }
@@ -80,12 +114,11 @@ impl CustomOp3 for Divergence {
         let mut gradient = vec![0f32; student.len()];
         gradient
             .par_chunks_exact_mut(width)
-            .zip(student.par_chunks_exact(width))
-            .zip(teacher.par_chunks_exact(width))
+            .zip(self.rows(student, teacher, width))
             .zip(slopes)
-            .for_each(|(((gradient, s), t), &slope)| {
+            .for_each(|((gradient, row), &slope)| {
                 if slope != 0. {
-                    Row::new(s, t, self.beta).write_gradient(f64::from(slope), gradient);
+                    row.write_gradient(f64::from(slope), gradient);
                 }
             });
         Ok((CpuStorage::F32(gradient), layout.shape().clone()))
@@ -109,23 +142,14 @@ struct Row<'a> {
     student: &'a [f32],
     teacher: &'a [f32],
     /// The log-sum-exps.
-    totals: [f64; 2],
+    totals: [f32; 2],
     beta: f64,
 }
 
-impl<'a> Row<'a> {
-    fn new(student: &'a [f32], teacher: &'a [f32], beta: f64) -> Self {
-        Self {
-            student,
-            teacher,
-            totals: [student, teacher].map(log_sum_exp),
-            beta,
-        }
-    }
-
+impl Row<'_> {
     /// The log-probs of an entry, and their probabilities.
     fn entries(&self) -> impl Iterator<Item = ([f32; 2], [f32; 2])> {
-        let [student, teacher] = self.totals.map(|total| total as f32);
+        let [student, teacher] = self.totals;
         self.student.iter().zip(self.teacher).map(move |(s, t)| {
             let log_probs = [s - student, t - teacher];
             (log_probs, log_probs.map(f32::exp))
@@ -194,11 +218,4 @@ fn term(p: f32, log_p: f32, log_q: f32) -> f64 {
         true => 0.,
         false => f64::from(p) * f64::from(log_p - log_q),
     }
-}
-
-/// NaN if an entry is NaN.
-fn log_sum_exp(row: &[f32]) -> f64 {
-    let largest = row.iter().copied().fold(f32::NEG_INFINITY, f32::max);
-    let sum: f64 = row.iter().map(|x| f64::from((x - largest).exp())).sum();
-    f64::from(largest) + sum.ln()
 }

@@ -327,14 +327,7 @@ impl<M: LanguageModel> Actor<M> {
         }
         let (mut hidden_gradient, mut metrics) = (loss.gradients.hidden, loss.output.metrics);
         let mut losses = vec![loss.output.loss];
-        if let Some(distilled) = distill(
-            &self.config,
-            &self.policy,
-            &recorded.states,
-            &weight,
-            batch,
-            totals,
-        )? {
+        if let Some(distilled) = self.distill(&recorded.states, &weight, batch, totals)? {
             if let Some(gradient) = distilled.gradients.weight {
                 self.gradients.add(name, &gradient)?;
             }
@@ -365,6 +358,34 @@ impl<M: LanguageModel> Actor<M> {
             }
         }
         Ok(metrics)
+    }
+
+    /// Computes the divergence from the teacher of `batch`, if it is a part of the loss. `states`
+    /// `[B, T, H]` and `weight` are those of the output layer.
+    fn distill(
+        &self,
+        states: &Tensor,
+        weight: &Tensor,
+        batch: &TrainingBatch,
+        totals: &StepTotals,
+    ) -> Result<Option<LinearDistillationOutput>> {
+        let Some(loss) = &self.config.distillation_loss else {
+            return Ok(None);
+        };
+        let Some(teacher) = &batch.teacher else {
+            bail!("teacher: absent, must be given with a distillation_loss");
+        };
+        let student = OutputLayer {
+            logit_cap: self.policy.logit_cap(),
+            ..OutputLayer::new(states, weight)
+        };
+        let mask = &batch.tokens.response_mask;
+        let found = teacher.over(weight.dim(0)?, loss.support, |teacher| {
+            Ok(linear_distillation_loss(
+                loss, &student, &teacher, mask, totals,
+            )?)
+        })?;
+        Ok(Some(found))
     }
 
     /// Clips the gradients to the norm `max_norm`, makes an optimizer step and clears the
@@ -490,35 +511,6 @@ impl<M: LanguageModel> Actor<M> {
     pub fn config(&self) -> &ActorConfig {
         &self.config
     }
-}
-
-/// Computes the divergence from the teacher of `batch`, if it is a part of the loss. `states`
-/// `[B, T, H]` and `weight` are those of the output layer.
-fn distill(
-    config: &ActorConfig,
-    policy: &dyn LanguageModel,
-    states: &Tensor,
-    weight: &Tensor,
-    batch: &TrainingBatch,
-    totals: &StepTotals,
-) -> Result<Option<LinearDistillationOutput>> {
-    let Some(loss) = &config.distillation_loss else {
-        return Ok(None);
-    };
-    let Some(teacher) = &batch.teacher else {
-        bail!("teacher: absent, must be given with a distillation_loss");
-    };
-    let student = OutputLayer {
-        logit_cap: policy.logit_cap(),
-        ..OutputLayer::new(states, weight)
-    };
-    let mask = &batch.tokens.response_mask;
-    let found = teacher.over(weight.dim(0)?, loss.support, |teacher| {
-        Ok(linear_distillation_loss(
-            loss, &student, &teacher, mask, totals,
-        )?)
-    })?;
-    Ok(Some(found))
 }
 
 /// Computes [`sum_of_squared_probs`] of `states` `[N, H]` under the output weight `[V, H]` and the

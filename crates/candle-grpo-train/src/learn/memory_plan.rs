@@ -3,6 +3,7 @@
 use anyhow::Result;
 use candle_core::utils::cuda_is_available;
 use candle_core::{DType, Shape};
+use candle_grpo_loss::logits_of_chunk;
 use candle_grpo_nn::optim::StateForm;
 use candle_grpo_nn::{BaseWeights, DecoderConfig, LoraConfig};
 
@@ -13,10 +14,6 @@ use crate::{ComputeDType, TrainConfig};
 
 /// Tiles of logits, and buffers of matrix products.
 const BUFFERS: usize = 8 << 20;
-
-/// Ten chunks of logits of
-/// [`linear_distillation_loss`](candle_grpo_loss::linear_distillation_loss).
-const DIVERGENCE: usize = 160 << 20;
 
 /// The bytes that a run takes in the memory of its device, if every completion has the largest
 /// length and every prompt and demonstration is as long as the longest one.
@@ -123,7 +120,8 @@ impl MemoryPlan {
         let cache = model.cache_bytes((drawn.div_ceil(group), group), lengths, drawn_in);
         let mut plan = learning.plan(model)?;
         if config.recipe.distillation_loss.is_some() {
-            let more = DIVERGENCE + 4 * model.vocab_size * model.hidden_size;
+            let chunks = 10 * logits_of_chunk(cuda_is_available());
+            let more = 4 * (chunks + model.vocab_size * model.hidden_size);
             plan.activations += more;
             plan.training += more;
         }

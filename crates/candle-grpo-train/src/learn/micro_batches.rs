@@ -145,6 +145,14 @@ pub(super) struct MicroBatches<'a> {
 }
 
 impl MicroBatches<'_> {
+    /// All sequences of a rank in one micro-batch.
+    pub(super) fn at_once(self) -> Self {
+        Self {
+            size: MicroBatchSize::Sequences(usize::MAX),
+            ..self
+        }
+    }
+
     /// Concatenates `forward` `[B, T]` of all micro-batches of `tokens`, in the order of `tokens`.
     ///
     /// # Errors

@@ -15,8 +15,6 @@ pub(crate) struct RecipeInputs {
     pub(crate) old_log_probs: bool,
     /// Log-probs of a reference policy, for the advantages or the loss.
     pub(crate) reference: bool,
-    /// Log-probs of a teacher, for the advantages or the loss.
-    pub(crate) teacher_log_probs: bool,
     /// Values of a critic.
     pub(crate) values: bool,
     /// Score of a greedy answer to each prompt.
@@ -42,7 +40,6 @@ impl RecipeInputs {
                     || tokens.teacher_weight.is_some()
                     || optimal,
                 reference: tokens.kl_penalty.is_some(),
-                teacher_log_probs: tokens.distillation.is_some() || tokens.teacher_weight.is_some(),
                 values: tokens.lambda.is_some(),
                 greedy_scores: tokens.baseline == TokenBaseline::Given,
                 sum_of_squared_probs: optimal,
@@ -54,7 +51,6 @@ impl RecipeInputs {
         Self {
             old_log_probs: a.old_log_probs || b.old_log_probs,
             reference: a.reference || b.reference || recipe.policy_loss.kl.is_some(),
-            teacher_log_probs: b.teacher_log_probs || recipe.policy_loss.distillation.is_some(),
             values: a.values || b.values,
             greedy_scores: a.greedy_scores || b.greedy_scores,
             sum_of_squared_probs: a.sum_of_squared_probs || b.sum_of_squared_probs,

@@ -10,7 +10,7 @@ use candle_grpo_core::{
 use candle_grpo_loss::{EntropyTokens, OldPolicy, PolicyBatch, RolloutCorrection, RolloutWeights};
 
 use super::critic::explained_variance;
-use super::micro_batches::{MicroBatchSize, MicroBatches};
+use super::micro_batches::MicroBatches;
 use super::models::Models;
 use super::recipe_inputs::{RecipeInputs, keeps_components};
 use super::scored_rollouts::ScoredRollouts;
@@ -319,18 +319,19 @@ impl Preparation<'_> {
         };
         let temperature = self.config.sampling.temperature;
         let fixed = |policy: &dyn Teacher| {
-            let mut parts = self.micro_batches;
-            if !policy.takes_micro_batches() {
-                parts.size = MicroBatchSize::Sequences(usize::MAX);
-            }
+            let parts = match policy.takes_micro_batches() {
+                true => self.micro_batches,
+                false => self.micro_batches.at_once(),
+            };
             parts.map(tokens, |piece| {
                 policy.log_probs(piece, temperature, parts.progress)
             })
         };
         let reference = models.reference.as_ref().map(|policy| fixed(policy));
         let reference = reference.transpose()?;
-        let uses_teacher = self.inputs.teacher_log_probs || self.estimator.is_some();
-        let teacher = models.teacher.as_deref().filter(|_| uses_teacher);
+        let term = self.config.recipe.teacher_log_probs_term();
+        let is_used = term.is_some() || self.estimator.is_some();
+        let teacher = models.teacher.as_deref().filter(|_| is_used);
         let teacher = teacher.map(fixed).transpose()?;
         Ok(LogProbs {
             reference,

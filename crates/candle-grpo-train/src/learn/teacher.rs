@@ -5,7 +5,7 @@ use candle_core::{DType, Tensor};
 use candle_grpo_loss::{DistillationLoss, OutputLayer, Support};
 
 use super::Reference;
-use super::micro_batches::{MicroBatchSize, MicroBatches};
+use super::micro_batches::MicroBatches;
 use crate::{Progress, TokenBatch, TrainingBatch};
 
 /// A fixed policy to learn from: a model in this process ([`Reference`]), or one on servers
@@ -185,13 +185,9 @@ impl Distillation<'_> {
             );
         };
         let (b, t) = tokens.dims()?;
-        let whole = MicroBatches {
-            size: MicroBatchSize::Sequences(usize::MAX),
-            ..micro_batches
-        };
         // Ids are exact in f32, in which ranks exchange rows.
-        let rows = whole.map_to(tokens, 2 * t * k, |piece| {
-            let found = self.ask(piece, whole.progress)?;
+        let rows = micro_batches.at_once().map_to(tokens, 2 * t * k, |piece| {
+            let found = self.ask(piece, micro_batches.progress)?;
             let TeacherDistributions::TopK { ids, log_probs } = found else {
                 bail!(
                     "teacher: whole distributions, must be the most likely entries of one that takes all sequences at once"

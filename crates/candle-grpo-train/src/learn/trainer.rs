@@ -527,11 +527,10 @@ impl Trainer {
                 for (number, mut micro_batch) in micro_batches.into_iter().enumerate() {
                     self.ensure_step_not_canceled()?;
                     if let Some(distillation) = self.models.distillation(&self.config.recipe) {
-                        let progress: &dyn Progress = match self.updated {
-                            true => &NoProgress,
-                            false => &*self.progress,
-                        };
-                        distillation.complete(&mut micro_batch, progress)?;
+                        distillation.complete(
+                            &mut micro_batch,
+                            cancelable(self.updated, &*self.progress),
+                        )?;
                     }
                     let actor = &mut self.models.actor;
                     if number == last && share == 0. {
@@ -638,7 +637,7 @@ impl Trainer {
             let tokens = demonstrations.config.micro_batch_tokens;
             let progress = &*self.progress;
             let passes = ExamplePasses {
-                cancel: if self.updated { &NoProgress } else { progress },
+                cancel: cancelable(self.updated, &*self.progress),
                 ..ExamplePasses::new(tokens, ranks, progress)
             };
             let (_, of_rank) = passes.divide(&rows);
@@ -713,22 +712,14 @@ impl Trainer {
     fn micro_batches(&self) -> MicroBatches<'_> {
         MicroBatches {
             size: self.config.micro_batches(),
-            progress: if self.updated {
-                &NoProgress
-            } else {
-                &*self.progress
-            },
+            progress: cancelable(self.updated, &*self.progress),
             ranks: self.ranks(),
         }
     }
 
-    /// Returns [`Interrupted`](crate::Interrupted) as an error if the progress cancels and the step
-    /// has not changed weights.
+    /// Returns [`Interrupted`](crate::Interrupted) as an error if the step is canceled.
     fn ensure_step_not_canceled(&self) -> Result<()> {
-        match self.updated {
-            true => Ok(()),
-            false => ensure_not_canceled(&*self.progress),
-        }
+        ensure_not_canceled(cancelable(self.updated, &*self.progress))
     }
 
     /// Fails if the weights are those of half a step.
@@ -921,6 +912,14 @@ impl Trainer {
     /// The number of steps without an update.
     pub fn skipped_steps(&self) -> usize {
         self.state.skipped_steps
+    }
+}
+
+/// The progress of a step, which does not cancel once the step has changed weights.
+fn cancelable(updated: bool, progress: &dyn Progress) -> &dyn Progress {
+    match updated {
+        true => &NoProgress,
+        false => progress,
     }
 }
 

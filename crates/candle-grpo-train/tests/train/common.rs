@@ -5,12 +5,13 @@ use std::path::Path;
 
 use candle_core::{Device, Tensor};
 use candle_grpo_nn::{DecoderConfig, ModelType, Parameters};
-use candle_grpo_test_support::{TINY_DECODER, device};
+use candle_grpo_test_support::{TINY_DECODER, device, on_ranks};
+use candle_grpo_train::learn::{Reference, TeacherDistributions};
 use candle_grpo_train::model::{SpecialTokens, character_tokenizer};
 use candle_grpo_train::run::StepRecord;
 use candle_grpo_train::{
-    Pretrained, Prompt, RewardFunction, Sample, Sampler, SamplingConfig, StepMetrics, TrainConfig,
-    Trainer,
+    Pretrained, Prompt, RewardFunction, Sample, Sampler, SamplingConfig, StepMetrics, TokenBatch,
+    TrainConfig, Trainer,
 };
 use serde_json::json;
 use tokenizers::Tokenizer;
@@ -44,7 +45,11 @@ pub(crate) fn parameters_on(device: &Device) -> Parameters {
 }
 
 pub(crate) fn parameters_of(model: &DecoderConfig, device: &Device) -> Parameters {
-    let fresh = Parameters::init(model, 3, device).unwrap();
+    drawn_parameters(model, 3, device)
+}
+
+pub(crate) fn drawn_parameters(model: &DecoderConfig, seed: u64, device: &Device) -> Parameters {
+    let fresh = Parameters::init(model, seed, device).unwrap();
     let larger = fresh
         .frozen_copy()
         .unwrap()
@@ -159,6 +164,44 @@ pub(crate) fn max_difference(a: &Tensor, b: &Tensor) -> f32 {
         .unwrap()
         .to_scalar()
         .unwrap()
+}
+
+/// The metrics of the next steps.
+pub(crate) fn run(trainer: &mut Trainer, steps: usize) -> Vec<StepMetrics> {
+    let step = |_| without_seconds(trainer.step().unwrap());
+    (0..steps).map(step).collect()
+}
+
+/// Checks that the steps of ranks are the same on all of them, and those of one rank up to
+/// rounding.
+pub(crate) fn assert_ranks_agree(
+    world_sizes: &[usize],
+    build: impl Fn() -> Trainer + Sync,
+    steps: usize,
+) {
+    let expected = run(&mut build(), steps);
+    for &world_size in world_sizes {
+        let ranks = on_ranks(world_size, |collective| {
+            let mut trainer = build().with_collective(collective).unwrap();
+            let metrics = run(&mut trainer, steps);
+            trainer.ensure_equal_ranks().unwrap();
+            metrics
+        });
+        for metrics in &ranks {
+            assert_eq!(metrics, &ranks[0]);
+            assert_records_close(metrics, &expected);
+        }
+    }
+}
+
+/// The log-distributions at the responses of a batch, `[B, T, V]`.
+pub(crate) fn log_distributions(model: &Reference, batch: &TokenBatch) -> anyhow::Result<Tensor> {
+    let TeacherDistributions::Hidden { hidden, weight, .. } = model.distributions(batch)? else {
+        anyhow::bail!("a model in this process gives no hidden states");
+    };
+    let logits = hidden.broadcast_matmul(&weight.t()?)?;
+    let total = logits.exp()?.sum_keepdim(2)?.log()?;
+    Ok(logits.broadcast_sub(&total)?)
 }
 
 /// Checks that records have the same metrics up to rounding.

@@ -3,7 +3,7 @@
 use candle_grpo_core::{CoefSchedule, Decay};
 use candle_grpo_loss::surrogate::Likelihood;
 use candle_grpo_nn::{DecoderConfig, LoraConfig, Parameters};
-use candle_grpo_test_support::{device, on_ranks, stay_on_cpu};
+use candle_grpo_test_support::{device, stay_on_cpu};
 use candle_grpo_train::data::MixedOrder;
 use candle_grpo_train::learn::{DemonstrationConfig, Example, MemoryPlan};
 use candle_grpo_train::sft::{SftConfig, SftSchedule, SftTrainer};
@@ -14,8 +14,8 @@ use candle_grpo_train::{
 use rstest::rstest;
 
 use crate::common::{
-    self, END, assert_records_close, digest, model, model_with_experts, parameters, parameters_of,
-    pretrained, prompts, tokenizer, without_seconds,
+    self, END, assert_ranks_agree, digest, model, model_with_experts, parameters, parameters_of,
+    pretrained, prompts, run, tokenizer,
 };
 
 /// Seven rows of 3 to 6 tokens.
@@ -70,11 +70,6 @@ fn weights(parameters: &Parameters) -> Vec<(String, Vec<f32>)> {
         (name.to_owned(), x.flatten_all().unwrap().to_vec1().unwrap())
     };
     parameters.iter().map(flat).collect()
-}
-
-fn run(trainer: &mut Trainer, steps: usize) -> Vec<StepMetrics> {
-    let step = |_| without_seconds(trainer.step().unwrap());
-    (0..steps).map(step).collect()
 }
 
 /// Makes the first update of AdamW proportional to the gradient: it is
@@ -316,21 +311,7 @@ fn the_steps_of_ranks_are_those_of_one_rank(
         batch_size,
         ..demonstrations(0.4)
     });
-    let mut alone = trainer(reward, config.clone());
-    let expected = run(&mut alone, 4);
-    for world_size in [2, 3] {
-        let ranks = on_ranks(world_size, |collective| {
-            let trainer = trainer(reward, config.clone());
-            let mut trainer = trainer.with_collective(collective).unwrap();
-            let metrics = run(&mut trainer, 4);
-            trainer.ensure_equal_ranks().unwrap();
-            metrics
-        });
-        for metrics in &ranks {
-            assert_eq!(metrics, &ranks[0]);
-            assert_records_close(metrics, &expected);
-        }
-    }
+    assert_ranks_agree(&[2, 3], || trainer(reward, config.clone()), 4);
 }
 
 #[rstest]

@@ -7,16 +7,17 @@ use candle_core::{Device, Tensor};
 use candle_grpo_kernels::top_k;
 use candle_grpo_loss::{DistillationLoss, PolicyLoss, Recipe, StepTotals, Support, Tail};
 use candle_grpo_nn::{AdamWConfig, LoraConfig, Parameters};
-use candle_grpo_test_support::{device, on_ranks, stay_on_cpu};
+use candle_grpo_test_support::{device, stay_on_cpu};
 use candle_grpo_train::learn::{MemoryPlan, Reference, Teacher, TeacherDistributions};
 use candle_grpo_train::{
     Actor, ActorConfig, ComputeDType, NotFinite, Progress, Sample, StepMetrics, TokenBatch,
-    TrainConfig, Trainer, TrainingBatch,
+    TrainConfig, TrainingBatch,
 };
 use rstest::rstest;
 
 use crate::common::{
-    self, assert_records_close, digest, max_difference, model, parameters, trainer, without_seconds,
+    self, assert_ranks_agree, assert_records_close, digest, drawn_parameters, log_distributions,
+    max_difference, model, parameters, run, trainer,
 };
 
 fn nothing(_: &Sample) -> f32 {
@@ -25,13 +26,7 @@ fn nothing(_: &Sample) -> f32 {
 
 /// A model with other weights than the policy.
 fn teacher() -> Reference {
-    let parameters = Parameters::init(&model(), 9, device()).unwrap();
-    let tensors = parameters.frozen_copy().unwrap().into_iter();
-    let larger = tensors.map(|(name, x)| {
-        let factor = if x.rank() == 2 { 10. } else { 1. };
-        (name, (x * factor).unwrap())
-    });
-    let parameters = Parameters::from_tensors(&model(), larger.collect(), device()).unwrap();
+    let parameters = drawn_parameters(&model(), 9, device());
     Reference::new(&model(), &parameters, ComputeDType::F32).unwrap()
 }
 
@@ -60,14 +55,9 @@ impl Teacher for Best {
     ) -> anyhow::Result<TeacherDistributions> {
         self.2.fetch_add(1, Ordering::Relaxed);
         assert_eq!(entries, Some(self.1));
-        let TeacherDistributions::Hidden { hidden, weight, .. } = self.0.distributions(batch)?
-        else {
-            anyhow::bail!("no hidden states");
-        };
-        let logits = hidden.broadcast_matmul(&weight.t()?)?;
-        let total = logits.exp()?.sum_keepdim(2)?.log()?;
-        let ids = top_k(&logits, self.1)?;
-        let log_probs = logits.broadcast_sub(&total)?.gather(&ids, 2)?;
+        let log_probs = log_distributions(&self.0, batch)?;
+        let ids = top_k(&log_probs, self.1)?;
+        let log_probs = log_probs.gather(&ids, 2)?;
         Ok(TeacherDistributions::TopK { ids, log_probs })
     }
 }
@@ -92,11 +82,6 @@ fn config(loss: DistillationLoss) -> TrainConfig {
         ..AdamWConfig::default()
     };
     config
-}
-
-fn run(trainer: &mut Trainer, steps: usize) -> Vec<StepMetrics> {
-    let step = |_| without_seconds(trainer.step().unwrap());
-    (0..steps).map(step).collect()
 }
 
 fn actor(parameters: Parameters, policy_loss: PolicyLoss, loss: Option<DistillationLoss>) -> Actor {
@@ -271,20 +256,8 @@ fn the_steps_of_ranks_are_those_of_one_rank(#[case] best: bool, #[case] loss: Di
         };
         trainer(digest, config).with_teacher(teacher)
     };
-    let expected = run(&mut build(), 4);
     // With more ranks than micro-batches some have no sequence.
-    for world_size in [2, 5] {
-        let ranks = on_ranks(world_size, |collective| {
-            let mut trainer = build().with_collective(collective).unwrap();
-            let metrics = run(&mut trainer, 4);
-            trainer.ensure_equal_ranks().unwrap();
-            metrics
-        });
-        for metrics in &ranks {
-            assert_eq!(metrics, &ranks[0]);
-            assert_records_close(metrics, &expected);
-        }
-    }
+    assert_ranks_agree(&[2, 5], build, 4);
 }
 
 #[rstest]

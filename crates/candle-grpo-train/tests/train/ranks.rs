@@ -21,7 +21,7 @@ use rstest::rstest;
 
 use crate::common::{
     self, assert_records_close, digest, model, model_with_experts, parameters, parameters_of,
-    pretrained, prompts, sampling, share_of_a, tokenizer, trainer, without_seconds,
+    pretrained, prompts, sampling, share_of_a, tokenizer, trainer,
 };
 
 /// Five prompts and four completions of each, in two mini-batches.
@@ -55,8 +55,7 @@ fn values(parameters: &Parameters) -> Vec<(String, Vec<f32>)> {
 }
 
 fn run(trainer: &mut Trainer, steps: usize) -> Run {
-    let metrics = (0..steps).map(|_| without_seconds(trainer.step().unwrap()));
-    let metrics = metrics.collect();
+    let metrics = common::run(trainer, steps);
     let mut weights = values(&trainer.policy_parameters().unwrap());
     if let Some(critic) = trainer.critic() {
         weights.extend(values(critic.parameters()));

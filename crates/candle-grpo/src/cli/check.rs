@@ -7,7 +7,7 @@ use std::path::Path;
 
 use candle_grpo::config::{Configuration, RollFile, RunConfig, SftRunConfig};
 use candle_grpo::nn::{BaseWeights, DecoderConfig, Gguf};
-use candle_grpo::run::load_teacher_without_weights;
+use candle_grpo::run::RunPrompts;
 use candle_grpo::train::Pretrained;
 use candle_grpo::train::hub::HubContent;
 use candle_grpo::train::learn::MemoryPlan;
@@ -50,7 +50,7 @@ pub(super) fn check(file: &Path, quiet: bool) -> Result<(), Exit> {
             } = load::inputs(&run)?;
             let lengths = prompts.train.iter().map(|prompt| prompt.tokens.len());
             let longest = lengths.max().unwrap_or(0);
-            let plan = plan(&run, &model, longest, prompts.demonstrations.as_ref());
+            let plan = plan(&run, &model, longest, &prompts);
             let plan = plan.map_err(|error| Exit::Config(format!("{error:#}")))?;
             (dataset, Some((prompts, plan, longest)))
         }
@@ -188,12 +188,13 @@ fn plan(
     run: &RunConfig,
     model: &DecoderConfig,
     longest_prompt: usize,
-    demonstrations: Option<&SftDataset>,
+    prompts: &RunPrompts,
 ) -> anyhow::Result<MemoryPlan> {
+    let demonstrations = prompts.demonstrations.as_ref();
     let longest_row = demonstrations.map_or(0, |rows| rows.train.longest_kept());
     let plan = MemoryPlan::new(model, &run.train, longest_prompt, longest_row)?;
-    let plan = match load_teacher_without_weights(run)? {
-        Some(teacher) => plan.with_teacher(&teacher.model, run.train.compute_dtype),
+    let plan = match &prompts.teacher {
+        Some(teacher) => plan.with_teacher(teacher, run.train.compute_dtype),
         None => plan,
     };
     on_this_device(plan, run)

@@ -329,28 +329,12 @@ impl RunConfig {
 
     /// Refuses a term that needs a teacher without one, and a teacher without such a term.
     fn validate_teacher(&self) -> Result<(), Problem> {
-        /// The term that does not learn from log-probs of the sampled tokens.
-        const DISTRIBUTIONS: &str = "distillation_loss";
         let recipe = &self.train.recipe;
-        let tokens = recipe.advantage.pipeline().tokens.unwrap_or_default();
-        let terms = [
-            (
-                "policy_loss.distillation",
-                recipe.policy_loss.distillation.is_some(),
-            ),
-            (
-                "advantage.tokens.distillation",
-                tokens.distillation.is_some(),
-            ),
-            (
-                "advantage.tokens.teacher_weight",
-                tokens.teacher_weight.is_some(),
-            ),
-            (DISTRIBUTIONS, recipe.distillation_loss.is_some()),
-        ];
-        let used = terms.into_iter().find(|(_, is_used)| *is_used);
+        let of_tokens = recipe.teacher_log_probs_term();
+        let of_distributions = recipe.distillation_loss.map(|_| "distillation_loss");
+        let used = of_tokens.or(of_distributions);
         let teacher = match (used, &self.teacher) {
-            (Some((key, _)), None) => {
+            (Some(key), None) => {
                 return Err(Problem::effective(
                     &format!("algorithm.recipe.{key}"),
                     "given, but there is no teacher: give teacher.model or teacher.server"
@@ -408,8 +392,7 @@ impl RunConfig {
             }
         }
         let temperature = self.train.sampling.temperature;
-        let of_tokens = used.is_some_and(|(key, _)| key != DISTRIBUTIONS);
-        if of_tokens && temperature != 1. {
+        if of_tokens.is_some() && temperature != 1. {
             let message = format!(
                 "{temperature}, must be 1 with teacher.server, which names log-probs at temperature 1"
             );

@@ -23,4 +23,3 @@ pub use resume::recorded_commits;
 pub use run_session::{Progress, RunSession};
 pub use session::Session;
 pub use sft::SftSession;
-pub use teacher::load_teacher_without_weights;

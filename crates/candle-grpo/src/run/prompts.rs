@@ -2,6 +2,7 @@
 
 use anyhow::{Context, Result, ensure};
 use candle_grpo_core::Invalid;
+use candle_grpo_nn::DecoderConfig;
 use candle_grpo_train::data::{MixedOrder, Question, Row};
 use candle_grpo_train::environment::EnvironmentConfig;
 use candle_grpo_train::model::Chat;
@@ -23,6 +24,9 @@ pub struct RunPrompts {
     pub order: MixedOrder,
     /// The demonstrations, if the run has any.
     pub demonstrations: Option<SftDataset>,
+    /// The shape of the teacher, if it is a model in this process and [`Self::read`] has checked
+    /// it.
+    pub teacher: Option<DecoderConfig>,
 }
 
 impl RunPrompts {
@@ -35,9 +39,9 @@ impl RunPrompts {
     /// model. Returns any other error of [`RunConfig::load_data`] and [`Self::new`].
     pub fn read(config: &RunConfig, pretrained: &Pretrained) -> Result<(Dataset, Self)> {
         let dataset = config.load_data()?;
-        let prompts = Self::new(config, &dataset, pretrained)?;
+        let mut prompts = Self::new(config, &dataset, pretrained)?;
         config.check_model(&pretrained.model, &prompts.train, &prompts.held_out)?;
-        check_teacher(config, pretrained, &prompts.train)?;
+        prompts.teacher = check_teacher(config, pretrained, &prompts.train)?;
         Ok((dataset, prompts))
     }
 
@@ -74,6 +78,7 @@ impl RunPrompts {
             held_out,
             order,
             demonstrations,
+            teacher: None,
         })
     }
 }

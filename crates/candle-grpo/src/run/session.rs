@@ -98,6 +98,7 @@ impl Session {
             held_out,
             order,
             demonstrations,
+            teacher: _,
         } = prompts;
         pretrained.chat_template = config.chat_template(&pretrained)?;
         let (base, dtype) = config.train.stored_form();

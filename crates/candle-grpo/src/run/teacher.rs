@@ -3,6 +3,7 @@
 use std::sync::Arc;
 
 use anyhow::Result;
+use candle_grpo_nn::DecoderConfig;
 use candle_grpo_train::learn::{Reference, Teacher};
 use candle_grpo_train::rollout::RolloutConfig;
 use candle_grpo_train::{Pretrained, Prompt};
@@ -11,7 +12,8 @@ use super::model::{device, model_path};
 use crate::config::{RunConfig, TeacherConfig};
 
 /// Checks that the teacher of a run has the tokens of the policy and enough positions for
-/// completions of `prompts`, without reading its weights.
+/// completions of `prompts`, without reading its weights. Returns its shape; `None` for servers,
+/// which are not asked before the run.
 ///
 /// # Errors
 ///
@@ -20,12 +22,20 @@ pub(super) fn check_teacher(
     config: &RunConfig,
     policy: &Pretrained,
     prompts: &[Prompt],
-) -> Result<()> {
-    // Servers are not asked before the run.
-    let Some(teacher) = load_teacher_without_weights(config)? else {
-        return Ok(());
+) -> Result<Option<DecoderConfig>> {
+    let Some(model) = config.teacher.iter().find_map(|x| x.model.as_ref()) else {
+        return Ok(None);
+    };
+    let read = || -> Result<Pretrained> {
+        let path = model_path(model)?;
+        let pretrained = Pretrained::load_without_weights(&path)?;
+        if !config.lacks_teacher_weights() {
+            pretrained.check_weights(&path)?;
+        }
+        Ok(pretrained)
     };
     let wrong = |message: &str| config.error("teacher.model", message);
+    let teacher = read().map_err(|error| wrong(&format!("{error:#}")))?;
     if teacher.tokenizer.get_vocab(true) != policy.tokenizer.get_vocab(true) {
         return Err(wrong("has other tokens than the policy, must have the same").into());
     }
@@ -44,29 +54,7 @@ pub(super) fn check_teacher(
         ))
         .into());
     }
-    Ok(())
-}
-
-/// Loads the teacher of a run without its weights, if it is a model in this process. Checks that
-/// the weights are there, unless they are to be downloaded.
-///
-/// # Errors
-///
-/// With the line of the key if the teacher cannot be read.
-pub fn load_teacher_without_weights(config: &RunConfig) -> Result<Option<Pretrained>> {
-    let Some(model) = config.teacher.iter().find_map(|x| x.model.as_ref()) else {
-        return Ok(None);
-    };
-    let read = || -> Result<Pretrained> {
-        let path = model_path(model)?;
-        let pretrained = Pretrained::load_without_weights(&path)?;
-        if !config.lacks_teacher_weights() {
-            pretrained.check_weights(&path)?;
-        }
-        Ok(pretrained)
-    };
-    let teacher = read().map_err(|error| config.error("teacher.model", &format!("{error:#}")))?;
-    Ok(Some(teacher))
+    Ok(Some(teacher.model))
 }
 
 /// Loads the teacher of a run, if it has one.

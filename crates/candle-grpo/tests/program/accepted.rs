@@ -14,7 +14,7 @@ use candle_grpo_test_support::words;
 use serde_json::{Value, json};
 
 use crate::mutation::mutated;
-use crate::support::folder;
+use crate::support::{folder, needs_teacher};
 
 /// Returns choices that look random and are the same in each run.
 fn chooser(seed: u64) -> impl FnMut(usize) -> usize {
@@ -55,7 +55,7 @@ fn bases(folder: &Path) -> Vec<(Value, Value)> {
             "max_steps": 1,
             "run_dir": folder.join("run"),
         });
-        if preset.is_some_and(|preset| preset.recipe(1).distillation_loss.is_some()) {
+        if needs_teacher(preset) {
             base["teacher"] = json!({"model": folder.join("model")});
         }
         let run = RunConfig::new(&document(&base)).unwrap();

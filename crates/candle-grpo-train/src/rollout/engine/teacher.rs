@@ -48,8 +48,6 @@ struct Job {
     tokens: Vec<u32>,
     /// The first one that is scored.
     first: usize,
-    /// The number of the most likely tokens that are asked for.
-    best: usize,
 }
 
 impl ServerTeacher {
@@ -95,14 +93,14 @@ impl ServerTeacher {
         progress: &dyn Progress,
         mut receive: impl FnMut(usize, Vec<Scored>),
     ) -> Result<()> {
-        let jobs = jobs(batch, best)?;
+        let jobs = jobs(batch)?;
         let (servers, max_retries) = (Arc::clone(&self.servers), self.max_retries);
         let longest = self.longest;
         let mut left = jobs.len();
         let work = move |job: Job, stop: &AtomicBool| -> Result<Option<(usize, Vec<Scored>)>> {
             let scored = servers.ask(max_retries, stop, |lease| {
                 ensure_fits(lease, longest.max(job.tokens.len()))?;
-                Ok(score(&servers, lease, &job))
+                Ok(score(&servers, lease, &job, best))
             });
             let scored = scored.with_context(|| format!("teacher: sequence {}", job.row))?;
             Ok(scored.map(|scored| (job.row, scored)))
@@ -176,7 +174,7 @@ impl Teacher for ServerTeacher {
 }
 
 /// The sequences of `batch` with a token that counts, up to the last one.
-fn jobs(batch: &TokenBatch, best: usize) -> Result<Vec<Job>> {
+fn jobs(batch: &TokenBatch) -> Result<Vec<Job>> {
     let targets = batch.targets.to_vec2::<u32>()?;
     let counts = batch.response_mask.ne(0f64)?.to_vec2::<u8>()?;
     let sequences = read_by_sequence(batch)?
@@ -194,7 +192,6 @@ fn jobs(batch: &TokenBatch, best: usize) -> Result<Vec<Job>> {
             row,
             tokens,
             first: read.prompt_len,
-            best,
         });
     }
     Ok(jobs)
@@ -213,13 +210,18 @@ fn ensure_fits(lease: &Lease<'_>, tokens: usize) -> Result<()> {
     Ok(())
 }
 
-/// Asks one server for the log-probs of a sequence.
-fn score(servers: &Servers, lease: &Lease<'_>, job: &Job) -> Result<Vec<Scored>, Failure> {
+/// Asks one server for the log-probs of a sequence, and for `best` most likely tokens.
+fn score(
+    servers: &Servers,
+    lease: &Lease<'_>,
+    job: &Job,
+    best: usize,
+) -> Result<Vec<Scored>, Failure> {
     let request = ScoreRequest {
         model: lease.model_name(),
         tokens: &job.tokens,
         first: job.first,
-        best: job.best,
+        best,
     };
     let scored = servers.protocol.score(lease.server(), &request)?;
     let expected = job.tokens.len() - job.first;
@@ -227,25 +229,18 @@ fn score(servers: &Servers, lease: &Lease<'_>, job: &Job) -> Result<Vec<Scored>,
         let message = format!("{} log-probs, must be {expected}", scored.len());
         return Err(Failure::Malformed(message));
     }
-    for (at, scored) in scored.iter().enumerate() {
-        if scored.best.len() != job.best {
-            let message = format!(
-                "{} most likely tokens at token {}, must be {}",
-                scored.best.len(),
-                job.first + at,
-                job.best
-            );
+    for (token, scored) in (job.first..).zip(&scored) {
+        let found = scored.best.len();
+        if found != best {
+            let message = format!("{found} most likely tokens at token {token}, must be {best}");
             return Err(Failure::Malformed(message));
         }
-        let best = scored.best.iter().map(|(_, log_prob)| *log_prob);
-        let wrong = best
-            .chain([scored.log_prob])
-            .find(|x| !(x.is_finite() && *x <= 0.));
-        if let Some(wrong) = wrong {
-            return Err(Failure::Malformed(format!(
-                "log-prob {wrong} of token {}, must be finite and at most 0",
-                job.first + at
-            )));
+        let named = scored.best.iter().map(|(_, log_prob)| *log_prob);
+        let mut named = named.chain([scored.log_prob]);
+        if let Some(wrong) = named.find(|x| !(x.is_finite() && *x <= 0.)) {
+            let message =
+                format!("log-prob {wrong} of token {token}, must be finite and at most 0");
+            return Err(Failure::Malformed(message));
         }
     }
     Ok(scored)

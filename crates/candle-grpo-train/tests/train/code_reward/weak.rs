@@ -20,15 +20,23 @@ fn again(launcher: &[&str], test: &str, part: &str) -> Option<bool> {
         eprintln!("skipped: {launcher:?} does not work here");
         return None;
     }
-    // Others can read a copy.
+    // Others can read a copy. Another process writes it: a file that this one writes could still be
+    // open in a program that another test starts, and then it cannot be executed (ETXTBSY).
     let folder = tempfile::tempdir().unwrap();
     let program = folder.path().join("tests");
-    std::fs::copy(std::env::current_exe().unwrap(), &program).unwrap();
     #[cfg(unix)]
-    for path in [folder.path(), &program] {
-        std::fs::set_permissions(path, std::os::unix::fs::PermissionsExt::from_mode(0o755))
-            .unwrap();
-    }
+    std::fs::set_permissions(
+        folder.path(),
+        std::os::unix::fs::PermissionsExt::from_mode(0o755),
+    )
+    .unwrap();
+    let copied = Command::new("install")
+        .args(["-m", "755"])
+        .arg(std::env::current_exe().unwrap())
+        .arg(&program)
+        .status()
+        .unwrap();
+    assert!(copied.success());
     let output = Command::new(name)
         .args(arguments)
         .arg(&program)

@@ -5,11 +5,10 @@ use std::fs;
 use std::path::Path;
 use std::sync::{Arc, Mutex};
 
-use anyhow::{Context, Result, bail, ensure};
-use candle_core::Tensor;
+use anyhow::{Context, Result, ensure};
 use candle_grpo_nn::{DecoderConfig, Lora, Parameters};
 use candle_grpo_test_support::device;
-use candle_grpo_train::learn::{Reference, TeacherDistributions};
+use candle_grpo_train::learn::Reference;
 use candle_grpo_train::progress::NoProgress;
 use candle_grpo_train::rollout::{
     CompletionSeed, GenerationBatch, LocalGenerator, PolicyWeights, PromptRequest,
@@ -18,7 +17,7 @@ use candle_grpo_train::{
     Completion, ComputeDType, FinishReason, Generator, SamplingConfig, TokenBatch,
 };
 
-use crate::common::{model, parameters, tokenizer};
+use crate::common::{log_distributions, model, parameters, tokenizer};
 
 /// The distribution of which a server reports log-probs.
 #[derive(Clone, Copy, PartialEq, Eq)]
@@ -179,16 +178,6 @@ pub(crate) struct Drawing {
     weights: Arc<Weights>,
     log_probs: LogProbs,
     seeds: Arc<Mutex<HashMap<u64, CompletionSeed>>>,
-}
-
-/// The log-distributions at the responses of a batch, `[B, T, V]`.
-pub(crate) fn log_distributions(model: &Reference, batch: &TokenBatch) -> Result<Tensor> {
-    let TeacherDistributions::Hidden { hidden, weight, .. } = model.distributions(batch)? else {
-        bail!("a model in this process gives no hidden states");
-    };
-    let logits = hidden.broadcast_matmul(&weight.t()?)?;
-    let total = logits.exp()?.sum_keepdim(2)?.log()?;
-    Ok(logits.broadcast_sub(&total)?)
 }
 
 impl Drawing {

@@ -21,9 +21,8 @@ use serde_json::{Value, json};
 
 use super::Setup;
 use super::fake_server::Fault;
-use super::served_policy::log_distributions;
 use crate::common::{
-    self, assert_records_close, digest, model, parameters, trainer, without_seconds,
+    self, assert_records_close, digest, log_distributions, model, parameters, trainer,
 };
 
 fn setup(engine: Engine, servers: usize) -> Setup {
@@ -453,8 +452,7 @@ fn steps_with_a_server_are_those_with_a_model_in_this_process(#[case] engine: En
     stay_on_cpu();
     let run = |teacher: Arc<dyn Teacher>| {
         let mut trainer = trainer(digest, distillation()).with_teacher(teacher);
-        let steps = (0..4).map(|_| without_seconds(trainer.step().unwrap()));
-        steps.collect::<Vec<_>>()
+        common::run(&mut trainer, 4)
     };
     let setup = setup(engine, 1);
     let served = run(Arc::new(ServerTeacher::new(&config(&setup)).unwrap()));
@@ -480,8 +478,7 @@ fn steps_of_distributions_are_those_with_a_model_in_this_process(#[case] engine:
     config.sampling.temperature = 0.9;
     let run = |teacher: Arc<dyn Teacher>| {
         let mut trainer = trainer(digest, config.clone()).with_teacher(teacher);
-        let steps = (0..4).map(|_| without_seconds(trainer.step().unwrap()));
-        steps.collect::<Vec<_>>()
+        common::run(&mut trainer, 4)
     };
     let setup = setup(engine, 2);
     let served = run(Arc::new(ServerTeacher::new(&self::config(&setup)).unwrap()));

@@ -9,6 +9,8 @@ use candle_grpo::train::TrainConfig;
 use rstest::rstest;
 use serde_json::{Value, json};
 
+use crate::support::needs_teacher;
+
 const YAML: &str = "\
 model: models/smol
 data:
@@ -46,8 +48,7 @@ fn yaml(more: &str) -> Result<RunConfig, ConfigError> {
 /// A run with more keys of the algorithm, which start with a comma, and a teacher if the preset
 /// learns from one.
 fn with_preset(preset: Option<Preset>, keys: &str) -> Result<RunConfig, ConfigError> {
-    let learns = preset.is_some_and(|preset| preset.recipe(1).distillation_loss.is_some());
-    let teacher = match learns {
+    let teacher = match needs_teacher(preset) {
         true => "teacher: {model: models/large}\n",
         false => "",
     };
