@@ -4,9 +4,10 @@ use std::collections::HashMap;
 use std::fs;
 use std::sync::Arc;
 
+use anyhow::Result;
 use candle_grpo_nn::{DecoderConfig, Lora, LoraConfig, Parameters};
 use candle_grpo_test_support::{HttpServer, Reply, device};
-use candle_grpo_train::learn::Teacher as _;
+use candle_grpo_train::learn::{Teacher as _, TeacherDistributions};
 use candle_grpo_train::progress::NoProgress;
 use candle_grpo_train::rollout::engine::{ServerGenerator, ServerTeacher};
 use candle_grpo_train::rollout::{Engine, PolicyWeights, RolloutConfig, WeightSync};
@@ -373,15 +374,19 @@ fn a_recorded_answer_to_an_adapter_is_read(#[case] name: &str, #[case] words: Op
     }
 }
 
-#[test]
-fn recorded_log_probs_of_given_tokens_are_read() {
-    let recorded = VLLM.read("scored");
+/// Scores the tokens of a recorded request, of which the first two are the prompt. Returns the
+/// tokens, what the recorded answer names for each, and the result of `ask`.
+fn scored<T>(
+    name: &str,
+    ask: impl Fn(&ServerTeacher, &TokenBatch) -> Result<T>,
+) -> (Vec<u32>, Vec<Value>, T) {
+    let recorded = VLLM.read(name);
     let request = &recorded["request"]["body"];
     let tokens: Vec<u32> = serde_json::from_value(request["prompt"].clone()).unwrap();
     let server = VLLM.replay(&[
         ("/health", "health"),
         ("/v1/models", "models"),
-        ("/v1/completions", "scored"),
+        ("/v1/completions", name),
     ]);
     let config = RolloutConfig {
         engine: Engine::Vllm,
@@ -390,15 +395,47 @@ fn recorded_log_probs_of_given_tokens_are_read() {
     };
     let teacher = ServerTeacher::new(&config).unwrap();
     let batch = TokenBatch::new(&[tokens.split_at(2)], device()).unwrap();
-    let found = teacher.log_probs(&batch, 1., &NoProgress).unwrap();
-    let found: Vec<f32> = found.flatten_all().unwrap().to_vec1().unwrap();
-    let named = &recorded["response"]["body"]["choices"][0]["prompt_logprobs"];
-    let expected = tokens.iter().enumerate().skip(2).map(|(place, token)| {
-        let entry = &named[place][token.to_string()];
-        entry["logprob"].as_f64().unwrap() as f32
-    });
-    assert_eq!(found, expected.collect::<Vec<f32>>());
+    let found = ask(&teacher, &batch).unwrap();
     let requests = server.requests();
     let sent: Value = serde_json::from_slice(&requests.last().unwrap().body).unwrap();
     assert_eq!(sent, *request);
+    let named = &recorded["response"]["body"]["choices"][0]["prompt_logprobs"];
+    (tokens, named.as_array().unwrap()[2..].to_vec(), found)
+}
+
+fn log_prob(entry: &Value) -> f32 {
+    entry["logprob"].as_f64().unwrap() as f32
+}
+
+#[test]
+fn recorded_log_probs_of_given_tokens_are_read() {
+    let (tokens, named, found) = scored("scored", |teacher, batch| {
+        teacher.log_probs(batch, 1., &NoProgress)
+    });
+    let expected = tokens[2..].iter().zip(&named);
+    let expected = expected.map(|(token, named)| log_prob(&named[token.to_string()]));
+    let found: Vec<f32> = found.flatten_all().unwrap().to_vec1().unwrap();
+    assert_eq!(found, expected.collect::<Vec<f32>>());
+}
+
+/// The answer names the given token as well, which is rarely one of the most likely.
+#[test]
+fn recorded_most_likely_tokens_are_read_by_their_rank() {
+    let (_, named, found) = scored("scored_most_likely", |teacher, batch| {
+        teacher.distributions(batch, Some(3), &NoProgress)
+    });
+    let TeacherDistributions::TopK { ids, log_probs } = found else {
+        panic!("no entries");
+    };
+    let ids = ids.to_vec3::<u32>().unwrap();
+    let log_probs = log_probs.to_vec3::<f32>().unwrap();
+    assert_eq!((ids.len(), ids[0].len()), (1, named.len()));
+    for ((named, ids), log_probs) in named.iter().zip(&ids[0]).zip(&log_probs[0]) {
+        assert_eq!(ids.len(), 3);
+        for ((rank, id), found) in (1u64..).zip(ids).zip(log_probs) {
+            let entry = &named[id.to_string()];
+            assert_eq!(entry["rank"].as_u64(), Some(rank));
+            assert_eq!(*found, log_prob(entry));
+        }
+    }
 }
