@@ -231,10 +231,17 @@ impl Recipe {
                 beta: 0.5,
                 ..DistillationLoss::default()
             }),
-            ..Self::grpo_advantage(PolicyLoss {
-                loss_coef: 0.,
-                ..PolicyLoss::gpg()
-            })
+            ..Self::new(
+                // Nothing learns from the advantages, so a group may have one sample.
+                AdvantageConfig {
+                    single_sample: Some(SingletonGroup::Zero),
+                    ..AdvantageConfig::default()
+                },
+                PolicyLoss {
+                    loss_coef: 0.,
+                    ..PolicyLoss::gpg()
+                },
+            )
         }
     }
 

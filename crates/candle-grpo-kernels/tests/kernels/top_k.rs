@@ -59,6 +59,15 @@ proptest! {
 }
 
 #[test]
+fn entries_that_f32_cannot_tell_apart_are_in_order() -> Result<()> {
+    for device in devices() {
+        let x = Tensor::new(&[[1., 1. + 1e-12, 1. - 1e-12]], device)?;
+        assert_eq!(top_k(&x, 3)?.to_vec2::<u32>()?, [[1, 0, 2]]);
+    }
+    Ok(())
+}
+
+#[test]
 fn nothing_to_choose_from_is_an_error() -> Result<()> {
     let x = Tensor::zeros((2, 3), DType::F32, &Device::Cpu)?;
     let error = message(top_k(&x, 0));

@@ -156,19 +156,10 @@ impl Row<'_> {
         })
     }
 
-    /// The log-prob of the mix of both.
-    fn mix(&self, [p, q]: [f32; 2], [log_p, log_q]: [f32; 2]) -> f32 {
+    /// The log-prob of the mix of both. It is finite: a mix of less than 1e-38 counts for nothing.
+    fn mix(&self, [p, q]: [f32; 2]) -> f32 {
         let beta = self.beta as f32;
-        let mix = (1. - beta) * p + beta * q;
-        if mix > 1e-30 {
-            return mix.ln();
-        }
-        let (a, b) = (log_p + (1. - beta).ln(), log_q + beta.ln());
-        let (low, high) = (a.min(b), a.max(b));
-        match high == f32::NEG_INFINITY {
-            true => high,
-            false => high + (low - high).exp().ln_1p(),
-        }
+        ((1. - beta) * p + beta * q).max(f32::MIN_POSITIVE).ln()
     }
 
     fn divergence(&self) -> f64 {
@@ -178,7 +169,7 @@ impl Row<'_> {
                 0. => term(q, log_q, log_p),
                 1. => term(p, log_p, log_q),
                 beta => {
-                    let mix = self.mix(probs, logs);
+                    let mix = self.mix(probs);
                     beta * term(q, log_q, mix) + (1. - beta) * term(p, log_p, mix)
                 }
             }
@@ -191,7 +182,7 @@ impl Row<'_> {
     fn write_gradient(&self, slope: f64, gradient: &mut [f32]) {
         let derivative = |logs: [f32; 2], probs: [f32; 2]| match self.beta {
             1. => logs[0] - logs[1],
-            beta => (1. - beta as f32) * (logs[0] - self.mix(probs, logs)),
+            beta => (1. - beta as f32) * (logs[0] - self.mix(probs)),
         };
         if self.beta == 0. {
             for (cell, (_, [p, q])) in gradient.iter_mut().zip(self.entries()) {

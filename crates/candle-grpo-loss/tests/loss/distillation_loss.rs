@@ -141,6 +141,31 @@ proptest! {
     }
 }
 
+#[test]
+fn a_support_of_all_entries_is_the_whole_vocabulary() -> Result<()> {
+    let (student, teacher) = (logits(15), logits(16));
+    for device in devices() {
+        for beta in [0., 0.3, 1.] {
+            let whole = DistillationLoss {
+                beta,
+                ..DistillationLoss::default()
+            };
+            let (expected, expected_gradient) = compute(&whole, &student, &teacher, device)?;
+            for tail in [Tail::Bucket, Tail::Renormalize, Tail::Drop] {
+                let part = DistillationLoss {
+                    support: Support::Teacher { k: V + 3 },
+                    tail,
+                    ..whole
+                };
+                let (found, gradient) = compute(&part, &student, &teacher, device)?;
+                assert_close(&[found], &[expected], 1e-12);
+                assert_close(&gradient, &expected_gradient, 1e-12);
+            }
+        }
+    }
+    Ok(())
+}
+
 /// The bucket is summed over the others, so that a tail of 1e-9 keeps its digits in f32.
 #[test]
 fn a_small_tail_keeps_its_precision() -> Result<()> {
@@ -160,24 +185,45 @@ fn a_small_tail_keeps_its_precision() -> Result<()> {
     Ok(())
 }
 
+const SCALE: f64 = 1.7;
+const CAP: f64 = 1.2;
+
+/// A layer with all options.
+fn layer<'a>(hidden: &'a Tensor, weight: &'a Tensor, bias: &'a Tensor) -> OutputLayer<'a> {
+    OutputLayer {
+        bias: Some(bias),
+        logit_scale: SCALE,
+        logit_cap: Some(CAP),
+        ..OutputLayer::new(hidden, weight)
+    }
+}
+
+/// Its logits.
+fn logits_of(hidden: &Tensor, weight: &Tensor, bias: &Tensor) -> Result<Tensor> {
+    let products = hidden.broadcast_matmul(&weight.t()?)?;
+    (products.broadcast_add(bias)? * (SCALE / CAP))?.tanh()? * CAP
+}
+
 /// Teachers with the same distributions in each of their forms.
 struct Teachers {
     hidden: Tensor,
     weight: Tensor,
+    bias: Tensor,
     logits: Tensor,
     ids: Tensor,
     log_probs: Tensor,
 }
 
 impl Teachers {
-    fn new(hidden: Tensor, weight: Tensor, k: usize) -> Result<Self> {
-        let logits = hidden.broadcast_matmul(&weight.t()?)?;
+    fn new(hidden: Tensor, weight: Tensor, bias: Tensor, k: usize) -> Result<Self> {
+        let logits = logits_of(&hidden, &weight, &bias)?;
         let ids = top_k(&logits, k)?;
         let total = logits.exp()?.sum_keepdim(2)?.log()?;
         let log_probs = logits.broadcast_sub(&total)?.gather(&ids, 2)?;
         Ok(Self {
             hidden,
             weight,
+            bias,
             logits,
             ids,
             log_probs,
@@ -185,7 +231,7 @@ impl Teachers {
     }
 
     fn layer(&self) -> Teacher<'_> {
-        Teacher::Hidden(OutputLayer::new(&self.hidden, &self.weight))
+        Teacher::Hidden(layer(&self.hidden, &self.weight, &self.bias))
     }
 
     fn top_k(&self) -> Teacher<'_> {
@@ -196,19 +242,106 @@ impl Teachers {
     }
 }
 
+/// `softmax(logits / temperature)` of each row.
+fn probs(logits: &[f64], temperature: f64) -> Vec<Vec<f64>> {
+    let softmax = |row: &[f64]| {
+        let exps: Vec<f64> = row.iter().map(|x| (x / temperature).exp()).collect();
+        let total: f64 = exps.iter().sum();
+        exps.iter().map(|x| x / total).collect()
+    };
+    logits.chunks(V).map(softmax).collect()
+}
+
+fn entropies(logits: &Tensor, temperature: f64) -> Result<Vec<f64>> {
+    let rows = probs(&numbers(logits)?, temperature);
+    let entropy = |p: &Vec<f64>| -p.iter().map(|p| p * p.ln()).sum::<f64>();
+    Ok(rows.iter().map(entropy).collect())
+}
+
+#[test]
+fn divergences_follow_their_definition() -> Result<()> {
+    let temperature = 1.3;
+    let kl = |p: &[f64], q: &[f64]| -> f64 { p.iter().zip(q).map(|(p, q)| p * (p / q).ln()).sum() };
+    let (student, teacher) = (logits(13), logits(14));
+    let pairs = probs(&student, temperature)
+        .into_iter()
+        .zip(probs(&teacher, temperature));
+    let pairs: Vec<(Vec<f64>, Vec<f64>)> = pairs.collect();
+    for device in devices() {
+        for beta in [0., 0.3, 1.] {
+            let loss = DistillationLoss {
+                beta,
+                temperature,
+                ..DistillationLoss::default()
+            };
+            let teacher = tensor(&teacher, device)?;
+            let found =
+                loss.per_token(&tensor(&student, device)?, &Teacher::Logits(&teacher), None)?;
+            let expected = pairs.iter().map(|(p, q)| {
+                let mix = p.iter().zip(q).map(|(p, q)| (1. - beta) * p + beta * q);
+                let mix: Vec<f64> = mix.collect();
+                match beta {
+                    0. => kl(q, p),
+                    1. => kl(p, q),
+                    beta => beta * kl(q, &mix) + (1. - beta) * kl(p, &mix),
+                }
+            });
+            assert_close(&numbers(&found)?, &expected.collect::<Vec<_>>(), 1e-12);
+        }
+    }
+    Ok(())
+}
+
+/// Gradients of logits that f16 would round to 0.
+#[test]
+fn gradients_of_half_precision_are_as_precise_as_their_inputs() -> Result<()> {
+    for device in devices() {
+        let hidden = Tensor::from_vec(noise(B * T * 4, 1), (B, T, 4), device)?;
+        let weight = Tensor::from_vec(noise(V * 4, 2), (V, 4), device)?;
+        let teacher = tensor(&logits(3), device)?;
+        let mask = mask(device)?;
+        let totals = StepTotals {
+            tokens: 1e7,
+            ..StepTotals::count(&mask)?
+        };
+        let loss = DistillationLoss::default();
+        for dtype in [DType::F16, DType::BF16] {
+            let gradient = |to: DType| -> Result<Vec<f64>> {
+                let half = |x: &Tensor| x.to_dtype(dtype)?.to_dtype(to);
+                let (hidden, weight) = (half(&hidden)?, Var::from_tensor(&half(&weight)?)?);
+                let student = OutputLayer::new(&hidden, &weight);
+                let teacher = Teacher::Logits(&teacher);
+                let got = linear_distillation_loss(&loss, &student, &teacher, &mask, &totals)?;
+                numbers(&got.gradients.weight.expect("a gradient"))
+            };
+            let expected = gradient(DType::F64)?;
+            let largest = expected.iter().fold(0f64, |a, x| a.max(x.abs()));
+            for (found, expected) in gradient(dtype)?.iter().zip(&expected) {
+                assert!(
+                    (found - expected).abs() < 0.01 * largest,
+                    "{found} against {expected} in {dtype:?}"
+                );
+            }
+        }
+    }
+    Ok(())
+}
+
 #[test]
 fn the_tiled_loss_equals_that_of_the_logits() -> Result<()> {
     let (width, k) = (4, 3);
     for device in devices() {
         let hidden = |seed| Tensor::from_vec(noise(B * T * width, seed), (B, T, width), device);
         let weight = |seed| Tensor::from_vec(noise(V * width, seed), (V, width), device);
-        let (hidden_states, output_weight) = (
+        let bias = |seed| Tensor::from_vec(noise(V, seed), V, device);
+        let (hidden_states, output_weight, output_bias) = (
             Var::from_tensor(&hidden(7)?)?,
             Var::from_tensor(&weight(8)?)?,
+            Var::from_tensor(&bias(11)?)?,
         );
         // A gradient reaches hidden states that are computed from a variable, and a weight.
         let student_hidden = (hidden_states.as_tensor() * 1.)?;
-        let teachers = Teachers::new(hidden(9)?, weight(10)?, k)?;
+        let teachers = Teachers::new(hidden(9)?, weight(10)?, bias(12)?, k)?;
         let mask = mask(device)?;
         let totals = StepTotals::count(&mask)?;
         for loss in losses() {
@@ -229,22 +362,29 @@ fn the_tiled_loss_equals_that_of_the_logits() -> Result<()> {
                 pairs.push((Teacher::Logits(&teachers.logits), teachers.top_k()));
             }
             for (plain, tiled) in pairs {
-                let logits = student_hidden.broadcast_matmul(&output_weight.t()?)?;
+                let logits = logits_of(&student_hidden, &output_weight, &output_bias)?;
                 let (expected, metrics) = loss.compute(&logits, &plain, None, &mask, &totals)?;
                 let store = expected.backward()?;
-                let student = OutputLayer::new(&student_hidden, &output_weight);
+                let student = layer(&student_hidden, &output_weight, &output_bias);
                 let got = linear_distillation_loss(&loss, &student, &tiled, &mask, &totals)?;
                 assert_close(&numbers(&got.loss)?, &numbers(&expected)?, 1e-12);
                 for (variable, gradient) in [
                     (&hidden_states, got.gradients.hidden),
                     (&output_weight, got.gradients.weight),
+                    (&output_bias, got.gradients.bias),
                 ] {
                     let expected = store.get(variable).expect("a gradient");
                     let gradient = gradient.expect("a gradient");
                     assert_close(&numbers(&gradient)?, &numbers(expected)?, 1e-12);
                 }
-                assert!(got.gradients.bias.is_none());
                 let (found, expected) = (got.metrics.to_host()?, metrics.to_host()?);
+                let entropies = entropies(&logits, loss.temperature)?;
+                let entropy = (entropies[0] + entropies[1] + entropies[T]) / 3.;
+                assert_close(
+                    &[found.get("student_entropy").unwrap_or_default()],
+                    &[entropy],
+                    1e-12,
+                );
                 for name in ["divergence", "student_mass", "teacher_mass"] {
                     assert_eq!(found.get(name).is_some(), expected.get(name).is_some());
                     let value = |x: Option<f64>| x.unwrap_or_default();
@@ -320,6 +460,26 @@ fn whole_distributions_in_f32_are_those_in_f64() -> Result<()> {
     Ok(())
 }
 
+/// The probability of the second entry is the smallest f32, half of which is 0.
+#[test]
+fn a_mix_that_f32_cannot_tell_from_0_is_not_infinite() -> Result<()> {
+    for device in devices() {
+        let student = Tensor::new(&[[0f32, -103.2]], device)?;
+        let teacher = Tensor::new(&[[0f32, f32::NEG_INFINITY]], device)?;
+        let loss = DistillationLoss {
+            beta: 0.5,
+            ..DistillationLoss::default()
+        };
+        let student = Var::from_tensor(&student)?;
+        let found = loss.per_token(&student, &Teacher::Logits(&teacher), None)?;
+        assert_close(&numbers(&found)?, &[0.], 1e-6);
+        let store = found.sum_all()?.backward()?;
+        let gradient = numbers(store.get(&student).expect("a gradient"))?;
+        assert_close(&gradient, &[0., 0.], 1e-6);
+    }
+    Ok(())
+}
+
 /// The vocabulary is so large that a chunk has three tokens.
 #[test]
 fn chunks_add_up() -> Result<()> {
@@ -332,6 +492,8 @@ fn chunks_add_up() -> Result<()> {
         (vocabulary, 1),
         &device,
     )?)?;
+    let bias = Tensor::from_vec(noise(vocabulary, 3), vocabulary, &device)?;
+    let bias = Var::from_tensor(&bias)?;
     let ids = Tensor::new(
         &[[[5u32, 9], [0, 1], [vocabulary as u32 - 1, 2], [77, 78]]],
         &device,
@@ -350,15 +512,20 @@ fn chunks_add_up() -> Result<()> {
         support: Support::Teacher { k: 2 },
         ..DistillationLoss::default()
     };
-    let student = OutputLayer::new(&hidden, &weight);
+    let student = OutputLayer {
+        bias: Some(&bias),
+        ..OutputLayer::new(&hidden, &weight)
+    };
     let got = linear_distillation_loss(&loss, &student, &teacher, &mask, &totals)?;
     let logits = hidden.broadcast_matmul(&weight.t()?)?;
+    let logits = logits.broadcast_add(&bias)?;
     let (expected, _) = loss.compute(&logits, &teacher, None, &mask, &totals)?;
     let store = expected.backward()?;
     assert_close(&numbers(&got.loss)?, &numbers(&expected)?, 1e-12);
     let gradients = [
         (&hidden, got.gradients.hidden, 1e-12),
         (&weight, got.gradients.weight, 1e-12),
+        (&bias, got.gradients.bias, 1e-12),
     ];
     for (variable, gradient, tolerance) in gradients {
         let expected = numbers(store.get(variable).expect("a gradient"))?;
@@ -626,6 +793,15 @@ fn bad_options_and_shapes_are_named() -> Result<()> {
         &Teacher::Hidden(OutputLayer::new(&hidden, &narrow)),
     );
     assert_eq!(error, "teacher.weight: shape [7, 3], must be [V, 4]");
+    let bias = Tensor::zeros(V - 1, DType::F32, &device)?;
+    let biased = OutputLayer {
+        bias: Some(&bias),
+        ..student
+    };
+    assert_eq!(
+        linear(biased, &teacher),
+        "student.bias: shape [6], must be [7]"
+    );
     let scaled = OutputLayer {
         logit_scale: 0.,
         ..student

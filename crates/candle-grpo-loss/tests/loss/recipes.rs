@@ -40,6 +40,28 @@ fn recipes() -> Vec<(&'static str, Recipe)> {
 }
 
 #[test]
+fn each_term_of_a_teacher_is_found() {
+    for (recipe, term) in [
+        (
+            r#"{"policy_loss": {"distillation": {"coef": 1.0}}}"#,
+            Some("policy_loss.distillation"),
+        ),
+        (
+            r#"{"advantage": {"name": "grpo", "tokens": {"distillation": {"coef": 1.0}}}}"#,
+            Some("advantage.tokens.distillation"),
+        ),
+        (
+            r#"{"advantage": {"name": "grpo", "tokens": {"teacher_weight": {"share": {"peak": 0.8}}}}}"#,
+            Some("advantage.tokens.teacher_weight"),
+        ),
+        (r#"{"distillation_loss": {"beta": 0.5}}"#, None),
+    ] {
+        let recipe: Recipe = serde_json::from_str(recipe).unwrap();
+        assert_eq!(recipe.teacher_log_probs_term(), term);
+    }
+}
+
+#[test]
 fn each_recipe_is_valid_survives_serde_and_gives_advantages() -> Result<()> {
     for device in devices() {
         let rewards = Tensor::new(&[0f32, 1., 0., 1., 1., 0., 0., 0.], device)?;

@@ -366,6 +366,54 @@ impl Teacher for LogProbsOnly {
     }
 }
 
+/// A teacher of all sequences with the distributions that its function makes from a batch.
+struct Other(fn(&TokenBatch) -> TeacherDistributions);
+
+impl Teacher for Other {
+    fn takes_micro_batches(&self) -> bool {
+        false
+    }
+
+    fn log_probs(&self, batch: &TokenBatch, _: f64, _: &dyn Progress) -> anyhow::Result<Tensor> {
+        Ok(batch.response_mask.zeros_like()?)
+    }
+
+    fn distributions(
+        &self,
+        batch: &TokenBatch,
+        _: Option<usize>,
+        _: &dyn Progress,
+    ) -> anyhow::Result<TeacherDistributions> {
+        Ok(self.0(batch))
+    }
+}
+
+#[rstest]
+// One entry for each token.
+#[case(
+    |batch: &TokenBatch| TeacherDistributions::TopK {
+        ids: batch.targets.unsqueeze(2).unwrap(),
+        log_probs: batch.targets.zeros_like().unwrap().unsqueeze(2).unwrap(),
+    },
+    "teacher.ids: shape"
+)]
+#[case(
+    |batch: &TokenBatch| TeacherDistributions::Hidden {
+        hidden: batch.targets.unsqueeze(2).unwrap(),
+        weight: batch.targets.clone(),
+        logit_cap: None,
+    },
+    "teacher: whole distributions, must be the most likely entries"
+)]
+fn wrong_distributions_of_a_teacher_of_all_sequences_are_named(
+    #[case] make: fn(&TokenBatch) -> TeacherDistributions,
+    #[case] words: &str,
+) {
+    let mut trainer = trainer(nothing, config(best_of(2))).with_teacher(Arc::new(Other(make)));
+    let text = format!("{:#}", trainer.step().unwrap_err());
+    assert!(text.contains(words), "{text}");
+}
+
 #[test]
 fn what_a_teacher_of_all_sequences_cannot_give_is_named() {
     let loss = DistillationLoss::default();

@@ -160,6 +160,7 @@ fn summary(metrics: &StepMetrics, steps: usize) -> String {
     }
     for (name, shown) in [
         ("kl", "kl"),
+        ("divergence", "divergence"),
         ("entropy", "entropy"),
         ("clip_fraction", "clipped"),
     ] {

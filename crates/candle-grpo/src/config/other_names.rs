@@ -66,11 +66,10 @@ pub(super) const NAMES: &[(&str, &str)] = &[
     ("reward_clip_range", "algorithm.reward_clip"),
     ("lam", "algorithm.lambd"),
     ("gae_lambda", "algorithm.lambd"),
-    ("filter_groups", "algorithm.recipe"),
-    ("dynamic_filtering", "algorithm.recipe"),
-    ("overlong_buffer", "algorithm.recipe"),
+    ("filter_groups", "algorithm.recipe.group_filter"),
+    ("dynamic_filtering", "algorithm.recipe.group_filter"),
+    ("overlong_buffer", "algorithm.recipe.overlong"),
     // The loss.
-    ("beta", "algorithm.kl_coef"),
     ("kl_coeff", "algorithm.kl_coef"),
     ("kl_beta", "algorithm.kl_coef"),
     ("kl_estimator", "algorithm.kl_penalty"),
@@ -107,8 +106,31 @@ pub(super) const NAMES: &[(&str, &str)] = &[
     ("mask_truncated_completions", "algorithm.max_len_mask"),
     ("overlong_filter", "algorithm.max_len_mask"),
     ("top_entropy_quantile", "training.top_entropy"),
-    ("vllm_importance_sampling_correction", "algorithm.recipe"),
-    ("rollout_is", "algorithm.recipe"),
+    ("vllm_importance_sampling_correction", ROLLOUT_CORRECTION),
+    ("vllm_importance_sampling_mode", ROLLOUT_CORRECTION),
+    ("vllm_importance_sampling_cap", ROLLOUT_CORRECTION),
+    ("rollout_is", ROLLOUT_CORRECTION),
+    // Distillation.
+    ("teacher_model", "teacher.model"),
+    ("teacher_model_name_or_path", "teacher.model"),
+    ("use_teacher_server", "teacher.server"),
+    ("teacher_model_server_url", "teacher.server.base_url"),
+    ("loss_top_k", "algorithm.recipe.distillation_loss.support"),
+    ("topk", "algorithm.recipe.distillation_loss.support"),
+    ("loss_add_tail", "algorithm.recipe.distillation_loss.tail"),
+    ("jsd_beta", "algorithm.recipe.distillation_loss.beta"),
+    (
+        "distillation_loss_coef",
+        "algorithm.recipe.distillation_loss.coef",
+    ),
+    (
+        "loss_max_clamp",
+        "algorithm.recipe.distillation_loss.value_clamp",
+    ),
+    (
+        "log_prob_min_clamp",
+        "algorithm.recipe.distillation_loss.log_prob_floor",
+    ),
     // Engines.
     ("use_vllm", "rollout.engine"),
     ("vllm_mode", "rollout.engine"),
@@ -207,6 +229,8 @@ pub(super) const NAMES: &[(&str, &str)] = &[
     ("report_to", "trackers"),
 ];
 
+const ROLLOUT_CORRECTION: &str = "algorithm.recipe.policy_loss.rollout_correction";
+
 /// The names whose values count something else than the key here, with the conversion.
 const CONVERSIONS: &[(&str, &str)] = &[
     (
@@ -228,14 +252,26 @@ const UPDATE: &str = "completions of an update: times per_device_train_batch_siz
 const EPOCHS: &str = "steps: times the prompts, divided by algorithm.rollout_batch_size";
 const SHARE: &str = "steps: times max_steps";
 
-/// A name that has another meaning in each of these trainers.
-const AMBIGUOUS: (&str, [(&str, &str); 2]) = (
-    "train_batch_size",
-    [
-        ("verl", "algorithm.rollout_batch_size"),
-        ("OpenRLHF", "training.mini_batch_size"),
-    ],
-);
+/// Names that have another meaning in each of these trainers.
+const AMBIGUOUS: [(&str, [(&str, &str); 2]); 2] = [
+    (
+        "train_batch_size",
+        [
+            ("verl", "algorithm.rollout_batch_size"),
+            ("OpenRLHF", "training.mini_batch_size"),
+        ],
+    ),
+    (
+        "beta",
+        [
+            ("GRPOTrainer", "algorithm.kl_coef"),
+            (
+                "DistillationTrainer",
+                "algorithm.recipe.distillation_loss.beta",
+            ),
+        ],
+    ),
+];
 
 /// The keys and sections of verl whose last name does not tell their place, with that place. The
 /// first one that fits applies.
@@ -254,16 +290,30 @@ const VERL: &[(&str, &str)] = &[
     ("actor_rollout_ref.rollout.name", "rollout.engine"),
     ("data.filter_overlong_prompts", "algorithm.prompt_length"),
     ("trainer.logger", "trackers"),
-    ("algorithm.rollout_correction", "algorithm.recipe"),
+    ("algorithm.rollout_correction", ROLLOUT_CORRECTION),
     ("algorithm.kl_ctrl.kl_coef", "algorithm.init_kl_coef"),
-    ("algorithm.filter_groups", "algorithm.recipe"),
+    ("algorithm.filter_groups", "algorithm.recipe.group_filter"),
+    ("distillation.teacher_model", "teacher.model"),
+    ("distillation.teacher_models", "teacher.model"),
+    (
+        "distillation.distillation_loss.loss_mode",
+        "algorithm.recipe.distillation_loss",
+    ),
+    (
+        "distillation.distillation_loss.use_policy_loss",
+        "algorithm.recipe.policy_loss.loss_coef",
+    ),
+    (
+        "distillation.distillation_loss.use_task_rewards",
+        "algorithm.recipe.policy_loss.loss_coef",
+    ),
     ("critic", "training.critic"),
     ("reward_model", "rewards"),
     ("custom_reward_function", "rewards"),
 ];
 
 /// The sections of verl in which a name of [`NAMES`] has its meaning.
-const VERL_SECTIONS: [&str; 9] = [
+const VERL_SECTIONS: [&str; 10] = [
     "data",
     "actor_rollout_ref.model",
     "actor_rollout_ref.actor",
@@ -272,6 +322,7 @@ const VERL_SECTIONS: [&str; 9] = [
     "actor_rollout_ref.rollout",
     "algorithm",
     "algorithm.kl_ctrl",
+    "distillation.distillation_loss",
     "trainer",
 ];
 
@@ -346,8 +397,7 @@ fn line(path: &str, name: &str) -> Option<String> {
 /// Returns the place here of a key that another trainer calls `name`: a path, or one for each
 /// trainer.
 pub(super) fn place(name: &str) -> Option<String> {
-    let (ambiguous, meanings) = AMBIGUOUS;
-    if name == ambiguous {
+    if let Some((_, meanings)) = AMBIGUOUS.iter().find(|(other, _)| *other == name) {
         let places = meanings.map(|(trainer, path)| format!("{path} ({trainer}'s {name})"));
         return Some(places.join(" or "));
     }
@@ -362,7 +412,7 @@ pub(super) fn all_keys() -> serde_json::Value {
     use crate::config::algorithm::AlgorithmConfig;
     use serde_json::Value;
 
-    let text = "{model: {path: m}, data: {train: d}, rewards: [{kind: json}], algorithm: {use_kl_loss: true}, training: {adapters: {rank: 1, alpha: 1}}}";
+    let text = "{model: {path: m}, data: {train: d}, rewards: [{kind: json}], teacher: {model: t}, algorithm: {use_kl_loss: true, recipe: {group_filter: {}, overlong: {max_length: 8, buffer: 4}, distillation_loss: {tail_floor: 1e-7, value_clamp: 1.0, log_prob_floor: -9.0}, policy_loss: {rollout_correction: {weight: {}}}}}, training: {adapters: {rank: 1, alpha: 1}}}";
     let document = Document::from_yaml(std::path::Path::new("x.yaml"), text).unwrap();
     let mut all = RunConfig::new(&document).unwrap().to_value().unwrap();
     let Value::Object(keys) = serde_json::to_value(AlgorithmConfig::default()).unwrap() else {
@@ -375,6 +425,7 @@ pub(super) fn all_keys() -> serde_json::Value {
     let mut sampler = all["sampler"].clone();
     sampler["greedy"] = Value::Null;
     all["evaluation"]["sampler"] = sampler;
+    all["teacher"]["server"] = all["rollout"].clone();
     all
 }
 
@@ -386,19 +437,24 @@ mod tests {
     fn every_name_leads_to_a_key_that_exists() {
         let all = all_keys();
         let mut seen = BTreeSet::new();
-        let (ambiguous, meanings) = AMBIGUOUS;
-        let ambiguous = meanings.map(|(_, path)| (ambiguous, path));
-        for (name, _) in NAMES.iter().chain(&ambiguous[..1]) {
+        let ambiguous = AMBIGUOUS.iter().map(|(name, _)| name);
+        for name in NAMES.iter().map(|(name, _)| name).chain(ambiguous) {
             assert!(seen.insert(name), "{name} is there twice");
         }
         for (name, _) in CONVERSIONS {
             assert!(seen.contains(name), "{name} has no place");
         }
-        for (name, path) in NAMES.iter().chain(VERL).chain(&ambiguous) {
+        let ambiguous = AMBIGUOUS.iter().flat_map(|(_, meanings)| meanings);
+        for (name, path) in NAMES.iter().chain(VERL).chain(ambiguous) {
             let pointer = format!("/{}", path.replace('.', "/"));
             assert!(all.pointer(&pointer).is_some(), "{name}: {path}");
         }
-        assert_eq!(place("beta").as_deref(), Some("algorithm.kl_coef"));
+        assert_eq!(
+            place("beta").as_deref(),
+            Some(
+                "algorithm.kl_coef (GRPOTrainer's beta) or algorithm.recipe.distillation_loss.beta (DistillationTrainer's beta)"
+            )
+        );
         assert_eq!(
             place("train_batch_size").as_deref(),
             Some(

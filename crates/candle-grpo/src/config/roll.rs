@@ -9,7 +9,7 @@ use serde_json::{Map, Value, json};
 use super::algorithm::AlgorithmConfig;
 use super::document::Document;
 use super::other_names::VERL_SIGN;
-use super::suggestions::sections;
+use super::suggestions::{nearest, sections};
 
 /// The effect of a key of a ROLL file.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -73,6 +73,7 @@ const TEMPLATE: &str = "the chat template of the model is used";
 const GROUP: &str = "num_return_sequences_in_group is used";
 const PACKED: &str = "sequences are packed without padding";
 const TOKENS: &str = "training.micro_batch_tokens bounds a pass";
+const TEACHER: &str = "set teacher.model and recipe.policy_loss.distillation (docs/from-roll.md)";
 const METRICS: &str = "TensorBoard files are always written; trackers adds others";
 
 /// The rules. The first one that fits applies.
@@ -330,6 +331,12 @@ const RULES: &[(&str, Rule)] = &[
         "reference",
         NoMeaning("the reference is the initial policy"),
     ),
+    ("is_pure_opd", NotSupported(TEACHER)),
+    ("use_opd", NotSupported(TEACHER)),
+    ("opd_kl_coef", NotSupported(TEACHER)),
+    ("teacher", NotSupported(TEACHER)),
+    ("student_train", NotSupported("name it actor_train")),
+    ("student_infer", NotSupported("name it actor_infer")),
     ("critic", Set("training.critic", "")),
     ("validation", NotSupported("not an option of an evaluation")),
     (
@@ -419,7 +426,15 @@ impl Translation {
             room: INTERPOLATED,
             algorithm_keys: algorithm_keys(),
             own_sections: own_sections
-                .chain(["model", "run_dir", "threads"])
+                .chain([
+                    "model",
+                    "run_dir",
+                    "threads",
+                    "environment",
+                    "demonstrations",
+                    "rollout_log",
+                    "trackers",
+                ])
                 .collect(),
             sampler_keys,
         }
@@ -429,9 +444,14 @@ impl Translation {
         let line = document.line_of(path);
         let value = interpolated(document, value, &mut self.room);
         let top = path.split(['.', '[']).next().unwrap_or(path);
-        let own = self.own_sections.contains(top)
-            || (top == "rewards" && document.get("rewards").is_some_and(Value::is_array));
-        let verdict = if own || self.algorithm_keys.contains(path) {
+        let has = |path: &str| document.get(path).is_some();
+        let own = match top {
+            // ROLL has sections of these names, too.
+            "rewards" => document.get(top).is_some_and(Value::is_array),
+            "teacher" => has("teacher.model") || has("teacher.server"),
+            _ => self.own_sections.contains(top),
+        };
+        let verdict = if own || self.algorithm_keys.contains(top) {
             let place = if own {
                 path.to_owned()
             } else {
@@ -461,7 +481,12 @@ impl Translation {
                 Some((_, Set(place, advice))) => {
                     Verdict::NotSupported(format!("set {place}{advice}"))
                 }
-                None => Verdict::NotSupported("not a known key".to_owned()),
+                None => {
+                    let known: Vec<&str> = self.algorithm_keys.iter().map(String::as_str).collect();
+                    let nearest = nearest(path, &known);
+                    let nearest = nearest.map(|name| format!(", did you mean `{name}`?"));
+                    Verdict::NotSupported(format!("not a known key{}", nearest.unwrap_or_default()))
+                }
             }
         };
         self.keys.push(RollKey {

@@ -63,8 +63,8 @@ impl<'de> Deserialize<'de> for ModelConfig {
 #[derive(Debug, Clone, PartialEq, Default, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct TeacherConfig {
-    /// A model as in the [model section](#model), with the tokens of the policy. It does not
-    /// train.
+    /// The path or the name of a model, as [`model.path`](#model), with the tokens of the policy.
+    /// It does not train.
     pub model: Option<PathBuf>,
     /// Servers with the teacher, which has the tokens of the policy. The keys are those of
     /// [rollout](#rollout): `engine` (`vllm` or `sglang`), `base_url`, `served_model_name`,

@@ -121,7 +121,7 @@ pub(super) fn place_of(key: &str) -> Option<String> {
 }
 
 /// Returns the name that differs least from `unknown`, if it differs little.
-fn nearest<'a>(unknown: &str, names: &[&'a str]) -> Option<&'a str> {
+pub(super) fn nearest<'a>(unknown: &str, names: &[&'a str]) -> Option<&'a str> {
     let names = names.iter();
     let (distance, name) = names
         .map(|name| (edit_distance(unknown, name), *name))

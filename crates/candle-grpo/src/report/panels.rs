@@ -54,6 +54,12 @@ const PLANS: &[Plan] = &[
         bands: &[],
     },
     Plan {
+        title: "Divergence from the teacher",
+        note: "nats per token; dotted: absolute difference of the log-probs of sampled tokens",
+        lines: &[("divergence", Solid), ("distillation_gap_abs", Dotted)],
+        bands: &[],
+    },
+    Plan {
         title: "Entropy",
         note: "nats per token",
         lines: &[("entropy", Solid)],

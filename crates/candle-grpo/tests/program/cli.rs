@@ -625,6 +625,15 @@ actor_rollout_ref:
 algorithm:
   adv_estimator: grpo
   kl_ctrl: {kl_coef: 0.001}
+  filter_groups: {enable: true}
+  rollout_correction: {rollout_is: token}
+distillation:
+  enabled: true
+  teacher_models: {math: {model_path: t, task: math}}
+  distillation_loss:
+    loss_mode: forward_kl_topk
+    topk: 64
+    loss_max_clamp: 10.0
 trainer:
   total_epochs: 15
   save_freq: 20
@@ -655,11 +664,17 @@ run.yaml:10: actor_rollout_ref: a section of verl; these keys have these places 
   actor_rollout_ref.rollout.val_kwargs.n: evaluation.samples_per_prompt
   algorithm.adv_estimator: algorithm.adv_estimator
   algorithm.kl_ctrl.kl_coef: algorithm.init_kl_coef
+  algorithm.filter_groups: algorithm.recipe.group_filter
+  algorithm.rollout_correction: algorithm.recipe.policy_loss.rollout_correction
+  distillation.teacher_models: teacher.model
+  distillation.distillation_loss.loss_mode: algorithm.recipe.distillation_loss
+  distillation.distillation_loss.topk: algorithm.recipe.distillation_loss.support
+  distillation.distillation_loss.loss_max_clamp: algorithm.recipe.distillation_loss.value_clamp
   trainer.total_epochs: max_steps (steps: times the prompts, divided by algorithm.rollout_batch_size)
   trainer.save_freq: checkpoint.every_steps
   trainer.logger: trackers
   critic: training.critic
-4 other keys have no place here
+5 other keys have no place here
 ",
         );
     }

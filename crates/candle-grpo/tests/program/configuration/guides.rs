@@ -24,9 +24,9 @@ fn examples(page: &str) -> Vec<RunConfig> {
 }
 
 #[rstest]
-#[case("from-trl.md", 1)]
+#[case("from-trl.md", 2)]
 #[case("from-verl.md", 1)]
-#[case("from-roll.md", 2)]
+#[case("from-roll.md", 3)]
 fn every_example_is_accepted(#[case] name: &str, #[case] number: usize) {
     assert_eq!(examples(&page(name)).len(), number);
 }

@@ -195,6 +195,67 @@ fn our_keys_in_a_file_of_roll_come_first() {
     assert_eq!(run.train.mini_batch_size, Some(128));
 }
 
+const DISTILLATION: &str = "\
+pretrain: m
+rewards: [{kind: numeric}]
+actor_train: {data_args: {file_name: a.jsonl}}
+TEACHER
+";
+
+#[test]
+fn our_sections_stand_in_a_file_of_roll() {
+    let ours = "teacher: {model: t}
+recipe: {policy_loss: {distillation: {coef: 0.5}}}
+demonstrations: {train: [b.jsonl]}
+training: {demonstrations: {batch_size: 3}}
+trackers: [{command: [cat]}]
+rollout_log: {every_steps: 7}";
+    let file = roll(&DISTILLATION.replace("TEACHER", ours));
+    let used = |path: &str, place: &str| {
+        assert_eq!(verdict(&file, path), Verdict::Used(place.to_owned()));
+    };
+    used("teacher.model", "teacher.model");
+    let coef = "recipe.policy_loss.distillation.coef";
+    used(coef, &format!("algorithm.{coef}"));
+    let run = RunConfig::new(&file.document).unwrap();
+    let term = run.train.recipe.policy_loss.distillation;
+    assert_eq!(term.map(|term| term.coef), Some(0.5));
+    assert_eq!(run.train.demonstrations.unwrap().batch_size, 3);
+    assert_eq!(
+        (run.trackers.len(), run.rollout_log.every_steps),
+        (1, Some(7))
+    );
+}
+
+/// A run without them would learn something else.
+#[test]
+fn distillation_of_roll_leads_to_the_keys_here() {
+    let theirs = "is_pure_opd: true
+opd_kl_coef: 0.5
+teacher: {model_args: {model_name_or_path: t}}
+student_train: {training_args: {learning_rate: 1.0e-6}}";
+    let file = roll(&DISTILLATION.replace("TEACHER", theirs));
+    for path in [
+        "is_pure_opd",
+        "opd_kl_coef",
+        "teacher.model_args.model_name_or_path",
+    ] {
+        let verdict = verdict(&file, path).to_string();
+        assert!(verdict.starts_with("not supported: set teacher.model and"));
+    }
+    let student = verdict(&file, "student_train.training_args.learning_rate");
+    assert_eq!(student.to_string(), "not supported: name it actor_train");
+}
+
+#[test]
+fn a_slip_in_a_file_of_roll_has_a_suggestion() {
+    let file = roll(&DISTILLATION.replace("TEACHER", "pg_clip_hihg: 0.3"));
+    assert_eq!(
+        verdict(&file, "pg_clip_hihg").to_string(),
+        "not supported: not a known key, did you mean `pg_clip_high`?"
+    );
+}
+
 #[test]
 fn used_keys_set_the_run() {
     let file = roll(&FILE.replace(
