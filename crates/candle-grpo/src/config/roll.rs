@@ -73,7 +73,7 @@ const TEMPLATE: &str = "the chat template of the model is used";
 const GROUP: &str = "num_return_sequences_in_group is used";
 const PACKED: &str = "sequences are packed without padding";
 const TOKENS: &str = "training.micro_batch_tokens bounds a pass";
-const TEACHER: &str = "set teacher.model and recipe.policy_loss.distillation (docs/from-roll.md)";
+const DISTILLATION: &str = " and recipe.policy_loss.distillation (docs/from-roll.md)";
 const METRICS: &str = "TensorBoard files are always written; trackers adds others";
 
 /// The rules. The first one that fits applies.
@@ -331,10 +331,10 @@ const RULES: &[(&str, Rule)] = &[
         "reference",
         NoMeaning("the reference is the initial policy"),
     ),
-    ("is_pure_opd", NotSupported(TEACHER)),
-    ("use_opd", NotSupported(TEACHER)),
-    ("opd_kl_coef", NotSupported(TEACHER)),
-    ("teacher", NotSupported(TEACHER)),
+    ("is_pure_opd", Set("teacher.model", DISTILLATION)),
+    ("use_opd", Set("teacher.model", DISTILLATION)),
+    ("opd_kl_coef", Set("teacher.model", DISTILLATION)),
+    ("teacher", Set("teacher.model", DISTILLATION)),
     ("student_train", NotSupported("name it actor_train")),
     ("student_infer", NotSupported("name it actor_infer")),
     ("critic", Set("training.critic", "")),

@@ -14,7 +14,8 @@ use candle_grpo_test_support::words;
 use serde_json::{Value, json};
 
 use crate::mutation::mutated;
-use crate::support::{folder, needs_teacher};
+use crate::support::folder;
+use crate::teacher::needs_teacher;
 
 /// Returns choices that look random and are the same in each run.
 fn chooser(seed: u64) -> impl FnMut(usize) -> usize {

@@ -5,7 +5,6 @@ use std::path::Path;
 use std::process::{Command, Output};
 
 use candle_core::Device;
-use candle_grpo::config::Preset;
 use candle_grpo::nn::{DecoderConfig, Parameters};
 use candle_grpo::train::Pretrained;
 use candle_grpo::train::model::{SpecialTokens, character_tokenizer};
@@ -60,11 +59,6 @@ pub(crate) fn write_long_model(folder: &Path, alphabet: &str, positions: usize, 
         form: None,
     };
     pretrained.save(folder).unwrap();
-}
-
-/// Returns whether a run with `preset` needs a teacher.
-pub(crate) fn needs_teacher(preset: Option<Preset>) -> bool {
-    preset.is_some_and(|preset| preset.recipe(1).distillation_loss.is_some())
 }
 
 /// A folder with a model, prompts and a configuration.

@@ -3,6 +3,7 @@
 use std::path::Path;
 
 use candle_core::Device;
+use candle_grpo::config::Preset;
 use candle_grpo::nn::Parameters;
 use candle_grpo::train::Pretrained;
 use candle_grpo::train::model::character_tokenizer;
@@ -28,6 +29,11 @@ max_steps: 40
 run_dir: run
 threads: 1
 ";
+
+/// Returns whether a run with `preset` needs a teacher.
+pub(crate) fn needs_teacher(preset: Option<Preset>) -> bool {
+    preset.is_some_and(|preset| preset.recipe(1).distillation_loss.is_some())
+}
 
 /// Trains `model` without a teacher until it draws 'a' in most places, in the folder `run_dir`.
 fn train_alone(folder: &Path, model: &str, run_dir: &str) {

@@ -204,7 +204,8 @@ TEACHER
 
 #[test]
 fn our_sections_stand_in_a_file_of_roll() {
-    let ours = "teacher: {model: t}
+    let ours = "is_pure_opd: true
+teacher: {model: t}
 recipe: {policy_loss: {distillation: {coef: 0.5}}}
 demonstrations: {train: [b.jsonl]}
 training: {demonstrations: {batch_size: 3}}
@@ -215,6 +216,8 @@ rollout_log: {every_steps: 7}";
         assert_eq!(verdict(&file, path), Verdict::Used(place.to_owned()));
     };
     used("teacher.model", "teacher.model");
+    let set = Verdict::NoMeaning("teacher.model is set".to_owned());
+    assert_eq!(verdict(&file, "is_pure_opd"), set);
     let coef = "recipe.policy_loss.distillation.coef";
     used(coef, &format!("algorithm.{coef}"));
     let run = RunConfig::new(&file.document).unwrap();

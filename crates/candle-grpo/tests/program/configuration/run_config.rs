@@ -9,7 +9,7 @@ use candle_grpo::train::TrainConfig;
 use rstest::rstest;
 use serde_json::{Value, json};
 
-use crate::support::needs_teacher;
+use crate::teacher::needs_teacher;
 
 const YAML: &str = "\
 model: models/smol
