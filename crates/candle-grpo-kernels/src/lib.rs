@@ -109,6 +109,7 @@ pub use add_bias::{add_bias, add_bias_gradient};
 pub use add_matmul::{add_matmul, matmul};
 pub use attention::{CausalAttention, Sequences, attention, attention_gradient};
 pub use causal_conv::{causal_conv, causal_conv_gradient};
+pub use cpu::instructions::CpuInstructions;
 #[cfg(feature = "cuda")]
 pub use cuda::paged_attention::{StepInputs, StepSize, StepTables};
 #[cfg(feature = "cuda")]

@@ -1,10 +1,10 @@
 //! The CPU path of [`adamw`](crate::adamw()).
 
 use candle_core::{CpuStorage, Result, Tensor, bail};
-use pulp::Arch;
 use rayon::prelude::*;
 
 use super::element::Element;
+use super::instructions::vectors;
 use super::simd::{BLOCK, L1, prefetch};
 use super::slice::{self, CHUNK, with_floats};
 use crate::adamw::{AdamWStep, AdamWTensors, Narrow};
@@ -106,7 +106,7 @@ impl State<'_> {
             .zip(self.square.chunks())
             .zip(gradient.par_chunks(CHUNK))
             .for_each(|((((p, master), m), v), g)| {
-                Arch::new().dispatch(|| match (m, v) {
+                vectors().dispatch(|| match (m, v) {
                     (Moment::Numbers(m), Moment::Numbers(v)) => {
                         coefficients.update(p, master, m, v, g);
                     }

@@ -2,10 +2,11 @@
 
 use std::mem::MaybeUninit;
 
-use pulp::{Arch, Simd, WithSimd};
+use pulp::{Simd, WithSimd};
 use rayon::prelude::*;
 
 use super::element::Element;
+use super::instructions::vectors;
 use super::output;
 use super::slice::CHUNK;
 
@@ -14,7 +15,7 @@ pub(crate) fn forward<T: Element>(a: &[T], b: &[T]) -> Vec<T> {
     let fill = |sum: &mut [MaybeUninit<T>]| {
         sum.par_chunks_mut(CHUNK)
             .zip(a.par_chunks(CHUNK).zip(b.par_chunks(CHUNK)))
-            .for_each(|(sum, (a, b))| Arch::new().dispatch(Add { a, b, sum }));
+            .for_each(|(sum, (a, b))| vectors().dispatch(Add { a, b, sum }));
     };
     // SAFETY: the chunks cover the result, and each chunk is written completely.
     #[allow(unsafe_code)]

@@ -7,12 +7,13 @@
 use std::mem::MaybeUninit;
 
 use candle_core::{Device, Result, Tensor};
-use pulp::{Arch, Simd, WithSimd};
+use pulp::{Simd, WithSimd};
 use rayon::prelude::*;
 
 use super::element::Element;
+use super::instructions::vectors;
 use super::matmul::{Matrix, matmul_on_one_core};
-use super::simd::{EXP_UNDERFLOW, MAX_LANES, at_least, exp, tanh};
+use super::simd::{EXP_UNDERFLOW, LaneSums, MAX_LANES, at_least, dot, exp, tanh};
 use super::{output, slice};
 use crate::Scores;
 use crate::attention::{Attention, Sequence, Sizes};
@@ -295,14 +296,14 @@ impl<'a, T: Element> Task<'a, T> {
                 .take(tile.rows)
             {
                 scores_gradient[tile.seen..].fill(0.0);
-                Arch::new().dispatch(SoftmaxBackwardRow {
+                vectors().dispatch(SoftmaxBackwardRow {
                     weights,
                     scores_gradient,
                 });
             }
             if let Some(cap) = self.scores.cap {
                 let scores = tile.rows * tile.stride;
-                Arch::new().dispatch(CapBackwardRow {
+                vectors().dispatch(CapBackwardRow {
                     capped: &more.capped[..scores],
                     scores_gradient: &mut more.scores_gradient[..scores],
                     cap: cap as f32,
@@ -424,7 +425,7 @@ impl<'a, T: Element> Task<'a, T> {
                 let cap = cap as f32;
                 // Entries after the last key are arbitrary, and are not copied.
                 scores[seen..].fill(0.0);
-                Arch::new().dispatch(CapRow { scores, cap });
+                vectors().dispatch(CapRow { scores, cap });
                 if let Some(capped) = capped.chunks_exact_mut(tile.stride).nth(row) {
                     capped.copy_from_slice(scores);
                 }
@@ -432,7 +433,7 @@ impl<'a, T: Element> Task<'a, T> {
             let end = past + first + row / self.sizes.group + 1;
             scores[..self.scores.first_visible(end) - begin].fill(f32::NEG_INFINITY);
             scores[end - begin..].fill(f32::NEG_INFINITY);
-            Arch::new().dispatch(SoftmaxRow {
+            vectors().dispatch(SoftmaxRow {
                 scores,
                 bias: &scratch.bias[begin..][..tile.stride],
             });
@@ -535,13 +536,15 @@ impl WithSimd for SoftmaxRow<'_> {
         }
         // Finite, so that a row of minus infinity gives zeros.
         let largest = simd.splat_f32s(simd.reduce_max_f32s(largest).max(f32::MIN));
-        let mut sum = simd.splat_f32s(0.0);
-        for x in scores.iter_mut() {
-            let difference = at_least(simd, simd.sub_f32s(*x, largest), EXP_UNDERFLOW - 1.0);
-            *x = exp(simd, difference);
-            sum = simd.add_f32s(sum, *x);
+        let mut sums = LaneSums::<S>::zeros(simd);
+        for x in scores.chunks_exact_mut(LaneSums::<S>::PARTS) {
+            for part in 0..LaneSums::<S>::PARTS {
+                let difference = simd.sub_f32s(x[part], largest);
+                x[part] = exp(simd, at_least(simd, difference, EXP_UNDERFLOW - 1.0));
+                sums.parts[part] = simd.add_f32s(sums.parts[part], x[part]);
+            }
         }
-        let sum = simd.reduce_sum_f32s(sum);
+        let sum = sums.total(simd);
         let scale = simd.splat_f32s(if sum == 0.0 { 0.0 } else { sum.recip() });
         for x in scores {
             *x = simd.mul_f32s(*x, scale);
@@ -561,13 +564,9 @@ impl WithSimd for SoftmaxBackwardRow<'_> {
 
     #[inline(always)]
     fn with_simd<S: Simd>(self, simd: S) {
+        let sum = simd.splat_f32s(dot(simd, self.weights, self.scores_gradient));
         let (weights, _) = S::as_simd_f32s(self.weights);
         let (gradients, _) = S::as_mut_simd_f32s(self.scores_gradient);
-        let mut sum = simd.splat_f32s(0.0);
-        for (&weight, gradient) in weights.iter().zip(&*gradients) {
-            sum = simd.mul_add_e_f32s(weight, *gradient, sum);
-        }
-        let sum = simd.splat_f32s(simd.reduce_sum_f32s(sum));
         for (&weight, gradient) in weights.iter().zip(gradients) {
             *gradient = simd.mul_f32s(weight, simd.sub_f32s(*gradient, sum));
         }

@@ -6,10 +6,11 @@
 use std::mem::MaybeUninit;
 
 use candle_core::{Device, Result, Tensor};
-use pulp::{Arch, Simd, WithSimd};
+use pulp::{Simd, WithSimd};
 use rayon::prelude::*;
 
 use super::element::Element;
+use super::instructions::vectors;
 use super::simd::{add_products, multiply_by_silu_slope, silu_in_place};
 use super::{output, slice};
 use crate::causal_conv::CausalConv;
@@ -32,7 +33,7 @@ pub(crate) fn forward<T: Element>(
             |(sum, buffer), (row, y)| {
                 let rows = taps(op, row, weight.len() / channels);
                 let rows = rows.map(|row| Some(&x[row? * channels..][..channels]));
-                Arch::new().dispatch(Row {
+                vectors().dispatch(Row {
                     rows,
                     weight: &weight,
                     sum,
@@ -151,7 +152,7 @@ fn backward_of_slices<T: Element>(
                 let first = index * BLOCK;
                 let columns = BLOCK.min(channels - first);
                 scratch.load(x, weight, [first, columns, channels], taps);
-                Arch::new().dispatch(BackwardBlock {
+                vectors().dispatch(BackwardBlock {
                     op,
                     gradient,
                     first,

@@ -6,12 +6,13 @@
 use std::mem::MaybeUninit;
 
 use candle_core::{Result, Tensor};
-use pulp::{Arch, Simd, WithSimd};
+use pulp::{Simd, WithSimd};
 use rayon::prelude::*;
 
 use super::causal_conv::{Row, taps_first};
 use super::element::Element;
 use super::gated_delta_rule::{Chunk, Inputs, Task, by_task};
+use super::instructions::vectors;
 use super::simd::{add_scaled, map, map_pairs};
 use super::{output, slice};
 use crate::SlotRows;
@@ -86,7 +87,7 @@ fn convolve<T: Element>(
                 let new = x[first * channels..=(row + 1) * channels - 1].chunks_exact(channels);
                 let window = &windows[slot * past * channels..][..past * channels];
                 let old = window.chunks_exact(channels);
-                Arch::new().dispatch(Row {
+                vectors().dispatch(Row {
                     rows: new.rev().chain(old.rev()).map(Some),
                     weight,
                     sum,
@@ -126,7 +127,7 @@ pub(crate) fn gated_delta_rule<T: Element>(
                             .enumerate()
                             .for_each(|(index, (o, states))| {
                                 let task = Task::new(index, &inputs, op);
-                                Arch::new().dispatch(Rows { task, states, o });
+                                vectors().dispatch(Rows { task, states, o });
                             });
                     };
                     // SAFETY: the tasks partition the result, and each writes its whole part. The

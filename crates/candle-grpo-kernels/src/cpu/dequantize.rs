@@ -5,10 +5,11 @@ use std::mem::MaybeUninit;
 
 use candle_core::quantized::GgmlDType;
 use candle_core::{Result, Tensor};
-use pulp::{Arch, Simd, WithSimd};
+use pulp::{Simd, WithSimd};
 use rayon::prelude::*;
 
 use super::element::Element;
+use super::instructions::vectors;
 use super::{output, slice};
 
 /// Blocks that one thread processes at a time.
@@ -22,7 +23,7 @@ pub(crate) fn dequantize<T: Element>(blocks: &Tensor, block_type: GgmlDType) -> 
             y.par_chunks_mut(TASK * size)
                 .zip(blocks.par_chunks(TASK * bytes))
                 .for_each(|(y, blocks)| {
-                    Arch::new().dispatch(Run {
+                    vectors().dispatch(Run {
                         blocks,
                         block_type,
                         y,

@@ -1,9 +1,10 @@
 //! Sampling of one token from one row of logits.
 
-use pulp::{Arch, Simd, WithSimd};
+use pulp::{Simd, WithSimd};
 
+use super::instructions::vectors;
 use super::log_prob::{ForwardRow, Sums};
-use super::simd::{EXP_UNDERFLOW, at_least, exp};
+use super::simd::{EXP_UNDERFLOW, LaneSums, at_least, exp};
 
 /// Number of tokens per block with a cached sum.
 const BLOCK: usize = 512;
@@ -36,7 +37,7 @@ impl<'a> Distribution<'a> {
             blocks: Vec::with_capacity(logits.len().div_ceil(BLOCK)),
             total: 0.,
         };
-        Arch::new().dispatch(BlockSums {
+        vectors().dispatch(BlockSums {
             logits,
             greatest,
             inverse_temperature: distribution.inverse_temperature_in_f32(),
@@ -102,7 +103,7 @@ impl<'a> Distribution<'a> {
     /// [`log_prob`](crate::log_prob).
     pub(crate) fn log_prob(&self, token: u32) -> f32 {
         let inverse_temperature = self.inverse_temperature_in_f32();
-        let sums = Arch::new().dispatch(ForwardRow {
+        let sums = vectors().dispatch(ForwardRow {
             logits: self.logits,
             inverse_temperature,
             sums: Sums::default(),
@@ -141,13 +142,15 @@ impl WithSimd for BlockSums<'_> {
                     &padded
                 }
             };
-            let mut sum = simd.splat_f32s(0.0);
-            for &x in S::as_simd_f32s(block).0 {
-                let d = simd.mul_f32s(simd.sub_f32s(x, greatest), scale);
-                let d = at_least(simd, d, EXP_UNDERFLOW - 1.0);
-                sum = simd.add_f32s(sum, exp(simd, d));
+            let mut sums = LaneSums::<S>::zeros(simd);
+            for x in S::as_simd_f32s(block).0.chunks_exact(LaneSums::<S>::PARTS) {
+                for part in 0..LaneSums::<S>::PARTS {
+                    let d = simd.mul_f32s(simd.sub_f32s(x[part], greatest), scale);
+                    let d = at_least(simd, d, EXP_UNDERFLOW - 1.0);
+                    sums.parts[part] = simd.add_f32s(sums.parts[part], exp(simd, d));
+                }
             }
-            self.sums.push(f64::from(simd.reduce_sum_f32s(sum)));
+            self.sums.push(f64::from(sums.total(simd)));
         }
     }
 }

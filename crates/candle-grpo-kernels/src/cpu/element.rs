@@ -5,9 +5,10 @@ use std::mem::MaybeUninit;
 use candle_core::WithDType;
 use half::slice::HalfFloatSliceExt;
 use half::{bf16, f16};
-use pulp::{Arch, Simd, WithSimd};
+use pulp::{Simd, WithSimd};
 use rayon::prelude::*;
 
+use super::instructions::vectors;
 use super::output;
 use super::slice::CHUNK;
 
@@ -64,7 +65,7 @@ pub(crate) trait Element: WithDType + Sync {
             target
                 .par_chunks_mut(CHUNK)
                 .zip(source.par_chunks(CHUNK))
-                .for_each(|(target, source)| Arch::new().dispatch(Round { source, target }));
+                .for_each(|(target, source)| vectors().dispatch(Round { source, target }));
         };
         // SAFETY: the chunks cover the result, and each chunk is written completely.
         #[allow(unsafe_code)]

@@ -3,10 +3,11 @@
 use std::mem::MaybeUninit;
 
 use candle_core::{Device, Result, Tensor};
-use pulp::{Arch, Simd, WithSimd};
+use pulp::{Simd, WithSimd};
 use rayon::prelude::*;
 
 use super::element::Element;
+use super::instructions::vectors;
 use super::{output, slice};
 
 /// Returns the rows of `weight` `[V, width]` at `ids`.
@@ -76,7 +77,7 @@ fn add_rows<T: Element, S: Element>(
             rows.into_par_iter().for_each_init(
                 || vec![0.0; 2 * width],
                 |buffers, (row, places)| {
-                    Arch::new().dispatch(AddRows {
+                    vectors().dispatch(AddRows {
                         gradient,
                         places,
                         row,

@@ -23,12 +23,13 @@
 use std::mem::MaybeUninit;
 
 use candle_core::{Device, Result, Tensor};
-use pulp::{Arch, Simd, WithSimd};
+use pulp::{Simd, WithSimd};
 use rayon::prelude::*;
 
 use super::element::Element;
+use super::instructions::vectors;
 use super::matmul::{Matrix, matmul_on_one_core};
-use super::simd::{add_scaled, dot, exp_differences, map_pairs, scale};
+use super::simd::{add_scaled, dot, exp_differences, map_pairs, scale, sum};
 use super::{output, slice};
 use crate::DeltaHeads;
 use crate::gated_delta_rule::{GatedDeltaRule, NORM_EPSILON};
@@ -55,7 +56,7 @@ pub(crate) fn forward<T: Element>(inputs: &Inputs<T>, op: &GatedDeltaRule) -> Ve
                 || Scratch::new(heads),
                 |scratch, (index, o)| {
                     let task = Task::new(index, inputs, op);
-                    Arch::new().dispatch(Forward { task, scratch, o });
+                    vectors().dispatch(Forward { task, scratch, o });
                 },
             );
     };
@@ -109,7 +110,7 @@ fn backward_of_slices<T: Element>(
                 |(scratch, more), (index, (qkv, (g, beta)))| {
                     let task = Task::new(index, inputs, op);
                     let of = Gradients { qkv, g, beta };
-                    Arch::new().dispatch(Backward {
+                    vectors().dispatch(Backward {
                         task,
                         scratch,
                         more,
@@ -891,15 +892,4 @@ impl<T: Element> Task<'_, T> {
             f32::write(&more.beta_gradients[gates], of.beta[place]);
         }
     }
-}
-
-/// Returns the sum of `x`.
-#[inline(always)]
-fn sum<S: Simd>(simd: S, x: &[f32]) -> f32 {
-    let (vectors, rest) = S::as_simd_f32s(x);
-    let mut total = simd.partial_load_f32s(rest);
-    for &x in vectors {
-        total = simd.add_f32s(total, x);
-    }
-    simd.reduce_sum_f32s(total)
 }

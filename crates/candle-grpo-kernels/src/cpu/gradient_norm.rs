@@ -2,10 +2,10 @@
 //! [`scale_gradients`](crate::scale_gradients).
 
 use candle_core::{CpuStorage, Device, InplaceOp1, Layout, Result, Storage, Tensor, bail};
-use pulp::Arch;
 use rayon::prelude::*;
 
 use super::element::Element;
+use super::instructions::vectors;
 use super::simd::BLOCK;
 use super::slice::{CHUNK, range, with_floats};
 
@@ -30,7 +30,7 @@ pub(crate) fn squared_norms(gradients: &[&Tensor]) -> Result<Tensor> {
 fn squared_norm<T: Element>(values: &[T]) -> f64 {
     let chunk_sums: Vec<f64> = values
         .par_chunks(CHUNK)
-        .map(|chunk| Arch::new().dispatch(|| sum_of_squares(chunk)))
+        .map(|chunk| vectors().dispatch(|| sum_of_squares(chunk)))
         .collect();
     // Added in order, for any assignment of chunks to threads.
     chunk_sums.into_iter().sum()
@@ -80,7 +80,7 @@ impl InplaceOp1 for Scale {
 
 fn scale_slice<T: Element>(values: &mut [T], factor: f32) {
     values.par_chunks_mut(CHUNK).for_each(|chunk| {
-        Arch::new().dispatch(|| {
+        vectors().dispatch(|| {
             let mut buffer = [0f32; BLOCK];
             for block in chunk.chunks_mut(BLOCK) {
                 let wide = &mut buffer[..block.len()];

@@ -10,11 +10,12 @@ use std::ops::Range;
 use candle_core::{DType, Result};
 use half::bf16;
 use half::slice::HalfFloatSliceExt;
-use pulp::{Arch, Simd, WithSimd};
+use pulp::{Simd, WithSimd};
 use rayon::prelude::*;
 
 use super::attention::{CapBackwardRow, CapRow};
 use super::element::Element;
+use super::instructions::vectors;
 use super::log_prob::{Coefficients, ForwardRow, Sums};
 use super::matmul::{Matrix, matmul};
 use super::simd::{BLOCK, MAX_LANES};
@@ -81,7 +82,7 @@ pub(crate) fn forward<W: Element>(layer: &Layer<W>, kept: &Kept, rows: &Rows) ->
                 .zip(&kept.rows[tile.rows])
                 .for_each(|((logits, (sums, target_logit)), &row)| {
                     let logits = &logits[..columns.len()];
-                    *sums = Arch::new().dispatch(ForwardRow {
+                    *sums = vectors().dispatch(ForwardRow {
                         logits,
                         inverse_temperature,
                         sums: *sums,
@@ -144,7 +145,7 @@ pub(crate) fn backward<W: Element>(
             .par_chunks_exact_mut(stride)
             .zip(&coefficients[rows.clone()])
             .for_each(|(logits, coefficients)| {
-                Arch::new().dispatch(BackwardRow {
+                vectors().dispatch(BackwardRow {
                     logits,
                     coefficients,
                     start: columns.start,
@@ -411,7 +412,7 @@ impl<W: Element> Layer<'_, W> {
                     let cap = cap as f32;
                     logits
                         .par_chunks_exact_mut(stride)
-                        .for_each(|scores| Arch::new().dispatch(CapRow { scores, cap }));
+                        .for_each(|scores| vectors().dispatch(CapRow { scores, cap }));
                 }
                 visit(Tile {
                     columns: columns.clone(),

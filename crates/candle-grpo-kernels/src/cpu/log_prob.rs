@@ -3,12 +3,13 @@
 use std::mem::MaybeUninit;
 
 use candle_core::Result;
-use pulp::{Arch, Simd, WithSimd};
+use pulp::{Simd, WithSimd};
 use rayon::prelude::*;
 
 use super::element::Element;
+use super::instructions::vectors;
 use super::output;
-use super::simd::{BLOCK, EXP_UNDERFLOW, MAX_LANES, at_least, exp};
+use super::simd::{BLOCK, EXP_UNDERFLOW, LaneSums, MAX_LANES, at_least, exp};
 use super::slice;
 use crate::log_prob::{Backward, Rows};
 
@@ -20,7 +21,7 @@ pub(crate) fn forward<T: Element>(logits: &[T], vocab: usize, rows: &Rows) -> Re
             if !kept(row) {
                 return [0.0; 3];
             }
-            let sums = Arch::new().dispatch(ForwardRow {
+            let sums = vectors().dispatch(ForwardRow {
                 logits,
                 inverse_temperature,
                 sums: Sums::default(),
@@ -48,7 +49,7 @@ pub(crate) fn backward<T: Element>(logits: &[T], vocab: usize, pass: &Backward) 
                 .enumerate()
                 .for_each(|(row, (logits, gradient))| match coefficients(row) {
                     Some(coefficients) => {
-                        Arch::new().dispatch(BackwardRow {
+                        vectors().dispatch(BackwardRow {
                             logits,
                             gradient,
                             coefficients,
@@ -76,7 +77,7 @@ pub(crate) fn backward_in_place<T: Element>(
         logits.par_chunks_exact_mut(vocab).enumerate().for_each(
             |(row, logits)| match coefficients(row) {
                 Some(coefficients) => {
-                    Arch::new().dispatch(BackwardRowInPlace {
+                    vectors().dispatch(BackwardRowInPlace {
                         logits,
                         coefficients,
                     });
@@ -218,18 +219,19 @@ impl<T> ForwardRow<'_, T> {
         }
         let largest = simd.splat_f32s(sums.largest);
         let scale = simd.splat_f32s(self.inverse_temperature);
-        let mut exp_sum = simd.splat_f32s(0.0);
-        let mut weighted_sum = simd.splat_f32s(0.0);
-        for &x in vectors {
-            let d = simd.mul_f32s(simd.sub_f32s(x, largest), scale);
-            // Minus infinity would give NaN in d exp(d).
-            let d = at_least(simd, d, EXP_UNDERFLOW - 1.0);
-            let e = exp(simd, d);
-            exp_sum = simd.add_f32s(exp_sum, e);
-            weighted_sum = simd.mul_add_e_f32s(e, d, weighted_sum);
+        let (mut exps, mut weighted) = (LaneSums::<S>::zeros(simd), LaneSums::<S>::zeros(simd));
+        for x in vectors.chunks_exact(LaneSums::<S>::PARTS) {
+            for part in 0..LaneSums::<S>::PARTS {
+                let d = simd.mul_f32s(simd.sub_f32s(x[part], largest), scale);
+                // Minus infinity would give NaN in d exp(d).
+                let d = at_least(simd, d, EXP_UNDERFLOW - 1.0);
+                let e = exp(simd, d);
+                exps.parts[part] = simd.add_f32s(exps.parts[part], e);
+                weighted.parts[part] = simd.mul_add_e_f32s(e, d, weighted.parts[part]);
+            }
         }
-        sums.exp += f64::from(simd.reduce_sum_f32s(exp_sum));
-        sums.weighted += f64::from(simd.reduce_sum_f32s(weighted_sum));
+        sums.exp += f64::from(exps.total(simd));
+        sums.weighted += f64::from(weighted.total(simd));
     }
 }
 

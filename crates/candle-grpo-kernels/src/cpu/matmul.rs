@@ -11,11 +11,11 @@
 //! [`amx`]: super::amx
 //! [`pairs`]: super::word::multiplies_pairs
 //!
-//! A task multiplies some rows by some columns. It packs up to [`WIDEST`] columns into a panel,
-//! whose entries of one inner index are adjacent, and keeps a tile of sums in registers.
+//! A task multiplies some rows by some columns. It packs up to [`WIDEST`] columns into a panel of
+//! units of [`UNIT`] columns, whose entries of one inner index are adjacent, and keeps a tile of
+//! sums in registers.
 
 use std::cell::Cell;
-use std::marker::PhantomData;
 use std::ops::Range;
 
 use candle_core::{Layout, Result, Tensor};
@@ -26,10 +26,13 @@ use rayon::prelude::*;
 #[cfg(target_arch = "x86_64")]
 use super::amx;
 use super::element::Element;
-use super::panel::{Columns, UNIT, WIDEST, panels};
+use super::panel::{Columns, Panel, UNIT, WIDEST, panels};
+#[cfg(target_arch = "x86_64")]
+use super::row_product::RowProduct;
 use super::slice;
 #[cfg(target_arch = "x86_64")]
 use super::tiles::{RunTiles, TileTarget};
+use super::transpose::interleave;
 #[cfg(target_arch = "x86_64")]
 use super::word::multiplies_in_tiles;
 use super::word::{Numbers, Word};
@@ -37,8 +40,13 @@ use super::word::{Numbers, Word};
 /// Rows of a task, at most. Packed, they and a panel fit in the L2 cache.
 const ROWS: usize = 256;
 
-/// Words that are packed at a time. A chain continues from the sum in memory.
+/// Words that are packed at a time with vectors of a unit. A chain continues from the sum in
+/// memory.
 const DEPTH: usize = 1024;
+
+/// Words that are packed at a time with shorter vectors, at most. A unit and a tile of rows of them
+/// stay in an L1 cache of 32 KiB.
+const NARROW_DEPTH: usize = 320;
 
 /// Rows of a task for which the time is that of packing.
 const FEW: usize = 4;
@@ -50,9 +58,6 @@ const SHORT: usize = 256;
 /// L1 cache.
 #[cfg(target_arch = "x86_64")]
 const TILE_DEPTH: usize = 3 * SHORT;
-
-/// Rows of a tile with 32 vector registers. With 3 vectors of columns these are 24 sums.
-const TILE: usize = 8;
 
 /// Tasks for each core, so that all cores end at about the same time.
 const TASKS_PER_CORE: usize = 4;
@@ -305,16 +310,8 @@ impl<B: Columns> Task<'_, '_, B> {
         match self.product.a.numbers {
             #[cfg(target_arch = "x86_64")]
             Numbers::Halves(_) if self.product.in_tiles() => self.run_in_tiles(scratch),
-            Numbers::Singles(numbers) => f32::dispatch(Run {
-                task: self,
-                numbers,
-                scratch,
-            }),
-            Numbers::Halves(numbers) => bf16::dispatch(Run {
-                task: self,
-                numbers,
-                scratch,
-            }),
+            Numbers::Singles(numbers) => self.multiply(numbers, scratch),
+            Numbers::Halves(numbers) => self.multiply(numbers, scratch),
         }
     }
 }
@@ -425,41 +422,45 @@ impl Buffer {
     }
 }
 
-struct Run<'r, 'p, 'a, W, B> {
-    task: &'r Task<'p, 'a, B>,
-    /// The numbers of `a`.
-    numbers: &'a [W],
-    scratch: &'r mut Scratch,
-}
-
-impl<W: Word, B: Columns> WithSimd for Run<'_, '_, '_, W, B> {
-    type Output = ();
-
-    #[inline(always)]
-    fn with_simd<S: Simd>(self, simd: S) {
-        let Self {
-            task,
-            numbers,
-            scratch,
-        } = self;
+impl<B: Columns> Task<'_, '_, B> {
+    /// [`Self::run`] with the vectors of `W`. `numbers` are those of `a`.
+    fn multiply<W: Word>(&self, numbers: &[W], scratch: &mut Scratch) {
         let Scratch {
             a: tiles,
             panel,
             wide,
         } = scratch;
-        let &Task {
+        let &Self {
             product,
             ref rows,
             ref panels,
-        } = task;
+        } = self;
         let a = &product.a;
+        #[cfg(target_arch = "x86_64")]
+        if let Some(product) = self.of_few_rows() {
+            return product.run();
+        }
+        let lanes = W::dispatch(Lanes);
         // The last word of an odd number of bf16 is in a tile.
-        let packed = a.column_stride != 1 || !a.columns.is_multiple_of(W::NUMBERS);
+        let scattered = a.column_stride != 1 || !a.columns.is_multiple_of(W::NUMBERS);
         // For few rows, the time is that of packing. Parts of a panel stay in the L1 cache, and a
         // panel is read as it lies in memory.
-        let few = rows.len() <= FEW && !packed;
-        let depth = W::NUMBERS * if few { SHORT } else { DEPTH };
-        let parts = a.columns.max(1).div_ceil(depth);
+        let few = rows.len() <= FEW && !scattered;
+        let in_tiles = scattered || (lanes < UNIT && !few);
+        let shape = Shape::new(lanes, rows.len());
+        let most = match lanes < UNIT {
+            _ if few => SHORT,
+            true => NARROW_DEPTH,
+            false => DEPTH,
+        };
+        // Parts of about the same length.
+        let parts = a.columns.div_ceil(W::NUMBERS * most).max(1);
+        let unit = product.b.block().next_multiple_of(W::NUMBERS);
+        let depth = match a.columns.div_ceil(parts).next_multiple_of(unit) {
+            0 => unit,
+            depth => depth,
+        };
+        let parts = a.columns.div_ceil(depth).max(1);
         for index in 0..parts * panels.len() {
             let (part, number) = match few {
                 true => (index % parts, index / parts),
@@ -467,116 +468,203 @@ impl<W: Word, B: Columns> WithSimd for Run<'_, '_, '_, W, B> {
             };
             let inner = part * depth..a.columns.min((part + 1) * depth);
             let words = inner.len().div_ceil(W::NUMBERS);
-            if packed && number == 0 {
-                let tiles = tiles.first(rows.len() * words);
-                pack_rows::<S, W>(numbers, a, rows, &inner, tiles);
+            if in_tiles && number == 0 {
+                pack_rows(numbers, a, rows, &inner, shape.rows, tiles);
             }
             let columns = &panels[number];
-            let width = columns.len().next_multiple_of(UNIT);
-            let panel: &[f32] = match product.b.packed::<W>(columns, &inner) {
+            let panel = match product.b.packed::<W>(columns, &inner) {
                 Some(panel) => panel,
-                None => {
-                    let panel = panel.first(width * words);
-                    product.b.pack::<W>(columns, &inner, panel, wide);
-                    panel
-                }
+                None => Panel::pack::<W>(&product.b, columns, &inner, panel, wide),
             };
-            let mut first = rows.start;
-            while first < rows.end {
-                let height = height::<S>(rows.end - first);
-                let tile = Tile {
-                    panel,
-                    depth: words,
-                    columns: columns.len(),
-                    target: product
-                        .target
-                        .wrapping_add(first * product.row_stride + columns.start),
-                    row_stride: product.row_stride,
-                    add: product.add || part > 0,
-                };
-                let rows = if packed {
-                    // Borrowed for this tile only. With a slice for the whole loop, the compiler
-                    // generates code of half the speed in f32.
-                    let tiles = tiles.first(rows.len() * words);
-                    let tiles = &tiles[(first - rows.start) * words..];
-                    Rows::new(tiles, height, words, 1, height)
-                } else {
-                    let numbers = &numbers[first * a.row_stride + inner.start..];
-                    Rows::new(numbers, height, words, a.row_stride, W::NUMBERS)
-                };
-                tile.dispatch::<S, W>(simd, height, width / UNIT, rows);
-                first += height;
-            }
+            W::dispatch(PanelProduct {
+                a: match in_tiles {
+                    true => Rows::InTiles(tiles.get(0..rows.len() * words)),
+                    false => {
+                        let first = rows.start * a.row_stride + inner.start;
+                        Rows::InPlace(&numbers[first.min(numbers.len())..], a.row_stride)
+                    }
+                },
+                rows: rows.len(),
+                shape,
+                panel,
+                depth: words,
+                columns: columns.len(),
+                target: product
+                    .target
+                    .wrapping_add(rows.start * product.row_stride + columns.start),
+                row_stride: product.row_stride,
+                add: product.add || part > 0,
+            });
         }
     }
 }
 
-/// Returns the rows of the next tile: the largest power of two with at most `left` rows.
-#[inline(always)]
-fn height<S: Simd>(left: usize) -> usize {
-    let most = match S::REGISTER_COUNT < 32 {
-        true => TILE / 2,
-        false => TILE,
-    };
-    most.min(1 << left.ilog2())
+#[cfg(target_arch = "x86_64")]
+impl<B: Columns> Task<'_, '_, B> {
+    /// Returns the task for one or two rows, if it needs no panel.
+    fn of_few_rows(&self) -> Option<RowProduct<'_>> {
+        let Self {
+            product,
+            rows,
+            panels,
+        } = self;
+        let Numbers::Singles(numbers) = product.a.numbers else {
+            return None;
+        };
+        let columns = panels.first()?.start..panels.last()?.end;
+        if rows.len() > RowProduct::MOST || product.a.column_stride != 1 || product.b.is_packed() {
+            return None;
+        }
+        RowProduct::new(
+            &numbers[rows.start * product.a.row_stride..],
+            [rows.len(), product.a.row_stride],
+            product.b.as_rows()?,
+            columns.clone(),
+            product
+                .target
+                .wrapping_add(rows.start * product.row_stride + columns.start),
+            product.row_stride,
+            product.add,
+        )
+    }
 }
 
-/// Writes the words of rows of `a` in tiles, in which those of one inner index are adjacent.
+/// Returns the lanes of a vector.
+struct Lanes;
+
+impl WithSimd for Lanes {
+    type Output = usize;
+
+    #[inline(always)]
+    fn with_simd<S: Simd>(self, _: S) -> usize {
+        S::F32_LANES
+    }
+}
+
+/// The largest tile: its rows, and its units of columns. A row of the panel and one number of the
+/// other factor stay in registers beside the sums.
+#[derive(Clone, Copy)]
+struct Shape {
+    rows: usize,
+    units: usize,
+}
+
+impl Shape {
+    /// Returns the shape for `rows` rows and vectors of `lanes` numbers.
+    fn new(lanes: usize, rows: usize) -> Self {
+        let (rows, units) = match lanes {
+            // 32 registers, 24 sums.
+            UNIT => (8, WIDEST / UNIT),
+            // 16 registers, up to 12 sums. One row needs several units, which hide the latency of
+            // additions.
+            8 if rows <= 2 => (2, WIDEST / UNIT),
+            4.. => (6, 1),
+            _ => (2, 1),
+        };
+        Self { rows, units }
+    }
+}
+
+/// Returns the rows of the next tile: `most`, or the largest power of two with at most `left` rows.
 #[inline(always)]
-fn pack_rows<S: Simd, W: Word>(
+fn height(left: usize, most: usize) -> usize {
+    if left >= most {
+        most
+    } else {
+        1 << left.ilog2()
+    }
+}
+
+/// Writes the words of rows of `a` in tiles of up to `most` rows, in which those of one inner index
+/// are adjacent.
+fn pack_rows<W: Word>(
     numbers: &[W],
     a: &Matrix,
     rows: &Range<usize>,
     inner: &Range<usize>,
-    target: &mut [f32],
+    most: usize,
+    tiles: &mut Buffer,
 ) {
     let words = inner.len().div_ceil(W::NUMBERS);
+    // Vectors are written over the rows of the next inner indices.
+    let tiles = tiles.first(rows.len() * words + UNIT);
     let mut first = rows.start;
     while first < rows.end {
-        let height = height::<S>(rows.end - first);
-        let tile = &mut target[(first - rows.start) * words..][..height * words];
-        a.t()
-            .pack_words(numbers, &(first..first + height), inner, tile);
+        let height = height(rows.end - first, most);
+        let tile = &mut tiles[(first - rows.start) * words..];
+        let rows = first..first + height;
+        let packed = match a.column_stride {
+            1 => interleave(numbers, a, &rows, inner, tile),
+            _ => false,
+        };
+        if !packed {
+            a.t()
+                .pack_words(numbers, &rows, inner, &mut tile[..height * words]);
+        }
         first += height;
     }
 }
 
-/// Words of some rows of `a`.
+/// Words of rows of `a`.
 #[derive(Clone, Copy)]
-struct Rows<'t> {
-    /// The first word. It may not be aligned.
-    first: *const f32,
-    /// Bytes from a row to the next.
-    row_step: usize,
-    /// Bytes from a word of a row to the next.
-    step: usize,
-    numbers: PhantomData<&'t [f32]>,
+enum Rows<'t, W> {
+    /// Numbers whose rows start so far apart.
+    InPlace(&'t [W], usize),
+    /// [Packed](pack_rows).
+    InTiles(&'t [f32]),
 }
 
-impl<'t> Rows<'t> {
-    /// Returns `depth` words of `height` rows of `numbers`. The steps are in numbers.
-    ///
-    /// # Panics
-    ///
-    /// Panics if the numbers end before.
+/// Some rows of `a` times a panel.
+struct PanelProduct<'t, W> {
+    a: Rows<'t, W>,
+    rows: usize,
+    shape: Shape,
+    panel: Panel<'t>,
+    depth: usize,
+    columns: usize,
+    /// The first entry of the target.
+    target: *mut f32,
+    row_stride: usize,
+    add: bool,
+}
+
+impl<W: Word> WithSimd for PanelProduct<'_, W> {
+    type Output = ();
+
     #[inline(always)]
-    fn new<W>(numbers: &'t [W], height: usize, depth: usize, row_step: usize, step: usize) -> Self {
-        let size = size_of::<W>();
-        let last = (height - 1) * row_step + depth.saturating_sub(1) * step;
-        assert!(depth == 0 || last * size + size_of::<f32>() <= size_of_val(numbers));
-        Self {
-            first: numbers.as_ptr().cast(),
-            row_step: row_step * size,
-            step: step * size,
-            numbers: PhantomData,
+    fn with_simd<S: Simd>(self, simd: S) {
+        let wide = self.shape.units * UNIT;
+        let mut column = 0;
+        while column < self.columns {
+            let columns = wide.min(self.columns - column);
+            let mut row = 0;
+            while row < self.rows {
+                let height = height(self.rows - row, self.shape.rows);
+                let tile = Tile {
+                    panel: self.panel.from(column / UNIT),
+                    depth: self.depth,
+                    columns,
+                    target: self.target.wrapping_add(row * self.row_stride + column),
+                    row_stride: self.row_stride,
+                    add: self.add,
+                };
+                let rows = match self.a {
+                    Rows::InPlace(numbers, stride) => {
+                        Rows::InPlace(&numbers[(row * stride).min(numbers.len())..], stride)
+                    }
+                    Rows::InTiles(words) => Rows::InTiles(&words[row * self.depth..]),
+                };
+                tile.dispatch::<S, W>(simd, height, columns.div_ceil(UNIT), rows);
+                row += height;
+            }
+            column += columns;
         }
     }
 }
 
-/// Some rows of `a` times a panel.
+/// Some rows of `a` times some units of a panel.
 struct Tile<'t> {
-    /// `[depth, units * UNIT]`
-    panel: &'t [f32],
+    panel: Panel<'t>,
     depth: usize,
     /// The columns that the target has.
     columns: usize,
@@ -589,36 +677,70 @@ struct Tile<'t> {
 impl Tile<'_> {
     /// Selects the function for `height` rows and `units` units of columns.
     #[inline(always)]
-    fn dispatch<S: Simd, W: Word>(&self, simd: S, height: usize, units: usize, rows: Rows) {
-        match (height, units) {
-            (8, 3) => self.compute::<S, W, 8, 3>(simd, rows),
-            (8, 2) => self.compute::<S, W, 8, 2>(simd, rows),
-            (8, _) => self.compute::<S, W, 8, 1>(simd, rows),
-            (4, 3) => self.compute::<S, W, 4, 3>(simd, rows),
-            (4, 2) => self.compute::<S, W, 4, 2>(simd, rows),
-            (4, _) => self.compute::<S, W, 4, 1>(simd, rows),
-            (2, 3) => self.compute::<S, W, 2, 3>(simd, rows),
-            (2, 2) => self.compute::<S, W, 2, 2>(simd, rows),
-            (2, _) => self.compute::<S, W, 2, 1>(simd, rows),
-            (_, 3) => self.compute::<S, W, 1, 3>(simd, rows),
-            (_, 2) => self.compute::<S, W, 1, 2>(simd, rows),
-            _ => self.compute::<S, W, 1, 1>(simd, rows),
+    fn dispatch<S: Simd, W: Word>(&self, simd: S, height: usize, units: usize, rows: Rows<W>) {
+        match S::F32_LANES {
+            UNIT => match (height, units) {
+                (8, 3) => self.compute::<S, W, 8, 3>(simd, rows),
+                (8, 2) => self.compute::<S, W, 8, 2>(simd, rows),
+                (8, _) => self.compute::<S, W, 8, 1>(simd, rows),
+                (4, 3) => self.compute::<S, W, 4, 3>(simd, rows),
+                (4, 2) => self.compute::<S, W, 4, 2>(simd, rows),
+                (4, _) => self.compute::<S, W, 4, 1>(simd, rows),
+                (2, 3) => self.compute::<S, W, 2, 3>(simd, rows),
+                (2, 2) => self.compute::<S, W, 2, 2>(simd, rows),
+                (2, _) => self.compute::<S, W, 2, 1>(simd, rows),
+                (_, 3) => self.compute::<S, W, 1, 3>(simd, rows),
+                (_, 2) => self.compute::<S, W, 1, 2>(simd, rows),
+                _ => self.compute::<S, W, 1, 1>(simd, rows),
+            },
+            8 => match (height, units) {
+                (6, _) => self.compute::<S, W, 6, 2>(simd, rows),
+                (4, _) => self.compute::<S, W, 4, 2>(simd, rows),
+                (2, 3) => self.compute::<S, W, 2, 6>(simd, rows),
+                (2, 2) => self.compute::<S, W, 2, 4>(simd, rows),
+                (2, _) => self.compute::<S, W, 2, 2>(simd, rows),
+                (_, 3) => self.compute::<S, W, 1, 6>(simd, rows),
+                (_, 2) => self.compute::<S, W, 1, 4>(simd, rows),
+                _ => self.compute::<S, W, 1, 2>(simd, rows),
+            },
+            4 => match height {
+                6 => self.compute::<S, W, 6, 4>(simd, rows),
+                4 => self.compute::<S, W, 4, 4>(simd, rows),
+                2 => self.compute::<S, W, 2, 4>(simd, rows),
+                _ => self.compute::<S, W, 1, 4>(simd, rows),
+            },
+            _ => match height {
+                2 => self.compute::<S, W, 2, 4>(simd, rows),
+                _ => self.compute::<S, W, 1, 4>(simd, rows),
+            },
         }
     }
 
-    /// Computes R rows of U units of columns.
+    /// Computes R rows. V vectors of each are in registers at a time.
     #[inline(always)]
-    fn compute<S: Simd, W: Word, const R: usize, const U: usize>(&self, simd: S, rows: Rows) {
+    fn compute<S: Simd, W: Word, const R: usize, const V: usize>(&self, simd: S, rows: Rows<W>) {
         let depth = self.depth;
-        let (panel, _) = S::as_simd_f32s(self.panel);
-        // Vectors of a unit: a part of the columns has U vectors.
-        let parts = UNIT / S::F32_LANES;
-        assert!(panel.len() == depth * U * parts);
-        let starts: [_; R] =
-            std::array::from_fn(|row| rows.first.wrapping_byte_add(row * rows.row_step));
+        // Vectors of a unit.
+        let of_unit = UNIT / S::F32_LANES;
+        let parts = self.columns.div_ceil(V * S::F32_LANES);
+        let units = (parts * V).div_ceil(of_unit);
+        assert!(self.panel.holds(units, depth));
+        match rows {
+            Rows::InPlace(numbers, stride) => {
+                let last = (R - 1) * stride + depth * W::NUMBERS;
+                assert!(depth == 0 || last <= numbers.len());
+            }
+            Rows::InTiles(words) => assert!(R * depth <= words.len()),
+        }
         for part in 0..parts {
-            let first = part * U * S::F32_LANES;
-            let columns = self.columns.saturating_sub(first).min(U * S::F32_LANES);
+            let first = part * V * S::F32_LANES;
+            let columns = (self.columns - first).min(V * S::F32_LANES);
+            // The first word of each vector.
+            let panel: [*const S::f32s; V] = std::array::from_fn(|v| {
+                let vector = part * V + v;
+                let lane = vector % of_unit * S::F32_LANES;
+                self.panel.unit(vector / of_unit).wrapping_add(lane).cast()
+            });
             // SAFETY: the constructor of the product checked the bounds of the target. No other
             // task has these entries, and nothing reads them during the product.
             #[allow(unsafe_code)]
@@ -626,35 +748,37 @@ impl Tile<'_> {
                 let start = self.target.wrapping_add(row * self.row_stride + first);
                 std::slice::from_raw_parts_mut(start, columns)
             });
-            let mut sums = [[simd.splat_f32s(0.0); U]; R];
+            let whole = columns == V * S::F32_LANES;
+            let mut sums = [[simd.splat_f32s(0.0); V]; R];
             if self.add {
                 for (sums, target) in sums.iter_mut().zip(&targets) {
+                    if whole {
+                        sums.copy_from_slice(S::as_simd_f32s(target).0);
+                        continue;
+                    }
                     for (sum, target) in sums.iter_mut().zip(target.chunks(S::F32_LANES)) {
                         *sum = simd.partial_load_f32s(target);
                     }
                 }
             }
-            // Plain loops: the compiler must inline all of it, and does not inline every closure.
-            let mut b = [simd.splat_f32s(0.0); U];
-            for k in 0..depth {
-                // SAFETY: the assertion above and that of the rows keep the indices in bounds, and
-                // `dispatch` of the words called this.
-                #[allow(unsafe_code)]
-                unsafe {
-                    for (unit, b) in b.iter_mut().enumerate() {
-                        *b = *panel.get_unchecked((k * parts + part) * U + unit);
+            // SAFETY: the assertions above keep the words in bounds, and `dispatch` of the words
+            // called this.
+            #[allow(unsafe_code)]
+            let sums = unsafe {
+                match rows {
+                    Rows::InPlace(numbers, stride) => {
+                        let first = numbers.as_ptr().cast();
+                        let stride = stride * size_of::<W>();
+                        add_products::<S, W, R, V, false>(simd, sums, depth, first, stride, panel)
                     }
-                    for row in 0..R {
-                        let word = starts[row].byte_add(k * rows.step).read_unaligned();
-                        let a = simd.splat_f32s(word);
-                        for unit in 0..U {
-                            sums[row][unit] = W::mul_add(simd, a, b[unit], sums[row][unit]);
-                        }
+                    Rows::InTiles(words) => {
+                        let first = words.as_ptr();
+                        add_products::<S, W, R, V, true>(simd, sums, depth, first, 0, panel)
                     }
                 }
-            }
+            };
             for (sums, target) in sums.into_iter().zip(&mut targets) {
-                if columns == U * S::F32_LANES {
+                if whole {
                     S::as_mut_simd_f32s(target).0.copy_from_slice(&sums);
                     continue;
                 }
@@ -664,6 +788,54 @@ impl Tile<'_> {
             }
         }
     }
+}
+
+/// Adds the products of `depth` words of R rows and of V vectors of columns to sums.
+///
+/// The words of a row are adjacent and rows are `stride` bytes apart, or the rows are in a tile if
+/// TILED is set.
+///
+/// A function of its own, with its own sums: the compiler keeps those in registers only if nothing
+/// else has their address. Plain loops: the compiler must inline all of it, and does not inline
+/// every closure.
+///
+/// # Safety
+///
+/// The rows have `depth` words, and `panel` points to the first of `depth` vectors, a unit apart.
+/// `dispatch` of the words is on the stack.
+#[inline(always)]
+#[allow(unsafe_code)]
+unsafe fn add_products<S: Simd, W: Word, const R: usize, const V: usize, const TILED: bool>(
+    simd: S,
+    sums: [[S::f32s; V]; R],
+    depth: usize,
+    first: *const f32,
+    stride: usize,
+    panel: [*const S::f32s; V],
+) -> [[S::f32s; V]; R] {
+    let mut sums = sums;
+    let mut b = [simd.splat_f32s(0.0); V];
+    for k in 0..depth {
+        // SAFETY: the caller has these words.
+        unsafe {
+            for v in 0..V {
+                b[v] = panel[v]
+                    .byte_add(k * UNIT * size_of::<f32>())
+                    .read_unaligned();
+            }
+            for row in 0..R {
+                let word = match TILED {
+                    true => first.add(k * R + row),
+                    false => first.byte_add(row * stride).add(k),
+                };
+                let a = simd.splat_f32s(word.read_unaligned());
+                for v in 0..V {
+                    sums[row][v] = W::mul_add(simd, a, b[v], sums[row][v]);
+                }
+            }
+        }
+    }
+    sums
 }
 
 #[cfg(test)]

@@ -13,6 +13,7 @@ mod element;
 pub(crate) mod embedding;
 pub(crate) mod gated_delta_rule;
 pub(crate) mod gradient_norm;
+pub(crate) mod instructions;
 pub(crate) mod linear_log_prob;
 pub(crate) mod linear_rows;
 pub(crate) mod log_prob;
@@ -22,12 +23,15 @@ pub(crate) mod paged_attention;
 pub(crate) mod panel;
 pub(crate) mod rms_norm;
 pub(crate) mod rope;
+#[cfg(target_arch = "x86_64")]
+mod row_product;
 mod simd;
 mod slice;
 pub(crate) mod swiglu;
 #[cfg(target_arch = "x86_64")]
 mod tiles;
 pub(crate) mod token_filters;
+mod transpose;
 mod word;
 
 pub(crate) use matmul::{add_matmul, product};

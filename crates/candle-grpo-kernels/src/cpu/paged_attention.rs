@@ -8,11 +8,12 @@ use std::mem::MaybeUninit;
 use std::ops::Range;
 
 use candle_core::{Result, Tensor};
-use pulp::{Arch, Simd, WithSimd};
+use pulp::{Simd, WithSimd};
 use rayon::prelude::*;
 
 use super::attention::{CapRow, SoftmaxRow};
 use super::element::Element;
+use super::instructions::vectors;
 use super::simd::{L2, MAX_LANES, prefetch};
 use super::{output, slice};
 use crate::Scores;
@@ -84,7 +85,7 @@ pub(crate) fn forward<T: Element>(
                         }));
                     }
                     let run = |scratch: &mut Scratch, task: Task<T>| {
-                        Arch::new().dispatch(RunTask { task, scratch })
+                        vectors().dispatch(RunTask { task, scratch })
                     };
                     match share {
                         true => tasks.into_par_iter().for_each_init(Scratch::default, run),

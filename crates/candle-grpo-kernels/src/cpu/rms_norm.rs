@@ -3,11 +3,12 @@
 use std::mem::MaybeUninit;
 
 use candle_core::{Device, Result, Tensor};
-use pulp::{Arch, Simd, WithSimd};
+use pulp::{Simd, WithSimd};
 use rayon::prelude::*;
 
 use super::element::Element;
-use super::simd::padded;
+use super::instructions::vectors;
+use super::simd::{LaneSums, padded};
 use super::{output, slice};
 
 /// Maximum number of groups of rows. The gradient of the weight is summed over the rows of a group,
@@ -24,7 +25,7 @@ pub(crate) fn forward<T: Element>(x: &[T], weight: &[T], epsilon: f32) -> Vec<T>
             .for_each_init(
                 || vec![0.0; weight.len()],
                 |buffer, (y, x)| {
-                    Arch::new().dispatch(ForwardRow {
+                    vectors().dispatch(ForwardRow {
                         x,
                         weight: &weight,
                         epsilon,
@@ -82,7 +83,7 @@ fn backward_rows<T: Element>(
                     .chunks_exact_mut(width)
                     .zip(x.chunks_exact(width).zip(gradient.chunks_exact(width)));
                 for (x_gradient, (x, gradient)) in rows {
-                    Arch::new().dispatch(BackwardRow {
+                    vectors().dispatch(BackwardRow {
                         x,
                         weight: &weight,
                         gradient,
@@ -130,11 +131,13 @@ impl<T: Element> WithSimd for ForwardRow<'_, T> {
         let width = self.x.len();
         T::widen(self.x, &mut self.buffer[..width]);
         let (vectors, _) = S::as_simd_f32s(self.buffer);
-        let mut squares = simd.splat_f32s(0.0);
-        for &x in vectors {
-            squares = simd.mul_add_e_f32s(x, x, squares);
+        let mut squares = LaneSums::<S>::zeros(simd);
+        for x in vectors.chunks_exact(LaneSums::<S>::PARTS) {
+            for part in 0..LaneSums::<S>::PARTS {
+                squares.parts[part] = simd.mul_add_e_f32s(x[part], x[part], squares.parts[part]);
+            }
         }
-        let mean = simd.reduce_sum_f32s(squares) / width as f32;
+        let mean = squares.total(simd) / width as f32;
         let scale = (mean + self.epsilon).sqrt().recip();
         for ((y, &x), &weight) in self.y.iter_mut().zip(&*self.buffer).zip(self.weight) {
             y.write(T::nearest(T::nearest(x * scale).wide() * weight));
@@ -171,18 +174,24 @@ impl<T: Element> WithSimd for BackwardRow<'_, T> {
         let (weight_vectors, _) = S::as_simd_f32s(self.weight);
         let (weight_gradient, _) = S::as_mut_simd_f32s(self.weight_gradient);
 
-        let mut squares = simd.splat_f32s(0.0);
-        let mut products = simd.splat_f32s(0.0);
-        for ((&x, gradient), &weight) in
-            x_vectors.iter().zip(&*gradient_vectors).zip(weight_vectors)
+        let (mut squares, mut products) = (LaneSums::<S>::zeros(simd), LaneSums::<S>::zeros(simd));
+        let parts = LaneSums::<S>::PARTS;
+        for ((x, gradient), weight) in x_vectors
+            .chunks_exact(parts)
+            .zip(gradient_vectors.chunks_exact(parts))
+            .zip(weight_vectors.chunks_exact(parts))
         {
-            squares = simd.mul_add_e_f32s(x, x, squares);
-            products = simd.mul_add_e_f32s(simd.mul_f32s(*gradient, weight), x, products);
+            for part in 0..parts {
+                let x = x[part];
+                squares.parts[part] = simd.mul_add_e_f32s(x, x, squares.parts[part]);
+                let along = simd.mul_f32s(gradient[part], weight[part]);
+                products.parts[part] = simd.mul_add_e_f32s(along, x, products.parts[part]);
+            }
         }
-        let mean = simd.reduce_sum_f32s(squares) / width as f32;
+        let mean = squares.total(simd) / width as f32;
         let scale = (mean + self.epsilon).sqrt().recip();
         // dx = scale g - x scale^3 mean(g x), where g is the gradient times the weight.
-        let along_x = -scale * scale * scale * simd.reduce_sum_f32s(products) / width as f32;
+        let along_x = -scale * scale * scale * products.total(simd) / width as f32;
 
         let (scale, along_x) = (simd.splat_f32s(scale), simd.splat_f32s(along_x));
         let rows = x_vectors.iter().zip(gradient_vectors);

@@ -3,10 +3,11 @@
 use std::mem::MaybeUninit;
 
 use candle_core::Result;
-use pulp::{Arch, Simd, WithSimd};
+use pulp::{Simd, WithSimd};
 use rayon::prelude::*;
 
 use super::element::Element;
+use super::instructions::vectors;
 use super::{output, slice};
 use crate::rope::Rope;
 
@@ -22,7 +23,7 @@ pub(crate) fn rotate<T: Element>(x: &[T], width: usize, op: &Rope) -> Result<Vec
                     .for_each_init(
                         || vec![0.0; width],
                         |buffer, (y, (x, (cos, sin)))| {
-                            Arch::new().dispatch(Row {
+                            vectors().dispatch(Row {
                                 x,
                                 cos,
                                 sin,

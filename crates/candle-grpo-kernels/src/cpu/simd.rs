@@ -17,6 +17,54 @@ pub(crate) fn padded<T: Element>(row: &[T]) -> Vec<f32> {
     padded
 }
 
+/// Sums in [`MAX_LANES`] lanes, of vectors of any width. Entry i of a row is added to lane
+/// `i % MAX_LANES`, and lanes are added in one order, so the bits of the total do not depend on the
+/// width of the vectors.
+#[derive(Clone, Copy)]
+pub(crate) struct LaneSums<S: Simd> {
+    /// The first [`PARTS`](Self::PARTS) are in use.
+    pub(crate) parts: [S::f32s; MAX_LANES],
+}
+
+impl<S: Simd> LaneSums<S> {
+    /// Vectors that have all lanes. Rows are visited in chunks of as many.
+    pub(crate) const PARTS: usize = MAX_LANES / S::F32_LANES;
+
+    #[inline(always)]
+    pub(crate) fn zeros(simd: S) -> Self {
+        Self {
+            parts: [simd.splat_f32s(0.0); MAX_LANES],
+        }
+    }
+
+    /// Returns the sum of all lanes: the second half is added to the first, until one is left.
+    #[inline(always)]
+    pub(crate) fn total(mut self, simd: S) -> f32 {
+        let mut len = Self::PARTS;
+        while len > 1 {
+            len /= 2;
+            for part in 0..len {
+                self.parts[part] = simd.add_f32s(self.parts[part], self.parts[part + len]);
+            }
+        }
+        simd.reduce_sum_f32s(self.parts[0])
+    }
+}
+
+/// Splits a slice after its last multiple of [`MAX_LANES`].
+#[inline(always)]
+fn whole_lanes(x: &[f32]) -> (&[f32], &[f32]) {
+    x.split_at(x.len() / MAX_LANES * MAX_LANES)
+}
+
+/// Returns the vector `part` of less than [`MAX_LANES`] entries, with zeros after them.
+#[inline(always)]
+fn part_of_rest<S: Simd>(simd: S, rest: &[f32], part: usize) -> S::f32s {
+    let first = rest.len().min(part * S::F32_LANES);
+    let last = rest.len().min((part + 1) * S::F32_LANES);
+    simd.partial_load_f32s(&rest[first..last])
+}
+
 /// The hints of [`prefetch`]: the cache that the memory is loaded into.
 pub(crate) const L1: i32 = 3;
 pub(crate) const L2: i32 = 2;
@@ -227,16 +275,36 @@ pub(crate) fn scale<S: Simd>(simd: S, factor: f32, x: &mut [f32]) {
 /// Returns the sum of the products of two slices of one length.
 #[inline(always)]
 pub(crate) fn dot<S: Simd>(simd: S, x: &[f32], y: &[f32]) -> f32 {
-    let (xs, x_rest) = S::as_simd_f32s(x);
-    let (ys, y_rest) = S::as_simd_f32s(y);
-    let mut sum = simd.mul_f32s(
-        simd.partial_load_f32s(x_rest),
-        simd.partial_load_f32s(y_rest),
-    );
-    for (&x, &y) in xs.iter().zip(ys) {
-        sum = simd.mul_add_e_f32s(x, y, sum);
+    let ((x, x_rest), (y, y_rest)) = (whole_lanes(x), whole_lanes(y));
+    let ((xs, _), (ys, _)) = (S::as_simd_f32s(x), S::as_simd_f32s(y));
+    let mut sums = LaneSums::<S>::zeros(simd);
+    for part in 0..LaneSums::<S>::PARTS {
+        let [x, y] = [x_rest, y_rest].map(|rest| part_of_rest(simd, rest, part));
+        sums.parts[part] = simd.mul_f32s(x, y);
     }
-    simd.reduce_sum_f32s(sum)
+    let chunks = |vectors| <[S::f32s]>::chunks_exact(vectors, LaneSums::<S>::PARTS);
+    for (xs, ys) in chunks(xs).zip(chunks(ys)) {
+        for part in 0..LaneSums::<S>::PARTS {
+            sums.parts[part] = simd.mul_add_e_f32s(xs[part], ys[part], sums.parts[part]);
+        }
+    }
+    sums.total(simd)
+}
+
+/// Returns the sum of `x`.
+#[inline(always)]
+pub(crate) fn sum<S: Simd>(simd: S, x: &[f32]) -> f32 {
+    let (x, rest) = whole_lanes(x);
+    let mut sums = LaneSums::<S>::zeros(simd);
+    for part in 0..LaneSums::<S>::PARTS {
+        sums.parts[part] = part_of_rest(simd, rest, part);
+    }
+    for xs in S::as_simd_f32s(x).0.chunks_exact(LaneSums::<S>::PARTS) {
+        for part in 0..LaneSums::<S>::PARTS {
+            sums.parts[part] = simd.add_f32s(sums.parts[part], xs[part]);
+        }
+    }
+    sums.total(simd)
 }
 
 /// Returns `tanh(x)`, with a relative error of about 1e-7; NaN for NaN.
@@ -279,7 +347,9 @@ pub(crate) fn tanh<S: Simd>(simd: S, x: S::f32s) -> S::f32s {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use pulp::{Arch, WithSimd};
+    use pulp::WithSimd;
+
+    use super::super::instructions::vectors;
 
     struct Tanh<'a>(&'a mut [f32]);
 
@@ -310,14 +380,14 @@ mod tests {
         ];
         let x: Vec<f32> = x.into_iter().chain(special.repeat(2)).collect();
         let mut y = x.clone();
-        Arch::new().dispatch(Tanh(&mut y));
+        vectors().dispatch(Tanh(&mut y));
         for (x, y) in x.iter().zip(y) {
             let expected = f64::from(*x).tanh();
             let distance = (f64::from(y) - expected).abs();
             assert!(distance <= 2e-7 * expected.abs(), "tanh({x}): {y}");
         }
         let mut nan = [f32::NAN; MAX_LANES];
-        Arch::new().dispatch(Tanh(&mut nan));
+        vectors().dispatch(Tanh(&mut nan));
         assert!(nan.iter().all(|x| x.is_nan()));
     }
 }

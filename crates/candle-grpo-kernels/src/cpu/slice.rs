@@ -5,6 +5,8 @@ use std::ops::Range;
 
 use candle_core::{CpuStorage, InplaceOp1, Layout, Result, Storage, Tensor, WithDType, bail};
 
+use super::instructions::CpuInstructions;
+
 /// Elements that one thread processes at a time, in operators on single elements.
 pub(crate) const CHUNK: usize = 1 << 15;
 
@@ -33,8 +35,10 @@ pub(crate) fn read<T: WithDType, R>(
     read(elements(&storage, layout)?)
 }
 
-/// Returns the storage of a tensor on the CPU.
+/// Returns the storage of a tensor on the CPU. Fails if other instructions are selected than the
+/// processor has.
 pub(crate) fn on_cpu(storage: &Storage) -> Result<&CpuStorage> {
+    CpuInstructions::selected()?;
     match storage {
         Storage::Cpu(storage) => Ok(storage),
         _ => bail!(
@@ -60,6 +64,7 @@ pub(crate) fn write_storage(
     tensor: &Tensor,
     write: impl FnOnce(&mut CpuStorage, Range<usize>) -> Result<()>,
 ) -> Result<()> {
+    CpuInstructions::selected()?;
     tensor.inplace_op1(&Write(RefCell::new(Some(write))))
 }
 

@@ -4,10 +4,11 @@ use std::marker::PhantomData;
 use std::mem::MaybeUninit;
 
 use candle_core::{Device, Result, Tensor};
-use pulp::{Arch, Simd, WithSimd};
+use pulp::{Simd, WithSimd};
 use rayon::prelude::*;
 
 use super::element::Element;
+use super::instructions::vectors;
 use super::simd::{BLOCK, MAX_LANES, sigmoid, silu, silu_and_slope};
 use super::slice::CHUNK;
 use super::{output, slice};
@@ -25,7 +26,7 @@ fn forward_chunks<T: Element, F: Function>(gate: &[T], up: &[T]) -> Vec<T> {
     let fill = |y: &mut [MaybeUninit<T>]| {
         y.par_chunks_mut(CHUNK)
             .zip(gate.par_chunks(CHUNK).zip(up.par_chunks(CHUNK)))
-            .for_each(|(y, (gate, up))| Arch::new().dispatch(Forward::<T, F>::new(gate, up, y)));
+            .for_each(|(y, (gate, up))| vectors().dispatch(Forward::<T, F>::new(gate, up, y)));
     };
     // SAFETY: the chunks cover the result, and each chunk is written completely.
     #[allow(unsafe_code)]
@@ -71,7 +72,7 @@ fn backward_chunks<T: Element, F: Function>(
         outputs
             .zip(inputs)
             .for_each(|((gate_gradient, up_gradient), (gate, (up, gradient)))| {
-                Arch::new().dispatch(Backward::<T, F> {
+                vectors().dispatch(Backward::<T, F> {
                     gate,
                     up,
                     gradient,

@@ -7,8 +7,9 @@ use pulp::{Simd, WithSimd};
 
 use super::amx::{BLOCK, STEP, Tiles};
 use super::matmul::{Buffer, Matrix, Scratch};
-use super::panel::{Columns, transpose};
+use super::panel::Columns;
 use super::simd::{L2, prefetch};
+use super::transpose::transpose;
 use super::word::Word;
 
 /// A matrix in memory that a task writes.

@@ -3,10 +3,11 @@
 use std::ops::Range;
 
 use half::bf16;
-use pulp::{Arch, Scalar, Simd, WithSimd};
+use pulp::{Scalar, Simd, WithSimd};
 use rayon::prelude::*;
 
 use super::element::Element;
+use super::instructions::{self, CpuInstructions, vectors};
 use super::slice::CHUNK;
 
 /// The numbers of a factor.
@@ -60,18 +61,12 @@ impl<'a> Numbers<'a> {
 /// Returns whether the processor has an instruction that multiplies pairs of bf16, and adds both
 /// products to an f32.
 pub(super) fn multiplies_pairs() -> bool {
-    #[cfg(target_arch = "x86_64")]
-    return is_x86_feature_detected!("avx512bf16") && pulp::x86::V4::is_available();
-    #[cfg(not(target_arch = "x86_64"))]
-    false
+    instructions::has(CpuInstructions::Avx512Bf16)
 }
 
 /// Returns whether bf16 are multiplied in the tiles of AMX.
 pub(super) fn multiplies_in_tiles() -> bool {
-    #[cfg(target_arch = "x86_64")]
-    return super::amx::is_available();
-    #[cfg(not(target_arch = "x86_64"))]
-    false
+    instructions::has(CpuInstructions::Amx)
 }
 
 /// Numbers that fill words.
@@ -120,7 +115,7 @@ impl Word for f32 {
     #[inline(always)]
     fn words(first: &[Self], _second: Option<&[Self]>, stride: usize, target: &mut [f32]) {
         if stride == 1 {
-            return target.copy_from_slice(&first[..target.len()]);
+            return copy(&first[..target.len()], target);
         }
         for (index, target) in target.iter_mut().enumerate() {
             *target = first[index * stride];
@@ -134,7 +129,31 @@ impl Word for f32 {
     }
 
     fn dispatch<O: WithSimd>(operation: O) -> O::Output {
-        Arch::new().dispatch(operation)
+        vectors().dispatch(operation)
+    }
+}
+
+/// Copies a row of a panel or a tile. Most have one of a few lengths, which take a few instructions
+/// in place of a call.
+#[inline(always)]
+fn copy(source: &[f32], target: &mut [f32]) {
+    #[inline(always)]
+    fn array<const N: usize>(source: &[f32], target: &mut [f32]) -> bool {
+        match (
+            <&[f32; N]>::try_from(source),
+            <&mut [f32; N]>::try_from(target),
+        ) {
+            (Ok(source), Ok(target)) => {
+                *target = *source;
+                true
+            }
+            _ => false,
+        }
+    }
+    let done =
+        array::<16>(source, target) || array::<8>(source, target) || array::<6>(source, target);
+    if !done {
+        target.copy_from_slice(source);
     }
 }
 

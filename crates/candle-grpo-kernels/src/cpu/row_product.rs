@@ -1,0 +1,199 @@
+//! One or two rows times columns whose numbers are adjacent in memory.
+//!
+//! The time is that of reading the columns, once and in order. They are transposed in registers and
+//! multiplied there. Each entry is the same chain of multiply-adds as in [`matmul`](super::matmul).
+
+use std::arch::x86_64::*;
+use std::ops::Range;
+
+use half::bf16;
+
+use super::instructions::{CpuInstructions, has};
+use super::matmul::Matrix;
+use super::transpose::avx2::{LANES, prefetch_next, transposed};
+use super::word::Numbers;
+
+/// Vectors of columns that are multiplied together, which hides the latency of additions.
+const VECTORS: usize = 2;
+
+/// The columns of a step.
+const STEP: usize = VECTORS * LANES;
+
+/// Some rows times some columns.
+pub(super) struct RowProduct<'a> {
+    rows: &'a [f32],
+    /// The number of rows, and the distance from one to the next.
+    count: usize,
+    stride: usize,
+    /// The columns, as rows.
+    columns: Matrix<'a>,
+    range: Range<usize>,
+    /// The first entry of the target.
+    target: *mut f32,
+    target_stride: usize,
+    add: bool,
+}
+
+impl<'a> RowProduct<'a> {
+    /// The most rows.
+    pub(super) const MOST: usize = 2;
+
+    /// Returns the product, if the processor has AVX2. The target is in bounds, and no other task
+    /// has these entries.
+    pub(super) fn new(
+        rows: &'a [f32],
+        [count, stride]: [usize; 2],
+        columns: Matrix<'a>,
+        range: Range<usize>,
+        target: *mut f32,
+        target_stride: usize,
+        add: bool,
+    ) -> Option<Self> {
+        let product = Self {
+            rows,
+            count,
+            stride,
+            columns,
+            range,
+            target,
+            target_stride,
+            add,
+        };
+        has(CpuInstructions::Avx2).then_some(product)
+    }
+
+    pub(super) fn run(&self) {
+        let depth = self.columns.columns;
+        assert!(self.columns.in_bounds() && self.range.end <= self.columns.rows);
+        assert!(self.columns.column_stride == 1);
+        assert!(self.count == 0 || (self.count - 1) * self.stride + depth <= self.rows.len());
+        for first in self.range.clone().step_by(STEP) {
+            // SAFETY: the processor has AVX2, and the assertions keep rows and columns in bounds.
+            #[allow(unsafe_code)]
+            unsafe {
+                match (self.count, self.columns.numbers) {
+                    (1, Numbers::Singles(numbers)) => self.step::<f32, 1>(numbers, first),
+                    (1, Numbers::Halves(numbers)) => self.step::<bf16, 1>(numbers, first),
+                    (2, Numbers::Singles(numbers)) => self.step::<f32, 2>(numbers, first),
+                    (2, Numbers::Halves(numbers)) => self.step::<bf16, 2>(numbers, first),
+                    _ => {}
+                }
+            }
+        }
+    }
+
+    /// Multiplies the R rows by the columns of a step.
+    ///
+    /// # Safety
+    ///
+    /// The processor has AVX2 and FMA. The rows and the columns are in bounds.
+    #[target_feature(enable = "avx2,fma")]
+    #[allow(unsafe_code)]
+    unsafe fn step<T: Number, const R: usize>(&self, numbers: &[T], first: usize) {
+        let depth = self.columns.columns;
+        let stride = self.columns.row_stride;
+        let count = STEP.min(self.range.end - first);
+        // Lanes after the last column read that one.
+        let column = |at: usize| {
+            numbers
+                .as_ptr()
+                .wrapping_add((first + at.min(count - 1)) * stride)
+        };
+        let row = |row: usize| self.rows.as_ptr().wrapping_add(row * self.stride);
+        let target = |row: usize| {
+            self.target
+                .wrapping_add(row * self.target_stride + first - self.range.start)
+        };
+        let mut buffer = [[0f32; STEP]; R];
+        if self.add {
+            for (at, buffer) in buffer.iter_mut().enumerate() {
+                // SAFETY: the target has `count` entries here.
+                let target = unsafe { std::slice::from_raw_parts(target(at), count) };
+                buffer[..count].copy_from_slice(target);
+            }
+        }
+        let mut sums = [[_mm256_setzero_ps(); VECTORS]; R];
+        for (sums, buffer) in sums.iter_mut().zip(&buffer) {
+            for (v, sum) in sums.iter_mut().enumerate() {
+                // SAFETY: the buffer has whole vectors.
+                *sum = unsafe { _mm256_loadu_ps(buffer.as_ptr().add(v * LANES)) };
+            }
+        }
+        let of_square = LANES * T::IN_WORD;
+        let whole = depth / of_square * of_square;
+        for k in (0..whole).step_by(of_square) {
+            for v in 0..VECTORS {
+                // SAFETY: the words of the columns are in bounds, and so are those of the rows.
+                unsafe {
+                    let words = |at: usize| column(v * LANES + at).wrapping_add(k).cast::<f32>();
+                    let square = transposed(words);
+                    prefetch_next(column(v * LANES).wrapping_add(k), stride, STEP);
+                    for (at, &words) in square.iter().enumerate() {
+                        for number in 0..T::IN_WORD {
+                            let b = T::number(words, number);
+                            for r in 0..R {
+                                let a = row(r).add(k + at * T::IN_WORD + number);
+                                let a = _mm256_broadcast_ss(&*a);
+                                sums[r][v] = _mm256_fmadd_ps(a, b, sums[r][v]);
+                            }
+                        }
+                    }
+                }
+            }
+        }
+        for (sums, buffer) in sums.iter().zip(&mut buffer) {
+            for (v, &sum) in sums.iter().enumerate() {
+                // SAFETY: the buffer has whole vectors.
+                unsafe { _mm256_storeu_ps(buffer.as_mut_ptr().add(v * LANES), sum) };
+            }
+        }
+        for (r, buffer) in buffer.iter_mut().enumerate() {
+            for (at, sum) in buffer[..count].iter_mut().enumerate() {
+                for k in whole..depth {
+                    // SAFETY: the rows and the columns have these numbers.
+                    let (a, b) = unsafe { (*row(r).add(k), (*column(at).add(k)).wide()) };
+                    *sum = a.mul_add(b, *sum);
+                }
+            }
+            // SAFETY: the target has `count` entries here, which only this task writes.
+            let target = unsafe { std::slice::from_raw_parts_mut(target(r), count) };
+            target.copy_from_slice(&buffer[..count]);
+        }
+    }
+}
+
+/// A number of a column.
+trait Number: super::element::Element {
+    /// The numbers of a word.
+    const IN_WORD: usize;
+
+    /// Returns the first or second number of each word, in f32.
+    fn number(words: __m256, number: usize) -> __m256;
+}
+
+impl Number for f32 {
+    const IN_WORD: usize = 1;
+
+    #[inline(always)]
+    fn number(words: __m256, _: usize) -> __m256 {
+        words
+    }
+}
+
+impl Number for bf16 {
+    const IN_WORD: usize = 2;
+
+    /// A bf16 is the upper half of an f32.
+    #[inline(always)]
+    #[allow(unsafe_code)]
+    fn number(words: __m256, number: usize) -> __m256 {
+        // SAFETY: a `RowProduct` runs on processors with AVX2 only.
+        unsafe {
+            let pairs = _mm256_castps_si256(words);
+            _mm256_castsi256_ps(match number {
+                0 => _mm256_slli_epi32::<16>(pairs),
+                _ => _mm256_and_si256(pairs, _mm256_set1_epi32(!0xffff)),
+            })
+        }
+    }
+}
