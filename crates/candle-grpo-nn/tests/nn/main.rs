@@ -13,6 +13,7 @@ mod export;
 mod gguf;
 mod golden;
 mod gradients;
+mod instructions;
 mod lora;
 mod parameters;
 mod recorded;
