@@ -7,7 +7,7 @@ SECONDS ?= 60
 # The random cases of the tests. Another number draws others.
 export PROPTEST_RNG_SEED ?= 0
 
-.PHONY: help demo demo-short demo-llm demo-qlora eval-llm model test test-model test-vllm test-llama test-hub test-readers mpi test-mpi examples bench bench-raw bench-peers bench-breakdown bench-staleness bench-scaling sanitize fuzz fmt lint prose package wheel deny cuda-check cuda-test cuda-toolkit gpu-bundle ci
+.PHONY: help demo demo-short demo-llm demo-qlora eval-llm model test test-long test-model test-vllm test-llama test-hub test-readers mpi test-mpi examples bench bench-raw bench-peers bench-breakdown bench-staleness bench-scaling sanitize fuzz fmt lint prose package wheel deny cuda-check cuda-test cuda-toolkit gpu-bundle ci
 
 help: ## print this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/ -/'
@@ -37,10 +37,13 @@ model: ## download SmolLM2-135M-Instruct (93 MB) and convert it to a Hugging Fac
 	@scripts/model
 
 test: ## run every test, golden cases included
-	$(CARGO) test --release --locked --workspace
+	$(CARGO) test --locked --workspace
+
+test-long: ## the same with many random cases, killed processes and loads: an hour
+	CANDLE_GRPO_TEST_LONG=1 $(CARGO) test --locked --workspace
 
 test-model: ## run the tests that need the model of `make model`
-	$(CARGO) test --release --locked --workspace --test train real_model -- --ignored
+	$(CARGO) test --locked --workspace --test train real_model -- --ignored
 
 test-vllm: ## run the tests against a real vLLM, which it installs in .engines/ (docs/engines.md)
 	@CARGO="$(CARGO)" scripts/test-engine vllm
@@ -104,8 +107,8 @@ fmt: ## format the code and wrap comments at 100 columns
 
 lint: ## check formatting, clippy, rustdoc, licenses and prose; warnings are errors; needs python3
 	$(CARGO) fmt --all --check
-	$(CARGO) clippy --release --locked --workspace --all-targets -- -D warnings
-	RUSTDOCFLAGS="-D warnings" $(CARGO) doc --release --locked --workspace --no-deps
+	$(CARGO) clippy --locked --workspace --all-targets -- -D warnings
+	RUSTDOCFLAGS="-D warnings" $(CARGO) doc --locked --workspace --no-deps
 	scripts/licenses
 	scripts/prose
 

@@ -1,6 +1,6 @@
 """Compares the caches that `grpo` and `huggingface_hub` write, and reads each with the other program.
 
-    scripts/hub/compare.py target/release/grpo
+    scripts/hub/compare.py target/debug/grpo
 
 `scripts/test-hub` calls it. The model is a decoder with random weights and one token for each character.
 """

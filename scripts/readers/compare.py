@@ -1,6 +1,6 @@
 """Reads what `grpo convert` writes with transformers and llama-cpp-python, and compares the likeliest tokens.
 
-    scripts/readers/compare.py target/release/grpo target/models/SmolLM2-135M-Instruct
+    scripts/readers/compare.py target/debug/grpo target/models/SmolLM2-135M-Instruct
 
 `scripts/test-readers` calls it. A short run trains adapters, and `grpo convert` merges them. The library of each format then reads the
 prompt and the completion of `grpo sample`, and computes its likeliest token at each position. Where they differ, the library must find
