@@ -128,7 +128,9 @@ deny: ## check licenses, advisories and sources of dependencies; needs cargo-den
 	$(CARGO) deny --workspace check
 
 cuda-check: ## compile every kernel, run it on the CPU, and lint the feature cuda: needs no GPU
-	scripts/cuda-check
+	scripts/cuda-kernels
+	$(CARGO) test --locked --workspace --test on_host
+	scripts/cuda-lint
 
 cuda-test: ## run the tests on an emulated GPU: needs g++ and python3, and no GPU (docs/cuda.md)
 	scripts/cuda-test
