@@ -115,11 +115,8 @@ lint: ## check formatting, clippy, rustdoc, licenses and prose; warnings are err
 prose: ## check the prose against the rules in CONTRIBUTING.md; needs python3
 	scripts/prose
 
-# Cargo would reuse the extraction, and the build, of an earlier commit of this version.
-package: ## build each crate from its package, as on crates.io; publishes nothing
-	rm -rf $(foreach crate,$(wildcard crates/*/),"$(or $(CARGO_HOME),$(HOME)/.cargo)"/registry/src/-*/$(notdir $(crate:%/=%))-[0-9]*)
-	rm -rf "$(or $(CARGO_TARGET_DIR),target)"/debug/.fingerprint/candle-grpo-*
-	CARGO_PROFILE_DEV_DEBUG=false $(CARGO) package --locked --allow-dirty $(patsubst crates/%/,-p %,$(wildcard crates/*/))
+package: ## compile each crate from its package, as on crates.io; publishes nothing
+	@CARGO="$(CARGO)" scripts/package
 
 wheel: ## build a Python wheel with the program grpo in target/wheels/, and try it; installs maturin in .engines/ (docs/install.md)
 	@CARGO="$(CARGO)" scripts/wheel
