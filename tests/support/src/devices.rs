@@ -58,14 +58,29 @@ pub fn device() -> &'static Device {
     }
 }
 
-/// Returns the number of random cases of a test: `cases`, or a quarter if the GPU is emulated.
+/// Returns true if the tests that take long run too: if the variable `CANDLE_GRPO_TEST_LONG` is 1.
+///
+/// # Panics
+///
+/// Panics if the variable has another value than 0 and 1.
+pub fn is_long() -> bool {
+    match std::env::var("CANDLE_GRPO_TEST_LONG").as_deref() {
+        Err(_) | Ok("0") => false,
+        Ok("1") => true,
+        Ok(other) => panic!("CANDLE_GRPO_TEST_LONG: {other:?}, must be 0 or 1"),
+    }
+}
+
+/// Returns the number of cases of a test: `few`, or `many` if the variable `CANDLE_GRPO_TEST_LONG`
+/// is 1; a quarter if the GPU is emulated.
 ///
 /// The variable `CANDLE_GRPO_TEST_CASES` is an upper limit, for tools that slow down each launch.
 ///
 /// # Panics
 ///
-/// Panics if the variable is not a number.
-pub fn cases(cases: u32) -> u32 {
+/// Panics if `CANDLE_GRPO_TEST_CASES` is not a number, or `CANDLE_GRPO_TEST_LONG` neither 0 nor 1.
+pub fn cases(few: u32, many: u32) -> u32 {
+    let cases = if is_long() { many } else { few };
     let cases = match std::env::var("CANDLE_GRPO_TEST_CASES") {
         Ok(most) => match most.parse() {
             Ok(most) => cases.min(most),

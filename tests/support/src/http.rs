@@ -5,10 +5,8 @@ use std::io::{self, BufRead, BufReader, Write};
 use std::net::{Ipv4Addr, Shutdown, SocketAddr, TcpListener, TcpStream};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread::{self, JoinHandle};
-use std::time::Duration;
 
-/// A test that waits longer than this fails. No test waits for it to pass.
-const LIMIT: Duration = Duration::from_secs(120);
+use crate::WATCHDOG;
 
 /// A request that an [`HttpServer`] received.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -253,7 +251,7 @@ impl HttpServer {
     ///
     /// # Panics
     ///
-    /// If they do not within two minutes.
+    /// If they do not within [`WATCHDOG`].
     pub fn wait_for_requests(&self, condition: impl Fn(&[Request]) -> bool) {
         self.shared.wait(|state| condition(&state.requests));
     }
@@ -262,7 +260,7 @@ impl HttpServer {
     ///
     /// # Panics
     ///
-    /// If they are not within two minutes.
+    /// If they are not within [`WATCHDOG`].
     pub fn wait_until_held(&self, count: usize) {
         self.shared.wait(|state| state.held >= count);
     }
@@ -321,9 +319,9 @@ impl Shared {
     fn wait(&self, condition: impl Fn(&State) -> bool) {
         let (_state, timeout) = self
             .changed
-            .wait_timeout_while(self.state(), LIMIT, |state| !condition(state))
+            .wait_timeout_while(self.state(), WATCHDOG, |state| !condition(state))
             .unwrap_or_else(PoisonError::into_inner);
-        assert!(!timeout.timed_out(), "the server waited for {LIMIT:?}");
+        assert!(!timeout.timed_out(), "the server waited for {WATCHDOG:?}");
     }
 
     fn accept(self: &Arc<Self>, listener: &TcpListener) {

@@ -1,5 +1,5 @@
 //! Helpers for the tests and benchmarks of all crates: devices, inputs, comparisons, a
-//! server of HTTP, a hub, and ranks that are threads.
+//! server of HTTP, a hub, lines of other processes, and ranks that are threads.
 //!
 //! A test runs on every device:
 //!
@@ -19,6 +19,8 @@
 //! # Ok::<(), candle_core::Error>(())
 //! ```
 
+use std::time::Duration;
+
 mod compare;
 mod cuda_calls;
 mod decoder;
@@ -26,15 +28,25 @@ mod devices;
 mod gguf;
 mod http;
 mod hub;
+mod lines;
 mod noise;
+#[cfg(unix)]
+mod reserved_port;
 mod thread_ranks;
 
 pub use compare::{assert_close, gradient, message, numbers};
 pub use cuda_calls::CudaCalls;
 pub use decoder::TINY_DECODER;
-pub use devices::{cases, cuda, device, devices, stay_on_cpu};
+pub use devices::{cases, cuda, device, devices, is_long, stay_on_cpu};
 pub use gguf::gguf_bytes;
 pub use http::{ClosedPort, HttpServer, Reply, Request};
 pub use hub::{FakeHub, HubRepository};
+pub use lines::{Lines, named_pipe};
 pub use noise::{noise, noise_tensor, token_ids, words};
+#[cfg(unix)]
+pub use reserved_port::ReservedPort;
 pub use thread_ranks::on_ranks;
+
+/// The longest wait of a test for an event, long enough for any machine under any load. It ends a
+/// test that would otherwise never end. No test waits for it to pass.
+pub const WATCHDOG: Duration = Duration::from_secs(300);

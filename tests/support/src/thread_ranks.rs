@@ -2,15 +2,11 @@
 
 use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use std::thread;
-use std::time::Duration;
 
 use candle_core::{DType, Result, Tensor, bail};
 use candle_grpo_collective::Collective;
 
-use crate::stay_on_cpu;
-
-/// Long enough for any machine. It ends a test in which a rank does not take part.
-const LIMIT: Duration = Duration::from_secs(120);
+use crate::{WATCHDOG, stay_on_cpu};
 
 /// Runs `work` on each of `world_size` ranks at the same time. Returns their results, in the order
 /// of the ranks.
@@ -83,7 +79,7 @@ impl ThreadRank {
             let waited = self
                 .meeting
                 .changed
-                .wait_timeout_while(state, LIMIT, |state| !until(state));
+                .wait_timeout_while(state, WATCHDOG, |state| !until(state));
             let (state, waited) = waited.unwrap_or_else(PoisonError::into_inner);
             match waited.timed_out() {
                 true => bail!("{operation}: another rank has ended"),

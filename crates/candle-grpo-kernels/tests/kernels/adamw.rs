@@ -71,7 +71,7 @@ impl Held {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig::with_cases(cases(32)))]
+    #![proptest_config(ProptestConfig::with_cases(cases(12, 128)))]
     #[test]
     fn the_fused_path_equals_the_composed_twin_in_f64(
         lengths in lengths(),
@@ -135,7 +135,7 @@ fn quantized(len: usize, seed: u64, dtype: DType, master: bool, device: &Device)
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig::with_cases(cases(32)))]
+    #![proptest_config(ProptestConfig::with_cases(cases(12, 128)))]
     #[test]
     fn moments_in_blocks_follow_those_in_f32(
         lengths in lengths(),
@@ -260,7 +260,7 @@ fn a_master_keeps_steps_that_bf16_loses(
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig::with_cases(cases(32)))]
+    #![proptest_config(ProptestConfig::with_cases(cases(12, 128)))]
     #[test]
     fn a_gradient_may_have_any_layout(
         rows in 0usize..4,

@@ -10,7 +10,7 @@ use crate::strategies::dtypes;
 use crate::twin::noisy;
 
 proptest! {
-    #![proptest_config(ProptestConfig::with_cases(cases(48)))]
+    #![proptest_config(ProptestConfig::with_cases(cases(18, 192)))]
     #[test]
     fn each_sum_is_the_nearest_number(
         rows in 0usize..300,

@@ -27,7 +27,7 @@ fn borrowed(pairs: &[(Tensor, Tensor)]) -> Vec<(&Tensor, &Tensor)> {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig::with_cases(cases(48)))]
+    #![proptest_config(ProptestConfig::with_cases(cases(18, 192)))]
     #[test]
     fn each_row_has_its_bias(
         rows in 0usize..20,

@@ -10,7 +10,7 @@ use crate::strategies::dtypes;
 use crate::twin::{noisy, rounding};
 
 proptest! {
-    #![proptest_config(ProptestConfig::with_cases(cases(48)))]
+    #![proptest_config(ProptestConfig::with_cases(cases(18, 192)))]
     #[test]
     fn the_fused_path_equals_the_composed_twin_in_f64(
         m in 0usize..70,

@@ -91,7 +91,7 @@ fn gaps(batch: usize, total: usize, seed: u64) -> Result<Tensor> {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig::with_cases(cases(64)))]
+    #![proptest_config(ProptestConfig::with_cases(cases(24, 256)))]
     #[test]
     fn the_fused_path_equals_the_composed_twin_in_f64(
         batch in 0usize..4,
@@ -122,7 +122,7 @@ proptest! {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig::with_cases(cases(32)))]
+    #![proptest_config(ProptestConfig::with_cases(cases(12, 128)))]
     /// Packed sequences and single sequences give bit-identical results.
     #[test]
     fn packed_sequences_do_not_influence_each_other(

@@ -21,7 +21,7 @@ fn expected(x: &[f64], weight: &[f64]) -> Vec<f64> {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig::with_cases(cases(48)))]
+    #![proptest_config(ProptestConfig::with_cases(cases(18, 192)))]
     #[test]
     fn the_fused_path_equals_the_composed_twin_in_f64(
         prefixes in prefixes(0usize..9),

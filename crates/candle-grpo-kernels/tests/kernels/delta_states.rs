@@ -66,7 +66,7 @@ impl Rows {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig::with_cases(cases(32)))]
+    #![proptest_config(ProptestConfig::with_cases(cases(12, 128)))]
     #[test]
     fn passes_of_any_length_equal_the_whole_sequence(
         passes in prop::collection::vec(prop_oneof![Just(1usize), 1usize..70], 1..6),

@@ -33,7 +33,7 @@ fn block_types() -> impl Strategy<Value = GgmlDType> {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig::with_cases(cases(48)))]
+    #![proptest_config(ProptestConfig::with_cases(cases(18, 192)))]
 
     #[test]
     fn all_paths_equal_candle_bit_by_bit(

@@ -210,7 +210,7 @@ fn options() -> impl Strategy<Value = DrawOptions> {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig::with_cases(cases(32)))]
+    #![proptest_config(ProptestConfig::with_cases(cases(12, 128)))]
 
     #[test]
     fn a_draw_is_that_of_sorted_tokens(

@@ -19,7 +19,7 @@ fn check(ids: &Tensor, weight: &Tensor, layout: Layout) -> Result<()> {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig::with_cases(cases(48)))]
+    #![proptest_config(ProptestConfig::with_cases(cases(18, 192)))]
     #[test]
     fn the_fused_path_equals_the_composed_twin_in_f64(
         ids in prop::collection::vec(any::<u32>(), 1..40),
@@ -57,7 +57,7 @@ fn ids_may_have_any_shape() -> Result<()> {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig::with_cases(cases(32)))]
+    #![proptest_config(ProptestConfig::with_cases(cases(12, 128)))]
     #[test]
     fn gradients_are_added_to_a_sum(
         ids in prop::collection::vec(0u32..9, 0..30),

@@ -311,7 +311,7 @@ fn check(prefixes: &Prefixes, heads: DeltaHeads, inputs: &[Tensor; 3], seed: u64
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig::with_cases(cases(64)))]
+    #![proptest_config(ProptestConfig::with_cases(cases(24, 256)))]
     /// Chunks have 64 rows.
     #[test]
     fn results_and_gradients_equal_the_recurrence_in_f64(
@@ -338,7 +338,7 @@ proptest! {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig::with_cases(cases(32)))]
+    #![proptest_config(ProptestConfig::with_cases(cases(12, 128)))]
 
     /// A state that leaks to the next sequence changes its results. A GPU may sum in another order.
     #[test]

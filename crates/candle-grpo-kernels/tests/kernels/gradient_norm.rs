@@ -11,7 +11,7 @@ use crate::strategies::{dtypes, lengths};
 use crate::twin::noisy;
 
 proptest! {
-    #![proptest_config(ProptestConfig::with_cases(cases(32)))]
+    #![proptest_config(ProptestConfig::with_cases(cases(12, 128)))]
     #[test]
     fn the_fused_path_equals_the_composed_twin_in_f64(
         lengths in lengths(),
@@ -48,7 +48,7 @@ proptest! {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig::with_cases(cases(32)))]
+    #![proptest_config(ProptestConfig::with_cases(cases(12, 128)))]
     #[test]
     fn a_gradient_may_have_any_layout_and_size(
         shapes in prop::collection::vec(([0usize..4, 0usize..40], layouts()), 0..4),

@@ -10,7 +10,7 @@ use crate::strategies::dtypes;
 use crate::twin::noisy;
 
 proptest! {
-    #![proptest_config(ProptestConfig::with_cases(cases(48)))]
+    #![proptest_config(ProptestConfig::with_cases(cases(18, 192)))]
     #[test]
     fn queries_and_keys_are_rotated_as_each_alone(
         // More heads than a block of the kernel has.

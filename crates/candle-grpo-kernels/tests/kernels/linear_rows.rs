@@ -35,7 +35,7 @@ fn check(x: &Tensor, weights: &[Tensor]) -> Result<()> {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig::with_cases(cases(48)))]
+    #![proptest_config(ProptestConfig::with_cases(cases(18, 192)))]
 
     #[test]
     fn the_fused_path_equals_the_composed_twin_in_f64(

@@ -62,7 +62,7 @@ fn check_against_f64(
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig::with_cases(cases(48)))]
+    #![proptest_config(ProptestConfig::with_cases(cases(18, 192)))]
     #[test]
     fn the_fused_path_equals_the_composed_twin_in_f64(
         outer in prop::collection::vec(0usize..4, 1..3),

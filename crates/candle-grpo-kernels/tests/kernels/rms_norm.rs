@@ -11,7 +11,7 @@ use crate::strategies::dtypes;
 use crate::twin::{check_against_f64, check_gradient_alone, noisy, rounding};
 
 proptest! {
-    #![proptest_config(ProptestConfig::with_cases(cases(48)))]
+    #![proptest_config(ProptestConfig::with_cases(cases(18, 192)))]
     #[test]
     fn the_fused_path_equals_the_composed_twin_in_f64(
         (rows, width) in prop_oneof![
@@ -42,7 +42,7 @@ proptest! {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig::with_cases(cases(32)))]
+    #![proptest_config(ProptestConfig::with_cases(cases(12, 128)))]
 
     #[test]
     fn a_sum_and_its_norm_are_those_of_two_operations(

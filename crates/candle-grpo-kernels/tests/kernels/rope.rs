@@ -10,7 +10,7 @@ use crate::strategies::dtypes;
 use crate::twin::{check_against_f64, check_gradient_alone, noisy};
 
 proptest! {
-    #![proptest_config(ProptestConfig::with_cases(cases(48)))]
+    #![proptest_config(ProptestConfig::with_cases(cases(18, 192)))]
     #[test]
     fn the_fused_path_equals_the_composed_twin_in_f64(
         // More heads than a block of the kernel has.

@@ -10,7 +10,7 @@ use crate::strategies::dtypes;
 use crate::twin::noisy;
 
 proptest! {
-    #![proptest_config(ProptestConfig::with_cases(cases(32)))]
+    #![proptest_config(ProptestConfig::with_cases(cases(12, 128)))]
     #[test]
     fn rows_are_selected_and_summed(
         rows in prop::collection::vec(any::<u32>(), 1..40),

@@ -17,7 +17,7 @@ fn entries() -> impl Strategy<Value = Vec<f32>> {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig::with_cases(cases(64)))]
+    #![proptest_config(ProptestConfig::with_cases(cases(24, 256)))]
     #[test]
     fn the_entries_are_the_first_of_a_stable_sort(row in entries(), rows in 1usize..4, k in 1usize..150) {
         let width = row.len();

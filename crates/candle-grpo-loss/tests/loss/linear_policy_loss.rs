@@ -299,7 +299,7 @@ impl Random {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig::with_cases(cases(200)))]
+    #![proptest_config(ProptestConfig::with_cases(cases(75, 800)))]
     #[test]
     fn one_call_equals_the_composed_twins_in_f64(
         sizes in (

@@ -6,7 +6,7 @@ use proptest::prelude::*;
 use rstest::rstest;
 use rstest_reuse::apply;
 
-use candle_grpo_test_support::{device, message};
+use candle_grpo_test_support::{cases, device, message};
 
 use crate::small::{Family, config, each_family, lively, max_difference};
 
@@ -228,7 +228,7 @@ fn alone(decoder: &Decoder, before: &Chunks, after: &Chunks) -> Result<Vec<u32>>
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig::with_cases(24))]
+    #![proptest_config(ProptestConfig::with_cases(cases(10, 100)))]
 
     /// Sequences advance side by side, in any order and in chunks of any size.
     #[test]

@@ -16,7 +16,7 @@ use rstest::rstest;
 use rstest_reuse::apply;
 use tempfile::NamedTempFile;
 
-use candle_grpo_test_support::{device, gguf_bytes, message};
+use candle_grpo_test_support::{cases, device, gguf_bytes, message};
 
 use crate::small::{
     Family, bits, config, each_family, left_padded, lively, lively_tensors, max_difference,
@@ -829,7 +829,7 @@ fn a_header_with_wrong_sizes_is_refused(
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig::with_cases(300))]
+    #![proptest_config(ProptestConfig::with_cases(cases(100, 3000)))]
 
     /// A file with any changed bytes is read or refused.
     #[test]
