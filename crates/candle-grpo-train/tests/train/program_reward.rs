@@ -1,16 +1,29 @@
 //! Programs as reward functions, well behaved and not.
 
 use std::fs;
-use std::time::{Duration, Instant};
-
+use std::path::PathBuf;
 use std::process::{Command, Stdio};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Instant;
 
+use candle_grpo_test_support::{Lines, WATCHDOG, named_pipe};
 use candle_grpo_train::rewards::{OnFailure, ProgramConfig, ProgramReward, Score, ScoreFailure};
 use candle_grpo_train::{FinishReason, Interrupted, Progress, RewardFunction, Sample};
 use rstest::rstest;
 use serde_json::{Value, json};
+
+/// A limit in seconds that no program reaches. A test in which one does lasts longer than
+/// [`WATCHDOG`].
+const NEVER: f64 = 600.;
+
+/// A named pipe in a folder of its own. A script that has opened it shows that it runs.
+fn witness() -> (tempfile::TempDir, PathBuf, Lines) {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("witness");
+    let lines = Lines::of_named_pipe(&path);
+    (folder, path, lines)
+}
 
 fn config(command: &[&str], time_limit_seconds: f64) -> ProgramConfig {
     let config = json!({
@@ -52,7 +65,7 @@ fn error(reward: &ProgramReward, completions: &[&str]) -> String {
 fn a_program_keeps_running_between_batches() {
     let reward = program(
         r#"n=0; while read -r line; do echo "{\"id\": $n, \"score\": $n}"; n=$((n+1)); done"#,
-        20.,
+        NEVER,
     );
     assert_eq!(score(&reward, &["a", "b"]).unwrap(), [0., 1.]);
     assert_eq!(score(&reward, &["c"]).unwrap(), [2.]);
@@ -64,7 +77,7 @@ fn a_program_keeps_running_between_batches() {
 fn a_program_without_ids_is_started_for_each_batch() {
     let reward = program(
         r#"n=0; while read -r line; do n=$((n+1)); echo "{\"score\": $n}"; done"#,
-        20.,
+        NEVER,
     );
     assert_eq!(score(&reward, &["a", "b"]).unwrap(), [1., 2.]);
     assert_eq!(score(&reward, &["c"]).unwrap(), [1.]);
@@ -75,25 +88,19 @@ fn a_program_without_ids_is_started_for_each_batch() {
 /// Two scores are there early: that of no request, and the first. The last one is slow.
 #[test]
 fn an_additional_line_is_an_error_before_a_slow_last_score() {
-    for delay in ["0.1", "1"] {
-        let reward = program(
-            &format!(
-                "read -r line; echo 7; echo 1; read -r line; sleep {delay}; echo 2; cat > /dev/null"
-            ),
-            20.,
-        );
-        let error = error(&reward, &["a", "b"]);
-        assert!(
-            error.contains("wrote \"2\" after the last answer"),
-            "{error}"
-        );
-    }
+    let script = "read -r line; echo 7; echo 1; read -r line; sleep 0.1; echo 2; cat > /dev/null";
+    let error = error(&program(script, NEVER), &["a", "b"]);
+    assert!(
+        error.contains("wrote \"2\" after the last answer"),
+        "{error}"
+    );
 }
 
 #[test]
 fn a_program_without_ids_must_end_with_its_input() {
-    let reward = program("read -r line; echo 1; sleep 600", 0.5);
-    let error = error(&reward, &["a"]);
+    let mut config = config(&["sh", "-c", "read -r line; echo 1; sleep 600"], 0.2);
+    config.start_limit_seconds = NEVER;
+    let error = error(&ProgramReward::new(config).unwrap(), &["a"]);
     assert!(
         error.contains("must end with its input, or echo the \"id\""),
         "{error}"
@@ -109,7 +116,7 @@ fn a_request_has_everything_about_a_completion() {
             "while read -r line; do printf '%s\\n' \"$line\" >> {}; echo 0.5; done",
             seen.display()
         ),
-        20.,
+        NEVER,
     );
     assert_eq!(score(&reward, &["two\nlines"]).unwrap(), [0.5]);
     let line: Value = serde_json::from_str(&fs::read_to_string(seen).unwrap()).unwrap();
@@ -121,7 +128,7 @@ fn a_request_has_everything_about_a_completion() {
 
 #[test]
 fn an_error_shows_the_status_and_the_end_of_stderr() {
-    let reward = program("echo no such module >&2; exit 3", 20.);
+    let reward = program("echo no such module >&2; exit 3", NEVER);
     let error = error(&reward, &["a"]);
     for words in [
         "failed with every completion so far",
@@ -143,18 +150,16 @@ fn scores_without_ids_do_not_count_if_the_program_ends() {
     );
     // The score of the first run does not count.
     assert_eq!(
-        score(&program(&script, 20.), &["a", "b"]).unwrap(),
+        score(&program(&script, NEVER), &["a", "b"]).unwrap(),
         [1., 1.]
     );
 }
 
 #[test]
 fn a_program_that_takes_too_long_is_killed_with_its_children() {
-    let folder = tempfile::tempdir().unwrap();
-    let pid = folder.path().join("pid");
-    let script = format!("sleep 600 & echo $! > {}; wait", pid.display());
+    let (_folder, path, lines) = witness();
+    let script = format!("exec 3> {}; sleep 600 & wait", path.display());
     let reward = program(&script, 0.5);
-    let began = Instant::now();
     let error = error(&reward, &["a"]);
     assert!(
         error.contains(
@@ -162,9 +167,8 @@ fn a_program_that_takes_too_long_is_killed_with_its_children() {
         ),
         "{error}"
     );
-    assert!(began.elapsed() < Duration::from_secs(60));
-    let pid: u32 = fs::read_to_string(pid).unwrap().trim().parse().unwrap();
-    assert!(ends(pid), "the process {pid} that it started still runs");
+    // The program and its child have closed it.
+    lines.wait_for_end();
 }
 
 #[test]
@@ -182,20 +186,8 @@ fn a_program_that_reads_all_its_input_first_is_told_to_answer_each_line() {
 
 #[test]
 fn a_program_that_ends_after_each_answer_is_started_for_each_completion() {
-    let reward = program("read -r line; echo 1", 20.);
+    let reward = program("read -r line; echo 1", NEVER);
     assert_eq!(score(&reward, &["a", "b"]).unwrap(), [1., 1.]);
-}
-
-/// Returns true if the process ends within a few seconds, reaped by its parent or not.
-fn ends(pid: u32) -> bool {
-    let deadline = Instant::now() + Duration::from_secs(10);
-    while Instant::now() < deadline {
-        match fs::read_to_string(format!("/proc/{pid}/stat")) {
-            Ok(stat) if !stat.contains(") Z ") => std::thread::sleep(Duration::from_millis(20)),
-            _ => return true,
-        }
-    }
-    false
 }
 
 #[test]
@@ -203,7 +195,7 @@ fn full_pipes_do_not_block() {
     // More than a pipe holds goes in before anything comes out, and more than a pipe holds comes
     // out of stderr.
     let script = r#"head -n 300 > /dev/null; yes complaint | head -c 300000 >&2; for i in $(seq 300); do echo 2; done; cat > /dev/null"#;
-    let reward = program(script, 60.);
+    let reward = program(script, NEVER);
     let long = "x".repeat(2000);
     assert_eq!(
         score(&reward, &vec![long.as_str(); 300]).unwrap(),
@@ -228,7 +220,7 @@ for line in sys.stdin:
 "#;
 
 fn python(script: &str) -> ProgramReward {
-    ProgramReward::new(config(&["python3", "-c", script], 60.)).unwrap()
+    ProgramReward::new(config(&["python3", "-c", script], NEVER)).unwrap()
 }
 
 #[test]
@@ -271,7 +263,7 @@ fn a_wrong_id_is_an_error() {
 fn ids_in_some_answers_only_are_an_error() {
     let reward = program(
         r#"read -r line; echo '{"id": 0, "score": 1}'; read -r line; echo 1; cat > /dev/null"#,
-        20.,
+        NEVER,
     );
     let error = error(&reward, &["a", "b"]);
     assert!(
@@ -283,7 +275,7 @@ fn ids_in_some_answers_only_are_an_error() {
 /// The batch has no scores, whenever the line comes.
 #[test]
 fn an_additional_line_is_an_error_of_its_batch() {
-    let delays = ["0", "0.005", "0.05", "0.3"];
+    let delays = ["0", "0.005", "0.05"];
     let scripts = [
         // Before the first request.
         "echo 7; sleep DELAY; while read -r line; do echo 1; done",
@@ -296,7 +288,7 @@ fn an_additional_line_is_an_error_of_its_batch() {
     ];
     for script in scripts {
         for delay in delays {
-            let reward = program(&script.replace("DELAY", delay), 20.);
+            let reward = program(&script.replace("DELAY", delay), NEVER);
             let error = error(&reward, &["a", "b"]);
             assert!(
                 error.contains("wrote \"7\"") || error.contains("wrote \"1\""),
@@ -308,7 +300,7 @@ fn an_additional_line_is_an_error_of_its_batch() {
 
 #[test]
 fn two_lines_for_each_request_are_an_error_at_the_first_batch() {
-    let reward = program("while read -r line; do echo 1; echo 7; done", 20.);
+    let reward = program("while read -r line; do echo 1; echo 7; done", NEVER);
     let error = error(&reward, &["a", "b"]);
     assert!(
         error.contains("after the last answer of a batch"),
@@ -330,7 +322,7 @@ fn an_additional_line_among_answers_with_ids_is_an_error_at_once() {
 fn a_correct_program_finishes_without_an_error() {
     for reward in [
         python(ECHO),
-        program("while read -r line; do echo 1; done", 20.),
+        program("while read -r line; do echo 1; done", NEVER),
     ] {
         score(&reward, &["a", "b"]).unwrap();
         reward.finish().unwrap();
@@ -349,7 +341,7 @@ fn output_that_is_no_line_is_an_error() {
             "a line of more than 1 MiB",
         ),
     ] {
-        let error = error(&program(script, 20.), &["a"]);
+        let error = error(&program(script, NEVER), &["a"]);
         assert!(error.contains(words), "{words:?} in {error}");
     }
 }
@@ -366,25 +358,27 @@ impl Progress for Stop {
 
 #[test]
 fn a_stop_request_waits_for_a_hanging_program_only_for_a_grace_period() {
-    let mut reward = program("sleep 600", 600.);
+    let (_folder, path, lines) = witness();
+    let script = format!("exec 3> {}; echo runs >&3; sleep 600", path.display());
+    let mut reward = program(&script, NEVER);
     let stop = Arc::new(Stop::default());
     reward.set_progress(stop.clone());
     let begun = Instant::now();
     let scored = std::thread::scope(|scope| {
         scope.spawn(|| {
-            std::thread::sleep(Duration::from_millis(200));
+            lines.line();
             stop.0.store(true, Ordering::SeqCst);
         });
         score(&reward, &["a"])
     });
     let error = scored.unwrap_err();
     assert!(error.is::<Interrupted>(), "{error:#}");
-    assert!(begun.elapsed() < Duration::from_secs(60));
+    assert!(begun.elapsed() < WATCHDOG);
 }
 
 #[test]
 fn scores_that_come_within_the_grace_period_count() {
-    let mut reward = program("sleep 1; while read -r line; do echo 1; done", 600.);
+    let mut reward = program("while read -r line; do echo 1; done", NEVER);
     let stop = Arc::new(Stop::default());
     stop.0.store(true, Ordering::SeqCst);
     reward.set_progress(stop);
@@ -394,43 +388,30 @@ fn scores_that_come_within_the_grace_period_count() {
 /// This test program starts itself, as a process that has a reward program and is killed.
 #[test]
 fn a_program_and_its_children_end_with_a_process_that_is_killed() {
-    const CHILD: &str = "CANDLE_GRPO_TEST_PIDS";
-    if let Some(folder) = std::env::var_os(CHILD) {
+    const CHILD: &str = "CANDLE_GRPO_TEST_WITNESS";
+    if let Some(path) = std::env::var_os(CHILD) {
         let script = format!(
-            "sleep 600 & echo $! > {0}/child; echo $$ > {0}/program; exec sleep 600",
-            folder.to_string_lossy()
+            "exec 3> {}; sleep 600 & echo both run >&3; exec sleep 600",
+            path.to_string_lossy()
         );
-        let _reward = program(&script, 600.);
-        std::thread::sleep(Duration::from_secs(600));
+        // It is killed before there is a score.
+        score(&program(&script, NEVER), &["a"]).unwrap_err();
     }
-    let folder = tempfile::tempdir().unwrap();
+    let (_folder, path, lines) = witness();
     let mut process = Command::new(std::env::current_exe().unwrap())
         .args([
             "--exact",
             "program_reward::a_program_and_its_children_end_with_a_process_that_is_killed",
         ])
-        .env(CHILD, folder.path())
+        .env(CHILD, path)
         .stdout(Stdio::null())
         .stderr(Stdio::null())
         .spawn()
         .unwrap();
-    let pid = |name: &str| -> u32 {
-        let begun = Instant::now();
-        loop {
-            let text = fs::read_to_string(folder.path().join(name)).unwrap_or_default();
-            if let Some(pid) = text.strip_suffix('\n') {
-                return pid.parse().unwrap();
-            }
-            assert!(begun.elapsed() < Duration::from_secs(60), "no {name}");
-            std::thread::sleep(Duration::from_millis(5));
-        }
-    };
-    let pids = [pid("child"), pid("program")];
+    lines.line();
     process.kill().unwrap();
     process.wait().unwrap();
-    for pid in pids {
-        assert!(ends(pid), "the process {pid} still runs");
-    }
+    lines.wait_for_end();
 }
 
 #[test]
@@ -440,21 +421,25 @@ fn a_missing_program_is_an_error_before_the_first_batch() {
     assert!(error.contains("starting \"/no/such/program\""), "{error}");
 }
 
-/// Echoes the id. A completion decides: it hangs, crashes, has no score, or that of its length.
+/// Echoes the id. A completion decides: it hangs, crashes, has no score, or that of its length. A
+/// shell starts at once, so that short limits are those of completions that hang.
 const HOSTILE: &str = r#"
-import json, os, sys, time
-for line in sys.stdin:
-    sample = json.loads(line)
-    text = sample["completion"]
-    if text == "hang": time.sleep(600)
-    if text == "crash": os._exit(3)
-    score = None if text == "null" else len(text)
-    print(json.dumps({"id": sample["id"], "score": score}), flush=True)
+while read -r line; do
+  id=${line##*'"id":'} id=${id%%[,\}]*}
+  text=${line#*'"completion":"'} text=${text%%'"'*}
+  score=${#text}
+  case $text in
+    hang) sleep 600;;
+    crash) exit 3;;
+    null) score=null;;
+  esac
+  echo "{\"id\": $id, \"score\": $score}"
+done
 "#;
 
 fn hostile(change: impl FnOnce(&mut ProgramConfig)) -> ProgramReward {
-    let mut config = config(&["python3", "-c", HOSTILE], 0.5);
-    config.start_limit_seconds = 5.;
+    let mut config = config(&["sh", "-c", HOSTILE], 1.);
+    config.start_limit_seconds = 1.;
     change(&mut config);
     ProgramReward::new(config).unwrap()
 }
@@ -500,24 +485,17 @@ fn completions_that_hang_or_crash_do_not_touch_the_others(
         OnFailure::Score => Score::from(-0.5),
         OnFailure::Exclude => Score::NONE,
     });
-    for _ in 0..2 {
-        assert_eq!(score(&reward, &COMPLETIONS).unwrap(), expected);
-    }
+    assert_eq!(score(&reward, &COMPLETIONS).unwrap(), expected);
+    assert_eq!(score(&reward, &["a", "bb"]).unwrap(), [1., 2.]);
     reward.finish().unwrap();
 }
 
 /// Its scores count only if its output has ended with them.
 #[test]
 fn a_program_without_ids_survives_completions_that_hang_or_crash() {
-    let script = HOSTILE.replace(
-        r#"json.dumps({"id": sample["id"], "score": score})"#,
-        "json.dumps(score)",
-    );
+    let script = HOSTILE.replace(r#""{\"id\": $id, \"score\": $score}""#, "$score");
     assert_ne!(script, HOSTILE);
-    let reward = hostile(|config| {
-        config.command[2] = script;
-        config.start_limit_seconds = 2.;
-    });
+    let reward = hostile(|config| config.command[2] = script);
     let expected = expected(Score::from(0.));
     assert_eq!(score(&reward, &COMPLETIONS).unwrap(), expected);
 }
@@ -536,24 +514,25 @@ fn a_program_that_fails_with_too_many_completions_in_a_row_is_an_error() {
 
 #[test]
 fn the_limit_is_that_of_each_completion_and_not_of_the_start() {
-    let slow = r#"sleep 1; while read -r line; do sleep 0.2; echo 1; done"#;
-    let mut config = config(&["sh", "-c", slow], 0.7);
-    config.start_limit_seconds = 60.;
+    let slow = r#"sleep 1.6; while read -r line; do sleep 0.2; echo 1; done"#;
+    let mut config = config(&["sh", "-c", slow], 1.5);
+    config.start_limit_seconds = NEVER;
     let reward = ProgramReward::new(config).unwrap();
-    assert_eq!(score(&reward, &["a"; 6]).unwrap(), [1.; 6]);
+    assert_eq!(score(&reward, &["a"; 8]).unwrap(), [1.; 8]);
 }
 
 #[test]
 fn workers_score_at_the_same_time() {
-    // Each process waits for a file of the other.
+    // Each end of a named pipe waits for the other.
     let folder = tempfile::tempdir().unwrap();
+    let pipe = folder.path().join("pipe");
+    named_pipe(&pipe);
     let script = format!(
-        r#"read -r line; case "$line" in *first*) own=a; other=b;; *) own=b; other=a;; esac
-        touch {0}/$own; while [ ! -e {0}/$other ]; do sleep 0.01; done
+        r#"read -r line; case "$line" in *first*) echo > {0};; *) read -r end < {0};; esac
         echo 1; cat > /dev/null"#,
-        folder.path().display()
+        pipe.display()
     );
-    let mut config = config(&["sh", "-c", &script], 20.);
+    let mut config = config(&["sh", "-c", &script], NEVER);
     config.workers = 2;
     let reward = ProgramReward::new(config).unwrap();
     assert_eq!(score(&reward, &["first", "second"]).unwrap(), [1.; 2]);

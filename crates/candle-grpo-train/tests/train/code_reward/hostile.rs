@@ -5,18 +5,19 @@ use std::net::TcpListener;
 use std::process::{Command, Stdio};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
+use candle_grpo_test_support::WATCHDOG;
 use candle_grpo_train::rewards::CodeReward;
 use candle_grpo_train::{Interrupted, Progress, RewardFunction};
 use serde_json::{Value, json};
 
-use super::{assert_ended, fenced, isolated, processes_with, score, scores, unique};
+use super::{NEVER, Witness, fenced, isolated, score, scores};
 
 const RIGHT: &str = "def f(n):\n    return n + 1";
 const TEST: &str = "assert f(1) == 2";
 
-/// Small limits. The time is that of a busy machine, if no test needs its end.
+/// Small limits. The time is [`NEVER`], unless the program ends with it.
 fn small(time_seconds: f64, more: Value) -> Option<CodeReward> {
     let mut options = json!({"limits": {
         "time_seconds": time_seconds,
@@ -45,8 +46,7 @@ fn passes(reward: &CodeReward, program: &str, test: &str) {
 
 #[test]
 fn the_number_of_processes_is_limited() {
-    let name = unique("bomb");
-    let Some(reward) = small(5., json!({"file": name})) else {
+    let Some(reward) = small(NEVER, json!({})) else {
         return;
     };
     // Bounded, so that it does no harm if the limit does not hold.
@@ -59,7 +59,7 @@ for _ in range(60):
     except OSError:
         break
     if pid == 0:
-        time.sleep(600)
+        time.sleep(6000)
     n += 1
 ";
     fails(&reward, count, "assert n >= 16");
@@ -69,22 +69,25 @@ import threading, time
 n = 0
 try:
     for _ in range(60):
-        threading.Thread(target=time.sleep, args=(600,), daemon=True).start()
+        threading.Thread(target=time.sleep, args=(6000,), daemon=True).start()
         n += 1
 except RuntimeError:
     pass
 ";
     fails(&reward, threads, "assert n >= 16");
     // It is bounded: now without an end.
-    let bomb = "import os\nprint('x', flush=True)\nwhile True:\n    try:\n        os.fork()\n    except OSError:\n        pass";
-    assert_eq!(score(&reward, bomb, json!([{"output": "x"}])), 0.);
-    assert_ended(&name);
+    let bomb = "print('x', flush=True)\nwhile True:\n    try:\n        os.fork()\n    except OSError:\n        pass";
+    let witness = Witness::new();
+    let short = small(1., json!({"visible": [witness.folder.path()]})).unwrap();
+    let bomb = witness.seen_by(bomb);
+    assert_eq!(score(&short, &bomb, json!([{"output": "x"}])), 0.);
+    witness.lines.wait_for_end();
     passes(&reward, RIGHT, TEST);
 }
 
 #[test]
 fn an_endless_loop_ends_with_the_cpu_time() {
-    let limits = json!({"limits": {"time_seconds": 600, "cpu_seconds": 1, "memory_mib": 256}});
+    let limits = json!({"limits": {"time_seconds": NEVER, "cpu_seconds": 1, "memory_mib": 256}});
     let Some(reward) = isolated(limits) else {
         return;
     };
@@ -96,29 +99,31 @@ fn an_endless_loop_ends_with_the_cpu_time() {
         "import signal\nsignal.signal(signal.SIGXCPU, signal.SIG_IGN)\nwhile True:\n    pass",
         "pass",
     );
-    assert!(begun.elapsed() < Duration::from_secs(300));
+    assert!(begun.elapsed() < WATCHDOG);
 }
 
 #[test]
 fn a_sleeping_program_ends_with_the_time() {
-    let name = unique("sleep");
-    let Some(reward) = small(1., json!({"file": name})) else {
+    let (first, second) = (Witness::new(), Witness::new());
+    let visible = [first.folder.path(), second.folder.path()];
+    let Some(reward) = small(1., json!({"visible": visible})) else {
         return;
     };
-    let begun = Instant::now();
-    assert_eq!(
-        score(&reward, "import time\ntime.sleep(600)", json!("pass")),
-        0.
+    let asleep = first.seen_by("import time\ntime.sleep(6000)");
+    assert_eq!(score(&reward, &asleep, json!("pass")), 0.);
+    // Its copy of the pipe stays open.
+    let closed = second.seen_by(
+        "import time\nos.dup2(witness, 200)\nprint('x', flush=True)\nos.closerange(0, 100)\ntime.sleep(6000)",
     );
-    let closed = "import os, time\nprint('x', flush=True)\nos.closerange(0, 100)\ntime.sleep(600)";
-    assert_eq!(score(&reward, closed, json!([{"output": "x"}])), 0.);
-    assert!(begun.elapsed() < Duration::from_secs(300));
-    assert_ended(&name);
+    assert_eq!(score(&reward, &closed, json!([{"output": "x"}])), 0.);
+    for witness in [first, second] {
+        witness.lines.wait_for_end();
+    }
 }
 
 #[test]
 fn memory_is_limited() {
-    let Some(reward) = small(60., json!({})) else {
+    let Some(reward) = small(NEVER, json!({})) else {
         return;
     };
     fails(
@@ -147,7 +152,7 @@ packed = b''.join(packer.compress(bytes(1 << 20)) for _ in range(600)) + packer.
 
 #[test]
 fn output_is_limited() {
-    let Some(reward) = small(120., json!({})) else {
+    let Some(reward) = small(NEVER, json!({})) else {
         return;
     };
     for stream in ["stdout", "stderr"] {
@@ -168,7 +173,7 @@ fn output_is_limited() {
 
 #[test]
 fn files_are_limited() {
-    let Some(reward) = small(60., json!({})) else {
+    let Some(reward) = small(NEVER, json!({})) else {
         return;
     };
     let one = "
@@ -214,7 +219,7 @@ with open('out', 'wb') as file:
 
 #[test]
 fn deep_nesting_is_an_error_of_the_program() {
-    let Some(reward) = small(60., json!({})) else {
+    let Some(reward) = small(NEVER, json!({})) else {
         return;
     };
     for (open, close) in [("(", ")"), ("[", "]"), ("-", ""), ("f(", ")"), ("not ", "")] {
@@ -235,11 +240,11 @@ fn deep_nesting_is_an_error_of_the_program() {
 
 #[test]
 fn other_processes_survive_a_program_that_kills() {
-    let Some(reward) = small(60., json!({})) else {
+    let Some(reward) = small(NEVER, json!({})) else {
         return;
     };
     let mut neighbor = Command::new("sleep")
-        .arg("600")
+        .arg("6000")
         .stdin(Stdio::null())
         .spawn()
         .unwrap();
@@ -262,7 +267,7 @@ fn other_processes_survive_a_program_that_kills() {
 
 #[test]
 fn there_is_no_network() {
-    let Some(reward) = small(60., json!({})) else {
+    let Some(reward) = small(NEVER, json!({})) else {
         return;
     };
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
@@ -285,12 +290,13 @@ fn there_is_no_network() {
 
 #[test]
 fn nothing_outlives_a_program() {
-    let name = unique("daemon");
-    let Some(reward) = small(60., json!({"file": name})) else {
+    let witness = Witness::new();
+    let visible = json!({"visible": [witness.folder.path()]});
+    let Some(reward) = small(NEVER, visible) else {
         return;
     };
     let program = "
-import os, signal, time
+import signal, time
 read, write = os.pipe()
 if os.fork() == 0:
     os.setsid()
@@ -301,19 +307,21 @@ if os.fork() == 0:
             pass
     if os.fork() == 0:
         os.write(write, b'x')
-        time.sleep(600)
+        time.sleep(6000)
     os._exit(0)
 os.read(read, 1)
 print('started')
 ";
-    assert_eq!(score(&reward, program, json!([{"output": "started"}])), 1.);
-    assert_ended(&name);
+    let program = witness.seen_by(program);
+    assert_eq!(score(&reward, &program, json!([{"output": "started"}])), 1.);
+    witness.lines.wait_for_end();
 }
 
 #[test]
 fn files_outside_the_folder_are_neither_read_nor_written() {
-    let name = unique("outside");
-    let Some(reward) = small(60., json!({"file": name})) else {
+    // No other folder has a file of this name.
+    let name = format!("outside_{}.py", std::process::id());
+    let Some(reward) = small(NEVER, json!({"file": name})) else {
         return;
     };
     let folder = tempfile::tempdir().unwrap();
@@ -381,7 +389,7 @@ fn files_outside_the_folder_are_neither_read_nor_written() {
 
 #[test]
 fn a_program_has_no_rights_and_no_secrets() {
-    let Some(reward) = small(60., json!({})) else {
+    let Some(reward) = small(NEVER, json!({})) else {
         return;
     };
     passes(
@@ -415,7 +423,7 @@ fn a_program_has_no_rights_and_no_secrets() {
 
 #[test]
 fn output_that_is_not_utf8_is_wrong() {
-    let Some(reward) = small(60., json!({})) else {
+    let Some(reward) = small(NEVER, json!({})) else {
         return;
     };
     let program = "import sys\nsys.stdout.buffer.write(b'\\xff\\xfe\\x00')";
@@ -430,7 +438,7 @@ fn output_that_is_not_utf8_is_wrong() {
 
 #[test]
 fn only_assertions_that_reach_their_end_pass() {
-    let Some(reward) = small(60., json!({})) else {
+    let Some(reward) = small(NEVER, json!({})) else {
         return;
     };
     let everywhere = "
@@ -464,7 +472,7 @@ for value in gc.get_objects():
         "import os\nfor n in range(300):\n    try:\n        os.write(n, b'0' * 32)\n    except OSError:\n        pass\nos._exit(0)",
         "import builtins, os\nbuiltins.exec = builtins.compile = lambda *a: None\nos._exit = lambda n: None",
         "import os\nos.read = lambda *a: b''\nos.write = lambda *a: 0",
-        "import threading, os\nthreading.Thread(target=os._exit, args=(0,)).start()\nimport time\ntime.sleep(5)",
+        "import threading, os\nthreading.Thread(target=os._exit, args=(0,)).start()\nimport time\ntime.sleep(6000)",
         &format!("{frames}{everywhere}"),
         &format!("{command}{everywhere}"),
         &format!(
@@ -501,25 +509,25 @@ impl Progress for Stop {
 
 #[test]
 fn a_canceled_run_stops_and_leaves_no_process() {
-    let name = unique("canceled");
-    let Some(mut reward) = small(600., json!({"file": name, "workers": 2})) else {
+    let witness = Witness::new();
+    let options = json!({"visible": [witness.folder.path()], "workers": 2});
+    let Some(mut reward) = small(NEVER, options) else {
         return;
     };
     let stop = Arc::new(Stop::default());
     reward.set_progress(stop.clone());
     let row = json!({"tests": [{"output": ""}]});
-    let completions = vec![(fenced("import time\ntime.sleep(600)"), row); 4];
+    let program = witness.seen_by("os.write(witness, b'runs\\n')\nimport time\ntime.sleep(6000)");
+    let completions = vec![(fenced(&program), row); 4];
     let begun = Instant::now();
     let error = std::thread::scope(|scope| {
         scope.spawn(|| {
-            while processes_with(&name).is_empty() && begun.elapsed() < Duration::from_secs(60) {
-                std::thread::sleep(Duration::from_millis(20));
-            }
+            witness.lines.line();
             stop.0.store(true, Ordering::SeqCst);
         });
         scores(&reward, &completions).unwrap_err()
     });
     assert!(error.is::<Interrupted>(), "{error:#}");
-    assert!(begun.elapsed() < Duration::from_secs(120));
-    assert_ended(&name);
+    assert!(begun.elapsed() < WATCHDOG);
+    witness.lines.wait_for_end();
 }

@@ -7,9 +7,10 @@ mod table;
 mod weak;
 
 use std::fs;
+use std::os::unix::fs::PermissionsExt;
 use std::sync::OnceLock;
-use std::time::{Duration, Instant};
 
+use candle_grpo_test_support::Lines;
 use candle_grpo_train::rewards::{CodeReward, Score};
 use candle_grpo_train::{FinishReason, RewardFunction, Sample};
 use serde_json::{Value, json};
@@ -22,8 +23,9 @@ fn python() -> Value {
     }
 }
 
+/// A reward with these options. The time is [`NEVER`] unless they have limits.
 fn with_options(options: Value) -> anyhow::Result<CodeReward> {
-    let mut all = json!({"python": python()});
+    let mut all = json!({"python": python(), "limits": {"time_seconds": NEVER}});
     let fields = options.as_object().unwrap().clone();
     all.as_object_mut().unwrap().extend(fields);
     CodeReward::new(serde_json::from_value(all).unwrap())
@@ -75,28 +77,28 @@ fn score(reward: &CodeReward, program: &str, tests: Value) -> f32 {
     scores(reward, &[completion]).unwrap()[0].value().unwrap()
 }
 
-/// The processes that have `word` among their arguments.
-fn processes_with(word: &str) -> Vec<String> {
-    let folders = fs::read_dir("/proc").unwrap();
-    let lines = folders.filter_map(|entry| fs::read(entry.ok()?.path().join("cmdline")).ok());
-    let lines = lines.map(|line| String::from_utf8_lossy(&line).replace('\0', " "));
-    lines.filter(|line| line.contains(word)).collect()
+/// A limit in seconds that no program reaches, also on a busy machine.
+const NEVER: f64 = 3000.;
+
+/// A named pipe that isolated programs can open. It ends with the last process that has it open.
+struct Witness {
+    folder: tempfile::TempDir,
+    lines: Lines,
 }
 
-/// Fails if such a process is still there after a minute. The system ends a killed process later
-/// than the call that kills it.
-fn assert_ended(word: &str) {
-    let begun = Instant::now();
-    while begun.elapsed() < Duration::from_secs(60) {
-        if processes_with(word).is_empty() {
-            return;
-        }
-        std::thread::sleep(Duration::from_millis(20));
+impl Witness {
+    fn new() -> Self {
+        let folder = tempfile::tempdir().unwrap();
+        let others_enter = fs::Permissions::from_mode(0o755);
+        fs::set_permissions(folder.path(), others_enter).unwrap();
+        let lines = Lines::of_named_pipe(&folder.path().join("pipe"));
+        Self { folder, lines }
     }
-    assert_eq!(processes_with(word), [""; 0]);
-}
 
-/// A name that no other test has.
-fn unique(name: &str) -> String {
-    format!("{name}_{}.py", std::process::id())
+    /// A program that opens the pipe as `witness` and goes on with `program`, whose processes have
+    /// it open too.
+    fn seen_by(&self, program: &str) -> String {
+        let path = self.folder.path().join("pipe");
+        format!("import os\nwitness = os.open({path:?}, os.O_WRONLY)\n{program}")
+    }
 }

@@ -2,14 +2,16 @@
 
 use std::process::{Command, Stdio};
 
+use candle_grpo_test_support::is_long;
 use serde_json::json;
 
-use super::{is_isolated, score, with_options};
+use super::{NEVER, is_isolated, score, with_options};
 
 const PART: &str = "CANDLE_GRPO_TEST_CODE";
 
-/// Runs tests of this file in a process with fewer rights. Returns false if that cannot start.
-fn again(launcher: &[&str], test: &str, part: &str) -> Option<bool> {
+/// Runs tests in a process with fewer rights. Returns `None` if that cannot start, and false if a
+/// test fails or no test has such a name.
+fn again(launcher: &[&str], tests: &[&str], part: &str) -> Option<bool> {
     let (name, arguments) = launcher.split_first().unwrap();
     let trial = Command::new(name)
         .args(arguments)
@@ -40,7 +42,8 @@ fn again(launcher: &[&str], test: &str, part: &str) -> Option<bool> {
     let output = Command::new(name)
         .args(arguments)
         .arg(&program)
-        .args([test, "--test-threads", "2", "--nocapture"])
+        .args(tests)
+        .args(["--test-threads", "2", "--nocapture"])
         .current_dir("/")
         .env(PART, part)
         .output()
@@ -63,10 +66,20 @@ fn limits_hold_for_users_without_rights() {
     ]
     .concat();
     // A system may deny it to users.
-    if again(&works, "no-such-test", "").is_none() {
+    if again(&works, &["no-such-test"], "").is_none() {
         return;
     }
-    assert_ne!(again(&user, "code_reward::hostile", "user"), Some(false));
+    // One test of each limit that root has in another way.
+    let few = [
+        "hostile::the_number_of_processes",
+        "hostile::files_are_limited",
+        "hostile::there_is_no_network",
+        "hostile::nothing_outlives",
+        "hostile::a_program_has_no_rights",
+    ];
+    let all = ["code_reward::hostile"];
+    let tests = if is_long() { &all[..] } else { &few };
+    assert_ne!(again(&user, tests, "user"), Some(false));
 }
 
 /// In it no namespaces can be made.
@@ -83,7 +96,7 @@ const WITHOUT_NAMESPACES: [&str; 6] = [
 fn a_machine_without_namespaces_warns_and_keeps_other_limits() {
     if std::env::var_os(PART).is_none() {
         let name = "code_reward::weak::a_machine_without_namespaces_warns_and_keeps_other_limits";
-        assert_ne!(again(&WITHOUT_NAMESPACES, name, "weak"), Some(false));
+        assert_ne!(again(&WITHOUT_NAMESPACES, &[name], "weak"), Some(false));
         return;
     }
     if std::env::var(PART).unwrap() != "weak" {
@@ -97,7 +110,7 @@ fn a_machine_without_namespaces_warns_and_keeps_other_limits() {
         error.starts_with("require_isolation: true, but programs are not isolated: "),
         "{error}"
     );
-    let limits = json!({"cpu_seconds": 1, "time_seconds": 3, "memory_mib": 256, "output_bytes": 65536, "disk_mib": 8});
+    let limits = json!({"cpu_seconds": 1, "time_seconds": NEVER, "memory_mib": 256, "output_bytes": 65536, "disk_mib": 8});
     let reward = with_options(json!({"limits": limits})).unwrap();
     let lacks = reward.missing_isolation().unwrap();
     assert!(
@@ -109,13 +122,12 @@ fn a_machine_without_namespaces_warns_and_keeps_other_limits() {
         (right, "assert f(1) == 2", 1.),
         (right, "assert f(1) == 3", 0.),
         ("while True:\n    pass", "pass", 0.),
-        ("import time\ntime.sleep(600)", "pass", 0.),
         ("x = bytearray(10 * 2**30)", "pass", 0.),
         ("for _ in range(100):\n    print('x' * 65536)", "pass", 0.),
         ("open('x', 'wb').write(bytes(40 << 20))", "pass", 0.),
         ("import os\nos._exit(0)", "pass", 0.),
         (
-            "import os\nif os.fork() == 0:\n    import time\n    time.sleep(600)",
+            "import os\nif os.fork() == 0:\n    import time\n    time.sleep(6000)",
             "pass",
             1.,
         ),
@@ -127,6 +139,9 @@ fn a_machine_without_namespaces_warns_and_keeps_other_limits() {
     ] {
         assert_eq!(score(&reward, program, json!(test)), expected, "{program}");
     }
+    let short = with_options(json!({"limits": {"time_seconds": 1}})).unwrap();
+    let asleep = "import time\ntime.sleep(6000)";
+    assert_eq!(score(&short, asleep, json!("pass")), 0.);
     assert_eq!(
         score(
             &reward,
