@@ -137,7 +137,7 @@ mod tests {
         let wait = move |(), stop: &AtomicBool| -> Result<Option<()>> {
             started.send(())?;
             while !stop.load(Ordering::Acquire) {
-                thread::sleep(POLL);
+                thread::yield_now();
             }
             sender.send(())?;
             Ok(None)

@@ -4,7 +4,6 @@ use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::sync::{Arc, Mutex};
-use std::time::Duration;
 
 use anyhow::{Result, bail, ensure};
 use candle_core::Device;
@@ -14,7 +13,7 @@ use candle_grpo_core::{
 use candle_grpo_loss::rollout::ImportanceWeight;
 use candle_grpo_loss::{Recipe, RolloutCorrection};
 use candle_grpo_nn::{LoraConfig, Parameters};
-use candle_grpo_test_support::device;
+use candle_grpo_test_support::{WATCHDOG, cases, device};
 use candle_grpo_train::data::ShuffledOrder;
 use candle_grpo_train::progress::{NoProgress, Phase};
 use candle_grpo_train::rewards::Score;
@@ -28,9 +27,6 @@ use rstest::rstest;
 use crate::common::{
     self, digest, pretrained, prompts, sampling, share_of_a, trainer, without_seconds,
 };
-
-/// Long enough for any machine. It ends a test that would otherwise never end.
-const NEVER: Duration = Duration::from_secs(300);
 
 fn config(max_staleness: usize) -> TrainConfig {
     let mut config = common::config();
@@ -234,7 +230,7 @@ fn with_frozen_weights_a_run_that_draws_ahead_is_the_synchronous_one(
     let mut synchronous = trainer(coarse, frozen(0)).with_generator(recorder.clone());
     let expected = of_training(steps(&mut synchronous, 8));
     let expected_draws = recorder.draws();
-    for seed in 0..4u64 {
+    for seed in 0..u64::from(cases(1, 8)) {
         let pauses = Arc::new(AtomicU64::new(seed));
         let pause = move || {
             let random = pauses.fetch_add(0x9e37_79b9_7f4a_7c15, Ordering::SeqCst);
@@ -315,7 +311,7 @@ struct Rendezvous {
 impl AdvantageEstimator for Rendezvous {
     fn estimate(&self, batch: &AdvantageBatch) -> candle_core::Result<Advantages> {
         let drawing = self.drawing.lock().unwrap();
-        assert_eq!(drawing.recv_timeout(NEVER).unwrap(), 2);
+        assert_eq!(drawing.recv_timeout(WATCHDOG).unwrap(), 2);
         self.training.send(()).unwrap();
         AdvantagePipeline::grpo().estimate(batch)
     }
@@ -329,7 +325,7 @@ fn completions_of_the_next_step_are_drawn_while_the_policy_trains() {
     let recorder = Recorder::new(move |stream, _| {
         if stream == 2 {
             drawing.lock().unwrap().send(stream)?;
-            trained.lock().unwrap().recv_timeout(NEVER)?;
+            trained.lock().unwrap().recv_timeout(WATCHDOG)?;
         }
         Ok(())
     });
@@ -402,7 +398,7 @@ impl Generator for Late {
 
     fn weights_changed(&self, weights: &PolicyWeights<'_>, progress: &dyn Progress) -> Result<()> {
         if weights.version == 1 {
-            self.released.lock().unwrap().recv_timeout(NEVER)?;
+            self.released.lock().unwrap().recv_timeout(WATCHDOG)?;
         }
         let values = values_of(&weights.merged()?);
         self.received
@@ -598,7 +594,7 @@ impl AdvantageEstimator for FailsDuringTransfer {
     fn estimate(&self, batch: &AdvantageBatch) -> candle_core::Result<Advantages> {
         if self.steps.fetch_add(1, Ordering::SeqCst) == 1 {
             let transfer = self.transfer.lock().unwrap();
-            transfer.recv_timeout(NEVER).unwrap();
+            transfer.recv_timeout(WATCHDOG).unwrap();
             candle_core::bail!("no advantages");
         }
         AdvantagePipeline::grpo().estimate(batch)
@@ -692,17 +688,19 @@ fn the_end_of_the_trainer_ends_the_thread() {
     });
     let mut trainer = trainer(digest, config(1)).with_generator(recorder.clone());
     trainer.step().unwrap();
-    assert_eq!(drawn.recv_timeout(NEVER).unwrap(), 2);
+    assert_eq!(drawn.recv_timeout(WATCHDOG).unwrap(), 2);
     drop(trainer);
     assert_eq!(Arc::strong_count(&recorder), 1);
 }
 
 #[test]
 fn the_end_of_the_trainer_ends_a_thread_that_waits_for_an_evaluation() {
-    let recorder = Recorder::new(|stream, _| {
-        // The evaluation begins long before the last of these steps is drawn.
-        if stream > 1 {
-            std::thread::sleep(Duration::from_millis(10));
+    let (evaluate, evaluation) = channel();
+    let evaluation = Mutex::new(evaluation);
+    let recorder = Recorder::new(move |stream, _| {
+        // The evaluation begins before most of the steps are drawn.
+        if stream == 3 {
+            evaluation.lock().unwrap().recv_timeout(WATCHDOG)?;
         }
         Ok(())
     });
@@ -711,13 +709,17 @@ fn the_end_of_the_trainer_ends_a_thread_that_waits_for_an_evaluation() {
     let run = std::thread::spawn(move || {
         let mut trainer = trainer(digest, config(200)).with_generator(own);
         trainer.step().unwrap();
+        evaluate.send(()).unwrap();
         drop(trainer.sampler(sampling()).unwrap());
-        // The thread finds the generator reserved.
-        std::thread::sleep(Duration::from_millis(50));
+        // The thread scores what it has drawn, and finds the generator reserved. It ends wherever
+        // it is.
+        for _ in 0..1000 {
+            std::thread::yield_now();
+        }
         drop(trainer);
         ended.send(()).unwrap();
     });
-    end.recv_timeout(NEVER).unwrap();
+    end.recv_timeout(WATCHDOG).unwrap();
     run.join().unwrap();
     assert!(recorder.draws().len() < 200);
     assert_eq!(Arc::strong_count(&recorder), 1);

@@ -3,6 +3,7 @@
 use std::path::Path;
 
 use anyhow::Result;
+use candle_grpo_test_support::cases;
 use candle_grpo_train::ChatTemplate;
 use candle_grpo_train::model::{Chat, SpecialToken, SpecialTokens, character_tokenizer};
 use proptest::prelude::*;
@@ -282,7 +283,7 @@ fn piece() -> impl Strategy<Value = String> {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig::with_cases(2000))]
+    #![proptest_config(ProptestConfig::with_cases(cases(500, 10_000)))]
 
     #[test]
     fn no_template_panics_or_runs_forever(pieces in prop::collection::vec(piece(), 0..12)) {

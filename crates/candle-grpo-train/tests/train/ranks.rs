@@ -10,7 +10,7 @@ use candle_grpo_loss::rollout::ImportanceWeight;
 use candle_grpo_loss::surrogate::{ClipCov, KlCov, Surrogate};
 use candle_grpo_loss::{Aggregation, KlLoss, PolicyLoss, Recipe, RolloutCorrection};
 use candle_grpo_nn::{DecoderConfig, LoraConfig, Parameters};
-use candle_grpo_test_support::{device, on_ranks, stay_on_cpu};
+use candle_grpo_test_support::{cases, device, on_ranks, stay_on_cpu};
 use candle_grpo_train::rollout::{Deliver, GenerationBatch, LocalGenerator, PolicyWeights};
 use candle_grpo_train::{
     ComputeDType, CriticConfig, Generator, Interrupted, Progress, Sample, SamplingConfig,
@@ -376,7 +376,7 @@ fn micro_batches_of_tokens_change_only_the_rounding(#[values(1, 30, 10_000)] tok
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig { cases: 6, ..ProptestConfig::default() })]
+    #![proptest_config(ProptestConfig::with_cases(cases(4, 60)))]
     #[test]
     fn any_split_is_that_of_one_rank(
         prompts_per_step in 1usize..6,

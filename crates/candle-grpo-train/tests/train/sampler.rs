@@ -7,7 +7,9 @@ use crate::common::{
 use candle_core::{IndexOp, Tensor};
 use candle_grpo_loss::PolicyLoss;
 use candle_grpo_nn::{AdamWConfig, Decoder, DecoderConfig, ModelType};
-use candle_grpo_test_support::{CudaCalls, assert_close, cuda, device, devices, stay_on_cpu};
+use candle_grpo_test_support::{
+    CudaCalls, assert_close, cases, cuda, device, devices, stay_on_cpu,
+};
 use candle_grpo_train::learn::rollout_log_probs;
 use candle_grpo_train::{
     Actor, ActorConfig, ComputeDType, FinishReason, Prompt, Rollout, Sampler, SamplingConfig,
@@ -418,7 +420,7 @@ fn said(rollout: &Rollout) -> (Vec<u32>, Vec<u32>, Vec<u32>, FinishReason) {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig::with_cases(32))]
+    #![proptest_config(ProptestConfig::with_cases(cases(12, 128)))]
 
     /// Batches of any prompts in any order, of any size, on any number of threads.
     #[test]

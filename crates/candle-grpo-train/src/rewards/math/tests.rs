@@ -1,7 +1,8 @@
 //! Tests of parsing and comparison together.
 
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
+use candle_grpo_test_support::WATCHDOG;
 use num_rational::BigRational;
 use proptest::prelude::*;
 use rstest::rstest;
@@ -392,7 +393,7 @@ proptest! {
             let _ = matches(text, "x^2+1");
             let _ = matches(&format!(r"\boxed{{{text}}}"), &format!(r"\boxed{{{text}}}"));
         }
-        prop_assert!(start.elapsed() < Duration::from_secs(10));
+        prop_assert!(start.elapsed() < WATCHDOG);
     }
 }
 
@@ -459,9 +460,8 @@ fn hostile_answers_end_soon() {
             let start = Instant::now();
             let _ = matches(&text, "7");
             let _ = matches(&text, &text);
-            let elapsed = start.elapsed();
             let shown: String = text.chars().take(40).collect();
-            assert!(elapsed < Duration::from_secs(20), "{shown}: {elapsed:?}");
+            assert!(start.elapsed() < WATCHDOG, "{shown}");
         }
     }
 }

@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::thread;
 
-use candle_grpo_test_support::{Reply, words};
+use candle_grpo_test_support::{Reply, cases, words};
 use candle_grpo_train::SamplingConfig;
 use candle_grpo_train::progress::NoProgress;
 use candle_grpo_train::rollout::{Engine, WeightSync};
@@ -13,9 +13,6 @@ use serde_json::json;
 use super::fake_server::Fault;
 use super::{Setup, draw, until_it_succeeds};
 use crate::common::sampling;
-
-/// The number of faults of each engine.
-const FAULTS: usize = 200;
 
 /// One of the faults that the servers of all engines may have.
 fn fault(number: u64) -> Fault {
@@ -87,7 +84,8 @@ fn survive_faults(engine: Engine, sync: WeightSync) {
     }
     let mut chances = words(engine as u64);
     let mut version = 0;
-    while faults.load(Ordering::Relaxed) < FAULTS {
+    // Two of each kind, on average.
+    while faults.load(Ordering::Relaxed) < cases(26, 400) as usize {
         version += 1;
         let policy = setup.policy(version);
         if let Err(error) = policy.push(&client) {

@@ -1,14 +1,11 @@
 //! Log-probs of given tokens from servers.
 
-use std::sync::Arc;
-use std::sync::atomic::{AtomicUsize, Ordering};
-use std::thread;
-use std::time::Duration;
+use std::sync::{Arc, Condvar, Mutex};
 
 use candle_core::Tensor;
 use candle_grpo_kernels::top_k;
 use candle_grpo_loss::{DistillationLoss, Recipe, Support};
-use candle_grpo_test_support::{Reply, device, stay_on_cpu};
+use candle_grpo_test_support::{Reply, WATCHDOG, device, stay_on_cpu};
 use candle_grpo_train::learn::{Reference, Teacher, TeacherDistributions};
 use candle_grpo_train::progress::NoProgress;
 use candle_grpo_train::rollout::engine::{
@@ -389,18 +386,23 @@ fn a_server_must_have_a_place_for_the_longest_sequence() {
 #[test]
 fn requests_are_at_the_same_time_whatever_the_micro_batches() {
     let setup = setup(Engine::Vllm, 1);
-    let (now, most) = (Arc::new(AtomicUsize::new(0)), Arc::new(AtomicUsize::new(0)));
-    let (path, counted) = (setup.draw_path(), Arc::clone(&most));
+    // The requests of a moment, and the most of any moment.
+    let counts = Arc::new((Mutex::new((0, 0)), Condvar::new()));
+    let (path, counted) = (setup.draw_path(), Arc::clone(&counts));
     setup.servers[0].set_faults(move |request| {
         if request.path() != path {
             return None;
         }
-        let running = now.fetch_add(1, Ordering::SeqCst) + 1;
-        counted.fetch_max(running, Ordering::SeqCst);
-        let now = Arc::clone(&now);
+        let counted = Arc::clone(&counted);
         Some(Fault::After(Box::new(move |reply| {
-            thread::sleep(Duration::from_millis(100));
-            now.fetch_sub(1, Ordering::SeqCst);
+            let (counts, changed) = &*counted;
+            let mut now = counts.lock().unwrap();
+            now.0 += 1;
+            now.1 = now.1.max(now.0);
+            changed.notify_all();
+            // The first answers come together.
+            let waited = changed.wait_timeout_while(now, WATCHDOG, |(_, most)| *most < 4);
+            waited.unwrap().0.0 -= 1;
             reply
         })))
     });
@@ -411,7 +413,7 @@ fn requests_are_at_the_same_time_whatever_the_micro_batches() {
     let teacher = ServerTeacher::new(&self::config(&setup)).unwrap();
     let mut trainer = trainer(digest, config).with_teacher(Arc::new(teacher));
     trainer.step().unwrap();
-    assert_eq!(most.load(Ordering::SeqCst), 4);
+    assert_eq!(counts.0.lock().unwrap().1, 4);
 }
 
 /// Cancels from the start.

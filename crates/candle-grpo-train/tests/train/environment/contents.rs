@@ -3,6 +3,7 @@
 use std::sync::{Arc, Mutex};
 
 use anyhow::Result;
+use candle_grpo_test_support::cases;
 use candle_grpo_train::environment::{
     Append, Environment, EnvironmentLimits, Environments, EpisodeEnd, EpisodeStart, Step, TextPart,
     Turn,
@@ -216,7 +217,7 @@ fn hostile() -> impl Strategy<Value = String> {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig::with_cases(100))]
+    #![proptest_config(ProptestConfig::with_cases(cases(50, 1000)))]
     #[test]
     fn no_content_has_special_tokens(hostile in hostile()) {
         for template in [CHATML, LLAMA, MISTRAL] {
