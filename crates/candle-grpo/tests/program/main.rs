@@ -19,6 +19,7 @@ mod mutation;
 mod overwrite;
 mod real_engines;
 mod report;
+mod running;
 mod session;
 mod sft;
 mod silent_errors;

@@ -2,13 +2,13 @@
 //! not finite.
 
 use std::fs;
-use std::path::Path;
-use std::process::Stdio;
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use candle_grpo::train::RunDir;
+use candle_grpo_test_support::{Lines, WATCHDOG};
 use rstest::rstest;
 
+use super::running::Running;
 use super::support::{CONFIG, command, folder, grpo, lines, said};
 
 /// The configuration with the program `reward.py`, which is `script`.
@@ -52,43 +52,13 @@ fn a_missing_reward_script_is_an_error_of_the_configuration() {
     }
 }
 
-/// Waits for a file that a reward program writes: its process ids.
-fn pids(folder: &Path) -> Vec<u32> {
-    let begun = Instant::now();
-    loop {
-        let text = fs::read_to_string(folder.join("pids")).unwrap_or_default();
-        if text.ends_with('\n') {
-            return text
-                .split_whitespace()
-                .map(|pid| pid.parse().unwrap())
-                .collect();
-        }
-        assert!(
-            begun.elapsed() < Duration::from_secs(60),
-            "it was not asked"
-        );
-        std::thread::sleep(Duration::from_millis(5));
-    }
-}
-
-fn ends(pid: u32) -> bool {
-    let begun = Instant::now();
-    while begun.elapsed() < Duration::from_secs(10) {
-        match fs::read_to_string(format!("/proc/{pid}/stat")) {
-            Ok(stat) if !stat.contains(") Z ") => std::thread::sleep(Duration::from_millis(10)),
-            _ => return true,
-        }
-    }
-    false
-}
-
-/// Starts a child, notes both process ids once it is asked, and never answers.
+/// Starts a child, reports that both run once it is asked, and never answers.
 const HANGING: &str = "
 import os, subprocess, sys, time
-child = subprocess.Popen(['sleep', '600'])
+witness = os.open('witness', os.O_WRONLY)
+subprocess.Popen(['sleep', '600'], pass_fds=[witness])
 sys.stdin.readline()
-with open('pids', 'w') as file:
-    file.write(f'{os.getpid()} {child.pid}\\n')
+os.write(witness, b'both run\\n')
 time.sleep(600)
 ";
 
@@ -101,20 +71,17 @@ fn a_hanging_reward_program_ends_with_the_run(#[case] signal: &str, #[case] code
     use nix::unistd::Pid;
 
     let folder = with_program(HANGING);
-    let mut command = command(folder.path(), &["train", "run.yaml"]);
-    command.stdout(Stdio::null()).stderr(Stdio::piped());
-    let child = command.spawn().unwrap();
-    let pids = pids(folder.path());
+    let witness = Lines::of_named_pipe(&folder.path().join("witness"));
+    let run = Running::start(command(folder.path(), &["train", "run.yaml"]));
+    witness.line();
     let begun = Instant::now();
     let signal: Signal = signal.parse().unwrap();
-    kill(Pid::from_raw(child.id() as i32), signal).unwrap();
-    let output = child.wait_with_output().unwrap();
+    kill(Pid::from_raw(run.id() as i32), signal).unwrap();
+    let (status, errors) = run.end();
     // The time limit of the reward is ten minutes.
-    assert!(begun.elapsed() < Duration::from_secs(60));
-    assert_eq!(output.status.code(), code, "{}", said(&output));
-    for pid in pids {
-        assert!(ends(pid), "the process {pid} still runs");
-    }
+    assert!(begun.elapsed() < WATCHDOG);
+    assert_eq!(status.code(), code, "{errors}");
+    witness.wait_for_end();
 }
 
 #[test]

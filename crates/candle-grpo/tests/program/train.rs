@@ -4,14 +4,15 @@
 use std::fs::{self, File};
 use std::io::{Seek, SeekFrom, Write};
 use std::path::Path;
-use std::process::{Child, Stdio};
-use std::time::{Duration, Instant};
+use std::process::{Command, Stdio};
 
 use candle_grpo::train::RunDir;
+use candle_grpo_test_support::{Lines, cases};
 use rstest::rstest;
 use serde_json::Value;
 
 use crate::models::write_reward_model;
+use crate::running::Running;
 use crate::support::{CONFIG, command, folder, grpo, lines, said, succeeds, write_model};
 
 /// Asserts that two runs have the same files, however often each was stopped.
@@ -141,33 +142,37 @@ fn training_raises_the_reward() {
     assert!(last > first + 0.3, "from {first} to {last}");
 }
 
-fn start(folder: &Path) -> Child {
-    let mut command = command(folder, &["train", "run.yaml", "--resume"]);
-    command.stdout(Stdio::null()).stderr(Stdio::piped());
-    command.spawn().unwrap()
+fn start(folder: &Path) -> Running {
+    Running::start(command(folder, &["train", "run.yaml", "--resume"]))
 }
 
 #[test]
-fn a_run_that_is_killed_twenty_times_ends_bit_identical() {
-    let whole = folder(CONFIG);
-    let begun = Instant::now();
-    succeeds(whole.path(), &["train", "run.yaml"]);
-    let time = begun.elapsed();
-
-    // It has no end while it is killed: before its first step, between checkpoints, while they are
-    // written.
+fn a_run_that_is_killed_again_and_again_ends_bit_identical() {
+    let (whole, killed) = (folder(CONFIG), folder(CONFIG));
+    // It has no end while it is killed.
     let set_steps = |folder: &Path, steps: usize| {
         let config = CONFIG.replace("max_steps: 12", &format!("max_steps: {steps}"));
         fs::write(folder.join("run.yaml"), config).unwrap();
     };
-    let killed = folder(CONFIG);
     set_steps(killed.path(), 1_000_000);
-    for i in 1..=20 {
-        let mut child = start(killed.path());
-        std::thread::sleep(time * i / 32);
-        child.kill().unwrap();
-        let output = child.wait_with_output().unwrap();
-        assert_eq!(output.status.code(), None, "{}", said(&output));
+    for i in 0..cases(10, 40) {
+        let run = start(killed.path());
+        match i % 5 {
+            // Before its first line.
+            0 => {}
+            // Before its first step.
+            1 => drop(run.lines.line()),
+            // Between checkpoints.
+            2 => drop(run.step()),
+            // While it writes a checkpoint, which follows the third step.
+            3 => while !run.step().is_multiple_of(3) {},
+            // After a checkpoint of this process.
+            _ => {
+                let first = run.step();
+                while run.step() <= first + 3 {}
+            }
+        }
+        run.kill();
     }
     let run = killed.path().join("run");
     let latest = RunDir::checkpoints(&run).latest().unwrap();
@@ -202,27 +207,15 @@ fn ctrl_c_saves_and_prints_how_to_resume() {
     set_steps(stopped.path(), 1_000_000);
     let child = start(stopped.path());
     let run = stopped.path().join("run");
-    let begun = Instant::now();
-    while fs::read_to_string(run.join("metrics.jsonl"))
-        .unwrap_or_default()
-        .lines()
-        .count()
-        < 2
-    {
-        assert!(
-            begun.elapsed() < Duration::from_secs(60),
-            "no step was made"
-        );
-        std::thread::sleep(Duration::from_millis(1));
-    }
+    while child.step() < 2 {}
     kill(Pid::from_raw(child.id() as i32), Signal::SIGINT).unwrap();
-    let output = child.wait_with_output().unwrap();
-    assert_eq!(output.status.code(), Some(7), "{}", said(&output));
+    let (status, errors) = child.end();
+    assert_eq!(status.code(), Some(7), "{errors}");
     for words in [
         "stopping; press Ctrl-C again to stop without saving",
         "to go on: grpo train run.yaml --resume",
     ] {
-        assert!(said(&output).contains(words), "{}", said(&output));
+        assert!(errors.contains(words), "{errors}");
     }
     let latest = RunDir::checkpoints(&run).latest().unwrap();
     let steps = latest.checkpoint.expect("nothing was saved").step + 3;
@@ -233,29 +226,13 @@ fn ctrl_c_saves_and_prints_how_to_resume() {
     assert_same_run(stopped.path(), whole.path(), steps);
 }
 
-/// Waits until a run has made a step, sends it a signal and returns what it printed.
+/// Starts a run, and sends it a signal after its first step.
 #[cfg(unix)]
-fn signaled(
-    mut command: std::process::Command,
-    run: &Path,
-    signal: nix::sys::signal::Signal,
-) -> Child {
-    use nix::sys::signal::kill;
-    use nix::unistd::Pid;
-
-    command.stdout(Stdio::null()).stderr(Stdio::piped());
-    let child = command.spawn().unwrap();
-    let metrics = run.join("metrics.jsonl");
-    let begun = Instant::now();
-    while fs::read_to_string(&metrics).unwrap_or_default().is_empty() {
-        assert!(
-            begun.elapsed() < Duration::from_secs(60),
-            "no step was made"
-        );
-        std::thread::sleep(Duration::from_millis(1));
-    }
-    kill(Pid::from_raw(child.id() as i32), signal).unwrap();
-    child
+fn signaled(command: Command, signal: nix::sys::signal::Signal) -> Running {
+    let run = Running::start(command);
+    run.step();
+    nix::sys::signal::kill(nix::unistd::Pid::from_raw(run.id() as i32), signal).unwrap();
+    run
 }
 
 #[cfg(unix)]
@@ -271,15 +248,15 @@ fn the_end_of_the_terminal_saves_like_a_request_to_terminate() {
     for signal in [SIGHUP, SIGTERM] {
         let folder = folder(&CONFIG.replace("max_steps: 12", "max_steps: 1000000"));
         let run = folder.path().join("run");
-        let child = signaled(command(folder.path(), &["train", "run.yaml"]), &run, signal);
+        let child = signaled(command(folder.path(), &["train", "run.yaml"]), signal);
         if signal == SIGHUP {
             // The shell and the system each send one.
             let again =
                 nix::sys::signal::kill(nix::unistd::Pid::from_raw(child.id() as i32), signal);
             again.unwrap();
         }
-        let output = child.wait_with_output().unwrap();
-        assert_eq!(output.status.code(), Some(7), "{}", said(&output));
+        let (status, errors) = child.end();
+        assert_eq!(status.code(), Some(7), "{errors}");
         assert!(
             RunDir::checkpoints(&run)
                 .latest()
@@ -298,23 +275,16 @@ fn an_ignored_hangup_stays_ignored() {
     use nix::unistd::Pid;
 
     let folder = folder(&CONFIG.replace("max_steps: 12", "max_steps: 1000000"));
-    let run = folder.path().join("run");
-    let mut shell = std::process::Command::new("sh");
+    let mut shell = Command::new("sh");
     let script = "trap '' HUP; exec \"$0\" train run.yaml";
     shell.current_dir(folder.path());
     shell.args(["-c", script, env!("CARGO_BIN_EXE_grpo")]);
-    let child = signaled(shell, &run, Signal::SIGHUP);
-    let steps = || lines(&run.join("metrics.jsonl")).len();
-    let (before, begun) = (steps(), Instant::now());
-    while steps() < before + 3 {
-        assert!(
-            begun.elapsed() < Duration::from_secs(60),
-            "the run has stopped"
-        );
-        std::thread::sleep(Duration::from_millis(1));
-    }
+    let child = signaled(shell, Signal::SIGHUP);
+    let before = child.step();
+    while child.step() < before + 3 {}
     kill(Pid::from_raw(child.id() as i32), Signal::SIGINT).unwrap();
-    assert_eq!(child.wait_with_output().unwrap().status.code(), Some(7));
+    let (status, errors) = child.end();
+    assert_eq!(status.code(), Some(7), "{errors}");
 }
 
 #[test]
@@ -476,15 +446,8 @@ fn a_run_folder_is_a_model_if_it_has_one_checkpoint() {
 #[test]
 fn a_second_program_cannot_open_a_run() {
     let folder = folder(&CONFIG.replace("max_steps: 12", "max_steps: 100000"));
-    let mut first = start(folder.path());
-    let begun = Instant::now();
-    while !RunDir::is_run(&folder.path().join("run")) {
-        assert!(
-            begun.elapsed() < Duration::from_secs(60),
-            "the run has not begun"
-        );
-        std::thread::sleep(Duration::from_millis(5));
-    }
+    let first = start(folder.path());
+    first.lines.line();
     for how in ["--resume", "--replace"] {
         let second = grpo(folder.path(), &["train", "run.yaml", how]);
         assert_eq!(second.status.code(), Some(1), "{}", said(&second));
@@ -494,8 +457,7 @@ fn a_second_program_cannot_open_a_run() {
             said(&second)
         );
     }
-    first.kill().unwrap();
-    first.wait().unwrap();
+    first.kill();
 }
 
 #[test]
@@ -553,7 +515,7 @@ fn several_ranks_need_a_feature() {
     assert!(!folder.path().join("run").exists());
 }
 
-/// Hangs with about one of a hundred completions, and notes each time.
+/// Hangs with about one of a hundred completions, and reports it.
 const HANGS: &str = r#"
 import json, sys, time, zlib
 for line in sys.stdin:
@@ -575,7 +537,7 @@ fn a_run_whose_reward_hangs_finishes_and_resumes_bit_identically(
     #[case] workers: usize,
 ) {
     let reward = format!(
-        "{{kind: program, command: [python3, reward.py], time_limit_seconds: 0.3, \
+        "{{kind: program, command: [python3, reward.py], time_limit_seconds: 1, \
          on_timeout: {on_timeout}, timeout_score: -1, workers: {workers}}}"
     );
     let config = CONFIG
@@ -600,26 +562,19 @@ fn a_run_whose_reward_hangs_finishes_and_resumes_bit_identically(
     assert_eq!((count("crashes"), count("excluded")), (0, excluded));
 
     // It is killed while its program hangs, after the first checkpoint.
-    let mut child = start(killed.path());
-    let hangs = || fs::read_to_string(killed.path().join("hangs")).unwrap_or_default();
-    let begun = Instant::now();
-    let mut before = hangs();
-    loop {
-        let saved = RunDir::checkpoints(&killed.path().join("run")).latest();
-        let is_saved = saved.is_ok_and(|latest| latest.checkpoint.is_some());
-        let now = hangs();
-        if is_saved && now != before {
-            break;
-        }
-        before = now;
-        assert!(
-            begun.elapsed() < Duration::from_secs(60),
-            "it does not hang"
-        );
-        std::thread::sleep(Duration::from_millis(1));
+    let hangs = Lines::of_named_pipe(&killed.path().join("hangs"));
+    let run = start(killed.path());
+    let checkpoints = RunDir::checkpoints(&killed.path().join("run"));
+    let is_saved = || {
+        checkpoints
+            .latest()
+            .is_ok_and(|latest| latest.checkpoint.is_some())
+    };
+    hangs.line();
+    while !is_saved() {
+        hangs.line();
     }
-    child.kill().unwrap();
-    child.wait().unwrap();
+    run.kill();
     succeeds(killed.path(), &["train", "run.yaml", "--resume"]);
     assert_same_run(killed.path(), whole.path(), 20);
 }

@@ -10,7 +10,7 @@ use candle_grpo::nn::{DecoderConfig, GgufDType, Parameters};
 use candle_grpo::train::Pretrained;
 use serde_json::{Value, json};
 
-use super::{Server, free_port, model, rewards, write_config};
+use super::{Server, model, rewards, write_config};
 use crate::support::{lines, succeeds};
 
 fn start() -> Server {
@@ -18,7 +18,7 @@ fn start() -> Server {
 }
 
 fn serve(file: &Path) -> Server {
-    Server::start("llama-server", file, free_port())
+    Server::start("llama-server", file)
 }
 
 #[test]

@@ -5,46 +5,55 @@ mod vllm;
 
 use std::env;
 use std::fs;
-use std::net::{Ipv4Addr, TcpListener};
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command};
 
+use candle_grpo_test_support::ReservedPort;
 use serde_json::{Value, json};
 
 use crate::support::lines;
 
 /// A server that ends with the value.
 struct Server {
+    command: Command,
     child: Child,
-    port: u16,
+    port: ReservedPort,
 }
 
 impl Server {
     /// Starts `script serve MODEL PORT`.
-    fn start(script: &str, model: &Path, port: u16) -> Self {
-        Self::start_with(script, model, port, &[])
+    fn start(script: &str, model: &Path) -> Self {
+        Self::start_with(script, model, &[])
     }
 
     /// [`Self::start`] with environment variables.
-    fn start_with(script: &str, model: &Path, port: u16, variables: &[(&str, &str)]) -> Self {
-        let script = root().join("scripts").join(script);
-        let child = Command::new(script)
+    fn start_with(script: &str, model: &Path, variables: &[(&str, &str)]) -> Self {
+        let port = ReservedPort::new();
+        let mut command = Command::new(root().join("scripts").join(script));
+        command
             .args(["serve".as_ref(), model.as_os_str()])
-            .arg(port.to_string())
-            .envs(variables.iter().copied())
-            .spawn()
-            .unwrap();
-        Self { child, port }
+            .arg(port.number().to_string())
+            .envs(variables.iter().copied());
+        Self {
+            child: command.spawn().unwrap(),
+            command,
+            port,
+        }
     }
 
     fn url(&self) -> String {
-        format!("http://127.0.0.1:{}", self.port)
+        format!("http://127.0.0.1:{}", self.port.number())
     }
 
     fn kill(&mut self) {
         // vLLM's answer to SIGTERM is to wait for its clients, which wait for their completions.
         self.child.kill().unwrap();
         self.child.wait().unwrap();
+    }
+
+    /// Starts a server that was killed, at the same port.
+    fn restart(&mut self) {
+        self.child = self.command.spawn().unwrap();
     }
 }
 
@@ -64,12 +73,6 @@ fn root() -> PathBuf {
 fn model() -> PathBuf {
     let models = env::var_os("GRPO_MODELS").expect("GRPO_MODELS: run this by make");
     Path::new(&models).join("SmolLM2-135M-Instruct")
-}
-
-/// A port that is free now.
-fn free_port() -> u16 {
-    let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).unwrap();
-    listener.local_addr().unwrap().port()
 }
 
 /// Writes the configuration of the example addition-llm with some other keys to `run.json`.

@@ -4,18 +4,17 @@
 //! (`log_prob_tolerance: 1e-4`), so a run that ends has passed all of these comparisons.
 
 use std::fs;
+use std::io::{BufRead, BufReader};
 use std::path::Path;
-use std::process::Child;
-use std::thread;
-use std::time::Duration;
+use std::process::{Child, Stdio};
 
 use serde_json::{Value, json};
 
-use super::{Server, free_port, model, rewards, write_config};
+use super::{Server, model, rewards, write_config};
 use crate::support::{command, lines};
 
-fn start(port: u16) -> Server {
-    Server::start("vllm", &model(), port)
+fn start() -> Server {
+    Server::start("vllm", &model())
 }
 
 /// Starts a run of ten steps, with the server and `more` keys.
@@ -33,7 +32,8 @@ fn train(folder: &Path, server: &Server, more: &[(&str, Value)]) -> Child {
         ("/rollout", rollout),
     ];
     write_config(folder, &[&keys, more].concat());
-    command(folder, &["train", "run.json"]).spawn().unwrap()
+    let mut command = command(folder, &["train", "run.json"]);
+    command.stdout(Stdio::piped()).spawn().unwrap()
 }
 
 /// The number of steps that have metrics.
@@ -52,32 +52,30 @@ fn assert_learned(folder: &Path) {
 #[test]
 #[ignore = "needs vLLM: make test-vllm"]
 fn all_weights_learn_from_completions_of_vllm() {
-    let server = start(free_port());
+    let server = start();
     let folder = tempfile::tempdir().unwrap();
-    let mut run = train(folder.path(), &server, &[]);
-    assert!(run.wait().unwrap().success());
+    let run = train(folder.path(), &server, &[]);
+    assert!(run.wait_with_output().unwrap().status.success());
     assert_learned(folder.path());
 }
 
 #[test]
 #[ignore = "needs vLLM: make test-vllm"]
 fn adapters_learn_from_completions_of_vllm_that_is_killed_and_comes_back() {
-    let mut server = start(free_port());
+    let mut server = start();
     let folder = tempfile::tempdir().unwrap();
     let more = [
         ("/training/adapters", json!({"rank": 16, "alpha": 32.})),
         ("/optimizer/learning_rate", json!(5e-4)),
     ];
     let mut run = train(folder.path(), &server, &more);
-    while steps(folder.path()) < 4 {
-        assert!(run.try_wait().unwrap().is_none(), "the run has ended");
-        thread::sleep(Duration::from_millis(200));
-    }
+    // A closed stdout does not end the run.
+    let mut lines = BufReader::new(run.stdout.take().unwrap()).lines();
+    let fourth = lines.find(|line| line.as_ref().is_ok_and(|line| line.starts_with("step 4/")));
+    assert!(fourth.is_some(), "the run has ended");
     // The fifth step draws now, or is about to.
-    thread::sleep(Duration::from_secs(1));
     server.kill();
-    assert!(run.try_wait().unwrap().is_none(), "the run has ended");
-    server = start(server.port);
+    server.restart();
     assert!(run.wait().unwrap().success());
     assert_learned(folder.path());
     drop(server);
@@ -88,7 +86,7 @@ fn adapters_learn_from_completions_of_vllm_that_is_killed_and_comes_back() {
 #[test]
 #[ignore = "needs vLLM: make test-vllm"]
 fn vllm_is_a_teacher() {
-    let server = Server::start_with("vllm", &model(), free_port(), &[("TEACHER", "1")]);
+    let server = Server::start_with("vllm", &model(), &[("TEACHER", "1")]);
     let folder = tempfile::tempdir().unwrap();
     let teacher = json!({"server": {
         "engine": "vllm", "base_url": server.url(), "server_timeout": 1800,
