@@ -7,22 +7,17 @@ mod common;
 use std::process::{Command, ExitCode};
 use std::sync::Arc;
 use std::thread;
-use std::time::Duration;
 
 use candle_core::{Device, Result, bail};
 use candle_grpo_collective::{Collective, Mpi, connect, launch};
 use common::{Process, cases, check, end_early, one, run, trials_of_ends};
 use libtest_mimic::{Failed, Trial};
 
-/// The limits on the time of a job.
-const BOUND: Duration = Duration::from_secs(60);
-const BOUND_OF_CASES: Duration = Duration::from_secs(300);
-
 fn main() -> ExitCode {
     common::main(rank, || {
         let cases = [1, 2, 4].map(|ranks| {
             Trial::test(format!("every_operation_on_{ranks}_ranks"), move || {
-                let job = job(ranks, "cases", BOUND_OF_CASES)?;
+                let job = job(ranks, "cases")?;
                 check(job.status.success(), "a rank failed", &job)
             })
         });
@@ -32,21 +27,19 @@ fn main() -> ExitCode {
 
 /// Rank 1 ends early, and all others must end.
 fn ends(part: &str) -> std::result::Result<(), Failed> {
-    let job = job(4, part, BOUND)?;
+    let job = job(4, part)?;
     check(!job.status.success(), "mpirun must fail", &job)?;
     let survived = job.output.contains("survived");
     check(!survived, "a rank has not ended", &job)
 }
 
 /// Runs this program as `ranks` ranks.
-fn job(ranks: usize, part: &str, bound: Duration) -> std::result::Result<Process, Failed> {
+fn job(ranks: usize, part: &str) -> std::result::Result<Process, Failed> {
     let mut job = Command::new("mpirun");
     job.args(["-n", &ranks.to_string(), "--oversubscribe"])
         .arg(std::env::current_exe()?)
         .args(["rank", part]);
-    run(vec![job], bound)?
-        .pop()
-        .ok_or_else(|| "no process".into())
+    run(vec![job])?.pop().ok_or_else(|| "no process".into())
 }
 
 /// The work of one rank.

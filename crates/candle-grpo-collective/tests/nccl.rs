@@ -4,24 +4,18 @@
 
 mod common;
 
-use std::net::TcpListener;
 use std::path::Path;
 use std::process::{Command, ExitCode};
-use std::time::Duration;
 
 use candle_core::cuda_backend::cudarc::driver::CudaContext;
 use candle_core::{Device, Result};
 use candle_grpo_collective::launch::{Environment, Launcher};
 use candle_grpo_collective::{Collective, Nccl, connect};
-use candle_grpo_test_support::{CudaCalls, cuda};
+use candle_grpo_test_support::{CudaCalls, ReservedPort, cuda};
 use common::{Process, cases, check, end_early, run, trials_of_ends};
 use libtest_mimic::{Failed, Trial};
 
 type Outcome<T = ()> = std::result::Result<T, Failed>;
-
-/// The limits on the time of a job.
-const BOUND: Duration = Duration::from_secs(60);
-const BOUND_OF_CASES: Duration = Duration::from_secs(600);
 
 fn main() -> ExitCode {
     common::main(rank, || {
@@ -30,7 +24,7 @@ fn main() -> ExitCode {
         let mut trials: Vec<Trial> = cases
             .map(|ranks| {
                 Trial::test(format!("every_operation_on_{ranks}_gpus"), move || {
-                    for rank in run(job(ranks, "cases")?, BOUND_OF_CASES)? {
+                    for rank in run_job(job(ranks, "cases")?)? {
                         check(rank.status.success(), "a rank failed", &rank)?;
                     }
                     Ok(())
@@ -64,10 +58,24 @@ fn gpus() -> i32 {
     }
 }
 
-/// The commands of the ranks of a job, with the variables of torchrun.
-fn job(ranks: i32, part: &str) -> Outcome<Vec<Command>> {
+/// The ranks of a job.
+struct Job {
+    ranks: Vec<Command>,
+    /// The port at which rank 0 listens.
+    port: ReservedPort,
+}
+
+fn run_job(job: Job) -> Outcome<Vec<Process>> {
+    let ranks = run(job.ranks);
+    drop(job.port);
+    ranks
+}
+
+/// A job with the variables of torchrun.
+fn job(ranks: i32, part: &str) -> Outcome<Job> {
+    let listening = ReservedPort::new();
     // Rank 0 listens at the port after this one.
-    let port = TcpListener::bind("0.0.0.0:0")?.local_addr()?.port() - 1;
+    let port = listening.number() - 1;
     let program = std::env::current_exe()?;
     let command = |rank: i32| {
         let mut command = Command::new(&program);
@@ -81,12 +89,15 @@ fn job(ranks: i32, part: &str) -> Outcome<Vec<Command>> {
         ]);
         command
     };
-    Ok((0..ranks).map(command).collect())
+    Ok(Job {
+        ranks: (0..ranks).map(command).collect(),
+        port: listening,
+    })
 }
 
 /// Rank 1 ends early, and all others must end with an error.
 fn ends(part: &str) -> Outcome {
-    let ranks = run(job(gpus().min(4), part)?, BOUND)?;
+    let ranks = run_job(job(gpus().min(4), part)?)?;
     for (index, rank) in ranks.iter().enumerate() {
         check(
             !rank.output.contains("survived"),
@@ -106,9 +117,9 @@ fn ends(part: &str) -> Outcome {
 }
 
 fn two_jobs() -> Outcome {
-    let mut ranks = job(2, "cases")?;
-    ranks[1].env("WORLD_SIZE", "3");
-    let ranks = run(ranks, BOUND)?;
+    let mut job = job(2, "cases")?;
+    job.ranks[1].env("WORLD_SIZE", "3");
+    let ranks = run_job(job)?;
     let expected = "WORLD_SIZE: 3 on rank 1, must be 2 as on rank 0";
     check(ranks[0].output.contains(expected), expected, &ranks[0])?;
     check(
@@ -120,23 +131,20 @@ fn two_jobs() -> Outcome {
 
 /// Starts a rank with a folder of libraries that has no NCCL.
 fn missing_library() -> Outcome {
-    let folder = std::env::temp_dir().join(format!("candle-grpo-nccl-{}", std::process::id()));
-    std::fs::create_dir_all(&folder)?;
+    let folder = tempfile::tempdir()?;
     let paths = std::env::var("LD_LIBRARY_PATH")?;
     for path in paths.split(':').filter(|path| Path::new(path).is_dir()) {
         for file in std::fs::read_dir(path)? {
             let file = file?;
             let is_nccl = file.file_name().to_string_lossy().starts_with("libnccl");
             if file.path().is_file() && !is_nccl {
-                std::fs::copy(file.path(), folder.join(file.file_name()))?;
+                std::fs::copy(file.path(), folder.path().join(file.file_name()))?;
             }
         }
     }
-    let mut ranks = job(1, "cases")?;
-    ranks[0].env("LD_LIBRARY_PATH", &folder);
-    let ranks: Outcome<Vec<Process>> = run(ranks, BOUND);
-    std::fs::remove_dir_all(&folder)?;
-    let rank = &ranks?[0];
+    let mut job = job(1, "cases")?;
+    job.ranks[0].env("LD_LIBRARY_PATH", folder.path());
+    let rank = &run_job(job)?[0];
     check(!rank.status.success(), "must fail", rank)?;
     check(
         rank.output.contains("Install NCCL 2"),

@@ -1,27 +1,25 @@
 //! The program on several ranks that `mpirun` starts. `scripts/test-mpi` runs these tests.
 
+#[path = "program/running.rs"]
+mod running;
 #[path = "program/support.rs"]
 mod support;
 
 use std::collections::HashMap;
 use std::fs;
 use std::path::{Path, PathBuf};
-use std::process::{Child, Command, Output, Stdio};
+use std::process::{Command, ExitStatus, Output, Stdio};
 use std::sync::{Mutex, MutexGuard, PoisonError};
-use std::thread::sleep;
-use std::time::{Duration, Instant};
 
 use candle_core::{DType, Device, Tensor, safetensors};
 use candle_grpo::train::RunDir;
-use candle_grpo_test_support::{FakeHub, HubRepository};
+use candle_grpo_test_support::{FakeHub, HubRepository, Lines, cases};
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 use serde_json::Value;
 
+use running::Running;
 use support::{CONFIG, folder, lines, said, succeeds};
-
-/// The limit on the time in which a job ends after one of its ranks.
-const BOUND: Duration = Duration::from_secs(120);
 
 /// One job at a time.
 fn turn() -> MutexGuard<'static, ()> {
@@ -37,25 +35,62 @@ fn config(steps: usize) -> String {
 }
 
 fn command(folder: &Path, ranks: usize, arguments: &[&str]) -> Command {
+    let program = [env!("CARGO_BIN_EXE_grpo")];
+    launched(folder, ranks, &[&program[..], arguments].concat())
+}
+
+/// `mpirun` with `words` as the command of each rank.
+fn launched(folder: &Path, ranks: usize, words: &[&str]) -> Command {
     let mut command = Command::new("mpirun");
     command
         .args(["-n", &ranks.to_string(), "--oversubscribe"])
-        .arg(env!("CARGO_BIN_EXE_grpo"))
-        .args(arguments)
+        .args(words)
         .current_dir(folder)
-        .stdin(Stdio::null())
-        .stdout(Stdio::piped())
-        .stderr(Stdio::piped());
+        .stdin(Stdio::null());
     command
 }
 
-fn start(folder: &Path, ranks: usize, arguments: &[&str]) -> Child {
-    let child = command(folder, ranks, arguments).spawn();
-    child.expect("mpirun; scripts/mpi prints the environment")
+fn job(folder: &Path, ranks: usize, arguments: &[&str]) -> Output {
+    let output = command(folder, ranks, arguments).output();
+    output.expect("mpirun; scripts/mpi prints the environment")
 }
 
-fn job(folder: &Path, ranks: usize, arguments: &[&str]) -> Output {
-    start(folder, ranks, arguments).wait_with_output().unwrap()
+/// A job that a test follows.
+struct Job {
+    mpirun: Running,
+    /// The process ids of the ranks.
+    ids: Vec<i32>,
+    /// A pipe that each rank has open.
+    ranks: Lines,
+}
+
+impl Job {
+    /// Starts a job of the program, and waits until each of its ranks begins.
+    fn start(folder: &Path, ranks: usize, arguments: &[&str]) -> Self {
+        let pipes = tempfile::tempdir().unwrap();
+        let pipe = pipes.path().join("ranks");
+        let lines = Lines::of_named_pipe(&pipe);
+        let script = "exec 3> \"$0\"; echo $$ >&3; exec \"$@\"";
+        let shell = ["sh", "-c", script, pipe.to_str().unwrap()];
+        let words = [&shell[..], &[env!("CARGO_BIN_EXE_grpo")], arguments].concat();
+        let mpirun = Running::start(launched(folder, ranks, &words));
+        Self {
+            mpirun,
+            ids: (0..ranks).map(|_| lines.line().parse().unwrap()).collect(),
+            ranks: lines,
+        }
+    }
+
+    fn signal(&self, rank: usize, signal: Signal) {
+        kill(Pid::from_raw(self.ids[rank]), signal).unwrap();
+    }
+
+    /// Waits for the end of the job, and of each rank. Returns its status and what it wrote to
+    /// stderr.
+    fn end(self) -> (ExitStatus, String) {
+        self.ranks.wait_for_end();
+        self.mpirun.end()
+    }
 }
 
 fn job_succeeds(folder: &Path, ranks: usize, arguments: &[&str]) -> String {
@@ -172,43 +207,8 @@ fn two_and_four_ranks_train_as_one_process() {
     }
 }
 
-/// The processes of the program in `folder`.
-fn ranks_in(folder: &Path) -> Vec<i32> {
-    let folder = folder.canonicalize().unwrap();
-    let processes = fs::read_dir("/proc").unwrap();
-    let ids = processes.filter_map(|entry| entry.ok()?.file_name().to_str()?.parse().ok());
-    ids.filter(|id: &i32| {
-        let link = |name: &str| fs::read_link(format!("/proc/{id}/{name}")).ok();
-        link("cwd") == Some(folder.clone())
-            && link("exe").is_some_and(|exe| exe == Path::new(env!("CARGO_BIN_EXE_grpo")))
-    })
-    .collect()
-}
-
-fn wait_until(what: &str, holds: impl Fn() -> bool) {
-    let begun = Instant::now();
-    while !holds() {
-        assert!(begun.elapsed() < BOUND, "{what}");
-        sleep(Duration::from_millis(5));
-    }
-}
-
-/// Waits for the end of a job within the bound. Nothing of it is left.
-fn ended(mut job: Child, folder: &Path) -> Output {
-    let begun = Instant::now();
-    while job.try_wait().unwrap().is_none() {
-        if begun.elapsed() > BOUND {
-            job.kill().unwrap();
-            panic!("the job goes on without one of its ranks");
-        }
-        sleep(Duration::from_millis(5));
-    }
-    wait_until("a rank is left", || ranks_in(folder).is_empty());
-    job.wait_with_output().unwrap()
-}
-
 #[test]
-fn a_job_whose_ranks_are_killed_twenty_times_ends_bit_identical() {
+fn a_job_whose_ranks_are_killed_again_and_again_ends_bit_identical() {
     let _turn = turn();
     let set_steps = |folder: &Path, steps: usize| {
         let config = config(steps) + "training: {sharded_optimizer: true}\n";
@@ -217,21 +217,26 @@ fn a_job_whose_ranks_are_killed_twenty_times_ends_bit_identical() {
     let (killed, whole) = (folder(""), folder(""));
     set_steps(killed.path(), 1_000_000);
     let checkpoints = || RunDir::checkpoints(&killed.path().join("run"));
-    for i in 0..20 {
-        let job = start(killed.path(), 2, &["train", "run.yaml", "--resume", "-q"]);
-        wait_until("the ranks do not start", || {
-            ranks_in(killed.path()).len() == 2
-        });
-        // At the start, between checkpoints, and while they are written.
-        sleep(Duration::from_millis(i * 97));
-        // A slow machine needs more time for the first one.
-        let has_checkpoint = || checkpoints().latest().is_ok_and(|l| l.checkpoint.is_some());
-        wait_until("no checkpoint is made", || i < 19 || has_checkpoint());
-        let ids = ranks_in(killed.path());
-        let id = ids[i as usize % ids.len()];
-        kill(Pid::from_raw(id), Signal::SIGKILL).unwrap();
-        let output = ended(job, killed.path());
-        assert!(!output.status.success(), "{}", said(&output));
+    for i in 0..cases(10, 40) as usize {
+        let job = Job::start(killed.path(), 2, &["train", "run.yaml", "--resume"]);
+        match i % 5 {
+            // Before the ranks have met.
+            0 => {}
+            // Before the first step.
+            1 => drop(job.mpirun.lines.line()),
+            // Between checkpoints.
+            2 => drop(job.mpirun.step()),
+            // While rank 0 writes a checkpoint, which follows the third step.
+            3 => while !job.mpirun.step().is_multiple_of(3) {},
+            // After a checkpoint of this job.
+            _ => {
+                let first = job.mpirun.step();
+                while job.mpirun.step() <= first + 3 {}
+            }
+        }
+        job.signal(i / 5 % 2, Signal::SIGKILL);
+        let (status, errors) = job.end();
+        assert!(!status.success(), "{errors}");
     }
     let latest = checkpoints().latest().unwrap();
     assert!(latest.damaged.is_empty(), "{:?}", latest.damaged);
@@ -263,16 +268,12 @@ fn a_job_whose_ranks_are_killed_twenty_times_ends_bit_identical() {
 fn a_request_to_stop_one_rank_saves_and_stops_all() {
     let _turn = turn();
     let stopped = folder(&config(1_000_000).replace("every_steps: 3", "every_steps: 1000000"));
-    let job = start(stopped.path(), 2, &["train", "run.yaml"]);
-    let steps = || fs::read_to_string(stopped.path().join("run/metrics.jsonl"));
-    wait_until("no step was made", || {
-        steps().unwrap_or_default().lines().count() > 1
-    });
-    let ids = ranks_in(stopped.path());
-    kill(Pid::from_raw(ids[1]), Signal::SIGINT).unwrap();
-    let output = ended(job, stopped.path());
-    assert_eq!(output.status.code(), Some(7), "{}", said(&output));
-    assert_eq!(said(&output).matches("to go on: grpo train").count(), 1);
+    let job = Job::start(stopped.path(), 2, &["train", "run.yaml"]);
+    while job.mpirun.step() < 2 {}
+    job.signal(1, Signal::SIGINT);
+    let (status, errors) = job.end();
+    assert_eq!(status.code(), Some(7), "{errors}");
+    assert_eq!(errors.matches("to go on: grpo train").count(), 1);
     let run = stopped.path().join("run");
     let latest = RunDir::checkpoints(&run).latest().unwrap().checkpoint;
     assert_eq!(
@@ -286,16 +287,10 @@ fn an_error_of_one_rank_ends_the_job_with_its_exit_code() {
     let _turn = turn();
     let folder = folder(&config(2));
     job_succeeds(folder.path(), 2, &["train", "run.yaml"]);
-    let output = ended(
-        start(folder.path(), 2, &["train", "run.yaml"]),
-        folder.path(),
-    );
-    assert_eq!(output.status.code(), Some(1), "{}", said(&output));
-    assert!(
-        said(&output).contains("error of rank 0: run directory run: exists already"),
-        "{}",
-        said(&output)
-    );
+    let (status, errors) = Job::start(folder.path(), 2, &["train", "run.yaml"]).end();
+    assert_eq!(status.code(), Some(1), "{errors}");
+    let words = "error of rank 0: run directory run: exists already";
+    assert!(errors.contains(words), "{errors}");
 }
 
 #[test]

@@ -351,24 +351,24 @@ fn bytes_of_different_lengths_are_gathered(ranks: &dyn Collective, _: &Device) -
 }
 
 fn a_barrier_waits_for_all_ranks(ranks: &dyn Collective, _: &Device) -> Result<()> {
-    // Rank 0 names a folder, in which each rank leaves a file before the barrier.
-    let own = std::env::temp_dir().join(format!("candle-grpo-barrier-{}", std::process::id()));
-    let all = ranks.all_gather_bytes(own.to_string_lossy().as_bytes())?;
-    let folder = std::path::PathBuf::from(String::from_utf8_lossy(&all[0]).into_owned());
-    std::fs::create_dir_all(&folder)?;
-    // The last rank comes late.
-    if ranks.rank() + 1 == ranks.world_size() {
-        std::thread::sleep(std::time::Duration::from_millis(200));
+    // The folder of rank 0, in which each rank leaves a file before the barrier.
+    let own = tempfile::tempdir()?;
+    let all = ranks.all_gather_bytes(own.path().to_string_lossy().as_bytes())?;
+    let shared = std::path::PathBuf::from(String::from_utf8_lossy(&all[0]).into_owned());
+    for late in 0..ranks.world_size() {
+        let folder = shared.join(late.to_string());
+        std::fs::create_dir_all(&folder)?;
+        let files = || std::fs::read_dir(&folder).map(Iterator::count);
+        // One rank comes after all others have left their file.
+        while ranks.rank() == late && files()? + 1 < ranks.world_size() {
+            std::thread::yield_now();
+        }
+        std::fs::write(folder.join(ranks.rank().to_string()), "")?;
+        ranks.barrier()?;
+        assert_eq!(files()?, ranks.world_size());
     }
-    std::fs::write(folder.join(ranks.rank().to_string()), "")?;
-    ranks.barrier()?;
-    let files = std::fs::read_dir(&folder)?.count();
-    assert_eq!(files, ranks.world_size());
-    ranks.barrier()?;
-    if ranks.rank() == 0 {
-        std::fs::remove_dir_all(&folder)?;
-    }
-    Ok(())
+    // No rank needs the folder any longer.
+    ranks.barrier()
 }
 
 fn bad_arguments_are_errors(ranks: &dyn Collective, device: &Device) -> Result<()> {

@@ -2,8 +2,11 @@
 
 use std::io::Read;
 use std::process::{Child, Command, ExitStatus, Stdio};
-use std::thread::{self, JoinHandle};
-use std::time::{Duration, Instant};
+use std::sync::mpsc::{Receiver, channel};
+use std::thread;
+use std::time::Instant;
+
+use candle_grpo_test_support::WATCHDOG;
 
 use libtest_mimic::Failed;
 
@@ -14,15 +17,16 @@ pub(crate) struct Process {
     pub(crate) output: String,
 }
 
-struct Running(Child, [JoinHandle<String>; 2]);
+/// A process, and the two parts of its output, each of which comes when its pipe closes.
+struct Running(Child, [Receiver<String>; 2]);
 
 /// Runs all commands at the same time.
 ///
 /// # Errors
 ///
-/// Fails if one cannot start, and if one has not ended within `bound`.
-pub(crate) fn run(commands: Vec<Command>, bound: Duration) -> Result<Vec<Process>, Failed> {
-    let end = Instant::now() + bound;
+/// Fails if one cannot start, and if one has not ended within [`WATCHDOG`].
+pub(crate) fn run(commands: Vec<Command>) -> Result<Vec<Process>, Failed> {
+    let end = Instant::now() + WATCHDOG;
     let running: Vec<Running> = commands
         .into_iter()
         .map(start)
@@ -30,20 +34,16 @@ pub(crate) fn run(commands: Vec<Command>, bound: Duration) -> Result<Vec<Process
     let mut is_late = false;
     let mut ended = Vec::new();
     for Running(mut process, output) in running {
-        let status = loop {
-            match process.try_wait()? {
-                Some(status) => break status,
-                None if Instant::now() > end => {
-                    is_late = true;
-                    process.kill()?;
-                    break process.wait()?;
-                }
-                None => thread::sleep(Duration::from_millis(20)),
-            }
-        };
-        let output = output
-            .map(|thread| thread.join().unwrap_or_default())
-            .concat();
+        let output = output.map(|part| {
+            let rest = end.saturating_duration_since(Instant::now());
+            part.recv_timeout(rest).or_else(|_| {
+                is_late = true;
+                process.kill()?;
+                Ok::<_, Failed>(part.recv().unwrap_or_default())
+            })
+        });
+        let [output, errors] = output;
+        let (output, status) = (output? + &errors?, process.wait()?);
         ended.push(Process { status, output });
     }
     if is_late {
@@ -51,7 +51,7 @@ pub(crate) fn run(commands: Vec<Command>, bound: Duration) -> Result<Vec<Process
             .iter()
             .map(|process| process.output.as_str())
             .collect();
-        return Err(format!("not over within {bound:?}:\n{}", output.join("\n")).into());
+        return Err(format!("not over within {WATCHDOG:?}:\n{}", output.join("\n")).into());
     }
     Ok(ended)
 }
@@ -70,12 +70,14 @@ fn start(mut command: Command) -> Result<Running, Failed> {
     Ok(Running(process, [output, errors]))
 }
 
-fn read(stream: Option<impl Read + Send + 'static>) -> JoinHandle<String> {
+fn read(stream: Option<impl Read + Send + 'static>) -> Receiver<String> {
+    let (sender, output) = channel();
     thread::spawn(move || {
         let mut bytes = Vec::new();
         let _ = stream.map(|mut stream| stream.read_to_end(&mut bytes));
-        String::from_utf8_lossy(&bytes).into_owned()
-    })
+        let _ = sender.send(String::from_utf8_lossy(&bytes).into_owned());
+    });
+    output
 }
 
 /// Returns an error with the output of a process, unless the condition holds.
