@@ -1,6 +1,7 @@
 //! The program on several ranks that `mpirun` starts. `scripts/test-mpi` runs these tests.
 
 #[path = "program/running.rs"]
+#[allow(dead_code, reason = "the tests of the program need more of it")]
 mod running;
 #[path = "program/support.rs"]
 mod support;
