@@ -104,9 +104,9 @@ fn scores_do_not_depend_on_the_number_of_workers() {
         "1 / 0",
         "print(input() * 2)",
     ];
-    let programs = programs.iter().cycle().take(11);
+    let programs = programs.iter().cycle().take(6);
     let completions: Vec<_> = programs.map(|text| (fenced(text), tests.clone())).collect();
-    let expected = [1., 0.5, 0., 0., 1., 0.5, 0., 0., 1., 0.5, 0.];
+    let expected = [1., 0.5, 0., 0., 1., 0.5];
     for workers in [1, 3, 16] {
         let Some(reward) = isolated(json!({"workers": workers, "share": true})) else {
             return;

@@ -217,7 +217,7 @@ fn hostile() -> impl Strategy<Value = String> {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig::with_cases(cases(50, 1000)))]
+    #![proptest_config(ProptestConfig::with_cases(cases(20, 1000)))]
     #[test]
     fn no_content_has_special_tokens(hostile in hostile()) {
         for template in [CHATML, LLAMA, MISTRAL] {
