@@ -5,7 +5,7 @@ use candle_grpo_kernels::{arithmetic_dtype, rope_angles};
 
 use crate::model::architecture::Rotation;
 
-/// The rotary frequencies, computed in f64 on the host.
+/// The rotary frequencies, computed on the host.
 #[derive(Debug, Clone)]
 pub(crate) struct Rope {
     inverse_frequencies: Tensor,

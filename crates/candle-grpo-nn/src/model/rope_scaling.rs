@@ -1,6 +1,6 @@
 //! Rotary frequencies for rows longer than those of pretraining.
 
-use std::f64::consts::TAU;
+use std::f32::consts::TAU;
 
 use candle_grpo_core::validate::{self, Checked, check};
 use serde::{Deserialize, Serialize};
@@ -175,14 +175,35 @@ impl RopeScaling {
     }
 
     /// The frequencies of the `head_dim / 2` pairs, in radians per position.
-    pub(crate) fn frequencies(&self, head_dim: usize, theta: f64) -> Vec<f64> {
-        (0..head_dim / 2)
-            .map(|pair| {
-                let plain = theta.powf(-((2 * pair) as f64) / head_dim as f64);
-                let (kept, factor) = self.kept(pair, plain, head_dim, theta);
-                plain * kept + plain / factor * (1.0 - kept)
-            })
-            .collect()
+    ///
+    /// They have the f32 arithmetic of transformers, whose models are trained with these numbers.
+    /// So a decoder in f64 computes the same function.
+    pub(crate) fn frequencies(&self, head_dim: usize, theta: f64) -> Vec<f32> {
+        let scaled = |pair| {
+            let (period, plain) = period(pair, head_dim, theta);
+            let (kept, divisor) = self.kept(pair, plain, head_dim, theta);
+            let divisor = divisor as f32;
+            match self {
+                Self::Default | Self::Linear { .. } | Self::Llama3 { .. } => {
+                    (1.0 - kept) * plain / divisor + kept * plain
+                }
+                Self::Yarn { .. } | Self::LongRope { .. } => {
+                    1.0 / (divisor * period) * (1.0 - kept) + plain * kept
+                }
+            }
+        };
+        (0..head_dim / 2).map(scaled).collect()
+    }
+
+    /// The divisors of the `head_dim / 2` frequencies.
+    pub(crate) fn divisors(&self, head_dim: usize, theta: f64) -> Vec<f64> {
+        let divisor = |pair| {
+            let (_, plain) = period(pair, head_dim, theta);
+            let (kept, divisor) = self.kept(pair, plain, head_dim, theta);
+            let kept = f64::from(kept);
+            1.0 / (kept + (1.0 - kept) / divisor)
+        };
+        (0..head_dim / 2).map(divisor).collect()
     }
 
     /// The factor of cosines and sines.
@@ -206,8 +227,8 @@ impl RopeScaling {
         }
     }
 
-    /// Returns the share of this frequency that is kept, and the divisor of the rest.
-    fn kept(&self, pair: usize, plain: f64, head_dim: usize, theta: f64) -> (f64, f64) {
+    /// Returns the share of the frequency `plain` that is kept, and the divisor of the rest.
+    fn kept(&self, pair: usize, plain: f32, head_dim: usize, theta: f64) -> (f32, f64) {
         match *self {
             Self::Default => (1.0, 1.0),
             Self::Linear { factor } => (0.0, factor),
@@ -230,8 +251,10 @@ impl RopeScaling {
                 high_freq_factor: high,
                 original_max_position_embeddings: original,
             } => {
-                let turns = original as f64 * plain / TAU;
-                (((turns - low) / (high - low)).clamp(0.0, 1.0), factor)
+                let wavelength = 1.0 / plain * TAU;
+                let turns = 1.0 / wavelength * original as f32;
+                let kept = (turns - low as f32) / (high - low) as f32;
+                (kept.clamp(0.0, 1.0), factor)
             }
             Self::Yarn {
                 factor,
@@ -243,15 +266,24 @@ impl RopeScaling {
                 // The index of the pair with this number of turns within the longest row of
                 // pretraining.
                 let index = |turns: f64| {
-                    head_dim as f64 * (original as f64 / (turns * TAU)).ln() / (2.0 * theta.ln())
+                    let length = original as f64 / (turns * std::f64::consts::TAU);
+                    head_dim as f64 * length.ln() / (2.0 * theta.ln())
                 };
                 let first = index(beta_fast).floor().max(0.0);
                 let last = index(beta_slow).ceil().min((head_dim - 1) as f64);
-                let divided = (pair as f64 - first) / (last - first).max(1e-3);
+                let divided = (pair as f32 - first as f32) / (last - first).max(1e-3) as f32;
                 (1.0 - divided.clamp(0.0, 1.0), factor)
             }
         }
     }
+}
+
+/// `theta^(2 pair / head_dim)` and its inverse in f32. The power is rounded from f64, so that every
+/// processor has the same.
+fn period(pair: usize, head_dim: usize, theta: f64) -> (f32, f32) {
+    let exponent = (2 * pair) as f32 / head_dim as f32;
+    let period = f64::from(theta as f32).powf(exponent.into()) as f32;
+    (period, 1.0 / period)
 }
 
 /// Checks that `low` is positive, and that `high` is finite and above it.
@@ -270,10 +302,8 @@ mod tests {
     fn linear_divides_all_frequencies() {
         let plain = RopeScaling::Default.frequencies(8, 1e4);
         let divided = RopeScaling::Linear { factor: 4.0 }.frequencies(8, 1e4);
-        for (at, expected) in [1.0, 0.1, 0.01, 0.001].into_iter().enumerate() {
-            assert!((plain[at] - expected).abs() < 1e-12 * expected);
-            assert!((divided[at] - expected / 4.0).abs() < 1e-12 * expected);
-        }
+        assert_eq!(plain, [1.0, 0.1, 0.01, 0.001]);
+        assert_eq!(divided, [0.25, 0.025, 0.0025, 0.00025]);
     }
 
     /// Head width 128, theta 1e6, 32768 positions, as YaRN is set for Qwen2.5: 32 turns are those
@@ -288,24 +318,16 @@ mod tests {
             attention_factor: None,
         };
         let plain = RopeScaling::Default.frequencies(128, 1e6);
-        let share: Vec<f64> = yarn
+        let share: Vec<f32> = yarn
             .frequencies(128, 1e6)
             .iter()
             .zip(&plain)
             .map(|(scaled, plain)| scaled / plain)
             .collect();
-        assert!(
-            share[..=23]
-                .iter()
-                .all(|&share| (share - 1.0).abs() < 1e-12)
-        );
-        assert!(
-            share[40..]
-                .iter()
-                .all(|&share| (share - 0.25).abs() < 1e-12)
-        );
-        // One of the 17 steps from pair 23 to pair 40.
-        assert!((share[24] - (1.0 - 0.75 / 17.0)).abs() < 1e-12);
+        assert!(share[..=23].iter().all(|&share| share == 1.0));
+        assert!(share[40..].iter().all(|&share| share == 0.25));
+        // One of the 17 steps from pair 23 to pair 40, rounded eight times at most.
+        assert!((share[24] - (1.0 - 0.75 / 17.0)).abs() < 4.0 * f32::EPSILON);
         assert!((yarn.attention_factor() - 1.138_629_436_111_989).abs() < 1e-12);
     }
 

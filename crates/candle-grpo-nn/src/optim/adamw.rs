@@ -77,7 +77,7 @@ impl Default for AdamWConfig {
 /// The form of the state of [`AdamW`] in memory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 pub enum StateForm {
-    /// f32: 8 bytes a parameter.
+    /// f32: 8 bytes a parameter. For parameters in f64 it is f64: 16 bytes.
     #[default]
     #[serde(rename = "f32")]
     F32,
@@ -92,19 +92,19 @@ pub enum StateForm {
 const LEAST_IN_BLOCKS: usize = 4096;
 
 impl StateForm {
-    /// The dtype and shape of a moment of a parameter.
-    fn moment(self, parameter: &Shape) -> (DType, Shape) {
+    /// The dtype and shape of a moment of a parameter of this dtype and shape.
+    fn moment(self, dtype: DType, parameter: &Shape) -> (DType, Shape) {
         match self {
             Self::Blocks8 if parameter.elem_count() >= LEAST_IN_BLOCKS => {
                 (DType::U8, moment_blocks(parameter.elem_count()))
             }
-            _ => (DType::F32, parameter.clone()),
+            _ => (dtype, parameter.clone()),
         }
     }
 
-    /// The bytes of both moments of a parameter of this shape.
+    /// The bytes of both moments of an f32 parameter of this shape.
     pub fn num_bytes(self, parameter: &Shape) -> usize {
-        let (dtype, shape) = self.moment(parameter);
+        let (dtype, shape) = self.moment(DType::F32, parameter);
         2 * shape.elem_count() * dtype.size_in_bytes()
     }
 }
@@ -131,7 +131,8 @@ impl DecayRule {
 }
 
 /// Adam with decoupled weight decay (Loshchilov and Hutter 2019), with the arithmetic of
-/// `torch.optim.AdamW` and its state in f32 or in [8 bits](StateForm::Blocks8).
+/// `torch.optim.AdamW` and its state in f32 or in [8 bits](StateForm::Blocks8). Parameters, state
+/// and arithmetic may also be in f64, see [`Parameters::to_dtype`].
 #[derive(Debug)]
 pub struct AdamW {
     config: AdamWConfig,
@@ -146,6 +147,8 @@ pub struct AdamW {
 struct Moments {
     /// The shape of the parameter.
     shape: Shape,
+    /// The dtype of the parameter: f32 or f64.
+    dtype: DType,
     /// The shape of a moment, all parts included.
     whole: Shape,
     average: Var,
@@ -154,6 +157,11 @@ struct Moments {
 
 impl AdamW {
     /// Creates an optimizer of these parameters, before its first step.
+    ///
+    /// # Errors
+    ///
+    /// If an option is invalid, or a parameter is neither f32 nor f64, or is f64 for a state in
+    /// blocks.
     pub fn new(config: AdamWConfig, parameters: &Parameters) -> Result<Self> {
         Self::with_shard(config, parameters, None)
     }
@@ -167,7 +175,7 @@ impl AdamW {
     ///
     /// # Errors
     ///
-    /// If the state is in blocks, which ranks cannot divide.
+    /// As in [`Self::new`], and if the state is in blocks, which ranks cannot divide.
     pub fn sharded(
         config: AdamWConfig,
         parameters: &Parameters,
@@ -192,22 +200,24 @@ impl AdamW {
         let moments = parameters
             .iter()
             .map(|(name, variable)| {
-                if variable.dtype() != DType::F32 {
-                    bail!(
-                        "parameters: {name} is {:?}, must be F32 to train",
-                        variable.dtype()
-                    );
+                let (shape, dtype) = (variable.shape().clone(), variable.dtype());
+                match (dtype, config.state) {
+                    (DType::F32, _) | (DType::F64, StateForm::F32) => {}
+                    (DType::F64, StateForm::Blocks8) => {
+                        bail!("state: 8bit, must be f32 for {name}, which is F64")
+                    }
+                    _ => bail!("parameters: {name} is {dtype:?}, must be F32 to train, or F64"),
                 }
-                let shape = variable.shape().clone();
-                let (dtype, whole) = config.state.moment(&shape);
+                let (moment, whole) = config.state.moment(dtype, &shape);
                 let kept = match &shard {
                     None => whole.clone(),
                     Some(shard) => shard.kept(shape.elem_count()).into(),
                 };
-                let zeros = || Var::zeros(&kept, dtype, variable.device());
+                let zeros = || Var::zeros(&kept, moment, variable.device());
                 let (average, square) = (zeros()?, zeros()?);
                 let moments = Moments {
                     shape,
+                    dtype,
                     whole,
                     average,
                     square,
@@ -229,6 +239,8 @@ impl AdamW {
     }
 
     /// Updates every variable of `parameters` in place.
+    ///
+    /// A gradient of another dtype than its variable is converted.
     ///
     /// Decoders that share the variables see the change. Drop all graphs that use the variables
     /// before: a later backward pass would mix old and new values. This method does not check
@@ -311,23 +323,25 @@ impl AdamW {
         step: &AdamWStep,
         copies: &ComputeCopies,
     ) -> Result<()> {
-        let tensors = self
+        let inputs = self.moments.keys();
+        let inputs = inputs.map(|name| self.inputs(name, parameters, gradients));
+        let inputs = inputs.collect::<Result<Vec<_>>>()?;
+        let tensors: Vec<_> = self
             .moments
-            .iter()
-            .map(|(name, moments)| {
-                let (parameter, gradient, weight_decay) =
-                    self.inputs(name, parameters, gradients)?;
+            .values()
+            .zip(&inputs)
+            .map(|(moments, (parameter, gradient, weight_decay))| {
                 let copy = copies.rounded(parameter);
-                Ok(AdamWTensors {
+                AdamWTensors {
                     parameter: copy.unwrap_or(parameter),
                     master: copy.map(|_| parameter.as_tensor()),
                     average: &moments.average,
                     square: &moments.square,
                     gradient,
-                    weight_decay,
-                })
+                    weight_decay: *weight_decay,
+                }
             })
-            .collect::<Result<Vec<_>>>()?;
+            .collect();
         adamw(&tensors, step)?;
         copies.refresh_others()
     }
@@ -346,7 +360,7 @@ impl AdamW {
             let elements = parameter.elem_count();
             let parts = (
                 shard.own(parameter)?,
-                shard.own(gradient)?,
+                shard.own(&gradient)?,
                 shard.kept_parts(&moments.average, elements)?,
                 shard.kept_parts(&moments.square, elements)?,
             );
@@ -376,13 +390,13 @@ impl AdamW {
         shard.all_gather(&whole)
     }
 
-    /// The variable, the gradient and the weight decay of a parameter.
+    /// The variable, the gradient in its dtype, and the weight decay of a parameter.
     fn inputs<'a>(
         &self,
         name: &str,
         parameters: &'a Parameters,
-        gradients: &'a Gradients,
-    ) -> Result<(&'a Var, &'a Tensor, f64)> {
+        gradients: &Gradients,
+    ) -> Result<(&'a Var, Tensor, f64)> {
         let (Some(parameter), Some(gradient)) = (parameters.get(name), gradients.get(name)) else {
             bail!("{name}: no variable or no gradient, must have both");
         };
@@ -390,7 +404,11 @@ impl AdamW {
             true => self.config.weight_decay,
             false => 0.0,
         };
-        Ok((parameter, gradient, weight_decay))
+        Ok((
+            parameter,
+            gradient.to_dtype(parameter.dtype())?,
+            weight_decay,
+        ))
     }
 
     /// The learning rate of the next step.
@@ -414,8 +432,8 @@ impl AdamW {
         self.steps
     }
 
-    /// The state for a checkpoint: `exp_avg.NAME` and `exp_avg_sq.NAME` for every parameter, in f32
-    /// or as u8 [`moment_blocks`], and `step`, an i64 scalar on the CPU.
+    /// The state for a checkpoint: `exp_avg.NAME` and `exp_avg_sq.NAME` for every parameter, in its
+    /// dtype or as u8 [`moment_blocks`], and `step`, an i64 scalar on the CPU.
     ///
     /// The tensors share the memory of the optimizer. Save or copy them before the next
     /// [`Self::step`], which changes them. If several ranks share the state, the tensors are copies
@@ -501,7 +519,7 @@ impl AdamW {
                     shape.dims()
                 );
             }
-            if *dtype == DType::F32 && !found.dtype().is_float() {
+            if dtype.is_float() && !found.dtype().is_float() {
                 bail!(
                     "state {name}: dtype {:?}, must be a floating-point type",
                     found.dtype()
@@ -554,7 +572,9 @@ impl AdamW {
         {
             bail!("parameters: {name}, must be a parameter of this optimizer");
         }
-        for (name, Moments { shape, average, .. }) in &self.moments {
+        for (name, moments) in &self.moments {
+            let Moments { shape, dtype, .. } = moments;
+            let device = moments.average.device();
             let Some(variable) = parameters.get(name) else {
                 bail!("parameters: no {name}, must have it");
             };
@@ -565,18 +585,21 @@ impl AdamW {
                     shape.dims()
                 );
             }
+            if variable.dtype() != *dtype {
+                bail!(
+                    "parameter {name}: dtype {:?}, must be {dtype:?}",
+                    variable.dtype()
+                );
+            }
             if let Some(gradient) = gradients.get(name)
-                && (gradient.shape() != shape
-                    || gradient.dtype() != DType::F32
-                    || !gradient.device().same_device(average.device()))
+                && (gradient.shape() != shape || !gradient.device().same_device(device))
             {
                 bail!(
-                    "gradient of {name}: {:?} of {:?} on {:?}, must be {:?} of f32 on {:?}",
+                    "gradient of {name}: {:?} on {:?}, must be {:?} on {:?}",
                     gradient.dims(),
-                    gradient.dtype(),
                     gradient.device().location(),
                     shape.dims(),
-                    average.device().location()
+                    device.location()
                 );
             }
         }

@@ -1,13 +1,17 @@
 //! The destination of gradients in a backward pass without a graph.
 
 use candle_core::{DType, Result, Tensor};
-use candle_grpo_kernels::{add_bias_gradient, add_embedding_gradient, add_matmul};
+use candle_grpo_kernels::{
+    add_bias_gradient, add_embedding_gradient, add_matmul, arithmetic_dtype, matmul,
+};
 
 use crate::model::named_weight::NamedWeight;
 use crate::{Gradients, Parameters};
 
 /// Adds the gradients of trained weights to [`Gradients`], in place. The gradients of other weights
 /// are not computed.
+///
+/// A new sum has the dtype of its variable, f32 or f64, whatever the dtype of the pass.
 pub(crate) struct GradSink<'a> {
     trained: &'a Parameters,
     gradients: &'a mut Gradients,
@@ -24,10 +28,11 @@ impl<'a> GradSink<'a> {
         weight: &NamedWeight,
         gradient: impl FnOnce() -> Result<Tensor>,
     ) -> Result<()> {
-        if self.trained.get(&weight.name).is_none() {
+        let Some(variable) = self.trained.get(&weight.name) else {
             return Ok(());
-        }
-        self.gradients.add(&weight.name, &gradient()?)
+        };
+        let gradient = gradient()?.to_dtype(arithmetic_dtype(variable.dtype()))?;
+        self.gradients.add(&weight.name, &gradient)
     }
 
     /// Adds `a b`, if `weight` trains.
@@ -38,14 +43,14 @@ impl<'a> GradSink<'a> {
         b: &Tensor,
     ) -> Result<()> {
         let is_first = self.gradients.get(&weight.name).is_none();
-        match a.dtype() {
-            DType::F64 => self.add(weight, || a.matmul(b)),
+        if is_first && matches!(a.dtype(), DType::F32 | DType::F64) {
             // The product is the sum. In bf16 or f16 it would be rounded.
-            DType::F32 if is_first => self.add(weight, || a.matmul(b)),
-            _ => match self.sum(weight)? {
-                Some(sum) => add_matmul(sum, a, b),
-                None => Ok(()),
-            },
+            return self.add(weight, || a.matmul(b));
+        }
+        match self.sum(weight)? {
+            Some(sum) if sum.dtype() == arithmetic_dtype(a.dtype()) => add_matmul(sum, a, b),
+            Some(_) => self.add(weight, || matmul(a, b)),
+            None => Ok(()),
         }
     }
 
@@ -57,7 +62,7 @@ impl<'a> GradSink<'a> {
         gradient: &Tensor,
     ) -> Result<()> {
         match self.sum(weight)? {
-            Some(sum) => add_embedding_gradient(sum, ids, &narrow(gradient)?),
+            Some(sum) => add_embedding_gradient(sum, ids, &addend(sum, gradient)?),
             None => Ok(()),
         }
     }
@@ -65,7 +70,7 @@ impl<'a> GradSink<'a> {
     /// Adds the sum of the rows of `gradient`, if `bias` trains.
     pub(crate) fn add_bias(&mut self, bias: &NamedWeight, gradient: &Tensor) -> Result<()> {
         match self.sum(bias)? {
-            Some(sum) => add_bias_gradient(sum, &narrow(gradient)?),
+            Some(sum) => add_bias_gradient(sum, &addend(sum, gradient)?),
             None => Ok(()),
         }
     }
@@ -88,10 +93,10 @@ impl<'a> GradSink<'a> {
     }
 }
 
-/// Converts f64 to f32, the dtype of the sums.
-fn narrow(gradient: &Tensor) -> Result<Tensor> {
-    match gradient.dtype() {
-        DType::F64 => gradient.to_dtype(DType::F32),
-        _ => Ok(gradient.clone()),
+/// Returns `gradient` in a dtype that is added to `sum`: its own, unless one of both is f64.
+fn addend(sum: &Tensor, gradient: &Tensor) -> Result<Tensor> {
+    match sum.dtype() == arithmetic_dtype(gradient.dtype()) {
+        true => Ok(gradient.clone()),
+        false => gradient.to_dtype(sum.dtype()),
     }
 }

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use candle_core::backprop::GradStore;
 use candle_core::{DType, Device, Result, Tensor, bail};
 use candle_grpo_collective::Collective;
-use candle_grpo_kernels::{scale_gradients, squared_gradient_norms};
+use candle_grpo_kernels::{arithmetic_dtype, scale_gradients, squared_gradient_norms};
 
 use super::reduction::Reduction;
 use super::shard::Shard;
@@ -91,13 +91,19 @@ impl Gradients {
         Ok(store)
     }
 
-    /// Adds a gradient that was computed without Candle's `backward`, of any float dtype, as f32.
+    /// Adds a gradient that was computed without Candle's `backward`, of any float dtype. Sums are
+    /// in f32, or in f64 if the first gradient of the name is f64.
     ///
-    /// The first gradient of a name is stored without a copy if it is f32, and later ones may be
-    /// added to it in place.
+    /// The first gradient of a name is stored without a copy if it has the dtype of the sum, and
+    /// later ones may be added to it in place.
     pub fn add(&mut self, name: &str, gradient: &Tensor) -> Result<()> {
-        let gradient = gradient.detach().to_dtype(DType::F32)?.contiguous()?;
-        match self.by_name.get_mut(name) {
+        let sum = self.by_name.get_mut(name);
+        let dtype = match &sum {
+            Some(sum) => sum.dtype(),
+            None => arithmetic_dtype(gradient.dtype()),
+        };
+        let gradient = gradient.detach().to_dtype(dtype)?.contiguous()?;
+        match sum {
             None => {
                 self.by_name.insert(name.to_owned(), gradient);
             }

@@ -4,10 +4,10 @@ use std::collections::HashMap;
 
 use candle_core::{DType, Result, Tensor, TensorId, Var, bail};
 
-/// Copies of f32 variables in another dtype, for a model that computes in it.
+/// Copies of f32 or f64 variables in another dtype, for a model that computes in it.
 ///
 /// On a GPU, bf16 is faster and takes half the memory, but it would lose small updates, which the
-/// f32 variables keep. [`Self::refresh`] writes the updates into the memory of the copies, where
+/// variables keep. [`Self::refresh`] writes the updates into the memory of the copies, where
 /// models built from them see the change.
 ///
 /// ```
@@ -41,7 +41,7 @@ impl ComputeCopies {
     /// what is not copied.
     pub(crate) fn add(&mut self, variable: &Var, dtype: DType) -> Result<Tensor> {
         let value = value_in(variable, dtype)?;
-        if variable.dtype() != DType::F32 {
+        if !trains(variable) {
             return Ok(value);
         }
         let copy = Var::from_tensor(&value)?;
@@ -61,15 +61,25 @@ impl ComputeCopies {
     pub(crate) fn refresh_others(&self) -> Result<()> {
         self.pairs
             .values()
-            .filter(|(_, copy)| copy.dtype() == DType::F32)
+            .filter(|(variable, copy)| !is_rounded(variable, copy))
             .try_for_each(|(variable, copy)| refresh(variable, copy))
     }
 
-    /// Returns the bf16 or f16 copy of `variable`, if there is one.
+    /// Returns the bf16 or f16 copy of `variable`, if it is f32 and there is one.
     pub(crate) fn rounded(&self, variable: &Var) -> Option<&Var> {
         let (_, copy) = self.pairs.get(&variable.id())?;
-        (copy.dtype() != DType::F32).then_some(copy)
+        is_rounded(variable, copy).then_some(copy)
     }
+}
+
+/// Returns whether `variable` may have updates: others are frozen.
+fn trains(variable: &Var) -> bool {
+    matches!(variable.dtype(), DType::F32 | DType::F64)
+}
+
+/// Returns whether a step of the optimizer writes `copy` beside `variable`, its f32 master.
+fn is_rounded(variable: &Var, copy: &Var) -> bool {
+    variable.dtype() == DType::F32 && copy.dtype() != DType::F32
 }
 
 fn refresh(variable: &Var, copy: &Var) -> Result<()> {
@@ -81,8 +91,7 @@ fn refresh(variable: &Var, copy: &Var) -> Result<()> {
     flat.slice_set(&now.flatten_all()?, 0, 0)
 }
 
-/// The detached value in `dtype`. It shares the memory of a variable that has this dtype, unless
-/// that is f32: others are frozen, and so have no updates.
+/// The detached value in `dtype`. It shares the memory of a frozen variable that has this dtype.
 pub(crate) fn value_in(variable: &Var, dtype: DType) -> Result<Tensor> {
     if !matches!(dtype, DType::F32 | DType::BF16 | DType::F16) {
         bail!("dtype: {dtype:?}, must be F32, BF16 or F16");

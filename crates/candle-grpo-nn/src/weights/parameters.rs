@@ -4,6 +4,7 @@ use std::collections::{BTreeMap, HashMap};
 use std::path::Path;
 
 use candle_core::{DType, Device, Error, Result, Tensor, Var, bail};
+use candle_grpo_kernels::arithmetic_dtype;
 use candle_nn::VarBuilder;
 
 use crate::model::architecture::{Initial, Parameter};
@@ -21,9 +22,10 @@ pub(crate) const INIT_STD: f64 = 0.02;
 /// The trainable variables of a model by name, in sorted order.
 ///
 /// Those of a decoder have the names and shapes of [`DecoderConfig::parameter_shapes`];
-/// [`Self::with`] adds others. The variables are f32, as smaller types lose small updates; only
-/// [frozen](Self::frozen_as) ones may have another dtype, or be blocks of quantized numbers (u8
-/// `[outputs, blocks of a row, bytes of a block]`). A clone shares the variables.
+/// [`Self::with`] adds others. The variables are f32, as smaller types lose small updates, or f64
+/// by [`Self::to_dtype`]. Only [frozen](Self::frozen_as) ones may have another dtype, or be blocks
+/// of quantized numbers (u8 `[outputs, blocks of a row, bytes of a block]`). A clone shares the
+/// variables.
 #[derive(Debug, Clone)]
 pub struct Parameters {
     variables: BTreeMap<String, Var>,
@@ -140,7 +142,8 @@ impl Parameters {
     ///
     /// # Errors
     ///
-    /// If there are no variables, or one is not f32 or not on `device`.
+    /// If there are no variables, or one is not on `device`, or they are neither all f32 nor all
+    /// f64.
     ///
     /// ```
     /// use candle_core::{DType, Device};
@@ -160,13 +163,14 @@ impl Parameters {
         device: &Device,
     ) -> Result<Self> {
         let variables: BTreeMap<String, Var> = variables.into_iter().collect();
-        if variables.is_empty() {
+        let Some(first) = variables.values().next() else {
             bail!("variables: none, must have at least one");
-        }
+        };
+        let dtype = arithmetic_dtype(first.dtype());
         for (name, variable) in &variables {
-            if variable.dtype() != DType::F32 || !variable.device().same_device(device) {
+            if variable.dtype() != dtype || !variable.device().same_device(device) {
                 bail!(
-                    "variable {name}: {:?} on {:?}, must be F32 on {:?}",
+                    "variable {name}: {:?} on {:?}, must be {dtype:?} on {:?}",
                     variable.dtype(),
                     variable.device().location(),
                     device.location()
@@ -184,8 +188,8 @@ impl Parameters {
         }
     }
 
-    /// Adds a variable, initialized with an f32 copy of `values`: the head of a critic, for
-    /// example.
+    /// Adds a variable, initialized with a copy of `values` in f32, or in f64 beside variables in
+    /// f64: the head of a critic, for example.
     ///
     /// # Errors
     ///
@@ -197,7 +201,7 @@ impl Parameters {
         let values = values
             .detach()
             .to_device(&self.device)?
-            .to_dtype(DType::F32)?
+            .to_dtype(arithmetic_dtype(self.dtype()))?
             .contiguous()?;
         self.variables
             .insert(name.to_owned(), Var::from_tensor(&values)?);
@@ -278,7 +282,7 @@ impl Parameters {
     ///
     /// Weights that are in blocks of quantized numbers stay so. Each variable is freed when it has
     /// been converted, unless a clone shares it. Builders of the result in `dtype` share its
-    /// memory. [`AdamW`](crate::AdamW) refuses variables that are not f32.
+    /// memory. [`AdamW`](crate::AdamW) refuses them, except in f32.
     ///
     /// # Errors
     ///
@@ -384,6 +388,52 @@ impl Parameters {
         Ok(Self::unchecked(variables, device))
     }
 
+    /// Independent variables with the same values in `dtype`: F64, to train in double precision, or
+    /// F32. Decoders, gradients and the state of [`AdamW`](crate::AdamW) follow the dtype.
+    ///
+    /// Files are read as f32; [`Self::set_values`] restores values in f64.
+    ///
+    /// # Errors
+    ///
+    /// If `dtype` is another one, or a variable is blocks of quantized numbers.
+    ///
+    /// ```
+    /// use candle_core::{DType, Device};
+    /// use candle_grpo_nn::{AdamW, AdamWConfig, DecoderConfig, Gradients, Parameters};
+    ///
+    /// # let model = DecoderConfig { vocab_size: 11, hidden_size: 8, intermediate_size: 16,
+    /// #     num_hidden_layers: 1, num_attention_heads: 2, num_key_value_heads: 1,
+    /// #     max_position_embeddings: 8, tie_word_embeddings: true, ..DecoderConfig::default() };
+    /// let parameters = Parameters::init(&model, 7, &Device::Cpu)?.to_dtype(DType::F64)?;
+    /// let mut gradients = Gradients::new();
+    /// for (name, variable) in parameters.iter() {
+    ///     gradients.add(name, &variable.ones_like()?)?;
+    /// }
+    /// AdamW::new(AdamWConfig::default(), &parameters)?.step(&parameters, &gradients)?;
+    /// // The first step is the learning rate, divided by 1 + epsilon.
+    /// let norm = parameters.get("model.norm.weight").expect("every model has one");
+    /// let moved = 1.0 - norm.to_vec1::<f64>()?[0];
+    /// assert!((moved - 1e-3 / (1.0 + 1e-8)).abs() < 1e-15);
+    /// # Ok::<(), candle_core::Error>(())
+    /// ```
+    pub fn to_dtype(&self, dtype: DType) -> Result<Self> {
+        if !matches!(dtype, DType::F32 | DType::F64) {
+            bail!("dtype: {dtype:?}, must be F32 or F64");
+        }
+        let variables = self
+            .variables
+            .iter()
+            .map(|(name, variable)| {
+                if variable.dtype() == DType::U8 {
+                    bail!("{name}: blocks of quantized numbers, must be dense");
+                }
+                let value = variable.as_detached_tensor().to_dtype(dtype)?;
+                Ok((name.clone(), Var::from_tensor(&value)?))
+            })
+            .collect::<Result<BTreeMap<_, _>>>()?;
+        Ok(Self::unchecked(variables, &self.device))
+    }
+
     /// Copies `values`, of any floating-point dtype, into the variables in place. Decoders that
     /// share them see the change.
     ///
@@ -444,8 +494,8 @@ impl Parameters {
         self.variables.values().map(bytes).sum()
     }
 
-    /// The dtype of the variables, except for blocks of quantized numbers: F32, unless they are
-    /// [frozen](Self::frozen_as).
+    /// The dtype of the variables, except for blocks of quantized numbers: F32 or F64, unless they
+    /// are [frozen](Self::frozen_as).
     pub fn dtype(&self) -> DType {
         let mut variables = self.variables.values();
         let first = variables.find(|variable| variable.dtype() != DType::U8);

@@ -41,9 +41,13 @@ fn constant(parameters: &Parameters, value: f64) -> Result<Gradients> {
 }
 
 fn assert_all(tensor: &Tensor, expected: f64, what: &str) -> Result<()> {
-    for value in tensor.flatten_all()?.to_vec1::<f32>()? {
+    for value in tensor
+        .to_dtype(DType::F64)?
+        .flatten_all()?
+        .to_vec1::<f64>()?
+    {
         assert!(
-            (f64::from(value) - expected).abs() < 1.5e-7,
+            (value - expected).abs() < 1.5e-7,
             "{what}: {value} is not {expected}"
         );
     }
@@ -120,11 +124,13 @@ fn train(parameters: &Parameters, optimizer: &mut AdamW, steps: usize) -> Result
     Ok(())
 }
 
-#[test]
-fn a_restored_state_continues_bit_identically() -> Result<()> {
+#[rstest]
+fn a_restored_state_continues_bit_identically(
+    #[values(DType::F32, DType::F64)] dtype: DType,
+) -> Result<()> {
     let config = config(true);
     let settings = by_hand(DecayRule::Matrices);
-    let parameters = lively(&config)?;
+    let parameters = lively(&config)?.to_dtype(dtype)?;
     let mut optimizer = AdamW::new(settings.clone(), &parameters)?;
     train(&parameters, &mut optimizer, 2)?;
 
@@ -137,7 +143,8 @@ fn a_restored_state_continues_bit_identically() -> Result<()> {
     candle_core::safetensors::save(&optimizer.state()?, &state)?;
     train(&parameters, &mut optimizer, 3)?;
 
-    let again = Parameters::load(&config, &weights, device())?;
+    let again = Parameters::load(&config, &weights, device())?.to_dtype(dtype)?;
+    again.set_values(&candle_core::safetensors::load(&weights, device())?)?;
     let mut continued = AdamW::new(settings.clone(), &again)?;
     continued.load_state(candle_core::safetensors::load(&state, device())?)?;
     assert_eq!(continued.steps(), 2);
@@ -146,7 +153,8 @@ fn a_restored_state_continues_bit_identically() -> Result<()> {
     assert_eq!(bits(&again)?, bits(&parameters)?);
 
     // Without the state the run is another one.
-    let without = Parameters::load(&config, &weights, device())?;
+    let without = again.to_dtype(dtype)?;
+    without.set_values(&candle_core::safetensors::load(&weights, device())?)?;
     train(&without, &mut AdamW::new(settings, &without)?, 3)?;
     assert_ne!(bits(&without)?, bits(&parameters)?);
     Ok(())
@@ -202,6 +210,42 @@ fn a_state_that_does_not_fit_is_refused(
         0.05,
         "exp_avg",
     )
+}
+
+/// The gradient 0.5 is exact in both dtypes.
+#[rstest]
+fn gradients_of_another_dtype_are_converted(
+    #[values(DType::F32, DType::F64)] variables: DType,
+) -> Result<()> {
+    let stepped = |dtype| {
+        let parameters = ones()?.to_dtype(variables)?;
+        let mut gradients = Gradients::new();
+        for (name, variable) in parameters.iter() {
+            gradients.add(
+                name,
+                &variable.ones_like()?.to_dtype(dtype)?.affine(0.5, 0.0)?,
+            )?;
+        }
+        AdamW::new(by_hand(DecayRule::All), &parameters)?.step(&parameters, &gradients)?;
+        bits(&parameters)
+    };
+    assert_eq!(stepped(DType::F64)?, stepped(DType::F32)?);
+    Ok(())
+}
+
+#[test]
+fn parameters_of_another_dtype_are_refused() -> Result<()> {
+    let (narrow, wide) = (ones()?, ones()?.to_dtype(DType::F64)?);
+    let mut optimizer = AdamW::new(by_hand(DecayRule::All), &wide)?;
+    refused(
+        &narrow,
+        &mut optimizer,
+        |o| o.step(&narrow, &constant(&narrow, 0.5)?),
+        "dtype F32, must be F64",
+    )?;
+    let error = message(AdamW::new(in_blocks(), &wide));
+    assert!(error.contains("state: 8bit, must be f32 for "), "{error}");
+    Ok(())
 }
 
 /// Checks that a refused step changes neither the parameters nor the optimizer.
@@ -330,11 +374,12 @@ fn options_have_defaults_and_unknown_options_are_refused() {
 
 #[rstest]
 fn a_scaled_step_equals_clipping_and_refreshing_after_it(
+    #[values(DType::F32, DType::F64)] variables: DType,
     #[values(DType::F32, DType::BF16, DType::F16)] dtype: DType,
 ) -> Result<()> {
     let config = config(false);
     let run = |is_scaled: bool| -> Result<_> {
-        let parameters = lively(&config)?;
+        let parameters = lively(&config)?.to_dtype(variables)?;
         let (vb, copies) = parameters.copied_var_builder(dtype)?;
         let decoder = Decoder::new(&config, vb)?;
         let mut optimizer = AdamW::new(by_hand(DecayRule::Matrices), &parameters)?;
@@ -349,11 +394,7 @@ fn a_scaled_step_equals_clipping_and_refreshing_after_it(
             copies.refresh()?;
         }
         let copy = decoder.output_weight().to_dtype(DType::F32)?;
-        let mut values = vec![copy.flatten_all()?.to_vec1::<f32>()?];
-        for (_, variable) in parameters.iter() {
-            values.push(variable.flatten_all()?.to_vec1::<f32>()?);
-        }
-        Ok(values)
+        Ok((copy.to_vec2::<f32>()?, bits(&parameters)?))
     };
     assert_eq!(run(true)?, run(false)?);
     Ok(())

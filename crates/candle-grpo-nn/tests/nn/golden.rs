@@ -2,9 +2,10 @@
 //!
 //! The values are in `tests/golden/models` and `tests/golden/families` of the workspace, or in the
 //! folders that `GRPO_GOLDEN_MODELS_DIR` and `GRPO_GOLDEN_FAMILIES_DIR` name; the READMEs there
-//! describe them. Tolerances are a few times the distance of an unmodified f32 transformers model
-//! from the same values, which the manifest states. Every model of a folder is tested, also after
-//! another has failed.
+//! describe them. They were computed in f64 and are stored in f32. Results in f64 must agree to the
+//! rounding of the stored numbers. Tolerances of results in f32 are a few times the distance of an
+//! unmodified f32 transformers model from the same values, which the manifest states. Every model
+//! of a folder is tested, also after another has failed.
 
 use std::collections::HashMap;
 use std::fs;
@@ -31,9 +32,53 @@ const SLACK: f64 = 4.0;
 /// number near 4.
 const FLOOR: f64 = 5e-7;
 
-/// Number of elements that may be further off than the manifest counts after steps of AdamW, even
-/// if it counts none.
-const HANDFUL: f64 = 5.0;
+/// The largest rounding of a number to f32, relative to it.
+const ROUNDING: f64 = f32::EPSILON as f64 / 2.0;
+
+/// The allowed distance of a result in f64 from a golden value: its rounding to f32, and that of the
+/// computations in f64. AdamW has the largest of these: with epsilon, 1e-8, it may divide a sum that
+/// is rounded by 1e-16, and multiplies the quotient by the learning rate, 1e-2.
+const STORED: Allowed = Allowed {
+    relative: ROUNDING,
+    absolute: 1e-9,
+};
+
+/// The allowed distance between [`STEPS`] of AdamW in f32 and in f64, given the same gradients.
+///
+/// A step rounds a parameter three times: the factor of the decay, their product, and the sum with
+/// the update. With the decay rates of [`adamw_config`], an update is at most 1.003 learning rates
+/// (1e-2), by the inequality of Cauchy and Schwarz. At most 34 roundings reach it: 17 in the average
+/// of the gradients, half of 18 in that of their squares, and 8 of the root, the quotient and the
+/// coefficients. The parameter itself moves by at most 0.055 and is rounded with what it moves by.
+const ADAMW_ROUNDINGS: Allowed = Allowed {
+    relative: STEPS as f64 * 3.0 * ROUNDING,
+    absolute: STEPS as f64 * (3.0 * 0.055 + 34.0 * 1.003e-2) * ROUNDING,
+};
+
+/// The allowed distance from a value: `relative` times its size, plus `absolute`.
+#[derive(Debug, Clone, Copy)]
+struct Allowed {
+    relative: f64,
+    absolute: f64,
+}
+
+impl Allowed {
+    fn absolute(absolute: f64) -> Self {
+        Self {
+            relative: 0.0,
+            absolute,
+        }
+    }
+
+    /// The largest distance of an element of `ours` from that of `expected`, divided by the allowed
+    /// one.
+    fn share(self, ours: &Tensor, expected: &Tensor) -> Result<f64> {
+        let expected = expected.to_dtype(DType::F64)?;
+        let allowed = expected.abs()?.affine(self.relative, self.absolute)?;
+        let [ours, expected] = [ours.to_dtype(DType::F64)?, expected].map(|x| x / &allowed);
+        max_difference(&ours?, &expected?)
+    }
+}
 
 /// A folder of cases.
 #[derive(Debug, Clone, Copy)]
@@ -42,24 +87,18 @@ struct Suite {
     /// The environment variable that replaces the folder.
     variable: &'static str,
     folder: &'static str,
-    /// Steps of AdamW are compared on a GPU, too. The first ones divide a gradient by its own
-    /// size, so that elements near 0 depend on the order of sums. The manifest states the
-    /// deviations of CPUs, which some families exceed on a GPU.
-    has_steps_on_gpu: bool,
 }
 
 const MODELS: Suite = Suite {
     name: "golden_models",
     variable: "GRPO_GOLDEN_MODELS_DIR",
     folder: "models",
-    has_steps_on_gpu: true,
 };
 
 const FAMILIES: Suite = Suite {
     name: "golden_families",
     variable: "GRPO_GOLDEN_FAMILIES_DIR",
     folder: "families",
-    has_steps_on_gpu: false,
 };
 
 /// Runs every check on the cases of a suite, in a module of its name.
@@ -71,8 +110,9 @@ macro_rules! suite {
             #[rstest]
             fn logits_log_probs_and_loss_are_those_of_transformers(
                 #[values("golden", "golden_left")] file: &str,
+                #[values(DType::F32, DType::F64)] dtype: DType,
             ) -> Result<()> {
-                forward($suite, file)
+                forward($suite, file, dtype)
             }
 
             #[test]
@@ -98,6 +138,11 @@ macro_rules! suite {
             #[test]
             fn five_clipped_steps_are_those_of_torch() -> Result<()> {
                 adamw_steps($suite)
+            }
+
+            #[test]
+            fn adamw_in_f32_is_that_in_f64_up_to_its_roundings() -> Result<()> {
+                adamw_in_f32($suite)
             }
 
             #[test]
@@ -182,21 +227,60 @@ impl Case {
             * SLACK
     }
 
+    /// Compares a result with a golden value. In f64 it has the distance [`STORED`] at most, and in
+    /// f32 that of the manifest.
     fn near(&self, file: &str, quantity: &str, ours: &Tensor, golden: &Tensor) -> Result<()> {
-        let (distance, tolerance) = (
-            max_difference(ours, golden)?,
-            self.tolerance(file, quantity),
-        );
+        let allowed = match ours.dtype() {
+            DType::F64 => STORED,
+            _ => Allowed::absolute(self.tolerance(file, quantity)),
+        };
+        let share = allowed.share(ours, golden)?;
         println!(
-            "{} {file} {quantity}: {distance:.2e}, allowed {tolerance:.2e}",
+            "{} {file} {quantity}: {share:.1e} of {allowed:?}",
             self.name
         );
-        assert!(
-            distance <= tolerance,
-            "{file} {quantity}: {distance} is more than {tolerance}"
-        );
+        assert!(share <= 1.0, "{file} {quantity}: {share} times {allowed:?}");
         Ok(())
     }
+
+    /// The loss of the batch of `golden` and its gradients, in the dtype of `parameters`.
+    fn pass(
+        &self,
+        pass: Pass,
+        parameters: &Parameters,
+        golden: &HashMap<String, Tensor>,
+    ) -> Result<(Tensor, Gradients)> {
+        let (ids, mask) = batch(golden, "in.input_ids")?;
+        let vb = match pass {
+            Pass::Graph => parameters.var_builder(),
+            Pass::Recorded | Pass::Checkpointed => parameters.detached_var_builder(),
+        };
+        let decoder = Decoder::new(&self.config, vb)?;
+        let loss = next_token_loss(&decoder, &ids, &mask)?;
+        let gradients = match pass {
+            Pass::Graph => {
+                let mut gradients = Gradients::new();
+                gradients.accumulate(&loss, parameters)?;
+                gradients
+            }
+            Pass::Recorded | Pass::Checkpointed => {
+                let checkpointing = pass == Pass::Checkpointed;
+                recorded_gradients(&decoder, parameters, &ids, &mask, checkpointing)?
+            }
+        };
+        Ok((loss.detach(), gradients))
+    }
+}
+
+/// The origin of gradients.
+#[derive(Debug, Clone, Copy, PartialEq)]
+enum Pass {
+    /// Candle's graph, over padded rows.
+    Graph,
+    /// The decoder's own backward pass, over packed rows.
+    Recorded,
+    /// The same with activation checkpointing.
+    Checkpointed,
 }
 
 fn name_of(folder: &Path) -> String {
@@ -263,15 +347,17 @@ fn batch(tensors: &HashMap<String, Tensor>, ids: &str) -> Result<(Tensor, Tensor
     ))
 }
 
-fn forward(suite: Suite, file: &str) -> Result<()> {
+fn forward(suite: Suite, file: &str, dtype: DType) -> Result<()> {
     let name = format!("{file}.safetensors");
-    for_each_case(suite, &format!("{file} forward"), &name, |case| {
+    let quantity = format!("{file} forward in {}", dtype.as_str());
+    for_each_case(suite, &quantity, &name, |case| {
         let golden = case.tensors(&name)?;
-        let decoder = case.decoder()?;
+        let parameters = case.parameters()?.to_dtype(dtype)?;
+        let decoder = Decoder::new(&case.config, parameters.detached_var_builder())?;
         let (ids, mask) = batch(&golden, "in.input_ids")?;
         let logits = decoder.logits(&decoder.padded_hidden_states(&ids, &mask)?)?;
         // Numbers at padding are stored as zero and mean nothing.
-        let logits = logits.broadcast_mul(&mask.to_dtype(DType::F32)?.unsqueeze(2)?)?;
+        let logits = logits.broadcast_mul(&mask.to_dtype(dtype)?.unsqueeze(2)?)?;
         case.near(file, "logits", &logits, &golden["out.logits"])?;
         let (log_probs, _) = next_token_log_probs(&decoder, &ids, &mask)?;
         case.near(file, "log_probs", &log_probs, &golden["out.log_probs"])?;
@@ -338,29 +424,14 @@ fn gradients(suite: Suite) -> Result<()> {
         // Only the file padded on the right has gradients; on the left they must be the same.
         let golden = case.tensors("golden.safetensors")?;
         for file in ["golden", "golden_left"] {
-            let (ids, mask) = batch(
-                &case.tensors(&format!("{file}.safetensors"))?,
-                "in.input_ids",
-            )?;
-            let parameters = case.parameters()?;
-            let decoder = Decoder::new(&case.config, parameters.var_builder())?;
-            let mut by_graph = Gradients::new();
-            by_graph.accumulate(&next_token_loss(&decoder, &ids, &mask)?, &parameters)?;
-            let decoder = Decoder::new(&case.config, parameters.detached_var_builder())?;
-            let recorded = |checkpointing| {
-                recorded_gradients(&decoder, &parameters, &ids, &mask, checkpointing)
-            };
+            let padded = case.tensors(&format!("{file}.safetensors"))?;
             // f64 takes the composed path of every operator.
-            let vb = parameters.detached_var_builder().to_dtype(DType::F64);
-            let wide = Decoder::new(&case.config, vb)?;
-            let composed = recorded_gradients(&wide, &parameters, &ids, &mask, false)?;
-            for (way, gradients) in [
-                ("composed", composed),
-                ("graph", by_graph),
-                ("recorded", recorded(false)?),
-                ("checkpointed", recorded(true)?),
-            ] {
-                check_gradients(case, file, way, &gradients, &golden)?;
+            for dtype in [DType::F32, DType::F64] {
+                let parameters = case.parameters()?.to_dtype(dtype)?;
+                for pass in [Pass::Graph, Pass::Recorded, Pass::Checkpointed] {
+                    let (_, gradients) = case.pass(pass, &parameters, &padded)?;
+                    check_gradients(case, file, &gradients, &golden)?;
+                }
             }
         }
         Ok(())
@@ -370,24 +441,28 @@ fn gradients(suite: Suite) -> Result<()> {
 fn check_gradients(
     case: &Case,
     file: &str,
-    way: &str,
     gradients: &Gradients,
     golden: &HashMap<String, Tensor>,
 ) -> Result<()> {
-    let tolerance = case.tolerance(file, "grads_relative");
     let mut worst = 0f64;
     for (name, gradient) in gradients.iter() {
-        let reference = &of_parameter(golden, "grad", name)?;
-        let scale = max_difference(reference, &reference.zeros_like()?)?;
-        let distance = max_difference(gradient, reference)? / scale;
+        let expected = of_parameter(golden, "grad", name)?;
+        let allowed = match gradient.dtype() {
+            DType::F64 => STORED,
+            _ => {
+                let scale = max_difference(&expected, &expected.zeros_like()?)?;
+                Allowed::absolute(case.tolerance(file, "grads_relative") * scale)
+            }
+        };
+        let share = allowed.share(gradient, &expected)?;
         assert!(
-            distance <= tolerance,
-            "{file} {way} grad.{name}: {distance} is more than {tolerance}"
+            share <= 1.0,
+            "{file} grad.{name}: {share} times {allowed:?}"
         );
-        worst = worst.max(distance);
+        worst = worst.max(share);
     }
     println!(
-        "{} {file} {way} gradients: {worst:.2e}, allowed {tolerance:.2e}",
+        "{} {file} gradients: {worst:.1e} of what is allowed",
         case.name
     );
     let elements = |count: usize, x: &Tensor| count + x.elem_count();
@@ -556,84 +631,81 @@ fn rows_that_end(suite: Suite) -> Result<()> {
     })
 }
 
-fn adamw_steps(suite: Suite) -> Result<()> {
-    if !device().is_cpu() && !suite.has_steps_on_gpu {
-        return Ok(());
+/// The options of `adamw.safetensors`.
+fn adamw_config() -> AdamWConfig {
+    AdamWConfig {
+        learning_rate: 1e-2,
+        beta1: 0.9,
+        beta2: 0.95,
+        epsilon: 1e-8,
+        weight_decay: 0.1,
+        decay: DecayRule::All,
+        ..AdamWConfig::default()
     }
+}
+
+const STEPS: usize = 5;
+
+/// In f64. AdamW divides a gradient by its own size, so an element near 0 moves in a direction that
+/// depends on its rounding, and in f32 on the order of sums.
+fn adamw_steps(suite: Suite) -> Result<()> {
     for_each_case(suite, "adamw", "adamw.safetensors", |case| {
         let golden = case.tensors("adamw.safetensors")?;
-        let (ids, mask) = batch(&golden, "in.input_ids")?;
-        let parameters = case.parameters()?;
-        let decoder = Decoder::new(&case.config, parameters.var_builder())?;
-        let config = AdamWConfig {
-            learning_rate: 1e-2,
-            beta1: 0.9,
-            beta2: 0.95,
-            epsilon: 1e-8,
-            weight_decay: 0.1,
-            decay: DecayRule::All,
-            ..AdamWConfig::default()
-        };
-        let mut optimizer = AdamW::new(config, &parameters)?;
-        let mut gradients = Gradients::new();
-        for step in 0..5 {
-            let loss = next_token_loss(&decoder, &ids, &mask)?;
-            case.near("adamw", "losses", &loss, &golden["out.losses"].i(step)?)?;
-            gradients.clear();
-            gradients.accumulate(&loss, &parameters)?;
-            drop(loss);
-            let norm = Tensor::new(gradients.clip_by_global_norm(1.0)?, device())?;
-            case.near(
-                "adamw",
-                "grad_norms",
-                &norm,
-                &golden["out.grad_norms"].i(step)?,
-            )?;
-            optimizer.step(&parameters, &gradients)?;
+        for pass in [Pass::Graph, Pass::Recorded] {
+            let parameters = case.parameters()?.to_dtype(DType::F64)?;
+            let mut optimizer = AdamW::new(adamw_config(), &parameters)?;
+            for step in 0..STEPS {
+                let (loss, mut gradients) = case.pass(pass, &parameters, &golden)?;
+                case.near("adamw", "losses", &loss, &golden["out.losses"].i(step)?)?;
+                let norm = Tensor::new(gradients.clip_by_global_norm(1.0)?, device())?;
+                let expected = golden["out.grad_norms"].i(step)?;
+                case.near("adamw", "grad_norms", &norm, &expected)?;
+                optimizer.step(&parameters, &gradients)?;
+            }
+            let (loss, _) = case.pass(pass, &parameters, &golden)?;
+            case.near("adamw", "loss_after", &loss, &golden["out.loss_after"])?;
+            for (name, variable) in parameters.iter() {
+                let expected = of_parameter(&golden, "param", name)?;
+                case.near("adamw", &format!("param.{name}"), variable, &expected)?;
+            }
         }
-        case.near(
-            "adamw",
-            "loss_after",
-            &next_token_loss(&decoder, &ids, &mask)?,
-            &golden["out.loss_after"],
-        )?;
+        Ok(())
+    })
+}
 
-        let mut differences = Vec::new();
-        for (name, variable) in parameters.iter() {
-            let expected = of_parameter(&golden, "param", name)?;
-            let difference = (variable.as_tensor() - expected)?.abs()?;
-            differences.extend(
-                difference
-                    .flatten_all()?
-                    .to_vec1::<f32>()?
-                    .into_iter()
-                    .map(f64::from),
-            );
+/// The part of the five steps that all f32 processors share: loss and norm before any step, and
+/// AdamW alone, given the gradients of f64.
+fn adamw_in_f32(suite: Suite) -> Result<()> {
+    for_each_case(suite, "adamw in f32", "adamw.safetensors", |case| {
+        let golden = case.tensors("adamw.safetensors")?;
+        let narrow = case.parameters()?;
+        // The manifest states the largest deviations of five steps. The first has none before it.
+        let (loss, gradients) = case.pass(Pass::Graph, &narrow, &golden)?;
+        case.near("adamw", "losses", &loss, &golden["out.losses"].i(0)?)?;
+        let norm = Tensor::new(gradients.global_norm()? as f32, device())?;
+        let expected = golden["out.grad_norms"].i(0)?;
+        case.near("adamw", "grad_norms", &norm, &expected)?;
+
+        let wide = narrow.to_dtype(DType::F64)?;
+        let mut optimizers = [&narrow, &wide].map(|of| AdamW::new(adamw_config(), of));
+        for _ in 0..STEPS {
+            let (_, mut gradients) = case.pass(Pass::Recorded, &wide, &golden)?;
+            gradients.clip_by_global_norm(1.0)?;
+            for (optimizer, parameters) in optimizers.iter_mut().zip([&narrow, &wide]) {
+                let optimizer = optimizer.as_mut().expect("parameters that train");
+                optimizer.step(parameters, &gradients)?;
+            }
         }
-        let largest = differences.iter().copied().fold(0.0, f64::max);
-        let mean = differences.iter().sum::<f64>() / differences.len() as f64;
-        let above = differences
-            .iter()
-            .filter(|&&difference| difference > 1e-5)
-            .count() as f64;
+        let mut worst = 0f64;
+        for ((name, narrow), (_, wide)) in narrow.iter().zip(wide.iter()) {
+            let share = ADAMW_ROUNDINGS.share(narrow, wide)?;
+            assert!(share <= 1.0, "{name}: {share} times {ADAMW_ROUNDINGS:?}");
+            worst = worst.max(share);
+        }
         println!(
-            "{} parameters: largest {largest:.2e}, mean {mean:.2e}, above 1e-5 {above}",
+            "{} AdamW in f32: {worst:.1e} of {ADAMW_ROUNDINGS:?}",
             case.name
         );
-        for (quantity, value) in [
-            ("params_max", largest),
-            ("params_mean", mean),
-            ("params_above_1e-5", above),
-        ] {
-            let tolerance = match quantity {
-                "params_above_1e-5" => case.tolerance("adamw", quantity).max(HANDFUL),
-                _ => case.tolerance("adamw", quantity),
-            };
-            assert!(
-                value <= tolerance,
-                "{quantity}: {value} is more than {tolerance}"
-            );
-        }
         Ok(())
     })
 }
@@ -706,6 +778,6 @@ fn grpo_loss(suite: Suite) -> Result<()> {
 
         let mut gradients = Gradients::new();
         gradients.accumulate(&loss, &parameters)?;
-        check_gradients(case, "grpo", "composed", &gradients, &golden)
+        check_gradients(case, "grpo", &gradients, &golden)
     })
 }

@@ -4,7 +4,7 @@ use std::collections::HashMap;
 use std::fs;
 
 use candle_core::{DType, Result, Tensor, Var};
-use candle_grpo_nn::{DecoderConfig, Parameters};
+use candle_grpo_nn::{BaseWeights, DecoderConfig, Parameters};
 use rstest::rstest;
 
 use candle_grpo_test_support::{device, message};
@@ -113,6 +113,57 @@ fn tensors_given_are_copied_and_cast() -> Result<()> {
     let before = bits(&parameters)?;
     var.set(&var.zeros_like()?)?;
     assert_eq!(bits(&parameters)?, before);
+    Ok(())
+}
+
+#[test]
+fn variables_of_another_dtype_are_independent_copies() -> Result<()> {
+    let config = config(true);
+    let parameters = lively(&config)?;
+    let wide = parameters.to_dtype(DType::F64)?;
+    assert_eq!((parameters.dtype(), wide.dtype()), (DType::F32, DType::F64));
+    let before = bits(&parameters)?;
+    assert_eq!(bits(&wide)?, before);
+    let same = parameters.to_dtype(DType::F32)?;
+    for copies in [&wide, &same] {
+        let norm = copies.get("model.norm.weight").unwrap();
+        norm.set(&norm.zeros_like()?)?;
+    }
+    assert_eq!(bits(&parameters)?, before);
+
+    let error = message(parameters.to_dtype(DType::BF16));
+    assert!(error.contains("dtype: BF16, must be F32 or F64"), "{error}");
+    let wider = DecoderConfig {
+        hidden_size: 32,
+        ..config
+    };
+    let blocks = lively(&wider)?.frozen_as(&wider, BaseWeights::Q8_0, DType::F32)?;
+    let error = message(blocks.to_dtype(DType::F64));
+    assert!(
+        error.contains("_proj.weight: blocks of quantized numbers"),
+        "{error}"
+    );
+    Ok(())
+}
+
+/// Custom variables may be f64; all of them then.
+#[test]
+fn custom_variables_have_one_dtype() -> Result<()> {
+    let zeros =
+        |name: &str, dtype| -> Result<_> { Ok((name.to_owned(), Var::zeros(2, dtype, device())?)) };
+    let of = |first, second| -> Result<Parameters> {
+        Parameters::from_variables([zeros("a", first)?, zeros("b", second)?], device())
+    };
+    let wide = of(DType::F64, DType::F64)?.with("c", &Tensor::zeros(2, DType::F32, device())?)?;
+    assert_eq!(wide.get("c").unwrap().dtype(), DType::F64);
+    for (first, second, expected) in [
+        (DType::F64, DType::F32, "variable b: F32"),
+        (DType::F32, DType::F64, "variable b: F64"),
+        (DType::BF16, DType::BF16, "variable a: BF16"),
+    ] {
+        let error = message(of(first, second));
+        assert!(error.contains(expected), "{error}");
+    }
     Ok(())
 }
 

@@ -63,6 +63,44 @@ fn recorded_gradients_equal_those_of_the_graph(
     check(&recorded, &graph)
 }
 
+/// A pass in one dtype may train variables of the other.
+#[rstest]
+fn gradients_are_summed_in_the_dtype_of_their_variables(
+    #[values(DType::F32, DType::F64)] variables: DType,
+    #[values(DType::F32, DType::F64)] pass: DType,
+) -> Result<()> {
+    let model = Family::LlamaWithBiases.config(true);
+    let parameters = lively(&model)?.to_dtype(variables)?;
+    let exact = parameters.to_dtype(DType::F64)?;
+    let batch = left_padded()?;
+    let graph = by_graph(&Decoder::new(&model, exact.var_builder())?, &exact, &batch)?;
+    let vb = parameters.detached_var_builder().to_dtype(pass);
+    let decoder = Decoder::new(&model, vb)?;
+    let mut twice = Gradients::new();
+    for _ in 0..2 {
+        add_recorded(&decoder, &parameters, &batch.0, &batch.1, false, &mut twice)?;
+    }
+    let tolerance = match (variables, pass) {
+        (DType::F64, DType::F64) => 1e-12,
+        _ => 1e-5,
+    };
+    for (name, gradient) in graph.iter() {
+        let sum = twice.get(name).expect("a gradient of that name");
+        // The output layer has the dtype of its own gradient.
+        assert!(
+            sum.dtype() == variables || name == decoder.output_name(),
+            "{name}"
+        );
+        let scale = max_difference(gradient, &gradient.zeros_like()?)?;
+        let distance = max_difference(sum, &(gradient * 2.0)?)?;
+        assert!(
+            distance < tolerance * scale.max(0.1),
+            "{name}: {distance} of {scale}"
+        );
+    }
+    Ok(())
+}
+
 /// 12 tokens reach at most 24 of the 40 experts of the first block.
 #[test]
 fn experts_without_tokens_have_gradients_of_zero() -> Result<()> {

@@ -288,7 +288,7 @@ pub(crate) fn exact_gradients(
     parameters: &Parameters,
     of: impl Fn(&str, &Tensor) -> Result<Tensor>,
 ) -> Result<Gradients> {
-    let mut loss = Tensor::zeros((), DType::F32, parameters.device())?;
+    let mut loss = Tensor::zeros((), parameters.dtype(), parameters.device())?;
     for (name, variable) in parameters.iter() {
         let slope = of(name, variable.as_tensor())?.detach();
         loss = (loss + (variable.as_tensor() * slope)?.sum_all()?)?;
@@ -298,16 +298,14 @@ pub(crate) fn exact_gradients(
     Ok(gradients)
 }
 
-/// The bits of all parameters.
-pub(crate) fn bits(parameters: &Parameters) -> Result<Vec<(String, Vec<u32>)>> {
+/// The bits of all parameters in f64, which has every f32.
+pub(crate) fn bits(parameters: &Parameters) -> Result<Vec<(String, Vec<u64>)>> {
     parameters
         .iter()
         .map(|(name, variable)| {
-            let values = variable.flatten_all()?.to_vec1::<f32>()?;
-            Ok((
-                name.to_owned(),
-                values.into_iter().map(f32::to_bits).collect(),
-            ))
+            let values = variable.to_dtype(DType::F64)?.flatten_all()?;
+            let values = values.to_vec1::<f64>()?.into_iter();
+            Ok((name.to_owned(), values.map(f64::to_bits).collect()))
         })
         .collect()
 }

@@ -125,13 +125,7 @@ pub(super) fn divisors(config: &DecoderConfig) -> BTreeMap<&'static str, Vec<f32
     let numbers = |numbers: &[f64]| numbers.iter().map(|&x| x as f32).collect();
     match &config.rope_scaling {
         scaling @ RopeScaling::Llama3 { .. } => {
-            let plain = RopeScaling::Default.frequencies(width, theta);
-            let scaled = scaling.frequencies(width, theta);
-            let factors = plain
-                .iter()
-                .zip(scaled)
-                .map(|(plain, scaled)| plain / scaled);
-            [(FACTORS, numbers(&factors.collect::<Vec<_>>()))].into()
+            [(FACTORS, numbers(&scaling.divisors(width, theta)))].into()
         }
         RopeScaling::LongRope {
             short_factor,
@@ -230,12 +224,9 @@ fn llama3(config: &DecoderConfig, factors: &[f32]) -> Result<RopeScaling> {
     let (width, theta) = (config.rotary_width(), config.rope_theta);
     let plain = RopeScaling::Default.frequencies(width, theta);
     let scaling = guess(factors, &plain);
-    let scaled = scaling.frequencies(width, theta);
-    let same = factors.iter().enumerate().all(|(pair, &found)| {
-        let factor = plain[pair] / scaled[pair];
-        // False for NaN.
-        (f64::from(found) / factor - 1.0).abs() < 1e-4
-    });
+    let mut divisors = factors.iter().zip(scaling.divisors(width, theta));
+    // False for NaN.
+    let same = divisors.all(|(&found, divisor)| (f64::from(found) / divisor - 1.0).abs() < 1e-4);
     if !same {
         bail!(
             "tensor {FACTORS}: {factors:?}, must be the divisors of Llama 3.1 with rope_theta {theta}"
@@ -244,18 +235,18 @@ fn llama3(config: &DecoderConfig, factors: &[f32]) -> Result<RopeScaling> {
     Ok(scaling)
 }
 
-fn guess(factors: &[f32], plain: &[f64]) -> RopeScaling {
+fn guess(factors: &[f32], plain: &[f32]) -> RopeScaling {
     let factor = factors.iter().copied().fold(1.0, f32::max).into();
     if factor == 1.0 {
         return RopeScaling::Default;
     }
     // A blended frequency determines its number of turns within the longest row of pretraining.
-    let blended = |(&found, plain): (&f32, &f64)| {
+    let blended = |(&found, &plain): (&f32, &f32)| {
         let kept = (1.0 / f64::from(found) - 1.0 / factor) / (1.0 - 1.0 / factor);
         let between = LLAMA3_HIGH_FREQ_FACTOR - LLAMA3_LOW_FREQ_FACTOR;
         (0.01..0.99)
             .contains(&kept)
-            .then(|| (LLAMA3_LOW_FREQ_FACTOR + kept * between) * TAU / plain)
+            .then(|| (LLAMA3_LOW_FREQ_FACTOR + kept * between) * TAU / f64::from(plain))
     };
     let original = factors.iter().zip(plain).find_map(blended);
     RopeScaling::Llama3 {
