@@ -5,6 +5,7 @@
 //! | --- | --- |
 //! | [`collective`] | operations between the processes of a job |
 //! | [`core`] | advantages from rewards and groups |
+//! | [`kernels`] | fused operators with backward passes |
 //! | [`loss`] | per-token log-probs and policy losses |
 //! | [`nn`] | a trainable decoder, the optimizer, gradient accumulation and clipping |
 //! | [`train`] | data, sampler, rewards, trainer, run directory |
@@ -15,6 +16,7 @@
 
 pub use candle_grpo_collective as collective;
 pub use candle_grpo_core as core;
+pub use candle_grpo_kernels as kernels;
 pub use candle_grpo_loss as loss;
 pub use candle_grpo_nn as nn;
 pub use candle_grpo_train as train;

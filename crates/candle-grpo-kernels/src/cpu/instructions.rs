@@ -26,7 +26,8 @@ const VARIABLE: &str = "CANDLE_GRPO_CPU";
 /// ```
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub enum CpuInstructions {
-    /// Those that each processor of the target has. Much slower, and without fused multiply-adds.
+    /// The instructions that each processor of the target has: much slower, and without fused
+    /// multiply-adds.
     Portable,
     /// NEON, on Arm.
     Neon,

@@ -35,9 +35,9 @@ const FLOOR: f64 = 5e-7;
 /// The largest rounding of a number to f32, relative to it.
 const ROUNDING: f64 = f32::EPSILON as f64 / 2.0;
 
-/// The allowed distance of a result in f64 from a golden value: its rounding to f32, and that of the
-/// computations in f64. AdamW has the largest of these: with epsilon, 1e-8, it may divide a sum that
-/// is rounded by 1e-16, and multiplies the quotient by the learning rate, 1e-2.
+/// The allowed distance of a result in f64 from a golden value: its rounding to f32, and that of
+/// the computations in f64. AdamW has the largest of these: with epsilon, 1e-8, it may divide a sum
+/// that is rounded by 1e-16, and multiplies the quotient by the learning rate, 1e-2.
 const STORED: Allowed = Allowed {
     relative: ROUNDING,
     absolute: 1e-9,
@@ -47,9 +47,10 @@ const STORED: Allowed = Allowed {
 ///
 /// A step rounds a parameter three times: the factor of the decay, their product, and the sum with
 /// the update. With the decay rates of [`adamw_config`], an update is at most 1.003 learning rates
-/// (1e-2), by the inequality of Cauchy and Schwarz. At most 34 roundings reach it: 17 in the average
-/// of the gradients, half of 18 in that of their squares, and 8 of the root, the quotient and the
-/// coefficients. The parameter itself moves by at most 0.055 and is rounded with what it moves by.
+/// (1e-2), by the inequality of Cauchy and Schwarz. At most 34 roundings reach it: 17 in the
+/// average of the gradients, half of 18 in that of their squares, and 8 of the root, the quotient
+/// and the coefficients. The parameter itself moves by at most 0.055 and is rounded with what it
+/// moves by.
 const ADAMW_ROUNDINGS: Allowed = Allowed {
     relative: STEPS as f64 * 3.0 * ROUNDING,
     absolute: STEPS as f64 * (3.0 * 0.055 + 34.0 * 1.003e-2) * ROUNDING,

@@ -16,7 +16,7 @@ use rstest_reuse::apply;
 
 use crate::small::{Family, add_recorded, bits, each_family, lively};
 
-/// What precedes a digest on standard output.
+/// The text before a digest on standard output.
 const MARK: &str = "digest of";
 
 /// Sizes with whole vectors and parts of vectors in every operator, and more rows than a tile.
@@ -35,8 +35,8 @@ fn config(family: Family) -> DecoderConfig {
     }
 }
 
-/// Three clipped steps of AdamW over sequences of different lengths, then the logits of a prompt and
-/// of two tokens after it.
+/// Three clipped steps of AdamW over sequences of different lengths, then the logits of a prompt
+/// and of two tokens after it.
 fn weights_and_logits(family: Family) -> Result<Vec<u32>> {
     let config = config(family);
     let parameters = lively(&config)?;

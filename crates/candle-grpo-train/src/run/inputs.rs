@@ -4,6 +4,7 @@ use std::collections::BTreeMap;
 use std::path::PathBuf;
 
 use anyhow::{Result, anyhow};
+use candle_grpo_kernels::CpuInstructions;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 use sha2::{Digest, Sha256};
@@ -34,6 +35,9 @@ pub struct RunInputs {
     /// The commits of the repositories of the hub that the run reads.
     #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
     hub: BTreeMap<String, String>,
+    /// The name of the [`CpuInstructions`] of the process.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    cpu_instructions: Option<String>,
 }
 
 /// Digests of prompts in their order, and in any order.
@@ -108,6 +112,7 @@ impl RunInputs {
             demonstrations: None,
             reward_files: files,
             hub: BTreeMap::new(),
+            cpu_instructions: Some(CpuInstructions::selected()?.to_string()),
         })
     }
 
@@ -178,6 +183,13 @@ impl RunInputs {
             changes.notable.push(format!(
                 "the demonstrations are other ones ({}, now {})",
                 before.count, now.count
+            ));
+        }
+        if let (Some(before), Some(now)) = (&self.cpu_instructions, &now.cpu_instructions)
+            && before != now
+        {
+            changes.notable.push(format!(
+                "the CPU computes with the instructions {now}, and did with {before}: from avx2 on, results in f32 have the same bits, and those in bf16 may differ"
             ));
         }
         let paths = self.reward_files.keys().chain(now.reward_files.keys());

@@ -6,12 +6,13 @@ use std::io::{Write, stdout};
 use std::path::Path;
 
 use candle_grpo::config::{Configuration, RollFile, RunConfig, SftRunConfig};
+use candle_grpo::kernels::CpuInstructions;
 use candle_grpo::nn::{BaseWeights, DecoderConfig, Gguf};
 use candle_grpo::run::RunPrompts;
-use candle_grpo::train::Pretrained;
 use candle_grpo::train::hub::HubContent;
 use candle_grpo::train::learn::MemoryPlan;
 use candle_grpo::train::sft::SftDataset;
+use candle_grpo::train::{ComputeDType, Pretrained};
 use candle_grpo_collective::launch;
 
 use super::console::Console;
@@ -72,6 +73,7 @@ pub(super) fn check(file: &Path, quiet: bool) -> Result<(), Exit> {
                 .saturating_mul(run.train.num_generations),
             run.max_steps,
         )?;
+        print_instructions(run.train.compute_dtype, &mut out)?;
         if let Some((prompts, plan, longest)) = checked {
             if let Some(rows) = &prompts.demonstrations {
                 writeln!(
@@ -226,6 +228,23 @@ fn peak_of_this_process() -> Option<usize> {
         .find_map(|line| line.strip_prefix("VmHWM:"))?;
     let kib: usize = line.trim().strip_suffix(" kB")?.parse().ok()?;
     Some(kib << 10)
+}
+
+/// Prints the instructions of operators on the CPU, and advises against bf16 where they have none
+/// for it.
+fn print_instructions(dtype: ComputeDType, out: &mut impl Write) -> Result<(), Exit> {
+    let selected = CpuInstructions::selected().map_err(|error| Exit::Config(error.to_string()))?;
+    writeln!(
+        out,
+        "# Operators on the CPU use the instructions {selected}."
+    )?;
+    if dtype == ComputeDType::Bf16 && selected < CpuInstructions::Avx512Bf16 {
+        writeln!(
+            out,
+            "#   They have none for bf16, which takes less memory than f32 and more time. On a CPU, `compute_dtype: f32` is faster."
+        )?;
+    }
+    Ok(())
 }
 
 /// Prints the memory that the run takes with sequences of this size.
