@@ -35,9 +35,10 @@ const FLOOR: f64 = 5e-7;
 /// The largest rounding of a number to f32, relative to it.
 const ROUNDING: f64 = f32::EPSILON as f64 / 2.0;
 
-/// The allowed distance of a result in f64 from a golden value: its rounding to f32, and that of
-/// the computations in f64. AdamW has the largest of these: with epsilon, 1e-8, it may divide a sum
-/// that is rounded by 1e-16, and multiplies the quotient by the learning rate, 1e-2.
+/// The allowed distance of a result in f64 from a golden value: its rounding to f32, and those of
+/// the computations in f64. AdamW enlarges these most: it may divide an element of a gradient,
+/// which is rounded by 1e-16, by no more than epsilon, 1e-8, and multiplies the quotient by the
+/// learning rate, 1e-2. So a parameter may be off by 1e-10 in each of five steps.
 const STORED: Allowed = Allowed {
     relative: ROUNDING,
     absolute: 1e-9,

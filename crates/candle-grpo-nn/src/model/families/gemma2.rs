@@ -144,7 +144,8 @@ pub(super) fn write(model: &DecoderConfig, config: &mut Map<String, Value>) {
 /// The parts that Gemma 2 and 3 share. Their norms are not offset yet.
 pub(super) fn architecture(config: &DecoderConfig) -> Architecture {
     let mut architecture = Architecture::llama(config);
-    architecture.embedding_scale = (config.hidden_size as f64).sqrt();
+    // As f32, in which transformers holds it.
+    architecture.embedding_scale = f64::from((config.hidden_size as f32).sqrt());
     architecture.logit_cap = config.final_logit_softcapping;
     let norm = |name| Some(NormPlan::new(config, name, config.hidden_size));
     let scalar = config
