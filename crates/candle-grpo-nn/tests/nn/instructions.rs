@@ -37,7 +37,7 @@ fn config(family: Family) -> DecoderConfig {
 
 /// Three clipped steps of AdamW over sequences of different lengths, then the logits of a prompt
 /// and of two tokens after it.
-fn weights_and_logits(family: Family) -> Result<Vec<u32>> {
+fn weights_and_logits(family: Family) -> Result<Vec<u64>> {
     let config = config(family);
     let parameters = lively(&config)?;
     let mut optimizer = AdamW::new(AdamWConfig::default(), &parameters)?;
@@ -56,7 +56,7 @@ fn weights_and_logits(family: Family) -> Result<Vec<u32>> {
         gradients.clip_by_global_norm(1.0)?;
         optimizer.step(&parameters, &gradients)?;
     }
-    let mut all: Vec<u32> = bits(&parameters)?
+    let mut all: Vec<u64> = bits(&parameters)?
         .into_iter()
         .flat_map(|(_, bits)| bits)
         .collect();
@@ -68,7 +68,7 @@ fn weights_and_logits(family: Family) -> Result<Vec<u32>> {
     for part in [&tokens[..70], &tokens[70..71], &tokens[71..]] {
         let logits = decoder.next_logits(&[(sequence, part)], &mut cache)?;
         let logits = logits.i(0)?.to_vec1::<f32>()?;
-        all.extend(logits.into_iter().map(f32::to_bits));
+        all.extend(logits.into_iter().map(|x| f64::from(x).to_bits()));
         cache.pack_weights();
     }
     Ok(all)
@@ -81,7 +81,7 @@ fn digest(family: Family) -> Result<()> {
         return Ok(());
     }
     let all = weights_and_logits(family)?;
-    assert!(all.iter().all(|&bits| f32::from_bits(bits).is_finite()));
+    assert!(all.iter().all(|&bits| f64::from_bits(bits).is_finite()));
     let mut hasher = DefaultHasher::new();
     all.hash(&mut hasher);
     println!("\n{MARK} {family:?}: {:016x}", hasher.finish());
