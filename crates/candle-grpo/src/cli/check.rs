@@ -241,7 +241,7 @@ fn print_instructions(dtype: ComputeDType, out: &mut impl Write) -> Result<(), E
     if dtype == ComputeDType::Bf16 && selected < CpuInstructions::Avx512Bf16 {
         writeln!(
             out,
-            "#   They have none for bf16, which takes less memory than f32 and more time. On a CPU, `compute_dtype: f32` is faster."
+            "#   They have none for bf16, so operators convert it to f32 first. On this CPU, `compute_dtype: f32` is faster."
         )?;
     }
     Ok(())
