@@ -26,6 +26,8 @@ use rayon::prelude::*;
 #[cfg(target_arch = "x86_64")]
 use super::amx;
 use super::element::Element;
+#[cfg(target_arch = "x86_64")]
+use super::instructions::{CpuInstructions, has};
 use super::panel::{Columns, Panel, UNIT, WIDEST, panels};
 #[cfg(target_arch = "x86_64")]
 use super::row_product::RowProduct;
@@ -456,10 +458,7 @@ impl<B: Columns> Task<'_, '_, B> {
         // Parts of about the same length.
         let parts = a.columns.div_ceil(W::NUMBERS * most).max(1);
         let unit = product.b.block().next_multiple_of(W::NUMBERS);
-        let depth = match a.columns.div_ceil(parts).next_multiple_of(unit) {
-            0 => unit,
-            depth => depth,
-        };
+        let depth = a.columns.div_ceil(parts).max(1).next_multiple_of(unit);
         let parts = a.columns.div_ceil(depth).max(1);
         for index in 0..parts * panels.len() {
             let (part, number) = match few {
@@ -486,14 +485,16 @@ impl<B: Columns> Task<'_, '_, B> {
                 },
                 rows: rows.len(),
                 shape,
-                panel,
-                depth: words,
-                columns: columns.len(),
-                target: product
-                    .target
-                    .wrapping_add(rows.start * product.row_stride + columns.start),
-                row_stride: product.row_stride,
-                add: product.add || part > 0,
+                all: Tile {
+                    panel,
+                    depth: words,
+                    columns: columns.len(),
+                    target: product
+                        .target
+                        .wrapping_add(rows.start * product.row_stride + columns.start),
+                    row_stride: product.row_stride,
+                    add: product.add || part > 0,
+                },
             });
         }
     }
@@ -512,20 +513,24 @@ impl<B: Columns> Task<'_, '_, B> {
             return None;
         };
         let columns = panels.first()?.start..panels.last()?.end;
-        if rows.len() > RowProduct::MOST || product.a.column_stride != 1 || product.b.is_packed() {
+        if rows.len() > RowProduct::MOST
+            || product.a.column_stride != 1
+            || product.b.is_packed()
+            || !has(CpuInstructions::Avx2)
+        {
             return None;
         }
-        RowProduct::new(
-            &numbers[rows.start * product.a.row_stride..],
-            [rows.len(), product.a.row_stride],
-            product.b.as_rows()?,
-            columns.clone(),
-            product
-                .target
-                .wrapping_add(rows.start * product.row_stride + columns.start),
-            product.row_stride,
-            product.add,
-        )
+        let first = rows.start * product.row_stride + columns.start;
+        Some(RowProduct {
+            rows: &numbers[rows.start * product.a.row_stride..],
+            count: rows.len(),
+            stride: product.a.row_stride,
+            columns: product.b.as_rows()?,
+            range: columns,
+            target: product.target.wrapping_add(first),
+            target_stride: product.row_stride,
+            add: product.add,
+        })
     }
 }
 
@@ -619,13 +624,8 @@ struct PanelProduct<'t, W> {
     a: Rows<'t, W>,
     rows: usize,
     shape: Shape,
-    panel: Panel<'t>,
-    depth: usize,
-    columns: usize,
-    /// The first entry of the target.
-    target: *mut f32,
-    row_stride: usize,
-    add: bool,
+    /// All units of the panel.
+    all: Tile<'t>,
 }
 
 impl<W: Word> WithSimd for PanelProduct<'_, W> {
@@ -633,36 +633,34 @@ impl<W: Word> WithSimd for PanelProduct<'_, W> {
 
     #[inline(always)]
     fn with_simd<S: Simd>(self, simd: S) {
+        let all = self.all;
         let wide = self.shape.units * UNIT;
-        let mut column = 0;
-        while column < self.columns {
-            let columns = wide.min(self.columns - column);
+        for column in (0..all.columns).step_by(wide) {
+            let columns = wide.min(all.columns - column);
             let mut row = 0;
             while row < self.rows {
                 let height = height(self.rows - row, self.shape.rows);
                 let tile = Tile {
-                    panel: self.panel.from(column / UNIT),
-                    depth: self.depth,
+                    panel: all.panel.from(column / UNIT),
                     columns,
-                    target: self.target.wrapping_add(row * self.row_stride + column),
-                    row_stride: self.row_stride,
-                    add: self.add,
+                    target: all.target.wrapping_add(row * all.row_stride + column),
+                    ..all
                 };
                 let rows = match self.a {
                     Rows::InPlace(numbers, stride) => {
                         Rows::InPlace(&numbers[(row * stride).min(numbers.len())..], stride)
                     }
-                    Rows::InTiles(words) => Rows::InTiles(&words[row * self.depth..]),
+                    Rows::InTiles(words) => Rows::InTiles(&words[row * all.depth..]),
                 };
                 tile.dispatch::<S, W>(simd, height, columns.div_ceil(UNIT), rows);
                 row += height;
             }
-            column += columns;
         }
     }
 }
 
 /// Some rows of `a` times some units of a panel.
+#[derive(Clone, Copy)]
 struct Tile<'t> {
     panel: Panel<'t>,
     depth: usize,

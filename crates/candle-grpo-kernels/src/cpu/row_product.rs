@@ -8,9 +8,9 @@ use std::ops::Range;
 
 use half::bf16;
 
-use super::instructions::{CpuInstructions, has};
+use super::element::Element;
 use super::matmul::Matrix;
-use super::transpose::avx2::{LANES, prefetch_next, transposed};
+use super::transpose::avx2::{LANES, number, prefetch_next, transposed};
 use super::word::Numbers;
 
 /// Vectors of columns that are multiplied together, which hides the latency of additions.
@@ -19,48 +19,25 @@ const VECTORS: usize = 2;
 /// The columns of a step.
 const STEP: usize = VECTORS * LANES;
 
-/// Some rows times some columns.
+/// Some rows times some columns. The processor has AVX2 and FMA.
 pub(super) struct RowProduct<'a> {
-    rows: &'a [f32],
-    /// The number of rows, and the distance from one to the next.
-    count: usize,
-    stride: usize,
-    /// The columns, as rows.
-    columns: Matrix<'a>,
-    range: Range<usize>,
-    /// The first entry of the target.
-    target: *mut f32,
-    target_stride: usize,
-    add: bool,
+    pub(super) rows: &'a [f32],
+    /// The number of rows, up to [`MOST`](Self::MOST).
+    pub(super) count: usize,
+    /// The distance from a row to the next.
+    pub(super) stride: usize,
+    /// All columns, as rows.
+    pub(super) columns: Matrix<'a>,
+    pub(super) range: Range<usize>,
+    /// The first entry of the target, which is in bounds. No other task has these entries.
+    pub(super) target: *mut f32,
+    pub(super) target_stride: usize,
+    pub(super) add: bool,
 }
 
-impl<'a> RowProduct<'a> {
+impl RowProduct<'_> {
     /// The most rows.
     pub(super) const MOST: usize = 2;
-
-    /// Returns the product, if the processor has AVX2. The target is in bounds, and no other task
-    /// has these entries.
-    pub(super) fn new(
-        rows: &'a [f32],
-        [count, stride]: [usize; 2],
-        columns: Matrix<'a>,
-        range: Range<usize>,
-        target: *mut f32,
-        target_stride: usize,
-        add: bool,
-    ) -> Option<Self> {
-        let product = Self {
-            rows,
-            count,
-            stride,
-            columns,
-            range,
-            target,
-            target_stride,
-            add,
-        };
-        has(CpuInstructions::Avx2).then_some(product)
-    }
 
     pub(super) fn run(&self) {
         let depth = self.columns.columns;
@@ -72,24 +49,24 @@ impl<'a> RowProduct<'a> {
             #[allow(unsafe_code)]
             unsafe {
                 match (self.count, self.columns.numbers) {
-                    (1, Numbers::Singles(numbers)) => self.step::<f32, 1>(numbers, first),
-                    (1, Numbers::Halves(numbers)) => self.step::<bf16, 1>(numbers, first),
-                    (2, Numbers::Singles(numbers)) => self.step::<f32, 2>(numbers, first),
-                    (2, Numbers::Halves(numbers)) => self.step::<bf16, 2>(numbers, first),
+                    (1, Numbers::Singles(numbers)) => self.step::<f32, 1, 1>(numbers, first),
+                    (1, Numbers::Halves(numbers)) => self.step::<bf16, 1, 2>(numbers, first),
+                    (2, Numbers::Singles(numbers)) => self.step::<f32, 2, 1>(numbers, first),
+                    (2, Numbers::Halves(numbers)) => self.step::<bf16, 2, 2>(numbers, first),
                     _ => {}
                 }
             }
         }
     }
 
-    /// Multiplies the R rows by the columns of a step.
+    /// Multiplies the R rows by the columns of a step, a word of which has N numbers.
     ///
     /// # Safety
     ///
     /// The processor has AVX2 and FMA. The rows and the columns are in bounds.
     #[target_feature(enable = "avx2,fma")]
     #[allow(unsafe_code)]
-    unsafe fn step<T: Number, const R: usize>(&self, numbers: &[T], first: usize) {
+    unsafe fn step<T: Element, const R: usize, const N: usize>(&self, numbers: &[T], first: usize) {
         let depth = self.columns.columns;
         let stride = self.columns.row_stride;
         let count = STEP.min(self.range.end - first);
@@ -119,7 +96,7 @@ impl<'a> RowProduct<'a> {
                 *sum = unsafe { _mm256_loadu_ps(buffer.as_ptr().add(v * LANES)) };
             }
         }
-        let of_square = LANES * T::IN_WORD;
+        let of_square = LANES * N;
         let whole = depth / of_square * of_square;
         for k in (0..whole).step_by(of_square) {
             for v in 0..VECTORS {
@@ -129,10 +106,10 @@ impl<'a> RowProduct<'a> {
                     let square = transposed(words);
                     prefetch_next(column(v * LANES).wrapping_add(k), stride, STEP);
                     for (at, &words) in square.iter().enumerate() {
-                        for number in 0..T::IN_WORD {
-                            let b = T::number(words, number);
+                        for index in 0..N {
+                            let b = number::<N>(words, index);
                             for r in 0..R {
-                                let a = row(r).add(k + at * T::IN_WORD + number);
+                                let a = row(r).add(k + at * N + index);
                                 let a = _mm256_broadcast_ss(&*a);
                                 sums[r][v] = _mm256_fmadd_ps(a, b, sums[r][v]);
                             }
@@ -158,42 +135,6 @@ impl<'a> RowProduct<'a> {
             // SAFETY: the target has `count` entries here, which only this task writes.
             let target = unsafe { std::slice::from_raw_parts_mut(target(r), count) };
             target.copy_from_slice(&buffer[..count]);
-        }
-    }
-}
-
-/// A number of a column.
-trait Number: super::element::Element {
-    /// The numbers of a word.
-    const IN_WORD: usize;
-
-    /// Returns the first or second number of each word, in f32.
-    fn number(words: __m256, number: usize) -> __m256;
-}
-
-impl Number for f32 {
-    const IN_WORD: usize = 1;
-
-    #[inline(always)]
-    fn number(words: __m256, _: usize) -> __m256 {
-        words
-    }
-}
-
-impl Number for bf16 {
-    const IN_WORD: usize = 2;
-
-    /// A bf16 is the upper half of an f32.
-    #[inline(always)]
-    #[allow(unsafe_code)]
-    fn number(words: __m256, number: usize) -> __m256 {
-        // SAFETY: a `RowProduct` runs on processors with AVX2 only.
-        unsafe {
-            let pairs = _mm256_castps_si256(words);
-            _mm256_castsi256_ps(match number {
-                0 => _mm256_slli_epi32::<16>(pairs),
-                _ => _mm256_and_si256(pairs, _mm256_set1_epi32(!0xffff)),
-            })
         }
     }
 }

@@ -37,14 +37,14 @@ pub(super) fn transpose<T: Element, W: Word>(
             // the panel in their slices.
             #[allow(unsafe_code)]
             unsafe {
-                k = match (T::as_bf16(source), W::NUMBERS) {
-                    (Some(source), 1) if wide => {
-                        avx512::columns_bf16(source, stride, target, width, whole)
-                    }
-                    (Some(source), 1) => avx2::columns_bf16(source, stride, target, width, whole),
-                    _ if size_of::<T>() * W::NUMBERS != size_of::<f32>() => 0,
-                    _ if wide => avx512::columns(source, stride, target, width, whole),
-                    _ => avx2::columns(source, stride, target, width, whole),
+                // The rows of a panel that a word of the columns has.
+                k = match size_of::<f32>() / (size_of::<T>() * W::NUMBERS) {
+                    1 if wide => avx512::columns::<T, 1>(source, stride, target, width, whole),
+                    1 => avx2::columns::<T, 1>(source, stride, target, width, whole),
+                    2 if T::as_bf16(source).is_none() => 0,
+                    2 if wide => avx512::columns::<T, 2>(source, stride, target, width, whole),
+                    2 => avx2::columns::<T, 2>(source, stride, target, width, whole),
+                    _ => 0,
                 };
             }
         }
@@ -114,72 +114,54 @@ pub(super) fn interleave<W: Word>(
 mod avx512 {
     use std::arch::x86_64::*;
 
-    use half::bf16;
-
     use super::UNIT;
     use crate::cpu::panel::WIDEST;
 
-    /// Writes the first multiple of [`UNIT`] words of UNIT columns, which start `stride` numbers
-    /// apart, to rows `width` apart. Returns the number of words.
+    /// Writes the first `depth` rows of a panel of UNIT columns, which start `stride` numbers apart
+    /// in `source`, to rows `width` apart in `target`: a multiple of UNIT * N. Returns the number
+    /// of rows.
+    ///
+    /// A word of a column has the numbers of N rows: itself, or two bf16, which are written in f32.
     ///
     /// # Safety
     ///
-    /// The processor has AVX-512, and `depth` words of the columns and of `target` are in bounds.
+    /// The processor has AVX-512, and `depth` rows of the columns and of `target` are in bounds.
     #[target_feature(enable = "avx512f")]
     #[allow(unsafe_code)]
-    pub(super) unsafe fn columns<T>(
+    pub(super) unsafe fn columns<T, const N: usize>(
         source: &[T],
         stride: usize,
         target: *mut f32,
         width: usize,
         depth: usize,
     ) -> usize {
-        let whole = depth / UNIT * UNIT;
-        for k in (0..whole).step_by(UNIT) {
-            // SAFETY: the caller keeps `depth` words in bounds. The loads have no alignment.
+        let whole = depth / (N * UNIT) * (N * UNIT);
+        for k in (0..whole).step_by(N * UNIT) {
+            // SAFETY: the caller keeps `depth` rows in bounds. The loads have no alignment.
             unsafe {
-                let word = source.as_ptr().cast::<f32>().add(k).cast::<T>();
+                let word = source.as_ptr().cast::<f32>().add(k / N).cast::<T>();
                 let square = transpose(load(word, stride));
-                for (entry, values) in square.into_iter().enumerate() {
-                    _mm512_storeu_ps(target.add((k + entry) * width), values);
+                for (at, words) in square.into_iter().enumerate() {
+                    for index in 0..N {
+                        let row = target.add((k + N * at + index) * width);
+                        _mm512_storeu_ps(row, number::<N>(words, index));
+                    }
                 }
             }
         }
         whole
     }
 
-    /// [`columns`] of bf16 in f32, in multiples of two UNITs.
-    ///
-    /// # Safety
-    ///
-    /// As for [`columns`].
+    /// Returns one of the N numbers of each word. A bf16 is the upper half of an f32.
+    #[inline]
     #[target_feature(enable = "avx512f")]
-    #[allow(unsafe_code)]
-    pub(super) unsafe fn columns_bf16(
-        source: &[bf16],
-        stride: usize,
-        target: *mut f32,
-        width: usize,
-        depth: usize,
-    ) -> usize {
-        let whole = depth / (2 * UNIT) * (2 * UNIT);
-        let upper = _mm512_set1_epi32(!0xffff);
-        for k in (0..whole).step_by(2 * UNIT) {
-            // SAFETY: the caller keeps `depth` entries in bounds. The loads have no alignment.
-            unsafe {
-                // Pairs of neighbors stay together. A bf16 is the upper half of an f32.
-                let square = transpose(load(source.as_ptr().add(k), stride));
-                for (pair, values) in square.into_iter().enumerate() {
-                    let pairs = _mm512_castps_si512(values);
-                    let target = target.add((k + 2 * pair) * width);
-                    let first = _mm512_castsi512_ps(_mm512_slli_epi32::<16>(pairs));
-                    let second = _mm512_castsi512_ps(_mm512_and_si512(pairs, upper));
-                    _mm512_storeu_ps(target, first);
-                    _mm512_storeu_ps(target.add(width), second);
-                }
-            }
+    fn number<const N: usize>(words: __m512, index: usize) -> __m512 {
+        let pairs = _mm512_castps_si512(words);
+        match (N, index) {
+            (1, _) => words,
+            (_, 0) => _mm512_castsi512_ps(_mm512_slli_epi32::<16>(pairs)),
+            _ => _mm512_castsi512_ps(_mm512_and_si512(pairs, _mm512_set1_epi32(!0xffff))),
         }
-        whole
     }
 
     /// Loads 64 bytes of each of 16 columns, which start `stride` entries apart.
@@ -248,44 +230,41 @@ mod avx512 {
 pub(super) mod avx2 {
     use std::arch::x86_64::*;
 
-    use half::bf16;
-
     use super::UNIT;
     use crate::cpu::panel::WIDEST;
 
     /// Words of a vector.
     pub(crate) const LANES: usize = 8;
 
-    /// [`columns`](super::avx512::columns) with vectors of 8 words: the first multiple of as many.
+    /// [`columns`](super::avx512::columns) with vectors of 8 words.
     ///
     /// # Safety
     ///
-    /// The processor has AVX2, and `depth` words of the columns and of `target` are in bounds.
+    /// The processor has AVX2, and `depth` rows of the columns and of `target` are in bounds.
     #[target_feature(enable = "avx2")]
     #[allow(unsafe_code)]
-    pub(super) unsafe fn columns<T>(
+    pub(super) unsafe fn columns<T, const N: usize>(
         source: &[T],
         stride: usize,
         target: *mut f32,
         width: usize,
         depth: usize,
     ) -> usize {
-        let whole = depth / LANES * LANES;
-        for k in (0..whole).step_by(LANES) {
+        let whole = depth / (N * LANES) * (N * LANES);
+        for k in (0..whole).step_by(N * LANES) {
             for first in (0..UNIT).step_by(LANES) {
-                // SAFETY: the caller keeps `depth` words in bounds. No access has an alignment.
+                let word = |column: usize| {
+                    let column = source.as_ptr().wrapping_add((first + column) * stride);
+                    column.cast::<f32>().wrapping_add(k / N)
+                };
+                prefetch_next(word(0).cast::<T>(), stride, WIDEST);
+                // SAFETY: the caller keeps `depth` rows in bounds. No access has an alignment.
                 unsafe {
-                    let column = |column| {
-                        source
-                            .as_ptr()
-                            .add((first + column) * stride)
-                            .cast::<f32>()
-                            .add(k)
-                    };
-                    let square = transposed(column);
-                    prefetch_next(column(0).cast::<T>(), stride, WIDEST);
-                    for (entry, values) in square.into_iter().enumerate() {
-                        _mm256_storeu_ps(target.add((k + entry) * width + first), values);
+                    for (at, words) in transposed(word).into_iter().enumerate() {
+                        for index in 0..N {
+                            let row = target.add((k + N * at + index) * width + first);
+                            _mm256_storeu_ps(row, number::<N>(words, index));
+                        }
                     }
                 }
             }
@@ -293,47 +272,16 @@ pub(super) mod avx2 {
         whole
     }
 
-    /// [`columns`] of bf16 in f32, in multiples of two vectors.
-    ///
-    /// # Safety
-    ///
-    /// As for [`columns`].
+    /// Returns one of the N numbers of each word. A bf16 is the upper half of an f32.
+    #[inline]
     #[target_feature(enable = "avx2")]
-    #[allow(unsafe_code)]
-    pub(super) unsafe fn columns_bf16(
-        source: &[bf16],
-        stride: usize,
-        target: *mut f32,
-        width: usize,
-        depth: usize,
-    ) -> usize {
-        let whole = depth / (2 * LANES) * (2 * LANES);
-        let upper = _mm256_set1_epi32(!0xffff);
-        for k in (0..whole).step_by(2 * LANES) {
-            for first in (0..UNIT).step_by(LANES) {
-                // SAFETY: the caller keeps `depth` entries in bounds. No access has an alignment.
-                unsafe {
-                    // Pairs of neighbors stay together. A bf16 is the upper half of an f32.
-                    let column = |column| {
-                        source
-                            .as_ptr()
-                            .add((first + column) * stride + k)
-                            .cast::<f32>()
-                    };
-                    let square = transposed(column);
-                    prefetch_next(column(0).cast::<bf16>(), stride, WIDEST);
-                    for (pair, values) in square.into_iter().enumerate() {
-                        let pairs = _mm256_castps_si256(values);
-                        let target = target.add((k + 2 * pair) * width + first);
-                        let one = _mm256_castsi256_ps(_mm256_slli_epi32::<16>(pairs));
-                        let other = _mm256_castsi256_ps(_mm256_and_si256(pairs, upper));
-                        _mm256_storeu_ps(target, one);
-                        _mm256_storeu_ps(target.add(width), other);
-                    }
-                }
-            }
+    pub(crate) fn number<const N: usize>(words: __m256, index: usize) -> __m256 {
+        let pairs = _mm256_castps_si256(words);
+        match (N, index) {
+            (1, _) => words,
+            (_, 0) => _mm256_castsi256_ps(_mm256_slli_epi32::<16>(pairs)),
+            _ => _mm256_castsi256_ps(_mm256_and_si256(pairs, _mm256_set1_epi32(!0xffff))),
         }
-        whole
     }
 
     /// [`interleave`](super::interleave) of `height` rows, which start `stride` numbers apart.
