@@ -509,7 +509,7 @@ fn truncate(completion: &mut Completion, len: usize) {
 impl Drop for ServerGenerator {
     fn drop(&mut self) {
         // A server that cannot read its weights may be lost.
-        if self.servers.is_recovering()
+        if self.servers.close()
             && let Some(folder) = lock(&self.written).as_mut()
         {
             folder.keep();

@@ -45,6 +45,8 @@ struct State {
     generation: u64,
     /// The start of a wait for any server to be ready.
     waiting_since: Option<Instant>,
+    /// True if no server may begin to load weights, because their folder may be removed.
+    is_closed: bool,
 }
 
 struct ServerState {
@@ -55,6 +57,8 @@ struct ServerState {
     last_failure: Option<String>,
     /// True if it must load the weights even if it names their version.
     must_load: bool,
+    /// True while it is loading weights.
+    is_loading: bool,
     /// The number of times that it has begun to load weights.
     loads: u64,
     /// True if a probe must compare its log-probs before it draws completions.
@@ -113,6 +117,7 @@ impl Servers {
             failures: 0,
             last_failure: None,
             must_load: false,
+            is_loading: false,
             loads: 0,
             must_probe: false,
             distribution: None,
@@ -127,6 +132,7 @@ impl Servers {
                 weights: None,
                 generation: 0,
                 waiting_since: None,
+                is_closed: false,
             }),
             list,
             served_model_name: config.served_model_name.clone(),
@@ -205,6 +211,13 @@ impl Servers {
     pub(super) fn is_recovering(&self) -> bool {
         let state = self.lock();
         state.servers.iter().any(ServerState::is_recovering)
+    }
+
+    /// Lets no server begin to load weights from now on. Returns whether one is loading them.
+    pub(super) fn close(&self) -> bool {
+        let mut state = self.lock();
+        state.is_closed = true;
+        state.servers.iter().any(|server| server.is_loading)
     }
 
     /// Waits before a request is repeated that has failed `tries` times, at most until `stop` is
@@ -387,6 +400,7 @@ impl Servers {
         let changed = state.generation != generation;
         let is_fixed = state.weights.is_none();
         let server = &mut state.servers[index];
+        server.is_loading = false;
         server.refusal = match &recovered {
             Err(
                 failure @ Failure::Status {
@@ -438,9 +452,14 @@ impl Servers {
                 // Before the version can change. A load that fails must be repeated: it may have
                 // set the version, and left the server paused.
                 let mut state = self.lock();
-                state.servers[index].loads += 1;
-                state.servers[index].must_load = true;
-                state.servers[index].must_probe = true;
+                if state.is_closed {
+                    return Err(Failure::Connection("the generator is closed".to_owned()));
+                }
+                let loading = &mut state.servers[index];
+                loading.is_loading = true;
+                loading.loads += 1;
+                loading.must_load = true;
+                loading.must_probe = true;
                 drop(state);
                 self.protocol.load(server, weights)
             }
