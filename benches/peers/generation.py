@@ -103,8 +103,9 @@ def measure(program, device, name, file, dtype, rounds):
 def main():
     parser = arguments_of(__doc__)
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="the one that our program was built for")
+    parser.add_argument("--dtype", choices=DTYPES, help="only this dtype")
     args = parser.parse_args()
-    dtypes = ["bf16"] if args.device == "cuda" else list(DTYPES)
+    dtypes = [args.dtype] if args.dtype else ["bf16"] if args.device == "cuda" else list(DTYPES)
     rows = [
         row
         for name, file in models(args.device, args.only)

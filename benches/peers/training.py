@@ -140,6 +140,7 @@ def main():
     parser.add_argument("program", nargs="?", help="our program, training-system or training-mimalloc")
     parser.add_argument("--device", choices=CASES, default="cpu", help="the one that our program was built for")
     parser.add_argument("--only", default="", help="only models whose name contains this")
+    parser.add_argument("--dtype", choices=["f32", "bf16"], help="only this dtype")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--out", type=Path, default=Path("target/bench"))
     parser.add_argument("--worker", nargs=2, help=argparse.SUPPRESS)
@@ -153,6 +154,8 @@ def main():
     rows = []
     for name, file in models(args.device, args.only):
         for case in CASES[args.device]:
+            if args.dtype not in (None, case.dtype):
+                continue
             rows.append(measure(args.program, args.device, file, name, case, args.rounds))
             print(json.dumps(rows[-1], indent=2), flush=True)
     args.out.mkdir(parents=True, exist_ok=True)
