@@ -110,7 +110,7 @@ bool end_warp_operation(Fiber* warp, size_t lanes) {
         for (size_t j = 0; j < 32 && whole; j++) {
             if (!(mask >> j & 1)) continue;
             whole = j < lanes && warp[j].state == State::AtWarpOperation && warp[j].mask == mask
-                    && strcmp(warp[j].operation, warp[i].operation) == 0;
+                    && (warp[j].operation == warp[i].operation || strcmp(warp[j].operation, warp[i].operation) == 0);
         }
         if (!whole) continue;
         // All lanes read these before the next operation of one of them ends.
@@ -227,6 +227,25 @@ void on_segv(int) {
 }  // namespace
 
 namespace cuda_host {
+
+#ifdef __x86_64__
+__attribute__((target_clones("avx2", "default")))
+#endif
+void add_product(float* c, const float* a, const float* b, int rows, int columns, int depth) {
+    // Sums that stay in registers.
+    constexpr int width = 8;
+    if (columns % width != 0) fail("a product of %d columns, which must be a multiple of %d", columns, width);
+    for (int row = 0; row < rows; row++) {
+        for (int first = 0; first < columns; first += width) {
+            float* to = c + row * columns + first;
+            double sums[width];
+            for (int j = 0; j < width; j++) sums[j] = to[j];
+            for (int k = 0; k < depth; k++)
+                for (int j = 0; j < width; j++) sums[j] += (double)a[row * depth + k] * (double)b[k * columns + first + j];
+            for (int j = 0; j < width; j++) to[j] = (float)sums[j];
+        }
+    }
+}
 
 void* dynamic_shared() { return launch->shared; }
 

@@ -7,7 +7,7 @@ static inline float cuda_host_from_f16(uint16_t bits) {
     int exponent = bits >> 10 & 31;
     float fraction = (float)(bits & 1023);
     float size = exponent == 31  ? (fraction == 0.0f ? INFINITY : NAN)
-                 : exponent == 0 ? ldexpf(fraction, -24)
+                 : exponent == 0 ? fraction * 0x1p-24f
                                  : cuda_host::from_bits<float>((uint32_t)(exponent + 112) << 23 | (uint32_t)(bits & 1023) << 13);
     return bits & 0x8000 ? -size : size;
 }
@@ -17,15 +17,11 @@ static inline uint16_t cuda_host_to_f16(float x) {
     uint16_t sign = signbit(x) ? 0x8000 : 0;
     if (isnan(x)) return 0x7fff;
     float size = fabsf(x);
-    if (size == 0.0f) return sign;
     if (size >= 65520.0f) return (uint16_t)(sign | 0x7c00);
-    int exponent = 0;
-    frexpf(size, &exponent);
-    int step = (exponent < -13 ? -13 : exponent) - 11;  // of the last bit, a power of two
-    uint32_t steps = (uint32_t)nearbyintf(ldexpf(size, -step));
-    // A subnormal number is a multiple of the step. Above, the exponent adds 1024 for each
-    // doubling.
-    return (uint16_t)(sign | (steps + ((uint32_t)(step + 24) << 10)));
+    // A subnormal number is a multiple of 2^-24.
+    if (size < 0x1p-14f) return (uint16_t)(sign | (uint16_t)nearbyintf(size * 0x1p24f));
+    uint32_t number = (uint32_t)cuda_host::to_bits(size);
+    return (uint16_t)(sign | (number - (112u << 23) + 0xfff + (number >> 13 & 1)) >> 13);
 }
 
 CUDA_HOST_HALF(__half, cuda_host_from_f16, cuda_host_to_f16)

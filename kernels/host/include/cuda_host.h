@@ -73,6 +73,10 @@ void warp_collective(const char* name, void* argument, Collective collective);
 
 unsigned lane();
 
+// Adds the product of a, `rows` x `depth`, and b, `depth` x `columns`, to c, with sums in f64 in the order of the
+// depth.
+void add_product(float* c, const float* a, const float* b, int rows, int columns, int depth);
+
 template <class T>
 uint64_t to_bits(T value) {
     static_assert(sizeof(T) <= 8 && std::is_trivially_copyable<T>::value, "a shuffle moves 8 bytes at most");

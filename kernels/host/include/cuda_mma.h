@@ -37,7 +37,7 @@ void multiply(const char* name, float (&c)[4], const uint32_t (&a)[4], const uin
         constexpr int in_word = depth / 8;
         // A lane of a group of four has the elements of the depth from in_word * thread, and those
         // 4 * in_word later.
-        float rows[16][depth], columns[8][depth];
+        float rows[16][depth], columns[depth][8], products[16][8];
         for (int lane = 0; lane < 32; lane++) {
             const auto& from = *(const Fragments*)(uintptr_t)arguments[lane];
             const int group = lane / 4, thread = lane % 4;
@@ -45,17 +45,18 @@ void multiply(const char* name, float (&c)[4], const uint32_t (&a)[4], const uin
                 const int k = 4 * in_word * half + in_word * thread;
                 Unpack()(from.a[2 * half], &rows[group][k]);
                 Unpack()(from.a[2 * half + 1], &rows[group + 8][k]);
-                Unpack()(from.b[half], &columns[group][k]);
+                float of_column[in_word];
+                Unpack()(from.b[half], of_column);
+                for (int i = 0; i < in_word; i++) columns[k + i][group] = of_column[i];
             }
         }
+        const auto number = [&](int lane, int i) -> float& { return products[lane / 4 + i / 2 * 8][lane % 4 * 2 + i % 2]; };
+        for (int lane = 0; lane < 32; lane++)
+            for (int i = 0; i < 4; i++) number(lane, i) = ((const Fragments*)(uintptr_t)arguments[lane])->c[i];
+        add_product(products[0], rows[0], columns[0], 16, 8, depth);
         for (int lane = 0; lane < 32; lane++) {
             float* to = ((const Fragments*)(uintptr_t)arguments[lane])->c;
-            for (int i = 0; i < 4; i++) {
-                const int row = lane / 4 + i / 2 * 8, column = lane % 4 * 2 + i % 2;
-                double sum = to[i];
-                for (int k = 0; k < depth; k++) sum += (double)rows[row][k] * (double)columns[column][k];
-                to[i] = (float)sum;
-            }
+            for (int i = 0; i < 4; i++) to[i] = number(lane, i);
         }
     });
 }
@@ -78,12 +79,13 @@ inline uint64_t shared_address(const void* pointer) { return (uint64_t)((const c
 // An operand that a descriptor names.
 struct Operand {
     uint64_t start, panel, eight_rows;
+    const char* shared = (const char*)dynamic_shared();
     explicit Operand(uint64_t words)
         : start((words & 0x3fff) << 4), panel((words >> 16 & 0x3fff) << 4), eight_rows((words >> 32 & 0x3fff) << 4) {
         if (words >> 62 != 1) fail("wgmma: an operand without the 128-byte swizzle");
     }
     uint16_t at(uint64_t address) const {
-        return *(const uint16_t*)((const char*)dynamic_shared() + (address ^ (address >> 7 & 7) << 4));
+        return *(const uint16_t*)(shared + (address ^ (address >> 7 & 7) << 4));
     }
     // Element `depth` of a row, whose depth is adjacent.
     uint16_t of_row(int row, int depth) const { return at(start + (uint64_t)(row / 8) * eight_rows + row % 8 * 128 + 2 * depth); }
@@ -101,13 +103,16 @@ void start_product(float (&c)[pieces][4], bool adds, A a, B b) {
     if (!adds) memset(c, 0xff, sizeof c);
     products().ended = false;
     products().started.push_back([&c, adds, a, b, thread] {
-        for (int n = 0; n < pieces; n++) {
-            for (int i = 0; i < 4; i++) {
-                double sum = adds ? c[n][i] : 0.0;
-                for (int k = 0; k < 16; k++) sum += (double)a(i / 2, k) * (double)b(k, n * 8 + thread * 2 + i % 2);
-                c[n][i] = (float)sum;
-            }
-        }
+        float rows[2][16], columns[16][2 * pieces], products[2][2 * pieces];
+        for (int half = 0; half < 2; half++)
+            for (int k = 0; k < 16; k++) rows[half][k] = a(half, k);
+        for (int k = 0; k < 16; k++)
+            for (int j = 0; j < 2 * pieces; j++) columns[k][j] = b(k, j / 2 * 8 + thread * 2 + j % 2);
+        for (int n = 0; n < pieces; n++)
+            for (int i = 0; i < 4; i++) products[i / 2][2 * n + i % 2] = adds ? c[n][i] : 0.0f;
+        add_product(products[0], rows[0], columns[0], 2, 2 * pieces, 16);
+        for (int n = 0; n < pieces; n++)
+            for (int i = 0; i < 4; i++) c[n][i] = products[i / 2][2 * n + i % 2];
     });
 }
 
