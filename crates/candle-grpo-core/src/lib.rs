@@ -15,6 +15,14 @@
 //! published estimator, and [`AdvantageConfig`] names them in configuration files. Implement the
 //! trait for your own.
 //!
+//! # Devices
+//!
+//! Advantages are on the device of the rewards. Rewards in a slice or a `Vec` give advantages on the
+//! CPU, and rewards in a tensor on a GPU give advantages there. The losses of `candle-grpo-loss` also
+//! accept advantages on the CPU, one for each sequence, for a batch on a GPU. That crate opens devices.
+//!
+//! # Modules
+//!
 //! | module | contents |
 //! | --- | --- |
 //! | [`rewards`] | shaping before the advantage, score ensembles, length and repetition penalties |

@@ -15,6 +15,27 @@
 //! adds reward shaping and advantages: the algorithm section of a configuration file. A custom
 //! surrogate implements [`TokenLoss`].
 //!
+//! # Gradients
+//!
+//! `candle_nn::ops::{rms_norm, layer_norm, softmax_last_dim, sdpa}` and
+//! `candle_nn::rotary_emb::{rope, rope_i, rope_thd}` have no backward pass and cut the graph without
+//! an error, so models of candle-transformers train few of their variables. [`ensure_gradients`]
+//! names the variables that a loss does not reach. Operators with gradients are in
+//! `candle-grpo-kernels`, and `candle-grpo-nn` has a decoder that loads Hugging Face folders.
+//!
+//! # Devices
+//!
+//! ```
+//! // The first GPU in a build with the feature `cuda`, otherwise the CPU.
+//! let device = candle_grpo_loss::default_device()?;
+//! # Ok::<(), candle_core::Error>(())
+//! ```
+//!
+//! A GPU is opened with [`default_device`] or [`cuda_device`], which give all threads one stream. The
+//! devices of `Device::cuda_if_available` are rejected. Tensors of a batch are on one device, except
+//! that values per sequence (`[B]` or `[B, 1]`), such as advantages, may be on the CPU. Without a GPU, for example
+//! in CI, build without the feature.
+//!
 //! # Shapes
 //!
 //! B sequences, T response tokens, V vocabulary. Masks are 0/1 in any dtype. A position outside the
@@ -42,7 +63,8 @@ pub use adaptive_entropy::AdaptiveEntropy;
 pub use aggregation::Aggregation;
 pub use candle_grpo_core::{Kl, KlEstimator, KlGradient, Mask, MetricValues, Metrics};
 pub use candle_grpo_kernels::{
-    LinearGradients, LinearLogProb, LogProbOptions, TokenLogProbs, linear_log_prob, log_prob,
+    LinearGradients, LinearLogProb, LogProbOptions, TokenLogProbs, cuda_device, default_device,
+    ensure_gradients, linear_log_prob, log_prob,
 };
 pub use distillation_loss::{
     DistillationLoss, LinearDistillationOutput, OutputLayer, Support, Tail, Teacher,

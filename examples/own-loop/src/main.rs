@@ -1,13 +1,16 @@
 //! GRPO in a custom Candle training loop, with the layers and the optimizer of candle-nn. Only the
-//! advantages and the loss come from candle-grpo.
+//! advantages and the loss come from candle-grpo. The smallest loop: no attention, no prompts of
+//! several tokens, one update per batch, no reference policy.
 //!
 //! The task: after a digit, count on for four digits (7 -> 8 9 0 1). The only reward is the share
 //! of correct digits.
 
 use anyhow::Result;
-use candle_core::{DType, Device, Tensor};
+use candle_core::{DType, Tensor};
 use candle_grpo_core::{GroupAdvantage, Scale};
-use candle_grpo_loss::{LogProbOptions, PolicyBatch, PolicyLoss, StepTotals, log_prob};
+use candle_grpo_loss::{
+    LogProbOptions, PolicyBatch, PolicyLoss, StepTotals, default_device, ensure_gradients, log_prob,
+};
 use candle_nn::{AdamW, Embedding, Linear, Module, Optimizer, VarBuilder, VarMap};
 use rand::{Rng, SeedableRng, distr::weighted::WeightedIndex, rngs::StdRng};
 
@@ -30,10 +33,8 @@ impl Policy {
 }
 
 fn main() -> Result<()> {
-    let device = match candle_core::utils::cuda_is_available() {
-        true => Device::new_cuda_with_stream(0)?,
-        false => Device::Cpu,
-    };
+    // The first GPU in a build with the feature `cuda`, otherwise the CPU.
+    let device = default_device()?;
     let variables = VarMap::new();
     let vb = VarBuilder::from_varmap(&variables, DType::F32, &device);
     let policy = Policy {
@@ -57,9 +58,7 @@ fn main() -> Result<()> {
     let mut reward = 0.;
     for step in 0..300 {
         let (inputs, responses, rewards) = sample(&policy, &mut rng)?;
-        let advantages = advantage
-            .compute(&rewards, NUM_GENERATIONS, Scale::Group)?
-            .to_device(&device)?;
+        let advantages = advantage.compute(&rewards, NUM_GENERATIONS, Scale::Group)?;
         let response_mask = responses.ones_like()?;
         let totals = StepTotals::count(&response_mask)?;
 
@@ -68,7 +67,13 @@ fn main() -> Result<()> {
         let batch = PolicyBatch::new(&tokens.log_probs, &advantages, &response_mask)
             .entropy(&tokens.entropy);
         let output = policy_loss.compute(&batch, &totals)?;
-        optimizer.backward_step(&output.loss)?;
+        let gradients = output.loss.backward()?;
+        // An operator without a backward pass would leave variables as they are.
+        ensure_gradients(
+            &gradients,
+            variables.data().lock().expect("no panic").iter(),
+        )?;
+        optimizer.step(&gradients)?;
 
         reward = rewards.iter().sum::<f32>() / rewards.len() as f32;
         if step % 50 == 0 {

@@ -33,7 +33,7 @@ pub(crate) fn stream(candle: &CudaDevice) -> Result<Arc<CudaStream>> {
     let stream = candle.cuda_stream();
     if stream.cu_stream() as usize == PER_THREAD {
         bail!(
-            "device: its stream differs between threads, must be one stream: open it with cuda_device or Device::new_cuda_with_stream"
+            "device: its stream differs between threads, must be one stream: open it with cuda_device, default_device or Device::new_cuda_with_stream in place of Device::new_cuda or Device::cuda_if_available"
         );
     }
     Ok(stream)

@@ -6,7 +6,9 @@ use std::sync::Arc;
 use candle_core::backprop::GradStore;
 use candle_core::{DType, Device, Result, Tensor, bail};
 use candle_grpo_collective::Collective;
-use candle_grpo_kernels::{arithmetic_dtype, scale_gradients, squared_gradient_norms};
+use candle_grpo_kernels::{
+    arithmetic_dtype, ensure_gradients, ensure_reached, scale_gradients, squared_gradient_norms,
+};
 
 use super::reduction::Reduction;
 use super::shard::Shard;
@@ -45,18 +47,14 @@ impl Gradients {
             );
         }
         let mut store = loss.backward()?;
+        ensure_gradients(&store, parameters.iter())?;
         let mut received = BTreeMap::new();
-        let mut missing = Vec::new();
         for (name, variable) in parameters.iter() {
-            match store.remove(variable) {
-                Some(gradient) => {
-                    received.insert(name.to_owned(), gradient.detach().contiguous()?);
-                }
-                None => missing.push(name),
+            if let Some(gradient) = store.remove(variable) {
+                received.insert(name.to_owned(), gradient.detach().contiguous()?);
             }
         }
         drop(store);
-        ensure_none(missing, parameters.len())?;
         if !self.by_name.is_empty() {
             if let Some(name) = self
                 .by_name
@@ -171,11 +169,8 @@ impl Gradients {
     /// Checks that all variables of `parameters` have a gradient. The error lists the names of
     /// those that have none.
     pub fn ensure_complete(&self, parameters: &Parameters) -> Result<()> {
-        let missing = parameters
-            .iter()
-            .map(|(name, _)| name)
-            .filter(|name| !self.by_name.contains_key(*name));
-        ensure_none(missing.collect(), parameters.len())
+        let names = parameters.iter().map(|(name, _)| name);
+        ensure_reached(names.map(|name| (name, self.by_name.contains_key(name))))
     }
 
     /// Computes the Euclidean norm of all gradients together; 0 if there are none. Synchronizes
@@ -294,15 +289,4 @@ fn squares(gradients: &[&Tensor]) -> Result<Vec<f64>> {
         .to_device(&Device::Cpu)?
         .to_dtype(DType::F64)?
         .to_vec1::<f64>()
-}
-
-fn ensure_none(missing: Vec<&str>, of: usize) -> Result<()> {
-    if missing.is_empty() {
-        return Ok(());
-    }
-    bail!(
-        "{} of {of} variables received no gradient from the loss: {}",
-        missing.len(),
-        missing.join(", ")
-    );
 }
