@@ -60,7 +60,7 @@ macro_rules! policy_batch {
         /// ```
         #[derive(Debug, Clone)]
         pub struct PolicyBatch {
-            /// Advantages, `[B]`, `[B, 1]` or `[B, T]`.
+            /// Advantages, `[B]`, `[B, 1]` or `[B, T]`. Those per sequence may be on the CPU.
             pub advantages: Tensor,
             /// Response mask `[B, T]`, 0 or 1 in any dtype.
             pub response_mask: Tensor,

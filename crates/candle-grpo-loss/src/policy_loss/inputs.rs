@@ -207,7 +207,11 @@ impl Cleaner {
             [_, 1] => x.clone(),
             _ => return Ok(Some(spread)),
         };
-        let per_sequence = per_sequence.detach().to_dtype(self.dtype)?;
+        let device = self.mask.selected().device();
+        let per_sequence = per_sequence
+            .detach()
+            .to_device(device)?
+            .to_dtype(self.dtype)?;
         debug_assert_eq!(per_sequence.dims(), [batch, 1]);
         let has_tokens = self.mask.lengths(self.dtype)?.gt(0.)?;
         let weights = has_tokens.where_cond(&per_sequence, &per_sequence.ones_like()?)?;
@@ -225,7 +229,7 @@ impl Cleaner {
     }
 }
 
-/// Repeats `[B]` and `[B, 1]` for each token; returns `[B, T]` unchanged.
+/// Repeats `[B]` and `[B, 1]` for each token, on the device of the mask; returns `[B, T]` unchanged.
 pub(crate) fn over_tokens(name: &str, x: &Tensor, mask: &Mask) -> Result<Tensor> {
     let (batch, tokens) = mask.dims()?;
     let column = match *x.dims() {
@@ -237,5 +241,6 @@ pub(crate) fn over_tokens(name: &str, x: &Tensor, mask: &Mask) -> Result<Tensor>
             x.dims()
         ),
     };
+    let column = column.to_device(mask.selected().device())?;
     column.broadcast_as((batch, tokens))?.contiguous()
 }

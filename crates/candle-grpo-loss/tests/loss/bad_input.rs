@@ -1,6 +1,6 @@
 //! Bad input gives an error that names the argument, what it is and what it must be.
 
-use candle_core::{DType, Device, Result, Tensor};
+use candle_core::{DType, Device, Result, Tensor, Var};
 use candle_grpo_core::{Kl, KlGradient};
 use candle_grpo_loss::rollout::{FilterLevel, FilterStatistic, ImportanceWeight, RolloutFilter};
 use candle_grpo_loss::surrogate::{
@@ -12,7 +12,7 @@ use candle_grpo_loss::{
     OldPolicy, PolicyBatch, PolicyLoss, PositiveNll, RolloutCorrection, StepTotals, Surrogate,
     linear_log_prob, log_prob,
 };
-use candle_grpo_test_support::{devices, message};
+use candle_grpo_test_support::{devices, gradient, message};
 use rstest::rstest;
 
 fn zeros(shape: &[usize], device: &Device) -> Tensor {
@@ -45,10 +45,35 @@ fn compute(loss: &PolicyLoss, log_probs: &Tensor, advantages: &Tensor, mask: &Te
 fn a_tensor_on_another_device_is_an_error_that_names_it() {
     for device in devices().filter(|device| device.is_cuda()) {
         let (x, mask) = (zeros(&[2, 3], device), zeros(&[2, 3], device));
-        let error = compute(&PolicyLoss::grpo(), &x, &zeros(&[2], &Device::Cpu), &mask);
+        let error = compute(
+            &PolicyLoss::grpo(),
+            &x,
+            &zeros(&[2, 3], &Device::Cpu),
+            &mask,
+        );
         let expected = "advantages: on Cpu, must be on that of response_mask, Cuda { gpu_id: 0 }";
         assert_eq!(error, expected);
     }
+}
+
+/// Advantages are computed on the CPU from rewards in host memory.
+#[test]
+fn one_advantage_per_sequence_may_be_on_the_cpu() -> Result<()> {
+    for device in devices() {
+        let log_probs = Var::from_tensor(&(zeros(&[2, 3], device) - 1.)?)?;
+        let mask = log_probs.ones_like()?;
+        let loss = |advantages: &Tensor| -> Result<(f32, Vec<f64>)> {
+            let batch = PolicyBatch::new(&log_probs, advantages, &mask);
+            let loss = PolicyLoss::grpo().compute(&batch, &six_tokens())?.loss;
+            let gradient = gradient(&loss.backward()?, &log_probs)?;
+            Ok((loss.to_scalar()?, gradient))
+        };
+        let advantages = Tensor::new(&[0.5f32, -2.], &Device::Cpu)?;
+        let expected = loss(&advantages.to_device(device)?)?;
+        assert_eq!(loss(&advantages)?, expected);
+        assert_eq!(loss(&advantages.unsqueeze(1)?)?, expected);
+    }
+    Ok(())
 }
 
 #[test]
