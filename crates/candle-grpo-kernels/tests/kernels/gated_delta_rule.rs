@@ -302,8 +302,17 @@ fn check(prefixes: &Prefixes, heads: DeltaHeads, inputs: &[Tensor; 3], seed: u64
             };
             assert_close(&numbers(&o)?, &expected, tolerance);
             let store = (&o * convert(&of_result)?)?.sum_all()?.backward()?;
-            for (variable, expected) in variables.iter().zip(&expected_gradients) {
-                assert_close(&gradient(&store, variable)?, expected, tolerance);
+            for (at, (variable, expected)) in variables.iter().zip(&expected_gradients).enumerate()
+            {
+                // The gradients of g are sums over all later rows, whose terms cancel. Their rounding is that of the
+                // largest partial sum.
+                let largest = match at {
+                    1 => expected
+                        .iter()
+                        .fold(1.0, |largest: f64, x| largest.max(x.abs())),
+                    _ => 1.0,
+                };
+                assert_close(&gradient(&store, variable)?, expected, tolerance * largest);
             }
         }
     }
