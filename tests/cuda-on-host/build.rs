@@ -52,7 +52,8 @@ fn main() {
 fn checked(kernels: &Path) -> cc::Build {
     let mut build = cpp(kernels);
     build
-        // Checks of every access take most of the time of the compiler, and a null pointer is reported without them.
+        // Checks of every access take most of the time of the compiler. A null pointer is reported
+        // without them.
         .opt_level(1)
         // Kernels read elements of one type as packs of another, which nvcc allows.
         .flag("-fno-strict-aliasing")

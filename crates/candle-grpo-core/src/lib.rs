@@ -17,9 +17,10 @@
 //!
 //! # Devices
 //!
-//! Advantages are on the device of the rewards. Rewards in a slice or a `Vec` give advantages on the
-//! CPU, and rewards in a tensor on a GPU give advantages there. The losses of `candle-grpo-loss` also
-//! accept advantages on the CPU, one for each sequence, for a batch on a GPU. That crate opens devices.
+//! Advantages are on the device of the rewards. Rewards in a slice or a `Vec` give advantages on
+//! the CPU, and rewards in a tensor on a GPU give advantages there. For a batch on a GPU, the
+//! losses of `candle-grpo-loss` also accept one advantage per sequence on the CPU. That crate opens
+//! devices.
 //!
 //! # Modules
 //!

@@ -18,10 +18,10 @@
 //! # Gradients
 //!
 //! `candle_nn::ops::{rms_norm, layer_norm, softmax_last_dim, sdpa}` and
-//! `candle_nn::rotary_emb::{rope, rope_i, rope_thd}` have no backward pass and cut the graph without
-//! an error, so models of candle-transformers train few of their variables. [`ensure_gradients`]
-//! names the variables that a loss does not reach. Operators with gradients are in
-//! `candle-grpo-kernels`, and `candle-grpo-nn` has a decoder that loads Hugging Face folders.
+//! `candle_nn::rotary_emb::{rope, rope_i, rope_thd}` have no backward pass and cut the graph
+//! without an error, so models of candle-transformers train few of their variables.
+//! [`ensure_gradients`] names the variables that a loss does not reach. Operators with gradients
+//! are in `candle-grpo-kernels`, and a decoder that loads Hugging Face folders in `candle-grpo-nn`.
 //!
 //! # Devices
 //!
@@ -31,10 +31,10 @@
 //! # Ok::<(), candle_core::Error>(())
 //! ```
 //!
-//! A GPU is opened with [`default_device`] or [`cuda_device`], which give all threads one stream. The
-//! devices of `Device::cuda_if_available` are rejected. Tensors of a batch are on one device, except
-//! that values per sequence (`[B]` or `[B, 1]`), such as advantages, may be on the CPU. Without a GPU, for example
-//! in CI, build without the feature.
+//! A GPU is opened with [`default_device`] or [`cuda_device`], which give all threads one stream.
+//! The devices of `Device::cuda_if_available` are rejected. Tensors of a batch are on one device,
+//! except that values per sequence (`[B]` or `[B, 1]`), such as advantages, may be on the CPU.
+//! Without a GPU, for example in CI, build without the feature.
 //!
 //! # Shapes
 //!

@@ -304,8 +304,8 @@ fn check(prefixes: &Prefixes, heads: DeltaHeads, inputs: &[Tensor; 3], seed: u64
             let store = (&o * convert(&of_result)?)?.sum_all()?.backward()?;
             for (at, (variable, expected)) in variables.iter().zip(&expected_gradients).enumerate()
             {
-                // The gradients of g are sums over all later rows, whose terms cancel. Their rounding is that of the
-                // largest partial sum.
+                // The gradients of g are sums over all later rows, whose terms cancel. Their
+                // rounding is that of the largest partial sum.
                 let largest = match at {
                     1 => expected
                         .iter()

@@ -229,7 +229,8 @@ impl Cleaner {
     }
 }
 
-/// Repeats `[B]` and `[B, 1]` for each token, on the device of the mask; returns `[B, T]` unchanged.
+/// Repeats `[B]` and `[B, 1]` for each token, on the device of the mask; returns `[B, T]`
+/// unchanged.
 pub(crate) fn over_tokens(name: &str, x: &Tensor, mask: &Mask) -> Result<Tensor> {
     let (batch, tokens) = mask.dims()?;
     let column = match *x.dims() {
