@@ -7,7 +7,7 @@ use serde::{Deserialize, Serialize};
 #[serde(rename_all = "snake_case")]
 pub enum AnswerPlace {
     /// The first that exists of: the last `\boxed{}`, the text after the last `####`, the whole
-    /// completion.
+    /// completion. A last `\boxed{` that is not closed, as in a truncated completion, has no answer.
     #[default]
     Auto,
     /// In the last `\boxed{}`.
@@ -38,9 +38,8 @@ impl AnswerPlace {
     pub fn find<'a>(&self, text: &'a str) -> Option<&'a str> {
         let lines = || text.lines().map(str::trim).filter(|line| !line.is_empty());
         match self {
-            Self::Auto => boxed(text)
-                .or_else(|| after(text, "####"))
-                .or(Some(text.trim())),
+            Self::Auto if text.contains(BOX) => boxed(text),
+            Self::Auto => after(text, "####").or(Some(text.trim())),
             Self::Boxed => boxed(text),
             Self::After(mark) => after(text, mark),
             Self::Tag(name) => {
@@ -54,10 +53,14 @@ impl AnswerPlace {
         }
     }
 
-    /// Returns true if the last number at this place counts, as in a chain of thought, and false if
-    /// the first does, as in a line.
-    pub(super) fn counts_last_number(&self) -> bool {
-        !matches!(self, Self::FirstLine | Self::After(_))
+    /// Returns true if the last number at this place of `text` counts, as in a chain of thought, and
+    /// false if the first does, as in a line.
+    pub(super) fn counts_last_number(&self, text: &str) -> bool {
+        match self {
+            Self::FirstLine | Self::After(_) => false,
+            Self::Auto => text.contains(BOX) || !text.contains("####"),
+            _ => true,
+        }
     }
 }
 
@@ -72,13 +75,21 @@ fn boxed(text: &str) -> Option<&str> {
     Some(rest[..closing(rest)?].trim())
 }
 
-const BOX: &str = "\\boxed{";
+/// The beginning of a box.
+pub(super) const BOX: &str = "\\boxed{";
 
-/// Returns the position of the brace that closes a group, after its opening brace.
+/// Returns the position of the brace that closes a group, after its opening brace. `\{` and `\}` are
+/// characters.
 fn closing(text: &str) -> Option<usize> {
     let mut depth = 1;
+    let mut is_escaped = false;
     for (at, c) in text.char_indices() {
         match c {
+            _ if is_escaped => {
+                is_escaped = false;
+                continue;
+            }
+            '\\' => is_escaped = true,
             '{' => depth += 1,
             '}' => depth -= 1,
             _ => {}
@@ -99,7 +110,7 @@ pub(super) struct Boxes<'a> {
 }
 
 /// Returns the last `\boxed{}` and those before it in the same formula, or joined by a comma, `and`
-/// or `or`: at most 64.
+/// or `or` without other words: at most 64. None if the last one is not closed.
 pub(super) fn last_boxes(text: &str) -> Option<Boxes<'_>> {
     let mut starts: Vec<usize> = text
         .rmatch_indices(BOX)
@@ -112,6 +123,8 @@ pub(super) fn last_boxes(text: &str) -> Option<Boxes<'_>> {
         let from = start + BOX.len();
         let length = text.get(from..end).and_then(closing);
         let Some(length) = length else {
+            // The text ends in the last one: its answer is not known.
+            end = if boxes.is_empty() { 0 } else { end };
             return false;
         };
         let after = from + length + 1;
@@ -137,10 +150,13 @@ fn belong_together(text: &str, after: usize, next: usize) -> bool {
     if between.contains("\n\n") || between.split_whitespace().nth(6).is_some() {
         return false;
     }
-    let is_joint = |word: &str| matches!(word, "and" | "or" | ",");
-    let spaced = between.replace([',', ';'], " , ");
-    let mut words = spaced.split(|c: char| c.is_whitespace() || "{}$".contains(c));
-    if between.trim().is_empty() || words.any(is_joint) {
+    // `x =` before a box is no word.
+    let is_word = |word: &&str| word.len() > 1 && !matches!(*word, "text" | "quad" | "qquad");
+    let mut words = between.split(|c: char| !c.is_ascii_alphabetic());
+    let joined =
+        between.contains([',', ';']) || words.clone().any(|word| matches!(word, "and" | "or"));
+    let has_others = words.any(|word| is_word(&word) && !matches!(word, "and" | "or"));
+    if between.trim().is_empty() || (joined && !has_others) {
         return !between.contains(". ");
     }
     // In one formula.
@@ -160,6 +176,13 @@ mod tests {
     #[case(AnswerPlace::Auto, " 42 ", Some("42"))]
     #[case(AnswerPlace::Boxed, r"\boxed{a{b}{c}}", Some("a{b}{c}"))]
     #[case(AnswerPlace::Boxed, r"\boxed{a", None)]
+    #[case(AnswerPlace::Boxed, r"\boxed{7} wait, \boxed{8", None)]
+    #[case(AnswerPlace::Auto, r"\boxed{7} wait, \boxed{8", None)]
+    #[case(
+        AnswerPlace::Boxed,
+        r"\boxed{\left\{1 \\ 2\right.}",
+        Some(r"\left\{1 \\ 2\right.")
+    )]
     #[case(AnswerPlace::Boxed, "42", None)]
     #[case(AnswerPlace::After("answer is".into()), "The answer is 5.\nWell", Some("5."))]
     #[case(AnswerPlace::Tag("a".into()), "<a>1</a><a> 2 </a>", Some("2"))]

@@ -3,7 +3,7 @@
 use anyhow::{Result, bail};
 use candle_grpo_nn::json;
 use serde::{Deserialize, Serialize};
-use serde_json::Value;
+use serde_json::{Number, Value};
 
 use super::right_or_wrong::right_or_wrong;
 use super::score::Score;
@@ -96,7 +96,11 @@ pub(super) fn inside_fence(text: &str) -> &str {
 /// Equal, with numbers compared by value.
 fn same(a: &Value, b: &Value) -> bool {
     match (a, b) {
-        (Value::Number(a), Value::Number(b)) => a == b || a.as_f64() == b.as_f64(),
+        (Value::Number(a), Value::Number(b)) => match (integer(a), integer(b)) {
+            (Some(a), Some(b)) => a == b,
+            (None, None) => a.as_f64() == b.as_f64(),
+            _ => false,
+        },
         (Value::Array(a), Value::Array(b)) => {
             a.len() == b.len() && a.iter().zip(b).all(|(a, b)| same(a, b))
         }
@@ -107,6 +111,17 @@ fn same(a: &Value, b: &Value) -> bool {
         }
         (a, b) => a == b,
     }
+}
+
+/// The value of an integer, also written as `7.0`. A float has not enough digits for all of them.
+fn integer(number: &Number) -> Option<i128> {
+    const LIMIT: f64 = (1u128 << 100) as f64;
+    let float = || {
+        number
+            .as_f64()
+            .filter(|x| x.fract() == 0.0 && x.abs() < LIMIT)
+    };
+    number.as_i128().or_else(|| Some(float()? as i128))
 }
 
 #[cfg(test)]
@@ -138,6 +153,28 @@ mod tests {
             };
             assert_eq!(reward.matches(text, &row).unwrap(), exact);
         }
+    }
+
+    #[rstest]
+    #[case("[10000000000000001]", "[10000000000000000]", false)]
+    #[case("[9007199254740993]", "[9007199254740992.0]", false)]
+    #[case("[9007199254740993]", "[9007199254740993]", true)]
+    #[case("[18446744073709551615]", "[18446744073709551615]", true)]
+    #[case("[18446744073709551615]", "[18446744073709551614]", false)]
+    #[case("[1e3, -5, 0.5]", "[1000, -5.0, 5e-1]", true)]
+    #[case("[1e300]", "[1e300]", true)]
+    #[case("[0.5]", "[1]", false)]
+    fn numbers_are_compared_by_value(
+        #[case] expected: &str,
+        #[case] text: &str,
+        #[case] right: bool,
+    ) {
+        let reward = JsonReward {
+            column: Some("answer".to_owned()),
+            ..JsonReward::default()
+        };
+        let row = json!({ "answer": expected });
+        assert_eq!(reward.matches(text, &row).unwrap(), right);
     }
 
     #[test]

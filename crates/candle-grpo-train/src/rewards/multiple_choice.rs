@@ -1,5 +1,6 @@
 //! Answers to multiple-choice questions.
 
+use std::borrow::Cow;
 use std::sync::LazyLock;
 
 use anyhow::{Result, bail};
@@ -17,8 +18,9 @@ use crate::column::column;
 /// 1 if the answer of the completion is the letter of the right choice, 0 otherwise.
 ///
 /// The letter is a capital from A to Z. The answer is the letter alone, also as `(B)`, `B.` or
-/// `**B**`; else the last letter after `answer`, `option` or `choice`; else a letter at the
-/// beginning, as in `B) Paris`. If the row has the choices, the text of one of them is its letter.
+/// `**B**`; else the last letter that is stated as the answer, as in `The answer is B` or
+/// `Answer: B`; else a letter at the beginning, as in `B) Paris`; else the last letter after `answer`,
+/// `option` or `choice`. If the row has the choices, the text of one of them is its letter.
 ///
 /// ```
 /// use candle_grpo_train::rewards::MultipleChoiceReward;
@@ -91,8 +93,9 @@ impl MultipleChoiceReward {
         let answer = self.find.find(completion)?;
         alone(answer)
             .or_else(|| of_text(answer, choices))
-            .or_else(|| named(answer))
+            .or_else(|| stated(answer))
             .or_else(|| first(answer))
+            .or_else(|| named(answer))
     }
 
     fn choices<'a>(&self, columns: &'a Value) -> Result<Vec<&'a str>> {
@@ -136,7 +139,7 @@ fn letter(place: u64) -> Option<char> {
 
 /// The letter that is all of `text`, beside brackets, marks of Markdown and LaTeX, and stops.
 fn alone(text: &str) -> Option<char> {
-    let text = text.replace(r"\text", "").replace(r"\mathbf", "");
+    let text = without_commands(text);
     let around = |c: char| c.is_whitespace() || "()[]{}*_$.:,\"'`".contains(c);
     let mut letters = text.trim_matches(around).chars();
     match (letters.next(), letters.next()) {
@@ -159,7 +162,37 @@ fn of_text(text: &str, choices: &[&str]) -> Option<char> {
     equal.next().and_then(|(place, _)| letter(place))
 }
 
-/// The last letter after a word for the answer.
+/// `text` without the commands of LaTeX.
+fn without_commands(text: &str) -> Cow<'_, str> {
+    static COMMAND: LazyLock<Option<Regex>> = LazyLock::new(|| compile(r"\\[a-zA-Z]+\s*").ok());
+    match &*COMMAND {
+        Some(command) => command.replace_all(text, ""),
+        None => Cow::Borrowed(text),
+    }
+}
+
+/// The last letter that is stated as the answer: after a verb, a colon or a tag. After a colon, also
+/// a small letter alone on its line.
+fn stated(text: &str) -> Option<char> {
+    static STATED: LazyLock<Option<Regex>> = LazyLock::new(|| {
+        let subject = r"(?i:\banswer|\b(?:correct|right|best|final)\s+(?:option|choice|letter))";
+        let verb = r"(?i:\s+(?:is|was|(?:must|should|would|could|may)\s+be|(?:seems|appears)\s+to\s+be)\b)";
+        let mark = r"[*_\s]*[:=>]";
+        let around = r#"[\s:=*_$({\["'`]*"#;
+        let small = r"([a-z])[)\].*]*[ \t]*(?m:$)";
+        compile(&format!(
+            r"{subject}(?:(?:{verb}|{mark}){around}([A-Z])\b|{mark}{around}{small})"
+        ))
+        .ok()
+    });
+    let text = without_commands(text);
+    let found = STATED.as_ref()?.captures_iter(&text).last()?;
+    let letter = found.get(1).or_else(|| found.get(2))?;
+    let letter = letter.as_str().chars().next()?;
+    Some(letter.to_ascii_uppercase())
+}
+
+/// The last letter after a word for a choice.
 fn named(text: &str) -> Option<char> {
     static NAMED: LazyLock<Option<Regex>> = LazyLock::new(|| {
         let pattern =
@@ -170,11 +203,16 @@ fn named(text: &str) -> Option<char> {
     found.get(1)?.as_str().chars().next()
 }
 
-/// The letter before the text of the choice.
+/// The letter before the text of the choice, or before the reason for it.
 fn first(text: &str) -> Option<char> {
-    static FIRST: LazyLock<Option<Regex>> =
-        LazyLock::new(|| compile(r"\A\W*([A-Z])\s*[.):\]\*]").ok());
-    let found = FIRST.as_ref()?.captures(text)?;
+    static FIRST: LazyLock<Option<Regex>> = LazyLock::new(|| {
+        compile(
+            r"\A\W*([A-Z])(?:\s*[.):\]\*]|\s+[-\x{2013}\x{2014}]\s|,\s+(?:because|since|as|for)\b)",
+        )
+        .ok()
+    });
+    let text = without_commands(text);
+    let found = FIRST.as_ref()?.captures(&text)?;
     found.get(1)?.as_str().chars().next()
 }
 
@@ -200,6 +238,29 @@ mod tests {
     #[case(" paris. ", true)]
     #[case("The answer is Berlin", false)]
     #[case("The answer is Both", false)]
+    #[case("The answer is B. Option A is a common distractor.", true)]
+    #[case("Answer: B\n\nExplanation: option A is wrong because", true)]
+    #[case(
+        "The answer is B, since option C is too small and choice A too large.",
+        true
+    )]
+    #[case("Answer: B. (Choice A is for those who add.)", true)]
+    #[case("The correct option is B. Answer A is a distractor.", true)]
+    #[case("Option A: no. Option B: yes.\nAnswer: B", true)]
+    #[case("Option A is wrong, so I choose option B.", true)]
+    #[case("ANSWER: b", true)]
+    #[case("<answer>B</answer>", true)]
+    #[case("The answer must be B", true)]
+    #[case("Answer seems to be B", true)]
+    #[case("The answer is $B$.", true)]
+    #[case("B, because it is the capital", true)]
+    #[case(r"\boxed{\textbf{(B)}}", true)]
+    #[case(r"\boxed{\mathrm{B}}", true)]
+    #[case(r"\boxed{B - the capital}", true)]
+    #[case(r"\boxed{\text{B. Paris}}", true)]
+    #[case("The answer is A. Option B is a common distractor.", false)]
+    #[case("The answer is not B", false)]
+    #[case(r"\boxed{B} or \boxed{", false)]
     #[case("A", false)]
     #[case("A, not B", false)]
     #[case("Berlin", false)]

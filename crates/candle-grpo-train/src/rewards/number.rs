@@ -1,20 +1,29 @@
 //! Numbers in texts.
 
 /// Returns the numbers in `text` in their order: `-1,200.50`, `$18`, `3/4`, `1 1/2` and
-/// `\frac{3}{4}` are one number each. Units and percent signs are ignored.
+/// `\frac{3}{4}` are one number each. Units with their powers, and percent signs, are ignored.
 pub(super) fn numbers(text: &str) -> Vec<f64> {
     let mut found = Vec::new();
     let mut at = 0;
     while let Some(c) = text[at..].chars().next() {
         match number_at(text, at) {
             Some((number, end)) => {
-                found.push(number);
+                if !is_power_of_unit(&text[..at]) {
+                    found.push(number);
+                }
                 at = end;
             }
             None => at += c.len_utf8(),
         }
     }
     found
+}
+
+/// Returns true if a number after this text is a power of letters, as in `m^2` or `\text{km}^{2}`.
+fn is_power_of_unit(before: &str) -> bool {
+    let base = before.strip_suffix("^{").or(before.strip_suffix('^'));
+    let last = base.and_then(|base| base.trim_end().chars().next_back());
+    last.is_some_and(|c| c.is_alphabetic() || c == '}')
 }
 
 /// Parses a number at `at`, the first byte of a character. Returns it and its end.
@@ -116,8 +125,12 @@ fn plain(text: &str, at: usize) -> Option<(f64, usize)> {
     let mut end = at + first;
     if (1..=3).contains(&first) {
         let mut grouped = end;
-        while bytes.get(grouped) == Some(&b',') && digits(grouped + 1) == 3 {
-            grouped += 4;
+        // LaTeX has `{,}` for a comma without a space.
+        while let Some(mark) = [",", "{,}"]
+            .into_iter()
+            .find(|mark| text[grouped..].starts_with(mark) && digits(grouped + mark.len()) == 3)
+        {
+            grouped += mark.len() + 3;
         }
         // "1,2345" is two numbers and not "1,234" with a 5 after it.
         if digits(grouped) == 0 {
@@ -141,7 +154,7 @@ fn plain(text: &str, at: usize) -> Option<(f64, usize)> {
             end = signed + exponent;
         }
     }
-    let value = text[at..end].replace(',', "").parse().ok()?;
+    let value = text[at..end].replace(['{', ',', '}'], "").parse().ok()?;
     Some((value, end))
 }
 
@@ -156,6 +169,8 @@ mod tests {
     #[case("it is 1,234,567.", &[1_234_567.])]
     #[case("1,2345 and 1,200kg", &[1., 2345., 1200.])]
     #[case("1, 2, 3", &[1., 2., 3.])]
+    #[case("1{,}234{,}567 and 1{,}2", &[1_234_567., 1., 2.])]
+    #[case(r"3 m^2, \text{km}^{3} and 2^3", &[3., 2., 3.])]
     #[case("-7, −8, $-9 and -$10.50", &[-7., -8., -9., -10.5])]
     #[case("17-5=12", &[17., 5., 12.])]
     #[case("x -5", &[-5.])]

@@ -35,7 +35,7 @@ pub struct NumericReward {
     /// The column with the expected number.
     pub column: String,
     /// The place of the answer in the completion. The last number there counts; with `first_line`
-    /// and `after` the first.
+    /// and `after`, and after `####`, the first.
     pub find: AnswerPlace,
     /// The largest accepted difference.
     pub tolerance: f64,
@@ -70,9 +70,7 @@ impl NumericReward {
         let value = column(columns, &self.column)?;
         let number = match value {
             Value::Number(number) => number.as_f64(),
-            Value::String(text) => AnswerPlace::Auto
-                .find(text)
-                .and_then(|answer| numbers(answer).last().copied()),
+            Value::String(text) => number(&AnswerPlace::Auto, text),
             _ => None,
         };
         match number.filter(|number| number.is_finite()) {
@@ -93,11 +91,16 @@ impl NumericReward {
 
     /// Returns the number of a completion.
     fn found(&self, completion: &str) -> Option<f64> {
-        let numbers = numbers(self.find.find(completion)?);
-        match self.find.counts_last_number() {
-            true => numbers.last().copied(),
-            false => numbers.first().copied(),
-        }
+        number(&self.find, completion)
+    }
+}
+
+/// Returns the number at a place of a text.
+fn number(place: &AnswerPlace, text: &str) -> Option<f64> {
+    let numbers = numbers(place.find(text)?);
+    match place.counts_last_number(text) {
+        true => numbers.last().copied(),
+        false => numbers.first().copied(),
     }
 }
 
@@ -133,6 +136,15 @@ mod tests {
     #[case("57500001", json!(57_500_000), false)]
     #[case("1e999", json!(1), false)]
     #[case("none", json!(0), false)]
+    #[case(r"\boxed{42\text{ km}^2}", json!(42), true)]
+    #[case(r"\boxed{42\,\mathrm{cm}^{3}}", json!(42), true)]
+    #[case("42 m^2", json!("42 m^2"), true)]
+    #[case(r"\boxed{1{,}234}", json!(1234), true)]
+    #[case("#### 42 apples and 3 pears", json!(42), true)]
+    #[case("#### 42 apples and 3 pears", json!(3), false)]
+    #[case("42", json!("all of it\n#### 42 apples and 3 pears"), true)]
+    #[case(r"First \boxed{42}. No, \boxed{4", json!(4), false)]
+    #[case(r"First \boxed{42}. No, \boxed{4", json!(42), false)]
     #[case("", json!(0), false)]
     fn numbers_are_compared(#[case] completion: &str, #[case] answer: Value, #[case] right: bool) {
         let row = json!({ "answer": answer });

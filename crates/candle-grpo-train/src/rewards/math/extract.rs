@@ -7,7 +7,7 @@ use regex::Regex;
 use super::limits::{MAX_EXPRESSION_BYTES, MAX_FORMULAS, SEARCHED_BYTES};
 use super::parser::parse;
 use super::value::Value;
-use crate::rewards::answer::{AnswerPlace, last_boxes};
+use crate::rewards::answer::{AnswerPlace, BOX, last_boxes};
 
 /// An answer as it is written, and its value.
 #[derive(Debug, Clone)]
@@ -15,6 +15,8 @@ pub(super) struct Answer {
     pub(super) text: String,
     /// None if the text is not understood or beyond a bound.
     pub(super) value: Option<Value>,
+    /// The value of a number with a decimal comma, such as `2,74`, as a list.
+    pub(super) as_list: Option<Value>,
 }
 
 /// A number in plain text, with its separators of thousands and decimals.
@@ -22,7 +24,8 @@ static NUMBER: LazyLock<Option<Regex>> = LazyLock::new(|| {
     let number =
         r"-?[1-9][0-9]{0,2}(?:[ ,][0-9]{3})+(?:\.[0-9]+|\b)|-?[0-9]+[.,][0-9]+|-?\.[0-9]+|-?[0-9]+";
     let percent = r"(?P<percent>\s*(?:%|[Pp]ercent|[Pp]ct))?";
-    let expression = r"-?\(?-?[0-9][0-9.\s+\-*/^()×÷]*[+\-*/^×÷][0-9.\s+\-*/^()×÷]*[0-9)]";
+    // On one line.
+    let expression = r"-?\(?-?[0-9][0-9. \t+\-*/^()×÷]*[+\-*/^×÷][0-9. \t+\-*/^()×÷]*[0-9)]";
     Regex::new(&format!(
         r"(?:^|[\s=(:*])[$€£¥₹]?(?:(?P<expression>{expression})(?:[.,:\s)$]|$)|(?P<number>{number}){percent})"
     ))
@@ -34,6 +37,22 @@ static FINAL: LazyLock<Option<Regex>> = LazyLock::new(|| {
     Regex::new(r"(?i)(?:final answer[^\n]{0,100}?\sis|answer is|answer:)[:\s]").ok()
 });
 
+/// Returns the expected answer in the text of a row. `2,3` alone is a list there.
+pub(super) fn expected(text: &str) -> Option<Answer> {
+    let answer = find(&AnswerPlace::Auto, text)?;
+    Some(match plain_number(text.trim()) {
+        Some(Answer {
+            as_list: Some(list),
+            ..
+        }) => Answer {
+            value: Some(list),
+            as_list: None,
+            ..answer
+        },
+        _ => answer,
+    })
+}
+
 /// Returns the answer at a place of a text.
 pub(super) fn find(place: &AnswerPlace, text: &str) -> Option<Answer> {
     match place {
@@ -44,7 +63,7 @@ pub(super) fn find(place: &AnswerPlace, text: &str) -> Option<Answer> {
 }
 
 /// Returns the first that exists of: the last boxes, or the last announced answer if it is later;
-/// the text after `####`; the last formula or number.
+/// the text after `####`; the last formula or number. None if the last box is not closed.
 fn automatic(text: &str) -> Option<Answer> {
     let boxes = boxed(text);
     let after_boxes = boxes.as_ref().map_or(0, |(_, end)| *end);
@@ -60,15 +79,13 @@ fn automatic(text: &str) -> Option<Answer> {
     if let Some((boxes, _)) = boxes {
         return announced().or(Some(boxes));
     }
+    if text.contains(BOX) {
+        return None;
+    }
     if let Some((_, after)) = text.rsplit_once("####") {
-        return within(
-            after
-                .trim_start()
-                .split('\n')
-                .next()
-                .unwrap_or(after)
-                .trim(),
-        );
+        let line = after.trim_start().split('\n').next().unwrap_or(after);
+        // Marks of Markdown.
+        return within(line.trim_matches(|c: char| c.is_whitespace() || "*_`".contains(c)));
     }
     announced().or_else(|| within(text.trim()))
 }
@@ -100,6 +117,7 @@ fn formula(written: &str) -> Answer {
     Answer {
         text: written.to_owned(),
         value: parse(exact).or_else(|| parse(last_side(exact)?)),
+        as_list: None,
     }
 }
 
@@ -113,10 +131,10 @@ fn last_side(written: &str) -> Option<&str> {
 
 /// Returns the answer in a text: all of it, or the last formula or number in it.
 fn within(text: &str) -> Option<Answer> {
-    if let Some(value) = plain_number(text) {
+    if let Some(number) = plain_number(text) {
         return Some(Answer {
             text: text.to_owned(),
-            value: Some(value),
+            ..number
         });
     }
     let spans = formulas(text);
@@ -135,6 +153,7 @@ fn within(text: &str) -> Option<Answer> {
         None => Some(Answer {
             text: text.to_owned(),
             value: None,
+            as_list: None,
         }),
     }
 }
@@ -257,10 +276,15 @@ fn group(text: &str, spans: &[Span]) -> Answer {
     }
 }
 
-/// Returns true for words of three letters that are not the names of commands.
+/// Returns true for words of three letters that are not the names of commands, for short words that
+/// are no products of variables, and for a label such as `A:`.
 fn has_words(text: &str) -> bool {
     static WORD: LazyLock<Option<Regex>> = LazyLock::new(|| {
-        Regex::new(r"\\[a-zA-Z]+\s*(?:\{[a-zA-Z*]*\})?|_\{[^}]*\}|(?P<word>[a-zA-Z]{3,})").ok()
+        let short = r"(?i:it|is|so|ok|we|he|my|no|of|to|on|by|if|up)";
+        Regex::new(&format!(
+            r"\\[a-zA-Z]+\s*(?:\{{[a-zA-Z*.,\s]*\}})?|_\{{[^}}]*\}}|(?P<word>[a-zA-Z]{{3,}}|\b{short}\b|^[A-Z][a-z]?:\s)"
+        ))
+        .ok()
     });
     let known = [
         "sin", "cos", "tan", "cot", "sec", "csc", "log", "exp", "sqrt", "abs", "and", "pct",
@@ -275,7 +299,7 @@ fn has_words(text: &str) -> bool {
 }
 
 /// Returns the value of a text that is one number.
-fn plain_number(text: &str) -> Option<Value> {
+fn plain_number(text: &str) -> Option<Answer> {
     if text.len() > SEARCHED_BYTES {
         return None;
     }
@@ -283,7 +307,8 @@ fn plain_number(text: &str) -> Option<Value> {
     let number = found.name("number")?;
     let whole = found.get(0)?;
     (whole.start() == 0 && number.start() == 0 && whole.end() == text.len())
-        .then(|| number_of(&found).value)?
+        .then(|| number_of(&found))
+        .filter(|answer| answer.value.is_some())
 }
 
 /// Returns the last number or expression of plain text, and the position after it.
@@ -298,7 +323,7 @@ fn last_number(text: &str) -> Option<(usize, Answer)> {
 
 fn number_of(found: &regex::Captures<'_>) -> Answer {
     if let Some(expression) = found.name("expression") {
-        return formula(expression.as_str().trim());
+        return calculation(expression.as_str().trim());
     }
     let mut written = found
         .name("number")
@@ -318,12 +343,37 @@ fn number_of(found: &regex::Captures<'_>) -> Answer {
             .split([',', ' '])
             .next()
             .is_some_and(|first| first.trim_start_matches('-').len() <= 3);
+    let mut as_list = None;
     written = match is_grouped {
         true => written.replace([',', ' '], ""),
-        false => written.replace(',', "."),
+        false if written.contains(',') => {
+            as_list = parse(&written);
+            written.replace(',', ".")
+        }
+        false => written,
     };
     if found.name("percent").is_some() {
         written.push('%');
     }
-    formula(&written)
+    Answer {
+        as_list,
+        ..formula(&written)
+    }
+}
+
+/// Returns the value of numbers with operators in plain text. A remark in brackets after a number is
+/// not a factor, and a date has no value.
+fn calculation(written: &str) -> Answer {
+    static DATE: LazyLock<Option<Regex>> =
+        LazyLock::new(|| Regex::new(r"^[0-9]{4}(?:-[0-9]{2}-|/[0-9]{2}/)[0-9]{2}$").ok());
+    static REMARK: LazyLock<Option<Regex>> = LazyLock::new(|| Regex::new(r"[0-9)][ \t]+\(").ok());
+    if DATE.as_ref().is_some_and(|date| date.is_match(written)) {
+        return Answer {
+            text: written.to_owned(),
+            value: None,
+            as_list: None,
+        };
+    }
+    let remark = REMARK.as_ref().and_then(|remark| remark.find(written));
+    formula(remark.map_or(written, |remark| &written[..=remark.start()]))
 }

@@ -145,6 +145,20 @@ const SKIPPED: &[&str] = &[
     "fbox",
     "hline",
     "nonumber",
+    "scriptstyle",
+    "tiny",
+    "small",
+    "normalsize",
+    "large",
+    "Large",
+    "LARGE",
+    "huge",
+    "Huge",
+    "bf",
+    "it",
+    "rm",
+    "sf",
+    "tt",
 ];
 
 const TEXT: &[&str] = &[
@@ -167,6 +181,7 @@ const STYLED: &[&str] = &[
     "mathit",
     "mathcal",
     "mathsf",
+    "mathtt",
     "boldsymbol",
     "bold",
     "bm",
@@ -670,6 +685,8 @@ impl<'a> Lexer<'a> {
             "R" => Token::Command("mathbb R".to_owned()),
             "text" if self.rest.is_empty() => return None,
             _ if TEXT.contains(&name) => return self.text(name),
+            // `\mathbf{2}` is 2.
+            _ if STYLED.contains(&name) && self.group_is_value() => return Some(()),
             _ if STYLED.contains(&name) => {
                 let inside = self.group_text()?;
                 let inside: String = inside.chars().filter(|c| !c.is_whitespace()).collect();
@@ -687,6 +704,13 @@ impl<'a> Lexer<'a> {
         };
         self.push(token);
         Some(())
+    }
+
+    /// Returns true if a group in braces follows that begins like a number, or is nested.
+    fn group_is_value(&self) -> bool {
+        let inside = self.rest.trim_start().strip_prefix('{');
+        let first = inside.and_then(|inside| inside.trim_start().chars().next());
+        first.is_some_and(|c| c.is_ascii_digit() || "-+.(\\".contains(c))
     }
 
     fn environment(&mut self, begins: bool) -> Option<()> {

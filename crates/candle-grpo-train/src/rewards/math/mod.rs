@@ -108,7 +108,7 @@ impl MathReward {
     ///
     /// If the column is absent, or neither a number nor a text with an answer.
     pub fn matches(&self, completion: &str, columns: &Json) -> Result<bool> {
-        let expected = extract::find(&AnswerPlace::Auto, &self.expected(columns)?);
+        let expected = extract::expected(&self.expected(columns)?);
         let found = extract::find(&self.find, completion);
         Ok(match (expected, found) {
             (Some(expected), Some(found)) => are_equal(&expected, &found, self.decimals),
@@ -140,7 +140,12 @@ fn are_equal(a: &Answer, b: &Answer, decimals: u32) -> bool {
             let text = letters(&a.text);
             !text.is_empty() && text == letters(&b.text)
         }
-        (Some(a), Some(b)) => Comparison::new(decimals).equal(a, b),
+        (Some(value), Some(other)) => {
+            let equal = |a: &Value, b: &Value| Comparison::new(decimals).equal(a, b);
+            equal(value, other)
+                || b.as_list.as_ref().is_some_and(|list| equal(value, list))
+                || a.as_list.as_ref().is_some_and(|list| equal(list, other))
+        }
     }
 }
 

@@ -121,6 +121,108 @@ fn matches(answer: &str, reference: &str) -> bool {
 #[case(r"\boxed{1} and \boxed{2}", "2, 1")]
 #[case("The sum is 7.", "7")]
 #[case("6 * 7 = 42\n#### 42", "42")]
+// A list or a decimal comma.
+#[case(r"\boxed{2,3}", "2,3")]
+#[case(r"\boxed{3,2}", "2,3")]
+#[case("$2$ and $3$", "2,3")]
+#[case(r"\boxed{1500}", "1,500")]
+#[case(r"\boxed{4,3,2}", "2,3,4")]
+#[case("The total is 2,74.", "2.74")]
+#[case(r"\boxed{-2,3}", "-2,3")]
+#[case(r"\boxed{3,-2}", "-2,3")]
+#[case(r"\boxed{-3, 2}", "2,-3")]
+#[case("The answers are $x=2$ and $x=3$", "2,3")]
+#[case("$2,3$", "2,3")]
+#[case(r"\boxed{2,3}", "2, 3")]
+#[case("2,3", "2,3")]
+#[case(r"\boxed{12,34}", "12,34")]
+#[case(r"\boxed{34,12}", "12,34")]
+#[case("1500", "1,500")]
+#[case("The total is 1,500.", "1,500")]
+// Short words.
+#[case("It is 42", "42")]
+#[case("So: 42", "42")]
+#[case("A: 42", "42")]
+#[case("x is 42", "42")]
+#[case("That is 42", "42")]
+#[case("x + y", "x+y")]
+#[case("y = 42", "42")]
+#[case("x = 42", "x = 42")]
+#[case("I get 42", "42")]
+#[case("2x", "2x")]
+#[case("ab", "ab")]
+#[case("OK, 42", "42")]
+#[case("We do it: 42", "42")]
+#[case("So it is 42", "42")]
+#[case("x^2 + 1", "x^2+1")]
+#[case("Q: 42", "42")]
+#[case("2 a b", "2ab")]
+// Texts between numbers.
+#[case(
+    r"\boxed{3 \text{ hours } 20 \text{ minutes}}",
+    r"3 \text{ hours } 20 \text{ minutes}"
+)]
+#[case(r"\boxed{\frac{3}{4}}", r"\frac{3}{4} \text{ cup}")]
+#[case(r"\boxed{15}", r"15 \text{ cm}")]
+#[case(r"$\frac{3}{4}$", r"\frac{3}{4} \text{ cup}")]
+#[case(r"\boxed{2}", r"2\text{ m} ")]
+#[case(r"\boxed{3,2}", r"x=2 \text{ or } x=3")]
+#[case(
+    r"\boxed{3 \text{ hours } 20 \text{ minutes}}",
+    r"3\text{ hours }20\text{ minutes}"
+)]
+// Text after the number.
+#[case("The answer is 42\n- 3 of them are red", "42")]
+#[case("The answer is 42 - 3", "39")]
+#[case("The answer is 42.\n- 5 more", "42")]
+#[case("The answer is 42\n* 3 of them", "42")]
+#[case("The answer is 42\n-----\n2. Next", "42")]
+#[case("The answer is 42 (4 + 38)", "42")]
+#[case("The answer is 4 + 38", "42")]
+#[case("42 - 39", "3")]
+#[case("The answer is (2+4)", "6")]
+#[case("The answer is -3", "-3")]
+// Marks of Markdown.
+#[case("#### **42**", "42")]
+#[case("#### *42*", "42")]
+#[case("#### `42`", "42")]
+#[case("#### **42.**", "42")]
+#[case("#### **1/2**", "1/2")]
+#[case("####**42**", "42")]
+#[case("#### 2*3", "6")]
+// Escaped braces.
+#[case(
+    r"$\boxed{f(x)=\left\{\begin{array}{l} 1 \\ 2 \end{array}\right.}$",
+    r"f(x)=\left\{\begin{array}{l} 1 \\ 2 \end{array}\right."
+)]
+#[case(r"\boxed{\left\{3\right\}}", "3")]
+#[case(r"\boxed{\{1,2\}}", r"\{1,2\}")]
+#[case(r"\boxed{\left\{1,2\right\}}", r"\{1,2\}")]
+// Boxes that are corrected.
+#[case("\\boxed{7}\nWait, \\boxed{8}", "8")]
+#[case(r"\boxed{7}, \boxed{8}", "7, 8")]
+#[case("\\boxed{7}\nHmm, no, \\boxed{8}", "8")]
+#[case("$\\boxed{7}$\nWait, $\\boxed{8}$", "8")]
+#[case("\\boxed{7}\nNo, \\boxed{8}", "8")]
+#[case("\\boxed{7}\nWait, it is \\boxed{8}", "8")]
+#[case(r"$\boxed{7}$ and $\boxed{8}$", "7,8")]
+#[case(r"\boxed{7} or \boxed{8}", "7,8")]
+#[case(r"$x = \boxed{7}$, $y = \boxed{8}$", "7,8")]
+#[case(r"$x = \boxed{7} , \boxed{8}$", "7,8")]
+// Fonts.
+#[case(r"\boxed{\mathbf{2}}", "2")]
+#[case(r"\boxed{\mathit{2}}", "2")]
+#[case(r"\boxed{\bm{2}}", "2")]
+#[case(r"\boxed{\mathsf{2}}", "2")]
+#[case(r"\boxed{\large 2}", "2")]
+#[case(r"\boxed{\boldsymbol{2}}", "2")]
+#[case(r"\boxed{{\bf 2}}", "2")]
+#[case(r"\boxed{\textbf{2}}", "2")]
+#[case(r"\boxed{\mathbf{x}}", "x")]
+#[case(r"\boxed{\displaystyle 2}", "2")]
+#[case(r"\boxed{\mathtt{2}}", "2")]
+// Boxes that are not closed.
+#[case(r"\boxed{7}", "7")]
 fn equal_answers(#[case] answer: &str, #[case] reference: &str) {
     assert!(matches(answer, reference), "{answer} = {reference}");
 }
@@ -164,6 +266,23 @@ fn equal_answers(#[case] answer: &str, #[case] reference: &str) {
 #[case("", "0")]
 #[case("1/0", "0")]
 #[case(r"\text{Eve}", r"\text{Evelyn}")]
+// A list or a decimal comma.
+#[case(r"\boxed{2.3}", "2,3")]
+#[case("The solutions are 2 and 3.", "2,3")]
+#[case(r"\boxed{0,5}", "0.5")]
+// Texts between numbers.
+#[case(r"\boxed{20}", r"3 \text{ hours } 20 \text{ minutes}")]
+#[case(r"\boxed{20}", r"5 \text{ dollars and } 20 \text{ cents}")]
+// Text after the number.
+#[case("The answer is 42\n- 3 of them are red", "39")]
+#[case("On 2024-05-01", "2018")]
+#[case("The date is 2024-05-01", "2018")]
+// Boxes that are not closed.
+#[case("\\boxed{7}\nWait, \\boxed{8", "7")]
+#[case(r"so \boxed{7} and then \boxed{8} ok", "7")]
+// Boxes that are corrected.
+#[case("\\boxed{7}\nWait, \\boxed{8}", "7, 8")]
+#[case("\\boxed{7}\nHmm, no, \\boxed{8}", "7,8")]
 fn unequal_answers(#[case] answer: &str, #[case] reference: &str) {
     assert!(!matches(answer, reference), "{answer} = {reference}");
 }
