@@ -59,6 +59,31 @@ fn each_block_rotates_or_not_by_its_own_number() -> Result<()> {
     Ok(())
 }
 
+/// Checked against `SmolLM3Config` of transformers 5.24.
+#[test]
+fn absent_keys_have_the_defaults_of_transformers() -> Result<()> {
+    let base = serde_json::json!({
+        "model_type": "smollm3", "vocab_size": 7, "hidden_size": 8, "intermediate_size": 8,
+        "num_hidden_layers": 4, "num_attention_heads": 1, "num_key_value_heads": 1,
+        "max_position_embeddings": 8,
+    });
+    let read = |key: &str, value: serde_json::Value| {
+        let mut config = base.clone();
+        config[key] = value;
+        DecoderConfig::from_hugging_face(config.to_string().as_bytes())
+    };
+    let config = read("hidden_act", "silu".into())?;
+    assert_eq!((config.rope_theta, config.tie_word_embeddings), (2e6, true));
+    assert_eq!(config.no_rope_layers, [1, 1, 1, 0]);
+    assert_eq!(read("rope_theta", 5e5.into())?.rope_theta, 5e5);
+    let rope = serde_json::json!({"rope_type": "default", "rope_theta": 1e5});
+    assert_eq!(read("rope_parameters", rope)?.rope_theta, 1e5);
+    let rope = serde_json::json!({"rope_type": "default"});
+    assert_eq!(read("rope_parameters", rope)?.rope_theta, 2e6);
+    assert!(!read("tie_word_embeddings", false.into())?.tie_word_embeddings);
+    Ok(())
+}
+
 #[test]
 fn no_rope_layers_of_another_family_or_length_are_refused() {
     for (model_type, no_rope_layers) in [

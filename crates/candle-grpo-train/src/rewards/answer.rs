@@ -7,7 +7,8 @@ use serde::{Deserialize, Serialize};
 #[serde(rename_all = "snake_case")]
 pub enum AnswerPlace {
     /// The first that exists of: the last `\boxed{}`, the text after the last `####`, the whole
-    /// completion. A last `\boxed{` that is not closed, as in a truncated completion, has no answer.
+    /// completion. A last `\boxed{` that is not closed, as in a truncated completion, has no
+    /// answer.
     #[default]
     Auto,
     /// In the last `\boxed{}`.
@@ -53,8 +54,8 @@ impl AnswerPlace {
         }
     }
 
-    /// Returns true if the last number at this place of `text` counts, as in a chain of thought, and
-    /// false if the first does, as in a line.
+    /// Returns true if the last number at this place of `text` counts, as in a chain of thought,
+    /// and false if the first does, as in a line.
     pub(super) fn counts_last_number(&self, text: &str) -> bool {
         match self {
             Self::FirstLine | Self::After(_) => false,
@@ -78,8 +79,8 @@ fn boxed(text: &str) -> Option<&str> {
 /// The beginning of a box.
 pub(super) const BOX: &str = "\\boxed{";
 
-/// Returns the position of the brace that closes a group, after its opening brace. `\{` and `\}` are
-/// characters.
+/// Returns the position of the brace that closes a group, after its opening brace. `\{` and `\}`
+/// are characters.
 fn closing(text: &str) -> Option<usize> {
     let mut depth = 1;
     let mut is_escaped = false;

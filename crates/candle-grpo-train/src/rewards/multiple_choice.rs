@@ -19,8 +19,9 @@ use crate::column::column;
 ///
 /// The letter is a capital from A to Z. The answer is the letter alone, also as `(B)`, `B.` or
 /// `**B**`; else the last letter that is stated as the answer, as in `The answer is B` or
-/// `Answer: B`; else a letter at the beginning, as in `B) Paris`; else the last letter after `answer`,
-/// `option` or `choice`. If the row has the choices, the text of one of them is its letter.
+/// `Answer: B`; else a letter at the beginning, as in `B) Paris`; else the last letter after
+/// `answer`, `option` or `choice`. If the row has the choices, the text of one of them is its
+/// letter.
 ///
 /// ```
 /// use candle_grpo_train::rewards::MultipleChoiceReward;
@@ -171,8 +172,8 @@ fn without_commands(text: &str) -> Cow<'_, str> {
     }
 }
 
-/// The last letter that is stated as the answer: after a verb, a colon or a tag. After a colon, also
-/// a small letter alone on its line.
+/// The last letter that is stated as the answer: after a verb, a colon or a tag. After a colon,
+/// also a small letter alone on its line.
 fn stated(text: &str) -> Option<char> {
     static STATED: LazyLock<Option<Regex>> = LazyLock::new(|| {
         let subject = r"(?i:\banswer|\b(?:correct|right|best|final)\s+(?:option|choice|letter))";

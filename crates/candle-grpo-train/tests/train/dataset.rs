@@ -341,6 +341,17 @@ fn a_csv_file_must_be_named_as_one(#[case] contents: &str) {
     assert!(error.ends_with(must), "{error}");
 }
 
+#[rstest]
+#[case("\u{feff}{\"a\": 1, \"b\": 2}\n")]
+#[case("\u{feff}[{\"a\": 1, \"b\": 2}]")]
+fn json_with_a_byte_order_mark_is_read(#[case] contents: &str) {
+    let (_folder, path) = file(contents);
+    assert_eq!(
+        read_rows(&path).unwrap()[0].columns,
+        json!({"a": 1, "b": 2})
+    );
+}
+
 #[test]
 fn bytes_that_are_no_text_are_not_called_csv() {
     let (_folder, path) = file(b"\x00\x9c,\xff\t,\n");

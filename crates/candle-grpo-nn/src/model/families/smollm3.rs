@@ -5,7 +5,9 @@ use serde_json::{Map, Value, json};
 
 use crate::DecoderConfig;
 use crate::model::architecture::Architecture;
-use crate::model::families::{Family, GgufLayout, absent, every, interval, llama, periodic};
+use crate::model::families::{
+    Family, GgufLayout, absent, every, interval, llama, periodic, set_default,
+};
 
 pub(super) const FAMILY: Family = Family {
     name: "smollm3",
@@ -23,13 +25,21 @@ pub(super) const FAMILY: Family = Family {
     ..llama::FAMILY
 };
 
-/// Without `no_rope_layers` every `no_rope_layer_interval`-th block does not rotate.
+/// The defaults of transformers. Without `no_rope_layers` every `no_rope_layer_interval`-th block
+/// does not rotate.
 fn read(config: &mut Map<String, Value>) -> Result<()> {
     if absent(config, "no_rope_layers") {
         let interval = interval(config, "no_rope_layer_interval", 4)?;
         let layers = periodic(config, interval, 1, 0)?;
         config.insert("no_rope_layers".to_owned(), layers);
     }
+    let stated = config
+        .get("rope_parameters")
+        .and_then(|rope| rope.get("rope_theta"));
+    if stated.is_none_or(Value::is_null) && absent(config, "rope_theta") {
+        config.insert("rope_theta".to_owned(), json!(2e6));
+    }
+    set_default(config, "tie_word_embeddings", true);
     Ok(())
 }
 

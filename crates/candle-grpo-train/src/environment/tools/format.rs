@@ -66,7 +66,7 @@ impl ToolFormat {
     /// ```
     pub fn calls(&self, turn: &str) -> Vec<Result<ToolCall, String>> {
         match self {
-            Self::Hermes => between(turn, OPEN, CLOSE).map(call).collect(),
+            Self::Hermes => hermes(turn),
             Self::Llama => llama(turn),
             Self::Marks {
                 tool,
@@ -92,6 +92,30 @@ fn between<'a>(text: &'a str, open: &'a str, close: &'a str) -> impl Iterator<It
         let inside = rest.split(close).next();
         inside.unwrap_or(rest).trim()
     })
+}
+
+/// Each call is one JSON value, whose texts may contain the marks.
+fn hermes(turn: &str) -> Vec<Result<ToolCall, String>> {
+    let mut calls = Vec::new();
+    let mut rest = turn;
+    while let Some((_, inside)) = rest.split_once(OPEN) {
+        let mut values = serde_json::Deserializer::from_str(inside).into_iter::<Value>();
+        let is_json = matches!(values.next(), Some(Ok(_)));
+        let behind = inside[values.byte_offset()..].trim_start();
+        let ends = [OPEN, CLOSE].iter().any(|mark| behind.starts_with(mark));
+        rest = if is_json && (behind.is_empty() || ends) {
+            behind
+        } else {
+            // The reason is in what stands before the next mark.
+            let end = [OPEN, CLOSE]
+                .iter()
+                .filter_map(|mark| inside.find(mark))
+                .min();
+            &inside[end.unwrap_or(inside.len())..]
+        };
+        calls.push(call(inside[..inside.len() - rest.len()].trim()));
+    }
+    calls
 }
 
 /// A call from its JSON.
@@ -168,8 +192,25 @@ mod tests {
     #[case(&format!("First <tool_call>{CALL}</tool_call><tool_call>{CALL}</tool_call> then"), vec![add(1), add(1)])]
     #[case(&format!("<tool_call>{CALL}"), vec![add(1)])]
     #[case(r#"<tool_call>{"name": "add", "arguments": "{\"a\": 2}"}</tool_call>"#, vec![add(2)])]
+    #[case(&format!("<tool_call>{CALL} <tool_call>{CALL}"), vec![add(1), add(1)])]
     fn hermes_calls_are_read(#[case] turn: &str, #[case] calls: Vec<Result<ToolCall, String>>) {
         assert_eq!(ToolFormat::Hermes.calls(turn), calls);
+    }
+
+    #[test]
+    fn texts_of_a_hermes_call_may_have_the_marks() {
+        for text in ["a </tool_call> b", "<tool_call>", "\"</tool_call>\\"] {
+            let arguments = json!({ "text": text });
+            let written = json!({"name": "write", "arguments": arguments});
+            let turn = format!("<tool_call>{written}</tool_call>\n<tool_call>{CALL}</tool_call>");
+            let write = ToolCall {
+                name: "write".to_owned(),
+                arguments,
+            };
+            assert_eq!(ToolFormat::Hermes.calls(&turn), vec![Ok(write), add(1)]);
+        }
+        let calls = ToolFormat::Hermes.calls(&format!("<tool_call>{CALL} and</tool_call>"));
+        assert!(calls.len() == 1 && calls[0].is_err(), "{calls:?}");
     }
 
     #[rstest]

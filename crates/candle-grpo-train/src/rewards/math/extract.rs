@@ -361,8 +361,8 @@ fn number_of(found: &regex::Captures<'_>) -> Answer {
     }
 }
 
-/// Returns the value of numbers with operators in plain text. A remark in brackets after a number is
-/// not a factor, and a date has no value.
+/// Returns the value of numbers with operators in plain text. A remark in brackets after a number
+/// is not a factor, and a date has no value.
 fn calculation(written: &str) -> Answer {
     static DATE: LazyLock<Option<Regex>> =
         LazyLock::new(|| Regex::new(r"^[0-9]{4}(?:-[0-9]{2}-|/[0-9]{2}/)[0-9]{2}$").ok());
