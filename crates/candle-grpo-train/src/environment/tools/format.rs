@@ -107,11 +107,9 @@ fn hermes(turn: &str) -> Vec<Result<ToolCall, String>> {
             behind
         } else {
             // The reason is in what stands before the next mark.
-            let end = [OPEN, CLOSE]
-                .iter()
-                .filter_map(|mark| inside.find(mark))
-                .min();
-            &inside[end.unwrap_or(inside.len())..]
+            let end = inside.find(OPEN).unwrap_or(inside.len());
+            let end = inside[..end].find(CLOSE).unwrap_or(end);
+            &inside[end..]
         };
         calls.push(call(inside[..inside.len() - rest.len()].trim()));
     }
