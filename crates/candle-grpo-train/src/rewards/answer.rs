@@ -81,7 +81,7 @@ pub(super) const BOX: &str = "\\boxed{";
 
 /// Returns the position of the brace that closes a group, after its opening brace. `\{` and `\}`
 /// are characters.
-fn closing(text: &str) -> Option<usize> {
+pub(super) fn closing(text: &str) -> Option<usize> {
     let mut depth = 1;
     let mut is_escaped = false;
     for (at, c) in text.char_indices() {
@@ -125,7 +125,9 @@ pub(super) fn last_boxes(text: &str) -> Option<Boxes<'_>> {
         let length = text.get(from..end).and_then(closing);
         let Some(length) = length else {
             // The text ends in the last one: its answer is not known.
-            end = if boxes.is_empty() { 0 } else { end };
+            if boxes.is_empty() {
+                end = 0;
+            }
             return false;
         };
         let after = from + length + 1;
@@ -151,13 +153,12 @@ fn belong_together(text: &str, after: usize, next: usize) -> bool {
     if between.contains("\n\n") || between.split_whitespace().nth(6).is_some() {
         return false;
     }
-    // `x =` before a box is no word.
-    let is_word = |word: &&str| word.len() > 1 && !matches!(*word, "text" | "quad" | "qquad");
-    let mut words = between.split(|c: char| !c.is_ascii_alphabetic());
-    let joined =
-        between.contains([',', ';']) || words.clone().any(|word| matches!(word, "and" | "or"));
-    let has_others = words.any(|word| is_word(&word) && !matches!(word, "and" | "or"));
-    if between.trim().is_empty() || (joined && !has_others) {
+    // Without commands, and without names as in `x =`.
+    let words = between.split(|c: char| !c.is_ascii_alphabetic());
+    let words = words.filter(|word| word.len() > 1 && !matches!(*word, "text" | "quad" | "qquad"));
+    let (joints, others): (Vec<_>, Vec<_>) = words.partition(|word| matches!(*word, "and" | "or"));
+    let is_joined = !joints.is_empty() || between.contains([',', ';']);
+    if between.trim().is_empty() || (is_joined && others.is_empty()) {
         return !between.contains(". ");
     }
     // In one formula.

@@ -19,9 +19,8 @@ use crate::column::column;
 ///
 /// The letter is a capital from A to Z. The answer is the letter alone, also as `(B)`, `B.` or
 /// `**B**`; else the last letter that is stated as the answer, as in `The answer is B` or
-/// `Answer: B`; else a letter at the beginning, as in `B) Paris`; else the last letter after
-/// `answer`, `option` or `choice`. If the row has the choices, the text of one of them is its
-/// letter.
+/// `Answer: B`; else the last letter after `answer`, `option` or `choice`; else a letter at the
+/// beginning, as in `B) Paris`. If the row has the choices, the text of one of them is its letter.
 ///
 /// ```
 /// use candle_grpo_train::rewards::MultipleChoiceReward;
@@ -95,8 +94,8 @@ impl MultipleChoiceReward {
         alone(answer)
             .or_else(|| of_text(answer, choices))
             .or_else(|| stated(answer))
-            .or_else(|| first(answer))
             .or_else(|| named(answer))
+            .or_else(|| first(answer))
     }
 
     fn choices<'a>(&self, columns: &'a Value) -> Result<Vec<&'a str>> {
@@ -249,6 +248,7 @@ mod tests {
     #[case("The correct option is B. Answer A is a distractor.", true)]
     #[case("Option A: no. Option B: yes.\nAnswer: B", true)]
     #[case("Option A is wrong, so I choose option B.", true)]
+    #[case("A. Berlin is in the north. I choose option B.", true)]
     #[case("ANSWER: b", true)]
     #[case("<answer>B</answer>", true)]
     #[case("The answer must be B", true)]

@@ -100,32 +100,35 @@ fn hermes(turn: &str) -> Vec<Result<ToolCall, String>> {
     let mut rest = turn;
     while let Some((_, inside)) = rest.split_once(OPEN) {
         let mut values = serde_json::Deserializer::from_str(inside).into_iter::<Value>();
-        let is_json = matches!(values.next(), Some(Ok(_)));
+        let value = values.next();
         let behind = inside[values.byte_offset()..].trim_start();
-        let ends = [OPEN, CLOSE].iter().any(|mark| behind.starts_with(mark));
-        rest = if is_json && (behind.is_empty() || ends) {
-            behind
+        let ends = behind.is_empty() || behind.starts_with(OPEN) || behind.starts_with(CLOSE);
+        if let Some(Ok(value)) = value
+            && ends
+        {
+            calls.push(from_value(value));
+            rest = behind;
         } else {
             // The reason is in what stands before the next mark.
             let end = inside.find(OPEN).unwrap_or(inside.len());
             let end = inside[..end].find(CLOSE).unwrap_or(end);
-            &inside[end..]
-        };
-        calls.push(call(inside[..inside.len() - rest.len()].trim()));
+            let read = serde_json::from_str(inside[..end].trim());
+            calls.push(read.map_or_else(|error| Err(not_json(&error)), from_value));
+            rest = &inside[end..];
+        }
     }
     calls
 }
 
-/// A call from its JSON.
-fn call(text: &str) -> Result<ToolCall, String> {
-    match serde_json::from_str(text) {
-        Ok(Value::Object(fields)) => from_fields(fields),
-        Ok(_) => Err("the call is not a JSON object".to_owned()),
-        Err(error) => Err(format!("the call is not JSON: {error}")),
-    }
+fn not_json(error: &serde_json::Error) -> String {
+    format!("the call is not JSON: {error}")
 }
 
-fn from_fields(mut fields: Map<String, Value>) -> Result<ToolCall, String> {
+/// A call from its JSON.
+fn from_value(value: Value) -> Result<ToolCall, String> {
+    let Value::Object(mut fields) = value else {
+        return Err("the call is not a JSON object".to_owned());
+    };
     let Some(Value::String(name)) = fields.remove("name") else {
         return Err("the call has no name".to_owned());
     };
@@ -155,10 +158,9 @@ fn llama(turn: &str) -> Vec<Result<ToolCall, String>> {
     while !rest.is_empty() {
         let mut values = serde_json::Deserializer::from_str(rest).into_iter::<Value>();
         match values.next() {
-            Some(Ok(Value::Object(fields))) => calls.push(from_fields(fields)),
-            Some(Ok(_)) => calls.push(Err("the call is not a JSON object".to_owned())),
+            Some(Ok(value)) => calls.push(from_value(value)),
             Some(Err(error)) => {
-                calls.push(Err(format!("the call is not JSON: {error}")));
+                calls.push(Err(not_json(&error)));
                 break;
             }
             None => break,

@@ -39,18 +39,13 @@ static FINAL: LazyLock<Option<Regex>> = LazyLock::new(|| {
 
 /// Returns the expected answer in the text of a row. `2,3` alone is a list there.
 pub(super) fn expected(text: &str) -> Option<Answer> {
-    let answer = find(&AnswerPlace::Auto, text)?;
-    Some(match plain_number(text.trim()) {
-        Some(Answer {
-            as_list: Some(list),
-            ..
-        }) => Answer {
-            value: Some(list),
-            as_list: None,
-            ..answer
-        },
-        _ => answer,
-    })
+    let mut answer = find(&AnswerPlace::Auto, text)?;
+    if answer.text == text.trim()
+        && let Some(list) = answer.as_list.take()
+    {
+        answer.value = Some(list);
+    }
+    Some(answer)
 }
 
 /// Returns the answer at a place of a text.

@@ -4,6 +4,7 @@ use num_bigint::BigInt;
 use num_rational::BigRational;
 
 use super::limits::{MAX_DIGITS, MAX_EXPRESSION_BYTES, MAX_TOKENS};
+use crate::rewards::answer::closing;
 
 #[derive(Debug, Clone, PartialEq)]
 pub(super) enum Token {
@@ -559,19 +560,9 @@ impl<'a> Lexer<'a> {
     /// Takes `{...}` and returns the text in it.
     fn group_text(&mut self) -> Option<&'a str> {
         let rest = self.rest.trim_start().strip_prefix('{')?;
-        let mut depth = 1;
-        for (at, c) in rest.char_indices() {
-            match c {
-                '{' => depth += 1,
-                '}' => depth -= 1,
-                _ => {}
-            }
-            if depth == 0 {
-                self.rest = &rest[at + 1..];
-                return Some(&rest[..at]);
-            }
-        }
-        None
+        let end = closing(rest)?;
+        self.rest = &rest[end + 1..];
+        Some(&rest[..end])
     }
 
     fn command(&mut self) -> Option<()> {
