@@ -4,7 +4,9 @@ use candle_core::{Result, bail};
 use serde_json::{Map, Value, json};
 
 use crate::model::architecture::{Architecture, AttentionPlan, Rotation};
-use crate::model::families::{Family, GgufLayout, absent, gemma2, interval, llama, set_default};
+use crate::model::families::{
+    Family, GgufLayout, gemma2, interval, llama, set_default, set_default_rope_theta,
+};
 use crate::weights::gguf::GgufField::OptionalNumber;
 use crate::weights::gguf::GgufKey;
 use crate::{DecoderConfig, LayerType, RopeScaling};
@@ -64,7 +66,6 @@ fn read_rotations(config: &mut Map<String, Value>) -> Result<()> {
     const LOCAL: &str = "rope_parameters.sliding_attention";
     let rotations = config.get_mut("rope_parameters");
     let rotations = rotations.and_then(Value::as_object_mut);
-    let mut full_theta = json!(1e6);
     if let Some(rotations) = rotations.filter(|found| found.contains_key("full_attention")) {
         let full = rotations.remove("full_attention");
         let Some(Value::Object(mut local)) = rotations.remove("sliding_attention") else {
@@ -78,15 +79,7 @@ fn read_rotations(config: &mut Map<String, Value>) -> Result<()> {
         config.insert("rope_local_base_freq".to_owned(), base);
         config.insert("rope_parameters".to_owned(), full.unwrap_or_default());
     }
-    let stated = config
-        .get("rope_parameters")
-        .and_then(|x| x.get("rope_theta"));
-    if let Some(stated) = stated.filter(|x| !x.is_null()) {
-        full_theta = stated.clone();
-    }
-    if absent(config, "rope_theta") {
-        config.insert("rope_theta".to_owned(), full_theta);
-    }
+    set_default_rope_theta(config, 1e6);
     set_default(config, "rope_local_base_freq", 1e4);
     Ok(())
 }

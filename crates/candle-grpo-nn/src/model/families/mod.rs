@@ -204,6 +204,15 @@ fn set_default(config: &mut Map<String, Value>, key: &str, value: impl Into<Valu
     config.entry(key).or_insert_with(|| value.into());
 }
 
+/// Sets the base of the rotary frequencies unless one of its two places states it.
+fn set_default_rope_theta(config: &mut Map<String, Value>, theta: f64) {
+    let rope = config.get("rope_parameters").and_then(Value::as_object);
+    let is_stated = rope.is_some_and(|rope| !absent(rope, "rope_theta"));
+    if !is_stated && absent(config, "rope_theta") {
+        config.insert("rope_theta".to_owned(), json!(theta));
+    }
+}
+
 /// Reads a distance between blocks of a kind, `default` if it is absent or null.
 fn interval(config: &Map<String, Value>, key: &str, default: usize) -> Result<usize> {
     let Some(found) = config.get(key).filter(|x| !x.is_null()) else {

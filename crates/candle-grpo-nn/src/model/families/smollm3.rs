@@ -7,6 +7,7 @@ use crate::DecoderConfig;
 use crate::model::architecture::Architecture;
 use crate::model::families::{
     Family, GgufLayout, absent, every, interval, llama, periodic, set_default,
+    set_default_rope_theta,
 };
 
 pub(super) const FAMILY: Family = Family {
@@ -33,12 +34,7 @@ fn read(config: &mut Map<String, Value>) -> Result<()> {
         let layers = periodic(config, interval, 1, 0)?;
         config.insert("no_rope_layers".to_owned(), layers);
     }
-    let stated = config
-        .get("rope_parameters")
-        .and_then(|rope| rope.get("rope_theta"));
-    if stated.is_none_or(Value::is_null) && absent(config, "rope_theta") {
-        config.insert("rope_theta".to_owned(), json!(2e6));
-    }
+    set_default_rope_theta(config, 2e6);
     set_default(config, "tie_word_embeddings", true);
     Ok(())
 }
