@@ -201,18 +201,10 @@ impl Cleaner {
             return Ok(None);
         };
         let spread = self.spread("importance_weights", x)?;
-        let (batch, _) = self.mask.dims()?;
-        let per_sequence = match *x.dims() {
-            [_] => x.unsqueeze(1)?,
-            [_, 1] => x.clone(),
-            _ => return Ok(Some(spread)),
+        let Some(per_sequence) = per_sequence(x, &self.mask)? else {
+            return Ok(Some(spread));
         };
-        let device = self.mask.selected().device();
-        let per_sequence = per_sequence
-            .detach()
-            .to_device(device)?
-            .to_dtype(self.dtype)?;
-        debug_assert_eq!(per_sequence.dims(), [batch, 1]);
+        let per_sequence = per_sequence.detach().to_dtype(self.dtype)?;
         let has_tokens = self.mask.lengths(self.dtype)?.gt(0.)?;
         let weights = has_tokens.where_cond(&per_sequence, &per_sequence.ones_like()?)?;
         Ok(Some(weights))
@@ -229,19 +221,31 @@ impl Cleaner {
     }
 }
 
-/// Repeats `[B]` and `[B, 1]` for each token, on the device of the mask; returns `[B, T]`
-/// unchanged.
-pub(crate) fn over_tokens(name: &str, x: &Tensor, mask: &Mask) -> Result<Tensor> {
-    let (batch, tokens) = mask.dims()?;
+/// Returns `[B]` and `[B, 1]` as `[B, 1]`, and from the CPU on the device of the mask.
+fn per_sequence(x: &Tensor, mask: &Mask) -> Result<Option<Tensor>> {
+    let (batch, _) = mask.dims()?;
     let column = match *x.dims() {
         [b] if b == batch => x.unsqueeze(1)?,
         [b, 1] if b == batch => x.clone(),
-        [b, t] if (b, t) == (batch, tokens) => return Ok(x.clone()),
-        _ => bail!(
+        _ => return Ok(None),
+    };
+    match column.device().is_cpu() {
+        true => column.to_device(mask.selected().device()).map(Some),
+        false => Ok(Some(column)),
+    }
+}
+
+/// Repeats `[B]` and `[B, 1]` for each token; returns `[B, T]` unchanged.
+pub(crate) fn over_tokens(name: &str, x: &Tensor, mask: &Mask) -> Result<Tensor> {
+    let (batch, tokens) = mask.dims()?;
+    if let Some(column) = per_sequence(x, mask)? {
+        return column.broadcast_as((batch, tokens))?.contiguous();
+    }
+    if *x.dims() != [batch, tokens] {
+        bail!(
             "{name}: shape {:?}, must be [{batch}] or [{batch}, {tokens}]",
             x.dims()
-        ),
-    };
-    let column = column.to_device(mask.selected().device())?;
-    column.broadcast_as((batch, tokens))?.contiguous()
+        );
+    }
+    Ok(x.clone())
 }
