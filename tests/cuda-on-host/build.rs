@@ -52,8 +52,7 @@ fn main() {
 fn checked(kernels: &Path) -> cc::Build {
     let mut build = cpp(kernels);
     build
-        // Checks of every access take most of the time of the compiler. A null pointer is reported
-        // without them.
+        // The compiler takes two thirds of the time of level 2, and the tests as long.
         .opt_level(1)
         // Kernels read elements of one type as packs of another, which nvcc allows.
         .flag("-fno-strict-aliasing")
@@ -61,7 +60,7 @@ fn checked(kernels: &Path) -> cc::Build {
         .flag("-include")
         .flag("cuda_host.h")
         .flag("-fsanitize=undefined")
-        .flag("-fno-sanitize=vptr,null,object-size,pointer-overflow")
+        .flag("-fno-sanitize=vptr")
         .flag("-fno-sanitize-recover=all");
     build
 }
