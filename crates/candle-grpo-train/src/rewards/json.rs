@@ -163,6 +163,7 @@ mod tests {
     #[case("[18446744073709551615]", "[18446744073709551614]", false)]
     #[case("[1e3, -5, 0.5]", "[1000, -5.0, 5e-1]", true)]
     #[case("[1e300]", "[1e300]", true)]
+    #[case("[1e300]", "[2e300]", false)]
     #[case("[0.5]", "[1]", false)]
     fn numbers_are_compared_by_value(
         #[case] expected: &str,

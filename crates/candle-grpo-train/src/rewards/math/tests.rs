@@ -223,6 +223,8 @@ fn matches(answer: &str, reference: &str) -> bool {
 #[case(r"\boxed{\mathtt{2}}", "2")]
 // Boxes that are not closed.
 #[case(r"\boxed{7}", "7")]
+// A list against a decimal comma in prose.
+#[case("2, 3", "The total is 2,3.")]
 fn equal_answers(#[case] answer: &str, #[case] reference: &str) {
     assert!(matches(answer, reference), "{answer} = {reference}");
 }
@@ -280,6 +282,8 @@ fn equal_answers(#[case] answer: &str, #[case] reference: &str) {
 // Boxes that are not closed.
 #[case("\\boxed{7}\nWait, \\boxed{8", "7")]
 #[case(r"so \boxed{7} and then \boxed{8} ok", "7")]
+#[case(r"The answer is 8, so \boxed{", "8")]
+#[case(r"so \boxed{8", "8")]
 // Boxes that are corrected.
 #[case("\\boxed{7}\nWait, \\boxed{8}", "7, 8")]
 #[case("\\boxed{7}\nHmm, no, \\boxed{8}", "7,8")]
