@@ -49,6 +49,53 @@ impl Mask {
         Ok(Self::of(response_mask.detach().ne(0.)?))
     }
 
+    /// The mask of sampled `responses` (integers, `[B, T]`): each response up to its first stop
+    /// token, which is included, since the policy chose it. A response without one is selected as a
+    /// whole.
+    ///
+    /// This is for decoders that fill all T positions. Nothing is copied to the host.
+    ///
+    /// # Errors
+    ///
+    /// Fails if `responses` do not have integers of shape `[B, T]`, or are empty.
+    ///
+    /// ```
+    /// use candle_core::{Device, Tensor};
+    /// use candle_grpo_core::Mask;
+    ///
+    /// let end = 2;
+    /// let responses = Tensor::new(&[[5u32, end, 7, end], [5, 6, 7, 8]], &Device::Cpu)?;
+    /// let mask = Mask::until_stop(&responses, &[end])?;
+    /// assert_eq!(mask.selected().to_vec2::<u8>()?, [[1, 1, 0, 0], [1, 1, 1, 1]]);
+    /// # Ok::<(), candle_core::Error>(())
+    /// ```
+    pub fn until_stop(responses: &Tensor, stop_token_ids: &[u32]) -> Result<Self> {
+        let (&[batch, tokens], true) = (responses.dims(), responses.dtype().is_int()) else {
+            bail!(
+                "responses: {:?} {:?}, must be integers [B, T]",
+                responses.dtype(),
+                responses.dims()
+            );
+        };
+        if batch == 0 || tokens == 0 {
+            bail!(
+                "responses: shape [{batch}, {tokens}] is empty, there must be at least one sequence and one token"
+            );
+        }
+        let positions = Tensor::arange(0, tokens as u32, responses.device())?
+            .unsqueeze(0)?
+            .broadcast_as((batch, tokens))?
+            .contiguous()?;
+        let none = Tensor::full(tokens as u32, (batch, tokens), responses.device())?;
+        let mut first = none.clone();
+        for &stop in stop_token_ids {
+            let at = responses.eq(stop)?.where_cond(&positions, &none)?;
+            first = first.minimum(&at)?;
+        }
+        let first = first.min_keepdim(1)?.broadcast_as((batch, tokens))?;
+        Ok(Self::of(positions.le(&first)?))
+    }
+
     fn of(selected: Tensor) -> Self {
         Self {
             selected,

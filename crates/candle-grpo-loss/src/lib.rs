@@ -1,8 +1,9 @@
 //! Differentiable policy losses of the GRPO family for Candle: log-probs and advantages to a scalar
 //! loss.
 //!
-//! 1. [`log_prob`] computes log-probs and entropies of the sampled tokens from logits,
-//!    [`linear_log_prob`] from hidden states.
+//! 1. [`PaddedTokens`] makes tensors of prompts and responses of unequal length. [`log_prob`]
+//!    computes log-probs and entropies of the sampled tokens from logits, [`linear_log_prob`] from
+//!    hidden states.
 //! 2. [`PolicyLoss`] configures the loss, [`PolicyBatch`] holds its tensors, [`StepTotals`] its
 //!    denominators.
 //! 3. [`PolicyLoss::compute`] returns the loss and its [`candle_grpo_core::Metrics`].
@@ -49,6 +50,7 @@ mod distribution_statistics;
 mod divergence;
 mod importance_level;
 mod kl_loss;
+mod padded_tokens;
 mod policy_loss;
 mod positive_nll;
 mod preference_loss;
@@ -73,6 +75,7 @@ pub use distillation_loss::{
 pub use distribution_statistics::{DistributionStatistics, distribution_statistics};
 pub use importance_level::ImportanceLevel;
 pub use kl_loss::{BiasCorrection, KlLoss};
+pub use padded_tokens::PaddedTokens;
 pub use policy_loss::{
     Distillation, DistillationForm, EarlyWeight, EmptySequences, EntropyTokens,
     LinearPolicyLossOutput, OldPolicy, PolicyBatch, PolicyLoss, PolicyLossOutput, StepTotals,

@@ -6,6 +6,7 @@ mod estimators;
 mod gigpo;
 mod group_advantage;
 mod invariances;
+mod masks;
 mod newer_estimators;
 mod penalties;
 mod shaping;

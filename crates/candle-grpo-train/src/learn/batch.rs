@@ -4,15 +4,12 @@ use std::collections::BTreeMap;
 
 use anyhow::{Result, bail, ensure};
 use candle_core::{DType, Device, Tensor};
-use candle_grpo_loss::{Mask, PolicyBatch};
+use candle_grpo_loss::{Mask, PaddedTokens, PolicyBatch};
 
 use super::TeacherDistributions;
-use super::padding::{left_padded, padding_mask, response_mask, right_padded};
 use crate::Rollout;
 
-/// The tokens of B sequences: prompts padded on the left to P, responses padded on the right to T.
-///
-/// The last token of a response is never an input, so the inputs are P + T - 1 wide.
+/// The tokens of B sequences as in [`PaddedTokens`], and the experts that a policy replays.
 #[derive(Debug, Clone)]
 pub struct TokenBatch {
     /// Input tokens of the decoder, u32 `[B, P + T - 1]`.
@@ -36,30 +33,15 @@ impl TokenBatch {
     ///
     /// Returns an error if there are no pairs, or a prompt or a response has no tokens.
     pub fn new(pairs: &[(&[u32], &[u32])], device: &Device) -> Result<Self> {
-        ensure!(
-            !pairs.is_empty(),
-            "sequences: none, a batch must have at least one"
-        );
-        for (i, (prompt, response)) in pairs.iter().enumerate() {
-            ensure!(
-                !prompt.is_empty() && !response.is_empty(),
-                "sequence {i}: {} prompt tokens and {} response tokens, must have at least one of each",
-                prompt.len(),
-                response.len()
-            );
-        }
-        let prompts: Vec<&[u32]> = pairs.iter().map(|(prompt, _)| *prompt).collect();
-        let responses: Vec<&[u32]> = pairs.iter().map(|(_, response)| *response).collect();
-        let longest = |rows: &[&[u32]]| rows.iter().map(|row| row.len()).max().unwrap_or(0);
-        let (p, t) = (longest(&prompts), longest(&responses));
-        let targets = right_padded(&responses, t, device)?;
-        let response_mask = response_mask(&responses, t, device)?;
-        let read = |prompts: Tensor, responses: &Tensor| {
-            Tensor::cat(&[prompts, responses.narrow(1, 0, t - 1)?], 1)
-        };
+        let PaddedTokens {
+            input_ids,
+            attention_mask,
+            targets,
+            response_mask,
+        } = PaddedTokens::new(pairs, device)?;
         Ok(Self {
-            input_ids: read(left_padded(&prompts, p, device)?, &targets)?,
-            attention_mask: read(padding_mask(&prompts, p, device)?, &response_mask)?,
+            input_ids,
+            attention_mask,
             targets,
             response_mask,
             experts: None,

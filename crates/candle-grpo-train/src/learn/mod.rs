@@ -14,7 +14,6 @@ mod memory_plan;
 pub(crate) mod micro_batches;
 pub(crate) mod models;
 pub(crate) mod not_finite;
-mod padding;
 pub(crate) mod ranks;
 mod recipe_inputs;
 pub(crate) mod reference;
