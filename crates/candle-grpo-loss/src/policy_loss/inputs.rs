@@ -46,6 +46,11 @@ impl Inputs {
                 log_probs.dtype()
             );
         }
+        if !log_probs.track_op() {
+            bail!(
+                "log_probs: detached, must be computed from the variables of the policy, or the loss has no gradient (for the value alone, pass a Var)"
+            );
+        }
         let clean = Cleaner {
             mask: Mask::new(&batch.response_mask)?,
             dtype: arithmetic_dtype(log_probs.dtype()),

@@ -243,7 +243,7 @@ impl PolicyLoss {
         let aggregation = self.aggregation;
         let valid = !aggregation.weights_by_length() || self.allow_length_weighting;
         let must = format!(
-            "not weight sequences by their length with {ratio}; use seq-mean-token-mean or, for LUSPO, seq-mean-token-sum (or set allow_length_weighting)"
+            "not weight sequences by their length with {ratio}; use seq-mean-token-mean or, for LUSPO, seq-mean-token-sum (or set recipe.policy_loss.allow_length_weighting)"
         );
         check(valid, "aggregation", Name(&aggregation), &must)?;
         Ok(())
@@ -256,7 +256,8 @@ impl PolicyLoss {
     ///
     /// # Errors
     ///
-    /// Fails if options are invalid, shapes differ, or a term lacks its input.
+    /// Fails if options are invalid, shapes differ, a term lacks its input, or `log_probs` are
+    /// detached: a loss without a gradient trains nothing.
     pub fn compute(&self, batch: &PolicyBatch, totals: &StepTotals) -> Result<PolicyLossOutput> {
         self.validate()?;
         totals.check()?;

@@ -9,14 +9,18 @@ use candle_grpo_loss::surrogate::{
 };
 use candle_grpo_loss::{
     Aggregation, BiasCorrection, Clip, Distillation, ImportanceLevel, KlLoss, LogProbOptions, Mask,
-    OldPolicy, PolicyBatch, PolicyLoss, PositiveNll, RolloutCorrection, StepTotals, Surrogate,
-    linear_log_prob, log_prob,
+    OldPolicy, PaddedTokens, PolicyBatch, PolicyLoss, PositiveNll, RolloutCorrection, StepTotals,
+    Surrogate, linear_log_prob, log_prob,
 };
 use candle_grpo_test_support::{devices, gradient, message};
 use rstest::rstest;
 
 fn zeros(shape: &[usize], device: &Device) -> Tensor {
     Tensor::zeros(shape, DType::F32, device).expect("a tensor of zeros")
+}
+
+fn variable(values: &Tensor) -> Var {
+    Var::from_tensor(values).expect("a variable")
 }
 
 /// GRPO with the KL loss of its paper.
@@ -37,8 +41,9 @@ fn six_tokens() -> StepTotals {
 }
 
 fn compute(loss: &PolicyLoss, log_probs: &Tensor, advantages: &Tensor, mask: &Tensor) -> String {
-    let totals = six_tokens();
-    message(loss.compute(&PolicyBatch::new(log_probs, advantages, mask), &totals))
+    let log_probs = variable(log_probs);
+    let batch = PolicyBatch::new(&log_probs, advantages, mask);
+    message(loss.compute(&batch, &six_tokens()))
 }
 
 #[test]
@@ -54,6 +59,62 @@ fn a_tensor_on_another_device_is_an_error_that_names_it() {
         let expected = "advantages: on Cpu, must be on that of response_mask, Cuda { gpu_id: 0 }";
         assert_eq!(error, expected);
     }
+}
+
+#[test]
+fn sequences_that_cannot_be_padded_are_named() -> Result<()> {
+    let (none, some): (&[u32], &[u32]) = (&[], &[1, 2]);
+    for device in devices() {
+        let padded = |pairs: &[(&[u32], &[u32])]| PaddedTokens::new(pairs, device);
+        let must = "must have at least one";
+        assert!(message(padded(&[])).contains(must));
+        let error = message(padded(&[(some, some), (none, some)]));
+        assert!(
+            error.starts_with("sequence 1: 0 prompt tokens and 2 response tokens"),
+            "{error}"
+        );
+        let error = message(padded(&[(some, none)]));
+        assert!(
+            error.starts_with("sequence 0: 2 prompt tokens and 0 response tokens"),
+            "{error}"
+        );
+
+        // One output for each input, and not for each token.
+        let tokens = padded(&[(some, some), (some, &[3])])?;
+        assert_eq!(
+            tokens.predicting(&zeros(&[2, 3, 5], device))?.dims(),
+            [2, 2, 5]
+        );
+        assert_eq!(
+            message(tokens.predicting(&zeros(&[2, 4, 5], device))),
+            "outputs: shape [2, 4, 5], must be [2, 3, ..], one for each of input_ids"
+        );
+        assert!(message(tokens.predicting(&zeros(&[2], device))).starts_with("outputs: shape [2]"));
+        assert!(tokens.narrow(1, 2).is_err());
+    }
+    Ok(())
+}
+
+#[test]
+fn detached_log_probs_are_an_error() -> Result<()> {
+    for device in devices() {
+        let (advantages, mask) = (zeros(&[2], device), zeros(&[2, 3], device).ones_like()?);
+        let variable = variable(&zeros(&[2, 3], device));
+        for detached in [
+            zeros(&[2, 3], device),
+            variable.detach(),
+            (variable.detach() * 2.)?,
+        ] {
+            let batch = PolicyBatch::new(&detached, &advantages, &mask);
+            assert_eq!(
+                message(PolicyLoss::grpo().compute(&batch, &six_tokens())),
+                "log_probs: detached, must be computed from the variables of the policy, or the loss has no gradient (for the value alone, pass a Var)"
+            );
+        }
+        let batch = PolicyBatch::new(&(variable.as_tensor() * 2.)?, &advantages, &mask);
+        PolicyLoss::grpo().compute(&batch, &six_tokens())?;
+    }
+    Ok(())
 }
 
 /// Advantages are computed on the CPU from rewards in host memory.
@@ -107,7 +168,7 @@ fn a_wrong_shape_is_an_error_that_names_the_tensor() {
         );
         let wrong = zeros(&[3, 2], device);
         let advantages = zeros(&[2], device);
-        let batch = PolicyBatch::new(&x, &advantages, &mask);
+        let batch = PolicyBatch::new(&variable(&x), &advantages, &mask);
         let totals = six_tokens();
         for (name, batch) in [
             ("old_log_probs", batch.clone().old_log_probs(&wrong)),
@@ -168,7 +229,7 @@ fn a_step_without_a_valid_token_is_an_error() -> Result<()> {
             assert!(message(aggregation.apply(&x, &mask, &none)).starts_with(expected));
         }
         let advantages = zeros(&[2], device);
-        let batch = PolicyBatch::new(&x, &advantages, &response_mask);
+        let batch = PolicyBatch::new(&variable(&x), &advantages, &response_mask);
         assert!(message(PolicyLoss::dapo().compute(&batch, &none)).starts_with(expected));
         // One micro-batch without tokens is fine if another has some.
         let others = StepTotals::count(&x.ones_like()?)?;
@@ -375,8 +436,8 @@ fn a_correction_cannot_be_applied_twice() {
         );
         let advantages = zeros(&[2], device);
         let totals = six_tokens();
-        let batch =
-            PolicyBatch::new(&x, &advantages, &mask).old_policy(OldPolicy::Rollout(x.clone()));
+        let batch = PolicyBatch::new(&variable(&x), &advantages, &mask)
+            .old_policy(OldPolicy::Rollout(x.clone()));
         let configured = PolicyLoss {
             rollout_correction: Some(RolloutCorrection {
                 weight: Some(ImportanceWeight::truncated(2.)),
@@ -420,7 +481,7 @@ fn configured_filters_need_their_mask() -> Result<()> {
         let got = compute(&loss, &x, &zeros(&[2], device), &mask);
         assert!(got.starts_with("policy_mask: absent"), "{got}");
         let advantages = zeros(&[2], device);
-        let batch = PolicyBatch::new(&x, &advantages, &mask).policy_mask(&mask);
+        let batch = PolicyBatch::new(&variable(&x), &advantages, &mask).policy_mask(&mask);
         loss.compute(&batch, &StepTotals::count(&mask)?)?;
     }
     Ok(())

@@ -1,4 +1,4 @@
-//! The configurations that docs/algorithms.md shows are ones.
+//! The configurations that docs/algorithms.md shows are ones, and the dependencies of the README.
 
 use candle_core::{Error, Result};
 use candle_grpo_core::trajectories::Gigpo;
@@ -131,5 +131,36 @@ fn each_preset_is_the_configuration_that_is_shown() -> Result<()> {
             row.text
         );
     }
+    Ok(())
+}
+
+/// The README names the version of Candle that the crates use, and forwards the feature to each
+/// dependency.
+#[test]
+fn the_dependencies_of_the_readme_are_those_of_the_crates() -> Result<()> {
+    let root = concat!(env!("CARGO_MANIFEST_DIR"), "/../..");
+    let read = |path: &str| std::fs::read_to_string(format!("{root}/{path}")).map_err(Error::wrap);
+    let (readme, workspace) = (read("README.md")?, read("Cargo.toml")?);
+    let block = readme
+        .split("```toml")
+        .nth(1)
+        .and_then(|rest| rest.split("```").next());
+    let (dependencies, features) = block
+        .and_then(|block| block.split_once("[features]"))
+        .expect("dependencies and features");
+    let mut forwarded = Vec::new();
+    for line in dependencies.lines().filter(|line| line.contains('=')) {
+        let (name, version) = line.split_once(" = ").expect("a name and a version");
+        match name.starts_with("candle-grpo") {
+            true => assert!(read(&format!("crates/{name}/Cargo.toml"))?.contains("\ncuda = [")),
+            false => assert!(
+                workspace.contains(&format!("\n{name} = {version}\n")),
+                "{line}"
+            ),
+        }
+        forwarded.push(format!("\"{name}/cuda\""));
+    }
+    let feature = format!("cuda = [{}]", forwarded.join(", "));
+    assert_eq!(features.trim(), feature);
     Ok(())
 }

@@ -294,7 +294,7 @@ fn vespo_clamps_log_ratios_by_the_option(
         .map(|d| clamp.map_or(*d, |c| d.clamp(-c, c)))
         .sum();
     for device in devices() {
-        let log_probs = Tensor::new(&[[-1., -30.]], device)?;
+        let log_probs = Var::new(&[[-1., -30.]], device)?;
         let old = Tensor::new(&[[-26., -6.]], device)?;
         let (advantages, mask) = (
             Tensor::new(&[1.], device)?,
@@ -456,10 +456,8 @@ fn the_entropy_bonus_on_a_subset_is_a_mean_over_that_subset_of_the_step() -> Res
         let top = Tensor::from_vec(flags, (B, T), device)?;
         let mask = mask(device)?;
         let totals = StepTotals::count(&mask)?.with_entropy_mask(&top)?;
-        let (log_probs, advantages) = (
-            table(&x.log_probs, device)?,
-            Tensor::new(&x.advantages, device)?,
-        );
+        let log_probs = Var::from_tensor(&table(&x.log_probs, device)?)?;
+        let advantages = Tensor::new(&x.advantages, device)?;
         let entropy = Var::from_tensor(&table(&x.entropy, device)?)?;
         let mut sum = 0.;
         let mut got = Vec::new();

@@ -158,7 +158,7 @@ fn a_gate_closes_where_the_policy_is_far_above_the_teacher() -> Result<()> {
 #[test]
 fn missing_inputs_are_named() -> Result<()> {
     let device = Device::Cpu;
-    let x = Tensor::new(&[[-1f32, -2.]], &device)?;
+    let x = Var::new(&[[-1f32, -2.]], &device)?;
     let mask = Tensor::new(&[[1u8, 1]], &device)?;
     let batch = PolicyBatch::new(&x, &Tensor::new(&[1f32], &device)?, &mask);
     let totals = StepTotals::count(&mask)?;

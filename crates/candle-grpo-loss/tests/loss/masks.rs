@@ -117,7 +117,7 @@ fn the_last_token_of_each_sequence_is_selected() -> Result<()> {
 #[test]
 fn the_entropy_bonus_is_the_mean_over_its_own_mask() -> Result<()> {
     for device in devices() {
-        let zeros = Tensor::zeros((2, 3), DType::F64, device)?;
+        let zeros = Var::zeros((2, 3), DType::F64, device)?;
         let mask = Tensor::new(&[[1u8, 1, 1], [1, 0, 0]], device)?;
         let advantages = Tensor::new(&[1f64, -1.], device)?;
         let entropy = Var::new(&[[0.5f64, 1., 2.], [4., f64::NAN, 8.]], device)?;
