@@ -7,7 +7,7 @@ SECONDS ?= 60
 # The random cases of the tests. Another number draws others.
 export PROPTEST_RNG_SEED ?= 0
 
-.PHONY: help demo demo-short demo-llm demo-qlora eval-llm model test test-long test-model test-vllm test-llama test-hub test-readers mpi test-mpi examples bench bench-raw bench-peers bench-breakdown bench-staleness bench-scaling sanitize fuzz fmt lint prose package wheel deny cuda-check cuda-test cuda-toolkit gpu-bundle ci
+.PHONY: help demo demo-short demo-llm demo-qlora eval-llm model test test-long test-candle-transformers test-model test-vllm test-llama test-hub test-readers mpi test-mpi examples bench bench-raw bench-peers bench-breakdown bench-staleness bench-scaling sanitize fuzz fmt lint prose package wheel deny cuda-check cuda-test cuda-toolkit gpu-bundle ci
 
 help: ## print this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/ -/'
@@ -45,6 +45,9 @@ test-long: ## the same with many random cases, killed processes and loads: an ho
 test-model: ## run the tests that need the model of `make model`
 	$(CARGO) test --locked --workspace --test train real_model -- --ignored
 
+test-candle-transformers: ## count the variables of models of candle-transformers that receive a gradient (docs/candle.md)
+	cd tests/candle-transformers && $(CARGO) test --locked --target-dir "$(CURDIR)/target/candle-transformers"
+
 test-vllm: ## run the tests against a real vLLM, which it installs in .engines/ (docs/engines.md)
 	@CARGO="$(CARGO)" scripts/test-engine vllm
 
@@ -66,6 +69,7 @@ test-mpi: ## run the tests with the feature mpi on several ranks; downloads Open
 examples: ## run the short programs in examples/
 	$(CARGO) run --release --locked -p candle-grpo-example-custom-surrogate
 	$(CARGO) run --release --locked -p candle-grpo-example-own-loop
+	$(CARGO) run --release --locked -p candle-grpo-example-transformer-loop
 	$(CARGO) run --release --locked -p candle-grpo-example-own-model
 	$(CARGO) run --release --locked -p candle-grpo-example-custom-generator
 	$(CARGO) run --release --locked -p candle-grpo-example-reward-model
