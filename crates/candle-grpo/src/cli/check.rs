@@ -5,7 +5,7 @@ use std::fs;
 use std::io::{Write, stdout};
 use std::path::Path;
 
-use candle_grpo::config::{Configuration, RollFile, RunConfig, SftRunConfig};
+use candle_grpo::config::{Configuration, RollDefault, RollFile, RunConfig, SftRunConfig};
 use candle_grpo::kernels::CpuInstructions;
 use candle_grpo::nn::{BaseWeights, DecoderConfig, Gguf};
 use candle_grpo::run::RunPrompts;
@@ -308,6 +308,12 @@ fn print_keys(roll: &RollFile) -> Result<(), Exit> {
         .unwrap_or(0);
     for key in &roll.keys {
         writeln!(out, "#   {:width$}  {}", key.path, key.verdict)?;
+    }
+    if !roll.defaults.is_empty() {
+        writeln!(out, "# Left out, with another default in ROLL:")?;
+        for RollDefault { key, roll, here } in &roll.defaults {
+            writeln!(out, "#   {key}: {here} here, {roll} in ROLL")?;
+        }
     }
     writeln!(out, "#")?;
     Ok(())

@@ -42,7 +42,7 @@ pub struct AlgorithmConfig {
     /// `group_mean` or `none`.
     pub advantage_scale: Option<Scale>,
     /// The KL coefficient, in the loss or in the rewards as the preset has it; in the loss if it
-    /// has none. 0 turns the KL off.
+    /// has none, with k3. 0 turns the KL off.
     pub kl_coef: Option<f64>,
 
     /// The advantage estimator: `grpo`, `reinforce` or `gae` (which trains a critic).

@@ -30,7 +30,7 @@ fn wrong(key: &'static str, message: impl Into<String>) -> KeyError {
     }
 }
 
-/// The absolute value that ROLL clamps its KL estimates to.
+/// The absolute value that ROLL, verl and OpenRLHF clamp their KL estimates to.
 const KL_CLAMP: f64 = 10.;
 const PG_CLIP: f64 = 0.2;
 const INIT_KL_COEF: f64 = 0.2;
@@ -479,7 +479,7 @@ impl AlgorithmConfig {
         let loss = &mut config.recipe.policy_loss.kl;
         match loss {
             Some(kl) => kl.coef = coef,
-            None if !in_rewards => *loss = Some(KlLoss::new(coef, clamped(KlEstimator::K3))),
+            None if !in_rewards => *loss = Some(KlLoss::new(coef, self.estimate())),
             None => {}
         }
         if !is_on {
@@ -489,6 +489,15 @@ impl AlgorithmConfig {
             *start = coef;
         }
         Ok(())
+    }
+
+    /// The estimate of the KL that `kl_coef` adds: k3, bounded where the trainer of the preset
+    /// bounds it.
+    fn estimate(&self) -> Kl {
+        match self.preset {
+            Some(Preset::Verl | Preset::Roll | Preset::Openrlhf) => clamped(KlEstimator::K3),
+            _ => Kl::new(KlEstimator::K3),
+        }
     }
 
     fn apply_filters(&self, config: &mut TrainConfig, response_length: usize) -> Checked {

@@ -26,7 +26,7 @@ pub use document::Document;
 pub use error::ConfigError;
 pub use hub_files::{Configuration, HubFiles, Locate};
 pub use preset::Preset;
-pub use roll::{RollFile, RollKey, Verdict};
+pub use roll::{RollDefault, RollFile, RollKey, Verdict};
 pub use run::RunConfig;
 pub use sections::{CheckpointConfig, EvaluationConfig, ModelConfig, TeacherConfig};
 pub use sft::{SftEvaluationConfig, SftRunConfig};

@@ -103,8 +103,8 @@ pub(super) const NAMES: &[(&str, &str)] = &[
     ("value_clip_range", "algorithm.value_clip"),
     ("entropy_coeff", "algorithm.entropy_loss_coef"),
     ("entropy_coef", "algorithm.entropy_loss_coef"),
-    ("mask_truncated_completions", "algorithm.max_len_mask"),
-    ("overlong_filter", "algorithm.max_len_mask"),
+    ("mask_truncated_completions", "training.sample_filters"),
+    ("overlong_filter", "training.sample_filters"),
     ("top_entropy_quantile", "training.top_entropy"),
     ("vllm_importance_sampling_correction", ROLLOUT_CORRECTION),
     ("vllm_importance_sampling_mode", ROLLOUT_CORRECTION),
@@ -374,7 +374,14 @@ pub(super) fn flat(document: &Document, own: &BTreeSet<String>) -> Option<Config
     if keys.iter().filter(|key| place(key).is_some()).count() < FLAT {
         return None;
     }
-    let lines: String = keys.iter().filter_map(|key| line(key, key)).collect();
+    let updates = updates_of_a_step(document);
+    let line_of = |key: &&str| {
+        let steps = steps(document, key, updates);
+        // One that also stands at the top here has another meaning, if it counts updates.
+        let same = (!steps.is_empty()).then(|| format!("\n  {key}: {key}"));
+        Some(line(key, key).or(same)? + &steps)
+    };
+    let lines: String = keys.iter().filter_map(line_of).collect();
     keys.retain(|key| line(key, key).is_none() && !own.contains(*key));
     let others = match keys.is_empty() {
         true => String::new(),
@@ -384,6 +391,35 @@ pub(super) fn flat(document: &Document, own: &BTreeSet<String>) -> Option<Config
         "the keys of another trainer are in sections here, in these places (docs/configuration.md):{lines}{others}"
     );
     Some(document.error("", message))
+}
+
+/// The keys of TRL that count optimizer updates, and of which ours count steps.
+const COUNTS_OF_UPDATES: [&str; 4] = ["max_steps", "warmup_steps", "eval_steps", "save_steps"];
+
+/// Returns the number of updates of TRL in one step here, which samples once: passes over the
+/// completions, times the batches of an update that one generation draws. Absent: the file names
+/// nothing that only GRPOTrainer has.
+fn updates_of_a_step(document: &Document) -> Option<f64> {
+    let number = |key: &str| document.get(key).and_then(|value| value.as_f64());
+    document.get("num_generations")?;
+    let accumulated = number("gradient_accumulation_steps").unwrap_or(1.);
+    let micro_batch = number("per_device_train_batch_size").unwrap_or(8.);
+    let drawn = number("steps_per_generation")
+        .or_else(|| Some(number("generation_batch_size")? / micro_batch))
+        .unwrap_or(accumulated);
+    Some(number("num_iterations").unwrap_or(1.) * drawn / accumulated)
+}
+
+/// Returns the conversion of a key of TRL that counts updates, for the end of its line.
+fn steps(document: &Document, key: &str, updates: Option<f64>) -> String {
+    let value = document.get(key).and_then(|value| value.as_f64());
+    match (updates, value) {
+        (Some(updates), Some(value)) if COUNTS_OF_UPDATES.contains(&key) => format!(
+            " (steps that sample: {value} updates are {} with {updates} in each)",
+            (value / updates).ceil()
+        ),
+        _ => String::new(),
+    }
 }
 
 /// Returns a line with the place here of the key at `path`, whose last name is `name`.

@@ -43,11 +43,50 @@ pub struct RollKey {
     pub verdict: Verdict,
 }
 
+/// A key that a ROLL file leaves out, with two defaults.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct RollDefault {
+    /// The key.
+    pub key: &'static str,
+    /// Its default in ROLL 0.3.0.
+    pub roll: &'static str,
+    /// Its default here, which applies.
+    pub here: &'static str,
+}
+
+/// The keys of the algorithm whose defaults differ. ROLL's are those of its code. Its page names
+/// another `loss_agg_mode`.
+const DEFAULTS: [RollDefault; 4] = [
+    RollDefault {
+        key: "adv_estimator",
+        roll: "gae",
+        here: "grpo",
+    },
+    RollDefault {
+        key: "rollout_batch_size",
+        roll: "128",
+        here: "32",
+    },
+    RollDefault {
+        key: "num_return_sequences_in_group",
+        roll: "1",
+        here: "8",
+    },
+    // Without use_kl_loss, neither has a KL.
+    RollDefault {
+        key: "kl_loss_coef",
+        roll: "0",
+        here: "0.001",
+    },
+];
+
 /// A configuration file of ROLL, translated.
 #[derive(Debug, Clone)]
 pub struct RollFile {
     /// Every key in the order of the file.
     pub keys: Vec<RollKey>,
+    /// The keys that the file leaves out, and whose defaults differ.
+    pub defaults: Vec<RollDefault>,
     /// The translation. Its errors have the keys and the lines of the file.
     pub document: Document,
 }
@@ -375,8 +414,21 @@ impl RollFile {
         translation.leave_out_idle_keys();
         translation.leave_out_micro_batch_size();
         translation.keys.sort_by_key(|key| key.line);
+        let has = |key: &str| {
+            translation
+                .document
+                .get(&format!("algorithm.{key}"))
+                .is_some()
+        };
+        // A preset of ours states the algorithm.
+        let leaves_out = |default: &RollDefault| match default.key {
+            "adv_estimator" => !has("adv_estimator") && !has("preset"),
+            "kl_loss_coef" => has("use_kl_loss") && !has("kl_loss_coef") && !has("kl_coef"),
+            key => !has(key),
+        };
         Some(Self {
             keys: translation.keys,
+            defaults: DEFAULTS.into_iter().filter(leaves_out).collect(),
             document: translation.document,
         })
     }

@@ -600,6 +600,35 @@ no place here: logging_steps, repetition_penalty
     );
 }
 
+/// TRL counts updates, and this program the steps that sample.
+#[test]
+fn counts_of_updates_of_trl_are_converted_to_steps() {
+    let config = "\
+num_generations: 8
+num_iterations: 2
+gradient_accumulation_steps: 4
+steps_per_generation: 8
+max_steps: 200
+warmup_steps: 6
+eval_steps: 40
+";
+    let folder = folder(config, DATA);
+    fails(
+        &grpo(folder.path(), &["check", "run.yaml"]),
+        3,
+        "
+  max_steps: max_steps (steps that sample: 200 updates are 50 with 4 in each)
+  warmup_steps: schedule.warmup_steps (steps that sample: 6 updates are 2 with 4 in each)
+  eval_steps: evaluation.every_steps (steps that sample: 40 updates are 10 with 4 in each)
+",
+    );
+    // By default, a generation is drawn for each update.
+    let config = "num_generations: 8\nmax_completion_length: 16\ngradient_accumulation_steps: 4\nmax_steps: 200\n";
+    let folder = self::folder(config, DATA);
+    let text = "max_steps: max_steps (steps that sample: 200 updates are 200 with 1 in each)\n";
+    fails(&grpo(folder.path(), &["check", "run.yaml"]), 3, text);
+}
+
 #[test]
 fn each_key_of_a_verl_file_is_answered_with_its_place() {
     let config = "\

@@ -170,6 +170,45 @@ fn every_key_has_its_verdict() {
 }
 
 #[test]
+fn keys_that_are_left_out_are_listed_where_the_default_differs() {
+    let text = "pretrain: m\nuse_kl_loss: true\nrewards: [{kind: numeric}]\nactor_train: {data_args: {file_name: a.jsonl}}\n";
+    let file = roll(text);
+    let keys: Vec<&str> = file.defaults.iter().map(|default| default.key).collect();
+    let expected = [
+        "adv_estimator",
+        "rollout_batch_size",
+        "num_return_sequences_in_group",
+        "kl_loss_coef",
+    ];
+    assert_eq!(keys, expected);
+    let absent = RunConfig::new(&file.document).unwrap();
+    for default in &file.defaults {
+        let with = |value: &str| roll(&format!("{text}{}: {value}\n", default.key));
+        // The default here is what the run has.
+        let here = with(default.here);
+        let stated = RunConfig::new(&here.document).unwrap();
+        assert_eq!(
+            stated.to_value().unwrap(),
+            absent.to_value().unwrap(),
+            "{default:?}"
+        );
+        assert!(here.defaults.iter().all(|other| other.key != default.key));
+        // The other default is another run, or none without a critic.
+        let theirs = RunConfig::new(&with(default.roll).document);
+        let differs =
+            theirs.is_err() || theirs.unwrap().to_value().unwrap() != absent.to_value().unwrap();
+        assert!(differs, "{default:?}");
+    }
+    // Neither has a KL without its switch.
+    let file = roll(&text.replace("use_kl_loss: true\n", ""));
+    assert!(
+        file.defaults
+            .iter()
+            .all(|default| default.key != "kl_loss_coef")
+    );
+}
+
+#[test]
 fn our_keys_in_a_file_of_roll_come_first() {
     let file = roll(&format!(
         "{FILE}training: {{mini_batch_size: 128, compute_dtype: bf16}}\ndata: {{weights: [1]}}\n"

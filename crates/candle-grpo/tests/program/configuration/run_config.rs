@@ -690,6 +690,17 @@ fn epsilon_scale_and_kl_coefficient_are_one_key_for_every_preset() {
             coefs.iter().all(|coef| **coef == json!(0.125)),
             "{preset:?}: {with}"
         );
+        // The trainers of these presets bound the estimate to 10; TRL does not.
+        let kl = &with["policy_loss"]["kl"];
+        let bounded = [Preset::Verl, Preset::Roll, Preset::Openrlhf].map(Some);
+        if kls.is_empty() && !kl.is_null() {
+            let bound = if bounded.contains(&preset) {
+                json!(10.)
+            } else {
+                Value::Null
+            };
+            assert_eq!(kl["kl"]["value_clamp"], bound, "{preset:?}: {with}");
+        }
         let off = recipe(", kl_coef: 0").unwrap();
         assert!(off["policy_loss"]["kl"].is_null(), "{preset:?}: {off}");
 
