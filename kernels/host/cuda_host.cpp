@@ -1,9 +1,6 @@
 // Runs a launch: the blocks in sequence, and the threads of a block as fibers that switch at
 // barriers and warp operations.
 
-#include "include/cuda_host.h"
-
-#include <setjmp.h>
 #include <signal.h>
 #include <stdarg.h>
 #include <stdio.h>
@@ -13,9 +10,12 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <memory>
 #include <random>
 #include <string>
 #include <vector>
+
+#include "include/cuda_host.h"
 
 thread_local uint3 threadIdx;
 thread_local uint3 blockIdx;
@@ -29,14 +29,19 @@ thread_local const char* cuda_host_kernel = "a kernel";
 namespace {
 
 constexpr size_t stack_bytes = 128 << 10;
+// The stacks of a block start at different lines of the cache. At the same line of each page, they would displace each other.
+constexpr size_t stack_shift = 320, longest_shift = 60 << 10;
 
 enum class State { Ready, AtBlockBarrier, AtWarpOperation, Done };
 
+// A place to jump to, of the compiler's own functions: setjmp of the C library takes several times as long.
+using Jump = void* [5];
+
+// Runs one thread of a block after the other.
 struct Fiber {
-    ucontext_t start;
-    bool started;
-    jmp_buf here;
-    void* stack;
+    Jump here;
+    bool started = false;  // it has a frame on its stack
+    void* stack = nullptr;
     uint3 index;
     State state;
     const char* operation;  // the operation of the waiting fiber
@@ -48,9 +53,10 @@ struct Fiber {
 };
 
 struct Launch {
-    std::vector<Fiber> fibers;
+    Fiber* fibers = nullptr;
+    size_t threads = 0;
     Fiber* running = nullptr;
-    jmp_buf scheduler;
+    Jump scheduler;
     char* shared = nullptr;
     size_t shared_bytes = 0;
     void (*body)(void*) = nullptr;
@@ -59,45 +65,75 @@ struct Launch {
 };
 
 thread_local Launch* launch = nullptr;
-thread_local std::vector<void*> free_stacks;
 
-void* take_stack() {
-    if (!free_stacks.empty()) {
-        void* stack = free_stacks.back();
-        free_stacks.pop_back();
+// The fibers of the largest block so far, which serve every launch of a thread.
+struct Fibers {
+    std::unique_ptr<Fiber[]> all;
+    size_t count = 0;
+
+    Fiber* take(size_t wanted) {
+        if (wanted > count) {
+            std::unique_ptr<Fiber[]> more(new Fiber[wanted]);
+            for (size_t i = 0; i < wanted; i++) more[i].stack = i < count ? all[i].stack : new_stack();
+            all = std::move(more);
+            count = wanted;
+        }
+        return all.get();
+    }
+
+    static void* new_stack() {
+        void* stack = mmap(nullptr, stack_bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+        if (stack == MAP_FAILED) {
+            perror("cuda_host: a stack");
+            abort();
+        }
         return stack;
     }
-    void* stack = mmap(nullptr, stack_bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-    if (stack == MAP_FAILED) {
-        perror("cuda_host: a stack");
-        abort();
+
+    ~Fibers() {
+        for (size_t i = 0; i < count; i++) munmap(all[i].stack, stack_bytes);
     }
-    return stack;
+};
+
+thread_local Fibers fibers;
+
+// The first function on the stack of a fiber. It runs a thread each time that the fiber is resumed after the one before.
+__attribute__((noinline)) void run_fiber() {
+    for (;;) {
+        Fiber* self = launch->running;
+        launch->body(launch->argument);
+        self->state = State::Done;
+        if (__builtin_setjmp(self->here) == 0) __builtin_longjmp(launch->scheduler, 1);
+    }
 }
 
 // A context starts a fiber; later switches are jumps. Switching contexts would take a system call
 // each time.
+__attribute__((noinline)) void start(Fiber* fiber) {
+    ucontext_t context;
+    getcontext(&context);
+    context.uc_stack.ss_sp = fiber->stack;
+    context.uc_stack.ss_size = stack_bytes - (size_t)(fiber - launch->fibers) * stack_shift % longest_shift;
+    context.uc_link = nullptr;
+    makecontext(&context, run_fiber, 0);
+    fiber->started = true;
+    setcontext(&context);
+}
+
 __attribute__((noinline)) void resume(Fiber* fiber) {
     launch->running = fiber;
     threadIdx = fiber->index;
-    if (_setjmp(launch->scheduler) != 0) return;
-    if (fiber->started) _longjmp(fiber->here, 1);
-    fiber->started = true;
-    setcontext(&fiber->start);
+    if (__builtin_setjmp(launch->scheduler) != 0) return;
+    if (fiber->started) __builtin_longjmp(fiber->here, 1);
+    start(fiber);
 }
 
-void run_fiber() {
-    launch->body(launch->argument);
-    launch->running->state = State::Done;
-    _longjmp(launch->scheduler, 1);
-}
-
-void wait(State state, const char* operation) {
+__attribute__((noinline)) void wait(State state, const char* operation) {
     Fiber* self = launch->running;
     if (self == nullptr) cuda_host::fail("%s in a loop of threads", operation);
     self->state = state;
     self->operation = operation;
-    if (_setjmp(self->here) == 0) _longjmp(launch->scheduler, 1);
+    if (__builtin_setjmp(self->here) == 0) __builtin_longjmp(launch->scheduler, 1);
 }
 
 // Resumes a warp whose lanes have all arrived. Returns whether there was one.
@@ -127,10 +163,10 @@ bool end_warp_operation(Fiber* warp, size_t lanes) {
 }
 
 // Resumes the block if all threads are at its barrier. Returns whether they are.
-bool end_block_barrier(std::vector<Fiber>& fibers) {
-    for (const Fiber& fiber : fibers)
-        if (fiber.state != State::AtBlockBarrier) return false;
-    for (Fiber& fiber : fibers) fiber.state = State::Ready;
+bool end_block_barrier() {
+    for (size_t i = 0; i < launch->threads; i++)
+        if (launch->fibers[i].state != State::AtBlockBarrier) return false;
+    for (size_t i = 0; i < launch->threads; i++) launch->fibers[i].state = State::Ready;
     return true;
 }
 
@@ -143,38 +179,34 @@ std::string where(const Fiber& fiber) {
 }
 
 // Reports the threads that cannot meet.
-std::string deadlock(const std::vector<Fiber>& fibers) {
-    const Fiber* waiting = nullptr;
-    for (const Fiber& fiber : fibers)
-        if (fiber.state != State::Done) { waiting = &fiber; break; }
-    for (const Fiber& fiber : fibers)
+std::string deadlock() {
+    const Fiber *first = launch->fibers, *end = first + launch->threads;
+    const Fiber* waiting = std::find_if(first, end, [](const Fiber& fiber) { return fiber.state != State::Done; });
+    for (const Fiber* at = first; at != end; at++) {
+        const Fiber& fiber = *at;
         if (fiber.state != waiting->state || strcmp(fiber.operation, waiting->operation) != 0
             || fiber.mask != waiting->mask)
             return where(*waiting) + ", but " + where(fiber);
+    }
     return where(*waiting) + " for lanes that the block does not have";
 }
 
 void run_block(std::mt19937& random, bool reverse, bool shuffle) {
-    std::vector<Fiber>& fibers = launch->fibers;
+    Fiber* fibers = launch->fibers;
+    const size_t threads = launch->threads;
     // NaN in every float type.
     if (launch->shared_bytes > 0) memset(launch->shared, 0xff, launch->shared_bytes);
-    for (size_t i = 0; i < fibers.size(); i++) {
+    for (size_t i = 0; i < threads; i++) {
         Fiber& fiber = fibers[i];
         fiber.index = {(unsigned)(i % blockDim.x), (unsigned)(i / blockDim.x % blockDim.y),
                        (unsigned)(i / blockDim.x / blockDim.y)};
         fiber.state = State::Ready;
         fiber.operation = "";
         fiber.mask = 0;
-        fiber.started = false;
-        getcontext(&fiber.start);
-        fiber.start.uc_stack.ss_sp = fiber.stack;
-        fiber.start.uc_stack.ss_size = stack_bytes;
-        fiber.start.uc_link = nullptr;
-        makecontext(&fiber.start, run_fiber, 0);
     }
     // A warp runs until it blocks before the next one starts: exchange between warps needs a
     // barrier.
-    const size_t warps = (fibers.size() + 31) / 32;
+    const size_t warps = (threads + 31) / 32;
     std::vector<size_t> warp_order(warps), lane_order(32);
     for (size_t i = 0; i < warps; i++) warp_order[i] = reverse ? warps - 1 - i : i;
     for (size_t i = 0; i < 32; i++) lane_order[i] = reverse ? 31 - i : i;
@@ -182,7 +214,7 @@ void run_block(std::mt19937& random, bool reverse, bool shuffle) {
         if (shuffle) std::shuffle(warp_order.begin(), warp_order.end(), random);
         for (size_t warp : warp_order) {
             Fiber* first = &fibers[32 * warp];
-            const size_t lanes = std::min<size_t>(32, fibers.size() - 32 * warp);
+            const size_t lanes = std::min<size_t>(32, threads - 32 * warp);
             do {
                 if (shuffle) std::shuffle(lane_order.begin(), lane_order.end(), random);
                 for (size_t lane : lane_order) {
@@ -193,10 +225,10 @@ void run_block(std::mt19937& random, bool reverse, bool shuffle) {
             } while (end_warp_operation(first, lanes));
         }
         bool done = true;
-        for (const Fiber& fiber : fibers) done = done && fiber.state == State::Done;
+        for (size_t i = 0; i < threads; i++) done = done && fibers[i].state == State::Done;
         if (done) return;
-        if (!end_block_barrier(fibers)) {
-            launch->error = deadlock(fibers);
+        if (!end_block_barrier()) {
+            launch->error = deadlock();
             return;
         }
     }
@@ -204,8 +236,8 @@ void run_block(std::mt19937& random, bool reverse, bool shuffle) {
 
 // Runs the threads of a block one after the other.
 void run_loop(bool reverse) {
-    const unsigned threads = blockDim.x * blockDim.y * blockDim.z;
-    if (_setjmp(launch->scheduler) != 0) return;
+    const unsigned threads = (unsigned)launch->threads;
+    if (__builtin_setjmp(launch->scheduler) != 0) return;
     for (unsigned i = 0; i < threads; i++) {
         const unsigned thread = reverse ? threads - 1 - i : i;
         threadIdx = {thread % blockDim.x, thread / blockDim.x % blockDim.y, thread / blockDim.x / blockDim.y};
@@ -282,7 +314,7 @@ void fail(const char* format, ...) {
     vsnprintf(text, sizeof text, format, arguments);
     va_end(arguments);
     launch->error = text;
-    _longjmp(launch->scheduler, 1);
+    __builtin_longjmp(launch->scheduler, 1);
 }
 
 }  // namespace cuda_host
@@ -333,6 +365,33 @@ extern "C" void cuda_host_free(void* buffer, size_t bytes) {
     munmap((char*)buffer + bytes - whole, whole + page);
 }
 
+namespace {
+
+// The shared memory of the last launch of a thread, for the next one of that size.
+struct SharedMemory {
+    char* buffer = nullptr;
+    size_t bytes = 0;
+
+    char* take(size_t wanted) {
+        if (wanted != bytes) {
+            release();
+            buffer = wanted > 0 ? (char*)cuda_host_buffer(wanted) : nullptr;
+            bytes = wanted;
+        }
+        return buffer;
+    }
+
+    void release() {
+        if (bytes > 0) cuda_host_free(buffer, bytes);
+    }
+
+    ~SharedMemory() { release(); }
+};
+
+thread_local SharedMemory shared_memory;
+
+}  // namespace
+
 // Calls body(argument) once for each thread of the grid. `order` 0 runs the warps of a block and
 // their lanes in ascending order, 1 in descending order, and any other number in a random order
 // with that seed. A result that differs between orders shows a missing barrier. Returns null or an
@@ -359,11 +418,11 @@ extern "C" const char* cuda_host_launch(const unsigned grid[3], const unsigned b
     if (!error.empty()) return error.c_str();
 
     Launch current;
-    if (!is_loop) current.fibers.resize(threads);
-    for (Fiber& fiber : current.fibers) fiber.stack = take_stack();
+    current.threads = threads;
+    if (!is_loop) current.fibers = fibers.take(threads);
     // Multiples of 16 bytes, so that the start is aligned.
     current.shared_bytes = (shared_bytes + 15) / 16 * 16;
-    if (current.shared_bytes > 0) current.shared = (char*)cuda_host_buffer(current.shared_bytes);
+    current.shared = shared_memory.take(current.shared_bytes);
     current.body = body;
     current.argument = argument;
     launch = &current;
@@ -378,9 +437,9 @@ extern "C" const char* cuda_host_launch(const unsigned grid[3], const unsigned b
         else run_block(random, order == 1, order > 1);
     }
     launch = nullptr;
-    if (current.shared_bytes > 0) cuda_host_free(current.shared, current.shared_bytes);
-    for (Fiber& fiber : current.fibers) free_stacks.push_back(fiber.stack);
     if (current.error.empty()) return nullptr;
+    // Fibers of this launch may be within a kernel, whose frames are abandoned.
+    for (size_t i = 0; !is_loop && i < threads; i++) current.fibers[i].started = false;
     char text[80];
     snprintf(text, sizeof text, "block (%u, %u, %u): ", blockIdx.x, blockIdx.y, blockIdx.z);
     error = text + current.error;
