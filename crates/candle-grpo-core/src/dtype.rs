@@ -22,5 +22,10 @@ pub fn statistics_dtype(device: &Device) -> DType {
 
 /// Returns `x` in the dtype of statistics, detached.
 pub(crate) fn for_statistics(x: &Tensor) -> Result<Tensor> {
-    x.detach().to_dtype(statistics_dtype(x.device()))
+    let dtype = statistics_dtype(x.device());
+    match x.elem_count() {
+        // Candle does not convert empty tensors on CUDA.
+        0 => Tensor::zeros(x.shape(), dtype, x.device()),
+        _ => x.detach().to_dtype(dtype),
+    }
 }

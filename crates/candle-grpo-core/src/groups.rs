@@ -6,9 +6,8 @@ use candle_core::{DType, Device, Result, Tensor, bail};
 
 /// The groups of a batch: the samples of one group share a prompt.
 ///
-/// Functions take `impl Into<Groups>`. A number is the size of consecutive blocks
-/// (`num_generations`). A slice or vector of integers is the group id of each sample, in any order
-/// and with groups of any size.
+/// Functions take `impl Into<Groups>`. A number is the size of consecutive blocks. A slice or
+/// vector of integers is the group id of each sample, in any order and with groups of any size.
 ///
 /// ```
 /// use candle_grpo_core::Groups;
@@ -24,8 +23,8 @@ pub enum Groups {
 }
 
 impl From<usize> for Groups {
-    fn from(num_generations: usize) -> Self {
-        Self::Consecutive(num_generations)
+    fn from(size: usize) -> Self {
+        Self::Consecutive(size)
     }
 }
 
@@ -135,10 +134,10 @@ impl GroupLayout {
     pub(crate) fn new(groups: &Groups, batch: usize, device: &Device) -> Result<Self> {
         match groups {
             Groups::Consecutive(0) => {
-                bail!("num_generations: 0, a group must have at least one sample")
+                bail!("groups: 0, a group must have at least one sample")
             }
             Groups::Consecutive(size) if !batch.is_multiple_of(*size) => bail!(
-                "num_generations: {size} does not divide the {batch} rewards; pass group_ids for groups of unequal size"
+                "groups: {size} for {batch} samples, must divide their number (or be the group id of each sample, for groups of unequal size)"
             ),
             Groups::Consecutive(size) => Ok(Self {
                 sizes: vec![*size; batch / size],
@@ -147,7 +146,7 @@ impl GroupLayout {
                 device: device.clone(),
             }),
             Groups::Ids(ids) if ids.len() != batch => bail!(
-                "group_ids: {} ids for {batch} rewards, there must be one for each",
+                "groups: {} ids for {batch} samples, there must be one for each",
                 ids.len()
             ),
             Groups::Ids(ids) => Self::from_ids(ids, device),

@@ -130,6 +130,18 @@ impl Mask {
         Ok(())
     }
 
+    /// Checks that `x` is `[B]`; `name` is for the error.
+    pub(crate) fn check_sequences(&self, name: &str, x: &Tensor) -> Result<()> {
+        let (batch, _) = self.dims()?;
+        if x.dims() != [batch] {
+            bail!(
+                "{name}: shape {:?}, must be [{batch}], one for each row of response_mask",
+                x.dims()
+            );
+        }
+        Ok(())
+    }
+
     /// Returns `x` inside the mask and 0 outside.
     pub fn select(&self, x: &Tensor) -> Result<Tensor> {
         self.selected.where_cond(x, &x.zeros_like()?)
@@ -144,13 +156,7 @@ impl Mask {
     /// Returns the positions of this mask in the sequences where `keep` `[B]`, such as the result
     /// of a [`SampleFilter`](crate::selection::SampleFilter), is not 0.
     pub fn keep_samples(&self, keep: &Tensor) -> Result<Self> {
-        let (batch, _) = self.dims()?;
-        if keep.dims() != [batch] {
-            bail!(
-                "keep: shape {:?}, must be [{batch}], one for each row of response_mask",
-                keep.dims()
-            );
-        }
+        self.check_sequences("keep", keep)?;
         let keep = keep.detach().ne(0.)?.unsqueeze(1)?;
         Ok(Self::of(self.selected.broadcast_mul(&keep)?))
     }
@@ -162,10 +168,15 @@ impl Mask {
     ///
     /// Fails if `x` does not have B rows.
     pub fn select_sequences(&self, x: &Tensor) -> Result<Tensor> {
+        self.select_rows("x", x)
+    }
+
+    /// [`Self::select_sequences`] of the tensor that errors call `name`.
+    pub(crate) fn select_rows(&self, name: &str, x: &Tensor) -> Result<Tensor> {
         let (batch, _) = self.dims()?;
         if x.dims().first() != Some(&batch) {
             bail!(
-                "rewards: shape {:?}, must be [{batch}], one for each row of response_mask",
+                "{name}: shape {:?}, must be [{batch}] or [{batch}, ..], one for each row of response_mask",
                 x.dims()
             );
         }
@@ -191,16 +202,10 @@ impl Mask {
     }
 
     fn every_token(&self, per_sequence: &Tensor) -> Result<Tensor> {
-        let (batch, tokens) = self.dims()?;
-        if per_sequence.dims() != [batch] {
-            bail!(
-                "rewards: shape {:?}, must be [{batch}], one for each row of response_mask",
-                per_sequence.dims()
-            );
-        }
+        self.check_sequences("per_sequence", per_sequence)?;
         per_sequence
             .unsqueeze(1)?
-            .broadcast_as((batch, tokens))?
+            .broadcast_as(self.dims()?)?
             .contiguous()
     }
 

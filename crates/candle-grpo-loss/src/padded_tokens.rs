@@ -47,11 +47,11 @@ impl PaddedTokens {
     /// # Errors
     ///
     /// Fails if there are no pairs, or if a prompt or a response has no tokens.
-    pub fn new(pairs: &[(&[u32], &[u32])], device: &Device) -> Result<Self> {
-        if pairs.is_empty() {
+    pub fn new(sequences: &[(&[u32], &[u32])], device: &Device) -> Result<Self> {
+        if sequences.is_empty() {
             bail!("sequences: none, a batch must have at least one");
         }
-        for (i, (prompt, response)) in pairs.iter().enumerate() {
+        for (i, (prompt, response)) in sequences.iter().enumerate() {
             if prompt.is_empty() || response.is_empty() {
                 bail!(
                     "sequence {i}: {} prompt tokens and {} response tokens, must have at least one of each",
@@ -61,13 +61,13 @@ impl PaddedTokens {
             }
         }
         let longest = |lengths: &mut dyn Iterator<Item = usize>| lengths.max().unwrap_or(0);
-        let p = longest(&mut pairs.iter().map(|(prompt, _)| prompt.len()));
-        let t = longest(&mut pairs.iter().map(|(_, response)| response.len()));
+        let p = longest(&mut sequences.iter().map(|(prompt, _)| prompt.len()));
+        let t = longest(&mut sequences.iter().map(|(_, response)| response.len()));
         let width = p + t - 1;
 
         let (mut input_ids, mut attention_mask) = (Vec::new(), Vec::new());
         let (mut targets, mut response_mask) = (Vec::new(), Vec::new());
-        for (row, (prompt, response)) in pairs.iter().enumerate() {
+        for (row, (prompt, response)) in sequences.iter().enumerate() {
             targets.extend_from_slice(response);
             targets.resize((row + 1) * t, PADDING);
             response_mask.resize(row * t + response.len(), 1);
@@ -82,7 +82,7 @@ impl PaddedTokens {
             attention_mask.resize(row * width + p, 1);
             attention_mask.extend_from_slice(&response_mask[row * t..][..t - 1]);
         }
-        let b = pairs.len();
+        let b = sequences.len();
         Ok(Self {
             input_ids: Tensor::from_vec(input_ids, (b, width), device)?,
             attention_mask: Tensor::from_vec(attention_mask, (b, width), device)?,

@@ -5,7 +5,7 @@ use candle_core::{D, Result, Tensor, bail};
 use crate::dtype::{arithmetic_dtype, for_statistics};
 use crate::groups::Groups;
 use crate::mask::Mask;
-use crate::rewards::{IntoRewards, RewardTensor};
+use crate::rewards::{IntoRewards, RewardTensor, check_not_empty};
 use crate::trajectories::Steps;
 
 /// Declares [`AdvantageBatch`] and the setter of each optional tensor.
@@ -142,10 +142,13 @@ impl AdvantageBatch {
     ///
     /// # Errors
     ///
-    /// Fails if both are absent.
+    /// Fails if both are absent, or if the rewards are empty.
     pub fn sequence_rewards(&self) -> Result<RewardTensor> {
         match (&self.rewards, &self.token_rewards) {
-            (Some(rewards), _) => rewards.into_rewards(),
+            (Some(rewards), _) => {
+                check_not_empty(rewards)?;
+                rewards.into_rewards()
+            }
             (None, Some(token_rewards)) => Ok(RewardTensor {
                 values: self
                     .on_tokens("token_rewards", Some(token_rewards))?

@@ -338,7 +338,7 @@ impl GroupAdvantage {
             && let Some(group) = layout.sizes().iter().position(|&n| n == 1)
         {
             bail!(
-                "num_generations: group {group} has one sample, a relative advantage needs at least two (or choose a SingletonGroup policy)"
+                "groups: group {group} has one sample, a relative advantage needs at least two (or set single_sample)"
             );
         }
         let selected = self.selected(inputs, combined)?;

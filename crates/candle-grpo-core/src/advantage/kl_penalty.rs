@@ -1,6 +1,6 @@
 //! KL penalty in the reward.
 
-use candle_core::{D, Result, Tensor, bail};
+use candle_core::{D, Result, Tensor};
 use serde::{Deserialize, Serialize};
 
 use super::AdvantageBatch;
@@ -53,13 +53,7 @@ impl KlPenalty {
         self.validate()?;
         let kl = self.per_token(batch, "ref_log_probs", batch.ref_log_probs.as_ref())?;
         let kl = (kl.sum(D::Minus1)? * self.coef)?;
-        if rewards.dims() != kl.dims() {
-            bail!(
-                "rewards: shape {:?}, must be {:?}, one for each row of response_mask",
-                rewards.dims(),
-                kl.dims()
-            );
-        }
+        batch.mask()?.check_sequences("rewards", rewards)?;
         (for_statistics(rewards)? - kl)?.to_dtype(arithmetic_dtype(rewards.dtype()))
     }
 

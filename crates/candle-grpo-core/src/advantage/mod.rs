@@ -67,6 +67,7 @@ impl Advantages {
             mask.check("advantages", &self.advantages)?;
             mask.select(&self.advantages)
         } else {
+            mask.check_sequences("advantages", &self.advantages)?;
             mask.spread(&self.advantages)
         }
     }

@@ -253,7 +253,9 @@ impl AdvantageEstimator for AdvantagePipeline {
             (Some(sequence), Some(tokens)) => {
                 let rewards = batch.sequence_rewards()?;
                 let sequences = sequence.estimate_from(&rewards, batch)?;
-                let placed = batch.mask()?.place_on_last(&sequences.advantages)?;
+                let mask = batch.mask()?;
+                mask.check_sequences("rewards", &sequences.advantages)?;
+                let placed = mask.place_on_last(&sequences.advantages)?;
                 let mut out = tokens.estimate_from(&placed, rewards.result_dtype, batch)?;
                 out.metrics.extend(sequences.metrics);
                 Ok(out)

@@ -1,6 +1,6 @@
 //! Advantages of tokens: token rewards, returns, baseline, whitening and clipping.
 
-use candle_core::{D, DType, Result, Tensor, bail};
+use candle_core::{D, DType, Result, Tensor};
 use serde::{Deserialize, Serialize};
 
 use super::returns::{discounted_returns, generalized_advantages};
@@ -11,9 +11,7 @@ use super::{
 use crate::dtype::arithmetic_dtype;
 use crate::mask::Mask;
 use crate::metrics::Metrics;
-use crate::rewards::{
-    NonFinite, RewardTensor, check_finite, check_finite_tokens, combine, finite_mask,
-};
+use crate::rewards::{NonFinite, RewardTensor, check_all_finite, check_finite_tokens, combine};
 use crate::validate::{self, Checked, Invalid};
 
 /// Baseline that is subtracted from the return of a token.
@@ -232,15 +230,9 @@ impl TokenAdvantage {
             TokenBaseline::None => returns.clone(),
             TokenBaseline::Given => {
                 let baselines = batch.baselines()?;
-                let (sequences, _) = mask.dims()?;
-                if baselines.dims() != [sequences] {
-                    bail!(
-                        "reward_baselines: shape {:?}, must be [{sequences}], one for each row of response_mask",
-                        baselines.dims()
-                    );
-                }
+                mask.check_sequences("reward_baselines", &baselines)?;
                 let baselines = mask.select_sequences(&baselines)?;
-                check_finite("reward_baselines", &baselines, &finite_mask(&baselines)?)?;
+                check_all_finite("reward_baselines", &baselines)?;
                 (&returns - mask.spread(&baselines)?)?
             }
             TokenBaseline::OptimalToken(baseline) => {
@@ -263,10 +255,12 @@ impl AdvantageEstimator for TokenAdvantage {
         let mask = batch.mask()?;
         let rewards = batch.sequence_rewards()?;
         let rewards = RewardTensor {
-            values: mask.select_sequences(&rewards.values)?,
+            values: mask.select_rows("rewards", &rewards.values)?,
             ..rewards
         };
-        let (sums, _) = combine(&rewards, None, NonFinite::Error)?;
+        let (sums, _) = combine(&rewards, None, NonFinite::Exclude)?;
+        // There is no option to exclude any.
+        check_all_finite("rewards", &rewards.values)?;
         let placed = mask.place_on_last(&sums)?;
         self.estimate_from(&placed, rewards.result_dtype, batch)
     }

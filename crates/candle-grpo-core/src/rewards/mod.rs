@@ -43,8 +43,6 @@ pub struct RewardTensor {
 
 impl IntoRewards for &Tensor {
     fn into_rewards(self) -> Result<RewardTensor> {
-        // Candle does not convert empty tensors on CUDA.
-        check_not_empty(self)?;
         Ok(RewardTensor {
             values: for_statistics(self)?,
             result_dtype: arithmetic_dtype(self.dtype()),
@@ -110,7 +108,7 @@ pub enum NonFinite {
     Exclude,
 }
 
-fn check_not_empty(rewards: &Tensor) -> Result<()> {
+pub(crate) fn check_not_empty(rewards: &Tensor) -> Result<()> {
     if rewards.elem_count() == 0 {
         bail!(
             "rewards: shape {:?} is empty, there must be at least one sample",
@@ -222,19 +220,28 @@ fn first_non_finite(values: &Tensor, finite: &Tensor) -> Result<Option<(usize, f
     Ok(Some((index, value)))
 }
 
-/// Checks that all entries of `values` are `finite`. Synchronizes with the device.
+/// Checks that all entries of `values` are `finite`, for a function with an option of the type
+/// [`NonFinite`]. Synchronizes with the device.
 pub(crate) fn check_finite(name: &str, values: &Tensor, finite: &Tensor) -> Result<()> {
+    let hint = " (or exclude missing scores with NonFinite::Exclude)";
+    finite_or(name, values, finite, hint)
+}
+
+/// Checks that all entries of `values` are finite. Synchronizes with the device.
+pub(crate) fn check_all_finite(name: &str, values: &Tensor) -> Result<()> {
+    finite_or(name, values, &finite_mask(values)?, "")
+}
+
+fn finite_or(name: &str, values: &Tensor, finite: &Tensor, hint: &str) -> Result<()> {
     let Some((index, value)) = first_non_finite(values, finite)? else {
         return Ok(());
     };
     match *values.dims() {
         [_, k] => bail!(
-            "{name}: sample {} has {value} in component {}, must be finite (or exclude missing scores with NonFinite::Exclude)",
+            "{name}: sample {} has {value} in component {}, must be finite{hint}",
             index / k,
             index % k
         ),
-        _ => bail!(
-            "{name}: sample {index} is {value}, must be finite (or exclude missing scores with NonFinite::Exclude)"
-        ),
+        _ => bail!("{name}: sample {index} is {value}, must be finite{hint}"),
     }
 }

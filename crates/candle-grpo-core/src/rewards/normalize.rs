@@ -227,8 +227,10 @@ impl RunningMoments {
     ///
     /// Fails if a number is not finite, or if the count or the squares are negative.
     pub fn from_state(state: RunningState, device: &Device) -> Result<Self> {
-        if !(state.count >= 0. && state.squares >= 0. && state.mean.is_finite()) {
-            bail!("running moments: {state:?}, counts and squares must be at least 0 and finite");
+        let numbers = [state.count, state.mean, state.squares];
+        let finite = numbers.iter().all(|x| x.is_finite());
+        if !(finite && state.count >= 0. && state.squares >= 0.) {
+            bail!("state: {state:?}, must be finite, with a count and squares of at least 0");
         }
         let dtype = statistics_dtype(device);
         let scalar = |x: f64| Tensor::new(&[x], device)?.to_dtype(dtype);

@@ -3,10 +3,11 @@
 use candle_core::{DType, Result, Tensor, bail};
 use serde::{Deserialize, Serialize};
 
+use crate::dtype::for_statistics;
 use crate::groups::{GroupLayout, Groups};
 use crate::mask::Mask;
 use crate::moments::Moments;
-use crate::rewards::{IntoRewards, finite_mask};
+use crate::rewards::finite_mask;
 use crate::validate::{self, Checked};
 
 /// Tensors of a batch that [`SampleFilter`] uses.
@@ -109,15 +110,9 @@ impl SampleFilter {
     /// Fails if the filter is invalid or a tensor is absent or of another shape.
     pub fn keep(&self, batch: &FilterBatch<'_>) -> Result<Tensor> {
         self.validate()?;
-        let scores = batch.scores.into_rewards()?.values;
         let mask = batch.response_mask;
-        let (sequences, _) = mask.dims()?;
-        if scores.dims() != [sequences] {
-            bail!(
-                "scores: shape {:?}, must be [{sequences}], one for each row of response_mask",
-                scores.dims()
-            );
-        }
+        mask.check_sequences("scores", batch.scores)?;
+        let scores = for_statistics(batch.scores)?;
         let shorter_than =
             |length: usize| mask.lengths(scores.dtype())?.squeeze(1)?.lt(length as f64);
         match *self {
@@ -136,12 +131,7 @@ impl SampleFilter {
                 let Some(truncated) = batch.truncated else {
                     bail!("truncated: absent, must be given for the filter not_truncated");
                 };
-                if truncated.dims() != [sequences] {
-                    bail!(
-                        "truncated: shape {:?}, must be [{sequences}], one for each row of response_mask",
-                        truncated.dims()
-                    );
-                }
+                mask.check_sequences("truncated", truncated)?;
                 truncated.detach().eq(0.)
             }
             Self::ShortErrors { length } => {

@@ -9,8 +9,9 @@ use candle_grpo_core::rewards::{
 };
 use candle_grpo_core::{
     AdvantageBatch, AdvantageConfig, AdvantageEstimator, AdvantageName, AdvantagePipeline,
-    Baseline, GroupAdvantage, Groups, Kl, KlEstimator, KlGradient, KlPenalty, Mask, MetricValue,
-    MetricValues, Metrics, RewardShaping, Scale, TokenAdvantage,
+    Baseline, CostPenalty, Costs, GroupAdvantage, Groups, Kl, KlEstimator, KlGradient, KlPenalty,
+    Mask, MetricValue, MetricValues, Metrics, NonFinite, RewardShaping, Scale, ScoreEnsemble,
+    TokenAdvantage,
 };
 use candle_grpo_test_support::{devices, message, numbers};
 use rstest::rstest;
@@ -36,6 +37,26 @@ fn invalid_rewards_are_named() -> Result<()> {
         let result = GroupAdvantage::grpo().compute(&components, 2, Scale::Group);
         assert!(message(result).starts_with("rewards: sample 1 has NaN in component 0"));
         assert!(message(grpo(&[], 2, device)).contains("at least one sample"));
+        let none = tensor(&[], device);
+        for (name, message) in [
+            (
+                "scores",
+                message(ScoreEnsemble::Mean.combine(&none, NonFinite::Error)),
+            ),
+            (
+                "rewards",
+                message(CostPenalty::default().apply(&none, 2, &Costs::default())),
+            ),
+            (
+                "rewards",
+                message(AdvantageBatch::new(&none, 2).sequence_rewards()),
+            ),
+        ] {
+            assert!(
+                message.starts_with(&format!("{name}: shape [0]")),
+                "{message}"
+            );
+        }
         let cube = Tensor::zeros((2, 2, 2), DType::F32, device)?;
         let result = GroupAdvantage::grpo().compute(&cube, 2, Scale::Group);
         assert_eq!(
@@ -61,13 +82,13 @@ fn groups_that_do_not_fit_are_named() -> Result<()> {
         let message_of = |groups: Groups| message(grpo(&[0., 1., 2., 3., 4., 5.], groups, device));
         assert_eq!(
             message_of(4.into()),
-            "num_generations: 4 does not divide the 6 rewards; pass group_ids for groups of unequal size"
+            "groups: 4 for 6 samples, must divide their number (or be the group id of each sample, for groups of unequal size)"
         );
-        assert!(message_of(0.into()).starts_with("num_generations: 0"));
-        assert!(message_of(1.into()).starts_with("num_generations: group 0 has one sample"));
+        assert!(message_of(0.into()).starts_with("groups: 0"));
+        assert!(message_of(1.into()).starts_with("groups: group 0 has one sample"));
         assert_eq!(
             message_of([1u32, 1].as_slice().into()),
-            "group_ids: 2 ids for 6 rewards, there must be one for each"
+            "groups: 2 ids for 6 samples, there must be one for each"
         );
         assert!(
             message_of([1u32, 1, 1, 2, 3, 3].as_slice().into()).contains("group 1 has one sample")
@@ -269,6 +290,10 @@ fn shapes_and_options_of_the_token_stage_are_checked() -> Result<()> {
         assert_eq!(
             estimate(shaping, &rewards, &rewards),
             "response_mask: shape [2], must be [B, T]"
+        );
+        assert_eq!(
+            estimate(shaping, &tensor(&[0., f32::NAN], device), &mask),
+            "rewards: sample 1 is NaN, must be finite"
         );
         let empty = Tensor::zeros((0, 3), DType::U8, device)?;
         assert!(message(Mask::new(&empty)).contains("is empty"));
@@ -535,14 +560,15 @@ fn metrics_and_running_moments_refuse_invalid_input() -> Result<()> {
         let mut b = MetricValues::default();
         b.insert("x", MetricValue::Min(1.));
         assert!(message(a.merge(&b)).starts_with("metric x: "));
-        let state = RunningState {
-            count: -1.,
-            mean: 0.,
-            squares: 0.,
-        };
-        assert!(
-            message(RunningMoments::from_state(state, device)).starts_with("running moments: ")
-        );
+        for (count, mean, squares) in [(-1., 0., 0.), (f64::INFINITY, 0., 0.), (2., 0., f64::NAN)] {
+            let state = RunningState {
+                count,
+                mean,
+                squares,
+            };
+            let message = message(RunningMoments::from_state(state, device));
+            assert!(message.starts_with("state: RunningState {"), "{message}");
+        }
     }
     Ok(())
 }

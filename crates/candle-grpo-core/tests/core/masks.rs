@@ -1,7 +1,9 @@
-//! Masks that are made from sampled tokens.
+//! Masks: those made from sampled tokens, and the values per sequence that they take.
 
 use candle_core::{Result, Tensor};
-use candle_grpo_core::Mask;
+use candle_grpo_core::{
+    AdvantageBatch, AdvantageEstimator, AdvantagePipeline, Advantages, KlPenalty, Mask,
+};
 use candle_grpo_test_support::{devices, message};
 use rstest::rstest;
 
@@ -40,6 +42,44 @@ fn responses_of_another_form_are_named() -> Result<()> {
         assert_eq!(
             message(Mask::until_stop(&row, &[2])),
             "responses: U32 [2], must be integers [B, T]"
+        );
+    }
+    Ok(())
+}
+
+#[test]
+fn values_for_another_number_of_sequences_are_named_as_the_caller_gave_them() -> Result<()> {
+    for device in devices() {
+        let response_mask = Tensor::new(&[[1u8, 1], [1, 0]], device)?;
+        let mask = Mask::new(&response_mask)?;
+        let three = Tensor::new(&[1f32, 0., 1.], device)?;
+        let batch = AdvantageBatch::new(&three, 3)
+            .response_mask(&response_mask)
+            .old_log_probs(&response_mask)
+            .ref_log_probs(&response_mask);
+        let two_stages = AdvantagePipeline::reinforce_plus_plus_baseline();
+        let penalty = KlPenalty::default();
+        for (name, message) in [
+            ("keep", message(mask.keep_samples(&three))),
+            ("per_sequence", message(mask.spread(&three))),
+            ("per_sequence", message(mask.place_on_last(&three))),
+            (
+                "advantages",
+                message(Advantages::new(three.clone()).on_tokens(&mask)),
+            ),
+            ("rewards", message(two_stages.estimate(&batch))),
+            (
+                "rewards",
+                message(penalty.penalize_sequence_rewards(&three, &batch)),
+            ),
+        ] {
+            let expected = "shape [3], must be [2], one for each row of response_mask";
+            assert_eq!(message, format!("{name}: {expected}"));
+        }
+        let rows = message(mask.select_sequences(&three));
+        assert!(
+            rows.starts_with("x: shape [3], must be [2] or [2, ..]"),
+            "{rows}"
         );
     }
     Ok(())

@@ -280,6 +280,15 @@ fn filters_have_strict_bounds_and_ignore_missing_scores() -> Result<()> {
             message(SampleFilter::Spread {}.keep(&batch))
                 .starts_with("scores: shape [1], must be [2]")
         );
+        let none = tensor(&[], device);
+        let batch = FilterBatch {
+            scores: &none,
+            ..batch
+        };
+        assert!(
+            message(SampleFilter::Spread {}.keep(&batch))
+                .starts_with("scores: shape [0], must be [2]")
+        );
         assert!(message(mask.keep_samples(&short)).starts_with("keep: shape [1], must be [2]"));
     }
     Ok(())

@@ -203,7 +203,7 @@ impl DistillationLoss {
             TeacherRows::Logits(logits) => {
                 if logits.dims() != student_logits.dims() {
                     bail!(
-                        "teacher_logits: shape {:?}, must be that of student_logits, {:?}",
+                        "teacher: logits of shape {:?}, must be that of the student, {:?}",
                         logits.dims(),
                         student_logits.dims()
                     );
@@ -266,7 +266,7 @@ impl DistillationLoss {
             || ids.elem_count() == 0
         {
             bail!(
-                "teacher_topk_ids: shape {:?} with log-probs {:?}, must be {outer:?} and the number of entries",
+                "teacher.ids: shape {:?} with log_probs {:?}, must be {outer:?} and the number of entries",
                 ids.dims(),
                 log_probs.dims()
             );
@@ -274,7 +274,7 @@ impl DistillationLoss {
         let largest = ids.max_all()?.to_dtype(DType::U32)?.to_scalar::<u32>()?;
         if largest as usize >= vocabulary[0] {
             bail!(
-                "teacher_topk_ids: {largest}, must be below {}, the logits of the student",
+                "teacher.ids: {largest}, must be below {}, the logits of the student",
                 vocabulary[0]
             );
         }

@@ -36,7 +36,7 @@ impl Teacher<'_> {
         select: impl Fn(&str, &Tensor) -> Result<Tensor>,
     ) -> Result<TeacherRows> {
         Ok(match self {
-            Self::Logits(logits) => TeacherRows::Logits(select("teacher_logits", logits)?),
+            Self::Logits(logits) => TeacherRows::Logits(select("teacher", logits)?),
             Self::Hidden(layer) => {
                 let hidden = select("teacher.hidden", layer.hidden)?;
                 let width = hidden.dims().last().copied().unwrap_or(0);
@@ -47,8 +47,8 @@ impl Teacher<'_> {
                 TeacherRows::Logits(layer.logits(&products.reshape(shape)?)?.detach())
             }
             Self::TopK { ids, log_probs } => TeacherRows::TopK {
-                ids: select("teacher_topk_ids", ids)?,
-                log_probs: select("teacher_topk_log_probs", log_probs)?,
+                ids: select("teacher.ids", ids)?,
+                log_probs: select("teacher.log_probs", log_probs)?,
             },
         })
     }

@@ -84,7 +84,7 @@ impl StepTotals {
     pub(crate) fn check(&self) -> Result<()> {
         if !(self.tokens > 0. && self.tokens.is_finite()) {
             bail!(
-                "response_mask: the step has no valid token ({self:?}), must have at least one; skip a step whose sequences are all masked"
+                "totals: {self:?}, the step must have at least one valid token; skip a step whose sequences are all masked"
             );
         }
         Ok(())

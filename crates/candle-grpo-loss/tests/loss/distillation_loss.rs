@@ -649,7 +649,7 @@ fn given_entries_outside_the_mask_are_not_read() -> Result<()> {
         };
         let error = message(loss.per_token(&logits, &teacher, None));
         assert!(
-            error.starts_with("teacher_topk_ids: 7, must be below 7"),
+            error.starts_with("teacher.ids: 7, must be below 7"),
             "{error}"
         );
     }
@@ -769,7 +769,7 @@ fn bad_options_and_shapes_are_named() -> Result<()> {
     }
     let narrow = Tensor::zeros((B, T, V - 1), DType::F32, &device)?;
     let error = message(DistillationLoss::default().per_token(&narrow, &teacher, None));
-    assert!(error.starts_with("teacher_logits: shape"), "{error}");
+    assert!(error.starts_with("teacher: logits of shape"), "{error}");
 
     let hidden = Tensor::zeros((B, T, 4), DType::F32, &device)?;
     let weight = Tensor::zeros((V, 4), DType::F32, &device)?;
