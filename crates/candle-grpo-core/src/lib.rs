@@ -37,6 +37,8 @@
 //! Shapes: B sequences, P groups, T response tokens, K reward components. Statistics run in f64;
 //! results are f32, or f64 for tensors in f64.
 
+#![warn(clippy::missing_errors_doc)]
+
 pub mod advantage;
 pub mod dtype;
 mod groups;

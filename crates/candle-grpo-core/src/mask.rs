@@ -109,11 +109,19 @@ impl Mask {
     }
 
     /// Returns B and T.
+    ///
+    /// # Errors
+    ///
+    /// Never fails: a mask is `[B, T]`.
     pub fn dims(&self) -> Result<(usize, usize)> {
         self.selected.dims2()
     }
 
     /// Checks that `x` has the shape of the mask and is on its device; `name` is for the error.
+    ///
+    /// # Errors
+    ///
+    /// Fails with the `name`, the shape or device of `x`, and that of the mask.
     pub fn check(&self, name: &str, x: &Tensor) -> Result<()> {
         if x.dims() != self.selected.dims() {
             bail!(
@@ -143,11 +151,19 @@ impl Mask {
     }
 
     /// Returns `x` inside the mask and 0 outside.
+    ///
+    /// # Errors
+    ///
+    /// Fails if `x` is not `[B, T]` or on another device.
     pub fn select(&self, x: &Tensor) -> Result<Tensor> {
         self.selected.where_cond(x, &x.zeros_like()?)
     }
 
     /// Returns the positions of this mask where `condition` (u8 `[B, T]`) holds.
+    ///
+    /// # Errors
+    ///
+    /// Fails if `condition` is not `[B, T]` or on another device.
     pub fn and(&self, condition: &Tensor) -> Result<Self> {
         self.check("condition", condition)?;
         Ok(Self::of((&self.selected * condition.ne(0.)?)?))
@@ -155,6 +171,10 @@ impl Mask {
 
     /// Returns the positions of this mask in the sequences where `keep` `[B]`, such as the result
     /// of a [`SampleFilter`](crate::selection::SampleFilter), is not 0.
+    ///
+    /// # Errors
+    ///
+    /// Fails if `keep` is not `[B]` or on another device.
     pub fn keep_samples(&self, keep: &Tensor) -> Result<Self> {
         self.check_sequences("keep", keep)?;
         let keep = keep.detach().ne(0.)?.unsqueeze(1)?;
@@ -189,12 +209,20 @@ impl Mask {
     }
 
     /// Returns `per_sequence` `[B]` at every position of the mask and 0 outside: `[B, T]`.
+    ///
+    /// # Errors
+    ///
+    /// Fails if `per_sequence` is not `[B]` or on another device.
     pub fn spread(&self, per_sequence: &Tensor) -> Result<Tensor> {
         self.select(&self.every_token(per_sequence)?)
     }
 
     /// Returns `per_sequence` `[B]` at the last position of each sequence in the mask and 0
     /// elsewhere: `[B, T]`. A sequence without a position in the mask gets 0 everywhere.
+    ///
+    /// # Errors
+    ///
+    /// Fails if `per_sequence` is not `[B]` or on another device.
     pub fn place_on_last(&self, per_sequence: &Tensor) -> Result<Tensor> {
         let everywhere = self.every_token(per_sequence)?;
         self.last()?
@@ -210,16 +238,28 @@ impl Mask {
     }
 
     /// Returns the mask as 1 and 0 in `dtype`: `[B, T]`.
+    ///
+    /// # Errors
+    ///
+    /// Fails if the device lacks the dtype.
     pub fn to_dtype(&self, dtype: DType) -> Result<Tensor> {
         self.selected.to_dtype(dtype)
     }
 
     /// Returns the number of tokens of each sequence in the mask: `[B, 1]` in `dtype`.
+    ///
+    /// # Errors
+    ///
+    /// Fails if the device lacks the dtype.
     pub fn lengths(&self, dtype: DType) -> Result<Tensor> {
         self.selected.to_dtype(dtype)?.sum_keepdim(D::Minus1)
     }
 
     /// Returns the number of tokens in the mask: a scalar in `dtype`.
+    ///
+    /// # Errors
+    ///
+    /// Fails if the device lacks the dtype.
     pub fn count(&self, dtype: DType) -> Result<Tensor> {
         let count = match self.count.get() {
             Some(count) => count.clone(),
@@ -233,6 +273,10 @@ impl Mask {
     }
 
     /// Returns 1 at the last position of each sequence in the mask: u8 `[B, T]`.
+    ///
+    /// # Errors
+    ///
+    /// Fails if the device fails.
     pub fn last(&self) -> Result<Tensor> {
         let (_, tokens) = self.dims()?;
         let device = self.selected.device();

@@ -47,6 +47,10 @@ impl Metrics {
     }
 
     /// Adds the mean of the scalar `sum` over the scalar `count`.
+    ///
+    /// # Errors
+    ///
+    /// Fails if `sum` or `count` is not a scalar.
     pub fn push_mean(&mut self, name: &str, sum: &Tensor, count: &Tensor) -> Result<()> {
         if sum.elem_count() != 1 || count.elem_count() != 1 {
             bail!(
@@ -67,16 +71,28 @@ impl Metrics {
     }
 
     /// Adds the mean of `values` `[B, T]` over the positions of `mask`.
+    ///
+    /// # Errors
+    ///
+    /// Fails if `values` do not have the shape and the device of `mask`.
     pub fn push_masked_mean(&mut self, name: &str, values: &Tensor, mask: &Mask) -> Result<()> {
         self.push_masked(name, Kind::Mean, values, mask)
     }
 
     /// Adds the maximum of `values` `[B, T]` over the positions of `mask`.
+    ///
+    /// # Errors
+    ///
+    /// Fails if `values` do not have the shape and the device of `mask`.
     pub fn push_masked_max(&mut self, name: &str, values: &Tensor, mask: &Mask) -> Result<()> {
         self.push_masked(name, Kind::Max, values, mask)
     }
 
     /// Adds the minimum of `values` `[B, T]` over the positions of `mask`.
+    ///
+    /// # Errors
+    ///
+    /// Fails if `values` do not have the shape and the device of `mask`.
     pub fn push_masked_min(&mut self, name: &str, values: &Tensor, mask: &Mask) -> Result<()> {
         self.push_masked(name, Kind::Min, values, mask)
     }

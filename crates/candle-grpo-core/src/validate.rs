@@ -103,6 +103,10 @@ impl<T: Serialize> fmt::Display for Name<'_, T> {
 pub type Checked = std::result::Result<(), Invalid>;
 
 /// Returns the error with `field`, `value` and `must` unless `valid`.
+///
+/// # Errors
+///
+/// Fails unless `valid`.
 pub fn check(valid: bool, field: &str, value: impl fmt::Display, must: &str) -> Checked {
     if valid {
         Ok(())
@@ -112,38 +116,66 @@ pub fn check(valid: bool, field: &str, value: impl fmt::Display, must: &str) -> 
 }
 
 /// Checks that `x` is not NaN and not infinite.
+///
+/// # Errors
+///
+/// Fails with `field`, its value and the requirement.
 pub fn finite(field: &str, x: f64) -> Checked {
     check(x.is_finite(), field, x, "be finite")
 }
 
 /// Checks that `x` is positive and finite.
+///
+/// # Errors
+///
+/// Fails with `field`, its value and the requirement.
 pub fn positive(field: &str, x: f64) -> Checked {
     check(x > 0. && x.is_finite(), field, x, "be positive and finite")
 }
 
 /// Checks that `x` is at least 0 and finite.
+///
+/// # Errors
+///
+/// Fails with `field`, its value and the requirement.
 pub fn non_negative(field: &str, x: f64) -> Checked {
     let valid = x >= 0. && x.is_finite();
     check(valid, field, x, "be finite and at least 0")
 }
 
 /// Checks that `x` lies from 0 to 1, both included.
+///
+/// # Errors
+///
+/// Fails with `field`, its value and the requirement.
 pub fn unit_interval(field: &str, x: f64) -> Checked {
     check((0. ..=1.).contains(&x), field, x, "be from 0 to 1")
 }
 
 /// Checks that `x` is a share of something: above 0 and at most 1.
+///
+/// # Errors
+///
+/// Fails with `field`, its value and the requirement.
 pub fn share(field: &str, x: f64) -> Checked {
     let valid = x > 0. && x <= 1.;
     check(valid, field, x, "be above 0 and at most 1")
 }
 
 /// Checks that `x` is at least 1.
+///
+/// # Errors
+///
+/// Fails with `field`, its value and the requirement.
 pub fn at_least_one(field: &str, x: usize) -> Checked {
     check(x > 0, field, x, "be at least 1")
 }
 
 /// Checks that the bounds of a clip are finite and in order.
+///
+/// # Errors
+///
+/// Fails with `field`, its value and the requirement.
 pub fn range(field: &str, [low, high]: [f64; 2]) -> Checked {
     check(
         low < high && low.is_finite() && high.is_finite(),
@@ -154,6 +186,10 @@ pub fn range(field: &str, [low, high]: [f64; 2]) -> Checked {
 }
 
 /// Checks the delta degrees of freedom of a variance.
+///
+/// # Errors
+///
+/// Fails with `field`, its value and the requirement.
 pub fn ddof(field: &str, x: usize) -> Checked {
     check(x <= 1, field, x, "be 0 or 1")
 }

@@ -60,6 +60,11 @@ impl Aggregation {
     /// Reduces `per_token` `[B, T]` to a scalar of the same dtype: the contribution of this
     /// micro-batch to the step.
     ///
+    /// # Errors
+    ///
+    /// Fails if an option is invalid, if the step has no valid token, if `per_token` does not have
+    /// the shape and the device of `mask`, and for [`Self::PromptMeanTokenMean`].
+    ///
     /// ```
     /// use candle_core::{Device, Tensor};
     /// use candle_grpo_core::Mask;
@@ -81,6 +86,12 @@ impl Aggregation {
     /// [`Self::apply`] with the number of tokens of the samples of each sequence's prompt, `[B]`.
     ///
     /// [`Self::PromptMeanTokenMean`] requires it.
+    ///
+    /// # Errors
+    ///
+    /// Fails if an option is invalid, if the step has no valid token, if `per_token` does not have
+    /// the shape and the device of `mask`, or if a mean over prompts lacks
+    /// `prompt_tokens` or [`StepTotals::prompts`].
     pub fn apply_with_prompts(
         &self,
         per_token: &Tensor,

@@ -43,6 +43,8 @@
 //! mask never influences a value or a gradient, even if it holds NaN. Arithmetic is in f32; f64
 //! inputs stay f64.
 
+#![warn(clippy::missing_errors_doc)]
+
 mod adaptive_entropy;
 mod aggregation;
 mod distillation_loss;

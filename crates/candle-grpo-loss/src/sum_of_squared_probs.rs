@@ -10,6 +10,10 @@ use candle_grpo_core::validate::positive;
 /// to `[..]`.
 ///
 /// It is an input of the optimal token baseline.
+///
+/// # Errors
+///
+/// Fails if the temperature is not positive and finite, or if the logits are empty.
 pub fn sum_of_squared_probs(logits: &Tensor, temperature: f64) -> Result<Tensor> {
     positive("temperature", temperature)?;
     if logits.rank() == 0 || logits.elem_count() == 0 {

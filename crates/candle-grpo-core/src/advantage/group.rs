@@ -495,6 +495,10 @@ pub struct GroupStatistics {
 
 impl GroupStatistics {
     /// Copies the statistics to the host, in one transfer. Synchronizes with the device.
+    ///
+    /// # Errors
+    ///
+    /// Fails if the device cannot copy.
     pub fn summaries(&self) -> Result<Vec<GroupSummary>> {
         let columns = [
             self.mean.to_dtype(DType::F64)?,

@@ -62,6 +62,10 @@ impl Advantages {
 
     /// Returns the advantages as `[B, T]`, 0 outside the mask. An advantage of a sequence is
     /// repeated at each of its tokens.
+    ///
+    /// # Errors
+    ///
+    /// Fails if the advantages are neither `[B]` nor `[B, T]` of the mask, or on another device.
     pub fn on_tokens(&self, mask: &Mask) -> Result<Tensor> {
         if self.advantages.rank() == 2 {
             mask.check("advantages", &self.advantages)?;

@@ -106,6 +106,11 @@ impl Whitening {
     /// Positions outside the mask are transformed too: select by the mask afterwards. With fewer
     /// than two positions in the mask the variance is undefined, and the values are returned
     /// unchanged.
+    ///
+    /// # Errors
+    ///
+    /// Fails if an option is invalid, or if the values do not have the shape and the device of the
+    /// mask.
     pub fn apply(&self, values: &Tensor, mask: &Mask) -> Result<Tensor> {
         mask.check("values", values)?;
         self.apply_selected(&for_statistics(values)?, mask.selected())?

@@ -34,6 +34,10 @@ pub enum KlEstimator {
 
 impl KlEstimator {
     /// Computes the estimate from `d = log_probs - ref_log_probs`, of any shape. Differentiable.
+    ///
+    /// # Errors
+    ///
+    /// Fails if Candle lacks the operation for the dtype of `log_ratio`.
     pub fn estimate(self, log_ratio: &Tensor) -> Result<Tensor> {
         let d = log_ratio;
         match self {

@@ -29,6 +29,10 @@ use crate::validate::{Checked, Invalid};
 /// gives f32, the dtype of log-probs.
 pub trait IntoRewards {
     /// Converts the rewards to a tensor.
+    ///
+    /// # Errors
+    ///
+    /// Fails if the device lacks the dtype.
     fn into_rewards(self) -> Result<RewardTensor>;
 }
 

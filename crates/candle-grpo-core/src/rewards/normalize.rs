@@ -217,6 +217,10 @@ pub struct RunningState {
 
 impl RunningMoments {
     /// Moments of no rewards.
+    ///
+    /// # Errors
+    ///
+    /// Fails if the device cannot allocate.
     pub fn new(device: &Device) -> Result<Self> {
         Self::from_state(RunningState::default(), device)
     }
@@ -242,6 +246,10 @@ impl RunningMoments {
     }
 
     /// Copies the state to the host. Synchronizes with the device.
+    ///
+    /// # Errors
+    ///
+    /// Fails if the device cannot copy.
     pub fn state(&self) -> Result<RunningState> {
         let numbers = Tensor::cat(&[&self.count, &self.mean, &self.squares], 0)?
             .to_dtype(DType::F64)?
@@ -254,6 +262,10 @@ impl RunningMoments {
     }
 
     /// Returns the standard deviation of the rewards so far, `[1]`, or 1 while it is undefined.
+    ///
+    /// # Errors
+    ///
+    /// Fails if the device fails.
     pub fn std(&self, ddof: usize) -> Result<Tensor> {
         let denominator = (&self.count - ddof as f64)?;
         let defined = denominator.gt(0.)?;

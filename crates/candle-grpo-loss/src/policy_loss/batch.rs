@@ -90,6 +90,10 @@ macro_rules! policy_batch {
             )*
 
             /// Applies `f` to each tensor, for example to select rows or to move to a device.
+            ///
+            /// # Errors
+            ///
+            /// Fails if `f` fails.
             pub fn map(&self, f: impl Fn(&Tensor) -> Result<Tensor>) -> Result<Self> {
                 Ok(Self {
                     advantages: f(&self.advantages)?,

@@ -47,6 +47,10 @@ impl StepTotals {
     ///
     /// A micro-batch without a valid token is allowed. Computing the loss of a step without any is
     /// an error.
+    ///
+    /// # Errors
+    ///
+    /// Fails if the mask is empty or has another rank.
     pub fn count(response_mask: &Tensor) -> Result<Self> {
         let mask = Mask::new(response_mask)?;
         let (rows, _) = mask.dims()?;
@@ -75,6 +79,10 @@ impl StepTotals {
     }
 
     /// Counts the tokens of an entropy mask `[B, T]`. Synchronizes with the device.
+    ///
+    /// # Errors
+    ///
+    /// Fails if the mask is empty or has another rank.
     pub fn with_entropy_mask(mut self, entropy_mask: &Tensor) -> Result<Self> {
         self.entropy_tokens = Some(Self::count(entropy_mask)?.tokens);
         Ok(self)

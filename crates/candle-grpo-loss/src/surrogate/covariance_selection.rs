@@ -16,6 +16,11 @@ impl PolicyLoss {
     /// `batch` holds the whole step: the selection must not depend on the split into micro-batches.
     /// Pass the rows of each micro-batch to [`PolicyBatch::selected_tokens`]. `seed` determines
     /// the random choice among the candidates of [`ClipCov`]. Synchronizes with the device.
+    ///
+    /// # Errors
+    ///
+    /// Fails if an option is invalid, if `log_probs` are absent, or if a shape differs from that of
+    /// the response mask.
     pub fn select_tokens(&self, batch: &PolicyBatch, seed: u64) -> Result<Option<Tensor>> {
         self.validate()?;
         let mask = Mask::new(&batch.response_mask)?;

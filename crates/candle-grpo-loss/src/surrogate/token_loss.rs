@@ -24,6 +24,10 @@ pub trait TokenLoss: Debug + Send + Sync {
     /// # Shapes
     ///
     /// All tensors are `[B, T]`. Positions outside the mask hold 0 and their losses are ignored.
+    ///
+    /// # Errors
+    ///
+    /// Fails if an input that the surrogate needs is absent.
     fn per_token(&self, inputs: &SurrogateInputs) -> Result<TokenLosses>;
 
     /// Returns whether the surrogate combines the tokens of a sequence itself.
