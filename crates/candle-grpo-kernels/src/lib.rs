@@ -1,9 +1,10 @@
 //! Fused operators with backward passes for training on Candle, on the CPU and on CUDA.
 //!
-//! Candle's fused operators `candle_nn::ops::rms_norm` and `candle_nn::rotary_emb::rope` have no
-//! backward pass: a model that calls them trains without those gradients, and no error reports
-//! it. The training operators here have gradients for all float inputs, except the angle tables of
-//! [`rope`](rope()). Operators for inference return an error for inputs that are in a graph.
+//! `candle_nn::ops::{rms_norm, layer_norm, softmax_last_dim, sdpa}` and
+//! `candle_nn::rotary_emb::{rope, rope_i, rope_thd}` have no backward pass: a model that calls them
+//! trains without those gradients, and no error reports it. [`ensure_gradients`] does. The training
+//! operators here have gradients for all float inputs, except the angle tables of [`rope`](rope()).
+//! Operators for inference return an error for inputs that are in a graph.
 //!
 //! ```
 //! use candle_core::{DType, Device, Tensor, Var};
@@ -18,31 +19,41 @@
 //!
 //! # Operators
 //!
-//! | operator | computes | CUDA kernel |
-//! | --- | --- | --- |
-//! | [`log_prob`] | log-probs, entropy and log-sum-exp from logits | yes |
-//! | [`linear_log_prob`] | the same from hidden states and the output weight, without the logits | yes |
-//! | [`attention`](attention()) | causal grouped-query attention, padded or packed | yes |
-//! | [`rms_norm`](rms_norm()) | root mean square normalization | yes |
-//! | [`rope`](rope()) | rotary position embedding | yes |
-//! | [`swiglu`](swiglu()) | the gate of a feed-forward layer | yes |
-//! | [`geglu`] | another gate of a feed-forward layer | no |
-//! | [`soft_cap`] | soft caps of logits | no |
-//! | [`sigmoid`] | gates of attention and of the gated delta rule | no |
-//! | [`embedding`](embedding()), [`RowMap`] | rows of a table by id, and sums of rows | yes |
-//! | [`adamw`](adamw()) | one AdamW step over all parameters, in place | yes |
-//! | [`squared_gradient_norms`], [`scale_gradients`] | clipping by the global norm | yes |
-//! | [`add`](add()) | the sum of two tensors | yes |
-//! | [`add_bias`](add_bias()) | the biases of several linear maps | yes |
-//! | [`add_matmul`](add_matmul()), [`matmul`] | a matrix product, added to a sum in place or new | cuBLAS |
-//! | [`linear_rows`](linear_rows()), [`packed_linear_rows`] | several linear maps with independent rows, for decoding | cuBLAS |
-//! | [`dequantize`](dequantize()) | a matrix from blocks of GGUF files | yes |
-//! | [`draw_tokens`](draw_tokens()) | tokens drawn from logits, with top-k, top-p and min-p | yes |
-//! | [`gated_delta_rule`](gated_delta_rule()) | the linear attention of Qwen3.5, also for shared prefixes | yes |
-//! | [`causal_conv`](causal_conv()) | queries, keys and values of the gated delta rule | yes |
-//! | [`delta_gates`](delta_gates()) | the gates of the gated delta rule | no |
-//! | [`DeltaStates`] | both for decoding, with a state for each sequence | yes |
-//! | [`paged_attention`](paged_attention()) | attention to [`KeyValuePages`], for decoding | yes |
+//! A drop-in has the arguments and the result of the function that it replaces. For the others the
+//! table names what is different. Heads are side by side: `[B, S, heads * D]`, as a linear layer
+//! returns them.
+//!
+//! | operator | computes | in place of | CUDA kernel |
+//! | --- | --- | --- | --- |
+//! | [`log_prob`] | log-probs, entropy and log-sum-exp from logits | `candle_nn::ops::log_softmax` and `gather` | yes |
+//! | [`linear_log_prob`] | the same from hidden states and the output weight, without the logits | `candle_nn::Linear`, `log_softmax` and `gather` | yes |
+//! | [`attention`](attention()) | causal grouped-query attention, padded or packed, without the matrix of scores | `candle_nn::ops::sdpa`, and `softmax_last_dim` between products; heads side by side | yes |
+//! | [`rms_norm`](rms_norm()) | root mean square normalization | drop-in for `candle_nn::ops::rms_norm`, with an f64 epsilon | yes |
+//! | [`add_rms_norm`] | a sum and its `rms_norm` | `+` and `candle_nn::ops::rms_norm` | yes |
+//! | [`rope`](rope()) | rotary position embedding | `candle_nn::rotary_emb::rope`; heads side by side | yes |
+//! | [`rope_angles`] | cosines and sines of positions | | yes |
+//! | [`swiglu`](swiglu()) | the gate of a feed-forward layer | `candle_nn::ops::swiglu`; gate and up apart | yes |
+//! | [`geglu`] | another gate of a feed-forward layer | `gelu` and `*` | no |
+//! | [`soft_cap`] | soft caps of logits | `tanh` between two scalings | no |
+//! | [`sigmoid`] | gates of attention and of the gated delta rule | drop-in for `candle_nn::ops::sigmoid` | no |
+//! | [`embedding`](embedding()) | rows of a table by id | `candle_nn::Embedding`; ids first | yes |
+//! | [`RowMap`] | a choice of rows, and sums of rows | `Tensor::index_select`, `Tensor::index_add` | yes |
+//! | [`add`](add()) | the sum of two tensors | drop-in for `Tensor::add` | yes |
+//! | [`add_bias`](add_bias()) | the biases of several linear maps | `Tensor::broadcast_add` | yes |
+//! | [`matmul`] | a matrix product | `Tensor::matmul` | cuBLAS |
+//! | [`add_matmul`](add_matmul()) | a matrix product added to a sum in place | | cuBLAS |
+//! | [`adamw`](adamw()) | one AdamW step over all parameters in place, with f32 masters for bf16 and f16 | `candle_nn::AdamW` | yes |
+//! | [`moment_blocks`], [`moment_codes`] | the averages of `adamw` in 8 bits | | yes |
+//! | [`squared_gradient_norms`], [`scale_gradients`] | clipping by the global norm | | yes |
+//! | [`gated_delta_rule`](gated_delta_rule()) | the linear attention of Qwen3.5, also for shared prefixes | | yes |
+//! | [`causal_conv`](causal_conv()) | queries, keys and values of the gated delta rule | | yes |
+//! | [`delta_gates`](delta_gates()) | the gates of the gated delta rule | | no |
+//! | [`DeltaStates`] | both for decoding, with a state for each sequence | | yes |
+//! | [`paged_attention`](paged_attention()) | attention to [`KeyValuePages`], for decoding | | yes |
+//! | [`linear_rows`](linear_rows()), [`packed_linear_rows`] | several linear maps with independent rows, for decoding | `candle_nn::Linear` | cuBLAS |
+//! | [`quantize`], [`dequantize`](dequantize()), [`block_type`] | blocks of GGUF files from a matrix, and back | | `dequantize` |
+//! | [`draw_tokens`](draw_tokens()) | tokens drawn from logits, with top-k, top-p and min-p | | yes |
+//! | [`top_k`] | the places of the largest entries of rows | | no |
 //!
 //! # Conventions
 //!
@@ -51,7 +62,10 @@
 //! - A mask has any dtype. NaN at a masked position does not reach a result or a gradient.
 //! - The backward pass of each layer is also a function without a graph, such as
 //!   [`rms_norm_gradient`].
+//! - [`arithmetic_dtype`] is the dtype of the arithmetic for a dtype of inputs.
 //! - An error names the argument, its value and the requirement.
+//! - [`ensure_gradients`] and [`ensure_reached`] name the variables that a loss does not reach.
+//! - [`default_device`] and [`cuda_device`] open a GPU, with one stream for all threads.
 //!
 //! # Implementations
 //!
