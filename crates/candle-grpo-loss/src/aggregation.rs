@@ -67,8 +67,7 @@ impl Aggregation {
     ///
     /// ```
     /// use candle_core::{Device, Tensor};
-    /// use candle_grpo_core::Mask;
-    /// use candle_grpo_loss::{Aggregation, StepTotals};
+    /// use candle_grpo_loss::{Aggregation, Mask, StepTotals};
     ///
     /// let per_token = Tensor::new(&[[1f32, 2., f32::NAN], [6., f32::NAN, f32::NAN]], &Device::Cpu)?;
     /// let response_mask = Tensor::new(&[[1u8, 1, 0], [1, 0, 0]], &Device::Cpu)?;

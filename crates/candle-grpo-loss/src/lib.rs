@@ -6,7 +6,7 @@
 //!    hidden states.
 //! 2. [`PolicyLoss`] configures the loss, [`PolicyBatch`] holds its tensors, [`StepTotals`] its
 //!    denominators.
-//! 3. [`PolicyLoss::compute`] returns the loss and its [`candle_grpo_core::Metrics`].
+//! 3. [`PolicyLoss::compute`] returns the loss and its [`Metrics`].
 //!
 //! [`linear_policy_loss`] goes from hidden states to loss and gradients in one call, without
 //! logits.
@@ -15,6 +15,9 @@
 //! [`Aggregation`]. Published losses are constructors such as [`PolicyLoss::grpo`]. A [`Recipe`]
 //! adds reward shaping and advantages: the algorithm section of a configuration file. A custom
 //! surrogate implements [`TokenLoss`].
+//!
+//! The re-exports below are documented in the crates that they come from. In the examples there,
+//! `candle_grpo_loss` may replace the name of that crate.
 //!
 //! # Gradients
 //!
@@ -65,7 +68,9 @@ mod value_loss;
 
 pub use adaptive_entropy::AdaptiveEntropy;
 pub use aggregation::Aggregation;
+#[doc(no_inline)]
 pub use candle_grpo_core::{Kl, KlEstimator, KlGradient, Mask, MetricValues, Metrics};
+#[doc(no_inline)]
 pub use candle_grpo_kernels::{
     LinearGradients, LinearLogProb, LogProbOptions, TokenLogProbs, cuda_device, default_device,
     ensure_gradients, linear_log_prob, log_prob,
