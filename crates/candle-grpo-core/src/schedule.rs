@@ -26,15 +26,15 @@ use crate::validate::{self, Checked};
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct CoefSchedule {
-    /// Coefficient after the warm-up.
+    /// Coefficient after the warm-up. Default 1.
     pub peak: f64,
-    /// Number of steps of the warm-up from 0.
+    /// Number of steps of the warm-up from 0. Default 0.
     pub warmup_steps: usize,
-    /// Number of steps of the decay. Absent: no decay.
+    /// Number of steps of the decay, or no decay without it. Absent by default.
     pub decay_steps: Option<usize>,
-    /// Coefficient after the decay.
+    /// Coefficient after the decay. Default 0.
     pub end: f64,
-    /// Form of the decay.
+    /// Form of the decay. Default `linear`.
     pub decay: Decay,
 }
 
@@ -42,7 +42,7 @@ pub struct CoefSchedule {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Decay {
-    /// A line.
+    /// A line. The default.
     #[default]
     Linear,
     /// Half a period of a cosine (Loshchilov and Hutter 2017, <https://arxiv.org/abs/1608.03983>).

@@ -16,15 +16,15 @@ use crate::cpu::token_filters::FilteredDistribution;
 /// it applies `min_p` first.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct DrawOptions {
-    /// Divisor of the logits before the softmax, above 0.
+    /// Divisor of the logits before the softmax, above 0. Default 1.
     pub temperature: f64,
-    /// Number of tokens, ties included. 0 disables the filter.
+    /// Number of tokens, ties included. 0 disables the filter. Default 0.
     pub top_k: usize,
-    /// Total probability, above 0. 1 disables the filter.
+    /// Total probability, above 0. 1 disables the filter. Default 1.
     pub top_p: f64,
-    /// Share of the greatest probability, from 0 to 1. 0 disables the filter.
+    /// Share of the greatest probability, from 0 to 1. 0 disables the filter. Default 0.
     pub min_p: f64,
-    /// Takes the most likely token, the first of equals, whatever the filters.
+    /// Takes the most likely token, the first of equals, whatever the filters. Default `false`.
     pub greedy: bool,
 }
 

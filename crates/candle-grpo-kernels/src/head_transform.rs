@@ -11,13 +11,13 @@ use crate::rope::rope_both;
 /// The operations on each head of queries and keys before attention, the norms first.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct HeadTransform<'a> {
-    /// The RMSNorms of the heads.
+    /// The RMSNorms of the heads. Absent by default.
     pub norms: Option<HeadNorms<'a>>,
     /// Cosines and sines of the rotation, `[N, pairs]` each; see
-    /// [`rope`](crate::rope()).
+    /// [`rope`](crate::rope()). Absent by default.
     pub angles: Option<[&'a Tensor; 2]>,
     /// The width of a head, if only its first elements may rotate: as many as the angles have,
-    /// twice. `None` means that all rotate.
+    /// twice. `None` means that all rotate. Absent by default.
     pub head_dim: Option<usize>,
 }
 

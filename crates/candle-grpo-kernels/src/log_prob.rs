@@ -23,7 +23,7 @@ pub struct TokenLogProbs {
 #[derive(Debug, Clone, Copy, Default)]
 pub struct LogProbOptions<'a> {
     /// A mask of the shape of the targets, any dtype. The results and the gradient of a position
-    /// with 0 are 0 for any logits and target, and the position costs nothing.
+    /// with 0 are 0 for any logits and target, and the position costs nothing. Absent by default.
     pub mask: Option<&'a Tensor>,
     /// If set, the backward pass overwrites the logits with their gradient, which saves memory of
     /// their size. Nothing may read the logits after that backward pass: neither the caller
@@ -31,10 +31,11 @@ pub struct LogProbOptions<'a> {
     /// does not.
     ///
     /// An error for logits that are a variable. f64 logits, and logits that need a contiguous
-    /// copy, are not overwritten.
+    /// copy, are not overwritten. Default `false`.
     pub gradient_into_logits: bool,
     /// Replaces each logit by its [`soft_cap`](crate::soft_cap), before the temperature.
-    /// [`log_prob`] then uses plain Candle operations, and does not overwrite the logits.
+    /// [`log_prob`] then uses plain Candle operations, and does not overwrite the logits. Absent
+    /// by default.
     pub logit_cap: Option<f64>,
 }
 

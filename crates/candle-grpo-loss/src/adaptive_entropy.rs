@@ -13,17 +13,17 @@ use serde::{Deserialize, Serialize};
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct AdaptiveEntropy {
-    /// The target entropy, in nats per token.
+    /// The target entropy, in nats per token. Default 0.2.
     pub target: f64,
-    /// The change of the coefficient per step.
+    /// The change of the coefficient per step. Default 0.005.
     pub delta: f64,
-    /// The minimum coefficient.
+    /// The minimum coefficient. Default 0.
     pub min: f64,
-    /// The maximum coefficient.
+    /// The maximum coefficient. Default 1.
     pub max: f64,
-    /// The current coefficient.
+    /// The current coefficient. Default 0.
     pub coef: f64,
-    /// True if the last entropy was at most the target.
+    /// True if the last entropy was at most the target. Default `false`.
     pub active: bool,
 }
 

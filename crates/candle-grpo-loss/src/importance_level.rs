@@ -8,7 +8,7 @@ use serde::{Deserialize, Serialize};
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum ImportanceLevel {
-    /// A ratio for each token (PPO, GRPO).
+    /// A ratio for each token (PPO, GRPO). The default.
     #[default]
     Token,
     /// The mean of `d` over the sequence: the ratio is a geometric mean (GSPO, <https://arxiv.org/abs/2507.18071>).

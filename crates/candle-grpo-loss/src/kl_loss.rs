@@ -11,7 +11,7 @@ use candle_grpo_core::validate::{Name, check, non_negative};
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum BiasCorrection {
-    /// No ratio.
+    /// No ratio. The default.
     #[default]
     Off,
     /// The ratio of the token.
@@ -27,10 +27,10 @@ pub enum BiasCorrection {
 pub struct KlLoss {
     /// The coefficient of the KL term (`kl_coef`, `beta`).
     pub coef: f64,
-    /// The estimator and its gradient.
+    /// The estimator and its gradient. Default [`Kl::default`].
     #[serde(default)]
     pub kl: Kl,
-    /// The ratio of the policy to the old policy that multiplies the estimate.
+    /// The ratio of the policy to the old policy that multiplies the estimate. Default `off`.
     #[serde(default)]
     pub bias_correction: BiasCorrection,
 }

@@ -16,7 +16,7 @@ use candle_grpo_core::validate::{finite, non_negative};
 pub struct PositiveNll {
     /// The coefficient of the term.
     pub coef: f64,
-    /// The threshold: samples with a score above it are positive.
+    /// The threshold: samples with a score above it are positive. Default 0.
     #[serde(default)]
     pub score_above: f64,
 }

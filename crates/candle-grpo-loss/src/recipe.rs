@@ -31,21 +31,21 @@ use crate::policy_loss::PolicyLoss;
 #[derive(Debug, Clone, PartialEq, Default, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct Recipe {
-    /// The shaping of the rewards, which comes first.
+    /// The shaping of the rewards, which comes first. Default [`RewardShaping::default`].
     pub reward_shaping: RewardShaping,
-    /// A penalty on the rewards of responses close to the maximum length.
+    /// A penalty on the rewards of responses close to the maximum length. Absent by default.
     pub overlong: Option<OverlongPenalty>,
-    /// A penalty on the length of a sample relative to its group.
+    /// A penalty on the length of a sample relative to its group. Absent by default.
     pub length_penalty: Option<CostPenalty>,
     /// The filter of groups, by their scores before any shaping. Rejected groups are sampled
-    /// again.
+    /// again. Absent by default.
     pub group_filter: Option<GroupFilter>,
-    /// The advantage estimator.
+    /// The advantage estimator. Default [`AdvantageConfig::default`].
     pub advantage: AdvantageConfig,
-    /// The policy loss.
+    /// The policy loss. Default [`PolicyLoss::default`].
     pub policy_loss: PolicyLoss,
     /// The divergence from the distributions of a teacher, which is added to the policy loss.
-    /// Absent: none.
+    /// Absent by default.
     pub distillation_loss: Option<DistillationLoss>,
 }
 

@@ -15,10 +15,11 @@ use candle_grpo_core::validate::positive;
 #[serde(default, deny_unknown_fields)]
 pub struct ValueLoss {
     /// The distance from the old value beyond which a value has no gradient towards the return.
+    /// Absent by default.
     pub clip: Option<f64>,
-    /// The loss of an error.
+    /// The loss of an error. Default `squared`.
     pub error: ErrorLoss,
-    /// The aggregation of the per-token losses, by default over tokens.
+    /// The aggregation of the per-token losses. Default `token-mean`.
     pub aggregation: Aggregation,
 }
 
@@ -26,7 +27,7 @@ pub struct ValueLoss {
 #[derive(Debug, Clone, Copy, PartialEq, Default, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case", deny_unknown_fields)]
 pub enum ErrorLoss {
-    /// `e^2 / 2`.
+    /// `e^2 / 2`. The default.
     #[default]
     Squared,
     /// `e^2 / 2` up to `abs(e) = delta`, and `delta (abs(e) - delta / 2)` beyond (AReaL).

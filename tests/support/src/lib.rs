@@ -1,5 +1,5 @@
-//! Helpers for the tests and benchmarks of all crates: devices, inputs, comparisons, a
-//! server of HTTP, a hub, lines of other processes, and ranks that are threads.
+//! Helpers for the tests and benchmarks of all crates: devices, inputs, comparisons, defaults in
+//! doc comments, a server of HTTP, a hub, lines of other processes, and ranks that are threads.
 //!
 //! A test runs on every device:
 //!
@@ -25,6 +25,7 @@ mod compare;
 mod cuda_calls;
 mod decoder;
 mod devices;
+mod documented_defaults;
 mod gguf;
 mod http;
 mod hub;
@@ -38,6 +39,7 @@ pub use compare::{assert_close, gradient, message, numbers};
 pub use cuda_calls::CudaCalls;
 pub use decoder::TINY_DECODER;
 pub use devices::{cases, cuda, device, devices, is_long, stay_on_cpu};
+pub use documented_defaults::{assert_defaults_are_documented, other_fields, serialized};
 pub use gguf::gguf_bytes;
 pub use http::{ClosedPort, HttpServer, Reply, Request};
 pub use hub::{FakeHub, HubRepository};

@@ -13,7 +13,7 @@ use crate::validate::{self, Checked, Name};
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum AdvantageName {
-    /// [`AdvantagePipeline::grpo`].
+    /// [`AdvantagePipeline::grpo`]. The default.
     #[default]
     Grpo,
     /// [`AdvantagePipeline::dr_grpo`].
@@ -102,28 +102,28 @@ impl AdvantageName {
 #[derive(Debug, Clone, PartialEq, Default, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct AdvantageConfig {
-    /// Estimator.
+    /// Estimator. Default `grpo`.
     pub name: AdvantageName,
-    /// Divisor of the stage of sequences.
+    /// Divisor of the stage of sequences. Absent by default.
     pub scale: Option<Scale>,
-    /// Epsilon of the stage of sequences.
+    /// Epsilon of the stage of sequences. Absent by default.
     pub epsilon: Option<f64>,
-    /// Advantage of a sample that is alone in its group.
+    /// Advantage of a sample that is alone in its group. Absent by default.
     pub single_sample: Option<SingletonGroup>,
-    /// Factor that compensates for samples without a signal.
+    /// Factor that compensates for samples without a signal. Absent by default.
     pub compensation: Option<ZeroSignalScaling>,
-    /// Weights of the reward components.
+    /// Weights of the reward components. Absent by default.
     pub reward_weights: Option<Vec<f64>>,
-    /// Discount of the stage of tokens.
+    /// Discount of the stage of tokens. Absent by default.
     pub gamma: Option<f64>,
-    /// Lambda of GAE.
+    /// Lambda of GAE. Absent by default.
     pub lambda: Option<f64>,
     /// KL penalty in the reward: of the stage of tokens or, without one, of the stage of
-    /// sequences.
+    /// sequences. Absent by default.
     pub kl_penalty: Option<KlPenalty>,
-    /// Stage of sequences, for an estimator that has none.
+    /// Stage of sequences, for an estimator that has none. Absent by default.
     pub sequence: Option<GroupAdvantage>,
-    /// Stage of tokens, for an estimator that has none.
+    /// Stage of tokens, for an estimator that has none. Absent by default.
     pub tokens: Option<TokenAdvantage>,
 }
 

@@ -53,36 +53,37 @@ use crate::validate::{self, Checked, Invalid, Name};
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct GroupAdvantage {
-    /// KL penalty that is subtracted from the reward of each sequence first (TRL's RLOO).
+    /// KL penalty that is subtracted from the reward of each sequence first (TRL's RLOO). Absent
+    /// by default.
     pub kl_penalty: Option<KlPenalty>,
-    /// Baseline that is subtracted from the reward.
+    /// Baseline that is subtracted from the reward. Default `group_mean`.
     pub baseline: Baseline,
-    /// Divisor.
+    /// Divisor. Default `group`.
     pub scale: Scale,
     /// Added to the standard deviation. 1e-6 in verl and ROLL, 1e-4 in TRL, 1e-8 in twinkle, 1e-9
-    /// in OpenRLHF.
+    /// in OpenRLHF. Default 1e-6.
     pub epsilon: f64,
     /// Delta degrees of freedom of the variance: 1 divides by n - 1 (as all these libraries do), 0
-    /// by n.
+    /// by n. Default 1.
     pub ddof: usize,
-    /// Advantage of a sample that is alone in its group.
+    /// Advantage of a sample that is alone in its group. Default `error`.
     pub single_sample: SingletonGroup,
-    /// Treatment of rewards that are not finite.
+    /// Treatment of rewards that are not finite. Default `error`.
     pub non_finite: NonFinite,
-    /// Weights of the K reward components. If absent, all weights are 1.
+    /// Weights of the K reward components. If absent, all weights are 1. Absent by default.
     pub reward_weights: Option<Vec<f64>>,
-    /// Order of summation and normalization of the components.
+    /// Order of summation and normalization of the components. Default `sum_then_normalize`.
     pub components: ComponentOrder,
-    /// Samples that enter the statistics.
+    /// Samples that enter the statistics. Default `all`.
     pub population: BaselinePopulation,
-    /// Factor that compensates for samples without a signal.
+    /// Factor that compensates for samples without a signal. Default `none`.
     pub compensation: ZeroSignalScaling,
-    /// Constant factor of every advantage (the inverse of GPG's `f_norm`).
+    /// Constant factor of every advantage (the inverse of GPG's `f_norm`). Default 1.
     pub factor: f64,
-    /// Whitening of the advantages over the whole batch, after the factors.
+    /// Whitening of the advantages over the whole batch, after the factors. Absent by default.
     pub normalize: Option<Whitening>,
     /// Bounds to which advantages are clipped, after everything else (OpenRLHF's
-    /// `reward.clip_range`).
+    /// `reward.clip_range`). Absent by default.
     pub clip: Option<[f64; 2]>,
 }
 

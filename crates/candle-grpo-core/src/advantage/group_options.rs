@@ -10,7 +10,7 @@ pub const DEFAULT_EPSILON: f64 = 1e-6;
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Baseline {
-    /// Mean of the sample's group (GRPO, <https://arxiv.org/abs/2402.03300>).
+    /// Mean of the sample's group (GRPO, <https://arxiv.org/abs/2402.03300>). The default.
     #[default]
     GroupMean,
     /// Mean of the other samples of the group (RLOO, <https://arxiv.org/abs/2402.14740>).
@@ -45,7 +45,7 @@ impl Baseline {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Scale {
-    /// Standard deviation of the group's rewards. Needs a baseline of the group.
+    /// Standard deviation of the group's rewards. Needs a baseline of the group. The default.
     #[default]
     Group,
     /// Standard deviation of all rewards of the batch (<https://arxiv.org/abs/2508.08221>).
@@ -61,7 +61,7 @@ pub enum Scale {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum ComponentOrder {
-    /// Sums the weighted components, then normalizes the sum.
+    /// Sums the weighted components, then normalizes the sum. The default.
     #[default]
     SumThenNormalize,
     /// Normalizes each component, then sums the weighted results, so that a component of large
@@ -73,7 +73,7 @@ pub enum ComponentOrder {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum BaselinePopulation {
-    /// All samples, including those that a filter excludes from the loss.
+    /// All samples, including those that a filter excludes from the loss. The default.
     #[default]
     All,
     /// Samples with a token in the response mask. The others get the advantage 0. Needs a response
@@ -86,7 +86,7 @@ pub enum BaselinePopulation {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum ZeroSignalScaling {
-    /// No compensation: the factor is 1.
+    /// No compensation: the factor is 1. The default.
     #[default]
     None,
     /// Samples of groups whose rewards differ have a signal, as in the paper.
@@ -100,7 +100,7 @@ pub enum ZeroSignalScaling {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum SingletonGroup {
-    /// An error that names the group.
+    /// An error that names the group. The default.
     #[default]
     Error,
     /// 0 (TRL).

@@ -13,9 +13,9 @@ use crate::validate::{self, Checked, Invalid};
 #[derive(Debug, Clone, Copy, PartialEq, Default, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct KlPenalty {
-    /// Coefficient of the estimate.
+    /// Coefficient of the estimate. Default 0.
     pub coef: f64,
-    /// Estimator (`kl_penalty` in ROLL).
+    /// Estimator (`kl_penalty` in ROLL). Default [`Kl::default`].
     #[serde(default)]
     pub kl: Kl,
 }

@@ -12,7 +12,7 @@ use crate::validate::{self, Checked};
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum TokenAlignment {
-    /// By position.
+    /// By position. The default.
     #[default]
     Position,
     /// By the number of tokens that the policy generated before them, without those of other
@@ -33,14 +33,14 @@ pub enum TokenAlignment {
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct OptimalTokenBaseline {
-    /// Alignment of the tokens of two sequences.
+    /// Alignment of the tokens of two sequences. Default `position`.
     pub alignment: TokenAlignment,
     /// Sets the baseline to 0 after the second longest sequence of the group has ended. The
     /// baseline would be the return of the longest sequence there, and its advantage 0. As in
     /// verl, a sequence of n tokens ends after column n. Unlike in verl, a column in which
-    /// another sequence has a token keeps its baseline.
+    /// another sequence has a token keeps its baseline. Default `true`.
     pub handle_zero_tail: bool,
-    /// Added to the sum of the W.
+    /// Added to the sum of the W. Default 1e-8.
     pub epsilon: f64,
 }
 

@@ -36,9 +36,9 @@ use crate::validate::{Checked, Invalid};
 #[derive(Debug, Clone, PartialEq, Default, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct AdvantagePipeline {
-    /// Stage of sequences.
+    /// Stage of sequences. Absent by default.
     pub sequence: Option<GroupAdvantage>,
-    /// Stage of tokens.
+    /// Stage of tokens. Absent by default.
     pub tokens: Option<TokenAdvantage>,
 }
 

@@ -11,7 +11,7 @@ use crate::mask::Mask;
 #[serde(rename_all = "snake_case")]
 pub enum MaskedTokens {
     /// They take no time step: discounts and values pass from one token of the mask to the next
-    /// (verl, twinkle).
+    /// (verl, twinkle). The default.
     #[default]
     Skipped,
     /// Each is a time step with reward 0 and value 0 (OpenRLHF, ROLL).

@@ -16,11 +16,11 @@ use crate::validate::{self, Checked};
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct TeacherWeight {
-    /// The share L of the weight, from 0 to 1, over the steps.
+    /// The share L of the weight, from 0 to 1, over the steps. Default [`CoefSchedule::default`].
     pub share: CoefSchedule,
-    /// The bound c on the distance of the weight from 1.
+    /// The bound c on the distance of the weight from 1. Default 0.2.
     pub clip: f64,
-    /// Leaves advantages that are not negative unchanged.
+    /// Leaves advantages that are not negative unchanged. Default `false`.
     pub negative_only: bool,
 }
 

@@ -18,7 +18,7 @@ use crate::validate::{self, Checked, Invalid};
 #[derive(Debug, Clone, Copy, PartialEq, Default, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum TokenBaseline {
-    /// 0, or the value of the token if [`TokenAdvantage::lambda`] is given.
+    /// 0, or the value of the token if [`TokenAdvantage::lambda`] is given. The default.
     #[default]
     None,
     /// `reward_baselines` of the batch, one number for all tokens of a sequence (ReMax,
@@ -64,31 +64,31 @@ pub enum TokenBaseline {
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct TokenAdvantage {
-    /// KL penalty in the reward (`add_token_level_kl` in ROLL).
+    /// KL penalty in the reward (`add_token_level_kl` in ROLL). Absent by default.
     pub kl_penalty: Option<KlPenalty>,
-    /// Token rewards are clipped to plus and minus this, after the penalty.
+    /// Token rewards are clipped to plus and minus this, after the penalty. Absent by default.
     pub token_reward_clip: Option<f64>,
-    /// Whitens token rewards.
+    /// Whitens token rewards. Default `false`.
     pub whiten_rewards: bool,
-    /// Discount from one token to the next.
+    /// Discount from one token to the next. Default 1.
     pub gamma: f64,
     /// Lambda of GAE (<https://arxiv.org/abs/1506.02438>), which needs the values of a critic: 0 uses the critic only, 1
-    /// the rewards only. If absent, advantages are returns minus the baseline.
+    /// the rewards only. If absent, advantages are returns minus the baseline. Absent by default.
     pub lambda: Option<f64>,
-    /// Treatment of tokens outside the mask.
+    /// Treatment of tokens outside the mask. Default `skipped`.
     pub masked_tokens: MaskedTokens,
-    /// Baseline that is subtracted from the returns.
+    /// Baseline that is subtracted from the returns. Default `none`.
     pub baseline: TokenBaseline,
     /// Divergence from `teacher_log_probs` that is subtracted from each advantage: on-policy
-    /// distillation (ROLL, NeMo-RL).
+    /// distillation (ROLL, NeMo-RL). Absent by default.
     pub distillation: Option<KlPenalty>,
-    /// Weight of each advantage by a teacher, after `distillation` (RLSD).
+    /// Weight of each advantage by a teacher, after `distillation` (RLSD). Absent by default.
     pub teacher_weight: Option<TeacherWeight>,
-    /// Whitens advantages over all tokens of the batch.
+    /// Whitens advantages over all tokens of the batch. Default `false`.
     pub whiten_advantages: bool,
-    /// Whitening of rewards and advantages.
+    /// Whitening of rewards and advantages. Default [`Whitening::default`].
     pub whitening: Whitening,
-    /// Advantages are clipped to plus and minus this, after everything else.
+    /// Advantages are clipped to plus and minus this, after everything else. Absent by default.
     pub advantage_clip: Option<f64>,
 }
 

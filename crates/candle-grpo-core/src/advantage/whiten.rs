@@ -12,7 +12,7 @@ use crate::validate::{self, Checked};
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum EpsilonPlacement {
-    /// `sqrt(variance + epsilon)` (verl, ROLL).
+    /// `sqrt(variance + epsilon)` (verl, ROLL). The default.
     #[default]
     InsideSqrt,
     /// `sqrt(variance) + epsilon` (TRL, twinkle).
@@ -36,15 +36,16 @@ pub enum EpsilonPlacement {
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct Whitening {
-    /// Subtracts the mean. If false, the mean is added back after the division.
+    /// Subtracts the mean. If false, the mean is added back after the division. Default `true`.
     pub shift_mean: bool,
-    /// Divides by the standard deviation (the opposite of OpenRLHF's `no_std_norm`).
+    /// Divides by the standard deviation (the opposite of OpenRLHF's `no_std_norm`). Default
+    /// `true`.
     pub divide: bool,
-    /// Delta degrees of freedom of the variance: 1 divides by n - 1, 0 by n.
+    /// Delta degrees of freedom of the variance: 1 divides by n - 1, 0 by n. Default 1.
     pub ddof: usize,
-    /// Bounds the divisor away from 0.
+    /// Bounds the divisor away from 0. Default 1e-8.
     pub epsilon: f64,
-    /// Position of epsilon in the divisor.
+    /// Position of epsilon in the divisor. Default `inside_sqrt`.
     pub placement: EpsilonPlacement,
 }
 

@@ -24,7 +24,7 @@ pub enum KlEstimator {
     /// `d^2 / 2` (`mse`). On policy its gradient is that of the divergence.
     #[serde(alias = "mse")]
     K2,
-    /// `exp(-d) + d - 1` (`low_var_kl`). Unbiased and never negative.
+    /// `exp(-d) + d - 1` (`low_var_kl`). Unbiased and never negative. The default.
     #[default]
     #[serde(alias = "low_var_kl")]
     K3,
@@ -55,7 +55,7 @@ impl KlEstimator {
 #[derive(Debug, Clone, Copy, PartialEq, Default, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum KlGradient {
-    /// The gradient of the estimator.
+    /// The gradient of the estimator. The default.
     #[default]
     Direct,
     /// `d`, the gradient of k2, which is unbiased on policy (`k1+` and `k3+` in verl).
@@ -84,16 +84,16 @@ pub enum KlGradient {
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct Kl {
-    /// Estimator.
+    /// Estimator. Default `k3`.
     pub estimator: KlEstimator,
-    /// Gradient.
+    /// Gradient. Default `direct`.
     pub gradient: KlGradient,
     /// Bound of `d`, positive and negative, before it is exponentiated. Beyond it the gradient of
     /// the estimator is 0. The other gradients use the unclamped `d`, as in verl, and are 0
-    /// only where it is infinite.
+    /// only where it is infinite. Default 20.
     pub log_ratio_clamp: Option<f64>,
     /// Bound of the estimate, positive and negative. It removes the gradient where the policy is
-    /// far from the reference, so it is off by default. verl, ROLL and OpenRLHF use 10.
+    /// far from the reference. verl, ROLL and OpenRLHF use 10. Absent by default.
     pub value_clamp: Option<f64>,
 }
 

@@ -28,18 +28,18 @@ use crate::validate::{self, Checked};
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct CosineLength {
-    /// Length in tokens from which the score is constant.
+    /// Length in tokens from which the score is constant. Default 1000.
     pub max_length: usize,
-    /// Score of a right answer of `max_length`.
+    /// Score of a right answer of `max_length`. Default 0.5.
     pub min_value_correct: f64,
-    /// Score of a right answer of length 0.
+    /// Score of a right answer of length 0. Default 1.
     pub max_value_correct: f64,
-    /// Score of a wrong answer of length 0.
+    /// Score of a wrong answer of length 0. Default -1.
     pub min_value_wrong: f64,
-    /// Score of a wrong answer of `max_length`.
+    /// Score of a wrong answer of `max_length`. Default -0.5.
     pub max_value_wrong: f64,
     /// Continues the cosine beyond `max_length`, as ms-swift does: the longest answers score like
-    /// short ones.
+    /// short ones. Default `false`.
     pub periodic: bool,
 }
 

@@ -29,22 +29,23 @@ use crate::validate::{self, Checked};
 #[derive(Debug, Clone, Copy, PartialEq, Default, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct CostPenalty {
-    /// Weight of the tokens that the policy generated.
+    /// Weight of the tokens that the policy generated. Default 0.
     pub output_tokens: f64,
     /// Weight of the tokens that the policy read: the prompt, and the tokens of an environment.
+    /// Default 0.
     pub input_tokens: f64,
-    /// Weight of the turns.
+    /// Weight of the turns. Default 0.
     pub turns: f64,
 }
 
 /// Costs of the samples, each `[B]`. A cost with the weight 0 may be absent.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct Costs<'a> {
-    /// Number of tokens that the policy generated.
+    /// Number of tokens that the policy generated. Absent by default.
     pub output_tokens: Option<&'a Tensor>,
-    /// Number of tokens that the policy read.
+    /// Number of tokens that the policy read. Absent by default.
     pub input_tokens: Option<&'a Tensor>,
-    /// Number of turns.
+    /// Number of turns. Absent by default.
     pub turns: Option<&'a Tensor>,
 }
 

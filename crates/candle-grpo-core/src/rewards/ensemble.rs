@@ -20,7 +20,7 @@ use crate::rewards::{IntoRewards, NonFinite, check_finite, finite_mask, mark_mis
 #[derive(Debug, Clone, PartialEq, Default, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum ScoreEnsemble {
-    /// Mean.
+    /// Mean. The default.
     #[default]
     Mean,
     /// Minimum, the most conservative choice.

@@ -104,7 +104,7 @@ impl<T: WithDType, const N: usize> IntoRewards for &[T; N] {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum NonFinite {
-    /// An error that names the sample. Synchronizes with the device.
+    /// An error that names the sample. Synchronizes with the device. The default.
     #[default]
     Error,
     /// A missing score: excluded from every statistic. A sample without any score gets the

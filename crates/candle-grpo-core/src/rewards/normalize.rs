@@ -13,7 +13,7 @@ use crate::validate::{self, Checked};
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum NormLevel {
-    /// None: the mean is 0, or the rewards are not divided.
+    /// None: the mean is 0, or the rewards are not divided. The default.
     #[default]
     None,
     /// Samples of the same prompt.
@@ -28,7 +28,7 @@ pub enum NormLevel {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum StdCenter {
-    /// The mean of the rewards that the deviation is computed from.
+    /// The mean of the rewards that the deviation is computed from. The default.
     #[default]
     OwnMean,
     /// The mean that was subtracted, whatever its level (AReaL). A deviation without a degree of
@@ -44,18 +44,19 @@ pub enum StdCenter {
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct RewardNorm {
-    /// Level of the mean (ROLL's `norm_mean_type`).
+    /// Level of the mean (ROLL's `norm_mean_type`). Default `none`.
     pub mean: NormLevel,
-    /// Level of the standard deviation (ROLL's `norm_std_type`).
+    /// Level of the standard deviation (ROLL's `norm_std_type`). Default `none`.
     pub std: NormLevel,
-    /// Added to the standard deviation.
+    /// Added to the standard deviation. Default 1e-6.
     pub epsilon: f64,
-    /// Delta degrees of freedom of the variance: 1 divides by n - 1, 0 by n.
+    /// Delta degrees of freedom of the variance: 1 divides by n - 1, 0 by n. Default 1.
     pub ddof: usize,
     /// Takes the mean of a group or batch without the reward itself (AReaL's `mean_leave1out`). A
-    /// reward that is alone has the mean 0.
+    /// reward that is alone has the mean 0. Default `false`.
     pub leave_one_out: bool,
-    /// The point about which the standard deviation of a group or batch is taken.
+    /// The point about which the standard deviation of a group or batch is taken. Default
+    /// `own_mean`.
     pub std_center: StdCenter,
 }
 
@@ -207,11 +208,11 @@ pub struct RunningMoments {
 #[derive(Debug, Clone, Copy, PartialEq, Default, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct RunningState {
-    /// Number of rewards.
+    /// Number of rewards. Default 0.
     pub count: f64,
-    /// Mean of the rewards.
+    /// Mean of the rewards. Default 0.
     pub mean: f64,
-    /// Sum of the squared distances from the mean.
+    /// Sum of the squared distances from the mean. Default 0.
     pub squares: f64,
 }
 

@@ -29,10 +29,10 @@ pub struct OverlongPenalty {
     pub max_length: usize,
     /// Number of tokens before `max_length` over which the penalty grows.
     pub buffer: usize,
-    /// Largest penalty.
+    /// Largest penalty. Default 1.
     #[serde(default = "one")]
     pub factor: f64,
-    /// Continues the slope beyond `max_length`.
+    /// Continues the slope beyond `max_length`. Default `false`.
     #[serde(default)]
     pub unbounded: bool,
 }

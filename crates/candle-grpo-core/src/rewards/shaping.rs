@@ -33,21 +33,22 @@ use crate::validate::{self, Checked, Invalid};
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct RewardShaping {
-    /// Weights of the K reward components. If absent, all weights are 1.
+    /// Weights of the K reward components. If absent, all weights are 1. Absent by default.
     pub reward_weights: Option<Vec<f64>>,
-    /// Added to each reward.
+    /// Added to each reward. Default 0.
     pub shift: f64,
-    /// Factor of each reward, after the shift.
+    /// Factor of each reward, after the shift. Default 1.
     pub scale: f64,
     /// Normalization: mean and standard deviation, each of the group, the batch, all steps so far,
-    /// or none.
+    /// or none. Default [`RewardNorm::default`].
     pub norm: RewardNorm,
-    /// Rewards are clipped to plus and minus this.
+    /// Rewards are clipped to plus and minus this. Absent by default.
     pub clip: Option<f64>,
-    /// Bounds to which rewards are clipped (TRL's `reward_clip_range`). Excludes `clip`.
+    /// Bounds to which rewards are clipped (TRL's `reward_clip_range`). Excludes `clip`. Absent by
+    /// default.
     pub clip_range: Option<[f64; 2]>,
     /// Treatment of rewards that are not finite. Excluded rewards stay NaN, so that the advantage
-    /// function excludes them too.
+    /// function excludes them too. Default `error`.
     pub non_finite: NonFinite,
 }
 

@@ -15,11 +15,11 @@ use crate::validate::{self, Checked, Invalid};
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct DifficultyPools {
-    /// Largest score of each pool, ascending.
+    /// Largest score of each pool, ascending. Default `[0.2, 0.8, 1.0]`.
     pub thresholds: Vec<f64>,
-    /// Weight of the tasks of each pool.
+    /// Weight of the tasks of each pool. Default `[0.2, 1.0, 0.2]`.
     pub weights: Vec<f64>,
-    /// Weight of a task without a score.
+    /// Weight of a task without a score. Default 1.
     pub unseen_weight: f64,
 }
 
@@ -134,9 +134,9 @@ impl TaskScores {
 #[derive(Debug, Clone, Copy, PartialEq, Default, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct AdvantageRange {
-    /// Smallest advantage of a rejected group.
+    /// Smallest advantage of a rejected group. Default 0.
     pub min: f64,
-    /// Largest advantage of a rejected group.
+    /// Largest advantage of a rejected group. Default 0.
     pub max: f64,
 }
 

@@ -25,13 +25,14 @@ pub struct GroupSummary {
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct GroupFilter {
-    /// Requires that the rewards of a group differ (DAPO, <https://arxiv.org/abs/2503.14476>).
+    /// Requires that the rewards of a group differ (DAPO, <https://arxiv.org/abs/2503.14476>). Default `true`.
     pub spread: bool,
-    /// Lower bound of the standard deviation (ROLL's `std_filter`).
+    /// Lower bound of the standard deviation (ROLL's `std_filter`). Absent by default.
     pub std_above: Option<f64>,
-    /// Lower bound of the mean (ROLL's `mean_filter`, OpenRLHF's `dynamic_filtering`).
+    /// Lower bound of the mean (ROLL's `mean_filter`, OpenRLHF's `dynamic_filtering`). Absent by
+    /// default.
     pub mean_above: Option<f64>,
-    /// Upper bound of the mean.
+    /// Upper bound of the mean. Absent by default.
     pub mean_below: Option<f64>,
 }
 
@@ -96,11 +97,11 @@ impl GroupFilter {
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct DynamicSampling {
-    /// Number of groups of a step.
+    /// Number of groups of a step. Default 1.
     pub groups: usize,
-    /// Maximum number of batches sampled for one step. If absent, there is no limit.
+    /// Maximum number of batches sampled for one step. If absent, there is no limit. Default 10.
     pub max_batches: Option<usize>,
-    /// Filter of groups.
+    /// Filter of groups. Default [`GroupFilter::default`].
     pub filter: GroupFilter,
 }
 

@@ -18,7 +18,7 @@ use crate::validate::{self, Checked};
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case", deny_unknown_fields)]
 pub enum ScoreResampling {
-    /// `|score|` to this power.
+    /// `|score|` to this power. Default 2. The default.
     Power(f64),
     /// 1 for the highest and the lowest score, 0 for all others.
     MaxMin,

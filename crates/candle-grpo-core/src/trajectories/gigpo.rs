@@ -18,7 +18,7 @@ use crate::validate::{self, Checked};
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum EpisodePopulation {
-    /// Trajectories: each counts once, as in the paper.
+    /// Trajectories: each counts once, as in the paper. The default.
     #[default]
     Trajectories,
     /// Steps: long trajectories have more weight (ROLL, verl-agent).
@@ -60,17 +60,18 @@ pub enum EpisodePopulation {
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct Gigpo {
-    /// Discount from one step to the next.
+    /// Discount from one step to the next. Default 0.95.
     pub gamma: f64,
-    /// Weight of the episode term.
+    /// Weight of the episode term. Default 1.
     pub episode_weight: f64,
-    /// Weight of the step term (omega in the paper).
+    /// Weight of the step term (omega in the paper). Default 1.
     pub step_weight: f64,
-    /// Population of the statistics of episodes.
+    /// Population of the statistics of episodes. Default `trajectories`.
     pub episode_population: EpisodePopulation,
-    /// `N` of both levels, without a KL penalty. In ROLL's terms the default is `mean_std`; `mean`
+    /// `N` of both levels, without a KL penalty. In ROLL's terms GRPO is `mean_std`; `mean`
     /// has the scale none, `identity` the scale and baseline none, `asym_clip` a clip from -1
-    /// to 3. The paper has `mean_std` and `mean`.
+    /// to 3. The paper has `mean_std` and `mean`. Default `GroupAdvantage { single_sample:
+    /// SingletonGroup::Zero, ..Default::default() }`.
     pub normalization: GroupAdvantage,
 }
 

@@ -1,6 +1,7 @@
 //! Tests of advantages, rewards, selection and trajectories.
 
 mod bad_input;
+mod documentation;
 mod estimator_invariances;
 mod estimators;
 mod gigpo;

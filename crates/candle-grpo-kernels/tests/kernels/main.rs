@@ -11,6 +11,7 @@ mod delta_states;
 mod dequantize;
 #[cfg(feature = "cuda")]
 mod device;
+mod documentation;
 mod draw_tokens;
 mod embedding;
 mod gated_delta_rule;

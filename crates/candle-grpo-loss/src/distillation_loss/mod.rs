@@ -53,25 +53,26 @@ const MASSES: [&str; 2] = ["student_mass", "teacher_mass"];
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct DistillationLoss {
-    /// The factor of the loss.
+    /// The factor of the loss. Default 1.
     pub coef: f64,
-    /// The interpolation between both directions, from 0 to 1.
+    /// The interpolation between both directions, from 0 to 1. Default 0.
     pub beta: f64,
-    /// The divisor of the logits of both, and of given log-probs of the teacher.
+    /// The divisor of the logits of both, and of given log-probs of the teacher. Default 1.
     pub temperature: f64,
-    /// The entries of the vocabulary that are compared.
+    /// The entries of the vocabulary that are compared. Default `vocabulary`.
     pub support: Support,
-    /// The other entries.
+    /// The other entries. Default `bucket`.
     pub tail: Tail,
     /// The lower bound of the probability of the bucket, 1e-7 in TRL. A bucket below it has no
-    /// gradient.
+    /// gradient. Absent by default.
     pub tail_floor: Option<f64>,
     /// Raises the log-probs of both to this (verl). A token that the student finds less likely has
-    /// no gradient, although it is the most wrong there.
+    /// no gradient, although it is the most wrong there. Absent by default.
     pub log_prob_floor: Option<f64>,
     /// The upper bound of the divergence of a token, beyond which it has no gradient (verl).
+    /// Absent by default.
     pub value_clamp: Option<f64>,
-    /// The aggregation over tokens.
+    /// The aggregation over tokens. Default `token-mean`.
     pub aggregation: Aggregation,
 }
 

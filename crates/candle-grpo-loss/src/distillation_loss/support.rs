@@ -12,7 +12,7 @@ use candle_grpo_core::validate::at_least_one;
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case", deny_unknown_fields)]
 pub enum Support {
-    /// The whole vocabulary.
+    /// The whole vocabulary. The default.
     #[default]
     Vocabulary,
     /// The k most likely entries of the teacher.
@@ -42,7 +42,7 @@ pub enum Support {
 #[serde(rename_all = "snake_case")]
 pub enum Tail {
     /// One more entry with the probability of all others, so that the divergence is that of coarser
-    /// distributions.
+    /// distributions. The default.
     #[default]
     Bucket,
     /// Left out; the compared entries are renormalized (TRL, ms-swift, twinkle).

@@ -32,10 +32,11 @@ use candle_grpo_core::validate::{finite, non_negative, positive};
 pub struct Distillation {
     /// The coefficient of the term.
     pub coef: f64,
-    /// The form of the term.
+    /// The form of the term. Default [`DistillationForm::default`].
     #[serde(default)]
     pub form: DistillationForm,
-    /// The aggregation of a term that is added to the loss; absent: that of the loss.
+    /// The aggregation of a term that is added to the loss, or that of the loss without it. Absent
+    /// by default.
     #[serde(default)]
     pub aggregation: Option<Aggregation>,
 }
@@ -46,12 +47,12 @@ pub struct Distillation {
 pub enum DistillationForm {
     /// `coef sg[w a]` is added to the advantage of each token, so that ratio, clip, weights and
     /// masks apply to it. Its expected gradient is that of the reverse KL of the policy from the
-    /// teacher.
+    /// teacher. The default.
     Advantage {
-        /// Weights early tokens of a sequence more.
+        /// Weights early tokens of a sequence more. Absent by default.
         #[serde(default)]
         early_weight: Option<EarlyWeight>,
-        /// The policy of `lp`: `current`, or the sampling engine.
+        /// The policy of `lp`: `current`, or the sampling engine. Default `current`.
         #[serde(default)]
         student: Student,
     },
@@ -77,7 +78,7 @@ pub enum DistillationForm {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Student {
-    /// The policy itself.
+    /// The policy itself. The default.
     #[default]
     Current,
     /// The sampling engine: [`crate::PolicyBatch::rollout_log_probs`].
@@ -89,9 +90,9 @@ pub enum Student {
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct EarlyWeight {
-    /// The additional weight of the first token.
+    /// The additional weight of the first token. Default 1.
     pub gamma: f64,
-    /// The lower bound of the divisor.
+    /// The lower bound of the divisor. Default 1e-8.
     pub epsilon: f64,
 }
 

@@ -31,7 +31,7 @@ use inputs::Inputs;
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum EmptySequences {
-    /// They are not counted (ROLL, OpenRLHF).
+    /// They are not counted (ROLL, OpenRLHF). The default.
     #[default]
     Exclude,
     /// They are counted and reduce the mean (TRL, twinkle, Liger).
@@ -42,7 +42,8 @@ pub enum EmptySequences {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum EntropyTokens {
-    /// All tokens of the response mask, or of [`PolicyBatch::entropy_mask`] if there is one.
+    /// All tokens of the response mask, or of [`PolicyBatch::entropy_mask`] if there is one. The
+    /// default.
     #[default]
     All,
     /// The tokens of highest entropy over the whole step, as TRL's `top_entropy_quantile` selects
@@ -83,44 +84,46 @@ pub enum EntropyTokens {
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct PolicyLoss {
-    /// The reduction of the log-ratio: per token, or over a sequence or segment.
+    /// The reduction of the log-ratio: per token, or over a sequence or segment. Default `token`.
     pub importance_level: ImportanceLevel,
     /// The bound c of the clamp to `[-c, c]` on the log-ratio of a token and on its sum over a
-    /// sequence, before `exp`. Beyond it the gradient of the ratio is 0.
+    /// sequence, before `exp`. Beyond it the gradient of the ratio is 0. Default 20.
     pub log_ratio_clamp: Option<f64>,
-    /// The loss of one token.
+    /// The loss of one token. Default [`Surrogate::default`].
     pub surrogate: Surrogate,
     /// Weights and filters for samples of another engine. Compute them once per step with
-    /// [`RolloutCorrection::compute`]; [`Self::compute`] checks that the batch has them.
+    /// [`RolloutCorrection::compute`]; [`Self::compute`] checks that the batch has them. Absent by
+    /// default.
     pub rollout_correction: Option<RolloutCorrection>,
     /// Sequences with a negative advantage leave the policy term if their mean of
-    /// `rollout_log_probs - log_probs` exceeds this (<https://arxiv.org/abs/2512.02556>). Without rollout log-probs, `old_log_probs` takes their place.
+    /// `rollout_log_probs - log_probs` exceeds this (<https://arxiv.org/abs/2512.02556>). Without rollout log-probs, `old_log_probs` takes their place. Absent by default.
     pub off_policy_threshold: Option<f64>,
-    /// A likelihood term on samples with a high score.
+    /// A likelihood term on samples with a high score. Absent by default.
     pub positive_nll: Option<PositiveNll>,
     /// The coefficient of policy and KL term, but not of the entropy bonus (`rl_loss_coef` in
-    /// ROLL).
+    /// ROLL). Default 1.
     pub loss_coef: f64,
-    /// The KL to a reference policy.
+    /// The KL to a reference policy. Absent by default.
     pub kl: Option<KlLoss>,
     /// The KL to the old policy, which is the sampling engine if its log-probs are the old ones
-    /// (prime-rl).
+    /// (prime-rl). Absent by default.
     pub old_kl: Option<KlLoss>,
-    /// A term from the log-probs of a teacher.
+    /// A term from the log-probs of a teacher. Absent by default.
     pub distillation: Option<Distillation>,
-    /// The coefficient of the mean entropy, which is subtracted from the loss.
+    /// The coefficient of the mean entropy, which is subtracted from the loss. Default 0.
     pub entropy_coef: f64,
-    /// The tokens of the entropy bonus.
+    /// The tokens of the entropy bonus. Default `all`.
     pub entropy_tokens: EntropyTokens,
     /// The aggregation of the entropies; absent: `aggregation`. With an entropy mask, always the
-    /// mean over its tokens.
+    /// mean over its tokens. Absent by default.
     pub entropy_aggregation: Option<Aggregation>,
-    /// The aggregation of the per-token losses.
+    /// The aggregation of the per-token losses. Default `seq-mean-token-mean`.
     pub aggregation: Aggregation,
-    /// The treatment of sequences without a valid token in means over sequences.
+    /// The treatment of sequences without a valid token in means over sequences. Default
+    /// `exclude`.
     pub empty_sequences: EmptySequences,
     /// Accepts a ratio of whole sequences (GSPO, GMPO) with an aggregation that weights sequences
-    /// by length.
+    /// by length. Default `false`.
     pub allow_length_weighting: bool,
 }
 

@@ -27,17 +27,19 @@ use serde::{Deserialize, Serialize};
 #[derive(Debug, Clone, Copy, PartialEq, Default, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct StepTotals {
-    /// The number of valid tokens.
+    /// The number of valid tokens. Default 0.
     pub tokens: f64,
-    /// The number of sequences with at least one valid token.
+    /// The number of sequences with at least one valid token. Default 0.
     pub sequences: f64,
-    /// The number of sequences, including those without a valid token.
+    /// The number of sequences, including those without a valid token. Default 0.
     pub rows: f64,
     /// The number of prompts with at least one valid token, for
-    /// [`crate::Aggregation::PromptMeanTokenMean`]. It cannot be derived from the mask.
+    /// [`crate::Aggregation::PromptMeanTokenMean`]. It cannot be derived from the mask. Absent by
+    /// default.
     #[serde(default)]
     pub prompts: Option<f64>,
-    /// The number of tokens of the entropy mask, for [`crate::PolicyBatch::entropy_mask`].
+    /// The number of tokens of the entropy mask, for [`crate::PolicyBatch::entropy_mask`]. Absent
+    /// by default.
     #[serde(default)]
     pub entropy_tokens: Option<f64>,
 }

@@ -17,10 +17,10 @@ pub struct RolloutFilter {
     pub statistic: FilterStatistic,
     /// The level at which the statistic is taken.
     pub level: FilterLevel,
-    /// The lower bound.
+    /// The lower bound. Absent by default.
     #[serde(default)]
     pub min: Option<f64>,
-    /// The upper bound.
+    /// The upper bound. Absent by default.
     #[serde(default)]
     pub max: Option<f64>,
 }

@@ -44,15 +44,16 @@ use candle_grpo_core::validate::{check, non_negative, positive};
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct RolloutCorrection {
-    /// The weight of the policy term; absent: 1.
+    /// The weight of the policy term, or 1 without it. Absent by default.
     pub weight: Option<ImportanceWeight>,
-    /// The filters; a token is kept if it passes all of them.
+    /// The filters; a token is kept if it passes all of them. Empty by default.
     pub filters: Vec<RolloutFilter>,
     /// The bound of the mean of `d^2` over the kept tokens: the fewest tokens of largest `d^2` are
     /// rejected, such that the mean of the others is below it (M2PO,
-    /// <https://arxiv.org/abs/2510.01161>). Its `d` is not clamped.
+    /// <https://arxiv.org/abs/2510.01161>). Its `d` is not clamped. Absent by default.
     pub second_moment: Option<f64>,
     /// The bound c of the clamp to `[-c, c]` on `d` and on its sum over a sequence, before `exp`.
+    /// Default 20.
     pub log_ratio_clamp: Option<f64>,
 }
 
@@ -71,17 +72,17 @@ impl Default for RolloutCorrection {
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct ImportanceWeight {
-    /// The level of the log-ratio.
+    /// The level of the log-ratio. Default `token`.
     pub level: ImportanceLevel,
-    /// The lower bound.
+    /// The lower bound. Absent by default.
     pub min: Option<f64>,
-    /// The upper bound.
+    /// The upper bound. Default 2.
     pub max: Option<f64>,
-    /// The treatment of weights outside the bounds.
+    /// The treatment of weights outside the bounds. Default `truncate`.
     #[serde(alias = "outside")]
     pub out_of_bounds: OutOfBounds,
     /// Divides the weights by their mean: over the tokens, or over the sequences that have tokens
-    /// for one weight per sequence.
+    /// for one weight per sequence. Default `false`.
     pub normalize: bool,
 }
 
@@ -117,7 +118,7 @@ impl ImportanceWeight {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum OutOfBounds {
-    /// The weight becomes the bound.
+    /// The weight becomes the bound. The default.
     #[default]
     Truncate,
     /// The weight becomes 0.

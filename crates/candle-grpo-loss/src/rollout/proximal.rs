@@ -25,12 +25,12 @@ use serde::{Deserialize, Serialize};
 #[derive(Debug, Clone, Copy, PartialEq, Default, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case", deny_unknown_fields)]
 pub enum ProximalPolicy {
-    /// `(1 - a) roll + a lp`.
+    /// `(1 - a) roll + a lp`. The default.
     #[default]
     LogLinear,
     /// `log((1 - a) exp(roll) + a exp(lp) + floor)`.
     Linear {
-        /// A probability that is added, 1e-10 in AReaL.
+        /// A probability that is added, 1e-10 in AReaL. Default 0.
         #[serde(default)]
         floor: f64,
     },

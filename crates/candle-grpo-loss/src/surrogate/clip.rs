@@ -15,18 +15,19 @@ use candle_grpo_core::validate::{check, non_negative, positive, unit_interval};
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct Clip {
-    /// The clip width below a ratio of 1, from 0 to 1.
+    /// The clip width below a ratio of 1, from 0 to 1. Default 0.2.
     pub low: f64,
-    /// The clip width above a ratio of 1.
+    /// The clip width above a ratio of 1. Default 0.2.
     pub high: f64,
     /// A finite ratio c above 1: for a negative advantage, the loss is at most `-c A`
     /// (<https://arxiv.org/abs/1912.09729>). It does not depend on `high`, which has no effect there.
     ///
-    /// verl uses 3.0 and ROLL `1 + 2 * pg_clip`, by default 1.4.
+    /// verl uses 3.0 and ROLL `1 + 2 * pg_clip`. Absent by default.
     pub dual_clip: Option<f64>,
     /// The upper bound of the ratio in the unclipped term (TRL's `delta`, <https://arxiv.org/abs/2505.07291>).
     ///
     /// At or above `1 + high` it equals `dual_clip`. Below, it also acts on positive advantages.
+    /// Absent by default.
     pub delta: Option<f64>,
 }
 

@@ -16,13 +16,14 @@ use candle_grpo_core::validate::{check, non_negative, share};
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct ClipCov {
-    /// The clip of the tokens that are not selected.
+    /// The clip of the tokens that are not selected. Default [`Clip::default`].
     pub clip: Clip,
-    /// The fraction of all tokens that is selected, at random among the candidates.
+    /// The fraction of all tokens that is selected, at random among the candidates. Default
+    /// 0.0002.
     pub ratio: f64,
-    /// The lower bound of a candidate's covariance, exclusive.
+    /// The lower bound of a candidate's covariance, exclusive. Default 1.
     pub lower: f64,
-    /// The upper bound of a candidate's covariance, exclusive.
+    /// The upper bound of a candidate's covariance, exclusive. Default 5.
     pub upper: f64,
 }
 
@@ -44,9 +45,9 @@ impl Default for ClipCov {
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct KlCov {
-    /// The fraction of all tokens that is selected.
+    /// The fraction of all tokens that is selected. Default 0.0002.
     pub ratio: f64,
-    /// The coefficient of the penalty.
+    /// The coefficient of the penalty. Default 1.
     pub coef: f64,
 }
 

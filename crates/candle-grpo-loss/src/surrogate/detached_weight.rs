@@ -18,16 +18,16 @@ use super::{SurrogateInputs, TokenLoss, TokenLosses};
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct DetachedWeight {
-    /// The lower bound of the weight, from 0 to 1.
+    /// The lower bound of the weight, from 0 to 1. Absent by default.
     pub ratio_min: Option<f64>,
-    /// The upper bound of the weight, at least 1 unless `allow_max_below_one`.
+    /// The upper bound of the weight, at least 1 unless `allow_max_below_one`. Default 5.
     pub ratio_max: Option<f64>,
     /// Accepts a `ratio_max` below 1, which scales down on-policy tokens too.
     ///
     /// Such a bound is usually a clip width: `ratio_max: 0.2` where 1.2 is meant. TRL's default is
-    /// 0.2.
+    /// 0.2. Default `false`.
     pub allow_max_below_one: bool,
-    /// Drops the tokens that PPO would clip (`cispo_use_unified_mask` in ROLL).
+    /// Drops the tokens that PPO would clip (`cispo_use_unified_mask` in ROLL). Absent by default.
     pub unified_mask: Option<UnifiedMask>,
 }
 

@@ -13,7 +13,7 @@ use candle_grpo_core::validate::{non_negative, positive};
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Divergence {
-    /// `|p - q|`, the binary total variation.
+    /// `|p - q|`, the binary total variation. The default.
     #[default]
     TotalVariation,
     /// `q log(q / p) + (1 - q) log((1 - q) / (1 - p))`, the binary KL.
@@ -25,7 +25,7 @@ pub enum Divergence {
 #[serde(rename_all = "snake_case")]
 pub enum DropIf {
     /// The move exceeds the bound in the direction of the advantage: `high` upwards for A > 0,
-    /// `low` downwards for A < 0.
+    /// `low` downwards for A < 0. The default.
     #[default]
     WithAdvantage,
     /// The move exceeds the bound of its direction, whatever the sign of A (`ipo` in prime-rl).
@@ -38,7 +38,7 @@ pub enum DropIf {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum MaskedValue {
-    /// `-w A log_prob` (DPPO, verl).
+    /// `-w A log_prob` (DPPO, verl). The default.
     #[default]
     LogProb,
     /// `-w A` (prime-rl).
@@ -55,17 +55,17 @@ pub enum MaskedValue {
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct DivergenceMask {
-    /// The distance.
+    /// The distance. Default `total_variation`.
     pub divergence: Divergence,
-    /// The tokens that are dropped.
+    /// The tokens that are dropped. Default `with_advantage`.
     pub drop_if: DropIf,
-    /// The value of the loss.
+    /// The value of the loss. Default `log_prob`.
     pub value: MaskedValue,
-    /// The bound downwards.
+    /// The bound downwards. Default 0.2.
     pub low: f64,
-    /// The bound upwards.
+    /// The bound upwards. Default 0.2.
     pub high: f64,
-    /// The upper bound of the weight. Absent: unbounded, as in prime-rl.
+    /// The upper bound of the weight. Absent: unbounded, as in prime-rl. Default 20.
     pub ratio_max: Option<f64>,
 }
 

@@ -29,16 +29,16 @@ const SAFE_WEIGHTS: (f64, f64) = (0.8, 1.);
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct FutureKl {
-    /// The clip.
+    /// The clip. Default `Clip::asymmetric(0.2, 0.28)`.
     pub clip: Clip,
-    /// The distance in tokens over which an influence halves.
+    /// The distance in tokens over which an influence halves. Default 32.
     pub half_life: f64,
-    /// The bound on the distance of w from 1. Absent: unbounded.
+    /// The bound on the distance of w from 1. Absent: unbounded. Default 0.2.
     pub weight_clip: Option<f64>,
-    /// Bounds w below by 1, so that no token counts less.
+    /// Bounds w below by 1, so that no token counts less. Default `true`.
     pub high_only: bool,
     /// The ratio above which a token with a negative advantage has a weight from 0.8 to 1: its
-    /// probability rose already, although the advantage lowers it.
+    /// probability rose already, although the advantage lowers it. Default 10.
     pub safety_threshold: Option<f64>,
 }
 

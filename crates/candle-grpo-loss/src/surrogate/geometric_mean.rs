@@ -18,9 +18,9 @@ use candle_grpo_core::validate::non_negative;
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct GeometricMean {
-    /// The clip width below a log-ratio of 0.
+    /// The clip width below a log-ratio of 0. Default 0.4.
     pub low: f64,
-    /// The clip width above a log-ratio of 0.
+    /// The clip width above a log-ratio of 0. Default 0.4.
     pub high: f64,
 }
 

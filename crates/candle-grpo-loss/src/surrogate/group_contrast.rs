@@ -21,7 +21,7 @@ use candle_grpo_core::validate::positive;
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct GroupContrast {
-    /// The temperature of the scores.
+    /// The temperature of the scores. Default 0.5.
     pub tau: f64,
 }
 

@@ -17,7 +17,7 @@ pub struct Likelihood {
     /// Multiplies the loss by `sg[p (1 - p)]` with the probability p of the token, so that tokens
     /// that the policy is sure about count less (CHORD-phi, <https://arxiv.org/abs/2508.11408>).
     ///
-    /// A token with a probability near 0 has almost no gradient either.
+    /// A token with a probability near 0 has almost no gradient either. Default `false`.
     pub uncertainty_weight: bool,
 }
 

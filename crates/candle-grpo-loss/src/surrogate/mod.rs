@@ -80,7 +80,7 @@ macro_rules! surrogates {
 }
 
 surrogates! {
-    /// The clipped surrogate of PPO.
+    /// The clipped surrogate of PPO. The default.
     #[doc(alias = "PPO")]
     #[doc(alias = "GRPO")]
     #[doc(alias = "DAPO")]

@@ -14,9 +14,9 @@ use candle_grpo_core::validate::positive;
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct SoftGate {
-    /// The decay of the gradient where the advantage is positive.
+    /// The decay of the gradient where the advantage is positive. Default 1.
     pub tau_pos: f64,
-    /// The decay of the gradient elsewhere.
+    /// The decay of the gradient elsewhere. Default 1.05.
     pub tau_neg: f64,
 }
 

@@ -15,7 +15,7 @@ use candle_grpo_core::validate::non_negative;
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct SquaredLogRatio {
-    /// The coefficient of the penalty.
+    /// The coefficient of the penalty. Default 0.1.
     pub coef: f64,
 }
 

@@ -25,11 +25,11 @@ pub enum PositiveIf {
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct Topr {
-    /// The weight of positive samples.
+    /// The weight of positive samples. Default 1.
     pub positive_weight: f64,
-    /// The factor of the weight of the other samples.
+    /// The factor of the weight of the other samples. Default 1.
     pub negative_weight: f64,
-    /// The definition of a positive sample.
+    /// The definition of a positive sample. Default `advantage_positive`.
     pub positive_if: PositiveIf,
 }
 

@@ -16,13 +16,13 @@ use candle_grpo_core::validate::{non_negative, positive};
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct Vespo {
-    /// k where the advantage is at least 0.
+    /// k where the advantage is at least 0. Default 2.
     pub k_pos: f64,
-    /// lambda where the advantage is at least 0.
+    /// lambda where the advantage is at least 0. Default 3.
     pub lambda_pos: f64,
-    /// k where the advantage is negative.
+    /// k where the advantage is negative. Default 3.
     pub k_neg: f64,
-    /// lambda where the advantage is negative.
+    /// lambda where the advantage is negative. Default 2.
     pub lambda_neg: f64,
 }
 

@@ -3,6 +3,7 @@
 mod bad_input;
 mod cuda_budget;
 mod custom_surrogate;
+mod defaults;
 mod distillation_loss;
 mod documentation;
 mod fixture;

@@ -29,7 +29,7 @@ pub struct AdamWConfig {
     /// Added to the denominator for numerical stability. Default 1e-8.
     pub epsilon: f64,
     /// Decoupled weight decay: each step multiplies a parameter by `1 - learning_rate *
-    /// weight_decay`. Default 0.01, as in PyTorch.
+    /// weight_decay`, as in PyTorch. Default 0.01.
     pub weight_decay: f64,
     /// The parameters that decay: `matrices` (those of linear layers) or `all`.
     pub decay: DecayRule,

@@ -390,6 +390,22 @@ fn plain(comment: &str) -> String {
     text.replace("`Self::", "`")
 }
 
+/// A comment without its last sentence, if that one states the default, which has a column.
+fn without_default(comment: &str) -> &str {
+    let is_value = |text: &str| !text.contains(' ') || text.starts_with('`');
+    let start = comment.rfind("Default ").filter(|start| {
+        let value = comment[start + "Default ".len()..].strip_suffix('.');
+        value.is_some_and(is_value)
+    });
+    match start {
+        Some(start) => comment[..start].trim_end(),
+        None => comment
+            .strip_suffix("Absent by default.")
+            .or_else(|| comment.strip_suffix("Empty by default."))
+            .map_or(comment, str::trim_end),
+    }
+}
+
 fn render(table: &Table) -> String {
     let source = fs::read_to_string(root().join(table.file)).unwrap();
     let has_defaults = !table.defaults.is_null();
@@ -414,6 +430,7 @@ fn render(table: &Table) -> String {
             Some(default) => format!("`{default}`"),
         };
         text += &if has_defaults {
+            let comment = without_default(&comment);
             format!("| `{field}` | {default} | {comment} |\n")
         } else {
             format!("| `{field}` | {comment} |\n")

@@ -1,0 +1,57 @@
+//! Doc comments state the defaults of the options.
+
+use candle_grpo_core::advantage::{OptimalTokenBaseline, TeacherWeight};
+use candle_grpo_core::trajectories::Gigpo;
+use candle_grpo_core::{
+    AdvantageConfig, AdvantagePipeline, AdvantageRange, CoefSchedule, CosineLength, CostPenalty,
+    DifficultyPools, DynamicSampling, GroupAdvantage, GroupFilter, Kl, KlPenalty, OverlongPenalty,
+    RepetitionPenalty, RewardNorm, RewardShaping, RunningState, ScoreResampling, SingletonGroup,
+    TokenAdvantage, Whitening,
+};
+use candle_grpo_test_support::{
+    assert_defaults_are_documented, defaults_of, other_fields, serialized,
+};
+use serde_json::json;
+
+#[test]
+fn each_option_states_its_default() {
+    let mut defaults = defaults_of![
+        AdvantageConfig,
+        AdvantagePipeline,
+        AdvantageRange,
+        CoefSchedule,
+        CosineLength,
+        CostPenalty,
+        DifficultyPools,
+        DynamicSampling,
+        Gigpo,
+        GroupAdvantage,
+        GroupFilter,
+        Kl,
+        KlPenalty,
+        OptimalTokenBaseline,
+        RepetitionPenalty,
+        RewardNorm,
+        RewardShaping,
+        RunningState,
+        ScoreResampling,
+        TeacherWeight,
+        TokenAdvantage,
+        Whitening,
+    ];
+    defaults.insert(
+        "OverlongPenalty",
+        other_fields::<OverlongPenalty>(json!({"max_length": 2, "buffer": 1})),
+    );
+    defaults.insert(
+        "GroupAdvantage { single_sample: SingletonGroup::Zero, ..Default::default() }",
+        serialized(&GroupAdvantage {
+            single_sample: SingletonGroup::Zero,
+            ..Default::default()
+        }),
+    );
+    // It borrows tensors, so serde does not write it.
+    let absent = json!({"output_tokens": null, "input_tokens": null, "turns": null});
+    defaults.insert("Costs", absent);
+    assert_defaults_are_documented(env!("CARGO_MANIFEST_DIR"), &defaults);
+}
