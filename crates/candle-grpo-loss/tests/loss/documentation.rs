@@ -1,4 +1,8 @@
-//! The configurations that docs/algorithms.md shows are ones, and the dependencies of the README.
+//! The configurations that docs/algorithms.md shows are ones, the numbers of presets, the imports
+//! of examples, and the dependencies of the README.
+
+use std::collections::BTreeSet;
+use std::path::Path;
 
 use candle_core::{Error, Result};
 use candle_grpo_core::trajectories::Gigpo;
@@ -33,8 +37,7 @@ fn quoted(text: &str) -> Option<&str> {
 /// A column headed "Configuration" holds them; that head names their type or, where it does not,
 /// the first name of the row.
 fn shown() -> Result<Vec<Shown>> {
-    let path = concat!(env!("CARGO_MANIFEST_DIR"), "/../../docs/algorithms.md");
-    let page = std::fs::read_to_string(path).map_err(Error::wrap)?;
+    let page = text("docs/algorithms.md")?;
     let mut found = Vec::new();
     let mut column: Option<(usize, Option<String>)> = None;
     for line in page.lines() {
@@ -134,13 +137,121 @@ fn each_preset_is_the_configuration_that_is_shown() -> Result<()> {
     Ok(())
 }
 
+/// The text of a file of the repository.
+fn text(path: &str) -> Result<String> {
+    let root = concat!(env!("CARGO_MANIFEST_DIR"), "/../..");
+    std::fs::read_to_string(format!("{root}/{path}")).map_err(Error::wrap)
+}
+
+/// Constructors, presets and rows of the page are one list, and each page counts it.
+#[test]
+fn each_page_counts_the_presets_of_one_list() -> Result<()> {
+    let constructors = |path: &str| -> Result<BTreeSet<String>> {
+        let source = text(path)?;
+        let functions = source.lines().filter_map(|line| {
+            let (name, rest) = line.trim().strip_prefix("pub fn ")?.split_once('(')?;
+            rest.ends_with("-> Self {").then(|| name.to_owned())
+        });
+        Ok(functions.collect())
+    };
+    let page = text("docs/algorithms.md")?;
+    let rows = |start: &str| -> BTreeSet<String> {
+        let cells = page.lines().filter_map(|line| line.strip_prefix(start));
+        let names = cells.filter_map(|cell| cell.split(['(', '`']).next());
+        names.map(str::to_owned).collect()
+    };
+    let losses = constructors("crates/candle-grpo-loss/src/policy_loss/presets.rs")?;
+    assert_eq!(losses, rows("| `PolicyLoss::"));
+    let tested = presets().into_iter().map(|(name, _)| name.to_owned());
+    assert_eq!(losses, tested.collect());
+    let recipes = constructors("crates/candle-grpo-loss/src/recipe.rs")?;
+    assert_eq!(recipes, rows("| `Recipe::"));
+    // The key `preset` of a configuration file.
+    let configuration = text("docs/configuration.md")?;
+    let named = configuration
+        .split_once("Presets: ")
+        .and_then(|(_, rest)| rest.split_once('.'))
+        .map(|(names, _)| names.split('`').skip(1).step_by(2).map(str::to_owned));
+    assert_eq!(named.map(Iterator::collect), Some(recipes.clone()));
+    let estimators = page
+        .split_once("### By name")
+        .and_then(|(_, rest)| rest.split_once("###"))
+        .map(|(section, _)| {
+            section
+                .lines()
+                .filter(|line| line.starts_with("| `"))
+                .count()
+                - 1
+        });
+    let estimators = estimators.expect("the section");
+    let (losses, recipes) = (losses.len(), recipes.len());
+    for (path, sentence) in [
+        ("README.md", format!("**{recipes} presets,")),
+        ("README.md", format!("[{losses} losses]")),
+        ("README.md", format!("[{estimators} advantage estimators]")),
+        ("docs/algorithms.md", format!("Each of the {losses} losses")),
+        ("docs/algorithms.md", format!("Each of the {recipes} rows")),
+        ("docs/algorithms.md", format!("{estimators} estimators")),
+        (
+            "crates/candle-grpo-loss/README.md",
+            format!("**{losses} losses"),
+        ),
+        (
+            "crates/candle-grpo-core/README.md",
+            format!("**{estimators} published estimators"),
+        ),
+    ] {
+        assert!(text(path)?.contains(&sentence), "{path}: {sentence}");
+    }
+    Ok(())
+}
+
+/// A user of one crate may paste its examples: they import no other crate of this project, and a
+/// page of a re-export is that of its own crate.
+#[test]
+fn examples_import_their_own_crate_only() -> Result<()> {
+    let root = Path::new(concat!(env!("CARGO_MANIFEST_DIR"), "/../.."));
+    for name in ["core", "kernels", "loss"] {
+        let folder = root.join(format!("crates/candle-grpo-{name}"));
+        let mut sources = vec![folder.join("README.md")];
+        let mut folders = vec![folder.join("src")];
+        while let Some(folder) = folders.pop() {
+            for entry in std::fs::read_dir(folder).map_err(Error::wrap)? {
+                let path = entry.map_err(Error::wrap)?.path();
+                match path.is_dir() {
+                    true => folders.push(path),
+                    false => sources.push(path),
+                }
+            }
+        }
+        for path in sources {
+            let source = std::fs::read_to_string(&path).map_err(Error::wrap)?;
+            let is_page = path.extension().is_some_and(|x| x == "md");
+            let mut previous = "";
+            for line in source.lines().map(str::trim) {
+                let shown = line
+                    .strip_prefix("///")
+                    .or_else(|| line.strip_prefix("//!"))
+                    .or_else(|| is_page.then_some(line));
+                let shown = shown.map(|text| text.trim().trim_start_matches("# "));
+                if let Some(import) = shown.and_then(|text| text.strip_prefix("use candle_grpo_")) {
+                    assert!(import.starts_with(name), "{path:?}: {line}");
+                }
+                if line.starts_with("pub use candle_grpo_") {
+                    assert_eq!(previous, "#[doc(no_inline)]", "{path:?}: {line}");
+                }
+                previous = line;
+            }
+        }
+    }
+    Ok(())
+}
+
 /// The README names the version of Candle that the crates use, and forwards the feature to each
 /// dependency.
 #[test]
 fn the_dependencies_of_the_readme_are_those_of_the_crates() -> Result<()> {
-    let root = concat!(env!("CARGO_MANIFEST_DIR"), "/../..");
-    let read = |path: &str| std::fs::read_to_string(format!("{root}/{path}")).map_err(Error::wrap);
-    let (readme, workspace) = (read("README.md")?, read("Cargo.toml")?);
+    let (readme, workspace) = (text("README.md")?, text("Cargo.toml")?);
     let block = readme
         .split("```toml")
         .nth(1)
@@ -152,7 +263,7 @@ fn the_dependencies_of_the_readme_are_those_of_the_crates() -> Result<()> {
     for line in dependencies.lines().filter(|line| line.contains('=')) {
         let (name, version) = line.split_once(" = ").expect("a name and a version");
         match name.starts_with("candle-grpo") {
-            true => assert!(read(&format!("crates/{name}/Cargo.toml"))?.contains("\ncuda = [")),
+            true => assert!(text(&format!("crates/{name}/Cargo.toml"))?.contains("\ncuda = [")),
             false => assert!(
                 workspace.contains(&format!("\n{name} = {version}\n")),
                 "{line}"
