@@ -65,8 +65,8 @@ impl PaddedTokens {
         let t = longest(&mut sequences.iter().map(|(_, response)| response.len()));
         let width = p + t - 1;
 
-        let (mut input_ids, mut attention_mask) = (Vec::new(), Vec::new());
-        let (mut targets, mut response_mask) = (Vec::new(), Vec::new());
+        let (mut input_ids, mut attention_mask) = (Vec::new(), Vec::<u32>::new());
+        let (mut targets, mut response_mask) = (Vec::new(), Vec::<u32>::new());
         for (row, (prompt, response)) in sequences.iter().enumerate() {
             targets.extend_from_slice(response);
             targets.resize((row + 1) * t, PADDING);

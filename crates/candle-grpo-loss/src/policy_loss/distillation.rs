@@ -12,11 +12,11 @@ use candle_grpo_core::validate::{finite, non_negative, positive};
 /// drew. Needs [`crate::PolicyBatch::teacher_log_probs`].
 ///
 /// ```
-/// use candle_core::{Device, Tensor};
+/// use candle_core::{Device, Tensor, Var};
 /// use candle_grpo_loss::{Distillation, PolicyBatch, PolicyLoss, StepTotals};
 ///
 /// let device = Device::Cpu;
-/// let log_probs = Tensor::new(&[[-1f32, -3.]], &device)?;
+/// let log_probs = Var::new(&[[-1f32, -3.]], &device)?;
 /// let teacher_log_probs = Tensor::new(&[[-2f32, -1.]], &device)?;
 /// let mask = Tensor::new(&[[1u8, 1]], &device)?;
 /// let nothing = Tensor::new(&[0f32], &device)?; // no reward
