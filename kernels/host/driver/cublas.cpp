@@ -98,7 +98,8 @@ int product(Handle* handle, const Product& product) {
         return INVALID_VALUE;
     }
     if (m == 0 || n == 0 || batch == 0) return SUCCESS;
-    cuda_host::enqueue(handle->stream, "product", [=] {
+    const std::vector<cuda_host::Use> uses = {{a.start, false}, {b.start, false}, {c.start, true}};
+    cuda_host::enqueue(handle->stream, "product", uses, [=] {
         if (a.type == R_64F) product.run<double>();
         else product.run<float>();
     });

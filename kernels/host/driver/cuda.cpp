@@ -1,15 +1,21 @@
 // The functions of the CUDA driver that Candle and its crate cudarc call, on the CPU.
 //
 // Device memory is host memory, kernels are C++ functions from shared libraries, and a stream is a
-// queue. The GPU has compute capability 8.0 and the attributes below. Three environment variables
-// change it, or how the work is done:
+// queue. The GPU has compute capability 8.0 and the attributes below. Environment variables change
+// it, or how the work is done:
 //
+// CUDA_ON_HOST_DEVICES=n There are n GPUs, at most 8. Without it there is one.
 // CUDA_ON_HOST_HOPPER=1 The GPU has compute capability 9.0, and modules have its kernels.
 // CUDA_ON_HOST_LAZY=1   A stream works only when a call waits for it; else it works at once.
 // CUDA_ON_HOST_ORDER=n  The order of the threads of a block, as in cuda_host_launch.
 //
 // Memory starts as 0xff in each byte, which is NaN in every float type. An inaccessible page
 // follows each allocation. Freed memory stays inaccessible for some time.
+//
+// Work that uses an allocation must be ordered after the last write of it, and a write after the
+// last reads too: by its stream, an event, or a wait of the host. Other work is an error, in every
+// mode. No stream waits for the default stream. Kernels use the memory of their pointer arguments,
+// and write it unless the argument points to constants, or has the address in a table.
 
 #include <dlfcn.h>
 #include <stdarg.h>
@@ -44,7 +50,9 @@ typedef uint64_t CUdeviceptr;
 
 namespace {
 
+using cuda_host::Access;
 using cuda_host::Kernel;
+using cuda_host::Use;
 
 enum : CUresult {
     SUCCESS = 0,
@@ -53,9 +61,11 @@ enum : CUresult {
     INVALID_DEVICE = 101,
     INVALID_IMAGE = 200,
     INVALID_CONTEXT = 201,
+    INVALID_HANDLE = 400,
     NOT_FOUND = 500,
     ILLEGAL_ADDRESS = 700,
     ASSERT = 710,
+    LAUNCH_FAILED = 719,
     NOT_SUPPORTED = 801,
     CAPTURE_UNSUPPORTED = 900,
 };
@@ -68,7 +78,9 @@ bool is_hopper() {
 // CUdevice_attribute
 enum { MAX_THREADS = 1, WARP_SIZE = 10, MULTIPROCESSORS = 16, MAJOR = 75, MINOR = 76, MEMORY_POOLS = 115 };
 
+// Of each GPU.
 constexpr size_t total_memory = (size_t)8 << 30;
+constexpr unsigned most_devices = 8;
 constexpr size_t page = 4096;
 // Freed allocations that stay inaccessible.
 constexpr size_t graveyard = 4096;
@@ -77,42 +89,85 @@ constexpr unsigned shared_default = 48 << 10, shared_most = 227 << 10;
 
 struct Function {
     const Kernel* kernel;
+    int device;
     bool is_loop;
     unsigned shared_bytes = shared_default;
 };
 struct Module {
     std::unordered_map<std::string, Function> functions;
 };
+// Work of a stream. `name` names it in errors.
+struct Work {
+    const char* name;
+    std::vector<Use> uses;
+    bool is_copy;  // which may use the memory of two GPUs
+    std::function<void()> run;
+};
 // Recorded work, and the memory that it allocates and frees.
 struct Graph {
-    std::vector<std::function<void()>> work;
+    std::vector<Work> work;
     std::vector<CUdeviceptr> allocations;
     ~Graph();
 };
+
+// The number of calls of each stream, by its id, that come before a point of the program.
+struct Clock {
+    std::vector<uint64_t> counts;
+
+    void set(size_t stream, uint64_t count) {
+        if (counts.size() <= stream) counts.resize(stream + 1);
+        counts[stream] = std::max(counts[stream], count);
+    }
+    bool has(size_t stream, uint64_t count) const { return stream < counts.size() && counts[stream] >= count; }
+    void merge(const Clock& other) {
+        for (size_t stream = 0; stream < other.counts.size(); stream++) set(stream, other.counts[stream]);
+    }
+};
 struct Stream {
+    int device = 0;
+    size_t id = 0;  // 0 before its first work
     std::deque<std::function<void()>> work;
     uint64_t issued = 0, done = 0;
+    Clock clock;
     std::shared_ptr<Graph> recording;  // null unless the stream records
 };
 struct Event {
     Stream* stream = nullptr;
     uint64_t at = 0;
+    Clock clock;
+};
+// The place of work: a call of a stream.
+struct Place {
+    size_t stream;
+    uint64_t at;
+    const char* name;
 };
 struct Allocation {
     size_t bytes;
-    bool is_freed;  // by a call that may not have run yet
+    int device;
+    bool is_freed = false;  // by a call that may not have run yet
+    Place written = {0, 0, nullptr};
+    std::vector<Place> reads = {};  // the last one of each stream since the write
+};
+// A GPU is its own context and its own pool of memory.
+struct Device {
+    size_t used_bytes = 0;
+    uint64_t pool_threshold = 0;
+    Stream default_stream;
 };
 
 std::recursive_mutex lock;
 std::map<CUdeviceptr, Allocation> memory;
 std::deque<std::pair<void*, size_t>> freed;
-size_t used_bytes;
-uint64_t pool_threshold;
-Stream default_stream;
+Device devices[most_devices];
 std::vector<Stream*> streams;
-thread_local Stream thread_stream;
-thread_local void* current_context;
-int the_context, the_pool;
+size_t stream_ids;
+thread_local Stream thread_streams[most_devices];
+thread_local Device* current_context;
+// The work that the host has waited for. A thread that waits for a stream passes its results to
+// other threads. One that waits for an event, such as a watchdog, may not.
+Clock waited;
+thread_local Clock waited_by_thread;
 // An error of the work on a stream. It stays, as the error of a broken context does.
 CUresult broken = SUCCESS;
 
@@ -124,6 +179,12 @@ bool is_lazy() {
     static const bool lazy = variable("CUDA_ON_HOST_LAZY") == 1;
     return lazy;
 }
+
+int device_count() {
+    static const unsigned count = std::min(std::max(variable("CUDA_ON_HOST_DEVICES"), 1u), most_devices);
+    return (int)count;
+}
+int current_device() { return current_context == nullptr ? 0 : (int)(current_context - devices); }
 
 // Calls of this thread, by name.
 thread_local std::map<std::string, uint64_t> calls;
@@ -139,8 +200,11 @@ CUresult refuse(CUresult result, const char* format, ...) {
 }
 
 Stream* stream_of(void* handle) {
-    if (handle == nullptr || handle == (void*)1) return &default_stream;
-    return handle == (void*)2 ? &thread_stream : (Stream*)handle;
+    if (handle != nullptr && handle != (void*)1 && handle != (void*)2) return (Stream*)handle;
+    const int device = current_device();
+    Stream* stream = handle == (void*)2 ? &thread_streams[device] : &devices[device].default_stream;
+    stream->device = device;
+    return stream;
 }
 
 void run_until(Stream* stream, uint64_t at) {
@@ -158,14 +222,72 @@ CUresult finish(Stream* stream) {
     return broken;
 }
 
-CUresult add(void* handle, std::function<void()> work) {
-    Stream* stream = stream_of(handle);
+// Waits for a stream, as the host.
+CUresult wait_for(Stream* stream) {
+    waited.merge(stream->clock);
+    return finish(stream);
+}
+
+// Calls `each` with the streams of a GPU, except those of other threads.
+template <class F>
+void for_streams(int device, F each) {
+    for (Stream* stream : streams)
+        if (stream->device == device) each(stream);
+    each(&thread_streams[device]);
+    each(&devices[device].default_stream);
+}
+
+// Returns the allocation that has this address, or the end of `memory`.
+std::map<CUdeviceptr, Allocation>::iterator allocation_of(CUdeviceptr address) {
+    auto next = memory.upper_bound(address);
+    if (next == memory.begin()) return memory.end();
+    auto found = std::prev(next);
+    return address < found->first + found->second.bytes ? found : memory.end();
+}
+
+// Checks that the next work of a stream is ordered after the work that used the same memory.
+void check_order(const Stream* stream, const Work& work) {
+    const Place here = {stream->id, stream->issued, work.name};
+    for (const auto& [address, is_write] : work.uses) {
+        const auto found = allocation_of(address);
+        if (found == memory.end()) continue;
+        Allocation* allocation = &found->second;
+        if (!work.is_copy && allocation->device != stream->device) {
+            broken = refuse(ILLEGAL_ADDRESS, "%s on GPU %d uses %p, which is memory of GPU %d", work.name, stream->device,
+                            (void*)address, allocation->device);
+            return;
+        }
+        const auto check = [&, address = address, is_write = is_write](const Place& place, const char* what) {
+            if (place.name == nullptr || stream->clock.has(place.stream, place.at)) return;
+            broken = refuse(LAUNCH_FAILED, "no order: %s on stream %zu %s %p, and %s on stream %zu %s it: no event or wait is between them",
+                            work.name, stream->id, is_write ? "writes" : "reads", (void*)address, place.name, place.stream, what);
+        };
+        check(allocation->written, "writes");
+        auto& reads = allocation->reads;
+        if (is_write) {
+            for (const Place& read : reads) check(read, "reads");
+            reads.clear();
+            allocation->written = here;
+            continue;
+        }
+        auto own = std::find_if(reads.begin(), reads.end(), [&](const Place& read) { return read.stream == stream->id; });
+        if (own == reads.end()) reads.push_back(here);
+        else *own = here;
+    }
+}
+
+CUresult add(Stream* stream, Work work) {
     if (stream->recording != nullptr) {
         stream->recording->work.push_back(std::move(work));
         return broken;
     }
-    stream->work.push_back(std::move(work));
+    if (stream->id == 0) stream->id = ++stream_ids;
     stream->issued++;
+    stream->clock.merge(waited);
+    stream->clock.merge(waited_by_thread);
+    stream->clock.set(stream->id, stream->issued);
+    check_order(stream, work);
+    stream->work.push_back(std::move(work.run));
     if (!is_lazy()) run_until(stream, stream->issued);
     return broken;
 }
@@ -174,14 +296,14 @@ size_t pages(size_t bytes) { return (bytes + page - 1) / page * page; }
 // An allocation ends at an inaccessible page, up to the alignment of 16 bytes.
 size_t rounded(size_t bytes) { return (bytes + 15) / 16 * 16; }
 
-CUresult allocate(CUdeviceptr* pointer, size_t bytes) {
+CUresult allocate(CUdeviceptr* pointer, size_t bytes, int device) {
     if (bytes == 0) return refuse(INVALID_VALUE, "cuMemAlloc of 0 bytes");
-    if (used_bytes + bytes > total_memory) return OUT_OF_MEMORY;
+    if (devices[device].used_bytes + bytes > total_memory) return OUT_OF_MEMORY;
     void* start = cuda_host_buffer(rounded(bytes));
     memset(start, 0xff, rounded(bytes));
     *pointer = (CUdeviceptr)start;
-    memory[*pointer] = {bytes, false};
-    used_bytes += bytes;
+    memory[*pointer] = {bytes, device};
+    devices[device].used_bytes += bytes;
     return SUCCESS;
 }
 
@@ -198,7 +320,7 @@ void release(CUdeviceptr pointer) {
     auto found = memory.find(pointer);
     const size_t bytes = found->second.bytes, whole = pages(rounded(bytes));
     void* start = (char*)pointer + rounded(bytes) - whole;
-    used_bytes -= bytes;
+    devices[found->second.device].used_bytes -= bytes;
     memory.erase(found);
     madvise(start, whole, MADV_DONTNEED);
     mprotect(start, whole, PROT_NONE);
@@ -211,9 +333,7 @@ void release(CUdeviceptr pointer) {
 
 // The memory of a graph exists as long as the graph.
 Graph::~Graph() {
-    for (Stream* stream : streams) finish(stream);
-    finish(&thread_stream);
-    finish(&default_stream);
+    for (int device = 0; device < device_count(); device++) for_streams(device, finish);
     for (CUdeviceptr pointer : allocations) release(pointer);
 }
 
@@ -235,6 +355,25 @@ struct Launch {
         }
         for (auto& value : values) pointers.push_back(value.data());
     }
+
+    // The memory that the kernel uses. A table that has not been copied to the GPU yet has no
+    // addresses.
+    std::vector<Use> uses() const {
+        std::vector<Use> all;
+        for (int i = 0; i < kernel->count; i++) {
+            if (kernel->accesses[i] == Access::None) continue;
+            const CUdeviceptr address = *(const CUdeviceptr*)pointers[(size_t)i];
+            all.push_back({address, kernel->accesses[i] == Access::Write});
+            const auto table = allocation_of(address);
+            if (kernel->accesses[i] != Access::Table || table == memory.end()) continue;
+            const CUdeviceptr end = table->first + table->second.bytes;
+            for (CUdeviceptr at = address; at + sizeof at <= end; at += sizeof at) {
+                const CUdeviceptr entry = *(const CUdeviceptr*)at;
+                if (allocation_of(entry) != memory.end()) all.push_back({entry, true});
+            }
+        }
+        return all;
+    }
 };
 
 // Counts a call, and holds the lock until the end of the function.
@@ -248,20 +387,17 @@ struct Launch {
 
 }  // namespace
 
-void cuda_host::enqueue(void* stream, const char* name, std::function<void()> work) {
+void cuda_host::enqueue(void* stream, const char* name, const std::vector<Use>& uses, std::function<void()> work) {
     std::lock_guard<std::recursive_mutex> guard(lock);
     calls[name]++;
-    add(stream, std::move(work));
+    add(stream_of(stream), {name, uses, false, std::move(work)});
 }
 
 bool cuda_host::is_inside(uint64_t address, uint64_t bytes, const char* name) {
     std::lock_guard<std::recursive_mutex> guard(lock);
     if (bytes == 0) return true;
-    auto next = memory.upper_bound(address);
-    if (next != memory.begin()) {
-        auto found = std::prev(next);
-        if (address + bytes <= found->first + found->second.bytes) return true;
-    }
+    const auto found = allocation_of(address);
+    if (found != memory.end() && address + bytes <= found->first + found->second.bytes) return true;
     broken = refuse(ILLEGAL_ADDRESS, "%s: %zu bytes at %p are outside of every allocation", name, (size_t)bytes, (void*)address);
     return false;
 }
@@ -279,12 +415,12 @@ uint64_t cuda_host_calls(const char* name) {
 
 CUresult cuInit(unsigned) { return SUCCESS; }
 CUresult cuDeviceGet(int* device, int ordinal) {
-    if (ordinal != 0) return INVALID_DEVICE;
-    *device = 0;
+    if (ordinal < 0 || ordinal >= device_count()) return INVALID_DEVICE;
+    *device = ordinal;
     return SUCCESS;
 }
 CUresult cuDeviceGetCount(int* count) {
-    *count = 1;
+    *count = device_count();
     return SUCCESS;
 }
 CUresult cuDeviceGetAttribute(int* value, int attribute, int) {
@@ -300,8 +436,9 @@ CUresult cuDeviceGetAttribute(int* value, int attribute, int) {
     return SUCCESS;
 }
 
-CUresult cuDevicePrimaryCtxRetain(void** context, int) {
-    *context = &the_context;
+CUresult cuDevicePrimaryCtxRetain(void** context, int device) {
+    if (device < 0 || device >= device_count()) return INVALID_DEVICE;
+    *context = &devices[device];
     return SUCCESS;
 }
 CUresult cuDevicePrimaryCtxRelease_v2(int) { return SUCCESS; }
@@ -310,20 +447,20 @@ CUresult cuCtxGetCurrent(void** context) {
     return SUCCESS;
 }
 CUresult cuCtxSetCurrent(void* context) {
-    current_context = context;
+    current_context = (Device*)context;
     return SUCCESS;
 }
 CUresult cuCtxDestroy_v2(void*) { return SUCCESS; }
 CUresult cuCtxSynchronize() {
     CALL;
-    for (Stream* stream : streams) finish(stream);
-    finish(&thread_stream);
-    return finish(&default_stream);
+    for_streams(current_device(), wait_for);
+    return broken;
 }
 
 CUresult cuStreamCreate(void** stream, unsigned) {
     CALL_IN_CONTEXT;
     streams.push_back(new Stream);
+    streams.back()->device = current_device();
     *stream = streams.back();
     return SUCCESS;
 }
@@ -334,7 +471,7 @@ CUresult cuStreamDestroy_v2(void* stream) {
 CUresult cuStreamSynchronize(void* stream) {
     CALL;
     NOT_IN_RECORDING(stream);
-    return finish(stream_of(stream));
+    return wait_for(stream_of(stream));
 }
 CUresult cuStreamIsCapturing(void* stream, int* status) {
     CALL;
@@ -372,14 +509,15 @@ CUresult cuGraphExecDestroy(void* instance) { return cuGraphDestroy(instance); }
 CUresult cuGraphLaunch(void* instance, void* stream) {
     CALL_IN_CONTEXT;
     NOT_IN_RECORDING(stream);
-    for (const auto& work : (*(std::shared_ptr<Graph>*)instance)->work) add(stream, work);
+    for (const auto& work : (*(std::shared_ptr<Graph>*)instance)->work) add(stream_of(stream), work);
     return broken;
 }
 CUresult cuStreamWaitEvent(void* stream, void* handle, unsigned) {
     CALL_IN_CONTEXT;
-    const Event event = *(Event*)handle;
+    const Event& event = *(Event*)handle;
     if (event.stream == nullptr || event.stream == stream_of(stream)) return broken;
-    return add(stream, [event] { run_until(event.stream, event.at); });
+    stream_of(stream)->clock.merge(event.clock);
+    return add(stream_of(stream), {__func__, {}, false, [from = event.stream, at = event.at] { run_until(from, at); }});
 }
 
 CUresult cuEventCreate(void** event, unsigned) {
@@ -394,20 +532,22 @@ CUresult cuEventDestroy_v2(void* event) {
 }
 CUresult cuEventRecord(void* event, void* stream) {
     CALL_IN_CONTEXT;
-    *(Event*)event = {stream_of(stream), stream_of(stream)->issued};
+    Stream* of = stream_of(stream);
+    *(Event*)event = {of, of->issued, of->clock};
     return broken;
 }
 
 CUresult cuEventSynchronize(void* handle) {
     CALL;
-    const Event event = *(Event*)handle;
+    const Event& event = *(Event*)handle;
+    waited_by_thread.merge(event.clock);
     if (event.stream != nullptr) run_until(event.stream, event.at);
     return broken;
 }
 
 CUresult cuMemAlloc_v2(CUdeviceptr* pointer, size_t bytes) {
     CALL_IN_CONTEXT;
-    return allocate(pointer, bytes);
+    return allocate(pointer, bytes, current_device());
 }
 // 0 bytes give a null pointer, and no error as from cuMemAlloc.
 CUresult cuMemAllocAsync(CUdeviceptr* pointer, size_t bytes, void* handle) {
@@ -415,55 +555,60 @@ CUresult cuMemAllocAsync(CUdeviceptr* pointer, size_t bytes, void* handle) {
     *pointer = 0;
     if (bytes == 0) return SUCCESS;
     Stream* stream = stream_of(handle);
-    const CUresult result = allocate(pointer, bytes);
-    if (result != SUCCESS || stream->recording == nullptr) return result;
-    stream->recording->allocations.push_back(*pointer);
-    return add(handle, [start = *pointer, bytes] { memset((void*)start, 0xff, bytes); });
+    const CUresult result = allocate(pointer, bytes, stream->device);
+    if (result != SUCCESS) return result;
+    if (stream->recording != nullptr) stream->recording->allocations.push_back(*pointer);
+    const bool is_new = stream->recording == nullptr;
+    return add(stream, {__func__, {{*pointer, true}}, false, [start = *pointer, bytes, is_new] {
+        if (!is_new) memset((void*)start, 0xff, bytes);
+    }});
 }
 CUresult cuMemFree_v2(CUdeviceptr pointer) {
     CALL;
     if (pointer == 0) return SUCCESS;
-    for (Stream* stream : streams) finish(stream);
+    for_streams(current_device(), wait_for);
     if (CUresult result = mark_freed(pointer)) return result;
     release(pointer);
     return broken;
 }
-CUresult cuMemFreeAsync(CUdeviceptr pointer, void* stream) {
+CUresult cuMemFreeAsync(CUdeviceptr pointer, void* handle) {
     CALL;
     if (pointer == 0) return SUCCESS;
-    const Graph* graph = stream_of(stream)->recording.get();
+    Stream* stream = stream_of(handle);
+    const Graph* graph = stream->recording.get();
     if (graph == nullptr) {
         if (CUresult result = mark_freed(pointer)) return result;
-        return add(stream, [pointer] { release(pointer); });
+        return add(stream, {__func__, {{pointer, true}}, false, [pointer] { release(pointer); }});
     }
     const auto& own = graph->allocations;
     if (std::find(own.begin(), own.end(), pointer) == own.end())
         return refuse(INVALID_VALUE, "a recorded free of %p, which the recording does not allocate", (void*)pointer);
     if (CUresult result = mark_freed(pointer)) return result;
     const size_t bytes = memory[pointer].bytes;
-    return add(stream, [pointer, bytes] { memset((void*)pointer, 0xff, bytes); });
+    return add(stream, {__func__, {{pointer, true}}, false, [pointer, bytes] { memset((void*)pointer, 0xff, bytes); }});
 }
-CUresult cuDeviceGetDefaultMemPool(void** pool, int) {
-    *pool = &the_pool;
+CUresult cuDeviceGetDefaultMemPool(void** pool, int device) {
+    if (device < 0 || device >= device_count()) return INVALID_DEVICE;
+    *pool = &devices[device];
     return SUCCESS;
 }
 // CU_MEMPOOL_ATTR_RELEASE_THRESHOLD is 4.
-CUresult cuMemPoolSetAttribute(void*, int attribute, void* value) {
+CUresult cuMemPoolSetAttribute(void* pool, int attribute, void* value) {
     if (attribute != 4) return INVALID_VALUE;
-    memcpy(&pool_threshold, value, sizeof pool_threshold);
+    memcpy(&((Device*)pool)->pool_threshold, value, sizeof(uint64_t));
     return SUCCESS;
 }
-CUresult cuMemPoolGetAttribute(void*, int attribute, void* value) {
+CUresult cuMemPoolGetAttribute(void* pool, int attribute, void* value) {
     if (attribute != 4) return INVALID_VALUE;
-    memcpy(value, &pool_threshold, sizeof pool_threshold);
+    memcpy(value, &((Device*)pool)->pool_threshold, sizeof(uint64_t));
     return SUCCESS;
 }
 
 CUresult cuMemsetD8Async(CUdeviceptr to, unsigned char value, size_t bytes, void* stream) {
     CALL_IN_CONTEXT;
-    return add(stream, [=] {
+    return add(stream_of(stream), {__func__, {{to, true}}, false, [=] {
         if (is_inside(to, bytes, "cuMemsetD8Async")) memset((void*)to, value, bytes);
-    });
+    }});
 }
 // The host memory is pageable: the driver copies it before the call returns.
 CUresult cuMemcpyHtoDAsync_v2(CUdeviceptr to, const void* from, size_t bytes, void* stream) {
@@ -471,24 +616,25 @@ CUresult cuMemcpyHtoDAsync_v2(CUdeviceptr to, const void* from, size_t bytes, vo
     // CUDA would record the address on the host.
     NOT_IN_RECORDING(stream);
     auto copy = std::make_shared<std::vector<char>>((const char*)from, (const char*)from + bytes);
-    return add(stream, [=] {
+    return add(stream_of(stream), {__func__, {{to, true}}, true, [=] {
         if (is_inside(to, bytes, "cuMemcpyHtoDAsync")) memcpy((void*)to, copy->data(), bytes);
-    });
+    }});
 }
 // The host memory is pageable: the call waits.
 CUresult cuMemcpyDtoHAsync_v2(void* to, CUdeviceptr from, size_t bytes, void* stream) {
     CALL_IN_CONTEXT;
     NOT_IN_RECORDING(stream);
-    finish(stream_of(stream));
-    if (broken == SUCCESS && is_inside(from, bytes, "cuMemcpyDtoHAsync")) memcpy(to, (void*)from, bytes);
-    return broken;
+    add(stream_of(stream), {__func__, {{from, false}}, true, [=] {
+        if (is_inside(from, bytes, "cuMemcpyDtoHAsync")) memcpy(to, (void*)from, bytes);
+    }});
+    return wait_for(stream_of(stream));
 }
 CUresult cuMemcpyDtoDAsync_v2(CUdeviceptr to, CUdeviceptr from, size_t bytes, void* stream) {
     CALL_IN_CONTEXT;
-    return add(stream, [=] {
+    return add(stream_of(stream), {__func__, {{from, false}, {to, true}}, true, [=] {
         if (is_inside(from, bytes, "cuMemcpyDtoDAsync, source") && is_inside(to, bytes, "cuMemcpyDtoDAsync, target"))
             memmove((void*)to, (void*)from, bytes);
-    });
+    }});
 }
 CUresult cuMemcpyPeerAsync(CUdeviceptr to, void*, CUdeviceptr from, void*, size_t bytes, void* stream) {
     return cuMemcpyDtoDAsync_v2(to, from, bytes, stream);
@@ -508,7 +654,7 @@ CUresult cuModuleLoadData(void** module, const void* image) {
     if (kernel == nullptr) return refuse(INVALID_IMAGE, "%s", dlerror());
     auto* loaded = new Module;
     for (; kernel->name != nullptr; kernel++)
-        loaded->functions[kernel->name] = {kernel, strcmp(threads, "loop") == 0};
+        loaded->functions[kernel->name] = {kernel, current_device(), strcmp(threads, "loop") == 0};
     *module = loaded;
     return SUCCESS;
 }
@@ -533,8 +679,9 @@ CUresult cuFuncSetAttribute(void* handle, int attribute, int value) {
 }
 
 CUresult cuLaunchKernel(void* handle, unsigned grid_x, unsigned grid_y, unsigned grid_z, unsigned block_x, unsigned block_y,
-                        unsigned block_z, unsigned shared_bytes, void* stream, void** arguments, void**) {
+                        unsigned block_z, unsigned shared_bytes, void* handle_of_stream, void** arguments, void**) {
     CALL_IN_CONTEXT;
+    Stream* stream = stream_of(handle_of_stream);
     const Function& function = *(Function*)handle;
     const Kernel* kernel = function.kernel;
     calls["launch"]++;
@@ -550,15 +697,18 @@ CUresult cuLaunchKernel(void* handle, unsigned grid_x, unsigned grid_y, unsigned
     if (wrong != nullptr)
         return refuse(INVALID_VALUE, "%s: %s: grid (%u, %u, %u), block (%u, %u, %u), %u bytes of shared memory", kernel->name,
                       wrong, grid_x, grid_y, grid_z, block_x, block_y, block_z, shared_bytes);
+    if (function.device != stream->device || current_device() != stream->device)
+        return refuse(INVALID_HANDLE, "%s: a kernel of GPU %d, on a stream of GPU %d, with the context of GPU %d", kernel->name,
+                      function.device, stream->device, current_device());
     auto launch = std::make_shared<Launch>(kernel, arguments);
-    return add(stream, [=, is_loop = function.is_loop] {
+    return add(stream, {kernel->name, launch->uses(), false, [=, is_loop = function.is_loop] {
         static const unsigned order = variable("CUDA_ON_HOST_ORDER");
         const unsigned grid[3] = {grid_x, grid_y, grid_z}, block[3] = {block_x, block_y, block_z};
         auto thread = [](void* launch) { ((Launch*)launch)->kernel->call(((Launch*)launch)->pointers.data()); };
         cuda_host_kernel = kernel->name;
         const char* error = cuda_host_launch(grid, block, shared_bytes, order, is_loop, thread, launch.get());
         if (error != nullptr) broken = refuse(ASSERT, "%s: %s", kernel->name, error);
-    });
+    }});
 }
 
 CUresult cuGetErrorString(CUresult error, const char** name) {
@@ -567,9 +717,11 @@ CUresult cuGetErrorString(CUresult error, const char** name) {
     case OUT_OF_MEMORY: *name = "CUDA_ERROR_OUT_OF_MEMORY"; break;
     case INVALID_IMAGE: *name = "CUDA_ERROR_INVALID_IMAGE"; break;
     case INVALID_CONTEXT: *name = "CUDA_ERROR_INVALID_CONTEXT"; break;
+    case INVALID_HANDLE: *name = "CUDA_ERROR_INVALID_HANDLE"; break;
     case NOT_FOUND: *name = "CUDA_ERROR_NOT_FOUND"; break;
     case ILLEGAL_ADDRESS: *name = "CUDA_ERROR_ILLEGAL_ADDRESS"; break;
     case ASSERT: *name = "CUDA_ERROR_ASSERT"; break;
+    case LAUNCH_FAILED: *name = "CUDA_ERROR_LAUNCH_FAILED"; break;
     case CAPTURE_UNSUPPORTED: *name = "CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED"; break;
     case NOT_SUPPORTED: *name = "CUDA_ERROR_NOT_SUPPORTED"; break;
     default: *name = "CUDA_ERROR_UNKNOWN";

@@ -17,7 +17,7 @@ struct Generator {
 template <class T, class Distribution>
 int generate(void* handle, T* to, size_t count, Distribution distribution) {
     auto* generator = (Generator*)handle;
-    cuda_host::enqueue(generator->stream, "random", [=]() mutable {
+    cuda_host::enqueue(generator->stream, "random", {{(uint64_t)to, true}}, [=]() mutable {
         if (!cuda_host::is_inside((uint64_t)to, count * sizeof(T), "random numbers")) return;
         for (size_t i = 0; i < count; i++) to[i] = distribution(generator->random);
     });

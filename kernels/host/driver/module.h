@@ -2,11 +2,24 @@
 #pragma once
 
 #include <stddef.h>
+#include <stdint.h>
 
 #include <type_traits>
 #include <utility>
 
 namespace cuda_host {
+
+// The memory that a kernel accesses through an argument, by the type of the argument. A table has
+// the addresses of tensors, beside other numbers.
+enum class Access : char { None, Read, Write, Table };
+
+template <class A>
+constexpr Access access_of() {
+    using T = std::remove_pointer_t<A>;
+    if (!std::is_pointer_v<A>) return Access::None;
+    if (!std::is_const_v<T>) return Access::Write;
+    return std::is_same_v<std::remove_const_t<T>, uint64_t> ? Access::Table : Access::Read;
+}
 
 // A kernel that takes pointers to its arguments, as cuLaunchKernel does.
 struct Kernel {
@@ -14,6 +27,7 @@ struct Kernel {
     void (*call)(void** arguments);
     int count;
     const size_t* sizes;
+    const Access* accesses;
     unsigned max_threads;  // of a block, from __launch_bounds__
 };
 
@@ -23,6 +37,7 @@ template <class... A>
 struct Arguments<void (*)(A...)> {
     static constexpr int count = sizeof...(A);
     static constexpr size_t sizes[sizeof...(A) + 1] = {sizeof(A)..., 0};
+    static constexpr Access accesses[sizeof...(A) + 1] = {access_of<A>()..., Access::None};
 
     template <void (*kernel)(A...), size_t... i>
     static void apply(void** arguments, std::index_sequence<i...>) {
@@ -51,4 +66,4 @@ constexpr unsigned first(unsigned bound, unsigned = 0, unsigned = 0) { return bo
 #define CUDA_HOST_TABLE extern "C" __attribute__((visibility("default"))) const cuda_host::Kernel cuda_host_kernels[]
 #define CUDA_HOST_ENTRY(kernel, bounds)                                                                \
     {#kernel, cuda_host::Arguments<decltype(&kernel)>::call<&kernel>, cuda_host::Arguments<decltype(&kernel)>::count, \
-     cuda_host::Arguments<decltype(&kernel)>::sizes, bounds}
+     cuda_host::Arguments<decltype(&kernel)>::sizes, cuda_host::Arguments<decltype(&kernel)>::accesses, bounds}

@@ -144,16 +144,22 @@ bool run(Comm* comm, Call call, const char* send, char* receive) {
 }
 
 // The operations of the group of this thread, and the number of groups that it is in.
-thread_local std::vector<std::pair<void*, std::function<void()>>> group;
+struct Work {
+    void* stream;
+    std::vector<cuda_host::Use> uses;
+    std::function<void()> run;
+
+    void enqueue() const { cuda_host::enqueue(stream, "nccl", uses, run); }
+};
+thread_local std::vector<Work> group;
 thread_local int depth;
 
 int start(Call call, const void* send, void* receive, Comm* comm, void* stream) {
     if (element_bytes(call.type) == 0) return INVALID_ARGUMENT;
-    auto work = [=] { run(comm, call, (const char*)send, (char*)receive); };
-    if (depth > 0)
-        group.push_back({stream, work});
-    else
-        cuda_host::enqueue(stream, "nccl", work);
+    const Work work = {stream, {{(uint64_t)send, false}, {(uint64_t)receive, true}},
+                       [=] { run(comm, call, (const char*)send, (char*)receive); }};
+    if (depth > 0) group.push_back(work);
+    else work.enqueue();
     return SUCCESS;
 }
 
@@ -202,7 +208,7 @@ int ncclGroupStart() {
 int ncclGroupEnd() {
     if (depth == 0) return INVALID_USAGE;
     if (--depth > 0) return SUCCESS;
-    for (auto& [stream, work] : std::exchange(group, {})) cuda_host::enqueue(stream, "nccl", work);
+    for (const Work& work : std::exchange(group, {})) work.enqueue();
     return SUCCESS;
 }
 

@@ -62,6 +62,9 @@ extern "C" __global__ void add_one(float* x, unsigned n) {
     const unsigned i = blockIdx.x * blockDim.x + threadIdx.x;
     if (i < n) x[i] += 1.0f;
 }
+extern "C" __global__ void add_one_to_each(const uint64_t* list) {
+    reinterpret_cast<float*>(list[blockIdx.x])[threadIdx.x] += 1.0f;
+}
 extern "C" __global__ void __launch_bounds__(64) copy(const float* from, float* to, uint64_t n) {
     const uint64_t i = (uint64_t)blockIdx.x * blockDim.x + threadIdx.x;
     if (i < n) to[i] = from[i];

@@ -15,14 +15,23 @@ unsafe extern "C" {
     fn cuda_host_calls(name: *const c_char) -> u64;
     fn cuDevicePrimaryCtxRetain(context: *mut Handle, device: c_int) -> c_int;
     fn cuCtxSetCurrent(context: Handle) -> c_int;
+    fn cuCtxSynchronize() -> c_int;
+    fn cuDeviceGetCount(count: *mut c_int) -> c_int;
     fn cuStreamCreate(stream: *mut Handle, flags: c_uint) -> c_int;
     fn cuStreamSynchronize(stream: Handle) -> c_int;
     fn cuStreamWaitEvent(stream: Handle, event: Handle, flags: c_uint) -> c_int;
     fn cuEventCreate(event: *mut Handle, flags: c_uint) -> c_int;
     fn cuEventRecord(event: Handle, stream: Handle) -> c_int;
+    fn cuEventSynchronize(event: Handle) -> c_int;
+    fn cuGraphInstantiateWithFlags(instance: *mut Handle, graph: Handle, flags: u64) -> c_int;
+    fn cuGraphLaunch(instance: Handle, stream: Handle) -> c_int;
+    fn cuStreamBeginCapture_v2(stream: Handle, mode: c_int) -> c_int;
+    fn cuStreamEndCapture(stream: Handle, graph: *mut Handle) -> c_int;
     fn cuMemAllocAsync(pointer: *mut u64, bytes: usize, stream: Handle) -> c_int;
     fn cuMemAlloc_v2(pointer: *mut u64, bytes: usize) -> c_int;
     fn cuMemFreeAsync(pointer: u64, stream: Handle) -> c_int;
+    fn cuMemsetD8Async(to: u64, value: u8, bytes: usize, stream: Handle) -> c_int;
+    fn cuMemcpyDtoDAsync_v2(to: u64, from: u64, bytes: usize, stream: Handle) -> c_int;
     fn cuMemcpyHtoDAsync_v2(to: u64, from: *const c_void, bytes: usize, stream: Handle) -> c_int;
     fn cuMemcpyDtoHAsync_v2(to: *mut c_void, from: u64, bytes: usize, stream: Handle) -> c_int;
     fn cuModuleLoadData(module: *mut Handle, image: *const c_char) -> c_int;
@@ -42,6 +51,7 @@ unsafe extern "C" {
         extra: *mut *mut c_void,
     ) -> c_int;
     fn cublasCreate_v2(handle: *mut Handle) -> c_int;
+    fn cublasSetStream_v2(handle: Handle, stream: Handle) -> c_int;
     fn cublasGemmEx(
         handle: Handle,
         op_a: c_int,
@@ -66,17 +76,24 @@ unsafe extern "C" {
 }
 
 const INVALID_VALUE: c_int = 1;
+const INVALID_DEVICE: c_int = 101;
 const INVALID_IMAGE: c_int = 200;
 const INVALID_CONTEXT: c_int = 201;
+const INVALID_HANDLE: c_int = 400;
 const NOT_FOUND: c_int = 500;
 const ILLEGAL_ADDRESS: c_int = 700;
 const ASSERT: c_int = 710;
+const LAUNCH_FAILED: c_int = 719;
 
 fn use_context() {
+    use_device(0);
+}
+
+fn use_device(device: c_int) {
     let mut context = null_mut();
     // SAFETY: the pointer receives the context.
     unsafe {
-        assert_eq!(cuDevicePrimaryCtxRetain(&mut context, 0), 0);
+        assert_eq!(cuDevicePrimaryCtxRetain(&mut context, device), 0);
         assert_eq!(cuCtxSetCurrent(context), 0);
     }
 }
@@ -112,8 +129,8 @@ fn download(from: u64, len: usize) -> Result<Vec<f32>, c_int> {
 
 fn stream() -> Handle {
     let mut stream = null_mut();
-    // SAFETY: the pointer receives the stream.
-    assert_eq!(unsafe { cuStreamCreate(&mut stream, 0) }, 0);
+    // SAFETY: the pointer receives the stream, which does not wait for the default stream.
+    assert_eq!(unsafe { cuStreamCreate(&mut stream, 1) }, 0);
     stream
 }
 
@@ -402,38 +419,356 @@ fn a_lazy_stream_works_when_a_call_waits_for_it() {
         "a_lazy_stream_works_when_a_call_waits_for_it",
         &[("CUDA_ON_HOST_LAZY", "1")],
         || {
-            let (producer, consumer) = (stream(), stream());
-            let (x, y) = (upload(&[1f32; 4]), upload(&[0f32; 4]));
-            let shape = ([1, 1, 1], [4, 1, 1]);
-            let one = |x| launch_on(producer, "add_one", shape, 0, &mut [x, 4]);
-            let copy = || launch_on(consumer, "copy", shape, 0, &mut [x, y, 4]);
-            // SAFETY: the handles are streams, and the pointer receives the event.
-            unsafe {
-                assert_eq!(cuStreamSynchronize(null_mut()), 0);
-                assert_eq!(one(x), 0);
-                assert_eq!(
-                    download(x, 1).unwrap(),
-                    [1.],
-                    "nothing waits for the stream"
-                );
-                // Without an event the consumer does not wait for the producer.
-                assert_eq!(copy(), 0);
-                assert_eq!(cuStreamSynchronize(consumer), 0);
-                assert_eq!(download(y, 1).unwrap(), [1.]);
-                let mut event = null_mut();
-                assert_eq!(cuEventCreate(&mut event, 0), 0);
-                assert_eq!(cuEventRecord(event, producer), 0);
-                assert_eq!(one(x), 0);
-                assert_eq!(cuStreamWaitEvent(consumer, event, 0), 0);
-                assert_eq!(copy(), 0);
-                assert_eq!(cuStreamSynchronize(consumer), 0);
-                // The second increment is after the event.
-                assert_eq!(download(y, 1).unwrap(), [2.]);
-                assert_eq!(cuStreamSynchronize(producer), 0);
-                assert_eq!(download(x, 1).unwrap(), [3.]);
-            }
+            let Pair {
+                producer,
+                consumer,
+                x,
+                y,
+            } = Pair::new();
+            let z = upload(&[0f32; 4]);
+            // SAFETY: device memory is memory of the host, and no thread writes it now.
+            let now = |at: u64| unsafe { *(at as *const f32) };
+            wait();
+            add_one(x, producer);
+            let event = record(producer);
+            add_one(z, producer);
+            wait_event(consumer, event);
+            copy(x, y, consumer);
+            assert_eq!([x, y, z].map(now), [1., 0., 0.], "nothing waits");
+            synchronize(consumer);
+            // The work after the event waits for its own stream.
+            assert_eq!([x, y, z].map(now), [2., 2., 0.]);
+            synchronize(producer);
+            assert_eq!([x, y, z].map(now), [2., 2., 1.]);
         },
     ));
+}
+
+/// Two streams, and two tensors of 4 numbers that both may use at first.
+struct Pair {
+    producer: Handle,
+    consumer: Handle,
+    x: u64,
+    y: u64,
+}
+
+impl Pair {
+    fn new() -> Self {
+        let pair = Self {
+            producer: stream(),
+            consumer: stream(),
+            x: upload(&[1f32; 4]),
+            y: upload(&[0f32; 4]),
+        };
+        wait();
+        pair
+    }
+}
+
+/// Waits for all streams.
+fn wait() {
+    // SAFETY: the thread has a context.
+    assert_eq!(unsafe { cuCtxSynchronize() }, 0);
+}
+
+fn synchronize(stream: Handle) {
+    // SAFETY: the handle is a stream.
+    assert_eq!(unsafe { cuStreamSynchronize(stream) }, 0);
+}
+
+/// Records an event.
+fn record(stream: Handle) -> Handle {
+    let mut event = null_mut();
+    // SAFETY: the pointer receives the event, and the handle is a stream.
+    unsafe {
+        assert_eq!(cuEventCreate(&mut event, 0), 0);
+        assert_eq!(cuEventRecord(event, stream), 0);
+    }
+    event
+}
+
+fn wait_event(stream: Handle, event: Handle) {
+    // SAFETY: the handles are a stream and an event.
+    assert_eq!(unsafe { cuStreamWaitEvent(stream, event, 0) }, 0);
+}
+
+const FOUR_THREADS: ([u32; 3], [u32; 3]) = ([1, 1, 1], [4, 1, 1]);
+
+fn add_one(x: u64, stream: Handle) -> c_int {
+    launch_on(stream, "add_one", FOUR_THREADS, 0, &mut [x, 4])
+}
+
+fn copy(from: u64, to: u64, stream: Handle) -> c_int {
+    launch_on(stream, "copy", FOUR_THREADS, 0, &mut [from, to, 4])
+}
+
+fn set(x: u64, stream: Handle) -> c_int {
+    // SAFETY: the driver checks the memory.
+    unsafe { cuMemsetD8Async(x, 0, 16, stream) }
+}
+
+/// The product of the first numbers of `a` and `b`, in `c`.
+fn product(a: u64, b: u64, c: u64, stream: Handle) -> c_int {
+    let (mut handle, one, zero) = (null_mut(), 1f32, 0f32);
+    let (alpha, beta) = ((&raw const one).cast(), (&raw const zero).cast());
+    // SAFETY: the pointer receives the handle, and the matrices have one element.
+    unsafe {
+        assert_eq!(cublasCreate_v2(&mut handle), 0);
+        assert_eq!(cublasSetStream_v2(handle, stream), 0);
+        cublasGemmEx(
+            handle, 0, 0, 1, 1, 1, alpha, a, 0, 1, b, 0, 1, beta, c, 0, 1, 68, -1,
+        )
+    }
+}
+
+/// Work of two streams on the same memory, without an order between them, and the words of the
+/// error. The last call returns it, or a later one in the lazy mode.
+type Unordered = (&'static str, fn(&Pair), &'static str);
+
+const UNORDERED: [Unordered; 12] = [
+    (
+        "a read after a write",
+        |pair| {
+            add_one(pair.x, pair.producer);
+            copy(pair.x, pair.y, pair.consumer);
+        },
+        "copy on stream 3 reads",
+    ),
+    (
+        "a write after a write",
+        |pair| {
+            add_one(pair.x, pair.producer);
+            set(pair.x, pair.consumer);
+        },
+        "cuMemsetD8Async on stream 3 writes",
+    ),
+    (
+        "a write after a read",
+        |pair| {
+            copy(pair.x, pair.y, pair.producer);
+            add_one(pair.x, pair.consumer);
+        },
+        "and copy on stream 2 reads it",
+    ),
+    (
+        "a write after a read of another stream than the last one",
+        |pair| {
+            let z = upload(&[0f32; 4]);
+            synchronize(null_mut());
+            copy(pair.x, pair.y, pair.producer);
+            copy(pair.x, z, pair.consumer);
+            add_one(pair.x, pair.consumer);
+        },
+        "and copy on stream 2 reads it",
+    ),
+    (
+        "a part of an allocation",
+        |pair| {
+            set(pair.x, pair.producer);
+            launch_on(
+                pair.consumer,
+                "copy",
+                FOUR_THREADS,
+                0,
+                &mut [pair.x + 8, pair.y, 1],
+            );
+        },
+        "copy on stream 3 reads",
+    ),
+    (
+        "a free",
+        |pair| {
+            copy(pair.x, pair.y, pair.producer);
+            // SAFETY: the driver checks the pointer.
+            unsafe { cuMemFreeAsync(pair.x, pair.consumer) };
+        },
+        "cuMemFreeAsync on stream 3 writes",
+    ),
+    (
+        "new memory",
+        |pair| {
+            let mut z = 0;
+            // SAFETY: the pointer receives the address.
+            assert_eq!(unsafe { cuMemAllocAsync(&mut z, 16, pair.producer) }, 0);
+            set(z, pair.consumer);
+        },
+        "cuMemAllocAsync on stream 2 writes it",
+    ),
+    (
+        "a copy to the host",
+        |pair| {
+            add_one(pair.x, pair.producer);
+            let mut number = 0f32;
+            let to = (&raw mut number).cast();
+            // SAFETY: the number has 4 bytes.
+            unsafe { cuMemcpyDtoHAsync_v2(to, pair.x, 4, pair.consumer) };
+        },
+        "cuMemcpyDtoHAsync_v2 on stream 3 reads",
+    ),
+    (
+        "a product",
+        |pair| {
+            add_one(pair.x, pair.producer);
+            product(pair.y, pair.x, pair.y, pair.consumer);
+        },
+        "product on stream 3 reads",
+    ),
+    (
+        "work after an event",
+        |pair| {
+            add_one(pair.x, pair.producer);
+            wait_event(pair.consumer, record(pair.producer));
+            add_one(pair.x, pair.producer);
+            copy(pair.x, pair.y, pair.consumer);
+        },
+        "copy on stream 3 reads",
+    ),
+    (
+        "work after a wait of the host",
+        |pair| {
+            add_one(pair.x, pair.producer);
+            synchronize(pair.producer);
+            add_one(pair.x, pair.producer);
+            copy(pair.x, pair.y, pair.consumer);
+        },
+        "copy on stream 3 reads",
+    ),
+    (
+        "a recording",
+        |pair| {
+            let (mut graph, mut instance) = (null_mut(), null_mut());
+            // SAFETY: the pointers receive the handles.
+            unsafe {
+                assert_eq!(cuStreamBeginCapture_v2(pair.consumer, 0), 0);
+                add_one(pair.x, pair.consumer);
+                assert_eq!(cuStreamEndCapture(pair.consumer, &mut graph), 0);
+                assert_eq!(cuGraphInstantiateWithFlags(&mut instance, graph, 0), 0);
+                assert_eq!(cuGraphLaunch(instance, pair.consumer), 0);
+                synchronize(pair.consumer);
+                set(pair.x, pair.producer);
+                cuGraphLaunch(instance, pair.consumer);
+            }
+        },
+        "add_one on stream 2 writes",
+    ),
+];
+
+#[test]
+fn work_without_an_order_is_an_error() {
+    if let Ok(case) = std::env::var("DRIVER_TEST_CASE") {
+        use_context();
+        let (_, work, _) = UNORDERED.iter().find(|(name, ..)| *name == case).unwrap();
+        work(&Pair::new());
+        // SAFETY: the thread has a context.
+        assert_eq!(unsafe { cuCtxSynchronize() }, LAUNCH_FAILED);
+        return;
+    }
+    for lazy in ["0", "1"] {
+        for (name, _, words) in UNORDERED {
+            let variables = [("DRIVER_TEST_CASE", name), ("CUDA_ON_HOST_LAZY", lazy)];
+            let output = in_child("work_without_an_order_is_an_error", &variables, || ());
+            let output = output.unwrap();
+            let text = String::from_utf8_lossy(&output.stderr).into_owned();
+            assert!(output.status.success(), "{name}: {text}");
+            let line = text.lines().find(|line| line.contains("no order: "));
+            assert!(
+                line.is_some_and(|line| line.contains(words)),
+                "{name}: {text}"
+            );
+        }
+    }
+}
+
+#[test]
+fn a_table_of_addresses_needs_an_order_too() {
+    let output = in_child("a_table_of_addresses_needs_an_order_too", &[], || {
+        let pair = Pair::new();
+        let list = upload(&[pair.y, pair.x]);
+        synchronize(null_mut());
+        add_one(pair.x, pair.producer);
+        let shape = ([2, 1, 1], [4, 1, 1]);
+        let result = launch_on(pair.consumer, "add_one_to_each", shape, 0, &mut [list]);
+        assert_eq!(result, LAUNCH_FAILED);
+    });
+    succeeds(output);
+}
+
+#[test]
+fn ordered_work_passes() {
+    for lazy in ["0", "1"] {
+        let variables = [("CUDA_ON_HOST_LAZY", lazy)];
+        succeeds(in_child("ordered_work_passes", &variables, || {
+            let (pair, third) = (Pair::new(), stream());
+            let orders: [&dyn Fn(); 6] = [
+                &|| wait_event(pair.consumer, record(pair.producer)),
+                // Through a third stream.
+                &|| {
+                    wait_event(third, record(pair.producer));
+                    wait_event(pair.consumer, record(third));
+                },
+                &|| synchronize(pair.producer),
+                &wait,
+                // SAFETY: the handle is an event.
+                &|| assert_eq!(unsafe { cuEventSynchronize(record(pair.producer)) }, 0),
+                // A thread that waits for a stream passes its results to this one.
+                &|| {
+                    let producer = pair.producer as usize;
+                    let waits = move || synchronize(producer as Handle);
+                    std::thread::spawn(waits).join().unwrap();
+                },
+            ];
+            for (index, order) in orders.iter().enumerate() {
+                assert_eq!(add_one(pair.x, pair.producer), 0, "{index}");
+                order();
+                // Two reads need no order.
+                assert_eq!(copy(pair.x, pair.y, pair.consumer), 0, "{index}");
+                let z = upload(&[0f32; 4]);
+                synchronize(null_mut());
+                assert_eq!(copy(pair.x, z, pair.producer), 0, "{index}");
+                synchronize(pair.consumer);
+                assert_eq!(download(pair.y, 1).unwrap(), [2. + index as f32]);
+            }
+            synchronize(pair.producer);
+            // SAFETY: the driver checks the pointer.
+            assert_eq!(unsafe { cuMemFreeAsync(pair.x, pair.consumer) }, 0);
+        }));
+    }
+}
+
+#[test]
+fn there_are_as_many_devices_as_the_variable_has() {
+    let count = || {
+        let mut count = 0;
+        // SAFETY: the pointer receives the number.
+        assert_eq!(unsafe { cuDeviceGetCount(&mut count) }, 0);
+        count
+    };
+    if !is_child() {
+        assert_eq!(count(), 1);
+    }
+    let variables = [("CUDA_ON_HOST_DEVICES", "2")];
+    let name = "there_are_as_many_devices_as_the_variable_has";
+    succeeds(in_child(name, &variables, || {
+        assert_eq!(count(), 2);
+        let mut context = null_mut();
+        // SAFETY: the pointer receives the context.
+        let result = unsafe { cuDevicePrimaryCtxRetain(&mut context, 2) };
+        assert_eq!(result, INVALID_DEVICE);
+        let first = Pair::new();
+        use_device(1);
+        let second = Pair::new();
+        assert_eq!(add_one(second.x, second.producer), 0);
+        // The kernel and the context are those of the second device.
+        assert_eq!(add_one(first.x, first.producer), INVALID_HANDLE);
+        synchronize(second.producer);
+        // SAFETY: both sides have 16 bytes.
+        let result = unsafe { cuMemcpyDtoDAsync_v2(second.y, first.x, 16, second.producer) };
+        assert_eq!(result, 0);
+        synchronize(second.producer);
+        assert_eq!(download(second.y, 1).unwrap(), [1.]);
+        // A kernel has no access to the memory of another device.
+        assert_eq!(add_one(first.x, second.producer), ILLEGAL_ADDRESS);
+    }));
 }
 
 #[test]
