@@ -11,6 +11,8 @@
 use std::time::Instant;
 
 use candle_core::{DType, Device, Result, Tensor, bail};
+#[cfg(feature = "nccl")]
+use candle_core::{Error, cuda_backend::cudarc::driver::CudaContext};
 use candle_grpo_collective::{connect, launch};
 
 /// Repetitions after the first, which does not count.
@@ -25,7 +27,11 @@ fn main() -> Result<()> {
         bail!("collective_speed: the argument must be a positive number of millions of f32");
     };
     let device = match launch::environment()? {
-        Some(rank) if cfg!(feature = "nccl") => Device::new_cuda(rank.local_rank)?,
+        #[cfg(feature = "nccl")]
+        Some(rank) => {
+            let visible = CudaContext::device_count().map_err(Error::wrap)?;
+            Device::new_cuda_with_stream(rank.gpu(visible as usize)?)?
+        }
         _ => Device::Cpu,
     };
     let ranks = connect(&device)?;

@@ -4,6 +4,9 @@ use candle_core::{DType, Device, Result, Tensor};
 
 /// Calls `operation` with the tensors. Those on another device than `device`, or of another dtype
 /// than `dtype` of theirs, are replaced by copies, and receive the results.
+///
+/// Of two devices, one must be the CPU: Candle's copies from one GPU to another, or between two
+/// handles of one, do not wait for the kernels that write the tensor.
 pub(crate) fn with_copies(
     tensors: &[&Tensor],
     device: &Device,

@@ -106,6 +106,25 @@ impl Environment {
         Ok(found)
     }
 
+    /// Returns the number of this rank's GPU among the `visible` ones of this process: its local
+    /// rank, or 0 if the launcher or the container shows each rank a GPU of its own.
+    ///
+    /// # Errors
+    ///
+    /// Fails if the rank sees several GPUs, and fewer than the ranks before it on its machine need.
+    pub fn gpu(&self, visible: usize) -> Result<usize> {
+        let Self { local_rank, .. } = *self;
+        match visible {
+            1 => Ok(0),
+            _ if local_rank < visible => Ok(local_rank),
+            _ => bail!(
+                "local rank {local_rank}: sees {visible} GPUs, must see one of its own or at least {}: start one rank \
+                 for each GPU of the machine, or show each rank one GPU with CUDA_VISIBLE_DEVICES or srun --gpus-per-task=1",
+                local_rank + 1
+            ),
+        }
+    }
+
     /// The variables of one launcher. `None` if neither the rank nor the number of ranks is set.
     fn of(launcher: Launcher, variable: impl Fn(&str) -> Option<String>) -> Result<Option<Self>> {
         let number = |name: &str| -> Result<Option<usize>> {

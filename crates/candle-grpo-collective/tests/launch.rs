@@ -51,6 +51,55 @@ fn each_launcher_has_its_variables() -> Result<()> {
 }
 
 #[test]
+fn a_rank_has_the_gpu_of_its_local_rank_or_the_only_one_that_it_sees() -> Result<()> {
+    for (local_rank, visible, expected) in [
+        // A machine whose ranks see all GPUs.
+        (0, 8, 0),
+        (3, 8, 3),
+        (7, 8, 7),
+        (0, 1, 0),
+        // Slurm or a container shows each rank one GPU.
+        (1, 1, 0),
+        (7, 1, 0),
+    ] {
+        let rank = place(Launcher::Slurm, 7, 8, local_rank).unwrap();
+        assert_eq!(rank.gpu(visible)?, expected, "{local_rank} of {visible}");
+    }
+    Ok(())
+}
+
+#[test]
+fn a_rank_without_a_gpu_is_named() {
+    for (local_rank, visible, words) in [
+        (
+            2,
+            2,
+            "local rank 2: sees 2 GPUs, must see one of its own or at least 3: ",
+        ),
+        (
+            7,
+            4,
+            "local rank 7: sees 4 GPUs, must see one of its own or at least 8: ",
+        ),
+        (
+            0,
+            0,
+            "local rank 0: sees 0 GPUs, must see one of its own or at least 1: ",
+        ),
+        (
+            1,
+            0,
+            "local rank 1: sees 0 GPUs, must see one of its own or at least 2: ",
+        ),
+    ] {
+        let rank = place(Launcher::Torchrun, 7, 8, local_rank).unwrap();
+        let text = message(rank.gpu(visible));
+        assert!(text.contains(words), "{text}");
+        assert!(text.contains("CUDA_VISIBLE_DEVICES"), "{text}");
+    }
+}
+
+#[test]
 fn a_process_that_no_launcher_started_has_no_place() -> Result<()> {
     assert_eq!(read("")?, None);
     // A script of sbatch, which is no rank.

@@ -8,10 +8,10 @@ use std::path::Path;
 use std::process::{Command, ExitCode};
 
 use candle_core::cuda_backend::cudarc::driver::CudaContext;
-use candle_core::{Device, Result};
+use candle_core::{DType, Device, Result, Tensor};
 use candle_grpo_collective::launch::{Environment, Launcher};
 use candle_grpo_collective::{Collective, Nccl, connect};
-use candle_grpo_test_support::{CudaCalls, ReservedPort, cuda};
+use candle_grpo_test_support::{CudaCalls, ReservedPort, cuda, cuda_device, message};
 use common::{Process, cases, check, end_early, run, trials_of_ends};
 use libtest_mimic::{Failed, Trial};
 
@@ -173,5 +173,52 @@ fn rank(part: &str) -> Result<()> {
     );
     cases::run(&*ranks, device)?;
     // Tensors on the CPU.
-    cases::run(&*ranks, &Device::Cpu)
+    cases::run(&*ranks, &Device::Cpu)?;
+    sums_wait_for_the_device_that_is_opened_again(&*ranks)?;
+    refuses_another_handle(&*ranks)
+}
+
+/// Sums a gradient on the device as the program opens it: again, and not from the ranks. With
+/// `CUDA_ON_HOST_LAZY=1` the kernels before a sum have not run when it starts.
+fn sums_wait_for_the_device_that_is_opened_again(ranks: &dyn Collective) -> Result<()> {
+    let device = cuda_device(0)?;
+    for is_started in [false, true] {
+        let gradient = Tensor::ones(4, DType::F32, &device)?;
+        device.synchronize()?;
+        let backward = Tensor::ones(4, DType::F32, &device)?;
+        gradient.slice_set(&(backward * 2.)?, 0, 0)?;
+        if is_started {
+            ranks.start_all_reduce_sum(&[&gradient])?;
+            ranks.finish()?;
+        } else {
+            ranks.all_reduce_sum(&[&gradient])?;
+        }
+        let sum = 2. * ranks.world_size() as f32;
+        assert_eq!(gradient.to_vec1::<f32>()?, [sum; 4]);
+    }
+    Ok(())
+}
+
+fn refuses_another_handle(ranks: &dyn Collective) -> Result<()> {
+    let other = Device::new_cuda_with_stream(0)?;
+    let own = cuda_device(0)?;
+    let n = ranks.world_size();
+    for dtype in [DType::F32, DType::BF16] {
+        let (x, y) = (
+            Tensor::ones(n, dtype, &own)?,
+            Tensor::ones(n, dtype, &other)?,
+        );
+        for result in [
+            ranks.all_reduce_sum(&[&x, &y]),
+            ranks.reduce_scatter_sum(&[&y]),
+            ranks.all_gather(&[&y]),
+            ranks.broadcast(&[&y], 0),
+            ranks.start_all_reduce_sum(&[&y]),
+            ranks.start_reduce_scatter_sum(&[&x, &y]),
+        ] {
+            let text = message(result);
+            assert!(text.contains("on another handle of a GPU"), "{text}");
+        }
+    }
+    Ok(())
 }

@@ -2,9 +2,11 @@
 
 use candle_core::{Device, Result};
 
-/// Opens the CUDA device `ordinal`, with one stream for all threads.
+/// Returns the CUDA device `ordinal`, with one stream for all threads.
 ///
-/// Open a device once in a process. Its settings differ from those of `Device::new_cuda`:
+/// The first call opens the device, and later calls return the same one. Candle does not mix
+/// tensors of a device that was opened twice, and nothing orders their streams. The settings differ
+/// from those of `Device::new_cuda`:
 ///
 /// - All threads share one stream, so operations run in the order of the calls. With
 ///   `Device::new_cuda` each thread has a stream of its own, and no order exists between them.
@@ -21,13 +23,25 @@ use candle_core::{Device, Result};
 /// # Ok::<(), candle_core::Error>(())
 /// ```
 pub fn cuda_device(ordinal: usize) -> Result<Device> {
-    let device = Device::new_cuda_with_stream(ordinal)?;
     #[cfg(feature = "cuda")]
-    crate::cuda::device::prepare(device.as_cuda_device()?)?;
-    Ok(device)
+    return crate::cuda::device::open(ordinal);
+    #[cfg(not(feature = "cuda"))]
+    Device::new_cuda_with_stream(ordinal)
 }
 
-/// Opens the first CUDA device in a build with the feature `cuda`, and the CPU in others.
+/// Returns the number of CUDA devices that this process sees, 0 without the feature `cuda`.
+///
+/// # Errors
+///
+/// Fails if the driver does not respond.
+pub fn cuda_device_count() -> Result<usize> {
+    #[cfg(feature = "cuda")]
+    return crate::cuda::device::count();
+    #[cfg(not(feature = "cuda"))]
+    Ok(0)
+}
+
+/// Returns the first CUDA device in a build with the feature `cuda`, and the CPU in others.
 ///
 /// # Errors
 ///

@@ -110,9 +110,6 @@ fn take_turn() {
 
 /// Returns the CUDA device of this process, or the reason why there is none.
 ///
-/// There is only one: each opened device is a new one for Candle, and tensors of two devices do not
-/// mix.
-///
 /// In a build with CUDA, the first call writes to standard error whether the tests run on a GPU.
 pub fn cuda() -> Result<&'static Device, &'static str> {
     static CUDA: OnceLock<Result<Device, String>> = OnceLock::new();

@@ -35,6 +35,7 @@ mod noise;
 mod reserved_port;
 mod thread_ranks;
 
+pub use candle_grpo_kernels::cuda_device;
 pub use compare::{assert_close, gradient, message, numbers};
 pub use cuda_calls::CudaCalls;
 pub use decoder::TINY_DECODER;

@@ -22,7 +22,8 @@ use watchdog::Watchdog;
 ///
 /// Operations run on a stream of their own. [`Collective::start_all_reduce_sum`] returns at once,
 /// and the kernels of the next layers run at the same time. Tensors on the CPU are copied to the
-/// GPU and back. bf16 is summed in f32 and rounded once.
+/// GPU and back. Tensors on the GPU must be of the device with which the ranks connected. bf16 is
+/// summed in f32 and rounded once.
 ///
 /// # Determinism
 ///
@@ -95,8 +96,9 @@ impl Nccl {
         }))
     }
 
-    /// Runs an operation, with copies of the tensors on other devices, and of bf16 for sums.
+    /// Runs an operation, with copies of the tensors on the CPU, and of bf16 for sums.
     fn run(&self, operation: Operation, tensors: &[&Tensor]) -> Result<()> {
+        self.check_devices(tensors)?;
         let is_sum = matches!(
             operation,
             Operation::AllReduceSum | Operation::ReduceScatterSum
@@ -168,6 +170,22 @@ impl Nccl {
         })
     }
 
+    /// Checks that each tensor is on the CPU or on the device of the ranks.
+    fn check_devices(&self, tensors: &[&Tensor]) -> Result<()> {
+        for (index, tensor) in tensors.iter().enumerate() {
+            let device = tensor.device();
+            if device.is_cuda() && !device.same_device(&self.device) {
+                bail!(
+                    "tensor {index}: on another handle of a GPU ({:?}), must be on the one that the ranks connected with \
+                     ({:?}): open each GPU once in a process",
+                    device.location(),
+                    self.device.location()
+                );
+            }
+        }
+        Ok(())
+    }
+
     /// Returns true if the tensors can be summed without copies.
     fn are_direct(&self, tensors: &[&Tensor]) -> bool {
         tensors.iter().all(|tensor| {
@@ -215,7 +233,7 @@ impl Collective for Nccl {
         self.compute.synchronize().map_err(Error::wrap)
     }
 
-    /// Starts the sums on their own stream. bf16, and tensors on other devices, are summed at once.
+    /// Starts the sums on their own stream. bf16, and tensors on the CPU, are summed at once.
     fn start_all_reduce_sum(&self, tensors: &[&Tensor]) -> Result<()> {
         if !self.are_direct(tensors) {
             return self.all_reduce_sum(tensors);

@@ -1,17 +1,37 @@
-//! Settings of a device.
+//! The devices of this process, and their settings.
 
-use std::sync::Arc;
+use std::collections::BTreeMap;
+use std::sync::{Arc, Mutex, PoisonError};
 
-use candle_core::cuda_backend::cudarc::driver::CudaStream;
 use candle_core::cuda_backend::cudarc::driver::result::{device, mem_pool};
 use candle_core::cuda_backend::cudarc::driver::sys::CUmemPool_attribute;
-use candle_core::{CudaDevice, Error, Result, bail};
+use candle_core::cuda_backend::cudarc::driver::{CudaContext, CudaStream};
+use candle_core::{CudaDevice, Device, Error, Result, bail};
 
 /// The handle of the stream that differs between threads, `CU_STREAM_PER_THREAD`.
 const PER_THREAD: usize = 2;
 
+/// Returns the device `ordinal`, which the first call opens.
+pub(crate) fn open(ordinal: usize) -> Result<Device> {
+    static OPEN: Mutex<BTreeMap<usize, Device>> = Mutex::new(BTreeMap::new());
+    let mut open = OPEN.lock().unwrap_or_else(PoisonError::into_inner);
+    if let Some(device) = open.get(&ordinal) {
+        return Ok(device.clone());
+    }
+    let device = Device::new_cuda_with_stream(ordinal)?;
+    prepare(device.as_cuda_device()?)?;
+    open.insert(ordinal, device.clone());
+    Ok(device)
+}
+
+/// Returns the number of devices that this process sees.
+pub(crate) fn count() -> Result<usize> {
+    let count = CudaContext::device_count().map_err(Error::wrap)?;
+    usize::try_from(count).map_err(Error::wrap)
+}
+
 /// Turns off events and keeps freed memory.
-pub(crate) fn prepare(candle: &CudaDevice) -> Result<()> {
+fn prepare(candle: &CudaDevice) -> Result<()> {
     // SAFETY: the device has one stream, which orders all uses and frees.
     #[allow(unsafe_code)]
     unsafe {

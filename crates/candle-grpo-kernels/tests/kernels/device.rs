@@ -1,5 +1,7 @@
 //! Tests of the device that `cuda_device` opens, and of the devices that operators refuse.
 
+use std::sync::Arc;
+
 use candle_core::cuda_backend::cudarc::driver::result::{device, mem_pool};
 use candle_core::cuda_backend::cudarc::driver::sys::CUmemPool_attribute;
 use candle_core::{DType, Device, Error, Result, Tensor, Var};
@@ -7,10 +9,11 @@ use candle_grpo_kernels::{
     AdamWStep, AdamWTensors, DeltaHeads, DeltaStates, Draw, DrawOptions, HeadNorms, HeadTransform,
     KeyValuePages, LogProbOptions, PrefixTree, RowMap, Sequences, SlotRows, add_bias,
     add_bias_gradient, add_embedding_gradient, add_matmul, add_rms_norm, arithmetic_dtype,
-    attention, attention_gradient, causal_conv, causal_conv_gradient, cuda_device, delta_gates,
-    delta_gates_gradient, draw_tokens, embedding, gated_delta_rule, gated_delta_rule_gradient,
-    linear_log_prob, linear_rows, log_prob, rms_norm, rms_norm_gradient, rope, rope_angles,
-    rope_gradient, scale_gradients, squared_gradient_norms, swiglu, swiglu_gradient,
+    attention, attention_gradient, causal_conv, causal_conv_gradient, cuda_device,
+    cuda_device_count, default_device, delta_gates, delta_gates_gradient, draw_tokens, embedding,
+    gated_delta_rule, gated_delta_rule_gradient, linear_log_prob, linear_rows, log_prob, rms_norm,
+    rms_norm_gradient, rope, rope_angles, rope_gradient, scale_gradients, squared_gradient_norms,
+    swiglu, swiglu_gradient,
 };
 use candle_grpo_test_support::{CudaCalls, cuda, message, noise_tensor};
 
@@ -212,6 +215,37 @@ fn operators_refuse_a_device_with_a_stream_for_each_thread() -> Result<()> {
 }
 
 #[test]
+fn a_device_is_opened_once() -> Result<()> {
+    let Ok(device) = cuda() else {
+        println!("skipped: no GPU");
+        return Ok(());
+    };
+    let from_thread = std::thread::spawn(|| cuda_device(0)).join().unwrap()?;
+    for again in [cuda_device(0)?, default_device()?, from_thread] {
+        assert!(again.same_device(device));
+        let (stream, other) = (again.as_cuda_device()?, device.as_cuda_device()?);
+        assert!(Arc::ptr_eq(&stream.cuda_stream(), &other.cuda_stream()));
+        // Candle refuses an operation on tensors of two devices.
+        let (x, y) = (
+            Tensor::ones(2, DType::F32, device)?,
+            Tensor::ones(2, DType::F32, &again)?,
+        );
+        assert_eq!(x.add(&y)?.to_vec1::<f32>()?, [2., 2.]);
+    }
+    assert!(cuda_device_count()? > 0);
+    Ok(())
+}
+
+#[test]
+fn a_device_that_is_missing_is_an_error_each_time() -> Result<()> {
+    let missing = cuda_device_count()?;
+    for _ in 0..2 {
+        assert!(cuda_device(missing).is_err());
+    }
+    Ok(())
+}
+
+#[test]
 fn the_device_has_no_events() -> Result<()> {
     if cuda().is_err() {
         println!("skipped: no GPU");
@@ -247,10 +281,8 @@ fn the_device_keeps_freed_memory() -> Result<()> {
     // SAFETY: the device is open, and the attribute has 64 bits.
     unsafe {
         let pool = device::get_default_mem_pool(context.cu_device()).map_err(Error::wrap)?;
+        // 0 is the default of the driver.
         let mut threshold = 0u64;
-        mem_pool::set_attribute(pool, attribute, (&raw mut threshold).cast())
-            .map_err(Error::wrap)?;
-        cuda_device(0)?;
         mem_pool::get_attribute(pool, attribute, (&raw mut threshold).cast())
             .map_err(Error::wrap)?;
         assert_eq!(threshold, u64::MAX);

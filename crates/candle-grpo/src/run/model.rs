@@ -7,23 +7,30 @@ use anyhow::{Context, Result, bail, ensure};
 use candle_core::Device;
 use candle_grpo_collective::launch;
 use candle_grpo_nn::BaseWeights;
-use candle_grpo_train::{ChatTemplate, ComputeDType, Pretrained, RunDir, cuda_device};
+use candle_grpo_train::{
+    ChatTemplate, ComputeDType, Pretrained, RunDir, cuda_device, cuda_device_count,
+};
 
 use crate::config::{Configuration, ModelConfig};
 
 /// Returns the device of this process: the CPU in a build without CUDA; otherwise the CUDA device
-/// whose number is the rank of this process on its machine, the first one without a launcher.
+/// of [`Environment::gpu`](launch::Environment::gpu), the first one without a launcher. All calls
+/// return the same device.
 ///
 /// # Errors
 ///
-/// If the device does not respond or the variables of the launcher contradict each other.
+/// If the device does not respond, the variables of the launcher contradict each other, or the
+/// machine has fewer devices than ranks.
 pub fn device() -> Result<Device> {
     if !candle_core::utils::cuda_is_available() {
         return Ok(Device::Cpu);
     }
-    let local_rank = launch::environment()?.map_or(0, |environment| environment.local_rank);
-    cuda_device(local_rank).with_context(|| {
-        format!("this program was built for CUDA, and CUDA device {local_rank} does not respond")
+    let ordinal = match launch::environment()? {
+        Some(rank) => rank.gpu(cuda_device_count()?)?,
+        None => 0,
+    };
+    cuda_device(ordinal).with_context(|| {
+        format!("this program was built for CUDA, and CUDA device {ordinal} does not respond")
     })
 }
 

@@ -149,7 +149,9 @@ impl Session {
         if let Some(SftDataset { train, order, .. }) = demonstrations {
             trainer = trainer.with_demonstrations(train.examples, order)?;
         }
-        if let Some(teacher) = load_teacher(&config, trainer.prompts())? {
+        if let Some(teacher) =
+            load_teacher(&config, trainer.prompts(), pretrained.parameters.device())?
+        {
             trainer = trainer.with_teacher(teacher);
         }
         if let Some(generator) = generator {

@@ -3,12 +3,13 @@
 use std::sync::Arc;
 
 use anyhow::Result;
+use candle_core::Device;
 use candle_grpo_nn::DecoderConfig;
 use candle_grpo_train::learn::{Reference, Teacher};
 use candle_grpo_train::rollout::RolloutConfig;
 use candle_grpo_train::{Pretrained, Prompt};
 
-use super::model::{device, model_path};
+use super::model::model_path;
 use crate::config::{RunConfig, TeacherConfig};
 
 /// Checks that the teacher of a run has the tokens of the policy and enough positions for
@@ -57,7 +58,7 @@ pub(super) fn check_teacher(
     Ok(Some(teacher.model))
 }
 
-/// Loads the teacher of a run, if it has one.
+/// Loads the teacher of a run, if it has one, onto `device`, which has the policy.
 ///
 /// # Errors
 ///
@@ -66,6 +67,7 @@ pub(super) fn check_teacher(
 pub(super) fn load_teacher(
     config: &RunConfig,
     prompts: &[Prompt],
+    device: &Device,
 ) -> Result<Option<Arc<dyn Teacher>>> {
     let Some(TeacherConfig { model, server }) = &config.teacher else {
         return Ok(None);
@@ -80,7 +82,7 @@ pub(super) fn load_teacher(
         return Ok(None);
     };
     let load = || -> Result<Reference> {
-        let teacher = Pretrained::load(&model_path(model)?, &device()?)?;
+        let teacher = Pretrained::load(&model_path(model)?, device)?;
         Reference::new(
             &teacher.model,
             &teacher.parameters,
