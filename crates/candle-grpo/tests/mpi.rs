@@ -1,24 +1,24 @@
 //! The program on several ranks that `mpirun` starts. `scripts/test-mpi` runs these tests.
 
+#[path = "program/close.rs"]
+mod close;
 #[path = "program/running.rs"]
 #[allow(dead_code, reason = "the tests of the program need more of it")]
 mod running;
 #[path = "program/support.rs"]
 mod support;
 
-use std::collections::HashMap;
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::{Command, ExitStatus, Output, Stdio};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
-use candle_core::{DType, Device, Tensor, safetensors};
 use candle_grpo::train::RunDir;
 use candle_grpo_test_support::{FakeHub, HubRepository, Lines, cases};
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
-use serde_json::Value;
 
+use close::assert_same_run;
 use running::Running;
 use support::{CONFIG, folder, lines, said, succeeds};
 
@@ -104,37 +104,6 @@ fn checkpoint(folder: &Path, steps: usize) -> PathBuf {
     RunDir::checkpoints(&folder.join("run")).path(steps)
 }
 
-fn tensors(path: &Path) -> HashMap<String, Vec<f64>> {
-    let tensors = safetensors::load(path, &Device::Cpu).unwrap();
-    let values = |x: Tensor| x.to_dtype(DType::F64)?.flatten_all()?.to_vec1();
-    let tensors = tensors.into_iter();
-    tensors
-        .map(|(name, x)| (name, values(x).unwrap()))
-        .collect()
-}
-
-fn assert_close(found: &Value, expected: &Value, path: &str) {
-    match (found, expected) {
-        (Value::Object(found), Value::Object(expected)) => {
-            let names = |map: &serde_json::Map<String, Value>| map.keys().cloned().collect();
-            let (found_names, names): (Vec<String>, Vec<String>) = (names(found), names(expected));
-            assert_eq!(found_names, names, "{path}");
-            for (name, found) in found {
-                assert_close(found, &expected[name], &format!("{path}/{name}"));
-            }
-        }
-        _ => match (found.as_f64(), expected.as_f64()) {
-            (Some(a), Some(b)) => {
-                assert!(
-                    (a - b).abs() <= 1e-4 * (1. + b.abs()),
-                    "{path}: {a}, must be {b}"
-                );
-            }
-            _ => assert_eq!(found, expected, "{path}"),
-        },
-    }
-}
-
 #[test]
 fn the_first_rank_downloads_a_model_of_the_hub() {
     let _turn = turn();
@@ -183,27 +152,9 @@ fn two_and_four_ranks_train_as_one_process() {
             let printed = job_succeeds(shared.path(), ranks, &["train", "run.yaml"]);
             // Rank 0 alone prints and writes.
             assert_eq!(printed.matches("\nstep ").count(), 5, "{printed}");
-            for name in ["metrics.jsonl", "evaluations.jsonl"] {
-                let of = |folder: &Path| lines(&folder.join("run").join(name));
-                let (found, expected) = (of(shared.path()), of(alone.path()));
-                assert_eq!(found.len(), expected.len(), "{name}");
-                for (found, expected) in found.iter().zip(&expected) {
-                    assert_close(found, expected, name);
-                }
-            }
+            assert_same_run(&shared.path().join("run"), &alone.path().join("run"), 5);
             let samples = |folder: &Path| lines(&folder.join("run/samples.jsonl"));
             assert_eq!(samples(shared.path())[..16], samples(alone.path())[..16]);
-            for name in ["model.safetensors", "optimizer.safetensors"] {
-                let of = |folder: &Path| tensors(&checkpoint(folder, 5).join(name));
-                let (found, expected) = (of(shared.path()), of(alone.path()));
-                assert_eq!(found.len(), expected.len(), "{name}");
-                for (tensor, expected) in &expected {
-                    for (a, b) in found[tensor].iter().zip(expected) {
-                        let close = (a - b).abs() <= 2e-5 * (1. + b.abs());
-                        assert!(close, "{name}: {tensor}: {a}, must be {b}");
-                    }
-                }
-            }
         }
     }
 }

@@ -1,0 +1,171 @@
+//! The program on GPUs: one process, and two ranks. Each run must be that of the CPU.
+//!
+//! `scripts/cuda-test` runs these tests on emulated GPUs, which work only when the program waits
+//! for them.
+
+#[path = "program/close.rs"]
+mod close;
+#[path = "program/models.rs"]
+#[allow(dead_code, reason = "the tests of the program need more of it")]
+mod models;
+#[path = "program/running.rs"]
+#[allow(dead_code, reason = "the tests of the program need more of it")]
+mod running;
+#[path = "program/support.rs"]
+#[allow(dead_code, reason = "the tests of the program need more of it")]
+mod support;
+
+use std::fs;
+use std::path::Path;
+use std::process::{Command, Stdio};
+use std::sync::Arc;
+
+use anyhow::Result;
+use candle_core::Device;
+use candle_grpo::config::RunConfig;
+use candle_grpo::run::{Progress, RunPrompts, RunSession, Session, Start};
+use candle_grpo::train::progress::NoProgress;
+use candle_grpo::train::{Pretrained, RewardConfig};
+use candle_grpo_test_support::{CudaCalls, ReservedPort, cuda};
+
+use close::assert_same_run;
+use models::write_reward_model;
+use running::Running;
+use support::{command, folder, lines, write_long_model};
+
+/// A reference, a teacher and a reward model beside the policy. `FOLDER` has the files.
+const CONFIG: &str = "
+model: FOLDER/model
+teacher: {model: FOLDER/teacher}
+data: {train: FOLDER/data.jsonl, held_out_rows: 2}
+rewards: [{kind: regex, pattern: '^[ab]'}, {kind: reward_model, path: FOLDER/reward, weight: 0.5}]
+algorithm:
+  rollout_batch_size: 4
+  num_return_sequences_in_group: 4
+  response_length: 5
+  use_kl_loss: true
+  kl_loss_coef: 0.01
+  recipe: {policy_loss: {distillation: {coef: 0.1}}}
+optimizer: {learning_rate: 3e-3, epsilon: 1e-3}
+training: {sharded_optimizer: SHARDED}
+evaluation: {every_steps: 2, samples_per_prompt: 2}
+checkpoint: {every_steps: 1}
+max_steps: STEPS
+run_dir: FOLDER/RUN
+threads: 1
+";
+
+/// The models and the prompts of [`CONFIG`].
+fn inputs() -> tempfile::TempDir {
+    let folder = folder("");
+    write_long_model(&folder.path().join("teacher"), "abcde", 24, 4);
+    write_reward_model(&folder.path().join("reward"), "abcde");
+    folder
+}
+
+/// Writes [`CONFIG`] for the run directory `run`.
+fn write_config(folder: &Path, run: &str, steps: usize, is_sharded: bool) {
+    let text = CONFIG
+        .replace("FOLDER", folder.to_str().unwrap())
+        .replace("SHARDED", &is_sharded.to_string())
+        .replace("STEPS", &steps.to_string())
+        .replace("RUN", run);
+    fs::write(folder.join(format!("{run}.yaml")), text).unwrap();
+}
+
+/// Trains on the CPU, as the program does in a build without CUDA.
+fn train_on_cpu(folder: &Path, steps: usize) -> Result<()> {
+    write_config(folder, "cpu", steps, false);
+    let config = RunConfig::read(&folder.join("cpu.yaml"))?;
+    let pretrained = Pretrained::load(&config.model.path, &Device::Cpu)?;
+    let (_, prompts) = RunPrompts::read(&config, &pretrained)?;
+    let reward = RewardConfig::build(&config.rewards, &Device::Cpu)?;
+    let progress = Arc::new(NoProgress);
+    let mut session = Session::new(config, pretrained, prompts, reward, Start::New, progress)?;
+    while session.advance()? != Progress::Finished {}
+    Ok(())
+}
+
+/// The program on an emulated GPU that works only when a call waits for it.
+fn lazy(folder: &Path, run: &str) -> Command {
+    let mut command = command(folder, &["train", &format!("{run}.yaml"), "--resume"]);
+    command.env("CUDA_ON_HOST_LAZY", "1").stdin(Stdio::null());
+    command
+}
+
+/// Runs the ranks of a job at the same time, with the variables of torchrun.
+fn run_ranks(commands: Vec<Command>) {
+    let listening = ReservedPort::new();
+    let world_size = commands.len();
+    let start = |(rank, mut command): (usize, Command)| {
+        let (rank, world_size) = (rank.to_string(), world_size.to_string());
+        // Rank 0 listens at the port after this one.
+        let port = (listening.number() - 1).to_string();
+        command.envs([
+            ("RANK", rank.as_str()),
+            ("LOCAL_RANK", &rank),
+            ("WORLD_SIZE", &world_size),
+            ("MASTER_ADDR", "127.0.0.1"),
+            ("MASTER_PORT", &port),
+        ]);
+        Running::start(command)
+    };
+    let running: Vec<Running> = commands.into_iter().enumerate().map(start).collect();
+    let ended: Vec<_> = running.into_iter().map(Running::end).collect();
+    for (rank, (status, errors)) in ended.iter().enumerate() {
+        assert!(status.success(), "rank {rank}: {errors}");
+    }
+}
+
+fn has_gpus(count: usize) -> bool {
+    let has = CudaCalls::now().is_some()
+        || candle_grpo::train::cuda_device_count().is_ok_and(|visible| visible >= count);
+    if !has || cuda().is_err() {
+        println!("skipped: fewer than {count} GPUs");
+        return false;
+    }
+    true
+}
+
+#[test]
+fn a_run_on_a_gpu_resumes_and_is_that_of_the_cpu() -> Result<()> {
+    if !has_gpus(1) {
+        return Ok(());
+    }
+    let inputs = inputs();
+    let folder = inputs.path();
+    train_on_cpu(folder, 4)?;
+    for steps in [2, 4] {
+        write_config(folder, "gpu", steps, false);
+        let (status, errors) = Running::start(lazy(folder, "gpu")).end();
+        assert!(status.success(), "{errors}");
+        assert_eq!(lines(&folder.join("gpu/metrics.jsonl")).len(), steps);
+    }
+    assert_same_run(&folder.join("gpu"), &folder.join("cpu"), 4);
+    Ok(())
+}
+
+#[test]
+fn runs_of_two_gpus_resume_and_are_that_of_the_cpu() -> Result<()> {
+    if !has_gpus(2) {
+        return Ok(());
+    }
+    let inputs = inputs();
+    let folder = inputs.path();
+    train_on_cpu(folder, 3)?;
+    for (run, is_sharded, visible) in [("whole", false, "1"), ("sharded", true, "2")] {
+        for steps in [2, 3] {
+            write_config(folder, run, steps, is_sharded);
+            // With one emulated GPU, each rank sees its own as its first.
+            let rank = || {
+                let mut command = lazy(folder, run);
+                command.env("CUDA_ON_HOST_DEVICES", visible);
+                command
+            };
+            run_ranks(vec![rank(), rank()]);
+            assert_eq!(lines(&folder.join(run).join("metrics.jsonl")).len(), steps);
+        }
+        assert_same_run(&folder.join(run), &folder.join("cpu"), 3);
+    }
+    Ok(())
+}
