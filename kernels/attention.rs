@@ -21,7 +21,7 @@ struct AttentionTiles {
 }
 
 /// Returns `None` for a head dimension that is too large. `element` is the size of an element in
-/// bytes. `has_warpgroups`: the GPU has the products of warpgroups.
+/// bytes. `has_warpgroups`: the code has the products of warpgroups.
 fn attention_tiles(
     head_dim: usize,
     element: usize,

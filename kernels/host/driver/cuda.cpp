@@ -6,6 +6,7 @@
 //
 // CUDA_ON_HOST_DEVICES=n There are n GPUs, at most 8. Without it there is one.
 // CUDA_ON_HOST_HOPPER=1 The GPU has compute capability 9.0, and modules have its kernels.
+// CUDA_FORCE_PTX_JIT=1  Modules have the kernels of their PTX, which are those for 8.0.
 // CUDA_ON_HOST_LAZY=1   A stream works only when a call waits for it; else it works at once.
 // CUDA_ON_HOST_ORDER=n  The order of the threads of a block, as in cuda_host_launch.
 //
@@ -645,7 +646,8 @@ CUresult cuModuleLoadData(void** module, const void* image) {
     CALL_IN_CONTEXT;
     char threads[16], path[4096];
     const char* second = strstr((const char*)image + 1, "CUDA-ON-HOST");
-    if (is_hopper() && second != nullptr) image = second;
+    const bool is_jit = variable("CUDA_FORCE_PTX_JIT") == 1;
+    if (is_hopper() && !is_jit && second != nullptr) image = second;
     if (sscanf((const char*)image, "CUDA-ON-HOST %15s %4095[^\n]", threads, path) != 2)
         return refuse(INVALID_IMAGE, "a module that is not of kernels/host/bin/nvcc");
     if (strcmp(threads, "none") == 0) return refuse(NOT_SUPPORTED, "the kernels of %s are not emulated", path);
@@ -666,6 +668,13 @@ CUresult cuModuleGetFunction(void** function, void* handle, const char* name) {
     auto found = functions.find(name);
     if (found == functions.end()) return refuse(NOT_FOUND, "the module has no kernel %s", name);
     *function = &found->second;
+    return SUCCESS;
+}
+// CU_FUNC_ATTRIBUTE_MAX_THREADS_PER_BLOCK is 0.
+CUresult cuFuncGetAttribute(int* value, int attribute, void* handle) {
+    CALL;
+    if (attribute != 0) return INVALID_VALUE;
+    *value = (int)((Function*)handle)->kernel->max_threads;
     return SUCCESS;
 }
 // CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES is 8.

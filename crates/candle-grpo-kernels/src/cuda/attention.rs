@@ -5,7 +5,8 @@ use candle_core::cuda_backend::cudarc::driver::LaunchConfig;
 use candle_core::cuda_backend::{CudaDevice, CudaStorage, WrapErr};
 use candle_core::{Device, Layout, Result, Shape, Storage, Tensor, bail};
 
-use super::{In, Out, alloc, as_tensor, grid, kernels, with_cuda_floats};
+use super::launch::function;
+use super::{CudaElement, In, Out, alloc, as_tensor, grid, kernels, with_cuda_floats};
 use crate::attention::{Attention, Sequence, Sizes};
 
 include!("../../kernels/attention.rs");
@@ -224,10 +225,14 @@ fn on_gpu(storage: &Storage) -> Result<&CudaStorage> {
     }
 }
 
-fn tiles_of<T>(device: &CudaDevice, sizes: &Sizes) -> Result<AttentionTiles> {
-    let capability = device.cuda_stream().context().compute_capability().w()?;
-    // The one machine code that has them is for 9.0: see build.rs.
-    let has_warpgroups = capability == (9, 0);
+fn tiles_of<T: CudaElement>(device: &CudaDevice, sizes: &Sizes) -> Result<AttentionTiles> {
+    // The machine code for 9.0 has products of warpgroups, and more threads for them: see build.rs.
+    // A driver that compiles the PTX on 9.0 loads the other code.
+    let stream = super::device::stream(device)?;
+    let loaded = function(&stream, ["attention", "attention_forward_64", T::SUFFIX])?;
+    let threads = loaded.max_threads_per_block().w()? as usize;
+    let has_warpgroups = attention_tiles(64, size_of::<T>(), true)
+        .is_some_and(|tiles| tiles.forward_threads == threads);
     match attention_tiles(sizes.head_dim, size_of::<T>(), has_warpgroups) {
         Some(tiles) => Ok(tiles),
         None => bail!(
