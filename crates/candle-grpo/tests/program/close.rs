@@ -12,10 +12,10 @@ use super::support::lines;
 /// Asserts that two runs of at most 5 steps have the same metrics, evaluations and weights, up to
 /// the order of their sums. Both have the learning rate 3e-3 and an epsilon of 1e-3.
 ///
-/// A sum of up to 2^7 numbers of f32 in another order differs by less than 2^7 * 2^-24, about 1e-5
-/// of its terms. A gradient is below 0.1, so it differs by 1e-6. AdamW multiplies that by at most
-/// 3e-3 / 1e-3 in each step: 5 steps change a weight by less than 2e-5, and a metric by less than
-/// 1e-4.
+/// A sum of n numbers of f32 in another order differs by about sqrt(n) * 2^-24 of its terms, which
+/// is 1e-6 for 2^8 numbers. The norm of the gradients is at most 1, so each differs by at most
+/// that. AdamW multiplies it by at most 3e-3 / 1e-3 in each step: 5 steps change a weight by less
+/// than 2e-5. A metric is a sum over them, which may differ by 1e-4.
 pub(crate) fn assert_same_run(found: &Path, expected: &Path, steps: usize) {
     for name in ["metrics.jsonl", "evaluations.jsonl"] {
         let (found, expected) = (lines(&found.join(name)), lines(&expected.join(name)));
