@@ -89,12 +89,13 @@ impl TaskScores {
     ///
     /// # Errors
     ///
-    /// Fails if there are no rewards or one is not finite.
+    /// Fails if there are no rewards, or if one of them or their sum is not finite.
     pub fn record(&mut self, task: usize, rewards: &[f64]) -> Result<()> {
-        if rewards.is_empty() || rewards.iter().any(|x| !x.is_finite()) {
-            bail!("rewards: {rewards:?}, must be at least one finite number");
+        let sum = rewards.iter().sum::<f64>();
+        if rewards.is_empty() || rewards.iter().any(|x| !x.is_finite()) || !sum.is_finite() {
+            bail!("rewards: {rewards:?}, must be at least one finite number, with a finite sum");
         }
-        let mean = rewards.iter().sum::<f64>() / rewards.len() as f64;
+        let mean = sum / rewards.len() as f64;
         self.0.insert(task, mean);
         Ok(())
     }
@@ -102,6 +103,21 @@ impl TaskScores {
     /// Returns the pool of a task, or `None` if it has no score.
     pub fn pool(&self, task: usize, pools: &DifficultyPools) -> Option<usize> {
         self.0.get(&task).map(|score| pools.pool(*score))
+    }
+
+    /// Returns the tasks that have a score, in ascending order.
+    pub fn tasks(&self) -> impl Iterator<Item = usize> {
+        self.0.keys().copied()
+    }
+
+    /// Returns the scores under the new numbers of their tasks. A task without one loses its score.
+    pub fn renumber(&self, number: impl Fn(usize) -> Option<usize>) -> Self {
+        let scores = self.0.iter();
+        Self(
+            scores
+                .filter_map(|(task, score)| Some((number(*task)?, *score)))
+                .collect(),
+        )
     }
 
     /// Returns the weight of each of the tasks `0..tasks`.

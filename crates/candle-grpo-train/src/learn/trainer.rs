@@ -828,7 +828,7 @@ impl Trainer {
     /// themselves.
     pub fn save_state(&self, folder: &Path) -> Result<()> {
         self.ensure_whole()?;
-        self.models.save(folder, &self.state)
+        self.models.save(folder, &self.state, self.prompts())
     }
 
     /// Resumes from a checkpoint of [`Self::write_checkpoint`]. On the CPU the following steps are
@@ -840,7 +840,8 @@ impl Trainer {
     /// If shape, adapters, critic or the initial weights of adapters or reference differ. The
     /// trainer must not be used after an error.
     pub fn load_state(&mut self, folder: &Path) -> Result<()> {
-        self.state = self.models.load(folder, &self.state)?;
+        let prompts = Arc::clone(&self.collector.prompts);
+        self.state = self.models.load(folder, &self.state, &prompts)?;
         self.torn = false;
         self.ahead = None;
         self.last = None;

@@ -1,6 +1,6 @@
 //! Digests of the inputs of a run, to notice changes when it resumes.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, HashMap};
 use std::path::PathBuf;
 
 use anyhow::{Result, anyhow};
@@ -244,6 +244,23 @@ pub fn prompt_digest(prompt: &Prompt) -> RowDigest {
         Value::Null => Sha256::digest(&prompt.text).into(),
         columns => row_digest(columns),
     }
+}
+
+/// Returns a name for each prompt, which stays the same when other rows are added or removed, or
+/// their order changes: 32 hexadecimal digits of its digest. Later ones of equal prompts have a
+/// number after them.
+pub(crate) fn prompt_names(prompts: &[Prompt]) -> Vec<String> {
+    let mut counts = HashMap::new();
+    let name = |prompt| {
+        let digest = prompt_digest(prompt);
+        let count = counts.entry(digest).or_insert(0);
+        *count += 1;
+        match (hex(&digest[..16]), *count) {
+            (digits, 1) => digits,
+            (digits, count) => format!("{digits}-{count}"),
+        }
+    };
+    prompts.iter().map(name).collect()
 }
 
 /// The SHA-256 of the columns of a row.

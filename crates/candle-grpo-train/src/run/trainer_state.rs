@@ -1,6 +1,6 @@
 //! The state of a run, in memory and on disk.
 
-use std::collections::HashMap;
+use std::collections::{BTreeMap, HashMap};
 use std::fs;
 use std::path::Path;
 
@@ -13,11 +13,12 @@ use candle_grpo_nn::{Lora, Parameters, all_finite, atomic_file};
 use serde::{Deserialize, Serialize};
 
 use super::checksums::sha256_of_parameters;
+use super::inputs::prompt_names;
 use crate::data::json_lines::read_json;
 use crate::learn::models::Models;
 use crate::learn::not_finite::NotFinite;
 use crate::model::pretrained::MODEL;
-use crate::{ComputeDType, Critic, Pretrained};
+use crate::{ComputeDType, Critic, Pretrained, Prompt};
 
 const STATE: &str = "trainer.json";
 const OPTIMIZER: &str = "optimizer.safetensors";
@@ -63,6 +64,35 @@ struct StateFile {
     /// The sum of the initial weights, where adapters or a fixed reference need them: they are not
     /// saved.
     base_sha256: Option<String>,
+    /// The [names](prompt_names) of the prompts that have a score in the state, whose numbers
+    /// change with the rows of the data. Absent without a curriculum.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    scored_prompts: Option<BTreeMap<usize, String>>,
+}
+
+impl StateFile {
+    /// Returns the state with the scores of the prompts for `prompts`, which may be other ones than
+    /// those of the file.
+    fn state_for(self, prompts: &[Prompt]) -> TrainerState {
+        let Self {
+            mut state,
+            scored_prompts,
+            ..
+        } = self;
+        if let (Some(scores), Some(names)) = (&mut state.task_scores, scored_prompts) {
+            let now = prompt_names(prompts).into_iter().enumerate();
+            let now: HashMap<String, usize> = now.map(|(number, name)| (name, number)).collect();
+            let before = scores.tasks().count();
+            *scores = scores.renumber(|task| now.get(names.get(&task)?).copied());
+            let lost = before - scores.tasks().count();
+            if lost > 0 {
+                tracing::warn!(
+                    "the curriculum has scores of {before} prompts, {lost} of which are not among the training rows now"
+                );
+            }
+        }
+        state
+    }
 }
 
 impl Models {
@@ -111,13 +141,19 @@ impl Models {
         Ok(())
     }
 
-    /// Writes everything of a checkpoint except the weights of the policy.
-    pub(crate) fn save(&self, folder: &Path, state: &TrainerState) -> Result<()> {
-        self.save_files(folder, state)
+    /// Writes everything of a checkpoint except the weights of the policy. `prompts` are those of
+    /// the scores in `state`.
+    pub(crate) fn save(
+        &self,
+        folder: &Path,
+        state: &TrainerState,
+        prompts: &[Prompt],
+    ) -> Result<()> {
+        self.save_files(folder, state, prompts)
             .with_context(|| format!("saving the state of the run in {}", folder.display()))
     }
 
-    fn save_files(&self, folder: &Path, state: &TrainerState) -> Result<()> {
+    fn save_files(&self, folder: &Path, state: &TrainerState, prompts: &[Prompt]) -> Result<()> {
         self.actor.optimizer().save_state(&folder.join(OPTIMIZER))?;
         if let Some(adapters) = self.actor.adapters() {
             fs::create_dir_all(folder.join(ADAPTER))?;
@@ -134,9 +170,15 @@ impl Models {
                 .optimizer()
                 .save_state(&folder.join(CRITIC_OPTIMIZER))?;
         }
+        let names = |scores: &TaskScores| {
+            let names = prompt_names(prompts);
+            let name = |task: usize| Some((task, names.get(task)?.clone()));
+            scores.tasks().filter_map(name).collect()
+        };
         let file = StateFile {
             state: state.clone(),
             base_sha256: self.base_sha256()?,
+            scored_prompts: state.task_scores.as_ref().map(names),
         };
         Ok(atomic_file::write(
             &folder.join(STATE),
@@ -154,13 +196,23 @@ impl Models {
     }
 
     /// Reads what [`Self::save`] wrote, and the weights of the policy. `now` is the state of the
-    /// new run, which must have the same parts.
-    pub(crate) fn load(&mut self, folder: &Path, now: &TrainerState) -> Result<TrainerState> {
-        self.load_files(folder, now)
+    /// new run, which must have the same parts, and `prompts` are its prompts.
+    pub(crate) fn load(
+        &mut self,
+        folder: &Path,
+        now: &TrainerState,
+        prompts: &[Prompt],
+    ) -> Result<TrainerState> {
+        self.load_files(folder, now, prompts)
             .with_context(|| format!("reading the state of the run in {}", folder.display()))
     }
 
-    fn load_files(&mut self, folder: &Path, now: &TrainerState) -> Result<TrainerState> {
+    fn load_files(
+        &mut self,
+        folder: &Path,
+        now: &TrainerState,
+        prompts: &[Prompt],
+    ) -> Result<TrainerState> {
         let read = |name: &str| read_tensors(&folder.join(name));
         let file: StateFile = read_json(&folder.join(STATE))?;
         match (&file.base_sha256, self.base_sha256()?) {
@@ -243,7 +295,7 @@ impl Models {
                 "{name}: a run cannot begin to use it, or cease to"
             );
         }
-        Ok(file.state)
+        Ok(file.state_for(prompts))
     }
 
     /// The hash of the initial weights, if the adapters or a frozen reference depend on them.

@@ -275,7 +275,7 @@ impl SftTrainer {
         dtype: ComputeDType,
     ) -> Result<()> {
         self.models.write_policy(folder, model, dtype)?;
-        self.models.save(folder, &self.state)
+        self.models.save(folder, &self.state, &[])
     }
 
     /// Takes part in [`Self::write_checkpoint`] of rank 0. With [`SftConfig::sharded_optimizer`]
@@ -292,7 +292,7 @@ impl SftTrainer {
     /// If shape, adapters or the initial weights under adapters differ. The trainer must not be
     /// used after an error.
     pub fn load_state(&mut self, folder: &Path) -> Result<()> {
-        self.state = self.models.load(folder, &self.state)?;
+        self.state = self.models.load(folder, &self.state, &[])?;
         let visited = self.order.pick(&self.examples, 0, self.state.visited);
         self.trained_tokens = visited.iter().map(|row| row.num_trained_tokens()).sum();
         Ok(())

@@ -7,8 +7,9 @@ use candle_grpo_core::{DifficultyPools, GroupFilter};
 use candle_grpo_loss::rollout::ImportanceWeight;
 use candle_grpo_loss::{Recipe, RolloutCorrection};
 use candle_grpo_test_support::{on_ranks, stay_on_cpu};
-use candle_grpo_train::{ComputeDType, Sample, StepMetrics, TrainConfig, Trainer};
+use candle_grpo_train::{ComputeDType, Prompt, Sample, StepMetrics, TrainConfig, Trainer};
 use rstest::rstest;
+use serde_json::json;
 
 use crate::common::{
     self, digest, model, parameters, pretrained, prompts, tokenizer, without_seconds,
@@ -53,15 +54,26 @@ type Rows = Arc<Mutex<Vec<usize>>>;
 
 /// A trainer of ten prompts, and the rows that it draws.
 fn trainer(config: TrainConfig, reward: fn(&Sample) -> f32) -> (Trainer, Rows) {
+    trainer_of(ten_prompts(), config, reward)
+}
+
+/// Prompts of the rows 0 to 9.
+fn ten_prompts() -> Vec<Prompt> {
+    prompts(&["abc", "d", "ee", "ca", "b", "cd", "ed", "a", "cc", "dab"])
+}
+
+fn trainer_of(
+    prompts: Vec<Prompt>,
+    config: TrainConfig,
+    reward: fn(&Sample) -> f32,
+) -> (Trainer, Rows) {
     let rows = Rows::default();
-    let texts = ["abc", "d", "ee", "ca", "b", "cd", "ed", "a", "cc", "dab"];
     let seen = Arc::clone(&rows);
     let reward = move |sample: &Sample| {
         let row = sample.columns["row"].as_u64().unwrap() as usize;
         seen.lock().unwrap().push(row);
         reward(sample)
     };
-    let prompts = prompts(&texts);
     let trainer = Trainer::new(model(), parameters(), tokenizer(), prompts, reward, config);
     let trainer = trainer.unwrap().with_curriculum(pools()).unwrap();
     (trainer, rows)
@@ -157,6 +169,60 @@ fn a_resumed_run_is_bit_identical(#[case] config: TrainConfig) {
     let rows = |rows: &Rows| rows.lock().unwrap().clone();
     let resumed = [rows(&first_rows), rows(&second_rows)].concat();
     assert_eq!(resumed, rows(&whole_rows));
+}
+
+/// Rows 0 to 4 are always solved, the others never.
+fn first_five(sample: &Sample) -> f32 {
+    f32::from(u8::from(sample.columns["row"].as_u64().unwrap() < 5))
+}
+
+#[rstest]
+#[case::in_reverse(|prompts: &mut Vec<Prompt>| prompts.reverse())]
+#[case::without_one(|prompts: &mut Vec<Prompt>| drop(prompts.remove(2)))]
+#[case::with_one_before(|prompts: &mut Vec<Prompt>| {
+    let new = Prompt { columns: json!({"row": 4, "new": true}), ..prompts[0].clone() };
+    prompts.insert(0, new);
+})]
+#[case::with_an_equal_one(|prompts: &mut Vec<Prompt>| prompts.insert(0, prompts[9].clone()))]
+fn scores_stay_with_their_rows_when_a_run_resumes_with_other_rows(
+    #[case] change: fn(&mut Vec<Prompt>),
+) {
+    let unsolved_only = DifficultyPools {
+        thresholds: vec![0.5, 1.],
+        weights: vec![1., 0.],
+        unseen_weight: 1e6,
+    };
+    let (first, _) = trainer_of(ten_prompts(), config(), first_five);
+    let mut first = first.with_curriculum(unsolved_only.clone()).unwrap();
+    // Rows without a score come before all others.
+    let metrics = steps(&mut first, 12);
+    assert_eq!(metrics[11].policy["curriculum_unseen"], 0.);
+    let folder = tempfile::tempdir().unwrap();
+    first
+        .write_checkpoint(folder.path(), &pretrained(), ComputeDType::F32)
+        .unwrap();
+    let mut changed = ten_prompts();
+    change(&mut changed);
+    for (index, prompt) in changed.iter_mut().enumerate() {
+        prompt.index = index as u64;
+    }
+    let added = changed.len().saturating_sub(10);
+    let (second, rows) = trainer_of(changed.clone(), config(), first_five);
+    let mut second = second.with_curriculum(unsolved_only).unwrap();
+    second.load_state(folder.path()).unwrap();
+    let scores = second.state().task_scores.clone().unwrap();
+    assert_eq!(scores.tasks().count(), changed.len() - added);
+    steps(&mut second, 6);
+    let solved: BTreeSet<usize> = rows.lock().unwrap().iter().copied().collect();
+    // Only the row that is new may be a solved one.
+    let solved = solved
+        .into_iter()
+        .filter(|row| *row < 5)
+        .collect::<Vec<_>>();
+    assert!(
+        solved.is_empty() || added == 1 && solved == [4],
+        "{solved:?}"
+    );
 }
 
 #[test]
