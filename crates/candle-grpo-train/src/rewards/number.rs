@@ -1,8 +1,53 @@
 //! Numbers in texts.
 
+/// A number of a text.
+#[derive(Debug, Clone, PartialEq)]
+pub(super) struct FoundNumber {
+    /// Its value, rounded to an f64.
+    pub(super) value: f64,
+    /// Sign and digits of an integer from 2^53 on, where an f64 does not hold all integers.
+    digits: Option<String>,
+}
+
+impl FoundNumber {
+    /// A number of this value, as `text` has it.
+    pub(super) fn new(value: f64, text: &str) -> Self {
+        const EXACT: f64 = (1u64 << 53) as f64;
+        let digits = || {
+            let integer = match text.split_once('.') {
+                Some((integer, decimals)) if decimals.bytes().all(|b| b == b'0') => integer,
+                Some(_) => return None,
+                None => text,
+            };
+            let digits: String = integer.chars().filter(char::is_ascii_digit).collect();
+            let marks = |c: char| c.is_ascii_digit() || matches!(c, '-' | ',' | '{' | '}');
+            integer.chars().all(marks).then(|| {
+                let sign = if value < 0. { "-" } else { "" };
+                format!("{sign}{}", digits.trim_start_matches('0'))
+            })
+        };
+        Self {
+            value,
+            digits: (value.abs() >= EXACT).then(digits).flatten(),
+        }
+    }
+
+    /// Returns whether the numbers differ by at most `tolerance`.
+    pub(super) fn is_near(&self, other: &Self, tolerance: f64) -> bool {
+        let near = || self.value == other.value || (self.value - other.value).abs() <= tolerance;
+        match (&self.digits, &other.digits) {
+            (Some(a), Some(b)) => match (a.parse::<i128>(), b.parse::<i128>()) {
+                (Ok(a), Ok(b)) => a.abs_diff(b) as f64 <= tolerance,
+                _ => a == b || tolerance >= 1. && near(),
+            },
+            _ => near(),
+        }
+    }
+}
+
 /// Returns the numbers in `text` in their order: `-1,200.50`, `$18`, `3/4`, `1 1/2` and
 /// `\frac{3}{4}` are one number each. Units with their powers, and percent signs, are ignored.
-pub(super) fn numbers(text: &str) -> Vec<f64> {
+pub(super) fn numbers(text: &str) -> Vec<FoundNumber> {
     let mut found = Vec::new();
     let mut at = 0;
     while let Some(c) = text[at..].chars().next() {
@@ -27,7 +72,7 @@ fn is_power_of_unit(before: &str) -> bool {
 }
 
 /// Parses a number at `at`, the first byte of a character. Returns it and its end.
-fn number_at(text: &str, at: usize) -> Option<(f64, usize)> {
+fn number_at(text: &str, at: usize) -> Option<(FoundNumber, usize)> {
     let (negative, unsigned) = sign(text, at);
     let unsigned = skip(text, unsigned, |c| matches!(c, '$' | '€' | '£' | '¥'));
     // "$-5" as well as "-$5".
@@ -38,7 +83,8 @@ fn number_at(text: &str, at: usize) -> Option<(f64, usize)> {
     };
     let (value, end) =
         latex_fraction(text, unsigned).or_else(|| plain_or_fraction(text, unsigned))?;
-    Some((if negative { -value } else { value }, end))
+    let value = if negative { -value } else { value };
+    Some((FoundNumber::new(value, &text[unsigned..end]), end))
 }
 
 /// Returns whether there is a minus sign at `at`, and the position after it. A sign directly after
@@ -164,6 +210,10 @@ mod tests {
     use proptest::prelude::*;
     use rstest::rstest;
 
+    fn values(text: &str) -> Vec<f64> {
+        numbers(text).iter().map(|number| number.value).collect()
+    }
+
     #[rstest]
     #[case("42", &[42.])]
     #[case("it is 1,234,567.", &[1_234_567.])]
@@ -184,18 +234,18 @@ mod tests {
     #[case("none - , . / \\frac{1", &[1.])]
     #[case("", &[])]
     fn numbers_are_found_in_text(#[case] text: &str, #[case] expected: &[f64]) {
-        assert_eq!(numbers(text), expected, "{text:?}");
+        assert_eq!(values(text), expected, "{text:?}");
     }
 
     #[test]
     fn a_number_too_large_for_a_float_is_one_number_all_the_same() {
-        assert_eq!(numbers("1e999"), [f64::INFINITY]);
+        assert_eq!(values("1e999"), [f64::INFINITY]);
     }
 
     proptest! {
         #[test]
         fn a_written_number_is_read_back(x in -1e9f64..1e9) {
-            let read = numbers(&format!("so: {x}."));
+            let read = values(&format!("so: {x}."));
             prop_assert_eq!(read, vec![x]);
         }
 

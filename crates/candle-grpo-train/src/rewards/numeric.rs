@@ -7,7 +7,7 @@ use serde_json::Value;
 
 use super::Votes;
 use super::answer::AnswerPlace;
-use super::number::numbers;
+use super::number::{FoundNumber, numbers};
 use super::right_or_wrong::right_or_wrong;
 use super::score::Score;
 use super::votes::votes;
@@ -67,13 +67,19 @@ impl NumericReward {
     ///
     /// If the column is absent or has no finite number.
     pub fn expected(&self, columns: &Value) -> Result<f64> {
+        Ok(self.expected_number(columns)?.value)
+    }
+
+    fn expected_number(&self, columns: &Value) -> Result<FoundNumber> {
         let value = column(columns, &self.column)?;
         let number = match value {
-            Value::Number(number) => number.as_f64(),
+            Value::Number(number) => number
+                .as_f64()
+                .map(|value| FoundNumber::new(value, &number.to_string())),
             Value::String(text) => number(&AnswerPlace::Auto, text),
             _ => None,
         };
-        match number.filter(|number| number.is_finite()) {
+        match number.filter(|number| number.value.is_finite()) {
             Some(number) => Ok(number),
             None => bail!(
                 "column {:?}: {value}, must be a number or a text with one",
@@ -84,23 +90,23 @@ impl NumericReward {
 
     /// Returns true if the number of `completion` is that of the row.
     pub fn matches(&self, completion: &str, columns: &Value) -> Result<bool> {
-        let expected = self.expected(columns)?;
+        let expected = self.expected_number(columns)?;
         let found = self.found(completion);
-        Ok(found.is_some_and(|x| (x - expected).abs() <= self.tolerance))
+        Ok(found.is_some_and(|number| number.is_near(&expected, self.tolerance)))
     }
 
     /// Returns the number of a completion.
-    fn found(&self, completion: &str) -> Option<f64> {
+    fn found(&self, completion: &str) -> Option<FoundNumber> {
         number(&self.find, completion)
     }
 }
 
 /// Returns the number at a place of a text.
-fn number(place: &AnswerPlace, text: &str) -> Option<f64> {
+fn number(place: &AnswerPlace, text: &str) -> Option<FoundNumber> {
     let numbers = numbers(place.find(text)?);
     match place.counts_last_number(text) {
-        true => numbers.last().copied(),
-        false => numbers.first().copied(),
+        true => numbers.into_iter().next_back(),
+        false => numbers.into_iter().next(),
     }
 }
 
@@ -108,7 +114,7 @@ impl RewardFunction for NumericReward {
     /// Numbers are equal up to the tolerance.
     fn votes(&self, completions: &[&str], _: &Value) -> Result<Option<Votes>> {
         let answers = completions.iter().map(|text| self.found(text));
-        let equal = |a: &f64, b: &f64| a == b || (a - b).abs() <= self.tolerance;
+        let equal = |a: &FoundNumber, b: &FoundNumber| a.is_near(b, self.tolerance);
         Ok(Some(votes(answers, equal)))
     }
 
@@ -146,10 +152,34 @@ mod tests {
     #[case(r"First \boxed{42}. No, \boxed{4", json!(4), false)]
     #[case(r"First \boxed{42}. No, \boxed{4", json!(42), false)]
     #[case("", json!(0), false)]
+    #[case("9007199254740993", json!(9_007_199_254_740_993_u64), true)]
+    #[case("9007199254740992", json!(9_007_199_254_740_993_u64), false)]
+    #[case("9,007,199,254,740,993.00", json!("9007199254740993"), true)]
+    #[case("9,007,199,254,740,993", json!("9007199254740992"), false)]
+    #[case("-9007199254740993", json!(-9_007_199_254_740_993_i64), true)]
+    #[case("9007199254740993", json!(-9_007_199_254_740_993_i64), false)]
+    #[case("9007199254740993", json!(9_007_199_254_740_992.0), false)]
+    #[case("123456789012345678901234567890", json!("123456789012345678901234567890"), true)]
+    #[case("123456789012345678901234567891", json!("123456789012345678901234567890"), false)]
+    #[case("1000000000000000000000000000000000000000000001", json!("1000000000000000000000000000000000000000000000"), false)]
+    #[case("1e20", json!("100000000000000000000"), true)]
     fn numbers_are_compared(#[case] completion: &str, #[case] answer: Value, #[case] right: bool) {
         let row = json!({ "answer": answer });
         let reward = NumericReward::default();
         assert_eq!(reward.matches(completion, &row).unwrap(), right);
+    }
+
+    #[test]
+    fn large_integers_differ_by_exact_amounts() {
+        let near = |tolerance| {
+            let reward = NumericReward {
+                tolerance,
+                ..NumericReward::default()
+            };
+            let row = json!({"answer": 9_007_199_254_740_993_u64});
+            reward.matches("9007199254740991", &row).unwrap()
+        };
+        assert!(!near(1.) && near(2.));
     }
 
     #[test]
