@@ -1,5 +1,6 @@
 //! JSON files of a run: one value, or one value per line in files that grow.
 
+use std::collections::BTreeMap;
 use std::fs;
 use std::io::ErrorKind;
 use std::path::Path;
@@ -7,6 +8,7 @@ use std::path::Path;
 use anyhow::{Context, Error, Result, anyhow};
 use candle_grpo_nn::atomic_file;
 use serde::de::DeserializeOwned;
+use serde::{Deserialize, Deserializer};
 use serde_json::error::Category;
 
 /// Reads a file of one JSON value.
@@ -78,6 +80,21 @@ pub(crate) fn retain_lines<T>(
     Ok(lines.into_iter().map(|line| line.value).collect())
 }
 
+/// Reads a number. Null is NaN: JSON has no other form of a number that is not finite.
+pub(crate) fn number<'de, D: Deserializer<'de>>(deserializer: D) -> Result<f64, D::Error> {
+    Ok(Option::deserialize(deserializer)?.unwrap_or(f64::NAN))
+}
+
+/// Reads numbers by name, without those that are null because they were not finite.
+pub(crate) fn finite_numbers<'de, D: Deserializer<'de>>(
+    deserializer: D,
+) -> Result<BTreeMap<String, f64>, D::Error> {
+    let numbers = BTreeMap::<String, Option<f64>>::deserialize(deserializer)?.into_iter();
+    Ok(numbers
+        .filter_map(|(name, number)| Some((name, number?)))
+        .collect())
+}
+
 fn damage(path: &Path, line: usize, error: &serde_json::Error) -> Error {
     let what = match error.classify() {
         Category::Eof => "ends within a JSON value",
@@ -91,7 +108,6 @@ fn damage(path: &Path, line: usize, error: &serde_json::Error) -> Error {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use serde::Deserialize;
 
     #[derive(Debug, Deserialize)]
     struct Step {

@@ -5,6 +5,7 @@ use std::collections::BTreeMap;
 use anyhow::Result;
 use serde::{Deserialize, Serialize};
 
+use crate::data::json_lines::{finite_numbers, number};
 use crate::environment::mean_metrics;
 use crate::rewards::{RewardFaults, RewardRequests};
 use crate::run::{StepRecord, training_plot_svg};
@@ -22,13 +23,16 @@ pub struct StepMetrics {
     /// Number of groups after [`Recipe::group_filter`](candle_grpo_loss::Recipe::group_filter).
     pub kept_groups: usize,
     /// Mean reward of all sampled completions that have one, before shaping. 0 without any.
+    #[serde(deserialize_with = "number")]
     pub reward_mean: f64,
     /// Standard deviation of the rewards of all completions (population).
+    #[serde(deserialize_with = "number")]
     pub reward_std: f64,
     /// Mean and standard deviation of each component of the reward, by its name.
     #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
     pub rewards: BTreeMap<String, RewardStatistics>,
     /// Share of groups with equal rewards or without any, which teach nothing.
+    #[serde(deserialize_with = "number")]
     pub constant_groups: f64,
     /// Mean rewards of the groups that have any: minimum, three quartiles, maximum.
     #[serde(default)]
@@ -40,13 +44,19 @@ pub struct StepMetrics {
     #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
     pub reward_requests: BTreeMap<String, RewardRequests>,
     /// Mean length of the completions in tokens.
+    #[serde(deserialize_with = "number")]
     pub response_length: f64,
     /// Share of completions that reached the maximum length.
+    #[serde(deserialize_with = "number")]
     pub truncated: f64,
     /// Means over trajectories with an environment: `turns`, `reward`, `limit_reached` (the share
     /// that a limit ended), `failed` (the share whose environment failed), and the metrics of the
     /// environment.
-    #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
+    #[serde(
+        default,
+        skip_serializing_if = "BTreeMap::is_empty",
+        deserialize_with = "finite_numbers"
+    )]
     pub environment: BTreeMap<String, f64>,
     /// Mean norm of the gradients before clipping. Absent if skipped, or if only the critic
     /// trained.
@@ -69,7 +79,7 @@ pub struct StepMetrics {
     ///
     /// With a curriculum, `curriculum_pool_0` and so on are the numbers of prompts in each pool
     /// after the step, and `curriculum_unseen` those without a score.
-    #[serde(flatten)]
+    #[serde(flatten, deserialize_with = "finite_numbers")]
     pub policy: BTreeMap<String, f64>,
     /// Seconds per phase.
     pub seconds: PhaseSeconds,
@@ -79,8 +89,10 @@ pub struct StepMetrics {
 #[derive(Debug, Clone, Copy, Default, PartialEq, Serialize, Deserialize)]
 pub struct RewardStatistics {
     /// Mean over the completions that have it. 0 without any.
+    #[serde(deserialize_with = "number")]
     pub mean: f64,
     /// Standard deviation over these completions (population).
+    #[serde(deserialize_with = "number")]
     pub std: f64,
 }
 

@@ -51,8 +51,7 @@ impl Checkpoints {
     pub fn write(&self, step: usize, fill: impl FnOnce(&Path) -> Result<()>) -> Result<PathBuf> {
         fs::create_dir_all(&self.folder)
             .with_context(|| format!("making {}", self.folder.display()))?;
-        // Leftovers of a killed program take space on a full disk.
-        atomic_file::remove_leftovers(&self.folder)?;
+        self.remove_leftovers()?;
         let path = self.path(step);
         atomic_file::write_folder(&path, |folder| {
             fill(folder)?;
@@ -60,6 +59,14 @@ impl Checkpoints {
         })
         .with_context(|| format!("writing {}", path.display()))?;
         Ok(path)
+    }
+
+    /// Removes what a killed program has left, which takes space on a full disk.
+    pub(super) fn remove_leftovers(&self) -> Result<()> {
+        match self.folder.is_dir() {
+            true => Ok(atomic_file::remove_leftovers(&self.folder)?),
+            false => Ok(()),
+        }
     }
 
     /// The folder of the checkpoint after `step` steps, which may be absent.

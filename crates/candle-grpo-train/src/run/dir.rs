@@ -15,7 +15,7 @@ use super::trainer_state::ADAPTER;
 use super::{
     Checkpoints, EvaluatedSample, Evaluation, EventFile, RolloutRecord, StepCheckpoint, StepRecord,
 };
-use crate::data::json_lines::{Line, read_json_lines, read_lines, retain_lines};
+use crate::data::json_lines::{Line, finite_numbers, read_json_lines, read_lines, retain_lines};
 use crate::folder_lock::{FolderLock, LOCK};
 use crate::owned_files::{ENGINE_WEIGHTS, Owned};
 use crate::{ComputeDType, Pretrained, StepMetrics, Trainer};
@@ -132,6 +132,7 @@ impl<M: StepRecord> StoppedRun<M> {
         let path = lock.path().to_path_buf();
         let resume = || -> Result<ResumedRun<M>> {
             remove_leftovers(&path)?;
+            RunDir::checkpoints(&path).remove_leftovers()?;
             let file = |name: &str| path.join(name);
             // Nothing is written if a line cannot be read.
             let evaluations: Vec<Line<EvaluationLine>> = read_lines(&file(EVALUATIONS))?;
@@ -289,6 +290,7 @@ impl RunDir {
             let lock = FolderLock::take(path, "run")?;
             // Another program may have started a run in the meantime.
             ensure!(is_vacant(path)?, "{TAKEN}");
+            remove_leftovers(path)?;
             Self::open(path, config, lock)
         };
         begin().with_context(|| format!("run directory {}", path.display()))
@@ -488,7 +490,7 @@ impl RunDir {
 #[derive(Serialize, Deserialize)]
 struct EvaluationLine {
     step: usize,
-    #[serde(flatten)]
+    #[serde(flatten, deserialize_with = "finite_numbers")]
     metrics: BTreeMap<String, f64>,
 }
 
@@ -728,6 +730,35 @@ mod tests {
             samples[2],
             json!({"step": 10, "prompt": "1 + 1 =", "completion": " 2", "reward": 1., "response_length": 2, "finish_reason": "stop_token"})
         );
+    }
+
+    #[test]
+    fn a_run_whose_metrics_were_not_finite_resumes() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("a");
+        let mut run = RunDir::create(&path, &json!({})).unwrap();
+        let mut metrics = StepMetrics {
+            step: 1,
+            reward_mean: f64::NAN,
+            ..StepMetrics::default()
+        };
+        let numbers = [("x".to_owned(), f64::INFINITY), ("y".to_owned(), 2.)];
+        metrics.environment = numbers.clone().into();
+        metrics.policy = numbers.clone().into();
+        run.append_metrics(&metrics).unwrap();
+        run.append_evaluation_metrics(1, &numbers.into()).unwrap();
+        let written = fs::read_to_string(path.join(METRICS)).unwrap();
+        assert!(written.contains("null"), "{written}");
+        drop(run);
+        let resumed = StoppedRun::<StepMetrics>::open(&path).unwrap();
+        let resumed = resumed.resume(&json!({}), 1).unwrap();
+        assert!(resumed.metrics[0].reward_mean.is_nan());
+        let finite = BTreeMap::from([("y".to_owned(), 2.)]);
+        assert_eq!(resumed.metrics[0].environment, finite);
+        assert_eq!(resumed.metrics[0].policy, finite);
+        assert_eq!(resumed.dir.evaluations[0].metrics, finite);
+        assert_eq!(fs::read_to_string(path.join(METRICS)).unwrap(), written);
+        resumed.dir.write_plot(&resumed.metrics).unwrap();
     }
 
     #[test]

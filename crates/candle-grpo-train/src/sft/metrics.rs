@@ -5,6 +5,7 @@ use std::collections::BTreeMap;
 use anyhow::Result;
 use serde::{Deserialize, Serialize};
 
+use crate::data::json_lines::number;
 use crate::learn::LikelihoodSums;
 use crate::run::StepRecord;
 use crate::run::plot::plot_svg;
@@ -18,15 +19,19 @@ pub struct SftMetrics {
     pub epoch: f64,
     /// The loss before the update: the weighted mean of the negative log-probs of the tokens that
     /// train, in nats per token.
+    #[serde(deserialize_with = "number")]
     pub loss: f64,
     /// The share of these tokens to which the model gives the highest probability.
+    #[serde(deserialize_with = "number")]
     pub token_accuracy: f64,
     /// The mean entropy of the model at these tokens, in nats.
+    #[serde(deserialize_with = "number")]
     pub entropy: f64,
     /// The load-balancing loss of a model with experts.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub router_aux_loss: Option<f64>,
     /// The norm of the gradients before clipping.
+    #[serde(deserialize_with = "number")]
     pub grad_norm: f64,
     /// The learning rate.
     pub learning_rate: f64,
@@ -41,6 +46,7 @@ pub struct SftMetrics {
     /// The number of backward passes, of all ranks.
     pub micro_batches: usize,
     /// Tokens of the rows per second.
+    #[serde(deserialize_with = "number")]
     pub tokens_per_second: f64,
     /// The time of the step.
     pub seconds: SftSeconds,

@@ -78,14 +78,14 @@ impl Run {
             .canonicalize()
             .ok()
             .and_then(|path| Some(path.file_name()?.to_string_lossy().into_owned()));
-        let steps: Vec<Value> = read_json_lines(&folder.join("metrics.jsonl"))?;
+        let steps = read_steps(&folder.join("metrics.jsonl"))?;
         let skipped = steps.iter().filter(|step| step["skipped"] == true).count();
         Ok(Self {
             name: name.unwrap_or_else(|| folder.display().to_string()),
             settings,
             steps: metrics(&steps),
             skipped,
-            evaluations: metrics(&read_json_lines(&folder.join("evaluations.jsonl"))?),
+            evaluations: metrics(&read_steps(&folder.join("evaluations.jsonl"))?),
             samples: read_json_lines(&folder.join("samples.jsonl"))?,
             rollouts: read_json_lines(&folder.join("rollouts.jsonl"))?,
         })
@@ -123,6 +123,19 @@ impl Run {
         numbered(first)
             .filter_map(|(key, before)| Some((before, *after.get(&key)?)))
             .collect()
+    }
+}
+
+/// Reads a file of metrics, each line of which names its step.
+fn read_steps(file: &Path) -> Result<Vec<Value>> {
+    let lines: Vec<Value> = read_json_lines(file)?;
+    match lines.iter().position(|line| !line["step"].is_u64()) {
+        Some(line) => bail!(
+            "{}:{}: has no number at \"step\", must be the metrics of a step",
+            file.display(),
+            line + 1
+        ),
+        None => Ok(lines),
     }
 }
 

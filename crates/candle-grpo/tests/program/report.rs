@@ -278,3 +278,32 @@ fn components_and_turns_have_charts() {
         "{page}"
     );
 }
+
+#[test]
+fn a_line_that_has_no_step_is_named() {
+    for (name, line) in [
+        ("metrics.jsonl", "{}"),
+        ("metrics.jsonl", "[]"),
+        ("metrics.jsonl", "{\"step\": null}"),
+        ("evaluations.jsonl", "{\"reward_mean\": 1}"),
+    ] {
+        let folder = tempfile::tempdir().unwrap();
+        run(folder.path(), 3, 1e-5);
+        let path = folder.path().join(name);
+        fs::write(&path, format!("{{\"step\": 1}}\n{line}\n")).unwrap();
+        let error = Run::read(folder.path()).unwrap_err().to_string();
+        let words = format!("{name}:2: has no number at \"step\"");
+        assert!(error.contains(&words), "{error}");
+    }
+}
+
+#[test]
+fn numbers_that_were_not_finite_are_left_out_of_the_page() {
+    let folder = tempfile::tempdir().unwrap();
+    run(folder.path(), 3, 1e-5);
+    let lines = "{\"step\": 1, \"reward_mean\": null, \"environment\": {\"x\": null}}\n{\"step\": 2, \"reward_mean\": 0.5}\n";
+    fs::write(folder.path().join("metrics.jsonl"), lines).unwrap();
+    let read = Run::read(folder.path()).unwrap();
+    assert!(!read.steps[0].contains_key("reward_mean"));
+    assert!(!report_html(&[read]).contains("NaN"));
+}
