@@ -5,7 +5,7 @@ use serde::de::DeserializeOwned;
 use serde_json::{Error, Value};
 
 /// The beginning of messages of serde_json about syntax, with plain ones.
-const SYNTAX: [(&str, &str); 13] = [
+const SYNTAX: [(&str, &str); 15] = [
     ("EOF", "it ends within a value"),
     ("expected value", "there must be a value"),
     ("expected ident", "there must be a value"),
@@ -19,10 +19,15 @@ const SYNTAX: [(&str, &str); 13] = [
         "a control character in a text must be escaped",
     ),
     ("invalid escape", "a backslash must begin an escape of JSON"),
+    ("lone leading surrogate", SURROGATE),
+    ("unexpected end of hex escape", SURROGATE),
     ("invalid number", "a number is not valid"),
     ("number out of range", "a number is too large"),
     ("recursion limit", "the values are nested too deep"),
 ];
+
+const SURROGATE: &str =
+    "an escape from \\ud800 to \\udfff is half a character, and its other half must be beside it";
 
 /// Returns the message of an error without its place.
 pub fn message(error: &Error) -> String {

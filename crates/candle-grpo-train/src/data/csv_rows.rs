@@ -9,9 +9,17 @@ use serde_json::{Map, Value};
 
 use super::rows::{Row, newlines, row};
 
-/// Reads rows whose fields are texts between `separator`. The first line names the columns.
-pub(super) fn rows(file: &Arc<Path>, text: &str, separator: u8) -> Result<Vec<Row>> {
+/// Separators that files of this kind may have, and only those of a name are read.
+const SEPARATORS: [u8; 4] = *b",;\t|";
+
+/// Reads the first `limit` rows, whose fields are texts between `separator`. The first line names
+/// the columns.
+///
+/// A quotation mark within a field that has none at its beginning is a character of the text.
+pub(super) fn rows(file: &Arc<Path>, text: &str, separator: u8, limit: usize) -> Result<Vec<Row>> {
     let path = file.display();
+    check_quotes(text.as_bytes(), separator)
+        .map_err(|(line, message)| anyhow!("{path}:{line}: {message}"))?;
     let mut lines = Lines {
         text: text.as_bytes(),
         at: 0,
@@ -25,8 +33,18 @@ pub(super) fn rows(file: &Arc<Path>, text: &str, separator: u8) -> Result<Vec<Ro
         let is_first = !header.iter().take(i).any(|earlier| earlier == name);
         ensure!(is_first, "{path}:1: column {name:?} twice");
     }
+    if let (Some(name), 1) = (header.get(0), header.len())
+        && !text.trim_start().starts_with('"')
+        && let Some(other) = name.bytes().find(|byte| SEPARATORS.contains(byte))
+    {
+        bail!(
+            "{path}:1: the only column is {name:?}, and {:?} does not separate columns; it must be {:?}, or the name must be in quotation marks",
+            char::from(other),
+            char::from(separator)
+        );
+    }
     let mut rows = Vec::new();
-    for record in reader.into_records() {
+    for record in reader.into_records().take(limit) {
         let record = record.map_err(|error| match error.kind() {
             ErrorKind::UnequalLengths {
                 pos: Some(position),
@@ -41,14 +59,47 @@ pub(super) fn rows(file: &Arc<Path>, text: &str, separator: u8) -> Result<Vec<Ro
         let line = record.position().map_or(lines.line, |at| lines.of(at));
         rows.push(row(file, line, columns(&header, &record))?);
     }
-    // The last field would contain the rest of the file.
-    if !text.matches('"').count().is_multiple_of(2) {
-        bail!(
-            "{path}:{}: the file has an odd number of quotation marks, each must have its pair",
-            lines.line
-        );
-    }
     Ok(rows)
+}
+
+/// Checks the fields in quotation marks. The reader would join a text after one to the field, and
+/// the rest of the file to one that is not closed. An error has its line.
+fn check_quotes(text: &[u8], separator: u8) -> Result<(), (usize, String)> {
+    let ends = |byte: u8| byte == separator || matches!(byte, b'\r' | b'\n');
+    let line_of = |at: usize| 1 + newlines(&text[..at]);
+    let mut start = 0;
+    while start < text.len() {
+        let mut end = start;
+        if text[start] == b'"' {
+            end += 1;
+            loop {
+                match text[end..].iter().position(|&byte| byte == b'"') {
+                    None => {
+                        let message = "a field begins with a quotation mark, and none closes it";
+                        return Err((line_of(start), message.to_owned()));
+                    }
+                    Some(length) => end += length + 1,
+                }
+                // Two of them are one of the text.
+                if text.get(end) != Some(&b'"') {
+                    break;
+                }
+                end += 1;
+            }
+            if text.get(end).is_some_and(|&byte| !ends(byte)) {
+                let message = format!(
+                    "a text follows the quotation mark that closes the field of line {}; in such a field a quotation mark must be doubled",
+                    line_of(start)
+                );
+                return Err((line_of(end), message));
+            }
+        } else {
+            let length = text[end..].iter().position(|&byte| ends(byte));
+            end += length.unwrap_or(text.len() - end);
+        }
+        start = end + 1;
+    }
+    Ok(())
 }
 
 /// Counts lines up to records in their order.

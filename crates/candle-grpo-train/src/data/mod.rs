@@ -3,6 +3,7 @@
 mod csv_rows;
 pub(crate) mod dataset;
 pub(crate) mod json_lines;
+mod large_integers;
 mod mixed_order;
 mod other_formats;
 #[cfg(feature = "parquet")]
@@ -20,6 +21,6 @@ pub use json_lines::{read_json, read_json_lines};
 pub use mixed_order::MixedOrder;
 pub use prompt::Prompt;
 pub use question::Question;
-pub use rows::{Row, read_rows};
+pub use rows::{Row, read_first_rows, read_rows};
 pub use shuffle::ShuffledOrder;
 pub use template::Template;

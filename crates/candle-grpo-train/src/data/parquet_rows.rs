@@ -1,14 +1,15 @@
 //! Rows from a Parquet file.
 
 use std::any::Any;
+use std::cell::Cell;
 use std::collections::HashSet;
 use std::fs::File;
-use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::panic::{self, AssertUnwindSafe, catch_unwind};
 use std::path::Path;
-use std::sync::Arc;
+use std::sync::{Arc, Once};
 
-use anyhow::{Context, Result, anyhow, ensure};
-use parquet::basic::Compression;
+use anyhow::{Context, Result, anyhow, bail, ensure};
+use parquet::basic::{Compression, ConvertedType, LogicalType, TimeUnit};
 use parquet::errors::ParquetError;
 use parquet::file::metadata::RowGroupMetaData;
 use parquet::file::reader::{FileReader, RowGroupReader, SerializedFileReader};
@@ -18,59 +19,185 @@ use serde_json::{Map, Number, Value};
 
 use super::rows::{Row, row};
 
-/// Reads the rows of a Parquet file.
-pub(super) fn rows(file: &Arc<Path>, source: File) -> Result<Vec<Row>> {
-    let read = || -> Result<Vec<Row>> {
-        let reader = guarded(|| SerializedFileReader::new(source).map_err(damaged))?;
-        let metadata = reader.metadata();
-        let schema = metadata.file_metadata().schema();
-        let names: HashSet<&str> = schema.get_fields().iter().map(|x| x.name()).collect();
-        ensure!(
-            names.len() == schema.get_fields().len(),
-            "a column twice, each must have its own name"
-        );
-        let mut rows = Vec::new();
-        for (number, group) in metadata.row_groups().iter().enumerate() {
-            let first = rows.len();
-            for columns in group_rows(&reader, number, group, schema, first)? {
-                rows.push(row(file, rows.len() + 1, Value::Object(columns))?);
-            }
-        }
-        Ok(rows)
-    };
-    read().with_context(|| file.display().to_string())
+/// The memory that the rows of any file may take.
+const LEAST_LIMIT: u64 = 1 << 30;
+/// The most bytes of memory for a byte of a large file. Texts compress to about a tenth.
+const LIMIT_RATIO: u64 = 64;
+/// About the memory of a row without its values.
+const ROW_BYTES: u64 = 700;
+/// About the memory of a value without its text.
+const VALUE_BYTES: u64 = 64;
+
+/// The memory that the rows of a file may still take. A small file can stand for any number of
+/// rows and for texts of any length.
+struct Allowance {
+    bytes: u64,
+    limit: u64,
 }
 
-/// Reads a group of rows, column by column, so that an error names the column. `first` is the
-/// number of rows before the group.
-fn group_rows(
-    reader: &SerializedFileReader<File>,
-    number: usize,
-    group: &RowGroupMetaData,
-    schema: &Type,
-    first: usize,
-) -> Result<Vec<Map<String, Value>>> {
-    check_group(group).with_context(|| format!("row group {}", number + 1))?;
-    let expected = group.num_rows() as usize;
-    let mut rows: Vec<Map<String, Value>> = Vec::new();
-    for column in schema.get_fields() {
-        let mut read = 0;
-        let found = guarded(|| {
-            let group = reader.get_row_group(number).map_err(damaged)?;
-            add_column(&*group, schema, column, &mut rows, &mut read)
-        });
-        found
-            .and_then(|()| {
-                ensure!(
-                    read == expected,
-                    "the file is damaged: the column ends before row {}",
-                    first + expected
-                );
-                Ok(())
-            })
-            .with_context(|| format!("row {}, column {:?}", first + read + 1, column.name()))?;
+impl Allowance {
+    fn of(file: &File) -> Result<Self> {
+        let limit = LIMIT_RATIO.saturating_mul(file.metadata()?.len());
+        let limit = limit.max(LEAST_LIMIT);
+        Ok(Self {
+            bytes: limit,
+            limit,
+        })
+    }
+
+    /// Takes `bytes` away.
+    fn take(&mut self, bytes: u64) -> Result<()> {
+        match self.bytes.checked_sub(bytes) {
+            Some(left) => self.bytes = left,
+            None => bail!(
+                "the rows take more than {} GiB of memory, which is too much for a file of this size; it must have fewer rows or shorter values, or data.max_rows must be smaller",
+                self.limit >> 30
+            ),
+        }
+        Ok(())
+    }
+}
+
+/// About the memory of a value.
+fn size(value: &Value) -> u64 {
+    VALUE_BYTES
+        + match value {
+            Value::String(text) => text.len() as u64,
+            Value::Array(items) => items.iter().map(size).sum(),
+            Value::Object(object) => {
+                let entries = object.iter();
+                ROW_BYTES
+                    + entries
+                        .map(|(key, value)| key.len() as u64 + size(value))
+                        .sum::<u64>()
+            }
+            _ => 0,
+        }
+}
+
+/// Reads the first `limit` rows of a Parquet file.
+///
+/// # Errors
+///
+/// Also if they take too much memory for the size of the file.
+pub(super) fn rows(file: &Arc<Path>, source: File, limit: usize) -> Result<Vec<Row>> {
+    let rows =
+        Allowance::of(&source).and_then(|allowance| rows_within(file, source, limit, allowance));
+    rows.with_context(|| file.display().to_string())
+}
+
+fn rows_within(
+    file: &Arc<Path>,
+    source: File,
+    limit: usize,
+    mut allowance: Allowance,
+) -> Result<Vec<Row>> {
+    let reader = guarded(|| SerializedFileReader::new(source).map_err(damaged))?;
+    let metadata = reader.metadata();
+    let schema = metadata.file_metadata().schema();
+    let names: HashSet<&str> = schema.get_fields().iter().map(|x| x.name()).collect();
+    ensure!(
+        names.len() == schema.get_fields().len(),
+        "a column twice, each must have its own name"
+    );
+    let mut rows = Vec::new();
+    for (number, group) in metadata.row_groups().iter().enumerate() {
+        let first = rows.len();
+        if first == limit {
+            break;
+        }
+        let mut part = Part {
+            reader: &reader,
+            schema,
+            first,
+            limit: limit - first,
+            allowance: &mut allowance,
+        };
+        for columns in part.group_rows(number, group)? {
+            rows.push(row(file, rows.len() + 1, Value::Object(columns))?);
+        }
     }
     Ok(rows)
+}
+
+/// The rows that are still to be read.
+struct Part<'a> {
+    reader: &'a SerializedFileReader<File>,
+    schema: &'a Type,
+    /// The number of rows before them.
+    first: usize,
+    /// The most of them.
+    limit: usize,
+    allowance: &'a mut Allowance,
+}
+
+impl Part<'_> {
+    /// Reads a group of rows, column by column, so that an error names the column.
+    fn group_rows(
+        &mut self,
+        number: usize,
+        group: &RowGroupMetaData,
+    ) -> Result<Vec<Map<String, Value>>> {
+        let in_group = || format!("row group {}", number + 1);
+        check_group(group).with_context(in_group)?;
+        // Pages are read as a whole. Their sizes count against the limit, and are then released.
+        let pages = group.columns().iter();
+        let pages = pages.map(|column| u64::try_from(column.uncompressed_size()).unwrap_or(0));
+        let bytes = self.allowance.bytes;
+        (self.allowance.take(pages.fold(0, u64::saturating_add))).with_context(in_group)?;
+        self.allowance.bytes = bytes;
+        let expected = (group.num_rows() as usize).min(self.limit);
+        let mut rows: Vec<Map<String, Value>> = Vec::new();
+        for column in self.schema.get_fields() {
+            let mut read = 0;
+            let found = guarded(|| {
+                let group = self.reader.get_row_group(number).map_err(damaged)?;
+                self.add_column(&*group, column, &mut rows, &mut read)
+            });
+            found
+                .and_then(|()| {
+                    ensure!(
+                        read == expected,
+                        "the file is damaged: the column ends before row {}",
+                        self.first + expected
+                    );
+                    Ok(())
+                })
+                .with_context(|| {
+                    format!("row {}, column {:?}", self.first + read + 1, column.name())
+                })?;
+        }
+        Ok(rows)
+    }
+
+    /// Adds a column to `rows`, which are the first ones or those of the columns before. `read`
+    /// counts the rows.
+    fn add_column(
+        &mut self,
+        group: &dyn RowGroupReader,
+        column: &TypePtr,
+        rows: &mut Vec<Map<String, Value>>,
+        read: &mut usize,
+    ) -> Result<()> {
+        let only = Type::group_type_builder(self.schema.name())
+            .with_fields(vec![Arc::clone(column)])
+            .build()
+            .map_err(damaged)?;
+        let found = group.get_row_iter(Some(only)).map_err(damaged)?;
+        for found in found.take(self.limit) {
+            for (name, field) in found.map_err(damaged)?.into_columns() {
+                let value = json(&field, Some(column))?;
+                if *read == rows.len() {
+                    self.allowance.take(ROW_BYTES)?;
+                    rows.push(Map::new());
+                }
+                self.allowance.take(name.len() as u64 + size(&value))?;
+                rows[*read].insert(name, value);
+            }
+            *read += 1;
+        }
+        Ok(())
+    }
 }
 
 /// Checks the sizes and codecs of a group before it is read.
@@ -101,34 +228,9 @@ fn check_group(group: &RowGroupMetaData) -> Result<()> {
     Ok(())
 }
 
-/// Adds a column to `rows`, which are the first ones or those of the columns before. `read` counts
-/// the rows.
-fn add_column(
-    group: &dyn RowGroupReader,
-    schema: &Type,
-    column: &TypePtr,
-    rows: &mut Vec<Map<String, Value>>,
-    read: &mut usize,
-) -> Result<()> {
-    let only = Type::group_type_builder(schema.name())
-        .with_fields(vec![Arc::clone(column)])
-        .build()
-        .map_err(damaged)?;
-    for found in group.get_row_iter(Some(only)).map_err(damaged)? {
-        for (name, field) in found.map_err(damaged)?.into_columns() {
-            let value = json(&field)?;
-            if *read == rows.len() {
-                rows.push(Map::new());
-            }
-            rows[*read].insert(name, value);
-        }
-        *read += 1;
-    }
-    Ok(())
-}
-
-/// Converts a value to JSON.
-fn json(field: &Field) -> Result<Value> {
+/// Converts a value to JSON. `kind` is its type, as far as the schema has it.
+fn json(field: &Field, kind: Option<&TypePtr>) -> Result<Value> {
+    let logical = kind.and_then(|kind| kind.get_basic_info().logical_type_ref());
     // JSON has no number for NaN and infinity.
     let number = |x: f64| Number::from_f64(x).map_or(Value::Null, Value::Number);
     Ok(match field {
@@ -137,13 +239,13 @@ fn json(field: &Field) -> Result<Value> {
         Field::Byte(x) => (*x).into(),
         Field::Short(x) => (*x).into(),
         Field::Int(x) => (*x).into(),
-        Field::Long(x) => (*x).into(),
+        Field::Long(x) => nanoseconds(*x, logical).map_or_else(|| (*x).into(), Value::from),
         Field::UByte(x) => (*x).into(),
         Field::UShort(x) => (*x).into(),
         Field::UInt(x) => (*x).into(),
         Field::ULong(x) => (*x).into(),
         Field::Float16(x) => number(f64::from(*x)),
-        Field::Float(x) => number(f64::from(*x)),
+        Field::Float(x) => number(shortest(*x)),
         Field::Double(x) => number(*x),
         Field::Str(text) => text.as_str().into(),
         Field::Bytes(bytes) => match str::from_utf8(bytes.data()) {
@@ -153,34 +255,107 @@ fn json(field: &Field) -> Result<Value> {
                 digits.collect::<String>().into()
             }
         },
-        Field::Decimal(_)
-        | Field::Date(_)
-        | Field::TimeMillis(_)
-        | Field::TimeMicros(_)
-        | Field::TimestampMillis(_)
-        | Field::TimestampMicros(_) => field.to_string().into(),
+        Field::Decimal(_) | Field::Date(_) | Field::TimeMillis(_) | Field::TimeMicros(_) => {
+            field.to_string().into()
+        }
+        Field::TimestampMillis(_) | Field::TimestampMicros(_) => {
+            zoned(field.to_string(), logical).into()
+        }
         Field::Group(group) => {
             let fields = group.get_column_iter();
-            object(fields.map(|(name, field)| (name.clone(), field)))?
+            object(fields.map(|(name, field)| (name.clone(), field, inside(kind, name))))?
         }
         Field::ListInternal(list) => {
-            let items: Result<Vec<Value>> = list.elements().iter().map(json).collect();
-            Value::Array(items?)
+            let kind = element(kind);
+            let items = list.elements().iter().map(|item| json(item, kind));
+            Value::Array(items.collect::<Result<_>>()?)
         }
-        Field::MapInternal(map) => object(map.entries().iter().map(|(key, field)| {
-            let key = match key {
-                Field::Str(text) => text.clone(),
-                key => key.to_string(),
-            };
-            (key, field)
-        }))?,
+        Field::MapInternal(map) => {
+            let kind = children(kind)
+                .first()
+                .and_then(|entry| children(Some(entry)).get(1));
+            object(map.entries().iter().map(|(key, field)| {
+                let key = match key {
+                    Field::Str(text) => text.clone(),
+                    key => key.to_string(),
+                };
+                (key, field, kind)
+            }))?
+        }
     })
 }
 
-fn object<'a>(fields: impl Iterator<Item = (String, &'a Field)>) -> Result<Value> {
+/// The f64 of the shortest decimal that is `x` in f32: 0.1, and not 0.10000000149011612.
+fn shortest(x: f32) -> f64 {
+    x.to_string().parse().unwrap_or(f64::from(x))
+}
+
+/// A time of nanoseconds as a text, which the reader has as an integer.
+fn nanoseconds(x: i64, logical: Option<&LogicalType>) -> Option<String> {
+    let rest = |unit: i64| x.rem_euclid(unit);
+    match logical? {
+        LogicalType::Timestamp(time) if time.unit == TimeUnit::NANOS => {
+            let seconds = x.div_euclid(1_000_000_000);
+            let text = Field::TimestampMillis(seconds * 1000).to_string();
+            let (time, zone) = text.split_once(".000")?;
+            Some(zoned(
+                format!("{time}.{:09}{zone}", rest(1_000_000_000)),
+                logical,
+            ))
+        }
+        LogicalType::Time(time) if time.unit == TimeUnit::NANOS => {
+            let text = Field::TimeMicros(x.div_euclid(1000)).to_string();
+            Some(format!("{text}{:03}", rest(1000)))
+        }
+        _ => None,
+    }
+}
+
+/// A timestamp without the zone, unless the file has it in UTC.
+fn zoned(text: String, logical: Option<&LogicalType>) -> String {
+    match logical {
+        Some(LogicalType::Timestamp(time)) if !time.is_adjusted_to_u_t_c => {
+            text.trim_end_matches(" +00:00").to_owned()
+        }
+        _ => text,
+    }
+}
+
+/// The types inside a type.
+fn children(kind: Option<&TypePtr>) -> &[TypePtr] {
+    match kind {
+        Some(kind) if kind.is_group() => kind.get_fields(),
+        _ => &[],
+    }
+}
+
+/// The type of the field `name` inside a type.
+fn inside<'a>(kind: Option<&'a TypePtr>, name: &str) -> Option<&'a TypePtr> {
+    children(kind).iter().find(|field| field.name() == name)
+}
+
+/// The type of the elements of a list: inside a repeated group of the list, the repeated field
+/// itself, or the field itself if it is the repeated one.
+fn element(list: Option<&TypePtr>) -> Option<&TypePtr> {
+    let info = list?.get_basic_info();
+    let is_list = info.converted_type() == ConvertedType::LIST
+        || info.logical_type_ref() == Some(&LogicalType::List);
+    if !is_list {
+        return list;
+    }
+    let repeated = children(list).first();
+    match children(repeated) {
+        [element] => Some(element),
+        _ => repeated,
+    }
+}
+
+fn object<'a>(
+    fields: impl Iterator<Item = (String, &'a Field, Option<&'a TypePtr>)>,
+) -> Result<Value> {
     let mut object = Map::new();
-    for (name, field) in fields {
-        let value = json(field)?;
+    for (name, field, kind) in fields {
+        let value = json(field, kind)?;
         ensure!(!object.contains_key(&name), "key {name:?} twice");
         object.insert(name, value);
     }
@@ -191,9 +366,27 @@ fn damaged(error: ParquetError) -> anyhow::Error {
     anyhow!("the file is damaged: {error}")
 }
 
-/// Calls the reader, which panics for some files that are damaged.
+thread_local! {
+    /// True while the reader runs.
+    static READS: Cell<bool> = const { Cell::new(false) };
+}
+
+/// Calls the reader, which panics for some files that are damaged. Such a panic is an error, and
+/// not printed.
 fn guarded<T>(read: impl FnOnce() -> Result<T>) -> Result<T> {
-    catch_unwind(AssertUnwindSafe(read)).unwrap_or_else(|panic| {
+    static QUIET: Once = Once::new();
+    QUIET.call_once(|| {
+        let hook = panic::take_hook();
+        panic::set_hook(Box::new(move |panic| {
+            if !READS.get() {
+                hook(panic);
+            }
+        }));
+    });
+    let before = READS.replace(true);
+    let result = catch_unwind(AssertUnwindSafe(read));
+    READS.set(before);
+    result.unwrap_or_else(|panic| {
         let message = message(&*panic);
         Err(anyhow!("the file is damaged: {message}"))
     })
@@ -203,4 +396,58 @@ fn message(panic: &(dyn Any + Send)) -> &str {
     let text = panic.downcast_ref::<String>().map(String::as_str);
     text.or_else(|| panic.downcast_ref::<&str>().copied())
         .unwrap_or("it cannot be read")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// The rows of a fixture of 120 rows, and `bytes` of memory.
+    fn read(limit: usize, bytes: u64) -> Result<Vec<Row>> {
+        let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/parquet");
+        let file: Arc<Path> = folder.join("many-snappy.parquet").into();
+        let source = File::open(&file)?;
+        rows_within(
+            &file,
+            source,
+            limit,
+            Allowance {
+                bytes,
+                limit: 3 << 30,
+            },
+        )
+    }
+
+    #[test]
+    fn rows_that_take_too_much_memory_are_an_error_before_it_is_taken() {
+        let all = read(usize::MAX, 1 << 20).unwrap();
+        assert_eq!(all.len(), 120);
+        let needed = all.iter().map(|row| size(&row.columns)).sum::<u64>();
+        for bytes in [0, 10_000, needed / 2] {
+            let error = format!("{:#}", read(usize::MAX, bytes).unwrap_err());
+            assert!(
+                error.contains("the rows take more than 3 GiB of memory"),
+                "{error}"
+            );
+        }
+        assert_eq!(read(3, needed / 10).unwrap(), all[..3]);
+        // The second group begins at row 51.
+        assert_eq!(read(51, needed).unwrap(), all[..51]);
+    }
+
+    #[test]
+    fn the_allowance_grows_with_the_file() {
+        let file = tempfile::tempfile().unwrap();
+        assert_eq!(Allowance::of(&file).unwrap().bytes, 1 << 30);
+        file.set_len(1 << 30).unwrap();
+        assert_eq!(Allowance::of(&file).unwrap().bytes, 1 << 36);
+    }
+
+    #[test]
+    fn a_float_has_the_digits_that_tell_it_from_its_neighbors() {
+        assert_eq!(shortest(0.1), 0.1);
+        assert_eq!(shortest(-3.4e38), -3.4e38);
+        assert_eq!(shortest(16_777_216.), 16_777_216.);
+        assert!(shortest(f32::NAN).is_nan());
+    }
 }

@@ -76,6 +76,11 @@ impl Asking {
         if let (Some(body), Some(question)) = (text("Body"), text("Question")) {
             return self.ask(joined(body, question), true);
         }
+        for name in ["question", "Body", "Question"] {
+            if let Some(other) = columns.get(name).filter(|value| !value.is_string()) {
+                bail!("column {name:?}: {}, must be a text", kind(other));
+            }
+        }
         let names: Vec<&str> = columns
             .as_object()
             .map(|columns| columns.keys().map(String::as_str).collect())
@@ -91,13 +96,9 @@ impl Asking {
             let template = self.prompt.as_ref();
             !template.is_some_and(|template| template.has_column(name))
         };
-        let is_empty = |value: &Value| match value {
-            Value::Array(items) => items.iter().all(Value::is_null),
-            value => value.is_null() || value == "",
-        };
         for (name, value) in columns.as_object().into_iter().flatten() {
             let is_media = MEDIA.contains(&name.to_lowercase().as_str());
-            if is_media && !is_empty(value) && is_left_out(name) {
+            if is_media && !is_nothing(value) && is_left_out(name) {
                 let must = "be absent or a part of data.prompt: only text is supported";
                 return Err(Invalid::new("content", format!("column {name:?}"), must).into());
             }
@@ -223,6 +224,16 @@ fn not_text(content: impl std::fmt::Display) -> anyhow::Error {
 
 /// The roles of messages that a model has written.
 const ANSWERING: [&str; 3] = ["assistant", "model", "gpt"];
+
+/// Returns whether a value contains nothing, such as `{"bytes": null, "path": null}`, which Arrow
+/// makes of no image.
+fn is_nothing(value: &Value) -> bool {
+    match value {
+        Value::Array(items) => items.iter().all(is_nothing),
+        Value::Object(fields) => fields.values().all(is_nothing),
+        value => value.is_null() || value == "",
+    }
+}
 
 /// The usual names of columns of content that is not text.
 const MEDIA: [&str; 7] = [

@@ -1,6 +1,6 @@
 //! Rows from a file.
 
-use std::fs::File;
+use std::fs::{self, File, FileType};
 use std::io::{Read, Seek};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -10,6 +10,7 @@ use candle_grpo_nn::json;
 use serde_json::Value;
 
 use super::csv_rows;
+use super::large_integers::quoted;
 use super::other_formats::{PARQUET, other_format, separator};
 use super::unique_keys::UniqueKeys;
 
@@ -36,22 +37,38 @@ impl Row {
     }
 }
 
-/// Reads the rows of a file.
+/// Reads the rows of a file, as [`read_first_rows`] does.
 ///
-/// - JSON: one object a line, or one array of objects. Blank lines are skipped.
+/// # Errors
+///
+/// As [`read_first_rows`].
+pub fn read_rows(path: &Path) -> Result<Vec<Row>> {
+    read_first_rows(path, usize::MAX)
+}
+
+/// Reads the first `limit` rows of a file.
+///
+/// - JSON: one object a line, or one array of objects. Blank lines are skipped. An integer that no
+///   64 bits hold is a text of its digits.
 /// - CSV, if the name ends in `.csv`, or in `.tsv` with tabs: the first line names the columns. A
 ///   value is the text of its field.
 /// - Parquet, with the feature `parquet` and whatever the name: lists are arrays, and structs and
 ///   maps are objects. Dates, times and decimals are texts, and numbers that are not finite are
 ///   null. Bytes are text, or hexadecimal digits if they are not UTF-8. Codecs are Snappy, gzip and
-///   Zstandard.
+///   Zstandard. Rows may take 1 GiB of memory, or 64 bytes for each byte of a larger file.
 ///
 /// # Errors
 ///
 /// With the file and the line, or the row and the column of a Parquet file, if it has another
-/// format, is damaged, or a row has a key twice.
-pub fn read_rows(path: &Path) -> Result<Vec<Row>> {
+/// format, is damaged, takes too much memory, or a row has a key twice. Also if it is a pipe, which
+/// cannot be read from its start again.
+pub fn read_first_rows(path: &Path, limit: usize) -> Result<Vec<Row>> {
     let read = || -> Result<(File, Vec<u8>)> {
+        let is_pipe = |kind: FileType| !kind.is_file() && !kind.is_dir();
+        ensure!(
+            !is_pipe(fs::metadata(path)?.file_type()),
+            "it is a pipe or a device, must be a file"
+        );
         let mut file = File::open(path)?;
         let mut start = Vec::new();
         (&mut file)
@@ -70,15 +87,15 @@ pub fn read_rows(path: &Path) -> Result<Vec<Row>> {
     let file: Arc<Path> = PathBuf::from(path).into();
     let rows = match bytes == PARQUET {
         #[cfg(feature = "parquet")]
-        true => super::parquet_rows::rows(&file, source)?,
-        _ => text_rows(&file, &bytes)?,
+        true => super::parquet_rows::rows(&file, source, limit)?,
+        _ => text_rows(&file, &bytes, limit)?,
     };
     ensure!(!rows.is_empty(), "{}: has no rows", path.display());
     Ok(rows)
 }
 
 /// Reads JSON or CSV.
-fn text_rows(file: &Arc<Path>, bytes: &[u8]) -> Result<Vec<Row>> {
+fn text_rows(file: &Arc<Path>, bytes: &[u8], limit: usize) -> Result<Vec<Row>> {
     let path = file.display();
     if let Some(format) = other_format(file, bytes) {
         bail!("{path}: {format}");
@@ -88,20 +105,24 @@ fn text_rows(file: &Arc<Path>, bytes: &[u8]) -> Result<Vec<Row>> {
         anyhow!("{path}:{line}: not UTF-8")
     })?;
     let text = text.strip_prefix('\u{feff}').unwrap_or(text);
+    let json = quoted(text);
     match (text.trim_start().chars().next(), separator(file)) {
-        (Some('['), _) => array(file, text),
+        (Some('['), _) => array(file, &json, limit),
         // A file of JSON may have any name.
-        (Some(first), Some(separator)) if first != '{' => csv_rows::rows(file, text, separator),
-        _ => lines(file, text),
+        (Some(first), Some(separator)) if first != '{' => {
+            csv_rows::rows(file, text, separator, limit)
+        }
+        _ => lines(file, &json, limit),
     }
 }
 
-fn lines(file: &Arc<Path>, text: &str) -> Result<Vec<Row>> {
+fn lines(file: &Arc<Path>, text: &str, limit: usize) -> Result<Vec<Row>> {
     let mut rows = Vec::new();
-    for (i, line) in text.lines().enumerate() {
-        if line.trim().is_empty() {
-            continue;
-        }
+    let lines = text.lines().enumerate();
+    for (i, line) in lines
+        .filter(|(_, line)| !line.trim().is_empty())
+        .take(limit)
+    {
         let UniqueKeys(columns) = serde_json::from_str(line)
             .map_err(|error| anyhow!("{}:{}: {}", file.display(), i + 1, in_line(&error)))?;
         rows.push(row(file, i + 1, columns)?);
@@ -118,7 +139,7 @@ fn in_line(error: &serde_json::Error) -> String {
     )
 }
 
-fn array(file: &Arc<Path>, text: &str) -> Result<Vec<Row>> {
+fn array(file: &Arc<Path>, text: &str, limit: usize) -> Result<Vec<Row>> {
     let wrong = |at: usize, what: &dyn std::fmt::Display| {
         let line = line_of(&text.as_bytes()[..at]);
         anyhow!("{}:{line}: {what}", file.display())
@@ -146,6 +167,9 @@ fn array(file: &Arc<Path>, text: &str) -> Result<Vec<Row>> {
         line += newlines(&text.as_bytes()[counted..at]);
         counted = at;
         rows.push(row(file, line, columns)?);
+        if rows.len() == limit {
+            return Ok(rows);
+        }
         at = skip(at + values.byte_offset());
         match text.as_bytes().get(at) {
             Some(b',') => at += 1,

@@ -7,7 +7,7 @@ use candle_grpo_core::Invalid;
 use candle_grpo_core::validate::{at_least_one, check};
 
 use super::mixed_order::check_weights;
-use super::rows::{Row, read_rows};
+use super::rows::{Row, read_first_rows};
 use super::{MixedOrder, ShuffledOrder};
 
 /// The keys of a data section that select files and rows.
@@ -79,8 +79,7 @@ impl Sources<'_> {
     fn rows(&self, paths: &[PathBuf]) -> Result<Vec<Row>> {
         let mut rows = Vec::new();
         for path in paths {
-            let read = read_rows(path)?.into_iter();
-            rows.extend(read.take(self.max_rows.unwrap_or(usize::MAX)));
+            rows.extend(read_first_rows(path, self.max_rows.unwrap_or(usize::MAX))?);
         }
         Ok(rows)
     }

@@ -95,6 +95,37 @@ def many():
     )
 
 
+# Integers of timestamps and times, and the texts that rows have: a date and a time with the digits of the unit, and the zone
+# of times in UTC.
+SECONDS = 1709209845  # 2024-02-29 12:30:45 in UTC.
+TIMES = {
+    "naive_ms": (pa.timestamp("ms"), [SECONDS * 10**3 + 7, -1], ["2024-02-29 12:30:45.007", "1969-12-31 23:59:59.999"]),
+    "naive_us": (pa.timestamp("us"), [SECONDS * 10**6 + 7, -1], ["2024-02-29 12:30:45.000007", "1969-12-31 23:59:59.999999"]),
+    "naive_ns": (pa.timestamp("ns"), [SECONDS * 10**9 + 7, -1], ["2024-02-29 12:30:45.000000007", "1969-12-31 23:59:59.999999999"]),
+    "utc_ms": (pa.timestamp("ms", "UTC"), [SECONDS * 10**3, 0], ["2024-02-29 12:30:45.000 +00:00", "1970-01-01 00:00:00.000 +00:00"]),
+    "utc_ns": (pa.timestamp("ns", "UTC"), [SECONDS * 10**9 + 1, 0], ["2024-02-29 12:30:45.000000001 +00:00", "1970-01-01 00:00:00.000000000 +00:00"]),
+    "time_ns": (pa.time64("ns"), [45_045 * 10**9 + 7, 0], ["12:30:45.000000007", "00:00:00.000000000"]),
+    "time_us": (pa.time64("us"), [45_045 * 10**6 + 7, 0], ["12:30:45.000007", "00:00:00.000000"]),
+    "integer": (pa.int64(), [SECONDS * 10**9, 1], [SECONDS * 10**9, 1]),
+    "single": (pa.float32(), [0.1, -3.3], [0.1, -3.3]),
+}
+
+
+def times():
+    columns = {name: pa.array(values, kind) for name, (kind, values, _) in TIMES.items()}
+    ns = columns["naive_ns"]
+    columns["list"] = pa.ListArray.from_arrays(pa.array([0, 2, 2], pa.int32()), ns)
+    columns["struct"] = pa.StructArray.from_arrays([ns, columns["utc_ns"]], ["a", "b"])
+    columns["map"] = pa.MapArray.from_arrays(pa.array([0, 1, 2], pa.int32()), pa.array(["k", "k"]), ns)
+    pq.write_table(pa.table(columns), HERE / "times-zstd.parquet", compression="zstd")
+    rows = [{name: texts[i] for name, (_, _, texts) in TIMES.items()} for i in range(2)]
+    for i, row in enumerate(rows):
+        a, b = row["naive_ns"], row["utc_ns"]
+        row.update(list=[] if i else TIMES["naive_ns"][2], struct={"a": a, "b": b}, map={"k": a})
+    lines = (json.dumps(row) + "\n" for row in rows)
+    (HERE / "times.jsonl").write_text("".join(lines))
+
+
 write("verl", "zstd", verl(), compression="zstd", row_group_size=2)
 write("verl", "uncompressed", verl(), compression="none", use_dictionary=False)
 write("types", "snappy", types(), compression="snappy")
@@ -106,5 +137,6 @@ DELTA = {
     "words.list.element": "DELTA_LENGTH_BYTE_ARRAY",
 }
 write("many", "zstd-delta", many(), compression="zstd", use_dictionary=False, column_encoding=DELTA)
+times()
 # A codec that is not read.
 pq.write_table(verl(), HERE / "brotli.parquet", compression="brotli")

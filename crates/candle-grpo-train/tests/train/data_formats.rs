@@ -52,7 +52,27 @@ fn csv_rows_have_the_names_of_the_first_line_and_their_own_lines() {
 #[case("a,b,a\n1,2,3\n", "data.csv:1: column \"a\" twice")]
 #[case(
     "a,b\n1,2\n3,\"4\n5,6\n",
-    "data.csv:3: the file has an odd number of quotation marks"
+    "data.csv:3: a field begins with a quotation mark, and none closes it"
+)]
+#[case(
+    "q,answer\n\"abc,1\n\"def,2\n\"ghi\",3\n",
+    "data.csv:3: a text follows the quotation mark that closes the field of line 2"
+)]
+#[case(
+    "a,b\n\"1\" ,2\n",
+    "data.csv:2: a text follows the quotation mark that closes the field of line 2"
+)]
+#[case(
+    "a,b\n1,\"he said \"no\" twice\"\n",
+    "data.csv:2: a text follows the quotation mark that closes the field of line 2"
+)]
+#[case(
+    "\u{feff}q;answer\n1;2\n",
+    "data.csv:1: the only column is \"q;answer\", and ';' does not separate columns; it must be ','"
+)]
+#[case(
+    "q\tanswer\n1\t2\n",
+    "and '\\t' does not separate columns; it must be ','"
 )]
 #[case("a,b\n", "data.csv: has no rows")]
 #[case("", "data.csv: has no rows")]
@@ -60,6 +80,44 @@ fn csv_rows_have_the_names_of_the_first_line_and_their_own_lines() {
 fn a_csv_file_that_is_not_valid_names_its_line(#[case] text: &str, #[case] words: &str) {
     let error = error_of("data.csv", text);
     assert!(error.contains(words), "{error}");
+}
+
+/// The rows that Python's csv.DictReader reads.
+#[rstest]
+#[case("prompt,answer\na 5\" pipe,5\nb,6\n", [("a 5\" pipe", "5"), ("b", "6")])]
+#[case("prompt,answer\n5\"\" x,\"\"\"y\"\n \"z\" ,6\"\r\n", [("5\"\" x", "\"y"), (" \"z\" ", "6\"")])]
+#[case("prompt,answer\n\"a\nb\",\"\"\nc,\"d\"", [("a\nb", ""), ("c", "d")])]
+#[case("\"prompt\",answer\r\n\"a;b\",|\n;,c\n", [("a;b", "|"), (";", "c")])]
+fn quotation_marks_of_csv_are_read_as_python_does(
+    #[case] text: &str,
+    #[case] rows: [(&str, &str); 2],
+) {
+    let (_folder, path) = named("data.csv", text);
+    let rows = rows.map(|(prompt, answer)| json!({"prompt": prompt, "answer": answer}));
+    assert_eq!(columns(read_rows(&path).unwrap()), rows);
+}
+
+#[test]
+fn the_only_column_of_csv_may_have_another_separator_in_its_name_in_quotation_marks() {
+    let (_folder, path) = named("data.csv", "\"q; or a\"\nx\ny\n");
+    let rows = columns(read_rows(&path).unwrap());
+    assert_eq!(rows, [json!({"q; or a": "x"}), json!({"q; or a": "y"})]);
+}
+
+#[rstest]
+#[case("{\"answer\": 123456789012345678901234567890, \"q\": \"a\"}\n")]
+#[case("[\n{\"answer\": 123456789012345678901234567890, \"q\": \"a\"}]")]
+fn integers_of_any_size_keep_their_digits_in_prompts_and_answers(#[case] text: &str) {
+    use candle_grpo_train::data::Template;
+    use candle_grpo_train::rewards::NumericReward;
+
+    let (_folder, path) = named("data.jsonl", text);
+    let row = columns(read_rows(&path).unwrap()).remove(0);
+    let prompt = Template::new("{q}: {answer}").unwrap().fill(&row).unwrap();
+    assert_eq!(prompt, "a: 123456789012345678901234567890");
+    let right = |text: &str| NumericReward::default().matches(text, &row).unwrap();
+    assert!(right("123456789012345678901234567890"));
+    assert!(!right("123456789012345678901234567891"));
 }
 
 #[cfg(feature = "parquet")]
@@ -81,6 +139,7 @@ mod parquet {
     #[case("types-gzip-v2", "types")]
     #[case("many-snappy", "many")]
     #[case("many-zstd-delta", "many")]
+    #[case("times-zstd", "times")]
     fn a_file_of_pyarrow_has_the_rows_that_pyarrow_reads(#[case] name: &str, #[case] rows: &str) {
         let read = read_rows(&fixture(&format!("{name}.parquet"))).unwrap();
         let numbers: Vec<usize> = read.iter().map(|row| row.line).collect();

@@ -78,6 +78,22 @@ fn rows_have_the_lines_of_the_file() {
 #[case("{\"a\" 1}", "there must be a colon at column 6")]
 #[case("{\"a\": 1e999}", "a number is too large at column 11")]
 #[case("{\"a\": \"\\q\"}", "a backslash must begin an escape of JSON")]
+#[case(
+    "{\"a\": \"b\\ud83d\"}",
+    "an escape from \\ud800 to \\udfff is half a character"
+)]
+#[case(
+    "{\"a\": \"b\\ud83dc\"}",
+    "an escape from \\ud800 to \\udfff is half a character"
+)]
+#[case(
+    "{\"a\": \"\\ude00\"}",
+    "an escape from \\ud800 to \\udfff is half a character"
+)]
+#[case(
+    "[{\"a\": \"\\ud83d\\u0041\"}]",
+    "an escape from \\ud800 to \\udfff is half a character"
+)]
 #[case("[{\"a\": 1}\n {}]", "data.jsonl:2: after a row")]
 #[case("[{\"a\": 1}]\n {}", "data.jsonl:2: nothing may follow")]
 #[case("[,]", "data.jsonl:1: there must be a value")]
@@ -523,6 +539,10 @@ fn multimodal_content_is_named_and_text_parts_are_joined() {
 #[case(json!({"prompt": "p", "multi_modal_data": {"image": ["a"]}}), Some("multi_modal_data"))]
 #[case(json!({"prompt": "p", "images": [null], "audio": null, "videos": [], "image": ""}), None)]
 #[case(json!({"prompt": "p", "image_count": 2}), None)]
+#[case(json!({"prompt": "p", "image": {"bytes": null, "path": null}}), None)]
+#[case(json!({"prompt": "p", "images": [{"bytes": null, "path": ""}, null]}), None)]
+#[case(json!({"prompt": "p", "multi_modal_data": {"image": [], "video": null}}), None)]
+#[case(json!({"prompt": "p", "image": {"bytes": null, "path": "a.png"}}), Some("image"))]
 fn a_column_of_media_beside_the_prompt_is_refused(
     #[case] row: serde_json::Value,
     #[case] refused: Option<&str>,
@@ -571,6 +591,47 @@ fn an_error_about_columns_lists_all_of_them_and_proposes_none(
     let error = format!("{:#}", of(&path).load(0).unwrap_err());
     let expected = format!("among {names}: name those of the question with data.prompt");
     assert!(error.ends_with(&expected), "{error}");
+}
+
+#[rstest]
+#[case(json!({"question": null, "answer": "1"}), "column \"question\": null, must be a text")]
+#[case(json!({"question": 3}), "column \"question\": a number, must be a text")]
+#[case(json!({"Body": "b", "Question": ["q"]}), "column \"Question\": an array, must be a text")]
+#[case(json!({"prompt": null}), "column \"prompt\": null, must be a text or messages")]
+fn a_question_that_is_no_text_is_named(#[case] row: serde_json::Value, #[case] words: &str) {
+    let (_folder, path) = file(row.to_string());
+    let error = format!("{:#}", of(&path).load(0).unwrap_err());
+    assert!(error.ends_with(words), "{error}");
+}
+
+#[test]
+fn rows_after_the_greatest_number_are_not_read() {
+    let (_folder, path) = file("{\"question\": \"a\"}\n\n{\"question\": \"b\"}\nno JSON\n");
+    let config = DatasetConfig {
+        max_rows: Some(2),
+        ..of(&path)
+    };
+    assert_eq!(config.load(0).unwrap().train.len(), 2);
+    let (_folder, path) = file("[{\"question\": \"a\"}, {\"question\": \"b\"}, no JSON");
+    let config = DatasetConfig {
+        train: vec![path],
+        ..config
+    };
+    assert_eq!(config.load(0).unwrap().train.len(), 2);
+}
+
+#[cfg(unix)]
+#[test]
+fn a_pipe_is_not_waited_for() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("rows.jsonl");
+    let made = std::process::Command::new("mkfifo").arg(&path).status();
+    assert!(made.unwrap().success());
+    let error = format!("{:#}", of(&path).load(0).unwrap_err());
+    assert!(
+        error.ends_with("it is a pipe or a device, must be a file"),
+        "{error}"
+    );
 }
 
 #[test]
