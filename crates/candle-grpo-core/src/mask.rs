@@ -29,11 +29,13 @@ pub struct Mask {
 }
 
 impl Mask {
-    /// A mask from `[B, T]` of any dtype: entries other than 0 are selected.
+    /// A mask from `[B, T]` of any dtype: entries of 1 are selected.
     ///
     /// # Errors
     ///
-    /// Fails if the tensor is empty or has another rank.
+    /// Fails if the tensor is empty or has another rank, and on the CPU if an entry is neither 0
+    /// nor
+    /// 1. On other devices that would synchronize, and entries other than 0 are selected.
     pub fn new(response_mask: &Tensor) -> Result<Self> {
         let &[batch, tokens] = response_mask.dims() else {
             bail!(
@@ -46,7 +48,11 @@ impl Mask {
                 "response_mask: shape [{batch}, {tokens}] is empty, there must be at least one sequence and one token"
             );
         }
-        Ok(Self::of(response_mask.detach().ne(0.)?))
+        let response_mask = response_mask.detach();
+        if response_mask.device().is_cpu() {
+            check_entries(&response_mask)?;
+        }
+        Ok(Self::of(response_mask.ne(0.)?))
     }
 
     /// The mask of sampled `responses` (integers, `[B, T]`): each response up to its first stop
@@ -286,4 +292,21 @@ impl Mask {
         let last = position.max_keepdim(D::Minus1)?;
         position.broadcast_eq(&last)? * &self.selected
     }
+}
+
+/// Checks that all entries of a mask `[B, T]` are 0 or 1.
+fn check_entries(mask: &Tensor) -> Result<()> {
+    let valid = (mask.eq(0.)? + mask.eq(1.)?)?.flatten_all()?;
+    let valid = valid.to_vec1::<u8>()?;
+    if let Some(index) = valid.iter().position(|&valid| valid == 0) {
+        let tokens = mask.dims2()?.1;
+        let value = mask.flatten_all()?.get(index)?.to_dtype(DType::F64)?;
+        bail!(
+            "response_mask: row {} has {} in column {}, must be 0 or 1",
+            index / tokens,
+            value.to_scalar::<f64>()?,
+            index % tokens
+        );
+    }
+    Ok(())
 }

@@ -1,10 +1,22 @@
 //! Argument checks of several operators.
 
 use std::collections::HashSet;
+use std::ops::RangeInclusive;
 
 use candle_core::{DType, Device, Result, Tensor, bail};
 
 use crate::precision::arithmetic_dtype;
+
+/// The temperatures of a softmax. Logits of up to 1e30 stay finite in f32.
+pub const TEMPERATURES: RangeInclusive<f64> = 1e-6..=1e6;
+
+/// Fails unless `value` is one of [`TEMPERATURES`].
+pub(crate) fn temperature(value: f64) -> Result<()> {
+    if !TEMPERATURES.contains(&value) {
+        bail!("temperature: {value:?}, must be from 1e-6 to 1e6");
+    }
+    Ok(())
+}
 
 /// Fails unless `value` is positive and finite.
 pub(crate) fn positive(name: &str, value: f64) -> Result<()> {
@@ -166,7 +178,16 @@ pub(crate) fn mask(mask: &Tensor, outer: &[usize]) -> Result<Tensor> {
         // Candle does not compare empty tensors on CUDA.
         return Tensor::zeros(0, DType::U8, mask.device());
     }
-    mask.detach().flatten_all()?.ne(0f64)?.contiguous()
+    let mask = mask.detach().flatten_all()?;
+    // On other devices this would synchronize.
+    if mask.device().is_cpu() {
+        let valid = (mask.eq(0f64)? + mask.eq(1f64)?)?.to_vec1::<u8>()?;
+        if let Some(row) = valid.iter().position(|&valid| valid == 0) {
+            let value = mask.get(row)?.to_dtype(DType::F64)?.to_scalar::<f64>()?;
+            bail!("mask: {value} at position {row}, must be 0 or 1");
+        }
+    }
+    mask.ne(0f64)?.contiguous()
 }
 
 /// Converts targets of the shape `outer` to contiguous u32 `[N]`, as [`token_ids`].

@@ -16,7 +16,8 @@ use crate::cpu::token_filters::FilteredDistribution;
 /// it applies `min_p` first.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct DrawOptions {
-    /// Divisor of the logits before the softmax, above 0. Default 1.
+    /// Divisor of the logits before the softmax, one of [`TEMPERATURES`](crate::TEMPERATURES).
+    /// Default 1.
     pub temperature: f64,
     /// Number of tokens, ties included. 0 disables the filter. Default 0.
     pub top_k: usize,
@@ -43,7 +44,7 @@ impl Default for DrawOptions {
 
 impl DrawOptions {
     fn check(&self) -> Result<()> {
-        check::positive("temperature", self.temperature)?;
+        check::temperature(self.temperature)?;
         if !(self.top_p > 0.0 && self.top_p <= 1.0) {
             bail!("top_p: {}, must be above 0 and at most 1", self.top_p);
         }

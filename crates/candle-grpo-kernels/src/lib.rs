@@ -59,7 +59,8 @@
 //!
 //! - Inputs are f32, bf16 or f16 tensors of any layout. f64 stays f64.
 //! - Arithmetic is in f32. Log-probs are f32; the results of layers have the dtype of their input.
-//! - A mask has any dtype. NaN at a masked position does not reach a result or a gradient.
+//! - A mask has any dtype and entries of 0 and 1; on the CPU, others are errors. NaN at a masked
+//!   position does not reach a result or a gradient.
 //! - The backward pass of each layer is also a function without a graph, such as
 //!   [`rms_norm_gradient`].
 //! - [`arithmetic_dtype`] is the dtype of the arithmetic for a dtype of inputs.
@@ -124,6 +125,7 @@ pub use add_bias::{add_bias, add_bias_gradient};
 pub use add_matmul::{add_matmul, matmul};
 pub use attention::{CausalAttention, Sequences, attention, attention_gradient};
 pub use causal_conv::{causal_conv, causal_conv_gradient};
+pub use check::TEMPERATURES;
 pub use cpu::instructions::CpuInstructions;
 #[cfg(feature = "cuda")]
 pub use cuda::paged_attention::{StepInputs, StepSize, StepTables};

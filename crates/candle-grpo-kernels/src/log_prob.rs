@@ -238,7 +238,7 @@ impl Rows {
         temperature: f64,
         options: LogProbOptions,
     ) -> Result<Self> {
-        check::positive("temperature", temperature)?;
+        check::temperature(temperature)?;
         if let Some(cap) = options.logit_cap {
             check::positive("logit_cap", cap)?;
         }

@@ -12,7 +12,7 @@ use crate::metrics::Metrics;
 use crate::moments::{Moments, divide_by_std};
 use crate::rewards::{
     IntoRewards, NonFinite, RewardTensor, check_finite, check_weights, combine, finite_mask,
-    mark_missing,
+    mark_missing, to_result_dtype,
 };
 use crate::selection::GroupSummary;
 use crate::validate::{self, Checked, Invalid, Name};
@@ -138,9 +138,10 @@ impl GroupAdvantage {
     ///
     /// Fails if an option is invalid, if the rewards are empty or of another shape, if the group
     /// size does not divide B, if the ids are not B, and in the cases of
-    /// [`non_finite`](Self::non_finite) and [`single_sample`](Self::single_sample). Options
-    /// that need more than rewards and groups, such as the KL penalty,
-    /// need [`AdvantageEstimator::estimate`].
+    /// [`non_finite`](Self::non_finite) and [`single_sample`](Self::single_sample). On the CPU also
+    /// if a reward is beyond 1e150, or too large for an advantage of the result's dtype. Options
+    /// that need more than rewards and groups, such as the KL penalty, need
+    /// [`AdvantageEstimator::estimate`].
     pub fn compute(
         &self,
         rewards: impl IntoRewards,
@@ -153,10 +154,8 @@ impl GroupAdvantage {
         };
         let batch = AdvantageBatch::without_rewards(groups.into());
         let rewards = rewards.into_rewards()?;
-        function
-            .estimate_from(&rewards, &batch)?
-            .advantages
-            .to_dtype(rewards.result_dtype)
+        let advantages = function.estimate_from(&rewards, &batch)?.advantages;
+        to_result_dtype(&advantages, rewards.result_dtype)
     }
 
     /// Computes mean, standard deviation and spread of each group of `rewards`, for filters and
@@ -454,7 +453,7 @@ impl AdvantageEstimator for GroupAdvantage {
         let rewards = batch.sequence_rewards()?;
         let wide = self.estimate_from(&rewards, batch)?;
         Ok(Advantages {
-            advantages: wide.advantages.to_dtype(rewards.result_dtype)?,
+            advantages: to_result_dtype(&wide.advantages, rewards.result_dtype)?,
             ..wide
         })
     }

@@ -3,7 +3,7 @@
 use candle_core::{Result, Tensor, bail};
 use serde::{Deserialize, Serialize};
 
-use super::{IntoRewards, check_not_empty, finite_mask};
+use super::{IntoRewards, check_magnitude, check_not_empty, finite_mask};
 use crate::dtype::for_statistics;
 use crate::groups::{GroupLayout, Groups};
 use crate::moments::Moments;
@@ -80,6 +80,7 @@ impl CostPenalty {
             bail!("rewards: shape {:?}, must be [B]", x.dims());
         };
         check_not_empty(x)?;
+        check_magnitude("rewards", x)?;
         let layout = GroupLayout::new(&groups.into(), samples, x.device())?;
         let present = layout.present()?;
         let rows = layout.to_rows(x)?;

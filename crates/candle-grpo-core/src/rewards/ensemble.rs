@@ -3,7 +3,9 @@
 use candle_core::{D, DType, Device, Result, Tensor, bail};
 use serde::{Deserialize, Serialize};
 
-use crate::rewards::{IntoRewards, NonFinite, check_finite, finite_mask, mark_missing};
+use crate::rewards::{
+    IntoRewards, NonFinite, check_finite, check_magnitude, finite_mask, mark_missing,
+};
 
 /// Combination of the scores that several judges give to one response. For a weighted sum of
 /// different criteria (format, correctness) use [`crate::RewardShaping::reward_weights`].
@@ -56,6 +58,7 @@ impl ScoreEnsemble {
         if batch == 0 || judges == 0 {
             bail!("scores: shape [{batch}, {judges}] is empty");
         }
+        check_magnitude("scores", x)?;
         let finite = finite_mask(x)?;
         if non_finite == NonFinite::Error {
             check_finite("scores", x, &finite)?;

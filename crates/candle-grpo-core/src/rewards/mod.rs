@@ -122,6 +122,56 @@ pub(crate) fn check_not_empty(rewards: &Tensor) -> Result<()> {
     Ok(())
 }
 
+/// The largest magnitude of a reward. The squares of 10^8 of them have a finite sum.
+const LARGEST: f64 = 1e150;
+
+/// Checks that no entry of `rewards` is so large that a square or a difference would be infinite.
+/// Entries that are not finite pass.
+///
+/// Tensors on other devices than the CPU are not checked, because that would synchronize.
+pub(crate) fn check_magnitude(name: &str, rewards: &Tensor) -> Result<()> {
+    if !rewards.device().is_cpu() || rewards.dtype() != DType::F64 {
+        return Ok(());
+    }
+    let values = rewards.flatten_all()?.to_vec1::<f64>()?;
+    let is_too_large = |x: &f64| x.is_finite() && x.abs() > LARGEST;
+    match values.iter().position(is_too_large) {
+        Some(index) => bail!(
+            "{name}: {} has {:e}, must be from -{LARGEST:e} to {LARGEST:e}, because differences and squares must be finite",
+            place(rewards, index),
+            values[index]
+        ),
+        None => Ok(()),
+    }
+}
+
+/// Converts `advantages`, which rewards gave, to `dtype`.
+///
+/// # Errors
+///
+/// Fails if one of them is too large for `dtype`, on the CPU.
+pub(crate) fn to_result_dtype(advantages: &Tensor, dtype: DType) -> Result<Tensor> {
+    let result = advantages.to_dtype(dtype)?;
+    if result.device().is_cpu()
+        && let Some((index, value)) = first_non_finite(&result, &finite_mask(&result)?)?
+    {
+        bail!(
+            "rewards: the advantage of {} is {value} in {}, the rewards must be smaller",
+            place(&result, index),
+            dtype.as_str()
+        );
+    }
+    Ok(result)
+}
+
+/// The sample of an entry of `[B]` or `[B, K]`, and its component.
+fn place(rewards: &Tensor, index: usize) -> String {
+    match *rewards.dims() {
+        [_, k] => format!("sample {} in component {}", index / k, index % k),
+        _ => format!("sample {index}"),
+    }
+}
+
 /// The weighted sums `[B]` of the components, and u8 `[B]`: 1 for samples with at least one finite
 /// component.
 ///
@@ -147,6 +197,7 @@ pub(crate) fn combine(
         );
     }
     check_weights(weights)?;
+    check_magnitude("rewards", values)?;
     let finite = finite_mask(values)?;
     if policy == NonFinite::Error {
         check_finite("rewards", values, &finite)?;
@@ -163,11 +214,12 @@ pub(crate) fn combine(
         }
         None => clean,
     };
-    if values.rank() == 1 {
-        Ok((weighted, finite))
-    } else {
-        Ok((weighted.sum(1)?, finite.max(1)?))
-    }
+    let (sums, finite) = match values.rank() {
+        1 => (weighted, finite),
+        _ => (weighted.sum(1)?, finite.max(1)?),
+    };
+    check_magnitude("rewards with reward_weights", &sums)?;
+    Ok((sums, finite))
 }
 
 /// Checks that all weights are finite.
@@ -205,7 +257,7 @@ pub(crate) fn check_finite_tokens(name: &str, values: &Tensor) -> Result<()> {
             index % tokens
         );
     }
-    Ok(())
+    check_magnitude(name, values)
 }
 
 /// Index in the flattened tensor and value of the first entry that is not `finite`.
@@ -238,7 +290,7 @@ pub(crate) fn check_all_finite(name: &str, values: &Tensor) -> Result<()> {
 
 fn finite_or(name: &str, values: &Tensor, finite: &Tensor, hint: &str) -> Result<()> {
     let Some((index, value)) = first_non_finite(values, finite)? else {
-        return Ok(());
+        return check_magnitude(name, values);
     };
     match *values.dims() {
         [_, k] => bail!(

@@ -7,7 +7,7 @@ use crate::dtype::for_statistics;
 use crate::groups::{GroupLayout, Groups};
 use crate::mask::Mask;
 use crate::moments::Moments;
-use crate::rewards::finite_mask;
+use crate::rewards::{check_magnitude, finite_mask};
 use crate::validate::{self, Checked};
 
 /// Tensors of a batch that [`SampleFilter`] uses.
@@ -143,6 +143,7 @@ impl SampleFilter {
 }
 
 fn group_moments(scores: &Tensor, groups: &Groups) -> Result<(GroupLayout, Moments)> {
+    check_magnitude("scores", scores)?;
     let layout = GroupLayout::new(groups, scores.dim(0)?, scores.device())?;
     let selected = (layout.to_rows(&finite_mask(scores)?)? * layout.present()?)?;
     let moments = Moments::new(&layout.to_rows(scores)?, &selected)?;

@@ -5,7 +5,7 @@ use candle_grpo_core::advantage::{
     BaselinePopulation, OptimalTokenBaseline, TokenBaseline, Whitening, reverse_recurrence,
 };
 use candle_grpo_core::rewards::{
-    NormLevel, OverlongPenalty, RewardNorm, RunningMoments, RunningState,
+    NonFinite, NormLevel, OverlongPenalty, RewardNorm, RunningMoments, RunningState,
 };
 use candle_grpo_core::{
     AdvantageBatch, AdvantageConfig, AdvantageEstimator, AdvantageName, AdvantagePipeline,
@@ -72,6 +72,99 @@ fn invalid_rewards_are_named() -> Result<()> {
             message(weighted.compute(&components, 2, Scale::Group)),
             "reward_weights: 3 weights for 2 reward components, there must be one each"
         );
+    }
+    Ok(())
+}
+
+#[test]
+fn rewards_whose_differences_overflow_are_named() -> Result<()> {
+    let (max, cpu) = (f64::MAX, Device::Cpu);
+    let grpo = GroupAdvantage::grpo();
+    let must = "must be from -1e150 to 1e150, because differences and squares must be finite";
+    for (rewards, sample, value) in [
+        ([max, -max, max, -max], 0, "1.7976931348623157e308"),
+        ([0., 1e308, 0., -1e308], 1, "1e308"),
+        ([1., 2., 3., -1e200], 3, "-1e200"),
+    ] {
+        for scale in [Scale::Group, Scale::Batch, Scale::None] {
+            assert_eq!(
+                message(grpo.compute(&rewards, 4, scale)),
+                format!("rewards: sample {sample} has {value}, {must}")
+            );
+        }
+    }
+    // The infinite one is a missing score, and the large one is not.
+    let excluding = GroupAdvantage {
+        non_finite: NonFinite::Exclude,
+        ..GroupAdvantage::grpo()
+    };
+    let rewards = [f64::INFINITY, 1e308, 0., 1.];
+    assert!(message(excluding.compute(&rewards, 4, Scale::Group)).contains("sample 1 has 1e308"));
+    let weighted = GroupAdvantage {
+        reward_weights: Some(vec![1e300, 1.]),
+        ..GroupAdvantage::grpo()
+    };
+    let components = Tensor::new(&[[1f64, 1.], [0., 1.]], &cpu)?;
+    let error = message(weighted.compute(&components, 2, Scale::Group));
+    assert!(
+        error.starts_with("rewards with reward_weights: sample 0 has 1e300"),
+        "{error}"
+    );
+    let components = Tensor::new(&[[1f64, 1.], [0., max]], &cpu)?;
+    let error = message(grpo.compute(&components, 2, Scale::Group));
+    assert!(
+        error.starts_with("rewards: sample 1 in component 1 has "),
+        "{error}"
+    );
+    // Finite in f64, and not in the dtype of the result.
+    let error = message(grpo.compute(&[1e100, -1e100], 2, Scale::None));
+    assert_eq!(
+        error,
+        "rewards: the advantage of sample 0 is inf in f32, the rewards must be smaller"
+    );
+    let rewards = Tensor::new(&[1e100, -1e100], &cpu)?;
+    let advantages = numbers(&grpo.compute(&rewards, 2, Scale::None)?)?;
+    assert_eq!(advantages, [1e100, -1e100]);
+    let mask = Tensor::ones((2, 2), DType::U8, &cpu)?;
+    let token_rewards = Tensor::new(&[[max, max], [0., 0.]], &cpu)?;
+    let batch = AdvantageBatch::from_token_rewards(&token_rewards, &mask);
+    let error = message(TokenAdvantage::default().estimate(&batch));
+    assert!(error.starts_with("token_rewards: "), "{error}");
+    Ok(())
+}
+
+#[test]
+fn large_rewards_have_the_advantages_of_small_ones() -> Result<()> {
+    let rewards = [3., -1., 2., 0.];
+    let small = numbers(&GroupAdvantage::grpo().compute(&rewards, 4, Scale::Group)?)?;
+    let large = rewards.map(|x| x * 1e149);
+    let large = numbers(&GroupAdvantage::grpo().compute(&large, 4, Scale::Group)?)?;
+    for (small, large) in small.iter().zip(large) {
+        assert!((small - large).abs() < 1e-5, "{small} {large}");
+    }
+    Ok(())
+}
+
+#[test]
+fn masks_with_other_entries_than_0_and_1_are_named() -> Result<()> {
+    let cpu = Device::Cpu;
+    let mask = |value: f64, dtype| Tensor::new(&[[1., 0.], [value, 1.]], &cpu)?.to_dtype(dtype);
+    for (value, dtype) in [
+        (2., DType::U8),
+        (2., DType::F64),
+        (-1., DType::I64),
+        (0.5, DType::F32),
+        (0.5, DType::BF16),
+        (f64::NAN, DType::F32),
+        (f64::INFINITY, DType::F32),
+    ] {
+        assert_eq!(
+            message(Mask::new(&mask(value, dtype)?)),
+            format!("response_mask: row 1 has {value} in column 0, must be 0 or 1")
+        );
+    }
+    for (value, dtype) in [(1., DType::U8), (0., DType::I64), (1., DType::BF16)] {
+        Mask::new(&mask(value, dtype)?)?;
     }
     Ok(())
 }

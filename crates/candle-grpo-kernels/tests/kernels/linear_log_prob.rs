@@ -440,7 +440,7 @@ fn an_error_names_the_wrong_argument() -> Result<()> {
     assert!(call(&hidden, &weight, None, &far, 1.0).contains("token id 5"));
     assert_eq!(
         call(&hidden, &weight, None, &targets, -1.0),
-        "temperature: -1, must be positive and finite"
+        "temperature: -1.0, must be from 1e-6 to 1e6"
     );
     let layer = LinearLogProb::new(
         &hidden,

@@ -545,7 +545,7 @@ fn a_token_id_out_of_range_is_an_error() -> Result<()> {
 fn invalid_logits_and_targets_are_errors() -> Result<()> {
     for device in devices() {
         let (logits, targets) = (zeros(&[2, 5], device), Tensor::new(&[0u32, 4], device)?);
-        for temperature in [0., -1., f64::NAN, f64::INFINITY] {
+        for temperature in [0., -1., 1e-300, 1e300, f64::NAN, f64::INFINITY] {
             let message = message(log_prob(
                 &logits,
                 &targets,
@@ -554,7 +554,7 @@ fn invalid_logits_and_targets_are_errors() -> Result<()> {
             ));
             assert_eq!(
                 message,
-                format!("temperature: {temperature}, must be positive and finite")
+                format!("temperature: {temperature:?}, must be from 1e-6 to 1e6")
             );
         }
         let error = |logits: &Tensor, targets: &Tensor| {

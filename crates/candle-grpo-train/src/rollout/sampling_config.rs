@@ -2,7 +2,7 @@
 
 use anyhow::Result;
 use candle_grpo_core::validate;
-use candle_grpo_kernels::DrawOptions;
+use candle_grpo_kernels::{DrawOptions, TEMPERATURES};
 use serde::{Deserialize, Serialize};
 
 /// The distribution that completions are drawn from, and their end.
@@ -12,7 +12,7 @@ use serde::{Deserialize, Serialize};
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct SamplingConfig {
-    /// Divisor of the logits before the softmax. Above 0; 1 is the policy itself.
+    /// Divisor of the logits before the softmax, from 1e-6 to 1e6. 1 is the policy itself.
     pub temperature: f64,
     /// Sample from the `top_k` most likely tokens, ties included. 0 disables it.
     pub top_k: usize,
@@ -93,7 +93,8 @@ impl SamplingConfig {
 
 /// Checks that logits can be divided by `temperature`.
 pub(crate) fn ensure_temperature(temperature: f64) -> Result<()> {
-    let valid = temperature > 0. && temperature.is_finite();
-    let must = "be finite and above 0 (set greedy for the most likely token)";
-    Ok(validate::check(valid, "temperature", temperature, must)?)
+    let valid = TEMPERATURES.contains(&temperature);
+    let must = "be from 1e-6 to 1e6 (evaluations have greedy for the most likely token)";
+    let value = format_args!("{temperature:?}");
+    Ok(validate::check(valid, "temperature", value, must)?)
 }

@@ -323,7 +323,9 @@ fn greedy_takes_the_likeliest_token_each_time() {
 #[case(-1.)]
 #[case(f64::NAN)]
 #[case(f64::INFINITY)]
-fn a_temperature_that_is_not_above_0_is_an_error(#[case] temperature: f64) {
+#[case(1e-300)]
+#[case(1e300)]
+fn a_temperature_that_no_logits_can_be_divided_by_is_an_error(#[case] temperature: f64) {
     let config = SamplingConfig {
         temperature,
         ..sampling()
@@ -335,7 +337,7 @@ fn a_temperature_that_is_not_above_0_is_an_error(#[case] temperature: f64) {
     assert_eq!(
         error,
         format!(
-            "temperature: {temperature}, must be finite and above 0 (set greedy for the most likely token)"
+            "temperature: {temperature:?}, must be from 1e-6 to 1e6 (evaluations have greedy for the most likely token)"
         )
     );
 }
