@@ -1,22 +1,25 @@
 //! Requests to the hub.
 
-use std::time::Duration;
+use std::io::{ErrorKind, Read};
+use std::time::{Duration, Instant};
 
 use serde::Deserialize;
 use ureq::http::header::{HeaderMap, LOCATION};
 use ureq::http::{Response, Uri};
 use ureq::{Agent, Body};
 
-use super::Hub;
 use super::name::{HubKind, HubName};
+use super::{Hub, TransferError};
 use crate::Progress;
 use crate::http::{MAX_PAUSE, backoff, is_transient, pause, retry_after};
 
 /// The limit of a connection, and of each read from it.
 const LIMIT: Duration = Duration::from_secs(10);
+/// The limit of the headers of an answer as a whole.
+const HEADERS: Duration = Duration::from_secs(30);
 const MAX_REDIRECTS: usize = 10;
 /// The longest list of files in bytes.
-const MAX_LIST: u64 = 1 << 26;
+const MAX_LIST: usize = 1 << 26;
 /// Attempts without progress.
 pub(super) const TRIES: usize = 5;
 
@@ -92,6 +95,7 @@ impl<'a> Client<'a> {
             .timeout_connect(Some(LIMIT))
             .timeout_per_read(Some(LIMIT))
             .timeout_per_write(Some(LIMIT))
+            .timeout_recv_response(Some(HEADERS))
             .accept_encoding("identity")
             .user_agent(concat!("candle-grpo/", env!("CARGO_PKG_VERSION")))
             .build();
@@ -129,9 +133,8 @@ impl<'a> Client<'a> {
             encoded(revision, "")
         );
         let text = self.with_retries(tries, || {
-            let mut answer = self.send(Method::Get, &url, 0)?;
-            let body = answer.response.body_mut().with_config().limit(MAX_LIST);
-            body.read_to_vec().map_err(of_transport)
+            let answer = self.send(Method::Get, &url, 0)?;
+            self.read_list(&url, answer)
         })?;
         let wrong = |what: &str| {
             Failure::Other(anyhow::anyhow!(
@@ -149,6 +152,41 @@ impl<'a> Client<'a> {
                 .map(|sibling| sibling.rfilename)
                 .collect(),
         })
+    }
+
+    /// Reads the body of an answer with a list of files. A server that sends it in small parts
+    /// does not hold up the program.
+    fn read_list(&self, url: &str, answer: Answer) -> Result<Vec<u8>, Failure> {
+        let begun = Instant::now();
+        let too_much = |what: String| {
+            let message = format!("{}: the list of files {what}", shown(url));
+            Failure::Other(TransferError(message).into())
+        };
+        let mut body = answer.response.into_body().into_reader();
+        let mut list = Vec::new();
+        let mut buffer = vec![0; 1 << 16];
+        loop {
+            self.ensure_not_canceled()?;
+            let limit = self.hub.list_limit;
+            if begun.elapsed() > limit {
+                return Err(too_much(format!(
+                    "takes more than {} s",
+                    limit.as_secs_f64()
+                )));
+            }
+            match body.read(&mut buffer) {
+                Ok(0) => return Ok(list),
+                Ok(read) => list.extend_from_slice(&buffer[..read]),
+                Err(error) if error.kind() == ErrorKind::Interrupted => {}
+                Err(error) => {
+                    let failure = format!("{}: the list of files broke off: {error}", shown(url));
+                    return Err(Failure::transient(failure));
+                }
+            }
+            if list.len() > MAX_LIST {
+                return Err(too_much(format!("has more than {MAX_LIST} bytes")));
+            }
+        }
     }
 
     /// The address of a file.

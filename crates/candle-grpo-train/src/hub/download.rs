@@ -161,6 +161,12 @@ impl Download<'_> {
             if let Some(size) = self.remote.size.filter(|&size| length > size) {
                 return Err(self.wrong(format!("at least {length} bytes, must be {size}")));
             }
+            let limit = self.client.hub.unsized_limit;
+            if self.remote.size.is_none() && length > limit {
+                return Err(self.wrong(format!(
+                    "more than {limit} bytes of a file whose size it does not name"
+                )));
+            }
             let written = self.part.file.write_all(bytes);
             written.map_err(|error| self.remote.disk_failure(&error, blob))?;
             self.hash.update(bytes);

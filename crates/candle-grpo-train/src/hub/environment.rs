@@ -13,6 +13,10 @@ use super::Hub;
 
 const ENDPOINT: &str = "https://huggingface.co";
 const FIRST_PAUSE: Duration = Duration::from_secs(1);
+/// A list of files has at most a few MB.
+const LIST_LIMIT: Duration = Duration::from_secs(60);
+/// Hubs name the sizes of weights. A tokenizer has at most some tens of MB.
+const UNSIZED_LIMIT: u64 = 1 << 28;
 
 impl Hub {
     /// The hub that the environment describes, with the variables of the Python library
@@ -46,6 +50,8 @@ impl Hub {
                 .into_iter()
                 .find(|name| variables.is_set(name)),
             first_pause: FIRST_PAUSE,
+            list_limit: LIST_LIMIT,
+            unsized_limit: UNSIZED_LIMIT,
         })
     }
 }

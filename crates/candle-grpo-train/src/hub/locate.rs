@@ -43,6 +43,10 @@ pub struct Hub {
     pub offline: Option<&'static str>,
     /// The pause after the first failure of a request. It doubles with each further one.
     pub first_pause: std::time::Duration,
+    /// The longest time that the list of the files of a repository takes.
+    pub list_limit: std::time::Duration,
+    /// The greatest size in bytes of a file whose size the server does not name.
+    pub unsized_limit: u64,
 }
 
 impl Hub {

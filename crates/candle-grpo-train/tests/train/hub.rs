@@ -60,6 +60,8 @@ impl Test {
             token: None,
             offline: None,
             first_pause: Duration::from_millis(1),
+            list_limit: Duration::MAX,
+            unsized_limit: u64::MAX,
         }
     }
 
@@ -846,5 +848,45 @@ fn a_folder_that_is_not_writable_is_an_error_that_names_the_variable() {
     assert!(
         error.contains("writing") && error.contains(&cache),
         "{error}"
+    );
+}
+
+#[test]
+fn a_file_without_a_size_is_bounded() {
+    let test = Test::new();
+    test.server.set_change(|request, reply| {
+        if !request.target.contains("tokenizer.json") {
+            return reply;
+        }
+        let reply = reply.without_header("X-Linked-Size");
+        reply.without_header("Content-Length").chunked()
+    });
+    let bounded = Hub {
+        unsized_limit: 2999,
+        ..test.hub()
+    };
+    let error = error(&bounded, "a/b");
+    assert!(error.is::<TransferError>(), "{error:#}");
+    let words = "more than 2999 bytes of a file whose size it does not name";
+    assert!(format!("{error:#}").contains(words), "{error:#}");
+    let roomy = Hub {
+        unsized_limit: 3000,
+        ..bounded
+    };
+    assert_model(&locate(&roomy, "a/b").unwrap().path, 1);
+}
+
+#[test]
+fn the_list_of_files_has_a_limit_of_time() {
+    let test = Test::new();
+    let hub = Hub {
+        list_limit: Duration::ZERO,
+        ..test.hub()
+    };
+    let error = error(&hub, "a/b");
+    assert!(error.is::<TransferError>(), "{error:#}");
+    assert!(
+        format!("{error:#}").ends_with("the list of files takes more than 0 s"),
+        "{error:#}"
     );
 }
