@@ -623,7 +623,8 @@ fn draw(
         sampling: Arc::clone(sampling),
         log_probs,
     };
-    let mut drawn = protocol.parse(&server.call(&protocol.draw(&request))?)?;
+    let tokens = request.prompt.len().saturating_add(request.max_new_tokens);
+    let mut drawn = protocol.parse(&server.ask(&protocol.draw(&request), tokens)?)?;
     if !log_probs {
         drawn.log_probs = vec![0.; drawn.tokens.len()];
     }

@@ -53,7 +53,7 @@ impl Protocol for OpenAi {
 
 /// Asks for the models, and takes the one called `name`, or the first one.
 pub(super) fn describe(server: &Server, name: Option<&str>) -> Result<ServedModel, Failure> {
-    let answer = server.call(&Call::get("/v1/models"))?;
+    let answer = server.ask(&Call::get("/v1/models"), 0)?;
     let models = answer["data"].as_array().map_or(&[][..], Vec::as_slice);
     let names: Vec<&str> = models.iter().filter_map(|m| m["id"].as_str()).collect();
     let found = match name {

@@ -4,14 +4,20 @@ use std::fmt;
 use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
+use candle_grpo_nn::json;
 use serde_json::Value;
 
 use super::weights::EngineWeights;
 use crate::SamplingConfig;
+use crate::excerpt::excerpt;
 use crate::http::{JsonClient, Limits, RequestFailure};
 
-/// The longest answer in bytes.
-const MAX_ANSWER: u64 = 1 << 30;
+/// The longest answer in bytes that does not depend on the length of a sequence.
+const MAX_ANSWER: u64 = 1 << 24;
+/// The longest part of an answer for a token: its id, its text and its log-prob.
+const MAX_TOKEN: u64 = 1 << 10;
+/// The longest beginning of an answer in an error, in characters.
+const SHOWN: usize = 80;
 
 /// The requests and answers of one kind of server. The methods may be called from several threads.
 pub trait Protocol: Send + Sync {
@@ -155,6 +161,13 @@ pub struct Scored {
 }
 
 impl ScoreRequest<'_> {
+    /// The number of tokens in an answer: those of the sequence, each with the most likely ones.
+    pub(super) fn num_named(&self) -> usize {
+        self.tokens
+            .len()
+            .saturating_mul(self.best.saturating_add(1))
+    }
+
     /// Reads the list `named` of an answer, which has an entry for each token. `read` reads an
     /// entry, and returns `None` if it is not one of this token.
     ///
@@ -271,15 +284,36 @@ impl Server {
 
     /// [`Self::call`] with another limit.
     pub(super) fn call_within(&self, call: &Call, limit: Duration) -> Result<Value, Failure> {
+        let text = self.send(call, limit, MAX_ANSWER)?;
+        Ok(serde_json::from_str(&text).unwrap_or(Value::Null))
+    }
+
+    /// Sends a request whose answer has about `tokens` tokens, and reads it.
+    ///
+    /// # Errors
+    ///
+    /// As [`Self::call`]. [`Failure::Malformed`] if the answer is not JSON.
+    pub fn ask(&self, call: &Call, tokens: usize) -> Result<Value, Failure> {
+        let bytes = MAX_TOKEN.saturating_mul(tokens as u64);
+        let text = self.send(call, self.timeout, MAX_ANSWER.saturating_add(bytes))?;
+        serde_json::from_str(&text).map_err(|error| {
+            let reason = json::message_with_place(&error);
+            let begin = excerpt(text.chars().take(SHOWN + 1).collect(), SHOWN);
+            let path = &call.path;
+            Failure::Malformed(format!(
+                "{path}: the answer is not JSON, {reason}: {begin:?}"
+            ))
+        })
+    }
+
+    /// Sends a request, and returns the body of its answer.
+    fn send(&self, call: &Call, time: Duration, bytes: u64) -> Result<String, Failure> {
         let Call { path, body } = call;
-        let limits = Limits {
-            time: limit,
-            bytes: MAX_ANSWER,
-        };
+        let limits = Limits { time, bytes };
         let url = format!("{}{path}", self.url);
         let body = body.as_ref().map(Value::to_string);
         let answer = self.http.send(&url, body, limits);
-        let text = answer.map_err(|failure| match failure {
+        answer.map_err(|failure| match failure {
             RequestFailure::Status {
                 status, message, ..
             } => Failure::Status {
@@ -287,7 +321,6 @@ impl Server {
                 message: format!("{message} ({path})"),
             },
             failure => Failure::Connection(format!("{failure} ({path})")),
-        })?;
-        Ok(serde_json::from_str(&text).unwrap_or(Value::Null))
+        })
     }
 }

@@ -15,7 +15,7 @@ pub struct Sglang;
 
 impl Protocol for Sglang {
     fn describe(&self, server: &Server, _: Option<&str>) -> Result<ServedModel, Failure> {
-        let answer = server.call(&Call::get("/get_server_info"))?;
+        let answer = server.ask(&Call::get("/get_server_info"), 0)?;
         let length = ["/max_req_input_len", "/context_length"]
             .iter()
             .find_map(|place| answer.pointer(place)?.as_u64());
@@ -87,7 +87,7 @@ impl Protocol for Sglang {
         if request.best > 0 {
             body["top_logprobs_num"] = json!(request.best);
         }
-        let answer = server.call(&Call::post("/generate", body))?;
+        let answer = server.ask(&Call::post("/generate", body), request.num_named())?;
         let meta = &single(&answer)["meta_info"];
         let pair = |entry: &Value| Some((token(&entry[1])?, number(&entry[0])?));
         let field = "input_token_logprobs";

@@ -45,7 +45,7 @@ impl Protocol for Vllm {
             "temperature": 1.,
             "stream": false,
         });
-        let answer = server.call(&Call::post("/v1/completions", body))?;
+        let answer = server.ask(&Call::post("/v1/completions", body), request.num_named())?;
         let named = &answer["choices"][0]["prompt_logprobs"];
         request.read("prompt_logprobs", named, |id, entry| {
             let named = entry.as_object()?.iter();

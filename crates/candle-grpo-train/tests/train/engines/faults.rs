@@ -88,6 +88,9 @@ fn a_request_that_fails_is_repeated(#[case] fault: fn() -> Fault) {
 #[case(|| instead(401, r#"{"error": "Unauthorized"}"#), "status 401: Unauthorized")]
 #[case(|| instead(404, r#"{"detail": "Not Found"}"#), "status 404: Not Found")]
 #[case(|| instead(307, ""), "status 307")]
+#[case(|| instead(200, "<html>"), "/v1/completions: the answer is not JSON, there must be a value at line 1 column 1: \"<html>\"")]
+#[case(|| instead(200, r#"{"choices": NaN}"#), "the answer is not JSON")]
+#[case(|| instead(200, &" ".repeat(1 << 25)), "larger than request limit")]
 fn a_server_that_fails_every_request_is_named(#[case] fault: fn() -> Fault, #[case] words: &str) {
     let setup = Setup::new(Engine::Vllm, WeightSync::Disk, 1);
     let (client, _) = ready(&setup, &setup.impatient());
