@@ -64,14 +64,16 @@ fn check_rank(section: &str, adapters: Option<&LoraConfig>) -> Result<(), Proble
     if let Some(adapters) = adapters
         && !(1..=RANK).contains(&adapters.rank)
     {
-        let bytes = size(adapters.rank as u128 * 2 * 1024 * ADAPTER_BYTES);
-        return Err(Problem::at(
-            &format!("{section}.adapters.rank"),
-            format!(
-                "{}, must be from 1 to {RANK}; the adapter of one map of 1024 inputs and outputs takes {bytes}",
-                adapters.rank
+        let key = format!("{section}.adapters.rank");
+        let message = format!("{}, must be from 1 to {RANK}", adapters.rank);
+        let takes = match adapters.rank {
+            0 => String::new(),
+            rank => format!(
+                "; the adapter of one map of 1024 inputs and outputs takes {}",
+                size(rank as u128 * 2 * 1024 * ADAPTER_BYTES)
             ),
-        ));
+        };
+        return Err(Problem::at(&key, message + &takes));
     }
     Ok(())
 }
@@ -204,10 +206,22 @@ fn step(run: &RunConfig) -> Result<(), Problem> {
     Ok(())
 }
 
-/// Refuses whole numbers above [`COUNT`], but for the seed, and numbers that no f32 holds.
+/// Keys whose values no memory bounds: seeds, budgets, and the JSON of requests, schemas and chat
+/// templates.
+const UNBOUNDED: [&str; 5] = [
+    "seed",
+    "max_tokens_total",
+    "extra_body",
+    "parameters",
+    "chat_template_kwargs",
+];
+
+/// Refuses whole numbers above [`COUNT`] and numbers that no f32 holds, but for [`UNBOUNDED`] keys.
 fn numbers(path: &str, value: &Value) -> Result<(), Problem> {
+    let key = path.rsplit('.').next().unwrap_or(path);
     match value {
-        Value::Number(number) if path != "seed" => {
+        _ if UNBOUNDED.contains(&key) => Ok(()),
+        Value::Number(number) => {
             let is_count = number.is_u64() || number.is_i64();
             let bound = if is_count {
                 COUNT as f64

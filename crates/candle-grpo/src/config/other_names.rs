@@ -31,6 +31,7 @@ pub(super) const NAMES: &[(&str, &str)] = &[
     ("max_response_length", "algorithm.response_length"),
     ("generate_max_len", "algorithm.response_length"),
     ("max_new_tokens", "algorithm.response_length"),
+    ("max_seq_length", "algorithm.response_length"),
     ("max_prompt_length", "algorithm.prompt_length"),
     ("prompt_max_len", "algorithm.prompt_length"),
     ("per_device_train_batch_size", "training.micro_batch_size"),
@@ -142,6 +143,7 @@ pub(super) const NAMES: &[(&str, &str)] = &[
     ("staleness_threshold", "rollout.max_staleness"),
     ("max_off_policy_steps", "rollout.max_staleness"),
     // Optimizer and schedule.
+    ("optim", "optimizer"),
     ("lr", "optimizer.learning_rate"),
     ("actor_learning_rate", "optimizer.learning_rate"),
     ("adam_beta1", "optimizer.beta1"),
@@ -177,8 +179,11 @@ pub(super) const NAMES: &[(&str, &str)] = &[
     ("fp16", "training.compute_dtype"),
     ("torch_dtype", "training.compute_dtype"),
     ("dtype", "training.compute_dtype"),
+    ("load_in_4bit", "training.base_weights"),
+    ("load_in_8bit", "training.base_weights"),
     ("use_peft", "training.adapters"),
     ("peft_config", "training.adapters"),
+    ("r", "training.adapters.rank"),
     ("lora_r", "training.adapters.rank"),
     ("lora_rank", "training.adapters.rank"),
     ("lora_alpha", "training.adapters.alpha"),
@@ -227,6 +232,7 @@ pub(super) const NAMES: &[(&str, &str)] = &[
     ("eval_n_samples_per_prompt", "evaluation.samples_per_prompt"),
     ("num_workers", "threads"),
     ("report_to", "trackers"),
+    ("logging_steps", "trackers"),
 ];
 
 const ROLLOUT_CORRECTION: &str = "algorithm.recipe.policy_loss.rollout_correction";
@@ -239,6 +245,8 @@ const CONVERSIONS: &[(&str, &str)] = &[
     ),
     ("gradient_accumulation_steps", UPDATE),
     ("steps_per_generation", UPDATE),
+    ("max_seq_length", "tokens of the completion alone"),
+    ("logging_steps", "each step is logged"),
     ("ppo_mini_batch_size", "completions: times rollout.n"),
     ("num_train_epochs", EPOCHS),
     ("num_episodes", EPOCHS),

@@ -31,6 +31,7 @@ use super::sections::{
 };
 use super::sft::{SFT, SftRunConfig};
 use super::suggestions::keys_of;
+use super::tree::QUOTE_HINT;
 
 /// A whole run: a configuration file with all defaults filled in, validated.
 ///
@@ -536,6 +537,27 @@ impl RunConfig {
         .map_err(|error| Problem::within("rollout", &error).locate_at_path(&self.document))
     }
 
+    /// Returns settings that are valid, but whose effect may not be meant: a message for each.
+    pub fn doubts(&self) -> Vec<String> {
+        let mut doubts = Vec::new();
+        let train = &self.train;
+        let completions = train.prompts_per_step.saturating_mul(train.num_generations);
+        let environment = self.environment.as_ref();
+        let gives_rewards = environment.is_some_and(EnvironmentConfig::gives_rewards);
+        if !gives_rewards && self.rewards.iter().all(|reward| reward.weight == 0.) {
+            doubts.push("rewards: all have the weight 0, so all rewards are equal".to_owned());
+        }
+        if train.optimizer.learning_rate == 0. {
+            doubts.push("optimizer.learning_rate: 0, so the policy does not change".to_owned());
+        }
+        if let Some(size) = train.mini_batch_size.filter(|size| *size > completions) {
+            doubts.push(format!(
+                "training.mini_batch_size: {size}, and a step has {completions} completions: it makes one update"
+            ));
+        }
+        doubts
+    }
+
     /// Reads the data, and checks that each row has the columns of the rewards.
     ///
     /// # Errors
@@ -779,7 +801,8 @@ pub(super) fn tags(path: &str, value: &Value) -> Result<(), Problem> {
                 path => format!("{path}.{key}"),
             };
             if matches!(key.as_str(), "kind" | "name") && !(value.is_string() || value.is_null()) {
-                return Err(Problem::at(&path, format!("{value}, must be a text")));
+                let hint = if value.is_boolean() { QUOTE_HINT } else { "" };
+                return Err(Problem::at(&path, format!("{value}, must be a text{hint}")));
             }
             tags(&path, value)
         }),
@@ -878,7 +901,15 @@ pub(super) fn check_run_dir(run_dir: &Path) -> Result<(), Problem> {
         let message = format!("{folder}, must name the home folder in full, ~ is not replaced");
         return Err(Problem::at("run_dir", message));
     }
-    Ok(())
+    // A folder that is there, or above the one to be made.
+    let exists = |path: &&Path| !path.as_os_str().is_empty() && path.symlink_metadata().is_ok();
+    match run_dir.ancestors().find(exists) {
+        Some(path) if !path.is_dir() => {
+            let message = format!("{} is not a folder, must be one or absent", path.display());
+            Err(Problem::at("run_dir", message))
+        }
+        _ => Ok(()),
+    }
 }
 
 /// Refuses a path at `key` that a run would read and write.
@@ -941,6 +972,10 @@ pub(super) fn evaluation(
     own_place(path, &keys.sampler, &SAMPLER_ELSEWHERE[..1])?;
     let sampler = Value::Object(keys.sampler.clone());
     let sampler: SamplingConfig = laid_over(document, path, sampling, sampler)?;
+    if samples > 1 && sampler.greedy {
+        let message = format!("{samples}, must be 1 with greedy, whose completions are equal");
+        return wrong("samples_per_prompt", message);
+    }
     Ok(EvaluationConfig {
         every_steps: keys.every_steps,
         samples_per_prompt: samples,

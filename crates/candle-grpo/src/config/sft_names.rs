@@ -37,6 +37,7 @@ const NAMES: &[(&str, &str)] = &[
     ("chat_template_path", "model.chat_template"),
     ("chat_template_kwargs", "data.chat_template_kwargs"),
     // Optimizer and schedule.
+    ("optim", "optimizer"),
     ("learning_rate", "optimizer.learning_rate"),
     ("lr", "optimizer.learning_rate"),
     ("weight_decay", "optimizer.weight_decay"),
@@ -64,9 +65,12 @@ const NAMES: &[(&str, &str)] = &[
     ("compute_dtype", "sft.compute_dtype"),
     ("peft_config", "sft.adapters"),
     ("use_peft", "sft.adapters"),
+    ("r", "sft.adapters"),
+    ("lora_r", "sft.adapters"),
     ("lora_rank", "sft.adapters"),
     ("adapters", "sft.adapters"),
     ("load_in_4bit", "sft.base_weights"),
+    ("load_in_8bit", "sft.base_weights"),
     // The run.
     ("output_dir", "run_dir"),
     ("default_local_dir", "run_dir"),
@@ -78,6 +82,7 @@ const NAMES: &[(&str, &str)] = &[
     ("test_freq", "evaluation.every_steps"),
     ("max_prompts", "evaluation.max_rows"),
     ("report_to", "trackers"),
+    ("logging_steps", "trackers"),
 ];
 
 /// Returns the place of a key that another trainer calls `name`.

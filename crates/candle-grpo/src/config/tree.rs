@@ -44,6 +44,10 @@ impl TypeError {
     }
 }
 
+/// The hint after an error about a value of true or false.
+pub(super) const QUOTE_HINT: &str =
+    " (YAML reads y, n, yes, no, on and off as true or false, unless they are in quotation marks)";
+
 /// Returns a value as [`TypeError::WrongKind`] has it.
 fn shown(value: &Value) -> String {
     match (value, value.as_u64(), value.as_i64(), value.as_f64()) {
@@ -77,9 +81,24 @@ impl Error for TypeError {
     }
 
     fn invalid_type(found: Unexpected<'_>, expected: &dyn Expected) -> Self {
+        let expected = expected.to_string();
+        let kind = json::kind(&expected);
+        let is_number = matches!(
+            found,
+            Unexpected::Unsigned(_) | Unexpected::Signed(_) | Unexpected::Float(_)
+        );
+        // The least value of the key may be another one than that of its type.
+        let kind = match is_number {
+            true => kind,
+            false => kind.strip_suffix(", at least 0").unwrap_or(kind),
+        };
+        let hint = match found {
+            Unexpected::Bool(_) if !kind.contains("number") => QUOTE_HINT,
+            _ => "",
+        };
         Self::WrongKind {
             found: plain(found),
-            expected: json::kind(&expected.to_string()).to_owned(),
+            expected: format!("{kind}{hint}"),
         }
     }
 

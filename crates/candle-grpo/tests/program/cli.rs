@@ -593,9 +593,10 @@ the keys of another trainer are in sections here, in these places (docs/configur
   num_generations: algorithm.num_return_sequences_in_group
   max_completion_length: algorithm.response_length
   gradient_accumulation_steps: training.mini_batch_size (completions of an update: times per_device_train_batch_size and processes; algorithm.rollout_batch_size counts the prompts of a step)
+  logging_steps: trackers (each step is logged)
   report_to: trackers
   output_dir: run_dir
-no place here: logging_steps, repetition_penalty
+no place here: repetition_penalty
 ",
     );
 }

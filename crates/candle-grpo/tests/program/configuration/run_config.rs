@@ -154,7 +154,7 @@ fn single_keys_of_a_preset_are_overridden() {
 #[test]
 fn sections_are_laid_over_defaults() {
     let run = yaml(
-        "sampler: {temperature: 0.7}\noptimizer: {learning_rate: 1e-5}\nschedule: {warmup_steps: 3}\ntraining: {mini_batch_size: 4, adapters: {rank: 8, alpha: 16}}\nevaluation: {sampler: {greedy: true, max_new_tokens: 9}, samples_per_prompt: 4, pass_at: [1, 4]}\ncheckpoint: {keep: 5}\nthreads: 2\nrun_dir: here\n",
+        "sampler: {temperature: 0.7}\noptimizer: {learning_rate: 1e-5}\nschedule: {warmup_steps: 3}\ntraining: {mini_batch_size: 4, adapters: {rank: 8, alpha: 16}}\nevaluation: {sampler: {greedy: true, max_new_tokens: 9}}\ncheckpoint: {keep: 5}\nthreads: 2\nrun_dir: here\n",
     )
     .unwrap();
     let train = &run.train;
@@ -286,11 +286,7 @@ fn without_held_out_rows_nothing_is_evaluated() {
     "did you mean `keep`?"
 )]
 // Values of the wrong kind.
-#[case(
-    "seed: many\n",
-    "run.yaml:9: seed: \"many\"",
-    "must be a whole number, at least 0"
-)]
+#[case("seed: many\n", "run.yaml:9: seed: \"many\"", "must be a whole number")]
 #[case("max_steps: -1\n", "run.yaml:9: max_steps:", "-1")]
 #[case(
     "algorithm:\n  pg_clip: wide\n",
@@ -327,7 +323,7 @@ fn without_held_out_rows_nothing_is_evaluated() {
 #[case(
     "sampler:\n  temperature: 0\n",
     "run.yaml:10: sampler.temperature: 0",
-    "above 0"
+    "must be from 1e-6 to 1e6 (evaluations have greedy for the most likely token)"
 )]
 #[case(
     "training:\n  micro_batch_size: 4\n  micro_batch_tokens: 9\n",
@@ -598,6 +594,153 @@ fn an_error_in_a_required_section_names_it(
 fn an_error_in_toml_has_its_line(#[case] more: &str, #[case] begins: &str, #[case] has: &str) {
     let error = toml(more).unwrap_err().to_string();
     assert!(error.starts_with(begins) && error.contains(has), "{error}");
+}
+
+/// The hint after a value that YAML reads as true or false.
+const HINT: &str =
+    "(YAML reads y, n, yes, no, on and off as true or false, unless they are in quotation marks)";
+
+#[rstest]
+#[case(
+    "rewards: [{kind: math, column: y}]",
+    "rewards[0].column: true, must be a text"
+)]
+#[case(
+    "rewards: [{kind: exact, column: no}]",
+    "rewards[0].column: false, must be a text"
+)]
+#[case("rewards: [{kind: off}]", "rewards[0].kind: false, must be a text")]
+#[case("data: {train: d, prompt: n}", "data.prompt: false, must be a text")]
+#[case("schedule: {decay: no}", "schedule.decay: false, must be")]
+#[case("model: {path: y}", "model.path: true, must be a text")]
+fn an_error_about_true_or_false_has_the_hint_to_quote(#[case] line: &str, #[case] message: &str) {
+    let key = line.split(':').next().unwrap();
+    let base = "model: m\ndata: {train: d}\nrewards: [{kind: json}]\n";
+    let others = base.lines().filter(|other| !other.starts_with(key));
+    let text: String = others
+        .chain([line])
+        .map(|line| format!("{line}\n"))
+        .collect();
+    let document = Document::from_yaml(Path::new("run.yaml"), &text).unwrap();
+    let error = RunConfig::new(&document).unwrap_err().to_string();
+    assert!(error.contains(message) && error.contains(HINT), "{error}");
+}
+
+#[rstest]
+#[case(
+    "max_steps: ten\n",
+    "run.yaml:9: max_steps: \"ten\", must be a whole number"
+)]
+#[case(
+    "max_steps: -1\n",
+    "run.yaml:9: max_steps: -1, must be a whole number, at least 0"
+)]
+#[case(
+    "max_steps: true\n",
+    "run.yaml:9: max_steps: true, must be a whole number"
+)]
+#[case(
+    "training: {adapters: {rank: 0, alpha: 1}}\n",
+    "run.yaml:9: training.adapters.rank: 0, must be from 1 to 65536"
+)]
+#[case(
+    "evaluation: {samples_per_prompt: 4, sampler: {greedy: true}}\n",
+    "run.yaml:9: evaluation.samples_per_prompt: 4, must be 1 with greedy, whose completions are equal"
+)]
+#[case(
+    "training: {load_in_4bit: true}\n",
+    "run.yaml:9: training.load_in_4bit: unknown key; here it is training.base_weights"
+)]
+#[case(
+    "training: {adapters: {r: 8}}\n",
+    "run.yaml:9: training.adapters.r: unknown key; here it is training.adapters.rank"
+)]
+#[case(
+    "r: 8\n",
+    "run.yaml:9: r: unknown key; here it is training.adapters.rank"
+)]
+#[case(
+    "max_seq_length: 8\n",
+    "run.yaml:9: max_seq_length: unknown key; here it is algorithm.response_length"
+)]
+#[case(
+    "optim: adamw_8bit\n",
+    "run.yaml:9: optim: unknown key; here it is optimizer"
+)]
+#[case(
+    "logging_steps: 1\n",
+    "run.yaml:9: logging_steps: unknown key; here it is trackers"
+)]
+fn an_error_is_this_one(#[case] more: &str, #[case] message: &str) {
+    assert_eq!(yaml(more).unwrap_err().to_string(), message);
+}
+
+#[test]
+fn a_run_dir_that_cannot_be_a_folder_is_refused() {
+    let folder = tempfile::tempdir().unwrap();
+    let file = folder.path().join("file");
+    std::fs::write(&file, "").unwrap();
+    for run_dir in [file.clone(), file.join("runs/a")] {
+        let error = yaml(&format!("run_dir: {}\n", run_dir.display())).unwrap_err();
+        let message = format!("run_dir: {} is not a folder", file.display());
+        assert!(error.to_string().contains(&message), "{error}");
+    }
+    yaml(&format!(
+        "run_dir: {}\n",
+        folder.path().join("a/b").display()
+    ))
+    .unwrap();
+}
+
+#[test]
+fn free_json_is_not_held_to_the_bounds_of_counts() {
+    let text = "
+model: m
+data: {train: d, chat_template_kwargs: {ts: 1764282000000, nested: [1e300]}}
+rewards:
+  - kind: judge
+    url: http://127.0.0.1:1
+    model: j
+    prompt: '{completion}'
+    score: {words: {good: 1, bad: 0}}
+    extra_body: {seed: 1234567890123}
+    max_tokens_total: 2000000000000
+environment:
+  kind: tools
+  tools:
+    - name: f
+      command: [python3, f.py]
+      parameters: {type: object, properties: {x: {type: integer, maximum: 9007199254740991}}}
+";
+    let document = Document::from_yaml(Path::new("run.yaml"), text).unwrap();
+    if let Err(error) = RunConfig::new(&document) {
+        panic!("{error}");
+    }
+    let error = yaml("max_steps: 2000000000000\n").unwrap_err().to_string();
+    assert!(error.contains("must be at most 1099511627776"), "{error}");
+}
+
+#[test]
+fn settings_without_an_effect_are_doubts() {
+    let doubts = |more: &str| yaml(more).unwrap().doubts();
+    assert_eq!(doubts(""), Vec::<String>::new());
+    assert_eq!(
+        doubts(
+            "optimizer: {learning_rate: 0}\ntraining: {mini_batch_size: 100}\nalgorithm: {rollout_batch_size: 4, num_return_sequences_in_group: 4}\n"
+        ),
+        [
+            "optimizer.learning_rate: 0, so the policy does not change",
+            "training.mini_batch_size: 100, and a step has 16 completions: it makes one update",
+        ]
+    );
+    let text = YAML
+        .replace("weight: 0.2", "weight: 0")
+        .replace("column: sum", "column: sum\n    weight: 0");
+    let document = Document::from_yaml(Path::new("run.yaml"), &text).unwrap();
+    assert_eq!(
+        RunConfig::new(&document).unwrap().doubts(),
+        ["rewards: all have the weight 0, so all rewards are equal"]
+    );
 }
 
 #[test]
