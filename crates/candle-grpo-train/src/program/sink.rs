@@ -35,6 +35,8 @@ pub(crate) struct Sink {
     left_out: usize,
     /// The longest time to end after its input.
     limit: Duration,
+    /// True once it has had its time to end.
+    is_closed: bool,
 }
 
 impl Sink {
@@ -62,6 +64,7 @@ impl Sink {
             loggers,
             left_out: 0,
             limit: program.limit,
+            is_closed: false,
         })
     }
 
@@ -89,12 +92,37 @@ impl Sink {
         }
     }
 
+    /// Closes the input, and waits until the program ends, its limit is over, or `is_canceled`.
+    /// Whatever is left of it is killed.
+    pub(crate) fn end(mut self, is_canceled: &dyn Fn() -> bool) {
+        self.close(is_canceled);
+    }
+
+    fn close(&mut self, is_canceled: &dyn Fn() -> bool) {
+        self.lines = None;
+        match self.wait(self.limit, is_canceled) {
+            Some(status) if status.success() => {}
+            Some(status) => tracing::warn!("{}: ended ({status})", self.name),
+            None if is_canceled() => tracing::warn!(
+                "{}: had not ended after its input when the run was canceled, and is killed",
+                self.name
+            ),
+            None => tracing::warn!(
+                "{}: has not ended within {} seconds after its input and is killed",
+                self.name,
+                self.limit.as_secs_f64()
+            ),
+        }
+        // Dropping it does not wait again.
+        self.is_closed = true;
+    }
+
     /// Waits until the program ends, at most for `patience`.
-    fn wait(&mut self, patience: Duration) -> Option<ExitStatus> {
+    fn wait(&mut self, patience: Duration, is_canceled: &dyn Fn() -> bool) -> Option<ExitStatus> {
         let begun = Instant::now();
         loop {
             match self.program.try_wait() {
-                Ok(None) if begun.elapsed() < patience => thread::sleep(POLL),
+                Ok(None) if begun.elapsed() < patience && !is_canceled() => thread::sleep(POLL),
                 Ok(status) => return status,
                 Err(_) => return None,
             }
@@ -105,15 +133,8 @@ impl Sink {
 impl Drop for Sink {
     /// Closes the input, lets the program end within its limit, and kills it otherwise.
     fn drop(&mut self) {
-        self.lines = None;
-        match self.wait(self.limit) {
-            Some(status) if status.success() => {}
-            Some(status) => tracing::warn!("{}: ended ({status})", self.name),
-            None => tracing::warn!(
-                "{}: has not ended within {} seconds after its input and is killed",
-                self.name,
-                self.limit.as_secs_f64()
-            ),
+        if !self.is_closed {
+            self.close(&|| false);
         }
         if self.left_out > 0 {
             tracing::warn!("{}: {} lines were left out", self.name, self.left_out);

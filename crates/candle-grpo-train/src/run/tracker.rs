@@ -9,6 +9,7 @@ use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 
 use super::StepRecord;
+use crate::Progress;
 use crate::program::{Program, Sink};
 
 /// A program that receives the metrics of a run as lines of JSON, for example for a tracker of
@@ -72,8 +73,8 @@ impl TrackerConfig {
     }
 }
 
-/// A running [`TrackerConfig`]. It never delays or ends a run: lines wait in a queue of 1,024, more
-/// are left out, and the end of the program is a warning.
+/// A running [`TrackerConfig`]. It never ends a run and delays only its end: lines wait in a queue
+/// of 1,024, more are left out, and the end of the program is a warning.
 ///
 /// A line is an object with `event`:
 ///
@@ -86,8 +87,8 @@ impl TrackerConfig {
 ///
 /// It ends when it is dropped.
 pub struct Tracker {
-    sink: Sink,
-    is_finished: bool,
+    /// The program, until the end of the run.
+    sink: Option<Sink>,
 }
 
 impl Tracker {
@@ -106,8 +107,7 @@ impl Tracker {
         config.validate()?;
         let sink = config.program().start_sink();
         let mut tracker = Self {
-            sink: sink.context("tracker")?,
-            is_finished: false,
+            sink: Some(sink.context("tracker")?),
         };
         tracker.send(&json!({
             "event": "begin",
@@ -138,21 +138,24 @@ impl Tracker {
         self.send(&json!({"event": "evaluation", "step": step, "metrics": metrics}));
     }
 
-    /// Sends the end of a run that has done all steps.
-    pub fn finish(mut self) {
+    /// Sends the end of a run that has done all steps, and waits until the program ends, its limit
+    /// is over, or `progress` is canceled.
+    pub fn finish(mut self, progress: &dyn Progress) {
         self.send(&json!({"event": "end", "status": "finished"}));
-        self.is_finished = true;
+        if let Some(sink) = self.sink.take() {
+            sink.end(&|| progress.is_canceled());
+        }
     }
 
     fn send(&mut self, line: &Value) {
-        self.sink.send(line.to_string().into_bytes());
+        if let Some(sink) = &mut self.sink {
+            sink.send(line.to_string().into_bytes());
+        }
     }
 }
 
 impl Drop for Tracker {
     fn drop(&mut self) {
-        if !self.is_finished {
-            self.send(&json!({"event": "end", "status": "stopped"}));
-        }
+        self.send(&json!({"event": "end", "status": "stopped"}));
     }
 }

@@ -248,25 +248,42 @@ impl<M: StepRecord + Clone> RunFolder<M> {
                 Err(error) => tracing::warn!("the previous run is kept in {folder}: {error:#}"),
             }
         }
-        let best = self.best.filter(|_| self.plan.checkpoint.keep_best);
-        let pruned = checkpoints.prune(self.plan.checkpoint.keep, best.as_slice())?;
-        warn_of_set_aside(&pruned);
+        self.prune()?;
         self.write_plot()?;
         self.progress.advance(1, 0);
         tracing::info!("checkpoint {}", path.display());
         Ok(path)
     }
 
-    pub(super) fn write_plot(&self) -> Result<()> {
+    /// Removes old checkpoints.
+    fn prune(&self) -> Result<()> {
+        let best = self.best.filter(|_| self.plan.checkpoint.keep_best);
+        let checkpoints = RunDir::checkpoints(self.path());
+        let pruned = checkpoints.prune(self.plan.checkpoint.keep, best.as_slice())?;
+        warn_of_set_aside(&pruned);
+        Ok(())
+    }
+
+    /// Writes the plot, and removes the checkpoints that an interrupted program has left.
+    pub(super) fn tidy(&self) -> Result<()> {
+        if self.dir.is_some() {
+            self.prune()?;
+        }
+        self.write_plot()
+    }
+
+    fn write_plot(&self) -> Result<()> {
         match &self.dir {
             Some(dir) => dir.write_plot(&self.metrics),
             None => Ok(()),
         }
     }
 
-    /// Reports the end of the run to its trackers.
+    /// Reports the end of the run to its trackers, and waits for them unless the run is canceled.
     pub(super) fn finish_trackers(&mut self) {
-        self.trackers.drain(..).for_each(Tracker::finish);
+        let progress = &*self.progress;
+        let trackers = self.trackers.drain(..);
+        trackers.for_each(|tracker| tracker.finish(progress));
     }
 
     /// The path of the folder.

@@ -94,7 +94,7 @@ run_trainer!(
     Trainer,
     StepMetrics,
     [
-        "checkpoint.dtype",
+        "checkpoint",
         "max_steps",
         "model",
         "rollout",
@@ -116,13 +116,7 @@ run_trainer!(
 run_trainer!(
     SftTrainer,
     SftMetrics,
-    [
-        "checkpoint.dtype",
-        "model",
-        "run_dir",
-        "threads",
-        "trackers",
-    ]
+    ["checkpoint", "model", "run_dir", "threads", "trackers",]
 );
 
 /// The settings and the inputs of a run.
@@ -188,6 +182,7 @@ fn resume<T: RunTrainer>(
     trainer: &mut T,
     accept: bool,
 ) -> Result<Opened<T::Record>> {
+    ensure_same_kind(path, &identity.settings)?;
     // Before the checkpoints are read, which another program may be writing.
     let run = StoppedRun::<T::Record>::open(path)?;
     let settings = &identity.settings;
@@ -243,6 +238,25 @@ fn resume<T: RunTrainer>(
         replaced: None,
         checkpoint: found.checkpoint.map(|checkpoint| checkpoint.path),
     })
+}
+
+/// Refuses to go on with a run of `grpo sft` by `grpo train`, or the other way round.
+fn ensure_same_kind(path: &Path, settings: &Value) -> Result<()> {
+    let command = |settings: &Value| match settings.get("sft") {
+        Some(_) => "grpo sft",
+        None => "grpo train",
+    };
+    let Ok(before) = read_json::<Value>(&path.join(CONFIG)) else {
+        // `Changes` reports settings that cannot be read.
+        return Ok(());
+    };
+    let (now, before) = (command(settings), command(&before));
+    ensure!(
+        now == before,
+        "run directory {}: has a run of {before}, must have one of {now}",
+        path.display()
+    );
+    Ok(())
 }
 
 /// Returns the commits of the hub that the run in `run_dir` began with; none if there is no run.

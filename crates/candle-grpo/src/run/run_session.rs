@@ -108,7 +108,7 @@ impl<S: Actions> RunSession for S {
                 return Ok(Progress::Saved(path));
             }
             Due::End => {
-                self.run().folder.write_plot()?;
+                self.run().folder.tidy()?;
                 self.finish()?;
                 self.run_mut().folder.finish_trackers();
                 return Ok(Progress::Finished);

@@ -321,11 +321,6 @@ fn another_configuration_does_not_resume_the_run() {
             "{every_steps: 5,",
             "evaluation.every_steps: 4, now 5",
         ),
-        (
-            "{every_steps: 3}",
-            "{every_steps: 2}",
-            "checkpoint.every_steps: 3, now 2",
-        ),
     ] {
         let config = fs::read_to_string(folder.path().join("run.yaml")).unwrap();
         change(folder.path(), from, to);
@@ -347,4 +342,74 @@ fn another_configuration_does_not_resume_the_run() {
     }
     change(folder.path(), "learning_rate: 3e-3", "learning_rate: 1e-3");
     assert_refused_until_accepted(folder.path(), "optimizer.learning_rate");
+}
+
+#[test]
+fn the_retention_of_checkpoints_may_change() {
+    let folder = run();
+    change(
+        folder.path(),
+        "checkpoint: {every_steps: 3}",
+        "checkpoint: {every_steps: 1, keep: 1, keep_best: false}",
+    );
+    let output = resume(folder.path(), &[]);
+    assert_eq!(output.status.code(), Some(0), "{}", said(&output));
+    let checkpoints = candle_grpo::train::RunDir::checkpoints(&folder.path().join("run"));
+    let steps: Vec<usize> = checkpoints
+        .all()
+        .unwrap()
+        .iter()
+        .map(|found| found.step)
+        .collect();
+    assert_eq!(steps, [9]);
+}
+
+#[test]
+fn a_run_of_another_command_is_named() {
+    let folder = run();
+    let sft = "
+model: model
+data: {train: data.jsonl, text: '{prompt}'}
+sft: {batch_size: 2}
+max_steps: 2
+run_dir: run
+";
+    fs::write(folder.path().join("sft.yaml"), sft).unwrap();
+    let output = grpo(folder.path(), &["sft", "sft.yaml", "--resume"]);
+    assert_eq!(output.status.code(), Some(1), "{}", said(&output));
+    let words = "run directory run: has a run of grpo train, must have one of grpo sft";
+    assert!(said(&output).contains(words), "{}", said(&output));
+}
+
+#[test]
+fn what_a_killed_program_has_left_is_removed_by_the_next_one() {
+    let folder = run();
+    change(folder.path(), "max_steps: 9", "max_steps: 6");
+    let checkpoints = folder.path().join("run/checkpoints");
+    // A checkpoint too many, and one that was being removed.
+    let all = candle_grpo::train::RunDir::checkpoints(&folder.path().join("run"));
+    let last = all.path(6);
+    let copy = |to: &Path| {
+        fs::create_dir(to).unwrap();
+        for entry in fs::read_dir(&last).unwrap() {
+            let path = entry.unwrap().path();
+            fs::copy(&path, to.join(path.file_name().unwrap())).unwrap();
+        }
+    };
+    copy(&all.path(1));
+    copy(&all.path(2));
+    copy(&checkpoints.join(".step-000003.77.old"));
+    let output = resume(folder.path(), &[]);
+    assert_eq!(output.status.code(), Some(0), "{}", said(&output));
+    let names: Vec<String> = fs::read_dir(&checkpoints)
+        .unwrap()
+        .map(|entry| entry.unwrap().file_name().into_string().unwrap())
+        .collect();
+    assert!(!names.iter().any(|name| name.starts_with('.')), "{names:?}");
+    let best = ["step-000001", "step-000002"];
+    assert!(
+        !names.iter().any(|name| best.contains(&name.as_str())),
+        "{names:?}"
+    );
+    assert!(names.contains(&"step-000006".to_owned()), "{names:?}");
 }

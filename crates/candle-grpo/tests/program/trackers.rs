@@ -113,3 +113,35 @@ fn a_missing_tracker_is_an_error_with_its_key() {
     assert_eq!(output.status.code(), Some(3), "{}", said(&output));
     assert!(said(&output).contains("trackers[0].end_limit_seconds: -1, must be from 0 to 3600"));
 }
+
+#[cfg(unix)]
+#[test]
+fn ctrl_c_ends_the_wait_for_a_tracker_at_the_end_of_the_run() {
+    use std::process::{Command, Stdio};
+
+    use nix::sys::signal::{Signal, kill};
+    use nix::unistd::Pid;
+
+    use super::support::command;
+
+    // It reports that its input has ended, and hangs.
+    let script = "
+import sys, time
+for line in sys.stdin: pass
+print('ended', file=open('ended', 'w'), flush=True)
+time.sleep(600)
+";
+    let folder = with_tracker(script, ", end_limit_seconds: 600");
+    let ended = folder.path().join("ended");
+    let made = Command::new("mkfifo").arg(&ended).status().unwrap();
+    assert!(made.success());
+    let mut train = command(folder.path(), &["train", "run.yaml", "--quiet"]);
+    let child = train.stderr(Stdio::piped()).spawn().unwrap();
+    // A read of the pipe blocks until then.
+    assert_eq!(fs::read_to_string(&ended).unwrap(), "ended\n");
+    kill(Pid::from_raw(child.id() as i32), Signal::SIGINT).unwrap();
+    let output = child.wait_with_output().unwrap();
+    assert_eq!(output.status.code(), Some(0), "{}", said(&output));
+    let words = "tracker.py: had not ended after its input when the run was canceled";
+    assert!(said(&output).contains(words), "{}", said(&output));
+}
