@@ -60,7 +60,10 @@ const TRAINER_STATE: &[&str] = &[
     "SHA256SUMS",
 ];
 
-const ADAPTER: &[&str] = &["adapter_config.json", "adapter_model.safetensors"];
+/// The configuration of adapters in the format of PEFT.
+pub(crate) const ADAPTER_CONFIG: &str = "adapter_config.json";
+
+const ADAPTER: &[&str] = &[ADAPTER_CONFIG, "adapter_model.safetensors"];
 
 const MODEL: &[&str] = &[
     "config.json",

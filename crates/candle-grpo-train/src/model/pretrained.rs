@@ -4,7 +4,7 @@ use std::fs;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use anyhow::{Context, Result, anyhow, ensure};
+use anyhow::{Context, Result, anyhow, bail, ensure};
 use candle_core::{DType, Device};
 use candle_grpo_nn::{
     BaseWeights, CheckpointForm, DecoderConfig, Export, Gguf, GgufDType, GgufValue, Lora,
@@ -17,8 +17,8 @@ use super::gguf_tokenizer::{gguf_special_tokens, gguf_tokenizer, tokenizer_metad
 use super::special_tokens::read_object;
 use super::tokenizer_json::tokenizer_from_json;
 use super::{GenerationDefaults, SpecialToken, SpecialTokens};
-use crate::owned_files::Owned;
-use crate::rollout::LocalGenerator;
+use crate::owned_files::{ADAPTER_CONFIG, Owned};
+use crate::rollout::{LocalGenerator, PolicyWeights};
 use crate::{ChatTemplate, ComputeDType, Sampler, SamplingConfig};
 
 pub(crate) const CONFIG: &str = "config.json";
@@ -107,7 +107,9 @@ impl Pretrained {
 
     fn read(path: &Path, weights: Option<(&Device, BaseWeights, DType)>) -> Result<Self> {
         let read = || -> Result<Self> {
-            ensure!(path.exists(), "there is no such file");
+            if !path.exists() {
+                bail!("there is no such file{}", missing_hint(path));
+            }
             let pretrained = if path.is_dir() {
                 Self::read_folder(path, weights)?
             } else {
@@ -151,6 +153,10 @@ impl Pretrained {
     }
 
     fn read_folder(folder: &Path, weights: Option<(&Device, BaseWeights, DType)>) -> Result<Self> {
+        ensure!(
+            folder.join(CONFIG).exists() || !folder.join(ADAPTER_CONFIG).exists(),
+            "has adapters and no model; merge them with their model first, those of a run by grpo convert --merge"
+        );
         let bytes = fs::read(folder.join(CONFIG)).context(CONFIG)?;
         let model = DecoderConfig::from_hugging_face(&bytes).context(CONFIG)?;
         let config: Map<String, Value> = serde_json::from_slice(&bytes).context(CONFIG)?;
@@ -309,7 +315,18 @@ impl Pretrained {
     /// Creates a sampler of the model with its stop tokens and tokenizer. On a GPU it records steps
     /// ([`LocalGenerator::with_recorded_steps`]): no other thread may use the GPU while it samples.
     pub fn sampler(&self, sampling: SamplingConfig) -> Result<Sampler> {
-        let generator = LocalGenerator::new(&self.model, &self.parameters)?;
+        self.sampler_in(sampling, ComputeDType::F32)
+    }
+
+    /// [`Self::sampler`] that computes in `dtype`, as a policy does that trains in it.
+    pub fn sampler_in(&self, sampling: SamplingConfig, dtype: ComputeDType) -> Result<Sampler> {
+        let weights = PolicyWeights {
+            version: 0,
+            model: &self.model,
+            parameters: &self.parameters,
+            adapters: None,
+        };
+        let generator = LocalGenerator::in_dtype(&weights, dtype)?;
         let generator = Arc::new(generator.with_recorded_steps(true));
         let sampling = self.sampling(sampling);
         let sampler = Sampler::from_generator(generator, self.model.vocab_size, sampling)?;
@@ -410,6 +427,20 @@ fn write_tokenizer(folder: &Path, tokenizer: &Tokenizer) -> Result<()> {
         .to_string(true)
         .map_err(|e| anyhow!("{TOKENIZER}: {e}"))?;
     atomic_file::write(&folder.join(TOKENIZER), text.as_bytes()).context(TOKENIZER)
+}
+
+/// Returns what a path may mean at which there is no model.
+fn missing_hint(path: &Path) -> &'static str {
+    let is_gguf = path
+        .extension()
+        .is_some_and(|end| end.eq_ignore_ascii_case("gguf"));
+    if path.starts_with("~") {
+        "; the home folder must be named in full, ~ is not replaced"
+    } else if path.components().count() == 1 && !is_gguf {
+        "; a model of the hub must be named ORG/NAME"
+    } else {
+        ""
+    }
 }
 
 /// Reads `chat_template.jinja` or `chat_template` of `tokenizer_config.json`.

@@ -1,5 +1,6 @@
 //! `grpo chat`.
 
+use std::borrow::Cow;
 use std::io::{self, BufRead, IsTerminal, Write, stdin};
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -88,11 +89,15 @@ pub(super) fn chat(arguments: &ChatArguments) -> Result<(), Exit> {
         if is_terminal {
             eprint_prompt();
         }
-        let mut line = String::new();
+        let mut line = Vec::new();
         conversation.answer.is_idle.store(true, Ordering::SeqCst);
-        let read = lines.read_line(&mut line);
+        let read = lines.read_until(b'\n', &mut line);
         conversation.answer.is_idle.store(false, Ordering::SeqCst);
         let read = read.map_err(|error| Exit::Data(format!("standard input: {error}")))?;
+        let line = String::from_utf8_lossy(&line);
+        if matches!(line, Cow::Owned(_)) {
+            warn("the line is not UTF-8: the model sees \u{fffd} for each character that is not");
+        }
         match line.trim() {
             _ if read == 0 => return Ok(()),
             "" => {}

@@ -35,6 +35,7 @@ pub(super) fn check(file: &Path, quiet: bool) -> Result<(), Exit> {
     })?;
     // The log has the warnings about the data.
     let console = Console::new(true);
+    load::warn_of_threads(&run);
     let content = HubContent::ModelWithoutWeights;
     load::files(&mut run, content, &BTreeMap::new(), &console)?;
     let (dataset, checked) = match run.lacks_model_weights() && !run.model.path.is_dir() {
@@ -109,6 +110,7 @@ pub(super) fn check(file: &Path, quiet: bool) -> Result<(), Exit> {
 fn check_sft(file: &Path, mut run: SftRunConfig, quiet: bool) -> Result<(), Exit> {
     // The log has the warnings about the data.
     let console = Console::new(true);
+    load::warn_of_threads(&run);
     let content = HubContent::ModelWithoutWeights;
     load::files(&mut run, content, &BTreeMap::new(), &console)?;
     // A GGUF file has the tokenizer, without which there are no tokens to check.

@@ -71,7 +71,7 @@ pub(super) fn convert(from: &Path, to: &Path, options: Options) -> Result<(), Ex
         merge,
         force,
     } = options;
-    let is_file = to.extension().is_some_and(|extension| extension == "gguf");
+    let is_file = (to.extension()).is_some_and(|extension| extension.eq_ignore_ascii_case("gguf"));
     let Some(format) = Format::new(is_file, dtype) else {
         let name = dtype.and_then(|dtype| dtype.to_possible_value());
         let name = name.as_ref().map_or("", |value| value.get_name());

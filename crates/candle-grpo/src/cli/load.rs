@@ -16,7 +16,7 @@ use candle_grpo::train::learn::Ranks;
 use candle_grpo::train::model::Chat;
 use candle_grpo::train::sft::SftDataset;
 use candle_grpo::train::{
-    Dataset, Pretrained, RewardConfig, Sampler, SamplingConfig, WeightedRewards,
+    ComputeDType, Dataset, Pretrained, RewardConfig, Sampler, SamplingConfig, WeightedRewards,
 };
 use candle_grpo_collective::connect;
 use serde_json::{Map, Value};
@@ -91,7 +91,11 @@ pub(super) fn check_settings(run: &RunConfig) -> Result<(), Exit> {
     run.check_training().map_err(wrong)?;
     // The device of a model that is loaded.
     let on_gpu = candle_core::utils::cuda_is_available();
-    run.check_device(on_gpu).map_err(wrong)
+    run.check_device(on_gpu).map_err(wrong)?;
+    for doubt in run.doubts() {
+        tracing::warn!("{doubt}");
+    }
+    Ok(())
 }
 
 /// The inputs of a run except the weights of its model.
@@ -179,18 +183,31 @@ pub(super) fn ranks() -> Result<Ranks, Exit> {
     Ok(Ranks::new(collective))
 }
 
-/// Creates the sampler of `grpo eval` and `grpo sample`, with the progress of `console`.
+/// Creates the sampler of `grpo eval` and `grpo sample`, which computes in `dtype`, with the
+/// progress of `console`.
 pub(super) fn sampler(
     pretrained: &Pretrained,
     sampling: SamplingConfig,
+    dtype: ComputeDType,
     console: &Console,
 ) -> anyhow::Result<Sampler> {
-    let sampler = pretrained.sampler(sampling)?;
+    let sampler = pretrained.sampler_in(sampling, dtype)?;
     Ok(sampler.with_progress(Arc::new(console.clone())))
+}
+
+/// Warns of more threads than the machine has cores.
+pub(super) fn warn_of_threads(run: &impl Configuration) {
+    let cores = std::thread::available_parallelism().map_or(usize::MAX, usize::from);
+    if let Some(threads) = run.threads().filter(|threads| *threads > cores) {
+        tracing::warn!(
+            "threads: {threads}, and this process has {cores} cores; more threads than cores make operators slower"
+        );
+    }
 }
 
 /// Sets the number of threads that compute.
 pub(super) fn set_threads(run: &impl Configuration) -> Result<(), Exit> {
+    warn_of_threads(run);
     let Some(threads) = run.threads() else {
         return Ok(());
     };

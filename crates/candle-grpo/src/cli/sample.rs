@@ -11,7 +11,8 @@ use candle_grpo::train::find_invalid;
 use candle_grpo::train::model::Chat;
 use candle_grpo::train::progress::Phase;
 use candle_grpo::train::{
-    Dataset, Interrupted, Pretrained, Progress, Prompt, Rollout, RunDir, SamplingConfig,
+    ComputeDType, Dataset, Interrupted, Pretrained, Progress, Prompt, Rollout, RunDir,
+    SamplingConfig,
 };
 use serde_json::{Map, Value, json};
 
@@ -324,7 +325,7 @@ fn answer(
 ) -> anyhow::Result<Vec<(Rollout, String)>> {
     let samples = arguments.samples as usize;
     console.begin(Phase::Evaluate, samples);
-    let sampler = load::sampler(pretrained, sampling, console)?;
+    let sampler = load::sampler(pretrained, sampling, ComputeDType::F32, console)?;
     let rollouts = sampler.sample(&[prompt], samples, 0)?;
     rollouts
         .into_iter()

@@ -10,7 +10,9 @@ use candle_grpo::suite::{
 };
 use candle_grpo::train::data::{Row, read_json, read_json_lines};
 use candle_grpo::train::hub::{HubContent, HubName};
-use candle_grpo::train::{Interrupted, Pretrained, RewardConfig, RewardFunction, SamplingConfig};
+use candle_grpo::train::{
+    ComputeDType, Interrupted, Pretrained, RewardConfig, RewardFunction, SamplingConfig,
+};
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 use std::sync::Arc;
@@ -161,7 +163,7 @@ pub(super) fn compare_two(
             }
         }
     }
-    let results = |path: &Path, name: &str| -> Result<Vec<PromptResult>, Exit> {
+    let results = |path: &Path, name: &str| -> Result<Answered, Exit> {
         if is_result(path) {
             return read(path, &arguments.suite);
         }
@@ -170,17 +172,64 @@ pub(super) fn compare_two(
         if let Some(folder) = folder(name) {
             write(&results, &folder)?;
         }
-        let results = results.suites.into_iter();
-        Ok(results.flat_map(|(_, results)| results).collect())
+        let (summaries, results): (Vec<_>, Vec<_>) = results.suites.into_iter().unzip();
+        Ok(Answered {
+            summaries,
+            results: results.concat(),
+        })
     };
     let (of_a, of_b) = (results(a, "a")?, results(b, "b")?);
-    let comparisons =
-        compare(&of_a, &of_b).map_err(|error| Exit::Data(format!("--compare: {error:#}")))?;
+    let comparisons = compare(&of_a.results, &of_b.results)
+        .map_err(|error| Exit::Data(format!("--compare: {error:#}")))?;
     print_comparison(a, b, &comparisons, &console)?;
+    warn_of_differences(&of_a.summaries, &of_b.summaries)?;
     let Some(out) = out else { return Ok(()) };
     create_folder(out)?;
     let value = serde_json::json!({"a": a, "b": b, "suites": comparisons});
     output::write(&out.join(COMPARISON), &pretty(&value)?)
+}
+
+/// Results of one side of a comparison.
+struct Answered {
+    /// Their summaries; none for a file of JSON lines.
+    summaries: Vec<SuiteSummary>,
+    results: Vec<PromptResult>,
+}
+
+/// Warns of suites that both sides answered with other settings.
+fn warn_of_differences(a: &[SuiteSummary], b: &[SuiteSummary]) -> Result<(), Exit> {
+    let settings = |summary: &SuiteSummary| -> Result<Map<String, Value>, Exit> {
+        let sampler = serde_json::to_value(&summary.sampler);
+        let mut settings = match sampler.map_err(|error| Exit::Run(error.to_string()))? {
+            Value::Object(sampler) => sampler,
+            _ => Map::new(),
+        };
+        // These do not change the distribution of a completion.
+        for key in ["seed", "max_batch_size", "stop_token_ids"] {
+            settings.remove(key);
+        }
+        settings.insert("pass_reward".to_owned(), summary.pass_reward.into());
+        Ok(settings)
+    };
+    for of_a in a {
+        let Some(of_b) = b.iter().find(|of_b| of_b.suite == of_a.suite) else {
+            continue;
+        };
+        let (before, now) = (settings(of_a)?, settings(of_b)?);
+        let differences = before.iter().filter_map(|(key, value)| {
+            let other = now.get(key).unwrap_or(&Value::Null);
+            (other != value).then(|| format!("{key} {value} and {other}"))
+        });
+        let differences: Vec<String> = differences.collect();
+        if !differences.is_empty() {
+            warn(&format!(
+                "suite {}: A and B have other settings: {}",
+                of_a.suite,
+                differences.join(", ")
+            ));
+        }
+    }
+    Ok(())
 }
 
 /// Reads the suites of the command line and their rows.
@@ -332,7 +381,7 @@ fn answer_suite(
     let mut reward = RewardConfig::build(&suite.config.rewards, &device()?)?;
     reward.set_progress(Arc::new(console.clone()));
     let sampler: SamplingConfig = config.sampler.clone();
-    let sampler = load::sampler(pretrained, sampler, console)?;
+    let sampler = load::sampler(pretrained, sampler, ComputeDType::F32, console)?;
     let (results, has_votes) = evaluate_suite(
         &suite.config,
         prompts,
@@ -455,6 +504,18 @@ fn print_comparison(
                 of_suite.suite, of_suite.only_a, of_suite.only_b
             ));
         }
+        let pairs = of_suite.comparison.prompts;
+        for (count, what) in [
+            (of_suite.other_prompts, "texts of the prompt"),
+            (of_suite.other_counts, "numbers of answers"),
+        ] {
+            if count > 0 {
+                warn(&format!(
+                    "suite {}: {count} of {pairs} pairs have different {what} in A and B",
+                    of_suite.suite
+                ));
+            }
+        }
     }
     Ok(())
 }
@@ -466,11 +527,13 @@ fn is_result(path: &Path) -> bool {
 }
 
 /// Reads the results of `suites`, or all if there are none.
-fn read(path: &Path, suites: &[String]) -> Result<Vec<PromptResult>, Exit> {
+fn read(path: &Path, suites: &[String]) -> Result<Answered, Exit> {
     let wrong = |error: anyhow::Error| Exit::Data(format!("{error:#}"));
+    let mut summaries = Vec::new();
     let files = if path.is_dir() {
         let summary: Summary = read_json(&path.join(SUMMARY)).map_err(wrong)?;
-        let names = summary.suites.iter();
+        summaries = summary.suites;
+        let names = summaries.iter();
         names
             .map(|summary| lines_of(path, &summary.suite))
             .collect()
@@ -486,8 +549,9 @@ fn read(path: &Path, suites: &[String]) -> Result<Vec<PromptResult>, Exit> {
     }
     if !suites.is_empty() {
         results.retain(|result| suites.contains(&result.suite));
+        summaries.retain(|summary| suites.contains(&summary.suite));
     }
-    Ok(results)
+    Ok(Answered { summaries, results })
 }
 
 /// The paths that the command reads.

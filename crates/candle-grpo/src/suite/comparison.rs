@@ -20,6 +20,12 @@ pub struct SuiteComparison {
     pub only_a: usize,
     /// The number of prompts that only B has answered. They are not compared.
     pub only_b: usize,
+    /// The number of pairs whose prompts have different texts, as with another chat template.
+    #[serde(default)]
+    pub other_prompts: usize,
+    /// The number of pairs with different numbers of completions.
+    #[serde(default)]
+    pub other_counts: usize,
 }
 
 /// Compares two results suite by suite. Prompts are paired by suite and id; their order is not
@@ -36,12 +42,15 @@ pub fn compare(a: &[PromptResult], b: &[PromptResult]) -> Result<Vec<SuiteCompar
     for (suite, of_a) in &a {
         let Some(of_b) = b.get(suite) else { continue };
         let (mut values_a, mut values_b) = (Vec::new(), Vec::new());
+        let (mut other_prompts, mut other_counts) = (0, 0);
         for (id, result) in of_a {
             let Some(other) = of_b.get(id) else { continue };
             ensure!(
                 result.columns == other.columns,
                 "suite {suite}: the prompt {id:?} has different rows in A and B, must be the same"
             );
+            other_prompts += usize::from(result.prompt != other.prompt);
+            other_counts += usize::from(result.samples.len() != other.samples.len());
             values_a.push(result.mean());
             values_b.push(other.mean());
         }
@@ -53,6 +62,8 @@ pub fn compare(a: &[PromptResult], b: &[PromptResult]) -> Result<Vec<SuiteCompar
             comparison: compare_paired(&values_a, &values_b)?,
             only_a: of_a.len() - values_a.len(),
             only_b: of_b.len() - values_b.len(),
+            other_prompts,
+            other_counts,
         });
     }
     if comparisons.is_empty() {
@@ -134,6 +145,9 @@ mod tests {
         let several = &compare(&a, &b).unwrap()[0];
         assert_eq!(several.comparison.test, PairedTest::PairedT);
         assert!((several.comparison.difference - 1. / 6.).abs() < 1e-12);
+        assert_eq!((several.other_prompts, several.other_counts), (0, 1));
+        b[1].prompt = "zzz".to_owned();
+        assert_eq!(compare(&a, &b).unwrap()[0].other_prompts, 1);
     }
 
     #[test]

@@ -49,8 +49,8 @@ pub fn read_rows(
             suite.name,
             path.display()
         );
-        let read = data::read_rows(&path)?.into_iter();
-        rows.extend(read.take(suite.data.max_rows.unwrap_or(usize::MAX)));
+        let limit = suite.data.max_rows.unwrap_or(usize::MAX);
+        rows.extend(data::read_first_rows(&path, limit)?);
     }
     for row in &rows {
         for reward in &suite.rewards {
@@ -96,7 +96,16 @@ impl SuitePrompts {
                     }
                 }
             }
-            None => number_repeated(&mut ids),
+            None => {
+                let repeated = number_repeated(&mut ids);
+                if repeated > 0 {
+                    tracing::warn!(
+                        "suite {}: {repeated} of {} rows ask the same as a row before, and each counts",
+                        suite.name,
+                        ids.len()
+                    );
+                }
+            }
         }
         Ok(Self { prompts, ids })
     }
@@ -118,14 +127,17 @@ fn id(suite: &SuiteConfig, dataset: &Dataset, row: &Row) -> Result<String> {
     }
 }
 
-/// Adds a number to each digest of a question that came before.
-fn number_repeated(ids: &mut [String]) {
+/// Adds a number to each digest of a question that came before. Returns the number of these.
+fn number_repeated(ids: &mut [String]) -> usize {
     let mut seen: HashMap<String, usize> = HashMap::new();
+    let mut repeated = 0;
     for id in ids {
         let count = seen.entry(id.clone()).or_default();
         *count += 1;
         if *count > 1 {
             *id = format!("{id}-{count}");
+            repeated += 1;
         }
     }
+    repeated
 }

@@ -46,13 +46,13 @@ fn sample(folder: &Path, arguments: &[&str]) -> String {
 }
 
 /// Runs `grpo chat` with this input.
-fn chat(folder: &Path, arguments: &[&str], input: &str) -> Output {
+fn chat(folder: &Path, arguments: &[&str], input: impl AsRef<[u8]>) -> Output {
     let always = ["chat", "model", "--quiet", "--max-new-tokens", "8"];
     let mut command = command(folder, &[&always[..], arguments].concat());
     command.stdin(Stdio::piped()).stdout(Stdio::piped());
     let mut child = command.stderr(Stdio::piped()).spawn().unwrap();
     let mut stdin = child.stdin.take().unwrap();
-    stdin.write_all(input.as_bytes()).unwrap();
+    stdin.write_all(input.as_ref()).unwrap();
     drop(stdin);
     child.wait_with_output().unwrap()
 }
@@ -79,6 +79,25 @@ fn a_conversation_keeps_its_messages_until_it_is_reset() {
     let output = chat(folder, &variables, "hi\n");
     let answer = String::from_utf8(output.stdout).unwrap();
     assert_eq!(answer, raw("user: hi|think|assistant: "));
+}
+
+#[test]
+fn a_line_that_is_not_utf_8_does_not_end_the_conversation() {
+    let folder = with_model(256);
+    let output = chat(folder.path(), &[], b"\xff\n/reset\nhi\n");
+    assert!(
+        said(&output).contains("warning: the line is not UTF-8"),
+        "{}",
+        said(&output)
+    );
+    // The tokens of this model are ASCII characters.
+    assert!(
+        said(&output).contains("has no token for a part of it"),
+        "{}",
+        said(&output)
+    );
+    let output = chat(folder.path(), &[], "hi \u{fffd}\n");
+    assert!(!said(&output).contains("not UTF-8"), "{}", said(&output));
 }
 
 #[test]

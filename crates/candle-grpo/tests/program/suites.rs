@@ -211,6 +211,53 @@ fn two_results_are_compared_by_the_ids_of_their_prompts() {
 }
 
 #[test]
+fn results_of_other_prompts_and_settings_are_compared_with_a_warning() {
+    let folder = folder();
+    let path = folder.path();
+    let evaluate = |more: &[&str], out: &str| {
+        let arguments = ["eval", "a", "--suite", "letters.yaml", "--out", out];
+        succeeds(path, &[&arguments[..], more].concat());
+    };
+    let warnings = |a: &str, b: &str| -> Vec<String> {
+        let output = grpo(path, &["eval", "--compare", a, b]);
+        assert_eq!(output.status.code(), Some(0), "{}", said(&output));
+        let said = said(&output);
+        let lines = said.lines().filter(|line| line.starts_with("warning: "));
+        lines.map(str::to_owned).collect()
+    };
+    evaluate(&[], "plain");
+    evaluate(&["--seed", "5"], "seed");
+    assert_eq!(warnings("plain", "seed"), Vec::<String>::new());
+    evaluate(&["--temperature", "0.5", "-n", "2"], "colder");
+    assert_eq!(
+        warnings("plain", "colder"),
+        [
+            "warning: suite letters: 10 of 10 pairs have different numbers of answers in A and B",
+            "warning: suite letters: A and B have other settings: temperature 1.0 and 0.5",
+        ]
+    );
+    let suite = fs::read_to_string(path.join("letters.yaml")).unwrap();
+    fs::write(
+        path.join("letters.yaml"),
+        suite.replace("{word}", "ab{word}"),
+    )
+    .unwrap();
+    evaluate(&[], "other");
+    assert_eq!(
+        warnings("plain", "other"),
+        ["warning: suite letters: 10 of 10 pairs have different texts of the prompt in A and B"]
+    );
+    // Without an id, equal questions are counted.
+    let rows = fs::read_to_string(path.join("letters.jsonl")).unwrap();
+    let first = rows.lines().next().unwrap();
+    fs::write(path.join("letters.jsonl"), format!("{rows}{first}\n")).unwrap();
+    fs::write(path.join("letters.yaml"), suite.replace("id: word\n", "")).unwrap();
+    let output = grpo(path, &["eval", "a", "--suite", "letters.yaml"]);
+    let words = "suite letters: 1 of 11 rows ask the same as a row before, and each counts";
+    assert!(said(&output).contains(words), "{}", said(&output));
+}
+
+#[test]
 fn wrong_arguments_are_named_before_the_model_is_loaded() {
     let folder = folder();
     let path = folder.path();

@@ -578,3 +578,27 @@ fn a_run_whose_reward_hangs_finishes_and_resumes_bit_identically(
     succeeds(killed.path(), &["train", "run.yaml", "--resume"]);
     assert_same_run(killed.path(), whole.path(), 20);
 }
+
+#[test]
+fn an_evaluation_computes_in_the_dtype_of_the_run() {
+    let folder = folder(&format!("{CONFIG}training: {{compute_dtype: bf16}}\n"));
+    let folder = folder.path();
+    succeeds(folder, &["train", "run.yaml", "--quiet"]);
+    let model = "run/checkpoints/step-000012";
+    let arguments = [
+        "eval",
+        "run.yaml",
+        "--quiet",
+        "--model",
+        model,
+        "--out",
+        "answers.jsonl",
+    ];
+    succeeds(folder, &arguments);
+    let mut of_run = lines(&folder.join("run/samples.jsonl"));
+    of_run.retain(|line| line["step"] == 12);
+    for line in &mut of_run {
+        line.as_object_mut().unwrap().remove("step");
+    }
+    assert_eq!(lines(&folder.join("answers.jsonl")), of_run);
+}
