@@ -5,14 +5,14 @@
 pub(super) struct FoundNumber {
     /// Its value, rounded to an f64.
     pub(super) value: f64,
-    /// Sign and digits of an integer from 2^53 on, where an f64 does not hold all integers.
+    /// Sign and digits of an integer from 2^52 on. From 2^53 on an f64 does not hold all of them.
     digits: Option<String>,
 }
 
 impl FoundNumber {
     /// A number of this value, as `text` has it.
     pub(super) fn new(value: f64, text: &str) -> Self {
-        const EXACT: f64 = (1u64 << 53) as f64;
+        const LARGE: f64 = (1u64 << 52) as f64;
         let digits = || {
             let integer = match text.split_once('.') {
                 Some((integer, decimals)) if decimals.bytes().all(|b| b == b'0') => integer,
@@ -28,7 +28,7 @@ impl FoundNumber {
         };
         Self {
             value,
-            digits: (value.abs() >= EXACT).then(digits).flatten(),
+            digits: (value.abs() >= LARGE).then(digits).flatten(),
         }
     }
 
