@@ -13,6 +13,11 @@ use crate::log_prob::{Backward, LogProbOptions, Rows, TokenLogProbs, rows_and_wi
 use crate::precision::arithmetic_dtype;
 use crate::{check, composed, cpu, path};
 
+/// The most logits of a tile on CUDA: 256 MiB of f32, for efficient products.
+pub const CUDA_TILE_LOGITS: usize = 1 << 26;
+/// The most logits that CUDA keeps for the backward pass: 2 GiB of f32.
+pub const CUDA_KEPT_LOGITS: usize = 1 << 29;
+
 /// Computes [`log_prob`](crate::log_prob) of `logits = hidden weight^T + bias` without storing the
 /// logits.
 ///

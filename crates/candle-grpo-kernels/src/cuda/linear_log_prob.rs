@@ -15,7 +15,7 @@ use super::matmul::{Matrix, matmul, product};
 use super::{CudaElement, In, Out, alloc, as_tensor, grid, kernels, with_cuda_floats};
 use crate::cpu::linear_log_prob::Wanted;
 use crate::cpu::with_element;
-use crate::linear_log_prob::KeptLogits;
+use crate::linear_log_prob::{CUDA_KEPT_LOGITS, CUDA_TILE_LOGITS, KeptLogits};
 use crate::log_prob::{Backward, Rows, rows_and_width};
 
 /// Numbers of logits.
@@ -29,11 +29,10 @@ struct Tiling {
     kept: usize,
 }
 
-/// Tiles of 256 MiB of f32, for efficient products, and at most 2 GiB that are kept.
 const TILING: Tiling = Tiling {
-    tile: 1 << 26,
+    tile: CUDA_TILE_LOGITS,
     min_columns: 1024,
-    kept: 1 << 29,
+    kept: CUDA_KEPT_LOGITS,
 };
 
 impl Tiling {

@@ -3,6 +3,7 @@
 use anyhow::Result;
 use candle_core::utils::cuda_is_available;
 use candle_core::{DType, Shape};
+use candle_grpo_kernels::{CUDA_KEPT_LOGITS, CUDA_TILE_LOGITS};
 use candle_grpo_loss::logits_of_chunk;
 use candle_grpo_nn::optim::StateForm;
 use candle_grpo_nn::{BaseWeights, DecoderConfig, LoraConfig};
@@ -12,8 +13,18 @@ use super::recipe_inputs::RecipeInputs;
 use crate::sft::SftConfig;
 use crate::{ComputeDType, TrainConfig};
 
-/// Tiles of logits, and buffers of matrix products.
+/// Tiles of logits, and buffers of matrix products, on the CPU.
 const BUFFERS: usize = 8 << 20;
+/// Buffers of matrix products on CUDA: the workspace of cuBLAS.
+const WORKSPACE: usize = 64 << 20;
+
+/// The bytes of the output layer on CUDA for a pass over `tokens`: the logits of f32 that are kept,
+/// a tile of them, the gradient of the tile in a dtype of half the size, and buffers.
+fn cuda_logits(tokens: usize, vocab_size: usize) -> usize {
+    let logits = tokens.saturating_mul(vocab_size);
+    let tile = logits.min(CUDA_TILE_LOGITS);
+    4 * logits.min(CUDA_KEPT_LOGITS) + 4 * tile + 2 * tile + WORKSPACE
+}
 
 /// The bytes that a run takes in the memory of its device, if every completion has the largest
 /// length and every prompt and demonstration is as long as the longest one.
@@ -109,6 +120,7 @@ impl MemoryPlan {
             state: config.optimizer.state,
             longest: longest.min(mini).max(pass),
             update: mini.saturating_add(demonstrations),
+            on_cuda: cuda_is_available(),
         };
         let drawn_in = DType::from(config.own_rollout_dtype().unwrap_or(config.compute_dtype));
         let shapes: Vec<Shape> = model.parameter_shapes().into_values().collect();
@@ -176,6 +188,7 @@ impl MemoryPlan {
             state: config.optimizer.state,
             longest: pass,
             update,
+            on_cuda: cuda_is_available(),
         };
         learning.plan(model)
     }
@@ -191,6 +204,8 @@ impl MemoryPlan {
     }
 
     /// The bytes at the peak: drawing and training alternate.
+    ///
+    /// On the CPU an allocator that keeps freed memory takes up to a third more.
     pub fn peak(&self) -> usize {
         let others = self.reference + self.teacher + self.critic;
         let kept = self.weights + self.frozen + others + self.optimizer;
@@ -217,6 +232,8 @@ struct Learning<'a> {
     longest: usize,
     /// The tokens of all backward passes of an update.
     update: usize,
+    /// True if the policy trains on CUDA, false on the CPU.
+    on_cuda: bool,
 }
 
 impl Learning<'_> {
@@ -236,12 +253,20 @@ impl Learning<'_> {
         let recorded = model.recorded_bytes(self.longest, compute, self.activation_checkpointing);
         // Hidden states and their gradient, which is summed in f32.
         let hidden = self.longest * model.hidden_size * (2 * compute.size_in_bytes() + 4);
-        let activations = recorded + hidden + BUFFERS;
+        let buffers = match self.on_cuda {
+            true => cuda_logits(self.longest, model.vocab_size),
+            false => BUFFERS,
+        };
+        let activations = recorded + hidden + buffers;
         let gradients = 4 * count;
-        let training = match (self.longest < self.update, self.adapters) {
-            (true, _) | (_, Some(_)) => gradients + activations,
+        // The gradient of the output layer.
+        let output = 4 * model.vocab_size * model.hidden_size;
+        let training = match (self.longest < self.update, self.adapters, self.on_cuda) {
+            // On CUDA it is computed apart, and then added to that of earlier passes.
+            (true, None, true) => gradients + activations + 2 * output,
+            (true, None, false) | (_, Some(_), _) => gradients + activations,
             // In a single pass the gradients replace the activations, the output layer's first.
-            (false, None) => gradients.max(activations + 4 * model.vocab_size * model.hidden_size),
+            (false, None, _) => gradients.max(activations + output),
         };
         Ok(MemoryPlan {
             weights: count * (4 + copy_bytes(self.compute_dtype)),
@@ -280,6 +305,46 @@ fn adapter_shapes(adapters: &LoraConfig, model: &DecoderConfig) -> Result<Vec<Sh
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn the_output_layer_takes_more_memory_on_cuda() -> Result<()> {
+        let model = DecoderConfig {
+            hidden_size: 64,
+            intermediate_size: 64,
+            vocab_size: 50_000,
+            num_hidden_layers: 1,
+            num_attention_heads: 2,
+            num_key_value_heads: 2,
+            ..DecoderConfig::default()
+        };
+        let plan = |on_cuda: bool, longest: usize, update: usize| {
+            let learning = Learning {
+                adapters: None,
+                base_weights: BaseWeights::Dense,
+                compute_dtype: ComputeDType::Bf16,
+                activation_checkpointing: false,
+                state: StateForm::default(),
+                longest,
+                update,
+                on_cuda,
+            };
+            learning.plan(&model)
+        };
+        let more = |longest: usize, update: usize, of: fn(&MemoryPlan) -> usize| {
+            let (cuda, cpu) = (plan(true, longest, update)?, plan(false, longest, update)?);
+            Ok::<_, anyhow::Error>(of(&cuda) - of(&cpu))
+        };
+        // 100 tokens have logits of 20 MB, which are kept, and are one tile.
+        let few = 100 * 50_000 * (4 + 4 + 2) + (64 << 20) - BUFFERS;
+        assert_eq!(more(100, 100, |plan| plan.activations)?, few);
+        // The gradient of the output layer, and its sum with the one before.
+        let gradients = 2 * 4 * 50_000 * 64;
+        assert_eq!(more(100, 200, |plan| plan.training)?, few + gradients);
+        // Those of 100,000 tokens are beyond all bounds: 2048 + 256 + 128 MiB.
+        let most = (2496 << 20) - BUFFERS;
+        assert_eq!(more(100_000, 100_000, |plan| plan.activations)?, most);
+        Ok(())
+    }
 
     #[test]
     fn draws_in_another_dtype_take_a_copy_of_what_is_not_in_blocks() -> Result<()> {

@@ -257,7 +257,7 @@ fn print_plan(plan: &MemoryPlan, lengths: &str, out: &mut impl Write) -> Result<
     };
     writeln!(
         out,
-        "# Memory: at most about {}, with {lengths}.",
+        "# Memory: about {}, with {lengths}.",
         size(plan.peak()),
     )?;
     let parts = [
