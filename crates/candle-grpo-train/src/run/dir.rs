@@ -684,9 +684,12 @@ mod tests {
     }
 
     #[test]
-    fn a_run_can_begin_in_an_empty_folder() {
+    fn a_run_can_begin_in_an_empty_folder_or_one_with_leftovers() {
         let folder = tempfile::tempdir().unwrap();
+        let leftover = folder.path().join(".config.json.77.tmp");
+        fs::write(&leftover, "{").unwrap();
         RunDir::create(folder.path(), &json!({})).unwrap();
+        assert!(!leftover.exists());
     }
 
     #[test]

@@ -45,6 +45,7 @@ pub(super) fn sft_inputs(run: &SftRunConfig) -> Result<(SftDataset, Pretrained),
         load_model_without_weights(run).map_err(|error| Exit::Model(format!("{error:#}")))?;
     let dataset = run.load_data(&pretrained).map_err(Exit::from_data)?;
     dataset.warn("data");
+    warn_of_doubts(&run.doubts());
     Ok((dataset, pretrained))
 }
 
@@ -92,10 +93,14 @@ pub(super) fn check_settings(run: &RunConfig) -> Result<(), Exit> {
     // The device of a model that is loaded.
     let on_gpu = candle_core::utils::cuda_is_available();
     run.check_device(on_gpu).map_err(wrong)?;
-    for doubt in run.doubts() {
+    warn_of_doubts(&run.doubts());
+    Ok(())
+}
+
+fn warn_of_doubts(doubts: &[String]) {
+    for doubt in doubts {
         tracing::warn!("{doubt}");
     }
-    Ok(())
 }
 
 /// The inputs of a run except the weights of its model.

@@ -208,8 +208,9 @@ fn step(run: &RunConfig) -> Result<(), Problem> {
 
 /// Keys whose values no memory bounds: seeds, budgets, and the JSON of requests, schemas and chat
 /// templates.
-const UNBOUNDED: [&str; 5] = [
+const UNBOUNDED: [&str; 6] = [
     "seed",
+    "max_requests",
     "max_tokens_total",
     "extra_body",
     "parameters",

@@ -17,7 +17,7 @@ use super::overrides;
 use super::sft::SftRunConfig;
 use super::suggestions::{unknown_key, unknown_name, unknown_sft_key};
 use super::syntax;
-use super::tree::{Tree, TypeError};
+use super::tree::{QUOTE_HINT, Tree, TypeError};
 
 /// The longest path of a key in bytes. It bounds the memory of the paths.
 pub(super) const LONGEST_PATH: usize = 500;
@@ -287,6 +287,13 @@ impl Document {
                 self.error(at, unknown_name(name, known))
             }
             TypeError::Missing { key } => self.error(&join(path, key), "absent, must be given"),
+            // The message of a key of several types does not have the value.
+            TypeError::Other(message) => match self.get(path) {
+                Some(found @ Value::Bool(_)) => {
+                    self.error(path, format_args!("{found}, {message}{QUOTE_HINT}"))
+                }
+                _ => self.error(path, message),
+            },
             error => self.error(path, error),
         }
     }

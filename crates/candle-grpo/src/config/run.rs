@@ -3,7 +3,7 @@
 use std::path::{Path, PathBuf};
 
 use candle_grpo_loss::{Support, Tail};
-use candle_grpo_nn::DecoderConfig;
+use candle_grpo_nn::{AdamWConfig, DecoderConfig};
 use candle_grpo_train::environment::EnvironmentConfig;
 use candle_grpo_train::learn::LearningRateSchedule;
 use candle_grpo_train::rollout::{Engine, RolloutConfig};
@@ -547,9 +547,7 @@ impl RunConfig {
         if !gives_rewards && self.rewards.iter().all(|reward| reward.weight == 0.) {
             doubts.push("rewards: all have the weight 0, so all rewards are equal".to_owned());
         }
-        if train.optimizer.learning_rate == 0. {
-            doubts.push("optimizer.learning_rate: 0, so the policy does not change".to_owned());
-        }
+        doubts.extend(learning_rate_doubt(&train.optimizer));
         if let Some(size) = train.mini_batch_size.filter(|size| *size > completions) {
             doubts.push(format!(
                 "training.mini_batch_size: {size}, and a step has {completions} completions: it makes one update"
@@ -745,6 +743,12 @@ const DEMONSTRATIONS: &str = "demonstrations";
 const ENVIRONMENT: &str = "environment";
 const TEACHER: &str = "teacher";
 const TRAINING: &str = "training";
+
+/// Returns what is to be said of a learning rate that changes nothing.
+pub(super) fn learning_rate_doubt(optimizer: &AdamWConfig) -> Option<String> {
+    (optimizer.learning_rate == 0.)
+        .then(|| "optimizer.learning_rate: 0, so the policy does not change".to_owned())
+}
 
 /// Returns the path of the reward with index `i` in a file.
 pub(super) fn reward_key(i: usize) -> String {

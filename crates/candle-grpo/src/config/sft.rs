@@ -19,7 +19,7 @@ use super::hub_files::{Configuration, HubFiles, Locate, Replacement};
 use super::problem::Problem;
 use super::run::{
     DATA, chat_template, check_outside, check_router, check_run_dir, check_trackers, data_error,
-    laid_over, no_evaluations, own_place, required_model, tags,
+    laid_over, learning_rate_doubt, no_evaluations, own_place, required_model, tags,
 };
 use super::sections::{CheckpointConfig, ModelConfig};
 use super::{bounds, other_names};
@@ -245,6 +245,13 @@ impl SftRunConfig {
             check_outside(key, path, &self.run_dir)?;
         }
         Ok(())
+    }
+
+    /// Returns settings that are valid, but whose effect may not be meant: a message for each.
+    pub fn doubts(&self) -> Vec<String> {
+        learning_rate_doubt(&self.sft.optimizer)
+            .into_iter()
+            .collect()
     }
 
     /// Reads the rows, and checks them together with the settings and the shape of the model.

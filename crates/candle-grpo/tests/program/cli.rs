@@ -8,6 +8,8 @@ use std::time::Instant;
 use candle_grpo_test_support::WATCHDOG;
 use tempfile::TempDir;
 
+use crate::support::said;
+
 const CONFIG: &str = "\
 model: model
 data: {train: data.jsonl, held_out_rows: 1}
@@ -86,7 +88,7 @@ fn check_prints_the_memory_of_the_run() {
         out(&checked)
     };
     let whole = check(CONFIG);
-    assert!(whole.contains("# Memory: at most about "), "{whole}");
+    assert!(whole.contains("# Memory: about "), "{whole}");
     assert!(
         whole.contains(" tokens and a longest prompt of "),
         "{whole}"
@@ -1075,5 +1077,46 @@ fn check_refuses_content_that_is_not_text() {
         for command in ["check", "train"] {
             fails(&grpo(folder.path(), &[command, "run.yaml"]), 3, words);
         }
+    }
+}
+
+#[test]
+fn a_model_that_is_not_there_has_a_hint() {
+    let folder = folder(CONFIG, DATA);
+    for (model, words) in [
+        (
+            "Qwen2.5-0.5B",
+            "there is no such file; a model of the hub must be named ORG/NAME",
+        ),
+        (
+            "~/m",
+            "there is no such file; the home folder must be named in full, ~ is not replaced",
+        ),
+        ("x/y/z", "there is no such file\n"),
+        (
+            "adapters",
+            "loading adapters: has adapters and no model; merge them",
+        ),
+    ] {
+        fs::create_dir_all(folder.path().join("adapters")).unwrap();
+        fs::write(folder.path().join("adapters/adapter_config.json"), "{}").unwrap();
+        let output = grpo(folder.path(), &["sample", model, "a"]);
+        assert_eq!(output.status.code(), Some(5), "{}", said(&output));
+        assert!(said(&output).contains(words), "{}", said(&output));
+    }
+}
+
+#[test]
+fn more_threads_than_cores_and_settings_without_an_effect_are_warnings() {
+    let config = CONFIG.replace("threads: 1\n", "");
+    let config = format!("{config}threads: 1024\noptimizer: {{learning_rate: 0}}\n");
+    let folder = folder(&config, DATA);
+    let output = grpo(folder.path(), &["check", "run.yaml"]);
+    assert_eq!(output.status.code(), Some(0), "{}", said(&output));
+    for words in [
+        "WARN threads: 1024, and this process has ",
+        "WARN optimizer.learning_rate: 0, so the policy does not change",
+    ] {
+        assert!(said(&output).contains(words), "{}", said(&output));
     }
 }

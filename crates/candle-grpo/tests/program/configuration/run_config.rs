@@ -613,6 +613,10 @@ const HINT: &str =
 #[case("data: {train: d, prompt: n}", "data.prompt: false, must be a text")]
 #[case("schedule: {decay: no}", "schedule.decay: false, must be")]
 #[case("model: {path: y}", "model.path: true, must be a text")]
+#[case(
+    "data: {train: y}",
+    "data.train: true, expected a text or a list of texts"
+)]
 fn an_error_about_true_or_false_has_the_hint_to_quote(#[case] line: &str, #[case] message: &str) {
     let key = line.split(':').next().unwrap();
     let base = "model: m\ndata: {train: d}\nrewards: [{kind: json}]\n";
@@ -705,6 +709,7 @@ rewards:
     score: {words: {good: 1, bad: 0}}
     extra_body: {seed: 1234567890123}
     max_tokens_total: 2000000000000
+    max_requests: 2000000000000
 environment:
   kind: tools
   tools:
