@@ -28,6 +28,7 @@
 //! | [`statistics`] | estimators, intervals and tests of evaluations |
 //! | [`progress`] | observation and cancellation of a step |
 
+mod canonical_json;
 mod column;
 pub mod data;
 pub mod environment;

@@ -15,6 +15,7 @@ use super::question::{Asking, Question};
 use super::rows::Row;
 use super::sources::Sources;
 use super::template::Template;
+use crate::canonical_json::canonical_json;
 use crate::invalid::within;
 use crate::learn::curriculum;
 use crate::model::Chat;
@@ -212,7 +213,7 @@ impl Dataset {
         let mut hash = Sha256::new();
         match self.question(row)? {
             Question::Text(text) => hash.update(text),
-            Question::Messages(messages) => hash.update(serde_json::to_vec(&messages)?),
+            Question::Messages(messages) => hash.update(canonical_json(&Value::from(messages))),
         }
         hash.update(self.prefill(row)?);
         Ok(hash.finalize().into())

@@ -9,6 +9,7 @@ use sha2::{Digest, Sha256};
 
 use super::environments::ensure_tokens;
 use super::{Environment, Environments, Episode, EpisodeEnd, EpisodeStart, EpisodeTurn, Turn};
+use crate::canonical_json::canonical_json;
 use crate::rollout::{CompletionSeed, PromptRequest};
 use crate::{Completion, FinishReason, Interrupted, Progress, Prompt, Rollout};
 
@@ -137,7 +138,7 @@ impl<'a> Trajectory<'a> {
     ) -> Result<()> {
         let from = self.written.len();
         let state = match &self.state {
-            Some(state) => digest(state.to_string().as_bytes()),
+            Some(state) => digest(canonical_json(state).as_bytes()),
             None => digest(&bytes(&self.tokens)),
         };
         self.turns.push(EpisodeTurn {

@@ -10,6 +10,7 @@ use serde_json::Value;
 use sha2::{Digest, Sha256};
 
 use super::checksums::{hex, sha256_of_file, sha256_of_parameters};
+use crate::canonical_json::canonical_json;
 use crate::hub::HubName;
 use crate::{Pretrained, Prompt};
 
@@ -268,5 +269,5 @@ pub type RowDigest = [u8; 32];
 
 /// Returns the SHA-256 of the columns of a row.
 pub fn row_digest(columns: &Value) -> RowDigest {
-    Sha256::digest(columns.to_string()).into()
+    Sha256::digest(canonical_json(columns)).into()
 }

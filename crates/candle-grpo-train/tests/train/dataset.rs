@@ -690,3 +690,27 @@ fn rows_that_are_held_out_and_trained_on_are_counted() {
         "{error}"
     );
 }
+
+#[test]
+fn keys_keep_their_order_and_digests_do_not_depend_on_it() {
+    let prompt = |keys: &str| {
+        let row =
+            format!(r#"{{"prompt": [{{"role": "user", "content": "{{}}", "call": {{{keys}}}}}]}}"#);
+        let (_folder, path) = file(row);
+        let dataset = of(&path).load(0).unwrap();
+        let id = dataset.question_id(&dataset.train[0]).unwrap();
+        let digest = candle_grpo_train::run::row_digest(&dataset.train[0].columns);
+        (questions(&dataset).remove(0), id, digest)
+    };
+    let (one, id, digest) = prompt(r#""zeta": 1, "alpha": 2"#);
+    let Question::Messages(messages) = &one else {
+        panic!("{one:?}");
+    };
+    assert_eq!(
+        messages[0].to_string(),
+        r#"{"role":"user","content":"{}","call":{"zeta":1,"alpha":2}}"#
+    );
+    let (two, id_two, digest_two) = prompt(r#""alpha": 2, "zeta": 1"#);
+    assert_eq!(one, two);
+    assert_eq!((id, digest), (id_two, digest_two));
+}

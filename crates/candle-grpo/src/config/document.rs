@@ -340,7 +340,7 @@ fn remove(value: &mut Value, path: &str) {
         return;
     };
     match (value.pointer_mut(section), key.parse()) {
-        (Some(Value::Object(map)), _) => drop(map.remove(key)),
+        (Some(Value::Object(map)), _) => drop(map.shift_remove(key)),
         (Some(Value::Array(items)), Ok(i)) if i < items.len() => drop(items.remove(i)),
         _ => {}
     }

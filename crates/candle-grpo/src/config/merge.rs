@@ -16,7 +16,7 @@ pub(super) fn merge(base: Value, patch: Value) -> Value {
                 return Value::Object(patch);
             }
             for (key, value) in patch {
-                let under = base.remove(&key).unwrap_or(Value::Null);
+                let under = base.get_mut(&key).map_or(Value::Null, Value::take);
                 base.insert(key, merge(under, value));
             }
             Value::Object(base)

@@ -658,7 +658,7 @@ impl Document {
 
     fn remove(&mut self, section: &str, key: &str) {
         if let Some(Value::Object(map)) = self.value.get_mut(section) {
-            map.remove(key);
+            map.shift_remove(key);
         }
     }
 }

@@ -699,7 +699,9 @@ impl RunConfig {
     pub fn to_value(&self) -> Result<Value, serde_json::Error> {
         let without = |value: Value, elsewhere: &[(&str, &str)]| match value {
             Value::Object(mut map) => {
-                elsewhere.iter().for_each(|(key, _)| drop(map.remove(*key)));
+                elsewhere
+                    .iter()
+                    .for_each(|(key, _)| drop(map.shift_remove(*key)));
                 Value::Object(map)
             }
             value => value,

@@ -91,7 +91,8 @@ pub struct CallContext<'a> {
 /// ```
 #[derive(Clone)]
 pub struct ToolEnvironments {
-    tools: Arc<BTreeMap<String, Arc<dyn Tool>>>,
+    /// In the order in which they were added, which is that of the prompt.
+    tools: Vec<Arc<dyn Tool>>,
     format: ToolFormat,
     output: OutputForm,
 }
@@ -114,7 +115,7 @@ impl ToolEnvironments {
     pub fn new(format: ToolFormat) -> Result<Self> {
         format.validate()?;
         Ok(Self {
-            tools: Arc::default(),
+            tools: Vec::new(),
             format,
             output: OutputForm {
                 before: OUTPUT_BEFORE.to_owned(),
@@ -129,16 +130,12 @@ impl ToolEnvironments {
     /// # Errors
     ///
     /// If there is one of the same name.
-    pub fn with(self, tool: impl Tool + 'static) -> Result<Self> {
-        let name = tool.name().to_owned();
+    pub fn with(mut self, tool: impl Tool + 'static) -> Result<Self> {
+        let name = tool.name();
         ensure!(!name.is_empty(), "tools: a name is empty");
-        let mut tools = (*self.tools).clone();
-        ensure!(
-            tools.insert(name.clone(), Arc::new(tool)).is_none(),
-            "tools: {name:?} is given twice"
-        );
-        let tools = Arc::new(tools);
-        Ok(Self { tools, ..self })
+        ensure!(self.tool(name).is_none(), "tools: {name:?} is given twice");
+        self.tools.push(Arc::new(tool));
+        Ok(self)
     }
 
     /// Sets the texts around an output after a prompt of plain text.
@@ -156,14 +153,18 @@ impl ToolEnvironments {
 
     /// The schemas of all tools, for a chat template.
     pub fn schemas(&self) -> Vec<Value> {
-        let tools = self.tools.values();
+        let tools = self.tools.iter();
         let schema =
             |tool: &Arc<dyn Tool>| schema(tool.name(), tool.description(), &tool.parameters());
         tools.map(schema).collect()
     }
 
+    fn tool(&self, name: &str) -> Option<&Arc<dyn Tool>> {
+        self.tools.iter().find(|tool| tool.name() == name)
+    }
+
     fn names(&self) -> String {
-        let names = self.tools.keys().map(|name| format!("{name:?}"));
+        let names = self.tools.iter().map(|tool| format!("{:?}", tool.name()));
         names.collect::<Vec<_>>().join(", ")
     }
 }
@@ -210,7 +211,7 @@ impl ToolEnvironment {
             Ok(call) => call,
             Err(message) => return Ok((format!("error: {message}"), false)),
         };
-        let Some(tool) = self.tools.tools.get(&call.name) else {
+        let Some(tool) = self.tools.tool(&call.name) else {
             let names = self.tools.names();
             let message = format!("error: no tool {:?}, there are {names}", call.name);
             return Ok((message, false));
@@ -251,7 +252,7 @@ impl Environment for ToolEnvironment {
                 count("tool_failures");
             }
             let name = call.as_ref().map_or("", |call| &call.name);
-            if self.tools.tools.contains_key(name) {
+            if self.tools.tool(name).is_some() {
                 count(&format!("tool_calls/{name}"));
             }
             outputs.push((name, excerpt(output, self.tools.output.max_chars)));

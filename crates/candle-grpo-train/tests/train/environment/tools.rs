@@ -251,3 +251,25 @@ fn a_name_is_given_once() {
     let missing = serde_json::from_value(json!({"name": "a", "command": ["/no/such/program"]}));
     assert!(ProgramTool::new(missing.unwrap()).is_err());
 }
+
+#[test]
+fn schemas_have_the_order_of_the_configuration() {
+    let parameters = r#"{"type":"object","properties":{"zeta":{"type":"string"},"alpha":{"type":"integer"}},"required":["zeta"]}"#;
+    let tool = |name: &str| {
+        format!(
+            r#"{{"name": "{name}", "description": "d", "command": ["cat"], "parameters": {parameters}}}"#
+        )
+    };
+    let text = format!(r#"{{"tools": [{}, {}]}}"#, tool("second"), tool("first"));
+    let config: ToolsConfig = serde_json::from_str(&text).unwrap();
+    let schema = |name: &str| {
+        format!(
+            r#"{{"type":"function","function":{{"name":"{name}","description":"d","parameters":{parameters}}}}}"#
+        )
+    };
+    let expected = format!("[{},{}]", schema("second"), schema("first"));
+    let of_config = config.schemas(&Value::Null).unwrap();
+    assert_eq!(Value::from(of_config).to_string(), expected);
+    let of_environment = config.build().unwrap().schemas();
+    assert_eq!(Value::from(of_environment).to_string(), expected);
+}
