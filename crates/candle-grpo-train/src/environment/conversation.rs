@@ -8,8 +8,8 @@ use tokenizers::Tokenizer;
 
 use super::content::ContentEncoder;
 use super::{Append, TextPart};
-use crate::model::{ANSWER, Chat};
-use crate::rollout::decode::decode_with_special_tokens;
+use crate::model::ANSWER;
+use crate::rollout::decode::decode_tokens;
 use crate::{ChatTemplate, Prompt};
 
 /// Converts between the turns of a policy and texts.
@@ -45,7 +45,7 @@ impl Conversation {
             Some((last, before)) if self.stop_token_ids.contains(last) => before,
             _ => turn,
         };
-        decode_with_special_tokens(text, &self.tokenizer)
+        decode_tokens(text, &self.tokenizer)
     }
 
     /// The tokens of a prompt with `append` after it.

@@ -381,7 +381,7 @@ impl Collector {
         let (rows, prompts) = (rows[share.clone()].to_vec(), &prompts[share]);
         let sampled = Instant::now();
         self.progress.begin(Phase::Score, rollouts.len());
-        let texts = decode_answers(&rollouts, &self.tokenizer)?;
+        let texts = decode_answers(&rollouts, sampler.config(), &self.tokenizer)?;
         let scores = score_rollouts(self.reward.as_ref(), prompts, &rollouts, &texts)?;
         self.progress.advance(rollouts.len(), 0);
         ensure_not_canceled(&*self.progress)?;

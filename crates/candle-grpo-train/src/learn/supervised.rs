@@ -13,7 +13,7 @@ use tokenizers::Tokenizer;
 use super::not_finite::NotFinite;
 use super::response_forward::{Packed, RecordedResponses, output_weight};
 use crate::Actor;
-use crate::rollout::decode::decode_with_special_tokens;
+use crate::rollout::decode::decode_tokens;
 
 /// The largest number of logits that a comparison of tokens computes at once: 16 MiB of f32.
 const PIECE_LOGITS: usize = 1 << 22;
@@ -100,7 +100,7 @@ impl Example {
         for run in trains[..shown].chunk_by(|a, b| a == b) {
             let tokens = &self.tokens[start..start + run.len()];
             start += run.len();
-            let piece = decode_with_special_tokens(tokens, tokenizer)?;
+            let piece = decode_tokens(tokens, tokenizer)?;
             match run[0] {
                 true => text.extend(["⟦", piece.as_str(), "⟧"]),
                 false => text.push_str(&piece),

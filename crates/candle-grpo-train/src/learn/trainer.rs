@@ -769,7 +769,10 @@ impl Trainer {
     /// If a completion cannot be decoded.
     pub fn rollouts(&self, config: &RolloutLogConfig) -> Result<Vec<RolloutRecord>> {
         match &self.last {
-            Some(last) => last.records(self.prompts(), self.tokenizer(), config),
+            Some(last) => {
+                let sampling = &self.config.sampling;
+                last.records(self.prompts(), sampling, self.tokenizer(), config)
+            }
             None => Ok(Vec::new()),
         }
     }

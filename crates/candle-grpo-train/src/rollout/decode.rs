@@ -3,21 +3,30 @@
 use anyhow::{Context, Result};
 use tokenizers::Tokenizer;
 
+use super::SamplingConfig;
 use crate::Rollout;
 
-/// The texts of the completions of `rollouts` without special tokens. Those of trajectories have
-/// them, as they separate the turns.
-pub(crate) fn decode(rollouts: &[Rollout], tokenizer: &Tokenizer) -> Result<Vec<String>> {
+/// The texts of the completions of `rollouts`, as [`answer_text`]. Those of trajectories have all
+/// special tokens, as they separate the turns.
+pub(crate) fn decode(
+    rollouts: &[Rollout],
+    sampling: &SamplingConfig,
+    tokenizer: &Tokenizer,
+) -> Result<Vec<String>> {
     texts(rollouts, |rollout| match rollout.episode {
-        None => decode_tokens(&rollout.completion.tokens, tokenizer),
-        Some(_) => decode_with_special_tokens(&rollout.completion.tokens, tokenizer),
+        None => answer_text(&rollout.completion.tokens, sampling, tokenizer),
+        Some(_) => decode_tokens(&rollout.completion.tokens, tokenizer),
     })
 }
 
-/// The texts that rewards score: those of the last turns, special tokens left out.
-pub(crate) fn decode_answers(rollouts: &[Rollout], tokenizer: &Tokenizer) -> Result<Vec<String>> {
+/// The texts that rewards score: those of the last turns, as [`answer_text`].
+pub(crate) fn decode_answers(
+    rollouts: &[Rollout],
+    sampling: &SamplingConfig,
+    tokenizer: &Tokenizer,
+) -> Result<Vec<String>> {
     texts(rollouts, |rollout| {
-        decode_tokens(rollout.last_turn(), tokenizer)
+        answer_text(rollout.last_turn(), sampling, tokenizer)
     })
 }
 
@@ -35,15 +44,41 @@ fn texts(rollouts: &[Rollout], decode: impl Fn(&Rollout) -> Result<String>) -> R
         .collect()
 }
 
+/// The text of an answer as the policy wrote it, with special tokens such as `<think>`, but without
+/// the one at its end that `sampling` stops at.
+///
+/// A stop string that is a closing tag belongs to the answer: it stays, as all other stop strings.
+///
+/// # Errors
+///
+/// If the tokenizer cannot decode the tokens.
+pub fn answer_text(
+    tokens: &[u32],
+    sampling: &SamplingConfig,
+    tokenizer: &Tokenizer,
+) -> Result<String> {
+    let Some((&last, before)) = tokens.split_last() else {
+        return Ok(String::new());
+    };
+    let name = decode_tokens(&[last], tokenizer)?;
+    let is_special = || Ok::<_, anyhow::Error>(without_special_tokens(&[last], tokenizer)? != name);
+    let stops = sampling.stop_token_ids.contains(&last)
+        || !name.starts_with("</") && sampling.stop_strings.contains(&name);
+    match stops && is_special()? {
+        true => decode_tokens(before, tokenizer),
+        false => decode_tokens(tokens, tokenizer),
+    }
+}
+
 /// The text of some tokens with special tokens.
-pub(crate) fn decode_with_special_tokens(tokens: &[u32], tokenizer: &Tokenizer) -> Result<String> {
+pub(crate) fn decode_tokens(tokens: &[u32], tokenizer: &Tokenizer) -> Result<String> {
     tokenizer
         .decode(tokens, false)
         .map_err(|e| anyhow::anyhow!("{e}"))
 }
 
 /// The text of some tokens, special tokens left out.
-pub(crate) fn decode_tokens(tokens: &[u32], tokenizer: &Tokenizer) -> Result<String> {
+fn without_special_tokens(tokens: &[u32], tokenizer: &Tokenizer) -> Result<String> {
     tokenizer
         .decode(tokens, true)
         .map_err(|e| anyhow::anyhow!("{e}"))

@@ -13,6 +13,7 @@ mod stop_strings;
 
 pub use completion::{Completion, FinishReason, Rollout};
 pub use config::{Engine, RolloutConfig, WeightSync};
+pub use decode::answer_text;
 pub use generator::{
     CompletionSeed, DecodeText, Deliver, GenerationBatch, Generator, PolicyWeights, PromptRequest,
 };

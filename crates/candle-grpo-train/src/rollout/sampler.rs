@@ -82,7 +82,8 @@ impl Sampler {
         self
     }
 
-    /// Sets [`Self::with_text_decoder`] to `tokenizer`, without special tokens.
+    /// Sets [`Self::with_text_decoder`] to `tokenizer`, with special tokens: a stop string may be
+    /// one, or have one in it.
     pub fn with_tokenizer(self, tokenizer: &Tokenizer) -> Self {
         let tokenizer = tokenizer.clone();
         self.with_text_decoder(move |tokens| decode_tokens(tokens, &tokenizer))

@@ -30,7 +30,8 @@ pub struct SamplingConfig {
     /// Tokens that end a completion.
     pub stop_token_ids: Vec<u32>,
     /// Strings that end a completion as soon as its text contains one of them, whatever the token
-    /// boundaries. In Rust they need [`Sampler::with_tokenizer`](crate::Sampler::with_tokenizer).
+    /// boundaries. The text has special tokens, so a string may be one. In Rust they need
+    /// [`Sampler::with_tokenizer`](crate::Sampler::with_tokenizer).
     pub stop_strings: Vec<String>,
     /// Maximum number of completions drawn at the same time. It bounds memory and has no influence
     /// on what is drawn.

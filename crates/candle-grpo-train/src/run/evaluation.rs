@@ -141,8 +141,8 @@ fn evaluate_part(
 ) -> Result<Vec<(EvaluatedSample, Option<String>)>> {
     let rollouts = sampler.sample_part(prompts, samples_per_prompt, stream, part.clone())?;
     let prompts = &prompts[part];
-    let texts = decode(&rollouts, tokenizer)?;
-    let answers = decode_answers(&rollouts, tokenizer)?;
+    let texts = decode(&rollouts, sampler.config(), tokenizer)?;
+    let answers = decode_answers(&rollouts, sampler.config(), tokenizer)?;
     let scores = score_rollouts(reward, prompts, &rollouts, &answers)?.total;
     Ok(rollouts
         .into_iter()

@@ -9,8 +9,8 @@ use tokenizers::Tokenizer;
 
 use crate::excerpt::excerpt;
 use crate::learn::scored_rollouts::ScoredRollouts;
-use crate::rollout::decode::{decode_tokens, decode_with_special_tokens};
-use crate::{FinishReason, Prompt, Rollout};
+use crate::rollout::decode::{answer_text, decode_tokens};
+use crate::{FinishReason, Prompt, Rollout, SamplingConfig};
 
 /// The completions of training that a run writes to `rollouts.jsonl`.
 ///
@@ -124,6 +124,7 @@ impl StepRollouts {
     pub(crate) fn records(
         &self,
         prompts: &[Prompt],
+        sampling: &SamplingConfig,
         tokenizer: &Tokenizer,
         config: &RolloutLogConfig,
     ) -> Result<Vec<RolloutRecord>> {
@@ -136,7 +137,7 @@ impl StepRollouts {
         let record = |(i, rollout): (usize, &Rollout)| {
             let group = i / scored.num_generations;
             let prompt = match rollout.episode {
-                Some(_) => decode_with_special_tokens(&rollout.prompt_tokens, tokenizer)?,
+                Some(_) => decode_tokens(&rollout.prompt_tokens, tokenizer)?,
                 None => prompts[scored.rows[group]].text.clone(),
             };
             let completion = &rollout.completion;
@@ -154,7 +155,7 @@ impl StepRollouts {
                 prompt_index: rollout.prompt_index,
                 sample_index: rollout.sample_index,
                 prompt: text(prompt),
-                completion: text(decode_tokens(rollout.last_turn(), tokenizer)?),
+                completion: text(answer_text(rollout.last_turn(), sampling, tokenizer)?),
                 turns,
                 reward: number(scored.scores[i]),
                 rewards: rewards.collect(),
@@ -172,9 +173,8 @@ fn turns(rollout: &Rollout, tokenizer: &Tokenizer) -> Result<Vec<RolloutTurn>> {
     let Some(episode) = &rollout.episode else {
         return Ok(Vec::new());
     };
-    let text = |from: usize, to: usize| {
-        decode_with_special_tokens(&rollout.completion.tokens[from..to], tokenizer)
-    };
+    let text =
+        |from: usize, to: usize| decode_tokens(&rollout.completion.tokens[from..to], tokenizer);
     let mut turns = Vec::new();
     let mut end = 0;
     for turn in &episode.turns {

@@ -535,3 +535,34 @@ fn a_policy_that_is_not_finite_is_an_error_that_names_the_completion() {
         "completion 0 of prompt 0, token 0: the logit of token 0 (NaN): not finite, no token can be drawn"
     );
 }
+
+/// The ends are those of vLLM with `skip_special_tokens` false.
+#[rstest]
+#[case::one_token("<eos>")]
+#[case::several_tokens("a<eos>")]
+fn a_stop_string_may_be_a_special_token(#[case] stop: &str) {
+    let config = SamplingConfig {
+        stop_token_ids: Vec::new(),
+        stop_strings: vec![stop.to_owned()],
+        max_new_tokens: 30,
+        ..sampling()
+    };
+    let tokenizer = tokenizer();
+    let sampler = sampler(config).with_tokenizer(&tokenizer);
+    let prompts = prompts(&["abc", "d"]);
+    let rollouts = sampler.sample(&all(&prompts), 20, 0).unwrap();
+    let mut stopped = 0;
+    for rollout in &rollouts {
+        let text = tokenizer.decode(&rollout.completion.tokens, false).unwrap();
+        let end = text.find(stop).map(|at| at + stop.len());
+        match rollout.completion.finish_reason {
+            FinishReason::StopString => {
+                assert_eq!(end, Some(text.len()), "{text}");
+                stopped += 1;
+            }
+            FinishReason::Length => assert_eq!(end, None, "{text}"),
+            FinishReason::StopToken => panic!("there are no stop tokens"),
+        }
+    }
+    assert!(stopped > 0, "no completion has {stop}");
+}

@@ -10,6 +10,7 @@ use candle_grpo::train::data::Row;
 use candle_grpo::train::find_invalid;
 use candle_grpo::train::model::Chat;
 use candle_grpo::train::progress::Phase;
+use candle_grpo::train::rollout::answer_text;
 use candle_grpo::train::{
     ComputeDType, Dataset, Interrupted, Pretrained, Progress, Prompt, Rollout, RunDir,
     SamplingConfig,
@@ -330,10 +331,8 @@ fn answer(
     rollouts
         .into_iter()
         .map(|rollout| {
-            let text = pretrained
-                .tokenizer
-                .decode(&rollout.completion.tokens, true)
-                .map_err(|error| anyhow::anyhow!("{error}"))?;
+            let tokens = &rollout.completion.tokens;
+            let text = answer_text(tokens, sampler.config(), &pretrained.tokenizer)?;
             Ok((rollout, text))
         })
         .collect()

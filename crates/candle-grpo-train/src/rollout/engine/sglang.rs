@@ -42,6 +42,8 @@ impl Protocol for Sglang {
                 // Seeds are signed.
                 "sampling_seed": request.seed >> 1,
                 "no_stop_trim": true,
+                // A stop string may be a special token.
+                "skip_special_tokens": false,
             },
             "return_logprob": true,
             "logprob_start_len": -1,

@@ -27,6 +27,8 @@ impl Protocol for Vllm {
         // The stop tokens of the request are all that end a completion.
         body.insert("ignore_eos".to_owned(), json!(true));
         body.insert("include_stop_str_in_output".to_owned(), json!(true));
+        // A stop string may be a special token.
+        body.insert("skip_special_tokens".to_owned(), json!(false));
         Call::post("/v1/completions", Value::Object(body))
     }
 

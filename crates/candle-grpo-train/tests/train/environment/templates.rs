@@ -7,13 +7,15 @@ use candle_grpo_train::environment::{
     Append, Environment, EnvironmentLimits, Environments, EpisodeStart, Observation, Step, Turn,
 };
 use candle_grpo_train::model::Chat;
-use candle_grpo_train::rollout::{Deliver, GenerationBatch};
+use candle_grpo_train::rewards::TagsReward;
+use candle_grpo_train::rollout::{Deliver, GenerationBatch, answer_text};
 use candle_grpo_train::{
     ChatTemplate, Completion, FinishReason, Generator, Prompt, Rollout, Sampler, SamplingConfig,
+    evaluate,
 };
 use rstest::rstest;
 use serde_json::{Value, json};
-use tokenizers::Tokenizer;
+use tokenizers::{AddedToken, Tokenizer};
 
 /// The form of Qwen2.5, with tools.
 pub(crate) const CHATML: &str = r#"{%- if tools %}{{- '<|im_start|>system\nTools:\n' }}{%- for tool in tools %}{{- tool | tojson }}{{- '\n' }}{%- endfor %}{{- '<|im_end|>\n' }}{%- endif %}{%- for message in messages %}{%- if message.role == 'tool' %}{%- if loop.first or messages[loop.index0 - 1].role != 'tool' %}{{- '<|im_start|>user' }}{%- endif %}{{- '\n<tool_response>\n' + message.content + '\n</tool_response>' }}{%- if loop.last or messages[loop.index0 + 1].role != 'tool' %}{{- '<|im_end|>\n' }}{%- endif %}{%- else %}{{- '<|im_start|>' + message.role + '\n' + message.content + '<|im_end|>\n' }}{%- endif %}{%- endfor %}{%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{%- endif %}"#;
@@ -304,4 +306,69 @@ fn a_turn_without_its_end_gets_one(#[case] template: &str, #[case] stop: &str) {
         .filter(|(a, b)| a != b);
     // The end of the first turn is not the policy's.
     assert_eq!(differ.collect::<Vec<_>>(), [(false, true)]);
+}
+
+/// [`bpe`] with special tokens for tags, as `add_special_tokens` of transformers adds them.
+fn bpe_with_tags() -> Tokenizer {
+    let mut tokenizer = bpe();
+    let tags = ["<think>", "</think>", "<answer>", "</answer>"];
+    let tags = tags.map(|tag| AddedToken::from(tag, true));
+    tokenizer.add_special_tokens(tags).unwrap();
+    tokenizer
+}
+
+#[rstest]
+#[case::stop_token("<think>ab</think><answer>12</answer><|im_end|>", "<|im_end|>", &[], "")]
+#[case::cut("<think>ab</think><answer>12</answer>", "<|im_end|>", &[], "")]
+#[case::other_special_tokens("<s>ab<|eot_id|>12<think>", "<|im_end|>", &[], "")]
+#[case::stop_string("12<|im_end|>", "</s>", &["<|im_end|>"], "<|im_end|>")]
+#[case::closing_tag("<answer>12</answer>", "</s>", &["</answer>"], "")]
+#[case::longer_stop_string("12 ab<|im_end|>", "</s>", &["ab<|im_end|>"], "")]
+#[case::text_stop_token("12ab", "ab", &[], "")]
+fn an_answer_keeps_all_special_tokens_but_its_end(
+    #[case] written: &str,
+    #[case] stop: &str,
+    #[case] stop_strings: &[&str],
+    #[case] end: &str,
+) {
+    let tokenizer = bpe_with_tags();
+    let tokens = tokenizer.encode(written, false).unwrap();
+    let sampling = SamplingConfig {
+        stop_token_ids: vec![tokenizer.token_to_id(stop).unwrap()],
+        stop_strings: stop_strings.iter().map(|&text| text.to_owned()).collect(),
+        ..SamplingConfig::default()
+    };
+    let text = answer_text(tokens.get_ids(), &sampling, &tokenizer).unwrap();
+    let expected = written
+        .strip_suffix("<|im_end|>")
+        .filter(|_| stop == "<|im_end|>");
+    let expected = expected.or(written.strip_suffix(end)).unwrap();
+    assert_eq!(text, expected);
+}
+
+#[test]
+fn rewards_see_tags_that_are_special_tokens() {
+    let tokenizer = bpe_with_tags();
+    let answer = "<think>\nab\n</think>\n<answer>\n12\n</answer>";
+    let turn = tokenizer
+        .encode(format!("{answer}<|im_end|>"), false)
+        .unwrap();
+    let generator = Scripted(
+        Mutex::new(vec![turn.get_ids().to_vec()]),
+        FinishReason::StopToken,
+    );
+    let sampling = SamplingConfig {
+        max_new_tokens: 100,
+        stop_token_ids: vec![tokenizer.token_to_id("<|im_end|>").unwrap()],
+        ..SamplingConfig::default()
+    };
+    let sampler = Sampler::from_generator(Arc::new(generator), 300, sampling).unwrap();
+    let prompt = Prompt::new(0, "1?", Value::Null, &tokenizer).unwrap();
+    let reward = TagsReward::new(["think", "answer"]).unwrap();
+    let evaluation = evaluate(&sampler, &[prompt], 1, &reward, &tokenizer, 0).unwrap();
+    let sample = &evaluation.samples[0];
+    assert_eq!(
+        (sample.completion.as_str(), sample.reward),
+        (answer, Some(1.))
+    );
 }
