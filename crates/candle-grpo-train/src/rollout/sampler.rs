@@ -59,7 +59,7 @@ impl Sampler {
         vocab_size: usize,
         config: SamplingConfig,
     ) -> Result<Self> {
-        config.validate()?;
+        config.validate_for(vocab_size)?;
         Ok(Self {
             generator,
             vocab_size,
@@ -122,7 +122,7 @@ impl Sampler {
     ///
     /// If `config` is not valid.
     pub fn with_config(self, config: SamplingConfig) -> Result<Self> {
-        config.validate()?;
+        config.validate_for(self.vocab_size)?;
         Ok(Self { config, ..self })
     }
 

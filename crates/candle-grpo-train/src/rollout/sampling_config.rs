@@ -80,6 +80,22 @@ impl SamplingConfig {
         Ok(())
     }
 
+    /// Checks all fields for a model with `vocab_size` tokens.
+    ///
+    /// # Errors
+    ///
+    /// If a field is out of range, or a stop token is not one of the tokens: no completion would
+    /// end with it.
+    pub fn validate_for(&self, vocab_size: usize) -> Result<()> {
+        self.validate()?;
+        for (at, &id) in self.stop_token_ids.iter().enumerate() {
+            let must = format!("be below {vocab_size}, the number of tokens of the model");
+            let name = format!("stop_token_ids[{at}]");
+            validate::check((id as usize) < vocab_size, &name, id, &must)?;
+        }
+        Ok(())
+    }
+
     /// The distribution of a token.
     pub(super) fn draw_options(&self) -> DrawOptions {
         DrawOptions {

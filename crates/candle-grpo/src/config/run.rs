@@ -629,6 +629,7 @@ impl RunConfig {
             let message = "true, must be false for a model without experts";
             return Err(self.error("training.router_replay", message));
         }
+        self.check_stop_tokens("sampler", &self.train.sampling, model)?;
         self.check_length(
             "algorithm.response_length",
             &self.train.sampling,
@@ -650,12 +651,28 @@ impl RunConfig {
     ) -> Result<(), ConfigError> {
         bounds::check_evaluation(&self.evaluation, held_out.len())
             .map_err(|problem| problem.locate_at_path(&self.document))?;
+        let section = match self.document.get("evaluation.sampler.stop_token_ids") {
+            Some(_) => "evaluation.sampler",
+            None => "sampler",
+        };
+        self.check_stop_tokens(section, &self.evaluation.sampler, model)?;
         let own = "evaluation.sampler.max_new_tokens";
         let key = match self.document.get(own) {
             Some(_) => own,
             None => "algorithm.response_length",
         };
         self.check_length(key, &self.evaluation.sampler, model, held_out)
+    }
+
+    /// Refuses stop tokens that the model does not have.
+    fn check_stop_tokens(
+        &self,
+        section: &str,
+        sampling: &SamplingConfig,
+        model: &DecoderConfig,
+    ) -> Result<(), ConfigError> {
+        let checked = sampling.validate_for(model.vocab_size);
+        checked.map_err(|error| Problem::within(section, &error).locate_at_path(&self.document))
     }
 
     /// Refuses completions that end after the last position of the model.

@@ -240,3 +240,21 @@ fn adapters_whose_merged_weights_are_not_finite_are_not_saved() {
     let checkpoints = RunDir::checkpoints(&folder.path().join("run"));
     assert!(checkpoints.all().unwrap().is_empty());
 }
+
+#[rstest]
+#[case("sampler: {stop_token_ids: [0, 6]}\n", "sampler.stop_token_ids")]
+#[case(
+    "evaluation: {sampler: {stop_token_ids: [99]}}\n",
+    "evaluation.sampler.stop_token_ids"
+)]
+fn a_stop_token_that_the_model_lacks_is_an_error(#[case] more: &str, #[case] key: &str) {
+    let evaluation = "evaluation: {every_steps: 4, samples_per_prompt: 4, pass_at: [1, 2]}\n";
+    let folder = folder(&(CONFIG.replace(evaluation, "") + more));
+    for command in ["check", "train"] {
+        let output = grpo(folder.path(), &[command, "run.yaml"]);
+        assert_eq!(output.status.code(), Some(3), "{}", said(&output));
+        for words in [key, "must be below 6, the number of tokens of the model"] {
+            assert!(said(&output).contains(words), "{}", said(&output));
+        }
+    }
+}
