@@ -358,6 +358,33 @@ impl DecoderConfig {
             .validate_pairs("rope_scaling", width / 2)?)
     }
 
+    /// Returns the configuration of a decoder of rows of up to `tokens` tokens. With
+    /// [`RopeScaling::LongRope`] it has the frequencies of short rows if they fit; otherwise it is
+    /// unchanged.
+    pub fn for_rows_of(mut self, tokens: usize) -> Self {
+        if let RopeScaling::LongRope {
+            original_max_position_embeddings: original,
+            short_rows,
+            ..
+        } = &mut self.rope_scaling
+        {
+            *short_rows = tokens <= *original;
+        }
+        self
+    }
+
+    /// Returns the number of tokens of the longest row.
+    pub fn longest_row(&self) -> usize {
+        match self.rope_scaling {
+            RopeScaling::LongRope {
+                original_max_position_embeddings: original,
+                short_rows: true,
+                ..
+            } => original.min(self.max_position_embeddings),
+            _ => self.max_position_embeddings,
+        }
+    }
+
     /// Checks the kinds of blocks, and the sizes that some of them need.
     fn check_layer_types(&self) -> Result<()> {
         let known = self.model_type.family().layer_types;

@@ -57,10 +57,8 @@ pub enum RopeScaling {
     /// factor of its own.
     ///
     /// A model has two lists of factors. transformers chooses one for each batch, by its longest
-    /// row. Here a decoder has one list, so that training and sampling agree: `long_factor` if
-    /// `factor` is above 1, as vLLM does for models with such a `max_model_len`. For the
-    /// frequencies of short rows set `max_position_embeddings` to
-    /// `original_max_position_embeddings`, and `attention_factor` to its value before.
+    /// row. Here a decoder has one list, so that training and sampling agree, as in vLLM, which
+    /// chooses by `max_model_len`: see [`DecoderConfig::for_rows_of`](crate::DecoderConfig).
     LongRope {
         /// The divisors for rows of up to `original_max_position_embeddings`, one for each pair.
         short_factor: Vec<f64>,
@@ -74,6 +72,11 @@ pub enum RopeScaling {
         /// ln(original_max_position_embeddings))`, or 1 if `factor` is at most 1.
         #[serde(default, skip_serializing_if = "Option::is_none")]
         attention_factor: Option<f64>,
+        /// True for the frequencies of `short_factor`, and rows of up to
+        /// `original_max_position_embeddings`. False for those of `long_factor` if `factor` is
+        /// above 1. It is no key of a `config.json`.
+        #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+        short_rows: bool,
     },
 }
 
@@ -143,6 +146,7 @@ impl RopeScaling {
                 original_max_position_embeddings: original,
                 factor,
                 attention_factor,
+                ..
             } => {
                 for (name, factors) in
                     [("short_factor", short_factor), ("long_factor", long_factor)]
@@ -236,9 +240,10 @@ impl RopeScaling {
                 ref short_factor,
                 ref long_factor,
                 factor,
+                short_rows,
                 ..
             } => {
-                let factors = if factor > 1.0 {
+                let factors = if factor > 1.0 && !short_rows {
                     long_factor
                 } else {
                     short_factor
@@ -296,6 +301,7 @@ fn check_above((low_name, low): (&str, f64), (high_name, high): (&str, f64)) -> 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::DecoderConfig;
 
     /// The golden model `llama3_rope` tests the frequencies of Llama 3.1.
     #[test]
@@ -340,6 +346,7 @@ mod tests {
             original_max_position_embeddings: 16,
             factor,
             attention_factor: None,
+            short_rows: false,
         };
         assert_eq!(scaling(1.0).frequencies(4, 1e4), [0.5, 0.0025]);
         assert_eq!(scaling(1.0).attention_factor(), 1.0);
@@ -350,6 +357,29 @@ mod tests {
         let error = scaling(1.0).validate_pairs("rope_scaling", 3).unwrap_err();
         let words = "rope_scaling.short_factor: [2.0, 4.0], must have 3 numbers";
         assert!(error.to_string().starts_with(words), "{error}");
+    }
+
+    /// transformers computes the factor of cosines from `factor` alone, and vLLM too.
+    #[test]
+    fn the_longest_row_decides_between_the_factors_of_longrope() {
+        let model = DecoderConfig {
+            max_position_embeddings: 64,
+            rope_scaling: RopeScaling::LongRope {
+                short_factor: vec![2.0, 4.0],
+                long_factor: vec![5.0, 8.0],
+                original_max_position_embeddings: 16,
+                factor: 4.0,
+                attention_factor: None,
+                short_rows: false,
+            },
+            ..DecoderConfig::default()
+        };
+        for (tokens, frequencies, longest) in [(16, [0.5, 0.0025], 16), (17, [0.2, 0.00125], 64)] {
+            let model = model.clone().for_rows_of(tokens);
+            assert_eq!(model.rope_scaling.frequencies(4, 1e4), frequencies);
+            assert_eq!(model.rope_scaling.attention_factor(), 1.5f64.sqrt());
+            assert_eq!(model.longest_row(), longest);
+        }
     }
 
     #[test]

@@ -196,7 +196,7 @@ impl LocalGenerator {
 
     fn check(&self, batch: &GenerationBatch<'_>) -> Result<()> {
         batch.sampling.validate()?;
-        let max_positions = self.decoder.config().max_position_embeddings;
+        let max_positions = self.decoder.config().longest_row();
         let vocabulary = self.decoder.config().vocab_size;
         for prompt in batch.prompts {
             let index = prompt.seeds.first().map_or(0, |seed| seed.prompt);

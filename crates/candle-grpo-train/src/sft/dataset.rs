@@ -45,6 +45,13 @@ pub struct SftRows {
     sources: Vec<usize>,
 }
 
+impl SftDataset {
+    /// Returns the number of tokens of the longest row.
+    pub fn longest_row(&self) -> usize {
+        self.train.longest_kept().max(self.held_out.longest_kept())
+    }
+}
+
 impl SftDataConfig {
     /// Reads the files and encodes their rows for `model`. `template` is its chat template with
     /// [`Self::chat_template_kwargs`]. `seed` decides which rows are held out, and the order.

@@ -60,6 +60,8 @@ pub(super) fn chat(arguments: &ChatArguments) -> Result<(), Exit> {
         path: load::model_file(&arguments.model, &console)?,
         chat_template: None,
     })?;
+    // A conversation has one length for all its turns.
+    model.model = model.model.for_rows_of(0);
     if model.chat_template.is_none() {
         let message = "the model has no chat template; grpo sample continues a text";
         return Err(Exit::Model(message.to_owned()));
@@ -172,10 +174,7 @@ impl Conversation {
             None => return Err(Exit::Model("the model has no chat template".to_owned())),
         };
         let prompt = Prompt::new(0, &text, Value::Null, &self.model.tokenizer).map_err(wrong)?;
-        let (length, positions) = (
-            prompt.tokens.len(),
-            self.model.model.max_position_embeddings,
-        );
+        let (length, positions) = (prompt.tokens.len(), self.model.model.longest_row());
         if length >= positions {
             return Err(Exit::Config(format!(
                 "the conversation has {length} tokens, must be below the {positions} positions of the model; /reset begins another one"

@@ -7,7 +7,7 @@ use std::path::Path;
 
 use candle_grpo::config::{Configuration, RollDefault, RollFile, RunConfig, SftRunConfig};
 use candle_grpo::kernels::CpuInstructions;
-use candle_grpo::nn::{BaseWeights, DecoderConfig, Gguf};
+use candle_grpo::nn::{BaseWeights, DecoderConfig, Gguf, RopeScaling};
 use candle_grpo::run::RunPrompts;
 use candle_grpo::train::hub::HubContent;
 use candle_grpo::train::learn::MemoryPlan;
@@ -54,7 +54,7 @@ pub(super) fn check(file: &Path, quiet: bool) -> Result<(), Exit> {
             let longest = lengths.max().unwrap_or(0);
             let plan = plan(&run, &model, longest, &prompts);
             let plan = plan.map_err(|error| Exit::Config(format!("{error:#}")))?;
-            (dataset, Some((prompts, plan, longest)))
+            (dataset, Some((prompts, plan, longest, model)))
         }
     };
     console.finish();
@@ -75,7 +75,8 @@ pub(super) fn check(file: &Path, quiet: bool) -> Result<(), Exit> {
             run.max_steps,
         )?;
         print_instructions(run.train.compute_dtype, &mut out)?;
-        if let Some((prompts, plan, longest)) = checked {
+        if let Some((prompts, plan, longest, model)) = checked {
+            print_frequencies(&model, prompts.longest_row(&run), &mut out)?;
             if let Some(rows) = &prompts.demonstrations {
                 writeln!(
                     out,
@@ -140,6 +141,31 @@ fn check_sft(file: &Path, mut run: SftRunConfig, quiet: bool) -> Result<(), Exit
     Ok(())
 }
 
+/// Prints the choice between the two lists of frequencies of a model with
+/// [`RopeScaling::LongRope`], whose longest row in the run has `longest` tokens.
+fn print_frequencies(
+    model: &DecoderConfig,
+    longest: usize,
+    out: &mut impl Write,
+) -> Result<(), Exit> {
+    if let RopeScaling::LongRope {
+        original_max_position_embeddings: original,
+        short_rows,
+        ..
+    } = model.rope_scaling
+    {
+        let (list, relation) = match short_rows {
+            true => ("short_factor", "at most"),
+            false => ("long_factor", "more than"),
+        };
+        writeln!(
+            out,
+            "# Rotary frequencies of {list}: the longest row has {longest} tokens, {relation} original_max_position_embeddings, {original}.",
+        )?;
+    }
+    Ok(())
+}
+
 /// Prints the numbers of rows and tokens, the beginning of the first row, and the memory.
 fn print_rows(
     run: &SftRunConfig,
@@ -148,6 +174,8 @@ fn print_rows(
     out: &mut impl Write,
 ) -> Result<(), Exit> {
     let rows = &dataset.train;
+    let longest = dataset.longest_row();
+    print_frequencies(&pretrained.model.clone().for_rows_of(longest), longest, out)?;
     let (_, steps) = run.sft.length(rows.examples.len());
     writeln!(
         out,

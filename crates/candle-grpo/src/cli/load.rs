@@ -117,10 +117,11 @@ pub(super) fn inputs(run: &RunConfig) -> Result<Inputs, Exit> {
     let pretrained =
         load_model_without_weights(run).map_err(|error| Exit::Model(format!("{error:#}")))?;
     let (dataset, prompts) = RunPrompts::read(run, &pretrained).map_err(Exit::from_data)?;
+    let longest = prompts.longest_row(run);
     Ok(Inputs {
         dataset,
         prompts,
-        model: pretrained.model,
+        model: pretrained.model.for_rows_of(longest),
     })
 }
 

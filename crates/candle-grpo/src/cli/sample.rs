@@ -240,6 +240,8 @@ pub(super) fn sample(arguments: SampleArguments) -> Result<(), Exit> {
         false => Exit::Run(format!("{error:#}")),
     })?;
     for (i, (rollout, text)) in rollouts.iter().enumerate() {
+    let row = length.saturating_add(sampling.max_new_tokens);
+    pretrained.model = pretrained.model.for_rows_of(row);
         if arguments.json {
             console.print(&as_json(rollout, text).to_string())?;
         } else {

@@ -381,7 +381,14 @@ fn answer_suite(
     let mut reward = RewardConfig::build(&suite.config.rewards, &device()?)?;
     reward.set_progress(Arc::new(console.clone()));
     let sampler: SamplingConfig = config.sampler.clone();
-    let sampler = load::sampler(pretrained, sampler, ComputeDType::F32, console)?;
+    let longest = prompts.prompts.iter().map(|prompt| prompt.tokens.len());
+    let row = longest
+        .max()
+        .unwrap_or(0)
+        .saturating_add(sampler.max_new_tokens);
+    let mut pretrained = pretrained.clone();
+    pretrained.model = pretrained.model.for_rows_of(row);
+    let sampler = load::sampler(&pretrained, sampler, ComputeDType::F32, console)?;
     let (results, has_votes) = evaluate_suite(
         &suite.config,
         prompts,

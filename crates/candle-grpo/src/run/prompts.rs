@@ -84,6 +84,22 @@ impl RunPrompts {
 }
 
 /// Makes the prompts of `rows` in their order, except those of more than
+
+    /// Returns the number of tokens of the longest row that the run can have: a prompt with a
+    /// completion, or a demonstration.
+    pub fn longest_row(&self, config: &RunConfig) -> usize {
+        let longest = |prompts: &[Prompt], new: usize| {
+            let rows = prompts.iter().map(|prompt| prompt.tokens.len());
+            rows.max().map_or(0, |tokens| tokens.saturating_add(new))
+        };
+        let rows = self.demonstrations.as_ref().map(SftDataset::longest_row);
+        longest(&self.train, config.train.sampling.max_new_tokens)
+            .max(longest(
+                &self.held_out,
+                config.evaluation.sampler.max_new_tokens,
+            ))
+            .max(rows.unwrap_or(0))
+    }
 /// [`RunConfig::max_prompt_tokens`].
 ///
 /// The chat template of the model renders a conversation, with the variables of the data section

@@ -93,6 +93,7 @@ impl Session {
         progress: Arc<dyn candle_grpo_train::Progress>,
         collective: Arc<dyn Collective>,
     ) -> Result<Self> {
+        let longest = prompts.longest_row(&config);
         let RunPrompts {
             train,
             held_out,
@@ -101,6 +102,7 @@ impl Session {
             teacher: _,
         } = prompts;
         pretrained.chat_template = config.chat_template(&pretrained)?;
+        pretrained.model = pretrained.model.for_rows_of(longest);
         let (base, dtype) = config.train.stored_form();
         let model = &pretrained.model;
         pretrained.parameters = (pretrained.parameters).frozen_as(model, base, dtype.into())?;
@@ -149,9 +151,8 @@ impl Session {
         if let Some(SftDataset { train, order, .. }) = demonstrations {
             trainer = trainer.with_demonstrations(train.examples, order)?;
         }
-        if let Some(teacher) =
-            load_teacher(&config, trainer.prompts(), pretrained.parameters.device())?
-        {
+        let device = pretrained.parameters.device();
+        if let Some(teacher) = load_teacher(&config, trainer.prompts(), longest, device)? {
             trainer = trainer.with_teacher(teacher);
         }
         if let Some(generator) = generator {

@@ -79,12 +79,13 @@ impl SftSession {
     /// others wait for it.
     pub fn on_ranks(
         config: SftRunConfig,
-        pretrained: Pretrained,
+        mut pretrained: Pretrained,
         dataset: SftDataset,
         start: Start,
         progress: Arc<dyn candle_grpo_train::Progress>,
         collective: Arc<dyn Collective>,
     ) -> Result<Self> {
+        pretrained.model = pretrained.model.for_rows_of(dataset.longest_row());
         let SftDataset {
             train,
             held_out,

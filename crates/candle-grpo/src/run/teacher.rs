@@ -58,7 +58,8 @@ pub(super) fn check_teacher(
     Ok(Some(teacher.model))
 }
 
-/// Loads the teacher of a run, if it has one, onto `device`, which has the policy.
+/// Loads the teacher of a run, if it has one, for rows of up to `longest_row` tokens, onto `device`,
+/// which has the policy.
 ///
 /// # Errors
 ///
@@ -67,6 +68,7 @@ pub(super) fn check_teacher(
 pub(super) fn load_teacher(
     config: &RunConfig,
     prompts: &[Prompt],
+    longest_row: usize,
     device: &Device,
 ) -> Result<Option<Arc<dyn Teacher>>> {
     let Some(TeacherConfig { model, server }) = &config.teacher else {
@@ -84,7 +86,7 @@ pub(super) fn load_teacher(
     let load = || -> Result<Reference> {
         let teacher = Pretrained::load(&model_path(model)?, device)?;
         Reference::new(
-            &teacher.model,
+            &teacher.model.for_rows_of(longest_row),
             &teacher.parameters,
             config.train.compute_dtype,
         )

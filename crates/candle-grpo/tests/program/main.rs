@@ -14,6 +14,7 @@ mod hub;
 mod init;
 mod judge;
 mod mixing;
+mod longrope;
 mod models;
 mod mutation;
 mod overwrite;

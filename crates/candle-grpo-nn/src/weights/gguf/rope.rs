@@ -136,7 +136,8 @@ pub(super) fn divisors(config: &DecoderConfig) -> BTreeMap<&'static str, Vec<f32
     }
 }
 
-/// The same scaling with the default factors of cosines and sines as values.
+/// The same scaling with the default factors of cosines and sines as values, for rows of any
+/// length.
 pub(super) fn canonical(scaling: &RopeScaling) -> RopeScaling {
     let mut same = scaling.clone();
     if let RopeScaling::Yarn {
@@ -147,6 +148,9 @@ pub(super) fn canonical(scaling: &RopeScaling) -> RopeScaling {
     } = &mut same
     {
         *attention_factor = Some(scaling.attention_factor());
+    }
+    if let RopeScaling::LongRope { short_rows, .. } = &mut same {
+        *short_rows = false;
     }
     same
 }
@@ -211,6 +215,7 @@ fn longrope(
         original_max_position_embeddings: original,
         factor: config.max_position_embeddings as f64 / original as f64,
         attention_factor,
+        short_rows: false,
     };
     // A file always states it.
     let default = scaling(None).attention_factor() as f32;
