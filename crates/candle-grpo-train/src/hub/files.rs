@@ -23,6 +23,8 @@ const OPTIONAL: [&str; 8] = [
     "processor_config.json",
     "video_preprocessor_config.json",
 ];
+/// The folder of chat templates such as `tool_use.jinja`.
+const ADDITIONAL_CHAT_TEMPLATES: &str = "additional_chat_templates/";
 /// Files in a message.
 const SHOWN: usize = 8;
 
@@ -48,6 +50,11 @@ impl ModelFiles {
         }
         let names = REQUIRED.iter().chain(&OPTIONAL).filter(|name| has(name));
         let mut small: Vec<String> = names.map(|name| (*name).to_owned()).collect();
+        let is_template = |file: &&String| {
+            let name = file.strip_prefix(ADDITIONAL_CHAT_TEMPLATES);
+            name.is_some_and(|name| name.ends_with(".jinja") && !name.contains('/'))
+        };
+        small.extend(files.iter().filter(is_template).cloned());
         // In the order in which the weights are read.
         let weights = if has(WEIGHTS) {
             Some(vec![WEIGHTS.to_owned()])

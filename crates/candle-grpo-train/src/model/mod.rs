@@ -9,7 +9,7 @@ pub(crate) mod special_tokens;
 mod tokenizer_json;
 
 pub use character_tokenizer::character_tokenizer;
-pub(crate) use chat_template::ANSWER;
+pub(crate) use chat_template::{ANSWER, DEFAULT};
 pub use chat_template::{Chat, ChatTemplate, EncodedChat, RenderedChat};
 pub use generation_defaults::GenerationDefaults;
 pub use pretrained::Pretrained;

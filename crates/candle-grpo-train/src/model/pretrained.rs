@@ -1,5 +1,6 @@
 //! Pretrained models with their tokenizer and chat template.
 
+use std::collections::BTreeMap;
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -16,7 +17,7 @@ use tokenizers::Tokenizer;
 use super::gguf_tokenizer::{gguf_special_tokens, gguf_tokenizer, tokenizer_metadata};
 use super::special_tokens::read_object;
 use super::tokenizer_json::tokenizer_from_json;
-use super::{GenerationDefaults, SpecialToken, SpecialTokens};
+use super::{DEFAULT, GenerationDefaults, SpecialToken, SpecialTokens};
 use crate::owned_files::{ADAPTER_CONFIG, Owned};
 use crate::rollout::{LocalGenerator, PolicyWeights};
 use crate::{ChatTemplate, ComputeDType, Sampler, SamplingConfig};
@@ -27,6 +28,7 @@ const TOKENIZER: &str = "tokenizer.json";
 const TOKENIZER_CONFIG: &str = "tokenizer_config.json";
 const GENERATION_CONFIG: &str = "generation_config.json";
 const CHAT_TEMPLATE: &str = "chat_template.jinja";
+const ADDITIONAL_CHAT_TEMPLATES: &str = "additional_chat_templates";
 const GGUF_CHAT_TEMPLATE: &str = "tokenizer.chat_template";
 const GGUF_LICENSE: &str = "general.license";
 
@@ -134,9 +136,7 @@ impl Pretrained {
             None => gguf_tokenizer(metadata)?,
         };
         let special_tokens = gguf_special_tokens(metadata)?;
-        let chat_template = text(GGUF_CHAT_TEMPLATE)
-            .map(|source| ChatTemplate::new(source).context(GGUF_CHAT_TEMPLATE))
-            .transpose()?;
+        let chat_template = gguf_chat_template(metadata)?;
         Ok(Self {
             parameters: match weights {
                 Some((device, base, dtype)) => file.frozen_parameters(base, dtype, device)?,
@@ -221,15 +221,18 @@ impl Pretrained {
             let (tokenizer, special_tokens) = (&self.tokenizer, &self.special_tokens);
             let mut metadata =
                 tokenizer_metadata(tokenizer, special_tokens, self.model.vocab_size)?;
-            let template = self.chat_template.as_ref().map(|x| x.source().to_owned());
-            for (key, text) in [
-                (GGUF_CHAT_TEMPLATE, template),
-                (GGUF_LICENSE, self.license.clone()),
-            ] {
-                if let Some(text) = text {
-                    metadata.insert(key.to_owned(), GgufValue::String(text));
-                }
+            let mut texts = Vec::new();
+            if let Some(template) = &self.chat_template {
+                texts.push((GGUF_CHAT_TEMPLATE.to_owned(), template.source().to_owned()));
+                let named = template.named();
+                texts.extend(named.map(|(name, source)| {
+                    (format!("{GGUF_CHAT_TEMPLATE}.{name}"), source.to_owned())
+                }));
             }
+            let license = self.license.clone();
+            texts.extend(license.map(|license| (GGUF_LICENSE.to_owned(), license)));
+            let texts = texts.into_iter();
+            metadata.extend(texts.map(|(key, text)| (key, GgufValue::String(text))));
             Ok(Gguf::write(
                 path,
                 &self.model,
@@ -380,9 +383,33 @@ impl Pretrained {
             config[name] = json!(token.text);
         }
         if let Some(template) = &self.chat_template {
-            config["chat_template"] = json!(template.source());
+            let named = |(name, source)| json!({"name": name, "template": source});
+            let mut named: Vec<Value> = template.named().map(named).collect();
+            config["chat_template"] = match named.is_empty() {
+                true => json!(template.source()),
+                false => {
+                    named.insert(0, json!({"name": DEFAULT, "template": template.source()}));
+                    Value::Array(named)
+                }
+            };
         }
         config
+    }
+}
+
+/// The chat templates of a GGUF file, each in a key of its own.
+fn gguf_chat_template(metadata: &BTreeMap<String, GgufValue>) -> Result<Option<ChatTemplate>> {
+    let sources = metadata.iter().filter_map(|(key, value)| {
+        let name = match key.strip_prefix(GGUF_CHAT_TEMPLATE)? {
+            "" => DEFAULT,
+            name => name.strip_prefix('.')?,
+        };
+        Some((name.to_owned(), value.as_str()?.to_owned()))
+    });
+    let sources: BTreeMap<String, String> = sources.collect();
+    match sources.contains_key(DEFAULT) {
+        true => Ok(Some(chat_template(sources, GGUF_CHAT_TEMPLATE)?)),
+        false => Ok(None),
     }
 }
 
@@ -443,26 +470,59 @@ fn missing_hint(path: &Path) -> &'static str {
     }
 }
 
-/// Reads `chat_template.jinja` or `chat_template` of `tokenizer_config.json`.
+/// Reads the chat templates of a folder as transformers does: `chat_template.jinja` and
+/// `additional_chat_templates/NAME.jinja`, or else `chat_template` of `tokenizer_config.json`.
 ///
-/// The latter is one template, or several by name, of which `default` is for chats.
+/// The latter is one template, or several by name, of which `default` is for chats without tools.
 pub(crate) fn read_chat_template(folder: &Path) -> Result<Option<ChatTemplate>> {
+    let mut files = BTreeMap::new();
     let file = folder.join(CHAT_TEMPLATE);
     if file.exists() {
         let source = fs::read_to_string(file).context(CHAT_TEMPLATE)?;
-        return Ok(Some(ChatTemplate::new(&source).context(CHAT_TEMPLATE)?));
+        files.insert(DEFAULT.to_owned(), source);
+    }
+    let additional = folder.join(ADDITIONAL_CHAT_TEMPLATES);
+    if additional.is_dir() {
+        for entry in fs::read_dir(&additional).context(ADDITIONAL_CHAT_TEMPLATES)? {
+            let name = entry.context(ADDITIONAL_CHAT_TEMPLATES)?.file_name();
+            let name = name.to_string_lossy();
+            if let Some(stem) = name.strip_suffix(".jinja") {
+                let file = format!("{ADDITIONAL_CHAT_TEMPLATES}/{name}");
+                let source = fs::read_to_string(folder.join(&file)).context(file)?;
+                files.insert(stem.to_owned(), source);
+            }
+        }
+    }
+    if !files.is_empty() {
+        return Ok(Some(chat_template(files, CHAT_TEMPLATE)?));
     }
     let config = read_object(folder, TOKENIZER_CONFIG)?;
-    let source = match config.get("chat_template") {
+    let text = |template: &Value| template.as_str().map(str::to_owned);
+    let sources = match config.get("chat_template") {
         None | Some(Value::Null) => return Ok(None),
         Some(Value::Array(templates)) => templates
             .iter()
-            .find(|template| template["name"] == "default")
-            .and_then(|template| template["template"].as_str()),
-        Some(template) => template.as_str(),
+            .map(|template| Some((text(&template["name"])?, text(&template["template"])?)))
+            .collect(),
+        Some(template) => text(template).map(|text| BTreeMap::from([(DEFAULT.to_owned(), text)])),
     };
-    let source = source.with_context(|| {
-        format!("{TOKENIZER_CONFIG}: chat_template: must be a text, or a list with one named \"default\"")
+    let sources = sources.with_context(|| {
+        format!("{TOKENIZER_CONFIG}: chat_template: must be a text, or a list of \"name\" and \"template\"")
     })?;
-    Ok(Some(ChatTemplate::new(source).context(TOKENIZER_CONFIG)?))
+    Ok(Some(chat_template(sources, TOKENIZER_CONFIG)?))
+}
+
+/// Compiles the templates of `file` by name.
+fn chat_template(mut sources: BTreeMap<String, String>, file: &str) -> Result<ChatTemplate> {
+    let default = sources.remove(DEFAULT).with_context(|| {
+        let names: Vec<&String> = sources.keys().collect();
+        format!("{file}: chat templates {names:?}, must have one named {DEFAULT:?}")
+    })?;
+    let template = ChatTemplate::new(&default).with_context(|| file.to_owned())?;
+    sources
+        .iter()
+        .try_fold(template, |template, (name, source)| {
+            let added = template.with_named(name, source);
+            added.with_context(|| format!("{file}: {name}"))
+        })
 }

@@ -12,7 +12,7 @@ use sha2::{Digest, Sha256};
 use super::checksums::{hex, sha256_of_file, sha256_of_parameters};
 use crate::canonical_json::canonical_json;
 use crate::hub::HubName;
-use crate::{Pretrained, Prompt};
+use crate::{ChatTemplate, Pretrained, Prompt};
 
 /// The SHA-256 digests of everything that a run reads: its model, its prompts, and the programs,
 /// scripts and models of its rewards.
@@ -27,6 +27,9 @@ pub struct RunInputs {
     /// Tokenizer and stop tokens.
     tokenizer: String,
     chat_template: Option<String>,
+    /// The time that the chat template prints, which is that of the first start of the run.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    clock: Option<String>,
     train: PromptDigests,
     held_out: PromptDigests,
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -107,7 +110,8 @@ impl RunInputs {
             parameters: Some(parameters),
             weights: hex(&weights.finalize()),
             tokenizer: hex(&tokens.finalize()),
-            chat_template: template.map(|template| hex(&Sha256::digest(template.source()))),
+            chat_template: template.map(template_digest),
+            clock: template.and_then(ChatTemplate::clock),
             train: PromptDigests::new(train),
             held_out: PromptDigests::new(held_out),
             demonstrations: None,
@@ -134,6 +138,12 @@ impl RunInputs {
     /// Returns the commits of the repositories of the hub.
     pub fn hub_commits(&self) -> &BTreeMap<String, String> {
         &self.hub
+    }
+
+    /// Returns the time that the chat template of the run prints, if it is fixed:
+    /// [`ChatTemplate::with_clock_at`].
+    pub fn clock(&self) -> Option<&str> {
+        self.clock.as_deref()
     }
 
     /// Returns whether the rows for training and evaluation are the same as those of `other`.
@@ -237,6 +247,16 @@ impl PromptDigests {
             },
         )
     }
+}
+
+fn template_digest(template: &ChatTemplate) -> String {
+    let mut digest = Sha256::new();
+    digest.update(template.source());
+    for (name, source) in template.named() {
+        digest.update(name);
+        digest.update(source);
+    }
+    hex(&digest.finalize())
 }
 
 /// Returns the SHA-256 of the columns of a prompt's row, or of its text if it has none.

@@ -56,7 +56,7 @@ impl Answered<'_> {
         if is_last_only {
             answers.drain(..answers.len() - 1);
         }
-        if self.template.has_generation_blocks() {
+        if self.template.has_generation_blocks(&self.chat(&[])) {
             if is_last_only {
                 let earlier = rendered.assistant.len().saturating_sub(1);
                 rendered.assistant.drain(..earlier);

@@ -514,3 +514,52 @@ fn weights_that_do_not_fit_are_named_with_their_folder() {
     let nowhere = refusal(Pretrained::load("nowhere".as_ref(), &Device::Cpu));
     assert!(nowhere.starts_with("loading nowhere: "), "{nowhere}");
 }
+
+fn rendered(model: &Pretrained) -> [String; 2] {
+    let template = model.chat_template.as_ref().unwrap();
+    let chat = Chat::new(json!([{"content": "he"}]));
+    let with_tools = chat.clone().tools(json!([{"name": "f"}]));
+    [&chat, &with_tools].map(|chat| template.render(chat).unwrap())
+}
+
+/// transformers takes `tool_use` for tools, and files in place of `tokenizer_config.json`.
+#[test]
+fn the_template_for_tools_is_read_and_kept() -> Result<()> {
+    let folder = Folder::new();
+    let model = folder.saved();
+    let path = model.join("tokenizer_config.json");
+    let mut config: serde_json::Value = serde_json::from_slice(&fs::read(&path)?)?;
+    config["chat_template"] = json!([
+        {"name": "tool_use", "template": "T{{ messages[0].content }}"},
+        {"name": "default", "template": "D{{ messages[0].content }}"},
+        {"name": "rag", "template": "R"},
+    ]);
+    fs::write(&path, config.to_string())?;
+    let first = Pretrained::load(&model, &Device::Cpu)?;
+    assert_eq!(rendered(&first), ["Dhe", "The"]);
+    let copies = [
+        folder.folder.path().join("copy"),
+        folder.folder.path().join("copy.gguf"),
+    ];
+    first.save(&copies[0])?;
+    first.save_gguf(&copies[1], GgufDType::F32)?;
+    for copy in &copies {
+        let copy = Pretrained::load(copy, &Device::Cpu)?;
+        assert_eq!(rendered(&copy), ["Dhe", "The"]);
+        let named = copy.chat_template.unwrap();
+        let names: Vec<&str> = named.named().map(|(name, _)| name).collect();
+        assert_eq!(names, ["rag", "tool_use"]);
+    }
+    fs::create_dir(model.join("additional_chat_templates"))?;
+    let file = "additional_chat_templates/tool_use.jinja";
+    fs::write(model.join(file), "F{{ messages[0].content }}\r\n")?;
+    let words = "chat templates [\"tool_use\"], must have one named \"default\"";
+    assert!(folder.refused().contains(words), "{}", folder.refused());
+    fs::write(
+        model.join("chat_template.jinja"),
+        "J{{ messages[0].content }}",
+    )?;
+    let second = Pretrained::load(&model, &Device::Cpu)?;
+    assert_eq!(rendered(&second), ["Jhe", "Fhe"]);
+    Ok(())
+}

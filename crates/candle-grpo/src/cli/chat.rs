@@ -58,7 +58,7 @@ pub(super) fn chat(arguments: &ChatArguments) -> Result<(), Exit> {
     let console = Console::new(arguments.quiet);
     let mut model = load::model(&ModelConfig {
         path: load::model_file(&arguments.model, &console)?,
-        chat_template: None,
+        ..ModelConfig::default()
     })?;
     // A conversation has one length for all its turns.
     model.model = model.model.for_rows_of(0);

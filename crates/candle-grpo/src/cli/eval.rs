@@ -4,7 +4,8 @@ use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use candle_grpo::run::{engine, evaluate_policy, prompts};
+use candle_grpo::nn::RopeScaling;
+use candle_grpo::run::{RunPrompts, clock_of_run, engine, evaluate_policy, prompts};
 use candle_grpo::train::hub::HubContent;
 use candle_grpo::train::run::Evaluation;
 use candle_grpo::train::{Interrupted, RewardFunction, RunDir};
@@ -80,6 +81,9 @@ fn eval(
         inputs.extend([file.to_path_buf(), run.run_dir.clone()]);
         output::check(out, force, &inputs, is_answer)?;
     }
+    // Prompts are those of the run.
+    let clock = clock_of_run(&run.run_dir).map_err(|error| Exit::Run(format!("{error:#}")))?;
+    run.model.clock = clock;
     load::set_threads(&run)?;
     let dataset = run.load_data().map_err(Exit::from_data)?;
     if dataset.held_out.is_empty() {
@@ -95,6 +99,11 @@ fn eval(
         prompts(&run, &dataset, &dataset.held_out, &pretrained).map_err(Exit::from_data)?;
     run.check_evaluation(&pretrained.model, &held_out)
         .map_err(|error| Exit::Config(error.to_string()))?;
+    if matches!(pretrained.model.rope_scaling, RopeScaling::LongRope { .. }) {
+        // The frequencies are those of the run, which also has the rows to train on.
+        let all = RunPrompts::new(&run, &dataset, &pretrained).map_err(Exit::from_data)?;
+        pretrained.model = pretrained.model.for_rows_of(all.longest_row(&run));
+    }
     let mut reward = load::rewards(&run)?;
     let config = &run.evaluation;
     let progress = Arc::new(console.clone());

@@ -172,7 +172,7 @@ pub(super) fn set_variables(
         ));
     };
     for name in variables.keys() {
-        if Chat::RESERVED.contains(&name.as_str()) || !template.source().contains(name.as_str()) {
+        if Chat::RESERVED.contains(&name.as_str()) || !template.has_variable(name) {
             let message = "given, but the chat template has no such variable";
             return Err(wrong(format!("{name}: {message}")));
         }

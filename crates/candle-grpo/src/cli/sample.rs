@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 
 use anyhow::Context;
 use candle_grpo::config::{ModelConfig, RunConfig};
-use candle_grpo::run::prompts;
+use candle_grpo::run::{clock_of_run, prompts};
 use candle_grpo::train::data::Row;
 use candle_grpo::train::find_invalid;
 use candle_grpo::train::model::Chat;
@@ -199,9 +199,16 @@ pub(super) fn sample(arguments: SampleArguments) -> Result<(), Exit> {
     distribution.apply(sampling.clone(), several)?;
     let console = Console::new(arguments.quiet);
     console.stop_when_asked();
+    // The prompt of a row is that of the run.
+    let clock = match run {
+        Some(_) => clock_of_run(&arguments.model),
+        None => Ok(None),
+    };
+    let clock = clock.map_err(|error| Exit::Run(format!("{error:#}")))?;
     let mut pretrained = load::model(&ModelConfig {
         path: load::model_file(&arguments.model, &console)?,
-        chat_template: None,
+        clock,
+        ..ModelConfig::default()
     })?;
     let sampling = distribution.of_model(&pretrained, sampling, several)?;
     if let Some(run) = &mut run {

@@ -301,7 +301,7 @@ fn answer(
 ) -> Result<Results, Exit> {
     let mut pretrained = load::model(&ModelConfig {
         path: load::model_file(path, console)?,
-        chat_template: None,
+        ..ModelConfig::default()
     })?;
     if let Some(variables) = &arguments.chat_template_kwargs {
         load::set_variables(&mut pretrained, variables)?;

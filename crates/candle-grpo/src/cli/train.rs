@@ -6,11 +6,11 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use candle_grpo::config::{Configuration, RunConfig};
-use candle_grpo::run::{Progress, RunSession, Session, Start, recorded_commits};
+use candle_grpo::run::{Progress, RunSession, Session, Start, recorded_inputs};
 use candle_grpo::train::hub::HubContent;
 use candle_grpo::train::learn::Ranks;
 use candle_grpo::train::run::StepRecord;
-use candle_grpo::train::{RunDir, StepMetrics};
+use candle_grpo::train::{ChatTemplate, RunDir, StepMetrics};
 
 use super::console::Console;
 use super::exit::Exit;
@@ -109,8 +109,9 @@ pub(super) fn advance<S: RunSession<Metrics: StepRecord>>(
     Ok(())
 }
 
-/// Locates the files of the hub, for a resumed run those of the commits that it began with. Rank 0
-/// downloads them before the others, which find them in the cache of a machine that they share.
+/// Locates the files of the hub and sets the time that chat templates print, for a resumed run the
+/// commits and the time that it began with. Rank 0 downloads files before the others, which find
+/// them in the cache of a machine that they share.
 pub(super) fn files(
     config: &mut impl Configuration,
     start: Start,
@@ -131,18 +132,28 @@ fn locate(
     ranks: &Ranks,
 ) -> Result<(), Exit> {
     let failed = |error: anyhow::Error| Exit::Run(format!("{error:#}"));
-    let commits = match (ranks.is_first(), start) {
+    let begun = match (ranks.is_first(), start) {
         (false, _) => None,
-        (true, Start::New | Start::Replace) => Some(BTreeMap::new()),
+        (true, Start::New | Start::Replace) => Some(None),
         (true, Start::Resume | Start::ResumeChanged) => {
-            Some(recorded_commits(config.run_dir()).map_err(failed)?)
+            Some(recorded_inputs(config.run_dir()).map_err(failed)?)
         }
     };
-    if let Some(commits) = &commits {
-        load::files(config, HubContent::Model, commits, console)?;
+    let mut shared = None;
+    if let Some(begun) = &begun {
+        let commits = begun.as_ref().map(|inputs| inputs.hub_commits().clone());
+        load::files(
+            config,
+            HubContent::Model,
+            &commits.unwrap_or_default(),
+            console,
+        )?;
+        let clock = begun.as_ref().and_then(|inputs| inputs.clock());
+        let clock = clock.map_or_else(ChatTemplate::local_time, str::to_owned);
+        shared = Some((config.hub_commits().clone(), clock));
     }
-    let commits = commits.map(|_| config.hub_commits().clone());
-    let commits = ranks.from_first(commits).map_err(failed)?;
+    let (commits, clock) = ranks.from_first(shared).map_err(failed)?;
+    config.model_mut().clock = Some(clock);
     match ranks.is_first() {
         true => Ok(()),
         false => load::files(config, HubContent::Model, &commits, console),

@@ -172,6 +172,9 @@ pub trait Configuration {
     /// Returns the model to train.
     fn model(&self) -> &ModelConfig;
 
+    /// Returns the model to train, to change it.
+    fn model_mut(&mut self) -> &mut ModelConfig;
+
     /// Returns the form of the linear maps of the model in memory, and the dtype of its other
     /// weights.
     fn stored_form(&self) -> (BaseWeights, ComputeDType);
@@ -242,6 +245,10 @@ impl Configuration for RunConfig {
 
     fn model(&self) -> &ModelConfig {
         &self.model
+    }
+
+    fn model_mut(&mut self) -> &mut ModelConfig {
+        &mut self.model
     }
 
     fn stored_form(&self) -> (BaseWeights, ComputeDType) {

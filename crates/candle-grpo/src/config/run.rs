@@ -878,7 +878,7 @@ pub(super) fn chat_template(
         };
     };
     for name in variables.keys() {
-        if !template.source().contains(name.as_str()) {
+        if !template.has_variable(name) {
             let message = "given, but the chat template has no such variable";
             return Err(document.error(&format!("{key}.{name}"), message));
         }

@@ -19,6 +19,10 @@ pub struct ModelConfig {
     pub path: PathBuf,
     /// A file with the chat template. Absent: the template of the model.
     pub chat_template: Option<PathBuf>,
+    /// The local time that the chat template prints, such as `2025-03-05T14:07:09`; absent: that
+    /// of the rendering. It is no key: a run that resumes has the time of its first start.
+    #[serde(skip)]
+    pub clock: Option<String>,
 }
 
 /// Reads `model: PATH` or a mapping.
@@ -36,7 +40,7 @@ impl<'de> Deserialize<'de> for ModelConfig {
             fn visit_str<E>(self, path: &str) -> Result<ModelConfig, E> {
                 Ok(ModelConfig {
                     path: path.into(),
-                    chat_template: None,
+                    ..ModelConfig::default()
                 })
             }
 
@@ -52,6 +56,7 @@ impl<'de> Deserialize<'de> for ModelConfig {
                 Ok(ModelConfig {
                     path: keys.path,
                     chat_template: keys.chat_template,
+                    clock: None,
                 })
             }
         }

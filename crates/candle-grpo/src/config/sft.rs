@@ -358,6 +358,10 @@ impl Configuration for SftRunConfig {
         &self.model
     }
 
+    fn model_mut(&mut self) -> &mut ModelConfig {
+        &mut self.model
+    }
+
     fn stored_form(&self) -> (BaseWeights, ComputeDType) {
         self.sft.stored_form()
     }

@@ -16,10 +16,12 @@ pub use engine::engine;
 pub use evaluation::evaluate_policy;
 pub use folder::Start;
 pub use hub::{locate, locate_files};
-pub use model::{device, load_model, load_model_without_weights, load_policy, model_path};
+pub use model::{
+    clock_of_run, device, load_model, load_model_without_weights, load_policy, model_path,
+};
 pub(crate) use prompts::all_prompts;
 pub use prompts::{RunPrompts, prompts};
-pub use resume::recorded_commits;
+pub use resume::recorded_inputs;
 pub use run_session::{Progress, RunSession};
 pub use session::Session;
 pub use sft::SftSession;

@@ -11,6 +11,7 @@ use candle_grpo_train::{
     ChatTemplate, ComputeDType, Pretrained, RunDir, cuda_device, cuda_device_count,
 };
 
+use super::resume::recorded_inputs;
 use crate::config::{Configuration, ModelConfig};
 
 /// Returns the device of this process: the CPU in a build without CUDA; otherwise the CUDA device
@@ -95,7 +96,21 @@ fn with_template(mut pretrained: Pretrained, config: &ModelConfig) -> Result<Pre
         let template = read().with_context(|| format!("chat template {}", file.display()))?;
         pretrained.chat_template = Some(template);
     }
+    if let (Some(template), Some(clock)) = (&pretrained.chat_template, &config.clock) {
+        pretrained.chat_template = Some(template.clone().with_clock_at(clock)?);
+    }
     Ok(pretrained)
+}
+
+/// Returns the time that the chat template of the run in a folder prints; `None` if there is no run
+/// or its time is not fixed.
+///
+/// # Errors
+///
+/// As [`recorded_inputs`].
+pub fn clock_of_run(run_dir: &Path) -> Result<Option<String>> {
+    let inputs = recorded_inputs(run_dir)?;
+    Ok(inputs.and_then(|inputs| inputs.clock().map(str::to_owned)))
 }
 
 /// Returns the path of a model: that of the best checkpoint if `path` is the folder of a run,

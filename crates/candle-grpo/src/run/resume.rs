@@ -1,6 +1,6 @@
 //! The folder of a run: begun, replaced or resumed.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result, bail, ensure};
@@ -259,14 +259,14 @@ fn ensure_same_kind(path: &Path, settings: &Value) -> Result<()> {
     Ok(())
 }
 
-/// Returns the commits of the hub that the run in `run_dir` began with; none if there is no run.
+/// Returns the inputs that the run in `run_dir` began with, such as the commits of the hub and the
+/// time that its chat template prints; `None` if there is no run.
 ///
 /// # Errors
 ///
 /// Returns an error if the file of the run that has them is damaged.
-pub fn recorded_commits(run_dir: &Path) -> Result<BTreeMap<String, String>> {
-    let inputs = read_inputs(&run_dir.join(INPUTS))?;
-    Ok(inputs.map_or_else(BTreeMap::new, |inputs| inputs.hub_commits().clone()))
+pub fn recorded_inputs(run_dir: &Path) -> Result<Option<RunInputs>> {
+    read_inputs(&run_dir.join(INPUTS))
 }
 
 /// Reads the digests of a run; `None` if it has none.

@@ -20,6 +20,9 @@ pub struct Chat {
     messages: Value,
     #[serde(default)]
     tools: Option<Value>,
+    /// True if the template for tools renders the chat, also without a list of tools.
+    #[serde(skip)]
+    is_of_tools: bool,
     #[serde(default)]
     documents: Option<Value>,
     #[serde(default)]
@@ -34,6 +37,7 @@ impl Chat {
         Self {
             messages: Value::from_serialize(messages),
             tools: None,
+            is_of_tools: false,
             documents: None,
             add_generation_prompt: false,
             variables: BTreeMap::new(),
@@ -50,6 +54,18 @@ impl Chat {
     pub fn tools(mut self, tools: impl Serialize) -> Self {
         self.tools = Some(Value::from_serialize(tools));
         self
+    }
+
+    /// Sets whether the template for tools renders the chat, if the model has one.
+    pub(crate) fn of_tools(self, is_of_tools: bool) -> Self {
+        Self {
+            is_of_tools,
+            ..self
+        }
+    }
+
+    pub(super) fn has_tools(&self) -> bool {
+        self.is_of_tools || self.tools.as_ref().is_some_and(|tools| !tools.is_none())
     }
 
     /// Sets a list of documents with `title` and `text`.

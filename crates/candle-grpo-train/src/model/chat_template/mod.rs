@@ -3,6 +3,7 @@
 mod chat;
 mod generation;
 mod python;
+mod strings;
 
 use std::collections::BTreeMap;
 use std::io;
@@ -13,7 +14,6 @@ use jiff::Zoned;
 use jiff::civil::DateTime;
 use jiff::fmt::strtime;
 use minijinja::{Environment, Error, ErrorKind, Value};
-use minijinja_contrib::pycompat::unknown_method_callback;
 use serde::Serialize;
 use tokenizers::Tokenizer;
 
@@ -28,7 +28,11 @@ const FUEL: u64 = 1_000_000;
 /// MiB.
 const MAX_TEXT: usize = 16 << 20;
 
-const NAME: &str = "chat_template";
+/// The name of the template for chats without another one.
+pub(crate) const DEFAULT: &str = "default";
+
+/// The name of the template for chats with tools, if a model has one.
+const TOOL_USE: &str = "tool_use";
 
 /// A content that stands for an answer where a template is rendered. No template changes it.
 pub(crate) const ANSWER: &str = "AnswerOfTheAssistant7316";
@@ -40,12 +44,13 @@ pub(crate) const ANSWER: &str = "AnswerOfTheAssistant7316";
 /// - `messages`, `tools`, `documents`, `add_generation_prompt`, the special tokens (`bos_token`,
 ///   `eos_token`, ...) and the variables of the [`Chat`],
 /// - `raise_exception`, `strftime_now`, and `tojson`, which writes like Python's `json.dumps`,
-/// - Python's methods of strings and dicts,
+/// - Python's methods of strings and dicts, whose positions count characters,
 /// - `{% break %}`, `{% continue %}`, and `{% generation %}` ... `{% endgeneration %}` around the
 ///   text of the assistant.
 ///
-/// Values print as in Python. One difference is known: a loop over `none` is empty, where Python
-/// raises an error.
+/// Values print as in Python. These differences are known: a loop over `none` is empty, where
+/// Python raises an error; texts have no operator `%`, for which there is the filter `format`; and
+/// `~` writes lists, booleans and large numbers in another way.
 ///
 /// A template is a program. Endless loops and more than 16 MiB of output are errors. A malicious
 /// template can still exhaust memory or the stack, so load only models that you trust.
@@ -67,12 +72,20 @@ pub(crate) const ANSWER: &str = "AnswerOfTheAssistant7316";
 /// ```
 #[derive(Debug, Clone)]
 pub struct ChatTemplate {
-    source: String,
+    /// The templates by name, [`DEFAULT`] among them.
+    templates: BTreeMap<String, Source>,
     environment: Environment<'static>,
-    /// The markers of generation blocks; `None` without such blocks.
-    marks: Option<Marks>,
+    /// The time of `strftime_now`; `None` for that of the rendering.
+    clock: Option<DateTime>,
     special_tokens: Vec<(&'static str, String)>,
     variables: BTreeMap<String, Value>,
+}
+
+#[derive(Debug, Clone)]
+struct Source {
+    text: String,
+    /// The markers of generation blocks; `None` without such blocks.
+    marks: Option<Marks>,
 }
 
 /// The text of a rendered chat.
@@ -95,7 +108,7 @@ pub struct EncodedChat {
 }
 
 impl ChatTemplate {
-    /// Compiles a template.
+    /// Compiles a template. As in Jinja, all ends of lines in it are `\n`.
     ///
     /// # Errors
     ///
@@ -109,10 +122,18 @@ impl ChatTemplate {
             out.write_str(&python::str(value)?)?;
             Ok(())
         });
-        environment.set_unknown_method_callback(unknown_method_callback);
+        environment.set_unknown_method_callback(strings::method);
         environment.add_filter("tojson", python::tojson);
         environment.add_filter("string", python::str);
         environment.add_filter("trim", python::trim);
+        environment.add_filter("capitalize", strings::capitalize_filter);
+        environment.add_filter("center", strings::center);
+        environment.add_filter("replace", strings::replace);
+        environment.add_filter("round", strings::round);
+        environment.add_filter("striptags", strings::strip_tags);
+        environment.add_filter("title", strings::title_filter);
+        environment.add_filter("urlencode", strings::url_encode);
+        environment.add_filter("wordcount", strings::word_count);
         environment.add_test("sequence", python::is_sequence);
         environment.add_test("iterable", python::is_iterable);
         environment.add_function("raise_exception", |message: String| {
@@ -121,19 +142,35 @@ impl ChatTemplate {
         environment.add_function("strftime_now", |format: &str| {
             strftime(Zoned::now().datetime(), format)
         });
-        let marks = Marks::absent_from(source)?;
-        let plain = marks.replace_tags(source)?;
-        let marks = (plain != source).then_some(marks);
-        environment
-            .add_template_owned(NAME, plain)
-            .map_err(readable)?;
-        Ok(Self {
-            source: source.to_owned(),
+        let template = Self {
+            templates: BTreeMap::new(),
             environment,
-            marks,
+            clock: None,
             special_tokens: Vec::new(),
             variables: BTreeMap::new(),
-        })
+        };
+        template.with_named(DEFAULT, source)
+    }
+
+    /// Adds a template by its name. `tool_use` is for chats with tools. Others are not compiled,
+    /// and only kept in [`Self::named`].
+    ///
+    /// # Errors
+    ///
+    /// As in [`Self::new`].
+    pub fn with_named(mut self, name: &str, source: &str) -> Result<Self> {
+        let text = source.replace("\r\n", "\n").replace('\r', "\n");
+        let marks = Marks::absent_from(&text)?;
+        let plain = marks.replace_tags(&text)?;
+        let marks = (plain != text).then_some(marks);
+        if [DEFAULT, TOOL_USE].contains(&name) {
+            self.environment
+                .add_template_owned(name.to_owned(), plain)
+                .map_err(readable)?;
+        }
+        self.templates
+            .insert(name.to_owned(), Source { text, marks });
+        Ok(self)
     }
 
     /// Sets `bos_token`, `eos_token`, `unk_token` and `pad_token` to the texts of these tokens.
@@ -166,12 +203,46 @@ impl ChatTemplate {
             .with_context(|| format!("now: {now:?}, must be as in 2025-03-05T14:07:09"))?;
         self.environment
             .add_function("strftime_now", move |format: &str| strftime(now, format));
+        self.clock = Some(now);
         Ok(self)
     }
 
-    /// Returns the Jinja source.
+    /// Returns the time of [`Self::with_clock_at`], if it is fixed.
+    pub fn clock(&self) -> Option<String> {
+        self.clock.map(|clock| clock.to_string())
+    }
+
+    /// Returns the local time, for [`Self::with_clock_at`].
+    pub fn local_time() -> String {
+        Zoned::now().datetime().to_string()
+    }
+
+    /// Returns the Jinja source of the template for chats without tools.
     pub fn source(&self) -> &str {
-        &self.source
+        self.templates
+            .get(DEFAULT)
+            .map_or("", |source| &source.text)
+    }
+
+    /// Returns the names and sources of the other templates.
+    pub fn named(&self) -> impl Iterator<Item = (&str, &str)> {
+        let named = self.templates.iter().filter(|(name, _)| *name != DEFAULT);
+        named.map(|(name, source)| (name.as_str(), source.text.as_str()))
+    }
+
+    /// Returns whether one of the templates contains the name of a variable.
+    pub fn has_variable(&self, name: &str) -> bool {
+        let mut templates = self.templates.values();
+        templates.any(|source| source.text.contains(name))
+    }
+
+    /// The template of `chat` and its name.
+    fn template_of(&self, chat: &Chat) -> Option<(&String, &Source)> {
+        let named = match chat.has_tools() {
+            true => self.templates.get_key_value(TOOL_USE),
+            false => None,
+        };
+        named.or_else(|| self.templates.get_key_value(DEFAULT))
     }
 
     /// Renders `chat` to text.
@@ -201,13 +272,14 @@ impl ChatTemplate {
     /// Renders `chat` to text, with the ranges that the assistant wrote.
     pub fn render_with_assistant(&self, chat: &Chat) -> Result<RenderedChat> {
         let context = chat.context(&self.special_tokens, &self.variables);
-        let template = self.environment.get_template(NAME).map_err(readable)?;
+        let (name, source) = self.template_of(chat).context("chat template: absent")?;
+        let template = self.environment.get_template(name).map_err(readable)?;
         let mut text = Bounded(Vec::new());
         template
             .render_captured_to(context, &mut text)
             .map_err(readable)?;
         let text = String::from_utf8(text.0)?;
-        match &self.marks {
+        match &source.marks {
             Some(marks) => marks.take_out(&text),
             None => Ok(RenderedChat {
                 text,
@@ -221,9 +293,11 @@ impl ChatTemplate {
         self.render_with_assistant(chat)?.encode(tokenizer)
     }
 
-    /// Returns whether the template marks the text of the assistant with `{% generation %}`.
-    pub fn has_generation_blocks(&self) -> bool {
-        self.marks.is_some()
+    /// Returns whether the template of `chat` marks the text of the assistant with
+    /// `{% generation %}`.
+    pub fn has_generation_blocks(&self, chat: &Chat) -> bool {
+        let source = self.template_of(chat);
+        source.is_some_and(|(_, source)| source.marks.is_some())
     }
 }
 

@@ -6,6 +6,7 @@ use minijinja::value::{Kwargs, ValueKind};
 use minijinja::{Error, ErrorKind, Value};
 
 use super::MAX_TEXT;
+use super::strings::is_space;
 
 /// Maximum nesting of printed lists.
 const MAX_DEPTH: usize = 200;
@@ -44,7 +45,7 @@ pub(super) fn trim(value: &Value, characters: Option<&str>) -> Result<String, Er
     let text = str(value)?;
     Ok(match characters {
         Some(characters) => text.trim_matches(|c| characters.contains(c)).to_owned(),
-        None => text.trim().to_owned(),
+        None => text.trim_matches(is_space).to_owned(),
     })
 }
 
