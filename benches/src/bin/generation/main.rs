@@ -64,6 +64,7 @@ fn generate(
             text: String::new(),
             messages: Vec::new(),
             tools: None,
+            variables: serde_json::Map::new(),
             tokens: (0..prompt_tokens)
                 .map(|i| ((index * 7919 + i * 104_729) % model.vocab_size) as u32)
                 .collect(),

@@ -1,5 +1,6 @@
 //! Prompts: data sets, templates and the order of their rows.
 
+pub mod chat_columns;
 mod csv_rows;
 pub(crate) mod dataset;
 pub(crate) mod json_lines;
@@ -20,6 +21,7 @@ pub use dataset::{Dataset, DatasetConfig};
 pub use json_lines::{read_json, read_json_lines};
 pub use mixed_order::MixedOrder;
 pub use prompt::Prompt;
+pub(crate) use prompt::plain_tokens;
 pub use question::Question;
 pub use rows::{Row, read_first_rows, read_rows};
 pub use shuffle::ShuffledOrder;

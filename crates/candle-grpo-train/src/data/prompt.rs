@@ -1,8 +1,11 @@
 //! Prompts as tokens.
 
 use anyhow::{Result, anyhow, ensure};
-use serde_json::Value;
+use serde::Serialize;
+use serde_json::{Map, Value};
 use tokenizers::Tokenizer;
+
+use crate::model::Chat;
 
 /// A prompt and the row of the data set that it comes from.
 #[derive(Debug, Clone, PartialEq)]
@@ -19,21 +22,41 @@ pub struct Prompt {
     pub messages: Vec<Value>,
     /// The schemas of the tools that the text renders, for a chat template.
     pub tools: Option<Value>,
+    /// The variables of the chat template that the text renders, in addition to those of the run.
+    pub variables: Map<String, Value>,
     /// All columns of the row, for the reward function (the right answer, for example).
     pub columns: Value,
 }
 
 impl Prompt {
-    /// Encodes `text` with `tokenizer`, without adding special tokens.
+    /// Encodes `text` with `tokenizer`, without adding special tokens: a rendered chat has them.
     ///
     /// # Errors
     ///
     /// If the text has no tokens or the tokenizer cannot encode it.
     pub fn new(index: u64, text: &str, columns: Value, tokenizer: &Tokenizer) -> Result<Self> {
-        let encoding = tokenizer.encode(text, false).map_err(|_| {
-            anyhow!("prompt {index}: {text:?}, the tokenizer has no token for a part of it")
-        })?;
+        let encoding = tokenizer.encode(text, false);
+        let encoding = encoding.map_err(|_| anyhow!("prompt {index}: {}", no_token(text)))?;
         let tokens = encoding.get_ids().to_vec();
+        Self::of_tokens(index, text, columns, tokens)
+    }
+
+    /// Encodes a plain text, after the special tokens that the tokenizer puts before a text, such
+    /// as BOS. As in transformers, it adds them also to a text that has them already.
+    ///
+    /// Special tokens that the tokenizer puts after a text, such as EOS, are left out: a completion
+    /// follows.
+    ///
+    /// # Errors
+    ///
+    /// As in [`Self::new`].
+    pub fn plain(index: u64, text: &str, columns: Value, tokenizer: &Tokenizer) -> Result<Self> {
+        let tokens = plain_tokens(text, tokenizer);
+        let tokens = tokens.map_err(|error| anyhow!("prompt {index}: {error}"))?;
+        Self::of_tokens(index, text, columns, tokens)
+    }
+
+    fn of_tokens(index: u64, text: &str, columns: Value, tokens: Vec<u32>) -> Result<Self> {
         ensure!(
             !tokens.is_empty(),
             "prompt {index}: {text:?} has no tokens, it must have at least one"
@@ -44,6 +67,7 @@ impl Prompt {
             tokens,
             messages: Vec::new(),
             tools: None,
+            variables: Map::new(),
             columns,
         })
     }
@@ -57,4 +81,34 @@ impl Prompt {
     pub fn with_tools(self, tools: Option<Value>) -> Self {
         Self { tools, ..self }
     }
+
+    /// Sets [`Self::variables`].
+    pub fn with_variables(self, variables: Map<String, Value>) -> Self {
+        Self { variables, ..self }
+    }
+
+    /// `messages` with the variables of the prompt, before the beginning of an answer.
+    pub(crate) fn chat(&self, messages: impl Serialize) -> Chat {
+        let chat = Chat::new(messages).generation_prompt();
+        let variables = self.variables.iter();
+        variables.fold(chat, |chat, (name, value)| chat.variable(name, value))
+    }
+}
+
+/// Returns the tokens of a plain text, after those that the tokenizer puts before a text.
+///
+/// # Errors
+///
+/// If the text has no tokens or the tokenizer cannot encode it.
+pub(crate) fn plain_tokens(text: &str, tokenizer: &Tokenizer) -> Result<Vec<u32>> {
+    let encoding = tokenizer.encode(text, true);
+    let encoding = encoding.map_err(|_| anyhow!(no_token(text)))?;
+    let added = encoding.get_special_tokens_mask();
+    let end = added.iter().rposition(|&added| added == 0);
+    let end = end.ok_or_else(|| anyhow!("{text:?} has no tokens, it must have at least one"))?;
+    Ok(encoding.get_ids()[..=end].to_vec())
+}
+
+fn no_token(text: &str) -> String {
+    format!("{text:?}, the tokenizer has no token for a part of it")
 }

@@ -90,6 +90,14 @@ impl EnvironmentConfig {
         config.schemas(columns).map(|schemas| Some(schemas.into()))
     }
 
+    /// Returns the column that names the tools of a row, if there is one.
+    pub fn tools_column(&self) -> Option<&str> {
+        match &self.kind {
+            EnvironmentKind::Tools(config) => config.column.as_deref(),
+            EnvironmentKind::Program(_) => None,
+        }
+    }
+
     /// Starts the programs, for a model. `stop_token_ids` are those of the sampler.
     ///
     /// # Errors

@@ -62,7 +62,7 @@ impl Conversation {
                 );
                 let messages = self.contents(messages)?;
                 let messages: Vec<&Value> = prompt.messages.iter().chain(&messages).collect();
-                let chat = Chat::new(messages).generation_prompt();
+                let chat = prompt.chat(messages);
                 let chat = match &prompt.tools {
                     Some(tools) => chat.tools(tools),
                     None => chat,
@@ -74,7 +74,12 @@ impl Conversation {
     }
 
     /// The tokens of `append` after a turn whose last token is `last`.
-    pub(super) fn between(&self, append: &Append, last: Option<u32>) -> Result<Vec<u32>> {
+    pub(super) fn between(
+        &self,
+        prompt: &Prompt,
+        append: &Append,
+        last: Option<u32>,
+    ) -> Result<Vec<u32>> {
         let messages = match append {
             Append::Nothing => return Ok(Vec::new()),
             Append::Text(text) => return self.text_tokens(text),
@@ -84,7 +89,7 @@ impl Conversation {
         };
         let mut tokens = self
             .encoder
-            .encode(&self.after_turn(&self.contents(messages)?)?)?;
+            .encode(&self.after_turn(prompt, &self.contents(messages)?)?)?;
         // The template ends a turn, which the policy may have done already.
         let is_stop = |token: &u32| self.stop_token_ids.contains(token);
         if last.as_ref().is_some_and(is_stop) && tokens.first().is_some_and(is_stop) {
@@ -97,13 +102,13 @@ impl Conversation {
     ///
     /// Tools and the messages before are left out: templates place them at the beginning, where the
     /// trajectory has them already.
-    fn after_turn(&self, messages: &[Value]) -> Result<String> {
+    fn after_turn(&self, prompt: &Prompt, messages: &[Value]) -> Result<String> {
         let before = [
             json!({"role": "user", "content": "?"}),
             json!({"role": "assistant", "content": ANSWER}),
         ];
         let conversation: Vec<&Value> = before.iter().chain(messages).collect();
-        let chat = Chat::new(conversation).generation_prompt();
+        let chat = prompt.chat(conversation).of_tools(prompt.tools.is_some());
         self.template()?.render_after_answer(&chat)
     }
 

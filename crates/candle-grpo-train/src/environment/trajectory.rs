@@ -221,7 +221,8 @@ impl<'a> Trajectory<'a> {
         if limit.is_some_and(|limit| self.started.elapsed() >= limit) {
             return Ok(Some(EpisodeEnd::MaxSeconds));
         }
-        let tokens = conversation.between(&step.append, self.tokens.last().copied())?;
+        let tokens =
+            conversation.between(self.prompt, &step.append, self.tokens.last().copied())?;
         ensure_tokens(&tokens, self.vocab_size)?;
         if tokens.len() >= self.left() {
             return Ok(Some(EpisodeEnd::MaxTokens));

@@ -1,20 +1,21 @@
 //! Rows as tokens with weights.
 
 use anyhow::{Context, Result, anyhow, bail, ensure};
-use serde_json::{Map, Value};
+use serde_json::Value;
 use tokenizers::Tokenizer;
 
 use super::assistant_turns::Answered;
 use super::{SftDataConfig, TrainOn, Truncation};
 use crate::ChatTemplate;
 use crate::Pretrained;
-use crate::column::{column, find};
+use crate::column::column;
+use crate::data::chat_columns::{tools, variables};
 use crate::data::dataset::template;
 use crate::data::question::{Asking, message, text_messages};
 use crate::data::rows::kind;
-use crate::data::{Question, Row, Template};
+use crate::data::{Question, Row, Template, plain_tokens};
 use crate::learn::Example;
-use crate::model::{Chat, EncodedChat};
+use crate::model::EncodedChat;
 
 /// The length of rows without `max_length`.
 const MAX_LENGTH: usize = 1024;
@@ -40,9 +41,6 @@ pub(super) enum Encoded {
     /// A row of weight 0.
     NoWeight,
 }
-
-/// The column with variables of the chat template.
-const VARIABLES: &str = "chat_template_kwargs";
 
 impl<'a> RowEncoder<'a> {
     /// `template` is the chat template of the model with the variables of `config`.
@@ -164,7 +162,7 @@ impl<'a> RowEncoder<'a> {
     /// A text that trains as a whole.
     fn text_tokens(&self, text: &str) -> Result<EncodedChat> {
         ensure!(!text.is_empty(), "the text is empty");
-        let mut tokens = self.encode_text(text)?;
+        let mut tokens = plain_tokens(text, self.tokenizer)?;
         self.append_eos(&mut tokens);
         Ok(EncodedChat {
             assistant_mask: vec![true; tokens.len()],
@@ -228,12 +226,12 @@ impl<'a> RowEncoder<'a> {
 
     /// A text and its continuation, encoded one by one as for a policy that continues the text.
     fn continuation(&self, prompt: &str, completion: &str) -> Result<EncodedChat> {
-        let mut tokens = self.encode_text(prompt).context("prompt")?;
+        let mut tokens = plain_tokens(prompt, self.tokenizer).context("prompt")?;
         let read = match self.config.train_on {
             TrainOn::All => 0,
             TrainOn::Answers | TrainOn::LastAnswer => tokens.len(),
         };
-        tokens.extend(self.encode_text(completion).context("completion")?);
+        tokens.extend(self.encode_completion(completion).context("completion")?);
         self.append_eos(&mut tokens);
         Ok(EncodedChat {
             assistant_mask: (0..tokens.len()).map(|at| at >= read).collect(),
@@ -245,7 +243,7 @@ impl<'a> RowEncoder<'a> {
         let template = self.template.context(
             "the model has no chat template: give model.chat_template, or set data.chat to false",
         )?;
-        let tools = self.tools(columns)?;
+        let tools = tools(columns, &self.config.tools)?;
         let conversation = Answered {
             template,
             messages,
@@ -256,27 +254,7 @@ impl<'a> RowEncoder<'a> {
         conversation.encode(self.config.train_on, self.tokenizer, self.stop_token_ids)
     }
 
-    /// The schemas of the tools of a row.
-    fn tools(&self, columns: &Value) -> Result<Option<Value>> {
-        let name = &self.config.tools;
-        let tools = match find(columns, name) {
-            None | Some(Value::Null) => return Ok(None),
-            Some(Value::String(text)) if text.trim().is_empty() => return Ok(None),
-            Some(Value::String(text)) => serde_json::from_str(text)
-                .with_context(|| format!("column {name:?}: must be JSON"))?,
-            Some(tools) => tools.clone(),
-        };
-        match &tools {
-            Value::Array(list) if list.is_empty() => Ok(None),
-            Value::Array(_) => Ok(Some(tools)),
-            other => bail!(
-                "column {name:?}: {}, must be a list of schemas of tools",
-                kind(other)
-            ),
-        }
-    }
-
-    fn encode_text(&self, text: &str) -> Result<Vec<u32>> {
+    fn encode_completion(&self, text: &str) -> Result<Vec<u32>> {
         let encoding = self.tokenizer.encode(text, false);
         let encoding = encoding
             .map_err(|_| anyhow!("{text:?}, the tokenizer has no token for a part of it"))?;
@@ -299,22 +277,5 @@ impl SftDataConfig {
     pub(super) fn max_length(&self, model: &candle_grpo_nn::DecoderConfig) -> usize {
         let positions = model.max_position_embeddings;
         self.max_length.unwrap_or(MAX_LENGTH.min(positions))
-    }
-}
-
-/// The variables of the chat template in a row.
-fn variables(columns: &Value) -> Result<Option<&Map<String, Value>>> {
-    match columns.get(VARIABLES) {
-        None | Some(Value::Null) => Ok(None),
-        Some(Value::Object(variables)) => {
-            let taken = Chat::RESERVED
-                .iter()
-                .find(|name| variables.contains_key(**name));
-            match taken {
-                Some(name) => bail!("column {VARIABLES:?}: {name:?}, must be absent"),
-                None => Ok(Some(variables)),
-            }
-        }
-        Some(other) => bail!("column {VARIABLES:?}: {}, must be an object", kind(other)),
     }
 }

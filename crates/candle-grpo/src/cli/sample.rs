@@ -240,6 +240,8 @@ pub(super) fn sample(arguments: SampleArguments) -> Result<(), Exit> {
             positions.saturating_sub(length)
         )));
     }
+    let row = length.saturating_add(sampling.max_new_tokens);
+    pretrained.model = pretrained.model.for_rows_of(row);
     let answered = answer(&arguments, sampling, &prompt, &pretrained, &console);
     console.finish();
     let rollouts = answered.map_err(|error| match error.is::<Interrupted>() {
@@ -247,8 +249,6 @@ pub(super) fn sample(arguments: SampleArguments) -> Result<(), Exit> {
         false => Exit::Run(format!("{error:#}")),
     })?;
     for (i, (rollout, text)) in rollouts.iter().enumerate() {
-    let row = length.saturating_add(sampling.max_new_tokens);
-    pretrained.model = pretrained.model.for_rows_of(row);
         if arguments.json {
             console.print(&as_json(rollout, text).to_string())?;
         } else {
@@ -313,6 +313,10 @@ fn prompt(
     pretrained: &Pretrained,
 ) -> anyhow::Result<Prompt> {
     let template = pretrained.chat_template.as_ref().filter(|_| !arguments.raw);
+    let encode = match template {
+        Some(_) => Prompt::new,
+        None => Prompt::plain,
+    };
     let asked = match template {
         Some(template) => {
             let message = |role: &str, text: &str| json!({"role": role, "content": text});
@@ -323,7 +327,7 @@ fn prompt(
         None => text.to_owned(),
     };
     let asked = asked + &arguments.prefill;
-    Prompt::new(0, &asked, Value::Null, &pretrained.tokenizer)
+    encode(0, &asked, Value::Null, &pretrained.tokenizer)
 }
 
 fn answer(

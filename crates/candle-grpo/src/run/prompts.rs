@@ -1,14 +1,17 @@
 //! Prompts of a run.
 
+use std::collections::BTreeMap;
+
 use anyhow::{Context, Result, ensure};
 use candle_grpo_core::Invalid;
 use candle_grpo_nn::DecoderConfig;
+use candle_grpo_train::data::chat_columns::{self, TOOLS, VARIABLES};
 use candle_grpo_train::data::{MixedOrder, Question, Row};
 use candle_grpo_train::environment::EnvironmentConfig;
 use candle_grpo_train::model::Chat;
 use candle_grpo_train::sft::SftDataset;
 use candle_grpo_train::{ChatTemplate, Dataset, Pretrained, Prompt, find_invalid};
-use serde_json::{Value, json};
+use serde_json::json;
 use tokenizers::Tokenizer;
 
 use super::teacher::check_teacher;
@@ -81,9 +84,6 @@ impl RunPrompts {
             teacher: None,
         })
     }
-}
-
-/// Makes the prompts of `rows` in their order, except those of more than
 
     /// Returns the number of tokens of the longest row that the run can have: a prompt with a
     /// completion, or a demonstration.
@@ -100,6 +100,9 @@ impl RunPrompts {
             ))
             .max(rows.unwrap_or(0))
     }
+}
+
+/// Makes the prompts of `rows` in their order, except those of more than
 /// [`RunConfig::max_prompt_tokens`].
 ///
 /// The chat template of the model renders a conversation, with the variables of the data section
@@ -155,15 +158,22 @@ pub(crate) fn all_prompts(
     tokenizer: &Tokenizer,
 ) -> Result<Vec<Prompt>> {
     let mut prompts = Vec::with_capacity(rows.len());
+    let mut unused = BTreeMap::new();
     for (index, row) in rows.iter().enumerate() {
-        let tools = environment.map(|environment| environment.schemas(&row.columns));
-        let tools = tools.transpose().with_context(|| row.place())?.flatten();
-        let text = text(dataset, row, template, tools.as_ref());
-        let (text, messages) = text.with_context(|| row.place())?;
-        let columns = row.columns.clone();
-        let prompt = Prompt::new(index as u64, &text, columns, tokenizer);
-        let prompt = prompt.with_context(|| row.place())?;
-        prompts.push(prompt.with_messages(messages).with_tools(tools));
+        let index = index as u64;
+        let prompt = prompt(
+            index,
+            dataset,
+            row,
+            template,
+            environment,
+            tokenizer,
+            &mut unused,
+        );
+        prompts.push(prompt.with_context(|| row.place())?);
+    }
+    for ((column, reason), rows) in unused {
+        tracing::warn!("column {column:?}: not used in {rows} rows, {reason}");
     }
     ensure_different(dataset, rows, &prompts)?;
     Ok(prompts)
@@ -187,30 +197,62 @@ fn ensure_different(dataset: &Dataset, rows: &[Row], prompts: &[Prompt]) -> Resu
     Ok(())
 }
 
-/// The text of a row and its conversation, both with the beginning of the answer.
-fn text(
+/// The prompt of a row. Counts rows in `unused` by a column that the prompt
+/// cannot use, and the reason.
+fn prompt(
+    index: u64,
     dataset: &Dataset,
     row: &Row,
     template: Option<&ChatTemplate>,
-    tools: Option<&Value>,
-) -> Result<(String, Vec<Value>)> {
-    let prefill = dataset.prefill(row)?;
-    match dataset.question(row)? {
-        Question::Text(text) => Ok((text + &prefill, Vec::new())),
-        Question::Messages(mut messages) => {
-            let template = template.context(
-                "the model has no chat template: give model.chat_template, or set data.chat to false",
-            )?;
-            let chat = Chat::new(&messages).generation_prompt();
-            let chat = match tools {
-                Some(tools) => chat.tools(tools),
-                None => chat,
-            };
-            let text = template.render(&chat)? + &prefill;
-            if !prefill.is_empty() {
-                messages.push(json!({"role": "assistant", "content": prefill}));
-            }
-            Ok((text, messages))
+    environment: Option<&EnvironmentConfig>,
+    tokenizer: &Tokenizer,
+    unused: &mut BTreeMap<(&'static str, &'static str), usize>,
+) -> Result<Prompt> {
+    let columns = &row.columns;
+    let has = |name: &str| columns.get(name).is_some_and(|value| !value.is_null());
+    let mut count = |name, reason| {
+        if has(name) {
+            *unused.entry((name, reason)).or_default() += 1;
         }
+    };
+    let prefill = dataset.prefill(row)?;
+    let schemas = environment.map(|environment| environment.schemas(columns));
+    let schemas = schemas.transpose()?.flatten();
+    let mut messages = match dataset.question(row)? {
+        Question::Text(text) => {
+            for name in [TOOLS, VARIABLES] {
+                count(name, "whose prompts are plain texts");
+            }
+            let prompt = Prompt::plain(index, &(text + &prefill), columns.clone(), tokenizer);
+            return Ok(prompt?.with_tools(schemas));
+        }
+        Question::Messages(messages) => messages,
+    };
+    let template = template.context(
+        "the model has no chat template: give model.chat_template, or set data.chat to false",
+    )?;
+    let tools = match schemas {
+        Some(schemas) => {
+            if environment.and_then(EnvironmentConfig::tools_column) != Some(TOOLS) {
+                count(TOOLS, "as the environment has the tools");
+            }
+            Some(schemas)
+        }
+        None => chat_columns::tools(columns, TOOLS)?,
+    };
+    let variables = chat_columns::variables(columns)?;
+    let mut chat = Chat::new(&messages).generation_prompt();
+    if let Some(tools) = &tools {
+        chat = chat.tools(tools);
     }
+    for (name, value) in variables.into_iter().flatten() {
+        chat = chat.variable(name, value);
+    }
+    let text = template.render(&chat)? + &prefill;
+    if !prefill.is_empty() {
+        messages.push(json!({"role": "assistant", "content": prefill}));
+    }
+    let prompt = Prompt::new(index, &text, columns.clone(), tokenizer)?;
+    let prompt = prompt.with_messages(messages).with_tools(tools);
+    Ok(prompt.with_variables(variables.cloned().unwrap_or_default()))
 }

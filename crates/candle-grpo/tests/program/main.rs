@@ -3,6 +3,7 @@
 mod accepted;
 mod changed_inputs;
 mod chat;
+mod chat_templates;
 mod cli;
 mod configuration;
 mod curriculum;
@@ -13,8 +14,8 @@ mod environment;
 mod hub;
 mod init;
 mod judge;
-mod mixing;
 mod longrope;
+mod mixing;
 mod models;
 mod mutation;
 mod overwrite;

@@ -116,6 +116,7 @@ impl Client {
             text: String::new(),
             messages: Vec::new(),
             tools: None,
+            variables: serde_json::Map::new(),
             tokens: serde_json::from_value(request["prompt"].clone())?,
             columns: Value::Null,
         };

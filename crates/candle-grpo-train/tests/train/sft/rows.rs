@@ -2,10 +2,11 @@
 
 use std::path::PathBuf;
 
-use candle_grpo_train::find_invalid;
 use candle_grpo_train::sft::{SftDataConfig, SftDataset, TrainOn, Truncation};
+use candle_grpo_train::{Prompt, find_invalid};
 use rstest::rstest;
 use serde_json::{Value, json};
+use tokenizers::processors::template::TemplateProcessing;
 
 use super::{chat_model, decode};
 use crate::environment::templates::CHATML;
@@ -332,4 +333,77 @@ fn keys_that_contradict_each_other_are_errors(#[case] config: &str, #[case] expe
     let config: SftDataConfig = serde_json::from_str(config).unwrap();
     let error = config.validate().unwrap_err().to_string();
     assert!(error.starts_with(expected), "{error}");
+}
+
+/// transformers renders `{{ x | tojson }}` with the keys in the order of the row.
+#[test]
+fn calls_and_tools_keep_the_order_of_their_keys() {
+    let template = "{{ tools | tojson }}{% for m in messages %}[{% generation %}{{ m.tool_calls | tojson }}\
+                    {{ m.content }}{% endgeneration %}]{% endfor %}";
+    let model = chat_model(template);
+    let row = r#"{"messages": [{"role": "assistant", "tool_calls": [{"b": 1, "a": 2}], "content": "c"}],
+        "tools": [{"type": "function", "function": {"name": "n"}}]}"#;
+    let folder = tempfile::tempdir().unwrap();
+    let config = SftDataConfig {
+        train: vec![write(&folder, "rows.jsonl", &row.replace('\n', ""))],
+        append_eos: false,
+        ..SftDataConfig::default()
+    };
+    let dataset = config
+        .load(&model, model.chat_template.as_ref(), 7)
+        .unwrap();
+    assert_eq!(
+        dataset.train.examples[0]
+            .marked_text(&model.tokenizer, usize::MAX)
+            .unwrap(),
+        r#"[{"type": "function", "function": {"name": "n"}}][⟦[{"b": 1, "a": 2}]c⟧]"#
+    );
+}
+
+/// Token ids of transformers 5.24 for the post-processors `<s> $A`, `<s> $A </s>` and `$A </s>`.
+/// Its EOS is that of `append_eos` here.
+#[rstest]
+#[case("<s> $A", "<s>")]
+#[case("<s> $A </s>", "<s>")]
+#[case("$A </s>", "")]
+fn plain_texts_begin_as_the_tokenizer_begins_them(#[case] template: &str, #[case] begin: &str) {
+    let mut model = chat_model(CHATML);
+    let special = ["<s>", "</s>"].map(|name| {
+        let id = model.tokenizer.token_to_id(name).unwrap();
+        (name.to_owned(), id)
+    });
+    let mut builder = TemplateProcessing::builder();
+    let template = builder.try_single(template).unwrap();
+    let processor = template.special_tokens(special.to_vec()).build().unwrap();
+    model.tokenizer.with_post_processor(Some(processor));
+    let rows = [
+        json!({"text": "ab"}),
+        json!({"text": "<s>ab"}),
+        json!({"prompt": "ab", "completion": "12"}),
+        json!({"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]}),
+    ];
+    let folder = tempfile::tempdir().unwrap();
+    let config = SftDataConfig {
+        train: vec![write(&folder, "rows.jsonl", &lines(&rows))],
+        ..SftDataConfig::default()
+    };
+    let dataset = config
+        .load(&model, model.chat_template.as_ref(), 7)
+        .unwrap();
+    let examples = dataset.train.examples.iter();
+    let texts: Vec<String> = examples
+        .map(|example| decode(&model.tokenizer, example.tokens()))
+        .collect();
+    assert_eq!(texts[0], format!("{begin}ab<|im_end|>"));
+    assert_eq!(texts[1], format!("{begin}<s>ab<|im_end|>"));
+    assert_eq!(texts[2], format!("{begin}ab12<|im_end|>"));
+    assert!(texts[3].starts_with("<|im_start|>user"), "{}", texts[3]);
+    let prompt = |text: &str| Prompt::plain(0, text, Value::Null, &model.tokenizer).unwrap();
+    for (text, expected) in [("ab", "ab"), ("<s>ab", "<s>ab")] {
+        let tokens = prompt(text).tokens;
+        assert_eq!(
+            decode(&model.tokenizer, &tokens),
+            format!("{begin}{expected}")
+        );
+    }
 }

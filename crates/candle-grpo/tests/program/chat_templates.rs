@@ -1,0 +1,124 @@
+//! Prompts that a chat template renders.
+
+use std::fs;
+use std::path::Path;
+
+use serde_json::{Value, json};
+
+use crate::support::{CONFIG, folder, grpo, lines, said, succeeds, write_model};
+
+/// A configuration whose model has the chat template `t.jinja`, for rows of messages.
+fn config(steps: usize) -> String {
+    CONFIG
+        .replace(
+            "model: model",
+            "model: {path: model, chat_template: t.jinja}",
+        )
+        .replace("held_out_rows: 4}", "held_out_rows: 1}")
+        .replace(
+            "checkpoint: {every_steps: 3}",
+            "checkpoint: {every_steps: 1}",
+        )
+        .replace("max_steps: 12", &format!("max_steps: {steps}"))
+        + "rollout_log: {every_steps: 1, max_groups: 100}\n"
+}
+
+fn write(folder: &Path, alphabet: &str, template: &str, rows: &[Value]) {
+    write_model(&folder.join("model"), alphabet);
+    fs::write(folder.join("t.jinja"), template).unwrap();
+    let rows: String = rows.iter().map(|row| row.to_string() + "\n").collect();
+    fs::write(folder.join("data.jsonl"), rows).unwrap();
+}
+
+fn asking(text: &str) -> Value {
+    json!([{"role": "user", "content": text}])
+}
+
+fn prompts(folder: &Path) -> Vec<String> {
+    let rollouts = lines(&folder.join("run/rollouts.jsonl"));
+    let prompts = rollouts.iter().map(|line| line["prompt"].as_str().unwrap());
+    let mut prompts: Vec<String> = prompts.map(str::to_owned).collect();
+    prompts.sort();
+    prompts.dedup();
+    prompts
+}
+
+/// The texts of the template are those of one moment, to the microsecond.
+#[test]
+fn a_resumed_run_prints_the_time_of_its_first_start() {
+    let folder = folder(&config(1));
+    let path = folder.path();
+    let rows: Vec<Value> = ["ab", "cd", "ea", "bc", "de"]
+        .iter()
+        .map(|text| json!({"messages": asking(text)}))
+        .collect();
+    let template = "{{ strftime_now('%Y%m%d%H%M%S%f') }}{{ messages[0].content }}";
+    write(path, "abcde0123456789", template, &rows);
+    succeeds(path, &["train", "run.yaml"]);
+    fs::write(path.join("run.yaml"), config(4)).unwrap();
+    succeeds(path, &["train", "run.yaml", "--resume"]);
+    let times = |prompts: Vec<String>| -> Vec<String> {
+        let time = |prompt: &String| prompt.trim_end_matches(char::is_alphabetic).to_owned();
+        let mut times: Vec<String> = prompts.iter().map(time).collect();
+        times.dedup();
+        times
+    };
+    let first = times(prompts(path));
+    assert_eq!(first.len(), 1, "{first:?}");
+    succeeds(path, &["train", "run.yaml", "--replace"]);
+    let second = times(prompts(path));
+    assert!(second.len() == 1 && second > first, "{first:?} {second:?}");
+}
+
+#[test]
+fn rows_bring_tools_and_variables_of_the_template() {
+    let folder = folder(&config(1));
+    let path = folder.path();
+    let row = |text: &str, more: Value| {
+        let mut row = json!({"messages": asking(text)});
+        row.as_object_mut()
+            .unwrap()
+            .extend(more.as_object().unwrap().clone());
+        row
+    };
+    let tool = json!({"type": "function", "function": {"name": "f"}});
+    let rows = [
+        row(
+            "a",
+            json!({"tools": [tool, tool], "chat_template_kwargs": {"mode": "e"}}),
+        ),
+        row("b", json!({"tools": json!([tool]).to_string()})),
+        row("c", json!({"tools": null, "chat_template_kwargs": null})),
+        row("d", json!({"tools": []})),
+    ];
+    let template = "{{ (tools or []) | length }}{{ mode or 'c' }}{{ messages[0].content }}";
+    write(path, "abcde012", template, &rows);
+    let text = config(1).replace("held_out_rows: 1", "chat_template_kwargs: {mode: b}");
+    fs::write(path.join("run.yaml"), &text).unwrap();
+    succeeds(path, &["train", "run.yaml"]);
+    assert_eq!(prompts(path), ["0bc", "0bd", "1bb", "2ea"]);
+
+    // A prompt that is a plain text has neither.
+    let plain = [
+        json!({"prompt": "ab", "tools": [tool]}),
+        json!({"prompt": "c"}),
+    ];
+    write(path, "abcde012", template, &plain);
+    fs::write(
+        path.join("run.yaml"),
+        config(1).replace("held_out_rows: 1", ""),
+    )
+    .unwrap();
+    let output = grpo(path, &["train", "run.yaml", "--replace"]);
+    let warning = "column \"tools\": not used in 1 rows, whose prompts are plain texts";
+    assert!(said(&output).contains(warning), "{}", said(&output));
+
+    let wrong = [row("a", json!({"tools": "f"}))];
+    write(path, "abcde012", template, &wrong);
+    let output = grpo(path, &["check", "run.yaml"]);
+    assert!(
+        said(&output).contains("column \"tools\": must be JSON"),
+        "{}",
+        said(&output)
+    );
+}
