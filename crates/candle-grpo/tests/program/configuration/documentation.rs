@@ -354,6 +354,7 @@ fn fields(source: &str, name: &str) -> Vec<(String, String)> {
         .unwrap_or_else(|| panic!("{name}"));
     let mut fields = Vec::new();
     let mut comment = String::new();
+    let mut is_key = true;
     for line in source[start..]
         .lines()
         .skip(1)
@@ -362,12 +363,17 @@ fn fields(source: &str, name: &str) -> Vec<(String, String)> {
         let line = line.trim();
         if let Some(words) = line.strip_prefix("///") {
             comment.push_str(words);
+        } else if line == "#[serde(skip)]" {
+            is_key = false;
         } else if let Some((field, _)) = line
             .strip_prefix("pub ")
             .and_then(|line| line.split_once(':'))
         {
-            fields.push((field.to_owned(), plain(comment.trim())));
+            if is_key {
+                fields.push((field.to_owned(), plain(comment.trim())));
+            }
             comment.clear();
+            is_key = true;
         }
     }
     fields
