@@ -581,7 +581,7 @@ fn a_column_of_media_in_the_template_of_the_prompt_is_text() {
 
 #[rstest]
 #[case(json!({"answer": "4", "problem": "2 + 2?"}), r#"["answer", "problem"]"#)]
-#[case(json!({"text": "4", "q": "2 + 2"}), r#"["q", "text"]"#)]
+#[case(json!({"text": "4", "q": "2 + 2"}), r#"["text", "q"]"#)]
 #[case(json!({}), "[]")]
 fn an_error_about_columns_lists_all_of_them_and_proposes_none(
     #[case] row: serde_json::Value,

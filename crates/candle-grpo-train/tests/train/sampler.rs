@@ -544,7 +544,7 @@ fn a_stop_string_may_be_a_special_token(#[case] stop: &str) {
     let config = SamplingConfig {
         stop_token_ids: Vec::new(),
         stop_strings: vec![stop.to_owned()],
-        max_new_tokens: 30,
+        max_new_tokens: 20,
         ..sampling()
     };
     let tokenizer = tokenizer();

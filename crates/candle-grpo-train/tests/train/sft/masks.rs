@@ -131,7 +131,7 @@ fn calls_of_tools_train_and_their_outputs_do_not() {
         "tools": [{"type": "function", "function": {"name": "mul"}}],
     });
     let expected = "<|im_start|>user\n6*7<|im_end|>\n\
-         <|im_start|>assistant\n⟦<call>{\"arguments\": {\"a\": 6, \"b\": 7}, \"name\": \"mul\"}</call><|im_end|>⟧\n\
+         <|im_start|>assistant\n⟦<call>{\"name\": \"mul\", \"arguments\": {\"a\": 6, \"b\": 7}}</call><|im_end|>⟧\n\
          <|im_start|>tool\n42<|im_end|>\n<|im_start|>assistant\n⟦It is 42.<|im_end|>⟧\n";
     assert_eq!(marked(CALLS, TrainOn::Answers, &row), expected);
     // The schemas are in the text, also from a JSON text, and from another column.
