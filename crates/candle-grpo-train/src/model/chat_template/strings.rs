@@ -187,7 +187,7 @@ fn find(text: &str, arguments: &Arguments, last: bool) -> Result<Option<usize>, 
     Ok(at.map(|at| before + inside[..at].chars().count()))
 }
 
-/// Whether a text between two positions has one of some beginnings or ends.
+/// Returns whether a text between two positions has one of some beginnings or ends.
 fn has_edge(
     text: &str,
     arguments: &Arguments,
