@@ -29,6 +29,7 @@
 //! | [`progress`] | observation and cancellation of a step |
 
 mod canonical_json;
+mod clock;
 mod column;
 pub mod data;
 pub mod environment;

@@ -11,6 +11,7 @@ use ureq::Agent;
 use ureq::http::Response;
 
 use super::retry::{is_transient, retry_after};
+use crate::clock::Beginning;
 
 /// The longest message of an error in characters.
 const MAX_MESSAGE: usize = 300;
@@ -108,8 +109,24 @@ impl JsonClient {
         }
     }
 
-    /// Sends a request, a POST if it has a body of JSON, and returns the body of its answer.
+    /// Sends a request, a POST if it has a body of JSON, and returns the body of its answer. If the
+    /// time was over because this process stood still, the request is sent again.
     pub(crate) fn send(
+        &self,
+        url: &str,
+        body: Option<String>,
+        limits: Limits,
+    ) -> Result<String, RequestFailure> {
+        loop {
+            let beginning = Beginning::now();
+            match self.send_once(url, body.clone(), limits) {
+                Err(RequestFailure::Timeout(_)) if beginning.stood_still() => {}
+                answer => return answer,
+            }
+        }
+    }
+
+    fn send_once(
         &self,
         url: &str,
         body: Option<String>,

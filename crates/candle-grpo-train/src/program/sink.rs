@@ -4,11 +4,12 @@ use std::io::{BufRead, BufReader, Read, Write};
 use std::process::{Child, ChildStdin, ExitStatus};
 use std::sync::mpsc::{Receiver, SyncSender, TrySendError, sync_channel};
 use std::thread::{self, JoinHandle};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use anyhow::Result;
 
 use super::{Program, group::ProcessGroup};
+use crate::clock::running_time;
 
 /// The number of lines that wait for the program.
 const QUEUE: usize = 1 << 10;
@@ -119,10 +120,10 @@ impl Sink {
 
     /// Waits until the program ends, at most for `patience`.
     fn wait(&mut self, patience: Duration, is_canceled: &dyn Fn() -> bool) -> Option<ExitStatus> {
-        let begun = Instant::now();
+        let begun = running_time();
         loop {
             match self.program.try_wait() {
-                Ok(None) if begun.elapsed() < patience && !is_canceled() => thread::sleep(POLL),
+                Ok(None) if running_time() - begun < patience && !is_canceled() => thread::sleep(POLL),
                 Ok(status) => return status,
                 Err(_) => return None,
             }
@@ -144,9 +145,9 @@ impl Drop for Sink {
         // Waiting leaves no zombie.
         let _ = self.program.wait();
         // The pipes are closed, unless a process outside the group has them.
-        let begun = Instant::now();
+        let begun = running_time();
         let is_done = |logger: &JoinHandle<()>| logger.is_finished();
-        while !self.loggers.iter().all(is_done) && begun.elapsed() < LAST_LINES {
+        while !self.loggers.iter().all(is_done) && running_time() - begun < LAST_LINES {
             thread::sleep(POLL);
         }
     }

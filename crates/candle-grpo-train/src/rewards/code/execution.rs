@@ -5,11 +5,12 @@ use std::io::{Read, Write};
 use std::process::{Child, Command, Stdio};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, SyncSender, sync_channel};
 use std::thread;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use anyhow::{Context, Result, anyhow, bail};
 
 use super::sandbox::Sandbox;
+use crate::clock::running_time;
 use crate::program::ProcessGroup;
 use crate::{Interrupted, Progress};
 
@@ -173,8 +174,8 @@ impl Sandbox {
         running.kill();
         if self.is_isolated() {
             // The last process closes the pipes. Then nothing is left.
-            let deadline = Instant::now() + QUIET;
-            while Instant::now() < deadline
+            let deadline = running_time() + QUIET;
+            while running_time() < deadline
                 && !matches!(
                     events.recv_timeout(POLL),
                     Err(RecvTimeoutError::Disconnected)
@@ -199,23 +200,20 @@ impl Sandbox {
         progress: &dyn Progress,
     ) -> Result<Outcome, NotRun> {
         let mut written = Written::default();
-        let mut deadline = Instant::now() + START;
+        let mut deadline = running_time() + START;
         let mut status = None;
         loop {
             if progress.is_canceled() {
                 return Err(NotRun::Interrupted);
             }
-            let now = Instant::now();
-            if now >= deadline {
-                break;
-            }
-            match events.recv_timeout(POLL.min(deadline - now)) {
+            let rest = deadline.saturating_sub(running_time());
+            match events.recv_timeout(POLL.min(rest)) {
                 Ok(event) => {
                     let was_ready = written.is_ready;
                     written.take(event);
                     if written.is_ready && !was_ready {
                         deadline =
-                            Instant::now() + Duration::from_secs_f64(self.limits.time_seconds);
+                            running_time() + Duration::from_secs_f64(self.limits.time_seconds);
                     }
                     if written.bytes > self.limits.output_bytes {
                         return Ok(written.end(End::Output));
@@ -224,6 +222,11 @@ impl Sandbox {
                 }
                 // All pipes are closed and everything is read.
                 Err(RecvTimeoutError::Disconnected) if status.is_some() => break,
+                // Everything that was written in time is read, and an end in time is found below.
+                Err(_) if rest.is_zero() && !matches!(running.child.try_wait(), Ok(Some(_))) => {
+                    break;
+                }
+                Err(_) if rest.is_zero() && status.is_some() => break,
                 Err(RecvTimeoutError::Disconnected) => thread::sleep(Duration::from_millis(1)),
                 Err(RecvTimeoutError::Timeout) => {}
             }
@@ -234,7 +237,7 @@ impl Sandbox {
                 // Without isolation a process may be left that keeps the pipes open.
                 running.kill();
                 let patience = if self.is_isolated() { QUIET } else { SHORT };
-                deadline = Instant::now() + patience;
+                deadline = running_time() + patience;
             }
         }
         if !written.is_ready {
