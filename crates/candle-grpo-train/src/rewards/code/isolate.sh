@@ -49,7 +49,12 @@ cp -R "$files/." "$root/work"
 
 cd "$root"
 # Some containers forbid it. Programs rarely need it.
-mount -t proc -o nosuid,nodev,noexec proc proc 2> /dev/null || :
+mount -t proc -o nosuid,nodev,noexec proc proc 2> /dev/null || {
+  bound=proc/sys/user/max_user_namespaces
+  mkdir -p "${bound%/*}"
+  : > "$bound"
+  mount --bind "/$bound" "$bound" 2> /dev/null || :
+}
 pivot_root . old
 cd /
 umount -l /old
@@ -58,18 +63,23 @@ chmod 1777 /tmp /dev/shm
 [ "$kind" = user ] || chown -R 65534:65534 /work
 mount -o remount,bind,ro,nosuid,nodev /
 
+# The last user namespace is that of the program, which cannot make others: in one of its own it
+# would have all capabilities. Its own are gone.
+restrict='
+  echo 0 2> /dev/null > /proc/sys/user/max_user_namespaces || :
+  processes=$1
+  shift
+  exec prlimit --nproc="$processes:$processes" \
+    setpriv --ambient-caps=-all --bounding-set=-all --inh-caps=-all --no-new-privs "$@"'
+cd /work
 status=0
 if [ "$kind" = root ]; then
   # A user namespace of its own has its own count of processes.
-  cd /work
   setpriv --reuid=65534 --regid=65534 --clear-groups --no-new-privs \
-    unshare --user --map-current-user prlimit --nproc="$processes:$processes" "$@" || status=$?
+    unshare --user --map-current-user --keep-caps \
+    sh -c "$restrict" restrict "$processes" "$@" || status=$?
 else
   # Two of its processes are not the program: this one, and the one that made the namespaces.
-  processes=$((processes + 2))
-  echo 0 2> /dev/null > /proc/sys/user/max_user_namespaces || :
-  cd /work
-  prlimit --nproc="$processes:$processes" \
-    setpriv --bounding-set=-all --inh-caps=-all --no-new-privs "$@" || status=$?
+  sh -c "$restrict" restrict "$((processes + 2))" "$@" || status=$?
 fi
 exit "$status"
