@@ -59,6 +59,8 @@ pub(super) struct Job<'a> {
     pub(super) file: Option<(&'a str, &'a str)>,
     /// Its input.
     pub(super) input: Vec<u8>,
+    /// The number of its processes that the limit does not count.
+    pub(super) helpers: u64,
 }
 
 /// The end of an execution.
@@ -148,7 +150,7 @@ impl Sandbox {
                 fs::write(files.join(name), text)?;
             }
             let cgroup = cgroup.as_ref().map(|cgroup| cgroup.path());
-            let line = self.command_line(job.command, &files, &root, cgroup);
+            let line = self.command_line(job, &files, &root, cgroup);
             let [name, arguments @ ..] = line.as_slice() else {
                 bail!("command: empty");
             };

@@ -7,6 +7,7 @@ mod execution;
 mod limits;
 mod python;
 mod sandbox;
+mod statements;
 
 use std::fs::File;
 use std::io::Read;
@@ -21,7 +22,7 @@ use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
 use self::block::last_block;
-use self::case::{Case, same_lines};
+use self::case::{Case, Form, same_lines};
 use self::execution::{End, Job};
 use self::python::{DRIVER, Interpreter, driver_input};
 use self::sandbox::{Probed, Sandbox, real_path};
@@ -44,9 +45,12 @@ const MARKER: &str = "{marker}";
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct CodeConfig {
-    /// The column with the tests: a text or a list of texts with assertions, or a list of objects
-    /// with `input` and `output`.
+    /// The column with the tests: a text or a list of texts with assertions, a list of objects with
+    /// `input` and `output`, an object with `inputs` and `outputs`, or the JSON text of one of
+    /// these.
     pub column: String,
+    /// The column with the name of the function that tests such as `def check(candidate)` take.
+    pub entry_point: String,
     /// The part of the completion in which the last fenced code block counts.
     pub find: AnswerPlace,
     /// The languages of the blocks that count, as after the fence; empty: all blocks.
@@ -78,6 +82,7 @@ impl Default for CodeConfig {
     fn default() -> Self {
         Self {
             column: "tests".to_owned(),
+            entry_point: "entry_point".to_owned(),
             find: AnswerPlace::Whole,
             languages: Vec::new(),
             share: false,
@@ -148,16 +153,21 @@ impl CodeConfig {
     ///
     /// # Errors
     ///
-    /// If the column is absent or has no tests, or if it has assertions in a language whose
-    /// `report` is missing.
+    /// If the column is absent, has no tests or one that asserts nothing, or if it has assertions
+    /// in a language whose `report` is missing.
     pub fn check_row(&self, columns: &Value) -> Result<()> {
         self.cases(columns).map(drop)
     }
 
-    fn cases<'a>(&self, columns: &'a Value) -> Result<Vec<Case<'a>>> {
-        let cases = Case::of_row(columns, &self.column)?;
+    fn cases(&self, columns: &Value) -> Result<Vec<Case>> {
+        let form = Form {
+            column: &self.column,
+            entry_point: &self.entry_point,
+            is_python: self.command.is_none(),
+        };
+        let cases = Case::of_row(columns, form)?;
         let mut all = cases.iter();
-        let has_assertions = all.any(|case| matches!(case, Case::Assertions(_)));
+        let has_assertions = all.any(|case| matches!(case, Case::Assertions { .. }));
         ensure!(
             !has_assertions || self.command.is_none() || self.report.is_some(),
             "column {:?}: has assertions, which need the key \"report\" beside \"command\"",
@@ -183,8 +193,9 @@ fn program(command: &[String]) -> Program {
 /// that it passes, or 1 if it passes all. Without such a block the score is 0.
 ///
 /// Each test is an execution of its own, in a sandbox with the limits of [`CodeLimits`]. A program
-/// passes assertions if they reach their end, and a pair of input and output if it ends with status
-/// 0 and its output has the same lines, without white space around them.
+/// passes assertions if at least one was executed and all hold, a call if the function returns the
+/// result, and a pair of input and output if it ends with status 0 and its output has the same
+/// lines, without white space around them.
 ///
 /// `docs/code.md` has the layers of the sandbox, and what they do not protect.
 ///
@@ -256,7 +267,15 @@ impl CodeReward {
     /// Checks that the interpreter runs in the sandbox, or that the command is there.
     fn check_start(&self) -> Result<()> {
         let starts = match &self.config.command {
-            None => self.passes("", Case::Assertions(""), &NoProgress)?,
+            None => {
+                let text = "assert True".to_owned();
+                let case = Case::Assertions {
+                    text,
+                    candidates: Vec::new(),
+                    entry: None,
+                };
+                self.passes("", &case, &NoProgress)?
+            }
             Some(_) => {
                 let mut command = ["sh", "-c", "command -v \"$0\""]
                     .map(str::to_owned)
@@ -266,6 +285,7 @@ impl CodeReward {
                     command: &command,
                     file: None,
                     input: Vec::new(),
+                    helpers: 0,
                 };
                 self.sandbox.run(&job, &NoProgress)?.end == End::Exited(true)
             }
@@ -288,7 +308,7 @@ impl CodeReward {
         };
         let mut passed = 0;
         for case in &cases {
-            match self.passes(&program, *case, progress)? {
+            match self.passes(&program, case, progress)? {
                 true => passed += 1,
                 false if self.config.share => {}
                 false => return Ok(0.),
@@ -297,51 +317,58 @@ impl CodeReward {
         Ok(passed as f32 / cases.len() as f32)
     }
 
-    fn passes(&self, program: &str, case: Case<'_>, progress: &dyn Progress) -> Result<bool> {
+    fn passes(&self, program: &str, case: &Case, progress: &dyn Progress) -> Result<bool> {
         let name = self.config.file_name();
-        let run = |command: &[String], file: Option<&str>, input: Vec<u8>| {
-            let file = file.map(|text| (name, text));
-            self.sandbox.run(
-                &Job {
-                    command,
-                    file,
-                    input,
-                },
-                progress,
-            )
-        };
         let with_file = |word: &String| word.replace(FILE, name);
-        let outcome = match (&self.config.command, case) {
-            (_, Case::Output { input, output }) => {
-                let command: Vec<String> = match self.config.command {
-                    Some(_) => self.command.iter().map(with_file).collect(),
-                    None => [&self.command[..], &[name.to_owned()]].concat(),
-                };
-                let input = input.unwrap_or_default().as_bytes().to_vec();
-                let outcome = run(&command, Some(program), input)?;
-                let is_same = same_lines(&outcome.output, output);
-                return Ok(is_same && outcome.end == End::Exited(true));
+        let text;
+        let marker = new_marker()?;
+        let mut job = Job {
+            command: &[],
+            file: Some((name, program)),
+            input: Vec::new(),
+            helpers: 0,
+        };
+        let command: Vec<String> = match (&self.config.command, case) {
+            (None, Case::Output { input, .. }) => {
+                job.input = input.as_bytes().to_vec();
+                [&self.command[..], &[name.to_owned()]].concat()
             }
-            (None, Case::Assertions(test)) => {
-                let marker = new_marker()?;
-                let command = ["-c", DRIVER].map(str::to_owned);
-                let command = [&self.command[..], &command].concat();
-                let outcome = run(&command, None, driver_input(program, test, &marker))?;
-                (outcome, marker)
+            (Some(_), Case::Output { input, .. }) => {
+                job.input = input.as_bytes().to_vec();
+                self.command.iter().map(with_file).collect()
             }
-            (Some(_), Case::Assertions(test)) => {
-                let marker = new_marker()?;
+            (Some(_), Case::Assertions { text: test, .. }) => {
                 let report = self.config.report.as_deref().unwrap_or_default();
                 let report = report.replace(MARKER, &marker);
-                let text = format!("{program}\n{test}\n{report}\n");
-                let command: Vec<String> = self.command.iter().map(with_file).collect();
-                (run(&command, Some(&text), Vec::new())?, marker)
+                text = format!("{program}\n{test}\n{report}\n");
+                job.file = Some((name, &text));
+                self.command.iter().map(with_file).collect()
+            }
+            (_, Case::Assertions { .. } | Case::Call { .. }) => {
+                let driver = ["-c", DRIVER].map(str::to_owned);
+                job.file = None;
+                job.input = driver_input(program, case, &marker)?;
+                // The judge is not the program.
+                job.helpers = 1;
+                [&self.command[..], &driver].concat()
             }
         };
-        let (outcome, marker) = outcome;
+        job.command = &command;
+        let outcome = self.sandbox.run(&job, progress)?;
+        if outcome.end != End::Exited(true) {
+            return Ok(false);
+        }
+        if let Case::Output { output, .. } = case {
+            return Ok(same_lines(&outcome.output, output));
+        }
         let last = String::from_utf8_lossy(&outcome.output);
         let last = last.trim_end().lines().next_back().unwrap_or_default();
-        Ok(outcome.end == End::Exited(true) && last.trim() == marker)
+        if let Some(fault) = last.strip_prefix(&format!("{marker} ")) {
+            tracing::warn!(
+                "a test of the reward code cannot run, so that all programs fail: {fault}"
+            );
+        }
+        Ok(last.trim() == marker)
     }
 }
 

@@ -3,9 +3,12 @@
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 
-use anyhow::{Context, Result, ensure};
+use anyhow::{Context, Result, bail, ensure};
+use serde_json::json;
 
+use super::case::Case;
 use super::sandbox::real_path;
+use super::statements::{CHECKS, EXITS};
 
 pub(super) const DRIVER: &str = include_str!("driver.py");
 
@@ -60,9 +63,43 @@ impl Interpreter {
     }
 }
 
-/// The input of the driver.
-pub(super) fn driver_input(program: &str, test: &str, marker: &str) -> Vec<u8> {
-    let pieces = [program, test, marker];
+/// Names that a program may expect where its prompt has the signature of a function: those of type
+/// hints, and the modules that such data sets import.
+const BEFORE_FUNCTIONS: &str = "\
+from typing import *
+from collections import *
+import bisect, collections, copy, datetime, functools, heapq, itertools, math, operator, random, re
+import string, sys";
+
+/// The input of the driver, for a test that is not a pair of input and output.
+pub(super) fn driver_input(program: &str, case: &Case, marker: &str) -> Result<Vec<u8>> {
+    let (before, test) = match case {
+        Case::Output { .. } => bail!("a pair of input and output is no test of the driver"),
+        Case::Assertions {
+            text,
+            candidates,
+            entry,
+        } => {
+            let before = entry.as_ref().map_or("", |_| BEFORE_FUNCTIONS);
+            let test = json!({
+                "text": text,
+                "candidates": candidates,
+                "entry": entry,
+                "checks": CHECKS,
+                "exits": EXITS,
+            });
+            (before, test)
+        }
+        Case::Call {
+            function,
+            arguments,
+            expected,
+        } => {
+            let test = json!({"function": function, "arguments": arguments, "expected": expected});
+            (BEFORE_FUNCTIONS, test)
+        }
+    };
+    let pieces = [before, program, &test.to_string(), marker];
     let pieces = pieces.map(|piece| format!("{:016}{piece}", piece.len()));
-    pieces.concat().into_bytes()
+    Ok(pieces.concat().into_bytes())
 }

@@ -155,6 +155,7 @@ impl Sandbox {
             command,
             file: None,
             input: Vec::new(),
+            helpers: 0,
         };
         let limits = CodeLimits {
             time_seconds: 30.,
@@ -177,11 +178,11 @@ impl Sandbox {
         self.isolation != Isolation::Missing
     }
 
-    /// The name and the arguments that start `command` with its files of the folder `files`.
-    /// `root` is an empty folder.
+    /// The name and the arguments that start a job with its files of the folder `files`. `root` is
+    /// an empty folder.
     pub(super) fn command_line(
         &self,
-        command: &[String],
+        job: &Job<'_>,
         files: &Path,
         root: &Path,
         cgroup: Option<&Path>,
@@ -217,7 +218,7 @@ impl Sandbox {
             };
             let cgroup = cgroup.map(text).unwrap_or_default();
             let size = (limits.disk_mib << 20).to_string();
-            let processes = limits.processes.to_string();
+            let processes = (limits.processes + job.helpers).to_string();
             add(&["sh", "-c", ISOLATE, "isolate", &text(root), &text(files)]);
             add(&[&size, &cgroup, kind, &processes]);
             self.visible.iter().for_each(|path| add(&[&text(path)]));
@@ -236,7 +237,7 @@ impl Sandbox {
             &limits.cpu_seconds.to_string(),
         ]);
         add(&[&blocks, &memory]);
-        line.extend_from_slice(command);
+        line.extend_from_slice(job.command);
         line
     }
 }

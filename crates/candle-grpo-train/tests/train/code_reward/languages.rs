@@ -75,7 +75,7 @@ fn visible_folders_can_be_read_and_not_written() {
     let read = format!("x = open('{}/data').read()", path.display());
     assert_eq!(score(&reward, &read, json!("assert x == '7'")), 1.);
     let write = format!("open('{}/new', 'w')", path.display());
-    assert_eq!(score(&reward, &write, json!("pass")), 0.);
+    assert_eq!(score(&reward, &write, json!("assert True")), 0.);
     assert!(!path.join("new").exists());
 }
 

@@ -1,5 +1,6 @@
 //! Programs of completions: right, wrong and hostile ones.
 
+mod forms;
 mod hostile;
 mod languages;
 mod problems;

@@ -121,19 +121,23 @@ fn a_machine_without_namespaces_warns_and_keeps_other_limits() {
     for (program, test, expected) in [
         (right, "assert f(1) == 2", 1.),
         (right, "assert f(1) == 3", 0.),
-        ("while True:\n    pass", "pass", 0.),
-        ("x = bytearray(10 * 2**30)", "pass", 0.),
-        ("for _ in range(100):\n    print('x' * 65536)", "pass", 0.),
-        ("open('x', 'wb').write(bytes(40 << 20))", "pass", 0.),
-        ("import os\nos._exit(0)", "pass", 0.),
+        ("while True:\n    pass", "assert True", 0.),
+        ("x = bytearray(10 * 2**30)", "assert True", 0.),
+        (
+            "for _ in range(100):\n    print('x' * 65536)",
+            "assert True",
+            0.,
+        ),
+        ("open('x', 'wb').write(bytes(40 << 20))", "assert True", 0.),
+        ("import os\nos._exit(0)", "assert True", 0.),
         (
             "import os\nif os.fork() == 0:\n    import time\n    time.sleep(6000)",
-            "pass",
+            "assert True",
             1.,
         ),
         (
             "import os\nos.mkdir('x')\nopen('x/y', 'w').close()\nos.chmod('x', 0)",
-            "pass",
+            "assert True",
             1.,
         ),
     ] {
@@ -141,7 +145,7 @@ fn a_machine_without_namespaces_warns_and_keeps_other_limits() {
     }
     let short = with_options(json!({"limits": {"time_seconds": 1}})).unwrap();
     let asleep = "import time\ntime.sleep(6000)";
-    assert_eq!(score(&short, asleep, json!("pass")), 0.);
+    assert_eq!(score(&short, asleep, json!("assert True")), 0.);
     assert_eq!(
         score(
             &reward,
