@@ -1,5 +1,6 @@
 //! The place of the answer in a completion.
 
+use serde::de::{Deserializer, Error};
 use serde::{Deserialize, Serialize};
 
 /// The place of the answer in a completion.
@@ -23,6 +24,25 @@ pub enum AnswerPlace {
     LastLine,
     /// The whole completion.
     Whole,
+    /// At a place of the text after the last `</think>`, such as `{after_thinking: boxed}`. Without
+    /// `</think>`, or with a `<think>` after it, there is no answer: the thoughts are not over.
+    #[serde(deserialize_with = "place_after_thinking")]
+    AfterThinking(Box<AnswerPlace>),
+}
+
+fn place_after_thinking<'de, D: Deserializer<'de>>(place: D) -> Result<Box<AnswerPlace>, D::Error> {
+    match Box::deserialize(place)? {
+        place if matches!(*place, AnswerPlace::AfterThinking(_)) => Err(D::Error::custom(
+            "after_thinking: given in after_thinking, must be another place",
+        )),
+        place => Ok(place),
+    }
+}
+
+/// Returns the text after the thoughts of a model, which may have begun in the prompt.
+fn after_thoughts(text: &str) -> Option<&str> {
+    let (_, rest) = text.rsplit_once("</think>")?;
+    (!rest.contains("<think>")).then_some(rest)
 }
 
 impl AnswerPlace {
@@ -51,6 +71,16 @@ impl AnswerPlace {
             Self::FirstLine => lines().next(),
             Self::LastLine => lines().next_back(),
             Self::Whole => Some(text.trim()),
+            Self::AfterThinking(place) => place.find(after_thoughts(text)?),
+        }
+    }
+
+    /// Returns the place without its thoughts, and the text that it is a place of. None if the
+    /// thoughts are not over.
+    pub(super) fn without_thoughts<'a>(&self, text: &'a str) -> Option<(&Self, &'a str)> {
+        match self {
+            Self::AfterThinking(place) => place.without_thoughts(after_thoughts(text)?),
+            place => Some((place, text)),
         }
     }
 
@@ -171,6 +201,24 @@ fn belong_together(text: &str, after: usize, next: usize) -> bool {
 mod tests {
     use super::*;
     use rstest::rstest;
+    use serde_json::json;
+
+    fn after_thinking(place: &str) -> AnswerPlace {
+        serde_json::from_value(json!({"after_thinking": place})).unwrap()
+    }
+
+    #[test]
+    fn thoughts_are_left_out_once() {
+        let read = |place| serde_json::from_value::<AnswerPlace>(place);
+        let after = AnswerPlace::After("####".into());
+        assert_eq!(
+            read(json!({"after_thinking": {"after": "####"}})).unwrap(),
+            AnswerPlace::AfterThinking(Box::new(after))
+        );
+        let nested = json!({"after_thinking": {"after_thinking": "boxed"}});
+        let error = read(nested).unwrap_err().to_string();
+        assert!(error.contains("must be another place"), "{error}");
+    }
 
     #[rstest]
     #[case(AnswerPlace::Auto, r"\boxed{1} then \boxed{ 2 } #### 3", Some("2"))]
@@ -193,6 +241,24 @@ mod tests {
     #[case(AnswerPlace::LastLine, "1\n 2 \n\n", Some("2"))]
     #[case(AnswerPlace::LastLine, "", None)]
     #[case(AnswerPlace::Whole, "a\nb ", Some("a\nb"))]
+    #[case(
+        after_thinking("boxed"),
+        r"<think>\boxed{1}</think> \boxed{2}",
+        Some("2")
+    )]
+    #[case(after_thinking("boxed"), r"<think>\boxed{1}</think> 2", None)]
+    #[case(after_thinking("boxed"), r"<think>\boxed{1}", None)]
+    // The prompt may have opened the block.
+    #[case(after_thinking("boxed"), r"so \boxed{1}</think>\boxed{2}", Some("2"))]
+    #[case(after_thinking("boxed"), r"so \boxed{1}", None)]
+    #[case(after_thinking("whole"), "<think>a</think>b<think>c", None)]
+    #[case(
+        after_thinking("whole"),
+        "<think>a</think>b<think>c</think> d",
+        Some("d")
+    )]
+    #[case(after_thinking("auto"), "<think>#### 1</think>#### 2", Some("2"))]
+    #[case(after_thinking("last_line"), "<think>a</think>", None)]
     fn the_answer_is_found_at_its_place(
         #[case] place: AnswerPlace,
         #[case] text: &str,

@@ -103,6 +103,7 @@ impl NumericReward {
 
 /// Returns the number at a place of a text.
 fn number(place: &AnswerPlace, text: &str) -> Option<FoundNumber> {
+    let (place, text) = place.without_thoughts(text)?;
     let numbers = numbers(place.find(text)?);
     match place.counts_last_number(text) {
         true => numbers.into_iter().next_back(),

@@ -50,6 +50,7 @@ pub(super) fn expected(text: &str) -> Option<Answer> {
 
 /// Returns the answer at a place of a text.
 pub(super) fn find(place: &AnswerPlace, text: &str) -> Option<Answer> {
+    let (place, text) = place.without_thoughts(text)?;
     match place {
         AnswerPlace::Auto => automatic(text),
         AnswerPlace::Boxed => Some(boxed(text)?.0),
