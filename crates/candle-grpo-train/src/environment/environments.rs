@@ -1,5 +1,6 @@
 //! The environments of a run, and the loop over turns.
 
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::thread;
 
@@ -29,8 +30,12 @@ pub struct EnvironmentLimits {
     /// The time in seconds after which no further turn begins. Trajectories are not reproducible
     /// if it ends them. Absent: no limit.
     pub max_seconds: Option<f64>,
-    /// The reward of a trajectory whose environment failed, in place of those of its turns.
-    pub failure_reward: f64,
+    /// The reward of a trajectory whose environment failed, in place of those of its turns. Absent:
+    /// the trajectory is excluded. It has no reward, and contributes nothing to the step.
+    pub failure_reward: Option<f64>,
+    /// The reward of a trajectory to which the environment gave none at any turn. Null: the
+    /// trajectory is excluded. It matters where other rewards are negative.
+    pub missing_reward: Option<f64>,
 }
 
 impl Default for EnvironmentLimits {
@@ -39,7 +44,8 @@ impl Default for EnvironmentLimits {
             max_turns: 8,
             max_turn_tokens: None,
             max_seconds: None,
-            failure_reward: 0.,
+            failure_reward: None,
+            missing_reward: Some(0.),
         }
     }
 }
@@ -56,9 +62,15 @@ impl EnvironmentLimits {
         let seconds = self.max_seconds.unwrap_or(1.);
         let valid = seconds > 0. && seconds <= 1e9;
         check(valid, "max_seconds", seconds, "be above 0 and at most 1e9")?;
-        let reward = self.failure_reward;
-        let valid = (reward as f32).is_finite();
-        Ok(check(valid, "failure_reward", reward, "be a finite f32")?)
+        let rewards = [
+            ("failure_reward", self.failure_reward),
+            ("missing_reward", self.missing_reward),
+        ];
+        Ok(rewards.into_iter().try_for_each(|(name, reward)| {
+            let reward = reward.unwrap_or(0.);
+            let valid = (reward as f32).is_finite();
+            check(valid, name, reward, "be a finite f32")
+        })?)
     }
 }
 
@@ -169,7 +181,8 @@ impl Environments {
     }
 }
 
-/// Calls `work` for each item, on several threads. Environments often wait for programs.
+/// Calls `work` for each item, on several threads, until one fails. Environments often wait for
+/// programs.
 fn concurrently<T: Send>(
     items: impl ExactSizeIterator<Item = T> + Send,
     work: impl Fn(T) -> Result<()> + Sync,
@@ -177,10 +190,15 @@ fn concurrently<T: Send>(
     let threads = items.len().min(THREADS);
     let items = Mutex::new(items);
     let (items, work) = (&items, &work);
+    let has_failed = &AtomicBool::new(false);
     let take = move || items.lock().unwrap_or_else(PoisonError::into_inner).next();
     let run = move || -> Result<()> {
-        while let Some(item) = take() {
-            work(item)?;
+        while !has_failed.load(Ordering::Relaxed)
+            && let Some(item) = take()
+        {
+            let done = work(item);
+            has_failed.fetch_or(done.is_err(), Ordering::Relaxed);
+            done?;
         }
         Ok(())
     };

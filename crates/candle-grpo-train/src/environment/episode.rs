@@ -15,6 +15,12 @@ pub struct Episode {
     pub end: EpisodeEnd,
     /// True if the rewards of its turns are a component of the reward.
     pub gives_rewards: bool,
+    /// True if the trajectory has no reward.
+    #[serde(default)]
+    pub excluded: bool,
+    /// True if the environment gave no reward at any turn.
+    #[serde(default)]
+    pub unrewarded: bool,
     /// The sums of [`Step::metrics`](super::Step::metrics).
     pub metrics: BTreeMap<String, f64>,
 }
@@ -61,7 +67,7 @@ impl Episode {
     }
 
     /// The metrics of the trajectory by name: `turns`, `reward` if it has one, `limit_reached`,
-    /// `failed`, and those of the environment.
+    /// `failed`, `excluded`, and those of the environment.
     pub fn all_metrics(&self) -> BTreeMap<String, f64> {
         let is = |condition: bool| f64::from(u8::from(condition));
         let limits = [
@@ -73,7 +79,8 @@ impl Episode {
         metrics.insert("turns".to_owned(), self.turns.len() as f64);
         metrics.insert("limit_reached".to_owned(), is(limits.contains(&self.end)));
         metrics.insert("failed".to_owned(), is(self.failure().is_some()));
-        if self.gives_rewards {
+        metrics.insert("excluded".to_owned(), is(self.excluded));
+        if self.gives_rewards && !self.excluded {
             metrics.insert("reward".to_owned(), self.reward());
         }
         metrics
@@ -96,21 +103,32 @@ pub(crate) fn ensure_some_worked<'a>(
     Ok(())
 }
 
-/// The mean of each metric over trajectories, with 0 for one that lacks it.
+/// The mean of each metric over trajectories, with 0 for one that lacks it. That of `reward` is
+/// over the trajectories that have one. Means of finite values are finite.
 pub(crate) fn mean_metrics<'a>(
     episodes: impl Iterator<Item = &'a Episode>,
 ) -> BTreeMap<String, f64> {
-    let mut sums = BTreeMap::new();
-    let mut count = 0.;
-    for episode in episodes {
-        count += 1.;
+    let all: Vec<&Episode> = episodes.collect();
+    let rewarded = all.iter().filter(|episode| !episode.excluded).count();
+    let mut means = BTreeMap::new();
+    for episode in &all {
         for (name, value) in episode.all_metrics() {
-            *sums.entry(name).or_default() += value;
+            let count = if name == "reward" {
+                rewarded
+            } else {
+                all.len()
+            };
+            *means.entry(name).or_default() += value / count as f64;
         }
     }
-    sums.values_mut().for_each(|sum| *sum /= count);
-    sums
+    let finite = |mean: &mut f64| *mean = mean.clamp(f64::MIN, f64::MAX);
+    means.values_mut().for_each(finite);
+    means
 }
+
+/// The names of metrics that are not those of the environment.
+pub(super) const OWN_METRICS: [&str; 5] =
+    ["turns", "reward", "limit_reached", "failed", "excluded"];
 
 #[cfg(test)]
 mod tests {
@@ -126,6 +144,8 @@ mod tests {
             turns: rewards.iter().map(turn).collect(),
             end,
             gives_rewards: true,
+            excluded: false,
+            unrewarded: false,
             metrics: calls.map(|n| ("calls".to_owned(), n)).into_iter().collect(),
         }
     }
@@ -139,6 +159,7 @@ mod tests {
         let metrics = mean_metrics(episodes.iter());
         let expected = [
             ("calls", 1.5),
+            ("excluded", 0.),
             ("failed", 0.5),
             ("limit_reached", 0.5),
             ("reward", 1.25),
@@ -146,5 +167,23 @@ mod tests {
         ];
         let found: Vec<(&str, f64)> = metrics.iter().map(|(k, v)| (k.as_str(), *v)).collect();
         assert_eq!(found, expected);
+    }
+
+    #[test]
+    fn the_mean_of_rewards_leaves_out_excluded_trajectories() {
+        let mut episodes = [1., 9., 3.].map(|reward| episode(&[reward], EpisodeEnd::Done, None));
+        episodes[1].excluded = true;
+        let metrics = mean_metrics(episodes.iter());
+        assert_eq!((metrics["reward"], metrics["turns"]), (2., 1.));
+        assert!((metrics["excluded"] - 1. / 3.).abs() < 1e-15);
+    }
+
+    #[test]
+    fn means_of_large_metrics_are_finite() {
+        for value in [1e308, f64::MAX, f64::MIN] {
+            let episodes = [(); 7].map(|()| episode(&[0.], EpisodeEnd::Done, Some(value)));
+            let mean = mean_metrics(episodes.iter())["calls"];
+            assert!((mean / value - 1.).abs() < 1e-12, "{value}: {mean}");
+        }
     }
 }

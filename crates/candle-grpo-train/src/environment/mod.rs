@@ -113,7 +113,7 @@ pub trait Environment: Send {
     ///
     /// # Errors
     ///
-    /// An error ends the trajectory, and not the run. The reward of the trajectory is then
+    /// An error ends the trajectory, and not the run. The trajectory is then excluded, or has
     /// [`EnvironmentLimits::failure_reward`]. [`Interrupted`](crate::Interrupted) ends the step.
     fn step(&mut self, turn: &Turn<'_>) -> Result<Step>;
 }
@@ -186,13 +186,17 @@ pub struct Step {
     pub append: Append,
     /// The reward of the turn; absent: 0. It must be finite.
     pub reward: Option<f64>,
+    /// True if the trajectory has no reward should it end with this turn: it is excluded, as if its
+    /// environment had failed.
+    pub excluded: bool,
     /// True if the trajectory is over.
     pub done: bool,
     /// The state before the next turn, for advantages that compare turns in the same state.
     /// Absent: all tokens before the turn.
     pub state: Option<Value>,
     /// Numbers that are added up over the trajectory, by name. The metrics of a step have their
-    /// means over trajectories.
+    /// means over trajectories. `turns`, `reward`, `limit_reached`, `failed` and `excluded` are not
+    /// free.
     pub metrics: BTreeMap<String, f64>,
 }
 

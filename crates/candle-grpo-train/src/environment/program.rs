@@ -10,7 +10,7 @@ use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value, json};
 
 use super::{Append, Environment, EnvironmentFactory, EpisodeStart, Observation, Step, Turn};
-use crate::program::{Answer, Program, ProgramPool, check_limits, quoted};
+use crate::program::{Answer, Program, ProgramPool, Unusable, check_limits, quoted};
 use crate::{Interrupted, Progress};
 
 /// The options of [`ProgramEnvironments`].
@@ -71,7 +71,8 @@ impl ProgramEnvironmentConfig {
 /// too.
 ///
 /// An answer is an object that echoes `id`, and may have `text` or `messages` (which follow the
-/// prompt or the turn), `reward`, `done`, `state` (any JSON) and `metrics` (numbers by name).
+/// prompt or the turn), `reward`, `done`, `state` (any JSON) and `metrics` (numbers by name). A
+/// trajectory whose last `reward` is `null` is excluded.
 ///
 /// The state is in the answers, so a program can be a function without memory. If it hangs or
 /// crashes, it is started again. Trajectories whose request it did not answer have failed.
@@ -121,7 +122,9 @@ impl EnvironmentFactory for ProgramEnvironments {
         };
         let reply = match begin(&mut environment) {
             // Another trajectory of this process may be the cause.
-            Err(error) if !error.is::<Interrupted>() => begin(&mut environment)?,
+            Err(error) if !error.is::<Interrupted>() && !error.is::<Unusable>() => {
+                begin(&mut environment)?
+            }
             begun => begun?,
         };
         ensure!(!reply.done, "{}: done before the first turn", self.command);
@@ -179,7 +182,8 @@ impl Environment for ProgramEnvironment {
         let reply = self.ask(fields, turn.progress)?;
         Ok(Step {
             append: reply.append(),
-            reward: reply.reward,
+            excluded: reply.reward == Some(None),
+            reward: reply.reward.flatten(),
             done: reply.done,
             state: reply.state,
             metrics: reply.metrics,
@@ -193,10 +197,32 @@ impl Environment for ProgramEnvironment {
 struct Reply {
     text: Option<String>,
     messages: Option<Vec<Value>>,
-    reward: Option<f64>,
+    /// Null differs from an absent one.
+    #[serde(deserialize_with = "present")]
+    reward: Option<Option<f64>>,
     done: bool,
     state: Option<Value>,
     metrics: BTreeMap<String, f64>,
+}
+
+/// Reads a value that is there, perhaps null.
+fn present<'de, D: serde::Deserializer<'de>>(value: D) -> Result<Option<Option<f64>>, D::Error> {
+    Option::deserialize(value).map(Some)
+}
+
+/// Checks that a message has a role and a content.
+fn check_message(message: &Value) -> Result<()> {
+    let has_role = message.get("role").is_some_and(Value::is_string);
+    let content = message.get("content");
+    let has_content = match content {
+        Some(content) => content.is_string() || content.is_array(),
+        None => message.get("tool_calls").is_some(),
+    };
+    ensure!(
+        has_role && has_content,
+        "{message}, must be an object with the text \"role\" and \"content\""
+    );
+    Ok(())
 }
 
 impl Reply {
@@ -210,6 +236,9 @@ impl Reply {
                 value.text.is_none() || value.messages.is_none(),
                 "text and messages: both given, must be one of them"
             );
+            for (i, message) in value.messages.iter().flatten().enumerate() {
+                check_message(message).with_context(|| format!("messages[{i}]"))?;
+            }
             Ok(Answer { id, value })
         };
         read().with_context(|| quoted(line))

@@ -1,15 +1,18 @@
 //! A trajectory while it grows.
 
 use std::collections::BTreeMap;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
 use serde_json::Value;
 use sha2::{Digest, Sha256};
 
 use super::environments::ensure_tokens;
+use super::episode::OWN_METRICS;
 use super::{Environment, Environments, Episode, EpisodeEnd, EpisodeStart, EpisodeTurn, Turn};
 use crate::canonical_json::canonical_json;
+use crate::clock::running_time;
+use crate::program::Unusable;
 use crate::rollout::{CompletionSeed, PromptRequest};
 use crate::{Completion, FinishReason, Interrupted, Progress, Prompt, Rollout};
 
@@ -33,7 +36,7 @@ pub(super) struct Trajectory<'a> {
     seed: CompletionSeed,
     environment: Box<dyn Environment>,
     vocab_size: usize,
-    started: Instant,
+    started: Duration,
     /// The maximum length of the response.
     max_tokens: usize,
     /// The prompt and the response.
@@ -47,6 +50,10 @@ pub(super) struct Trajectory<'a> {
     finish_reason: FinishReason,
     turns: Vec<EpisodeTurn>,
     metrics: BTreeMap<String, f64>,
+    /// True if the last step left the trajectory without a reward.
+    excluded: bool,
+    /// True if a step had a reward.
+    rewarded: bool,
     /// The state before the next turn, if the environment has given one.
     state: Option<Value>,
     end: Option<EpisodeEnd>,
@@ -85,7 +92,7 @@ impl<'a> Trajectory<'a> {
             seed,
             environment,
             vocab_size,
-            started: Instant::now(),
+            started: running_time(),
             max_tokens,
             prompt_len: tokens.len(),
             tokens,
@@ -97,6 +104,8 @@ impl<'a> Trajectory<'a> {
             finish_reason: FinishReason::Length,
             turns: Vec::new(),
             metrics: BTreeMap::new(),
+            excluded: false,
+            rewarded: false,
             state: observation.state,
             end: None,
         })
@@ -128,8 +137,8 @@ impl<'a> Trajectory<'a> {
     ///
     /// # Errors
     ///
-    /// With [`Interrupted`] if the progress cancels. Another error of the environment ends the
-    /// trajectory only.
+    /// With [`Interrupted`] if the progress cancels, and if the program of the environment cannot
+    /// be used. Another error of the environment ends the trajectory only.
     pub(super) fn add_turn(
         &mut self,
         environments: &Environments,
@@ -150,6 +159,9 @@ impl<'a> Trajectory<'a> {
         match self.answer(environments, &turn, progress) {
             Ok(end) => self.end = end,
             Err(error) if error.is::<Interrupted>() => return Err(error),
+            Err(error) if error.is::<Unusable>() => {
+                return Err(error.context(format!("environment of prompt {}", self.prompt.index)));
+            }
             Err(error) => {
                 let message = format!("{error:#}");
                 tracing::warn!(
@@ -201,15 +213,27 @@ impl<'a> Trajectory<'a> {
             progress,
         })?;
         let reward = step.reward.unwrap_or(0.);
-        let finite = (reward as f32).is_finite() && step.metrics.values().all(|x| x.is_finite());
+        let total = self.turns.iter().map(|turn| turn.reward).sum::<f64>() + reward;
+        let is_finite = (reward as f32).is_finite() && (total as f32).is_finite();
         ensure!(
-            finite,
-            "reward {reward}, metrics {:?}: must be finite",
-            step.metrics
+            is_finite,
+            "reward {reward}, {total} with the turns before: must be finite f32"
         );
         self.turns[number].reward = reward;
+        self.rewarded |= step.reward.is_some();
+        self.excluded = step.excluded;
         for (name, value) in step.metrics {
-            *self.metrics.entry(name).or_default() += value;
+            ensure!(
+                !OWN_METRICS.contains(&name.as_str()),
+                "metric {name:?}: must have another name than {}",
+                OWN_METRICS.join(", ")
+            );
+            let sum = self.metrics.get(&name).copied().unwrap_or(0.) + value;
+            ensure!(
+                sum.is_finite(),
+                "metric {name:?}: {value}, its sum over the turns must be finite"
+            );
+            self.metrics.insert(name, sum);
         }
         if step.done {
             return Ok(Some(EpisodeEnd::Done));
@@ -218,7 +242,7 @@ impl<'a> Trajectory<'a> {
             return Ok(Some(EpisodeEnd::MaxTurns));
         }
         let limit = limits.max_seconds.map(Duration::from_secs_f64);
-        if limit.is_some_and(|limit| self.started.elapsed() >= limit) {
+        if limit.is_some_and(|limit| running_time() - self.started >= limit) {
             return Ok(Some(EpisodeEnd::MaxSeconds));
         }
         let tokens =
@@ -247,11 +271,20 @@ impl<'a> Trajectory<'a> {
 
     pub(super) fn into_rollout(mut self, environments: &Environments) -> Rollout {
         let end = self.end.unwrap_or(EpisodeEnd::MaxTurns);
-        if let EpisodeEnd::Failed(_) = end {
+        let limits = &environments.limits;
+        let unrewarded = environments.gives_rewards() && !self.rewarded;
+        let instead = match end {
+            EpisodeEnd::Failed(_) => Some(limits.failure_reward),
+            _ if self.excluded => Some(None),
+            _ if unrewarded => Some(limits.missing_reward),
+            _ => None,
+        };
+        if let Some(instead) = instead {
+            self.excluded = instead.is_none();
             let rewards = self.turns.iter_mut().map(|turn| &mut turn.reward);
             rewards.rev().enumerate().for_each(|(from_end, reward)| {
                 *reward = match from_end {
-                    0 => environments.limits.failure_reward,
+                    0 => instead.unwrap_or(0.),
                     _ => 0.,
                 };
             });
@@ -275,6 +308,8 @@ impl<'a> Trajectory<'a> {
                 turns: self.turns,
                 end,
                 gives_rewards: environments.gives_rewards(),
+                excluded: self.excluded,
+                unrewarded,
                 metrics: self.metrics,
             }),
         }

@@ -16,7 +16,7 @@ use candle_grpo_core::validate::{Checked, check};
 
 pub(crate) use group::ProcessGroup;
 pub(crate) use pool::ProgramPool;
-pub(crate) use process::{Answer, Failure, Process, quoted};
+pub(crate) use process::{Answer, Failure, Process, Unusable, quoted};
 pub(crate) use sink::Sink;
 
 /// A program, its arguments, and the time that its answers may take.

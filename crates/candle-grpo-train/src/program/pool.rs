@@ -1,5 +1,6 @@
 //! Several processes of a program that answer one request at a time.
 
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Mutex, PoisonError};
 
 use anyhow::{Result, anyhow};
@@ -12,7 +13,14 @@ use crate::Progress;
 pub(crate) struct ProgramPool {
     program: Program,
     processes: Vec<Mutex<Option<Process>>>,
+    /// True if a process has answered.
+    has_answered: AtomicBool,
+    /// The errors of requests without an answer in time, before the first answer.
+    first_timeouts: Mutex<Vec<String>>,
 }
+
+/// The number of requests after which a program that has never answered is not asked any more.
+const FIRST_TIMEOUTS: usize = 2;
 
 impl ProgramPool {
     /// Starts `workers` processes.
@@ -24,6 +32,8 @@ impl ProgramPool {
         let processes = (0..workers).map(|_| Ok(Mutex::new(Some(program.start()?))));
         Ok(Self {
             processes: processes.collect::<Result<_>>()?,
+            has_answered: AtomicBool::new(false),
+            first_timeouts: Mutex::default(),
             program,
         })
     }
@@ -33,7 +43,8 @@ impl ProgramPool {
     ///
     /// # Errors
     ///
-    /// If the program hangs, ends or gives a wrong answer, or a stop is requested.
+    /// If the program hangs, ends or gives a wrong answer, or a stop is requested. A program that
+    /// exceeds the time twice before its first answer is not started again.
     pub(crate) fn ask<T>(
         &self,
         key: u64,
@@ -44,21 +55,57 @@ impl ProgramPool {
         let place = key % self.processes.len().max(1) as u64;
         let process = &self.processes[place as usize];
         let mut process = process.lock().unwrap_or_else(PoisonError::into_inner);
+        self.ensure_can_answer()?;
         let mut running = match process.take() {
             Some(running) => running,
             None => self.program.start().map_err(Failure::Ended)?,
         };
         let mut answer = [None];
         match running.ask(vec![request], progress, read, &mut answer) {
-            Ok(()) if running.keeps_running() => *process = Some(running),
+            Ok(()) if running.keeps_running() => {
+                self.has_answered.store(true, Ordering::Relaxed);
+                *process = Some(running);
+            }
             Ok(()) => {
                 let error = "its answer has no id, must echo the \"id\" of the request";
                 return Err(Failure::Wrong(anyhow!(error)));
             }
             Err(_) if progress.is_canceled() => return Err(Failure::Interrupted),
+            Err(Failure::Timeout(error)) => {
+                let error = running.stop(error);
+                self.note(&error);
+                return Err(Failure::Timeout(error));
+            }
             Err(failure) => return Err(failure.map(|error| running.stop(error))),
         }
         let [answer] = answer;
         answer.ok_or_else(|| Failure::Wrong(anyhow!("its answer is missing")))
+    }
+
+    /// Notes a request without an answer in time. Before the first answer, the log has it too.
+    fn note(&self, error: &anyhow::Error) {
+        if !self.has_answered.load(Ordering::Relaxed) {
+            let error = format!("{error:#}");
+            tracing::warn!("program {:?}: {error}", self.program.command);
+            let failures = self.first_timeouts.lock();
+            failures.unwrap_or_else(PoisonError::into_inner).push(error);
+        }
+    }
+
+    fn ensure_can_answer(&self) -> Result<(), Failure> {
+        let failures = self.first_timeouts.lock();
+        let failures = failures.unwrap_or_else(PoisonError::into_inner);
+        match failures.last() {
+            Some(last)
+                if failures.len() >= FIRST_TIMEOUTS
+                    && !self.has_answered.load(Ordering::Relaxed) =>
+            {
+                Err(Failure::Unusable(anyhow!(
+                    "no answer at all in {} attempts, the last: {last}",
+                    failures.len()
+                )))
+            }
+            _ => Ok(()),
+        }
     }
 }

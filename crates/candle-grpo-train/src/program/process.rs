@@ -1,18 +1,20 @@
 //! A running program.
 
 use std::collections::VecDeque;
+use std::fmt;
 use std::io::{BufRead, BufReader, Read, Write};
 use std::process::{Child, ChildStdin, ChildStdout, ExitStatus};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, SyncSender, channel, sync_channel};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::thread;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use anyhow::{Context, Result, anyhow, bail};
 
 use serde_json::{Map, Value};
 
 use super::{Program, group::ProcessGroup};
+use crate::clock::running_time;
 use crate::{Interrupted, Progress};
 
 /// The time that an ending program has to exit, and a pipe to close.
@@ -41,6 +43,10 @@ pub(crate) enum Failure {
     Ended(anyhow::Error),
     /// Its output is wrong.
     Wrong(anyhow::Error),
+    /// It wrote a line that no request asked for, so that no line has a sure place.
+    Surplus(anyhow::Error),
+    /// It has never answered: another start is of no use.
+    Unusable(anyhow::Error),
     /// A stop was requested.
     Interrupted,
 }
@@ -72,6 +78,8 @@ impl Failure {
             Self::Timeout(error) => Self::Timeout(change(error)),
             Self::Ended(error) => Self::Ended(change(error)),
             Self::Wrong(error) => Self::Wrong(change(error)),
+            Self::Surplus(error) => Self::Surplus(change(error)),
+            Self::Unusable(error) => Self::Unusable(change(error)),
             Self::Interrupted => Self::Interrupted,
         }
     }
@@ -81,8 +89,19 @@ impl From<Failure> for anyhow::Error {
     fn from(failure: Failure) -> Self {
         match failure {
             Failure::Timeout(error) | Failure::Ended(error) | Failure::Wrong(error) => error,
+            Failure::Surplus(error) | Failure::Unusable(error) => error.context(Unusable),
             Failure::Interrupted => Interrupted.into(),
         }
+    }
+}
+
+/// The context of the error of a program that cannot be used in a run, whatever the policy does.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Unusable;
+
+impl fmt::Display for Unusable {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("the program cannot be used")
     }
 }
 
@@ -155,13 +174,13 @@ impl Process {
         answers: &mut [Option<T>],
     ) -> Result<(), Failure> {
         let count = requests.len();
-        let limit = match self.echoes_ids {
+        let mut limit = match self.echoes_ids {
             None => self.limit.saturating_add(self.start_limit),
             Some(_) => self.limit,
         };
-        let mut deadline = Instant::now() + limit;
+        let mut deadline = running_time().saturating_add(limit);
         let mut stops_at = None;
-        self.ensure_silent().map_err(Failure::Wrong)?;
+        self.ensure_silent().map_err(Failure::Surplus)?;
         let first = self.next_id;
         self.send(requests).map_err(Failure::Wrong)?;
         let mut answered = 0;
@@ -170,32 +189,37 @@ impl Process {
             if is_complete && self.keeps_running() {
                 break;
             }
-            let now = Instant::now();
+            let now = running_time();
             if stops_at.is_none() && progress.is_canceled() {
                 stops_at = Some(now + STOP_GRACE);
                 deadline = deadline.min(now + STOP_GRACE);
             }
-            if now >= deadline {
-                return Err(match stops_at {
-                    Some(_) => Failure::Interrupted,
-                    None if is_complete => Failure::Wrong(anyhow!(NOT_ENDED)),
-                    None => Failure::Timeout(overdue(answered, count, self.limit)),
-                });
-            }
-            let ended = match self.output.recv_timeout(POLL.min(deadline - now)) {
-                Ok(line) if is_complete => return Err(Failure::Wrong(self.surplus(line))),
+            let rest = deadline.saturating_sub(now);
+            let ended = match self.output.recv_timeout(POLL.min(rest)) {
+                Ok(line) if is_complete => return Err(Failure::Surplus(self.surplus(line))),
                 Ok(Ok(line)) => {
-                    read(&line)
-                        .and_then(|answer| self.take(&line, answer, (first, answered), answers))
-                        .with_context(|| format!("answer {} of {}", answered + 1, count))
+                    let number = format!("answer {} of {count}", answered + 1);
+                    let answer = read(&line)
+                        .context(number.clone())
                         .map_err(Failure::Wrong)?;
+                    self.take(&line, answer, (first, answered), answers)
+                        .map_err(|failure| failure.map(|error| error.context(number)))?;
                     answered += 1;
-                    let next = Instant::now() + self.limit;
+                    limit = self.limit;
+                    let next = running_time().saturating_add(self.limit);
                     deadline = stops_at.map_or(next, |stop| next.min(stop));
                     if !self.keeps_running() {
                         self.input = None;
                     }
                     continue;
+                }
+                // Only what is not there at the end of the time is late.
+                Err(RecvTimeoutError::Timeout) if rest.is_zero() => {
+                    return Err(match stops_at {
+                        Some(_) => Failure::Interrupted,
+                        None if is_complete => Failure::Wrong(anyhow!(NOT_ENDED)),
+                        None => Failure::Timeout(overdue(answered, count, limit)),
+                    });
                 }
                 Err(RecvTimeoutError::Timeout) => continue,
                 Err(RecvTimeoutError::Disconnected) if is_complete => break,
@@ -207,7 +231,7 @@ impl Process {
             );
             return Err(Failure::Ended(error));
         }
-        self.ensure_silent().map_err(Failure::Wrong)
+        self.ensure_silent().map_err(Failure::Surplus)
     }
 
     /// Returns true if each answer so far has named its request.
@@ -262,25 +286,36 @@ impl Process {
         answer: Answer<T>,
         (first, answered): (u64, usize),
         answers: &mut [Option<T>],
-    ) -> Result<()> {
+    ) -> Result<(), Failure> {
         let echoes = *self.echoes_ids.get_or_insert(answer.id.is_some());
         let place = match answer.id {
-            _ if answer.id.is_some() != echoes => bail!(
-                "{}: {} an id, unlike the answers before: give one to all answers or to none",
-                quoted(line),
-                if echoes { "has not" } else { "has" }
-            ),
+            _ if answer.id.is_some() != echoes => {
+                return Err(Failure::Wrong(anyhow!(
+                    "{}: {} an id, unlike the answers before: give one to all answers or to none",
+                    quoted(line),
+                    if echoes { "has not" } else { "has" }
+                )));
+            }
             None => Some(answered),
             Some(id) => id.checked_sub(first).map(|place| place as usize),
         };
         let last = first + answers.len().saturating_sub(1) as u64;
         match place.and_then(|place| answers.get_mut(place)) {
             Some(free @ None) => *free = Some(answer.value),
-            Some(Some(_)) => bail!("{}: answers a request twice", quoted(line)),
-            None => bail!(
-                "{}: must have the id of one of the requests, {first} to {last}",
-                quoted(line)
-            ),
+            Some(Some(_)) => {
+                let error = anyhow!("{}: answers a request twice", quoted(line));
+                return Err(Failure::Surplus(error));
+            }
+            None => {
+                let error = anyhow!(
+                    "{}: must have the id of one of the requests, {first} to {last}",
+                    quoted(line)
+                );
+                return Err(match answer.id {
+                    Some(id) if id < first => Failure::Surplus(error),
+                    _ => Failure::Wrong(error),
+                });
+            }
         }
         Ok(())
     }
@@ -295,13 +330,13 @@ impl Process {
         if self.next_id == 0 {
             return Ok(());
         }
-        let deadline = Instant::now() + END_GRACE;
+        let deadline = running_time() + END_GRACE;
         loop {
             let ended = !matches!(self.program.try_wait(), Ok(None));
             match self.output.recv_timeout(QUIET) {
                 Ok(line) => return Err(self.surplus(line)),
                 Err(RecvTimeoutError::Disconnected) => return Ok(()),
-                Err(RecvTimeoutError::Timeout) if ended || Instant::now() > deadline => {
+                Err(RecvTimeoutError::Timeout) if ended || running_time() > deadline => {
                     return Ok(());
                 }
                 Err(RecvTimeoutError::Timeout) => {}
@@ -318,8 +353,8 @@ impl Process {
         };
         self.kill();
         // All pipes are closed now; the reader takes what is left.
-        let deadline = Instant::now() + Duration::from_secs(1);
-        while !self.error_reader.is_finished() && Instant::now() < deadline {
+        let deadline = running_time() + Duration::from_secs(1);
+        while !self.error_reader.is_finished() && running_time() < deadline {
             thread::sleep(Duration::from_millis(2));
         }
         let mut tail = self.errors.lock().unwrap_or_else(PoisonError::into_inner);
@@ -331,10 +366,10 @@ impl Process {
 
     /// Waits until the program ends, at most for `patience`.
     fn wait(&mut self, patience: Duration) -> Option<ExitStatus> {
-        let deadline = Instant::now() + patience;
+        let deadline = running_time() + patience;
         loop {
             match self.program.try_wait() {
-                Ok(None) if Instant::now() < deadline => thread::sleep(Duration::from_millis(1)),
+                Ok(None) if running_time() < deadline => thread::sleep(Duration::from_millis(1)),
                 Ok(status) => return status,
                 Err(_) => return None,
             }

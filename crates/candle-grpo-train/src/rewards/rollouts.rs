@@ -1,11 +1,13 @@
 //! Scores of rollouts.
 
 use std::borrow::Cow;
+use std::sync::Once;
 
 use anyhow::{Context, Result, ensure};
 
 use super::weighted::total;
 use super::{RewardFunction, Sample, Score, Scores};
+use crate::environment::Episode;
 use crate::{Prompt, Rollout};
 
 /// The rewards of some rollouts.
@@ -20,7 +22,8 @@ pub(crate) struct RolloutScores {
 /// `texts` are those of [`decode_answers`](crate::rollout::decode::decode_answers).
 ///
 /// Functions receive the last turn of a trajectory as text, and the tokens that the policy wrote.
-/// The sum of the rewards of its environment is the last component.
+/// The sum of the rewards of its environment is the last component. A trajectory that its
+/// environment excludes has no score at all.
 pub(crate) fn score_rollouts(
     function: &dyn RewardFunction,
     prompts: &[&Prompt],
@@ -53,6 +56,7 @@ pub(crate) fn score_rollouts(
         })
         .collect();
     let mut components = function.components(&samples)?;
+    warn_of_idle_winners(rollouts, num_generations);
     let episodes = rollouts.iter().map(|rollout| rollout.episode.as_ref());
     let rewards = episodes.map(|episode| {
         let episode = episode.filter(|episode| episode.gives_rewards)?;
@@ -62,6 +66,12 @@ pub(crate) fn score_rollouts(
         let rewards = rewards.into_iter().map(Score::from).collect();
         let scores = Scores::new(rewards, &samples).context("environment")?;
         components.push(scores.named("environment"));
+    }
+    for scores in &mut components {
+        let all = rollouts.iter().enumerate();
+        for (place, _) in all.filter(|(_, rollout)| is_excluded(rollout)) {
+            scores.exclude(place);
+        }
     }
     ensure!(
         !components.is_empty()
@@ -75,4 +85,38 @@ pub(crate) fn score_rollouts(
         total: Scores::new(total(&components, &samples), &samples)?,
         components,
     })
+}
+
+fn is_excluded(rollout: &Rollout) -> bool {
+    let episode = rollout.episode.as_ref();
+    episode.is_some_and(|episode| episode.excluded)
+}
+
+/// Warns, once in a process, if a trajectory without any reward has the best one of its group: the
+/// environment gave only negative rewards, and the policy learns to do nothing.
+fn warn_of_idle_winners(rollouts: &[Rollout], num_generations: usize) {
+    static WARNED: Once = Once::new();
+    let has_idle_winner = |group: &[Rollout]| {
+        let episodes = group.iter().filter_map(|rollout| rollout.episode.as_ref());
+        let counted = episodes.filter(|episode| episode.gives_rewards && !episode.excluded);
+        let (idle, others): (Vec<&Episode>, Vec<&Episode>) =
+            counted.partition(|episode| episode.unrewarded && episode.failure().is_none());
+        let rewards = |episodes: &[&Episode]| {
+            let rewards = episodes.iter().map(|episode| episode.reward());
+            rewards.max_by(f64::total_cmp)
+        };
+        match (rewards(&idle), rewards(&others)) {
+            (Some(idle), Some(others)) => others < 0. && idle > others,
+            _ => false,
+        }
+    };
+    if rollouts.chunks(num_generations.max(1)).any(has_idle_winner) {
+        WARNED.call_once(|| {
+            tracing::warn!(
+                "a trajectory to which the environment gave no reward counts more than all others \
+                 of its prompt, which have negative rewards; environment.limits.missing_reward \
+                 sets its reward, and null excludes it"
+            );
+        });
+    }
 }

@@ -109,6 +109,11 @@ impl Scores {
         }
     }
 
+    /// Leaves out the score at `place`.
+    pub(super) fn exclude(&mut self, place: usize) {
+        self.numbers[place] = f32::NAN;
+    }
+
     /// Adds the scores of `other`.
     pub(crate) fn extend(&mut self, other: Self) {
         self.numbers.extend(other.numbers);

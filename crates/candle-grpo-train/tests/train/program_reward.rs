@@ -551,3 +551,26 @@ fn an_option_that_is_not_valid_is_named(#[case] change: Value, #[case] expected:
     let error = format!("{:#}", config.validate().unwrap_err());
     assert!(error.contains(expected), "{error}");
 }
+
+#[test]
+fn a_program_that_never_answers_is_an_error_after_two_attempts() {
+    let folder = tempfile::tempdir().unwrap();
+    let starts = folder.path().join("starts");
+    // As one that does not flush: its answer comes at the end of its input.
+    let script = format!(
+        "echo x >> {}; n=0; while read -r line; do n=$((n+1)); done; echo $n",
+        starts.display()
+    );
+    let mut config = config(&["sh", "-c", &script], 0.3);
+    config.max_failures = 1000;
+    let reward = ProgramReward::new(config).unwrap();
+    let error = error(&reward, &["a"; 40]);
+    for words in [
+        "no answer at all in 2 attempts",
+        "flush",
+        "within 0.3 seconds",
+    ] {
+        assert!(error.contains(words), "{words:?} in {error}");
+    }
+    assert_eq!(fs::read_to_string(starts).unwrap(), "x\nx\n");
+}

@@ -11,6 +11,7 @@ use serde_json::{Value, json};
 
 use super::{Append, Environment, EnvironmentFactory, EpisodeStart, Step, TextPart, Turn};
 use crate::excerpt::excerpt;
+use crate::program::Unusable;
 use crate::{Interrupted, Progress};
 
 pub use format::{ToolCall, ToolFormat};
@@ -224,7 +225,7 @@ impl ToolEnvironment {
         };
         match tool.call(&context) {
             Ok(output) => Ok((output, true)),
-            Err(error) if error.is::<Interrupted>() => Err(error),
+            Err(error) if error.is::<Interrupted>() || error.is::<Unusable>() => Err(error),
             Err(error) => Ok((format!("error: {error:#}"), false)),
         }
     }

@@ -197,7 +197,8 @@ impl ProgramToolConfig {
 /// or `error` (a text).
 ///
 /// If it exceeds its time or ends, it is started again, and the call has failed. The policy gets a
-/// short message, and the log its stderr.
+/// short message, and the log its stderr. A program that has never answered, or that writes a line
+/// which no call asked for, ends the run.
 pub struct ProgramTool {
     config: ProgramToolConfig,
     pool: ProgramPool,
@@ -243,7 +244,9 @@ impl Tool for ProgramTool {
         };
         // The policy reads what is the same each time.
         let message = match &failed {
-            Failure::Interrupted => return Err(failed.into()),
+            Failure::Interrupted | Failure::Surplus(_) | Failure::Unusable(_) => {
+                return Err(anyhow::Error::from(failed).context(format!("tool {:?}", self.name())));
+            }
             Failure::Timeout(_) => {
                 format!(
                     "no output within {} seconds",

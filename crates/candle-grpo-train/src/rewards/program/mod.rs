@@ -10,7 +10,7 @@ use anyhow::{Context, Result};
 use candle_grpo_core::validate::{at_least_one, finite};
 use serde::{Deserialize, Serialize};
 
-use self::worker::Worker;
+use self::worker::{Shared, Worker};
 use super::weighted::in_parallel;
 use super::{OnFailure, Score};
 use crate::program::{Program, check_limits};
@@ -116,7 +116,8 @@ impl ProgramConfig {
 /// If it ends, or gives no score for longer than the limit, it is started again. The completions
 /// without a score are then sent one at a time. A completion with which it fails alone has the
 /// score of [`ProgramConfig::on_timeout`]. A program that fails from the first completion on, or
-/// with more than [`ProgramConfig::max_failures`] in a row, is an error.
+/// with more than [`ProgramConfig::max_failures`] in a row, is an error. One that exceeds the
+/// time twice before its first answer is an error at once.
 ///
 /// ```no_run
 /// use candle_grpo_train::rewards::{ProgramConfig, ProgramReward};
@@ -129,6 +130,7 @@ pub struct ProgramReward {
     config: ProgramConfig,
     progress: Arc<dyn Progress>,
     workers: Vec<Mutex<Worker>>,
+    shared: Shared,
 }
 
 impl ProgramReward {
@@ -143,6 +145,7 @@ impl ProgramReward {
         Ok(Self {
             workers: workers.collect::<Result<_>>()?,
             progress: Arc::new(NoProgress),
+            shared: Shared::default(),
             config,
         })
     }
@@ -159,7 +162,8 @@ impl ProgramReward {
             })
             .collect();
         let shares = in_parallel(&shares, |(worker, samples)| {
-            lock(worker).score(&self.config, samples, self.progress.as_ref())
+            let progress = self.progress.as_ref();
+            lock(worker).score(&self.config, samples, progress, &self.shared)
         });
         let mut scores = vec![Score::NONE; samples.len()];
         for (first, share) in shares.into_iter().enumerate() {

@@ -1,6 +1,8 @@
 //! A place for a running program, which restarts it.
 
-use anyhow::{Result, ensure};
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use anyhow::{Result, bail, ensure};
 
 use super::ProgramConfig;
 use super::answer::{parse, request};
@@ -17,6 +19,18 @@ pub(super) struct Worker {
     has_scored: bool,
     last_error: Option<anyhow::Error>,
 }
+
+/// Facts that the workers of a program share.
+#[derive(Debug, Default)]
+pub(super) struct Shared {
+    /// True if a process has answered a line, even if its batch failed later.
+    has_answered: AtomicBool,
+    /// True if the log has the first failure.
+    has_warned: AtomicBool,
+}
+
+/// The number of attempts of a worker after which a program that never answers is an error.
+const FIRST_ATTEMPTS: usize = 2;
 
 impl Worker {
     pub(super) fn start(config: &ProgramConfig) -> Result<Self> {
@@ -38,9 +52,11 @@ impl Worker {
         config: &ProgramConfig,
         samples: &[Sample],
         progress: &dyn Progress,
+        shared: &Shared,
     ) -> Result<Vec<Score>> {
         let mut scores = vec![None; samples.len()];
-        let mut failed = self.attempt(config, samples, progress, &mut scores)?;
+        let mut attempts = 1;
+        let mut failed = self.attempt(config, samples, progress, &mut scores, shared)?;
         for (place, sample) in samples.iter().enumerate().rev() {
             if scores[place].is_some() {
                 continue;
@@ -49,8 +65,23 @@ impl Worker {
             let failed = match failed.take() {
                 // It was alone.
                 Some(failed) if samples.len() == 1 => Some(failed),
-                _ => self.attempt(config, std::slice::from_ref(sample), progress, score)?,
+                _ => {
+                    attempts += 1;
+                    self.attempt(
+                        config,
+                        std::slice::from_ref(sample),
+                        progress,
+                        score,
+                        shared,
+                    )?
+                }
             };
+            if let Some((ScoreFailure::Timeout, error)) = &failed
+                && attempts >= FIRST_ATTEMPTS
+                && !shared.has_answered.load(Ordering::Relaxed)
+            {
+                bail!("no answer at all in {attempts} attempts, the last: {error:#}");
+            }
             if let Some((failure, error)) = failed {
                 self.failures += 1;
                 ensure!(
@@ -72,13 +103,19 @@ impl Worker {
         samples: &[Sample],
         progress: &dyn Progress,
         scores: &mut [Option<Score>],
+        shared: &Shared,
     ) -> Result<Option<(ScoreFailure, anyhow::Error)>> {
         let mut process = match self.process.take() {
             Some(process) => process,
             None => config.program().start()?,
         };
         let requests = samples.iter().map(request).collect();
-        let failed = match process.ask(requests, progress, parse, scores) {
+        let asked = process.ask(requests, progress, parse, scores);
+        let has_answered = scores.iter().any(Option::is_some);
+        shared
+            .has_answered
+            .fetch_or(has_answered, Ordering::Relaxed);
+        let failed = match asked {
             Ok(()) => {
                 self.process = match process.keeps_running() {
                     true => Some(process),
@@ -92,7 +129,9 @@ impl Worker {
             }
             Err(failed) => {
                 let (failure, error) = match failed {
-                    Failure::Wrong(error) => return Err(process.stop(error)),
+                    Failure::Wrong(error) | Failure::Surplus(error) | Failure::Unusable(error) => {
+                        return Err(process.stop(error));
+                    }
                     Failure::Interrupted => return Err(Interrupted.into()),
                     _ if progress.is_canceled() => return Err(Interrupted.into()),
                     Failure::Timeout(error) => (ScoreFailure::Timeout, error),
@@ -101,7 +140,15 @@ impl Worker {
                 if !process.echoes_ids() {
                     scores.fill(None);
                 }
-                Some((failure, process.stop(error)))
+                let error = process.stop(error);
+                if !shared.has_warned.swap(true, Ordering::Relaxed) {
+                    tracing::warn!(
+                        "program {:?}: {error:#}; it is started again, and further failures are \
+                         counted in reward_faults",
+                        config.command
+                    );
+                }
+                Some((failure, error))
             }
         };
         if scores.iter().any(Option::is_some) {

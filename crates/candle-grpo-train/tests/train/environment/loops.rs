@@ -197,7 +197,7 @@ fn a_failing_environment_ends_its_trajectory_only() {
         Ok(Fails { at })
     };
     let limits = EnvironmentLimits {
-        failure_reward: -0.5,
+        failure_reward: Some(-0.5),
         max_turn_tokens: Some(2),
         ..EnvironmentLimits::default()
     };
@@ -223,6 +223,45 @@ fn a_failing_environment_ends_its_trajectory_only() {
     let none = WeightedRewards::new();
     let error = evaluate(&sampler, &failing, 2, &none, &tokenizer(), 0).unwrap_err();
     assert_eq!(error.to_string(), ALL_FAILED.replace('N', "2"));
+}
+
+/// The scores of a failed, an unrewarded and a rewarded trajectory.
+#[rstest]
+#[case(None, Some(0.), [None, Some(0.)])]
+#[case(Some(-2.), None, [Some(-2.), None])]
+fn a_trajectory_without_a_reward_has_that_of_the_limits_or_no_score(
+    #[case] failure_reward: Option<f64>,
+    #[case] missing_reward: Option<f64>,
+    #[case] expected: [Option<f32>; 2],
+) {
+    struct Ends(u64);
+    impl Environment for Ends {
+        fn step(&mut self, _: &Turn<'_>) -> Result<Step> {
+            match self.0 {
+                0 => bail!("broken pipe"),
+                1 => Ok(Step {
+                    done: true,
+                    ..Step::default()
+                }),
+                _ => Ok(Step::done(-1.)),
+            }
+        }
+    }
+    let factory =
+        |start: &EpisodeStart<'_>| -> Result<Ends> { Ok(Ends(start.prompt.index as u64)) };
+    let limits = EnvironmentLimits {
+        failure_reward,
+        missing_reward,
+        ..EnvironmentLimits::default()
+    };
+    let prompts = prompts(&["abc", "d", "e"]);
+    let sampler = sampler(long()).with_environments(limited(factory, limits));
+    // A function adds 1 to each, but not to one that is excluded.
+    let one = WeightedRewards::new().with("one", 1., |_: &Sample| 1.);
+    let found = evaluate(&sampler, &prompts, 1, &one, &tokenizer(), 0).unwrap();
+    let rewards: Vec<_> = found.samples.iter().map(|sample| sample.reward).collect();
+    let [failed, unrewarded] = expected.map(|reward| reward.map(|reward| reward + 1.));
+    assert_eq!(rewards, [failed, unrewarded, Some(0.)]);
 }
 
 const ALL_FAILED: &str =

@@ -40,6 +40,7 @@ impl Environment for Echo {
             done: turn.number + 1 == self.turns,
             state: Some(json!(turn.number)),
             metrics: [("letters".to_owned(), turn.text.len() as f64)].into(),
+            ..Step::default()
         })
     }
 }

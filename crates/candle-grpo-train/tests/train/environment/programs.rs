@@ -116,6 +116,105 @@ fn a_wrong_first_answer_is_an_error(#[case] answer: &str, #[case] words: &str) {
     assert!(error.starts_with("environment of prompt "), "{error}");
 }
 
+#[test]
+fn a_program_that_never_answers_ends_the_run_after_two_attempts() {
+    let folder = tempfile::tempdir().unwrap();
+    let starts = folder.path().join("starts");
+    let script = format!("echo x >> {}; cat > /dev/null", starts.display());
+    let error = play(json!({
+        "command": ["sh", "-c", script],
+        "time_limit_seconds": 0.3,
+        "start_limit_seconds": 0,
+    }));
+    let error = format!("{:#}", error.unwrap_err());
+    assert!(error.contains("no answer at all in 2 attempts"), "{error}");
+    assert_eq!(std::fs::read_to_string(starts).unwrap(), "x\nx\n");
+}
+
+/// Answers the start, and each turn with these fields.
+fn one_turn(fields: &str) -> Result<Vec<Rollout>> {
+    let script = format!(
+        "import json, sys\nfor line in sys.stdin:\n    request = json.loads(line)\n    start = request['turn'] is None\n    turn = request['turn']\n    answer = {{}} if start else {fields}\n    print(json.dumps({{'id': request['id'], **answer}}), flush=True)\n"
+    );
+    play(json!({"command": ["python3", "-c", script]}))
+}
+
+#[rstest]
+#[case(
+    "{'metrics': {'reward': 1}, 'done': True}",
+    "metric \"reward\": must have another name"
+)]
+#[case(
+    "{'metrics': {'turns': 1}, 'done': True}",
+    "metric \"turns\": must have another name"
+)]
+#[case(
+    "{'metrics': {'failed': 1}, 'done': True}",
+    "metric \"failed\": must have another name"
+)]
+#[case(
+    "{'metrics': {'x': 1e308}, 'text': 'd'}",
+    "its sum over the turns must be finite"
+)]
+#[case(
+    "{'reward': 3e38, 'text': 'd'}",
+    "with the turns before: must be finite"
+)]
+#[case(
+    "{'messages': [{'rolle': 'user', 'content': 'd'}]}",
+    "messages[0]: {\"content\""
+)]
+#[case(
+    "{'messages': [{'role': 'user', 'contents': 'd'}]}",
+    "must be an object with the text"
+)]
+#[case("{'messages': ['d']}", "messages[0]: \"d\", must be an object")]
+fn a_wrong_answer_to_a_turn_fails_and_is_named(#[case] fields: &str, #[case] words: &str) {
+    for rollout in one_turn(fields).unwrap() {
+        let episode = rollout.episode.unwrap();
+        let EpisodeEnd::Failed(message) = &episode.end else {
+            // A trajectory of one turn has no sum.
+            assert_eq!(episode.turns.len(), 1, "{:?}", episode.end);
+            continue;
+        };
+        assert!(message.contains(words), "{message}");
+        assert!(episode.excluded);
+    }
+}
+
+#[rstest]
+#[case("{'reward': None, 'done': True}", true)]
+#[case("{'reward': 0, 'done': True}", false)]
+#[case("{'done': True}", false)]
+#[case(
+    "{'reward': None if turn == 0 else 1, 'done': turn == 1, 'text': 'd'}",
+    false
+)]
+#[case(
+    "{'reward': 1 if turn == 0 else None, 'done': turn == 1, 'text': 'd'}",
+    true
+)]
+fn a_trajectory_whose_last_reward_is_null_is_excluded(
+    #[case] fields: &str,
+    #[case] expected: bool,
+) {
+    let rollouts = one_turn(fields).unwrap();
+    let turns = if fields.contains("turn ==") { 2 } else { 1 };
+    let all = rollouts.into_iter().filter_map(|rollout| rollout.episode);
+    let ended: Vec<_> = all.filter(|episode| episode.turns.len() == turns).collect();
+    assert!(!ended.is_empty());
+    assert!(ended.iter().all(|episode| episode.excluded == expected));
+}
+
+/// The second line may come before or after the next request.
+#[test]
+fn two_answers_to_a_request_end_the_run() {
+    let script = "import json, sys\nfor line in sys.stdin:\n    request = json.loads(line)\n    for _ in range(1 if request['turn'] is None else 2):\n        print(json.dumps({'id': request['id'], 'text': 'd'}), flush=True)\n";
+    let error = play(json!({"command": ["python3", "-c", script]})).unwrap_err();
+    let error = format!("{error:#}");
+    assert!(error.contains("the program cannot be used"), "{error}");
+}
+
 #[rstest]
 #[case(json!({"kind": "program", "command": []}), "command: []")]
 #[case(json!({"kind": "program", "command": ["x"], "workers": 0}), "workers: 0")]
