@@ -63,6 +63,7 @@ pub use learn::{
     TrainConfig, Trainer, TrainingBatch,
 };
 pub use model::{ChatTemplate, Pretrained};
+pub use program::hide_from_programs;
 pub use progress::{Interrupted, Progress};
 pub use rewards::{RewardConfig, RewardFunction, Sample, WeightedRewards};
 pub use rollout::{Completion, FinishReason, Generator, Rollout, Sampler, SamplingConfig};

@@ -12,6 +12,7 @@ use ureq::http::Response;
 
 use super::retry::{is_transient, retry_after};
 use crate::clock::Beginning;
+use crate::hide_from_programs;
 
 /// The longest message of an error in characters.
 const MAX_MESSAGE: usize = 300;
@@ -72,13 +73,14 @@ impl fmt::Display for RequestFailure {
     }
 }
 
-/// Reads the API key from the environment variable of this name.
+/// Reads the API key from the environment variable of this name, which programs do not inherit.
 ///
 /// # Errors
 ///
 /// If the variable is not set, or its value cannot be the part of a header. The value is not in the
 /// message.
 pub(crate) fn api_key(variable: &str) -> Result<String> {
+    hide_from_programs(variable);
     let must = "be the name of an environment variable that is set";
     let key = env::var(variable).ok().filter(|key| !key.is_empty());
     let key = key.ok_or_else(|| Invalid::new("api_key_env", variable, must))?;

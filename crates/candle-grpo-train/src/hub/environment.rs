@@ -10,6 +10,7 @@ use std::time::Duration;
 use anyhow::{Context, Result, bail, ensure};
 
 use super::Hub;
+use crate::program::HUB_TOKENS;
 
 const ENDPOINT: &str = "https://huggingface.co";
 const FIRST_PAUSE: Duration = Duration::from_secs(1);
@@ -119,7 +120,7 @@ impl<F: Fn(&str) -> Option<OsString>> Variables<F> {
         if self.is_set("HF_HUB_DISABLE_IMPLICIT_TOKEN") {
             return Ok(None);
         }
-        for name in ["HF_TOKEN", "HUGGING_FACE_HUB_TOKEN"] {
+        for name in HUB_TOKENS {
             if let Some(token) = self.text(name)? {
                 return valid(name, &token);
             }

@@ -5,6 +5,7 @@ mod group;
 mod imports;
 mod pool;
 mod process;
+mod secrets;
 mod sink;
 
 use std::path::PathBuf;
@@ -17,6 +18,8 @@ use candle_grpo_core::validate::{Checked, check};
 pub(crate) use group::ProcessGroup;
 pub(crate) use pool::ProgramPool;
 pub(crate) use process::{Answer, Failure, Process, Unusable, quoted};
+pub(crate) use secrets::HUB_TOKENS;
+pub use secrets::hide_from_programs;
 pub(crate) use sink::Sink;
 
 /// A program, its arguments, and the time that its answers may take.
@@ -59,7 +62,7 @@ impl Program {
         )
     }
 
-    /// Starts it in a group of its own, with pipes.
+    /// Starts it in a group of its own, with pipes, and without the variables that have keys.
     fn spawn(&self) -> Result<(Child, ProcessGroup)> {
         let [name, arguments @ ..] = self.command.as_slice() else {
             bail!("command: empty");
@@ -71,6 +74,9 @@ impl Program {
             .stdin(Stdio::piped())
             .stdout(Stdio::piped())
             .stderr(Stdio::piped());
+        for variable in secrets::variables() {
+            command.env_remove(variable);
+        }
         if let Some(folder) = &self.folder {
             command.current_dir(folder);
         }

@@ -6,6 +6,7 @@ use std::fs;
 use std::io;
 use std::path::{Path, PathBuf};
 
+use candle_grpo_train::hide_from_programs;
 use serde::Deserialize;
 use serde::de::{DeserializeOwned, Deserializer, MapAccess, SeqAccess, Visitor};
 use serde_json::{Map, Number, Value};
@@ -31,6 +32,20 @@ pub struct Document {
     lines: BTreeMap<String, usize>,
     /// The path in the file of each key that a translation has moved.
     origins: BTreeMap<String, String>,
+}
+
+/// Hides the environment variables that any `api_key_env` in `value` names from programs.
+fn hide_keys(value: &Value) {
+    match value {
+        Value::Object(fields) => {
+            if let Some(name) = fields.get("api_key_env").and_then(Value::as_str) {
+                hide_from_programs(name);
+            }
+            fields.values().for_each(hide_keys);
+        }
+        Value::Array(entries) => entries.iter().for_each(hide_keys),
+        _ => {}
+    }
 }
 
 impl Document {
@@ -242,12 +257,14 @@ impl Document {
         nearest_line(&self.lines, path)
     }
 
-    /// Returns `value`, which stands at `path`, as a `T`.
+    /// Returns `value`, which stands at `path`, as a `T`. Programs do not inherit the environment
+    /// variables that it names as those of keys.
     pub(super) fn parse<T: DeserializeOwned>(
         &self,
         path: &str,
         value: Value,
     ) -> Result<T, ConfigError> {
+        hide_keys(&value);
         serde_path_to_error::deserialize(Tree(value.clone())).map_err(|error| {
             let inner = error.path().to_string();
             // An unknown key is a question mark in the path.

@@ -79,6 +79,33 @@ fn check_sends_no_request_and_names_a_key_that_is_not_set() {
     assert!(server.requests().is_empty());
 }
 
+/// A program may run what the policy has written.
+#[test]
+fn programs_do_not_inherit_keys() {
+    let server = server();
+    let variable = "GRPO_TEST_KEY_OF_A_JUDGE";
+    let judge = with_judge(&server, json!({"api_key_env": variable}));
+    let script = "env > environment; while read -r line; do echo 0; done";
+    let program = json!({"kind": "program", "name": "p", "command": ["sh", "-c", script]});
+    // The program comes first, so that it starts before the judge reads its key.
+    let (before, after) = judge.split_once("{\"").unwrap();
+    let folder = folder(&format!("{before}{program}, {{\"{after}"));
+    let mut train = command(folder.path(), &["train", "run.yaml"]);
+    train
+        .env(variable, "sk-of-the-test")
+        .env("HF_TOKEN", "hf_of_the_test");
+    train.env("HUGGING_FACE_HUB_TOKEN", "hf_of_the_test");
+    train.env("GRPO_TEST_OTHER", "other");
+    let output = train.output().unwrap();
+    assert_eq!(output.status.code(), Some(0), "{}", said(&output));
+    let environment = fs::read_to_string(folder.path().join("environment")).unwrap();
+    assert!(
+        environment.contains("GRPO_TEST_OTHER=other"),
+        "{environment}"
+    );
+    assert!(!environment.contains("of_the_test") && !environment.contains("of-the-test"));
+}
+
 #[test]
 fn a_key_is_in_no_file_of_a_run() {
     let server = server();
