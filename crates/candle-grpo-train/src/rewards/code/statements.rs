@@ -40,7 +40,7 @@ struct Definition {
     takes_candidate: bool,
 }
 
-/// What the statements of a test do.
+/// The facts about the statements of a test that decide whether it asserts something.
 #[derive(Debug, Default)]
 pub(super) struct Statements {
     /// True if there are statements.
