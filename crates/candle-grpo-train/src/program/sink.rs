@@ -123,7 +123,9 @@ impl Sink {
         let begun = running_time();
         loop {
             match self.program.try_wait() {
-                Ok(None) if running_time() - begun < patience && !is_canceled() => thread::sleep(POLL),
+                Ok(None) if running_time() - begun < patience && !is_canceled() => {
+                    thread::sleep(POLL)
+                }
                 Ok(status) => return status,
                 Err(_) => return None,
             }

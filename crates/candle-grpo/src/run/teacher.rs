@@ -58,8 +58,8 @@ pub(super) fn check_teacher(
     Ok(Some(teacher.model))
 }
 
-/// Loads the teacher of a run, if it has one, for rows of up to `longest_row` tokens, onto `device`,
-/// which has the policy.
+/// Loads the teacher of a run, if it has one, for rows of up to `longest_row` tokens. `device` is
+/// that of the policy.
 ///
 /// # Errors
 ///
