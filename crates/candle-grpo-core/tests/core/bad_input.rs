@@ -10,8 +10,7 @@ use candle_grpo_core::rewards::{
 use candle_grpo_core::{
     AdvantageBatch, AdvantageConfig, AdvantageEstimator, AdvantageName, AdvantagePipeline,
     Baseline, CostPenalty, Costs, GroupAdvantage, Groups, Kl, KlEstimator, KlGradient, KlPenalty,
-    Mask, MetricValue, MetricValues, Metrics, NonFinite, RewardShaping, Scale, ScoreEnsemble,
-    TokenAdvantage,
+    Mask, MetricValue, MetricValues, Metrics, RewardShaping, Scale, ScoreEnsemble, TokenAdvantage,
 };
 use candle_grpo_test_support::{devices, message, numbers};
 use rstest::rstest;

@@ -648,6 +648,7 @@ fn scaled_frequencies_are_written() -> Result<()> {
         original_max_position_embeddings: 8,
         factor: 2.0,
         attention_factor: None,
+        short_rows: false,
     };
     for (family, rope_scaling) in [
         (Family::Llama, RopeScaling::Linear { factor: 4.0 }),
