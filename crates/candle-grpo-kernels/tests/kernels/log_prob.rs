@@ -392,7 +392,7 @@ fn an_error_names_the_wrong_argument() -> Result<()> {
             LogProbOptions::default(),
         ))
     };
-    assert!(call(&logits, &targets, 0.0).contains("temperature: 0, must be positive"));
+    assert!(call(&logits, &targets, 0.0).contains("temperature: 0.0, must be from 1e-6 to 1e6"));
     assert!(call(&logits, &Tensor::new(&[0u32, 5], device)?, 1.0).contains("token id 5"));
     assert!(call(&logits, &Tensor::new(&[0i64, -1], device)?, 1.0).contains("token id -1"));
     assert!(call(&logits, &Tensor::new(&[0u32], device)?, 1.0).contains("targets: shape [1]"));

@@ -395,6 +395,7 @@ pub fn rollout_log_probs(rollouts: &[Rollout], device: &Device) -> Result<Tensor
 mod tests {
     use super::*;
     use candle_grpo_loss::OldPolicy;
+    use candle_grpo_test_support::message;
 
     #[test]
     fn prompts_are_padded_on_the_left_and_responses_on_the_right() {
@@ -506,14 +507,14 @@ mod tests {
 
     #[test]
     fn empty_batches_and_sequences_are_errors() {
-        let error = TokenBatch::new(&[], &Device::Cpu).unwrap_err().to_string();
-        assert_eq!(error, "sequences: none, a batch must have at least one");
-        let pairs: [(&[u32], &[u32]); 2] = [(&[1], &[2]), (&[1, 1], &[])];
-        let error = TokenBatch::new(&pairs, &Device::Cpu)
-            .unwrap_err()
-            .to_string();
+        let error = |pairs: &[(&[u32], &[u32])]| message(TokenBatch::new(pairs, &Device::Cpu));
         assert_eq!(
-            error,
+            error(&[]),
+            "sequences: none, a batch must have at least one"
+        );
+        let pairs: [(&[u32], &[u32]); 2] = [(&[1], &[2]), (&[1, 1], &[])];
+        assert_eq!(
+            error(&pairs),
             "sequence 1: 2 prompt tokens and 0 response tokens, must have at least one of each"
         );
     }

@@ -249,7 +249,7 @@ fn sampling_settings_are_checked_too() {
         .unwrap()
         .to_string();
     assert!(
-        error.starts_with("sampling.temperature: 0, must be finite and above 0"),
+        error.starts_with("sampling.temperature: 0.0, must be from 1e-6 to 1e6"),
         "{error}"
     );
     config.sampling.temperature = 1.;

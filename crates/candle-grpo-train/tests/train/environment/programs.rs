@@ -162,7 +162,7 @@ fn one_turn(fields: &str) -> Result<Vec<Rollout>> {
 )]
 #[case(
     "{'messages': [{'rolle': 'user', 'content': 'd'}]}",
-    "messages[0]: {\"content\""
+    "messages[0]: {\"rolle\""
 )]
 #[case(
     "{'messages': [{'role': 'user', 'contents': 'd'}]}",

