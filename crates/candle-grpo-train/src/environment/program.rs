@@ -215,8 +215,8 @@ fn check_message(message: &Value) -> Result<()> {
     let has_role = message.get("role").is_some_and(Value::is_string);
     let content = message.get("content");
     let has_content = match content {
-        Some(content) => content.is_string() || content.is_array(),
-        None => message.get("tool_calls").is_some(),
+        Some(content) if !content.is_null() => content.is_string() || content.is_array(),
+        _ => message.get("tool_calls").is_some(),
     };
     ensure!(
         has_role && has_content,

@@ -74,6 +74,7 @@ impl ProgramPool {
             Err(Failure::Timeout(error)) => {
                 let error = running.stop(error);
                 self.note(&error);
+                self.ensure_can_answer()?;
                 return Err(Failure::Timeout(error));
             }
             Err(failure) => return Err(failure.map(|error| running.stop(error))),

@@ -17,24 +17,32 @@ import signal
 import sys
 
 
-def take(source, count, read=os.read):
-    data = b""
-    while len(data) < count:
-        more = read(source, count - len(data))
-        if not more:
-            raise EOFError
-        data += more
-    return data
+def pieces():
+    """Returns the functions that read and write a piece. They look nothing up in this module or
+    among the built-in functions, which the program can change."""
+    read, write, size, number, end = os.read, os.write, len, int, EOFError
+
+    def take(source, count):
+        data = b""
+        while size(data) < count:
+            more = read(source, count - size(data))
+            if not more:
+                raise end
+            data += more
+        return data
+
+    def receive(source):
+        return take(source, number(take(source, 16)))
+
+    def send(sink, data):
+        data = b"%016d" % size(data) + data
+        while data:
+            data = data[write(sink, data) :]
+
+    return receive, send
 
 
-def receive(source):
-    return take(source, int(take(source, 16)))
-
-
-def send(sink, data, write=os.write):
-    data = b"%016d" % len(data) + data
-    while data:
-        data = data[write(sink, data) :]
+receive, send = pieces()
 
 
 def make_visible(is_visible):
@@ -122,10 +130,17 @@ def after_program(ask, told, key, names):
         get(owner, "setup_class", anything)()
         for method in methods:
             instance = owner()
-            for step in ("setup_method", method, "teardown_method"):
-                if step == method or get(instance, step, None) is not None:
-                    run_function(get(instance, step))
+            prepare(instance, "setup_method", method)
+            run_function(get(instance, method))
+            prepare(instance, "teardown_method", method)
         get(owner, "teardown_class", anything)()
+
+    def prepare(instance, step, method):
+        """Calls what pytest calls around a method, which it may take as an argument."""
+        function = get(instance, step, None)
+        if function is not None:
+            takes_it = get(get(function, "__code__", None), "co_argcount", 1) > 1
+            function(*[get(instance, method)][: takes_it])
 
     def run_function(function):
         """Calls a test of pytest for each choice of its parameters."""
@@ -149,28 +164,30 @@ def after_program(ask, told, key, names):
             if get(result, "cr_frame", None) is not None:
                 import_module("asyncio").run(result)
 
+    def run_plan(plan):
+        if "arguments" in plan:
+            return to_json(find(plan["function"])(*plan["arguments"]), default=plain).encode()
+        count = []
+        # A test is the main program, and the program is not.
+        names["__name__"] = "__main__"
+        names[plan["counter"]] = lambda: count.append(0)
+        if plan["entry"]:
+            names[plan["entry"][0]] = find(plan["entry"][1])
+        run(load(plan["code"]), names)
+        run_unittest(plan["cases"])
+        for name, methods in plan["classes"]:
+            run_methods(name, methods)
+        for name in plan["functions"]:
+            run_function(names[name])
+        return to_json(size(count)).encode()
+
     def last(_):
         try:
             give_piece(ask, key)
             plan = load(take_piece(told))
-            done = take_piece(told)
-            if "arguments" in plan:
-                result = to_json(find(plan["function"])(*plan["arguments"]), default=plain)
-            else:
-                count = []
-                # A test is the main program, and the program is not.
-                names["__name__"] = "__main__"
-                names[plan["counter"]] = lambda: count.append(0)
-                if plan["entry"]:
-                    names[plan["entry"][0]] = find(plan["entry"][1])
-                run(load(plan["code"]), names)
-                run_unittest(plan["cases"])
-                for name, methods in plan["classes"]:
-                    run_methods(name, methods)
-                for name in plan["functions"]:
-                    run_function(names[name])
-                result = to_json(size(count))
-            give_piece(ask, done + result.encode())
+            # The key of the end is on the stack while the test calls the program, and in no
+            # variable.
+            give_piece(ask, take_piece(told) + run_plan(plan))
             # The judge ends this process.
             take_piece(told)
         except anything:
@@ -206,7 +223,7 @@ def call_plan(test):
     arguments, expected = test["arguments"], test["expected"]
     values = [expected]
     if isinstance(arguments, str):
-        arguments = [json.loads(line) for line in arguments.splitlines() if line.strip()]
+        arguments = [json.loads(line) for line in arguments.split("\n") if line.strip()]
         if isinstance(expected, str):
             try:
                 values = [json.loads(expected)]
@@ -271,7 +288,11 @@ def statement_plan(test):
         return called(node).startswith("assert") or called(node) in test["checks"]
 
     def is_failure(node):
-        return isinstance(node, ast.Raise) or called(node) in test["exits"]
+        never = isinstance(node, ast.Assert) and not getattr(node.test, "value", True)
+        return never or isinstance(node, ast.Raise) or called(node) in test["exits"]
+
+    def asserts(node):
+        return isinstance(node, ast.Assert) or is_check(node) or is_failure(node)
 
     def counted(statements):
         """The statements, with a count of each assertion that has not failed."""
@@ -283,13 +304,22 @@ def statement_plan(test):
             is_block = hasattr(statement, "body") or hasattr(statement, "cases")
             if not is_block and any(map(is_runner, nodes)):
                 statement = ast.copy_location(ast.Pass(), statement)
-            if is_block and any(map(is_failure, nodes)):
+            # A block that fails in some case has been passed. So has one whose assertion an
+            # exception goes around, as it should.
+            escapes = getattr(statement, "handlers", []) and any(map(asserts, nodes))
+            if is_block and (escapes or any(map(is_failure, nodes))):
                 result.append(count)
             count_blocks(statement)
             result.append(statement)
-            heads = [node for item in getattr(statement, "items", []) for node in ast.walk(item)]
-            checks = any(map(is_check, heads if is_block else nodes))
-            if checks or isinstance(statement, ast.Assert):
+            if is_block:
+                heads = [part for item in getattr(statement, "items", []) for part in ast.walk(item)]
+                holds = any(map(is_check, heads))
+            else:
+                # Functions without a name may run in it.
+                holds = not isinstance(statement, definitions) and any(
+                    map(asserts, ast.walk(statement))
+                )
+            if holds:
                 result.append(count)
         return result
 
@@ -300,21 +330,28 @@ def statement_plan(test):
         for part in getattr(node, "handlers", []) + getattr(node, "cases", []):
             count_blocks(part)
 
-    top = [statement for statement in statements if not isinstance(statement, definitions)]
-    names = {called(node) for statement in top for node in inside(statement)}
+    used = {
+        node.id
+        for statement in statements
+        for node in ast.walk(statement)
+        if isinstance(node, ast.Name)
+    }
     bases = {"TestCase", "IsolatedAsyncioTestCase"}
     for statement in statements:
         if isinstance(statement, ast.ClassDef):
-            tests = [part.name for part in statement.body if isinstance(part, functions)]
-            tests = [name for name in tests if name.startswith("test")]
+            tests = [part for part in statement.body if isinstance(part, functions)]
+            tests = [part for part in tests if part.name.startswith("test")]
             if bases & {getattr(base, "attr", getattr(base, "id", "")) for base in statement.bases}:
                 bases.add(statement.name)
                 plan["cases"].append(statement.name)
             elif statement.name.startswith("Test") and tests:
-                plan["classes"].append((statement.name, tests))
+                for part in tests:
+                    ensure_no_fixtures(part, ast.dump, 1)
+                plan["classes"].append((statement.name, [part.name for part in tests]))
         elif isinstance(statement, functions) and statement.name.startswith("test"):
-            if statement.name not in names and statement.name not in test["candidates"]:
-                ensure_no_fixtures(statement, ast.dump)
+            # What the text uses is a function of the test, and no test of pytest.
+            if statement.name not in used and statement.name not in test["candidates"]:
+                ensure_no_fixtures(statement, ast.dump, 0)
                 plan["functions"].append(statement.name)
     if test["candidates"]:
         plan["entry"] = ("_entry_" + mark, test["entry"])
@@ -335,16 +372,16 @@ def ensure_modules(statements):
             modules = [statement.module] if statement.level == 0 else []
         for module in modules:
             package = module.split(".")[0]
-            if package != "solution" and find_spec(package) is None:
+            if package not in ("solution", "__main__") and find_spec(package) is None:
                 raise ValueError("import of %s: %s has no such module" % (module, sys.executable))
 
 
-def ensure_no_fixtures(function, dump):
-    """Refuses fixtures of pytest."""
-    required = len(function.args.args) - len(function.args.defaults)
+def ensure_no_fixtures(function, dump, own):
+    """Refuses fixtures of pytest: parameters without a value, after the first `own` ones."""
+    required = len(function.args.args) - len(function.args.defaults) - own
     has_parameters = any("parametrize" in dump(mark) for mark in function.decorator_list)
     if required > 0 and not has_parameters:
-        names = (function.name, function.args.args[0].arg)
+        names = (function.name, function.args.args[own].arg)
         raise ValueError("%s: %r is a fixture of pytest, which is not supported" % names)
 
 

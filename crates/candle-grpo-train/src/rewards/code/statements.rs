@@ -24,7 +24,7 @@ static DEFINITION: LazyLock<Option<Regex>> = LazyLock::new(|| {
     Regex::new(r"^(?:async\s+)?(def|class)\s+(\w+)\s*(?:\(\s*(\w*)\s*([,:=)])?)?").ok()
 });
 
-static CALL: LazyLock<Option<Regex>> = LazyLock::new(|| Regex::new(r"\b(\w+)\s*\(").ok());
+static NAME: LazyLock<Option<Regex>> = LazyLock::new(|| Regex::new(r"\w+").ok());
 
 /// A function or a class at the top of a text.
 #[derive(Debug, Default)]
@@ -48,8 +48,9 @@ pub(super) struct Statements {
     /// True if a statement outside of definitions asserts something.
     assert: bool,
     definitions: Vec<Definition>,
-    /// The functions that statements outside of definitions call.
-    calls: Vec<String>,
+    /// The names that statements outside of definitions use, such as those of functions that they
+    /// call or pass on.
+    uses: Vec<String>,
 }
 
 impl Statements {
@@ -90,8 +91,8 @@ impl Statements {
             } else if let (Some(_), Some(owner)) = (&definition, all.definitions.last_mut()) {
                 owner.is_test |= owner.is_case && word(2).starts_with("test");
             } else if !is_inside {
-                let calls = CALL.iter().flat_map(|call| call.captures_iter(&code));
-                all.calls.extend(calls.map(|call| call[1].to_owned()));
+                let names = NAME.iter().flat_map(|name| name.find_iter(&code));
+                all.uses.extend(names.map(|name| name.as_str().to_owned()));
             }
             open.push((indent, definition.is_some()));
             match all.definitions.last_mut() {
@@ -108,7 +109,7 @@ impl Statements {
     ///
     /// If nothing is asserted, or nothing calls what asserts.
     pub(super) fn ensure_asserts(self) -> Result<Vec<String>> {
-        let is_called = |definition: &Definition| self.calls.contains(&definition.name);
+        let is_called = |definition: &Definition| self.uses.contains(&definition.name);
         let candidates = self.definitions.iter();
         let candidates = candidates.filter(|it| it.takes_candidate && !is_called(it));
         let candidates: Vec<String> = candidates.map(|it| it.name.clone()).collect();

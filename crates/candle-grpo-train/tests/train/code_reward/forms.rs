@@ -128,6 +128,47 @@ class TestF:
     def test_f(self):
         assert f(self.x) == 9
 ".into())]
+#[case::exception("
+try:
+    f('a')
+    assert False, 'no error'
+except TypeError:
+    pass
+assert f(3) == 9
+".into())]
+#[case::only_an_exception(json!([
+    "try:\n    f('a')\n    assert False\nexcept TypeError:\n    pass",
+    "try:\n    f('a')\nexcept TypeError:\n    pass\nelse:\n    assert False\nassert f(3) == 9",
+]))]
+#[case::helper_named_test("
+def test(x, expected):
+    assert f(x) == expected
+def main():
+    test(3, 9)
+main()
+".into())]
+#[case::main_module("from __main__ import f\nassert f(3) == 9".into())]
+#[case::exit("import sys\nf(3) == 9 or sys.exit(1)".into())]
+#[case::function_in_a_list("def run():\n    assert f(3) == 9\nfor step in [run]:\n    step()".into())]
+#[case::starmap("
+from itertools import starmap
+def check(x, expected):
+    assert f(x) == expected
+list(starmap(check, [(3, 9)]))
+".into())]
+#[case::map_of_unittest("
+from unittest import TestCase
+class Squares(TestCase):
+    def test_f(self):
+        list(map(lambda x: self.assertEqual(f(x), x * x), [3]))
+".into())]
+#[case::method_of_setup("
+class TestF:
+    def setup_method(self, method):
+        self.x = 3 if method.__name__ == 'test_f' else 1
+    def test_f(self):
+        assert f(self.x) == 9
+".into())]
 fn statements(#[case] tests: Value) {
     tells_apart(SQUARE, CUBE, &json!({"tests": tests}));
     // A guarded part of the program does not run: it would read input.
@@ -162,6 +203,8 @@ fn a_test_that_executes_no_assertion_does_not_pass() {
         "assert f(3) ==",
         "import no_such_module\nassert f(3) == ()",
         "def test_f(capsys):\n    assert f(3) == ()",
+        "class TestF:\n    def test_f(self, capsys):\n        assert f(3) == ()",
+        "try:\n    for x in f(3):\n        assert x\nfinally:\n    pass\nfor x in f(3):\n    assert x",
     ] {
         let empty = "def f(x):\n    return ()";
         assert_eq!(super::score(&reward, empty, json!(tests)), 0., "{tests}");
