@@ -164,7 +164,10 @@ fn lines(text: &str) -> Vec<Line> {
                 rest = rest.trim_start_matches('\r');
                 rest = rest.strip_prefix('\n').unwrap_or(rest);
             }
-            '#' => rest = &rest[rest.find('\n').unwrap_or(rest.len())..],
+            // An attribute of Rust is no comment.
+            '#' if !rest.starts_with(['[', '!']) => {
+                rest = &rest[rest.find('\n').unwrap_or(rest.len())..];
+            }
             '\'' | '"' => {
                 is_begin = false;
                 // Letters before it belong to it.
