@@ -181,12 +181,24 @@ fn a_function_of_a_candidate_gets_the_entry_point() {
     let tests = "METADATA = {}\n\ndef check(candidate):\n    assert candidate(3) == 9\n";
     let row = json!({"tests": tests, "entry_point": "f"});
     tells_apart(SQUARE, CUBE, &row);
-    // The one that the program defines last is not taken.
+    // No other function is taken.
     tells_apart(&format!("{SQUARE}\ndef g(x):\n    return 0"), CUBE, &row);
     let method = "class Solution:\n    def f(self, x: List[int]):\n        return x * x";
     tells_apart(method, CUBE, &row);
-    let row = json!({"tests": tests, "entry_point": "Solution().f"});
-    tells_apart(method, SQUARE, &row);
+    let named = json!({"tests": tests, "entry_point": "Solution().f"});
+    tells_apart(method, SQUARE, &named);
+    // Without a name, one of the program's functions must pass, wherever it is.
+    let row = json!({"tests": tests});
+    for other in ["\ndef g(x):\n    return 0", ""] {
+        tells_apart(&format!("{SQUARE}{other}"), &format!("{CUBE}{other}"), &row);
+        tells_apart(
+            &format!("{other}\n{SQUARE}"),
+            &format!("{other}\n{CUBE}"),
+            &row,
+        );
+    }
+    tells_apart(method, "x = 9", &row);
+    tells_apart(&format!("import math\n{SQUARE}"), "import math", &row);
 }
 
 #[test]
