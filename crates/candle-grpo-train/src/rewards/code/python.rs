@@ -80,7 +80,11 @@ pub(super) fn driver_input(program: &str, case: &Case, marker: &str) -> Result<V
             candidates,
             entry,
         } => {
-            let before = entry.as_ref().map_or("", |_| BEFORE_FUNCTIONS);
+            let before = if candidates.is_empty() {
+                ""
+            } else {
+                BEFORE_FUNCTIONS
+            };
             let test = json!({
                 "text": text,
                 "candidates": candidates,
