@@ -49,6 +49,7 @@ pub struct RewardConfig {
 /// The reward functions that a configuration can name.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(tag = "kind", rename_all = "snake_case")]
+#[expect(clippy::large_enum_variant, reason = "a run has a few of them")]
 pub enum RewardKind {
     /// [`NumericReward`].
     Numeric(NumericReward),

@@ -158,9 +158,13 @@ fn print_frequencies(
             true => ("short_factor", "at most"),
             false => ("long_factor", "more than"),
         };
+        let longest = match longest {
+            usize::MAX => "a row with an environment may have".to_owned(),
+            longest => format!("the longest row has {longest} tokens,"),
+        };
         writeln!(
             out,
-            "# Rotary frequencies of {list}: the longest row has {longest} tokens, {relation} original_max_position_embeddings, {original}.",
+            "# Rotary frequencies of {list}: {longest} {relation} original_max_position_embeddings, {original}.",
         )?;
     }
     Ok(())

@@ -86,8 +86,12 @@ impl RunPrompts {
     }
 
     /// Returns the number of tokens of the longest row that the run can have: a prompt with a
-    /// completion, or a demonstration.
+    /// completion, or a demonstration. With an environment, which may add to a prompt, it is
+    /// `usize::MAX`.
     pub fn longest_row(&self, config: &RunConfig) -> usize {
+        if config.environment.is_some() {
+            return usize::MAX;
+        }
         let longest = |prompts: &[Prompt], new: usize| {
             let rows = prompts.iter().map(|prompt| prompt.tokens.len());
             rows.max().map_or(0, |tokens| tokens.saturating_add(new))
@@ -238,7 +242,10 @@ fn prompt(
             }
             Some(schemas)
         }
-        None => chat_columns::tools(columns, TOOLS)?,
+        None => chat_columns::tools(columns, TOOLS).unwrap_or_else(|_| {
+            count(TOOLS, "as it is no list of schemas of tools");
+            None
+        }),
     };
     let variables = chat_columns::variables(columns)?;
     let mut chat = Chat::new(&messages).generation_prompt();

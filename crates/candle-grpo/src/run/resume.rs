@@ -211,7 +211,9 @@ fn resume<T: RunTrainer>(
         );
     } else {
         let steps = run.steps();
-        let every = settings["checkpoint"]["every_steps"].as_u64();
+        // Of the settings with which it ran.
+        let before = read_json::<Value>(&path.join(CONFIG)).unwrap_or_else(|_| settings.clone());
+        let every = before["checkpoint"]["every_steps"].as_u64();
         ensure!(
             every.is_none_or(|every| steps as u64 <= every),
             "{}: has metrics of {steps} steps and no checkpoint; put its folder checkpoints back, or start again with --replace",
