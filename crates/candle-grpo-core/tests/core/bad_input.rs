@@ -87,7 +87,7 @@ fn rewards_whose_differences_overflow_are_named() -> Result<()> {
     ] {
         for scale in [Scale::Group, Scale::Batch, Scale::None] {
             assert_eq!(
-                message(grpo.compute(&rewards, 4, scale)),
+                message(grpo.compute(rewards, 4, scale)),
                 format!("rewards: sample {sample} has {value}, {must}")
             );
         }
@@ -98,7 +98,7 @@ fn rewards_whose_differences_overflow_are_named() -> Result<()> {
         ..GroupAdvantage::grpo()
     };
     let rewards = [f64::INFINITY, 1e308, 0., 1.];
-    assert!(message(excluding.compute(&rewards, 4, Scale::Group)).contains("sample 1 has 1e308"));
+    assert!(message(excluding.compute(rewards, 4, Scale::Group)).contains("sample 1 has 1e308"));
     let weighted = GroupAdvantage {
         reward_weights: Some(vec![1e300, 1.]),
         ..GroupAdvantage::grpo()
@@ -116,7 +116,7 @@ fn rewards_whose_differences_overflow_are_named() -> Result<()> {
         "{error}"
     );
     // Finite in f64, and not in the dtype of the result.
-    let error = message(grpo.compute(&[1e100, -1e100], 2, Scale::None));
+    let error = message(grpo.compute([1e100, -1e100], 2, Scale::None));
     assert_eq!(
         error,
         "rewards: the advantage of sample 0 is inf in f32, the rewards must be smaller"
@@ -135,9 +135,9 @@ fn rewards_whose_differences_overflow_are_named() -> Result<()> {
 #[test]
 fn large_rewards_have_the_advantages_of_small_ones() -> Result<()> {
     let rewards = [3., -1., 2., 0.];
-    let small = numbers(&GroupAdvantage::grpo().compute(&rewards, 4, Scale::Group)?)?;
+    let small = numbers(&GroupAdvantage::grpo().compute(rewards, 4, Scale::Group)?)?;
     let large = rewards.map(|x| x * 1e149);
-    let large = numbers(&GroupAdvantage::grpo().compute(&large, 4, Scale::Group)?)?;
+    let large = numbers(&GroupAdvantage::grpo().compute(large, 4, Scale::Group)?)?;
     for (small, large) in small.iter().zip(large) {
         assert!((small - large).abs() < 1e-5, "{small} {large}");
     }

@@ -104,7 +104,7 @@ fn a_line_that_is_not_utf_8_does_not_end_the_conversation() {
 fn a_conversation_that_cannot_go_on_is_an_error_in_a_script() {
     let folder = with_model(40);
     let long = "a".repeat(40);
-    let output = chat(folder.path(), &[], &format!("hi\n{long}\n"));
+    let output = chat(folder.path(), &[], format!("hi\n{long}\n"));
     assert_eq!(output.status.code(), Some(3), "{}", said(&output));
     assert!(said(&output).contains("positions of the model; /reset begins another one"));
     let folder = super::support::folder(super::support::CONFIG);

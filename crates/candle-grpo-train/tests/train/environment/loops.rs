@@ -247,8 +247,7 @@ fn a_trajectory_without_a_reward_has_that_of_the_limits_or_no_score(
             }
         }
     }
-    let factory =
-        |start: &EpisodeStart<'_>| -> Result<Ends> { Ok(Ends(start.prompt.index as u64)) };
+    let factory = |start: &EpisodeStart<'_>| -> Result<Ends> { Ok(Ends(start.prompt.index)) };
     let limits = EnvironmentLimits {
         failure_reward,
         missing_reward,
