@@ -54,8 +54,8 @@ pub fn other_fields<T: Serialize + DeserializeOwned>(given: Value) -> Value {
 /// Checks that the doc comments of the crate at `folder` state the defaults of its options.
 ///
 /// The last sentence of a field's comment is "Default 20.", "Default `token`.", "Default
-/// \[`Kl::default`\].", the name of another value in `defaults`, or, for an absent value and an empty
-/// list, "Absent by default." and "Empty by default.". A field without a default has no such
+/// \[`Kl::default`\].", the name of another value in `defaults`, or, for an absent value and an
+/// empty list, "Absent by default." and "Empty by default.". A field without a default has no such
 /// sentence. The comment of the default variant of an enum ends with "The default.", after
 /// "Default 2." if the variant has a number.
 ///
