@@ -74,8 +74,8 @@ pub enum RopeScaling {
         attention_factor: Option<f64>,
         /// True for the frequencies of `short_factor`, and rows of up to
         /// `original_max_position_embeddings`. False for those of `long_factor` if `factor` is
-        /// above 1. It is no key of a `config.json`.
-        #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+        /// above 1. It is not a key of `config.json`.
+        #[serde(skip)]
         short_rows: bool,
     },
 }

@@ -44,10 +44,6 @@ fn to_hugging_face(model: &DecoderConfig, stop_token_ids: &[u32]) -> Result<Valu
         if model.rope_scaling == RopeScaling::Default {
             config.insert("rope_scaling".to_owned(), Value::Null);
         }
-        if let Some(Value::Object(rope)) = config.get_mut("rope_scaling") {
-            // A choice of this program.
-            rope.remove("short_rows");
-        }
         (family.write)(model, config);
     }
     Ok(config)

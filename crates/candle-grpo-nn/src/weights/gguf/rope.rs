@@ -136,8 +136,7 @@ pub(super) fn divisors(config: &DecoderConfig) -> BTreeMap<&'static str, Vec<f32
     }
 }
 
-/// The same scaling with the default factors of cosines and sines as values, for rows of any
-/// length.
+/// The same scaling with the default factors of cosines and sines as values.
 pub(super) fn canonical(scaling: &RopeScaling) -> RopeScaling {
     let mut same = scaling.clone();
     if let RopeScaling::Yarn {
@@ -148,9 +147,6 @@ pub(super) fn canonical(scaling: &RopeScaling) -> RopeScaling {
     } = &mut same
     {
         *attention_factor = Some(scaling.attention_factor());
-    }
-    if let RopeScaling::LongRope { short_rows, .. } = &mut same {
-        *short_rows = false;
     }
     same
 }
