@@ -163,6 +163,12 @@ fn sample(decoder: &Decoder, prompts: &[Vec<u32>], rng: &mut StdRng) -> Result<V
         .collect::<candle_core::Result<Vec<_>>>()?;
     let mut completions = vec![Vec::new(); forks.len()];
     for at in 0..MAX_TOKENS {
+        if at > 0 {
+            let new: Vec<_> = (forks.iter().zip(&completions))
+                .map(|(&id, completion)| (id, &completion[at - 1..]))
+                .collect();
+            logits = decoder.next_logits(&new, &mut cache)?; // [completions, V]
+        }
         let mut draws = Vec::new();
         for i in 0..forks.len() {
             let row = if at == 0 { i / GROUP_SIZE } else { i };
@@ -173,10 +179,6 @@ fn sample(decoder: &Decoder, prompts: &[Vec<u32>], rng: &mut StdRng) -> Result<V
         for (completion, drawn) in completions.iter_mut().zip(drawn) {
             completion.push(drawn.context("the logits are not finite")?.token);
         }
-        let new: Vec<_> = (forks.iter().zip(&completions))
-            .map(|(&id, completion)| (id, &completion[at..]))
-            .collect();
-        logits = decoder.next_logits(&new, &mut cache)?; // [completions, V]
     }
     Ok(completions)
 }
