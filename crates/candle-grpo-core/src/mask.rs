@@ -5,6 +5,7 @@ use std::sync::{Arc, OnceLock};
 use candle_core::{D, DType, Result, Tensor, bail};
 
 use crate::dtype::statistics_dtype;
+use crate::rewards::first_unset;
 
 /// A 0/1 mask over response tokens `[B, T]`. Positions outside the mask never reach a value or a
 /// gradient, even if they hold NaN.
@@ -29,25 +30,21 @@ pub struct Mask {
 }
 
 impl Mask {
-    /// A mask from `[B, T]` of any dtype: entries of 1 are selected.
+    /// A mask from `[B, T]` of any dtype, with entries of 0 and 1.
     ///
     /// # Errors
     ///
-    /// Fails if the tensor is empty or has another rank, and on the CPU if an entry is neither 0
-    /// nor
-    /// 1. On other devices that would synchronize, and entries other than 0 are selected.
+    /// Fails if the tensor is empty or has another rank, and on the CPU if an entry is not 0 or 1.
+    /// Entries are not checked on other devices, where that would synchronize: entries other than 0
+    /// are selected there.
     pub fn new(response_mask: &Tensor) -> Result<Self> {
-        let &[batch, tokens] = response_mask.dims() else {
+        if response_mask.rank() != 2 {
             bail!(
                 "response_mask: shape {:?}, must be [B, T]",
                 response_mask.dims()
             );
-        };
-        if batch == 0 || tokens == 0 {
-            bail!(
-                "response_mask: shape [{batch}, {tokens}] is empty, there must be at least one sequence and one token"
-            );
         }
+        check_not_empty("response_mask", response_mask)?;
         let response_mask = response_mask.detach();
         if response_mask.device().is_cpu() {
             check_entries(&response_mask)?;
@@ -83,11 +80,7 @@ impl Mask {
                 responses.dims()
             );
         };
-        if batch == 0 || tokens == 0 {
-            bail!(
-                "responses: shape [{batch}, {tokens}] is empty, there must be at least one sequence and one token"
-            );
-        }
+        check_not_empty("responses", responses)?;
         let positions = Tensor::arange(0, tokens as u32, responses.device())?
             .unsqueeze(0)?
             .broadcast_as((batch, tokens))?
@@ -282,7 +275,7 @@ impl Mask {
     ///
     /// # Errors
     ///
-    /// Fails if the device fails.
+    /// Fails if an operation of the device fails.
     pub fn last(&self) -> Result<Tensor> {
         let (_, tokens) = self.dims()?;
         let device = self.selected.device();
@@ -294,17 +287,24 @@ impl Mask {
     }
 }
 
+fn check_not_empty(name: &str, x: &Tensor) -> Result<()> {
+    if x.elem_count() == 0 {
+        bail!(
+            "{name}: shape {:?} is empty, there must be at least one sequence and one token",
+            x.dims()
+        );
+    }
+    Ok(())
+}
+
 /// Checks that all entries of a mask `[B, T]` are 0 or 1.
 fn check_entries(mask: &Tensor) -> Result<()> {
-    let valid = (mask.eq(0.)? + mask.eq(1.)?)?.flatten_all()?;
-    let valid = valid.to_vec1::<u8>()?;
-    if let Some(index) = valid.iter().position(|&valid| valid == 0) {
-        let tokens = mask.dims2()?.1;
-        let value = mask.flatten_all()?.get(index)?.to_dtype(DType::F64)?;
+    let valid = (mask.eq(0.)? + mask.eq(1.)?)?;
+    if let Some((index, value)) = first_unset(mask, &valid)? {
+        let (_, tokens) = mask.dims2()?;
         bail!(
-            "response_mask: row {} has {} in column {}, must be 0 or 1",
+            "response_mask: row {} has {value} in column {}, must be 0 or 1",
             index / tokens,
-            value.to_scalar::<f64>()?,
             index % tokens
         );
     }

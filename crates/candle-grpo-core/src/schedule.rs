@@ -30,7 +30,7 @@ pub struct CoefSchedule {
     pub peak: f64,
     /// Number of steps of the warm-up from 0. Default 0.
     pub warmup_steps: usize,
-    /// Number of steps of the decay, or no decay without it. Absent by default.
+    /// Number of steps of the decay. If absent, there is no decay. Absent by default.
     pub decay_steps: Option<usize>,
     /// Coefficient after the decay. Default 0.
     pub end: f64,

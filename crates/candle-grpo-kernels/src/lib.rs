@@ -2,8 +2,8 @@
 //!
 //! `candle_nn::ops::{rms_norm, layer_norm, softmax_last_dim, sdpa}` and
 //! `candle_nn::rotary_emb::{rope, rope_i, rope_thd}` have no backward pass: a model that calls them
-//! trains without those gradients, and no error reports it. [`ensure_gradients`] does. The training
-//! operators here have gradients for all float inputs, except the angle tables of [`rope`](rope()).
+//! trains without those gradients, and Candle reports no error. [`ensure_gradients`] names those
+//! variables. The training operators here have gradients for all float inputs, except the angle tables of [`rope`](rope()).
 //! Operators for inference return an error for inputs that are in a graph.
 //!
 //! ```
@@ -48,7 +48,7 @@
 //! | [`gated_delta_rule`](gated_delta_rule()) | the linear attention of Qwen3.5, also for shared prefixes | | yes |
 //! | [`causal_conv`](causal_conv()) | queries, keys and values of the gated delta rule | | yes |
 //! | [`delta_gates`](delta_gates()) | the gates of the gated delta rule | | no |
-//! | [`DeltaStates`] | both for decoding, with a state for each sequence | | yes |
+//! | [`DeltaStates`] | `gated_delta_rule` and `causal_conv` for decoding, with a state for each sequence | | yes |
 //! | [`paged_attention`](paged_attention()) | attention to [`KeyValuePages`], for decoding | | yes |
 //! | [`linear_rows`](linear_rows()), [`packed_linear_rows`] | several linear maps with independent rows, for decoding | `candle_nn::Linear` | cuBLAS |
 //! | [`quantize`], [`dequantize`](dequantize()), [`block_type`] | blocks of GGUF files from a matrix, and back | | `dequantize` |
@@ -59,8 +59,8 @@
 //!
 //! - Inputs are f32, bf16 or f16 tensors of any layout. f64 stays f64.
 //! - Arithmetic is in f32. Log-probs are f32; the results of layers have the dtype of their input.
-//! - A mask has any dtype and entries of 0 and 1; on the CPU, others are errors. NaN at a masked
-//!   position does not reach a result or a gradient.
+//! - A mask has any dtype; entries other than 0 are selected. NaN at a masked position does not
+//!   reach a result or a gradient.
 //! - The backward pass of each layer is also a function without a graph, such as
 //!   [`rms_norm_gradient`].
 //! - [`arithmetic_dtype`] is the dtype of the arithmetic for a dtype of inputs.

@@ -54,8 +54,8 @@ pub struct LogProbOptions<'a> {
 ///
 /// # Errors
 ///
-/// Fails on other shapes and dtypes, on a temperature that is not positive and finite, and on
-/// targets out of range. Targets are checked on the CPU only; on a GPU the check would synchronize
+/// Fails on other shapes and dtypes, on a temperature outside [`TEMPERATURES`](crate::TEMPERATURES),
+/// and on targets out of range. Targets are checked on the CPU only; on a GPU the check would synchronize
 /// with the device, and such a target has the log-prob NaN.
 ///
 /// ```

@@ -20,7 +20,8 @@ pub struct DistributionStatistics {
 ///
 /// # Errors
 ///
-/// Fails on other shapes, and on a temperature that is not positive and finite.
+/// Fails on other shapes, and on a temperature that is not one of
+/// [`candle_grpo_kernels::TEMPERATURES`].
 pub fn distribution_statistics(
     logits: &Tensor,
     targets: &Tensor,

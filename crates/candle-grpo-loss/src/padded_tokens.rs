@@ -95,7 +95,7 @@ impl PaddedTokens {
     ///
     /// # Errors
     ///
-    /// Fails if there are not as many sequences.
+    /// Fails if there are fewer than `start + len` sequences.
     pub fn narrow(&self, start: usize, len: usize) -> Result<Self> {
         Ok(Self {
             input_ids: self.input_ids.narrow(0, start, len)?,

@@ -1,7 +1,19 @@
 //! Log-softmax along the last dimension.
 
 use candle_core::{D, DType, Result, Tensor};
-use candle_grpo_kernels::{LogProbOptions, TokenLogProbs, log_prob};
+use candle_grpo_core::validate::{Checked, check};
+use candle_grpo_kernels::{LogProbOptions, TEMPERATURES, TokenLogProbs, log_prob};
+
+/// Checks the temperature of a softmax.
+pub(crate) fn check_temperature(value: f64) -> Checked {
+    let valid = TEMPERATURES.contains(&value);
+    check(
+        valid,
+        "temperature",
+        format_args!("{value:?}"),
+        "be from 1e-6 to 1e6",
+    )
+}
 
 /// Computes `x - log sum exp(x)`. Entries of minus infinity stay as they are; at least one entry
 /// must be finite.

@@ -3,8 +3,7 @@
 use candle_core::{D, Result, Tensor, bail};
 use candle_grpo_core::arithmetic_dtype;
 
-use crate::softmax::log_softmax;
-use candle_grpo_core::validate::positive;
+use crate::softmax::{check_temperature, log_softmax};
 
 /// Sums the squared probabilities of `softmax(logits / temperature)` over the vocabulary: `[.., V]`
 /// to `[..]`.
@@ -13,9 +12,10 @@ use candle_grpo_core::validate::positive;
 ///
 /// # Errors
 ///
-/// Fails if the temperature is not positive and finite, or if the logits are empty.
+/// Fails if the temperature is not one of [`candle_grpo_kernels::TEMPERATURES`], or if the logits are
+/// empty.
 pub fn sum_of_squared_probs(logits: &Tensor, temperature: f64) -> Result<Tensor> {
-    positive("temperature", temperature)?;
+    check_temperature(temperature)?;
     if logits.rank() == 0 || logits.elem_count() == 0 {
         bail!("logits: shape {:?}, must be [.., V]", logits.dims());
     }

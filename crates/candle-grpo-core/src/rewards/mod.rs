@@ -145,7 +145,7 @@ pub(crate) fn check_magnitude(name: &str, rewards: &Tensor) -> Result<()> {
     }
 }
 
-/// Converts `advantages`, which rewards gave, to `dtype`.
+/// Converts advantages to the dtype of results.
 ///
 /// # Errors
 ///
@@ -153,7 +153,7 @@ pub(crate) fn check_magnitude(name: &str, rewards: &Tensor) -> Result<()> {
 pub(crate) fn to_result_dtype(advantages: &Tensor, dtype: DType) -> Result<Tensor> {
     let result = advantages.to_dtype(dtype)?;
     if result.device().is_cpu()
-        && let Some((index, value)) = first_non_finite(&result, &finite_mask(&result)?)?
+        && let Some((index, value)) = first_unset(&result, &finite_mask(&result)?)?
     {
         bail!(
             "rewards: the advantage of {} is {value} in {}, the rewards must be smaller",
@@ -249,7 +249,7 @@ pub(crate) fn mark_missing(x: &Tensor, scored: &Tensor) -> Result<Tensor> {
 /// Checks that `values` `[B, T]`, which are 0 outside the mask, are finite. Synchronizes with the
 /// device.
 pub(crate) fn check_finite_tokens(name: &str, values: &Tensor) -> Result<()> {
-    if let Some((index, value)) = first_non_finite(values, &finite_mask(values)?)? {
+    if let Some((index, value)) = first_unset(values, &finite_mask(values)?)? {
         let tokens = values.dims2()?.1;
         bail!(
             "{name}: row {} has {value} in column {}, must be finite at every position of response_mask",
@@ -260,9 +260,10 @@ pub(crate) fn check_finite_tokens(name: &str, values: &Tensor) -> Result<()> {
     check_magnitude(name, values)
 }
 
-/// Index in the flattened tensor and value of the first entry that is not `finite`.
-fn first_non_finite(values: &Tensor, finite: &Tensor) -> Result<Option<(usize, f64)>> {
-    let flags = finite.flatten_all()?;
+/// Index in the flattened tensor and value of the first entry whose flag (u8) is 0. Synchronizes with
+/// the device.
+pub(crate) fn first_unset(values: &Tensor, flags: &Tensor) -> Result<Option<(usize, f64)>> {
+    let flags = flags.flatten_all()?;
     if flags.to_dtype(DType::F32)?.min(0)?.to_scalar::<f32>()? == 1. {
         return Ok(None);
     }
@@ -289,7 +290,7 @@ pub(crate) fn check_all_finite(name: &str, values: &Tensor) -> Result<()> {
 }
 
 fn finite_or(name: &str, values: &Tensor, finite: &Tensor, hint: &str) -> Result<()> {
-    let Some((index, value)) = first_non_finite(values, finite)? else {
+    let Some((index, value)) = first_unset(values, finite)? else {
         return check_magnitude(name, values);
     };
     match *values.dims() {

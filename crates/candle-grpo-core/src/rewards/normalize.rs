@@ -266,7 +266,7 @@ impl RunningMoments {
     ///
     /// # Errors
     ///
-    /// Fails if the device fails.
+    /// Fails if an operation of the device fails.
     pub fn std(&self, ddof: usize) -> Result<Tensor> {
         let denominator = (&self.count - ddof as f64)?;
         let defined = denominator.gt(0.)?;

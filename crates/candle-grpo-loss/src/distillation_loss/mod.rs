@@ -18,9 +18,8 @@ pub use teacher::Teacher;
 
 use crate::aggregation::Aggregation;
 use crate::policy_loss::StepTotals;
-use crate::softmax::log_add_exp;
+use crate::softmax::{check_temperature, log_add_exp};
 use candle_grpo_core::validate::{Name, check, non_negative, positive, unit_interval};
-use candle_grpo_kernels::TEMPERATURES;
 use distribution::Distribution;
 use teacher::TeacherRows;
 
@@ -107,9 +106,7 @@ impl DistillationLoss {
     fn validate_options(&self) -> Result<()> {
         non_negative("coef", self.coef)?;
         unit_interval("beta", self.beta)?;
-        let valid = TEMPERATURES.contains(&self.temperature);
-        let value = format_args!("{:?}", self.temperature);
-        check(valid, "temperature", value, "be from 1e-6 to 1e6")?;
+        check_temperature(self.temperature)?;
         if let Some(floor) = self.tail_floor {
             let valid = floor > 0. && floor < 1.;
             check(valid, "tail_floor", floor, "be above 0 and below 1")?;

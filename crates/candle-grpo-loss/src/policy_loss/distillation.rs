@@ -35,8 +35,8 @@ pub struct Distillation {
     /// The form of the term. Default [`DistillationForm::default`].
     #[serde(default)]
     pub form: DistillationForm,
-    /// The aggregation of a term that is added to the loss, or that of the loss without it. Absent
-    /// by default.
+    /// The aggregation of a term that is added to the loss. If absent, that of the loss. Absent by
+    /// default.
     #[serde(default)]
     pub aggregation: Option<Aggregation>,
 }

@@ -44,7 +44,7 @@ use candle_grpo_core::validate::{check, non_negative, positive};
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct RolloutCorrection {
-    /// The weight of the policy term, or 1 without it. Absent by default.
+    /// The weight of the policy term. If absent, it is 1. Absent by default.
     pub weight: Option<ImportanceWeight>,
     /// The filters; a token is kept if it passes all of them. Empty by default.
     pub filters: Vec<RolloutFilter>,
