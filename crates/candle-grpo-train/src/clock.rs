@@ -1,6 +1,6 @@
 //! The time in which this process runs.
 
-use std::sync::{Mutex, OnceLock, PoisonError};
+use std::sync::{LazyLock, Mutex, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -13,8 +13,8 @@ const STILL: Duration = Duration::from_secs(1);
 
 /// Measures time without that in which the process stood still.
 ///
-/// Limits of programs and servers are kept with it. Otherwise each of them would be over when the
-/// process continues, although the answer may be there.
+/// Deadlines of programs and servers use it. On the clock of the machine, all of them would have
+/// passed when the process continues, although the answers may be there.
 #[derive(Debug)]
 pub(crate) struct Clock(Mutex<Reading>);
 
@@ -30,7 +30,7 @@ impl Clock {
         Self(Mutex::new(Reading { at, time }))
     }
 
-    /// Returns the time at `now`. It must be called more often than each second.
+    /// Returns the time at `now`. It must be called more than once a second.
     fn time_at(&self, now: Instant) -> Duration {
         let mut reading = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         let passed = now.saturating_duration_since(reading.at);
@@ -42,25 +42,20 @@ impl Clock {
 
 /// Returns the time in which this process has run since the first call.
 pub(crate) fn running_time() -> Duration {
-    static CLOCK: OnceLock<Clock> = OnceLock::new();
-    let mut is_new = false;
-    let clock = CLOCK.get_or_init(|| {
-        is_new = true;
-        Clock::from(Instant::now())
-    });
-    if is_new {
-        // It ends with the process.
+    static CLOCK: LazyLock<Clock> = LazyLock::new(|| {
+        // The thread ends with the process.
         thread::spawn(|| {
-            while let Some(clock) = CLOCK.get() {
+            loop {
                 thread::sleep(TICK);
-                clock.time_at(Instant::now());
+                running_time();
             }
         });
-    }
-    clock.time_at(Instant::now())
+        Clock::from(Instant::now())
+    });
+    CLOCK.time_at(Instant::now())
 }
 
-/// The beginning of something that is measured by the time of the machine.
+/// A moment on two clocks: that of the machine and that of the process.
 pub(crate) struct Beginning {
     at: Instant,
     time: Duration,

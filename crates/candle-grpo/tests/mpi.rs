@@ -18,7 +18,7 @@ use candle_grpo_test_support::{FakeHub, HubRepository, Lines, cases};
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 
-use close::assert_same_run;
+use close::assert_close_runs;
 use running::Running;
 use support::{CONFIG, folder, lines, said, succeeds};
 
@@ -152,7 +152,7 @@ fn two_and_four_ranks_train_as_one_process() {
             let printed = job_succeeds(shared.path(), ranks, &["train", "run.yaml"]);
             // Rank 0 alone prints and writes.
             assert_eq!(printed.matches("\nstep ").count(), 5, "{printed}");
-            assert_same_run(&shared.path().join("run"), &alone.path().join("run"), 5);
+            assert_close_runs(&shared.path().join("run"), &alone.path().join("run"), 5);
             let samples = |folder: &Path| lines(&folder.join("run/samples.jsonl"));
             assert_eq!(samples(shared.path())[..16], samples(alone.path())[..16]);
         }

@@ -90,8 +90,13 @@ impl Prompt {
     /// `messages` with the variables of the prompt, before the beginning of an answer.
     pub(crate) fn chat(&self, messages: impl Serialize) -> Chat {
         let chat = Chat::new(messages).generation_prompt();
-        let variables = self.variables.iter();
-        variables.fold(chat, |chat, (name, value)| chat.variable(name, value))
+        chat.with_row(None, Some(&self.variables))
+    }
+
+    /// Returns the number of tokens of the longest of `prompts`; 0 without prompts.
+    pub fn longest(prompts: &[Self]) -> usize {
+        let lengths = prompts.iter().map(|prompt| prompt.tokens.len());
+        lengths.max().unwrap_or(0)
     }
 }
 

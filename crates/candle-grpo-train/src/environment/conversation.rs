@@ -62,11 +62,7 @@ impl Conversation {
                 );
                 let messages = self.contents(messages)?;
                 let messages: Vec<&Value> = prompt.messages.iter().chain(&messages).collect();
-                let chat = prompt.chat(messages);
-                let chat = match &prompt.tools {
-                    Some(tools) => chat.tools(tools),
-                    None => chat,
-                };
+                let chat = prompt.chat(messages).with_row(prompt.tools.as_ref(), None);
                 return self.encoder.encode(&self.template()?.render(&chat)?);
             }
         };

@@ -195,8 +195,8 @@ pub struct Step {
     /// Absent: all tokens before the turn.
     pub state: Option<Value>,
     /// Numbers that are added up over the trajectory, by name. The metrics of a step have their
-    /// means over trajectories. `turns`, `reward`, `limit_reached`, `failed` and `excluded` are not
-    /// free.
+    /// means over trajectories. `turns`, `reward`, `limit_reached`, `failed` and `excluded` are
+    /// reserved names.
     pub metrics: BTreeMap<String, f64>,
 }
 

@@ -122,7 +122,7 @@ impl MemoryPlan {
             update: mini.saturating_add(demonstrations),
             on_cuda: cuda_is_available(),
         };
-        let drawn_in = DType::from(config.own_rollout_dtype().unwrap_or(config.compute_dtype));
+        let drawn_in = DType::from(config.rollout_dtype());
         let shapes: Vec<Shape> = model.parameter_shapes().into_values().collect();
         let all: usize = shapes.iter().map(Shape::elem_count).sum();
         let inputs = RecipeInputs::new(&config.recipe);

@@ -272,11 +272,14 @@ impl TrainConfig {
             .map_err(|error| within("sampling", error))
     }
 
+    /// Returns the dtype in which the policy in this process draws.
+    pub fn rollout_dtype(&self) -> ComputeDType {
+        self.rollout.dtype.unwrap_or(self.compute_dtype)
+    }
+
     /// The dtype in which the policy in this process draws, if it trains in another.
     pub(crate) fn own_rollout_dtype(&self) -> Option<ComputeDType> {
-        self.rollout
-            .dtype
-            .filter(|&dtype| dtype != self.compute_dtype)
+        Some(self.rollout_dtype()).filter(|&dtype| dtype != self.compute_dtype)
     }
 
     fn validate_rollout(&self) -> Result<()> {

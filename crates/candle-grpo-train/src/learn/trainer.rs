@@ -440,7 +440,7 @@ impl Trainer {
             rollout
                 .validate_local(on_gpu)
                 .map_err(|error| within("rollout", error))?;
-            let dtype = rollout.dtype.unwrap_or(self.config.compute_dtype);
+            let dtype = self.config.rollout_dtype();
             let generator = LocalGenerator::detached(&self.weights(), dtype)?;
             collector = collector.with_generator(Arc::new(generator));
         } else {

@@ -8,11 +8,12 @@ mod process;
 mod secrets;
 mod sink;
 
+use std::fmt;
 use std::path::PathBuf;
 use std::process::{Child, Command, Stdio};
 use std::time::Duration;
 
-use anyhow::{Context, Result, bail};
+use anyhow::{Context, Result, anyhow, bail};
 use candle_grpo_core::validate::{Checked, check};
 
 pub(crate) use group::ProcessGroup;
@@ -21,6 +22,14 @@ pub(crate) use process::{Answer, Failure, Process, Unusable, quoted};
 pub(crate) use secrets::HUB_TOKENS;
 pub use secrets::hide_from_programs;
 pub(crate) use sink::Sink;
+
+/// The attempts after which a program that has never answered is an error.
+pub(crate) const FIRST_ATTEMPTS: usize = 2;
+
+/// Returns the error of a program that has not answered in its first attempts.
+pub(crate) fn no_answer(attempts: usize, last: impl fmt::Display) -> anyhow::Error {
+    anyhow!("no answer at all in {attempts} attempts, the last: {last}")
+}
 
 /// A program, its arguments, and the time that its answers may take.
 #[derive(Debug, Clone)]

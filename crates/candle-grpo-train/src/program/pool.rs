@@ -6,7 +6,7 @@ use std::sync::{Mutex, PoisonError};
 use anyhow::{Result, anyhow};
 use serde_json::{Map, Value};
 
-use super::{Answer, Failure, Process, Program};
+use super::{Answer, FIRST_ATTEMPTS, Failure, Process, Program, no_answer};
 use crate::Progress;
 
 /// Processes of a program. One that fails is started again for its next request.
@@ -15,12 +15,9 @@ pub(crate) struct ProgramPool {
     processes: Vec<Mutex<Option<Process>>>,
     /// True if a process has answered.
     has_answered: AtomicBool,
-    /// The errors of requests without an answer in time, before the first answer.
-    first_timeouts: Mutex<Vec<String>>,
+    /// The number of requests without an answer in time before the first answer, and the last error.
+    first_timeouts: Mutex<(usize, String)>,
 }
-
-/// The number of requests after which a program that has never answered is not asked any more.
-const FIRST_TIMEOUTS: usize = 2;
 
 impl ProgramPool {
     /// Starts `workers` processes.
@@ -88,23 +85,20 @@ impl ProgramPool {
         if !self.has_answered.load(Ordering::Relaxed) {
             let error = format!("{error:#}");
             tracing::warn!("program {:?}: {error}", self.program.command);
-            let failures = self.first_timeouts.lock();
-            failures.unwrap_or_else(PoisonError::into_inner).push(error);
+            let timeouts = self.first_timeouts.lock();
+            let mut timeouts = timeouts.unwrap_or_else(PoisonError::into_inner);
+            *timeouts = (timeouts.0 + 1, error);
         }
     }
 
     fn ensure_can_answer(&self) -> Result<(), Failure> {
-        let failures = self.first_timeouts.lock();
-        let failures = failures.unwrap_or_else(PoisonError::into_inner);
-        match failures.last() {
-            Some(last)
-                if failures.len() >= FIRST_TIMEOUTS
-                    && !self.has_answered.load(Ordering::Relaxed) =>
-            {
-                Err(Failure::Unusable(anyhow!(
-                    "no answer at all in {} attempts, the last: {last}",
-                    failures.len()
-                )))
+        if self.has_answered.load(Ordering::Relaxed) {
+            return Ok(());
+        }
+        let timeouts = self.first_timeouts.lock();
+        match &*timeouts.unwrap_or_else(PoisonError::into_inner) {
+            (count, last) if *count >= FIRST_ATTEMPTS => {
+                Err(Failure::Unusable(no_answer(*count, last)))
             }
             _ => Ok(()),
         }

@@ -43,9 +43,9 @@ pub(crate) enum Failure {
     Ended(anyhow::Error),
     /// Its output is wrong.
     Wrong(anyhow::Error),
-    /// It wrote a line that no request asked for, so that no line has a sure place.
+    /// It wrote a line that no request asked for, so its answers cannot be assigned to requests.
     Surplus(anyhow::Error),
-    /// It has never answered: another start is of no use.
+    /// It has never answered, so starting it again does not help.
     Unusable(anyhow::Error),
     /// A stop was requested.
     Interrupted,
@@ -213,7 +213,7 @@ impl Process {
                     }
                     continue;
                 }
-                // Only what is not there at the end of the time is late.
+                // The time counts only when no line is waiting: a line that came in time may be read late.
                 Err(RecvTimeoutError::Timeout) if rest.is_zero() => {
                     return Err(match stops_at {
                         Some(_) => Failure::Interrupted,

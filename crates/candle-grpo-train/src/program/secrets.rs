@@ -14,7 +14,7 @@ static HIDDEN: Mutex<BTreeSet<String>> = Mutex::new(BTreeSet::new());
 /// The tokens of Hugging Face are always removed, and so is the variable of each key that this
 /// process has read. A program may run what the policy has written, which must not read them.
 pub fn hide_from_programs(variable: &str) {
-    // The empty name and such a sign are no variables, and the system refuses to remove them.
+    // No variable has such a name, and the system refuses to remove it.
     if !variable.is_empty() && !variable.contains(['=', '\0']) {
         let mut hidden = HIDDEN.lock().unwrap_or_else(PoisonError::into_inner);
         hidden.insert(variable.to_owned());

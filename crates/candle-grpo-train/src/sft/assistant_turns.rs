@@ -84,14 +84,7 @@ impl Answered<'_> {
     }
 
     fn chat(&self, messages: &[Value]) -> Chat {
-        let mut chat = Chat::new(messages);
-        if let Some(tools) = self.tools {
-            chat = chat.tools(tools);
-        }
-        for (name, value) in self.variables.into_iter().flatten() {
-            chat = chat.variable(name, value);
-        }
-        chat
+        Chat::new(messages).with_row(self.tools, self.variables)
     }
 
     fn render(&self, messages: &[Value]) -> Result<String> {

@@ -12,7 +12,7 @@ use candle_grpo::run::RunPrompts;
 use candle_grpo::train::hub::HubContent;
 use candle_grpo::train::learn::MemoryPlan;
 use candle_grpo::train::sft::SftDataset;
-use candle_grpo::train::{ComputeDType, Pretrained};
+use candle_grpo::train::{ComputeDType, Pretrained, Prompt};
 use candle_grpo_collective::launch;
 
 use super::console::Console;
@@ -50,8 +50,7 @@ pub(super) fn check(file: &Path, quiet: bool) -> Result<(), Exit> {
                 prompts,
                 model,
             } = load::inputs(&run)?;
-            let lengths = prompts.train.iter().map(|prompt| prompt.tokens.len());
-            let longest = lengths.max().unwrap_or(0);
+            let longest = Prompt::longest(&prompts.train);
             let plan = plan(&run, &model, longest, &prompts);
             let plan = plan.map_err(|error| Exit::Config(format!("{error:#}")))?;
             (dataset, Some((prompts, plan, longest, model)))

@@ -109,7 +109,7 @@ fn eval(
     let progress = Arc::new(console.clone());
     reward.set_progress(progress.clone());
     let answer = || -> anyhow::Result<(Evaluation, BTreeMap<String, f64>)> {
-        let dtype = run.train.rollout.dtype.unwrap_or(run.train.compute_dtype);
+        let dtype = run.train.rollout_dtype();
         let sampler = load::sampler(&pretrained, config.sampler.clone(), dtype, &console)?;
         // A server with a fixed policy is evaluated itself. Another one would have to receive the
         // weights first.

@@ -11,7 +11,7 @@ use candle_grpo::suite::{
 use candle_grpo::train::data::{Row, read_json, read_json_lines};
 use candle_grpo::train::hub::{HubContent, HubName};
 use candle_grpo::train::{
-    ComputeDType, Interrupted, Pretrained, RewardConfig, RewardFunction, SamplingConfig,
+    ComputeDType, Interrupted, Pretrained, Prompt, RewardConfig, RewardFunction, SamplingConfig,
 };
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
@@ -312,7 +312,7 @@ fn answer(
         let prompts = SuitePrompts::new(&suite.config, &suite.rows, &pretrained);
         let prompts = prompts.map_err(Exit::from_data)?;
         check_length(&suite.config.name, &config, &prompts, &pretrained)?;
-        let results = answer_suite(suite, &prompts, &config, &pretrained, console);
+        let results = answer_suite(suite, &prompts, &config, &mut pretrained, console);
         console.finish();
         answered.push(results.map_err(|error| match error.is::<Interrupted>() {
             true => Exit::Interrupted("Nothing was written.".to_owned()),
@@ -356,8 +356,7 @@ fn check_length(
     prompts: &SuitePrompts,
     pretrained: &Pretrained,
 ) -> Result<(), Exit> {
-    let longest = prompts.prompts.iter().map(|prompt| prompt.tokens.len());
-    let longest = longest.max().unwrap_or(0);
+    let longest = Prompt::longest(&prompts.prompts);
     let (length, positions) = (
         config.sampler.max_new_tokens,
         pretrained.model.max_position_embeddings,
@@ -375,20 +374,15 @@ fn answer_suite(
     suite: &LoadedSuite,
     prompts: &SuitePrompts,
     config: &EvaluationConfig,
-    pretrained: &Pretrained,
+    pretrained: &mut Pretrained,
     console: &Console,
 ) -> anyhow::Result<(SuiteSummary, Vec<PromptResult>)> {
     let mut reward = RewardConfig::build(&suite.config.rewards, &device()?)?;
     reward.set_progress(Arc::new(console.clone()));
     let sampler: SamplingConfig = config.sampler.clone();
-    let longest = prompts.prompts.iter().map(|prompt| prompt.tokens.len());
-    let row = longest
-        .max()
-        .unwrap_or(0)
-        .saturating_add(sampler.max_new_tokens);
-    let mut pretrained = pretrained.clone();
-    pretrained.model = pretrained.model.for_rows_of(row);
-    let sampler = load::sampler(&pretrained, sampler, ComputeDType::F32, console)?;
+    let row = Prompt::longest(&prompts.prompts).saturating_add(sampler.max_new_tokens);
+    pretrained.model = pretrained.model.clone().for_rows_of(row);
+    let sampler = load::sampler(pretrained, sampler, ComputeDType::F32, console)?;
     let (results, has_votes) = evaluate_suite(
         &suite.config,
         prompts,

@@ -206,8 +206,8 @@ fn step(run: &RunConfig) -> Result<(), Problem> {
     Ok(())
 }
 
-/// Keys whose values no memory bounds: seeds, budgets, and the JSON of requests, schemas and chat
-/// templates.
+/// Keys without a bound, because their values take no memory: seeds, budgets, and the JSON of
+/// requests, schemas and chat templates.
 const UNBOUNDED: [&str; 6] = [
     "seed",
     "max_requests",

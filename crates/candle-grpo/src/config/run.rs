@@ -683,8 +683,7 @@ impl RunConfig {
         model: &DecoderConfig,
         prompts: &[Prompt],
     ) -> Result<(), ConfigError> {
-        let longest = prompts.iter().map(|prompt| prompt.tokens.len()).max();
-        let (longest, positions) = (longest.unwrap_or(0), model.max_position_embeddings);
+        let (longest, positions) = (Prompt::longest(prompts), model.max_position_embeddings);
         let length = sampling.max_new_tokens;
         if length.saturating_add(longest) <= positions {
             return Ok(());
@@ -714,15 +713,6 @@ impl RunConfig {
 
     /// Returns the effective configuration with the sections of a file.
     pub fn to_value(&self) -> Result<Value, serde_json::Error> {
-        let without = |value: Value, elsewhere: &[(&str, &str)]| match value {
-            Value::Object(mut map) => {
-                elsewhere
-                    .iter()
-                    .for_each(|(key, _)| drop(map.shift_remove(*key)));
-                Value::Object(map)
-            }
-            value => value,
-        };
         let train = &self.train;
         let named = self.named_sections();
         Ok(json!({
@@ -763,7 +753,7 @@ const ENVIRONMENT: &str = "environment";
 const TEACHER: &str = "teacher";
 const TRAINING: &str = "training";
 
-/// Returns what is to be said of a learning rate that changes nothing.
+/// Returns a message about a learning rate that changes nothing.
 pub(super) fn learning_rate_doubt(optimizer: &AdamWConfig) -> Option<String> {
     (optimizer.learning_rate == 0.)
         .then(|| "optimizer.learning_rate: 0, so the policy does not change".to_owned())
@@ -1007,4 +997,14 @@ pub(super) fn evaluation(
         max_prompts: keys.max_prompts,
         sampler,
     })
+}
+
+/// Returns the fields of a section without those that a file has in other sections.
+pub(super) fn without(mut section: Value, elsewhere: &[(&str, &str)]) -> Value {
+    if let Some(fields) = section.as_object_mut() {
+        for (field, _) in elsewhere {
+            fields.shift_remove(*field);
+        }
+    }
+    section
 }

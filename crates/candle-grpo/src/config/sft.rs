@@ -19,7 +19,7 @@ use super::hub_files::{Configuration, HubFiles, Locate, Replacement};
 use super::problem::Problem;
 use super::run::{
     DATA, chat_template, check_outside, check_router, check_run_dir, check_trackers, data_error,
-    laid_over, learning_rate_doubt, no_evaluations, own_place, required_model, tags,
+    laid_over, learning_rate_doubt, no_evaluations, own_place, required_model, tags, without,
 };
 use super::sections::{CheckpointConfig, ModelConfig};
 use super::{bounds, other_names};
@@ -297,12 +297,7 @@ impl SftRunConfig {
             Some((model, data)) => (model, data),
             None => (&self.model, &self.data),
         };
-        let mut sft = serde_json::to_value(&self.sft)?;
-        if let Some(sft) = sft.as_object_mut() {
-            SFT_ELSEWHERE
-                .iter()
-                .for_each(|(key, _)| drop(sft.remove(*key)));
-        }
+        let sft = without(serde_json::to_value(&self.sft)?, &SFT_ELSEWHERE);
         let epochs = match self.sft.max_steps {
             None => Some(self.sft.epochs),
             Some(_) => None,

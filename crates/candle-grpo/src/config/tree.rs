@@ -87,7 +87,7 @@ impl Error for TypeError {
             found,
             Unexpected::Unsigned(_) | Unexpected::Signed(_) | Unexpected::Float(_)
         );
-        // The least value of the key may be another one than that of its type.
+        // A key may have a greater minimum than its type, so the message leaves the minimum out.
         let kind = match is_number {
             true => kind,
             false => kind.strip_suffix(", at least 0").unwrap_or(kind),

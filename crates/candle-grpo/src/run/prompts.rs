@@ -248,13 +248,8 @@ fn prompt(
         }),
     };
     let variables = chat_columns::variables(columns)?;
-    let mut chat = Chat::new(&messages).generation_prompt();
-    if let Some(tools) = &tools {
-        chat = chat.tools(tools);
-    }
-    for (name, value) in variables.into_iter().flatten() {
-        chat = chat.variable(name, value);
-    }
+    let chat = Chat::new(&messages).generation_prompt();
+    let chat = chat.with_row(tools.as_ref(), variables);
     let text = template.render(&chat)? + &prefill;
     if !prefill.is_empty() {
         messages.push(json!({"role": "assistant", "content": prefill}));

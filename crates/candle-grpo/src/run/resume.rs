@@ -182,7 +182,9 @@ fn resume<T: RunTrainer>(
     trainer: &mut T,
     accept: bool,
 ) -> Result<Opened<T::Record>> {
-    ensure_same_kind(path, &identity.settings)?;
+    // `Changes` reports settings that cannot be read.
+    let before = read_json::<Value>(&path.join(CONFIG)).unwrap_or_default();
+    ensure_same_kind(path, &before, &identity.settings)?;
     // Before the checkpoints are read, which another program may be writing.
     let run = StoppedRun::<T::Record>::open(path)?;
     let settings = &identity.settings;
@@ -211,9 +213,9 @@ fn resume<T: RunTrainer>(
         );
     } else {
         let steps = run.steps();
-        // Of the settings with which it ran.
-        let before = read_json::<Value>(&path.join(CONFIG)).unwrap_or_else(|_| settings.clone());
-        let every = before["checkpoint"]["every_steps"].as_u64();
+        // Of the settings with which it ran, unless they are lost.
+        let checkpoint = before.get("checkpoint").unwrap_or(&settings["checkpoint"]);
+        let every = checkpoint["every_steps"].as_u64();
         ensure!(
             every.is_none_or(|every| steps as u64 <= every),
             "{}: has metrics of {steps} steps and no checkpoint; put its folder checkpoints back, or start again with --replace",
@@ -242,17 +244,17 @@ fn resume<T: RunTrainer>(
     })
 }
 
-/// Refuses to go on with a run of `grpo sft` by `grpo train`, or the other way round.
-fn ensure_same_kind(path: &Path, settings: &Value) -> Result<()> {
+/// Refuses to resume a run of `grpo sft` with `grpo train`, or the other way round.
+fn ensure_same_kind(path: &Path, before: &Value, now: &Value) -> Result<()> {
+    // Lost ones do not tell.
+    if before.as_object().is_none_or(Map::is_empty) {
+        return Ok(());
+    }
     let command = |settings: &Value| match settings.get("sft") {
         Some(_) => "grpo sft",
         None => "grpo train",
     };
-    let Ok(before) = read_json::<Value>(&path.join(CONFIG)) else {
-        // `Changes` reports settings that cannot be read.
-        return Ok(());
-    };
-    let (now, before) = (command(settings), command(&before));
+    let (now, before) = (command(now), command(before));
     ensure!(
         now == before,
         "run directory {}: has a run of {before}, must have one of {now}",

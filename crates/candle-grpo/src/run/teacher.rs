@@ -111,6 +111,5 @@ fn on_servers(_: &RolloutConfig, _: usize) -> Result<Arc<dyn Teacher>> {
 
 /// The tokens of the longest of `prompts` with the longest completion.
 fn longest_sequence(config: &RunConfig, prompts: &[Prompt]) -> usize {
-    let longest = prompts.iter().map(|prompt| prompt.tokens.len()).max();
-    longest.unwrap_or(0) + config.train.sampling.max_new_tokens
+    Prompt::longest(prompts) + config.train.sampling.max_new_tokens
 }

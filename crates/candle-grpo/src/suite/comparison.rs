@@ -21,10 +21,8 @@ pub struct SuiteComparison {
     /// The number of prompts that only B has answered. They are not compared.
     pub only_b: usize,
     /// The number of pairs whose prompts have different texts, as with another chat template.
-    #[serde(default)]
     pub other_prompts: usize,
     /// The number of pairs with different numbers of completions.
-    #[serde(default)]
     pub other_counts: usize,
 }
 

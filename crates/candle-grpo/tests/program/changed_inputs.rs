@@ -382,7 +382,7 @@ run_dir: run
 }
 
 #[test]
-fn what_a_killed_program_has_left_is_removed_by_the_next_one() {
+fn checkpoints_left_by_a_killed_program_are_removed() {
     let folder = run();
     change(folder.path(), "max_steps: 9", "max_steps: 6");
     let checkpoints = folder.path().join("run/checkpoints");
@@ -406,9 +406,9 @@ fn what_a_killed_program_has_left_is_removed_by_the_next_one() {
         .map(|entry| entry.unwrap().file_name().into_string().unwrap())
         .collect();
     assert!(!names.iter().any(|name| name.starts_with('.')), "{names:?}");
-    let best = ["step-000001", "step-000002"];
+    let surplus = ["step-000001", "step-000002"];
     assert!(
-        !names.iter().any(|name| best.contains(&name.as_str())),
+        !names.iter().any(|name| surplus.contains(&name.as_str())),
         "{names:?}"
     );
     assert!(names.contains(&"step-000006".to_owned()), "{names:?}");

@@ -5,7 +5,7 @@ use std::path::Path;
 
 use serde_json::{Value, json};
 
-use crate::support::{CONFIG, folder, grpo, lines, said, succeeds, write_model};
+use crate::support::{CONFIG, folder, grpo, lines, said, succeeds, without, write_model};
 
 /// A configuration whose model has the chat template `t.jinja`, for rows of messages.
 fn config(steps: usize) -> String {
@@ -93,9 +93,8 @@ fn rows_bring_tools_and_variables_of_the_template() {
     ];
     let template = "{{ (tools or []) | length }}{{ mode or 'c' }}{{ messages[0].content }}";
     write(path, "abcde012", template, &rows);
-    let evaluation = "evaluation: {every_steps: 4, samples_per_prompt: 4, pass_at: [1, 2]}\n";
     let data = |more: &str| {
-        let text = config(1).replace(evaluation, "");
+        let text = without(&config(1), "evaluation");
         let text = text.replace(", held_out_rows: 1", more);
         fs::write(path.join("run.yaml"), text).unwrap();
     };

@@ -16,7 +16,7 @@ use super::support::lines;
 /// is 1e-6 for 2^8 numbers. The norm of the gradients is at most 1, so each differs by at most
 /// that. AdamW multiplies it by at most 3e-3 / 1e-3 in each step: 5 steps change a weight by less
 /// than 2e-5. A metric is a sum over them, which may differ by 1e-4.
-pub(crate) fn assert_same_run(found: &Path, expected: &Path, steps: usize) {
+pub(crate) fn assert_close_runs(found: &Path, expected: &Path, steps: usize) {
     for name in ["metrics.jsonl", "evaluations.jsonl"] {
         let (found, expected) = (lines(&found.join(name)), lines(&expected.join(name)));
         assert_eq!(found.len(), expected.len(), "{name}");

@@ -3,13 +3,10 @@
 use std::fs;
 use std::path::Path;
 
-use candle_core::Device;
-use candle_grpo::nn::{DecoderConfig, ModelType, Parameters, RopeScaling};
-use candle_grpo::train::Pretrained;
-use candle_grpo::train::model::{SpecialTokens, character_tokenizer};
+use candle_grpo::nn::{DecoderConfig, ModelType, RopeScaling};
 use serde_json::Value;
 
-use crate::support::{CONFIG, folder, lines, model, succeeds};
+use crate::support::{CONFIG, folder, lines, model, succeeds, write_decoder};
 
 /// The longest row of pretraining. The rows of [`CONFIG`] have up to 9 tokens.
 const ORIGINAL: usize = 12;
@@ -32,20 +29,7 @@ fn write_phi(folder: &Path, short: [f64; 2], long: [f64; 2]) {
         },
         ..model()
     };
-    let pretrained = Pretrained {
-        parameters: Parameters::init(&model, 3, &Device::Cpu).unwrap(),
-        model,
-        tokenizer: character_tokenizer("abcde").unwrap(),
-        special_tokens: SpecialTokens {
-            stop_token_ids: vec![0],
-            ..SpecialTokens::default()
-        },
-        generation: Default::default(),
-        chat_template: None,
-        license: None,
-        form: None,
-    };
-    pretrained.save(folder).unwrap();
+    write_decoder(folder, model, "abcde", 3);
 }
 
 /// The result of a run, of an evaluation and of a sample with these factors.

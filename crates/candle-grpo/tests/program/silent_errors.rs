@@ -9,7 +9,7 @@ use candle_grpo_test_support::{Lines, WATCHDOG};
 use rstest::rstest;
 
 use super::running::Running;
-use super::support::{CONFIG, command, folder, grpo, lines, said};
+use super::support::{CONFIG, command, folder, grpo, lines, said, without};
 
 /// The configuration with the program `reward.py`, which is `script`.
 fn with_program(script: &str) -> tempfile::TempDir {
@@ -248,8 +248,7 @@ fn adapters_whose_merged_weights_are_not_finite_are_not_saved() {
     "evaluation.sampler.stop_token_ids"
 )]
 fn a_stop_token_that_the_model_lacks_is_an_error(#[case] more: &str, #[case] key: &str) {
-    let evaluation = "evaluation: {every_steps: 4, samples_per_prompt: 4, pass_at: [1, 2]}\n";
-    let folder = folder(&(CONFIG.replace(evaluation, "") + more));
+    let folder = folder(&(without(CONFIG, "evaluation") + more));
     for command in ["check", "train"] {
         let output = grpo(folder.path(), &[command, "run.yaml"]);
         assert_eq!(output.status.code(), Some(3), "{}", said(&output));

@@ -29,6 +29,15 @@ run_dir: run
 threads: 1
 ";
 
+/// `config` without the line of this section.
+pub(crate) fn without(config: &str, section: &str) -> String {
+    let start = format!("{section}: ");
+    let (lines, others): (Vec<&str>, Vec<&str>) =
+        (config.split_inclusive('\n')).partition(|line| line.starts_with(&start));
+    assert_eq!(lines.len(), 1, "{section} in {config}");
+    others.concat()
+}
+
 pub(crate) fn model() -> DecoderConfig {
     serde_json::from_str(TINY_DECODER).unwrap()
 }
@@ -45,6 +54,11 @@ pub(crate) fn write_long_model(folder: &Path, alphabet: &str, positions: usize, 
         max_position_embeddings: positions,
         ..model()
     };
+    write_decoder(folder, model, alphabet, seed);
+}
+
+/// [`write_model`] of any configuration.
+pub(crate) fn write_decoder(folder: &Path, model: DecoderConfig, alphabet: &str, seed: u64) {
     let pretrained = Pretrained {
         parameters: Parameters::init(&model, seed, &Device::Cpu).unwrap(),
         model,

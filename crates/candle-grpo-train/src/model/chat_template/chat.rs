@@ -68,6 +68,21 @@ impl Chat {
         self.is_of_tools || self.tools.as_ref().is_some_and(|tools| !tools.is_none())
     }
 
+    /// Sets the tools and the variables of a row, if it has them.
+    pub fn with_row(
+        mut self,
+        tools: Option<&serde_json::Value>,
+        variables: Option<&serde_json::Map<String, serde_json::Value>>,
+    ) -> Self {
+        if let Some(tools) = tools {
+            self = self.tools(tools);
+        }
+        for (name, value) in variables.into_iter().flatten() {
+            self = self.variable(name, value);
+        }
+        self
+    }
+
     /// Sets a list of documents with `title` and `text`.
     pub fn documents(mut self, documents: impl Serialize) -> Self {
         self.documents = Some(Value::from_serialize(documents));

@@ -38,7 +38,7 @@ pub(super) struct Form<'a> {
     pub(super) is_python: bool,
 }
 
-/// The number of texts of JSON inside each other.
+/// The greatest depth of lists and texts of JSON in each other.
 const MAX_DEPTH: usize = 8;
 
 /// The keys beside inputs and outputs.
@@ -74,7 +74,10 @@ struct Reader<'a> {
 
 impl Reader<'_> {
     fn read(&self, value: &Value, depth: usize) -> Result<Vec<Case>> {
-        ensure!(depth < MAX_DEPTH, "JSON in JSON, at most {MAX_DEPTH} times");
+        ensure!(
+            depth < MAX_DEPTH,
+            "lists and texts of JSON more than {MAX_DEPTH} deep in each other, must be at most that deep"
+        );
         match value {
             Value::String(text) => match json_text(text) {
                 Some(value) => self.read(&value, depth + 1),

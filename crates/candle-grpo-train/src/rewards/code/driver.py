@@ -277,8 +277,7 @@ def statement_plan(test):
     functions = (ast.FunctionDef, ast.AsyncFunctionDef)
     definitions = functions + (ast.ClassDef, ast.Lambda)
     mark = os.urandom(8).hex()
-    plan = {"counter": "_counter_" + mark, "entry": None}
-    plan.update(cases=[], classes=[], functions=[])
+    plan = {"counter": "_counter_" + mark, "entry": None, "cases": [], "classes": [], "functions": []}
 
     def inside(node):
         """The nodes below one, without those of definitions."""
@@ -329,8 +328,8 @@ def statement_plan(test):
             is_block = hasattr(statement, "body") or hasattr(statement, "cases")
             if not is_block and any(map(is_runner, nodes)):
                 statement = ast.copy_location(ast.Pass(), statement)
-            # A block that fails in some case has been passed. So has one whose assertion an
-            # exception goes around, as it should.
+            # Reaching a block with a failure counts: the program passes by not failing there. So
+            # does reaching a `try` with an assertion, which an expected exception may skip.
             escapes = getattr(statement, "handlers", []) and any(map(asserts, nodes))
             if is_block and (escapes or any(map(is_failure, nodes))):
                 result.append(count)
@@ -371,12 +370,12 @@ def statement_plan(test):
                 plan["cases"].append(statement.name)
             elif statement.name.startswith("Test") and tests:
                 for part in tests:
-                    ensure_no_fixtures(part, ast.dump, 1)
+                    ensure_no_fixtures(part, 1)
                 plan["classes"].append((statement.name, [part.name for part in tests]))
         elif isinstance(statement, functions) and statement.name.startswith("test"):
             # What the text uses is a function of the test, and no test of pytest.
             if statement.name not in used and statement.name not in test["candidates"]:
-                ensure_no_fixtures(statement, ast.dump, 0)
+                ensure_no_fixtures(statement, 0)
                 plan["functions"].append(statement.name)
     if test["candidates"]:
         plan["entry"] = ("_entry_" + mark, test["entry"])
@@ -401,8 +400,10 @@ def ensure_modules(statements):
                 raise ValueError("import of %s: %s has no such module" % (module, sys.executable))
 
 
-def ensure_no_fixtures(function, dump, own):
+def ensure_no_fixtures(function, own):
     """Refuses fixtures of pytest: parameters without a value, after the first `own` ones."""
+    from ast import dump
+
     required = len(function.args.args) - len(function.args.defaults) - own
     has_parameters = any("parametrize" in dump(mark) for mark in function.decorator_list)
     if required > 0 and not has_parameters:

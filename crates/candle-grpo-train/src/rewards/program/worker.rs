@@ -2,11 +2,11 @@
 
 use std::sync::atomic::{AtomicBool, Ordering};
 
-use anyhow::{Result, bail, ensure};
+use anyhow::{Result, ensure};
 
 use super::ProgramConfig;
 use super::answer::{parse, request};
-use crate::program::{Failure, Process};
+use crate::program::{FIRST_ATTEMPTS, Failure, Process, no_answer};
 use crate::rewards::{Score, ScoreFailure};
 use crate::{Interrupted, Progress, Sample};
 
@@ -28,9 +28,6 @@ pub(super) struct Shared {
     /// True if the log has the first failure.
     has_warned: AtomicBool,
 }
-
-/// The number of attempts of a worker after which a program that never answers is an error.
-const FIRST_ATTEMPTS: usize = 2;
 
 impl Worker {
     pub(super) fn start(config: &ProgramConfig) -> Result<Self> {
@@ -80,7 +77,7 @@ impl Worker {
                 && attempts >= FIRST_ATTEMPTS
                 && !shared.has_answered.load(Ordering::Relaxed)
             {
-                bail!("no answer at all in {attempts} attempts, the last: {error:#}");
+                return Err(no_answer(attempts, format_args!("{error:#}")));
             }
             if let Some((failure, error)) = failed {
                 self.failures += 1;

@@ -675,7 +675,7 @@ fn an_error_about_true_or_false_has_the_hint_to_quote(#[case] line: &str, #[case
     "logging_steps: 1\n",
     "run.yaml:9: logging_steps: unknown key; here it is trackers"
 )]
-fn an_error_is_this_one(#[case] more: &str, #[case] message: &str) {
+fn errors_name_the_key_its_value_and_the_requirement(#[case] more: &str, #[case] message: &str) {
     assert_eq!(yaml(more).unwrap_err().to_string(), message);
 }
 
