@@ -3,8 +3,9 @@
 //! `candle_nn::ops::{rms_norm, layer_norm, softmax_last_dim, sdpa}` and
 //! `candle_nn::rotary_emb::{rope, rope_i, rope_thd}` have no backward pass: a model that calls them
 //! trains without those gradients, and Candle reports no error. [`ensure_gradients`] names those
-//! variables. The training operators here have gradients for all float inputs, except the angle tables of [`rope`](rope()).
-//! Operators for inference return an error for inputs that are in a graph.
+//! variables. The training operators here have gradients for all float inputs, except the angle
+//! tables of [`rope`](rope()). Operators for inference return an error for inputs that are in a
+//! graph.
 //!
 //! ```
 //! use candle_core::{DType, Device, Tensor, Var};

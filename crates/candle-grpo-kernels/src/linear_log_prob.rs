@@ -13,8 +13,8 @@ use crate::log_prob::{Backward, LogProbOptions, Rows, TokenLogProbs, rows_and_wi
 use crate::precision::arithmetic_dtype;
 use crate::{check, composed, cpu, path};
 
-/// The number of logits of a tile on CUDA: 256 MiB of f32, for efficient products. Tiles of more than
-/// 65,536 rows are larger, because a tile has at least 1024 columns.
+/// The number of logits of a tile on CUDA: 256 MiB of f32, for efficient products. Tiles of more
+/// than 65,536 rows are larger, because a tile has at least 1024 columns.
 pub const CUDA_TILE_LOGITS: usize = 1 << 26;
 /// The most logits that CUDA keeps for the backward pass: 2 GiB of f32.
 pub const CUDA_KEPT_LOGITS: usize = 1 << 29;
@@ -47,8 +47,8 @@ pub const CUDA_KEPT_LOGITS: usize = 1 << 29;
 ///
 /// # Errors
 ///
-/// Fails on other shapes and dtypes, on a temperature outside [`TEMPERATURES`](crate::TEMPERATURES),
-/// and on targets out of range (checked on the CPU only).
+/// Fails on other shapes and dtypes, on a temperature outside
+/// [`TEMPERATURES`](crate::TEMPERATURES), and on targets out of range (checked on the CPU only).
 ///
 /// ```
 /// use candle_core::{DType, Device, Tensor};

@@ -54,9 +54,10 @@ pub struct LogProbOptions<'a> {
 ///
 /// # Errors
 ///
-/// Fails on other shapes and dtypes, on a temperature outside [`TEMPERATURES`](crate::TEMPERATURES),
-/// and on targets out of range. Targets are checked on the CPU only; on a GPU the check would synchronize
-/// with the device, and such a target has the log-prob NaN.
+/// Fails on other shapes and dtypes, on a temperature outside
+/// [`TEMPERATURES`](crate::TEMPERATURES), and on targets out of range. Targets are checked on the
+/// CPU only; on a GPU the check would synchronize with the device, and such a target has the
+/// log-prob NaN.
 ///
 /// ```
 /// use candle_core::{Device, Tensor};

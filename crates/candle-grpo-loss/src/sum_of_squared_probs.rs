@@ -12,8 +12,8 @@ use crate::softmax::{check_temperature, log_softmax};
 ///
 /// # Errors
 ///
-/// Fails if the temperature is not one of [`candle_grpo_kernels::TEMPERATURES`], or if the logits are
-/// empty.
+/// Fails if the temperature is not one of [`candle_grpo_kernels::TEMPERATURES`], or if the logits
+/// are empty.
 pub fn sum_of_squared_probs(logits: &Tensor, temperature: f64) -> Result<Tensor> {
     check_temperature(temperature)?;
     if logits.rank() == 0 || logits.elem_count() == 0 {

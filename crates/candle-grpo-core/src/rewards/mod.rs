@@ -260,8 +260,8 @@ pub(crate) fn check_finite_tokens(name: &str, values: &Tensor) -> Result<()> {
     check_magnitude(name, values)
 }
 
-/// Index in the flattened tensor and value of the first entry whose flag (u8) is 0. Synchronizes with
-/// the device.
+/// Index in the flattened tensor and value of the first entry whose flag (u8) is 0. Synchronizes
+/// with the device.
 pub(crate) fn first_unset(values: &Tensor, flags: &Tensor) -> Result<Option<(usize, f64)>> {
     let flags = flags.flatten_all()?;
     if flags.to_dtype(DType::F32)?.min(0)?.to_scalar::<f32>()? == 1. {

@@ -1,5 +1,5 @@
-//! Tests of the documentation: the configurations in docs/algorithms.md, the numbers of presets, the
-//! imports of examples, and the dependencies in the README.
+//! Tests of the documentation: the configurations in docs/algorithms.md, the numbers of presets,
+//! the imports of examples, and the dependencies in the README.
 
 use std::collections::BTreeSet;
 use std::path::Path;

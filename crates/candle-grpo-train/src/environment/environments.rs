@@ -30,8 +30,9 @@ pub struct EnvironmentLimits {
     /// The time in seconds after which no further turn begins. Trajectories are not reproducible
     /// if it ends them. Absent: no limit.
     pub max_seconds: Option<f64>,
-    /// The reward of a trajectory whose environment failed, in place of those of its turns. Absent:
-    /// the trajectory is excluded. It has no reward, and contributes nothing to the step.
+    /// The reward of a trajectory whose environment failed, in place of those of its turns.
+    /// Absent: the trajectory is excluded. It has no reward, and contributes nothing to the
+    /// step.
     pub failure_reward: Option<f64>,
     /// The reward of a trajectory to which the environment gave none at any turn. Null: the
     /// trajectory is excluded. It matters where other rewards are negative.

@@ -186,8 +186,8 @@ pub struct Step {
     pub append: Append,
     /// The reward of the turn; absent: 0. It must be finite.
     pub reward: Option<f64>,
-    /// True if the trajectory has no reward should it end with this turn: it is excluded, as if its
-    /// environment had failed.
+    /// True if the trajectory has no reward should it end with this turn: it is excluded, as if
+    /// its environment had failed.
     pub excluded: bool,
     /// True if the trajectory is over.
     pub done: bool,

@@ -15,7 +15,8 @@ pub(crate) struct ProgramPool {
     processes: Vec<Mutex<Option<Process>>>,
     /// True if a process has answered.
     has_answered: AtomicBool,
-    /// The number of requests without an answer in time before the first answer, and the last error.
+    /// The number of requests without an answer in time before the first answer, and the last
+    /// error.
     first_timeouts: Mutex<(usize, String)>,
 }
 

@@ -213,7 +213,8 @@ impl Process {
                     }
                     continue;
                 }
-                // The time counts only when no line is waiting: a line that came in time may be read late.
+                // The time counts only when no line is waiting: a line that came in time may be
+                // read late.
                 Err(RecvTimeoutError::Timeout) if rest.is_zero() => {
                     return Err(match stops_at {
                         Some(_) => Failure::Interrupted,

@@ -45,9 +45,9 @@ const MARKER: &str = "{marker}";
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct CodeConfig {
-    /// The column with the tests: a text or a list of texts with assertions, a list of objects with
-    /// `input` and `output`, an object with `inputs` and `outputs`, or the JSON text of one of
-    /// these.
+    /// The column with the tests: a text or a list of texts with assertions, a list of objects
+    /// with `input` and `output`, an object with `inputs` and `outputs`, or the JSON text of
+    /// one of these.
     pub column: String,
     /// The column with the name of the function that tests such as `def check(candidate)` take.
     pub entry_point: String,
