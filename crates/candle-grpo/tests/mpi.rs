@@ -6,6 +6,7 @@ mod close;
 #[allow(dead_code, reason = "the tests of the program need more of it")]
 mod running;
 #[path = "program/support.rs"]
+#[allow(dead_code, reason = "the tests of the program need more of it")]
 mod support;
 
 use std::fs;
