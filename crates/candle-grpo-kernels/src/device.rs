@@ -1,5 +1,7 @@
 //! The device for this project's operators.
 
+use std::ffi::OsStr;
+
 use candle_core::{Device, Result};
 
 /// Returns the CUDA device `ordinal`, with one stream for all threads.
@@ -41,19 +43,52 @@ pub fn cuda_device_count() -> Result<usize> {
     Ok(0)
 }
 
-/// Returns the first CUDA device in a build with the feature `cuda`, and the CPU in others.
+/// Returns whether this process computes on CUDA devices: in a build with the feature `cuda`, unless
+/// the variable `CUDA_VISIBLE_DEVICES` hides all of them. It does so if it is empty, or -1.
+///
+/// ```
+/// if candle_grpo_kernels::cuda_is_enabled() {
+///     println!("training on {} GPUs", candle_grpo_kernels::cuda_device_count()?);
+/// }
+/// # Ok::<(), candle_core::Error>(())
+/// ```
+pub fn cuda_is_enabled() -> bool {
+    let visible = std::env::var_os("CUDA_VISIBLE_DEVICES");
+    candle_core::utils::cuda_is_available() && !visible.is_some_and(|devices| hides_all(&devices))
+}
+
+fn hides_all(devices: &OsStr) -> bool {
+    matches!(devices.to_string_lossy().trim(), "" | "-1")
+}
+
+/// Returns the first CUDA device if [`cuda_is_enabled`], and the CPU otherwise.
 ///
 /// # Errors
 ///
-/// Fails in a build with the feature if there is no device.
+/// Fails in a build with the feature if there is no device and `CUDA_VISIBLE_DEVICES` does not say
+/// so.
 ///
 /// ```no_run
 /// let device = candle_grpo_kernels::default_device()?;
 /// # Ok::<(), candle_core::Error>(())
 /// ```
 pub fn default_device() -> Result<Device> {
-    match candle_core::utils::cuda_is_available() {
+    match cuda_is_enabled() {
         true => cuda_device(0),
         false => Ok(Device::Cpu),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use rstest::rstest;
+
+    use super::*;
+
+    #[rstest]
+    fn an_empty_list_of_devices_hides_all(
+        #[values(("", true), (" ", true), ("-1", true), ("0", false), ("1,0", false), ("GPU-8932f937", false))] case: (&str, bool),
+    ) {
+        assert_eq!(hides_all(OsStr::new(case.0)), case.1);
     }
 }

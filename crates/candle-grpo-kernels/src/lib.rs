@@ -136,7 +136,7 @@ pub use cuda::recording::Recording;
 pub use delta_gates::{delta_gates, delta_gates_gradient};
 pub use delta_states::{DeltaStates, SlotRows};
 pub use dequantize::{BLOCK_TYPES, block_type, dequantize, quantize};
-pub use device::{cuda_device, cuda_device_count, default_device};
+pub use device::{cuda_device, cuda_device_count, cuda_is_enabled, default_device};
 pub use draw_tokens::{Draw, DrawOptions, DrawnToken, draw_tokens};
 pub use embedding::{add_embedding_gradient, embedding};
 pub use ensure_gradients::{ensure_gradients, ensure_reached};

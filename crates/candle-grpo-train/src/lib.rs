@@ -55,7 +55,7 @@ pub mod statistics;
 #[cfg(feature = "engines")]
 mod workers;
 
-pub use candle_grpo_kernels::{cuda_device, cuda_device_count, default_device};
+pub use candle_grpo_kernels::{cuda_device, cuda_device_count, cuda_is_enabled, default_device};
 pub use data::{Dataset, DatasetConfig, Prompt};
 pub use invalid::find_invalid;
 pub use learn::{

@@ -83,8 +83,9 @@ enum { MAX_THREADS = 1, WARP_SIZE = 10, MULTIPROCESSORS = 16, MAJOR = 75, MINOR 
 constexpr size_t total_memory = (size_t)8 << 30;
 constexpr unsigned most_devices = 8;
 constexpr size_t page = 4096;
-// Freed allocations that stay inaccessible.
-constexpr size_t graveyard = 4096;
+// Freed allocations that stay inaccessible. Those of few pages come back afterwards, because the system takes longer to map a page
+// than a kernel of a test to fill it.
+constexpr size_t graveyard = 4096, few_pages = 8, graveyard_of_size = graveyard / few_pages;
 // Shared memory of a block without and with the attribute of the kernel.
 constexpr unsigned shared_default = 48 << 10, shared_most = 227 << 10;
 
@@ -160,6 +161,8 @@ struct Device {
 std::recursive_mutex lock;
 std::map<CUdeviceptr, Allocation> memory;
 std::deque<std::pair<void*, size_t>> freed;
+// Those of few pages, by their number.
+std::deque<void*> freed_of[few_pages + 1];
 Device devices[most_devices];
 std::vector<Stream*> streams;
 size_t stream_ids;
@@ -182,7 +185,12 @@ bool is_lazy() {
 }
 
 int device_count() {
-    static const unsigned count = std::min(std::max(variable("CUDA_ON_HOST_DEVICES"), 1u), most_devices);
+    static const unsigned count = [] {
+        // An empty list hides all devices, as in NVIDIA's driver.
+        const char* visible = getenv("CUDA_VISIBLE_DEVICES");
+        if (visible != nullptr && *visible == 0) return 0u;
+        return std::min(std::max(variable("CUDA_ON_HOST_DEVICES"), 1u), most_devices);
+    }();
     return (int)count;
 }
 int current_device() { return current_context == nullptr ? 0 : (int)(current_context - devices); }
@@ -293,14 +301,23 @@ CUresult add(Stream* stream, Work work) {
     return broken;
 }
 
-size_t pages(size_t bytes) { return (bytes + page - 1) / page * page; }
+size_t pages(size_t bytes) { return (bytes + page - 1) / page; }
 // An allocation ends at an inaccessible page, up to the alignment of 16 bytes.
 size_t rounded(size_t bytes) { return (bytes + 15) / 16 * 16; }
 
 CUresult allocate(CUdeviceptr* pointer, size_t bytes, int device) {
     if (bytes == 0) return refuse(INVALID_VALUE, "cuMemAlloc of 0 bytes");
     if (devices[device].used_bytes + bytes > total_memory) return OUT_OF_MEMORY;
-    void* start = cuda_host_buffer(rounded(bytes));
+    const size_t count = pages(rounded(bytes));
+    void* start;
+    if (count <= few_pages && freed_of[count].size() >= graveyard_of_size) {
+        char* first = (char*)freed_of[count].front();
+        freed_of[count].pop_front();
+        mprotect(first, count * page, PROT_READ | PROT_WRITE);
+        start = first + count * page - rounded(bytes);
+    } else {
+        start = cuda_host_buffer(rounded(bytes));
+    }
     memset(start, 0xff, rounded(bytes));
     *pointer = (CUdeviceptr)start;
     memory[*pointer] = {bytes, device};
@@ -319,12 +336,16 @@ CUresult mark_freed(CUdeviceptr pointer) {
 
 void release(CUdeviceptr pointer) {
     auto found = memory.find(pointer);
-    const size_t bytes = found->second.bytes, whole = pages(rounded(bytes));
+    const size_t bytes = found->second.bytes, count = pages(rounded(bytes)), whole = count * page;
     void* start = (char*)pointer + rounded(bytes) - whole;
     devices[found->second.device].used_bytes -= bytes;
     memory.erase(found);
-    madvise(start, whole, MADV_DONTNEED);
     mprotect(start, whole, PROT_NONE);
+    if (count <= few_pages) {
+        freed_of[count].push_back(start);
+        return;
+    }
+    madvise(start, whole, MADV_DONTNEED);
     freed.push_back({start, whole + page});
     if (freed.size() > graveyard) {
         munmap(freed.front().first, freed.front().second);

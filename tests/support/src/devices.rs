@@ -13,11 +13,13 @@ static CPU: Device = Device::Cpu;
 /// Locked while a test runs on CUDA, because the threads of all tests share one cuBLAS handle.
 static TURN: Mutex<()> = Mutex::new(());
 
-/// Returns the CPU, and the GPU if the build has CUDA and a GPU is present.
+/// Returns the CPU, and the GPU if the build has CUDA and a GPU is present. If the variable
+/// `CANDLE_GRPO_TEST_DEVICE` is `cuda`, the GPU alone: other tests cover the CPU.
 ///
 /// From the moment that a test is on the GPU until its end, other tests wait for it.
 pub fn devices() -> impl Iterator<Item = &'static Device> {
-    [Some(&CPU), cuda().ok()]
+    let cpu = (!is_on_cuda()).then_some(&CPU);
+    [cpu, cuda().ok()]
         .into_iter()
         .flatten()
         .inspect(|device| {
@@ -47,13 +49,17 @@ pub fn stay_on_cpu() {
 /// Panics if the variable is `cuda` and there is no GPU, or if it has another value than `cuda` and
 /// `cpu`.
 pub fn device() -> &'static Device {
+    if STAYS_ON_CPU.get() || !is_on_cuda() {
+        return &CPU;
+    }
+    take_turn();
+    cuda().unwrap_or_else(|reason| panic!("CANDLE_GRPO_TEST_DEVICE: {reason}"))
+}
+
+fn is_on_cuda() -> bool {
     match std::env::var("CANDLE_GRPO_TEST_DEVICE").as_deref() {
-        _ if STAYS_ON_CPU.get() => &CPU,
-        Err(_) | Ok("cpu") => &CPU,
-        Ok("cuda") => {
-            take_turn();
-            cuda().unwrap_or_else(|reason| panic!("CANDLE_GRPO_TEST_DEVICE: {reason}"))
-        }
+        Err(_) | Ok("cpu") => false,
+        Ok("cuda") => true,
         Ok(other) => panic!("CANDLE_GRPO_TEST_DEVICE: {other:?}, must be cpu or cuda"),
     }
 }
@@ -122,7 +128,7 @@ pub fn cuda() -> Result<&'static Device, &'static str> {
             error.lines().next().unwrap_or_default().to_owned()
         });
         let line = match &device {
-            Ok(_) => "CUDA: tests run on the GPU and on the CPU".to_owned(),
+            Ok(_) => "CUDA: tests run on the GPU".to_owned(),
             Err(reason) => format!("CUDA: tests run on the CPU only: {reason}"),
         };
         // The test harness captures what `eprintln` writes, but not this. A closed stream is no

@@ -1,9 +1,8 @@
 //! The memory of a run, computed before it starts.
 
 use anyhow::Result;
-use candle_core::utils::cuda_is_available;
 use candle_core::{DType, Shape};
-use candle_grpo_kernels::{CUDA_KEPT_LOGITS, CUDA_TILE_LOGITS};
+use candle_grpo_kernels::{CUDA_KEPT_LOGITS, CUDA_TILE_LOGITS, cuda_is_enabled};
 use candle_grpo_loss::logits_of_chunk;
 use candle_grpo_nn::optim::StateForm;
 use candle_grpo_nn::{BaseWeights, DecoderConfig, LoraConfig};
@@ -120,7 +119,7 @@ impl MemoryPlan {
             state: config.optimizer.state,
             longest: longest.min(mini).max(pass),
             update: mini.saturating_add(demonstrations),
-            on_cuda: cuda_is_available(),
+            on_cuda: cuda_is_enabled(),
         };
         let drawn_in = DType::from(config.rollout_dtype());
         let shapes: Vec<Shape> = model.parameter_shapes().into_values().collect();
@@ -132,7 +131,7 @@ impl MemoryPlan {
         let cache = model.cache_bytes((drawn.div_ceil(group), group), lengths, drawn_in);
         let mut plan = learning.plan(model)?;
         if config.recipe.distillation_loss.is_some() {
-            let chunks = 10 * logits_of_chunk(cuda_is_available());
+            let chunks = 10 * logits_of_chunk(cuda_is_enabled());
             let more = 4 * (chunks + model.vocab_size * model.hidden_size);
             plan.activations += more;
             plan.training += more;
@@ -149,7 +148,7 @@ impl MemoryPlan {
             }
         };
         // The rows of adapters are padded, so that their copies have up to twice their size.
-        let packed = match (cuda_is_available(), &config.adapters) {
+        let packed = match (cuda_is_enabled(), &config.adapters) {
             (true, _) => 0,
             (false, None) => model.packed_bytes(BaseWeights::Dense, drawn_in)?,
             (false, Some(_)) => {
@@ -188,7 +187,7 @@ impl MemoryPlan {
             state: config.optimizer.state,
             longest: pass,
             update,
-            on_cuda: cuda_is_available(),
+            on_cuda: cuda_is_enabled(),
         };
         learning.plan(model)
     }

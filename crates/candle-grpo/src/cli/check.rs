@@ -245,7 +245,7 @@ fn on_this_device(mut plan: MemoryPlan, run: &impl Configuration) -> anyhow::Res
         plan.packed = plan.packed.min(plan.frozen);
     }
     // The memory of the plan is that of a GPU, if there is one.
-    if !candle_core::utils::cuda_is_available() {
+    if !candle_grpo_train::cuda_is_enabled() {
         plan.program = peak_of_this_process().unwrap_or(0);
     }
     Ok(plan)

@@ -91,7 +91,7 @@ pub(super) fn model_file(path: &Path, console: &Console) -> Result<PathBuf, Exit
 pub(super) fn check_settings(run: &RunConfig) -> Result<(), Exit> {
     run.check_training().map_err(wrong)?;
     // The device of a model that is loaded.
-    let on_gpu = candle_core::utils::cuda_is_available();
+    let on_gpu = candle_grpo_train::cuda_is_enabled();
     run.check_device(on_gpu).map_err(wrong)?;
     warn_of_doubts(&run.doubts());
     Ok(())

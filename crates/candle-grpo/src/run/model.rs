@@ -8,13 +8,13 @@ use candle_core::Device;
 use candle_grpo_collective::launch;
 use candle_grpo_nn::BaseWeights;
 use candle_grpo_train::{
-    ChatTemplate, ComputeDType, Pretrained, RunDir, cuda_device, cuda_device_count,
+    ChatTemplate, ComputeDType, Pretrained, RunDir, cuda_device, cuda_device_count, cuda_is_enabled,
 };
 
 use super::resume::recorded_inputs;
 use crate::config::{Configuration, ModelConfig};
 
-/// Returns the device of this process: the CPU in a build without CUDA; otherwise the CUDA device
+/// Returns the device of this process: the CPU unless [`cuda_is_enabled`]; otherwise the CUDA device
 /// of [`Environment::gpu`](launch::Environment::gpu), the first one without a launcher. All calls
 /// return the same device.
 ///
@@ -23,7 +23,7 @@ use crate::config::{Configuration, ModelConfig};
 /// If the device does not respond, the variables of the launcher contradict each other, or the
 /// machine has fewer devices than ranks.
 pub fn device() -> Result<Device> {
-    if !candle_core::utils::cuda_is_available() {
+    if !cuda_is_enabled() {
         return Ok(Device::Cpu);
     }
     let ordinal = match launch::environment()? {

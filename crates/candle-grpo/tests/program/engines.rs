@@ -129,7 +129,7 @@ fn check_refuses_a_local_policy_that_draws_ahead_on_a_gpu() {
     let folder = folder(&config);
     let output = grpo(folder.path(), &["check", "run.yaml"]);
     let must = "run.yaml:18: rollout.max_staleness: 1, must be 0 with engine local on a GPU";
-    let refused = candle_core::utils::cuda_is_available();
+    let refused = candle_grpo::train::cuda_is_enabled();
     assert_eq!(output.status.success(), !refused, "{}", said(&output));
     assert_eq!(said(&output).contains(must), refused, "{}", said(&output));
 
