@@ -110,9 +110,28 @@ impl Groups {
     }
 }
 
-/// The layout of a batch with one row for each group, as wide as the largest group.
+/// The layout of a batch of B samples with one row for each of P groups, as wide as the largest
+/// group, W. For computations within groups: an own
+/// [`AdvantageEstimator`](crate::AdvantageEstimator), for example.
+///
+/// ```
+/// use candle_core::{Device, Tensor};
+/// use candle_grpo_core::{GroupLayout, Groups};
+///
+/// let groups = Groups::from([7u32, 3, 7, 3, 3].as_slice());
+/// let layout = GroupLayout::new(&groups, 5, &Device::Cpu)?;
+/// assert_eq!(layout.sizes(), [2, 3]);
+///
+/// let rewards = Tensor::new(&[1f32, 2., 3., 4., 6.], &Device::Cpu)?;
+/// let present = layout.present()?.to_dtype(rewards.dtype())?;
+/// let sums = (layout.to_rows(&rewards)? * &present)?.sum_keepdim(1)?;
+/// let means = (sums / present.sum_keepdim(1)?)?;
+/// let centered = (rewards - layout.to_members(&means)?)?;
+/// assert_eq!(centered.to_vec1::<f32>()?, [-1., -2., 1., 0., 2.]);
+/// # Ok::<(), candle_core::Error>(())
+/// ```
 #[derive(Debug, Clone)]
-pub(crate) struct GroupLayout {
+pub struct GroupLayout {
     sizes: Vec<usize>,
     width: usize,
     ragged: Option<Ragged>,
@@ -131,7 +150,13 @@ struct Ragged {
 }
 
 impl GroupLayout {
-    pub(crate) fn new(groups: &Groups, batch: usize, device: &Device) -> Result<Self> {
+    /// Creates the layout of `batch` samples in `groups`, for tensors on `device`.
+    ///
+    /// # Errors
+    ///
+    /// Fails if the size of the groups is 0 or does not divide `batch`, or if there is not one id
+    /// for each sample.
+    pub fn new(groups: &Groups, batch: usize, device: &Device) -> Result<Self> {
         match groups {
             Groups::Consecutive(0) => {
                 bail!("groups: 0, a group must have at least one sample")
@@ -196,13 +221,23 @@ impl GroupLayout {
         })
     }
 
-    /// The number of samples in each group, in the order of the rows.
-    pub(crate) fn sizes(&self) -> &[usize] {
+    /// Returns the number of samples in each group, in the order of the rows: that of the first
+    /// sample of each group.
+    pub fn sizes(&self) -> &[usize] {
         &self.sizes
     }
 
-    /// `[B, ..]` to `[P, W, ..]`.
-    pub(crate) fn to_rows(&self, x: &Tensor) -> Result<Tensor> {
+    /// Returns `x`, `[B, ..]`, as rows of groups, `[P, W, ..]`. The places without a sample repeat
+    /// one of their group: [`Self::present`].
+    ///
+    /// # Errors
+    ///
+    /// Fails if `x` does not have B samples, or is on another device.
+    pub fn to_rows(&self, x: &Tensor) -> Result<Tensor> {
+        let batch: usize = self.sizes.iter().sum();
+        if x.dims().first() != Some(&batch) {
+            bail!("x: shape {:?}, must be [{batch}, ..]", x.dims());
+        }
         let mut rows = vec![self.sizes.len(), self.width];
         rows.extend_from_slice(&x.dims()[1..]);
         match &self.ragged {
@@ -211,8 +246,21 @@ impl GroupLayout {
         }
     }
 
-    /// `[P, W, ..]` to `[B, ..]`.
-    pub(crate) fn to_samples(&self, rows: &Tensor) -> Result<Tensor> {
+    /// Returns `rows` of groups, `[P, W, ..]`, as samples, `[B, ..]`: the inverse of
+    /// [`Self::to_rows`].
+    ///
+    /// # Errors
+    ///
+    /// Fails if `rows` has another shape, or is on another device.
+    pub fn to_samples(&self, rows: &Tensor) -> Result<Tensor> {
+        let shape = [self.sizes.len(), self.width];
+        if rows.dims().get(..2) != Some(&shape) {
+            let [groups, width] = shape;
+            bail!(
+                "rows: shape {:?}, must be [{groups}, {width}, ..]",
+                rows.dims()
+            );
+        }
         let flat = rows.contiguous()?.flatten(0, 1)?;
         match &self.ragged {
             None => Ok(flat),
@@ -220,13 +268,21 @@ impl GroupLayout {
         }
     }
 
-    /// `[P, 1]`, one number for each group, to `[B]`.
-    pub(crate) fn to_members(&self, per_group: &Tensor) -> Result<Tensor> {
+    /// Returns `per_group`, `[P, 1]`, at each sample of its group, `[B]`.
+    ///
+    /// # Errors
+    ///
+    /// Fails if `per_group` has another shape, or is on another device.
+    pub fn to_members(&self, per_group: &Tensor) -> Result<Tensor> {
         self.to_samples(&per_group.broadcast_as((self.sizes.len(), self.width))?)
     }
 
-    /// `[P, W]`, u8: 1 where there is a sample.
-    pub(crate) fn present(&self) -> Result<Tensor> {
+    /// Returns 1 where the rows have a sample and 0 elsewhere, u8 `[P, W]`.
+    ///
+    /// # Errors
+    ///
+    /// Fails if the device has no memory for it.
+    pub fn present(&self) -> Result<Tensor> {
         match &self.ragged {
             None => Tensor::ones((self.sizes.len(), self.width), DType::U8, &self.device),
             Some(r) => Ok(r.present.clone()),

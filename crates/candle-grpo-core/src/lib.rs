@@ -58,7 +58,7 @@ pub use advantage::{
     Whitening, reverse_recurrence,
 };
 pub use dtype::{arithmetic_dtype, statistics_dtype};
-pub use groups::Groups;
+pub use groups::{GroupLayout, Groups};
 pub use kl::{Kl, KlController, KlEstimator, KlGradient};
 pub use mask::Mask;
 pub use metrics::{MetricValue, MetricValues, Metrics};

@@ -3,7 +3,7 @@
 use candle_core::{D, Result, Tensor, bail};
 
 use crate::dtype::{arithmetic_dtype, for_statistics};
-use crate::groups::Groups;
+use crate::groups::{GroupLayout, Groups};
 use crate::mask::Mask;
 use crate::rewards::{IntoRewards, RewardTensor, check_not_empty};
 use crate::trajectories::Steps;
@@ -123,6 +123,16 @@ impl AdvantageBatch {
     pub fn step(mut self, step: usize) -> Self {
         self.step = Some(step);
         self
+    }
+
+    /// Returns the layout of the groups, for tensors `[B, ..]` on the device of `like`, which is
+    /// one: the rewards, for example.
+    ///
+    /// # Errors
+    ///
+    /// Fails as [`GroupLayout::new`] does, or if `like` is a scalar.
+    pub fn layout(&self, like: &Tensor) -> Result<GroupLayout> {
+        GroupLayout::new(&self.groups, like.dim(0)?, like.device())
     }
 
     /// Returns the response mask.

@@ -84,21 +84,23 @@ impl Advantages {
 /// use candle_core::{Device, Result, Tensor};
 /// use candle_grpo_core::{AdvantageBatch, AdvantageEstimator, Advantages};
 ///
-/// /// The sign of the reward.
-/// struct Sign;
+/// /// 1 for the best of each group, 0 for the others.
+/// struct Best;
 ///
-/// impl AdvantageEstimator for Sign {
+/// impl AdvantageEstimator for Best {
 ///     fn estimate(&self, batch: &AdvantageBatch) -> Result<Advantages> {
 ///         let rewards = batch.sequence_rewards()?;
-///         let signs = rewards.values.sign()?.to_dtype(rewards.result_dtype)?;
-///         Ok(Advantages::new(signs))
+///         let layout = batch.layout(&rewards.values)?;
+///         let best = layout.to_rows(&rewards.values)?.max_keepdim(1)?;
+///         let is_best = rewards.values.ge(&layout.to_members(&best)?)?;
+///         Ok(Advantages::new(is_best.to_dtype(rewards.result_dtype)?))
 ///     }
 /// }
 ///
-/// let rewards = Tensor::new(&[0.5f32, -3.], &Device::Cpu)?;
-/// let estimators: Vec<Box<dyn AdvantageEstimator>> = vec![Box::new(Sign)];
-/// let signs = estimators[0].estimate(&AdvantageBatch::new(&rewards, 2))?;
-/// assert_eq!(signs.advantages.to_vec1::<f32>()?, [1., -1.]);
+/// let rewards = Tensor::new(&[0.5f32, -3., 2., 4.], &Device::Cpu)?;
+/// let estimators: Vec<Box<dyn AdvantageEstimator>> = vec![Box::new(Best)];
+/// let best = estimators[0].estimate(&AdvantageBatch::new(&rewards, 2))?;
+/// assert_eq!(best.advantages.to_vec1::<f32>()?, [1., 0., 0., 1.]);
 /// # Ok::<(), candle_core::Error>(())
 /// ```
 pub trait AdvantageEstimator {
