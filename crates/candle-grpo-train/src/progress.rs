@@ -26,6 +26,22 @@ pub enum Phase {
 
 /// Receives the progress of steps and can cancel them. [`Self::begin`] and [`Self::advance`] are
 /// called from one thread at a time, as is [`Self::drawn`], and [`Self::is_canceled`] from several.
+///
+/// ```
+/// use std::time::Instant;
+///
+/// use candle_grpo_train::Progress;
+///
+/// /// Cancels at a point in time.
+/// struct Until(Instant);
+///
+/// impl Progress for Until {
+///     fn is_canceled(&self) -> bool {
+///         Instant::now() >= self.0
+///     }
+/// }
+/// assert!(Until(Instant::now()).is_canceled());
+/// ```
 pub trait Progress: Send + Sync {
     /// Starts a phase of `units` units.
     fn begin(&self, phase: Phase, units: usize) {

@@ -9,6 +9,36 @@ use candle_grpo_core::Mask;
 ///
 /// [`Surrogate::custom`](super::Surrogate::custom) puts an implementation into a
 /// [`PolicyLoss`](crate::PolicyLoss), which adds weights, KL term, entropy bonus and aggregation.
+///
+/// ```
+/// use candle_core::{Device, Result, Tensor, Var};
+/// use candle_grpo_loss::surrogate::{SurrogateInputs, TokenLosses};
+/// use candle_grpo_loss::{PolicyBatch, PolicyLoss, StepTotals, Surrogate, TokenLoss};
+///
+/// /// `-r A`, without a clip. The share of ratios above 2 is a metric.
+/// #[derive(Debug)]
+/// struct Unclipped;
+///
+/// impl TokenLoss for Unclipped {
+///     fn per_token(&self, inputs: &SurrogateInputs) -> Result<TokenLosses> {
+///         let ratio = inputs.log_ratio.exp()?;
+///         Ok(TokenLosses {
+///             loss: (&ratio * inputs.advantages)?.neg()?,
+///             flags: vec![("large_ratios", ratio.gt(2.)?)],
+///         })
+///     }
+/// }
+///
+/// let loss = PolicyLoss { surrogate: Surrogate::custom(Unclipped), ..PolicyLoss::grpo() };
+/// let device = Device::Cpu;
+/// let log_probs = Var::new(&[[-1f32, -0.5]], &device)?;
+/// let mask = Tensor::new(&[[1u8, 1]], &device)?;
+/// let batch = PolicyBatch::new(&log_probs, &Tensor::new(&[2f32], &device)?, &mask);
+/// let output = loss.compute(&batch, &StepTotals::count(&mask)?)?;
+/// assert_eq!(output.loss.to_scalar::<f32>()?, -2.);
+/// assert_eq!(output.metrics.to_host()?.get("large_ratios"), Some(0.));
+/// # Ok::<(), candle_core::Error>(())
+/// ```
 pub trait TokenLoss: Debug + Send + Sync {
     /// Checks the options.
     ///

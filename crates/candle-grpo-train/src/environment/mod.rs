@@ -36,6 +36,7 @@ pub use tools::{
 /// A closure implements it:
 ///
 /// ```
+/// use anyhow::Context;
 /// use candle_grpo_train::environment::{
 ///     Append, Environment, EnvironmentFactory, EpisodeStart, Step, Turn,
 /// };
@@ -53,7 +54,8 @@ pub use tools::{
 /// }
 ///
 /// let retry = |start: &EpisodeStart<'_>| -> anyhow::Result<Retry> {
-///     Ok(Retry(start.prompt.columns["answer"].to_string()))
+///     let answer = start.prompt.columns["answer"].as_str();
+///     Ok(Retry(answer.context("answer: must be a text")?.to_owned()))
 /// };
 /// let _: &dyn EnvironmentFactory = &retry;
 /// ```
