@@ -7,7 +7,7 @@
 //!
 //! | module | contents |
 //! | --- | --- |
-//! | [`model`] | the decoder and its parts, and [`LanguageModel`] for custom models |
+//! | [`model`] | the decoder and its parts, [`LanguageModel`] and [`ModelConfig`] for custom models |
 //! | [`decoding`] | sampling with a paged cache of keys and values |
 //! | [`packing`] | batches without padding, with shared prefixes |
 //! | [`weights`] | parameters, Hugging Face folders, GGUF files |
@@ -67,10 +67,10 @@ pub mod packing;
 pub mod weights;
 
 pub use adapters::{Lora, LoraConfig};
-pub use decoding::{PagedCache, SequenceId};
+pub use decoding::{Decoding, PagedCache, SequenceId, SequenceStates};
 pub use model::{
-    Backward, Decoder, DecoderConfig, LanguageModel, LayerType, ModelType, RopeScaling,
-    SequenceClassifier, SequenceClassifierConfig, ValueHead,
+    Backward, Decoder, DecoderConfig, LanguageModel, LayerType, ModelConfig, ModelType,
+    RopeScaling, SequenceClassifier, SequenceClassifierConfig, ValueHead,
 };
 pub use optim::{AdamW, AdamWConfig, Gradients};
 pub use packing::PackedTokens;

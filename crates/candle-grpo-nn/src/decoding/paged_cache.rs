@@ -64,9 +64,9 @@ enum Layer {
     States(DeltaStates),
 }
 
-/// A sequence in a [`PagedCache`]. An id is never reused.
+/// A sequence in a [`PagedCache`] or another [`Decoding`](crate::Decoding). An id is never reused.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub struct SequenceId(usize);
+pub struct SequenceId(pub(crate) usize);
 
 #[derive(Debug, Clone, Default)]
 struct Sequence {
@@ -129,11 +129,16 @@ impl PagedCache {
     ///
     /// Steps that copy from the host, as those of models with experts or states do, run without a
     /// recording. Other devices have none.
-    pub fn with_recorded_steps(self) -> Self {
-        Self {
-            #[cfg(feature = "cuda")]
-            recorded: Some(RecordedSteps::default()),
-            ..self
+    pub fn with_recorded_steps(mut self) -> Self {
+        self.record_steps();
+        self
+    }
+
+    /// [`Self::with_recorded_steps`], in place.
+    pub(crate) fn record_steps(&mut self) {
+        #[cfg(feature = "cuda")]
+        {
+            self.recorded = Some(RecordedSteps::default());
         }
     }
 

@@ -4,6 +4,7 @@ use candle_core::{Result, Tensor, bail};
 use candle_grpo_kernels::{embedding, soft_cap};
 use candle_nn::VarBuilder;
 
+use crate::decoding::PagedDecoding;
 use crate::model::architecture::ChannelPlan;
 use crate::model::block::{Block, BlockRecord, scaled};
 use crate::model::frozen_linear::linear;
@@ -15,7 +16,10 @@ use crate::model::pass::Pass;
 use crate::model::rope::{Rope, RopeAngles};
 use crate::model::routes::{BalanceGradient, ExpertBalance, RouterChoice, Routes, balance};
 use crate::optim::grad_sink::GradSink;
-use crate::{Backward, DecoderConfig, Gradients, LanguageModel, PackedTokens, Parameters};
+use crate::{
+    Backward, DecoderConfig, Decoding, Gradients, LanguageModel, PackedTokens, PagedCache,
+    Parameters,
+};
 
 /// A decoder-only transformer of one of the families of [`ModelType`](crate::ModelType), with the
 /// options of [`DecoderConfig`].
@@ -309,6 +313,16 @@ impl LanguageModel for Decoder {
             last: x,
         };
         Ok((hidden, Box::new(recorded)))
+    }
+
+    /// Continues sequences with a [`PagedCache`], as [`Decoder::next_logits`] does.
+    fn decoding(&self) -> Result<Box<dyn Decoding + '_>> {
+        let weight = self.output_weight();
+        let cache = PagedCache::new(&self.config, weight.dtype(), weight.device())?;
+        Ok(Box::new(PagedDecoding {
+            decoder: self,
+            cache,
+        }))
     }
 }
 

@@ -2,15 +2,16 @@
 
 use candle_core::{Result, Tensor, bail};
 
+use crate::decoding::full_pass;
 use crate::model::routes::ExpertBalance;
-use crate::{Gradients, PackedTokens, Parameters};
+use crate::{Decoding, Gradients, PackedTokens, Parameters, SequenceStates};
 
 /// A causal language model: its hidden states, and the weight of its output layer.
 ///
 /// Any model of Candle operations can implement this trait: build it from variables, for example of
 /// a [`VarMap`](candle_nn::VarMap) that [`Parameters::from_variables`] takes, and keep the provided
 /// [`Self::record`]. [`Decoder`](crate::Decoder) records less memory and computes its own backward
-/// pass.
+/// pass. With a [`ModelConfig`](crate::ModelConfig) a trainer can build the model itself.
 pub trait LanguageModel {
     /// Computes the hidden states `[N, H]`, from which the output layer computes the logits of the
     /// next token.
@@ -34,6 +35,23 @@ pub trait LanguageModel {
     fn record<'a>(&'a self, tokens: &PackedTokens) -> Result<(Tensor, Box<dyn Backward + 'a>)> {
         let hidden = self.hidden_states(tokens)?;
         Ok((hidden.detach(), Box::new(GraphBackward { hidden })))
+    }
+
+    /// Begins to continue sequences, for sampling.
+    ///
+    /// The provided implementation has no cache: a step is a pass over all tokens of all
+    /// sequences. A model with a cache returns [`SequenceStates`], whose step computes the new
+    /// tokens only.
+    ///
+    /// # Errors
+    ///
+    /// If the memory is too small.
+    fn decoding(&self) -> Result<Box<dyn Decoding + '_>>
+    where
+        Self: Sized + Sync,
+    {
+        let step = move |new: &mut [(Vec<u32>, &[u32])]| full_pass(self, new);
+        Ok(Box::new(SequenceStates::new(step)))
     }
 }
 

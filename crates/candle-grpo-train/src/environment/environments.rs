@@ -6,6 +6,7 @@ use std::thread;
 
 use anyhow::{Result, anyhow, ensure};
 use candle_grpo_core::validate::{at_least_one, check};
+use candle_grpo_nn::ModelConfig;
 use serde::{Deserialize, Serialize};
 use tokenizers::Tokenizer;
 
@@ -134,9 +135,9 @@ impl Environments {
     ///
     /// The next turns of all trajectories that have not ended are one batch of the generator. A
     /// turn depends on its seed and the tokens before it only.
-    pub(crate) fn play(
+    pub(crate) fn play<C: ModelConfig>(
         &self,
-        sampler: &Sampler,
+        sampler: &Sampler<C>,
         prompts: &[&Prompt],
         requests: &[PromptRequest<'_>],
         progress: &dyn Progress,

@@ -15,13 +15,14 @@ use candle_grpo_loss::{
 };
 use candle_grpo_nn::{
     AdamW, AdamWConfig, BaseWeights, ComputeCopies, Decoder, DecoderConfig, Gradients,
-    LanguageModel, Lora, Parameters,
+    LanguageModel, Lora, ModelConfig, Parameters,
 };
+use candle_nn::VarBuilder;
 use serde::{Deserialize, Serialize};
 
 use super::Reference;
 use super::not_finite::{NotFinite, blame, blame_teacher, clip_factor};
-use super::reference::decoder_in;
+use super::reference::detached_weights;
 use super::response_forward::{
     RecordedResponses, output_layer, output_weight, predicting_states, read_tokens,
     response_log_probs,
@@ -112,14 +113,48 @@ pub struct Actor<M = Decoder> {
 }
 
 impl Actor {
+    /// Returns a sampler that shares the parameters of this policy. On a GPU it records steps
+    /// ([`LocalGenerator::with_recorded_steps`]): no other thread may use the GPU while it samples.
+    pub fn sampler(&self, config: SamplingConfig) -> Result<Sampler> {
+        let generator = LocalGenerator::from_decoder(self.policy.clone()).with_recorded_steps(true);
+        Sampler::from_generator(Arc::new(generator), self.model().vocab_size, config)
+    }
+
+    /// Creates a reference: a copy of this policy or, with adapters, the policy without them, which
+    /// shares the parameters.
+    pub fn reference(&self) -> Result<Reference> {
+        self.reference_of(self.model())
+    }
+
+    /// Returns the configuration of the policy's decoder.
+    pub fn model(&self) -> &DecoderConfig {
+        self.policy.config()
+    }
+}
+
+impl<M: LanguageModel> Actor<M> {
     /// Creates an actor whose policy starts from `parameters`, of shape `model`.
     ///
     /// # Errors
     ///
-    /// Returns an error if `config` is not valid.
-    pub fn new(model: DecoderConfig, parameters: Parameters, config: ActorConfig) -> Result<Self> {
-        let (decoder, copies) = decoder_in(&model, &parameters, None, config.compute_dtype)?;
-        Self::from_decoder(parameters, None, decoder, copies, config)
+    /// Returns an error if `config` is not valid, or not for a custom model.
+    pub fn new<C: ModelConfig<Model = M>>(
+        model: C,
+        parameters: Parameters,
+        config: ActorConfig,
+    ) -> Result<Self> {
+        let (vb, copies) = match model.decoder() {
+            Some(decoder) => {
+                ensure_balanced(decoder, &config)?;
+                detached_weights(&parameters, None, config.compute_dtype)?
+            }
+            None => {
+                ensure_f32(&config)?;
+                (parameters.var_builder(), ComputeCopies::default())
+            }
+        };
+        let policy = build(&model, vb, &config)?;
+        Self::from_policy(policy, parameters, None, copies, config)
     }
 
     /// Creates an actor that trains `adapters` and freezes `parameters`, in the dtype that the
@@ -131,61 +166,36 @@ impl Actor {
     /// # Errors
     ///
     /// Returns an error if `config` is not valid or the adapters belong to another model.
-    pub fn with_adapters(
-        model: DecoderConfig,
+    pub fn with_adapters<C: ModelConfig<Model = M>>(
+        model: C,
         parameters: Parameters,
         adapters: Lora,
         config: ActorConfig,
     ) -> Result<Self> {
-        adapters.config().validate(&model).context("adapters")?;
+        let decoder = model
+            .decoder()
+            .context("adapters: given, must be absent for a custom model")?;
+        adapters.config().validate(decoder).context("adapters")?;
+        ensure_balanced(decoder, &config)?;
         let dtype = config.compute_dtype;
-        let parameters = parameters.frozen_as(&model, BaseWeights::Stored, dtype.into())?;
-        let (decoder, copies) = decoder_in(&model, &parameters, Some(&adapters), dtype)?;
-        Self::from_decoder(parameters, Some(adapters), decoder, copies, config)
+        let parameters = parameters.frozen_as(decoder, BaseWeights::Stored, dtype.into())?;
+        let (vb, copies) = detached_weights(&parameters, Some(&adapters), dtype)?;
+        let policy = build(&model, vb, &config)?;
+        Self::from_policy(policy, parameters, Some(adapters), copies, config)
     }
 
-    fn from_decoder(
-        parameters: Parameters,
-        adapters: Option<Lora>,
-        decoder: Decoder,
-        copies: ComputeCopies,
-        config: ActorConfig,
-    ) -> Result<Self> {
-        ensure!(
-            config.router_aux_loss_coef == 0. || decoder.config().has_experts(),
-            "router_aux_loss_coef: {}, must be 0 for a model without experts",
-            config.router_aux_loss_coef
-        );
-        let policy = decoder.with_activation_checkpointing(config.activation_checkpointing);
-        Self::from_policy(policy, parameters, adapters, copies, config)
-    }
-
-    /// Returns a sampler that shares the parameters of this policy. On a GPU it records steps
-    /// ([`LocalGenerator::with_recorded_steps`]): no other thread may use the GPU while it samples.
-    pub fn sampler(&self, config: SamplingConfig) -> Result<Sampler> {
-        let generator = LocalGenerator::from_decoder(self.policy.clone()).with_recorded_steps(true);
-        Sampler::from_generator(Arc::new(generator), self.model().vocab_size, config)
-    }
-
-    /// Creates a reference: a copy of this policy or, with adapters, the policy without them, which
-    /// shares the parameters.
-    pub fn reference(&self) -> Result<Reference> {
+    /// [`Self::reference`] of a policy of shape `model`.
+    pub(super) fn reference_of<C: ModelConfig<Model = M>>(
+        &self,
+        model: &C,
+    ) -> Result<Reference<M>> {
+        let dtype = self.config.compute_dtype;
         match &self.adapters {
-            None => Reference::new(self.model(), &self.parameters, self.config.compute_dtype),
-            Some(_) => {
-                let dtype = self.config.compute_dtype;
-                Reference::without_adapters(self.model(), &self.parameters, dtype)
-            }
+            None => Reference::new(model, &self.parameters, dtype),
+            Some(_) => Reference::without_adapters(model, &self.parameters, dtype),
         }
     }
 
-    /// Returns the configuration of the policy's decoder.
-    pub fn model(&self) -> &DecoderConfig {
-        self.policy.config()
-    }
-}
-
-impl<M: LanguageModel> Actor<M> {
     /// Creates an actor for a custom model that uses `variables`, so that updates change the model.
     ///
     /// [`ActorConfig::activation_checkpointing`] and [`ActorConfig::compute_dtype`] do not apply.
@@ -198,11 +208,7 @@ impl<M: LanguageModel> Actor<M> {
             !config.activation_checkpointing,
             "activation_checkpointing: true, must be false for a custom model"
         );
-        ensure!(
-            config.compute_dtype == ComputeDType::F32,
-            "compute_dtype: {:?}, must be F32 for a custom model",
-            config.compute_dtype
-        );
+        ensure_f32(&config)?;
         Self::from_policy(model, variables, None, ComputeCopies::default(), config)
     }
 
@@ -511,6 +517,33 @@ impl<M: LanguageModel> Actor<M> {
     pub fn config(&self) -> &ActorConfig {
         &self.config
     }
+}
+
+/// Builds the policy that trains.
+fn build<C: ModelConfig>(model: &C, vb: VarBuilder, config: &ActorConfig) -> Result<C::Model> {
+    Ok(match config.activation_checkpointing {
+        true => model.build_checkpointed(vb)?,
+        false => model.build(vb)?,
+    })
+}
+
+fn ensure_f32(config: &ActorConfig) -> Result<()> {
+    ensure!(
+        config.compute_dtype == ComputeDType::F32,
+        "compute_dtype: {:?}, must be F32 for a custom model",
+        config.compute_dtype
+    );
+    Ok(())
+}
+
+/// Checks that a model whose experts are balanced has some.
+fn ensure_balanced(model: &DecoderConfig, config: &ActorConfig) -> Result<()> {
+    ensure!(
+        config.router_aux_loss_coef == 0. || model.has_experts(),
+        "router_aux_loss_coef: {}, must be 0 for a model without experts",
+        config.router_aux_loss_coef
+    );
+    Ok(())
 }
 
 /// Computes [`sum_of_squared_probs`] of `states` `[N, H]` under the output weight `[V, H]` and the

@@ -8,7 +8,7 @@ use std::time::Instant;
 use anyhow::{Context, Result, anyhow, bail};
 use candle_core::Device;
 use candle_grpo_core::TaskScores;
-use candle_grpo_nn::Parameters;
+use candle_grpo_nn::{ModelConfig, Parameters};
 
 use super::collector::{Collection, Collector};
 use super::snapshot::Snapshot;
@@ -23,9 +23,9 @@ use crate::rollout::PolicyWeights;
 /// completion thus depends on the step, and not on the speed of the threads.
 ///
 /// Dropping it cancels the draw and waits for the thread.
-pub(super) struct Ahead {
-    collector: Collector,
-    requests: Option<Sender<Request>>,
+pub(super) struct Ahead<C: ModelConfig> {
+    collector: Collector<C>,
+    requests: Option<Sender<Request<C>>>,
     collections: Receiver<Result<Collection>>,
     thread: Option<JoinHandle<()>>,
     /// The last requested step.
@@ -36,17 +36,17 @@ pub(super) struct Ahead {
     base: Option<Parameters>,
 }
 
-struct Request {
+struct Request<C> {
     step: usize,
     /// The weights for this step and those after it, if they are new.
-    weights: Option<Snapshot>,
+    weights: Option<Snapshot<C>>,
     /// The scores of prompts for a curriculum, when the step is requested.
     scores: Option<TaskScores>,
 }
 
-impl Ahead {
+impl<C: ModelConfig> Ahead<C> {
     /// Starts the thread after `steps` steps and `visited` positions in the order of prompts.
-    pub(super) fn start(collector: Collector, steps: usize, visited: usize) -> Result<Self> {
+    pub(super) fn start(collector: Collector<C>, steps: usize, visited: usize) -> Result<Self> {
         let (requests, requested) = channel();
         let (collected, collections) = channel();
         let own = collector.clone().without_exchange();
@@ -72,7 +72,7 @@ impl Ahead {
         &mut self,
         step: usize,
         last_step: usize,
-        weights: &PolicyWeights<'_>,
+        weights: &PolicyWeights<'_, C>,
         scores: Option<&TaskScores>,
     ) -> Result<Collection> {
         let start = Instant::now();
@@ -92,7 +92,7 @@ impl Ahead {
         &mut self,
         step: usize,
         last_step: usize,
-        weights: &PolicyWeights<'_>,
+        weights: &PolicyWeights<'_, C>,
         scores: Option<&TaskScores>,
     ) -> Result<()> {
         let config = &self.collector.config.rollout;
@@ -120,7 +120,7 @@ impl Ahead {
         Ok(())
     }
 
-    fn snapshot(&mut self, weights: &PolicyWeights<'_>) -> Result<Snapshot> {
+    fn snapshot(&mut self, weights: &PolicyWeights<'_, C>) -> Result<Snapshot<C>> {
         let base = match (&self.base, weights.adapters) {
             (Some(base), Some(_)) => Some(base.clone()),
             (None, Some(_)) => {
@@ -141,7 +141,7 @@ impl Ahead {
         &self,
         collection: &mut Collection,
         step: usize,
-        weights: &PolicyWeights<'_>,
+        weights: &PolicyWeights<'_, C>,
     ) -> Result<usize> {
         let (version, most) = (weights.version, self.collector.config.rollout.max_staleness);
         let stale = stale_groups(collection, version, most as u64);
@@ -169,7 +169,7 @@ impl Ahead {
     }
 }
 
-impl Drop for Ahead {
+impl<C: ModelConfig> Drop for Ahead<C> {
     fn drop(&mut self) {
         self.requests = None;
         self.collector.progress.set_stopped(true);
@@ -182,10 +182,10 @@ impl Drop for Ahead {
 }
 
 /// The thread: collects all requested steps, until one fails.
-fn collect_all(
-    collector: &Collector,
+fn collect_all<C: ModelConfig>(
+    collector: &Collector<C>,
     mut visited: usize,
-    requests: &Receiver<Request>,
+    requests: &Receiver<Request<C>>,
     collected: &Sender<Result<Collection>>,
 ) {
     let mut idle = Instant::now();
@@ -204,7 +204,11 @@ fn collect_all(
     }
 }
 
-fn collect(collector: &Collector, visited: usize, request: Request) -> Result<Collection> {
+fn collect<C: ModelConfig>(
+    collector: &Collector<C>,
+    visited: usize,
+    request: Request<C>,
+) -> Result<Collection> {
     let weights = request.weights.as_ref().map(Snapshot::weights);
     let scores = request.scores.as_ref();
     collector.collect(request.step, visited, weights.as_ref(), scores)

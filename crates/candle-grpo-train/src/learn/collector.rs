@@ -6,6 +6,7 @@ use std::time::Instant;
 
 use anyhow::{Context, Result};
 use candle_grpo_core::{DynamicSampling, SamplingDecision, TaskScores};
+use candle_grpo_nn::ModelConfig;
 use tokenizers::Tokenizer;
 
 use super::PhaseSeconds;
@@ -26,14 +27,14 @@ use crate::{Generator, Progress, Prompt, RewardFunction, Sampler, SamplingConfig
 
 /// Collects the completions of steps, on any thread. A clone shares generator, prompts and reward.
 #[derive(Clone)]
-pub(super) struct Collector {
+pub(super) struct Collector<C: ModelConfig> {
     pub(super) config: Arc<TrainConfig>,
     pub(super) tokenizer: Arc<Tokenizer>,
     pub(super) prompts: Arc<[Prompt]>,
     pub(super) reward: Arc<dyn RewardFunction>,
     pub(super) progress: Arc<CollectorProgress>,
     pub(super) generator: Arc<GeneratorAccess>,
-    sampler: Sampler,
+    sampler: Sampler<C>,
     order: MixedOrder,
     /// The choice of prompts by their scores, in place of the order.
     curriculum: Option<Curriculum>,
@@ -60,9 +61,9 @@ pub(super) struct Collection {
     pub(super) seconds: PhaseSeconds,
 }
 
-impl Collector {
+impl<C: ModelConfig> Collector<C> {
     pub(super) fn new(
-        sampler: Sampler,
+        sampler: Sampler<C>,
         tokenizer: Tokenizer,
         prompts: Vec<Prompt>,
         mut reward: impl RewardFunction + 'static,
@@ -90,7 +91,7 @@ impl Collector {
     }
 
     /// Replaces the generator.
-    pub(super) fn with_generator(self, generator: Arc<dyn Generator>) -> Self {
+    pub(super) fn with_generator(self, generator: Arc<dyn Generator<C>>) -> Self {
         Self {
             sampler: self.sampler.with_generator(generator),
             generator: Arc::default(),
@@ -170,14 +171,14 @@ impl Collector {
     }
 
     /// Passes `weights` to the generator unless it has them or newer ones.
-    fn update(&self, weights: &PolicyWeights<'_>) -> Result<()> {
+    fn update(&self, weights: &PolicyWeights<'_, C>) -> Result<()> {
         let mut turn = self.generator.wait(&*self.progress)?;
         self.pass(weights, &mut turn, &*self.progress)
     }
 
     fn pass(
         &self,
-        weights: &PolicyWeights<'_>,
+        weights: &PolicyWeights<'_, C>,
         turn: &mut Turn<'_>,
         progress: &dyn Progress,
     ) -> Result<()> {
@@ -188,7 +189,7 @@ impl Collector {
     }
 
     /// Passes `weights` to the generator, even if it has them.
-    pub(super) fn resend(&self, weights: &PolicyWeights<'_>) -> Result<()> {
+    pub(super) fn resend(&self, weights: &PolicyWeights<'_, C>) -> Result<()> {
         let mut turn = self.generator.wait(&*self.progress)?;
         turn.reset();
         self.pass(weights, &mut turn, &*self.progress)
@@ -200,7 +201,7 @@ impl Collector {
     }
 
     /// Returns `sampler` with the tokenizer and the ranks, and reporting its progress.
-    pub(super) fn attach(&self, sampler: Sampler) -> Sampler {
+    pub(super) fn attach(&self, sampler: Sampler<C>) -> Sampler<C> {
         let sampler = sampler
             .with_tokenizer(&self.tokenizer)
             .with_ranks(self.ranks().clone())
@@ -215,9 +216,9 @@ impl Collector {
     /// which reports its progress.
     pub(super) fn reserve(
         &self,
-        weights: &PolicyWeights<'_>,
+        weights: &PolicyWeights<'_, C>,
         sampling: SamplingConfig,
-    ) -> Result<Sampler> {
+    ) -> Result<Sampler<C>> {
         let mut turn = self.generator.reserve();
         let progress = self.progress.receiver();
         self.pass(weights, &mut turn, &*progress)?;
@@ -232,7 +233,7 @@ impl Collector {
         &self,
         step: usize,
         visited: usize,
-        weights: Option<&PolicyWeights<'_>>,
+        weights: Option<&PolicyWeights<'_, C>>,
         scores: Option<&TaskScores>,
     ) -> Result<Collection> {
         let needed = self.config.prompts_per_step;
@@ -344,7 +345,7 @@ impl Collector {
 
     fn draw_and_score(
         &self,
-        sampler: &Sampler,
+        sampler: &Sampler<C>,
         rows: Vec<usize>,
         num_generations: usize,
         stream: u64,
@@ -364,7 +365,7 @@ impl Collector {
     /// Draws and scores the completions of the prompts at `rows[share]`.
     fn draw_share(
         &self,
-        sampler: &Sampler,
+        sampler: &Sampler<C>,
         rows: &[usize],
         share: Range<usize>,
         num_generations: usize,

@@ -2,6 +2,7 @@
 
 use anyhow::Result;
 use candle_grpo_loss::surrogate::Likelihood;
+use candle_grpo_nn::LanguageModel;
 
 use super::micro_batches::examples_by_tokens;
 use super::models::ensure_not_canceled;
@@ -48,9 +49,9 @@ impl<'a> ExamplePasses<'a> {
     /// ranks, so it must be the last one of the optimizer step.
     ///
     /// `passes` are those of [`Self::divide`] for this rank. Returns their sums.
-    pub(crate) fn backward(
+    pub(crate) fn backward<M: LanguageModel>(
         &self,
-        actor: &mut Actor,
+        actor: &mut Actor<M>,
         rows: &[&Example],
         passes: &[Vec<&Example>],
         likelihood: Likelihood,

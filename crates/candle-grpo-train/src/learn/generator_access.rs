@@ -72,10 +72,10 @@ impl GeneratorAccess {
 
 impl Turn<'_> {
     /// Passes `weights` to `generator` unless it has them or newer ones.
-    pub(super) fn update(
+    pub(super) fn update<C>(
         &mut self,
-        generator: &dyn Generator,
-        weights: &PolicyWeights<'_>,
+        generator: &dyn Generator<C>,
+        weights: &PolicyWeights<'_, C>,
         progress: &dyn Progress,
     ) -> Result<()> {
         if self.0.is_none_or(|version| version < weights.version) {

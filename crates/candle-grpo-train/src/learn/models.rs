@@ -5,20 +5,23 @@ use std::sync::Arc;
 
 use anyhow::{Context, Result, bail, ensure};
 use candle_grpo_loss::Recipe;
-use candle_grpo_nn::{BaseWeights, DecoderConfig, Lora, LoraConfig, Parameters};
+use candle_grpo_nn::{BaseWeights, DecoderConfig, Lora, LoraConfig, ModelConfig, Parameters};
 
 use super::recipe_inputs::RecipeInputs;
 use super::teacher::Distillation;
 use super::{Ranks, Reference, ReferenceRefresh, Teacher};
-use crate::rollout::PolicyWeights;
+use crate::rollout::{LocalGenerator, PolicyWeights};
 use crate::run::RunInputs;
 use crate::run::checksums::sha256_of_parameters;
-use crate::{Actor, ActorConfig, Critic, Interrupted, Progress, TrainConfig};
+use crate::{
+    Actor, ActorConfig, Critic, Interrupted, Progress, Sampler, SamplingConfig, TrainConfig,
+};
 
 /// The policy that trains, and the models that its update is computed from.
-pub(crate) struct Models {
-    pub(crate) actor: Actor,
-    pub(crate) reference: Option<Reference>,
+pub(crate) struct Models<C: ModelConfig = DecoderConfig> {
+    pub(crate) model: C,
+    pub(crate) actor: Actor<C::Model>,
+    pub(crate) reference: Option<Reference<C::Model>>,
     /// Schedule that moves the reference toward the policy; absent if the reference is frozen.
     pub(crate) reference_refresh: Option<ReferenceRefresh>,
     pub(crate) teacher: Option<Arc<dyn Teacher>>,
@@ -27,38 +30,41 @@ pub(crate) struct Models {
     pub(crate) base_sha256: OnceCell<String>,
 }
 
-impl Models {
+impl<C: ModelConfig> Models<C> {
     pub(super) fn new(
-        model: DecoderConfig,
+        model: C,
         parameters: Parameters,
         config: &TrainConfig,
         inputs: RecipeInputs,
     ) -> Result<Self> {
+        if model.decoder().is_none() {
+            config.validate_custom_model()?;
+        }
         ensure!(
-            !config.router_replay || model.has_experts(),
+            !config.router_replay || model.decoder().is_some_and(DecoderConfig::has_experts),
             "router_replay: true, must be false for a model without experts"
         );
         let adapters = config.adapters.clone();
         let adapters = adapters.map(|adapters| (adapters, config.base_weights));
         let seed = config.sampling.seed;
-        let actor = new_actor(model, parameters, adapters, seed, config.actor())?;
-        let reference = inputs.reference.then(|| actor.reference()).transpose()?;
-        let critic = config
-            .critic
-            .clone()
-            .map(|critic| Critic::new(actor.model(), actor.parameters(), critic))
-            .transpose()?;
+        let actor = new_actor(&model, parameters, adapters, seed, config.actor())?;
+        let reference = inputs.reference.then(|| actor.reference_of(&model));
+        let reference = reference.transpose()?;
+        let critic = model.decoder().zip(config.critic.clone());
+        let critic = critic.map(|(model, critic)| Critic::new(model, actor.parameters(), critic));
+        let critic = critic.transpose()?;
         Ok(Self {
             reference,
             reference_refresh: config.reference_refresh,
             critic,
-            ..Self::of_actor(actor)
+            ..Self::of_actor(model, actor)
         })
     }
 
-    /// A policy without other models.
-    pub(crate) fn of_actor(actor: Actor) -> Self {
+    /// A policy of shape `model` without other models.
+    pub(crate) fn of_actor(model: C, actor: Actor<C::Model>) -> Self {
         Self {
+            model,
             actor,
             reference: None,
             reference_refresh: None,
@@ -107,13 +113,25 @@ impl Models {
     }
 
     /// The weights of the policy, for a generator.
-    pub(crate) fn weights(&self, version: u64) -> PolicyWeights<'_> {
+    pub(crate) fn weights(&self, version: u64) -> PolicyWeights<'_, C> {
         PolicyWeights {
             version,
-            model: self.actor.model(),
+            model: &self.model,
             parameters: self.actor.parameters(),
             adapters: self.actor.adapters(),
         }
+    }
+
+    /// Returns a sampler that shares the parameters of the policy.
+    pub(super) fn sampler(&self, config: SamplingConfig) -> Result<Sampler<C>> {
+        let model = self.model.clone();
+        let generator = match model.decoder() {
+            // A clone shares the copies of the parameters in the dtype of the computation.
+            Some(_) => LocalGenerator::from_model(model, self.actor.policy().clone()),
+            None => LocalGenerator::new(&model, self.actor.parameters())?,
+        };
+        let generator = Arc::new(generator.with_recorded_steps(true));
+        Sampler::from_generator(generator, self.model.vocab_size(), config)
     }
 
     /// Lets the reference follow the policy after step `step`, if it is due.
@@ -137,19 +155,19 @@ impl Models {
 
 /// Creates a policy that starts from `parameters`. With adapters these train; the linear maps under
 /// them are in the given form, and other weights in the dtype of the computation.
-pub(crate) fn new_actor(
-    model: DecoderConfig,
+pub(crate) fn new_actor<C: ModelConfig>(
+    model: &C,
     parameters: Parameters,
     adapters: Option<(LoraConfig, BaseWeights)>,
     seed: u64,
     config: ActorConfig,
-) -> Result<Actor> {
-    let Some((adapters, base)) = adapters else {
-        return Actor::new(model, parameters, config);
+) -> Result<Actor<C::Model>> {
+    let (Some(decoder), Some((adapters, base))) = (model.decoder(), adapters) else {
+        return Actor::new(model.clone(), parameters, config);
     };
-    let adapters = Lora::init(adapters, &model, seed, parameters.device()).context("adapters")?;
-    let parameters = parameters.frozen_as(&model, base, config.compute_dtype.into())?;
-    Actor::with_adapters(model, parameters, adapters, config)
+    let adapters = Lora::init(adapters, decoder, seed, parameters.device()).context("adapters")?;
+    let parameters = parameters.frozen_as(decoder, base, config.compute_dtype.into())?;
+    Actor::with_adapters(model.clone(), parameters, adapters, config)
 }
 
 /// Returns [`Interrupted`] as an error if `progress` cancels.

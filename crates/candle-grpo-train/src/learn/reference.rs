@@ -5,7 +5,8 @@ use std::collections::HashMap;
 use anyhow::{Result, bail, ensure};
 use candle_core::Tensor;
 use candle_grpo_core::validate;
-use candle_grpo_nn::{ComputeCopies, Decoder, DecoderConfig, LanguageModel, Lora, Parameters};
+use candle_grpo_nn::{ComputeCopies, Decoder, LanguageModel, Lora, ModelConfig, Parameters};
+use candle_nn::VarBuilder;
 use serde::{Deserialize, Serialize};
 
 use super::TeacherDistributions;
@@ -13,8 +14,8 @@ use super::response_forward::{predicting_states, response_log_probs};
 use crate::{ComputeDType, TokenBatch};
 
 /// A policy that changes only in [`Self::refresh`] and when it is replaced.
-pub struct Reference {
-    decoder: Decoder,
+pub struct Reference<M = Decoder> {
+    model: M,
     /// A copy of the parameters; absent if the reference shares the base of the adapters.
     parameters: Option<Parameters>,
     /// Low-precision copies of the parameters, unless it computes in f32.
@@ -51,21 +52,26 @@ fn ensure_share(alpha: f64) -> Result<()> {
     Ok(validate::share("alpha", alpha)?)
 }
 
-impl Reference {
+impl<M: LanguageModel> Reference<M> {
     /// Creates a reference from a copy of `parameters` that computes in `dtype`.
-    pub fn new(
-        model: &DecoderConfig,
+    pub fn new<C: ModelConfig<Model = M>>(
+        model: &C,
         parameters: &Parameters,
         dtype: ComputeDType,
     ) -> Result<Self> {
-        let tensors = parameters
-            .iter()
-            .map(|(name, variable)| (name.to_owned(), variable.as_detached_tensor()))
-            .collect();
-        let parameters = Parameters::from_tensors(model, tensors, parameters.device())?;
-        let (decoder, copies) = decoder_in(model, &parameters, None, dtype)?;
+        let parameters = match model.decoder() {
+            Some(decoder) => {
+                let tensors = parameters.iter();
+                let tensors = tensors
+                    .map(|(name, variable)| (name.to_owned(), variable.as_detached_tensor()))
+                    .collect();
+                Parameters::from_tensors(decoder, tensors, parameters.device())?
+            }
+            None => parameters.copy_to(parameters.device())?,
+        };
+        let (model, copies) = model_in(model, &parameters, None, dtype)?;
         Ok(Self {
-            decoder,
+            model,
             parameters: Some(parameters),
             copies,
         })
@@ -74,14 +80,14 @@ impl Reference {
     /// Creates a reference that is the policy without its adapters.
     ///
     /// `parameters` must not change. They are not copied if they have this dtype.
-    pub fn without_adapters(
-        model: &DecoderConfig,
+    pub fn without_adapters<C: ModelConfig<Model = M>>(
+        model: &C,
         parameters: &Parameters,
         dtype: ComputeDType,
     ) -> Result<Self> {
-        let (decoder, copies) = decoder_in(model, parameters, None, dtype)?;
+        let (model, copies) = model_in(model, parameters, None, dtype)?;
         Ok(Self {
-            decoder,
+            model,
             parameters: None,
             copies,
         })
@@ -89,7 +95,7 @@ impl Reference {
 
     /// Returns the log-probs of the responses of `batch` at `temperature`, f32 `[B, T]`, detached.
     pub fn log_probs(&self, batch: &TokenBatch, temperature: f64) -> Result<Tensor> {
-        Ok(response_log_probs(&self.decoder, &batch.without_experts(), temperature)?.log_probs)
+        Ok(response_log_probs(&self.model, &batch.without_experts(), temperature)?.log_probs)
     }
 
     /// Returns the distributions at the responses of `batch`: hidden states `[B, T, H]` in the
@@ -101,9 +107,9 @@ impl Reference {
     /// If the shapes of `batch` do not match, or its masks contradict each other.
     pub fn distributions(&self, batch: &TokenBatch) -> Result<TeacherDistributions> {
         Ok(TeacherDistributions::Hidden {
-            hidden: predicting_states(&self.decoder, &batch.without_experts())?,
-            weight: self.decoder.output_weight().detach(),
-            logit_cap: self.decoder.logit_cap(),
+            hidden: predicting_states(&self.model, &batch.without_experts())?,
+            weight: self.model.output_weight().detach(),
+            logit_cap: self.model.logit_cap(),
         })
     }
 
@@ -154,14 +160,25 @@ impl Reference {
     }
 }
 
-/// Returns a detached decoder of `parameters` with `adapters`, and its low-precision copies.
-pub(crate) fn decoder_in(
-    model: &DecoderConfig,
+/// Returns a detached model of `parameters` with `adapters`, and its low-precision copies.
+pub(crate) fn model_in<C: ModelConfig>(
+    model: &C,
     parameters: &Parameters,
     adapters: Option<&Lora>,
     dtype: ComputeDType,
-) -> Result<(Decoder, ComputeCopies)> {
-    let (vb, copies) = match (dtype, adapters) {
+) -> Result<(C::Model, ComputeCopies)> {
+    let (vb, copies) = detached_weights(parameters, adapters, dtype)?;
+    Ok((model.build(vb)?, copies))
+}
+
+/// Returns a builder of detached `parameters` with `adapters` in `dtype`, and its low-precision
+/// copies.
+pub(super) fn detached_weights(
+    parameters: &Parameters,
+    adapters: Option<&Lora>,
+    dtype: ComputeDType,
+) -> Result<(VarBuilder<'static>, ComputeCopies)> {
+    Ok(match (dtype, adapters) {
         (ComputeDType::F32, None) => (parameters.detached_var_builder(), ComputeCopies::default()),
         (ComputeDType::F32, Some(adapters)) => (
             adapters.detached_var_builder(parameters)?,
@@ -169,14 +186,14 @@ pub(crate) fn decoder_in(
         ),
         (dtype, None) => parameters.copied_var_builder(dtype.into())?,
         (dtype, Some(adapters)) => adapters.copied_var_builder(parameters, dtype.into())?,
-    };
-    Ok((Decoder::new(model, vb)?, copies))
+    })
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
     use candle_core::Device;
+    use candle_grpo_nn::DecoderConfig;
 
     fn model(hidden_size: usize) -> DecoderConfig {
         DecoderConfig {

@@ -2,23 +2,23 @@
 
 use anyhow::Result;
 use candle_core::Device;
-use candle_grpo_nn::{DecoderConfig, Lora, Parameters};
+use candle_grpo_nn::{Lora, Parameters};
 
 use crate::rollout::PolicyWeights;
 
 /// A copy of the trained weights in main memory, for another thread. Later updates do not change
 /// it.
-pub(super) struct Snapshot {
+pub(super) struct Snapshot<C> {
     version: u64,
-    model: DecoderConfig,
+    model: C,
     parameters: Parameters,
     adapters: Option<Lora>,
 }
 
-impl Snapshot {
+impl<C: Clone> Snapshot<C> {
     /// Copies `weights`. `base` are the frozen parameters of a policy with adapters, in main
     /// memory, which are shared.
-    pub(super) fn new(weights: &PolicyWeights<'_>, base: Option<Parameters>) -> Result<Self> {
+    pub(super) fn new(weights: &PolicyWeights<'_, C>, base: Option<Parameters>) -> Result<Self> {
         let adapters = weights.adapters;
         Ok(Self {
             version: weights.version,
@@ -33,7 +33,7 @@ impl Snapshot {
         })
     }
 
-    pub(super) fn weights(&self) -> PolicyWeights<'_> {
+    pub(super) fn weights(&self) -> PolicyWeights<'_, C> {
         PolicyWeights {
             version: self.version,
             model: &self.model,

@@ -8,6 +8,7 @@ use candle_grpo_core::{
     MetricValue, MetricValues, NonFinite, RewardShaping, RunningMoments, SampleFilter,
 };
 use candle_grpo_loss::{EntropyTokens, OldPolicy, PolicyBatch, RolloutCorrection, RolloutWeights};
+use candle_grpo_nn::ModelConfig;
 
 use super::critic::explained_variance;
 use super::micro_batches::MicroBatches;
@@ -41,8 +42,8 @@ pub(super) struct PreparedStep {
 }
 
 /// The computation of a [`StepBatch`].
-pub(super) struct Preparation<'a> {
-    pub(super) models: &'a Models,
+pub(super) struct Preparation<'a, C: ModelConfig> {
+    pub(super) models: &'a Models<C>,
     pub(super) config: &'a TrainConfig,
     pub(super) inputs: RecipeInputs,
     /// A custom estimator in place of the one in the recipe.
@@ -63,7 +64,7 @@ struct LogProbs {
     corrected: Option<RolloutWeights>,
 }
 
-impl Preparation<'_> {
+impl<C: ModelConfig> Preparation<'_, C> {
     /// Computes the batch.
     pub(super) fn prepare(mut self) -> Result<PreparedStep> {
         let mut advantages = vec![None; self.scored.rollouts.len()];

@@ -3,6 +3,7 @@
 use anyhow::{Result, bail, ensure};
 use candle_core::{DType, Tensor};
 use candle_grpo_loss::{DistillationLoss, OutputLayer, Support};
+use candle_grpo_nn::LanguageModel;
 
 use super::Reference;
 use super::micro_batches::MicroBatches;
@@ -10,6 +11,24 @@ use crate::{Progress, TokenBatch, TrainingBatch};
 
 /// A fixed policy to learn from: a model in this process ([`Reference`]), or one on servers
 /// (`ServerTeacher` in `rollout::engine`).
+///
+/// ```
+/// use anyhow::Result;
+/// use candle_core::{DType, Tensor};
+/// use candle_grpo_train::learn::Teacher;
+/// use candle_grpo_train::{Progress, TokenBatch};
+///
+/// /// All of 11 tokens have the same probability.
+/// struct Uniform;
+///
+/// impl Teacher for Uniform {
+///     fn log_probs(&self, batch: &TokenBatch, _: f64, _: &dyn Progress) -> Result<Tensor> {
+///         let zeros = batch.response_mask.to_dtype(DType::F32)?.zeros_like()?;
+///         Ok((zeros - 11f64.ln())?)
+///     }
+/// }
+/// let _: &dyn Teacher = &Uniform;
+/// ```
 pub trait Teacher: Send + Sync {
     /// Returns whether a call has the sequences of one micro-batch, whose memory is bounded. By
     /// default it has; otherwise a call has all sequences of the rank.
@@ -55,7 +74,7 @@ pub trait Teacher: Send + Sync {
     }
 }
 
-impl Teacher for Reference {
+impl<M: LanguageModel + Send + Sync> Teacher for Reference<M> {
     fn log_probs(&self, batch: &TokenBatch, temperature: f64, _: &dyn Progress) -> Result<Tensor> {
         Self::log_probs(self, batch, temperature)
     }

@@ -312,6 +312,35 @@ impl TrainConfig {
         Ok(())
     }
 
+    /// Checks that nothing is set that only a [`Decoder`](candle_grpo_nn::Decoder) has.
+    ///
+    /// # Errors
+    ///
+    /// Returns an error that names the field.
+    pub(super) fn validate_custom_model(&self) -> Result<()> {
+        for (name, is_set) in [
+            ("adapters", self.adapters.is_some()),
+            ("critic", self.critic.is_some()),
+        ] {
+            let must = "be absent for a custom model, whose maps have no known names";
+            check::check(!is_set, name, "given", must)?;
+        }
+        let must = "be f32 for a custom model";
+        for (name, dtype) in [
+            ("compute_dtype", self.compute_dtype),
+            ("rollout.dtype", self.rollout_dtype()),
+        ] {
+            check::check(dtype == ComputeDType::F32, name, check::Name(&dtype), must)?;
+        }
+        check::check(
+            self.rollout.engine == Engine::Local,
+            "rollout.engine",
+            check::Name(&self.rollout.engine),
+            "be local for a custom model, which the servers do not have",
+        )?;
+        Ok(())
+    }
+
     fn validate_old_log_probs(&self) -> Result<()> {
         let refuse = |value: &str, must: &str| check::check(false, "old_log_probs", value, must);
         if self.recipe.policy_loss.rollout_correction.is_some()

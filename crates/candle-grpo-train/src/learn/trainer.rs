@@ -11,7 +11,7 @@ use candle_grpo_core::{
     AdvantageEstimator, DifficultyPools, MetricValues, RunningState, TaskScores,
 };
 use candle_grpo_loss::{Aggregation, StepTotals, Surrogate, TokenLoss};
-use candle_grpo_nn::{DecoderConfig, Parameters};
+use candle_grpo_nn::{DecoderConfig, ModelConfig, Parameters};
 use tokenizers::Tokenizer;
 
 use super::ahead::Ahead;
@@ -42,19 +42,26 @@ use crate::{
 
 /// Trains a policy with rewards. A step samples completions, scores them, computes advantages and
 /// updates the policy.
-pub struct Trainer {
-    models: Models,
+///
+/// The policy is a [`Decoder`](candle_grpo_nn::Decoder), or a custom model with the configuration
+/// `C`. It trains with the same operators, is sampled by [`LanguageModel::decoding`] and saved by
+/// [`Self::write_custom_checkpoint`]. Adapters, a critic, other dtypes than f32 and the engines of
+/// [`TrainConfig::rollout`] need a decoder.
+///
+/// [`LanguageModel::decoding`]: candle_grpo_nn::LanguageModel::decoding
+pub struct Trainer<C: ModelConfig = DecoderConfig> {
+    models: Models<C>,
     config: Arc<TrainConfig>,
     inputs: RecipeInputs,
     /// A custom estimator in place of the one in the recipe.
     estimator: Option<Box<dyn AdvantageEstimator>>,
-    collector: Collector,
+    collector: Collector<C>,
     /// The examples of [`TrainConfig::demonstrations`].
     demonstrations: Option<Demonstrations>,
     /// True if the policy in this process draws the completions.
     draws_itself: bool,
     /// The thread that draws the completions of later steps, if there is one.
-    ahead: Option<Ahead>,
+    ahead: Option<Ahead<C>>,
     /// The last step for which completions are drawn ahead.
     last_step: usize,
     /// The receiver of progress.
@@ -70,15 +77,15 @@ pub struct Trainer {
     torn: bool,
 }
 
-impl Trainer {
+impl<C: ModelConfig> Trainer<C> {
     /// Creates a trainer that starts from `parameters`, of shape `model`, and draws completions
     /// from the policy in this process.
     ///
     /// # Errors
     ///
-    /// If there are no prompts or `config` is not valid.
+    /// If there are no prompts, or `config` is not valid, or not for a custom model.
     pub fn new(
-        model: DecoderConfig,
+        model: C,
         parameters: Parameters,
         tokenizer: Tokenizer,
         prompts: Vec<Prompt>,
@@ -99,7 +106,7 @@ impl Trainer {
             adaptive_entropy: config.adaptive_entropy,
             task_scores: None,
         };
-        let sampler = models.actor.sampler(config.sampling.clone())?;
+        let sampler = models.sampler(config.sampling.clone())?;
         let config = Arc::new(config);
         let mut collector = Collector::new(
             sampler,
@@ -135,7 +142,7 @@ impl Trainer {
 
     /// Draws completions from `generator` in place of the policy in this process. The generator
     /// receives the weights before the first completion and after each update.
-    pub fn with_generator(mut self, generator: Arc<dyn Generator>) -> Self {
+    pub fn with_generator(mut self, generator: Arc<dyn Generator<C>>) -> Self {
         self.ahead = None;
         self.draws_itself = false;
         self.collector = self.collector.with_generator(generator);
@@ -426,7 +433,7 @@ impl Trainer {
     }
 
     /// Starts the thread that draws ahead.
-    fn start_ahead(&self) -> Result<Ahead> {
+    fn start_ahead(&self) -> Result<Ahead<C>> {
         let most = self.config.rollout.max_staleness;
         let mut collector = self.collector.clone();
         ensure!(
@@ -733,7 +740,7 @@ impl Trainer {
     }
 
     /// The weights of the policy.
-    fn weights(&self) -> PolicyWeights<'_> {
+    fn weights(&self) -> PolicyWeights<'_, C> {
         // Every step that is not skipped changes weights.
         let version = self.state.steps - self.state.skipped_steps;
         self.models.weights(version as u64)
@@ -751,10 +758,10 @@ impl Trainer {
     /// # Errors
     ///
     /// If `sampling` is not valid or the generator fails to take over the current weights.
-    pub fn sampler(&self, sampling: SamplingConfig) -> Result<Sampler> {
+    pub fn sampler(&self, sampling: SamplingConfig) -> Result<Sampler<C>> {
         match self.config.rollout.is_fixed_policy() {
             true => {
-                let sampler = self.models.actor.sampler(sampling)?;
+                let sampler = self.models.sampler(sampling)?;
                 Ok(self.collector.attach(sampler))
             }
             false => self.collector.reserve(&self.weights(), sampling),
@@ -799,25 +806,21 @@ impl Trainer {
         self
     }
 
-    /// Writes a checkpoint into an existing folder: `model` with the current weights of the policy,
-    /// in the form of [`Pretrained::save`] and in `dtype`, and [`Self::save_state`]. Adapters are
-    /// merged into the weights. Another dtype than f32 is for readers: if all weights train, they
-    /// are also written in f32, from which the run resumes.
+    /// Writes a checkpoint of a custom model into an existing folder, such as that of
+    /// [`Checkpoints::write`](crate::run::Checkpoints::write): the current weights as
+    /// `model.safetensors`, the configuration as `config.json`, the tokenizer as `tokenizer.json`,
+    /// and [`Self::save_state`].
     ///
     /// # Errors
     ///
+    /// If the model is a decoder, whose checkpoint is that of `write_checkpoint`, and
     /// [`NotFinite`](crate::NotFinite) before anything is written, if a weight is NaN or infinite.
-    pub fn write_checkpoint(
-        &self,
-        folder: &Path,
-        model: &Pretrained,
-        dtype: ComputeDType,
-    ) -> Result<()> {
-        self.models.write_policy(folder, model, dtype)?;
+    pub fn write_custom_checkpoint(&self, folder: &Path) -> Result<()> {
+        self.models.write_custom(folder, self.tokenizer())?;
         self.save_state(folder)
     }
 
-    /// Takes part in [`Self::write_checkpoint`] or [`Self::save_state`] of rank 0. With
+    /// Takes part in a checkpoint or [`Self::save_state`] of rank 0. With
     /// [`TrainConfig::sharded_optimizer`] all other ranks must call it meanwhile.
     pub fn take_part_in_checkpoint(&self) -> Result<()> {
         self.models.take_part_in_save()
@@ -834,13 +837,14 @@ impl Trainer {
         self.models.save(folder, &self.state, self.prompts())
     }
 
-    /// Resumes from a checkpoint of [`Self::write_checkpoint`]. On the CPU the following steps are
-    /// bit-identical to those of an uninterrupted run. The trainer must have the same model and
-    /// configuration as the one that wrote the checkpoint.
+    /// Resumes from a checkpoint of `write_checkpoint`, or of a custom model. On the CPU the
+    /// following steps are bit-identical to those of an uninterrupted run. The trainer must have
+    /// the same model and configuration as the one that wrote the checkpoint.
     ///
     /// # Errors
     ///
-    /// If shape, adapters, critic or the initial weights of adapters or reference differ. The
+    /// If shape, adapters, critic or the initial weights of adapters or reference differ, or the
+    /// configuration of a custom model. The
     /// trainer must not be used after an error.
     pub fn load_state(&mut self, folder: &Path) -> Result<()> {
         let prompts = Arc::clone(&self.collector.prompts);
@@ -859,7 +863,7 @@ impl Trainer {
     }
 
     /// The policy.
-    pub fn actor(&self) -> &Actor {
+    pub fn actor(&self) -> &Actor<C::Model> {
         &self.models.actor
     }
 
@@ -867,7 +871,7 @@ impl Trainer {
     ///
     /// Completions that were drawn ahead are drawn again. A learning rate set here does not last:
     /// every step sets that of [`TrainConfig::schedule`].
-    pub fn actor_mut(&mut self) -> &mut Actor {
+    pub fn actor_mut(&mut self) -> &mut Actor<C::Model> {
         self.ahead = None;
         self.collector.generator.lock().reset();
         &mut self.models.actor
@@ -916,6 +920,26 @@ impl Trainer {
     /// The number of steps without an update.
     pub fn skipped_steps(&self) -> usize {
         self.state.skipped_steps
+    }
+}
+
+impl Trainer {
+    /// Writes a checkpoint into an existing folder: `model` with the current weights of the policy,
+    /// in the form of [`Pretrained::save`] and in `dtype`, and [`Self::save_state`]. Adapters are
+    /// merged into the weights. Another dtype than f32 is for readers: if all weights train, they
+    /// are also written in f32, from which the run resumes.
+    ///
+    /// # Errors
+    ///
+    /// [`NotFinite`](crate::NotFinite) before anything is written, if a weight is NaN or infinite.
+    pub fn write_checkpoint(
+        &self,
+        folder: &Path,
+        model: &Pretrained,
+        dtype: ComputeDType,
+    ) -> Result<()> {
+        self.models.write_policy(folder, model, dtype)?;
+        self.save_state(folder)
     }
 }
 

@@ -449,7 +449,7 @@ pub(crate) fn read_tokenizer(folder: &Path) -> Result<Tokenizer> {
     tokenizer_from_json(&json).context(TOKENIZER)
 }
 
-fn write_tokenizer(folder: &Path, tokenizer: &Tokenizer) -> Result<()> {
+pub(crate) fn write_tokenizer(folder: &Path, tokenizer: &Tokenizer) -> Result<()> {
     let text = tokenizer
         .to_string(true)
         .map_err(|e| anyhow!("{TOKENIZER}: {e}"))?;

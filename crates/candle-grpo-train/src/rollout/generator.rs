@@ -1,7 +1,7 @@
 //! The interface to whatever draws completions.
 
-use anyhow::Result;
-use candle_grpo_nn::{DecoderConfig, Export, Lora, Parameters};
+use anyhow::{Context, Result};
+use candle_grpo_nn::{DecoderConfig, Export, Lora, ModelConfig, Parameters};
 use rand_chacha::ChaCha8Rng;
 use rand_chacha::rand_core::RngCore;
 
@@ -10,13 +10,60 @@ use super::SamplingConfig;
 use crate::Progress;
 use crate::random::generator;
 
-/// A source of completions: the decoder in this process
+/// A source of completions: the model in this process
 /// ([`LocalGenerator`](super::LocalGenerator)), an inference engine on another machine, a
 /// recording, or an environment around another generator.
 ///
+/// `C` is the configuration of the policy whose weights it receives, a decoder by default.
+///
 /// [`Sampler`](crate::Sampler) builds the requests and checks the completions. A trainer shares the
 /// generator with other threads, so its methods take `&self`.
-pub trait Generator: Send + Sync {
+///
+/// ```
+/// use std::sync::Arc;
+///
+/// use anyhow::Result;
+/// use candle_grpo_train::model::character_tokenizer;
+/// use candle_grpo_train::rollout::{Deliver, GenerationBatch};
+/// use candle_grpo_train::{
+///     Completion, FinishReason, Generator, Prompt, Sampler, SamplingConfig,
+/// };
+///
+/// /// Repeats the prompt.
+/// struct Echo;
+///
+/// impl Generator for Echo {
+///     fn generate(&self, batch: &GenerationBatch<'_>, deliver: &mut Deliver<'_>) -> Result<()> {
+///         let mut place = 0;
+///         for prompt in batch.prompts {
+///             let tokens = prompt.tokens.iter().take(prompt.max_new_tokens);
+///             for _ in &prompt.seeds {
+///                 let length = tokens.len();
+///                 let completion = Completion {
+///                     tokens: tokens.clone().copied().collect(),
+///                     drawn_log_probs: vec![0.; length], // drawn with certainty
+///                     log_probs: None,
+///                     written: None,
+///                     weight_versions: vec![0; length],
+///                     finish_reason: FinishReason::Length,
+///                     experts: None,
+///                 };
+///                 deliver(place, completion)?;
+///                 place += 1;
+///             }
+///         }
+///         Ok(())
+///     }
+/// }
+///
+/// let tokenizer = character_tokenizer("abc")?;
+/// let sampler = Sampler::from_generator(Arc::new(Echo), 4, SamplingConfig::default())?;
+/// let prompt = Prompt::new(0, "cab", serde_json::Value::Null, &tokenizer)?;
+/// let drawn = sampler.sample(&[&prompt], 2, 0)?;
+/// assert_eq!(drawn[1].completion.tokens, [3, 1, 2]);
+/// # Ok::<(), anyhow::Error>(())
+/// ```
+pub trait Generator<C = DecoderConfig>: Send + Sync {
     /// Draws all completions of `batch` and passes each to `deliver` as soon as it has ended, in
     /// any order.
     ///
@@ -46,7 +93,11 @@ pub trait Generator: Send + Sync {
     /// `progress` cancels. The trainer then fails before it samples, and tries again at the next
     /// step. A generator that waits checks [`Progress::is_canceled`] at intervals, as in
     /// [`Self::generate`].
-    fn weights_changed(&self, weights: &PolicyWeights<'_>, progress: &dyn Progress) -> Result<()> {
+    fn weights_changed(
+        &self,
+        weights: &PolicyWeights<'_, C>,
+        progress: &dyn Progress,
+    ) -> Result<()> {
         let _ = (weights, progress);
         Ok(())
     }
@@ -135,20 +186,27 @@ impl CompletionSeed {
 ///
 /// [`LocalGenerator`](super::LocalGenerator) shares the parameters and needs only the version,
 /// unless it is [detached](super::LocalGenerator::detached). A generator in another process copies
-/// the adapters, or the parameters, whose names are those of Hugging Face.
-#[derive(Clone, Copy)]
-pub struct PolicyWeights<'a> {
+/// the adapters, or the parameters; those of a decoder have the names of Hugging Face.
+pub struct PolicyWeights<'a, C = DecoderConfig> {
     /// The number of training steps that have changed the weights.
     pub version: u64,
     /// The shape of the policy.
-    pub model: &'a DecoderConfig,
+    pub model: &'a C,
     /// The parameters; with adapters the frozen ones to which these are added.
     pub parameters: &'a Parameters,
     /// The adapters, if they train in place of the parameters.
     pub adapters: Option<&'a Lora>,
 }
 
-impl<'a> PolicyWeights<'a> {
+impl<C> Clone for PolicyWeights<'_, C> {
+    fn clone(&self) -> Self {
+        *self
+    }
+}
+
+impl<C> Copy for PolicyWeights<'_, C> {}
+
+impl<'a, C: ModelConfig> PolicyWeights<'a, C> {
     /// The parameters for a file, with the adapters merged into them in f32.
     pub fn export(&self) -> Export<'a> {
         match self.adapters {
@@ -165,7 +223,11 @@ impl<'a> PolicyWeights<'a> {
     pub fn merged(&self) -> Result<Parameters> {
         match self.adapters {
             None => Ok(self.parameters.clone()),
-            Some(adapters) => Ok(adapters.merged(self.model, self.parameters)?),
+            Some(adapters) => {
+                let model = self.model.decoder();
+                let model = model.context("adapters: given, must be absent for a custom model")?;
+                Ok(adapters.merged(model, self.parameters)?)
+            }
         }
     }
 }

@@ -7,44 +7,50 @@ use anyhow::{Context, Result, ensure};
 use candle_core::{DType, Device, Tensor};
 use candle_grpo_kernels::{Draw, DrawnToken, draw_tokens};
 use candle_grpo_nn::{
-    ComputeCopies, Decoder, DecoderConfig, Lora, PagedCache, Parameters, SequenceId,
+    ComputeCopies, Decoder, DecoderConfig, Decoding, LanguageModel, Lora, ModelConfig, Parameters,
+    SequenceId,
 };
 use rand_chacha::ChaCha8Rng;
 use rayon::prelude::*;
 
 use super::generator::{CompletionSeed, Deliver, GenerationBatch, Generator, PolicyWeights};
 use super::stop_strings::StopStrings;
-use super::{Completion, FinishReason};
-use crate::learn::reference::decoder_in;
+use super::{Completion, FinishReason, SamplingConfig};
+use crate::learn::reference::model_in;
 use crate::random::uniform;
 use crate::{ComputeDType, Interrupted, NotFinite, Progress};
 
 /// The cache has room for this many tokens of a completion when it begins.
 const RESERVED_TOKENS: usize = 64;
 
-/// After this many steps, the CPU draws from copies of the weights ([`PagedCache::pack_weights`]).
+/// After this many steps, the CPU draws from copies of the weights ([`Decoding::pack_weights`]).
 /// The time of the copies is saved in 3 to 10 steps, and in several times as many if the system has
 /// to provide their memory.
 const STEPS_BEFORE_PACKING: usize = 16;
 
-/// Prompts are split into passes of the decoder with about this many tokens.
+/// Prompts are split into passes of the model with about this many tokens.
 const PREFILL_TOKENS: usize = 512;
 
-/// Draws completions from a decoder that shares the parameters of the policy: after an optimizer
+/// Draws completions from a model that shares the parameters of the policy: after an optimizer
 /// step it draws from the new policy. [`Self::in_dtype`] and [`Self::detached`] draw from copies.
 ///
-/// On the CPU, tokens and log-probs are bit-identical for any batch, order and number of threads.
+/// The model is a decoder, or a custom one with the configuration `C`: its
+/// [`LanguageModel::decoding`] computes the logits, and everything else is the same.
+///
+/// On the CPU, tokens and log-probs of a decoder are bit-identical for any batch, order and number
+/// of threads.
 ///
 /// Each distinct prompt is computed once, and its completions share its keys and values. A
 /// completion that has ended is removed from the batch, and the next one takes its place.
-pub struct LocalGenerator {
-    decoder: Decoder,
+pub struct LocalGenerator<C: ModelConfig = DecoderConfig> {
+    config: C,
+    model: C::Model,
     device: Device,
     /// The version of the weights.
     version: AtomicU64,
     /// The copy of the trained weights, unless they are shared.
     detached: Option<Parameters>,
-    /// Copies of the trained weights in the dtype of the decoder, if that is another.
+    /// Copies of the trained weights in the dtype of the model, if that is another.
     copies: ComputeCopies,
     /// True if steps on a GPU are recorded.
     records_steps: bool,
@@ -52,11 +58,10 @@ pub struct LocalGenerator {
 
 /// One call of [`Generator::generate`].
 struct Run<'a> {
-    decoder: &'a Decoder,
+    decoding: Box<dyn Decoding + 'a>,
     batch: &'a GenerationBatch<'a>,
     stop_strings: Option<StopStrings<'a>>,
     version: u64,
-    cache: PagedCache,
     prompts: Vec<PromptState<'a>>,
 }
 
@@ -72,7 +77,7 @@ struct PromptState<'a> {
 /// The results of a prompt.
 #[derive(Clone)]
 struct Computed {
-    /// Its sequence in the cache.
+    /// Its sequence.
     sequence: SequenceId,
     /// The logits `[1, V]` after it.
     logits: Tensor,
@@ -104,22 +109,31 @@ struct Live {
 }
 
 impl LocalGenerator {
+    /// Creates a generator for the policy that `decoder` computes. The decoder should record no
+    /// graph.
+    pub fn from_decoder(decoder: Decoder) -> Self {
+        Self::from_model(decoder.config().clone(), decoder)
+    }
+}
+
+impl<C: ModelConfig> LocalGenerator<C> {
     /// Creates a generator for the policy `parameters` of shape `model`.
     ///
     /// # Errors
     ///
     /// If `parameters` do not have the shape.
-    pub fn new(model: &DecoderConfig, parameters: &Parameters) -> Result<Self> {
-        let decoder = Decoder::new(model, parameters.detached_var_builder())?;
-        Ok(Self::from_decoder(decoder))
+    pub fn new(model: &C, parameters: &Parameters) -> Result<Self> {
+        let built = model.build(parameters.detached_var_builder())?;
+        Ok(Self::from_model(model.clone(), built))
     }
 
-    /// Creates a generator for the policy that `decoder` computes. The decoder should record no
-    /// graph.
-    pub fn from_decoder(decoder: Decoder) -> Self {
+    /// Creates a generator for the policy that `model` of shape `config` computes. It should record
+    /// no graph.
+    pub fn from_model(config: C, model: C::Model) -> Self {
         Self {
-            device: decoder.output_weight().device().clone(),
-            decoder,
+            device: model.output_weight().device().clone(),
+            config,
+            model,
             version: AtomicU64::new(0),
             detached: None,
             copies: ComputeCopies::default(),
@@ -133,13 +147,12 @@ impl LocalGenerator {
     /// # Errors
     ///
     /// If `weights` do not have the shape of their model.
-    pub fn in_dtype(weights: &PolicyWeights<'_>, dtype: ComputeDType) -> Result<Self> {
-        let (decoder, copies) =
-            decoder_in(weights.model, weights.parameters, weights.adapters, dtype)?;
+    pub fn in_dtype(weights: &PolicyWeights<'_, C>, dtype: ComputeDType) -> Result<Self> {
+        let (model, copies) = model_in(weights.model, weights.parameters, weights.adapters, dtype)?;
         Ok(Self {
             version: AtomicU64::new(weights.version),
             copies,
-            ..Self::from_decoder(decoder)
+            ..Self::from_model(weights.model.clone(), model)
         })
     }
 
@@ -150,31 +163,31 @@ impl LocalGenerator {
     /// # Errors
     ///
     /// If `weights` do not have the shape of their model.
-    pub fn detached(weights: &PolicyWeights<'_>, dtype: ComputeDType) -> Result<Self> {
-        let (model, parameters) = (weights.model, weights.parameters);
+    pub fn detached(weights: &PolicyWeights<'_, C>, dtype: ComputeDType) -> Result<Self> {
+        let (config, parameters) = (weights.model, weights.parameters);
         let copy_of = |x: &Parameters| x.copy_to(x.device());
-        let (trained, (decoder, copies)) = match weights.adapters {
+        let (trained, (model, copies)) = match weights.adapters {
             None => {
                 let parameters = copy_of(parameters)?;
-                let decoder = decoder_in(model, &parameters, None, dtype)?;
-                (parameters, decoder)
+                let model = model_in(config, &parameters, None, dtype)?;
+                (parameters, model)
             }
             Some(adapters) => {
                 let adapters = adapters.copy_to(parameters.device())?;
-                let decoder = decoder_in(model, parameters, Some(&adapters), dtype)?;
-                (adapters.parameters().clone(), decoder)
+                let model = model_in(config, parameters, Some(&adapters), dtype)?;
+                (adapters.parameters().clone(), model)
             }
         };
         Ok(Self {
             version: AtomicU64::new(weights.version),
             detached: Some(trained),
             copies,
-            ..Self::from_decoder(decoder)
+            ..Self::from_model(weights.model.clone(), model)
         })
     }
 
     /// Sets whether steps on a GPU are recorded, which is several times as fast for small models
-    /// ([`PagedCache::with_recorded_steps`]). By default they are not.
+    /// ([`Decoding::record_steps`]). By default they are not.
     ///
     /// **No other thread may use the GPU** while a generator with recorded steps generates.
     pub fn with_recorded_steps(self, records_steps: bool) -> Self {
@@ -184,20 +197,18 @@ impl LocalGenerator {
         }
     }
 
-    fn cache(&self) -> Result<PagedCache> {
-        let config = self.decoder.config();
-        let dtype = self.decoder.output_weight().dtype();
-        let cache = PagedCache::new(config, dtype, &self.device)?;
-        Ok(match self.records_steps {
-            true => cache.with_recorded_steps(),
-            false => cache,
-        })
+    fn decoding(&self) -> Result<Box<dyn Decoding + '_>> {
+        let mut decoding = self.model.decoding()?;
+        if self.records_steps {
+            decoding.record_steps();
+        }
+        Ok(decoding)
     }
 
     fn check(&self, batch: &GenerationBatch<'_>) -> Result<()> {
         batch.sampling.validate()?;
-        let max_positions = self.decoder.config().longest_row();
-        let vocabulary = self.decoder.config().vocab_size;
+        let max_positions = self.config.max_positions();
+        let vocabulary = self.config.vocab_size();
         for prompt in batch.prompts {
             let index = prompt.seeds.first().map_or(0, |seed| seed.prompt);
             let (length, new) = (prompt.tokens.len(), prompt.max_new_tokens);
@@ -224,19 +235,18 @@ impl LocalGenerator {
     }
 }
 
-impl Generator for LocalGenerator {
+impl<C: ModelConfig> Generator<C> for LocalGenerator<C> {
     fn generate(&self, batch: &GenerationBatch<'_>, deliver: &mut Deliver<'_>) -> Result<()> {
         self.check(batch)?;
         let run = Run {
-            decoder: &self.decoder,
+            decoding: self.decoding()?,
             batch,
             stop_strings: StopStrings::new(batch)?,
             version: self.version.load(Ordering::Acquire),
-            cache: self.cache()?,
             prompts: Vec::new(),
         };
         if self.device.is_cpu() {
-            // A thread of rayon's pool drives the decoder: the pool need not be woken for each
+            // A thread of rayon's pool drives the model: the pool need not be woken for each
             // operator.
             rayon::join(|| run.run(deliver), || ()).0
         } else {
@@ -246,7 +256,7 @@ impl Generator for LocalGenerator {
         }
     }
 
-    fn weights_changed(&self, weights: &PolicyWeights<'_>, _: &dyn Progress) -> Result<()> {
+    fn weights_changed(&self, weights: &PolicyWeights<'_, C>, _: &dyn Progress) -> Result<()> {
         if let Some(trained) = &self.detached {
             let new = weights
                 .adapters
@@ -276,16 +286,14 @@ impl Run<'_> {
             }
             if !live.is_empty() {
                 if steps == STEPS_BEFORE_PACKING {
-                    self.cache.pack_weights();
+                    self.decoding.pack_weights();
                 }
                 steps += 1;
                 let new: Vec<(SequenceId, &[u32])> = live
                     .iter()
                     .map(|l| (l.sequence, &l.tokens[l.tokens.len() - 1..]))
                     .collect();
-                let (logits, experts) = self
-                    .decoder
-                    .next_logits_and_experts(&new, &mut self.cache)?;
+                let (logits, experts) = self.decoding.next_logits_and_experts(&new)?;
                 let experts = self.recorded(experts, &new)?;
                 for (l, experts) in live.iter_mut().zip(experts) {
                     l.experts.get_or_insert_default().extend(experts);
@@ -346,7 +354,7 @@ impl Run<'_> {
         let prompts = prompts.map(|prompt| prompt.tokens.len());
         let positions: Vec<usize> = prompts.chain(completions).collect();
         // Without this much memory, the cache grows when it must.
-        let _ = self.cache.reserve(&positions);
+        let _ = self.decoding.reserve(&positions);
         let mut pass: Vec<usize> = Vec::new();
         let mut tokens = 0;
         for &prompt in &needed {
@@ -384,7 +392,7 @@ impl Run<'_> {
                 place: completion.place,
                 seed: completion.seed,
                 max_new_tokens: completion.max_new_tokens,
-                sequence: self.cache.fork(sequence)?,
+                sequence: self.decoding.fork(sequence)?,
                 random: completion.seed.random(),
                 tokens: Vec::new(),
                 log_probs: Vec::new(),
@@ -396,7 +404,7 @@ impl Run<'_> {
             state.waiting -= 1;
             if state.waiting == 0 {
                 state.computed = None;
-                self.cache.remove(sequence)?;
+                self.decoding.remove(sequence)?;
             }
         }
         Ok((Tensor::cat(&logits, 0)?, rows, begun))
@@ -409,11 +417,9 @@ impl Run<'_> {
         }
         let mut new: Vec<(SequenceId, &[u32])> = Vec::with_capacity(prompts.len());
         for &prompt in prompts {
-            new.push((self.cache.add(), self.prompts[prompt].tokens));
+            new.push((self.decoding.add(), self.prompts[prompt].tokens));
         }
-        let (logits, experts) = self
-            .decoder
-            .next_logits_and_experts(&new, &mut self.cache)?;
+        let (logits, experts) = self.decoding.next_logits_and_experts(&new)?;
         let mut experts = self.recorded(experts, &new)?.into_iter();
         for (row, (&prompt, (sequence, _))) in prompts.iter().zip(new).enumerate() {
             self.prompts[prompt].computed = Some(Computed {
@@ -446,7 +452,7 @@ impl Run<'_> {
 
     /// Draws the next token of each completion, from its row of `logits`.
     fn draw(&self, logits: &Tensor, rows: &[usize], live: &mut [Live]) -> Result<()> {
-        let sampling = self.batch.sampling;
+        let (sampling, stop_strings) = (self.batch.sampling, self.stop_strings.as_ref());
         let draws: Vec<Draw> = live
             .iter_mut()
             .zip(rows)
@@ -467,7 +473,7 @@ impl Run<'_> {
             .zip(drawn)
             .map(|((l, &row), drawn)| {
                 let added = match drawn {
-                    Some(drawn) => self.add(drawn, l),
+                    Some(drawn) => l.add(drawn, sampling, stop_strings),
                     None => no_token(&logits.get(row)?),
                 };
                 added.with_context(|| {
@@ -483,28 +489,6 @@ impl Run<'_> {
         results.into_iter().collect()
     }
 
-    /// Adds a token to a completion.
-    fn add(&self, drawn: DrawnToken, l: &mut Live) -> Result<()> {
-        let token = drawn.token;
-        l.log_probs.push(drawn.log_prob);
-        l.drawn_log_probs.push(drawn.drawn_log_prob);
-        l.tokens.push(token);
-        let at_string = match &self.stop_strings {
-            Some(stop_strings) => stop_strings.end(&l.tokens)?,
-            None => false,
-        };
-        l.end = if self.batch.sampling.stop_token_ids.contains(&token) {
-            Some(FinishReason::StopToken)
-        } else if at_string {
-            Some(FinishReason::StopString)
-        } else if l.tokens.len() == l.max_new_tokens {
-            Some(FinishReason::Length)
-        } else {
-            None
-        };
-        Ok(())
-    }
-
     /// Removes the completions that have ended from `live` and delivers them. Each of `live` has
     /// just received a token.
     fn finish(&mut self, live: &mut Vec<Live>, deliver: &mut Deliver<'_>) -> Result<()> {
@@ -513,7 +497,7 @@ impl Run<'_> {
             self.batch.progress.drawn(l.place, &l.tokens);
         }
         for l in live.extract_if(.., |l| l.end.is_some()) {
-            self.cache.remove(l.sequence)?;
+            self.decoding.remove(l.sequence)?;
             let completion = Completion {
                 weight_versions: vec![self.version; l.tokens.len()],
                 tokens: l.tokens,
@@ -526,6 +510,35 @@ impl Run<'_> {
             deliver(l.place, completion)?;
         }
         self.batch.progress.advance(drawn - live.len(), drawn);
+        Ok(())
+    }
+}
+
+impl Live {
+    /// Adds a token.
+    fn add(
+        &mut self,
+        drawn: DrawnToken,
+        sampling: &SamplingConfig,
+        stop_strings: Option<&StopStrings<'_>>,
+    ) -> Result<()> {
+        let token = drawn.token;
+        self.log_probs.push(drawn.log_prob);
+        self.drawn_log_probs.push(drawn.drawn_log_prob);
+        self.tokens.push(token);
+        let at_string = match stop_strings {
+            Some(stop_strings) => stop_strings.end(&self.tokens)?,
+            None => false,
+        };
+        self.end = if sampling.stop_token_ids.contains(&token) {
+            Some(FinishReason::StopToken)
+        } else if at_string {
+            Some(FinishReason::StopString)
+        } else if self.tokens.len() == self.max_new_tokens {
+            Some(FinishReason::Length)
+        } else {
+            None
+        };
         Ok(())
     }
 }

@@ -5,7 +5,7 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use anyhow::{Context, Result, ensure};
-use candle_grpo_nn::{DecoderConfig, Parameters};
+use candle_grpo_nn::{DecoderConfig, ModelConfig, Parameters};
 use tokenizers::Tokenizer;
 
 use super::decode::decode_tokens;
@@ -22,9 +22,8 @@ use crate::{Progress, Prompt};
 /// The seed of a completion consists of the configured seed, the `stream`, the index of its prompt
 /// and its number among the completions of that prompt. The number keeps counting if a prompt
 /// occurs again in a batch, so that no two completions of it have the same seed.
-#[derive(Clone)]
-pub struct Sampler {
-    generator: Arc<dyn Generator>,
+pub struct Sampler<C = DecoderConfig> {
+    generator: Arc<dyn Generator<C>>,
     vocab_size: usize,
     config: SamplingConfig,
     decode: Option<Arc<DecodeText>>,
@@ -34,19 +33,30 @@ pub struct Sampler {
     environments: Option<Arc<Environments>>,
 }
 
-impl Sampler {
+impl<C> Clone for Sampler<C> {
+    fn clone(&self) -> Self {
+        Self {
+            generator: Arc::clone(&self.generator),
+            vocab_size: self.vocab_size,
+            config: self.config.clone(),
+            decode: self.decode.clone(),
+            progress: Arc::clone(&self.progress),
+            ranks: self.ranks.clone(),
+            records_experts: self.records_experts,
+            environments: self.environments.clone(),
+        }
+    }
+}
+
+impl<C: ModelConfig> Sampler<C> {
     /// Creates a sampler of the policy `parameters` of shape `model` with a [`LocalGenerator`].
     ///
     /// # Errors
     ///
     /// If `config` is not valid or `parameters` do not have the shape.
-    pub fn new(
-        model: &DecoderConfig,
-        parameters: &Parameters,
-        config: SamplingConfig,
-    ) -> Result<Self> {
+    pub fn new(model: &C, parameters: &Parameters, config: SamplingConfig) -> Result<Self> {
         let generator = LocalGenerator::new(model, parameters)?;
-        Self::from_generator(Arc::new(generator), model.vocab_size, config)
+        Self::from_generator(Arc::new(generator), model.vocab_size(), config)
     }
 
     /// Creates a sampler of any generator, whose tokens are below `vocab_size`.
@@ -55,7 +65,7 @@ impl Sampler {
     ///
     /// If `config` is not valid.
     pub fn from_generator(
-        generator: Arc<dyn Generator>,
+        generator: Arc<dyn Generator<C>>,
         vocab_size: usize,
         config: SamplingConfig,
     ) -> Result<Self> {
@@ -112,7 +122,7 @@ impl Sampler {
     }
 
     /// Replaces the generator.
-    pub fn with_generator(self, generator: Arc<dyn Generator>) -> Self {
+    pub fn with_generator(self, generator: Arc<dyn Generator<C>>) -> Self {
         Self { generator, ..self }
     }
 
@@ -155,7 +165,7 @@ impl Sampler {
     }
 
     /// The generator.
-    pub fn generator(&self) -> &Arc<dyn Generator> {
+    pub fn generator(&self) -> &Arc<dyn Generator<C>> {
         &self.generator
     }
 

@@ -4,6 +4,7 @@ use std::collections::BTreeMap;
 use std::ops::Range;
 
 use anyhow::{Result, ensure};
+use candle_grpo_nn::ModelConfig;
 use serde::{Deserialize, Serialize};
 use tokenizers::Tokenizer;
 
@@ -99,8 +100,8 @@ impl Evaluation {
 
 /// Draws `samples_per_prompt` completions of each prompt and scores them. See [`Sampler::sample`]
 /// for `stream`.
-pub fn evaluate(
-    sampler: &Sampler,
+pub fn evaluate<C: ModelConfig>(
+    sampler: &Sampler<C>,
     prompts: &[Prompt],
     samples_per_prompt: usize,
     reward: &dyn RewardFunction,
@@ -130,8 +131,8 @@ pub fn evaluate(
 }
 
 /// The samples of `prompts[part]`, and for each the message of an environment that failed.
-fn evaluate_part(
-    sampler: &Sampler,
+fn evaluate_part<C: ModelConfig>(
+    sampler: &Sampler<C>,
     prompts: &[&Prompt],
     part: Range<usize>,
     samples_per_prompt: usize,

@@ -9,15 +9,17 @@ use candle_core::{Device, Tensor, safetensors};
 use candle_grpo_core::{KlController, RunningState, TaskScores};
 use candle_grpo_loss::AdaptiveEntropy;
 use candle_grpo_nn::weights::text_model;
-use candle_grpo_nn::{Lora, Parameters, all_finite, atomic_file};
+use candle_grpo_nn::{Lora, ModelConfig, Parameters, all_finite, atomic_file};
 use serde::{Deserialize, Serialize};
+use serde_json::Value;
+use tokenizers::Tokenizer;
 
 use super::checksums::sha256_of_parameters;
 use super::inputs::prompt_names;
 use crate::data::json_lines::read_json;
 use crate::learn::models::Models;
 use crate::learn::not_finite::NotFinite;
-use crate::model::pretrained::MODEL;
+use crate::model::pretrained::{CONFIG, MODEL, write_tokenizer};
 use crate::{ComputeDType, Critic, Pretrained, Prompt};
 
 const STATE: &str = "trainer.json";
@@ -95,7 +97,7 @@ impl StateFile {
     }
 }
 
-impl Models {
+impl<C: ModelConfig> Models<C> {
     /// Checks the weights of the policy, with merged adapters if there are any, and all others that
     /// train.
     ///
@@ -120,24 +122,42 @@ impl Models {
         Ok(())
     }
 
-    /// Writes the model of a checkpoint with the weights of the policy in `dtype`, and also in f32
-    /// if all of them train and this is another dtype. Adapters are merged.
+    /// Writes a custom model with its configuration and `tokenizer`.
     ///
     /// # Errors
     ///
-    /// [`NotFinite`] before anything is written, if a weight is NaN or infinite.
-    pub(crate) fn write_policy(
-        &self,
-        folder: &Path,
-        model: &Pretrained,
-        dtype: ComputeDType,
-    ) -> Result<()> {
+    /// If it is a decoder, and [`NotFinite`] before anything is written, if a weight is NaN or
+    /// infinite.
+    pub(crate) fn write_custom(&self, folder: &Path, tokenizer: &Tokenizer) -> Result<()> {
+        ensure!(
+            self.model.decoder().is_none(),
+            "model: a decoder, must be saved by write_checkpoint, in the form of Hugging Face"
+        );
         self.ensure_finite()?;
-        let policy = self.weights(0);
-        model.write_files(&policy.export().in_dtype(dtype.into()), folder)?;
-        if dtype != ComputeDType::F32 && policy.adapters.is_none() {
-            policy.parameters.save(&folder.join(POLICY))?;
+        let write = || -> Result<()> {
+            atomic_file::write(
+                &folder.join(CONFIG),
+                &serde_json::to_vec_pretty(&self.model)?,
+            )?;
+            self.actor.parameters().save(&folder.join(MODEL))?;
+            write_tokenizer(folder, tokenizer)
+        };
+        write().with_context(|| format!("writing the model in {}", folder.display()))
+    }
+
+    /// Checks that `folder` has the configuration of this custom model, if it has one.
+    fn ensure_same_custom(&self, folder: &Path) -> Result<()> {
+        let path = folder.join(CONFIG);
+        if self.model.decoder().is_some() || !path.exists() {
+            return Ok(());
         }
+        let saved: Value = read_json(&path)?;
+        // Read like the other, so that numbers have the same bits.
+        let now: Value = serde_json::from_slice(&serde_json::to_vec(&self.model)?)?;
+        ensure!(
+            saved == now,
+            "{CONFIG}: the run began with the model {saved}, and would go on with {now}"
+        );
         Ok(())
     }
 
@@ -215,6 +235,7 @@ impl Models {
     ) -> Result<TrainerState> {
         let read = |name: &str| read_tensors(&folder.join(name));
         let file: StateFile = read_json(&folder.join(STATE))?;
+        self.ensure_same_custom(folder)?;
         match (&file.base_sha256, self.base_sha256()?) {
             (Some(saved), Some(now)) => ensure!(
                 *saved == now,
@@ -234,12 +255,17 @@ impl Models {
                     true => POLICY,
                     false => MODEL,
                 };
-                let weights = text_model(self.actor.model(), read(file)?);
+                let weights = match self.model.decoder() {
+                    Some(decoder) => text_model(decoder, read(file)?),
+                    None => read(file)?,
+                };
                 self.actor.set_trained(&weights).context(file)?;
             }
             Some(own) => {
                 let folder = folder.join(ADAPTER);
-                let adapters = Lora::load(&folder, self.actor.model(), &Device::Cpu)?;
+                let model = self.model.decoder();
+                let model = model.context("adapters: given, must be absent for a custom model")?;
+                let adapters = Lora::load(&folder, model, &Device::Cpu)?;
                 ensure!(
                     adapters.config() == own.config(),
                     "{ADAPTER}: the run began with {:?}, and would go on with {:?}",
@@ -313,6 +339,29 @@ impl Models {
             let _ = self.base_sha256.set(sha256_of_parameters(base)?);
         }
         Ok(self.base_sha256.get().cloned())
+    }
+}
+
+impl Models {
+    /// Writes the model of a checkpoint with the weights of the policy in `dtype`, and also in f32
+    /// if all of them train and this is another dtype. Adapters are merged.
+    ///
+    /// # Errors
+    ///
+    /// [`NotFinite`] before anything is written, if a weight is NaN or infinite.
+    pub(crate) fn write_policy(
+        &self,
+        folder: &Path,
+        model: &Pretrained,
+        dtype: ComputeDType,
+    ) -> Result<()> {
+        self.ensure_finite()?;
+        let policy = self.weights(0);
+        model.write_files(&policy.export().in_dtype(dtype.into()), folder)?;
+        if dtype != ComputeDType::F32 && policy.adapters.is_none() {
+            policy.parameters.save(&folder.join(POLICY))?;
+        }
+        Ok(())
     }
 }
 

@@ -84,9 +84,9 @@ impl SftTrainer {
         let schedule = schedule.map_err(|error| within("schedule", error))?;
         let adapters = config.adapters.clone();
         let adapters = adapters.map(|adapters| (adapters, config.base_weights));
-        let actor = new_actor(model, parameters, adapters, config.seed, config.actor())?;
+        let actor = new_actor(&model, parameters, adapters, config.seed, config.actor())?;
         Ok(Self {
-            models: Models::of_actor(actor),
+            models: Models::of_actor(model, actor),
             order: MixedOrder::single(examples.len(), config.seed)?,
             examples,
             config,

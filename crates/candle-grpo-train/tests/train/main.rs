@@ -10,6 +10,7 @@ mod code_reward;
 mod common;
 mod critic;
 mod curriculum;
+mod custom_model;
 mod data_formats;
 mod dataset;
 mod demonstrations;

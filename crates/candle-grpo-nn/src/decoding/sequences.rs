@@ -1,0 +1,238 @@
+//! Sequences that grow token by token, of any model.
+
+use std::collections::BTreeMap;
+
+use candle_core::{Result, Tensor, bail};
+use candle_grpo_kernels::{linear_rows, soft_cap};
+
+use crate::{Decoder, LanguageModel, PackedTokens, PagedCache, SequenceId};
+
+/// Sequences that a model continues: [`LanguageModel::decoding`]. The weights must not change
+/// meanwhile.
+///
+/// [`SequenceStates`] is one for custom models.
+pub trait Decoding: Send {
+    /// Adds a sequence without tokens.
+    fn add(&mut self) -> SequenceId;
+
+    /// Adds a sequence that starts with all tokens of `id`.
+    ///
+    /// # Errors
+    ///
+    /// If there is no such sequence.
+    fn fork(&mut self, id: SequenceId) -> Result<SequenceId>;
+
+    /// Removes a sequence. Its forks remain.
+    ///
+    /// # Errors
+    ///
+    /// If there is no such sequence.
+    fn remove(&mut self, id: SequenceId) -> Result<()>;
+
+    /// Adds the new tokens to each of S sequences, at least one, and computes the logits `[S, V]`
+    /// after them, without a graph.
+    ///
+    /// # Errors
+    ///
+    /// If the sequences or tokens are not valid. The sequences of `new` are invalid then.
+    fn next_logits(&mut self, new: &[(SequenceId, &[u32])]) -> Result<Tensor>;
+
+    /// [`Self::next_logits`], and the experts of the new tokens:
+    /// [`Decoder::next_logits_and_experts`]. By default there are none.
+    ///
+    /// # Errors
+    ///
+    /// As in [`Self::next_logits`].
+    fn next_logits_and_experts(
+        &mut self,
+        new: &[(SequenceId, &[u32])],
+    ) -> Result<(Tensor, Option<Tensor>)> {
+        Ok((self.next_logits(new)?, None))
+    }
+
+    /// Allocates memory for this many more tokens of sequences that begin. By default it does
+    /// nothing.
+    ///
+    /// # Errors
+    ///
+    /// If the memory is too small. The sequences remain valid.
+    fn reserve(&mut self, positions: &[usize]) -> Result<()> {
+        let _ = positions;
+        Ok(())
+    }
+
+    /// Prepares for many more steps: [`PagedCache::pack_weights`]. By default it does nothing.
+    fn pack_weights(&mut self) {}
+
+    /// Records steps on a GPU: [`PagedCache::with_recorded_steps`]. By default it does nothing.
+    fn record_steps(&mut self) {}
+}
+
+/// A [`Decoding`] that keeps a state of type `S` for each sequence, such as the keys and values of
+/// its tokens.
+///
+/// A fork clones the state. A clone of a tensor shares its memory, so a step must not change
+/// tensors of a state in place.
+pub struct SequenceStates<S, F> {
+    states: BTreeMap<usize, S>,
+    next_id: usize,
+    step: F,
+}
+
+impl<S, F> SequenceStates<S, F>
+where
+    S: Clone + Default + Send,
+    F: FnMut(&mut [(S, &[u32])]) -> Result<Tensor> + Send,
+{
+    /// Creates it without sequences.
+    ///
+    /// `step` receives the state of each of S sequences with its new tokens, at least one: those of
+    /// the prompt first, then one in each call. It updates the states, and returns the logits
+    /// `[S, V]` after the new tokens. A new sequence has the default state.
+    ///
+    /// ```
+    /// use candle_core::{Device, Tensor};
+    /// use candle_grpo_nn::{Decoding, SequenceStates};
+    ///
+    /// // The next of 10 tokens is the sum of those before it.
+    /// let mut decoding = SequenceStates::new(|new: &mut [(u32, &[u32])]| {
+    ///     for (sum, tokens) in new.iter_mut() {
+    ///         *sum += tokens.iter().sum::<u32>();
+    ///     }
+    ///     let next: Vec<u32> = new.iter().map(|(sum, _)| *sum).collect();
+    ///     candle_nn::encoding::one_hot(Tensor::new(next, &Device::Cpu)?, 10, 100f32, 0f32)
+    /// });
+    /// let prompt = decoding.add();
+    /// decoding.next_logits(&[(prompt, &[1, 2])])?;
+    /// let (a, b) = (decoding.fork(prompt)?, decoding.fork(prompt)?);
+    /// let logits = decoding.next_logits(&[(a, &[4]), (b, &[6])])?;
+    /// assert_eq!(logits.argmax(1)?.to_vec1::<u32>()?, [7, 9]);
+    /// # Ok::<(), candle_core::Error>(())
+    /// ```
+    pub fn new(step: F) -> Self {
+        Self {
+            states: BTreeMap::new(),
+            next_id: 0,
+            step,
+        }
+    }
+
+    fn insert(&mut self, state: S) -> SequenceId {
+        let id = self.next_id;
+        self.next_id += 1;
+        self.states.insert(id, state);
+        SequenceId(id)
+    }
+
+    fn take(&mut self, id: SequenceId) -> Result<S> {
+        match self.states.remove(&id.0) {
+            Some(state) => Ok(state),
+            None => bail!("{id:?}: there is no such sequence, or it occurs twice"),
+        }
+    }
+}
+
+impl<S, F> Decoding for SequenceStates<S, F>
+where
+    S: Clone + Default + Send,
+    F: FnMut(&mut [(S, &[u32])]) -> Result<Tensor> + Send,
+{
+    fn add(&mut self) -> SequenceId {
+        self.insert(S::default())
+    }
+
+    fn fork(&mut self, id: SequenceId) -> Result<SequenceId> {
+        let Some(state) = self.states.get(&id.0).cloned() else {
+            bail!("{id:?}: there is no such sequence");
+        };
+        Ok(self.insert(state))
+    }
+
+    fn remove(&mut self, id: SequenceId) -> Result<()> {
+        self.take(id).map(drop)
+    }
+
+    fn next_logits(&mut self, new: &[(SequenceId, &[u32])]) -> Result<Tensor> {
+        let mut states = Vec::with_capacity(new.len());
+        for &(id, tokens) in new {
+            states.push((self.take(id)?, tokens));
+        }
+        let logits = (self.step)(&mut states)?.detach();
+        if logits.rank() != 2 || logits.dim(0)? != new.len() {
+            bail!(
+                "logits: shape {:?}, must be [{}, V]: a row for each sequence",
+                logits.dims(),
+                new.len()
+            );
+        }
+        let states = states.into_iter().map(|(state, _)| state);
+        let ids = new.iter().map(|(id, _)| id.0);
+        self.states.extend(ids.zip(states));
+        Ok(logits)
+    }
+}
+
+/// Computes the logits `[S, V]` after the tokens of each sequence and those that are new, in a pass
+/// over all of them.
+pub(crate) fn full_pass(
+    model: &dyn LanguageModel,
+    new: &mut [(Vec<u32>, &[u32])],
+) -> Result<Tensor> {
+    for (tokens, new) in new.iter_mut() {
+        tokens.extend_from_slice(new);
+    }
+    let sequences: Vec<Vec<u32>> = new.iter().map(|(tokens, _)| tokens.clone()).collect();
+    let weight = model.output_weight().detach();
+    let tokens = PackedTokens::new(&sequences, weight.device())?;
+    let last = sequences.iter().scan(0, |end, tokens| {
+        *end += tokens.len() as u32;
+        Some(*end - 1)
+    });
+    let last = Tensor::new(last.collect::<Vec<u32>>(), weight.device())?;
+    let hidden = model.hidden_states(&tokens)?.detach();
+    let mut logits = linear_rows(&hidden.index_select(&last, 0)?, &[&weight])?;
+    soft_cap(&logits.swap_remove(0), model.logit_cap())
+}
+
+/// The [`Decoding`] of a decoder.
+pub(crate) struct PagedDecoding<'a> {
+    pub(crate) decoder: &'a Decoder,
+    pub(crate) cache: PagedCache,
+}
+
+impl Decoding for PagedDecoding<'_> {
+    fn add(&mut self) -> SequenceId {
+        self.cache.add()
+    }
+
+    fn fork(&mut self, id: SequenceId) -> Result<SequenceId> {
+        self.cache.fork(id)
+    }
+
+    fn remove(&mut self, id: SequenceId) -> Result<()> {
+        self.cache.remove(id)
+    }
+
+    fn next_logits(&mut self, new: &[(SequenceId, &[u32])]) -> Result<Tensor> {
+        self.decoder.next_logits(new, &mut self.cache)
+    }
+
+    fn next_logits_and_experts(
+        &mut self,
+        new: &[(SequenceId, &[u32])],
+    ) -> Result<(Tensor, Option<Tensor>)> {
+        self.decoder.next_logits_and_experts(new, &mut self.cache)
+    }
+
+    fn reserve(&mut self, positions: &[usize]) -> Result<()> {
+        self.cache.reserve(positions)
+    }
+
+    fn pack_weights(&mut self) {
+        self.cache.pack_weights();
+    }
+
+    fn record_steps(&mut self) {
+        self.cache.record_steps();
+    }
+}
