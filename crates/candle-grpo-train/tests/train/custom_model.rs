@@ -94,6 +94,9 @@ struct CachedConfig(MeanConfig);
 #[derive(Clone)]
 struct CachedModel(MeanModel);
 
+/// The sum `[1, W]` of the embeddings of the tokens so far, and their number.
+type Sum = (Option<Tensor>, usize);
+
 impl ModelConfig for CachedConfig {
     type Model = CachedModel;
 
@@ -125,7 +128,7 @@ impl LanguageModel for CachedModel {
 
     fn decoding(&self) -> Result<Box<dyn Decoding + '_>> {
         let model = &self.0;
-        let step = move |new: &mut [((Option<Tensor>, usize), &[u32])]| {
+        let step = move |new: &mut [(Sum, &[u32])]| {
             let mut hidden = Vec::new();
             for ((sum, count), tokens) in new {
                 let ids = Tensor::new(*tokens, model.output.device())?;
