@@ -87,7 +87,8 @@ mod tests {
 
     #[rstest]
     fn an_empty_list_of_devices_hides_all(
-        #[values(("", true), (" ", true), ("-1", true), ("0", false), ("1,0", false), ("GPU-8932f937", false))] case: (&str, bool),
+        #[values(("", true), (" ", true), ("-1", true), ("0", false), ("1,0", false), ("GPU-8932f937", false))]
+        case: (&str, bool),
     ) {
         assert_eq!(hides_all(OsStr::new(case.0)), case.1);
     }

@@ -19,16 +19,13 @@ static TURN: Mutex<()> = Mutex::new(());
 /// From the moment that a test is on the GPU until its end, other tests wait for it.
 pub fn devices() -> impl Iterator<Item = &'static Device> {
     let cpu = (!is_on_cuda()).then_some(&CPU);
-    [cpu, cuda().ok()]
-        .into_iter()
-        .flatten()
-        .inspect(|device| {
-            if device.is_cuda() {
-                take_turn();
-            }
-            // The harness shows this line if the test fails.
-            println!("on {:?}", device.location());
-        })
+    [cpu, cuda().ok()].into_iter().flatten().inspect(|device| {
+        if device.is_cuda() {
+            take_turn();
+        }
+        // The harness shows this line if the test fails.
+        println!("on {:?}", device.location());
+    })
 }
 
 thread_local! {
