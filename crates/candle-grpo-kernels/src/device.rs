@@ -43,8 +43,8 @@ pub fn cuda_device_count() -> Result<usize> {
     Ok(0)
 }
 
-/// Returns whether this process computes on CUDA devices: in a build with the feature `cuda`, unless
-/// the variable `CUDA_VISIBLE_DEVICES` hides all of them. It does so if it is empty, or -1.
+/// Returns whether this process computes on CUDA devices: in a build with the feature `cuda`,
+/// unless the variable `CUDA_VISIBLE_DEVICES` hides all of them. It does so if it is empty, or -1.
 ///
 /// ```
 /// if candle_grpo_kernels::cuda_is_enabled() {

@@ -14,9 +14,9 @@ use candle_grpo_train::{
 use super::resume::recorded_inputs;
 use crate::config::{Configuration, ModelConfig};
 
-/// Returns the device of this process: the CPU unless [`cuda_is_enabled`]; otherwise the CUDA device
-/// of [`Environment::gpu`](launch::Environment::gpu), the first one without a launcher. All calls
-/// return the same device.
+/// Returns the device of this process: the CPU unless [`cuda_is_enabled`]; otherwise the CUDA
+/// device of [`Environment::gpu`](launch::Environment::gpu), the first one without a launcher. All
+/// calls return the same device.
 ///
 /// # Errors
 ///
