@@ -81,9 +81,11 @@ fn sequences_that_cannot_be_padded_are_named() -> Result<()> {
 
         // One output for each input, and not for each token.
         let tokens = padded(&[(some, some), (some, &[3])])?;
+        let outputs = Tensor::arange(0u32, 6, device)?.reshape((2, 3, 1))?;
+        // The response has two tokens, and the input before each of them predicts it.
         assert_eq!(
-            tokens.predicting(&zeros(&[2, 3, 5], device))?.dims(),
-            [2, 2, 5]
+            tokens.predicting(&outputs)?.to_vec3::<u32>()?,
+            [[[1], [2]], [[4], [5]]]
         );
         assert_eq!(
             message(tokens.predicting(&zeros(&[2, 4, 5], device))),
