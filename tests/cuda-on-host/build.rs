@@ -44,8 +44,18 @@ fn main() {
         .file(kernels.join("host/driver/cuda.cpp"))
         .file(kernels.join("host/driver/cublas.cpp"))
         .compile("cuda_host");
-    // Modules that the driver loads call functions of cuda_host.cpp.
-    println!("cargo::rustc-link-arg-tests=-rdynamic");
+    // Modules that the driver loads call functions of cuda_host.cpp. With `-rdynamic` the linker
+    // would keep all of Candle, which calls functions that the emulated libraries lack.
+    for names in [
+        "cuda_host*",
+        "_ZN9cuda_host*",
+        "*Idx",
+        "*Dim",
+        "hopper_*",
+        "__ubsan_handle_*",
+    ] {
+        println!("cargo::rustc-link-arg-tests=-Wl,--export-dynamic-symbol={names}");
+    }
 }
 
 /// Functions of cuda_host.cpp report undefined behavior, so no sanitizer runtime is linked.
