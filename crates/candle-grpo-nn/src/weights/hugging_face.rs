@@ -60,6 +60,11 @@ fn from_hugging_face(bytes: &[u8]) -> Result<DecoderConfig> {
         bail!("model_type: {found}, must be one of {known:?}");
     };
     let family = model_type.family();
+    if let Value::Object(defaults) = (family.defaults)() {
+        for (key, value) in defaults {
+            config.entry(key).or_insert(value);
+        }
+    }
     (family.read)(&mut config)?;
     config.retain(|_, value| !value.is_null());
     for (key, only) in [
@@ -162,29 +167,29 @@ fn rope_scaling(key: &str, mut rope: Map<String, Value>, longest: Option<&Value>
         (Some(rope_type), _) | (None, Some(rope_type)) => rope_type,
         (None, None) => json!("default"),
     };
+    // The default of transformers.
+    if let Some("llama3" | "yarn" | "longrope") = rope_type.as_str()
+        && let (false, Some(longest)) = (rope.contains_key(ORIGINAL), longest)
+    {
+        if !longest.is_u64() {
+            bail!(
+                "max_position_embeddings: {longest}, must be {}",
+                json::kind("usize")
+            );
+        }
+        rope.insert(ORIGINAL.to_owned(), longest.clone());
+    }
     let known: &[&str] = match rope_type.as_str() {
         Some("default") => &[],
         Some("linear") => &["factor"],
         Some("llama3") => &["factor", "low_freq_factor", "high_freq_factor", ORIGINAL],
-        Some("yarn") => {
-            // The default of transformers.
-            if let (false, Some(longest)) = (rope.contains_key(ORIGINAL), longest) {
-                if !longest.is_u64() {
-                    bail!(
-                        "max_position_embeddings: {longest}, must be {}",
-                        json::kind("usize")
-                    );
-                }
-                rope.insert(ORIGINAL.to_owned(), longest.clone());
-            }
-            &[
-                "factor",
-                ORIGINAL,
-                "beta_fast",
-                "beta_slow",
-                "attention_factor",
-            ]
-        }
+        Some("yarn") => &[
+            "factor",
+            ORIGINAL,
+            "beta_fast",
+            "beta_slow",
+            "attention_factor",
+        ],
         Some("longrope") => {
             let original = rope.get(ORIGINAL).and_then(Value::as_f64);
             let longest = longest.and_then(Value::as_f64);
@@ -494,8 +499,8 @@ mod tests {
         "rope_parameters.sliding_attention.factor: 8.0"
     )]
     #[case(
-        json!({"model_type": "gemma3_text", "rope_parameters": {"full_attention": {"rope_theta": 1e6}}}),
-        "rope_parameters.sliding_attention: absent"
+        json!({"model_type": "gemma3_text", "rope_parameters": {"rope_theta": 1e6}}),
+        "rope_parameters.rope_theta: 1000000.0, must be in full_attention or sliding_attention"
     )]
     #[case(
         json!({"model_type": "phi3", "partial_rotary_factor": 0.3}),
@@ -509,10 +514,6 @@ mod tests {
     #[case(
         json!({"model_type": "phi3", "rope_scaling": {"type": "longrope", "short_factor": [1.0, 1.0], "long_factor": 1}}),
         "rope_scaling.long_factor: 1, must be a list"
-    )]
-    #[case(
-        json!({"model_type": "phi3", "rope_scaling": {"type": "longrope", "short_factor": [1.0, 1.0], "long_factor": [1.0, 1.0]}}),
-        "rope_scaling.original_max_position_embeddings: absent"
     )]
     #[case(
         json!({"model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 5}),

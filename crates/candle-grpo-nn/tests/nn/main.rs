@@ -5,6 +5,7 @@ mod atomic_file;
 mod base_weights;
 mod biases;
 mod checkpoint_form;
+mod config_defaults;
 mod cuda_budget;
 mod cuda_training_budget;
 mod decoder;

@@ -4,7 +4,7 @@ use candle_core::{Result, bail};
 use serde_json::{Map, Value, json};
 
 use crate::model::architecture::{Architecture, ChannelPlan, Gate, NormPlan};
-use crate::model::families::{Family, GgufLayout, absent, every, llama, periodic, set_default};
+use crate::model::families::{Family, GgufLayout, absent, every, llama, periodic};
 use crate::weights::gguf::GgufField::{OptionalNumber, OptionalSize};
 use crate::weights::gguf::GgufKey;
 use crate::{DecoderConfig, LayerType};
@@ -20,12 +20,17 @@ pub(super) const FAMILY: Family = Family {
         "attn_logit_softcapping",
         "final_logit_softcapping",
     ],
-    read: |config| {
-        set_default(config, "attn_logit_softcapping", 50.0);
-        set_default(config, "final_logit_softcapping", 30.0);
-        // Every second block is full.
-        read(config, 2)
+    defaults: || {
+        json!({
+            "vocab_size": 256_000, "hidden_size": 2304, "intermediate_size": 9216,
+            "num_hidden_layers": 26, "num_attention_heads": 8, "num_key_value_heads": 4,
+            "max_position_embeddings": 8192, "head_dim": 256, "tie_word_embeddings": true,
+            "query_pre_attn_scalar": 256, "sliding_window": 4096, "attn_logit_softcapping": 50.0,
+            "final_logit_softcapping": 30.0,
+        })
     },
+    // Every second block is full.
+    read: |config| read(config, 2),
     write: |model, config| {
         write(model, config);
         // An absent key would mean another cap.
@@ -105,10 +110,6 @@ pub(super) fn read(config: &mut Map<String, Value>, full: usize) -> Result<()> {
         Some(found) if found == ACTIVATION => {}
         Some(found) => bail!("hidden_activation: {found}, must be {ACTIVATION:?}"),
     }
-    set_default(config, "head_dim", 256);
-    set_default(config, "query_pre_attn_scalar", 256);
-    set_default(config, "sliding_window", 4096);
-    set_default(config, "tie_word_embeddings", true);
     if absent(config, "layer_types") {
         let (other, last) = (LayerType::SlidingAttention, LayerType::FullAttention);
         let layers = periodic(config, full, other, last)?;

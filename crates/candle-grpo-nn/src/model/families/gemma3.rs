@@ -22,6 +22,14 @@ pub(super) const FAMILY: Family = Family {
         "query_pre_attn_scalar",
         "final_logit_softcapping",
     ],
+    defaults: || {
+        json!({
+            "vocab_size": 262_208, "hidden_size": 2304, "intermediate_size": 9216,
+            "num_hidden_layers": 26, "num_attention_heads": 8, "num_key_value_heads": 4,
+            "max_position_embeddings": 131_072, "head_dim": 256, "tie_word_embeddings": true,
+            "query_pre_attn_scalar": 256, "sliding_window": 4096,
+        })
+    },
     read,
     write: |model, config| {
         gemma2::write(model, config);
@@ -65,18 +73,24 @@ fn read(config: &mut Map<String, Value>) -> Result<()> {
 fn read_rotations(config: &mut Map<String, Value>) -> Result<()> {
     const LOCAL: &str = "rope_parameters.sliding_attention";
     let rotations = config.get_mut("rope_parameters");
-    let rotations = rotations.and_then(Value::as_object_mut);
-    if let Some(rotations) = rotations.filter(|found| found.contains_key("full_attention")) {
+    if let Some(rotations) = rotations.and_then(Value::as_object_mut) {
         let full = rotations.remove("full_attention");
-        let Some(Value::Object(mut local)) = rotations.remove("sliding_attention") else {
-            bail!("{LOCAL}: absent, must be given");
+        let mut local = match rotations.remove("sliding_attention").unwrap_or_default() {
+            Value::Null => Map::new(),
+            Value::Object(local) => local,
+            other => bail!("{LOCAL}: {other}, must be an object"),
         };
-        let base = local.remove("rope_theta").unwrap_or(json!(1e4));
+        if let Some((key, value)) = rotations.iter().next() {
+            bail!("rope_parameters.{key}: {value}, must be in full_attention or sliding_attention");
+        }
+        let base = local.remove("rope_theta").filter(|base| !base.is_null());
         local.retain(|key, value| !(value.is_null() || key == "rope_type" && value == "default"));
         if let Some((key, value)) = local.iter().next() {
             bail!("{LOCAL}.{key}: {value}, must be absent, or \"default\" for rope_type");
         }
-        config.insert("rope_local_base_freq".to_owned(), base);
+        if let Some(base) = base {
+            config.insert("rope_local_base_freq".to_owned(), base);
+        }
         config.insert("rope_parameters".to_owned(), full.unwrap_or_default());
     }
     set_default_rope_theta(config, 1e6);

@@ -1,5 +1,7 @@
 //! Llama (<https://arxiv.org/abs/2302.13971>), of which SmolLM 1 and 2 are models.
 
+use serde_json::json;
+
 use crate::LayerType;
 use crate::model::architecture::Architecture;
 use crate::model::families::{Family, GgufLayout};
@@ -9,6 +11,12 @@ pub(super) const FAMILY: Family = Family {
     transformers_class: "LlamaForCausalLM",
     keys: &["attention_bias", "mlp_bias"],
     layer_types: &[LayerType::FullAttention, LayerType::SlidingAttention],
+    defaults: || {
+        json!({
+            "vocab_size": 32_000, "hidden_size": 4096, "intermediate_size": 11_008,
+            "num_hidden_layers": 32, "num_attention_heads": 32, "max_position_embeddings": 2048,
+        })
+    },
     read: |_| Ok(()),
     write: |_, _| {},
     architecture: Architecture::llama,

@@ -4,15 +4,18 @@ use serde_json::json;
 
 use crate::DecoderConfig;
 use crate::model::architecture::Architecture;
-use crate::model::families::{Family, llama, set_default};
+use crate::model::families::{Family, llama};
 
 pub(super) const FAMILY: Family = Family {
     name: "mistral",
     transformers_class: "MistralForCausalLM",
     keys: &["sliding_window"],
-    read: |config| {
-        set_default(config, "sliding_window", 4096);
-        Ok(())
+    defaults: || {
+        json!({
+            "vocab_size": 32_000, "hidden_size": 4096, "intermediate_size": 14_336,
+            "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8,
+            "max_position_embeddings": 131_072, "sliding_window": 4096,
+        })
     },
     // An absent key would mean 4096.
     write: |model, config| {

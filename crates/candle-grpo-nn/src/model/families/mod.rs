@@ -37,6 +37,9 @@ pub(crate) struct Family {
     pub(crate) keys: &'static [&'static str],
     /// The kinds of blocks that `layer_types` may name.
     pub(crate) layer_types: &'static [LayerType],
+    /// The keys of a `config.json` and their values in transformers if they are absent, as far as
+    /// [`DecoderConfig`] has no default, or another.
+    pub(crate) defaults: fn() -> Value,
     /// Replaces the keys of a `config.json` by those of [`DecoderConfig`], as far as they differ.
     pub(crate) read: fn(&mut Map<String, Value>) -> Result<()>,
     /// Replaces the keys of [`DecoderConfig`] by those of a `config.json`, as far as they differ.

@@ -1,5 +1,7 @@
 //! OLMo 2 (<https://arxiv.org/abs/2501.00656>).
 
+use serde_json::json;
+
 use crate::DecoderConfig;
 use crate::model::architecture::{Architecture, NormPlan};
 use crate::model::families::{Family, GgufLayout, llama};
@@ -8,6 +10,13 @@ pub(super) const FAMILY: Family = Family {
     name: "olmo2",
     transformers_class: "Olmo2ForCausalLM",
     keys: &["attention_bias"],
+    defaults: || {
+        json!({
+            "vocab_size": 50_304, "hidden_size": 4096, "intermediate_size": 11_008,
+            "num_hidden_layers": 32, "num_attention_heads": 32, "max_position_embeddings": 2048,
+            "rms_norm_eps": 1e-05,
+        })
+    },
     architecture,
     gguf: Some(GgufLayout {
         architecture: "olmo2",

@@ -14,6 +14,13 @@ pub(super) const FAMILY: Family = Family {
     name: "phi3",
     transformers_class: "Phi3ForCausalLM",
     keys: &["sliding_window", "partial_rotary_factor"],
+    defaults: || {
+        json!({
+            "vocab_size": 32_064, "hidden_size": 3072, "intermediate_size": 8192,
+            "num_hidden_layers": 32, "num_attention_heads": 32, "max_position_embeddings": 4096,
+            "rms_norm_eps": 1e-05, "original_max_position_embeddings": 4096,
+        })
+    },
     read,
     write,
     architecture,
@@ -33,8 +40,8 @@ pub(super) const FAMILY: Family = Family {
     ..llama::FAMILY
 };
 
-/// `original_max_position_embeddings` may lie beside the rotation, and `partial_rotary_factor` in
-/// it.
+/// `original_max_position_embeddings` beside the rotation has priority over that in it, and
+/// `partial_rotary_factor` may lie in it.
 fn read(config: &mut Map<String, Value>) -> Result<()> {
     let original = config.remove(ORIGINAL).filter(|x| !x.is_null());
     for key in ["rope_scaling", "rope_parameters"] {
@@ -51,7 +58,7 @@ fn read(config: &mut Map<String, Value>) -> Result<()> {
             if rope.get(name) == Some(&json!("longrope"))
                 && let Some(original) = &original
             {
-                rope.entry(ORIGINAL).or_insert_with(|| original.clone());
+                rope.insert(ORIGINAL.to_owned(), original.clone());
             }
         }
     }

@@ -1,5 +1,7 @@
 //! Qwen2 and Qwen2.5 (<https://arxiv.org/abs/2407.10671>).
 
+use serde_json::json;
+
 use crate::DecoderConfig;
 use crate::model::architecture::Architecture;
 use crate::model::families::{Family, GgufLayout, llama};
@@ -8,6 +10,13 @@ pub(super) const FAMILY: Family = Family {
     name: "qwen2",
     transformers_class: "Qwen2ForCausalLM",
     keys: &[],
+    defaults: || {
+        json!({
+            "vocab_size": 151_936, "hidden_size": 4096, "intermediate_size": 22_016,
+            "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 32,
+            "max_position_embeddings": 32_768, "use_sliding_window": false,
+        })
+    },
     architecture,
     gguf: Some(GgufLayout {
         architecture: "qwen2",

@@ -10,6 +10,13 @@ pub(super) const FAMILY: Family = Family {
     name: "qwen3",
     transformers_class: "Qwen3ForCausalLM",
     keys: &["attention_bias"],
+    defaults: || {
+        json!({
+            "vocab_size": 151_936, "hidden_size": 4096, "intermediate_size": 22_016,
+            "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 32,
+            "max_position_embeddings": 32_768, "use_sliding_window": false,
+        })
+    },
     read: |config| {
         if absent(config, "head_dim") {
             config.insert("head_dim".to_owned(), json!(128));

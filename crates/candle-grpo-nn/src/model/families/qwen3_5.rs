@@ -8,7 +8,6 @@ use serde_json::{Map, Value, json};
 use crate::model::architecture::{Architecture, AttentionPlan, GatedDeltaPlan, TokenMixerPlan};
 use crate::model::families::{
     Family, Multimodal, PARTIAL, absent, interval, lift_partial_rotary_factor, llama, periodic,
-    set_default,
 };
 use crate::{DecoderConfig, LayerType};
 
@@ -26,6 +25,15 @@ pub(super) const FAMILY: Family = Family {
         "linear_num_value_heads",
     ],
     layer_types: &[LayerType::FullAttention, LayerType::LinearAttention],
+    defaults: || {
+        json!({
+            "vocab_size": 248_320, "hidden_size": 4096, "intermediate_size": 12_288,
+            "num_hidden_layers": 32, "num_attention_heads": 16, "num_key_value_heads": 4,
+            "max_position_embeddings": 32_768, "linear_conv_kernel_dim": 4,
+            "linear_key_head_dim": 128, "linear_value_head_dim": 128, "linear_num_key_heads": 16,
+            "linear_num_value_heads": 32,
+        })
+    },
     read,
     architecture,
     multimodal: Some(Multimodal {
@@ -48,15 +56,6 @@ fn read(config: &mut Map<String, Value>) -> Result<()> {
     }
     if absent(config, "head_dim") {
         config.insert("head_dim".to_owned(), json!(256));
-    }
-    for (key, size) in [
-        ("linear_conv_kernel_dim", 4),
-        ("linear_key_head_dim", 128),
-        ("linear_value_head_dim", 128),
-        ("linear_num_key_heads", 16),
-        ("linear_num_value_heads", 32),
-    ] {
-        set_default(config, key, size);
     }
     for key in ["rope_parameters", "rope_scaling"] {
         if let Some(Value::Object(rope)) = config.get_mut(key) {

@@ -23,6 +23,14 @@ pub(super) const FAMILY: Family = Family {
         "norm_topk_prob",
         "mlp_only_layers",
     ],
+    defaults: || {
+        json!({
+            "vocab_size": 151_936, "hidden_size": 2048, "intermediate_size": 6144,
+            "num_hidden_layers": 24, "num_attention_heads": 32, "num_key_value_heads": 4,
+            "max_position_embeddings": 32_768, "use_sliding_window": false, "num_experts_per_tok": 8,
+            "moe_intermediate_size": 768,
+        })
+    },
     read,
     write: |model, config| {
         for (key, value) in [
@@ -67,13 +75,7 @@ fn read(config: &mut Map<String, Value>) -> Result<()> {
             bail!("num_local_experts: {experts}, must equal num_experts, which is {stated}");
         }
     }
-    for (key, value) in [
-        ("num_experts", 128),
-        ("num_experts_per_tok", 8),
-        ("moe_intermediate_size", 768),
-    ] {
-        set_default(config, key, value);
-    }
+    set_default(config, "num_experts", 128);
     let step = interval(config, "decoder_sparse_step", 1)?;
     let stated = config.remove("mlp_only_layers").unwrap_or_default();
     let mut dense: Vec<usize> = match serde_json::from_value(stated.clone()) {

@@ -6,14 +6,20 @@ use serde_json::{Map, Value, json};
 use crate::DecoderConfig;
 use crate::model::architecture::Architecture;
 use crate::model::families::{
-    Family, GgufLayout, absent, every, interval, llama, periodic, set_default,
-    set_default_rope_theta,
+    Family, GgufLayout, absent, every, interval, llama, periodic, set_default_rope_theta,
 };
 
 pub(super) const FAMILY: Family = Family {
     name: "smollm3",
     transformers_class: "SmolLM3ForCausalLM",
     keys: &["attention_bias", "mlp_bias", "no_rope_layers"],
+    defaults: || {
+        json!({
+            "vocab_size": 128_256, "hidden_size": 2048, "intermediate_size": 11_008,
+            "num_hidden_layers": 36, "num_attention_heads": 16, "num_key_value_heads": 4,
+            "max_position_embeddings": 32_768, "use_sliding_window": false, "tie_word_embeddings": true,
+        })
+    },
     read,
     write,
     architecture,
@@ -26,7 +32,7 @@ pub(super) const FAMILY: Family = Family {
     ..llama::FAMILY
 };
 
-/// The defaults of transformers. Without `no_rope_layers` every `no_rope_layer_interval`-th block
+/// Without `no_rope_layers` every `no_rope_layer_interval`-th block
 /// does not rotate.
 fn read(config: &mut Map<String, Value>) -> Result<()> {
     if absent(config, "no_rope_layers") {
@@ -35,7 +41,6 @@ fn read(config: &mut Map<String, Value>) -> Result<()> {
         config.insert("no_rope_layers".to_owned(), layers);
     }
     set_default_rope_theta(config, 2e6);
-    set_default(config, "tie_word_embeddings", true);
     Ok(())
 }
 
