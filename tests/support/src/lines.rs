@@ -7,6 +7,7 @@ use std::process::Command;
 use std::sync::mpsc::{Receiver, RecvTimeoutError, channel};
 use std::sync::{Mutex, PoisonError};
 use std::thread;
+use std::time::{Duration, Instant};
 
 use crate::WATCHDOG;
 
@@ -103,6 +104,19 @@ impl Lines {
             match self.line() {
                 line if line.contains(words) => return line,
                 _ => {}
+            }
+        }
+    }
+
+    /// Reads lines until the pipe ends, or until this time has passed. Returns whether it has
+    /// ended.
+    pub fn end_within(&self, time: Duration) -> bool {
+        let start = Instant::now();
+        let lines = self.lines.lock().unwrap_or_else(PoisonError::into_inner);
+        loop {
+            match lines.recv_timeout(time.saturating_sub(start.elapsed())) {
+                Ok(_) => {}
+                Err(error) => return error == RecvTimeoutError::Disconnected,
             }
         }
     }

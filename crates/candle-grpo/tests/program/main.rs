@@ -14,6 +14,7 @@ mod environment;
 mod hub;
 mod init;
 mod judge;
+mod killed;
 mod longrope;
 mod mixing;
 mod models;

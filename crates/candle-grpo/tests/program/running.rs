@@ -3,6 +3,7 @@
 use std::io;
 use std::process::{Child, Command, ExitStatus, Stdio};
 use std::thread::{self, JoinHandle};
+use std::time::Duration;
 
 use candle_grpo_test_support::Lines;
 
@@ -41,6 +42,19 @@ impl Running {
     pub(crate) fn end(mut self) -> (ExitStatus, String) {
         let status = self.child.wait().unwrap();
         (status, self.errors.take().unwrap().join().unwrap())
+    }
+
+    /// Kills it after this time, unless it has ended well. Returns whether it was killed.
+    pub(crate) fn kill_after(mut self, time: Duration) -> bool {
+        if !self.lines.end_within(time) {
+            self.child.kill().unwrap();
+        }
+        let (status, errors) = self.end();
+        assert!(
+            matches!(status.code(), None | Some(0)),
+            "{status}: {errors}"
+        );
+        status.code().is_none()
     }
 
     /// Kills it and waits for its end. Fails if it has ended before.

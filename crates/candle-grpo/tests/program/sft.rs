@@ -11,7 +11,7 @@ use serde_json::{Value, json};
 use super::models::chat_model;
 use super::support::{grpo, lines, said, succeeds, write_model};
 
-const CONFIG: &str = "
+pub(crate) const CONFIG: &str = "
 model: model
 data: {train: rows.jsonl, held_out_rows: 4}
 sft: {batch_size: 8, micro_batch_tokens: 16}
@@ -25,7 +25,7 @@ threads: 1
 ";
 
 /// A folder with a model, rows whose answer is always `bb`, and a configuration.
-fn folder(config: &str) -> tempfile::TempDir {
+pub(crate) fn folder(config: &str) -> tempfile::TempDir {
     let folder = tempfile::tempdir().unwrap();
     write_model(&folder.path().join("model"), "abcde");
     let prompts = ["a", "b", "c", "d", "e"];

@@ -20,7 +20,7 @@ evaluation: {samples_per_prompt: 4, sampler: {max_new_tokens: 1, temperature: 1}
 ";
 
 /// A folder with two models and a suite.
-fn folder() -> TempDir {
+pub(crate) fn folder() -> TempDir {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path();
     write_long_model(&path.join("a"), "abcde", 24, 3);
