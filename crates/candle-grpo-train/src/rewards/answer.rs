@@ -192,9 +192,15 @@ fn belong_together(text: &str, after: usize, next: usize) -> bool {
         return !between.contains(". ");
     }
     // In one formula.
-    let line = text[..after].rsplit('\n').next().unwrap_or_default();
-    let opened = line.matches('$').count() % 2 == 1;
-    opened && !between.contains('$')
+    let before = &text[..after];
+    let line = before.rsplit('\n').next().unwrap_or_default();
+    let is_dollars = line.replace("$$", "$").matches('$').count() % 2 == 1;
+    let is_open = |open: &str, close: &str| before.rfind(open) > before.rfind(close);
+    let opened = is_dollars || is_open("\\(", "\\)") || is_open("\\[", "\\]");
+    opened
+        && !["$", "\\)", "\\]"]
+            .iter()
+            .any(|close| between.contains(close))
 }
 
 #[cfg(test)]

@@ -4,7 +4,7 @@ use std::sync::LazyLock;
 
 use regex::Regex;
 
-use super::limits::{MAX_EXPRESSION_BYTES, MAX_FORMULAS, SEARCHED_BYTES};
+use super::limits::{MAX_EXPRESSION_BYTES, MAX_FORMULAS, MAX_UNIT_BYTES, SEARCHED_BYTES};
 use super::parser::parse;
 use super::value::Value;
 use crate::rewards::answer::{AnswerPlace, BOX, last_boxes};
@@ -19,22 +19,41 @@ pub(super) struct Answer {
     pub(super) as_list: Option<Value>,
 }
 
-/// A number in plain text, with its separators of thousands and decimals.
+/// A number in plain text: `inner` is a date, an amount in two units, or one of the groups
+/// `expression` and `number` with what follows it.
 static NUMBER: LazyLock<Option<Regex>> = LazyLock::new(|| {
-    let number =
-        r"-?[1-9][0-9]{0,2}(?:[ ,][0-9]{3})+(?:\.[0-9]+|\b)|-?[0-9]+[.,][0-9]+|-?\.[0-9]+|-?[0-9]+";
-    let percent = r"(?P<percent>\s*(?:%|[Pp]ercent|[Pp]ct))?";
-    // On one line.
-    let expression = r"-?\(?-?[0-9][0-9. \t+\-*/^()×÷]*[+\-*/^×÷][0-9. \t+\-*/^()×÷]*[0-9)]";
+    let european = r"[1-9][0-9]{0,2}(?:(?:\.[0-9]{3})+,[0-9]+|(?:\.[0-9]{3}){2,}\b)";
+    let spaces = r"[1-9][0-9]{0,2}(?:[ \u00a0\u202f'’][0-9]{3})+(?:[.,][0-9]+|\b)";
+    let commas = r"[1-9][0-9]{0,2}(?:,[0-9]{3})+(?:\.[0-9]+|\b)";
+    let plain = r"[0-9]+(?:\.[0-9]+)?[eE][-−+]?[0-9]{1,4}\b|[0-9]+[.,][0-9]+|\.[0-9]+|[0-9]+";
+    let number = format!(
+        r"[-−]?(?:(?P<european>{european})|(?P<spaces>{spaces})|(?P<commas>{commas})|(?P<list>[0-9]+(?:,[0-9]+){{2,}})|{plain})"
+    );
+    // More digits, a suffix or a variable, with which it is another number.
+    let term = r"(?:[xyzni]\b|[π√])";
+    let more = format!(
+        r"(?P<more>[.,:'’][0-9]|[½⅓⅔¼¾⅛²³⁴⁵√π^]|[kKMB]\b|{term}|\s(?:pi\b|[π√]|out of\b)|\s?[-−+*·×/]\s?[0-9.]*{term})"
+    );
+    let scale = r"(?:\s(?P<scale>hundred|thousand|million|billion|trillion)\b)";
+    let percent = r"(?P<percent>\s*(?:%|[Pp]ercent|[Pp]ct))";
+    let date = r"[0-9]{4}(?:-[0-9]{1,2}-|/[0-9]{1,2}/)[0-9]{1,2}|[0-9]{1,2}(?:-[0-9]{1,2}-|/[0-9]{1,2}/|\.[0-9]{1,2}\.)[0-9]{4}";
+    let large = r"(?:years?|months?|weeks?|days?|hours?|hrs?|minutes?|mins?|dollars?|euros?|pounds?|lbs?|feet|foot|ft|yards?|met(?:er|re)s?)";
+    let small = r"(?:months?|weeks?|days?|hours?|hrs?|minutes?|mins?|seconds?|secs?|cents?|ounces?|oz|inch(?:es)?|feet|centimet(?:er|re)s?)";
+    // Two units, as in `3 hours and 20 minutes`.
+    let compound = format!(r"[0-9.,]*[0-9] ?{large}(?:,? and|,)? [0-9.]+ ?{small}");
+    // On one line. `x` is a sign of multiplication between spaces.
+    let part = r"(?:[-0-9. \t+−*/^()×÷·]|[ \t]x[ \t])";
+    let sign = r"(?:[-+−*/^×÷·]|[ \t]x[ \t])";
+    let expression = format!(r"[-−]?\(?[-−]?[0-9]{part}*{sign}{part}*[0-9)]|[0-9]+(?::[0-9]+)+");
     Regex::new(&format!(
-        r"(?:^|[\s=(:*])[$€£¥₹]?(?:(?P<expression>{expression})(?:[.,:\s)$]|$)|(?P<number>{number}){percent})"
+        r#"(?:^|[\s=(:*≈~])(?:["'“‘`_]{{0,3}})(?:\\?[$€£¥₹])?(?P<inner>(?:{date}|{compound})\b|(?P<expression>{expression})(?:[.,:;!?\s)$*_"'”’`]|$)|(?P<number>{number})(?:{more}|{scale}?{percent}?))"#
     ))
     .ok()
 });
 
 /// A phrase that announces an answer.
 static FINAL: LazyLock<Option<Regex>> = LazyLock::new(|| {
-    Regex::new(r"(?i)(?:final answer[^\n]{0,100}?\sis|answer is|answer:)[:\s]").ok()
+    Regex::new(r"(?i)final answer[^\n]{0,100}?\sis\b|answers? (?:is|are)\b|answers?\s?[:=]").ok()
 });
 
 /// Returns the expected answer in the text of a row. `2,3` alone is a list there.
@@ -59,13 +78,15 @@ pub(super) fn find(place: &AnswerPlace, text: &str) -> Option<Answer> {
 }
 
 /// Returns the first that exists of: the last boxes, or the last announced answer if it is later;
-/// the text after `####`; the last formula or number. None if the last box is not closed.
+/// the text after `####`; the last formula or number, of the text after the announcement if it has
+/// any. None if the last box is not closed.
 fn automatic(text: &str) -> Option<Answer> {
     let boxes = boxed(text);
     let after_boxes = boxes.as_ref().map_or(0, |(_, end)| *end);
     let last = FINAL.as_ref()?.find_iter(&text[after_boxes..]).last();
+    let rest = last.map(|last| text[after_boxes + last.end()..].trim_start_matches(is_mark));
     let announced = || {
-        let rest = text[after_boxes + last?.end()..].trim_start();
+        let rest = rest?;
         let mut end = rest.len().min(2 * MAX_EXPRESSION_BYTES);
         while !rest.is_char_boundary(end) {
             end -= 1;
@@ -80,10 +101,15 @@ fn automatic(text: &str) -> Option<Answer> {
     }
     if let Some((_, after)) = text.rsplit_once("####") {
         let line = after.trim_start().split('\n').next().unwrap_or(after);
-        // Marks of Markdown.
-        return within(line.trim_matches(|c: char| c.is_whitespace() || "*_`".contains(c)));
+        return within(line.trim_matches(is_mark));
     }
-    announced().or_else(|| within(text.trim()))
+    let has_digits = |text: &&str| text.contains(|c: char| c.is_ascii_digit());
+    announced().or_else(|| within(rest.filter(has_digits).unwrap_or(text).trim()))
+}
+
+/// Returns true for white space, marks of Markdown and a colon.
+fn is_mark(c: char) -> bool {
+    c.is_whitespace() || "*_`:".contains(c)
 }
 
 /// Returns the last boxed values, and the position after them. Several that belong together are one
@@ -103,8 +129,14 @@ fn boxed(text: &str) -> Option<(Answer, usize)> {
     Some((formula(&written), boxes.end))
 }
 
-/// Returns the answer of a formula.
+/// Returns the answer of a formula, which may be a number with a unit.
 fn formula(written: &str) -> Answer {
+    if let Some(number) = quantity(written) {
+        return Answer {
+            text: written.to_owned(),
+            ..number
+        };
+    }
     // `x = 1/3 \approx 0.33` is `x = 1/3`.
     let exact = match written.split_once("\\approx") {
         Some((exact, _)) if exact.contains('=') => exact,
@@ -115,6 +147,29 @@ fn formula(written: &str) -> Answer {
         value: parse(exact).or_else(|| parse(last_side(exact)?)),
         as_list: None,
     }
+}
+
+/// Returns the number of `12 miles per hour`, also in `\text{}`, and of `1.234,50`.
+fn quantity(written: &str) -> Option<Answer> {
+    static TEXT: LazyLock<Option<Regex>> =
+        LazyLock::new(|| Regex::new(r"^\\(?:text|textbf|textrm|mathrm|mbox)\{([^{}]*)\}$").ok());
+    static UNIT: LazyLock<Option<Regex>> = LazyLock::new(|| {
+        Regex::new(r"^[ ~][A-Za-z][-A-Za-z ]*(?:/ ?[A-Za-z]+|\^\{?[23]\}?|[²³])?\.?$").ok()
+    });
+    if written.len() > MAX_UNIT_BYTES {
+        return None;
+    }
+    let written = written.trim();
+    let text = TEXT.as_ref()?.captures(written);
+    let written = text.map_or(written, |text| text.get(1).map_or("", |text| text.as_str()));
+    let found = NUMBER.as_ref()?.captures(written)?;
+    let (inner, _) = (found.name("inner")?, found.name("number")?);
+    let before = &written[..inner.start()];
+    let after = &written[inner.end()..];
+    let is_quantity = UNIT.as_ref()?.is_match(after) && has_words(after);
+    let is_european = found.name("european").is_some() && after.is_empty();
+    let is_money = matches!(before, "" | "$" | "\\$" | "€" | "£" | "¥" | "₹");
+    (is_money && (is_quantity || is_european)).then(|| number_of(&found))
 }
 
 /// Returns the last side of equations.
@@ -146,19 +201,18 @@ fn within(text: &str) -> Option<Answer> {
     }
     match number {
         Some((_, value)) => Some(value),
-        None => Some(Answer {
-            text: text.to_owned(),
-            value: None,
-            as_list: None,
-        }),
+        None => Some(unknown(text)),
     }
 }
 
 /// Returns the first formula or number of a text, with those that `and`, `or` or a comma join.
 fn first_in(text: &str) -> Option<Answer> {
     let line = text.split("\n\n").next().unwrap_or(text);
+    if in_words(line) {
+        return Some(unknown(line));
+    }
     let spans = formulas(line);
-    let number = NUMBER.as_ref()?.captures(line);
+    let number = numbers(line).next();
     let number_at = number
         .as_ref()
         .and_then(|found| found.get(0))
@@ -171,9 +225,80 @@ fn first_in(text: &str) -> Option<Answer> {
             }
             Some(group(line, &spans[..count]))
         }
-        _ if number_at.is_some_and(|at| at < 100) => Some(number_of(&number?)),
+        _ if number_at.is_some_and(|at| at < 100) => {
+            if is_changed(&line[..number_at?]) {
+                return Some(unknown(line));
+            }
+            enumerated(line).or_else(|| Some(number_of(&number?)))
+        }
         _ => None,
     }
+}
+
+/// Returns an answer without a value.
+fn unknown(text: &str) -> Answer {
+    Answer {
+        text: text.to_owned(),
+        value: None,
+        as_list: None,
+    }
+}
+
+/// Returns true if a text ends with words that make another number of the next one.
+fn is_changed(before: &str) -> bool {
+    static WORDS: LazyLock<Option<Regex>> = LazyLock::new(|| {
+        let than = r"(?:more|less|fewer|greater|smaller|larger) than";
+        Regex::new(&format!(
+            r"(?i)\b(?:(?:half|third|quarter)(?: of)?|twice|double|triple|thrice|not|between|{than})\W*$"
+        ))
+        .ok()
+    });
+    WORDS.as_ref().is_some_and(|words| words.is_match(before))
+}
+
+/// Returns true for a text that begins with a number in words.
+fn in_words(text: &str) -> bool {
+    static WORDS: LazyLock<Option<Regex>> = LazyLock::new(|| {
+        let small = "zero|one|two|three|four|five|six|seven|eight|nine|ten|eleven|twelve";
+        let large =
+            "(?:thir|four|fif|six|seven|eigh|nine)teen|(?:twen|thir|for|fif|six|seven|eigh|nine)ty";
+        Regex::new(&format!(
+            r"(?i)^\W*(?:{small}|{large}|none|a (?:hundred|thousand|million|dozen|half|third|quarter))\b"
+        ))
+        .ok()
+    });
+    WORDS.as_ref().is_some_and(|words| words.is_match(text))
+}
+
+/// Returns the numbers at the beginning of a line that end a sentence together, such as
+/// `2, 3 or 4 apples.`, or none for a single number.
+fn enumerated(line: &str) -> Option<Answer> {
+    static END: LazyLock<Option<Regex>> =
+        LazyLock::new(|| Regex::new(r"^(?: [A-Za-z]+)?[*_`$]{0,3}(?:[.!?;](?:\s|$)|\s*$|\n)").ok());
+    static TO: LazyLock<Option<Regex>> =
+        LazyLock::new(|| Regex::new(r"^\s?(?:to|–|—|through)\s?$").ok());
+    let mut written = Vec::new();
+    let mut end = 0;
+    for found in numbers(line).take(MAX_FORMULAS) {
+        let whole = found.get(0)?;
+        // The mark before a number may be a space.
+        let between =
+            line[end..found.name("inner")?.start()].trim_end_matches(['$', '€', '£', '\\']);
+        let words = between.trim().trim_start_matches(',').trim_start();
+        let is_range = TO.as_ref()?.is_match(between) && !written.is_empty();
+        if is_range {
+            return Some(unknown(&line[..whole.end()]));
+        }
+        let is_next =
+            matches!(words, "" | "and" | "or") && (!words.is_empty() || between.contains(','));
+        if !written.is_empty() && !is_next {
+            break;
+        }
+        written.push(number_of(&found).text);
+        end = found.name("inner")?.end();
+    }
+    (written.len() > 1 && END.as_ref()?.is_match(&line[end..]))
+        .then(|| formula(&written.join(" , ")))
 }
 
 /// A formula between marks such as `$`.
@@ -206,7 +331,14 @@ fn formulas(text: &str) -> Vec<Span> {
             _ if unclosed[kind] => None,
             _ => text[from..].find(close),
         };
-        match end.filter(|length| *length > 0) {
+        // `$3, $4` are two amounts.
+        let is_money = |length: &usize| {
+            let after = &text[from + length + close.len()..];
+            kind == 3
+                && text[from..from + length].ends_with(char::is_whitespace)
+                && after.starts_with(|c: char| c.is_ascii_digit())
+        };
+        match end.filter(|length| *length > 0 && !is_money(length)) {
             Some(length) => {
                 spans.push(Span {
                     start: at,
@@ -216,7 +348,7 @@ fn formulas(text: &str) -> Vec<Span> {
                 at = from + length + close.len();
             }
             None => {
-                unclosed[kind] = true;
+                unclosed[kind] |= end.is_none();
                 at = from;
             }
         }
@@ -300,11 +432,23 @@ fn plain_number(text: &str) -> Option<Answer> {
         return None;
     }
     let found = NUMBER.as_ref()?.captures(text)?;
-    let number = found.name("number")?;
-    let whole = found.get(0)?;
-    (whole.start() == 0 && number.start() == 0 && whole.end() == text.len())
+    let inner = found.name("inner")?;
+    let outside = [&text[..inner.start()], &text[inner.end()..]];
+    let is_quoted = |text: &str| text.chars().all(|c| "\"'“”‘’`".contains(c));
+    (found.name("number").is_some() && outside.into_iter().all(is_quoted))
         .then(|| number_of(&found))
         .filter(|answer| answer.value.is_some())
+}
+
+/// Finds numbers and expressions in plain text. The mark after one may be that before the next.
+fn numbers(text: &str) -> impl Iterator<Item = regex::Captures<'_>> {
+    let mut at = 0;
+    std::iter::from_fn(move || {
+        let found = NUMBER.as_ref()?.captures_at(text, at)?;
+        let group = |name| found.name(name).map(|found| found.end());
+        at = group("expression").or_else(|| group("inner"))?;
+        Some(found)
+    })
 }
 
 /// Returns the last number or expression of plain text, and the position after it.
@@ -313,42 +457,56 @@ fn last_number(text: &str) -> Option<(usize, Answer)> {
     while !text.is_char_boundary(from) {
         from += 1;
     }
-    let found = NUMBER.as_ref()?.captures_iter(&text[from..]).last()?;
-    Some((from + found.get(0)?.end(), number_of(&found)))
+    let (mut last, mut before): (Option<regex::Captures<'_>>, _) = (None, None);
+    for found in numbers(&text[from..]) {
+        before = last.replace(found);
+    }
+    let found = last?;
+    let mut answer = number_of(&found);
+    if let Some(before) = before {
+        let between =
+            &text[from + before.name("inner")?.end()..from + found.name("inner")?.start()];
+        // In `16 or 17` neither is the answer.
+        if between.trim_matches(|c: char| c.is_whitespace() || "$€£".contains(c)) == "or" {
+            answer = formula(&format!("{} , {}", number_of(&before).text, answer.text));
+        }
+    }
+    Some((from + found.get(0)?.end(), answer))
 }
 
 fn number_of(found: &regex::Captures<'_>) -> Answer {
-    if let Some(expression) = found.name("expression") {
-        return calculation(expression.as_str().trim());
+    let group = |name| found.name(name).map(|found| found.as_str());
+    if let Some(expression) = group("expression") {
+        return calculation(expression.trim());
     }
-    let mut written = found
-        .name("number")
-        .map_or("", |number| number.as_str())
-        .to_owned();
-    let groups = written.split([',', ' ']).skip(1);
-    let is_grouped = !written.starts_with("-0")
-        && !written.starts_with('0')
-        && groups.clone().count() > 0
-        && groups.clone().all(|group| {
-            group
-                .split('.')
-                .next()
-                .is_some_and(|group| group.len() == 3)
-        })
-        && written
-            .split([',', ' '])
-            .next()
-            .is_some_and(|first| first.trim_start_matches('-').len() <= 3);
-    let mut as_list = None;
-    written = match is_grouped {
-        true => written.replace([',', ' '], ""),
-        false if written.contains(',') => {
-            as_list = parse(&written);
-            written.replace(',', ".")
-        }
-        false => written,
+    let Some(number) = group("number").filter(|_| group("more").is_none()) else {
+        return unknown(group("inner").unwrap_or_default());
     };
-    if found.name("percent").is_some() {
+    let mut written = number.replace('−', "-");
+    let mut as_list = None;
+    if group("commas").is_some() {
+        written = written.replace(',', "");
+    } else if group("spaces").is_some() {
+        written.retain(|c| c.is_ascii_digit() || "-.,".contains(c));
+        written = written.replace(',', ".");
+    } else if group("european").is_some() {
+        written = written.replace('.', "").replace(',', ".");
+    } else if group("list").is_none() && written.contains(',') {
+        as_list = parse(&written);
+        written = written.replace(',', ".");
+    }
+    let power = match group("scale") {
+        Some("hundred") => 2,
+        Some("thousand") => 3,
+        Some("million") => 6,
+        Some("billion") => 9,
+        Some(_) => 12,
+        None => 0,
+    };
+    if power > 0 {
+        written = format!("{written} \\cdot 10^{{{power}}}");
+    }
+    if group("percent").is_some() {
         written.push('%');
     }
     Answer {
@@ -358,18 +516,18 @@ fn number_of(found: &regex::Captures<'_>) -> Answer {
 }
 
 /// Returns the value of numbers with operators in plain text. A remark in brackets after a number
-/// is not a factor, and a date has no value.
+/// is not a factor.
 fn calculation(written: &str) -> Answer {
-    static DATE: LazyLock<Option<Regex>> =
-        LazyLock::new(|| Regex::new(r"^[0-9]{4}(?:-[0-9]{2}-|/[0-9]{2}/)[0-9]{2}$").ok());
     static REMARK: LazyLock<Option<Regex>> = LazyLock::new(|| Regex::new(r"[0-9)][ \t]+\(").ok());
-    if DATE.as_ref().is_some_and(|date| date.is_match(written)) {
-        return Answer {
-            text: written.to_owned(),
-            value: None,
-            as_list: None,
-        };
+    static MIXED: LazyLock<Option<Regex>> =
+        LazyLock::new(|| Regex::new(r"^([-−]?[0-9]+) ([0-9]+)/([0-9]+)$").ok());
+    if let Some(mixed) = MIXED.as_ref().and_then(|mixed| mixed.captures(written)) {
+        return formula(&format!(
+            r"{}\frac{{{}}}{{{}}}",
+            &mixed[1], &mixed[2], &mixed[3]
+        ));
     }
     let remark = REMARK.as_ref().and_then(|remark| remark.find(written));
-    formula(remark.map_or(written, |remark| &written[..=remark.start()]))
+    let written = remark.map_or(written, |remark| &written[..=remark.start()]);
+    formula(&written.replace('x', "*"))
 }

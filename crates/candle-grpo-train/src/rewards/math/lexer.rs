@@ -429,14 +429,19 @@ impl<'a> Lexer<'a> {
                 end += separator + 3;
             }
         }
+        // `{,}` that does not separate thousands is a decimal comma.
+        let point = [".", "{,}"]
+            .into_iter()
+            .find(|point| self.rest[end..].starts_with(point))
+            .map_or(0, str::len);
         let mut decimals = 0;
-        if self.rest[end..].starts_with('.') {
-            decimals = self.digits(end + 1);
-            digits.push_str(&self.rest[end + 1..end + 1 + decimals]);
+        if point > 0 {
+            decimals = self.digits(end + point);
+            digits.push_str(&self.rest[end + point..end + point + decimals]);
             if decimals > 0 {
-                end += 1 + decimals;
-            } else if self.rest[end + 1..].trim_start().is_empty() {
-                end += 1;
+                end += point + decimals;
+            } else if self.rest[end + point..].trim_start().is_empty() {
+                end += point;
             }
         }
         if digits.len() > MAX_DIGITS {
@@ -505,13 +510,21 @@ impl<'a> Lexer<'a> {
         Some(())
     }
 
-    /// The power of a unit, as in `cm^2`.
+    /// The power of a unit, as in `cm^2`, and the unit after it in `km/h`.
     fn unit_power(&mut self) {
         let rest = self.rest.trim_start();
         for power in ["^2", "^3", "^{2}", "^{3}", "²", "³"] {
             if let Some(rest) = rest.strip_prefix(power) {
                 self.rest = rest;
                 return;
+            }
+        }
+        if let Some(rest) = rest.strip_prefix('/') {
+            let letters = rest.bytes().take_while(u8::is_ascii_alphabetic).count();
+            let unit = &rest[..letters];
+            if UNITS.contains(&unit) || matches!(unit, "h" | "s" | "m" | "l" | "L") {
+                self.rest = &rest[letters..];
+                self.unit_power();
             }
         }
     }

@@ -6,6 +6,8 @@ use std::cell::Cell;
 pub(super) const MAX_EXPRESSION_BYTES: usize = 4096;
 /// The end of a text in which numbers are searched that are not in a formula, in bytes.
 pub(super) const SEARCHED_BYTES: usize = 4096;
+/// The longest number with a unit in words, in bytes.
+pub(super) const MAX_UNIT_BYTES: usize = 256;
 /// The most formulas that are one answer together.
 pub(super) const MAX_FORMULAS: usize = 64;
 /// The most tokens of an expression.

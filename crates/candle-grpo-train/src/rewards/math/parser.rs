@@ -186,6 +186,7 @@ impl<'a> Parser<'a> {
                 let one = Scalar::new(Fraction::integer(1));
                 let inverse = one.with(&divisor, |a, b| a.over(b, self.budget))?;
                 product = product.times(Value::Scalar(inverse), self.budget)?;
+            } else if self.take_quotient_of_units() {
             } else if self.starts_factor() {
                 let mixed = self.is_mixed();
                 let factor = self.power()?;
@@ -201,6 +202,27 @@ impl<'a> Parser<'a> {
                 return Some(product);
             }
         }
+    }
+
+    /// Takes `\frac{\text{km}}{\text{h}}`.
+    fn take_quotient_of_units(&mut self) -> bool {
+        let found = match self.tokens.get(self.at..) {
+            Some(
+                [
+                    Token::Command(name),
+                    Token::Char('{'),
+                    Token::Text(_),
+                    Token::Char('}'),
+                    Token::Char('{'),
+                    Token::Text(_),
+                    Token::Char('}'),
+                    ..,
+                ],
+            ) => name == "frac",
+            _ => false,
+        };
+        self.at += if found { 7 } else { 0 };
+        found
     }
 
     /// A factor with signs before it, as after `\cdot`.

@@ -225,6 +225,76 @@ fn matches(answer: &str, reference: &str) -> bool {
 #[case(r"\boxed{7}", "7")]
 // A list against a decimal comma in prose.
 #[case("2, 3", "The total is 2,3.")]
+// Boxes in one formula.
+#[case(r"$$\boxed{3} \text{ for part (a) and } \boxed{1}$$", "1, 3")]
+#[case(r"\[\boxed{3} \text{ in the first case, } \boxed{1}\]", "1, 3")]
+#[case(r"\(\boxed{3}\) first, then \(\boxed{1}\)", "1")]
+// Marks before and after a number.
+#[case("First 7. The answer is _2_.", "2")]
+#[case("First 7.\n__2__", "2")]
+#[case("First 7. The answer is '2'.", "2")]
+#[case("\"162\"", "162")]
+#[case("`14000`", "14000")]
+#[case("First 7. The answer is ≈ 2", "2")]
+#[case("First 7. The answer is ~2.", "2")]
+#[case("First $19.\nAnswer: \\$24", "24")]
+#[case("First 7.\n**Answer:** **24**", "24")]
+#[case("First 7. The answer is **4 + 38**.", "42")]
+#[case("First 7.\n**Answer** = 24", "24")]
+// The Unicode minus sign.
+#[case("First 7. The answer is −15.", "-15")]
+#[case("Answer - −15", "-15")]
+#[case("The answer is 42 − 3.", "39")]
+// Separators of thousands and decimals.
+#[case("The answer is 1.234,50.", "1234.5")]
+#[case("The answer is 1.234.567.", "1234567")]
+#[case("The answer is 1 234,50.", "1234.5")]
+#[case("The answer is 1\u{202f}234,50 €.", "1234.5")]
+#[case("The answer is 1'234.50.", "1234.5")]
+#[case(r"\boxed{1.234,00}", "1234")]
+#[case(r"\boxed{1\,234{,}50}", "1234.5")]
+#[case(r"\boxed{0{,}5}", "0.5")]
+#[case(r"\boxed{1234{,}567}", "1234.567")]
+#[case("The answers are 2,3,4.", "4, 3, 2")]
+#[case("She pays $3, then $4", "4")]
+// Scientific notation, and other signs of multiplication.
+#[case("The answer is 2.04e2.", "204")]
+#[case("The answer is 5.0E+1.", "50")]
+#[case("It is 3.2 x 10^1.", "32")]
+#[case("It is 3.2 · 10^1.", "32")]
+#[case("The answer is 3 x 4.", "12")]
+#[case("The answer is 5 million", "5000000")]
+#[case("The answer is 1.5 thousand dollars.", "1500")]
+// Mixed numbers and ratios.
+#[case("The answer is 3 1/2.", "7/2")]
+#[case("The answer is 6:4.", "3/2")]
+// Several numbers.
+#[case("The answer is 16 and 17.", "17, 16")]
+#[case("The answers are 2, 3, and 4.", "2, 3, 4")]
+#[case("The answers are 2 or 3 apples.", "2, 3")]
+#[case("The answer is 18, and 3 are left.", "18")]
+#[case("The answer is 18. 3 of them are red.", "18")]
+#[case("The answer is 18, 3 more than before.", "18")]
+// Units.
+#[case(r"\boxed{12 apples}", "12")]
+#[case(r"\boxed{12 cookies per day}", "12")]
+#[case(r"\boxed{1,200 miles per hour}", "1200")]
+#[case(r"\boxed{12 km/h}", "12")]
+#[case(r"\boxed{12 \text{ km}^2}", "12")]
+#[case(r"\boxed{\text{60 dollars}}", "60")]
+#[case(r"\boxed{45\, \frac{\text{km}}{\text{h}}}", "45")]
+// The mark after an expression is that before the next number.
+#[case("There are 2 + 3\n18 in total", "18")]
+// An announced answer is searched in the text after the announcement.
+#[case(
+    "First 7. The answer is, as I said above in the text that explains each of the steps in detail and at length, 9",
+    "9"
+)]
+#[case("18. I hope that the answer is correct.", "18")]
+#[case("The answer is twice as many, which is 36.", "36")]
+// Amounts in two units.
+#[case("The answer is 3 hours and 20 minutes.", "3 hours and 20 minutes")]
+#[case("The answer is five.", "five")]
 fn equal_answers(#[case] answer: &str, #[case] reference: &str) {
     assert!(matches(answer, reference), "{answer} = {reference}");
 }
@@ -287,6 +357,73 @@ fn equal_answers(#[case] answer: &str, #[case] reference: &str) {
 // Boxes that are corrected.
 #[case("\\boxed{7}\nWait, \\boxed{8}", "7, 8")]
 #[case("\\boxed{7}\nHmm, no, \\boxed{8}", "7,8")]
+// Marks before and after a number.
+#[case("First 7. The answer is _2_.", "7")]
+#[case("First 7.\n__2__", "7")]
+#[case("First 7. The answer is '2'.", "7")]
+#[case("First 7. The answer is ≈ 2", "7")]
+#[case("First $19.\nAnswer: \\$24", "19")]
+#[case("The answer is **4 + 38**.", "4")]
+#[case("First 7. The answer is #2.", "7")]
+// The Unicode minus sign.
+#[case("The answer is −15.", "15")]
+#[case("First 7. The answer is −15.", "7")]
+#[case("The answer is 42 − 3.", "42")]
+// Separators of thousands and decimals.
+#[case("The answer is 1.234,50.", "1.234")]
+#[case("The answer is 1 234,50.", "1234")]
+#[case("The answer is 1.234.567.", "1.234")]
+#[case("The answer is 1.2.3", "1.2")]
+#[case(r"\boxed{1{,}5}", "15")]
+#[case("The answer is $3, $4", "3")]
+// Scientific notation, and other signs of multiplication.
+#[case("The answer is 9.0e1.", "9")]
+#[case("It is 3 x 10^2.", "100")]
+#[case("The answer is 3 x 4.", "3")]
+#[case("The answer is 5 million", "5")]
+#[case("The answer is 16k", "16")]
+// Mixed numbers, ratios, times and dates.
+#[case("The answer is 3½.", "3")]
+#[case("The answer is 3 1/2.", "3")]
+#[case("The answer is 3:1.", "1")]
+#[case("The answer is 12:30.", "12")]
+#[case("The answer is 12:30pm.", "12")]
+#[case("The answer is 31.12.2023", "31.12")]
+#[case("The answer is 5-1-2024", "-2020")]
+// Several numbers.
+#[case("The answer is 16 and 17.", "16")]
+#[case("The answer is 18 or 19.", "18")]
+#[case("The answer is between 18 and 19.", "18")]
+#[case("The answer is 18 to 19.", "18")]
+#[case("The answers are 2, 3, and 4.", "2, 3")]
+#[case("#### 18 or 19 apples", "19")]
+#[case("She has 16 or 17 apples.", "17")]
+#[case("The answer is 7 out of 10.", "7")]
+// Amounts in two units.
+#[case("The answer is 18 dollars and 50 cents.", "18")]
+#[case("The answer is 3 hours and 20 minutes.", "3")]
+#[case("It takes 3 hours 20 minutes.", "20")]
+#[case("It takes 5 feet, 3 inches", "3")]
+// Terms.
+#[case("The answer is 2x.", "2")]
+#[case("The answer is 2x + 3.", "2")]
+#[case("The answer is 4√2.", "4")]
+#[case("The answer is 3π.", "3")]
+#[case("The answer is 3 pi.", "3")]
+#[case("The answer is 2³.", "2")]
+#[case("The answer is 3 + 2i.", "3")]
+#[case("The answer is 3 * x.", "3")]
+// Numbers in words, and words that change a number.
+#[case("First 7. The answer is five.", "7")]
+#[case("The answer is half of 18.", "18")]
+#[case("The answer is more than 18.", "18")]
+#[case("The answer is not 18.", "18")]
+// Units.
+#[case(r"\boxed{3 hours 20 minutes}", "3")]
+#[case(r"\boxed{\text{3 hours 20 minutes}}", "3")]
+#[case(r"\boxed{12 apples}", "12a")]
+// The mark after an expression is that before the next number.
+#[case("There are 2 + 3\n18 in total", "5")]
 fn unequal_answers(#[case] answer: &str, #[case] reference: &str) {
     assert!(!matches(answer, reference), "{answer} = {reference}");
 }
