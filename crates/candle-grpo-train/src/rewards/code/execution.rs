@@ -165,7 +165,7 @@ impl Sandbox {
                 .stdout(Stdio::piped())
                 .stderr(Stdio::piped());
             group.add(&mut command);
-            let child = command.spawn();
+            let child = self.spawn(&mut command);
             let child = child.with_context(|| format!("starting {name:?}"))?;
             let mut running = Running { child, group };
             let events = running.connect(job.input.clone())?;

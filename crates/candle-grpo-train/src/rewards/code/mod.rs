@@ -8,6 +8,7 @@ mod limits;
 mod python;
 mod sandbox;
 mod statements;
+mod system_calls;
 
 use std::fs::File;
 use std::io::Read;

@@ -1,12 +1,16 @@
 //! The isolation of programs, as far as the machine has it.
 
+use std::io;
 use std::path::{Path, PathBuf};
+use std::process::{Child, Command};
+use std::sync::Arc;
 
 use anyhow::{Result, anyhow};
 
 use super::CodeLimits;
 use super::cgroup::Cgroups;
 use super::execution::{End, Job};
+use super::system_calls::Filter;
 use crate::progress::NoProgress;
 
 const ISOLATE: &str = include_str!("isolate.sh");
@@ -42,6 +46,8 @@ enum Isolation {
 #[derive(Debug, Clone)]
 pub(super) struct Sandbox {
     isolation: Isolation,
+    /// The filter of the calls of the kernel; `None` where there is none.
+    filter: Option<Arc<Filter>>,
     pub(super) limits: CodeLimits,
     visible: Vec<PathBuf>,
     pub(super) cgroups: Option<Cgroups>,
@@ -61,8 +67,21 @@ impl Sandbox {
     ///
     /// If not even a program without isolation can be started.
     pub(super) fn probe(limits: CodeLimits, visible: &[PathBuf]) -> Result<Probed> {
+        let filter = Filter::new();
+        let unfiltered = filter.as_ref().err().map(|error| {
+            format!(
+                "all calls of the kernel are open to them, such as io_uring, keyrings and sockets \
+                 of all kinds ({error:#})"
+            )
+        });
+        let probed = |sandbox, lacks: Option<String>| {
+            let lacks: Vec<String> = lacks.into_iter().chain(unfiltered).collect();
+            let lacks = Some(lacks.join("; ")).filter(|lacks| !lacks.is_empty());
+            Ok(Probed { sandbox, lacks })
+        };
         let mut sandbox = Self {
             isolation: Isolation::Missing,
+            filter: filter.ok().map(Arc::new),
             limits,
             visible: visible_paths(visible),
             cgroups: None,
@@ -73,12 +92,7 @@ impl Sandbox {
             sandbox.isolation = isolation;
             sandbox.cgroups = Cgroups::find().filter(|cgroups| sandbox.works_in(cgroups));
             match sandbox.try_start() {
-                Ok(()) if sandbox.limits_processes()? => {
-                    return Ok(Probed {
-                        sandbox,
-                        lacks: None,
-                    });
-                }
+                Ok(()) if sandbox.limits_processes()? => return probed(sandbox, None),
                 Ok(()) => {
                     limited.get_or_insert_with(|| sandbox.clone());
                 }
@@ -89,10 +103,7 @@ impl Sandbox {
         }
         if let Some(sandbox) = limited {
             let lacks = "the number of their processes is not limited".to_owned();
-            return Ok(Probed {
-                sandbox,
-                lacks: Some(lacks),
-            });
+            return probed(sandbox, Some(lacks));
         }
         sandbox.isolation = Isolation::Missing;
         sandbox.cgroups = None;
@@ -109,10 +120,7 @@ impl Sandbox {
              this user, the number of their processes is not limited, and those in another session \
              go on{memory}; namespaces do not work here{reason}"
         );
-        Ok(Probed {
-            sandbox,
-            lacks: Some(lacks),
-        })
+        probed(sandbox, Some(lacks))
     }
 
     fn works_in(&self, cgroups: &Cgroups) -> bool {
@@ -171,6 +179,14 @@ impl Sandbox {
             trial.run(&job, &NoProgress)?.end,
             End::Exited(true)
         ))
+    }
+
+    /// Starts a line of [`Self::command_line`].
+    pub(super) fn spawn(&self, command: &mut Command) -> io::Result<Child> {
+        match &self.filter {
+            Some(filter) => filter.spawn(command),
+            None => command.spawn(),
+        }
     }
 
     /// Returns true if nothing that a program has started can outlive it.

@@ -10,6 +10,7 @@ use std::time::Instant;
 use candle_grpo_test_support::WATCHDOG;
 use candle_grpo_train::rewards::CodeReward;
 use candle_grpo_train::{Interrupted, Progress, RewardFunction};
+use nix::libc;
 use serde_json::{Value, json};
 
 use super::{NEVER, Witness, fenced, isolated, score, scores};
@@ -562,6 +563,82 @@ fn a_program_cannot_make_user_namespaces() {
         &reward,
         "import os\nuser = os.getuid()\nrights = open('/proc/self/status').read()",
         "assert user in (0, 65534) and 'CapEff:\\t0000000000000000' in rights",
+    );
+}
+
+/// The calls that programs must not make, as a condition of Python: each fails with `EPERM`, also
+/// by its number of the x32 ABI.
+pub(super) fn kernel_calls_are_refused() -> (String, String) {
+    let calls = [
+        libc::SYS_io_uring_setup,
+        libc::SYS_io_uring_enter,
+        libc::SYS_io_uring_register,
+        libc::SYS_add_key,
+        libc::SYS_request_key,
+        libc::SYS_keyctl,
+        libc::SYS_bpf,
+        libc::SYS_perf_event_open,
+        libc::SYS_userfaultfd,
+    ];
+    let families = [
+        libc::AF_NETLINK,
+        libc::AF_PACKET,
+        libc::AF_ALG,
+        libc::AF_VSOCK,
+        libc::AF_KEY,
+        libc::AF_TIPC,
+        libc::AF_BLUETOOTH,
+        libc::AF_CAN,
+    ];
+    let x32 = match cfg!(target_arch = "x86_64") {
+        true => "1 << 30",
+        false => "0",
+    };
+    let program = format!(
+        "
+import ctypes, errno
+kernel = ctypes.CDLL(None, use_errno=True).syscall
+def refused(call, *arguments):
+    ctypes.set_errno(0)
+    result = kernel(ctypes.c_long(call), *map(ctypes.c_long, arguments))
+    return result == -1 and ctypes.get_errno() == errno.EPERM
+made = [call for call in {calls:?} if not (refused(call, 0, 0, 0) and refused(call | {x32}, 0, 0, 0))]
+for call in {sockets:?}:
+    # The kernel reads the lower half of the family alone.
+    for family in [*{families:?}, 1 << 30, (1 << 32) + 16]:
+        made += [] if refused(call, family, 2, 0) and refused(call | {x32}, family, 2, 0) else [family]
+",
+        sockets = [libc::SYS_socket, libc::SYS_socketpair],
+    );
+    (program, "assert made == [], made".to_owned())
+}
+
+#[test]
+fn a_program_has_no_io_uring_no_keys_and_no_odd_sockets() {
+    let Some(reward) = small(NEVER, json!({})) else {
+        return;
+    };
+    let (program, test) = kernel_calls_are_refused();
+    passes(&reward, &program, &test);
+    // What programs use still works.
+    let usual = "
+import asyncio, socket, subprocess
+a, b = socket.socketpair()
+a.send(b'x')
+read = b.recv(1)
+for family in (socket.AF_UNIX, socket.AF_INET):
+    socket.socket(family).close()
+try:
+    socket.socket(socket.AF_INET6).close()
+except OSError as error:
+    assert not isinstance(error, PermissionError)
+slept = asyncio.run(asyncio.sleep(0, 'slept'))
+said = subprocess.run(['echo', 'said'], capture_output=True, text=True).stdout
+";
+    passes(
+        &reward,
+        usual,
+        "assert (read, slept, said) == (b'x', 'slept', 'said\\n')",
     );
 }
 

@@ -5,6 +5,7 @@ use std::process::{Command, Stdio};
 use candle_grpo_test_support::is_long;
 use serde_json::json;
 
+use super::hostile::kernel_calls_are_refused;
 use super::{NEVER, is_isolated, score, with_options};
 
 const PART: &str = "CANDLE_GRPO_TEST_CODE";
@@ -76,6 +77,7 @@ fn limits_hold_for_users_without_rights() {
         "hostile::there_is_no_network",
         "hostile::nothing_outlives",
         "hostile::a_program_has_no_rights",
+        "hostile::a_program_has_no_io_uring",
     ];
     let all = ["code_reward::hostile"];
     let tests = if is_long() { &all[..] } else { &few };
@@ -117,8 +119,11 @@ fn a_machine_without_namespaces_warns_and_keeps_other_limits() {
         lacks.contains("use the network") && lacks.contains("namespaces do not work here"),
         "{lacks}"
     );
+    assert!(!lacks.contains("io_uring"), "{lacks}");
     let right = "def f(n):\n    return n + 1";
+    let (calls, refused) = kernel_calls_are_refused();
     for (program, test, expected) in [
+        (calls.as_str(), refused.as_str(), 1.),
         (right, "assert f(1) == 2", 1.),
         (right, "assert f(1) == 3", 0.),
         ("while True:\n    pass", "assert True", 0.),
