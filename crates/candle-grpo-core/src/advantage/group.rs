@@ -155,7 +155,7 @@ impl GroupAdvantage {
         let batch = AdvantageBatch::without_rewards(groups.into());
         let rewards = rewards.into_rewards()?;
         let advantages = function.estimate_from(&rewards, &batch)?.advantages;
-        to_result_dtype(&advantages, rewards.result_dtype)
+        to_result_dtype("advantage", &advantages, rewards.result_dtype)
     }
 
     /// Computes mean, standard deviation and spread of each group of `rewards`, for filters and
@@ -453,7 +453,7 @@ impl AdvantageEstimator for GroupAdvantage {
         let rewards = batch.sequence_rewards()?;
         let wide = self.estimate_from(&rewards, batch)?;
         Ok(Advantages {
-            advantages: to_result_dtype(&wide.advantages, rewards.result_dtype)?,
+            advantages: to_result_dtype("advantage", &wide.advantages, rewards.result_dtype)?,
             ..wide
         })
     }

@@ -11,7 +11,9 @@ use super::{
 use crate::dtype::arithmetic_dtype;
 use crate::mask::Mask;
 use crate::metrics::Metrics;
-use crate::rewards::{NonFinite, RewardTensor, check_all_finite, check_finite_tokens, combine};
+use crate::rewards::{
+    NonFinite, RewardTensor, check_all_finite, check_finite_tokens, combine, to_result_dtype,
+};
 use crate::validate::{self, Checked, Invalid};
 
 /// Baseline that is subtracted from the return of a token.
@@ -200,8 +202,8 @@ impl TokenAdvantage {
             advantages = clip_tokens("advantage_clip", &advantages, clip, &mask, &mut metrics)?;
         }
         Ok(Advantages {
-            advantages: advantages.to_dtype(result_dtype)?,
-            returns: Some(returns.to_dtype(result_dtype)?),
+            advantages: to_result_dtype("advantage", &advantages, result_dtype)?,
+            returns: Some(to_result_dtype("return", &returns, result_dtype)?),
             metrics,
         })
     }

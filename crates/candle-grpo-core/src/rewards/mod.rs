@@ -145,19 +145,28 @@ pub(crate) fn check_magnitude(name: &str, rewards: &Tensor) -> Result<()> {
     }
 }
 
-/// Converts advantages to the dtype of results.
+/// Converts advantages or returns, `[B]` or `[B, T]`, to the dtype of results. `name` is that of
+/// one of them. NaN, which other inputs than rewards can have, stays NaN.
 ///
 /// # Errors
 ///
 /// Fails if one of them is too large for `dtype`, on the CPU.
-pub(crate) fn to_result_dtype(advantages: &Tensor, dtype: DType) -> Result<Tensor> {
-    let result = advantages.to_dtype(dtype)?;
-    if result.device().is_cpu()
-        && let Some((index, value)) = first_unset(&result, &finite_mask(&result)?)?
-    {
+pub(crate) fn to_result_dtype(name: &str, values: &Tensor, dtype: DType) -> Result<Tensor> {
+    let result = values.to_dtype(dtype)?;
+    if !result.device().is_cpu() {
+        return Ok(result);
+    }
+    let host = |x: &Tensor| x.flatten_all()?.to_dtype(DType::F64)?.to_vec1::<f64>();
+    let (exact, rounded) = (host(values)?, host(&result)?);
+    let mut pairs = exact.iter().zip(&rounded);
+    if let Some(index) = pairs.position(|(x, rounded)| !x.is_nan() && !rounded.is_finite()) {
+        let value = rounded[index];
+        let place = match *result.dims() {
+            [_, tokens] => format!("row {} in column {}", index / tokens, index % tokens),
+            _ => place(&result, index),
+        };
         bail!(
-            "rewards: the advantage of {} is {value} in {}, the rewards must be smaller",
-            place(&result, index),
+            "rewards: the {name} of {place} is {value} in {}, the rewards must be smaller",
             dtype.as_str()
         );
     }

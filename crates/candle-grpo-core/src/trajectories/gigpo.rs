@@ -10,7 +10,7 @@ use crate::advantage::{
 use crate::dtype::for_statistics;
 use crate::groups::{GroupLayout, Groups};
 use crate::metrics::Metrics;
-use crate::rewards::{combine, mark_missing};
+use crate::rewards::{combine, mark_missing, to_result_dtype};
 use crate::trajectories::{Steps, numbered};
 use crate::validate::{self, Checked};
 
@@ -184,7 +184,7 @@ impl AdvantageEstimator for Gigpo {
         let advantages =
             ((episode * self.episode_weight)? + (step.advantages * self.step_weight)?)?;
         Ok(Advantages {
-            advantages: advantages.to_dtype(rewards.result_dtype)?,
+            advantages: to_result_dtype("advantage", &advantages, rewards.result_dtype)?,
             returns: None,
             metrics,
         })

@@ -7,6 +7,7 @@ use candle_grpo_core::advantage::{
 use candle_grpo_core::rewards::{
     NonFinite, NormLevel, OverlongPenalty, RewardNorm, RunningMoments, RunningState,
 };
+use candle_grpo_core::trajectories::{Gigpo, Steps};
 use candle_grpo_core::{
     AdvantageBatch, AdvantageConfig, AdvantageEstimator, AdvantageName, AdvantagePipeline,
     Baseline, CostPenalty, Costs, GroupAdvantage, Groups, Kl, KlEstimator, KlGradient, KlPenalty,
@@ -129,6 +130,60 @@ fn rewards_whose_differences_overflow_are_named() -> Result<()> {
     let batch = AdvantageBatch::from_token_rewards(&token_rewards, &mask);
     let error = message(TokenAdvantage::default().estimate(&batch));
     assert!(error.starts_with("token_rewards: "), "{error}");
+    Ok(())
+}
+
+#[test]
+fn advantages_and_returns_that_overflow_in_the_dtype_of_results_are_named() -> Result<()> {
+    let cpu = Device::Cpu;
+    let error = |name: &str, place: &str| {
+        format!("rewards: the {name} of {place} is inf in f32, the rewards must be smaller")
+    };
+    // A return is the sum of two.
+    let token_rewards = Tensor::new(&[[0f32, 0.], [3e38, 3e38]], &cpu)?;
+    let mask = Tensor::ones((2, 2), DType::U8, &cpu)?;
+    let batch = AdvantageBatch::from_token_rewards(&token_rewards, &mask);
+    let tokens = TokenAdvantage::default();
+    let expected = error("advantage", "row 1 in column 0");
+    assert_eq!(message(tokens.estimate(&batch)), expected);
+    let clipped = TokenAdvantage {
+        advantage_clip: Some(1.),
+        ..tokens
+    };
+    let expected = error("return", "row 1 in column 0");
+    assert_eq!(message(clipped.estimate(&batch)), expected);
+    // The score of a trajectory is the sum of two.
+    let rewards = tensor(&[3e38, 3e38, -3e38, -3e38], &cpu);
+    let steps = Steps::new(2, 1);
+    let batch = AdvantageBatch::new(&rewards, 4).steps(&steps);
+    let mut gigpo = Gigpo::default();
+    assert!(gigpo.estimate(&batch).is_ok());
+    gigpo.normalization.scale = Scale::None;
+    assert_eq!(
+        message(gigpo.estimate(&batch)),
+        error("advantage", "sample 0")
+    );
+    Ok(())
+}
+
+#[test]
+fn log_probs_that_are_nan_are_no_fault_of_the_rewards() -> Result<()> {
+    let cpu = Device::Cpu;
+    let (rewards, mask) = (
+        tensor(&[1., 0.], &cpu),
+        Tensor::ones((2, 2), DType::U8, &cpu)?,
+    );
+    let log_probs = Tensor::new(&[[-1f32, f32::NAN], [-1., -1.]], &cpu)?;
+    let batch = AdvantageBatch::new(&rewards, 2)
+        .response_mask(&mask)
+        .old_log_probs(&log_probs)
+        .ref_log_probs(&log_probs);
+    let penalized = TokenAdvantage {
+        kl_penalty: Some(KlPenalty::default()),
+        ..TokenAdvantage::default()
+    };
+    let advantages = numbers(&penalized.estimate(&batch)?.advantages)?;
+    assert!(advantages[0].is_nan());
     Ok(())
 }
 
