@@ -64,6 +64,8 @@ pub(super) fn rows(file: &Arc<Path>, text: &str, separator: u8, limit: usize) ->
 
 /// Checks the fields in quotation marks. The reader would join a text after one to the field, and
 /// the rest of the file to one that is not closed. An error has its line.
+///
+/// Spaces and tabs after one are joined to the field, as Python's `csv` and pandas do.
 fn check_quotes(text: &[u8], separator: u8) -> Result<(), (usize, String)> {
     let ends = |byte: u8| byte == separator || matches!(byte, b'\r' | b'\n');
     let line_of = |at: usize| 1 + newlines(&text[..at]);
@@ -86,6 +88,8 @@ fn check_quotes(text: &[u8], separator: u8) -> Result<(), (usize, String)> {
                 }
                 end += 1;
             }
+            let blank = |byte: &&u8| matches!(byte, b' ' | b'\t') && !ends(**byte);
+            end += text[end..].iter().take_while(blank).count();
             if text.get(end).is_some_and(|&byte| !ends(byte)) {
                 let message = format!(
                     "a text follows the quotation mark that closes the field of line {}; in such a field a quotation mark must be doubled",

@@ -59,7 +59,7 @@ fn csv_rows_have_the_names_of_the_first_line_and_their_own_lines() {
     "data.csv:3: a text follows the quotation mark that closes the field of line 2"
 )]
 #[case(
-    "a,b\n\"1\" ,2\n",
+    "a,b\n\"1\" x,2\n",
     "data.csv:2: a text follows the quotation mark that closes the field of line 2"
 )]
 #[case(
@@ -88,6 +88,7 @@ fn a_csv_file_that_is_not_valid_names_its_line(#[case] text: &str, #[case] words
 #[case("prompt,answer\n5\"\" x,\"\"\"y\"\n \"z\" ,6\"\r\n", [("5\"\" x", "\"y"), (" \"z\" ", "6\"")])]
 #[case("prompt,answer\n\"a\nb\",\"\"\nc,\"d\"", [("a\nb", ""), ("c", "d")])]
 #[case("\"prompt\",answer\r\n\"a;b\",|\n;,c\n", [("a;b", "|"), (";", "c")])]
+#[case("prompt,answer\n\"a\" ,\"5\" \r\n\"b\"\t ,\"6\"\t", [("a ", "5 "), ("b\t ", "6\t")])]
 fn quotation_marks_of_csv_are_read_as_python_does(
     #[case] text: &str,
     #[case] rows: [(&str, &str); 2],
