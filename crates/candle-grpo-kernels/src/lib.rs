@@ -144,7 +144,8 @@ pub use gated_delta_rule::{DeltaHeads, gated_delta_rule, gated_delta_rule_gradie
 pub use gradient_norm::{scale_gradients, squared_gradient_norms};
 pub use head_transform::{HeadNorms, HeadTransform};
 pub use linear_log_prob::{
-    CUDA_KEPT_LOGITS, CUDA_TILE_LOGITS, LinearGradients, LinearLogProb, linear_log_prob,
+    CUDA_KEPT_LOGITS, CUDA_TILE_COLUMNS, CUDA_TILE_LOGITS, LinearGradients, LinearLogProb,
+    linear_log_prob,
 };
 pub use linear_rows::{linear_rows, packed_linear_rows};
 pub use log_prob::{LogProbOptions, TokenLogProbs, log_prob, log_prob_gradient};

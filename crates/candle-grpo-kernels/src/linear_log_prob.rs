@@ -14,8 +14,10 @@ use crate::precision::arithmetic_dtype;
 use crate::{check, composed, cpu, path};
 
 /// The number of logits of a tile on CUDA: 256 MiB of f32, for efficient products. Tiles of more
-/// than 65,536 rows are larger, because a tile has at least 1024 columns.
+/// than 65,536 rows are larger, because a tile has at least [`CUDA_TILE_COLUMNS`].
 pub const CUDA_TILE_LOGITS: usize = 1 << 26;
+/// The fewest columns of a tile on CUDA, unless the vocabulary is smaller.
+pub const CUDA_TILE_COLUMNS: usize = 1024;
 /// The most logits that CUDA keeps for the backward pass: 2 GiB of f32.
 pub const CUDA_KEPT_LOGITS: usize = 1 << 29;
 

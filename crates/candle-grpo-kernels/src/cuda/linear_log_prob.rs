@@ -15,7 +15,7 @@ use super::matmul::{Matrix, matmul, product};
 use super::{CudaElement, In, Out, alloc, as_tensor, grid, kernels, with_cuda_floats};
 use crate::cpu::linear_log_prob::Wanted;
 use crate::cpu::with_element;
-use crate::linear_log_prob::{CUDA_KEPT_LOGITS, CUDA_TILE_LOGITS, KeptLogits};
+use crate::linear_log_prob::{CUDA_KEPT_LOGITS, CUDA_TILE_COLUMNS, CUDA_TILE_LOGITS, KeptLogits};
 use crate::log_prob::{Backward, Rows, rows_and_width};
 
 /// Numbers of logits.
@@ -31,7 +31,7 @@ struct Tiling {
 
 const TILING: Tiling = Tiling {
     tile: CUDA_TILE_LOGITS,
-    min_columns: 1024,
+    min_columns: CUDA_TILE_COLUMNS,
     kept: CUDA_KEPT_LOGITS,
 };
 

@@ -2,7 +2,9 @@
 
 use anyhow::Result;
 use candle_core::{DType, Shape};
-use candle_grpo_kernels::{CUDA_KEPT_LOGITS, CUDA_TILE_LOGITS, cuda_is_enabled};
+use candle_grpo_kernels::{
+    CUDA_KEPT_LOGITS, CUDA_TILE_COLUMNS, CUDA_TILE_LOGITS, cuda_is_enabled,
+};
 use candle_grpo_loss::logits_of_chunk;
 use candle_grpo_nn::optim::StateForm;
 use candle_grpo_nn::{BaseWeights, DecoderConfig, LoraConfig};
@@ -21,7 +23,8 @@ const WORKSPACE: usize = 64 << 20;
 /// a tile of them, the gradient of the tile in a dtype of half the size, and buffers.
 fn cuda_logits(tokens: usize, vocab_size: usize) -> usize {
     let logits = tokens.saturating_mul(vocab_size);
-    let tile = logits.min(CUDA_TILE_LOGITS);
+    let least = tokens.saturating_mul(CUDA_TILE_COLUMNS);
+    let tile = logits.min(CUDA_TILE_LOGITS.max(least));
     4 * logits.min(CUDA_KEPT_LOGITS) + 4 * tile + 2 * tile + WORKSPACE
 }
 
@@ -339,8 +342,12 @@ mod tests {
         // The gradient of the output layer, and its sum with the one before.
         let gradients = 2 * 4 * 50_000 * 64;
         assert_eq!(more(100, 200, |plan| plan.training)?, few + gradients);
-        // Those of 100,000 tokens are beyond all bounds: 2048 + 256 + 128 MiB.
+        // Those of 65,536 tokens are beyond all bounds: 2048 + 256 + 128 MiB.
         let most = (2496 << 20) - BUFFERS;
+        assert_eq!(more(65_536, 65_536, |plan| plan.activations)?, most);
+        // But a tile has 1024 columns of any number of rows.
+        let tile = 100_000 * 1024 * (4 + 2);
+        let most = (2048 << 20) + tile + (64 << 20) - BUFFERS;
         assert_eq!(more(100_000, 100_000, |plan| plan.activations)?, most);
         Ok(())
     }
