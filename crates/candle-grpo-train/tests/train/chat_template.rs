@@ -528,3 +528,24 @@ fn a_chat_with_tools_has_the_template_tool_use() -> Result<()> {
     assert_eq!(names, ["rag", "tool_use"]);
     Ok(())
 }
+
+#[rstest]
+#[case(
+    "a\n{% if %}",
+    "tool_use: chat template, line 2: unexpected end of block"
+)]
+#[case("{% generation %}a", "tool_use: chat template")]
+fn a_template_of_tools_that_is_not_valid_is_an_error_of_chats_with_tools(
+    #[case] source: &str,
+    #[case] error: &str,
+) -> Result<()> {
+    let template = ChatTemplate::new("{{ messages[0].content }}")?
+        .with_named("tool_use", source)?
+        .with_named("rag", source)?;
+    assert_eq!(template.render(&chat())?, "one");
+    let with_tools = chat().tools(json!([{"name": "f"}]));
+    let found = template.render(&with_tools).unwrap_err().to_string();
+    assert!(found.starts_with(error), "{found}");
+    assert!(template.with_named("default", source).is_err());
+    Ok(())
+}

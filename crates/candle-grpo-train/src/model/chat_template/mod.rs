@@ -84,8 +84,9 @@ pub struct ChatTemplate {
 #[derive(Debug, Clone)]
 struct Source {
     text: String,
-    /// The markers of generation blocks; `None` without such blocks.
-    marks: Option<Marks>,
+    /// The markers of generation blocks, `None` without such blocks; or why the template is not
+    /// valid.
+    marks: Result<Option<Marks>, String>,
 }
 
 /// The text of a rendered chat.
@@ -152,25 +153,33 @@ impl ChatTemplate {
         template.with_named(DEFAULT, source)
     }
 
-    /// Adds a template by its name. `tool_use` is for chats with tools. Others are not compiled,
-    /// and only kept in [`Self::named`].
+    /// Adds a template by its name. `tool_use` is for chats with tools, and if it is not valid,
+    /// these have its error. Others are not compiled, and only kept in [`Self::named`].
     ///
     /// # Errors
     ///
-    /// As in [`Self::new`].
+    /// As in [`Self::new`], for the name `default`.
     pub fn with_named(mut self, name: &str, source: &str) -> Result<Self> {
         let text = source.replace("\r\n", "\n").replace('\r', "\n");
-        let marks = Marks::absent_from(&text)?;
-        let plain = marks.replace_tags(&text)?;
-        let marks = (plain != text).then_some(marks);
-        if [DEFAULT, TOOL_USE].contains(&name) {
-            self.environment
-                .add_template_owned(name.to_owned(), plain)
-                .map_err(readable)?;
-        }
+        let marks = match name {
+            DEFAULT => Ok(self.compile(name, &text)?),
+            TOOL_USE => self.compile(name, &text).map_err(|error| error.to_string()),
+            _ => Ok(None),
+        };
         self.templates
             .insert(name.to_owned(), Source { text, marks });
         Ok(self)
+    }
+
+    /// Compiles a template. Returns the markers of its generation blocks, if it has any.
+    fn compile(&mut self, name: &str, text: &str) -> Result<Option<Marks>> {
+        let marks = Marks::absent_from(text)?;
+        let plain = marks.replace_tags(text)?;
+        let has_blocks = plain != text;
+        self.environment
+            .add_template_owned(name.to_owned(), plain)
+            .map_err(readable)?;
+        Ok(has_blocks.then_some(marks))
     }
 
     /// Sets `bos_token`, `eos_token`, `unk_token` and `pad_token` to the texts of these tokens.
@@ -273,13 +282,15 @@ impl ChatTemplate {
     pub fn render_with_assistant(&self, chat: &Chat) -> Result<RenderedChat> {
         let context = chat.context(&self.special_tokens, &self.variables);
         let (name, source) = self.template_of(chat).context("chat template: absent")?;
+        let marks = source.marks.as_ref();
+        let marks = marks.map_err(|error| anyhow!("{name}: {error}"))?;
         let template = self.environment.get_template(name).map_err(readable)?;
         let mut text = Bounded(Vec::new());
         template
             .render_captured_to(context, &mut text)
             .map_err(readable)?;
         let text = String::from_utf8(text.0)?;
-        match &source.marks {
+        match marks {
             Some(marks) => marks.take_out(&text),
             None => Ok(RenderedChat {
                 text,
@@ -297,7 +308,7 @@ impl ChatTemplate {
     /// `{% generation %}`.
     pub fn has_generation_blocks(&self, chat: &Chat) -> bool {
         let source = self.template_of(chat);
-        source.is_some_and(|(_, source)| source.marks.is_some())
+        source.is_some_and(|(_, source)| matches!(source.marks, Ok(Some(_))))
     }
 }
 
