@@ -2,9 +2,7 @@
 
 use anyhow::Result;
 use candle_core::{DType, Shape};
-use candle_grpo_kernels::{
-    CUDA_KEPT_LOGITS, CUDA_TILE_COLUMNS, CUDA_TILE_LOGITS, cuda_is_enabled,
-};
+use candle_grpo_kernels::{CUDA_KEPT_LOGITS, CUDA_TILE_COLUMNS, CUDA_TILE_LOGITS, cuda_is_enabled};
 use candle_grpo_loss::logits_of_chunk;
 use candle_grpo_nn::optim::StateForm;
 use candle_grpo_nn::{BaseWeights, DecoderConfig, LoraConfig};
