@@ -44,7 +44,8 @@ pub fn cuda_device_count() -> Result<usize> {
 }
 
 /// Returns whether this process computes on CUDA devices: in a build with the feature `cuda`,
-/// unless the variable `CUDA_VISIBLE_DEVICES` hides all of them. It does so if it is empty, or -1.
+/// unless the variable `CUDA_VISIBLE_DEVICES` hides all of them. It does so if it is empty, or
+/// begins with -1 or `NoDevFiles`.
 ///
 /// ```
 /// if candle_grpo_kernels::cuda_is_enabled() {
@@ -58,7 +59,9 @@ pub fn cuda_is_enabled() -> bool {
 }
 
 fn hides_all(devices: &OsStr) -> bool {
-    matches!(devices.to_string_lossy().trim(), "" | "-1")
+    let devices = devices.to_string_lossy();
+    let first = devices.split(',').next().unwrap_or_default();
+    matches!(first.trim(), "" | "-1" | "NoDevFiles")
 }
 
 /// Returns the first CUDA device if [`cuda_is_enabled`], and the CPU otherwise.
@@ -87,7 +90,7 @@ mod tests {
 
     #[rstest]
     fn an_empty_list_of_devices_hides_all(
-        #[values(("", true), (" ", true), ("-1", true), ("0", false), ("1,0", false), ("GPU-8932f937", false))]
+        #[values(("", true), (" ", true), ("-1", true), ("-1,0", true), ("NoDevFiles", true), ("0", false), ("1,0", false), ("GPU-8932f937", false))]
         case: (&str, bool),
     ) {
         assert_eq!(hides_all(OsStr::new(case.0)), case.1);

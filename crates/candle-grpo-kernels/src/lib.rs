@@ -68,7 +68,8 @@
 //! - An error names the argument, its value and the requirement.
 //! - [`ensure_gradients`] and [`ensure_reached`] name the variables that a loss does not reach.
 //! - [`default_device`] and [`cuda_device`] open a GPU, with one stream for all threads.
-//!   [`cuda_device_count`] is the number of GPUs.
+//!   [`cuda_device_count`] is the number of GPUs. [`cuda_is_enabled`] is true in a process that
+//!   computes on them.
 //!
 //! # Implementations
 //!

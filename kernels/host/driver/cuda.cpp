@@ -186,9 +186,9 @@ bool is_lazy() {
 
 int device_count() {
     static const unsigned count = [] {
-        // An empty list hides all devices, as in NVIDIA's driver.
+        // An empty list hides all devices, and so does -1 as the first one, as in NVIDIA's driver.
         const char* visible = getenv("CUDA_VISIBLE_DEVICES");
-        if (visible != nullptr && *visible == 0) return 0u;
+        if (visible != nullptr && (*visible == 0 || strncmp(visible, "-1", 2) == 0)) return 0u;
         return std::min(std::max(variable("CUDA_ON_HOST_DEVICES"), 1u), most_devices);
     }();
     return (int)count;
@@ -305,6 +305,12 @@ size_t pages(size_t bytes) { return (bytes + page - 1) / page; }
 // An allocation ends at an inaccessible page, up to the alignment of 16 bytes.
 size_t rounded(size_t bytes) { return (bytes + 15) / 16 * 16; }
 
+void protect(void* start, size_t bytes, int access) {
+    if (mprotect(start, bytes, access) == 0) return;
+    perror("cuda_host: the access to memory");
+    abort();
+}
+
 CUresult allocate(CUdeviceptr* pointer, size_t bytes, int device) {
     if (bytes == 0) return refuse(INVALID_VALUE, "cuMemAlloc of 0 bytes");
     if (devices[device].used_bytes + bytes > total_memory) return OUT_OF_MEMORY;
@@ -313,7 +319,7 @@ CUresult allocate(CUdeviceptr* pointer, size_t bytes, int device) {
     if (count <= few_pages && freed_of[count].size() >= graveyard_of_size) {
         char* first = (char*)freed_of[count].front();
         freed_of[count].pop_front();
-        mprotect(first, count * page, PROT_READ | PROT_WRITE);
+        protect(first, count * page, PROT_READ | PROT_WRITE);
         start = first + count * page - rounded(bytes);
     } else {
         start = cuda_host_buffer(rounded(bytes));
@@ -340,7 +346,7 @@ void release(CUdeviceptr pointer) {
     void* start = (char*)pointer + rounded(bytes) - whole;
     devices[found->second.device].used_bytes -= bytes;
     memory.erase(found);
-    mprotect(start, whole, PROT_NONE);
+    protect(start, whole, PROT_NONE);
     if (count <= few_pages) {
         freed_of[count].push_back(start);
         return;

@@ -2,6 +2,8 @@
 
 use std::ffi::{CStr, c_char, c_void};
 
+use crate::devices::is_on_cuda;
+
 /// The calls of the current thread, counted by the emulation of the driver on the CPU
 /// (`kernels/host/driver`).
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -62,11 +64,15 @@ impl CudaCalls {
     }
 }
 
-/// Asks the emulation for a count. It exports a function that a real driver does not have.
+/// Asks the emulation for a count. It exports a function that a real driver does not have. Tests on
+/// the CPU may have the emulation, too, and do not use it.
 #[allow(unsafe_code)]
 fn count(name: &CStr) -> Option<u64> {
     unsafe extern "C" {
         fn dlsym(library: *mut c_void, name: *const c_char) -> *mut c_void;
+    }
+    if !is_on_cuda() {
+        return None;
     }
     // SAFETY: a null handle searches all loaded libraries, and the name is a C string.
     let function = unsafe { dlsym(std::ptr::null_mut(), c"cuda_host_calls".as_ptr()) };

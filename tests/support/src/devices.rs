@@ -18,8 +18,11 @@ static TURN: Mutex<()> = Mutex::new(());
 ///
 /// From the moment that a test is on the GPU until its end, other tests wait for it.
 pub fn devices() -> impl Iterator<Item = &'static Device> {
-    let cpu = (!is_on_cuda()).then_some(&CPU);
-    [cpu, cuda().ok()].into_iter().flatten().inspect(|device| {
+    let (cpu, gpu) = match is_on_cuda() {
+        true => (None, Some(must_have_cuda())),
+        false => (Some(&CPU), cuda().ok()),
+    };
+    [cpu, gpu].into_iter().flatten().inspect(|device| {
         if device.is_cuda() {
             take_turn();
         }
@@ -50,10 +53,15 @@ pub fn device() -> &'static Device {
         return &CPU;
     }
     take_turn();
+    must_have_cuda()
+}
+
+fn must_have_cuda() -> &'static Device {
     cuda().unwrap_or_else(|reason| panic!("CANDLE_GRPO_TEST_DEVICE: {reason}"))
 }
 
-fn is_on_cuda() -> bool {
+/// Returns whether the tests are those of a GPU.
+pub(crate) fn is_on_cuda() -> bool {
     match std::env::var("CANDLE_GRPO_TEST_DEVICE").as_deref() {
         Err(_) | Ok("cpu") => false,
         Ok("cuda") => true,

@@ -159,7 +159,7 @@ pub(crate) fn to_result_dtype(name: &str, values: &Tensor, dtype: DType) -> Resu
     let host = |x: &Tensor| x.flatten_all()?.to_dtype(DType::F64)?.to_vec1::<f64>();
     let (exact, rounded) = (host(values)?, host(&result)?);
     let mut pairs = exact.iter().zip(&rounded);
-    if let Some(index) = pairs.position(|(x, rounded)| !x.is_nan() && !rounded.is_finite()) {
+    if let Some(index) = pairs.position(|(x, rounded)| x.is_finite() && !rounded.is_finite()) {
         let value = rounded[index];
         let place = match *result.dims() {
             [_, tokens] => format!("row {} in column {}", index / tokens, index % tokens),

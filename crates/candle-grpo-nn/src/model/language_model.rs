@@ -41,7 +41,7 @@ pub trait LanguageModel {
     ///
     /// The provided implementation has no cache: a step is a pass over all tokens of all
     /// sequences. A model with a cache returns [`SequenceStates`], whose step computes the new
-    /// tokens only.
+    /// tokens only. The step applies [`Self::logit_cap`] to its logits, if there is one.
     ///
     /// # Errors
     ///

@@ -78,7 +78,8 @@ pub trait ModelConfig: Clone + Serialize + Send + Sync + 'static {
     /// Builds the model from the weights of `vb`, by name.
     ///
     /// The policy that trains has variables, whose updates change the model. Sampler and reference
-    /// have detached tensors, which record no graph.
+    /// have detached tensors, which record no graph. Keep the tensors of `vb` as they are, and
+    /// transform them in the forward pass: a copy that is made here never changes.
     ///
     /// # Errors
     ///

@@ -33,10 +33,23 @@ pub(crate) fn check_names<S, T>(
     surplus.sort();
     if !missing.is_empty() || !surplus.is_empty() {
         bail!(
-            "{argument}: missing {missing:?}, surplus {surplus:?}, must have exactly the names of the parameters"
+            "{argument}: missing {}, surplus {}, must have exactly the names of the parameters",
+            listed(&missing),
+            listed(&surplus)
         );
     }
     Ok(())
+}
+
+/// The first names, and the number of the others.
+fn listed(names: &[&String]) -> String {
+    const MOST: usize = 8;
+    match names.split_at_checked(MOST) {
+        Some((first, others)) if !others.is_empty() => {
+            format!("{first:?} and {} more", others.len())
+        }
+        _ => format!("{names:?}"),
+    }
 }
 
 /// Checks that the headers of files have exactly the names and shapes of the parameters, beside

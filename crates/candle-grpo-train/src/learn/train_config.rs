@@ -333,6 +333,12 @@ impl TrainConfig {
             check::check(dtype == ComputeDType::F32, name, check::Name(&dtype), must)?;
         }
         check::check(
+            self.router_aux_loss_coef == 0.,
+            "router_aux_loss_coef",
+            self.router_aux_loss_coef,
+            "be 0 for a custom model, whose experts are not known",
+        )?;
+        check::check(
             self.rollout.engine == Engine::Local,
             "rollout.engine",
             check::Name(&self.rollout.engine),
