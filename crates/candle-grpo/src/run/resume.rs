@@ -12,6 +12,7 @@ use candle_grpo_train::{ComputeDType, Pretrained, RunDir, StepMetrics, Trainer};
 use serde_json::{Map, Value};
 
 use super::folder::Start;
+use crate::config::{RunConfig, SftRunConfig};
 
 const CONFIG: &str = "config.json";
 const INPUTS: &str = "inputs.json";
@@ -32,6 +33,10 @@ pub trait RunTrainer {
     /// Settings that may change when a run resumes.
     const MAY_CHANGE: &'static [&'static str];
 
+    /// Reads the settings that a run has written to `file`, with the defaults of the keys that they
+    /// lack; `None` if this version cannot read them.
+    fn settings(file: &Path) -> Option<Value>;
+
     fn steps(&self) -> usize;
     fn ranks(&self) -> &Ranks;
     fn load_state(&mut self, folder: &Path) -> Result<()>;
@@ -48,10 +53,14 @@ pub trait RunTrainer {
 
 /// Implements [`RunTrainer`] by the methods of the same names.
 macro_rules! run_trainer {
-    ($trainer:ty, $record:ty, $may_change:expr) => {
+    ($trainer:ty, $record:ty, $config:ty, $may_change:expr) => {
         impl RunTrainer for $trainer {
             type Record = $record;
             const MAY_CHANGE: &'static [&'static str] = &$may_change;
+
+            fn settings(file: &Path) -> Option<Value> {
+                <$config>::read(file).ok()?.to_value().ok()
+            }
 
             fn steps(&self) -> usize {
                 Self::steps(self)
@@ -93,6 +102,7 @@ macro_rules! run_trainer {
 run_trainer!(
     Trainer,
     StepMetrics,
+    RunConfig,
     [
         "checkpoint",
         "max_steps",
@@ -116,6 +126,7 @@ run_trainer!(
 run_trainer!(
     SftTrainer,
     SftMetrics,
+    SftRunConfig,
     ["checkpoint", "model", "run_dir", "threads", "trackers",]
 );
 
@@ -188,7 +199,7 @@ fn resume<T: RunTrainer>(
     // Before the checkpoints are read, which another program may be writing.
     let run = StoppedRun::<T::Record>::open(path)?;
     let settings = &identity.settings;
-    let changes = Changes::new(path, identity, T::MAY_CHANGE)?;
+    let changes = Changes::new::<T>(path, identity)?;
     let refused = format!(
         "run directory {}: {}",
         path.display(),
@@ -304,7 +315,7 @@ struct Changes {
 }
 
 impl Changes {
-    fn new(path: &Path, identity: &Identity, may_change: &[&str]) -> Result<Self> {
+    fn new<T: RunTrainer>(path: &Path, identity: &Identity) -> Result<Self> {
         let now = &identity.inputs;
         let mut changes = Self::default();
         let inputs = path.join(INPUTS);
@@ -316,7 +327,7 @@ impl Changes {
                 inputs.display()
             ));
         }
-        let mut may_change = may_change.to_vec();
+        let mut may_change = T::MAY_CHANGE.to_vec();
         if let Some(before) = &before {
             if before.has_rows_of(now) {
                 may_change.extend(ROWS);
@@ -325,7 +336,7 @@ impl Changes {
                 may_change.extend(DEMONSTRATIONS);
             }
         }
-        changes.compare_settings(&path.join(CONFIG), &identity.settings, &may_change)?;
+        changes.compare_settings::<T>(&path.join(CONFIG), &identity.settings, &may_change)?;
         if let Some(before) = before {
             let inputs = before.changes(now, &identity.train);
             changes.refused.extend(inputs.breaking);
@@ -334,7 +345,12 @@ impl Changes {
         Ok(changes)
     }
 
-    fn compare_settings(&mut self, config: &Path, now: &Value, may_change: &[&str]) -> Result<()> {
+    fn compare_settings<T: RunTrainer>(
+        &mut self,
+        config: &Path,
+        now: &Value,
+        may_change: &[&str],
+    ) -> Result<()> {
         let before: Value = read_json(config)
             .context("the settings of the run are lost; put the file back, or one with {}")?;
         if before == Value::Object(Map::new()) {
@@ -342,6 +358,8 @@ impl Changes {
                 .push("the settings that the run began with are lost".to_owned());
             return Ok(());
         }
+        // A key that this version has and an earlier one had not is no change.
+        let before = T::settings(config).unwrap_or(before);
         let mut differences = Vec::new();
         compare("", &before, now, &mut differences);
         let is_usual = |difference: &Difference| may_change.iter().any(|key| difference.is_in(key));

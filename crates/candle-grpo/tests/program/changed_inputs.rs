@@ -8,7 +8,7 @@ use candle_core::Device;
 use candle_grpo::nn::Parameters;
 use candle_grpo::train::Pretrained;
 use rstest::rstest;
-use serde_json::json;
+use serde_json::{Value, json};
 
 use super::support::{CONFIG, folder, grpo, lines, said, succeeds};
 
@@ -342,6 +342,36 @@ fn another_configuration_does_not_resume_the_run() {
     }
     change(folder.path(), "learning_rate: 3e-3", "learning_rate: 1e-3");
     assert_refused_until_accepted(folder.path(), "optimizer.learning_rate");
+}
+
+/// An earlier version had fewer keys.
+#[test]
+fn keys_that_the_run_did_not_write_are_unchanged_at_their_defaults() {
+    let folder = run();
+    let path = folder.path().join("run/config.json");
+    let mut config: Value = serde_json::from_slice(&fs::read(&path).unwrap()).unwrap();
+    for (section, key) in [
+        ("/rewards/0", "weight"),
+        ("/algorithm/recipe", "group_filter"),
+        ("/training", "old_log_probs"),
+        ("", "environment"),
+    ] {
+        let section = config.pointer_mut(section).unwrap();
+        let removed = section.as_object_mut().unwrap().remove(key);
+        assert!(removed.is_some(), "{key}");
+    }
+    fs::write(&path, config.to_string()).unwrap();
+    change(folder.path(), "kind: regex,", "kind: regex, weight: 0.5,");
+    let refused = resume(folder.path(), &[]);
+    assert_eq!(refused.status.code(), Some(1), "{}", said(&refused));
+    let words = "began with other settings: rewards: ";
+    assert!(said(&refused).contains(words), "{}", said(&refused));
+
+    change(folder.path(), "kind: regex, weight: 0.5,", "kind: regex,");
+    let resumed = resume(folder.path(), &[]);
+    assert_eq!(resumed.status.code(), Some(0), "{}", said(&resumed));
+    assert!(!said(&resumed).contains("settings"), "{}", said(&resumed));
+    assert_eq!(steps(folder.path()), 9);
 }
 
 #[test]
