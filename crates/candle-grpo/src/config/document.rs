@@ -305,12 +305,25 @@ impl Document {
             }
             TypeError::Missing { key } => self.error(&join(path, key), "absent, must be given"),
             // The message of a key of several types does not have the value.
-            TypeError::Other(message) => match self.get(path) {
-                Some(found @ Value::Bool(_)) => {
-                    self.error(path, format_args!("{found}, {message}{QUOTE_HINT}"))
+            TypeError::Other(message) => {
+                let (at, found) = match self.get(path) {
+                    // One of an item of a list is about the list.
+                    Some(Value::Array(items)) if message.contains("text") => {
+                        let item = items.iter().position(Value::is_boolean);
+                        match item {
+                            Some(i) => (format!("{path}[{i}]"), items.get(i)),
+                            None => (path.to_owned(), None),
+                        }
+                    }
+                    found => (path.to_owned(), found),
+                };
+                match found {
+                    Some(found @ Value::Bool(_)) => {
+                        self.error(&at, format_args!("{found}, {message}{QUOTE_HINT}"))
+                    }
+                    _ => self.error(&at, message),
                 }
-                _ => self.error(path, message),
-            },
+            }
             error => self.error(path, error),
         }
     }

@@ -617,6 +617,22 @@ const HINT: &str =
     "data: {train: y}",
     "data.train: true, expected a text or a list of texts"
 )]
+#[case(
+    "data: {train: [d, no]}",
+    "data.train[1]: false, expected a text or a list of texts"
+)]
+#[case(
+    "rollout: {engine: vllm, base_url: [on]}",
+    "rollout.base_url[0]: true, expected a text or a list of texts"
+)]
+#[case(
+    "sampler: {stop_strings: [ok, no]}",
+    "sampler.stop_strings[1]: false, must be a text"
+)]
+#[case(
+    "rewards: [{kind: regex, pattern: a}, {kind: program, command: [python3, n]}]",
+    "rewards[1].command[1]: false, must be a text"
+)]
 fn an_error_about_true_or_false_has_the_hint_to_quote(#[case] line: &str, #[case] message: &str) {
     let key = line.split(':').next().unwrap();
     let base = "model: m\ndata: {train: d}\nrewards: [{kind: json}]\n";
