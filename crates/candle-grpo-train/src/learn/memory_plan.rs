@@ -261,12 +261,12 @@ impl Learning<'_> {
         let gradients = 4 * count;
         // The gradient of the output layer.
         let output = 4 * model.vocab_size * model.hidden_size;
-        let training = match (self.longest < self.update, self.adapters, self.on_cuda) {
-            // On CUDA it is computed apart, and then added to that of earlier passes.
-            (true, None, true) => gradients + activations + 2 * output,
-            (true, None, false) | (_, Some(_), _) => gradients + activations,
+        let training = match (self.longest < self.update, self.adapters) {
+            // It is computed apart, and the sum with that of earlier passes is a new tensor.
+            (true, None) => gradients + activations + 2 * output,
+            (_, Some(_)) => gradients + activations,
             // In a single pass the gradients replace the activations, the output layer's first.
-            (false, None, _) => gradients.max(activations + output),
+            (false, None) => gradients.max(activations + output),
         };
         Ok(MemoryPlan {
             weights: count * (4 + copy_bytes(self.compute_dtype)),
@@ -337,9 +337,13 @@ mod tests {
         // 100 tokens have logits of 20 MB, which are kept, and are one tile.
         let few = 100 * 50_000 * (4 + 4 + 2) + (64 << 20) - BUFFERS;
         assert_eq!(more(100, 100, |plan| plan.activations)?, few);
+        assert_eq!(more(100, 200, |plan| plan.training)?, few);
         // The gradient of the output layer, and its sum with the one before.
-        let gradients = 2 * 4 * 50_000 * 64;
-        assert_eq!(more(100, 200, |plan| plan.training)?, few + gradients);
+        for on_cuda in [false, true] {
+            let passes = plan(on_cuda, 100, 200)?;
+            let more = passes.training - passes.gradients - passes.activations;
+            assert_eq!(more, 2 * 4 * 50_000 * 64);
+        }
         // Those of 65,536 tokens are beyond all bounds: 2048 + 256 + 128 MiB.
         let most = (2496 << 20) - BUFFERS;
         assert_eq!(more(65_536, 65_536, |plan| plan.activations)?, most);
