@@ -195,7 +195,13 @@ fn belong_together(text: &str, after: usize, next: usize) -> bool {
     let before = &text[..after];
     let line = before.rsplit('\n').next().unwrap_or_default();
     let is_dollars = line.replace("$$", "$").matches('$').count() % 2 == 1;
-    let is_open = |open: &str, close: &str| before.rfind(open) > before.rfind(close);
+    let paragraph = before.rsplit("\n\n").next().unwrap_or_default();
+    // Not `\\[`, which ends a line.
+    let last = |mark: &str| {
+        let mut places = paragraph.rmatch_indices(mark).map(|(at, _)| at);
+        places.find(|at| !paragraph[..*at].ends_with('\\'))
+    };
+    let is_open = |open: &str, close: &str| last(open) > last(close);
     let opened = is_dollars || is_open("\\(", "\\)") || is_open("\\[", "\\]");
     opened
         && !["$", "\\)", "\\]"]

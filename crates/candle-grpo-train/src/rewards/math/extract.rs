@@ -30,21 +30,24 @@ static NUMBER: LazyLock<Option<Regex>> = LazyLock::new(|| {
         r"[-−]?(?:(?P<european>{european})|(?P<spaces>{spaces})|(?P<commas>{commas})|(?P<list>[0-9]+(?:,[0-9]+){{2,}})|{plain})"
     );
     // More digits, a suffix or a variable, with which it is another number.
-    let term = r"(?:[xyzni]\b|[π√])";
+    // The `i` of `i.e.` is none.
+    let term = r"(?:[xyzn]\b|i(?:\.?(?:\s|$)|[^.\w])|[π√])";
     let more = format!(
-        r"(?P<more>[.,:'’][0-9]|[½⅓⅔¼¾⅛²³⁴⁵√π^]|[kKMB]\b|{term}|\s(?:pi\b|[π√]|out of\b)|\s?[-−+*·×/]\s?[0-9.]*{term})"
+        r"(?P<more>[.,:'’][0-9]|[–—]\s?[0-9]|[½⅓⅔¼¾⅛²³⁴⁵√π^]|[kKMB]\b|{term}|\s(?:pi\b|[xyz]\b|[π√]|out of\b)|\s?[-−+*·×/]\s?[0-9.]*{term})"
     );
-    let scale = r"(?:\s(?P<scale>hundred|thousand|million|billion|trillion)\b)";
+    let scale = r"(?:\s(?P<scale>(?i:hundred|thousand|million|billion|trillion))\b)";
     let percent = r"(?P<percent>\s*(?:%|[Pp]ercent|[Pp]ct))";
     let date = r"[0-9]{4}(?:-[0-9]{1,2}-|/[0-9]{1,2}/)[0-9]{1,2}|[0-9]{1,2}(?:-[0-9]{1,2}-|/[0-9]{1,2}/|\.[0-9]{1,2}\.)[0-9]{4}";
     let large = r"(?:years?|months?|weeks?|days?|hours?|hrs?|minutes?|mins?|dollars?|euros?|pounds?|lbs?|feet|foot|ft|yards?|met(?:er|re)s?)";
     let small = r"(?:months?|weeks?|days?|hours?|hrs?|minutes?|mins?|seconds?|secs?|cents?|ounces?|oz|inch(?:es)?|feet|centimet(?:er|re)s?)";
     // Two units, as in `3 hours and 20 minutes`.
     let compound = format!(r"[0-9.,]*[0-9] ?{large}(?:,? and|,)? [0-9.]+ ?{small}");
-    // On one line. `x` is a sign of multiplication between spaces.
-    let part = r"(?:[-0-9. \t+−*/^()×÷·]|[ \t]x[ \t])";
-    let sign = r"(?:[-+−*/^×÷·]|[ \t]x[ \t])";
-    let expression = format!(r"[-−]?\(?[-−]?[0-9]{part}*{sign}{part}*[0-9)]|[0-9]+(?::[0-9]+)+");
+    // On one line. `x` is a sign of multiplication between spaces, before a number.
+    let part = r"(?:[-0-9. \t+−*/^()×÷·]|[ \t]x[ \t]+[0-9(])";
+    let product = format!(r"[ \t]x[ \t]+(?:[0-9(]{part}*[0-9)]|[0-9])");
+    let expression = format!(
+        r"[-−]?\(?[-−]?[0-9]{part}*(?:[-+−*/^×÷·]{part}*[0-9)]|{product})|[0-9]+(?::[0-9]+)+"
+    );
     Regex::new(&format!(
         r#"(?:^|[\s=(:*≈~])(?:["'“‘`_]{{0,3}})(?:\\?[$€£¥₹])?(?P<inner>(?:{date}|{compound})\b|(?P<expression>{expression})(?:[.,:;!?\s)$*_"'”’`]|$)|(?P<number>{number})(?:{more}|{scale}?{percent}?))"#
     ))
@@ -94,7 +97,9 @@ fn automatic(text: &str) -> Option<Answer> {
         first_in(&rest[..end])
     };
     if let Some((boxes, _)) = boxes {
-        return announced().or(Some(boxes));
+        return announced()
+            .filter(|answer| answer.value.is_some())
+            .or(Some(boxes));
     }
     if text.contains(BOX) {
         return None;
@@ -137,6 +142,9 @@ fn formula(written: &str) -> Answer {
             ..number
         };
     }
+    if is_time(written.trim()) {
+        return unknown(written);
+    }
     // `x = 1/3 \approx 0.33` is `x = 1/3`.
     let exact = match written.split_once("\\approx") {
         Some((exact, _)) if exact.contains('=') => exact,
@@ -166,10 +174,30 @@ fn quantity(written: &str) -> Option<Answer> {
     let (inner, _) = (found.name("inner")?, found.name("number")?);
     let before = &written[..inner.start()];
     let after = &written[inner.end()..];
-    let is_quantity = UNIT.as_ref()?.is_match(after) && has_words(after);
-    let is_european = found.name("european").is_some() && after.is_empty();
+    let is_quantity = UNIT.as_ref()?.is_match(after) && has_words(after) && !has_numerals(after);
+    let is_whole =
+        after.is_empty() && (found.name("european").is_some() || found.name("scale").is_some());
     let is_money = matches!(before, "" | "$" | "\\$" | "€" | "£" | "¥" | "₹");
-    (is_money && (is_quantity || is_european)).then(|| number_of(&found))
+    (is_money && (is_quantity || is_whole)).then(|| number_of(&found))
+}
+
+/// Returns true for words that make another number of the one before them, which no unit does.
+fn has_numerals(words: &str) -> bool {
+    static NUMERALS: LazyLock<Option<Regex>> = LazyLock::new(|| {
+        let parts = r"hal(?:f|ves)|(?:third|quarter|fourth|fifth|sixth|seventh|eighth|ninth|tenth|hundredth|thousandth)s?";
+        let others = "or|and|less|more|fewer|than|minus|plus|times|squared|cubed|factorial|dozens?|scores?|below|above|to|through|over";
+        Regex::new(&format!(r"(?i)\b(?:{parts}|{others})\b")).ok()
+    });
+    NUMERALS
+        .as_ref()
+        .is_none_or(|numerals| numerals.is_match(words))
+}
+
+/// Returns true for a time of day or of a clock, such as `6:30`, which is no ratio.
+fn is_time(text: &str) -> bool {
+    static TIME: LazyLock<Option<Regex>> =
+        LazyLock::new(|| Regex::new(r"^[0-9]{1,2}(?::[0-5][0-9]){1,2}$").ok());
+    TIME.as_ref().is_some_and(|time| time.is_match(text))
 }
 
 /// Returns the last side of equations.
@@ -182,6 +210,10 @@ fn last_side(written: &str) -> Option<&str> {
 
 /// Returns the answer in a text: all of it, or the last formula or number in it.
 fn within(text: &str) -> Option<Answer> {
+    let is_word = !text.trim().contains(char::is_whitespace);
+    if let Some(number) = in_words(text).filter(|number| is_word && number.value.is_some()) {
+        return Some(number);
+    }
     if let Some(number) = plain_number(text) {
         return Some(Answer {
             text: text.to_owned(),
@@ -208,8 +240,8 @@ fn within(text: &str) -> Option<Answer> {
 /// Returns the first formula or number of a text, with those that `and`, `or` or a comma join.
 fn first_in(text: &str) -> Option<Answer> {
     let line = text.split("\n\n").next().unwrap_or(text);
-    if in_words(line) {
-        return Some(unknown(line));
+    if let Some(answer) = in_words(line) {
+        return Some(answer);
     }
     let spans = formulas(line);
     let number = numbers(line).next();
@@ -226,7 +258,8 @@ fn first_in(text: &str) -> Option<Answer> {
             Some(group(line, &spans[..count]))
         }
         _ if number_at.is_some_and(|at| at < 100) => {
-            if is_changed(&line[..number_at?]) {
+            let end = number.as_ref()?.name("inner")?.end();
+            if is_changed(&line[..number_at?]) || goes_on(&line[end..]) {
                 return Some(unknown(line));
             }
             enumerated(line).or_else(|| Some(number_of(&number?)))
@@ -256,18 +289,64 @@ fn is_changed(before: &str) -> bool {
     WORDS.as_ref().is_some_and(|words| words.is_match(before))
 }
 
-/// Returns true for a text that begins with a number in words.
-fn in_words(text: &str) -> bool {
+/// Returns the number in words with which a text begins. It has a value up to twenty, at the end of
+/// a sentence.
+fn in_words(text: &str) -> Option<Answer> {
+    const NUMBERS: [&str; 21] = [
+        "zero",
+        "one",
+        "two",
+        "three",
+        "four",
+        "five",
+        "six",
+        "seven",
+        "eight",
+        "nine",
+        "ten",
+        "eleven",
+        "twelve",
+        "thirteen",
+        "fourteen",
+        "fifteen",
+        "sixteen",
+        "seventeen",
+        "eighteen",
+        "nineteen",
+        "twenty",
+    ];
     static WORDS: LazyLock<Option<Regex>> = LazyLock::new(|| {
-        let small = "zero|one|two|three|four|five|six|seven|eight|nine|ten|eleven|twelve";
-        let large =
-            "(?:thir|four|fif|six|seven|eigh|nine)teen|(?:twen|thir|for|fif|six|seven|eigh|nine)ty";
+        let numbers = NUMBERS.join("|");
+        let large = "thirty|forty|fifty|sixty|seventy|eighty|ninety";
         Regex::new(&format!(
-            r"(?i)^\W*(?:{small}|{large}|none|a (?:hundred|thousand|million|dozen|half|third|quarter))\b"
+            r"(?i)^\W*(?:(?P<number>{numbers})|{large}|none|a (?:hundred|thousand|million|dozen|half|third|quarter))\b(?P<end>[*_`]{{0,3}}(?: \([0-9]+\))?(?:[.!;](?:\s|$)|\s*$|\n))?"
         ))
         .ok()
     });
-    WORDS.as_ref().is_some_and(|words| words.is_match(text))
+    let found = WORDS.as_ref()?.captures(text)?;
+    let number = found.name("end").and_then(|_| found.name("number"));
+    let value = number.and_then(|number| {
+        let mut numbers = NUMBERS.iter();
+        numbers.position(|word| number.as_str().eq_ignore_ascii_case(word))
+    });
+    Some(match value {
+        Some(value) => formula(&value.to_string()),
+        None => unknown(text),
+    })
+}
+
+/// Returns true if a calculation with amounts of money follows, as in `$18 - $3 = $15`.
+fn goes_on(after: &str) -> bool {
+    static AMOUNT: LazyLock<Option<Regex>> =
+        LazyLock::new(|| Regex::new(r"^\s*[-−+*×·/÷=]\s*\\?[$€£¥₹]").ok());
+    AMOUNT.as_ref().is_some_and(|amount| amount.is_match(after))
+}
+
+/// Returns true for the text between the ends of a range, such as `18 to 19`.
+fn is_to(between: &str) -> bool {
+    static TO: LazyLock<Option<Regex>> =
+        LazyLock::new(|| Regex::new(r"^\s?(?:to|–|—|through)\s?$").ok());
+    TO.as_ref().is_some_and(|to| to.is_match(between))
 }
 
 /// Returns the numbers at the beginning of a line that end a sentence together, such as
@@ -275,8 +354,6 @@ fn in_words(text: &str) -> bool {
 fn enumerated(line: &str) -> Option<Answer> {
     static END: LazyLock<Option<Regex>> =
         LazyLock::new(|| Regex::new(r"^(?: [A-Za-z]+)?[*_`$]{0,3}(?:[.!?;](?:\s|$)|\s*$|\n)").ok());
-    static TO: LazyLock<Option<Regex>> =
-        LazyLock::new(|| Regex::new(r"^\s?(?:to|–|—|through)\s?$").ok());
     let mut written = Vec::new();
     let mut end = 0;
     for found in numbers(line).take(MAX_FORMULAS) {
@@ -285,8 +362,7 @@ fn enumerated(line: &str) -> Option<Answer> {
         let between =
             line[end..found.name("inner")?.start()].trim_end_matches(['$', '€', '£', '\\']);
         let words = between.trim().trim_start_matches(',').trim_start();
-        let is_range = TO.as_ref()?.is_match(between) && !written.is_empty();
-        if is_range {
+        if is_to(between) && !written.is_empty() {
             return Some(unknown(&line[..whole.end()]));
         }
         let is_next =
@@ -435,7 +511,8 @@ fn plain_number(text: &str) -> Option<Answer> {
     let inner = found.name("inner")?;
     let outside = [&text[..inner.start()], &text[inner.end()..]];
     let is_quoted = |text: &str| text.chars().all(|c| "\"'“”‘’`".contains(c));
-    (found.name("number").is_some() && outside.into_iter().all(is_quoted))
+    let is_number = found.name("number").or(found.name("expression")).is_some();
+    (is_number && outside.into_iter().all(is_quoted))
         .then(|| number_of(&found))
         .filter(|answer| answer.value.is_some())
 }
@@ -466,6 +543,9 @@ fn last_number(text: &str) -> Option<(usize, Answer)> {
     if let Some(before) = before {
         let between =
             &text[from + before.name("inner")?.end()..from + found.name("inner")?.start()];
+        if is_to(between) {
+            return Some((from + found.get(0)?.end(), unknown(text)));
+        }
         // In `16 or 17` neither is the answer.
         if between.trim_matches(|c: char| c.is_whitespace() || "$€£".contains(c)) == "or" {
             answer = formula(&format!("{} , {}", number_of(&before).text, answer.text));
@@ -495,7 +575,7 @@ fn number_of(found: &regex::Captures<'_>) -> Answer {
         as_list = parse(&written);
         written = written.replace(',', ".");
     }
-    let power = match group("scale") {
+    let power = match group("scale").map(str::to_lowercase).as_deref() {
         Some("hundred") => 2,
         Some("thousand") => 3,
         Some("million") => 6,
@@ -526,6 +606,9 @@ fn calculation(written: &str) -> Answer {
             r"{}\frac{{{}}}{{{}}}",
             &mixed[1], &mixed[2], &mixed[3]
         ));
+    }
+    if is_time(written) {
+        return unknown(written);
     }
     let remark = REMARK.as_ref().and_then(|remark| remark.find(written));
     let written = remark.map_or(written, |remark| &written[..=remark.start()]);

@@ -295,6 +295,28 @@ fn matches(answer: &str, reference: &str) -> bool {
 // Amounts in two units.
 #[case("The answer is 3 hours and 20 minutes.", "3 hours and 20 minutes")]
 #[case("The answer is five.", "five")]
+#[case(r"\boxed{5 million}", "5000000")]
+#[case(r"\boxed{5 Million}", "5000000")]
+#[case("\\boxed{3}\n\nSo the answer is three.", "3")]
+#[case(r"\boxed{18}. The answer is one I checked twice.", "18")]
+#[case("\\boxed{12}\n\nThus the final answer is none other than 12.", "12")]
+#[case("The answer is five (5).", "5")]
+#[case("The answer is zero (0).", "0")]
+#[case("The answer is Twelve!", "12")]
+#[case("Total: 3. The answer is three.", "3")]
+#[case("The answer is 4 1/2.", "4 1/2")]
+#[case("4.5", "4 1/2")]
+#[case(r"\boxed{4\frac12}", "4 1/2")]
+#[case("32", "3.2 x 10^1")]
+#[case("The answer is 6:30.", "6:30")]
+#[case("The ratio is 2:3.", "2/3")]
+#[case(
+    "\\begin{aligned} x &= 3 \\\\[4pt] y &= 4 \\end{aligned}\n\\boxed{7}\nWait, \\boxed{8}",
+    "8"
+)]
+#[case("Let \\[ x.\n\n\\boxed{7}\nWait, \\boxed{8}", "8")]
+#[case("The answer is 3 x 4.", "12")]
+#[case("The answer is 12 - i.e. a dozen.", "12")]
 fn equal_answers(#[case] answer: &str, #[case] reference: &str) {
     assert!(matches(answer, reference), "{answer} = {reference}");
 }
@@ -424,6 +446,30 @@ fn equal_answers(#[case] answer: &str, #[case] reference: &str) {
 #[case(r"\boxed{12 apples}", "12a")]
 // The mark after an expression is that before the next number.
 #[case("There are 2 + 3\n18 in total", "5")]
+#[case(r"\boxed{5 less than x}", "5")]
+#[case(r"\boxed{3 or more}", "3")]
+#[case(r"\boxed{2 thirds}", "2")]
+#[case(r"\boxed{3 dozen}", "3")]
+#[case(r"\boxed{5 squared}", "5")]
+#[case(r"\boxed{18 or nineteen}", "18")]
+#[case(r"\boxed{10 minus n}", "10")]
+#[case(r"\boxed{10 times x}", "10")]
+#[case(r"\boxed{3 and a half}", "3")]
+#[case(r"\boxed{5 Million}", "5")]
+#[case(r"\boxed{3 factorial}", "3")]
+#[case("The answer is one I checked twice.", "1")]
+#[case("The answer is five hundred.", "5")]
+#[case("The answer is 2:10.", "6:30")]
+#[case("The answer is 12:30.", "0.4")]
+#[case(r"\boxed{3:30}", "1/10")]
+#[case("The answer is $18 - $3 = $15.", "18")]
+#[case("The answer is 2 x + 3.", "6")]
+#[case("The answer is 2 x + 3.", "2")]
+#[case("The answer is 3 x - 4.", "-12")]
+#[case("She has 18 to 19 apples.", "19")]
+#[case("#### 18 to 19", "19")]
+#[case("The answer is 18–19.", "18")]
+#[case("The answer is 3 + i.", "3")]
 fn unequal_answers(#[case] answer: &str, #[case] reference: &str) {
     assert!(!matches(answer, reference), "{answer} = {reference}");
 }
