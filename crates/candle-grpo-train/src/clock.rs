@@ -55,12 +55,14 @@ pub(crate) fn running_time() -> Duration {
     CLOCK.time_at(Instant::now())
 }
 
-/// A moment on two clocks: that of the machine and that of the process.
+/// A moment on two clocks: that of the machine and that of the process. For requests.
+#[cfg(any(feature = "engines", feature = "hub"))]
 pub(crate) struct Beginning {
     at: Instant,
     time: Duration,
 }
 
+#[cfg(any(feature = "engines", feature = "hub"))]
 impl Beginning {
     pub(crate) fn now() -> Self {
         Self {

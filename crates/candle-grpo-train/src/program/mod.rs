@@ -19,6 +19,7 @@ use candle_grpo_core::validate::{Checked, check};
 pub(crate) use group::ProcessGroup;
 pub(crate) use pool::ProgramPool;
 pub(crate) use process::{Answer, Failure, Process, Unusable, quoted};
+#[cfg(feature = "hub")]
 pub(crate) use secrets::HUB_TOKENS;
 pub use secrets::hide_from_programs;
 pub(crate) use sink::Sink;
