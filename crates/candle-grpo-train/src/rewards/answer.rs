@@ -191,22 +191,35 @@ fn belong_together(text: &str, after: usize, next: usize) -> bool {
     if between.trim().is_empty() || (is_joined && others.is_empty()) {
         return !between.contains(". ");
     }
-    // In one formula.
-    let before = &text[..after];
+    // In one formula, which an empty line would end.
+    let before = text[..after].rsplit("\n\n").next().unwrap_or_default();
+    let later = text[next..].split("\n\n").next().unwrap_or_default();
     let line = before.rsplit('\n').next().unwrap_or_default();
-    let is_dollars = line.replace("$$", "$").matches('$').count() % 2 == 1;
-    let paragraph = before.rsplit("\n\n").next().unwrap_or_default();
-    // Not `\\[`, which ends a line.
-    let last = |mark: &str| {
-        let mut places = paragraph.rmatch_indices(mark).map(|(at, _)| at);
-        places.find(|at| !paragraph[..*at].ends_with('\\'))
+    let later_line = later.split('\n').next().unwrap_or_default();
+    let is_dollars = line
+        .replace("\\$", "")
+        .replace("$$", "$")
+        .matches('$')
+        .count()
+        % 2
+        == 1;
+    let is_open = |open: &str, close: &str| {
+        last_mark(before, open) > last_mark(before, close) && last_mark(later, close).is_some()
     };
-    let is_open = |open: &str, close: &str| last(open) > last(close);
-    let opened = is_dollars || is_open("\\(", "\\)") || is_open("\\[", "\\]");
+    let opened = (is_dollars && last_mark(later_line, "$").is_some())
+        || is_open("\\(", "\\)")
+        || is_open("\\[", "\\]");
     opened
         && !["$", "\\)", "\\]"]
             .iter()
             .any(|close| between.contains(close))
+}
+
+/// Returns the position of the last mark that is not escaped: `\\[4pt]` is a line break with a
+/// space.
+fn last_mark(text: &str, mark: &str) -> Option<usize> {
+    let mut marks = text.rmatch_indices(mark).map(|(at, _)| at);
+    marks.find(|at| !text[..*at].ends_with('\\'))
 }
 
 #[cfg(test)]

@@ -19,8 +19,44 @@ pub(super) struct Answer {
     pub(super) as_list: Option<Value>,
 }
 
+/// The numbers from zero to twenty in words.
+const SMALL: [&str; 21] = [
+    "zero",
+    "one",
+    "two",
+    "three",
+    "four",
+    "five",
+    "six",
+    "seven",
+    "eight",
+    "nine",
+    "ten",
+    "eleven",
+    "twelve",
+    "thirteen",
+    "fourteen",
+    "fifteen",
+    "sixteen",
+    "seventeen",
+    "eighteen",
+    "nineteen",
+    "twenty",
+];
+/// The tens from thirty, as a pattern.
+const TENS: &str = "(?:thir|for|fif|six|seven|eigh|nine)ty";
+const SCALES: &str = "(?:hundred|thousand|million|billion|trillion)";
+/// Parts, as in `2 thirds`.
+const PARTS: &str = "(?:half|halves|quarters?|thirds?|(?:four|fif|six|seven|eigh|nin|ten|eleven|twelf|hundred|thousand|million|billion)ths?)";
+/// Words of one operand after a number.
+const OPERATORS: &str = "(?:squared|cubed|factorial|dozens?|minus|plus|below|above|(?:divided|multiplied) by|choose|mod|modulo)";
+/// The beginning of an operand in words after `times`, or of a comparison as in `3 times as many`.
+const FACTOR: &str = r"(?:[b-z]\b|as|the|more|[0-9]+)";
+/// The end of a sentence, after marks of Markdown.
+const SENTENCE_END: &str = r#"["'”’*_`$]{0,3}(?:[.!?;](?:\s|$)|\s*$|\n)"#;
+
 /// A number in plain text: `inner` is a date, an amount in two units, or one of the groups
-/// `expression` and `number` with what follows it.
+/// `expression` and `number` with what follows it. `changed` and `more` make another number of it.
 static NUMBER: LazyLock<Option<Regex>> = LazyLock::new(|| {
     let european = r"[1-9][0-9]{0,2}(?:(?:\.[0-9]{3})+,[0-9]+|(?:\.[0-9]{3}){2,}\b)";
     let spaces = r"[1-9][0-9]{0,2}(?:[ \u00a0\u202f'’][0-9]{3})+(?:[.,][0-9]+|\b)";
@@ -30,29 +66,48 @@ static NUMBER: LazyLock<Option<Regex>> = LazyLock::new(|| {
         r"[-−]?(?:(?P<european>{european})|(?P<spaces>{spaces})|(?P<commas>{commas})|(?P<list>[0-9]+(?:,[0-9]+){{2,}})|{plain})"
     );
     // More digits, a suffix or a variable, with which it is another number.
-    // The `i` of `i.e.` is none.
-    let term = r"(?:[xyzn]\b|i(?:\.?(?:\s|$)|[^.\w])|[π√])";
+    let term = r"(?:[xyzni]\b|[π√])";
     let more = format!(
-        r"(?P<more>[.,:'’][0-9]|[–—]\s?[0-9]|[½⅓⅔¼¾⅛²³⁴⁵√π^]|[kKMB]\b|{term}|\s(?:pi\b|[xyz]\b|[π√]|out of\b)|\s?[-−+*·×/]\s?[0-9.]*{term})"
+        r"(?P<more>(?:[.,:'’][0-9]+)+|[½⅓⅔¼¾⅛²³⁴⁵√π^]|[kKMB]\b|{term}|\s(?:pi\b|[π√]|out of\b)|\s?\\(?:[dt]?frac|sqrt|pi)\b|[ \t][xyzn]\b|\s?[-−+*·×/]\s?[0-9.]*{term})"
     );
-    let scale = r"(?:\s(?P<scale>(?i:hundred|thousand|million|billion|trillion))\b)";
-    let percent = r"(?P<percent>\s*(?:%|[Pp]ercent|[Pp]ct))";
+    let scale = format!(r"(?:\s(?P<scale>(?i:{SCALES}))\b)");
+    let percent = r"(?P<percent>\s*(?:%|[Pp]er ?cent|[Pp]ct))";
+    let changed = changed();
+    // A variable after a space. Before a number or a bracket, `x` is a sign.
+    let variable = r"[ \t](?:[yzn]\b|x(?:[ \t]+[^0-9(\s]|[^\w\s]|[ \t]*(?m:$)))";
+    // Not an imaginary number.
+    let that_is = r"\s?[-−]\s?i\.\s?e\.";
     let date = r"[0-9]{4}(?:-[0-9]{1,2}-|/[0-9]{1,2}/)[0-9]{1,2}|[0-9]{1,2}(?:-[0-9]{1,2}-|/[0-9]{1,2}/|\.[0-9]{1,2}\.)[0-9]{4}";
     let large = r"(?:years?|months?|weeks?|days?|hours?|hrs?|minutes?|mins?|dollars?|euros?|pounds?|lbs?|feet|foot|ft|yards?|met(?:er|re)s?)";
     let small = r"(?:months?|weeks?|days?|hours?|hrs?|minutes?|mins?|seconds?|secs?|cents?|ounces?|oz|inch(?:es)?|feet|centimet(?:er|re)s?)";
     // Two units, as in `3 hours and 20 minutes`.
     let compound = format!(r"[0-9.,]*[0-9] ?{large}(?:,? and|,)? [0-9.]+ ?{small}");
-    // On one line. `x` is a sign of multiplication between spaces, before a number.
+    // On one line. `x` is a sign of multiplication between a space and a number or a bracket.
     let part = r"(?:[-0-9. \t+−*/^()×÷·]|[ \t]x[ \t]+[0-9(])";
-    let product = format!(r"[ \t]x[ \t]+(?:[0-9(]{part}*[0-9)]|[0-9])");
-    let expression = format!(
-        r"[-−]?\(?[-−]?[0-9]{part}*(?:[-+−*/^×÷·]{part}*[0-9)]|{product})|[0-9]+(?::[0-9]+)+"
-    );
+    let last = format!(r"(?:[-+−*/^×÷·]{part}*[0-9)]|[ \t]x[ \t]+(?:[0-9(]{part}*[0-9)]|[0-9]))");
+    let calculation = format!(r"[-−]?\(?[-−]?[0-9]{part}*{last}");
+    let expression = format!(r"{calculation}|[0-9]+(?::[0-9]+)+(?: ?[aApP]\.?[mM]\b\.?)?");
     Regex::new(&format!(
-        r#"(?:^|[\s=(:*≈~])(?:["'“‘`_]{{0,3}})(?:\\?[$€£¥₹])?(?P<inner>(?:{date}|{compound})\b|(?P<expression>{expression})(?:[.,:;!?\s)$*_"'”’`]|$)|(?P<number>{number})(?:{more}|{scale}?{percent}?))"#
+        r#"(?:^|[\s=(:*≈~])(?:["'“‘`_]{{0,3}})(?:\\?[$€£¥₹])?(?P<inner>(?:{date}|{compound})\b|(?P<changed_expression>(?:{calculation})(?:{changed}|{variable}))|(?P<expression>{expression})(?:[.,:;!?\s)$*_"'”’`]|$)|(?P<number>{number})(?:{that_is}|(?P<changed>{changed})|{more}|{scale}?{percent}?))"#
     ))
     .ok()
 });
+
+/// Returns the pattern of words and amounts after a number that make another number of it, as in
+/// `5 dozen`, `18 to 19` and `$18 - $3`.
+fn changed() -> String {
+    let small = SMALL.join("|");
+    let than = "(?:more|less|fewer|greater|smaller|larger) than";
+    let words = format!(
+        r"{PARTS}|{OPERATORS}|{than}|degrees? (?:below|above)|times (?:{FACTOR}|{small})|and (?:a |an |one |two |three )?{PARTS}|or (?:more|less|fewer|{small}|{TENS})|(?:to|point) (?:{small}|{TENS})"
+    );
+    // The second number of a range, and an amount after an operator.
+    let second = r"\\?[$€£¥₹]?[0-9](?:[0-9.,]*[0-9])?";
+    let amount = r"[-−+*·×/÷] ?\\?[$€£¥₹] ?[0-9](?:[0-9.,]*[0-9])?";
+    let range = format!(r"(?: ?%)?(?: {SCALES})?(?: ?[–—] ?| (?:to|through) ){second}");
+    // The first scale is that of the number.
+    format!(r"(?i:[ ~-](?:(?:{SCALES} )?(?:{words})|{SCALES} {SCALES})\b|{range}| ?{amount})")
+}
 
 /// A phrase that announces an answer.
 static FINAL: LazyLock<Option<Regex>> = LazyLock::new(|| {
@@ -80,7 +135,7 @@ pub(super) fn find(place: &AnswerPlace, text: &str) -> Option<Answer> {
     }
 }
 
-/// Returns the first that exists of: the last boxes, or the last announced answer if it is later;
+/// Returns the first that exists of: the last boxes, or the last announced value if it is later;
 /// the text after `####`; the last formula or number, of the text after the announcement if it has
 /// any. None if the last box is not closed.
 fn automatic(text: &str) -> Option<Answer> {
@@ -97,9 +152,8 @@ fn automatic(text: &str) -> Option<Answer> {
         first_in(&rest[..end])
     };
     if let Some((boxes, _)) = boxes {
-        return announced()
-            .filter(|answer| answer.value.is_some())
-            .or(Some(boxes));
+        let value = announced().filter(|answer| answer.value.is_some());
+        return value.or(Some(boxes));
     }
     if text.contains(BOX) {
         return None;
@@ -124,7 +178,7 @@ fn boxed(text: &str) -> Option<(Answer, usize)> {
     let after = &text[boxes.end..];
     let after = after.trim_start_matches(['$', ' ']);
     let mut written = boxes.inside.join(" , ");
-    let percent = ["\\%", "%", "percent", "pct"];
+    let percent = ["\\%", "%", "percent", "per cent", "pct"];
     if boxes.inside.len() == 1
         && !written.contains('%')
         && percent.iter().any(|sign| after.starts_with(sign))
@@ -134,16 +188,47 @@ fn boxed(text: &str) -> Option<(Answer, usize)> {
     Some((formula(&written), boxes.end))
 }
 
-/// Returns the answer of a formula, which may be a number with a unit.
+/// Returns the answer of a formula, which may be a number with a unit. Times of day have no value.
 fn formula(written: &str) -> Answer {
+    static TIME: LazyLock<Option<Regex>> = LazyLock::new(|| {
+        Regex::new(r"(?:^|[^0-9:.])[0-9]{1,2}:[0-9]{2}(?::[0-9]{2})?(?:$|[^0-9:])").ok()
+    });
+    static TEXT: LazyLock<Option<Regex>> = LazyLock::new(|| {
+        Regex::new(r"[0-9})](?:\s|~|\\[ ,;:!])*\\(?:text|textbf|textrm|mathrm|mbox)\{([^{}]*)\}")
+            .ok()
+    });
+    static MIXED: LazyLock<Option<Regex>> =
+        LazyLock::new(|| Regex::new(r"^\s*([-−]?[0-9]+) ([0-9]+)/([0-9]+)\s*$").ok());
+    static SCIENTIFIC: LazyLock<Option<Regex>> =
+        LazyLock::new(|| Regex::new(r"^\s*([-−]?[0-9.]+) x (10\^\S+)\s*$").ok());
+    if TIME.as_ref().is_some_and(|time| time.is_match(written)) {
+        return unknown(written);
+    }
     if let Some(number) = quantity(written) {
         return Answer {
             text: written.to_owned(),
             ..number
         };
     }
-    if is_time(written.trim()) {
+    let is_joint = |text: &str| matches!(text.trim(), "and" | "or");
+    let mut texts = TEXT.iter().flat_map(|text| text.captures_iter(written));
+    if texts.any(|text| !is_joint(&text[1]) && changes(&text[1])) {
         return unknown(written);
+    }
+    let capture = |pattern: &'static LazyLock<Option<Regex>>| pattern.as_ref()?.captures(written);
+    let rewritten = if let Some(mixed) = capture(&MIXED) {
+        Some(format!(
+            r"{}\frac{{{}}}{{{}}}",
+            &mixed[1], &mixed[2], &mixed[3]
+        ))
+    } else {
+        capture(&SCIENTIFIC).map(|number| format!("{} * {}", &number[1], &number[2]))
+    };
+    if let Some(value) = rewritten.and_then(|rewritten| parse(&rewritten)) {
+        return Answer {
+            value: Some(value),
+            ..unknown(written)
+        };
     }
     // `x = 1/3 \approx 0.33` is `x = 1/3`.
     let exact = match written.split_once("\\approx") {
@@ -157,10 +242,30 @@ fn formula(written: &str) -> Answer {
     }
 }
 
+/// Returns true for words after a number in a formula that may make another number of it.
+fn changes(words: &str) -> bool {
+    static WORDS: LazyLock<Option<Regex>> = LazyLock::new(|| {
+        let small = SMALL.join("|");
+        Regex::new(&format!(
+            r"(?i)\b(?:{PARTS}|{OPERATORS}|{SCALES}|{small}|{TENS}|or|and|than|over|to|point|remainder|times\s+{FACTOR})\b"
+        ))
+        .ok()
+    });
+    WORDS
+        .as_ref()
+        .is_some_and(|pattern| pattern.is_match(words))
+}
+
 /// Returns the number of `12 miles per hour`, also in `\text{}`, and of `1.234,50`.
 fn quantity(written: &str) -> Option<Answer> {
     static TEXT: LazyLock<Option<Regex>> =
         LazyLock::new(|| Regex::new(r"^\\(?:text|textbf|textrm|mathrm|mbox)\{([^{}]*)\}$").ok());
+    static UNIT_TEXT: LazyLock<Option<Regex>> = LazyLock::new(|| {
+        Regex::new(
+            r"^([-−]?[0-9.,]+)(?:[ ~]|\\[ ,;:!])*\\(?:text|textbf|textrm|mathrm|mbox)\{([^{}]*)\}$",
+        )
+        .ok()
+    });
     static UNIT: LazyLock<Option<Regex>> = LazyLock::new(|| {
         Regex::new(r"^[ ~][A-Za-z][-A-Za-z ]*(?:/ ?[A-Za-z]+|\^\{?[23]\}?|[²³])?\.?$").ok()
     });
@@ -170,34 +275,22 @@ fn quantity(written: &str) -> Option<Answer> {
     let written = written.trim();
     let text = TEXT.as_ref()?.captures(written);
     let written = text.map_or(written, |text| text.get(1).map_or("", |text| text.as_str()));
+    let joined = UNIT_TEXT.as_ref()?.captures(written);
+    let joined = joined.map(|parts| format!("{} {}", &parts[1], parts[2].trim()));
+    let written = joined.as_deref().unwrap_or(written);
     let found = NUMBER.as_ref()?.captures(written)?;
     let (inner, _) = (found.name("inner")?, found.name("number")?);
     let before = &written[..inner.start()];
     let after = &written[inner.end()..];
-    let is_quantity = UNIT.as_ref()?.is_match(after) && has_words(after) && !has_numerals(after);
-    let is_whole =
-        after.is_empty() && (found.name("european").is_some() || found.name("scale").is_some());
+    let is_quantity = UNIT.as_ref()?.is_match(after) && has_words(after) && !changes(after);
+    let is_scaled = after.is_empty()
+        && (found.name("scale").is_some()
+            || found
+                .name("percent")
+                .is_some_and(|sign| has_words(sign.as_str())));
+    let is_european = found.name("european").is_some() && after.is_empty();
     let is_money = matches!(before, "" | "$" | "\\$" | "€" | "£" | "¥" | "₹");
-    (is_money && (is_quantity || is_whole)).then(|| number_of(&found))
-}
-
-/// Returns true for words that make another number of the one before them, which no unit does.
-fn has_numerals(words: &str) -> bool {
-    static NUMERALS: LazyLock<Option<Regex>> = LazyLock::new(|| {
-        let parts = r"hal(?:f|ves)|(?:third|quarter|fourth|fifth|sixth|seventh|eighth|ninth|tenth|hundredth|thousandth)s?";
-        let others = "or|and|less|more|fewer|than|minus|plus|times|squared|cubed|factorial|dozens?|scores?|below|above|to|through|over";
-        Regex::new(&format!(r"(?i)\b(?:{parts}|{others})\b")).ok()
-    });
-    NUMERALS
-        .as_ref()
-        .is_none_or(|numerals| numerals.is_match(words))
-}
-
-/// Returns true for a time of day or of a clock, such as `6:30`, which is no ratio.
-fn is_time(text: &str) -> bool {
-    static TIME: LazyLock<Option<Regex>> =
-        LazyLock::new(|| Regex::new(r"^[0-9]{1,2}(?::[0-5][0-9]){1,2}$").ok());
-    TIME.as_ref().is_some_and(|time| time.is_match(text))
+    (is_money && (is_quantity || is_scaled || is_european)).then(|| number_of(&found))
 }
 
 /// Returns the last side of equations.
@@ -210,10 +303,6 @@ fn last_side(written: &str) -> Option<&str> {
 
 /// Returns the answer in a text: all of it, or the last formula or number in it.
 fn within(text: &str) -> Option<Answer> {
-    let is_word = !text.trim().contains(char::is_whitespace);
-    if let Some(number) = in_words(text).filter(|number| is_word && number.value.is_some()) {
-        return Some(number);
-    }
     if let Some(number) = plain_number(text) {
         return Some(Answer {
             text: text.to_owned(),
@@ -244,6 +333,14 @@ fn first_in(text: &str) -> Option<Answer> {
         return Some(answer);
     }
     let spans = formulas(line);
+    if let Some(sides) = equation(line)
+        && spans.first().is_none_or(|first| first.start >= sides)
+    {
+        let number = numbers(&line[sides..]).next();
+        let is_next = |found: &regex::Captures<'_>| found.get(0).is_some_and(|at| at.start() < 3);
+        let side = number.filter(is_next).map(|number| number_of(&number));
+        return side.or_else(|| Some(unknown(line)));
+    }
     let number = numbers(line).next();
     let number_at = number
         .as_ref()
@@ -258,14 +355,37 @@ fn first_in(text: &str) -> Option<Answer> {
             Some(group(line, &spans[..count]))
         }
         _ if number_at.is_some_and(|at| at < 100) => {
-            let end = number.as_ref()?.name("inner")?.end();
-            if is_changed(&line[..number_at?]) || goes_on(&line[end..]) {
+            if is_changed(&line[..number_at?]) {
                 return Some(unknown(line));
             }
-            enumerated(line).or_else(|| Some(number_of(&number?)))
+            let number = number?;
+            if is_other(&number) {
+                return Some(unknown(line));
+            }
+            enumerated(line).or_else(|| Some(number_of(&number)))
         }
         _ => None,
     }
+}
+
+/// Returns true for a number with words or an operator that make another number of it.
+fn is_other(found: &regex::Captures<'_>) -> bool {
+    found.name("changed").is_some() || found.name("changed_expression").is_some()
+}
+
+/// Returns the position after the last `=` of a line that begins with amounts, as in
+/// `$18 - $3 = $15`.
+fn equation(line: &str) -> Option<usize> {
+    static SIDES: LazyLock<Option<Regex>> = LazyLock::new(|| {
+        let operand = r"[(\\$€£¥₹]*[0-9][0-9.,]*%?\)?(?: [a-z]+)?";
+        let operator = r"[ \t]?[-−–+*/×·÷^x][ \t]?";
+        Regex::new(&format!(
+            r"^[ \t*_]*(?:{operand}(?:{operator}{operand})*[ \t]?=[ \t]?)+"
+        ))
+        .ok()
+    });
+    // The space before the next number stays.
+    Some(SIDES.as_ref()?.find(line)?.as_str().trim_end().len())
 }
 
 /// Returns an answer without a value.
@@ -289,82 +409,72 @@ fn is_changed(before: &str) -> bool {
     WORDS.as_ref().is_some_and(|words| words.is_match(before))
 }
 
-/// Returns the number in words with which a text begins. It has a value up to twenty, at the end of
-/// a sentence.
+/// Returns the answer of a text that begins with a number in words. It has a value up to twenty at
+/// the end of the sentence, or with the same number in digits as in `five (5)`.
 fn in_words(text: &str) -> Option<Answer> {
-    const NUMBERS: [&str; 21] = [
-        "zero",
-        "one",
-        "two",
-        "three",
-        "four",
-        "five",
-        "six",
-        "seven",
-        "eight",
-        "nine",
-        "ten",
-        "eleven",
-        "twelve",
-        "thirteen",
-        "fourteen",
-        "fifteen",
-        "sixteen",
-        "seventeen",
-        "eighteen",
-        "nineteen",
-        "twenty",
-    ];
-    static WORDS: LazyLock<Option<Regex>> = LazyLock::new(|| {
-        let numbers = NUMBERS.join("|");
-        let large = "thirty|forty|fifty|sixty|seventy|eighty|ninety";
+    static ANY: LazyLock<Option<Regex>> = LazyLock::new(|| {
+        let small = SMALL.join("|");
         Regex::new(&format!(
-            r"(?i)^\W*(?:(?P<number>{numbers})|{large}|none|a (?:hundred|thousand|million|dozen|half|third|quarter))\b(?P<end>[*_`]{{0,3}}(?: \([0-9]+\))?(?:[.!;](?:\s|$)|\s*$|\n))?"
+            r"(?i)^\W*(?:{small}|{TENS}|none|a (?:{SCALES}|dozen|half|third|quarter))\b"
         ))
         .ok()
     });
-    let found = WORDS.as_ref()?.captures(text)?;
-    let number = found.name("end").and_then(|_| found.name("number"));
-    let value = number.and_then(|number| {
-        let mut numbers = NUMBERS.iter();
-        numbers.position(|word| number.as_str().eq_ignore_ascii_case(word))
+    static ALONE: LazyLock<Option<Regex>> = LazyLock::new(|| {
+        let small = SMALL.join("|");
+        Regex::new(&format!(
+            r#"(?i)^[\s"'“‘*_`]*(?P<word>{small})[*_`]*(?P<unit> [a-z]+)?{SENTENCE_END}"#
+        ))
+        .ok()
     });
-    Some(match value {
-        Some(value) => formula(&value.to_string()),
-        None => unknown(text),
-    })
-}
-
-/// Returns true if a calculation with amounts of money follows, as in `$18 - $3 = $15`.
-fn goes_on(after: &str) -> bool {
-    static AMOUNT: LazyLock<Option<Regex>> =
-        LazyLock::new(|| Regex::new(r"^\s*[-−+*×·/÷=]\s*\\?[$€£¥₹]").ok());
-    AMOUNT.as_ref().is_some_and(|amount| amount.is_match(after))
-}
-
-/// Returns true for the text between the ends of a range, such as `18 to 19`.
-fn is_to(between: &str) -> bool {
-    static TO: LazyLock<Option<Regex>> =
-        LazyLock::new(|| Regex::new(r"^\s?(?:to|–|—|through)\s?$").ok());
-    TO.as_ref().is_some_and(|to| to.is_match(between))
+    static DIGITS: LazyLock<Option<Regex>> = LazyLock::new(|| {
+        let small = SMALL.join("|");
+        Regex::new(&format!(
+            r#"(?i)^[\s"'“‘*_`]*(?P<words>(?:(?:{small}|{TENS}|{SCALES}|and|a)[\s*_-]+)+)\((?P<digits>[0-9][0-9,]*)\)[*_]*(?: [a-z]+)?{SENTENCE_END}"#
+        ))
+        .ok()
+    });
+    let small = |word: &str| {
+        SMALL
+            .iter()
+            .position(|small| small.eq_ignore_ascii_case(word))
+    };
+    ANY.as_ref()?.find(text)?;
+    let number = |digits: &str, text: &str| Answer {
+        value: parse(digits),
+        ..unknown(text)
+    };
+    if let Some(found) = DIGITS.as_ref()?.captures(text) {
+        let digits = found["digits"].replace(',', "");
+        let word = small(found["words"].trim_matches(is_mark));
+        if word.is_none_or(|word| word.to_string() == digits) {
+            return Some(number(&digits, &digits));
+        }
+    } else if let Some(found) = ALONE.as_ref()?.captures(text) {
+        let unit = found.name("unit").map_or("", |unit| unit.as_str());
+        let word = &found["word"];
+        let is_amount = !word.eq_ignore_ascii_case("one") && !changes(unit);
+        if unit.is_empty() || (is_amount && !matches!(unit.trim(), "percent" | "pct" | "times")) {
+            return Some(number(&small(word)?.to_string(), &format!("{word}{unit}")));
+        }
+    }
+    Some(unknown(text))
 }
 
 /// Returns the numbers at the beginning of a line that end a sentence together, such as
 /// `2, 3 or 4 apples.`, or none for a single number.
 fn enumerated(line: &str) -> Option<Answer> {
     static END: LazyLock<Option<Regex>> =
-        LazyLock::new(|| Regex::new(r"^(?: [A-Za-z]+)?[*_`$]{0,3}(?:[.!?;](?:\s|$)|\s*$|\n)").ok());
+        LazyLock::new(|| Regex::new(&format!("^(?: [A-Za-z]+)?{SENTENCE_END}")).ok());
     let mut written = Vec::new();
     let mut end = 0;
     for found in numbers(line).take(MAX_FORMULAS) {
-        let whole = found.get(0)?;
+        if is_other(&found) {
+            break;
+        }
         // The mark before a number may be a space.
         let between =
             line[end..found.name("inner")?.start()].trim_end_matches(['$', '€', '£', '\\']);
         let words = between.trim().trim_start_matches(',').trim_start();
-        if is_to(between) && !written.is_empty() {
-            return Some(unknown(&line[..whole.end()]));
-        }
         let is_next =
             matches!(words, "" | "and" | "or") && (!words.is_empty() || between.contains(','));
         if !written.is_empty() && !is_next {
@@ -458,18 +568,27 @@ fn last_group(text: &str, spans: &[Span]) -> Option<(usize, Answer)> {
     {
         from -= 1;
     }
+    let before = from.checked_sub(1).and_then(|from| spans.get(from));
+    let between = before.map_or("", |before| &text[before.end..spans[from].start]);
+    if matches!(between.trim(), "to" | "through" | "–" | "—") {
+        return Some((last.end, unknown(text)));
+    }
     Some((last.end, group(text, &spans[from..])))
 }
 
 fn group(text: &str, spans: &[Span]) -> Answer {
+    static CHANGED: LazyLock<Option<Regex>> =
+        LazyLock::new(|| Regex::new(&format!(r"^(?:{}|(?i: {SCALES})\b)", changed())).ok());
+    let after = spans.last().map_or("", |last| &text[last.end..]);
+    if CHANGED.as_ref().is_some_and(|words| words.is_match(after)) {
+        return unknown(text);
+    }
     let inside: Vec<&str> = spans
         .iter()
         .map(|span| text[span.inside.0..span.inside.1].trim())
         .collect();
     let mut written = inside.join(" , ");
-    let after = spans
-        .last()
-        .map_or("", |span| text[span.end..].trim_start());
+    let after = after.trim_start();
     let percent = ["\\%", "%", "percent", "pct"];
     if percent.iter().any(|sign| after.starts_with(sign)) && !written.contains('%') {
         written.push('%');
@@ -511,8 +630,7 @@ fn plain_number(text: &str) -> Option<Answer> {
     let inner = found.name("inner")?;
     let outside = [&text[..inner.start()], &text[inner.end()..]];
     let is_quoted = |text: &str| text.chars().all(|c| "\"'“”‘’`".contains(c));
-    let is_number = found.name("number").or(found.name("expression")).is_some();
-    (is_number && outside.into_iter().all(is_quoted))
+    (found.name("number").is_some() && outside.into_iter().all(is_quoted))
         .then(|| number_of(&found))
         .filter(|answer| answer.value.is_some())
 }
@@ -530,6 +648,10 @@ fn numbers(text: &str) -> impl Iterator<Item = regex::Captures<'_>> {
 
 /// Returns the last number or expression of plain text, and the position after it.
 fn last_number(text: &str) -> Option<(usize, Answer)> {
+    static EACH: LazyLock<Option<Regex>> =
+        LazyLock::new(|| Regex::new(r"^ (?:each|per|every|a)\b").ok());
+    static BETWEEN: LazyLock<Option<Regex>> =
+        LazyLock::new(|| Regex::new(r"(?i)\bbetween\W*$").ok());
     let mut from = text.len().saturating_sub(SEARCHED_BYTES);
     while !text.is_char_boundary(from) {
         from += 1;
@@ -539,15 +661,30 @@ fn last_number(text: &str) -> Option<(usize, Answer)> {
         before = last.replace(found);
     }
     let found = last?;
+    if is_other(&found) {
+        return Some((from + found.get(0)?.end(), unknown(text)));
+    }
     let mut answer = number_of(&found);
+    // `5 days, 3 hours each day` are two amounts.
+    let inner = found.name("inner")?;
+    let is_single = found.name("number").is_some() || found.name("expression").is_some();
+    if !is_single
+        && EACH.as_ref()?.is_match(&text[from + inner.end()..])
+        && let Some((_, second)) = inner.as_str().split_once(", ")
+        && let Some(second) = numbers(second).next()
+    {
+        answer = number_of(&second);
+    }
     if let Some(before) = before {
-        let between =
-            &text[from + before.name("inner")?.end()..from + found.name("inner")?.start()];
-        if is_to(between) {
-            return Some((from + found.get(0)?.end(), unknown(text)));
+        let first = before.name("inner")?;
+        let between = &text[from + first.end()..from + inner.start()];
+        let between = between.trim_matches(|c: char| c.is_whitespace() || "$€£".contains(c));
+        let start = &text[from..from + first.start()];
+        if between == "and" && BETWEEN.as_ref()?.is_match(start) {
+            answer = unknown(text);
         }
         // In `16 or 17` neither is the answer.
-        if between.trim_matches(|c: char| c.is_whitespace() || "$€£".contains(c)) == "or" {
+        if between == "or" {
             answer = formula(&format!("{} , {}", number_of(&before).text, answer.text));
         }
     }
@@ -559,7 +696,8 @@ fn number_of(found: &regex::Captures<'_>) -> Answer {
     if let Some(expression) = group("expression") {
         return calculation(expression.trim());
     }
-    let Some(number) = group("number").filter(|_| group("more").is_none()) else {
+    let is_number = !is_other(found) && group("more").is_none();
+    let Some(number) = group("number").filter(|_| is_number) else {
         return unknown(group("inner").unwrap_or_default());
     };
     let mut written = number.replace('−', "-");
@@ -575,7 +713,8 @@ fn number_of(found: &regex::Captures<'_>) -> Answer {
         as_list = parse(&written);
         written = written.replace(',', ".");
     }
-    let power = match group("scale").map(str::to_lowercase).as_deref() {
+    let scale = group("scale").map(str::to_ascii_lowercase);
+    let power = match scale.as_deref() {
         Some("hundred") => 2,
         Some("thousand") => 3,
         Some("million") => 6,
@@ -599,17 +738,6 @@ fn number_of(found: &regex::Captures<'_>) -> Answer {
 /// is not a factor.
 fn calculation(written: &str) -> Answer {
     static REMARK: LazyLock<Option<Regex>> = LazyLock::new(|| Regex::new(r"[0-9)][ \t]+\(").ok());
-    static MIXED: LazyLock<Option<Regex>> =
-        LazyLock::new(|| Regex::new(r"^([-−]?[0-9]+) ([0-9]+)/([0-9]+)$").ok());
-    if let Some(mixed) = MIXED.as_ref().and_then(|mixed| mixed.captures(written)) {
-        return formula(&format!(
-            r"{}\frac{{{}}}{{{}}}",
-            &mixed[1], &mixed[2], &mixed[3]
-        ));
-    }
-    if is_time(written) {
-        return unknown(written);
-    }
     let remark = REMARK.as_ref().and_then(|remark| remark.find(written));
     let written = remark.map_or(written, |remark| &written[..=remark.start()]);
     formula(&written.replace('x', "*"))
