@@ -13,7 +13,7 @@ use serde_json::{Map, Number, Value};
 use toml::de::{DeTable, DeValue};
 
 use super::error::ConfigError;
-use super::other_names::VERL_SIGN;
+use super::other_names::{VERL_SIGN, share_of_steps};
 use super::overrides;
 use super::sft::SftRunConfig;
 use super::suggestions::{unknown_key, unknown_name, unknown_sft_key};
@@ -324,8 +324,25 @@ impl Document {
                     _ => self.error(&at, message),
                 }
             }
-            error => self.error(path, error),
+            error => match self.share(path) {
+                Some(share) => self.error(path, format_args!("{error} ({share})")),
+                None => self.error(path, error),
+            },
         }
+    }
+
+    /// Returns the number of steps that the value at `path` is, if the key counts steps and its
+    /// value is a share of them, as transformers has it.
+    fn share(&self, path: &str) -> Option<String> {
+        const COUNTS: [&str; 3] = [
+            "schedule.warmup_steps",
+            "evaluation.every_steps",
+            "checkpoint.every_steps",
+        ];
+        let share = self.get(path)?.as_f64()?;
+        let max_steps = self.get("max_steps")?.as_f64()?;
+        (COUNTS.contains(&path) && share > 0. && share < 1.)
+            .then(|| share_of_steps(share, max_steps))
     }
 
     /// Returns the path of a key at or below `path`: the path of an error may end at a section.

@@ -2,6 +2,8 @@
 
 use std::collections::BTreeSet;
 
+use serde_json::Value;
+
 use super::document::Document;
 use super::error::ConfigError;
 use super::suggestions::place_of;
@@ -46,7 +48,7 @@ pub(super) const NAMES: &[(&str, &str)] = &[
     ),
     ("gradient_accumulation_steps", "training.mini_batch_size"),
     ("ppo_mini_batch_size", "training.mini_batch_size"),
-    ("steps_per_generation", "training.mini_batch_size"),
+    ("steps_per_generation", "algorithm.rollout_batch_size"),
     ("micro_rollout_batch_size", "sampler.max_batch_size"),
     ("per_device_eval_batch_size", "sampler.max_batch_size"),
     ("max_num_seqs", "sampler.max_batch_size"),
@@ -244,7 +246,7 @@ const CONVERSIONS: &[(&str, &str)] = &[
         "prompts: divided by num_generations",
     ),
     ("gradient_accumulation_steps", UPDATE),
-    ("steps_per_generation", UPDATE),
+    ("steps_per_generation", GENERATION),
     ("max_seq_length", "tokens of the completion alone"),
     ("logging_steps", "each step is logged"),
     ("ppo_mini_batch_size", "completions: times rollout.n"),
@@ -257,6 +259,8 @@ const CONVERSIONS: &[(&str, &str)] = &[
 ];
 
 const UPDATE: &str = "completions of an update: times per_device_train_batch_size and processes; algorithm.rollout_batch_size counts the prompts of a step";
+const GENERATION: &str =
+    "prompts: times per_device_train_batch_size and processes, divided by num_generations";
 const EPOCHS: &str = "steps: times the prompts, divided by algorithm.rollout_batch_size";
 const SHARE: &str = "steps: times max_steps";
 
@@ -352,7 +356,7 @@ pub(super) fn verl(document: &Document) -> Option<ConfigError> {
         if !VERL_SECTIONS.contains(&section) {
             return None;
         }
-        line(path, key)
+        line(path, key, None)
     };
     let leaves = document.leaves();
     let mut lines: Vec<String> = leaves.iter().filter_map(|(path, _)| place(path)).collect();
@@ -382,15 +386,17 @@ pub(super) fn flat(document: &Document, own: &BTreeSet<String>) -> Option<Config
     if keys.iter().filter(|key| place(key).is_some()).count() < FLAT {
         return None;
     }
-    let updates = updates_of_a_step(document);
+    let sizes = TrlSizes::new(document);
     let line_of = |key: &&str| {
-        let steps = steps(document, key, updates);
+        let value = document.get(key).and_then(Value::as_f64);
+        let note = sizes.as_ref().zip(value);
+        let note = note.and_then(|(sizes, value)| sizes.conversion(key, value));
         // One that also stands at the top here has another meaning, if it counts updates.
-        let same = (!steps.is_empty()).then(|| format!("\n  {key}: {key}"));
-        Some(line(key, key).or(same)? + &steps)
+        let same = |note| format!("\n  {key}: {key} ({note})");
+        line(key, key, note.clone()).or_else(|| note.map(same))
     };
     let lines: String = keys.iter().filter_map(line_of).collect();
-    keys.retain(|key| line(key, key).is_none() && !own.contains(*key));
+    keys.retain(|key| line(key, key, None).is_none() && !own.contains(*key));
     let others = match keys.is_empty() {
         true => String::new(),
         false => format!("\nno place here: {}", keys.join(", ")),
@@ -404,38 +410,134 @@ pub(super) fn flat(document: &Document, own: &BTreeSet<String>) -> Option<Config
 /// The keys of TRL that count optimizer updates, and of which ours count steps.
 const COUNTS_OF_UPDATES: [&str; 4] = ["max_steps", "warmup_steps", "eval_steps", "save_steps"];
 
-/// Returns the number of updates of TRL in one step here, which samples once: passes over the
-/// completions, times the batches of an update that one generation draws. Absent: the file names
-/// nothing that only GRPOTrainer has.
-fn updates_of_a_step(document: &Document) -> Option<f64> {
-    let number = |key: &str| document.get(key).and_then(|value| value.as_f64());
-    document.get("num_generations")?;
-    let accumulated = number("gradient_accumulation_steps").unwrap_or(1.);
-    let micro_batch = number("per_device_train_batch_size").unwrap_or(8.);
-    let drawn = number("steps_per_generation")
-        .or_else(|| Some(number("generation_batch_size")? / micro_batch))
-        .unwrap_or(accumulated);
-    Some(number("num_iterations").unwrap_or(1.) * drawn / accumulated)
+/// The keys of TRL that give the warm-up as a share of `max_steps`, whatever their value.
+const SHARES: [&str; 1] = ["warmup_ratio"];
+
+/// The sizes of a step of TRL's GRPOTrainer, with the defaults of TRL, and those in its file.
+struct TrlSizes {
+    /// `max_steps`: updates.
+    max_steps: Option<f64>,
+    /// `num_generations`: completions of a prompt.
+    group: f64,
+    /// `num_iterations`: passes over the completions.
+    passes: f64,
+    /// `per_device_train_batch_size`: completions of a micro-batch.
+    micro_batch: Option<f64>,
+    /// `gradient_accumulation_steps`: micro-batches of an update.
+    accumulated: f64,
+    /// Micro-batches of a generation.
+    drawn: f64,
 }
 
-/// Returns the conversion of a key of TRL that counts updates, for the end of its line.
-fn steps(document: &Document, key: &str, updates: Option<f64>) -> String {
-    let value = document.get(key).and_then(|value| value.as_f64());
-    match (updates, value) {
-        (Some(updates), Some(value)) if COUNTS_OF_UPDATES.contains(&key) => format!(
-            " (steps that sample: {value} updates are {} with {updates} in each)",
-            (value / updates).ceil()
-        ),
-        _ => String::new(),
+impl TrlSizes {
+    /// Absent: the file names nothing that only GRPOTrainer has.
+    fn new(document: &Document) -> Option<Self> {
+        const MICRO_BATCH: f64 = 8.;
+        let number = |key: &str| document.get(key).and_then(Value::as_f64);
+        let positive = |key: &str| number(key).filter(|number| *number > 0.);
+        document.get("num_generations")?;
+        let accumulated = positive("gradient_accumulation_steps").unwrap_or(1.);
+        let micro_batch = positive("per_device_train_batch_size");
+        let drawn = positive("steps_per_generation")
+            .or_else(|| {
+                Some(positive("generation_batch_size")? / micro_batch.unwrap_or(MICRO_BATCH))
+            })
+            .unwrap_or(accumulated);
+        Some(Self {
+            max_steps: positive("max_steps"),
+            group: positive("num_generations").unwrap_or(MICRO_BATCH),
+            passes: positive("num_iterations").unwrap_or(1.),
+            micro_batch,
+            accumulated,
+            drawn,
+        })
+    }
+
+    /// Returns the number of micro-batches of a step here, which makes at least one update.
+    fn micro_batches(&self) -> f64 {
+        self.drawn.max(self.accumulated)
+    }
+
+    /// Returns the number of updates of TRL in one step here, which samples once: passes over the
+    /// completions, times the batches of an update in them.
+    fn updates(&self) -> f64 {
+        self.passes * self.micro_batches() / self.accumulated
+    }
+
+    /// Returns the conversion of a key with this value, if its numbers are known.
+    fn conversion(&self, key: &str, value: f64) -> Option<String> {
+        match key {
+            "gradient_accumulation_steps" => {
+                let micro_batch = self.micro_batch?;
+                Some(format!(
+                    "completions of an update: {micro_batch} x {value} = {}, times processes",
+                    micro_batch * value
+                ))
+            }
+            "steps_per_generation" => {
+                let (micro_batch, micro_batches) = (self.micro_batch?, self.micro_batches());
+                let reason = match self.drawn < self.accumulated {
+                    true => format!(
+                        "; {micro_batches} micro-batches, because a step makes at least one update"
+                    ),
+                    false => String::new(),
+                };
+                Some(format!(
+                    "prompts: {micro_batch} x {micro_batches} / {} = {}, times processes{reason}",
+                    self.group,
+                    rounded(micro_batch * micro_batches / self.group)
+                ))
+            }
+            _ if SHARES.contains(&key) => self.share(value),
+            // Below 1 it is a share in transformers.
+            _ if COUNTS_OF_UPDATES.contains(&key) && value > 0. && value < 1. => self.share(value),
+            _ if COUNTS_OF_UPDATES.contains(&key) => {
+                let updates = self.updates();
+                let steps = rounded(value / updates);
+                let whole = match steps.fract() == 0. {
+                    true => String::new(),
+                    false => format!(", so {}", steps.ceil()),
+                };
+                Some(format!(
+                    "steps that sample: {value} updates are {steps} with {updates} in each{whole}"
+                ))
+            }
+            _ => None,
+        }
+    }
+
+    /// Returns the conversion of a share of `max_steps`.
+    fn share(&self, share: f64) -> Option<String> {
+        let Some(max_steps) = self.max_steps else {
+            return Some(format!(
+                "a share of max_steps: {share} times max_steps here"
+            ));
+        };
+        let max_steps = rounded(max_steps / self.updates()).ceil();
+        Some(share_of_steps(share, max_steps))
     }
 }
 
-/// Returns a line with the place here of the key at `path`, whose last name is `name`.
-fn line(path: &str, name: &str) -> Option<String> {
+/// Returns the number of steps that are a share of `max_steps`, in words.
+pub(super) fn share_of_steps(share: f64, max_steps: f64) -> String {
+    let steps = rounded(share * max_steps).ceil();
+    format!("a share of max_steps: {share} of {max_steps} is {steps}")
+}
+
+/// Returns a quotient or product without the error of its last digits.
+fn rounded(x: f64) -> f64 {
+    const DIGITS: f64 = 1e6;
+    (x * DIGITS).round() / DIGITS
+}
+
+/// Returns a line with the place here of the key at `path`, whose last name is `name`, and `note`
+/// or else the conversion of any value.
+fn line(path: &str, name: &str, note: Option<String>) -> Option<String> {
     let place = place(name).or_else(|| place_of(name))?;
     let conversion = CONVERSIONS.iter().find(|(other, _)| *other == name);
-    let conversion = conversion.map_or(String::new(), |(_, how)| format!(" ({how})"));
-    Some(format!("\n  {path}: {place}{conversion}"))
+    let note = note.or(conversion.map(|(_, how)| (*how).to_owned()));
+    let note = note.map_or(String::new(), |note| format!(" ({note})"));
+    Some(format!("\n  {path}: {place}{note}"))
 }
 
 /// Returns the place here of a key that another trainer calls `name`: a path, or one for each
@@ -454,8 +556,6 @@ pub(super) fn place(name: &str) -> Option<String> {
 pub(super) fn all_keys() -> serde_json::Value {
     use crate::config::RunConfig;
     use crate::config::algorithm::AlgorithmConfig;
-    use serde_json::Value;
-
     let text = "{model: {path: m}, data: {train: d}, rewards: [{kind: json}], teacher: {model: t}, algorithm: {use_kl_loss: true, recipe: {group_filter: {}, overlong: {max_length: 8, buffer: 4}, distillation_loss: {tail_floor: 1e-7, value_clamp: 1.0, log_prob_floor: -9.0}, policy_loss: {rollout_correction: {weight: {}}}}}, training: {adapters: {rank: 1, alpha: 1}}}";
     let document = Document::from_yaml(std::path::Path::new("x.yaml"), text).unwrap();
     let mut all = RunConfig::new(&document).unwrap().to_value().unwrap();

@@ -100,9 +100,11 @@ enum Rule {
     NotSupported(&'static str),
     /// Not supported, unless the file has our key for it; with the end of the advice to set it.
     Set(&'static str, &'static str),
+    /// Not supported, unless the file has both of our keys for it.
+    SetBoth(&'static str, &'static str),
 }
 
-use Rule::{NoMeaning, NotSupported, Set, To, ToIf};
+use Rule::{NoMeaning, NotSupported, Set, SetBoth, To, ToIf};
 
 const RANKS: &str = "mpirun, srun or torchrun starts the ranks";
 const NO_WORKERS: &str = "there are no workers";
@@ -297,7 +299,7 @@ const RULES: &[(&str, Rule)] = &[
     ),
     (
         "actor_train.training_args.lr_scheduler_type",
-        NotSupported("set schedule.decay and schedule.decay_until"),
+        SetBoth("schedule.decay", "schedule.decay_until"),
     ),
     (
         "actor_train.training_args",
@@ -523,16 +525,24 @@ impl Translation {
                     Verdict::NoMeaning(format!("{place} is set"))
                 }
                 Some((_, To(place) | ToIf(place, _))) => self.place(place, value, path, line),
+                Some((_, SetBoth(a, b)))
+                    if document.get(a).is_some() && document.get(b).is_some() =>
+                {
+                    Verdict::NoMeaning(format!("{a} and {b} are set"))
+                }
                 // A switch that is off has no effect.
                 Some((_, NotSupported(why))) if is_off(&value) => {
                     Verdict::NoMeaning(format!("it is off ({why})"))
                 }
-                Some((_, Set(..))) if is_off(&value) => Verdict::NoMeaning("it is off".to_owned()),
+                Some((_, Set(..) | SetBoth(..))) if is_off(&value) => {
+                    Verdict::NoMeaning("it is off".to_owned())
+                }
                 Some((_, NoMeaning(why))) => Verdict::NoMeaning((*why).to_owned()),
                 Some((_, NotSupported(why))) => Verdict::NotSupported((*why).to_owned()),
                 Some((_, Set(place, advice))) => {
                     Verdict::NotSupported(format!("set {place}{advice}"))
                 }
+                Some((_, SetBoth(a, b))) => Verdict::NotSupported(format!("set {a} and {b}")),
                 None => {
                     let known: Vec<&str> = self.algorithm_keys.iter().map(String::as_str).collect();
                     let nearest = nearest(path, &known);

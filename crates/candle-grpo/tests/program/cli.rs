@@ -621,7 +621,7 @@ eval_steps: 40
         3,
         "
   max_steps: max_steps (steps that sample: 200 updates are 50 with 4 in each)
-  warmup_steps: schedule.warmup_steps (steps that sample: 6 updates are 2 with 4 in each)
+  warmup_steps: schedule.warmup_steps (steps that sample: 6 updates are 1.5 with 4 in each, so 2)
   eval_steps: evaluation.every_steps (steps that sample: 40 updates are 10 with 4 in each)
 ",
     );
@@ -629,6 +629,82 @@ eval_steps: 40
     let config = "num_generations: 8\nmax_completion_length: 16\ngradient_accumulation_steps: 4\nmax_steps: 200\n";
     let folder = self::folder(config, DATA);
     let text = "max_steps: max_steps (steps that sample: 200 updates are 200 with 1 in each)\n";
+    fails(&grpo(folder.path(), &["check", "run.yaml"]), 3, text);
+}
+
+/// Runs `grpo check` on a flat file of TRL, and looks for `text` in its errors.
+fn answers_trl(config: &str, text: &str) {
+    let folder = folder(config, DATA);
+    fails(&grpo(folder.path(), &["check", "run.yaml"]), 3, text);
+}
+
+#[test]
+fn shares_of_the_steps_of_trl_are_converted_with_its_max_steps() {
+    let config = "\
+num_generations: 8
+num_iterations: 2
+gradient_accumulation_steps: 4
+steps_per_generation: 8
+max_steps: 200
+warmup_steps: 0.1
+warmup_ratio: 0.07
+save_steps: 0.25
+";
+    answers_trl(
+        config,
+        "
+  warmup_steps: schedule.warmup_steps (a share of max_steps: 0.1 of 50 is 5)
+  warmup_ratio: schedule.warmup_steps (a share of max_steps: 0.07 of 50 is 4)
+  save_steps: checkpoint.every_steps (a share of max_steps: 0.25 of 50 is 13)
+",
+    );
+    let config = "num_generations: 8\nnum_iterations: 2\nlearning_rate: 1e-6\neval_steps: 0.5\n";
+    let text =
+        "eval_steps: evaluation.every_steps (a share of max_steps: 0.5 times max_steps here)\n";
+    answers_trl(config, text);
+}
+
+#[test]
+fn the_batches_of_trl_are_computed() {
+    let config = "\
+num_generations: 8
+num_iterations: 2
+per_device_train_batch_size: 8
+gradient_accumulation_steps: 4
+steps_per_generation: 8
+max_steps: 200
+eval_steps: 25
+";
+    answers_trl(
+        config,
+        "
+  gradient_accumulation_steps: training.mini_batch_size (completions of an update: 8 x 4 = 32, times processes)
+  steps_per_generation: algorithm.rollout_batch_size (prompts: 8 x 8 / 8 = 8, times processes)
+  max_steps: max_steps (steps that sample: 200 updates are 50 with 4 in each)
+  eval_steps: evaluation.every_steps (steps that sample: 25 updates are 6.25 with 4 in each, so 7)
+",
+    );
+    // An update of TRL takes two generations: a step here samples as much as both.
+    let config = config
+        .replace(
+            "gradient_accumulation_steps: 4",
+            "gradient_accumulation_steps: 16",
+        )
+        .replace("num_iterations: 2", "num_iterations: 1");
+    answers_trl(
+        &config,
+        "
+  steps_per_generation: algorithm.rollout_batch_size (prompts: 8 x 16 / 8 = 16, times processes; 16 micro-batches, because a step makes at least one update)
+  max_steps: max_steps (steps that sample: 200 updates are 200 with 1 in each)
+",
+    );
+}
+
+#[test]
+fn a_share_of_the_steps_is_answered_with_the_number_of_steps() {
+    let config = format!("{CONFIG}max_steps: 50\nschedule: {{warmup_steps: 0.1}}\n");
+    let folder = folder(&config, DATA);
+    let text = "schedule.warmup_steps: 0.1, must be a whole number, at least 0 (a share of max_steps: 0.1 of 50 is 5)\n";
     fails(&grpo(folder.path(), &["check", "run.yaml"]), 3, text);
 }
 

@@ -212,6 +212,32 @@ fn keys_that_are_left_out_are_listed_where_the_default_differs() {
 }
 
 #[test]
+fn the_schedule_of_a_file_of_roll_is_answered_by_both_keys() {
+    let path = "actor_train.training_args.lr_scheduler_type";
+    let file = |schedule: &str| {
+        roll(&format!(
+            "pretrain: m\n{schedule}actor_train: {{training_args: {{lr_scheduler_type: cosine}}}}\n"
+        ))
+    };
+    for (schedule, expected) in [
+        (
+            "",
+            "not supported: set schedule.decay and schedule.decay_until",
+        ),
+        (
+            "schedule: {decay_until: 10}\n",
+            "not supported: set schedule.decay and schedule.decay_until",
+        ),
+        (
+            "schedule: {decay: cosine, decay_until: 10}\n",
+            "no meaning here: schedule.decay and schedule.decay_until are set",
+        ),
+    ] {
+        assert_eq!(verdict(&file(schedule), path).to_string(), expected);
+    }
+}
+
+#[test]
 fn our_keys_in_a_file_of_roll_come_first() {
     let file = roll(&format!(
         "{FILE}training: {{mini_batch_size: 128, compute_dtype: bf16}}\ndata: {{weights: [1]}}\n"
