@@ -30,9 +30,9 @@ pub(super) struct StepBatch {
 
 /// The result of [`Preparation::prepare`].
 pub(super) struct PreparedStep {
-    /// Absent if the filters drop all completions, or if all advantages are 0 and no other term
-    /// has a signal.
-    pub(super) batch: Option<StepBatch>,
+    /// The reason why there is none: the filters drop all completions, or all advantages are 0 and
+    /// no other term has a signal.
+    pub(super) batch: Result<StepBatch, String>,
     /// The state of the run, in which controllers and running moments have advanced.
     pub(super) state: TrainerState,
     /// The metrics of rewards and advantages.
@@ -81,7 +81,7 @@ impl<C: ModelConfig> Preparation<'_, C> {
     fn step_batch(
         &mut self,
         sequence_advantages: &mut Vec<Option<f32>>,
-    ) -> Result<Option<StepBatch>> {
+    ) -> Result<Result<StepBatch, String>> {
         let scored = self.scored;
         let device = self.models.actor.parameters().device();
         let scores = Tensor::new(scored.scores.as_slice(), device)?;
@@ -93,7 +93,7 @@ impl<C: ModelConfig> Preparation<'_, C> {
         }
         let mask = self.filtered_mask(&tokens, &scores)?;
         if mask.count(DType::F32)?.to_scalar::<f32>()? == 0. {
-            return Ok(None);
+            return Ok(Err(self.why_filtered(&tokens, &scores)?));
         }
         tokens.response_mask = mask.selected().clone();
 
@@ -118,7 +118,7 @@ impl<C: ModelConfig> Preparation<'_, C> {
             && recipe.policy_loss.distillation.is_none()
             && recipe.distillation_loss.is_none();
         if reward_alone && is_zero(&advantages.advantages)? {
-            return Ok(None);
+            return Ok(Err("all advantages are 0".to_owned()));
         }
         let log_probs = match early {
             Some(log_probs) => log_probs,
@@ -158,7 +158,7 @@ impl<C: ModelConfig> Preparation<'_, C> {
             ..batch.policy
         };
         let groups = (0..scored.rollouts.len()).map(|i| i / scored.num_generations);
-        Ok(Some(self.resample(batch, groups.collect())?))
+        Ok(Ok(self.resample(batch, groups.collect())?))
     }
 
     /// Draws the sequences to train on, if [`TrainConfig::resampling`] is set.
@@ -216,8 +216,16 @@ impl<C: ModelConfig> Preparation<'_, C> {
 
     /// The tokens of the completions that have a score and that every filter keeps.
     fn filtered_mask(&self, tokens: &TokenBatch, scores: &Tensor) -> Result<Mask> {
-        let scored = self.scored;
         let mask = Mask::new(&tokens.response_mask)?;
+        let keep = self.kept(&self.config.sample_filters, &mask, scores)?;
+        let scored: Vec<u8> = self.scored.is_scored().map(u8::from).collect();
+        let scored = Tensor::new(scored, scores.device())?;
+        Ok(mask.keep_samples(&(keep * scored)?)?)
+    }
+
+    /// 1 for the samples that all of the filters keep: u8 `[B]`.
+    fn kept(&self, filters: &[SampleFilter], mask: &Mask, scores: &Tensor) -> Result<Tensor> {
+        let scored = self.scored;
         let truncated: Vec<u8> = scored
             .rollouts
             .iter()
@@ -227,13 +235,34 @@ impl<C: ModelConfig> Preparation<'_, C> {
         let batch = FilterBatch {
             scores,
             groups: scored.num_generations.into(),
-            response_mask: &mask,
+            response_mask: mask,
             truncated: Some(&truncated),
         };
-        let keep = SampleFilter::keep_all(&self.config.sample_filters, &batch)?;
-        let scored: Vec<u8> = scored.is_scored().map(u8::from).collect();
-        let scored = Tensor::new(scored, scores.device())?;
-        Ok(mask.keep_samples(&(keep * scored)?)?)
+        Ok(SampleFilter::keep_all(filters, &batch)?)
+    }
+
+    /// Returns the reason why no completion remains, with the filters that drop any.
+    fn why_filtered(&self, tokens: &TokenBatch, scores: &Tensor) -> Result<String> {
+        let mask = Mask::new(&tokens.response_mask)?;
+        let mut causes = Vec::new();
+        if !self.scored.is_scored().all(|is_scored| is_scored) {
+            causes.push("no score".to_owned());
+        }
+        for filter in &self.config.sample_filters {
+            let kept = self.kept(std::slice::from_ref(filter), &mask, scores)?;
+            if kept.to_vec1::<u8>()?.contains(&0) {
+                let filter = serde_json::to_value(filter)?;
+                causes.extend(filter["kind"].as_str().map(str::to_owned));
+            }
+        }
+        let completions = self.scored.rollouts.len();
+        Ok(match causes.is_empty() {
+            true => format!("all {completions} completions are empty"),
+            false => format!(
+                "all {completions} completions filtered ({})",
+                causes.join(", ")
+            ),
+        })
     }
 
     /// The rewards `[B]` after shaping and penalty, or their components `[B, K]` if nothing adds

@@ -18,6 +18,16 @@ pub struct StepMetrics {
     pub step: usize,
     /// True if the step made no update, because all advantages were 0 or no completion remained.
     pub skipped: bool,
+    /// The reason why the rewards made no update. Absent if they made one.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub skip_reason: Option<String>,
+    /// Number of updates of the policy. 0 if only the critic trained.
+    #[serde(default)]
+    pub updates: usize,
+    /// Number of mini-batches, in all passes, that made no update, because none of their tokens
+    /// trains.
+    #[serde(default)]
+    pub skipped_mini_batches: usize,
     /// Number of sampled groups, including dropped ones.
     pub sampled_groups: usize,
     /// Number of groups after [`Recipe::group_filter`](candle_grpo_loss::Recipe::group_filter).

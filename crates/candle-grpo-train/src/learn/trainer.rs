@@ -376,13 +376,15 @@ impl<C: ModelConfig> Trainer<C> {
                 let first = group * all.num_generations;
                 advantages[first..first + of_group.len()].copy_from_slice(of_group);
             }
-            metrics.skipped = prepared.batch.is_none();
-            if let Some(batch) = &prepared.batch {
-                self.update(batch, &mut state, prepared.metrics, &mut metrics)?;
+            match &prepared.batch {
+                Ok(batch) => self.update(batch, &mut state, prepared.metrics, &mut metrics)?,
+                Err(reason) => metrics.skip_reason = Some(reason.clone()),
             }
         } else {
-            metrics.skipped = true;
+            let groups = metrics.sampled_groups;
+            metrics.skip_reason = Some(format!("all {groups} groups filtered (group_filter)"));
         }
+        metrics.skipped = metrics.skip_reason.is_some();
         if metrics.skipped && self.demonstration_share(&state) > 0. {
             self.update_from_demonstrations(&mut state, &mut metrics)?;
             metrics.skipped = false;
@@ -509,6 +511,7 @@ impl<C: ModelConfig> Trainer<C> {
                 let Some((mini_batch, totals)) =
                     self.complete_mini_batch(mini_batch, groups, seed)?
                 else {
+                    metrics.skipped_mini_batches += 1;
                     continue;
                 };
                 let size = self.config.micro_batches();
@@ -566,6 +569,7 @@ impl<C: ModelConfig> Trainer<C> {
         }
         let mean = grad_norms.iter().sum::<f64>() / grad_norms.len() as f64;
         metrics.grad_norm = (!grad_norms.is_empty()).then_some(mean);
+        metrics.updates = grad_norms.len();
         metrics.policy = values
             .iter()
             // JSON has no number for NaN and infinity.
@@ -591,6 +595,7 @@ impl<C: ModelConfig> Trainer<C> {
         self.progress
             .begin(Phase::Learn, self.rank_demonstrations(share));
         let (stats, sums) = self.step_policy(share, state)?;
+        metrics.updates = 1;
         metrics.grad_norm = Some(stats.grad_norm);
         metrics.learning_rate = Some(stats.learning_rate);
         metrics.policy.extend(demonstration_metrics(share, &sums));

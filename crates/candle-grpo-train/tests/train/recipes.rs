@@ -598,6 +598,9 @@ fn groups_without_a_signal_are_sampled_again() {
         trainer.skipped_steps(),
         steps.iter().filter(|m| m.kept_groups == 0).count()
     );
+    let skipped = steps.iter().find(|m| m.skipped).unwrap();
+    let reason = skipped.skip_reason.as_deref();
+    assert_eq!(reason, Some("all 2 groups filtered (group_filter)"));
 }
 
 #[test]
@@ -634,8 +637,31 @@ fn filtered_completions_leave_loss_and_denominators() {
     let whole = trainer(share_of_a, all).step().unwrap();
     assert_ne!(metrics.grad_norm, whole.grad_norm);
 
-    config.sample_filters = vec![SampleFilter::ShorterThan { length: 1 }];
-    assert!(trainer(share_of_a, config).step().unwrap().skipped);
+    config
+        .sample_filters
+        .push(SampleFilter::ShorterThan { length: 1 });
+    let completions = config.prompts_per_step * config.num_generations;
+    let skipped = trainer(share_of_a, config).step().unwrap();
+    assert!(skipped.skipped && skipped.updates == 0);
+    let reason = format!("all {completions} completions filtered (not_truncated, shorter_than)");
+    assert_eq!(skipped.skip_reason, Some(reason));
+}
+
+#[test]
+fn updates_and_mini_batches_without_tokens_are_counted() {
+    let mut config = with_loss(PolicyLoss::default());
+    config.mini_batch_size = Some(1);
+    config.epochs = 2;
+    let mini_batches = config.epochs * config.prompts_per_step * config.num_generations;
+    let all = trainer(share_of_a, config.clone()).step().unwrap();
+    assert_eq!((all.updates, all.skipped_mini_batches), (mini_batches, 0));
+
+    config.sample_filters = vec![SampleFilter::NotTruncated {}];
+    let some = trainer(share_of_a, config).step().unwrap();
+    let truncated = (some.truncated * mini_batches as f64).round() as usize;
+    assert!(truncated > 0);
+    assert_eq!(some.skipped_mini_batches, truncated);
+    assert_eq!(some.updates, mini_batches - truncated);
 }
 
 #[test]

@@ -168,6 +168,9 @@ fn summary(metrics: &StepMetrics, steps: usize) -> String {
     );
     if metrics.skipped {
         line += "  no update";
+        if let Some(reason) = &metrics.skip_reason {
+            line += &format!(": {reason}");
+        }
     }
     for (name, shown) in [
         ("kl", "kl"),
