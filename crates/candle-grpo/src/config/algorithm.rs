@@ -13,9 +13,10 @@ const RESPONSE_LENGTH: usize = 256;
 /// The algorithm section: a preset, single keys laid over it, and over these any part of a
 /// [`Recipe`](candle_grpo_loss::Recipe).
 ///
-/// An absent key keeps the value of the preset. Without a preset the algorithm is GRPO: rewards
-/// normalized in their group, clip 0.2, `seq-mean-token-mean`, no KL. Without a preset, a key that
-/// normalizes or clips rewards starts from ROLL's form of GRPO (`adv_estimator: grpo`).
+/// An absent key keeps the value of the preset, also with the `adv_estimator` of the preset.
+/// Without a preset the algorithm is GRPO: rewards normalized in their group, clip 0.2,
+/// `seq-mean-token-mean`, no KL. Without a preset, a key that normalizes or clips rewards starts
+/// from ROLL's form of GRPO (`adv_estimator: grpo`).
 #[derive(Debug, Clone, PartialEq, Default, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct AlgorithmConfig {

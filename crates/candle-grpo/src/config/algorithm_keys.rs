@@ -67,7 +67,9 @@ impl AlgorithmConfig {
 
     fn apply_estimator(&self, config: &mut TrainConfig) -> Checked {
         let gae = self.adv_estimator == Some(AdvEstimator::Gae);
-        if let Some(estimator) = self.estimator() {
+        // The estimator of the preset keeps its options.
+        let of_preset = self.preset.and_then(Preset::estimator);
+        if let Some(estimator) = self.estimator().filter(|_| self.estimator() != of_preset) {
             let tokens = TokenAdvantage {
                 lambda: gae.then(|| self.lambd.unwrap_or(LAMBD)),
                 ..TokenAdvantage::default()
@@ -91,7 +93,13 @@ impl AlgorithmConfig {
     /// Returns the estimator that keys choose. A key that normalizes or clips rewards, as ROLL does
     /// before it estimates advantages, chooses ROLL's GRPO.
     fn estimator(&self) -> Option<AdvEstimator> {
-        let shapes_rewards = [
+        let implied = self.preset.is_none() && self.shapes_rewards();
+        self.adv_estimator.or(implied.then_some(AdvEstimator::Grpo))
+    }
+
+    /// Returns whether a key normalizes or clips rewards.
+    fn shapes_rewards(&self) -> bool {
+        [
             self.reward_norm.is_some(),
             self.reward_shift == Some(true),
             self.reward_scale == Some(true),
@@ -99,22 +107,25 @@ impl AlgorithmConfig {
             self.norm_std_type.is_some(),
             self.reward_clip.is_some(),
         ]
-        .contains(&true);
-        let implied = self.preset.is_none() && shapes_rewards;
-        self.adv_estimator.or(implied.then_some(AdvEstimator::Grpo))
+        .contains(&true)
     }
 
     /// Sets the normalization and the clip of rewards. In ROLL's GRPO both are the stage of
     /// sequences, unless their levels are not the group's.
     fn apply_normalization(&self, recipe: &mut Recipe) -> Checked {
+        if !self.shapes_rewards() {
+            return Ok(());
+        }
         let is_roll = self.preset == Some(Preset::Roll);
         let is_grpo = match self.estimator() {
             Some(estimator) => estimator == AdvEstimator::Grpo,
             None => is_roll,
         };
-        let mut norm = match is_grpo {
-            true => levels(NormLevel::Group, NormLevel::Group),
-            false => recipe.reward_shaping.norm,
+        let mut pipeline = recipe.advantage.pipeline();
+        let mut norm = match (is_grpo, &pipeline.sequence) {
+            (true, Some(sequence)) => levels(NormLevel::Group, level(sequence.scale)),
+            (true, None) => levels(NormLevel::Group, NormLevel::Group),
+            (false, _) => recipe.reward_shaping.norm,
         };
         self.set_levels(&mut norm)?;
         if let Some(clip) = self.reward_clip {
@@ -128,7 +139,6 @@ impl AlgorithmConfig {
             _ => None,
         };
         let shaping = &mut recipe.reward_shaping;
-        let mut pipeline = recipe.advantage.pipeline();
         if is_grpo && let Some(sequence) = &mut pipeline.sequence {
             if let Some(scale) = scale {
                 sequence.scale = scale;
@@ -569,6 +579,15 @@ fn levels(mean: NormLevel, std: NormLevel) -> RewardNorm {
         mean,
         std,
         ..RewardNorm::default()
+    }
+}
+
+/// Returns the level of the standard deviation that an advantage is divided by.
+fn level(scale: Scale) -> NormLevel {
+    match scale {
+        Scale::Group | Scale::GroupMean => NormLevel::Group,
+        Scale::Batch => NormLevel::Batch,
+        Scale::None => NormLevel::None,
     }
 }
 

@@ -15,6 +15,7 @@ use toml::de::{DeTable, DeValue};
 use super::error::ConfigError;
 use super::other_names::{VERL_SIGN, share_of_steps};
 use super::overrides;
+use super::preset::Preset;
 use super::sft::SftRunConfig;
 use super::suggestions::{unknown_key, unknown_name, unknown_sft_key};
 use super::syntax;
@@ -301,7 +302,13 @@ impl Document {
                 } else {
                     path
                 };
-                self.error(at, unknown_name(name, known))
+                // Other trainers have these algorithms as estimators.
+                let preset = serde_json::from_value::<Preset>(Value::from(name.as_str()));
+                let hint = match path == "algorithm.adv_estimator" && preset.is_ok() {
+                    true => format!(" (here it is `preset: {name}`)"),
+                    false => String::new(),
+                };
+                self.error(at, unknown_name(name, known) + &hint)
             }
             TypeError::Missing { key } => self.error(&join(path, key), "absent, must be given"),
             // The message of a key of several types does not have the value.

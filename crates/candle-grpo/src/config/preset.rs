@@ -3,6 +3,8 @@
 use candle_grpo_loss::Recipe;
 use serde::{Deserialize, Serialize};
 
+use super::algorithm::AdvEstimator;
+
 /// The KL coefficient of REINFORCE++ unless the configuration has one.
 const REINFORCE_KL_COEF: f64 = 0.01;
 
@@ -63,6 +65,33 @@ impl Preset {
         Self::M2po,
         Self::Gkd,
     ];
+
+    /// Returns the advantage estimator of the algorithm, if a key has a name for it.
+    pub(super) fn estimator(self) -> Option<AdvEstimator> {
+        match self {
+            Self::Gpg | Self::Rloo | Self::ReinforcePlusPlusBaseline => None,
+            Self::ReinforcePlusPlus => Some(AdvEstimator::Reinforce),
+            Self::Grpo
+            | Self::Dapo
+            | Self::DrGrpo
+            | Self::LitePpo
+            | Self::Gspo
+            | Self::Luspo
+            | Self::Gmpo
+            | Self::Cispo
+            | Self::Sapo
+            | Self::Vespo
+            | Self::Trl
+            | Self::Verl
+            | Self::Roll
+            | Self::Twinkle
+            | Self::Openrlhf
+            | Self::PrimeRl
+            | Self::Fipo
+            | Self::M2po
+            | Self::Gkd => Some(AdvEstimator::Grpo),
+        }
+    }
 
     /// Returns the recipe for completions of at most `response_length` tokens. The penalty of DAPO
     /// grows over the last fifth of them, as in the paper.

@@ -105,6 +105,29 @@ fn the_default_advantage_is_the_formula() -> Result<()> {
     Ok(())
 }
 
+#[test]
+fn an_estimator_that_the_preset_has_keeps_its_options() {
+    for (preset, estimator) in [
+        ("trl", "grpo"),
+        ("verl", "grpo"),
+        ("dr_grpo", "grpo"),
+        ("lite_ppo", "grpo"),
+        ("roll", "grpo"),
+        ("openrlhf", "grpo"),
+        ("reinforce_plus_plus", "reinforce"),
+    ] {
+        let alone = program(&format!("{{preset: {preset}}}"));
+        let stated = program(&format!("{{preset: {preset}, adv_estimator: {estimator}}}"));
+        assert_eq!(stated, alone, "{preset}");
+    }
+    // Another estimator replaces that of the preset.
+    for (preset, estimator) in [("rloo", "grpo"), ("trl", "reinforce")] {
+        let alone = program(&format!("{{preset: {preset}}}"));
+        let other = program(&format!("{{preset: {preset}, adv_estimator: {estimator}}}"));
+        assert_ne!(other.advantage, alone.advantage, "{preset}");
+    }
+}
+
 /// ROLL normalizes and clips rewards, then sums them from each token to the end.
 #[test]
 fn grpo_with_keys_of_rewards_is_the_pipeline_of_roll() -> Result<()> {

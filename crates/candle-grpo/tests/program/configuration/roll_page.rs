@@ -444,6 +444,7 @@ fn switches_that_are_off_turn_their_keys_off() {
 )]
 #[case("adv_estimator: gigpo", "\"gigpo\", must be one of")]
 #[case("adv_estimator: grop", "did you mean `grpo`?")]
+#[case("adv_estimator: rloo", "(here it is `preset: rloo`)")]
 fn a_key_without_effect_or_with_a_wrong_value_is_an_error(#[case] keys: &str, #[case] words: &str) {
     let error = run(&format!("  {keys}\n")).unwrap_err().to_string();
     assert!(error.contains(words), "{error}");
