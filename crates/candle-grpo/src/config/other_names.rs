@@ -289,6 +289,7 @@ const AMBIGUOUS: [(&str, [(&str, &str); 2]); 2] = [
 /// first one that fits applies.
 const VERL: &[(&str, &str)] = &[
     ("data.train_batch_size", "algorithm.rollout_batch_size"),
+    ("actor_rollout_ref.rollout.dtype", "rollout.dtype"),
     ("actor_rollout_ref.model.path", "model"),
     (
         "actor_rollout_ref.model.custom_chat_template",
@@ -349,6 +350,9 @@ pub(super) fn verl(document: &Document) -> Option<ConfigError> {
             let rest = path.strip_prefix(rule);
             rest.is_some_and(|rest| rest.is_empty() || rest.starts_with('.'))
         };
+        if let Some((place, note)) = kl_in_group_rewards(document, path) {
+            return Some(format!("\n  {path}: {place} ({note})"));
+        }
         if let Some((rule, place)) = VERL.iter().find(|(rule, _)| fits(rule)) {
             return Some(format!("\n  {rule}: {place}"));
         }
@@ -369,6 +373,43 @@ pub(super) fn verl(document: &Document) -> Option<ConfigError> {
     );
     Some(document.error(VERL_SIGN, message))
 }
+
+/// Returns the place of a key of verl's KL in the rewards of GRPO, with a note. verl subtracts the
+/// KL before it normalizes rewards in their group. Here that is a stage of sequences, and
+/// `algorithm.add_token_level_kl` subtracts after the normalization.
+fn kl_in_group_rewards(document: &Document, path: &str) -> Option<(&'static str, String)> {
+    let is_on = document.get("algorithm.use_kl_in_reward") == Some(&Value::Bool(true));
+    let estimator = document.get("algorithm.adv_estimator")?;
+    if !is_on || estimator != "grpo" {
+        return None;
+    }
+    let shown = |path: &str, default: &str| match document.get(path) {
+        Some(Value::String(text)) => text.clone(),
+        Some(value) => value.to_string(),
+        None => default.to_owned(),
+    };
+    let penalty = "algorithm.recipe.advantage";
+    Some(match path {
+        "algorithm.use_kl_in_reward" => (
+            penalty,
+            format!(
+                "subtracted before rewards are normalized: recipe: {{advantage: {{name: grpo, epsilon: 1e-6, single_sample: raw, kl_penalty: {{coef: {}, kl: {{estimator: {}}}}}}}}}",
+                shown("algorithm.kl_ctrl.kl_coef", "0.001"),
+                match shown("algorithm.kl_penalty", "kl").as_str() {
+                    "kl" => "k1",
+                    name => name,
+                },
+            ),
+        ),
+        "algorithm.kl_ctrl.kl_coef" => (penalty, "kl_penalty.coef".to_owned()),
+        "algorithm.kl_penalty" => (penalty, "kl_penalty.kl.estimator".to_owned()),
+        "algorithm.kl_ctrl.target_kl" => ("algorithm.target_kl", ADAPTIVE.to_owned()),
+        "algorithm.kl_ctrl.horizon" => ("algorithm.kl_horizon", ADAPTIVE.to_owned()),
+        _ => return None,
+    })
+}
+
+const ADAPTIVE: &str = "only if kl_ctrl.type is adaptive, and with add_token_level_kl: true, which subtracts the KL after the normalization";
 
 /// The number of names of other trainers at the top of a file that are more than a slip.
 const FLAT: usize = 3;
