@@ -62,16 +62,25 @@ pub(super) fn check(file: &Path, quiet: bool) -> Result<(), Exit> {
             .to_yaml()
             .map_err(|error| Exit::Config(error.to_string()))?;
         let mut out = stdout().lock();
+        let completions = run
+            .train
+            .prompts_per_step
+            .saturating_mul(run.train.num_generations);
         writeln!(out, "# {}: valid. Every setting:", file.display())?;
         writeln!(
             out,
-            "# {} prompts to train on, {} held out; {} completions a step for {} steps.",
+            "# {} prompts to train on, {} held out; {completions} completions a step for {} steps.",
             dataset.train.len(),
             dataset.held_out.len(),
-            run.train
-                .prompts_per_step
-                .saturating_mul(run.train.num_generations),
             run.max_steps,
+        )?;
+        let mini_batch = run.train.mini_batch_size.unwrap_or(completions);
+        let mini_batches = completions.div_ceil(mini_batch.max(1));
+        writeln!(
+            out,
+            "# {} updates a step: {} passes over {mini_batches} mini-batches of at most {mini_batch} completions.",
+            run.train.epochs.saturating_mul(mini_batches),
+            run.train.epochs,
         )?;
         print_instructions(run.train.compute_dtype, &mut out)?;
         if let Some((prompts, plan, longest, model)) = checked {

@@ -22,7 +22,8 @@ pub(super) struct EvalArguments {
     #[arg(value_name = "FILE_OR_MODEL", required_unless_present = "compare")]
     file: Option<PathBuf>,
     /// The model in place of that of the configuration: a folder, a GGUF file, the folder of a run
-    /// (its best checkpoint), or a name on the Hugging Face hub.
+    /// (its best checkpoint), or a name on the Hugging Face hub. The trained model of a run is
+    /// `--model RUN`; without it, the model is the one before training.
     #[arg(long)]
     model: Option<PathBuf>,
     #[command(flatten)]

@@ -56,6 +56,8 @@ fn check_prints_a_configuration_that_it_accepts() {
         String::from_utf8_lossy(&first.stderr)
     );
     assert!(out(&first).contains("1 prompts to train on, 1 held out"));
+    let updates = "# 1 updates a step: 1 passes over 1 mini-batches of at most 16 completions.\n";
+    assert!(out(&first).contains(updates), "{}", out(&first));
     fs::write(folder.path().join("again.yaml"), out(&first)).unwrap();
     let second = grpo(folder.path(), &["check", "again.yaml"]);
     let settings = |output: &Output| -> String {
@@ -788,6 +790,48 @@ run.yaml:10: actor_rollout_ref: a section of verl; these keys have these places 
 ",
         );
     }
+}
+
+/// verl subtracts a KL in the rewards before it normalizes them in their group.
+#[test]
+fn the_kl_in_the_rewards_of_verl_is_a_penalty_of_sequences() {
+    let config = "\
+data: {train_files: data.jsonl}
+actor_rollout_ref:
+  rollout:
+    n: 5
+    dtype: bfloat16
+algorithm:
+  adv_estimator: grpo
+  use_kl_in_reward: true
+  kl_penalty: kl
+  kl_ctrl:
+    kl_coef: 0.004
+    target_kl: 0.1
+";
+    let folder = folder(config, DATA);
+    let output = grpo(folder.path(), &["check", "run.yaml"]);
+    fails(
+        &output,
+        3,
+        "
+  actor_rollout_ref.rollout.dtype: rollout.dtype
+  algorithm.adv_estimator: algorithm.adv_estimator
+  algorithm.use_kl_in_reward: algorithm.recipe.advantage (subtracted before rewards are normalized: recipe: {advantage: {name: grpo, epsilon: 1e-6, single_sample: raw, kl_penalty: {coef: 0.004, kl: {estimator: k1}}}})
+  algorithm.kl_penalty: algorithm.recipe.advantage (kl_penalty.kl.estimator)
+  algorithm.kl_ctrl.kl_coef: algorithm.recipe.advantage (kl_penalty.coef)
+  algorithm.kl_ctrl.target_kl: algorithm.target_kl (only if kl_ctrl.type is adaptive, and with add_token_level_kl: true, which subtracts the KL after the normalization)
+",
+    );
+    // The advice is valid.
+    let error = String::from_utf8_lossy(&output.stderr);
+    let advice = error.split_once("normalized: ").unwrap().1;
+    let advice = advice.lines().next().unwrap().strip_suffix(')').unwrap();
+    let config = CONFIG.replace("preset: dapo", &format!("preset: verl, {advice}"));
+    let folder = self::folder(&config, DATA);
+    let output = grpo(folder.path(), &["check", "run.yaml"]);
+    assert_eq!(output.status.code(), Some(0), "{output:?}");
+    assert!(out(&output).contains("coef: 0.004"), "{}", out(&output));
 }
 
 #[test]
