@@ -34,6 +34,22 @@ pub(crate) fn assert_same_run(folder: &Path, other: &Path, steps: usize) {
 }
 
 #[test]
+fn the_line_of_a_step_without_an_update_has_the_reason() {
+    let config = CONFIG.replace("max_steps: 12", "max_steps: 1");
+    let filters = "training: {sample_filters: [{kind: shorter_than, length: 1}]}\n";
+    let folder = folder(&(config + filters));
+    let printed = succeeds(folder.path(), &["train", "run.yaml"]);
+    let reason = "all 16 completions filtered (shorter_than)";
+    assert!(
+        printed.contains(&format!("  no update: {reason}")),
+        "{printed}"
+    );
+    let step = &lines(&folder.path().join("run/metrics.jsonl"))[0];
+    assert_eq!(step["skip_reason"], reason);
+    assert_eq!(step["updates"], 0);
+}
+
+#[test]
 fn a_run_writes_files_for_every_other_command() {
     let folder = folder(CONFIG);
     let run = folder.path().join("run");
