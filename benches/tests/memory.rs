@@ -323,7 +323,7 @@ type Change = fn(&mut TrainConfig);
 })]
 #[case::experts(experts(), |_: &mut TrainConfig| {})]
 #[case::delta(delta(), |_: &mut TrainConfig| {})]
-fn the_plan_is_within_15_percent_of_the_peak(
+fn the_plan_of_tensors_is_at_most_12_percent_above_the_peak(
     #[case] model: DecoderConfig,
     #[case] change: Change,
 ) -> anyhow::Result<()> {
@@ -331,8 +331,9 @@ fn the_plan_is_within_15_percent_of_the_peak(
     let (plan, measured) = planned_and_measured(model, change)?;
     let ratio = plan.peak() as f64 / measured as f64;
     println!("{ratio:.3} of {} MiB: {plan:?}", measured / MIB);
+    // One percent is not planned: tokens, masks and other small tensors.
     assert!(
-        (0.85..1.15).contains(&ratio),
+        (0.99..1.12).contains(&ratio),
         "{ratio} of {measured}: {plan:?}"
     );
     Ok(())

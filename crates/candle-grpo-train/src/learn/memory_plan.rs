@@ -17,6 +17,9 @@ const BUFFERS: usize = 8 << 20;
 /// Buffers of matrix products on CUDA: the workspace of cuBLAS.
 const WORKSPACE: usize = 64 << 20;
 
+/// The pages of the allocator of `grpo` for small tensors and threads.
+const SMALL_TENSORS: usize = 88 << 20;
+
 /// The bytes of the output layer on CUDA for a pass over `tokens`: the logits of f32 that are kept,
 /// a tile of them, the gradient of the tile in a dtype of half the size, and buffers.
 fn cuda_logits(tokens: usize, vocab_size: usize) -> usize {
@@ -29,8 +32,8 @@ fn cuda_logits(tokens: usize, vocab_size: usize) -> usize {
 /// The bytes that a run takes in the memory of its device, if every completion has the largest
 /// length and every prompt and demonstration is as long as the longest one.
 ///
-/// Not counted are the program with its data set and tokenizer, unless [`Self::program`] is set,
-/// and reward models.
+/// Not counted are reward models, and without [`Self::in_program`] the program with its data set,
+/// tokenizer and allocator.
 ///
 /// ```
 /// use candle_grpo_nn::DecoderConfig;
@@ -76,9 +79,12 @@ pub struct MemoryPlan {
     /// Copies of weights, while completions are drawn on the CPU
     /// ([`pack_weights`](candle_grpo_nn::PagedCache::pack_weights)).
     pub packed: usize,
-    /// The program, its data set, its tokenizer and what the allocator keeps, in main memory: 0
-    /// unless the caller sets it.
+    /// The program, its data set and its tokenizer, in main memory: 0 unless [`Self::in_program`]
+    /// sets it.
     pub program: usize,
+    /// The pages of the allocator in which no tensor is, in main memory: 0 unless
+    /// [`Self::in_program`] sets it.
+    pub allocator: usize,
 }
 
 impl MemoryPlan {
@@ -203,13 +209,28 @@ impl MemoryPlan {
         }
     }
 
-    /// The bytes at the peak: drawing and training alternate.
+    /// Returns this plan on the CPU in a program of `bytes`, without tensors, that has mimalloc and
+    /// keeps freed pages for the next step, as `grpo` does.
     ///
-    /// On the CPU an allocator that keeps freed memory takes up to a third more.
+    /// The pages without tensors are a bound of seven measured runs, see docs/llm.md. Tensors begin
+    /// slices of 64 KiB, and the gaps between them are resident, because the system has pages of 2
+    /// MiB: a thirteenth. Of the memory that drawing has freed, training reuses all but an eighth,
+    /// and the other way round. 88 MiB are those of small tensors and threads.
+    pub fn in_program(self, bytes: usize) -> Self {
+        let reused = self.training.min(self.sampling + self.packed);
+        Self {
+            program: bytes,
+            allocator: self.peak() / 13 + reused / 8 + SMALL_TENSORS,
+            ..self
+        }
+    }
+
+    /// The bytes at the peak: drawing and training alternate.
     pub fn peak(&self) -> usize {
         let others = self.reference + self.teacher + self.critic;
         let kept = self.weights + self.frozen + others + self.optimizer;
-        self.program + kept + self.training.max(self.sampling + self.packed)
+        let phase = self.training.max(self.sampling + self.packed);
+        self.program + self.allocator + kept + phase
     }
 }
 
@@ -281,6 +302,7 @@ impl Learning<'_> {
             sampling: 0,
             packed: 0,
             program: 0,
+            allocator: 0,
         })
     }
 }

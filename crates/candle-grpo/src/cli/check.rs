@@ -254,15 +254,14 @@ fn on_this_device(mut plan: MemoryPlan, run: &impl Configuration) -> anyhow::Res
         plan.packed = plan.packed.min(plan.frozen);
     }
     // The memory of the plan is that of a GPU, if there is one.
-    if !candle_grpo_train::cuda_is_enabled() {
-        plan.program = peak_of_this_process().unwrap_or(0);
-    }
-    Ok(plan)
+    Ok(match candle_grpo_train::cuda_is_enabled() {
+        true => plan,
+        false => plan.in_program(peak_of_this_process().unwrap_or(0)),
+    })
 }
 
 /// The peak of the resident memory of this process, which has read the data and the tokenizer of
-/// the run but no weights. It includes memory that the allocator keeps. `None` on systems without
-/// `/proc`.
+/// the run but no weights. `None` on systems without `/proc`.
 fn peak_of_this_process() -> Option<usize> {
     let status = fs::read_to_string("/proc/self/status").ok()?;
     let line = status
@@ -297,7 +296,7 @@ fn print_plan(plan: &MemoryPlan, lengths: &str, out: &mut impl Write) -> Result<
     };
     writeln!(
         out,
-        "# Memory: about {}, with {lengths}.",
+        "# Memory: at most about {}, with {lengths}.",
         size(plan.peak()),
     )?;
     let parts = [
@@ -311,7 +310,8 @@ fn print_plan(plan: &MemoryPlan, lengths: &str, out: &mut impl Write) -> Result<
         ("activations", plan.activations),
         ("sampling", plan.sampling),
         ("packed weights", plan.packed),
-        ("program, tokenizer, allocator", plan.program),
+        ("allocator", plan.allocator),
+        ("program and tokenizer", plan.program),
     ];
     let parts = parts.into_iter().filter(|(_, bytes)| *bytes > 0);
     let parts: Vec<String> = parts

@@ -215,7 +215,7 @@ fn check_shows_the_rows_and_what_trains() {
         "# 2 rows to train on, 0 held out; 32 rows a step for 1 steps.",
         "; the longest row has 28. 1 rows are too long and left out, 0 are cut off",
         "#   user: Hi?|assistant: ⟦Hello.|⟧",
-        "# Memory: about ",
+        "# Memory: at most about ",
         "train_on: answers",
     ] {
         assert!(printed.contains(part), "{part}\n{printed}");
