@@ -153,14 +153,12 @@ pub(crate) fn check_magnitude(name: &str, rewards: &Tensor) -> Result<()> {
 /// Fails if one of them is too large for `dtype`, on the CPU.
 pub(crate) fn to_result_dtype(name: &str, values: &Tensor, dtype: DType) -> Result<Tensor> {
     let result = values.to_dtype(dtype)?;
-    if !result.device().is_cpu() {
+    if !result.device().is_cpu() || values.dtype() == dtype {
         return Ok(result);
     }
-    let host = |x: &Tensor| x.flatten_all()?.to_dtype(DType::F64)?.to_vec1::<f64>();
-    let (exact, rounded) = (host(values)?, host(&result)?);
-    let mut pairs = exact.iter().zip(&rounded);
-    if let Some(index) = pairs.position(|(x, rounded)| x.is_finite() && !rounded.is_finite()) {
-        let value = rounded[index];
+    // An entry that was not finite before is none of the conversion.
+    let is_kept = (finite_mask(&result)? + finite_mask(values)?.eq(0u8)?)?;
+    if let Some((index, value)) = first_unset(&result, &is_kept)? {
         let place = match *result.dims() {
             [_, tokens] => format!("row {} in column {}", index / tokens, index % tokens),
             _ => place(&result, index),
