@@ -116,8 +116,7 @@ impl Actor {
     /// Returns a sampler that shares the parameters of this policy. On a GPU it records steps
     /// ([`LocalGenerator::with_recorded_steps`]): no other thread may use the GPU while it samples.
     pub fn sampler(&self, config: SamplingConfig) -> Result<Sampler> {
-        let generator = LocalGenerator::from_decoder(self.policy.clone()).with_recorded_steps(true);
-        Sampler::from_generator(Arc::new(generator), self.model().vocab_size, config)
+        self.sampler_of(self.model(), config)
     }
 
     /// Creates a reference: a copy of this policy or, with adapters, the policy without them, which
@@ -182,6 +181,22 @@ impl<M: LanguageModel> Actor<M> {
         let (vb, copies) = detached_weights(&parameters, Some(&adapters), dtype)?;
         let policy = build(&model, vb, &config)?;
         Self::from_policy(policy, parameters, Some(adapters), copies, config)
+    }
+
+    /// [`Self::sampler`] of a policy of shape `model`.
+    pub(super) fn sampler_of<C: ModelConfig<Model = M>>(
+        &self,
+        model: &C,
+        config: SamplingConfig,
+    ) -> Result<Sampler<C>> {
+        let generator = match model.decoder() {
+            // A clone shares the copies of the parameters in the dtype of the computation.
+            Some(_) => LocalGenerator::from_model(model.clone(), self.policy.clone()),
+            // The policy records a graph.
+            None => LocalGenerator::new(model, &self.parameters)?,
+        };
+        let generator = Arc::new(generator.with_recorded_steps(true));
+        Sampler::from_generator(generator, model.vocab_size(), config)
     }
 
     /// [`Self::reference`] of a policy of shape `model`.

@@ -10,7 +10,7 @@ use candle_grpo_nn::{BaseWeights, DecoderConfig, Lora, LoraConfig, ModelConfig, 
 use super::recipe_inputs::RecipeInputs;
 use super::teacher::Distillation;
 use super::{Ranks, Reference, ReferenceRefresh, Teacher};
-use crate::rollout::{LocalGenerator, PolicyWeights};
+use crate::rollout::PolicyWeights;
 use crate::run::RunInputs;
 use crate::run::checksums::sha256_of_parameters;
 use crate::{
@@ -124,14 +124,7 @@ impl<C: ModelConfig> Models<C> {
 
     /// Returns a sampler that shares the parameters of the policy.
     pub(super) fn sampler(&self, config: SamplingConfig) -> Result<Sampler<C>> {
-        let model = self.model.clone();
-        let generator = match model.decoder() {
-            // A clone shares the copies of the parameters in the dtype of the computation.
-            Some(_) => LocalGenerator::from_model(model, self.actor.policy().clone()),
-            None => LocalGenerator::new(&model, self.actor.parameters())?,
-        };
-        let generator = Arc::new(generator.with_recorded_steps(true));
-        Sampler::from_generator(generator, self.model.vocab_size(), config)
+        self.actor.sampler_of(&self.model, config)
     }
 
     /// Lets the reference follow the policy after step `step`, if it is due.
