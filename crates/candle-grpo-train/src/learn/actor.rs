@@ -188,7 +188,10 @@ impl<M: LanguageModel> Actor<M> {
         &self,
         model: &C,
         config: SamplingConfig,
-    ) -> Result<Sampler<C>> {
+    ) -> Result<Sampler<C>>
+    where
+        M: Clone,
+    {
         let generator = match model.decoder() {
             // A clone shares the copies of the parameters in the dtype of the computation.
             Some(_) => LocalGenerator::from_model(model.clone(), self.policy.clone()),
