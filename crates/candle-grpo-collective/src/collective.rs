@@ -15,6 +15,84 @@ use candle_core::{Device, Result, Tensor, bail};
 /// Every operation fails if a tensor is not contiguous or has a dtype that it cannot handle. If
 /// another rank has ended, the operation fails, or ends this process with an error. A rank that
 /// fails on its own must [`abort`](Self::abort), as the others wait for it.
+///
+/// # Examples
+///
+/// A collective of your own, here one that counts the bytes that another sums:
+///
+/// ```
+/// use std::sync::atomic::{AtomicUsize, Ordering};
+///
+/// use candle_core::{DType, Device, Result, Tensor};
+/// use candle_grpo_collective::Collective;
+///
+/// struct Counted<C> {
+///     ranks: C,
+///     bytes: AtomicUsize,
+/// }
+///
+/// impl<C: Collective> Collective for Counted<C> {
+///     fn rank(&self) -> usize {
+///         self.ranks.rank()
+///     }
+///     fn world_size(&self) -> usize {
+///         self.ranks.world_size()
+///     }
+///     fn all_reduce_sum(&self, tensors: &[&Tensor]) -> Result<()> {
+///         for tensor in tensors {
+///             let bytes = tensor.elem_count() * tensor.dtype().size_in_bytes();
+///             self.bytes.fetch_add(bytes, Ordering::Relaxed);
+///         }
+///         self.ranks.all_reduce_sum(tensors)
+///     }
+///     fn reduce_scatter_sum(&self, tensors: &[&Tensor]) -> Result<()> {
+///         self.ranks.reduce_scatter_sum(tensors)
+///     }
+///     fn all_gather(&self, tensors: &[&Tensor]) -> Result<()> {
+///         self.ranks.all_gather(tensors)
+///     }
+///     fn broadcast(&self, tensors: &[&Tensor], root: usize) -> Result<()> {
+///         self.ranks.broadcast(tensors, root)
+///     }
+///     fn barrier(&self) -> Result<()> {
+///         self.ranks.barrier()
+///     }
+/// }
+///
+/// /// One process: each sum is its own tensor, and there is nobody to wait for.
+/// struct Alone;
+///
+/// impl Collective for Alone {
+///     fn rank(&self) -> usize {
+///         0
+///     }
+///     fn world_size(&self) -> usize {
+///         1
+///     }
+///     fn all_reduce_sum(&self, _: &[&Tensor]) -> Result<()> {
+///         Ok(())
+///     }
+///     fn reduce_scatter_sum(&self, _: &[&Tensor]) -> Result<()> {
+///         Ok(())
+///     }
+///     fn all_gather(&self, _: &[&Tensor]) -> Result<()> {
+///         Ok(())
+///     }
+///     fn broadcast(&self, _: &[&Tensor], _root: usize) -> Result<()> {
+///         Ok(())
+///     }
+///     fn barrier(&self) -> Result<()> {
+///         Ok(())
+///     }
+/// }
+///
+/// let ranks = Counted { ranks: Alone, bytes: AtomicUsize::new(0) };
+/// let gradient = Tensor::ones((2, 3), DType::F32, &Device::Cpu)?;
+/// ranks.all_reduce_sum(&[&gradient])?;
+/// assert_eq!(ranks.bytes.into_inner(), 24);
+/// assert_eq!(Alone.all_gather_bytes(b"metrics")?, [b"metrics"]);
+/// # Ok::<(), candle_core::Error>(())
+/// ```
 pub trait Collective: Send + Sync {
     /// The number of this process, below [`Self::world_size`].
     fn rank(&self) -> usize;

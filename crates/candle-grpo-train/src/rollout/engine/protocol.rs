@@ -20,6 +20,73 @@ const MAX_TOKEN: u64 = 1 << 10;
 const SHOWN: usize = 80;
 
 /// The requests and answers of one kind of server. The methods may be called from several threads.
+///
+/// [`ServerGenerator::with_protocol`](super::ServerGenerator::with_protocol) samples with it.
+///
+/// # Examples
+///
+/// A server that takes token ids at `/generate`, and reads weights at `/load`:
+///
+/// ```
+/// use candle_grpo_train::rollout::engine::{
+///     Call, DrawRequest, Drawn, End, EngineWeights, Failure, Protocol, ServedModel, Server,
+/// };
+/// use serde::Deserialize;
+/// use serde_json::{Value, json};
+///
+/// struct Generate;
+///
+/// impl Protocol for Generate {
+///     fn describe(&self, server: &Server, _name: Option<&str>) -> Result<ServedModel, Failure> {
+///         let answer = server.call(&Call::get("/model"))?;
+///         let absent = || Failure::Malformed("name: absent (/model)".to_owned());
+///         let name = answer["name"].as_str().ok_or_else(absent)?.to_owned();
+///         Ok(ServedModel { name, max_model_len: None })
+///     }
+///
+///     fn draw(&self, request: &DrawRequest) -> Call {
+///         let body = json!({
+///             "ids": request.prompt,
+///             "max_new_tokens": request.max_new_tokens,
+///             "temperature": request.temperature(),
+///             "top_p": request.sampling.top_p,
+///             "stop_ids": request.sampling.stop_token_ids,
+///             "seed": request.seed,
+///         });
+///         Call::post("/generate", body)
+///     }
+///
+///     fn parse(&self, answer: &Value) -> Result<Drawn, Failure> {
+///         #[derive(Deserialize)]
+///         struct Answer {
+///             ids: Vec<u32>,
+///             log_probs: Vec<f32>,
+///             stopped: bool,
+///         }
+///         let answer = Answer::deserialize(answer).map_err(|e| Failure::Malformed(e.to_string()))?;
+///         Ok(Drawn {
+///             tokens: answer.ids,
+///             log_probs: answer.log_probs,
+///             end: if answer.stopped { End::StopToken } else { End::Length },
+///             weight_version: None,
+///         })
+///     }
+///
+///     fn load(&self, server: &Server, weights: &EngineWeights) -> Result<(), Failure> {
+///         let body = json!({"path": weights.path, "version": weights.name()});
+///         server.call(&Call::post("/load", body)).map(drop)
+///     }
+///
+///     fn serves(&self, server: &Server, weights: &EngineWeights) -> Result<bool, Failure> {
+///         Ok(server.call(&Call::get("/model"))?["version"] == weights.name())
+///     }
+/// }
+///
+/// let answer = json!({"ids": [5, 2], "log_probs": [-0.5, -0.1], "stopped": true});
+/// let drawn = Generate.parse(&answer).expect("a whole answer");
+/// assert_eq!((drawn.tokens, drawn.end), (vec![5, 2], End::StopToken));
+/// assert!(Generate.parse(&json!({"ids": [5, 2]})).is_err());
+/// ```
 pub trait Protocol: Send + Sync {
     /// The request that a server answers with a status of 2xx as soon as it can draw.
     fn health(&self) -> Call {
