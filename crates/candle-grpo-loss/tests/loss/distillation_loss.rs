@@ -84,12 +84,15 @@ fn every_gradient_is_the_finite_difference_of_the_loss() -> Result<()> {
     let (student, teacher) = (logits(1), logits(2));
     for device in devices() {
         for loss in losses() {
-            let (_, gradient) = compute(&loss, &student, &teacher, device)?;
+            let (value, gradient) = compute(&loss, &student, &teacher, device)?;
+            // The loss of the CPU, so the differences may be its.
+            let (expected, _) = compute(&loss, &student, &teacher, &Device::Cpu)?;
+            assert_close(&[value], &[expected], 1e-12);
             for i in 0..B * T * V {
                 let moved = |by: f64| -> Result<f64> {
                     let mut moved = student.clone();
                     moved[i] += by;
-                    Ok(compute(&loss, &moved, &teacher, device)?.0)
+                    Ok(compute(&loss, &moved, &teacher, &Device::Cpu)?.0)
                 };
                 let difference = (moved(1e-6)? - moved(-1e-6)?) / 2e-6;
                 assert!(
