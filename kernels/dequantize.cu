@@ -1,5 +1,5 @@
 // Numbers of blocks of GGUF files. A block of each type has another number of bytes. The formats
-// are those of ggml (ggml-common.h), which src/cpu/dequantize.rs describes.
+// are those of ggml (ggml-common.h), which src/cpu/blocks.rs describes.
 
 #include "element.cuh"
 

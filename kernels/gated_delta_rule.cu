@@ -1,4 +1,4 @@
-// The gated delta rule in chunks of rows, with the formulas of src/cpu/gated_delta_rule.rs.
+// The gated delta rule in chunks of rows, with the formulas of src/ops/gated_delta_rule/cpu.rs.
 //
 // A block of the forward pass has a segment of a tree, a value head and some of the value columns,
 // which do not depend on each other. A block of the backward pass has a segment and a value head.

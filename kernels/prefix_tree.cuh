@@ -1,4 +1,4 @@
-// The table of a tree of sequences with shared prefixes (src/cuda/prefix_tree.rs): an entry for
+// The table of a tree of sequences with shared prefixes (src/prefix_tree/cuda.rs): an entry for
 // each segment, level by level, and one after the last. The children of a segment are adjacent.
 #pragma once
 

@@ -75,93 +75,85 @@
 //!
 //! An operator has a CPU path (SIMD chosen at run time, all cores) and, with the feature `cuda`, a
 //! CUDA path. Its composed twin, in plain Candle operations, is the fallback for f64 and for
-//! devices without a path. The tests compare the paths with the twin in f64. A file of the same
-//! name in `src/`, `src/cpu/`, `src/cuda/`, `src/composed/` and `kernels/` has each part.
+//! devices without a path. The tests compare the paths with the twin in f64.
+//!
+//! The folder `src/ops/OPERATOR/` has the parts of an operator. Short operators without paths are
+//! files there.
+//!
+//! | file | content |
+//! | --- | --- |
+//! | `mod.rs` | the function, checks of its arguments, the choice of the path, the backward pass |
+//! | `cpu.rs` | the CPU path |
+//! | `cuda.rs` | the CUDA path, which launches the kernels of `kernels/OPERATOR.cu` |
+//! | `composed.rs` | the twin |
+//!
+//! The paths build on `src/cpu/` (vectors, matrix products) and `src/cuda/` (launches, cuBLAS).
+//! These depend on no operator.
+
+// Loops over the lanes of a vector are plain: the compiler unrolls them, and does not inline every
+// closure of an iterator.
+#![allow(clippy::needless_range_loop)]
 
 #[cfg(doctest)]
 #[doc = include_str!("../README.md")]
 struct Readme;
 
-mod adamw;
-mod add;
-mod add_bias;
-mod add_matmul;
-mod attention;
-mod causal_conv;
+mod blocks;
 mod check;
 #[doc(hidden)]
 pub mod composed;
 mod cpu;
 #[cfg(feature = "cuda")]
 mod cuda;
-mod delta_gates;
-mod delta_states;
-mod dequantize;
 mod device;
-mod draw_tokens;
-mod embedding;
 mod ensure_gradients;
-mod gated_delta_rule;
-mod gradient_norm;
-mod head_transform;
-mod linear_log_prob;
-mod linear_rows;
-mod log_prob;
-mod moments;
-mod packed_weight;
-mod paged_attention;
+mod graph;
+mod ops;
 mod path;
 mod precision;
 mod prefix_tree;
-mod rms_norm;
-mod rope;
-mod row_map;
-mod scores;
-mod sigmoid;
-mod soft_cap;
-mod swiglu;
-mod top_k;
 
-pub use adamw::{AdamWStep, AdamWTensors, adamw};
-pub use add::add;
-pub use add_bias::{add_bias, add_bias_gradient};
-pub use add_matmul::{add_matmul, matmul};
-pub use attention::{CausalAttention, Sequences, attention, attention_gradient};
-pub use causal_conv::{causal_conv, causal_conv_gradient};
+pub use blocks::{BLOCK_TYPES, block_type};
 pub use check::TEMPERATURES;
 pub use cpu::instructions::CpuInstructions;
 #[cfg(feature = "cuda")]
-pub use cuda::paged_attention::{StepInputs, StepSize, StepTables};
-#[cfg(feature = "cuda")]
 pub use cuda::recording::Recording;
-pub use delta_gates::{delta_gates, delta_gates_gradient};
-pub use delta_states::{DeltaStates, SlotRows};
-pub use dequantize::{BLOCK_TYPES, block_type, dequantize, quantize};
 pub use device::{cuda_device, cuda_device_count, cuda_is_enabled, default_device};
-pub use draw_tokens::{Draw, DrawOptions, DrawnToken, draw_tokens};
-pub use embedding::{add_embedding_gradient, embedding};
 pub use ensure_gradients::{ensure_gradients, ensure_reached};
-pub use gated_delta_rule::{DeltaHeads, gated_delta_rule, gated_delta_rule_gradient};
-pub use gradient_norm::{scale_gradients, squared_gradient_norms};
-pub use head_transform::{HeadNorms, HeadTransform};
-pub use linear_log_prob::{
+pub use ops::adamw::moments::{moment_blocks, moment_codes};
+pub use ops::adamw::{AdamWStep, AdamWTensors, adamw};
+pub use ops::add::add;
+pub use ops::add_bias::{add_bias, add_bias_gradient};
+pub use ops::add_matmul::{add_matmul, matmul};
+pub use ops::attention::scores::Scores;
+pub use ops::attention::{CausalAttention, Sequences, attention, attention_gradient};
+pub use ops::causal_conv::{causal_conv, causal_conv_gradient};
+pub use ops::delta_gates::{delta_gates, delta_gates_gradient};
+pub use ops::delta_states::{DeltaStates, SlotRows};
+pub use ops::dequantize::{dequantize, quantize};
+pub use ops::draw_tokens::{Draw, DrawOptions, DrawnToken, draw_tokens};
+pub use ops::embedding::{add_embedding_gradient, embedding};
+pub use ops::gated_delta_rule::{DeltaHeads, gated_delta_rule, gated_delta_rule_gradient};
+pub use ops::gradient_norm::{scale_gradients, squared_gradient_norms};
+pub use ops::head_transform::{HeadNorms, HeadTransform};
+pub use ops::linear_log_prob::{
     CUDA_KEPT_LOGITS, CUDA_TILE_COLUMNS, CUDA_TILE_LOGITS, LinearGradients, LinearLogProb,
     linear_log_prob,
 };
-pub use linear_rows::{linear_rows, packed_linear_rows};
-pub use log_prob::{LogProbOptions, TokenLogProbs, log_prob, log_prob_gradient};
-pub use moments::{moment_blocks, moment_codes};
-pub use packed_weight::PackedWeight;
-pub use paged_attention::{
+pub use ops::linear_rows::packed_weight::PackedWeight;
+pub use ops::linear_rows::{linear_rows, packed_linear_rows};
+pub use ops::log_prob::{LogProbOptions, TokenLogProbs, log_prob, log_prob_gradient};
+#[cfg(feature = "cuda")]
+pub use ops::paged_attention::cuda::{StepInputs, StepSize, StepTables};
+pub use ops::paged_attention::{
     KeyValuePages, PAGE, PageSlot, PageSpan, PagedBatch, PagedRow, paged_attention,
 };
+pub use ops::rms_norm::{add_rms_norm, rms_norm, rms_norm_gradient};
+pub use ops::rope::{rope, rope_angles, rope_gradient};
+pub use ops::row_map::RowMap;
+pub use ops::sigmoid::sigmoid;
+pub use ops::soft_cap::soft_cap;
+pub use ops::swiglu::{geglu, geglu_gradient, swiglu, swiglu_gradient};
+pub use ops::top_k::top_k;
 pub use precision::arithmetic_dtype;
 pub use prefix_tree::PrefixTree;
-pub use rms_norm::{add_rms_norm, rms_norm, rms_norm_gradient};
-pub use rope::{rope, rope_angles, rope_gradient};
-pub use row_map::RowMap;
-pub use scores::Scores;
-pub use sigmoid::sigmoid;
-pub use soft_cap::soft_cap;
-pub use swiglu::{geglu, geglu_gradient, swiglu, swiglu_gradient};
-pub use top_k::top_k;

@@ -149,7 +149,7 @@ pub(super) fn has(set: CpuInstructions) -> bool {
 }
 
 /// Returns the vectors of the selected set.
-pub(super) fn vectors() -> Arch {
+pub(crate) fn vectors() -> Arch {
     match selection() {
         #[cfg(target_arch = "x86_64")]
         Ok(CpuInstructions::Avx2) => pulp::x86::V3::try_new().map_or(Arch::Scalar, Arch::V3),

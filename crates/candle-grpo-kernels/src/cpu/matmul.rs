@@ -70,11 +70,11 @@ const WORTH_SHARING: usize = 1 << 16;
 /// A matrix in a slice, with entry (i, j) at `i * row_stride + j * column_stride`.
 #[derive(Clone, Copy)]
 pub(crate) struct Matrix<'a> {
-    pub(super) numbers: Numbers<'a>,
-    pub(super) rows: usize,
-    pub(super) columns: usize,
-    pub(super) row_stride: usize,
-    pub(super) column_stride: usize,
+    pub(crate) numbers: Numbers<'a>,
+    pub(crate) rows: usize,
+    pub(crate) columns: usize,
+    pub(crate) row_stride: usize,
+    pub(crate) column_stride: usize,
 }
 
 impl<'a> Matrix<'a> {
@@ -84,7 +84,7 @@ impl<'a> Matrix<'a> {
     }
 
     /// [`Self::new`] for numbers of any dtype.
-    pub(super) fn of(numbers: Numbers<'a>, rows: usize, columns: usize, row_stride: usize) -> Self {
+    pub(crate) fn of(numbers: Numbers<'a>, rows: usize, columns: usize, row_stride: usize) -> Self {
         Self {
             numbers,
             rows,
@@ -133,7 +133,7 @@ impl<'a> Matrix<'a> {
         }
     }
 
-    pub(super) fn in_bounds(&self) -> bool {
+    pub(crate) fn in_bounds(&self) -> bool {
         self.span() <= self.numbers.len()
     }
 }
@@ -200,7 +200,7 @@ fn with_matrices<T: Element, R>(
 }
 
 /// One product, with its target.
-pub(super) struct Product<'a, B> {
+pub(crate) struct Product<'a, B> {
     target: *mut f32,
     row_stride: usize,
     add: bool,
@@ -218,7 +218,7 @@ impl<'a, B: Columns> Product<'a, B> {
     /// # Panics
     ///
     /// Panics if the matrices do not fit each other or `target`.
-    pub(super) fn new(
+    pub(crate) fn new(
         target: &'a mut [f32],
         row_stride: usize,
         add: bool,
@@ -279,7 +279,7 @@ impl<'a, B: Columns> Product<'a, B> {
 }
 
 /// Computes all products.
-pub(super) fn run<B: Columns>(products: &[Product<B>], share: bool) {
+pub(crate) fn run<B: Columns>(products: &[Product<B>], share: bool) {
     let work = |product: &Product<B>| product.a.rows * product.a.columns * product.b.len();
     let all: usize = products.iter().map(work).sum();
     if !share || all < WORTH_SHARING {
@@ -369,13 +369,13 @@ impl<B: Columns> Task<'_, '_, B> {
 
 /// Buffers of a task.
 #[derive(Default)]
-pub(super) struct Scratch {
+pub(crate) struct Scratch {
     /// Words of rows of `a` in tiles or blocks, unless their entries are adjacent.
-    pub(super) a: Buffer,
+    pub(crate) a: Buffer,
     /// A panel of `b`.
-    pub(super) panel: Buffer,
+    pub(crate) panel: Buffer,
     /// Numbers of `b` in f32, for its own use.
-    pub(super) wide: Vec<f32>,
+    pub(crate) wide: Vec<f32>,
 }
 
 impl Scratch {
@@ -394,14 +394,14 @@ impl Scratch {
 /// Memory that grows and is kept. It starts at a cache line, so that aligned vectors do not cross
 /// lines.
 #[derive(Default)]
-pub(super) struct Buffer(Vec<f32>);
+pub(crate) struct Buffer(Vec<f32>);
 
 impl Buffer {
     /// Bytes of a cache line.
     const LINE: usize = 64;
 
     /// Returns the first `len` numbers. Their values are not defined.
-    pub(super) fn first(&mut self, len: usize) -> &mut [f32] {
+    pub(crate) fn first(&mut self, len: usize) -> &mut [f32] {
         let most = len + Self::LINE / size_of::<f32>();
         if self.0.len() < most {
             self.0 = Vec::new();
@@ -414,7 +414,7 @@ impl Buffer {
 
     /// Returns some numbers. [`Self::first`] was called for them.
     #[inline(always)]
-    pub(super) fn get(&self, range: Range<usize>) -> &[f32] {
+    pub(crate) fn get(&self, range: Range<usize>) -> &[f32] {
         &self.0[self.start()..][range]
     }
 

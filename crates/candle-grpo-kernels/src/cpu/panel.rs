@@ -7,22 +7,22 @@ use candle_core::{DType, Layout, Result, Storage, Tensor};
 use half::bf16;
 use rayon::prelude::*;
 
-use super::dequantize::widen;
+use super::blocks::widen;
 use super::element::Element;
 use super::matmul::{Buffer, Matrix};
 use super::slice;
 use super::transpose::transpose;
 use super::word::{Numbers, Word, multiplies_in_tiles, multiplies_pairs};
-use crate::block_type;
+use crate::blocks::block_type;
 
 /// A width that every vector width divides. The width of a panel is a multiple.
-pub(super) const UNIT: usize = 16;
+pub(crate) const UNIT: usize = 16;
 
 /// The widest panel. A row of sums is 3 vectors of AVX-512.
-pub(super) const WIDEST: usize = 3 * UNIT;
+pub(crate) const WIDEST: usize = 3 * UNIT;
 
 /// The second factor of a product, in columns.
-pub(super) trait Columns: Sync {
+pub(crate) trait Columns: Sync {
     /// Returns the number of columns.
     fn len(&self) -> usize;
 
@@ -105,7 +105,7 @@ impl Matrix<'_> {
     ///
     /// Inlined, for the vectors of the caller.
     #[inline(always)]
-    pub(super) fn pack_words<W: Word>(
+    pub(crate) fn pack_words<W: Word>(
         &self,
         numbers: &[W],
         columns: &Range<usize>,
@@ -132,7 +132,7 @@ impl Matrix<'_> {
 
 /// A weight `[outputs, inputs]`, or its blocks, whose rows are the columns of a product.
 #[derive(Clone, Copy)]
-pub(super) enum WeightRows<'a, T> {
+pub(crate) enum WeightRows<'a, T> {
     /// Numbers, the length of a row, and the panels if there are any.
     Elements(&'a [T], usize, Option<&'a Panels>),
     /// Blocks of quantized numbers, their type, and the numbers of a row.
@@ -141,7 +141,7 @@ pub(super) enum WeightRows<'a, T> {
 
 impl<'a, T: Element> WeightRows<'a, T> {
     /// Returns the rows of a contiguous `weight` with `inputs` numbers in each.
-    pub(super) fn new(
+    pub(crate) fn new(
         storage: &'a Storage,
         layout: &Layout,
         weight: &Tensor,
@@ -245,7 +245,7 @@ impl<T: Element> Columns for WeightRows<'_, T> {
 
 /// The columns of each panel of a matrix: about the same number, in units that every vector width
 /// divides, and at most `widest`.
-pub(super) fn panels(columns: usize, widest: usize) -> impl ExactSizeIterator<Item = Range<usize>> {
+pub(crate) fn panels(columns: usize, widest: usize) -> impl ExactSizeIterator<Item = Range<usize>> {
     let units = columns.div_ceil(UNIT);
     let panels = units.div_ceil(widest / UNIT);
     let bound = move |panel: usize| columns.min(panel * units / panels * UNIT);
@@ -254,7 +254,7 @@ pub(super) fn panels(columns: usize, widest: usize) -> impl ExactSizeIterator<It
 
 /// Columns of a product in units `[words, UNIT]`, the last one with zeros after its columns.
 #[derive(Clone, Copy)]
-pub(super) struct Panel<'p> {
+pub(crate) struct Panel<'p> {
     /// From the first word of the first unit.
     words: &'p [f32],
     /// The distance from a unit to the next.
@@ -264,7 +264,7 @@ pub(super) struct Panel<'p> {
 impl<'p> Panel<'p> {
     /// Packs some entries of some columns of `b` into `buffer`, as [`Columns::pack`].
     #[inline(always)]
-    pub(super) fn pack<W: Word>(
+    pub(crate) fn pack<W: Word>(
         b: &impl Columns,
         columns: &Range<usize>,
         inner: &Range<usize>,
@@ -283,7 +283,7 @@ impl<'p> Panel<'p> {
 
     /// Returns the units from `unit` on.
     #[inline(always)]
-    pub(super) fn from(self, unit: usize) -> Self {
+    pub(crate) fn from(self, unit: usize) -> Self {
         Self {
             words: &self.words[unit * self.stride..],
             stride: self.stride,
@@ -292,13 +292,13 @@ impl<'p> Panel<'p> {
 
     /// Returns whether there are `units` units of `depth` words for each column.
     #[inline(always)]
-    pub(super) fn holds(&self, units: usize, depth: usize) -> bool {
+    pub(crate) fn holds(&self, units: usize, depth: usize) -> bool {
         units.saturating_sub(1) * self.stride + depth * UNIT <= self.words.len()
     }
 
     /// Returns the first word of a unit.
     #[inline(always)]
-    pub(super) fn unit(&self, unit: usize) -> *const f32 {
+    pub(crate) fn unit(&self, unit: usize) -> *const f32 {
         self.words.as_ptr().wrapping_add(unit * self.stride)
     }
 }

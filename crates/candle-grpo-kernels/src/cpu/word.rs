@@ -20,7 +20,7 @@ pub(crate) enum Numbers<'a> {
 
 impl<'a> Numbers<'a> {
     /// Returns `source` as the processor multiplies it: in bf16, or [widened](Self::widened).
-    pub(super) fn of<T: Element>(source: &'a [T], buffer: &'a mut Vec<f32>) -> Self {
+    pub(crate) fn of<T: Element>(source: &'a [T], buffer: &'a mut Vec<f32>) -> Self {
         if let Some(halves) = T::as_bf16(source)
             && multiplies_pairs()
         {
@@ -30,7 +30,7 @@ impl<'a> Numbers<'a> {
     }
 
     /// Returns `source` in f32, in `buffer` if needed.
-    pub(super) fn widened<T: Element>(source: &'a [T], buffer: &'a mut Vec<f32>) -> Self {
+    pub(crate) fn widened<T: Element>(source: &'a [T], buffer: &'a mut Vec<f32>) -> Self {
         if let Some(singles) = T::as_f32(source) {
             return Self::Singles(singles);
         }
@@ -42,7 +42,7 @@ impl<'a> Numbers<'a> {
         Self::Singles(buffer)
     }
 
-    pub(super) fn len(&self) -> usize {
+    pub(crate) fn len(&self) -> usize {
         match self {
             Self::Singles(numbers) => numbers.len(),
             Self::Halves(numbers) => numbers.len(),
@@ -50,7 +50,7 @@ impl<'a> Numbers<'a> {
     }
 
     /// Returns the numbers of a range.
-    pub(super) fn slice(self, range: Range<usize>) -> Self {
+    pub(crate) fn slice(self, range: Range<usize>) -> Self {
         match self {
             Self::Singles(numbers) => Self::Singles(&numbers[range]),
             Self::Halves(numbers) => Self::Halves(&numbers[range]),
@@ -60,17 +60,17 @@ impl<'a> Numbers<'a> {
 
 /// Returns whether the processor has an instruction that multiplies pairs of bf16, and adds both
 /// products to an f32.
-pub(super) fn multiplies_pairs() -> bool {
+pub(crate) fn multiplies_pairs() -> bool {
     instructions::has(CpuInstructions::Avx512Bf16)
 }
 
 /// Returns whether bf16 are multiplied in the tiles of AMX.
-pub(super) fn multiplies_in_tiles() -> bool {
+pub(crate) fn multiplies_in_tiles() -> bool {
     instructions::has(CpuInstructions::Amx)
 }
 
 /// Numbers that fill words.
-pub(super) trait Word: Element {
+pub(crate) trait Word: Element {
     /// The numbers of a word.
     const NUMBERS: usize;
 

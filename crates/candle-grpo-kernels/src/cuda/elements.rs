@@ -10,7 +10,7 @@ const THREADS: u32 = 256;
 const BYTES: usize = 2 * 16;
 
 /// Returns the blocks for `n` elements.
-pub(super) fn blocks<T>(n: usize) -> Result<LaunchConfig> {
+pub(crate) fn blocks<T>(n: usize) -> Result<LaunchConfig> {
     grid(
         n.div_ceil(THREADS as usize * BYTES / size_of::<T>()),
         THREADS,

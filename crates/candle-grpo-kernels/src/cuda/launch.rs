@@ -114,7 +114,7 @@ pub(crate) mod kernels {
 }
 
 /// Returns the kernel of this file, name and suffix, and loads it at the first use.
-pub(super) fn function(stream: &CudaStream, name: [&'static str; 3]) -> Result<CudaFunction> {
+pub(crate) fn function(stream: &CudaStream, name: [&'static str; 3]) -> Result<CudaFunction> {
     let [file, kernel, suffix] = name;
     let context = stream.context().cu_ctx() as usize;
     let key = (context, kernel, suffix);

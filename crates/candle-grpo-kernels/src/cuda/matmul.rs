@@ -13,9 +13,9 @@ use super::in_place::write;
 use super::{CudaElement, In, Out, alloc, as_tensor, with_cuda_floats};
 
 /// A row-major matrix, or the transpose of one.
-pub(super) struct Matrix<'a, T> {
-    pub(super) elements: In<'a, T>,
-    pub(super) is_transposed: bool,
+pub(crate) struct Matrix<'a, T> {
+    pub(crate) elements: In<'a, T>,
+    pub(crate) is_transposed: bool,
 }
 
 /// Computes `c = a b`, or `c += a b` if `is_added`, of row-major `a` `[m, k]`, `b` `[k, n]` and `c`
@@ -25,7 +25,7 @@ pub(super) struct Matrix<'a, T> {
 ///
 /// The pointers must point to as many elements as the sizes require.
 #[allow(unsafe_code)]
-pub(super) unsafe fn matmul<T: CudaElement>(
+pub(crate) unsafe fn matmul<T: CudaElement>(
     device: &CudaDevice,
     sizes: [usize; 3],
     a: &Matrix<T>,

@@ -1,0 +1,57 @@
+//! The composed twin of [`adamw`](crate::adamw()).
+
+use candle_core::{Result, Tensor};
+
+use super::moments::{CodeMap, SIGNED, UNSIGNED};
+use super::{AdamWStep, AdamWTensors, check_arguments};
+use crate::precision::arithmetic_dtype;
+
+/// [`adamw`](crate::adamw()) in plain Candle operations. Moments in blocks are converted on the
+/// CPU.
+pub fn adamw(parameters: &[AdamWTensors], step: &AdamWStep) -> Result<()> {
+    check_arguments(parameters, step)?;
+    parameters
+        .iter()
+        .try_for_each(|tensors| unchecked(tensors, step))
+}
+
+pub(crate) fn unchecked(tensors: &AdamWTensors, step: &AdamWStep) -> Result<()> {
+    if tensors.parameter.elem_count() == 0 {
+        // For empty tensors Candle returns an operand, and a variable cannot be set to itself.
+        return Ok(());
+    }
+    let c = step.coefficients(tensors.weight_decay);
+    let dtype = arithmetic_dtype(tensors.parameter.dtype());
+    let gradient = tensors.gradient.detach().to_dtype(dtype)?;
+    let gradient = (gradient * c.gradient_factor)?;
+    let weight = tensors.master.unwrap_or(tensors.parameter);
+    let p = weight.detach().to_dtype(dtype)?;
+    let read = |moment: &Tensor, map: &CodeMap| match tensors.is_quantized() {
+        true => map.read_blocks(moment, p.shape()),
+        false => Ok(moment.detach()),
+    };
+    let (average, square) = (
+        read(tensors.average, &SIGNED)?,
+        read(tensors.square, &UNSIGNED)?,
+    );
+    let m = ((average * c.beta1)? + (&gradient * (1.0 - c.beta1))?)?;
+    let v = ((square * c.beta2)? + (gradient.sqr()? * (1.0 - c.beta2))?)?;
+    let denominator = ((v.sqrt()? / c.root_correction)? + c.epsilon)?;
+    let p = ((p * c.keep)? - ((&m / denominator)? * c.step_size)?)?;
+    let stored = |moment: Tensor, map: &CodeMap| match tensors.is_quantized() {
+        true => map.write_blocks(&moment),
+        false => Ok(moment),
+    };
+    write(tensors.average, &stored(m, &SIGNED)?)?;
+    write(tensors.square, &stored(v, &UNSIGNED)?)?;
+    if let Some(master) = tensors.master {
+        write(master, &p)?;
+    }
+    write(tensors.parameter, &p.to_dtype(tensors.parameter.dtype())?)
+}
+
+/// Replaces the elements of `tensor`.
+fn write(tensor: &Tensor, values: &Tensor) -> Result<()> {
+    let tensor = tensor.detach().flatten_all()?;
+    tensor.slice_set(&values.flatten_all()?, 0, 0)
+}

@@ -1,0 +1,253 @@
+//! The CPU path of [`adamw`](crate::adamw()).
+
+use candle_core::{CpuStorage, Result, Tensor, bail};
+use rayon::prelude::*;
+
+use super::moments::{self, SIGNED, UNSIGNED};
+use super::{AdamWStep, AdamWTensors, Narrow};
+use crate::cpu::element::Element;
+use crate::cpu::instructions::vectors;
+use crate::cpu::simd::{BLOCK, L1, prefetch};
+use crate::cpu::slice::{self, CHUNK, with_floats};
+
+/// Prefetch distance in elements. The step is bound by memory and reads four streams, so the
+/// hardware prefetcher does not suffice at page boundaries.
+const AHEAD: usize = 512;
+const PART: usize = 64;
+
+/// Updates all parameters. A core updates whole small parameters and chunks of large ones.
+pub(crate) fn step(parameters: &[&AdamWTensors], step: &AdamWStep) -> Result<()> {
+    parameters.par_iter().try_for_each(|tensors| {
+        let gradient = tensors.gradient.contiguous()?;
+        let coefficients = Narrow::from(step.coefficients(tensors.weight_decay));
+        // A closure writes one tensor, so the slices of several tensors need nested closures.
+        with_moment(tensors.average, |average| {
+            with_moment(tensors.square, |square| {
+                with_master(tensors.master, |master| {
+                    slice::write_storage(tensors.parameter, |storage, range| {
+                        with_floats!(storage, "parameter", parameter => {
+                            let parameter = &mut parameter[range];
+                            let state = State { average, square, master };
+                            let (storage, layout) = gradient.storage_and_layout();
+                            let range = slice::range(layout)?;
+                            with_floats!(slice::on_cpu(&storage)?, "gradient", gradient => {
+                                state.update(parameter, &gradient[range], &coefficients);
+                                Ok(())
+                            })
+                        })
+                    })
+                })
+            })
+        })
+    })
+}
+
+/// A moment that a step updates.
+enum Moment<'a> {
+    Numbers(&'a mut [f32]),
+    /// Blocks of codes, see [`moments`].
+    Blocks(&'a mut [u8]),
+}
+
+impl<'a> Moment<'a> {
+    /// The moments of each [`CHUNK`] of elements.
+    fn chunks(self) -> Vec<Moment<'a>> {
+        match self {
+            Self::Numbers(numbers) => numbers.chunks_mut(CHUNK).map(Moment::Numbers).collect(),
+            Self::Blocks(blocks) => {
+                let bytes = CHUNK / moments::NUMBERS * moments::BYTES;
+                blocks.chunks_mut(bytes).map(Moment::Blocks).collect()
+            }
+        }
+    }
+}
+
+fn with_moment(tensor: &Tensor, write: impl FnOnce(Moment) -> Result<()>) -> Result<()> {
+    slice::write_storage(tensor, |storage, range| match storage {
+        CpuStorage::U8(blocks) => write(Moment::Blocks(&mut blocks[range])),
+        CpuStorage::F32(numbers) => write(Moment::Numbers(&mut numbers[range])),
+        _ => bail!("a moment of {} elements, must be f32 or u8", range.len()),
+    })
+}
+
+fn with_master(
+    tensor: Option<&Tensor>,
+    write: impl FnOnce(Option<&mut [f32]>) -> Result<()>,
+) -> Result<()> {
+    match tensor {
+        None => write(None),
+        Some(tensor) => slice::write_f32(tensor, |master| write(Some(master))),
+    }
+}
+
+/// The optimizer state that the step of one parameter writes.
+struct State<'a> {
+    average: Moment<'a>,
+    square: Moment<'a>,
+    master: Option<&'a mut [f32]>,
+}
+
+impl State<'_> {
+    fn update<P: Element, G: Element>(
+        self,
+        parameter: &mut [P],
+        gradient: &[G],
+        coefficients: &Narrow,
+    ) {
+        let count = parameter.len().div_ceil(CHUNK);
+        let masters: Vec<_> = match self.master {
+            None => (0..count).map(|_| None).collect(),
+            Some(master) => master.chunks_mut(CHUNK).map(Some).collect(),
+        };
+        parameter
+            .par_chunks_mut(CHUNK)
+            .zip(masters)
+            .zip(self.average.chunks())
+            .zip(self.square.chunks())
+            .zip(gradient.par_chunks(CHUNK))
+            .for_each(|((((p, master), m), v), g)| {
+                vectors().dispatch(|| match (m, v) {
+                    (Moment::Numbers(m), Moment::Numbers(v)) => {
+                        coefficients.update(p, master, m, v, g);
+                    }
+                    (Moment::Blocks(m), Moment::Blocks(v)) => {
+                        coefficients.update_quantized(p, master, m, v, g);
+                    }
+                    // Both moments have one form.
+                    _ => {}
+                });
+            });
+    }
+}
+
+impl Narrow {
+    #[inline(always)]
+    fn update<P: Element, G: Element>(
+        &self,
+        parameter: &mut [P],
+        master: Option<&mut [f32]>,
+        average: &mut [f32],
+        square: &mut [f32],
+        gradient: &[G],
+    ) {
+        match master {
+            None => self.update_rounded(parameter, average, square, gradient),
+            Some(master) => self.update_master(parameter, master, average, square, gradient),
+        }
+    }
+
+    /// [`Self::update`] with moments in blocks.
+    #[inline(always)]
+    fn update_quantized<P: Element, G: Element>(
+        &self,
+        parameter: &mut [P],
+        mut master: Option<&mut [f32]>,
+        average: &mut [u8],
+        square: &mut [u8],
+        gradient: &[G],
+    ) {
+        let (signed, unsigned) = (&*SIGNED, &*UNSIGNED);
+        let [mut m, mut v] = [[0.0; moments::NUMBERS]; 2];
+        let blocks = parameter
+            .chunks_mut(moments::NUMBERS)
+            .zip(average.chunks_mut(moments::BYTES))
+            .zip(square.chunks_mut(moments::BYTES))
+            .zip(gradient.chunks(moments::NUMBERS));
+        for (at, (((p, average), square), g)) in blocks.enumerate() {
+            let (m, v) = (&mut m[..p.len()], &mut v[..p.len()]);
+            signed.read(average, m);
+            unsigned.read(square, v);
+            let first = at * moments::NUMBERS;
+            let master = master.as_deref_mut();
+            let master = master.map(|master| &mut master[first..first + p.len()]);
+            self.update(p, master, m, v, g);
+            signed.write(m, average);
+            unsigned.write(v, square);
+        }
+    }
+
+    /// Updates the parameter in f32, and rounds it to its dtype.
+    #[inline(always)]
+    fn update_rounded<P: Element, G: Element>(
+        &self,
+        parameter: &mut [P],
+        average: &mut [f32],
+        square: &mut [f32],
+        gradient: &[G],
+    ) {
+        let mut buffer = [0.0; BLOCK];
+        let blocks = parameter
+            .chunks_mut(BLOCK)
+            .zip(average.chunks_mut(BLOCK))
+            .zip(square.chunks_mut(BLOCK))
+            .zip(gradient.chunks(BLOCK));
+        for (((p, m), v), g) in blocks {
+            if let Some(weights) = P::as_f32_mut(p) {
+                self.update_block(weights, m, v, g);
+                continue;
+            }
+            let weights = &mut buffer[..p.len()];
+            P::widen(p, weights);
+            self.update_block(weights, m, v, g);
+            round(weights, p);
+        }
+    }
+
+    /// Updates the master, and rounds it to the parameter.
+    #[inline(always)]
+    fn update_master<P: Element, G: Element>(
+        &self,
+        parameter: &mut [P],
+        master: &mut [f32],
+        average: &mut [f32],
+        square: &mut [f32],
+        gradient: &[G],
+    ) {
+        let blocks = parameter
+            .chunks_mut(BLOCK)
+            .zip(master.chunks_mut(BLOCK))
+            .zip(average.chunks_mut(BLOCK))
+            .zip(square.chunks_mut(BLOCK))
+            .zip(gradient.chunks(BLOCK));
+        for ((((p, master), m), v), g) in blocks {
+            self.update_block(master, m, v, g);
+            round(master, p);
+        }
+    }
+
+    #[inline(always)]
+    fn update_block<G: Element>(&self, p: &mut [f32], m: &mut [f32], v: &mut [f32], g: &[G]) {
+        let mut buffer = [0.0; BLOCK];
+        let g = G::widened(g, &mut buffer[..g.len()]);
+        let parts = p
+            .chunks_mut(PART)
+            .zip(m.chunks_mut(PART))
+            .zip(v.chunks_mut(PART))
+            .zip(g.chunks(PART));
+        for (((p, m), v), g) in parts {
+            for x in [&*p, m, v, g] {
+                prefetch::<L1, _>(x.as_ptr().wrapping_add(AHEAD), x.len());
+            }
+            self.update_part(p, m, v, g);
+        }
+    }
+
+    /// Plain loops, which the compiler vectorizes.
+    #[inline(always)]
+    fn update_part(&self, p: &mut [f32], m: &mut [f32], v: &mut [f32], g: &[f32]) {
+        for (((p, m), v), &g) in p.iter_mut().zip(m).zip(v).zip(g) {
+            let g = g * self.gradient_factor;
+            *m = *m * self.beta1 + g * self.one_minus_beta1;
+            *v = *v * self.beta2 + g * g * self.one_minus_beta2;
+            let denominator = v.sqrt() * self.inverse_root_correction + self.epsilon;
+            *p = *p * self.keep - self.step_size * (*m / denominator);
+        }
+    }
+}
+
+#[inline(always)]
+fn round<P: Element>(weights: &[f32], parameter: &mut [P]) {
+    for (parameter, &weight) in parameter.iter_mut().zip(weights) {
+        *parameter = P::nearest(weight);
+    }
+}

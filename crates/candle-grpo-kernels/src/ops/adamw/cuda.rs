@@ -1,0 +1,119 @@
+//! The CUDA path of [`adamw`](crate::adamw()).
+
+use candle_core::{CudaDevice, DType, Result, Tensor};
+
+use super::moments;
+use super::{AdamWStep, AdamWTensors, Narrow};
+use crate::cuda::tensor_list::{TensorList, address, dtype_number, word};
+use crate::cuda::{In, grid, kernels};
+
+/// Threads and elements of a block, as in the kernels: with moments in blocks of codes, a warp has
+/// one of these.
+const THREADS: u32 = 256;
+const CHUNK: usize = THREADS as usize * 16;
+const QUANTIZED_CHUNK: usize = THREADS as usize / 32 * moments::NUMBERS;
+
+/// Updates f32, bf16 and f16 parameters that are not empty, in one launch for each device and form
+/// of the moments.
+pub(crate) fn step(parameters: &[&AdamWTensors], step: &AdamWStep) -> Result<()> {
+    let Some(first) = parameters.first() else {
+        return Ok(());
+    };
+    let device = first.parameter.device();
+    let (here, others) = parameters.iter().partition::<Vec<_>, _>(|tensors| {
+        tensors.parameter.device().same_device(device)
+            && tensors.is_quantized() == first.is_quantized()
+    });
+    launch(&here, device.as_cuda_device()?, step)?;
+    self::step(&others, step)
+}
+
+fn launch(parameters: &[&AdamWTensors], device: &CudaDevice, step: &AdamWStep) -> Result<()> {
+    let stream = device.cuda_stream();
+    let gradients = parameters
+        .iter()
+        .map(|tensors| gradient(tensors))
+        .collect::<Result<Vec<_>>>()?;
+    let is_quantized = parameters.iter().any(|tensors| tensors.is_quantized());
+    let chunk = if is_quantized { QUANTIZED_CHUNK } else { CHUNK };
+    let mut list = TensorList::default();
+    for (tensors, gradient) in parameters.iter().zip(&gradients) {
+        let dtype = tensors.parameter.dtype();
+        let of = |tensor: &Tensor| address(tensor, &stream);
+        let words = [
+            of(tensors.parameter)?,
+            tensors.master.map_or(Ok(0), of)?,
+            of(tensors.average)?,
+            of(tensors.square)?,
+            of(gradient)?,
+            tensors.parameter.elem_count() as u64,
+        ];
+        let is_like = gradient.dtype() == dtype;
+        let dtypes = dtype_number(dtype)? + if is_like { 4 } else { 0 };
+        let keep = Narrow::from(step.coefficients(tensors.weight_decay)).keep;
+        let blocks = tensors.parameter.elem_count().div_ceil(chunk);
+        list.push(blocks, |first_block| {
+            let [parameter, master, average, square, gradient, n] = words;
+            let dtypes = word(first_block, dtypes);
+            let keep = word(keep.to_bits(), 0);
+            [
+                parameter, master, average, square, gradient, n, dtypes, keep,
+            ]
+        })?;
+    }
+    let (blocks, count) = (grid(list.blocks, THREADS)?, list.rows);
+    let list = list.upload(device)?;
+    let c = Narrow::from(step.coefficients(0.0));
+    if is_quantized {
+        let maps = device.clone_htod(&moments::moment_codes().concat())?;
+        // SAFETY: the list has the addresses of tensors of n elements and of their blocks (master
+        // may be null), and the warps cover them. The tensors that the kernel writes share no
+        // memory, and the stream orders the launch after all earlier uses.
+        #[allow(unsafe_code)]
+        return unsafe {
+            kernels::adamw_quantized {
+                list: In::from_slice(&list, &stream),
+                maps: In::from_slice(&maps, &stream),
+                count,
+                gradient_factor: c.gradient_factor,
+                beta1: c.beta1,
+                one_minus_beta1: c.one_minus_beta1,
+                beta2: c.beta2,
+                one_minus_beta2: c.one_minus_beta2,
+                epsilon: c.epsilon,
+                step_size: c.step_size,
+                inverse_root_correction: c.inverse_root_correction,
+            }
+            .launch(device, blocks)
+        };
+    }
+    // SAFETY: the list has the addresses of tensors of n elements (master may be null), and the
+    // blocks cover them. The tensors that the kernel writes share no memory, and the stream orders
+    // the launch after all earlier uses.
+    #[allow(unsafe_code)]
+    unsafe {
+        kernels::adamw {
+            list: In::from_slice(&list, &stream),
+            count,
+            gradient_factor: c.gradient_factor,
+            beta1: c.beta1,
+            one_minus_beta1: c.one_minus_beta1,
+            beta2: c.beta2,
+            one_minus_beta2: c.one_minus_beta2,
+            epsilon: c.epsilon,
+            step_size: c.step_size,
+            inverse_root_correction: c.inverse_root_correction,
+        }
+        .launch(device, blocks)
+    }
+}
+
+/// Returns the contiguous gradient, in the dtype of the parameter or in f32.
+fn gradient(tensors: &AdamWTensors) -> Result<Tensor> {
+    let gradient = tensors.gradient.contiguous()?;
+    if gradient.dtype() == tensors.parameter.dtype() {
+        Ok(gradient)
+    } else {
+        gradient.to_dtype(DType::F32)
+    }
+}

@@ -1,0 +1,300 @@
+//! One step of AdamW, in place.
+
+pub(crate) mod composed;
+mod cpu;
+#[cfg(feature = "cuda")]
+mod cuda;
+pub(crate) mod moments;
+
+use candle_core::{DType, Result, Tensor, bail};
+
+use self::moments::moment_blocks;
+use crate::precision::arithmetic_dtype;
+use crate::{check, path};
+
+/// A parameter, its gradient and its optimizer state, of one shape and on one device. Only moments
+/// in blocks have another shape.
+#[derive(Debug, Clone, Copy)]
+pub struct AdamWTensors<'a> {
+    /// The parameter, of any float dtype: a variable, or a contiguous part of one.
+    pub parameter: &'a Tensor,
+    /// The master copy of a bf16 or f16 parameter, in f32. The step updates the master and rounds
+    /// it to the parameter. Without a master, steps below the precision of the dtype are lost.
+    pub master: Option<&'a Tensor>,
+    /// The moving average of gradients, in f32 (f64 for an f64 parameter), or in blocks of 8-bit
+    /// codes, see [`moment_blocks`].
+    pub average: &'a Tensor,
+    /// The moving average of squared gradients, in the same form.
+    pub square: &'a Tensor,
+    /// The gradient, in f32, bf16 or f16 (f64 for an f64 parameter).
+    pub gradient: &'a Tensor,
+    /// The weight decay coefficient. The step multiplies the parameter by
+    /// `1 - learning_rate * weight_decay`.
+    pub weight_decay: f64,
+}
+
+/// The hyperparameters of one step, equal for all parameters.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct AdamWStep {
+    /// Step size.
+    pub learning_rate: f64,
+    /// Decay of the average of gradients, in [0, 1).
+    pub beta1: f64,
+    /// Decay of the average of squared gradients, in [0, 1).
+    pub beta2: f64,
+    /// Added to the denominator.
+    pub epsilon: f64,
+    /// Index of this step, from 1. It determines the bias correction of the averages.
+    pub step: usize,
+    /// Factor of all gradients, for clipping; 1 for none. The step multiplies in f32 and does not
+    /// change the gradients.
+    pub gradient_factor: f64,
+}
+
+/// Updates all parameters with AdamW (<https://arxiv.org/abs/1711.05101>), in place.
+///
+/// One pass over the memory, and one launch on CUDA. Step t with the gradient g is
+///
+/// ```text
+/// m = beta1 m + (1 - beta1) g
+/// v = beta2 v + (1 - beta2) g^2
+/// p = p (1 - learning_rate weight_decay)
+///     - learning_rate (m / (1 - beta1^t)) / (sqrt(v / (1 - beta2^t)) + epsilon)
+/// ```
+///
+/// as in `torch.optim.AdamW`. A graph that uses the parameters must not be alive: its backward pass
+/// would mix old and new values.
+///
+/// # Errors
+///
+/// Fails if a hyperparameter is out of range, if shapes, dtypes or devices differ, or if tensors
+/// share memory. Nothing has changed in these cases.
+///
+/// ```
+/// use candle_core::{DType, Device, Tensor, Var};
+/// use candle_grpo_kernels::{AdamWStep, AdamWTensors, adamw};
+///
+/// let parameter = Var::new(&[1f32, 1.], &Device::Cpu)?;
+/// let (average, square) = (parameter.zeros_like()?, parameter.zeros_like()?);
+/// let (average, square) = (Var::from_tensor(&average)?, Var::from_tensor(&square)?);
+/// let tensors = AdamWTensors {
+///     parameter: &parameter,
+///     master: None,
+///     average: &average,
+///     square: &square,
+///     gradient: &Tensor::new(&[0.5f32, -2.], &Device::Cpu)?,
+///     weight_decay: 0.0,
+/// };
+/// let step = AdamWStep {
+///     learning_rate: 0.1,
+///     beta1: 0.9,
+///     beta2: 0.999,
+///     epsilon: 1e-8,
+///     step: 1,
+///     gradient_factor: 1.0,
+/// };
+/// adamw(&[tensors], &step)?;
+/// let parameter = parameter.to_vec1::<f32>()?;
+/// assert!((parameter[0] - 0.9).abs() < 1e-6 && (parameter[1] - 1.1).abs() < 1e-6);
+/// # Ok::<(), candle_core::Error>(())
+/// ```
+pub fn adamw(parameters: &[AdamWTensors], step: &AdamWStep) -> Result<()> {
+    check_arguments(parameters, step)?;
+    let (fused, rest): (Vec<_>, Vec<_>) = parameters
+        .iter()
+        // Candle treats an empty tensor as one whose elements share memory.
+        .filter(|tensors| tensors.parameter.elem_count() > 0)
+        .partition(|tensors| path::is_fused_on_cpu(tensors.parameter));
+    cpu::step(&fused, step)?;
+    #[cfg(feature = "cuda")]
+    let rest = {
+        let (fused, rest): (Vec<_>, Vec<_>) = rest
+            .into_iter()
+            .partition(|tensors| path::is_fused(tensors.parameter));
+        cuda::step(&fused, step)?;
+        rest
+    };
+    rest.into_iter()
+        .try_for_each(|tensors| composed::unchecked(tensors, step))
+}
+
+pub(crate) fn check_arguments(parameters: &[AdamWTensors], step: &AdamWStep) -> Result<()> {
+    step.check()?;
+    for tensors in parameters {
+        tensors.check()?;
+    }
+    let written: Vec<&Tensor> = parameters.iter().flat_map(AdamWTensors::written).collect();
+    let read: Vec<&Tensor> = parameters.iter().map(|tensors| tensors.gradient).collect();
+    check::apart("parameters", &written, &read)
+}
+
+impl AdamWStep {
+    fn check(&self) -> Result<()> {
+        for (name, value) in [
+            ("learning_rate", self.learning_rate),
+            ("epsilon", self.epsilon),
+        ] {
+            check::not_negative(name, value)?;
+        }
+        for (name, value) in [("beta1", self.beta1), ("beta2", self.beta2)] {
+            if !(0.0..1.0).contains(&value) {
+                bail!("{name}: {value}, must be at least 0 and below 1");
+            }
+        }
+        if !self.gradient_factor.is_finite() {
+            bail!("gradient_factor: {}, must be finite", self.gradient_factor);
+        }
+        if self.step == 0 {
+            bail!("step: 0, the first step is 1");
+        }
+        Ok(())
+    }
+
+    pub(crate) fn coefficients(&self, weight_decay: f64) -> Coefficients {
+        // A float, because the step may exceed the range of an integer power.
+        let t = self.step as f64;
+        Coefficients {
+            beta1: self.beta1,
+            beta2: self.beta2,
+            epsilon: self.epsilon,
+            keep: 1.0 - self.learning_rate * weight_decay,
+            step_size: self.learning_rate / (1.0 - self.beta1.powf(t)),
+            root_correction: (1.0 - self.beta2.powf(t)).sqrt(),
+            gradient_factor: self.gradient_factor,
+        }
+    }
+}
+
+/// The coefficients of one step, equal for all elements of a parameter.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Coefficients {
+    pub(crate) beta1: f64,
+    pub(crate) beta2: f64,
+    pub(crate) epsilon: f64,
+    /// `1 - learning_rate * weight_decay`.
+    pub(crate) keep: f64,
+    /// `learning_rate / (1 - beta1^t)`.
+    pub(crate) step_size: f64,
+    /// `sqrt(1 - beta2^t)`.
+    pub(crate) root_correction: f64,
+    pub(crate) gradient_factor: f64,
+}
+
+/// [`Coefficients`] in f32.
+#[derive(Clone, Copy)]
+pub(crate) struct Narrow {
+    pub(crate) beta1: f32,
+    pub(crate) one_minus_beta1: f32,
+    pub(crate) beta2: f32,
+    pub(crate) one_minus_beta2: f32,
+    pub(crate) epsilon: f32,
+    pub(crate) keep: f32,
+    pub(crate) step_size: f32,
+    pub(crate) inverse_root_correction: f32,
+    pub(crate) gradient_factor: f32,
+}
+
+impl From<Coefficients> for Narrow {
+    fn from(c: Coefficients) -> Self {
+        Self {
+            beta1: c.beta1 as f32,
+            one_minus_beta1: (1.0 - c.beta1) as f32,
+            beta2: c.beta2 as f32,
+            one_minus_beta2: (1.0 - c.beta2) as f32,
+            epsilon: c.epsilon as f32,
+            keep: c.keep as f32,
+            step_size: c.step_size as f32,
+            inverse_root_correction: (1.0 / c.root_correction) as f32,
+            gradient_factor: c.gradient_factor as f32,
+        }
+    }
+}
+
+impl AdamWTensors<'_> {
+    fn written(&self) -> impl Iterator<Item = &Tensor> {
+        [
+            Some(self.parameter),
+            self.master,
+            Some(self.average),
+            Some(self.square),
+        ]
+        .into_iter()
+        .flatten()
+    }
+
+    /// Returns whether the moments are in blocks.
+    pub(crate) fn is_quantized(&self) -> bool {
+        self.average.dtype() == DType::U8
+    }
+
+    fn check(&self) -> Result<()> {
+        check::float("parameter", self.parameter)?;
+        check::not_negative("weight_decay", self.weight_decay)?;
+        let state = arithmetic_dtype(self.parameter.dtype());
+        let half = !matches!(self.parameter.dtype(), DType::F32 | DType::F64);
+        if self.master.is_some() && !half {
+            bail!(
+                "master: given for a parameter of {:?}, must be absent unless the parameter is bf16 or f16",
+                self.parameter.dtype()
+            );
+        }
+        if self.is_quantized() && state == DType::F64 {
+            bail!("average: U8, must be F64 for a parameter of F64");
+        }
+        let of_state = (state, self.parameter.shape().clone());
+        let of_moment = match self.is_quantized() {
+            true => (DType::U8, moment_blocks(self.parameter.elem_count())),
+            false => of_state.clone(),
+        };
+        let mut others = vec![
+            ("average", self.average, &of_moment),
+            ("square", self.square, &of_moment),
+        ];
+        others.extend(self.master.map(|master| ("master", master, &of_state)));
+        for (name, tensor, (dtype, _)) in &others {
+            if tensor.dtype() != *dtype {
+                bail!("{name}: {:?}, must be {dtype:?}", tensor.dtype());
+            }
+        }
+        let written = others.iter().map(|&(name, tensor, _)| (name, tensor));
+        for (name, tensor) in written.chain([("parameter", self.parameter)]) {
+            if !tensor.is_contiguous() {
+                bail!(
+                    "{name}: shape {:?} with the strides {:?}, must be contiguous",
+                    tensor.dims(),
+                    tensor.stride()
+                );
+            }
+        }
+        others.push(("gradient", self.gradient, &of_state));
+        check::float("gradient", self.gradient)?;
+        if !matches!(
+            self.gradient.dtype(),
+            DType::F32 | DType::BF16 | DType::F16 | DType::F64
+        ) {
+            bail!(
+                "gradient: {:?}, must be f32, bf16, f16 or f64",
+                self.gradient.dtype()
+            );
+        }
+        if arithmetic_dtype(self.gradient.dtype()) != state {
+            bail!(
+                "gradient: {:?} for a parameter of {:?}, both or neither must be f64",
+                self.gradient.dtype(),
+                self.parameter.dtype()
+            );
+        }
+        for (name, tensor, (_, shape)) in others {
+            if tensor.shape() != shape {
+                bail!(
+                    "{name}: shape {:?}, must be {:?} for a parameter of shape {:?}",
+                    tensor.dims(),
+                    shape.dims(),
+                    self.parameter.dims()
+                );
+            }
+            check::same_device(&[("parameter", self.parameter), (name, tensor)])?;
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,596 @@
+//! Causal attention.
+
+pub(crate) mod composed;
+pub(crate) mod cpu;
+#[cfg(feature = "cuda")]
+mod cuda;
+pub(crate) mod scores;
+
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use candle_core::{
+    CpuStorage, CustomOp3, DType, Device, Layout, Result, Shape, Tensor, WithDType, bail,
+};
+
+use crate::cpu::{slice, with_element, with_floats};
+use crate::{Scores, check, graph, path};
+
+/// Causal grouped-query attention (<https://arxiv.org/abs/2305.13245>):
+/// `softmax(scale * query key^T) value` for each head, with the options of [`Scores`].
+///
+/// A query attends to the positions up to its own, or to a window of them, except padding. The
+/// result has the shape and dtype of `query`, and is 0 at padding. Values at padding, NaN included,
+/// do not influence a result or a gradient. `query`, `key` and `value` have gradients. The fused
+/// paths do not store the matrix of the scores.
+///
+/// Arithmetic is in f32. On CUDA bf16 and f16 are multiplied in their dtype and summed in f32, and
+/// the softmax weights are rounded to the dtype. The CUDA kernels take heads of up to 256 elements.
+///
+/// # Shapes
+///
+/// B sequences with S new positions of T. The heads are side by side, as a linear layer returns
+/// them.
+///
+/// - `query`: `[B, S, heads * head_dim]` or `[B * S, heads * head_dim]`, any float dtype. The S
+///   positions are the last of the T positions.
+/// - `key`, `value`: `[B, T, kv_heads * head_dim]` or `[B * T, kv_heads * head_dim]`, of the same
+///   dtype. `heads` is a multiple of `kv_heads`; adjacent query heads share a key head.
+/// - `sequences`: a mask `[B, T]` of any dtype, 0 at padding, or the lengths of packed sequences
+///   ([`Sequences::Packed`]). For packed sequences S = T, and the tensors are flat.
+///
+/// # Errors
+///
+/// Fails on other shapes and dtypes, on a scale or a cap that is not positive and finite, and on a
+/// window of 0.
+///
+/// ```
+/// use candle_core::{Device, Tensor};
+/// use candle_grpo_kernels::attention;
+///
+/// // One sequence of two positions, the first of them padding; one head of two elements.
+/// let x = Tensor::new(&[[[1f32, 2.], [3., 4.]]], &Device::Cpu)?;
+/// let mask = Tensor::new(&[[0u8, 1]], &Device::Cpu)?;
+/// let y = attention(&x, &x, &x, &mask, 2, 0.5)?;
+/// assert_eq!(y.to_vec3::<f32>()?, [[[0., 0.], [3., 4.]]]);
+/// # Ok::<(), candle_core::Error>(())
+/// ```
+pub fn attention<'a>(
+    query: &Tensor,
+    key: &Tensor,
+    value: &Tensor,
+    sequences: impl Into<Sequences<'a>>,
+    head_dim: usize,
+    scores: impl Into<Scores>,
+) -> Result<Tensor> {
+    let attention = CausalAttention::new(sequences, head_dim, scores);
+    Ok(attention.forward([query, key, value])?.0)
+}
+
+/// The backward pass of [`attention`], without a graph. On CUDA it computes the forward pass again;
+/// [`CausalAttention`] keeps what it needs.
+///
+/// `gradient` is the gradient of the result. Returns the gradients of `query`, `key` and `value`,
+/// in their shapes and dtype.
+///
+/// # Errors
+///
+/// Fails as [`attention`], and if `gradient` does not have the shape and dtype of `query`.
+///
+/// ```
+/// use candle_core::{Device, Tensor};
+/// use candle_grpo_kernels::{Sequences, attention_gradient};
+///
+/// // Two sequences of one position each: the result is the value.
+/// let x = Tensor::new(&[[1f32, 2.], [3., 4.]], &Device::Cpu)?;
+/// let [_, _, value_gradient] = attention_gradient(&x, &x, &x, Sequences::Packed(&[1, 1]), 2, 0.5, &x)?;
+/// assert_eq!(value_gradient.to_vec2::<f32>()?, [[1., 2.], [3., 4.]]);
+/// # Ok::<(), candle_core::Error>(())
+/// ```
+pub fn attention_gradient<'a>(
+    query: &Tensor,
+    key: &Tensor,
+    value: &Tensor,
+    sequences: impl Into<Sequences<'a>>,
+    head_dim: usize,
+    scores: impl Into<Scores>,
+    gradient: &Tensor,
+) -> Result<[Tensor; 3]> {
+    CausalAttention::new(sequences, head_dim, scores).backward([query, key, value], None, gradient)
+}
+
+/// [`attention`] for all layers of a model. The layers share the table of the sequences, also those
+/// with other scores ([`Self::with_scores`]), and the backward pass does not repeat the forward
+/// pass.
+///
+/// ```
+/// use candle_core::{Device, Tensor};
+/// use candle_grpo_kernels::{CausalAttention, Sequences};
+///
+/// // Two sequences of one position each: the result is the value.
+/// let x = Tensor::new(&[[1f32, 2.], [3., 4.]], &Device::Cpu)?;
+/// let attention = CausalAttention::new(Sequences::Packed(&[1, 1]), 2, 0.5);
+/// let (y, log_sums) = attention.forward([&x, &x, &x])?;
+/// let forward = log_sums.as_ref().map(|log_sums| (&y, log_sums));
+/// let [_, _, value_gradient] = attention.backward([&x, &x, &x], forward, &x)?;
+/// assert_eq!(value_gradient.to_vec2::<f32>()?, [[1., 2.], [3., 4.]]);
+/// # Ok::<(), candle_core::Error>(())
+/// ```
+#[derive(Debug, Clone)]
+pub struct CausalAttention {
+    sequences: Arc<OwnedSequences>,
+    head_dim: usize,
+    scores: Scores,
+    /// The table of the latest call.
+    table: Arc<Mutex<Option<Table>>>,
+}
+
+impl CausalAttention {
+    /// Takes the arguments of [`attention`]. The first pass checks them.
+    pub fn new<'a>(
+        sequences: impl Into<Sequences<'a>>,
+        head_dim: usize,
+        scores: impl Into<Scores>,
+    ) -> Self {
+        Self {
+            sequences: Arc::new(match sequences.into() {
+                Sequences::Padded(mask) => OwnedSequences::Padded(mask.clone()),
+                Sequences::Packed(lengths) => OwnedSequences::Packed(lengths.to_vec()),
+            }),
+            head_dim,
+            scores: scores.into(),
+            table: Arc::default(),
+        }
+    }
+
+    /// Attention within the same sequences with other scores. Both share the table.
+    pub fn with_scores(&self, scores: impl Into<Scores>) -> Self {
+        Self {
+            scores: scores.into(),
+            ..self.clone()
+        }
+    }
+
+    /// Returns [`attention`] of query, key and value.
+    ///
+    /// On CUDA also returns the logarithm of the sum of the weights of each query head, f32
+    /// `[B * S * heads]`, for [`Self::backward`]. Other paths do not need it.
+    ///
+    /// # Errors
+    ///
+    /// Fails as [`attention`].
+    pub fn forward(&self, inputs: [&Tensor; 3]) -> Result<(Tensor, Option<Tensor>)> {
+        let sizes = self.sizes(inputs)?;
+        let [query, key, value] = inputs;
+        if !self.is_fused(query) {
+            return Ok((self.composed(inputs, &sizes)?, None));
+        }
+        let op = self.op(sizes, query.device())?;
+        let log_sums = op.log_sums.clone();
+        let y = query
+            .contiguous()?
+            .apply_op3(&key.contiguous()?, &value.contiguous()?, op)?;
+        let log_sums = lock(&log_sums).clone();
+        Ok((y, log_sums))
+    }
+
+    /// Returns the gradients of query, key and value, in their shapes and dtype, without a graph.
+    ///
+    /// `forward` is the result of [`Self::forward`], if it contains log-sums. `gradient` is the
+    /// gradient of the result.
+    ///
+    /// # Errors
+    ///
+    /// Fails as [`attention_gradient`], and if `forward` has other shapes or dtypes.
+    pub fn backward(
+        &self,
+        inputs: [&Tensor; 3],
+        forward: Option<(&Tensor, &Tensor)>,
+        gradient: &Tensor,
+    ) -> Result<[Tensor; 3]> {
+        let sizes = self.sizes(inputs)?;
+        let [query, key, value] = inputs;
+        check::gradient(gradient, "query", query)?;
+        if let Some((y, log_sums)) = forward {
+            check_forward(y, log_sums, query, self.head_dim)?;
+        }
+        if !self.is_fused(query) {
+            return graph::gradients(inputs, gradient, |inputs| self.composed(inputs, &sizes));
+        }
+        self.op(sizes, query.device())?.gradients(
+            &query.contiguous()?,
+            &key.contiguous()?,
+            &value.contiguous()?,
+            forward,
+            gradient,
+        )
+    }
+
+    fn sequences(&self) -> Sequences<'_> {
+        match &*self.sequences {
+            OwnedSequences::Padded(mask) => Sequences::Padded(mask),
+            OwnedSequences::Packed(lengths) => Sequences::Packed(lengths),
+        }
+    }
+
+    /// Checks the arguments.
+    fn sizes(&self, [query, key, value]: [&Tensor; 3]) -> Result<Sizes> {
+        let sequences = self.sequences();
+        Sizes::new(query, key, value, sequences, self.head_dim, &self.scores)
+    }
+
+    fn composed(&self, [query, key, value]: [&Tensor; 3], sizes: &Sizes) -> Result<Tensor> {
+        let sequences = self.sequences();
+        composed::unchecked(query, key, value, sequences, sizes, &self.scores)
+    }
+
+    /// Returns whether a fused path exists. The CUDA kernels take heads of up to 256 elements.
+    fn is_fused(&self, query: &Tensor) -> bool {
+        #[cfg(feature = "cuda")]
+        if query.device().is_cuda() && self.head_dim > cuda::MAX_HEAD_DIM {
+            return false;
+        }
+        path::is_fused(query)
+    }
+
+    fn op(&self, sizes: Sizes, device: &Device) -> Result<Attention> {
+        let mut kept = lock(&self.table);
+        let table = match kept.take() {
+            Some(table) if table.fits(&sizes, device) => table,
+            _ => Table::new(self.sequences(), &sizes, device)?,
+        };
+        *kept = Some(table.clone());
+        Ok(Attention {
+            table,
+            scores: self.scores,
+            sizes,
+            log_sums: Arc::default(),
+        })
+    }
+}
+
+/// [`Sequences`] without a lifetime.
+#[derive(Debug)]
+enum OwnedSequences {
+    Padded(Tensor),
+    Packed(Vec<usize>),
+}
+
+/// Fails unless `y` and `log_sums` have the shapes and dtypes of a forward pass.
+fn check_forward(y: &Tensor, log_sums: &Tensor, query: &Tensor, head_dim: usize) -> Result<()> {
+    if y.dims() != query.dims() || y.dtype() != query.dtype() || !y.is_contiguous() {
+        bail!(
+            "y: {:?} of {:?}, must be contiguous {:?} of {:?}, as query",
+            y.dims(),
+            y.dtype(),
+            query.dims(),
+            query.dtype()
+        );
+    }
+    let heads = query.elem_count() / head_dim;
+    if log_sums.dims() != [heads] || log_sums.dtype() != DType::F32 {
+        bail!(
+            "log_sums: {:?} of {:?}, must be [{heads}] of f32",
+            log_sums.dims(),
+            log_sums.dtype()
+        );
+    }
+    check::same_device(&[("query", query), ("y", y), ("log_sums", log_sums)])
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// The arrangement of sequences in a tensor of positions.
+#[derive(Debug, Clone, Copy)]
+pub enum Sequences<'a> {
+    /// Sequences padded to one width, with a mask `[B, T]` of any dtype, 0 at padding.
+    Padded(&'a Tensor),
+    /// Sequences one after another, with the length of each, at least 1.
+    Packed(&'a [usize]),
+}
+
+impl<'a> From<&'a Tensor> for Sequences<'a> {
+    fn from(mask: &'a Tensor) -> Self {
+        Self::Padded(mask)
+    }
+}
+
+/// The sizes of the arguments of [`attention`].
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Sizes {
+    /// Number of sequences (B).
+    pub(crate) batch: usize,
+    /// New positions of each sequence (S), or of the longest packed one.
+    pub(crate) new: usize,
+    /// All positions of each sequence (T), or of the longest packed one.
+    pub(crate) total: usize,
+    pub(crate) kv_heads: usize,
+    /// Query heads that share a key head.
+    pub(crate) group: usize,
+    pub(crate) head_dim: usize,
+}
+
+impl Sizes {
+    /// Checks the arguments.
+    pub(crate) fn new(
+        query: &Tensor,
+        key: &Tensor,
+        value: &Tensor,
+        sequences: Sequences,
+        head_dim: usize,
+        scores: &Scores,
+    ) -> Result<Self> {
+        scores.check()?;
+        check::float("query", query)?;
+        let heads = |name, x: &Tensor| {
+            let width = check::width(name, x)?;
+            if head_dim == 0 || width % head_dim != 0 {
+                bail!(
+                    "{name}: shape {:?}, its last dimension must be a multiple of head_dim, {head_dim}",
+                    x.dims()
+                );
+            }
+            Ok((width / head_dim, x.elem_count() / width))
+        };
+        let (query_heads, queries) = heads("query", query)?;
+        let (kv_heads, keys) = heads("key", key)?;
+        if query_heads % kv_heads != 0 {
+            bail!("query: {query_heads} heads, must be a multiple of those of key, {kv_heads}");
+        }
+        let (batch, new, total) = match sequences {
+            Sequences::Padded(mask) => padded(mask, queries, keys)?,
+            Sequences::Packed(lengths) => packed(lengths, queries, keys)?,
+        };
+        if value.dims() != key.dims() {
+            bail!(
+                "value: shape {:?}, must be that of key, {:?}",
+                value.dims(),
+                key.dims()
+            );
+        }
+        check::same_dtype("key", key, "query", query)?;
+        check::same_dtype("value", value, "query", query)?;
+        check::same_device(&[("query", query), ("key", key), ("value", value)])?;
+        if let Sequences::Padded(mask) = sequences {
+            check::same_device(&[("query", query), ("mask", mask)])?;
+        }
+        Ok(Self {
+            batch,
+            new,
+            total,
+            kv_heads,
+            group: query_heads / kv_heads,
+            head_dim,
+        })
+    }
+}
+
+/// Returns B, S and T for a mask `[B, T]`.
+fn padded(mask: &Tensor, queries: usize, keys: usize) -> Result<(usize, usize, usize)> {
+    let &[batch, total] = mask.dims() else {
+        bail!("mask: shape {:?}, must be [B, T]", mask.dims());
+    };
+    if total == 0 {
+        bail!("mask: shape {:?}, T must be at least 1", mask.dims());
+    }
+    let new = queries.checked_div(batch).unwrap_or(0);
+    if queries != batch * new || new > total {
+        bail!(
+            "query: {queries} positions, must be B * S with B = {batch} and S at most {total}, from mask"
+        );
+    }
+    if keys != batch * total {
+        bail!("key: {keys} positions, must be B * T = {batch} * {total}, from mask");
+    }
+    Ok((batch, new, total))
+}
+
+/// Returns B, and twice the largest of `lengths`.
+fn packed(lengths: &[usize], queries: usize, keys: usize) -> Result<(usize, usize, usize)> {
+    let Some(&longest) = lengths.iter().max() else {
+        bail!("lengths: none, must be at least one");
+    };
+    if let Some(index) = lengths.iter().position(|&length| length == 0) {
+        bail!("lengths[{index}]: 0, must be at least 1");
+    }
+    let sum = lengths
+        .iter()
+        .try_fold(0usize, |sum, &length| sum.checked_add(length));
+    for (name, positions) in [("query", queries), ("key", keys)] {
+        if sum != Some(positions) {
+            bail!("{name}: {positions} positions, must be the sum of lengths, {lengths:?}");
+        }
+    }
+    Ok((lengths.len(), longest, longest))
+}
+
+/// The operation on contiguous `query` `[B * S, kv_heads * group * head_dim]`, `key` and `value`
+/// `[B * T, kv_heads * head_dim]`.
+pub(crate) struct Attention {
+    pub(crate) table: Table,
+    pub(crate) scores: Scores,
+    pub(crate) sizes: Sizes,
+    /// The log-sums of a forward pass on CUDA, for the backward pass.
+    log_sums: Arc<Mutex<Option<Tensor>>>,
+}
+
+/// The rows of all sequences.
+#[derive(Debug, Clone)]
+pub(crate) struct Table {
+    /// u8, one entry for each key.
+    pub(crate) mask: Tensor,
+    /// The rows of each sequence.
+    pub(crate) sequences: Arc<[Sequence]>,
+    /// The same numbers in the memory of the GPU, u32 `[B * 4]`.
+    #[cfg(feature = "cuda")]
+    pub(crate) on_gpu: Option<Tensor>,
+    /// Sequences are packed, so the mask has no 0.
+    #[cfg(feature = "cuda")]
+    pub(crate) is_packed: bool,
+    /// New positions of each sequence.
+    new: usize,
+}
+
+/// The rows of a sequence in `query` and `key`.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Sequence {
+    pub(crate) first_query: usize,
+    pub(crate) new: usize,
+    pub(crate) first_key: usize,
+    pub(crate) total: usize,
+}
+
+impl Sequence {
+    /// Positions before the new ones.
+    pub(crate) fn past(&self) -> usize {
+        self.total - self.new
+    }
+}
+
+impl Table {
+    fn new(sequences: Sequences, sizes: &Sizes, device: &Device) -> Result<Self> {
+        #[cfg(feature = "cuda")]
+        let is_packed = matches!(sequences, Sequences::Packed(_));
+        let (mask, sequences): (_, Arc<[_]>) = match sequences {
+            Sequences::Padded(mask) => {
+                let sequence = |index| Sequence {
+                    first_query: index * sizes.new,
+                    new: sizes.new,
+                    first_key: index * sizes.total,
+                    total: sizes.total,
+                };
+                (
+                    check::mask(mask, mask.dims())?,
+                    (0..sizes.batch).map(sequence).collect(),
+                )
+            }
+            Sequences::Packed(lengths) => {
+                let mut first = 0;
+                let sequence = |&length: &usize| {
+                    let sequence = Sequence {
+                        first_query: first,
+                        new: length,
+                        first_key: first,
+                        total: length,
+                    };
+                    first += length;
+                    sequence
+                };
+                let sequences = lengths.iter().map(sequence).collect();
+                (Tensor::ones(first, DType::U8, device)?, sequences)
+            }
+        };
+        Ok(Self {
+            #[cfg(feature = "cuda")]
+            on_gpu: (device.is_cuda() && !sequences.is_empty())
+                .then(|| cuda::table(&sequences, device))
+                .transpose()?,
+            #[cfg(feature = "cuda")]
+            is_packed,
+            mask,
+            sequences,
+            new: sizes.new,
+        })
+    }
+
+    /// Returns whether the table is for these sizes and this device.
+    fn fits(&self, sizes: &Sizes, device: &Device) -> bool {
+        self.new == sizes.new && self.mask.device().same_device(device)
+    }
+}
+
+impl Attention {
+    /// Returns the gradients of contiguous inputs. `forward` has the result and the log-sums, if
+    /// they are known.
+    #[cfg_attr(not(feature = "cuda"), allow(unused_variables))]
+    fn gradients(
+        &self,
+        query: &Tensor,
+        key: &Tensor,
+        value: &Tensor,
+        forward: Option<(&Tensor, &Tensor)>,
+        gradient: &Tensor,
+    ) -> Result<[Tensor; 3]> {
+        let gradient = gradient.contiguous()?;
+        #[cfg(feature = "cuda")]
+        if query.device().is_cuda() {
+            let inputs = [query, key, value];
+            let (y, log_sums) = match forward {
+                Some((y, log_sums)) => (y.clone(), log_sums.clone()),
+                None => cuda::forward_of(inputs, self)?,
+            };
+            return cuda::backward(inputs, &y, &log_sums, &gradient, self);
+        }
+        with_element!(query.dtype(), "query", T => {
+            cpu::backward::<T>([query, key, value], &gradient, self)
+        })
+    }
+}
+
+impl CustomOp3 for Attention {
+    fn name(&self) -> &'static str {
+        "attention"
+    }
+
+    fn cpu_fwd(
+        &self,
+        query: &CpuStorage,
+        query_layout: &Layout,
+        key: &CpuStorage,
+        key_layout: &Layout,
+        value: &CpuStorage,
+        value_layout: &Layout,
+    ) -> Result<(CpuStorage, Shape)> {
+        let query_range = slice::range(query_layout)?;
+        let (key_range, value_range) = (slice::range(key_layout)?, slice::range(value_layout)?);
+        let y = with_floats!(query, "query", query => {
+            let inputs = cpu::Inputs {
+                query: &query[query_range],
+                key: &key.as_slice()?[key_range],
+                value: &value.as_slice()?[value_range],
+            };
+            WithDType::to_cpu_storage_owned(cpu::forward(&inputs, self)?)
+        });
+        Ok((y, query_layout.shape().clone()))
+    }
+
+    #[cfg(feature = "cuda")]
+    fn cuda_fwd(
+        &self,
+        query: &candle_core::CudaStorage,
+        query_layout: &Layout,
+        key: &candle_core::CudaStorage,
+        key_layout: &Layout,
+        value: &candle_core::CudaStorage,
+        value_layout: &Layout,
+    ) -> Result<(candle_core::CudaStorage, Shape)> {
+        let (y, log_sums) = cuda::forward(
+            (query, query_layout),
+            (key, key_layout),
+            (value, value_layout),
+            self,
+        )?;
+        *lock(&self.log_sums) = Some(log_sums);
+        Ok((y, query_layout.shape().clone()))
+    }
+
+    fn bwd(
+        &self,
+        query: &Tensor,
+        key: &Tensor,
+        value: &Tensor,
+        y: &Tensor,
+        gradient: &Tensor,
+    ) -> Result<(Option<Tensor>, Option<Tensor>, Option<Tensor>)> {
+        let log_sums = lock(&self.log_sums).clone();
+        let forward = log_sums.as_ref().map(|log_sums| (y, log_sums));
+        let [query_gradient, key_gradient, value_gradient] =
+            self.gradients(query, key, value, forward, gradient)?;
+        Ok((
+            Some(query_gradient),
+            Some(key_gradient),
+            Some(value_gradient),
+        ))
+    }
+}

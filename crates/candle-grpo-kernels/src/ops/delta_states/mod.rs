@@ -1,0 +1,281 @@
+//! States of the gated delta rule between the passes of decoding.
+
+pub(crate) mod composed;
+mod cpu;
+
+use std::fmt::Display;
+
+use candle_core::{DType, Device, Result, Tensor, bail};
+
+use crate::cpu::with_element;
+use crate::ops::causal_conv;
+use crate::ops::gated_delta_rule::{GatedDeltaRule, check, is_fused};
+use crate::precision::arithmetic_dtype;
+use crate::{DeltaHeads, PrefixTree, check, path};
+
+/// The states of sequences between the passes of decoding, for one layer: the last rows before
+/// [`causal_conv`](crate::causal_conv()) and the matrices of
+/// [`gated_delta_rule`](crate::gated_delta_rule()).
+///
+/// A sequence has a slot. Its state has a fixed size and cannot return to an earlier row, so a fork
+/// needs a copy in another slot. States are in f32 (f64 for f64).
+///
+/// ```
+/// use candle_core::{DType, Device, Tensor};
+/// use candle_grpo_kernels::{DeltaHeads, DeltaStates, SlotRows};
+///
+/// let heads = DeltaHeads { key_heads: 1, value_heads: 1, key_dim: 1, value_dim: 1 };
+/// let states = DeltaStates::new(2, heads, 4, DType::F32, &Device::Cpu)?;
+/// let (zero, half) = (Tensor::new(&[[0f32]], &Device::Cpu)?, Tensor::new(&[[0.5f32]], &Device::Cpu)?);
+/// let row = Tensor::new(&[[2f32, 1., 3.]], &Device::Cpu)?;
+/// let first = states.gated_delta_rule([&row, &zero, &half], &[SlotRows { slot: 0, rows: 1 }])?;
+/// assert!((first.to_vec2::<f32>()?[0][0] - 1.5).abs() < 1e-5);
+/// states.copy(0, 1)?;
+/// let second = states.gated_delta_rule([&row, &zero, &half], &[SlotRows { slot: 1, rows: 1 }])?;
+/// assert!((second.to_vec2::<f32>()?[0][0] - 2.25).abs() < 1e-5);
+/// # Ok::<(), candle_core::Error>(())
+/// ```
+#[derive(Debug, Clone)]
+pub struct DeltaStates {
+    heads: DeltaHeads,
+    /// The dtype of the rows.
+    dtype: DType,
+    /// `[slots, value_heads, key_dim, value_dim]`
+    states: Tensor,
+    /// `[slots, taps - 1, width]`
+    windows: Tensor,
+}
+
+/// The next rows of a sequence.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct SlotRows {
+    /// Index of the slot.
+    pub slot: usize,
+    /// Number of rows, at least 1.
+    pub rows: usize,
+}
+
+impl DeltaStates {
+    /// Returns slots of zeros, the state before a sequence, for rows of `dtype` and a convolution
+    /// with `taps` taps.
+    ///
+    /// # Errors
+    ///
+    /// Fails if a size other than `slots` is 0 or `dtype` is not a float dtype.
+    pub fn new(
+        slots: usize,
+        heads: DeltaHeads,
+        taps: usize,
+        dtype: DType,
+        device: &Device,
+    ) -> Result<Self> {
+        heads.check()?;
+        if taps == 0 {
+            bail!("taps: 0, must be at least 1");
+        }
+        if !dtype.is_float() {
+            bail!("dtype: {dtype:?}, must be a float dtype");
+        }
+        check::one_stream(device)?;
+        let wide = arithmetic_dtype(dtype);
+        let state = (slots, heads.value_heads, heads.key_dim, heads.value_dim);
+        Ok(Self {
+            heads,
+            dtype,
+            states: Tensor::zeros(state, wide, device)?,
+            windows: Tensor::zeros((slots, taps - 1, heads.width()), wide, device)?,
+        })
+    }
+
+    /// Returns the number of slots.
+    pub fn len(&self) -> usize {
+        self.states.dims()[0]
+    }
+
+    /// Returns whether there are no slots.
+    pub fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+
+    /// Appends slots of zeros up to `slots` slots.
+    ///
+    /// # Errors
+    ///
+    /// Fails if there are more slots already.
+    pub fn grow(&mut self, slots: usize) -> Result<()> {
+        if slots < self.len() {
+            bail!(
+                "slots: {slots}, must be at least the current number, {}",
+                self.len()
+            );
+        }
+        let taps = self.windows.dim(1)? + 1;
+        let grown = Self::new(slots, self.heads, taps, self.dtype, self.states.device())?;
+        for (to, from) in grown.tensors().into_iter().zip(self.tensors()) {
+            if from.elem_count() > 0 {
+                to.slice_set(from, 0, 0)?;
+            }
+        }
+        *self = grown;
+        Ok(())
+    }
+
+    /// Copies the state of slot `from` to slot `to`.
+    ///
+    /// # Errors
+    ///
+    /// Fails on a slot that does not exist.
+    pub fn copy(&self, from: usize, to: usize) -> Result<()> {
+        self.check_slot("from", from)?;
+        self.check_slot("to", to)?;
+        for tensor in self.tensors() {
+            if tensor.elem_count() > 0 {
+                tensor.slice_set(&tensor.narrow(0, from, 1)?.copy()?, 0, to)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Sets slot `slot` to zeros, the state before a sequence.
+    ///
+    /// # Errors
+    ///
+    /// Fails on a slot that does not exist.
+    pub fn clear(&self, slot: usize) -> Result<()> {
+        self.check_slot("slot", slot)?;
+        for tensor in self.tensors() {
+            if tensor.elem_count() > 0 {
+                tensor.slice_set(&tensor.narrow(0, slot, 1)?.zeros_like()?, 0, slot)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Returns [`causal_conv`](crate::causal_conv()) of the next rows of sequences, `x` `[N,
+    /// width]`, and advances their states. `batch` has the rows of each sequence, in the order
+    /// of `x`.
+    ///
+    /// The bits of a row depend only on the rows of its sequence.
+    ///
+    /// # Errors
+    ///
+    /// Fails if an argument is in a graph, on other shapes and dtypes, and on slots that do not
+    /// exist or occur twice.
+    pub fn causal_conv(&self, x: &Tensor, weight: &Tensor, batch: &[SlotRows]) -> Result<Tensor> {
+        let rows = causal_conv::check_weight(x, weight)?;
+        let shape = [self.heads.width(), self.windows.dim(1)? + 1];
+        if weight.dims() != shape {
+            bail!(
+                "weight: shape {:?}, must be {shape:?}, the width of the heads and the taps",
+                weight.dims()
+            );
+        }
+        self.check("x", x, rows, batch)?;
+        check::constant("weight", weight)?;
+        if !path::is_fused(x) {
+            return composed::causal_conv(&self.windows, x, weight, batch);
+        }
+        #[cfg(feature = "cuda")]
+        if x.device().is_cuda() {
+            let (x, weight) = (x.contiguous()?, weight.contiguous()?);
+            return crate::ops::causal_conv::cuda::step(&self.windows, &x, &weight, batch);
+        }
+        let y = with_element!(x.dtype(), "x", T => {
+            let (x, weight) = (x.contiguous()?, weight.contiguous()?);
+            let y = cpu::causal_conv::<T>(&self.windows, &x, &weight, batch)?;
+            Tensor::from_vec(y, x.shape(), &Device::Cpu)?
+        });
+        Ok(y)
+    }
+
+    /// Returns [`gated_delta_rule`](crate::gated_delta_rule()) of the next rows of sequences, and
+    /// advances their states. `batch` has the rows of each sequence, in the order of `qkv`.
+    ///
+    /// The result is computed row by row, so the bits of a row depend only on the rows of its
+    /// sequence.
+    ///
+    /// # Errors
+    ///
+    /// Fails as [`Self::causal_conv`].
+    pub fn gated_delta_rule(
+        &self,
+        [qkv, g, beta]: [&Tensor; 3],
+        batch: &[SlotRows],
+    ) -> Result<Tensor> {
+        check(qkv, g, beta, self.heads)?;
+        self.check("qkv", qkv, qkv.dim(0)?, batch)?;
+        for (name, gate) in [("g", g), ("beta", beta)] {
+            check::constant(name, gate)?;
+        }
+        let inputs = [&qkv.contiguous()?, &g.contiguous()?, &beta.contiguous()?];
+        if !is_fused(qkv, self.heads) {
+            return composed::gated_delta_rule(&self.states, inputs, self.heads, batch);
+        }
+        #[cfg(feature = "cuda")]
+        if qkv.device().is_cuda() {
+            return crate::ops::gated_delta_rule::cuda::step(
+                &self.states,
+                inputs,
+                &self.heads,
+                batch,
+            );
+        }
+        let lengths: Vec<usize> = batch.iter().map(|rows| rows.rows).collect();
+        let op = GatedDeltaRule {
+            heads: self.heads,
+            tree: PrefixTree::new(&lengths)?,
+        };
+        let o = with_element!(qkv.dtype(), "qkv", T => {
+            let o = cpu::gated_delta_rule::<T>(&self.states, inputs, &op, batch)?;
+            Tensor::from_vec(o, (qkv.dim(0)?, self.heads.values()), &Device::Cpu)?
+        });
+        Ok(o)
+    }
+
+    fn tensors(&self) -> [&Tensor; 2] {
+        [&self.states, &self.windows]
+    }
+
+    fn check_slot(&self, name: impl Display, slot: usize) -> Result<()> {
+        if slot >= self.len() {
+            bail!(
+                "{name}: {slot}, must be below the number of slots, {}",
+                self.len()
+            );
+        }
+        Ok(())
+    }
+
+    fn check(&self, name: &str, x: &Tensor, rows: usize, batch: &[SlotRows]) -> Result<()> {
+        check::constant(name, x)?;
+        if x.dtype() != self.dtype {
+            bail!(
+                "{name}: {:?}, must be of the dtype of the states, {:?}",
+                x.dtype(),
+                self.dtype
+            );
+        }
+        check::same_device(&[("the states", &self.states), (name, x)])?;
+        if batch.is_empty() {
+            bail!("batch: no sequences, must have at least one");
+        }
+        let (mut seen, mut sum) = (vec![false; self.len()], 0usize);
+        for (index, sequence) in batch.iter().enumerate() {
+            self.check_slot(format_args!("batch[{index}].slot"), sequence.slot)?;
+            if std::mem::replace(&mut seen[sequence.slot], true) {
+                bail!(
+                    "batch[{index}].slot: {} twice, must occur once",
+                    sequence.slot
+                );
+            }
+            if sequence.rows == 0 {
+                bail!("batch[{index}].rows: 0, must be at least 1");
+            }
+            sum = sum.saturating_add(sequence.rows);
+        }
+        if sum != rows {
+            bail!("{name}: {rows} rows, must be the sum of those of batch, {sum}");
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,56 @@
+//! The CUDA path of [`dequantize`](crate::dequantize()).
+
+use candle_core::cuda_backend::CudaStorage;
+use candle_core::quantized::GgmlDType;
+use candle_core::{DType, Result, Shape, Tensor, bail};
+
+use crate::cuda::{CudaElement, In, Out, alloc, as_tensor, grid, kernels};
+
+/// Threads of a block, as in the kernel: 8 warps, with one block of numbers each.
+const THREADS: u32 = 256;
+const WARPS: usize = 8;
+
+/// Returns the numbers `[outputs, inputs]` of contiguous `blocks` of type `block_type`, not empty,
+/// in `dtype`.
+pub(crate) fn dequantize(
+    blocks: &Tensor,
+    block_type: GgmlDType,
+    shape: (usize, usize),
+    dtype: DType,
+) -> Result<Tensor> {
+    let shape = Shape::from(shape);
+    match dtype {
+        DType::F32 => numbers::<f32>(blocks, block_type, &shape),
+        DType::BF16 => numbers::<half::bf16>(blocks, block_type, &shape),
+        DType::F16 => numbers::<half::f16>(blocks, block_type, &shape),
+        _ => bail!("dtype: {dtype:?}, must be f32, bf16 or f16 on CUDA"),
+    }
+}
+
+fn numbers<T: CudaElement>(
+    blocks: &Tensor,
+    block_type: GgmlDType,
+    shape: &Shape,
+) -> Result<Tensor> {
+    let device = blocks.device().as_cuda_device()?;
+    let stream = device.cuda_stream();
+    let n = shape.elem_count() / block_type.block_size();
+    let mut by_warps = grid(n.div_ceil(WARPS), THREADS)?;
+    by_warps.block_dim = (32, WARPS as u32, 1);
+    let blocks = blocks.storage_and_layout();
+    // SAFETY: the kernel writes every number of the n blocks, whose bytes are all there.
+    #[allow(unsafe_code)]
+    let y = unsafe {
+        let mut y = alloc::<T>(device, shape.elem_count())?;
+        kernels::dequantize::<T> {
+            blocks: In::from_tensor(&blocks, &stream)?,
+            y: Out::new(&mut y, &stream),
+            n: n as u64,
+            bytes: block_type.type_size() as u32,
+        }
+        .launch(device, by_warps)?;
+        y
+    };
+    let y = CudaStorage::wrap_cuda_slice(y, device.clone());
+    Ok(as_tensor(y, shape))
+}

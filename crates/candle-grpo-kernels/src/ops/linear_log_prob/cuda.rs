@@ -1,0 +1,458 @@
+//! The CUDA path of [`linear_log_prob`](crate::linear_log_prob()).
+//!
+//! Computes the logits in tiles of the vocabulary. The forward pass keeps the first tiles, as many
+//! as fit, for the backward pass. The backward pass computes the gradient of a tile in the dtype of
+//! the products.
+
+use candle_core::backend::BackendStorage;
+use candle_core::cuda_backend::{CudaDevice, CudaStorage};
+use candle_core::{DType, Layout, Result, Shape, Tensor, bail};
+use half::bf16;
+
+use super::cpu::Wanted;
+use super::{CUDA_KEPT_LOGITS, CUDA_TILE_COLUMNS, CUDA_TILE_LOGITS, KeptLogits};
+use crate::cpu::with_element;
+use crate::cuda::in_place::write;
+use crate::cuda::matmul::{Matrix, matmul, product};
+use crate::cuda::{CudaElement, In, Out, alloc, as_tensor, grid, kernels, with_cuda_floats};
+use crate::ops::log_prob::cuda::THREADS;
+use crate::ops::log_prob::{Backward, Rows, rows_and_width};
+
+/// Numbers of logits.
+#[derive(Debug, Clone, Copy)]
+struct Tiling {
+    /// Approximate logits of a tile.
+    tile: usize,
+    /// Minimum columns of a tile.
+    min_columns: usize,
+    /// Maximum logits that are kept for the backward pass.
+    kept: usize,
+}
+
+const TILING: Tiling = Tiling {
+    tile: CUDA_TILE_LOGITS,
+    min_columns: CUDA_TILE_COLUMNS,
+    kept: CUDA_KEPT_LOGITS,
+};
+
+impl Tiling {
+    /// Returns the first column and the number of columns of each tile.
+    fn tiles(self, n: usize, vocab: usize) -> Result<impl Iterator<Item = (usize, usize)>> {
+        if vocab > i32::MAX as usize {
+            bail!("weight: a vocabulary of {vocab}, must be below 2^31 on CUDA");
+        }
+        // Rows of whole packs are aligned, for the kernels and for cuBLAS.
+        let columns = (self.tile / n.max(1)).max(self.min_columns) / 64 * 64;
+        let columns = columns.max(64);
+        Ok((0..vocab)
+            .step_by(columns)
+            .map(move |start| (start, columns.min(vocab - start))))
+    }
+}
+
+/// Maps contiguous hidden states `[.., H]`, the weight `[V, H]` and an f32 bias `[V]` to log-probs,
+/// entropy and log-sum-exp, `[3, N]`.
+///
+/// Products are in the dtype of hidden states and weight, or in f32 if the dtypes differ. Sums are
+/// in f32. Sets `kept` to the first tiles of the logits, as many as fit.
+pub(crate) fn forward(
+    hidden: (&CudaStorage, &Layout),
+    weight: (&CudaStorage, &Layout),
+    bias: Option<(&CudaStorage, &Layout)>,
+    rows: &Rows,
+    kept: Option<&KeptLogits>,
+) -> Result<(CudaStorage, Shape)> {
+    forward_in(TILING, hidden, weight, bias, rows, kept)
+}
+
+fn forward_in(
+    tiling: Tiling,
+    (hidden, hidden_layout): (&CudaStorage, &Layout),
+    (weight, weight_layout): (&CudaStorage, &Layout),
+    bias: Option<(&CudaStorage, &Layout)>,
+    rows: &Rows,
+    kept: Option<&KeptLogits>,
+) -> Result<(CudaStorage, Shape)> {
+    let device = hidden.device();
+    let stream = device.cuda_stream();
+    let (n, width) = rows_and_width(hidden_layout);
+    let (vocab, _) = weight_layout.shape().dims2()?;
+    // SAFETY: the last tile writes all of `packed`. The first tile does not read `state`.
+    #[allow(unsafe_code)]
+    let (mut packed, mut state) =
+        unsafe { (alloc::<f32>(device, 3 * n)?, alloc::<f32>(device, 4 * n)?) };
+    let is_alike = hidden.dtype() == weight.dtype();
+    let (converted, contiguous);
+    let (hidden, hidden_layout) = if is_alike || n == 0 {
+        (hidden, hidden_layout)
+    } else {
+        converted = hidden.to_dtype(hidden_layout, DType::F32)?;
+        contiguous = Layout::contiguous((n, width));
+        (&converted, &contiguous)
+    };
+    let targets = rows.targets.storage_and_layout();
+    let mask = rows.mask.as_ref().map(Tensor::storage_and_layout);
+    let mut kept_tiles = Vec::new();
+    for (start, columns) in tiling.tiles(n, vocab)?.filter(|_| n > 0) {
+        let first = weight_layout.start_offset() + start * width;
+        let of_tile = Layout::contiguous_with_offset((columns, width), first);
+        let converted;
+        let (weight, of_tile) = if is_alike {
+            (weight, of_tile)
+        } else {
+            converted = weight.to_dtype(&of_tile, DType::F32)?;
+            (&converted, Layout::contiguous((columns, width)))
+        };
+        let of_logits = Layout::contiguous((n, columns));
+        let mut logits = if let Some((bias, bias_layout)) = bias {
+            // Stride 0: every row starts with the bias.
+            let first = bias_layout.start_offset() + start;
+            let rows = Layout::new(Shape::from((n, columns)), vec![0, 1], first);
+            bias.to_dtype(&rows, DType::F32)?
+        } else {
+            // SAFETY: the product writes every element.
+            #[allow(unsafe_code)]
+            let logits = unsafe { alloc::<f32>(device, n * columns)? };
+            CudaStorage::wrap_cuda_slice(logits, device.clone())
+        };
+        with_cuda_floats!(hidden, "hidden", T => {
+            let hidden = Matrix {
+                elements: In::<T>::new(hidden, hidden_layout, &stream)?,
+                is_transposed: false,
+            };
+            let weight = Matrix {
+                elements: In::<T>::new(weight, &of_tile, &stream)?,
+                is_transposed: true,
+            };
+            let logits = Out::<f32>::in_place(&mut logits, &of_logits, &stream)?;
+            // SAFETY: hidden has n * width elements, the tile of the weight columns * width, and
+            // the logits n * columns.
+            #[allow(unsafe_code)]
+            unsafe {
+                matmul(device, [n, width, columns], &hidden, &weight, &logits, bias.is_some())?;
+            }
+        });
+        // SAFETY: the logits have n * columns elements, targets and mask n, state 4 * n, packed
+        // 3 * n. There is a block for each row.
+        #[allow(unsafe_code)]
+        unsafe {
+            kernels::linear_log_prob_tile {
+                logits: In::new(&logits, &of_logits, &stream)?,
+                targets: In::from_tensor(&targets, &stream)?,
+                mask: In::optional(mask.as_ref(), &stream)?,
+                state: Out::new(&mut state, &stream),
+                packed: Out::new(&mut packed, &stream),
+                n: n as u64,
+                columns: columns as u64,
+                first_column: start as u32,
+                vocab: vocab as u64,
+                inverse_temperature: rows.inverse_temperature,
+            }
+            .launch(device, grid(n, THREADS)?)?;
+        }
+        if kept.is_some() && n.saturating_mul(start + columns) <= tiling.kept {
+            kept_tiles.push(as_tensor(logits, &Shape::from((n, columns))));
+        }
+    }
+    if let Some(kept) = kept {
+        kept.set(kept_tiles);
+    }
+    let packed = CudaStorage::wrap_cuda_slice(packed, device.clone());
+    Ok((packed, Shape::from((3, n))))
+}
+
+/// Returns the requested gradients of detached, contiguous `hidden` `[.., H]`, `weight` `[V, H]`
+/// and f32 `bias` `[V]`. Those of weight and bias are in f32.
+///
+/// Products are as in [`forward`], except that f16 uses f32: in f16 the gradients of logits would
+/// underflow. Takes the first tiles of the logits from `kept`.
+pub(crate) fn backward(
+    hidden: &Tensor,
+    weight: &Tensor,
+    bias: Option<&Tensor>,
+    pass: &Backward,
+    wanted: Wanted,
+    kept: &KeptLogits,
+) -> Result<[Option<Tensor>; 3]> {
+    backward_in(TILING, hidden, weight, bias, pass, wanted, kept.take())
+}
+
+fn backward_in(
+    tiling: Tiling,
+    hidden: &Tensor,
+    weight: &Tensor,
+    bias: Option<&Tensor>,
+    pass: &Backward,
+    wanted: Wanted,
+    kept: Vec<Tensor>,
+) -> Result<[Option<Tensor>; 3]> {
+    let shape = hidden.shape();
+    let (n, width) = rows_and_width(hidden.layout());
+    let hidden = hidden.reshape((n, width))?;
+    let (vocab, _) = weight.dims2()?;
+    let dtype = match (hidden.dtype(), weight.dtype()) {
+        (DType::BF16, DType::BF16) => DType::BF16,
+        _ => DType::F32,
+    };
+    let device = hidden.device();
+    if n == 0 {
+        // Candle does not convert empty tensors on CUDA.
+        let zeros = |wanted: bool, x: &Tensor| wanted.then(|| x.zeros_like()).transpose();
+        return Ok([
+            zeros(wanted.hidden, &hidden)?
+                .map(|x| x.reshape(shape))
+                .transpose()?,
+            zeros(wanted.weight, weight)?
+                .map(|x| x.to_dtype(DType::F32))
+                .transpose()?,
+            bias.filter(|_| wanted.bias)
+                .map(Tensor::zeros_like)
+                .transpose()?,
+        ]);
+    }
+    let gpu = device.as_cuda_device()?;
+    let stream = gpu.cuda_stream();
+    let mut states = hidden.clone();
+    if let Some(mask) = &pass.rows.mask {
+        // The gradient of the weight is a product with all rows, and 0 times NaN is NaN.
+        let mask = mask.unsqueeze(1)?.broadcast_as(states.shape())?;
+        let zero = Tensor::zeros((), states.dtype(), device)?;
+        states = mask.where_cond(&states, &zero.broadcast_as(states.shape())?)?;
+    }
+    let states = states.to_dtype(dtype)?;
+    // A tensor that is written completely.
+    let unwritten = |shape: &[usize], dtype| {
+        let n = shape.iter().product();
+        let storage = with_element!(dtype, "weight", T => {
+            // SAFETY: see above.
+            #[allow(unsafe_code)]
+            let elements = unsafe { alloc::<T>(gpu, n)? };
+            CudaStorage::wrap_cuda_slice(elements, gpu.clone())
+        });
+        Result::Ok(as_tensor(storage, &Shape::from(shape)))
+    };
+    let sum =
+        |wanted: bool, shape: &[usize]| wanted.then(|| unwritten(shape, DType::F32)).transpose();
+    let hidden_gradient = sum(wanted.hidden, &[n, width])?;
+    let weight_gradient = sum(wanted.weight, &[vocab, width])?;
+    let bias_gradient = sum(wanted.bias, &[vocab])?;
+    let mut kept = kept.into_iter();
+    for (start, columns) in tiling.tiles(n, vocab)? {
+        let weight = weight.narrow(0, start, columns)?.to_dtype(dtype)?;
+        let logits = match (kept.next(), bias) {
+            (Some(logits), _) => logits,
+            (None, bias) => {
+                let logits = match bias {
+                    // Candle treats a single broadcast row as contiguous, but this tensor is
+                    // written.
+                    Some(bias) => bias
+                        .narrow(0, start, columns)?
+                        .broadcast_as((n, columns))?
+                        .force_contiguous()?,
+                    None => unwritten(&[n, columns], DType::F32)?,
+                };
+                product(&states, &weight.t()?, &logits, bias.is_some())?;
+                logits
+            }
+        };
+        // The gradient of the bias is a sum of f32.
+        let gradient = if dtype == DType::F32 || wanted.bias {
+            write(&logits, |storage, layout| {
+                let gradient = Out::<f32>::in_place(storage, layout, &stream)?;
+                launch_gradient(gpu, (n, columns), start, pass, gradient.read(), gradient)
+            })?;
+            if let Some(bias_gradient) = &bias_gradient {
+                bias_gradient.slice_set(&logits.sum(0)?, 0, start)?;
+            }
+            logits.to_dtype(dtype)?
+        } else {
+            let gradient = unwritten(&[n, columns], dtype)?;
+            write(&gradient, |storage, layout| {
+                let logits = logits.storage_and_layout();
+                let logits = In::from_tensor(&logits, &stream)?;
+                let gradient = Out::<bf16>::in_place(storage, layout, &stream)?;
+                launch_gradient(gpu, (n, columns), start, pass, logits, gradient)
+            })?;
+            gradient
+        };
+        drop(logits);
+        if let Some(hidden_gradient) = &hidden_gradient {
+            product(&gradient, &weight, hidden_gradient, start > 0)?;
+        }
+        if let Some(weight_gradient) = &weight_gradient {
+            let of_tile = weight_gradient.narrow(0, start, columns)?;
+            product(&gradient.t()?, &states, &of_tile, false)?;
+        }
+    }
+    let hidden_gradient = hidden_gradient
+        .map(|gradient| gradient.to_dtype(hidden.dtype())?.reshape(shape))
+        .transpose()?;
+    Ok([hidden_gradient, weight_gradient, bias_gradient])
+}
+
+/// Maps f32 logits `[N, columns]`, which start at `first_column` of the vocabulary, to their
+/// gradient, which may share their memory.
+fn launch_gradient<T: CudaElement>(
+    device: &CudaDevice,
+    (n, columns): (usize, usize),
+    first_column: usize,
+    pass: &Backward,
+    logits: In<f32>,
+    gradient: Out<T>,
+) -> Result<()> {
+    let stream = device.cuda_stream();
+    let targets = pass.rows.targets.storage_and_layout();
+    let mask = pass.rows.mask.as_ref().map(Tensor::storage_and_layout);
+    let packed = pass.packed.storage_and_layout();
+    let packed_gradient = pass.gradient.storage_and_layout();
+    // SAFETY: targets and mask have n elements, logits and gradient n * columns, packed and its
+    // gradient 3 * n. There is a block for each row, and a thread reads elements before it writes
+    // them.
+    #[allow(unsafe_code)]
+    unsafe {
+        kernels::linear_log_prob_gradient::<T> {
+            logits,
+            targets: In::from_tensor(&targets, &stream)?,
+            mask: In::optional(mask.as_ref(), &stream)?,
+            packed: In::from_tensor(&packed, &stream)?,
+            packed_gradient: In::from_tensor(&packed_gradient, &stream)?,
+            gradient,
+            n: n as u64,
+            columns: columns as u64,
+            first_column: first_column as u32,
+            inverse_temperature: pass.rows.inverse_temperature,
+        }
+        .launch(device, grid(n, THREADS)?)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use candle_core::Device;
+    use candle_grpo_test_support::{CudaCalls, assert_close, cuda, noise_tensor, numbers};
+
+    use crate::LogProbOptions;
+
+    /// Returns the results and the gradients of hidden states, weight and bias.
+    fn run(
+        tiling: Tiling,
+        [hidden, weight, bias]: [&Tensor; 3],
+        has_bias: bool,
+        keeps: bool,
+        device: &Device,
+    ) -> Result<Vec<Tensor>> {
+        let (n, vocab) = (hidden.dim(0)?, weight.dim(0)?);
+        let targets = Tensor::arange(0, n as u32, device)?.affine(50.0, 3.0)?;
+        let mask = Tensor::from_iter((0..n).map(|row| u8::from(row != 2)), device)?;
+        let options = LogProbOptions {
+            mask: Some(&mask),
+            ..Default::default()
+        };
+        let rows = Rows::new(("hidden", hidden), &[n], vocab, &targets, 0.8, options)?;
+        let bias = has_bias.then_some(bias);
+        let kept = KeptLogits::default();
+        let (packed, shape) = {
+            let tensors =
+                [Some(hidden), Some(weight), bias].map(|x| x.map(Tensor::storage_and_layout));
+            let gpu = tensors.each_ref().map(|x| match x {
+                Some((storage, layout)) => match &**storage {
+                    candle_core::Storage::Cuda(storage) => Some((storage, *layout)),
+                    _ => None,
+                },
+                None => None,
+            });
+            let [Some(hidden), Some(weight), bias] = gpu else {
+                bail!("a tensor is on the CPU");
+            };
+            forward_in(tiling, hidden, weight, bias, &rows, keeps.then_some(&kept))?
+        };
+        let packed = as_tensor(packed, &shape);
+        let gradient = noise_tensor((3, n), 4, DType::F32, &Device::Cpu)?.to_device(device)?;
+        let pass = Backward {
+            rows: &rows,
+            packed: packed.clone(),
+            gradient,
+        };
+        let wanted = Wanted {
+            hidden: true,
+            weight: true,
+            bias: has_bias,
+        };
+        let gradients = backward_in(tiling, hidden, weight, bias, &pass, wanted, kept.take())?;
+        Ok([Some(packed)]
+            .into_iter()
+            .chain(gradients)
+            .flatten()
+            .collect())
+    }
+
+    /// Returns the products of `run`. `None` without the emulation.
+    fn products_of(run: impl FnOnce() -> Result<Vec<Tensor>>) -> Result<Option<u64>> {
+        let before = CudaCalls::now();
+        run()?;
+        let calls = CudaCalls::now().zip(before);
+        Ok(calls.map(|(after, before)| (after - before).products))
+    }
+
+    #[test]
+    fn several_tiles_equal_one_tile_and_kept_logits_are_bit_identical() -> Result<()> {
+        let Ok(device) = cuda() else {
+            println!("skipped: no GPU");
+            return Ok(());
+        };
+        let (n, vocab, width) = (9, 600, 24);
+        let one = Tiling {
+            tile: usize::MAX,
+            ..TILING
+        };
+        for dtype in [DType::F32, DType::BF16, DType::F16] {
+            let noise = |shape: &[usize], seed, dtype| {
+                noise_tensor(shape, seed, dtype, &Device::Cpu)?.to_device(device)
+            };
+            let hidden = noise(&[n, width], 1, dtype)?;
+            let weight = noise(&[vocab, width], 2, dtype)?;
+            let bias = noise(&[vocab], 3, DType::F32)?;
+            let inputs = [&hidden, &weight, &bias];
+            for has_bias in [false, true] {
+                let expected = run(one, inputs, has_bias, false, device)?;
+                // Nine tiles of 64 columns, and one of 24.
+                let many = Tiling {
+                    tile: 64 * n,
+                    min_columns: 1,
+                    ..TILING
+                };
+                let found = run(many, inputs, has_bias, false, device)?;
+                let kept = run(many, inputs, has_bias, true, device)?;
+                // As much as five tiles, and not six.
+                let five = Tiling {
+                    kept: 6 * 64 * n - 1,
+                    ..many
+                };
+                let some_kept = run(five, inputs, has_bias, true, device)?;
+                // A product of each tile for the logits, and two for the gradients.
+                for (tiling, keeps, again) in [(many, false, 10), (many, true, 0), (five, true, 5)]
+                {
+                    let products = products_of(|| run(tiling, inputs, has_bias, keeps, device))?;
+                    assert!(products.is_none_or(|products| products == 30 + again));
+                }
+                assert_eq!(found.len(), expected.len());
+                let rounding = if dtype == DType::F32 { 1e-5 } else { 1e-2 };
+                for (i, expected) in expected.iter().enumerate() {
+                    let (found, expected) = (numbers(&found[i])?, numbers(expected)?);
+                    assert_close(&found, &expected, rounding);
+                    for kept in [&kept, &some_kept] {
+                        let kept = numbers(&kept[i])?;
+                        if dtype == DType::F16 {
+                            // Without kept logits the backward pass computes them in f32.
+                            assert_close(&kept, &expected, rounding);
+                        } else {
+                            assert_eq!(kept, found);
+                        }
+                    }
+                }
+            }
+        }
+        Ok(())
+    }
+}

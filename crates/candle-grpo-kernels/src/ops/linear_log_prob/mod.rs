@@ -1,0 +1,779 @@
+//! Log-probs from hidden states and the output weight.
+
+pub(crate) mod composed;
+mod cpu;
+#[cfg(feature = "cuda")]
+mod cuda;
+
+use std::sync::{Arc, Mutex};
+
+use candle_core::backend::BackendStorage;
+use candle_core::{
+    CpuStorage, CustomOp2, CustomOp3, DType, Device, Layout, Result, Shape, Tensor, Var, bail,
+};
+
+use self::cpu::{Kept, Layer, Wanted};
+use crate::cpu::{slice, with_floats};
+use crate::ops::log_prob::{Backward, LogProbOptions, Rows, TokenLogProbs, rows_and_width};
+use crate::precision::arithmetic_dtype;
+use crate::{check, path};
+
+/// The number of logits of a tile on CUDA: 256 MiB of f32, for efficient products. Tiles of more
+/// than 65,536 rows are larger, because a tile has at least [`CUDA_TILE_COLUMNS`].
+pub const CUDA_TILE_LOGITS: usize = 1 << 26;
+/// The fewest columns of a tile on CUDA, unless the vocabulary is smaller.
+pub const CUDA_TILE_COLUMNS: usize = 1024;
+/// The most logits that CUDA keeps for the backward pass: 2 GiB of f32.
+pub const CUDA_KEPT_LOGITS: usize = 1 << 29;
+
+/// Computes [`log_prob`](crate::log_prob) of `logits = hidden weight^T + bias` without storing the
+/// logits.
+///
+/// **Memory.** Both passes compute the logits in tiles of a few MiB (a few hundred MiB on CUDA).
+/// The backward pass allocates the gradients and at most 24 MiB. The gradient of the hidden states
+/// is in f32 until it is rounded. If there will be a backward pass on CUDA, up to 2^29 logits
+/// (2 GiB) are kept for it.
+///
+/// **Skipped work.** An argument without a gradient costs no product. Neither does a masked row,
+/// whose gradient is 0. On CUDA the mask is read on the host, which synchronizes with the device.
+///
+/// **Precision.** Products are in f32. On CUDA two bf16 or two f16 arguments are multiplied in
+/// their dtype and summed in f32; so are two bf16 arguments on processors with `avx512_bf16`. For
+/// two bf16 arguments that are multiplied in bf16 the gradients of the logits are rounded to bf16.
+/// f64 hidden states use the composed path, which stores the logits; so does
+/// [`LogProbOptions::logit_cap`] on CUDA. Results are bit-identical on any number of cores.
+///
+/// [`LogProbOptions::gradient_into_logits`] has no effect. Candle's `backward` adds each gradient
+/// to a tensor of zeros, which takes the memory of a second weight; [`LinearLogProb`] avoids it.
+///
+/// # Shapes
+///
+/// - `hidden`: `[.., H]`, `weight`: `[V, H]`, `bias`: `[V]`, any float dtypes
+/// - `targets`: `[..]`, integers below V
+/// - results: `[..]`
+///
+/// # Errors
+///
+/// Fails on other shapes and dtypes, on a temperature outside
+/// [`TEMPERATURES`](crate::TEMPERATURES), and on targets out of range (checked on the CPU only).
+///
+/// ```
+/// use candle_core::{DType, Device, Tensor};
+/// use candle_grpo_kernels::{LogProbOptions, linear_log_prob};
+///
+/// let hidden = Tensor::ones((2, 3, 8), DType::F32, &Device::Cpu)?;
+/// let weight = Tensor::ones((5, 8), DType::F32, &Device::Cpu)?;
+/// let targets = Tensor::zeros((2, 3), DType::U32, &Device::Cpu)?;
+/// let tokens = linear_log_prob(&hidden, &weight, None, &targets, 1.0, LogProbOptions::default())?;
+/// assert_eq!(tokens.log_probs.dims(), [2, 3]);
+/// assert!((tokens.entropy.max_all()?.to_scalar::<f32>()? - 5f32.ln()).abs() < 1e-6);
+/// # Ok::<(), candle_core::Error>(())
+/// ```
+pub fn linear_log_prob(
+    hidden: &Tensor,
+    weight: &Tensor,
+    bias: Option<&Tensor>,
+    targets: &Tensor,
+    temperature: f64,
+    options: LogProbOptions,
+) -> Result<TokenLogProbs> {
+    let layer = LinearLogProb::new(hidden, weight, bias, targets, temperature, options)?;
+    layer.compute(layer.arguments.clone())
+}
+
+/// [`linear_log_prob`] without a graph: the caller runs the backward pass.
+///
+/// ```
+/// use candle_core::{DType, Device, Tensor, Var};
+/// use candle_grpo_kernels::{LinearLogProb, LogProbOptions, TokenLogProbs};
+///
+/// let hidden = Tensor::ones((3, 8), DType::F32, &Device::Cpu)?;
+/// let weight = Var::ones((5, 8), DType::F32, &Device::Cpu)?;
+/// let targets = Tensor::zeros(3, DType::U32, &Device::Cpu)?;
+/// let options = LogProbOptions::default();
+/// let layer = LinearLogProb::new(&hidden, &weight, None, &targets, 1.0, options)?;
+/// let tokens = layer.forward()?;
+/// // The loss is the mean of the negative log-probs.
+/// let derivatives = TokenLogProbs {
+///     log_probs: Tensor::new(&[-1f32 / 3.; 3], &Device::Cpu)?,
+///     entropy: tokens.entropy.zeros_like()?,
+///     log_sum_exp: tokens.log_sum_exp.zeros_like()?,
+/// };
+/// let gradients = layer.backward(&tokens, &derivatives)?;
+/// assert!(gradients.hidden.is_none()); // hidden is a constant
+/// assert_eq!(gradients.weight.expect("the weight is a variable").dims(), [5, 8]);
+/// # Ok::<(), candle_core::Error>(())
+/// ```
+pub struct LinearLogProb {
+    /// The arguments of all rows, or of the rows in `kept`.
+    arguments: Arguments,
+    kept: Option<KeptRows>,
+    wanted: Wanted,
+    logits: KeptLogits,
+}
+
+/// The gradients of the arguments of a [`LinearLogProb`], in their shapes, without a graph.
+///
+/// `None` for an argument that is neither a variable nor computed from one.
+#[derive(Debug, Clone)]
+pub struct LinearGradients {
+    /// Gradient of the hidden states, in their dtype.
+    pub hidden: Option<Tensor>,
+    /// Gradient of the weight, f32 (f64 for f64): the dtype in which it is summed.
+    pub weight: Option<Tensor>,
+    /// Gradient of the bias, in its dtype.
+    pub bias: Option<Tensor>,
+}
+
+impl LinearLogProb {
+    /// Checks the arguments of [`linear_log_prob`] and stores them.
+    ///
+    /// # Errors
+    ///
+    /// Fails as [`linear_log_prob`].
+    pub fn new(
+        hidden: &Tensor,
+        weight: &Tensor,
+        bias: Option<&Tensor>,
+        targets: &Tensor,
+        temperature: f64,
+        options: LogProbOptions,
+    ) -> Result<Self> {
+        let layer = Self {
+            arguments: Arguments::new(hidden, weight, bias, targets, temperature, options)?,
+            kept: None,
+            logits: KeptLogits::default(),
+            wanted: Wanted {
+                hidden: hidden.track_op(),
+                weight: weight.track_op(),
+                bias: bias.is_some_and(Tensor::track_op),
+            },
+        };
+        // The CPU path skips masked rows without a copy of the other rows.
+        if hidden.device().is_cuda() && layer.arguments.is_fused() {
+            layer.without_dropped_rows()
+        } else {
+            Ok(layer)
+        }
+    }
+
+    /// Returns the same layer restricted to the unmasked rows.
+    fn without_dropped_rows(self) -> Result<Self> {
+        let Some(kept) = self.arguments.rows.mask.as_ref().map(KeptRows::new) else {
+            return Ok(self);
+        };
+        let Some(kept) = kept? else {
+            return Ok(self);
+        };
+        let Arguments { hidden, rows, .. } = &self.arguments;
+        let (n, width) = rows_and_width(hidden.layout());
+        Ok(Self {
+            arguments: Arguments {
+                hidden: kept.select(&hidden.reshape((n, width))?, 0)?,
+                rows: Rows {
+                    targets: kept.select(&rows.targets, 0)?,
+                    mask: None,
+                    ..rows.clone()
+                },
+                ..self.arguments
+            },
+            kept: Some(kept),
+            logits: self.logits,
+            wanted: self.wanted,
+        })
+    }
+
+    /// Returns the results of [`linear_log_prob`], without a graph.
+    ///
+    /// On CUDA this keeps up to 2^29 logits, 2 GiB, for one call of [`Self::backward`], which
+    /// computes the others again.
+    ///
+    /// # Errors
+    ///
+    /// Fails if the device fails.
+    pub fn forward(&self) -> Result<TokenLogProbs> {
+        self.compute(self.arguments.detach())
+    }
+
+    /// Computes the results for arguments that are checked. Detached arguments record no graph.
+    fn compute(&self, arguments: Arguments) -> Result<TokenLogProbs> {
+        if !arguments.is_fused() {
+            return composed::unchecked(arguments);
+        }
+        let bias = arguments.wide_bias()?;
+        let Arguments {
+            hidden,
+            weight,
+            rows,
+            outer,
+            ..
+        } = arguments;
+        let op = Op {
+            rows,
+            wanted: self.wanted,
+            logits: self.logits.clone(),
+        };
+        let packed = match &bias {
+            Some(bias) => hidden.apply_op3(&weight, bias, op)?,
+            None => hidden.apply_op2(&weight, op)?,
+        };
+        TokenLogProbs::unpack(&spread(self.kept.as_ref(), packed, 1)?, &outer)
+    }
+
+    /// Returns the gradients of a scalar.
+    ///
+    /// `tokens` is the result of [`Self::forward`]. `derivatives` are the derivatives of the scalar
+    /// by each result, of the shape of the targets.
+    ///
+    /// # Errors
+    ///
+    /// Fails on other shapes.
+    pub fn backward(
+        &self,
+        tokens: &TokenLogProbs,
+        derivatives: &TokenLogProbs,
+    ) -> Result<LinearGradients> {
+        let arguments = self.arguments.detach();
+        let mut packed = tokens.pack("tokens", &arguments.outer)?;
+        let mut gradient = derivatives.pack("derivatives", &arguments.outer)?.detach();
+        if let Some(kept) = &self.kept {
+            packed = kept.select(&packed, 1)?;
+            gradient = kept.select(&gradient, 1)?;
+        }
+        let hidden_shape = self.arguments.hidden_shape();
+        let gradients = if arguments.is_fused() {
+            let bias = arguments.wide_bias()?;
+            let op = Op {
+                rows: arguments.rows,
+                wanted: self.wanted,
+                logits: self.logits.clone(),
+            };
+            op.gradients(
+                &arguments.hidden,
+                &arguments.weight,
+                bias.as_ref(),
+                &packed,
+                &gradient,
+            )?
+        } else {
+            composed_gradients(arguments, self.wanted, &gradient)?
+        };
+        let [hidden, weight, bias] = gradients;
+        let bias_dtype = self.arguments.bias.as_ref().map(Tensor::dtype);
+        Ok(LinearGradients {
+            hidden: hidden
+                .map(|x| spread(self.kept.as_ref(), x, 0)?.reshape(hidden_shape))
+                .transpose()?,
+            weight: weight
+                .map(|x| x.to_dtype(arithmetic_dtype(x.dtype())))
+                .transpose()?,
+            bias: bias
+                .zip(bias_dtype)
+                .map(|(x, dtype)| x.to_dtype(dtype))
+                .transpose()?,
+        })
+    }
+}
+
+/// Returns the gradients of the composed twin.
+fn composed_gradients(
+    arguments: Arguments,
+    wanted: Wanted,
+    gradient: &Tensor,
+) -> Result<[Option<Tensor>; 3]> {
+    let variable = |wanted: bool, x: &Tensor| wanted.then(|| Var::from_tensor(x)).transpose();
+    let hidden = variable(wanted.hidden, &arguments.hidden)?;
+    let weight = variable(wanted.weight, &arguments.weight)?;
+    let bias = match &arguments.bias {
+        Some(bias) => variable(wanted.bias, bias)?,
+        None => None,
+    };
+    let or =
+        |variable: &Option<Var>, x: Tensor| variable.as_ref().map_or(x, |v| v.as_tensor().clone());
+    let outer = arguments.outer.clone();
+    let tokens = composed::unchecked(Arguments {
+        hidden: or(&hidden, arguments.hidden),
+        weight: or(&weight, arguments.weight),
+        bias: arguments.bias.map(|x| or(&bias, x)),
+        ..arguments
+    })?;
+    let store = (tokens.pack("tokens", &outer)? * gradient)?
+        .sum_all()?
+        .backward()?;
+    let found = |variable: Option<Var>| match variable {
+        None => Ok(None),
+        Some(variable) => match store.get(&variable) {
+            Some(gradient) => Ok(Some(gradient.detach())),
+            None => variable.zeros_like().map(Some),
+        },
+    };
+    Ok([found(hidden)?, found(weight)?, found(bias)?])
+}
+
+/// The first tiles of the logits of a forward pass on CUDA, for one backward pass.
+#[derive(Debug, Clone, Default)]
+#[cfg_attr(not(feature = "cuda"), allow(dead_code))]
+pub(crate) struct KeptLogits(Arc<Mutex<Vec<Tensor>>>);
+
+#[cfg(feature = "cuda")]
+impl KeptLogits {
+    pub(crate) fn set(&self, tiles: Vec<Tensor>) {
+        *self.lock() = tiles;
+    }
+
+    /// Returns the tiles, or none if there are none or a backward pass has taken them.
+    pub(crate) fn take(&self) -> Vec<Tensor> {
+        std::mem::take(&mut *self.lock())
+    }
+
+    fn lock(&self) -> std::sync::MutexGuard<'_, Vec<Tensor>> {
+        self.0
+            .lock()
+            .unwrap_or_else(std::sync::PoisonError::into_inner)
+    }
+}
+
+/// The unmasked rows, in a separate tensor.
+struct KeptRows {
+    /// u32 `[K]`
+    indices: Tensor,
+    /// The position of each of the N rows among these, 0 for other rows, u32 `[N]`.
+    positions: Tensor,
+    /// u8 `[N]`
+    mask: Tensor,
+}
+
+impl KeptRows {
+    /// Returns the rows where `mask`, u8 `[N]`, is not 0, or `None` if these are all or none:
+    /// Candle has no empty tensors on CUDA. Synchronizes with the device.
+    fn new(mask: &Tensor) -> Result<Option<Self>> {
+        let mut indices = Vec::new();
+        let mut positions = Vec::new();
+        for (row, is_kept) in (0u32..).zip(mask.to_vec1::<u8>()?) {
+            if is_kept != 0 {
+                positions.push(indices.len() as u32);
+                indices.push(row);
+            } else {
+                positions.push(0);
+            }
+        }
+        if indices.is_empty() || indices.len() == positions.len() {
+            return Ok(None);
+        }
+        Ok(Some(Self {
+            indices: Tensor::new(indices, mask.device())?,
+            positions: Tensor::new(positions, mask.device())?,
+            mask: mask.clone(),
+        }))
+    }
+
+    /// Returns these rows of `x`, along `dim`.
+    fn select(&self, x: &Tensor, dim: usize) -> Result<Tensor> {
+        x.index_select(&self.indices, dim)
+    }
+}
+
+/// Scatters `x`, which has the rows in `kept`, along `dim`; the other rows are 0.
+///
+/// Gathers each row, which is parallel. Candle's `index_add` is sequential in the rows.
+fn spread(kept: Option<&KeptRows>, x: Tensor, dim: usize) -> Result<Tensor> {
+    let Some(kept) = kept else {
+        return Ok(x);
+    };
+    let rows = x.index_select(&kept.positions, dim)?;
+    let mut shape = vec![1; x.rank()];
+    shape[dim] = kept.mask.elem_count();
+    let mask = kept.mask.reshape(shape)?.broadcast_as(rows.shape())?;
+    let zero = Tensor::zeros((), rows.dtype(), rows.device())?;
+    mask.where_cond(&rows, &zero.broadcast_as(rows.shape())?)
+}
+
+/// The checked arguments of [`linear_log_prob`].
+#[derive(Clone)]
+pub(crate) struct Arguments {
+    /// `[.., H]`, contiguous; N rows.
+    pub(crate) hidden: Tensor,
+    /// `[V, H]`, contiguous.
+    pub(crate) weight: Tensor,
+    /// `[V]`, contiguous.
+    pub(crate) bias: Option<Tensor>,
+    pub(crate) rows: Rows,
+    pub(crate) temperature: f64,
+    /// The shape of the results.
+    pub(crate) outer: Vec<usize>,
+}
+
+impl Arguments {
+    pub(crate) fn new(
+        hidden: &Tensor,
+        weight: &Tensor,
+        bias: Option<&Tensor>,
+        targets: &Tensor,
+        temperature: f64,
+        options: LogProbOptions,
+    ) -> Result<Self> {
+        for (name, tensor) in [
+            ("hidden", Some(hidden)),
+            ("weight", Some(weight)),
+            ("bias", bias),
+        ] {
+            if let Some(tensor) = tensor {
+                check::float(name, tensor)?;
+                check::same_device(&[("hidden", hidden), (name, tensor)])?;
+            }
+        }
+        let &[vocab, width] = weight.dims() else {
+            bail!("weight: shape {:?}, must be [V, H]", weight.dims());
+        };
+        if vocab == 0 || width == 0 {
+            bail!("weight: shape {:?}, must not be empty", weight.dims());
+        }
+        let Some((&last, outer)) = hidden.dims().split_last() else {
+            bail!("hidden: a scalar, must be [.., {width}]");
+        };
+        if last != width {
+            bail!(
+                "hidden: shape {:?}, the last dimension must be that of weight, {width}",
+                hidden.dims()
+            );
+        }
+        if let Some(bias) = bias
+            && bias.dims() != [vocab]
+        {
+            bail!("bias: shape {:?}, must be [{vocab}]", bias.dims());
+        }
+        Ok(Self {
+            rows: Rows::new(
+                ("hidden", hidden),
+                outer,
+                vocab,
+                targets,
+                temperature,
+                options,
+            )?,
+            temperature,
+            outer: outer.to_vec(),
+            hidden: hidden.contiguous()?,
+            weight: weight.contiguous()?,
+            bias: bias.map(Tensor::contiguous).transpose()?,
+        })
+    }
+
+    /// Returns the arguments without graphs.
+    fn detach(&self) -> Self {
+        Self {
+            hidden: self.hidden.detach(),
+            weight: self.weight.detach(),
+            bias: self.bias.as_ref().map(Tensor::detach),
+            rows: self.rows.clone(),
+            temperature: self.temperature,
+            outer: self.outer.clone(),
+        }
+    }
+
+    /// Returns whether a fused path exists. The CUDA path has no cap, which nothing needs without
+    /// rows; Candle's operations fail then.
+    fn is_fused(&self) -> bool {
+        let has_cap = self.rows.logit_cap.is_none()
+            || self.hidden.device().is_cpu()
+            || self.hidden.elem_count() == 0;
+        has_cap && path::is_fused(&self.hidden) && path::is_fused(&self.weight)
+    }
+
+    /// Returns the bias in f32.
+    fn wide_bias(&self) -> Result<Option<Tensor>> {
+        self.bias
+            .as_ref()
+            .map(|bias| bias.to_dtype(DType::F32))
+            .transpose()
+    }
+
+    fn hidden_shape(&self) -> Vec<usize> {
+        [self.outer.as_slice(), &[self.weight.dims()[1]]].concat()
+    }
+}
+
+/// Maps hidden states `[.., H]`, the weight `[V, H]` and an optional bias `[V]` of f32 to f32
+/// `[3, N]`. The inputs are contiguous.
+struct Op {
+    rows: Rows,
+    /// The arguments that need a gradient. The backward pass cannot ask its detached arguments.
+    wanted: Wanted,
+    #[cfg_attr(not(feature = "cuda"), allow(dead_code))]
+    logits: KeptLogits,
+}
+
+impl Op {
+    /// Returns the gradients of hidden states, weight and bias, without a graph. Those of weight
+    /// and bias are in f32. `packed` is the result of the forward pass and `gradient` its gradient,
+    /// `[3, N]`.
+    fn gradients(
+        &self,
+        hidden: &Tensor,
+        weight: &Tensor,
+        bias: Option<&Tensor>,
+        packed: &Tensor,
+        gradient: &Tensor,
+    ) -> Result<[Option<Tensor>; 3]> {
+        let (hidden, weight) = (&hidden.detach(), &weight.detach());
+        let bias = &bias.map(Tensor::detach);
+        let bias = bias.as_ref();
+        let pass = Backward {
+            rows: &self.rows,
+            packed: packed.detach(),
+            gradient: gradient.contiguous()?,
+        };
+        #[cfg(feature = "cuda")]
+        if hidden.device().is_cuda() {
+            return cuda::backward(hidden, weight, bias, &pass, self.wanted, &self.logits);
+        }
+        let kept = Kept::new(&self.rows)?;
+        let (hidden_storage, hidden_layout) = hidden.storage_and_layout();
+        let hidden_storage = slice::on_cpu(&hidden_storage)?;
+        let (weight_storage, weight_layout) = weight.storage_and_layout();
+        let bias = bias.map(Tensor::storage_and_layout);
+        let bias = bias
+            .as_ref()
+            .map(|(storage, layout)| floats(slice::on_cpu(storage)?, layout))
+            .transpose()?;
+        let (vocab, width) = weight.dims2()?;
+        let states = with_floats!(hidden_storage, "hidden", hidden => {
+            kept.states(&hidden[slice::range(hidden_layout)?], width, weight.dtype())
+        });
+        with_floats!(slice::on_cpu(&weight_storage)?, "weight", values => {
+            let layer = Layer {
+                hidden: &states,
+                weight: &values[slice::range(weight_layout)?],
+                bias,
+                vocab,
+                width,
+                logit_cap: self.rows.logit_cap,
+            };
+            let gradients = cpu::backward(&layer, &kept, &pass, self.wanted)?;
+            let tensor = |x, shape: &Shape| Tensor::from_vec(x, shape, &Device::Cpu);
+            Ok([
+                self.wanted
+                    .hidden
+                    .then(|| tensor(gradients.hidden, hidden.shape())?.to_dtype(hidden.dtype()))
+                    .transpose()?,
+                self.wanted
+                    .weight
+                    .then(|| tensor(gradients.weight, weight.shape()))
+                    .transpose()?,
+                self.wanted
+                    .bias
+                    .then(|| tensor(gradients.bias, &Shape::from(vocab)))
+                    .transpose()?,
+            ])
+        })
+    }
+
+    /// Returns the place for the logits, if there will be a backward pass.
+    #[cfg(feature = "cuda")]
+    fn kept_logits(&self) -> Option<&KeptLogits> {
+        let Wanted {
+            hidden,
+            weight,
+            bias,
+        } = self.wanted;
+        (hidden || weight || bias).then_some(&self.logits)
+    }
+
+    fn forward_on_cpu(
+        &self,
+        (hidden, hidden_layout): (&CpuStorage, &Layout),
+        (weight, weight_layout): (&CpuStorage, &Layout),
+        bias: Option<(&CpuStorage, &Layout)>,
+    ) -> Result<(CpuStorage, Shape)> {
+        let (rows, _) = rows_and_width(hidden_layout);
+        let (vocab, width) = weight_layout.shape().dims2()?;
+        let kept = Kept::new(&self.rows)?;
+        let hidden = with_floats!(hidden, "hidden", hidden => {
+            kept.states(&hidden[slice::range(hidden_layout)?], width, weight.dtype())
+        });
+        let bias = bias
+            .map(|(storage, layout)| floats(storage, layout))
+            .transpose()?;
+        let packed = with_floats!(weight, "weight", weight => {
+            let layer = Layer {
+                hidden: &hidden,
+                weight: &weight[slice::range(weight_layout)?],
+                bias,
+                vocab,
+                width,
+                logit_cap: self.rows.logit_cap,
+            };
+            cpu::forward(&layer, &kept, &self.rows)?
+        });
+        Ok((CpuStorage::F32(packed), Shape::from((3, rows))))
+    }
+}
+
+/// Returns the entries of a contiguous f32 tensor.
+fn floats<'a>(storage: &'a CpuStorage, layout: &Layout) -> Result<&'a [f32]> {
+    Ok(&storage.as_slice::<f32>()?[slice::range(layout)?])
+}
+
+impl CustomOp2 for Op {
+    fn name(&self) -> &'static str {
+        "linear_log_prob"
+    }
+
+    fn cpu_fwd(
+        &self,
+        hidden: &CpuStorage,
+        hidden_layout: &Layout,
+        weight: &CpuStorage,
+        weight_layout: &Layout,
+    ) -> Result<(CpuStorage, Shape)> {
+        self.forward_on_cpu((hidden, hidden_layout), (weight, weight_layout), None)
+    }
+
+    #[cfg(feature = "cuda")]
+    fn cuda_fwd(
+        &self,
+        hidden: &candle_core::CudaStorage,
+        hidden_layout: &Layout,
+        weight: &candle_core::CudaStorage,
+        weight_layout: &Layout,
+    ) -> Result<(candle_core::CudaStorage, Shape)> {
+        cuda::forward(
+            (hidden, hidden_layout),
+            (weight, weight_layout),
+            None,
+            &self.rows,
+            self.kept_logits(),
+        )
+    }
+
+    fn bwd(
+        &self,
+        hidden: &Tensor,
+        weight: &Tensor,
+        packed: &Tensor,
+        gradient: &Tensor,
+    ) -> Result<(Option<Tensor>, Option<Tensor>)> {
+        let dtype = weight.dtype();
+        let [hidden, weight, _] = self.gradients(hidden, weight, None, packed, gradient)?;
+        Ok((hidden, weight.map(|x| x.to_dtype(dtype)).transpose()?))
+    }
+}
+
+impl CustomOp3 for Op {
+    fn name(&self) -> &'static str {
+        "linear_log_prob"
+    }
+
+    fn cpu_fwd(
+        &self,
+        hidden: &CpuStorage,
+        hidden_layout: &Layout,
+        weight: &CpuStorage,
+        weight_layout: &Layout,
+        bias: &CpuStorage,
+        bias_layout: &Layout,
+    ) -> Result<(CpuStorage, Shape)> {
+        self.forward_on_cpu(
+            (hidden, hidden_layout),
+            (weight, weight_layout),
+            Some((bias, bias_layout)),
+        )
+    }
+
+    #[cfg(feature = "cuda")]
+    fn cuda_fwd(
+        &self,
+        hidden: &candle_core::CudaStorage,
+        hidden_layout: &Layout,
+        weight: &candle_core::CudaStorage,
+        weight_layout: &Layout,
+        bias: &candle_core::CudaStorage,
+        bias_layout: &Layout,
+    ) -> Result<(candle_core::CudaStorage, Shape)> {
+        cuda::forward(
+            (hidden, hidden_layout),
+            (weight, weight_layout),
+            Some((bias, bias_layout)),
+            &self.rows,
+            self.kept_logits(),
+        )
+    }
+
+    fn bwd(
+        &self,
+        hidden: &Tensor,
+        weight: &Tensor,
+        bias: &Tensor,
+        packed: &Tensor,
+        gradient: &Tensor,
+    ) -> Result<(Option<Tensor>, Option<Tensor>, Option<Tensor>)> {
+        let dtype = weight.dtype();
+        let [hidden, weight, bias] =
+            self.gradients(hidden, weight, Some(bias), packed, gradient)?;
+        Ok((hidden, weight.map(|x| x.to_dtype(dtype)).transpose()?, bias))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use candle_grpo_test_support::noise_tensor;
+
+    /// The CUDA path drops masked rows before its products. The CPU path checks that the result is
+    /// bit-identical, over several tiles of rows.
+    #[test]
+    fn dropping_masked_rows_first_does_not_change_a_bit() -> Result<()> {
+        for dtype in [DType::F32, DType::BF16] {
+            let masks: [fn(u32) -> bool; 4] =
+                [|row| row % 3 != 1, |row| row == 7, |_| false, |_| true];
+            for keep in masks {
+                let (rows, vocab, width) = (3100u32, 37, 5);
+                let variable = |shape: &[usize], seed, dtype| {
+                    Var::from_tensor(&noise_tensor(shape, seed, dtype, &Device::Cpu)?)
+                };
+                let hidden = variable(&[31, 100, width], 1, dtype)?;
+                let weight = variable(&[vocab, width], 2, dtype)?;
+                let bias = variable(&[vocab], 3, DType::F32)?;
+                let targets = (0..rows).map(|row| row % vocab as u32);
+                let targets = Tensor::from_iter(targets, &Device::Cpu)?.reshape((31, 100))?;
+                let mask =
+                    Tensor::from_iter((0..rows).map(|row| u8::from(keep(row))), &Device::Cpu)?
+                        .reshape(targets.shape())?;
+                let options = LogProbOptions {
+                    mask: Some(&mask),
+                    ..Default::default()
+                };
+                let new =
+                    || LinearLogProb::new(&hidden, &weight, Some(&bias), &targets, 0.7, options);
+                let (whole, compact) = (new()?, new()?.without_dropped_rows()?);
+                let (expected, found) = (whole.forward()?, compact.forward()?);
+                let flat = |x: &Tensor| x.to_dtype(DType::F32)?.flatten_all()?.to_vec1::<f32>();
+                let same = |a: &Tensor, b: &Tensor| -> Result<()> {
+                    assert_eq!((a.dims(), a.dtype()), (b.dims(), b.dtype()));
+                    assert_eq!(flat(a)?, flat(b)?);
+                    Ok(())
+                };
+                same(&found.log_probs, &expected.log_probs)?;
+                same(&found.entropy, &expected.entropy)?;
+                same(&found.log_sum_exp, &expected.log_sum_exp)?;
+                let derivative =
+                    |seed| noise_tensor(targets.dims(), seed, DType::F32, &Device::Cpu);
+                let derivatives = TokenLogProbs {
+                    log_probs: derivative(4)?,
+                    entropy: derivative(5)?,
+                    log_sum_exp: derivative(6)?,
+                };
+                let expected = whole.backward(&expected, &derivatives)?;
+                let found = compact.backward(&found, &derivatives)?;
+                for (found, expected) in [
+                    (found.hidden, expected.hidden),
+                    (found.weight, expected.weight),
+                    (found.bias, expected.bias),
+                ] {
+                    same(&found.expect("wanted"), &expected.expect("wanted"))?;
+                }
+            }
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,427 @@
+//! Attention to keys and values in pages, for decoding.
+
+pub(crate) mod composed;
+mod cpu;
+#[cfg(feature = "cuda")]
+pub(crate) mod cuda;
+
+use candle_core::{CpuStorage, DType, Device, InplaceOp2, Layout, Result, Tensor, WithDType, bail};
+
+use crate::cpu::{slice, with_element, with_floats};
+use crate::{HeadTransform, Scores, check, path};
+
+/// Positions of a page: a multiple of every vector width.
+pub const PAGE: usize = 16;
+
+/// Keys and values of one layer in pages of [`PAGE`] positions (<https://arxiv.org/abs/2309.06180>).
+///
+/// The caller keeps the list of pages of each sequence. Sequences may share pages, and grow without
+/// a copy.
+#[derive(Debug, Clone)]
+pub struct KeyValuePages {
+    /// `[pages, kv_heads, PAGE, head_dim]`, or `[pages, kv_heads, head_dim, PAGE]` for the CPU
+    /// path, whose vectors hold the same element of all positions.
+    keys: Tensor,
+    /// `[pages, kv_heads, PAGE, head_dim]`
+    values: Tensor,
+}
+
+/// A part of a sequence in one page.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct PageSpan {
+    /// Index of the page.
+    pub page: usize,
+    /// Number of positions from the start of the page, at most [`PAGE`].
+    pub len: usize,
+}
+
+/// The positions that one query attends to.
+#[derive(Debug, Clone, Copy)]
+pub struct PagedRow<'a> {
+    /// The pages of the sequence, in order.
+    pub spans: &'a [PageSpan],
+    /// Number of visible positions from the first, at least 1 and at most those of the spans.
+    pub visible: usize,
+}
+
+/// A position in a page.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct PageSlot {
+    /// Index of the page.
+    pub page: usize,
+    /// Position in the page, below [`PAGE`].
+    pub position: usize,
+}
+
+/// The rows of one pass of decoding: where new keys and values go, and what each query attends to.
+///
+/// All layers of a pass share a batch. On CUDA its tables are copied to the device once.
+#[derive(Debug)]
+pub struct PagedBatch<'a> {
+    slots: &'a [PageSlot],
+    rows: &'a [PagedRow<'a>],
+    /// Number of pages that the slots and rows need.
+    pages: usize,
+    #[cfg(feature = "cuda")]
+    pub(crate) tables: Option<cuda::Tables>,
+}
+
+impl<'a> PagedBatch<'a> {
+    /// Returns a batch for pages on `device`. The slots must be distinct; this is not checked.
+    ///
+    /// # Errors
+    ///
+    /// Fails on a position that is not in a page, and on a row with no visible position or with
+    /// more than its spans have.
+    pub fn new(slots: &'a [PageSlot], rows: &'a [PagedRow<'a>], device: &Device) -> Result<Self> {
+        let pages = Self::check(slots, rows)?;
+        #[cfg(not(feature = "cuda"))]
+        let _ = device;
+        Ok(Self {
+            slots,
+            rows,
+            pages,
+            #[cfg(feature = "cuda")]
+            tables: device
+                .is_cuda()
+                .then(|| cuda::Tables::new(slots, rows, device))
+                .transpose()?,
+        })
+    }
+
+    /// [`Self::new`] with tables that are there already.
+    #[cfg(feature = "cuda")]
+    pub(crate) fn with_tables(
+        slots: &'a [PageSlot],
+        rows: &'a [PagedRow<'a>],
+        tables: Option<cuda::Tables>,
+    ) -> Result<Self> {
+        Ok(Self {
+            slots,
+            rows,
+            pages: Self::check(slots, rows)?,
+            tables,
+        })
+    }
+
+    /// Returns the number of pages that the slots and rows need.
+    fn check(slots: &[PageSlot], rows: &[PagedRow]) -> Result<usize> {
+        let mut pages = 0;
+        for (index, slot) in slots.iter().enumerate() {
+            if slot.position >= PAGE {
+                bail!(
+                    "slots[{index}]: position {}, must be below {PAGE}",
+                    slot.position
+                );
+            }
+            pages = pages.max(slot.page + 1);
+        }
+        for (index, row) in rows.iter().enumerate() {
+            let mut there = 0;
+            for span in row.spans {
+                if span.len > PAGE {
+                    bail!(
+                        "rows[{index}]: {} positions of page {}, must be at most {PAGE}",
+                        span.len,
+                        span.page
+                    );
+                }
+                there += span.len;
+                pages = pages.max(span.page + 1);
+            }
+            if row.visible == 0 || row.visible > there {
+                bail!(
+                    "rows[{index}]: {} visible positions, must be at least 1 and at most the {there} of its spans",
+                    row.visible
+                );
+            }
+        }
+        Ok(pages)
+    }
+
+    fn check_pages(&self, there: usize) -> Result<()> {
+        if self.pages > there {
+            bail!(
+                "batch: page {}, must be below the number of pages, {there}",
+                self.pages - 1
+            );
+        }
+        Ok(())
+    }
+}
+
+impl KeyValuePages {
+    /// Returns pages of zeros. On the CPU the system allocates a page when it is first written.
+    ///
+    /// # Errors
+    ///
+    /// Fails if a size is 0 or `dtype` is not a float dtype.
+    pub fn new(
+        pages: usize,
+        kv_heads: usize,
+        head_dim: usize,
+        dtype: DType,
+        device: &Device,
+    ) -> Result<Self> {
+        for (name, size) in [("kv_heads", kv_heads), ("head_dim", head_dim)] {
+            if size == 0 {
+                bail!("{name}: 0, must be at least 1");
+            }
+        }
+        check::one_stream(device)?;
+        if !dtype.is_float() {
+            bail!("dtype: {dtype:?}, must be a float dtype");
+        }
+        let values = Tensor::zeros((pages, kv_heads, PAGE, head_dim), dtype, device)?;
+        let key_shape = if path::is_fused_on_cpu(&values) {
+            [pages, kv_heads, head_dim, PAGE]
+        } else {
+            [pages, kv_heads, PAGE, head_dim]
+        };
+        let keys = Tensor::zeros(&key_shape, dtype, device)?;
+        Ok(Self { keys, values })
+    }
+
+    /// Returns the number of pages.
+    pub fn len(&self) -> usize {
+        self.keys.dims()[0]
+    }
+
+    /// Returns whether there are no pages.
+    pub fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+
+    /// Appends pages of zeros up to `pages` pages.
+    ///
+    /// # Errors
+    ///
+    /// Fails if there are more pages already.
+    pub fn grow(&mut self, pages: usize) -> Result<()> {
+        let Some(more) = pages.checked_sub(self.len()) else {
+            bail!(
+                "pages: {pages}, must be at least the current number, {}",
+                self.len()
+            );
+        };
+        let (_, kv_heads, _, head_dim) = self.values.dims4()?;
+        let grown = Self::new(
+            self.len() + more,
+            kv_heads,
+            head_dim,
+            self.keys.dtype(),
+            self.keys.device(),
+        )?;
+        if !self.is_empty() {
+            grown.keys.slice_set(&self.keys, 0, 0)?;
+            grown.values.slice_set(&self.values, 0, 0)?;
+        }
+        *self = grown;
+        Ok(())
+    }
+
+    /// Writes row i of `key` and `value`, `[N, kv_heads * head_dim]` in the dtype of the pages, to
+    /// slot i of `batch`.
+    ///
+    /// # Errors
+    ///
+    /// Fails if an argument is in a graph, on other shapes and dtypes, and on slots out of range.
+    pub fn write(&self, key: &Tensor, value: &Tensor, batch: &PagedBatch) -> Result<()> {
+        self.check_write(key, value, batch)?;
+        #[cfg(feature = "cuda")]
+        if self.is_fused_on_cuda() {
+            return cuda::write(self, None, key, value, batch).map(drop);
+        }
+        if !self.has_transposed_keys() {
+            return composed::write(self, key, value, batch.slots);
+        }
+        let write = |transposed| WriteRows {
+            slots: batch.slots,
+            transposed,
+        };
+        self.keys.inplace_op2(&key.contiguous()?, &write(true))?;
+        self.values.inplace_op2(&value.contiguous()?, &write(false))
+    }
+
+    /// Transforms the heads of `query` and `key`, and writes as [`Self::write`]. Returns the
+    /// transformed `query`, of the shape `[N, heads * head_dim]`.
+    ///
+    /// On CUDA this is one launch.
+    ///
+    /// # Errors
+    ///
+    /// Fails as [`Self::write`] and [`HeadTransform::apply`].
+    pub fn write_transformed(
+        &self,
+        [query, key, value]: [&Tensor; 3],
+        batch: &PagedBatch,
+        transform: &HeadTransform,
+    ) -> Result<Tensor> {
+        check::constant("query", query)?;
+        #[cfg(feature = "cuda")]
+        if self.is_fused_on_cuda() && transform.fits(query.dim(0)?, &self.values)? {
+            self.check_write(key, value, batch)?;
+            self.check_query(query, batch.slots.len())?;
+            let queries = Some((query, transform));
+            let rotated = cuda::write(self, queries, key, value, batch)?;
+            return Ok(rotated.unwrap_or_else(|| query.clone()));
+        }
+        // A head norm may have a variable.
+        let [query, key] = transform.apply([query, key])?.map(|heads| heads.detach());
+        self.write(&key, value, batch)?;
+        Ok(query)
+    }
+
+    fn check_write(&self, key: &Tensor, value: &Tensor, batch: &PagedBatch) -> Result<()> {
+        let (_, kv_heads, _, head_dim) = self.values.dims4()?;
+        let slots = batch.slots.len();
+        for (name, x) in [("key", key), ("value", value)] {
+            if x.dims() != [slots, kv_heads * head_dim] {
+                bail!(
+                    "{name}: shape {:?}, must be [{slots}, {}], a row for each slot",
+                    x.dims(),
+                    kv_heads * head_dim
+                );
+            }
+            check::constant(name, x)?;
+            check::same_dtype(name, x, "the pages", &self.keys)?;
+            check::same_device(&[("the pages", &self.keys), (name, x)])?;
+        }
+        batch.check_pages(self.len())
+    }
+
+    fn check_query(&self, query: &Tensor, rows: usize) -> Result<()> {
+        let (_, kv_heads, _, head_dim) = self.values.dims4()?;
+        let width = kv_heads * head_dim;
+        if !matches!(query.dims(), &[n, wide] if n == rows && wide > 0 && wide % width == 0) {
+            bail!(
+                "query: shape {:?}, must be [{rows}, a multiple of {width}], a row for each of rows",
+                query.dims(),
+            );
+        }
+        check::constant("query", query)?;
+        check::same_dtype("query", query, "the pages", &self.keys)?;
+        check::same_device(&[("the pages", &self.keys), ("query", query)])
+    }
+
+    #[cfg(feature = "cuda")]
+    fn is_fused_on_cuda(&self) -> bool {
+        self.keys.device().is_cuda()
+            && path::is_fused(&self.keys)
+            && self.keys.dims()[3] <= cuda::MAX_HEAD_DIM
+    }
+
+    pub(crate) fn keys(&self) -> &Tensor {
+        &self.keys
+    }
+
+    pub(crate) fn has_transposed_keys(&self) -> bool {
+        path::is_fused_on_cpu(&self.keys)
+    }
+
+    pub(crate) fn values(&self) -> &Tensor {
+        &self.values
+    }
+}
+
+/// Grouped-query attention of one token for each sequence: `softmax(scale * query key^T) value` for
+/// each head, with the options of [`Scores`].
+///
+/// Row i of `query` attends to row i of `batch`, which includes its own position: write its key and
+/// value first. On the CPU a row is bit-identical for any other rows, given the same spans.
+/// Arithmetic is in f32.
+///
+/// # Shapes
+///
+/// `query` and the result are `[N, heads * head_dim]` in the dtype of the pages, with the heads
+/// side by side. `heads` is a multiple of `kv_heads`; adjacent query heads share a key head.
+///
+/// # Errors
+///
+/// Fails if `query` is in a graph, on other shapes and dtypes, on a scale or a cap that is not
+/// positive and finite, on a window of 0, and on pages that do not exist.
+///
+/// ```
+/// use candle_core::{DType, Device, Tensor};
+/// use candle_grpo_kernels::{
+///     KeyValuePages, PageSlot, PageSpan, PagedBatch, PagedRow, paged_attention,
+/// };
+///
+/// let pages = KeyValuePages::new(1, 1, 2, DType::F32, &Device::Cpu)?;
+/// let x = Tensor::new(&[[1f32, 2.]], &Device::Cpu)?;
+/// let slots = [PageSlot { page: 0, position: 0 }];
+/// let rows = [PagedRow { spans: &[PageSpan { page: 0, len: 1 }], visible: 1 }];
+/// let batch = PagedBatch::new(&slots, &rows, &Device::Cpu)?;
+/// pages.write(&x, &x, &batch)?;
+/// assert_eq!(paged_attention(&x, &pages, &batch, 0.5)?.to_vec2::<f32>()?, [[1., 2.]]);
+/// # Ok::<(), candle_core::Error>(())
+/// ```
+pub fn paged_attention(
+    query: &Tensor,
+    pages: &KeyValuePages,
+    batch: &PagedBatch,
+    scores: impl Into<Scores>,
+) -> Result<Tensor> {
+    let scores = scores.into();
+    check(query, pages, batch, &scores)?;
+    #[cfg(feature = "cuda")]
+    if pages.is_fused_on_cuda() {
+        return cuda::attend(query, pages, batch, &scores);
+    }
+    if !path::is_fused_on_cpu(query) || batch.rows.is_empty() {
+        return composed::unchecked(query, pages, batch.rows, &scores);
+    }
+    let attended = query.contiguous()?;
+    let (shape, rows) = (query.shape(), batch.rows);
+    with_element!(query.dtype(), "query", Float => {
+        let mixed = cpu::forward::<Float>(&attended, pages, rows, &scores)?;
+        Tensor::from_vec(mixed, shape, &Device::Cpu)
+    })
+}
+
+/// Returns the rows of `batch` if the arguments are valid.
+pub(crate) fn check<'a>(
+    query: &Tensor,
+    pages: &KeyValuePages,
+    batch: &PagedBatch<'a>,
+    scores: &Scores,
+) -> Result<&'a [PagedRow<'a>]> {
+    scores.check()?;
+    pages.check_query(query, batch.rows.len())?;
+    batch.check_pages(pages.len())?;
+    Ok(batch.rows)
+}
+
+/// Writes rows to slots of pages.
+struct WriteRows<'a> {
+    slots: &'a [PageSlot],
+    transposed: bool,
+}
+
+impl InplaceOp2 for WriteRows<'_> {
+    fn name(&self) -> &'static str {
+        "write_pages"
+    }
+
+    fn cpu_fwd(
+        &self,
+        pages: &mut CpuStorage,
+        layout: &Layout,
+        rows: &CpuStorage,
+        rows_layout: &Layout,
+    ) -> Result<()> {
+        let (range, rows_range) = (slice::range(layout)?, slice::range(rows_layout)?);
+        let &[_, kv_heads, a, b] = layout.dims() else {
+            bail!(
+                "pages: shape {:?}, must have four dimensions",
+                layout.dims()
+            );
+        };
+        let head_dim = a * b / PAGE;
+        with_floats!(pages, "the pages", pages => {
+            let rows = &WithDType::cpu_storage_as_slice(rows)?[rows_range];
+            cpu::write(&mut pages[range], rows, self.slots, [kv_heads, head_dim], self.transposed);
+        });
+        Ok(())
+    }
+}

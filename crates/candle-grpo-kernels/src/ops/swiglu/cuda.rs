@@ -1,0 +1,66 @@
+//! The CUDA path of [`swiglu`](crate::swiglu).
+
+use candle_core::backend::BackendStorage;
+use candle_core::cuda_backend::CudaStorage;
+use candle_core::{Layout, Result, Shape, Storage, Tensor};
+
+use crate::cuda::elements::blocks;
+use crate::cuda::{In, Out, alloc, as_tensor, kernels, with_cuda_floats};
+
+/// Returns the result for contiguous `gate` and `up` of one shape.
+pub(crate) fn forward(
+    gate: &CudaStorage,
+    gate_layout: &Layout,
+    up: &CudaStorage,
+    up_layout: &Layout,
+) -> Result<(CudaStorage, Shape)> {
+    let device = gate.device();
+    let stream = device.cuda_stream();
+    let n = gate_layout.shape().elem_count();
+    let y = with_cuda_floats!(gate, "gate", T => {
+        // SAFETY: the kernel writes every element.
+        #[allow(unsafe_code)]
+        let mut y = unsafe { alloc::<T>(device, n)? };
+        if n > 0 {
+            // SAFETY: all three have n elements, and the blocks cover them.
+            #[allow(unsafe_code)]
+            unsafe {
+                kernels::swiglu_forward::<T> { gate: In::new(gate, gate_layout, &stream)?, up: In::new(up, up_layout, &stream)?, y: Out::new(&mut y, &stream), n: n as u64 }.launch(device, blocks::<T>(n)?)?;
+            }
+        }
+        CudaStorage::wrap_cuda_slice(y, device.clone())
+    });
+    Ok((y, gate_layout.shape().clone()))
+}
+
+/// Returns the gradients of `gate` and `up`. All are contiguous and of one shape.
+pub(crate) fn backward(gate: &Tensor, up: &Tensor, gradient: &Tensor) -> Result<(Tensor, Tensor)> {
+    let device = gate.device().as_cuda_device()?;
+    let stream = device.cuda_stream();
+    let n = gate.elem_count();
+    let (gate_storage, up_storage, gradient_storage) = (
+        gate.storage_and_layout(),
+        up.storage_and_layout(),
+        gradient.storage_and_layout(),
+    );
+    let Storage::Cuda(gate_cuda) = &*gate_storage.0 else {
+        candle_core::bail!("swiglu: gate left the GPU");
+    };
+    let (dgate, dup) = with_cuda_floats!(gate_cuda, "gate", T => {
+        // SAFETY: the kernel writes every element.
+        #[allow(unsafe_code)]
+        let (mut dgate, mut dup) = unsafe { (alloc::<T>(device, n)?, alloc::<T>(device, n)?) };
+        if n > 0 {
+            // SAFETY: all five have n elements, and the blocks cover them.
+            #[allow(unsafe_code)]
+            unsafe {
+                kernels::swiglu_backward::<T> { gate: In::from_tensor(&gate_storage, &stream)?, up: In::from_tensor(&up_storage, &stream)?, gradient: In::from_tensor(&gradient_storage, &stream)?, dgate: Out::new(&mut dgate, &stream), dup: Out::new(&mut dup, &stream), n: n as u64 }.launch(device, blocks::<T>(n)?)?;
+            }
+        }
+        (
+            CudaStorage::wrap_cuda_slice(dgate, device.clone()),
+            CudaStorage::wrap_cuda_slice(dup, device.clone()),
+        )
+    });
+    Ok((as_tensor(dgate, gate.shape()), as_tensor(dup, up.shape())))
+}
