@@ -6,11 +6,11 @@ use candle_core::cuda_backend::cudarc::cublas::sys::{
     cublasComputeType_t, cublasGemmAlgo_t, cublasOperation_t,
 };
 use candle_core::cuda_backend::{CudaDevice, gemm_reduced_precision_f32};
-use candle_core::{CudaStorage, DType, Error, Result, Shape, Storage, Tensor, bail};
+use candle_core::{Error, Result, Storage, Tensor, bail};
 
 use super::argument::Argument;
 use super::in_place::write;
-use super::{CudaElement, In, Out, alloc, as_tensor, with_cuda_floats};
+use super::{CudaElement, In, Out, with_cuda_floats};
 
 /// A row-major matrix, or the transpose of one.
 pub(crate) struct Matrix<'a, T> {
@@ -39,10 +39,10 @@ pub(crate) unsafe fn matmul<T: CudaElement>(
 
 /// A number of products of one size.
 #[derive(Clone, Copy)]
-struct Batch {
-    count: usize,
+pub(crate) struct Batch {
+    pub(crate) count: usize,
     /// Elements from one `b` to the next.
-    b_step: i64,
+    pub(crate) b_step: i64,
 }
 
 impl Batch {
@@ -58,7 +58,7 @@ impl Batch {
 ///
 /// As [`matmul`], for each product.
 #[allow(unsafe_code)]
-unsafe fn products<T: CudaElement, C: CudaElement>(
+pub(crate) unsafe fn products<T: CudaElement, C: CudaElement>(
     device: &CudaDevice,
     [m, k, n]: [usize; 3],
     a: &Matrix<T>,
@@ -122,66 +122,6 @@ unsafe fn products<T: CudaElement, C: CudaElement>(
         )
     }
     .map_err(Error::wrap)
-}
-
-/// Computes `x w^T` for each weight, in their dtype. Two weights of one shape, side by side in the
-/// list, are one batch, whose step is the distance of their addresses.
-pub(crate) fn linear_rows(x: &Tensor, weights: &[&Tensor]) -> Result<Vec<Tensor>> {
-    let x = x.contiguous()?;
-    let (m, k) = x.dims2()?;
-    let weights = weights.iter().map(|&weight| match weight.dtype() {
-        DType::U8 => crate::dequantize(weight, x.dtype()),
-        _ => Ok(weight.clone()),
-    });
-    let weights = weights.collect::<Result<Vec<_>>>()?;
-    let device = x.device().as_cuda_device()?;
-    let stream = device.cuda_stream();
-    let x = x.storage_and_layout();
-    let Storage::Cuda(x_cuda) = &*x.0 else {
-        bail!("x: on the CPU, must be on a GPU");
-    };
-    let mut results = Vec::with_capacity(weights.len());
-    with_cuda_floats!(x_cuda, "x", T => {
-        let mut rest = weights.as_slice();
-        while let Some((first, others)) = rest.split_first() {
-            let count = 1 + usize::from(others.first().is_some_and(|w| w.dims() == first.dims()));
-            let (batch, after) = rest.split_at(count);
-            rest = after;
-            let batch = batch.iter().map(|weight| weight.contiguous()).collect::<Result<Vec<_>>>()?;
-            let storages: Vec<_> = batch.iter().map(Tensor::storage_and_layout).collect();
-            let mut inputs = storages
-                .iter()
-                .enumerate()
-                .map(|(index, storage)| Ok((index, In::<T>::from_tensor(storage, &stream)?)))
-                .collect::<Result<Vec<_>>>()?;
-            // The step must not be negative.
-            inputs.sort_by_key(|(_, input)| *input.bits());
-            let distance = *inputs[count - 1].1.bits() - *inputs[0].1.bits();
-            let order: Vec<usize> = inputs.iter().map(|(index, _)| *index).collect();
-            let n = first.dim(0)?;
-            // SAFETY: the products write every element.
-            #[allow(unsafe_code)]
-            let mut y = unsafe { alloc::<T>(device, count * m * n)? };
-            if m > 0 && n > 0 {
-                let a = Matrix { elements: In::<T>::from_tensor(&x, &stream)?, is_transposed: false };
-                let b = Matrix { elements: inputs.swap_remove(0).1, is_transposed: true };
-                let batch = Batch { count, b_step: (distance / size_of::<T>() as u64) as i64 };
-                // SAFETY: the sizes are those of the tensors, and the second weight is at this
-                // distance from the first.
-                #[allow(unsafe_code)]
-                unsafe {
-                    products(device, [m, k, n], &a, &b, &Out::new(&mut y, &stream), false, batch)?;
-                }
-            }
-            let y = CudaStorage::wrap_cuda_slice(y, device.clone());
-            let y = as_tensor(y, &Shape::from((count, m, n)));
-            for index in 0..count {
-                let place = order.iter().position(|other| *other == index).unwrap_or(index);
-                results.push(y.narrow(0, place, 1)?.squeeze(0)?);
-            }
-        }
-    });
-    Ok(results)
 }
 
 /// Computes `c = a b`, or `c += a b` if `is_added`, of matrices that are not empty. `c` is f32 and

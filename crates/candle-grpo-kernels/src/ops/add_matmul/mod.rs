@@ -1,6 +1,7 @@
 //! Matrix products, and those added to a sum.
 
 pub(crate) mod composed;
+mod cpu;
 
 use candle_core::{DType, Result, Tensor, bail};
 
@@ -39,7 +40,7 @@ pub fn add_matmul(sum: &Tensor, a: &Tensor, b: &Tensor) -> Result<()> {
         return Ok(());
     }
     if path::is_fused_on_cpu(a) {
-        return with_element!(a.dtype(), "a", Float => crate::cpu::matmul::add_matmul::<Float>(sum, a, b));
+        return with_element!(a.dtype(), "a", Float => cpu::add_matmul::<Float>(sum, a, b));
     }
     #[cfg(feature = "cuda")]
     if path::is_fused(a) && a.device().is_cuda() {
@@ -92,7 +93,7 @@ pub fn matmul(a: &Tensor, b: &Tensor) -> Result<Tensor> {
         return plain(a)?.matmul(&plain(b)?);
     }
     with_element!(a.dtype(), "a", Float => {
-        Tensor::from_vec(crate::cpu::matmul::product::<Float>(&a, &b)?, (m, n), a.device())
+        Tensor::from_vec(cpu::product::<Float>(&a, &b)?, (m, n), a.device())
     })
 }
 

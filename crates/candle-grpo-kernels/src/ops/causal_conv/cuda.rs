@@ -1,19 +1,16 @@
-//! The CUDA path of [`causal_conv`](crate::causal_conv()), and of its rows in
-//! [`DeltaStates`](crate::DeltaStates).
+//! The CUDA path of [`causal_conv`](crate::causal_conv()).
 
 use candle_core::backend::BackendStorage;
 use candle_core::cuda_backend::CudaStorage;
 use candle_core::cuda_backend::cudarc::driver::LaunchConfig;
 use candle_core::{Device, Layout, Result, Shape, Storage, Tensor, bail};
 
-use crate::cuda::in_place::write;
+use crate::PrefixTree;
 use crate::cuda::{In, Out, alloc, as_tensor, grid, kernels, with_cuda_floats};
-use crate::ops::gated_delta_rule::cuda::sequences;
 use crate::prefix_tree::cuda::DeviceTree;
-use crate::{PrefixTree, SlotRows};
 
 /// Threads of a block of the kernels that are not in [`Pass`].
-const THREADS: u32 = 256;
+pub(crate) const THREADS: u32 = 256;
 /// Warps of a block of both passes, its channels, and the taps of a block of the backward pass, as
 /// in the kernels.
 const WARPS: u32 = 4;
@@ -62,7 +59,7 @@ impl Pass {
 }
 
 /// The blocks of a launch are limited.
-fn check(channels: usize, taps: usize) -> Result<()> {
+pub(crate) fn check(channels: usize, taps: usize) -> Result<()> {
     if channels.div_ceil(COLUMNS) > MAX_BLOCKS || taps > MAX_BLOCKS {
         bail!("weight: shape [{channels}, {taps}], larger than one launch takes");
     }
@@ -197,57 +194,4 @@ pub(crate) fn backward(
         as_tensor(of_x, x.shape()),
         as_tensor(of_weight, weight.shape()),
     ))
-}
-
-/// Returns the convolution of the contiguous rows `x`, and advances `windows`
-/// `[slots, taps - 1, channels]`.
-pub(crate) fn step(
-    windows: &Tensor,
-    x: &Tensor,
-    weight: &Tensor,
-    batch: &[SlotRows],
-) -> Result<Tensor> {
-    let device = x.device().as_cuda_device()?;
-    let stream = device.cuda_stream();
-    let (channels, taps) = weight.dims2()?;
-    check(channels, taps)?;
-    let sequences = sequences(batch, x.device())?;
-    let sequences = sequences.storage_and_layout();
-    let (x_storage, weight) = (x.storage_and_layout(), weight.storage_and_layout());
-    let Storage::Cuda(x_cuda) = &*x_storage.0 else {
-        bail!("causal_conv: x left the GPU");
-    };
-    let mut blocks = grid(batch.len(), THREADS)?;
-    blocks.grid_dim.1 = channels.div_ceil(THREADS as usize) as u32;
-    let y = with_cuda_floats!(x_cuda, "x", T => {
-        // SAFETY: the kernel writes each element.
-        #[allow(unsafe_code)]
-        let mut y = unsafe { alloc::<T>(device, x.elem_count())? };
-        let mut launch = |windows: Out<f32>| {
-            // SAFETY: the rows of the sequences are those of x. The slots exist, and each occurs
-            // once. The blocks cover the channels.
-            #[allow(unsafe_code)]
-            unsafe {
-                kernels::causal_conv_step::<T> {
-                    x: In::from_tensor(&x_storage, &stream)?,
-                    weight: In::from_tensor(&weight, &stream)?,
-                    sequences: In::from_tensor(&sequences, &stream)?,
-                    windows,
-                    y: Out::new(&mut y, &stream),
-                    channels: channels as i32,
-                    taps: taps as i32,
-                }
-                .launch(device, blocks)
-            }
-        };
-        match taps {
-            // Candle does not write to an empty tensor.
-            1 => launch(Out::null())?,
-            _ => write(windows, |windows, layout| {
-                launch(Out::in_place(windows, layout, &stream)?)
-            })?,
-        }
-        CudaStorage::wrap_cuda_slice(y, device.clone())
-    });
-    Ok(as_tensor(y, x.shape()))
 }

@@ -2,6 +2,8 @@
 
 pub(crate) mod composed;
 mod cpu;
+#[cfg(feature = "cuda")]
+mod cuda;
 
 use std::fmt::Display;
 
@@ -178,7 +180,7 @@ impl DeltaStates {
         #[cfg(feature = "cuda")]
         if x.device().is_cuda() {
             let (x, weight) = (x.contiguous()?, weight.contiguous()?);
-            return crate::ops::causal_conv::cuda::step(&self.windows, &x, &weight, batch);
+            return cuda::causal_conv(&self.windows, &x, &weight, batch);
         }
         let y = with_element!(x.dtype(), "x", T => {
             let (x, weight) = (x.contiguous()?, weight.contiguous()?);
@@ -213,12 +215,7 @@ impl DeltaStates {
         }
         #[cfg(feature = "cuda")]
         if qkv.device().is_cuda() {
-            return crate::ops::gated_delta_rule::cuda::step(
-                &self.states,
-                inputs,
-                &self.heads,
-                batch,
-            );
+            return cuda::gated_delta_rule(&self.states, inputs, &self.heads, batch);
         }
         let lengths: Vec<usize> = batch.iter().map(|rows| rows.rows).collect();
         let op = GatedDeltaRule {

@@ -1,5 +1,4 @@
-//! The CUDA path of [`gated_delta_rule`](crate::gated_delta_rule()), and of its rows in
-//! [`DeltaStates`](crate::DeltaStates).
+//! The CUDA path of [`gated_delta_rule`](crate::gated_delta_rule()).
 
 use candle_core::backend::BackendStorage;
 use candle_core::cuda_backend::CudaStorage;
@@ -7,17 +6,15 @@ use candle_core::cuda_backend::cudarc::driver::LaunchConfig;
 use candle_core::{Device, Layout, Result, Shape, Storage, Tensor, bail};
 
 use super::GatedDeltaRule;
-use crate::cuda::in_place::write;
+use crate::DeltaHeads;
 use crate::cuda::{In, Out, alloc, as_tensor, grid, kernels, with_cuda_floats};
 use crate::prefix_tree::cuda::{CHUNK, DeviceTree};
-use crate::{DeltaHeads, SlotRows};
 
 /// Threads of a block, as in the kernels: 8 warps.
-const THREADS: u32 = 256;
+pub(crate) const THREADS: u32 = 256;
 const WARPS: usize = 8;
-/// Value columns of a block of the forward pass, and of rows of decoding, as in the kernels.
+/// Value columns of a block of the forward pass, as in the kernel.
 const COLUMNS: usize = 64;
-const STEP_COLUMNS: usize = 32;
 /// Maximum sum of the sizes of a key and a value. Every GPU has shared memory for it, 99 KiB.
 const MAX_DIMS: usize = 288;
 
@@ -27,7 +24,12 @@ pub(crate) fn has_heads(heads: &DeltaHeads) -> bool {
 }
 
 /// Returns a launch of blocks for segments or sequences, value heads and slices of value columns.
-fn blocks(first: usize, heads: &DeltaHeads, slice: usize, floats: usize) -> Result<LaunchConfig> {
+pub(crate) fn blocks(
+    first: usize,
+    heads: &DeltaHeads,
+    slice: usize,
+    floats: usize,
+) -> Result<LaunchConfig> {
     let mut blocks = grid(first, THREADS)?;
     blocks.grid_dim.1 = heads.value_heads as u32;
     blocks.grid_dim.2 = heads.value_dim.div_ceil(slice) as u32;
@@ -200,71 +202,4 @@ pub(crate) fn backward(
         of_gate(of_g),
         of_gate(of_beta),
     ])
-}
-
-/// Returns the table of the sequences of a pass, u32 `[sequences, 3]`: the slot, the first row and
-/// the number of rows.
-pub(crate) fn sequences(batch: &[SlotRows], device: &Device) -> Result<Tensor> {
-    let mut first = 0;
-    let mut table = Vec::with_capacity(3 * batch.len());
-    for &SlotRows { slot, rows } in batch {
-        table.extend([slot, first, rows].map(|x| x as u32));
-        first += rows;
-    }
-    if u32::try_from(first).is_err() {
-        bail!("batch: {first} rows, must fit in 32 bits on CUDA");
-    }
-    Tensor::new(table, device)
-}
-
-/// Returns the result of the contiguous inputs, and advances `states`
-/// `[slots, value_heads, key_dim, value_dim]`.
-pub(crate) fn step(
-    states: &Tensor,
-    [qkv, g, beta]: [&Tensor; 3],
-    heads: &DeltaHeads,
-    batch: &[SlotRows],
-) -> Result<Tensor> {
-    let device = qkv.device().as_cuda_device()?;
-    let stream = device.cuda_stream();
-    let sequences = sequences(batch, qkv.device())?;
-    let sequences = sequences.storage_and_layout();
-    let (qkv_storage, g, beta) = (
-        qkv.storage_and_layout(),
-        g.storage_and_layout(),
-        beta.storage_and_layout(),
-    );
-    let Storage::Cuda(qkv_cuda) = &*qkv_storage.0 else {
-        bail!("gated_delta_rule: qkv left the GPU");
-    };
-    let shape = Shape::from((qkv.dim(0)?, heads.values()));
-    let floats = heads.key_dim * (STEP_COLUMNS + 2) + THREADS as usize;
-    let by_sequence = blocks(batch.len(), heads, STEP_COLUMNS, floats)?;
-    let o = with_cuda_floats!(qkv_cuda, "qkv", T => {
-        // SAFETY: the kernel writes each element.
-        #[allow(unsafe_code)]
-        let mut o = unsafe { alloc::<T>(device, shape.elem_count())? };
-        write(states, |states, layout| {
-            // SAFETY: the rows of the sequences are those of the inputs and the result. The slots
-            // exist, and each occurs once. The blocks have the shared memory of the kernel.
-            #[allow(unsafe_code)]
-            unsafe {
-                kernels::gated_delta_rule_step::<T> {
-                    qkv: In::from_tensor(&qkv_storage, &stream)?,
-                    g: In::from_tensor(&g, &stream)?,
-                    beta: In::from_tensor(&beta, &stream)?,
-                    sequences: In::from_tensor(&sequences, &stream)?,
-                    states: Out::in_place(states, layout, &stream)?,
-                    o: Out::new(&mut o, &stream),
-                    key_heads: heads.key_heads as i32,
-                    value_heads: heads.value_heads as i32,
-                    key_dim: heads.key_dim as i32,
-                    value_dim: heads.value_dim as i32,
-                }
-                .launch(device, by_sequence)
-            }
-        })?;
-        CudaStorage::wrap_cuda_slice(o, device.clone())
-    });
-    Ok(as_tensor(o, &shape))
 }

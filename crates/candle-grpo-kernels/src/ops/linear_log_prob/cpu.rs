@@ -13,14 +13,15 @@ use half::slice::HalfFloatSliceExt;
 use pulp::{Simd, WithSimd};
 use rayon::prelude::*;
 
+use super::Wanted;
 use crate::cpu::element::Element;
 use crate::cpu::instructions::vectors;
 use crate::cpu::matmul::{Matrix, matmul};
 use crate::cpu::simd::{BLOCK, MAX_LANES};
 use crate::cpu::word::{Numbers, multiplies_pairs};
-use crate::ops::attention::cpu::{CapBackwardRow, CapRow};
 use crate::ops::log_prob::cpu::{Coefficients, ForwardRow, Sums};
 use crate::ops::log_prob::{Backward, Rows};
+use crate::ops::soft_cap::cpu::{CapBackwardRow, CapRow};
 
 /// Maximum rows of a tile. One product sums the gradient of the weight over them.
 const TILE_ROWS: usize = 1024;
@@ -48,14 +49,6 @@ pub(crate) struct Layer<'a, W> {
     pub(crate) width: usize,
     /// The soft cap of the logits.
     pub(crate) logit_cap: Option<f64>,
-}
-
-/// The arguments that need a gradient.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) struct Wanted {
-    pub(crate) hidden: bool,
-    pub(crate) weight: bool,
-    pub(crate) bias: bool,
 }
 
 /// The requested gradients; the others are empty.

@@ -4,13 +4,14 @@
 //! as fit, for the backward pass. The backward pass computes the gradient of a tile in the dtype of
 //! the products.
 
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
 use candle_core::backend::BackendStorage;
 use candle_core::cuda_backend::{CudaDevice, CudaStorage};
 use candle_core::{DType, Layout, Result, Shape, Tensor, bail};
 use half::bf16;
 
-use super::cpu::Wanted;
-use super::{CUDA_KEPT_LOGITS, CUDA_TILE_COLUMNS, CUDA_TILE_LOGITS, KeptLogits};
+use super::{CUDA_KEPT_LOGITS, CUDA_TILE_COLUMNS, CUDA_TILE_LOGITS, Wanted};
 use crate::cpu::with_element;
 use crate::cuda::in_place::write;
 use crate::cuda::matmul::{Matrix, matmul, product};
@@ -47,6 +48,77 @@ impl Tiling {
         Ok((0..vocab)
             .step_by(columns)
             .map(move |start| (start, columns.min(vocab - start))))
+    }
+}
+
+/// The first tiles of the logits of a forward pass on CUDA, for one backward pass.
+#[derive(Debug, Clone, Default)]
+pub(crate) struct KeptLogits(Arc<Mutex<Vec<Tensor>>>);
+
+impl KeptLogits {
+    fn set(&self, tiles: Vec<Tensor>) {
+        *self.lock() = tiles;
+    }
+
+    /// Returns the tiles, or none if there are none or a backward pass has taken them.
+    fn take(&self) -> Vec<Tensor> {
+        std::mem::take(&mut *self.lock())
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Vec<Tensor>> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// The unmasked rows, in a separate tensor.
+pub(crate) struct KeptRows {
+    /// u32 `[K]`
+    indices: Tensor,
+    /// The position of each of the N rows among these, 0 for other rows, u32 `[N]`.
+    positions: Tensor,
+    /// u8 `[N]`
+    mask: Tensor,
+}
+
+impl KeptRows {
+    /// Returns the rows where `mask`, u8 `[N]`, is not 0, or `None` if these are all or none:
+    /// Candle has no empty tensors on CUDA. Synchronizes with the device.
+    pub(super) fn new(mask: &Tensor) -> Result<Option<Self>> {
+        let mut indices = Vec::new();
+        let mut positions = Vec::new();
+        for (row, is_kept) in (0u32..).zip(mask.to_vec1::<u8>()?) {
+            if is_kept != 0 {
+                positions.push(indices.len() as u32);
+                indices.push(row);
+            } else {
+                positions.push(0);
+            }
+        }
+        if indices.is_empty() || indices.len() == positions.len() {
+            return Ok(None);
+        }
+        Ok(Some(Self {
+            indices: Tensor::new(indices, mask.device())?,
+            positions: Tensor::new(positions, mask.device())?,
+            mask: mask.clone(),
+        }))
+    }
+
+    /// Returns these rows of `x`, along `dim`.
+    pub(super) fn select(&self, x: &Tensor, dim: usize) -> Result<Tensor> {
+        x.index_select(&self.indices, dim)
+    }
+
+    /// Scatters `x`, which has these rows, along `dim`; the other rows are 0.
+    ///
+    /// Gathers each row, which is parallel. Candle's `index_add` is sequential in the rows.
+    pub(super) fn spread(&self, x: &Tensor, dim: usize) -> Result<Tensor> {
+        let rows = x.index_select(&self.positions, dim)?;
+        let mut shape = vec![1; x.rank()];
+        shape[dim] = self.mask.elem_count();
+        let mask = self.mask.reshape(shape)?.broadcast_as(rows.shape())?;
+        let zero = Tensor::zeros((), rows.dtype(), rows.device())?;
+        mask.where_cond(&rows, &zero.broadcast_as(rows.shape())?)
     }
 }
 
@@ -329,10 +401,10 @@ fn launch_gradient<T: CudaElement>(
 #[cfg(test)]
 mod tests {
     use super::*;
-    use candle_core::Device;
+    use candle_core::{Device, Var};
     use candle_grpo_test_support::{CudaCalls, assert_close, cuda, noise_tensor, numbers};
 
-    use crate::LogProbOptions;
+    use crate::{LinearLogProb, LogProbOptions, TokenLogProbs};
 
     /// Returns the results and the gradients of hidden states, weight and bias.
     fn run(
@@ -450,6 +522,64 @@ mod tests {
                             assert_eq!(kept, found);
                         }
                     }
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// The CPU path checks that the result without masked rows is bit-identical, over several tiles
+    /// of rows.
+    #[test]
+    fn dropping_masked_rows_first_does_not_change_a_bit() -> Result<()> {
+        for dtype in [DType::F32, DType::BF16] {
+            let masks: [fn(u32) -> bool; 4] =
+                [|row| row % 3 != 1, |row| row == 7, |_| false, |_| true];
+            for keep in masks {
+                let (rows, vocab, width) = (3100u32, 37, 5);
+                let variable = |shape: &[usize], seed, dtype| {
+                    Var::from_tensor(&noise_tensor(shape, seed, dtype, &Device::Cpu)?)
+                };
+                let hidden = variable(&[31, 100, width], 1, dtype)?;
+                let weight = variable(&[vocab, width], 2, dtype)?;
+                let bias = variable(&[vocab], 3, DType::F32)?;
+                let targets = (0..rows).map(|row| row % vocab as u32);
+                let targets = Tensor::from_iter(targets, &Device::Cpu)?.reshape((31, 100))?;
+                let mask =
+                    Tensor::from_iter((0..rows).map(|row| u8::from(keep(row))), &Device::Cpu)?
+                        .reshape(targets.shape())?;
+                let options = LogProbOptions {
+                    mask: Some(&mask),
+                    ..Default::default()
+                };
+                let new =
+                    || LinearLogProb::new(&hidden, &weight, Some(&bias), &targets, 0.7, options);
+                let (whole, compact) = (new()?, new()?.without_dropped_rows()?);
+                let (expected, found) = (whole.forward()?, compact.forward()?);
+                let flat = |x: &Tensor| x.to_dtype(DType::F32)?.flatten_all()?.to_vec1::<f32>();
+                let same = |a: &Tensor, b: &Tensor| -> Result<()> {
+                    assert_eq!((a.dims(), a.dtype()), (b.dims(), b.dtype()));
+                    assert_eq!(flat(a)?, flat(b)?);
+                    Ok(())
+                };
+                same(&found.log_probs, &expected.log_probs)?;
+                same(&found.entropy, &expected.entropy)?;
+                same(&found.log_sum_exp, &expected.log_sum_exp)?;
+                let derivative =
+                    |seed| noise_tensor(targets.dims(), seed, DType::F32, &Device::Cpu);
+                let derivatives = TokenLogProbs {
+                    log_probs: derivative(4)?,
+                    entropy: derivative(5)?,
+                    log_sum_exp: derivative(6)?,
+                };
+                let expected = whole.backward(&expected, &derivatives)?;
+                let found = compact.backward(&found, &derivatives)?;
+                for (found, expected) in [
+                    (found.hidden, expected.hidden),
+                    (found.weight, expected.weight),
+                    (found.bias, expected.bias),
+                ] {
+                    same(&found.expect("wanted"), &expected.expect("wanted"))?;
                 }
             }
         }

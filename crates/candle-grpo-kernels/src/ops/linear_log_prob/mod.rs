@@ -5,14 +5,12 @@ mod cpu;
 #[cfg(feature = "cuda")]
 mod cuda;
 
-use std::sync::{Arc, Mutex};
-
 use candle_core::backend::BackendStorage;
 use candle_core::{
     CpuStorage, CustomOp2, CustomOp3, DType, Device, Layout, Result, Shape, Tensor, Var, bail,
 };
 
-use self::cpu::{Kept, Layer, Wanted};
+use self::cpu::{Kept, Layer};
 use crate::cpu::{slice, with_floats};
 use crate::ops::log_prob::{Backward, LogProbOptions, Rows, TokenLogProbs, rows_and_width};
 use crate::precision::arithmetic_dtype;
@@ -107,9 +105,11 @@ pub fn linear_log_prob(
 pub struct LinearLogProb {
     /// The arguments of all rows, or of the rows in `kept`.
     arguments: Arguments,
-    kept: Option<KeptRows>,
     wanted: Wanted,
-    logits: KeptLogits,
+    #[cfg(feature = "cuda")]
+    kept: Option<cuda::KeptRows>,
+    #[cfg(feature = "cuda")]
+    logits: cuda::KeptLogits,
 }
 
 /// The gradients of the arguments of a [`LinearLogProb`], in their shapes, without a graph.
@@ -141,25 +141,28 @@ impl LinearLogProb {
     ) -> Result<Self> {
         let layer = Self {
             arguments: Arguments::new(hidden, weight, bias, targets, temperature, options)?,
-            kept: None,
-            logits: KeptLogits::default(),
             wanted: Wanted {
                 hidden: hidden.track_op(),
                 weight: weight.track_op(),
                 bias: bias.is_some_and(Tensor::track_op),
             },
+            #[cfg(feature = "cuda")]
+            kept: None,
+            #[cfg(feature = "cuda")]
+            logits: cuda::KeptLogits::default(),
         };
         // The CPU path skips masked rows without a copy of the other rows.
+        #[cfg(feature = "cuda")]
         if hidden.device().is_cuda() && layer.arguments.is_fused() {
-            layer.without_dropped_rows()
-        } else {
-            Ok(layer)
+            return layer.without_dropped_rows();
         }
+        Ok(layer)
     }
 
     /// Returns the same layer restricted to the unmasked rows.
+    #[cfg(feature = "cuda")]
     fn without_dropped_rows(self) -> Result<Self> {
-        let Some(kept) = self.arguments.rows.mask.as_ref().map(KeptRows::new) else {
+        let Some(kept) = self.arguments.rows.mask.as_ref().map(cuda::KeptRows::new) else {
             return Ok(self);
         };
         let Some(kept) = kept? else {
@@ -208,16 +211,41 @@ impl LinearLogProb {
             outer,
             ..
         } = arguments;
-        let op = Op {
-            rows,
-            wanted: self.wanted,
-            logits: self.logits.clone(),
-        };
+        let op = self.op(rows);
         let packed = match &bias {
             Some(bias) => hidden.apply_op3(&weight, bias, op)?,
             None => hidden.apply_op2(&weight, op)?,
         };
-        TokenLogProbs::unpack(&spread(self.kept.as_ref(), packed, 1)?, &outer)
+        TokenLogProbs::unpack(&self.spread(packed, 1)?, &outer)
+    }
+
+    fn op(&self, rows: Rows) -> Op {
+        Op {
+            rows,
+            wanted: self.wanted,
+            #[cfg(feature = "cuda")]
+            logits: self.logits.clone(),
+        }
+    }
+
+    /// Returns the rows of the layer of `x`, which has all rows, along `dim`.
+    #[cfg_attr(not(feature = "cuda"), allow(unused_variables))]
+    fn select(&self, x: Tensor, dim: usize) -> Result<Tensor> {
+        #[cfg(feature = "cuda")]
+        if let Some(kept) = &self.kept {
+            return kept.select(&x, dim);
+        }
+        Ok(x)
+    }
+
+    /// Returns all rows from `x`, which has the rows of the layer, along `dim`. The others are 0.
+    #[cfg_attr(not(feature = "cuda"), allow(unused_variables))]
+    fn spread(&self, x: Tensor, dim: usize) -> Result<Tensor> {
+        #[cfg(feature = "cuda")]
+        if let Some(kept) = &self.kept {
+            return kept.spread(&x, dim);
+        }
+        Ok(x)
     }
 
     /// Returns the gradients of a scalar.
@@ -234,21 +262,13 @@ impl LinearLogProb {
         derivatives: &TokenLogProbs,
     ) -> Result<LinearGradients> {
         let arguments = self.arguments.detach();
-        let mut packed = tokens.pack("tokens", &arguments.outer)?;
-        let mut gradient = derivatives.pack("derivatives", &arguments.outer)?.detach();
-        if let Some(kept) = &self.kept {
-            packed = kept.select(&packed, 1)?;
-            gradient = kept.select(&gradient, 1)?;
-        }
+        let packed = self.select(tokens.pack("tokens", &arguments.outer)?, 1)?;
+        let gradient = derivatives.pack("derivatives", &arguments.outer)?.detach();
+        let gradient = self.select(gradient, 1)?;
         let hidden_shape = self.arguments.hidden_shape();
         let gradients = if arguments.is_fused() {
             let bias = arguments.wide_bias()?;
-            let op = Op {
-                rows: arguments.rows,
-                wanted: self.wanted,
-                logits: self.logits.clone(),
-            };
-            op.gradients(
+            self.op(arguments.rows).gradients(
                 &arguments.hidden,
                 &arguments.weight,
                 bias.as_ref(),
@@ -262,7 +282,7 @@ impl LinearLogProb {
         let bias_dtype = self.arguments.bias.as_ref().map(Tensor::dtype);
         Ok(LinearGradients {
             hidden: hidden
-                .map(|x| spread(self.kept.as_ref(), x, 0)?.reshape(hidden_shape))
+                .map(|x| self.spread(x, 0)?.reshape(hidden_shape))
                 .transpose()?,
             weight: weight
                 .map(|x| x.to_dtype(arithmetic_dtype(x.dtype())))
@@ -308,84 +328,6 @@ fn composed_gradients(
         },
     };
     Ok([found(hidden)?, found(weight)?, found(bias)?])
-}
-
-/// The first tiles of the logits of a forward pass on CUDA, for one backward pass.
-#[derive(Debug, Clone, Default)]
-#[cfg_attr(not(feature = "cuda"), allow(dead_code))]
-pub(crate) struct KeptLogits(Arc<Mutex<Vec<Tensor>>>);
-
-#[cfg(feature = "cuda")]
-impl KeptLogits {
-    pub(crate) fn set(&self, tiles: Vec<Tensor>) {
-        *self.lock() = tiles;
-    }
-
-    /// Returns the tiles, or none if there are none or a backward pass has taken them.
-    pub(crate) fn take(&self) -> Vec<Tensor> {
-        std::mem::take(&mut *self.lock())
-    }
-
-    fn lock(&self) -> std::sync::MutexGuard<'_, Vec<Tensor>> {
-        self.0
-            .lock()
-            .unwrap_or_else(std::sync::PoisonError::into_inner)
-    }
-}
-
-/// The unmasked rows, in a separate tensor.
-struct KeptRows {
-    /// u32 `[K]`
-    indices: Tensor,
-    /// The position of each of the N rows among these, 0 for other rows, u32 `[N]`.
-    positions: Tensor,
-    /// u8 `[N]`
-    mask: Tensor,
-}
-
-impl KeptRows {
-    /// Returns the rows where `mask`, u8 `[N]`, is not 0, or `None` if these are all or none:
-    /// Candle has no empty tensors on CUDA. Synchronizes with the device.
-    fn new(mask: &Tensor) -> Result<Option<Self>> {
-        let mut indices = Vec::new();
-        let mut positions = Vec::new();
-        for (row, is_kept) in (0u32..).zip(mask.to_vec1::<u8>()?) {
-            if is_kept != 0 {
-                positions.push(indices.len() as u32);
-                indices.push(row);
-            } else {
-                positions.push(0);
-            }
-        }
-        if indices.is_empty() || indices.len() == positions.len() {
-            return Ok(None);
-        }
-        Ok(Some(Self {
-            indices: Tensor::new(indices, mask.device())?,
-            positions: Tensor::new(positions, mask.device())?,
-            mask: mask.clone(),
-        }))
-    }
-
-    /// Returns these rows of `x`, along `dim`.
-    fn select(&self, x: &Tensor, dim: usize) -> Result<Tensor> {
-        x.index_select(&self.indices, dim)
-    }
-}
-
-/// Scatters `x`, which has the rows in `kept`, along `dim`; the other rows are 0.
-///
-/// Gathers each row, which is parallel. Candle's `index_add` is sequential in the rows.
-fn spread(kept: Option<&KeptRows>, x: Tensor, dim: usize) -> Result<Tensor> {
-    let Some(kept) = kept else {
-        return Ok(x);
-    };
-    let rows = x.index_select(&kept.positions, dim)?;
-    let mut shape = vec![1; x.rank()];
-    shape[dim] = kept.mask.elem_count();
-    let mask = kept.mask.reshape(shape)?.broadcast_as(rows.shape())?;
-    let zero = Tensor::zeros((), rows.dtype(), rows.device())?;
-    mask.where_cond(&rows, &zero.broadcast_as(rows.shape())?)
 }
 
 /// The checked arguments of [`linear_log_prob`].
@@ -493,14 +435,22 @@ impl Arguments {
     }
 }
 
+/// The arguments that need a gradient.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Wanted {
+    pub(crate) hidden: bool,
+    pub(crate) weight: bool,
+    pub(crate) bias: bool,
+}
+
 /// Maps hidden states `[.., H]`, the weight `[V, H]` and an optional bias `[V]` of f32 to f32
 /// `[3, N]`. The inputs are contiguous.
 struct Op {
     rows: Rows,
     /// The arguments that need a gradient. The backward pass cannot ask its detached arguments.
     wanted: Wanted,
-    #[cfg_attr(not(feature = "cuda"), allow(dead_code))]
-    logits: KeptLogits,
+    #[cfg(feature = "cuda")]
+    logits: cuda::KeptLogits,
 }
 
 impl Op {
@@ -570,7 +520,7 @@ impl Op {
 
     /// Returns the place for the logits, if there will be a backward pass.
     #[cfg(feature = "cuda")]
-    fn kept_logits(&self) -> Option<&KeptLogits> {
+    fn kept_logits(&self) -> Option<&cuda::KeptLogits> {
         let Wanted {
             hidden,
             weight,
@@ -711,69 +661,5 @@ impl CustomOp3 for Op {
         let [hidden, weight, bias] =
             self.gradients(hidden, weight, Some(bias), packed, gradient)?;
         Ok((hidden, weight.map(|x| x.to_dtype(dtype)).transpose()?, bias))
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-    use candle_grpo_test_support::noise_tensor;
-
-    /// The CUDA path drops masked rows before its products. The CPU path checks that the result is
-    /// bit-identical, over several tiles of rows.
-    #[test]
-    fn dropping_masked_rows_first_does_not_change_a_bit() -> Result<()> {
-        for dtype in [DType::F32, DType::BF16] {
-            let masks: [fn(u32) -> bool; 4] =
-                [|row| row % 3 != 1, |row| row == 7, |_| false, |_| true];
-            for keep in masks {
-                let (rows, vocab, width) = (3100u32, 37, 5);
-                let variable = |shape: &[usize], seed, dtype| {
-                    Var::from_tensor(&noise_tensor(shape, seed, dtype, &Device::Cpu)?)
-                };
-                let hidden = variable(&[31, 100, width], 1, dtype)?;
-                let weight = variable(&[vocab, width], 2, dtype)?;
-                let bias = variable(&[vocab], 3, DType::F32)?;
-                let targets = (0..rows).map(|row| row % vocab as u32);
-                let targets = Tensor::from_iter(targets, &Device::Cpu)?.reshape((31, 100))?;
-                let mask =
-                    Tensor::from_iter((0..rows).map(|row| u8::from(keep(row))), &Device::Cpu)?
-                        .reshape(targets.shape())?;
-                let options = LogProbOptions {
-                    mask: Some(&mask),
-                    ..Default::default()
-                };
-                let new =
-                    || LinearLogProb::new(&hidden, &weight, Some(&bias), &targets, 0.7, options);
-                let (whole, compact) = (new()?, new()?.without_dropped_rows()?);
-                let (expected, found) = (whole.forward()?, compact.forward()?);
-                let flat = |x: &Tensor| x.to_dtype(DType::F32)?.flatten_all()?.to_vec1::<f32>();
-                let same = |a: &Tensor, b: &Tensor| -> Result<()> {
-                    assert_eq!((a.dims(), a.dtype()), (b.dims(), b.dtype()));
-                    assert_eq!(flat(a)?, flat(b)?);
-                    Ok(())
-                };
-                same(&found.log_probs, &expected.log_probs)?;
-                same(&found.entropy, &expected.entropy)?;
-                same(&found.log_sum_exp, &expected.log_sum_exp)?;
-                let derivative =
-                    |seed| noise_tensor(targets.dims(), seed, DType::F32, &Device::Cpu);
-                let derivatives = TokenLogProbs {
-                    log_probs: derivative(4)?,
-                    entropy: derivative(5)?,
-                    log_sum_exp: derivative(6)?,
-                };
-                let expected = whole.backward(&expected, &derivatives)?;
-                let found = compact.backward(&found, &derivatives)?;
-                for (found, expected) in [
-                    (found.hidden, expected.hidden),
-                    (found.weight, expected.weight),
-                    (found.bias, expected.bias),
-                ] {
-                    same(&found.expect("wanted"), &expected.expect("wanted"))?;
-                }
-            }
-        }
-        Ok(())
     }
 }

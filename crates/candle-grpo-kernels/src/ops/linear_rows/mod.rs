@@ -2,6 +2,8 @@
 
 pub(crate) mod composed;
 mod cpu;
+#[cfg(feature = "cuda")]
+mod cuda;
 pub(crate) mod packed_weight;
 
 use candle_core::{DType, Device, Result, Tensor, bail};
@@ -80,7 +82,7 @@ fn compute(x: &Tensor, weights: &[(&Tensor, Option<&Panels>)]) -> Result<Vec<Ten
     check(x, &tensors)?;
     #[cfg(feature = "cuda")]
     if x.device().is_cuda() && path::is_fused(x) {
-        return crate::cuda::matmul::linear_rows(x, &tensors);
+        return cuda::forward(x, &tensors);
     }
     if !path::is_fused_on_cpu(x) {
         return composed::unchecked(x, &tensors);

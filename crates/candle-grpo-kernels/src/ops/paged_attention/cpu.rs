@@ -17,7 +17,8 @@ use crate::cpu::element::Element;
 use crate::cpu::instructions::vectors;
 use crate::cpu::simd::{L2, MAX_LANES, prefetch};
 use crate::cpu::{output, slice};
-use crate::ops::attention::cpu::{CapRow, SoftmaxRow};
+use crate::ops::attention::cpu::SoftmaxRow;
+use crate::ops::soft_cap::cpu::CapRow;
 
 /// Minimum number of products for more than one core.
 const WORTH_SHARING: usize = 1 << 18;

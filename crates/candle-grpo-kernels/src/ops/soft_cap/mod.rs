@@ -1,5 +1,7 @@
 //! Soft caps of logits.
 
+pub(crate) mod cpu;
+
 use candle_core::{Result, Tensor};
 
 use crate::check;

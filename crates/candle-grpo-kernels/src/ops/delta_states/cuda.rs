@@ -1,0 +1,135 @@
+//! The CUDA path of [`DeltaStates`](crate::DeltaStates), with the kernels of
+//! `gated_delta_rule.cu` and `causal_conv.cu`.
+
+use candle_core::cuda_backend::CudaStorage;
+use candle_core::{Device, Result, Shape, Storage, Tensor, bail};
+
+use super::SlotRows;
+use crate::DeltaHeads;
+use crate::cuda::in_place::write;
+use crate::cuda::{In, Out, alloc, as_tensor, grid, kernels, with_cuda_floats};
+use crate::ops::causal_conv::cuda as causal_conv;
+use crate::ops::gated_delta_rule::cuda as gated_delta_rule;
+
+/// Value columns of a block, as in the kernel.
+const STEP_COLUMNS: usize = 32;
+
+/// Returns the convolution of the contiguous rows `x`, and advances `windows`
+/// `[slots, taps - 1, channels]`.
+pub(crate) fn causal_conv(
+    windows: &Tensor,
+    x: &Tensor,
+    weight: &Tensor,
+    batch: &[SlotRows],
+) -> Result<Tensor> {
+    let device = x.device().as_cuda_device()?;
+    let stream = device.cuda_stream();
+    let (channels, taps) = weight.dims2()?;
+    causal_conv::check(channels, taps)?;
+    let sequences = sequences(batch, x.device())?;
+    let sequences = sequences.storage_and_layout();
+    let (x_storage, weight) = (x.storage_and_layout(), weight.storage_and_layout());
+    let Storage::Cuda(x_cuda) = &*x_storage.0 else {
+        bail!("causal_conv: x left the GPU");
+    };
+    let mut blocks = grid(batch.len(), causal_conv::THREADS)?;
+    blocks.grid_dim.1 = channels.div_ceil(causal_conv::THREADS as usize) as u32;
+    let y = with_cuda_floats!(x_cuda, "x", T => {
+        // SAFETY: the kernel writes each element.
+        #[allow(unsafe_code)]
+        let mut y = unsafe { alloc::<T>(device, x.elem_count())? };
+        let mut launch = |windows: Out<f32>| {
+            // SAFETY: the rows of the sequences are those of x. The slots exist, and each occurs
+            // once. The blocks cover the channels.
+            #[allow(unsafe_code)]
+            unsafe {
+                kernels::causal_conv_step::<T> {
+                    x: In::from_tensor(&x_storage, &stream)?,
+                    weight: In::from_tensor(&weight, &stream)?,
+                    sequences: In::from_tensor(&sequences, &stream)?,
+                    windows,
+                    y: Out::new(&mut y, &stream),
+                    channels: channels as i32,
+                    taps: taps as i32,
+                }
+                .launch(device, blocks)
+            }
+        };
+        match taps {
+            // Candle does not write to an empty tensor.
+            1 => launch(Out::null())?,
+            _ => write(windows, |windows, layout| {
+                launch(Out::in_place(windows, layout, &stream)?)
+            })?,
+        }
+        CudaStorage::wrap_cuda_slice(y, device.clone())
+    });
+    Ok(as_tensor(y, x.shape()))
+}
+
+/// Returns the result of the contiguous inputs, and advances `states`
+/// `[slots, value_heads, key_dim, value_dim]`.
+pub(crate) fn gated_delta_rule(
+    states: &Tensor,
+    [qkv, g, beta]: [&Tensor; 3],
+    heads: &DeltaHeads,
+    batch: &[SlotRows],
+) -> Result<Tensor> {
+    let device = qkv.device().as_cuda_device()?;
+    let stream = device.cuda_stream();
+    let sequences = sequences(batch, qkv.device())?;
+    let sequences = sequences.storage_and_layout();
+    let (qkv_storage, g, beta) = (
+        qkv.storage_and_layout(),
+        g.storage_and_layout(),
+        beta.storage_and_layout(),
+    );
+    let Storage::Cuda(qkv_cuda) = &*qkv_storage.0 else {
+        bail!("gated_delta_rule: qkv left the GPU");
+    };
+    let shape = Shape::from((qkv.dim(0)?, heads.values()));
+    let floats = heads.key_dim * (STEP_COLUMNS + 2) + gated_delta_rule::THREADS as usize;
+    let by_sequence = gated_delta_rule::blocks(batch.len(), heads, STEP_COLUMNS, floats)?;
+    let o = with_cuda_floats!(qkv_cuda, "qkv", T => {
+        // SAFETY: the kernel writes each element.
+        #[allow(unsafe_code)]
+        let mut o = unsafe { alloc::<T>(device, shape.elem_count())? };
+        write(states, |states, layout| {
+            // SAFETY: the rows of the sequences are those of the inputs and the result. The slots
+            // exist, and each occurs once. The blocks have the shared memory of the kernel.
+            #[allow(unsafe_code)]
+            unsafe {
+                kernels::gated_delta_rule_step::<T> {
+                    qkv: In::from_tensor(&qkv_storage, &stream)?,
+                    g: In::from_tensor(&g, &stream)?,
+                    beta: In::from_tensor(&beta, &stream)?,
+                    sequences: In::from_tensor(&sequences, &stream)?,
+                    states: Out::in_place(states, layout, &stream)?,
+                    o: Out::new(&mut o, &stream),
+                    key_heads: heads.key_heads as i32,
+                    value_heads: heads.value_heads as i32,
+                    key_dim: heads.key_dim as i32,
+                    value_dim: heads.value_dim as i32,
+                }
+                .launch(device, by_sequence)
+            }
+        })?;
+        CudaStorage::wrap_cuda_slice(o, device.clone())
+    });
+    Ok(as_tensor(o, &shape))
+}
+
+/// Returns the table of the sequences of a pass, u32 `[sequences, 3]`: the slot, the first row and
+/// the number of rows.
+fn sequences(batch: &[SlotRows], device: &Device) -> Result<Tensor> {
+    let mut first = 0;
+    let mut table = Vec::with_capacity(3 * batch.len());
+    for &SlotRows { slot, rows } in batch {
+        table.extend([slot, first, rows].map(|x| x as u32));
+        first += rows;
+    }
+    if u32::try_from(first).is_err() {
+        bail!("batch: {first} rows, must fit in 32 bits on CUDA");
+    }
+    Tensor::new(table, device)
+}
