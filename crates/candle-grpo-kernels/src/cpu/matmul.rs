@@ -15,26 +15,24 @@
 //! units of [`UNIT`] columns, whose entries of one inner index are adjacent, and keeps a tile of
 //! sums in registers.
 
-use std::cell::Cell;
 use std::ops::Range;
 
-use candle_core::{Layout, Result, Tensor};
 use half::bf16;
 use pulp::{Simd, WithSimd};
 use rayon::prelude::*;
 
 #[cfg(target_arch = "x86_64")]
 use super::amx;
-use super::element::Element;
+use super::buffer::{Buffer, Scratch};
 #[cfg(target_arch = "x86_64")]
 use super::instructions::{CpuInstructions, has};
-use super::panel::{Columns, Panel, UNIT, WIDEST, panels};
+use super::matrix::Matrix;
+use super::panel::{Columns, Panel, panels};
 #[cfg(target_arch = "x86_64")]
 use super::row_product::RowProduct;
-use super::slice;
 #[cfg(target_arch = "x86_64")]
 use super::tiles::{RunTiles, TileTarget};
-use super::transpose::interleave;
+use super::transpose::{UNIT, WIDEST, interleave};
 #[cfg(target_arch = "x86_64")]
 use super::word::multiplies_in_tiles;
 use super::word::{Numbers, Word};
@@ -66,77 +64,6 @@ const TASKS_PER_CORE: usize = 4;
 
 /// Minimum number of multiplications for more than one core.
 const WORTH_SHARING: usize = 1 << 16;
-
-/// A matrix in a slice, with entry (i, j) at `i * row_stride + j * column_stride`.
-#[derive(Clone, Copy)]
-pub(crate) struct Matrix<'a> {
-    pub(crate) numbers: Numbers<'a>,
-    pub(crate) rows: usize,
-    pub(crate) columns: usize,
-    pub(crate) row_stride: usize,
-    pub(crate) column_stride: usize,
-}
-
-impl<'a> Matrix<'a> {
-    /// Returns a matrix whose rows start `row_stride` apart.
-    pub(crate) fn new(values: &'a [f32], rows: usize, columns: usize, row_stride: usize) -> Self {
-        Self::of(Numbers::Singles(values), rows, columns, row_stride)
-    }
-
-    /// [`Self::new`] for numbers of any dtype.
-    pub(crate) fn of(numbers: Numbers<'a>, rows: usize, columns: usize, row_stride: usize) -> Self {
-        Self {
-            numbers,
-            rows,
-            columns,
-            row_stride,
-            column_stride: 1,
-        }
-    }
-
-    /// Returns the matrix of a tensor. `values` is the whole storage. `buffer` is for numbers in
-    /// f32.
-    pub(crate) fn from_layout<T: Element>(
-        values: &'a [T],
-        layout: &Layout,
-        buffer: &'a mut Vec<f32>,
-    ) -> Result<Self> {
-        let (rows, columns) = layout.shape().dims2()?;
-        let mut matrix = Self {
-            numbers: Numbers::Singles(&[]),
-            rows,
-            columns,
-            row_stride: layout.stride()[0],
-            column_stride: layout.stride()[1],
-        };
-        let values = &values[layout.start_offset()..][..matrix.span()];
-        matrix.numbers = Numbers::of(values, buffer);
-        Ok(matrix)
-    }
-
-    /// Returns the transpose, in the same memory.
-    pub(crate) fn t(self) -> Self {
-        Self {
-            rows: self.columns,
-            columns: self.rows,
-            row_stride: self.column_stride,
-            column_stride: self.row_stride,
-            ..self
-        }
-    }
-
-    /// Returns the numbers from the first entry to the last.
-    fn span(&self) -> usize {
-        match (self.rows, self.columns) {
-            (0, _) | (_, 0) => 0,
-            _ => (self.rows - 1) * self.row_stride + (self.columns - 1) * self.column_stride + 1,
-        }
-    }
-
-    pub(crate) fn in_bounds(&self) -> bool {
-        self.span() <= self.numbers.len()
-    }
-}
 
 /// Computes `target = a b`, or `target += a b` if `add` is set, on all cores.
 ///
@@ -329,63 +256,6 @@ impl<B: Columns> Task<'_, '_, B> {
             depth: product.a.columns.div_ceil(parts).next_multiple_of(SHORT),
             scratch,
         });
-    }
-}
-
-/// Buffers of a task.
-#[derive(Default)]
-pub(crate) struct Scratch {
-    /// Words of rows of `a` in tiles or blocks, unless their entries are adjacent.
-    pub(crate) a: Buffer,
-    /// A panel of `b`.
-    pub(crate) panel: Buffer,
-    /// Numbers of `b` in f32, for its own use.
-    pub(crate) wide: Vec<f32>,
-}
-
-impl Scratch {
-    /// Calls `f` with the buffers of this thread. A small product takes less time than the
-    /// allocation of new ones.
-    fn with(f: impl FnOnce(&mut Self)) {
-        thread_local! {
-            static SCRATCH: Cell<Scratch> = Cell::default();
-        }
-        let mut scratch = SCRATCH.take();
-        f(&mut scratch);
-        SCRATCH.set(scratch);
-    }
-}
-
-/// Memory that grows and is kept. It starts at a cache line, so that aligned vectors do not cross
-/// lines.
-#[derive(Default)]
-pub(crate) struct Buffer(Vec<f32>);
-
-impl Buffer {
-    /// Bytes of a cache line.
-    const LINE: usize = 64;
-
-    /// Returns the first `len` numbers. Their values are not defined.
-    pub(crate) fn first(&mut self, len: usize) -> &mut [f32] {
-        let most = len + Self::LINE / size_of::<f32>();
-        if self.0.len() < most {
-            self.0 = Vec::new();
-            // Zeros from the system are written when a thread first uses them.
-            self.0 = vec![0.0; most];
-        }
-        let start = self.start();
-        &mut self.0[start..][..len]
-    }
-
-    /// Returns some numbers. [`Self::first`] was called for them.
-    #[inline(always)]
-    pub(crate) fn get(&self, range: Range<usize>) -> &[f32] {
-        &self.0[self.start()..][range]
-    }
-
-    #[inline(always)]
-    fn start(&self) -> usize {
-        self.0.as_ptr().align_offset(Self::LINE)
     }
 }
 

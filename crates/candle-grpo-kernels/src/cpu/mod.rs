@@ -3,9 +3,11 @@
 #[cfg(target_arch = "x86_64")]
 pub(crate) mod amx;
 pub(crate) mod blocks;
+mod buffer;
 pub(crate) mod element;
 pub(crate) mod instructions;
 pub(crate) mod matmul;
+pub(crate) mod matrix;
 pub(crate) mod output;
 pub(crate) mod panel;
 #[cfg(target_arch = "x86_64")]

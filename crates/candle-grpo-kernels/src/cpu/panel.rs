@@ -8,18 +8,13 @@ use half::bf16;
 use rayon::prelude::*;
 
 use super::blocks::widen;
+use super::buffer::Buffer;
 use super::element::Element;
-use super::matmul::{Buffer, Matrix};
+use super::matrix::Matrix;
 use super::slice;
-use super::transpose::transpose;
+use super::transpose::{UNIT, transpose};
 use super::word::{Numbers, Word, multiplies_in_tiles, multiplies_pairs};
 use crate::blocks::block_type;
-
-/// A width that every vector width divides. The width of a panel is a multiple.
-pub(crate) const UNIT: usize = 16;
-
-/// The widest panel. A row of sums is 3 vectors of AVX-512.
-pub(crate) const WIDEST: usize = 3 * UNIT;
 
 /// The second factor of a product, in columns.
 pub(crate) trait Columns: Sync {

@@ -9,7 +9,7 @@ use std::ops::Range;
 use half::bf16;
 
 use super::element::Element;
-use super::matmul::Matrix;
+use super::matrix::Matrix;
 use super::transpose::avx2::{LANES, number, prefetch_next, transposed};
 use super::word::Numbers;
 

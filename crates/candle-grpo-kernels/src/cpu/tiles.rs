@@ -6,7 +6,8 @@ use half::bf16;
 use pulp::{Simd, WithSimd};
 
 use super::amx::{BLOCK, STEP, Tiles};
-use super::matmul::{Buffer, Matrix, Scratch};
+use super::buffer::{Buffer, Scratch};
+use super::matrix::Matrix;
 use super::panel::Columns;
 use super::simd::{L2, prefetch};
 use super::transpose::transpose;

@@ -4,9 +4,14 @@ use std::ops::Range;
 
 use super::element::Element;
 use super::instructions::{CpuInstructions, has};
-use super::matmul::Matrix;
-use super::panel::UNIT;
+use super::matrix::Matrix;
 use super::word::Word;
+
+/// A width that every vector width divides. The width of a panel is a multiple.
+pub(crate) const UNIT: usize = 16;
+
+/// The widest panel. A row of sums is 3 vectors of AVX-512.
+pub(crate) const WIDEST: usize = 3 * UNIT;
 
 /// Writes `columns` columns of `depth` adjacent entries, which start `stride` apart in `source`, to
 /// `panel` `[words, width]`, and zeros after them.
@@ -115,7 +120,7 @@ mod avx512 {
     use std::arch::x86_64::*;
 
     use super::UNIT;
-    use crate::cpu::panel::WIDEST;
+    use super::WIDEST;
 
     /// Writes the first `depth` rows of a panel of UNIT columns, which start `stride` numbers apart
     /// in `source`, to rows `width` apart in `target`: a multiple of UNIT * N. Returns the number
@@ -231,7 +236,7 @@ pub(super) mod avx2 {
     use std::arch::x86_64::*;
 
     use super::UNIT;
-    use crate::cpu::panel::WIDEST;
+    use super::WIDEST;
 
     /// Words of a vector.
     pub(crate) const LANES: usize = 8;

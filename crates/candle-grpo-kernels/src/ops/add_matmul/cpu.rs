@@ -3,7 +3,8 @@
 use candle_core::{Result, Tensor};
 
 use crate::cpu::element::Element;
-use crate::cpu::matmul::{Matrix, matmul};
+use crate::cpu::matmul::matmul;
+use crate::cpu::matrix::Matrix;
 use crate::cpu::slice;
 
 /// Computes `sum += a b` for a contiguous `sum` of f32.

@@ -5,7 +5,8 @@
 use candle_core::{Result, Tensor};
 
 use crate::cpu::element::Element;
-use crate::cpu::matmul::{Matrix, Product, run};
+use crate::cpu::matmul::{Product, run};
+use crate::cpu::matrix::Matrix;
 use crate::cpu::panel::{Columns, Panels, WeightRows};
 use crate::cpu::slice;
 use crate::cpu::word::Numbers;
