@@ -236,6 +236,11 @@ struct BackwardScratch {
     state_gradients: Vec<f32>,
     /// The gradients of the states after each segment of the tree that has branches.
     ends: Vec<Vec<f32>>,
+    chunk: ChunkGradients,
+}
+
+/// The gradients of a chunk, and buffers for those of a value head.
+struct ChunkGradients {
     /// `[2 * rows, key_dim]`
     key_gradients: Vec<f32>,
     /// `[2 * rows, key_dim]`
@@ -253,6 +258,31 @@ struct BackwardScratch {
     beta_gradients: Vec<f32>,
     /// `[rows, group * value_dim]`
     value_gradients: Vec<f32>,
+}
+
+/// A value head of a chunk in the backward pass, with its record.
+#[derive(Clone, Copy)]
+struct RecordedHead<'a> {
+    /// Index in the group.
+    index: usize,
+    /// S
+    state: &'a [f32],
+    /// R
+    errors: &'a [f32],
+    /// N
+    changes: &'a [f32],
+    /// The field of [`Scratch`], like `products`.
+    keys: &'a [f32],
+    products: &'a [f32],
+    /// With the gates of this head.
+    buffers: &'a HeadScratch,
+}
+
+impl RecordedHead<'_> {
+    /// Returns the sum of the gates of all rows of the chunk.
+    fn last(&self, rows: usize) -> f32 {
+        self.buffers.sums[rows - 1]
+    }
 }
 
 impl Scratch {
@@ -294,15 +324,17 @@ impl BackwardScratch {
             records: Vec::new(),
             state_gradients: vec![0.0; heads.group() * key_dim * value_dim],
             ends: Vec::new(),
-            key_gradients: vec![0.0; 2 * CHUNK * key_dim],
-            key_terms: vec![0.0; 2 * CHUNK * key_dim],
-            product_gradients: vec![0.0; 2 * CHUNK * CHUNK],
-            pairs: vec![0.0; 2 * CHUNK * CHUNK],
-            value_terms: vec![0.0; 2 * CHUNK * value_dim],
-            sum_gradients: vec![0.0; CHUNK],
-            g_gradients: vec![0.0; CHUNK * heads.group()],
-            beta_gradients: vec![0.0; CHUNK * heads.group()],
-            value_gradients: vec![0.0; CHUNK * heads.group() * value_dim],
+            chunk: ChunkGradients {
+                key_gradients: vec![0.0; 2 * CHUNK * key_dim],
+                key_terms: vec![0.0; 2 * CHUNK * key_dim],
+                product_gradients: vec![0.0; 2 * CHUNK * CHUNK],
+                pairs: vec![0.0; 2 * CHUNK * CHUNK],
+                value_terms: vec![0.0; 2 * CHUNK * value_dim],
+                sum_gradients: vec![0.0; CHUNK],
+                g_gradients: vec![0.0; CHUNK * heads.group()],
+                beta_gradients: vec![0.0; CHUNK * heads.group()],
+                value_gradients: vec![0.0; CHUNK * heads.group() * value_dim],
+            },
         }
     }
 }
@@ -629,7 +661,7 @@ impl<T: Element> WithSimd for Backward<'_, '_, T> {
             for chunk in Chunk::all(segment).rev() {
                 next -= record_len;
                 task.backward(simd, chunk, scratch, more, next, gradient);
-                task.write_gradients(simd, chunk, scratch, more, &mut of);
+                task.write_gradients(simd, chunk, scratch, &mut more.chunk, &mut of);
             }
             if let Some(parent) = segment.parent {
                 let sum = &mut more.ends[task.index_of(parent)];
@@ -689,11 +721,9 @@ impl<T: Element> Task<'_, T> {
         first_record: usize,
         gradient: &[T],
     ) {
-        let (rows, group) = (chunk.rows, self.heads.group());
-        let (key_dim, dim) = (self.heads.key_dim, self.heads.value_dim);
+        let (rows, key_dim) = (chunk.rows, self.heads.key_dim);
+        let len = rows * self.heads.value_dim;
         self.load_keys(simd, chunk, scratch);
-        more.key_gradients[..2 * rows * key_dim].fill(0.0);
-        more.product_gradients[..2 * rows * rows].fill(0.0);
         let Scratch {
             keys,
             products,
@@ -703,161 +733,215 @@ impl<T: Element> Task<'_, T> {
         let BackwardScratch {
             records,
             state_gradients,
-            key_gradients,
-            key_terms,
-            product_gradients,
-            pairs,
-            value_terms,
-            sum_gradients,
-            g_gradients,
-            beta_gradients,
-            value_gradients,
+            chunk: of,
             ..
         } = more;
-        let all_keys = Matrix::new(keys, 2 * rows, key_dim, key_dim);
-        let only_keys = Matrix::new(keys, rows, key_dim, key_dim);
+        of.key_gradients[..2 * rows * key_dim].fill(0.0);
+        of.product_gradients[..2 * rows * rows].fill(0.0);
         let records = records[first_record..].chunks_exact(self.record_len());
         let state_gradients = state_gradients.chunks_exact_mut(self.state_len());
-        for ((head, state_gradient), record) in state_gradients.enumerate().zip(records) {
+        for ((index, state_gradient), record) in state_gradients.enumerate().zip(records) {
+            self.load_gates(simd, chunk, index, products, buffers);
             let (state, rest) = record.split_at(self.state_len());
-            let (errors, changes) = (&rest[..rows * dim], &rest[rows * dim..][..rows * dim]);
-            let changes_matrix = Matrix::new(changes, rows, dim, dim);
-            self.load_gates(simd, chunk, head, products, buffers);
-            let last = buffers.sums[rows - 1];
-            let sum_gradients = &mut sum_gradients[..rows];
-            sum_gradients.fill(0.0);
-
-            // X and dO.
-            let first = (self.key_head * group + head) * dim;
-            for row in 0..rows {
-                let source = (chunk.first + row) * self.heads.values() + first;
-                let target = &mut value_terms[(rows + row) * dim..][..dim];
-                T::widen(&gradient[source..][..dim], target);
-            }
-            let (x, result_gradient) = value_terms.split_at_mut(rows * dim);
-            let state_gradient_matrix = Matrix::new(state_gradient, key_dim, dim, dim);
-            matmul_on_one_core(x, dim, false, only_keys, state_gradient_matrix);
-            for row in 0..rows {
-                let rest = (last - buffers.sums[row]).exp();
-                scale(simd, rest, &mut x[row * dim..][..dim]);
-            }
-            matmul_on_one_core(
-                x,
-                dim,
-                true,
-                Matrix::new(&buffers.mixing, rows, rows, rows).t(),
-                Matrix::new(result_gradient, rows, dim, dim),
-            );
-            for row in (0..rows).rev() {
-                let (rest, done) = x.split_at_mut((row + 1) * dim);
-                let below = (row + 1..rows).map(|other| buffers.system[other * rows + row]);
-                subtract_rows(simd, &mut rest[row * dim..], below, done);
-            }
-
-            // dM and dP.
-            matmul_on_one_core(
-                pairs,
-                rows,
-                false,
-                Matrix::new(value_terms, 2 * rows, dim, dim),
-                changes_matrix.t(),
-            );
-            for row in 0..rows {
-                let at = row * rows;
-                let beta = buffers.beta[row];
-                let decays = &buffers.decays[at..][..=row];
-                // dM * G.
-                let below = &mut pairs[at..][..row];
-                map_pairs(simd, below, &decays[..row], |pair, decay| {
-                    simd.neg_f32s(simd.mul_f32s(pair, decay))
-                });
-                let of_products = &mut product_gradients[at..][..row];
-                add_scaled(simd, of_products, beta, below);
-                map_pairs(simd, below, &products[at..][..row], |pair, product| {
-                    simd.mul_f32s(pair, product)
-                });
-                let of_beta = sum(simd, below);
-                beta_gradients[row * group + head] = of_beta
-                    + dot(
-                        simd,
-                        &value_terms[row * dim..][..dim],
-                        &errors[row * dim..][..dim],
-                    );
-                sum_gradients[row] += of_beta * beta;
-                add_scaled(simd, &mut sum_gradients[..row], -beta, below);
-                // dP * G.
-                let at = rows * rows + at;
-                let seen = &mut pairs[at..][..=row];
-                map_pairs(simd, seen, decays, |pair, decay| simd.mul_f32s(pair, decay));
-                add_scaled(simd, &mut product_gradients[at..][..=row], 1.0, seen);
-                map_pairs(simd, seen, &products[at..][..=row], |pair, product| {
-                    simd.mul_f32s(pair, product)
-                });
-                sum_gradients[row] += sum(simd, seen);
-                add_scaled(simd, &mut sum_gradients[..=row], -1.0, seen);
-            }
-
-            // dV and Z.
-            for row in 0..rows {
-                let decay = buffers.sums[row].exp();
-                let x = &mut value_terms[row * dim..][..dim];
-                scale(simd, buffers.beta[row], x);
-                value_gradients[(row * group + head) * dim..][..dim].copy_from_slice(x);
-                scale(simd, -decay, x);
-                scale(simd, decay, &mut value_terms[(rows + row) * dim..][..dim]);
-            }
-            let terms = Matrix::new(value_terms, 2 * rows, dim, dim);
-            let state_matrix = Matrix::new(state, key_dim, dim, dim);
-            matmul_on_one_core(key_terms, key_dim, false, terms, state_matrix.t());
-            for row in 0..2 * rows {
-                let term = &key_terms[row * key_dim..][..key_dim];
-                let own = &keys[row * key_dim..][..key_dim];
-                add_scaled(
-                    simd,
-                    &mut key_gradients[row * key_dim..][..key_dim],
-                    1.0,
-                    term,
-                );
-                sum_gradients[row % rows] += dot(simd, own, term);
-            }
-
-            // The keys that write to the state after the chunk.
-            matmul_on_one_core(
-                key_terms,
-                key_dim,
-                false,
-                changes_matrix,
-                Matrix::new(state_gradient, key_dim, dim, dim).t(),
-            );
-            let mut of_last = last.exp() * dot(simd, state_gradient, state);
-            for row in 0..rows {
-                let rest = (last - buffers.sums[row]).exp();
-                let term = &key_terms[row * key_dim..][..key_dim];
-                let own = &keys[row * key_dim..][..key_dim];
-                add_scaled(
-                    simd,
-                    &mut key_gradients[row * key_dim..][..key_dim],
-                    rest,
-                    term,
-                );
-                let of_rest = rest * dot(simd, own, term);
-                sum_gradients[row] -= of_rest;
-                of_last += of_rest;
-            }
-            sum_gradients[rows - 1] += of_last;
-            scale(simd, last.exp(), state_gradient);
-            matmul_on_one_core(state_gradient, dim, true, all_keys.t(), terms);
-
+            let head = RecordedHead {
+                index,
+                state,
+                errors: &rest[..len],
+                changes: &rest[len..][..len],
+                keys,
+                products,
+                buffers,
+            };
+            of.sum_gradients[..rows].fill(0.0);
+            self.backward_of_changes(simd, chunk, head, state_gradient, gradient, of);
+            self.backward_of_pairs(simd, rows, head, of);
+            self.backward_of_reads(simd, rows, head, of);
+            self.backward_of_writes(simd, rows, head, state_gradient, of);
             let mut running = 0.0;
             for row in (0..rows).rev() {
-                running += sum_gradients[row];
-                g_gradients[row * group + head] = running;
+                running += of.sum_gradients[row];
+                of.g_gradients[row * self.heads.group() + head.index] = running;
             }
         }
         // Each product is of a key or query and a key.
-        let of_products = Matrix::new(product_gradients, 2 * rows, rows, rows);
-        matmul_on_one_core(key_gradients, key_dim, true, of_products, only_keys);
-        matmul_on_one_core(key_gradients, key_dim, true, of_products.t(), all_keys);
+        let products = Matrix::new(&of.product_gradients, 2 * rows, rows, rows);
+        let all_keys = Matrix::new(keys, 2 * rows, key_dim, key_dim);
+        let only_keys = Matrix::new(keys, rows, key_dim, key_dim);
+        matmul_on_one_core(&mut of.key_gradients, key_dim, true, products, only_keys);
+        matmul_on_one_core(&mut of.key_gradients, key_dim, true, products.t(), all_keys);
+    }
+
+    /// Computes X, and loads dO.
+    #[inline(always)]
+    fn backward_of_changes<S: Simd>(
+        &self,
+        simd: S,
+        chunk: Chunk,
+        head: RecordedHead,
+        state_gradient: &[f32],
+        gradient: &[T],
+        of: &mut ChunkGradients,
+    ) {
+        let (rows, key_dim, dim) = (chunk.rows, self.heads.key_dim, self.heads.value_dim);
+        let first = (self.key_head * self.heads.group() + head.index) * dim;
+        for row in 0..rows {
+            let source = (chunk.first + row) * self.heads.values() + first;
+            let target = &mut of.value_terms[(rows + row) * dim..][..dim];
+            T::widen(&gradient[source..][..dim], target);
+        }
+        let (x, result_gradient) = of.value_terms.split_at_mut(rows * dim);
+        let state_gradient_matrix = Matrix::new(state_gradient, key_dim, dim, dim);
+        let keys = Matrix::new(head.keys, rows, key_dim, key_dim);
+        matmul_on_one_core(x, dim, false, keys, state_gradient_matrix);
+        for row in 0..rows {
+            let rest = (head.last(rows) - head.buffers.sums[row]).exp();
+            scale(simd, rest, &mut x[row * dim..][..dim]);
+        }
+        matmul_on_one_core(
+            x,
+            dim,
+            true,
+            Matrix::new(&head.buffers.mixing, rows, rows, rows).t(),
+            Matrix::new(result_gradient, rows, dim, dim),
+        );
+        for row in (0..rows).rev() {
+            let (rest, done) = x.split_at_mut((row + 1) * dim);
+            let below = (row + 1..rows).map(|other| head.buffers.system[other * rows + row]);
+            subtract_rows(simd, &mut rest[row * dim..], below, done);
+        }
+    }
+
+    /// Computes dM and dP, and adds their parts of the gradients of products and gates.
+    #[inline(always)]
+    fn backward_of_pairs<S: Simd>(
+        &self,
+        simd: S,
+        rows: usize,
+        head: RecordedHead,
+        of: &mut ChunkGradients,
+    ) {
+        let (group, dim) = (self.heads.group(), self.heads.value_dim);
+        matmul_on_one_core(
+            &mut of.pairs,
+            rows,
+            false,
+            Matrix::new(&of.value_terms, 2 * rows, dim, dim),
+            Matrix::new(head.changes, rows, dim, dim).t(),
+        );
+        for row in 0..rows {
+            let at = row * rows;
+            let beta = head.buffers.beta[row];
+            let decays = &head.buffers.decays[at..][..=row];
+            // dM * G.
+            let below = &mut of.pairs[at..][..row];
+            map_pairs(simd, below, &decays[..row], |pair, decay| {
+                simd.neg_f32s(simd.mul_f32s(pair, decay))
+            });
+            let of_products = &mut of.product_gradients[at..][..row];
+            add_scaled(simd, of_products, beta, below);
+            map_pairs(simd, below, &head.products[at..][..row], |pair, product| {
+                simd.mul_f32s(pair, product)
+            });
+            let of_beta = sum(simd, below);
+            of.beta_gradients[row * group + head.index] = of_beta
+                + dot(
+                    simd,
+                    &of.value_terms[row * dim..][..dim],
+                    &head.errors[row * dim..][..dim],
+                );
+            of.sum_gradients[row] += of_beta * beta;
+            add_scaled(simd, &mut of.sum_gradients[..row], -beta, below);
+            // dP * G.
+            let at = rows * rows + at;
+            let seen = &mut of.pairs[at..][..=row];
+            map_pairs(simd, seen, decays, |pair, decay| simd.mul_f32s(pair, decay));
+            add_scaled(simd, &mut of.product_gradients[at..][..=row], 1.0, seen);
+            map_pairs(simd, seen, &head.products[at..][..=row], |pair, product| {
+                simd.mul_f32s(pair, product)
+            });
+            of.sum_gradients[row] += sum(simd, seen);
+            add_scaled(simd, &mut of.sum_gradients[..=row], -1.0, seen);
+        }
+    }
+
+    /// Computes dV and Z, and adds the gradients of the keys and queries that read the state.
+    #[inline(always)]
+    fn backward_of_reads<S: Simd>(
+        &self,
+        simd: S,
+        rows: usize,
+        head: RecordedHead,
+        of: &mut ChunkGradients,
+    ) {
+        let (group, key_dim, dim) = (self.heads.group(), self.heads.key_dim, self.heads.value_dim);
+        for row in 0..rows {
+            let decay = head.buffers.sums[row].exp();
+            let x = &mut of.value_terms[row * dim..][..dim];
+            scale(simd, head.buffers.beta[row], x);
+            of.value_gradients[(row * group + head.index) * dim..][..dim].copy_from_slice(x);
+            scale(simd, -decay, x);
+            scale(
+                simd,
+                decay,
+                &mut of.value_terms[(rows + row) * dim..][..dim],
+            );
+        }
+        let terms = Matrix::new(&of.value_terms, 2 * rows, dim, dim);
+        let state_matrix = Matrix::new(head.state, key_dim, dim, dim);
+        matmul_on_one_core(&mut of.key_terms, key_dim, false, terms, state_matrix.t());
+        for row in 0..2 * rows {
+            let term = &of.key_terms[row * key_dim..][..key_dim];
+            let own = &head.keys[row * key_dim..][..key_dim];
+            add_scaled(
+                simd,
+                &mut of.key_gradients[row * key_dim..][..key_dim],
+                1.0,
+                term,
+            );
+            of.sum_gradients[row % rows] += dot(simd, own, term);
+        }
+    }
+
+    /// Adds the gradients of the keys that write to the state after the chunk, and replaces dS' by
+    /// dS.
+    #[inline(always)]
+    fn backward_of_writes<S: Simd>(
+        &self,
+        simd: S,
+        rows: usize,
+        head: RecordedHead,
+        state_gradient: &mut [f32],
+        of: &mut ChunkGradients,
+    ) {
+        let (key_dim, dim) = (self.heads.key_dim, self.heads.value_dim);
+        matmul_on_one_core(
+            &mut of.key_terms,
+            key_dim,
+            false,
+            Matrix::new(head.changes, rows, dim, dim),
+            Matrix::new(state_gradient, key_dim, dim, dim).t(),
+        );
+        let last = head.last(rows);
+        let mut of_last = last.exp() * dot(simd, state_gradient, head.state);
+        for row in 0..rows {
+            let rest = (last - head.buffers.sums[row]).exp();
+            let term = &of.key_terms[row * key_dim..][..key_dim];
+            let own = &head.keys[row * key_dim..][..key_dim];
+            add_scaled(
+                simd,
+                &mut of.key_gradients[row * key_dim..][..key_dim],
+                rest,
+                term,
+            );
+            let of_rest = rest * dot(simd, own, term);
+            of.sum_gradients[row] -= of_rest;
+            of_last += of_rest;
+        }
+        of.sum_gradients[rows - 1] += of_last;
+        scale(simd, last.exp(), state_gradient);
+        let keys = Matrix::new(head.keys, 2 * rows, key_dim, key_dim);
+        let terms = Matrix::new(&of.value_terms, 2 * rows, dim, dim);
+        matmul_on_one_core(state_gradient, dim, true, keys.t(), terms);
     }
 
     /// Writes the gradients of a chunk.
@@ -867,7 +951,7 @@ impl<T: Element> Task<'_, T> {
         simd: S,
         chunk: Chunk,
         scratch: &Scratch,
-        more: &mut BackwardScratch,
+        gradients: &mut ChunkGradients,
         of: &mut Gradients<T>,
     ) {
         let (rows, group, dim) = (chunk.rows, self.heads.group(), self.heads.key_dim);
@@ -875,22 +959,25 @@ impl<T: Element> Task<'_, T> {
         for row in 0..2 * rows {
             // The derivative of x / |x|, with the factor of the queries.
             let unit = &scratch.keys[row * dim..][..dim];
-            let gradient = &mut more.key_gradients[row * dim..][..dim];
+            let gradient = &mut gradients.key_gradients[row * dim..][..dim];
             let squared_factor = if row < rows { 1.0 } else { dim as f32 };
             let along = -squared_factor * dot(simd, unit, gradient);
             add_scaled(simd, gradient, along, unit);
             scale(simd, scratch.norms[row], gradient);
         }
-        let (of_keys, of_queries) = more.key_gradients.split_at(rows * dim);
+        let (of_keys, of_queries) = gradients.key_gradients.split_at(rows * dim);
         for row in 0..rows {
             let place = chunk.place + row;
             let pieces = &mut of.qkv[3 * place..][..3];
             T::write(&of_queries[row * dim..][..dim], pieces[0]);
             T::write(&of_keys[row * dim..][..dim], pieces[1]);
-            T::write(&more.value_gradients[row * width..][..width], pieces[2]);
+            T::write(
+                &gradients.value_gradients[row * width..][..width],
+                pieces[2],
+            );
             let gates = row * group..(row + 1) * group;
-            f32::write(&more.g_gradients[gates.clone()], of.g[place]);
-            f32::write(&more.beta_gradients[gates], of.beta[place]);
+            f32::write(&gradients.g_gradients[gates.clone()], of.g[place]);
+            f32::write(&gradients.beta_gradients[gates], of.beta[place]);
         }
     }
 }
