@@ -4,7 +4,7 @@ use candle_core::{D, Result, Tensor, bail};
 use candle_grpo_core::{Mask, statistics_dtype};
 use serde::{Deserialize, Serialize};
 
-use crate::policy_loss::StepTotals;
+use crate::totals::StepTotals;
 use candle_grpo_core::validate::positive;
 
 /// The reduction of the per-token losses x over the mask m. The names are those of verl and ROLL.

@@ -64,6 +64,7 @@ pub mod rollout;
 mod softmax;
 mod sum_of_squared_probs;
 pub mod surrogate;
+mod totals;
 mod value_loss;
 
 pub use adaptive_entropy::AdaptiveEntropy;
@@ -85,8 +86,8 @@ pub use kl_loss::{BiasCorrection, KlLoss};
 pub use padded_tokens::PaddedTokens;
 pub use policy_loss::{
     Distillation, DistillationForm, EarlyWeight, EmptySequences, EntropyTokens,
-    LinearPolicyLossOutput, OldPolicy, PolicyBatch, PolicyLoss, PolicyLossOutput, StepTotals,
-    Student, linear_policy_loss,
+    LinearPolicyLossOutput, OldPolicy, PolicyBatch, PolicyLoss, PolicyLossOutput, Student,
+    linear_policy_loss,
 };
 pub use positive_nll::PositiveNll;
 pub use preference_loss::PreferenceLoss;
@@ -94,6 +95,7 @@ pub use recipe::Recipe;
 pub use rollout::{RolloutCorrection, RolloutWeights};
 pub use sum_of_squared_probs::sum_of_squared_probs;
 pub use surrogate::{Clip, Surrogate, TokenLoss};
+pub use totals::StepTotals;
 pub use value_loss::{ErrorLoss, ValueLoss};
 
 /// Runs the code of the README as a documentation test.

@@ -5,7 +5,7 @@ use candle_grpo_core::{Mask, Metrics, arithmetic_dtype};
 use serde::{Deserialize, Serialize};
 
 use crate::aggregation::Aggregation;
-use crate::policy_loss::StepTotals;
+use crate::totals::StepTotals;
 use candle_grpo_core::validate::positive;
 
 /// `max(f(V - R), f(clip(V, V_old - clip, V_old + clip) - R))` for each token, with the value V,

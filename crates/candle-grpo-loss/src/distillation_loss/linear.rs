@@ -6,7 +6,7 @@ use candle_grpo_kernels::{LinearGradients, add_matmul};
 
 use super::output_layer::{products, same_dtype};
 use super::{DistillationLoss, MASSES, OutputLayer, Teacher, row_width};
-use crate::policy_loss::StepTotals;
+use crate::totals::StepTotals;
 
 /// The largest number of logits of a chunk of [`linear_distillation_loss`]: 2^22, or 2^25 on a GPU,
 /// where a chunk must have many rows to be fast. About ten tensors of a chunk exist at once.

@@ -3,7 +3,8 @@
 use candle_core::{Result, Tensor, Var, bail};
 use candle_grpo_kernels::{LinearGradients, LinearLogProb, TokenLogProbs};
 
-use super::{PolicyBatch, PolicyLoss, PolicyLossOutput, StepTotals};
+use super::{PolicyBatch, PolicyLoss, PolicyLossOutput};
+use crate::totals::StepTotals;
 
 /// The output of [`linear_policy_loss`]. All tensors are detached.
 #[derive(Debug, Clone)]

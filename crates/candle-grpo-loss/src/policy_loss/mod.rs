@@ -5,7 +5,6 @@ mod distillation;
 mod inputs;
 mod linear;
 mod presets;
-mod totals;
 
 use candle_core::{Result, Tensor, bail};
 use candle_grpo_core::{Invalid, Metrics};
@@ -14,7 +13,6 @@ use serde::{Deserialize, Serialize};
 pub use batch::{OldPolicy, PolicyBatch};
 pub use distillation::{Distillation, DistillationForm, EarlyWeight, Student};
 pub use linear::{LinearPolicyLossOutput, linear_policy_loss};
-pub use totals::StepTotals;
 
 pub(crate) use inputs::over_tokens;
 
@@ -24,6 +22,7 @@ use crate::kl_loss::KlLoss;
 use crate::positive_nll::PositiveNll;
 use crate::rollout::RolloutCorrection;
 use crate::surrogate::{Clip, Surrogate, TokenLoss};
+use crate::totals::StepTotals;
 use candle_grpo_core::validate::{Name, check, finite, non_negative, positive};
 use inputs::Inputs;
 
