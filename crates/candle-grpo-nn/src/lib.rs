@@ -59,6 +59,7 @@
 
 pub mod adapters;
 pub mod atomic_file;
+mod compute_dtype;
 pub mod decoding;
 pub mod json;
 pub mod model;
@@ -67,6 +68,7 @@ pub mod packing;
 pub mod weights;
 
 pub use adapters::{Lora, LoraConfig};
+pub use compute_dtype::ComputeDType;
 pub use decoding::{Decoding, PagedCache, SequenceId, SequenceStates};
 pub use model::{
     Backward, Decoder, DecoderConfig, LanguageModel, LayerType, ModelConfig, ModelType,

@@ -17,8 +17,8 @@ pub use support::{Support, Tail};
 pub use teacher::Teacher;
 
 use crate::aggregation::Aggregation;
-use crate::totals::StepTotals;
 use crate::softmax::{check_temperature, log_add_exp};
+use crate::totals::StepTotals;
 use candle_grpo_core::validate::{Name, check, non_negative, positive, unit_interval};
 use distribution::Distribution;
 use teacher::TeacherRows;

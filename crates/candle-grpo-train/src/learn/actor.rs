@@ -14,8 +14,8 @@ use candle_grpo_loss::{
     linear_distillation_loss, linear_policy_loss, sum_of_squared_probs,
 };
 use candle_grpo_nn::{
-    AdamW, AdamWConfig, BaseWeights, ComputeCopies, Decoder, DecoderConfig, Gradients,
-    LanguageModel, Lora, ModelConfig, Parameters,
+    AdamW, AdamWConfig, BaseWeights, ComputeCopies, ComputeDType, Decoder, DecoderConfig,
+    Gradients, LanguageModel, Lora, ModelConfig, Parameters,
 };
 use candle_nn::VarBuilder;
 use serde::{Deserialize, Serialize};
@@ -58,30 +58,6 @@ pub struct ActorConfig {
     /// The divergence from [`TrainingBatch::teacher`], which is added to the loss. Absent: none.
     #[serde(default)]
     pub distillation_loss: Option<DistillationLoss>,
-}
-
-/// The dtype of a policy's computation. Sums, norms, softmax, log-probs and losses are always f32.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "lowercase")]
-pub enum ComputeDType {
-    /// f32.
-    #[default]
-    F32,
-    /// bfloat16: half the memory of activations, much faster on a GPU, and faster on a CPU with
-    /// `avx512_bf16`.
-    Bf16,
-    /// IEEE half precision. Its range is small, so bf16 is safer.
-    F16,
-}
-
-impl From<ComputeDType> for DType {
-    fn from(dtype: ComputeDType) -> Self {
-        match dtype {
-            ComputeDType::F32 => DType::F32,
-            ComputeDType::Bf16 => DType::BF16,
-            ComputeDType::F16 => DType::F16,
-        }
-    }
 }
 
 /// The result of an optimizer step.

@@ -5,12 +5,12 @@ use candle_core::{DType, Shape};
 use candle_grpo_kernels::{CUDA_KEPT_LOGITS, CUDA_TILE_COLUMNS, CUDA_TILE_LOGITS, cuda_is_enabled};
 use candle_grpo_loss::logits_of_chunk;
 use candle_grpo_nn::optim::StateForm;
-use candle_grpo_nn::{BaseWeights, DecoderConfig, LoraConfig};
+use candle_grpo_nn::{BaseWeights, ComputeDType, DecoderConfig, LoraConfig};
 
 use super::micro_batches::MicroBatchSize;
 use super::recipe_inputs::RecipeInputs;
+use crate::TrainConfig;
 use crate::sft::SftConfig;
-use crate::{ComputeDType, TrainConfig};
 
 /// Tiles of logits, and buffers of matrix products, on the CPU.
 const BUFFERS: usize = 8 << 20;

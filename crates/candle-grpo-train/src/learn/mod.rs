@@ -30,8 +30,9 @@ mod train_config;
 mod trainer;
 mod turn_advantage;
 
-pub use actor::{Actor, ActorConfig, ComputeDType, StepStats};
+pub use actor::{Actor, ActorConfig, StepStats};
 pub use batch::{TokenBatch, TrainingBatch, count_prompt_tokens, rollout_log_probs};
+pub use candle_grpo_nn::ComputeDType;
 pub use critic::{Critic, CriticConfig, explained_variance};
 pub use demonstrations::DemonstrationConfig;
 pub use memory_plan::MemoryPlan;

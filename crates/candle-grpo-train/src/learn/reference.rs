@@ -5,13 +5,15 @@ use std::collections::HashMap;
 use anyhow::{Result, bail, ensure};
 use candle_core::Tensor;
 use candle_grpo_core::validate;
-use candle_grpo_nn::{ComputeCopies, Decoder, LanguageModel, Lora, ModelConfig, Parameters};
+use candle_grpo_nn::{
+    ComputeCopies, ComputeDType, Decoder, LanguageModel, Lora, ModelConfig, Parameters,
+};
 use candle_nn::VarBuilder;
 use serde::{Deserialize, Serialize};
 
 use super::TeacherDistributions;
 use super::response_forward::{predicting_states, response_log_probs};
-use crate::{ComputeDType, TokenBatch};
+use crate::TokenBatch;
 
 /// A policy that changes only in [`Self::refresh`] and when it is replaced.
 pub struct Reference<M = Decoder> {

@@ -4,7 +4,7 @@ use anyhow::Result;
 use candle_grpo_core::validate as check;
 use candle_grpo_core::{KlController, SampleFilter, ScoreResampling};
 use candle_grpo_loss::{AdaptiveEntropy, EntropyTokens, Recipe, TokenLoss};
-use candle_grpo_nn::{AdamWConfig, BaseWeights, LoraConfig};
+use candle_grpo_nn::{AdamWConfig, BaseWeights, ComputeDType, LoraConfig};
 use serde::{Deserialize, Serialize};
 
 use super::micro_batches::MicroBatchSize;
@@ -12,7 +12,7 @@ use super::recipe_inputs::{RecipeInputs, ensure_consistent, keeps_components};
 use super::{DemonstrationConfig, LearningRateSchedule, ReferenceRefresh, TurnAdvantage};
 use crate::invalid::within;
 use crate::rollout::{Engine, RolloutConfig, WeightSync};
-use crate::{ActorConfig, ComputeDType, CriticConfig, SamplingConfig};
+use crate::{ActorConfig, CriticConfig, SamplingConfig};
 
 /// The source of the old log-probs, the denominator of the ratio of an update.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]

@@ -11,7 +11,7 @@ use candle_grpo_core::{
     AdvantageEstimator, DifficultyPools, MetricValues, RunningState, TaskScores,
 };
 use candle_grpo_loss::{Aggregation, StepTotals, Surrogate, TokenLoss};
-use candle_grpo_nn::{DecoderConfig, ModelConfig, Parameters};
+use candle_grpo_nn::{ComputeDType, DecoderConfig, ModelConfig, Parameters};
 use tokenizers::Tokenizer;
 
 use super::ahead::Ahead;
@@ -36,8 +36,8 @@ use crate::rollout::{LocalGenerator, PolicyWeights};
 use crate::run::rollout_log::StepRollouts;
 use crate::run::{RolloutLogConfig, RolloutRecord, RunInputs, TrainerState};
 use crate::{
-    Actor, ComputeDType, Critic, Generator, Pretrained, Progress, Prompt, RewardFunction, Rollout,
-    Sampler, SamplingConfig, StepMetrics, TrainConfig, TrainingBatch,
+    Actor, Critic, Generator, Pretrained, Progress, Prompt, RewardFunction, Rollout, Sampler,
+    SamplingConfig, StepMetrics, TrainConfig, TrainingBatch,
 };
 
 /// Trains a policy with rewards. A step samples completions, scores them, computes advantages and

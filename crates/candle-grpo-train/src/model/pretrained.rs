@@ -8,8 +8,8 @@ use std::sync::Arc;
 use anyhow::{Context, Result, anyhow, bail, ensure};
 use candle_core::{DType, Device};
 use candle_grpo_nn::{
-    BaseWeights, CheckpointForm, DecoderConfig, Export, Gguf, GgufDType, GgufValue, Lora,
-    Parameters, atomic_file,
+    BaseWeights, CheckpointForm, ComputeDType, DecoderConfig, Export, Gguf, GgufDType, GgufValue,
+    Lora, Parameters, atomic_file,
 };
 use serde_json::{Map, Value, json};
 use tokenizers::Tokenizer;
@@ -20,7 +20,7 @@ use super::tokenizer_json::tokenizer_from_json;
 use super::{DEFAULT, GenerationDefaults, SpecialToken, SpecialTokens};
 use crate::owned_files::{ADAPTER_CONFIG, Owned};
 use crate::rollout::{LocalGenerator, PolicyWeights};
-use crate::{ChatTemplate, ComputeDType, Sampler, SamplingConfig};
+use crate::{ChatTemplate, Sampler, SamplingConfig};
 
 pub(crate) const CONFIG: &str = "config.json";
 pub(crate) const MODEL: &str = "model.safetensors";

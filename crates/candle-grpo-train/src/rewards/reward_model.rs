@@ -8,7 +8,7 @@ use std::sync::Arc;
 use anyhow::{Context, Error, Result, anyhow, ensure};
 use candle_core::{DType, Device};
 use candle_grpo_core::{Invalid, validate};
-use candle_grpo_nn::{PackedTokens, SequenceClassifier, SequenceClassifierConfig};
+use candle_grpo_nn::{ComputeDType, PackedTokens, SequenceClassifier, SequenceClassifierConfig};
 use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 use tokenizers::Tokenizer;
@@ -18,7 +18,7 @@ use crate::model::pretrained::{CONFIG, ensure_tokens_fit, read_chat_template, re
 use crate::model::special_tokens::read_object;
 use crate::model::{Chat, SpecialTokens};
 use crate::progress::NoProgress;
-use crate::{ChatTemplate, ComputeDType, Interrupted, Progress};
+use crate::{ChatTemplate, Interrupted, Progress};
 
 /// The options of [`RewardModel`].
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]

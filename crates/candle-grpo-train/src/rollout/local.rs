@@ -7,8 +7,8 @@ use anyhow::{Context, Result, ensure};
 use candle_core::{DType, Device, Tensor};
 use candle_grpo_kernels::{Draw, DrawnToken, draw_tokens};
 use candle_grpo_nn::{
-    ComputeCopies, Decoder, DecoderConfig, Decoding, LanguageModel, Lora, ModelConfig, Parameters,
-    SequenceId,
+    ComputeCopies, ComputeDType, Decoder, DecoderConfig, Decoding, LanguageModel, Lora,
+    ModelConfig, Parameters, SequenceId,
 };
 use rand_chacha::ChaCha8Rng;
 use rayon::prelude::*;
@@ -18,7 +18,7 @@ use super::stop_strings::StopStrings;
 use super::{Completion, FinishReason, SamplingConfig};
 use crate::learn::reference::model_in;
 use crate::random::uniform;
-use crate::{ComputeDType, Interrupted, NotFinite, Progress};
+use crate::{Interrupted, NotFinite, Progress};
 
 /// The cache has room for this many tokens of a completion when it begins.
 const RESERVED_TOKENS: usize = 64;

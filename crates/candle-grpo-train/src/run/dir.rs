@@ -18,7 +18,8 @@ use super::{
 use crate::data::json_lines::{Line, finite_numbers, read_json_lines, read_lines, retain_lines};
 use crate::folder_lock::{FolderLock, LOCK};
 use crate::owned_files::{ENGINE_WEIGHTS, Owned};
-use crate::{ComputeDType, Pretrained, StepMetrics, Trainer};
+use crate::{Pretrained, StepMetrics, Trainer};
+use candle_grpo_nn::ComputeDType;
 
 const CONFIG: &str = "config.json";
 const METRICS: &str = "metrics.jsonl";

@@ -9,7 +9,7 @@ use candle_core::{Device, Tensor, safetensors};
 use candle_grpo_core::{KlController, RunningState, TaskScores};
 use candle_grpo_loss::AdaptiveEntropy;
 use candle_grpo_nn::weights::text_model;
-use candle_grpo_nn::{Lora, ModelConfig, Parameters, all_finite, atomic_file};
+use candle_grpo_nn::{ComputeDType, Lora, ModelConfig, Parameters, all_finite, atomic_file};
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 use tokenizers::Tokenizer;
@@ -20,7 +20,7 @@ use crate::data::json_lines::read_json;
 use crate::learn::models::Models;
 use crate::learn::not_finite::NotFinite;
 use crate::model::pretrained::{CONFIG, MODEL, write_tokenizer};
-use crate::{ComputeDType, Critic, Pretrained, Prompt};
+use crate::{Critic, Pretrained, Prompt};
 
 const STATE: &str = "trainer.json";
 const OPTIMIZER: &str = "optimizer.safetensors";

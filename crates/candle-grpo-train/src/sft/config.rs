@@ -4,12 +4,12 @@ use anyhow::Result;
 use candle_grpo_core::Decay;
 use candle_grpo_core::validate as check;
 use candle_grpo_loss::PolicyLoss;
-use candle_grpo_nn::{AdamWConfig, BaseWeights, LoraConfig};
+use candle_grpo_nn::{AdamWConfig, BaseWeights, ComputeDType, LoraConfig};
 use serde::{Deserialize, Serialize};
 
+use crate::ActorConfig;
 use crate::invalid::within;
 use crate::learn::LearningRateSchedule;
-use crate::{ActorConfig, ComputeDType};
 
 /// The settings of supervised training.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]

@@ -7,7 +7,7 @@ use std::time::Instant;
 use anyhow::{Context, Result, ensure};
 use candle_grpo_collective::Collective;
 use candle_grpo_loss::surrogate::Likelihood;
-use candle_grpo_nn::{DecoderConfig, Parameters};
+use candle_grpo_nn::{ComputeDType, DecoderConfig, Parameters};
 
 use super::{SftConfig, SftMetrics, SftSeconds};
 use crate::data::MixedOrder;
@@ -17,7 +17,7 @@ use crate::learn::models::{Models, ensure_not_canceled, new_actor};
 use crate::learn::{Example, LearningRateSchedule, LikelihoodSums, Ranks};
 use crate::progress::{NoProgress, Phase};
 use crate::run::{RunInputs, TrainerState};
-use crate::{Actor, ComputeDType, Pretrained, Progress};
+use crate::{Actor, Pretrained, Progress};
 
 /// Trains a policy on examples: a step maximizes the weighted mean likelihood of the tokens of a
 /// batch of rows.

@@ -1,0 +1,28 @@
+//! The dtype in which a model computes.
+
+use candle_core::DType;
+use serde::{Deserialize, Serialize};
+
+/// The dtype of a policy's computation. Sums, norms, softmax, log-probs and losses are always f32.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum ComputeDType {
+    /// f32.
+    #[default]
+    F32,
+    /// bfloat16: half the memory of activations, much faster on a GPU, and faster on a CPU with
+    /// `avx512_bf16`.
+    Bf16,
+    /// IEEE half precision. Its range is small, so bf16 is safer.
+    F16,
+}
+
+impl From<ComputeDType> for DType {
+    fn from(dtype: ComputeDType) -> Self {
+        match dtype {
+            ComputeDType::F32 => DType::F32,
+            ComputeDType::Bf16 => DType::BF16,
+            ComputeDType::F16 => DType::F16,
+        }
+    }
+}
