@@ -60,20 +60,20 @@
 pub mod adapters;
 pub mod atomic_file;
 mod compute_dtype;
+mod config;
 pub mod decoding;
 pub mod json;
 pub mod model;
 pub mod optim;
 pub mod packing;
+mod router;
 pub mod weights;
 
 pub use adapters::{Lora, LoraConfig};
 pub use compute_dtype::ComputeDType;
+pub use config::{DecoderConfig, LayerType, ModelType, RopeScaling, SequenceClassifierConfig};
 pub use decoding::{Decoding, PagedCache, SequenceId, SequenceStates};
-pub use model::{
-    Backward, Decoder, DecoderConfig, LanguageModel, LayerType, ModelConfig, ModelType,
-    RopeScaling, SequenceClassifier, SequenceClassifierConfig, ValueHead,
-};
+pub use model::{Backward, Decoder, LanguageModel, ModelConfig, SequenceClassifier, ValueHead};
 pub use optim::{AdamW, AdamWConfig, Gradients};
 pub use packing::PackedTokens;
 pub use weights::{

@@ -11,7 +11,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::adapters::peft::{ADAPTER_CONFIG, ADAPTER_MODEL, PREFIX, PeftConfig};
 use crate::atomic_file;
-use crate::model::architecture::linear_maps;
+use crate::config::architecture::linear_maps;
 use crate::model::linear::{LORA_A, LORA_B, LORA_SCALING};
 use crate::weights::base_weights::builder;
 use crate::weights::check::check_names;

@@ -6,10 +6,10 @@ use candle_core::{DType, Device, Result, bail};
 use candle_grpo_kernels::{DeltaStates, KeyValuePages, PAGE, PageSlot, PageSpan};
 
 use crate::DecoderConfig;
+use crate::config::architecture::GatedDeltaPlan;
 use crate::decoding::packed_weights::PackedWeights;
 #[cfg(feature = "cuda")]
 use crate::decoding::recorded_steps::RecordedSteps;
-use crate::model::architecture::GatedDeltaPlan;
 
 /// Number of pages of the first allocation.
 const FIRST_PAGES: usize = 64;

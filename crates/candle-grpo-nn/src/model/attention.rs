@@ -4,7 +4,7 @@ use candle_core::{Error, Result, Tensor};
 use candle_grpo_kernels::{HeadNorms, HeadTransform, Scores, sigmoid};
 use candle_nn::VarBuilder;
 
-use crate::model::architecture::{AttentionPlan, NormPlan};
+use crate::config::architecture::{AttentionPlan, NormPlan};
 use crate::model::block::Mixer;
 use crate::model::linear::{Linear, Maps};
 use crate::model::norm::RmsNorm;

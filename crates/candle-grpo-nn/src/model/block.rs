@@ -4,7 +4,7 @@ use candle_core::{Result, Tensor, bail};
 use candle_grpo_kernels::add;
 use candle_nn::VarBuilder;
 
-use crate::model::architecture::{BlockPlan, ChannelPlan, SublayerPlan, TokenMixerPlan};
+use crate::config::architecture::{BlockPlan, ChannelPlan, SublayerPlan, TokenMixerPlan};
 use crate::model::attention::{Attention, AttentionRecord};
 use crate::model::experts::{Experts, ExpertsRecord};
 use crate::model::gated_delta::{GatedDelta, GatedDeltaRecord};

@@ -4,8 +4,8 @@ use candle_core::{Result, Tensor, bail};
 use candle_grpo_kernels::{embedding, soft_cap};
 use candle_nn::VarBuilder;
 
+use crate::config::architecture::ChannelPlan;
 use crate::decoding::PagedDecoding;
-use crate::model::architecture::ChannelPlan;
 use crate::model::block::{Block, BlockRecord, scaled};
 use crate::model::frozen_linear::linear;
 use crate::model::input::Input;

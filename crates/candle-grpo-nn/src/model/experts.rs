@@ -5,14 +5,14 @@ use std::ops::Range;
 use candle_core::{Result, Tensor, Var, bail};
 use candle_nn::VarBuilder;
 
-use crate::model::architecture::ExpertsPlan;
+use crate::config::architecture::ExpertsPlan;
 use crate::model::block::Mixer;
 use crate::model::linear::Linear;
 use crate::model::mlp::{Mlp, MlpRecord};
 use crate::model::pass::Pass;
-use crate::model::router::Router;
 use crate::model::routes::RouterChoice;
 use crate::optim::grad_sink::GradSink;
+use crate::router::Router;
 
 /// A router sends each token to some of the experts. The result is the sum of theirs, weighted by
 /// gates (Shazeer et al. 2017, <https://arxiv.org/abs/1701.06538>).

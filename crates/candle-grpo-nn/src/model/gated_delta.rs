@@ -4,7 +4,7 @@ use candle_core::{Result, Tensor};
 use candle_grpo_kernels::{DeltaHeads, delta_gates, delta_gates_gradient, swiglu, swiglu_gradient};
 use candle_nn::VarBuilder;
 
-use crate::model::architecture::GatedDeltaPlan;
+use crate::config::architecture::GatedDeltaPlan;
 use crate::model::block::Mixer;
 use crate::model::linear::{Linear, Maps};
 use crate::model::named_weight::NamedWeight;

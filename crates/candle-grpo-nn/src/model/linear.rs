@@ -4,8 +4,8 @@ use candle_core::{DType, Result, Tensor, bail};
 use candle_grpo_kernels::{add, add_bias, add_matmul, linear_rows, matmul};
 use candle_nn::VarBuilder;
 
+use crate::config::architecture::{MapPlan, MapsPlan};
 use crate::decoding::PackedWeights;
-use crate::model::architecture::{MapPlan, MapsPlan};
 use crate::model::frozen_linear::{linear, tiles};
 use crate::model::named_weight::NamedWeight;
 use crate::optim::grad_sink::GradSink;

@@ -3,10 +3,10 @@
 use candle_core::{DType, Result};
 use candle_grpo_kernels::{PAGE, PackedWeight};
 
-use crate::decoding::pages_for;
-use crate::model::architecture::{
+use crate::config::architecture::{
     AttentionPlan, BlockPlan, ChannelPlan, GatedDeltaPlan, TokenMixerPlan, linear_maps,
 };
+use crate::decoding::pages_for;
 use crate::weights::base_weights::FrozenForm;
 use crate::{BaseWeights, DecoderConfig};
 

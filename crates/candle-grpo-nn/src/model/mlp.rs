@@ -3,7 +3,7 @@
 use candle_core::{Result, Tensor};
 use candle_nn::VarBuilder;
 
-use crate::model::architecture::{Gate, MlpPlan};
+use crate::config::architecture::{Gate, MlpPlan};
 use crate::model::block::Mixer;
 use crate::model::linear::{Linear, Maps};
 use crate::model::pass::Pass;

@@ -4,7 +4,7 @@ use candle_core::{Result, Tensor};
 use candle_grpo_kernels::{add, add_rms_norm, arithmetic_dtype, rms_norm, rms_norm_gradient};
 use candle_nn::VarBuilder;
 
-use crate::model::architecture::NormPlan;
+use crate::config::architecture::NormPlan;
 use crate::model::named_weight::NamedWeight;
 use crate::optim::grad_sink::GradSink;
 

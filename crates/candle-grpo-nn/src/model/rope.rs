@@ -3,7 +3,7 @@
 use candle_core::{DType, Device, Result, Tensor};
 use candle_grpo_kernels::{arithmetic_dtype, rope_angles};
 
-use crate::model::architecture::Rotation;
+use crate::config::architecture::Rotation;
 
 /// The rotary frequencies, computed on the host.
 #[derive(Debug, Clone)]

@@ -1,42 +1,11 @@
 //! A decoder that scores whole sequences.
 
-use candle_core::{DType, Device, Result, Tensor, bail};
+use candle_core::{DType, Device, Result, Tensor};
 use candle_nn::VarBuilder;
 
+use crate::config::SCORE;
 use crate::model::frozen_linear::linear;
-use crate::{Decoder, DecoderConfig, LanguageModel, PackedTokens};
-
-pub(crate) const SCORE: &str = "score.weight";
-
-/// The configuration of a [`SequenceClassifier`].
-#[derive(Debug, Clone, PartialEq)]
-pub struct SequenceClassifierConfig {
-    /// The decoder. Its output layer is not used.
-    pub decoder: DecoderConfig,
-    /// The number of scores of a sequence; 1 for a reward model.
-    pub num_labels: usize,
-    /// The padding token. The score of a sequence is that of its last token with another id.
-    pub pad_token_id: Option<u32>,
-}
-
-impl SequenceClassifierConfig {
-    /// The decoder without an output layer, and without the scale of the logits.
-    pub(crate) fn body(&self) -> DecoderConfig {
-        DecoderConfig {
-            tie_word_embeddings: true,
-            logits_scaling: DecoderConfig::default().logits_scaling,
-            ..self.decoder.clone()
-        }
-    }
-
-    /// The shape of `score.weight`.
-    pub(crate) fn score_shape(&self) -> Result<(usize, usize)> {
-        if self.num_labels == 0 {
-            bail!("num_labels: 0, must be at least 1");
-        }
-        Ok((self.num_labels, self.decoder.hidden_size))
-    }
-}
+use crate::{Decoder, LanguageModel, PackedTokens, SequenceClassifierConfig};
 
 /// A [`Decoder`] with a linear layer without bias in place of the output layer, such as a reward
 /// model: `LlamaForSequenceClassification` of Hugging Face transformers, and its counterpart of

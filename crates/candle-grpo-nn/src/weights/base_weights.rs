@@ -10,7 +10,7 @@ use candle_nn::var_builder::SimpleBackend;
 use serde::{Deserialize, Serialize};
 
 use crate::DecoderConfig;
-use crate::model::architecture::linear_maps;
+use crate::config::architecture::linear_maps;
 
 /// The form in memory of the linear maps in blocks of a model that trains only its adapters
 /// (QLoRA, <https://arxiv.org/abs/2305.14314>, with the blocks of GGUF files).

@@ -5,12 +5,11 @@ use std::collections::{BTreeMap, HashMap};
 use candle_core::{DType, Error, Result, Tensor, bail};
 
 use crate::DecoderConfig;
+use crate::config::architecture::{EMBEDDING, OUTPUT};
 use crate::weights::safetensors::TensorHeader;
 use crate::weights::stacks;
 use crate::weights::stored_tensor::StoredTensor;
 
-pub(crate) const EMBEDDING: &str = "model.embed_tokens.weight";
-pub(crate) const OUTPUT: &str = "lm_head.weight";
 /// The numbers of a tensor that are converted at once.
 pub(crate) const CHUNK: usize = 1 << 20;
 const ROTARY_FREQUENCIES: &str = "rotary_emb.inv_freq";

@@ -11,7 +11,7 @@ use serde_json::{Map, Value, json};
 
 use crate::DecoderConfig;
 use crate::atomic_file;
-use crate::model::families::Multimodal;
+use crate::config::families::Multimodal;
 use crate::weights::Export;
 use crate::weights::export::unsaved;
 use crate::weights::safetensors::read_folder;

@@ -6,8 +6,9 @@ use std::rc::Rc;
 
 use candle_core::{DType, Error, Result, Tensor, bail};
 
+use crate::config::architecture::{EMBEDDING, OUTPUT};
 use crate::weights::base_weights::{numbers, shape};
-use crate::weights::check::{EMBEDDING, OUTPUT, converted};
+use crate::weights::check::converted;
 use crate::weights::safetensors_writer::{self, LazyTensor};
 use crate::{DecoderConfig, Parameters};
 

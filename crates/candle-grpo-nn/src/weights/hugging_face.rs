@@ -3,8 +3,8 @@
 use candle_core::{Error, Result, bail};
 use serde_json::{Map, Value, json};
 
-use crate::model::families::absent;
-use crate::model::rope_scaling::ORIGINAL;
+use crate::config::families::absent;
+use crate::config::rope_scaling::ORIGINAL;
 use crate::{DecoderConfig, ModelType, RopeScaling, json};
 
 impl DecoderConfig {

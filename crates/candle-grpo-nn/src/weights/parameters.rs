@@ -7,7 +7,7 @@ use candle_core::{DType, Device, Error, Result, Tensor, Var, bail};
 use candle_grpo_kernels::arithmetic_dtype;
 use candle_nn::VarBuilder;
 
-use crate::model::architecture::{Initial, Parameter};
+use crate::config::architecture::{Initial, Parameter};
 use crate::weights::Export;
 use crate::weights::base_weights::{FrozenForm, builder, check_shape, shape};
 use crate::weights::check::{check_headers, check_names, reduce_to_parameters};

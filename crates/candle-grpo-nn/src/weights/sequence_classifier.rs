@@ -6,9 +6,10 @@ use std::path::Path;
 use candle_core::{DType, Device, Error, Result, Tensor, bail};
 use serde_json::{Map, Value, json};
 
-use crate::model::sequence_classifier::SCORE;
+use crate::config::SCORE;
+use crate::config::architecture::OUTPUT;
 use crate::weights::base_weights::FrozenForm;
-use crate::weights::check::{OUTPUT, check_headers};
+use crate::weights::check::check_headers;
 use crate::weights::parameters::INIT_STD;
 use crate::weights::safetensors;
 use crate::weights::stacks::Entry;

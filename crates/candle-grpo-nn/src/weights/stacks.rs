@@ -1,29 +1,12 @@
 //! Weights that files may store as one tensor.
 
 use std::collections::HashMap;
-use std::ops::Range;
 
 use candle_core::{Result, Tensor, bail};
 
 use crate::DecoderConfig;
+use crate::config::stack::Part;
 use crate::weights::safetensors::TensorHeader;
-
-/// Several parameters that a file may store as one tensor.
-#[derive(Debug)]
-pub(crate) struct Stack {
-    pub(crate) name: String,
-    /// Matrices, one for each index.
-    pub(crate) shape: [usize; 3],
-    pub(crate) parts: Vec<Part>,
-}
-
-/// A parameter in a [`Stack`]: rows of one of its matrices.
-#[derive(Debug)]
-pub(crate) struct Part {
-    pub(crate) name: String,
-    pub(crate) index: usize,
-    pub(crate) rows: Range<usize>,
-}
 
 /// A tensor, or its place in a file.
 pub(crate) trait Entry: Sized {

@@ -10,9 +10,10 @@ use std::time::SystemTime;
 use candle_core::{DType, Device, Error, Result, Tensor, bail};
 use safetensors::Dtype;
 
+use crate::config::stack::Part;
 use crate::weights::check::check_finite;
 use crate::weights::safetensors::{in_file, open_header};
-use crate::weights::stacks::{Entry, Part};
+use crate::weights::stacks::Entry;
 
 /// A tensor in a safetensors file, which stays open.
 #[derive(Debug, Clone)]

@@ -8,7 +8,7 @@ use serde_json::{Map, Value};
 use super::header::Header;
 use super::keys::{COMMON, Keys};
 use super::{GgufValue, rope};
-use crate::model::families::GgufLayout;
+use crate::config::families::GgufLayout;
 use crate::{DecoderConfig, LayerType};
 
 pub(super) const EMBEDDING: &str = "token_embd.weight";

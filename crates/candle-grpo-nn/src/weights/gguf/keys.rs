@@ -1,29 +1,12 @@
-//! The keys of metadata that state a field of the configuration.
+//! The keys of metadata in a file.
 
 use candle_core::{Result, bail};
 
 use super::GgufValue;
 use super::header::Header;
-use crate::model::families::GgufLayout;
+use crate::config::families::GgufLayout;
+use crate::config::gguf_key::{GgufField, GgufKey};
 use crate::{DecoderConfig, ModelType};
-
-/// A key, without its architecture, and the field that it states.
-#[derive(Debug)]
-pub(crate) struct GgufKey {
-    pub(super) name: &'static str,
-    pub(super) is_required: bool,
-    field: GgufField,
-}
-
-/// A field of the configuration.
-#[derive(Debug)]
-pub(crate) enum GgufField {
-    Size(fn(&mut DecoderConfig) -> &mut usize),
-    /// A size of 0 means none.
-    OptionalSize(fn(&mut DecoderConfig) -> &mut Option<usize>),
-    Number(fn(&mut DecoderConfig) -> &mut f64),
-    OptionalNumber(fn(&mut DecoderConfig) -> &mut Option<f64>),
-}
 
 use GgufField::{Number, OptionalNumber, OptionalSize, Size};
 
@@ -47,24 +30,6 @@ pub(super) const COMMON: [GgufKey; 9] = [
 ];
 
 impl GgufKey {
-    /// A key without which a file is refused.
-    pub(crate) const fn required(name: &'static str, field: GgufField) -> Self {
-        Self {
-            name,
-            is_required: true,
-            field,
-        }
-    }
-
-    /// A key whose absence leaves the field as it is.
-    pub(crate) const fn optional(name: &'static str, field: GgufField) -> Self {
-        Self {
-            name,
-            is_required: false,
-            field,
-        }
-    }
-
     /// Sets the field of `config` to the value in a file.
     pub(super) fn read(&self, keys: &Keys, config: &mut DecoderConfig) -> Result<()> {
         let key = self.name;

@@ -20,7 +20,6 @@ use crate::atomic_file::write_with;
 use crate::weights::base_weights::FrozenForm;
 use crate::{BaseWeights, DecoderConfig, Parameters};
 use header::{Header, TensorPlace};
-pub(crate) use keys::{GgufField, GgufKey};
 pub use value::GgufValue;
 
 /// A GGUF file whose header has been read: its metadata, and the places of its tensors.

@@ -5,8 +5,8 @@ use candle_core::{Result, bail};
 use candle_grpo_kernels::DeltaHeads;
 use serde_json::{Map, Value, json};
 
-use crate::model::architecture::{Architecture, AttentionPlan, GatedDeltaPlan, TokenMixerPlan};
-use crate::model::families::{
+use crate::config::architecture::{Architecture, AttentionPlan, GatedDeltaPlan, TokenMixerPlan};
+use crate::config::families::{
     Family, Multimodal, PARTIAL, absent, interval, lift_partial_rotary_factor, llama, periodic,
 };
 use crate::{DecoderConfig, LayerType};

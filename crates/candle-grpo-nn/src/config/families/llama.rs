@@ -3,8 +3,8 @@
 use serde_json::json;
 
 use crate::LayerType;
-use crate::model::architecture::Architecture;
-use crate::model::families::{Family, GgufLayout};
+use crate::config::architecture::Architecture;
+use crate::config::families::{Family, GgufLayout};
 
 pub(super) const FAMILY: Family = Family {
     name: "llama",

@@ -4,13 +4,13 @@ use candle_core::{Result, bail};
 use serde_json::{Map, Value, json};
 
 use crate::DecoderConfig;
-use crate::model::architecture::{Architecture, ChannelPlan, ExpertsPlan, MapPlan, MlpPlan};
-use crate::model::config::num_hidden_layers;
-use crate::model::families::{Family, GgufLayout, interval, qwen3, set_default};
-use crate::model::router::Router;
-use crate::weights::gguf::GgufField::Size;
-use crate::weights::gguf::GgufKey;
-use crate::weights::stacks::{Part, Stack};
+use crate::config::architecture::{Architecture, ChannelPlan, ExpertsPlan, MapPlan, MlpPlan};
+use crate::config::decoder_config::num_hidden_layers;
+use crate::config::families::{Family, GgufLayout, interval, qwen3, set_default};
+use crate::config::gguf_key::GgufField::Size;
+use crate::config::gguf_key::GgufKey;
+use crate::config::stack::{Part, Stack};
+use crate::router::Router;
 
 pub(super) const FAMILY: Family = Family {
     name: "qwen3_moe",

@@ -2,10 +2,10 @@
 //! experts.
 
 use crate::DecoderConfig;
-use crate::model::architecture::Architecture;
-use crate::model::families::{Family, GgufLayout, llama};
-use crate::weights::gguf::GgufField::Number;
-use crate::weights::gguf::GgufKey;
+use crate::config::architecture::Architecture;
+use crate::config::families::{Family, GgufLayout, llama};
+use crate::config::gguf_key::GgufField::Number;
+use crate::config::gguf_key::GgufKey;
 
 pub(super) const FAMILY: Family = Family {
     name: "granite",

@@ -3,10 +3,10 @@
 use candle_core::{Result, bail};
 use serde_json::{Map, Value, json};
 
-use crate::model::architecture::{Architecture, ChannelPlan, Gate, NormPlan};
-use crate::model::families::{Family, GgufLayout, absent, every, llama, periodic};
-use crate::weights::gguf::GgufField::{OptionalNumber, OptionalSize};
-use crate::weights::gguf::GgufKey;
+use crate::config::architecture::{Architecture, ChannelPlan, Gate, NormPlan};
+use crate::config::families::{Family, GgufLayout, absent, every, llama, periodic};
+use crate::config::gguf_key::GgufField::{OptionalNumber, OptionalSize};
+use crate::config::gguf_key::GgufKey;
 use crate::{DecoderConfig, LayerType};
 
 pub(super) const FAMILY: Family = Family {

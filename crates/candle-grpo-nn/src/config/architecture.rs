@@ -5,9 +5,13 @@ use std::collections::BTreeMap;
 use candle_core::{Result, Shape, Tensor};
 use candle_grpo_kernels::{DeltaHeads, Scores, geglu, geglu_gradient, swiglu, swiglu_gradient};
 
-use crate::model::router::Router;
-use crate::weights::check::{EMBEDDING, OUTPUT};
+use crate::router::Router;
 use crate::{DecoderConfig, RopeScaling};
+
+/// The name of the embedding.
+pub(crate) const EMBEDDING: &str = "model.embed_tokens.weight";
+/// The name of the output layer.
+pub(crate) const OUTPUT: &str = "lm_head.weight";
 
 /// The parts of a decoder. Each family describes its decoders with one.
 #[derive(Debug, Clone)]

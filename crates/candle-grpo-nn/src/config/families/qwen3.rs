@@ -3,8 +3,8 @@
 use serde_json::json;
 
 use crate::DecoderConfig;
-use crate::model::architecture::{Architecture, AttentionPlan};
-use crate::model::families::{Family, GgufLayout, absent, llama};
+use crate::config::architecture::{Architecture, AttentionPlan};
+use crate::config::families::{Family, GgufLayout, absent, llama};
 
 pub(super) const FAMILY: Family = Family {
     name: "qwen3",

@@ -3,8 +3,8 @@
 use serde_json::json;
 
 use crate::DecoderConfig;
-use crate::model::architecture::{Architecture, NormPlan};
-use crate::model::families::{Family, GgufLayout, llama};
+use crate::config::architecture::{Architecture, NormPlan};
+use crate::config::families::{Family, GgufLayout, llama};
 
 pub(super) const FAMILY: Family = Family {
     name: "olmo2",

@@ -7,10 +7,10 @@ use candle_grpo_core::validate::{self, Name, check};
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 
+use crate::config::architecture::{Architecture, BlockPlan, ChannelPlan, Parameter};
+use crate::config::families::ModelType;
+use crate::config::rope_scaling::RopeScaling;
 use crate::json;
-use crate::model::architecture::{Architecture, BlockPlan, ChannelPlan, Parameter};
-use crate::model::families::ModelType;
-use crate::model::rope_scaling::RopeScaling;
 
 /// Upper bound of `num_hidden_layers`. Parameter names are listed block by block before a weight is
 /// read, so that a file cannot ask for a longer list.
@@ -167,7 +167,7 @@ fn is_one(x: &f64) -> bool {
     *x == 1.0
 }
 
-/// The fields that every family has. [`Family::keys`](crate::model::families::Family) lists others.
+/// The fields that every family has. [`Family::keys`](crate::config::families::Family) lists others.
 const COMMON: [&str; 13] = [
     "model_type",
     "vocab_size",

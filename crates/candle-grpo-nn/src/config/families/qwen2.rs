@@ -3,8 +3,8 @@
 use serde_json::json;
 
 use crate::DecoderConfig;
-use crate::model::architecture::Architecture;
-use crate::model::families::{Family, GgufLayout, llama};
+use crate::config::architecture::Architecture;
+use crate::config::families::{Family, GgufLayout, llama};
 
 pub(super) const FAMILY: Family = Family {
     name: "qwen2",

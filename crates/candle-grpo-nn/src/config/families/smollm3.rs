@@ -4,8 +4,8 @@ use candle_core::Result;
 use serde_json::{Map, Value, json};
 
 use crate::DecoderConfig;
-use crate::model::architecture::Architecture;
-use crate::model::families::{
+use crate::config::architecture::Architecture;
+use crate::config::families::{
     Family, GgufLayout, absent, every, interval, llama, periodic, set_default_rope_theta,
 };
 

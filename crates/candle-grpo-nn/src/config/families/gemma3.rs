@@ -3,12 +3,12 @@
 use candle_core::{Result, bail};
 use serde_json::{Map, Value, json};
 
-use crate::model::architecture::{Architecture, AttentionPlan, Rotation};
-use crate::model::families::{
+use crate::config::architecture::{Architecture, AttentionPlan, Rotation};
+use crate::config::families::{
     Family, GgufLayout, gemma2, interval, llama, set_default, set_default_rope_theta,
 };
-use crate::weights::gguf::GgufField::OptionalNumber;
-use crate::weights::gguf::GgufKey;
+use crate::config::gguf_key::GgufField::OptionalNumber;
+use crate::config::gguf_key::GgufKey;
 use crate::{DecoderConfig, LayerType, RopeScaling};
 
 pub(super) const FAMILY: Family = Family {

@@ -3,11 +3,11 @@
 use candle_core::Result;
 use serde_json::{Map, Value, json};
 
-use crate::model::architecture::{Architecture, ChannelPlan};
-use crate::model::families::{Family, GgufLayout, PARTIAL, lift_partial_rotary_factor, llama};
-use crate::model::rope_scaling::ORIGINAL;
-use crate::weights::gguf::GgufField::OptionalSize;
-use crate::weights::gguf::GgufKey;
+use crate::config::architecture::{Architecture, ChannelPlan};
+use crate::config::families::{Family, GgufLayout, PARTIAL, lift_partial_rotary_factor, llama};
+use crate::config::gguf_key::GgufField::OptionalSize;
+use crate::config::gguf_key::GgufKey;
+use crate::config::rope_scaling::ORIGINAL;
 use crate::{DecoderConfig, RopeScaling};
 
 pub(super) const FAMILY: Family = Family {

@@ -19,10 +19,10 @@ use candle_core::{Result, bail};
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value, json};
 
-use crate::model::architecture::Architecture;
-use crate::model::config::num_hidden_layers;
-use crate::weights::gguf::GgufKey;
-use crate::weights::stacks::Stack;
+use crate::config::architecture::Architecture;
+use crate::config::decoder_config::num_hidden_layers;
+use crate::config::gguf_key::GgufKey;
+use crate::config::stack::Stack;
 use crate::{DecoderConfig, LayerType};
 
 /// The properties of a family. Most start from those of Llama.
