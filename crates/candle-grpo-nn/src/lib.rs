@@ -58,16 +58,16 @@
 //! ```
 
 pub mod adapters;
-pub mod atomic_file;
 mod compute_dtype;
 mod config;
 pub mod decoding;
-pub mod json;
 pub mod model;
 pub mod optim;
 pub mod packing;
 mod router;
 pub mod weights;
+
+pub use candle_grpo_base::{atomic_file, json};
 
 pub use adapters::{Lora, LoraConfig};
 pub use compute_dtype::ComputeDType;

@@ -29,42 +29,32 @@
 //! | [`progress`] | observation and cancellation of a step |
 
 mod canonical_json;
-mod clock;
-mod column;
 pub mod data;
 pub mod environment;
 mod excerpt;
 mod folder_lock;
-#[cfg(any(feature = "engines", feature = "hub"))]
-mod http;
-pub mod hub;
-mod invalid;
 pub mod learn;
 pub mod model;
 mod one_or_more;
 mod owned_files;
 mod program;
-pub mod progress;
 mod random;
 pub mod rewards;
 pub mod rollout;
 pub mod run;
-mod server_url;
 pub mod sft;
 pub mod statistics;
-#[cfg(feature = "engines")]
-mod workers;
 
+pub use candle_grpo_base::secrets::hide_from_programs;
+pub use candle_grpo_base::{Interrupted, Progress, find_invalid, progress};
+pub use candle_grpo_hub as hub;
 pub use candle_grpo_kernels::{cuda_device, cuda_device_count, cuda_is_enabled, default_device};
 pub use data::{Dataset, DatasetConfig, Prompt};
-pub use invalid::find_invalid;
 pub use learn::{
     Actor, ActorConfig, ComputeDType, Critic, CriticConfig, NotFinite, StepMetrics, TokenBatch,
     TrainConfig, Trainer, TrainingBatch,
 };
 pub use model::{ChatTemplate, Pretrained};
-pub use program::hide_from_programs;
-pub use progress::{Interrupted, Progress};
 pub use rewards::{RewardConfig, RewardFunction, Sample, WeightedRewards};
 pub use rollout::{Completion, FinishReason, Generator, Rollout, Sampler, SamplingConfig};
 pub use run::{RunDir, evaluate};

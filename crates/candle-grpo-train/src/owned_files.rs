@@ -4,7 +4,7 @@ use std::fs;
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result, bail};
-use candle_grpo_nn::atomic_file::leftover_of;
+use candle_grpo_base::atomic_file::leftover_of;
 
 use crate::folder_lock::LOCK;
 use crate::model::pretrained::CONFIG;

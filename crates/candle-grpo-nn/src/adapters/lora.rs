@@ -10,7 +10,6 @@ use candle_nn::VarBuilder;
 use serde::{Deserialize, Serialize};
 
 use crate::adapters::peft::{ADAPTER_CONFIG, ADAPTER_MODEL, PREFIX, PeftConfig};
-use crate::atomic_file;
 use crate::config::architecture::linear_maps;
 use crate::model::linear::{LORA_A, LORA_B, LORA_SCALING};
 use crate::weights::base_weights::builder;
@@ -19,6 +18,7 @@ use crate::weights::compute_copies::value_in;
 use crate::weights::safetensors_writer::{self, LazyTensor};
 use crate::weights::standard_normal::StandardNormal;
 use crate::{ComputeCopies, DecoderConfig, Export, Parameters};
+use candle_grpo_base::atomic_file;
 
 /// The options of low-rank adapters.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]

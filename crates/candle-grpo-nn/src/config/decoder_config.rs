@@ -10,7 +10,7 @@ use serde_json::{Map, Value};
 use crate::config::architecture::{Architecture, BlockPlan, ChannelPlan, Parameter};
 use crate::config::families::ModelType;
 use crate::config::rope_scaling::RopeScaling;
-use crate::json;
+use candle_grpo_base::json;
 
 /// Upper bound of `num_hidden_layers`. Parameter names are listed block by block before a weight is
 /// read, so that a file cannot ask for a longer list.

@@ -10,13 +10,13 @@ use candle_core::{Error, Result, bail};
 use serde_json::{Map, Value, json};
 
 use crate::DecoderConfig;
-use crate::atomic_file;
 use crate::config::families::Multimodal;
 use crate::weights::Export;
 use crate::weights::export::unsaved;
 use crate::weights::safetensors::read_folder;
 use crate::weights::safetensors_writer::{self, LazyTensor};
 use crate::weights::stored_tensor::StoredTensor;
+use candle_grpo_base::atomic_file;
 
 const CONFIG: &str = "config.json";
 const TEXT_CONFIG: &str = "text_config";

@@ -5,7 +5,8 @@ use serde_json::{Map, Value, json};
 
 use crate::config::families::absent;
 use crate::config::rope_scaling::ORIGINAL;
-use crate::{DecoderConfig, ModelType, RopeScaling, json};
+use crate::{DecoderConfig, ModelType, RopeScaling};
+use candle_grpo_base::json;
 
 impl DecoderConfig {
     /// Reads the `config.json` of a Hugging Face model.

@@ -11,7 +11,7 @@ use candle_core::{DType, Error, Result, bail};
 use safetensors::Dtype;
 use serde::Deserialize;
 
-use crate::json;
+use candle_grpo_base::json;
 
 const MODEL: &str = "model.safetensors";
 const INDEX: &str = "model.safetensors.index.json";

@@ -9,8 +9,8 @@ use candle_core::{DType, Device, Tensor};
 use safetensors::tensor::{Metadata, TensorInfo};
 use safetensors::{Dtype, View};
 
-use crate::atomic_file::write_with;
 use crate::weights::check::{CHUNK, converted};
+use candle_grpo_base::atomic_file::write_with;
 
 /// The header of a file is padded to a multiple of this number of bytes.
 const ALIGNMENT: usize = 8;

@@ -15,7 +15,8 @@ use crate::weights::safetensors;
 use crate::weights::stacks::Entry;
 use crate::weights::standard_normal::StandardNormal;
 use crate::weights::stored_tensor::StoredTensor;
-use crate::{BaseWeights, DecoderConfig, Parameters, SequenceClassifierConfig, json};
+use crate::{BaseWeights, DecoderConfig, Parameters, SequenceClassifierConfig};
+use candle_grpo_base::json;
 
 /// The number of labels of a configuration without `id2label`, as in transformers.
 const DEFAULT_LABELS: usize = 2;

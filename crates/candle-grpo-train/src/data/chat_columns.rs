@@ -4,8 +4,8 @@ use anyhow::{Context, Result, bail};
 use serde_json::{Map, Value};
 
 use super::rows::kind;
-use crate::column::find;
 use crate::model::Chat;
+use candle_grpo_base::column::find;
 
 /// The usual name of the column with schemas of tools.
 pub const TOOLS: &str = "tools";

@@ -14,12 +14,12 @@ use super::MixedOrder;
 use super::question::{Asking, Question};
 use super::rows::Row;
 use super::sources::Sources;
-use super::template::Template;
 use crate::canonical_json::canonical_json;
-use crate::invalid::within;
 use crate::learn::curriculum;
 use crate::model::Chat;
 use crate::one_or_more::one_or_more;
+use candle_grpo_base::Template;
+use candle_grpo_base::within;
 
 /// The data section of a configuration: files, and how their rows become prompts.
 #[derive(Debug, Clone, PartialEq, Default, Serialize, Deserialize)]

@@ -6,7 +6,7 @@ use std::io::ErrorKind;
 use std::path::Path;
 
 use anyhow::{Context, Error, Result, anyhow};
-use candle_grpo_nn::atomic_file;
+use candle_grpo_base::atomic_file;
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Deserializer};
 use serde_json::error::Category;

@@ -14,9 +14,9 @@ pub(crate) mod question;
 pub(crate) mod rows;
 mod shuffle;
 pub(crate) mod sources;
-mod template;
 mod unique_keys;
 
+pub use candle_grpo_base::Template;
 pub use dataset::{Dataset, DatasetConfig};
 pub use json_lines::{read_json, read_json_lines};
 pub use mixed_order::MixedOrder;
@@ -25,4 +25,3 @@ pub(crate) use prompt::plain_tokens;
 pub use question::Question;
 pub use rows::{Row, read_first_rows, read_rows};
 pub use shuffle::ShuffledOrder;
-pub use template::Template;

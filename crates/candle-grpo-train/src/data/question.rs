@@ -7,7 +7,7 @@ use candle_grpo_core::Invalid;
 use serde_json::{Value, json};
 
 use super::rows::{Row, kind};
-use super::template::Template;
+use candle_grpo_base::Template;
 
 /// The question of a row: a text that the model continues, or a conversation that it answers.
 #[derive(Debug, Clone, PartialEq)]

@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use anyhow::{Context, Result, anyhow, bail, ensure};
-use candle_grpo_nn::json;
+use candle_grpo_base::json;
 use serde_json::Value;
 
 use super::csv_rows;

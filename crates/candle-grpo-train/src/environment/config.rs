@@ -11,7 +11,7 @@ use super::{
     ProgramEnvironments, ToolsConfig,
 };
 use crate::Pretrained;
-use crate::invalid::within;
+use candle_grpo_base::within;
 
 /// The environment of a configuration file: `kind`, the options of that kind, and `limits`.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]

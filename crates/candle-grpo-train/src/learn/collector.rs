@@ -19,11 +19,11 @@ use super::recipe_inputs::RecipeInputs;
 use super::scored_rollouts::ScoredRollouts;
 use crate::data::MixedOrder;
 use crate::environment::Environments;
-use crate::progress::Phase;
 use crate::rewards::score_rollouts;
 use crate::rollout::PolicyWeights;
 use crate::rollout::decode::decode_answers;
 use crate::{Generator, Progress, Prompt, RewardFunction, Sampler, SamplingConfig, TrainConfig};
+use candle_grpo_base::progress::Phase;
 
 /// Collects the completions of steps, on any thread. A clone shares generator, prompts and reward.
 #[derive(Clone)]

@@ -4,7 +4,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, PoisonError, RwLock};
 
 use crate::Progress;
-use crate::progress::{NoProgress, Phase};
+use candle_grpo_base::progress::{NoProgress, Phase};
 
 /// Passes progress to a receiver that can be replaced, and can cancel by itself.
 pub(super) struct CollectorProgress {

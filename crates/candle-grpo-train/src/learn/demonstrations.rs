@@ -10,7 +10,7 @@ use serde_json::{Map, Value};
 
 use super::{Example, LikelihoodSums};
 use crate::data::MixedOrder;
-use crate::invalid::within;
+use candle_grpo_base::within;
 
 /// Demonstrations in the updates of the policy (CHORD, <https://arxiv.org/abs/2508.11408>; ms-swift's
 /// `chord_*`). The loss of an update is `(1 - coef) * policy_loss + coef * sft_loss`. The second

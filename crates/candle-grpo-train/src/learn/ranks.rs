@@ -9,8 +9,8 @@ use candle_grpo_collective::{Alone, Collective};
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 
-use crate::progress::NeverCanceled;
 use crate::{Interrupted, Progress};
+use candle_grpo_base::progress::NeverCanceled;
 
 /// All ranks of a run. A clone shares them.
 ///

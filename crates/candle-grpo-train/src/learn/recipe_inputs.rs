@@ -6,7 +6,7 @@ use candle_grpo_core::validate::check;
 use candle_grpo_core::{Baseline, GroupAdvantage, NormLevel, SingletonGroup, TokenAdvantage};
 use candle_grpo_loss::Recipe;
 
-use crate::invalid::within;
+use candle_grpo_base::within;
 
 /// The inputs that the advantages and the loss of a recipe need.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]

@@ -10,9 +10,9 @@ use serde::{Deserialize, Serialize};
 use super::micro_batches::MicroBatchSize;
 use super::recipe_inputs::{RecipeInputs, ensure_consistent, keeps_components};
 use super::{DemonstrationConfig, LearningRateSchedule, ReferenceRefresh, TurnAdvantage};
-use crate::invalid::within;
 use crate::rollout::{Engine, RolloutConfig, WeightSync};
 use crate::{ActorConfig, CriticConfig, SamplingConfig};
+use candle_grpo_base::within;
 
 /// The source of the old log-probs, the denominator of the ratio of an update.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]

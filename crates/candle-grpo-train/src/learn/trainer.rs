@@ -30,8 +30,6 @@ use super::step_batch::{Preparation, PreparedStep, StepBatch, single};
 use super::{Example, LikelihoodSums, StepStats, Teacher, count_prompt_tokens};
 use crate::data::MixedOrder;
 use crate::environment::{Environments, ensure_some_worked};
-use crate::invalid::within;
-use crate::progress::{NoProgress, Phase};
 use crate::rollout::{LocalGenerator, PolicyWeights};
 use crate::run::rollout_log::StepRollouts;
 use crate::run::{RolloutLogConfig, RolloutRecord, RunInputs, TrainerState};
@@ -39,6 +37,8 @@ use crate::{
     Actor, Critic, Generator, Pretrained, Progress, Prompt, RewardFunction, Rollout, Sampler,
     SamplingConfig, StepMetrics, TrainConfig, TrainingBatch,
 };
+use candle_grpo_base::progress::{NoProgress, Phase};
+use candle_grpo_base::within;
 
 /// Trains a policy with rewards. A step samples completions, scores them, computes advantages and
 /// updates the policy.

@@ -10,7 +10,7 @@ use serde::{Deserialize, Serialize};
 
 use super::scored_rollouts::ScoredRollouts;
 use crate::environment::Episode;
-use crate::invalid::within;
+use candle_grpo_base::within;
 
 /// An estimator whose samples are turns, in place of the advantage of the recipe. All tokens of a
 /// turn have its advantage.

@@ -4,7 +4,7 @@ use std::fs;
 use std::path::Path;
 
 use anyhow::{Context, Result, anyhow, bail};
-use candle_grpo_nn::json;
+use candle_grpo_base::json;
 use serde_json::{Map, Value};
 use tokenizers::Tokenizer;
 

@@ -1,7 +1,7 @@
 //! Tokenizers from the text of a `tokenizer.json`.
 
 use anyhow::{Context, Result, anyhow, ensure};
-use candle_grpo_nn::json::{message, message_with_place};
+use candle_grpo_base::json::{message, message_with_place};
 use serde_json::Value;
 use tokenizers::Tokenizer;
 use tokenizers::normalizers::Precompiled;

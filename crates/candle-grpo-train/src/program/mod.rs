@@ -5,7 +5,6 @@ mod group;
 mod imports;
 mod pool;
 mod process;
-mod secrets;
 mod sink;
 
 use std::fmt;
@@ -14,14 +13,12 @@ use std::process::{Child, Command, Stdio};
 use std::time::Duration;
 
 use anyhow::{Context, Result, anyhow, bail};
+use candle_grpo_base::secrets;
 use candle_grpo_core::validate::{Checked, check};
 
 pub(crate) use group::ProcessGroup;
 pub(crate) use pool::ProgramPool;
 pub(crate) use process::{Answer, Failure, Process, Unusable, quoted};
-#[cfg(feature = "hub")]
-pub(crate) use secrets::HUB_TOKENS;
-pub use secrets::hide_from_programs;
 pub(crate) use sink::Sink;
 
 /// The attempts after which a program that has never answered is an error.
@@ -84,7 +81,7 @@ impl Program {
             .stdin(Stdio::piped())
             .stdout(Stdio::piped())
             .stderr(Stdio::piped());
-        for variable in secrets::variables() {
+        for variable in secrets::hidden_variables() {
             command.env_remove(variable);
         }
         if let Some(folder) = &self.folder {

@@ -14,8 +14,8 @@ use anyhow::{Context, Result, anyhow, bail};
 use serde_json::{Map, Value};
 
 use super::{Program, group::ProcessGroup};
-use crate::clock::running_time;
 use crate::{Interrupted, Progress};
+use candle_grpo_base::clock::running_time;
 
 /// The time that an ending program has to exit, and a pipe to close.
 const QUIET: Duration = Duration::from_millis(20);

@@ -9,7 +9,7 @@ use std::time::Duration;
 use anyhow::Result;
 
 use super::{Program, group::ProcessGroup};
-use crate::clock::running_time;
+use candle_grpo_base::clock::running_time;
 
 /// The number of lines that wait for the program.
 const QUEUE: usize = 1 << 10;

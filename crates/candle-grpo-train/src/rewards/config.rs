@@ -14,7 +14,7 @@ use super::{
     NumericReward, ProgramConfig, ProgramReward, RegexReward, RepetitionReward, RewardFunction,
     RewardModel, RewardModelConfig, TagsReward, WeightedRewards,
 };
-use crate::invalid::within;
+use candle_grpo_base::within;
 
 /// The key of the reward that another one scales.
 const CORRECT: &str = "correct";

@@ -9,8 +9,8 @@ use super::answer::AnswerPlace;
 use super::right_or_wrong::right_or_wrong;
 use super::score::Score;
 use super::votes::votes;
-use crate::column::column;
 use crate::{RewardFunction, Sample};
+use candle_grpo_base::column::column;
 
 /// 1 if the answer of the completion equals the text of a column of its row, 0 otherwise. Runs of
 /// white space equal one space; white space at the ends is ignored.

@@ -8,7 +8,7 @@ use serde_json::Value;
 
 use super::answer::AnswerPlace;
 use super::{RewardFunction, Sample, Score};
-use crate::column::column;
+use candle_grpo_base::column::column;
 
 /// The F1 score of the words of the answer and of a column of its row, as in SQuAD
 /// (<https://arxiv.org/abs/1606.05250>): the harmonic mean of precision and recall. Case,

@@ -1,14 +1,14 @@
 //! Comparison of JSON.
 
 use anyhow::{Result, bail};
-use candle_grpo_nn::json;
+use candle_grpo_base::json;
 use serde::{Deserialize, Serialize};
 use serde_json::{Number, Value};
 
 use super::right_or_wrong::right_or_wrong;
 use super::score::Score;
-use crate::column::column;
 use crate::{RewardFunction, Sample};
+use candle_grpo_base::column::column;
 
 /// 1 if the completion is a JSON object, or equals the value of a column of its row; 0 otherwise.
 ///

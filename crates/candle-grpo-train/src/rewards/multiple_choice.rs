@@ -13,7 +13,7 @@ use super::pattern::compile;
 use super::right_or_wrong::right_or_wrong;
 use super::votes::votes;
 use super::{RewardFunction, Sample, Score, Votes};
-use crate::column::column;
+use candle_grpo_base::column::column;
 
 /// 1 if the answer of the completion is the letter of the right choice, 0 otherwise.
 ///

@@ -11,8 +11,8 @@ use super::number::{FoundNumber, numbers};
 use super::right_or_wrong::right_or_wrong;
 use super::score::Score;
 use super::votes::votes;
-use crate::column::column;
 use crate::{RewardFunction, Sample};
+use candle_grpo_base::column::column;
 
 /// 1 if the number of the completion equals that of a column of its row, 0 otherwise.
 ///

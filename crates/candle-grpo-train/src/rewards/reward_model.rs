@@ -17,8 +17,8 @@ use super::{RewardFunction, Sample, Score};
 use crate::model::pretrained::{CONFIG, ensure_tokens_fit, read_chat_template, read_tokenizer};
 use crate::model::special_tokens::read_object;
 use crate::model::{Chat, SpecialTokens};
-use crate::progress::NoProgress;
 use crate::{ChatTemplate, Interrupted, Progress};
+use candle_grpo_base::progress::NoProgress;
 
 /// The options of [`RewardModel`].
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]

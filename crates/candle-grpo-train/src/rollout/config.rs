@@ -7,7 +7,7 @@ use candle_grpo_core::validate::{Name, at_least_one, check, positive};
 use serde::{Deserialize, Serialize};
 
 use crate::one_or_more::one_or_more;
-use crate::server_url::check_server_url;
+use candle_grpo_base::check_server_url;
 use candle_grpo_nn::ComputeDType;
 
 /// The engine that draws completions.

@@ -14,8 +14,8 @@ use super::local::LocalGenerator;
 use super::{Completion, Rollout, SamplingConfig};
 use crate::environment::Environments;
 use crate::learn::ranks::Ranks;
-use crate::progress::NoProgress;
 use crate::{Progress, Prompt};
+use candle_grpo_base::progress::NoProgress;
 
 /// Draws completions of prompts from a [`Generator`], with one configuration.
 ///

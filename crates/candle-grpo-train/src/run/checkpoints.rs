@@ -4,7 +4,7 @@ use std::fs;
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result};
-use candle_grpo_nn::atomic_file;
+use candle_grpo_base::atomic_file;
 
 use super::checksums::{check_checksums, write_checksums};
 use crate::owned_files::Owned;

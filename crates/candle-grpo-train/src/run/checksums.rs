@@ -7,6 +7,7 @@ use std::path::Path;
 
 use anyhow::{Context, Result, bail, ensure};
 use candle_core::DType;
+use candle_grpo_base::checksum::hex;
 use candle_grpo_nn::{Parameters, atomic_file};
 use rayon::iter::{IntoParallelIterator, ParallelIterator};
 use sha2::{Digest, Sha256};
@@ -103,11 +104,6 @@ pub(crate) fn sha256_of_parameters(parameters: &Parameters) -> Result<String> {
         }
     }
     Ok(hex(&hash.finalize()))
-}
-
-/// Bytes as hexadecimal digits.
-pub(crate) fn hex(bytes: &[u8]) -> String {
-    bytes.iter().map(|b| format!("{b:02x}")).collect()
 }
 
 #[cfg(test)]

@@ -7,7 +7,7 @@ use std::io::Write;
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result, bail, ensure};
-use candle_grpo_nn::atomic_file::{self, is_leftover, remove_leftovers};
+use candle_grpo_base::atomic_file::{self, is_leftover, remove_leftovers};
 use serde::{Deserialize, Serialize};
 
 use super::checksums::check_checksums;

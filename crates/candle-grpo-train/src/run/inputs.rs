@@ -9,10 +9,11 @@ use serde::{Deserialize, Serialize};
 use serde_json::Value;
 use sha2::{Digest, Sha256};
 
-use super::checksums::{hex, sha256_of_file, sha256_of_parameters};
+use super::checksums::{sha256_of_file, sha256_of_parameters};
 use crate::canonical_json::canonical_json;
-use crate::hub::HubName;
 use crate::{ChatTemplate, Pretrained, Prompt};
+use candle_grpo_base::checksum::hex;
+use candle_grpo_hub::HubName;
 
 /// The SHA-256 digests of everything that a run reads: its model, its prompts, and the programs,
 /// scripts and models of its rewards.

@@ -8,8 +8,8 @@ use candle_grpo_nn::{AdamWConfig, BaseWeights, ComputeDType, LoraConfig};
 use serde::{Deserialize, Serialize};
 
 use crate::ActorConfig;
-use crate::invalid::within;
 use crate::learn::LearningRateSchedule;
+use candle_grpo_base::within;
 
 /// The settings of supervised training.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]

@@ -8,7 +8,6 @@ use super::assistant_turns::Answered;
 use super::{SftDataConfig, TrainOn, Truncation};
 use crate::ChatTemplate;
 use crate::Pretrained;
-use crate::column::column;
 use crate::data::chat_columns::{tools, variables};
 use crate::data::dataset::template;
 use crate::data::question::{Asking, message, text_messages};
@@ -16,6 +15,7 @@ use crate::data::rows::kind;
 use crate::data::{Question, Row, Template, plain_tokens};
 use crate::learn::Example;
 use crate::model::EncodedChat;
+use candle_grpo_base::column::column;
 
 /// The length of rows without `max_length`.
 const MAX_LENGTH: usize = 1024;

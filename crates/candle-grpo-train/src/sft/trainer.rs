@@ -11,13 +11,13 @@ use candle_grpo_nn::{ComputeDType, DecoderConfig, Parameters};
 
 use super::{SftConfig, SftMetrics, SftSeconds};
 use crate::data::MixedOrder;
-use crate::invalid::within;
 use crate::learn::example_passes::{ExamplePasses, sum_over_ranks};
 use crate::learn::models::{Models, ensure_not_canceled, new_actor};
 use crate::learn::{Example, LearningRateSchedule, LikelihoodSums, Ranks};
-use crate::progress::{NoProgress, Phase};
 use crate::run::{RunInputs, TrainerState};
 use crate::{Actor, Pretrained, Progress};
+use candle_grpo_base::progress::{NoProgress, Phase};
+use candle_grpo_base::within;
 
 /// Trains a policy on examples: a step maximizes the weighted mean likelihood of the tokens of a
 /// batch of rows.

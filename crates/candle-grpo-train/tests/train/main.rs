@@ -20,8 +20,6 @@ mod engines;
 mod environment;
 mod excluded;
 mod generator;
-#[cfg(feature = "hub")]
-mod hub;
 #[cfg(feature = "engines")]
 mod judge;
 mod pretrained;

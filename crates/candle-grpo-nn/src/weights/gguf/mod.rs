@@ -16,9 +16,9 @@ use std::path::{Path, PathBuf};
 use candle_core::quantized::{GgmlDType, QTensor, gguf_file};
 use candle_core::{DType, Device, Error, Result, bail};
 
-use crate::atomic_file::write_with;
 use crate::weights::base_weights::FrozenForm;
 use crate::{BaseWeights, DecoderConfig, Parameters};
+use candle_grpo_base::atomic_file::write_with;
 use header::{Header, TensorPlace};
 pub use value::GgufValue;
 

@@ -4,7 +4,7 @@ use anyhow::{Context, Result, bail, ensure};
 use serde_json::{Map, Value};
 
 use super::statements::Statements;
-use crate::column::{column, find};
+use candle_grpo_base::column::{column, find};
 
 /// A test of a program.
 #[derive(Debug, Clone, PartialEq)]

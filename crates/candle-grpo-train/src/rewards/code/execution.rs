@@ -10,9 +10,9 @@ use std::time::Duration;
 use anyhow::{Context, Result, anyhow, bail};
 
 use super::sandbox::Sandbox;
-use crate::clock::running_time;
 use crate::program::ProcessGroup;
 use crate::{Interrupted, Progress};
+use candle_grpo_base::clock::running_time;
 
 /// The longest time from the start of the sandbox to that of the program, on a machine that is
 /// busy.

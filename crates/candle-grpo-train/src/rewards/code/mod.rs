@@ -29,10 +29,10 @@ use self::python::{DRIVER, Interpreter, driver_input};
 use self::sandbox::{Probed, Sandbox, real_path};
 use super::weighted::in_parallel;
 use super::{AnswerPlace, Score};
-use crate::invalid::within;
 use crate::program::Program;
-use crate::progress::NoProgress;
 use crate::{Progress, RewardFunction, Sample};
+use candle_grpo_base::progress::NoProgress;
+use candle_grpo_base::within;
 
 pub use self::limits::CodeLimits;
 

@@ -11,7 +11,7 @@ use super::CodeLimits;
 use super::cgroup::Cgroups;
 use super::execution::{End, Job};
 use super::system_calls::Filter;
-use crate::progress::NoProgress;
+use candle_grpo_base::progress::NoProgress;
 
 const ISOLATE: &str = include_str!("isolate.sh");
 const LIMITS: &str = include_str!("limits.sh");

@@ -8,7 +8,7 @@ use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 
 use super::{RewardFunction, Sample, Score};
-use crate::column::column;
+use candle_grpo_base::column::column;
 
 /// The instructions of IFEval (<https://arxiv.org/abs/2311.07911>) that a completion follows: the
 /// share of them, or 1 if it follows all.

@@ -4,8 +4,8 @@ use std::fmt;
 
 use serde_json::Value;
 
-use crate::http::RequestFailure;
 use crate::rewards::ScoreFailure;
+use candle_grpo_hub::http::RequestFailure;
 
 /// The longest answer in bytes.
 pub(super) const MAX_ANSWER: u64 = 8 << 20;

@@ -7,12 +7,12 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Mutex, PoisonError};
 
 use anyhow::{Context, Result};
-use candle_grpo_nn::atomic_file;
+use candle_grpo_base::atomic_file;
 use serde::{Deserialize, Serialize};
 use sha2::{Digest, Sha256};
 
 use super::answer::MAX_ANSWER;
-use crate::run::checksums::hex;
+use candle_grpo_base::checksum::hex;
 
 /// Replies by the SHA-256 sum of their request, a file for each in `KE/KEY.json`.
 pub(super) struct ReplyCache {

@@ -10,10 +10,10 @@ use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 
 use super::score::{JudgeScore, ScoreReader};
-use crate::data::Template;
-use crate::invalid::within;
 use crate::rewards::OnFailure;
-use crate::server_url::check_server_url;
+use candle_grpo_base::Template;
+use candle_grpo_base::check_server_url;
+use candle_grpo_base::within;
 
 /// The placeholders of a prompt that are not columns.
 pub(super) const PROMPT: &str = "prompt";
@@ -254,7 +254,7 @@ impl JudgeConfig {
     pub fn check_files(&self) -> Result<()> {
         #[cfg(feature = "engines")]
         if let Some(variable) = &self.api_key_env {
-            crate::http::api_key(variable)?;
+            candle_grpo_hub::http::api_key(variable)?;
         }
         if let Some(folder) = &self.cache {
             let valid = folder.is_dir() || !folder.exists();

@@ -3,7 +3,7 @@
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 
-use crate::workers::POLL;
+use candle_grpo_base::workers::POLL;
 
 /// Counts the requests of all threads.
 pub(super) struct RequestLimits {

@@ -13,13 +13,15 @@ use super::cache::{ReplyCache, key};
 use super::config::{BudgetExhausted, COMPLETION, JudgeConfig, OnBudget, PROMPT};
 use super::limits::{Admission, RequestLimits};
 use super::score::ScoreReader;
-use crate::data::Template;
-use crate::http::{JsonClient, Limits, MAX_PAUSE, RequestFailure, api_key, backoff, pause};
 use crate::program::quoted;
-use crate::progress::NoProgress;
 use crate::rewards::{RewardRequests, Score, ScoreFailure, Scores};
-use crate::workers::Workers;
 use crate::{Interrupted, Progress, RewardFunction, Sample};
+use candle_grpo_base::Template;
+use candle_grpo_base::progress::NoProgress;
+use candle_grpo_base::workers::Workers;
+use candle_grpo_hub::http::{
+    JsonClient, Limits, MAX_PAUSE, RequestFailure, api_key, backoff, pause,
+};
 
 /// The score that a language model gives, behind any server with the chat completions API of
 /// OpenAI.

@@ -25,8 +25,8 @@ use super::answer::AnswerPlace;
 use super::right_or_wrong::right_or_wrong;
 use super::score::Score;
 use super::votes::votes;
-use crate::column::column;
 use crate::{RewardFunction, Sample};
+use candle_grpo_base::column::column;
 
 /// The largest number of decimal places that are compared.
 const MAX_DECIMALS: u32 = 30;

@@ -14,8 +14,8 @@ use self::worker::{Shared, Worker};
 use super::weighted::in_parallel;
 use super::{OnFailure, Score};
 use crate::program::{Program, check_limits};
-use crate::progress::NoProgress;
 use crate::{Progress, RewardFunction, Sample};
+use candle_grpo_base::progress::NoProgress;
 
 /// The options of [`ProgramReward`].
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]

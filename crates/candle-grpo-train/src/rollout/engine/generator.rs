@@ -17,14 +17,14 @@ use super::servers::{Lease, Servers};
 use super::sglang::Sglang;
 use super::vllm::Vllm;
 use super::weights::{EngineWeights, WeightFolder, WeightFormat};
-use crate::http::api_key;
 use crate::rollout::stop_strings::StopStrings;
 use crate::rollout::{
     CompletionSeed, Deliver, Engine, GenerationBatch, Generator, PolicyWeights, RolloutConfig,
     WeightSync,
 };
-use crate::workers::{POLL, Workers};
 use crate::{Completion, FinishReason, Interrupted, Progress, SamplingConfig};
+use candle_grpo_base::workers::{POLL, Workers};
+use candle_grpo_hub::http::api_key;
 
 /// Draws completions from servers of vLLM, SGLang, or with the API of OpenAI.
 ///

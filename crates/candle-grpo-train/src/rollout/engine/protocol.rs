@@ -4,13 +4,13 @@ use std::fmt;
 use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
-use candle_grpo_nn::json;
+use candle_grpo_base::json;
 use serde_json::Value;
 
 use super::weights::EngineWeights;
 use crate::SamplingConfig;
 use crate::excerpt::excerpt;
-use crate::http::{JsonClient, Limits, RequestFailure};
+use candle_grpo_hub::http::{JsonClient, Limits, RequestFailure};
 
 /// The longest answer in bytes that does not depend on the length of a sequence.
 const MAX_ANSWER: u64 = 1 << 24;

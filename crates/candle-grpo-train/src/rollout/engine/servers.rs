@@ -12,9 +12,9 @@ use super::probe::Distribution;
 use super::protocol::{Failure, Protocol, Server};
 use super::weights::{EngineWeights, WeightFormat};
 use crate::Progress;
-use crate::http::{JsonClient, backoff, pause};
 use crate::rollout::RolloutConfig;
-use crate::workers::POLL;
+use candle_grpo_base::workers::POLL;
+use candle_grpo_hub::http::{JsonClient, backoff, pause};
 
 /// The longest wait for the answer of a server that is asked whether it is ready.
 const HEALTH_TIMEOUT: Duration = Duration::from_secs(20);

@@ -10,12 +10,12 @@ use candle_grpo_core::validate::check;
 use super::generator::protocol_of;
 use super::protocol::{Failure, Protocol, ScoreRequest, Scored};
 use super::servers::{Lease, Servers};
-use crate::http::api_key;
 use crate::learn::response_forward::read_by_sequence;
 use crate::learn::{Teacher, TeacherDistributions};
 use crate::rollout::RolloutConfig;
-use crate::workers::Workers;
 use crate::{Interrupted, Progress, TokenBatch};
+use candle_grpo_base::workers::Workers;
+use candle_grpo_hub::http::api_key;
 
 /// A teacher on servers of vLLM or SGLang, which compute the log-probs of given tokens. They must
 /// have the tokens of the policy.

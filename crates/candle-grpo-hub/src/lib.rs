@@ -1,26 +1,28 @@
-//! Models and data sets of the Hugging Face hub.
+//! Models and data sets of the Hugging Face hub, and the requests of all HTTP clients.
 //!
-//! [`HubName`] is a name such as `Qwen/Qwen2.5-0.5B-Instruct@main`. With the feature `hub`,
+//! [`HubName`] is a name such as `Qwen/Qwen2.5-0.5B-Instruct@main`. With the feature `client`,
 //! `Hub::locate` returns where its files are in the cache, and downloads those that are missing.
 
-#[cfg(feature = "hub")]
+#[cfg(feature = "client")]
 mod cache;
-#[cfg(feature = "hub")]
+#[cfg(feature = "client")]
 mod client;
-#[cfg(feature = "hub")]
+#[cfg(feature = "client")]
 mod download;
-#[cfg(feature = "hub")]
+#[cfg(feature = "client")]
 mod environment;
-#[cfg(feature = "hub")]
+#[cfg(feature = "client")]
 mod files;
-#[cfg(feature = "hub")]
+#[cfg(feature = "client")]
+pub mod http;
+#[cfg(feature = "client")]
 mod locate;
 mod name;
 
 use std::fmt;
 use std::path::PathBuf;
 
-#[cfg(feature = "hub")]
+#[cfg(feature = "client")]
 pub use locate::Hub;
 pub use name::{HubKind, HubName};
 
@@ -69,3 +71,8 @@ impl fmt::Display for TransferError {
 }
 
 impl std::error::Error for TransferError {}
+
+/// Runs the code of the README as a documentation test.
+#[cfg(all(doctest, feature = "client"))]
+#[doc = include_str!("../README.md")]
+struct Readme;

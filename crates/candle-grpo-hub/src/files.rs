@@ -4,7 +4,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
 
 use anyhow::{Context, Result, anyhow, bail, ensure};
-use candle_grpo_nn::json;
+use candle_grpo_base::json;
 use serde::Deserialize;
 
 use super::name::is_file;

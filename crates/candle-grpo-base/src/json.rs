@@ -84,8 +84,12 @@ pub fn kind(expected: &str) -> &str {
     }
 }
 
-/// Reads a value as a `T`. An error names the key and its value.
-pub(crate) fn typed<T: DeserializeOwned>(value: &Value) -> Result<T> {
+/// Reads a value as a `T`.
+///
+/// # Errors
+///
+/// If it is not one. The error names the key and its value.
+pub fn typed<T: DeserializeOwned>(value: &Value) -> Result<T> {
     serde_path_to_error::deserialize(value).map_err(|error| {
         let path = error.path().to_string();
         let message = message(error.inner());

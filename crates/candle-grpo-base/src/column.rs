@@ -6,7 +6,7 @@ use serde_json::Value;
 /// Returns the column `name`, or the value that its path leads to: `reward_model.ground_truth` is
 /// the key `ground_truth` of the object in the column `reward_model`, and `choices.0` the first
 /// entry of the list in the column `choices`. A column with the whole name comes first.
-pub(crate) fn find<'a>(columns: &'a Value, name: &str) -> Option<&'a Value> {
+pub fn find<'a>(columns: &'a Value, name: &str) -> Option<&'a Value> {
     let at_path = || {
         name.split('.').try_fold(columns, |value, key| match value {
             Value::Array(entries) => entries.get(key.parse::<usize>().ok()?),
@@ -17,7 +17,7 @@ pub(crate) fn find<'a>(columns: &'a Value, name: &str) -> Option<&'a Value> {
 }
 
 /// Returns a column as [`find`] does. The error lists the columns of the row.
-pub(crate) fn column<'a>(columns: &'a Value, name: &str) -> Result<&'a Value> {
+pub fn column<'a>(columns: &'a Value, name: &str) -> Result<&'a Value> {
     if let Some(value) = find(columns, name) {
         return Ok(value);
     }

@@ -10,8 +10,8 @@ use ureq::{Agent, Body};
 
 use super::name::{HubKind, HubName};
 use super::{Hub, TransferError};
-use crate::Progress;
 use crate::http::{MAX_PAUSE, backoff, is_transient, pause, retry_after};
+use candle_grpo_base::Progress;
 
 /// The limit of a connection, and of each read from it.
 const LIMIT: Duration = Duration::from_secs(10);

@@ -79,7 +79,7 @@ impl HubName {
     }
 
     /// The name of a file in the cache of the hub: `[datasets/]ORG/NAME/FILE`.
-    pub(crate) fn of_cached(path: &Path) -> Option<String> {
+    pub fn of_cached(path: &Path) -> Option<String> {
         let parts = path.components().filter_map(|part| match part {
             Component::Normal(part) => part.to_str(),
             _ => None,

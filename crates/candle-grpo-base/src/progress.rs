@@ -30,7 +30,7 @@ pub enum Phase {
 /// ```
 /// use std::time::Instant;
 ///
-/// use candle_grpo_train::Progress;
+/// use candle_grpo_base::Progress;
 ///
 /// /// Cancels at a point in time.
 /// struct Until(Instant);
@@ -72,7 +72,7 @@ pub struct NoProgress;
 impl Progress for NoProgress {}
 
 /// Passes progress on and never cancels.
-pub(crate) struct NeverCanceled(pub(crate) Arc<dyn Progress>);
+pub struct NeverCanceled(pub Arc<dyn Progress>);
 
 impl Progress for NeverCanceled {
     fn begin(&self, phase: Phase, units: usize) {
@@ -87,7 +87,7 @@ impl Progress for NeverCanceled {
 /// The error of an operation that [`Progress::is_canceled`] canceled.
 ///
 /// ```
-/// use candle_grpo_train::Interrupted;
+/// use candle_grpo_base::Interrupted;
 ///
 /// let error = anyhow::Error::new(Interrupted).context("step 3");
 /// assert!(error.is::<Interrupted>());

@@ -11,7 +11,7 @@ use ureq::http::header::CONTENT_RANGE;
 use super::TransferError;
 use super::cache::Part;
 use super::client::{Answer, Client, Failure, Method, TRIES};
-use crate::run::checksums::hex;
+use candle_grpo_base::checksum::hex;
 
 const BUFFER: usize = 1 << 18;
 

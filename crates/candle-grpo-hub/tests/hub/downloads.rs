@@ -8,10 +8,10 @@ use std::sync::{Arc, Mutex};
 use std::thread;
 use std::time::Duration;
 
+use candle_grpo_base::Interrupted;
+use candle_grpo_base::progress::{NoProgress, Phase, Progress};
+use candle_grpo_hub::{Hub, HubContent, HubName, Located, TransferError};
 use candle_grpo_test_support::{ClosedPort, FakeHub, HubRepository, Reply, Request};
-use candle_grpo_train::Interrupted;
-use candle_grpo_train::hub::{Hub, HubContent, HubName, Located, TransferError};
-use candle_grpo_train::progress::{NoProgress, Phase, Progress};
 use rstest::rstest;
 use serde_json::json;
 

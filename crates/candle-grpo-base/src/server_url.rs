@@ -3,7 +3,7 @@
 use candle_grpo_core::validate::{Checked, check};
 
 /// Checks that the option `field` is the URL of a server.
-pub(crate) fn check_server_url(field: &str, url: &str) -> Checked {
+pub fn check_server_url(field: &str, url: &str) -> Checked {
     let known = ["http://", "https://"].iter().any(|scheme| {
         let host = url.strip_prefix(scheme);
         host.is_some_and(|host| !host.is_empty() && !host.starts_with('/'))

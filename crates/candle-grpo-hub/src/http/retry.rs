@@ -8,18 +8,18 @@ use jiff::fmt::rfc2822;
 use ureq::http::header::{HeaderMap, RETRY_AFTER};
 
 /// The longest pause before a repetition, also if a server asks for a longer one.
-pub(crate) const MAX_PAUSE: Duration = Duration::from_secs(60);
+pub const MAX_PAUSE: Duration = Duration::from_secs(60);
 /// The time in which a pause notices that it is canceled.
 const TICK: Duration = Duration::from_millis(20);
 
 /// Returns whether the same request may succeed later.
-pub(crate) fn is_transient(status: u16) -> bool {
+pub fn is_transient(status: u16) -> bool {
     matches!(status, 408 | 425 | 429) || (500..600).contains(&status)
 }
 
 /// The pause that a server asks for with `Retry-After`: seconds, or a date
 /// ([RFC 9110](https://www.rfc-editor.org/rfc/rfc9110#field.retry-after)).
-pub(crate) fn retry_after(headers: &HeaderMap) -> Option<Duration> {
+pub fn retry_after(headers: &HeaderMap) -> Option<Duration> {
     until(headers.get(RETRY_AFTER)?.to_str().ok()?, Timestamp::now())
 }
 
@@ -32,13 +32,13 @@ fn until(value: &str, now: Timestamp) -> Option<Duration> {
 }
 
 /// The pause after `failures` failures in a row, at least one. It doubles with each.
-pub(crate) fn backoff(first: Duration, failures: usize, max: Duration) -> Duration {
+pub fn backoff(first: Duration, failures: usize, max: Duration) -> Duration {
     let doublings = failures.saturating_sub(1).min(20);
     first.saturating_mul(1 << doublings).min(max)
 }
 
 /// Blocks for `duration`. Returns false if it is canceled before.
-pub(crate) fn pause(duration: Duration, is_canceled: impl Fn() -> bool) -> bool {
+pub fn pause(duration: Duration, is_canceled: impl Fn() -> bool) -> bool {
     let end = Instant::now() + duration;
     while let Some(rest) = end.checked_duration_since(Instant::now()) {
         if is_canceled() {

@@ -4,7 +4,7 @@ use std::collections::BTreeSet;
 use std::sync::{Mutex, PoisonError};
 
 /// The variables with the token of Hugging Face.
-pub(crate) const HUB_TOKENS: [&str; 2] = ["HF_TOKEN", "HUGGING_FACE_HUB_TOKEN"];
+pub const HUB_TOKENS: [&str; 2] = ["HF_TOKEN", "HUGGING_FACE_HUB_TOKEN"];
 
 static HIDDEN: Mutex<BTreeSet<String>> = Mutex::new(BTreeSet::new());
 
@@ -21,8 +21,8 @@ pub fn hide_from_programs(variable: &str) {
     }
 }
 
-/// The variables that programs do not inherit.
-pub(super) fn variables() -> Vec<String> {
+/// Returns the variables that programs do not inherit.
+pub fn hidden_variables() -> Vec<String> {
     let hidden = HIDDEN.lock().unwrap_or_else(PoisonError::into_inner);
     let always = HUB_TOKENS.into_iter().map(str::to_owned);
     always.chain(hidden.iter().cloned()).collect()

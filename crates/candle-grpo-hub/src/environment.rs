@@ -10,7 +10,7 @@ use std::time::Duration;
 use anyhow::{Context, Result, bail, ensure};
 
 use super::Hub;
-use crate::program::HUB_TOKENS;
+use candle_grpo_base::secrets::HUB_TOKENS;
 
 const ENDPOINT: &str = "https://huggingface.co";
 const FIRST_PAUSE: Duration = Duration::from_secs(1);

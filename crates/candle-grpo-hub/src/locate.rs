@@ -10,8 +10,8 @@ use super::download::{Remote, describe};
 use super::files::{INDEX, ModelFiles, indexed};
 use super::name::{HubKind, HubName};
 use super::{HubContent, Located, MissingFile, TransferError};
-use crate::progress::Phase;
-use crate::{Interrupted, Progress};
+use candle_grpo_base::progress::Phase;
+use candle_grpo_base::{Interrupted, Progress};
 
 const MAIN: &str = "main";
 /// Files in a message.

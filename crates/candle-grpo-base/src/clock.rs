@@ -16,7 +16,7 @@ const STILL: Duration = Duration::from_secs(1);
 /// Deadlines of programs and servers use it. On the clock of the machine, all of them would have
 /// passed when the process continues, although the answers may be there.
 #[derive(Debug)]
-pub(crate) struct Clock(Mutex<Reading>);
+struct Clock(Mutex<Reading>);
 
 #[derive(Debug)]
 struct Reading {
@@ -41,7 +41,7 @@ impl Clock {
 }
 
 /// Returns the time in which this process has run since the first call.
-pub(crate) fn running_time() -> Duration {
+pub fn running_time() -> Duration {
     static CLOCK: LazyLock<Clock> = LazyLock::new(|| {
         // The thread ends with the process.
         thread::spawn(|| {
@@ -56,15 +56,14 @@ pub(crate) fn running_time() -> Duration {
 }
 
 /// A moment on two clocks: that of the machine and that of the process. For requests.
-#[cfg(any(feature = "engines", feature = "hub"))]
-pub(crate) struct Beginning {
+pub struct Beginning {
     at: Instant,
     time: Duration,
 }
 
-#[cfg(any(feature = "engines", feature = "hub"))]
 impl Beginning {
-    pub(crate) fn now() -> Self {
+    /// Returns the present moment.
+    pub fn now() -> Self {
         Self {
             at: Instant::now(),
             time: running_time(),
@@ -72,7 +71,7 @@ impl Beginning {
     }
 
     /// Returns true if this process stood still since then.
-    pub(crate) fn stood_still(&self) -> bool {
+    pub fn stood_still(&self) -> bool {
         let ran = running_time().saturating_sub(self.time);
         self.at.elapsed() > ran + STILL / 2
     }

@@ -4,7 +4,7 @@ use anyhow::Error;
 use candle_grpo_core::Invalid;
 
 /// Returns the error of an option of `section`, with the path from the section around it.
-pub(crate) fn within(section: &str, error: Error) -> Error {
+pub fn within(section: &str, error: Error) -> Error {
     match find_invalid(&error) {
         Some(invalid) => invalid.clone().within(section).into(),
         None => error.context(section.to_owned()),

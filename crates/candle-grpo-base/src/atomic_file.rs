@@ -17,7 +17,7 @@ use std::path::{Path, PathBuf};
 /// file is in place, but may not survive a loss of power.
 ///
 /// ```
-/// use candle_grpo_nn::atomic_file;
+/// use candle_grpo_base::atomic_file;
 ///
 /// # fn main() -> std::io::Result<()> {
 /// let folder = tempfile::tempdir()?;
@@ -32,7 +32,11 @@ pub fn write(path: &Path, bytes: &[u8]) -> Result<()> {
 }
 
 /// Calls `write` with a temporary path, and moves the file that it writes there to `path`.
-pub(crate) fn write_with(path: &Path, write: impl FnOnce(&Path) -> Result<()>) -> Result<()> {
+///
+/// # Errors
+///
+/// As in [`write`](write()).
+pub fn write_with(path: &Path, write: impl FnOnce(&Path) -> Result<()>) -> Result<()> {
     let temporary = beside(path, "tmp")?;
     let written = (|| {
         write(&temporary)?;
@@ -81,6 +85,10 @@ pub fn write_folder<E: From<Error>>(
 }
 
 /// Removes the folder at `path` atomically: it is renamed before its contents are removed.
+///
+/// # Errors
+///
+/// If the folder is absent or cannot be removed.
 pub fn remove_folder(path: &Path) -> Result<()> {
     let old = beside(path, "old")?;
     remove(&old)?;
@@ -90,6 +98,10 @@ pub fn remove_folder(path: &Path) -> Result<()> {
 
 /// Removes from `folder` the temporary files and folders of a program that was killed while it
 /// wrote there, and no others.
+///
+/// # Errors
+///
+/// If the folder cannot be read, or an entry cannot be removed.
 pub fn remove_leftovers(folder: &Path) -> Result<()> {
     for entry in fs::read_dir(folder)? {
         let entry = entry?;

@@ -10,7 +10,7 @@ use crate::column::find;
 /// object in a column, or for the entry of a list, as in `{choices.0}`; `{{` and `}}` are braces.
 ///
 /// ```
-/// use candle_grpo_train::data::Template;
+/// use candle_grpo_base::Template;
 /// use serde_json::json;
 ///
 /// let template = Template::new("What is {a} + {b}?")?;
@@ -42,7 +42,7 @@ impl Template {
     }
 
     /// Parses the template that is the option `field`.
-    pub(crate) fn parse(field: &str, text: &str) -> Result<Self> {
+    pub fn parse(field: &str, text: &str) -> Result<Self> {
         let wrong = |must: &str| Err(Invalid::new(field, format_args!("{text:?}"), must).into());
         let mut parts = Vec::new();
         let mut plain = String::new();
@@ -82,7 +82,7 @@ impl Template {
     }
 
     /// Returns whether the text has a placeholder for a column.
-    pub(crate) fn has_column(&self, name: &str) -> bool {
+    pub fn has_column(&self, name: &str) -> bool {
         let is_column = |part: &Part| matches!(part, Part::Column(column) if column == name);
         self.parts.iter().any(is_column)
     }
@@ -98,7 +98,7 @@ impl Template {
 
     /// Fills in `texts` by their names, and for other names the columns of a row. Braces in what is
     /// filled in are text.
-    pub(crate) fn fill_with(&self, texts: &[(&str, &str)], columns: &Value) -> Result<String> {
+    pub fn fill_with(&self, texts: &[(&str, &str)], columns: &Value) -> Result<String> {
         let mut filled = String::new();
         for part in &self.parts {
             match part {

@@ -10,11 +10,11 @@ use std::time::Duration;
 use anyhow::{Context, Result, bail};
 
 /// The interval at which a waiting thread checks whether it is canceled.
-pub(crate) const POLL: Duration = Duration::from_millis(20);
+pub const POLL: Duration = Duration::from_millis(20);
 
 /// Threads that take jobs in their order. Dropping the value asks them to stop and does not wait:
 /// a thread may be in a request.
-pub(crate) struct Workers<T> {
+pub struct Workers<T> {
     name: &'static str,
     stop: Arc<AtomicBool>,
     results: Receiver<Result<T>>,
@@ -27,7 +27,7 @@ impl<T: Send + 'static> Workers<T> {
     /// # Errors
     ///
     /// If a thread cannot be started.
-    pub(crate) fn start<J: Send + 'static>(
+    pub fn start<J: Send + 'static>(
         name: &'static str,
         threads: usize,
         jobs: impl IntoIterator<Item = J>,
@@ -79,7 +79,7 @@ impl<T: Send + 'static> Workers<T> {
     /// # Errors
     ///
     /// The error of a job; or if no thread is left.
-    pub(crate) fn next(&self) -> Result<Option<T>> {
+    pub fn next(&self) -> Result<Option<T>> {
         match self.results.recv_timeout(POLL) {
             Ok(result) => result.map(Some),
             Err(RecvTimeoutError::Timeout) => Ok(None),

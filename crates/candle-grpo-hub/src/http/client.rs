@@ -11,8 +11,8 @@ use ureq::Agent;
 use ureq::http::Response;
 
 use super::retry::{is_transient, retry_after};
-use crate::clock::Beginning;
-use crate::hide_from_programs;
+use candle_grpo_base::clock::Beginning;
+use candle_grpo_base::secrets::hide_from_programs;
 
 /// The longest message of an error in characters.
 const MAX_MESSAGE: usize = 300;
@@ -20,29 +20,30 @@ const MAX_MESSAGE: usize = 300;
 const SECRET: usize = 8;
 
 /// A client of servers.
-pub(crate) struct JsonClient {
+pub struct JsonClient {
     agent: Agent,
     api_key: Option<String>,
 }
 
 /// The limits of an answer.
 #[derive(Debug, Clone, Copy)]
-pub(crate) struct Limits {
+pub struct Limits {
     /// The longest time from the begin of a request to the end of its answer.
-    pub(crate) time: Duration,
+    pub time: Duration,
     /// The greatest size of the body.
-    pub(crate) bytes: u64,
+    pub bytes: u64,
 }
 
 /// The failure of a request.
 #[derive(Debug)]
-pub(crate) enum RequestFailure {
+pub enum RequestFailure {
     /// There was no whole answer within this time.
     Timeout(Duration),
     /// There was no whole answer for another reason.
     Connection(String),
     /// The status was not 2xx.
     Status {
+        /// The status.
         status: u16,
         /// The message in the body.
         message: String,
@@ -53,7 +54,7 @@ pub(crate) enum RequestFailure {
 
 impl RequestFailure {
     /// Returns whether the same request may succeed later.
-    pub(crate) fn is_transient(&self) -> bool {
+    pub fn is_transient(&self) -> bool {
         match self {
             Self::Timeout(_) | Self::Connection(_) => true,
             Self::Status { status, .. } => is_transient(*status),
@@ -79,7 +80,7 @@ impl fmt::Display for RequestFailure {
 ///
 /// If the variable is not set, or its value cannot be the part of a header. The value is not in the
 /// message.
-pub(crate) fn api_key(variable: &str) -> Result<String> {
+pub fn api_key(variable: &str) -> Result<String> {
     hide_from_programs(variable);
     let must = "be the name of an environment variable that is set";
     let key = env::var(variable).ok().filter(|key| !key.is_empty());
@@ -94,7 +95,7 @@ pub(crate) fn api_key(variable: &str) -> Result<String> {
 impl JsonClient {
     /// Creates a client that sends `api_key` with each request. With `uses_proxy`, requests go
     /// through the proxy that the environment names.
-    pub(crate) fn new(api_key: Option<String>, uses_proxy: bool) -> Self {
+    pub fn new(api_key: Option<String>, uses_proxy: bool) -> Self {
         let config = Agent::config_builder()
             .http_status_as_error(false)
             .max_redirects(0)
@@ -113,7 +114,7 @@ impl JsonClient {
 
     /// Sends a request, a POST if it has a body of JSON, and returns the body of its answer. If the
     /// time was over because this process stood still, the request is sent again.
-    pub(crate) fn send(
+    pub fn send(
         &self,
         url: &str,
         body: Option<String>,
@@ -171,7 +172,7 @@ impl JsonClient {
     }
 
     /// The text without the key.
-    pub(crate) fn redact(&self, text: &str) -> String {
+    pub fn redact(&self, text: &str) -> String {
         match &self.api_key {
             Some(key) if key.len() >= SECRET => text.replace(key.as_str(), "***"),
             _ => text.to_owned(),

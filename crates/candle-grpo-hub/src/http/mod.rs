@@ -1,0 +1,7 @@
+//! The parts that all clients of HTTP servers share.
+
+mod client;
+mod retry;
+
+pub use client::{JsonClient, Limits, RequestFailure, api_key};
+pub use retry::{MAX_PAUSE, backoff, is_transient, pause, retry_after};

@@ -1,0 +1,5 @@
+//! Tests of downloads and the cache.
+
+#![cfg(feature = "client")]
+
+mod downloads;
