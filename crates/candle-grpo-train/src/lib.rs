@@ -37,7 +37,6 @@ pub mod learn;
 pub mod model;
 mod one_or_more;
 mod owned_files;
-mod program;
 mod random;
 pub mod rewards;
 pub mod rollout;

@@ -3,22 +3,28 @@
 //!
 //! | module | contents |
 //! | --- | --- |
+//! | [`base`] | what the libraries share: atomic files, progress and cancellation |
 //! | [`collective`] | operations between the processes of a job |
 //! | [`core`] | advantages from rewards and groups |
+//! | [`hub`] | models and data sets of the Hugging Face hub |
 //! | [`kernels`] | fused operators with backward passes |
 //! | [`loss`] | per-token log-probs and policy losses |
 //! | [`nn`] | a trainable decoder, the optimizer, gradient accumulation and clipping |
+//! | [`rewards`] | reward functions |
 //! | [`train`] | data, sampler, rewards, trainer, run directory |
 //! | [`config`] | a run from a file of YAML or TOML |
 //! | [`run`] | training, evaluation, checkpoints and resumption of a run |
 //! | [`suite`] | evaluation suites and paired comparisons |
 //! | [`report`] | one page about runs |
 
+pub use candle_grpo_base as base;
 pub use candle_grpo_collective as collective;
 pub use candle_grpo_core as core;
+pub use candle_grpo_hub as hub;
 pub use candle_grpo_kernels as kernels;
 pub use candle_grpo_loss as loss;
 pub use candle_grpo_nn as nn;
+pub use candle_grpo_rewards as rewards;
 pub use candle_grpo_train as train;
 
 pub mod config;

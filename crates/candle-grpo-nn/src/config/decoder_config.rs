@@ -167,7 +167,8 @@ fn is_one(x: &f64) -> bool {
     *x == 1.0
 }
 
-/// The fields that every family has. [`Family::keys`](crate::config::families::Family) lists others.
+/// The fields that every family has. [`Family::keys`](crate::config::families::Family) lists
+/// others.
 const COMMON: [&str; 13] = [
     "model_type",
     "vocab_size",

@@ -10,8 +10,8 @@ use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value, json};
 
 use super::{Append, Environment, EnvironmentFactory, EpisodeStart, Observation, Step, Turn};
-use crate::program::{Answer, Program, ProgramPool, Unusable, check_limits, quoted};
 use crate::{Interrupted, Progress};
+use candle_grpo_rewards::program::{Answer, Program, ProgramPool, Unusable, check_limits, quoted};
 
 /// The options of [`ProgramEnvironments`].
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]

@@ -11,10 +11,10 @@ use super::environments::ensure_tokens;
 use super::episode::OWN_METRICS;
 use super::{Environment, Environments, Episode, EpisodeEnd, EpisodeStart, EpisodeTurn, Turn};
 use crate::canonical_json::canonical_json;
-use crate::program::Unusable;
 use crate::rollout::{CompletionSeed, PromptRequest};
 use crate::{Completion, FinishReason, Interrupted, Progress, Prompt, Rollout};
 use candle_grpo_base::clock::running_time;
+use candle_grpo_rewards::program::Unusable;
 
 /// The arguments of [`Trajectory::start`].
 pub(super) struct TrajectoryStart<'a> {

@@ -1,60 +1,38 @@
-//! Reward functions: the trait, weighted sums, the functions of the configuration, and their
-//! options.
+//! Reward functions of `candle-grpo-rewards`, reward models, and the scores of rollouts.
 
-mod answer;
-mod code;
-mod config;
-mod ensemble;
-mod exact;
-mod f1;
-mod format;
-mod function;
-mod instructions;
-mod json;
-mod judge;
-mod math;
-mod multiple_choice;
-mod number;
-mod numeric;
-mod pattern;
-mod penalty;
-mod program;
-mod requests;
 mod reward_model;
-mod right_or_wrong;
 mod rollouts;
-mod scaled_by_length;
-mod score;
-mod scores;
-mod votes;
-mod weighted;
 
-pub use answer::AnswerPlace;
-pub use code::{CodeConfig, CodeLimits, CodeReward};
-pub use config::{
-    CosineOptions, EnsembleOptions, RegexOptions, RelativeLengthOptions, RewardConfig, RewardKind,
-    TagsOptions,
+#[cfg(feature = "judge")]
+pub use candle_grpo_rewards::JudgeReward;
+#[cfg(feature = "math")]
+pub use candle_grpo_rewards::MathReward;
+pub use candle_grpo_rewards::{
+    AnswerPlace, BudgetExhausted, EnsembleReward, ExactReward, F1Reward, JsonReward, JudgeConfig,
+    JudgeScore, LengthReward, LengthScale, LengthScaledReward, MultipleChoiceReward, NumericReward,
+    OnBudget, OnFailure, ProgramConfig, ProgramReward, RegexOptions, RegexReward, RepetitionReward,
+    RewardFaults, RewardFunction, RewardRequests, Sample, Score, ScoreFailure, ScoreReader, Scores,
+    TagsOptions, TagsReward, Votes, WeightedRewards,
 };
-pub use ensemble::EnsembleReward;
-pub use exact::ExactReward;
-pub use f1::F1Reward;
-pub use format::{RegexReward, TagsReward};
-pub use function::{RewardFunction, Sample, Votes};
-pub use instructions::{Instruction, InstructionsReward};
-pub use json::JsonReward;
-#[cfg(feature = "engines")]
-pub use judge::JudgeReward;
-pub use judge::{BudgetExhausted, JudgeConfig, JudgeScore, OnBudget, ScoreReader};
-pub use math::MathReward;
-pub use multiple_choice::MultipleChoiceReward;
-pub use numeric::NumericReward;
-pub use penalty::{LengthReward, RepetitionReward};
-pub use program::{ProgramConfig, ProgramReward};
-pub use requests::RewardRequests;
+#[cfg(feature = "code")]
+pub use candle_grpo_rewards::{CodeConfig, CodeLimits, CodeReward};
+#[cfg(feature = "instructions")]
+pub use candle_grpo_rewards::{Instruction, InstructionsReward};
 pub use reward_model::{RewardModel, RewardModelConfig};
-pub use scaled_by_length::{LengthScale, LengthScaledReward};
-pub use score::{OnFailure, Score, ScoreFailure};
-pub use scores::{RewardFaults, Scores};
-pub use weighted::WeightedRewards;
 
 pub(crate) use rollouts::{RolloutScores, score_rollouts};
+
+/// One term of the reward in a configuration file, which may be a [`RewardModel`].
+pub type RewardConfig = candle_grpo_rewards::RewardConfig<RewardModelConfig>;
+
+/// The reward functions that a configuration can name.
+pub type RewardKind = candle_grpo_rewards::RewardKind<RewardModelConfig>;
+
+/// The options of [`LengthScaledReward`] with [`LengthScale::Cosine`].
+pub type CosineOptions = candle_grpo_rewards::CosineOptions<RewardModelConfig>;
+
+/// The options of [`LengthScaledReward`] with [`LengthScale::Relative`].
+pub type RelativeLengthOptions = candle_grpo_rewards::RelativeLengthOptions<RewardModelConfig>;
+
+/// The options of [`EnsembleReward`].
+pub type EnsembleOptions = candle_grpo_rewards::EnsembleOptions<RewardModelConfig>;

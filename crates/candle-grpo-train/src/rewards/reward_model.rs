@@ -19,6 +19,7 @@ use crate::model::special_tokens::read_object;
 use crate::model::{Chat, SpecialTokens};
 use crate::{ChatTemplate, Interrupted, Progress};
 use candle_grpo_base::progress::NoProgress;
+use candle_grpo_rewards::RewardModelOptions;
 
 /// The options of [`RewardModel`].
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
@@ -58,24 +59,6 @@ impl RewardModelConfig {
         }
     }
 
-    pub(super) fn validate(&self) -> Result<()> {
-        validate::at_least_one("max_length", self.max_length.unwrap_or(1))?;
-        Ok(validate::at_least_one("batch_tokens", self.batch_tokens)?)
-    }
-
-    /// Checks the files of the model without reading the weights.
-    pub(super) fn check_files(&self) -> Result<()> {
-        let check = || -> Result<()> {
-            let (config, _) = self.read_config()?;
-            config.check_folder(&self.path)?;
-            let tokenizer = read_tokenizer(&self.path)?;
-            ensure_tokens_fit(&tokenizer, config.decoder.vocab_size)?;
-            read_chat_template(&self.path)?;
-            Ok(())
-        };
-        check().map_err(|error| self.of_path(&error))
-    }
-
     /// The error of an option, or else of the files at the path.
     fn of_path(&self, error: &Error) -> Error {
         let of_files = || {
@@ -85,19 +68,6 @@ impl RewardModelConfig {
         // An invalid option in a file is a cause of another type.
         let of_option = error.downcast_ref::<Invalid>().cloned();
         of_option.unwrap_or_else(of_files).into()
-    }
-
-    /// The files that decide scores.
-    pub(super) fn files(&self) -> Vec<PathBuf> {
-        let is_read = |path: &Path| {
-            let kind = path.extension().and_then(|kind| kind.to_str());
-            path.is_file() && matches!(kind, Some("json" | "safetensors" | "jinja"))
-        };
-        let entries = fs::read_dir(&self.path).into_iter().flatten().flatten();
-        let mut files: Vec<PathBuf> = entries.map(|entry| entry.path()).collect();
-        files.retain(|path| is_read(path));
-        files.sort();
-        files
     }
 
     /// The configuration of the model, and the index of its score.
@@ -122,6 +92,47 @@ impl RewardModelConfig {
             }
             label => Ok((config, label.unwrap_or(0))),
         }
+    }
+}
+
+impl RewardModelOptions for RewardModelConfig {
+    fn validate(&self) -> Result<()> {
+        validate::at_least_one("max_length", self.max_length.unwrap_or(1))?;
+        Ok(validate::at_least_one("batch_tokens", self.batch_tokens)?)
+    }
+
+    /// Checks the files of the model without reading the weights.
+    fn check_files(&self) -> Result<()> {
+        let check = || -> Result<()> {
+            let (config, _) = self.read_config()?;
+            config.check_folder(&self.path)?;
+            let tokenizer = read_tokenizer(&self.path)?;
+            ensure_tokens_fit(&tokenizer, config.decoder.vocab_size)?;
+            read_chat_template(&self.path)?;
+            Ok(())
+        };
+        check().map_err(|error| self.of_path(&error))
+    }
+
+    /// The files that decide scores.
+    fn files(&self) -> Vec<PathBuf> {
+        let is_read = |path: &Path| {
+            let kind = path.extension().and_then(|kind| kind.to_str());
+            path.is_file() && matches!(kind, Some("json" | "safetensors" | "jinja"))
+        };
+        let entries = fs::read_dir(&self.path).into_iter().flatten().flatten();
+        let mut files: Vec<PathBuf> = entries.map(|entry| entry.path()).collect();
+        files.retain(|path| is_read(path));
+        files.sort();
+        files
+    }
+
+    fn path_mut(&mut self) -> &mut PathBuf {
+        &mut self.path
+    }
+
+    fn load(&self, device: &Device) -> Result<Box<dyn RewardFunction>> {
+        Ok(Box::new(RewardModel::load(self.clone(), device)?))
     }
 }
 

@@ -5,10 +5,10 @@ use std::sync::Once;
 
 use anyhow::{Context, Result, ensure};
 
-use super::weighted::total;
 use super::{RewardFunction, Sample, Score, Scores};
 use crate::environment::Episode;
 use crate::{Prompt, Rollout};
+use candle_grpo_rewards::total;
 
 /// The rewards of some rollouts.
 pub(crate) struct RolloutScores {

@@ -5,19 +5,9 @@ use std::borrow::Cow;
 use anyhow::{Result, ensure};
 use serde::{Deserialize, Serialize};
 
-use crate::environment::Episode;
+use candle_grpo_rewards::FinishReason;
 
-/// The reason why a completion ended.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "snake_case")]
-pub enum FinishReason {
-    /// The policy drew a stop token.
-    StopToken,
-    /// The text of the completion contains a stop string.
-    StopString,
-    /// The completion has the maximum length.
-    Length,
-}
+use crate::environment::Episode;
 
 /// The tokens that a [`Generator`](crate::Generator) drew after one prompt. All vectors but
 /// [`experts`](Self::experts) have one entry per token.

@@ -11,7 +11,8 @@ mod sampler;
 pub(crate) mod sampling_config;
 mod stop_strings;
 
-pub use completion::{Completion, FinishReason, Rollout};
+pub use candle_grpo_rewards::FinishReason;
+pub use completion::{Completion, Rollout};
 pub use config::{Engine, RolloutConfig, WeightSync};
 pub use decode::answer_text;
 pub use generator::{

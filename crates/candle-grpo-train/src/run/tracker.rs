@@ -10,7 +10,7 @@ use serde_json::{Value, json};
 
 use super::StepRecord;
 use crate::Progress;
-use crate::program::{Program, Sink};
+use candle_grpo_rewards::program::{Program, Sink};
 
 /// A program that receives the metrics of a run as lines of JSON, for example for a tracker of
 /// experiments.

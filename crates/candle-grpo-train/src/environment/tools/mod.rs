@@ -11,8 +11,8 @@ use serde_json::{Value, json};
 
 use super::{Append, Environment, EnvironmentFactory, EpisodeStart, Step, TextPart, Turn};
 use crate::excerpt::excerpt;
-use crate::program::Unusable;
 use crate::{Interrupted, Progress};
+use candle_grpo_rewards::program::Unusable;
 
 pub use format::{ToolCall, ToolFormat};
 pub use program::{ProgramTool, ProgramToolConfig, ToolsConfig};

@@ -12,9 +12,9 @@ use super::{
     CallContext, MAX_OUTPUT_CHARS, OUTPUT_AFTER, OUTPUT_BEFORE, Tool, ToolEnvironments, ToolFormat,
     schema,
 };
-use crate::program::{Answer, Failure, Program, ProgramPool, check_limits, quoted};
 use candle_grpo_base::column::column;
 use candle_grpo_base::within;
+use candle_grpo_rewards::program::{Answer, Failure, Program, ProgramPool, check_limits, quoted};
 
 /// The options of [`ToolEnvironments`] whose tools are programs.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]

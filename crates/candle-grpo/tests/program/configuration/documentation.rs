@@ -54,7 +54,7 @@ fn tables() -> Vec<Table> {
         serde_json::to_value(serde_json::from_value::<EnvironmentKind>(options).unwrap()).unwrap()
     };
     let sections = "crates/candle-grpo/src/config/sections.rs";
-    let rewards = "crates/candle-grpo-train/src/rewards/config.rs";
+    let rewards = "crates/candle-grpo-rewards/src/config.rs";
     vec![
         table("model", sections, "ModelConfig", Value::Null),
         table("teacher", sections, "TeacherConfig", Value::Null),
@@ -76,37 +76,37 @@ fn tables() -> Vec<Table> {
         },
         table(
             "numeric",
-            "crates/candle-grpo-train/src/rewards/numeric.rs",
+            "crates/candle-grpo-rewards/src/numeric.rs",
             "NumericReward",
             serde_json::to_value(NumericReward::default()).unwrap(),
         ),
         table(
             "math",
-            "crates/candle-grpo-train/src/rewards/math/mod.rs",
+            "crates/candle-grpo-rewards/src/math/mod.rs",
             "MathReward",
             serde_json::to_value(MathReward::default()).unwrap(),
         ),
         table(
             "exact",
-            "crates/candle-grpo-train/src/rewards/exact.rs",
+            "crates/candle-grpo-rewards/src/exact.rs",
             "ExactReward",
             serde_json::to_value(ExactReward::default()).unwrap(),
         ),
         table(
             "multiple_choice",
-            "crates/candle-grpo-train/src/rewards/multiple_choice.rs",
+            "crates/candle-grpo-rewards/src/multiple_choice.rs",
             "MultipleChoiceReward",
             serde_json::to_value(MultipleChoiceReward::default()).unwrap(),
         ),
         table(
             "f1",
-            "crates/candle-grpo-train/src/rewards/f1.rs",
+            "crates/candle-grpo-rewards/src/f1.rs",
             "F1Reward",
             serde_json::to_value(F1Reward::default()).unwrap(),
         ),
         table(
             "instructions",
-            "crates/candle-grpo-train/src/rewards/instructions/mod.rs",
+            "crates/candle-grpo-rewards/src/instructions/mod.rs",
             "InstructionsReward",
             serde_json::to_value(InstructionsReward::default()).unwrap(),
         ),
@@ -124,7 +124,7 @@ fn tables() -> Vec<Table> {
         ),
         table(
             "json",
-            "crates/candle-grpo-train/src/rewards/json.rs",
+            "crates/candle-grpo-rewards/src/json.rs",
             "JsonReward",
             serde_json::to_value(JsonReward::default()).unwrap(),
         ),
@@ -155,7 +155,7 @@ fn tables() -> Vec<Table> {
         ),
         table(
             "program",
-            "crates/candle-grpo-train/src/rewards/program/mod.rs",
+            "crates/candle-grpo-rewards/src/program_reward/mod.rs",
             "ProgramConfig",
             {
                 let config: ProgramConfig = serde_json::from_value(json!({"command": []})).unwrap();
@@ -164,7 +164,7 @@ fn tables() -> Vec<Table> {
         ),
         table(
             "code",
-            "crates/candle-grpo-train/src/rewards/code/mod.rs",
+            "crates/candle-grpo-rewards/src/code/mod.rs",
             "CodeConfig",
             {
                 // They have a table.
@@ -175,7 +175,7 @@ fn tables() -> Vec<Table> {
         ),
         table(
             "code limits",
-            "crates/candle-grpo-train/src/rewards/code/limits.rs",
+            "crates/candle-grpo-rewards/src/code/limits.rs",
             "CodeLimits",
             serde_json::to_value(CodeLimits::default()).unwrap(),
         ),
@@ -187,7 +187,7 @@ fn tables() -> Vec<Table> {
         ),
         table(
             "judge",
-            "crates/candle-grpo-train/src/rewards/judge/config.rs",
+            "crates/candle-grpo-rewards/src/judge/config.rs",
             "JudgeConfig",
             {
                 let config = json!({"url": "", "model": "", "prompt": "", "score": {}});
@@ -199,7 +199,7 @@ fn tables() -> Vec<Table> {
         ),
         table(
             "judge score",
-            "crates/candle-grpo-train/src/rewards/judge/score.rs",
+            "crates/candle-grpo-rewards/src/judge/score.rs",
             "JudgeScore",
             serde_json::to_value(JudgeScore::default()).unwrap(),
         ),

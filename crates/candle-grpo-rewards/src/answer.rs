@@ -1,0 +1,294 @@
+//! The place of the answer in a completion.
+
+use serde::de::{Deserializer, Error};
+use serde::{Deserialize, Serialize};
+
+/// The place of the answer in a completion.
+#[derive(Debug, Clone, PartialEq, Eq, Default, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum AnswerPlace {
+    /// The first that exists of: the last `\boxed{}`, the text after the last `####`, the whole
+    /// completion. A last `\boxed{` that is not closed, as in a truncated completion, has no
+    /// answer.
+    #[default]
+    Auto,
+    /// In the last `\boxed{}`.
+    Boxed,
+    /// On the line after the last mark of this text, such as `####` (GSM8K) or `The answer is`.
+    After(String),
+    /// Between the last `<name>` and the `</name>` after it.
+    Tag(String),
+    /// On the first line that is not empty.
+    FirstLine,
+    /// On the last line that is not empty.
+    LastLine,
+    /// The whole completion.
+    Whole,
+    /// At a place of the text after the last `</think>`, such as `{after_thinking: boxed}`. Without
+    /// `</think>`, or with a `<think>` after it, there is no answer: the thoughts are not over.
+    #[serde(deserialize_with = "place_after_thinking")]
+    AfterThinking(Box<AnswerPlace>),
+}
+
+fn place_after_thinking<'de, D: Deserializer<'de>>(place: D) -> Result<Box<AnswerPlace>, D::Error> {
+    match Box::deserialize(place)? {
+        place if matches!(*place, AnswerPlace::AfterThinking(_)) => Err(D::Error::custom(
+            "after_thinking: given in after_thinking, must be another place",
+        )),
+        place => Ok(place),
+    }
+}
+
+/// Returns the text after the thoughts of a model, which may have begun in the prompt.
+fn after_thoughts(text: &str) -> Option<&str> {
+    let (_, rest) = text.rsplit_once("</think>")?;
+    (!rest.contains("<think>")).then_some(rest)
+}
+
+impl AnswerPlace {
+    /// Returns the answer in `text` without surrounding white space, or none if there is no such
+    /// place.
+    ///
+    /// ```
+    /// use candle_grpo_rewards::AnswerPlace;
+    ///
+    /// assert_eq!(AnswerPlace::Auto.find(r"so \boxed{\frac{1}{2}}."), Some(r"\frac{1}{2}"));
+    /// assert_eq!(AnswerPlace::Auto.find("6 * 7\n#### 42\n"), Some("42"));
+    /// assert_eq!(AnswerPlace::Tag("answer".into()).find("42"), None);
+    /// ```
+    pub fn find<'a>(&self, text: &'a str) -> Option<&'a str> {
+        let lines = || text.lines().map(str::trim).filter(|line| !line.is_empty());
+        match self {
+            Self::Auto if text.contains(BOX) => boxed(text),
+            Self::Auto => after(text, "####").or(Some(text.trim())),
+            Self::Boxed => boxed(text),
+            Self::After(mark) => after(text, mark),
+            Self::Tag(name) => {
+                let (_, inside) = text.rsplit_once(&format!("<{name}>"))?;
+                let (inside, _) = inside.split_once(&format!("</{name}>"))?;
+                Some(inside.trim())
+            }
+            Self::FirstLine => lines().next(),
+            Self::LastLine => lines().next_back(),
+            Self::Whole => Some(text.trim()),
+            Self::AfterThinking(place) => place.find(after_thoughts(text)?),
+        }
+    }
+
+    /// Returns the place without its thoughts, and the text that it is a place of. None if the
+    /// thoughts are not over.
+    pub(super) fn without_thoughts<'a>(&self, text: &'a str) -> Option<(&Self, &'a str)> {
+        match self {
+            Self::AfterThinking(place) => place.without_thoughts(after_thoughts(text)?),
+            place => Some((place, text)),
+        }
+    }
+
+    /// Returns true if the last number at this place of `text` counts, as in a chain of thought,
+    /// and false if the first does, as in a line.
+    pub(super) fn counts_last_number(&self, text: &str) -> bool {
+        match self {
+            Self::FirstLine | Self::After(_) => false,
+            Self::Auto => text.contains(BOX) || !text.contains("####"),
+            _ => true,
+        }
+    }
+}
+
+fn after<'a>(text: &'a str, mark: &str) -> Option<&'a str> {
+    let (_, rest) = text.rsplit_once(mark)?;
+    Some(rest.split('\n').next().unwrap_or(rest).trim())
+}
+
+/// Returns the text in the braces of the last `\boxed{`, which may be nested.
+fn boxed(text: &str) -> Option<&str> {
+    let (_, rest) = text.rsplit_once(BOX)?;
+    Some(rest[..closing(rest)?].trim())
+}
+
+/// The beginning of a box.
+pub(super) const BOX: &str = "\\boxed{";
+
+/// Returns the position of the brace that closes a group, after its opening brace. `\{` and `\}`
+/// are characters.
+pub(super) fn closing(text: &str) -> Option<usize> {
+    let mut depth = 1;
+    let mut is_escaped = false;
+    for (at, c) in text.char_indices() {
+        match c {
+            _ if is_escaped => {
+                is_escaped = false;
+                continue;
+            }
+            '\\' => is_escaped = true,
+            '{' => depth += 1,
+            '}' => depth -= 1,
+            _ => {}
+        }
+        if depth == 0 {
+            return Some(at);
+        }
+    }
+    None
+}
+
+/// The last values in `\boxed{}` that belong together.
+pub(super) struct Boxes<'a> {
+    /// The texts in the braces.
+    pub(super) inside: Vec<&'a str>,
+    /// The position after the last brace.
+    pub(super) end: usize,
+}
+
+/// Returns the last `\boxed{}` and those before it in the same formula, or joined by a comma, `and`
+/// or `or` without other words: at most 64. None if the last one is not closed.
+pub(super) fn last_boxes(text: &str) -> Option<Boxes<'_>> {
+    let mut starts: Vec<usize> = text
+        .rmatch_indices(BOX)
+        .take(64)
+        .map(|(at, _)| at)
+        .collect();
+    let mut boxes: Vec<(usize, usize, &str)> = Vec::new();
+    let mut end = text.len();
+    starts.retain(|start| {
+        let from = start + BOX.len();
+        let length = text.get(from..end).and_then(closing);
+        let Some(length) = length else {
+            // The text ends in the last one: its answer is not known.
+            if boxes.is_empty() {
+                end = 0;
+            }
+            return false;
+        };
+        let after = from + length + 1;
+        match boxes.last() {
+            Some((next, ..)) if !belong_together(text, after, *next) => {
+                end = 0;
+                return false;
+            }
+            _ => boxes.push((*start, after, text[from..from + length].trim())),
+        }
+        end = *start;
+        true
+    });
+    boxes.reverse();
+    let end = boxes.last()?.1;
+    let inside = boxes.into_iter().map(|(_, _, inside)| inside).collect();
+    Some(Boxes { inside, end })
+}
+
+/// Returns true if the text between two boxes joins them.
+fn belong_together(text: &str, after: usize, next: usize) -> bool {
+    let between = &text[after..next];
+    if between.contains("\n\n") || between.split_whitespace().nth(6).is_some() {
+        return false;
+    }
+    // Without commands, and without names as in `x =`.
+    let words = between.split(|c: char| !c.is_ascii_alphabetic());
+    let words = words.filter(|word| word.len() > 1 && !matches!(*word, "text" | "quad" | "qquad"));
+    let (joints, others): (Vec<_>, Vec<_>) = words.partition(|word| matches!(*word, "and" | "or"));
+    let is_joined = !joints.is_empty() || between.contains([',', ';']);
+    if between.trim().is_empty() || (is_joined && others.is_empty()) {
+        return !between.contains(". ");
+    }
+    // In one formula, which an empty line would end.
+    let before = text[..after].rsplit("\n\n").next().unwrap_or_default();
+    let later = text[next..].split("\n\n").next().unwrap_or_default();
+    let line = before.rsplit('\n').next().unwrap_or_default();
+    let later_line = later.split('\n').next().unwrap_or_default();
+    let is_dollars = line
+        .replace("\\$", "")
+        .replace("$$", "$")
+        .matches('$')
+        .count()
+        % 2
+        == 1;
+    let is_open = |open: &str, close: &str| {
+        last_mark(before, open) > last_mark(before, close) && last_mark(later, close).is_some()
+    };
+    let opened = (is_dollars && last_mark(later_line, "$").is_some())
+        || is_open("\\(", "\\)")
+        || is_open("\\[", "\\]");
+    opened
+        && !["$", "\\)", "\\]"]
+            .iter()
+            .any(|close| between.contains(close))
+}
+
+/// Returns the position of the last mark that is not escaped: `\\[4pt]` is a line break with a
+/// space.
+fn last_mark(text: &str, mark: &str) -> Option<usize> {
+    let mut marks = text.rmatch_indices(mark).map(|(at, _)| at);
+    marks.find(|at| !text[..*at].ends_with('\\'))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use rstest::rstest;
+    use serde_json::json;
+
+    fn after_thinking(place: &str) -> AnswerPlace {
+        serde_json::from_value(json!({"after_thinking": place})).unwrap()
+    }
+
+    #[test]
+    fn thoughts_are_left_out_once() {
+        let read = |place| serde_json::from_value::<AnswerPlace>(place);
+        let after = AnswerPlace::After("####".into());
+        assert_eq!(
+            read(json!({"after_thinking": {"after": "####"}})).unwrap(),
+            AnswerPlace::AfterThinking(Box::new(after))
+        );
+        let nested = json!({"after_thinking": {"after_thinking": "boxed"}});
+        let error = read(nested).unwrap_err().to_string();
+        assert!(error.contains("must be another place"), "{error}");
+    }
+
+    #[rstest]
+    #[case(AnswerPlace::Auto, r"\boxed{1} then \boxed{ 2 } #### 3", Some("2"))]
+    #[case(AnswerPlace::Auto, "#### 1\n#### 3 \nmore", Some("3"))]
+    #[case(AnswerPlace::Auto, " 42 ", Some("42"))]
+    #[case(AnswerPlace::Boxed, r"\boxed{a{b}{c}}", Some("a{b}{c}"))]
+    #[case(AnswerPlace::Boxed, r"\boxed{a", None)]
+    #[case(AnswerPlace::Boxed, r"\boxed{7} wait, \boxed{8", None)]
+    #[case(AnswerPlace::Auto, r"\boxed{7} wait, \boxed{8", None)]
+    #[case(
+        AnswerPlace::Boxed,
+        r"\boxed{\left\{1 \\ 2\right.}",
+        Some(r"\left\{1 \\ 2\right.")
+    )]
+    #[case(AnswerPlace::Boxed, "42", None)]
+    #[case(AnswerPlace::After("answer is".into()), "The answer is 5.\nWell", Some("5."))]
+    #[case(AnswerPlace::Tag("a".into()), "<a>1</a><a> 2 </a>", Some("2"))]
+    #[case(AnswerPlace::Tag("a".into()), "<a>1", None)]
+    #[case(AnswerPlace::FirstLine, "\n 1 \n2", Some("1"))]
+    #[case(AnswerPlace::LastLine, "1\n 2 \n\n", Some("2"))]
+    #[case(AnswerPlace::LastLine, "", None)]
+    #[case(AnswerPlace::Whole, "a\nb ", Some("a\nb"))]
+    #[case(
+        after_thinking("boxed"),
+        r"<think>\boxed{1}</think> \boxed{2}",
+        Some("2")
+    )]
+    #[case(after_thinking("boxed"), r"<think>\boxed{1}</think> 2", None)]
+    #[case(after_thinking("boxed"), r"<think>\boxed{1}", None)]
+    // The prompt may have opened the block.
+    #[case(after_thinking("boxed"), r"so \boxed{1}</think>\boxed{2}", Some("2"))]
+    #[case(after_thinking("boxed"), r"so \boxed{1}", None)]
+    #[case(after_thinking("whole"), "<think>a</think>b<think>c", None)]
+    #[case(
+        after_thinking("whole"),
+        "<think>a</think>b<think>c</think> d",
+        Some("d")
+    )]
+    #[case(after_thinking("auto"), "<think>#### 1</think>#### 2", Some("2"))]
+    #[case(after_thinking("last_line"), "<think>a</think>", None)]
+    fn the_answer_is_found_at_its_place(
+        #[case] place: AnswerPlace,
+        #[case] text: &str,
+        #[case] expected: Option<&str>,
+    ) {
+        assert_eq!(place.find(text), expected);
+    }
+}

@@ -1,0 +1,440 @@
+//! Scores of programs that the policy wrote.
+
+mod block;
+mod case;
+mod cgroup;
+mod execution;
+mod limits;
+mod python;
+mod sandbox;
+mod statements;
+mod system_calls;
+
+use std::fs::File;
+use std::io::Read;
+use std::path::PathBuf;
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::{Arc, Once};
+use std::thread;
+
+use anyhow::{Context, Result, bail, ensure};
+use candle_grpo_core::validate::{at_least_one, check};
+use serde::{Deserialize, Serialize};
+use serde_json::Value;
+
+use self::block::last_block;
+use self::case::{Case, Form, same_lines};
+use self::execution::{End, Job};
+use self::python::{DRIVER, Interpreter, driver_input};
+use self::sandbox::{Probed, Sandbox, real_path};
+use super::weighted::in_parallel;
+use super::{AnswerPlace, Score};
+use crate::program::Program;
+use crate::{Progress, RewardFunction, Sample};
+use candle_grpo_base::progress::NoProgress;
+use candle_grpo_base::within;
+
+pub use self::limits::CodeLimits;
+
+/// The place of the file of the program in `command`.
+const FILE: &str = "{file}";
+
+/// The place of the marker in `report`.
+const MARKER: &str = "{marker}";
+
+/// The options of [`CodeReward`].
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct CodeConfig {
+    /// The column with the tests: a text or a list of texts with assertions, a list of objects
+    /// with `input` and `output`, an object with `inputs` and `outputs`, or the JSON text of
+    /// one of these.
+    pub column: String,
+    /// The column with the name of the function that tests such as `def check(candidate)` take.
+    pub entry_point: String,
+    /// The part of the completion in which the last fenced code block counts.
+    pub find: AnswerPlace,
+    /// The languages of the blocks that count, as after the fence; empty: all blocks.
+    pub languages: Vec<String>,
+    /// If true, the score is the share of the tests that the program passes; otherwise 1 if it
+    /// passes all, 0 if not.
+    pub share: bool,
+    /// The Python interpreter and its options.
+    pub python: Vec<String>,
+    /// The command that runs programs in another language; absent: Python. `{file}` is the file of
+    /// the program; without it, the file is the last argument.
+    pub command: Option<Vec<String>>,
+    /// The name of the file of the program; absent: `program.py`, or `program` with a `command`.
+    pub file: Option<String>,
+    /// With a `command`, the statement that reports the end of assertions: it prints `{marker}` as
+    /// a line, such as `echo {marker}`.
+    pub report: Option<String>,
+    /// Further files and folders that isolated programs can read.
+    pub visible: Vec<PathBuf>,
+    /// The limits of each execution.
+    pub limits: CodeLimits,
+    /// The number of programs that run at the same time; absent: one for each core.
+    pub workers: Option<usize>,
+    /// If true, a machine that cannot isolate programs is an error; otherwise a warning.
+    pub require_isolation: bool,
+}
+
+impl Default for CodeConfig {
+    fn default() -> Self {
+        Self {
+            column: "tests".to_owned(),
+            entry_point: "entry_point".to_owned(),
+            find: AnswerPlace::Whole,
+            languages: Vec::new(),
+            share: false,
+            python: ["python3", "-s", "-S"].map(str::to_owned).to_vec(),
+            command: None,
+            file: None,
+            report: None,
+            visible: Vec::new(),
+            limits: CodeLimits::default(),
+            workers: None,
+            require_isolation: false,
+        }
+    }
+}
+
+impl CodeConfig {
+    /// Checks the values. Starts no program and opens no file.
+    ///
+    /// # Errors
+    ///
+    /// If a command is empty, a limit is out of range, there are no workers, or the name of the
+    /// file is a path.
+    pub fn validate(&self) -> Result<()> {
+        check(
+            self.python.first().is_some_and(|name| !name.is_empty()),
+            "python",
+            format_args!("{:?}", self.python),
+            "begin with the name of a program",
+        )?;
+        if let Some(command) = &self.command {
+            program(command).validate()?;
+        }
+        if let Some(file) = &self.file {
+            let valid = !matches!(file.as_str(), "" | "." | "..") && !file.contains(['/', '\0']);
+            check(
+                valid,
+                "file",
+                format_args!("{file:?}"),
+                "be a name without folders",
+            )?;
+        }
+        if let Some(report) = &self.report {
+            let value = format_args!("{report:?}");
+            check(report.contains(MARKER), "report", value, "contain {marker}")?;
+        }
+        at_least_one("workers", self.workers.unwrap_or(1))?;
+        let limits = self.limits.validate();
+        limits.map_err(|error| within("limits", error.into()))
+    }
+
+    /// Checks that the interpreter or the command is there, by starting a program in a sandbox.
+    ///
+    /// # Errors
+    ///
+    /// If it is missing or does not start there, or if programs are not isolated and
+    /// `require_isolation` is true.
+    pub fn check_files(&self) -> Result<()> {
+        CodeReward::new(self.clone()).map(drop)
+    }
+
+    /// The files that decide scores: those that the command names.
+    pub fn files(&self) -> Vec<PathBuf> {
+        let command = self.command.as_ref();
+        command.map_or_else(Vec::new, |command| program(command).files())
+    }
+
+    /// Checks that a row has tests.
+    ///
+    /// # Errors
+    ///
+    /// If the column is absent, has no tests or one that asserts nothing, or if it has assertions
+    /// in a language whose `report` is missing.
+    pub fn check_row(&self, columns: &Value) -> Result<()> {
+        self.cases(columns).map(drop)
+    }
+
+    fn cases(&self, columns: &Value) -> Result<Vec<Case>> {
+        let form = Form {
+            column: &self.column,
+            entry_point: &self.entry_point,
+            is_python: self.command.is_none(),
+        };
+        let cases = Case::of_row(columns, form)?;
+        let mut all = cases.iter();
+        let has_assertions = all.any(|case| matches!(case, Case::Assertions { .. }));
+        ensure!(
+            !has_assertions || self.command.is_none() || self.report.is_some(),
+            "column {:?}: has assertions, which need the key \"report\" beside \"command\"",
+            self.column
+        );
+        Ok(cases)
+    }
+
+    fn file_name(&self) -> &str {
+        let default = match self.command {
+            None => "program.py",
+            Some(_) => "program",
+        };
+        self.file.as_deref().unwrap_or(default)
+    }
+}
+
+fn program(command: &[String]) -> Program {
+    Program::new(command, None, 1., 0.)
+}
+
+/// The score of a program in the last fenced code block of a completion: the share of its tests
+/// that it passes, or 1 if it passes all. Without such a block the score is 0.
+///
+/// Each test is an execution of its own, in a sandbox with the limits of [`CodeLimits`]. A program
+/// passes assertions if at least one was executed and all hold, a call if the function returns the
+/// result, and a pair of input and output if it ends with status 0 and its output has the same
+/// lines, without white space around them.
+///
+/// `docs/code.md` has the layers of the sandbox, and what they do not protect.
+///
+/// ```no_run
+/// use candle_grpo_rewards::{CodeConfig, CodeReward};
+///
+/// let reward = CodeReward::new(CodeConfig { share: true, ..CodeConfig::default() })?;
+/// # Ok::<(), anyhow::Error>(())
+/// ```
+pub struct CodeReward {
+    config: CodeConfig,
+    sandbox: Sandbox,
+    /// The sentence about missing protection.
+    lacks: Option<String>,
+    /// The interpreter, or the command with the place of the file.
+    command: Vec<String>,
+    workers: usize,
+    progress: Arc<dyn Progress>,
+}
+
+impl CodeReward {
+    /// Finds out how programs can be isolated, by trying. A warning in the log, once in a process,
+    /// names what this machine does not enforce.
+    ///
+    /// # Errors
+    ///
+    /// If an option is not valid, the interpreter or the command does not start in the sandbox, or
+    /// isolation is required and does not work.
+    pub fn new(config: CodeConfig) -> Result<Self> {
+        config.validate()?;
+        let (command, mut visible) = match &config.command {
+            Some(command) => (with_place(located(command)?), config.files()),
+            None => {
+                let interpreter = Interpreter::find(&config.python)?;
+                (interpreter.command, interpreter.files)
+            }
+        };
+        visible.extend(command.first().map(PathBuf::from));
+        visible.extend_from_slice(&config.visible);
+        let Probed { sandbox, lacks } = Sandbox::probe(config.limits, &visible)?;
+        if let Some(lacks) = &lacks {
+            ensure!(
+                !config.require_isolation,
+                "require_isolation: true, but programs are not isolated: {lacks}"
+            );
+            static WARNED: Once = Once::new();
+            WARNED.call_once(|| {
+                tracing::warn!("programs of the reward code are not isolated: {lacks}");
+            });
+        }
+        let cores = || thread::available_parallelism().map_or(1, usize::from);
+        let reward = Self {
+            workers: config.workers.unwrap_or_else(cores),
+            progress: Arc::new(NoProgress),
+            config,
+            sandbox,
+            lacks,
+            command,
+        };
+        reward.check_start()?;
+        Ok(reward)
+    }
+
+    /// Returns a sentence about the limits that this machine does not enforce, if there are any.
+    pub fn missing_isolation(&self) -> Option<&str> {
+        self.lacks.as_deref()
+    }
+
+    /// Checks that the interpreter runs in the sandbox, or that the command is there.
+    fn check_start(&self) -> Result<()> {
+        let starts = match &self.config.command {
+            None => {
+                let text = "assert True".to_owned();
+                let case = Case::Assertions {
+                    text,
+                    candidates: Vec::new(),
+                    entry: None,
+                };
+                self.passes("", &case, &NoProgress)?
+            }
+            Some(_) => {
+                let mut command = ["sh", "-c", "command -v \"$0\""]
+                    .map(str::to_owned)
+                    .to_vec();
+                command.extend(self.command.first().cloned());
+                let job = Job {
+                    command: &command,
+                    file: None,
+                    input: Vec::new(),
+                    helpers: 0,
+                };
+                self.sandbox.run(&job, &NoProgress)?.end == End::Exited(true)
+            }
+        };
+        ensure!(
+            starts,
+            "{:?} does not start in the sandbox, must be in a folder of the system or of \
+             \"visible\", and within the limits",
+            self.command
+        );
+        Ok(())
+    }
+
+    /// The score of one completion.
+    fn compute(&self, sample: &Sample, progress: &dyn Progress) -> Result<f32> {
+        let cases = self.config.cases(sample.columns)?;
+        let place = self.config.find.find(sample.completion).unwrap_or_default();
+        let Some(program) = last_block(place, &self.config.languages) else {
+            return Ok(0.);
+        };
+        let mut passed = 0;
+        for case in &cases {
+            match self.passes(&program, case, progress)? {
+                true => passed += 1,
+                false if self.config.share => {}
+                false => return Ok(0.),
+            }
+        }
+        Ok(passed as f32 / cases.len() as f32)
+    }
+
+    fn passes(&self, program: &str, case: &Case, progress: &dyn Progress) -> Result<bool> {
+        let name = self.config.file_name();
+        let with_file = |word: &String| word.replace(FILE, name);
+        let text;
+        let marker = new_marker()?;
+        let mut job = Job {
+            command: &[],
+            file: Some((name, program)),
+            input: Vec::new(),
+            helpers: 0,
+        };
+        let command: Vec<String> = match (&self.config.command, case) {
+            (None, Case::Output { input, .. }) => {
+                job.input = input.as_bytes().to_vec();
+                [&self.command[..], &[name.to_owned()]].concat()
+            }
+            (Some(_), Case::Output { input, .. }) => {
+                job.input = input.as_bytes().to_vec();
+                self.command.iter().map(with_file).collect()
+            }
+            (Some(_), Case::Assertions { text: test, .. }) => {
+                let report = self.config.report.as_deref().unwrap_or_default();
+                let report = report.replace(MARKER, &marker);
+                text = format!("{program}\n{test}\n{report}\n");
+                job.file = Some((name, &text));
+                self.command.iter().map(with_file).collect()
+            }
+            (_, Case::Assertions { .. } | Case::Call { .. }) => {
+                let driver = ["-c", DRIVER].map(str::to_owned);
+                job.file = None;
+                job.input = driver_input(program, case, &marker)?;
+                // The judge is not the program.
+                job.helpers = 1;
+                [&self.command[..], &driver].concat()
+            }
+        };
+        job.command = &command;
+        let outcome = self.sandbox.run(&job, progress)?;
+        if outcome.end != End::Exited(true) {
+            return Ok(false);
+        }
+        if let Case::Output { output, .. } = case {
+            return Ok(same_lines(&outcome.output, output));
+        }
+        let last = String::from_utf8_lossy(&outcome.output);
+        let last = last.trim_end().lines().next_back().unwrap_or_default();
+        if let Some(fault) = last.strip_prefix(&format!("{marker} ")) {
+            tracing::warn!(
+                "a test of the reward code cannot run, so that all programs fail: {fault}"
+            );
+        }
+        Ok(last.trim() == marker)
+    }
+}
+
+impl RewardFunction for CodeReward {
+    /// Workers take the next completion when they are free. Scores do not depend on their number.
+    fn score(&self, samples: &[Sample]) -> Result<Vec<Score>> {
+        let (next, failed) = (AtomicUsize::new(0), AtomicBool::new(false));
+        let work = |_: &()| -> Result<Vec<(usize, f32)>> {
+            let mut scores = Vec::new();
+            while !failed.load(Ordering::Relaxed) {
+                let place = next.fetch_add(1, Ordering::Relaxed);
+                let Some(sample) = samples.get(place) else {
+                    break;
+                };
+                let score = self.compute(sample, self.progress.as_ref());
+                failed.fetch_or(score.is_err(), Ordering::Relaxed);
+                scores.push((place, score?));
+            }
+            Ok(scores)
+        };
+        let workers = vec![(); self.workers.min(samples.len())];
+        let mut scores = vec![Score::NONE; samples.len()];
+        for share in in_parallel(&workers, work) {
+            for (place, score) in share? {
+                scores[place] = score.into();
+            }
+        }
+        Ok(scores)
+    }
+
+    fn set_progress(&mut self, progress: Arc<dyn Progress>) {
+        self.progress = progress;
+    }
+}
+
+/// The command with a place of the file.
+fn with_place(mut command: Vec<String>) -> Vec<String> {
+    if !command.iter().any(|word| word.contains(FILE)) {
+        command.push(FILE.to_owned());
+    }
+    command
+}
+
+/// The command with whole paths in place of names of files, since programs run in another folder.
+fn located(command: &[String]) -> Result<Vec<String>> {
+    program(command).check_files()?;
+    let (name, arguments) = command.split_first().context("command: empty")?;
+    let whole = |path: PathBuf| real_path(&path).map(|path| path.to_string_lossy().into_owned());
+    let Some(first) = program(command).find_program(name).and_then(whole) else {
+        bail!("command: {name:?}, must be a program that exists");
+    };
+    let argument = |word: &String| {
+        let file = Some(PathBuf::from(word)).filter(|path| path.is_file());
+        file.and_then(whole).unwrap_or_else(|| word.clone())
+    };
+    Ok(std::iter::once(first)
+        .chain(arguments.iter().map(argument))
+        .collect())
+}
+
+/// A text that no program can guess.
+fn new_marker() -> Result<String> {
+    let mut bytes = [0; 16];
+    let source = "/dev/urandom";
+    let mut random = File::open(source).context(source)?;
+    random.read_exact(&mut bytes).context(source)?;
+    Ok(bytes.iter().map(|byte| format!("{byte:02x}")).collect())
+}

@@ -1,0 +1,140 @@
+//! The calls of the kernel that no program of a completion needs.
+
+use std::io;
+use std::process::{Child, Command};
+use std::thread;
+
+use anyhow::Result;
+
+#[cfg(all(target_os = "linux", target_pointer_width = "64"))]
+pub(super) use linux::Filter;
+
+#[cfg(not(all(target_os = "linux", target_pointer_width = "64")))]
+pub(super) use other::Filter;
+
+impl Filter {
+    /// Starts `command` under the filter, which all its processes inherit and none can remove.
+    ///
+    /// A filter belongs to a thread and to what it starts. So a thread that does nothing else
+    /// starts the program, and this process needs no `fork`, which copies the tables of its memory.
+    pub(super) fn spawn(&self, command: &mut Command) -> io::Result<Child> {
+        self.on_thread(|| command.spawn())
+    }
+
+    fn on_thread<T: Send>(&self, run: impl FnOnce() -> io::Result<T> + Send) -> io::Result<T> {
+        thread::scope(|scope| {
+            let thread = thread::Builder::new().spawn_scoped(scope, || {
+                self.apply()?;
+                run()
+            })?;
+            let ended = thread.join();
+            ended.map_err(|_| io::Error::other("the thread that starts a program panicked"))?
+        })
+    }
+}
+
+#[cfg(all(target_os = "linux", target_pointer_width = "64"))]
+mod linux {
+    use std::collections::BTreeMap;
+    use std::env::consts::ARCH;
+
+    use nix::libc;
+    use seccompiler::{
+        BpfProgram, SeccompAction, SeccompCmpArgLen, SeccompCmpOp, SeccompCondition, SeccompFilter,
+        SeccompRule, apply_filter,
+    };
+
+    use super::{Result, io};
+
+    /// Calls that are refused whatever their arguments: io_uring, keyrings, and those with which
+    /// local attacks on the kernel begin.
+    const REFUSED: [i64; 9] = [
+        libc::SYS_io_uring_setup,
+        libc::SYS_io_uring_enter,
+        libc::SYS_io_uring_register,
+        libc::SYS_add_key,
+        libc::SYS_request_key,
+        libc::SYS_keyctl,
+        libc::SYS_bpf,
+        libc::SYS_perf_event_open,
+        libc::SYS_userfaultfd,
+    ];
+
+    /// Calls that make sockets. Their first argument is the family.
+    const SOCKETS: [i64; 2] = [libc::SYS_socket, libc::SYS_socketpair];
+
+    /// The families of sockets that are allowed.
+    const FAMILIES: [libc::c_int; 3] = [libc::AF_UNIX, libc::AF_INET, libc::AF_INET6];
+
+    /// The bit in the number of a call of the x32 ABI, which x86-64 may have too.
+    const X32: i64 = 1 << 30;
+
+    /// A filter of seccomp. A refused call fails with `EPERM`, and a call of a 32-bit program ends
+    /// the program.
+    #[derive(Debug, Clone)]
+    pub(in crate::code) struct Filter(BpfProgram);
+
+    impl Filter {
+        /// Makes the filter, and tries it.
+        ///
+        /// # Errors
+        ///
+        /// If the kernel has no filters, or there is none for this architecture.
+        pub(in crate::code) fn new() -> Result<Self> {
+            let mut rules: BTreeMap<i64, Vec<SeccompRule>> = BTreeMap::new();
+            let mut refuse = |call: i64, rule: Vec<SeccompRule>| {
+                if cfg!(target_arch = "x86_64") {
+                    rules.insert(call | X32, rule.clone());
+                }
+                rules.insert(call, rule);
+            };
+            for call in REFUSED {
+                refuse(call, Vec::new());
+            }
+            let is_another = |family: libc::c_int| {
+                let family = u64::from(family.cast_unsigned());
+                SeccompCondition::new(0, SeccompCmpArgLen::Dword, SeccompCmpOp::Ne, family)
+            };
+            let others = FAMILIES
+                .map(is_another)
+                .into_iter()
+                .collect::<Result<_, _>>();
+            let others = SeccompRule::new(others?)?;
+            for call in SOCKETS {
+                refuse(call, vec![others.clone()]);
+            }
+            let refused = SeccompAction::Errno(libc::EPERM.cast_unsigned());
+            let filter =
+                SeccompFilter::new(rules, SeccompAction::Allow, refused, ARCH.try_into()?)?;
+            let filter = Self(filter.try_into()?);
+            filter.on_thread(|| Ok(()))?;
+            Ok(filter)
+        }
+
+        /// Puts the calling thread, and all that it starts, under the filter.
+        pub(super) fn apply(&self) -> io::Result<()> {
+            apply_filter(&self.0).map_err(io::Error::other)
+        }
+    }
+}
+
+#[cfg(not(all(target_os = "linux", target_pointer_width = "64")))]
+mod other {
+    use anyhow::bail;
+
+    use super::{Result, io};
+
+    /// A filter, which this system does not have.
+    #[derive(Debug, Clone)]
+    pub(in crate::code) enum Filter {}
+
+    impl Filter {
+        pub(in crate::code) fn new() -> Result<Self> {
+            bail!("only 64-bit Linux has a filter")
+        }
+
+        pub(super) fn apply(&self) -> io::Result<()> {
+            match *self {}
+        }
+    }
+}

@@ -1,0 +1,104 @@
+//! Ensembles of judges.
+
+use std::sync::Arc;
+
+use anyhow::{Context, Result};
+use candle_core::{Device, Tensor};
+use candle_grpo_core::{NonFinite, ScoreEnsemble};
+
+use super::weighted::{all_requests, in_parallel};
+use super::{RewardFunction, Sample, Score, Scores};
+use crate::Progress;
+
+/// One score combined from those of several reward functions, which run concurrently. Missing
+/// scores are left out.
+///
+/// ```
+/// use candle_grpo_core::ScoreEnsemble;
+/// use candle_grpo_rewards::Sample;
+/// use candle_grpo_rewards::EnsembleReward;
+///
+/// let judges = EnsembleReward::new(ScoreEnsemble::Min)
+///     .with(|sample: &Sample| sample.completion.len() as f32)
+///     .with(|sample: &Sample| sample.completion_tokens.len() as f32);
+/// ```
+pub struct EnsembleReward {
+    combine: ScoreEnsemble,
+    judges: Vec<Box<dyn RewardFunction>>,
+}
+
+impl EnsembleReward {
+    /// No judges yet: add at least one.
+    pub fn new(combine: ScoreEnsemble) -> Self {
+        Self {
+            combine,
+            judges: Vec::new(),
+        }
+    }
+
+    /// Adds a judge.
+    pub fn with(self, judge: impl RewardFunction + 'static) -> Self {
+        self.with_boxed(Box::new(judge))
+    }
+
+    pub(super) fn with_boxed(mut self, judge: Box<dyn RewardFunction>) -> Self {
+        self.judges.push(judge);
+        self
+    }
+}
+
+impl RewardFunction for EnsembleReward {
+    fn score(&self, samples: &[Sample]) -> Result<Vec<Score>> {
+        Ok(self.scores(samples)?.iter_scores().collect())
+    }
+
+    fn scores(&self, samples: &[Sample]) -> Result<Scores> {
+        anyhow::ensure!(
+            !self.judges.is_empty(),
+            "judges: none, an ensemble must have at least one"
+        );
+        if samples.is_empty() {
+            return Scores::new(Vec::new(), samples);
+        }
+        let scores = in_parallel(&self.judges, |judge| judge.scores(samples));
+        let scores = scores
+            .into_iter()
+            .enumerate()
+            .map(|(i, scores)| scores.with_context(|| format!("judge {i}")))
+            .collect::<Result<Vec<_>>>()?;
+        let columns = scores
+            .iter()
+            .map(|scores| Tensor::new(&**scores, &Device::Cpu));
+        let columns = columns.collect::<candle_core::Result<Vec<_>>>()?;
+        let combined = Tensor::stack(&columns, 1)?;
+        let combined = self.combine.combine(&combined, NonFinite::Exclude)?;
+        let combined = combined.to_vec1::<f32>()?.into_iter().enumerate();
+        let combined = combined
+            .map(|(sample, number)| {
+                // Without a score, or without one of a positive weight.
+                let score = match number.is_nan() {
+                    true => Score::NONE,
+                    false => number.into(),
+                };
+                let mut failures = scores.iter().filter_map(|scores| scores.failure(sample));
+                failures
+                    .next()
+                    .map_or(score, |failure| score.after(failure))
+            })
+            .collect();
+        Ok(Scores::new(combined, samples)?.with_requests(all_requests(&scores)))
+    }
+
+    fn set_progress(&mut self, progress: Arc<dyn Progress>) {
+        for judge in &mut self.judges {
+            judge.set_progress(Arc::clone(&progress));
+        }
+    }
+
+    fn finish(&self) -> Result<()> {
+        for (i, judge) in self.judges.iter().enumerate() {
+            judge.finish().with_context(|| format!("judge {i}"))?;
+        }
+        Ok(())
+    }
+}

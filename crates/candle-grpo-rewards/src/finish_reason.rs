@@ -1,0 +1,15 @@
+//! The end of a completion.
+
+use serde::{Deserialize, Serialize};
+
+/// The reason why a completion ended.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum FinishReason {
+    /// The policy drew a stop token.
+    StopToken,
+    /// The text of the completion contains a stop string.
+    StopString,
+    /// The completion has the maximum length.
+    Length,
+}

@@ -1,0 +1,81 @@
+//! Reward functions: the trait, weighted sums, the functions of the configuration, and their
+//! options.
+//!
+//! [`RewardFunction`] scores a batch of [`Sample`]s, and [`WeightedRewards`] adds several.
+//! [`RewardConfig`] builds them from a configuration file. [`program`] has the processes of
+//! programs that answer lines of JSON, for rewards and for tools.
+
+mod answer;
+#[cfg(feature = "code")]
+mod code;
+mod config;
+mod ensemble;
+mod exact;
+mod f1;
+mod finish_reason;
+mod format;
+mod function;
+#[cfg(feature = "instructions")]
+mod instructions;
+mod json;
+mod judge;
+#[cfg(feature = "math")]
+pub mod math;
+mod multiple_choice;
+mod number;
+mod numeric;
+mod pattern;
+mod penalty;
+pub mod program;
+mod program_reward;
+mod requests;
+mod reward_model_options;
+mod right_or_wrong;
+mod scaled_by_length;
+mod score;
+mod scores;
+mod votes;
+mod weighted;
+
+pub use answer::AnswerPlace;
+pub use candle_grpo_base::{Interrupted, Progress};
+#[cfg(feature = "code")]
+pub use code::{CodeConfig, CodeLimits, CodeReward};
+pub use config::{
+    CosineOptions, EnsembleOptions, RegexOptions, RelativeLengthOptions, RewardConfig, RewardKind,
+    TagsOptions,
+};
+pub use ensemble::EnsembleReward;
+pub use exact::ExactReward;
+pub use f1::F1Reward;
+pub use finish_reason::FinishReason;
+pub use format::{RegexReward, TagsReward};
+pub use function::{RewardFunction, Sample, Votes};
+#[cfg(feature = "instructions")]
+pub use instructions::{Instruction, InstructionsReward};
+pub use json::JsonReward;
+#[cfg(feature = "judge")]
+pub use judge::JudgeReward;
+pub use judge::{BudgetExhausted, JudgeConfig, JudgeScore, OnBudget, ScoreReader};
+#[cfg(feature = "math")]
+pub use math::MathReward;
+pub use multiple_choice::MultipleChoiceReward;
+pub use numeric::NumericReward;
+pub use penalty::{LengthReward, RepetitionReward};
+pub use program_reward::{ProgramConfig, ProgramReward};
+pub use requests::RewardRequests;
+pub use reward_model_options::{NoRewardModel, RewardModelOptions};
+pub use scaled_by_length::{LengthScale, LengthScaledReward};
+pub use score::{OnFailure, Score, ScoreFailure};
+pub use scores::{RewardFaults, Scores};
+pub use weighted::{WeightedRewards, total};
+
+/// The default of factors, for serde.
+fn one() -> f64 {
+    1.
+}
+
+/// Runs the code of the README as a documentation test.
+#[cfg(doctest)]
+#[doc = include_str!("../README.md")]
+struct Readme;

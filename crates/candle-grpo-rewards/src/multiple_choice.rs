@@ -1,0 +1,309 @@
+//! Answers to multiple-choice questions.
+
+use std::borrow::Cow;
+use std::sync::LazyLock;
+
+use anyhow::{Result, bail};
+use regex::Regex;
+use serde::{Deserialize, Serialize};
+use serde_json::Value;
+
+use super::answer::AnswerPlace;
+use super::pattern::compile;
+use super::right_or_wrong::right_or_wrong;
+use super::votes::votes;
+use super::{RewardFunction, Sample, Score, Votes};
+use candle_grpo_base::column::column;
+
+/// 1 if the answer of the completion is the letter of the right choice, 0 otherwise.
+///
+/// The letter is a capital from A to Z. The answer is the letter alone, also as `(B)`, `B.` or
+/// `**B**`; else the last letter that is stated as the answer, as in `The answer is B` or
+/// `Answer: B`; else the last letter after `answer`, `option` or `choice`; else a letter at the
+/// beginning, as in `B) Paris`. If the row has the choices, the text of one of them is its letter.
+///
+/// ```
+/// use candle_grpo_rewards::MultipleChoiceReward;
+/// use serde_json::json;
+///
+/// let reward = MultipleChoiceReward::default();
+/// let row = json!({"answer": "B"});
+/// assert!(reward.matches("A is in Spain, so the answer is (B).", &row)?);
+/// assert!(reward.matches(r"\boxed{\text{B}}", &row)?);
+/// assert!(!reward.matches("A or B", &row)?);
+/// # Ok::<(), anyhow::Error>(())
+/// ```
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct MultipleChoiceReward {
+    /// The column with the right choice: a letter, a number from 0, or the text of a choice.
+    pub column: String,
+    /// The column with the list of the choices as texts. Absent: only letters count.
+    pub choices: Option<String>,
+    /// The place of the answer in the completion.
+    pub find: AnswerPlace,
+}
+
+impl Default for MultipleChoiceReward {
+    fn default() -> Self {
+        Self {
+            column: "answer".to_owned(),
+            choices: None,
+            find: AnswerPlace::Auto,
+        }
+    }
+}
+
+impl MultipleChoiceReward {
+    /// Returns the right letter of a row.
+    ///
+    /// # Errors
+    ///
+    /// If a column is absent, or its value is not a choice.
+    pub fn expected(&self, columns: &Value) -> Result<char> {
+        let choices = self.choices(columns)?;
+        let value = column(columns, &self.column)?;
+        let found = match value {
+            Value::String(text) => alone(text.trim()).or_else(|| of_text(text, &choices)),
+            Value::Number(number) => number.as_u64().and_then(letter),
+            _ => None,
+        };
+        match found {
+            Some(letter) if choices.is_empty() || place(letter) < choices.len() => Ok(letter),
+            _ => bail!(
+                "column {:?}: {value}, must be a letter, a number or the text of one of the {} choices",
+                self.column,
+                match choices.len() {
+                    0 => 26,
+                    count => count,
+                }
+            ),
+        }
+    }
+
+    /// Returns true if the answer of `completion` is the right choice of the row.
+    pub fn matches(&self, completion: &str, columns: &Value) -> Result<bool> {
+        let expected = self.expected(columns)?;
+        let choices = self.choices(columns)?;
+        Ok(self.found(completion, &choices) == Some(expected))
+    }
+
+    /// Returns the letter of a completion.
+    fn found(&self, completion: &str, choices: &[&str]) -> Option<char> {
+        let answer = self.find.find(completion)?;
+        alone(answer)
+            .or_else(|| of_text(answer, choices))
+            .or_else(|| stated(answer))
+            .or_else(|| named(answer))
+            .or_else(|| first(answer))
+    }
+
+    fn choices<'a>(&self, columns: &'a Value) -> Result<Vec<&'a str>> {
+        let Some(name) = &self.choices else {
+            return Ok(Vec::new());
+        };
+        let value = column(columns, name)?;
+        let texts = value.as_array().and_then(|texts| {
+            let texts = texts.iter().map(Value::as_str);
+            texts.collect::<Option<Vec<_>>>()
+        });
+        match texts {
+            Some(texts) if (1..=26).contains(&texts.len()) => Ok(texts),
+            _ => bail!("column {name:?}: {value}, must be a list of 1 to 26 texts"),
+        }
+    }
+}
+
+impl RewardFunction for MultipleChoiceReward {
+    fn votes(&self, completions: &[&str], columns: &Value) -> Result<Option<Votes>> {
+        let choices = self.choices(columns)?;
+        let answers = completions.iter().map(|text| self.found(text, &choices));
+        Ok(Some(votes(answers, |a, b| a == b)))
+    }
+
+    fn score(&self, samples: &[Sample]) -> Result<Vec<Score>> {
+        right_or_wrong(samples, |sample| {
+            self.matches(sample.completion, sample.columns)
+        })
+    }
+}
+
+fn place(letter: char) -> usize {
+    letter as usize - 'A' as usize
+}
+
+fn letter(place: u64) -> Option<char> {
+    let place = u8::try_from(place).ok().filter(|place| *place < 26)?;
+    Some(char::from(b'A' + place))
+}
+
+/// The letter that is all of `text`, beside brackets, marks of Markdown and LaTeX, and stops.
+fn alone(text: &str) -> Option<char> {
+    let text = without_commands(text);
+    let around = |c: char| c.is_whitespace() || "()[]{}*_$.:,\"'`".contains(c);
+    let mut letters = text.trim_matches(around).chars();
+    match (letters.next(), letters.next()) {
+        (Some(letter @ 'A'..='Z'), None) => Some(letter),
+        (Some(letter @ 'a'..='z'), None) => Some(letter.to_ascii_uppercase()),
+        _ => None,
+    }
+}
+
+/// The letter of the choice with this text.
+fn of_text(text: &str, choices: &[&str]) -> Option<char> {
+    let normal = |text: &str| {
+        let text = text.trim().trim_end_matches('.').to_lowercase();
+        text.split_whitespace().collect::<Vec<_>>().join(" ")
+    };
+    let text = normal(text);
+    let mut equal = (0..)
+        .zip(choices)
+        .filter(|(_, choice)| normal(choice) == text);
+    equal.next().and_then(|(place, _)| letter(place))
+}
+
+/// `text` without the commands of LaTeX.
+fn without_commands(text: &str) -> Cow<'_, str> {
+    static COMMAND: LazyLock<Option<Regex>> = LazyLock::new(|| compile(r"\\[a-zA-Z]+\s*").ok());
+    match &*COMMAND {
+        Some(command) => command.replace_all(text, ""),
+        None => Cow::Borrowed(text),
+    }
+}
+
+/// The last letter that is stated as the answer: after a verb, a colon or a tag. After a colon,
+/// also a small letter alone on its line.
+fn stated(text: &str) -> Option<char> {
+    static STATED: LazyLock<Option<Regex>> = LazyLock::new(|| {
+        let subject = r"(?i:\banswer|\b(?:correct|right|best|final)\s+(?:option|choice|letter))";
+        let verb = r"(?i:\s+(?:is|was|(?:must|should|would|could|may)\s+be|(?:seems|appears)\s+to\s+be)\b)";
+        let mark = r"[*_\s]*[:=>]";
+        let around = r#"[\s:=*_$({\["'`]*"#;
+        let small = r"([a-z])[)\].*]*[ \t]*(?m:$)";
+        compile(&format!(
+            r"{subject}(?:(?:{verb}|{mark}){around}([A-Z])\b|{mark}{around}{small})"
+        ))
+        .ok()
+    });
+    let text = without_commands(text);
+    let found = STATED.as_ref()?.captures_iter(&text).last()?;
+    let letter = found.get(1).or_else(|| found.get(2))?;
+    let letter = letter.as_str().chars().next()?;
+    Some(letter.to_ascii_uppercase())
+}
+
+/// The last letter after a word for a choice.
+fn named(text: &str) -> Option<char> {
+    static NAMED: LazyLock<Option<Regex>> = LazyLock::new(|| {
+        let pattern =
+            r"(?i:\b(?:answer|option|choice)\b)(?i:\s+(?:is|was))?[\s:=*]*[(\[]?([A-Z])\b";
+        compile(pattern).ok()
+    });
+    let found = NAMED.as_ref()?.captures_iter(text).last()?;
+    found.get(1)?.as_str().chars().next()
+}
+
+/// The letter before the text of the choice, or before the reason for it.
+fn first(text: &str) -> Option<char> {
+    static FIRST: LazyLock<Option<Regex>> = LazyLock::new(|| {
+        compile(
+            r"\A\W*([A-Z])(?:\s*[.):\]\*]|\s+[-\x{2013}\x{2014}]\s|,\s+(?:because|since|as|for)\b)",
+        )
+        .ok()
+    });
+    let text = without_commands(text);
+    let found = FIRST.as_ref()?.captures(&text)?;
+    found.get(1)?.as_str().chars().next()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use rstest::rstest;
+    use serde_json::json;
+
+    #[rstest]
+    #[case("B", true)]
+    #[case("b", true)]
+    #[case("(B)", true)]
+    #[case("**B.**", true)]
+    #[case(r"It is \boxed{B}.", true)]
+    #[case(r"\boxed{\text{(B)}}", true)]
+    #[case("The answer is B", true)]
+    #[case("Answer: A? No. Final answer: **B**", true)]
+    #[case("I choose option [B] because", true)]
+    #[case("B) Paris", true)]
+    #[case("B. Paris", true)]
+    #[case("Paris", true)]
+    #[case(" paris. ", true)]
+    #[case("The answer is Berlin", false)]
+    #[case("The answer is Both", false)]
+    #[case("The answer is B. Option A is a common distractor.", true)]
+    #[case("Answer: B\n\nExplanation: option A is wrong because", true)]
+    #[case(
+        "The answer is B, since option C is too small and choice A too large.",
+        true
+    )]
+    #[case("Answer: B. (Choice A is for those who add.)", true)]
+    #[case("The correct option is B. Answer A is a distractor.", true)]
+    #[case("Option A: no. Option B: yes.\nAnswer: B", true)]
+    #[case("Option A is wrong, so I choose option B.", true)]
+    #[case("A. Berlin is in the north. I choose option B.", true)]
+    #[case("ANSWER: b", true)]
+    #[case("<answer>B</answer>", true)]
+    #[case("The answer must be B", true)]
+    #[case("Answer seems to be B", true)]
+    #[case("The answer is $B$.", true)]
+    #[case("B, because it is the capital", true)]
+    #[case(r"\boxed{\textbf{(B)}}", true)]
+    #[case(r"\boxed{\mathrm{B}}", true)]
+    #[case(r"\boxed{B - the capital}", true)]
+    #[case(r"\boxed{\text{B. Paris}}", true)]
+    #[case("The answer is A. Option B is a common distractor.", false)]
+    #[case("The answer is not B", false)]
+    #[case(r"\boxed{B} or \boxed{", false)]
+    #[case("A", false)]
+    #[case("A, not B", false)]
+    #[case("Berlin", false)]
+    #[case("the answer is b", false)]
+    #[case("", false)]
+    fn the_letter_is_found(#[case] text: &str, #[case] expected: bool) {
+        let reward = MultipleChoiceReward {
+            choices: Some("choices".to_owned()),
+            ..MultipleChoiceReward::default()
+        };
+        let choices = ["Berlin", "Paris", "Rome"];
+        for right in [json!("B"), json!("(b)"), json!(1), json!("Paris")] {
+            let row = json!({"answer": right, "choices": choices});
+            assert_eq!(reward.matches(text, &row).unwrap(), expected, "{right}");
+        }
+    }
+
+    #[test]
+    fn a_row_without_a_right_choice_is_an_error() {
+        let reward = MultipleChoiceReward {
+            choices: Some("choices".to_owned()),
+            ..MultipleChoiceReward::default()
+        };
+        for (row, words) in [
+            (
+                json!({"answer": "D", "choices": ["x", "y"]}),
+                "one of the 2 choices",
+            ),
+            (
+                json!({"answer": 2, "choices": ["x", "y"]}),
+                "one of the 2 choices",
+            ),
+            (
+                json!({"answer": "z", "choices": []}),
+                "list of 1 to 26 texts",
+            ),
+            (json!({"choices": ["x"]}), "\"answer\": absent"),
+        ] {
+            let error = reward.expected(&row).unwrap_err().to_string();
+            assert!(error.contains(words), "{error}");
+        }
+        let error = MultipleChoiceReward::default().expected(&json!({"answer": 26}));
+        assert!(error.unwrap_err().to_string().contains("26 choices"));
+    }
+}

@@ -1,0 +1,118 @@
+//! Programs in any language that answer lines of JSON.
+
+mod files;
+mod group;
+mod imports;
+mod pool;
+mod process;
+mod sink;
+
+use std::fmt;
+use std::path::PathBuf;
+use std::process::{Child, Command, Stdio};
+use std::time::Duration;
+
+use anyhow::{Context, Result, anyhow, bail};
+use candle_grpo_base::secrets;
+use candle_grpo_core::validate::{Checked, check};
+
+pub(crate) use group::ProcessGroup;
+pub use pool::ProgramPool;
+pub(crate) use process::Process;
+pub use process::{Answer, Failure, Unusable, quoted};
+pub use sink::Sink;
+
+/// The attempts after which a program that has never answered is an error.
+pub(crate) const FIRST_ATTEMPTS: usize = 2;
+
+/// Returns the error of a program that has not answered in its first attempts.
+pub(crate) fn no_answer(attempts: usize, last: impl fmt::Display) -> anyhow::Error {
+    anyhow!("no answer at all in {attempts} attempts, the last: {last}")
+}
+
+/// A program, its arguments, and the time that its answers may take.
+#[derive(Debug, Clone)]
+pub struct Program {
+    /// The name and the arguments. No shell is in between.
+    pub command: Vec<String>,
+    /// The folder that it runs in; absent: that of this process.
+    pub folder: Option<PathBuf>,
+    /// The longest time for an answer.
+    pub limit: Duration,
+    /// The longest time for the first answer, in addition.
+    pub start_limit: Duration,
+}
+
+impl Program {
+    /// Takes limits in seconds.
+    pub fn new(command: &[String], folder: Option<&PathBuf>, limit: f64, start_limit: f64) -> Self {
+        let seconds = |seconds| Duration::try_from_secs_f64(seconds).unwrap_or(Duration::MAX);
+        Self {
+            command: command.to_vec(),
+            folder: folder.cloned(),
+            limit: seconds(limit),
+            start_limit: seconds(start_limit),
+        }
+    }
+
+    /// Checks that a program is named.
+    pub fn validate(&self) -> Checked {
+        check(
+            self.command.first().is_some_and(|name| !name.is_empty()),
+            "command",
+            format_args!("{:?}", self.command),
+            "begin with the name of a program",
+        )
+    }
+
+    /// Starts it in a group of its own, with pipes, and without the variables that have keys.
+    fn spawn(&self) -> Result<(Child, ProcessGroup)> {
+        let [name, arguments @ ..] = self.command.as_slice() else {
+            bail!("command: empty");
+        };
+        let group = ProcessGroup::start().context("starting sh")?;
+        let mut command = Command::new(name);
+        command
+            .args(arguments)
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped())
+            .stderr(Stdio::piped());
+        for variable in secrets::hidden_variables() {
+            command.env_remove(variable);
+        }
+        if let Some(folder) = &self.folder {
+            command.current_dir(folder);
+        }
+        group.add(&mut command);
+        let child = command
+            .spawn()
+            .with_context(|| format!("starting {name:?}"))?;
+        Ok((child, group))
+    }
+
+    /// Starts it.
+    pub(crate) fn start(&self) -> Result<Process> {
+        Process::start(self)
+    }
+
+    /// Starts it as a reader of lines, which has [`Self::limit`] to end after its input.
+    pub fn start_sink(&self) -> Result<Sink> {
+        Sink::start(self)
+    }
+}
+
+/// Checks limits in seconds, under the names that configurations have for them.
+pub fn check_limits(limit: f64, start_limit: f64) -> Checked {
+    check(
+        limit > 0. && limit <= 1e9,
+        "time_limit_seconds",
+        limit,
+        "be above 0 and at most 1e9",
+    )?;
+    check(
+        (0. ..=1e9).contains(&start_limit),
+        "start_limit_seconds",
+        start_limit,
+        "be from 0 to 1e9",
+    )
+}

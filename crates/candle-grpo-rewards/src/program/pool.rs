@@ -1,0 +1,107 @@
+//! Several processes of a program that answer one request at a time.
+
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Mutex, PoisonError};
+
+use anyhow::{Result, anyhow};
+use serde_json::{Map, Value};
+
+use super::{Answer, FIRST_ATTEMPTS, Failure, Process, Program, no_answer};
+use crate::Progress;
+
+/// Processes of a program. One that fails is started again for its next request.
+pub struct ProgramPool {
+    program: Program,
+    processes: Vec<Mutex<Option<Process>>>,
+    /// True if a process has answered.
+    has_answered: AtomicBool,
+    /// The number of requests without an answer in time before the first answer, and the last
+    /// error.
+    first_timeouts: Mutex<(usize, String)>,
+}
+
+impl ProgramPool {
+    /// Starts `workers` processes.
+    ///
+    /// # Errors
+    ///
+    /// If the program cannot be started.
+    pub fn start(program: Program, workers: usize) -> Result<Self> {
+        let processes = (0..workers).map(|_| Ok(Mutex::new(Some(program.start()?))));
+        Ok(Self {
+            processes: processes.collect::<Result<_>>()?,
+            has_answered: AtomicBool::new(false),
+            first_timeouts: Mutex::default(),
+            program,
+        })
+    }
+
+    /// The answer to a request. Requests with the same `key` go to the same process, which answers
+    /// one after the other.
+    ///
+    /// # Errors
+    ///
+    /// If the program hangs, ends or gives a wrong answer, or a stop is requested. A program that
+    /// exceeds the time twice before its first answer is not started again.
+    pub fn ask<T>(
+        &self,
+        key: u64,
+        request: Map<String, Value>,
+        progress: &dyn Progress,
+        read: impl Fn(&str) -> Result<Answer<T>>,
+    ) -> Result<T, Failure> {
+        let place = key % self.processes.len().max(1) as u64;
+        let process = &self.processes[place as usize];
+        let mut process = process.lock().unwrap_or_else(PoisonError::into_inner);
+        self.ensure_can_answer()?;
+        let mut running = match process.take() {
+            Some(running) => running,
+            None => self.program.start().map_err(Failure::Ended)?,
+        };
+        let mut answer = [None];
+        match running.ask(vec![request], progress, read, &mut answer) {
+            Ok(()) if running.keeps_running() => {
+                self.has_answered.store(true, Ordering::Relaxed);
+                *process = Some(running);
+            }
+            Ok(()) => {
+                let error = "its answer has no id, must echo the \"id\" of the request";
+                return Err(Failure::Wrong(anyhow!(error)));
+            }
+            Err(_) if progress.is_canceled() => return Err(Failure::Interrupted),
+            Err(Failure::Timeout(error)) => {
+                let error = running.stop(error);
+                self.note(&error);
+                self.ensure_can_answer()?;
+                return Err(Failure::Timeout(error));
+            }
+            Err(failure) => return Err(failure.map(|error| running.stop(error))),
+        }
+        let [answer] = answer;
+        answer.ok_or_else(|| Failure::Wrong(anyhow!("its answer is missing")))
+    }
+
+    /// Notes a request without an answer in time. Before the first answer, the log has it too.
+    fn note(&self, error: &anyhow::Error) {
+        if !self.has_answered.load(Ordering::Relaxed) {
+            let error = format!("{error:#}");
+            tracing::warn!("program {:?}: {error}", self.program.command);
+            let timeouts = self.first_timeouts.lock();
+            let mut timeouts = timeouts.unwrap_or_else(PoisonError::into_inner);
+            *timeouts = (timeouts.0 + 1, error);
+        }
+    }
+
+    fn ensure_can_answer(&self) -> Result<(), Failure> {
+        if self.has_answered.load(Ordering::Relaxed) {
+            return Ok(());
+        }
+        let timeouts = self.first_timeouts.lock();
+        match &*timeouts.unwrap_or_else(PoisonError::into_inner) {
+            (count, last) if *count >= FIRST_ATTEMPTS => {
+                Err(Failure::Unusable(no_answer(*count, last)))
+            }
+            _ => Ok(()),
+        }
+    }
+}

@@ -1,0 +1,483 @@
+//! A running program.
+
+use std::collections::VecDeque;
+use std::fmt;
+use std::io::{BufRead, BufReader, Read, Write};
+use std::process::{Child, ChildStdin, ChildStdout, ExitStatus};
+use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, SyncSender, channel, sync_channel};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::thread;
+use std::time::Duration;
+
+use anyhow::{Context, Result, anyhow, bail};
+
+use serde_json::{Map, Value};
+
+use super::{Program, group::ProcessGroup};
+use crate::{Interrupted, Progress};
+use candle_grpo_base::clock::running_time;
+
+/// The time that an ending program has to exit, and a pipe to close.
+const QUIET: Duration = Duration::from_millis(20);
+
+/// The time that a batch has after a request to stop.
+const STOP_GRACE: Duration = Duration::from_secs(3);
+
+/// The interval between checks for a request to stop.
+const POLL: Duration = Duration::from_millis(50);
+
+/// The time that a program has to end after its input.
+const END_GRACE: Duration = Duration::from_secs(5);
+
+/// The longest line of output, in bytes.
+const MAX_LINE: u64 = 1 << 20;
+
+/// Lines that wait to be read; more stay in the pipe.
+const MAX_LINES: usize = 1 << 10;
+
+/// The reason that a batch does not have all answers.
+pub enum Failure {
+    /// The program exceeded the time: another start may help.
+    Timeout(anyhow::Error),
+    /// The program ended: another start may help.
+    Ended(anyhow::Error),
+    /// Its output is wrong.
+    Wrong(anyhow::Error),
+    /// It wrote a line that no request asked for, so its answers cannot be assigned to requests.
+    Surplus(anyhow::Error),
+    /// It has never answered, so starting it again does not help.
+    Unusable(anyhow::Error),
+    /// A stop was requested.
+    Interrupted,
+}
+
+/// An answer, and the id of its request if the program echoes it.
+#[derive(Debug, PartialEq)]
+pub struct Answer<T> {
+    /// The id of the request.
+    pub id: Option<u64>,
+    /// The answer.
+    pub value: T,
+}
+
+impl Answer<()> {
+    /// Returns the id among the fields of an answer.
+    pub fn take_id(fields: &mut Map<String, Value>) -> Result<Option<u64>> {
+        match fields.remove("id") {
+            None => Ok(None),
+            Some(id) => match id.as_u64() {
+                Some(id) => Ok(Some(id)),
+                None => bail!("id: {id}, must be the number of the request"),
+            },
+        }
+    }
+}
+
+impl Failure {
+    /// This failure with another error.
+    pub fn map(self, change: impl FnOnce(anyhow::Error) -> anyhow::Error) -> Self {
+        match self {
+            Self::Timeout(error) => Self::Timeout(change(error)),
+            Self::Ended(error) => Self::Ended(change(error)),
+            Self::Wrong(error) => Self::Wrong(change(error)),
+            Self::Surplus(error) => Self::Surplus(change(error)),
+            Self::Unusable(error) => Self::Unusable(change(error)),
+            Self::Interrupted => Self::Interrupted,
+        }
+    }
+}
+
+impl From<Failure> for anyhow::Error {
+    fn from(failure: Failure) -> Self {
+        match failure {
+            Failure::Timeout(error) | Failure::Ended(error) | Failure::Wrong(error) => error,
+            Failure::Surplus(error) | Failure::Unusable(error) => error.context(Unusable),
+            Failure::Interrupted => Interrupted.into(),
+        }
+    }
+}
+
+/// The context of the error of a program that cannot be used in a run, whatever the policy does.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Unusable;
+
+impl fmt::Display for Unusable {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("the program cannot be used")
+    }
+}
+
+/// A program with a thread for each of its pipes, so that none of them can fill up and stop it.
+pub(crate) struct Process {
+    program: Child,
+    group: ProcessGroup,
+    input: Option<Sender<Vec<u8>>>,
+    output: Receiver<Result<String, String>>,
+    errors: Arc<Mutex<Tail>>,
+    error_reader: thread::JoinHandle<()>,
+    /// The id of the next request.
+    next_id: u64,
+    /// True if its answers have ids; `None` before the first answer.
+    echoes_ids: Option<bool>,
+    /// The longest time for an answer.
+    limit: Duration,
+    /// The longest time for the first answer, in addition.
+    start_limit: Duration,
+}
+
+impl Process {
+    pub(super) fn start(program: &Program) -> Result<Self> {
+        let (limit, start_limit) = (program.limit, program.start_limit);
+        let (mut program, group) = program.spawn()?;
+        let missing = || anyhow!("pipe: absent");
+        let stdin = program.stdin.take().ok_or_else(missing)?;
+        let stdout = program.stdout.take().ok_or_else(missing)?;
+        let mut stderr = program.stderr.take().ok_or_else(missing)?;
+
+        let (input, batches) = channel();
+        thread::spawn(move || write_batches(stdin, &batches));
+        let (lines, output) = sync_channel(MAX_LINES);
+        thread::spawn(move || read_lines(stdout, &lines));
+        let errors = Arc::new(Mutex::new(Tail::default()));
+        let tail = Arc::clone(&errors);
+        let error_reader = thread::spawn(move || {
+            let mut bytes = [0; 4096];
+            while let Ok(count @ 1..) = stderr.read(&mut bytes) {
+                tail.lock()
+                    .unwrap_or_else(PoisonError::into_inner)
+                    .push(&bytes[..count]);
+            }
+        });
+        Ok(Self {
+            program,
+            group,
+            input: Some(input),
+            output,
+            errors,
+            error_reader,
+            next_id: 0,
+            echoes_ids: None,
+            limit,
+            start_limit,
+        })
+    }
+
+    /// Sends `requests`, each with an `id`, and sets the answers to them, which are absent before.
+    /// `read` takes a line of the program. After a failure, the answers are valid that came before
+    /// it with ids.
+    ///
+    /// Answers without ids have their order alone. So a program without ids gets one batch: its
+    /// input ends with the requests, and its output must end with the answers.
+    pub(crate) fn ask<T>(
+        &mut self,
+        requests: Vec<Map<String, Value>>,
+        progress: &dyn Progress,
+        read: impl Fn(&str) -> Result<Answer<T>>,
+        answers: &mut [Option<T>],
+    ) -> Result<(), Failure> {
+        let count = requests.len();
+        let mut limit = match self.echoes_ids {
+            None => self.limit.saturating_add(self.start_limit),
+            Some(_) => self.limit,
+        };
+        let mut deadline = running_time().saturating_add(limit);
+        let mut stops_at = None;
+        self.ensure_silent().map_err(Failure::Surplus)?;
+        let first = self.next_id;
+        self.send(requests).map_err(Failure::Wrong)?;
+        let mut answered = 0;
+        loop {
+            let is_complete = answered == count;
+            if is_complete && self.keeps_running() {
+                break;
+            }
+            let now = running_time();
+            if stops_at.is_none() && progress.is_canceled() {
+                stops_at = Some(now + STOP_GRACE);
+                deadline = deadline.min(now + STOP_GRACE);
+            }
+            let rest = deadline.saturating_sub(now);
+            let ended = match self.output.recv_timeout(POLL.min(rest)) {
+                Ok(line) if is_complete => return Err(Failure::Surplus(self.surplus(line))),
+                Ok(Ok(line)) => {
+                    let number = format!("answer {} of {count}", answered + 1);
+                    let answer = read(&line)
+                        .context(number.clone())
+                        .map_err(Failure::Wrong)?;
+                    self.take(&line, answer, (first, answered), answers)
+                        .map_err(|failure| failure.map(|error| error.context(number)))?;
+                    answered += 1;
+                    limit = self.limit;
+                    let next = running_time().saturating_add(self.limit);
+                    deadline = stops_at.map_or(next, |stop| next.min(stop));
+                    if !self.keeps_running() {
+                        self.input = None;
+                    }
+                    continue;
+                }
+                // The time counts only when no line is waiting: a line that came in time may be
+                // read late.
+                Err(RecvTimeoutError::Timeout) if rest.is_zero() => {
+                    return Err(match stops_at {
+                        Some(_) => Failure::Interrupted,
+                        None if is_complete => Failure::Wrong(anyhow!(NOT_ENDED)),
+                        None => Failure::Timeout(overdue(answered, count, limit)),
+                    });
+                }
+                Err(RecvTimeoutError::Timeout) => continue,
+                Err(RecvTimeoutError::Disconnected) if is_complete => break,
+                Ok(Err(error)) => error,
+                Err(RecvTimeoutError::Disconnected) => "ended".to_owned(),
+            };
+            let error = anyhow!(
+                "{ended} after {answered} of {count} answers; it must answer every line until its input ends"
+            );
+            return Err(Failure::Ended(error));
+        }
+        self.ensure_silent().map_err(Failure::Surplus)
+    }
+
+    /// Returns true if each answer so far has named its request.
+    pub(crate) fn echoes_ids(&self) -> bool {
+        self.echoes_ids == Some(true)
+    }
+
+    /// Returns false for a program whose answers have no ids: it ends with its first batch.
+    pub(crate) fn keeps_running(&self) -> bool {
+        self.echoes_ids != Some(false)
+    }
+
+    /// Checks that the program has written only answers so far.
+    fn ensure_silent(&self) -> Result<()> {
+        match self.output.try_recv() {
+            Ok(line) => Err(self.surplus(line)),
+            Err(_) => Ok(()),
+        }
+    }
+
+    /// The error of a line that no request asked for.
+    fn surplus(&self, line: Result<String, String>) -> anyhow::Error {
+        let line = line.map_or_else(|error| error, |line| quoted(&line));
+        match self.next_id {
+            0 => anyhow!("wrote {line} before the first request: {ELSEWHERE}"),
+            _ => anyhow!(
+                "wrote {line} after the last answer of a batch, so answers may belong to other \
+                 requests: {ELSEWHERE}"
+            ),
+        }
+    }
+
+    fn send(&mut self, requests: Vec<Map<String, Value>>) -> Result<()> {
+        let mut lines = String::new();
+        for mut request in requests {
+            request.insert("id".to_owned(), self.next_id.into());
+            lines += &serde_json::to_string(&request)?;
+            lines.push('\n');
+            self.next_id += 1;
+        }
+        if let Some(input) = &self.input {
+            // An error means that the program has ended, and the other pipe shows that too.
+            let _ = input.send(lines.into_bytes());
+        }
+        Ok(())
+    }
+
+    /// Notes the answer of a line, which is number `answered` to the requests from `first`.
+    fn take<T>(
+        &mut self,
+        line: &str,
+        answer: Answer<T>,
+        (first, answered): (u64, usize),
+        answers: &mut [Option<T>],
+    ) -> Result<(), Failure> {
+        let echoes = *self.echoes_ids.get_or_insert(answer.id.is_some());
+        let place = match answer.id {
+            _ if answer.id.is_some() != echoes => {
+                return Err(Failure::Wrong(anyhow!(
+                    "{}: {} an id, unlike the answers before: give one to all answers or to none",
+                    quoted(line),
+                    if echoes { "has not" } else { "has" }
+                )));
+            }
+            None => Some(answered),
+            Some(id) => id.checked_sub(first).map(|place| place as usize),
+        };
+        let last = first + answers.len().saturating_sub(1) as u64;
+        match place.and_then(|place| answers.get_mut(place)) {
+            Some(free @ None) => *free = Some(answer.value),
+            Some(Some(_)) => {
+                let error = anyhow!("{}: answers a request twice", quoted(line));
+                return Err(Failure::Surplus(error));
+            }
+            None => {
+                let error = anyhow!(
+                    "{}: must have the id of one of the requests, {first} to {last}",
+                    quoted(line)
+                );
+                return Err(match answer.id {
+                    Some(id) if id < first => Failure::Surplus(error),
+                    _ => Failure::Wrong(error),
+                });
+            }
+        }
+        Ok(())
+    }
+
+    /// Closes the input and lets the program end.
+    ///
+    /// # Errors
+    ///
+    /// Returns an error if the program writes a line that no request asked for.
+    pub(crate) fn finish(mut self) -> Result<()> {
+        self.input = None;
+        if self.next_id == 0 {
+            return Ok(());
+        }
+        let deadline = running_time() + END_GRACE;
+        loop {
+            let ended = !matches!(self.program.try_wait(), Ok(None));
+            match self.output.recv_timeout(QUIET) {
+                Ok(line) => return Err(self.surplus(line)),
+                Err(RecvTimeoutError::Disconnected) => return Ok(()),
+                Err(RecvTimeoutError::Timeout) if ended || running_time() > deadline => {
+                    return Ok(());
+                }
+                Err(RecvTimeoutError::Timeout) => {}
+            }
+        }
+    }
+
+    /// Kills the program, and adds to `error` its exit status and the end of its stderr.
+    pub(crate) fn stop(mut self, error: anyhow::Error) -> anyhow::Error {
+        // One that has closed its output is about to end by itself, with a status of its own.
+        let status = match self.wait(QUIET) {
+            Some(status) => format!(" ({status})"),
+            None => String::new(),
+        };
+        self.kill();
+        // All pipes are closed now; the reader takes what is left.
+        let deadline = running_time() + Duration::from_secs(1);
+        while !self.error_reader.is_finished() && running_time() < deadline {
+            thread::sleep(Duration::from_millis(2));
+        }
+        let mut tail = self.errors.lock().unwrap_or_else(PoisonError::into_inner);
+        match tail.text().trim() {
+            "" => anyhow!("{error:#}{status}; it wrote nothing to stderr"),
+            text => anyhow!("{error:#}{status}; its stderr ends with:\n{text}"),
+        }
+    }
+
+    /// Waits until the program ends, at most for `patience`.
+    fn wait(&mut self, patience: Duration) -> Option<ExitStatus> {
+        let deadline = running_time() + patience;
+        loop {
+            match self.program.try_wait() {
+                Ok(None) if running_time() < deadline => thread::sleep(Duration::from_millis(1)),
+                Ok(status) => return status,
+                Err(_) => return None,
+            }
+        }
+    }
+
+    fn kill(&mut self) {
+        self.group.kill();
+        let _ = self.program.kill();
+        // Waiting leaves no zombie.
+        let _ = self.program.wait();
+    }
+}
+
+const ELSEWHERE: &str = "write one line for each request and everything else to stderr, or echo \
+    the \"id\" of the request so that each answer finds its place";
+
+const NOT_ENDED: &str = "all answers are there, but the output goes on after the end of the input; \
+    a program without ids must end with its input, or echo the \"id\" of each request";
+
+fn overdue(answered: usize, of: usize, limit: Duration) -> anyhow::Error {
+    anyhow!(
+        "{answered} of {of} answers, and no other within {} seconds, the limit; it must answer each line when \
+         it comes, not at the end of its input, and flush every line (in Python print(..., flush=True)); \
+         a slow program needs a greater time_limit_seconds",
+        limit.as_secs_f64()
+    )
+}
+
+impl Drop for Process {
+    fn drop(&mut self) {
+        self.input = None;
+        self.wait(Duration::from_secs(1));
+        self.kill();
+    }
+}
+
+fn write_batches(mut stdin: ChildStdin, batches: &Receiver<Vec<u8>>) {
+    for batch in batches {
+        if stdin
+            .write_all(&batch)
+            .and_then(|()| stdin.flush())
+            .is_err()
+        {
+            return;
+        }
+    }
+}
+
+/// Sends each line, or the message of one that cannot be read.
+fn read_lines(stdout: ChildStdout, lines: &SyncSender<Result<String, String>>) {
+    let mut reader = BufReader::new(stdout);
+    while let Some(line) = next_line(&mut reader) {
+        let is_last = line.is_err();
+        if lines.send(line).is_err() || is_last {
+            return;
+        }
+    }
+}
+
+fn next_line(reader: &mut impl BufRead) -> Option<Result<String, String>> {
+    let mut bytes = Vec::new();
+    match reader.take(MAX_LINE).read_until(b'\n', &mut bytes) {
+        Ok(0) => return None,
+        Ok(_) => {}
+        Err(error) => return Some(Err(format!("its output cannot be read: {error}"))),
+    }
+    Some(match bytes.strip_suffix(b"\n") {
+        Some(line) => match str::from_utf8(line) {
+            Ok(line) => Ok(line.to_owned()),
+            Err(_) => Err("a line that is not UTF-8".to_owned()),
+        },
+        None if bytes.len() as u64 == MAX_LINE => {
+            Err(format!("a line of more than {} MiB", MAX_LINE >> 20))
+        }
+        None => {
+            let line = quoted(&String::from_utf8_lossy(&bytes));
+            Err(format!("ended within the line {line}"))
+        }
+    })
+}
+
+/// The last few kilobytes of a text.
+#[derive(Default)]
+struct Tail(VecDeque<u8>);
+
+impl Tail {
+    const KEPT: usize = 4096;
+
+    fn push(&mut self, bytes: &[u8]) {
+        self.0.extend(bytes);
+        let excess = self.0.len().saturating_sub(Self::KEPT);
+        self.0.drain(..excess);
+    }
+
+    fn text(&mut self) -> String {
+        String::from_utf8_lossy(self.0.make_contiguous()).into_owned()
+    }
+}
+
+/// The line for messages, cut where it is long.
+pub fn quoted(line: &str) -> String {
+    const SHOWN: usize = 200;
+    match line.char_indices().nth(SHOWN) {
+        Some((end, _)) => format!("{:?} ...", &line[..end]),
+        None => format!("{line:?}"),
+    }
+}

@@ -1,0 +1,171 @@
+//! A place for a running program, which restarts it.
+
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use anyhow::{Result, ensure};
+
+use super::ProgramConfig;
+use super::answer::{parse, request};
+use crate::program::{FIRST_ATTEMPTS, Failure, Process, no_answer};
+use crate::{Interrupted, Progress, Sample};
+use crate::{Score, ScoreFailure};
+
+/// A program that is started again after a failure.
+pub(super) struct Worker {
+    process: Option<Process>,
+    /// The number of completions that have failed since the last score.
+    failures: usize,
+    /// True if it has scored a completion.
+    has_scored: bool,
+    last_error: Option<anyhow::Error>,
+}
+
+/// Facts that the workers of a program share.
+#[derive(Debug, Default)]
+pub(super) struct Shared {
+    /// True if a process has answered a line, even if its batch failed later.
+    has_answered: AtomicBool,
+    /// True if the log has the first failure.
+    has_warned: AtomicBool,
+}
+
+impl Worker {
+    pub(super) fn start(config: &ProgramConfig) -> Result<Self> {
+        Ok(Self {
+            process: Some(config.program().start()?),
+            failures: 0,
+            has_scored: false,
+            last_error: None,
+        })
+    }
+
+    /// The scores of `samples`.
+    ///
+    /// If the program ends or exceeds the time, it is not certain which completion is the cause. So
+    /// those without a score are sent to another process one at a time. The last is first: most
+    /// programs answer in order, so that the cause comes last, to a process that is running.
+    pub(super) fn score(
+        &mut self,
+        config: &ProgramConfig,
+        samples: &[Sample],
+        progress: &dyn Progress,
+        shared: &Shared,
+    ) -> Result<Vec<Score>> {
+        let mut scores = vec![None; samples.len()];
+        let mut attempts = 1;
+        let mut failed = self.attempt(config, samples, progress, &mut scores, shared)?;
+        for (place, sample) in samples.iter().enumerate().rev() {
+            if scores[place].is_some() {
+                continue;
+            }
+            let score = &mut scores[place..=place];
+            let failed = match failed.take() {
+                // It was alone.
+                Some(failed) if samples.len() == 1 => Some(failed),
+                _ => {
+                    attempts += 1;
+                    self.attempt(
+                        config,
+                        std::slice::from_ref(sample),
+                        progress,
+                        score,
+                        shared,
+                    )?
+                }
+            };
+            if let Some((ScoreFailure::Timeout, error)) = &failed
+                && attempts >= FIRST_ATTEMPTS
+                && !shared.has_answered.load(Ordering::Relaxed)
+            {
+                return Err(no_answer(attempts, format_args!("{error:#}")));
+            }
+            if let Some((failure, error)) = failed {
+                self.failures += 1;
+                ensure!(
+                    self.failures <= config.max_failures,
+                    "{} completions in a row failed, the last: {error:#}",
+                    self.failures
+                );
+                score[0] = Some(config.on_timeout.score(config.timeout_score, failure));
+                self.last_error = Some(error);
+            }
+        }
+        Ok(scores.into_iter().flatten().collect())
+    }
+
+    /// Sends `samples` to the program, and sets the scores that it gives.
+    fn attempt(
+        &mut self,
+        config: &ProgramConfig,
+        samples: &[Sample],
+        progress: &dyn Progress,
+        scores: &mut [Option<Score>],
+        shared: &Shared,
+    ) -> Result<Option<(ScoreFailure, anyhow::Error)>> {
+        let mut process = match self.process.take() {
+            Some(process) => process,
+            None => config.program().start()?,
+        };
+        let requests = samples.iter().map(request).collect();
+        let asked = process.ask(requests, progress, parse, scores);
+        let has_answered = scores.iter().any(Option::is_some);
+        shared
+            .has_answered
+            .fetch_or(has_answered, Ordering::Relaxed);
+        let failed = match asked {
+            Ok(()) => {
+                self.process = match process.keeps_running() {
+                    true => Some(process),
+                    false => {
+                        drop(process);
+                        // It starts while the policy trains. An error appears in the next batch.
+                        config.program().start().ok()
+                    }
+                };
+                None
+            }
+            Err(failed) => {
+                let (failure, error) = match failed {
+                    Failure::Wrong(error) | Failure::Surplus(error) | Failure::Unusable(error) => {
+                        return Err(process.stop(error));
+                    }
+                    Failure::Interrupted => return Err(Interrupted.into()),
+                    _ if progress.is_canceled() => return Err(Interrupted.into()),
+                    Failure::Timeout(error) => (ScoreFailure::Timeout, error),
+                    Failure::Ended(error) => (ScoreFailure::Crash, error),
+                };
+                if !process.echoes_ids() {
+                    scores.fill(None);
+                }
+                let error = process.stop(error);
+                if !shared.has_warned.swap(true, Ordering::Relaxed) {
+                    tracing::warn!(
+                        "program {:?}: {error:#}; it is started again, and further failures are \
+                         counted in reward_faults",
+                        config.command
+                    );
+                }
+                Some((failure, error))
+            }
+        };
+        if scores.iter().any(Option::is_some) {
+            self.failures = 0;
+            self.has_scored = true;
+        }
+        Ok(failed)
+    }
+
+    pub(super) fn has_scored(&self) -> bool {
+        self.has_scored
+    }
+
+    /// The error of the last completion that failed.
+    pub(super) fn take_error(&mut self) -> Option<anyhow::Error> {
+        self.last_error.take()
+    }
+
+    /// Lets the program end.
+    pub(super) fn finish(&mut self) -> Result<()> {
+        self.process.take().map_or(Ok(()), Process::finish)
+    }
+}

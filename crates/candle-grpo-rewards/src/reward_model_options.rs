@@ -1,0 +1,76 @@
+//! The place of reward models, which this crate does not run.
+
+use std::fmt::Debug;
+use std::path::PathBuf;
+
+use anyhow::Result;
+use candle_core::Device;
+use serde::de::{DeserializeOwned, Error};
+use serde::{Deserialize, Deserializer, Serialize};
+
+use crate::RewardFunction;
+
+/// The options of a reward model: `kind: reward_model` of
+/// [`RewardConfig`](crate::RewardConfig). A trainer implements it for the models that it runs.
+pub trait RewardModelOptions: Clone + Debug + PartialEq + Serialize + DeserializeOwned {
+    /// Checks the options. Opens no file.
+    ///
+    /// # Errors
+    ///
+    /// If an option is not valid.
+    fn validate(&self) -> Result<()>;
+
+    /// Checks the files of the model without reading the weights.
+    ///
+    /// # Errors
+    ///
+    /// If one is missing or not valid.
+    fn check_files(&self) -> Result<()>;
+
+    /// Returns the files that decide scores.
+    fn files(&self) -> Vec<PathBuf>;
+
+    /// Returns the folder of the model, to replace a name of the hub.
+    fn path_mut(&mut self) -> &mut PathBuf;
+
+    /// Loads the model onto `device`.
+    ///
+    /// # Errors
+    ///
+    /// If an option is not valid or the model cannot be loaded.
+    fn load(&self, device: &Device) -> Result<Box<dyn RewardFunction>>;
+}
+
+/// The options of a program without reward models: there are none.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
+pub enum NoRewardModel {}
+
+impl<'de> Deserialize<'de> for NoRewardModel {
+    fn deserialize<D: Deserializer<'de>>(_: D) -> Result<Self, D::Error> {
+        Err(D::Error::custom(
+            "reward_model, must be another kind: this program has no reward models",
+        ))
+    }
+}
+
+impl RewardModelOptions for NoRewardModel {
+    fn validate(&self) -> Result<()> {
+        match *self {}
+    }
+
+    fn check_files(&self) -> Result<()> {
+        match *self {}
+    }
+
+    fn files(&self) -> Vec<PathBuf> {
+        match *self {}
+    }
+
+    fn path_mut(&mut self) -> &mut PathBuf {
+        match *self {}
+    }
+
+    fn load(&self, _: &Device) -> Result<Box<dyn RewardFunction>> {
+        match *self {}
+    }
+}

@@ -1,0 +1,108 @@
+//! The score of one completion.
+
+use serde::{Deserialize, Serialize};
+
+/// The score of a completion, or that it has none.
+///
+/// A completion without a score is excluded: it does not enter the statistics of its group, and
+/// contributes nothing to the loss and its totals. If only some terms of a weighted sum are
+/// missing, the sum is that of the others (as in TRL).
+///
+/// ```
+/// use candle_grpo_rewards::{Score, ScoreFailure};
+///
+/// assert_eq!(Score::from(0.5).value(), Some(0.5));
+/// assert_eq!(Score::NONE.value(), None);
+///
+/// let late = Score::NONE.after(ScoreFailure::Timeout);
+/// assert_eq!((late.value(), late.failure()), (None, Some(ScoreFailure::Timeout)));
+/// ```
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Score {
+    value: Option<f32>,
+    failure: Option<ScoreFailure>,
+}
+
+/// The reason that a reward function did not compute the score of a completion. Metrics count them.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum ScoreFailure {
+    /// It exceeded its time.
+    Timeout,
+    /// It ended, or did not work: a program that crashed, a server with errors.
+    Crash,
+    /// It answered without a score: a judge that gave no verdict.
+    Unscorable,
+}
+
+/// The treatment of a completion for which a reward function does not compute a score.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum OnFailure {
+    /// A fixed score.
+    #[default]
+    Score,
+    /// No score: [`Score::NONE`].
+    Exclude,
+}
+
+impl Score {
+    /// No score: the completion is excluded.
+    pub const NONE: Self = Self {
+        value: None,
+        failure: None,
+    };
+
+    /// The number; absent: the completion has no score.
+    pub fn value(self) -> Option<f32> {
+        self.value
+    }
+
+    /// The reason that the function did not compute the score.
+    pub fn failure(self) -> Option<ScoreFailure> {
+        self.failure
+    }
+
+    /// This score, in place of one that the function did not compute.
+    pub fn after(self, failure: ScoreFailure) -> Self {
+        Self {
+            failure: Some(failure),
+            ..self
+        }
+    }
+
+    /// This score with another value, if it has one.
+    pub(super) fn map(self, change: impl FnOnce(f32) -> f32) -> Self {
+        Self {
+            value: self.value.map(change),
+            ..self
+        }
+    }
+}
+
+impl From<f32> for Score {
+    fn from(value: f32) -> Self {
+        Self {
+            value: Some(value),
+            failure: None,
+        }
+    }
+}
+
+/// A score equals its number.
+impl PartialEq<f32> for Score {
+    fn eq(&self, number: &f32) -> bool {
+        self.value.as_ref() == Some(number)
+    }
+}
+
+impl OnFailure {
+    /// The score after `failure`, with the number `score` if it is a fixed one.
+    pub(super) fn score(self, score: f32, failure: ScoreFailure) -> Score {
+        let instead = match self {
+            Self::Score => Score::from(score),
+            Self::Exclude => Score::NONE,
+        };
+        instead.after(failure)
+    }
+}

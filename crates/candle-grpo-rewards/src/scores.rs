@@ -1,0 +1,233 @@
+//! The scores of a batch.
+
+use std::ops::Deref;
+
+use anyhow::{Result, ensure};
+use serde::{Deserialize, Serialize};
+
+use super::{RewardRequests, Sample, Score, ScoreFailure};
+
+/// One score for each sample of a batch. The number of a missing score is NaN, and all others are
+/// finite: [`NonFinite::Exclude`](candle_grpo_core::NonFinite::Exclude) leaves out what is missing.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct Scores {
+    name: Option<String>,
+    numbers: Vec<f32>,
+    failures: Vec<Option<ScoreFailure>>,
+    requests: RewardRequests,
+}
+
+impl Scores {
+    /// Checks `scores`.
+    ///
+    /// # Errors
+    ///
+    /// If their number is not that of `samples`, or one is NaN or infinite. A missing score is
+    /// [`Score::NONE`].
+    pub fn new(scores: Vec<Score>, samples: &[Sample]) -> Result<Self> {
+        ensure!(
+            scores.len() == samples.len(),
+            "rewards: {} scores for {} samples, there must be one for each",
+            scores.len(),
+            samples.len()
+        );
+        for (i, (score, sample)) in scores.iter().zip(samples).enumerate() {
+            if let Some(number) = score.value() {
+                ensure!(
+                    number.is_finite(),
+                    "rewards: sample {i} (prompt {:?}, completion {:?}) has reward {number}, must be finite",
+                    sample.prompt,
+                    sample.completion
+                );
+            }
+        }
+        let number = |score: &Score| score.value().unwrap_or(f32::NAN);
+        Ok(Self {
+            name: None,
+            numbers: scores.iter().map(number).collect(),
+            failures: scores.into_iter().map(Score::failure).collect(),
+            requests: RewardRequests::default(),
+        })
+    }
+
+    /// The name of the reward, for metrics.
+    pub fn named(self, name: &str) -> Self {
+        Self {
+            name: Some(name.to_owned()),
+            ..self
+        }
+    }
+
+    /// The requests that the scores took, for metrics.
+    pub fn with_requests(self, requests: RewardRequests) -> Self {
+        Self { requests, ..self }
+    }
+
+    /// The requests that the scores took.
+    pub fn requests(&self) -> RewardRequests {
+        self.requests
+    }
+
+    /// The name of the reward, if it has one.
+    pub fn name(&self) -> Option<&str> {
+        self.name.as_deref()
+    }
+
+    /// The reason that the function did not compute the score of this sample.
+    pub(super) fn failure(&self, sample: usize) -> Option<ScoreFailure> {
+        self.failures.get(sample).copied().flatten()
+    }
+
+    /// The score of each sample.
+    pub fn iter_scores(&self) -> impl Iterator<Item = Score> {
+        let numbers = self.numbers.iter().zip(&self.failures);
+        numbers.map(|(&number, &failure)| {
+            let score = match number.is_nan() {
+                true => Score::NONE,
+                false => Score::from(number),
+            };
+            match failure {
+                Some(failure) => score.after(failure),
+                None => score,
+            }
+        })
+    }
+
+    /// The numbers as a vector.
+    pub fn into_vec(self) -> Vec<f32> {
+        self.numbers
+    }
+
+    /// The numbers of the scores that are missing or were not computed.
+    pub fn faults(&self) -> RewardFaults {
+        let failed = |kind| self.failures.iter().filter(|f| **f == Some(kind)).count();
+        RewardFaults {
+            timeouts: failed(ScoreFailure::Timeout),
+            crashes: failed(ScoreFailure::Crash),
+            unscorable: failed(ScoreFailure::Unscorable),
+            excluded: self.numbers.iter().filter(|x| x.is_nan()).count(),
+        }
+    }
+
+    /// Leaves out the score at `place`.
+    pub fn exclude(&mut self, place: usize) {
+        self.numbers[place] = f32::NAN;
+    }
+
+    /// Adds the scores of `other`.
+    pub fn extend(&mut self, other: Self) {
+        self.numbers.extend(other.numbers);
+        self.failures.extend(other.failures);
+        self.requests += other.requests;
+    }
+
+    /// Replaces the score at `place` by that of `other` at `from`.
+    pub fn replace(&mut self, place: usize, other: &Self, from: usize) {
+        self.numbers[place] = other.numbers[from];
+        self.failures[place] = other.failures[from];
+    }
+
+    /// Counts requests for scores that are not among these.
+    pub fn add_requests(&mut self, requests: RewardRequests) {
+        self.requests += requests;
+    }
+
+    /// The scores at `places`, without the requests that all of them took.
+    pub fn select(&self, places: impl Iterator<Item = usize> + Clone) -> Self {
+        Self {
+            name: self.name.clone(),
+            numbers: places.clone().map(|place| self.numbers[place]).collect(),
+            failures: places.map(|place| self.failures[place]).collect(),
+            requests: RewardRequests::default(),
+        }
+    }
+}
+
+impl Deref for Scores {
+    type Target = [f32];
+
+    fn deref(&self) -> &[f32] {
+        &self.numbers
+    }
+}
+
+/// The scores of a reward that are missing, or that its function did not compute.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct RewardFaults {
+    /// Completions with which the function exceeded its time.
+    pub timeouts: usize,
+    /// Completions with which the function ended or did not work.
+    pub crashes: usize,
+    /// Completions for which the function gave an answer without a score.
+    #[serde(default)]
+    pub unscorable: usize,
+    /// Completions without a score. If their other rewards are also missing, they do not train.
+    pub excluded: usize,
+}
+
+impl RewardFaults {
+    /// Returns true if all scores were computed.
+    pub fn is_empty(&self) -> bool {
+        *self == Self::default()
+    }
+}
+
+impl std::ops::AddAssign for RewardFaults {
+    fn add_assign(&mut self, other: Self) {
+        self.timeouts += other.timeouts;
+        self.crashes += other.crashes;
+        self.unscorable += other.unscorable;
+        self.excluded += other.excluded;
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::FinishReason;
+    use serde_json::Value;
+
+    const SAMPLE: Sample = Sample {
+        prompt: "say",
+        messages: &[],
+        completion: "yes",
+        prompt_tokens: &[1],
+        completion_tokens: &[2],
+        finish_reason: FinishReason::StopToken,
+        columns: &Value::Null,
+        group: 0,
+    };
+
+    #[test]
+    fn scores_must_be_as_many_as_samples() {
+        let error = Scores::new(vec![0.0.into(); 2], &[SAMPLE; 3]).unwrap_err();
+        assert_eq!(
+            error.to_string(),
+            "rewards: 2 scores for 3 samples, there must be one for each"
+        );
+    }
+
+    #[test]
+    fn missing_scores_and_failures_are_counted_apart() {
+        let scores = [
+            Score::from(1.),
+            Score::NONE,
+            Score::from(0.).after(ScoreFailure::Timeout),
+            Score::NONE.after(ScoreFailure::Timeout),
+            Score::NONE.after(ScoreFailure::Crash),
+            Score::from(0.).after(ScoreFailure::Unscorable),
+        ];
+        let batch = Scores::new(scores.to_vec(), &[SAMPLE; 6]).unwrap();
+        let (timeouts, crashes, unscorable, excluded) = (2, 1, 1, 3);
+        let expected = RewardFaults {
+            timeouts,
+            crashes,
+            unscorable,
+            excluded,
+        };
+        assert_eq!(batch.faults(), expected);
+        assert!(batch.iter_scores().eq(scores));
+        let some = batch.select([4, 0].into_iter());
+        assert!(some.iter_scores().eq([scores[4], scores[0]]));
+    }
+}

@@ -1,0 +1,9 @@
+//! Tests of reward functions.
+
+#[cfg(all(target_os = "linux", feature = "code"))]
+mod code_reward;
+#[cfg(feature = "judge")]
+mod judge;
+#[cfg(unix)]
+mod program_reward;
+mod rewards;
