@@ -1,4 +1,8 @@
-//! Comparison of mathematical answers by value.
+//! Comparison of mathematical answers by value, in LaTeX and in plain text.
+//!
+//! No other Rust crate compares the answers of language models as
+//! [Math-Verify](https://github.com/huggingface/Math-Verify) does in Python: systems of computer
+//! algebra read their own notation.
 
 mod approximate;
 mod compare;

@@ -1,6 +1,7 @@
 //! Prompts: data sets, templates and the order of their rows.
 
 pub mod chat_columns;
+#[cfg(feature = "csv")]
 mod csv_rows;
 pub(crate) mod dataset;
 pub(crate) mod json_lines;

@@ -9,7 +9,6 @@ use anyhow::{Context, Result, anyhow, bail, ensure};
 use candle_grpo_base::json;
 use serde_json::Value;
 
-use super::csv_rows;
 use super::large_integers::quoted;
 use super::other_formats::{PARQUET, other_format, separator};
 use super::unique_keys::UniqueKeys;
@@ -109,8 +108,13 @@ fn text_rows(file: &Arc<Path>, bytes: &[u8], limit: usize) -> Result<Vec<Row>> {
     match (text.trim_start().chars().next(), separator(file)) {
         (Some('['), _) => array(file, &json, limit),
         // A file of JSON may have any name.
+        #[cfg(feature = "csv")]
         (Some(first), Some(separator)) if first != '{' => {
-            csv_rows::rows(file, text, separator, limit)
+            super::csv_rows::rows(file, text, separator, limit)
+        }
+        #[cfg(not(feature = "csv"))]
+        (Some(first), Some(_)) if first != '{' => {
+            bail!("{path}: CSV, but this program was built without the feature csv")
         }
         _ => lines(file, &json, limit),
     }

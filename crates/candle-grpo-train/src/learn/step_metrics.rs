@@ -8,7 +8,7 @@ use serde::{Deserialize, Serialize};
 use crate::data::json_lines::{finite_numbers, number};
 use crate::environment::mean_metrics;
 use crate::rewards::{RewardFaults, RewardRequests};
-use crate::run::{StepRecord, training_plot_svg};
+use crate::run::StepRecord;
 use crate::{FinishReason, Rollout};
 
 /// The metrics of one training step: one line of `metrics.jsonl`.
@@ -150,8 +150,9 @@ impl StepRecord for StepMetrics {
         self.step
     }
 
+    #[cfg(feature = "plot")]
     fn plot(records: &[Self]) -> Result<String> {
-        training_plot_svg(records)
+        crate::run::training_plot_svg(records)
     }
 }
 

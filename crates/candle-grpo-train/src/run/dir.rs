@@ -463,6 +463,7 @@ impl RunDir {
     }
 
     /// Writes `metrics.svg`.
+    #[cfg(feature = "plot")]
     pub fn write_plot<M: StepRecord>(&self, metrics: &[M]) -> Result<()> {
         self.write("metrics.svg", M::plot(metrics)?)
     }
@@ -762,6 +763,7 @@ mod tests {
         assert_eq!(resumed.metrics[0].policy, finite);
         assert_eq!(resumed.dir.evaluations[0].metrics, finite);
         assert_eq!(fs::read_to_string(path.join(METRICS)).unwrap(), written);
+        #[cfg(feature = "plot")]
         resumed.dir.write_plot(&resumed.metrics).unwrap();
     }
 

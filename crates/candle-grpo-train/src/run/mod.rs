@@ -5,6 +5,7 @@ pub(crate) mod checksums;
 mod dir;
 mod evaluation;
 mod inputs;
+#[cfg(feature = "plot")]
 pub(crate) mod plot;
 pub(crate) mod rollout_log;
 mod step_record;
@@ -16,6 +17,7 @@ pub use checkpoints::{Checkpoints, LatestCheckpoint, StepCheckpoint};
 pub use dir::{ReplacedRun, ResumedRun, RunDir, StoppedRun};
 pub use evaluation::{EvaluatedSample, Evaluation, evaluate};
 pub use inputs::{InputChanges, RowDigest, RunInputs, prompt_digest, row_digest};
+#[cfg(feature = "plot")]
 pub use plot::training_plot_svg;
 pub use rollout_log::{RolloutLogConfig, RolloutRecord, RolloutTurn, TurnRole};
 pub use step_record::StepRecord;

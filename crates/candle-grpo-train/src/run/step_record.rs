@@ -16,6 +16,7 @@ pub trait StepRecord: Serialize + DeserializeOwned {
     /// # Errors
     ///
     /// If the picture cannot be drawn.
+    #[cfg(feature = "plot")]
     fn plot(records: &[Self]) -> Result<String>;
 
     /// Returns the metrics by name, nested ones with a slash (`seconds/train`).

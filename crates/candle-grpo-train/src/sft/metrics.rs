@@ -8,7 +8,6 @@ use serde::{Deserialize, Serialize};
 use crate::data::json_lines::number;
 use crate::learn::LikelihoodSums;
 use crate::run::StepRecord;
-use crate::run::plot::plot_svg;
 
 /// The metrics of one step of supervised training: one line of `metrics.jsonl`.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
@@ -64,6 +63,7 @@ impl StepRecord for SftMetrics {
         self.step
     }
 
+    #[cfg(feature = "plot")]
     fn plot(records: &[Self]) -> Result<String> {
         let series = |of: fn(&Self) -> f64| -> Vec<(f64, f64)> {
             let records = records.iter();
@@ -76,7 +76,7 @@ impl StepRecord for SftMetrics {
             ("Gradient norm", series(|line| line.grad_norm)),
             ("Learning rate", series(|line| line.learning_rate)),
         ];
-        plot_svg(panels, last_step)
+        crate::run::plot::plot_svg(panels, last_step)
     }
 }
 

@@ -2,11 +2,15 @@
 //! intervals over prompts, and paired tests between two policies.
 
 mod estimators;
+#[cfg(feature = "statistics")]
 mod interval;
+#[cfg(feature = "statistics")]
 mod paired;
 
 pub use estimators::{majority_at, pass_at};
+#[cfg(feature = "statistics")]
 pub use interval::{Estimate, IntervalMethod, mean, wilson};
+#[cfg(feature = "statistics")]
 pub use paired::{PairedComparison, PairedTest, compare_paired};
 
 /// The level of all intervals.

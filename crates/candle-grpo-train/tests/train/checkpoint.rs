@@ -234,6 +234,7 @@ fn a_checkpoint_that_cannot_be_read_says_which_file() {
     assert!(error.contains("model.safetensors"), "{error}");
 }
 
+#[cfg(feature = "plot")]
 #[test]
 fn a_run_directory_holds_only_complete_files() {
     let folder = tempfile::tempdir().unwrap();

@@ -24,6 +24,7 @@ fn error_of(name: &str, contents: impl AsRef<[u8]>) -> String {
     format!("{:#}", read_rows(&path).unwrap_err())
 }
 
+#[cfg(feature = "csv")]
 #[test]
 fn csv_rows_have_the_names_of_the_first_line_and_their_own_lines() {
     let text = "\u{feff}question,answer\r\n\"Why, \"\"so\"\"?\nReally?\",007\r\n\r\nHow?,\r\n";
@@ -43,6 +44,7 @@ fn csv_rows_have_the_names_of_the_first_line_and_their_own_lines() {
     assert_eq!(rows, [json!({"a": "1,5", "b": "x y"})]);
 }
 
+#[cfg(feature = "csv")]
 #[rstest]
 #[case(
     "a,b\n1,2\n\n1,2,3\n",
@@ -83,6 +85,7 @@ fn a_csv_file_that_is_not_valid_names_its_line(#[case] text: &str, #[case] words
 }
 
 /// The rows that Python's csv.DictReader reads.
+#[cfg(feature = "csv")]
 #[rstest]
 #[case("prompt,answer\na 5\" pipe,5\nb,6\n", [("a 5\" pipe", "5"), ("b", "6")])]
 #[case("prompt,answer\n5\"\" x,\"\"\"y\"\n \"z\" ,6\"\r\n", [("5\"\" x", "\"y"), (" \"z\" ", "6\"")])]
@@ -98,6 +101,7 @@ fn quotation_marks_of_csv_are_read_as_python_does(
     assert_eq!(columns(read_rows(&path).unwrap()), rows);
 }
 
+#[cfg(feature = "csv")]
 #[test]
 fn the_only_column_of_csv_may_have_another_separator_in_its_name_in_quotation_marks() {
     let (_folder, path) = named("data.csv", "\"q; or a\"\nx\ny\n");

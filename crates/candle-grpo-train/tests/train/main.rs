@@ -26,5 +26,6 @@ mod resume;
 mod reward_model;
 mod sampler;
 mod sft;
+#[cfg(feature = "statistics")]
 mod statistics;
 mod trainer;

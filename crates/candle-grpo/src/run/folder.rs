@@ -249,6 +249,7 @@ impl<M: StepRecord + Clone> RunFolder<M> {
             }
         }
         self.prune()?;
+        #[cfg(feature = "plot")]
         self.write_plot()?;
         self.progress.advance(1, 0);
         tracing::info!("checkpoint {}", path.display());
@@ -269,9 +270,12 @@ impl<M: StepRecord + Clone> RunFolder<M> {
         if self.dir.is_some() {
             self.prune()?;
         }
-        self.write_plot()
+        #[cfg(feature = "plot")]
+        self.write_plot()?;
+        Ok(())
     }
 
+    #[cfg(feature = "plot")]
     fn write_plot(&self) -> Result<()> {
         match &self.dir {
             Some(dir) => dir.write_plot(&self.metrics),
