@@ -30,14 +30,17 @@
 
 mod canonical_json;
 pub mod data;
+mod detached;
 pub mod environment;
 mod excerpt;
 mod folder_lock;
 pub mod learn;
 pub mod model;
+mod not_finite;
 mod one_or_more;
 mod owned_files;
 mod random;
+mod ranks;
 pub mod rewards;
 pub mod rollout;
 pub mod run;
@@ -48,12 +51,14 @@ pub use candle_grpo_base::secrets::hide_from_programs;
 pub use candle_grpo_base::{Interrupted, Progress, find_invalid, progress};
 pub use candle_grpo_hub as hub;
 pub use candle_grpo_kernels::{cuda_device, cuda_device_count, cuda_is_enabled, default_device};
+pub use candle_grpo_nn::ComputeDType;
 pub use data::{Dataset, DatasetConfig, Prompt};
 pub use learn::{
-    Actor, ActorConfig, ComputeDType, Critic, CriticConfig, NotFinite, StepMetrics, TokenBatch,
-    TrainConfig, Trainer, TrainingBatch,
+    Actor, ActorConfig, Critic, CriticConfig, StepMetrics, TokenBatch, TrainConfig, Trainer,
+    TrainingBatch,
 };
 pub use model::{ChatTemplate, Pretrained};
+pub use not_finite::NotFinite;
 pub use rewards::{RewardConfig, RewardFunction, Sample, WeightedRewards};
 pub use rollout::{Completion, FinishReason, Generator, Rollout, Sampler, SamplingConfig};
 pub use run::{RunDir, evaluate};

@@ -7,7 +7,6 @@ use anyhow::{Context, Result, bail};
 use candle_grpo_base::atomic_file::leftover_of;
 
 use crate::folder_lock::LOCK;
-use crate::model::pretrained::CONFIG;
 
 /// A folder whose entries are known by name.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -61,6 +60,10 @@ const TRAINER_STATE: &[&str] = &[
 ];
 
 /// The configuration of adapters in the format of PEFT.
+/// The configuration of a model in the Hugging Face layout.
+pub(crate) const CONFIG: &str = "config.json";
+/// Its weights, unless they are in several files.
+pub(crate) const WEIGHTS: &str = "model.safetensors";
 pub(crate) const ADAPTER_CONFIG: &str = "adapter_config.json";
 
 const ADAPTER: &[&str] = &[ADAPTER_CONFIG, "adapter_model.safetensors"];

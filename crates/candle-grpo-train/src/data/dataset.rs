@@ -11,11 +11,11 @@ use serde_json::{Map, Value};
 use sha2::{Digest as _, Sha256};
 
 use super::MixedOrder;
+use super::curriculum;
 use super::question::{Asking, Question};
 use super::rows::Row;
 use super::sources::Sources;
 use crate::canonical_json::canonical_json;
-use crate::learn::curriculum;
 use crate::model::Chat;
 use crate::one_or_more::one_or_more;
 use candle_grpo_base::Template;

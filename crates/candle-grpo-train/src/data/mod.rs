@@ -3,6 +3,7 @@
 pub mod chat_columns;
 #[cfg(feature = "csv")]
 mod csv_rows;
+pub(crate) mod curriculum;
 pub(crate) mod dataset;
 pub(crate) mod json_lines;
 mod large_integers;

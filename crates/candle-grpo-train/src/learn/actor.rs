@@ -21,12 +21,13 @@ use candle_nn::VarBuilder;
 use serde::{Deserialize, Serialize};
 
 use super::Reference;
-use super::not_finite::{NotFinite, blame, blame_teacher, clip_factor};
-use super::reference::detached_weights;
+use super::blame::{blame, blame_teacher, clip_factor};
 use super::response_forward::{
     RecordedResponses, output_layer, output_weight, predicting_states, read_tokens,
     response_log_probs,
 };
+use crate::NotFinite;
+use crate::detached::detached_weights;
 use crate::rollout::LocalGenerator;
 use crate::rollout::sampling_config::ensure_temperature;
 use crate::{Sampler, SamplingConfig, TokenBatch, TrainingBatch};

@@ -11,14 +11,14 @@ use tokenizers::Tokenizer;
 
 use super::PhaseSeconds;
 use super::collector_progress::CollectorProgress;
-use super::curriculum::Curriculum;
 use super::generator_access::{GeneratorAccess, Turn};
 use super::models::ensure_not_canceled;
-use super::ranks::Ranks;
 use super::recipe_inputs::RecipeInputs;
 use super::scored_rollouts::ScoredRollouts;
 use crate::data::MixedOrder;
+use crate::data::curriculum::Curriculum;
 use crate::environment::Environments;
+use crate::ranks::Ranks;
 use crate::rewards::score_rollouts;
 use crate::rollout::PolicyWeights;
 use crate::rollout::decode::decode_answers;

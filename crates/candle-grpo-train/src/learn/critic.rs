@@ -13,7 +13,7 @@ use candle_grpo_nn::{
 use serde::{Deserialize, Serialize};
 
 use super::StepStats;
-use super::not_finite::clip_factor;
+use super::blame::clip_factor;
 use super::response_forward::{RecordedResponses, predicting_states};
 use crate::{TokenBatch, TrainingBatch};
 

@@ -10,7 +10,6 @@ use candle_grpo_nn::{BaseWeights, ComputeDType, DecoderConfig, LoraConfig};
 use super::micro_batches::MicroBatchSize;
 use super::recipe_inputs::RecipeInputs;
 use crate::TrainConfig;
-use crate::sft::SftConfig;
 
 /// Tiles of logits, and buffers of matrix products, on the CPU.
 const BUFFERS: usize = 8 << 20;
@@ -177,28 +176,6 @@ impl MemoryPlan {
         })
     }
 
-    /// Computes the memory of supervised training of `model` on rows of up to `longest` tokens.
-    ///
-    /// # Errors
-    ///
-    /// If `config` or its adapters are not valid.
-    pub fn supervised(model: &DecoderConfig, config: &SftConfig, longest: usize) -> Result<Self> {
-        config.validate()?;
-        let sizes = (config.micro_batch_tokens, config.batch_size);
-        let (pass, update) = examples(sizes, longest);
-        let learning = Learning {
-            adapters: config.adapters.as_ref(),
-            base_weights: config.base_weights,
-            compute_dtype: config.compute_dtype,
-            activation_checkpointing: config.activation_checkpointing,
-            state: config.optimizer.state,
-            longest: pass,
-            update,
-            on_cuda: cuda_is_enabled(),
-        };
-        learning.plan(model)
-    }
-
     /// Returns this plan with a teacher of the shape `model`, which computes in `dtype`.
     pub fn with_teacher(self, model: &DecoderConfig, dtype: ComputeDType) -> Self {
         let shapes = model.parameter_shapes();
@@ -237,30 +214,33 @@ impl MemoryPlan {
 
 /// The tokens of the longest pass over a batch of examples of up to `longest` tokens, and those of
 /// all passes.
-fn examples((micro_batch_tokens, batch_size): (usize, usize), longest: usize) -> (usize, usize) {
+pub(crate) fn examples(
+    (micro_batch_tokens, batch_size): (usize, usize),
+    longest: usize,
+) -> (usize, usize) {
     let all = batch_size.saturating_mul(longest);
     (micro_batch_tokens.max(longest).min(all), all)
 }
 
 /// The settings of an optimizer step.
-struct Learning<'a> {
-    adapters: Option<&'a LoraConfig>,
-    base_weights: BaseWeights,
-    compute_dtype: ComputeDType,
-    activation_checkpointing: bool,
+pub(crate) struct Learning<'a> {
+    pub(crate) adapters: Option<&'a LoraConfig>,
+    pub(crate) base_weights: BaseWeights,
+    pub(crate) compute_dtype: ComputeDType,
+    pub(crate) activation_checkpointing: bool,
     /// The form of the state of the optimizer.
-    state: StateForm,
+    pub(crate) state: StateForm,
     /// The tokens of the longest backward pass.
-    longest: usize,
+    pub(crate) longest: usize,
     /// The tokens of all backward passes of an update.
-    update: usize,
+    pub(crate) update: usize,
     /// True if the policy trains on CUDA, false on the CPU.
-    on_cuda: bool,
+    pub(crate) on_cuda: bool,
 }
 
 impl Learning<'_> {
     /// The memory of weights, optimizer and backward passes, without other models and sampling.
-    fn plan(&self, model: &DecoderConfig) -> Result<MemoryPlan> {
+    pub(crate) fn plan(&self, model: &DecoderConfig) -> Result<MemoryPlan> {
         model.validate()?;
         let shapes: Vec<Shape> = match self.adapters {
             None => model.parameter_shapes().into_values().collect(),

@@ -8,8 +8,8 @@ use candle_core::Tensor;
 
 use super::Example;
 use super::models::ensure_not_canceled;
-use super::ranks::Ranks;
 use super::response_forward::{ReadTokens, read_by_sequence};
+use crate::ranks::Ranks;
 use crate::{Progress, TokenBatch, TrainingBatch};
 
 /// The bound of a micro-batch.

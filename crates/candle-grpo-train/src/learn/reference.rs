@@ -6,14 +6,14 @@ use anyhow::{Result, bail, ensure};
 use candle_core::Tensor;
 use candle_grpo_core::validate;
 use candle_grpo_nn::{
-    ComputeCopies, ComputeDType, Decoder, LanguageModel, Lora, ModelConfig, Parameters,
+    ComputeCopies, ComputeDType, Decoder, LanguageModel, ModelConfig, Parameters,
 };
-use candle_nn::VarBuilder;
 use serde::{Deserialize, Serialize};
 
 use super::TeacherDistributions;
 use super::response_forward::{predicting_states, response_log_probs};
 use crate::TokenBatch;
+use crate::detached::model_in;
 
 /// A policy that changes only in [`Self::refresh`] and when it is replaced.
 pub struct Reference<M = Decoder> {
@@ -160,35 +160,6 @@ impl<M: LanguageModel> Reference<M> {
         self.copies.refresh()?;
         Ok(())
     }
-}
-
-/// Returns a detached model of `parameters` with `adapters`, and its low-precision copies.
-pub(crate) fn model_in<C: ModelConfig>(
-    model: &C,
-    parameters: &Parameters,
-    adapters: Option<&Lora>,
-    dtype: ComputeDType,
-) -> Result<(C::Model, ComputeCopies)> {
-    let (vb, copies) = detached_weights(parameters, adapters, dtype)?;
-    Ok((model.build(vb)?, copies))
-}
-
-/// Returns a builder of detached `parameters` with `adapters` in `dtype`, and its low-precision
-/// copies.
-pub(super) fn detached_weights(
-    parameters: &Parameters,
-    adapters: Option<&Lora>,
-    dtype: ComputeDType,
-) -> Result<(VarBuilder<'static>, ComputeCopies)> {
-    Ok(match (dtype, adapters) {
-        (ComputeDType::F32, None) => (parameters.detached_var_builder(), ComputeCopies::default()),
-        (ComputeDType::F32, Some(adapters)) => (
-            adapters.detached_var_builder(parameters)?,
-            ComputeCopies::default(),
-        ),
-        (dtype, None) => parameters.copied_var_builder(dtype.into())?,
-        (dtype, Some(adapters)) => adapters.copied_var_builder(parameters, dtype.into())?,
-    })
 }
 
 #[cfg(test)]

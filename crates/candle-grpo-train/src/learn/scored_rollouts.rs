@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 
 use anyhow::{Context, Result};
 use candle_core::{Device, Tensor};
-use candle_grpo_core::{GroupAdvantage, GroupSummary, NonFinite, statistics_dtype};
+use candle_grpo_core::{GroupAdvantage, GroupSummary, NonFinite, TaskScores, statistics_dtype};
 use serde::{Deserialize, Serialize};
 
 use super::step_metrics::RewardStatistics;
@@ -232,4 +232,17 @@ impl ScoredRollouts {
             .collect();
         Ok(Some(Tensor::new(repeated, device)?))
     }
+}
+
+/// Records the mean score of each group. A group without scores changes nothing.
+pub(super) fn record(scores: &mut TaskScores, drawn: &ScoredRollouts) -> Result<()> {
+    let groups = drawn.scores.chunks(drawn.num_generations.max(1));
+    for (&prompt, group) in drawn.rows.iter().zip(groups) {
+        let known = group.iter().filter(|score| !score.is_nan());
+        let known: Vec<f64> = known.map(|score| f64::from(*score)).collect();
+        if !known.is_empty() {
+            scores.record(prompt, &known)?;
+        }
+    }
+    Ok(())
 }

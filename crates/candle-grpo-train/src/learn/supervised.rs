@@ -10,9 +10,9 @@ use candle_grpo_nn::model::ExpertBalance;
 use serde::{Deserialize, Serialize};
 use tokenizers::Tokenizer;
 
-use super::not_finite::NotFinite;
 use super::response_forward::{Packed, RecordedResponses, output_weight};
 use crate::Actor;
+use crate::NotFinite;
 use crate::rollout::decode::decode_tokens;
 
 /// The largest number of logits that a comparison of tokens computes at once: 16 MiB of f32.

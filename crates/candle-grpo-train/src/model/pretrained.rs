@@ -18,12 +18,10 @@ use super::gguf_tokenizer::{gguf_special_tokens, gguf_tokenizer, tokenizer_metad
 use super::special_tokens::read_object;
 use super::tokenizer_json::tokenizer_from_json;
 use super::{DEFAULT, GenerationDefaults, SpecialToken, SpecialTokens};
-use crate::owned_files::{ADAPTER_CONFIG, Owned};
+use crate::owned_files::{ADAPTER_CONFIG, CONFIG, Owned, WEIGHTS};
 use crate::rollout::{LocalGenerator, PolicyWeights};
 use crate::{ChatTemplate, Sampler, SamplingConfig};
 
-pub(crate) const CONFIG: &str = "config.json";
-pub(crate) const MODEL: &str = "model.safetensors";
 const TOKENIZER: &str = "tokenizer.json";
 const TOKENIZER_CONFIG: &str = "tokenizer_config.json";
 const GENERATION_CONFIG: &str = "generation_config.json";
@@ -273,7 +271,7 @@ impl Pretrained {
         generation.extend(self.generation.keys());
         write(GENERATION_CONFIG, &Value::Object(generation))?;
         self.write_tokenizer_files(folder)?;
-        let path = folder.join(MODEL);
+        let path = folder.join(WEIGHTS);
         let Some(form) = &self.form else {
             return Ok(weights.save(&path)?);
         };

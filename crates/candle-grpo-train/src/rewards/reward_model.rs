@@ -14,9 +14,10 @@ use serde_json::{Value, json};
 use tokenizers::Tokenizer;
 
 use super::{RewardFunction, Sample, Score};
-use crate::model::pretrained::{CONFIG, ensure_tokens_fit, read_chat_template, read_tokenizer};
+use crate::model::pretrained::{ensure_tokens_fit, read_chat_template, read_tokenizer};
 use crate::model::special_tokens::read_object;
 use crate::model::{Chat, SpecialTokens};
+use crate::owned_files::CONFIG;
 use crate::{ChatTemplate, Interrupted, Progress};
 use candle_grpo_base::progress::NoProgress;
 use candle_grpo_rewards::RewardModelOptions;

@@ -16,7 +16,7 @@ use rayon::prelude::*;
 use super::generator::{CompletionSeed, Deliver, GenerationBatch, Generator, PolicyWeights};
 use super::stop_strings::StopStrings;
 use super::{Completion, FinishReason, SamplingConfig};
-use crate::learn::reference::model_in;
+use crate::detached::model_in;
 use crate::random::uniform;
 use crate::{Interrupted, NotFinite, Progress};
 

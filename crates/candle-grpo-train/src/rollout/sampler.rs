@@ -13,7 +13,7 @@ use super::generator::{CompletionSeed, DecodeText, GenerationBatch, Generator, P
 use super::local::LocalGenerator;
 use super::{Completion, Rollout, SamplingConfig};
 use crate::environment::Environments;
-use crate::learn::ranks::Ranks;
+use crate::ranks::Ranks;
 use crate::{Progress, Prompt};
 use candle_grpo_base::progress::NoProgress;
 

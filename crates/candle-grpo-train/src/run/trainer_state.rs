@@ -16,10 +16,11 @@ use tokenizers::Tokenizer;
 
 use super::checksums::sha256_of_parameters;
 use super::inputs::prompt_names;
+use crate::NotFinite;
 use crate::data::json_lines::read_json;
 use crate::learn::models::Models;
-use crate::learn::not_finite::NotFinite;
-use crate::model::pretrained::{CONFIG, MODEL, write_tokenizer};
+use crate::model::pretrained::write_tokenizer;
+use crate::owned_files::{CONFIG, WEIGHTS};
 use crate::{Critic, Pretrained, Prompt};
 
 const STATE: &str = "trainer.json";
@@ -139,7 +140,7 @@ impl<C: ModelConfig> Models<C> {
                 &folder.join(CONFIG),
                 &serde_json::to_vec_pretty(&self.model)?,
             )?;
-            self.actor.parameters().save(&folder.join(MODEL))?;
+            self.actor.parameters().save(&folder.join(WEIGHTS))?;
             write_tokenizer(folder, tokenizer)
         };
         write().with_context(|| format!("writing the model in {}", folder.display()))
@@ -253,7 +254,7 @@ impl<C: ModelConfig> Models<C> {
             None => {
                 let file = match folder.join(POLICY).exists() {
                     true => POLICY,
-                    false => MODEL,
+                    false => WEIGHTS,
                 };
                 let weights = match self.model.decoder() {
                     Some(decoder) => text_model(decoder, read(file)?),

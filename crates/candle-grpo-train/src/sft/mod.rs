@@ -12,6 +12,7 @@ mod assistant_turns;
 mod config;
 mod data_config;
 mod dataset;
+mod memory_plan;
 mod metrics;
 mod row_encoder;
 mod trainer;

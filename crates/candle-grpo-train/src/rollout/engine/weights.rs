@@ -8,7 +8,7 @@ use candle_core::Device;
 use candle_grpo_nn::{CheckpointForm, Lora, Parameters, atomic_file};
 
 use crate::folder_lock::{FolderLock, LOCK};
-use crate::model::pretrained::{CONFIG, MODEL};
+use crate::owned_files::{CONFIG, WEIGHTS};
 use crate::owned_files::{ENGINE_VERSION, Owned};
 use crate::rollout::PolicyWeights;
 
@@ -123,7 +123,7 @@ impl WeightFolder {
                 };
                 atomic_file::write_folder(&path, |folder| -> Result<()> {
                     atomic_file::write(&folder.join(CONFIG), &config)?;
-                    let path = folder.join(MODEL);
+                    let path = folder.join(WEIGHTS);
                     // The engine has the other parts, which do not train.
                     match form {
                         Some(form) => form.save_text(&all, &path)?,

@@ -6,7 +6,6 @@ use anyhow::{Result, ensure};
 use candle_grpo_core::validate::check;
 use candle_grpo_core::{DifficultyPools, TaskScores};
 
-use super::scored_rollouts::ScoredRollouts;
 use crate::random::{generator, uniform};
 
 /// Keeps the random numbers of a choice apart from those of completions and orders.
@@ -16,13 +15,13 @@ const STREAM: u64 = u64::from_le_bytes(*b"curricul");
 ///
 /// A draw is a function of the seed, the scores and the number of prompts that were drawn before.
 #[derive(Debug, Clone)]
-pub(super) struct Curriculum {
+pub(crate) struct Curriculum {
     pools: DifficultyPools,
     seed: u64,
 }
 
 /// Checks the pools of a run, whose prompts have no score at first.
-pub(crate) fn validate(pools: &DifficultyPools) -> Result<()> {
+pub(super) fn validate(pools: &DifficultyPools) -> Result<()> {
     pools.validate()?;
     Ok(check(
         pools.unseen_weight > 0.,
@@ -33,7 +32,7 @@ pub(crate) fn validate(pools: &DifficultyPools) -> Result<()> {
 }
 
 impl Curriculum {
-    pub(super) fn new(pools: DifficultyPools, seed: u64) -> Result<Self> {
+    pub(crate) fn new(pools: DifficultyPools, seed: u64) -> Result<Self> {
         validate(&pools)?;
         Ok(Self { pools, seed })
     }
@@ -44,7 +43,7 @@ impl Curriculum {
     ///
     /// Prompts of weight 0 follow the others. Those in `drawn`, which the step already has, follow
     /// these, and then any prompt comes again.
-    pub(super) fn draw(
+    pub(crate) fn draw(
         &self,
         scores: &TaskScores,
         prompts: usize,
@@ -92,7 +91,7 @@ impl Curriculum {
     }
 
     /// The number of prompts in each pool, and of those without a score.
-    pub(super) fn metrics(&self, scores: &TaskScores, prompts: usize) -> BTreeMap<String, f64> {
+    pub(crate) fn metrics(&self, scores: &TaskScores, prompts: usize) -> BTreeMap<String, f64> {
         let counts = scores.occupancy(prompts, &self.pools);
         let unseen = prompts - counts.iter().sum::<usize>();
         let pools = counts.into_iter().enumerate();
@@ -101,19 +100,6 @@ impl Curriculum {
             .chain([("curriculum_unseen".to_owned(), unseen as f64)])
             .collect()
     }
-}
-
-/// Records the mean score of each group. A group without scores changes nothing.
-pub(super) fn record(scores: &mut TaskScores, drawn: &ScoredRollouts) -> Result<()> {
-    let groups = drawn.scores.chunks(drawn.num_generations.max(1));
-    for (&prompt, group) in drawn.rows.iter().zip(groups) {
-        let known = group.iter().filter(|score| !score.is_nan());
-        let known: Vec<f64> = known.map(|score| f64::from(*score)).collect();
-        if !known.is_empty() {
-            scores.record(prompt, &known)?;
-        }
-    }
-    Ok(())
 }
 
 #[cfg(test)]

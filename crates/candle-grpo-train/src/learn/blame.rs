@@ -1,50 +1,11 @@
-//! Detection of NaN and infinity.
-
-use std::error::Error;
-use std::fmt;
+//! The search for the NaN or infinity of a loss.
 
 use anyhow::Result;
 use candle_core::{D, DType, Tensor};
 use candle_grpo_core::Mask;
 use candle_grpo_nn::{Gradients, all_finite};
 
-use crate::TrainingBatch;
-
-/// The error of a step that would learn from a NaN or an infinity, or of a checkpoint that would
-/// have one in its weights. A step with this error changes nothing, and no checkpoint is written.
-///
-/// It is found by its type in an error with any context: `error.is::<NotFinite>()`.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct NotFinite {
-    tensor: String,
-    consequence: &'static str,
-}
-
-impl NotFinite {
-    pub(crate) fn new(tensor: impl Into<String>) -> Self {
-        Self::with_consequence(tensor, "nothing was learned from it")
-    }
-
-    pub(crate) fn with_consequence(tensor: impl Into<String>, consequence: &'static str) -> Self {
-        Self {
-            tensor: tensor.into(),
-            consequence,
-        }
-    }
-
-    /// The name of the tensor.
-    pub fn tensor(&self) -> &str {
-        &self.tensor
-    }
-}
-
-impl fmt::Display for NotFinite {
-    fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
-        write!(f, "{}: not finite, {}", self.tensor, self.consequence)
-    }
-}
-
-impl Error for NotFinite {}
+use crate::{NotFinite, TrainingBatch};
 
 /// [`Gradients::clip_factor`] of the gradients of all ranks, for which it waits. `owner` is a
 /// prefix for error messages.

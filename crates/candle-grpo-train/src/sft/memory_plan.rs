@@ -1,0 +1,33 @@
+//! The memory of supervised training.
+
+use anyhow::Result;
+use candle_grpo_kernels::cuda_is_enabled;
+use candle_grpo_nn::DecoderConfig;
+
+use super::SftConfig;
+use crate::learn::MemoryPlan;
+use crate::learn::memory_plan::{Learning, examples};
+
+impl MemoryPlan {
+    /// Computes the memory of supervised training of `model` on rows of up to `longest` tokens.
+    ///
+    /// # Errors
+    ///
+    /// If `config` or its adapters are not valid.
+    pub fn supervised(model: &DecoderConfig, config: &SftConfig, longest: usize) -> Result<Self> {
+        config.validate()?;
+        let sizes = (config.micro_batch_tokens, config.batch_size);
+        let (pass, update) = examples(sizes, longest);
+        let learning = Learning {
+            adapters: config.adapters.as_ref(),
+            base_weights: config.base_weights,
+            compute_dtype: config.compute_dtype,
+            activation_checkpointing: config.activation_checkpointing,
+            state: config.optimizer.state,
+            longest: pass,
+            update,
+            on_cuda: cuda_is_enabled(),
+        };
+        learning.plan(model)
+    }
+}
