@@ -675,7 +675,7 @@ fn several_judges_are_an_ensemble() {
 fn recorded_answers_are_read() {
     let folder = concat!(
         env!("CARGO_MANIFEST_DIR"),
-        "/tests/train/engines/recordings/llama"
+        "/../candle-grpo-train/tests/train/engines/recordings/llama"
     );
     let read = |name: &str| -> Value {
         let text = fs::read(format!("{folder}/{name}.json")).unwrap();

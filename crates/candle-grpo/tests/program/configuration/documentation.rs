@@ -349,8 +349,9 @@ fn tables() -> Vec<Table> {
 
 /// The fields of a struct with their comments.
 fn fields(source: &str, name: &str) -> Vec<(String, String)> {
-    let start = source
-        .find(&format!("pub struct {name} {{"))
+    let start = [" {", "<"]
+        .iter()
+        .find_map(|after| source.find(&format!("pub struct {name}{after}")))
         .unwrap_or_else(|| panic!("{name}"));
     let mut fields = Vec::new();
     let mut comment = String::new();
