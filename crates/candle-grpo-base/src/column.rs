@@ -16,7 +16,11 @@ pub fn find<'a>(columns: &'a Value, name: &str) -> Option<&'a Value> {
     columns.get(name).or_else(at_path)
 }
 
-/// Returns a column as [`find`] does. The error lists the columns of the row.
+/// Returns a column as [`find`] does.
+///
+/// # Errors
+///
+/// If the column is absent. The error lists the columns of the row.
 pub fn column<'a>(columns: &'a Value, name: &str) -> Result<&'a Value> {
     if let Some(value) = find(columns, name) {
         return Ok(value);

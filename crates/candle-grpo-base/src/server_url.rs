@@ -3,6 +3,10 @@
 use candle_grpo_core::validate::{Checked, check};
 
 /// Checks that the option `field` is the URL of a server.
+///
+/// # Errors
+///
+/// If it does not begin with `http://` or `https://` and a host.
 pub fn check_server_url(field: &str, url: &str) -> Checked {
     let known = ["http://", "https://"].iter().any(|scheme| {
         let host = url.strip_prefix(scheme);

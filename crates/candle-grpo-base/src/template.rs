@@ -42,6 +42,10 @@ impl Template {
     }
 
     /// Parses the template that is the option `field`.
+    ///
+    /// # Errors
+    ///
+    /// As in [`Self::new`].
     pub fn parse(field: &str, text: &str) -> Result<Self> {
         let wrong = |must: &str| Err(Invalid::new(field, format_args!("{text:?}"), must).into());
         let mut parts = Vec::new();
@@ -98,6 +102,10 @@ impl Template {
 
     /// Fills in `texts` by their names, and for other names the columns of a row. Braces in what is
     /// filled in are text.
+    ///
+    /// # Errors
+    ///
+    /// As in [`Self::fill`].
     pub fn fill_with(&self, texts: &[(&str, &str)], columns: &Value) -> Result<String> {
         let mut filled = String::new();
         for part in &self.parts {
