@@ -5,7 +5,7 @@
 //! | [`atomic_file`] | files and folders that appear completely or not at all |
 //! | [`checksum`] | SHA-256 sums as text |
 //! | [`clock`] | time without that in which the process stood still |
-//! | [`column`] | the columns of a row |
+//! | [`column`](mod@column) | the columns of a row |
 //! | [`json`] | plain messages about JSON |
 //! | [`progress`] | observation and cancellation of long work |
 //! | [`secrets`] | environment variables with keys, which programs do not inherit |

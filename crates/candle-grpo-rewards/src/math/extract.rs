@@ -4,10 +4,11 @@ use std::sync::LazyLock;
 
 use regex::Regex;
 
+use super::boxes::last_boxes;
 use super::limits::{MAX_EXPRESSION_BYTES, MAX_FORMULAS, MAX_UNIT_BYTES, SEARCHED_BYTES};
 use super::parser::parse;
 use super::value::Value;
-use crate::answer::{AnswerPlace, BOX, last_boxes};
+use crate::answer::{AnswerPlace, BOX};
 
 /// An answer as it is written, and its value.
 #[derive(Debug, Clone)]

@@ -5,6 +5,7 @@
 //! algebra read their own notation.
 
 mod approximate;
+mod boxes;
 mod compare;
 mod extract;
 mod functions;

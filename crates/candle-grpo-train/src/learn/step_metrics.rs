@@ -2,7 +2,6 @@
 
 use std::collections::BTreeMap;
 
-use anyhow::Result;
 use serde::{Deserialize, Serialize};
 
 use crate::data::json_lines::{finite_numbers, number};
@@ -151,7 +150,7 @@ impl StepRecord for StepMetrics {
     }
 
     #[cfg(feature = "plot")]
-    fn plot(records: &[Self]) -> Result<String> {
+    fn plot(records: &[Self]) -> anyhow::Result<String> {
         crate::run::training_plot_svg(records)
     }
 }

@@ -2,7 +2,6 @@
 
 use std::collections::BTreeMap;
 
-use anyhow::Result;
 use serde::{Deserialize, Serialize};
 
 use crate::data::json_lines::number;
@@ -64,7 +63,7 @@ impl StepRecord for SftMetrics {
     }
 
     #[cfg(feature = "plot")]
-    fn plot(records: &[Self]) -> Result<String> {
+    fn plot(records: &[Self]) -> anyhow::Result<String> {
         let series = |of: fn(&Self) -> f64| -> Vec<(f64, f64)> {
             let records = records.iter();
             records.map(|line| (line.step as f64, of(line))).collect()
