@@ -19,8 +19,10 @@ use candle_grpo_base::column::column;
 ///
 /// The letter is a capital from A to Z. The answer is the letter alone, also as `(B)`, `B.` or
 /// `**B**`; else the last letter that is stated as the answer, as in `The answer is B` or
-/// `Answer: B`; else the last letter after `answer`, `option` or `choice`; else a letter at the
-/// beginning, as in `B) Paris`. If the row has the choices, the text of one of them is its letter.
+/// `Answer: B`; else the letter that is called correct or chosen, as in `B is correct` or `I choose
+/// B`; else the only letter after `answer`, `option` or `choice`; else a letter at the beginning,
+/// as in `B) Paris`. If the row has the choices, the text of one of them is its letter. Several
+/// letters, as in `The answer is A or B`, are no answer.
 ///
 /// ```
 /// use candle_grpo_rewards::MultipleChoiceReward;
@@ -91,11 +93,14 @@ impl MultipleChoiceReward {
     /// Returns the letter of a completion.
     fn found(&self, completion: &str, choices: &[&str]) -> Option<char> {
         let answer = self.find.find(completion)?;
-        alone(answer)
-            .or_else(|| of_text(answer, choices))
-            .or_else(|| stated(answer))
-            .or_else(|| named(answer))
-            .or_else(|| first(answer))
+        if let Some(letter) = alone(answer).or_else(|| of_text(answer, choices)) {
+            return Some(letter);
+        }
+        let text = without_commands(answer);
+        let read = stated(&text)
+            .or_else(|| affirmed(&text))
+            .or_else(|| named(&text));
+        read.map_or_else(|| first(&text), Letters::only)
     }
 
     fn choices<'a>(&self, columns: &'a Value) -> Result<Vec<&'a str>> {
@@ -171,36 +176,112 @@ fn without_commands(text: &str) -> Cow<'_, str> {
     }
 }
 
+/// The letters of a rule that a text follows.
+#[derive(Debug, Clone, Copy, PartialEq)]
+enum Letters {
+    One(char),
+    /// Different ones, of which none is the answer.
+    Several,
+}
+
+impl Letters {
+    /// Returns `None` if there are no letters.
+    fn of(letters: impl IntoIterator<Item = char>) -> Option<Self> {
+        let mut letters = letters.into_iter();
+        let first = letters.next()?;
+        Some(match letters.all(|letter| letter == first) {
+            true => Self::One(first),
+            false => Self::Several,
+        })
+    }
+
+    fn only(self) -> Option<char> {
+        match self {
+            Self::One(letter) => Some(letter),
+            Self::Several => None,
+        }
+    }
+}
+
+/// The words between a verb and the letter.
+const ADVERB: &str = r"(?i:\s+(?:clearly|definitely|certainly|obviously|probably|likely|therefore|thus|hence|then|indeed|actually|simply))?";
+/// The word before a letter.
+const NOUN: &str = r"(?i:(?:the\s+)?(?:answer|option|choice|letter)\s+)?";
+/// Marks around a letter.
+const MARKS: &str = r#"[\s:=*_$({\["'`]*"#;
+
 /// The last letter that is stated as the answer: after a verb, a colon or a tag. After a colon,
 /// also a small letter alone on its line.
-fn stated(text: &str) -> Option<char> {
+fn stated(text: &str) -> Option<Letters> {
     static STATED: LazyLock<Option<Regex>> = LazyLock::new(|| {
         let subject = r"(?i:\banswer|\b(?:correct|right|best|final)\s+(?:option|choice|letter))";
-        let verb = r"(?i:\s+(?:is|was|(?:must|should|would|could|may)\s+be|(?:seems|appears)\s+to\s+be)\b)";
+        let verb = r"(?i:\s+(?:is|was|(?:must|should)\s+be|(?:seems|appears)\s+to\s+be)\b)";
+        let guess = r"(?i:\s+(?:would|could|may|might)\s+be\b)";
         let mark = r"[*_\s]*[:=>]";
-        let around = r#"[\s:=*_$({\["'`]*"#;
         let small = r"([a-z])[)\].*]*[ \t]*(?m:$)";
         compile(&format!(
-            r"{subject}(?:(?:{verb}|{mark}){around}([A-Z])\b|{mark}{around}{small})"
+            r"{subject}(?:(?:{verb}|({guess})|{mark}){ADVERB}{MARKS}{NOUN}{MARKS}([A-Z])\b|{mark}{MARKS}{small})"
         ))
         .ok()
     });
-    let text = without_commands(text);
-    let found = STATED.as_ref()?.captures_iter(&text).last()?;
-    let letter = found.get(1).or_else(|| found.get(2))?;
-    let letter = letter.as_str().chars().next()?;
-    Some(letter.to_ascii_uppercase())
+    // What would be the answer if something else were true is none.
+    static CONDITION: LazyLock<Option<Regex>> =
+        LazyLock::new(|| compile(r"\A\W*(?i:if|had|were|when|unless)\b").ok());
+    // Another letter in the same breath.
+    static LIST: LazyLock<Option<Regex>> = LazyLock::new(|| {
+        let joint = r"(?:[)\]}*$\s]*(?:[,/&]|(?i:\b(?:or|and)\b))[\s(\[{*$]*)";
+        compile(&format!(
+            r"\A{joint}+([B-HJ-Z]\b|[AI]\s*(?:[.,;)\]/&]|(?i:or|and)\b|\z))"
+        ))
+        .ok()
+    });
+    let matches = STATED.as_ref()?.captures_iter(text);
+    let letters = matches.filter_map(|found| {
+        let letter = found.get(2).or_else(|| found.get(3))?;
+        let rest = &text[letter.end()..];
+        if found.get(1).is_some() && CONDITION.as_ref()?.is_match(rest) {
+            return None;
+        }
+        let first = letter.as_str().chars().next()?.to_ascii_uppercase();
+        let other = LIST.as_ref()?.captures(rest);
+        let other = other.and_then(|other| other.get(1)?.as_str().chars().next());
+        Letters::of([first].into_iter().chain(other))
+    });
+    letters.last()
 }
 
-/// The last letter after a word for a choice.
-fn named(text: &str) -> Option<char> {
+/// The letter that is called correct, or that the text chooses.
+fn affirmed(text: &str) -> Option<Letters> {
+    static AFFIRMED: LazyLock<Option<Regex>> = LazyLock::new(|| {
+        let correct = format!(
+            r"\b([A-Z])[)\]}}*$_]*(?i:\s+(?:is|was)){ADVERB}(?i:\s+(?:the\s+)?(?:correct|right|best))\b"
+        );
+        let choose = r"(?i:choose|chose|pick|picked|select|selected|go\s+with|go\s+for)";
+        let not = r"((?i:not|n't|n\x{2019}t|never|cannot)\s+)?";
+        compile(&format!(
+            r"{correct}|{not}\b{choose}\b{MARKS}{NOUN}{MARKS}([A-Z])\b"
+        ))
+        .ok()
+    });
+    let found = AFFIRMED.as_ref()?.captures_iter(text);
+    Letters::of(found.filter_map(|found| {
+        let chosen = match found.get(2) {
+            Some(_) => None,
+            None => found.get(3),
+        };
+        found.get(1).or(chosen)?.as_str().chars().next()
+    }))
+}
+
+/// The letters after a word for a choice.
+fn named(text: &str) -> Option<Letters> {
     static NAMED: LazyLock<Option<Regex>> = LazyLock::new(|| {
         let pattern =
             r"(?i:\b(?:answer|option|choice)\b)(?i:\s+(?:is|was))?[\s:=*]*[(\[]?([A-Z])\b";
         compile(pattern).ok()
     });
-    let found = NAMED.as_ref()?.captures_iter(text).last()?;
-    found.get(1)?.as_str().chars().next()
+    let found = NAMED.as_ref()?.captures_iter(text);
+    Letters::of(found.filter_map(|found| found.get(1)?.as_str().chars().next()))
 }
 
 /// The letter before the text of the choice, or before the reason for it.
@@ -211,8 +292,7 @@ fn first(text: &str) -> Option<char> {
         )
         .ok()
     });
-    let text = without_commands(text);
-    let found = FIRST.as_ref()?.captures(&text)?;
+    let found = FIRST.as_ref()?.captures(text)?;
     found.get(1)?.as_str().chars().next()
 }
 
@@ -267,6 +347,36 @@ mod tests {
     #[case("Berlin", false)]
     #[case("the answer is b", false)]
     #[case("", false)]
+    #[case("The answer is option B. Option A is a common distractor.", true)]
+    #[case("The correct answer is choice B, because choice A is too small.", true)]
+    #[case("The answer is clearly B. Option A is wrong.", true)]
+    #[case("B is correct. Option A is a distractor.", true)]
+    #[case("(B) is the right choice; option A is not.", true)]
+    #[case(
+        "The answer is B. The answer would be A if the train were faster.",
+        true
+    )]
+    #[case("The answer would be B.", true)]
+    #[case("I pick B over option A.", true)]
+    #[case("I would not choose option A, but option B.", false)]
+    #[case("The answer is B, a city in France.", true)]
+    #[case("The answer is B and it is the capital.", true)]
+    #[case("The answer is B. A is a distractor.", true)]
+    #[case("The answer is option A. Option B is a common distractor.", false)]
+    #[case("The answer is clearly A. Option B is wrong.", false)]
+    #[case("A is correct. Option B is a distractor.", false)]
+    #[case("A is correct. B is correct.", false)]
+    #[case(
+        "The answer is A. The answer would be B if the train were faster.",
+        false
+    )]
+    #[case("The answer is A or B.", false)]
+    #[case("The answer is B or C.", false)]
+    #[case("The answer is (A), (B) or (C).", false)]
+    #[case("The answer is A, B, C or D.", false)]
+    #[case("The answer is B, A.", false)]
+    #[case("The answer is B/C", false)]
+    #[case("Option A, option B, option C.", false)]
     fn the_letter_is_found(#[case] text: &str, #[case] expected: bool) {
         let reward = MultipleChoiceReward {
             choices: Some("choices".to_owned()),
