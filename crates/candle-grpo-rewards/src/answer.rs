@@ -59,12 +59,24 @@ impl AnswerPlace {
     pub fn find<'a>(&self, text: &'a str) -> Option<&'a str> {
         let lines = || text.lines().map(str::trim).filter(|line| !line.is_empty());
         match self {
-            Self::Auto if text.contains(BOX) => boxed(text),
-            Self::Auto => after(text, "####").or(Some(text.trim())),
+            Self::Auto if boxes(text).next().is_some() => boxed(text),
+            Self::Auto => match text.rsplit_once("####") {
+                Some((_, rest)) => rest.trim().lines().next().map(str::trim_end),
+                None => Some(text.trim()),
+            },
             Self::Boxed => boxed(text),
             Self::After(mark) => after(text, mark),
             Self::Tag(name) => {
-                let (_, inside) = text.rsplit_once(&format!("<{name}>"))?;
+                let opening = format!("<{name}>");
+                // The text ends in the tag of another answer, which is not known.
+                let is_cut = |end: usize| {
+                    let begun = opening.get(..end);
+                    begun.is_some_and(|begun| text.trim_end().ends_with(begun))
+                };
+                if (2..opening.len()).any(is_cut) {
+                    return None;
+                }
+                let (_, inside) = text.rsplit_once(&opening)?;
                 let (inside, _) = inside.split_once(&format!("</{name}>"))?;
                 Some(inside.trim())
             }
@@ -89,7 +101,7 @@ impl AnswerPlace {
     pub(super) fn counts_last_number(&self, text: &str) -> bool {
         match self {
             Self::FirstLine | Self::After(_) => false,
-            Self::Auto => text.contains(BOX) || !text.contains("####"),
+            Self::Auto => boxes(text).next().is_some() || !text.contains("####"),
             _ => true,
         }
     }
@@ -100,14 +112,28 @@ fn after<'a>(text: &'a str, mark: &str) -> Option<&'a str> {
     Some(rest.split('\n').next().unwrap_or(rest).trim())
 }
 
-/// Returns the text in the braces of the last `\boxed{`, which may be nested.
+/// Returns the text in the braces of the last box, which may be nested.
 fn boxed(text: &str) -> Option<&str> {
-    let (_, rest) = text.rsplit_once(BOX)?;
+    let (_, rest) = boxes(text).next()?;
     Some(rest[..closing(rest)?].trim())
 }
 
-/// The beginning of a box.
-pub(super) const BOX: &str = "\\boxed{";
+/// Returns the position of each `\boxed{` and the text after its brace, the last one first. If the
+/// text ends before the brace, that box has no text.
+pub(super) fn boxes(text: &str) -> impl Iterator<Item = (usize, &str)> {
+    let end = text.trim_end();
+    let cut = ["\\box", "\\boxe"].into_iter();
+    let cut = cut.filter_map(move |begun| Some((end.strip_suffix(begun)?.len(), "")));
+    let whole = text.rmatch_indices("\\boxed").filter_map(|(at, name)| {
+        let rest = text[at + name.len()..].trim_start();
+        let inside = match rest.is_empty() {
+            true => rest,
+            false => rest.strip_prefix('{')?,
+        };
+        Some((at, inside))
+    });
+    cut.chain(whole)
+}
 
 /// Returns the position of the brace that closes a group, after its opening brace. `\{` and `\}`
 /// are characters.
@@ -159,10 +185,18 @@ mod tests {
     #[case(AnswerPlace::Auto, r"\boxed{1} then \boxed{ 2 } #### 3", Some("2"))]
     #[case(AnswerPlace::Auto, "#### 1\n#### 3 \nmore", Some("3"))]
     #[case(AnswerPlace::Auto, " 42 ", Some("42"))]
+    #[case(AnswerPlace::Auto, "Let us see.\n####\n7\n", Some("7"))]
+    #[case(AnswerPlace::Auto, "####", None)]
     #[case(AnswerPlace::Boxed, r"\boxed{a{b}{c}}", Some("a{b}{c}"))]
     #[case(AnswerPlace::Boxed, r"\boxed{a", None)]
     #[case(AnswerPlace::Boxed, r"\boxed{7} wait, \boxed{8", None)]
     #[case(AnswerPlace::Auto, r"\boxed{7} wait, \boxed{8", None)]
+    #[case(AnswerPlace::Boxed, r"\boxed{7} wait, \boxed", None)]
+    #[case(AnswerPlace::Auto, "\\boxed{7} wait, \\boxed \n", None)]
+    #[case(AnswerPlace::Auto, r"\boxed{7} wait, \boxe", None)]
+    #[case(AnswerPlace::Auto, r"\boxed{7} wait, \box", None)]
+    #[case(AnswerPlace::Auto, r"\boxed{7} wait, \boxed {8}", Some("8"))]
+    #[case(AnswerPlace::Auto, r"\boxed{7} is in a \boxed command", Some("7"))]
     #[case(
         AnswerPlace::Boxed,
         r"\boxed{\left\{1 \\ 2\right.}",
@@ -172,6 +206,10 @@ mod tests {
     #[case(AnswerPlace::After("answer is".into()), "The answer is 5.\nWell", Some("5."))]
     #[case(AnswerPlace::Tag("a".into()), "<a>1</a><a> 2 </a>", Some("2"))]
     #[case(AnswerPlace::Tag("a".into()), "<a>1", None)]
+    #[case(AnswerPlace::Tag("answer".into()), "<answer>7</answer> Wait <answer>", None)]
+    #[case(AnswerPlace::Tag("answer".into()), "<answer>7</answer> Wait <answer", None)]
+    #[case(AnswerPlace::Tag("answer".into()), "<answer>7</answer> Wait <a ", None)]
+    #[case(AnswerPlace::Tag("answer".into()), "<answer>7</answer>, which is 3 <", Some("7"))]
     #[case(AnswerPlace::FirstLine, "\n 1 \n2", Some("1"))]
     #[case(AnswerPlace::LastLine, "1\n 2 \n\n", Some("2"))]
     #[case(AnswerPlace::LastLine, "", None)]

@@ -1,5 +1,8 @@
 //! Numbers in texts.
 
+/// The characters of the marks between groups of three digits.
+const GROUP_MARKS: &str = r"{,}\!; ";
+
 /// A number of a text.
 #[derive(Debug, Clone, PartialEq)]
 pub(super) struct FoundNumber {
@@ -20,7 +23,7 @@ impl FoundNumber {
                 None => text,
             };
             let digits: String = integer.chars().filter(char::is_ascii_digit).collect();
-            let marks = |c: char| c.is_ascii_digit() || matches!(c, '-' | ',' | '{' | '}');
+            let marks = |c: char| c.is_ascii_digit() || c == '-' || GROUP_MARKS.contains(c);
             integer.chars().all(marks).then(|| {
                 let sign = if value < 0. { "-" } else { "" };
                 format!("{sign}{}", digits.trim_start_matches('0'))
@@ -46,7 +49,8 @@ impl FoundNumber {
 }
 
 /// Returns the numbers in `text` in their order: `-1,200.50`, `$18`, `3/4`, `1 1/2` and
-/// `\frac{3}{4}` are one number each. Units with their powers, and percent signs, are ignored.
+/// `\frac{3}{4}` are one number each, and so are `2^{10}` and `1.5 \times 10^3`. Units with their
+/// powers, and percent signs, are ignored.
 pub(super) fn numbers(text: &str) -> Vec<FoundNumber> {
     let mut found = Vec::new();
     let mut at = 0;
@@ -81,8 +85,9 @@ fn number_at(text: &str, at: usize) -> Option<(FoundNumber, usize)> {
     } else {
         (negative, unsigned)
     };
-    let (value, end) =
-        latex_fraction(text, unsigned).or_else(|| plain_or_fraction(text, unsigned))?;
+    let (value, end) = latex_fraction(text, unsigned)
+        .or_else(|| power(text, unsigned))
+        .or_else(|| plain_or_fraction(text, unsigned))?;
     let value = if negative { -value } else { value };
     Some((FoundNumber::new(value, &text[unsigned..end]), end))
 }
@@ -116,6 +121,35 @@ fn latex_fraction(text: &str, at: usize) -> Option<(f64, usize)> {
     let (denominator, _) = after.split_once('}')?;
     let end = at + name.len() + numerator.len() + "}{".len() + denominator.len() + "}".len();
     Some((quotient(whole(numerator)?, whole(denominator)?)?, end))
+}
+
+/// `a^b`, `a^{b}`, or `a \times 10^b`, with an integer b.
+fn power(text: &str, at: usize) -> Option<(f64, usize)> {
+    let (first, end) = plain(text, at)?;
+    let rest = &text[end..];
+    let times = || {
+        let signs = ["\\times", "\\cdot", "×", "·", "*"];
+        let rest = rest.trim_start();
+        let rest = signs.into_iter().find_map(|sign| rest.strip_prefix(sign))?;
+        rest.trim_start().strip_prefix("10")
+    };
+    let tens = times();
+    let rest = tens.unwrap_or(rest).strip_prefix('^')?;
+    let (open, exponent) = match rest.strip_prefix('{') {
+        Some(inside) => (1, inside.split_once('}')?.0),
+        None => {
+            let after = rest.trim_start_matches(['-', '−']);
+            let digits = after.bytes().take_while(u8::is_ascii_digit).count();
+            (0, &rest[..rest.len() - after.len() + digits])
+        }
+    };
+    let number: i32 = exponent.trim().replace('−', "-").parse().ok()?;
+    let value = match tens {
+        Some(_) => format!("{first}e{number}").parse().ok()?,
+        None => first.powi(number),
+    };
+    let end = text.len() - rest.len() + exponent.len() + 2 * open;
+    value.is_finite().then_some((value, end))
 }
 
 /// A number, `a/b`, or `n a/b`.
@@ -171,8 +205,8 @@ fn plain(text: &str, at: usize) -> Option<(f64, usize)> {
     let mut end = at + first;
     if (1..=3).contains(&first) {
         let mut grouped = end;
-        // LaTeX has `{,}` for a comma without a space.
-        while let Some(mark) = [",", "{,}"]
+        // LaTeX has `{,}` and `,\!` for a comma without a space, and `\,` for a narrow space.
+        while let Some(mark) = [",\\!", ",", "{,}\\!", "{,}", "\\,", "\\;", "\\ "]
             .into_iter()
             .find(|mark| text[grouped..].starts_with(mark) && digits(grouped + mark.len()) == 3)
         {
@@ -200,7 +234,8 @@ fn plain(text: &str, at: usize) -> Option<(f64, usize)> {
             end = signed + exponent;
         }
     }
-    let value = text[at..end].replace(['{', ',', '}'], "").parse().ok()?;
+    let is_mark = |c: char| GROUP_MARKS.contains(c);
+    let value = text[at..end].replace(is_mark, "").parse().ok()?;
     Some((value, end))
 }
 
@@ -220,7 +255,12 @@ mod tests {
     #[case("1,2345 and 1,200kg", &[1., 2345., 1200.])]
     #[case("1, 2, 3", &[1., 2., 3.])]
     #[case("1{,}234{,}567 and 1{,}2", &[1_234_567., 1., 2.])]
-    #[case(r"3 m^2, \text{km}^{3} and 2^3", &[3., 2., 3.])]
+    #[case(r"10,\!000, 1\,234\,567 and 10{,}\!000", &[10_000., 1_234_567., 10_000.])]
+    #[case(r"1\,23 and 4\; 567", &[1., 23., 4., 567.])]
+    #[case(r"3 m^2, \text{km}^{3} and 2^3", &[3., 8.])]
+    #[case(r"2^{10}, 2^{-1}, 10^-1 and 2^n", &[1024., 0.5, 0.1, 2.])]
+    #[case(r"1.5 \times 10^{3}, -2\cdot 10^2, 3 × 10^−1", &[1500., -200., 0.3])]
+    #[case("2 * 10 and 10^9999", &[2., 10., 10., 9999.])]
     #[case("-7, −8, $-9 and -$10.50", &[-7., -8., -9., -10.5])]
     #[case("17-5=12", &[17., 5., 12.])]
     #[case("x -5", &[-5.])]

@@ -1,6 +1,6 @@
 //! The boxes of an answer.
 
-use crate::answer::{BOX, closing};
+use crate::answer::{self, closing};
 
 /// The last values in `\boxed{}` that belong together.
 pub(super) struct Boxes<'a> {
@@ -13,34 +13,25 @@ pub(super) struct Boxes<'a> {
 /// Returns the last `\boxed{}` and those before it in the same formula, or joined by a comma, `and`
 /// or `or` without other words: at most 64. None if the last one is not closed.
 pub(super) fn last_boxes(text: &str) -> Option<Boxes<'_>> {
-    let mut starts: Vec<usize> = text
-        .rmatch_indices(BOX)
-        .take(64)
-        .map(|(at, _)| at)
-        .collect();
     let mut boxes: Vec<(usize, usize, &str)> = Vec::new();
     let mut end = text.len();
-    starts.retain(|start| {
-        let from = start + BOX.len();
+    for (start, rest) in answer::boxes(text).take(64) {
+        let from = text.len() - rest.len();
         let length = text.get(from..end).and_then(closing);
         let Some(length) = length else {
             // The text ends in the last one: its answer is not known.
             if boxes.is_empty() {
-                end = 0;
+                return None;
             }
-            return false;
+            continue;
         };
         let after = from + length + 1;
         match boxes.last() {
-            Some((next, ..)) if !belong_together(text, after, *next) => {
-                end = 0;
-                return false;
-            }
-            _ => boxes.push((*start, after, text[from..from + length].trim())),
+            Some((next, ..)) if !belong_together(text, after, *next) => break,
+            _ => boxes.push((start, after, text[from..from + length].trim())),
         }
-        end = *start;
-        true
-    });
+        end = start;
+    }
     boxes.reverse();
     let end = boxes.last()?.1;
     let inside = boxes.into_iter().map(|(_, _, inside)| inside).collect();
@@ -54,9 +45,13 @@ fn belong_together(text: &str, after: usize, next: usize) -> bool {
         return false;
     }
     // Without commands, and without names as in `x =`.
-    let words = between.split(|c: char| !c.is_ascii_alphabetic());
-    let words = words.filter(|word| word.len() > 1 && !matches!(*word, "text" | "quad" | "qquad"));
-    let (joints, others): (Vec<_>, Vec<_>) = words.partition(|word| matches!(*word, "and" | "or"));
+    let words = between.split(|c: char| !c.is_alphabetic());
+    let words = words.filter(|word| {
+        let is_name = word.len() < 2;
+        !is_name && !matches!(*word, "text" | "quad" | "qquad")
+    });
+    let (joints, others): (Vec<_>, Vec<_>) =
+        words.partition(|word| matches!(*word, "and" | "or" | "和" | "或"));
     let is_joined = !joints.is_empty() || between.contains([',', ';']);
     if between.trim().is_empty() || (is_joined && others.is_empty()) {
         return !between.contains(". ");

@@ -8,7 +8,7 @@ use super::boxes::last_boxes;
 use super::limits::{MAX_EXPRESSION_BYTES, MAX_FORMULAS, MAX_UNIT_BYTES, SEARCHED_BYTES};
 use super::parser::parse;
 use super::value::Value;
-use crate::answer::{AnswerPlace, BOX};
+use crate::answer::{self, AnswerPlace};
 
 /// An answer as it is written, and its value.
 #[derive(Debug, Clone)]
@@ -69,7 +69,7 @@ static NUMBER: LazyLock<Option<Regex>> = LazyLock::new(|| {
     // More digits, a suffix or a variable, with which it is another number.
     let term = r"(?:[xyzni]\b|[π√])";
     let more = format!(
-        r"(?P<more>(?:[.,:'’][0-9]+)+|[½⅓⅔¼¾⅛²³⁴⁵√π^]|[kKMB]\b|{term}|\s(?:pi\b|[π√]|out of\b)|\s?\\(?:[dt]?frac|sqrt|pi)\b|[ \t][xyzn]\b|\s?[-−+*·×/]\s?[0-9.]*{term})"
+        r"(?P<more>(?:[.,:'’][0-9]+)+|[½⅓⅔¼¾⅛²³⁴⁵√π^]|[kKMB]\b|{term}|\s(?:pi\b|[π√]|out of\b)|\s?\\(?:[dt]?frac|sqrt|pi)\b|[ \t][xyzn]\b|[ \t]?[-−+*·×/]\s?[0-9.]*{term})"
     );
     let scale = format!(r"(?:\s(?P<scale>(?i:{SCALES}))\b)");
     let percent = r"(?P<percent>\s*(?:%|[Pp]er ?cent|[Pp]ct))";
@@ -105,7 +105,7 @@ fn changed() -> String {
     // The second number of a range, and an amount after an operator.
     let second = r"\\?[$€£¥₹]?[0-9](?:[0-9.,]*[0-9])?";
     let amount = r"[-−+*·×/÷] ?\\?[$€£¥₹] ?[0-9](?:[0-9.,]*[0-9])?";
-    let range = format!(r"(?: ?%)?(?: {SCALES})?(?: ?[–—] ?| (?:to|through) ){second}");
+    let range = format!(r"(?: ?%)?(?: {SCALES})?(?: ?– ?|—| (?:to|through) ){second}");
     // The first scale is that of the number.
     format!(r"(?i:[ ~-](?:(?:{SCALES} )?(?:{words})|{SCALES} {SCALES})\b|{range}| ?{amount})")
 }
@@ -156,7 +156,7 @@ fn automatic(text: &str) -> Option<Answer> {
         let value = announced().filter(|answer| answer.value.is_some());
         return value.or(Some(boxes));
     }
-    if text.contains(BOX) {
+    if answer::boxes(text).next().is_some() {
         return None;
     }
     if let Some((_, after)) = text.rsplit_once("####") {

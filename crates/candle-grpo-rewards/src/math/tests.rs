@@ -198,6 +198,11 @@ fn matches(answer: &str, reference: &str) -> bool {
 #[case(r"\boxed{\left\{3\right\}}", "3")]
 #[case(r"\boxed{\{1,2\}}", r"\{1,2\}")]
 #[case(r"\boxed{\left\{1,2\right\}}", r"\{1,2\}")]
+// A list after the answer, and a remark after a dash.
+#[case("The answer is 42\n- x = 6\n- y = 7", "42")]
+#[case("The answer is 42\n* n is even", "42")]
+#[case("The answer is 42\n+ x is odd", "42")]
+#[case("The answer is 42 — 6 times 7.", "42")]
 // Boxes that are corrected.
 #[case("\\boxed{7}\nWait, \\boxed{8}", "8")]
 #[case(r"\boxed{7}, \boxed{8}", "7, 8")]
@@ -209,6 +214,10 @@ fn matches(answer: &str, reference: &str) -> bool {
 #[case(r"\boxed{7} or \boxed{8}", "7,8")]
 #[case(r"$x = \boxed{7}$, $y = \boxed{8}$", "7,8")]
 #[case(r"$x = \boxed{7} , \boxed{8}$", "7,8")]
+#[case(r"\boxed{7}, não, \boxed{8}", "8")]
+#[case(r"\boxed{7}, нет, \boxed{8}", "8")]
+#[case(r"\boxed{7}, 等等, \boxed{8}", "8")]
+#[case(r"\boxed{7} 或 \boxed{8}", "7,8")]
 // Fonts.
 #[case(r"\boxed{\mathbf{2}}", "2")]
 #[case(r"\boxed{\mathit{2}}", "2")]
