@@ -115,13 +115,25 @@ static FINAL: LazyLock<Option<Regex>> = LazyLock::new(|| {
     Regex::new(r"(?i)final answer[^\n]{0,100}?\sis\b|answers? (?:is|are)\b|answers?\s?[:=]").ok()
 });
 
-/// Returns the expected answer in the text of a row. `2,3` alone is a list there.
+/// Returns the expected answer in the text of a row. `2,3` alone is a list there. A sentence that
+/// no single number says, such as `3 boys and 4 girls` or `not 5`, is compared as a text.
 pub(super) fn expected(text: &str) -> Option<Answer> {
+    static BOUND: LazyLock<Option<Regex>> = LazyLock::new(|| {
+        Regex::new(r"(?i)\b(?:not|no|all|any|than|least|most|between|except|from|above|below)\b")
+            .ok()
+    });
     let mut answer = find(&AnswerPlace::Auto, text)?;
-    if answer.text == text.trim()
-        && let Some(list) = answer.as_list.take()
-    {
+    let is_whole = answer.text == text.trim();
+    if is_whole && let Some(list) = answer.as_list.take() {
         answer.value = Some(list);
+    }
+    let is_marked = text.contains(['=', '\n'])
+        || text.contains("####")
+        || answer::boxes(text).next().is_some()
+        || FINAL.as_ref()?.is_match(text);
+    let says_more = || Some(numbers(text).nth(1).is_some() || BOUND.as_ref()?.is_match(text));
+    if !is_whole && !is_marked && says_more()? {
+        return Some(unknown(text.trim()));
     }
     Some(answer)
 }

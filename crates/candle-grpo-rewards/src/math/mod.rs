@@ -115,10 +115,15 @@ impl MathReward {
     pub fn matches(&self, completion: &str, columns: &Json) -> Result<bool> {
         let expected = extract::expected(&self.expected(columns)?);
         let found = extract::find(&self.find, completion);
-        Ok(match (expected, found) {
-            (Some(expected), Some(found)) => are_equal(&expected, &found, self.decimals),
-            _ => false,
-        })
+        let (Some(expected), Some(found)) = (expected, found) else {
+            return Ok(false);
+        };
+        // A sentence that repeats the expected one, whatever number is in it.
+        let repeats = || {
+            let text = self.find.find(completion).unwrap_or_default();
+            expected.value.is_none() && are_equal_texts(&expected.text, text)
+        };
+        Ok(are_equal(&expected, &found, self.decimals) || repeats())
     }
 }
 
@@ -139,11 +144,15 @@ impl RewardFunction for MathReward {
     }
 }
 
+fn are_equal_texts(a: &str, b: &str) -> bool {
+    let text = letters(a);
+    !text.is_empty() && text == letters(b)
+}
+
 fn are_equal(a: &Answer, b: &Answer, decimals: u32) -> bool {
     match (&a.value, &b.value) {
         (Some(Value::Text(_)) | None, _) | (_, Some(Value::Text(_)) | None) => {
-            let text = letters(&a.text);
-            !text.is_empty() && text == letters(&b.text)
+            are_equal_texts(&a.text, &b.text)
         }
         (Some(value), Some(other)) => {
             let equal = |a: &Value, b: &Value| Comparison::new(decimals).equal(a, b);

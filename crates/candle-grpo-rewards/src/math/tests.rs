@@ -362,6 +362,11 @@ fn matches(answer: &str, reference: &str) -> bool {
 #[case("The answer is 6:30.", "6:30")]
 #[case("The ratio is 2:3.", "2/3")]
 #[case("Let \\[ x.\n\n\\boxed{7}\nWait, \\boxed{8}", "8")]
+#[case("3 boys and 4 girls", "3 boys and 4 girls")]
+#[case(r"\boxed{\text{3 boys and 4 girls}}", "3 boys and 4 girls")]
+#[case("all integers greater than 3", "all integers greater than 3")]
+#[case("18", "18 dollars")]
+#[case("18", "She needs 18 eggs")]
 fn equal_answers(#[case] answer: &str, #[case] reference: &str) {
     assert!(matches(answer, reference), "{answer} = {reference}");
 }
@@ -587,6 +592,15 @@ fn equal_answers(#[case] answer: &str, #[case] reference: &str) {
 #[case("The answer is 5 days, 3 hours each day.", "5")]
 #[case("The answer is 12:30.", "0.4")]
 #[case("The answer is 3 + i.", "3")]
+// References that no single number says.
+#[case(r"\boxed{4}", r"\text{Alice: } 3, \text{ Bob: } 4")]
+#[case(r"\boxed{4}", r"3 \text{ miles/hour and } 4 \text{ miles/hour}")]
+#[case(r"\boxed{20}", r"3 \text{ man-hours } 20 \text{ minutes}")]
+#[case("4", "Team A: 3, Team B: 4")]
+#[case("4", "3 boys and 4 girls")]
+#[case("20", "3 h 20 min")]
+#[case("3", "all integers greater than 3")]
+#[case("5", "not 5")]
 fn unequal_answers(#[case] answer: &str, #[case] reference: &str) {
     assert!(!matches(answer, reference), "{answer} = {reference}");
 }
@@ -898,7 +912,7 @@ fn hostile_answers_fit_into_memory() {
         .args(["-c", "ulimit -v 524288; exec \"$0\" \"$@\""])
         .arg(test)
         .args([
-            "rewards::math::tests::hostile_answers_end_soon",
+            "math::tests::hostile_answers_end_soon",
             "--exact",
             "--test-threads=1",
         ])
