@@ -256,6 +256,7 @@ def call_plan(test):
                 values = [expected.strip()]
     elif isinstance(expected, list) and len(expected) == 1:
         values.append(expected[0])
+    values += [with_large_integers(value) for value in values]
     arguments = [with_integer_keys(argument) for argument in arguments]
     return {"function": test["function"], "arguments": arguments}, values.__contains__
 
@@ -266,6 +267,22 @@ def with_integer_keys(value):
         return {int(key): entry for key, entry in value.items()}
     except (AttributeError, ValueError):
         return value
+
+
+def with_large_integers(value):
+    """The integers that the texts of digits in a value may stand for: in a row, an integer that no 64
+    bits hold is a text."""
+    if isinstance(value, list):
+        return [with_large_integers(entry) for entry in value]
+    if isinstance(value, dict):
+        return {key: with_large_integers(entry) for key, entry in value.items()}
+    if isinstance(value, str) and 19 <= len(value) <= 4000 and value.lstrip("-").isdigit():
+        try:
+            number = int(value)
+        except ValueError:
+            return value
+        return number if str(number) == value and not -(2**63) <= number < 2**64 else value
+    return value
 
 
 def statement_plan(test):
@@ -318,6 +335,17 @@ def statement_plan(test):
     def asserts(node):
         return isinstance(node, ast.Assert) or is_check(node) or is_failure(node)
 
+    def catches_failures(statement):
+        """Returns whether a `try` ends the failure of an assertion in it."""
+        failures = {"AssertionError", "Exception", "BaseException"}
+        for handler in getattr(statement, "handlers", []):
+            caught = getattr(handler.type, "elts", [handler.type])
+            names = {getattr(part, "attr", getattr(part, "id", None)) for part in caught}
+            is_caught = handler.type is None or failures & names
+            if is_caught and not any(map(is_failure, inside(handler))):
+                return True
+        return False
+
     def counted(statements):
         """The statements, with a count of each assertion that has not failed."""
         result = []
@@ -330,7 +358,8 @@ def statement_plan(test):
                 statement = ast.copy_location(ast.Pass(), statement)
             # Reaching a block with a failure counts: the program passes by not failing there. So
             # does reaching a `try` with an assertion, which an expected exception may skip.
-            escapes = getattr(statement, "handlers", []) and any(map(asserts, nodes))
+            handlers = getattr(statement, "handlers", [])
+            escapes = handlers and any(map(asserts, nodes)) and not catches_failures(statement)
             if is_block and (escapes or any(map(is_failure, nodes))):
                 result.append(count)
             count_blocks(statement)
@@ -377,6 +406,10 @@ def statement_plan(test):
             if statement.name not in used and statement.name not in test["candidates"]:
                 ensure_no_fixtures(statement, 0)
                 plan["functions"].append(statement.name)
+    for statement in statements:
+        for node in ast.walk(statement):
+            if isinstance(node, ast.Assert) and getattr(node.test, "elts", []):
+                raise ValueError("line %d: an assertion of a tuple, which is always true" % node.lineno)
     if test["candidates"]:
         plan["entry"] = ("_entry_" + mark, test["entry"])
     for name in test["candidates"]:

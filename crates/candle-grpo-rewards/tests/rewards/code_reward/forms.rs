@@ -79,6 +79,32 @@ fn arguments_and_results_are_values_of_json() {
         ("lambda: 5", json!([]), json!([5, 6]), 0.),
         ("lambda: {1}", json!([]), json!([1]), 0.),
         ("lambda a: a", json!([1, 2]), json!(1), 0.),
+        // Integers outside 64 bits are texts in a row.
+        (
+            "lambda: 2**100",
+            json!([]),
+            json!("1267650600228229401496703205376"),
+            1.,
+        ),
+        (
+            "lambda: '1267650600228229401496703205376'",
+            json!([]),
+            json!("1267650600228229401496703205376"),
+            1.,
+        ),
+        (
+            "lambda: (1, -2**64)",
+            json!([]),
+            json!([1, "-18446744073709551616"]),
+            1.,
+        ),
+        (
+            "lambda: 2**100 + 1",
+            json!([]),
+            json!("1267650600228229401496703205376"),
+            0.,
+        ),
+        ("lambda: 2**63", json!([]), json!("9223372036854775808"), 0.),
         ("12", json!([]), json!(12), 0.),
     ] {
         let Some(reward) = isolated(json!({})) else {
@@ -140,6 +166,29 @@ assert f(3) == 9
     "try:\n    f('a')\n    assert False\nexcept TypeError:\n    pass",
     "try:\n    f('a')\nexcept TypeError:\n    pass\nelse:\n    assert False\nassert f(3) == 9",
 ]))]
+#[case::caught("
+try:
+    assert f(3) == 9
+except AssertionError:
+    print('failed')
+".into())]
+#[case::caught_with_others("
+def test_f():
+    try:
+        assert f(3) == 9
+    except (ValueError, AssertionError) as error:
+        print(error)
+".into())]
+#[case::all_caught(json!([
+    "try:\n    assert f(3) == 9\nexcept Exception as error:\n    print(error)",
+    "try:\n    assert f(3) == 9\nexcept:\n    pass",
+]))]
+#[case::caught_and_raised("
+try:
+    assert f(3) == 9
+except AssertionError as error:
+    raise SystemExit(1)
+".into())]
 #[case::helper_named_test("
 def test(x, expected):
     assert f(x) == expected
@@ -213,6 +262,8 @@ fn a_test_that_executes_no_assertion_does_not_pass() {
         "import unittest\nclass A(unittest.TestCase):\n    @unittest.skip('no')\n    def test_f(self):\n        self.assertEqual(f(3), 9)",
         "def run():\n    assert f(3) == 9\nif f(3):\n    run()",
         "assert f(3) ==",
+        "assert (f(3) == 9, 'wrong')",
+        "def test_f():\n    assert (f(3) == 9, 'wrong')\n    assert True",
         "import no_such_module\nassert f(3) == ()",
         "def test_f(capsys):\n    assert f(3) == ()",
         "class TestF:\n    def test_f(self, capsys):\n        assert f(3) == ()",
