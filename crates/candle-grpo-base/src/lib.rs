@@ -7,6 +7,7 @@
 //! | [`clock`] | time without that in which the process stood still |
 //! | [`column`](mod@column) | the columns of a row |
 //! | [`json`] | plain messages about JSON |
+//! | [`large_integers`] | integers of JSON that no 64 bits hold |
 //! | [`progress`] | observation and cancellation of long work |
 //! | [`secrets`] | environment variables with keys, which programs do not inherit |
 //! | [`workers`] | threads that work through a list of jobs |
@@ -19,6 +20,7 @@ pub mod clock;
 pub mod column;
 mod invalid;
 pub mod json;
+pub mod large_integers;
 pub mod progress;
 pub mod secrets;
 mod server_url;

@@ -1,14 +1,17 @@
 //! Comparison of JSON.
 
+use std::borrow::Cow;
+
 use anyhow::{Result, bail};
+use candle_grpo_base::column::column;
 use candle_grpo_base::json;
+use candle_grpo_base::large_integers::quoted;
 use serde::{Deserialize, Serialize};
 use serde_json::{Number, Value};
 
 use super::right_or_wrong::right_or_wrong;
 use super::score::Score;
 use crate::{RewardFunction, Sample};
-use candle_grpo_base::column::column;
 
 /// 1 if the completion is a JSON object, or equals the value of a column of its row; 0 otherwise.
 ///
@@ -46,7 +49,7 @@ impl JsonReward {
             return Ok(None);
         };
         match column(columns, name)? {
-            Value::String(text) => match serde_json::from_str(text) {
+            Value::String(text) => match parsed(text) {
                 Ok(value) => Ok(Some(value)),
                 Err(error) => bail!(
                     "column {name:?}: {text:?}, must be JSON: {}",
@@ -65,7 +68,7 @@ impl JsonReward {
         } else {
             completion
         };
-        let Ok(value) = serde_json::from_str::<Value>(text) else {
+        let Ok(value) = parsed(text) else {
             return Ok(false);
         };
         Ok(match expected {
@@ -91,6 +94,16 @@ pub(super) fn inside_fence(text: &str) -> &str {
         Some(inside)
     };
     inside().unwrap_or(text)
+}
+
+/// Returns the value of JSON, with the integers that no 64 bits hold as texts of their digits: so
+/// columns have them, too.
+fn parsed(text: &str) -> serde_json::Result<Value> {
+    let value = serde_json::from_str(text)?;
+    match quoted(text) {
+        Cow::Borrowed(_) => Ok(value),
+        Cow::Owned(text) => serde_json::from_str(&text),
+    }
 }
 
 /// Equal, with numbers compared by value.
@@ -139,6 +152,7 @@ mod tests {
     #[case(r#"[1]"#, false, false)]
     #[case(r#"{"age": 7"#, false, false)]
     #[case("", false, false)]
+    #[case("{99999999999999999999: 7}", false, false)]
     fn an_object_is_valid_and_equal_if_its_values_are(
         #[case] text: &str,
         #[case] valid: bool,
@@ -165,6 +179,9 @@ mod tests {
     #[case("[1e300]", "[1e300]", true)]
     #[case("[1e300]", "[2e300]", false)]
     #[case("[0.5]", "[1]", false)]
+    #[case("[18446744073709551616]", "[18446744073709551616]", true)]
+    #[case("[18446744073709551616]", "[18446744073709551617]", false)]
+    #[case("[-123456789012345678901]", "[-123456789012345678901]", true)]
     fn numbers_are_compared_by_value(
         #[case] expected: &str,
         #[case] text: &str,

@@ -6,7 +6,6 @@ mod csv_rows;
 pub(crate) mod curriculum;
 pub(crate) mod dataset;
 pub(crate) mod json_lines;
-mod large_integers;
 mod mixed_order;
 mod other_formats;
 #[cfg(feature = "parquet")]

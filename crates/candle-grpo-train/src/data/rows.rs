@@ -7,9 +7,9 @@ use std::sync::Arc;
 
 use anyhow::{Context, Result, anyhow, bail, ensure};
 use candle_grpo_base::json;
+use candle_grpo_base::large_integers::quoted;
 use serde_json::Value;
 
-use super::large_integers::quoted;
 use super::other_formats::{PARQUET, other_format, separator};
 use super::unique_keys::UniqueKeys;
 

@@ -7,7 +7,7 @@ const FEWEST_DIGITS: usize = 19;
 
 /// Returns the text with each of these integers in quotation marks, because a number of
 /// [`serde_json`] would lose its digits.
-pub(super) fn quoted(text: &str) -> Cow<'_, str> {
+pub fn quoted(text: &str) -> Cow<'_, str> {
     let bytes = text.as_bytes();
     let mut quoted = String::new();
     let (mut copied, mut at) = (0, 0);
