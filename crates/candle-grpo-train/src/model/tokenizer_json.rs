@@ -6,8 +6,8 @@ use serde_json::Value;
 use tokenizers::Tokenizer;
 use tokenizers::normalizers::Precompiled;
 
-/// The greatest factor by which replacements may lengthen a text. Those of known tokenizers make a
-/// space three bytes.
+/// The greatest factor by which the parts of a tokenizer may lengthen a text. Those of known ones
+/// make a space three bytes, and compose or decompose letters once or twice.
 const MAX_GROWTH: f64 = 4096.;
 
 /// The most pieces around and between texts. Those of known tokenizers are fewer than ten.
@@ -22,7 +22,7 @@ pub(crate) fn tokenizer_from_json(json: &[u8]) -> Result<Tokenizer> {
     let value: Value =
         serde_json::from_slice(json).map_err(|error| anyhow!(message_with_place(&error)))?;
     ensure_normalizer(&value["normalizer"]).context("normalizer")?;
-    for part in ["normalizer", "decoder"] {
+    for part in ["normalizer", "pre_tokenizer", "decoder"] {
         ensure_bounded(&value[part]).context(part)?;
     }
     ensure_few_pieces(&value["post_processor"]).context("post_processor")?;
@@ -52,25 +52,33 @@ fn ensure_normalizer(normalizer: &Value) -> Result<()> {
     Ok(())
 }
 
-/// Refuses replacements that could lengthen a text by more than [`MAX_GROWTH`].
+/// Refuses parts that could lengthen a text by more than [`MAX_GROWTH`].
 fn ensure_bounded(part: &Value) -> Result<()> {
     let growth = growth(part);
     ensure!(
         growth <= MAX_GROWTH,
-        "replacements could make a text {growth:.0} times as long, must be at most {MAX_GROWTH:.0}"
+        "could make a text {growth:.0} times as long, must be at most {MAX_GROWTH:.0}"
     );
     Ok(())
 }
 
-/// The greatest factor by which a part of a tokenizer lengthens a text by replacements.
+/// The greatest factor by which a part of a tokenizer lengthens a text.
 fn growth(part: &Value) -> f64 {
-    let parts = ["normalizers", "decoders"].map(|name| part[name].as_array());
+    let parts = ["normalizers", "pretokenizers", "decoders"].map(|name| part[name].as_array());
     if let Some(parts) = parts.into_iter().flatten().next() {
         return parts.iter().map(growth).product();
     }
-    let Some("Replace") = part["type"].as_str() else {
-        return 1.;
-    };
+    match part["type"].as_str() {
+        Some("Replace") => {}
+        // A byte becomes a letter of up to two bytes.
+        Some("ByteLevel") => return 2.,
+        // A space becomes `▁`.
+        Some("Metaspace") => return 3.,
+        // U+0390 becomes three letters, and U+FDFA, of three bytes, 33 bytes.
+        Some("NFC" | "NFD" | "BertNormalizer") => return 3.,
+        Some("NFKC" | "NFKD" | "Nmt" | "Precompiled") => return 11.,
+        _ => return 1.,
+    }
     let content = part["content"].as_str().map_or(0, str::len) as f64;
     match part["pattern"]["String"].as_str().map(str::len) {
         Some(pattern) if pattern > 0 => (content / pattern as f64).max(1.),
@@ -123,6 +131,14 @@ mod tests {
     #[case("normalizer", "normalizers", replace(json!({"String": "a"}), "aa"), 40)]
     #[case("normalizer", "normalizers", replace(json!({"Regex": ""}), &"x".repeat(1000)), 6)]
     #[case("decoder", "decoders", replace(json!({"String": "a"}), "aa"), 40)]
+    #[case("normalizer", "normalizers", json!({"type": "ByteLevel"}), 40)]
+    #[case("normalizer", "normalizers", json!({"type": "NFKD"}), 20)]
+    #[case(
+        "pre_tokenizer",
+        "pretokenizers",
+        json!({"type": "ByteLevel", "add_prefix_space": true, "trim_offsets": true, "use_regex": false}),
+        40
+    )]
     fn replacements_that_grow_without_a_bound_are_refused(
         #[case] part: &str,
         #[case] parts: &str,
@@ -156,6 +172,7 @@ mod tests {
     #[test]
     fn replacements_of_known_tokenizers_are_accepted() {
         let parts = [
+            json!({"type": "NFKC"}),
             json!({"type": "Prepend", "prepend": "▁"}),
             replace(json!({"String": " "}), "▁"),
             replace(json!({"Regex": " {2,}"}), "▁"),
