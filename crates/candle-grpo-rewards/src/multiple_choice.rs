@@ -204,7 +204,7 @@ impl Letters {
 }
 
 /// The words between a verb and the letter.
-const ADVERB: &str = r"(?i:\s+(?:clearly|definitely|certainly|obviously|probably|likely|therefore|thus|hence|then|indeed|actually|simply))?";
+const ADVERB: &str = r"(?i:,?\s+(?:clearly|definitely|certainly|obviously|probably|likely|therefore|thus|hence|then|indeed|actually|simply),?)?";
 /// The word before a letter.
 const NOUN: &str = r"(?i:(?:the\s+)?(?:answer|option|choice|letter)\s+)?";
 /// Marks around a letter.
@@ -227,11 +227,12 @@ fn stated(text: &str) -> Option<Letters> {
     // What would be the answer if something else were true is none.
     static CONDITION: LazyLock<Option<Regex>> =
         LazyLock::new(|| compile(r"\A\W*(?i:if|had|were|when|unless)\b").ok());
-    // Another letter in the same breath.
+    // Another letter in the same breath, also after an explanation in brackets.
     static LIST: LazyLock<Option<Regex>> = LazyLock::new(|| {
-        let joint = r"(?:[)\]}*$\s]*(?:[,/&]|(?i:\b(?:or|and)\b))[\s(\[{*$]*)";
+        let closed = r"(?:[)\]}*$\s]*(?:\([^()]*\)\s*)?)";
+        let joint = format!(r"(?:{closed}(?:[,/&]|(?i:\b(?:or|and)\b))[\s(\[{{*$]*)");
         compile(&format!(
-            r"\A{joint}+([B-HJ-Z]\b|[AI]\s*(?:[.,;)\]/&]|(?i:or|and)\b|\z))"
+            r"\A{joint}+{NOUN}[(\[*$]*([B-HJ-Z]\b|[AI]\s*(?:[.,;)\]/&]|(?i:or|and)\b|\z))"
         ))
         .ok()
     });
@@ -239,7 +240,8 @@ fn stated(text: &str) -> Option<Letters> {
     let letters = matches.filter_map(|found| {
         let letter = found.get(2).or_else(|| found.get(3))?;
         let rest = &text[letter.end()..];
-        if found.get(1).is_some() && CONDITION.as_ref()?.is_match(rest) {
+        let is_condition = found.get(1).is_some() && CONDITION.as_ref()?.is_match(rest);
+        if is_condition || is_denied(rest) {
             return None;
         }
         let first = letter.as_str().chars().next()?.to_ascii_uppercase();
@@ -273,15 +275,37 @@ fn affirmed(text: &str) -> Option<Letters> {
     }))
 }
 
-/// The letters after a word for a choice.
+/// Returns true if what follows a letter says that it is not the answer, or asks whether it is.
+fn is_denied(after: &str) -> bool {
+    static DENIED: LazyLock<Option<Regex>> = LazyLock::new(|| {
+        let verb = r"(?:(?:is|was|are|would\s+be|seems|looks)\s+)?";
+        let wrong = r"(?:not|never|wrong|incorrect|false|impossible|too|out|a\s+(?:common\s+)?distractor)\b";
+        compile(&format!(
+            r#"\A[)\]}}*$_"']*(?:\s*\?|(?i:,?\s+{verb}{wrong}|\s+(?:is|was)n['\x{{2019}}]t\b))"#
+        ))
+        .ok()
+    });
+    DENIED.as_ref().is_some_and(|denied| denied.is_match(after))
+}
+
+/// The letters after a word for a choice, without those that the text denies.
 fn named(text: &str) -> Option<Letters> {
+    static NOT: LazyLock<Option<Regex>> = LazyLock::new(|| {
+        let words = "not|never|neither|nor|than|over|instead of|unlike|except|excludes?|excluding|eliminates?|eliminating|rejects?|rules? out|ruled out";
+        compile(&format!(r"(?i:\b(?:{words})\s+(?:the\s+)?)\z")).ok()
+    });
     static NAMED: LazyLock<Option<Regex>> = LazyLock::new(|| {
         let pattern =
             r"(?i:\b(?:answer|option|choice)\b)(?i:\s+(?:is|was))?[\s:=*]*[(\[]?([A-Z])\b";
         compile(pattern).ok()
     });
     let found = NAMED.as_ref()?.captures_iter(text);
-    Letters::of(found.filter_map(|found| found.get(1)?.as_str().chars().next()))
+    Letters::of(found.filter_map(|found| {
+        let (word, letter) = (found.get(0)?, found.get(1)?);
+        let is_excluded = NOT.as_ref()?.is_match(&text[..word.start()]);
+        let is_denied = is_excluded || is_denied(&text[letter.end()..]);
+        letter.as_str().chars().next().filter(|_| !is_denied)
+    }))
 }
 
 /// The letter before the text of the choice, or before the reason for it.
@@ -292,8 +316,13 @@ fn first(text: &str) -> Option<char> {
         )
         .ok()
     });
-    let found = FIRST.as_ref()?.captures(text)?;
-    found.get(1)?.as_str().chars().next()
+    // A list of the choices names none.
+    static LABEL: LazyLock<Option<Regex>> =
+        LazyLock::new(|| compile(r"(?:\A|\s)[(*]*([A-Z])[*]*[.):](?:\s|\z)").ok());
+    let found = FIRST.as_ref()?.captures(text)?.get(1)?.as_str();
+    let mut labels = LABEL.as_ref()?.captures_iter(text);
+    let is_other = |label: regex::Captures<'_>| label.get(1).is_some_and(|it| it.as_str() != found);
+    found.chars().next().filter(|_| !labels.any(is_other))
 }
 
 #[cfg(test)]
@@ -377,6 +406,26 @@ mod tests {
     #[case("The answer is B, A.", false)]
     #[case("The answer is B/C", false)]
     #[case("Option A, option B, option C.", false)]
+    #[case("The answer is, therefore, B. Option A is wrong.", true)]
+    #[case("B is the right answer. Answer A is not.", true)]
+    #[case("The answer is B, I think.", true)]
+    #[case("The answer is B and A is wrong.", true)]
+    #[case("The answer is A or B. The answer is B.", true)]
+    #[case("I rule out option A, so option B.", true)]
+    #[case("The answer is option B and option C.", false)]
+    #[case("The answer is B (Paris) or C (Rome).", false)]
+    #[case("The answer is B? No.", false)]
+    #[case("The answer would be B if it were in France.", false)]
+    #[case("The answer is not option B.", false)]
+    #[case("Option B is wrong.", false)]
+    #[case("Option B isn't right.", false)]
+    #[case("I would not choose B.", false)]
+    #[case("I rule out option B.", false)]
+    #[case("B is not correct.", false)]
+    #[case("I think A. Option B is wrong.", false)]
+    #[case("A, rather than option B", false)]
+    #[case("B) Paris\nC) Rome\nA) Berlin", false)]
+    #[case("B) Paris C) Rome A) Berlin", false)]
     fn the_letter_is_found(#[case] text: &str, #[case] expected: bool) {
         let reward = MultipleChoiceReward {
             choices: Some("choices".to_owned()),
