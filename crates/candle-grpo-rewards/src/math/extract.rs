@@ -115,7 +115,7 @@ static FINAL: LazyLock<Option<Regex>> = LazyLock::new(|| {
     Regex::new(r"(?i)final answer[^\n]{0,100}?\sis\b|answers? (?:is|are)\b|answers?\s?[:=]").ok()
 });
 
-/// Returns the expected answer in the text of a row. `2,3` alone is a list there. A sentence that
+/// Returns the expected answer in the text of a row. `2,3` is a list there. A sentence that
 /// no single number says, such as `3 boys and 4 girls` or `not 5`, is compared as a text.
 pub(super) fn expected(text: &str) -> Option<Answer> {
     static BOUND: LazyLock<Option<Regex>> = LazyLock::new(|| {
@@ -123,10 +123,10 @@ pub(super) fn expected(text: &str) -> Option<Answer> {
             .ok()
     });
     let mut answer = find(&AnswerPlace::Auto, text)?;
-    let is_whole = answer.text == text.trim();
-    if is_whole && let Some(list) = answer.as_list.take() {
+    if let Some(list) = answer.as_list.take() {
         answer.value = Some(list);
     }
+    let is_whole = answer.text == text.trim();
     let is_marked = text.contains(['=', '\n'])
         || text.contains("####")
         || answer::boxes(text).next().is_some()

@@ -592,6 +592,9 @@ fn equal_answers(#[case] answer: &str, #[case] reference: &str) {
 #[case("The answer is 5 days, 3 hours each day.", "5")]
 #[case("The answer is 12:30.", "0.4")]
 #[case("The answer is 3 + i.", "3")]
+// A comma of a reference is none of decimals.
+#[case(r"\boxed{2.3}", "#### 2,3")]
+#[case(r"\boxed{2.3}", "The answer is 2,3")]
 // References that no single number says.
 #[case(r"\boxed{4}", r"\text{Alice: } 3, \text{ Bob: } 4")]
 #[case(r"\boxed{4}", r"3 \text{ miles/hour and } 4 \text{ miles/hour}")]
