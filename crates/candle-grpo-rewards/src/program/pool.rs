@@ -15,9 +15,8 @@ pub struct ProgramPool {
     processes: Vec<Mutex<Option<Process>>>,
     /// True if a process has answered.
     has_answered: AtomicBool,
-    /// The number of requests without an answer in time before the first answer, and the last
-    /// error.
-    first_timeouts: Mutex<(usize, String)>,
+    /// The number of requests without an answer before the first answer, and the last error.
+    first_failures: Mutex<(usize, String)>,
 }
 
 impl ProgramPool {
@@ -31,7 +30,7 @@ impl ProgramPool {
         Ok(Self {
             processes: processes.collect::<Result<_>>()?,
             has_answered: AtomicBool::new(false),
-            first_timeouts: Mutex::default(),
+            first_failures: Mutex::default(),
             program,
         })
     }
@@ -42,7 +41,7 @@ impl ProgramPool {
     /// # Errors
     ///
     /// If the program hangs, ends or gives a wrong answer, or a stop is requested. A program that
-    /// exceeds the time twice before its first answer is not started again.
+    /// exceeds the time or ends twice before its first answer is not started again.
     pub fn ask<T>(
         &self,
         key: u64,
@@ -69,26 +68,27 @@ impl ProgramPool {
                 return Err(Failure::Wrong(anyhow!(error)));
             }
             Err(_) if progress.is_canceled() => return Err(Failure::Interrupted),
-            Err(Failure::Timeout(error)) => {
-                let error = running.stop(error);
-                self.note(&error);
-                self.ensure_can_answer()?;
-                return Err(Failure::Timeout(error));
+            Err(failure) => {
+                let failure = failure.map(|error| running.stop(error));
+                if let Failure::Timeout(error) | Failure::Ended(error) = &failure {
+                    self.note(error);
+                    self.ensure_can_answer()?;
+                }
+                return Err(failure);
             }
-            Err(failure) => return Err(failure.map(|error| running.stop(error))),
         }
         let [answer] = answer;
         answer.ok_or_else(|| Failure::Wrong(anyhow!("its answer is missing")))
     }
 
-    /// Notes a request without an answer in time. Before the first answer, the log has it too.
+    /// Notes a request without an answer. Before the first answer, the log has it too.
     fn note(&self, error: &anyhow::Error) {
         if !self.has_answered.load(Ordering::Relaxed) {
             let error = format!("{error:#}");
             tracing::warn!("program {:?}: {error}", self.program.command);
-            let timeouts = self.first_timeouts.lock();
-            let mut timeouts = timeouts.unwrap_or_else(PoisonError::into_inner);
-            *timeouts = (timeouts.0 + 1, error);
+            let failures = self.first_failures.lock();
+            let mut failures = failures.unwrap_or_else(PoisonError::into_inner);
+            *failures = (failures.0 + 1, error);
         }
     }
 
@@ -96,8 +96,8 @@ impl ProgramPool {
         if self.has_answered.load(Ordering::Relaxed) {
             return Ok(());
         }
-        let timeouts = self.first_timeouts.lock();
-        match &*timeouts.unwrap_or_else(PoisonError::into_inner) {
+        let failures = self.first_failures.lock();
+        match &*failures.unwrap_or_else(PoisonError::into_inner) {
             (count, last) if *count >= FIRST_ATTEMPTS => {
                 Err(Failure::Unusable(no_answer(*count, last)))
             }

@@ -117,7 +117,7 @@ impl ProgramConfig {
 /// without a score are then sent one at a time. A completion with which it fails alone has the
 /// score of [`ProgramConfig::on_timeout`]. A program that fails from the first completion on, or
 /// with more than [`ProgramConfig::max_failures`] in a row, is an error. One that exceeds the
-/// time twice before its first answer is an error at once.
+/// time or ends twice before its first answer is an error at once.
 ///
 /// ```no_run
 /// use candle_grpo_rewards::{ProgramConfig, ProgramReward};

@@ -73,7 +73,7 @@ impl Worker {
                     )?
                 }
             };
-            if let Some((ScoreFailure::Timeout, error)) = &failed
+            if let Some((_, error)) = &failed
                 && attempts >= FIRST_ATTEMPTS
                 && !shared.has_answered.load(Ordering::Relaxed)
             {

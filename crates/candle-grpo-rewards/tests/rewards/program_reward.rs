@@ -185,6 +185,16 @@ fn a_program_that_reads_all_its_input_first_is_told_to_answer_each_line() {
 }
 
 #[test]
+fn a_program_that_ends_before_its_first_answer_has_two_attempts() {
+    let reward = program("read -r line; exit 3", NEVER);
+    let error = error(&reward, &["a", "b", "c"]);
+    assert!(
+        error.contains("no answer at all in 2 attempts, the last: "),
+        "{error}"
+    );
+}
+
+#[test]
 fn a_program_that_ends_after_each_answer_is_started_for_each_completion() {
     let reward = program("read -r line; echo 1", NEVER);
     assert_eq!(score(&reward, &["a", "b"]).unwrap(), [1., 1.]);
