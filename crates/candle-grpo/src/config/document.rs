@@ -643,3 +643,17 @@ fn value_node(text: &str, at: usize, value: &DeValue<'_>) -> Result<Node, Mispla
         DeValue::Table(table) => table_node(text, table)?,
     })
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// The keys of a tool's schema appear in prompts.
+    #[test]
+    fn keys_of_a_toml_file_keep_their_order() {
+        let text = "b = 1\na = {zeta = 1, alpha = {y = 2, x = 3}}\n";
+        let document = Document::from_toml(Path::new("run.toml"), text).unwrap();
+        let expected = r#"{"zeta":1,"alpha":{"y":2,"x":3}}"#;
+        assert_eq!(document.get("a").unwrap().to_string(), expected);
+    }
+}
