@@ -282,8 +282,8 @@ mod tests {
     #[test]
     fn a_path_that_exists_is_a_path_unless_it_has_the_prefix() {
         // The tests run in the folder of the crate.
-        assert_eq!(of("src/hub"), None);
-        assert_eq!(of("hf://src/hub").unwrap().id(), "src/hub");
+        assert_eq!(of("src/http"), None);
+        assert_eq!(of("hf://src/http").unwrap().id(), "src/http");
     }
 
     #[rstest]
