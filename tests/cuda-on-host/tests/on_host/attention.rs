@@ -365,7 +365,7 @@ const PLAIN: Case = Case {
     nan: false,
 };
 
-/// Checks the fragments of each head dimension, and whole tiles.
+/// Checks the fragments of each head dimension.
 fn check_head_dims<T: Kernels>(head_dims: &[usize], tolerance: f64) -> Result<()> {
     for &head_dim in head_dims {
         let behind = match head_dim {
@@ -387,8 +387,12 @@ fn check_head_dims<T: Kernels>(head_dims: &[usize], tolerance: f64) -> Result<()
         ..PLAIN
     };
     check::<T>(results_elsewhere, tolerance)?;
-    check::<T>(Case { nan: true, ..PLAIN }, tolerance)?;
-    // Whole tiles of keys before all queries of a tile, and the reverse.
+    check::<T>(Case { nan: true, ..PLAIN }, tolerance)
+}
+
+/// Checks whole tiles of keys before all queries of a tile and the reverse, and windows and caps of
+/// each width. They are the same code for bf16 and f16.
+fn check_whole_tiles<T: Kernels>(tolerance: f64) -> Result<()> {
     for head_dim in [128, 256] {
         let case = Case {
             layout: Layout::Packed(&[200]),
@@ -484,12 +488,14 @@ fn check_layouts<T: Kernels>(tolerance: f64) -> Result<()> {
 #[test]
 fn f32_is_the_twin_and_the_cpu_path() -> Result<()> {
     check_head_dims::<f32>(&[5, 64, 80, 256], 1e-5)?;
+    check_whole_tiles::<f32>(1e-5)?;
     check_layouts::<f32>(1e-5)
 }
 
 #[test]
 fn bf16_is_the_twin_and_the_cpu_path() -> Result<()> {
     check_head_dims::<bf16>(&[1, 16, 64, 72, 80, 96, 128, 144, 256], 3e-2)?;
+    check_whole_tiles::<bf16>(3e-2)?;
     check_layouts::<bf16>(3e-2)
 }
 
