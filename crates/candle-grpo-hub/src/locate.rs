@@ -21,8 +21,8 @@ const SHOWN: usize = 8;
 ///
 /// ```no_run
 /// use std::path::Path;
-/// use candle_grpo_train::hub::{Hub, HubContent, HubName};
-/// use candle_grpo_train::progress::NoProgress;
+/// use candle_grpo_base::NoProgress;
+/// use candle_grpo_hub::{Hub, HubContent, HubName};
 ///
 /// let hub = Hub::from_environment()?;
 /// if let Some(name) = HubName::of(Path::new("Qwen/Qwen2.5-0.5B-Instruct"))? {

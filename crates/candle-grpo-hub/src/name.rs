@@ -28,7 +28,7 @@ pub enum HubKind {
 ///
 /// ```
 /// use std::path::Path;
-/// use candle_grpo_train::hub::HubName;
+/// use candle_grpo_hub::HubName;
 ///
 /// let name = HubName::of(Path::new("Qwen/Qwen2.5-0.5B-Instruct@main"))?.unwrap();
 /// assert_eq!((name.id(), name.revision()), ("Qwen/Qwen2.5-0.5B-Instruct", Some("main")));
