@@ -60,7 +60,7 @@ pub struct RewardConfig<M = NoRewardModel> {
     rename_all = "snake_case",
     bound = "M: RewardModelOptions"
 )]
-#[expect(clippy::large_enum_variant, reason = "a run has a few of them")]
+#[allow(clippy::large_enum_variant, reason = "a run has a few of them")]
 pub enum RewardKind<M = NoRewardModel> {
     /// [`NumericReward`].
     Numeric(NumericReward),
