@@ -302,7 +302,11 @@ fn named(text: &str) -> Option<Letters> {
     let found = NAMED.as_ref()?.captures_iter(text);
     Letters::of(found.filter_map(|found| {
         let (word, letter) = (found.get(0)?, found.get(1)?);
-        let is_excluded = NOT.as_ref()?.is_match(&text[..word.start()]);
+        // The longest words have fewer letters. The search begins there, not at the first word.
+        let before = &text[..word.start()];
+        let near = before.char_indices().rev().nth(40);
+        let before = near.map_or(before, |(at, _)| &before[at..]);
+        let is_excluded = NOT.as_ref()?.is_match(before);
         let is_denied = is_excluded || is_denied(&text[letter.end()..]);
         letter.as_str().chars().next().filter(|_| !is_denied)
     }))

@@ -135,20 +135,21 @@ fn power(text: &str, at: usize) -> Option<(f64, usize)> {
     };
     let tens = times();
     let rest = tens.unwrap_or(rest).strip_prefix('^')?;
-    let (open, exponent) = match rest.strip_prefix('{') {
-        Some(inside) => (1, inside.split_once('}')?.0),
-        None => {
-            let after = rest.trim_start_matches(['-', '−']);
-            let digits = after.bytes().take_while(u8::is_ascii_digit).count();
-            (0, &rest[..rest.len() - after.len() + digits])
-        }
+    let braced = rest.strip_prefix('{');
+    let rest = braced.unwrap_or(rest).trim_start();
+    let unsigned = rest.trim_start_matches(['-', '−']);
+    let digits = unsigned.bytes().take_while(u8::is_ascii_digit).count();
+    let (exponent, after) = rest.split_at(rest.len() - unsigned.len() + digits);
+    let after = match braced {
+        Some(_) => after.trim_start().strip_prefix('}')?,
+        None => after,
     };
-    let number: i32 = exponent.trim().replace('−', "-").parse().ok()?;
+    let number: i32 = exponent.replace('−', "-").parse().ok()?;
     let value = match tens {
         Some(_) => format!("{first}e{number}").parse().ok()?,
         None => first.powi(number),
     };
-    let end = text.len() - rest.len() + exponent.len() + 2 * open;
+    let end = text.len() - after.len();
     value.is_finite().then_some((value, end))
 }
 
@@ -261,6 +262,7 @@ mod tests {
     #[case(r"2^{10}, 2^{-1}, 10^-1 and 2^n", &[1024., 0.5, 0.1, 2.])]
     #[case(r"1.5 \times 10^{3}, -2\cdot 10^2, 3 × 10^−1", &[1500., -200., 0.3])]
     #[case("2 * 10 and 10^9999", &[2., 10., 10., 9999.])]
+    #[case("2^{ 3 }, 2^{3, 2^{--3}", &[8., 2., 3., 2., -3.])]
     #[case("-7, −8, $-9 and -$10.50", &[-7., -8., -9., -10.5])]
     #[case("17-5=12", &[17., 5., 12.])]
     #[case("x -5", &[-5.])]

@@ -139,7 +139,7 @@ mod tests {
         json!({"type": "ByteLevel", "add_prefix_space": true, "trim_offsets": true, "use_regex": false}),
         40
     )]
-    fn replacements_that_grow_without_a_bound_are_refused(
+    fn parts_that_grow_without_a_bound_are_refused(
         #[case] part: &str,
         #[case] parts: &str,
         #[case] replacement: Value,
