@@ -127,7 +127,8 @@ pub(super) fn expected(text: &str) -> Option<Answer> {
         answer.value = Some(list);
     }
     let is_whole = answer.text == text.trim();
-    let is_marked = text.contains(['=', '\n'])
+    let is_marked = !formulas(text).is_empty()
+        || text.contains(['=', '\n'])
         || text.contains("####")
         || answer::boxes(text).next().is_some()
         || FINAL.as_ref()?.is_match(text);
