@@ -123,11 +123,14 @@ pub(super) fn expected(text: &str) -> Option<Answer> {
             .ok()
     });
     let mut answer = find(&AnswerPlace::Auto, text)?;
-    if let Some(list) = answer.as_list.take() {
+    let is_whole = answer.text == text.trim();
+    let has_formulas = !formulas(text).is_empty();
+    if (is_whole || !has_formulas)
+        && let Some(list) = answer.as_list.take()
+    {
         answer.value = Some(list);
     }
-    let is_whole = answer.text == text.trim();
-    let is_marked = !formulas(text).is_empty()
+    let is_marked = has_formulas
         || text.contains(['=', '\n'])
         || text.contains("####")
         || answer::boxes(text).next().is_some()
