@@ -427,8 +427,8 @@ fn gradients(suite: Suite) -> Result<()> {
         let golden = case.tensors("golden.safetensors")?;
         for file in ["golden", "golden_left"] {
             let padded = case.tensors(&format!("{file}.safetensors"))?;
-            // f64 takes the composed path of every operator. A GPU is slow at it, and the five steps of
-            // `adamw_steps` contain it.
+            // f64 takes the composed path of every operator. A GPU is slow at it, and the five
+            // steps of `adamw_steps` contain it.
             let dtypes = match device().is_cpu() {
                 true => &[DType::F32, DType::F64][..],
                 false => &[DType::F32],
