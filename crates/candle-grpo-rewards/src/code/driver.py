@@ -6,7 +6,8 @@ the marker. Each is its length in 16 digits, and its bytes.
 Two processes share the work. The judge reads the test and the marker, and runs neither the program
 nor the test. The worker runs the program, asks for the test with a key, runs it, and reports its
 end with another key. While the program runs, no variable of a frame has the key: the function that
-has it is a value on a stack.
+has it is a value on a stack. The test starts only if no thread or process of the program is left,
+which could read a key from a pipe.
 """
 
 import gc
@@ -45,16 +46,51 @@ def pieces():
 receive, send = pieces()
 
 
-def make_visible(is_visible):
-    """Decides whether other processes of this user see the memory and the pipes of this one."""
+def process_option(option, value):
+    """Sets an option of this process: prctl of Linux."""
     try:
         import ctypes
 
-        dumpable = 4
-        ctypes.CDLL(None).prctl(dumpable, is_visible, 0, 0, 0)
+        ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
     except Exception:
         # Not every interpreter or system has it.
         pass
+
+
+def make_visible(is_visible):
+    """Decides whether other processes of this user see the memory and the pipes of this one."""
+    process_option(4, is_visible)
+
+
+def adopt_orphans():
+    """Makes this process the parent of processes below it whose parent has ended."""
+    process_option(36, 1)
+
+
+def is_crowded(worker):
+    """Whether processes other than the worker run below this one, as far as /proc shows that."""
+    found = descendants(os.getpid())
+    return worker in found and len(found) > 1
+
+
+def descendants(process):
+    """The numbers of the processes below one that still run, or none on a system without /proc."""
+    parents = {}
+    for name in os.listdir("/proc") if os.path.isdir("/proc") else ():
+        if name.isdigit():
+            try:
+                with open("/proc/%s/stat" % name) as file:
+                    # The name of a program may have spaces and brackets.
+                    state, parent = file.read().rpartition(")")[2].split()[:2]
+            except OSError:
+                continue
+            if state not in "ZX":
+                parents[int(name)] = int(parent)
+    found, last = set(), {process}
+    while last:
+        last = {child for child, parent in parents.items() if parent in last} - found
+        found |= last
+    return found
 
 
 def main():
@@ -71,8 +107,9 @@ def main():
         # The program can write modules into the current folder.
         sys.path[:] = filter(None, sys.path)
         signal.signal(signal.SIGCHLD, lambda *_: os.waitpid(worker, os.WNOHANG)[0] and os._exit(1))
+        adopt_orphans()
         try:
-            judge(asked, tell, key)
+            judge(worker, asked, tell, key)
         finally:
             os._exit(1)
     make_visible(1)
@@ -105,6 +142,8 @@ def after_program(ask, told, key, names):
     take_piece, give_piece, leave = receive, send, os._exit
     load, to_json, run, evaluate, get = marshal.loads, json.dumps, exec, eval, getattr
     import_module, size, merge, pairs, anything = __import__, len, dict, zip, BaseException
+    # Of threads of Python: those of libraries for linear algebra live as long as the process.
+    threads = getattr(sys, "_current_frames", lambda: [None])
 
     def find(name):
         if name in names:
@@ -208,6 +247,8 @@ def after_program(ask, told, key, names):
 
     def last(_):
         try:
+            if size(threads()) > 1:
+                leave(1)
             give_piece(ask, key)
             plan = load(take_piece(told))
             # The key of the end is on the stack while the test calls the program, and in no
@@ -222,7 +263,7 @@ def after_program(ask, told, key, names):
     return last
 
 
-def judge(asked, tell, key):
+def judge(worker, asked, tell, key):
     """Gives the test to the worker, and writes the marker if the test holds."""
     test = json.loads(receive(0))
     marker = receive(0)
@@ -232,7 +273,7 @@ def judge(asked, tell, key):
         message = " ".join(str(error).split())
         os.write(1, marker + b" " + message.encode("utf-8", "replace"))
         os._exit(0)
-    if receive(asked) != key:
+    if receive(asked) != key or is_crowded(worker):
         return
     done = os.urandom(16)
     send(tell, marshal.dumps(plan))

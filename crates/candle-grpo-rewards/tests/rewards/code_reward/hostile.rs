@@ -642,6 +642,54 @@ said = subprocess.run(['echo', 'said'], capture_output=True, text=True).stdout
     );
 }
 
+/// Each would read the key of the end before the test does, from the pipe that the driver reads.
+#[test]
+fn what_a_program_leaves_running_does_not_see_its_test() {
+    let Some(reward) = small(NEVER, json!({})) else {
+        return;
+    };
+    let thief = "
+import os, threading
+def piece(number):
+    size, data = int(os.read(number, 16)), b''
+    while len(data) < size:
+        data += os.read(number, size - len(data))
+    return data
+def steal():
+    ask, told = sorted(int(n) for n in os.listdir('/proc/self/fd') if 64 <= int(n) < 256)[:2]
+    piece(told)
+    end = piece(told) + b'1'
+    os.write(ask, b'%016d' % len(end) + end)
+";
+    for start in [
+        "threading.Thread(target=steal, daemon=True).start()",
+        "
+if os.fork() == 0:
+    steal()
+    os._exit(0)",
+        "
+if os.fork() == 0:
+    if os.fork() == 0:
+        os.setsid()
+        steal()
+    os._exit(0)
+os.wait()",
+    ] {
+        fails(&reward, &format!("{thief}{start}"), "assert False");
+    }
+    // What has ended, and what the test starts, changes nothing.
+    let program = "
+import concurrent.futures, os, subprocess, threading
+thread = threading.Thread(target=os.getpid)
+thread.start()
+thread.join()
+subprocess.run(['true'])
+pool = concurrent.futures.ThreadPoolExecutor(4)
+def f(x):
+    return sum(pool.map(int, range(x)))";
+    passes(&reward, program, "assert f(4) == 6");
+}
+
 /// Each would write the marker before its test, if it found the pipes of the driver or their key.
 #[test]
 fn the_variables_of_the_driver_are_out_of_reach() {
