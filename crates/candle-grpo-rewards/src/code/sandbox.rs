@@ -59,6 +59,10 @@ pub(super) struct Probed {
     pub(super) lacks: Option<String>,
 }
 
+/// The abilities of programs where the number of namespaces has no limit.
+const MAKES_NAMESPACES: &str = "they can make user namespaces, in which they have all rights: the \
+     limit of the disk and the missing network do not hold there";
+
 impl Sandbox {
     /// Makes the best sandbox of this machine, by trying. Isolated programs can read the folders
     /// of the system and `visible`.
@@ -92,7 +96,12 @@ impl Sandbox {
             sandbox.isolation = isolation;
             sandbox.cgroups = Cgroups::find().filter(|cgroups| sandbox.works_in(cgroups));
             match sandbox.try_start() {
-                Ok(()) if sandbox.limits_processes()? => return probed(sandbox, None),
+                Ok(()) if sandbox.limits_processes()? => {
+                    let lacks = sandbox
+                        .makes_namespaces()?
+                        .then(|| MAKES_NAMESPACES.to_owned());
+                    return probed(sandbox, lacks);
+                }
                 Ok(()) => {
                     limited.get_or_insert_with(|| sandbox.clone());
                 }
@@ -152,15 +161,25 @@ impl Sandbox {
         Ok(!alone.forks()?)
     }
 
+    /// Returns true if a program can make a user namespace, which it must not.
+    fn makes_namespaces(&self) -> Result<bool> {
+        self.succeeds(&["unshare", "--user", "true"])
+    }
+
     fn forks(&self) -> Result<bool> {
-        let command = ["timeout", "20", "true"].map(str::to_owned);
-        let command = match self.isolation {
+        let command = ["timeout", "20", "true"];
+        self.succeeds(match self.isolation {
             // Not every system has this program.
             Isolation::Missing => &command[2..],
-            _ => &command[..],
-        };
+            _ => &command,
+        })
+    }
+
+    /// Returns true if a command ends without an error.
+    fn succeeds(&self, command: &[&str]) -> Result<bool> {
+        let command: Vec<String> = command.iter().map(|word| (*word).to_owned()).collect();
         let job = Job {
-            command,
+            command: &command,
             file: None,
             input: Vec::new(),
             helpers: 0,

@@ -94,6 +94,35 @@ const WITHOUT_NAMESPACES: [&str; 6] = [
     "echo 0 > /proc/sys/user/max_user_namespaces && exec setpriv --bounding-set=-all --inh-caps=-all --no-new-privs \"$0\" \"$@\"",
 ];
 
+/// In it the number of namespaces cannot be set.
+const WITH_FIXED_SETTINGS: [&str; 7] = [
+    "unshare",
+    "--user",
+    "--map-root-user",
+    "--mount",
+    "sh",
+    "-c",
+    "mount --bind /proc/sys /proc/sys && mount -o remount,bind,ro /proc/sys && exec \"$0\" \"$@\"",
+];
+
+#[test]
+fn programs_that_can_make_namespaces_are_not_isolated() {
+    if std::env::var_os(PART).is_none() {
+        let name = "code_reward::weak::programs_that_can_make_namespaces_are_not_isolated";
+        assert_ne!(again(&WITH_FIXED_SETTINGS, &[name], "fixed"), Some(false));
+        return;
+    }
+    if std::env::var(PART).unwrap() != "fixed" {
+        return;
+    }
+    let reward = with_options(json!({})).unwrap();
+    let lacks = reward.missing_isolation().unwrap();
+    assert!(lacks.contains("namespaces"), "{lacks}");
+    let strict = with_options(json!({"require_isolation": true}));
+    let error = format!("{:#}", strict.err().unwrap());
+    assert!(error.starts_with("require_isolation: true"), "{error}");
+}
+
 #[test]
 fn a_machine_without_namespaces_warns_and_keeps_other_limits() {
     if std::env::var_os(PART).is_none() {
