@@ -10,7 +10,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{self, Receiver, RecvTimeoutError, Sender};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::thread;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use candle_core::cuda_backend::cudarc::driver::CudaEvent;
 use candle_core::{Error, Result};
@@ -41,8 +41,8 @@ struct Shared {
     rank: usize,
     /// Taken at the end, and by the thread that aborts.
     comm: Mutex<Option<Arc<Comm>>>,
-    /// Since when an operation has been running.
-    running: Mutex<Option<Instant>>,
+    /// For how long an operation has been running.
+    running: Mutex<Option<Duration>>,
     is_ending: AtomicBool,
 }
 
@@ -119,7 +119,7 @@ impl Shared {
     /// Waits for one operation after the other. The calls of the driver may take without a limit.
     fn wait(&self, operations: &Receiver<CudaEvent>) {
         for operation in operations {
-            *lock(&self.running) = Some(Instant::now());
+            *lock(&self.running) = Some(Duration::ZERO);
             if let Err(error) = operation.synchronize()
                 && !self.is_ending.load(Ordering::SeqCst)
             {
@@ -139,8 +139,12 @@ impl Shared {
             if let Err(error) = comm.async_error() {
                 self.end(&error.to_string(), 1);
             }
-            let running = lock(&self.running).map_or(Duration::ZERO, |since| since.elapsed());
-            if running > bound {
+            // On a clock, the time in which the processes stood still would count.
+            let running = lock(&self.running).as_mut().map(|time| {
+                *time += INTERVAL;
+                *time
+            });
+            if let Some(running) = running.filter(|&time| time > bound) {
                 self.end(
                     &format!("an operation has waited for other ranks for {running:?}"),
                     1,
