@@ -4,7 +4,7 @@ use std::panic::{self, AssertUnwindSafe};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::thread;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use anyhow::{Result, bail, ensure};
 
@@ -13,6 +13,7 @@ use super::protocol::{Failure, Protocol, Server};
 use super::weights::{EngineWeights, WeightFormat};
 use crate::Progress;
 use crate::rollout::RolloutConfig;
+use candle_grpo_base::clock::running_time;
 use candle_grpo_base::workers::POLL;
 use candle_grpo_hub::http::{JsonClient, backoff, pause};
 
@@ -44,7 +45,7 @@ struct State {
     /// Counts changes of the weights.
     generation: u64,
     /// The start of a wait for any server to be ready.
-    waiting_since: Option<Instant>,
+    waiting_since: Option<Duration>,
     /// True if no server may begin to load weights, because their folder may be removed.
     is_closed: bool,
 }
@@ -71,15 +72,16 @@ struct ServerState {
     refusal: Option<String>,
 }
 
+/// With times of [`running_time`], so that no time runs out while this process stands still.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Status {
     Ready,
     /// It has been waiting for a probe since this time.
-    Unprobed(Instant),
+    Unprobed(Duration),
     /// It is asked again at this time.
-    Down(Instant),
+    Down(Duration),
     /// A thread has been asking it since this time.
-    Recovering(Instant),
+    Recovering(Duration),
 }
 
 /// A server that answers a request, until the value is dropped.
@@ -112,7 +114,7 @@ impl Servers {
         });
         let list: Vec<Server> = servers.collect();
         let down = || ServerState {
-            status: Status::Down(Instant::now()),
+            status: Status::Down(running_time()),
             in_flight: 0,
             failures: 0,
             last_failure: None,
@@ -157,7 +159,7 @@ impl Servers {
             server.must_probe = true;
             server.refusal = None;
             if !server.is_recovering() {
-                server.status = Status::Down(Instant::now());
+                server.status = Status::Down(running_time());
             }
         }
     }
@@ -168,7 +170,7 @@ impl Servers {
         for server in servers.iter_mut().filter(|s| s.distribution.is_none()) {
             server.must_probe = true;
             if server.status == Status::Ready {
-                server.status = Status::Unprobed(Instant::now());
+                server.status = Status::Unprobed(running_time());
             }
         }
     }
@@ -181,7 +183,7 @@ impl Servers {
     ///
     /// If no server becomes ready in time, or all refuse the key.
     pub(super) fn wait(self: &Arc<Self>, progress: &dyn Progress) -> Result<Option<Vec<usize>>> {
-        let begun = Instant::now();
+        let begun = running_time();
         let mut state = self.lock();
         loop {
             if progress.is_canceled() {
@@ -191,7 +193,7 @@ impl Servers {
             let settled = |server: &ServerState| server.is_up() || server.failures > 0;
             // A server that hangs does not hold up the others.
             let settled =
-                state.servers.iter().all(settled) || begun.elapsed() >= self.server_timeout;
+                state.servers.iter().all(settled) || running_time() - begun >= self.server_timeout;
             if settled && state.servers.iter().any(ServerState::is_up) {
                 return Ok(Some(state.unprobed().collect()));
             }
@@ -324,7 +326,7 @@ impl Servers {
         if state.servers.iter().any(is_ready) {
             state.waiting_since = None;
         } else {
-            let since = *state.waiting_since.get_or_insert_with(Instant::now);
+            let since = *state.waiting_since.get_or_insert_with(running_time);
             // A recovery that began in time may end. Without this bound, servers that time out by
             // turns would be waited for without an end.
             let in_time = |server: &ServerState| match server.status {
@@ -333,7 +335,7 @@ impl Servers {
                 }
                 _ => false,
             };
-            if since.elapsed() >= self.server_timeout && !state.servers.iter().any(in_time) {
+            if running_time() - since >= self.server_timeout && !state.servers.iter().any(in_time) {
                 let found = self.failures(&state);
                 // The next call waits from the start.
                 state.waiting_since = None;
@@ -363,7 +365,7 @@ impl Servers {
 
     /// Starts a thread for each server that is due.
     fn recover_due(self: &Arc<Self>, state: &mut State) {
-        let now = Instant::now();
+        let now = running_time();
         for index in 0..state.servers.len() {
             if !matches!(state.servers[index].status, Status::Down(next) if next <= now) {
                 continue;
@@ -414,7 +416,7 @@ impl Servers {
         };
         match recovered {
             // The weights have changed meanwhile.
-            _ if changed => server.status = Status::Down(Instant::now()),
+            _ if changed => server.status = Status::Down(running_time()),
             Ok(()) => {
                 server.must_load = false;
                 // Another program may answer now.
@@ -422,7 +424,7 @@ impl Servers {
                     server.distribution = None;
                 }
                 if server.must_probe {
-                    server.status = Status::Unprobed(Instant::now());
+                    server.status = Status::Unprobed(running_time());
                 } else {
                     state.make_ready(index);
                 }
@@ -500,7 +502,7 @@ impl ServerState {
         let wait = backoff(FIRST_BACKOFF, failures + 1, MAX_BACKOFF);
         self.failures = self.failures.saturating_add(1);
         self.last_failure = Some(failure);
-        self.status = Status::Down(Instant::now() + wait);
+        self.status = Status::Down(running_time() + wait);
     }
 }
 
