@@ -656,10 +656,10 @@ def piece(number):
         data += os.read(number, size - len(data))
     return data
 def steal():
-    ask, told = sorted(int(n) for n in os.listdir('/proc/self/fd') if 64 <= int(n) < 256)[:2]
-    piece(told)
-    end = piece(told) + b'1'
-    os.write(ask, b'%016d' % len(end) + end)
+    sink, source = sorted(int(n) for n in os.listdir('/proc/self/fd') if 64 <= int(n) < 256)[:2]
+    piece(source)
+    end = piece(source) + b'1'
+    os.write(sink, b'%016d' % len(end) + end)
 ";
     for start in [
         "threading.Thread(target=steal, daemon=True).start()",
