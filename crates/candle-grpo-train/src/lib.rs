@@ -24,7 +24,7 @@
 //! | [`learn`] | batches, policy, critic, reference, trainer |
 //! | [`sft`] | supervised fine-tuning: rows, assistant masks, trainer |
 //! | [`hub`] | models and data sets of the Hugging Face hub |
-//! | [`run`] | folders and checkpoints of runs, evaluation, plots, TensorBoard |
+//! | [`run`] | folders and checkpoints of runs, evaluation, TensorBoard |
 //! | [`statistics`] | estimators, intervals and tests of evaluations |
 //! | [`progress`] | observation and cancellation of a step |
 
