@@ -5,6 +5,7 @@ mod config;
 pub(crate) mod decode;
 #[cfg(feature = "engines")]
 pub mod engine;
+mod engine_kind;
 mod generator;
 mod local;
 mod sampler;
@@ -13,8 +14,9 @@ mod stop_strings;
 
 pub use candle_grpo_rewards::FinishReason;
 pub use completion::{Completion, Rollout};
-pub use config::{Engine, RolloutConfig, WeightSync};
+pub use config::{RolloutConfig, WeightSync};
 pub use decode::answer_text;
+pub use engine_kind::Engine;
 pub use generator::{
     CompletionSeed, DecodeText, Deliver, GenerationBatch, Generator, PolicyWeights, PromptRequest,
 };

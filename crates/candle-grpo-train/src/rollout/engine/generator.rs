@@ -10,17 +10,13 @@ use anyhow::{Context, Result, bail, ensure};
 use candle_core::Device;
 use candle_grpo_nn::{CheckpointForm, DecoderConfig, Lora, Parameters};
 
-use super::openai::OpenAi;
 use super::probe::{self, Distribution};
 use super::protocol::{DrawRequest, Drawn, End, Failure, Protocol};
 use super::servers::{Lease, Servers};
-use super::sglang::Sglang;
-use super::vllm::Vllm;
 use super::weights::{EngineWeights, WeightFolder, WeightFormat};
 use crate::rollout::stop_strings::StopStrings;
 use crate::rollout::{
-    CompletionSeed, Deliver, Engine, GenerationBatch, Generator, PolicyWeights, RolloutConfig,
-    WeightSync,
+    CompletionSeed, Deliver, GenerationBatch, Generator, PolicyWeights, RolloutConfig, WeightSync,
 };
 use crate::{Completion, FinishReason, Interrupted, Progress, SamplingConfig};
 use candle_grpo_base::workers::{POLL, Workers};
@@ -101,15 +97,6 @@ struct Batch {
     log_probs: bool,
 }
 
-/// The requests and answers of the servers of `engine`; of a local one those of OpenAI.
-pub(super) fn protocol_of(engine: Engine) -> Box<dyn Protocol> {
-    match engine {
-        Engine::Vllm => Box::new(Vllm),
-        Engine::Sglang => Box::new(Sglang),
-        Engine::Openai | Engine::Local => Box::new(OpenAi),
-    }
-}
-
 impl ServerGenerator {
     /// Creates a generator of the servers in `config`, for a policy with `vocab_size` tokens that
     /// is sampled with `sampling`. The weights of the policy go through `folder`, unless
@@ -126,8 +113,8 @@ impl ServerGenerator {
         vocab_size: usize,
         folder: &Path,
     ) -> Result<Self> {
-        // `with_protocol` refuses a local engine.
-        let protocol = protocol_of(config.engine);
+        config.validate()?;
+        let protocol = config.engine.protocol()?;
         Self::with_protocol(protocol, config, sampling, vocab_size, folder)
     }
 
@@ -144,10 +131,8 @@ impl ServerGenerator {
         folder: &Path,
     ) -> Result<Self> {
         config.validate()?;
-        ensure!(
-            config.engine != Engine::Local,
-            "engine: local, must be vllm, sglang or openai"
-        );
+        // The settings are those of servers.
+        config.engine.protocol()?;
         sampling.validate()?;
         ensure!(vocab_size > 0, "vocab_size: 0, must be at least 1");
         let api_key = config.api_key_env.as_deref().map(api_key).transpose()?;
