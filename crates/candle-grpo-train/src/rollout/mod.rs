@@ -6,9 +6,9 @@ pub(crate) mod decode;
 #[cfg(feature = "engines")]
 pub mod engine;
 mod engine_kind;
+pub(crate) mod episode;
 mod generator;
 mod local;
-mod sampler;
 pub(crate) mod sampling_config;
 mod stop_strings;
 
@@ -21,5 +21,4 @@ pub use generator::{
     CompletionSeed, DecodeText, Deliver, GenerationBatch, Generator, PolicyWeights, PromptRequest,
 };
 pub use local::LocalGenerator;
-pub use sampler::Sampler;
 pub use sampling_config::SamplingConfig;
