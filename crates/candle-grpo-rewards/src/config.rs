@@ -8,17 +8,17 @@ use candle_grpo_core::{CosineLength, OverlongPenalty, RepetitionPenalty, ScoreEn
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
+#[cfg(feature = "code")]
+use crate::CodeConfig;
 #[cfg(feature = "instructions")]
 use crate::InstructionsReward;
 #[cfg(feature = "math")]
 use crate::MathReward;
-#[cfg(feature = "code")]
-use crate::{CodeConfig, CodeReward};
+use crate::options::{RewardInputs, RewardOptions};
 use crate::{
-    EnsembleReward, ExactReward, F1Reward, JsonReward, JudgeConfig, LengthReward, LengthScale,
+    EnsembleReward, ExactReward, F1Reward, JsonReward, JudgeConfig, LengthScale,
     LengthScaledReward, MultipleChoiceReward, NoRewardModel, NumericReward, ProgramConfig,
-    ProgramReward, RegexReward, RepetitionReward, RewardFunction, RewardModelOptions, TagsReward,
-    WeightedRewards,
+    RegexOptions, RewardFunction, RewardModelOptions, TagsOptions, WeightedRewards,
 };
 use candle_grpo_base::within;
 
@@ -53,76 +53,88 @@ pub struct RewardConfig<M = NoRewardModel> {
     pub kind: RewardKind<M>,
 }
 
-/// The reward functions that a configuration can name.
-#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
-#[serde(
-    tag = "kind",
-    rename_all = "snake_case",
-    bound = "M: RewardModelOptions"
-)]
-#[allow(clippy::large_enum_variant, reason = "a run has a few of them")]
-pub enum RewardKind<M = NoRewardModel> {
+/// Declares [`RewardKind`] with the names of its kinds, and the matches over it.
+macro_rules! rewards {
+    ($($(#[doc = $doc:literal])* $(#[cfg($cfg:meta)])? $name:literal: $kind:ident($options:ty),)*) => {
+        /// The reward functions that a configuration can name.
+        #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+        #[serde(tag = "kind", bound = "M: RewardModelOptions")]
+        #[allow(clippy::large_enum_variant, reason = "a run has a few of them")]
+        pub enum RewardKind<M = NoRewardModel> {
+            $(
+                $(#[doc = $doc])*
+                $(#[cfg($cfg)])?
+                #[serde(rename = $name)]
+                $kind($options),
+            )*
+        }
+
+        impl<M: RewardModelOptions> RewardKind<M> {
+            /// The names of all kinds.
+            pub const NAMES: &[&str] = &[$($(#[cfg($cfg)])? $name),*];
+
+            /// The name of the kind.
+            fn name(&self) -> &'static str {
+                match self {
+                    $($(#[cfg($cfg)])? Self::$kind(_) => $name,)*
+                }
+            }
+
+            fn options(&self) -> &dyn RewardOptions {
+                match self {
+                    $($(#[cfg($cfg)])? Self::$kind(options) => options,)*
+                }
+            }
+
+            fn options_mut(&mut self) -> &mut dyn RewardOptions {
+                match self {
+                    $($(#[cfg($cfg)])? Self::$kind(options) => options,)*
+                }
+            }
+        }
+    };
+}
+
+rewards! {
     /// [`NumericReward`].
-    Numeric(NumericReward),
+    "numeric": Numeric(NumericReward),
     /// [`MathReward`].
     #[cfg(feature = "math")]
-    Math(MathReward),
+    "math": Math(MathReward),
     /// [`ExactReward`].
-    Exact(ExactReward),
+    "exact": Exact(ExactReward),
     /// [`MultipleChoiceReward`].
-    MultipleChoice(MultipleChoiceReward),
+    "multiple_choice": MultipleChoice(MultipleChoiceReward),
     /// [`F1Reward`].
-    F1(F1Reward),
+    "f1": F1(F1Reward),
     /// [`InstructionsReward`].
     #[cfg(feature = "instructions")]
-    Instructions(InstructionsReward),
-    /// [`RegexReward`].
-    Regex(RegexOptions),
-    /// [`TagsReward`].
-    Tags(TagsOptions),
+    "instructions": Instructions(InstructionsReward),
+    /// [`RegexReward`](crate::RegexReward).
+    "regex": Regex(RegexOptions),
+    /// [`TagsReward`](crate::TagsReward).
+    "tags": Tags(TagsOptions),
     /// [`JsonReward`].
-    Json(JsonReward),
-    /// [`LengthReward`].
-    Length(OverlongPenalty),
-    /// [`RepetitionReward`].
-    Repetition(RepetitionPenalty),
+    "json": Json(JsonReward),
+    /// [`LengthReward`](crate::LengthReward).
+    "length": Length(OverlongPenalty),
+    /// [`RepetitionReward`](crate::RepetitionReward).
+    "repetition": Repetition(RepetitionPenalty),
     /// [`LengthScaledReward`] with [`LengthScale::Cosine`].
-    Cosine(CosineOptions<M>),
+    "cosine": Cosine(CosineOptions<M>),
     /// [`LengthScaledReward`] with [`LengthScale::Relative`].
-    RelativeLength(RelativeLengthOptions<M>),
-    /// [`ProgramReward`].
-    Program(ProgramConfig),
-    /// [`CodeReward`].
+    "relative_length": RelativeLength(RelativeLengthOptions<M>),
+    /// [`ProgramReward`](crate::ProgramReward).
+    "program": Program(ProgramConfig),
+    /// [`CodeReward`](crate::CodeReward).
     #[cfg(feature = "code")]
-    Code(CodeConfig),
+    "code": Code(CodeConfig),
     /// The score of a model, which the program provides.
-    RewardModel(M),
+    "reward_model": RewardModel(M),
     /// `JudgeReward`, which needs the feature `judge`.
-    Judge(Box<JudgeConfig>),
+    "judge": Judge(Box<JudgeConfig>),
     /// [`EnsembleReward`].
-    Ensemble(EnsembleOptions<M>),
-}
-
-/// The options of [`RegexReward`].
-#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
-#[serde(deny_unknown_fields)]
-pub struct RegexOptions {
-    /// The regular expression.
-    pub pattern: String,
-    /// If true, it must match the completion from beginning to end.
-    #[serde(default)]
-    pub whole: bool,
-}
-
-/// The options of [`TagsReward`].
-#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
-#[serde(deny_unknown_fields)]
-pub struct TagsOptions {
-    /// The names of the tags in their required order.
-    pub tags: Vec<String>,
-    /// If true, only white space may stand outside the tags.
-    #[serde(default)]
-    pub nothing_else: bool,
+    "ensemble": Ensemble(EnsembleOptions<M>),
 }
 
 /// The options of [`LengthScaledReward`] with [`LengthScale::Cosine`].
@@ -161,41 +173,6 @@ pub struct EnsembleOptions<M = NoRewardModel> {
     pub combine: ScoreEnsemble,
 }
 
-impl RegexOptions {
-    fn build(&self) -> Result<RegexReward> {
-        match self.whole {
-            true => RegexReward::whole(&self.pattern),
-            false => RegexReward::search(&self.pattern),
-        }
-    }
-}
-
-impl TagsOptions {
-    fn build(&self) -> Result<TagsReward> {
-        let tags = TagsReward::new(self.tags.iter().map(String::as_str))?;
-        Ok(match self.nothing_else {
-            true => tags.nothing_else(),
-            false => tags,
-        })
-    }
-}
-
-impl<M: RewardModelOptions> EnsembleOptions<M> {
-    fn validate(&self) -> Result<()> {
-        let judges = self.judges.len();
-        validate::check(judges > 0, "judges", "none", "be at least one")?;
-        if let ScoreEnsemble::Weighted(weights) = &self.combine {
-            validate::check(
-                weights.len() == judges,
-                "combine.weighted",
-                format_args!("{} weights", weights.len()),
-                &format!("be one for each of {judges} judges"),
-            )?;
-        }
-        Ok(())
-    }
-}
-
 impl<M: RewardModelOptions> RewardConfig<M> {
     /// Checks the options. Starts no program and opens no file: see [`Self::check_files`].
     ///
@@ -211,7 +188,7 @@ impl<M: RewardModelOptions> RewardConfig<M> {
             format_args!("{weight:?}"),
             "be a finite f32",
         )?;
-        self.kind.validate()
+        self.kind.options().validate()
     }
 
     /// Checks that the programs, scripts, folders, models and keys of servers are there that the
@@ -221,23 +198,23 @@ impl<M: RewardModelOptions> RewardConfig<M> {
     ///
     /// If one is missing.
     pub fn check_files(&self) -> Result<()> {
-        self.kind.check_files()
+        self.kind.options().check_files()
     }
 
     /// The files that decide scores: programs, scripts and models.
     pub fn files(&self) -> Vec<PathBuf> {
-        self.kind.files()
+        self.kind.options().files()
     }
 
     /// The folders in which the reward keeps answers of servers.
     pub fn caches(&self) -> Vec<&Path> {
-        self.kind.caches()
+        self.kind.options().caches()
     }
 
     /// The paths of the models of rewards, to replace names of the hub. Each has its key, such as
     /// `judges[1].path`.
     pub fn models_mut(&mut self) -> Vec<(String, &mut PathBuf)> {
-        self.kind.models_mut()
+        self.kind.options_mut().models_mut()
     }
 
     /// Makes the weighted sum of `rewards`, starts their programs, and loads their models onto
@@ -256,7 +233,7 @@ impl<M: RewardModelOptions> RewardConfig<M> {
         for (i, reward) in rewards.iter().enumerate() {
             let build = || -> Result<Box<dyn RewardFunction>> {
                 reward.validate()?;
-                reward.kind.build(device)
+                reward.kind.options().build(device)
             };
             let function = build().map_err(|error| within(&format!("rewards[{i}]"), error))?;
             sum = sum.with_boxed(&reward.name(), reward.weight as f32, function);
@@ -266,7 +243,9 @@ impl<M: RewardModelOptions> RewardConfig<M> {
 
     /// Its name, or else its kind.
     pub fn name(&self) -> String {
-        self.name.clone().unwrap_or_else(|| self.kind.name())
+        self.name
+            .clone()
+            .unwrap_or_else(|| self.kind.name().to_owned())
     }
 
     /// Checks that a row has the columns of the function, before a model is loaded.
@@ -276,212 +255,118 @@ impl<M: RewardModelOptions> RewardConfig<M> {
     /// If a column is absent or has a value of another kind.
     pub fn check_row(&self, columns: &Value) -> Result<()> {
         self.kind
+            .options()
             .check_row(columns)
             .with_context(|| format!("reward {:?}", self.name()))
     }
 }
 
-impl<M: RewardModelOptions> RewardKind<M> {
-    fn name(&self) -> String {
-        let name = match self {
-            Self::Numeric(_) => "numeric",
-            #[cfg(feature = "math")]
-            Self::Math(_) => "math",
-            Self::Exact(_) => "exact",
-            Self::Regex(_) => "regex",
-            Self::Tags(_) => "tags",
-            Self::Json(_) => "json",
-            Self::Length(_) => "length",
-            Self::Repetition(_) => "repetition",
-            Self::Program(_) => "program",
-            #[cfg(feature = "code")]
-            Self::Code(_) => "code",
-            Self::RewardModel(_) => "reward_model",
-            Self::Judge(_) => "judge",
-            Self::Ensemble(_) => "ensemble",
-            Self::MultipleChoice(_) => "multiple_choice",
-            Self::F1(_) => "f1",
-            #[cfg(feature = "instructions")]
-            Self::Instructions(_) => "instructions",
-            Self::Cosine(_) => "cosine",
-            Self::RelativeLength(_) => "relative_length",
-        };
-        name.to_owned()
-    }
-
-    /// The rewards that this one is made of, each with its path.
-    fn parts(&self) -> Vec<(String, &Self)> {
-        match self {
-            Self::Cosine(options) => vec![(CORRECT.to_owned(), &options.correct)],
-            Self::RelativeLength(options) => vec![(CORRECT.to_owned(), &options.correct)],
-            Self::Ensemble(options) => {
-                let judges = options.judges.iter().enumerate();
-                let judges = judges.map(|(i, judge)| (judge_key(i), judge));
-                judges.collect()
-            }
-            _ => Vec::new(),
-        }
-    }
-
-    /// Checks each part. An error has its path.
-    fn each_part(&self, check: impl Fn(&Self) -> Result<()>) -> Result<()> {
-        let mut parts = self.parts().into_iter();
-        parts.try_for_each(|(path, part)| check(part).map_err(|error| within(&path, error)))
-    }
-
+impl<M: RewardModelOptions> RewardOptions for CosineOptions<M> {
     fn validate(&self) -> Result<()> {
-        match self {
-            Self::Numeric(reward) => reward.validate(),
-            #[cfg(feature = "math")]
-            Self::Math(reward) => reward.validate(),
-            Self::Exact(_) | Self::Json(_) | Self::MultipleChoice(_) | Self::F1(_) => Ok(()),
-            #[cfg(feature = "instructions")]
-            Self::Instructions(_) => Ok(()),
-            Self::Regex(options) => options.build().map(drop),
-            Self::Tags(options) => options.build().map(drop),
-            Self::Length(penalty) => Ok(penalty.validate()?),
-            Self::Repetition(penalty) => Ok(penalty.validate()?),
-            Self::Program(config) => config.validate(),
-            #[cfg(feature = "code")]
-            Self::Code(config) => config.validate(),
-            Self::RewardModel(config) => config.validate(),
-            Self::Judge(config) => config.validate(),
-            Self::Cosine(options) => {
-                let scale = options.scale.validate();
-                scale.map_err(|error| within("scale", error.into()))?;
-                check_min_score(options.min_score)
-            }
-            Self::RelativeLength(options) => check_min_score(options.min_score),
-            Self::Ensemble(options) => options.validate(),
-        }?;
-        self.each_part(Self::validate)
+        let scale = self.scale.validate();
+        scale.map_err(|error| within("scale", error.into()))?;
+        check_min_score(self.min_score)?;
+        self.inputs().check_parts(|part| part.validate())
     }
 
-    /// Makes the function of options that are valid, with models on `device`.
     fn build(&self, device: &Device) -> Result<Box<dyn RewardFunction>> {
-        Ok(match self {
-            Self::Numeric(reward) => Box::new(reward.clone()),
-            #[cfg(feature = "math")]
-            Self::Math(reward) => Box::new(reward.clone()),
-            Self::Exact(reward) => Box::new(reward.clone()),
-            Self::Json(reward) => Box::new(reward.clone()),
-            Self::MultipleChoice(reward) => Box::new(reward.clone()),
-            Self::F1(reward) => Box::new(reward.clone()),
-            #[cfg(feature = "instructions")]
-            Self::Instructions(reward) => Box::new(reward.clone()),
-            Self::Cosine(options) => Box::new(LengthScaledReward::new(
-                LengthScale::Cosine(options.scale),
-                options.correct.build_part(CORRECT, device)?,
-                options.min_score as f32,
-            )),
-            Self::RelativeLength(options) => Box::new(LengthScaledReward::new(
-                LengthScale::Relative,
-                options.correct.build_part(CORRECT, device)?,
-                options.min_score as f32,
-            )),
-            Self::Regex(options) => Box::new(options.build()?),
-            Self::Tags(options) => Box::new(options.build()?),
-            Self::Length(penalty) => Box::new(LengthReward(*penalty)),
-            Self::Repetition(penalty) => Box::new(RepetitionReward(*penalty)),
-            Self::Program(config) => Box::new(ProgramReward::new(config.clone())?),
-            #[cfg(feature = "code")]
-            Self::Code(config) => Box::new(CodeReward::new(config.clone())?),
-            Self::RewardModel(config) => config.load(device)?,
-            Self::Judge(config) => judge(config)?,
-            Self::Ensemble(options) => {
-                let mut ensemble = EnsembleReward::new(options.combine.clone());
-                for (i, judge) in options.judges.iter().enumerate() {
-                    ensemble = ensemble.with_boxed(judge.build_part(&judge_key(i), device)?);
-                }
-                Box::new(ensemble)
-            }
-        })
-    }
-
-    /// Makes the function of a part with this path. An error has the path.
-    fn build_part(&self, path: &str, device: &Device) -> Result<Box<dyn RewardFunction>> {
-        self.build(device).map_err(|error| within(path, error))
-    }
-
-    fn check_files(&self) -> Result<()> {
-        match self {
-            Self::Program(config) => config.check_files(),
-            #[cfg(feature = "code")]
-            Self::Code(config) => config.check_files(),
-            Self::RewardModel(config) => config.check_files(),
-            Self::Judge(config) => config.check_files(),
-            _ => self.each_part(Self::check_files),
-        }
-    }
-
-    fn files(&self) -> Vec<PathBuf> {
-        match self {
-            Self::Program(config) => config.files(),
-            #[cfg(feature = "code")]
-            Self::Code(config) => config.files(),
-            Self::RewardModel(config) => config.files(),
-            _ => {
-                let parts = self.parts().into_iter();
-                parts.flat_map(|(_, part)| part.files()).collect()
-            }
-        }
-    }
-
-    fn caches(&self) -> Vec<&Path> {
-        match self {
-            Self::Judge(config) => config.cache.iter().map(PathBuf::as_path).collect(),
-            _ => {
-                let parts = self.parts().into_iter();
-                parts.flat_map(|(_, part)| part.caches()).collect()
-            }
-        }
-    }
-
-    fn models_mut(&mut self) -> Vec<(String, &mut PathBuf)> {
-        match self {
-            Self::RewardModel(config) => vec![("path".to_owned(), config.path_mut())],
-            Self::Cosine(options) => models_of_part(CORRECT, &mut options.correct),
-            Self::RelativeLength(options) => models_of_part(CORRECT, &mut options.correct),
-            Self::Ensemble(options) => {
-                let judges = options.judges.iter_mut().enumerate();
-                judges
-                    .flat_map(|(i, judge)| models_of_part(&judge_key(i), judge))
-                    .collect()
-            }
-            _ => Vec::new(),
-        }
+        Ok(Box::new(LengthScaledReward::new(
+            LengthScale::Cosine(self.scale),
+            build_part(&self.correct, CORRECT, device)?,
+            self.min_score as f32,
+        )))
     }
 
     fn check_row(&self, columns: &Value) -> Result<()> {
-        match self {
-            Self::Numeric(reward) => reward.expected(columns).map(drop),
-            #[cfg(feature = "math")]
-            Self::Math(reward) => reward.expected(columns).map(drop),
-            Self::Exact(reward) => reward.expected(columns).map(drop),
-            Self::Json(reward) => reward.expected(columns).map(drop),
-            Self::MultipleChoice(reward) => reward.expected(columns).map(drop),
-            Self::F1(reward) => reward.expected(columns).map(drop),
-            #[cfg(feature = "instructions")]
-            Self::Instructions(reward) => reward.expected(columns).map(drop),
-            Self::Judge(config) => config.check_row(columns),
-            #[cfg(feature = "code")]
-            Self::Code(config) => config.check_row(columns),
-            _ => {
-                let mut parts = self.parts().into_iter();
-                parts.try_for_each(|(_, part)| part.check_row(columns))
-            }
-        }
+        self.correct.options().check_row(columns)
+    }
+
+    fn inputs(&self) -> RewardInputs<'_> {
+        RewardInputs::from_parts(vec![(CORRECT.to_owned(), self.correct.options())])
+    }
+
+    fn models_mut(&mut self) -> Vec<(String, &mut PathBuf)> {
+        models_of_part(CORRECT, &mut self.correct)
     }
 }
 
-#[cfg(feature = "judge")]
-fn judge(config: &JudgeConfig) -> Result<Box<dyn RewardFunction>> {
-    Ok(Box::new(crate::JudgeReward::new(config.clone())?))
+impl<M: RewardModelOptions> RewardOptions for RelativeLengthOptions<M> {
+    fn validate(&self) -> Result<()> {
+        check_min_score(self.min_score)?;
+        self.inputs().check_parts(|part| part.validate())
+    }
+
+    fn build(&self, device: &Device) -> Result<Box<dyn RewardFunction>> {
+        Ok(Box::new(LengthScaledReward::new(
+            LengthScale::Relative,
+            build_part(&self.correct, CORRECT, device)?,
+            self.min_score as f32,
+        )))
+    }
+
+    fn check_row(&self, columns: &Value) -> Result<()> {
+        self.correct.options().check_row(columns)
+    }
+
+    fn inputs(&self) -> RewardInputs<'_> {
+        RewardInputs::from_parts(vec![(CORRECT.to_owned(), self.correct.options())])
+    }
+
+    fn models_mut(&mut self) -> Vec<(String, &mut PathBuf)> {
+        models_of_part(CORRECT, &mut self.correct)
+    }
 }
 
-#[cfg(not(feature = "judge"))]
-fn judge(_: &JudgeConfig) -> Result<Box<dyn RewardFunction>> {
-    anyhow::bail!("kind: judge, must be another: this program was built without the feature judge")
+impl<M: RewardModelOptions> RewardOptions for EnsembleOptions<M> {
+    fn validate(&self) -> Result<()> {
+        let judges = self.judges.len();
+        validate::check(judges > 0, "judges", "none", "be at least one")?;
+        if let ScoreEnsemble::Weighted(weights) = &self.combine {
+            validate::check(
+                weights.len() == judges,
+                "combine.weighted",
+                format_args!("{} weights", weights.len()),
+                &format!("be one for each of {judges} judges"),
+            )?;
+        }
+        self.inputs().check_parts(|part| part.validate())
+    }
+
+    fn build(&self, device: &Device) -> Result<Box<dyn RewardFunction>> {
+        let mut ensemble = EnsembleReward::new(self.combine.clone());
+        for (i, judge) in self.judges.iter().enumerate() {
+            ensemble = ensemble.with_boxed(build_part(judge, &judge_key(i), device)?);
+        }
+        Ok(Box::new(ensemble))
+    }
+
+    fn check_row(&self, columns: &Value) -> Result<()> {
+        let mut judges = self.judges.iter();
+        judges.try_for_each(|judge| judge.options().check_row(columns))
+    }
+
+    fn inputs(&self) -> RewardInputs<'_> {
+        let judges = self.judges.iter().enumerate();
+        let judges = judges.map(|(i, judge)| (judge_key(i), judge.options()));
+        RewardInputs::from_parts(judges.collect())
+    }
+
+    fn models_mut(&mut self) -> Vec<(String, &mut PathBuf)> {
+        let judges = self.judges.iter_mut().enumerate();
+        judges
+            .flat_map(|(i, judge)| models_of_part(&judge_key(i), judge))
+            .collect()
+    }
+}
+
+/// Makes the function of a part with this key. An error has the key.
+fn build_part<M: RewardModelOptions>(
+    part: &RewardKind<M>,
+    key: &str,
+    device: &Device,
+) -> Result<Box<dyn RewardFunction>> {
+    let function = part.options().build(device);
+    function.map_err(|error| within(key, error))
 }
 
 /// The paths of the models of a part, with their keys in the whole.
@@ -489,7 +374,7 @@ fn models_of_part<'a, M: RewardModelOptions>(
     key: &str,
     part: &'a mut RewardKind<M>,
 ) -> Vec<(String, &'a mut PathBuf)> {
-    let models = part.models_mut().into_iter();
+    let models = part.options_mut().models_mut().into_iter();
     models
         .map(|(path, model)| (format!("{key}.{path}"), model))
         .collect()

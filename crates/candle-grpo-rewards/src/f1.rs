@@ -3,10 +3,12 @@
 use std::collections::HashMap;
 
 use anyhow::{Result, bail};
+use candle_core::Device;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
 use super::answer::AnswerPlace;
+use super::options::{RewardInputs, RewardOptions};
 use super::{RewardFunction, Sample, Score};
 use candle_grpo_base::column::column;
 
@@ -80,6 +82,24 @@ impl RewardFunction for F1Reward {
     fn score(&self, samples: &[Sample]) -> Result<Vec<Score>> {
         let score = |sample: &Sample| Ok(self.compute(sample.completion, sample.columns)?.into());
         samples.iter().map(score).collect()
+    }
+}
+
+impl RewardOptions for F1Reward {
+    fn validate(&self) -> Result<()> {
+        Ok(())
+    }
+
+    fn build(&self, _: &Device) -> Result<Box<dyn RewardFunction>> {
+        Ok(Box::new(self.clone()))
+    }
+
+    fn check_row(&self, columns: &Value) -> Result<()> {
+        self.expected(columns).map(drop)
+    }
+
+    fn inputs(&self) -> RewardInputs<'_> {
+        RewardInputs::none()
     }
 }
 

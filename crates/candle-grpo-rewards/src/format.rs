@@ -1,10 +1,14 @@
 //! Rewards for the format of a completion.
 
 use anyhow::Result;
+use candle_core::Device;
 use candle_grpo_core::validate::check;
 use regex::Regex;
+use serde::{Deserialize, Serialize};
+use serde_json::Value;
 
 use super::function::{RewardFunction, Sample};
+use super::options::{RewardInputs, RewardOptions};
 use super::pattern::compile;
 use super::score::Score;
 
@@ -52,6 +56,44 @@ impl RegexReward {
 impl RewardFunction for RegexReward {
     fn score(&self, samples: &[Sample]) -> Result<Vec<Score>> {
         Ok(zero_or_one(samples, |text| self.matches(text)))
+    }
+}
+
+/// The options of [`RegexReward`].
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct RegexOptions {
+    /// The regular expression.
+    pub pattern: String,
+    /// If true, it must match the completion from beginning to end.
+    #[serde(default)]
+    pub whole: bool,
+}
+
+impl RegexOptions {
+    fn function(&self) -> Result<RegexReward> {
+        match self.whole {
+            true => RegexReward::whole(&self.pattern),
+            false => RegexReward::search(&self.pattern),
+        }
+    }
+}
+
+impl RewardOptions for RegexOptions {
+    fn validate(&self) -> Result<()> {
+        self.function().map(drop)
+    }
+
+    fn build(&self, _: &Device) -> Result<Box<dyn RewardFunction>> {
+        Ok(Box::new(self.function()?))
+    }
+
+    fn check_row(&self, _: &Value) -> Result<()> {
+        Ok(())
+    }
+
+    fn inputs(&self) -> RewardInputs<'_> {
+        RewardInputs::none()
     }
 }
 
@@ -129,6 +171,45 @@ impl TagsReward {
 impl RewardFunction for TagsReward {
     fn score(&self, samples: &[Sample]) -> Result<Vec<Score>> {
         Ok(zero_or_one(samples, |text| self.matches(text)))
+    }
+}
+
+/// The options of [`TagsReward`].
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct TagsOptions {
+    /// The names of the tags in their required order.
+    pub tags: Vec<String>,
+    /// If true, only white space may stand outside the tags.
+    #[serde(default)]
+    pub nothing_else: bool,
+}
+
+impl TagsOptions {
+    fn function(&self) -> Result<TagsReward> {
+        let tags = TagsReward::new(self.tags.iter().map(String::as_str))?;
+        Ok(match self.nothing_else {
+            true => tags.nothing_else(),
+            false => tags,
+        })
+    }
+}
+
+impl RewardOptions for TagsOptions {
+    fn validate(&self) -> Result<()> {
+        self.function().map(drop)
+    }
+
+    fn build(&self, _: &Device) -> Result<Box<dyn RewardFunction>> {
+        Ok(Box::new(self.function()?))
+    }
+
+    fn check_row(&self, _: &Value) -> Result<()> {
+        Ok(())
+    }
+
+    fn inputs(&self) -> RewardInputs<'_> {
+        RewardInputs::none()
     }
 }
 

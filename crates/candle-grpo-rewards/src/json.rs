@@ -3,12 +3,14 @@
 use std::borrow::Cow;
 
 use anyhow::{Result, bail};
+use candle_core::Device;
 use candle_grpo_base::column::column;
 use candle_grpo_base::json;
 use candle_grpo_base::large_integers::quoted;
 use serde::{Deserialize, Serialize};
 use serde_json::{Number, Value};
 
+use super::options::{RewardInputs, RewardOptions};
 use super::right_or_wrong::right_or_wrong;
 use super::score::Score;
 use crate::{RewardFunction, Sample};
@@ -83,6 +85,24 @@ impl RewardFunction for JsonReward {
         right_or_wrong(samples, |sample| {
             self.matches(sample.completion, sample.columns)
         })
+    }
+}
+
+impl RewardOptions for JsonReward {
+    fn validate(&self) -> Result<()> {
+        Ok(())
+    }
+
+    fn build(&self, _: &Device) -> Result<Box<dyn RewardFunction>> {
+        Ok(Box::new(self.clone()))
+    }
+
+    fn check_row(&self, columns: &Value) -> Result<()> {
+        self.expected(columns).map(drop)
+    }
+
+    fn inputs(&self) -> RewardInputs<'_> {
+        RewardInputs::none()
     }
 }
 

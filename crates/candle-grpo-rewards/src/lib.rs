@@ -24,6 +24,7 @@ pub mod math;
 mod multiple_choice;
 mod number;
 mod numeric;
+mod options;
 mod pattern;
 mod penalty;
 pub mod program;
@@ -41,15 +42,12 @@ pub use answer::AnswerPlace;
 pub use candle_grpo_base::{Interrupted, Progress};
 #[cfg(feature = "code")]
 pub use code::{CodeConfig, CodeLimits, CodeReward};
-pub use config::{
-    CosineOptions, EnsembleOptions, RegexOptions, RelativeLengthOptions, RewardConfig, RewardKind,
-    TagsOptions,
-};
+pub use config::{CosineOptions, EnsembleOptions, RelativeLengthOptions, RewardConfig, RewardKind};
 pub use ensemble::EnsembleReward;
 pub use exact::ExactReward;
 pub use f1::F1Reward;
 pub use finish_reason::FinishReason;
-pub use format::{RegexReward, TagsReward};
+pub use format::{RegexOptions, RegexReward, TagsOptions, TagsReward};
 pub use function::{RewardFunction, Sample, Votes};
 #[cfg(feature = "instructions")]
 pub use instructions::{Instruction, InstructionsReward};

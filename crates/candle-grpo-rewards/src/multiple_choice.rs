@@ -4,11 +4,13 @@ use std::borrow::Cow;
 use std::sync::LazyLock;
 
 use anyhow::{Result, bail};
+use candle_core::Device;
 use regex::Regex;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
 use super::answer::AnswerPlace;
+use super::options::{RewardInputs, RewardOptions};
 use super::pattern::compile;
 use super::right_or_wrong::right_or_wrong;
 use super::votes::votes;
@@ -130,6 +132,24 @@ impl RewardFunction for MultipleChoiceReward {
         right_or_wrong(samples, |sample| {
             self.matches(sample.completion, sample.columns)
         })
+    }
+}
+
+impl RewardOptions for MultipleChoiceReward {
+    fn validate(&self) -> Result<()> {
+        Ok(())
+    }
+
+    fn build(&self, _: &Device) -> Result<Box<dyn RewardFunction>> {
+        Ok(Box::new(self.clone()))
+    }
+
+    fn check_row(&self, columns: &Value) -> Result<()> {
+        self.expected(columns).map(drop)
+    }
+
+    fn inputs(&self) -> RewardInputs<'_> {
+        RewardInputs::none()
     }
 }
 

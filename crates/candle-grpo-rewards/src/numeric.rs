@@ -1,6 +1,7 @@
 //! Comparison of numbers.
 
 use anyhow::{Result, bail};
+use candle_core::Device;
 use candle_grpo_core::validate::non_negative;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
@@ -8,6 +9,7 @@ use serde_json::Value;
 use super::Votes;
 use super::answer::AnswerPlace;
 use super::number::{FoundNumber, numbers};
+use super::options::{RewardInputs, RewardOptions};
 use super::right_or_wrong::right_or_wrong;
 use super::score::Score;
 use super::votes::votes;
@@ -123,6 +125,24 @@ impl RewardFunction for NumericReward {
         right_or_wrong(samples, |sample| {
             self.matches(sample.completion, sample.columns)
         })
+    }
+}
+
+impl RewardOptions for NumericReward {
+    fn validate(&self) -> Result<()> {
+        Self::validate(self)
+    }
+
+    fn build(&self, _: &Device) -> Result<Box<dyn RewardFunction>> {
+        Ok(Box::new(self.clone()))
+    }
+
+    fn check_row(&self, columns: &Value) -> Result<()> {
+        self.expected(columns).map(drop)
+    }
+
+    fn inputs(&self) -> RewardInputs<'_> {
+        RewardInputs::none()
     }
 }
 

@@ -3,8 +3,10 @@
 use anyhow::Result;
 use candle_core::{Device, Tensor};
 use candle_grpo_core::{OverlongPenalty, RepetitionPenalty};
+use serde_json::Value;
 
 use super::Score;
+use super::options::{RewardInputs, RewardOptions};
 use crate::{RewardFunction, Sample};
 
 /// The soft penalty for completions close to the greatest length, in tokens.
@@ -26,6 +28,24 @@ impl RewardFunction for LengthReward {
     }
 }
 
+impl RewardOptions for OverlongPenalty {
+    fn validate(&self) -> Result<()> {
+        Ok(Self::validate(self)?)
+    }
+
+    fn build(&self, _: &Device) -> Result<Box<dyn RewardFunction>> {
+        Ok(Box::new(LengthReward(*self)))
+    }
+
+    fn check_row(&self, _: &Value) -> Result<()> {
+        Ok(())
+    }
+
+    fn inputs(&self) -> RewardInputs<'_> {
+        RewardInputs::none()
+    }
+}
+
 /// The penalty for repeated n-grams of tokens.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct RepetitionReward(pub RepetitionPenalty);
@@ -36,5 +56,23 @@ impl RewardFunction for RepetitionReward {
             .iter()
             .map(|sample| Ok((self.0.compute(sample.completion_tokens)? as f32).into()))
             .collect()
+    }
+}
+
+impl RewardOptions for RepetitionPenalty {
+    fn validate(&self) -> Result<()> {
+        Ok(Self::validate(self)?)
+    }
+
+    fn build(&self, _: &Device) -> Result<Box<dyn RewardFunction>> {
+        Ok(Box::new(RepetitionReward(*self)))
+    }
+
+    fn check_row(&self, _: &Value) -> Result<()> {
+        Ok(())
+    }
+
+    fn inputs(&self) -> RewardInputs<'_> {
+        RewardInputs::none()
     }
 }

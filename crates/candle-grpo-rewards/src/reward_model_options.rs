@@ -7,7 +7,9 @@ use anyhow::Result;
 use candle_core::Device;
 use serde::de::{DeserializeOwned, Error};
 use serde::{Deserialize, Deserializer, Serialize};
+use serde_json::Value;
 
+use super::options::{RewardInputs, RewardOptions};
 use crate::RewardFunction;
 
 /// The options of a reward model: `kind: reward_model` of
@@ -39,6 +41,32 @@ pub trait RewardModelOptions: Clone + Debug + PartialEq + Serialize + Deserializ
     ///
     /// If an option is not valid or the model cannot be loaded.
     fn load(&self, device: &Device) -> Result<Box<dyn RewardFunction>>;
+}
+
+impl<M: RewardModelOptions> RewardOptions for M {
+    fn validate(&self) -> Result<()> {
+        RewardModelOptions::validate(self)
+    }
+
+    fn build(&self, device: &Device) -> Result<Box<dyn RewardFunction>> {
+        self.load(device)
+    }
+
+    fn check_row(&self, _: &Value) -> Result<()> {
+        Ok(())
+    }
+
+    fn inputs(&self) -> RewardInputs<'_> {
+        RewardInputs::from_files(self.files())
+    }
+
+    fn check_inputs(&self) -> Result<()> {
+        self.check_files()
+    }
+
+    fn models_mut(&mut self) -> Vec<(String, &mut PathBuf)> {
+        vec![("path".to_owned(), self.path_mut())]
+    }
 }
 
 /// The options of a program without reward models: there are none.

@@ -24,7 +24,7 @@
 //! | [`learn`] | batches, policy, critic, reference, trainer |
 //! | [`sft`] | supervised fine-tuning: rows, assistant masks, trainer |
 //! | [`hub`] | models and data sets of the Hugging Face hub |
-//! | [`run`] | folders and checkpoints of runs, evaluation, plots, TensorBoard |
+//! | [`run`] | folders and checkpoints of runs, evaluation, TensorBoard |
 //! | [`statistics`] | estimators, intervals and tests of evaluations |
 //! | [`progress`] | observation and cancellation of a step |
 
@@ -44,6 +44,7 @@ mod ranks;
 pub mod rewards;
 pub mod rollout;
 pub mod run;
+mod sampler;
 pub mod sft;
 pub mod statistics;
 
@@ -60,8 +61,9 @@ pub use learn::{
 pub use model::{ChatTemplate, Pretrained};
 pub use not_finite::NotFinite;
 pub use rewards::{RewardConfig, RewardFunction, Sample, WeightedRewards};
-pub use rollout::{Completion, FinishReason, Generator, Rollout, Sampler, SamplingConfig};
+pub use rollout::{Completion, FinishReason, Generator, Rollout, SamplingConfig};
 pub use run::{RunDir, evaluate};
+pub use sampler::Sampler;
 
 /// The default of factors, for serde.
 fn one() -> f64 {

@@ -40,6 +40,7 @@ const RUN: &[&str] = &[
     "samples.jsonl",
     "rollouts.jsonl",
     "samples.md",
+    // Programs of before the first release wrote it.
     "metrics.svg",
     LOCK,
 ];
@@ -87,8 +88,8 @@ const MODEL: &[&str] = &[
     "video_preprocessor_config.json",
 ];
 
-/// The model card of a converted run, and its picture.
-const CARD: &[&str] = &["README.md", "metrics.svg"];
+/// The model card of a converted run.
+const CARD: &str = "README.md";
 
 impl Owned {
     fn entry(self, name: &str) -> Option<Entry> {
@@ -105,9 +106,7 @@ impl Owned {
             Self::Checkpoint if name == "adapter" => Some(Entry::Folder(Self::Adapter)),
             Self::Checkpoint => file(TRAINER_STATE.contains(&name) || is_model_file(name)),
             Self::Adapter => file(ADAPTER.contains(&name)),
-            Self::Model => {
-                file(is_model_file(name) || ADAPTER.contains(&name) || CARD.contains(&name))
-            }
+            Self::Model => file(is_model_file(name) || ADAPTER.contains(&name) || name == CARD),
             Self::EngineWeights if name == LOCK => Some(Entry::File),
             Self::EngineWeights => {
                 let version = name.strip_prefix(ENGINE_VERSION)?;

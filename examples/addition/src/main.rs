@@ -1,7 +1,7 @@
 //! A tiny policy learns to add two-digit numbers, in minutes on a CPU.
 //!
 //! It warms up on examples until about a third of its answers are correct. Then GRPO trains it; the
-//! only reward is whether the answer is correct. The run folder has settings, metrics, a plot,
+//! only reward is whether the answer is correct. The run folder has settings, metrics,
 //! answers and a checkpoint.
 
 mod base;
@@ -17,7 +17,7 @@ use std::time::Instant;
 use anyhow::{Context, Result, ensure};
 use candle_grpo_core::DifficultyPools;
 use candle_grpo_nn::DecoderConfig;
-use candle_grpo_train::{RunDir, StepMetrics, Trainer};
+use candle_grpo_train::{RunDir, Trainer};
 use clap::Parser;
 use clap::builder::RangedU64ValueParser;
 
@@ -113,10 +113,9 @@ fn run(args: &Args) -> Result<()> {
     }
 
     let before = Measurement::take(trainer.actor(), &settings, &task)?;
-    let metrics = train(&mut trainer, &mut run, &settings, &task)?;
+    train(&mut trainer, &mut run, &settings, &task)?;
     let after = Measurement::take(trainer.actor(), &settings, &task)?;
 
-    run.write_plot(&metrics)?;
     run.write("samples.md", samples_side_by_side(&task, &before, &after))?;
     run.write_checkpoint(&trainer, &pretrained)?;
     if let Some(replaced) = replaced {
@@ -152,14 +151,8 @@ fn model(file: &Path) -> Result<DecoderConfig> {
 }
 
 /// Runs the training steps; each appends a line of metrics to the run folder.
-fn train(
-    trainer: &mut Trainer,
-    run: &mut RunDir,
-    settings: &Settings,
-    task: &Task,
-) -> Result<Vec<StepMetrics>> {
+fn train(trainer: &mut Trainer, run: &mut RunDir, settings: &Settings, task: &Task) -> Result<()> {
     let bar = progress::Bar::with_steps("GRPO", settings.steps);
-    let mut all = Vec::new();
     for step in 0..=settings.steps {
         if let Some(every) = settings.evaluate_every
             && (step.is_multiple_of(every) || step == settings.steps)
@@ -173,9 +166,8 @@ fn train(
         let metrics = trainer.step()?;
         run.append_metrics(&metrics)?;
         bar.step(&format!("reward {:.2}", metrics.reward_mean));
-        all.push(metrics);
     }
-    Ok(all)
+    Ok(())
 }
 
 #[cfg(test)]

@@ -157,8 +157,8 @@ pub fn step(bar: &ProgressBar, message: String) {
     bar.set_message(message);
 }
 
-/// Trains for `steps` steps in the folder of `args`, or of `name` below `runs`, and writes metrics,
-/// rollouts and a plot there.
+/// Trains for `steps` steps in the folder of `args`, or of `name` below `runs`, and writes metrics
+/// and rollouts there.
 ///
 /// # Errors
 ///
@@ -172,7 +172,6 @@ pub fn train(args: &Args, name: &'static str, trainer: &mut Trainer, steps: usiz
     };
     let log = RolloutLogConfig::default();
     let bar = bar(name, steps)?;
-    let mut all = Vec::new();
     for _ in 0..steps {
         let metrics = trainer.step()?;
         if log.is_due(metrics.step) {
@@ -180,10 +179,8 @@ pub fn train(args: &Args, name: &'static str, trainer: &mut Trainer, steps: usiz
         }
         run.append_metrics(&metrics)?;
         step(&bar, format!("reward {:.2}", metrics.reward_mean));
-        all.push(metrics);
     }
     bar.abandon();
-    run.write_plot(&all)?;
     if let Some(replaced) = replaced {
         replaced.remove()?;
     }

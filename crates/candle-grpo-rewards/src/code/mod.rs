@@ -18,6 +18,7 @@ use std::sync::{Arc, Once};
 use std::thread;
 
 use anyhow::{Context, Result, bail, ensure};
+use candle_core::Device;
 use candle_grpo_core::validate::{at_least_one, check};
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
@@ -27,6 +28,7 @@ use self::case::{Case, Form, same_lines};
 use self::execution::{End, Job};
 use self::python::{DRIVER, Interpreter, driver_input};
 use self::sandbox::{Probed, Sandbox, real_path};
+use super::options::{RewardInputs, RewardOptions};
 use super::weighted::in_parallel;
 use super::{AnswerPlace, Score};
 use crate::program::Program;
@@ -183,6 +185,28 @@ impl CodeConfig {
             Some(_) => "program",
         };
         self.file.as_deref().unwrap_or(default)
+    }
+}
+
+impl RewardOptions for CodeConfig {
+    fn validate(&self) -> Result<()> {
+        Self::validate(self)
+    }
+
+    fn build(&self, _: &Device) -> Result<Box<dyn RewardFunction>> {
+        Ok(Box::new(CodeReward::new(self.clone())?))
+    }
+
+    fn check_row(&self, columns: &Value) -> Result<()> {
+        Self::check_row(self, columns)
+    }
+
+    fn inputs(&self) -> RewardInputs<'_> {
+        RewardInputs::from_files(self.files())
+    }
+
+    fn check_inputs(&self) -> Result<()> {
+        self.check_files()
     }
 }
 

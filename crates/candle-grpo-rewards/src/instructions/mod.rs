@@ -4,9 +4,11 @@ mod check;
 mod text;
 
 use anyhow::{Context, Result, ensure};
+use candle_core::Device;
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 
+use super::options::{RewardInputs, RewardOptions};
 use super::{RewardFunction, Sample, Score};
 use candle_grpo_base::column::column;
 
@@ -102,6 +104,24 @@ impl RewardFunction for InstructionsReward {
     fn score(&self, samples: &[Sample]) -> Result<Vec<Score>> {
         let score = |sample: &Sample| Ok(self.compute(sample.completion, sample.columns)?.into());
         samples.iter().map(score).collect()
+    }
+}
+
+impl RewardOptions for InstructionsReward {
+    fn validate(&self) -> Result<()> {
+        Ok(())
+    }
+
+    fn build(&self, _: &Device) -> Result<Box<dyn RewardFunction>> {
+        Ok(Box::new(self.clone()))
+    }
+
+    fn check_row(&self, columns: &Value) -> Result<()> {
+        self.expected(columns).map(drop)
+    }
+
+    fn inputs(&self) -> RewardInputs<'_> {
+        RewardInputs::none()
     }
 }
 

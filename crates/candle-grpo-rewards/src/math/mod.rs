@@ -18,6 +18,7 @@ mod tests;
 mod value;
 
 use anyhow::{Result, bail};
+use candle_core::Device;
 use candle_grpo_core::validate;
 use serde::{Deserialize, Serialize};
 use serde_json::Value as Json;
@@ -27,6 +28,7 @@ use self::extract::Answer;
 use self::value::Value;
 use super::Votes;
 use super::answer::AnswerPlace;
+use super::options::{RewardInputs, RewardOptions};
 use super::right_or_wrong::right_or_wrong;
 use super::score::Score;
 use super::votes::votes;
@@ -141,6 +143,24 @@ impl RewardFunction for MathReward {
         right_or_wrong(samples, |sample| {
             self.matches(sample.completion, sample.columns)
         })
+    }
+}
+
+impl RewardOptions for MathReward {
+    fn validate(&self) -> Result<()> {
+        Self::validate(self)
+    }
+
+    fn build(&self, _: &Device) -> Result<Box<dyn RewardFunction>> {
+        Ok(Box::new(self.clone()))
+    }
+
+    fn check_row(&self, columns: &Json) -> Result<()> {
+        self.expected(columns).map(drop)
+    }
+
+    fn inputs(&self) -> RewardInputs<'_> {
+        RewardInputs::none()
     }
 }
 

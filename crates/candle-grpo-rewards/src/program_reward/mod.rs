@@ -7,10 +7,13 @@ use std::path::PathBuf;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use anyhow::{Context, Result};
+use candle_core::Device;
 use candle_grpo_core::validate::{at_least_one, finite};
 use serde::{Deserialize, Serialize};
+use serde_json::Value;
 
 use self::worker::{Shared, Worker};
+use super::options::{RewardInputs, RewardOptions};
 use super::weighted::in_parallel;
 use super::{OnFailure, Score};
 use crate::program::{Program, check_limits};
@@ -95,6 +98,28 @@ impl ProgramConfig {
     fn program(&self) -> Program {
         let (limit, start_limit) = (self.time_limit_seconds, self.start_limit_seconds);
         Program::new(&self.command, self.folder.as_ref(), limit, start_limit)
+    }
+}
+
+impl RewardOptions for ProgramConfig {
+    fn validate(&self) -> Result<()> {
+        Self::validate(self)
+    }
+
+    fn build(&self, _: &Device) -> Result<Box<dyn RewardFunction>> {
+        Ok(Box::new(ProgramReward::new(self.clone())?))
+    }
+
+    fn check_row(&self, _: &Value) -> Result<()> {
+        Ok(())
+    }
+
+    fn inputs(&self) -> RewardInputs<'_> {
+        RewardInputs::from_files(self.files())
+    }
+
+    fn check_inputs(&self) -> Result<()> {
+        self.check_files()
     }
 }
 

@@ -6,7 +6,6 @@ use std::thread;
 
 use anyhow::{Result, anyhow, ensure};
 use candle_grpo_core::validate::{at_least_one, check};
-use candle_grpo_nn::ModelConfig;
 use serde::{Deserialize, Serialize};
 use tokenizers::Tokenizer;
 
@@ -14,7 +13,7 @@ use super::EnvironmentFactory;
 use super::conversation::Conversation;
 use super::trajectory::{Trajectory, TrajectoryStart};
 use crate::rollout::{CompletionSeed, PromptRequest};
-use crate::{ChatTemplate, Interrupted, Progress, Prompt, Rollout, Sampler};
+use crate::{ChatTemplate, Completion, Interrupted, Progress, Prompt, Rollout};
 
 /// The number of environments that answer at the same time.
 const THREADS: usize = 16;
@@ -78,8 +77,8 @@ impl EnvironmentLimits {
 
 /// The environments of a run: a factory, limits, and the conversion between turns and texts.
 ///
-/// [`Sampler::with_environments`] and [`Trainer::with_environments`](crate::Trainer) draw
-/// trajectories with them.
+/// [`Sampler::with_environments`](crate::Sampler::with_environments) and
+/// [`Trainer::with_environments`](crate::Trainer) draw trajectories with them.
 pub struct Environments {
     factory: Arc<dyn EnvironmentFactory>,
     pub(super) limits: EnvironmentLimits,
@@ -131,15 +130,17 @@ impl Environments {
         &*self.factory
     }
 
-    /// Draws the trajectories of `requests`, which belong to `prompts`.
+    /// Draws the trajectories of `requests`, which belong to `prompts`, of a model with
+    /// `vocab_size` tokens.
     ///
-    /// The next turns of all trajectories that have not ended are one batch of the generator. A
+    /// The next turns of all trajectories that have not ended are one batch of `draw`. A
     /// turn depends on its seed and the tokens before it only.
-    pub(crate) fn play<C: ModelConfig>(
+    pub(crate) fn play(
         &self,
-        sampler: &Sampler<C>,
         prompts: &[&Prompt],
         requests: &[PromptRequest<'_>],
+        vocab_size: usize,
+        draw: impl Fn(&[PromptRequest<'_>], &dyn Progress) -> Result<Vec<Completion>>,
         progress: &dyn Progress,
     ) -> Result<Vec<Rollout>> {
         let starts = prompts.iter().zip(requests).flat_map(|(prompt, request)| {
@@ -149,7 +150,7 @@ impl Environments {
                 seed: *seed,
                 group: request.seeds[0],
                 max_tokens: request.max_new_tokens,
-                vocab_size: sampler.vocab_size(),
+                vocab_size,
             };
             seeds.map(start)
         });
@@ -170,7 +171,7 @@ impl Environments {
                 break;
             }
             let requests: Vec<PromptRequest<'_>> = open.iter().map(|t| t.request(self)).collect();
-            let completions = sampler.draw(&requests, &TokensOnly(progress))?;
+            let completions = draw(&requests, &TokensOnly(progress))?;
             drop(requests);
             let drawn = open.iter_mut().zip(completions);
             concurrently(drawn, |(trajectory, completion)| {

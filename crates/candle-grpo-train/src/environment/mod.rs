@@ -9,7 +9,6 @@ mod config;
 mod content;
 mod conversation;
 mod environments;
-mod episode;
 mod program;
 mod tools;
 mod trajectory;
@@ -21,10 +20,10 @@ use serde_json::Value;
 
 use crate::{FinishReason, Progress, Prompt};
 
+pub use crate::rollout::episode::{Episode, EpisodeEnd, EpisodeTurn};
+pub(crate) use crate::rollout::episode::{ensure_some_worked, mean_metrics};
 pub use config::{EnvironmentConfig, EnvironmentKind};
 pub use environments::{EnvironmentLimits, Environments};
-pub use episode::{Episode, EpisodeEnd, EpisodeTurn};
-pub(crate) use episode::{ensure_some_worked, mean_metrics};
 pub use program::{ProgramEnvironmentConfig, ProgramEnvironments};
 pub use tools::{
     CallContext, ProgramTool, ProgramToolConfig, Tool, ToolCall, ToolEnvironments, ToolFormat,

@@ -8,9 +8,9 @@ use serde_json::Value;
 use sha2::{Digest, Sha256};
 
 use super::environments::ensure_tokens;
-use super::episode::OWN_METRICS;
 use super::{Environment, Environments, Episode, EpisodeEnd, EpisodeStart, EpisodeTurn, Turn};
 use crate::canonical_json::canonical_json;
+use crate::rollout::episode::OWN_METRICS;
 use crate::rollout::{CompletionSeed, PromptRequest};
 use crate::{Completion, FinishReason, Interrupted, Progress, Prompt, Rollout};
 use candle_grpo_base::clock::running_time;

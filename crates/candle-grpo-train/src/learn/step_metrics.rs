@@ -148,11 +148,6 @@ impl StepRecord for StepMetrics {
     fn step(&self) -> usize {
         self.step
     }
-
-    #[cfg(feature = "plot")]
-    fn plot(records: &[Self]) -> anyhow::Result<String> {
-        crate::run::training_plot_svg(records)
-    }
 }
 
 impl StepMetrics {

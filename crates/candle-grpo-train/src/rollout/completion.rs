@@ -7,7 +7,7 @@ use serde::{Deserialize, Serialize};
 
 use candle_grpo_rewards::FinishReason;
 
-use crate::environment::Episode;
+use super::episode::Episode;
 
 /// The tokens that a [`Generator`](crate::Generator) drew after one prompt. All vectors but
 /// [`experts`](Self::experts) have one entry per token.

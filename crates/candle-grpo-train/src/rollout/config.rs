@@ -6,25 +6,10 @@ use anyhow::Result;
 use candle_grpo_core::validate::{Name, at_least_one, check, positive};
 use serde::{Deserialize, Serialize};
 
+use super::engine_kind::Engine;
 use crate::one_or_more::one_or_more;
 use candle_grpo_base::check_server_url;
 use candle_grpo_nn::ComputeDType;
-
-/// The engine that draws completions.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
-#[serde(rename_all = "snake_case")]
-pub enum Engine {
-    /// The policy in this process.
-    #[default]
-    Local,
-    /// Servers of vLLM.
-    Vllm,
-    /// Servers of SGLang.
-    Sglang,
-    /// Servers with the completions API of OpenAI that take and return token ids, such as
-    /// llama.cpp. They take no weights.
-    Openai,
-}
 
 /// The way in which an engine receives the weights of the policy.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
@@ -166,7 +151,7 @@ impl RolloutConfig {
         )?;
         let engine = Name(&self.engine);
         let sync = Name(&self.weight_sync);
-        if self.engine == Engine::Local {
+        if self.engine.is_local() {
             let none = self.base_url.is_empty();
             let must = "be absent with engine local, which needs no server";
             check(none, "base_url", "given", must)?;
@@ -193,21 +178,18 @@ impl RolloutConfig {
             let must = "be the root of the server, without /v1";
             check(!root(url).ends_with("/v1"), &field, &value, must)?;
         }
-        if self.engine == Engine::Openai {
+        if !self.engine.loads_weights() {
             let takes = matches!(self.weight_sync, WeightSync::Auto | WeightSync::None);
-            let must = "be none with engine openai, which takes no weights";
-            check(takes, "weight_sync", sync, must)?;
+            let must = format!("be none with engine {engine}, which takes no weights");
+            check(takes, "weight_sync", sync, &must)?;
         }
         Ok(())
     }
 
     /// Returns true if the engine is a server that never receives weights.
     pub fn is_fixed_policy(&self) -> bool {
-        match self.engine {
-            Engine::Local => false,
-            Engine::Openai => true,
-            Engine::Vllm | Engine::Sglang => self.weight_sync == WeightSync::None,
-        }
+        let receives = self.engine.loads_weights() && self.weight_sync != WeightSync::None;
+        !self.engine.is_local() && !receives
     }
 
     /// Checks that the engine can draw the completions of a training run.
@@ -216,10 +198,13 @@ impl RolloutConfig {
     ///
     /// If the engine takes no weights and [`Self::weight_sync`] does not say that this is meant.
     pub fn validate_training(&self) -> Result<()> {
-        let meant = self.engine != Engine::Openai || self.weight_sync == WeightSync::None;
-        let must =
-            "be none to train with engine openai, which takes no weights and stays a fixed policy";
-        Ok(check(meant, "weight_sync", Name(&self.weight_sync), must)?)
+        let receives = self.engine.is_local() || self.engine.loads_weights();
+        let meant = receives || self.weight_sync == WeightSync::None;
+        let must = format!(
+            "be none to train with engine {}, which takes no weights and stays a fixed policy",
+            Name(&self.engine)
+        );
+        Ok(check(meant, "weight_sync", Name(&self.weight_sync), &must)?)
     }
 
     /// Checks that these are the settings of servers with a teacher.
@@ -229,7 +214,7 @@ impl RolloutConfig {
     /// As in [`Self::validate`], if the engine is neither `vllm` nor `sglang`, or a setting of
     /// weights or draws is given, which a teacher does not have.
     pub fn validate_teacher(&self) -> Result<()> {
-        let scores = matches!(self.engine, Engine::Vllm | Engine::Sglang);
+        let scores = self.engine.scores_tokens();
         let must = "be vllm or sglang, which name the log-probs of given tokens";
         check(scores, "engine", Name(&self.engine), must)?;
         self.validate()?;

@@ -5,19 +5,20 @@ mod config;
 pub(crate) mod decode;
 #[cfg(feature = "engines")]
 pub mod engine;
+mod engine_kind;
+pub(crate) mod episode;
 mod generator;
 mod local;
-mod sampler;
 pub(crate) mod sampling_config;
 mod stop_strings;
 
 pub use candle_grpo_rewards::FinishReason;
 pub use completion::{Completion, Rollout};
-pub use config::{Engine, RolloutConfig, WeightSync};
+pub use config::{RolloutConfig, WeightSync};
 pub use decode::answer_text;
+pub use engine_kind::Engine;
 pub use generator::{
     CompletionSeed, DecodeText, Deliver, GenerationBatch, Generator, PolicyWeights, PromptRequest,
 };
 pub use local::LocalGenerator;
-pub use sampler::Sampler;
 pub use sampling_config::SamplingConfig;

@@ -42,7 +42,6 @@ const TAKEN: &str =
 /// | `events.out.tfevents.*` | the same metrics for TensorBoard |
 /// | `evaluations.jsonl`, `samples.jsonl` | one line per evaluation, and per answer |
 /// | `rollouts.jsonl` | one line of [`RolloutRecord`] per completion of some steps |
-/// | `metrics.svg` | [`StepRecord::plot`]: for example reward, KL, entropy and clip fraction |
 /// | `checkpoint/` | the final policy, see [`Self::write_checkpoint`] |
 /// | `checkpoints/` | the states from which a run resumes, see [`Checkpoints`] |
 /// | `weights/` | the weights for an engine, while it runs |
@@ -462,12 +461,6 @@ impl RunDir {
             .with_context(|| format!("writing {}", path.display()))
     }
 
-    /// Writes `metrics.svg`.
-    #[cfg(feature = "plot")]
-    pub fn write_plot<M: StepRecord>(&self, metrics: &[M]) -> Result<()> {
-        self.write("metrics.svg", M::plot(metrics)?)
-    }
-
     /// Writes or replaces the checkpoint in `checkpoint/`, with weights in f32, see
     /// [`Trainer::write_checkpoint`].
     ///
@@ -763,8 +756,6 @@ mod tests {
         assert_eq!(resumed.metrics[0].policy, finite);
         assert_eq!(resumed.dir.evaluations[0].metrics, finite);
         assert_eq!(fs::read_to_string(path.join(METRICS)).unwrap(), written);
-        #[cfg(feature = "plot")]
-        resumed.dir.write_plot(&resumed.metrics).unwrap();
     }
 
     #[test]

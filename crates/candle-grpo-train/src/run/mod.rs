@@ -1,12 +1,10 @@
-//! Runs on disk: folders, checkpoints, plots and TensorBoard events; evaluation, and trackers.
+//! Runs on disk: folders, checkpoints and TensorBoard events; evaluation, and trackers.
 
 mod checkpoints;
 pub(crate) mod checksums;
 mod dir;
 mod evaluation;
 mod inputs;
-#[cfg(feature = "plot")]
-pub(crate) mod plot;
 pub(crate) mod rollout_log;
 mod step_record;
 mod tensorboard;
@@ -17,8 +15,6 @@ pub use checkpoints::{Checkpoints, LatestCheckpoint, StepCheckpoint};
 pub use dir::{ReplacedRun, ResumedRun, RunDir, StoppedRun};
 pub use evaluation::{EvaluatedSample, Evaluation, evaluate};
 pub use inputs::{InputChanges, RowDigest, RunInputs, prompt_digest, row_digest};
-#[cfg(feature = "plot")]
-pub use plot::training_plot_svg;
 pub use rollout_log::{RolloutLogConfig, RolloutRecord, RolloutTurn, TurnRole};
 pub use step_record::StepRecord;
 pub use tensorboard::EventFile;

@@ -5,19 +5,11 @@ use serde::Serialize;
 use serde::de::DeserializeOwned;
 use serde_json::Value;
 
-/// The metrics of one step: a line of `metrics.jsonl`. [`RunDir`](crate::RunDir), trackers and
-/// plots take those of any trainer.
+/// The metrics of one step: a line of `metrics.jsonl`. [`RunDir`](crate::RunDir) and trackers
+/// take those of any trainer.
 pub trait StepRecord: Serialize + DeserializeOwned {
     /// The number of the step, from 1.
     fn step(&self) -> usize;
-
-    /// Plots the metrics of a run over its steps as SVG.
-    ///
-    /// # Errors
-    ///
-    /// If the picture cannot be drawn.
-    #[cfg(feature = "plot")]
-    fn plot(records: &[Self]) -> Result<String>;
 
     /// Returns the metrics by name, nested ones with a slash (`seconds/train`).
     ///

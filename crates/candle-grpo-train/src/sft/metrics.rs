@@ -61,22 +61,6 @@ impl StepRecord for SftMetrics {
     fn step(&self) -> usize {
         self.step
     }
-
-    #[cfg(feature = "plot")]
-    fn plot(records: &[Self]) -> anyhow::Result<String> {
-        let series = |of: fn(&Self) -> f64| -> Vec<(f64, f64)> {
-            let records = records.iter();
-            records.map(|line| (line.step as f64, of(line))).collect()
-        };
-        let last_step = records.last().map_or(0, |line| line.step);
-        let panels = [
-            ("Loss (nats per token)", series(|line| line.loss)),
-            ("Token accuracy", series(|line| line.token_accuracy)),
-            ("Gradient norm", series(|line| line.grad_norm)),
-            ("Learning rate", series(|line| line.learning_rate)),
-        ];
-        crate::run::plot::plot_svg(panels, last_step)
-    }
 }
 
 impl LikelihoodSums {

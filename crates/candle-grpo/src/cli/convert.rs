@@ -17,9 +17,8 @@ use super::exit::Exit;
 use super::load;
 use super::output::resolved;
 
-/// The model card of a folder, and the plot of a run that it shows.
+/// The model card of a folder.
 const CARD: &str = "README.md";
-const PLOT: &str = "metrics.svg";
 
 /// The type of the weights that are written; in a GGUF file, of the matrices.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
@@ -176,12 +175,8 @@ fn write_adapters(
 /// Writes the model card of the run `run`, whose weights are in `checkpoint`, into `folder`, which
 /// `library` loads.
 fn write_card(run: &Path, checkpoint: &Path, folder: &Path, library: &str) -> anyhow::Result<()> {
-    let plot = run.join(PLOT);
-    if plot.is_file() {
-        atomic_file::write(&folder.join(PLOT), &fs::read(&plot)?)?;
-    }
     let checkpoint = checkpoint.file_name().unwrap_or_default().to_string_lossy();
-    let card = model_card(&Run::read(run)?, &checkpoint, plot.is_file(), library);
+    let card = model_card(&Run::read(run)?, &checkpoint, library);
     Ok(atomic_file::write(&folder.join(CARD), card.as_bytes())?)
 }
 

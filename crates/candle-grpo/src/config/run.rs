@@ -6,7 +6,7 @@ use candle_grpo_loss::{Support, Tail};
 use candle_grpo_nn::{AdamWConfig, DecoderConfig};
 use candle_grpo_train::environment::EnvironmentConfig;
 use candle_grpo_train::learn::LearningRateSchedule;
-use candle_grpo_train::rollout::{Engine, RolloutConfig};
+use candle_grpo_train::rollout::RolloutConfig;
 use candle_grpo_train::run::RolloutLogConfig;
 use candle_grpo_train::run::TrackerConfig;
 use candle_grpo_train::sft::{SftDataConfig, SftDataset};
@@ -530,9 +530,9 @@ impl RunConfig {
     /// Returns an error with the line of the key if `rollout.max_staleness` is above 0 on a GPU.
     pub fn check_device(&self, on_gpu: bool) -> Result<(), ConfigError> {
         let rollout = &self.train.rollout;
-        match rollout.engine {
-            Engine::Local => rollout.validate_local(on_gpu),
-            Engine::Vllm | Engine::Sglang | Engine::Openai => Ok(()),
+        match rollout.engine.is_local() {
+            true => rollout.validate_local(on_gpu),
+            false => Ok(()),
         }
         .map_err(|error| Problem::within("rollout", &error).locate_at_path(&self.document))
     }

@@ -33,6 +33,28 @@ impl Axis {
         Self::between(low, high + room, count)
     }
 
+    /// Returns an axis around the finite values of all `series` but outliers: the largest 2 % of a
+    /// series, if they would take more than half of the axis.
+    pub(super) fn around_usual(series: impl IntoIterator<Item = Vec<f64>>, count: usize) -> Self {
+        let (mut all, mut usual) = (Vec::new(), f64::NEG_INFINITY);
+        for mut values in series {
+            values.retain(|value| value.is_finite());
+            values.sort_by(f64::total_cmp);
+            if let Some(last) = values.len().checked_sub(1) {
+                usual = usual.max(values[last - values.len() / 50]);
+            }
+            all.append(&mut values);
+        }
+        all.sort_by(f64::total_cmp);
+        if let (Some(&low), Some(&high)) = (all.first(), all.last())
+            && low < usual
+            && high - low > 2. * (usual - low)
+        {
+            all.retain(|&value| value <= usual);
+        }
+        Self::around(all, count)
+    }
+
     /// Returns an axis with these ends.
     pub(super) fn between(low: f64, high: f64, count: usize) -> Self {
         let step = round_step((high - low) / count.max(1) as f64);
@@ -95,5 +117,24 @@ mod tests {
         assert_eq!(Axis::around([0.1, 1.], 4).low, 0.);
         assert!(Axis::around([0.9, 1.], 4).low > 0.8);
         assert!(Axis::around([-0.1, 1.], 4).low < -0.1);
+    }
+
+    #[test]
+    fn one_wild_value_does_not_flatten_the_others() {
+        let flat: Vec<f64> = (0..100).map(|i| f64::from(i % 10)).collect();
+        let mut wild = flat.clone();
+        wild[50] = 1000.;
+        let axis = Axis::around_usual([flat.clone()], 4);
+        assert_eq!(Axis::around_usual([wild.clone()], 4), axis);
+        // Few values, and values that are not far above the others, are no outliers.
+        assert!(Axis::around_usual([wild[45..55].to_vec()], 4).high > 1000.);
+        wild[50] = 12.;
+        assert!(Axis::around_usual([wild.clone()], 4).high > 12.);
+        // Each series counts for itself.
+        assert!(Axis::around_usual([flat, vec![1000.; 2]], 4).high > 1000.);
+        let mut spike = vec![0.; 100];
+        spike[7] = 5.;
+        assert!(Axis::around_usual([spike], 4).high > 5.);
+        assert_eq!(Axis::around_usual([], 4), Axis::around([], 4));
     }
 }

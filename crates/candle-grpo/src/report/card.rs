@@ -26,12 +26,11 @@ impl Run {
 }
 
 /// Returns the model card of the policy that `run` trained, in Markdown with the metadata of the
-/// Hugging Face hub. `checkpoint` is the name of the folder of its weights. The card shows
-/// `metrics.svg` if `has_plot`. `library` is the Python library that loads the folder:
-/// `transformers`, or `peft` for adapters.
+/// Hugging Face hub. `checkpoint` is the name of the folder of its weights. `library` is
+/// the Python library that loads the folder: `transformers`, or `peft` for adapters.
 ///
 /// <https://huggingface.co/docs/hub/model-cards>
-pub fn model_card(run: &Run, checkpoint: &str, has_plot: bool, library: &str) -> String {
+pub fn model_card(run: &Run, checkpoint: &str, library: &str) -> String {
     let setting = |key: &str| run.settings.get(key).map_or("", String::as_str);
     let base = setting(BASE);
     let mut card = String::from("---\n");
@@ -95,12 +94,6 @@ pub fn model_card(run: &Run, checkpoint: &str, has_plot: bool, library: &str) ->
     if !run.evaluations.is_empty() {
         line(&mut card, format_args!("\n## Evaluations\n"));
         evaluations(&mut card, &run.evaluations);
-    }
-    if has_plot {
-        line(
-            &mut card,
-            format_args!("\n## Training\n\n![metrics of the training](metrics.svg)"),
-        );
     }
     line(&mut card, format_args!("\n## Settings\n"));
     let settings = run.settings.iter();
@@ -179,19 +172,13 @@ mod tests {
 
     #[test]
     fn a_card_has_base_data_steps_evaluations_and_settings() {
-        let card = model_card(
-            &run("Qwen/Qwen2.5-0.5B"),
-            "step-000007",
-            true,
-            "transformers",
-        );
+        let card = model_card(&run("Qwen/Qwen2.5-0.5B"), "step-000007", "transformers");
         for part in [
             "---\nbase_model: Qwen/Qwen2.5-0.5B\nlibrary_name: transformers\n",
             CARD_MARK,
             "| training data | `train.jsonl` |",
             "| steps | 7 |\n| steps without an update | 2 |\n",
             "| step | reward_mean |\n| ---: | ---: |\n| 0 | 0.100 |\n| 7 | 0.750 |",
-            "![metrics of the training](metrics.svg)",
             "| sampler.stop | `a\\|b c` |",
             "checkpoint `step-000007`",
         ] {
@@ -204,7 +191,7 @@ mod tests {
         let mut run = run("a/b");
         run.settings
             .insert("sft.batch_size".to_owned(), "32".to_owned());
-        let card = model_card(&run, "step-000007", false, "transformers");
+        let card = model_card(&run, "step-000007", "transformers");
         for part in [
             "- sft\n- supervised-fine-tuning\n- candle-grpo\n",
             "trained by supervised fine-tuning (SFT) from `a/b`",
@@ -218,7 +205,7 @@ mod tests {
     #[test]
     fn the_base_model_of_a_name_is_its_repository() {
         for name in ["a/b@v1", "hf://a/b", "a/b/c-Q8_0.gguf"] {
-            let card = model_card(&run(name), "step-1", false, "peft");
+            let card = model_card(&run(name), "step-1", "peft");
             assert!(
                 card.contains("\nbase_model: a/b\nlibrary_name: peft\n"),
                 "{card}"
@@ -237,10 +224,10 @@ mod tests {
             "../model",
             "org/model.gguf",
         ] {
-            let card = model_card(&run(path), "step-1", false, "peft");
+            let card = model_card(&run(path), "step-1", "peft");
             assert!(!card.contains("base_model:"), "{path}");
             assert_eq!(run(path).base_model().unwrap(), path);
-            assert!(card.contains(&format!("from `{path}`")) && !card.contains("metrics.svg"));
+            assert!(card.contains(&format!("from `{path}`")));
         }
     }
 }

@@ -50,20 +50,18 @@ impl Chart {
 
     /// Returns the chart over steps as SVG, with `title` as its accessible label.
     pub(super) fn svg(&self, title: &str) -> String {
-        let lines = || {
-            self.lines
-                .iter()
-                .flat_map(|line| line.points.iter().copied())
-        };
-        let bands = || {
-            self.bands
-                .iter()
-                .flat_map(|band| band.points.iter().copied())
-        };
-        let steps = lines().map(|(x, _)| x).chain(bands().map(|(x, _, _)| x));
-        let values = lines().map(|(_, y)| y);
-        let values = values.chain(bands().flat_map(|(_, low, high)| [low, high]));
-        let (x, y) = (Axis::around(steps, 6), Axis::around(values, 5));
+        let (lines, bands) = (self.lines.iter(), self.bands.iter());
+        let steps = lines.clone().flat_map(|line| line.points.iter());
+        let steps = steps.map(|&(x, _)| x);
+        let of_bands = bands.clone().flat_map(|band| band.points.iter());
+        let steps = steps.chain(of_bands.map(|&(x, _, _)| x));
+        let values = lines.map(|line| line.points.iter().map(|&(_, y)| y).collect());
+        let values = values.chain(bands.flat_map(|band| {
+            let low = band.points.iter().map(|&(_, low, _)| low);
+            let high = band.points.iter().map(|&(_, _, high)| high);
+            [low.collect(), high.collect()]
+        }));
+        let (x, y) = (Axis::around(steps, 6), Axis::around_usual(values, 5));
         let place = Place { x, y };
 
         let mut svg = format!(
@@ -88,10 +86,11 @@ struct Place {
 }
 
 impl Place {
+    /// Returns the place of a point. An outlier is at the upper edge.
     fn at(&self, x: f64, y: f64) -> (f64, f64) {
         (
             LEFT + self.x.share(x) * (WIDTH - LEFT - RIGHT),
-            TOP + (1. - self.y.share(y)) * (HEIGHT - TOP - BOTTOM),
+            TOP + (1. - self.y.share(y).min(1.)) * (HEIGHT - TOP - BOTTOM),
         )
     }
 
@@ -161,14 +160,36 @@ impl Place {
                     );
                 }
                 part => {
-                    let points = self.points(part.iter().copied());
-                    let _ = write!(
-                        svg,
-                        r#"<polyline class="run{}{stroke}" points="{points}"><title>{label}</title></polyline>"#,
-                        line.run
-                    );
+                    let mut draw = |look: &str, points: &[(f64, f64)], title: &str| {
+                        let points = self.points(points.iter().copied());
+                        let _ = write!(
+                            svg,
+                            r#"<polyline class="run{}{look}" points="{points}"><title>{label}{title}</title></polyline>"#,
+                            line.run
+                        );
+                    };
+                    match moving_median(part) {
+                        Some(median) => {
+                            draw(" single", part, "");
+                            draw(stroke, &median, ", moving median");
+                        }
+                        None => draw(stroke, part, ""),
+                    }
+                    self.outliers(svg, line.run, part, &label);
                 }
             }
+        }
+    }
+
+    /// Marks the points above the axis with triangles, whose titles have the values.
+    fn outliers(&self, svg: &mut String, run: usize, points: &[(f64, f64)], label: &str) {
+        for &(step, value) in points.iter().filter(|(_, y)| *y > self.y.high) {
+            let (x, y) = self.at(step, value);
+            let _ = write!(
+                svg,
+                r#"<path class="run{run}" d="M{x:.1},{y:.1}l4,7h-8z"><title>{label}: {} at step {step}</title></path>"#,
+                short(value)
+            );
         }
     }
 
@@ -180,5 +201,59 @@ impl Place {
             })
             .collect();
         text.join(" ")
+    }
+}
+
+/// Returns the medians of about a fifteenth of the points around each one; none for fewer than 30
+/// points.
+///
+/// Estimates of the KL have outliers, which would distort a mean.
+fn moving_median(points: &[(f64, f64)]) -> Option<Vec<(f64, f64)>> {
+    let half = points.len() / 30;
+    let median = |i: usize| {
+        let window = &points[i.saturating_sub(half)..points.len().min(i + half + 1)];
+        let mut values: Vec<f64> = window.iter().map(|&(_, y)| y).collect();
+        values.sort_by(f64::total_cmp);
+        (points[i].0, values[values.len() / 2])
+    };
+    (half > 0).then(|| (0..points.len()).map(median).collect())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_moving_median_is_centered() {
+        let line: Vec<(f64, f64)> = (0..90).map(|i| (f64::from(i), 2. * f64::from(i))).collect();
+        let median = moving_median(&line).unwrap();
+        assert_eq!(median.len(), 90);
+        assert_eq!(median[3..87], line[3..87]);
+        assert_eq!(moving_median(&line[..29]), None);
+    }
+
+    #[test]
+    fn an_outlier_is_a_triangle_at_the_upper_edge() {
+        let mut points: Vec<(f64, f64)> =
+            (0..100).map(|i| (f64::from(i), f64::from(i % 9))).collect();
+        let svg = |points: &[(f64, f64)]| {
+            let line = Line {
+                run: 0,
+                stroke: Stroke::Solid,
+                label: "run: kl".to_owned(),
+                points: points.to_vec(),
+            };
+            let chart = Chart {
+                lines: vec![line],
+                bands: Vec::new(),
+            };
+            chart.svg("KL")
+        };
+        assert!(!svg(&points).contains("<path"));
+        points[50].1 = 1234.;
+        let svg = svg(&points);
+        assert_eq!(svg.matches("<path").count(), 1);
+        assert!(svg.contains("run: kl: 1234 at step 50"), "{svg}");
+        assert!(svg.contains(&format!(",{TOP:.1} ")), "{svg}");
     }
 }

@@ -4,7 +4,7 @@ use std::path::Path;
 use std::sync::Arc;
 
 use anyhow::Result;
-use candle_grpo_train::rollout::{Engine, RolloutConfig};
+use candle_grpo_train::rollout::RolloutConfig;
 use candle_grpo_train::{Generator, Pretrained, Prompt, SamplingConfig};
 
 /// Creates the generator of the servers in `config`, for the policy `pretrained` that is sampled
@@ -24,7 +24,7 @@ pub fn engine(
     prompts: &[Prompt],
     log_probs: bool,
 ) -> Result<Option<Arc<dyn Generator>>> {
-    if config.engine == Engine::Local {
+    if config.engine.is_local() {
         return Ok(None);
     }
     #[cfg(feature = "engines")]

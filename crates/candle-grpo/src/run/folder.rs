@@ -249,8 +249,6 @@ impl<M: StepRecord + Clone> RunFolder<M> {
             }
         }
         self.prune()?;
-        #[cfg(feature = "plot")]
-        self.write_plot()?;
         self.progress.advance(1, 0);
         tracing::info!("checkpoint {}", path.display());
         Ok(path)
@@ -265,20 +263,10 @@ impl<M: StepRecord + Clone> RunFolder<M> {
         Ok(())
     }
 
-    /// Writes the plot, and removes the checkpoints that an interrupted program has left.
+    /// Removes the checkpoints that an interrupted program has left.
     pub(super) fn tidy(&self) -> Result<()> {
-        if self.dir.is_some() {
-            self.prune()?;
-        }
-        #[cfg(feature = "plot")]
-        self.write_plot()?;
-        Ok(())
-    }
-
-    #[cfg(feature = "plot")]
-    fn write_plot(&self) -> Result<()> {
-        match &self.dir {
-            Some(dir) => dir.write_plot(&self.metrics),
+        match self.dir {
+            Some(_) => self.prune(),
             None => Ok(()),
         }
     }

@@ -273,11 +273,7 @@ fn convert_replaces_a_model_alone() {
     assert_eq!(convert("run", "policy", &[]).status.code(), Some(0));
     let card = folder.path().join("policy/README.md");
     let text = fs::read_to_string(&card).unwrap();
-    assert!(
-        text.contains("checkpoint `step-00000") && text.contains("metrics.svg"),
-        "{text}"
-    );
-    assert!(folder.path().join("policy/metrics.svg").is_file());
+    assert!(text.contains("checkpoint `step-00000"), "{text}");
     let again = convert("run", "policy", &["--force"]);
     assert_eq!(again.status.code(), Some(0));
     fs::write(&card, "my model").unwrap();
@@ -380,7 +376,6 @@ fn convert_writes_the_adapters_of_a_run_or_merges_them() {
             "README.md",
             "adapter_config.json",
             "adapter_model.safetensors",
-            "metrics.svg",
             "tokenizer.json",
             "tokenizer_config.json"
         ]

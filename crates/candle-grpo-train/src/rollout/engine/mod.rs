@@ -8,9 +8,11 @@
 //! Tokens go in and out as ids; no text is tokenized again. At the start, a probe determines the
 //! distribution of the server's log-probs.
 
+mod draw;
 mod generator;
 mod openai;
 mod probe;
+mod prober;
 mod protocol;
 mod servers;
 mod sglang;

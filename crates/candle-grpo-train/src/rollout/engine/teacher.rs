@@ -7,7 +7,6 @@ use anyhow::{Context, Result, bail, ensure};
 use candle_core::Tensor;
 use candle_grpo_core::validate::check;
 
-use super::generator::protocol_of;
 use super::protocol::{Failure, Protocol, ScoreRequest, Scored};
 use super::servers::{Lease, Servers};
 use crate::learn::response_forward::read_by_sequence;
@@ -58,7 +57,8 @@ impl ServerTeacher {
     /// As in [`RolloutConfig::validate_teacher`], and if the environment variable of the API key is
     /// not set.
     pub fn new(config: &RolloutConfig) -> Result<Self> {
-        Self::with_protocol(protocol_of(config.engine), config)
+        config.validate_teacher()?;
+        Self::with_protocol(config.engine.protocol()?, config)
     }
 
     /// Creates a teacher on servers with a custom `protocol`, as in [`Self::new`]. The engine in

@@ -112,13 +112,13 @@ fn tables() -> Vec<Table> {
         ),
         table(
             "regex",
-            rewards,
+            "crates/candle-grpo-rewards/src/format.rs",
             "RegexOptions",
             kind(json!({"kind": "regex", "pattern": ""})),
         ),
         table(
             "tags",
-            rewards,
+            "crates/candle-grpo-rewards/src/format.rs",
             "TagsOptions",
             kind(json!({"kind": "tags", "tags": []})),
         ),
@@ -444,6 +444,19 @@ fn render(table: &Table) -> String {
         };
     }
     text
+}
+
+#[test]
+fn each_kind_of_reward_has_a_section_and_a_table() {
+    let text = fs::read_to_string(root().join("docs/configuration.md")).unwrap();
+    let tables: Vec<&str> = tables().iter().map(|table| table.section).collect();
+    let kinds = RewardKind::NAMES;
+    for kind in kinds {
+        assert!(tables.contains(kind), "{kind}");
+        assert!(text.contains(&format!("\n### kind: {kind}\n")), "{kind}");
+    }
+    let sections = text.matches("\n### kind: ").count();
+    assert_eq!(sections, kinds.len());
 }
 
 #[test]

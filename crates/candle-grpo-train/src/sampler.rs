@@ -8,13 +8,13 @@ use anyhow::{Context, Result, ensure};
 use candle_grpo_nn::{DecoderConfig, ModelConfig, Parameters};
 use tokenizers::Tokenizer;
 
-use super::decode::decode_tokens;
-use super::generator::{CompletionSeed, DecodeText, GenerationBatch, Generator, PromptRequest};
-use super::local::LocalGenerator;
-use super::{Completion, Rollout, SamplingConfig};
 use crate::environment::Environments;
 use crate::ranks::Ranks;
-use crate::{Progress, Prompt};
+use crate::rollout::decode::decode_tokens;
+use crate::rollout::{
+    CompletionSeed, DecodeText, GenerationBatch, Generator, LocalGenerator, PromptRequest,
+};
+use crate::{Completion, Progress, Prompt, Rollout, SamplingConfig};
 use candle_grpo_base::progress::NoProgress;
 
 /// Draws completions of prompts from a [`Generator`], with one configuration.
@@ -218,7 +218,9 @@ impl<C: ModelConfig> Sampler<C> {
             anyhow::bail!("part: out of range of {} prompts", prompts.len());
         };
         if let Some(environments) = &self.environments {
-            return environments.play(self, prompts, requests, &*self.progress);
+            let draw =
+                |turns: &[PromptRequest<'_>], progress: &dyn Progress| self.draw(turns, progress);
+            return environments.play(prompts, requests, self.vocab_size, draw, &*self.progress);
         }
         let completions = self.draw(requests, &*self.progress)?;
         let seeds = requests.iter().flat_map(|request| request.seeds.clone());
@@ -237,11 +239,6 @@ impl<C: ModelConfig> Sampler<C> {
     /// The environments, if there are any.
     pub(crate) fn environments(&self) -> Option<&Arc<Environments>> {
         self.environments.as_ref()
-    }
-
-    /// The number of tokens of the model.
-    pub(crate) fn vocab_size(&self) -> usize {
-        self.vocab_size
     }
 
     /// Draws the completions of `requests` in their order.

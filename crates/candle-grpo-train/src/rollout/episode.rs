@@ -21,7 +21,7 @@ pub struct Episode {
     /// True if the environment gave no reward at any turn.
     #[serde(default)]
     pub unrewarded: bool,
-    /// The sums of [`Step::metrics`](super::Step::metrics).
+    /// The sums of [`Step::metrics`](crate::environment::Step::metrics).
     pub metrics: BTreeMap<String, f64>,
 }
 
@@ -127,7 +127,7 @@ pub(crate) fn mean_metrics<'a>(
 }
 
 /// The names of metrics that are not those of the environment.
-pub(super) const OWN_METRICS: [&str; 5] =
+pub(crate) const OWN_METRICS: [&str; 5] =
     ["turns", "reward", "limit_reached", "failed", "excluded"];
 
 #[cfg(test)]
