@@ -53,29 +53,31 @@ fn the_number_of_processes_is_limited() {
     // Bounded, so that it does no harm if the limit does not hold.
     let count = "
 import os, time
-n = 0
-for _ in range(60):
-    try:
-        pid = os.fork()
-    except OSError:
-        break
-    if pid == 0:
-        time.sleep(6000)
-    n += 1
+def count():
+    for n in range(60):
+        try:
+            pid = os.fork()
+        except OSError:
+            break
+        if pid == 0:
+            time.sleep(6000)
+    return n
 ";
-    fails(&reward, count, "assert n >= 16");
-    passes(&reward, count, "assert n == 15");
+    fails(&reward, count, "assert count() >= 16");
+    passes(&reward, count, "assert count() == 15");
     let threads = "
 import threading, time
-n = 0
-try:
-    for _ in range(60):
-        threading.Thread(target=time.sleep, args=(6000,), daemon=True).start()
-        n += 1
-except RuntimeError:
-    pass
+def count():
+    n = 0
+    try:
+        for _ in range(60):
+            threading.Thread(target=time.sleep, args=(6000,), daemon=True).start()
+            n += 1
+    except RuntimeError:
+        pass
+    return n
 ";
-    fails(&reward, threads, "assert n >= 16");
+    fails(&reward, threads, "assert count() >= 16");
     // It is bounded: now without an end.
     let bomb = "print('x', flush=True)\nwhile True:\n    try:\n        os.fork()\n    except OSError:\n        pass";
     let witness = Witness::new();
