@@ -10,7 +10,6 @@ use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value, json};
 
 use super::{Append, Environment, EnvironmentFactory, EpisodeStart, Observation, Step, Turn};
-use crate::data::question::with_text_content;
 use crate::{Interrupted, Progress};
 use candle_grpo_rewards::program::{Answer, Program, ProgramPool, Unusable, check_limits, quoted};
 
@@ -232,14 +231,13 @@ impl Reply {
             let mut fields: Map<String, Value> =
                 serde_json::from_str(line).context("must be a JSON object")?;
             let id = Answer::take_id(&mut fields)?;
-            let mut value: Self = serde_json::from_value(Value::Object(fields))?;
+            let value: Self = serde_json::from_value(Value::Object(fields))?;
             ensure!(
                 value.text.is_none() || value.messages.is_none(),
                 "text and messages: both given, must be one of them"
             );
-            for (i, message) in value.messages.iter_mut().flatten().enumerate() {
-                let text = check_message(message).and_then(|()| with_text_content(message));
-                *message = text.with_context(|| format!("messages[{i}]"))?;
+            for (i, message) in value.messages.iter().flatten().enumerate() {
+                check_message(message).with_context(|| format!("messages[{i}]"))?;
             }
             Ok(Answer { id, value })
         };
@@ -252,20 +250,5 @@ impl Reply {
             (None, Some(messages)) => Append::Messages(messages.clone()),
             (None, None) => Append::Nothing,
         }
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-    use serde_json::json;
-
-    #[test]
-    fn parts_of_a_message_are_joined_as_in_rows() {
-        let parts = json!([{"type": "text", "text": "h"}, {"type": "text", "text": "i"}]);
-        let line = json!({"id": 3, "messages": [{"role": "user", "content": parts}]});
-        let answer = Reply::read(&line.to_string()).unwrap();
-        let expected = vec![json!({"role": "user", "content": "hi"})];
-        assert_eq!(answer.value.messages.unwrap(), expected);
     }
 }

@@ -1,9 +1,6 @@
 //! The notation of tool calls.
 
-use std::borrow::Cow;
-
 use anyhow::Result;
-use candle_grpo_base::large_integers;
 use candle_grpo_core::validate::check;
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
@@ -104,13 +101,12 @@ fn hermes(turn: &str) -> Vec<Result<ToolCall, String>> {
     while let Some((_, inside)) = rest.split_once(OPEN) {
         let mut values = serde_json::Deserializer::from_str(inside).into_iter::<Value>();
         let value = values.next();
-        let (text, behind) = inside.split_at(values.byte_offset());
-        let behind = behind.trim_start();
+        let behind = inside[values.byte_offset()..].trim_start();
         let ends = behind.is_empty() || behind.starts_with(OPEN) || behind.starts_with(CLOSE);
         if let Some(Ok(value)) = value
             && ends
         {
-            calls.push(from_value(with_large_integers(text, value)));
+            calls.push(from_value(value));
             rest = behind;
         } else {
             // The reason is in what stands before the next mark.
@@ -122,15 +118,6 @@ fn hermes(turn: &str) -> Vec<Result<ToolCall, String>> {
         }
     }
     calls
-}
-
-/// Returns the value of `text` with texts in place of integers that no 64 bits hold, as in rows of
-/// data. `value` has floats there.
-fn with_large_integers(text: &str, value: Value) -> Value {
-    match large_integers::quoted(text) {
-        Cow::Borrowed(_) => value,
-        Cow::Owned(quoted) => serde_json::from_str(&quoted).unwrap_or(value),
-    }
 }
 
 fn not_json(error: &serde_json::Error) -> String {
@@ -150,10 +137,7 @@ fn from_value(value: Value) -> Result<ToolCall, String> {
     let arguments = match arguments {
         None | Some(Value::Null) => Value::Object(Map::new()),
         // JSON in a text, as OpenAI has it.
-        Some(Value::String(text)) => {
-            let value = serde_json::from_str(&text).unwrap_or(Value::Null);
-            with_large_integers(&text, value)
-        }
+        Some(Value::String(text)) => serde_json::from_str(&text).unwrap_or(Value::Null),
         Some(arguments) => arguments,
     };
     match arguments {
@@ -174,10 +158,7 @@ fn llama(turn: &str) -> Vec<Result<ToolCall, String>> {
     while !rest.is_empty() {
         let mut values = serde_json::Deserializer::from_str(rest).into_iter::<Value>();
         match values.next() {
-            Some(Ok(value)) => {
-                let text = &rest[..values.byte_offset()];
-                calls.push(from_value(with_large_integers(text, value)));
-            }
+            Some(Ok(value)) => calls.push(from_value(value)),
             Some(Err(error)) => {
                 calls.push(Err(not_json(&error)));
                 break;
@@ -214,24 +195,6 @@ mod tests {
     #[case(&format!("<tool_call>{CALL} <tool_call>{CALL}"), vec![add(1), add(1)])]
     fn hermes_calls_are_read(#[case] turn: &str, #[case] calls: Vec<Result<ToolCall, String>>) {
         assert_eq!(ToolFormat::Hermes.calls(turn), calls);
-    }
-
-    #[rstest]
-    #[case(r#"{"a": 123456789012345678901, "b": [-99999999999999999999]}"#)]
-    #[case(r#""{\"a\": 123456789012345678901, \"b\": [-99999999999999999999]}""#)]
-    fn integers_keep_their_digits(#[case] arguments: &str) {
-        let call = format!(r#"{{"name": "f", "arguments": {arguments}}}"#);
-        for (format, turn) in [
-            (ToolFormat::Hermes, format!("<tool_call>{call}</tool_call>")),
-            (ToolFormat::Llama, call),
-        ] {
-            let calls = format.calls(&turn);
-            assert_eq!(
-                calls[0].as_ref().unwrap().arguments,
-                json!({"a": "123456789012345678901", "b": ["-99999999999999999999"]}),
-                "{turn}"
-            );
-        }
     }
 
     #[test]
