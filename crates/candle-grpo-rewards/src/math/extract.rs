@@ -175,7 +175,8 @@ fn automatic(text: &str) -> Option<Answer> {
     if answer::boxes(text).next().is_some() {
         return None;
     }
-    if let Some(line) = answer::marked_line(text) {
+    if let Some((_, after)) = text.rsplit_once("####") {
+        let line = after.trim_start().split('\n').next().unwrap_or(after);
         return within(line.trim_matches(is_mark));
     }
     let has_digits = |text: &&str| text.contains(|c: char| c.is_ascii_digit());
@@ -217,11 +218,8 @@ fn formula(written: &str) -> Answer {
         LazyLock::new(|| Regex::new(r"^\s*([-−]?[0-9]+) ([0-9]+)/([0-9]+)\s*$").ok());
     static SCIENTIFIC: LazyLock<Option<Regex>> =
         LazyLock::new(|| Regex::new(r"^\s*([-−]?[0-9.]+) x (10\^\S+)\s*$").ok());
-    let is_time = |text: &str| TIME.as_ref().is_some_and(|time| time.is_match(text));
-    if is_time(written) {
-        // `a : b = 7:32` is `7:32`.
-        let side = last_side(written).filter(|side| is_time(side));
-        return unknown(side.unwrap_or(written).trim());
+    if TIME.as_ref().is_some_and(|time| time.is_match(written)) {
+        return unknown(written);
     }
     if let Some(number) = quantity(written) {
         return Answer {
@@ -322,19 +320,6 @@ fn last_side(written: &str) -> Option<&str> {
 
 /// Returns the answer in a text: all of it, or the last formula or number in it.
 fn within(text: &str) -> Option<Answer> {
-    const ARROWS: [&str; 9] = [
-        "=>",
-        "->",
-        "→",
-        "⇒",
-        "⟹",
-        "➜",
-        "∴",
-        r"\Rightarrow",
-        r"\therefore",
-    ];
-    let arrow = ARROWS.iter().find_map(|arrow| text.strip_prefix(arrow));
-    let text = arrow.map_or(text, str::trim_start);
     if let Some(number) = plain_number(text) {
         return Some(Answer {
             text: text.to_owned(),
@@ -635,9 +620,9 @@ fn group(text: &str, spans: &[Span]) -> Answer {
 /// are no products of variables, and for a label such as `A:`.
 fn has_words(text: &str) -> bool {
     static WORD: LazyLock<Option<Regex>> = LazyLock::new(|| {
-        let short = r"(?i:it|is|so|ok|oh|ah|hm|we|he|my|me|us|no|of|to|on|by|if|up|be|do|go)";
+        let short = r"(?i:it|is|so|ok|we|he|my|no|of|to|on|by|if|up)";
         Regex::new(&format!(
-            r"\\[a-zA-Z]+\s*(?:\{{[a-zA-Z*.,\s]*\}})?|_\{{[^}}]*\}}|(?P<word>[a-zA-Z]{{3,}}|\b{short}\b|^[A-Za-z][a-z]?:\s)"
+            r"\\[a-zA-Z]+\s*(?:\{{[a-zA-Z*.,\s]*\}})?|_\{{[^}}]*\}}|(?P<word>[a-zA-Z]{{3,}}|\b{short}\b|^[A-Z][a-z]?:\s)"
         ))
         .ok()
     });

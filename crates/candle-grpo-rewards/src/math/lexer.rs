@@ -148,8 +148,6 @@ const SKIPPED: &[&str] = &[
     "nonumber",
     "scriptstyle",
     "tiny",
-    "scriptsize",
-    "footnotesize",
     "small",
     "normalsize",
     "large",
@@ -185,12 +183,6 @@ const STYLED: &[&str] = &[
     "mathcal",
     "mathsf",
     "mathtt",
-    "mathscr",
-    "mathfrak",
-    "mathnormal",
-    "emph",
-    "underline",
-    "pmb",
     "boldsymbol",
     "bold",
     "bm",
@@ -697,12 +689,6 @@ impl<'a> Lexer<'a> {
             "R" => Token::Command("mathbb R".to_owned()),
             "text" if self.rest.is_empty() => return None,
             _ if TEXT.contains(&name) => return self.text(name),
-            "color" | "textcolor" => {
-                self.group_text()?;
-                return Some(());
-            }
-            // A line over digits repeats them.
-            "overline" | "bar" if self.group_is_value() => return None,
             // `\mathbf{2}` is 2.
             _ if STYLED.contains(&name) && self.group_is_value() => return Some(()),
             _ if STYLED.contains(&name) => {
