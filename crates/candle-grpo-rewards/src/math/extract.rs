@@ -218,6 +218,12 @@ fn formula(written: &str) -> Answer {
         LazyLock::new(|| Regex::new(r"^\s*([-−]?[0-9]+) ([0-9]+)/([0-9]+)\s*$").ok());
     static SCIENTIFIC: LazyLock<Option<Regex>> =
         LazyLock::new(|| Regex::new(r"^\s*([-−]?[0-9.]+) x (10\^\S+)\s*$").ok());
+    if let Some(ratio) = labeled_ratio(written) {
+        return Answer {
+            value: parse(written),
+            ..unknown(ratio)
+        };
+    }
     if TIME.as_ref().is_some_and(|time| time.is_match(written)) {
         return unknown(written);
     }
@@ -257,6 +263,23 @@ fn formula(written: &str) -> Answer {
         value: parse(exact).or_else(|| parse(last_side(exact)?)),
         as_list: None,
     }
+}
+
+/// Returns the last side of `V_1:V_2 = 11:21`. Without the label it may be a time, so its text counts
+/// beside its value.
+fn labeled_ratio(written: &str) -> Option<&str> {
+    static RATIO: LazyLock<Option<Regex>> = LazyLock::new(|| {
+        let name = r"[A-Za-z\\][^=:0-9]*(?:_\{?[0-9]+\}?[^=:0-9]*)?";
+        let colon = r"(?::|\\colon\b)";
+        Regex::new(&format!(
+            r"^\s*(?P<label>{name}{colon}\s*{name})=\s*(?P<ratio>[0-9]+\s*{colon}\s*[0-9]+)\s*$"
+        ))
+        .ok()
+    });
+    let found = RATIO.as_ref()?.captures(written)?;
+    let label = found.name("label")?.as_str();
+    let is_name = !has_words(label) || !label.contains(|c: char| c.is_ascii_lowercase());
+    Some(found.name("ratio")?.as_str()).filter(|_| is_name)
 }
 
 /// Returns true for words after a number in a formula that may make another number of it.

@@ -368,6 +368,13 @@ fn matches(answer: &str, reference: &str) -> bool {
 #[case(r"\boxed{6, 54}", "$6$ and $54$")]
 #[case(r"\boxed{\text{3 boys and 4 girls}}", "3 boys and 4 girls")]
 #[case("all integers greater than 3", "all integers greater than 3")]
+// Ratios with a label.
+#[case(r"$\boxed{7:32}$", "$S_{MBCN}:S=7:32$")]
+#[case("$11:21$", "$V_{1}:V_{2}=11:21$")]
+#[case("$V_{1}:V_{2}=11:21$", "11:21")]
+#[case(r"\boxed{\frac{11}{21}}", "$V_{1}:V_{2}=11:21$")]
+#[case(r"\boxed{V_2:V_1 = 21:11}", "$V_{1}:V_{2}=11:21$")]
+#[case("$7 : 32$", "$AB : BC = 7 : 32$")]
 #[case("18", "18 dollars")]
 #[case("18", "She needs 18 eggs")]
 fn equal_answers(#[case] answer: &str, #[case] reference: &str) {
@@ -607,6 +614,11 @@ fn equal_answers(#[case] answer: &str, #[case] reference: &str) {
 #[case("20", "3 h 20 min")]
 #[case("3", "all integers greater than 3")]
 #[case("5", "not 5")]
+// Ratios with a label.
+#[case(r"\boxed{11:20}", "$V_{1}:V_{2}=11:21$")]
+#[case(r"\boxed{21:11}", "$V_{1}:V_{2}=11:21$")]
+#[case(r"\boxed{V_2:V_1 = 11:21}", "$V_{1}:V_{2}=11:21$")]
+#[case("1/10", "$t = 3:30$")]
 fn unequal_answers(#[case] answer: &str, #[case] reference: &str) {
     assert!(!matches(answer, reference), "{answer} = {reference}");
 }
