@@ -230,6 +230,26 @@ fn matches(answer: &str, reference: &str) -> bool {
 #[case(r"\boxed{\mathbf{x}}", "x")]
 #[case(r"\boxed{\displaystyle 2}", "2")]
 #[case(r"\boxed{\mathtt{2}}", "2")]
+#[case(r"\boxed{\underline{2}}", "2")]
+#[case(r"\boxed{\emph{2}}", "2")]
+#[case(r"\boxed{\mathbb{2}}", "2")]
+#[case(r"\boxed{\mathnormal{2}}", "2")]
+#[case(r"\boxed{\pmb{2}}", "2")]
+#[case(r"\boxed{\mathscr{2}}", "2")]
+#[case(r"\boxed{\mathfrak{2}}", "2")]
+#[case(r"\boxed{\scriptsize 2}", "2")]
+#[case(r"\boxed{\footnotesize 2}", "2")]
+#[case(r"\boxed{\textcolor{red}{2}}", "2")]
+#[case(r"\boxed{\color{red}{2}}", "2")]
+#[case(r"\boxed{{\color{red} 2}}", "2")]
+#[case(r"\boxed{\mathbb{R}}", r"(-\infty, \infty)")]
+// Repeating decimals.
+#[case(r"\boxed{0.\overline{3}}", "1/3")]
+#[case(r"\boxed{0.1\overline{6}}", "1/6")]
+#[case(r"\boxed{1.\bar{6}}", r"\frac{5}{3}")]
+#[case(r"\boxed{-0.\overline{12}}", r"-\frac{4}{33}")]
+#[case(r"\boxed{0.\overline{9}}", "1")]
+#[case(r"\boxed{0.3333333}", r"$0.\overline{3}$")]
 // Boxes that are not closed.
 #[case(r"\boxed{7}", "7")]
 // A list against a decimal comma in prose.
@@ -614,6 +634,10 @@ fn equal_answers(#[case] answer: &str, #[case] reference: &str) {
 #[case("20", "3 h 20 min")]
 #[case("3", "all integers greater than 3")]
 #[case("5", "not 5")]
+// A line over digits.
+#[case(r"\boxed{\overline{2}}", "2")]
+#[case(r"\boxed{0.\overline{3}}", "0.3")]
+#[case(r"\boxed{0.1\overline{6}}", "0.16")]
 // Ratios with a label.
 #[case(r"\boxed{11:20}", "$V_{1}:V_{2}=11:21$")]
 #[case(r"\boxed{21:11}", "$V_{1}:V_{2}=11:21$")]
