@@ -1,5 +1,8 @@
 //! The place of the answer in a completion.
 
+use std::sync::LazyLock;
+
+use regex::Regex;
 use serde::de::{Deserializer, Error};
 use serde::{Deserialize, Serialize};
 
@@ -60,8 +63,9 @@ impl AnswerPlace {
         let lines = || text.lines().map(str::trim).filter(|line| !line.is_empty());
         match self {
             Self::Auto if boxes(text).next().is_some() => boxed(text),
-            Self::Auto => match text.rsplit_once("####") {
-                Some((_, rest)) => rest.trim().lines().next().map(str::trim_end),
+            Self::Auto => match marked(text) {
+                Some(Marked::Line("")) => None,
+                Some(Marked::Line(answer) | Marked::Section(answer)) => Some(answer),
                 None => Some(text.trim()),
             },
             Self::Boxed => boxed(text),
@@ -101,10 +105,46 @@ impl AnswerPlace {
     pub(super) fn counts_last_number(&self, text: &str) -> bool {
         match self {
             Self::FirstLine | Self::After(_) => false,
-            Self::Auto => boxes(text).next().is_some() || !text.contains("####"),
+            Self::Auto => {
+                boxes(text).next().is_some() || !matches!(marked(text), Some(Marked::Line(_)))
+            }
             _ => true,
         }
     }
+}
+
+/// What follows the last `####` that has text after it.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub(super) enum Marked<'a> {
+    /// The rest of its line, or the next one.
+    Line(&'a str),
+    /// The text under a heading such as `#### Final Answer` or `#### Step 2: add`.
+    Section(&'a str),
+}
+
+/// Returns the text after the last `####` that has text after it, or none without `####`.
+pub(super) fn marked(text: &str) -> Option<Marked<'_>> {
+    static HEADING: LazyLock<Option<Regex>> = LazyLock::new(|| {
+        let number = r"[*_]*(?:[0-9]{1,2}[.)]\s+)?[*_]*";
+        let part = r"(?:step|part|case)\s+[0-9]+\b";
+        let answer = r"(?:the\s+)?(?:final\s+|correct\s+)?(?:answer|solution|result|conclusion|summary)s?[*_:.\s]*$";
+        Regex::new(&format!("(?i)^{number}(?:{part}|{answer})")).ok()
+    });
+    let (mut before, mut after) = text.rsplit_once("####")?;
+    while after.trim().is_empty()
+        && let Some((earlier, marked)) = before.rsplit_once("####")
+    {
+        (before, after) = (earlier, marked);
+    }
+    let (line, rest) = match after.trim().split_once('\n') {
+        Some((line, rest)) => (line.trim_end(), rest.trim()),
+        None => (after.trim(), ""),
+    };
+    let is_heading = HEADING.as_ref()?.is_match(line);
+    Some(match is_heading && !rest.is_empty() {
+        true => Marked::Section(rest),
+        false => Marked::Line(line),
+    })
 }
 
 fn after<'a>(text: &'a str, mark: &str) -> Option<&'a str> {
@@ -187,6 +227,12 @@ mod tests {
     #[case(AnswerPlace::Auto, " 42 ", Some("42"))]
     #[case(AnswerPlace::Auto, "Let us see.\n####\n7\n", Some("7"))]
     #[case(AnswerPlace::Auto, "####", None)]
+    #[case(AnswerPlace::Auto, "#### 42\n####", Some("42"))]
+    #[case(AnswerPlace::Auto, "#### Final Answer\n\n42\n", Some("42"))]
+    #[case(AnswerPlace::Auto, "#### **2. The answer:**\n42", Some("42"))]
+    #[case(AnswerPlace::Auto, "#### Step 2: add 3\nIt is 42", Some("It is 42"))]
+    #[case(AnswerPlace::Auto, "#### Final Answer", Some("Final Answer"))]
+    #[case(AnswerPlace::Auto, "#### The answer is blue\nmore", Some("The answer is blue"))]
     #[case(AnswerPlace::Boxed, r"\boxed{a{b}{c}}", Some("a{b}{c}"))]
     #[case(AnswerPlace::Boxed, r"\boxed{a", None)]
     #[case(AnswerPlace::Boxed, r"\boxed{7} wait, \boxed{8", None)]

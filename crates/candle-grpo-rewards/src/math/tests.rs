@@ -157,6 +157,21 @@ fn matches(answer: &str, reference: &str) -> bool {
 #[case("x^2 + 1", "x^2+1")]
 #[case("Q: 42", "42")]
 #[case("2 a b", "2ab")]
+#[case("Oh, 42", "42")]
+#[case("Ah, 42!", "42")]
+#[case("At 42", "42")]
+#[case("be 42", "42")]
+#[case("a: 42", "42")]
+#[case("I do, 42", "42")]
+#[case("I'd go 42", "42")]
+#[case("at^2", "at^2")]
+#[case("ah/2", "ah/2")]
+#[case("=> 42", "42")]
+#[case("-> 42", "42")]
+#[case("→ -42", "-42")]
+#[case("∴ 42", "42")]
+#[case(r"$\Rightarrow x = 42$", "42")]
+#[case(r"\boxed{\therefore 42}", "42")]
 // Texts between numbers.
 #[case(
     r"\boxed{3 \text{ hours } 20 \text{ minutes}}",
@@ -190,6 +205,12 @@ fn matches(answer: &str, reference: &str) -> bool {
 #[case("#### **1/2**", "1/2")]
 #[case("####**42**", "42")]
 #[case("#### 2*3", "6")]
+#[case("#### Final Answer\n42", "42")]
+#[case("#### Final Answer\n\n**42**", "42")]
+#[case("#### Step 2: add 3 and 4\nThe answer is 42.", "42")]
+#[case("#### 42\n####", "42")]
+#[case("#### $**42**$", "42")]
+#[case("#### ~~41~~ 42", "42")]
 // Escaped braces.
 #[case(
     r"$\boxed{f(x)=\left\{\begin{array}{l} 1 \\ 2 \end{array}\right.}$",
@@ -634,6 +655,10 @@ fn equal_answers(#[case] answer: &str, #[case] reference: &str) {
 #[case("20", "3 h 20 min")]
 #[case("3", "all integers greater than 3")]
 #[case("5", "not 5")]
+// Headings.
+#[case("#### Step 2: add 3 and 4\nThe answer is 42.", "4")]
+#[case("The answer is 3.\n#### Final Answer\n42", "3")]
+#[case("#### ~~41~~ 42", "41")]
 // A line over digits.
 #[case(r"\boxed{\overline{2}}", "2")]
 #[case(r"\boxed{0.\overline{3}}", "0.3")]
