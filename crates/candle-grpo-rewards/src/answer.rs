@@ -152,25 +152,74 @@ fn after<'a>(text: &'a str, mark: &str) -> Option<&'a str> {
     Some(rest.split('\n').next().unwrap_or(rest).trim())
 }
 
-/// Returns the text in the braces of the last box, which may be nested.
+/// Returns the text in the last box.
 fn boxed(text: &str) -> Option<&str> {
-    let (_, rest) = boxes(text).next()?;
-    Some(rest[..closing(rest)?].trim())
+    let last = boxes(text).next()?;
+    Some(last.inside(text.len())?.trim())
 }
 
-/// Returns the position of each `\boxed{` and the text after its brace, the last one first. If the
-/// text ends before the brace, that box has no text.
-pub(super) fn boxes(text: &str) -> impl Iterator<Item = (usize, &str)> {
-    let end = text.trim_end();
-    let cut = ["\\box", "\\boxe"].into_iter();
-    let cut = cut.filter_map(move |begun| Some((end.strip_suffix(begun)?.len(), "")));
-    let whole = text.rmatch_indices("\\boxed").filter_map(|(at, name)| {
-        let rest = text[at + name.len()..].trim_start();
-        let inside = match rest.is_empty() {
-            true => rest,
-            false => rest.strip_prefix('{')?,
+/// The beginning of `\boxed{}`, of `\fbox{}`, or of a number without braces, as in `\boxed 8`.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct OpenBox<'a> {
+    /// The position of its command.
+    pub(super) start: usize,
+    /// The text from its inside on, which is empty if the text ends before.
+    pub(super) rest: &'a str,
+    /// The bytes of an inside without braces.
+    bare: Option<usize>,
+}
+
+impl<'a> OpenBox<'a> {
+    /// Returns the inside, or none if it does not end in the first `limit` bytes.
+    pub(super) fn inside(&self, limit: usize) -> Option<&'a str> {
+        let text = &self.rest[..limit.min(self.rest.len())];
+        let length = match self.bare {
+            Some(length) => length,
+            None => closing(text)?,
         };
-        Some((at, inside))
+        text.get(..length)
+    }
+
+    /// Returns the bytes after the inside that belong to the box.
+    pub(super) fn brace(&self) -> usize {
+        usize::from(self.bare.is_none())
+    }
+}
+
+/// Returns each box, the last one first. If the text ends before its brace, that box has no text.
+pub(super) fn boxes(text: &str) -> impl Iterator<Item = OpenBox<'_>> {
+    static BARE: LazyLock<Option<Regex>> = LazyLock::new(|| {
+        Regex::new(r"^(?:[-−+]?[0-9]+(?:[.,/][0-9]+)*|[A-Z]\b)").ok()
+    });
+    const NAME: &str = "box";
+    let end = text.trim_end();
+    let cut = ["\\box", "\\boxe", "\\fbo"].into_iter();
+    let cut = cut.filter_map(move |begun| {
+        Some(OpenBox {
+            start: end.strip_suffix(begun)?.len(),
+            rest: "",
+            bare: None,
+        })
+    });
+    let whole = text.rmatch_indices(NAME).filter_map(|(at, _)| {
+        let (before, after) = (&text[..at], &text[at + NAME.len()..]);
+        let (start, after) = match (before.strip_suffix("\\f"), after.strip_prefix("ed")) {
+            (Some(before), _) => (before.len(), after),
+            (_, Some(after)) => (before.strip_suffix('\\')?.len(), after),
+            _ => return None,
+        };
+        let rest = after.trim_start();
+        let braced = match rest.is_empty() {
+            true => Some(rest),
+            false => rest.strip_prefix('{'),
+        };
+        if let Some(rest) = braced {
+            let bare = None;
+            return Some(OpenBox { start, rest, bare });
+        }
+        let rest = after.trim_start_matches(' ');
+        let bare = Some(BARE.as_ref()?.find(rest)?.len());
+        Some(OpenBox { start, rest, bare })
     });
     cut.chain(whole)
 }
@@ -242,6 +291,13 @@ mod tests {
     #[case(AnswerPlace::Auto, r"\boxed{7} wait, \boxe", None)]
     #[case(AnswerPlace::Auto, r"\boxed{7} wait, \box", None)]
     #[case(AnswerPlace::Auto, r"\boxed{7} wait, \boxed {8}", Some("8"))]
+    #[case(AnswerPlace::Auto, r"\boxed{7} wait, \boxed 8.", Some("8"))]
+    #[case(AnswerPlace::Auto, r"\boxed{7} wait, $\boxed-3,5$", Some("-3,5"))]
+    #[case(AnswerPlace::Auto, r"\boxed{7} wait, \fbox{8}", Some("8"))]
+    #[case(AnswerPlace::Auto, r"\boxed{7} wait, \fbox", None)]
+    #[case(AnswerPlace::Auto, r"\boxed{7} wait, \fbo", None)]
+    #[case(AnswerPlace::Auto, r"\boxed{A} wait, \boxed B", Some("B"))]
+    #[case(AnswerPlace::Auto, r"\boxed{7} is in a box, not a \mbox{8}", Some("7"))]
     #[case(AnswerPlace::Auto, r"\boxed{7} is in a \boxed command", Some("7"))]
     #[case(
         AnswerPlace::Boxed,

@@ -228,6 +228,9 @@ fn matches(answer: &str, reference: &str) -> bool {
 #[case("\\boxed{7}\nWait, \\boxed{8}", "8")]
 #[case(r"\boxed{7}, \boxed{8}", "7, 8")]
 #[case("\\boxed{7}\nHmm, no, \\boxed{8}", "8")]
+#[case("\\boxed{7}\nWait, \\boxed 8", "8")]
+#[case("\\boxed{7}\nWait, $\\boxed 8$.", "8")]
+#[case("\\boxed{7}\nWait, \\fbox{8}", "8")]
 #[case("$\\boxed{7}$\nWait, $\\boxed{8}$", "8")]
 #[case("\\boxed{7}\nNo, \\boxed{8}", "8")]
 #[case("\\boxed{7}\nWait, it is \\boxed{8}", "8")]
@@ -655,6 +658,10 @@ fn equal_answers(#[case] answer: &str, #[case] reference: &str) {
 #[case("20", "3 h 20 min")]
 #[case("3", "all integers greater than 3")]
 #[case("5", "not 5")]
+// Boxes of other forms.
+#[case("\\boxed{7}\nWait, \\boxed 8", "7")]
+#[case("\\boxed{7}\nWait, \\fbox{8}", "7")]
+#[case("\\boxed{7}\nWait, \\fbox{8", "7")]
 // Headings.
 #[case("#### Step 2: add 3 and 4\nThe answer is 42.", "4")]
 #[case("The answer is 3.\n#### Final Answer\n42", "3")]
@@ -916,6 +923,17 @@ fn hostile() -> Vec<String> {
         r"\[".repeat(mega / 2),
         r"\boxed{".repeat(mega / 8),
         r"\boxed{1} and ".repeat(mega / 16),
+        r"\boxed 1 ".repeat(mega / 16),
+        "box".repeat(mega / 4),
+        "####".repeat(mega / 4),
+        "#### \n".repeat(mega / 8),
+        "=>".repeat(mega / 2),
+        r"\therefore ".repeat(mega / 16),
+        "~~".repeat(mega / 2),
+        "#### ".to_owned() + &"~~1".repeat(mega / 4),
+        r"0.\overline{".repeat(200),
+        format!(r"0.\overline{{{}}}", "1".repeat(998)),
+        "A:".repeat(mega / 2) + "=1:1",
         "answer is ".repeat(mega / 8),
         "the final answer ".repeat(mega / 16),
         "9^".repeat(1000) + "9",
