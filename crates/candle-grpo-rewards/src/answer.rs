@@ -188,9 +188,8 @@ impl<'a> OpenBox<'a> {
 
 /// Returns each box, the last one first. If the text ends before its brace, that box has no text.
 pub(super) fn boxes(text: &str) -> impl Iterator<Item = OpenBox<'_>> {
-    static BARE: LazyLock<Option<Regex>> = LazyLock::new(|| {
-        Regex::new(r"^(?:[-−+]?[0-9]+(?:[.,/][0-9]+)*|[A-Z]\b)").ok()
-    });
+    static BARE: LazyLock<Option<Regex>> =
+        LazyLock::new(|| Regex::new(r"^(?:[-−+]?[0-9]+(?:[.,/][0-9]+)*|[A-Z]\b)").ok());
     const NAME: &str = "box";
     let end = text.trim_end();
     let cut = ["\\box", "\\boxe", "\\fbo"].into_iter();
@@ -281,7 +280,11 @@ mod tests {
     #[case(AnswerPlace::Auto, "#### **2. The answer:**\n42", Some("42"))]
     #[case(AnswerPlace::Auto, "#### Step 2: add 3\nIt is 42", Some("It is 42"))]
     #[case(AnswerPlace::Auto, "#### Final Answer", Some("Final Answer"))]
-    #[case(AnswerPlace::Auto, "#### The answer is blue\nmore", Some("The answer is blue"))]
+    #[case(
+        AnswerPlace::Auto,
+        "#### The answer is blue\nmore",
+        Some("The answer is blue")
+    )]
     #[case(AnswerPlace::Boxed, r"\boxed{a{b}{c}}", Some("a{b}{c}"))]
     #[case(AnswerPlace::Boxed, r"\boxed{a", None)]
     #[case(AnswerPlace::Boxed, r"\boxed{7} wait, \boxed{8", None)]

@@ -203,9 +203,18 @@ mod tests {
     }
 
     #[rstest]
-    #[case(ToolFormat::Hermes, r#"<tool_call>{"name": "f", "arguments": {"n": 123456789012345678901}}</tool_call>"#)]
-    #[case(ToolFormat::Hermes, r#"<tool_call>{"name": "f", "arguments": "{\"n\": 123456789012345678901}"}</tool_call>"#)]
-    #[case(ToolFormat::Llama, r#"{"name": "f", "parameters": {"n": 123456789012345678901}}"#)]
+    #[case(
+        ToolFormat::Hermes,
+        r#"<tool_call>{"name": "f", "arguments": {"n": 123456789012345678901}}</tool_call>"#
+    )]
+    #[case(
+        ToolFormat::Hermes,
+        r#"<tool_call>{"name": "f", "arguments": "{\"n\": 123456789012345678901}"}</tool_call>"#
+    )]
+    #[case(
+        ToolFormat::Llama,
+        r#"{"name": "f", "parameters": {"n": 123456789012345678901}}"#
+    )]
     fn integers_of_a_call_keep_their_digits(#[case] format: ToolFormat, #[case] turn: &str) {
         let call = ToolCall {
             name: "f".to_owned(),
