@@ -113,7 +113,7 @@ impl AnswerPlace {
     }
 }
 
-/// What follows the last `####` that has text after it.
+/// The text that the last `####` stands before.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(super) enum Marked<'a> {
     /// The rest of its line, or the next one.

@@ -285,8 +285,8 @@ fn formula(written: &str) -> Answer {
     }
 }
 
-/// Returns the last side of `V_1:V_2 = 11:21`. Without the label it may be a time, so its text counts
-/// beside its value.
+/// Returns the last side of `V_1:V_2 = 11:21`. Without the label it may be a time, so its text
+/// counts beside its value.
 fn labeled_ratio(written: &str) -> Option<&str> {
     static RATIO: LazyLock<Option<Regex>> = LazyLock::new(|| {
         let name = r"[A-Za-z\\][^=:0-9]*(?:_\{?[0-9]+\}?[^=:0-9]*)?";
