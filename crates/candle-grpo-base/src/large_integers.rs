@@ -2,6 +2,8 @@
 
 use std::borrow::Cow;
 
+use serde_json::Value;
+
 /// The digits of the greatest u64, 18446744073709551615, less one: a shorter integer has 64 bits.
 const FEWEST_DIGITS: usize = 19;
 
@@ -31,6 +33,19 @@ pub fn quoted(text: &str) -> Cow<'_, str> {
     match copied {
         0 => Cow::Borrowed(text),
         _ => Cow::Owned(quoted + &text[copied..]),
+    }
+}
+
+/// Returns the value of JSON, with each of these integers as a text of its digits.
+///
+/// # Errors
+///
+/// If the text is not JSON.
+pub fn parsed(text: &str) -> serde_json::Result<Value> {
+    let value = serde_json::from_str(text)?;
+    match quoted(text) {
+        Cow::Borrowed(_) => Ok(value),
+        Cow::Owned(text) => serde_json::from_str(&text),
     }
 }
 
@@ -72,6 +87,13 @@ mod tests {
     )]
     fn an_integer_of_more_than_64_bits_becomes_a_text(#[case] text: &str, #[case] expected: &str) {
         assert_eq!(quoted(text), expected);
+    }
+
+    #[test]
+    fn a_text_that_is_not_json_stays_an_error() {
+        let value = parsed("[18446744073709551616, 1]").unwrap();
+        assert_eq!(value, serde_json::json!(["18446744073709551616", 1]));
+        assert!(parsed("{18446744073709551616: 1}").is_err());
     }
 
     #[rstest]

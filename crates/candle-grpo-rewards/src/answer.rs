@@ -1,5 +1,8 @@
 //! The place of the answer in a completion.
 
+use std::sync::LazyLock;
+
+use regex::Regex;
 use serde::de::{Deserializer, Error};
 use serde::{Deserialize, Serialize};
 
@@ -60,8 +63,9 @@ impl AnswerPlace {
         let lines = || text.lines().map(str::trim).filter(|line| !line.is_empty());
         match self {
             Self::Auto if boxes(text).next().is_some() => boxed(text),
-            Self::Auto => match text.rsplit_once("####") {
-                Some((_, rest)) => rest.trim().lines().next().map(str::trim_end),
+            Self::Auto => match marked(text) {
+                Some(Marked::Line("")) => None,
+                Some(Marked::Line(answer) | Marked::Section(answer)) => Some(answer),
                 None => Some(text.trim()),
             },
             Self::Boxed => boxed(text),
@@ -101,10 +105,46 @@ impl AnswerPlace {
     pub(super) fn counts_last_number(&self, text: &str) -> bool {
         match self {
             Self::FirstLine | Self::After(_) => false,
-            Self::Auto => boxes(text).next().is_some() || !text.contains("####"),
+            Self::Auto => {
+                boxes(text).next().is_some() || !matches!(marked(text), Some(Marked::Line(_)))
+            }
             _ => true,
         }
     }
+}
+
+/// The text that the last `####` stands before.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub(super) enum Marked<'a> {
+    /// The rest of its line, or the next one.
+    Line(&'a str),
+    /// The text under a heading such as `#### Final Answer` or `#### Step 2: add`.
+    Section(&'a str),
+}
+
+/// Returns the text after the last `####` that has text after it, or none without `####`.
+pub(super) fn marked(text: &str) -> Option<Marked<'_>> {
+    static HEADING: LazyLock<Option<Regex>> = LazyLock::new(|| {
+        let number = r"[*_]*(?:[0-9]{1,2}[.)]\s+)?[*_]*";
+        let part = r"(?:step|part|case)\s+[0-9]+\b";
+        let answer = r"(?:the\s+)?(?:final\s+|correct\s+)?(?:answer|solution|result|conclusion|summary)s?[*_:.\s]*$";
+        Regex::new(&format!("(?i)^{number}(?:{part}|{answer})")).ok()
+    });
+    let (mut before, mut after) = text.rsplit_once("####")?;
+    while after.trim().is_empty()
+        && let Some((earlier, marked)) = before.rsplit_once("####")
+    {
+        (before, after) = (earlier, marked);
+    }
+    let (line, rest) = match after.trim().split_once('\n') {
+        Some((line, rest)) => (line.trim_end(), rest.trim()),
+        None => (after.trim(), ""),
+    };
+    let is_heading = HEADING.as_ref()?.is_match(line);
+    Some(match is_heading && !rest.is_empty() {
+        true => Marked::Section(rest),
+        false => Marked::Line(line),
+    })
 }
 
 fn after<'a>(text: &'a str, mark: &str) -> Option<&'a str> {
@@ -112,25 +152,73 @@ fn after<'a>(text: &'a str, mark: &str) -> Option<&'a str> {
     Some(rest.split('\n').next().unwrap_or(rest).trim())
 }
 
-/// Returns the text in the braces of the last box, which may be nested.
+/// Returns the text in the last box.
 fn boxed(text: &str) -> Option<&str> {
-    let (_, rest) = boxes(text).next()?;
-    Some(rest[..closing(rest)?].trim())
+    let last = boxes(text).next()?;
+    Some(last.inside(text.len())?.trim())
 }
 
-/// Returns the position of each `\boxed{` and the text after its brace, the last one first. If the
-/// text ends before the brace, that box has no text.
-pub(super) fn boxes(text: &str) -> impl Iterator<Item = (usize, &str)> {
-    let end = text.trim_end();
-    let cut = ["\\box", "\\boxe"].into_iter();
-    let cut = cut.filter_map(move |begun| Some((end.strip_suffix(begun)?.len(), "")));
-    let whole = text.rmatch_indices("\\boxed").filter_map(|(at, name)| {
-        let rest = text[at + name.len()..].trim_start();
-        let inside = match rest.is_empty() {
-            true => rest,
-            false => rest.strip_prefix('{')?,
+/// The beginning of `\boxed{}`, of `\fbox{}`, or of a number without braces, as in `\boxed 8`.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct OpenBox<'a> {
+    /// The position of its command.
+    pub(super) start: usize,
+    /// The text from its inside on, which is empty if the text ends before.
+    pub(super) rest: &'a str,
+    /// The bytes of an inside without braces.
+    bare: Option<usize>,
+}
+
+impl<'a> OpenBox<'a> {
+    /// Returns the inside, or none if it does not end in the first `limit` bytes.
+    pub(super) fn inside(&self, limit: usize) -> Option<&'a str> {
+        let text = &self.rest[..limit.min(self.rest.len())];
+        let length = match self.bare {
+            Some(length) => length,
+            None => closing(text)?,
         };
-        Some((at, inside))
+        text.get(..length)
+    }
+
+    /// Returns the bytes after the inside that belong to the box.
+    pub(super) fn brace(&self) -> usize {
+        usize::from(self.bare.is_none())
+    }
+}
+
+/// Returns each box, the last one first. If the text ends before its brace, that box has no text.
+pub(super) fn boxes(text: &str) -> impl Iterator<Item = OpenBox<'_>> {
+    static BARE: LazyLock<Option<Regex>> =
+        LazyLock::new(|| Regex::new(r"^(?:[-−+]?[0-9]+(?:[.,/][0-9]+)*|[A-Z]\b)").ok());
+    const NAME: &str = "box";
+    let end = text.trim_end();
+    let cut = ["\\box", "\\boxe", "\\fbo"].into_iter();
+    let cut = cut.filter_map(move |begun| {
+        Some(OpenBox {
+            start: end.strip_suffix(begun)?.len(),
+            rest: "",
+            bare: None,
+        })
+    });
+    let whole = text.rmatch_indices(NAME).filter_map(|(at, _)| {
+        let (before, after) = (&text[..at], &text[at + NAME.len()..]);
+        let (start, after) = match (before.strip_suffix("\\f"), after.strip_prefix("ed")) {
+            (Some(before), _) => (before.len(), after),
+            (_, Some(after)) => (before.strip_suffix('\\')?.len(), after),
+            _ => return None,
+        };
+        let rest = after.trim_start();
+        let braced = match rest.is_empty() {
+            true => Some(rest),
+            false => rest.strip_prefix('{'),
+        };
+        if let Some(rest) = braced {
+            let bare = None;
+            return Some(OpenBox { start, rest, bare });
+        }
+        let rest = after.trim_start_matches(' ');
+        let bare = Some(BARE.as_ref()?.find(rest)?.len());
+        Some(OpenBox { start, rest, bare })
     });
     cut.chain(whole)
 }
@@ -187,6 +275,16 @@ mod tests {
     #[case(AnswerPlace::Auto, " 42 ", Some("42"))]
     #[case(AnswerPlace::Auto, "Let us see.\n####\n7\n", Some("7"))]
     #[case(AnswerPlace::Auto, "####", None)]
+    #[case(AnswerPlace::Auto, "#### 42\n####", Some("42"))]
+    #[case(AnswerPlace::Auto, "#### Final Answer\n\n42\n", Some("42"))]
+    #[case(AnswerPlace::Auto, "#### **2. The answer:**\n42", Some("42"))]
+    #[case(AnswerPlace::Auto, "#### Step 2: add 3\nIt is 42", Some("It is 42"))]
+    #[case(AnswerPlace::Auto, "#### Final Answer", Some("Final Answer"))]
+    #[case(
+        AnswerPlace::Auto,
+        "#### The answer is blue\nmore",
+        Some("The answer is blue")
+    )]
     #[case(AnswerPlace::Boxed, r"\boxed{a{b}{c}}", Some("a{b}{c}"))]
     #[case(AnswerPlace::Boxed, r"\boxed{a", None)]
     #[case(AnswerPlace::Boxed, r"\boxed{7} wait, \boxed{8", None)]
@@ -196,6 +294,13 @@ mod tests {
     #[case(AnswerPlace::Auto, r"\boxed{7} wait, \boxe", None)]
     #[case(AnswerPlace::Auto, r"\boxed{7} wait, \box", None)]
     #[case(AnswerPlace::Auto, r"\boxed{7} wait, \boxed {8}", Some("8"))]
+    #[case(AnswerPlace::Auto, r"\boxed{7} wait, \boxed 8.", Some("8"))]
+    #[case(AnswerPlace::Auto, r"\boxed{7} wait, $\boxed-3,5$", Some("-3,5"))]
+    #[case(AnswerPlace::Auto, r"\boxed{7} wait, \fbox{8}", Some("8"))]
+    #[case(AnswerPlace::Auto, r"\boxed{7} wait, \fbox", None)]
+    #[case(AnswerPlace::Auto, r"\boxed{7} wait, \fbo", None)]
+    #[case(AnswerPlace::Auto, r"\boxed{A} wait, \boxed B", Some("B"))]
+    #[case(AnswerPlace::Auto, r"\boxed{7} is in a box, not a \mbox{8}", Some("7"))]
     #[case(AnswerPlace::Auto, r"\boxed{7} is in a \boxed command", Some("7"))]
     #[case(
         AnswerPlace::Boxed,

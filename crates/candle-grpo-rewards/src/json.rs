@@ -1,12 +1,10 @@
 //! Comparison of JSON.
 
-use std::borrow::Cow;
-
 use anyhow::{Result, bail};
 use candle_core::Device;
 use candle_grpo_base::column::column;
 use candle_grpo_base::json;
-use candle_grpo_base::large_integers::quoted;
+use candle_grpo_base::large_integers::parsed;
 use serde::{Deserialize, Serialize};
 use serde_json::{Number, Value};
 
@@ -114,16 +112,6 @@ pub(super) fn inside_fence(text: &str) -> &str {
         Some(inside)
     };
     inside().unwrap_or(text)
-}
-
-/// Returns the value of JSON, with the integers that no 64 bits hold as texts of their digits: so
-/// columns have them, too.
-fn parsed(text: &str) -> serde_json::Result<Value> {
-    let value = serde_json::from_str(text)?;
-    match quoted(text) {
-        Cow::Borrowed(_) => Ok(value),
-        Cow::Owned(text) => serde_json::from_str(&text),
-    }
 }
 
 /// Equal, with numbers compared by value.

@@ -5,6 +5,7 @@ use serde_json::{Map, Value};
 
 use super::statements::Statements;
 use candle_grpo_base::column::{column, find};
+use candle_grpo_base::large_integers::parsed;
 
 /// A test of a program.
 #[derive(Debug, Clone, PartialEq)]
@@ -234,7 +235,7 @@ impl Reader<'_> {
 fn json_text(text: &str) -> Option<Value> {
     let text = text.trim();
     let begins = text.starts_with(['{', '[', '"']);
-    begins.then(|| serde_json::from_str(text).ok()).flatten()
+    begins.then(|| parsed(text).ok()).flatten()
 }
 
 /// Returns the text of an input or an output, which may be a list of its lines.
@@ -345,6 +346,14 @@ mod tests {
         let text = json!(tests.to_string());
         assert_eq!(cases(text.clone()).unwrap(), expected);
         assert_eq!(cases(json!(text.to_string())).unwrap(), expected);
+    }
+
+    #[test]
+    fn integers_of_a_text_keep_their_digits() {
+        let digits = "265252859812191058636308480000000";
+        let text = format!(r#"{{"fn_name": "add", "inputs": [[30]], "outputs": [{digits}]}}"#);
+        let expected = call(json!([30]), json!(digits));
+        assert_eq!(cases(json!(text)).unwrap(), [expected]);
     }
 
     #[test]

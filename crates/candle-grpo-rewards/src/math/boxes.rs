@@ -1,12 +1,12 @@
 //! The boxes of an answer.
 
-use crate::answer::{self, closing};
+use crate::answer;
 
 /// The last values in `\boxed{}` that belong together.
 pub(super) struct Boxes<'a> {
-    /// The texts in the braces.
+    /// The texts in the boxes.
     pub(super) inside: Vec<&'a str>,
-    /// The position after the last brace.
+    /// The position after the last box.
     pub(super) end: usize,
 }
 
@@ -15,20 +15,20 @@ pub(super) struct Boxes<'a> {
 pub(super) fn last_boxes(text: &str) -> Option<Boxes<'_>> {
     let mut boxes: Vec<(usize, usize, &str)> = Vec::new();
     let mut end = text.len();
-    for (start, rest) in answer::boxes(text).take(64) {
-        let from = text.len() - rest.len();
-        let length = text.get(from..end).and_then(closing);
-        let Some(length) = length else {
+    for open in answer::boxes(text).take(64) {
+        let start = open.start;
+        let from = text.len() - open.rest.len();
+        let Some(inside) = open.inside(end.saturating_sub(from)) else {
             // The text ends in the last one: its answer is not known.
             if boxes.is_empty() {
                 return None;
             }
             continue;
         };
-        let after = from + length + 1;
+        let after = from + inside.len() + open.brace();
         match boxes.last() {
             Some((next, ..)) if !belong_together(text, after, *next) => break,
-            _ => boxes.push((start, after, text[from..from + length].trim())),
+            _ => boxes.push((start, after, inside.trim())),
         }
         end = start;
     }

@@ -1,5 +1,6 @@
 //! The place of a mathematical answer in a text, and its value.
 
+use std::borrow::Cow;
 use std::sync::LazyLock;
 
 use regex::Regex;
@@ -8,7 +9,7 @@ use super::boxes::last_boxes;
 use super::limits::{MAX_EXPRESSION_BYTES, MAX_FORMULAS, MAX_UNIT_BYTES, SEARCHED_BYTES};
 use super::parser::parse;
 use super::value::Value;
-use crate::answer::{self, AnswerPlace};
+use crate::answer::{self, AnswerPlace, Marked};
 
 /// An answer as it is written, and its value.
 #[derive(Debug, Clone)]
@@ -175,12 +176,22 @@ fn automatic(text: &str) -> Option<Answer> {
     if answer::boxes(text).next().is_some() {
         return None;
     }
-    if let Some((_, after)) = text.rsplit_once("####") {
-        let line = after.trim_start().split('\n').next().unwrap_or(after);
-        return within(line.trim_matches(is_mark));
+    match answer::marked(text) {
+        Some(Marked::Line(line)) => return within(without_struck(line).trim_matches(is_mark)),
+        Some(Marked::Section(section)) => return automatic(section),
+        None => {}
     }
     let has_digits = |text: &&str| text.contains(|c: char| c.is_ascii_digit());
     announced().or_else(|| within(rest.filter(has_digits).unwrap_or(text).trim()))
+}
+
+/// Returns a line without what Markdown strikes out, as in `~~41~~ 42`.
+fn without_struck(line: &str) -> Cow<'_, str> {
+    static STRUCK: LazyLock<Option<Regex>> = LazyLock::new(|| Regex::new("~~[^~]+~~").ok());
+    match STRUCK.as_ref() {
+        Some(struck) => struck.replace_all(line, ""),
+        None => line.into(),
+    }
 }
 
 /// Returns true for white space, marks of Markdown and a colon.
@@ -218,6 +229,21 @@ fn formula(written: &str) -> Answer {
         LazyLock::new(|| Regex::new(r"^\s*([-−]?[0-9]+) ([0-9]+)/([0-9]+)\s*$").ok());
     static SCIENTIFIC: LazyLock<Option<Regex>> =
         LazyLock::new(|| Regex::new(r"^\s*([-−]?[0-9.]+) x (10\^\S+)\s*$").ok());
+    static CONCLUSION: LazyLock<Option<Regex>> = LazyLock::new(|| {
+        let commands = r"\\(?:implies|therefore|to|(?:R|r|Longr|longr)ightarrow)\b";
+        Regex::new(&format!(r"^\s*(?:(?:[-=]{{1,2}}>|[→⇒⟹⟶∴]|{commands})\s*)+")).ok()
+    });
+    let arrow = CONCLUSION.as_ref().and_then(|arrow| arrow.find(written));
+    let written = arrow.map_or(written, |arrow| &written[arrow.end()..]);
+    let bold = written.trim().strip_prefix("**");
+    let bold = bold.and_then(|bold| bold.strip_suffix("**"));
+    let written = bold.filter(|bold| !bold.contains('*')).unwrap_or(written);
+    if let Some(ratio) = labeled_ratio(written) {
+        return Answer {
+            value: parse(written),
+            ..unknown(ratio)
+        };
+    }
     if TIME.as_ref().is_some_and(|time| time.is_match(written)) {
         return unknown(written);
     }
@@ -257,6 +283,23 @@ fn formula(written: &str) -> Answer {
         value: parse(exact).or_else(|| parse(last_side(exact)?)),
         as_list: None,
     }
+}
+
+/// Returns the last side of `V_1:V_2 = 11:21`. Without the label it may be a time, so its text
+/// counts beside its value.
+fn labeled_ratio(written: &str) -> Option<&str> {
+    static RATIO: LazyLock<Option<Regex>> = LazyLock::new(|| {
+        let name = r"[A-Za-z\\][^=:0-9]*(?:_\{?[0-9]+\}?[^=:0-9]*)?";
+        let colon = r"(?::|\\colon\b)";
+        Regex::new(&format!(
+            r"^\s*(?P<label>{name}{colon}\s*{name})=\s*(?P<ratio>[0-9]+\s*{colon}\s*[0-9]+)\s*$"
+        ))
+        .ok()
+    });
+    let found = RATIO.as_ref()?.captures(written)?;
+    let label = found.name("label")?.as_str();
+    let is_name = !has_words(label) || !label.contains(|c: char| c.is_ascii_lowercase());
+    Some(found.name("ratio")?.as_str()).filter(|_| is_name)
 }
 
 /// Returns true for words after a number in a formula that may make another number of it.
@@ -620,9 +663,11 @@ fn group(text: &str, spans: &[Span]) -> Answer {
 /// are no products of variables, and for a label such as `A:`.
 fn has_words(text: &str) -> bool {
     static WORD: LazyLock<Option<Regex>> = LazyLock::new(|| {
-        let short = r"(?i:it|is|so|ok|we|he|my|no|of|to|on|by|if|up)";
+        let short = r"(?i:it|is|so|ok|we|he|my|no|of|to|on|by|if|up|oh|um|uh|hm|do|go|me|us|hi)";
+        // Before a number, these are no products of variables.
+        let before = "(?i:ah|at|be|as|am|an|er|eh|ha)";
         Regex::new(&format!(
-            r"\\[a-zA-Z]+\s*(?:\{{[a-zA-Z*.,\s]*\}})?|_\{{[^}}]*\}}|(?P<word>[a-zA-Z]{{3,}}|\b{short}\b|^[A-Z][a-z]?:\s)"
+            r"\\[a-zA-Z]+\s*(?:\{{[a-zA-Z*.,\s]*\}})?|_\{{[^}}]*\}}|(?P<word>[a-zA-Z]{{3,}}|\b{short}\b|\bI['’]|^\s*{before}[,!.…]*\s+[$0-9]|^[A-Za-z][a-z]?:\s)"
         ))
         .ok()
     });

@@ -147,6 +147,9 @@ const SKIPPED: &[&str] = &[
     "hline",
     "nonumber",
     "scriptstyle",
+    "scriptscriptstyle",
+    "scriptsize",
+    "footnotesize",
     "tiny",
     "small",
     "normalsize",
@@ -173,6 +176,7 @@ const TEXT: &[&str] = &[
     "textup",
     "texttt",
     "textsf",
+    "emph",
     "mathrm",
     "operatorname",
 ];
@@ -183,9 +187,14 @@ const STYLED: &[&str] = &[
     "mathcal",
     "mathsf",
     "mathtt",
+    "mathscr",
+    "mathfrak",
+    "mathnormal",
     "boldsymbol",
     "bold",
     "bm",
+    "pmb",
+    "underline",
     "vec",
     "overline",
     "bar",
@@ -444,8 +453,16 @@ impl<'a> Lexer<'a> {
                 end += point;
             }
         }
-        if digits.len() > MAX_DIGITS {
+        let period = match (point, decimals) {
+            (0, _) => None,
+            (_, 0) => self.period(end + point),
+            _ => self.period(end),
+        };
+        if digits.len() + period.map_or(0, |(from, to)| to - from) > MAX_DIGITS {
             return None;
+        }
+        if let Some(period) = period {
+            return self.repeating(&digits, decimals, period);
         }
         let mut exponent = 0;
         if let Some(after) = self.rest[end..].strip_prefix(['e', 'E']) {
@@ -471,6 +488,29 @@ impl<'a> Lexer<'a> {
         let number = number * num_traits::pow::Pow::pow(&ten, exponent);
         self.push(Token::Number(number, decimals == 0));
         self.skip(end);
+        Some(())
+    }
+
+    /// The place of the digits of `\overline{3}` after `at` bytes.
+    fn period(&self, at: usize) -> Option<(usize, usize)> {
+        let names = ["\\overline{", "\\bar{"];
+        let name = names
+            .iter()
+            .find(|name| self.rest[at..].starts_with(**name))?;
+        let from = at + name.len();
+        let to = from + self.digits(from);
+        (to > from && self.rest[to..].starts_with('}')).then_some((from, to))
+    }
+
+    /// A decimal number whose last digits repeat without an end, which is a fraction.
+    fn repeating(&mut self, digits: &str, decimals: usize, period: (usize, usize)) -> Option<()> {
+        let repeated = &self.rest[period.0..period.1];
+        let power = |exponent: usize| num_traits::pow::pow(BigInt::from(10), exponent);
+        let nines = power(repeated.len()) - 1;
+        let number = digits.parse::<BigInt>().ok()? * &nines + repeated.parse::<BigInt>().ok()?;
+        let number = BigRational::new(number, nines * power(decimals));
+        self.push(Token::Number(number, true));
+        self.skip(period.1 + 1);
         Some(())
     }
 
@@ -682,13 +722,21 @@ impl<'a> Lexer<'a> {
             "lbrack" => Token::Char('['),
             "rbrack" => Token::Char(']'),
             "land" | "lor" | "wedge" | "vee" => Token::And,
-            "mathbb" => {
+            "mathbb" if !self.group_is_value() => {
                 let set = self.group_text()?;
                 Token::Command(format!("mathbb {}", set.trim()))
             }
             "R" => Token::Command("mathbb R".to_owned()),
             "text" if self.rest.is_empty() => return None,
             _ if TEXT.contains(&name) => return self.text(name),
+            // `\color{red} 2` is 2, and so is `\mathbb{2}`.
+            "color" | "textcolor" => return self.group_text().map(|_| ()),
+            "mathbb" => return Some(()),
+            // A line over digits repeats them, which is no number without a point.
+            "overline" | "bar" if self.group_is_value() => {
+                let inside = self.group_text()?;
+                return self.symbol(&format!("overline {}", inside.trim()));
+            }
             // `\mathbf{2}` is 2.
             _ if STYLED.contains(&name) && self.group_is_value() => return Some(()),
             _ if STYLED.contains(&name) => {

@@ -157,6 +157,21 @@ fn matches(answer: &str, reference: &str) -> bool {
 #[case("x^2 + 1", "x^2+1")]
 #[case("Q: 42", "42")]
 #[case("2 a b", "2ab")]
+#[case("Oh, 42", "42")]
+#[case("Ah, 42!", "42")]
+#[case("At 42", "42")]
+#[case("be 42", "42")]
+#[case("a: 42", "42")]
+#[case("I do, 42", "42")]
+#[case("I'd go 42", "42")]
+#[case("at^2", "at^2")]
+#[case("ah/2", "ah/2")]
+#[case("=> 42", "42")]
+#[case("-> 42", "42")]
+#[case("→ -42", "-42")]
+#[case("∴ 42", "42")]
+#[case(r"$\Rightarrow x = 42$", "42")]
+#[case(r"\boxed{\therefore 42}", "42")]
 // Texts between numbers.
 #[case(
     r"\boxed{3 \text{ hours } 20 \text{ minutes}}",
@@ -190,6 +205,12 @@ fn matches(answer: &str, reference: &str) -> bool {
 #[case("#### **1/2**", "1/2")]
 #[case("####**42**", "42")]
 #[case("#### 2*3", "6")]
+#[case("#### Final Answer\n42", "42")]
+#[case("#### Final Answer\n\n**42**", "42")]
+#[case("#### Step 2: add 3 and 4\nThe answer is 42.", "42")]
+#[case("#### 42\n####", "42")]
+#[case("#### $**42**$", "42")]
+#[case("#### ~~41~~ 42", "42")]
 // Escaped braces.
 #[case(
     r"$\boxed{f(x)=\left\{\begin{array}{l} 1 \\ 2 \end{array}\right.}$",
@@ -207,6 +228,9 @@ fn matches(answer: &str, reference: &str) -> bool {
 #[case("\\boxed{7}\nWait, \\boxed{8}", "8")]
 #[case(r"\boxed{7}, \boxed{8}", "7, 8")]
 #[case("\\boxed{7}\nHmm, no, \\boxed{8}", "8")]
+#[case("\\boxed{7}\nWait, \\boxed 8", "8")]
+#[case("\\boxed{7}\nWait, $\\boxed 8$.", "8")]
+#[case("\\boxed{7}\nWait, \\fbox{8}", "8")]
 #[case("$\\boxed{7}$\nWait, $\\boxed{8}$", "8")]
 #[case("\\boxed{7}\nNo, \\boxed{8}", "8")]
 #[case("\\boxed{7}\nWait, it is \\boxed{8}", "8")]
@@ -230,6 +254,26 @@ fn matches(answer: &str, reference: &str) -> bool {
 #[case(r"\boxed{\mathbf{x}}", "x")]
 #[case(r"\boxed{\displaystyle 2}", "2")]
 #[case(r"\boxed{\mathtt{2}}", "2")]
+#[case(r"\boxed{\underline{2}}", "2")]
+#[case(r"\boxed{\emph{2}}", "2")]
+#[case(r"\boxed{\mathbb{2}}", "2")]
+#[case(r"\boxed{\mathnormal{2}}", "2")]
+#[case(r"\boxed{\pmb{2}}", "2")]
+#[case(r"\boxed{\mathscr{2}}", "2")]
+#[case(r"\boxed{\mathfrak{2}}", "2")]
+#[case(r"\boxed{\scriptsize 2}", "2")]
+#[case(r"\boxed{\footnotesize 2}", "2")]
+#[case(r"\boxed{\textcolor{red}{2}}", "2")]
+#[case(r"\boxed{\color{red}{2}}", "2")]
+#[case(r"\boxed{{\color{red} 2}}", "2")]
+#[case(r"\boxed{\mathbb{R}}", r"(-\infty, \infty)")]
+// Repeating decimals.
+#[case(r"\boxed{0.\overline{3}}", "1/3")]
+#[case(r"\boxed{0.1\overline{6}}", "1/6")]
+#[case(r"\boxed{1.\bar{6}}", r"\frac{5}{3}")]
+#[case(r"\boxed{-0.\overline{12}}", r"-\frac{4}{33}")]
+#[case(r"\boxed{0.\overline{9}}", "1")]
+#[case(r"\boxed{0.3333333}", r"$0.\overline{3}$")]
 // Boxes that are not closed.
 #[case(r"\boxed{7}", "7")]
 // A list against a decimal comma in prose.
@@ -368,6 +412,13 @@ fn matches(answer: &str, reference: &str) -> bool {
 #[case(r"\boxed{6, 54}", "$6$ and $54$")]
 #[case(r"\boxed{\text{3 boys and 4 girls}}", "3 boys and 4 girls")]
 #[case("all integers greater than 3", "all integers greater than 3")]
+// Ratios with a label.
+#[case(r"$\boxed{7:32}$", "$S_{MBCN}:S=7:32$")]
+#[case("$11:21$", "$V_{1}:V_{2}=11:21$")]
+#[case("$V_{1}:V_{2}=11:21$", "11:21")]
+#[case(r"\boxed{\frac{11}{21}}", "$V_{1}:V_{2}=11:21$")]
+#[case(r"\boxed{V_2:V_1 = 21:11}", "$V_{1}:V_{2}=11:21$")]
+#[case("$7 : 32$", "$AB : BC = 7 : 32$")]
 #[case("18", "18 dollars")]
 #[case("18", "She needs 18 eggs")]
 fn equal_answers(#[case] answer: &str, #[case] reference: &str) {
@@ -607,6 +658,23 @@ fn equal_answers(#[case] answer: &str, #[case] reference: &str) {
 #[case("20", "3 h 20 min")]
 #[case("3", "all integers greater than 3")]
 #[case("5", "not 5")]
+// Boxes of other forms.
+#[case("\\boxed{7}\nWait, \\boxed 8", "7")]
+#[case("\\boxed{7}\nWait, \\fbox{8}", "7")]
+#[case("\\boxed{7}\nWait, \\fbox{8", "7")]
+// Headings.
+#[case("#### Step 2: add 3 and 4\nThe answer is 42.", "4")]
+#[case("The answer is 3.\n#### Final Answer\n42", "3")]
+#[case("#### ~~41~~ 42", "41")]
+// A line over digits.
+#[case(r"\boxed{\overline{2}}", "2")]
+#[case(r"\boxed{0.\overline{3}}", "0.3")]
+#[case(r"\boxed{0.1\overline{6}}", "0.16")]
+// Ratios with a label.
+#[case(r"\boxed{11:20}", "$V_{1}:V_{2}=11:21$")]
+#[case(r"\boxed{21:11}", "$V_{1}:V_{2}=11:21$")]
+#[case(r"\boxed{V_2:V_1 = 11:21}", "$V_{1}:V_{2}=11:21$")]
+#[case("1/10", "$t = 3:30$")]
 fn unequal_answers(#[case] answer: &str, #[case] reference: &str) {
     assert!(!matches(answer, reference), "{answer} = {reference}");
 }
@@ -855,6 +923,17 @@ fn hostile() -> Vec<String> {
         r"\[".repeat(mega / 2),
         r"\boxed{".repeat(mega / 8),
         r"\boxed{1} and ".repeat(mega / 16),
+        r"\boxed 1 ".repeat(mega / 16),
+        "box".repeat(mega / 4),
+        "####".repeat(mega / 4),
+        "#### \n".repeat(mega / 8),
+        "=>".repeat(mega / 2),
+        r"\therefore ".repeat(mega / 16),
+        "~~".repeat(mega / 2),
+        "#### ".to_owned() + &"~~1".repeat(mega / 4),
+        r"0.\overline{".repeat(200),
+        format!(r"0.\overline{{{}}}", "1".repeat(998)),
+        "A:".repeat(mega / 2) + "=1:1",
         "answer is ".repeat(mega / 8),
         "the final answer ".repeat(mega / 16),
         "9^".repeat(1000) + "9",

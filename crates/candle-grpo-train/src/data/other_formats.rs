@@ -58,8 +58,10 @@ pub(super) fn separator(path: &Path) -> Option<u8> {
 
 /// Returns true for text that is not JSON and has a first line with commas or tabs.
 fn looks_separated(bytes: &[u8]) -> bool {
-    let bytes = bytes.strip_prefix("\u{feff}".as_bytes()).unwrap_or(bytes);
-    let text = bytes.trim_ascii_start();
+    let mut text = bytes.trim_ascii_start();
+    while let Some(rest) = text.strip_prefix("\u{feff}".as_bytes()) {
+        text = rest.trim_ascii_start();
+    }
     if text.is_empty() || text.starts_with(b"{") || text.starts_with(b"[") {
         return false;
     }

@@ -244,7 +244,7 @@ fn json(field: &Field, kind: Option<&TypePtr>) -> Result<Value> {
         Field::UShort(x) => (*x).into(),
         Field::UInt(x) => (*x).into(),
         Field::ULong(x) => (*x).into(),
-        Field::Float16(x) => number(f64::from(*x)),
+        Field::Float16(x) => number(shortest_half(f64::from(*x))),
         Field::Float(x) => number(shortest(*x)),
         Field::Double(x) => number(*x),
         Field::Str(text) => text.as_str().into(),
@@ -288,6 +288,16 @@ fn json(field: &Field, kind: Option<&TypePtr>) -> Result<Value> {
 /// The f64 of the shortest decimal that is `x` in f32: 0.1, and not 0.10000000149011612.
 fn shortest(x: f32) -> f64 {
     x.to_string().parse().unwrap_or(f64::from(x))
+}
+
+/// The f64 of the shortest decimal that is `x` in float16: 0.1, and not 0.0999755859375.
+fn shortest_half(x: f64) -> f64 {
+    // float16 has 10 bits after the first one, and exponents from -14 on.
+    let exponent = x.abs().log2().floor().max(-14.);
+    let half_unit = (exponent - 11.).exp2();
+    let decimals = (0..5).filter_map(|digits| format!("{x:.digits$e}").parse::<f64>().ok());
+    let mut near = decimals.filter(|decimal| (decimal - x).abs() < half_unit);
+    near.next().unwrap_or(x)
 }
 
 /// A time of nanoseconds as a text, which the reader has as an integer.
@@ -433,6 +443,22 @@ mod tests {
         assert_eq!(read(3, needed / 10).unwrap(), all[..3]);
         // The second group begins at row 51.
         assert_eq!(read(51, needed).unwrap(), all[..51]);
+    }
+
+    #[test]
+    fn a_float16_has_the_digits_of_its_shortest_decimal() {
+        // The nearest float16 of each decimal, as NumPy prints both.
+        for (exact, decimal) in [
+            (0.0999755859375, 0.1),
+            (-0.333251953125, -0.3333),
+            (65504., 65500.),
+            (5.960464477539063e-8, 6e-8),
+            (1.5, 1.5),
+            (0., 0.),
+        ] {
+            assert_eq!(shortest_half(exact), decimal);
+        }
+        assert!(shortest_half(f64::NAN).is_nan());
     }
 
     #[test]

@@ -196,7 +196,7 @@ pub(crate) fn is_answer(message: &Value) -> bool {
 /// # Errors
 ///
 /// If the content is multimodal, with the kind of the part.
-fn with_text_content(message: &Value) -> Result<Value> {
+pub(crate) fn with_text_content(message: &Value) -> Result<Value> {
     let parts = match message.get("content") {
         // A message can consist of calls of tools.
         None | Some(Value::Null | Value::String(_)) => return Ok(message.clone()),

@@ -1,5 +1,6 @@
 //! Rows from a file.
 
+use std::borrow::Cow;
 use std::fs::{self, File, FileType};
 use std::io::{Read, Seek};
 use std::path::{Path, PathBuf};
@@ -93,6 +94,18 @@ pub fn read_first_rows(path: &Path, limit: usize) -> Result<Vec<Row>> {
     Ok(rows)
 }
 
+/// Returns a text without the byte order marks before its first character. Its lines stay.
+fn without_marks(text: &str) -> Cow<'_, str> {
+    const MARK: char = '\u{feff}';
+    let text = text.trim_start_matches(MARK);
+    let first = text.trim_start_matches(|c: char| c == MARK || c.is_whitespace());
+    let head = &text[..text.len() - first.len()];
+    match head.contains(MARK) {
+        true => Cow::Owned(head.replace(MARK, "") + first),
+        false => Cow::Borrowed(text),
+    }
+}
+
 /// Reads JSON or CSV.
 fn text_rows(file: &Arc<Path>, bytes: &[u8], limit: usize) -> Result<Vec<Row>> {
     let path = file.display();
@@ -103,7 +116,8 @@ fn text_rows(file: &Arc<Path>, bytes: &[u8], limit: usize) -> Result<Vec<Row>> {
         let line = line_of(&bytes[..error.valid_up_to()]);
         anyhow!("{path}:{line}: not UTF-8")
     })?;
-    let text = text.strip_prefix('\u{feff}').unwrap_or(text);
+    let text = without_marks(text);
+    let text = &*text;
     let json = quoted(text);
     match (text.trim_start().chars().next(), separator(file)) {
         (Some('['), _) => array(file, &json, limit),

@@ -10,6 +10,7 @@ use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value, json};
 
 use super::{Append, Environment, EnvironmentFactory, EpisodeStart, Observation, Step, Turn};
+use crate::data::question::with_text_content;
 use crate::{Interrupted, Progress};
 use candle_grpo_rewards::program::{Answer, Program, ProgramPool, Unusable, check_limits, quoted};
 
@@ -210,8 +211,8 @@ fn present<'de, D: serde::Deserializer<'de>>(value: D) -> Result<Option<Option<f
     Option::deserialize(value).map(Some)
 }
 
-/// Checks that a message has a role and a content.
-fn check_message(message: &Value) -> Result<()> {
+/// Returns a message that has a role and a content, with the parts of the content as one text.
+fn checked(message: &Value) -> Result<Value> {
     let has_role = message.get("role").is_some_and(Value::is_string);
     let content = message.get("content");
     let has_content = match content {
@@ -222,7 +223,7 @@ fn check_message(message: &Value) -> Result<()> {
         has_role && has_content,
         "{message}, must be an object with the text \"role\" and \"content\""
     );
-    Ok(())
+    with_text_content(message)
 }
 
 impl Reply {
@@ -231,13 +232,13 @@ impl Reply {
             let mut fields: Map<String, Value> =
                 serde_json::from_str(line).context("must be a JSON object")?;
             let id = Answer::take_id(&mut fields)?;
-            let value: Self = serde_json::from_value(Value::Object(fields))?;
+            let mut value: Self = serde_json::from_value(Value::Object(fields))?;
             ensure!(
                 value.text.is_none() || value.messages.is_none(),
                 "text and messages: both given, must be one of them"
             );
-            for (i, message) in value.messages.iter().flatten().enumerate() {
-                check_message(message).with_context(|| format!("messages[{i}]"))?;
+            for (i, message) in value.messages.iter_mut().flatten().enumerate() {
+                *message = checked(message).with_context(|| format!("messages[{i}]"))?;
             }
             Ok(Answer { id, value })
         };
@@ -250,5 +251,19 @@ impl Reply {
             (None, Some(messages)) => Append::Messages(messages.clone()),
             (None, None) => Append::Nothing,
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_parts_of_a_content_are_one_text() {
+        let line = r#"{"id": 1, "messages": [{"role": "user", "content": [
+            {"type": "text", "text": "Say "}, {"type": "text", "text": "hi"}]}]}"#;
+        let reply = Reply::read(line).unwrap().value;
+        let message = json!({"role": "user", "content": "Say hi"});
+        assert_eq!(reply.messages, Some(vec![message]));
     }
 }

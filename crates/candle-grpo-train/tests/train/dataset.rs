@@ -360,6 +360,8 @@ fn a_csv_file_must_be_named_as_one(#[case] contents: &str) {
 #[rstest]
 #[case("\u{feff}{\"a\": 1, \"b\": 2}\n")]
 #[case("\u{feff}[{\"a\": 1, \"b\": 2}]")]
+#[case("\u{feff}\u{feff}{\"a\": 1, \"b\": 2}\n")]
+#[case("\n\u{feff}{\"a\": 1, \"b\": 2}\n")]
 fn json_with_a_byte_order_mark_is_read(#[case] contents: &str) {
     let (_folder, path) = file(contents);
     assert_eq!(

@@ -1,6 +1,7 @@
 //! The notation of tool calls.
 
 use anyhow::Result;
+use candle_grpo_base::large_integers::parsed;
 use candle_grpo_core::validate::check;
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
@@ -106,13 +107,14 @@ fn hermes(turn: &str) -> Vec<Result<ToolCall, String>> {
         if let Some(Ok(value)) = value
             && ends
         {
-            calls.push(from_value(value));
+            let written = &inside[..values.byte_offset()];
+            calls.push(from_value(parsed(written).unwrap_or(value)));
             rest = behind;
         } else {
             // The reason is in what stands before the next mark.
             let end = inside.find(OPEN).unwrap_or(inside.len());
             let end = inside[..end].find(CLOSE).unwrap_or(end);
-            let read = serde_json::from_str(inside[..end].trim());
+            let read = parsed(inside[..end].trim());
             calls.push(read.map_or_else(|error| Err(not_json(&error)), from_value));
             rest = &inside[end..];
         }
@@ -137,7 +139,7 @@ fn from_value(value: Value) -> Result<ToolCall, String> {
     let arguments = match arguments {
         None | Some(Value::Null) => Value::Object(Map::new()),
         // JSON in a text, as OpenAI has it.
-        Some(Value::String(text)) => serde_json::from_str(&text).unwrap_or(Value::Null),
+        Some(Value::String(text)) => parsed(&text).unwrap_or(Value::Null),
         Some(arguments) => arguments,
     };
     match arguments {
@@ -158,7 +160,10 @@ fn llama(turn: &str) -> Vec<Result<ToolCall, String>> {
     while !rest.is_empty() {
         let mut values = serde_json::Deserializer::from_str(rest).into_iter::<Value>();
         match values.next() {
-            Some(Ok(value)) => calls.push(from_value(value)),
+            Some(Ok(value)) => {
+                let written = &rest[..values.byte_offset()];
+                calls.push(from_value(parsed(written).unwrap_or(value)));
+            }
             Some(Err(error)) => {
                 calls.push(Err(not_json(&error)));
                 break;
@@ -195,6 +200,27 @@ mod tests {
     #[case(&format!("<tool_call>{CALL} <tool_call>{CALL}"), vec![add(1), add(1)])]
     fn hermes_calls_are_read(#[case] turn: &str, #[case] calls: Vec<Result<ToolCall, String>>) {
         assert_eq!(ToolFormat::Hermes.calls(turn), calls);
+    }
+
+    #[rstest]
+    #[case(
+        ToolFormat::Hermes,
+        r#"<tool_call>{"name": "f", "arguments": {"n": 123456789012345678901}}</tool_call>"#
+    )]
+    #[case(
+        ToolFormat::Hermes,
+        r#"<tool_call>{"name": "f", "arguments": "{\"n\": 123456789012345678901}"}</tool_call>"#
+    )]
+    #[case(
+        ToolFormat::Llama,
+        r#"{"name": "f", "parameters": {"n": 123456789012345678901}}"#
+    )]
+    fn integers_of_a_call_keep_their_digits(#[case] format: ToolFormat, #[case] turn: &str) {
+        let call = ToolCall {
+            name: "f".to_owned(),
+            arguments: json!({"n": "123456789012345678901"}),
+        };
+        assert_eq!(format.calls(turn), vec![Ok(call)]);
     }
 
     #[test]

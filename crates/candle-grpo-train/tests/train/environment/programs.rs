@@ -170,6 +170,10 @@ fn one_turn(fields: &str) -> Result<Vec<Rollout>> {
     "{'messages': [{'role': 'user', 'contents': 'd'}]}",
     "must be an object with the text"
 )]
+#[case(
+    "{'messages': [{'role': 'user', 'content': [{'type': 'image'}]}]}",
+    "messages[0]: content: a part of type \"image\", must be text"
+)]
 #[case("{'messages': ['d']}", "messages[0]: \"d\", must be an object")]
 fn a_wrong_answer_to_a_turn_fails_and_is_named(#[case] fields: &str, #[case] words: &str) {
     for rollout in one_turn(fields).unwrap() {
