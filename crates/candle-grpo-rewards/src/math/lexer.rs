@@ -493,10 +493,9 @@ impl<'a> Lexer<'a> {
 
     /// The place of the digits of `\overline{3}` after `at` bytes.
     fn period(&self, at: usize) -> Option<(usize, usize)> {
+        let rest = self.rest.get(at..)?;
         let names = ["\\overline{", "\\bar{"];
-        let name = names
-            .iter()
-            .find(|name| self.rest[at..].starts_with(**name))?;
+        let name = names.iter().find(|name| rest.starts_with(**name))?;
         let from = at + name.len();
         let to = from + self.digits(from);
         (to > from && self.rest[to..].starts_with('}')).then_some((from, to))
