@@ -5,7 +5,7 @@
 //! ```text
 //! Prompt ──Sampler──▶ Rollout ──RewardFunction──▶ rewards ──────Recipe──────▶ advantages
 //!                        │                                                       │
-//!                        └──────────▶ TokenBatch ──▶ TrainingBatch ◀─────────────┘
+//!                        └── Sequence ─▶ TokenBatch ──▶ TrainingBatch ◀──────────┘
 //!                                                        │
 //!                          Actor::forward_backward ◀─────┘
 //!                          Actor::clip_grad_and_step
@@ -21,6 +21,7 @@
 //! | [`rollout`] | generators, sampling, completions |
 //! | [`environment`] | trajectories of several turns, tools |
 //! | [`rewards`] | the trait, reward functions, weighted sums |
+//! | [`sequence`] | tokens and values of completions and rows, on the host |
 //! | [`learn`] | batches, policy, critic, reference, trainer |
 //! | [`sft`] | supervised fine-tuning: rows, assistant masks, trainer |
 //! | [`hub`] | models and data sets of the Hugging Face hub |
@@ -44,6 +45,7 @@ mod ranks;
 pub mod rewards;
 pub mod rollout;
 pub mod run;
+pub mod sequence;
 pub mod sft;
 pub mod statistics;
 
@@ -62,6 +64,7 @@ pub use not_finite::NotFinite;
 pub use rewards::{RewardConfig, RewardFunction, Sample, WeightedRewards};
 pub use rollout::{Completion, FinishReason, Generator, Rollout, Sampler, SamplingConfig};
 pub use run::{RunDir, evaluate};
+pub use sequence::Sequence;
 
 /// The default of factors, for serde.
 fn one() -> f64 {

@@ -277,7 +277,7 @@ impl<M: LanguageModel> Actor<M> {
     ) -> Result<MetricValues> {
         let read = match self.config.router_aux_loss_coef == 0. {
             true => 0.,
-            false => read_tokens(&batch.tokens)?,
+            false => read_tokens(batch.tokens()),
         };
         self.forward_backward_of(batch, totals, read)
     }
@@ -302,7 +302,7 @@ impl<M: LanguageModel> Actor<M> {
             Some(adapters) => adapters.parameters(),
             None => &self.parameters,
         };
-        let mut recorded = RecordedResponses::new(&self.policy, &batch.tokens)?;
+        let mut recorded = RecordedResponses::new(&self.policy, batch.tokens())?;
         let own_tokens = recorded.read_tokens();
         let coef = match self.config.router_aux_loss_coef {
             0. => 0.,
@@ -316,10 +316,10 @@ impl<M: LanguageModel> Actor<M> {
                 &self.policy,
                 &recorded.states,
                 &weight,
-                &batch.tokens,
+                batch.tokens(),
                 self.config.temperature,
             )?,
-            &batch.policy,
+            batch.policy(),
             totals,
         )?;
         let name = self.policy.output_name();
@@ -380,7 +380,7 @@ impl<M: LanguageModel> Actor<M> {
             logit_cap: self.policy.logit_cap(),
             ..OutputLayer::new(states, weight)
         };
-        let mask = &batch.tokens.response_mask;
+        let mask = batch.tokens().response_mask();
         let found = teacher.over(weight.dim(0)?, loss.support, |teacher| {
             Ok(linear_distillation_loss(
                 loss, &student, &teacher, mask, totals,

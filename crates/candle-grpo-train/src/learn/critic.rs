@@ -133,12 +133,12 @@ impl Critic {
             .returns
             .as_ref()
             .context("returns: absent, a critic needs what it should have expected")?;
-        let recorded = RecordedResponses::new(&self.decoder, &batch.tokens.without_experts())?;
+        let recorded = RecordedResponses::new(&self.decoder, &batch.tokens().without_experts())?;
         let (loss, metrics) = self.config.value_loss.compute(
             &self.training_head.forward(&recorded.states)?,
             batch.values.as_ref(),
             returns,
-            &batch.tokens.response_mask,
+            batch.tokens().response_mask(),
             totals,
         )?;
         let states_gradient = self

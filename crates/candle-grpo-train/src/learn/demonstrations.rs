@@ -8,7 +8,8 @@ use serde::de::Error as _;
 use serde::{Deserialize, Deserializer, Serialize};
 use serde_json::{Map, Value};
 
-use super::{Example, LikelihoodSums};
+use super::LikelihoodSums;
+use crate::Sequence;
 use crate::data::MixedOrder;
 use candle_grpo_base::within;
 
@@ -92,14 +93,14 @@ impl DemonstrationConfig {
 /// The demonstrations of a trainer.
 pub(super) struct Demonstrations {
     pub(super) config: DemonstrationConfig,
-    examples: Vec<Example>,
+    examples: Vec<Sequence>,
     order: MixedOrder,
 }
 
 impl Demonstrations {
     pub(super) fn new(
         config: DemonstrationConfig,
-        examples: Vec<Example>,
+        examples: Vec<Sequence>,
         order: MixedOrder,
     ) -> Result<Self> {
         order.ensure_rows(examples.len(), "demonstrations")?;
@@ -111,7 +112,7 @@ impl Demonstrations {
     }
 
     /// The batch after the first `visited` examples.
-    pub(super) fn batch(&self, visited: usize) -> Vec<&Example> {
+    pub(super) fn batch(&self, visited: usize) -> Vec<Sequence> {
         self.order
             .pick(&self.examples, visited, self.config.batch_size)
     }

@@ -4,10 +4,10 @@ use anyhow::Result;
 use candle_grpo_loss::surrogate::Likelihood;
 use candle_grpo_nn::LanguageModel;
 
-use super::micro_batches::examples_by_tokens;
+use super::micro_batches::MicroBatchSize;
 use super::models::ensure_not_canceled;
-use super::{Example, LikelihoodSums, Ranks};
-use crate::{Actor, Progress};
+use super::{LikelihoodSums, Ranks};
+use crate::{Actor, Progress, Sequence};
 
 /// The passes over the examples of an update.
 pub(crate) struct ExamplePasses<'a> {
@@ -36,12 +36,13 @@ impl<'a> ExamplePasses<'a> {
     }
 
     /// The number of passes of all ranks, and those of this rank.
-    pub(crate) fn divide<'e>(&self, rows: &[&'e Example]) -> (usize, Vec<Vec<&'e Example>>) {
-        let world_size = self.ranks.collective().world_size();
-        let all = examples_by_tokens(rows, self.micro_batch_tokens, world_size);
-        let own = all[self.ranks.share(all.len())].iter();
-        let own = own.map(|part| part.iter().map(|&row| rows[row]).collect());
-        (all.len(), own.collect())
+    pub(crate) fn divide(&self, rows: &[Sequence]) -> (usize, Vec<Vec<Sequence>>) {
+        let size = MicroBatchSize::TokensOfRows(self.micro_batch_tokens);
+        let mut all = size.of_ranks(rows, self.ranks);
+        let count = all.iter().map(Vec::len).sum();
+        let own = all.swap_remove(self.ranks.collective().rank()).into_iter();
+        let own = own.map(|part| part.into_iter().map(|row| rows[row].clone()).collect());
+        (count, own.collect())
     }
 
     /// Accumulates the gradient of `coef` times the weighted mean of the losses of the tokens of
@@ -52,8 +53,8 @@ impl<'a> ExamplePasses<'a> {
     pub(crate) fn backward<M: LanguageModel>(
         &self,
         actor: &mut Actor<M>,
-        rows: &[&Example],
-        passes: &[Vec<&Example>],
+        rows: &[Sequence],
+        passes: &[Vec<Sequence>],
         likelihood: Likelihood,
         coef: f64,
     ) -> Result<Vec<LikelihoodSums>> {

@@ -40,7 +40,7 @@ pub use reference::{Reference, ReferenceRefresh};
 pub use response_forward::read_tokens;
 pub use schedule::LearningRateSchedule;
 pub use step_metrics::{PhaseSeconds, RewardStatistics, StepMetrics};
-pub use supervised::{Example, LikelihoodSums};
+pub use supervised::LikelihoodSums;
 pub use teacher::{Teacher, TeacherDistributions};
 pub use train_config::{OldLogProbs, TrainConfig};
 pub use trainer::Trainer;

@@ -26,7 +26,7 @@ use super::scored_rollouts::ScoredRollouts;
 use super::scored_rollouts::record;
 use super::staleness::staleness_metrics;
 use super::step_batch::{Preparation, PreparedStep, StepBatch, single};
-use super::{Example, LikelihoodSums, StepStats, Teacher, count_prompt_tokens};
+use super::{LikelihoodSums, StepStats, Teacher, count_prompt_tokens};
 use crate::data::MixedOrder;
 use crate::data::curriculum::Curriculum;
 use crate::environment::{Environments, ensure_some_worked};
@@ -36,7 +36,7 @@ use crate::run::rollout_log::StepRollouts;
 use crate::run::{RolloutLogConfig, RolloutRecord, RunInputs, TrainerState};
 use crate::{
     Actor, Critic, Generator, Pretrained, Progress, Prompt, RewardFunction, Rollout, Sampler,
-    SamplingConfig, StepMetrics, TrainConfig, TrainingBatch,
+    SamplingConfig, Sequence, StepMetrics, TrainConfig, TrainingBatch,
 };
 use candle_grpo_base::progress::{NoProgress, Phase};
 use candle_grpo_base::within;
@@ -224,7 +224,7 @@ impl<C: ModelConfig> Trainer<C> {
     /// If the settings have no demonstrations, or `order` has another number of rows.
     pub fn with_demonstrations(
         mut self,
-        examples: Vec<Example>,
+        examples: Vec<Sequence>,
         order: MixedOrder,
     ) -> Result<Self> {
         let config = self.config.demonstrations.with_context(|| {
@@ -532,7 +532,7 @@ impl<C: ModelConfig> Trainer<C> {
                 }
                 let read = match self.config.router_aux_loss_coef == 0. {
                     true => 0.,
-                    false => read_tokens(&mini_batch.tokens)?,
+                    false => read_tokens(mini_batch.tokens()),
                 };
                 let (mut own, last) = (Vec::new(), micro_batches.len() - 1);
                 for (number, mut micro_batch) in micro_batches.into_iter().enumerate() {
@@ -548,9 +548,9 @@ impl<C: ModelConfig> Trainer<C> {
                         actor.begin_reduction(self.collector.ranks().collective())?;
                     }
                     own.push(actor.forward_backward_of(&micro_batch, &totals, read)?);
-                    let tokens = StepTotals::count(&micro_batch.tokens.response_mask)?.tokens;
+                    let totals = micro_batch.tokens().totals();
                     self.progress
-                        .advance(micro_batch.tokens.dims()?.0, tokens as usize);
+                        .advance(totals.rows as usize, totals.tokens as usize);
                 }
                 self.ensure_step_not_canceled()?;
                 let (stats, sums) = self.step_policy(share, state)?;
@@ -678,12 +678,12 @@ impl<C: ModelConfig> Trainer<C> {
         groups: &[usize],
         seed: u64,
     ) -> Result<Option<(TrainingBatch, StepTotals)>> {
-        let mut mini_batch = mini_batch.clone();
-        let mask = &mini_batch.tokens.response_mask;
-        let mut totals = StepTotals::count(mask)?;
+        let tokens = mini_batch.tokens();
+        let mut totals = tokens.totals();
         if totals.tokens == 0. {
             return Ok(None);
         }
+        let mut policy = mini_batch.policy().clone();
         let policy_loss = &self.config.recipe.policy_loss;
         if [
             Some(policy_loss.aggregation),
@@ -692,8 +692,8 @@ impl<C: ModelConfig> Trainer<C> {
         ]
         .contains(&Some(Aggregation::PromptMeanTokenMean))
         {
-            let (tokens, prompts) = count_prompt_tokens(mask, groups)?;
-            mini_batch.policy.prompt_tokens = Some(tokens);
+            let (counts, prompts) = count_prompt_tokens(tokens, groups)?;
+            policy.prompt_tokens = Some(counts);
             totals.prompts = Some(prompts);
         }
         if policy_loss.surrogate.reduces_over_group() {
@@ -703,9 +703,9 @@ impl<C: ModelConfig> Trainer<C> {
                 "recipe.policy_loss.surrogate: compares the sequences of a group, must be another one with {world_size} processes, which share out sequences"
             );
             let groups: Vec<f64> = groups.iter().map(|&group| group as f64).collect();
-            mini_batch.policy.groups = Some(Tensor::new(groups, mask.device())?);
+            policy.groups = Some(Tensor::new(groups, tokens.targets().device())?);
         }
-        if let Some(entropy_mask) = &mini_batch.policy.entropy_mask {
+        if let Some(entropy_mask) = &policy.entropy_mask {
             totals = totals.with_entropy_mask(entropy_mask)?;
         }
         if matches!(
@@ -715,11 +715,12 @@ impl<C: ModelConfig> Trainer<C> {
             let actor = &self.models.actor;
             let log_probs = self
                 .micro_batches()
-                .map(&mini_batch.tokens, |piece| actor.log_probs(piece))?;
-            let policy = mini_batch.policy.clone().log_probs(&log_probs);
-            mini_batch.policy.selected_tokens = policy_loss.select_tokens(&policy, seed)?;
+                .map(tokens, |piece| actor.log_probs(piece))?;
+            let current = policy.clone().log_probs(&log_probs);
+            policy.selected_tokens = policy_loss.select_tokens(&current, seed)?;
         }
-        Ok(Some((mini_batch, totals)))
+        let completed = mini_batch.clone().with_policy(|_| policy);
+        Ok(Some((completed, totals)))
     }
 
     fn micro_batches(&self) -> MicroBatches<'_> {

@@ -13,9 +13,9 @@ use super::{SftConfig, SftMetrics, SftSeconds};
 use crate::data::MixedOrder;
 use crate::learn::example_passes::{ExamplePasses, sum_over_ranks};
 use crate::learn::models::{Models, ensure_not_canceled, new_actor};
-use crate::learn::{Example, LearningRateSchedule, LikelihoodSums, Ranks};
+use crate::learn::{LearningRateSchedule, LikelihoodSums, Ranks};
 use crate::run::{RunInputs, TrainerState};
-use crate::{Actor, Pretrained, Progress};
+use crate::{Actor, Pretrained, Progress, Sequence};
 use candle_grpo_base::progress::{NoProgress, Phase};
 use candle_grpo_base::within;
 
@@ -25,7 +25,7 @@ use candle_grpo_base::within;
 /// ```
 /// use candle_core::Device;
 /// use candle_grpo_nn::{DecoderConfig, Parameters};
-/// use candle_grpo_train::learn::Example;
+/// use candle_grpo_train::Sequence;
 /// use candle_grpo_train::sft::{SftConfig, SftTrainer};
 ///
 /// # fn main() -> anyhow::Result<()> {
@@ -33,7 +33,7 @@ use candle_grpo_base::within;
 /// #     num_hidden_layers: 1, num_attention_heads: 2, num_key_value_heads: 1,
 /// #     max_position_embeddings: 8, tie_word_embeddings: true, ..DecoderConfig::default() };
 /// let parameters = Parameters::init(&model, 7, &Device::Cpu)?;
-/// let examples = vec![Example::of_answer(&[1, 2], &[3, 0])?, Example::of_answer(&[4], &[5, 0])?];
+/// let examples = vec![Sequence::of_answer(&[1, 2], &[3, 0])?, Sequence::of_answer(&[4], &[5, 0])?];
 /// let mut config = SftConfig { max_steps: Some(200), batch_size: 2, ..SftConfig::default() };
 /// config.optimizer.learning_rate = 1e-2;
 /// let mut trainer = SftTrainer::new(model, parameters, examples, config)?;
@@ -42,13 +42,13 @@ use candle_grpo_base::within;
 ///     trainer.step()?;
 /// }
 /// assert!(trainer.step().is_err()); // the run is over
-/// assert!(trainer.actor().likelihood(&[&Example::of_answer(&[1, 2], &[3, 0])?])?.mean_loss() < first / 2.);
+/// assert!(trainer.actor().likelihood(&[Sequence::of_answer(&[1, 2], &[3, 0])?])?.mean_loss() < first / 2.);
 /// # Ok(())
 /// # }
 /// ```
 pub struct SftTrainer {
     models: Models,
-    examples: Vec<Example>,
+    examples: Vec<Sequence>,
     order: MixedOrder,
     config: SftConfig,
     schedule: LearningRateSchedule,
@@ -74,7 +74,7 @@ impl SftTrainer {
     pub fn new(
         model: DecoderConfig,
         parameters: Parameters,
-        examples: Vec<Example>,
+        examples: Vec<Sequence>,
         config: SftConfig,
     ) -> Result<Self> {
         config.validate()?;
@@ -209,13 +209,12 @@ impl SftTrainer {
     ///
     /// With [`Interrupted`](crate::Interrupted) if the progress cancels, and with
     /// [`NotFinite`](crate::NotFinite) if the loss is NaN or infinite.
-    pub fn evaluate(&self, examples: &[Example]) -> Result<LikelihoodSums> {
+    pub fn evaluate(&self, examples: &[Sequence]) -> Result<LikelihoodSums> {
         ensure!(!examples.is_empty(), "examples: none, must be at least one");
         self.ensure_not_canceled()?;
-        let rows: Vec<&Example> = examples.iter().collect();
         let tokens = self.config.micro_batch_tokens;
         let passes = ExamplePasses::new(tokens, &self.ranks, &*self.progress);
-        let (_, own) = passes.divide(&rows);
+        let (_, own) = passes.divide(examples);
         let units = own.iter().map(Vec::len).sum();
         self.progress.begin(Phase::HeldOutLoss, units);
         let sums = own.iter().map(|part| {
