@@ -11,6 +11,7 @@ use serde_json::{Map, Value};
 use super::LikelihoodSums;
 use crate::Sequence;
 use crate::data::MixedOrder;
+use crate::sequence::Batch;
 use candle_grpo_base::within;
 
 /// Demonstrations in the updates of the policy (CHORD, <https://arxiv.org/abs/2508.11408>; ms-swift's
@@ -112,9 +113,9 @@ impl Demonstrations {
     }
 
     /// The batch after the first `visited` examples.
-    pub(super) fn batch(&self, visited: usize) -> Vec<Sequence> {
-        self.order
-            .pick(&self.examples, visited, self.config.batch_size)
+    pub(super) fn batch(&self, visited: usize) -> Result<Batch> {
+        let size = self.config.batch_size;
+        Batch::new(self.order.pick(&self.examples, visited, size))
     }
 
     pub(super) fn likelihood(&self) -> Likelihood {

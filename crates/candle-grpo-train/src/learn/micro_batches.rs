@@ -1,12 +1,16 @@
 //! The division of a batch into micro-batches, which the ranks share.
 
+use std::sync::Arc;
+
 use anyhow::Result;
 use candle_core::Tensor;
+use candle_grpo_collective::Collective;
+use candle_grpo_nn::LanguageModel;
 
 use super::models::ensure_not_canceled;
 use crate::ranks::Ranks;
-use crate::sequence::{Column, divide};
-use crate::{Progress, Sequence, TokenBatch, TrainingBatch};
+use crate::sequence::{Batch, Column, divide};
+use crate::{Actor, Critic, Progress, Sequence, TokenBatch, TrainingBatch};
 
 /// The bound of a micro-batch.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -46,34 +50,110 @@ impl MicroBatchSize {
         };
         (0..world_size).map(of_rank).collect()
     }
+}
 
-    /// Returns the micro-batches of this rank. A rank without one receives the first sequence with
-    /// a mask of zeros, so that it takes part in the sum of the gradients.
-    pub(super) fn of_rank(
-        self,
-        batch: &TrainingBatch,
-        ranks: &Ranks,
-    ) -> Result<Vec<TrainingBatch>> {
-        let mut all = self.of_ranks(batch.tokens().sequences(), ranks);
-        let own = all.swap_remove(ranks.collective().rank());
-        if own.is_empty() {
-            return Ok(vec![batch.without_work()?]);
-        }
-        own.iter()
-            .map(|sequences| batch.select(sequences))
-            .collect()
+/// A batch that is divided into micro-batches.
+pub(crate) trait Divisible: Sized {
+    fn sequences(&self) -> &[Sequence];
+
+    /// The sequences with these indices.
+    fn part(&self, sequences: &[usize]) -> Result<Self>;
+}
+
+impl Divisible for TrainingBatch {
+    fn sequences(&self) -> &[Sequence] {
+        self.tokens().sequences()
+    }
+
+    fn part(&self, sequences: &[usize]) -> Result<Self> {
+        self.select(sequences)
     }
 }
 
-/// Forward passes of a model over a batch, in micro-batches that the ranks share.
+impl Divisible for Batch {
+    fn sequences(&self) -> &[Sequence] {
+        Self::sequences(self)
+    }
+
+    fn part(&self, sequences: &[usize]) -> Result<Self> {
+        self.select(sequences)
+    }
+}
+
+/// A model whose gradients accumulate over the passes of an update.
+pub(crate) trait Accumulates {
+    /// Sums the gradients over all ranks while the next pass runs, the last one of the update.
+    fn begin_reduction(&mut self, collective: &Arc<dyn Collective>) -> Result<()>;
+}
+
+impl<M: LanguageModel> Accumulates for Actor<M> {
+    fn begin_reduction(&mut self, collective: &Arc<dyn Collective>) -> Result<()> {
+        Self::begin_reduction(self, collective)
+    }
+}
+
+impl Accumulates for Critic {
+    fn begin_reduction(&mut self, collective: &Arc<dyn Collective>) -> Result<()> {
+        Self::begin_reduction(self, collective)
+    }
+}
+
+/// Passes of a model over a batch, in micro-batches that the ranks share.
 #[derive(Clone, Copy)]
-pub(super) struct MicroBatches<'a> {
-    pub(super) size: MicroBatchSize,
-    pub(super) progress: &'a dyn Progress,
-    pub(super) ranks: &'a Ranks,
+pub(crate) struct MicroBatches<'a> {
+    pub(crate) size: MicroBatchSize,
+    /// Cancels before a pass.
+    pub(crate) progress: &'a dyn Progress,
+    /// Receives the progress of an update.
+    pub(crate) receiver: &'a dyn Progress,
+    pub(crate) ranks: &'a Ranks,
 }
 
 impl MicroBatches<'_> {
+    /// The micro-batches of this rank, with the number of those of all ranks.
+    pub(crate) fn divide<B: Divisible>(self, batch: &B) -> Result<(Vec<B>, usize)> {
+        let mut all = self.size.of_ranks(batch.sequences(), self.ranks);
+        let count = all.iter().map(Vec::len).sum();
+        let own = all.swap_remove(self.ranks.collective().rank()).into_iter();
+        let own = own.map(|sequences| batch.part(&sequences));
+        Ok((own.collect::<Result<_>>()?, count))
+    }
+
+    /// Runs `pass` over each of `own`, the micro-batches of this rank of `batch`, and returns its
+    /// results. With `reduces` the last pass sums the gradients over all ranks, so it must be the
+    /// last one of the update. A rank without micro-batches then passes the first sequence, whose
+    /// gradients must be 0: for it alone, the last argument of `pass` is true.
+    ///
+    /// # Errors
+    ///
+    /// If a pass fails, or with [`Interrupted`](crate::Interrupted) if the progress cancels.
+    pub(crate) fn accumulate<L: Accumulates, B: Divisible, T>(
+        self,
+        learner: &mut L,
+        (batch, own): (&B, &[B]),
+        reduces: bool,
+        mut pass: impl FnMut(&mut L, &B, bool) -> Result<T>,
+    ) -> Result<Vec<T>> {
+        let mut results = Vec::with_capacity(own.len());
+        for (number, part) in own.iter().enumerate() {
+            ensure_not_canceled(self.progress)?;
+            if reduces && number + 1 == own.len() {
+                learner.begin_reduction(self.ranks.collective())?;
+            }
+            results.push(pass(learner, part, false)?);
+            let tokens = part.sequences().iter().map(Sequence::num_trained_tokens);
+            self.receiver
+                .advance(part.sequences().len(), tokens.sum::<usize>());
+        }
+        if reduces && own.is_empty() {
+            // A rank without work takes part in the sum of the gradients.
+            learner.begin_reduction(self.ranks.collective())?;
+            pass(learner, &batch.part(&[0])?, true)?;
+        }
+        ensure_not_canceled(self.progress)?;
+        Ok(results)
+    }
+
     /// All sequences of a rank in one micro-batch.
     pub(super) fn at_once(self) -> Self {
         Self {
@@ -177,6 +257,7 @@ mod tests {
         let micro_batches = MicroBatches {
             size: MicroBatchSize::Tokens(6),
             progress: &crate::progress::NoProgress,
+            receiver: &crate::progress::NoProgress,
             ranks: &Ranks::default(),
         };
         let targets = micro_batches.map(&batch, |piece| Ok(piece.targets().clone()))?;

@@ -8,7 +8,6 @@ mod collector;
 mod collector_progress;
 mod critic;
 mod demonstrations;
-pub(crate) mod example_passes;
 mod generator_access;
 pub(crate) mod memory_plan;
 pub(crate) mod micro_batches;

@@ -66,11 +66,7 @@ pub(super) struct RecordedResponses<'a> {
 }
 
 impl<'a> RecordedResponses<'a> {
-    pub(super) fn new(model: &'a dyn LanguageModel, batch: &TokenBatch) -> Result<Self> {
-        Self::of(model, Packed::of_batch(batch)?)
-    }
-
-    pub(super) fn of(model: &'a dyn LanguageModel, packed: Packed) -> Result<Self> {
+    pub(super) fn new(model: &'a dyn LanguageModel, packed: Packed) -> Result<Self> {
         let (hidden, backward) = model.record(&packed.tokens)?;
         Ok(Self {
             states: Var::from_tensor(&embedding(&packed.places, &hidden)?)?,

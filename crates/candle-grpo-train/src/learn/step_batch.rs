@@ -19,7 +19,7 @@ use super::staleness::effective_sample_share;
 use super::{OldLogProbs, Teacher, rollout_log_probs};
 use crate::random::{generator, uniform};
 use crate::run::TrainerState;
-use crate::{FinishReason, Rollout, TokenBatch, TrainConfig, TrainingBatch};
+use crate::{FinishReason, Rollout, Sequence, TokenBatch, TrainConfig, TrainingBatch};
 
 /// The batch that a step trains on.
 pub(super) struct StepBatch {
@@ -113,7 +113,7 @@ impl<C: ModelConfig> Preparation<'_, C> {
             None => None,
         };
         let advantages = self.advantages(&rewards, &tokens, values.as_ref(), early.as_ref())?;
-        *sequence_advantages = sequence_means(&advantages.advantages, tokens.response_mask())?;
+        *sequence_advantages = sequence_means(&advantages.advantages, &tokens)?;
         let recipe = &self.config.recipe;
         let reward_alone = recipe.policy_loss.positive_nll.is_none()
             && recipe.policy_loss.distillation.is_none()
@@ -455,20 +455,20 @@ pub(super) fn single(sum: f64) -> MetricValue {
 }
 
 /// The mean of `[B]` or `[B, T]` over the tokens of each sequence, f32; absent without tokens.
-fn sequence_means(x: &Tensor, mask: &Tensor) -> Result<Vec<Option<f32>>> {
+fn sequence_means(x: &Tensor, tokens: &TokenBatch) -> Result<Vec<Option<f32>>> {
     let x = match x.rank() {
-        1 => x.unsqueeze(1)?.broadcast_as(mask.shape())?,
+        1 => x.unsqueeze(1)?.broadcast_as(tokens.dims())?,
         _ => x.clone(),
     };
-    let x = x.to_dtype(DType::F32)?.to_vec2::<f32>()?;
-    let mask = mask.to_dtype(DType::F32)?.to_vec2::<f32>()?;
-    let mean = |(x, mask): (Vec<f32>, Vec<f32>)| {
-        let tokens = x.into_iter().zip(mask).filter(|(_, mask)| *mask != 0.);
-        let tokens: Vec<f64> = tokens.map(|(x, _)| f64::from(x)).collect();
-        let count = tokens.len() as f64;
-        (!tokens.is_empty()).then(|| (tokens.iter().sum::<f64>() / count) as f32)
+    let rows = x.to_dtype(DType::F32)?.to_vec2::<f32>()?;
+    let mean = |(row, sequence): (Vec<f32>, &Sequence)| {
+        let trained = row.into_iter().zip(sequence.trained());
+        let trained = trained.filter(|(_, trains)| *trains);
+        let trained: Vec<f64> = trained.map(|(x, _)| f64::from(x)).collect();
+        let count = trained.len() as f64;
+        (!trained.is_empty()).then(|| (trained.iter().sum::<f64>() / count) as f32)
     };
-    Ok(x.into_iter().zip(mask).map(mean).collect())
+    Ok(rows.into_iter().zip(tokens.sequences()).map(mean).collect())
 }
 
 fn is_zero(x: &Tensor) -> Result<bool> {

@@ -9,7 +9,10 @@ use candle_grpo_nn::LanguageModel;
 use candle_grpo_nn::model::ExpertBalance;
 use serde::{Deserialize, Serialize};
 
-use super::response_forward::{Packed, RecordedResponses, Targets, output_weight};
+use super::Ranks;
+use super::micro_batches::MicroBatches;
+use super::response_forward::{Packed, Targets};
+use crate::sequence::Batch;
 use crate::{Actor, NotFinite, Sequence};
 
 /// The largest number of logits that a comparison of tokens computes at once: 16 MiB of f32.
@@ -44,6 +47,16 @@ impl LikelihoodSums {
         self.entropy += other.entropy;
         self.router_aux_loss += other.router_aux_loss;
         self.read_tokens += other.read_tokens;
+    }
+
+    /// Adds those of the passes of all ranks, of which `own` are those of this one. All ranks must
+    /// call it.
+    pub(crate) fn over_ranks(own: Vec<Self>, ranks: &Ranks) -> Result<Self> {
+        let mut total = Self::default();
+        for part in ranks.gather(own)?.concat() {
+            total.add(&part);
+        }
+        Ok(total)
     }
 
     /// Returns the loss: the weighted mean of the negative log-probs, in nats per token.
@@ -216,31 +229,21 @@ impl<M: LanguageModel> Actor<M> {
         scale: f64,
         read_tokens: f64,
     ) -> Result<LikelihoodSums> {
-        let coef = self.config().router_aux_loss_coef;
-        let (policy, trained, gradients) = self.learning();
-        let packed = Packed::new(sequences, Targets::Flat, trained.device())?;
-        let targets = Trained::new(sequences, trained.device())?;
-        let mut recorded = RecordedResponses::of(policy, packed)?;
-        let own_tokens = recorded.read_tokens();
-        let coef = match coef {
-            0. => 0.,
-            coef => coef * own_tokens / read_tokens,
-        };
-        let balance = recorded.balance_experts(coef)?;
-        let weight = output_weight(policy, trained);
-        let layer = targets.layer(policy, &recorded.states, &weight)?;
-        let tokens = layer.forward()?;
-        let sums = targets.sums(&tokens, &recorded.states, policy.output_weight());
-        let sums = sums.inspect_err(|_| gradients.clear())?;
-        let derivatives = targets.derivatives(&tokens, likelihood, scale)?;
-        let found = layer.backward(&tokens, &derivatives)?;
-        drop(layer);
-        if let Some(gradient) = found.weight {
-            gradients.add(policy.output_name(), &gradient)?;
-        }
-        recorded.backward(found.hidden, trained, gradients)?;
+        let device = self.trained().device();
+        let packed = Packed::new(sequences, Targets::Flat, device)?;
+        let targets = Trained::new(sequences, device)?;
+        let (sums, balance) = self.accumulate(packed, read_tokens, |mut output| {
+            let layer = targets.layer(output.policy, output.states, output.weight)?;
+            let tokens = layer.forward()?;
+            let sums = targets.sums(&tokens, output.states, output.policy.output_weight())?;
+            let derivatives = targets.derivatives(&tokens, likelihood, scale)?;
+            let found = layer.backward(&tokens, &derivatives)?;
+            drop(layer);
+            output.add(found.weight)?;
+            Ok((found.hidden, sums))
+        })?;
         Ok(match balance {
-            Some(ExpertBalance { loss, .. }) => LikelihoodSums {
+            Some((ExpertBalance { loss, .. }, own_tokens)) => LikelihoodSums {
                 router_aux_loss: loss * own_tokens,
                 read_tokens: own_tokens,
                 ..sums
@@ -263,5 +266,33 @@ impl<M: LanguageModel> Actor<M> {
         let states = packed.states(policy)?;
         let tokens = targets.layer(policy, &states, &weight)?.forward()?;
         targets.sums(&tokens, &states, &weight)
+    }
+}
+
+impl MicroBatches<'_> {
+    /// Accumulates the gradient of `coef` times the weighted mean of the losses of the tokens of
+    /// `rows`, and the load-balancing loss times `coef`, in the last passes of an update. `own` are
+    /// the micro-batches of this rank. Returns their sums.
+    ///
+    /// # Errors
+    ///
+    /// As in [`Self::accumulate`].
+    pub(crate) fn accumulate_likelihood<M: LanguageModel>(
+        self,
+        actor: &mut Actor<M>,
+        (rows, own): (&Batch, &[Batch]),
+        likelihood: Likelihood,
+        coef: f64,
+    ) -> Result<Vec<LikelihoodSums>> {
+        let all = rows.sequences();
+        let weight: f64 = all.iter().map(Sequence::total_weight).sum();
+        let read: usize = all.iter().map(|row| row.read_tokens().len()).sum();
+        self.accumulate(actor, (rows, own), true, |actor, part, is_idle| {
+            let (scale, read) = match is_idle {
+                true => (0., f64::INFINITY),
+                false => (coef / weight, read as f64 / coef),
+            };
+            actor.forward_backward_examples(part.sequences(), likelihood, scale, read)
+        })
     }
 }

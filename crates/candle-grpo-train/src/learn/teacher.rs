@@ -182,11 +182,20 @@ impl TeacherDistributions {
 
 /// The distributions that a step learns from.
 pub(super) struct Distillation<'a> {
-    pub(super) teacher: &'a dyn Teacher,
-    pub(super) loss: &'a DistillationLoss,
+    teacher: &'a dyn Teacher,
+    loss: &'a DistillationLoss,
 }
 
-impl Distillation<'_> {
+impl<'a> Distillation<'a> {
+    /// `None` without a loss that learns from a teacher.
+    pub(super) fn new(
+        loss: Option<&'a DistillationLoss>,
+        teacher: Option<&'a dyn Teacher>,
+    ) -> Option<Self> {
+        let (loss, teacher) = loss.zip(teacher)?;
+        Some(Self { teacher, loss })
+    }
+
     /// Asks a teacher that takes all sequences of a rank at once, before the step changes weights.
     /// `None` for a teacher that takes micro-batches.
     pub(super) fn of_step(

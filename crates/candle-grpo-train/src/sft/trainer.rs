@@ -11,10 +11,11 @@ use candle_grpo_nn::{ComputeDType, DecoderConfig, Parameters};
 
 use super::{SftConfig, SftMetrics, SftSeconds};
 use crate::data::MixedOrder;
-use crate::learn::example_passes::{ExamplePasses, sum_over_ranks};
+use crate::learn::micro_batches::{MicroBatchSize, MicroBatches};
 use crate::learn::models::{Models, ensure_not_canceled, new_actor};
 use crate::learn::{LearningRateSchedule, LikelihoodSums, Ranks};
 use crate::run::{RunInputs, TrainerState};
+use crate::sequence::Batch;
 use crate::{Actor, Pretrained, Progress, Sequence};
 use candle_grpo_base::progress::{NoProgress, Phase};
 use candle_grpo_base::within;
@@ -165,18 +166,17 @@ impl SftTrainer {
         let start = Instant::now();
         let visited = self.state.visited;
         let count = self.config.batch_size.min(self.visits - visited);
-        let rows = self.order.pick(&self.examples, visited, count);
-        let tokens = self.config.micro_batch_tokens;
-        let passes = ExamplePasses::new(tokens, &self.ranks, &*self.progress);
-        let (micro_batches, own) = passes.divide(&rows);
-        self.progress
-            .begin(Phase::Learn, own.iter().map(Vec::len).sum());
+        let rows = Batch::new(self.order.pick(&self.examples, visited, count))?;
+        let (own, micro_batches) = self.begin(Phase::Learn, &rows)?;
+        let passes = passes(&self.config, &self.ranks, &*self.progress);
         let actor = &mut self.models.actor;
         let factor = self.schedule.factor(step);
         actor.set_learning_rate(self.config.optimizer.learning_rate * factor);
-        let sums = passes.backward(actor, &rows, &own, Likelihood::default(), 1.)?;
+        let likelihood = Likelihood::default();
+        let sums = passes.accumulate_likelihood(actor, (&rows, &own), likelihood, 1.)?;
         let stats = actor.clip_grad_and_step(self.config.max_grad_norm)?;
-        let sums = sum_over_ranks(&self.ranks, sums)?;
+        let sums = LikelihoodSums::over_ranks(sums, &self.ranks)?;
+        let rows = rows.sequences();
         let (num_rows, tokens) = (rows.len(), rows.iter().map(|row| row.tokens().len()).sum());
         self.state.steps = step;
         self.state.visited += num_rows;
@@ -212,18 +212,25 @@ impl SftTrainer {
     pub fn evaluate(&self, examples: &[Sequence]) -> Result<LikelihoodSums> {
         ensure!(!examples.is_empty(), "examples: none, must be at least one");
         self.ensure_not_canceled()?;
-        let tokens = self.config.micro_batch_tokens;
-        let passes = ExamplePasses::new(tokens, &self.ranks, &*self.progress);
-        let (_, own) = passes.divide(examples);
-        let units = own.iter().map(Vec::len).sum();
-        self.progress.begin(Phase::HeldOutLoss, units);
+        let (own, _) = self.begin(Phase::HeldOutLoss, &Batch::new(examples.to_vec())?)?;
         let sums = own.iter().map(|part| {
             ensure_not_canceled(&*self.progress)?;
+            let part = part.sequences();
             let sums = self.models.actor.likelihood(part)?;
             self.progress.advance(part.len(), sums.tokens as usize);
             Ok(sums)
         });
-        sum_over_ranks(&self.ranks, sums.collect::<Result<_>>()?)
+        LikelihoodSums::over_ranks(sums.collect::<Result<_>>()?, &self.ranks)
+    }
+
+    /// Begins the passes over `rows`. Returns the micro-batches of this rank, and the number of
+    /// those of all ranks.
+    fn begin(&self, phase: Phase, rows: &Batch) -> Result<(Vec<Batch>, usize)> {
+        let passes = passes(&self.config, &self.ranks, &*self.progress);
+        let (own, count) = passes.divide(rows)?;
+        let units = own.iter().map(|part| part.sequences().len()).sum();
+        self.progress.begin(phase, units);
+        Ok((own, count))
     }
 
     /// Returns [`Interrupted`](crate::Interrupted) as an error if the progress of any rank cancels.
@@ -321,5 +328,19 @@ impl SftTrainer {
     /// The number of steps of the whole run.
     pub fn last_step(&self) -> usize {
         self.last_step
+    }
+}
+
+/// The passes of a step or an evaluation.
+fn passes<'a>(
+    config: &SftConfig,
+    ranks: &'a Ranks,
+    progress: &'a dyn Progress,
+) -> MicroBatches<'a> {
+    MicroBatches {
+        size: MicroBatchSize::TokensOfRows(config.micro_batch_tokens),
+        progress,
+        receiver: progress,
+        ranks,
     }
 }
