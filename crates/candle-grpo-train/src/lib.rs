@@ -5,7 +5,7 @@
 //! ```text
 //! Prompt ──Sampler──▶ Rollout ──RewardFunction──▶ rewards ──────Recipe──────▶ advantages
 //!                        │                                                       │
-//!                        └──────────▶ TokenBatch ──▶ TrainingBatch ◀─────────────┘
+//!                        └── Sequence ─▶ TokenBatch ──▶ TrainingBatch ◀──────────┘
 //!                                                        │
 //!                          Actor::forward_backward ◀─────┘
 //!                          Actor::clip_grad_and_step
@@ -21,6 +21,7 @@
 //! | [`rollout`] | generators, sampling, completions |
 //! | [`environment`] | trajectories of several turns, tools |
 //! | [`rewards`] | the trait, reward functions, weighted sums |
+//! | [`sequence`] | tokens and values of completions and rows, on the host |
 //! | [`learn`] | batches, policy, critic, reference, trainer |
 //! | [`sft`] | supervised fine-tuning: rows, assistant masks, trainer |
 //! | [`hub`] | models and data sets of the Hugging Face hub |
@@ -45,6 +46,7 @@ pub mod rewards;
 pub mod rollout;
 pub mod run;
 mod sampler;
+pub mod sequence;
 pub mod sft;
 pub mod statistics;
 
@@ -64,6 +66,7 @@ pub use rewards::{RewardConfig, RewardFunction, Sample, WeightedRewards};
 pub use rollout::{Completion, FinishReason, Generator, Rollout, SamplingConfig};
 pub use run::{RunDir, evaluate};
 pub use sampler::Sampler;
+pub use sequence::Sequence;
 
 /// The default of factors, for serde.
 fn one() -> f64 {

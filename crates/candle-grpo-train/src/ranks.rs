@@ -4,7 +4,6 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use anyhow::{Context, Result};
-use candle_core::{DType, Device, Tensor};
 use candle_grpo_collective::{Alone, Collective};
 use serde::Serialize;
 use serde::de::DeserializeOwned;
@@ -119,27 +118,5 @@ impl Ranks {
         let mut all = self.gather(own)?;
         let rank = all.iter().position(|other| *other != all[0]);
         Ok(rank.map(|rank| (rank, [all.swap_remove(rank), all.swap_remove(0)])))
-    }
-
-    /// Concatenates `pieces` `[b, T]`, and then those of all ranks, in f32. T is `width` on every
-    /// rank.
-    pub(crate) fn gather_rows(
-        &self,
-        pieces: &[Tensor],
-        width: usize,
-        device: &Device,
-    ) -> Result<Tensor> {
-        let mut own = Vec::new();
-        for piece in pieces {
-            own.extend(
-                piece
-                    .to_dtype(DType::F32)?
-                    .flatten_all()?
-                    .to_vec1::<f32>()?,
-            );
-        }
-        let all = self.gather(own)?.concat();
-        let rows = all.len() / width;
-        Ok(Tensor::from_vec(all, (rows, width), device)?)
     }
 }

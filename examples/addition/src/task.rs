@@ -1,8 +1,8 @@
 //! The task: the answer to `37+58=` is `95`.
 
 use anyhow::Result;
+use candle_grpo_train::Sequence;
 use candle_grpo_train::data::ShuffledOrder;
-use candle_grpo_train::learn::Example;
 use candle_grpo_train::model::character_tokenizer;
 use candle_grpo_train::{Prompt, Sample};
 use serde_json::json;
@@ -51,14 +51,14 @@ impl Task {
     }
 
     /// The training problems with their answers, for the warm-up.
-    pub(crate) fn examples(&self) -> Result<Vec<Example>> {
+    pub(crate) fn examples(&self) -> Result<Vec<Sequence>> {
         self.training
             .iter()
             .map(|prompt| {
                 let answer =
                     Prompt::new(prompt.index, answer(prompt), json!(null), &self.tokenizer)?;
                 let answer = [answer.tokens.as_slice(), &[END]].concat();
-                Example::of_answer(&prompt.tokens, &answer)
+                Sequence::of_answer(&prompt.tokens, &answer)
             })
             .collect()
     }

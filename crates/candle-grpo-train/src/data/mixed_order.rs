@@ -109,9 +109,9 @@ impl MixedOrder {
     }
 
     /// The items of the rows at the places `start..start + count`.
-    pub(crate) fn pick<'a, T>(&self, items: &'a [T], start: usize, count: usize) -> Vec<&'a T> {
+    pub(crate) fn pick<T: Clone>(&self, items: &[T], start: usize, count: usize) -> Vec<T> {
         let rows = self.slice(start, count).into_iter();
-        rows.map(|row| &items[row]).collect()
+        rows.map(|row| items[row].clone()).collect()
     }
 
     /// The rows at the places `start..start + count`.

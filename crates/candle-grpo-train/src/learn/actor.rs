@@ -13,6 +13,7 @@ use candle_grpo_loss::{
     DistillationLoss, LinearDistillationOutput, OutputLayer, PolicyLoss, StepTotals,
     linear_distillation_loss, linear_policy_loss, sum_of_squared_probs,
 };
+use candle_grpo_nn::model::ExpertBalance;
 use candle_grpo_nn::{
     AdamW, AdamWConfig, BaseWeights, ComputeCopies, ComputeDType, Decoder, DecoderConfig,
     Gradients, LanguageModel, Lora, ModelConfig, Parameters,
@@ -23,7 +24,7 @@ use serde::{Deserialize, Serialize};
 use super::Reference;
 use super::blame::{blame, blame_teacher, clip_factor};
 use super::response_forward::{
-    RecordedResponses, output_layer, output_weight, predicting_states, read_tokens,
+    Packed, RecordedResponses, output_layer, output_weight, predicting_states, read_tokens,
     response_log_probs,
 };
 use crate::NotFinite;
@@ -277,7 +278,7 @@ impl<M: LanguageModel> Actor<M> {
     ) -> Result<MetricValues> {
         let read = match self.config.router_aux_loss_coef == 0. {
             true => 0.,
-            false => read_tokens(&batch.tokens)?,
+            false => read_tokens(batch.tokens()),
         };
         self.forward_backward_of(batch, totals, read)
     }
@@ -298,48 +299,28 @@ impl<M: LanguageModel> Actor<M> {
         read_tokens: f64,
     ) -> Result<MetricValues> {
         batch.dims()?;
-        let trained = match &self.adapters {
-            Some(adapters) => adapters.parameters(),
-            None => &self.parameters,
-        };
-        let mut recorded = RecordedResponses::new(&self.policy, &batch.tokens)?;
-        let own_tokens = recorded.read_tokens();
-        let coef = match self.config.router_aux_loss_coef {
-            0. => 0.,
-            coef => coef * own_tokens / read_tokens,
-        };
-        let balance = recorded.balance_experts(coef)?;
-        let weight = output_weight(&self.policy, trained);
-        let loss = linear_policy_loss(
-            &self.config.policy_loss,
-            &output_layer(
-                &self.policy,
-                &recorded.states,
-                &weight,
-                &batch.tokens,
-                self.config.temperature,
-            )?,
-            &batch.policy,
-            totals,
-        )?;
-        let name = self.policy.output_name();
-        if let Some(gradient) = loss.gradients.weight {
-            self.gradients.add(name, &gradient)?;
-        }
-        let (mut hidden_gradient, mut metrics) = (loss.gradients.hidden, loss.output.metrics);
-        let mut losses = vec![loss.output.loss];
-        if let Some(distilled) = self.distill(&recorded.states, &weight, batch, totals)? {
-            if let Some(gradient) = distilled.gradients.weight {
-                self.gradients.add(name, &gradient)?;
+        let packed = Packed::of_batch(batch.tokens())?;
+        let ((losses, metrics), balance) = self.accumulate(packed, read_tokens, |mut output| {
+            let temperature = output.config.temperature;
+            let (states, weight) = (output.states, output.weight);
+            let layer = output_layer(output.policy, states, weight, batch.tokens(), temperature)?;
+            let loss =
+                linear_policy_loss(&output.config.policy_loss, &layer, batch.policy(), totals)?;
+            drop(layer);
+            output.add(loss.gradients.weight)?;
+            let (mut hidden, mut metrics) = (loss.gradients.hidden, loss.output.metrics);
+            let mut losses = vec![loss.output.loss];
+            if let Some(distilled) = output.distill(batch, totals)? {
+                output.add(distilled.gradients.weight)?;
+                hidden = match (hidden, distilled.gradients.hidden) {
+                    (Some(a), Some(b)) => Some((a + b)?),
+                    (a, b) => a.or(b),
+                };
+                losses.push(distilled.loss);
+                metrics.extend(distilled.metrics);
             }
-            hidden_gradient = match (hidden_gradient, distilled.gradients.hidden) {
-                (Some(a), Some(b)) => Some((a + b)?),
-                (a, b) => a.or(b),
-            };
-            losses.push(distilled.loss);
-            metrics.extend(distilled.metrics);
-        }
-        recorded.backward(hidden_gradient, trained, &mut self.gradients)?;
+            Ok((hidden, (losses, metrics)))
+        })?;
         let blame: [fn(&TrainingBatch) -> Result<NotFinite>; 2] = [blame, blame_teacher];
         for (loss, blame) in losses.iter().zip(blame) {
             let loss = loss.to_dtype(DType::F32)?.to_scalar::<f32>()?;
@@ -349,7 +330,7 @@ impl<M: LanguageModel> Actor<M> {
             }
         }
         let mut metrics = metrics.to_host()?;
-        if let Some(balance) = balance {
+        if let Some((balance, own_tokens)) = balance {
             for (name, value) in [
                 ("router_aux_loss", balance.loss),
                 ("router_max_load", balance.max_load),
@@ -361,32 +342,41 @@ impl<M: LanguageModel> Actor<M> {
         Ok(metrics)
     }
 
-    /// Computes the divergence from the teacher of `batch`, if it is a part of the loss. `states`
-    /// `[B, T, H]` and `weight` are those of the output layer.
-    fn distill(
-        &self,
-        states: &Tensor,
-        weight: &Tensor,
-        batch: &TrainingBatch,
-        totals: &StepTotals,
-    ) -> Result<Option<LinearDistillationOutput>> {
-        let Some(loss) = &self.config.distillation_loss else {
-            return Ok(None);
+    /// Accumulates the gradient of `loss`, a function of the output layer of the policy in a pass
+    /// over `packed`, and that of the load-balancing loss with the share of the pass in
+    /// `read_tokens`. `loss` returns the gradient of the states, and its own result. Returns the
+    /// latter, and the balance of the experts with the number of tokens that the pass reads.
+    ///
+    /// An error of `loss` clears all gradients.
+    pub(super) fn accumulate<T>(
+        &mut self,
+        packed: Packed,
+        read_tokens: f64,
+        loss: impl FnOnce(Output<'_, M>) -> Result<(Option<Tensor>, T)>,
+    ) -> Result<(T, Option<(ExpertBalance, f64)>)> {
+        let trained = match &self.adapters {
+            Some(adapters) => adapters.parameters(),
+            None => &self.parameters,
         };
-        let Some(teacher) = &batch.teacher else {
-            bail!("teacher: absent, must be given with a distillation_loss");
+        let mut recorded = RecordedResponses::new(&self.policy, packed)?;
+        let own_tokens = recorded.read_tokens();
+        let coef = match self.config.router_aux_loss_coef {
+            0. => 0.,
+            coef => coef * own_tokens / read_tokens,
         };
-        let student = OutputLayer {
-            logit_cap: self.policy.logit_cap(),
-            ..OutputLayer::new(states, weight)
+        let balance = recorded.balance_experts(coef)?;
+        let weight = output_weight(&self.policy, trained);
+        let output = Output {
+            policy: &self.policy,
+            config: &self.config,
+            states: &recorded.states,
+            weight: &weight,
+            gradients: &mut self.gradients,
         };
-        let mask = &batch.tokens.response_mask;
-        let found = teacher.over(weight.dim(0)?, loss.support, |teacher| {
-            Ok(linear_distillation_loss(
-                loss, &student, &teacher, mask, totals,
-            )?)
-        })?;
-        Ok(Some(found))
+        let found = loss(output);
+        let (states_gradient, result) = found.inspect_err(|_| self.gradients.clear())?;
+        recorded.backward(states_gradient, trained, &mut self.gradients)?;
+        Ok((result, balance.map(|balance| (balance, own_tokens))))
     }
 
     /// Clips the gradients to the norm `max_norm`, makes an optimizer step and clears the
@@ -499,18 +489,55 @@ impl<M: LanguageModel> Actor<M> {
             .map_or(&self.parameters, Lora::parameters)
     }
 
-    /// The policy with what an accumulation of gradients changes.
-    pub(super) fn learning(&mut self) -> (&M, &Parameters, &mut Gradients) {
-        let trained = match &self.adapters {
-            Some(adapters) => adapters.parameters(),
-            None => &self.parameters,
-        };
-        (&self.policy, trained, &mut self.gradients)
-    }
-
     /// Returns the configuration.
     pub fn config(&self) -> &ActorConfig {
         &self.config
+    }
+}
+
+/// The output layer of a policy in a pass that trains it.
+pub(super) struct Output<'a, M> {
+    pub(super) policy: &'a M,
+    pub(super) config: &'a ActorConfig,
+    /// The states that predict the trained tokens, `[B, T, H]`, as a variable.
+    pub(super) states: &'a Tensor,
+    /// The output weight, as a variable if it trains.
+    pub(super) weight: &'a Tensor,
+    gradients: &'a mut Gradients,
+}
+
+impl<M: LanguageModel> Output<'_, M> {
+    /// Accumulates a gradient of the output weight.
+    pub(super) fn add(&mut self, weight_gradient: Option<Tensor>) -> Result<()> {
+        if let Some(gradient) = weight_gradient {
+            self.gradients.add(self.policy.output_name(), &gradient)?;
+        }
+        Ok(())
+    }
+
+    /// Computes the divergence from the teacher of `batch`, if it is a part of the loss.
+    fn distill(
+        &self,
+        batch: &TrainingBatch,
+        totals: &StepTotals,
+    ) -> Result<Option<LinearDistillationOutput>> {
+        let Some(loss) = &self.config.distillation_loss else {
+            return Ok(None);
+        };
+        let Some(teacher) = &batch.teacher else {
+            bail!("teacher: absent, must be given with a distillation_loss");
+        };
+        let student = OutputLayer {
+            logit_cap: self.policy.logit_cap(),
+            ..OutputLayer::new(self.states, self.weight)
+        };
+        let mask = batch.tokens().response_mask();
+        let found = teacher.over(self.weight.dim(0)?, loss.support, |teacher| {
+            Ok(linear_distillation_loss(
+                loss, &student, &teacher, mask, totals,
+            )?)
+        })?;
+        Ok(Some(found))
     }
 }
 

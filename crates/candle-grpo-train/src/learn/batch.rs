@@ -2,28 +2,22 @@
 
 use std::collections::BTreeMap;
 
-use anyhow::{Result, bail, ensure};
-use candle_core::{DType, Device, Tensor};
-use candle_grpo_loss::{Mask, PaddedTokens, PolicyBatch};
+use anyhow::{Context, Result, anyhow, bail, ensure};
+use candle_core::{Device, Tensor};
+use candle_grpo_loss::{PolicyBatch, StepTotals};
 
 use super::TeacherDistributions;
-use crate::Rollout;
+use crate::sequence::{Batch, Column, select};
+use crate::{Rollout, Sequence};
 
-/// The tokens of B sequences as in [`PaddedTokens`], and the experts that a policy replays.
+/// B sequences with responses of up to T tokens, and the tensors of their responses.
 #[derive(Debug, Clone)]
 pub struct TokenBatch {
-    /// Input tokens of the decoder, u32 `[B, P + T - 1]`.
-    pub input_ids: Tensor,
-    /// 1 at tokens of `input_ids` and 0 at padding, u32 `[B, P + T - 1]`.
-    pub attention_mask: Tensor,
-    /// Response tokens, u32 `[B, T]`.
-    pub targets: Tensor,
-    /// Response mask, `[B, T]` of any dtype: 1 at trained tokens of `targets`, 0 elsewhere,
-    /// including padding.
-    pub response_mask: Tensor,
-    /// The experts of each of `input_ids` that the policy replays, u32 `[B, P + T - 1, choices]`;
-    /// see [`Self::replaying`].
-    pub experts: Option<Tensor>,
+    sequences: Vec<Sequence>,
+    /// u32 `[B, T]`
+    targets: Tensor,
+    /// u32 `[B, T]`
+    response_mask: Tensor,
 }
 
 impl TokenBatch {
@@ -33,19 +27,34 @@ impl TokenBatch {
     ///
     /// Returns an error if there are no pairs, or a prompt or a response has no tokens.
     pub fn new(pairs: &[(&[u32], &[u32])], device: &Device) -> Result<Self> {
-        let PaddedTokens {
-            input_ids,
-            attention_mask,
+        let sequences = pairs.iter().enumerate().map(|(i, (prompt, response))| {
+            ensure!(
+                !prompt.is_empty() && !response.is_empty(),
+                "sequence {i}: {} prompt tokens and {} response tokens, must have at least one of each",
+                prompt.len(),
+                response.len()
+            );
+            Sequence::of_answer(prompt, response)
+        });
+        Self::of_batch(&Batch::new(sequences.collect::<Result<_>>()?)?, device)
+    }
+
+    /// Creates the batch of the sequences of `batch`. Tokens without a weight are not in the
+    /// response mask.
+    ///
+    /// # Errors
+    ///
+    /// If the device has no memory for it.
+    pub fn of_batch(batch: &Batch, device: &Device) -> Result<Self> {
+        let sequences = batch.sequences().to_vec();
+        let targets = sequences.iter().map(|x| x.response().to_vec()).collect();
+        let targets = Column::per_token::<u32>(targets).padded(batch.width(), device)?;
+        Self {
+            response_mask: targets.clone(),
+            sequences,
             targets,
-            response_mask,
-        } = PaddedTokens::new(pairs, device)?;
-        Ok(Self {
-            input_ids,
-            attention_mask,
-            targets,
-            response_mask,
-            experts: None,
-        })
+        }
+        .with_mask_of_sequences()
     }
 
     /// Creates the batch of `rollouts`. Tokens that the policy did not write are context: they are
@@ -55,28 +64,7 @@ impl TokenBatch {
     ///
     /// As in [`Self::new`].
     pub fn from_rollouts(rollouts: &[Rollout], device: &Device) -> Result<Self> {
-        let pairs: Vec<(&[u32], &[u32])> = rollouts
-            .iter()
-            .map(|r| (r.prompt_tokens.as_slice(), r.completion.tokens.as_slice()))
-            .collect();
-        let batch = Self::new(&pairs, device)?;
-        if rollouts.iter().all(|r| r.completion.written.is_none()) {
-            return Ok(batch);
-        }
-        let (b, t) = batch.dims()?;
-        let mut mask = vec![0u32; b * t];
-        for (rollout, mask) in rollouts.iter().zip(mask.chunks_exact_mut(t)) {
-            for (at, cell) in mask[..rollout.completion.tokens.len()]
-                .iter_mut()
-                .enumerate()
-            {
-                *cell = u32::from(rollout.completion.is_written(at));
-            }
-        }
-        Ok(Self {
-            response_mask: Tensor::from_vec(mask, (b, t), device)?,
-            ..batch
-        })
+        Self::of_batch(&batch_of(rollouts)?, device)
     }
 
     /// Returns this batch of `rollouts` with the experts that the sampler recorded. The policy then
@@ -86,133 +74,156 @@ impl TokenBatch {
     /// # Errors
     ///
     /// Returns an error that names a completion without [`experts`](crate::Completion::experts),
-    /// with another number of them, or longer than the batch.
-    pub fn replaying(self, rollouts: &[Rollout]) -> Result<Self> {
-        let (b, t) = self.dims()?;
+    /// with another number of them, or with other tokens than the batch.
+    pub fn replaying(mut self, rollouts: &[Rollout]) -> Result<Self> {
         ensure!(
-            b == rollouts.len(),
-            "rollouts: {}, must be {b}, those of the batch",
-            rollouts.len()
+            self.sequences.len() == rollouts.len(),
+            "rollouts: {}, must be {}, those of the batch",
+            rollouts.len(),
+            self.sequences.len()
         );
-        let width = self.input_ids.dim(1)?;
-        let mut padded = Vec::new();
-        let mut choices = None;
-        for rollout in rollouts {
-            let name = || {
+        for (sequence, rollout) in self.sequences.iter_mut().zip(rollouts) {
+            *sequence = replayed(sequence, rollout).with_context(|| {
                 format!(
                     "completion {} of prompt {}",
                     rollout.sample_index, rollout.prompt_index
                 )
-            };
-            let Some(experts) = &rollout.completion.experts else {
-                bail!("{}: no experts, must have them to be replayed", name());
-            };
-            let prompt = rollout.prompt_tokens.len();
-            let response = rollout.completion.tokens.len();
-            ensure!(
-                (1..=width + 1 - t).contains(&prompt) && (1..=t).contains(&response),
-                "{}: {prompt} prompt tokens and {response} response tokens, must be from 1 to {} and from 1 to {t}, as in the batch",
-                name(),
-                width + 1 - t
-            );
-            let read = prompt + response - 1;
-            let of_token = *choices.get_or_insert(experts.len() / read);
-            ensure!(
-                of_token > 0 && experts.len() == of_token * read,
-                "{}: {} experts of {read} tokens, must be as many of each token",
-                name(),
-                experts.len()
-            );
-            let before = width + 1 - t - prompt;
-            let start = padded.len() + before * of_token;
-            padded.resize(padded.len() + width * of_token, 0);
-            for (cell, &expert) in padded[start..].iter_mut().zip(experts) {
-                *cell = u32::from(expert);
-            }
+            })?;
         }
-        let shape = (b, width, choices.unwrap_or(0));
-        let experts = Tensor::from_vec(padded, shape, self.targets.device())?;
-        Ok(Self {
-            experts: Some(experts),
-            ..self
-        })
+        Ok(self)
     }
 
     /// Returns this batch for a model that chooses its experts.
     pub(super) fn without_experts(&self) -> Self {
+        let sequences = self.sequences.iter().map(Sequence::without_experts);
         Self {
-            experts: None,
+            sequences: sequences.collect(),
             ..self.clone()
         }
     }
 
-    /// Returns the number of sequences (B) and the length of the longest response (T).
-    ///
-    /// # Errors
-    ///
-    /// Returns an error that names the field if the shapes do not match.
-    pub fn dims(&self) -> Result<(usize, usize)> {
-        let &[b, t] = self.targets.dims() else {
-            bail!("targets: shape {:?}, must be [B, T]", self.targets.dims());
-        };
-        ensure!(
-            b > 0 && t > 0,
-            "targets: shape [{b}, {t}], must have at least one sequence and one token"
-        );
-        ensure_dims("response_mask", &self.response_mask, &[b, t])?;
-        match *self.input_ids.dims() {
-            [rows, width] if rows == b && width >= t => {
-                ensure_dims("attention_mask", &self.attention_mask, &[b, width])?;
-                if let Some(experts) = &self.experts {
-                    let choices = experts.dims().last().copied().unwrap_or(0);
-                    ensure_dims("experts", experts, &[b, width, choices])?;
-                }
+    /// Returns this batch without tokens to train on in the sequences that are not kept.
+    pub(super) fn keeping(mut self, keep: impl IntoIterator<Item = bool>) -> Result<Self> {
+        for (sequence, keep) in self.sequences.iter_mut().zip(keep) {
+            if !keep {
+                *sequence = sequence.masked();
             }
-            _ => bail!(
-                "input_ids: shape {:?}, must be [{b}, P + T - 1] with P at least 1 and T {t}",
-                self.input_ids.dims()
-            ),
         }
-        Ok((b, t))
+        self.with_mask_of_sequences()
+    }
+
+    fn with_mask_of_sequences(self) -> Result<Self> {
+        let (_, width) = self.dims();
+        let rows = self.sequences.iter();
+        let rows = rows.map(|sequence| sequence.trained().map(u32::from).collect());
+        let mask = Column::per_token::<u32>(rows.collect()).padded(width, self.targets.device())?;
+        Ok(Self {
+            response_mask: mask,
+            ..self
+        })
+    }
+
+    /// Returns the sequences.
+    pub fn sequences(&self) -> &[Sequence] {
+        &self.sequences
+    }
+
+    /// Returns the response tokens, u32 `[B, T]`.
+    pub fn targets(&self) -> &Tensor {
+        &self.targets
+    }
+
+    /// Returns the response mask, u32 `[B, T]`: 1 at tokens of [`Self::targets`] that train, 0
+    /// elsewhere, including padding.
+    pub fn response_mask(&self) -> &Tensor {
+        &self.response_mask
+    }
+
+    /// Returns the denominators of a step that is this batch: [`StepTotals::count`] of its mask,
+    /// without waiting for the device.
+    pub fn totals(&self) -> StepTotals {
+        let tokens = self.sequences.iter().map(Sequence::num_trained_tokens);
+        let tokens: Vec<usize> = tokens.collect();
+        StepTotals {
+            tokens: tokens.iter().sum::<usize>() as f64,
+            sequences: tokens.iter().filter(|&&tokens| tokens > 0).count() as f64,
+            rows: tokens.len() as f64,
+            ..StepTotals::default()
+        }
+    }
+
+    /// Returns the number of sequences (B) and the length of the longest response (T) of the batch
+    /// that this one is a part of.
+    pub fn dims(&self) -> (usize, usize) {
+        (self.sequences.len(), self.targets.dims()[1])
     }
 
     /// Returns `len` sequences, starting at `start`.
+    ///
+    /// # Errors
+    ///
+    /// If there are not as many.
     pub fn narrow(&self, start: usize, len: usize) -> Result<Self> {
-        let (b, _) = self.dims()?;
+        let b = self.sequences.len();
         ensure!(
             len > 0 && start < b && len <= b - start,
             "sequences: {len} from {start} on, there are {b}"
         );
-        self.map(|x| x.narrow(0, start, len)?.contiguous())
+        self.select(&(start..start + len).collect::<Vec<_>>())
     }
 
-    /// Selects the sequences with these indices, in this order.
-    pub(super) fn select(&self, sequences: &[usize]) -> Result<Self> {
-        let (b, _) = self.dims()?;
-        let rows = rows(sequences, b, self.targets.device())?;
-        self.map(|x| x.contiguous()?.index_select(&rows, 0))
-    }
-
-    /// Applies `f` to each tensor.
-    fn map(&self, f: impl Fn(&Tensor) -> candle_core::Result<Tensor>) -> Result<Self> {
+    /// Selects the sequences with these indices, in this order. An index may repeat.
+    ///
+    /// # Errors
+    ///
+    /// Returns an error if there are no indices, or one is not below B.
+    pub fn select(&self, sequences: &[usize]) -> Result<Self> {
+        let selected = select(&self.sequences, sequences)?;
+        let rows = rows(sequences, self.targets.device())?;
         Ok(Self {
-            input_ids: f(&self.input_ids)?,
-            attention_mask: f(&self.attention_mask)?,
-            targets: f(&self.targets)?,
-            response_mask: f(&self.response_mask)?,
-            experts: self.experts.as_ref().map(&f).transpose()?,
+            sequences: selected,
+            targets: self.targets.index_select(&rows, 0)?,
+            response_mask: self.response_mask.index_select(&rows, 0)?,
         })
     }
+}
+
+/// `sequence`, the tokens of `rollout`, with its experts.
+fn replayed(sequence: &Sequence, rollout: &Rollout) -> Result<Sequence> {
+    let (prompt, response) = (&rollout.prompt_tokens, &rollout.completion.tokens);
+    ensure!(
+        sequence.prompt() == prompt && sequence.response() == response,
+        "{} prompt tokens and {} response tokens, must be the {} and {} of the batch",
+        prompt.len(),
+        response.len(),
+        sequence.prompt().len(),
+        sequence.response().len()
+    );
+    let Some(experts) = &rollout.completion.experts else {
+        bail!("no experts, must have them to be replayed");
+    };
+    sequence.clone().with_experts(experts.clone())
+}
+
+/// The name of the log-probs that the generator reported, in [`batch_of`].
+const ROLLOUT_LOG_PROBS: &str = "rollout_log_probs";
+
+/// The sequences of `rollouts`, with the log-probs that the generator reported.
+fn batch_of(rollouts: &[Rollout]) -> Result<Batch> {
+    let sequences = rollouts.iter().enumerate().map(|(i, rollout)| {
+        let sequence = rollout.sequence();
+        sequence.map_err(|error| anyhow!("sequence {i}: {error}"))
+    });
+    let log_probs = rollouts.iter().map(Rollout::reported_log_probs);
+    Batch::new(sequences.collect::<Result<_>>()?)?
+        .with_column(ROLLOUT_LOG_PROBS, Column::per_token(log_probs.collect()))
 }
 
 /// The inputs of a policy update.
 #[derive(Debug, Clone)]
 pub struct TrainingBatch {
-    /// The sequences.
-    pub tokens: TokenBatch,
-    /// The inputs of the policy loss except those that the update computes: log-probs and entropy.
-    /// Its response mask is that of `tokens`.
-    pub policy: PolicyBatch,
+    tokens: TokenBatch,
+    policy: PolicyBatch,
     /// Values of the critic at each token, f32 `[B, T]`, for a value loss that clips.
     pub values: Option<Tensor>,
     /// Returns, the targets of the critic, f32 `[B, T]`.
@@ -228,12 +239,32 @@ impl TrainingBatch {
     /// without a KL loss.
     pub fn new(tokens: TokenBatch, advantages: &Tensor) -> Self {
         Self {
-            policy: PolicyBatch::without_log_probs(advantages, &tokens.response_mask),
+            policy: PolicyBatch::without_log_probs(advantages, tokens.response_mask()),
             tokens,
             values: None,
             returns: None,
             teacher: None,
         }
+    }
+
+    /// Sets inputs of the policy loss except those that the update computes: log-probs and
+    /// entropy. The response mask stays that of the sequences.
+    pub fn with_policy(mut self, set: impl FnOnce(PolicyBatch) -> PolicyBatch) -> Self {
+        self.policy = PolicyBatch {
+            response_mask: self.tokens.response_mask().clone(),
+            ..set(self.policy)
+        };
+        self
+    }
+
+    /// Returns the sequences.
+    pub fn tokens(&self) -> &TokenBatch {
+        &self.tokens
+    }
+
+    /// Returns the inputs of the policy loss.
+    pub fn policy(&self) -> &PolicyBatch {
+        &self.policy
     }
 
     /// Returns the number of sequences (B) and the length of the longest response (T).
@@ -242,11 +273,7 @@ impl TrainingBatch {
     ///
     /// Returns an error that names the field if the shapes do not match.
     pub fn dims(&self) -> Result<(usize, usize)> {
-        let (b, t) = self.tokens.dims()?;
-        ensure!(
-            self.policy.response_mask.id() == self.tokens.response_mask.id(),
-            "policy.response_mask: another tensor, must be tokens.response_mask"
-        );
+        let (b, t) = self.tokens.dims();
         self.policy.dims()?;
         for (name, tensor) in [("values", &self.values), ("returns", &self.returns)] {
             if let Some(tensor) = tensor {
@@ -268,15 +295,13 @@ impl TrainingBatch {
     pub fn split(&self, size: usize) -> Result<Vec<Self>> {
         ensure!(size > 0, "micro_batch_size: 0, must be at least 1");
         let (total, _) = self.dims()?;
-        (0..total)
-            .step_by(size)
-            .map(|start| self.narrow(start, size.min(total - start)))
-            .collect()
-    }
-
-    /// Returns `len` sequences, starting at `start`.
-    fn narrow(&self, start: usize, len: usize) -> Result<Self> {
-        self.map(|x| x.narrow(0, start, len)?.contiguous())
+        let starts = (0..total).step_by(size);
+        let part = |start: usize| {
+            let len = size.min(total - start);
+            let tokens = self.tokens.narrow(start, len)?;
+            self.map(tokens, |x| x.narrow(0, start, len)?.contiguous())
+        };
+        starts.map(part).collect()
     }
 
     /// Selects the sequences with these indices, in this order. An index may repeat.
@@ -285,63 +310,62 @@ impl TrainingBatch {
     ///
     /// Returns an error if there are no indices, or one is not below B.
     pub fn select(&self, sequences: &[usize]) -> Result<Self> {
-        let (b, _) = self.dims()?;
-        let rows = rows(sequences, b, self.tokens.targets.device())?;
-        self.map(|x| x.contiguous()?.index_select(&rows, 0))
+        self.dims()?;
+        let tokens = self.tokens.select(sequences)?;
+        let rows = rows(sequences, tokens.targets.device())?;
+        self.map(tokens, |x| x.contiguous()?.index_select(&rows, 0))
     }
 
-    /// Applies `f` to each tensor.
-    fn map(&self, f: impl Fn(&Tensor) -> candle_core::Result<Tensor>) -> Result<Self> {
-        let tokens = self.tokens.map(&f)?;
-        let mut policy = self.policy.map(&f)?;
-        policy.response_mask = tokens.response_mask.clone();
+    /// Returns the first sequence without a token to train on, for a rank without work.
+    pub(super) fn without_work(&self) -> Result<Self> {
+        let mut first = self.select(&[0])?;
+        first.tokens = first.tokens.keeping([false])?;
+        Ok(first.with_policy(|policy| policy))
+    }
+
+    /// The parts `tokens` with `f` of each other tensor.
+    fn map(
+        &self,
+        tokens: TokenBatch,
+        f: impl Fn(&Tensor) -> candle_core::Result<Tensor>,
+    ) -> Result<Self> {
         let optional = |x: &Option<Tensor>| x.as_ref().map(&f).transpose();
-        Ok(Self {
+        let batch = Self {
+            policy: self.policy.map(&f)?,
             tokens,
-            policy,
             values: optional(&self.values)?,
             returns: optional(&self.returns)?,
             teacher: self.teacher.as_ref().map(|x| x.map(&f)).transpose()?,
-        })
+        };
+        Ok(batch.with_policy(|policy| policy))
     }
 }
 
-/// The indices of some of `total` sequences, u32.
-fn rows(sequences: &[usize], total: usize, device: &Device) -> Result<Tensor> {
-    ensure!(
-        !sequences.is_empty(),
-        "sequences: none, must be at least one"
-    );
-    if let Some(number) = sequences.iter().find(|&&number| number >= total) {
-        bail!("sequences: {number}, there are {total}");
-    }
+/// The indices of sequences, u32.
+fn rows(sequences: &[usize], device: &Device) -> Result<Tensor> {
     let rows: Vec<u32> = sequences.iter().map(|&number| number as u32).collect();
     Ok(Tensor::new(rows, device)?)
 }
 
 /// Counts the tokens per prompt over an optimizer step.
 ///
-/// Returns, for each sequence, the number of tokens in `response_mask` `[B, T]` of all sequences
-/// with its prompt, f32 `[B]`, and the number of prompts with a token, for
+/// Returns, for each sequence, the number of tokens of `batch` that train in all sequences with its
+/// prompt, f32 `[B]`, and the number of prompts with a token, for
 /// [`StepTotals::prompts`](candle_grpo_loss::StepTotals::prompts). `prompts` has the prompt of each
 /// sequence.
 ///
 /// [`Aggregation::PromptMeanTokenMean`](candle_grpo_loss::Aggregation::PromptMeanTokenMean) needs
-/// both. Synchronizes with the device.
-pub fn count_prompt_tokens(response_mask: &Tensor, prompts: &[usize]) -> Result<(Tensor, f64)> {
-    let lengths = Mask::new(response_mask)?
-        .lengths(DType::F32)?
-        .flatten_all()?
-        .to_vec1::<f32>()?;
+/// both.
+pub fn count_prompt_tokens(batch: &TokenBatch, prompts: &[usize]) -> Result<(Tensor, f64)> {
+    let (b, _) = batch.dims();
     ensure!(
-        lengths.len() == prompts.len(),
-        "prompts: {} for {} sequences, there must be one for each",
-        prompts.len(),
-        lengths.len()
+        b == prompts.len(),
+        "prompts: {} for {b} sequences, there must be one for each",
+        prompts.len()
     );
     let mut tokens_by_prompt: BTreeMap<usize, f32> = BTreeMap::new();
-    for (&prompt, length) in prompts.iter().zip(lengths) {
-        *tokens_by_prompt.entry(prompt).or_default() += length;
+    for (&prompt, sequence) in prompts.iter().zip(batch.sequences()) {
+        *tokens_by_prompt.entry(prompt).or_default() += sequence.num_trained_tokens() as f32;
     }
     let counts: Vec<f32> = prompts
         .iter()
@@ -352,7 +376,7 @@ pub fn count_prompt_tokens(response_mask: &Tensor, prompts: &[usize]) -> Result<
         .filter(|&&tokens| tokens > 0.)
         .count();
     Ok((
-        Tensor::new(counts, response_mask.device())?,
+        Tensor::new(counts, batch.targets().device())?,
         counting as f64,
     ))
 }
@@ -372,23 +396,9 @@ fn ensure_dims(name: &str, x: &Tensor, dims: &[usize]) -> Result<()> {
 ///
 /// # Errors
 ///
-/// If no rollout has a token.
+/// If there are no rollouts, or one has no tokens.
 pub fn rollout_log_probs(rollouts: &[Rollout], device: &Device) -> Result<Tensor> {
-    let lengths = rollouts.iter().map(|r| r.completion.tokens.len());
-    let width = lengths.max().unwrap_or(0);
-    ensure!(width > 0, "rollouts: no tokens, there must be at least one");
-    let mut cells = vec![0f32; rollouts.len() * width];
-    for (rollout, cells) in rollouts.iter().zip(cells.chunks_exact_mut(width)) {
-        let completion = &rollout.completion;
-        let log_probs = completion.log_probs.as_ref();
-        let log_probs = log_probs.unwrap_or(&completion.drawn_log_probs);
-        for (at, (cell, &log_prob)) in cells.iter_mut().zip(log_probs).enumerate() {
-            if completion.is_written(at) {
-                *cell = log_prob;
-            }
-        }
-    }
-    Ok(Tensor::from_vec(cells, (rollouts.len(), width), device)?)
+    batch_of(rollouts)?.tensor(ROLLOUT_LOG_PROBS, device)
 }
 
 #[cfg(test)]
@@ -397,19 +407,48 @@ mod tests {
     use candle_grpo_loss::OldPolicy;
     use candle_grpo_test_support::message;
 
+    fn rows(x: &Tensor) -> Vec<Vec<u32>> {
+        x.to_vec2().unwrap()
+    }
+
     #[test]
-    fn prompts_are_padded_on_the_left_and_responses_on_the_right() {
+    fn responses_are_padded_on_the_right() {
         let pairs: [(&[u32], &[u32]); 2] = [(&[1, 2, 3], &[4]), (&[5], &[6, 7, 8])];
         let batch = TokenBatch::new(&pairs, &Device::Cpu).unwrap();
-        let rows = |x: &Tensor| x.to_vec2::<u32>().unwrap();
-        assert_eq!(rows(&batch.input_ids), [[1, 2, 3, 4, 0], [0, 0, 5, 6, 7]]);
+        assert_eq!(rows(batch.targets()), [[4, 0, 0], [6, 7, 8]]);
+        assert_eq!(rows(batch.response_mask()), [[1, 0, 0], [1, 1, 1]]);
+        assert_eq!(batch.dims(), (2, 3));
+        let kept = batch.keeping([true, false]).unwrap();
+        assert_eq!(rows(kept.response_mask()), [[1, 0, 0], [0, 0, 0]]);
+    }
+
+    #[test]
+    fn the_totals_are_those_of_the_mask() {
+        let batch = three().tokens.keeping([true, false, true]).unwrap();
+        let counted = StepTotals::count(batch.response_mask()).unwrap();
+        assert_eq!(batch.totals(), counted);
         assert_eq!(
-            rows(&batch.attention_mask),
-            [[1, 1, 1, 1, 0], [0, 0, 1, 1, 1]]
+            (counted.tokens, counted.sequences, counted.rows),
+            (3., 2., 3.)
         );
-        assert_eq!(rows(&batch.targets), [[4, 0, 0], [6, 7, 8]]);
-        assert_eq!(rows(&batch.response_mask), [[1, 0, 0], [1, 1, 1]]);
-        assert_eq!(batch.dims().unwrap(), (2, 3));
+    }
+
+    #[test]
+    fn the_mask_of_the_policy_is_that_of_the_sequences() {
+        let batch = three();
+        let other = batch.policy().response_mask.zeros_like().unwrap();
+        let set = |policy| PolicyBatch {
+            response_mask: other,
+            ..policy
+        };
+        let batch = batch.with_policy(set);
+        assert_eq!(
+            rows(&batch.policy().response_mask),
+            [[1, 1], [1, 0], [1, 0]]
+        );
+        let none = batch.without_work().unwrap();
+        assert_eq!(rows(&none.policy().response_mask), [[0, 0]]);
+        assert_eq!(rows(none.tokens().response_mask()), [[0, 0]]);
     }
 
     #[test]
@@ -421,7 +460,7 @@ mod tests {
         );
         let pieces = batch.split(2).unwrap();
         assert_eq!(pieces.len(), 2);
-        assert_eq!(pieces[1].tokens.targets.to_vec2::<u32>().unwrap(), [[6]]);
+        assert_eq!(pieces[1].tokens.targets().to_vec2::<u32>().unwrap(), [[6]]);
         assert_eq!(pieces[1].policy.advantages.to_vec1::<f32>().unwrap(), [2.5]);
         let error = batch.split(0).unwrap_err().to_string();
         assert_eq!(error, "micro_batch_size: 0, must be at least 1");
@@ -435,7 +474,7 @@ mod tests {
             drawn.policy.advantages.to_vec1::<f32>().unwrap(),
             [2.5, 0.5, 2.5]
         );
-        let targets = drawn.tokens.targets.to_vec2::<u32>().unwrap();
+        let targets = drawn.tokens.targets().to_vec2::<u32>().unwrap();
         assert_eq!(targets, [[6, 0], [4, 1], [6, 0]]);
         for (numbers, words) in [
             (vec![], "sequences: none"),
@@ -459,19 +498,11 @@ mod tests {
     }
 
     #[rstest::rstest]
-    #[case(|b: &mut TrainingBatch| b.tokens.targets = shaped(&[3]), "targets: shape [3], must be [B, T]")]
-    #[case(|b: &mut TrainingBatch| b.tokens.targets = shaped(&[]), "targets: shape [], must be [B, T]")]
-    #[case(|b: &mut TrainingBatch| b.tokens.targets = shaped(&[3, 0]), "targets: shape [3, 0], must have")]
-    #[case(|b: &mut TrainingBatch| b.tokens.response_mask = shaped(&[3, 1]), "response_mask: shape [3, 1], must be [3, 2]")]
-    #[case(|b: &mut TrainingBatch| b.tokens.input_ids = shaped(&[3, 1]), "input_ids: shape [3, 1], must be [3, P")]
-    #[case(|b: &mut TrainingBatch| b.tokens.input_ids = shaped(&[2, 2]), "input_ids: shape [2, 2], must be [3, P")]
-    #[case(|b: &mut TrainingBatch| b.tokens.attention_mask = shaped(&[3, 3]), "attention_mask: shape [3, 3], must be [3, 2]")]
     #[case(|b: &mut TrainingBatch| b.policy.advantages = shaped(&[2]), "advantages: shape [2], must be [3] or [3, 2]")]
     #[case(|b: &mut TrainingBatch| b.policy.old = OldPolicy::Recomputed(shaped(&[3])), "old_log_probs: shape [3], must be [3, 2]")]
     #[case(|b: &mut TrainingBatch| b.policy.ref_log_probs = Some(shaped(&[2, 2])), "ref_log_probs: shape [2, 2], must be [3, 2]")]
     #[case(|b: &mut TrainingBatch| b.policy.scores = Some(shaped(&[3, 2])), "scores: shape [3, 2], must be [3]")]
     #[case(|b: &mut TrainingBatch| b.returns = Some(shaped(&[3])), "returns: shape [3], must be [3, 2]")]
-    #[case(|b: &mut TrainingBatch| b.policy.response_mask = b.tokens.response_mask.copy().unwrap(), "policy.response_mask: another tensor")]
     #[case(|b: &mut TrainingBatch| b.policy.policy_mask = Some(shaped(&[3])), "policy_mask: shape [3], must be [3, 2]")]
     fn shapes_that_do_not_belong_together_are_named(
         #[case] spoil: fn(&mut TrainingBatch),
@@ -485,11 +516,19 @@ mod tests {
 
     #[test]
     fn tokens_are_counted_by_prompt() {
-        let mask = Tensor::new(&[[1u8, 1], [1, 0], [0, 0], [1, 1], [0, 0]], &Device::Cpu).unwrap();
-        let (tokens, prompts) = count_prompt_tokens(&mask, &[7, 3, 3, 7, 5]).unwrap();
+        let pairs: [(&[u32], &[u32]); 5] = [
+            (&[1], &[2, 3]),
+            (&[1], &[2]),
+            (&[1], &[2]),
+            (&[1], &[2, 3]),
+            (&[1], &[2]),
+        ];
+        let batch = TokenBatch::new(&pairs, &Device::Cpu).unwrap();
+        let batch = batch.keeping([true, true, false, true, false]).unwrap();
+        let (tokens, prompts) = count_prompt_tokens(&batch, &[7, 3, 3, 7, 5]).unwrap();
         assert_eq!(tokens.to_vec1::<f32>().unwrap(), [4., 1., 1., 4., 0.]);
         assert_eq!(prompts, 2.);
-        let error = count_prompt_tokens(&mask, &[1]).unwrap_err().to_string();
+        let error = count_prompt_tokens(&batch, &[1]).unwrap_err().to_string();
         assert!(error.starts_with("prompts: 1 for 5 sequences"), "{error}");
     }
 

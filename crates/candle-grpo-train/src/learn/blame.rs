@@ -31,8 +31,8 @@ pub(crate) fn clip_factor(
 /// The reason that the policy loss of `batch` is not finite: the first of its inputs that is not,
 /// or the loss itself.
 pub(crate) fn blame(batch: &TrainingBatch) -> Result<NotFinite> {
-    let mask = Mask::new(&batch.tokens.response_mask)?;
-    for (name, tensor) in batch.policy.tensors() {
+    let mask = Mask::new(batch.tokens().response_mask())?;
+    for (name, tensor) in batch.policy().tensors() {
         if tensor.dtype().is_float() && !is_finite(tensor, &mask)? {
             return Ok(NotFinite::new(name));
         }
@@ -42,7 +42,7 @@ pub(crate) fn blame(batch: &TrainingBatch) -> Result<NotFinite> {
 
 /// The reason that the divergence from the teacher of `batch` is not finite, as [`blame`].
 pub(crate) fn blame_teacher(batch: &TrainingBatch) -> Result<NotFinite> {
-    let mask = Mask::new(&batch.tokens.response_mask)?;
+    let mask = Mask::new(batch.tokens().response_mask())?;
     let of_teacher = batch.teacher.iter().flat_map(|x| x.by_sequence());
     for (name, tensor) in of_teacher {
         let sums = tensor.to_dtype(DType::F32)?.sum(D::Minus1)?;

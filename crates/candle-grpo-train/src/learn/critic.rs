@@ -14,7 +14,7 @@ use serde::{Deserialize, Serialize};
 
 use super::StepStats;
 use super::blame::clip_factor;
-use super::response_forward::{RecordedResponses, predicting_states};
+use super::response_forward::{Packed, RecordedResponses, predicting_states};
 use crate::{TokenBatch, TrainingBatch};
 
 /// Configuration of a [`Critic`].
@@ -133,12 +133,13 @@ impl Critic {
             .returns
             .as_ref()
             .context("returns: absent, a critic needs what it should have expected")?;
-        let recorded = RecordedResponses::new(&self.decoder, &batch.tokens.without_experts())?;
+        let packed = Packed::of_batch(&batch.tokens().without_experts())?;
+        let recorded = RecordedResponses::new(&self.decoder, packed)?;
         let (loss, metrics) = self.config.value_loss.compute(
             &self.training_head.forward(&recorded.states)?,
             batch.values.as_ref(),
             returns,
-            &batch.tokens.response_mask,
+            batch.tokens().response_mask(),
             totals,
         )?;
         let states_gradient = self

@@ -8,8 +8,10 @@ use serde::de::Error as _;
 use serde::{Deserialize, Deserializer, Serialize};
 use serde_json::{Map, Value};
 
-use super::{Example, LikelihoodSums};
+use super::LikelihoodSums;
+use crate::Sequence;
 use crate::data::MixedOrder;
+use crate::sequence::Batch;
 use candle_grpo_base::within;
 
 /// Demonstrations in the updates of the policy (CHORD, <https://arxiv.org/abs/2508.11408>; ms-swift's
@@ -92,14 +94,14 @@ impl DemonstrationConfig {
 /// The demonstrations of a trainer.
 pub(super) struct Demonstrations {
     pub(super) config: DemonstrationConfig,
-    examples: Vec<Example>,
+    examples: Vec<Sequence>,
     order: MixedOrder,
 }
 
 impl Demonstrations {
     pub(super) fn new(
         config: DemonstrationConfig,
-        examples: Vec<Example>,
+        examples: Vec<Sequence>,
         order: MixedOrder,
     ) -> Result<Self> {
         order.ensure_rows(examples.len(), "demonstrations")?;
@@ -111,9 +113,9 @@ impl Demonstrations {
     }
 
     /// The batch after the first `visited` examples.
-    pub(super) fn batch(&self, visited: usize) -> Vec<&Example> {
-        self.order
-            .pick(&self.examples, visited, self.config.batch_size)
+    pub(super) fn batch(&self, visited: usize) -> Result<Batch> {
+        let size = self.config.batch_size;
+        Batch::new(self.order.pick(&self.examples, visited, size))
     }
 
     pub(super) fn likelihood(&self) -> Likelihood {

@@ -110,7 +110,9 @@ impl MemoryPlan {
             read(size.div_ceil(group).min(step), size.min(step * group))
         });
         let longest = match config.micro_batches() {
-            MicroBatchSize::Tokens(tokens) => tokens.max(sequence),
+            MicroBatchSize::Tokens(tokens) | MicroBatchSize::TokensOfRows(tokens) => {
+                tokens.max(sequence)
+            }
             MicroBatchSize::Sequences(size) => read(size.div_ceil(group), size),
         };
         let (pass, demonstrations) = config.demonstrations.map_or((0, 0), |config| {

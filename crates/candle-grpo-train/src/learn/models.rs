@@ -105,11 +105,7 @@ impl<C: ModelConfig> Models<C> {
 
     /// The term of the loss that learns the distributions of the teacher, if there is one.
     pub(super) fn distillation<'a>(&'a self, recipe: &'a Recipe) -> Option<Distillation<'a>> {
-        let pair = recipe
-            .distillation_loss
-            .as_ref()
-            .zip(self.teacher.as_deref());
-        pair.map(|(loss, teacher)| Distillation { teacher, loss })
+        Distillation::new(recipe.distillation_loss.as_ref(), self.teacher.as_deref())
     }
 
     /// The weights of the policy, for a generator.

@@ -19,7 +19,7 @@ use super::staleness::effective_sample_share;
 use super::{OldLogProbs, Teacher, rollout_log_probs};
 use crate::random::{generator, uniform};
 use crate::run::TrainerState;
-use crate::{FinishReason, Rollout, TokenBatch, TrainConfig, TrainingBatch};
+use crate::{FinishReason, Rollout, Sequence, TokenBatch, TrainConfig, TrainingBatch};
 
 /// The batch that a step trains on.
 pub(super) struct StepBatch {
@@ -91,11 +91,12 @@ impl<C: ModelConfig> Preparation<'_, C> {
                 .replaying(&scored.rollouts)
                 .context("router_replay")?;
         }
-        let mask = self.filtered_mask(&tokens, &scores)?;
-        if mask.count(DType::F32)?.to_scalar::<f32>()? == 0. {
+        let keep = self.kept_completions(&tokens, &scores)?;
+        let filtered = tokens.clone().keeping(keep)?;
+        if filtered.totals().tokens == 0. {
             return Ok(Err(self.why_filtered(&tokens, &scores)?));
         }
-        tokens.response_mask = mask.selected().clone();
+        let tokens = filtered;
 
         let rewards = self.rewards(&tokens)?;
         // A step without a signal saves these passes over the models, unless the advantages need
@@ -112,7 +113,7 @@ impl<C: ModelConfig> Preparation<'_, C> {
             None => None,
         };
         let advantages = self.advantages(&rewards, &tokens, values.as_ref(), early.as_ref())?;
-        *sequence_advantages = sequence_means(&advantages.advantages, &tokens.response_mask)?;
+        *sequence_advantages = sequence_means(&advantages.advantages, &tokens)?;
         let recipe = &self.config.recipe;
         let reward_alone = recipe.policy_loss.positive_nll.is_none()
             && recipe.policy_loss.distillation.is_none()
@@ -125,7 +126,7 @@ impl<C: ModelConfig> Preparation<'_, C> {
             None => self.log_probs(&tokens)?,
         };
         if let (Some(values), Some(returns)) = (&values, &advantages.returns)
-            && let Some(share) = explained_variance(values, returns, &tokens.response_mask)?
+            && let Some(share) = explained_variance(values, returns, tokens.response_mask())?
         {
             self.metrics
                 .insert("value_explained_variance", single(share));
@@ -144,7 +145,7 @@ impl<C: ModelConfig> Preparation<'_, C> {
         batch.teacher = distributions;
         batch.values = values;
         batch.returns = advantages.returns;
-        batch.policy = PolicyBatch {
+        let batch = batch.with_policy(|policy| PolicyBatch {
             old: log_probs
                 .old
                 .map_or(OldPolicy::Current, OldPolicy::Recomputed),
@@ -155,8 +156,8 @@ impl<C: ModelConfig> Preparation<'_, C> {
             importance_weights: log_probs.corrected.and_then(|corrected| corrected.weights),
             policy_mask,
             entropy_mask,
-            ..batch.policy
-        };
+            ..policy
+        });
         let groups = (0..scored.rollouts.len()).map(|i| i / scored.num_generations);
         Ok(Ok(self.resample(batch, groups.collect())?))
     }
@@ -191,7 +192,7 @@ impl<C: ModelConfig> Preparation<'_, C> {
         let entropy = self
             .micro_batches
             .map(tokens, |piece| actor.entropy(piece))?;
-        let mask = Mask::new(&tokens.response_mask)?;
+        let mask = Mask::new(tokens.response_mask())?;
         Ok(Some(top_entropy_tokens(&entropy, &mask, fraction)?))
     }
 
@@ -214,13 +215,18 @@ impl<C: ModelConfig> Preparation<'_, C> {
         })
     }
 
-    /// The tokens of the completions that have a score and that every filter keeps.
-    fn filtered_mask(&self, tokens: &TokenBatch, scores: &Tensor) -> Result<Mask> {
-        let mask = Mask::new(&tokens.response_mask)?;
+    /// For each completion, whether it has a score and every filter keeps it. Synchronizes with the
+    /// device.
+    fn kept_completions(&self, tokens: &TokenBatch, scores: &Tensor) -> Result<Vec<bool>> {
+        let mask = Mask::new(tokens.response_mask())?;
         let keep = self.kept(&self.config.sample_filters, &mask, scores)?;
-        let scored: Vec<u8> = self.scored.is_scored().map(u8::from).collect();
-        let scored = Tensor::new(scored, scores.device())?;
-        Ok(mask.keep_samples(&(keep * scored)?)?)
+        let keep = keep
+            .to_vec1::<u8>()?
+            .into_iter()
+            .zip(self.scored.is_scored());
+        Ok(keep
+            .map(|(keep, is_scored)| keep != 0 && is_scored)
+            .collect())
     }
 
     /// 1 for the samples that all of the filters keep: u8 `[B]`.
@@ -243,7 +249,7 @@ impl<C: ModelConfig> Preparation<'_, C> {
 
     /// Returns the reason why no completion remains, with the filters that drop any.
     fn why_filtered(&self, tokens: &TokenBatch, scores: &Tensor) -> Result<String> {
-        let mask = Mask::new(&tokens.response_mask)?;
+        let mask = Mask::new(tokens.response_mask())?;
         let mut causes = Vec::new();
         if !self.scored.is_scored().all(|is_scored| is_scored) {
             causes.push("no score".to_owned());
@@ -269,7 +275,7 @@ impl<C: ModelConfig> Preparation<'_, C> {
     /// them up, in the dtype of statistics.
     fn rewards(&mut self, tokens: &TokenBatch) -> Result<Tensor> {
         let (recipe, scored) = (&self.config.recipe, self.scored);
-        let device = tokens.targets.device();
+        let device = tokens.targets().device();
         let components = scored.component_tensor(device)?;
         // A stage of tokens alone has no place for components of which some are missing.
         let takes_components =
@@ -318,7 +324,7 @@ impl<C: ModelConfig> Preparation<'_, C> {
 
     fn log_probs(&mut self, tokens: &TokenBatch) -> Result<LogProbs> {
         let (models, rollouts) = (self.models, &self.scored.rollouts);
-        let rollout = rollout_log_probs(rollouts, tokens.targets.device())?;
+        let rollout = rollout_log_probs(rollouts, tokens.targets().device())?;
         let old = match self.config.old_log_probs {
             OldLogProbs::Recompute => Some(
                 self.micro_batches
@@ -337,10 +343,10 @@ impl<C: ModelConfig> Preparation<'_, C> {
         };
         let corrected = match (&self.config.recipe.policy_loss.rollout_correction, &old) {
             (Some(correction), Some(old)) => {
-                let corrected = correction.compute(old, &rollout, &tokens.response_mask)?;
+                let corrected = correction.compute(old, &rollout, tokens.response_mask())?;
                 self.metrics.merge(&corrected.metrics.to_host()?)?;
                 if self.config.rollout.max_staleness > 0 {
-                    let share = effective_sample_share(old, &rollout, &tokens.response_mask)?;
+                    let share = effective_sample_share(old, &rollout, tokens.response_mask())?;
                     self.metrics.insert("rollout_sample_share", single(share));
                 }
                 Some(corrected)
@@ -390,7 +396,7 @@ impl<C: ModelConfig> Preparation<'_, C> {
             false => None,
         };
         let mut batch = AdvantageBatch::new(rewards, scored.num_generations)
-            .response_mask(&tokens.response_mask)
+            .response_mask(tokens.response_mask())
             .step(self.state.steps);
         batch.values = values.cloned();
         batch.reward_baselines = greedy;
@@ -405,7 +411,7 @@ impl<C: ModelConfig> Preparation<'_, C> {
         let advantages = match (self.estimator, &self.config.turn_advantage) {
             (Some(estimator), _) => estimator.estimate(&batch)?,
             (None, Some(advantage)) => {
-                let (_, width) = tokens.dims()?;
+                let (_, width) = tokens.dims();
                 advantage.compute(scored, width, rewards.device())?
             }
             (None, None) => {
@@ -449,20 +455,20 @@ pub(super) fn single(sum: f64) -> MetricValue {
 }
 
 /// The mean of `[B]` or `[B, T]` over the tokens of each sequence, f32; absent without tokens.
-fn sequence_means(x: &Tensor, mask: &Tensor) -> Result<Vec<Option<f32>>> {
+fn sequence_means(x: &Tensor, tokens: &TokenBatch) -> Result<Vec<Option<f32>>> {
     let x = match x.rank() {
-        1 => x.unsqueeze(1)?.broadcast_as(mask.shape())?,
+        1 => x.unsqueeze(1)?.broadcast_as(tokens.dims())?,
         _ => x.clone(),
     };
-    let x = x.to_dtype(DType::F32)?.to_vec2::<f32>()?;
-    let mask = mask.to_dtype(DType::F32)?.to_vec2::<f32>()?;
-    let mean = |(x, mask): (Vec<f32>, Vec<f32>)| {
-        let tokens = x.into_iter().zip(mask).filter(|(_, mask)| *mask != 0.);
-        let tokens: Vec<f64> = tokens.map(|(x, _)| f64::from(x)).collect();
-        let count = tokens.len() as f64;
-        (!tokens.is_empty()).then(|| (tokens.iter().sum::<f64>() / count) as f32)
+    let rows = x.to_dtype(DType::F32)?.to_vec2::<f32>()?;
+    let mean = |(row, sequence): (Vec<f32>, &Sequence)| {
+        let trained = row.into_iter().zip(sequence.trained());
+        let trained = trained.filter(|(_, trains)| *trains);
+        let trained: Vec<f64> = trained.map(|(x, _)| f64::from(x)).collect();
+        let count = trained.len() as f64;
+        (!trained.is_empty()).then(|| (trained.iter().sum::<f64>() / count) as f32)
     };
-    Ok(x.into_iter().zip(mask).map(mean).collect())
+    Ok(rows.into_iter().zip(tokens.sequences()).map(mean).collect())
 }
 
 fn is_zero(x: &Tensor) -> Result<bool> {

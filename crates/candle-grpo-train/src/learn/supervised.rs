@@ -1,6 +1,6 @@
 //! The likelihood of given tokens, and its gradient.
 
-use anyhow::{Result, bail, ensure};
+use anyhow::Result;
 use candle_core::{D, DType, Device, Tensor};
 use candle_grpo_kernels::linear_rows;
 use candle_grpo_loss::surrogate::Likelihood;
@@ -8,118 +8,17 @@ use candle_grpo_loss::{LinearLogProb, LogProbOptions, TokenLogProbs};
 use candle_grpo_nn::LanguageModel;
 use candle_grpo_nn::model::ExpertBalance;
 use serde::{Deserialize, Serialize};
-use tokenizers::Tokenizer;
 
-use super::response_forward::{Packed, RecordedResponses, output_weight};
-use crate::Actor;
-use crate::NotFinite;
-use crate::rollout::decode::decode_tokens;
+use super::Ranks;
+use super::micro_batches::MicroBatches;
+use super::response_forward::{Packed, Targets};
+use crate::sequence::Batch;
+use crate::{Actor, NotFinite, Sequence};
 
 /// The largest number of logits that a comparison of tokens computes at once: 16 MiB of f32.
 const PIECE_LOGITS: usize = 1 << 22;
 
-/// A sequence of tokens and the weight of each in the loss: a row of supervised training.
-#[derive(Debug, Clone, PartialEq)]
-pub struct Example {
-    tokens: Vec<u32>,
-    /// That of the first token is 0: nothing predicts it.
-    weights: Vec<f32>,
-}
-
-impl Example {
-    /// Creates an example. A token of weight 0 is only read. The weight of the first token counts
-    /// as 0.
-    ///
-    /// # Errors
-    ///
-    /// If there is not one weight for each token, a weight is negative or not finite, or no token
-    /// after the first one has a weight.
-    pub fn new(tokens: Vec<u32>, mut weights: Vec<f32>) -> Result<Self> {
-        ensure!(
-            tokens.len() == weights.len(),
-            "weights: {}, must be one for each of {} tokens",
-            weights.len(),
-            tokens.len()
-        );
-        if let Some(at) = weights.iter().position(|&x| !(x >= 0. && x.is_finite())) {
-            bail!(
-                "weights[{at}]: {}, must be finite and at least 0",
-                weights[at]
-            );
-        }
-        if let Some(first) = weights.first_mut() {
-            *first = 0.;
-        }
-        ensure!(
-            weights.iter().any(|&weight| weight > 0.),
-            "weights: all 0 after the first token, must have a token to learn"
-        );
-        Ok(Self { tokens, weights })
-    }
-
-    /// Creates the example of a prompt and its answer, whose tokens have the weight 1. The answer
-    /// should end with a stop token.
-    ///
-    /// # Errors
-    ///
-    /// If the answer is empty, or has one token after an empty prompt.
-    pub fn of_answer(prompt: &[u32], answer: &[u32]) -> Result<Self> {
-        let weights = [vec![0.; prompt.len()], vec![1.; answer.len()]].concat();
-        Self::new([prompt, answer].concat(), weights)
-    }
-
-    /// Returns the tokens.
-    pub fn tokens(&self) -> &[u32] {
-        &self.tokens
-    }
-
-    /// Returns the weight of each token in the loss; 0 for tokens that are only read.
-    pub fn weights(&self) -> &[f32] {
-        &self.weights
-    }
-
-    /// Returns the number of tokens with a weight.
-    pub fn num_trained_tokens(&self) -> usize {
-        self.weights.iter().filter(|&&weight| weight > 0.).count()
-    }
-
-    /// Returns the sum of the weights.
-    pub fn total_weight(&self) -> f64 {
-        self.weights.iter().copied().map(f64::from).sum()
-    }
-
-    /// Returns the text of the first `max_tokens` tokens, with `⟦` and `⟧` around what trains.
-    ///
-    /// # Errors
-    ///
-    /// If the tokenizer cannot decode the tokens.
-    pub fn marked_text(&self, tokenizer: &Tokenizer, max_tokens: usize) -> Result<String> {
-        let shown = self.tokens.len().min(max_tokens);
-        let trains: Vec<bool> = self.weights.iter().map(|&weight| weight > 0.).collect();
-        let (mut text, mut start) = (String::new(), 0);
-        for run in trains[..shown].chunk_by(|a, b| a == b) {
-            let tokens = &self.tokens[start..start + run.len()];
-            start += run.len();
-            let piece = decode_tokens(tokens, tokenizer)?;
-            match run[0] {
-                true => text.extend(["⟦", piece.as_str(), "⟧"]),
-                false => text.push_str(&piece),
-            }
-        }
-        if shown < self.tokens.len() {
-            text.push('…');
-        }
-        Ok(text)
-    }
-
-    /// The tokens that a model reads: those before the last one that trains.
-    pub(crate) fn read_tokens(&self) -> &[u32] {
-        let last = self.weights.iter().rposition(|&weight| weight > 0.);
-        &self.tokens[..last.unwrap_or(0)]
-    }
-}
-
-/// Sums over the trained tokens of examples. Those of parts of a step add up to those of the step.
+/// Sums over the trained tokens of sequences. Those of parts of a step add up to those of the step.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Serialize, Deserialize)]
 pub struct LikelihoodSums {
     /// The weights.
@@ -139,7 +38,7 @@ pub struct LikelihoodSums {
 }
 
 impl LikelihoodSums {
-    /// Adds those of other examples.
+    /// Adds those of other sequences.
     pub fn add(&mut self, other: &Self) {
         self.weight += other.weight;
         self.loss += other.loss;
@@ -148,6 +47,16 @@ impl LikelihoodSums {
         self.entropy += other.entropy;
         self.router_aux_loss += other.router_aux_loss;
         self.read_tokens += other.read_tokens;
+    }
+
+    /// Adds those of the passes of all ranks, of which `own` are those of this one. All ranks must
+    /// call it.
+    pub(crate) fn over_ranks(own: Vec<Self>, ranks: &Ranks) -> Result<Self> {
+        let mut total = Self::default();
+        for part in ranks.gather(own)?.concat() {
+            total.add(&part);
+        }
+        Ok(total)
     }
 
     /// Returns the loss: the weighted mean of the negative log-probs, in nats per token.
@@ -166,8 +75,8 @@ impl LikelihoodSums {
     }
 }
 
-/// The tokens that examples train, one after another.
-struct Targets {
+/// The tokens that sequences train, one after another.
+struct Trained {
     /// u32 `[1, M]`
     tokens: Tensor,
     /// `[M]`
@@ -176,35 +85,18 @@ struct Targets {
     weights: Vec<f32>,
 }
 
-impl Targets {
-    /// Packs the tokens that a model reads of `examples`, and lists those that they train.
-    fn pack(examples: &[&Example], device: &Device) -> Result<(Packed, Self)> {
-        let (mut ids, mut weights, mut predicting) = (Vec::new(), Vec::new(), Vec::new());
-        let mut first = 0;
-        for example in examples {
-            for (place, &weight) in example.weights.iter().enumerate().skip(1) {
-                if weight > 0. {
-                    ids.push(example.tokens[place]);
-                    weights.push(weight);
-                    predicting.push(first + place - 1);
-                }
-            }
-            first += example.read_tokens().len();
-        }
-        let sequences = examples
-            .iter()
-            .map(|example| example.read_tokens().to_vec());
-        let sequences: Vec<Vec<u32>> = sequences.collect();
-        let packed = Packed::of_sequences(&sequences, &predicting, device)?;
+impl Trained {
+    fn new(sequences: &[Sequence], device: &Device) -> Result<Self> {
+        let all = sequences.iter();
+        let all = all.flat_map(|sequence| sequence.tokens().iter().zip(sequence.weights()));
+        let trained = all.filter(|(_, weight)| **weight > 0.);
+        let (ids, weights): (Vec<u32>, Vec<f32>) = trained.unzip();
         let tokens = Tensor::new(ids.as_slice(), device)?.unsqueeze(0)?;
-        Ok((
-            packed,
-            Self {
-                tokens,
-                ids,
-                weights,
-            },
-        ))
+        Ok(Self {
+            tokens,
+            ids,
+            weights,
+        })
     }
 
     /// The output layer over the states `[1, M, H]` that predict the targets.
@@ -315,12 +207,12 @@ impl Targets {
 
 impl<M: LanguageModel> Actor<M> {
     /// Accumulates the gradient of `scale` times the weighted sum of the losses of the tokens of
-    /// `examples`, in one pass without padding. The loss of a token is that of `likelihood`. With
+    /// `sequences`, in one pass without padding. The loss of a token is that of `likelihood`. With
     /// the inverse of the total weight of an optimizer step, the gradients of its parts are those
     /// of its mean loss. Logits are at temperature 1. The returned sums are those of the negative
     /// log-probs.
     ///
-    /// Examples do not attend to each other. Tokens of a common prefix are computed once.
+    /// Sequences do not attend to each other. Tokens of a common prefix are computed once.
     ///
     /// With [`ActorConfig::router_aux_loss_coef`](crate::ActorConfig::router_aux_loss_coef) the
     /// load-balancing loss of the pass is added with its share of `read_tokens`, the number of
@@ -328,39 +220,30 @@ impl<M: LanguageModel> Actor<M> {
     ///
     /// # Errors
     ///
-    /// If there are no examples, and with [`NotFinite`] if the loss is not finite. An error may
-    /// clear all gradients.
+    /// If there are no sequences, or no token trains, and with [`NotFinite`] if the loss is not
+    /// finite. An error may clear all gradients.
     pub fn forward_backward_examples(
         &mut self,
-        examples: &[&Example],
+        sequences: &[Sequence],
         likelihood: Likelihood,
         scale: f64,
         read_tokens: f64,
     ) -> Result<LikelihoodSums> {
-        let coef = self.config().router_aux_loss_coef;
-        let (policy, trained, gradients) = self.learning();
-        let (packed, targets) = Targets::pack(examples, trained.device())?;
-        let mut recorded = RecordedResponses::of(policy, packed)?;
-        let own_tokens = recorded.read_tokens();
-        let coef = match coef {
-            0. => 0.,
-            coef => coef * own_tokens / read_tokens,
-        };
-        let balance = recorded.balance_experts(coef)?;
-        let weight = output_weight(policy, trained);
-        let layer = targets.layer(policy, &recorded.states, &weight)?;
-        let tokens = layer.forward()?;
-        let sums = targets.sums(&tokens, &recorded.states, policy.output_weight());
-        let sums = sums.inspect_err(|_| gradients.clear())?;
-        let derivatives = targets.derivatives(&tokens, likelihood, scale)?;
-        let found = layer.backward(&tokens, &derivatives)?;
-        drop(layer);
-        if let Some(gradient) = found.weight {
-            gradients.add(policy.output_name(), &gradient)?;
-        }
-        recorded.backward(found.hidden, trained, gradients)?;
+        let device = self.trained().device();
+        let packed = Packed::new(sequences, Targets::Flat, device)?;
+        let targets = Trained::new(sequences, device)?;
+        let (sums, balance) = self.accumulate(packed, read_tokens, |mut output| {
+            let layer = targets.layer(output.policy, output.states, output.weight)?;
+            let tokens = layer.forward()?;
+            let sums = targets.sums(&tokens, output.states, output.policy.output_weight())?;
+            let derivatives = targets.derivatives(&tokens, likelihood, scale)?;
+            let found = layer.backward(&tokens, &derivatives)?;
+            drop(layer);
+            output.add(found.weight)?;
+            Ok((found.hidden, sums))
+        })?;
         Ok(match balance {
-            Some(ExpertBalance { loss, .. }) => LikelihoodSums {
+            Some((ExpertBalance { loss, .. }, own_tokens)) => LikelihoodSums {
                 router_aux_loss: loss * own_tokens,
                 read_tokens: own_tokens,
                 ..sums
@@ -373,13 +256,43 @@ impl<M: LanguageModel> Actor<M> {
     ///
     /// # Errors
     ///
-    /// If there are no examples, and with [`NotFinite`] if the loss is not finite.
-    pub fn likelihood(&self, examples: &[&Example]) -> Result<LikelihoodSums> {
+    /// If there are no sequences, or no token trains, and with [`NotFinite`] if the loss is not
+    /// finite.
+    pub fn likelihood(&self, sequences: &[Sequence]) -> Result<LikelihoodSums> {
         let policy = self.policy();
         let weight = policy.output_weight().detach();
-        let (packed, targets) = Targets::pack(examples, weight.device())?;
+        let packed = Packed::new(sequences, Targets::Flat, weight.device())?;
+        let targets = Trained::new(sequences, weight.device())?;
         let states = packed.states(policy)?;
         let tokens = targets.layer(policy, &states, &weight)?.forward()?;
         targets.sums(&tokens, &states, &weight)
+    }
+}
+
+impl MicroBatches<'_> {
+    /// Accumulates the gradient of `coef` times the weighted mean of the losses of the tokens of
+    /// `rows`, and the load-balancing loss times `coef`, in the last passes of an update. `own` are
+    /// the micro-batches of this rank. Returns their sums.
+    ///
+    /// # Errors
+    ///
+    /// As in [`Self::accumulate`].
+    pub(crate) fn accumulate_likelihood<M: LanguageModel>(
+        self,
+        actor: &mut Actor<M>,
+        (rows, own): (&Batch, &[Batch]),
+        likelihood: Likelihood,
+        coef: f64,
+    ) -> Result<Vec<LikelihoodSums>> {
+        let all = rows.sequences();
+        let weight: f64 = all.iter().map(Sequence::total_weight).sum();
+        let read: usize = all.iter().map(|row| row.read_tokens().len()).sum();
+        self.accumulate(actor, (rows, own), true, |actor, part, is_idle| {
+            let (scale, read) = match is_idle {
+                true => (0., f64::INFINITY),
+                false => (coef / weight, read as f64 / coef),
+            };
+            actor.forward_backward_examples(part.sequences(), likelihood, scale, read)
+        })
     }
 }

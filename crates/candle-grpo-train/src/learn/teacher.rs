@@ -1,7 +1,7 @@
 //! The policy that a policy learns from.
 
 use anyhow::{Result, bail, ensure};
-use candle_core::{DType, Tensor};
+use candle_core::Tensor;
 use candle_grpo_loss::{DistillationLoss, OutputLayer, Support};
 use candle_grpo_nn::LanguageModel;
 
@@ -23,7 +23,7 @@ use crate::{Progress, TokenBatch, TrainingBatch};
 ///
 /// impl Teacher for Uniform {
 ///     fn log_probs(&self, batch: &TokenBatch, _: f64, _: &dyn Progress) -> Result<Tensor> {
-///         let zeros = batch.response_mask.to_dtype(DType::F32)?.zeros_like()?;
+///         let zeros = batch.response_mask().to_dtype(DType::F32)?.zeros_like()?;
 ///         Ok((zeros - 11f64.ln())?)
 ///     }
 /// }
@@ -182,11 +182,20 @@ impl TeacherDistributions {
 
 /// The distributions that a step learns from.
 pub(super) struct Distillation<'a> {
-    pub(super) teacher: &'a dyn Teacher,
-    pub(super) loss: &'a DistillationLoss,
+    teacher: &'a dyn Teacher,
+    loss: &'a DistillationLoss,
 }
 
-impl Distillation<'_> {
+impl<'a> Distillation<'a> {
+    /// `None` without a loss that learns from a teacher.
+    pub(super) fn new(
+        loss: Option<&'a DistillationLoss>,
+        teacher: Option<&'a dyn Teacher>,
+    ) -> Option<Self> {
+        let (loss, teacher) = loss.zip(teacher)?;
+        Some(Self { teacher, loss })
+    }
+
     /// Asks a teacher that takes all sequences of a rank at once, before the step changes weights.
     /// `None` for a teacher that takes micro-batches.
     pub(super) fn of_step(
@@ -203,16 +212,14 @@ impl Distillation<'_> {
                 self.loss.support
             );
         };
-        let (b, t) = tokens.dims()?;
-        // Ids are exact in f32, in which ranks exchange rows.
-        let rows = micro_batches.at_once().map_to(tokens, 2 * t * k, |piece| {
+        let pieces = micro_batches.at_once().pieces(tokens, |piece| {
             let found = self.ask(piece, micro_batches.progress)?;
             let TeacherDistributions::TopK { ids, log_probs } = found else {
                 bail!(
                     "teacher: whole distributions, must be the most likely entries of one that takes all sequences at once"
                 );
             };
-            let (rows, _) = piece.dims()?;
+            let (rows, t) = piece.dims();
             for (name, x) in [("ids", &ids), ("log_probs", &log_probs)] {
                 ensure!(
                     x.dims() == [rows, t, k],
@@ -220,13 +227,11 @@ impl Distillation<'_> {
                     x.dims()
                 );
             }
-            let flat = |x: &Tensor| x.to_dtype(DType::F32)?.reshape((rows, t * k));
-            Ok(Tensor::cat(&[flat(&ids)?, flat(&log_probs)?], 1)?)
+            Ok((ids, log_probs))
         })?;
-        let part = |start: usize| rows.narrow(1, start, t * k)?.reshape((b, t, k));
         Ok(Some(TeacherDistributions::TopK {
-            ids: part(0)?.to_dtype(DType::U32)?,
-            log_probs: part(t * k)?,
+            ids: pieces.joined(|(ids, _)| ids)?,
+            log_probs: pieces.joined(|(_, log_probs)| log_probs)?,
         }))
     }
 
@@ -237,7 +242,7 @@ impl Distillation<'_> {
         progress: &dyn Progress,
     ) -> Result<()> {
         if micro_batch.teacher.is_none() {
-            micro_batch.teacher = Some(self.ask(&micro_batch.tokens, progress)?);
+            micro_batch.teacher = Some(self.ask(micro_batch.tokens(), progress)?);
         }
         Ok(())
     }

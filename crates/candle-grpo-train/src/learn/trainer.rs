@@ -17,16 +17,16 @@ use tokenizers::Tokenizer;
 use super::ahead::Ahead;
 use super::collector::{Collection, Collector};
 use super::demonstrations::{Demonstrations, demonstration_metrics};
-use super::example_passes::{ExamplePasses, sum_over_ranks};
-use super::micro_batches::MicroBatches;
-use super::models::{Models, ensure_not_canceled};
+use super::micro_batches::{MicroBatchSize, MicroBatches};
+use super::models::Models;
 use super::recipe_inputs::RecipeInputs;
 use super::response_forward::read_tokens;
 use super::scored_rollouts::ScoredRollouts;
 use super::scored_rollouts::record;
 use super::staleness::staleness_metrics;
 use super::step_batch::{Preparation, PreparedStep, StepBatch, single};
-use super::{Example, LikelihoodSums, StepStats, Teacher, count_prompt_tokens};
+use super::teacher::Distillation;
+use super::{LikelihoodSums, StepStats, Teacher, count_prompt_tokens};
 use crate::data::MixedOrder;
 use crate::data::curriculum::Curriculum;
 use crate::environment::{Environments, ensure_some_worked};
@@ -36,7 +36,7 @@ use crate::run::rollout_log::StepRollouts;
 use crate::run::{RolloutLogConfig, RolloutRecord, RunInputs, TrainerState};
 use crate::{
     Actor, Critic, Generator, Pretrained, Progress, Prompt, RewardFunction, Rollout, Sampler,
-    SamplingConfig, StepMetrics, TrainConfig, TrainingBatch,
+    SamplingConfig, Sequence, StepMetrics, TrainConfig, TrainingBatch,
 };
 use candle_grpo_base::progress::{NoProgress, Phase};
 use candle_grpo_base::within;
@@ -224,7 +224,7 @@ impl<C: ModelConfig> Trainer<C> {
     /// If the settings have no demonstrations, or `order` has another number of rows.
     pub fn with_demonstrations(
         mut self,
-        examples: Vec<Example>,
+        examples: Vec<Sequence>,
         order: MixedOrder,
     ) -> Result<Self> {
         let config = self.config.demonstrations.with_context(|| {
@@ -515,16 +515,15 @@ impl<C: ModelConfig> Trainer<C> {
                     metrics.skipped_mini_batches += 1;
                     continue;
                 };
-                let size = self.config.micro_batches();
-                let micro_batches = size.of_rank(&mini_batch, self.ranks())?;
+                let (own, _) = self.micro_batches().divide(&mini_batch)?;
                 if let Some(critic) = &mut self.models.critic {
-                    update_critic(
-                        critic,
-                        &micro_batches,
-                        &totals,
-                        self.collector.ranks(),
-                        &mut values,
-                    )?;
+                    let passes = MicroBatches {
+                        progress: &NoProgress,
+                        receiver: &NoProgress,
+                        ranks: self.collector.ranks(),
+                        size: self.config.micro_batches(),
+                    };
+                    update_critic(critic, passes, (&mini_batch, &own), &totals, &mut values)?;
                     self.updated = true;
                 }
                 if self.only_critic_trains(state) {
@@ -532,27 +531,31 @@ impl<C: ModelConfig> Trainer<C> {
                 }
                 let read = match self.config.router_aux_loss_coef == 0. {
                     true => 0.,
-                    false => read_tokens(&mini_batch.tokens)?,
+                    false => read_tokens(mini_batch.tokens()),
                 };
-                let (mut own, last) = (Vec::new(), micro_batches.len() - 1);
-                for (number, mut micro_batch) in micro_batches.into_iter().enumerate() {
-                    self.ensure_step_not_canceled()?;
-                    if let Some(distillation) = self.models.distillation(&self.config.recipe) {
-                        distillation.complete(
-                            &mut micro_batch,
-                            cancelable(self.updated, &*self.progress),
-                        )?;
+                let progress = cancelable(self.updated, &*self.progress);
+                let passes = MicroBatches {
+                    progress,
+                    receiver: &*self.progress,
+                    ranks: self.collector.ranks(),
+                    size: self.config.micro_batches(),
+                };
+                let Models { actor, teacher, .. } = &mut self.models;
+                let loss = self.config.recipe.distillation_loss.as_ref();
+                let distillation = Distillation::new(loss, teacher.as_deref());
+                // The demonstrations sum the gradients, if they have a share.
+                let reduces = share == 0.;
+                let pass = |actor: &mut Actor<C::Model>, part: &TrainingBatch, is_idle| {
+                    let mut part = match is_idle {
+                        true => part.without_work()?,
+                        false => part.clone(),
+                    };
+                    if let Some(distillation) = &distillation {
+                        distillation.complete(&mut part, progress)?;
                     }
-                    let actor = &mut self.models.actor;
-                    if number == last && share == 0. {
-                        actor.begin_reduction(self.collector.ranks().collective())?;
-                    }
-                    own.push(actor.forward_backward_of(&micro_batch, &totals, read)?);
-                    let tokens = StepTotals::count(&micro_batch.tokens.response_mask)?.tokens;
-                    self.progress
-                        .advance(micro_batch.tokens.dims()?.0, tokens as usize);
-                }
-                self.ensure_step_not_canceled()?;
+                    actor.forward_backward_of(&part, &totals, read)
+                };
+                let own = passes.accumulate(actor, (&mini_batch, &own), reduces, pass)?;
                 let (stats, sums) = self.step_policy(share, state)?;
                 demonstrated.add(&sums);
                 // After the reduction of the gradients, which is an operation of all ranks as well.
@@ -646,26 +649,26 @@ impl<C: ModelConfig> Trainer<C> {
         if let Some(demonstrations) = &self.demonstrations
             && share > 0.
         {
-            let rows = demonstrations.batch(state.visited_demonstrations);
-            let tokens = demonstrations.config.micro_batch_tokens;
-            let progress = &*self.progress;
-            let passes = ExamplePasses {
-                cancel: cancelable(self.updated, &*self.progress),
-                ..ExamplePasses::new(tokens, ranks, progress)
+            let rows = demonstrations.batch(state.visited_demonstrations)?;
+            let passes = MicroBatches {
+                size: MicroBatchSize::TokensOfRows(demonstrations.config.micro_batch_tokens),
+                progress: cancelable(self.updated, &*self.progress),
+                receiver: &*self.progress,
+                ranks,
             };
-            let (_, of_rank) = passes.divide(&rows);
+            let (of_rank, _) = passes.divide(&rows)?;
             let actor = &mut self.models.actor;
             actor.scale_grad(1. - share)?;
             let likelihood = demonstrations.likelihood();
-            own = passes.backward(actor, &rows, &of_rank, likelihood, share)?;
-            state.visited_demonstrations += rows.len();
+            own = passes.accumulate_likelihood(actor, (&rows, &of_rank), likelihood, share)?;
+            state.visited_demonstrations += rows.sequences().len();
         }
         let max_norm = self.config.max_grad_norm;
         let stats = self.models.actor.clip_grad_and_step(max_norm)?;
         self.updated = true;
         let mut sums = LikelihoodSums::default();
         if share > 0. {
-            sums = sum_over_ranks(ranks, own)?;
+            sums = LikelihoodSums::over_ranks(own, ranks)?;
         }
         Ok((stats, sums))
     }
@@ -678,12 +681,12 @@ impl<C: ModelConfig> Trainer<C> {
         groups: &[usize],
         seed: u64,
     ) -> Result<Option<(TrainingBatch, StepTotals)>> {
-        let mut mini_batch = mini_batch.clone();
-        let mask = &mini_batch.tokens.response_mask;
-        let mut totals = StepTotals::count(mask)?;
+        let tokens = mini_batch.tokens();
+        let mut totals = tokens.totals();
         if totals.tokens == 0. {
             return Ok(None);
         }
+        let mut policy = mini_batch.policy().clone();
         let policy_loss = &self.config.recipe.policy_loss;
         if [
             Some(policy_loss.aggregation),
@@ -692,8 +695,8 @@ impl<C: ModelConfig> Trainer<C> {
         ]
         .contains(&Some(Aggregation::PromptMeanTokenMean))
         {
-            let (tokens, prompts) = count_prompt_tokens(mask, groups)?;
-            mini_batch.policy.prompt_tokens = Some(tokens);
+            let (counts, prompts) = count_prompt_tokens(tokens, groups)?;
+            policy.prompt_tokens = Some(counts);
             totals.prompts = Some(prompts);
         }
         if policy_loss.surrogate.reduces_over_group() {
@@ -703,9 +706,9 @@ impl<C: ModelConfig> Trainer<C> {
                 "recipe.policy_loss.surrogate: compares the sequences of a group, must be another one with {world_size} processes, which share out sequences"
             );
             let groups: Vec<f64> = groups.iter().map(|&group| group as f64).collect();
-            mini_batch.policy.groups = Some(Tensor::new(groups, mask.device())?);
+            policy.groups = Some(Tensor::new(groups, tokens.targets().device())?);
         }
-        if let Some(entropy_mask) = &mini_batch.policy.entropy_mask {
+        if let Some(entropy_mask) = &policy.entropy_mask {
             totals = totals.with_entropy_mask(entropy_mask)?;
         }
         if matches!(
@@ -715,24 +718,21 @@ impl<C: ModelConfig> Trainer<C> {
             let actor = &self.models.actor;
             let log_probs = self
                 .micro_batches()
-                .map(&mini_batch.tokens, |piece| actor.log_probs(piece))?;
-            let policy = mini_batch.policy.clone().log_probs(&log_probs);
-            mini_batch.policy.selected_tokens = policy_loss.select_tokens(&policy, seed)?;
+                .map(tokens, |piece| actor.log_probs(piece))?;
+            let current = policy.clone().log_probs(&log_probs);
+            policy.selected_tokens = policy_loss.select_tokens(&current, seed)?;
         }
-        Ok(Some((mini_batch, totals)))
+        let completed = mini_batch.clone().with_policy(|_| policy);
+        Ok(Some((completed, totals)))
     }
 
     fn micro_batches(&self) -> MicroBatches<'_> {
         MicroBatches {
             size: self.config.micro_batches(),
             progress: cancelable(self.updated, &*self.progress),
+            receiver: &*self.progress,
             ranks: self.ranks(),
         }
-    }
-
-    /// Returns [`Interrupted`](crate::Interrupted) as an error if the step is canceled.
-    fn ensure_step_not_canceled(&self) -> Result<()> {
-        ensure_not_canceled(cancelable(self.updated, &*self.progress))
     }
 
     /// Fails if the weights are those of half a step.
@@ -960,18 +960,17 @@ fn cancelable(updated: bool, progress: &dyn Progress) -> &dyn Progress {
 /// Runs one optimizer step of the critic.
 fn update_critic(
     critic: &mut Critic,
-    micro_batches: &[TrainingBatch],
+    passes: MicroBatches<'_>,
+    (mini_batch, own): (&TrainingBatch, &[TrainingBatch]),
     totals: &StepTotals,
-    ranks: &Ranks,
     values: &mut MetricValues,
 ) -> Result<()> {
-    let mut own = Vec::new();
-    for (number, micro_batch) in micro_batches.iter().enumerate() {
-        if number + 1 == micro_batches.len() {
-            critic.begin_reduction(ranks.collective())?;
-        }
-        own.push(critic.forward_backward(micro_batch, totals)?);
-    }
+    let pass = |critic: &mut Critic, part: &TrainingBatch, is_idle| match is_idle {
+        true => critic.forward_backward(&part.without_work()?, totals),
+        false => critic.forward_backward(part, totals),
+    };
+    let own = passes.accumulate(critic, (mini_batch, own), true, pass)?;
+    let ranks = passes.ranks;
     let stats = critic.clip_grad_and_step()?;
     let mut loss = 0.;
     for (share, metrics) in ranks.gather(own)?.concat() {

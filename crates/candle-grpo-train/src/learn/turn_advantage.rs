@@ -10,6 +10,7 @@ use serde::{Deserialize, Serialize};
 
 use super::scored_rollouts::ScoredRollouts;
 use crate::environment::Episode;
+use crate::sequence::Column;
 use candle_grpo_base::within;
 
 /// An estimator whose samples are turns, in place of the advantage of the recipe. All tokens of a
@@ -104,7 +105,7 @@ impl TurnAdvantage {
                     Self::Gigpo(_) => turn.state,
                     Self::StepReturns(_) => 0,
                 });
-                places.push(i * width + turn.tokens.start..i * width + turn.tokens.end);
+                places.push((i, turn.tokens.clone()));
             }
             rewards.extend(turn_rewards(episode, f64::from(scored.scores[i])));
         }
@@ -118,12 +119,15 @@ impl TurnAdvantage {
         let batch = AdvantageBatch::new(&rewards, groups).steps(&steps);
         let found = self.estimator().estimate(&batch)?;
         let of_turn = found.advantages.to_dtype(DType::F32)?.to_vec1::<f32>()?;
-        let mut cells = vec![0f32; scored.rollouts.len() * width];
-        for (places, advantage) in places.into_iter().zip(of_turn) {
-            cells[places].fill(advantage);
+        let rows = scored.rollouts.iter();
+        let mut rows: Vec<_> = rows
+            .map(|x| vec![0f32; x.completion.tokens.len()])
+            .collect();
+        for ((row, tokens), advantage) in places.into_iter().zip(of_turn) {
+            rows[row][tokens].fill(advantage);
         }
         Ok(Advantages {
-            advantages: Tensor::from_vec(cells, shape, device)?,
+            advantages: Column::per_token(rows).padded(width, device)?,
             ..found
         })
     }

@@ -8,6 +8,7 @@ use serde::{Deserialize, Serialize};
 use candle_grpo_rewards::FinishReason;
 
 use super::episode::Episode;
+use crate::Sequence;
 
 /// The tokens that a [`Generator`](crate::Generator) drew after one prompt. All vectors but
 /// [`experts`](Self::experts) have one entry per token.
@@ -123,6 +124,44 @@ pub struct Rollout {
 }
 
 impl Rollout {
+    /// Returns the tokens of prompt and completion, of which those that the policy wrote train.
+    ///
+    /// # Errors
+    ///
+    /// If prompt or completion have no tokens, or the entries of the completion are not one per
+    /// token.
+    pub fn sequence(&self) -> Result<Sequence> {
+        let (prompt, completion) = (&self.prompt_tokens, &self.completion);
+        ensure!(
+            !prompt.is_empty() && !completion.tokens.is_empty(),
+            "{} prompt tokens and {} response tokens, must have at least one of each",
+            prompt.len(),
+            completion.tokens.len()
+        );
+        let sequence = Sequence::of_answer(prompt, &completion.tokens)?
+            .with_weight_versions(completion.weight_versions.clone())?;
+        match &completion.written {
+            Some(written) => sequence.with_written(written),
+            None => Ok(sequence),
+        }
+    }
+
+    /// The log-probs of the generator: those of the policy, or of the distribution drawn from if it
+    /// does not compute these. 0 for tokens that the policy did not write.
+    pub(crate) fn reported_log_probs(&self) -> Vec<f32> {
+        let completion = &self.completion;
+        let log_probs = completion.log_probs.as_ref();
+        let log_probs = log_probs.unwrap_or(&completion.drawn_log_probs).iter();
+        let reported = log_probs.enumerate().map(|(at, &log_prob)| {
+            if completion.is_written(at) {
+                log_prob
+            } else {
+                0.
+            }
+        });
+        reported.collect()
+    }
+
     /// The message of the environment, if it failed.
     pub(crate) fn failure(&self) -> Option<&str> {
         self.episode.as_ref()?.failure()

@@ -8,8 +8,8 @@ use rayon::prelude::*;
 
 use super::SftDataConfig;
 use super::row_encoder::{Encoded, RowEncoder};
+use crate::Sequence;
 use crate::data::{MixedOrder, Row};
-use crate::learn::Example;
 use crate::run::{RowDigest, row_digest};
 use crate::{ChatTemplate, Pretrained};
 
@@ -30,7 +30,7 @@ pub struct SftDataset {
 #[derive(Debug, Clone, Default)]
 pub struct SftRows {
     /// The rows in the order of the files.
-    pub examples: Vec<Example>,
+    pub examples: Vec<Sequence>,
     /// The digest of the columns of each.
     pub digests: Vec<RowDigest>,
     /// The number of rows that are left out because they are too long.
@@ -162,7 +162,7 @@ impl SftRows {
 
     /// Returns the number of tokens that train.
     pub fn num_trained_tokens(&self) -> usize {
-        self.examples.iter().map(Example::num_trained_tokens).sum()
+        self.examples.iter().map(Sequence::num_trained_tokens).sum()
     }
 
     /// Returns the number of tokens.

@@ -8,12 +8,12 @@ use super::assistant_turns::Answered;
 use super::{SftDataConfig, TrainOn, Truncation};
 use crate::ChatTemplate;
 use crate::Pretrained;
+use crate::Sequence;
 use crate::data::chat_columns::{tools, variables};
 use crate::data::dataset::template;
 use crate::data::question::{Asking, message, text_messages};
 use crate::data::rows::kind;
 use crate::data::{Question, Row, Template, plain_tokens};
-use crate::learn::Example;
 use crate::model::EncodedChat;
 use candle_grpo_base::column::column;
 
@@ -35,7 +35,7 @@ pub(super) struct RowEncoder<'a> {
 /// The result of a row.
 pub(super) enum Encoded {
     /// Tokens to train on, and their number before truncation.
-    Example { example: Example, tokens: usize },
+    Example { example: Sequence, tokens: usize },
     /// The number of tokens of a row that is too long.
     TooLong(usize),
     /// A row of weight 0.
@@ -105,7 +105,7 @@ impl<'a> RowEncoder<'a> {
         }
         let weights = mask.iter().map(|&trains| if trains { weight } else { 0. });
         Ok(Encoded::Example {
-            example: Example::new(tokens, weights.collect())?,
+            example: Sequence::new(tokens, weights.collect())?,
             tokens: length,
         })
     }

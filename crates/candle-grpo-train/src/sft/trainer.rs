@@ -11,11 +11,12 @@ use candle_grpo_nn::{ComputeDType, DecoderConfig, Parameters};
 
 use super::{SftConfig, SftMetrics, SftSeconds};
 use crate::data::MixedOrder;
-use crate::learn::example_passes::{ExamplePasses, sum_over_ranks};
+use crate::learn::micro_batches::{MicroBatchSize, MicroBatches};
 use crate::learn::models::{Models, ensure_not_canceled, new_actor};
-use crate::learn::{Example, LearningRateSchedule, LikelihoodSums, Ranks};
+use crate::learn::{LearningRateSchedule, LikelihoodSums, Ranks};
 use crate::run::{RunInputs, TrainerState};
-use crate::{Actor, Pretrained, Progress};
+use crate::sequence::Batch;
+use crate::{Actor, Pretrained, Progress, Sequence};
 use candle_grpo_base::progress::{NoProgress, Phase};
 use candle_grpo_base::within;
 
@@ -25,7 +26,7 @@ use candle_grpo_base::within;
 /// ```
 /// use candle_core::Device;
 /// use candle_grpo_nn::{DecoderConfig, Parameters};
-/// use candle_grpo_train::learn::Example;
+/// use candle_grpo_train::Sequence;
 /// use candle_grpo_train::sft::{SftConfig, SftTrainer};
 ///
 /// # fn main() -> anyhow::Result<()> {
@@ -33,7 +34,7 @@ use candle_grpo_base::within;
 /// #     num_hidden_layers: 1, num_attention_heads: 2, num_key_value_heads: 1,
 /// #     max_position_embeddings: 8, tie_word_embeddings: true, ..DecoderConfig::default() };
 /// let parameters = Parameters::init(&model, 7, &Device::Cpu)?;
-/// let examples = vec![Example::of_answer(&[1, 2], &[3, 0])?, Example::of_answer(&[4], &[5, 0])?];
+/// let examples = vec![Sequence::of_answer(&[1, 2], &[3, 0])?, Sequence::of_answer(&[4], &[5, 0])?];
 /// let mut config = SftConfig { max_steps: Some(200), batch_size: 2, ..SftConfig::default() };
 /// config.optimizer.learning_rate = 1e-2;
 /// let mut trainer = SftTrainer::new(model, parameters, examples, config)?;
@@ -42,13 +43,13 @@ use candle_grpo_base::within;
 ///     trainer.step()?;
 /// }
 /// assert!(trainer.step().is_err()); // the run is over
-/// assert!(trainer.actor().likelihood(&[&Example::of_answer(&[1, 2], &[3, 0])?])?.mean_loss() < first / 2.);
+/// assert!(trainer.actor().likelihood(&[Sequence::of_answer(&[1, 2], &[3, 0])?])?.mean_loss() < first / 2.);
 /// # Ok(())
 /// # }
 /// ```
 pub struct SftTrainer {
     models: Models,
-    examples: Vec<Example>,
+    examples: Vec<Sequence>,
     order: MixedOrder,
     config: SftConfig,
     schedule: LearningRateSchedule,
@@ -74,7 +75,7 @@ impl SftTrainer {
     pub fn new(
         model: DecoderConfig,
         parameters: Parameters,
-        examples: Vec<Example>,
+        examples: Vec<Sequence>,
         config: SftConfig,
     ) -> Result<Self> {
         config.validate()?;
@@ -165,18 +166,17 @@ impl SftTrainer {
         let start = Instant::now();
         let visited = self.state.visited;
         let count = self.config.batch_size.min(self.visits - visited);
-        let rows = self.order.pick(&self.examples, visited, count);
-        let tokens = self.config.micro_batch_tokens;
-        let passes = ExamplePasses::new(tokens, &self.ranks, &*self.progress);
-        let (micro_batches, own) = passes.divide(&rows);
-        self.progress
-            .begin(Phase::Learn, own.iter().map(Vec::len).sum());
+        let rows = Batch::new(self.order.pick(&self.examples, visited, count))?;
+        let (own, micro_batches) = self.begin(Phase::Learn, &rows)?;
+        let passes = passes(&self.config, &self.ranks, &*self.progress);
         let actor = &mut self.models.actor;
         let factor = self.schedule.factor(step);
         actor.set_learning_rate(self.config.optimizer.learning_rate * factor);
-        let sums = passes.backward(actor, &rows, &own, Likelihood::default(), 1.)?;
+        let likelihood = Likelihood::default();
+        let sums = passes.accumulate_likelihood(actor, (&rows, &own), likelihood, 1.)?;
         let stats = actor.clip_grad_and_step(self.config.max_grad_norm)?;
-        let sums = sum_over_ranks(&self.ranks, sums)?;
+        let sums = LikelihoodSums::over_ranks(sums, &self.ranks)?;
+        let rows = rows.sequences();
         let (num_rows, tokens) = (rows.len(), rows.iter().map(|row| row.tokens().len()).sum());
         self.state.steps = step;
         self.state.visited += num_rows;
@@ -209,22 +209,28 @@ impl SftTrainer {
     ///
     /// With [`Interrupted`](crate::Interrupted) if the progress cancels, and with
     /// [`NotFinite`](crate::NotFinite) if the loss is NaN or infinite.
-    pub fn evaluate(&self, examples: &[Example]) -> Result<LikelihoodSums> {
+    pub fn evaluate(&self, examples: &[Sequence]) -> Result<LikelihoodSums> {
         ensure!(!examples.is_empty(), "examples: none, must be at least one");
         self.ensure_not_canceled()?;
-        let rows: Vec<&Example> = examples.iter().collect();
-        let tokens = self.config.micro_batch_tokens;
-        let passes = ExamplePasses::new(tokens, &self.ranks, &*self.progress);
-        let (_, own) = passes.divide(&rows);
-        let units = own.iter().map(Vec::len).sum();
-        self.progress.begin(Phase::HeldOutLoss, units);
+        let (own, _) = self.begin(Phase::HeldOutLoss, &Batch::new(examples.to_vec())?)?;
         let sums = own.iter().map(|part| {
             ensure_not_canceled(&*self.progress)?;
+            let part = part.sequences();
             let sums = self.models.actor.likelihood(part)?;
             self.progress.advance(part.len(), sums.tokens as usize);
             Ok(sums)
         });
-        sum_over_ranks(&self.ranks, sums.collect::<Result<_>>()?)
+        LikelihoodSums::over_ranks(sums.collect::<Result<_>>()?, &self.ranks)
+    }
+
+    /// Begins the passes over `rows`. Returns the micro-batches of this rank, and the number of
+    /// those of all ranks.
+    fn begin(&self, phase: Phase, rows: &Batch) -> Result<(Vec<Batch>, usize)> {
+        let passes = passes(&self.config, &self.ranks, &*self.progress);
+        let (own, count) = passes.divide(rows)?;
+        let units = own.iter().map(|part| part.sequences().len()).sum();
+        self.progress.begin(phase, units);
+        Ok((own, count))
     }
 
     /// Returns [`Interrupted`](crate::Interrupted) as an error if the progress of any rank cancels.
@@ -322,5 +328,19 @@ impl SftTrainer {
     /// The number of steps of the whole run.
     pub fn last_step(&self) -> usize {
         self.last_step
+    }
+}
+
+/// The passes of a step or an evaluation.
+fn passes<'a>(
+    config: &SftConfig,
+    ranks: &'a Ranks,
+    progress: &'a dyn Progress,
+) -> MicroBatches<'a> {
+    MicroBatches {
+        size: MicroBatchSize::TokensOfRows(config.micro_batch_tokens),
+        progress,
+        receiver: progress,
+        ranks,
     }
 }

@@ -85,18 +85,19 @@ fn a_checkpoint_has_the_policy_merged_and_the_adapters_alone() {
     let adapters = Lora::load(&path.join("adapter"), &model(), device()).unwrap();
     let base = parameters();
     let decoder = Decoder::new(&model(), adapters.detached_var_builder(&base).unwrap()).unwrap();
+    let padded = crate::common::padded(&batch);
     let hidden = decoder
-        .padded_hidden_states(&batch.input_ids, &batch.attention_mask)
+        .padded_hidden_states(&padded.input_ids, &padded.attention_mask)
         .and_then(|hidden| hidden.narrow(1, 1, 3))
         .unwrap();
     let again = linear_log_prob(
         &hidden,
         decoder.output_weight(),
         None,
-        &batch.targets,
+        batch.targets(),
         1.,
         LogProbOptions {
-            mask: Some(&batch.response_mask),
+            mask: Some(batch.response_mask()),
             ..Default::default()
         },
     )

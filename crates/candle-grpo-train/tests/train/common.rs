@@ -4,14 +4,16 @@ use std::fs;
 use std::path::Path;
 
 use candle_core::{Device, Tensor};
+use candle_grpo_loss::PaddedTokens;
 use candle_grpo_nn::{DecoderConfig, ModelType, Parameters};
 use candle_grpo_test_support::{TINY_DECODER, device, on_ranks};
 use candle_grpo_train::learn::{Reference, TeacherDistributions};
 use candle_grpo_train::model::{SpecialTokens, character_tokenizer};
 use candle_grpo_train::run::StepRecord;
+use candle_grpo_train::sequence::Batch;
 use candle_grpo_train::{
-    Pretrained, Prompt, RewardFunction, Sample, Sampler, SamplingConfig, StepMetrics, TokenBatch,
-    TrainConfig, Trainer,
+    Pretrained, Prompt, RewardFunction, Sample, Sampler, SamplingConfig, Sequence, StepMetrics,
+    TokenBatch, TrainConfig, Trainer,
 };
 use serde_json::json;
 use tokenizers::Tokenizer;
@@ -192,6 +194,23 @@ pub(crate) fn assert_ranks_agree(
             assert_records_close(metrics, &expected);
         }
     }
+}
+
+/// The batch of (prompt, response) pairs in which the tokens train whose entry of `mask` is 1.
+pub(crate) fn with_mask(pairs: &[(&[u32], &[u32])], mask: &[Vec<u32>]) -> TokenBatch {
+    let sequences = pairs.iter().zip(mask).map(|((prompt, response), mask)| {
+        let written = mask[..response.len()].iter().map(|&trains| trains == 1);
+        let sequence = Sequence::of_answer(prompt, response).unwrap();
+        sequence.with_written(&written.collect::<Vec<_>>()).unwrap()
+    });
+    TokenBatch::of_batch(&Batch::new(sequences.collect()).unwrap(), device()).unwrap()
+}
+
+/// The sequences of `batch` with padding.
+pub(crate) fn padded(batch: &TokenBatch) -> PaddedTokens {
+    let sequences = batch.sequences().iter();
+    let pairs: Vec<_> = sequences.map(|x| (x.prompt(), x.response())).collect();
+    PaddedTokens::new(&pairs, device()).unwrap()
 }
 
 /// The log-distributions at the responses of a batch, `[B, T, V]`.

@@ -102,23 +102,20 @@ fn batch() -> TrainingBatch {
         device(),
     )
     .unwrap();
-    TrainingBatch {
-        returns: Some(returns),
-        ..TrainingBatch::new(
-            tokens,
-            &Tensor::zeros(4, candle_core::DType::F32, device()).unwrap(),
-        )
-    }
+    let advantages = Tensor::zeros(4, candle_core::DType::F32, device()).unwrap();
+    let mut batch = TrainingBatch::new(tokens, &advantages);
+    batch.returns = Some(returns);
+    batch
 }
 
 #[test]
 fn a_critic_fits_fixed_returns() {
     let mut critic = Critic::new(&model(), &parameters(), critic_config()).unwrap();
     let batch = batch();
-    let mask = &batch.tokens.response_mask;
+    let mask = batch.tokens().response_mask();
     let totals = StepTotals::count(mask).unwrap();
     let explained = |critic: &Critic| {
-        let values = critic.values(&batch.tokens).unwrap();
+        let values = critic.values(batch.tokens()).unwrap();
         explained_variance(&values, batch.returns.as_ref().unwrap(), mask).unwrap()
     };
     assert_eq!(explained(&critic), Some(0.));
@@ -143,7 +140,7 @@ fn a_critic_fits_fixed_returns() {
 fn an_input_that_a_critic_lacks_is_named() {
     let mut critic = Critic::new(&model(), &parameters(), critic_config()).unwrap();
     let mut batch = batch();
-    let totals = StepTotals::count(&batch.tokens.response_mask).unwrap();
+    let totals = StepTotals::count(batch.tokens().response_mask()).unwrap();
     batch.returns = None;
     let error = critic.forward_backward(&batch, &totals).unwrap_err();
     assert!(error.to_string().starts_with("returns: absent"), "{error}");

@@ -269,7 +269,7 @@ fn a_cache_draws_the_tokens_of_full_passes() {
     assert_eq!(tokens(&full), tokens(&cached));
     let actor = trainer(mean(), config());
     let batch = TokenBatch::from_rollouts(&full, device()).unwrap();
-    let mask = batch.response_mask.to_dtype(DType::F32).unwrap();
+    let mask = batch.response_mask().to_dtype(DType::F32).unwrap();
     let log_probs = (actor.actor().log_probs(&batch).unwrap() * mask).unwrap();
     for rollouts in [&full, &cached] {
         let recorded = rollout_log_probs(rollouts, device()).unwrap();

@@ -4,8 +4,9 @@ use candle_grpo_core::{CoefSchedule, Decay};
 use candle_grpo_loss::surrogate::Likelihood;
 use candle_grpo_nn::{DecoderConfig, LoraConfig, Parameters};
 use candle_grpo_test_support::{device, stay_on_cpu};
+use candle_grpo_train::Sequence;
 use candle_grpo_train::data::MixedOrder;
-use candle_grpo_train::learn::{DemonstrationConfig, Example, MemoryPlan};
+use candle_grpo_train::learn::{DemonstrationConfig, MemoryPlan};
 use candle_grpo_train::sft::{SftConfig, SftSchedule, SftTrainer};
 use candle_grpo_train::{
     Actor, ActorConfig, ComputeDType, CriticConfig, RewardFunction, Sample, StepMetrics,
@@ -19,10 +20,10 @@ use crate::common::{
 };
 
 /// Seven rows of 3 to 6 tokens.
-fn examples() -> Vec<Example> {
+fn examples() -> Vec<Sequence> {
     let row = |i: u32| {
         let answer: Vec<u32> = (0..1 + i % 4).map(|j| 1 + (2 * i + j) % 5).collect();
-        Example::of_answer(&[1 + i % 5], &[answer.as_slice(), &[END]].concat()).unwrap()
+        Sequence::of_answer(&[1 + i % 5], &[answer.as_slice(), &[END]].concat()).unwrap()
     };
     (0..7).map(row).collect()
 }
@@ -218,7 +219,7 @@ fn steps_visit_the_rows_in_their_order() {
     let examples = examples();
     for step in 0..4 {
         let rows = order().slice(4 * step, 4).into_iter();
-        let rows: Vec<&Example> = rows.map(|row| &examples[row]).collect();
+        let rows: Vec<Sequence> = rows.map(|row| examples[row].clone()).collect();
         let expected = trainer.actor().likelihood(&rows).unwrap().mean_loss();
         let found = trainer.step().unwrap().policy["demonstration_loss"];
         assert!((found - expected).abs() < 1e-6, "{found} {expected}");
@@ -241,10 +242,10 @@ fn the_weight_of_uncertain_tokens_is_in_the_gradient_and_not_in_the_metric() {
     assert_eq!(loss(&plain), loss(&weighted));
 
     let examples = examples();
-    let rows: Vec<&Example> = order()
+    let rows: Vec<Sequence> = order()
         .slice(0, 4)
         .into_iter()
-        .map(|row| &examples[row])
+        .map(|row| examples[row].clone())
         .collect();
     let weight: f64 = rows.iter().map(|row| row.total_weight()).sum();
     let config = ActorConfig {

@@ -17,7 +17,7 @@ use rstest::rstest;
 
 use crate::common::{
     self, assert_ranks_agree, assert_records_close, digest, drawn_parameters, log_distributions,
-    max_difference, model, parameters, run, trainer,
+    max_difference, model, parameters, run, trainer, with_mask,
 };
 
 fn nothing(_: &Sample) -> f32 {
@@ -106,17 +106,15 @@ fn batch() -> TrainingBatch {
         (&[2, 2], &[3]),
         (&[5, 1], &[2, 4, 1, 3]),
     ];
-    let mut tokens = TokenBatch::new(&pairs, device()).unwrap();
-    let mut mask = tokens.response_mask.to_vec2::<u32>().unwrap();
+    let mut mask = pairs.map(|(_, response)| vec![1; response.len()]);
     mask[1] = vec![1, 0, 1, 0, 0];
-    mask[2] = vec![0; 5];
-    tokens.response_mask = Tensor::new(mask, device()).unwrap();
+    mask[2] = vec![0];
+    let tokens = with_mask(&pairs, &mask);
     let distributions = teacher().distributions(&tokens).unwrap();
     let advantages = Tensor::new(&[1f32, -0.5, 0.3, 0.2], device()).unwrap();
-    TrainingBatch {
-        teacher: Some(distributions),
-        ..TrainingBatch::new(tokens, &advantages)
-    }
+    let mut batch = TrainingBatch::new(tokens, &advantages);
+    batch.teacher = Some(distributions);
+    batch
 }
 
 #[rstest]
@@ -138,7 +136,7 @@ fn the_gradient_is_the_finite_difference_of_the_divergence(#[case] loss: Distill
         ..PolicyLoss::gpg()
     };
     let batch = batch();
-    let totals = StepTotals::count(&batch.tokens.response_mask).unwrap();
+    let totals = StepTotals::count(batch.tokens().response_mask()).unwrap();
     let compute = |parameters: Parameters| {
         let mut actor = actor(parameters, alone.clone(), Some(loss));
         let metrics = actor.forward_backward(&batch, &totals).unwrap();
@@ -174,7 +172,7 @@ fn the_gradient_is_added_to_that_of_the_policy(#[values(1, 3, 4)] size: usize) {
     let gradients = |policy_loss: PolicyLoss, loss: Option<DistillationLoss>, size: usize| {
         let mut actor = actor(parameters(), policy_loss, loss);
         let batch = batch();
-        let totals = StepTotals::count(&batch.tokens.response_mask).unwrap();
+        let totals = StepTotals::count(batch.tokens().response_mask()).unwrap();
         for piece in batch.split(size).unwrap() {
             actor.forward_backward(&piece, &totals).unwrap();
         }
@@ -290,7 +288,7 @@ fn every_form_of_a_policy_learns_from_distributions(#[case] config: TrainConfig)
 #[test]
 fn a_teacher_may_have_more_rows_than_the_policy() {
     let mut batch = batch();
-    let totals = StepTotals::count(&batch.tokens.response_mask).unwrap();
+    let totals = StepTotals::count(batch.tokens().response_mask()).unwrap();
     let divergence = |batch: &TrainingBatch| {
         let loss = Some(DistillationLoss::default());
         let mut actor = actor(parameters(), PolicyLoss::gpg(), loss);
@@ -332,7 +330,7 @@ fn the_plan_of_memory_has_the_teacher() {
 #[test]
 fn a_teacher_that_is_not_finite_is_named() {
     let mut batch = batch();
-    let totals = StepTotals::count(&batch.tokens.response_mask).unwrap();
+    let totals = StepTotals::count(batch.tokens().response_mask()).unwrap();
     let compute = |batch: &TrainingBatch| {
         let loss = Some(DistillationLoss::default());
         let mut actor = actor(parameters(), PolicyLoss::gpg(), loss);
@@ -362,7 +360,7 @@ struct LogProbsOnly;
 
 impl Teacher for LogProbsOnly {
     fn log_probs(&self, batch: &TokenBatch, _: f64, _: &dyn Progress) -> anyhow::Result<Tensor> {
-        Ok(batch.response_mask.zeros_like()?)
+        Ok(batch.response_mask().zeros_like()?)
     }
 }
 
@@ -375,7 +373,7 @@ impl Teacher for Other {
     }
 
     fn log_probs(&self, batch: &TokenBatch, _: f64, _: &dyn Progress) -> anyhow::Result<Tensor> {
-        Ok(batch.response_mask.zeros_like()?)
+        Ok(batch.response_mask().zeros_like()?)
     }
 
     fn distributions(
@@ -392,15 +390,15 @@ impl Teacher for Other {
 // One entry for each token.
 #[case(
     |batch: &TokenBatch| TeacherDistributions::TopK {
-        ids: batch.targets.unsqueeze(2).unwrap(),
-        log_probs: batch.targets.zeros_like().unwrap().unsqueeze(2).unwrap(),
+        ids: batch.targets().unsqueeze(2).unwrap(),
+        log_probs: batch.targets().zeros_like().unwrap().unsqueeze(2).unwrap(),
     },
     "teacher.ids: shape"
 )]
 #[case(
     |batch: &TokenBatch| TeacherDistributions::Hidden {
-        hidden: batch.targets.unsqueeze(2).unwrap(),
-        weight: batch.targets.clone(),
+        hidden: batch.targets().unsqueeze(2).unwrap(),
+        weight: batch.targets().clone(),
         logit_cap: None,
     },
     "teacher: whole distributions, must be the most likely entries"
@@ -440,14 +438,12 @@ fn what_is_missing_is_named() {
     );
 
     let batch = batch();
-    let totals = StepTotals::count(&batch.tokens.response_mask).unwrap();
+    let totals = StepTotals::count(batch.tokens().response_mask()).unwrap();
     let compute = |teacher: Option<TeacherDistributions>| {
         let loss = Some(DistillationLoss::default());
         let mut actor = actor(parameters(), PolicyLoss::gpg(), loss);
-        let batch = TrainingBatch {
-            teacher,
-            ..batch.clone()
-        };
+        let mut batch = batch.clone();
+        batch.teacher = teacher;
         actor
             .forward_backward(&batch, &totals)
             .unwrap_err()

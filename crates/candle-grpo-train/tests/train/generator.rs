@@ -172,10 +172,11 @@ fn tokens_that_the_policy_did_not_write_are_context_only() {
     let prompts = prompts(&["abc"]);
     let rollouts = sampler.sample(&[&prompts[0]], 2, 0).unwrap();
     let batch = TokenBatch::from_rollouts(&rollouts, device()).unwrap();
-    let mask = batch.response_mask.to_vec2::<u32>().unwrap();
+    let mask = batch.response_mask().to_vec2::<u32>().unwrap();
     assert_eq!(mask, [[1, 1, 0, 1]; 2]);
-    let attention = batch.attention_mask.to_vec2::<u32>().unwrap();
-    assert_eq!(attention, [[1; 6]; 2]);
+    // The model reads all tokens before the last one.
+    let read = batch.sequences().iter().map(|x| x.read_tokens().len());
+    assert_eq!(read.collect::<Vec<_>>(), [6; 2]);
     let log_probs = rollout_log_probs(&rollouts, device()).unwrap();
     assert_eq!(
         log_probs.to_vec2::<f32>().unwrap(),

@@ -29,3 +29,4 @@ mod sft;
 #[cfg(feature = "statistics")]
 mod statistics;
 mod trainer;
+mod trajectories;

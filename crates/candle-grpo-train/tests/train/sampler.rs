@@ -272,7 +272,7 @@ fn log_probs_are_those_that_the_actor_computes(
         .unwrap();
     let batch = TokenBatch::from_rollouts(&rollouts, device()).unwrap();
     let mask = batch
-        .response_mask
+        .response_mask()
         .to_dtype(candle_core::DType::F32)
         .unwrap();
     let recorded = rollout_log_probs(&rollouts, device()).unwrap();
@@ -284,10 +284,11 @@ fn log_probs_are_those_that_the_actor_computes(
     let tolerance = if exact { 0.0 } else { 2e-5 };
     assert!(difference <= tolerance, "{difference}");
 
+    let padded = crate::common::padded(&batch);
     let hidden = decoder
-        .padded_hidden_states(&batch.input_ids, &batch.attention_mask)
+        .padded_hidden_states(&padded.input_ids, &padded.attention_mask)
         .unwrap();
-    let (_, t) = batch.dims().unwrap();
+    let (_, t) = batch.dims();
     let states = hidden.narrow(1, hidden.dim(1).unwrap() - t, t).unwrap();
     let logits = (decoder.logits(&states).unwrap() / temperature).unwrap();
     let probs = candle_nn::ops::softmax(&logits, 2).unwrap();

@@ -11,7 +11,7 @@ use candle_grpo::nn::{BaseWeights, DecoderConfig, Gguf, RopeScaling};
 use candle_grpo::run::RunPrompts;
 use candle_grpo::train::hub::HubContent;
 use candle_grpo::train::learn::MemoryPlan;
-use candle_grpo::train::sft::SftDataset;
+use candle_grpo::train::sft::{SftDataset, marked_text};
 use candle_grpo::train::{ComputeDType, Pretrained, Prompt};
 use candle_grpo_collective::launch;
 
@@ -207,7 +207,7 @@ fn print_rows(
         rows.without_weight,
     )?;
     if let Some(first) = rows.examples.first() {
-        let text = first.marked_text(&pretrained.tokenizer, SHOWN_TOKENS);
+        let text = marked_text(first, &pretrained.tokenizer, SHOWN_TOKENS);
         let text = text.map_err(|error| Exit::Data(format!("{error:#}")))?;
         writeln!(
             out,

@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use anyhow::Result;
 use candle_grpo_collective::{Alone, Collective};
-use candle_grpo_train::learn::Example;
+use candle_grpo_train::Sequence;
 use candle_grpo_train::run::RunInputs;
 use candle_grpo_train::sft::{SftDataset, SftMetrics, SftTrainer};
 use candle_grpo_train::{Pretrained, RunDir};
@@ -41,7 +41,7 @@ use crate::config::{Configuration, SftRunConfig};
 pub struct SftSession {
     config: SftRunConfig,
     /// The rows of an evaluation.
-    held_out: Vec<Example>,
+    held_out: Vec<Sequence>,
     run: Run<SftTrainer>,
 }
 

@@ -10,11 +10,11 @@ use candle_grpo_example_environments::{
     Args, END, HeldOut, adamw, bar, on_one_thread, policy, step, train, train_config,
 };
 use candle_grpo_nn::{DecoderConfig, Parameters};
+use candle_grpo_train::Sequence;
 use candle_grpo_train::data::ShuffledOrder;
 use candle_grpo_train::environment::{
     CallContext, EnvironmentLimits, Environments, Tool, ToolEnvironments, ToolFormat,
 };
-use candle_grpo_train::learn::Example;
 use candle_grpo_train::model::character_tokenizer;
 use candle_grpo_train::sft::{SftConfig, SftSchedule, SftTrainer};
 use candle_grpo_train::{Prompt, Sample, SamplingConfig, Trainer};
@@ -140,7 +140,7 @@ fn problems(seed: u64, tokenizer: &Tokenizer) -> Result<Vec<Prompt>> {
 }
 
 /// Examples for the warm-up: the answer at once or, for some problems, the two turns of a call.
-fn examples(problems: &[Prompt], tokenizer: &Tokenizer) -> Result<Vec<Example>> {
+fn examples(problems: &[Prompt], tokenizer: &Tokenizer) -> Result<Vec<Sequence>> {
     let tokens = |text: &str| -> Result<Vec<u32>> {
         Ok(Prompt::new(0, text, json!(null), tokenizer)?.tokens)
     };
@@ -153,10 +153,10 @@ fn examples(problems: &[Prompt], tokenizer: &Tokenizer) -> Result<Vec<Example>> 
             let call = tokens(&format!("[{}]", problem.text.trim_end_matches('=')))?;
             let output = tokens(&format!("{answer}>"))?;
             let after_call = [&prompt[..], &call, &output].concat();
-            examples.push(Example::of_answer(&after_call, &last)?);
-            examples.push(Example::of_answer(&prompt, &call)?);
+            examples.push(Sequence::of_answer(&after_call, &last)?);
+            examples.push(Sequence::of_answer(&prompt, &call)?);
         } else {
-            examples.push(Example::of_answer(&prompt, &last)?);
+            examples.push(Sequence::of_answer(&prompt, &last)?);
         }
     }
     Ok(examples)
@@ -165,7 +165,7 @@ fn examples(problems: &[Prompt], tokenizer: &Tokenizer) -> Result<Vec<Example>> 
 fn warm_up(
     model: &DecoderConfig,
     parameters: &Parameters,
-    examples: Vec<Example>,
+    examples: Vec<Sequence>,
     steps: usize,
     seed: u64,
 ) -> Result<()> {

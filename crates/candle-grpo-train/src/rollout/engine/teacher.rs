@@ -9,10 +9,10 @@ use candle_grpo_core::validate::check;
 
 use super::protocol::{Failure, Protocol, ScoreRequest, Scored};
 use super::servers::{Lease, Servers};
-use crate::learn::response_forward::read_by_sequence;
 use crate::learn::{Teacher, TeacherDistributions};
 use crate::rollout::RolloutConfig;
-use crate::{Interrupted, Progress, TokenBatch};
+use crate::sequence::Column;
+use crate::{Interrupted, Progress, Sequence, TokenBatch};
 use candle_grpo_base::workers::Workers;
 use candle_grpo_hub::http::api_key;
 
@@ -93,7 +93,7 @@ impl ServerTeacher {
         progress: &dyn Progress,
         mut receive: impl FnMut(usize, Vec<Scored>),
     ) -> Result<()> {
-        let jobs = jobs(batch)?;
+        let jobs = jobs(batch);
         let (servers, max_retries) = (Arc::clone(&self.servers), self.max_retries);
         let longest = self.longest;
         let mut left = jobs.len();
@@ -133,14 +133,12 @@ impl Teacher for ServerTeacher {
     ) -> Result<Tensor> {
         let must = "be 1 with a teacher on a server, which names log-probs at temperature 1";
         check(temperature == 1., "temperature", temperature, must)?;
-        let (b, t) = batch.dims()?;
-        let mut values = vec![0f32; b * t];
+        let (b, t) = batch.dims();
+        let mut rows = vec![Vec::new(); b];
         self.score(batch, 0, progress, |row, scored| {
-            for (value, scored) in values[row * t..].iter_mut().zip(scored) {
-                *value = scored.log_prob;
-            }
+            rows[row] = scored.iter().map(|scored| scored.log_prob).collect();
         })?;
-        Ok(Tensor::from_vec(values, (b, t), batch.targets.device())?)
+        Column::per_token::<f32>(rows).padded(t, batch.targets().device())
     }
 
     /// The most likely entries, as many as a server must name.
@@ -155,46 +153,30 @@ impl Teacher for ServerTeacher {
                 "recipe.distillation_loss.support: another one, must be teacher with a teacher on a server, which names its most likely entries only"
             );
         };
-        let (b, t) = batch.dims()?;
-        let (mut ids, mut log_probs) = (vec![0u32; b * t * k], vec![0f32; b * t * k]);
+        let (b, t) = batch.dims();
+        let (mut ids, mut log_probs) = (vec![Vec::new(); b], vec![Vec::new(); b]);
         self.score(batch, k, progress, |row, scored| {
-            let cells = row * t * k..;
             let best = scored.into_iter().flat_map(|scored| scored.best);
-            let cells = ids[cells.clone()].iter_mut().zip(&mut log_probs[cells]);
-            for ((id, log_prob), best) in cells.zip(best) {
-                (*id, *log_prob) = best;
-            }
+            (ids[row], log_probs[row]) = best.unzip();
         })?;
-        let device = batch.targets.device();
+        let device = batch.targets().device();
         Ok(TeacherDistributions::TopK {
-            ids: Tensor::from_vec(ids, (b, t, k), device)?,
-            log_probs: Tensor::from_vec(log_probs, (b, t, k), device)?,
+            ids: Column::entries_per_token::<u32>(ids, k).padded(t, device)?,
+            log_probs: Column::entries_per_token::<f32>(log_probs, k).padded(t, device)?,
         })
     }
 }
 
 /// The sequences of `batch` with a token that counts, up to the last one.
-fn jobs(batch: &TokenBatch) -> Result<Vec<Job>> {
-    let targets = batch.targets.to_vec2::<u32>()?;
-    let counts = batch.response_mask.ne(0f64)?.to_vec2::<u8>()?;
-    let sequences = read_by_sequence(batch)?
-        .into_iter()
-        .zip(&targets)
-        .zip(&counts);
-    let mut jobs = Vec::new();
-    for (row, ((read, targets), counts)) in sequences.enumerate() {
-        let Some(last) = counts.iter().rposition(|&counts| counts != 0) else {
-            continue;
-        };
-        let mut tokens = read.ids;
-        tokens.push(targets[last]);
-        jobs.push(Job {
-            row,
-            tokens,
-            first: read.prompt_len,
-        });
-    }
-    Ok(jobs)
+fn jobs(batch: &TokenBatch) -> Vec<Job> {
+    let sequences = batch.sequences().iter().enumerate();
+    let sequences = sequences.filter(|(_, sequence)| sequence.num_trained_tokens() > 0);
+    let job = |(row, sequence): (usize, &Sequence)| Job {
+        row,
+        tokens: sequence.needed_tokens().to_vec(),
+        first: sequence.prompt().len(),
+    };
+    sequences.map(job).collect()
 }
 
 /// Checks that the server has a place for a sequence, and for one more token, which vLLM draws.

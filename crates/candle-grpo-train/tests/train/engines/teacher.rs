@@ -5,7 +5,7 @@ use std::sync::{Arc, Condvar, Mutex};
 use candle_core::Tensor;
 use candle_grpo_kernels::top_k;
 use candle_grpo_loss::{DistillationLoss, Recipe, Support};
-use candle_grpo_test_support::{Reply, WATCHDOG, device, stay_on_cpu};
+use candle_grpo_test_support::{Reply, WATCHDOG, stay_on_cpu};
 use candle_grpo_train::learn::{Reference, Teacher, TeacherDistributions};
 use candle_grpo_train::progress::NoProgress;
 use candle_grpo_train::rollout::engine::{
@@ -19,7 +19,7 @@ use serde_json::{Value, json};
 use super::Setup;
 use super::fake_server::Fault;
 use crate::common::{
-    self, assert_records_close, digest, log_distributions, model, parameters, trainer,
+    self, assert_records_close, digest, log_distributions, model, parameters, trainer, with_mask,
 };
 
 fn setup(engine: Engine, servers: usize) -> Setup {
@@ -44,19 +44,15 @@ fn batch() -> TokenBatch {
         (&[5, 1], &[2, 4, 1, 3]),
         (&[3, 3, 1, 2], &[1, 0]),
     ];
-    let batch = TokenBatch::new(&pairs, device()).unwrap();
-    let mut mask = batch.response_mask.to_vec2::<u32>().unwrap();
+    let mut mask = pairs.map(|(_, response)| vec![1; response.len()]);
     mask[1] = vec![1, 0, 1, 0, 0];
-    mask[4] = vec![0; 5];
-    TokenBatch {
-        response_mask: Tensor::new(mask, device()).unwrap(),
-        ..batch
-    }
+    mask[4] = vec![0; 2];
+    with_mask(&pairs, &mask)
 }
 
 /// The log-probs that count, row by row.
 fn counted(log_probs: &Tensor) -> Vec<Vec<f32>> {
-    let mask = batch().response_mask.to_vec2::<u32>().unwrap();
+    let mask = batch().response_mask().to_vec2::<u32>().unwrap();
     let rows = log_probs.to_vec2::<f32>().unwrap();
     let row = |(row, mask): (Vec<f32>, Vec<u32>)| {
         let pairs = row.into_iter().zip(mask);
@@ -99,7 +95,7 @@ fn best(distributions: &TeacherDistributions) -> Vec<(Vec<u32>, Vec<f32>)> {
     let TeacherDistributions::TopK { ids, log_probs } = distributions else {
         panic!("no entries");
     };
-    let mask = batch().response_mask.to_vec2::<u32>().unwrap().concat();
+    let mask = batch().response_mask().to_vec2::<u32>().unwrap().concat();
     let ids = ids.flatten(0, 1).unwrap().to_vec2().unwrap();
     let log_probs = log_probs.flatten(0, 1).unwrap().to_vec2().unwrap();
     let places = ids.into_iter().zip(log_probs).zip(mask);

@@ -13,7 +13,7 @@ use candle_grpo_train::{
 use rstest::rstest;
 
 use super::{echo, environments};
-use crate::common::{max_difference, model, parameters, prompts, sampler, sampling};
+use crate::common::{max_difference, model, parameters, prompts, sampler, sampling, with_mask};
 
 fn rollouts() -> Vec<Rollout> {
     let config = SamplingConfig {
@@ -28,19 +28,20 @@ fn rollouts() -> Vec<Rollout> {
         .unwrap()
 }
 
+fn pairs(rollouts: &[Rollout]) -> Vec<(&[u32], &[u32])> {
+    let rollouts = rollouts.iter();
+    rollouts
+        .map(|r| (r.prompt_tokens.as_slice(), r.completion.tokens.as_slice()))
+        .collect()
+}
+
 /// The batch of the same tokens as single responses of the policy.
 fn single_turns(rollouts: &[Rollout]) -> TokenBatch {
-    let pairs: Vec<(&[u32], &[u32])> = rollouts
-        .iter()
-        .map(|r| (r.prompt_tokens.as_slice(), r.completion.tokens.as_slice()))
-        .collect();
-    TokenBatch::new(&pairs, device()).unwrap()
+    TokenBatch::new(&pairs(rollouts), device()).unwrap()
 }
 
 /// This batch with a mask by hand: after each turn come two tokens of the environment.
 fn by_hand(rollouts: &[Rollout]) -> TokenBatch {
-    let mut batch = single_turns(rollouts);
-    let (_, width) = batch.dims().unwrap();
     let mut mask = Vec::new();
     for rollout in rollouts {
         let mut row = Vec::new();
@@ -50,11 +51,9 @@ fn by_hand(rollouts: &[Rollout]) -> TokenBatch {
         }
         // Nothing follows the last turn.
         row.truncate(rollout.completion.tokens.len());
-        row.resize(width, 0);
         mask.push(row);
     }
-    batch.response_mask = Tensor::new(mask, device()).unwrap();
-    batch
+    with_mask(&pairs(rollouts), &mask)
 }
 
 fn gradients(batch: &TrainingBatch, micro_batch: usize) -> (f64, BTreeMap<String, Tensor>) {
@@ -69,7 +68,7 @@ fn gradients(batch: &TrainingBatch, micro_batch: usize) -> (f64, BTreeMap<String
         distillation_loss: None,
     };
     let mut actor = Actor::new(model(), parameters.clone(), config).unwrap();
-    let totals = StepTotals::count(&batch.tokens.response_mask).unwrap();
+    let totals = StepTotals::count(batch.tokens().response_mask()).unwrap();
     let mut loss = 0.;
     for piece in batch.split(micro_batch).unwrap() {
         let metrics = actor.forward_backward(&piece, &totals).unwrap();
@@ -93,14 +92,12 @@ fn loss_and_gradient_are_those_of_a_mask_by_hand(#[case] micro_batch: usize) {
         .unwrap();
     let old = (rollout_log_probs(&rollouts, device()).unwrap() * 1.1).unwrap();
     let batch = |tokens: TokenBatch| {
-        let mut batch = TrainingBatch::new(tokens, &advantages);
-        batch.policy.old = candle_grpo_loss::OldPolicy::Recomputed(old.clone());
-        batch
+        TrainingBatch::new(tokens, &advantages).with_policy(|policy| policy.old_log_probs(&old))
     };
     let tokens = TokenBatch::from_rollouts(&rollouts, device()).unwrap();
     let hand = by_hand(&rollouts);
     let rows = |x: &Tensor| x.to_vec2::<u32>().unwrap();
-    assert_eq!(rows(&tokens.response_mask), rows(&hand.response_mask));
+    assert_eq!(rows(tokens.response_mask()), rows(hand.response_mask()));
     let (loss, found) = gradients(&batch(tokens), micro_batch);
     let (expected_loss, expected) = gradients(&batch(hand), micro_batch);
     assert_eq!(loss, expected_loss);

@@ -6,8 +6,8 @@ use candle_grpo_nn::{
     AdamWConfig, Decoder, DecoderConfig, Gradients, LanguageModel, Lora, LoraConfig, PackedTokens,
 };
 use candle_grpo_test_support::device;
-use candle_grpo_train::learn::{Example, LikelihoodSums};
-use candle_grpo_train::{Actor, ActorConfig, ComputeDType};
+use candle_grpo_train::learn::LikelihoodSums;
+use candle_grpo_train::{Actor, ActorConfig, ComputeDType, Sequence};
 use rstest::rstest;
 
 use crate::common::{max_difference, model, model_with_experts, parameters_of};
@@ -29,9 +29,9 @@ fn actor(model: &DecoderConfig) -> Actor {
 }
 
 /// Rows with several answers, a common beginning, weights, and a tail that is only read.
-fn examples() -> Vec<Example> {
+fn examples() -> Vec<Sequence> {
     let example =
-        |tokens: &[u32], weights: &[f32]| Example::new(tokens.to_vec(), weights.to_vec()).unwrap();
+        |tokens: &[u32], weights: &[f32]| Sequence::new(tokens.to_vec(), weights.to_vec()).unwrap();
     vec![
         example(&[1, 2, 3, 4, 5, 0], &[0., 0., 1., 1., 0., 1.]),
         example(&[1, 2, 3, 1], &[0., 0., 0., 2.]),
@@ -40,8 +40,8 @@ fn examples() -> Vec<Example> {
     ]
 }
 
-fn total_weight(examples: &[Example]) -> f64 {
-    examples.iter().map(Example::total_weight).sum()
+fn total_weight(examples: &[Sequence]) -> f64 {
+    examples.iter().map(Sequence::total_weight).sum()
 }
 
 fn largest(x: &Tensor) -> f32 {
@@ -80,7 +80,7 @@ fn assert_sums_close(found: &LikelihoodSums, expected: &LikelihoodSums) {
 fn packed_rows_have_the_loss_and_the_gradient_of_the_rows_one_by_one(#[case] model: DecoderConfig) {
     let examples = examples();
     let scale = 1. / total_weight(&examples);
-    let all: Vec<&Example> = examples.iter().collect();
+    let all = examples.clone();
     let mut packed = actor(&model);
     let found = packed
         .forward_backward_examples(&all, Likelihood::default(), scale, 0.)
@@ -90,7 +90,12 @@ fn packed_rows_have_the_loss_and_the_gradient_of_the_rows_one_by_one(#[case] mod
     for example in &all {
         sums.add(
             &single
-                .forward_backward_examples(&[example], Likelihood::default(), scale, 0.)
+                .forward_backward_examples(
+                    std::slice::from_ref(example),
+                    Likelihood::default(),
+                    scale,
+                    0.,
+                )
                 .unwrap(),
         );
     }
@@ -103,7 +108,7 @@ fn packed_rows_have_the_loss_and_the_gradient_of_the_rows_one_by_one(#[case] mod
 fn adapters_have_the_gradient_of_the_rows_one_by_one() {
     let examples = examples();
     let scale = 1. / total_weight(&examples);
-    let all: Vec<&Example> = examples.iter().collect();
+    let all = examples.clone();
     let adapted = || {
         let model = model();
         let lora = Lora::init(LoraConfig::all_linear(2, 4.), &model, 1, device()).unwrap();
@@ -130,7 +135,12 @@ fn adapters_have_the_gradient_of_the_rows_one_by_one() {
         .unwrap();
     for example in &all {
         single
-            .forward_backward_examples(&[example], Likelihood::default(), scale, 0.)
+            .forward_backward_examples(
+                std::slice::from_ref(example),
+                Likelihood::default(),
+                scale,
+                0.,
+            )
             .unwrap();
     }
     assert_close(packed.gradients(), single.gradients(), 1e-5);
@@ -138,7 +148,7 @@ fn adapters_have_the_gradient_of_the_rows_one_by_one() {
 
 /// The loss in plain Candle operations with a graph, row by row, with the number of tokens that
 /// have the highest logit.
-fn plain_loss(decoder: &Decoder, examples: &[Example]) -> (Tensor, usize) {
+fn plain_loss(decoder: &Decoder, examples: &[Sequence]) -> (Tensor, usize) {
     let mut loss = Tensor::zeros((), DType::F32, device()).unwrap();
     let mut correct = 0;
     for example in examples {
@@ -166,7 +176,7 @@ fn the_loss_and_its_gradient_are_those_of_plain_operations() {
     let (model, examples) = (model(), examples());
     let weight = total_weight(&examples);
     let mut actor = actor(&model);
-    let all: Vec<&Example> = examples.iter().collect();
+    let all = examples.clone();
     let found = actor
         .forward_backward_examples(&all, Likelihood::default(), 1. / weight, 0.)
         .unwrap();
@@ -193,7 +203,7 @@ fn the_weight_of_uncertain_tokens_is_a_constant_factor_of_their_gradients() {
     };
     let mut weighted = actor(&model);
     weighted
-        .forward_backward_examples(&[example], likelihood, 0.5, 0.)
+        .forward_backward_examples(std::slice::from_ref(example), likelihood, 0.5, 0.)
         .unwrap();
     // The same gradient from the factors as weights of the tokens.
     let mut expected = actor(&model);
@@ -207,14 +217,14 @@ fn the_weight_of_uncertain_tokens_is_a_constant_factor_of_their_gradients() {
             }
             let mut only = vec![0.; example.tokens().len()];
             only[place] = 1.;
-            let token = Example::new(example.tokens().to_vec(), only).unwrap();
-            let p = (-expected.likelihood(&[&token]).unwrap().loss).exp();
+            let token = Sequence::new(example.tokens().to_vec(), only).unwrap();
+            let p = (-expected.likelihood(&[token]).unwrap().loss).exp();
             weight * (p * (1. - p)) as f32
         });
     let factors = factors.collect();
-    let scaled = Example::new(example.tokens().to_vec(), factors).unwrap();
+    let scaled = Sequence::new(example.tokens().to_vec(), factors).unwrap();
     expected
-        .forward_backward_examples(&[&scaled], Likelihood::default(), 0.5, 0.)
+        .forward_backward_examples(&[scaled], Likelihood::default(), 0.5, 0.)
         .unwrap();
     assert_close(weighted.gradients(), expected.gradients(), 1e-4);
 }
@@ -222,7 +232,7 @@ fn the_weight_of_uncertain_tokens_is_a_constant_factor_of_their_gradients() {
 #[test]
 fn the_gradient_is_the_difference_quotient_of_the_loss() {
     let (model, examples) = (model(), examples());
-    let all: Vec<&Example> = examples.iter().collect();
+    let all = examples.clone();
     let mut actor = actor(&model);
     let scale = 1. / total_weight(&examples);
     actor
@@ -260,8 +270,8 @@ fn the_gradient_is_the_difference_quotient_of_the_loss() {
 fn tokens_that_do_not_train_have_an_influence_only_by_being_read() {
     let actor = actor(&model());
     let loss = |tokens: [u32; 5]| {
-        let example = Example::new(tokens.to_vec(), vec![0., 0., 1., 0., 0.]).unwrap();
-        actor.likelihood(&[&example]).unwrap().loss
+        let example = Sequence::new(tokens.to_vec(), vec![0., 0., 1., 0., 0.]).unwrap();
+        actor.likelihood(&[example]).unwrap().loss
     };
     assert_eq!(loss([1, 2, 3, 4, 5]), loss([1, 2, 3, 1, 1]));
     assert_ne!(loss([1, 2, 3, 4, 5]), loss([1, 3, 3, 4, 5]));
@@ -281,7 +291,7 @@ fn the_balance_of_experts_is_that_of_the_tokens_that_are_read() {
     };
     let examples = examples();
     let mut balanced = build().unwrap();
-    let row = [&examples[0]];
+    let row = [examples[0].clone()];
     let sums = balanced
         .forward_backward_examples(&row, Likelihood::default(), 0., 5.)
         .unwrap();
@@ -312,7 +322,7 @@ fn an_example_without_a_token_to_learn_is_an_error(
     #[case] weights: &[f32],
     #[case] expected: &str,
 ) {
-    let error = Example::new(tokens.to_vec(), weights.to_vec()).unwrap_err();
+    let error = Sequence::new(tokens.to_vec(), weights.to_vec()).unwrap_err();
     assert!(error.to_string().starts_with(expected), "{error}");
 }
 
@@ -322,9 +332,9 @@ fn a_weight_that_is_not_finite_stops_the_step_with_its_loss() {
     let variable = actor.parameters().get("model.norm.weight").unwrap().clone();
     let broken = (variable.ones_like().unwrap() * f64::NAN).unwrap();
     variable.set(&broken).unwrap();
-    let example = Example::of_answer(&[1], &[2]).unwrap();
+    let example = Sequence::of_answer(&[1], &[2]).unwrap();
     let error = actor
-        .forward_backward_examples(&[&example], Likelihood::default(), 1., 0.)
+        .forward_backward_examples(&[example], Likelihood::default(), 1., 0.)
         .unwrap_err();
     assert!(error.is::<candle_grpo_train::NotFinite>(), "{error:#}");
     assert!(actor.gradients().is_empty());

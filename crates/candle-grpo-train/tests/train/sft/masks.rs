@@ -1,7 +1,7 @@
 //! The tokens that train in conversations, against positions made by hand.
 
 use candle_grpo_train::ChatTemplate;
-use candle_grpo_train::sft::{SftDataConfig, TrainOn};
+use candle_grpo_train::sft::{SftDataConfig, TrainOn, marked_text};
 use rstest::rstest;
 use serde_json::{Value, json};
 
@@ -33,7 +33,7 @@ fn try_marked(template: &str, config: SftDataConfig, row: &Value) -> anyhow::Res
     };
     let template: Option<ChatTemplate> = model.chat_template.clone();
     let dataset = config.load(&model, template.as_ref(), 0)?;
-    dataset.train.examples[0].marked_text(&model.tokenizer, usize::MAX)
+    marked_text(&dataset.train.examples[0], &model.tokenizer, usize::MAX)
 }
 
 fn marked(template: &str, train_on: TrainOn, row: &Value) -> String {

@@ -2,7 +2,7 @@
 
 use std::path::PathBuf;
 
-use candle_grpo_train::sft::{SftDataConfig, SftDataset, TrainOn, Truncation};
+use candle_grpo_train::sft::{SftDataConfig, SftDataset, TrainOn, Truncation, marked_text};
 use candle_grpo_train::{Prompt, find_invalid};
 use rstest::rstest;
 use serde_json::{Value, json};
@@ -39,7 +39,7 @@ fn texts(dataset: &SftDataset) -> Vec<String> {
     let tokenizer = chat_model(CHATML).tokenizer;
     let examples = dataset.train.examples.iter();
     examples
-        .map(|example| example.marked_text(&tokenizer, usize::MAX).unwrap())
+        .map(|example| marked_text(example, &tokenizer, usize::MAX).unwrap())
         .collect()
 }
 
@@ -353,9 +353,7 @@ fn calls_and_tools_keep_the_order_of_their_keys() {
         .load(&model, model.chat_template.as_ref(), 7)
         .unwrap();
     assert_eq!(
-        dataset.train.examples[0]
-            .marked_text(&model.tokenizer, usize::MAX)
-            .unwrap(),
+        marked_text(&dataset.train.examples[0], &model.tokenizer, usize::MAX).unwrap(),
         r#"[{"type": "function", "function": {"name": "n"}}][⟦[{"b": 1, "a": 2}]c⟧]"#
     );
 }

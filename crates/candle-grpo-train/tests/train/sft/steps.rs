@@ -8,8 +8,9 @@ use candle_core::Device;
 use candle_grpo_core::Decay;
 use candle_grpo_nn::{LoraConfig, Parameters};
 use candle_grpo_test_support::{device, on_ranks, stay_on_cpu};
+use candle_grpo_train::Sequence;
 use candle_grpo_train::data::MixedOrder;
-use candle_grpo_train::learn::{Example, MemoryPlan};
+use candle_grpo_train::learn::MemoryPlan;
 use candle_grpo_train::sft::{SftConfig, SftMetrics, SftSchedule, SftTrainer};
 use candle_grpo_train::{ComputeDType, Interrupted, Progress};
 use rstest::rstest;
@@ -19,11 +20,11 @@ use crate::common::{
 };
 
 /// Eleven rows of 3 to 7 tokens.
-fn examples() -> Vec<Example> {
+fn examples() -> Vec<Sequence> {
     let row = |i: u32| {
         let prompt: Vec<u32> = (0..1 + i % 3).map(|j| 1 + (i + j) % 5).collect();
         let answer: Vec<u32> = (0..1 + i % 4).map(|j| 1 + (2 * i + j) % 5).collect();
-        Example::of_answer(&prompt, &[answer.as_slice(), &[END]].concat()).unwrap()
+        Sequence::of_answer(&prompt, &[answer.as_slice(), &[END]].concat()).unwrap()
     };
     (0..11).map(row).collect()
 }
@@ -104,8 +105,8 @@ fn assert_weights_close(found: &SftTrainer, expected: &SftTrainer) {
 fn training_learns_its_examples() {
     let parameters = Parameters::init(&model(), 0, device()).unwrap();
     let examples = vec![
-        Example::of_answer(&[1, 2], &[3, END]).unwrap(),
-        Example::of_answer(&[2], &[4, 5, END]).unwrap(),
+        Sequence::of_answer(&[1, 2], &[3, END]).unwrap(),
+        Sequence::of_answer(&[2], &[4, 5, END]).unwrap(),
     ];
     let mut config = SftConfig {
         max_steps: Some(200),
@@ -140,7 +141,7 @@ fn epochs_visit_every_row_and_end_with_a_smaller_step() {
     assert_eq!(rows, [4, 4, 4, 4, 4, 2]);
     let trained = examples()
         .iter()
-        .map(Example::num_trained_tokens)
+        .map(Sequence::num_trained_tokens)
         .sum::<usize>();
     assert_eq!(metrics[5].total_trained_tokens, 2 * trained);
     assert_eq!(metrics[5].epoch, 2.);
@@ -183,14 +184,17 @@ fn a_step_does_not_depend_on_its_micro_batches(#[case] micro_batch_tokens: usize
 
 #[test]
 fn the_loss_of_a_step_is_the_mean_over_all_its_tokens() {
-    let weight = |example: &Example| example.total_weight();
+    let weight = |example: &Sequence| example.total_weight();
     let rows = examples();
     let mut trainer = trainer(SftConfig {
         batch_size: rows.len(),
         ..config()
     });
     let single = rows.iter().map(|row| {
-        let sums = trainer.actor().likelihood(&[row]).unwrap();
+        let sums = trainer
+            .actor()
+            .likelihood(std::slice::from_ref(row))
+            .unwrap();
         (sums.loss, sums.weight)
     });
     let (losses, weights): (Vec<f64>, Vec<f64>) = single.unzip();
@@ -309,7 +313,7 @@ fn rows_come_in_the_given_order() {
     let sources: Vec<usize> = (0..11).map(|row| usize::from(row > 0)).collect();
     let order = MixedOrder::new(&sources, &[1., 0.], 0).unwrap();
     let mut trainer = trainer(config()).with_order(order).unwrap();
-    let loss = trainer.actor().likelihood(&[&examples()[0]]).unwrap();
+    let loss = trainer.actor().likelihood(&examples()[..1]).unwrap();
     let metrics = trainer.step().unwrap();
     assert!((metrics.loss - loss.mean_loss()).abs() < 1e-6);
     let order = MixedOrder::single(3, 0).unwrap();

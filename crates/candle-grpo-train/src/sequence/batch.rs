@@ -1,0 +1,242 @@
+//! Sequences with their values.
+
+use std::collections::BTreeMap;
+
+use anyhow::{Context, Result, ensure};
+use candle_core::{Device, Tensor};
+
+use super::{Column, Sequence};
+
+/// Sequences with named columns of values.
+///
+/// A trajectory is one sequence, or several: those of its turns, if one does not extend the other,
+/// or its branches. What compares trajectories, such as a baseline, has one value for each of them,
+/// and [`Self::of_sequences`] repeats it for their sequences. A trajectory also counts once in a
+/// loss that averages over sequences, with [`Self::trajectory_shares`].
+///
+/// ```
+/// use candle_core::Device;
+/// use candle_grpo_train::Sequence;
+/// use candle_grpo_train::sequence::{Batch, Column};
+///
+/// let sequences = vec![Sequence::of_answer(&[1], &[2, 3])?, Sequence::of_answer(&[1], &[4])?];
+/// let batch = Batch::new(sequences)?.with_column("values", Column::per_token(vec![vec![0.5f32, 1.], vec![2.]]))?;
+/// let values = batch.tensor("values", &Device::Cpu)?;
+/// assert_eq!(values.to_vec2::<f32>()?, [[0.5, 1.], [2., 0.]]);
+/// # Ok::<(), anyhow::Error>(())
+/// ```
+#[derive(Debug, Clone)]
+pub struct Batch {
+    sequences: Vec<Sequence>,
+    /// The trajectory of each sequence.
+    trajectories: Vec<usize>,
+    columns: BTreeMap<String, Column>,
+}
+
+impl Batch {
+    /// Creates a batch in which each sequence is a trajectory.
+    ///
+    /// # Errors
+    ///
+    /// If there are no sequences.
+    pub fn new(sequences: Vec<Sequence>) -> Result<Self> {
+        ensure!(
+            !sequences.is_empty(),
+            "sequences: none, a batch must have at least one"
+        );
+        Ok(Self {
+            trajectories: (0..sequences.len()).collect(),
+            sequences,
+            columns: BTreeMap::new(),
+        })
+    }
+
+    /// Sets the trajectory of each sequence, numbered from 0.
+    ///
+    /// # Errors
+    ///
+    /// If there is not one for each sequence, or a trajectory has none.
+    pub fn with_trajectories(self, trajectories: Vec<usize>) -> Result<Self> {
+        ensure!(
+            trajectories.len() == self.sequences.len(),
+            "trajectories: {}, must be one for each of {} sequences",
+            trajectories.len(),
+            self.sequences.len()
+        );
+        let count = trajectories.iter().max().map_or(0, |last| last + 1);
+        if let Some(empty) = (0..count).find(|trajectory| !trajectories.contains(trajectory)) {
+            anyhow::bail!(
+                "trajectories: none is {empty}, must be all from 0 to {}",
+                count - 1
+            );
+        }
+        Ok(Self {
+            trajectories,
+            ..self
+        })
+    }
+
+    /// Adds or replaces a column.
+    ///
+    /// # Errors
+    ///
+    /// If it does not have as many values as the sequences need.
+    pub fn with_column(mut self, name: &str, column: Column) -> Result<Self> {
+        column.ensure_of(name, &self.response_lengths())?;
+        self.columns.insert(name.to_owned(), column);
+        Ok(self)
+    }
+
+    /// Returns the sequences.
+    pub fn sequences(&self) -> &[Sequence] {
+        &self.sequences
+    }
+
+    /// Returns the trajectory of each sequence.
+    pub fn trajectories(&self) -> &[usize] {
+        &self.trajectories
+    }
+
+    /// Returns the number of tokens of the longest response, T.
+    pub fn width(&self) -> usize {
+        self.response_lengths().into_iter().max().unwrap_or(0)
+    }
+
+    /// Returns a column.
+    ///
+    /// # Errors
+    ///
+    /// If there is none with this name.
+    pub fn column(&self, name: &str) -> Result<&Column> {
+        let column = self.columns.get(name);
+        column.with_context(|| format!("{name}: absent, must be a column of the batch"))
+    }
+
+    /// Returns a column as `[B]`, `[B, T]` or `[B, T, K]`, padded with 0.
+    ///
+    /// # Errors
+    ///
+    /// If there is none with this name.
+    pub fn tensor(&self, name: &str, device: &Device) -> Result<Tensor> {
+        self.column(name)?.padded(self.width(), device)
+    }
+
+    /// Selects the sequences with these indices, in this order. An index may repeat. Each sequence
+    /// keeps the number of its trajectory.
+    ///
+    /// # Errors
+    ///
+    /// If there are no indices, or one is out of range.
+    pub fn select(&self, sequences: &[usize]) -> Result<Self> {
+        let columns = self.columns.iter();
+        let columns = columns.map(|(name, column)| Ok((name.clone(), column.select(sequences)?)));
+        let columns = columns.collect::<Result<_>>()?;
+        Ok(Self {
+            sequences: select(&self.sequences, sequences)?,
+            trajectories: select(&self.trajectories, sequences)?,
+            columns,
+        })
+    }
+
+    /// Repeats the values of trajectories, one of each, for their sequences.
+    ///
+    /// # Errors
+    ///
+    /// If a trajectory has no value.
+    pub fn of_sequences<T: Clone>(&self, values: &[T]) -> Result<Vec<T>> {
+        select(values, &self.trajectories)
+    }
+
+    /// Returns the share that each sequence has of the trained tokens of its trajectory: the
+    /// [`sample_weights`](candle_grpo_loss::PolicyBatch::sample_weights) of a mean over sequences,
+    /// whose [`StepTotals::sequences`](candle_grpo_loss::StepTotals::sequences) is the number of
+    /// trajectories. A trajectory then counts as if it were one sequence. A mean over tokens needs
+    /// neither.
+    pub fn trajectory_shares(&self) -> Vec<f32> {
+        let count = |sequence: &Sequence| sequence.num_trained_tokens();
+        let mut tokens = BTreeMap::<usize, usize>::new();
+        for (trajectory, sequence) in self.trajectories.iter().zip(&self.sequences) {
+            *tokens.entry(*trajectory).or_default() += count(sequence);
+        }
+        let pairs = self.trajectories.iter().zip(&self.sequences);
+        let share =
+            |(trajectory, sequence)| count(sequence) as f32 / (tokens[trajectory] as f32).max(1.);
+        pairs.map(share).collect()
+    }
+
+    fn response_lengths(&self) -> Vec<usize> {
+        let sequences = self.sequences.iter();
+        sequences
+            .map(|sequence| sequence.response().len())
+            .collect()
+    }
+}
+
+/// The items with these indices.
+pub(crate) fn select<T: Clone>(items: &[T], indices: &[usize]) -> Result<Vec<T>> {
+    ensure!(!indices.is_empty(), "sequences: none, must be at least one");
+    let found = indices.iter().map(|&index| {
+        let item = items.get(index).cloned();
+        item.with_context(|| format!("sequences: {index}, there are {}", items.len()))
+    });
+    found.collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use candle_grpo_test_support::message;
+
+    fn batch() -> Batch {
+        let sequence = |answer: &[u32]| Sequence::of_answer(&[1], answer).unwrap();
+        let sequences = vec![sequence(&[2, 3]), sequence(&[4]), sequence(&[5, 6, 7])];
+        Batch::new(sequences).unwrap()
+    }
+
+    #[test]
+    fn columns_follow_their_sequences() {
+        let rows = vec![vec![1f32, 2.], vec![3.], vec![4., 5., 6.]];
+        let batch = batch()
+            .with_column("values", Column::per_token(rows))
+            .and_then(|x| x.with_column("scores", Column::per_sequence(vec![7u32, 8, 9])))
+            .unwrap();
+        let part = batch.select(&[1, 0]).unwrap();
+        assert_eq!(part.trajectories(), [1, 0]);
+        let values = part.tensor("values", &Device::Cpu).unwrap();
+        assert_eq!(values.to_vec2::<f32>().unwrap(), [[3., 0.], [1., 2.]]);
+        let scores = part.tensor("scores", &Device::Cpu).unwrap();
+        assert_eq!(scores.to_vec1::<u32>().unwrap(), [8, 7]);
+    }
+
+    #[test]
+    fn values_of_other_sequences_are_errors_with_the_name_of_the_column() {
+        let error =
+            |rows: Vec<Vec<f32>>| message(batch().with_column("values", Column::per_token(rows)));
+        assert_eq!(
+            error(vec![vec![1.]]),
+            "values: 1 sequences, must be 3, those of the batch"
+        );
+        assert_eq!(
+            error(vec![vec![1., 2.], vec![3.], vec![4.]]),
+            "values: 1 values of sequence 2, must be 3"
+        );
+        assert_eq!(
+            message(batch().column("values")),
+            "values: absent, must be a column of the batch"
+        );
+        assert_eq!(message(batch().select(&[3])), "sequences: 3, there are 3");
+        assert_eq!(
+            message(batch().with_trajectories(vec![0, 2, 2])),
+            "trajectories: none is 1, must be all from 0 to 2"
+        );
+    }
+
+    #[test]
+    fn a_trajectory_has_one_value_for_all_its_sequences() {
+        let batch = batch().with_trajectories(vec![1, 0, 1]).unwrap();
+        assert_eq!(batch.of_sequences(&[0.5, 2.]).unwrap(), [2., 0.5, 2.]);
+        assert_eq!(batch.trajectory_shares(), [0.4, 1., 0.6]);
+        let error = message(batch.of_sequences(&[0.5]));
+        assert_eq!(error, "sequences: 1, there are 1");
+    }
+}

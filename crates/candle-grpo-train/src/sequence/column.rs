@@ -1,0 +1,318 @@
+//! Values that belong to the sequences of a batch.
+
+use anyhow::{Context, Result, ensure};
+use candle_core::{DType, Device, Tensor, WithDType};
+use serde::{Deserialize, Serialize};
+
+/// Values of the sequences of a batch, in their dtype: one of each sequence, or one or several of
+/// each token of its response.
+///
+/// ```
+/// use candle_core::Device;
+/// use candle_grpo_train::sequence::Column;
+///
+/// let column = Column::per_token(vec![vec![-1f32, -2.], vec![-3.]]);
+/// let tensor = column.padded(3, &Device::Cpu)?;
+/// assert_eq!(tensor.to_vec2::<f32>()?, [[-1., -2., 0.], [-3., 0., 0.]]);
+/// # Ok::<(), anyhow::Error>(())
+/// ```
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct Column {
+    level: Level,
+    /// The number of values of each sequence.
+    lengths: Vec<usize>,
+    /// The values of all sequences, one after another.
+    values: Values,
+}
+
+/// The unit that has a value.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+enum Level {
+    Sequence,
+    Token,
+    /// Each token has several values.
+    Entries(usize),
+}
+
+/// Numbers of one dtype.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub enum Values {
+    /// Real numbers.
+    F32(Vec<f32>),
+    /// Tokens.
+    U32(Vec<u32>),
+}
+
+impl From<Vec<f32>> for Values {
+    fn from(values: Vec<f32>) -> Self {
+        Self::F32(values)
+    }
+}
+
+impl From<Vec<u32>> for Values {
+    fn from(values: Vec<u32>) -> Self {
+        Self::U32(values)
+    }
+}
+
+impl Column {
+    /// Creates a column of one value for each sequence.
+    pub fn per_sequence<T>(values: Vec<T>) -> Self
+    where
+        Values: From<Vec<T>>,
+    {
+        Self {
+            level: Level::Sequence,
+            lengths: vec![1; values.len()],
+            values: values.into(),
+        }
+    }
+
+    /// Creates a column of one value for each token of the response of each sequence.
+    pub fn per_token<T: Clone>(rows: Vec<Vec<T>>) -> Self
+    where
+        Values: From<Vec<T>>,
+    {
+        Self {
+            level: Level::Token,
+            lengths: rows.iter().map(Vec::len).collect(),
+            values: rows.concat().into(),
+        }
+    }
+
+    /// [`Self::per_token`] with `entries` values for each token, which follow each other.
+    pub fn entries_per_token<T: Clone>(rows: Vec<Vec<T>>, entries: usize) -> Self
+    where
+        Values: From<Vec<T>>,
+    {
+        Self {
+            level: Level::Entries(entries),
+            ..Self::per_token(rows)
+        }
+    }
+
+    /// Copies `tensor` `[B]`, `[B, T]` or `[B, T, K]` to the host, without what follows the
+    /// responses, which have `tokens` tokens. Synchronizes with the device.
+    ///
+    /// # Errors
+    ///
+    /// If the shape is another one, or a response has more tokens than T.
+    pub fn from_tensor(tensor: &Tensor, tokens: &[usize]) -> Result<Self> {
+        let (level, width, entries) = match *tensor.dims() {
+            [_] => (Level::Sequence, 1, 1),
+            [_, t] => (Level::Token, t, 1),
+            [_, t, k] => (Level::Entries(k), t, k),
+            _ => anyhow::bail!("tensor: shape {:?}, must be [B, ..]", tensor.dims()),
+        };
+        let lengths: Vec<usize> = match level {
+            Level::Sequence => vec![1; tokens.len()],
+            _ => tokens.iter().map(|tokens| tokens * entries).collect(),
+        };
+        ensure!(
+            tensor.dim(0)? == tokens.len() && lengths.iter().all(|&x| x <= width * entries),
+            "tensor: shape {:?}, must have the values of {tokens:?} tokens",
+            tensor.dims()
+        );
+        let flat = tensor.flatten_all()?;
+        let values = match tensor.dtype() {
+            DType::U32 => Values::U32(cut(&flat.to_vec1()?, width * entries, &lengths)),
+            _ => {
+                let all = flat.to_dtype(DType::F32)?.to_vec1::<f32>()?;
+                Values::F32(cut(&all, width * entries, &lengths))
+            }
+        };
+        Ok(Self {
+            level,
+            lengths,
+            values,
+        })
+    }
+
+    /// The number of sequences.
+    pub fn len(&self) -> usize {
+        self.lengths.len()
+    }
+
+    /// Returns true if there are no sequences.
+    pub fn is_empty(&self) -> bool {
+        self.lengths.is_empty()
+    }
+
+    /// Returns the values on `device`: `[B]` or, padded with 0 to responses of `width` tokens,
+    /// `[B, width]` or `[B, width, K]`.
+    ///
+    /// # Errors
+    ///
+    /// If a response has more tokens.
+    pub fn padded(&self, width: usize, device: &Device) -> Result<Tensor> {
+        let mut shape = vec![self.len()];
+        match self.level {
+            Level::Sequence => {}
+            Level::Token => shape.push(width),
+            Level::Entries(entries) => shape.extend([width, entries]),
+        }
+        let width = shape[1..].iter().product();
+        match &self.values {
+            Values::F32(values) => pad(values, &self.lengths, width, (&shape, device)),
+            Values::U32(values) => pad(values, &self.lengths, width, (&shape, device)),
+        }
+    }
+
+    /// Selects the sequences with these indices, in this order.
+    ///
+    /// # Errors
+    ///
+    /// If one is out of range.
+    pub fn select(&self, sequences: &[usize]) -> Result<Self> {
+        let lengths = sequences.iter().map(|&at| self.lengths.get(at).copied());
+        let lengths: Option<Vec<usize>> = lengths.collect();
+        let lengths = lengths
+            .with_context(|| format!("sequences: {sequences:?}, must be below {}", self.len()))?;
+        let ends = self.lengths.iter().scan(0, |end, length| {
+            *end += length;
+            Some(*end)
+        });
+        let ends: Vec<usize> = ends.collect();
+        let places = sequences
+            .iter()
+            .map(|&at| ends[at] - self.lengths[at]..ends[at]);
+        let values = match &self.values {
+            Values::F32(values) => Values::F32(places.flat_map(|at| values[at].to_vec()).collect()),
+            Values::U32(values) => Values::U32(places.flat_map(|at| values[at].to_vec()).collect()),
+        };
+        Ok(Self {
+            level: self.level,
+            lengths,
+            values,
+        })
+    }
+
+    /// Concatenates columns with values of one kind.
+    ///
+    /// # Errors
+    ///
+    /// If there are none, or their kinds differ.
+    pub fn concat(columns: impl IntoIterator<Item = Self>) -> Result<Self> {
+        let mut columns = columns.into_iter();
+        let mut all = columns
+            .next()
+            .context("columns: none, must be at least one")?;
+        for more in columns {
+            match (&mut all.values, more.values) {
+                (Values::F32(all), Values::F32(more)) => all.extend(more),
+                (Values::U32(all), Values::U32(more)) => all.extend(more),
+                _ => anyhow::bail!("columns: have several dtypes, must have one"),
+            }
+            ensure!(
+                all.level == more.level,
+                "columns: {:?} after {:?}, must be the same",
+                more.level,
+                all.level
+            );
+            all.lengths.extend(more.lengths);
+        }
+        Ok(all)
+    }
+
+    /// Checks that there is a value for each of the sequences, whose responses have `tokens`
+    /// tokens.
+    pub(super) fn ensure_of(&self, name: &str, tokens: &[usize]) -> Result<()> {
+        let each = match self.level {
+            Level::Sequence => None,
+            Level::Token => Some(1),
+            Level::Entries(entries) => Some(entries),
+        };
+        ensure!(
+            self.len() == tokens.len(),
+            "{name}: {} sequences, must be {}, those of the batch",
+            self.len(),
+            tokens.len()
+        );
+        for (sequence, (&found, &tokens)) in self.lengths.iter().zip(tokens).enumerate() {
+            let expected = each.map_or(1, |each| each * tokens);
+            ensure!(
+                found == expected,
+                "{name}: {found} values of sequence {sequence}, must be {expected}"
+            );
+        }
+        Ok(())
+    }
+}
+
+/// The first of the values of each row of `width`.
+fn cut<T: Copy>(values: &[T], width: usize, lengths: &[usize]) -> Vec<T> {
+    let rows = values.chunks(width.max(1)).zip(lengths);
+    rows.flat_map(|(row, &length)| row[..length].to_vec())
+        .collect()
+}
+
+/// The rows of `lengths` values, each padded to `width`.
+fn pad<T: WithDType>(
+    values: &[T],
+    lengths: &[usize],
+    width: usize,
+    (shape, device): (&[usize], &Device),
+) -> Result<Tensor> {
+    let mut cells = vec![T::zero(); lengths.len() * width];
+    let mut start = 0;
+    for (sequence, (&length, row)) in lengths
+        .iter()
+        .zip(cells.chunks_mut(width.max(1)))
+        .enumerate()
+    {
+        ensure!(
+            length <= width,
+            "sequence {sequence}: {length} values, must be at most {width}"
+        );
+        row[..length].copy_from_slice(&values[start..start + length]);
+        start += length;
+    }
+    Ok(Tensor::from_vec(cells, shape, device)?)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use candle_grpo_test_support::message;
+
+    #[test]
+    fn a_column_survives_the_way_to_the_device_and_back_in_its_dtype() {
+        // Not a number that f32 has.
+        let ids = vec![vec![16_777_217u32, 2, 3, 4], vec![5, 6]];
+        let column = Column::entries_per_token(ids, 2);
+        let tensor = column.padded(3, &Device::Cpu).unwrap();
+        assert_eq!(
+            tensor.to_vec3::<u32>().unwrap(),
+            [[[16_777_217, 2], [3, 4], [0, 0]], [[5, 6], [0, 0], [0, 0]]]
+        );
+        assert_eq!(Column::from_tensor(&tensor, &[2, 1]).unwrap(), column);
+        let scores = Column::per_sequence(vec![0.5f32, -1.]);
+        let tensor = scores.padded(3, &Device::Cpu).unwrap();
+        assert_eq!(tensor.to_vec1::<f32>().unwrap(), [0.5, -1.]);
+        assert_eq!(Column::from_tensor(&tensor, &[2, 1]).unwrap(), scores);
+    }
+
+    #[test]
+    fn columns_are_selected_and_concatenated() {
+        let column = |rows: &[&[f32]]| {
+            Column::per_token(rows.iter().map(|row| row.to_vec()).collect::<Vec<_>>())
+        };
+        let all = column(&[&[1., 2.], &[], &[3.]]);
+        assert_eq!(
+            all.select(&[2, 0, 2]).unwrap(),
+            column(&[&[3.], &[1., 2.], &[3.]])
+        );
+        assert_eq!(message(all.select(&[3])), "sequences: [3], must be below 3");
+        let parts = [column(&[&[1., 2.], &[]]), column(&[&[3.]])];
+        assert_eq!(Column::concat(parts).unwrap(), all);
+        let others = [column(&[&[1.]]), Column::per_token(vec![vec![1u32]])];
+        assert_eq!(
+            message(Column::concat(others)),
+            "columns: have several dtypes, must have one"
+        );
+        assert_eq!(
+            message(all.padded(1, &Device::Cpu)),
+            "sequence 0: 2 values, must be at most 1"
+        );
+    }
+}

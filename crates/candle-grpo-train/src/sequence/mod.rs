@@ -1,0 +1,291 @@
+//! Sequences of tokens on the host, and batches of them.
+//!
+//! A completion, a row of supervised training, a demonstration and a request to a teacher are each
+//! a [`Sequence`]. A [`Batch`] has sequences and values that belong to them. The device sees packed
+//! tokens, and the `[B, T]` tensors that [`Column::padded`] makes.
+
+mod batch;
+mod column;
+mod division;
+
+use std::sync::Arc;
+
+use anyhow::{Result, bail, ensure};
+
+pub use batch::Batch;
+pub(crate) use batch::select;
+pub use column::Column;
+pub(crate) use division::divide;
+
+/// The tokens of a prompt and its response, and the weight of each in a loss. A clone shares them.
+///
+/// A token of weight 0 is only read: the prompt, the output of a tool, padding of a template. The
+/// policy loss trains on all other tokens alike, and the likelihood weights them.
+///
+/// ```
+/// use candle_grpo_train::Sequence;
+///
+/// let sequence = Sequence::of_answer(&[5, 6], &[7, 8, 9])?.with_written(&[true, false, true])?;
+/// assert_eq!(sequence.tokens(), [5, 6, 7, 8, 9]);
+/// assert_eq!(sequence.weights(), [0., 0., 1., 0., 1.]);
+/// assert_eq!((sequence.prompt(), sequence.response()), (&[5, 6][..], &[7, 8, 9][..]));
+/// # Ok::<(), anyhow::Error>(())
+/// ```
+#[derive(Debug, Clone, PartialEq)]
+pub struct Sequence {
+    tokens: Arc<[u32]>,
+    /// That of the first token is 0: nothing predicts it.
+    weights: Arc<[f32]>,
+    prompt_len: usize,
+    experts: Option<Arc<[u16]>>,
+    weight_versions: Option<Arc<[u64]>>,
+}
+
+impl Sequence {
+    /// Creates a sequence without a prompt that others may share. The weight of the first token
+    /// counts as 0.
+    ///
+    /// # Errors
+    ///
+    /// If there is not one weight for each token, a weight is negative or not finite, or no token
+    /// after the first one has a weight.
+    pub fn new(tokens: Vec<u32>, mut weights: Vec<f32>) -> Result<Self> {
+        ensure!(
+            tokens.len() == weights.len(),
+            "weights: {}, must be one for each of {} tokens",
+            weights.len(),
+            tokens.len()
+        );
+        if let Some(at) = weights.iter().position(|&x| !(x >= 0. && x.is_finite())) {
+            bail!(
+                "weights[{at}]: {}, must be finite and at least 0",
+                weights[at]
+            );
+        }
+        if let Some(first) = weights.first_mut() {
+            *first = 0.;
+        }
+        ensure!(
+            weights.iter().any(|&weight| weight > 0.),
+            "weights: all 0 after the first token, must have a token to learn"
+        );
+        Ok(Self {
+            tokens: tokens.into(),
+            weights: weights.into(),
+            prompt_len: 0,
+            experts: None,
+            weight_versions: None,
+        })
+    }
+
+    /// Creates the sequence of a prompt and its answer, whose tokens have the weight 1. The answer
+    /// should end with a stop token.
+    ///
+    /// # Errors
+    ///
+    /// If the answer is empty, or has one token after an empty prompt.
+    pub fn of_answer(prompt: &[u32], answer: &[u32]) -> Result<Self> {
+        let weights = [vec![0.; prompt.len()], vec![1.; answer.len()]].concat();
+        Ok(Self {
+            prompt_len: prompt.len(),
+            ..Self::new([prompt, answer].concat(), weights)?
+        })
+    }
+
+    /// Sets the weight of the response tokens to 0 where `written` is false: those that the policy
+    /// did not write, such as the output of a tool.
+    ///
+    /// # Errors
+    ///
+    /// If there is not one value for each token of the response.
+    pub fn with_written(self, written: &[bool]) -> Result<Self> {
+        self.ensure_one_each("written", written.len())?;
+        let mut weights = self.weights.to_vec();
+        for (weight, _) in weights[self.prompt_len..]
+            .iter_mut()
+            .zip(written)
+            .filter(|(_, written)| !**written)
+        {
+            *weight = 0.;
+        }
+        Ok(Self {
+            weights: weights.into(),
+            ..self
+        })
+    }
+
+    /// Sets the experts of all tokens but the last one, which a model replays: as many for each,
+    /// one token after the other.
+    ///
+    /// # Errors
+    ///
+    /// If a token has none, or another number of them.
+    pub fn with_experts(self, experts: Vec<u16>) -> Result<Self> {
+        let read = self.tokens.len().saturating_sub(1);
+        let choices = experts.len().checked_div(read).unwrap_or(0);
+        ensure!(
+            choices > 0 && experts.len() == choices * read,
+            "{} experts of {read} tokens, must be as many of each token",
+            experts.len()
+        );
+        Ok(Self {
+            experts: Some(experts.into()),
+            ..self
+        })
+    }
+
+    /// Sets the version of the weights that drew each token of the response.
+    ///
+    /// # Errors
+    ///
+    /// If there is not one for each token of the response.
+    pub fn with_weight_versions(self, versions: Vec<u64>) -> Result<Self> {
+        self.ensure_one_each("weight_versions", versions.len())?;
+        Ok(Self {
+            weight_versions: Some(versions.into()),
+            ..self
+        })
+    }
+
+    /// Returns this sequence without a token to train on.
+    pub fn masked(&self) -> Self {
+        Self {
+            weights: vec![0.; self.weights.len()].into(),
+            ..self.clone()
+        }
+    }
+
+    /// Returns this sequence for a model that chooses its experts.
+    pub fn without_experts(&self) -> Self {
+        Self {
+            experts: None,
+            ..self.clone()
+        }
+    }
+
+    /// Returns the tokens.
+    pub fn tokens(&self) -> &[u32] {
+        &self.tokens
+    }
+
+    /// Returns the tokens of the prompt. A pass over several sequences computes it once.
+    pub fn prompt(&self) -> &[u32] {
+        &self.tokens[..self.prompt_len]
+    }
+
+    /// Returns the tokens after the prompt.
+    pub fn response(&self) -> &[u32] {
+        &self.tokens[self.prompt_len..]
+    }
+
+    /// Returns the weight of each token in the loss; 0 for tokens that are only read.
+    pub fn weights(&self) -> &[f32] {
+        &self.weights
+    }
+
+    /// Returns whether each token of the response trains.
+    pub fn trained(&self) -> impl Iterator<Item = bool> {
+        let weights = self.weights[self.prompt_len..].iter();
+        weights.map(|&weight| weight > 0.)
+    }
+
+    /// Returns the experts of all tokens but the last one, if a model replays them.
+    pub fn experts(&self) -> Option<&[u16]> {
+        self.experts.as_deref()
+    }
+
+    /// Returns the version of the weights that drew each token of the response, if it is known.
+    pub fn weight_versions(&self) -> Option<&[u64]> {
+        self.weight_versions.as_deref()
+    }
+
+    /// Returns the number of tokens with a weight.
+    pub fn num_trained_tokens(&self) -> usize {
+        self.weights.iter().filter(|&&weight| weight > 0.).count()
+    }
+
+    /// Returns the sum of the weights.
+    pub fn total_weight(&self) -> f64 {
+        self.weights.iter().copied().map(f64::from).sum()
+    }
+
+    /// Returns the tokens up to the last one that trains. Without any, the prompt and one token.
+    pub fn needed_tokens(&self) -> &[u32] {
+        let last = self.weights.iter().rposition(|&weight| weight > 0.);
+        &self.tokens[..=last.unwrap_or(self.prompt_len)]
+    }
+
+    /// Returns the tokens that a model reads: those before the last one that trains. Without any,
+    /// the prompt, or one token.
+    pub fn read_tokens(&self) -> &[u32] {
+        let needed = self.needed_tokens().len();
+        &self.tokens[..(needed - 1).max(1)]
+    }
+
+    /// Returns the experts of [`Self::read_tokens`], if a model replays them.
+    pub(crate) fn read_experts(&self) -> Option<&[u16]> {
+        let experts = self.experts.as_deref()?;
+        Some(&experts[..self.read_tokens().len() * self.expert_choices()])
+    }
+
+    /// The number of experts of a token.
+    fn expert_choices(&self) -> usize {
+        let read = self.tokens.len().saturating_sub(1);
+        let experts = self.experts.as_ref().map_or(0, |experts| experts.len());
+        experts.checked_div(read).unwrap_or(0)
+    }
+
+    fn ensure_one_each(&self, name: &str, found: usize) -> Result<()> {
+        let tokens = self.response().len();
+        ensure!(
+            found == tokens,
+            "{name}: {found}, must be one for each of {tokens} response tokens"
+        );
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use candle_grpo_test_support::message;
+
+    #[test]
+    fn a_model_reads_the_tokens_before_the_last_one_that_trains() {
+        let sequence = Sequence::of_answer(&[1, 2], &[3, 4, 5]).unwrap();
+        assert_eq!(sequence.read_tokens(), [1, 2, 3, 4]);
+        let cut = sequence
+            .clone()
+            .with_written(&[true, true, false])
+            .unwrap()
+            .with_experts(vec![10, 20, 11, 21, 12, 22, 13, 23])
+            .unwrap();
+        assert_eq!(cut.read_tokens(), [1, 2, 3]);
+        assert_eq!(cut.read_experts().unwrap(), [10, 20, 11, 21, 12, 22]);
+        assert_eq!(cut.num_trained_tokens(), 2);
+        // The prompt, whose states no token needs.
+        assert_eq!(sequence.masked().read_tokens(), [1, 2]);
+        let row = Sequence::new(vec![1, 2, 3], vec![0., 0.5, 0.]).unwrap();
+        assert_eq!(row.read_tokens(), [1]);
+        assert_eq!(row.masked().read_tokens(), [1]);
+    }
+
+    #[test]
+    fn values_that_are_not_one_for_each_token_are_errors() {
+        let sequence = Sequence::of_answer(&[1, 2], &[3, 4, 5]).unwrap();
+        assert_eq!(
+            message(sequence.clone().with_written(&[true])),
+            "written: 1, must be one for each of 3 response tokens"
+        );
+        assert_eq!(
+            message(sequence.clone().with_weight_versions(vec![1; 5])),
+            "weight_versions: 5, must be one for each of 3 response tokens"
+        );
+        for experts in [0, 3, 5] {
+            assert_eq!(
+                message(sequence.clone().with_experts(vec![0; experts])),
+                format!("{experts} experts of 4 tokens, must be as many of each token")
+            );
+        }
+    }
+}
