@@ -4,7 +4,6 @@
 
 mod common;
 
-use std::path::Path;
 use std::process::{Command, ExitCode};
 
 use candle_core::cuda_backend::cudarc::driver::CudaContext;
@@ -129,21 +128,29 @@ fn two_jobs() -> Outcome {
     )
 }
 
-/// Starts a rank with a folder of libraries that has no NCCL.
+/// Starts a rank whose folders of libraries have no NCCL.
 fn missing_library() -> Outcome {
-    let folder = tempfile::tempdir()?;
-    let paths = std::env::var("LD_LIBRARY_PATH")?;
-    for path in paths.split(':').filter(|path| Path::new(path).is_dir()) {
-        for file in std::fs::read_dir(path)? {
-            let file = file?;
-            let is_nccl = file.file_name().to_string_lossy().starts_with("libnccl");
-            if file.path().is_file() && !is_nccl {
-                std::fs::copy(file.path(), folder.path().join(file.file_name()))?;
+    let without = tempfile::tempdir()?;
+    let mut folders = vec![without.path().to_owned()];
+    for folder in std::env::split_paths(&std::env::var("LD_LIBRARY_PATH")?) {
+        let files = std::fs::read_dir(&folder).into_iter().flatten();
+        let files = files.collect::<std::io::Result<Vec<_>>>()?;
+        let is_nccl = |file: &std::fs::DirEntry| {
+            let name = file.file_name();
+            name.to_string_lossy().starts_with("libnccl")
+        };
+        if !files.iter().any(is_nccl) {
+            folders.push(folder);
+            continue;
+        }
+        for file in files.iter().filter(|file| !is_nccl(file)) {
+            if file.path().is_file() {
+                std::fs::copy(file.path(), without.path().join(file.file_name()))?;
             }
         }
     }
     let mut job = job(1, "cases")?;
-    job.ranks[0].env("LD_LIBRARY_PATH", folder.path());
+    job.ranks[0].env("LD_LIBRARY_PATH", std::env::join_paths(folders)?);
     let rank = &run_job(job)?[0];
     check(!rank.status.success(), "must fail", rank)?;
     check(
