@@ -162,6 +162,7 @@ fn boxed(text: &str) -> Option<&str> {
 #[derive(Debug, Clone, Copy)]
 pub(super) struct OpenBox<'a> {
     /// The position of its command.
+    #[cfg_attr(not(feature = "math"), expect(dead_code, reason = "for sets of boxes"))]
     pub(super) start: usize,
     /// The text from its inside on, which is empty if the text ends before.
     pub(super) rest: &'a str,
@@ -181,6 +182,7 @@ impl<'a> OpenBox<'a> {
     }
 
     /// Returns the bytes after the inside that belong to the box.
+    #[cfg_attr(not(feature = "math"), expect(dead_code, reason = "for sets of boxes"))]
     pub(super) fn brace(&self) -> usize {
         usize::from(self.bare.is_none())
     }
