@@ -13,7 +13,7 @@ help: ## print this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/ -/'
 
 # The dev profile compiles in half the time of the release profile, and optimizes what computes.
-demo: ## train a tiny policy with GRPO to add two-digit numbers: one minute; SEED=1 for another run, MODEL=examples/addition/models/qwen3_5.json for another family
+demo: ## train a tiny policy with GRPO to add two-digit numbers: two minutes; SEED=1 for another run, MODEL=examples/addition/models/qwen3_5.json for another family
 	$(CARGO) run --locked -p candle-grpo-example-addition -- --seed $(SEED) $(if $(MODEL),--model $(MODEL))
 
 demo-short: ## a shorter demo, half a minute: fails unless the policy learns
