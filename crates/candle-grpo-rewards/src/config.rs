@@ -188,7 +188,7 @@ impl<M: RewardModelOptions> RewardConfig<M> {
             format_args!("{weight:?}"),
             "be a finite f32",
         )?;
-        self.kind.options().validate()
+        self.kind.options().check()
     }
 
     /// Checks that the programs, scripts, folders, models and keys of servers are there that the
@@ -256,7 +256,7 @@ impl<M: RewardModelOptions> RewardConfig<M> {
     pub fn check_row(&self, columns: &Value) -> Result<()> {
         self.kind
             .options()
-            .check_row(columns)
+            .check_columns(columns)
             .with_context(|| format!("reward {:?}", self.name()))
     }
 }
@@ -265,8 +265,7 @@ impl<M: RewardModelOptions> RewardOptions for CosineOptions<M> {
     fn validate(&self) -> Result<()> {
         let scale = self.scale.validate();
         scale.map_err(|error| within("scale", error.into()))?;
-        check_min_score(self.min_score)?;
-        self.inputs().check_parts(|part| part.validate())
+        check_min_score(self.min_score)
     }
 
     fn build(&self, device: &Device) -> Result<Box<dyn RewardFunction>> {
@@ -277,8 +276,8 @@ impl<M: RewardModelOptions> RewardOptions for CosineOptions<M> {
         )))
     }
 
-    fn check_row(&self, columns: &Value) -> Result<()> {
-        self.correct.options().check_row(columns)
+    fn check_row(&self, _: &Value) -> Result<()> {
+        Ok(())
     }
 
     fn inputs(&self) -> RewardInputs<'_> {
@@ -292,8 +291,7 @@ impl<M: RewardModelOptions> RewardOptions for CosineOptions<M> {
 
 impl<M: RewardModelOptions> RewardOptions for RelativeLengthOptions<M> {
     fn validate(&self) -> Result<()> {
-        check_min_score(self.min_score)?;
-        self.inputs().check_parts(|part| part.validate())
+        check_min_score(self.min_score)
     }
 
     fn build(&self, device: &Device) -> Result<Box<dyn RewardFunction>> {
@@ -304,8 +302,8 @@ impl<M: RewardModelOptions> RewardOptions for RelativeLengthOptions<M> {
         )))
     }
 
-    fn check_row(&self, columns: &Value) -> Result<()> {
-        self.correct.options().check_row(columns)
+    fn check_row(&self, _: &Value) -> Result<()> {
+        Ok(())
     }
 
     fn inputs(&self) -> RewardInputs<'_> {
@@ -329,7 +327,7 @@ impl<M: RewardModelOptions> RewardOptions for EnsembleOptions<M> {
                 &format!("be one for each of {judges} judges"),
             )?;
         }
-        self.inputs().check_parts(|part| part.validate())
+        Ok(())
     }
 
     fn build(&self, device: &Device) -> Result<Box<dyn RewardFunction>> {
@@ -340,9 +338,8 @@ impl<M: RewardModelOptions> RewardOptions for EnsembleOptions<M> {
         Ok(Box::new(ensemble))
     }
 
-    fn check_row(&self, columns: &Value) -> Result<()> {
-        let mut judges = self.judges.iter();
-        judges.try_for_each(|judge| judge.options().check_row(columns))
+    fn check_row(&self, _: &Value) -> Result<()> {
+        Ok(())
     }
 
     fn inputs(&self) -> RewardInputs<'_> {

@@ -1,13 +1,12 @@
 //! Comparison of texts.
 
 use anyhow::{Result, bail};
-use candle_core::Device;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
 use super::Votes;
 use super::answer::AnswerPlace;
-use super::options::{RewardInputs, RewardOptions};
+use super::options::compares_column;
 use super::right_or_wrong::right_or_wrong;
 use super::score::Score;
 use super::votes::votes;
@@ -93,23 +92,7 @@ impl RewardFunction for ExactReward {
     }
 }
 
-impl RewardOptions for ExactReward {
-    fn validate(&self) -> Result<()> {
-        Ok(())
-    }
-
-    fn build(&self, _: &Device) -> Result<Box<dyn RewardFunction>> {
-        Ok(Box::new(self.clone()))
-    }
-
-    fn check_row(&self, columns: &Value) -> Result<()> {
-        self.expected(columns).map(drop)
-    }
-
-    fn inputs(&self) -> RewardInputs<'_> {
-        RewardInputs::none()
-    }
-}
+compares_column!(ExactReward, |_| Ok(()));
 
 #[cfg(test)]
 mod tests {

@@ -3,12 +3,11 @@
 use std::collections::HashMap;
 
 use anyhow::{Result, bail};
-use candle_core::Device;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
 use super::answer::AnswerPlace;
-use super::options::{RewardInputs, RewardOptions};
+use super::options::compares_column;
 use super::{RewardFunction, Sample, Score};
 use candle_grpo_base::column::column;
 
@@ -85,23 +84,7 @@ impl RewardFunction for F1Reward {
     }
 }
 
-impl RewardOptions for F1Reward {
-    fn validate(&self) -> Result<()> {
-        Ok(())
-    }
-
-    fn build(&self, _: &Device) -> Result<Box<dyn RewardFunction>> {
-        Ok(Box::new(self.clone()))
-    }
-
-    fn check_row(&self, columns: &Value) -> Result<()> {
-        self.expected(columns).map(drop)
-    }
-
-    fn inputs(&self) -> RewardInputs<'_> {
-        RewardInputs::none()
-    }
-}
+compares_column!(F1Reward, |_| Ok(()));
 
 fn words(text: &str) -> Vec<String> {
     let is_punctuation = |c: &char| c.is_ascii_punctuation();

@@ -1,14 +1,13 @@
 //! Comparison of JSON.
 
 use anyhow::{Result, bail};
-use candle_core::Device;
 use candle_grpo_base::column::column;
 use candle_grpo_base::json;
 use candle_grpo_base::large_integers::parsed;
 use serde::{Deserialize, Serialize};
 use serde_json::{Number, Value};
 
-use super::options::{RewardInputs, RewardOptions};
+use super::options::compares_column;
 use super::right_or_wrong::right_or_wrong;
 use super::score::Score;
 use crate::{RewardFunction, Sample};
@@ -86,23 +85,7 @@ impl RewardFunction for JsonReward {
     }
 }
 
-impl RewardOptions for JsonReward {
-    fn validate(&self) -> Result<()> {
-        Ok(())
-    }
-
-    fn build(&self, _: &Device) -> Result<Box<dyn RewardFunction>> {
-        Ok(Box::new(self.clone()))
-    }
-
-    fn check_row(&self, columns: &Value) -> Result<()> {
-        self.expected(columns).map(drop)
-    }
-
-    fn inputs(&self) -> RewardInputs<'_> {
-        RewardInputs::none()
-    }
-}
+compares_column!(JsonReward, |_| Ok(()));
 
 /// The inside of a fenced block of Markdown that is all of `text`, or else `text`.
 pub(super) fn inside_fence(text: &str) -> &str {

@@ -4,13 +4,12 @@ use std::borrow::Cow;
 use std::sync::LazyLock;
 
 use anyhow::{Result, bail};
-use candle_core::Device;
 use regex::Regex;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
 use super::answer::AnswerPlace;
-use super::options::{RewardInputs, RewardOptions};
+use super::options::compares_column;
 use super::pattern::compile;
 use super::right_or_wrong::right_or_wrong;
 use super::votes::votes;
@@ -135,23 +134,7 @@ impl RewardFunction for MultipleChoiceReward {
     }
 }
 
-impl RewardOptions for MultipleChoiceReward {
-    fn validate(&self) -> Result<()> {
-        Ok(())
-    }
-
-    fn build(&self, _: &Device) -> Result<Box<dyn RewardFunction>> {
-        Ok(Box::new(self.clone()))
-    }
-
-    fn check_row(&self, columns: &Value) -> Result<()> {
-        self.expected(columns).map(drop)
-    }
-
-    fn inputs(&self) -> RewardInputs<'_> {
-        RewardInputs::none()
-    }
-}
+compares_column!(MultipleChoiceReward, |_| Ok(()));
 
 fn place(letter: char) -> usize {
     letter as usize - 'A' as usize

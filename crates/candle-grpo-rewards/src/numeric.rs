@@ -1,7 +1,6 @@
 //! Comparison of numbers.
 
 use anyhow::{Result, bail};
-use candle_core::Device;
 use candle_grpo_core::validate::non_negative;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
@@ -9,7 +8,7 @@ use serde_json::Value;
 use super::Votes;
 use super::answer::AnswerPlace;
 use super::number::{FoundNumber, numbers};
-use super::options::{RewardInputs, RewardOptions};
+use super::options::compares_column;
 use super::right_or_wrong::right_or_wrong;
 use super::score::Score;
 use super::votes::votes;
@@ -128,23 +127,7 @@ impl RewardFunction for NumericReward {
     }
 }
 
-impl RewardOptions for NumericReward {
-    fn validate(&self) -> Result<()> {
-        Self::validate(self)
-    }
-
-    fn build(&self, _: &Device) -> Result<Box<dyn RewardFunction>> {
-        Ok(Box::new(self.clone()))
-    }
-
-    fn check_row(&self, columns: &Value) -> Result<()> {
-        self.expected(columns).map(drop)
-    }
-
-    fn inputs(&self) -> RewardInputs<'_> {
-        RewardInputs::none()
-    }
-}
+compares_column!(NumericReward, NumericReward::validate);
 
 #[cfg(test)]
 mod tests {

@@ -4,11 +4,10 @@ mod check;
 mod text;
 
 use anyhow::{Context, Result, ensure};
-use candle_core::Device;
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 
-use super::options::{RewardInputs, RewardOptions};
+use super::options::compares_column;
 use super::{RewardFunction, Sample, Score};
 use candle_grpo_base::column::column;
 
@@ -107,23 +106,7 @@ impl RewardFunction for InstructionsReward {
     }
 }
 
-impl RewardOptions for InstructionsReward {
-    fn validate(&self) -> Result<()> {
-        Ok(())
-    }
-
-    fn build(&self, _: &Device) -> Result<Box<dyn RewardFunction>> {
-        Ok(Box::new(self.clone()))
-    }
-
-    fn check_row(&self, columns: &Value) -> Result<()> {
-        self.expected(columns).map(drop)
-    }
-
-    fn inputs(&self) -> RewardInputs<'_> {
-        RewardInputs::none()
-    }
-}
+compares_column!(InstructionsReward, |_| Ok(()));
 
 /// An instruction of IFEval with its arguments.
 ///

@@ -18,7 +18,6 @@ mod tests;
 mod value;
 
 use anyhow::{Result, bail};
-use candle_core::Device;
 use candle_grpo_core::validate;
 use serde::{Deserialize, Serialize};
 use serde_json::Value as Json;
@@ -28,7 +27,7 @@ use self::extract::Answer;
 use self::value::Value;
 use super::Votes;
 use super::answer::AnswerPlace;
-use super::options::{RewardInputs, RewardOptions};
+use super::options::compares_column;
 use super::right_or_wrong::right_or_wrong;
 use super::score::Score;
 use super::votes::votes;
@@ -146,23 +145,7 @@ impl RewardFunction for MathReward {
     }
 }
 
-impl RewardOptions for MathReward {
-    fn validate(&self) -> Result<()> {
-        Self::validate(self)
-    }
-
-    fn build(&self, _: &Device) -> Result<Box<dyn RewardFunction>> {
-        Ok(Box::new(self.clone()))
-    }
-
-    fn check_row(&self, columns: &Json) -> Result<()> {
-        self.expected(columns).map(drop)
-    }
-
-    fn inputs(&self) -> RewardInputs<'_> {
-        RewardInputs::none()
-    }
-}
+compares_column!(MathReward, MathReward::validate);
 
 fn are_equal_texts(a: &str, b: &str) -> bool {
     let text = letters(a);
