@@ -1,15 +1,15 @@
 //! Tests of the effect of an update on the policy.
 
 use crate::common::{
-    self, max_difference, model, model_with_experts, parameters, parameters_of, prompts, sampling,
-    share_of_a, tokenizer,
+    self, actor_config, max_difference, model, model_with_experts, parameters, parameters_of,
+    prompts, sampling, share_of_a, tokenizer,
 };
 use candle_core::Tensor;
 use candle_grpo_loss::{
     Aggregation, KlLoss, LogProbOptions, PolicyBatch, PolicyLoss, PositiveNll, RolloutCorrection,
     StepTotals, linear_log_prob,
 };
-use candle_grpo_nn::{AdamWConfig, Decoder, DecoderConfig, Gradients, LanguageModel, PackedTokens};
+use candle_grpo_nn::{Decoder, DecoderConfig, Gradients, LanguageModel, PackedTokens};
 use candle_grpo_test_support::device;
 use candle_grpo_train::learn::{count_prompt_tokens, read_tokens};
 use candle_grpo_train::{
@@ -18,19 +18,11 @@ use candle_grpo_train::{
 use rstest::rstest;
 
 fn actor(policy_loss: PolicyLoss) -> Actor {
-    let config = ActorConfig {
-        policy_loss: PolicyLoss {
-            kl: Some(KlLoss::k3(0.1)),
-            entropy_coef: 0.01,
-            ..policy_loss
-        },
-        optimizer: AdamWConfig::default(),
-        temperature: 1.,
-        activation_checkpointing: false,
-        compute_dtype: ComputeDType::F32,
-        router_aux_loss_coef: 0.,
-        distillation_loss: None,
-    };
+    let config = actor_config(PolicyLoss {
+        kl: Some(KlLoss::k3(0.1)),
+        entropy_coef: 0.01,
+        ..policy_loss
+    });
     Actor::new(model(), parameters(), config).unwrap()
 }
 

@@ -4,16 +4,16 @@ use std::fs;
 use std::path::Path;
 
 use candle_core::{Device, Tensor};
-use candle_grpo_loss::PaddedTokens;
-use candle_grpo_nn::{DecoderConfig, ModelType, Parameters};
+use candle_grpo_loss::{PaddedTokens, PolicyLoss};
+use candle_grpo_nn::{AdamWConfig, DecoderConfig, ModelType, Parameters};
 use candle_grpo_test_support::{TINY_DECODER, device, on_ranks};
 use candle_grpo_train::learn::{Reference, TeacherDistributions};
 use candle_grpo_train::model::{SpecialTokens, character_tokenizer};
 use candle_grpo_train::run::StepRecord;
 use candle_grpo_train::sequence::Batch;
 use candle_grpo_train::{
-    Pretrained, Prompt, RewardFunction, Sample, Sampler, SamplingConfig, Sequence, StepMetrics,
-    TokenBatch, TrainConfig, Trainer,
+    ActorConfig, ComputeDType, Pretrained, Prompt, RewardFunction, Sample, Sampler, SamplingConfig,
+    Sequence, StepMetrics, TokenBatch, TrainConfig, Trainer,
 };
 use serde_json::json;
 use tokenizers::Tokenizer;
@@ -103,6 +103,19 @@ pub(crate) fn sampling() -> SamplingConfig {
 }
 
 /// A trainer of the tiny policy with five prompts.
+/// A policy that trains in f32, at temperature 1.
+pub(crate) fn actor_config(policy_loss: PolicyLoss) -> ActorConfig {
+    ActorConfig {
+        policy_loss,
+        optimizer: AdamWConfig::default(),
+        temperature: 1.,
+        activation_checkpointing: false,
+        compute_dtype: ComputeDType::F32,
+        router_aux_loss_coef: 0.,
+        distillation_loss: None,
+    }
+}
+
 pub(crate) fn try_trainer(
     reward: impl RewardFunction + 'static,
     config: TrainConfig,

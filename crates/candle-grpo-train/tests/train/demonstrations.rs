@@ -9,14 +9,13 @@ use candle_grpo_train::data::MixedOrder;
 use candle_grpo_train::learn::{DemonstrationConfig, MemoryPlan};
 use candle_grpo_train::sft::{SftConfig, SftSchedule, SftTrainer};
 use candle_grpo_train::{
-    Actor, ActorConfig, ComputeDType, CriticConfig, RewardFunction, Sample, StepMetrics,
-    TrainConfig, Trainer,
+    Actor, ComputeDType, CriticConfig, RewardFunction, Sample, StepMetrics, TrainConfig, Trainer,
 };
 use rstest::rstest;
 
 use crate::common::{
-    self, END, assert_ranks_agree, digest, model, model_with_experts, parameters, parameters_of,
-    pretrained, prompts, run, tokenizer,
+    self, END, actor_config, assert_ranks_agree, digest, model, model_with_experts, parameters,
+    parameters_of, pretrained, prompts, run, tokenizer,
 };
 
 /// Seven rows of 3 to 6 tokens.
@@ -248,15 +247,7 @@ fn the_weight_of_uncertain_tokens_is_in_the_gradient_and_not_in_the_metric() {
         .map(|row| examples[row].clone())
         .collect();
     let weight: f64 = rows.iter().map(|row| row.total_weight()).sum();
-    let config = ActorConfig {
-        policy_loss: Default::default(),
-        optimizer: Default::default(),
-        temperature: 1.,
-        activation_checkpointing: false,
-        compute_dtype: ComputeDType::F32,
-        router_aux_loss_coef: 0.,
-        distillation_loss: None,
-    };
+    let config = actor_config(Default::default());
     let mut actor = Actor::new(model(), parameters(), config).unwrap();
     let likelihood = Likelihood {
         uncertainty_weight: true,

@@ -16,8 +16,8 @@ use candle_grpo_train::{
 use rstest::rstest;
 
 use crate::common::{
-    self, assert_ranks_agree, assert_records_close, digest, drawn_parameters, log_distributions,
-    max_difference, model, parameters, run, trainer, with_mask,
+    self, actor_config, assert_ranks_agree, assert_records_close, digest, drawn_parameters,
+    log_distributions, max_difference, model, parameters, run, trainer, with_mask,
 };
 
 fn nothing(_: &Sample) -> f32 {
@@ -86,13 +86,8 @@ fn config(loss: DistillationLoss) -> TrainConfig {
 
 fn actor(parameters: Parameters, policy_loss: PolicyLoss, loss: Option<DistillationLoss>) -> Actor {
     let config = ActorConfig {
-        policy_loss,
-        optimizer: AdamWConfig::default(),
-        temperature: 1.,
-        activation_checkpointing: false,
-        compute_dtype: ComputeDType::F32,
-        router_aux_loss_coef: 0.,
         distillation_loss: loss,
+        ..actor_config(policy_loss)
     };
     Actor::new(model(), parameters, config).unwrap()
 }

@@ -1,17 +1,16 @@
 //! Tests of sampled completions.
 
 use crate::common::{
-    END, max_difference, model, parameters, parameters_of, parameters_on, prompts, sampler,
-    sampling, tokenizer,
+    END, actor_config, max_difference, model, parameters, parameters_of, parameters_on, prompts,
+    sampler, sampling, tokenizer,
 };
 use candle_core::{Device, IndexOp, Tensor};
 use candle_grpo_loss::PolicyLoss;
-use candle_grpo_nn::{AdamWConfig, Decoder, DecoderConfig, ModelType};
+use candle_grpo_nn::{Decoder, DecoderConfig, ModelType};
 use candle_grpo_test_support::{CudaCalls, assert_close, cases, device, devices, stay_on_cpu};
 use candle_grpo_train::learn::rollout_log_probs;
 use candle_grpo_train::{
-    Actor, ActorConfig, ComputeDType, FinishReason, Prompt, Rollout, Sampler, SamplingConfig,
-    TokenBatch,
+    Actor, ActorConfig, FinishReason, Prompt, Rollout, Sampler, SamplingConfig, TokenBatch,
 };
 use proptest::prelude::*;
 use rstest::rstest;
@@ -251,13 +250,8 @@ fn log_probs_are_those_that_the_actor_computes(
     let parameters = parameters_of(&model, device());
     let decoder = Decoder::new(&model, parameters.detached_var_builder()).unwrap();
     let config = ActorConfig {
-        policy_loss: PolicyLoss::grpo(),
-        optimizer: AdamWConfig::default(),
         temperature,
-        activation_checkpointing: false,
-        compute_dtype: ComputeDType::F32,
-        router_aux_loss_coef: 0.,
-        distillation_loss: None,
+        ..actor_config(PolicyLoss::grpo())
     };
     let actor = Actor::new(model, parameters, config).unwrap();
     let config = SamplingConfig {

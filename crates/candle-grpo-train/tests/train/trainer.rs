@@ -4,8 +4,8 @@ use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
 
 use crate::common::{
-    max_difference, model, parameters, prompts, sampler, sampling, share_of_a, tokenizer,
-    try_trainer, without_seconds,
+    actor_config, max_difference, model, parameters, prompts, sampler, sampling, share_of_a,
+    tokenizer, try_trainer, without_seconds,
 };
 use anyhow::Result;
 use candle_grpo_core::{AdvantageConfig, GroupFilter, SingletonGroup};
@@ -15,8 +15,8 @@ use candle_grpo_train::learn::{LearningRateSchedule, OldLogProbs};
 use candle_grpo_train::progress::{NoProgress, Phase};
 use candle_grpo_train::rewards::Score;
 use candle_grpo_train::{
-    Actor, ActorConfig, ComputeDType, Interrupted, Progress, RewardFunction, Sample, StepMetrics,
-    TrainConfig, Trainer, evaluate,
+    Actor, ActorConfig, Interrupted, Progress, RewardFunction, Sample, StepMetrics, TrainConfig,
+    Trainer, evaluate,
 };
 use rstest::rstest;
 use std::collections::HashMap;
@@ -193,13 +193,8 @@ fn recipes_that_are_not_valid_are_refused_before_anything_is_drawn() {
         "{error}"
     );
     let config = ActorConfig {
-        policy_loss: config.recipe.policy_loss,
         optimizer: config.optimizer,
-        temperature: 1.,
-        activation_checkpointing: false,
-        compute_dtype: ComputeDType::F32,
-        router_aux_loss_coef: 0.,
-        distillation_loss: None,
+        ..actor_config(config.recipe.policy_loss)
     };
     let error = Actor::new(model(), parameters(), config).err().unwrap();
     let error = format!("{error:#}");

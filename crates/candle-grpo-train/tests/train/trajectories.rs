@@ -5,24 +5,16 @@ use candle_grpo_core::{GroupAdvantage, Scale};
 use candle_grpo_loss::{Aggregation, PolicyLoss, StepTotals};
 use candle_grpo_test_support::device;
 use candle_grpo_train::sequence::Batch;
-use candle_grpo_train::{Actor, ActorConfig, ComputeDType, Sequence, TokenBatch, TrainingBatch};
+use candle_grpo_train::{Actor, Sequence, TokenBatch, TrainingBatch};
 use rstest::rstest;
 
-use crate::common::{max_difference, model, parameters};
+use crate::common::{actor_config, max_difference, model, parameters};
 
 fn actor(aggregation: Aggregation) -> Actor {
-    let config = ActorConfig {
-        policy_loss: PolicyLoss {
-            aggregation,
-            ..PolicyLoss::grpo()
-        },
-        optimizer: Default::default(),
-        temperature: 1.,
-        activation_checkpointing: false,
-        compute_dtype: ComputeDType::F32,
-        router_aux_loss_coef: 0.,
-        distillation_loss: None,
-    };
+    let config = actor_config(PolicyLoss {
+        aggregation,
+        ..PolicyLoss::grpo()
+    });
     Actor::new(model(), parameters(), config).unwrap()
 }
 

@@ -4,16 +4,15 @@ use std::collections::BTreeMap;
 
 use candle_core::{Device, Tensor};
 use candle_grpo_loss::{PolicyLoss, StepTotals};
-use candle_grpo_nn::AdamWConfig;
 use candle_grpo_test_support::device;
 use candle_grpo_train::learn::rollout_log_probs;
-use candle_grpo_train::{
-    Actor, ActorConfig, ComputeDType, Rollout, SamplingConfig, TokenBatch, TrainingBatch,
-};
+use candle_grpo_train::{Actor, Rollout, SamplingConfig, TokenBatch, TrainingBatch};
 use rstest::rstest;
 
 use super::{echo, environments};
-use crate::common::{max_difference, model, parameters, prompts, sampler, sampling, with_mask};
+use crate::common::{
+    actor_config, max_difference, model, parameters, prompts, sampler, sampling, with_mask,
+};
 
 fn rollouts() -> Vec<Rollout> {
     let config = SamplingConfig {
@@ -58,15 +57,7 @@ fn by_hand(rollouts: &[Rollout]) -> TokenBatch {
 
 fn gradients(batch: &TrainingBatch, micro_batch: usize) -> (f64, BTreeMap<String, Tensor>) {
     let parameters = parameters();
-    let config = ActorConfig {
-        policy_loss: PolicyLoss::dapo(),
-        optimizer: AdamWConfig::default(),
-        temperature: 1.,
-        activation_checkpointing: false,
-        compute_dtype: ComputeDType::F32,
-        router_aux_loss_coef: 0.,
-        distillation_loss: None,
-    };
+    let config = actor_config(PolicyLoss::dapo());
     let mut actor = Actor::new(model(), parameters.clone(), config).unwrap();
     let totals = StepTotals::count(batch.tokens().response_mask()).unwrap();
     let mut loss = 0.;

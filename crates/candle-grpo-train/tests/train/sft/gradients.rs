@@ -3,25 +3,17 @@
 use candle_core::{D, DType, Tensor};
 use candle_grpo_loss::surrogate::Likelihood;
 use candle_grpo_nn::{
-    AdamWConfig, Decoder, DecoderConfig, Gradients, LanguageModel, Lora, LoraConfig, PackedTokens,
+    Decoder, DecoderConfig, Gradients, LanguageModel, Lora, LoraConfig, PackedTokens,
 };
 use candle_grpo_test_support::device;
 use candle_grpo_train::learn::LikelihoodSums;
-use candle_grpo_train::{Actor, ActorConfig, ComputeDType, Sequence};
+use candle_grpo_train::{Actor, ActorConfig, Sequence};
 use rstest::rstest;
 
-use crate::common::{max_difference, model, model_with_experts, parameters_of};
+use crate::common::{actor_config, max_difference, model, model_with_experts, parameters_of};
 
 fn config() -> ActorConfig {
-    ActorConfig {
-        policy_loss: Default::default(),
-        optimizer: AdamWConfig::default(),
-        temperature: 1.,
-        activation_checkpointing: false,
-        compute_dtype: ComputeDType::F32,
-        router_aux_loss_coef: 0.,
-        distillation_loss: None,
-    }
+    actor_config(Default::default())
 }
 
 fn actor(model: &DecoderConfig) -> Actor {
