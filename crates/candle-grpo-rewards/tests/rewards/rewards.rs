@@ -191,3 +191,25 @@ fn a_reward_that_compares_no_answers_has_no_votes() {
     let rewards = build(json!([{"kind": "regex", "pattern": "a"}])).unwrap();
     assert_eq!(rewards.votes(&["a"], &Value::Null).unwrap(), None);
 }
+
+/// A run compares them when it resumes.
+#[test]
+fn the_files_and_folders_of_parts_are_those_of_the_whole() {
+    let folder = tempfile::tempdir().unwrap();
+    let script = folder.path().join("reward.py");
+    std::fs::write(&script, "").unwrap();
+    let program = json!({"kind": "program", "command": ["python3", script]});
+    let judge = json!({
+        "kind": "judge",
+        "url": "http://localhost:1",
+        "model": "m",
+        "prompt": "{completion}",
+        "score": {"regex": "(.*)"},
+        "cache": "replies",
+    });
+    let scaled = json!({"kind": "relative_length", "correct": program});
+    let whole = json!({"kind": "ensemble", "judges": [scaled, judge]});
+    let whole: RewardConfig = serde_json::from_value(whole).unwrap();
+    assert_eq!(whole.files(), [script]);
+    assert_eq!(whole.caches(), [std::path::Path::new("replies")]);
+}

@@ -30,3 +30,18 @@ pub fn marked_text(row: &Sequence, tokenizer: &Tokenizer, max_tokens: usize) -> 
     }
     Ok(text)
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::model::character_tokenizer;
+
+    #[test]
+    fn what_trains_has_marks_and_a_cut_text_ends_in_dots() {
+        let tokenizer = character_tokenizer("abcd").unwrap();
+        let tokens = tokenizer.encode("abcd", false).unwrap().get_ids().to_vec();
+        let row = Sequence::new(tokens, vec![0., 1., 1., 0.]).unwrap();
+        let text = |most| marked_text(&row, &tokenizer, most).unwrap();
+        assert_eq!([text(2), text(4)], ["a⟦b⟧…", "a⟦bc⟧d"]);
+    }
+}
