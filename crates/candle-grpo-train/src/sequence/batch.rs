@@ -63,12 +63,13 @@ impl Batch {
             trajectories.len(),
             self.sequences.len()
         );
-        let count = trajectories.iter().max().map_or(0, |last| last + 1);
-        if let Some(empty) = (0..count).find(|trajectory| !trajectories.contains(trajectory)) {
-            anyhow::bail!(
-                "trajectories: none is {empty}, must be all from 0 to {}",
-                count - 1
-            );
+        let mut numbers = trajectories.clone();
+        numbers.sort_unstable();
+        numbers.dedup();
+        let mut places = numbers.iter().enumerate();
+        if let Some((empty, _)) = places.find(|&(at, &number)| number != at) {
+            let last = numbers[numbers.len() - 1];
+            anyhow::bail!("trajectories: none is {empty}, must be all from 0 to {last}");
         }
         Ok(Self {
             trajectories,
@@ -142,8 +143,14 @@ impl Batch {
     ///
     /// # Errors
     ///
-    /// If a trajectory has no value.
+    /// If there is not one value for each trajectory.
     pub fn of_sequences<T: Clone>(&self, values: &[T]) -> Result<Vec<T>> {
+        let count = self.trajectories.iter().max().map_or(0, |last| last + 1);
+        ensure!(
+            values.len() >= count,
+            "values: {}, must be one for each of {count} trajectories",
+            values.len()
+        );
         select(values, &self.trajectories)
     }
 
@@ -229,6 +236,11 @@ mod tests {
             message(batch().with_trajectories(vec![0, 2, 2])),
             "trajectories: none is 1, must be all from 0 to 2"
         );
+        let error = message(batch().with_trajectories(vec![0, 1, usize::MAX]));
+        assert!(
+            error.starts_with("trajectories: none is 2, must be"),
+            "{error}"
+        );
     }
 
     #[test]
@@ -237,6 +249,6 @@ mod tests {
         assert_eq!(batch.of_sequences(&[0.5, 2.]).unwrap(), [2., 0.5, 2.]);
         assert_eq!(batch.trajectory_shares(), [0.4, 1., 0.6]);
         let error = message(batch.of_sequences(&[0.5]));
-        assert_eq!(error, "sequences: 1, there are 1");
+        assert_eq!(error, "values: 1, must be one for each of 2 trajectories");
     }
 }
