@@ -210,18 +210,43 @@ impl Place {
 /// Estimates of the KL have outliers, which would distort a mean.
 fn moving_median(points: &[(f64, f64)]) -> Option<Vec<(f64, f64)>> {
     let half = points.len() / 30;
-    let median = |i: usize| {
-        let window = &points[i.saturating_sub(half)..points.len().min(i + half + 1)];
-        let mut values: Vec<f64> = window.iter().map(|&(_, y)| y).collect();
-        values.sort_by(f64::total_cmp);
-        (points[i].0, values[values.len() / 2])
-    };
-    (half > 0).then(|| (0..points.len()).map(median).collect())
+    if half == 0 {
+        return None;
+    }
+    // The values around a point, in order. A run may have 100,000 steps.
+    let mut window: Vec<f64> = Vec::new();
+    let place =
+        |window: &[f64], value: f64| window.partition_point(|x| x.total_cmp(&value).is_lt());
+    let (mut first, mut next) = (0, 0);
+    let medians = points.iter().enumerate().map(|(i, &(x, _))| {
+        while next < points.len().min(i + half + 1) {
+            window.insert(place(&window, points[next].1), points[next].1);
+            next += 1;
+        }
+        while first < i.saturating_sub(half) {
+            window.remove(place(&window, points[first].1));
+            first += 1;
+        }
+        (x, window[window.len() / 2])
+    });
+    Some(medians.collect())
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn the_moving_median_is_that_of_the_sorted_neighbors() {
+        let value = |i: usize| ((i * 7919) % 100) as f64 - 50.;
+        let line: Vec<(f64, f64)> = (0..200).map(|i| (i as f64, value(i))).collect();
+        for (i, (x, median)) in moving_median(&line).unwrap().into_iter().enumerate() {
+            let neighbors = i.saturating_sub(6)..200.min(i + 7);
+            let mut values: Vec<f64> = neighbors.map(value).collect();
+            values.sort_by(f64::total_cmp);
+            assert_eq!((x, median), (i as f64, values[values.len() / 2]));
+        }
+    }
 
     #[test]
     fn the_moving_median_is_centered() {
