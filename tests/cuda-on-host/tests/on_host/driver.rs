@@ -140,15 +140,19 @@ fn image() -> &'static CStr {
     static IMAGE: OnceLock<CString> = OnceLock::new();
     IMAGE.get_or_init(|| {
         let here = Path::new(env!("CARGO_MANIFEST_DIR"));
-        let output = Path::new(env!("CARGO_TARGET_TMPDIR")).join("wrong.ptx");
+        let folder = Path::new(env!("CARGO_TARGET_TMPDIR"));
+        let output = folder.join("wrong.ptx");
         if !is_child() {
+            // Another run of these tests may read the image meanwhile, so it is replaced whole.
+            let new = folder.join(format!("wrong-{}.ptx", std::process::id()));
             let status = Command::new(here.join("../../kernels/host/bin/nvcc"))
                 .arg("--ptx")
-                .args(["-o".as_ref(), output.as_os_str()])
+                .args(["-o".as_ref(), new.as_os_str()])
                 .arg(here.join("src/wrong.cu"))
                 .status()
                 .unwrap();
             assert!(status.success());
+            std::fs::rename(new, &output).unwrap();
         }
         CString::new(std::fs::read(output).unwrap()).unwrap()
     })
