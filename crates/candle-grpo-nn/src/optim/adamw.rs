@@ -7,7 +7,7 @@ use std::sync::Arc;
 use candle_core::{DType, Device, Error, Result, Shape, Tensor, Var, bail};
 use candle_grpo_collective::Collective;
 use candle_grpo_core::validate;
-use candle_grpo_kernels::{AdamWStep, AdamWTensors, adamw, moment_blocks};
+use candle_grpo_kernels::{AdamWStep, AdamWTensors, Rounding, adamw, moment_blocks};
 use serde::{Deserialize, Serialize};
 
 use super::shard::Shard;
@@ -335,6 +335,7 @@ impl AdamW {
                 AdamWTensors {
                     parameter: copy.unwrap_or(parameter),
                     master: copy.map(|_| parameter.as_tensor()),
+                    rounding: Rounding::Nearest,
                     average: &moments.average,
                     square: &moments.square,
                     gradient,
@@ -374,6 +375,7 @@ impl AdamW {
                     |((parameter, gradient, average, square), weight_decay)| AdamWTensors {
                         parameter: &parameter[i],
                         master: None,
+                        rounding: Rounding::Nearest,
                         average: &average[i],
                         square: &square[i],
                         gradient: &gradient[i],
