@@ -1,6 +1,6 @@
 // One AdamW step of all parameters, in place. With an f32 master the kernel updates the master and
 // rounds it to the parameter. Without a master (null) it updates the parameter in f32 and rounds
-// it. Moments are f32, or blocks of 8-bit codes, which src/moments.rs describes.
+// it, to nearest or, to bf16, at random, as src/ops/adamw/rounding.rs describes. Moments are f32, or blocks of 8-bit codes, which src/moments.rs describes.
 
 #include "math.cuh"
 #include "tensor_list.cuh"
@@ -23,16 +23,23 @@ struct Parameter {
     const void *gradient;
     uint64_t n;
     uint32_t first_block;
-    // The Dtype of the parameter, and 4 if the gradient has it too.
+    // The Dtype of the parameter, 4 more if the gradient has it too, and 8 more if a bf16 parameter
+    // is rounded at random.
     uint32_t dtypes;
     // The factor of weight decay.
     float keep;
     uint32_t unused;
+    // The key of the random numbers, and the number of eights of elements before the first one.
+    uint64_t key, eight;
+
+    __device__ __forceinline__ bool has_gradient_of_its_dtype() const { return dtypes & 4; }
+    __device__ __forceinline__ bool is_rounded_at_random() const { return dtypes & 8; }
 };
-static_assert(sizeof(Parameter) == 64, "a row has 8 words");
+static_assert(sizeof(Parameter) == 80, "a row has 10 words");
 
 struct Step {
     float gradient_factor, beta1, one_minus_beta1, beta2, one_minus_beta2, epsilon, step_size, inverse_root_correction;
+    uint32_t number;
 
     // Each rounding is written out. Otherwise the compiler may choose other fused operations for
     // other dtypes, and the results would differ.
@@ -45,11 +52,52 @@ struct Step {
     }
 };
 
-// Updates the elements [first, first + 4) that exist.
+// The random numbers of eight elements: Philox 4x32 with 10 rounds. Word i has those of the
+// elements 2i and 2i + 1.
+struct Eight {
+    uint32_t words[4];
+
+    __device__ __forceinline__ Eight(uint64_t key, uint64_t counter, uint32_t step)
+        : words{(uint32_t)counter, (uint32_t)(counter >> 32), step, 0} {
+        uint32_t low = (uint32_t)key, high = (uint32_t)(key >> 32);
+#pragma unroll
+        for (int round = 0; round < 10; round++) {
+            const uint64_t first = (uint64_t)words[0] * 0xD2511F53u, second = (uint64_t)words[2] * 0xCD9E8D57u;
+            words[0] = (uint32_t)(second >> 32) ^ words[1] ^ low;
+            words[1] = (uint32_t)second;
+            words[2] = (uint32_t)(first >> 32) ^ words[3] ^ high;
+            words[3] = (uint32_t)first;
+            low += 0x9E3779B9u;
+            high += 0xBB67AE85u;
+        }
+    }
+};
+
+// The random number of an element in the word of its pair.
+__device__ __forceinline__ uint32_t half_of(uint32_t word, uint64_t element) {
+    return element % 2 == 0 ? word & 0xffffu : word >> 16;
+}
+
+// Rounds x to bf16: down if the part that bf16 lacks, of 16 bits, is small beside `random`.
+__device__ __forceinline__ float rounded_at_random(float x, uint32_t random) {
+    const uint32_t bits = __float_as_uint(x);
+    if ((bits & 0x7f800000u) == 0x7f800000u) return x;
+    return __uint_as_float((bits + random) & 0xffff0000u);
+}
+
+// Updates the elements [first, first + 4) that exist. `first` is a multiple of 4.
 template <typename P, typename G>
 __device__ __forceinline__ void update_four(const Parameter &row, uint64_t first, bool packed, const Step &step) {
     P *parameter = static_cast<P *>(row.parameter);
     const G *gradient = static_cast<const G *>(row.gradient);
+    const bool at_random = std::is_same_v<P, __nv_bfloat16> && row.is_rounded_at_random();
+    uint32_t random[4] = {};
+    if (at_random) {
+        const Eight eight(row.key, row.eight + first / 8, step.number);
+#pragma unroll
+        for (int i = 0; i < 4; i++)
+            random[i] = half_of(first % 8 == 0 ? eight.words[i / 2] : eight.words[2 + i / 2], i);
+    }
     if (packed && first + 4 <= row.n) {
         float p[4], m[4], v[4], g[4];
         if (row.master != nullptr) load_four(row.master + first, p);
@@ -60,6 +108,10 @@ __device__ __forceinline__ void update_four(const Parameter &row, uint64_t first
 #pragma unroll
         for (int i = 0; i < 4; i++) step.update(p[i], m[i], v[i], g[i], row.keep);
         if (row.master != nullptr) store_four(row.master + first, p);
+        if (at_random) {
+#pragma unroll
+            for (int i = 0; i < 4; i++) p[i] = rounded_at_random(p[i], random[i]);
+        }
         store_four(parameter + first, p);
         store_four(row.average + first, m);
         store_four(row.square + first, v);
@@ -69,6 +121,7 @@ __device__ __forceinline__ void update_four(const Parameter &row, uint64_t first
             float p = row.master != nullptr ? row.master[i] : to_float(parameter[i]);
             step.update(p, row.average[i], row.square[i], to_float(gradient[i]), row.keep);
             if (row.master != nullptr) row.master[i] = p;
+            if (at_random) p = rounded_at_random(p, random[i - first]);
             parameter[i] = from_float<P>(p);
         }
     }
@@ -86,12 +139,13 @@ template <typename P, typename G> __device__ __forceinline__ void update_chunk(c
 
 extern "C" __global__ void __launch_bounds__(THREADS, 4)
     adamw(const uint64_t *list, uint32_t count, float gradient_factor, float beta1, float one_minus_beta1, float beta2,
-          float one_minus_beta2, float epsilon, float step_size, float inverse_root_correction) {
+          float one_minus_beta2, float epsilon, float step_size, float inverse_root_correction, uint32_t number) {
     const Parameter row = row_of_block<Parameter>(list, count);
-    const Step step = {gradient_factor, beta1, one_minus_beta1, beta2, one_minus_beta2, epsilon, step_size, inverse_root_correction};
+    const Step step = {gradient_factor, beta1, one_minus_beta1, beta2, one_minus_beta2, epsilon, step_size, inverse_root_correction,
+                       number};
     with_dtype(row.dtypes % 4, [&](auto *of) {
         using P = std::remove_pointer_t<decltype(of)>;
-        if (row.dtypes >= 4) update_chunk<P, P>(row, step);
+        if (row.has_gradient_of_its_dtype()) update_chunk<P, P>(row, step);
         else update_chunk<P, float>(row, step);
     });
 }
@@ -159,10 +213,27 @@ __device__ __forceinline__ void update_block(const Parameter &row, const float *
     const G *gradient = static_cast<const G *>(row.gradient) + begin;
     const float *signed_map = maps, *unsigned_map = maps + NUMBERS;
     Moment average(row.average, index), square(row.square, index);
+    const int lane = (int)threadIdx.x % 32;
+    const bool at_random = std::is_same_v<P, __nv_bfloat16> && row.is_rounded_at_random();
+    // Each lane has the random numbers of eight elements that are side by side.
+    uint32_t words[4] = {};
+    if (at_random) {
+        const Eight eight(row.key, row.eight + begin / 8 + lane, step.number);
+#pragma unroll
+        for (int w = 0; w < 4; w++) words[w] = eight.words[w];
+    }
     float m[LANE_NUMBERS], v[LANE_NUMBERS];
 #pragma unroll
     for (int k = 0; k < LANE_NUMBERS; k++) {
-        const int i = (int)threadIdx.x % 32 + 32 * k;
+        const int i = lane + 32 * k;
+        uint32_t random = 0;
+        if (at_random) {
+#pragma unroll
+            for (int w = 0; w < 4; w++) {
+                const uint32_t word = __shfl_sync(0xffffffffu, words[w], i / 8);
+                if (w == i % 8 / 2) random = half_of(word, i);
+            }
+        }
         m[k] = v[k] = 0.0f;
         if (i < count) {
             float p = master != nullptr ? master[i] : to_float(parameter[i]);
@@ -170,6 +241,7 @@ __device__ __forceinline__ void update_block(const Parameter &row, const float *
             v[k] = square.number(unsigned_map, i);
             step.update(p, m[k], v[k], to_float(gradient[i]), row.keep);
             if (master != nullptr) master[i] = p;
+            if (at_random) p = rounded_at_random(p, random);
             parameter[i] = from_float<P>(p);
         }
     }
@@ -182,16 +254,17 @@ __device__ __forceinline__ void update_block(const Parameter &row, const float *
 extern "C" __global__ void __launch_bounds__(THREADS, 4)
     adamw_quantized(const uint64_t *list, const float *maps, uint32_t count, float gradient_factor, float beta1,
                     float one_minus_beta1, float beta2, float one_minus_beta2, float epsilon, float step_size,
-                    float inverse_root_correction) {
+                    float inverse_root_correction, uint32_t number) {
     __shared__ float shared_maps[2 * NUMBERS];
     for (int i = (int)threadIdx.x; i < 2 * NUMBERS; i += THREADS) shared_maps[i] = maps[i];
     __syncthreads();
     const float *numbers = shared_maps;
     const Parameter row = row_of_block<Parameter>(list, count);
-    const Step step = {gradient_factor, beta1, one_minus_beta1, beta2, one_minus_beta2, epsilon, step_size, inverse_root_correction};
+    const Step step = {gradient_factor, beta1, one_minus_beta1, beta2, one_minus_beta2, epsilon, step_size, inverse_root_correction,
+                       number};
     with_dtype(row.dtypes % 4, [&](auto *of) {
         using P = std::remove_pointer_t<decltype(of)>;
-        if (row.dtypes >= 4) update_block<P, P>(row, numbers, step);
+        if (row.has_gradient_of_its_dtype()) update_block<P, P>(row, numbers, step);
         else update_block<P, float>(row, numbers, step);
     });
 }

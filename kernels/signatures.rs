@@ -184,9 +184,9 @@ kernels! {
 plain_kernels! {
     adamw {
         adamw(list: In<u64>, count: u32, gradient_factor: f32, beta1: f32, one_minus_beta1: f32, beta2: f32,
-            one_minus_beta2: f32, epsilon: f32, step_size: f32, inverse_root_correction: f32);
+            one_minus_beta2: f32, epsilon: f32, step_size: f32, inverse_root_correction: f32, number: u32);
         adamw_quantized(list: In<u64>, maps: In<f32>, count: u32, gradient_factor: f32, beta1: f32, one_minus_beta1: f32,
-            beta2: f32, one_minus_beta2: f32, epsilon: f32, step_size: f32, inverse_root_correction: f32);
+            beta2: f32, one_minus_beta2: f32, epsilon: f32, step_size: f32, inverse_root_correction: f32, number: u32);
     }
     embedding {
         embedding_sort(ids: In<u32>, counts: Out<u32>, starts: Out<u32>, ranks: Out<u32>, positions: Out<u32>, n: u32,

@@ -4,7 +4,7 @@ use std::rc::Rc;
 
 use candle_core::{DType, Device, Result, Tensor, Var};
 use candle_grpo_kernels::{
-    AdamWStep, AdamWTensors, adamw, composed, moment_blocks, squared_gradient_norms,
+    AdamWStep, AdamWTensors, Rounding, adamw, composed, moment_blocks, squared_gradient_norms,
 };
 use candle_nn::{Optimizer, ParamsAdamW};
 
@@ -66,6 +66,7 @@ fn adamw_pair(shape: [usize; 2], device: &Device) -> Result<Pair> {
             let tensors = AdamWTensors {
                 parameter: &parameter,
                 master: None,
+                rounding: Rounding::Nearest,
                 average: &average,
                 square: &square,
                 gradient: &gradient,
@@ -91,6 +92,7 @@ fn adamw_in_blocks_pair(shape: [usize; 2], device: &Device) -> Result<Pair> {
             let tensors = AdamWTensors {
                 parameter: &parameter,
                 master: None,
+                rounding: Rounding::Nearest,
                 average: &average,
                 square: &square,
                 gradient: &gradient,

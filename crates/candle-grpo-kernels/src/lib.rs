@@ -43,7 +43,7 @@
 //! | [`add_bias`](add_bias()) | the biases of several linear maps | `Tensor::broadcast_add` | yes |
 //! | [`matmul`] | a matrix product | `Tensor::matmul` | cuBLAS |
 //! | [`add_matmul`](add_matmul()) | a matrix product added to a sum in place | | cuBLAS |
-//! | [`adamw`](adamw()) | one AdamW step over all parameters in place, with f32 masters for bf16 and f16 | `candle_nn::AdamW` | yes |
+//! | [`adamw`](adamw()) | one AdamW step over all parameters in place, with f32 masters for bf16 and f16, or stochastic rounding for bf16 | `candle_nn::AdamW` | yes |
 //! | [`moment_blocks`], [`moment_codes`] | the averages of `adamw` in 8 bits | | yes |
 //! | [`squared_gradient_norms`], [`scale_gradients`] | clipping by the global norm | | yes |
 //! | [`gated_delta_rule`](gated_delta_rule()) | the linear attention of Qwen3.5, also for shared prefixes | | yes |
@@ -121,6 +121,7 @@ pub use cuda::recording::Recording;
 pub use device::{cuda_device, cuda_device_count, cuda_is_enabled, default_device};
 pub use ensure_gradients::{ensure_gradients, ensure_reached};
 pub use ops::adamw::moments::{moment_blocks, moment_codes};
+pub use ops::adamw::rounding::Rounding;
 pub use ops::adamw::{AdamWStep, AdamWTensors, adamw};
 pub use ops::add::add;
 pub use ops::add_bias::{add_bias, add_bias_gradient};

@@ -47,6 +47,12 @@ pub(crate) trait Element: WithDType + Sync {
         None
     }
 
+    /// Returns `target` if it is bf16.
+    #[inline(always)]
+    fn as_bf16_mut(_: &mut [Self]) -> Option<&mut [bf16]> {
+        None
+    }
+
     /// Returns uninitialized `target` if it is f32.
     #[inline(always)]
     fn as_uninit_f32(_: &mut [MaybeUninit<Self>]) -> Option<&mut [MaybeUninit<f32>]> {
@@ -137,6 +143,11 @@ impl Element for bf16 {
     #[inline(always)]
     fn as_bf16(source: &[Self]) -> Option<&[bf16]> {
         Some(source)
+    }
+
+    #[inline(always)]
+    fn as_bf16_mut(target: &mut [Self]) -> Option<&mut [bf16]> {
+        Some(target)
     }
 
     #[inline(always)]

@@ -2,7 +2,7 @@
 
 use candle_core::{DType, Device, Result, Tensor, Var};
 use candle_grpo_kernels::{
-    AdamWStep, AdamWTensors, adamw, composed, moment_blocks, scale_gradients,
+    AdamWStep, AdamWTensors, Rounding, adamw, composed, moment_blocks, scale_gradients,
 };
 use candle_grpo_test_support::{assert_close, cases, devices, message, numbers};
 use proptest::prelude::*;
@@ -62,6 +62,7 @@ impl Held {
         AdamWTensors {
             parameter: &self.parameter,
             master: self.master.as_deref(),
+            rounding: Rounding::Nearest,
             average: &self.average,
             square: &self.square,
             gradient: &self.gradient,
@@ -219,6 +220,115 @@ fn a_small_number_beside_a_large_one_never_takes_a_large_step(
         assert!((moved(0)? - 0.03).abs() < 1e-3, "{}", moved(0)?);
         assert!(moved(1)? < 0.03, "{}", moved(1)?);
         assert_eq!(moved(2)?, 0.0);
+    }
+    Ok(())
+}
+
+/// Decay alone has the same bits on all paths, so random rounding has, too. Moments in blocks
+/// divide the elements in another way.
+#[rstest]
+#[case::numbers(false)]
+#[case::blocks(true)]
+fn random_rounding_is_that_of_the_composed_twin(#[case] blocks: bool) -> Result<()> {
+    for device in devices() {
+        for len in [1, 9, 300, 5000, 70_000] {
+            let decayed = |twin: fn(&[AdamWTensors], &AdamWStep) -> Result<()>| {
+                let zeros = || match blocks {
+                    true => Var::zeros(moment_blocks(len), DType::U8, device),
+                    false => Var::zeros(len, DType::F32, device),
+                };
+                let parameter = noisy(&[len], 3, DType::BF16)?.to_device(device)?;
+                let (parameter, average, square) =
+                    (Var::from_tensor(&parameter)?, zeros()?, zeros()?);
+                for step in 1..=2 {
+                    let tensors = AdamWTensors {
+                        parameter: &parameter,
+                        master: None,
+                        rounding: Rounding::Stochastic { key: 11, first: 64 },
+                        average: &average,
+                        square: &square,
+                        gradient: &Tensor::zeros(len, DType::F32, device)?,
+                        weight_decay: 0.1,
+                    };
+                    twin(&[tensors], &AdamWStep { step, ..STEP })?;
+                }
+                numbers(&parameter)
+            };
+            assert_eq!(decayed(adamw)?, decayed(composed::adamw)?, "{len} elements");
+        }
+    }
+    Ok(())
+}
+
+/// In bf16 the neighbors of 1 are 0.9961 and 1.0078, so each of these steps is lost to nearest.
+#[test]
+fn random_rounding_keeps_small_steps_on_average() -> Result<()> {
+    const LEN: usize = 1 << 14;
+    for device in devices() {
+        let parameter = Var::ones(LEN, DType::BF16, device)?;
+        let zeros = || Var::zeros(LEN, DType::F32, device);
+        let (average, square) = (zeros()?, zeros()?);
+        let gradient = Tensor::ones(LEN, DType::F32, device)?;
+        for step in 1..=10 {
+            let tensors = AdamWTensors {
+                parameter: &parameter,
+                master: None,
+                rounding: Rounding::Stochastic { key: 5, first: 0 },
+                average: &average,
+                square: &square,
+                gradient: &gradient,
+                weight_decay: 0.0,
+            };
+            let learning_rate = 1e-3;
+            adamw(
+                &[tensors],
+                &AdamWStep {
+                    step,
+                    learning_rate,
+                    ..STEP
+                },
+            )?;
+        }
+        let found = numbers(&parameter)?;
+        let mean = found.iter().sum::<f64>() / LEN as f64;
+        // The standard deviation of an element is at most 0.006, that of the mean 5e-5.
+        assert!((mean - 0.99).abs() < 3e-4, "{mean}");
+        assert!(found.iter().any(|x| *x == 1.0) && found.iter().any(|x| *x < 0.99));
+    }
+    Ok(())
+}
+
+/// A part with its place has the bits of the whole.
+#[test]
+fn parts_are_rounded_as_the_whole() -> Result<()> {
+    for device in devices() {
+        let whole = Held::new(2000, 5, [DType::BF16, DType::F32], false, device)?;
+        let parts = Held::new(2000, 5, [DType::BF16, DType::F32], false, device)?;
+        let rounding = |first| Rounding::Stochastic { key: 3, first };
+        let tensors = whole.tensors();
+        adamw(
+            &[AdamWTensors {
+                rounding: rounding(0),
+                ..tensors
+            }],
+            &STEP,
+        )?;
+        for (first, len) in [(0, 744), (744, 1256)] {
+            let part = |tensor: &Tensor| tensor.detach().narrow(0, first, len);
+            let (parameter, gradient) = (part(&parts.parameter)?, part(&parts.gradient)?);
+            let (average, square) = (part(&parts.average)?, part(&parts.square)?);
+            let tensors = AdamWTensors {
+                parameter: &parameter,
+                master: None,
+                rounding: rounding(first as u64),
+                average: &average,
+                square: &square,
+                gradient: &gradient,
+                weight_decay: parts.weight_decay,
+            };
+            adamw(&[tensors], &STEP)?;
+        }
+        assert_eq!(numbers(&parts.parameter)?, numbers(&whole.parameter)?);
     }
     Ok(())
 }
@@ -404,6 +514,42 @@ fn an_error_names_the_wrong_argument_and_changes_nothing() -> Result<()> {
         },
         STEP,
         "master: given",
+    )?;
+    let rounding = Rounding::Stochastic { key: 1, first: 0 };
+    refused(
+        AdamWTensors { rounding, ..other },
+        STEP,
+        "rounding: stochastic for a parameter of F32, must be nearest, unless it is bf16",
+    )?;
+    refused(
+        AdamWTensors {
+            master: Some(&good.average),
+            rounding,
+            ..half.tensors()
+        },
+        STEP,
+        "rounding: stochastic for a parameter of BF16 with a master",
+    )?;
+    refused(
+        AdamWTensors {
+            master: None,
+            rounding: Rounding::Stochastic { key: 1, first: 4 },
+            ..half.tensors()
+        },
+        STEP,
+        "rounding: first 4, must be a multiple of 8",
+    )?;
+    refused(
+        AdamWTensors {
+            master: None,
+            rounding,
+            ..half.tensors()
+        },
+        AdamWStep {
+            step: 1 << 32,
+            ..STEP
+        },
+        "step: 4294967296, must be below 2^32",
     )?;
     let blocks = Var::zeros(moment_blocks(5), DType::U8, &Device::Cpu)?;
     let longer_blocks = Var::zeros(moment_blocks(257), DType::U8, &Device::Cpu)?;

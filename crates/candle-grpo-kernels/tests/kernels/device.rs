@@ -7,7 +7,7 @@ use candle_core::cuda_backend::cudarc::driver::sys::CUmemPool_attribute;
 use candle_core::{DType, Device, Error, Result, Tensor, Var};
 use candle_grpo_kernels::{
     AdamWStep, AdamWTensors, DeltaHeads, DeltaStates, Draw, DrawOptions, HeadNorms, HeadTransform,
-    KeyValuePages, LogProbOptions, PrefixTree, RowMap, Sequences, SlotRows, add_bias,
+    KeyValuePages, LogProbOptions, PrefixTree, Rounding, RowMap, Sequences, SlotRows, add_bias,
     add_bias_gradient, add_embedding_gradient, add_matmul, add_rms_norm, arithmetic_dtype,
     attention, attention_gradient, causal_conv, causal_conv_gradient, cuda_device,
     cuda_device_count, default_device, delta_gates, delta_gates_gradient, draw_tokens, embedding,
@@ -44,6 +44,7 @@ fn run_each(device: &Device, dtype: DType) -> Result<Vec<(&'static str, Result<(
             &[AdamWTensors {
                 parameter: &parameter,
                 master: None,
+                rounding: Rounding::Nearest,
                 average: &average,
                 square: &square,
                 gradient: &vector,

@@ -7,7 +7,9 @@ use std::sync::Arc;
 use candle_core::{DType, Device, Error, Result, Shape, Tensor, Var, bail};
 use candle_grpo_collective::Collective;
 use candle_grpo_core::validate;
-use candle_grpo_kernels::{AdamWStep, AdamWTensors, adamw, moment_blocks};
+use candle_grpo_kernels::{
+    AdamWStep, AdamWTensors, Rounding, adamw, arithmetic_dtype, moment_blocks,
+};
 use serde::{Deserialize, Serialize};
 
 use super::shard::Shard;
@@ -35,6 +37,9 @@ pub struct AdamWConfig {
     pub decay: DecayRule,
     /// The form of the state in memory: `f32`, or `8bit` (blocks with a common scale).
     pub state: StateForm,
+    /// The dtype of the weights that the steps add up in: `f32`, or `bf16` with stochastic
+    /// rounding.
+    pub master_weights: MasterWeights,
 }
 
 impl AdamWConfig {
@@ -70,8 +75,33 @@ impl Default for AdamWConfig {
             weight_decay: 0.01,
             decay: DecayRule::default(),
             state: StateForm::default(),
+            master_weights: MasterWeights::default(),
         }
     }
+}
+
+/// The dtype of the weights that the steps of [`AdamW`] add up in.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum MasterWeights {
+    /// f32. A model that computes in bf16 has a copy beside it: 6 bytes a parameter.
+    #[default]
+    F32,
+    /// bf16, which the model computes in, too: 2 bytes a parameter. Each step rounds up or down at
+    /// random, so that steps below the precision of bf16 add up on average
+    /// ([`Rounding::Stochastic`]). The random numbers depend on the name of the parameter, the
+    /// place of the number and the step only.
+    ///
+    /// Choose it where f32 does not fit. The parameters must be bf16, see
+    /// [`Parameters::to_dtype`].
+    Bf16,
+}
+
+/// The key of the random numbers of a parameter: FNV-1a of its name
+/// (<https://www.rfc-editor.org/rfc/rfc9923>).
+fn key(name: &str) -> u64 {
+    let add = |hash: u64, byte: u8| (hash ^ u64::from(byte)).wrapping_mul(0x0100_0000_01b3);
+    name.bytes().fold(0xcbf2_9ce4_8422_2325, add)
 }
 
 /// The form of the state of [`AdamW`] in memory.
@@ -147,7 +177,7 @@ pub struct AdamW {
 struct Moments {
     /// The shape of the parameter.
     shape: Shape,
-    /// The dtype of the parameter: f32 or f64.
+    /// The dtype of the parameter: f32, f64 or bf16.
     dtype: DType,
     /// The shape of a moment, all parts included.
     whole: Shape,
@@ -160,8 +190,8 @@ impl AdamW {
     ///
     /// # Errors
     ///
-    /// If an option is invalid, or a parameter is neither f32 nor f64, or is f64 for a state in
-    /// blocks.
+    /// If an option is invalid, or a parameter is neither f32 nor f64, nor bf16 with
+    /// [`MasterWeights::Bf16`], or is f64 for a state in blocks.
     pub fn new(config: AdamWConfig, parameters: &Parameters) -> Result<Self> {
         Self::with_shard(config, parameters, None)
     }
@@ -175,7 +205,8 @@ impl AdamW {
     ///
     /// # Errors
     ///
-    /// As in [`Self::new`], and if the state is in blocks, which ranks cannot divide.
+    /// As in [`Self::new`], and if the state is in blocks, or the master weights are bf16: ranks do
+    /// not divide these.
     pub fn sharded(
         config: AdamWConfig,
         parameters: &Parameters,
@@ -197,18 +228,27 @@ impl AdamW {
             "8bit",
             "be f32 for a state that ranks share",
         )?;
+        validate::check(
+            shard.is_none() || config.master_weights == MasterWeights::F32,
+            "master_weights",
+            "bf16",
+            "be f32 for a state that ranks share",
+        )?;
         let moments = parameters
             .iter()
             .map(|(name, variable)| {
                 let (shape, dtype) = (variable.shape().clone(), variable.dtype());
                 match (dtype, config.state) {
                     (DType::F32, _) | (DType::F64, StateForm::F32) => {}
+                    (DType::BF16, _) if config.master_weights == MasterWeights::Bf16 => {}
                     (DType::F64, StateForm::Blocks8) => {
                         bail!("state: 8bit, must be f32 for {name}, which is F64")
                     }
-                    _ => bail!("parameters: {name} is {dtype:?}, must be F32 to train, or F64"),
+                    _ => bail!(
+                        "parameters: {name} is {dtype:?}, must be F32 to train, F64, or BF16 with master_weights bf16"
+                    ),
                 }
-                let (moment, whole) = config.state.moment(dtype, &shape);
+                let (moment, whole) = config.state.moment(arithmetic_dtype(dtype), &shape);
                 let kept = match &shard {
                     None => whole.clone(),
                     Some(shard) => shard.kept(shape.elem_count()).into(),
@@ -240,7 +280,7 @@ impl AdamW {
 
     /// Updates every variable of `parameters` in place.
     ///
-    /// A gradient of another dtype than its variable is converted.
+    /// A gradient is converted to the dtype of the arithmetic: f32, or f64 for a variable in f64.
     ///
     /// Decoders that share the variables see the change. Drop all graphs that use the variables
     /// before: a later backward pass would mix old and new values. This method does not check
@@ -328,13 +368,14 @@ impl AdamW {
         let inputs = inputs.collect::<Result<Vec<_>>>()?;
         let tensors: Vec<_> = self
             .moments
-            .values()
+            .iter()
             .zip(&inputs)
-            .map(|(moments, (parameter, gradient, weight_decay))| {
+            .map(|((name, moments), (parameter, gradient, weight_decay))| {
                 let copy = copies.rounded(parameter);
                 AdamWTensors {
                     parameter: copy.unwrap_or(parameter),
                     master: copy.map(|_| parameter.as_tensor()),
+                    rounding: moments.rounding(name, 0),
                     average: &moments.average,
                     square: &moments.square,
                     gradient,
@@ -374,6 +415,7 @@ impl AdamW {
                     |((parameter, gradient, average, square), weight_decay)| AdamWTensors {
                         parameter: &parameter[i],
                         master: None,
+                        rounding: Rounding::Nearest,
                         average: &average[i],
                         square: &square[i],
                         gradient: &gradient[i],
@@ -390,7 +432,8 @@ impl AdamW {
         shard.all_gather(&whole)
     }
 
-    /// The variable, the gradient in its dtype, and the weight decay of a parameter.
+    /// The variable, the gradient in the dtype of its arithmetic, and the weight decay of a
+    /// parameter.
     fn inputs<'a>(
         &self,
         name: &str,
@@ -404,11 +447,8 @@ impl AdamW {
             true => self.config.weight_decay,
             false => 0.0,
         };
-        Ok((
-            parameter,
-            gradient.to_dtype(parameter.dtype())?,
-            weight_decay,
-        ))
+        let gradient = gradient.to_dtype(arithmetic_dtype(parameter.dtype()))?;
+        Ok((parameter, gradient, weight_decay))
     }
 
     /// The learning rate of the next step.
@@ -610,6 +650,17 @@ impl AdamW {
 const STEP: &str = "step";
 
 impl Moments {
+    /// The rounding of the elements of the parameter `name` from `first` on.
+    fn rounding(&self, name: &str, first: u64) -> Rounding {
+        match self.dtype {
+            DType::BF16 => Rounding::Stochastic {
+                key: key(name),
+                first,
+            },
+            _ => Rounding::Nearest,
+        }
+    }
+
     /// The moments of the parameter `name`, with their names in a checkpoint.
     fn named(&self, name: &str) -> [(String, &Var); 2] {
         [

@@ -6,5 +6,5 @@ mod gradients;
 mod reduction;
 mod shard;
 
-pub use adamw::{AdamW, AdamWConfig, DecayRule, StateForm};
+pub use adamw::{AdamW, AdamWConfig, DecayRule, MasterWeights, StateForm};
 pub use gradients::Gradients;

@@ -23,8 +23,8 @@ pub(crate) const INIT_STD: f64 = 0.02;
 ///
 /// Those of a decoder have the names and shapes of [`DecoderConfig::parameter_shapes`];
 /// [`Self::with`] adds others. The variables are f32, as smaller types lose small updates, or f64
-/// by [`Self::to_dtype`]. Only [frozen](Self::frozen_as) ones may have another dtype, or be blocks
-/// of quantized numbers (u8 `[outputs, blocks of a row, bytes of a block]`). A clone shares the
+/// or bf16 by [`Self::to_dtype`]. [Frozen](Self::frozen_as) ones may also be f16 or blocks of
+/// quantized numbers (u8 `[outputs, blocks of a row, bytes of a block]`). A clone shares the
 /// variables.
 #[derive(Debug, Clone)]
 pub struct Parameters {
@@ -388,8 +388,10 @@ impl Parameters {
         Ok(Self::unchecked(variables, device))
     }
 
-    /// Independent variables with the same values in `dtype`: F64, to train in double precision, or
-    /// F32. Decoders, gradients and the state of [`AdamW`](crate::AdamW) follow the dtype.
+    /// Independent variables with the same values in `dtype`: F64, to train in double precision,
+    /// F32, or BF16, to train with [`MasterWeights::Bf16`](crate::optim::MasterWeights::Bf16).
+    /// Decoders follow the dtype. Gradients and the state of [`AdamW`](crate::AdamW) do, too,
+    /// but are f32 beside bf16.
     ///
     /// Files are read as f32; [`Self::set_values`] restores values in f64.
     ///
@@ -417,8 +419,8 @@ impl Parameters {
     /// # Ok::<(), candle_core::Error>(())
     /// ```
     pub fn to_dtype(&self, dtype: DType) -> Result<Self> {
-        if !matches!(dtype, DType::F32 | DType::F64) {
-            bail!("dtype: {dtype:?}, must be F32 or F64");
+        if !matches!(dtype, DType::F32 | DType::F64 | DType::BF16) {
+            bail!("dtype: {dtype:?}, must be F32, F64 or BF16");
         }
         let variables = self
             .variables

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use anyhow::{Context, Result, bail, ensure};
 use candle_core::{DType, Tensor};
 use candle_grpo_collective::Collective;
-use candle_grpo_core::validate as check;
+use candle_grpo_core::validate::{self as check, Name};
 use candle_grpo_core::{MetricValue, MetricValues};
 use candle_grpo_kernels::soft_cap;
 use candle_grpo_loss::{
@@ -14,6 +14,7 @@ use candle_grpo_loss::{
     linear_distillation_loss, linear_policy_loss, sum_of_squared_probs,
 };
 use candle_grpo_nn::model::ExpertBalance;
+use candle_grpo_nn::optim::MasterWeights;
 use candle_grpo_nn::{
     AdamW, AdamWConfig, BaseWeights, ComputeCopies, ComputeDType, Decoder, DecoderConfig,
     Gradients, LanguageModel, Lora, ModelConfig, Parameters,
@@ -50,7 +51,8 @@ pub struct ActorConfig {
     /// more time.
     #[serde(default)]
     pub activation_checkpointing: bool,
-    /// The dtype of the policy's computation. Trained weights are always f32.
+    /// The dtype of the policy's computation. Trained weights are f32, unless
+    /// [`AdamWConfig::master_weights`] is bf16.
     #[serde(default)]
     pub compute_dtype: ComputeDType,
     /// Coefficient of the load-balancing loss of a model with experts, see
@@ -120,6 +122,11 @@ impl<M: LanguageModel> Actor<M> {
         parameters: Parameters,
         config: ActorConfig,
     ) -> Result<Self> {
+        ensure_master_weights(&config.optimizer, config.compute_dtype, false)?;
+        let parameters = match (config.optimizer.master_weights, parameters.dtype()) {
+            (MasterWeights::F32, _) | (_, DType::BF16) => parameters,
+            (MasterWeights::Bf16, _) => parameters.to_dtype(DType::BF16)?,
+        };
         let (vb, copies) = match model.decoder() {
             Some(decoder) => {
                 ensure_balanced(decoder, &config)?;
@@ -154,6 +161,7 @@ impl<M: LanguageModel> Actor<M> {
             .context("adapters: given, must be absent for a custom model")?;
         adapters.config().validate(decoder).context("adapters")?;
         ensure_balanced(decoder, &config)?;
+        ensure_master_weights(&config.optimizer, config.compute_dtype, true)?;
         let dtype = config.compute_dtype;
         let parameters = parameters.frozen_as(decoder, BaseWeights::Stored, dtype.into())?;
         let (vb, copies) = detached_weights(&parameters, Some(&adapters), dtype)?;
@@ -556,6 +564,45 @@ fn ensure_f32(config: &ActorConfig) -> Result<()> {
         config.compute_dtype
     );
     Ok(())
+}
+
+/// Checks that master weights in bf16 are the weights that the policy computes in.
+pub(crate) fn ensure_master_weights(
+    optimizer: &AdamWConfig,
+    compute_dtype: ComputeDType,
+    has_adapters: bool,
+) -> Result<()> {
+    if optimizer.master_weights == MasterWeights::F32 {
+        return Ok(());
+    }
+    let field = "optimizer.master_weights";
+    check::check(
+        !has_adapters,
+        field,
+        "bf16",
+        "be f32 with adapters, which are small",
+    )?;
+    let valid = compute_dtype == ComputeDType::Bf16;
+    let must = format!(
+        "be f32 unless compute_dtype is bf16; it is {}",
+        Name(&compute_dtype)
+    );
+    Ok(check::check(valid, field, "bf16", &must)?)
+}
+
+/// Returns the form of the linear maps of a policy in memory, and the dtype of its other weights:
+/// that of the computation under adapters, otherwise that of the master weights.
+pub(crate) fn stored_form(
+    base_weights: BaseWeights,
+    compute_dtype: ComputeDType,
+    has_adapters: bool,
+    optimizer: &AdamWConfig,
+) -> (BaseWeights, ComputeDType) {
+    match (has_adapters, optimizer.master_weights) {
+        (true, _) => (base_weights, compute_dtype),
+        (false, MasterWeights::F32) => (BaseWeights::Dense, ComputeDType::F32),
+        (false, MasterWeights::Bf16) => (BaseWeights::Dense, ComputeDType::Bf16),
+    }
 }
 
 /// Checks that a model whose experts are balanced has some.

@@ -4,8 +4,8 @@ use anyhow::Result;
 use candle_core::{DType, Shape};
 use candle_grpo_kernels::{CUDA_KEPT_LOGITS, CUDA_TILE_COLUMNS, CUDA_TILE_LOGITS, cuda_is_enabled};
 use candle_grpo_loss::logits_of_chunk;
-use candle_grpo_nn::optim::StateForm;
-use candle_grpo_nn::{BaseWeights, ComputeDType, DecoderConfig, LoraConfig};
+use candle_grpo_nn::optim::{MasterWeights, StateForm};
+use candle_grpo_nn::{AdamWConfig, BaseWeights, ComputeDType, DecoderConfig, LoraConfig};
 
 use super::micro_batches::MicroBatchSize;
 use super::recipe_inputs::RecipeInputs;
@@ -50,8 +50,9 @@ fn cuda_logits(tokens: usize, vocab_size: usize) -> usize {
 /// ```
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct MemoryPlan {
-    /// Weights of the policy that train, in f32, and copies in the dtypes of the computation and
-    /// of the draws. Those of completions that are drawn ahead are left out.
+    /// Weights of the policy that train, in the dtype of the master weights, and copies in the
+    /// dtypes of the computation and of the draws. Those of completions that are drawn ahead are
+    /// left out.
     pub weights: usize,
     /// Weights of the policy that do not train, in their form.
     ///
@@ -124,7 +125,7 @@ impl MemoryPlan {
             base_weights: config.base_weights,
             compute_dtype: config.compute_dtype,
             activation_checkpointing: config.activation_checkpointing,
-            state: config.optimizer.state,
+            optimizer: &config.optimizer,
             longest: longest.min(mini).max(pass),
             update: mini.saturating_add(demonstrations),
             on_cuda: cuda_is_enabled(),
@@ -230,8 +231,7 @@ pub(crate) struct Learning<'a> {
     pub(crate) base_weights: BaseWeights,
     pub(crate) compute_dtype: ComputeDType,
     pub(crate) activation_checkpointing: bool,
-    /// The form of the state of the optimizer.
-    pub(crate) state: StateForm,
+    pub(crate) optimizer: &'a AdamWConfig,
     /// The tokens of the longest backward pass.
     pub(crate) longest: usize,
     /// The tokens of all backward passes of an update.
@@ -250,6 +250,11 @@ impl Learning<'_> {
         };
         let count: usize = shapes.iter().map(Shape::elem_count).sum();
         let compute = DType::from(self.compute_dtype);
+        let weight_bytes = match self.optimizer.master_weights {
+            MasterWeights::F32 => 4 + copy_bytes(self.compute_dtype),
+            // The policy computes in them.
+            MasterWeights::Bf16 => 2,
+        };
         let frozen = match self.adapters {
             None => 0,
             Some(_) => self.base_weights.num_bytes(model, compute)?,
@@ -273,12 +278,12 @@ impl Learning<'_> {
             (false, None) => gradients.max(activations + output),
         };
         Ok(MemoryPlan {
-            weights: count * (4 + copy_bytes(self.compute_dtype)),
+            weights: count * weight_bytes,
             frozen,
             reference: 0,
             teacher: 0,
             critic: 0,
-            optimizer: state_bytes(&shapes, self.state),
+            optimizer: state_bytes(&shapes, self.optimizer.state),
             gradients,
             activations,
             training,
@@ -328,7 +333,7 @@ mod tests {
                 base_weights: BaseWeights::Dense,
                 compute_dtype: ComputeDType::Bf16,
                 activation_checkpointing: false,
-                state: StateForm::default(),
+                optimizer: &AdamWConfig::default(),
                 longest,
                 update,
                 on_cuda,

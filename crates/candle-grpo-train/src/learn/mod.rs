@@ -1,6 +1,6 @@
 //! The training loop: batches, policy, critic, reference and the steps over them.
 
-mod actor;
+pub(crate) mod actor;
 mod ahead;
 mod batch;
 mod blame;

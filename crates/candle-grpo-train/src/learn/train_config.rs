@@ -4,9 +4,11 @@ use anyhow::Result;
 use candle_grpo_core::validate as check;
 use candle_grpo_core::{KlController, SampleFilter, ScoreResampling};
 use candle_grpo_loss::{AdaptiveEntropy, EntropyTokens, Recipe, TokenLoss};
+use candle_grpo_nn::optim::MasterWeights;
 use candle_grpo_nn::{AdamWConfig, BaseWeights, ComputeDType, LoraConfig};
 use serde::{Deserialize, Serialize};
 
+use super::actor::{ensure_master_weights, stored_form};
 use super::micro_batches::MicroBatchSize;
 use super::recipe_inputs::{RecipeInputs, ensure_consistent, keeps_components};
 use super::{DemonstrationConfig, LearningRateSchedule, ReferenceRefresh, TurnAdvantage};
@@ -257,6 +259,7 @@ impl TrainConfig {
         self.optimizer
             .validate()
             .map_err(|error| within("optimizer", error.into()))?;
+        ensure_master_weights(&self.optimizer, self.compute_dtype, self.adapters.is_some())?;
         self.validate_old_log_probs()?;
         self.validate_controllers()?;
         self.validate_reference()?;
@@ -389,6 +392,12 @@ impl TrainConfig {
                 critic.validate().map_err(error)?;
                 let optimizer = critic.optimizer.validate();
                 optimizer.map_err(|error| within("critic.optimizer", error.into()))?;
+                check::check(
+                    critic.optimizer.master_weights == MasterWeights::F32,
+                    "critic.optimizer.master_weights",
+                    "bf16",
+                    "be f32, as the critic has no copy in bf16",
+                )?;
             }
             (None, false) => {}
         }
@@ -481,12 +490,15 @@ impl TrainConfig {
     }
 
     /// Returns the form of the linear maps of the policy in memory, and the dtype of its other
-    /// weights: that of the computation under adapters, otherwise f32.
+    /// weights: that of the computation under adapters, otherwise that of the master weights.
     pub fn stored_form(&self) -> (BaseWeights, ComputeDType) {
-        match self.adapters {
-            Some(_) => (self.base_weights, self.compute_dtype),
-            None => (BaseWeights::Dense, ComputeDType::F32),
-        }
+        let has_adapters = self.adapters.is_some();
+        stored_form(
+            self.base_weights,
+            self.compute_dtype,
+            has_adapters,
+            &self.optimizer,
+        )
     }
 
     /// The bound of a micro-batch.

@@ -9,6 +9,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::ActorConfig;
 use crate::learn::LearningRateSchedule;
+use crate::learn::actor::{ensure_master_weights, stored_form};
 use candle_grpo_base::within;
 
 /// The settings of supervised training.
@@ -160,6 +161,7 @@ impl SftConfig {
         self.optimizer
             .validate()
             .map_err(|error| within("optimizer", error.into()))?;
+        ensure_master_weights(&self.optimizer, self.compute_dtype, self.adapters.is_some())?;
         // The length of the run is checked with the rows.
         self.schedule
             .of_steps(self.max_steps.unwrap_or(usize::MAX))
@@ -179,12 +181,15 @@ impl SftConfig {
     }
 
     /// Returns the form of the linear maps of the model in memory, and the dtype of its other
-    /// weights: that of the computation under adapters, otherwise f32.
+    /// weights: that of the computation under adapters, otherwise that of the master weights.
     pub fn stored_form(&self) -> (BaseWeights, ComputeDType) {
-        match self.adapters {
-            Some(_) => (self.base_weights, self.compute_dtype),
-            None => (BaseWeights::Dense, ComputeDType::F32),
-        }
+        let has_adapters = self.adapters.is_some();
+        stored_form(
+            self.base_weights,
+            self.compute_dtype,
+            has_adapters,
+            &self.optimizer,
+        )
     }
 
     /// The settings of the policy. Its policy loss is not used.

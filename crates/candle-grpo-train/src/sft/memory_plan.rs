@@ -23,7 +23,7 @@ impl MemoryPlan {
             base_weights: config.base_weights,
             compute_dtype: config.compute_dtype,
             activation_checkpointing: config.activation_checkpointing,
-            state: config.optimizer.state,
+            optimizer: &config.optimizer,
             longest: pass,
             update,
             on_cuda: cuda_is_enabled(),

@@ -9,7 +9,8 @@ use candle_grpo_loss::{
     Aggregation, KlLoss, LogProbOptions, PolicyBatch, PolicyLoss, PositiveNll, RolloutCorrection,
     StepTotals, linear_log_prob,
 };
-use candle_grpo_nn::{Decoder, DecoderConfig, Gradients, LanguageModel, PackedTokens};
+use candle_grpo_nn::optim::MasterWeights;
+use candle_grpo_nn::{AdamWConfig, Decoder, DecoderConfig, Gradients, LanguageModel, PackedTokens};
 use candle_grpo_test_support::device;
 use candle_grpo_train::learn::{count_prompt_tokens, read_tokens};
 use candle_grpo_train::{
@@ -259,14 +260,24 @@ fn gradients_are_those_of_a_graph(
 }
 
 #[rstest]
-#[case(ComputeDType::Bf16, 0.06)]
-#[case(ComputeDType::F16, 0.01)]
-fn half_types_compute_and_f32_learns(#[case] compute_dtype: ComputeDType, #[case] near: f32) {
+#[case(ComputeDType::Bf16, MasterWeights::F32, 0.06)]
+#[case(ComputeDType::Bf16, MasterWeights::Bf16, 0.06)]
+#[case(ComputeDType::F16, MasterWeights::F32, 0.01)]
+fn half_types_compute_and_master_weights_learn(
+    #[case] compute_dtype: ComputeDType,
+    #[case] master_weights: MasterWeights,
+    #[case] near: f32,
+) {
     let mut full = actor(PolicyLoss::grpo());
     let batch = batch(&full);
     let totals = totals(&batch);
+    let optimizer = AdamWConfig {
+        master_weights,
+        ..full.config().optimizer.clone()
+    };
     let config = ActorConfig {
         compute_dtype,
+        optimizer,
         ..full.config().clone()
     };
     let mut half = Actor::new(model(), parameters(), config).unwrap();

@@ -5,14 +5,16 @@ use crate::common::{
     trainer, without_seconds,
 };
 use candle_core::DType;
+use candle_grpo_core::AdvantageName;
 use candle_grpo_loss::{KlLoss, LogProbOptions, Recipe, linear_log_prob};
+use candle_grpo_nn::optim::MasterWeights;
 use candle_grpo_nn::{
     AdamW, AdamWConfig, BaseWeights, Decoder, DecoderConfig, Lora, LoraConfig, Parameters,
 };
 use candle_grpo_test_support::device;
-use candle_grpo_train::learn::ReferenceRefresh;
+use candle_grpo_train::learn::{MemoryPlan, ReferenceRefresh};
 use candle_grpo_train::{
-    ComputeDType, NotFinite, Pretrained, Sample, TokenBatch, TrainConfig, Trainer,
+    ComputeDType, CriticConfig, NotFinite, Pretrained, Sample, TokenBatch, TrainConfig, Trainer,
 };
 
 fn config() -> TrainConfig {
@@ -280,6 +282,54 @@ fn quantized_weights_do_not_train() {
     let error = AdamW::new(AdamWConfig::default(), &base.unwrap()).unwrap_err();
     let error = error.to_string();
     assert!(error.contains(" is U8, must be F32 to train"), "{error}");
+}
+
+#[test]
+fn bf16_master_weights_are_those_of_the_computation() {
+    let bf16 = |optimizer: &AdamWConfig| AdamWConfig {
+        master_weights: MasterWeights::Bf16,
+        ..optimizer.clone()
+    };
+    let adapters = config().adapters;
+    let plain = TrainConfig {
+        adapters: None,
+        compute_dtype: ComputeDType::Bf16,
+        ..config()
+    };
+    let config = |compute_dtype, adapters| TrainConfig {
+        optimizer: bf16(&plain.optimizer),
+        compute_dtype,
+        adapters,
+        ..plain.clone()
+    };
+    config(ComputeDType::Bf16, None).validate().unwrap();
+    let critic = CriticConfig {
+        optimizer: bf16(&AdamWConfig::default()),
+        ..CriticConfig::default()
+    };
+    let mut with_critic = plain.clone();
+    with_critic.recipe.advantage = AdvantageName::Gae.into();
+    with_critic.critic = Some(critic);
+    for (config, expected) in [
+        (
+            config(ComputeDType::F32, None),
+            "optimizer.master_weights: bf16, must be f32 unless compute_dtype is bf16; it is f32",
+        ),
+        (
+            config(ComputeDType::Bf16, adapters),
+            "optimizer.master_weights: bf16, must be f32 with adapters",
+        ),
+        (
+            with_critic,
+            "critic.optimizer.master_weights: bf16, must be f32",
+        ),
+    ] {
+        let error = format!("{:#}", config.validate().unwrap_err());
+        assert!(error.contains(expected), "{error}");
+    }
+    // Half of the weights, and no copies.
+    let bytes = |config: &TrainConfig| MemoryPlan::new(&model(), config, 10, 0).unwrap().weights;
+    assert_eq!(3 * bytes(&config(ComputeDType::Bf16, None)), bytes(&plain));
 }
 
 #[test]

@@ -3,7 +3,7 @@
 use std::fs;
 use std::path::Path;
 
-use candle_core::{Device, Tensor};
+use candle_core::{DType, Device, Tensor};
 use candle_grpo_loss::{PaddedTokens, PolicyLoss};
 use candle_grpo_nn::{AdamWConfig, DecoderConfig, ModelType, Parameters};
 use candle_grpo_test_support::{TINY_DECODER, device, on_ranks};
@@ -173,6 +173,8 @@ pub(crate) fn sampler(config: SamplingConfig) -> Sampler {
 pub(crate) fn max_difference(a: &Tensor, b: &Tensor) -> f32 {
     let difference = (a - b).unwrap().abs().unwrap();
     difference
+        .to_dtype(DType::F32)
+        .unwrap()
         .flatten_all()
         .unwrap()
         .max(0)

@@ -14,6 +14,7 @@ use candle_grpo_core::{
     GroupFilter, KlController, NormLevel, ScoreResampling,
 };
 use candle_grpo_loss::{AdaptiveEntropy, KlLoss, Recipe};
+use candle_grpo_nn::optim::MasterWeights;
 use candle_grpo_nn::{LoraConfig, Parameters};
 use candle_grpo_test_support::device;
 use candle_grpo_train::learn::{LearningRateSchedule, ReferenceRefresh};
@@ -101,6 +102,14 @@ fn chosen() -> TrainConfig {
     config
 }
 
+/// Weights without an f32 master, whose rounding is random.
+fn rounded() -> TrainConfig {
+    let mut config = config();
+    config.compute_dtype = ComputeDType::Bf16;
+    config.optimizer.master_weights = MasterWeights::Bf16;
+    config
+}
+
 fn save(trainer: &Trainer, folder: &Path) {
     trainer
         .write_checkpoint(folder, &pretrained(), ComputeDType::F32)
@@ -123,6 +132,7 @@ fn assert_equal(a: &Parameters, b: &Parameters) {
 #[case::controllers(controllers())]
 #[case::critic(critic())]
 #[case::chosen(chosen())]
+#[case::rounded(rounded())]
 fn a_resumed_run_is_bit_identical_to_an_uninterrupted_one(#[case] config: TrainConfig) {
     let folder = tempfile::tempdir().unwrap();
     let mut whole = trainer(digest, config.clone());

@@ -10,7 +10,8 @@ use crate::common::{
 use anyhow::Result;
 use candle_grpo_core::{AdvantageConfig, GroupFilter, SingletonGroup};
 use candle_grpo_loss::Recipe;
-use candle_grpo_nn::AdamWConfig;
+use candle_grpo_nn::optim::MasterWeights;
+use candle_grpo_nn::{AdamWConfig, ComputeDType};
 use candle_grpo_train::learn::{LearningRateSchedule, OldLogProbs};
 use candle_grpo_train::progress::{NoProgress, Phase};
 use candle_grpo_train::rewards::Score;
@@ -70,13 +71,21 @@ fn the_same_seed_gives_a_bit_identical_run() {
 }
 
 #[rstest]
-#[case(OldLogProbs::Recompute)]
-#[case(OldLogProbs::Sampler)]
-fn the_mean_reward_rises(#[case] old_log_probs: OldLogProbs) {
-    let config = TrainConfig {
+#[case(OldLogProbs::Recompute, MasterWeights::F32)]
+#[case(OldLogProbs::Sampler, MasterWeights::F32)]
+#[case(OldLogProbs::Recompute, MasterWeights::Bf16)]
+fn the_mean_reward_rises(
+    #[case] old_log_probs: OldLogProbs,
+    #[case] master_weights: MasterWeights,
+) {
+    let mut config = TrainConfig {
         old_log_probs,
         ..config()
     };
+    config.optimizer.master_weights = master_weights;
+    if master_weights == MasterWeights::Bf16 {
+        config.compute_dtype = ComputeDType::Bf16;
+    }
     let mut trainer = try_trainer(share_of_a, config).unwrap();
     let rewards: Vec<f64> = (0..40)
         .map(|_| trainer.step().unwrap().reward_mean)

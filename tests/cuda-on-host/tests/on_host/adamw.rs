@@ -4,8 +4,9 @@ use candle_core::{DType, Device, Result, Tensor, Var, WithDType};
 use candle_grpo_cuda_on_host::{
     Buffer, Expected, Grid, ORDERS, adamw as launch, adamw_quantized as launch_quantized,
 };
-use candle_grpo_kernels::{AdamWStep, AdamWTensors, adamw, moment_blocks, moment_codes};
+use candle_grpo_kernels::{AdamWStep, AdamWTensors, Rounding, adamw, moment_blocks, moment_codes};
 use candle_grpo_test_support::{noise, numbers};
+use half::bf16;
 
 const BETA1: f64 = 0.9;
 const BETA2: f64 = 0.99;
@@ -84,6 +85,7 @@ fn check<T: WithDType>(
     let tensors = AdamWTensors {
         parameter: &p_on_cpu,
         master: (has_master && !is_own_master).then_some(master_on_cpu.as_tensor()),
+        rounding: Rounding::Nearest,
         average: &m_on_cpu,
         square: &v_on_cpu,
         gradient: &if like {
@@ -139,6 +141,8 @@ fn check<T: WithDType>(
                 n as u64,
                 blocks | dtypes << 32,
                 u64::from((KEEP as f32).to_bits()),
+                0,
+                0,
             ]);
             blocks += n.div_ceil(CHUNK) as u64;
         };
@@ -188,6 +192,7 @@ fn check<T: WithDType>(
                 EPSILON as f32,
                 step_size() as f32,
                 (1.0 / root_correction()) as f32,
+                STEP as u32,
             )
         }
         .unwrap();
@@ -258,6 +263,7 @@ fn check_blocks<T: WithDType>(
     let tensors = AdamWTensors {
         parameter: &p_on_cpu,
         master: has_master.then_some(master_on_cpu.as_tensor()),
+        rounding: Rounding::Nearest,
         average: &m_on_cpu,
         square: &v_on_cpu,
         gradient: &match like {
@@ -310,6 +316,8 @@ fn check_blocks<T: WithDType>(
             n as u64,
             (dtype + if like { 4 } else { 0 }) << 32,
             u64::from((KEEP as f32).to_bits()),
+            0,
+            0,
         ]);
         let maps = Buffer::new(&maps);
         // SAFETY: the list has the addresses of buffers of n elements and of their blocks.
@@ -328,6 +336,7 @@ fn check_blocks<T: WithDType>(
                 EPSILON as f32,
                 step_size() as f32,
                 (1.0 / root_correction()) as f32,
+                STEP as u32,
             )
         }
         .unwrap();
@@ -376,4 +385,123 @@ mod quantized {
     }
 
     each_dtype!(equals_the_cpu_path: f32 1e-5, bf16 4e-3, f16 6e-4);
+}
+
+/// Checks the random rounding of `n` elements that only decay: their products have the same bits in
+/// the kernel and on the CPU path. The step begins after `first` elements of the parameter.
+fn check_random(n: usize, first: u64, quantized: bool) -> Result<()> {
+    const KEY: u64 = 0x0123_4567_89ab_cdef;
+    let p: Vec<bf16> = noise(n, 1).iter().map(|x| bf16::from_f64(*x)).collect();
+    let cpu = &Device::Cpu;
+    let p_on_cpu = Var::from_slice(&p, n, cpu)?;
+    let moment = || match quantized {
+        true => Var::zeros(moment_blocks(n), DType::U8, cpu),
+        false => Var::zeros(n, DType::F32, cpu),
+    };
+    let (m_on_cpu, v_on_cpu) = (moment()?, moment()?);
+    let tensors = AdamWTensors {
+        parameter: &p_on_cpu,
+        master: None,
+        rounding: Rounding::Stochastic { key: KEY, first },
+        average: &m_on_cpu,
+        square: &v_on_cpu,
+        gradient: &Tensor::zeros(n, DType::F32, cpu)?,
+        weight_decay: WEIGHT_DECAY,
+    };
+    let step = AdamWStep {
+        learning_rate: LEARNING_RATE,
+        beta1: BETA1,
+        beta2: BETA2,
+        epsilon: EPSILON,
+        step: STEP as usize,
+        gradient_factor: FACTOR,
+    };
+    adamw(&[tensors], &step)?;
+    let expected = p_on_cpu.to_vec1::<bf16>()?;
+    let nearest = |x: &bf16| bf16::from_f32(x.to_f32() * KEEP as f32);
+    let differ = p.iter().zip(&expected).filter(|(p, e)| nearest(p) != **e);
+    assert!(n < 100 || differ.count() > n / 8);
+
+    for order in ORDERS {
+        let mut parameter = Buffer::new(&p);
+        let bytes = if quantized {
+            moment_blocks(n).elem_count()
+        } else {
+            4 * n
+        };
+        let (mut average, mut square) = (
+            Buffer::new(&vec![0u8; bytes]),
+            Buffer::new(&vec![0u8; bytes]),
+        );
+        let g = Buffer::new(&vec![0f32; n]);
+        let list = Buffer::new(&[
+            parameter.as_mut_ptr().addr() as u64,
+            0,
+            average.as_mut_ptr().addr() as u64,
+            square.as_mut_ptr().addr() as u64,
+            g.as_ptr().addr() as u64,
+            n as u64,
+            (1 + 8) << 32,
+            u64::from((KEEP as f32).to_bits()),
+            KEY,
+            first / 8,
+        ]);
+        let maps = Buffer::new(&moment_codes().concat());
+        let grid = |chunk: usize| Grid::new(n.div_ceil(chunk) as u32, 256);
+        let [beta1, beta2, epsilon] = [BETA1 as f32, BETA2 as f32, EPSILON as f32];
+        let [rest1, rest2] = [(1.0 - BETA1) as f32, (1.0 - BETA2) as f32];
+        let [size, root] = [step_size() as f32, (1.0 / root_correction()) as f32];
+        let (factor, number) = (FACTOR as f32, STEP as u32);
+        // SAFETY: the list has the addresses of buffers of n elements, or of their blocks.
+        unsafe {
+            match quantized {
+                true => launch_quantized(
+                    grid(2048),
+                    order,
+                    list.as_ptr(),
+                    maps.as_ptr(),
+                    1,
+                    factor,
+                    beta1,
+                    rest1,
+                    beta2,
+                    rest2,
+                    epsilon,
+                    size,
+                    root,
+                    number,
+                ),
+                false => launch(
+                    grid(CHUNK),
+                    order,
+                    list.as_ptr(),
+                    1,
+                    factor,
+                    beta1,
+                    rest1,
+                    beta2,
+                    rest2,
+                    epsilon,
+                    size,
+                    root,
+                    number,
+                ),
+            }
+        }
+        .unwrap();
+        assert_eq!(parameter[..], expected, "{n} elements after {first}");
+    }
+    Ok(())
+}
+
+#[test]
+fn random_rounding_has_the_bits_of_the_cpu_path() -> Result<()> {
+    for n in [1, 4, 7, 13, 255, 4101, 9001] {
+        for first in [0, 8, 1 << 40] {
+            for quantized in [false, true] {
+                check_random(n, first, quantized)?;
+            }
+        }
+    }
+    Ok(())
 }

@@ -1,13 +1,15 @@
 //! The composed twin of [`adamw`](crate::adamw()).
 
-use candle_core::{Result, Tensor};
+use candle_core::{Device, Result, Tensor};
+use half::bf16;
 
 use super::moments::{CodeMap, SIGNED, UNSIGNED};
+use super::rounding::{Random, stochastic};
 use super::{AdamWStep, AdamWTensors, check_arguments};
 use crate::precision::arithmetic_dtype;
 
 /// [`adamw`](crate::adamw()) in plain Candle operations. Moments in blocks are converted on the
-/// CPU.
+/// CPU, and parameters are rounded at random there.
 pub fn adamw(parameters: &[AdamWTensors], step: &AdamWStep) -> Result<()> {
     check_arguments(parameters, step)?;
     parameters
@@ -47,7 +49,22 @@ pub(crate) fn unchecked(tensors: &AdamWTensors, step: &AdamWStep) -> Result<()> 
     if let Some(master) = tensors.master {
         write(master, &p)?;
     }
-    write(tensors.parameter, &p.to_dtype(tensors.parameter.dtype())?)
+    let p = match tensors.random(step) {
+        None => p.to_dtype(tensors.parameter.dtype())?,
+        Some((random, eight)) => rounded_at_random(&p, random, eight)?,
+    };
+    write(tensors.parameter, &p)
+}
+
+fn rounded_at_random(p: &Tensor, random: Random, eight: u64) -> Result<Tensor> {
+    let values = p.to_device(&Device::Cpu)?.flatten_all()?.to_vec1::<f32>()?;
+    let mut numbers = vec![0; values.len()];
+    random.fill(eight, &mut numbers);
+    let rounded = values.iter().zip(numbers);
+    let rounded: Vec<bf16> = rounded
+        .map(|(&value, number)| stochastic(value, number))
+        .collect();
+    Tensor::from_vec(rounded, p.shape(), &Device::Cpu)?.to_device(p.device())
 }
 
 /// Replaces the elements of `tensor`.

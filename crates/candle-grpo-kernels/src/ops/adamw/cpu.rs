@@ -1,9 +1,11 @@
 //! The CPU path of [`adamw`](crate::adamw()).
 
 use candle_core::{CpuStorage, Result, Tensor, bail};
+use half::bf16;
 use rayon::prelude::*;
 
 use super::moments::{self, SIGNED, UNSIGNED};
+use super::rounding::{EIGHT, Random, stochastic};
 use super::{AdamWStep, AdamWTensors, Narrow};
 use crate::cpu::element::Element;
 use crate::cpu::instructions::vectors;
@@ -27,7 +29,8 @@ pub(crate) fn step(parameters: &[&AdamWTensors], step: &AdamWStep) -> Result<()>
                     slice::write_storage(tensors.parameter, |storage, range| {
                         with_floats!(storage, "parameter", parameter => {
                             let parameter = &mut parameter[range];
-                            let state = State { average, square, master };
+                            let random = tensors.random(step);
+                            let state = State { average, square, master, random };
                             let (storage, layout) = gradient.storage_and_layout();
                             let range = slice::range(layout)?;
                             with_floats!(slice::on_cpu(&storage)?, "gradient", gradient => {
@@ -85,6 +88,7 @@ struct State<'a> {
     average: Moment<'a>,
     square: Moment<'a>,
     master: Option<&'a mut [f32]>,
+    random: Option<(Random, u64)>,
 }
 
 impl State<'_> {
@@ -99,19 +103,22 @@ impl State<'_> {
             None => (0..count).map(|_| None).collect(),
             Some(master) => master.chunks_mut(CHUNK).map(Some).collect(),
         };
+        let random = self.random;
         parameter
             .par_chunks_mut(CHUNK)
             .zip(masters)
             .zip(self.average.chunks())
             .zip(self.square.chunks())
             .zip(gradient.par_chunks(CHUNK))
-            .for_each(|((((p, master), m), v), g)| {
+            .enumerate()
+            .for_each(|(at, ((((p, master), m), v), g))| {
+                let random = after(random, at * CHUNK);
                 vectors().dispatch(|| match (m, v) {
                     (Moment::Numbers(m), Moment::Numbers(v)) => {
-                        coefficients.update(p, master, m, v, g);
+                        coefficients.update(p, master, random, m, v, g);
                     }
                     (Moment::Blocks(m), Moment::Blocks(v)) => {
-                        coefficients.update_quantized(p, master, m, v, g);
+                        coefficients.update_quantized(p, master, random, m, v, g);
                     }
                     // Both moments have one form.
                     _ => {}
@@ -120,18 +127,24 @@ impl State<'_> {
     }
 }
 
+/// The random numbers after those of `elements`, a multiple of 8.
+fn after(random: Option<(Random, u64)>, elements: usize) -> Option<(Random, u64)> {
+    random.map(|(random, eight)| (random, eight + elements as u64 / EIGHT))
+}
+
 impl Narrow {
     #[inline(always)]
     fn update<P: Element, G: Element>(
         &self,
         parameter: &mut [P],
         master: Option<&mut [f32]>,
+        random: Option<(Random, u64)>,
         average: &mut [f32],
         square: &mut [f32],
         gradient: &[G],
     ) {
         match master {
-            None => self.update_rounded(parameter, average, square, gradient),
+            None => self.update_rounded(parameter, random, average, square, gradient),
             Some(master) => self.update_master(parameter, master, average, square, gradient),
         }
     }
@@ -142,6 +155,7 @@ impl Narrow {
         &self,
         parameter: &mut [P],
         mut master: Option<&mut [f32]>,
+        random: Option<(Random, u64)>,
         average: &mut [u8],
         square: &mut [u8],
         gradient: &[G],
@@ -160,7 +174,7 @@ impl Narrow {
             let first = at * moments::NUMBERS;
             let master = master.as_deref_mut();
             let master = master.map(|master| &mut master[first..first + p.len()]);
-            self.update(p, master, m, v, g);
+            self.update(p, master, after(random, first), m, v, g);
             signed.write(m, average);
             unsigned.write(v, square);
         }
@@ -171,6 +185,7 @@ impl Narrow {
     fn update_rounded<P: Element, G: Element>(
         &self,
         parameter: &mut [P],
+        random: Option<(Random, u64)>,
         average: &mut [f32],
         square: &mut [f32],
         gradient: &[G],
@@ -181,7 +196,7 @@ impl Narrow {
             .zip(average.chunks_mut(BLOCK))
             .zip(square.chunks_mut(BLOCK))
             .zip(gradient.chunks(BLOCK));
-        for (((p, m), v), g) in blocks {
+        for (at, (((p, m), v), g)) in blocks.enumerate() {
             if let Some(weights) = P::as_f32_mut(p) {
                 self.update_block(weights, m, v, g);
                 continue;
@@ -189,7 +204,10 @@ impl Narrow {
             let weights = &mut buffer[..p.len()];
             P::widen(p, weights);
             self.update_block(weights, m, v, g);
-            round(weights, p);
+            match (after(random, at * BLOCK), P::as_bf16_mut(p)) {
+                (Some((random, eight)), Some(p)) => round_at_random(weights, random, eight, p),
+                _ => round(weights, p),
+            }
         }
     }
 
@@ -249,5 +267,15 @@ impl Narrow {
 fn round<P: Element>(weights: &[f32], parameter: &mut [P]) {
     for (parameter, &weight) in parameter.iter_mut().zip(weights) {
         *parameter = P::nearest(weight);
+    }
+}
+
+#[inline(always)]
+fn round_at_random(weights: &[f32], random: Random, eight: u64, parameter: &mut [bf16]) {
+    let mut numbers = [0; BLOCK];
+    let numbers = &mut numbers[..weights.len()];
+    random.fill(eight, numbers);
+    for ((parameter, &weight), &number) in parameter.iter_mut().zip(weights).zip(&*numbers) {
+        *parameter = stochastic(weight, number);
     }
 }

@@ -49,7 +49,11 @@ fn launch(parameters: &[&AdamWTensors], device: &CudaDevice, step: &AdamWStep) -
             tensors.parameter.elem_count() as u64,
         ];
         let is_like = gradient.dtype() == dtype;
-        let dtypes = dtype_number(dtype)? + if is_like { 4 } else { 0 };
+        let random = tensors.random(step);
+        let dtypes = dtype_number(dtype)?
+            + if is_like { 4 } else { 0 }
+            + if random.is_some() { 8 } else { 0 };
+        let (key, eight) = random.map_or((0, 0), |(random, eight)| (random.key, eight));
         let keep = Narrow::from(step.coefficients(tensors.weight_decay)).keep;
         let blocks = tensors.parameter.elem_count().div_ceil(chunk);
         list.push(blocks, |first_block| {
@@ -57,13 +61,15 @@ fn launch(parameters: &[&AdamWTensors], device: &CudaDevice, step: &AdamWStep) -
             let dtypes = word(first_block, dtypes);
             let keep = word(keep.to_bits(), 0);
             [
-                parameter, master, average, square, gradient, n, dtypes, keep,
+                parameter, master, average, square, gradient, n, dtypes, keep, key, eight,
             ]
         })?;
     }
     let (blocks, count) = (grid(list.blocks, THREADS)?, list.rows);
     let list = list.upload(device)?;
     let c = Narrow::from(step.coefficients(0.0));
+    // Only stochastic rounding reads it, for which it is checked.
+    let number = step.step as u32;
     if is_quantized {
         let maps = device.clone_htod(&moments::moment_codes().concat())?;
         // SAFETY: the list has the addresses of tensors of n elements and of their blocks (master
@@ -83,6 +89,7 @@ fn launch(parameters: &[&AdamWTensors], device: &CudaDevice, step: &AdamWStep) -
                 epsilon: c.epsilon,
                 step_size: c.step_size,
                 inverse_root_correction: c.inverse_root_correction,
+                number,
             }
             .launch(device, blocks)
         };
@@ -103,6 +110,7 @@ fn launch(parameters: &[&AdamWTensors], device: &CudaDevice, step: &AdamWStep) -
             epsilon: c.epsilon,
             step_size: c.step_size,
             inverse_root_correction: c.inverse_root_correction,
+            number,
         }
         .launch(device, blocks)
     }

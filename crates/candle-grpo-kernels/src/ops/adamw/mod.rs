@@ -5,10 +5,12 @@ mod cpu;
 #[cfg(feature = "cuda")]
 mod cuda;
 pub(crate) mod moments;
+pub(crate) mod rounding;
 
 use candle_core::{DType, Result, Tensor, bail};
 
 use self::moments::moment_blocks;
+use self::rounding::{EIGHT, Random, Rounding};
 use crate::precision::arithmetic_dtype;
 use crate::{check, path};
 
@@ -19,8 +21,12 @@ pub struct AdamWTensors<'a> {
     /// The parameter, of any float dtype: a variable, or a contiguous part of one.
     pub parameter: &'a Tensor,
     /// The master copy of a bf16 or f16 parameter, in f32. The step updates the master and rounds
-    /// it to the parameter. Without a master, steps below the precision of the dtype are lost.
+    /// it to the parameter. Without a master, steps below the precision of the dtype are lost,
+    /// unless [`Self::rounding`] is stochastic.
     pub master: Option<&'a Tensor>,
+    /// The rounding to the dtype of the parameter. A parameter with a master needs
+    /// [`Rounding::Nearest`].
+    pub rounding: Rounding,
     /// The moving average of gradients, in f32 (f64 for an f64 parameter), or in blocks of 8-bit
     /// codes, see [`moment_blocks`].
     pub average: &'a Tensor,
@@ -72,7 +78,7 @@ pub struct AdamWStep {
 ///
 /// ```
 /// use candle_core::{DType, Device, Tensor, Var};
-/// use candle_grpo_kernels::{AdamWStep, AdamWTensors, adamw};
+/// use candle_grpo_kernels::{AdamWStep, AdamWTensors, Rounding, adamw};
 ///
 /// let parameter = Var::new(&[1f32, 1.], &Device::Cpu)?;
 /// let (average, square) = (parameter.zeros_like()?, parameter.zeros_like()?);
@@ -80,6 +86,7 @@ pub struct AdamWStep {
 /// let tensors = AdamWTensors {
 ///     parameter: &parameter,
 ///     master: None,
+///     rounding: Rounding::Nearest,
 ///     average: &average,
 ///     square: &square,
 ///     gradient: &Tensor::new(&[0.5f32, -2.], &Device::Cpu)?,
@@ -122,6 +129,12 @@ pub(crate) fn check_arguments(parameters: &[AdamWTensors], step: &AdamWStep) -> 
     step.check()?;
     for tensors in parameters {
         tensors.check()?;
+        if tensors.rounding != Rounding::Nearest && u32::try_from(step.step).is_err() {
+            bail!(
+                "step: {}, must be below 2^32 for stochastic rounding",
+                step.step
+            );
+        }
     }
     let written: Vec<&Tensor> = parameters.iter().flat_map(AdamWTensors::written).collect();
     let read: Vec<&Tensor> = parameters.iter().map(|tensors| tensors.gradient).collect();
@@ -227,8 +240,42 @@ impl AdamWTensors<'_> {
         self.average.dtype() == DType::U8
     }
 
+    /// Returns the random numbers of a step, and the number of eights of elements before the first
+    /// one. `None` if the parameter is rounded to nearest.
+    pub(crate) fn random(&self, step: &AdamWStep) -> Option<(Random, u64)> {
+        match self.rounding {
+            Rounding::Nearest => None,
+            Rounding::Stochastic { key, first } => {
+                let step = step.step as u32;
+                Some((Random { key, step }, first / EIGHT))
+            }
+        }
+    }
+
+    fn check_rounding(&self) -> Result<()> {
+        let Rounding::Stochastic { first, .. } = self.rounding else {
+            return Ok(());
+        };
+        if self.parameter.dtype() != DType::BF16 || self.master.is_some() {
+            let master = if self.master.is_some() {
+                " with a master"
+            } else {
+                ""
+            };
+            bail!(
+                "rounding: stochastic for a parameter of {:?}{master}, must be nearest, unless it is bf16 without a master",
+                self.parameter.dtype()
+            );
+        }
+        if !first.is_multiple_of(EIGHT) {
+            bail!("rounding: first {first}, must be a multiple of {EIGHT}");
+        }
+        Ok(())
+    }
+
     fn check(&self) -> Result<()> {
         check::float("parameter", self.parameter)?;
+        self.check_rounding()?;
         check::not_negative("weight_decay", self.weight_decay)?;
         let state = arithmetic_dtype(self.parameter.dtype());
         let half = !matches!(self.parameter.dtype(), DType::F32 | DType::F64);
