@@ -50,7 +50,7 @@ pub(crate) fn unchecked(tensors: &AdamWTensors, step: &AdamWStep) -> Result<()> 
     write(tensors.parameter, &p.to_dtype(tensors.parameter.dtype())?)
 }
 
-/// Replaces the elements of `tensor`.
+/// Overwrites `tensor`.
 fn write(tensor: &Tensor, values: &Tensor) -> Result<()> {
     let tensor = tensor.detach().flatten_all()?;
     tensor.slice_set(&values.flatten_all()?, 0, 0)
