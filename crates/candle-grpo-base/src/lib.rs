@@ -32,7 +32,7 @@ pub use progress::{Interrupted, NoProgress, Progress};
 pub use server_url::check_server_url;
 pub use template::Template;
 
-/// Compiles the README example.
+/// Runs the README example as a doc test.
 #[cfg(doctest)]
 #[doc = include_str!("../README.md")]
 struct Readme;

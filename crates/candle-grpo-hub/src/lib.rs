@@ -72,7 +72,7 @@ impl fmt::Display for TransferError {
 
 impl std::error::Error for TransferError {}
 
-/// Compiles the README example.
+/// Runs the README example as a doc test.
 #[cfg(all(doctest, feature = "client"))]
 #[doc = include_str!("../README.md")]
 struct Readme;

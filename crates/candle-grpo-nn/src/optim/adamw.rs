@@ -31,7 +31,7 @@ pub struct AdamWConfig {
     /// Decoupled weight decay: each step multiplies a parameter by `1 - learning_rate *
     /// weight_decay`, as in PyTorch. Default 0.01.
     pub weight_decay: f64,
-    /// Selects the parameters that decay: `matrices` (in linear layers) or `all`.
+    /// Parameters that decay: `matrices` (in linear layers) or `all`.
     pub decay: DecayRule,
     /// State storage in memory: `f32`, or `8bit` (blocks with a shared scale).
     pub state: StateForm,
