@@ -332,7 +332,7 @@ fn another_format_is_named(#[case] contents: &[u8], #[case] words: &str) {
         error.contains("data.jsonl: ") && error.contains(words),
         "{error}"
     );
-    // The command does not write over the file.
+    // The command does not overwrite the file.
     assert!(error.contains("to convert it: "), "{error}");
     let is_written = error.contains("data.converted.jsonl") || error.contains("unzip ");
     assert!(is_written, "{error}");
@@ -650,7 +650,7 @@ fn a_prompt_that_is_the_same_for_all_rows_is_an_error() {
         ..config.clone()
     };
     assert_eq!(prefilled.load(0).unwrap().train.len(), 2);
-    // One row, as often as it is there, is a choice.
+    // One row, however often it occurs, is one choice.
     fs::write(&path, "{\"a\": 1}\n{\"a\": 1}\n").unwrap();
     assert_eq!(config.load(0).unwrap().train.len(), 2);
 }
