@@ -18,7 +18,7 @@ const SYNTAX: [(&str, &str); 15] = [
         "control character",
         "a control character in a text must be escaped",
     ),
-    ("invalid escape", "a backslash must begin an escape of JSON"),
+    ("invalid escape", "a backslash must begin a JSON escape"),
     ("lone leading surrogate", SURROGATE),
     ("unexpected end of hex escape", SURROGATE),
     ("invalid number", "a number is not valid"),

@@ -69,7 +69,7 @@ impl Template {
                         }
                     }
                     if name.is_empty() {
-                        return wrong("have the name of a column in each pair of braces");
+                        return wrong("contain a column name in each pair of braces");
                     }
                     parts.push(Part::Text(std::mem::take(&mut plain)));
                     parts.push(Part::Column(name));

@@ -138,11 +138,11 @@ impl<'a> Client<'a> {
         })?;
         let wrong = |what: &str| {
             Failure::Other(anyhow::anyhow!(
-                "{url}: {what}; HF_ENDPOINT must be the address of a hub"
+                "{url}: {what}; HF_ENDPOINT must be a hub's URL"
             ))
         };
-        let found: Repository = serde_json::from_slice(&text)
-            .map_err(|_| wrong("is no description of a repository"))?;
+        let found: Repository =
+            serde_json::from_slice(&text).map_err(|_| wrong("does not describe a repository"))?;
         if !super::cache::is_commit(&found.sha) {
             return Err(wrong("has no commit"));
         }
@@ -159,7 +159,7 @@ impl<'a> Client<'a> {
     fn read_list(&self, url: &str, answer: Answer) -> Result<Vec<u8>, Failure> {
         let begun = Instant::now();
         let too_much = |what: String| {
-            let message = format!("{}: the list of files {what}", shown(url));
+            let message = format!("{}: the file list {what}", shown(url));
             Failure::Other(TransferError(message).into())
         };
         let mut body = answer.response.into_body().into_reader();
@@ -179,7 +179,7 @@ impl<'a> Client<'a> {
                 Ok(read) => list.extend_from_slice(&buffer[..read]),
                 Err(error) if error.kind() == ErrorKind::Interrupted => {}
                 Err(error) => {
-                    let failure = format!("{}: the list of files broke off: {error}", shown(url));
+                    let failure = format!("{}: the file list was interrupted: {error}", shown(url));
                     return Err(Failure::transient(failure));
                 }
             }

@@ -71,7 +71,7 @@ impl Remote {
     fn disk_failure(&self, error: &io::Error, blob: &Path) -> Failure {
         let folder = blob.parent().unwrap_or(blob).display();
         let size = match self.size {
-            Some(size) => format!(" of {size} bytes"),
+            Some(size) => format!(" ({size} bytes)"),
             None => String::new(),
         };
         let hint = match error.kind() {
@@ -145,7 +145,7 @@ impl Download<'_> {
         let broken = |error: String, length| {
             let file = &self.remote.url;
             Failure::transient(format!(
-                "{file}: the transfer broke off after {length} bytes: {error}"
+                "{file}: the transfer was interrupted after {length} bytes: {error}"
             ))
         };
         loop {
@@ -164,7 +164,7 @@ impl Download<'_> {
             let limit = self.client.hub.unsized_limit;
             if self.remote.size.is_none() && length > limit {
                 return Err(self.wrong(format!(
-                    "more than {limit} bytes of a file whose size it does not name"
+                    "more than {limit} bytes for a file whose size it does not report"
                 )));
             }
             let written = self.part.file.write_all(bytes);
@@ -209,7 +209,7 @@ impl Download<'_> {
 
     fn wrong(&self, what: String) -> Failure {
         let message = format!(
-            "{}: the server sent other contents: {what}",
+            "{}: the server sent different contents: {what}",
             self.remote.url
         );
         Failure::Other(Error::new(TransferError(message)))
@@ -236,7 +236,7 @@ pub(super) fn describe(
     let remote = || -> Result<Remote> {
         let etag = answer
             .etag
-            .context("the server sends no ETag; HF_ENDPOINT must be the address of a hub")?;
+            .context("the server sends no ETag; HF_ENDPOINT must be a hub's URL")?;
         let is_name = |c: char| c.is_ascii_alphanumeric() || matches!(c, '-' | '_' | '.');
         let is_valid = !etag.is_empty() && etag.chars().all(is_name) && !etag.starts_with('.');
         if !is_valid {

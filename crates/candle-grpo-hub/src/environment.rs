@@ -100,7 +100,7 @@ impl<F: Fn(&str) -> Option<OsString>> Variables<F> {
             .iter()
             .find_map(|name| self.value(name));
         let home =
-            home.context("HF_HOME: absent, and so is HOME, must be the folder of the cache")?;
+            home.context("HF_HOME: not set, and neither is HOME; must be the cache folder")?;
         Ok(PathBuf::from(home))
     }
 
@@ -144,7 +144,7 @@ fn valid(place: &str, token: &str) -> Result<Option<String>> {
     let token = token.trim();
     ensure!(
         token.bytes().all(|byte| byte.is_ascii_graphic()),
-        "{place}: must be a token of printable ASCII characters"
+        "{place}: must be a token with only printable ASCII characters"
     );
     Ok((!token.is_empty()).then(|| token.to_owned()))
 }

@@ -101,7 +101,7 @@ impl Location<'_> {
         if self.content == HubContent::Data {
             ensure!(
                 name.file().is_some(),
-                "{name}: must end in a file of the repository, as in {name}/train.jsonl"
+                "{name}: must end in a file in the repository, as in {name}/train.jsonl"
             );
             return Ok(());
         }
@@ -139,7 +139,7 @@ impl Location<'_> {
         let listing = match (self.client.listing(self.name, self.revision, tries), cached) {
             (Err(Failure::Transient { message, .. }), Some(located)) => {
                 tracing::warn!(
-                    "{}: {message}; using commit {} of the cache",
+                    "{}: {message}; using commit {} from the cache",
                     self.name,
                     located.commit
                 );
@@ -354,7 +354,7 @@ impl Location<'_> {
         let page = format!("{endpoint}/{kind}{id}");
         let token = match &self.hub.token {
             Some(_) => {
-                "the token of HF_TOKEN, or of the file `token` in HF_HOME, has no access to it"
+                "the token in HF_TOKEN, or in the file `token` in HF_HOME, has no access to it"
             }
             None => "no token is given: set HF_TOKEN, or log in with `hf auth login`",
         };
@@ -368,9 +368,9 @@ impl Location<'_> {
                 format!("access is restricted: accept its conditions on {page}; {token}")
             }
             (_, "RevisionNotFound") => format!("has no revision {}", self.revision),
-            (_, "EntryNotFound") => "a file of the repository does not exist".to_owned(),
+            (_, "EntryNotFound") => "a file in the repository does not exist".to_owned(),
             (401, _) if message.starts_with("Invalid credentials") => {
-                "the token of HF_TOKEN, or of the file `token` in HF_HOME, is not valid".to_owned()
+                "the token in HF_TOKEN, or in the file `token` in HF_HOME, is not valid".to_owned()
             }
             (401 | 404, _) => format!(
                 "there is no such file or folder, and {endpoint} has no such repository, or it is private; {token}"

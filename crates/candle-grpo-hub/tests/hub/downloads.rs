@@ -426,7 +426,7 @@ fn redirects_within_the_hub_are_followed_with_the_token() {
     false,
     "hf://a/b",
     "http",
-    "the token of HF_TOKEN, or of the file `token` in HF_HOME, has no access"
+    "the token in HF_TOKEN, or in the file `token` in HF_HOME, has no access"
 )]
 #[case::gated(
     None,
@@ -608,7 +608,7 @@ fn a_file_that_has_changed_in_the_middle_is_not_joined() {
 #[case::longer(bytes(1, 700_001), "bytes, must be 700000")]
 #[case::shorter(
     bytes(1, 699_999),
-    "the transfer broke off after 699999 bytes: the file has 700000"
+    "the transfer was interrupted after 699999 bytes: the file has 700000"
 )]
 fn other_contents_than_announced_are_refused(#[case] sent: Vec<u8>, #[case] words: &str) {
     let test = Test::new();
@@ -660,7 +660,7 @@ fn headers_that_contradict_the_commit_are_refused(
 }
 
 #[rstest]
-#[case::not_json("<html>", "is no description of a repository")]
+#[case::not_json("<html>", "does not describe a repository")]
 #[case::no_commit(r#"{"sha": "main", "siblings": []}"#, "has no commit")]
 fn a_server_that_is_no_hub_is_named(#[case] body: &'static str, #[case] words: &str) {
     let test = Test::new();
@@ -868,7 +868,7 @@ fn a_file_without_a_size_is_bounded() {
     };
     let error = error(&bounded, "a/b");
     assert!(error.is::<TransferError>(), "{error:#}");
-    let words = "more than 2999 bytes of a file whose size it does not name";
+    let words = "more than 2999 bytes for a file whose size it does not report";
     assert!(format!("{error:#}").contains(words), "{error:#}");
     let roomy = Hub {
         unsized_limit: 3000,
@@ -887,7 +887,7 @@ fn the_list_of_files_has_a_limit_of_time() {
     let error = error(&hub, "a/b");
     assert!(error.is::<TransferError>(), "{error:#}");
     assert!(
-        format!("{error:#}").ends_with("the list of files takes more than 0 s"),
+        format!("{error:#}").ends_with("the file list takes more than 0 s"),
         "{error:#}"
     );
 }

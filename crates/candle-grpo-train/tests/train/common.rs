@@ -102,7 +102,7 @@ pub(crate) fn sampling() -> SamplingConfig {
     }
 }
 
-/// A trainer for the tiny policy with five prompts. The policy trains in f32, at temperature 1.
+/// Configuration for a policy that trains in f32, at temperature 1.
 pub(crate) fn actor_config(policy_loss: PolicyLoss) -> ActorConfig {
     ActorConfig {
         policy_loss,

@@ -77,7 +77,7 @@ fn rows_have_the_lines_of_the_file() {
 #[case("{\"a\": 1} {\"b\": 2}", "nothing may follow the object at column 10")]
 #[case("{\"a\" 1}", "there must be a colon at column 6")]
 #[case("{\"a\": 1e999}", "a number is too large at column 11")]
-#[case("{\"a\": \"\\q\"}", "a backslash must begin an escape of JSON")]
+#[case("{\"a\": \"\\q\"}", "a backslash must begin a JSON escape")]
 #[case(
     "{\"a\": \"b\\ud83d\"}",
     "an escape from \\ud800 to \\udfff is half a character"
