@@ -1,22 +1,23 @@
-// One AdamW step of all parameters, in place. With an f32 master the kernel updates the master and
+// One AdamW step for all parameters, in place. With an f32 master the kernel updates the master and
 // rounds it to the parameter. Without a master (null) it updates the parameter in f32 and rounds
-// it, to nearest or, to bf16, at random, as src/ops/adamw/rounding.rs describes. Moments are f32, or blocks of 8-bit codes, which src/moments.rs describes.
+// it: to nearest, or a bf16 parameter at random (src/ops/adamw/rounding.rs). Moments are f32, or
+// blocks of 8-bit codes (src/ops/adamw/moments.rs).
 
 #include "math.cuh"
 #include "tensor_list.cuh"
 
 constexpr int THREADS = 256;
-// Elements of a block. A thread takes four at a time.
+// Elements per block. A thread processes four at a time.
 constexpr int CHUNK = THREADS * 16;
 
-// Numbers and bytes of a block of codes: the codes, and their scale.
+// Values and bytes in a block of codes: the codes, and their scale.
 constexpr int NUMBERS = 256;
 constexpr int BYTES = NUMBERS + 4;
 constexpr int WARPS = THREADS / 32;
 constexpr int LANE_NUMBERS = NUMBERS / 32;
 
-// A parameter in the list. The gradient is in f32 or in the dtype of the parameter. Moments in
-// blocks of codes have their addresses in place of those of floats.
+// A parameter in the list. The gradient is f32 or has the parameter's dtype. Moments in blocks of
+// codes store their addresses in place of the floats'.
 struct Parameter {
     void *parameter;
     float *master, *average, *square;
@@ -26,7 +27,7 @@ struct Parameter {
     // The Dtype of the parameter, 4 more if the gradient has it too, and 8 more if a bf16 parameter
     // is rounded at random.
     uint32_t dtypes;
-    // The factor of weight decay.
+    // Weight decay factor.
     float keep;
     uint32_t unused;
     // The key of the random numbers, and the number of eights of elements before the first one.
@@ -41,8 +42,8 @@ struct Step {
     float gradient_factor, beta1, one_minus_beta1, beta2, one_minus_beta2, epsilon, step_size, inverse_root_correction;
     uint32_t number;
 
-    // Each rounding is written out. Otherwise the compiler may choose other fused operations for
-    // other dtypes, and the results would differ.
+    // Each rounding is explicit. Otherwise the compiler may fuse different operations for different
+    // dtypes, and the results would differ.
     __device__ __forceinline__ void update(float &p, float &m, float &v, float g, float keep) const {
         g = __fmul_rn(g, gradient_factor);
         m = __fmaf_rn(m, beta1, __fmul_rn(g, one_minus_beta1));
@@ -156,7 +157,7 @@ __device__ __forceinline__ float warp_max(float x) {
     return x;
 }
 
-// The code of the number of `map`, which ascends, that is nearest to x.
+// Returns the code in `map`, which ascends, whose value is nearest to x.
 __device__ __forceinline__ int nearest_code(const float *map, float x) {
     int low = 0, high = NUMBERS - 1;
     while (high - low > 1) {
@@ -167,8 +168,7 @@ __device__ __forceinline__ int nearest_code(const float *map, float x) {
     return x - map[low] <= map[high] - x ? low : high;
 }
 
-// A block of codes of a moment, whose numbers the lanes of a warp share: lane i has number i of
-// every 32.
+// A moment's block of codes, shared by the lanes in a warp: lane i has value i of every 32.
 struct Moment {
     uint8_t *block;
     float scale;
@@ -179,8 +179,8 @@ struct Moment {
 
     __device__ __forceinline__ float number(const float *map, int i) const { return map[block[i]] * scale; }
 
-    // Writes the `count` numbers of the block. All lanes have read theirs. `least` is the least
-    // code of a positive number.
+    // Writes the block's `count` values. All lanes must have read theirs. `least` is the smallest
+    // code with a positive value.
     __device__ __forceinline__ void write(const float *map, const float (&numbers)[LANE_NUMBERS], int count, int least) {
         const int lane = (int)threadIdx.x % 32;
         float largest = 0.0f;
@@ -249,8 +249,8 @@ __device__ __forceinline__ void update_block(const Parameter &row, const float *
     square.write(unsigned_map, v, count, 1);
 }
 
-// A step with moments in blocks of codes. `maps` has the numbers of the codes of the average, and
-// of the average of squares. A warp updates a block.
+// A step with moments in blocks of codes. `maps` holds the code values for the average, and for the
+// squared average. Each warp updates one block.
 extern "C" __global__ void __launch_bounds__(THREADS, 4)
     adamw_quantized(const uint64_t *list, const float *maps, uint32_t count, float gradient_factor, float beta1,
                     float one_minus_beta1, float beta2, float one_minus_beta2, float epsilon, float step_size,

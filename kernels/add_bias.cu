@@ -1,14 +1,14 @@
-// y = x + bias for rows x [n, columns], of up to three matrices with the same n. The gradient of a
-// bias, the sum of the rows.
+// y = x + bias for rows x [n, columns], from up to three matrices with the same n. Also the bias
+// gradient, which is the row sum.
 
 #include "column_sum.cuh"
 #include "element.cuh"
 
-// Rows of a block, a warp each.
+// Rows per block, a warp each.
 constexpr int ROWS = 8;
-// Packs of a thread, at a distance of a warp.
+// Packs per thread, a warp apart.
 constexpr int IN_FLIGHT = 4;
-// Warps of a block that sums rows.
+// Warps per block in the row sum.
 constexpr int WARPS = 32;
 
 template <typename T>
@@ -44,7 +44,7 @@ __device__ __forceinline__ void add(const T *x, const T *bias, T *y, uint32_t n,
     }
 }
 
-// Adds the sum of the rows of `gradient` [n, columns] to `sum`.
+// Adds the row sum of `gradient` [n, columns] to `sum`.
 template <typename T>
 __device__ __forceinline__ void add_rows(const T *gradient, float *sum, uint64_t n, int columns) {
     float total;

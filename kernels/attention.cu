@@ -1,19 +1,18 @@
-// Causal grouped-query attention on the tensor cores, forward and backward. The matrix of the
-// scores is never stored.
+// Causal grouped-query attention on the tensor cores, forward and backward. The score matrix is
+// never stored.
 //
-// The query heads that share a key head are the rows of one matrix: row r of a sequence is head r %
-// group at new position r / group. A block keeps some rows of its result and loads the other
-// operands in tiles, as in FlashAttention-2 (https://arxiv.org/abs/2307.08691). The forward pass
-// and the gradient of the queries keep queries and load keys. The gradient of keys and values keeps
-// keys and loads queries. One thread computes each sum in a fixed order without atomics, so results
-// are deterministic.
+// Query heads that share a key head form one matrix: row r in a sequence is head r % group at new
+// position r / group. A block keeps some rows of its result and loads the other operands in tiles,
+// as in FlashAttention-2 (https://arxiv.org/abs/2307.08691). The forward pass and the query
+// gradient keep queries and load keys. The key and value gradients keep keys and load queries. One
+// thread computes each sum in a fixed order without atomics, so results are deterministic.
 //
-// Scores and sums are f32. In bf16 and f16 the softmax weights and the gradients of the scores are
-// rounded to the dtype, like all operands of the tensor cores. All passes compute a score from the
-// same products in the same order. __fmul_rn rounds the scaled score and is never part of a fused
-// operation: if the last bit of a score is worth 1, another rounding gives another weight.
+// Scores and sums are f32. In bf16 and f16, softmax weights and score gradients are rounded to the
+// dtype, like all tensor core operands. All passes compute a score from the same products in the
+// same order. __fmul_rn rounds the scaled score and is never fused: where the last bit of a score
+// is worth 1, a different rounding would change the weight.
 //
-// OPTIONS adds a window and a soft cap of the scores. Kernels without it have no code for them.
+// OPTIONS adds a window and a soft cap for scores. Kernels without it contain no code for them.
 
 #include "copy.cuh"
 #include "divisor.cuh"

@@ -1,27 +1,26 @@
-// The tiles of `attention.cu`, for the launches.
+// Tile sizes in `attention.cu`, for the launches.
 
-/// Tiles of the kernels for a head dimension.
+/// The kernels' tiles for a head dimension.
 #[derive(Debug, Clone, Copy)]
 struct AttentionTiles {
-    /// Maximum width of a head: 64, 128 or 256.
+    /// Maximum head width: 64, 128 or 256.
     width: usize,
-    /// Threads of a block of the forward pass, and the rows that it keeps.
+    /// Threads per forward block, and the rows that it keeps.
     forward_threads: usize,
     forward_rows: usize,
     /// The same for the backward pass.
     threads: usize,
     rows: usize,
-    /// Blocks that share the columns of the gradients of keys and values.
+    /// Number of blocks that share the columns of the key and value gradients.
     parts: usize,
-    /// Shared memory of the forward pass, of the gradient of the queries, and of those of keys and
-    /// values.
+    /// Shared memory for the forward pass, the query gradient, and the key and value gradients.
     forward_bytes: usize,
     query_bytes: usize,
     key_bytes: usize,
 }
 
-/// Returns `None` for a head dimension that is too large. `element` is the size of an element in
-/// bytes. `has_warpgroups`: the code has the products of warpgroups.
+/// Returns `None` if the head dimension is too large. `element` is an element's size in bytes.
+/// `has_warpgroups` means that the code uses warpgroup products.
 fn attention_tiles(
     head_dim: usize,
     element: usize,
@@ -46,7 +45,7 @@ fn attention_tiles(
         _ => 16,
     };
     let row_bytes = width * element + if on_warpgroup { 0 } else { 16 };
-    // Two tiles of each operand, and three numbers for each loaded row, once or twice.
+    // Two tiles per operand, and three numbers per loaded row, once or twice.
     let kept_bytes = 2 * rows * row_bytes;
     let stage_bytes = 2 * others * row_bytes + 12 * others;
     let one = kept_bytes + stage_bytes;
@@ -58,7 +57,7 @@ fn attention_tiles(
         threads,
         rows,
         parts: width.div_ceil(128),
-        // Queries, keys, values, and a mark for each key.
+        // Queries, keys, values, and a mark per key.
         forward_bytes: (forward_rows + 2 * keys) * row_bytes + 4 * keys,
         query_bytes: if on_warpgroup && width == 128 { one } else { key_bytes },
         key_bytes,

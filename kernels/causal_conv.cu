@@ -4,15 +4,15 @@
 #include "math.cuh"
 #include "prefix_tree.cuh"
 
-// Warps of a block of both passes. A warp has adjacent rows, and each thread four channels.
+// Warps per block in both passes. A warp has adjacent rows, and each thread four channels.
 constexpr int WARPS = 4;
 constexpr int COLUMNS = 32 * 4;
-// The passes keep rows in registers for at most this many taps. For more, they load them again.
+// Up to this many taps, the passes keep rows in registers. For more, they load them again.
 constexpr int NEAR = 4;
-// Rows of a thread whose loads overlap. No branch divides them: beyond the last row, it is loaded
-// again.
+// Rows per thread whose loads overlap. There are no branches between them: beyond the last row, it
+// is loaded again.
 template <typename T> constexpr int IN_FLIGHT = PACK<T> / 2;
-// Threads of a block of the other kernels.
+// Threads per block in the other kernels.
 constexpr int THREADS = 256;
 
 // The slope of silu at x.

@@ -1,9 +1,9 @@
-// The sum of the rows of a matrix, in an order that is deterministic.
+// Row sum of a matrix, in a deterministic order.
 #pragma once
 
 #include "element.cuh"
 
-// Sums the rows of `x` [n, columns]. A block of 32 by WARPS threads has 32 columns. Returns the
+// Sums the rows of `x` [n, columns]. A block with 32 by WARPS threads has 32 columns. Returns the
 // column whose sum this thread has in `total`, or -1.
 template <int WARPS, typename T>
 __device__ __forceinline__ int column_sum(const T *x, uint64_t n, int columns, float *total) {

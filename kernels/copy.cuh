@@ -1,4 +1,4 @@
-// Copies from global to shared memory that run while the thread goes on (cp.async).
+// Asynchronous copies from global to shared memory (cp.async).
 #pragma once
 
 #include <cstdint>
@@ -7,8 +7,8 @@
 #include "cuda_copy.h"
 #endif
 
-// Starts a copy of 16 bytes, or writes zeros there. Both addresses are multiples of 16. The bytes
-// are there for this thread after `wait_for_copies`, and for the others after a barrier as well.
+// Starts to copy 16 bytes, or to write zeros there. Both addresses must be multiples of 16. This
+// thread can read the bytes after `wait_for_copies`, and other threads after a further barrier.
 __device__ __forceinline__ void start_copy(void *to, const void *from, bool is_real) {
 #ifdef CUDA_ON_HOST
     cuda_host::start_copy(to, from, is_real);
@@ -18,7 +18,7 @@ __device__ __forceinline__ void start_copy(void *to, const void *from, bool is_r
 #endif
 }
 
-// Starts a copy of 4 bytes. Both addresses are multiples of 4.
+// Starts to copy 4 bytes. Both addresses must be multiples of 4.
 __device__ __forceinline__ void start_copy_of_four(float *to, const float *from) {
 #ifdef CUDA_ON_HOST
     cuda_host::start_copy(to, from, true, 4);
@@ -28,7 +28,7 @@ __device__ __forceinline__ void start_copy_of_four(float *to, const float *from)
 #endif
 }
 
-// Waits for all copies of this thread.
+// Waits for all of this thread's copies.
 __device__ __forceinline__ void wait_for_copies() {
 #ifdef CUDA_ON_HOST
     cuda_host::wait_for_copies();

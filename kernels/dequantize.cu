@@ -1,5 +1,5 @@
-// Numbers of blocks of GGUF files. A block of each type has another number of bytes. The formats
-// are those of ggml (ggml-common.h), which src/cpu/blocks.rs describes.
+// Dequantizes GGUF blocks. Block sizes in bytes are all different. The formats are defined in ggml
+// (ggml-common.h), and described in src/cpu/blocks.rs.
 
 #include "element.cuh"
 
@@ -36,8 +36,7 @@ __device__ __forceinline__ float q8_0(const uint8_t *block, int i) {
     return (float)(int8_t)block[2 + i] * half_at(block, 0);
 }
 
-// The number `q` of part `part` of 8 of a block of Q4K or Q5K. Each part has a factor and an offset
-// of 6 bits.
+// Value `q` in part `part` of 8 in a Q4K or Q5K block. Each part has a 6-bit factor and offset.
 __device__ __forceinline__ float scaled(const uint8_t *block, int part, int q) {
     const uint8_t *bytes = block + 4;
     int scale, min;
@@ -72,7 +71,7 @@ __device__ __forceinline__ float q6_k(const uint8_t *block, int i) {
     return scale * (float)((four | two << 4) - 32);
 }
 
-// A warp for each block of BYTES bytes and SIZE numbers; blockDim is 32 by WARPS.
+// One warp per block, with BYTES bytes and SIZE values; blockDim is 32 by WARPS.
 template <int BYTES, int SIZE, typename T, typename Number>
 __device__ __forceinline__ void each(const uint8_t *blocks, T *y, uint64_t n, Number number) {
     const uint64_t index = (uint64_t)blockIdx.x * WARPS + threadIdx.y;

@@ -1,4 +1,4 @@
-// Division by a number that is constant in a launch, by a multiplication.
+// Division by a number that is constant within a launch, using a multiplication.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -14,7 +14,7 @@ struct Divisor {
 
     __device__ __forceinline__ explicit Divisor(uint32_t by) : by(by), inverse(0xffffffffu / by) {}
 
-    // Divides a number of 31 bits. The product is the quotient, or one less.
+    // Divides a 31-bit number. The product is the quotient, or one less.
     __device__ __forceinline__ Result divide(uint32_t number) const {
         uint32_t quotient = __umulhi(number, inverse), remainder = number - quotient * by;
         if (remainder >= by) {

@@ -1,19 +1,18 @@
-// Draws one token from the softmax of a row of logits, filtered by top_k, top_p and min_p. A block
-// has a row, and its threads loop over the logits.
+// Samples one token from the softmax of a row of logits, filtered by top_k, top_p and min_p. Each
+// block has a row, and its threads loop over the logits.
 //
-// The filters need no order of the tokens. A pass over the row sums the weights above a logit, and
-// bisection over the bits of the logit finds where the sum crosses a threshold. The sums have a
-// fixed order and are in f64.
+// The filters do not sort tokens. A pass over the row sums the weights above a logit, and bisection
+// over the logit's bits finds where the sum crosses a threshold. The sums are f64 in a fixed order.
 
 #include "element.cuh"
 #include "math.cuh"
 
-// At most. The launch has fewer for a small vocabulary.
+// Maximum. A small vocabulary has a smaller launch.
 constexpr int THREADS = 1024;
 constexpr int WARPS = THREADS / 32;
 constexpr uint32_t NONE = 0xffffffffu;
 
-// Logits as integers of the same order, which are not NaN.
+// Logits as integers in the same order. They must not be NaN.
 __device__ __forceinline__ uint32_t to_key(float x) {
     // -0 equals 0.
     const uint32_t bits = __float_as_uint(x == 0.0f ? 0.0f : x);
@@ -30,12 +29,12 @@ template <typename T> struct Distribution {
     float greatest;
     // The inverse temperature in base 2.
     float scale;
-    // The sums of `sum_chunks`, in shared memory.
+    // The sums from `sum_chunks`, in shared memory.
     double *chunk_sums;
 
     __device__ __forceinline__ double weight(float x) const { return (double)exp2_approx((x - greatest) * scale); }
 
-    // Returns the sum over the row of what `each` returns for a logit, to each thread.
+    // Returns to each thread the sum of `each` over the row's logits.
     template <typename Each> __device__ __forceinline__ double sum(Each each) const {
         double sum = 0.0;
         for (int i = (int)threadIdx.x; i < vocab; i += (int)blockDim.x) sum += each(to_float(logits[i]));
@@ -56,8 +55,8 @@ template <typename T> struct Distribution {
         return low;
     }
 
-    // Computes the sums of `each` over chunks of adjacent tokens, for `first_above`. Returns their
-    // sum to each thread.
+    // Computes the sums of `each` over chunks of adjacent tokens, for `first_above`. Returns the
+    // total to each thread.
     template <typename Each> __device__ __forceinline__ double sum_chunks(Each each) const {
         const int lane = (int)threadIdx.x % 32, warp = (int)threadIdx.x / 32, warps = (int)blockDim.x / 32;
         const int rows = rows_of_chunk(), count = chunks();
@@ -74,9 +73,9 @@ template <typename T> struct Distribution {
         return block_sum<THREADS>((int)threadIdx.x < count ? chunk_sums[threadIdx.x] : 0.0, warps);
     }
 
-    // Returns the token at which the sum of `each` over the tokens so far exceeds `threshold`, or
-    // the last token of a chunk for which `each` is not 0 if rounding keeps the sum below. The
-    // chunks have the sums of `each`.
+    // Returns the token at which the running sum of `each` exceeds `threshold`. If rounding keeps
+    // the sum below, returns the last token in a chunk for which `each` is not 0. `sum_chunks` must
+    // have been called with the same `each`.
     template <typename Each> __device__ __forceinline__ uint32_t first_above(double threshold, Each each) const {
         __shared__ uint32_t found, last;
         __shared__ double before, sums[WARPS];
@@ -120,11 +119,11 @@ template <typename T> struct Distribution {
     }
 
 private:
-    // Rows of 32 tokens of a chunk. There are at most as many chunks as threads.
+    // Rows of 32 tokens in a chunk. There are at most as many chunks as threads.
     __device__ __forceinline__ int rows_of_chunk() const { return (vocab + 32 * THREADS - 1) / (32 * THREADS); }
     __device__ __forceinline__ int chunks() const { return (vocab + 32 * rows_of_chunk() - 1) / (32 * rows_of_chunk()); }
 
-    // Returns the sum over the lanes before this one, and that over all lanes in `all`.
+    // Returns the sum over all earlier lanes, and the sum over all lanes in `all`.
     static __device__ __forceinline__ double scan(double own, double &all) {
         const int lane = (int)threadIdx.x % 32;
         double up_to = own;
@@ -139,10 +138,10 @@ private:
     }
 };
 
-// `draws` [3, n] has the row of each draw, and the two halves of its uniform number in [0, 1) as
-// f64. `drawn` [3, n] has the tokens, the bits of their log-probs, and the bits of their log-probs
-// in the filtered distribution. A token is NONE if a logit is NaN or infinity, or all are minus
-// infinity.
+// `draws` [3, n] has each draw's row, and the two halves of its uniform number in
+// [0, 1) as f64. `drawn` [3, n] has the tokens, the bits of their log-probs, and the bits of their
+// log-probs in the filtered distribution. A token is NONE if a logit is NaN or infinity, or all are
+// minus infinity.
 template <typename T>
 __device__ __forceinline__ void draw(const T *logits, const uint32_t *draws, uint32_t *drawn, uint32_t n, uint32_t vocab,
                                      float inverse_temperature, uint32_t top_k, double top_p, double min_p, uint32_t greedy) {
@@ -181,7 +180,7 @@ __device__ __forceinline__ void draw(const T *logits, const uint32_t *draws, uin
         token = row.first_above(uniform * total, [&](float x) { return row.weight(x); });
     } else {
         const uint32_t lowest = to_key(-INFINITY);
-        // The logit of rank top_k. Its equals are kept.
+        // The logit with rank top_k. Ties are kept.
         uint32_t kth = lowest;
         if (top_k > 0 && top_k < vocab) kth = row.template crossing<true>(lowest, (double)top_k, [](float) { return 1.0; });
         const double top_k_total = row.sum([&](float x) { return to_key(x) >= kth ? row.weight(x) : 0.0; });
@@ -192,7 +191,7 @@ __device__ __forceinline__ void draw(const T *logits, const uint32_t *draws, uin
         const auto is_kept = [&](float x) { return to_key(x) > nucleus && row.weight(x) >= min_p; };
         const auto is_last = [&](float x) { return to_key(x) == nucleus && row.weight(x) >= min_p; };
         const double above = row.sum([&](float x) { return to_key(x) > nucleus ? row.weight(x) : 0.0; });
-        // Of its equals, the first ones until the sum reaches top_p.
+        // Among ties, the first ones until the sum reaches top_p.
         const double equals = row.sum([&](float x) { return is_last(x) ? 1.0 : 0.0; });
         const double last_weight = row.weight(from_key(nucleus));
         double count = equals;
@@ -203,7 +202,7 @@ __device__ __forceinline__ void draw(const T *logits, const uint32_t *draws, uin
             return is_kept(x) ? row.weight(x) : 0.0;
         };
         kept_total = row.sum(kept_weight);
-        // The order is that of the weights, the largest first, then that of the tokens.
+        // Sorted by weight, the largest first, then by token.
         const double threshold = uniform * kept_total;
         const uint32_t key = row.template crossing<false>(nucleus, threshold, kept_weight);
         const double before = row.sum([&](float x) { return to_key(x) > key ? kept_weight(x) : 0.0; });

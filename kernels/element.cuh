@@ -62,8 +62,8 @@ template <typename T> __device__ __forceinline__ uint4 pack(const float (&x)[PAC
                       pack_word(x + 2 * n, (const T *)nullptr), pack_word(x + 3 * n, (const T *)nullptr));
 }
 
-// A row of `length` elements: `head` elements before the first multiple of 16 bytes, then `packs`
-// of 16 bytes, then `tail` elements. A row of odd length, or of a view, may start at any address.
+// A row with `length` elements: `head` elements before the first multiple of 16 bytes, then `packs`
+// of 16 bytes, then `tail` elements. A row with odd length, or in a view, may start at any address.
 template <typename T> struct Row {
     int head;
     int packs;

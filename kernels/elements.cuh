@@ -1,10 +1,10 @@
-// Operators on tensors of one shape, element by element.
+// Elementwise operators on tensors with equal shapes.
 #pragma once
 
 #include "element.cuh"
 
 constexpr int THREADS = 256;
-// Packs of a thread, at a distance of the number of threads.
+// Packs per thread, as far apart as there are threads.
 constexpr int IN_FLIGHT = 2;
 
 // Calls `pack(first, count)` for the packs of this block from element `first`, if all pointers are

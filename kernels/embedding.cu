@@ -1,5 +1,5 @@
-// Rows of a table [vocab, width] at ids [n], and the sum of rows by id. An id out of range gives
-// NaN forward, and its row is added to no sum.
+// Rows of a table [vocab, width] at ids [n], and row sums by id. An id out of range gives NaN
+// forward, and its row is not added to any sum.
 
 #include "element.cuh"
 #include "math.cuh"
@@ -7,7 +7,7 @@
 constexpr int THREADS = 256;
 constexpr int WARPS = THREADS / 32;
 
-// A warp for each row; blockDim is 32 by WARPS.
+// One warp per row; blockDim is 32 by WARPS.
 template <typename T>
 __device__ __forceinline__ void forward(const T *weight, const uint32_t *ids, T *rows, uint64_t n, uint32_t vocab,
                                         int width) {
@@ -28,15 +28,15 @@ __device__ __forceinline__ void forward(const T *weight, const uint32_t *ids, T 
 
 constexpr int SORT_THREADS = 1024;
 
-// Sorts the positions of the ids, in one block: positions[starts[id]..starts[id + 1]] are those of
-// `id`, in ascending order. Ids out of range have none. `counts` [vocab] starts as zeros, and
-// `ranks` [n] is memory for the kernel.
+// Sorts the positions of ids, in one block: positions[starts[id]..starts[id + 1]] are where `id`
+// occurs, in ascending order. Ids out of range have none. `counts` [vocab] must start as zeros, and
+// `ranks` [n] is working memory.
 extern "C" __global__ void __launch_bounds__(SORT_THREADS)
 embedding_sort(const uint32_t *ids, uint32_t *counts, uint32_t *starts, uint32_t *ranks, uint32_t *positions,
                uint32_t n, uint32_t vocab) {
     __shared__ uint32_t shared[SORT_THREADS];
     const uint32_t thread = threadIdx.x;
-    // The rank of a position among those of its id: earlier chunks of ids first, then the chunk.
+    // A position's rank among those with its id: first earlier chunks of ids, then the chunk.
     for (uint32_t first = 0; first < n; first += SORT_THREADS) {
         const uint32_t place = first + thread;
         const uint32_t id = place < n ? ids[place] : vocab;
@@ -56,7 +56,7 @@ embedding_sort(const uint32_t *ids, uint32_t *counts, uint32_t *starts, uint32_t
         if (id < vocab && is_last) counts[id] += before + 1;
         __syncthreads();
     }
-    // The sums of the counts before each id. A thread has a part of the ids.
+    // Sums of the counts before each id. Each thread has a part of the ids.
     const uint32_t part = (vocab + SORT_THREADS - 1) / SORT_THREADS;
     const uint32_t begin = thread * part < vocab ? thread * part : vocab;
     const uint32_t end = begin + part < vocab ? begin + part : vocab;
@@ -81,10 +81,11 @@ embedding_sort(const uint32_t *ids, uint32_t *counts, uint32_t *starts, uint32_t
         if (ids[place] < vocab) positions[starts[ids[place]] + ranks[place]] = place;
 }
 
-// Adds rows of `gradient` [n, width] to the rows of `sum` at their ids. A block for each sorted
-// position (blockIdx.x) and each 64 packs of columns (blockIdx.y) adds the rows of an id if the
-// position is the first of the id. A warp adds a part of the positions in order, and the block adds
-// the warps in order, so the result is deterministic. Rows without an id are not written.
+// Adds rows of `gradient` [n, width] to the rows of `sum` at their ids. There is a block for each
+// sorted position (blockIdx.x) and each 64 packs of columns (blockIdx.y). It adds all rows for an
+// id if its position is that id's first. Each warp adds a part of the positions in order, and the
+// block adds the warps in order, so the result is deterministic. Rows without an id are not
+// written.
 template <typename T>
 __device__ __forceinline__ void add(const T *gradient, const uint32_t *ids, const uint32_t *starts,
                                     const uint32_t *positions, float *sum_of_rows, uint32_t vocab, int width) {
@@ -102,7 +103,7 @@ __device__ __forceinline__ void add(const T *gradient, const uint32_t *ids, cons
 #pragma unroll
     for (int i = 0; i < PER_LANE; i++) sums[i] = 0.0f;
 
-    // Element i of pack p of a lane has the column first_column + p * 32 * PACK + lane * PACK + i.
+    // Element i in pack p of a lane is at column first_column + p * 32 * PACK + lane * PACK + i.
     auto add_row = [&](uint32_t row) {
         const T *from = gradient + (uint64_t)row * (uint64_t)width;
 #pragma unroll
@@ -151,8 +152,8 @@ __device__ __forceinline__ void add(const T *gradient, const uint32_t *ids, cons
     }
 }
 
-// The sum of the rows of `x` [.., width] at positions[starts[row]..starts[row + 1]], in order, for
-// each row of `sums` [n, width]. A warp for each row; blockDim is 32 by WARPS.
+// For each row of `sums` [n, width], adds the rows of `x` [.., width] at
+// positions[starts[row]..starts[row + 1]], in order. One warp per row; blockDim is 32 by WARPS.
 template <typename T>
 __device__ __forceinline__ void sum(const T *x, const uint32_t *starts, const uint32_t *positions, T *sums, uint64_t n,
                                     int width) {

@@ -1,9 +1,9 @@
-// The gated delta rule in chunks of rows, with the formulas of src/ops/gated_delta_rule/cpu.rs.
+// The gated delta rule in chunks of rows, with the formulas in src/ops/gated_delta_rule/cpu.rs.
 //
-// A block of the forward pass has a segment of a tree, a value head and some of the value columns,
-// which do not depend on each other. A block of the backward pass has a segment and a value head.
-// A launch has the segments of one level of all trees. States are in global memory, in f32. A chunk
-// that is not full has rows of zeros, which change nothing.
+// A forward block has a tree segment, a value head and some value columns, which do not depend on
+// each other. A backward block has a segment and a value head. A launch has all trees' segments at
+// one level. States are in global memory, in f32. A chunk that is not full is filled with zero
+// rows, which change nothing.
 
 #include "element.cuh"
 #include "math.cuh"
@@ -11,12 +11,12 @@
 
 constexpr int THREADS = 256;
 constexpr int WARPS = THREADS / 32;
-// Rows of a chunk: a warp has a lane for each.
+// Rows per chunk: a warp has a lane for each.
 constexpr int CHUNK = 32;
-// Value columns of a block of the forward pass, and of a block of a step.
+// Value columns per forward block, and per step block.
 constexpr int COLUMNS = 64;
 constexpr int STEP_COLUMNS = 32;
-// Rows of shared memory have an odd length, so that neither rows nor columns have bank conflicts.
+// Rows in shared memory have an odd length, so that neither rows nor columns have bank conflicts.
 constexpr int STRIDE = CHUNK + 1;
 constexpr float NORM_EPSILON = 1e-6f;
 
@@ -76,7 +76,7 @@ __device__ __forceinline__ void product(int m, int n, int depth, A a, B b, Store
     }
 }
 
-// Loads the key or query of a row with a warp, and divides it by its length.
+// Loads a row's key or query with a warp, and divides it by its length.
 template <typename T>
 __device__ __forceinline__ void load_unit(const T *from, bool is_query, int dim, float *to) {
     const int lane = (int)threadIdx.x % 32;
@@ -91,15 +91,15 @@ __device__ __forceinline__ void load_unit(const T *from, bool is_query, int dim,
     for (int d = lane; d < dim; d += 32) to[d] *= norm;
 }
 
-// The gates of the rows of a chunk.
+// The gates for the rows in a chunk.
 struct Gates {
     float g[CHUNK], beta[CHUNK];
     // The running sum c of g, exp(c), and exp(c_last - c).
     float sums[CHUNK], decay[CHUNK], rest[CHUNK];
 };
 
-// Loads the keys of a chunk, then its queries, [2 * CHUNK, key_dim], and the gates. Threads must
-// meet before and after.
+// Loads a chunk's keys, then its queries, [2 * CHUNK, key_dim], and the gates. Threads must
+// synchronize before and after.
 template <typename T>
 __device__ __forceinline__ void load_chunk(const T *qkv, const float *g, const float *beta, uint64_t first, int rows, int head,
                                            const Heads &heads, float *keys, Gates &gates) {
@@ -130,8 +130,8 @@ __device__ __forceinline__ void load_chunk(const T *qkv, const float *g, const f
     }
 }
 
-// Returns the state before a chunk of a segment, or null for zeros. A segment has a slot for each
-// chunk with `advance` 1, and one slot with 0.
+// Returns the state before a chunk in a segment, or null for zeros. A segment has a slot per chunk
+// if `advance` is 1, and one slot if it is 0.
 __device__ __forceinline__ float *state_before(float *states, const uint32_t *segments, const Segment &segment, uint32_t index,
                                                uint32_t chunk, uint32_t advance, uint64_t head, const Heads &heads) {
     uint64_t slot;
@@ -239,7 +239,7 @@ __device__ __forceinline__ void backward(const T *qkv, const float *g, const flo
                                          uint32_t first_segment, const Heads &heads) {
     DYNAMIC_SHARED(float, shared, 16);
     __shared__ Gates gates;
-    // The gradients of the running sums and of beta, and the sums over the rest of the chunk.
+    // Gradients with respect to the running sums and beta, and sums over the rest of the chunk.
     __shared__ float of_sums[CHUNK], of_betas[CHUNK], of_rest[CHUNK];
     const uint32_t index = first_segment + blockIdx.x;
     const Segment segment = segment_at(segments, index);
@@ -252,14 +252,13 @@ __device__ __forceinline__ void backward(const T *qkv, const float *g, const flo
     float *keys = shared;
     // X and dO, then Z, [2 * CHUNK, dim].
     float *terms = keys + 2 * CHUNK * stride;
-    // The products of keys and queries with keys, [2 * CHUNK, CHUNK].
+    // Products of keys and queries with keys, [2 * CHUNK, CHUNK].
     float *products = terms + 2 * CHUNK * term_stride;
     // dM and dP times the decays, [2 * CHUNK, CHUNK].
     float *pairs = products + 2 * CHUNK * STRIDE;
     float *decays = pairs + 2 * CHUNK * STRIDE;
 
-    // The gradient of the state after the segment is the sum of those at the starts of its
-    // children.
+    // The gradient of the state after the segment is the sum over those at its children's starts.
     float *of_state = state_gradients + ((uint64_t)index * heads.value_heads + head) * state_len;
     const uint32_t last_child = segment_at(segments, index + 1).first_child;
     for (uint64_t at = threadIdx.x; at < state_len; at += THREADS) {
@@ -377,7 +376,7 @@ __device__ __forceinline__ void backward(const T *qkv, const float *g, const flo
             if (lane == 0) of_sums[row] += sum - of_rest[row];
         }
         __syncthreads();
-        // Each product is of a key or query and a key.
+        // Each product is between a key or query and a key.
         product(
             2 * CHUNK, key_dim, CHUNK,
             [&](int i, int k) { return (i < CHUNK ? gates.beta[i] : 1.0f) * pairs[i * STRIDE + k]; },
@@ -422,8 +421,8 @@ __device__ __forceinline__ void backward(const T *qkv, const float *g, const flo
     }
 }
 
-// Adds the gradients of a key or query over the value heads that share it, and writes the gradient
-// before the normalization. A warp has a key or query.
+// Adds a key's or query's gradients over the value heads that share it, and writes the gradient
+// before normalization. Each key or query has a warp.
 template <typename T>
 __device__ __forceinline__ void keys(const T *qkv, const float *key_gradients, T *of_qkv, uint64_t n, const Heads &heads) {
     const int lane = (int)threadIdx.x % 32, dim = heads.key_dim;
@@ -451,9 +450,9 @@ __device__ __forceinline__ void keys(const T *qkv, const float *key_gradients, T
     for (int d = lane; d < dim; d += 32) of_qkv[at + d] = from_float<T>(norm * (gradient(d) - along * to_float(qkv[at + d])));
 }
 
-// Rows of decoding, one after another, so that the bits of a row do not depend on the division of
-// its sequence into passes. A block has a sequence, a value head and some of the value columns. Its
-// part of the state is in shared memory.
+// Decoding rows, one at a time, so that a row's bits do not depend on how its sequence was divided
+// into passes. A block has a sequence, a value head and some value columns. Its part of the state
+// is in shared memory.
 template <typename T>
 __device__ __forceinline__ void step(const T *qkv, const float *g, const float *beta, const uint32_t *sequences, float *states,
                                      T *o, const Heads &heads) {

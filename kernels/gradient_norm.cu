@@ -1,15 +1,15 @@
-// Sums of squares in f64, and scaling in place, of all gradients.
+// Sums of squares in f64, and in-place scaling, for all gradients.
 
 #include "math.cuh"
 #include "tensor_list.cuh"
 
 constexpr int THREADS = 256;
-// Packs that a thread loads at a time. With more than 4 blocks on a multiprocessor, the compiler
-// would load them one after the other, to save registers.
+// Packs that a thread loads at a time. With more than 4 blocks per multiprocessor, the compiler
+// would load them one at a time to save registers.
 constexpr int IN_FLIGHT = 8;
 
-// A gradient in the list. For the squares it has at most THREADS blocks: each writes a part of the
-// sum, and a block with a thread for each part adds them.
+// A gradient in the list. For the squares it has at most THREADS blocks. Each writes a partial sum,
+// and a block with a thread per part adds them.
 struct Gradient {
     void *gradient;
     uint64_t n;
@@ -48,7 +48,7 @@ template <typename T> __device__ __forceinline__ double squares(const T *gradien
     return sum;
 }
 
-// Writes parts[blockIdx.x], the squares of a part of a gradient.
+// Writes parts[blockIdx.x], a gradient's partial sum of squares.
 extern "C" __global__ void __launch_bounds__(THREADS, 4) gradient_squares(const uint64_t *list, uint32_t count, double *parts) {
     const Gradient row = row_of_block<Gradient>(list, count);
     const uint64_t thread = (uint64_t)(blockIdx.x - row.first_block) * THREADS + threadIdx.x;
@@ -60,7 +60,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 4) gradient_squares(const 
     if (threadIdx.x == 0) parts[blockIdx.x] = sum;
 }
 
-// Writes sums[blockIdx.x], the sum of the parts of a gradient.
+// Writes sums[blockIdx.x], the sum over a gradient's parts.
 extern "C" __global__ void __launch_bounds__(THREADS) gradient_sum_parts(const uint64_t *list, const double *parts, double *sums) {
     const Gradient row = reinterpret_cast<const Gradient *>(list)[blockIdx.x];
     const double sum = block_sum<THREADS>(threadIdx.x < row.blocks ? parts[row.first_block + threadIdx.x] : 0.0);

@@ -1,11 +1,11 @@
-// The passes of log_prob.cu in tiles of the vocabulary: f32 logits [n, columns] from
-// `first_column`. One block for each row. A row with a mask of 0 gives zeros without a read of its
-// logits. A null mask keeps every row.
+// The passes in log_prob.cu, in vocabulary tiles: f32 logits [n, columns] starting at
+// `first_column`. One block per row. A row with mask 0 gives zeros without reading its logits. A
+// null mask keeps every row.
 
 #include "log_prob.cuh"
 
-// `state` [4, n] holds the sums of the previous tiles and the logit of the target. The first tile
-// does not read it, and the last tile writes the results.
+// `state` [4, n] holds the sums over previous tiles and the target's logit. The first tile does not
+// read it, and the last tile writes the results.
 extern "C" __global__ void __launch_bounds__(THREADS, 4)
     linear_log_prob_tile(const float *logits, const uint32_t *targets, const uint8_t *mask, float *state, float *packed,
                          uint64_t n, uint64_t columns, uint32_t first_column, uint64_t vocab, float inverse_temperature) {
@@ -37,7 +37,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 4)
     }
 }
 
-// The gradient of the logits, in the dtype of the products. `gradient` may be `logits`: a thread
+// Logit gradient, in the dtype that products use. `gradient` may be `logits`, because a thread
 // reads elements before it writes them.
 template <typename T>
 __device__ __forceinline__ void backward(const float *logits, const uint32_t *targets, const uint8_t *mask,

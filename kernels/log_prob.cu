@@ -1,6 +1,6 @@
 // Selected log-probs, entropy and log-sum-exp of logits [n, vocab] / temperature, forward and
-// backward with one pass each. One block for each row. A row with a mask of 0 gives zeros without a
-// read of its logits. A null mask keeps every row.
+// backward with one pass each. One block per row. A row with mask 0 gives zeros without reading its
+// logits. A null mask keeps every row.
 
 #include "log_prob.cuh"
 
@@ -21,8 +21,8 @@ __device__ __forceinline__ void forward(const T *logits, const uint32_t *targets
     finish(sums, target < vocab ? to_float(x[target]) : NAN, scale, packed, n, row);
 }
 
-// The gradient of the logits. `gradient` may be `logits`: a thread reads an element before it
-// writes it.
+// Logit gradient. `gradient` may be `logits`, because a thread reads an element before it writes
+// it.
 template <typename T>
 __device__ __forceinline__ void backward(const T *logits, const uint32_t *targets, const uint8_t *mask,
                                          const float *packed, const float *packed_gradient, T *gradient, uint64_t n,
@@ -54,7 +54,7 @@ __device__ __forceinline__ void backward(const T *logits, const uint32_t *target
 
     constexpr int IN_FLIGHT = 4;
     const uint4 *from = reinterpret_cast<const uint4 *>(x + parts.head);
-    // The pack of the target and its position there. One is negative for a target before the packs.
+    // The target's pack and its position there. One is negative if the target is before the packs.
     const int in_packs = (int)target - parts.head;
     const int target_pack = in_packs / PACK<T>, target_place = in_packs % PACK<T>;
     for (int first = thread; first < parts.packs; first += IN_FLIGHT * THREADS) {

@@ -1,8 +1,7 @@
-// Shared code of the passes over logits: a block for each row, its sums, and the results.
+// Shared code for passes over logits: a block per row, its sums, and the results.
 //
-// The passes are bound by memory: 16-byte loads, several in flight for each thread, and one
-// exponential for each logit. Exponentials have base 2, and the factor of the temperature includes
-// the base.
+// The passes are memory-bound: 16-byte loads, several in flight per thread, and one exponential per
+// logit. Exponentials use base 2, and the temperature factor includes the base.
 
 #pragma once
 
@@ -14,8 +13,8 @@ constexpr int WARPS = THREADS / 32;
 // log2 of a weight that is 0 in f32. Replaces minus infinity, whose product with 0 would be NaN.
 constexpr float NO_WEIGHT = -200.0f;
 
-// Sums over logits x of a row, relative to the largest one: the sums of exp2(d) and of d * exp2(d)
-// with d = (x - largest) * scale. `largest` is minus infinity if all logits are.
+// Sums over logits x in a row, relative to the largest: exp2(d) and d * exp2(d), with d = (x -
+// largest) * scale. `largest` is minus infinity if all logits are.
 struct Sums {
     float largest;
     float exp;
@@ -25,7 +24,7 @@ struct Sums {
     __device__ __forceinline__ void raise(float other, float scale) {
         const float shift = (largest - other) * scale;
         const float factor = exp2_approx(shift);
-        // An infinite shift, as of an empty sum, would give NaN.
+        // An infinite shift, as for an empty sum, would give NaN.
         weighted = factor == 0.0f ? 0.0f : factor * (weighted + shift * exp);
         exp *= factor;
         largest = other;
@@ -56,7 +55,7 @@ struct Sums {
         }
     }
 
-    // Combines the sums of the lanes of a warp, in each lane.
+    // Combines the lanes' sums in a warp, in each lane.
     __device__ __forceinline__ void merge_lanes(float scale) {
 #pragma unroll
         for (int offset = 16; offset > 0; offset /= 2)
@@ -76,7 +75,7 @@ template <> __device__ __forceinline__ uint4 minus_infinities<__half>() {
     return make_uint4(0xfc00fc00u, 0xfc00fc00u, 0xfc00fc00u, 0xfc00fc00u);
 }
 
-// Sums `length` logits from `x`. Returns true in thread 0, which has the result.
+// Sums `length` logits starting at `x`. Returns true in thread 0, which has the result.
 template <typename T> __device__ __forceinline__ bool sums_of_row(const T *x, int length, float scale, Sums &sums) {
     const Row<T> parts(x, length);
     sums = {-INFINITY, 0.0f, 0.0f};
@@ -112,7 +111,7 @@ template <typename T> __device__ __forceinline__ bool sums_of_row(const T *x, in
     return threadIdx.x == 0;
 }
 
-// Writes the results of a row. `target` is the logit of its target.
+// Writes a row's results. `target` is its target's logit.
 __device__ __forceinline__ void finish(Sums sums, float target, float scale, float *packed, uint64_t n, uint64_t row) {
     const float log2_sum = log2f(sums.exp);
     packed[row] = LN_2 * ((target - sums.largest) * scale - log2_sum);
@@ -120,7 +119,7 @@ __device__ __forceinline__ void finish(Sums sums, float target, float scale, flo
     packed[2 * n + row] = LN_2 * (sums.largest * scale + log2_sum);
 }
 
-// The coefficients of the gradient of a row of logits.
+// Coefficients for the gradient of a row of logits.
 struct Coefficients {
     float scale;
     float log2_sum_exp;
@@ -128,8 +127,8 @@ struct Coefficients {
     float slope;
     float at_target;
 
-    // Derivatives by z = x / temperature: 1[target] - p of the log-prob, p of the log-sum-exp, and
-    // -p (log p + entropy) of the entropy.
+    // Derivatives with respect to z = x / temperature: 1[target] - p for the log-prob, p for the
+    // log-sum-exp, and -p (log p + entropy) for the entropy.
     __device__ __forceinline__ Coefficients(const float *packed, const float *packed_gradient, uint64_t n, uint64_t row,
                                             float inverse_temperature) {
         const float entropy = packed[n + row];
@@ -141,7 +140,7 @@ struct Coefficients {
         at_target = inverse_temperature * d_log_prob;
     }
 
-    // The gradient without the term of the target.
+    // The gradient without the target's term.
     __device__ __forceinline__ float gradient(float x) const {
         const float log2_p = x * scale - log2_sum_exp;
         return exp2_approx(log2_p) * (constant + slope * fmaxf(log2_p, NO_WEIGHT));

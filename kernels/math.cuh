@@ -1,4 +1,4 @@
-// Arithmetic and reductions of several operators.
+// Arithmetic and reductions shared by several operators.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -20,14 +20,14 @@ __device__ __forceinline__ float exp2_approx(float x) {
 // Returns 1 / (1 + exp(-x)).
 __device__ __forceinline__ float sigmoid(float x) { return __fdividef(1.0f, 1.0f + exp2_approx(-x * LOG2_E)); }
 
-// Returns the sum over the lanes of a warp to each lane.
+// Returns to each thread the sum over the lanes in a warp.
 template <typename X> __device__ __forceinline__ X warp_sum(X x) {
 #pragma unroll
     for (int offset = 16; offset > 0; offset /= 2) x += __shfl_xor_sync(0xffffffffu, x, offset);
     return x;
 }
 
-// Returns the sum over the threads of a block to each thread. The order is deterministic. The block
+// Returns to each thread the sum over the threads in a block, in a deterministic order. The block
 // has at most THREADS threads, in `warps` warps.
 template <int THREADS> __device__ __forceinline__ double block_sum(double x, int warps = THREADS / 32) {
     __shared__ double sums[THREADS / 32];
@@ -42,7 +42,7 @@ template <int THREADS> __device__ __forceinline__ double block_sum(double x, int
     return x;
 }
 
-// The dynamic shared memory of the launch, as an array `name` that is aligned to `bytes`.
+// The launch's dynamic shared memory, as an array `name` aligned to `bytes`.
 #ifdef CUDA_ON_HOST
 #define DYNAMIC_SHARED(type, name, bytes) type *name = reinterpret_cast<type *>(cuda_host::dynamic_shared())
 #else

@@ -1,4 +1,4 @@
-// Formulas of norms and rotations, so that all kernels round alike.
+// Formulas for norms and rotations, so that all kernels round alike.
 #pragma once
 
 #include "element.cuh"

@@ -1,7 +1,7 @@
-// Decoding: attention of single queries to keys and values in pages, and the writes to the pages.
+// Decoding: attention from single queries to keys and values in pages, and page writes.
 //
-// Keys and values are [pages, kv_heads, PAGE, head_dim]. A sequence is a list of spans: a page, and
-// the position in the sequence of its first element.
+// Keys and values are [pages, kv_heads, PAGE, head_dim]. A sequence is a list of spans, each a page
+// and its first element's position in the sequence.
 
 #include "element.cuh"
 #include "math.cuh"
@@ -11,13 +11,13 @@ constexpr int PAGE = 16;
 constexpr int WRITE_THREADS = 256;
 constexpr int WARPS = 4;
 constexpr int THREADS = 32 * WARPS;
-// Elements of a head in each lane.
+// Head elements per lane.
 constexpr int ELEMENTS = 8;
-// Spans of a part of a sequence. A constant, so that the result of a row does not depend on others.
+// Spans per sequence part. A constant, so that a row's result does not depend on other rows.
 constexpr int PART = 16;
-// Positions that a lane loads before it uses the first of them. Fewer, if registers are few.
+// Positions that a lane loads before it uses the first one. Fewer if registers are scarce.
 template <typename T, int HEADS> constexpr int IN_FLIGHT_OF = HEADS == 2 || (sizeof(T) == 4 && HEADS == 8) ? 2 : 4;
-// Blocks of a multiprocessor, of THREADS threads.
+// Blocks per multiprocessor, with THREADS threads each.
 template <int HEADS> constexpr int BLOCKS = HEADS == 8 ? 1 : HEADS == 4 ? 3 : 5;
 
 // Writes one head: from[i], normed with `weight` unless it is null, and rotated unless `cos` is
@@ -50,8 +50,8 @@ __device__ __forceinline__ void write_head(const T *from, const T *weight, const
     }
 }
 
-// A warp for each head of each row: `heads` of the query, which go to `rotated`, then `kv_heads` of
-// the key and of the value, which go to the slot of the row (page * PAGE + position).
+// One warp for each head in each row: `heads` from the query, which go to `rotated`, then
+// `kv_heads` from the key and from the value, which go to the row's slot (page * PAGE + position).
 template <typename T>
 __device__ __forceinline__ void write_rows(const T *query, const T *query_weight, const T *key, const T *key_weight,
                                            const T *value, const float *cos, const float *sin, const uint32_t *slots,
@@ -78,7 +78,7 @@ __device__ __forceinline__ void write_rows(const T *query, const T *query_weight
     else write_head<T>(value + at, nullptr, nullptr, nullptr, values + place, head_dim, epsilon);
 }
 
-// The elements of one head in one lane.
+// One head's elements in one lane.
 template <typename T> struct Elements {
     uint4 packs[ELEMENTS * sizeof(T) / 16];
 
@@ -118,8 +118,8 @@ template <typename T> struct Elements {
 // exp2(from - to), or 0 for a maximum of nothing.
 __device__ __forceinline__ float rescale(float from, float to) { return from == -INFINITY ? 0.0f : exp2_approx(from - to); }
 
-// Softmax over positions: the largest score in base 2, and the sums of the weights and of the
-// weighted values relative to it.
+// Softmax over positions: the largest score in base 2, and the sums of weights and weighted values
+// relative to it.
 struct Softmax {
     float largest = -INFINITY;
     float sum = 0.0f;
@@ -154,13 +154,14 @@ struct Softmax {
     }
 };
 
-// Attention of the row blockIdx.x, for up to HEADS query heads that share a key head (blockIdx.y),
-// to the part blockIdx.z of its spans. LANES lanes share a position. `rows` [3, n] has the first
-// span, the end of the spans, and the number of visible positions of each row; `spans` [2, count]
-// the pages and first positions. With one part the result goes to `y`, else to `partial` [n, heads,
-// parts, head_dim + 2], which has the weighted sum, the largest score and the sum of weights.
+// Attention for row blockIdx.x, with up to HEADS query heads that share a key head (blockIdx.y), to
+// part blockIdx.z of its spans. LANES lanes share a position. `rows` [3, n] has each row's first
+// span, end of spans, and number of visible positions; `spans` [2, count] the pages and first
+// positions. With one part the result goes to `y`, else to `partial`
+// [n, heads, parts, head_dim + 2], which has the weighted sum, the largest score and the weight
+// sum.
 //
-// OPTIONS adds a window of the nearest positions, and a soft cap of the scores. A cap of 0 is none.
+// OPTIONS adds a window of the nearest positions, and a soft cap for scores. A cap of 0 means none.
 template <typename T, int LANES, int HEADS, bool OPTIONS>
 __device__ __forceinline__ void attend(const T *query, const T *keys, const T *values, const uint32_t *rows,
                                        const uint32_t *spans, T *y, float *partial, uint32_t n, uint32_t count,
@@ -287,7 +288,7 @@ __device__ __forceinline__ void attend(const T *query, const T *keys, const T *v
     }
 }
 
-// Merges the parts of each head. A warp has one head.
+// Merges each head's parts. A warp has one head.
 template <typename T>
 __device__ __forceinline__ void merge_parts(const float *partial, T *y, uint64_t heads_in_all, int parts, int head_dim) {
     const uint64_t head = (uint64_t)blockIdx.x * blockDim.y + threadIdx.y;

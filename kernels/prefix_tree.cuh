@@ -1,5 +1,5 @@
-// The table of a tree of sequences with shared prefixes (src/prefix_tree/cuda.rs): an entry for
-// each segment, level by level, and one after the last. The children of a segment are adjacent.
+// The table for a tree of sequences with shared prefixes (src/prefix_tree/cuda.rs): an entry per
+// segment, level by level, and one after the last. A segment's children are adjacent.
 #pragma once
 
 #include <cstdint>

@@ -1,7 +1,6 @@
 // y = x / sqrt(mean(x^2) + epsilon) * weight over rows [n, width], forward and backward. blockDim.x
-// threads share a row: 8, 16 or a multiple of 32. A block has blockDim.y rows. The blocks loop over
-// the rows in strides of the grid. A thread keeps its part of a row in registers between its two
-// passes.
+// threads share a row: 8, 16 or a multiple of 32. A block has blockDim.y rows. Blocks loop over the
+// rows with a grid stride. A thread keeps its part of a row in registers between its two passes.
 
 #include "column_sum.cuh"
 #include "element.cuh"
@@ -11,7 +10,7 @@
 #include <type_traits>
 
 // Elements that a thread accesses at a time: a pack if all pointers and the width are aligned, else
-// one element.
+// a single element.
 template <bool packed, typename T> using Elements = std::conditional_t<packed, uint4, T>;
 
 template <bool packed, typename T> __device__ __forceinline__ Elements<packed, T> load_elements(const T *from) {
@@ -35,8 +34,7 @@ __device__ __forceinline__ void store(T *to, const float (&values)[packed ? PACK
     else *to = from_float<T>(values[0]);
 }
 
-// Returns the sums over the threads of a row to each of them. `scratch` has two numbers for each
-// warp.
+// Returns the sums over a row's threads to each of them. `scratch` has two numbers per warp.
 __device__ __forceinline__ float2 row_sums(float a, float b, float2 *scratch) {
     for (int offset = min((int)blockDim.x, 32) / 2; offset > 0; offset /= 2) {
         a += __shfl_xor_sync(0xffffffffu, a, offset);
@@ -59,7 +57,7 @@ __device__ __forceinline__ float2 row_sums(float a, float b, float2 *scratch) {
 
 constexpr int THREADS = 256;
 
-// Elements of an aligned row that a thread keeps in registers between its two passes over the row.
+// Elements in an aligned row that a thread keeps in registers between its two passes over the row.
 constexpr int KEPT = 32;
 
 // With `change`, normalizes sum = x + change, rounded to T, and writes it too.
@@ -123,15 +121,15 @@ __device__ __forceinline__ void forward(const T *x, const T *change, const T *we
     }
 }
 
-// Computes dx, and the gradient of the weight summed over the rows of each block: `partial`
-// [gridDim.x, width]. `weight_sums` is shared memory of blockDim.y * width floats.
+// Computes dx, and the weight gradient summed over the rows in each block: `partial`
+// [gridDim.x, width]. `weight_sums` is shared memory with blockDim.y * width floats.
 template <bool packed, typename T>
 __device__ __forceinline__ void backward(const T *x, const T *weight, const T *gradient, T *dx, float *partial, uint64_t n,
                                          int width, float epsilon, float *weight_sums) {
     constexpr int count = packed ? PACK<T> : 1, rounds = packed ? KEPT / count : 0;
     __shared__ float2 scratch[THREADS / 32];
     const int first_column = (int)threadIdx.x * count, step = (int)blockDim.x * count;
-    // Element i of pack p is at i * packs + p, so that a warp accesses adjacent memory.
+    // Element i in pack p is at i * packs + p, so that a warp accesses adjacent memory.
     const int packs = width / count;
     float *sums = weight_sums + (int)threadIdx.y * width;
     for (int column = first_column; column < width; column += step)
@@ -205,8 +203,8 @@ __device__ __forceinline__ void backward(const T *x, const T *weight, const T *g
     }
 }
 
-// Warps of a block that sums the parts of the gradient of the weight. There are few blocks, so each
-// has many loads at the same time.
+// Warps per block in the sum over the weight gradient's parts. There are few blocks, so each has
+// many loads in flight.
 constexpr int SUM_WARPS = 32;
 
 // Sums `parts` rows of `partial` [parts, width].

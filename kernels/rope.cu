@@ -1,7 +1,7 @@
 // Rotary position embedding in the half-split layout: queries [n, heads * 2 * pairs], keys
 // [n, kv_heads * 2 * pairs] with kv_heads = 0 if there are none, and angles [n, pairs] shared by
-// the heads of a row. In each head, elements i and i + pairs are a pair. `sign` is 1, or -1 for the
-// inverse rotation. blockDim.x threads share a head, and a block has blockDim.y heads.
+// the heads in a row. In each head, elements i and i + pairs form a pair. `sign` is 1, or -1 for
+// the inverse rotation. blockDim.x threads share a head, and a block has blockDim.y heads.
 
 #include "element.cuh"
 #include "norm_rope.cuh"
@@ -70,7 +70,7 @@ ROPE(float, f32)
 ROPE(__nv_bfloat16, bf16)
 ROPE(__half, f16)
 
-// Cosines and sines [n, pairs] of positions times inverse frequencies, times `factor`.
+// Cosines and sines [n, pairs] for positions times inverse frequencies, times `factor`.
 extern "C" __global__ void __launch_bounds__(THREADS)
     rope_angles(const uint32_t *positions, const float *inverse_frequencies, float *cos, float *sin, uint64_t n, uint32_t pairs,
                 float factor) {

@@ -1,7 +1,7 @@
-// The arguments of every kernel, for the launches on a GPU and for the tests on the CPU. Both
-// include this file and define `kernels!`, `plain_kernels!`, `In` (a pointer for reads, which may
-// be null) and `Out` (a pointer for writes). In `kernels!`, `Self` is an element type, and the
-// kernel `name` is `name_f32`, `name_bf16` and `name_f16` in the `.cu` file.
+// The arguments to every kernel, for launches on a GPU and for tests on the CPU. Both include this
+// file and define `kernels!`, `plain_kernels!`, `In` (a pointer to read from, which may be null)
+// and `Out` (a pointer to write to). In `kernels!`, `Self` is an element type, and the kernel
+// `name` is `name_f32`, `name_bf16` and `name_f16` in the `.cu` file.
 kernels! {
     add {
         add_forward(a: In<Self>, b: In<Self>, sum: Out<Self>, n: u64);

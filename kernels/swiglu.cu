@@ -5,7 +5,7 @@
 
 __device__ __forceinline__ float forward(float gate, float up) { return gate * sigmoid(gate) * up; }
 
-// Computes the gradients of gate and up.
+// Computes the gradients with respect to gate and up.
 __device__ __forceinline__ float2 backward(float gate, float up, float gradient) {
     const float s = sigmoid(gate), silu = gate * s;
     return make_float2(gradient * up * (s + silu * (1.0f - s)), gradient * silu);

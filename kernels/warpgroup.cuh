@@ -1,9 +1,9 @@
-// Products of small matrices by a warpgroup: 128 threads on the tensor cores of compute capability
-// 9.0 (wgmma), in bf16 and f16 with sums in f32. Other GPUs do not have them: see mma.cuh.
+// Small matrix products by a warpgroup: 128 threads on the tensor cores in compute capability 9.0
+// (wgmma), in bf16 and f16 with f32 sums. Other GPUs lack them: see mma.cuh.
 //
-// The fragments of c and a are those of mma.cuh: warp w of the warpgroup has the rows from 16 w of
-// the 64 rows of a. Operands in shared memory are tiles of panels: a panel has all rows, and 64
-// columns in 128 bytes of each row. The eighths of a row are permuted, so that the same columns of
+// The fragments of c and a are as in mma.cuh: warp w in the warpgroup has the rows from 16 w among
+// the 64 rows of a. Operands in shared memory are tiles made of panels: a panel has all rows, and
+// 64 columns in 128 bytes per row. The eighths of a row are permuted, so that the same columns in
 // eight rows are in different banks ("128-byte swizzle"). A panel starts at a multiple of 1,024
 // bytes.
 #pragma once

@@ -6,7 +6,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 static LIVE: AtomicUsize = AtomicUsize::new(0);
 static PEAK: AtomicUsize = AtomicUsize::new(0);
 
-/// Counts the allocated bytes of `A` and their peak.
+/// Counts bytes allocated by `A`, and their peak.
 #[derive(Debug)]
 pub struct Counting<A>(pub A);
 
@@ -20,33 +20,33 @@ fn grow(bytes: usize) {
 unsafe impl<A: GlobalAlloc> GlobalAlloc for Counting<A> {
     unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
         grow(layout.size());
-        // SAFETY: the caller upholds the contract of `GlobalAlloc`.
+        // SAFETY: the caller upholds the `GlobalAlloc` contract.
         unsafe { self.0.alloc(layout) }
     }
 
     unsafe fn alloc_zeroed(&self, layout: Layout) -> *mut u8 {
         grow(layout.size());
-        // SAFETY: the caller upholds the contract of `GlobalAlloc`.
+        // SAFETY: the caller upholds the `GlobalAlloc` contract.
         unsafe { self.0.alloc_zeroed(layout) }
     }
 
     unsafe fn dealloc(&self, pointer: *mut u8, layout: Layout) {
         LIVE.fetch_sub(layout.size(), Ordering::Relaxed);
-        // SAFETY: the caller upholds the contract of `GlobalAlloc`.
+        // SAFETY: the caller upholds the `GlobalAlloc` contract.
         unsafe { self.0.dealloc(pointer, layout) }
     }
 
     unsafe fn realloc(&self, pointer: *mut u8, layout: Layout, size: usize) -> *mut u8 {
         grow(size);
         LIVE.fetch_sub(layout.size(), Ordering::Relaxed);
-        // SAFETY: the caller upholds the contract of `GlobalAlloc`.
+        // SAFETY: the caller upholds the `GlobalAlloc` contract.
         unsafe { self.0.realloc(pointer, layout, size) }
     }
 }
 
-/// Returns the result of `run` and the peak of allocated bytes beyond those before it.
+/// Returns the result of `run` and its peak of newly allocated bytes.
 ///
-/// The program must use this allocator. Allocations of other threads count too.
+/// The program must use this allocator. Allocations from other threads count too.
 pub fn peak_bytes<T>(run: impl FnOnce() -> T) -> (T, usize) {
     let before = restart_peak();
     let result = run();

@@ -1,18 +1,18 @@
-//! Comparison of an operator with the speed of a copy.
+//! Compares an operator with the speed of a copy.
 
 use crate::results::Row;
 
-/// A goal for an operator bound by memory bandwidth. A copy of as many bytes replaces the twin.
+/// A goal for a memory-bound operator. A copy of as many bytes replaces the twin.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Bandwidth {
     /// The bytes that the operator must read and write.
     pub(crate) bytes: usize,
-    /// The goal, as a share of the speed of the copy.
+    /// The goal, as a fraction of the copy's speed.
     pub(crate) goal: f64,
 }
 
 impl Bandwidth {
-    /// Returns one line with the reached share.
+    /// Returns one line with the fraction reached.
     pub(crate) fn verdict(&self, row: &Row) -> String {
         let speed = |ms: f64| self.bytes as f64 / ms / 1e6;
         let share = 1.0 / row.ratio;

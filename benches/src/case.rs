@@ -1,4 +1,4 @@
-//! The cases that the benchmarks measure.
+//! The benchmark cases.
 
 use candle_core::{DType, Device, Result, Tensor};
 
@@ -11,13 +11,13 @@ pub(crate) type Run = Box<dyn FnMut() -> Result<Sample>>;
 /// Creates the inputs on a device and returns the operator and its twin.
 pub(crate) type Prepare = Box<dyn Fn(&Device) -> Result<Pair>>;
 
-/// One row of the table: an operator and its twin on one shape.
+/// A row in the table: an operator and its twin on one shape.
 pub(crate) struct Case {
     /// The operator.
     pub(crate) op: &'static str,
     /// Its shape, in words.
     pub(crate) shape: String,
-    /// The dtype of its main input.
+    /// Dtype of the main input.
     pub(crate) dtype: DType,
     /// The measured passes.
     pub(crate) direction: Direction,
@@ -59,7 +59,8 @@ impl Direction {
         }
     }
 
-    /// Creates a run of `forward`. If a backward pass is measured, it returns a scalar in a graph.
+    /// Creates a run from `forward`. If a backward pass is measured, `forward` returns a scalar in
+    /// a graph.
     pub(crate) fn run(
         self,
         device: &Device,

@@ -1,8 +1,8 @@
-//! Times each fused operator beside its composed twin, in alternation, and writes the results.
+//! Times each fused operator next to its composed twin, in alternation, and writes the results.
 //!
 //! `make bench` runs this under the system allocator and under mimalloc, because page faults on
-//! fresh memory take a large part of the composed operators' time. `make bench-peers` runs the same
-//! cases beside PyTorch and Liger-Kernel.
+//! fresh memory take much of the composed operators' time. `make bench-peers` runs the same cases
+//! next to PyTorch and Liger-Kernel.
 
 mod allocator;
 mod args;

@@ -1,10 +1,10 @@
-//! The memory of a run.
+//! A run's memory.
 
 use candle_core::{Device, Result};
 
 use crate::allocator;
 
-/// A meter of the memory since its start, in the allocator of the program or the pool of the GPU.
+/// Measures memory since its start, in the program's allocator or the GPU's pool.
 pub(crate) struct Meter {
     before: usize,
 }

@@ -1,4 +1,4 @@
-//! The models of the benchmarks, in `benches/models`.
+//! Benchmark models, in `benches/models`.
 
 use std::path::Path;
 
@@ -18,8 +18,8 @@ pub fn read_model(file: Option<&Path>) -> Result<DecoderConfig> {
     DecoderConfig::from_hugging_face(&config).with_context(|| format!("{name}"))
 }
 
-/// Returns a decoder that computes in `dtype`, with the variables of `parameters` in f32 and with
-/// copies in other dtypes.
+/// Returns a decoder that computes in `dtype`: with the variables in `parameters` for f32, and with
+/// copies for other dtypes.
 pub fn decoder_in(model: &DecoderConfig, parameters: &Parameters, dtype: DType) -> Result<Decoder> {
     let vb = match dtype {
         DType::F32 => parameters.detached_var_builder(),

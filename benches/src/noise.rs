@@ -1,4 +1,4 @@
-//! Inputs of the cases.
+//! Inputs for the cases.
 
 use candle_core::{DType, Device, Result, Shape, Tensor};
 use candle_grpo_test_support::{noise_tensor, token_ids};
@@ -14,7 +14,7 @@ pub(crate) fn noise(
     if device.is_cpu() {
         return (noise_tensor(shape, seed, DType::F32, device)? * scale)?.to_dtype(dtype);
     }
-    // The host would take seconds for the sizes of a GPU.
+    // The host would take seconds for GPU sizes.
     device.set_seed(seed)?;
     Tensor::rand(-scale as f32, scale as f32, shape, device)?.to_dtype(dtype)
 }

@@ -14,7 +14,7 @@ const RUNS_ON_A_GPU: u32 = 10;
 pub(crate) struct Sample {
     /// The time in milliseconds.
     pub(crate) ms: f64,
-    /// The peak of device memory beyond the memory at the start, in MiB.
+    /// Peak device memory in MiB, beyond the memory at the start.
     pub(crate) peak_mib: f64,
 }
 

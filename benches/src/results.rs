@@ -1,4 +1,4 @@
-//! The table of results and its files.
+//! The results table and its files.
 
 use std::fs;
 use std::path::Path;
@@ -6,7 +6,7 @@ use std::path::Path;
 use anyhow::{Context, Result};
 use serde::{Deserialize, Serialize};
 
-/// One row of `ops.json`, with medians.
+/// A row in `ops.json`, with medians.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub(crate) struct Row {
     pub(crate) op: String,
@@ -19,7 +19,7 @@ pub(crate) struct Row {
     pub(crate) direction: String,
     pub(crate) ours_ms: f64,
     pub(crate) composed_ms: f64,
-    /// The median of the ratios of neighboring runs.
+    /// The median ratio between neighboring runs.
     pub(crate) ratio: f64,
     pub(crate) ours_peak_mib: f64,
     pub(crate) composed_peak_mib: f64,
@@ -42,12 +42,12 @@ impl Row {
     }
 }
 
-/// Replaces the rows of the same cases in `ops.json` in `folder` by `new`, and rewrites the table.
+/// Replaces rows for the same cases in `folder`'s `ops.json` by `new`, and rewrites the table.
 pub(crate) fn merge(folder: &Path, new: Vec<Row>) -> Result<()> {
     fs::create_dir_all(folder).with_context(|| format!("cannot make {}", folder.display()))?;
     let path = folder.join("ops.json");
     let mut rows: Vec<Row> = match fs::read(&path) {
-        // Rows of an older version are dropped.
+        // Rows from an older version are dropped.
         Ok(bytes) => serde_json::from_slice(&bytes).unwrap_or_default(),
         Err(_) => Vec::new(),
     };

@@ -1,4 +1,4 @@
-//! The main program of the operator benchmarks.
+//! The main program for the operator benchmarks.
 
 use anyhow::{Result, bail};
 use candle_core::Device;
@@ -12,7 +12,7 @@ use crate::region::Sample;
 use crate::results::{self, Row};
 use crate::{cases, serve};
 
-/// Runs the cases and writes the results. `allocator` is the name of the allocator of the program.
+/// Runs the cases and writes the results. `allocator` names the program's allocator.
 pub fn main(allocator: &str) -> Result<()> {
     let args = Args::parse();
     if args.serve {
@@ -60,7 +60,7 @@ pub fn main(allocator: &str) -> Result<()> {
 
 fn measure(case: &Case, device: &Device, allocator: &str, rounds: usize) -> Result<Row> {
     let mut pair = (case.prepare)(device)?;
-    // Warm-up: the first run of each side loads code and caches.
+    // Warm-up: each side's first run loads code and caches.
     (pair.ours)()?;
     (pair.composed)()?;
     let (mut ours, mut composed) = (Vec::new(), Vec::new());

@@ -1,4 +1,4 @@
-//! One side of a comparison with another system, which requests runs in alternation with its own.
+//! One side in a comparison with another system, which alternates requests with its own runs.
 
 use std::io::{BufRead, Write};
 

@@ -1,4 +1,4 @@
-//! A training step of a whole model: log-probs at every position, forward and backward.
+//! A training step for a whole model: log-probs at every position, forward and backward.
 
 use std::collections::BTreeMap;
 use std::io::{BufRead, Write};
@@ -17,13 +17,13 @@ use serde::Serialize;
 use crate::memory::Meter;
 use crate::model::{decoder_in, read_model};
 
-/// Times forward and backward of a model with random weights
+/// Times forward and backward passes of a model with random weights
 #[derive(Debug, Parser)]
 struct Args {
-    /// The config.json of the model; without it, the dimensions of SmolLM2-135M
+    /// The model's config.json; without it, the dimensions of SmolLM2-135M
     #[arg(long)]
     model: Option<PathBuf>,
-    /// Number of blocks, if not that of the file
+    /// Number of blocks, if different from the file
     #[arg(long)]
     layers: Option<usize>,
     /// Number of sequences per step
@@ -32,10 +32,10 @@ struct Args {
     /// Number of tokens per sequence
     #[arg(long, default_value_t = 128)]
     length: usize,
-    /// The dtype of weights and activations: f32 or bf16. Gradients are f32
+    /// Dtype for weights and activations: f32 or bf16. Gradients are f32
     #[arg(long, default_value = "f32")]
     dtype: DType,
-    /// Keep only the inputs of blocks, and recompute the rest
+    /// Keep only block inputs, and recompute the rest
     #[arg(long)]
     checkpointing: bool,
     /// Measured steps, whose median is reported
@@ -47,7 +47,7 @@ struct Args {
     serve: bool,
 }
 
-/// The main function of the programs that measure a training step.
+/// The main function for programs that measure a training step.
 pub fn training_main(allocator: &str) -> Result<()> {
     let args = Args::parse();
     ensure!(args.rounds > 0, "rounds: 0, must be at least 1");
@@ -104,7 +104,7 @@ struct Report<'a> {
     checkpointing: bool,
     ms: f64,
     tokens_per_second: f64,
-    /// Time of the matrix products of the linear layers alone.
+    /// Time for the linear layers' matrix products alone.
     products_ms: f64,
     products_gflops: f64,
     ratio_to_products: f64,
@@ -131,7 +131,7 @@ fn resident_peak_mib() -> Result<f64> {
 struct Step {
     parameters: Parameters,
     decoder: Decoder,
-    /// The weight of the output layer.
+    /// The output layer's weight.
     output: Var,
     tokens: PackedTokens,
     targets: Tensor,
@@ -158,7 +158,7 @@ impl Step {
             .collect();
         let targets = ids.iter().skip(1).copied().chain([0]).collect::<Vec<_>>();
         let sequences: Vec<Vec<u32>> = ids.chunks(args.length).map(<[u32]>::to_vec).collect();
-        // The last token of a sequence predicts nothing.
+        // A sequence's last token predicts nothing.
         let mask: Vec<u8> = (1..=tokens)
             .map(|next| u8::from(next % args.length != 0))
             .collect();
@@ -207,16 +207,16 @@ impl Step {
     }
 }
 
-/// The matrix products of the linear layers of a step.
+/// Matrix products for the linear layers in a step.
 struct Products {
-    /// Input rows, output rows, weight and number of layers of each shape in the blocks.
+    /// For each shape in the blocks: input rows, output rows, weight and number of layers.
     blocks: Vec<(Factor, Factor, Factor, usize)>,
-    /// Input rows, one tile of the logits, and its part of the weight of the output layer.
+    /// Input rows, one logit tile, and its part of the output layer's weight.
     output: (Factor, Factor, Factor),
     flop: f64,
 }
 
-/// A matrix that is a factor of products, and one that is the sum of others.
+/// A matrix that serves as a factor in products, and one that sums others.
 struct Factor {
     values: Tensor,
     sum: Tensor,
@@ -232,7 +232,7 @@ impl Factor {
     }
 }
 
-/// Number of tiles of the output layer.
+/// Number of output layer tiles.
 const TILES: usize = 24;
 
 impl Products {
@@ -249,7 +249,7 @@ impl Products {
         let mut layers: BTreeMap<(usize, usize), usize> = BTreeMap::new();
         let mut vocabulary = (0, 0);
         for (name, weight) in parameters.iter() {
-            // Other shapes, such as those of norms, are not linear layers.
+            // Other shapes, such as norms, are not linear layers.
             let Ok(shape) = weight.dims2() else { continue };
             match name.starts_with("model.layers.") {
                 true => *layers.entry(shape).or_default() += 1,

@@ -1,4 +1,4 @@
-//! Memory of the operators on the vocabulary and of the models of a run, beyond their arguments.
+//! Memory for operators on a vocabulary and for a run's models, beyond their arguments.
 
 use std::alloc::System;
 use std::sync::{Mutex, PoisonError};
@@ -108,12 +108,12 @@ fn linear_log_prob_takes_its_gradients_and_a_few_mib(
         true => 0,
         false => vocab * width * DType::F32.size_in_bytes(),
     };
-    // The gradient of the hidden states is first summed in f32.
+    // The hidden state gradient is first summed in f32.
     let rounded = if dtype == DType::F32 { 0 } else { size };
     let hidden_bytes = rows * width * (DType::F32.size_in_bytes() + rounded);
     // A few numbers per row: tokens, derivatives, coefficients, indices of unmasked rows.
     let rows_bytes = rows * 256;
-    // A tile of logits, packing buffers of products, and for half precision a tile of each argument
+    // A logit tile, packing buffers for products, and for half precision a tile from each argument
     // in f32.
     let tile_bytes = if dtype == DType::F32 { 13 } else { 20 } * MIB;
     let allowed = weight_bytes + hidden_bytes + rows_bytes + tile_bytes;
@@ -160,7 +160,7 @@ fn policy_reference_and_sampler_share_the_weights_under_adapters() -> anyhow::Re
     Ok(())
 }
 
-/// A checkpoint of merged adapters converts and writes a part of a weight at a time.
+/// A checkpoint with merged adapters converts and writes weights piece by piece.
 #[rstest]
 fn a_file_takes_a_few_mib_whatever_its_tensors(
     #[values(DType::F32, DType::BF16)] dtype: DType,
@@ -193,7 +193,8 @@ fn a_file_takes_a_few_mib_whatever_its_tensors(
     Ok(())
 }
 
-/// A plan, and the peak of the second step of a run: in the first one the optimizer has no state.
+/// A plan, and the peak in a run's second step, because in the first one the optimizer has no
+/// state.
 fn planned_and_measured(
     model: DecoderConfig,
     change: impl FnOnce(&mut TrainConfig),
@@ -310,7 +311,7 @@ type Change = fn(&mut TrainConfig);
     c.micro_batch_tokens = Some(600);
 })]
 #[case::adapters(dense(), |c: &mut TrainConfig| c.adapters = Some(LoraConfig::all_linear(8, 16.)))]
-// Drawing takes more than training.
+// Sampling takes more than training.
 #[case::packed(dense(), |c: &mut TrainConfig| {
     c.adapters = Some(LoraConfig::all_linear(1, 1.));
     c.activation_checkpointing = true;

@@ -1,4 +1,4 @@
-//! Compiles the CUDA kernels to a fatbin for each `.cu` file.
+//! Compiles each `.cu` file to a fatbin.
 
 #[cfg(feature = "cuda")]
 fn main() -> Result<(), Box<dyn std::error::Error>> {
@@ -14,13 +14,13 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     };
     let sources = with_extension("cu");
     println!("cargo::rerun-if-changed=build.rs");
-    // A kernel that is new.
+    // Detects new kernels.
     println!("cargo::rerun-if-changed=kernels");
-    // PTX for 8.0 runs on 8.0 and everything newer.
+    // PTX for 8.0 runs on 8.0 and newer.
     cudaforge::KernelBuilder::new()
         .source_files(&sources)
         .watch(with_extension("cuh"))
-        // The arguments of `fatbin`.
+        // The arguments in `fatbin`.
         .watch(["build.rs"])
         .compute_cap(80)
         .arg("-O3")
@@ -50,11 +50,11 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     Ok(())
 }
 
-/// Kernels that have other code for compute capability 9.0, with instructions that only it has.
+/// Kernels with separate code for compute capability 9.0, whose instructions no other GPU has.
 #[cfg(feature = "cuda")]
 const FOR_HOPPER: &[&str] = &["attention"];
 
-/// Writes the fatbin of a kernel unless it is newer than the PTX.
+/// Writes the kernel's fatbin unless it is newer than the PTX.
 #[cfg(feature = "cuda")]
 fn fatbin(nvcc: &std::path::Path, kernel: &std::path::Path) -> Result<(), String> {
     let [ptx, partial, fatbin] = ["ptx", "partial", "fatbin"].map(|end| kernel.with_extension(end));

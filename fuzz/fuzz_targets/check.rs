@@ -1,4 +1,4 @@
-//! `grpo check` on valid configurations, with one key changed after the other.
+//! `grpo check` on valid configurations, changing one key after another.
 #![no_main]
 
 use std::path::Path;
@@ -17,7 +17,7 @@ use serde_json::{Value, json};
 #[path = "../../crates/candle-grpo/tests/program/mutation.rs"]
 mod mutation;
 
-/// The most changes of one configuration.
+/// Maximum number of changes to one configuration.
 const CHANGES: usize = 16;
 
 /// Returns a configuration for each preset, and its effective form.
@@ -81,7 +81,7 @@ fn write_model() {
     pretrained.save(&folder).expect("room for a tiny model");
 }
 
-/// Checks a configuration with all that it names, as `grpo check` does.
+/// Checks a configuration with everything it names, like `grpo check`.
 fn check(value: &Value) -> Option<RunConfig> {
     let document = Document::from_yaml(Path::new("run.yaml"), &value.to_string());
     let run = RunConfig::new(&document.expect("JSON is YAML"))
@@ -102,7 +102,7 @@ fuzz_target!(|bytes: &[u8]| {
     };
     let (mut valid, mut effective) = bases[choose(bases.len())].clone();
     for _ in 0..CHANGES {
-        // A refused change is undone, so the next one starts from a valid configuration.
+        // A rejected change is undone, so the next one starts from a valid configuration.
         let changed = mutation::mutated(&valid, &effective, &mut choose);
         let Some(run) = check(&changed) else {
             continue;

@@ -1,4 +1,4 @@
-//! Configuration files in YAML and TOML, of this program or of ROLL.
+//! Configuration files in YAML and TOML, for this program or ROLL.
 #![no_main]
 
 use std::path::Path;

@@ -1,4 +1,4 @@
-//! Answers of the reward `math`: the first line is the reference, the rest the completion.
+//! Answers for the reward `math`: the first line is the reference, the rest the completion.
 #![no_main]
 
 use candle_grpo_train::rewards::MathReward;

@@ -1,4 +1,4 @@
-//! The text files of a Hugging Face folder and of PEFT adapters, with valid weights.
+//! Text files in a Hugging Face folder and in PEFT adapters, with valid weights.
 #![no_main]
 
 use std::fs;

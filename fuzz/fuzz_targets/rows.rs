@@ -1,4 +1,4 @@
-//! Files of rows. The first line is the data section of a configuration.
+//! Data files. The first line is a configuration's data section.
 #![no_main]
 
 use candle_grpo_fuzz::{folder, write};

@@ -1,4 +1,4 @@
-//! The files of a run folder, and the page of `grpo report`.
+//! Files in a run directory, and the `grpo report` page.
 #![no_main]
 
 use candle_grpo::report::{Run, report_html};

@@ -1,4 +1,4 @@
-//! Helpers of the fuzz targets.
+//! Helpers for the fuzz targets.
 
 use std::fs;
 use std::path::Path;
@@ -7,7 +7,7 @@ use std::sync::OnceLock;
 use candle_grpo_nn::DecoderConfig;
 use tempfile::TempDir;
 
-/// Returns the temporary folder of this process, where targets write the parsed files.
+/// Returns this process's temporary folder, where targets write the parsed files.
 pub fn folder() -> &'static Path {
     static FOLDER: OnceLock<TempDir> = OnceLock::new();
     let folder = FOLDER.get_or_init(|| tempfile::tempdir().expect("a folder for temporary files"));
@@ -19,7 +19,7 @@ pub fn write(name: &str, bytes: &[u8]) {
     fs::write(folder().join(name), bytes).expect("room for a temporary file");
 }
 
-/// Splits `input` into files of [`folder`] and removes the other files of `names`.
+/// Splits `input` into files in [`folder`] and removes the other files in `names`.
 ///
 /// A line `--- NAME` starts each file.
 pub fn write_files(input: &[u8], names: &[&str]) {

@@ -1,4 +1,4 @@
-//! `log_prob` beside a copy, on logits of large models. On a GPU, it is bound by memory bandwidth.
+//! `log_prob` next to a copy, on logits from large models. On a GPU it is memory-bound.
 
 use candle_core::{DType, Device, Tensor};
 

@@ -1,4 +1,4 @@
-//! The operators of a decoder's layers. Those of linear attention have the size of Qwen3.5-4B.
+//! Operators in a decoder's layers. Linear attention has the size of Qwen3.5-4B.
 
 use std::rc::Rc;
 
@@ -14,7 +14,7 @@ use crate::case::{Case, Direction, Pair};
 use crate::noise::{ids, noise};
 use crate::region::region;
 
-/// The sizes of a decoder, and the sequences of a pass.
+/// A decoder's sizes, and the sequences in a pass.
 #[derive(Clone, Copy)]
 struct Sizes {
     batch: usize,
@@ -81,7 +81,7 @@ pub(super) fn small() -> Vec<Case> {
         .collect()
 }
 
-/// The cases of a GPU.
+/// Cases for a GPU.
 pub(super) fn large() -> Vec<Case> {
     [Way::InGraph(Direction::Forward), Way::Alone]
         .into_iter()
@@ -285,7 +285,7 @@ fn cases(sizes: Sizes, way: Way) -> Vec<Case> {
                 let weight = sizes.variable(&[vocab, hidden], device)?;
                 let (rows, table) = (ids.clone(), weight.as_detached_tensor());
                 let gradient = Tensor::ones((tokens, hidden), dtype, device)?;
-                // The gradient of other uses of the table, to which the operator adds.
+                // The gradient from other uses of the table, to which the operator adds.
                 let sum = Tensor::zeros((vocab, hidden), DType::F32, device)?;
                 Ok(Layer {
                     graph: Box::new(move |twin| match twin {
@@ -322,7 +322,7 @@ struct Layer {
     alone: Box<dyn Fn() -> Result<()>>,
 }
 
-/// Creates the inputs of a layer on a device.
+/// Creates a layer's inputs on a device.
 type MakeLayer = Box<dyn Fn(&Device) -> Result<Layer>>;
 
 fn case(op: &'static str, shape: String, dtype: DType, way: Way, layer: MakeLayer) -> Case {

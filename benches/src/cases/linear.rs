@@ -1,8 +1,8 @@
-//! `linear_log_prob` and `linear_policy_loss` on the output layer of SmolLM2-135M, and one larger
-//! case on a GPU. `linear_rows` on two of its linear layers.
+//! `linear_log_prob` and `linear_policy_loss` on SmolLM2-135M's output layer, and one larger case
+//! on a GPU. `linear_rows` on two of its linear layers.
 //!
 //! Backward passes are called alone, as in training with `candle-grpo-train`. The rows "in a graph"
-//! use Candle's `backward`, which adds the gradient of the weight to zeros.
+//! use Candle's `backward`, which adds the weight gradient to zeros.
 
 use candle_core::{DType, Device, Result, Tensor, Var};
 use candle_grpo_kernels::{
@@ -51,7 +51,7 @@ pub(super) fn products() -> Vec<Case> {
         .into()
 }
 
-/// Compares with Candle's product, that of the crate `gemm`.
+/// Compares with Candle's product, from the `gemm` crate.
 pub(super) fn rows() -> Vec<Case> {
     const INPUTS: usize = 576;
     let case = |rows: usize, outputs: usize| Case {
@@ -223,8 +223,8 @@ impl Layer {
         }))
     }
 
-    /// Runs the matrix products of both passes into allocated memory: the logits twice, and the
-    /// gradients of hidden states and weight from a gradient of the logits.
+    /// Runs both passes' matrix products into allocated memory: the logits twice, and the gradients
+    /// with respect to hidden states and weight, given a logit gradient.
     fn products(&self, device: &Device) -> Result<Run> {
         let Sizes { width, vocab, .. } = self.sizes;
         let rows = self.targets.elem_count();

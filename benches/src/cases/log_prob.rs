@@ -1,7 +1,7 @@
 //! The operator `log_prob`.
 //!
-//! The composed twin has only Candle's `backward`, which adds each gradient to zeros and keeps the
-//! sum: two more tensors of the size of the logits. The rows "in a graph" include that cost for the
+//! The composed twin only has Candle's `backward`, which adds each gradient to zeros and keeps the
+//! sum: two more tensors as large as the logits. The rows "in a graph" include that cost for the
 //! fused operator too; the others call its backward pass alone.
 
 use candle_core::{DType, Device, Result, Tensor, Var};

@@ -1,5 +1,5 @@
-//! From logits to the policy loss and the gradient of the logits, in place, like Liger-Kernel's
-//! GRPO kernel.
+//! From logits to the policy loss and the logit gradient, in place, like Liger-Kernel's GRPO
+//! kernel.
 
 use candle_core::{DType, Device, Result, Tensor, Var};
 use candle_grpo_kernels::{LogProbOptions, TokenLogProbs, composed, log_prob, log_prob_gradient};

@@ -1,4 +1,4 @@
-//! The cases, one file for each operator or family.
+//! The cases, one file per operator or family.
 
 mod bandwidth;
 mod layers;
@@ -12,8 +12,7 @@ use candle_core::Device;
 
 use crate::case::Case;
 
-/// Every case on that device, in the order of the table. Those of a GPU have the sizes of large
-/// models.
+/// Every case on that device, in table order. GPU cases have the sizes of large models.
 pub(crate) fn on(device: &Device) -> Vec<Case> {
     if device.is_cpu() {
         vec![

@@ -1,4 +1,4 @@
-//! `adamw` and `gradient_norm` over the vocabulary of a model.
+//! `adamw` and `gradient_norm` over a model's vocabulary.
 
 use std::rc::Rc;
 
@@ -12,7 +12,7 @@ use crate::case::{Case, Direction, Pair, Run};
 use crate::noise::noise;
 use crate::region::region;
 
-/// That of SmolLM2-135M: 28 million parameters.
+/// SmolLM2-135M's: 28 million parameters.
 pub(super) fn small() -> Vec<Case> {
     let shape = [49_152, 576];
     vec![
@@ -22,7 +22,7 @@ pub(super) fn small() -> Vec<Case> {
     ]
 }
 
-/// That of Llama 3 8B: 525 million parameters.
+/// Llama 3 8B's: 525 million parameters.
 pub(super) fn large() -> Vec<Case> {
     let shape = [128_256, 4096];
     vec![

@@ -1,4 +1,4 @@
-//! The inputs of a policy loss other than log-probs.
+//! Inputs to a policy loss other than log-probs.
 
 use candle_core::{DType, Result, Tensor};
 use candle_grpo_loss::StepTotals;

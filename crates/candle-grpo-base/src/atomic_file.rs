@@ -1,7 +1,7 @@
 //! Files and folders that appear completely or not at all.
 //!
-//! Contents are written beside their place under a temporary name, flushed to the disk and renamed.
-//! A program that is killed leaves the previous contents in place, and perhaps a
+//! Contents are written next to their final path under a temporary name, flushed to disk and
+//! renamed. If the program is killed, the previous contents stay in place, perhaps with a
 //! [leftover](remove_leftovers) under a temporary name.
 
 use std::ffi::{OsStr, OsString};
@@ -9,12 +9,12 @@ use std::fs::{self, File, OpenOptions};
 use std::io::{Error, ErrorKind, Result, Write};
 use std::path::{Path, PathBuf};
 
-/// Writes a file atomically, replacing one that exists, with the mode of any new file.
+/// Writes a file atomically, replacing an existing one, with the default mode for new files.
 ///
 /// # Errors
 ///
-/// The previous file stays as it was, unless only the folder could not be flushed: then the new
-/// file is in place, but may not survive a loss of power.
+/// The previous file stays unchanged, with one exception: if only the folder could not be flushed,
+/// the new file is in place, but may not survive a power failure.
 ///
 /// ```
 /// use candle_grpo_base::atomic_file;
@@ -31,16 +31,16 @@ pub fn write(path: &Path, bytes: &[u8]) -> Result<()> {
     write_with(path, |temporary| File::create(temporary)?.write_all(bytes))
 }
 
-/// Calls `write` with a temporary path, and moves the file that it writes there to `path`.
+/// Calls `write` with a temporary path, and moves the resulting file to `path`.
 ///
 /// # Errors
 ///
-/// As in [`write`](write()).
+/// Same as [`write`](write()).
 pub fn write_with(path: &Path, write: impl FnOnce(&Path) -> Result<()>) -> Result<()> {
     let temporary = beside(path, "tmp")?;
     let written = (|| {
         write(&temporary)?;
-        // Windows flushes only a file that is open for writing.
+        // Windows can only flush a file that is open for writing.
         OpenOptions::new()
             .append(true)
             .open(&temporary)?
@@ -48,20 +48,20 @@ pub fn write_with(path: &Path, write: impl FnOnce(&Path) -> Result<()>) -> Resul
         fs::rename(&temporary, path)
     })();
     if written.is_err() {
-        // The first error is the one to report.
+        // Report the first error.
         let _ = fs::remove_file(&temporary);
         return written;
     }
     sync_parent(path)
 }
 
-/// Writes a folder atomically: `fill` fills a folder under a temporary name, which replaces the one
-/// at `path`.
+/// Writes a folder atomically: `fill` fills a folder under a temporary name, which then replaces
+/// the one at `path`.
 ///
 /// `fill` must flush its files, as [`write`](write()) does. No system call swaps two folders on
-/// every platform. The previous folder is therefore renamed to `.NAME.PID.old` first and removed
-/// afterwards. Whenever the program is killed, the folder at `path` is complete, or it is absent
-/// and the previous one is kept under that name.
+/// every platform, so the previous folder is first renamed to `.NAME.PID.old` and removed
+/// afterward. Whenever the program is killed, the folder at `path` is either complete, or absent
+/// with the previous one kept under that name.
 ///
 /// # Errors
 ///
@@ -78,7 +78,7 @@ pub fn write_folder<E: From<Error>>(
         Ok(swap(&fresh, path)?)
     })();
     if written.is_err() {
-        // The first error is the one to report.
+        // Report the first error.
         let _ = remove(&fresh);
     }
     written
@@ -88,7 +88,7 @@ pub fn write_folder<E: From<Error>>(
 ///
 /// # Errors
 ///
-/// If the folder is absent or cannot be removed.
+/// If the folder does not exist or cannot be removed.
 pub fn remove_folder(path: &Path) -> Result<()> {
     let old = beside(path, "old")?;
     remove(&old)?;
@@ -96,8 +96,8 @@ pub fn remove_folder(path: &Path) -> Result<()> {
     remove(&old)
 }
 
-/// Removes from `folder` the temporary files and folders of a program that was killed while it
-/// wrote there, and no others.
+/// Removes temporary files and folders from `folder` that a killed program left there, and no
+/// others.
 ///
 /// # Errors
 ///
@@ -112,12 +112,12 @@ pub fn remove_leftovers(folder: &Path) -> Result<()> {
     Ok(())
 }
 
-/// Returns whether `name` is a temporary name of this module, see [`leftover_of`].
+/// Returns whether `name` is a temporary name from this module, see [`leftover_of`].
 pub fn is_leftover(name: &OsStr) -> bool {
     name.to_str().and_then(leftover_of).is_some()
 }
 
-/// Returns the `NAME` in a temporary name of this module: `.NAME.PID.tmp` or `.NAME.PID.old`.
+/// Returns `NAME` from a temporary name: `.NAME.PID.tmp` or `.NAME.PID.old`.
 pub fn leftover_of(name: &str) -> Option<&str> {
     let parts: Vec<&str> = name.rsplitn(3, '.').collect();
     let [extension, pid, hidden] = parts[..] else {
@@ -128,7 +128,7 @@ pub fn leftover_of(name: &str) -> Option<&str> {
     hidden.strip_prefix('.').filter(|_| is_leftover)
 }
 
-/// The path `.NAME.PID.extension` in the folder of `path`.
+/// The path `.NAME.PID.extension` next to `path`.
 fn beside(path: &Path, extension: &str) -> Result<PathBuf> {
     let Some(name) = path.file_name() else {
         return Err(Error::new(
@@ -142,13 +142,13 @@ fn beside(path: &Path, extension: &str) -> Result<PathBuf> {
     Ok(path.with_file_name(hidden))
 }
 
-/// Renames the folder `fresh` to `path`. If that fails, the previous folder is moved back.
+/// Renames the folder `fresh` to `path`. If that fails, moves the previous folder back.
 fn swap(fresh: &Path, path: &Path) -> Result<()> {
     if !path.is_dir() {
         fs::rename(fresh, path)?;
         return sync_parent(path);
     }
-    // A rename does not replace a folder that has contents: move the old one aside first.
+    // A rename cannot replace a folder that is not empty, so move the old one aside first.
     let old = beside(path, "old")?;
     remove(&old)?;
     fs::rename(path, &old)?;
@@ -177,9 +177,9 @@ fn remove(path: &Path) -> Result<()> {
     Ok(())
 }
 
-/// Flushes the folder that contains `path`, so that a rename to `path` survives a loss of power.
+/// Flushes the folder that contains `path`, so that a rename to `path` survives a power failure.
 ///
-/// Does nothing on systems where a folder cannot be opened and flushed.
+/// Does nothing on systems where folders cannot be opened and flushed.
 fn sync_parent(path: &Path) -> Result<()> {
     if cfg!(unix) {
         let parent = path

@@ -1,20 +1,20 @@
-//! The time in which this process runs.
+//! Running time of this process.
 
 use std::sync::{LazyLock, Mutex, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
 
-/// The interval at which the clock of the process moves.
+/// Interval at which the process clock ticks.
 const TICK: Duration = Duration::from_millis(100);
 
-/// A longer interval means that the process stood still: it was stopped, as by Ctrl-Z, a debugger
-/// or `docker pause`, or the machine slept.
+/// A longer interval means that the process was stopped, as by Ctrl-Z, a debugger or
+/// `docker pause`, or that the machine was asleep.
 const STILL: Duration = Duration::from_secs(1);
 
-/// Measures time without that in which the process stood still.
+/// Measures time, except while the process was stopped.
 ///
-/// Deadlines of programs and servers use it. On the clock of the machine, all of them would have
-/// passed when the process continues, although the answers may be there.
+/// Deadlines for programs and servers use it. On the machine's clock, all deadlines would have
+/// passed when the process resumes, even if the answers have already arrived.
 #[derive(Debug)]
 struct Clock(Mutex<Reading>);
 
@@ -30,7 +30,7 @@ impl Clock {
         Self(Mutex::new(Reading { at, time }))
     }
 
-    /// Returns the time at `now`. It must be called more than once a second.
+    /// Returns the time at `now`. Call this more than once a second.
     fn time_at(&self, now: Instant) -> Duration {
         let mut reading = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         let passed = now.saturating_duration_since(reading.at);
@@ -40,7 +40,7 @@ impl Clock {
     }
 }
 
-/// Returns the time in which this process has run since the first call.
+/// Returns how long this process has been running since the first call.
 pub fn running_time() -> Duration {
     static CLOCK: LazyLock<Clock> = LazyLock::new(|| {
         // The thread ends with the process.
@@ -55,14 +55,14 @@ pub fn running_time() -> Duration {
     CLOCK.time_at(Instant::now())
 }
 
-/// A moment on two clocks: that of the machine and that of the process. For requests.
+/// A moment on both the machine's and the process's clock, for requests.
 pub struct Beginning {
     at: Instant,
     time: Duration,
 }
 
 impl Beginning {
-    /// Returns the present moment.
+    /// Returns the current moment.
     pub fn now() -> Self {
         Self {
             at: Instant::now(),
@@ -70,7 +70,7 @@ impl Beginning {
         }
     }
 
-    /// Returns true if this process stood still since then.
+    /// Returns whether this process was stopped since then.
     pub fn stood_still(&self) -> bool {
         let ran = running_time().saturating_sub(self.time);
         self.at.elapsed() > ran + STILL / 2
@@ -93,11 +93,11 @@ mod tests {
         assert_eq!(after(0), 0);
         assert_eq!(after(700), 700);
         assert_eq!(after(1000), 1700);
-        // Stopped for an hour, and once more.
+        // Stopped for an hour, twice.
         assert_eq!(after(3_600_000), 1800);
         assert_eq!(after(50), 1850);
         assert_eq!(after(6000), 1950);
-        // A thread may have read the time of the machine before another one.
+        // A thread may have read the machine's time before another one.
         assert_eq!(clock.time_at(begin).as_millis(), 1950);
         assert_eq!(after(10), 1960);
     }

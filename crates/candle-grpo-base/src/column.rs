@@ -1,11 +1,11 @@
-//! Access to the columns of a row.
+//! Access to a row's columns.
 
 use anyhow::{Result, bail};
 use serde_json::Value;
 
-/// Returns the column `name`, or the value that its path leads to: `reward_model.ground_truth` is
-/// the key `ground_truth` of the object in the column `reward_model`, and `choices.0` the first
-/// entry of the list in the column `choices`. A column with the whole name comes first.
+/// Returns the column `name`, or the value at a path. For example, `reward_model.ground_truth` is
+/// the key `ground_truth` of the object in the column `reward_model`, and `choices.0` is the first
+/// list entry in the column `choices`. A column with the whole name takes precedence.
 pub fn find<'a>(columns: &'a Value, name: &str) -> Option<&'a Value> {
     let at_path = || {
         name.split('.').try_fold(columns, |value, key| match value {
@@ -16,11 +16,11 @@ pub fn find<'a>(columns: &'a Value, name: &str) -> Option<&'a Value> {
     columns.get(name).or_else(at_path)
 }
 
-/// Returns a column as [`find`] does.
+/// Returns a column like [`find`].
 ///
 /// # Errors
 ///
-/// If the column is absent. The error lists the columns of the row.
+/// If the column does not exist. The error lists the row's columns.
 pub fn column<'a>(columns: &'a Value, name: &str) -> Result<&'a Value> {
     if let Some(value) = find(columns, name) {
         return Ok(value);

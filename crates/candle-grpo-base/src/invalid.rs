@@ -1,9 +1,9 @@
-//! Invalid options in errors of any type.
+//! Invalid options within errors of any type.
 
 use anyhow::Error;
 use candle_grpo_core::Invalid;
 
-/// Returns the error of an option of `section`, with the path from the section around it.
+/// Returns the error for an option in `section`, with the full path.
 pub fn within(section: &str, error: Error) -> Error {
     match find_invalid(&error) {
         Some(invalid) => invalid.clone().within(section).into(),

@@ -1,10 +1,10 @@
-//! Plain messages about JSON, without the words of the parser and the names of Rust types.
+//! Plain messages about JSON, without parser jargon and Rust type names.
 
 use candle_core::Result;
 use serde::de::DeserializeOwned;
 use serde_json::{Error, Value};
 
-/// The beginning of messages of serde_json about syntax, with plain ones.
+/// Beginnings of serde_json's syntax messages, each with a plain message.
 const SYNTAX: [(&str, &str); 15] = [
     ("EOF", "it ends within a value"),
     ("expected value", "there must be a value"),
@@ -18,7 +18,7 @@ const SYNTAX: [(&str, &str); 15] = [
         "control character",
         "a control character in a text must be escaped",
     ),
-    ("invalid escape", "a backslash must begin an escape of JSON"),
+    ("invalid escape", "a backslash must begin a JSON escape"),
     ("lone leading surrogate", SURROGATE),
     ("unexpected end of hex escape", SURROGATE),
     ("invalid number", "a number is not valid"),
@@ -29,7 +29,7 @@ const SYNTAX: [(&str, &str); 15] = [
 const SURROGATE: &str =
     "an escape from \\ud800 to \\udfff is half a character, and its other half must be beside it";
 
-/// Returns the message of an error without its place.
+/// Returns an error's message without its location.
 pub fn message(error: &Error) -> String {
     let text = error.to_string();
     let text = text.split(" at line ").next().unwrap_or(&text);
@@ -50,7 +50,7 @@ pub fn message(error: &Error) -> String {
     }
 }
 
-/// Returns the message of an error in a file, with line and column.
+/// Returns the message for an error in a file, with line and column.
 pub fn message_with_place(error: &Error) -> String {
     let (line, column) = (error.line(), error.column());
     format!("{} at line {line} column {column}", message(error))
@@ -88,7 +88,7 @@ pub fn kind(expected: &str) -> &str {
 ///
 /// # Errors
 ///
-/// If it is not one. The error names the key and its value.
+/// If it is not a `T`. The error names the key and its value.
 pub fn typed<T: DeserializeOwned>(value: &Value) -> Result<T> {
     serde_path_to_error::deserialize(value).map_err(|error| {
         let path = error.path().to_string();

@@ -1,14 +1,15 @@
-//! Integers of JSON that no 64 bits hold.
+//! JSON integers that do not fit in 64 bits.
 
 use std::borrow::Cow;
 
 use serde_json::Value;
 
-/// The digits of the greatest u64, 18446744073709551615, less one: a shorter integer has 64 bits.
+/// The largest u64, 18446744073709551615, has one digit more. A shorter integer always fits in 64
+/// bits.
 const FEWEST_DIGITS: usize = 19;
 
-/// Returns the text with each of these integers in quotation marks, because a number of
-/// [`serde_json`] would lose its digits.
+/// Returns the text with each such integer in quotation marks, because [`serde_json`] numbers would
+/// lose digits.
 pub fn quoted(text: &str) -> Cow<'_, str> {
     let bytes = text.as_bytes();
     let mut quoted = String::new();
@@ -36,7 +37,7 @@ pub fn quoted(text: &str) -> Cow<'_, str> {
     }
 }
 
-/// Returns the value of JSON, with each of these integers as a text of its digits.
+/// Parses JSON, with each such integer as a string.
 ///
 /// # Errors
 ///
@@ -49,7 +50,7 @@ pub fn parsed(text: &str) -> serde_json::Result<Value> {
     }
 }
 
-/// Returns the position after the text that begins at `start`, or at the end of its line.
+/// Returns the position after the string that begins at `start`, or the end of its line.
 fn end_of_text(bytes: &[u8], start: usize) -> usize {
     let mut at = start + 1;
     while let Some(byte) = bytes.get(at) {
@@ -63,7 +64,7 @@ fn end_of_text(bytes: &[u8], start: usize) -> usize {
     bytes.len()
 }
 
-/// Returns whether a number is an integer of JSON outside i64 and u64.
+/// Returns whether a number is a JSON integer outside i64 and u64.
 fn is_large(number: &str) -> bool {
     let digits = number.strip_prefix('-').unwrap_or(number);
     digits.len() >= FEWEST_DIGITS

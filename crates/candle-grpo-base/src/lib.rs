@@ -1,14 +1,14 @@
-//! The ground of candle-grpo: parts that its crates share and that have no notion of a model.
+//! The foundation of candle-grpo: what its crates share that does not involve a model.
 //!
 //! | module | contents |
 //! | --- | --- |
 //! | [`atomic_file`] | files and folders that appear completely or not at all |
 //! | [`checksum`] | SHA-256 sums as text |
-//! | [`clock`] | time without that in which the process stood still |
-//! | [`column`](mod@column) | the columns of a row |
+//! | [`clock`] | running time, without time while the process was stopped |
+//! | [`column`](mod@column) | a row's columns |
 //! | [`json`] | plain messages about JSON |
-//! | [`large_integers`] | integers of JSON that no 64 bits hold |
-//! | [`progress`] | observation and cancellation of long work |
+//! | [`large_integers`] | JSON integers that do not fit in 64 bits |
+//! | [`progress`] | progress reports and cancellation |
 //! | [`secrets`] | environment variables with keys, which programs do not inherit |
 //! | [`workers`] | threads that work through a list of jobs |
 
@@ -32,7 +32,7 @@ pub use progress::{Interrupted, NoProgress, Progress};
 pub use server_url::check_server_url;
 pub use template::Template;
 
-/// Runs the code of the README as a documentation test.
+/// Runs the README example as a doc test.
 #[cfg(doctest)]
 #[doc = include_str!("../README.md")]
 struct Readme;

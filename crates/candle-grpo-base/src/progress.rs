@@ -1,31 +1,31 @@
-//! Progress reports and cancellation of a step.
+//! Progress reports and cancellation for a step.
 
 use std::error::Error;
 use std::fmt;
 use std::sync::Arc;
 
-/// The phase of a step.
+/// A phase within a step.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Phase {
-    /// Sampling of completions. A unit is a completion; its tokens are those drawn.
+    /// Sampling completions. A unit is a completion; tokens are those sampled.
     Sample,
-    /// Decoding and scoring of completions.
+    /// Decoding and scoring completions.
     Score,
     /// Sampling for an evaluation; units and tokens as in [`Phase::Sample`].
     Evaluate,
-    /// Writing of a checkpoint: one unit.
+    /// Writing a checkpoint: one unit.
     Save,
-    /// Forward and backward passes. A unit is a completion, or a row of supervised training; its
-    /// tokens are those that count in the loss.
+    /// Forward and backward passes. A unit is a completion, or a row in supervised training. Tokens
+    /// are those that count in the loss.
     Learn,
-    /// The loss of held-out rows; units and tokens as in [`Phase::Learn`].
+    /// Held-out loss; units and tokens as in [`Phase::Learn`].
     HeldOutLoss,
-    /// Download of files of the hub. A unit is a byte.
+    /// Downloading files from the hub. A unit is a byte.
     Download,
 }
 
-/// Receives the progress of steps and can cancel them. [`Self::begin`] and [`Self::advance`] are
-/// called from one thread at a time, as is [`Self::drawn`], and [`Self::is_canceled`] from several.
+/// Receives progress from steps, and can cancel them. [`Self::begin`], [`Self::advance`] and
+/// [`Self::drawn`] are called from one thread at a time, [`Self::is_canceled`] from several.
 ///
 /// ```
 /// use std::time::Instant;
@@ -43,7 +43,7 @@ pub enum Phase {
 /// assert!(Until(Instant::now()).is_canceled());
 /// ```
 pub trait Progress: Send + Sync {
-    /// Starts a phase of `units` units.
+    /// Starts a phase with `units` units.
     fn begin(&self, phase: Phase, units: usize) {
         let _ = (phase, units);
     }
@@ -53,8 +53,8 @@ pub trait Progress: Send + Sync {
         let _ = (units, tokens);
     }
 
-    /// Receives the tokens so far of a completion that the policy in this process draws, each time
-    /// it has one more. `place` is its number in the batch.
+    /// Receives a completion's tokens so far, each time the policy in this process samples another
+    /// one. `place` is its index in the batch.
     fn drawn(&self, place: usize, tokens: &[u32]) {
         let _ = (place, tokens);
     }
@@ -71,7 +71,7 @@ pub struct NoProgress;
 
 impl Progress for NoProgress {}
 
-/// Passes progress on and never cancels.
+/// Forwards progress and never cancels.
 pub struct NeverCanceled(pub Arc<dyn Progress>);
 
 impl Progress for NeverCanceled {
@@ -84,7 +84,7 @@ impl Progress for NeverCanceled {
     }
 }
 
-/// The error of an operation that [`Progress::is_canceled`] canceled.
+/// The error when [`Progress::is_canceled`] cancels an operation.
 ///
 /// ```
 /// use candle_grpo_base::Interrupted;

@@ -1,8 +1,8 @@
-//! URLs of servers in configuration files.
+//! Server URLs in configuration files.
 
 use candle_grpo_core::validate::{Checked, check};
 
-/// Checks that the option `field` is the URL of a server.
+/// Checks that the option `field` is a server URL.
 ///
 /// # Errors
 ///

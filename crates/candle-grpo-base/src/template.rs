@@ -1,4 +1,4 @@
-//! Texts with placeholders for columns.
+//! Text with placeholders for columns.
 
 use anyhow::{Result, bail};
 use candle_grpo_core::Invalid;
@@ -6,8 +6,8 @@ use serde_json::Value;
 
 use crate::column::find;
 
-/// A text in which `{column}` stands for a column of the row, and `{column.key}` for a key of the
-/// object in a column, or for the entry of a list, as in `{choices.0}`; `{{` and `}}` are braces.
+/// Text in which `{column}` stands for a row's column. `{column.key}` stands for a key in the
+/// column's object, or for a list entry, as in `{choices.0}`. Write `{{` and `}}` for braces.
 ///
 /// ```
 /// use candle_grpo_base::Template;
@@ -36,16 +36,16 @@ impl Template {
     ///
     /// # Errors
     ///
-    /// If a brace is not closed or was not opened.
+    /// If a brace is not closed or was never opened.
     pub fn new(text: &str) -> Result<Self> {
         Self::parse("template", text)
     }
 
-    /// Parses the template that is the option `field`.
+    /// Parses the template in the option `field`.
     ///
     /// # Errors
     ///
-    /// As in [`Self::new`].
+    /// Same as [`Self::new`].
     pub fn parse(field: &str, text: &str) -> Result<Self> {
         let wrong = |must: &str| Err(Invalid::new(field, format_args!("{text:?}"), must).into());
         let mut parts = Vec::new();
@@ -69,7 +69,7 @@ impl Template {
                         }
                     }
                     if name.is_empty() {
-                        return wrong("have the name of a column in each pair of braces");
+                        return wrong("contain a column name in each pair of braces");
                     }
                     parts.push(Part::Text(std::mem::take(&mut plain)));
                     parts.push(Part::Column(name));
@@ -91,7 +91,7 @@ impl Template {
         self.parts.iter().any(is_column)
     }
 
-    /// Fills in the columns of a row.
+    /// Fills in a row's columns.
     ///
     /// # Errors
     ///
@@ -100,12 +100,12 @@ impl Template {
         self.fill_with(&[], columns)
     }
 
-    /// Fills in `texts` by their names, and for other names the columns of a row. Braces in what is
-    /// filled in are text.
+    /// Fills in `texts` by name, and a row's columns for all other names. Braces in inserted text
+    /// stay as they are.
     ///
     /// # Errors
     ///
-    /// As in [`Self::fill`].
+    /// Same as [`Self::fill`].
     pub fn fill_with(&self, texts: &[(&str, &str)], columns: &Value) -> Result<String> {
         let mut filled = String::new();
         for part in &self.parts {

@@ -9,10 +9,10 @@ use std::time::Duration;
 
 use anyhow::{Context, Result, bail};
 
-/// The interval at which a waiting thread checks whether it is canceled.
+/// Interval at which a waiting thread checks for cancellation.
 pub const POLL: Duration = Duration::from_millis(20);
 
-/// Threads that take jobs in their order. Dropping the value asks them to stop and does not wait:
+/// Threads that take jobs in order. Dropping the value asks them to stop, but does not wait, since
 /// a thread may be in a request.
 pub struct Workers<T> {
     name: &'static str,
@@ -74,11 +74,11 @@ impl<T: Send + 'static> Workers<T> {
         Ok(workers)
     }
 
-    /// The next result in the order of their ends. `None` if there is none for a moment.
+    /// The next finished result. `None` if there is none yet.
     ///
     /// # Errors
     ///
-    /// The error of a job; or if no thread is left.
+    /// If a job failed, or no thread is left.
     pub fn next(&self) -> Result<Option<T>> {
         match self.results.recv_timeout(POLL) {
             Ok(result) => result.map(Some),
@@ -147,7 +147,7 @@ mod tests {
         assert!(stopped.try_recv().is_err());
         drop(workers);
         stopped.recv().unwrap();
-        // The second job is not begun.
+        // The second job is never started.
         assert!(starts.recv().is_err());
     }
 }

@@ -1,12 +1,13 @@
-//! Measures the operations of the ranks of a job, on tensors of the size of a model's gradients.
+//! Measures collective operations on tensors as large as a model's gradients.
 //!
 //! ```sh
 //! cargo build --release --locked -p candle-grpo-collective --features mpi --example collective_speed
 //! mpirun -n 2 target/release/examples/collective_speed 135
 //! ```
 //!
-//! The argument is a number of millions of f32. Prints for each operation the median of the
-//! seconds, and the bandwidth of a rank: the bytes that it must send, by the seconds.
+//! The argument is how many million f32 values to use. For each operation, prints the median time
+//! in seconds and the bandwidth per rank, which is the bytes that it must send divided by that
+//! time.
 
 use std::time::Instant;
 

@@ -1,10 +1,10 @@
-//! A job of one process.
+//! A single-process job.
 
 use candle_core::{Result, Tensor};
 
 use crate::Collective;
 
-/// The only rank of a job of one process. Its operations change nothing.
+/// The only rank in a single-process job. Its operations change nothing.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Alone;
 

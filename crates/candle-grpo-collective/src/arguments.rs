@@ -1,4 +1,4 @@
-//! Checks of the arguments of each operation, before a rank communicates.
+//! Checks each operation's arguments before a rank communicates.
 
 use candle_core::{DType, Result, Tensor, bail};
 
@@ -24,7 +24,7 @@ pub(crate) fn broadcast(tensors: &[&Tensor], root: usize, world_size: usize) -> 
     Ok(())
 }
 
-/// Checks that the elements of each tensor are one after another.
+/// Checks that each tensor is contiguous.
 fn contiguous(operation: &str, tensors: &[&Tensor]) -> Result<()> {
     for (index, tensor) in tensors.iter().enumerate() {
         if !tensor.is_contiguous() {
@@ -38,7 +38,7 @@ fn contiguous(operation: &str, tensors: &[&Tensor]) -> Result<()> {
     Ok(())
 }
 
-/// Checks that each tensor is contiguous, and that its elements can be summed.
+/// Checks that each tensor is contiguous and can be summed.
 fn summable(operation: &str, tensors: &[&Tensor]) -> Result<()> {
     contiguous(operation, tensors)?;
     for (index, tensor) in tensors.iter().enumerate() {

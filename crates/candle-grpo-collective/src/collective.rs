@@ -2,23 +2,23 @@
 
 use candle_core::{Device, Result, Tensor, bail};
 
-/// The ranks of a job, and the operations in which all of them take part.
+/// The ranks in a job, and the operations that all of them perform together.
 ///
-/// Tensors are contiguous, and an operation changes them in place. Sums are of f32, f64 or bf16;
-/// every rank receives the same bits. The other operations copy elements of any dtype.
+/// Tensors must be contiguous, and operations change them in place. Sums support f32, f64 and bf16;
+/// every rank receives the same bits. The other operations copy elements in any dtype.
 ///
-/// Every rank calls the same operations in the same order, with as many tensors of the same shapes
-/// and dtypes. Calls of several threads must not overlap.
+/// Every rank must call the same operations in the same order, with the same number of tensors and
+/// the same shapes and dtypes. Calls from several threads must not overlap.
 ///
 /// # Errors
 ///
-/// Every operation fails if a tensor is not contiguous or has a dtype that it cannot handle. If
-/// another rank has ended, the operation fails, or ends this process with an error. A rank that
-/// fails on its own must [`abort`](Self::abort), as the others wait for it.
+/// Every operation fails if a tensor is not contiguous or has an unsupported dtype. If another rank
+/// has ended, the operation fails, or ends this process with an error. A rank that fails on its own
+/// must [`abort`](Self::abort), because the others wait for it.
 ///
 /// # Examples
 ///
-/// A collective of your own, here one that counts the bytes that another sums:
+/// You can implement your own collective. This one counts the bytes that another one sums:
 ///
 /// ```
 /// use std::sync::atomic::{AtomicUsize, Ordering};
@@ -94,7 +94,7 @@ use candle_core::{Device, Result, Tensor, bail};
 /// # Ok::<(), candle_core::Error>(())
 /// ```
 pub trait Collective: Send + Sync {
-    /// The number of this process, below [`Self::world_size`].
+    /// This process's number, below [`Self::world_size`].
     fn rank(&self) -> usize;
 
     /// The number of processes, at least 1.
@@ -105,43 +105,43 @@ pub trait Collective: Send + Sync {
 
     /// Sums each tensor over all ranks and gives each rank a part of the sum.
     ///
-    /// The elements of a tensor are divided into [`Self::world_size`] parts of one size, one after
-    /// another. Part r has the sum on rank r; the content of the others is not specified.
+    /// A tensor's elements are divided into [`Self::world_size`] equal, consecutive parts. Rank r
+    /// receives the sum in part r; the contents of the other parts are unspecified.
     fn reduce_scatter_sum(&self, tensors: &[&Tensor]) -> Result<()>;
 
-    /// Replaces part r of each tensor with that of rank r, for all r. The parts are those of
+    /// Replaces part r in each tensor with rank r's, for all r. The parts are as in
     /// [`Self::reduce_scatter_sum`].
     fn all_gather(&self, tensors: &[&Tensor]) -> Result<()>;
 
-    /// Replaces each tensor with that of rank `root`.
+    /// Replaces each tensor with rank `root`'s.
     fn broadcast(&self, tensors: &[&Tensor], root: usize) -> Result<()>;
 
     /// Waits until all ranks have called it.
     fn barrier(&self) -> Result<()>;
 
-    /// Begins [`Self::all_reduce_sum`]. The tensors must not be used before [`Self::finish`].
+    /// Starts [`Self::all_reduce_sum`]. The tensors must not be used before [`Self::finish`].
     ///
     /// The default implementation sums them at once.
     fn start_all_reduce_sum(&self, tensors: &[&Tensor]) -> Result<()> {
         self.all_reduce_sum(tensors)
     }
 
-    /// Begins [`Self::reduce_scatter_sum`], as [`Self::start_all_reduce_sum`] does.
+    /// Starts [`Self::reduce_scatter_sum`], like [`Self::start_all_reduce_sum`].
     fn start_reduce_scatter_sum(&self, tensors: &[&Tensor]) -> Result<()> {
         self.reduce_scatter_sum(tensors)
     }
 
-    /// Lets all later operations on tensors see the results of what has been begun.
+    /// Makes the results of all started operations visible to later operations on tensors.
     fn finish(&self) -> Result<()> {
         Ok(())
     }
 
-    /// Ends the processes of all ranks with exit code `code`, after an error of this one.
+    /// Ends all ranks' processes with exit code `code`, after an error in this one.
     fn abort(&self, code: i32) -> ! {
         std::process::exit(code)
     }
 
-    /// Returns the bytes of each rank, in the order of the ranks. Their lengths may differ.
+    /// Returns each rank's bytes, in rank order. Their lengths may differ.
     fn all_gather_bytes(&self, own: &[u8]) -> Result<Vec<Vec<u8>>> {
         let (rank, world_size) = (self.rank(), self.world_size());
         let gathered = |own: &[u8], width: usize| -> Result<Vec<u8>> {

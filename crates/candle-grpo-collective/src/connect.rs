@@ -1,4 +1,4 @@
-//! The choice of an implementation.
+//! Chooses an implementation.
 
 use std::sync::Arc;
 
@@ -9,16 +9,16 @@ use crate::launch;
 use crate::launch::{Environment, Launcher};
 use crate::{Alone, Collective};
 
-/// Connects to the ranks of the job whose launcher has started this process.
+/// Connects to the other ranks in the job whose launcher has started this process.
 ///
-/// `device` has the tensors of the operations. Without a launcher, and in a job of one rank, the
-/// result is [`Alone`]. On a GPU it is `Nccl`, or `Mpi` in a program without the feature `nccl`. On
-/// the CPU it is `Mpi`.
+/// `device` is where the tensors are. Without a launcher, or with one rank, the result is
+/// [`Alone`]. On a GPU it is `Nccl`, or `Mpi` if the program was built without the feature `nccl`.
+/// On the CPU it is `Mpi`.
 ///
 /// # Errors
 ///
-/// Fails if the program has several ranks and was built without the feature for them, and if the
-/// variables of the launcher contradict each other or the ranks of MPI.
+/// Fails if there are several ranks but the program was built without the feature for them, or if
+/// the launcher's variables contradict each other or the MPI ranks.
 pub fn connect(device: &Device) -> Result<Arc<dyn Collective>> {
     match (launch::environment()?, device.is_cuda()) {
         (None, _) => Ok(Arc::new(Alone)),
@@ -37,7 +37,7 @@ pub fn connect(device: &Device) -> Result<Arc<dyn Collective>> {
     }
 }
 
-/// Connects to the ranks of MPI, which must be those of the launcher.
+/// Connects to the MPI ranks, which must match the launcher's.
 #[cfg(feature = "mpi")]
 pub(crate) fn mpi(environment: &Environment) -> Result<Arc<crate::Mpi>> {
     let Environment {

@@ -1,12 +1,12 @@
-//! Operations on tensors of another device or dtype than that of the ranks.
+//! Operations on tensors whose device or dtype the ranks do not support.
 
 use candle_core::{DType, Device, Result, Tensor};
 
-/// Calls `operation` with the tensors. Those on another device than `device`, or of another dtype
-/// than `dtype` of theirs, are replaced by copies, and receive the results.
+/// Calls `operation` with the tensors. Tensors on a device other than `device`, or with a dtype
+/// other than `dtype` of theirs, are replaced by copies, and receive the results.
 ///
-/// Of two devices, one must be the CPU: Candle's copies from one GPU to another, or between two
-/// handles of one, do not wait for the kernels that write the tensor.
+/// If there are two devices, one must be the CPU. Candle's copies from one GPU to another, or
+/// between two handles for one GPU, do not wait for the kernels that write the tensor.
 pub(crate) fn with_copies(
     tensors: &[&Tensor],
     device: &Device,
@@ -19,8 +19,8 @@ pub(crate) fn with_copies(
     if tensors.iter().all(|tensor| is_direct(tensor)) {
         return operation(tensors);
     }
-    // Operations have no effect on empty tensors, which Candle cannot cast on a GPU. A flat view
-    // shares the storage of a contiguous tensor.
+    // Operations do not affect empty tensors, which Candle cannot cast on a GPU. A flat view shares
+    // a contiguous tensor's storage.
     let originals: Vec<Tensor> = tensors
         .iter()
         .filter(|tensor| tensor.elem_count() > 0)

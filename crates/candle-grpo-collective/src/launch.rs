@@ -1,27 +1,27 @@
-//! The variables with which launchers describe the ranks of a job.
+//! Environment variables in which launchers describe a job's ranks.
 
 use candle_core::{Result, bail};
 
-/// A program that starts the ranks of a job.
+/// A program that starts a job's ranks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Launcher {
-    /// `mpirun` of Open MPI: `OMPI_COMM_WORLD_SIZE`, `OMPI_COMM_WORLD_RANK` and
+    /// Open MPI's `mpirun`: `OMPI_COMM_WORLD_SIZE`, `OMPI_COMM_WORLD_RANK` and
     /// `OMPI_COMM_WORLD_LOCAL_RANK`.
     OpenMpi,
-    /// `mpirun` of MPICH and Intel MPI, or `srun --mpi=pmi2`: `PMI_SIZE`, `PMI_RANK`, and
+    /// `mpirun` from MPICH or Intel MPI, or `srun --mpi=pmi2`: `PMI_SIZE`, `PMI_RANK`, and
     /// `MPI_LOCALRANKID` or `SLURM_LOCALID`.
     Pmi,
-    /// torchrun, and systems that follow it: `WORLD_SIZE`, `RANK` and `LOCAL_RANK`.
+    /// torchrun and compatible launchers: `WORLD_SIZE`, `RANK` and `LOCAL_RANK`.
     Torchrun,
-    /// `srun` of Slurm: `SLURM_STEP_NUM_TASKS`, `SLURM_PROCID` and `SLURM_LOCALID`. Slurm sets
-    /// `SLURM_NTASKS` also in scripts that are no rank, so it has no meaning here.
+    /// Slurm's `srun`: `SLURM_STEP_NUM_TASKS`, `SLURM_PROCID` and `SLURM_LOCALID`. Slurm also sets
+    /// `SLURM_NTASKS` in scripts that are not ranks, so it is ignored here.
     Slurm,
 }
 
 impl Launcher {
     const ALL: [Self; 4] = [Self::OpenMpi, Self::Pmi, Self::Torchrun, Self::Slurm];
 
-    /// The variable of the number of ranks.
+    /// The variable with the number of ranks.
     pub fn world_size_variable(self) -> &'static str {
         match self {
             Self::OpenMpi => "OMPI_COMM_WORLD_SIZE",
@@ -31,7 +31,7 @@ impl Launcher {
         }
     }
 
-    /// The variable of the number of this rank.
+    /// The variable with this rank's number.
     pub fn rank_variable(self) -> &'static str {
         match self {
             Self::OpenMpi => "OMPI_COMM_WORLD_RANK",
@@ -41,7 +41,7 @@ impl Launcher {
         }
     }
 
-    /// The variables of the number of this rank on its machine. The first one that is set counts.
+    /// The variables with this rank's number on its machine. The first one that is set counts.
     fn local_rank_variables(self) -> &'static [&'static str] {
         match self {
             Self::OpenMpi => &["OMPI_COMM_WORLD_LOCAL_RANK"],
@@ -52,25 +52,25 @@ impl Launcher {
     }
 }
 
-/// The place of this process in its job.
+/// This process's place in its job.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Environment {
-    /// The program whose variables are set.
+    /// The launcher whose variables are set.
     pub launcher: Launcher,
-    /// The number of this process, below `world_size`.
+    /// This process's number, below `world_size`.
     pub rank: usize,
     /// The number of processes, at least 1.
     pub world_size: usize,
-    /// The number of this process among those of its machine. It selects the GPU.
+    /// This process's number among those on its machine. It selects the GPU.
     pub local_rank: usize,
 }
 
 impl Environment {
-    /// Reads the variables that `variable` returns by name, or `None` if no launcher has set any.
+    /// Reads variables by name through `variable`. Returns `None` if no launcher has set any.
     ///
-    /// If several launchers have set theirs, the first one in this order counts: Open MPI, PMI,
-    /// torchrun, Slurm. `mpirun` and torchrun start on several machines through `srun`, whose
-    /// variables describe machines then. `RANK` and `WORLD_SIZE` must agree with those of MPI.
+    /// If several launchers have set theirs, the first in this order counts: Open MPI, PMI,
+    /// torchrun, Slurm. On several machines, `mpirun` and torchrun start through `srun`, whose
+    /// variables then describe machines. `RANK` and `WORLD_SIZE` must agree with MPI's.
     ///
     /// # Errors
     ///
@@ -106,12 +106,13 @@ impl Environment {
         Ok(found)
     }
 
-    /// Returns the number of this rank's GPU among the `visible` ones of this process: its local
-    /// rank, or 0 if the launcher or the container shows each rank a GPU of its own.
+    /// Returns this rank's GPU number among the `visible` ones. This is its local rank, or 0 if the
+    /// launcher or container shows each rank a single GPU.
     ///
     /// # Errors
     ///
-    /// Fails if the rank sees several GPUs, and fewer than the ranks before it on its machine need.
+    /// Fails if the rank sees several GPUs, but not enough for the earlier ranks on its machine and
+    /// itself.
     pub fn gpu(&self, visible: usize) -> Result<usize> {
         let Self { local_rank, .. } = *self;
         match visible {
@@ -125,7 +126,7 @@ impl Environment {
         }
     }
 
-    /// The variables of one launcher. `None` if neither the rank nor the number of ranks is set.
+    /// Reads one launcher's variables. `None` if neither the rank nor the number of ranks is set.
     fn of(launcher: Launcher, variable: impl Fn(&str) -> Option<String>) -> Result<Option<Self>> {
         let number = |name: &str| -> Result<Option<usize>> {
             let Some(value) = variable(name) else {
@@ -139,7 +140,7 @@ impl Environment {
         let (size_name, rank_name) = (launcher.world_size_variable(), launcher.rank_variable());
         let (world_size, rank) = match (number(size_name)?, number(rank_name)?) {
             (Some(world_size), Some(rank)) => (world_size, rank),
-            // Slurm sets SLURM_PROCID also in scripts that are no rank.
+            // Slurm also sets SLURM_PROCID in scripts that are not ranks.
             (None, None) => return Ok(None),
             (None, Some(_)) if launcher == Launcher::Slurm => return Ok(None),
             (None, Some(_)) => {
@@ -180,31 +181,31 @@ impl Environment {
     }
 }
 
-/// Returns the place of this process in its job, or `None` if no launcher has started it.
+/// Returns this process's place in its job, or `None` if no launcher has started it.
 ///
 /// # Errors
 ///
-/// Fails as [`Environment::from_variables`] does.
+/// Same as [`Environment::from_variables`].
 pub fn environment() -> Result<Option<Environment>> {
     Environment::from_variables(variable)
 }
 
-/// The place where ranks find rank 0 over TCP.
+/// Where ranks find rank 0 over TCP.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Master {
-    /// The name or the address of the machine of rank 0, `MASTER_ADDR`.
+    /// Name or address of rank 0's machine, `MASTER_ADDR`.
     pub address: String,
-    /// The port after `MASTER_PORT`, where rank 0 listens. torchrun itself listens at
+    /// The port after `MASTER_PORT`, where rank 0 listens. torchrun itself listens on
     /// `MASTER_PORT`.
     pub id_port: u16,
 }
 
 impl Master {
-    /// Reads `MASTER_ADDR` and `MASTER_PORT` with `variable`, or `None` if neither is set.
+    /// Reads `MASTER_ADDR` and `MASTER_PORT` through `variable`. Returns `None` if neither is set.
     ///
     /// # Errors
     ///
-    /// Fails if only one of them is set, and if the port is not a number from 1 to 65534.
+    /// Fails if only one of them is set, or if the port is not a number from 1 to 65534.
     pub fn from_variables(variable: impl Fn(&str) -> Option<String>) -> Result<Option<Self>> {
         match (variable("MASTER_ADDR"), variable("MASTER_PORT")) {
             (None, None) => Ok(None),
@@ -223,11 +224,11 @@ impl Master {
     }
 }
 
-/// Returns the place of rank 0, or `None` if the launcher has not set it.
+/// Returns where to find rank 0, or `None` if the launcher has not set it.
 ///
 /// # Errors
 ///
-/// Fails as [`Master::from_variables`] does.
+/// Same as [`Master::from_variables`].
 pub fn master() -> Result<Option<Master>> {
     Master::from_variables(variable)
 }

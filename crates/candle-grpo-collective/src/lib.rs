@@ -1,7 +1,7 @@
-//! Collective operations between the processes of a job, on Candle tensors.
+//! Collective operations between a job's processes, on Candle tensors.
 //!
-//! A process is a rank, numbered from 0. All ranks call the same operations in the same order, with
-//! tensors of the same shapes. [`connect`] finds the ranks of this process's job:
+//! Each process is a rank, numbered from 0. All ranks call the same operations in the same order,
+//! with tensors of equal shapes. [`connect`] finds the ranks in this process's job:
 //!
 //! ```
 //! use candle_core::{Device, Tensor};
@@ -22,10 +22,10 @@
 //! | type | feature | ranks |
 //! | --- | --- | --- |
 //! | [`Alone`] | | one process |
-//! | `Mpi` | `mpi` | processes of `mpirun` or `srun`, with tensors on the CPU |
-//! | `Nccl` | `nccl` | processes of any launcher, with an NVIDIA GPU each |
+//! | `Mpi` | `mpi` | processes started by `mpirun` or `srun`, with tensors on the CPU |
+//! | `Nccl` | `nccl` | processes started by any launcher, with an NVIDIA GPU each |
 //!
-//! An implementation of [`Collective`] outside this crate serves as well.
+//! You can also implement [`Collective`] outside this crate.
 
 #[cfg(doctest)]
 #[doc = include_str!("../README.md")]

@@ -1,4 +1,4 @@
-//! The ranks of an MPI job.
+//! Ranks in an MPI job.
 
 use std::cell::RefCell;
 use std::ops::Range;
@@ -15,37 +15,38 @@ use half::bf16;
 use crate::copies::with_copies;
 use crate::{Collective, arguments};
 
-/// The bytes of a message, 4 M numbers of f32. Counts of MPI are 32-bit, and messages of this size
-/// were the fastest.
+/// Message size in bytes, 4 M f32 values. MPI counts are 32-bit, and this message size was the
+/// fastest.
 const MESSAGE: usize = 16 << 20;
 
-/// The ranks of an MPI job, which `mpirun` or `srun` starts.
+/// Ranks in an MPI job started by `mpirun` or `srun`.
 ///
-/// Tensors on the CPU are changed in place, through a buffer of 16 MiB for one message. Small
-/// tensors share messages. Tensors on other devices are copied to the CPU and back for each
-/// operation, which is slow.
+/// CPU tensors are changed in place, through a 16 MiB buffer for one message. Small tensors share
+/// messages. For each operation, tensors on other devices are copied to the CPU and back, which is
+/// slow.
 ///
-/// bf16 is summed in f32 and rounded once. Sums of the same tensors on as many ranks have the same
-/// bits in each run. Another number of ranks, or another MPI library, may add in another order.
+/// bf16 is summed in f32 and rounded once. Summing the same tensors on the same number of ranks
+/// gives the same bits in every run. A different number of ranks or another MPI library may add in
+/// another order.
 ///
-/// MPI ends all processes after an error of communication, and if a rank ends without finalizing.
-/// The last handle of [`Self::init`] finalizes MPI when it is dropped, which waits for the other
-/// ranks. During a panic it aborts the job instead.
+/// MPI ends all processes after a communication error, or if a rank ends without finalizing.
+/// Dropping the last handle from [`Self::init`] finalizes MPI, which waits for the other ranks.
+/// During a panic it aborts the job instead.
 pub struct Mpi {
     rank: usize,
     world_size: usize,
-    /// The buffers of a message. The lock also keeps the calls of several threads apart.
+    /// Message buffers. The lock also keeps calls from several threads apart.
     buffers: Mutex<Vec<u64>>,
     universe: Universe,
 }
 
 impl Mpi {
-    /// Initializes MPI, once in a process. Later calls return the same ranks.
+    /// Initializes MPI, once per process. Later calls return the same ranks.
     ///
     /// # Errors
     ///
-    /// Fails if MPI cannot be called from several threads, and if the process has initialized MPI
-    /// in another way or has finalized it.
+    /// Fails if MPI cannot be called from several threads, or if the process has initialized MPI in
+    /// another way or has finalized it.
     pub fn init() -> Result<Arc<Self>> {
         static WORLD: Mutex<Weak<Mpi>> = Mutex::new(Weak::new());
         let mut world = WORLD.lock().unwrap_or_else(PoisonError::into_inner);
@@ -98,14 +99,14 @@ impl Mpi {
         Ok(())
     }
 
-    /// The number of `W` in a part of each tensor.
+    /// Number of `W` elements in each tensor's part.
     fn parts<W: Wire>(&self, tensors: &[&Tensor]) -> Vec<usize> {
         let part =
             |tensor: &&Tensor| tensor.elem_count() * W::count(tensor.dtype()) / self.world_size;
         tensors.iter().map(part).collect()
     }
 
-    /// The number of `W` of one rank in a message of all ranks.
+    /// Number of `W` elements per rank in a message for all ranks.
     fn part_of_message<W>(&self) -> usize {
         (MESSAGE / size_of::<W>() / self.world_size).max(1)
     }
@@ -137,7 +138,7 @@ impl Collective for Mpi {
         })
     }
 
-    /// Sums whole tensors: with Open MPI 5 on one machine, that takes half the time of
+    /// Sums whole tensors, because with Open MPI 5 on one machine that takes half as long as
     /// `MPI_Reduce_scatter_block` (`examples/collective_speed.rs`).
     fn reduce_scatter_sum(&self, tensors: &[&Tensor]) -> Result<()> {
         arguments::reduce_scatter_sum(tensors, self.world_size)?;
@@ -202,7 +203,7 @@ impl Collective for Mpi {
         Ok(())
     }
 
-    /// Ends the processes of all ranks with `MPI_Abort`, also if another thread communicates.
+    /// Ends all ranks' processes with `MPI_Abort`, even if another thread is communicating.
     fn abort(&self, code: i32) -> ! {
         self.universe.world().abort(code)
     }
@@ -217,21 +218,21 @@ impl Drop for Mpi {
     }
 }
 
-/// The dtypes of messages: sums are of f32 or f64, and other operations copy bytes.
+/// Message dtypes: sums use f32 or f64, and other operations copy bytes.
 trait Wire: Pod + Equivalence {
-    /// The dtype of tensors that are messages as they are.
+    /// The dtype of tensors that can be sent directly.
     const DTYPE: DType;
 
-    /// The number of elements of a message for an element of a tensor.
+    /// Number of message elements per tensor element.
     fn count(dtype: DType) -> usize;
 
-    /// The elements of a tensor that is a message as it is.
+    /// The elements of a tensor that can be sent directly.
     fn elements(storage: &mut CpuStorage) -> Result<&mut [Self]>;
 
-    /// Copies a range of elements of a tensor into a message.
+    /// Copies a range of tensor elements into a message.
     fn read(storage: &CpuStorage, range: Range<usize>, to: &mut [Self]) -> Result<()>;
 
-    /// Copies elements of a message into a range of a tensor.
+    /// Copies message elements into a tensor range.
     fn write(storage: &mut CpuStorage, range: Range<usize>, from: &[Self]) -> Result<()>;
 }
 
@@ -346,11 +347,11 @@ impl Wire for u8 {
     }
 }
 
-/// Ranges of the elements of tensors, or of each part of them, that are sent together.
+/// Ranges of tensor elements, or of each tensor part, that are sent together.
 struct Message(Vec<Segment>);
 
-/// A range of the elements of a tensor, or of each of its parts. The length is that of the tensor
-/// or part.
+/// A range of elements in a tensor, or in each of its parts. The length is the whole tensor's or
+/// part's.
 struct Segment {
     tensor: usize,
     length: usize,
@@ -362,7 +363,7 @@ impl Message {
         self.0.iter().map(|segment| segment.range.len()).sum()
     }
 
-    /// The tensor and the range of a message of one segment.
+    /// The tensor and range, if the message has only one segment.
     fn only<'a>(&self, tensors: &[&'a Tensor]) -> Option<(&'a Tensor, Range<usize>)> {
         match &self.0[..] {
             [segment] => Some((tensors[segment.tensor], segment.range.clone())),
@@ -406,10 +407,10 @@ impl Message {
     }
 }
 
-/// Divides tensors, or parts, of these lengths into messages of at most `limit` elements.
+/// Divides tensors, or parts, with these lengths into messages with at most `limit` elements.
 ///
-/// A long tensor has its own messages, which need no copy. Short ones share messages, because a
-/// call takes longer than the copies.
+/// A long tensor gets its own messages, which need no copy. Short ones share messages, because a
+/// call takes longer than copying.
 fn messages(lengths: &[usize], limit: usize) -> Vec<Message> {
     let mut messages = Vec::new();
     let mut shared = Message(Vec::new());
@@ -440,19 +441,18 @@ fn messages(lengths: &[usize], limit: usize) -> Vec<Message> {
     messages
 }
 
-/// The tensors in groups that are summed in one dtype.
+/// Groups the tensors by the dtype in which they are summed.
 fn runs<'a, 'b>(tensors: &'a [&'b Tensor]) -> impl Iterator<Item = &'a [&'b Tensor]> {
     let is_f64 = |tensor: &Tensor| tensor.dtype() == DType::F64;
     tensors.chunk_by(move |a, b| is_f64(a) == is_f64(b))
 }
 
-/// Calls `operation` with the tensors, or with copies on the CPU of those on other devices.
+/// Calls `operation` with the tensors, after copying those on other devices to the CPU.
 fn on_host(tensors: &[&Tensor], operation: impl FnOnce(&[&Tensor]) -> Result<()>) -> Result<()> {
     with_copies(tensors, &Device::Cpu, |dtype| dtype, operation)
 }
 
-/// Calls `write` with the storage of a contiguous tensor on the CPU, and the index of its first
-/// element.
+/// Calls `write` with a contiguous CPU tensor's storage, and its first element's index.
 fn in_place(
     tensor: &Tensor,
     write: impl FnOnce(&mut CpuStorage, usize) -> Result<()>,
@@ -460,7 +460,8 @@ fn in_place(
     tensor.inplace_op1(&InPlace(RefCell::new(Some(write))))
 }
 
-/// Holds the closure in a cell: an in-place operation has only a shared reference to itself.
+/// Holds the closure in a cell, because an in-place operation only has a shared reference to
+/// itself.
 struct InPlace<F>(RefCell<Option<F>>);
 
 impl<F: FnOnce(&mut CpuStorage, usize) -> Result<()>> InplaceOp1 for InPlace<F> {

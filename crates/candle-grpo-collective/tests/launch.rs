@@ -1,4 +1,4 @@
-//! The place of a process in its job, from the variables of its launcher.
+//! A process's place in its job, from its launcher's variables.
 
 use candle_core::Result;
 use candle_grpo_collective::launch::{Environment, Launcher, Master};
@@ -8,7 +8,7 @@ fn read(variables: &str) -> Result<Option<Environment>> {
     Environment::from_variables(variable(variables))
 }
 
-/// The value of a variable in a text such as `RANK=0 WORLD_SIZE=2`.
+/// A variable's value in text such as `RANK=0 WORLD_SIZE=2`.
 fn variable(variables: &str) -> impl Fn(&str) -> Option<String> {
     move |name| {
         let mut values = variables
@@ -102,7 +102,7 @@ fn a_rank_without_a_gpu_is_named() {
 #[test]
 fn a_process_that_no_launcher_started_has_no_place() -> Result<()> {
     assert_eq!(read("")?, None);
-    // A script of sbatch, which is no rank.
+    // An sbatch script, which is not a rank.
     assert_eq!(read("SLURM_NTASKS=4 SLURM_PROCID=0 SLURM_LOCALID=0")?, None);
     Ok(())
 }
@@ -116,7 +116,7 @@ fn the_inner_launcher_counts() -> Result<()> {
     );
     let torchrun = format!("{SLURM} WORLD_SIZE=16 RANK=9 LOCAL_RANK=1");
     assert_eq!(read(&torchrun)?, place(Launcher::Torchrun, 9, 16, 1));
-    // A script that sets torchrun's variables from those of MPI.
+    // A script that sets torchrun's variables from MPI's.
     let both = format!("{OPEN_MPI} WORLD_SIZE=4 RANK=3 LOCAL_RANK=1");
     assert_eq!(read(&both)?, place(Launcher::OpenMpi, 3, 4, 1));
     Ok(())

@@ -1,4 +1,4 @@
-//! The operations of `Mpi` on real ranks: the test starts itself with `mpirun`.
+//! `Mpi` operations on real ranks: the test starts itself with `mpirun`.
 //!
 //! `scripts/test-mpi` runs these tests. They need the feature `mpi` and `mpirun` on PATH.
 
@@ -42,7 +42,7 @@ fn job(ranks: usize, part: &str) -> std::result::Result<Process, Failed> {
     run(vec![job])?.pop().ok_or_else(|| "no process".into())
 }
 
-/// The work of one rank.
+/// One rank's work.
 fn rank(part: &str) -> Result<()> {
     let device = Device::Cpu;
     if part != "cases" {
@@ -57,7 +57,7 @@ fn rank(part: &str) -> Result<()> {
     assert_eq!(connected.rank(), ranks.rank());
     assert_eq!(connected.world_size(), ranks.world_size());
     cases::run(&*ranks, &device)?;
-    // Calls of another thread.
+    // Calls from another thread.
     thread::scope(|scope| {
         let calls = scope.spawn(|| one(&*ranks, &device));
         calls

@@ -1,6 +1,7 @@
-//! The operations of `Nccl`: the test starts itself once for each rank.
+//! `Nccl` operations: the test starts itself once per rank.
 //!
-//! `scripts/cuda-test` runs these tests on emulated GPUs. On GPUs there are as many ranks as GPUs.
+//! `scripts/cuda-test` runs these tests on emulated GPUs. On real GPUs there are as many ranks as
+//! GPUs.
 
 mod common;
 
@@ -48,7 +49,7 @@ fn is_emulated() -> bool {
     CudaCalls::now().is_some()
 }
 
-/// The number of GPUs. Emulated ranks need none of their own.
+/// Number of GPUs. Emulated ranks do not need their own.
 fn gpus() -> i32 {
     if is_emulated() {
         4
@@ -57,10 +58,10 @@ fn gpus() -> i32 {
     }
 }
 
-/// The ranks of a job.
+/// A job's ranks.
 struct Job {
     ranks: Vec<Command>,
-    /// The port at which rank 0 listens.
+    /// The port on which rank 0 listens.
     port: ReservedPort,
 }
 
@@ -70,10 +71,10 @@ fn run_job(job: Job) -> Outcome<Vec<Process>> {
     ranks
 }
 
-/// A job with the variables of torchrun.
+/// A job with torchrun's variables.
 fn job(ranks: i32, part: &str) -> Outcome<Job> {
     let listening = ReservedPort::new();
-    // Rank 0 listens at the port after this one.
+    // Rank 0 listens on the port after this one.
     let port = listening.number() - 1;
     let program = std::env::current_exe()?;
     let command = |rank: i32| {
@@ -128,7 +129,7 @@ fn two_jobs() -> Outcome {
     )
 }
 
-/// Starts a rank whose folders of libraries have no NCCL.
+/// Starts a rank whose library folders do not contain NCCL.
 fn missing_library() -> Outcome {
     let without = tempfile::tempdir()?;
     let mut folders = vec![without.path().to_owned()];
@@ -160,7 +161,7 @@ fn missing_library() -> Outcome {
     )
 }
 
-/// The work of one rank.
+/// One rank's work.
 fn rank(part: &str) -> Result<()> {
     let device = cuda().map_err(candle_core::Error::msg)?;
     if part != "cases" {
@@ -179,14 +180,14 @@ fn rank(part: &str) -> Result<()> {
         (environment.rank, environment.world_size)
     );
     cases::run(&*ranks, device)?;
-    // Tensors on the CPU.
+    // CPU tensors.
     cases::run(&*ranks, &Device::Cpu)?;
     sums_wait_for_the_device_that_is_opened_again(&*ranks)?;
     refuses_another_handle(&*ranks)
 }
 
-/// Sums a gradient on the device as the program opens it: again, and not from the ranks. With
-/// `CUDA_ON_HOST_LAZY=1` the kernels before a sum have not run when it starts.
+/// Sums a gradient on the device as the program opens it: opened again, and not taken from the
+/// ranks. With `CUDA_ON_HOST_LAZY=1`, the kernels before a sum have not run when it starts.
 fn sums_wait_for_the_device_that_is_opened_again(ranks: &dyn Collective) -> Result<()> {
     let device = cuda_device(0)?;
     for is_started in [false, true] {

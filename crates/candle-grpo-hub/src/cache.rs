@@ -1,4 +1,4 @@
-//! The cache of the hub, in the layout of Hugging Face's Python library.
+//! The hub cache, in the same layout as Hugging Face's Python library.
 //!
 //! ```text
 //! models--ORG--NAME/
@@ -20,12 +20,12 @@ use serde::de::IgnoredAny;
 
 use super::name::{HubKind, HubName};
 
-/// The mark in the names of parts that this program writes.
+/// Marks names of partial files written by this program.
 const OWN: &str = "grpo-";
-/// The end of the names of parts.
+/// Suffix of partial file names.
 const INCOMPLETE: &str = ".incomplete";
 
-/// A repository in the cache.
+/// A cached repository.
 pub(super) struct Repository {
     folder: PathBuf,
 }
@@ -47,7 +47,7 @@ impl Repository {
         }
     }
 
-    /// The commit of a revision when it was last asked for.
+    /// The commit that a revision had when it was last requested.
     pub(super) fn commit(&self, revision: &str) -> Option<String> {
         if is_commit(revision) {
             return Some(revision.to_owned());
@@ -56,7 +56,7 @@ impl Repository {
         Some(commit.trim().to_owned()).filter(|commit| is_commit(commit))
     }
 
-    /// Records the commit of a revision.
+    /// Records a revision's commit.
     pub(super) fn set_commit(&self, revision: &str, commit: &str) -> io::Result<()> {
         if revision == commit || self.commit(revision).as_deref() == Some(commit) {
             return Ok(());
@@ -73,14 +73,14 @@ impl Repository {
         self.snapshot(commit).join(file).is_file()
     }
 
-    /// The list of all files of a commit, if the Python library has written it.
+    /// All files in a commit, if the Python library has listed them.
     pub(super) fn list(&self, commit: &str) -> Option<Vec<String>> {
         let list = self.folder.join("trees").join(format!("{commit}.json"));
         let list: Tree = serde_json::from_slice(&fs::read(list).ok()?).ok()?;
         Some(list.files.into_keys().collect())
     }
 
-    /// The files of a commit that are in the cache.
+    /// A commit's cached files.
     pub(super) fn files(&self, commit: &str) -> Vec<String> {
         files_in(&self.snapshot(commit))
     }
@@ -89,9 +89,9 @@ impl Repository {
         self.folder.join("blobs").join(etag)
     }
 
-    /// Makes `file` of the commit a link to a blob.
+    /// Links `file` in the commit to a blob.
     pub(super) fn link(&self, commit: &str, file: &str, etag: &str) -> io::Result<()> {
-        // From the folder of the file to that of the repository.
+        // From the file's folder to the repository's.
         let mut target: PathBuf = vec![".."; file.split('/').count() + 1].iter().collect();
         target.extend(["blobs", etag]);
         replace(&self.snapshot(commit).join(file), |fresh| {
@@ -100,14 +100,14 @@ impl Repository {
     }
 }
 
-/// Calls `make` with another path, and moves what it makes there to `place`. Several processes may
-/// do so at a time, also on several machines.
+/// Calls `make` with another path, and moves the result to `place`. Several processes may do this
+/// at once, even on several machines.
 fn replace(place: &Path, make: impl FnOnce(&Path) -> io::Result<()>) -> io::Result<()> {
     create_parent(place)?;
     let fresh = beside(place);
     let made = make(&fresh).and_then(|()| fs::rename(&fresh, place));
     if made.is_err() {
-        // The first error is the one to report.
+        // Report the first error.
         let _ = fs::remove_file(&fresh);
     }
     made
@@ -124,8 +124,8 @@ pub(super) struct Part {
 }
 
 impl Part {
-    /// Creates a file beside `blob`. Removes those for the same blob that a killed run of this
-    /// program has left.
+    /// Creates a file next to `blob`. Removes leftovers for the same blob from a killed run of this
+    /// program.
     pub(super) fn create(blob: &Path) -> io::Result<Self> {
         create_parent(blob)?;
         remove_abandoned(blob);
@@ -135,7 +135,7 @@ impl Part {
             let file = options.write(true).create_new(true).open(&path)?;
             // File systems without locks return an error.
             let _ = file.lock();
-            // Another program may have taken it for abandoned before it was locked.
+            // Before it was locked, another program may have considered it abandoned.
             if path.exists() {
                 return Ok(Self {
                     file,
@@ -147,7 +147,7 @@ impl Part {
         }
     }
 
-    /// Moves the file to the place of the blob.
+    /// Moves the file to the blob's path.
     pub(super) fn finish(mut self) -> io::Result<()> {
         self.file.sync_all()?;
         fs::rename(&self.path, &self.blob)?;
@@ -159,13 +159,13 @@ impl Part {
 impl Drop for Part {
     fn drop(&mut self) {
         if !self.is_finished {
-            // The error that ended the download is the one to report.
+            // Report the error that ended the download.
             let _ = fs::remove_file(&self.path);
         }
     }
 }
 
-/// Returns whether `text` is the full hash of a commit.
+/// Returns whether `text` is a full commit hash.
 pub(super) fn is_commit(text: &str) -> bool {
     text.len() == 40
         && text
@@ -173,7 +173,7 @@ pub(super) fn is_commit(text: &str) -> bool {
             .all(|byte| matches!(byte, b'0'..=b'9' | b'a'..=b'f'))
 }
 
-/// A free name for a part of `path` in the same folder.
+/// A free name for a partial `path` in the same folder.
 fn beside(path: &Path) -> PathBuf {
     let mut name = path.file_name().unwrap_or_default().to_owned();
     // Its keys are random.
@@ -182,7 +182,7 @@ fn beside(path: &Path) -> PathBuf {
     path.with_file_name(name)
 }
 
-/// Removes the parts of `blob` that this program has written and that no process has open.
+/// Removes partial files for `blob` that this program has written and that no process has open.
 fn remove_abandoned(blob: &Path) {
     let (Some(folder), Some(name)) = (blob.parent(), blob.file_name()) else {
         return;
@@ -197,7 +197,7 @@ fn remove_abandoned(blob: &Path) {
         if let Ok(part) = OpenOptions::new().write(true).open(entry.path())
             && part.try_lock().is_ok()
         {
-            // It stays if it cannot be removed, and takes space only.
+            // If it cannot be removed, it only takes space.
             let _ = fs::remove_file(entry.path());
         }
     }
@@ -207,7 +207,7 @@ fn create_parent(path: &Path) -> io::Result<()> {
     path.parent().map_or(Ok(()), fs::create_dir_all)
 }
 
-/// The paths of the files in `folder` and its subfolders, with slashes.
+/// Paths of all files in `folder` and its subfolders, with slashes.
 fn files_in(folder: &Path) -> Vec<String> {
     let mut found = Vec::new();
     let mut folders = vec![(String::new(), folder.to_path_buf())];
@@ -241,7 +241,7 @@ fn symlink(_: &Path, _: &Path) -> io::Result<()> {
     Err(ErrorKind::Unsupported.into())
 }
 
-/// Makes `to` the same file as `from`, or else a copy of it.
+/// Hard-links `to` to `from`, or else copies it.
 fn copy(from: &Path, to: &Path) -> io::Result<()> {
     match fs::remove_file(to) {
         Err(error) if error.kind() != ErrorKind::NotFound => return Err(error),

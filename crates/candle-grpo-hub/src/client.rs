@@ -13,17 +13,17 @@ use super::{Hub, TransferError};
 use crate::http::{MAX_PAUSE, backoff, is_transient, pause, retry_after};
 use candle_grpo_base::Progress;
 
-/// The limit of a connection, and of each read from it.
+/// Timeout for connecting, and for each read.
 const LIMIT: Duration = Duration::from_secs(10);
-/// The limit of the headers of an answer as a whole.
+/// Timeout for all headers in a response.
 const HEADERS: Duration = Duration::from_secs(30);
 const MAX_REDIRECTS: usize = 10;
-/// The longest list of files in bytes.
+/// Maximum size of a file list in bytes.
 const MAX_LIST: usize = 1 << 26;
 /// Attempts without progress.
 pub(super) const TRIES: usize = 5;
 
-/// The reason why a request has no answer.
+/// The reason why a request has no response.
 #[derive(Debug)]
 pub(super) enum Failure {
     Canceled,
@@ -32,7 +32,7 @@ pub(super) enum Failure {
         message: String,
         after: Option<Duration>,
     },
-    /// The server refuses the request.
+    /// The server rejects the request.
     Refused(Refusal),
     /// Anything else.
     Other(anyhow::Error),
@@ -47,11 +47,11 @@ impl Failure {
     }
 }
 
-/// An answer with the status of an error.
+/// A response with an error status.
 #[derive(Debug)]
 pub(super) struct Refusal {
     pub(super) status: u16,
-    /// The kind of the error in words of the hub, such as `GatedRepo`.
+    /// The hub's error code, such as `GatedRepo`.
     pub(super) code: String,
     pub(super) message: String,
 }
@@ -62,24 +62,24 @@ pub(super) enum Method {
     Get,
 }
 
-/// An answer and what the hub reports about the file.
+/// A response, and what the hub reports about the file.
 pub(super) struct Answer {
     pub(super) response: Response<Body>,
-    /// The identity of the contents. That of the hub is preferred to that of a storage server.
+    /// Identifies the contents. The hub's is preferred over a storage server's.
     pub(super) etag: Option<String>,
     /// The size in bytes.
     pub(super) size: Option<u64>,
     pub(super) commit: Option<String>,
 }
 
-/// The commit of a revision and its files.
+/// A revision's commit and files.
 #[derive(Debug)]
 pub(super) struct Listing {
     pub(super) commit: String,
     pub(super) files: Vec<String>,
 }
 
-/// A client with the address and the token of a hub.
+/// A client with a hub's address and token.
 pub(super) struct Client<'a> {
     pub(super) hub: &'a Hub,
     pub(super) progress: &'a dyn Progress,
@@ -90,7 +90,7 @@ impl<'a> Client<'a> {
     pub(super) fn new(hub: &'a Hub, progress: &'a dyn Progress) -> Self {
         let config = Agent::config_builder()
             .http_status_as_error(false)
-            // The headers of a redirect describe the file, and the token is for the hub alone.
+            // Redirect headers describe the file, and only the hub may get the token.
             .max_redirects(0)
             .timeout_connect(Some(LIMIT))
             .timeout_per_read(Some(LIMIT))
@@ -106,7 +106,7 @@ impl<'a> Client<'a> {
         }
     }
 
-    /// Asks for the files of a revision, at most `tries` times.
+    /// Requests a revision's files, with at most `tries` attempts.
     pub(super) fn listing(
         &self,
         name: &HubName,
@@ -138,11 +138,11 @@ impl<'a> Client<'a> {
         })?;
         let wrong = |what: &str| {
             Failure::Other(anyhow::anyhow!(
-                "{url}: {what}; HF_ENDPOINT must be the address of a hub"
+                "{url}: {what}; HF_ENDPOINT must be a hub's URL"
             ))
         };
-        let found: Repository = serde_json::from_slice(&text)
-            .map_err(|_| wrong("is no description of a repository"))?;
+        let found: Repository =
+            serde_json::from_slice(&text).map_err(|_| wrong("does not describe a repository"))?;
         if !super::cache::is_commit(&found.sha) {
             return Err(wrong("has no commit"));
         }
@@ -154,12 +154,12 @@ impl<'a> Client<'a> {
         })
     }
 
-    /// Reads the body of an answer with a list of files. A server that sends it in small parts
-    /// does not hold up the program.
+    /// Reads the body of a file list. A server that sends it in small pieces does not hold up the
+    /// program.
     fn read_list(&self, url: &str, answer: Answer) -> Result<Vec<u8>, Failure> {
         let begun = Instant::now();
         let too_much = |what: String| {
-            let message = format!("{}: the list of files {what}", shown(url));
+            let message = format!("{}: the file list {what}", shown(url));
             Failure::Other(TransferError(message).into())
         };
         let mut body = answer.response.into_body().into_reader();
@@ -179,7 +179,7 @@ impl<'a> Client<'a> {
                 Ok(read) => list.extend_from_slice(&buffer[..read]),
                 Err(error) if error.kind() == ErrorKind::Interrupted => {}
                 Err(error) => {
-                    let failure = format!("{}: the list of files broke off: {error}", shown(url));
+                    let failure = format!("{}: the file list was interrupted: {error}", shown(url));
                     return Err(Failure::transient(failure));
                 }
             }
@@ -189,7 +189,7 @@ impl<'a> Client<'a> {
         }
     }
 
-    /// The address of a file.
+    /// A file's URL.
     pub(super) fn address(&self, name: &HubName, commit: &str, file: &str) -> String {
         let kind = match name.kind() {
             HubKind::Model => "",
@@ -202,7 +202,7 @@ impl<'a> Client<'a> {
         )
     }
 
-    /// Calls `attempt` until it succeeds, fails for good, or has failed `tries` times.
+    /// Calls `attempt` until it succeeds, fails permanently, or has failed `tries` times.
     pub(super) fn with_retries<T>(
         &self,
         tries: usize,
@@ -220,8 +220,8 @@ impl<'a> Client<'a> {
         }
     }
 
-    /// Returns the failure unless it is transient and fewer than `tries` attempts have `failed`.
-    /// Then it blocks until the next attempt.
+    /// Returns the failure if it is permanent or `failed` attempts reach `tries`. Otherwise blocks
+    /// until the next attempt.
     pub(super) fn pause(
         &self,
         failure: Failure,
@@ -250,8 +250,8 @@ impl<'a> Client<'a> {
         }
     }
 
-    /// Sends a request for the bytes from `start` on, and follows redirects. Those of a HEAD are
-    /// followed until an answer describes the file.
+    /// Requests the bytes from `start` on, following redirects. For HEAD, stops at the first
+    /// response that describes the file.
     pub(super) fn send(&self, method: Method, url: &str, start: u64) -> Result<Answer, Failure> {
         self.ensure_not_canceled()?;
         let mut url = url.to_owned();
@@ -306,7 +306,7 @@ impl<'a> Client<'a> {
     }
 }
 
-/// The failure that the status of an answer stands for.
+/// The failure that a response's status stands for.
 fn failure_of(url: &str, response: &Response<Body>) -> Result<(), Failure> {
     let status = response.status();
     if status.is_success() {
@@ -332,7 +332,7 @@ fn failure_of(url: &str, response: &Response<Body>) -> Result<(), Failure> {
     }))
 }
 
-/// The failure of a connection.
+/// The failure for a connection error.
 pub(super) fn of_transport(error: ureq::Error) -> Failure {
     use ureq::Error;
     match error {
@@ -348,7 +348,7 @@ fn text<'a>(headers: &'a HeaderMap, name: &str) -> Option<&'a str> {
     headers.get(name)?.to_str().ok()
 }
 
-/// An etag without its quotation marks and the mark of weak ones.
+/// An etag without quotation marks and weak prefix.
 fn plain_etag(etag: &str) -> String {
     let etag = etag.strip_prefix("W/").unwrap_or(etag);
     etag.trim_matches('"').to_owned()
@@ -366,12 +366,12 @@ fn origin(url: &str) -> Option<(String, String, Option<u16>)> {
     Some((scheme, uri.host()?.to_ascii_lowercase(), port))
 }
 
-/// An address without its query, which can hold a signature.
+/// A URL without its query, which can contain a signature.
 fn shown(url: &str) -> &str {
     url.split('?').next().unwrap_or(url)
 }
 
-/// The address that `location` stands for in an answer from `url`. It is encrypted if `url` is.
+/// The URL that `location` stands for in a response from `url`. It must be encrypted if `url` is.
 fn redirected(url: &str, location: &str) -> Result<String, Failure> {
     let wrong = |what: &str| {
         let (from, to) = (shown(url), shown(location));
@@ -397,7 +397,7 @@ fn redirected(url: &str, location: &str) -> Result<String, Failure> {
     }
 }
 
-/// Percent-encodes `text` for a part of an address, except the characters of `keep`.
+/// Percent-encodes `text` for part of a URL, except the characters in `keep`.
 fn encoded(text: &str, keep: &str) -> String {
     text.bytes()
         .map(|byte| match char::from(byte) {

@@ -1,4 +1,4 @@
-//! Downloads of files.
+//! Downloads files.
 
 use std::fs;
 use std::io::{self, ErrorKind, Read, Seek, Write};
@@ -18,18 +18,18 @@ const BUFFER: usize = 1 << 18;
 /// A file on the hub.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct Remote {
-    /// The path in the repository.
+    /// Path in the repository.
     pub(super) file: String,
     pub(super) url: String,
-    /// The identity of the contents: the SHA-256 of a file in large file storage, the hash of git
-    /// otherwise.
+    /// Identifies the contents: the SHA-256 for a file in large file storage, otherwise its git
+    /// hash.
     pub(super) etag: String,
     /// The size in bytes.
     pub(super) size: Option<u64>,
 }
 
 impl Remote {
-    /// Returns whether `blob` has the contents as far as its size shows.
+    /// Returns whether `blob` has these contents, as far as its size shows.
     pub(super) fn is_at(&self, blob: &Path) -> bool {
         let Ok(metadata) = fs::metadata(blob) else {
             return false;
@@ -37,8 +37,8 @@ impl Remote {
         metadata.is_file() && self.size.is_none_or(|size| size == metadata.len())
     }
 
-    /// Downloads the file to `blob`, which appears when it is complete. A transfer that breaks off
-    /// is continued.
+    /// Downloads the file to `blob`, which appears when it is complete. An interrupted transfer is
+    /// resumed.
     pub(super) fn download(&self, client: &Client, blob: &Path) -> Result<(), Failure> {
         let mut download = Download {
             remote: self,
@@ -67,11 +67,11 @@ impl Remote {
             .map_err(|error| self.disk_failure(&error, blob))
     }
 
-    /// The failure to write to the cache.
+    /// The failure when the cache cannot be written.
     fn disk_failure(&self, error: &io::Error, blob: &Path) -> Failure {
         let folder = blob.parent().unwrap_or(blob).display();
         let size = match self.size {
-            Some(size) => format!(" of {size} bytes"),
+            Some(size) => format!(" ({size} bytes)"),
             None => String::new(),
         };
         let hint = match error.kind() {
@@ -93,19 +93,19 @@ struct Download<'a> {
     client: &'a Client<'a>,
     part: Part,
     hash: Sha256,
-    /// The number of bytes in the part.
+    /// Number of bytes in the partial file.
     length: u64,
-    /// The number of bytes that the progress has.
+    /// Number of bytes already reported as progress.
     reported: u64,
 }
 
 impl Download<'_> {
-    /// Fills the part up to the end of the file.
+    /// Fills the partial file up to the end.
     fn fill(&mut self, blob: &Path) -> Result<(), Failure> {
         let start = self.length;
         let sent = self.client.send(Method::Get, &self.remote.url, start);
         let answer = match sent {
-            // The server has other contents, or fewer.
+            // The server has different or fewer contents.
             Err(Failure::Refused(refusal)) if start > 0 && refusal.status == 416 => {
                 self.restart(blob)?;
                 return Err(Failure::transient(format!(
@@ -121,7 +121,7 @@ impl Download<'_> {
             .is_none_or(|etag| *etag == self.remote.etag);
         if start > 0 && !(is_same && answer.etag.is_some() && continues(&answer, start)) {
             self.restart(blob)?;
-            // An answer with the whole file serves as it is.
+            // A response with the whole file can be used directly.
             if answer.response.status() != 200 || !is_same {
                 return Err(Failure::transient(format!(
                     "{}: does not continue at byte {start}",
@@ -145,7 +145,7 @@ impl Download<'_> {
         let broken = |error: String, length| {
             let file = &self.remote.url;
             Failure::transient(format!(
-                "{file}: the transfer broke off after {length} bytes: {error}"
+                "{file}: the transfer was interrupted after {length} bytes: {error}"
             ))
         };
         loop {
@@ -164,7 +164,7 @@ impl Download<'_> {
             let limit = self.client.hub.unsized_limit;
             if self.remote.size.is_none() && length > limit {
                 return Err(self.wrong(format!(
-                    "more than {limit} bytes of a file whose size it does not name"
+                    "more than {limit} bytes for a file whose size it does not report"
                 )));
             }
             let written = self.part.file.write_all(bytes);
@@ -183,7 +183,7 @@ impl Download<'_> {
         }
     }
 
-    /// Empties the part.
+    /// Empties the partial file.
     fn restart(&mut self, blob: &Path) -> Result<(), Failure> {
         let emptied = self
             .part
@@ -209,14 +209,14 @@ impl Download<'_> {
 
     fn wrong(&self, what: String) -> Failure {
         let message = format!(
-            "{}: the server sent other contents: {what}",
+            "{}: the server sent different contents: {what}",
             self.remote.url
         );
         Failure::Other(Error::new(TransferError(message)))
     }
 }
 
-/// Returns whether an answer has the bytes from `start` on.
+/// Returns whether a response has the bytes from `start` on.
 fn continues(answer: &Answer, start: u64) -> bool {
     let range = answer.response.headers().get(CONTENT_RANGE);
     let range = range
@@ -225,7 +225,7 @@ fn continues(answer: &Answer, start: u64) -> bool {
     answer.response.status() == 206 && range.starts_with(&format!("bytes {start}-"))
 }
 
-/// Describes a file by the headers of an answer.
+/// Describes a file from response headers.
 pub(super) fn describe(
     client: &Client,
     url: String,
@@ -236,7 +236,7 @@ pub(super) fn describe(
     let remote = || -> Result<Remote> {
         let etag = answer
             .etag
-            .context("the server sends no ETag; HF_ENDPOINT must be the address of a hub")?;
+            .context("the server sends no ETag; HF_ENDPOINT must be a hub's URL")?;
         let is_name = |c: char| c.is_ascii_alphanumeric() || matches!(c, '-' | '_' | '.');
         let is_valid = !etag.is_empty() && etag.chars().all(is_name) && !etag.starts_with('.');
         if !is_valid {

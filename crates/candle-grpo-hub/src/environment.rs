@@ -1,4 +1,4 @@
-//! The variables of the environment that Hugging Face's Python library reads.
+//! Environment variables that Hugging Face's Python library reads.
 
 use std::env;
 use std::ffi::OsString;
@@ -14,24 +14,24 @@ use candle_grpo_base::secrets::HUB_TOKENS;
 
 const ENDPOINT: &str = "https://huggingface.co";
 const FIRST_PAUSE: Duration = Duration::from_secs(1);
-/// A list of files has at most a few MB.
+/// A file list has at most a few MB.
 const LIST_LIMIT: Duration = Duration::from_secs(60);
-/// Hubs name the sizes of weights. A tokenizer has at most some tens of MB.
+/// Hubs report sizes for weights. A tokenizer has at most some tens of MB.
 const UNSIZED_LIMIT: u64 = 1 << 28;
 
 impl Hub {
-    /// The hub that the environment describes, with the variables of the Python library
+    /// Creates a hub from the environment, with the variables of the Python library
     /// `huggingface_hub`: `HF_ENDPOINT`, `HF_HOME`, `HF_HUB_CACHE`, `HF_TOKEN`, `HF_TOKEN_PATH`,
     /// `HF_HUB_DISABLE_IMPLICIT_TOKEN` and `HF_HUB_OFFLINE`.
     ///
     /// # Errors
     ///
-    /// If the address or the token is not valid, or there is no folder for the cache.
+    /// If the URL or token is invalid, or there is no cache folder.
     pub fn from_environment() -> Result<Self> {
         Self::from_variables(|name| env::var_os(name))
     }
 
-    /// [`Self::from_environment`] of the variables that `variable` returns.
+    /// Like [`Self::from_environment`], reading variables through `variable`.
     fn from_variables(variable: impl Fn(&str) -> Option<OsString>) -> Result<Self> {
         let variables = Variables(variable);
         let home = variables.home()?;
@@ -60,7 +60,7 @@ impl Hub {
 struct Variables<F>(F);
 
 impl<F: Fn(&str) -> Option<OsString>> Variables<F> {
-    /// The value of a variable, unless it is empty.
+    /// A variable's value, unless it is empty.
     fn value(&self, name: &str) -> Option<OsString> {
         self.0(name).filter(|value| !value.is_empty())
     }
@@ -80,7 +80,7 @@ impl<F: Fn(&str) -> Option<OsString>> Variables<F> {
         ["1", "ON", "YES", "TRUE"].iter().any(|yes| value == *yes)
     }
 
-    /// The first of the variables that has a value, as a path. `~` is the home folder of the user.
+    /// The first variable with a value, as a path. `~` is the user's home folder.
     fn path(&self, names: &[&str]) -> Result<Option<PathBuf>> {
         for name in names {
             let Some(value) = self.value(name) else {
@@ -100,11 +100,11 @@ impl<F: Fn(&str) -> Option<OsString>> Variables<F> {
             .iter()
             .find_map(|name| self.value(name));
         let home =
-            home.context("HF_HOME: absent, and so is HOME, must be the folder of the cache")?;
+            home.context("HF_HOME: not set, and neither is HOME; must be the cache folder")?;
         Ok(PathBuf::from(home))
     }
 
-    /// The folder of the cache and the token.
+    /// The folder for the cache and the token.
     fn home(&self) -> Result<PathBuf> {
         if let Some(home) = self.path(&["HF_HOME"])? {
             return Ok(home);
@@ -139,12 +139,12 @@ impl<F: Fn(&str) -> Option<OsString>> Variables<F> {
     }
 }
 
-/// Returns a token without white space around it. Messages do not print it.
+/// Returns a token without surrounding white space. Messages do not print it.
 fn valid(place: &str, token: &str) -> Result<Option<String>> {
     let token = token.trim();
     ensure!(
         token.bytes().all(|byte| byte.is_ascii_graphic()),
-        "{place}: must be a token of printable ASCII characters"
+        "{place}: must be a token with only printable ASCII characters"
     );
     Ok((!token.is_empty()).then(|| token.to_owned()))
 }

@@ -1,4 +1,4 @@
-//! The files of a model.
+//! A model's files.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
@@ -18,20 +18,20 @@ const OPTIONAL: [&str; 8] = [
     "special_tokens_map.json",
     "added_tokens.json",
     "chat_template.jinja",
-    // Of models with vision, which checkpoints keep.
+    // From models with vision, for checkpoints to keep.
     "preprocessor_config.json",
     "processor_config.json",
     "video_preprocessor_config.json",
 ];
-/// The folder of chat templates such as `tool_use.jinja`.
+/// Folder for chat templates such as `tool_use.jinja`.
 const ADDITIONAL_CHAT_TEMPLATES: &str = "additional_chat_templates/";
-/// Files in a message.
+/// Maximum number of files in a message.
 const SHOWN: usize = 8;
 
-/// The files of a model among those of its repository.
+/// A model's files in its repository.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) struct ModelFiles {
-    /// The files that are read before the weights.
+    /// Files to read before the weights.
     pub(super) small: Vec<String>,
     /// `None` if the index, which is one of `small`, lists them.
     pub(super) weights: Option<Vec<String>>,
@@ -42,7 +42,7 @@ impl ModelFiles {
     ///
     /// # Errors
     ///
-    /// If a file is missing without which no model can be read.
+    /// If a file is missing that every model needs.
     pub(super) fn select(files: &[String]) -> Result<Self> {
         let has = |name: &str| files.iter().any(|file| file == name);
         for name in REQUIRED {
@@ -55,7 +55,7 @@ impl ModelFiles {
             name.is_some_and(|name| name.ends_with(".jinja") && !name.contains('/'))
         };
         small.extend(files.iter().filter(is_template).cloned());
-        // In the order in which the weights are read.
+        // In the order in which weights are read.
         let weights = if has(WEIGHTS) {
             Some(vec![WEIGHTS.to_owned()])
         } else if has(INDEX) {
@@ -82,7 +82,7 @@ fn hint(files: &[String]) -> String {
     format!("; it has GGUF files, one of which the name must end in: {shown}{more}")
 }
 
-/// Returns the files that an index of weights names.
+/// Returns the files that a weight index lists.
 pub(super) fn indexed(path: &Path) -> Result<Vec<String>> {
     #[derive(Deserialize)]
     struct Index {

@@ -1,7 +1,7 @@
-//! Models and data sets of the Hugging Face hub, and the requests of all HTTP clients.
+//! Models and data sets on the Hugging Face hub, and requests for all HTTP clients.
 //!
 //! [`HubName`] is a name such as `Qwen/Qwen2.5-0.5B-Instruct@main`. With the feature `client`,
-//! `Hub::locate` returns where its files are in the cache, and downloads those that are missing.
+//! `Hub::locate` returns where its files are in the cache, and downloads missing ones.
 
 #[cfg(feature = "client")]
 mod cache;
@@ -26,40 +26,40 @@ use std::path::PathBuf;
 pub use locate::Hub;
 pub use name::{HubKind, HubName};
 
-/// The part of a repository that is needed.
+/// The part of a repository that you need.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum HubContent {
-    /// A model: `config.json`, the tokenizer and the weights in safetensors files, or the one GGUF
-    /// file that the name has.
+    /// A model: `config.json`, the tokenizer and the safetensors weights, or the GGUF file in the
+    /// name.
     Model,
-    /// [`Self::Model`] without downloads of weights.
+    /// Like [`Self::Model`], without downloading weights.
     ModelWithoutWeights,
-    /// The file of the name.
+    /// The file in the name.
     Data,
 }
 
-/// Files of a repository in the cache.
+/// A repository's files in the cache.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Located {
-    /// The folder of the commit, or the file of the name.
+    /// The commit's folder, or the file in the name.
     pub path: PathBuf,
     /// The commit that the revision stands for: 40 hexadecimal digits.
     pub commit: String,
-    /// The weights that are not in the cache. Empty unless [`HubContent::ModelWithoutWeights`] was
-    /// located.
+    /// Weights that are not in the cache. Always empty except with
+    /// [`HubContent::ModelWithoutWeights`].
     pub missing: Vec<MissingFile>,
 }
 
 /// A file that is not in the cache.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct MissingFile {
-    /// The path in the repository.
+    /// Path in the repository.
     pub file: String,
     /// The size in bytes, if the server reports it.
     pub bytes: Option<u64>,
 }
 
-/// The error of a transfer: the server does not respond, or sends other bytes than it should. The
+/// A failed transfer: the server does not respond, or sends different bytes than it should. The
 /// same request may succeed later.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct TransferError(pub(crate) String);
@@ -72,7 +72,7 @@ impl fmt::Display for TransferError {
 
 impl std::error::Error for TransferError {}
 
-/// Runs the code of the README as a documentation test.
+/// Runs the README example as a doc test.
 #[cfg(all(doctest, feature = "client"))]
 #[doc = include_str!("../README.md")]
 struct Readme;

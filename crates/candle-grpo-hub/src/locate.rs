@@ -1,4 +1,4 @@
-//! The place of the files of a name.
+//! Locates a name's files.
 
 use std::path::PathBuf;
 
@@ -14,10 +14,10 @@ use candle_grpo_base::progress::Phase;
 use candle_grpo_base::{Interrupted, Progress};
 
 const MAIN: &str = "main";
-/// Files in a message.
+/// Maximum number of files in a message.
 const SHOWN: usize = 8;
 
-/// The hub and its cache on this machine, which has the layout of Hugging Face's Python library.
+/// The hub and its cache on this machine, in the same layout as Hugging Face's Python library.
 ///
 /// ```no_run
 /// use std::path::Path;
@@ -33,36 +33,36 @@ const SHOWN: usize = 8;
 /// ```
 #[derive(Clone)]
 pub struct Hub {
-    /// The folder of the cache: `HF_HUB_CACHE`.
+    /// The cache folder: `HF_HUB_CACHE`.
     pub cache: PathBuf,
-    /// The address of the hub: `HF_ENDPOINT`.
+    /// The hub's URL: `HF_ENDPOINT`.
     pub endpoint: String,
-    /// The token of an account, which is sent to the endpoint only: `HF_TOKEN`.
+    /// An account's token, which is only sent to the endpoint: `HF_TOKEN`.
     pub token: Option<String>,
     /// The variable that forbids requests, such as `HF_HUB_OFFLINE`.
     pub offline: Option<&'static str>,
-    /// The pause after the first failure of a request. It doubles with each further one.
+    /// Pause after a request's first failure. It doubles with each further one.
     pub first_pause: std::time::Duration,
-    /// The longest time that the list of the files of a repository takes.
+    /// Maximum time to list a repository's files.
     pub list_limit: std::time::Duration,
-    /// The greatest size in bytes of a file whose size the server does not name.
+    /// Maximum size in bytes for a file whose size the server does not report.
     pub unsized_limit: u64,
 }
 
 impl Hub {
-    /// Returns where the files of `name` are, after downloads of those that are not in the cache.
-    /// `commit` replaces the revision of the name.
+    /// Returns where the files for `name` are, after downloading those that are not in the cache.
+    /// `commit` overrides the revision in the name.
     ///
-    /// A file of a commit that is in the cache needs no request. The hub is asked for the commit of
-    /// a branch or a tag, and for the files of a model. Without a network, those in the cache are
-    /// used, with a warning.
+    /// A cached file from a known commit needs no request. The hub is asked which commit a branch
+    /// or tag is at, and which files a model has. Without a network, cached files are used, with a
+    /// warning.
     ///
     /// # Errors
     ///
-    /// With [`Interrupted`] if `progress` is canceled. With [`TransferError`] if the server does
-    /// not respond, sends other bytes than it should, or the disk is full. With another error if
-    /// the repository, the revision or a file does not exist, the token has no access, or a file
-    /// is missing and requests are forbidden.
+    /// [`Interrupted`] if `progress` is canceled. [`TransferError`] if the server does not respond,
+    /// sends different bytes than it should, or the disk is full. Another error if the repository,
+    /// revision or file does not exist, the token has no access, or a file is missing and requests
+    /// are forbidden.
     pub fn locate(
         &self,
         name: &HubName,
@@ -85,7 +85,7 @@ impl Hub {
     }
 }
 
-/// A name whose files are located.
+/// A name whose files are being located.
 struct Location<'a> {
     hub: &'a Hub,
     name: &'a HubName,
@@ -101,7 +101,7 @@ impl Location<'_> {
         if self.content == HubContent::Data {
             ensure!(
                 name.file().is_some(),
-                "{name}: must end in a file of the repository, as in {name}/train.jsonl"
+                "{name}: must end in a file in the repository, as in {name}/train.jsonl"
             );
             return Ok(());
         }
@@ -120,7 +120,7 @@ impl Location<'_> {
     fn locate(&self) -> Result<Located, Failure> {
         let cached = self.repository.commit(self.revision);
         let cached = cached.map(|commit| self.in_cache(commit));
-        // Another program may have left out optional files of a commit.
+        // Another program may have skipped optional files in a commit.
         let is_listed = is_commit(self.revision)
             && (self.name.file().is_some() || self.repository.list(self.revision).is_some());
         match &cached {
@@ -139,7 +139,7 @@ impl Location<'_> {
         let listing = match (self.client.listing(self.name, self.revision, tries), cached) {
             (Err(Failure::Transient { message, .. }), Some(located)) => {
                 tracing::warn!(
-                    "{}: {message}; using commit {} of the cache",
+                    "{}: {message}; using commit {} from the cache",
                     self.name,
                     located.commit
                 );
@@ -150,7 +150,7 @@ impl Location<'_> {
         self.download(&listing)
     }
 
-    /// Returns the files of a commit in the cache; otherwise the reason why they are not all there.
+    /// Returns a commit's files in the cache, or the reason why some are missing.
     fn in_cache(&self, commit: String) -> Result<Located> {
         let list = self.repository.list(&commit);
         let files = list.unwrap_or_else(|| self.repository.files(&commit));
@@ -229,7 +229,8 @@ impl Location<'_> {
             }
         }
         self.fetch(commit, &weights)?;
-        // After the files: the reference never names a commit of which a download has ended early.
+        // After the files, so that the reference never names a commit whose download was
+        // interrupted.
         let written = self.repository.set_commit(self.revision, commit);
         written
             .with_context(|| format!("writing to {}", self.hub.cache.display()))
@@ -263,7 +264,7 @@ impl Location<'_> {
         )))
     }
 
-    /// Describes the files of a commit that are not in its folder.
+    /// Describes the files in a commit that are not in its folder.
     fn describe_missing(&self, commit: &str, files: &[String]) -> Result<Vec<Remote>, Failure> {
         let missing = files
             .iter()
@@ -276,7 +277,7 @@ impl Location<'_> {
             .collect()
     }
 
-    /// Makes files of a commit be in the cache.
+    /// Downloads a commit's files to the cache, unless they are there.
     fn fetch(&self, commit: &str, files: &[String]) -> Result<(), Failure> {
         let missing = self.describe_missing(commit, files)?;
         let blob = |remote: &Remote| self.repository.blob(&remote.etag);
@@ -310,7 +311,7 @@ impl Location<'_> {
         )
     }
 
-    /// The command of Hugging Face's Python library that downloads the files.
+    /// The command that downloads the files with Hugging Face's Python library.
     fn command(&self) -> String {
         let mut command = format!("hf download {}", self.name.id());
         if let Some(file) = self.name.file() {
@@ -353,7 +354,7 @@ impl Location<'_> {
         let page = format!("{endpoint}/{kind}{id}");
         let token = match &self.hub.token {
             Some(_) => {
-                "the token of HF_TOKEN, or of the file `token` in HF_HOME, has no access to it"
+                "the token in HF_TOKEN, or in the file `token` in HF_HOME, has no access to it"
             }
             None => "no token is given: set HF_TOKEN, or log in with `hf auth login`",
         };
@@ -367,9 +368,9 @@ impl Location<'_> {
                 format!("access is restricted: accept its conditions on {page}; {token}")
             }
             (_, "RevisionNotFound") => format!("has no revision {}", self.revision),
-            (_, "EntryNotFound") => "a file of the repository does not exist".to_owned(),
+            (_, "EntryNotFound") => "a file in the repository does not exist".to_owned(),
             (401, _) if message.starts_with("Invalid credentials") => {
-                "the token of HF_TOKEN, or of the file `token` in HF_HOME, is not valid".to_owned()
+                "the token in HF_TOKEN, or in the file `token` in HF_HOME, is not valid".to_owned()
             }
             (401 | 404, _) => format!(
                 "there is no such file or folder, and {endpoint} has no such repository, or it is private; {token}"

@@ -5,14 +5,14 @@ use std::path::{Component, Path};
 
 use anyhow::{Result, bail};
 
-/// The prefix that marks a name of the hub.
+/// Prefix that marks a hub name.
 const PREFIX: &str = "hf://";
-/// First parts of paths that no account of the hub has as its name.
+/// First path parts that cannot be a hub account.
 const RESERVED: [&str; 3] = ["datasets", "models", "spaces"];
-/// The longest part of an id in bytes.
+/// Maximum length of an id part in bytes.
 const MAX_PART: usize = 96;
 
-/// The kind of a repository.
+/// Repository kind.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum HubKind {
     /// A model.
@@ -21,7 +21,7 @@ pub enum HubKind {
     Dataset,
 }
 
-/// The name of a repository on the hub, or of one of its files.
+/// The name of a repository on the hub, or of a file in it.
 ///
 /// `[hf://]ORG/NAME[@REVISION][/FILE]` is a model, and `hf://datasets/ORG/NAME[@REVISION][/FILE]` a
 /// data set. A revision is a branch, a tag, a commit, or `refs/pr/N`.
@@ -44,12 +44,12 @@ pub struct HubName {
 }
 
 impl HubName {
-    /// The name of a model that `path` stands for: it begins with `hf://`, or nothing exists at
-    /// `path`, and it is `ORG/NAME`, `ORG/NAME@REVISION`, or one of these with a GGUF file.
+    /// Returns the model name in `path`, if it is one: it begins with `hf://`, or nothing exists at
+    /// `path` and it is `ORG/NAME`, `ORG/NAME@REVISION`, or one of these with a GGUF file.
     ///
     /// # Errors
     ///
-    /// If the path begins with `hf://` and is not a name.
+    /// If the path begins with `hf://` but is not a valid name.
     pub fn of(path: &Path) -> Result<Option<Self>> {
         let prefixed = Self::of_prefixed(path)?;
         let short = || {
@@ -60,11 +60,11 @@ impl HubName {
         Ok(prefixed.or_else(short))
     }
 
-    /// The name of `path` if it begins with `hf://`.
+    /// Returns the name in `path` if it begins with `hf://`.
     ///
     /// # Errors
     ///
-    /// If it begins so and is not a name.
+    /// If it begins with `hf://` but is not a valid name.
     pub fn of_prefixed(path: &Path) -> Result<Option<Self>> {
         let text = path.to_str().unwrap_or_default();
         let Some(name) = text.strip_prefix(PREFIX) else {
@@ -78,7 +78,7 @@ impl HubName {
         }
     }
 
-    /// The name of a file in the cache of the hub: `[datasets/]ORG/NAME/FILE`.
+    /// The name of a cached file: `[datasets/]ORG/NAME/FILE`.
     pub fn of_cached(path: &Path) -> Option<String> {
         let parts = path.components().filter_map(|part| match part {
             Component::Normal(part) => part.to_str(),
@@ -129,7 +129,7 @@ impl HubName {
         is_valid.then_some(name)
     }
 
-    /// Returns whether it is a name also without the prefix.
+    /// Returns whether this is a name even without the prefix.
     fn is_short(&self) -> bool {
         let is_gguf = |name: &str| name.ends_with(".gguf");
         let org = self.id.split('/').next().unwrap_or_default();
@@ -141,7 +141,7 @@ impl HubName {
             }
     }
 
-    /// The kind of the repository.
+    /// Repository kind.
     pub fn kind(&self) -> HubKind {
         self.kind
     }
@@ -151,7 +151,7 @@ impl HubName {
         &self.id
     }
 
-    /// The revision; `None` is the branch `main`.
+    /// The revision; `None` means the branch `main`.
     pub fn revision(&self) -> Option<&str> {
         self.revision.as_deref()
     }
@@ -184,7 +184,7 @@ impl fmt::Display for HubName {
     }
 }
 
-/// Returns whether `id` is `ORG/NAME` by the rules of the hub.
+/// Returns whether `id` is `ORG/NAME` by the hub's rules.
 fn is_id(id: &str) -> bool {
     let is_part = |part: &str| {
         let ends = |end: char| part.starts_with(end) || part.ends_with(end);
@@ -204,8 +204,7 @@ fn is_word(text: &str) -> bool {
     !text.is_empty() && text.chars().all(is_in_word)
 }
 
-/// Returns whether `file` is the path of a file inside a repository, and inside a folder on any
-/// system.
+/// Returns whether `file` is a path within a repository, and stays inside a folder on any system.
 pub(super) fn is_file(file: &str) -> bool {
     let is_part = |part: &str| {
         !matches!(part, "" | "." | "..")
@@ -281,7 +280,7 @@ mod tests {
 
     #[test]
     fn a_path_that_exists_is_a_path_unless_it_has_the_prefix() {
-        // The tests run in the folder of the crate.
+        // Tests run in the crate's folder.
         assert_eq!(of("src/http"), None);
         assert_eq!(of("hf://src/http").unwrap().id(), "src/http");
     }

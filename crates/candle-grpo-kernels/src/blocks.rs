@@ -1,12 +1,12 @@
-//! The types of blocks of quantized numbers.
+//! Quantized block types.
 
 use candle_core::quantized::GgmlDType;
 use candle_core::{DType, Result, Tensor, bail};
 
 use crate::check;
 
-/// The types of blocks with a CPU and a CUDA path, which [`quantize`](crate::quantize) writes and
-/// [`dequantize`](crate::dequantize()) reads. A block of each has another number of bytes.
+/// Block types with a CPU and a CUDA path, which [`quantize`](crate::quantize) writes and
+/// [`dequantize`](crate::dequantize()) reads. Block sizes in bytes are all different.
 pub const BLOCK_TYPES: [GgmlDType; 8] = [
     GgmlDType::Q4_0,
     GgmlDType::Q4_1,
@@ -18,12 +18,11 @@ pub const BLOCK_TYPES: [GgmlDType; 8] = [
     GgmlDType::Q6K,
 ];
 
-/// The type of `blocks`, which determines the number of their numbers.
+/// Returns the type of `blocks`, which determines how many values they hold.
 ///
 /// # Errors
 ///
-/// Fails unless they have the shape and dtype of
-/// [`dequantize`](crate::dequantize()).
+/// Fails unless they have the shape and dtype that [`dequantize`](crate::dequantize()) requires.
 pub fn block_type(blocks: &Tensor) -> Result<GgmlDType> {
     named_block_type("blocks", blocks)
 }

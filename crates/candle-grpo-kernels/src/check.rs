@@ -1,4 +1,4 @@
-//! Argument checks of several operators.
+//! Argument checks that several operators share.
 
 use std::collections::HashSet;
 use std::ops::RangeInclusive;
@@ -7,10 +7,10 @@ use candle_core::{DType, Device, Result, Tensor, bail};
 
 use crate::precision::arithmetic_dtype;
 
-/// The temperatures of a softmax. Logits of up to 1e30 stay finite in f32.
+/// Valid softmax temperatures. Logits up to 1e30 stay finite in f32.
 pub const TEMPERATURES: RangeInclusive<f64> = 1e-6..=1e6;
 
-/// Fails unless `value` is one of [`TEMPERATURES`].
+/// Fails unless `value` is in [`TEMPERATURES`].
 pub(crate) fn temperature(value: f64) -> Result<()> {
     if !TEMPERATURES.contains(&value) {
         bail!("temperature: {value:?}, must be from 1e-6 to 1e6");
@@ -36,7 +36,7 @@ pub(crate) fn not_negative(name: &str, value: f64) -> Result<()> {
     }
 }
 
-/// Fails on a device whose stream differs between threads.
+/// Fails on a device with a separate stream per thread.
 pub(crate) fn one_stream(device: &Device) -> Result<()> {
     #[cfg(feature = "cuda")]
     if let Device::Cuda(device) = device {
@@ -47,7 +47,7 @@ pub(crate) fn one_stream(device: &Device) -> Result<()> {
     Ok(())
 }
 
-/// Fails unless `x` has a float dtype and is on a device with [`one_stream`].
+/// Fails unless `x` has a float dtype and its device passes [`one_stream`].
 pub(crate) fn float(name: &str, x: &Tensor) -> Result<()> {
     one_stream(x.device())?;
     if x.dtype().is_float() {
@@ -57,7 +57,7 @@ pub(crate) fn float(name: &str, x: &Tensor) -> Result<()> {
     }
 }
 
-/// Fails if `x` is in a graph, because the operator has no gradient.
+/// Fails if `x` is in a graph, because the operator is not differentiable.
 pub(crate) fn constant(name: &str, x: &Tensor) -> Result<()> {
     if x.track_op() {
         bail!(
@@ -67,7 +67,7 @@ pub(crate) fn constant(name: &str, x: &Tensor) -> Result<()> {
     Ok(())
 }
 
-/// Fails unless all tensors, given with their names, are on one device.
+/// Fails unless all named tensors are on one device.
 pub(crate) fn same_device(tensors: &[(&str, &Tensor)]) -> Result<()> {
     if let Some(((first_name, first), rest)) = tensors.split_first() {
         for (name, tensor) in rest {
@@ -83,7 +83,7 @@ pub(crate) fn same_device(tensors: &[(&str, &Tensor)]) -> Result<()> {
     Ok(())
 }
 
-/// Fails unless `x` has the dtype of `like`.
+/// Fails unless `x` has the same dtype as `like`.
 pub(crate) fn same_dtype(name: &str, x: &Tensor, like_name: &str, like: &Tensor) -> Result<()> {
     if x.dtype() == like.dtype() {
         Ok(())
@@ -96,7 +96,7 @@ pub(crate) fn same_dtype(name: &str, x: &Tensor, like_name: &str, like: &Tensor)
     }
 }
 
-/// Fails unless `sum`, to which values of `dtype` are added in place, is contiguous and has the
+/// Fails unless `sum`, to which `dtype` values are added in place, is contiguous and has the
 /// arithmetic dtype.
 pub(crate) fn accumulator(name: &str, sum: &Tensor, dtype: DType) -> Result<()> {
     let wide = arithmetic_dtype(dtype);
@@ -116,7 +116,7 @@ pub(crate) fn accumulator(name: &str, sum: &Tensor, dtype: DType) -> Result<()> 
     Ok(())
 }
 
-/// Fails unless `x` has the shape, dtype and device of `like`.
+/// Fails unless `x` has the same shape, dtype and device as `like`.
 pub(crate) fn same_shape(name: &str, x: &Tensor, like_name: &str, like: &Tensor) -> Result<()> {
     if x.dims() != like.dims() {
         bail!(
@@ -129,12 +129,12 @@ pub(crate) fn same_shape(name: &str, x: &Tensor, like_name: &str, like: &Tensor)
     same_device(&[(like_name, like), (name, x)])
 }
 
-/// Fails unless `gradient` has the shape, dtype and device of `like`.
+/// Fails unless `gradient` has the same shape, dtype and device as `like`.
 pub(crate) fn gradient(gradient: &Tensor, like_name: &str, like: &Tensor) -> Result<()> {
     same_shape("gradient", gradient, like_name, like)
 }
 
-/// Returns the size of the last dimension of `x`. Fails if there is none or if it is 0.
+/// Returns the last dimension of `x`. Fails if there is none or if it is 0.
 pub(crate) fn width(name: &str, x: &Tensor) -> Result<usize> {
     match x.dims().last() {
         Some(&width) if width > 0 => Ok(width),
@@ -145,7 +145,7 @@ pub(crate) fn width(name: &str, x: &Tensor) -> Result<usize> {
     }
 }
 
-/// Fails if a tensor of `written` shares memory with another one or with a tensor of `read`.
+/// Fails if a tensor in `written` shares memory with another one or with a tensor in `read`.
 pub(crate) fn apart(name: &str, written: &[&Tensor], read: &[&Tensor]) -> Result<()> {
     let memory = |tensor: &Tensor| std::ptr::from_ref(&*tensor.storage_and_layout().0).addr();
     let mut seen = HashSet::new();
@@ -166,7 +166,7 @@ pub(crate) fn apart(name: &str, written: &[&Tensor], read: &[&Tensor]) -> Result
     Ok(())
 }
 
-/// Converts a mask of the shape `outer` and any dtype to contiguous u8 `[N]` of 0 and 1.
+/// Converts a mask with shape `outer` and any dtype to contiguous u8 `[N]` with values 0 and 1.
 pub(crate) fn mask(mask: &Tensor, outer: &[usize]) -> Result<Tensor> {
     if mask.dims() != outer {
         bail!(
@@ -175,13 +175,13 @@ pub(crate) fn mask(mask: &Tensor, outer: &[usize]) -> Result<Tensor> {
         );
     }
     if mask.elem_count() == 0 {
-        // Candle does not compare empty tensors on CUDA.
+        // Candle cannot compare empty tensors on CUDA.
         return Tensor::zeros(0, DType::U8, mask.device());
     }
     mask.detach().flatten_all()?.ne(0f64)?.contiguous()
 }
 
-/// Converts targets of the shape `outer` to contiguous u32 `[N]`, as [`token_ids`].
+/// Converts targets with shape `outer` to contiguous u32 `[N]`, like [`token_ids`].
 ///
 /// `outer` is the shape of the argument `source` without the last dimension.
 pub(crate) fn targets(
@@ -200,10 +200,10 @@ pub(crate) fn targets(
     token_ids("targets", targets, vocab, mask)
 }
 
-/// Converts integers below `vocab` of any shape to contiguous u32 `[N]`.
+/// Converts integers below `vocab`, in any shape, to contiguous u32 `[N]`.
 ///
-/// Where `mask`, u8 `[N]`, is 0, any id is valid. Ids are checked on the CPU only: on a GPU the
-/// check would synchronize with the device.
+/// Where `mask`, u8 `[N]`, is 0, any id is valid. Only the CPU checks ids, because the check would
+/// synchronize a GPU.
 pub(crate) fn token_ids(
     name: &str,
     ids: &Tensor,
@@ -225,7 +225,7 @@ pub(crate) fn token_ids(
         }
     }
     if matches!(flat.dtype(), DType::I16 | DType::I32) {
-        // Candle does not convert these dtypes on CUDA.
+        // Candle cannot convert these dtypes on CUDA.
         flat = flat.to_device(&Device::Cpu)?;
     }
     if flat.elem_count() == 0 {

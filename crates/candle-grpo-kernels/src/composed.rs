@@ -1,7 +1,7 @@
 //! Composed twins: each operator in plain Candle operations.
 //!
-//! A twin takes the arguments of its operator and returns the same results, in every float dtype on
-//! every device. It is the fallback of the operator and the reference of its tests.
+//! A twin has the same arguments and results as its operator, in every float dtype on every device.
+//! It is the operator's fallback and the reference in its tests.
 
 pub use crate::ops::adamw::composed::adamw;
 pub use crate::ops::add_bias::composed::add_bias;

@@ -1,4 +1,4 @@
-//! The device for this project's operators.
+//! Devices for this project's operators.
 
 use std::ffi::OsStr;
 
@@ -6,19 +6,19 @@ use candle_core::{Device, Result};
 
 /// Returns the CUDA device `ordinal`, with one stream for all threads.
 ///
-/// The first call opens the device, and later calls return the same one. Candle does not mix
-/// tensors of a device that was opened twice, and nothing orders their streams. The settings differ
-/// from those of `Device::new_cuda`:
+/// The first call opens the device, and later calls return the same one. If you open a device
+/// twice, Candle cannot mix their tensors, and nothing orders their streams. The settings differ
+/// from `Device::new_cuda`:
 ///
-/// - All threads share one stream, so operations run in the order of the calls. With
-///   `Device::new_cuda` each thread has a stream of its own, and no order exists between them.
-/// - Candle's events, which order several streams, are off. They double the calls of the driver.
+/// - All threads share one stream, so operations run in call order. With `Device::new_cuda`, each
+///   thread has its own stream, without any order between them.
+/// - Candle's events, which order several streams, are off. They double the number of driver calls.
 /// - Freed memory stays in the driver's pool. By default each synchronization returns it to the
 ///   system.
 ///
 /// # Errors
 ///
-/// Fails without the feature `cuda`, and without a device of this ordinal.
+/// Fails without the feature `cuda`, or if there is no device with this ordinal.
 ///
 /// ```no_run
 /// let device = candle_grpo_kernels::cuda_device(0)?;
@@ -31,7 +31,7 @@ pub fn cuda_device(ordinal: usize) -> Result<Device> {
     Device::new_cuda_with_stream(ordinal)
 }
 
-/// Returns the number of CUDA devices that this process sees, 0 without the feature `cuda`.
+/// Returns the number of CUDA devices visible to this process, 0 without the feature `cuda`.
 ///
 /// # Errors
 ///
@@ -43,9 +43,9 @@ pub fn cuda_device_count() -> Result<usize> {
     Ok(0)
 }
 
-/// Returns whether this process computes on CUDA devices: in a build with the feature `cuda`,
-/// unless the variable `CUDA_VISIBLE_DEVICES` hides all of them. It does so if it is empty, or
-/// begins with -1 or `NoDevFiles`.
+/// Returns whether this process computes on CUDA devices. This requires the feature `cuda`, and is
+/// off if the variable `CUDA_VISIBLE_DEVICES` hides all devices: if it is empty, or begins with -1
+/// or `NoDevFiles`.
 ///
 /// ```
 /// if candle_grpo_kernels::cuda_is_enabled() {
@@ -68,8 +68,8 @@ fn hides_all(devices: &OsStr) -> bool {
 ///
 /// # Errors
 ///
-/// Fails in a build with the feature if there is no device and `CUDA_VISIBLE_DEVICES` does not say
-/// so.
+/// Fails with the feature `cuda` if there is no device and `CUDA_VISIBLE_DEVICES` does not hide
+/// them all.
 ///
 /// ```no_run
 /// let device = candle_grpo_kernels::default_device()?;

@@ -1,15 +1,14 @@
-//! The check that a backward pass has reached every variable.
+//! Checks that a backward pass has reached every variable.
 
 use candle_core::backprop::GradStore;
 use candle_core::{Result, Var, bail};
 
-/// Checks that each of `variables`, with their names, has received a gradient. The error lists the
-/// names of those that have none.
+/// Checks that every named variable has received a gradient. The error lists the names without one.
 ///
 /// An operator without a backward pass, such as `candle_nn::ops::rms_norm` or
-/// `candle_nn::rotary_emb::rope`, cuts the graph without an error: the variables before it keep
-/// their values, while those after it train. Call this after the backward pass of the first step,
-/// or of each: it looks up one entry for each variable.
+/// `candle_nn::rotary_emb::rope`, cuts the graph without an error: variables before it keep their
+/// values, and only those after it train. Call this after the backward pass in the first step, or
+/// in every step, since it only looks up one entry per variable.
 ///
 /// # Errors
 ///
@@ -38,7 +37,7 @@ pub fn ensure_gradients<'a, N: AsRef<str>>(
     ensure_reached(variables.map(|(name, variable)| (name, gradients.get(variable).is_some())))
 }
 
-/// [`ensure_gradients`] for names and whether each has a gradient.
+/// Like [`ensure_gradients`], given each name and whether it has a gradient.
 #[doc(hidden)]
 pub fn ensure_reached<N: AsRef<str>>(variables: impl Iterator<Item = (N, bool)>) -> Result<()> {
     let (mut of, mut missing) = (0, Vec::new());

@@ -1,8 +1,8 @@
-//! Backward passes with Candle's graph.
+//! Backward passes through Candle's graph.
 
 use candle_core::{Result, Tensor, Var};
 
-/// Returns the detached gradients of `inputs`, given the gradient of `forward(inputs)`.
+/// Returns detached gradients with respect to `inputs`, given the gradient of `forward(inputs)`.
 pub(crate) fn gradients<const N: usize>(
     inputs: [&Tensor; N],
     gradient: &Tensor,

@@ -1,11 +1,11 @@
 //! Fused operators with backward passes for training on Candle, on the CPU and on CUDA.
 //!
 //! `candle_nn::ops::{rms_norm, layer_norm, softmax_last_dim, sdpa}` and
-//! `candle_nn::rotary_emb::{rope, rope_i, rope_thd}` have no backward pass: a model that calls them
-//! trains without those gradients, and Candle reports no error. [`ensure_gradients`] names those
-//! variables. The training operators here have gradients for all float inputs, except the angle
-//! tables of [`rope`](rope()). Operators for inference return an error for inputs that are in a
-//! graph.
+//! `candle_nn::rotary_emb::{rope, rope_i, rope_thd}` have no backward pass. A model that calls them
+//! trains without those gradients, and Candle reports no error. [`ensure_gradients`] names the
+//! affected variables. The training operators here differentiate with respect to all float inputs,
+//! except the angle tables in [`rope`](rope()). Inference operators return an error for inputs that
+//! are in a graph.
 //!
 //! ```
 //! use candle_core::{DType, Device, Tensor, Var};
@@ -20,55 +20,54 @@
 //!
 //! # Operators
 //!
-//! A drop-in has the arguments and the result of the function that it replaces. For the others the
-//! table names what is different. Heads are side by side: `[B, S, heads * D]`, as a linear layer
+//! A drop-in has the same arguments and result as the function that it replaces. For the others,
+//! the table says what is different. Heads are side by side: `[B, S, heads * D]`, as a linear layer
 //! returns them.
 //!
 //! | operator | computes | in place of | CUDA kernel |
 //! | --- | --- | --- | --- |
 //! | [`log_prob`] | log-probs, entropy and log-sum-exp from logits | `candle_nn::ops::log_softmax` and `gather` | yes |
 //! | [`linear_log_prob`] | the same from hidden states and the output weight, without the logits | `candle_nn::Linear`, `log_softmax` and `gather` | yes |
-//! | [`attention`](attention()) | causal grouped-query attention, padded or packed, without the matrix of scores | `candle_nn::ops::sdpa`, and `softmax_last_dim` between products; heads side by side | yes |
+//! | [`attention`](attention()) | causal grouped-query attention, padded or packed, without the score matrix | `candle_nn::ops::sdpa`, and `softmax_last_dim` between products; heads side by side | yes |
 //! | [`rms_norm`](rms_norm()) | root mean square normalization | drop-in for `candle_nn::ops::rms_norm`, with an f64 epsilon | yes |
 //! | [`add_rms_norm`] | a sum and its `rms_norm` | `+` and `candle_nn::ops::rms_norm` | yes |
 //! | [`rope`](rope()) | rotary position embedding | `candle_nn::rotary_emb::rope`; heads side by side | yes |
-//! | [`rope_angles`] | cosines and sines of positions | | yes |
-//! | [`swiglu`](swiglu()) | the gate of a feed-forward layer | `candle_nn::ops::swiglu`; gate and up apart | yes |
-//! | [`geglu`] | another gate of a feed-forward layer | `gelu` and `*` | no |
-//! | [`soft_cap`] | soft caps of logits | `tanh` between two scalings | no |
-//! | [`sigmoid`] | gates of attention and of the gated delta rule | drop-in for `candle_nn::ops::sigmoid` | no |
-//! | [`embedding`](embedding()) | rows of a table by id | `candle_nn::Embedding`; ids first | yes |
-//! | [`RowMap`] | a choice of rows, and sums of rows | `Tensor::index_select`, `Tensor::index_add` | yes |
+//! | [`rope_angles`] | cosines and sines for positions | | yes |
+//! | [`swiglu`](swiglu()) | the SwiGLU gate in a feed-forward layer | `candle_nn::ops::swiglu`; gate and up apart | yes |
+//! | [`geglu`] | the GeGLU gate in a feed-forward layer | `gelu` and `*` | no |
+//! | [`soft_cap`] | logit soft caps | `tanh` between two scalings | no |
+//! | [`sigmoid`] | gates for attention and the gated delta rule | drop-in for `candle_nn::ops::sigmoid` | no |
+//! | [`embedding`](embedding()) | table rows by id | `candle_nn::Embedding`; ids first | yes |
+//! | [`RowMap`] | row selections, and row sums | `Tensor::index_select`, `Tensor::index_add` | yes |
 //! | [`add`](add()) | the sum of two tensors | drop-in for `Tensor::add` | yes |
-//! | [`add_bias`](add_bias()) | the biases of several linear maps | `Tensor::broadcast_add` | yes |
+//! | [`add_bias`](add_bias()) | biases for several linear maps | `Tensor::broadcast_add` | yes |
 //! | [`matmul`] | a matrix product | `Tensor::matmul` | cuBLAS |
 //! | [`add_matmul`](add_matmul()) | a matrix product added to a sum in place | | cuBLAS |
 //! | [`adamw`](adamw()) | one AdamW step over all parameters in place, with f32 masters for bf16 and f16, or stochastic rounding for bf16 | `candle_nn::AdamW` | yes |
-//! | [`moment_blocks`], [`moment_codes`] | the averages of `adamw` in 8 bits | | yes |
+//! | [`moment_blocks`], [`moment_codes`] | 8-bit averages for `adamw` | | yes |
 //! | [`squared_gradient_norms`], [`scale_gradients`] | clipping by the global norm | | yes |
-//! | [`gated_delta_rule`](gated_delta_rule()) | the linear attention of Qwen3.5, also for shared prefixes | | yes |
-//! | [`causal_conv`](causal_conv()) | queries, keys and values of the gated delta rule | | yes |
-//! | [`delta_gates`](delta_gates()) | the gates of the gated delta rule | | no |
-//! | [`DeltaStates`] | `gated_delta_rule` and `causal_conv` for decoding, with a state for each sequence | | yes |
+//! | [`gated_delta_rule`](gated_delta_rule()) | the linear attention in Qwen3.5, also for shared prefixes | | yes |
+//! | [`causal_conv`](causal_conv()) | queries, keys and values for the gated delta rule | | yes |
+//! | [`delta_gates`](delta_gates()) | gates for the gated delta rule | | no |
+//! | [`DeltaStates`] | `gated_delta_rule` and `causal_conv` for decoding, with a state per sequence | | yes |
 //! | [`paged_attention`](paged_attention()) | attention to [`KeyValuePages`], for decoding | | yes |
 //! | [`linear_rows`](linear_rows()), [`packed_linear_rows`] | several linear maps with independent rows, for decoding | `candle_nn::Linear` | cuBLAS |
-//! | [`quantize`], [`dequantize`](dequantize()), [`block_type`] | blocks of GGUF files from a matrix, and back | | `dequantize` |
-//! | [`draw_tokens`](draw_tokens()) | tokens drawn from logits, with top-k, top-p and min-p | | yes |
-//! | [`top_k`] | the places of the largest entries of rows | | no |
+//! | [`quantize`], [`dequantize`](dequantize()), [`block_type`] | GGUF blocks from a matrix, and back | | `dequantize` |
+//! | [`draw_tokens`](draw_tokens()) | tokens sampled from logits, with top-k, top-p and min-p | | yes |
+//! | [`top_k`] | indices of the largest entries per row | | no |
 //!
 //! # Conventions
 //!
-//! - Inputs are f32, bf16 or f16 tensors of any layout. f64 stays f64.
-//! - Arithmetic is in f32. Log-probs are f32; the results of layers have the dtype of their input.
-//! - A mask has any dtype; entries other than 0 are selected. NaN at a masked position does not
-//!   reach a result or a gradient.
-//! - The backward pass of each layer is also a function without a graph, such as
-//!   [`rms_norm_gradient`].
-//! - [`arithmetic_dtype`] is the dtype of the arithmetic for a dtype of inputs.
+//! - Inputs are f32, bf16 or f16 tensors in any layout. f64 stays f64.
+//! - Arithmetic is in f32. Log-probs are f32; layers return the dtype of their input.
+//! - A mask can have any dtype; nonzero entries are selected. NaN at a masked position never
+//!   reaches a result or a gradient.
+//! - Each layer's backward pass is also a function without a graph, such as [`rms_norm_gradient`].
+//! - [`arithmetic_dtype`] returns the arithmetic dtype for an input dtype.
 //! - An error names the argument, its value and the requirement.
 //! - [`ensure_gradients`] and [`ensure_reached`] name the variables that a loss does not reach.
 //! - [`default_device`] and [`cuda_device`] open a GPU, with one stream for all threads.
-//!   [`cuda_device_count`] is the number of GPUs. [`cuda_is_enabled`] is true in a process that
+//!   [`cuda_device_count`] returns the number of GPUs. [`cuda_is_enabled`] is true if this process
 //!   computes on them.
 //!
 //! # Implementations
@@ -77,21 +76,21 @@
 //! CUDA path. Its composed twin, in plain Candle operations, is the fallback for f64 and for
 //! devices without a path. The tests compare the paths with the twin in f64.
 //!
-//! The folder `src/ops/OPERATOR/` has the parts of an operator. Short operators without paths are
+//! The folder `src/ops/OPERATOR/` contains an operator's parts. Short operators without paths are
 //! files there.
 //!
 //! | file | content |
 //! | --- | --- |
-//! | `mod.rs` | the function, checks of its arguments, the choice of the path, the backward pass |
+//! | `mod.rs` | the function, argument checks, path selection, the backward pass |
 //! | `cpu.rs` | the CPU path |
-//! | `cuda.rs` | the CUDA path, which launches the kernels of `kernels/OPERATOR.cu` |
+//! | `cuda.rs` | the CUDA path, which launches the kernels in `kernels/OPERATOR.cu` |
 //! | `composed.rs` | the twin |
 //!
-//! The paths build on `src/cpu/` (vectors, matrix products) and `src/cuda/` (launches, cuBLAS).
-//! These depend on no operator.
+//! The paths build on `src/cpu/` (vectors, matrix products) and `src/cuda/` (launches, cuBLAS),
+//! which depend on no operator.
 
-// Loops over the lanes of a vector are plain: the compiler unrolls them, and does not inline every
-// closure of an iterator.
+// Loops over vector lanes are plain, because the compiler unrolls them but does not inline every
+// iterator closure.
 #![allow(clippy::needless_range_loop)]
 
 #[cfg(doctest)]

@@ -3,17 +3,18 @@
 use candle_core::DType;
 use serde::{Deserialize, Serialize};
 
-/// The dtype of a policy's computation. Sums, norms, softmax, log-probs and losses are always f32.
+/// The dtype for a policy's forward and backward pass. Sums, norms, softmax, log-probs and losses
+/// are always f32.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum ComputeDType {
     /// f32.
     #[default]
     F32,
-    /// bfloat16: half the memory of activations, much faster on a GPU, and faster on a CPU with
+    /// bfloat16: halves activation memory, and is much faster on GPUs and faster on CPUs with
     /// `avx512_bf16`.
     Bf16,
-    /// IEEE half precision. Its range is small, so bf16 is safer.
+    /// IEEE half precision. Prefer bf16, which has a wider range.
     F16,
 }
 

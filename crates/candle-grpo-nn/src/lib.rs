@@ -1,17 +1,17 @@
-//! Trainable decoder-only transformers for Candle, of the families of [`ModelType`].
+//! Trainable decoder-only transformers for Candle, from the families in [`ModelType`].
 //!
-//! The decoders of candle-transformers are made for inference: their normalization, rotary
-//! embedding and softmax are fused operators without a backward pass, so that most weights silently
-//! receive no gradient. Every operator of the [`Decoder`] here differentiates, and
-//! [`Gradients::accumulate`] is an error if a variable receives no gradient.
+//! The decoders in candle-transformers are made for inference. Their normalization, rotary
+//! embedding and softmax are fused operators without a backward pass, so most weights silently
+//! receive no gradient. Here every [`Decoder`] operator is differentiable, and
+//! [`Gradients::accumulate`] fails if a variable receives no gradient.
 //!
 //! | module | contents |
 //! | --- | --- |
-//! | [`model`] | the decoder and its parts, [`LanguageModel`] and [`ModelConfig`] for custom models |
-//! | [`decoding`] | sampling with a paged cache of keys and values |
+//! | [`model`] | the decoder and its parts; [`LanguageModel`] and [`ModelConfig`] for custom models |
+//! | [`decoding`] | sampling with a paged key-value cache |
 //! | [`packing`] | batches without padding, with shared prefixes |
 //! | [`weights`] | parameters, Hugging Face folders, GGUF files |
-//! | [`adapters`] | LoRA, and PEFT's files |
+//! | [`adapters`] | LoRA, and PEFT files |
 //! | [`optim`] | gradients over micro-batches, AdamW |
 //! | [`atomic_file`] | files and folders that appear completely or not at all |
 //! | [`json`] | plain messages about JSON |
@@ -81,7 +81,7 @@ pub use weights::{
     all_finite,
 };
 
-// Compiles the example of the README.
+// Compiles the README example.
 #[cfg(doctest)]
 #[doc = include_str!("../README.md")]
 struct Readme;

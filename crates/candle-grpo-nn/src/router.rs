@@ -1,16 +1,16 @@
-//! Routing of tokens to experts, and its replay.
+//! Routes tokens to experts, and replays routing decisions.
 
 use candle_core::{D, DType, Result, Tensor, bail};
 use candle_grpo_kernels::arithmetic_dtype;
 
-/// The router of a mixture-of-experts layer: the `top_k` experts with the largest logits, and their
-/// gates.
+/// A mixture-of-experts router: picks the `top_k` experts with the largest logits, and computes
+/// their gates.
 ///
 /// If one engine samples and another trains, rounding makes them choose different experts for some
-/// tokens, and the ratio of their probabilities moves away from 1. Replay combines the experts of
-/// one pass with the gates of another: the sampling pass chooses, and the gates with their gradient
-/// come from the current logits (rollout routing replay, R3, <https://arxiv.org/abs/2510.11370>, as in ROLL, verl and twinkle). The two passes may also be those before and after
-/// an update.
+/// tokens, and their probability ratio drifts from 1. Replay combines the experts from one pass
+/// with the gates from another. The sampling pass chooses, and the gates and their gradient come
+/// from the current logits (rollout routing replay, R3, <https://arxiv.org/abs/2510.11370>, as in
+/// ROLL, verl and twinkle). You can also replay a pass from before an update in one after it.
 ///
 /// ```
 /// use candle_core::{Device, Tensor};
@@ -31,20 +31,19 @@ pub struct Router {
     normalize: bool,
 }
 
-/// The experts of each token and their gates.
+/// Each token's experts and gates.
 #[derive(Debug, Clone)]
 pub struct Routing {
-    /// The indices of the experts, u32 `[N, top_k]`; [`Router::route`] puts the largest logit
-    /// first.
+    /// Expert indices, u32 `[N, top_k]`; [`Router::route`] puts the largest logit first.
     pub experts: Tensor,
-    /// The factors of the outputs of these experts, `[N, top_k]`, differentiable; f64 for f64
-    /// logits, else f32.
+    /// Factors for the outputs of these experts, `[N, top_k]`, differentiable; f64 for f64 logits,
+    /// else f32.
     pub gates: Tensor,
 }
 
 impl Router {
-    /// A router whose gates sum to 1: the softmax over the logits of the chosen experts (Mixtral,
-    /// and Qwen with `norm_topk_prob`).
+    /// A router whose gates sum to 1: softmax over the chosen experts' logits (Mixtral, and Qwen
+    /// with `norm_topk_prob`).
     pub fn new(top_k: usize) -> Self {
         Self {
             top_k,
@@ -52,7 +51,7 @@ impl Router {
         }
     }
 
-    /// A router whose gates are those of the softmax over all experts. They sum to less than 1.
+    /// A router whose gates come from a softmax over all experts, so they sum to less than 1.
     pub fn over_all_experts(top_k: usize) -> Self {
         Self {
             top_k,
@@ -69,12 +68,12 @@ impl Router {
     ///
     /// # Errors
     ///
-    /// If `logits` have another shape or an integer dtype, or `top_k` is not from 1 to E.
+    /// If `logits` has a different shape or an integer dtype, or `top_k` is not from 1 to E.
     pub fn route(&self, logits: &Tensor) -> Result<Routing> {
         self.replay(logits, &self.choose(logits)?)
     }
 
-    /// The experts of [`Self::route`].
+    /// The experts that [`Self::route`] chooses.
     pub(crate) fn choose(&self, logits: &Tensor) -> Result<Tensor> {
         self.check_logits(logits)?;
         logits
@@ -85,13 +84,12 @@ impl Router {
             .contiguous()
     }
 
-    /// Computes the gates of the `experts` `[N, top_k]` of another pass over the same tokens, from
-    /// `logits` `[N, E]`. The gradient reaches the logits.
+    /// Computes the gates for `experts` `[N, top_k]`, chosen in another pass over the same tokens,
+    /// from `logits` `[N, E]`. The gradient reaches the logits.
     ///
     /// # Errors
     ///
-    /// If shapes or dtypes do not match. The indices of experts must be below E, which is checked
-    /// on the CPU only.
+    /// If shapes or dtypes do not match. Expert indices must be below E, which only the CPU checks.
     pub fn replay(&self, logits: &Tensor, experts: &Tensor) -> Result<Routing> {
         let (tokens, number) = self.check_logits(logits)?;
         if experts.dims() != [tokens, self.top_k] || experts.dtype() != DType::U32 {
@@ -144,8 +142,8 @@ impl Router {
     }
 }
 
-/// The routing of all layers of one forward pass: it records the chosen experts, or replays those
-/// of another pass.
+/// Routes all layers in one forward pass. It either records the chosen experts, or replays those
+/// from another pass.
 ///
 /// A model calls [`Self::route`] once per layer, in the same order in every pass.
 ///
@@ -168,14 +166,14 @@ impl Router {
 /// ```
 #[derive(Debug, Clone)]
 pub struct RouterPass {
-    /// The experts of the layers so far, or of all layers in a replay.
+    /// Experts chosen so far; in a replay, those for all layers.
     experts: Vec<Tensor>,
     /// The next layer to replay; `None` if the pass records.
     next: Option<usize>,
 }
 
 impl RouterPass {
-    /// A pass that chooses experts and records them.
+    /// A pass that chooses and records experts.
     pub fn recording() -> Self {
         Self {
             experts: Vec::new(),
@@ -183,7 +181,7 @@ impl RouterPass {
         }
     }
 
-    /// A pass that replays the `experts` of another one, u32 `[N, top_k]` for each layer.
+    /// A pass that replays `experts` from another pass, u32 `[N, top_k]` per layer.
     pub fn replaying(experts: Vec<Tensor>) -> Self {
         Self {
             experts,
@@ -191,11 +189,11 @@ impl RouterPass {
         }
     }
 
-    /// Routes the next layer, with the `logits` `[N, E]` of its router.
+    /// Routes the next layer, given its router's `logits` `[N, E]`.
     ///
     /// # Errors
     ///
-    /// As in [`Router::route`] and [`Router::replay`], and if there are more layers than were
+    /// Same as [`Router::route`] and [`Router::replay`]. Also if there are more layers than
     /// recorded.
     pub fn route(&mut self, router: &Router, logits: &Tensor) -> Result<Routing> {
         let Some(layer) = self.next else {
@@ -214,7 +212,7 @@ impl RouterPass {
         Ok(routing)
     }
 
-    /// The experts of all layers.
+    /// The experts in all layers.
     pub fn into_experts(self) -> Vec<Tensor> {
         self.experts
     }

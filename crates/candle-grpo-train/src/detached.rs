@@ -1,10 +1,10 @@
-//! Models of weights without gradients.
+//! Models with weights that get no gradients.
 
 use anyhow::Result;
 use candle_grpo_nn::{ComputeCopies, ComputeDType, Lora, ModelConfig, Parameters};
 use candle_nn::VarBuilder;
 
-/// Returns a detached model of `parameters` with `adapters`, and its low-precision copies.
+/// Returns a detached model with `parameters` and `adapters`, and its low-precision copies.
 pub(crate) fn model_in<C: ModelConfig>(
     model: &C,
     parameters: &Parameters,
@@ -15,7 +15,7 @@ pub(crate) fn model_in<C: ModelConfig>(
     Ok((model.build(vb)?, copies))
 }
 
-/// Returns a builder of detached `parameters` with `adapters` in `dtype`, and its low-precision
+/// Returns a builder for detached `parameters` with `adapters` in `dtype`, and its low-precision
 /// copies.
 pub(crate) fn detached_weights(
     parameters: &Parameters,

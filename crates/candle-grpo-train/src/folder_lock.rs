@@ -5,10 +5,10 @@ use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result, bail};
 
-/// The name of the file that is locked.
+/// The locked file's name.
 pub(crate) const LOCK: &str = ".lock";
 
-/// A lock that prevents other programs from using a folder. It ends with the value.
+/// Prevents other programs from using a folder, until dropped.
 #[derive(Debug)]
 pub(crate) struct FolderLock {
     path: PathBuf,
@@ -16,11 +16,11 @@ pub(crate) struct FolderLock {
 }
 
 impl FolderLock {
-    /// Locks the existing folder at `path`. `contents` names what it holds, in the error.
+    /// Locks the existing folder at `path`. Errors use `contents` to name what it holds.
     ///
     /// # Errors
     ///
-    /// Returns an error if another program has it open.
+    /// If another program has it open.
     pub(crate) fn take(path: &Path, contents: &str) -> Result<Self> {
         let lock = path.join(LOCK);
         let file = OpenOptions::new().create(true).append(true).open(&lock);

@@ -1,6 +1,6 @@
 //! Sampler, rewards, actor and training loop for candle-grpo.
 //!
-//! Data flow; each arrow is a type or function that can be used alone:
+//! Each arrow in the data flow is a type or function that you can use alone:
 //!
 //! ```text
 //! Prompt ──Sampler──▶ Rollout ──RewardFunction──▶ rewards ──────Recipe──────▶ advantages
@@ -11,23 +11,23 @@
 //!                          Actor::clip_grad_and_step
 //! ```
 //!
-//! [`Trainer`] runs these stages in order, and [`RunDir`] is the folder of a run. [`Pretrained`] is
-//! a model from a GGUF file or a Hugging Face folder with its tokenizer and its [`ChatTemplate`].
+//! [`Trainer`] runs these stages in order, and [`RunDir`] is a run directory. [`Pretrained`] is a
+//! model from a GGUF file or a Hugging Face folder, with its tokenizer and [`ChatTemplate`].
 //!
 //! | module | contents |
 //! | --- | --- |
-//! | [`data`] | rows of files, their prompts, the order of prompts |
+//! | [`data`] | data rows, their prompts, prompt order |
 //! | [`model`] | tokenizers, special tokens, chat templates, models with all of these |
 //! | [`rollout`] | generators, sampling, completions |
-//! | [`environment`] | trajectories of several turns, tools |
+//! | [`environment`] | multi-turn trajectories, tools |
 //! | [`rewards`] | the trait, reward functions, weighted sums |
-//! | [`sequence`] | tokens and values of completions and rows, on the host |
+//! | [`sequence`] | tokens and values for completions and rows, on the host |
 //! | [`learn`] | batches, policy, critic, reference, trainer |
 //! | [`sft`] | supervised fine-tuning: rows, assistant masks, trainer |
-//! | [`hub`] | models and data sets of the Hugging Face hub |
-//! | [`run`] | folders and checkpoints of runs, evaluation, TensorBoard |
-//! | [`statistics`] | estimators, intervals and tests of evaluations |
-//! | [`progress`] | observation and cancellation of a step |
+//! | [`hub`] | models and data sets on the Hugging Face hub |
+//! | [`run`] | run directories and checkpoints, evaluation, TensorBoard |
+//! | [`statistics`] | estimators, intervals and tests for evaluations |
+//! | [`progress`] | progress reports and cancellation for a step |
 
 mod canonical_json;
 pub mod data;
@@ -68,7 +68,7 @@ pub use run::{RunDir, evaluate};
 pub use sampler::Sampler;
 pub use sequence::Sequence;
 
-/// The default of factors, for serde.
+/// Default factor, for serde.
 fn one() -> f64 {
     1.
 }

@@ -1,12 +1,12 @@
-//! The error of NaN and infinity.
+//! The error for NaN and infinity.
 
 use std::error::Error;
 use std::fmt;
 
-/// The error of a step that would learn from a NaN or an infinity, or of a checkpoint that would
-/// have one in its weights. A step with this error changes nothing, and no checkpoint is written.
+/// The error when a step would learn from NaN or infinity, or when a checkpoint's weights would
+/// contain one. The step then changes nothing, and no checkpoint is written.
 ///
-/// It is found by its type in an error with any context: `error.is::<NotFinite>()`.
+/// You can find it by type in an error with any context: `error.is::<NotFinite>()`.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct NotFinite {
     tensor: String,
@@ -25,7 +25,7 @@ impl NotFinite {
         }
     }
 
-    /// The name of the tensor.
+    /// Tensor name.
     pub fn tensor(&self) -> &str {
         &self.tensor
     }

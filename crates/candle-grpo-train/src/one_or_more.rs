@@ -2,7 +2,7 @@
 
 use serde::{Deserialize, Deserializer};
 
-/// Deserializes a text or a list of texts. Null is an empty list.
+/// Deserializes a string or a list of strings. Null is an empty list.
 pub(crate) fn one_or_more<'de, T, D>(deserializer: D) -> Result<Vec<T>, D::Error>
 where
     T: Deserialize<'de>,

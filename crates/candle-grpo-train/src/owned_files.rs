@@ -1,4 +1,4 @@
-//! The one list of the files that a run and a saved model consist of, and removal of these alone.
+//! The list of all files in a run or a saved model, used to remove only those.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -11,19 +11,19 @@ use crate::folder_lock::LOCK;
 /// A folder whose entries are known by name.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Owned {
-    /// The folder of a run.
+    /// A run directory.
     Run,
-    /// The folder of its checkpoints.
+    /// Its checkpoint folder.
     Checkpoints,
-    /// A checkpoint: a model with the state of the trainer.
+    /// A checkpoint: a model with the trainer state.
     Checkpoint,
-    /// The adapter of a checkpoint.
+    /// A checkpoint's adapter.
     Adapter,
-    /// The folder of a model in the Hugging Face layout, or of adapters in that of PEFT.
+    /// A model folder in the Hugging Face layout, or PEFT adapters.
     Model,
-    /// The folder of the weights for an engine.
+    /// The folder with weights for an engine.
     EngineWeights,
-    /// One version of them: a model or an adapter.
+    /// One version of these weights: a model or an adapter.
     EngineVersion,
 }
 
@@ -40,14 +40,14 @@ const RUN: &[&str] = &[
     "samples.jsonl",
     "rollouts.jsonl",
     "samples.md",
-    // Programs of before the first release wrote it.
+    // Written by programs before the first release.
     "metrics.svg",
     LOCK,
 ];
 
-/// The folder of [`Owned::EngineWeights`] in that of a run.
+/// The [`Owned::EngineWeights`] folder within a run.
 pub(crate) const ENGINE_WEIGHTS: &str = "weights";
-/// Each version of the weights is in a folder with this prefix and its number.
+/// Each weight version is in a folder with this prefix and its number.
 pub(crate) const ENGINE_VERSION: &str = "policy-";
 
 const TRAINER_STATE: &[&str] = &[
@@ -60,8 +60,7 @@ const TRAINER_STATE: &[&str] = &[
     "SHA256SUMS",
 ];
 
-/// The configuration of adapters in the format of PEFT.
-/// The configuration of a model in the Hugging Face layout.
+/// Configuration for PEFT adapters, and for a model in the Hugging Face layout.
 pub(crate) const CONFIG: &str = "config.json";
 /// Its weights, unless they are in several files.
 pub(crate) const WEIGHTS: &str = "model.safetensors";
@@ -88,7 +87,7 @@ const MODEL: &[&str] = &[
     "video_preprocessor_config.json",
 ];
 
-/// The model card of a converted run.
+/// A converted run's model card.
 const CARD: &str = "README.md";
 
 impl Owned {
@@ -116,9 +115,9 @@ impl Owned {
         }
     }
 
-    /// Returns the path of the first entry in `folder`, or below it, that is not in the list.
+    /// Returns the first entry in or below `folder` that is not in the list.
     ///
-    /// Links are never in the list. Leftovers of an interrupted write of a listed entry are.
+    /// Links are never in the list. Leftovers from an interrupted write of a listed entry are.
     pub(crate) fn first_foreign(self, folder: &Path) -> Result<Option<PathBuf>> {
         for (path, entry) in self.entries(folder)? {
             let foreign = match entry {
@@ -133,7 +132,7 @@ impl Owned {
         Ok(None)
     }
 
-    /// Returns whether `path` is a folder, and the list has its name as that of a folder.
+    /// Returns whether `path` is a folder, and the list contains its name as a folder.
     #[cfg(feature = "engines")]
     pub(crate) fn owns_folder(self, path: &Path) -> bool {
         let name = path.file_name().and_then(|name| name.to_str());
@@ -141,7 +140,7 @@ impl Owned {
         matches!(listed, Some(Entry::Folder(_))) && path.is_dir() && !path.is_symlink()
     }
 
-    /// Returns whether `folder` has the weights of a model, or adapters, with their configuration.
+    /// Returns whether `folder` contains model weights, or adapters, with their configuration.
     pub(crate) fn has_model(folder: &Path) -> Result<bool> {
         if ADAPTER.iter().all(|name| folder.join(name).is_file()) {
             return Ok(true);
@@ -160,7 +159,7 @@ impl Owned {
     ///
     /// # Errors
     ///
-    /// Returns an error, and removes nothing, if the folder has an entry that is not in the list.
+    /// Removes nothing if the folder has an entry that is not in the list.
     pub(crate) fn remove(self, folder: &Path) -> Result<()> {
         if let Some(path) = self.first_foreign(folder)? {
             bail!("{}: is not of a run and is not removed", path.display());
@@ -181,8 +180,7 @@ impl Owned {
         Ok(fs::remove_dir(folder)?)
     }
 
-    /// Returns the entries of `folder` in the order of their names; those that are not in the list
-    /// are `None`.
+    /// Returns the entries in `folder`, sorted by name; those that are not in the list are `None`.
     fn entries(self, folder: &Path) -> Result<Vec<(PathBuf, Option<Entry>)>> {
         let read = || -> Result<Vec<_>> {
             let mut entries = Vec::new();

@@ -1,9 +1,9 @@
-//! Counter-based random numbers: they depend on what they are for, not on the order of execution.
+//! Counter-based random numbers: they depend on their purpose, not on execution order.
 
 use rand_chacha::ChaCha8Rng;
 use rand_chacha::rand_core::{RngCore, SeedableRng};
 
-/// The random numbers of one completion: they depend on these four numbers and on nothing else.
+/// Random numbers for one completion. They depend only on these four numbers.
 pub(crate) fn generator(seed: u64, stream: u64, prompt: u64, sample: u64) -> ChaCha8Rng {
     let mut key = [0; 32];
     for (bytes, number) in key.chunks_exact_mut(8).zip([seed, stream, prompt, sample]) {

@@ -1,4 +1,4 @@
-//! The ranks of a data-parallel run, and how they share the work of a step.
+//! Ranks in a data-parallel run, and how they share a step's work.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -11,10 +11,10 @@ use serde::de::DeserializeOwned;
 use crate::{Interrupted, Progress};
 use candle_grpo_base::progress::NeverCanceled;
 
-/// All ranks of a run. A clone shares them.
+/// All ranks in a run. Clones share them.
 ///
-/// Ranks share what is expensive: completions, scores, and passes over the models. They exchange
-/// the results, so that every rank computes everything else, from the same numbers.
+/// Ranks share expensive work: completions, scores, and passes over the models. They exchange the
+/// results, and every rank computes everything else from the same numbers.
 #[derive(Clone)]
 pub struct Ranks(Arc<dyn Collective>);
 
@@ -25,39 +25,39 @@ impl Default for Ranks {
 }
 
 impl Ranks {
-    /// The ranks of `collective`.
+    /// Wraps the ranks in `collective`.
     pub fn new(collective: Arc<dyn Collective>) -> Self {
         Self(collective)
     }
 
-    /// The operations of all ranks.
+    /// Collective operations between the ranks.
     pub fn collective(&self) -> &Arc<dyn Collective> {
         &self.0
     }
 
-    /// Returns true if there is one rank.
+    /// Returns whether there is only one rank.
     pub fn is_alone(&self) -> bool {
         self.0.world_size() == 1
     }
 
-    /// Returns true on rank 0, which writes the files of a run.
+    /// Returns whether this is rank 0, which writes a run's files.
     pub fn is_first(&self) -> bool {
         self.0.rank() == 0
     }
 
-    /// The part of `total` items that belongs to this rank. The parts of all ranks follow each
-    /// other and differ by one item at most.
+    /// This rank's part of `total` items. The ranks' parts are consecutive, and differ by at most
+    /// one item.
     pub(crate) fn share(&self, total: usize) -> Range<usize> {
         self.share_of(self.0.rank(), total)
     }
 
-    /// [`Self::share`] of the rank `rank`.
+    /// [`Self::share`] for rank `rank`.
     pub(crate) fn share_of(&self, rank: usize, total: usize) -> Range<usize> {
         let world_size = self.0.world_size();
         total * rank / world_size..total * (rank + 1) / world_size
     }
 
-    /// Returns the value of each rank. All ranks must call it.
+    /// Returns each rank's value. All ranks must call it.
     ///
     /// # Errors
     ///
@@ -76,18 +76,18 @@ impl Ranks {
             .collect()
     }
 
-    /// Returns the value of rank 0. All ranks must call it; the others pass `None`.
+    /// Returns rank 0's value. All ranks must call it; the others pass `None`.
     ///
     /// # Errors
     ///
-    /// As in [`Self::gather`], and if rank 0 passes `None`.
+    /// Same as [`Self::gather`]. Also if rank 0 passes `None`.
     pub fn from_first<T: Serialize + DeserializeOwned>(&self, own: Option<T>) -> Result<T> {
         let first = self.gather(own)?.into_iter().next();
         first.flatten().context("a value of rank 0: none")
     }
 
-    /// Returns the progress of what runs within a step of the run that reports to `receiver`. One
-    /// of several ranks cannot cancel alone.
+    /// Returns the progress for work within a step, in a run that reports to `receiver`. With
+    /// several ranks, none can cancel alone.
     pub(crate) fn progress_of_step(&self, receiver: &Arc<dyn Progress>) -> Arc<dyn Progress> {
         match self.is_alone() {
             true => Arc::clone(receiver),
@@ -95,8 +95,8 @@ impl Ranks {
         }
     }
 
-    /// Returns [`Interrupted`] as an error if `own`, the progress of this rank, or that of another
-    /// one cancels. All ranks must call it.
+    /// Fails with [`Interrupted`] if `own`, this rank's progress, or another rank's cancels. All
+    /// ranks must call it.
     ///
     /// # Errors
     ///
@@ -108,12 +108,12 @@ impl Ranks {
         }
     }
 
-    /// Returns the first rank whose value is not that of rank 0, with its value and that of rank 0.
-    /// All ranks must call it, and get the same result.
+    /// Returns the first rank whose value differs from rank 0's, with both values. All ranks must
+    /// call it, and get the same result.
     ///
     /// # Errors
     ///
-    /// As in [`Self::gather`].
+    /// Same as [`Self::gather`].
     pub fn first_difference(&self, own: String) -> Result<Option<(usize, [String; 2])>> {
         let mut all = self.gather(own)?;
         let rank = all.iter().position(|other| *other != all[0]);

@@ -1,4 +1,4 @@
-//! Completions of prompts from any generator.
+//! Samples completions for prompts from any generator.
 
 use std::collections::HashMap;
 use std::ops::Range;
@@ -17,11 +17,11 @@ use crate::rollout::{
 use crate::{Completion, Progress, Prompt, Rollout, SamplingConfig};
 use candle_grpo_base::progress::NoProgress;
 
-/// Draws completions of prompts from a [`Generator`], with one configuration.
+/// Samples completions for prompts from a [`Generator`], with one configuration.
 ///
-/// The seed of a completion consists of the configured seed, the `stream`, the index of its prompt
-/// and its number among the completions of that prompt. The number keeps counting if a prompt
-/// occurs again in a batch, so that no two completions of it have the same seed.
+/// A completion's seed consists of the configured seed, the `stream`, its prompt's index, and its
+/// number among that prompt's completions. If a prompt occurs again in a batch, the number keeps
+/// counting, so that no two of its completions have the same seed.
 pub struct Sampler<C = DecoderConfig> {
     generator: Arc<dyn Generator<C>>,
     vocab_size: usize,
@@ -49,21 +49,22 @@ impl<C> Clone for Sampler<C> {
 }
 
 impl<C: ModelConfig> Sampler<C> {
-    /// Creates a sampler of the policy `parameters` of shape `model` with a [`LocalGenerator`].
+    /// Creates a sampler for the policy `parameters` with shape `model`, using a
+    /// [`LocalGenerator`].
     ///
     /// # Errors
     ///
-    /// If `config` is not valid or `parameters` do not have the shape.
+    /// If `config` is invalid or `parameters` do not have this shape.
     pub fn new(model: &C, parameters: &Parameters, config: SamplingConfig) -> Result<Self> {
         let generator = LocalGenerator::new(model, parameters)?;
         Self::from_generator(Arc::new(generator), model.vocab_size(), config)
     }
 
-    /// Creates a sampler of any generator, whose tokens are below `vocab_size`.
+    /// Creates a sampler for any generator, whose tokens must be below `vocab_size`.
     ///
     /// # Errors
     ///
-    /// If `config` is not valid.
+    /// If `config` is invalid.
     pub fn from_generator(
         generator: Arc<dyn Generator<C>>,
         vocab_size: usize,
@@ -83,7 +84,7 @@ impl<C: ModelConfig> Sampler<C> {
     }
 
     /// Sets the function that converts tokens to text, in which the generator searches for stop
-    /// strings. It receives the last tokens of a completion, from several threads.
+    /// strings. Several threads call it with a completion's last tokens.
     pub fn with_text_decoder(
         mut self,
         decode: impl Fn(&[u32]) -> Result<String> + Send + Sync + 'static,
@@ -92,8 +93,8 @@ impl<C: ModelConfig> Sampler<C> {
         self
     }
 
-    /// Sets [`Self::with_text_decoder`] to `tokenizer`, with special tokens: a stop string may be
-    /// one, or have one in it.
+    /// Like [`Self::with_text_decoder`], with `tokenizer`. Special tokens are kept, since a stop
+    /// string may be or contain one.
     pub fn with_tokenizer(self, tokenizer: &Tokenizer) -> Self {
         let tokenizer = tokenizer.clone();
         self.with_text_decoder(move |tokens| decode_tokens(tokens, &tokenizer))
@@ -105,7 +106,7 @@ impl<C: ModelConfig> Sampler<C> {
         self
     }
 
-    /// Sets whether [`Completion::experts`] are recorded, for a training that replays them.
+    /// Sets whether to record [`Completion::experts`], for training that replays them.
     pub fn with_experts(self, records_experts: bool) -> Self {
         Self {
             records_experts,
@@ -113,7 +114,7 @@ impl<C: ModelConfig> Sampler<C> {
         }
     }
 
-    /// Draws trajectories of several turns with `environments`, in place of single completions.
+    /// Samples multi-turn trajectories with `environments`, in place of single completions.
     pub fn with_environments(self, environments: Arc<Environments>) -> Self {
         Self {
             environments: Some(environments),
@@ -130,13 +131,13 @@ impl<C: ModelConfig> Sampler<C> {
     ///
     /// # Errors
     ///
-    /// If `config` is not valid.
+    /// If `config` is invalid.
     pub fn with_config(self, config: SamplingConfig) -> Result<Self> {
         config.validate_for(self.vocab_size)?;
         Ok(Self { config, ..self })
     }
 
-    /// Shares the prompts of [`Self::share`] with other ranks.
+    /// Divides the prompts between the ranks, see [`Self::share`].
     pub(crate) fn with_ranks(self, ranks: Ranks) -> Self {
         Self { ranks, ..self }
     }
@@ -145,7 +146,7 @@ impl<C: ModelConfig> Sampler<C> {
         &self.ranks
     }
 
-    /// The part of `prompts` prompts whose completions this rank draws.
+    /// The part of `prompts` prompts for which this rank samples completions.
     pub(crate) fn share(&self, prompts: usize) -> Range<usize> {
         match (self.generator.serves_all_ranks(), self.ranks.is_first()) {
             (true, true) => 0..prompts,
@@ -154,7 +155,7 @@ impl<C: ModelConfig> Sampler<C> {
         }
     }
 
-    /// Returns true if the generator of this rank receives the weights of the policy.
+    /// Returns whether this rank's generator receives the policy weights.
     pub(crate) fn takes_weights(&self) -> bool {
         !self.generator.serves_all_ranks() || self.ranks.is_first()
     }
@@ -169,15 +170,15 @@ impl<C: ModelConfig> Sampler<C> {
         &self.generator
     }
 
-    /// Draws `num_generations` completions of each prompt, those of one prompt side by side.
+    /// Samples `num_generations` completions per prompt; those for one prompt are adjacent.
     ///
-    /// `stream` separates draws that have the same seed otherwise, for example those of different
+    /// `stream` separates calls that otherwise have the same seed, for example in different
     /// training steps.
     ///
     /// # Errors
     ///
-    /// If there are no prompts, `num_generations` is 0, the generator fails, or a completion is not
-    /// valid; with [`Interrupted`](crate::Interrupted) if the progress cancels.
+    /// If there are no prompts, `num_generations` is 0, the generator fails, or a completion is
+    /// invalid. [`Interrupted`](crate::Interrupted) if the progress cancels.
     pub fn sample(
         &self,
         prompts: &[&Prompt],
@@ -187,11 +188,11 @@ impl<C: ModelConfig> Sampler<C> {
         self.sample_part(prompts, num_generations, stream, 0..prompts.len())
     }
 
-    /// The completions of [`Self::sample`] of the prompts in `part`, bit-identically.
+    /// The completions that [`Self::sample`] returns for the prompts in `part`, bit-identical.
     ///
     /// # Errors
     ///
-    /// As in [`Self::sample`], and if `part` is empty or out of range.
+    /// Same as [`Self::sample`]. Also if `part` is empty or out of range.
     pub(crate) fn sample_part(
         &self,
         prompts: &[&Prompt],
@@ -241,7 +242,7 @@ impl<C: ModelConfig> Sampler<C> {
         self.environments.as_ref()
     }
 
-    /// Draws the completions of `requests` in their order.
+    /// Samples the completions for `requests`, in order.
     pub(crate) fn draw(
         &self,
         requests: &[PromptRequest<'_>],

@@ -1,4 +1,4 @@
-//! Export of the warmed-up policy for other programs.
+//! Exports the warmed-up policy for other programs.
 
 use std::fs;
 use std::path::Path;
@@ -13,9 +13,9 @@ use crate::settings::Settings;
 use crate::task::{END, Task, answer};
 use crate::warm_up;
 
-/// Warms a policy up and writes to `folder` all that another program needs to train it.
+/// Warms up a policy and writes everything to `folder` that another program needs to train it.
 ///
-/// `model` is a folder that transformers loads; `train.jsonl` and `held_out.jsonl` have the
+/// `model` is a folder that transformers can load; `train.jsonl` and `held_out.jsonl` contain the
 /// problems with their answers.
 pub(crate) fn make(folder: &Path, settings: &Settings) -> Result<()> {
     ensure!(

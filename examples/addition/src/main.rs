@@ -1,7 +1,7 @@
 //! A tiny policy learns to add two-digit numbers, in minutes on a CPU.
 //!
 //! It warms up on examples until about a third of its answers are correct. Then GRPO trains it; the
-//! only reward is whether the answer is correct. The run folder has settings, metrics,
+//! only reward is whether the answer is correct. The run directory contains settings, metrics,
 //! answers and a checkpoint.
 
 mod base;
@@ -32,13 +32,13 @@ static ALLOCATOR: mimalloc::MiMalloc = mimalloc::MiMalloc;
 /// Trains a tiny language model to add two-digit numbers with GRPO, on the CPU.
 #[derive(Parser)]
 struct Args {
-    /// Folder of the run; if it exists, the first free of OUT-2, OUT-3, ...
+    /// Run directory; if it exists, the first free one of OUT-2, OUT-3, ...
     #[arg(long, default_value = "runs/addition")]
     out: PathBuf,
     /// Replace an existing run.
     #[arg(long)]
     force: bool,
-    /// Seed of all random numbers.
+    /// Seed for all random numbers.
     #[arg(long, default_value_t = 0)]
     seed: u64,
     /// Training steps; the default depends on --short.
@@ -47,7 +47,7 @@ struct Args {
     /// A short run, which must improve but need not reach a high accuracy.
     #[arg(long)]
     short: bool,
-    /// Draw problems by how well the policy solves them, in place of a random order.
+    /// Sample problems by how well the policy solves them, instead of in random order.
     #[arg(long)]
     curriculum: bool,
     /// Steps between evaluations on the held-out problems. Absent: before and after only.
@@ -56,13 +56,13 @@ struct Args {
     /// Stop after the warm-up and write the policy and its problems to this folder.
     #[arg(long, conflicts_with_all = ["out", "force", "steps", "short", "curriculum", "evaluate_every"])]
     base: Option<PathBuf>,
-    /// Hidden size of the policy: a multiple of 8.
+    /// The policy's hidden size: a multiple of 8.
     #[arg(long, requires = "base", default_value_t = Size::default().hidden_size)]
     hidden_size: usize,
-    /// Number of layers of the policy.
+    /// Number of layers in the policy.
     #[arg(long, requires = "base", default_value_t = Size::default().num_hidden_layers)]
     layers: usize,
-    /// The `config.json` of another policy, such as those in `examples/addition/models`.
+    /// Another policy's `config.json`, such as those in `examples/addition/models`.
     #[arg(long, conflicts_with_all = ["hidden_size", "layers"])]
     model: Option<PathBuf>,
 }
@@ -139,7 +139,7 @@ fn run(args: &Args) -> Result<()> {
     Ok(())
 }
 
-/// Reads the `config.json` of a policy for this task.
+/// Reads a policy's `config.json` for this task.
 fn model(file: &Path) -> Result<DecoderConfig> {
     let model = DecoderConfig::from_hugging_face(&std::fs::read(file)?)?;
     ensure!(
@@ -150,7 +150,7 @@ fn model(file: &Path) -> Result<DecoderConfig> {
     Ok(model)
 }
 
-/// Runs the training steps; each appends a line of metrics to the run folder.
+/// Runs the training steps; each appends a line of metrics to the run directory.
 fn train(trainer: &mut Trainer, run: &mut RunDir, settings: &Settings, task: &Task) -> Result<()> {
     let bar = progress::Bar::with_steps("GRPO", settings.steps);
     for step in 0..=settings.steps {

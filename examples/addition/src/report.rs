@@ -1,4 +1,4 @@
-//! The comparison of answers before and after training.
+//! Compares answers before and after training.
 
 use anyhow::Result;
 use candle_grpo_train::run::Evaluation;
@@ -7,13 +7,13 @@ use candle_grpo_train::{Actor, SamplingConfig, evaluate};
 use crate::settings::Settings;
 use crate::task::{Task, answer, is_right};
 
-/// The step number for the random numbers of evaluations. Training steps count from 1.
+/// Step number for the evaluations' random numbers. Training steps count from 1.
 pub(crate) const STREAM: u64 = 0;
 
 /// Number of answers in the table.
 const SHOWN: usize = 40;
 
-/// Answers of a policy to the held-out problems.
+/// A policy's answers to the held-out problems.
 pub(crate) struct Measurement {
     sampled: Evaluation,
     greedy: Evaluation,
@@ -28,13 +28,13 @@ impl Measurement {
         })
     }
 
-    /// The share of correct sampled answers.
+    /// Fraction of sampled answers that are correct.
     pub(crate) fn accuracy(&self) -> f64 {
         self.sampled.reward_mean()
     }
 }
 
-/// Answers of a policy to the held-out problems, one to each.
+/// A policy's answers to the held-out problems, one each.
 pub(crate) fn answers(
     actor: &Actor,
     settings: &Settings,
@@ -83,7 +83,7 @@ pub(crate) fn table(before: &Measurement, after: &Measurement) -> String {
         .join("\n")
 }
 
-/// A Markdown table of sampled answers.
+/// A Markdown table with sampled answers.
 pub(crate) fn samples_side_by_side(
     task: &Task,
     before: &Measurement,

@@ -1,4 +1,4 @@
-//! The settings of the demo.
+//! Demo settings.
 
 use std::fmt;
 use std::ops::RangeInclusive;
@@ -13,26 +13,26 @@ use serde::Serialize;
 
 use crate::task::{END, VOCABULARY};
 
-/// All settings; the run folder contains them.
+/// All settings; they are saved in the run directory.
 #[derive(Serialize)]
 pub(crate) struct Settings {
     pub(crate) seed: u64,
     pub(crate) steps: usize,
     pub(crate) goal: Goal,
     pub(crate) model: DecoderConfig,
-    /// The standard deviation of the initial weights.
+    /// Standard deviation for the initial weights.
     pub(crate) initial_std: f64,
     pub(crate) warm_up: SftConfig,
-    /// The greedy held-out accuracy that ends the warm-up, and its upper limit.
+    /// Greedy held-out accuracy that ends the warm-up, and its upper limit.
     pub(crate) warm_up_accuracy: RangeInclusive<f64>,
     pub(crate) train: TrainConfig,
-    /// The pools by which problems are drawn, in place of a random order.
+    /// Pools from which problems are sampled, instead of in random order.
     pub(crate) curriculum: Option<DifficultyPools>,
-    /// Steps between evaluations. Absent: before and after the training only.
+    /// Steps between evaluations. Absent: only before and after training.
     pub(crate) evaluate_every: Option<usize>,
 }
 
-/// The size of the policy.
+/// Policy size.
 #[derive(Clone, Copy)]
 pub(crate) struct Size {
     pub(crate) hidden_size: usize,
@@ -48,13 +48,13 @@ impl Default for Size {
     }
 }
 
-/// The criterion for success.
+/// The success criterion.
 #[derive(Clone, Copy, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub(crate) enum Goal {
-    /// A share of correct held-out answers.
+    /// A fraction of correct held-out answers.
     Accuracy(f64),
-    /// An increase of that share.
+    /// An increase in that fraction.
     Rise(f64),
 }
 

@@ -8,10 +8,10 @@ use candle_grpo_train::{Prompt, Sample};
 use serde_json::json;
 use tokenizers::Tokenizer;
 
-/// Number of held-out problems, which the policy never trains on.
+/// Number of held-out problems, on which the policy never trains.
 const HELD_OUT: usize = 1000;
 
-/// The characters of problems and answers.
+/// Characters in problems and answers.
 const ALPHABET: &str = "0123456789+=";
 
 /// Number of tokens: one per character, and [`END`].
@@ -69,7 +69,7 @@ pub(crate) fn answer(prompt: &Prompt) -> &str {
     prompt.columns["answer"].as_str().unwrap_or_default()
 }
 
-/// The only reward of the training: 1 for the correct answer, 0 for any other.
+/// The only training reward: 1 for the correct answer, 0 for any other.
 pub(crate) fn is_right(sample: &Sample) -> f32 {
     f32::from(u8::from(sample.columns["answer"] == sample.completion))
 }

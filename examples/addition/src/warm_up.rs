@@ -11,10 +11,10 @@ use crate::report::STREAM;
 use crate::settings::Settings;
 use crate::task::{Task, is_right};
 
-/// Number of steps between measurements of the accuracy.
+/// Number of steps between accuracy measurements.
 const INTERVAL: usize = 5;
 
-/// Trains a policy to the held-out accuracy of the settings.
+/// Trains a policy to the held-out accuracy in the settings.
 pub(crate) fn warm_up(settings: &Settings, task: &Task) -> Result<Parameters> {
     let parameters = initial_parameters(settings)?;
     // The greedy accuracy, which is the higher one, must stay below the limit.

@@ -1,6 +1,6 @@
-//! A custom generator: one completion of each group is a demonstration, the policy draws the
-//! others. The task: continue a letter with the next six of the alphabet. Only a completely
-//! correct answer has a reward: a random policy gives one in 531,441 completions.
+//! A custom generator: one completion in each group is a demonstration, and the policy samples the
+//! others. The task: continue a letter with the next six in the alphabet. Only a completely correct
+//! answer gets a reward, and a random policy gives one in 531,441 completions.
 
 use std::sync::Arc;
 
@@ -43,7 +43,7 @@ fn demonstration(letter: u32) -> Completion {
     let letters = LETTERS.len() as u32;
     Completion {
         tokens: (letter..).map(|x| 1 + x % letters).take(LENGTH).collect(),
-        // Drawn with certainty; the trainer computes the log-probs of the policy.
+        // Sampled with certainty; the trainer computes the policy's log-probs.
         drawn_log_probs: vec![0.; LENGTH],
         log_probs: None,
         experts: None,
@@ -58,7 +58,7 @@ fn reward(sample: &Sample) -> f32 {
     f32::from(u8::from(expected.tokens == sample.completion_tokens))
 }
 
-/// Trains, and returns the share of correct greedy answers.
+/// Trains, and returns the fraction of correct greedy answers.
 fn train(with_demonstrations: bool) -> Result<f64> {
     let model = DecoderConfig {
         vocab_size: 1 + LETTERS.len(),

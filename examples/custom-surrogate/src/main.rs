@@ -1,6 +1,6 @@
-//! A custom surrogate loss: implement `TokenLoss` and put it into the `PolicyLoss` of a `Trainer`.
+//! A custom surrogate loss: implement `TokenLoss` and use it in a `Trainer`'s `PolicyLoss`.
 //!
-//! The task: write vowels. The reward is the fraction of letters of the completion that are vowels.
+//! The task: write vowels. The reward is the fraction of vowels in the completion.
 
 use anyhow::{Result, ensure};
 use candle_grpo_loss::surrogate::{SurrogateInputs, TokenLosses};
@@ -34,7 +34,7 @@ impl TokenLoss for LeakyClip {
         let leaky_gain = (leaky * inputs.advantages)?;
         Ok(TokenLosses {
             loss: gain.minimum(&leaky_gain)?.neg()?,
-            // The mean of a flag over the tokens is a metric.
+            // A flag's mean over the tokens becomes a metric.
             flags: vec![("clip_fraction", leaky_gain.lt(&gain)?)],
         })
     }

@@ -1,5 +1,5 @@
-//! The common parts of the examples with environments: a tiny policy, and a run with a progress
-//! bar and the usual files.
+//! Shared parts of the environment examples: a tiny policy, and a run with a progress bar and the
+//! usual files.
 
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -24,22 +24,22 @@ use tokenizers::Tokenizer;
 #[global_allocator]
 static ALLOCATOR: mimalloc::MiMalloc = mimalloc::MiMalloc;
 
-/// The token that ends an answer: the first one of a character tokenizer.
+/// The token that ends an answer: a character tokenizer's first.
 pub const END: u32 = 0;
 
-/// The step number for the random numbers of evaluations. Training steps count from 1.
+/// Step number for the evaluations' random numbers. Training steps count from 1.
 const STREAM: u64 = 0;
 
-/// The arguments of an example.
+/// An example's arguments.
 #[derive(Parser)]
 pub struct Args {
-    /// Folder of the run; if it exists, the first free of OUT-2, OUT-3, ...
+    /// Run directory; if it exists, the first free one of OUT-2, OUT-3, ...
     #[arg(long)]
     pub out: Option<PathBuf>,
     /// Replace an existing run.
     #[arg(long)]
     pub force: bool,
-    /// Seed of all random numbers.
+    /// Seed for all random numbers.
     #[arg(long, default_value_t = 0)]
     pub seed: u64,
     /// A short run with a lower goal.
@@ -47,11 +47,12 @@ pub struct Args {
     pub short: bool,
 }
 
-/// Runs an example on one thread: matrices this small multiply faster on one core than on two.
+/// Runs an example on one thread, because matrices this small multiply faster on one core than on
+/// two.
 ///
 /// # Errors
 ///
-/// If the thread cannot be started, or those of `run`.
+/// If the thread cannot be started, or `run` fails.
 pub fn on_one_thread(run: impl FnOnce(&Args) -> Result<()> + Send) -> Result<()> {
     let (args, start) = (Args::parse(), Instant::now());
     let one_thread = rayon::ThreadPoolBuilder::new().num_threads(1).build()?;
@@ -94,7 +95,7 @@ pub fn policy(
     Ok((model, parameters))
 }
 
-/// AdamW with the second moment of short runs.
+/// AdamW with a second moment for short runs.
 pub fn adamw(learning_rate: f64) -> AdamWConfig {
     AdamWConfig {
         learning_rate,
@@ -104,7 +105,7 @@ pub fn adamw(learning_rate: f64) -> AdamWConfig {
     }
 }
 
-/// The settings of a run: GRPO with `prompts` prompts per step and 8 trajectories of each.
+/// Settings for a run: GRPO with `prompts` prompts per step and 8 trajectories each.
 pub fn train_config(
     prompts: usize,
     steps: usize,
@@ -157,8 +158,8 @@ pub fn step(bar: &ProgressBar, message: String) {
     bar.set_message(message);
 }
 
-/// Trains for `steps` steps in the folder of `args`, or of `name` below `runs`, and writes metrics
-/// and rollouts there.
+/// Trains for `steps` steps in the directory from `args`, or else `name` in `runs`, and writes
+/// metrics and rollouts there.
 ///
 /// # Errors
 ///
@@ -188,11 +189,11 @@ pub fn train(args: &Args, name: &'static str, trainer: &mut Trainer, steps: usiz
     Ok(())
 }
 
-/// Held-out prompts and the means to score answers to them.
+/// Held-out prompts, and what is needed to score answers to them.
 pub struct HeldOut<'a> {
     /// The prompts.
     pub prompts: &'a [Prompt],
-    /// The number of completions of each prompt.
+    /// Number of completions per prompt.
     pub samples: usize,
     /// The rewards; those of the environment are added.
     pub reward: &'a dyn RewardFunction,
@@ -203,7 +204,7 @@ pub struct HeldOut<'a> {
 }
 
 impl HeldOut<'_> {
-    /// The mean reward of a policy, with an environment or without one.
+    /// A policy's mean reward, with or without an environment.
     ///
     /// # Errors
     ///
@@ -214,11 +215,11 @@ impl HeldOut<'_> {
         Ok(mean)
     }
 
-    /// The completions of a sampler and their rewards.
+    /// A sampler's completions and their rewards.
     ///
     /// # Errors
     ///
-    /// As in [`Self::measure`].
+    /// Same as [`Self::measure`].
     pub fn measure_sampler(
         &self,
         sampler: &Sampler,

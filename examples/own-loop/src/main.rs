@@ -1,9 +1,9 @@
-//! GRPO in a custom Candle training loop, with the layers and the optimizer of candle-nn. Only the
-//! advantages and the loss come from candle-grpo. The smallest loop: no attention, no prompts of
-//! several tokens, one update per batch, no reference policy.
+//! GRPO in a custom Candle training loop, with layers and an optimizer from candle-nn. Only the
+//! advantages and the loss come from candle-grpo. This is the smallest loop: no attention,
+//! single-token prompts, one update per batch, no reference policy.
 //!
-//! The task: after a digit, count on for four digits (7 -> 8 9 0 1). The only reward is the share
-//! of correct digits.
+//! The task: after a digit, count on for four digits (7 -> 8 9 0 1). The only reward is the
+//! fraction of correct digits.
 
 use anyhow::Result;
 use candle_core::{DType, Tensor};
@@ -25,7 +25,7 @@ struct Policy {
 }
 
 impl Policy {
-    /// Logits `[.., DIGITS]` of the digit after each of `digits` `[..]`.
+    /// Logits `[.., DIGITS]` for the digit after each of `digits` `[..]`.
     fn logits(&self, digits: &Tensor) -> Result<Tensor> {
         let hidden = self.embedding.forward(digits)?.gelu()?;
         Ok(self.output.forward(&hidden)?)
@@ -68,7 +68,7 @@ fn main() -> Result<()> {
             .entropy(&tokens.entropy);
         let output = policy_loss.compute(&batch, &totals)?;
         let gradients = output.loss.backward()?;
-        // An operator without a backward pass would leave variables as they are.
+        // An operator without a backward pass would leave variables unchanged.
         ensure_gradients(
             &gradients,
             variables.data().lock().expect("no panic").iter(),
@@ -85,10 +85,10 @@ fn main() -> Result<()> {
     Ok(())
 }
 
-/// Draws responses: what the policy read and answered, each `[B, T]`, and the reward of each
-/// sample.
+/// Samples responses. Returns what the policy read and answered, each `[B, T]`, and each sample's
+/// reward.
 fn sample(policy: &Policy, rng: &mut StdRng) -> Result<(Tensor, Tensor, Vec<f32>)> {
-    // The model looks at one digit only, so its ten distributions are all there is to know.
+    // The model only sees one digit, so its ten distributions describe it completely.
     let device = policy.output.weight().device();
     let logits = policy.logits(&Tensor::arange(0, DIGITS as u32, device)?)?;
     let probs = candle_nn::ops::softmax(&(logits.detach() / TEMPERATURE)?, 1)?.to_vec2::<f32>()?;

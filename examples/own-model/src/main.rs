@@ -1,8 +1,8 @@
-//! A custom model of Candle operations in the whole trainer: it trains, draws completions with a
-//! cache, is evaluated, saved, and resumed.
+//! A custom model made of Candle operations in the complete trainer: it trains, samples completions
+//! with a cache, is evaluated, saved, and resumed.
 //!
-//! The task: after three digits, write the largest and then the smallest. The reward is the share
-//! of right digits.
+//! The task: after three digits, write the largest and then the smallest. The reward is the
+//! fraction of correct digits.
 //!
 //!     own-model [FOLDER [STEPS [SAVE_STEPS]]]
 //!
@@ -26,7 +26,7 @@ use rand::{Rng, SeedableRng, rngs::StdRng};
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
-/// Everything but the weights. A checkpoint has it as `config.json`.
+/// Everything except the weights. A checkpoint stores it as `config.json`.
 #[derive(Clone, Serialize, Deserialize)]
 struct PolicyConfig {
     vocabulary: usize,
@@ -34,7 +34,7 @@ struct PolicyConfig {
     width: usize,
 }
 
-/// One block of attention and one feed-forward layer. A clone shares the weights.
+/// One attention block and one feed-forward layer. Clones share the weights.
 #[derive(Clone)]
 struct Policy {
     embedding: Tensor,
@@ -123,7 +123,7 @@ impl LanguageModel for Policy {
         "output"
     }
 
-    // Optional: without it, each token takes a pass over all tokens before it.
+    // Optional: without it, each new token takes a pass over all tokens before it.
     fn decoding(&self) -> candle_core::Result<Box<dyn Decoding + '_>> {
         let step = |new: &mut [(Cache, &[u32])]| {
             let mut logits = Vec::with_capacity(new.len());
@@ -138,7 +138,7 @@ impl LanguageModel for Policy {
     }
 }
 
-/// Random weights of a seed: Candle's CPU device has none.
+/// Random weights from a seed, because Candle's CPU device cannot be seeded.
 fn random_parameters(config: &PolicyConfig, seed: u64, device: &Device) -> Result<Parameters> {
     let variables = VarMap::new();
     config.build(VarBuilder::from_varmap(&variables, DType::F32, device))?;

@@ -1,4 +1,4 @@
-//! A run of the program that is killed, and one that is not.
+//! Runs the program once with a kill, and once without.
 
 use std::fs;
 use std::io::{BufRead, BufReader};

@@ -1,12 +1,12 @@
-//! A reward model learns a preference from pairs of texts. Then a policy learns from the reward
-//! model alone.
+//! A reward model learns a preference from text pairs. Then a policy learns from the reward model
+//! alone.
 //!
 //! The preference: of two texts, the one with more vowels. Neither model sees this rule.
 //!
-//! `cargo run --release -p candle-grpo-example-reward-model -- SEED` writes the reward model as a
-//! Hugging Face folder to `target/reward-model-SEED`, a `LlamaForSequenceClassification`, and the
-//! policy before its training to `target/reward-model-SEED-policy`.
-//! `examples/reward-model/run.yaml` is the training of the policy for `grpo train`.
+//! `cargo run --release -p candle-grpo-example-reward-model -- SEED` writes the reward model to
+//! `target/reward-model-SEED` as a Hugging Face folder, a `LlamaForSequenceClassification`. It
+//! writes the untrained policy to `target/reward-model-SEED-policy`.
+//! `examples/reward-model/run.yaml` trains the policy with `grpo train`.
 
 use std::fs;
 use std::path::Path;
@@ -30,7 +30,7 @@ const ALPHABET: &str = "abcdefgh";
 const LENGTH: usize = 8;
 const PAIRS: usize = 64;
 
-/// The share of vowels. Letter tokens are 1 to 8 in the order of the alphabet.
+/// Fraction of vowels. Letter tokens are 1 to 8 in alphabetical order.
 fn vowels(text: &[u32]) -> f64 {
     let (a, e) = (1, 5);
     let vowels = text.iter().filter(|&&letter| letter == a || letter == e);
@@ -80,8 +80,8 @@ fn decoder() -> DecoderConfig {
     }
 }
 
-/// Trains a reward model on random pairs and writes it to `folder`. Returns the share of unseen
-/// pairs whose preferred text has the higher score.
+/// Trains a reward model on random pairs and writes it to `folder`. Returns the fraction of unseen
+/// pairs whose preferred text gets the higher score.
 fn train_reward_model(folder: &Path, seed: u64, device: &Device) -> Result<f64> {
     let config = SequenceClassifierConfig {
         decoder: decoder(),
@@ -128,7 +128,7 @@ fn train_reward_model(folder: &Path, seed: u64, device: &Device) -> Result<f64> 
     Ok(right as f64 / PAIRS as f64)
 }
 
-/// Random texts: the preferred ones of all pairs, then the others.
+/// Random texts: first the preferred one in each pair, then the others.
 fn pairs(random: &mut StdRng) -> Vec<Vec<u32>> {
     let mut draw = || -> Vec<u32> {
         let letters = ALPHABET.len() as u32;
@@ -153,8 +153,8 @@ fn pairs(random: &mut StdRng) -> Vec<Vec<u32>> {
     chosen
 }
 
-/// Trains a policy from random weights, which it writes beside `folder`, with the reward model in
-/// `folder` as the only reward. Returns the share of vowels in the first and in the last step.
+/// Trains a policy from random weights, which it writes next to `folder`, with the reward model in
+/// `folder` as the only reward. Returns the fraction of vowels in the first and last step.
 fn train_policy(folder: &Path, seed: u64, device: &Device) -> Result<[f64; 2]> {
     let tokenizer = character_tokenizer(ALPHABET)?;
     let prompts = ALPHABET.chars().enumerate().map(|(index, letter)| {

@@ -1,11 +1,11 @@
 //! GRPO in a custom loop around a transformer: a model and a tokenizer from a Hugging Face folder,
-//! completions with a cache, two updates for each batch of samples, micro-batches, a KL term to a
-//! frozen reference, a checkpoint. `own-loop` is the smallest loop.
+//! completions with a cache, two updates per batch of samples, micro-batches, a KL term to a frozen
+//! reference, and a checkpoint. For the smallest loop, see `own-loop`.
 //!
-//! `task.rs` has the task. The reward is a closure over texts.
+//! `task.rs` defines the task. The reward is a closure over texts.
 //!
 //! Arguments, all optional: the seed, the model folder, the checkpoint folder, the number of steps.
-//! A checkpoint is a model folder. Without weights, a model folder starts with random ones.
+//! A checkpoint is a model folder. A model folder without weights starts from random ones.
 
 mod task;
 
@@ -75,7 +75,7 @@ fn main() -> Result<()> {
     let mut rng = StdRng::seed_from_u64(seed);
     let mut mean = 0.0;
     for step in 1..=steps {
-        // 1. Completions: G of each prompt, one prompt after the other.
+        // 1. Completions: G per prompt, one prompt after another.
         let questions: Vec<_> = (0..PROMPTS).map(|_| task::question(&mut rng)).collect();
         let prompts: Vec<Vec<u32>> = (questions.iter())
             .map(|(text, _)| Ok(tokenizer.encode(text.as_str(), false)?.get_ids().to_vec()))
@@ -95,7 +95,7 @@ fn main() -> Result<()> {
         }
         let advantages = GroupAdvantage::grpo().compute(&rewards, GROUP_SIZE, Scale::Group)?; // [B]
 
-        // 3. Log-probs before the update, of the policy and of the reference.
+        // 3. Log-probs before the update, from the policy and the reference.
         let pairs: Vec<(&[u32], &[u32])> = (completions.iter().enumerate())
             .map(|(i, tokens)| (&prompts[i / GROUP_SIZE][..], &tokens[..]))
             .collect();
@@ -103,7 +103,7 @@ fn main() -> Result<()> {
         let old_log_probs = log_probs(&sampler, &tokens)?.log_probs;
         let ref_log_probs = log_probs(&reference, &tokens)?.log_probs;
 
-        // 4. Updates. The totals are those of the whole batch, so that micro-batches add up.
+        // 4. Updates. The totals cover the whole batch, so that micro-batches add up.
         let totals = StepTotals::count(&tokens.response_mask)?;
         let mut metrics = MetricValues::default();
         for _ in 0..EPOCHS {
@@ -134,7 +134,7 @@ fn main() -> Result<()> {
         }
     }
 
-    // 5. A checkpoint: a Hugging Face folder, and the state of the optimizer.
+    // 5. A checkpoint: a Hugging Face folder, and the optimizer state.
     fs::create_dir_all(out)?;
     for name in ["config.json", "tokenizer.json"] {
         atomic_file::write(&out.join(name), &file(name)?)?;
@@ -149,7 +149,7 @@ fn main() -> Result<()> {
     Ok(())
 }
 
-/// Samples [`GROUP_SIZE`] completions of each prompt, of [`MAX_TOKENS`] tokens, at temperature 1.
+/// Samples [`GROUP_SIZE`] completions per prompt, [`MAX_TOKENS`] tokens each, at temperature 1.
 fn sample(decoder: &Decoder, prompts: &[Vec<u32>], rng: &mut StdRng) -> Result<Vec<Vec<u32>>> {
     let device = decoder.output_weight().device();
     let mut cache = PagedCache::new(decoder.config(), DType::F32, device)?;
@@ -183,7 +183,7 @@ fn sample(decoder: &Decoder, prompts: &[Vec<u32>], rng: &mut StdRng) -> Result<V
     Ok(completions)
 }
 
-/// The log-probs and entropies `[B, T]` of the responses, without storing logits.
+/// Log-probs and entropies `[B, T]` for the responses, without storing logits.
 fn log_probs(decoder: &Decoder, tokens: &PaddedTokens) -> Result<TokenLogProbs> {
     let hidden = decoder.padded_hidden_states(&tokens.input_ids, &tokens.attention_mask)?;
     let hidden = tokens.predicting(&hidden)?;

@@ -1,4 +1,4 @@
-//! The task: `max 3 7 2 =` is answered with the largest digit, and the end of the text.
+//! The task: the answer to `max 3 7 2 =` is the largest digit and the end of the text.
 
 use rand::{Rng, rngs::StdRng};
 

@@ -1,23 +1,23 @@
-//! Comparison of tensors, numbers and error messages.
+//! Compares tensors, numbers and error messages.
 
 use candle_core::{DType, Device, Result, Tensor, Var, backprop::GradStore};
 
-/// Returns the entries of a tensor of any shape, dtype and device. Synchronizes with the device.
+/// Returns a tensor's entries, for any shape, dtype and device. Synchronizes with the device.
 ///
 /// # Errors
 ///
-/// Fails if the device does not copy the tensor.
+/// Fails if the device cannot copy the tensor.
 pub fn numbers(tensor: &Tensor) -> Result<Vec<f64>> {
-    // The copy comes first: Candle does not convert empty tensors on CUDA.
+    // The copy comes first, because Candle cannot convert empty tensors on CUDA.
     let tensor = tensor.to_device(&Device::Cpu)?;
     tensor.flatten_all()?.to_dtype(DType::F64)?.to_vec1()
 }
 
-/// Returns the entries of the gradient of `variable`.
+/// Returns the entries in the gradient for `variable`.
 ///
 /// # Errors
 ///
-/// Fails if the device does not copy the gradient.
+/// Fails if the device cannot copy the gradient.
 ///
 /// # Panics
 ///
@@ -51,7 +51,7 @@ pub fn assert_close(got: &[f64], expected: &[f64], tolerance: f64) {
     }
 }
 
-/// Returns the first line of an error, without its backtrace.
+/// Returns an error's first line, without its backtrace.
 ///
 /// # Panics
 ///

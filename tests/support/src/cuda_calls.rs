@@ -1,16 +1,15 @@
-//! Counts of the calls that a test makes to the CUDA driver.
+//! Counts a test's calls to the CUDA driver.
 
 use std::ffi::{CStr, c_char, c_void};
 
 use crate::devices::is_on_cuda;
 
-/// The calls of the current thread, counted by the emulation of the driver on the CPU
-/// (`kernels/host/driver`).
+/// The current thread's calls, counted by the driver emulation on the CPU (`kernels/host/driver`).
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct CudaCalls {
     /// Kernel launches.
     pub launches: u64,
-    /// Matrix products of cuBLAS.
+    /// cuBLAS matrix products.
     pub products: u64,
     /// Copies from the host to the device.
     pub copies_to_device: u64,
@@ -18,7 +17,7 @@ pub struct CudaCalls {
     pub copies_to_host: u64,
     /// Allocations.
     pub allocations: u64,
-    /// Memory that is set to one byte.
+    /// Memory sets.
     pub memsets: u64,
     /// Operations on events.
     pub events: u64,
@@ -41,7 +40,7 @@ impl std::ops::Sub for CudaCalls {
 }
 
 impl CudaCalls {
-    /// Returns the calls of this thread so far. `None` without the emulation.
+    /// Returns this thread's calls so far. `None` without the emulation.
     pub fn now() -> Option<Self> {
         Some(Self {
             launches: count(c"launch")?,
@@ -57,15 +56,15 @@ impl CudaCalls {
         })
     }
 
-    /// Returns the launches of one kernel by this thread. `None` without the emulation.
+    /// Returns how often this thread has launched one kernel. `None` without the emulation.
     pub fn launches_of(kernel: &str) -> Option<u64> {
         let name = std::ffi::CString::new(format!("launch:{kernel}")).ok()?;
         count(&name)
     }
 }
 
-/// Asks the emulation for a count. It exports a function that a real driver does not have. Tests on
-/// the CPU may have the emulation, too, and do not use it.
+/// Requests a count from the emulation, which exports a function that a real driver does not have.
+/// Tests on the CPU may have the emulation, too, but do not use it.
 #[allow(unsafe_code)]
 fn count(name: &CStr) -> Option<u64> {
     unsafe extern "C" {

@@ -1,9 +1,9 @@
 //! A decoder for tests.
 
-/// The `config.json` of a Llama with two layers and about 5,000 parameters.
+/// The `config.json` for a Llama with two layers and about 5,000 parameters.
 ///
-/// It is text, so that the crates below the decoder need not depend on it. Read it with
-/// `serde_json`, as a `DecoderConfig`.
+/// It is text, so that crates below the decoder need not depend on it. Read it with `serde_json`,
+/// as a `DecoderConfig`.
 pub const TINY_DECODER: &str = r#"{
     "model_type": "llama",
     "vocab_size": 6,

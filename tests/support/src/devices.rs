@@ -1,4 +1,4 @@
-//! Devices that tests run on.
+//! Devices to run tests on.
 
 use std::cell::{Cell, RefCell};
 use std::io::Write;
@@ -10,13 +10,13 @@ use crate::CudaCalls;
 
 static CPU: Device = Device::Cpu;
 
-/// Locked while a test runs on CUDA, because the threads of all tests share one cuBLAS handle.
+/// Locked while a test runs on CUDA, because all test threads share one cuBLAS handle.
 static TURN: Mutex<()> = Mutex::new(());
 
 /// Returns the CPU, and the GPU if the build has CUDA and a GPU is present. If the variable
-/// `CANDLE_GRPO_TEST_DEVICE` is `cuda`, the GPU alone: other tests cover the CPU.
+/// `CANDLE_GRPO_TEST_DEVICE` is `cuda`, returns only the GPU, because other tests cover the CPU.
 ///
-/// From the moment that a test is on the GPU until its end, other tests wait for it.
+/// Once a test is on the GPU, other tests wait until it ends.
 pub fn devices() -> impl Iterator<Item = &'static Device> {
     let (cpu, gpu) = match is_on_cuda() {
         true => (None, Some(must_have_cuda())),
@@ -35,18 +35,18 @@ thread_local! {
     static STAYS_ON_CPU: Cell<bool> = const { Cell::new(false) };
 }
 
-/// Makes [`device`] return the CPU in this thread: for tests whose threads cannot share a GPU, and
+/// Makes [`device`] return the CPU in this thread, for tests whose threads cannot share a GPU, and
 /// for bits that only the CPU guarantees.
 pub fn stay_on_cpu() {
     STAYS_ON_CPU.set(true);
 }
 
-/// Returns the device of tests that run on one device: the CPU, or the GPU if the variable
+/// Returns the device for tests that run on one device: the CPU, or the GPU if the variable
 /// `CANDLE_GRPO_TEST_DEVICE` is `cuda`.
 ///
 /// # Panics
 ///
-/// Panics if the variable is `cuda` and there is no GPU, or if it has another value than `cuda` and
+/// Panics if the variable is `cuda` and there is no GPU, or if its value is neither `cuda` nor
 /// `cpu`.
 pub fn device() -> &'static Device {
     if STAYS_ON_CPU.get() || !is_on_cuda() {
@@ -60,7 +60,7 @@ fn must_have_cuda() -> &'static Device {
     cuda().unwrap_or_else(|reason| panic!("CANDLE_GRPO_TEST_DEVICE: {reason}"))
 }
 
-/// Returns whether the tests are those of a GPU.
+/// Returns whether the tests run on a GPU.
 pub(crate) fn is_on_cuda() -> bool {
     match std::env::var("CANDLE_GRPO_TEST_DEVICE").as_deref() {
         Err(_) | Ok("cpu") => false,
@@ -69,11 +69,11 @@ pub(crate) fn is_on_cuda() -> bool {
     }
 }
 
-/// Returns true if the tests that take long run too: if the variable `CANDLE_GRPO_TEST_LONG` is 1.
+/// Returns whether long tests run too: if the variable `CANDLE_GRPO_TEST_LONG` is 1.
 ///
 /// # Panics
 ///
-/// Panics if the variable has another value than 0 and 1.
+/// Panics if the variable is neither 0 nor 1.
 pub fn is_long() -> bool {
     match std::env::var("CANDLE_GRPO_TEST_LONG").as_deref() {
         Err(_) | Ok("0") => false,
@@ -82,14 +82,15 @@ pub fn is_long() -> bool {
     }
 }
 
-/// Returns the number of cases of a test: `few`, or `many` if the variable `CANDLE_GRPO_TEST_LONG`
-/// is 1; a quarter if the GPU is emulated.
+/// Returns a test's number of cases: `few`, or `many` if the variable `CANDLE_GRPO_TEST_LONG` is 1;
+/// a quarter if the GPU is emulated.
 ///
 /// The variable `CANDLE_GRPO_TEST_CASES` is an upper limit, for tools that slow down each launch.
 ///
 /// # Panics
 ///
-/// Panics if `CANDLE_GRPO_TEST_CASES` is not a number, or `CANDLE_GRPO_TEST_LONG` neither 0 nor 1.
+/// Panics if `CANDLE_GRPO_TEST_CASES` is not a number, or `CANDLE_GRPO_TEST_LONG` is neither 0 nor
+/// 1.
 pub fn cases(few: u32, many: u32) -> u32 {
     let cases = if is_long() { many } else { few };
     let cases = match std::env::var("CANDLE_GRPO_TEST_CASES") {
@@ -105,8 +106,8 @@ pub fn cases(few: u32, many: u32) -> u32 {
     }
 }
 
-/// Waits until no other test is on the GPU, and stays there until the end of this thread, which the
-/// test harness starts for one test.
+/// Waits until no other test is on the GPU, and stays there until this thread ends, which the test
+/// harness starts for one test.
 fn take_turn() {
     thread_local! {
         static MINE: RefCell<Option<MutexGuard<'static, ()>>> = const { RefCell::new(None) };
@@ -119,7 +120,7 @@ fn take_turn() {
     });
 }
 
-/// Returns the CUDA device of this process, or the reason why there is none.
+/// Returns this process's CUDA device, or the reason why there is none.
 ///
 /// In a build with CUDA, the first call writes to standard error whether the tests run on a GPU.
 pub fn cuda() -> Result<&'static Device, &'static str> {
@@ -136,15 +137,15 @@ pub fn cuda() -> Result<&'static Device, &'static str> {
             Ok(_) => "CUDA: tests run on the GPU".to_owned(),
             Err(reason) => format!("CUDA: tests run on the CPU only: {reason}"),
         };
-        // The test harness captures what `eprintln` writes, but not this. A closed stream is no
-        // reason to fail a test.
+        // The test harness captures what `eprintln` writes, but not this. A closed stream must not
+        // fail a test.
         let _ = writeln!(std::io::stderr(), "{line}");
         device
     });
     cuda.as_ref().map_err(String::as_str)
 }
 
-/// Adds the name of the test, which is the name of its thread, to the file of the variable
+/// Appends the test's name, which is its thread's name, to the file in the variable
 /// `CANDLE_GRPO_TEST_LOG`.
 fn list_test() {
     let Some(path) = std::env::var_os("CANDLE_GRPO_TEST_LOG") else {

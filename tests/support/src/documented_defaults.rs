@@ -1,4 +1,4 @@
-//! Comparison of the defaults in doc comments with those of the code.
+//! Compares defaults in doc comments with those in the code.
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -8,8 +8,7 @@ use serde::Serialize;
 use serde::de::DeserializeOwned;
 use serde_json::Value;
 
-/// The default of each of these types, by its name, as a map for
-/// [`assert_defaults_are_documented`].
+/// The default for each of these types, by name, as a map for [`assert_defaults_are_documented`].
 ///
 /// # Panics
 ///
@@ -32,12 +31,12 @@ pub fn serialized<T: Serialize>(value: &T) -> Value {
     serde_json::to_value(value).expect("a configuration can be serialized")
 }
 
-/// Returns the fields of a configuration of type `T` that are not among the `given` ones, with
+/// Returns the fields of a configuration with type `T` that are not among the `given` ones, with
 /// their defaults.
 ///
 /// # Panics
 ///
-/// Panics if the given fields are no configuration.
+/// Panics if the given fields are not a configuration.
 pub fn other_fields<T: Serialize + DeserializeOwned>(given: Value) -> Value {
     let keys: Vec<String> = given
         .as_object()
@@ -51,21 +50,21 @@ pub fn other_fields<T: Serialize + DeserializeOwned>(given: Value) -> Value {
     value
 }
 
-/// Checks that the doc comments of the crate at `folder` state the defaults of its options.
+/// Checks that doc comments in the crate at `folder` state its options' defaults.
 ///
-/// The last sentence of a field's comment is "Default 20.", "Default `token`.", "Default
-/// \[`Kl::default`\].", the name of another value in `defaults`, or, for an absent value and an
-/// empty list, "Absent by default." and "Empty by default.". A field without a default has no such
-/// sentence. The comment of the default variant of an enum ends with "The default.", after
+/// The last sentence in a field's comment must be one of these: "Default 20.", "Default `token`.",
+/// "Default \[`Kl::default`\].", or the name of another value in `defaults`. For an absent value or
+/// an empty list, it is "Absent by default." or "Empty by default.". A field without a default has
+/// no such sentence. An enum's default variant has a comment that ends with "The default.", after
 /// "Default 2." if the variant has a number.
 ///
-/// `defaults` has the default of each struct that implements `Default` or has fields with
-/// `#[serde(default)]`, of each enum whose `Default` is not derived, and of variants with such
+/// `defaults` has the default for each struct that implements `Default` or has fields with
+/// `#[serde(default)]`, for each enum whose `Default` is not derived, and for variants with such
 /// fields under names such as `Outer::Variant`.
 ///
 /// # Panics
 ///
-/// Panics with a list of the fields and variants that break a rule.
+/// Panics with a list of fields and variants that break a rule.
 #[track_caller]
 pub fn assert_defaults_are_documented(folder: &str, defaults: &BTreeMap<&str, Value>) {
     let mut items = Vec::new();
@@ -91,7 +90,7 @@ struct Item {
 struct Member {
     name: String,
     comment: String,
-    /// True for the attribute `#[default]`, and for one of serde with a default.
+    /// True for the attribute `#[default]`, and for serde attributes with a default.
     has_default: bool,
 }
 
@@ -155,7 +154,7 @@ fn items_of(source: &str, items: &mut Vec<Item>) {
     }
 }
 
-/// The members whose line `start` accepts, with the comments and attributes above them.
+/// Members whose line `start` accepts, with the comments and attributes above them.
 fn members<'a>(lines: &[&'a str], start: impl Fn(&'a str) -> Option<&'a str>) -> Vec<Member> {
     let mut members = Vec::new();
     let (mut comment, mut has_default) = (String::new(), false);
@@ -181,7 +180,7 @@ fn members<'a>(lines: &[&'a str], start: impl Fn(&'a str) -> Option<&'a str>) ->
     members
 }
 
-/// The variants of the enum `name`, and each variant with named fields as an item.
+/// Variants of the enum `name`, and each variant with named fields as an item.
 fn variants(name: &str, body: &[&str]) -> (Vec<Member>, Vec<Item>) {
     let indent_of = |line: &&str| line.len() - line.trim_start().len();
     let indent = body.iter().map(indent_of).min().unwrap_or(0);
@@ -236,7 +235,7 @@ impl Item {
                         "{place}: its comment must {must} with \"The default.\""
                     ));
                 }
-                // The number of a variant such as `Power(2.)`.
+                // The number in a variant such as `Power(2.)`.
                 let number = default
                     .filter(|_| is_default)
                     .and_then(|default| default.as_object()?.values().next())
@@ -268,7 +267,7 @@ impl Item {
     }
 }
 
-/// Returns whether `default` is the variant `name`, in the snake or kebab case of serde.
+/// Returns whether `default` is the variant `name`, in serde's snake or kebab case.
 fn is_variant(default: &Value, name: &str) -> bool {
     let tag = match default {
         Value::String(tag) => Some(tag),
@@ -278,13 +277,13 @@ fn is_variant(default: &Value, name: &str) -> bool {
     tag.is_some_and(|tag| tag.replace(['_', '-'], "").eq_ignore_ascii_case(name))
 }
 
-/// The sentence of a comment that states its default, the last one, without its full stop.
+/// The last sentence in a comment if it states the default, without its period.
 fn stated(comment: &str) -> Option<&str> {
     let comment = comment.strip_suffix('.')?;
     if comment.ends_with(" by default") {
         return comment.rsplit(". ").next();
     }
-    // A number may have a point, so the sentence starts at its first word.
+    // A number may contain a period, so find the sentence by its first word.
     let start = comment.rfind("Default ")?;
     let before = &comment[..start];
     (before.is_empty() || before.ends_with([' ', '.'])).then(|| &comment[start..])

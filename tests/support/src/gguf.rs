@@ -6,8 +6,8 @@ use candle_core::quantized::gguf_file::{self, Value};
 use candle_core::quantized::{GgmlDType, QTensor};
 use candle_core::{Result, Tensor};
 
-/// Returns a GGUF file of these values and tensors, in the order of their names. Tensors of rank 1
-/// are f32, and others have the dtype `dtype`.
+/// Returns a GGUF file with these values and tensors, in name order. Tensors with rank 1 are f32,
+/// and others have the dtype `dtype`.
 pub fn gguf_bytes<'a>(
     metadata: impl IntoIterator<Item = (&'a String, &'a Value)>,
     tensors: impl IntoIterator<Item = (&'a String, &'a Tensor)>,

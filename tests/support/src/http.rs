@@ -1,4 +1,4 @@
-//! A server of HTTP/1.1 for tests.
+//! An HTTP/1.1 server for tests.
 
 use std::collections::HashMap;
 use std::io::{self, BufRead, BufReader, Write};
@@ -13,7 +13,7 @@ use crate::WATCHDOG;
 pub struct Request {
     /// The method in capital letters.
     pub method: String,
-    /// The path with the query.
+    /// The path with its query.
     pub target: String,
     /// Names in lower case, and values.
     pub headers: Vec<(String, String)>,
@@ -22,7 +22,7 @@ pub struct Request {
 }
 
 impl Request {
-    /// The path without the query.
+    /// The path without its query.
     pub fn path(&self) -> &str {
         self.target.split('?').next().unwrap_or_default()
     }
@@ -36,7 +36,7 @@ impl Request {
             .map(|(_, value)| value)
     }
 
-    /// The value of a header, whose name is in lower case.
+    /// A header's value. `name` must be in lower case.
     pub fn header(&self, name: &str) -> Option<&str> {
         let mut headers = self.headers.iter();
         headers
@@ -45,7 +45,7 @@ impl Request {
     }
 }
 
-/// The answer to a request.
+/// A response to a request.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Reply {
     status: u16,
@@ -55,7 +55,7 @@ pub struct Reply {
     delivery: Delivery,
 }
 
-/// The part of an answer that is sent, and its encoding.
+/// The part of a response that is sent, and its encoding.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Delivery {
     Whole,
@@ -65,7 +65,7 @@ enum Delivery {
 }
 
 impl Reply {
-    /// An answer with a body of JSON.
+    /// A response with a JSON body.
     pub fn new(status: u16, body: impl Into<Vec<u8>>) -> Self {
         Self {
             status,
@@ -76,7 +76,7 @@ impl Reply {
         }
     }
 
-    /// Sets a header, in place of one of the same name.
+    /// Sets a header, replacing one with the same name.
     pub fn with_header(self, name: &str, value: impl ToString) -> Self {
         let mut reply = self.without_header(name);
         reply.headers.push((name.to_owned(), value.to_string()));
@@ -89,7 +89,7 @@ impl Reply {
         self
     }
 
-    /// No answer: the connection closes.
+    /// No response: the connection closes.
     pub fn closed() -> Self {
         Self {
             delivery: Delivery::Nothing,
@@ -113,7 +113,7 @@ impl Reply {
         }
     }
 
-    /// Holds the answer until [`HttpServer::release`].
+    /// Holds the response until [`HttpServer::release`].
     pub fn held(self) -> Self {
         Self { held: true, ..self }
     }
@@ -128,7 +128,7 @@ impl Reply {
         &self.body
     }
 
-    /// The bytes to send, and whether the connection stays open. The answer to a HEAD has no body.
+    /// The bytes to send, and whether the connection stays open. A response to HEAD has no body.
     fn to_bytes(&self, is_head: bool) -> (Vec<u8>, bool) {
         let Self { status, body, .. } = self;
         let headers = self.headers.iter();
@@ -162,7 +162,7 @@ impl Reply {
     }
 }
 
-/// A server of HTTP/1.1 on 127.0.0.1, on a port that the system selects, with a thread for each
+/// An HTTP/1.1 server on 127.0.0.1, on a port that the system selects, with one thread per
 /// connection.
 ///
 /// ```
@@ -181,7 +181,7 @@ pub struct HttpServer {
 struct Shared {
     handler: Box<dyn Fn(&Request) -> Reply + Send + Sync>,
     state: Mutex<State>,
-    /// Notified after each change of the state.
+    /// Notified after each state change.
     changed: Condvar,
 }
 
@@ -191,9 +191,9 @@ struct State {
     stopped: bool,
     /// The server is being dropped.
     closing: bool,
-    /// Answers that are held.
+    /// Responses on hold.
     held: usize,
-    /// Changes when held answers are released.
+    /// Changes when held responses are released.
     releases: u64,
     accepted: u64,
     connections: HashMap<u64, TcpStream>,
@@ -212,8 +212,7 @@ impl State {
 }
 
 impl HttpServer {
-    /// Starts a server that answers each request with `handler`, which is called from several
-    /// threads.
+    /// Starts a server that calls `handler`, from several threads, to respond to each request.
     ///
     /// # Panics
     ///
@@ -242,7 +241,7 @@ impl HttpServer {
         format!("http://{}", self.address)
     }
 
-    /// The requests since the start, in the order of their arrival.
+    /// All requests since the start, in order of arrival.
     pub fn requests(&self) -> Vec<Request> {
         self.shared.state().requests.clone()
     }
@@ -256,7 +255,7 @@ impl HttpServer {
         self.shared.wait(|state| condition(&state.requests));
     }
 
-    /// Blocks until `count` answers are held.
+    /// Blocks until `count` responses are held.
     ///
     /// # Panics
     ///
@@ -265,13 +264,13 @@ impl HttpServer {
         self.shared.wait(|state| state.held >= count);
     }
 
-    /// Sends all held answers.
+    /// Sends all held responses.
     pub fn release(&self) {
         self.shared.change(|state| state.releases += 1);
     }
 
-    /// Closes all connections. New ones close without an answer until [`Self::restart`]. The port
-    /// stays taken, so that no other program receives it.
+    /// Closes all connections. New ones close without a response until [`Self::restart`]. The port
+    /// stays bound, so that no other program gets it.
     pub fn stop(&self) {
         self.shared.change(|state| {
             state.stopped = true;
@@ -279,7 +278,7 @@ impl HttpServer {
         });
     }
 
-    /// Answers again, on the same port.
+    /// Responds again, on the same port.
     pub fn restart(&self) {
         self.shared.change(|state| state.stopped = false);
     }
@@ -300,7 +299,7 @@ impl Drop for HttpServer {
         }
         let threads = std::mem::take(&mut self.shared.state().threads);
         for thread in threads {
-            // A panic of the handler was printed.
+            // A panic in the handler has already been printed.
             let _ = thread.join();
         }
     }
@@ -354,7 +353,7 @@ impl Shared {
         }
     }
 
-    /// Answers the requests of a connection.
+    /// Responds to the requests on a connection.
     fn serve(&self, mut stream: &TcpStream) -> io::Result<()> {
         stream.set_nodelay(true)?;
         let mut reader = BufReader::new(stream);
@@ -373,7 +372,7 @@ impl Shared {
         Ok(())
     }
 
-    /// Blocks until held answers are released or connections close.
+    /// Blocks until held responses are released or connections close.
     fn hold(&self) {
         let mut state = self.state();
         let releases = state.releases;
@@ -433,7 +432,7 @@ fn read_chunks(reader: &mut impl BufRead) -> io::Result<Vec<u8>> {
         let start = body.len();
         body.resize(start + length, 0);
         reader.read_exact(&mut body[start..])?;
-        // The end of a line follows each chunk.
+        // Each chunk is followed by a line ending.
         line.clear();
         reader.read_line(&mut line)?;
         if length == 0 {
@@ -442,16 +441,16 @@ fn read_chunks(reader: &mut impl BufRead) -> io::Result<Vec<u8>> {
     }
 }
 
-/// A port of 127.0.0.1 that refuses connections, and that no other program receives.
+/// A port on 127.0.0.1 that refuses connections, and that no other program gets.
 pub struct ClosedPort {
-    /// The port of this end: a connection takes it without listening at it.
+    /// This end's port: a connection uses it without listening on it.
     connection: TcpStream,
     /// Keeps the connection open.
     _listener: TcpListener,
 }
 
 impl ClosedPort {
-    /// Takes a free port.
+    /// Reserves a free port.
     ///
     /// # Panics
     ///
@@ -496,7 +495,7 @@ mod tests {
         stream.write_all(request.as_bytes()).unwrap();
     }
 
-    /// Everything until the end of the connection, whatever its cause.
+    /// Reads everything until the connection ends, for any reason.
     fn rest(mut stream: &TcpStream) -> String {
         let mut bytes = Vec::new();
         let _ = stream.read_to_end(&mut bytes);
@@ -509,7 +508,7 @@ mod tests {
         String::from_utf8(bytes).unwrap()
     }
 
-    /// Answers by the path.
+    /// Responds according to the path.
     fn server() -> HttpServer {
         HttpServer::start(|request| {
             let reply = Reply::new(201, request.body.clone());

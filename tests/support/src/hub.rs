@@ -1,4 +1,4 @@
-//! A server with the API of the Hugging Face hub for tests.
+//! A server with the Hugging Face hub API, for tests.
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -10,20 +10,20 @@ use sha2::{Digest, Sha256};
 
 use crate::{HttpServer, Reply, Request};
 
-/// A repository of a [`FakeHub`].
+/// A repository on a [`FakeHub`].
 #[derive(Debug, Clone)]
 pub struct HubRepository {
     path: String,
-    /// The commit of `main`.
+    /// The commit at `main`.
     commit: String,
-    /// The files of each commit.
+    /// Each commit's files.
     commits: BTreeMap<String, BTreeMap<String, Vec<u8>>>,
-    /// The token without which there is no access, and whether others see that it exists.
+    /// The token that grants access, and whether others can see that the repository exists.
     token: Option<(String, bool)>,
 }
 
 impl HubRepository {
-    /// The model or the data set at `path`: `ORG/NAME` or `datasets/ORG/NAME`.
+    /// A model or data set at `path`: `ORG/NAME` or `datasets/ORG/NAME`.
     pub fn new<'a>(path: &str, files: impl IntoIterator<Item = (&'a str, Vec<u8>)>) -> Self {
         let mut repository = Self {
             path: path.to_owned(),
@@ -35,8 +35,8 @@ impl HubRepository {
         repository
     }
 
-    /// Makes it accessible with `token` only. Without it a gated repository is visible, and a
-    /// private one is not.
+    /// Restricts access to `token`. Without it, a gated repository is visible, and a private one is
+    /// not.
     pub fn with_token(self, token: &str, is_gated: bool) -> Self {
         Self {
             token: Some((token.to_owned(), is_gated)),
@@ -56,7 +56,7 @@ impl HubRepository {
         self.commit.clone()
     }
 
-    /// The commit of `main`.
+    /// The commit at `main`.
     pub fn commit(&self) -> &str {
         &self.commit
     }
@@ -69,8 +69,8 @@ struct State {
     change: Change,
 }
 
-/// A server with the API of the hub, and a second one that stores large files, with another origin.
-/// Large files are those whose names end in `.safetensors` or `.gguf`.
+/// A server with the hub API, and a second one with another origin that stores large files. Large
+/// files are those whose names end in `.safetensors` or `.gguf`.
 ///
 /// ```
 /// use candle_grpo_test_support::{FakeHub, HubRepository};
@@ -112,12 +112,12 @@ impl FakeHub {
         }
     }
 
-    /// The address for `HF_ENDPOINT`.
+    /// The URL for `HF_ENDPOINT`.
     pub fn url(&self) -> String {
         self.api.url()
     }
 
-    /// Makes a command ask this hub, with the cache in `home` and without a token.
+    /// Makes a command use this hub, with the cache in `home` and without a token.
     pub fn set_environment(&self, command: &mut Command, home: &Path) {
         for name in [
             "HF_HUB_CACHE",
@@ -130,7 +130,7 @@ impl FakeHub {
         command.env("HF_HOME", home).env("HF_ENDPOINT", self.url());
     }
 
-    /// Changes each answer of both servers from now on.
+    /// Changes every response from both servers from now on.
     pub fn set_change(&self, change: impl FnMut(&Request, Reply) -> Reply + Send + 'static) {
         lock(&self.state).change = Box::new(change);
     }
@@ -144,7 +144,7 @@ impl FakeHub {
         change(&mut lock(&self.state).repositories[index])
     }
 
-    /// The number of GET requests of both servers since the start.
+    /// Number of GET requests to both servers since the start.
     pub fn downloads(&self) -> usize {
         let requests = [self.api.requests(), self.storage.requests()].concat();
         requests
@@ -230,7 +230,7 @@ impl State {
     }
 }
 
-/// Answers with the bytes that the request selects.
+/// Responds with the bytes that the request selects.
 fn part(request: &Request, bytes: &[u8]) -> Reply {
     let range = request
         .header("range")
@@ -251,7 +251,7 @@ fn is_large(file: &str) -> bool {
     file.ends_with(".safetensors") || file.ends_with(".gguf")
 }
 
-/// A hash of the length of git's. The client does not compute it.
+/// A hash as long as git's. The client does not compute it.
 fn git_hash(bytes: &[u8]) -> String {
     hex(&Sha256::digest(bytes))[..40].to_owned()
 }

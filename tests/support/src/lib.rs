@@ -1,5 +1,5 @@
-//! Helpers for the tests and benchmarks of all crates: devices, inputs, comparisons, defaults in
-//! doc comments, a server of HTTP, a hub, lines of other processes, and ranks that are threads.
+//! Helpers for tests and benchmarks in all crates: devices, inputs, comparisons, defaults in doc
+//! comments, an HTTP server, a hub, lines from other processes, and ranks that are threads.
 //!
 //! A test runs on every device:
 //!
@@ -50,6 +50,6 @@ pub use noise::{noise, noise_tensor, token_ids, words};
 pub use reserved_port::ReservedPort;
 pub use thread_ranks::on_ranks;
 
-/// The longest wait of a test for an event, long enough for any machine under any load. It ends a
-/// test that would otherwise never end. No test waits for it to pass.
+/// Maximum time for a test to wait for an event, long enough for any machine under any load. It
+/// ends a test that would otherwise never end. No test waits for it to pass.
 pub const WATCHDOG: Duration = Duration::from_secs(300);

@@ -1,4 +1,4 @@
-//! Lines that other processes write, as events of a test.
+//! Lines that other processes write, as events in a test.
 
 use std::fs::File;
 use std::io::{BufRead, BufReader, Read};
@@ -11,11 +11,11 @@ use std::time::{Duration, Instant};
 
 use crate::WATCHDOG;
 
-/// Makes a named pipe at `path`, which any user can read and write.
+/// Creates a named pipe at `path`, which any user can read and write.
 ///
 /// # Panics
 ///
-/// If it cannot be made.
+/// If it cannot be created.
 pub fn named_pipe(path: &Path) {
     let made = Command::new("mkfifo")
         .args(["-m", "666"])
@@ -24,7 +24,7 @@ pub fn named_pipe(path: &Path) {
     assert!(made.is_ok_and(|status| status.success()), "mkfifo {path:?}");
 }
 
-/// The lines of a pipe that another process writes. A thread reads them, so that the process never
+/// Lines from a pipe that another process writes. A thread reads them, so that the process never
 /// waits for the test.
 ///
 /// ```
@@ -42,12 +42,12 @@ pub fn named_pipe(path: &Path) {
 /// ```
 pub struct Lines {
     lines: Mutex<Receiver<String>>,
-    /// An end of a named pipe for writing, so that it does not end before its first process.
+    /// A write end of a named pipe, so that the pipe does not end before its first process.
     own_end: Option<File>,
 }
 
 impl Lines {
-    /// Reads the lines of `pipe`.
+    /// Reads lines from `pipe`.
     pub fn new(pipe: impl Read + Send + 'static) -> Self {
         let (sender, lines) = channel();
         thread::spawn(move || {
@@ -62,11 +62,11 @@ impl Lines {
         }
     }
 
-    /// Makes a [`named_pipe`] at `path` and reads its lines.
+    /// Creates a [`named_pipe`] at `path` and reads its lines.
     ///
     /// # Panics
     ///
-    /// If the pipe cannot be made.
+    /// If the pipe cannot be created.
     pub fn of_named_pipe(path: &Path) -> Self {
         named_pipe(path);
         // Opening both ends does not block, and then the pipe has a writer.
@@ -98,7 +98,7 @@ impl Lines {
     ///
     /// # Panics
     ///
-    /// As in [`Self::line`].
+    /// Same as [`Self::line`].
     pub fn find(&self, words: &str) -> String {
         loop {
             match self.line() {
@@ -121,11 +121,11 @@ impl Lines {
         }
     }
 
-    /// Blocks until every process that has opened the pipe has closed it, mostly by its end.
+    /// Blocks until every process that has opened the pipe has closed it, usually by ending.
     ///
     /// # Panics
     ///
-    /// If one has it open after [`WATCHDOG`].
+    /// If one still has it open after [`WATCHDOG`].
     pub fn wait_for_end(mut self) {
         self.own_end = None;
         loop {

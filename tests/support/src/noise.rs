@@ -2,7 +2,7 @@
 
 use candle_core::{DType, Device, Result, Shape, Tensor};
 
-/// Returns `len` numbers in [-1, 1), a function of `seed`.
+/// Returns `len` numbers in [-1, 1), determined by `seed`.
 pub fn noise(len: usize, seed: u64) -> Vec<f64> {
     words(seed)
         .map(|word| (word >> 11) as f64 / (1u64 << 52) as f64 - 1.0)
@@ -10,11 +10,11 @@ pub fn noise(len: usize, seed: u64) -> Vec<f64> {
         .collect()
 }
 
-/// Returns a tensor of [`noise`].
+/// Returns a tensor with [`noise`].
 ///
 /// # Errors
 ///
-/// Fails if the device has no memory left or does not support `dtype`.
+/// Fails if the device does not have enough memory or does not support `dtype`.
 pub fn noise_tensor(
     shape: impl Into<Shape>,
     seed: u64,
@@ -26,7 +26,7 @@ pub fn noise_tensor(
     Tensor::from_vec(values, shape, device)?.to_dtype(dtype)
 }
 
-/// Returns `len` token ids below `vocab`, a function of `seed`.
+/// Returns `len` token ids below `vocab`, determined by `seed`.
 pub fn token_ids(len: usize, vocab: usize, seed: u64) -> Vec<u32> {
     words(seed)
         .map(|word| ((word >> 33) % vocab as u64) as u32)
@@ -34,8 +34,8 @@ pub fn token_ids(len: usize, vocab: usize, seed: u64) -> Vec<u32> {
         .collect()
 }
 
-/// Returns the endless output of SplitMix64 (<https://doi.org/10.1145/2714064.2660195>), a function
-/// of `seed`.
+/// Returns SplitMix64's endless output (<https://doi.org/10.1145/2714064.2660195>), determined by
+/// `seed`.
 pub fn words(seed: u64) -> impl Iterator<Item = u64> {
     (1u64..).map(move |i| {
         let z = seed.wrapping_add(i.wrapping_mul(0x9e37_79b9_7f4a_7c15));
@@ -49,7 +49,7 @@ pub fn words(seed: u64) -> impl Iterator<Item = u64> {
 mod tests {
     use super::*;
 
-    /// The first words of the published generator with the seed 1234567.
+    /// The published generator's first words for seed 1234567.
     #[test]
     fn words_are_those_of_splitmix64() {
         let expected = [

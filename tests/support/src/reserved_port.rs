@@ -3,7 +3,7 @@
 use std::io::{BufRead, BufReader};
 use std::process::{Child, Command, Stdio};
 
-/// Binds a socket and does not listen. Its options let another one be bound beside it.
+/// Binds a socket without listening. Its options allow another one to be bound to the same port.
 const RESERVE: &str = "
 import socket, sys
 reserved = socket.socket()
@@ -14,18 +14,17 @@ print(reserved.getsockname()[1], flush=True)
 sys.stdin.read()
 ";
 
-/// A port that no other program receives while the value lives, and at which a program that the
-/// test starts can listen, if its socket has `SO_REUSEADDR` or `SO_REUSEPORT` as those of servers.
+/// A port that no other program gets while this value lives. A program started by the test can
+/// listen on it, if its socket has `SO_REUSEADDR` or `SO_REUSEPORT`, like those of servers.
 ///
-/// The standard library has no socket that is bound and does not listen, so a process of Python has
-/// it.
+/// The standard library cannot bind a socket without listening, so a Python process holds it.
 pub struct ReservedPort {
     number: u16,
     python: Child,
 }
 
 impl ReservedPort {
-    /// Reserves a free port of all addresses.
+    /// Reserves a port that is free on all addresses.
     ///
     /// # Panics
     ///
@@ -47,7 +46,7 @@ impl ReservedPort {
         }
     }
 
-    /// The number of the port.
+    /// The port number.
     pub fn number(&self) -> u16 {
         self.number
     }
@@ -80,7 +79,7 @@ mod tests {
         let listener = TcpListener::bind((Ipv4Addr::UNSPECIFIED, port.number())).unwrap();
         TcpStream::connect(address).unwrap();
         drop(listener);
-        // A machine may have no IPv6.
+        // A machine may not have IPv6.
         if let Ok(listener) = TcpListener::bind((Ipv6Addr::UNSPECIFIED, port.number())) {
             TcpStream::connect(address).unwrap();
             drop(listener);

@@ -1,4 +1,4 @@
-//! The ranks of a job as threads of one process.
+//! A job's ranks as threads in one process.
 
 use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use std::thread;
@@ -8,8 +8,7 @@ use candle_grpo_collective::Collective;
 
 use crate::{WATCHDOG, stay_on_cpu};
 
-/// Runs `work` on each of `world_size` ranks at the same time. Returns their results, in the order
-/// of the ranks.
+/// Runs `work` on `world_size` ranks at the same time. Returns their results, in rank order.
 ///
 /// # Panics
 ///
@@ -41,7 +40,7 @@ pub fn on_ranks<T: Send>(
     })
 }
 
-/// Where the ranks leave their tensors.
+/// Where ranks exchange their tensors.
 #[derive(Default)]
 struct Meeting {
     state: Mutex<State>,
@@ -50,9 +49,9 @@ struct Meeting {
 
 #[derive(Default)]
 struct State {
-    /// The tensors of the ranks that have come to the current operation.
+    /// Tensors from the ranks that have arrived at the current operation.
     brought: Vec<(usize, &'static str, Vec<Tensor>)>,
-    /// The tensors of all ranks, until each rank has taken them.
+    /// All ranks' tensors, until each rank has taken them.
     all: Vec<Vec<Tensor>>,
     to_take: usize,
 }
@@ -64,7 +63,7 @@ struct ThreadRank {
 }
 
 impl ThreadRank {
-    /// Returns copies of the tensors of all ranks.
+    /// Returns copies of all ranks' tensors.
     fn exchange(&self, operation: &'static str, tensors: &[&Tensor]) -> Result<Vec<Vec<Tensor>>> {
         let copies = tensors
             .iter()
@@ -106,7 +105,7 @@ impl ThreadRank {
         Ok(all)
     }
 
-    /// Replaces the part of this rank of `tensor` by that of `whole`, or all of it.
+    /// Replaces this rank's part of `tensor` with the same part of `whole`, or all of it.
     fn sum(&self, operation: &'static str, tensors: &[&Tensor], own_part: bool) -> Result<()> {
         let all = self.exchange(operation, tensors)?;
         for (i, tensor) in tensors.iter().enumerate() {
@@ -139,7 +138,7 @@ impl ThreadRank {
     }
 }
 
-/// Writes `values` into the elements of `tensor` from `start` on.
+/// Writes `values` to the elements of `tensor` from `start` on.
 fn set(tensor: &Tensor, values: &Tensor, start: usize) -> Result<()> {
     match values.elem_count() {
         0 => Ok(()),

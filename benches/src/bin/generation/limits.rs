@@ -1,4 +1,4 @@
-//! Limits of the machine.
+//! Machine limits.
 
 use std::time::Instant;
 
@@ -6,7 +6,7 @@ use anyhow::Result;
 use candle_core::{DType, Device, Tensor};
 use candle_grpo_kernels::add_matmul;
 
-/// Returns the shortest time of several runs of `run`, in seconds.
+/// Returns the shortest time over several runs of `run`, in seconds.
 pub(crate) fn best_seconds(runs: usize, mut run: impl FnMut() -> Result<()>) -> Result<f64> {
     let mut best = f64::INFINITY;
     for _ in 0..runs {
@@ -17,7 +17,7 @@ pub(crate) fn best_seconds(runs: usize, mut run: impl FnMut() -> Result<()>) -> 
     Ok(best)
 }
 
-/// Returns the bandwidth of all cores for uncached reads, in GB/s.
+/// Returns the bandwidth for uncached reads on all cores, in GB/s.
 pub(crate) fn read_gb_s() -> Result<f64> {
     let values = vec![1f32; 1 << 28];
     let cores = std::thread::available_parallelism()?.get();
@@ -42,7 +42,7 @@ pub(crate) fn read_gb_s() -> Result<f64> {
     Ok(size_of_val(values.as_slice()) as f64 / seconds / 1e9)
 }
 
-/// Returns the speed of a large matrix product, in GFLOP/s.
+/// Returns the speed for a large matrix product, in GFLOP/s.
 pub(crate) fn matmul_gflop_s(dtype: DType) -> Result<f64> {
     let (m, k, n) = (1024, 576, 12288);
     let a = Tensor::ones((m, k), dtype, &Device::Cpu)?;

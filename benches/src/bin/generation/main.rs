@@ -1,8 +1,8 @@
 //! Generation, as a whole or by parts.
 //!
 //! Without `--parts` it reads lines `PROMPTS<tab>GENERATIONS<tab>PROMPT_TOKENS<tab>NEW_TOKENS`,
-//! generates and prints the seconds. With `--parts` it prints, as JSON, the time of a step at
-//! several batch sizes, and the limits of the machine.
+//! generates and prints the seconds. With `--parts` it prints a step's time at several batch sizes,
+//! and the machine's limits, as JSON.
 
 mod limits;
 mod parts;
@@ -28,21 +28,21 @@ static ALLOCATOR: MiMalloc = MiMalloc;
 /// Times generation by a model with random weights
 #[derive(Debug, Parser)]
 struct Args {
-    /// The config.json of the model; without it, the dimensions of SmolLM2-135M
+    /// The model's config.json; without it, the dimensions of SmolLM2-135M
     #[arg(long)]
     model: Option<PathBuf>,
-    /// The dtype of weights and activations: f32 or bf16
+    /// Dtype for weights and activations: f32 or bf16
     #[arg(long, default_value = "f32")]
     dtype: DType,
-    /// Print the time of a step of SmolLM2-135M by parts, on the CPU
+    /// Print the time of a SmolLM2-135M step by parts, on the CPU
     #[arg(long, conflicts_with = "model")]
     parts: bool,
-    /// Launch each operator of a step on a GPU, without CUDA graphs
+    /// Launch each operator separately on a GPU, without CUDA graphs
     #[arg(long)]
     no_graphs: bool,
 }
 
-/// Returns the seconds for `num_generations` completions of each of `prompts` prompts.
+/// Returns the seconds for `num_generations` completions for each of `prompts` prompts.
 ///
 /// No completion ends early.
 fn generate(

@@ -1,4 +1,4 @@
-//! The time of a step by parts.
+//! A step's time by parts.
 
 use anyhow::Result;
 use candle_core::{DType, Device, Tensor};
@@ -11,22 +11,22 @@ use serde::Serialize;
 
 use crate::limits::{best_seconds, matmul_gflop_s, read_gb_s};
 
-/// Number of tokens of a prompt, and of a completion at the measured step.
+/// Number of tokens in a prompt, and in a completion at the measured step.
 const PROMPT: usize = 128;
 const COMPLETION: usize = 32;
 
 #[derive(Debug, Serialize)]
 pub(crate) struct Report {
-    /// Bandwidth of all cores for reads.
+    /// Read bandwidth of all cores.
     read_gb_s: f64,
-    /// Speed of a large matrix product.
+    /// Speed for a large matrix product.
     matmul_gflop_s: f64,
-    /// Bytes of the weights that a step reads.
+    /// Weight bytes that a step reads.
     weight_mb: f64,
     steps: Vec<Step>,
 }
 
-/// Milliseconds of one step by the number of completions, in groups of 8.
+/// Milliseconds per step by the number of completions, in groups of 8.
 #[derive(Debug, Serialize)]
 struct Step {
     completions: usize,
@@ -34,7 +34,7 @@ struct Step {
     step_ms: f64,
     /// The same with packed weights.
     packed_step_ms: f64,
-    /// One read of the weights, at the measured bandwidth.
+    /// Reading the weights once, at the measured bandwidth.
     read_limit_ms: f64,
     /// The matrix products, at the measured speed.
     matmul_limit_ms: f64,
@@ -42,7 +42,7 @@ struct Step {
     linear_ms: f64,
     /// The same with packed weights.
     packed_linear_ms: f64,
-    /// The copy of the weights.
+    /// Copying the weights.
     packing_ms: f64,
     /// Attention alone.
     attention_ms: f64,
@@ -116,7 +116,7 @@ fn step(
     })
 }
 
-/// Returns the seconds of the linear layers, of those by packed weights, and of the copy.
+/// Returns the seconds for the linear layers, for the same with packed weights, and for the copy.
 fn linear(
     model: &DecoderConfig,
     parameters: &Parameters,

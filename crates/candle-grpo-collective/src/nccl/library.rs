@@ -1,6 +1,6 @@
-//! The functions of NCCL, from a library that is loaded when it is first needed.
+//! NCCL functions, from a library loaded on first use.
 //!
-//! cudarc links NCCL in a program that links CUDA, as Candle does, so such a program would not
+//! In a program that links CUDA, as Candle does, cudarc also links NCCL, so the program would not
 //! start without it. This module also finds `libnccl.so.2`, the only name in NVIDIA's packages.
 
 #![allow(unsafe_code)]
@@ -12,7 +12,7 @@ use std::sync::OnceLock;
 use candle_core::cuda_backend::cudarc::driver::CudaStream;
 use candle_core::{DType, Error, Result, bail};
 
-/// The identifier of a job, which rank 0 makes.
+/// A job's identifier, made by rank 0.
 pub(super) type UniqueId = [u8; 128];
 
 /// `ncclUniqueId`, which is passed by value.
@@ -28,7 +28,7 @@ const IN_PROGRESS: c_int = 7;
 /// `ncclSum`
 const SUM: c_int = 0;
 
-/// Declares the functions with the result `ncclResult_t`.
+/// Declares the functions that return `ncclResult_t`.
 macro_rules! library {
     ($($field:ident = $name:literal($($argument:ty),*);)*) => {
         pub(super) struct Library {
@@ -40,8 +40,8 @@ macro_rules! library {
 
         impl Library {
             fn open(name: &str) -> std::result::Result<Self, libloading::Error> {
-                // SAFETY: the initializers of NCCL need nothing, and the types are those of nccl.h.
-                // The functions live as long as the library, which this type owns.
+                // SAFETY: NCCL's initializers have no requirements, and the types match nccl.h. The
+                // functions live as long as the library, which this type owns.
                 unsafe {
                     let library = libloading::Library::new(name)?;
                     Ok(Self {
@@ -71,11 +71,11 @@ library! {
 }
 
 impl Library {
-    /// Loads NCCL, once in a process.
+    /// Loads NCCL, once per process.
     ///
     /// # Errors
     ///
-    /// Fails if the system has no NCCL, and says how to install it.
+    /// Fails if NCCL is not installed, and says how to install it.
     pub(super) fn get() -> Result<&'static Self> {
         static LIBRARY: OnceLock<std::result::Result<Library, String>> = OnceLock::new();
         let loaded = LIBRARY.get_or_init(|| {
@@ -106,18 +106,18 @@ impl Library {
         }
         let text = |text: *const c_char| match text.is_null() {
             true => String::new(),
-            // SAFETY: NCCL returns texts that end in 0 and stay.
+            // SAFETY: NCCL returns strings that end in 0 and are never freed.
             false => unsafe { CStr::from_ptr(text) }
                 .to_string_lossy()
                 .into_owned(),
         };
-        // SAFETY: both functions take any error, and a communicator or null.
+        // SAFETY: both functions accept any error, and a communicator or null.
         let (error, last) = unsafe { ((self.error_string)(result), (self.last_error)(comm)) };
         bail!("NCCL: {name}: {} {}", text(error), text(last))
     }
 }
 
-/// An operation in place on the memory of a tensor.
+/// An in-place operation on a tensor's memory.
 #[derive(Clone, Copy)]
 pub(super) enum Operation {
     AllReduceSum,
@@ -126,14 +126,14 @@ pub(super) enum Operation {
     Broadcast { root: usize },
 }
 
-/// The elements of a contiguous tensor on the device.
+/// A contiguous tensor's elements on the device.
 pub(super) struct Memory {
     pub(super) address: u64,
     pub(super) elements: usize,
     pub(super) dtype: DType,
 }
 
-/// The connection of one rank to the others.
+/// One rank's connection to the others.
 pub(super) struct Comm {
     library: &'static Library,
     raw: RawComm,
@@ -141,15 +141,14 @@ pub(super) struct Comm {
     world_size: usize,
 }
 
-// SAFETY: NCCL permits calls from all threads. Those that use the stream are one at a time, because
+// SAFETY: NCCL allows calls from all threads. Calls that use the stream never overlap, because
 // `Nccl` holds a lock.
 unsafe impl Send for Comm {}
 // SAFETY: as above.
 unsafe impl Sync for Comm {}
 
 impl Comm {
-    /// Connects to the other ranks, on the GPU that is current for this thread. Waits for all
-    /// ranks.
+    /// Connects to the other ranks, on this thread's current GPU. Waits for all ranks.
     pub(super) fn connect(
         library: &'static Library,
         id: UniqueId,
@@ -170,12 +169,12 @@ impl Comm {
         })
     }
 
-    /// Adds an operation on several tensors to a stream.
+    /// Enqueues an operation on several tensors.
     ///
     /// # Safety
     ///
-    /// The memory is on the device of the stream, and stays allocated until the stream has done the
-    /// operation. Its elements are f32 or f64 for sums.
+    /// The memory must be on the stream's device, and stay allocated until the stream has finished
+    /// the operation. For sums, elements must be f32 or f64.
     pub(super) unsafe fn enqueue(
         &self,
         operation: Operation,
@@ -183,16 +182,16 @@ impl Comm {
         stream: &CudaStream,
     ) -> Result<()> {
         let check = |name, result| self.library.check(name, self.raw, result);
-        // SAFETY: the functions take nothing.
+        // SAFETY: the functions have no arguments.
         check("ncclGroupStart", unsafe { (self.library.group_start)() })?;
         let enqueued = tensors
             .iter()
             .filter(|memory| memory.elements > 0)
             .try_for_each(|memory| {
-                // SAFETY: as of this function.
+                // SAFETY: as for this function.
                 unsafe { self.enqueue_one(operation, memory, stream) }
             });
-        // SAFETY: as above. A group ends also after an error.
+        // SAFETY: as above. A group must end even after an error.
         check("ncclGroupEnd", unsafe { (self.library.group_end)() })?;
         enqueued
     }
@@ -212,8 +211,8 @@ impl Comm {
         let summed = if memory.dtype == DType::F64 { 8 } else { 7 };
         let copied = 1;
         let part = memory.elements / self.world_size;
-        // SAFETY: the pointers are in the memory of the tensor. In place, the part of this rank is
-        // in the whole.
+        // SAFETY: the pointers are in the tensor's memory. In place, this rank's part is within the
+        // whole.
         let (name, result) = unsafe {
             match operation {
                 Operation::AllReduceSum => (
@@ -240,7 +239,7 @@ impl Comm {
         library.check(name, raw, result)
     }
 
-    /// Fails if an operation has failed after it was added to its stream.
+    /// Fails if an operation has failed after it was enqueued.
     pub(super) fn async_error(&self) -> Result<()> {
         let mut error = 0;
         // SAFETY: the communicator is open, and the function writes one number.

@@ -1,4 +1,4 @@
-//! The ranks of a job with GPUs.
+//! Ranks in a job with GPUs.
 
 mod library;
 mod rendezvous;
@@ -18,35 +18,35 @@ use crate::{Collective, arguments};
 use library::{Comm, Library, Memory, Operation, UniqueId};
 use watchdog::Watchdog;
 
-/// The ranks of a job, each with a GPU of its own, which communicate with NVIDIA's NCCL.
+/// Ranks in a job, each with its own GPU, that communicate with NVIDIA's NCCL.
 ///
-/// Operations run on a stream of their own. [`Collective::start_all_reduce_sum`] returns at once,
-/// and the kernels of the next layers run at the same time. Tensors on the CPU are copied to the
-/// GPU and back. Tensors on the GPU must be of the device with which the ranks connected. bf16 is
-/// summed in f32 and rounded once.
+/// Operations run on a separate stream. [`Collective::start_all_reduce_sum`] returns at once, and
+/// kernels for the next layers run at the same time. CPU tensors are copied to the GPU and back.
+/// GPU tensors must be on the device with which the ranks connected. bf16 is summed in f32 and
+/// rounded once.
 ///
 /// # Determinism
 ///
-/// All ranks have the same bits. NCCL selects its algorithm by the size of a tensor and the
-/// connections of the machine, so another job may add in another order. Set `NCCL_ALGO=Ring` and
-/// `NCCL_PROTO=Simple` for sums with the same bits in each job of as many ranks on the same
+/// All ranks have the same bits. NCCL selects its algorithm by tensor size and by the machine's
+/// interconnect, so another job may add in another order. Set `NCCL_ALGO=Ring` and
+/// `NCCL_PROTO=Simple` to get the same bits in every job with the same number of ranks on the same
 /// machines.
 ///
 /// # Failures
 ///
-/// If another rank ends, this process ends too, with a message and the exit status 1. Threads watch
-/// the connections to other ranks, NCCL's errors, and the time of each operation.
+/// If another rank ends, this process ends too, with a message and exit status 1. Threads watch the
+/// connections to other ranks, NCCL errors, and each operation's time.
 pub struct Nccl {
     rank: usize,
     world_size: usize,
     device: Device,
-    /// The stream of Candle's kernels.
+    /// The stream for Candle's kernels.
     compute: Arc<CudaStream>,
     watchdog: Watchdog,
     comm: Arc<Comm>,
-    /// The stream of operations.
+    /// The stream for operations.
     stream: Arc<CudaStream>,
-    /// Tensors of operations that have started. The lock also keeps calls of several threads
+    /// Tensors in operations that have started. The lock also keeps calls from several threads
     /// apart.
     started: Mutex<Vec<Tensor>>,
     /// The ranks that exchanged the identifier. They end last.
@@ -55,22 +55,22 @@ pub struct Nccl {
 }
 
 impl Nccl {
-    /// The limit on the time until all ranks are connected.
+    /// Maximum time until all ranks are connected.
     pub const CONNECTION_BOUND: Duration = Duration::from_secs(300);
 
-    /// The limit on the time of an operation, which waits for the slowest rank.
+    /// Maximum time for an operation, which waits for the slowest rank.
     pub const OPERATION_BOUND: Duration = Duration::from_secs(1800);
 
-    /// Connects to the other ranks of a job, with the GPU `device`.
+    /// Connects to the other ranks in a job, using the GPU `device`.
     ///
-    /// Rank 0 sends an identifier to the others: over TCP if `MASTER_ADDR` is set, at the port
-    /// after `MASTER_PORT`, else over MPI, with the feature `mpi`. The connection has no
-    /// authentication, as those of torchrun, so the machines must be on a private network.
+    /// Rank 0 sends an identifier to the others. It uses TCP, on the port after `MASTER_PORT`, if
+    /// `MASTER_ADDR` is set, or else MPI, with the feature `mpi`. As with torchrun, the connection
+    /// has no authentication, so the machines must be on a private network.
     ///
     /// # Errors
     ///
-    /// Fails if `device` is not a GPU, if the system has no NCCL, if the ranks do not find each
-    /// other within [`Self::CONNECTION_BOUND`], and if two ranks have the same GPU.
+    /// Fails if `device` is not a GPU, if NCCL is not installed, if the ranks do not find each
+    /// other within [`Self::CONNECTION_BOUND`], or if two ranks use the same GPU.
     pub fn connect(device: &Device, environment: &Environment) -> Result<Arc<Self>> {
         let Environment {
             rank, world_size, ..
@@ -96,7 +96,7 @@ impl Nccl {
         }))
     }
 
-    /// Runs an operation, with copies of the tensors on the CPU, and of bf16 for sums.
+    /// Runs an operation, copying CPU tensors, and bf16 tensors for sums.
     fn run(&self, operation: Operation, tensors: &[&Tensor]) -> Result<()> {
         self.check_devices(tensors)?;
         let is_sum = matches!(
@@ -116,7 +116,7 @@ impl Nccl {
         })
     }
 
-    /// Adds an operation to the stream, after the kernels so far.
+    /// Enqueues an operation after all kernels launched so far.
     fn start(&self, operation: Operation, tensors: &[&Tensor]) -> Result<()> {
         let mut started = self.lock();
         self.stream.join(&self.compute).map_err(Error::wrap)?;
@@ -125,7 +125,7 @@ impl Nccl {
             .map(|tensor| self.memory(tensor))
             .collect::<Result<_>>()?;
         started.extend(tensors.iter().map(|tensor| tensor.detach()));
-        // SAFETY: the memory is that of tensors on this device, which `started` keeps until the
+        // SAFETY: the memory belongs to tensors on this device, which `started` keeps until the
         // compute stream waits for this one. The callers check the dtypes.
         #[allow(unsafe_code)]
         unsafe {
@@ -137,7 +137,7 @@ impl Nccl {
         Ok(())
     }
 
-    /// The memory of a contiguous tensor on this device.
+    /// A contiguous tensor's memory on this device.
     fn memory(&self, tensor: &Tensor) -> Result<Memory> {
         let (storage, layout) = tensor.storage_and_layout();
         let Storage::Cuda(storage) = &*storage else {
@@ -170,7 +170,7 @@ impl Nccl {
         })
     }
 
-    /// Checks that each tensor is on the CPU or on the device of the ranks.
+    /// Checks that each tensor is on the CPU or on the ranks' device.
     fn check_devices(&self, tensors: &[&Tensor]) -> Result<()> {
         for (index, tensor) in tensors.iter().enumerate() {
             let device = tensor.device();
@@ -186,7 +186,7 @@ impl Nccl {
         Ok(())
     }
 
-    /// Returns true if the tensors can be summed without copies.
+    /// Returns whether the tensors can be summed without copies.
     fn are_direct(&self, tensors: &[&Tensor]) -> bool {
         tensors.iter().all(|tensor| {
             tensor.device().same_device(&self.device) && tensor.dtype() != DType::BF16
@@ -233,7 +233,7 @@ impl Collective for Nccl {
         self.compute.synchronize().map_err(Error::wrap)
     }
 
-    /// Starts the sums on their own stream. bf16, and tensors on the CPU, are summed at once.
+    /// Starts the sums on their own stream. bf16 and CPU tensors are summed at once.
     fn start_all_reduce_sum(&self, tensors: &[&Tensor]) -> Result<()> {
         if !self.are_direct(tensors) {
             return self.all_reduce_sum(tensors);
@@ -275,7 +275,7 @@ impl Drop for Nccl {
     }
 }
 
-/// The identifier that all ranks have, and the connections that show whether they live.
+/// The identifier shared by all ranks, and the connections that show whether they are alive.
 struct Exchange {
     id: UniqueId,
     connections: Vec<std::net::TcpStream>,

@@ -1,7 +1,7 @@
-//! The exchange of NCCL's identifier over TCP, for launchers without MPI.
+//! Exchanges NCCL's identifier over TCP, for launchers without MPI.
 //!
-//! Rank 0 listens at the port after `MASTER_PORT`, because torchrun listens at `MASTER_PORT`. The
-//! connections stay open: one that closes shows that a rank has ended.
+//! Rank 0 listens on the port after `MASTER_PORT`, because torchrun listens on `MASTER_PORT`. The
+//! connections stay open: if one closes, a rank has ended.
 
 use std::io::{Read, Write};
 use std::net::{Ipv4Addr, Ipv6Addr, TcpListener, TcpStream, ToSocketAddrs};
@@ -13,13 +13,13 @@ use candle_core::{Result, bail};
 use super::library::UniqueId;
 use crate::launch::Master;
 
-/// The first bytes of a rank's greeting.
+/// First bytes in a rank's greeting.
 const GREETING: &[u8; 8] = b"grponccl";
 
-/// The limit on one greeting, so that a connection of another program delays nothing.
+/// Maximum time for one greeting, so that a connection from another program delays nothing.
 const GREETING_BOUND: Duration = Duration::from_secs(5);
 
-/// Listens for the other ranks and sends them the identifier. Returns the connections of ranks 1, 2
+/// Listens for the other ranks and sends them the identifier. Returns the connections to ranks 1, 2
 /// and so on.
 pub(super) fn serve(
     master: &Master,
@@ -68,7 +68,7 @@ pub(super) fn serve(
     Ok(streams)
 }
 
-/// Reads the rank and the number of ranks of a process that has connected. `None` for another
+/// Reads the rank and the number of ranks from a connected process. `None` if it is another
 /// program.
 fn greeting(mut stream: &TcpStream) -> Option<(usize, usize)> {
     let mut bytes = [0; 16];
@@ -85,7 +85,7 @@ fn greeting(mut stream: &TcpStream) -> Option<(usize, usize)> {
     (bytes[..8] == *GREETING).then(|| (number(&bytes[8..12]), number(&bytes[12..])))
 }
 
-/// Receives the identifier from rank 0. Returns it with the connection.
+/// Receives the identifier from rank 0, and returns it with the connection.
 pub(super) fn join(
     master: &Master,
     rank: usize,

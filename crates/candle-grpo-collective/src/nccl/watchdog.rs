@@ -1,7 +1,7 @@
 //! Threads that end the process if another rank has ended.
 //!
-//! NCCL waits without a limit for a rank that has ended, and its operations run on the GPU, where
-//! no call of this process could return an error.
+//! NCCL waits forever for a rank that has ended, and its operations run on the GPU, where no call
+//! in this process could return an error.
 
 use std::io::{Read, Write};
 use std::net::{Shutdown, TcpStream};
@@ -17,23 +17,23 @@ use candle_core::{Error, Result};
 
 use super::library::Comm;
 
-/// The time between two checks of the communicator.
+/// Time between two checks of the communicator.
 const INTERVAL: Duration = Duration::from_millis(200);
 
-/// The limit on NCCL's end of its own operations.
+/// Maximum time for NCCL to end its own operations.
 const ABORT: Duration = Duration::from_secs(5);
 
-/// The byte of a rank that ends without an error, on each of its connections.
+/// A rank that ends without an error sends this byte on each of its connections.
 const END: &[u8] = b".";
 
 /// Ends the process if a connection closes, if the communicator has an error, or if an operation
-/// takes longer than a limit.
+/// takes too long.
 pub(super) struct Watchdog {
     shared: Arc<Shared>,
     connections: Vec<TcpStream>,
     /// An event at the end of each operation.
     operations: Sender<CudaEvent>,
-    /// Dropped at the end, which ends the thread that checks.
+    /// Dropped at the end, which stops the checking thread.
     _checking: Sender<()>,
 }
 
@@ -41,14 +41,14 @@ struct Shared {
     rank: usize,
     /// Taken at the end, and by the thread that aborts.
     comm: Mutex<Option<Arc<Comm>>>,
-    /// For how long an operation has been running.
+    /// Time for which an operation has been running.
     running: Mutex<Option<Duration>>,
     is_ending: AtomicBool,
 }
 
 impl Watchdog {
     /// Starts to watch the ranks at the other ends of `connections`: all for rank 0, and rank 0 for
-    /// others.
+    /// the others.
     pub(super) fn start(
         rank: usize,
         comm: &Arc<Comm>,
@@ -86,7 +86,7 @@ impl Watchdog {
         let _ = self.operations.send(event);
     }
 
-    /// Ends the process after an error of this rank. The other ranks notice it.
+    /// Ends the process after an error in this rank. The other ranks notice it.
     pub(super) fn abort(&self, code: i32) -> ! {
         self.shared.end("this rank aborts", code)
     }
@@ -116,7 +116,7 @@ impl Shared {
         }
     }
 
-    /// Waits for one operation after the other. The calls of the driver may take without a limit.
+    /// Waits for one operation after another. Driver calls may take forever.
     fn wait(&self, operations: &Receiver<CudaEvent>) {
         for operation in operations {
             *lock(&self.running) = Some(Duration::ZERO);
@@ -139,7 +139,7 @@ impl Shared {
             if let Err(error) = comm.async_error() {
                 self.end(&error.to_string(), 1);
             }
-            // On a clock, the time in which the processes stood still would count.
+            // On a clock, time while the processes were stopped would count.
             let running = lock(&self.running).as_mut().map(|time| {
                 *time += INTERVAL;
                 *time
@@ -164,7 +164,7 @@ impl Shared {
             });
             let _ = aborted.recv_timeout(ABORT);
         }
-        // The handlers of `exit` may wait for the GPU.
+        // Handlers in `exit` may wait for the GPU.
         thread::spawn(|| {
             thread::sleep(ABORT);
             process::abort();

@@ -1,4 +1,4 @@
-//! Cases for every implementation of `Collective`. All ranks run them, in this order.
+//! Cases for every `Collective` implementation. All ranks run them, in this order.
 //!
 //! Most inputs are integers that every rank can compute for all ranks, so sums are exact.
 
@@ -44,11 +44,11 @@ const CASES: [(&str, Case); 11] = [
     ),
 ];
 
-/// Runs all cases on the ranks of `ranks`.
+/// Runs all cases on `ranks`.
 ///
 /// # Errors
 ///
-/// Fails with the name of the case that fails.
+/// Names the failed case.
 pub(crate) fn run(ranks: &dyn Collective, device: &Device) -> Result<()> {
     for (name, case) in CASES {
         case(ranks, device).map_err(|error| error.context(name))?;
@@ -73,7 +73,7 @@ const COPIED: [DType; 9] = [
     DType::F64,
 ];
 
-/// Integers from 0 to 255, which every dtype can represent, of one rank.
+/// One rank's integers from 0 to 255, which every dtype can represent.
 fn integers(len: usize, seed: u64, rank: usize) -> impl Iterator<Item = f64> {
     let words = words(seed.wrapping_mul(1_000_003).wrapping_add(rank as u64));
     words.map(|word| (word >> 56) as f64).take(len)
@@ -86,7 +86,7 @@ fn tensor(len: usize, seed: u64, rank: usize, dtype: DType, device: &Device) -> 
         .to_device(device)
 }
 
-/// The sum of the integers of all ranks, rounded once.
+/// The sum over all ranks' integers, rounded once.
 fn sum(len: usize, seed: u64, world_size: usize, dtype: DType) -> Vec<f64> {
     let mut sum = vec![0.; len];
     for rank in 0..world_size {
@@ -122,7 +122,7 @@ fn sums_are_those_of_all_ranks(ranks: &dyn Collective, device: &Device) -> Resul
             );
         }
     }
-    // Several tensors of several dtypes, in two calls that overlap with others.
+    // Several tensors in several dtypes, in two calls that overlap with others.
     let own: Vec<(usize, DType, Tensor)> = LENGTHS
         .iter()
         .flat_map(|len| SUMMED.map(|dtype| (*len, dtype)))
@@ -200,7 +200,7 @@ fn sums_of_floats_have_the_same_bits_on_all_ranks(
             let own = of(ranks.rank())?;
             ranks.all_reduce_sum(&[&own])?;
             let own = values(&own)?;
-            // Half a unit in the last place of a sum of up to 4.
+            // Half a unit in the last place for a sum up to 4.
             let tolerance = if dtype == DType::BF16 {
                 1. / 128.
             } else {
@@ -305,7 +305,7 @@ fn operations_change_only_their_view(ranks: &dyn Collective, device: &Device) ->
     ];
     for dtype in SUMMED {
         for (index, operation) in operations.iter().enumerate() {
-            // Rows 2 and 3 of 6, whose length every number of ranks divides.
+            // Rows 2 and 3 of 6, whose length is divisible by every number of ranks.
             let columns = 3 * world_size;
             let own = tensor(6 * columns, 8, rank, dtype, device)?.reshape((6, columns))?;
             let before = values(&own)?;
@@ -351,7 +351,7 @@ fn bytes_of_different_lengths_are_gathered(ranks: &dyn Collective, _: &Device) -
 }
 
 fn a_barrier_waits_for_all_ranks(ranks: &dyn Collective, _: &Device) -> Result<()> {
-    // The folder of rank 0, in which each rank leaves a file before the barrier.
+    // Rank 0's folder, in which each rank leaves a file before the barrier.
     let own = tempfile::tempdir()?;
     let all = ranks.all_gather_bytes(own.path().to_string_lossy().as_bytes())?;
     let shared = std::path::PathBuf::from(String::from_utf8_lossy(&all[0]).into_owned());
@@ -359,7 +359,7 @@ fn a_barrier_waits_for_all_ranks(ranks: &dyn Collective, _: &Device) -> Result<(
         let folder = shared.join(late.to_string());
         std::fs::create_dir_all(&folder)?;
         let files = || std::fs::read_dir(&folder).map(Iterator::count);
-        // One rank comes after all others have left their file.
+        // One rank arrives after all others have left their file.
         while ranks.rank() == late && files()? + 1 < ranks.world_size() {
             std::thread::yield_now();
         }

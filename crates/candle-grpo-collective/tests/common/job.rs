@@ -1,4 +1,4 @@
-//! Processes that a test starts.
+//! Processes started by a test.
 
 use std::io::Read;
 use std::process::{Child, Command, ExitStatus, Stdio};
@@ -17,14 +17,14 @@ pub(crate) struct Process {
     pub(crate) output: String,
 }
 
-/// A process, and the two parts of its output, each of which comes when its pipe closes.
+/// A process, and both parts of its output, each of which arrives when its pipe closes.
 struct Running(Child, [Receiver<String>; 2]);
 
 /// Runs all commands at the same time.
 ///
 /// # Errors
 ///
-/// Fails if one cannot start, and if one has not ended within [`WATCHDOG`].
+/// Fails if one cannot start, or has not ended within [`WATCHDOG`].
 pub(crate) fn run(commands: Vec<Command>) -> Result<Vec<Process>, Failed> {
     let end = Instant::now() + WATCHDOG;
     let running: Vec<Running> = commands
@@ -80,7 +80,7 @@ fn read(stream: Option<impl Read + Send + 'static>) -> Receiver<String> {
     output
 }
 
-/// Returns an error with the output of a process, unless the condition holds.
+/// Returns an error with a process's output, unless the condition holds.
 ///
 /// # Errors
 ///

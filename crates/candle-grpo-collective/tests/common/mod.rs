@@ -1,4 +1,4 @@
-//! Jobs of several processes, and the cases that their ranks run.
+//! Jobs with several processes, and the cases that their ranks run.
 
 pub(crate) mod cases;
 mod job;
@@ -11,7 +11,7 @@ use candle_core::{DType, Device, Result, Tensor};
 use candle_grpo_collective::Collective;
 use libtest_mimic::{Arguments, Failed, Trial};
 
-/// The `main` of a test that starts itself as ranks, with the arguments `rank` and the part.
+/// The `main` for a test that starts itself as ranks, with the arguments `rank` and the part.
 pub(crate) fn main(
     rank: impl FnOnce(&str) -> Result<()>,
     trials: impl FnOnce() -> Vec<Trial>,
@@ -27,7 +27,7 @@ pub(crate) fn main(
     libtest_mimic::run(&Arguments::from_args(), trials()).exit_code()
 }
 
-/// The tests of [`end_early`]: `ends` runs the ranks of one part.
+/// Tests for [`end_early`]: `ends` runs the ranks for one part.
 pub(crate) fn trials_of_ends(ends: fn(&str) -> std::result::Result<(), Failed>) -> Vec<Trial> {
     [
         ("a_rank_that_aborts_ends_the_others", "abort"),
@@ -39,8 +39,8 @@ pub(crate) fn trials_of_ends(ends: fn(&str) -> std::result::Result<(), Failed>) 
     .into()
 }
 
-/// Runs the part of a rank that ends early: rank 1 ends in the way `part`, and the others wait for
-/// it. A rank that gets an answer prints `survived`.
+/// Runs a rank in a job where rank 1 ends early, in the way `part`, and the others wait for it. A
+/// rank that gets an answer prints `survived`.
 ///
 /// # Errors
 ///

@@ -1,4 +1,4 @@
-//! Requests with JSON.
+//! JSON requests.
 
 use std::env;
 use std::fmt;
@@ -14,32 +14,32 @@ use super::retry::{is_transient, retry_after};
 use candle_grpo_base::clock::Beginning;
 use candle_grpo_base::secrets::hide_from_programs;
 
-/// The longest message of an error in characters.
+/// Maximum length of an error message in characters.
 const MAX_MESSAGE: usize = 300;
-/// The length in bytes from which a key is a secret. Shorter ones, such as `EMPTY`, stand for none.
+/// Minimum length in bytes at which a key is a secret. Shorter ones, such as `EMPTY`, mean no key.
 const SECRET: usize = 8;
 
-/// A client of servers.
+/// A JSON client.
 pub struct JsonClient {
     agent: Agent,
     api_key: Option<String>,
 }
 
-/// The limits of an answer.
+/// Response limits.
 #[derive(Debug, Clone, Copy)]
 pub struct Limits {
-    /// The longest time from the begin of a request to the end of its answer.
+    /// Maximum time from sending a request to receiving its whole response.
     pub time: Duration,
-    /// The greatest size of the body.
+    /// Maximum body size.
     pub bytes: u64,
 }
 
-/// The failure of a request.
+/// A failed request.
 #[derive(Debug)]
 pub enum RequestFailure {
-    /// There was no whole answer within this time.
+    /// There was no complete response within this time.
     Timeout(Duration),
-    /// There was no whole answer for another reason.
+    /// There was no complete response for another reason.
     Connection(String),
     /// The status was not 2xx.
     Status {
@@ -47,7 +47,7 @@ pub enum RequestFailure {
         status: u16,
         /// The message in the body.
         message: String,
-        /// The pause that the server asks for.
+        /// The pause that the server requests.
         retry_after: Option<Duration>,
     },
 }
@@ -74,11 +74,11 @@ impl fmt::Display for RequestFailure {
     }
 }
 
-/// Reads the API key from the environment variable of this name, which programs do not inherit.
+/// Reads the API key from this environment variable, which programs do not inherit.
 ///
 /// # Errors
 ///
-/// If the variable is not set, or its value cannot be the part of a header. The value is not in the
+/// If the variable is not set, or its value cannot be used in a header. The value is not in the
 /// message.
 pub fn api_key(variable: &str) -> Result<String> {
     hide_from_programs(variable);
@@ -94,12 +94,12 @@ pub fn api_key(variable: &str) -> Result<String> {
 
 impl JsonClient {
     /// Creates a client that sends `api_key` with each request. With `uses_proxy`, requests go
-    /// through the proxy that the environment names.
+    /// through the proxy from the environment.
     pub fn new(api_key: Option<String>, uses_proxy: bool) -> Self {
         let config = Agent::config_builder()
             .http_status_as_error(false)
             .max_redirects(0)
-            // A connection that a restarted server has closed is not found out before it is used.
+            // If a restarted server has closed a connection, that is only noticed when it is used.
             .max_idle_connections(0)
             .user_agent(concat!("candle-grpo/", env!("CARGO_PKG_VERSION")));
         let config = match uses_proxy {
@@ -112,8 +112,8 @@ impl JsonClient {
         }
     }
 
-    /// Sends a request, a POST if it has a body of JSON, and returns the body of its answer. If the
-    /// time was over because this process stood still, the request is sent again.
+    /// Sends a request, a POST if it has a JSON body, and returns the response body. If it timed
+    /// out because this process was stopped, the request is sent again.
     pub fn send(
         &self,
         url: &str,
@@ -185,7 +185,7 @@ fn text_of(answer: &mut Response<ureq::Body>, bytes: u64) -> Result<String, ureq
     body.lossy_utf8(true).read_to_string()
 }
 
-/// The message in the body of an error: `error.message` in the API of OpenAI, the text otherwise.
+/// The message in an error body: `error.message` as in OpenAI's API, otherwise the text.
 fn message_of(text: &str) -> String {
     let value: Value = serde_json::from_str(text).unwrap_or(Value::Null);
     let places = ["/error/message", "/message", "/error", "/detail"];

@@ -1,4 +1,4 @@
-//! The parts that all clients of HTTP servers share.
+//! Parts shared by all HTTP clients.
 
 mod client;
 mod retry;

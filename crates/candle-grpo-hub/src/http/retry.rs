@@ -1,4 +1,4 @@
-//! Repetition of requests that failed.
+//! Retries for failed requests.
 
 use std::thread;
 use std::time::{Duration, Instant};
@@ -7,9 +7,9 @@ use jiff::Timestamp;
 use jiff::fmt::rfc2822;
 use ureq::http::header::{HeaderMap, RETRY_AFTER};
 
-/// The longest pause before a repetition, also if a server asks for a longer one.
+/// Maximum pause before a retry, even if a server requests a longer one.
 pub const MAX_PAUSE: Duration = Duration::from_secs(60);
-/// The time in which a pause notices that it is canceled.
+/// Interval at which a pause checks for cancellation.
 const TICK: Duration = Duration::from_millis(20);
 
 /// Returns whether the same request may succeed later.
@@ -17,8 +17,8 @@ pub fn is_transient(status: u16) -> bool {
     matches!(status, 408 | 425 | 429) || (500..600).contains(&status)
 }
 
-/// The pause that a server asks for with `Retry-After`: seconds, or a date
-/// ([RFC 9110](https://www.rfc-editor.org/rfc/rfc9110#field.retry-after)).
+/// The pause that a server requests with `Retry-After`: seconds, or a date ([RFC
+/// 9110](https://www.rfc-editor.org/rfc/rfc9110#field.retry-after)).
 pub fn retry_after(headers: &HeaderMap) -> Option<Duration> {
     until(headers.get(RETRY_AFTER)?.to_str().ok()?, Timestamp::now())
 }
@@ -31,13 +31,13 @@ fn until(value: &str, now: Timestamp) -> Option<Duration> {
     Some(Duration::try_from(date.duration_since(now)).unwrap_or_default())
 }
 
-/// The pause after `failures` failures in a row, at least one. It doubles with each.
+/// The pause after `failures` consecutive failures, at least one. It doubles with each.
 pub fn backoff(first: Duration, failures: usize, max: Duration) -> Duration {
     let doublings = failures.saturating_sub(1).min(20);
     first.saturating_mul(1 << doublings).min(max)
 }
 
-/// Blocks for `duration`. Returns false if it is canceled before.
+/// Blocks for `duration`. Returns false if it is canceled first.
 pub fn pause(duration: Duration, is_canceled: impl Fn() -> bool) -> bool {
     let end = Instant::now() + duration;
     while let Some(rest) = end.checked_duration_since(Instant::now()) {

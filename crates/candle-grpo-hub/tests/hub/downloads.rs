@@ -1,4 +1,4 @@
-//! Files of the hub: downloads, the cache, and faults of the server.
+//! Hub files: downloads, the cache, and server faults.
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -23,7 +23,7 @@ fn bytes(seed: u8, length: usize) -> Vec<u8> {
         .collect()
 }
 
-/// The files of a model, with weights of 700,000 bytes.
+/// A model's files, with 700,000 bytes of weights.
 fn model(seed: u8) -> Vec<(&'static str, Vec<u8>)> {
     vec![
         ("README.md", b"# Model".to_vec()),
@@ -80,7 +80,7 @@ impl Test {
         self.folder.path().join("hub/models--a--b")
     }
 
-    /// Writes the list of the files of a commit, as the Python library does.
+    /// Writes a commit's file list, like the Python library.
     fn write_list(&self, commit: &str) {
         let files = model(1).into_iter();
         let files: BTreeMap<_, _> = files.map(|(name, _)| (name, json!({}))).collect();
@@ -90,7 +90,7 @@ impl Test {
         fs::write(trees.join(format!("{commit}.json")), list.to_string()).unwrap();
     }
 
-    /// The parts of downloads in the cache.
+    /// Partial downloads in the cache.
     fn parts(&self) -> usize {
         let blobs = fs::read_dir(self.repository().join("blobs"));
         let names = blobs
@@ -103,7 +103,7 @@ impl Test {
             .count()
     }
 
-    /// Breaks the transfer of the weights off `cuts` times.
+    /// Interrupts the weights transfer `cuts` times.
     fn cut_weights(&self, mut cuts: usize) {
         self.server.set_change(move |request, reply| {
             if of_weights(request) && cuts > 0 {
@@ -114,7 +114,7 @@ impl Test {
         });
     }
 
-    /// No file of the weights is in the cache, whole or in part.
+    /// Checks that no weights are in the cache, whole or in part.
     fn assert_without_weights(&self) {
         assert_eq!(self.parts(), 0);
         let snapshot = self.repository().join("snapshots").join(self.commit());
@@ -139,7 +139,7 @@ fn error(hub: &Hub, text: &str) -> anyhow::Error {
     locate(hub, text).unwrap_err()
 }
 
-/// Asserts that the files of a folder are exactly those of a model.
+/// Asserts that a folder's files are exactly a model's.
 fn assert_model(folder: &Path, seed: u8) {
     let mut found: Vec<_> = fs::read_dir(folder)
         .unwrap()
@@ -161,7 +161,7 @@ fn assert_model(folder: &Path, seed: u8) {
     }
 }
 
-/// Is the request for the contents of the weights?
+/// Returns whether the request is for the weights' contents.
 fn of_weights(request: &Request) -> bool {
     request.method == "GET" && request.target.contains("signature")
 }
@@ -193,17 +193,18 @@ fn a_model_is_downloaded_once_and_has_the_layout_of_the_python_library() {
                 .is_file()
         );
     }
-    // Of the list and of four files.
+    // For the list and four files.
     assert_eq!(test.server.downloads(), 6);
     assert_eq!(locate(&test.hub(), "a/b@main").unwrap(), located);
     assert_eq!(test.server.downloads(), 7);
-    // A commit is asked for its files, which another program may have left out.
+    // Even for a commit, the hub is asked for its files, because another program may have skipped
+    // some.
     fs::remove_file(located.path.join("generation_config.json")).unwrap();
     let at_commit = format!("a/b@{commit}");
     assert_eq!(locate(&test.hub(), &at_commit).unwrap(), located);
     assert_model(&located.path, 1);
     assert_eq!(test.server.downloads(), 8);
-    // With a list of them it needs no request.
+    // With a list, it needs no request.
     test.write_list(&commit);
     assert_eq!(locate(&test.hub(), &at_commit).unwrap(), located);
     assert_eq!(test.server.downloads(), 8);
@@ -218,7 +219,7 @@ fn a_branch_that_has_moved_is_downloaded_and_a_commit_stays() {
     let moved = locate(&test.hub(), "a/b").unwrap();
     assert_eq!(moved.commit, second);
     assert_model(&moved.path, 2);
-    // The commit of a record replaces the revision, also of a commit that is not in the cache.
+    // A recorded commit overrides the revision, even if it is not in the cache.
     let kept = test.hub().locate(
         &name("a/b"),
         HubContent::Model,
@@ -425,7 +426,7 @@ fn redirects_within_the_hub_are_followed_with_the_token() {
     false,
     "hf://a/b",
     "http",
-    "the token of HF_TOKEN, or of the file `token` in HF_HOME, has no access"
+    "the token in HF_TOKEN, or in the file `token` in HF_HOME, has no access"
 )]
 #[case::gated(
     None,
@@ -464,7 +465,7 @@ fn busy_and_failing_servers_are_asked_again() {
     let failures = Arc::new(Mutex::new(BTreeMap::<String, usize>::new()));
     let counts = Arc::clone(&failures);
     test.server.set_change(move |request, reply| {
-        // Those of the hub and of the storage would add up.
+        // The hub's and the storage server's would add up.
         if of_weights(request) {
             return reply;
         }
@@ -538,7 +539,7 @@ fn a_broken_transfer_continues_where_it_ended() {
     assert_eq!(ranges, expected);
 }
 
-/// More breaks than attempts, each with progress.
+/// More interruptions than attempts, each with progress.
 #[test]
 fn a_transfer_may_break_off_often_as_long_as_it_proceeds() {
     let test = Test::new();
@@ -607,7 +608,7 @@ fn a_file_that_has_changed_in_the_middle_is_not_joined() {
 #[case::longer(bytes(1, 700_001), "bytes, must be 700000")]
 #[case::shorter(
     bytes(1, 699_999),
-    "the transfer broke off after 699999 bytes: the file has 700000"
+    "the transfer was interrupted after 699999 bytes: the file has 700000"
 )]
 fn other_contents_than_announced_are_refused(#[case] sent: Vec<u8>, #[case] words: &str) {
     let test = Test::new();
@@ -659,7 +660,7 @@ fn headers_that_contradict_the_commit_are_refused(
 }
 
 #[rstest]
-#[case::not_json("<html>", "is no description of a repository")]
+#[case::not_json("<html>", "does not describe a repository")]
 #[case::no_commit(r#"{"sha": "main", "siblings": []}"#, "has no commit")]
 fn a_server_that_is_no_hub_is_named(#[case] body: &'static str, #[case] words: &str) {
     let test = Test::new();
@@ -696,7 +697,7 @@ fn offline_a_missing_file_is_named() {
     assert!(error.contains("`hf download a/b`"), "{error}");
 }
 
-/// The state after an interrupted download of the Python library, which lists the files first.
+/// The state after an interrupted download by the Python library, which lists the files first.
 #[test]
 fn offline_a_small_file_that_the_list_has_is_not_left_out_silently() {
     let test = Test::new();
@@ -722,7 +723,7 @@ fn without_a_network_the_last_commit_of_the_cache_is_used() {
     let error = error(&hub, "a/c");
     assert!(error.is::<TransferError>());
     assert!(error.to_string().contains("HF_ENDPOINT"), "{error}");
-    // A refusal is not the lack of a network.
+    // A rejection is not a missing network.
     test.server
         .change_repository(0, |r| *r = r.clone().with_token("hf_secret", true));
     assert!(locate(&test.hub(), "a/b").is_err());
@@ -785,7 +786,7 @@ impl Progress for Watch {
 fn progress_counts_each_byte_once() {
     let test = Test::new();
     let mut requests = 0;
-    // The file is sent again from its beginning.
+    // The file is sent again from the beginning.
     test.server.set_change(move |request, reply| {
         requests += usize::from(of_weights(request));
         match of_weights(request) && requests < 3 {
@@ -867,7 +868,7 @@ fn a_file_without_a_size_is_bounded() {
     };
     let error = error(&bounded, "a/b");
     assert!(error.is::<TransferError>(), "{error:#}");
-    let words = "more than 2999 bytes of a file whose size it does not name";
+    let words = "more than 2999 bytes for a file whose size it does not report";
     assert!(format!("{error:#}").contains(words), "{error:#}");
     let roomy = Hub {
         unsized_limit: 3000,
@@ -886,7 +887,7 @@ fn the_list_of_files_has_a_limit_of_time() {
     let error = error(&hub, "a/b");
     assert!(error.is::<TransferError>(), "{error:#}");
     assert!(
-        format!("{error:#}").ends_with("the list of files takes more than 0 s"),
+        format!("{error:#}").ends_with("the file list takes more than 0 s"),
         "{error:#}"
     );
 }

@@ -1,4 +1,4 @@
-//! Tests of downloads and the cache.
+//! Tests downloads and the cache.
 
 #![cfg(feature = "client")]
 

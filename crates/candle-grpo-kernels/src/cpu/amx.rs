@@ -1,19 +1,19 @@
-//! Products of bf16 in the tile registers of AMX.
+//! bf16 products in AMX tile registers.
 //!
-//! A tile has 16 rows of 64 bytes. The instruction multiplies 32 bf16 of each of 16 rows by those
-//! of each of 16 columns, and adds to 256 sums in f32.
+//! A tile has 16 rows with 64 bytes each. One instruction multiplies 16 rows by 16 columns, 32 bf16
+//! values each, and adds to 256 f32 sums.
 
 use std::arch::asm;
 use std::marker::PhantomData;
 use std::sync::LazyLock;
 
-/// Rows and columns of a block of sums: two by two tiles.
+/// Rows and columns in a block of sums: two by two tiles.
 pub(super) const BLOCK: usize = 32;
 
-/// Words of a row of a tile.
+/// Words per tile row.
 pub(super) const STEP: usize = 16;
 
-/// Returns whether the processor has tiles of bf16, and the system lets this process use them.
+/// Returns whether the processor has bf16 tiles and the system lets this process use them.
 pub(super) fn is_available() -> bool {
     static AVAILABLE: LazyLock<bool> = LazyLock::new(|| {
         let features = std::arch::x86_64::__cpuid_count(7, 0).edx;
@@ -23,12 +23,12 @@ pub(super) fn is_available() -> bool {
     *AVAILABLE
 }
 
-/// Asks the system for the registers, whose contents need 8 KiB more in each thread.
+/// Requests the registers from the system. Their contents take 8 KiB more per thread.
 #[cfg(target_os = "linux")]
 fn permitted() -> bool {
     let (request, tile_data) = (0x1023, 18);
-    // SAFETY: the call changes what the system saves of the threads of this process, and no memory
-    // of it.
+    // SAFETY: the call changes which thread state the system saves, and touches no memory in this
+    // process.
     #[allow(unsafe_code)]
     unsafe {
         libc::syscall(libc::SYS_arch_prctl, request, tile_data) == 0
@@ -40,13 +40,13 @@ fn permitted() -> bool {
     false
 }
 
-/// The tile registers of this thread, until it is dropped.
+/// Owns this thread's tile registers until dropped.
 pub(super) struct Tiles(PhantomData<*mut ()>);
 
 impl Tiles {
     /// # Safety
     ///
-    /// AMX [is available](is_available). The thread has no other `Tiles`.
+    /// AMX must be [available](is_available). The thread must not have other `Tiles`.
     #[allow(unsafe_code)]
     pub(super) unsafe fn new() -> Self {
         #[repr(C, align(64))]
@@ -66,7 +66,7 @@ impl Tiles {
         };
         shape.row_bytes[..8].fill(64);
         shape.rows[..8].fill(16);
-        // SAFETY: the caller has the instruction. The shape is valid for palette 1.
+        // SAFETY: the caller guarantees the instruction. The shape is valid for palette 1.
         unsafe {
             asm!("ldtilecfg [{shape}]", shape = in(reg) &raw const shape,
                 out("tmm0") _, out("tmm1") _, out("tmm2") _, out("tmm3") _,
@@ -78,12 +78,13 @@ impl Tiles {
 
     /// Computes a block of sums, `target = a b`, or `target += a b` if `add` is set.
     ///
-    /// Steps between rows are in bytes.
+    /// Row strides are in bytes.
     ///
     /// # Safety
     ///
-    /// `a` has `BLOCK` rows of `steps * STEP` words, `b` has `steps * STEP` rows of `BLOCK` words
-    /// without gaps, and `target` has `BLOCK` rows of `BLOCK` numbers. `steps` is not 0.
+    /// `a` must have `BLOCK` rows with `steps * STEP` words, `b` must have `steps * STEP` rows with
+    /// `BLOCK` words and no gaps, and `target` must have `BLOCK` rows with `BLOCK` values. `steps`
+    /// must not be 0.
     #[allow(unsafe_code)]
     pub(super) unsafe fn multiply(
         &self,
@@ -97,7 +98,7 @@ impl Tiles {
             a.wrapping_add(STEP * a_step),
             target.wrapping_byte_add(STEP * target_step),
         );
-        // SAFETY: the caller keeps the tiles in bounds. A `Tiles` exists, so they have a shape.
+        // SAFETY: the caller keeps the tiles in bounds. A `Tiles` exists, so they are configured.
         unsafe {
             asm!(
                 "test {add:e}, {add:e}",

@@ -1,9 +1,9 @@
-//! Numbers of quantized blocks. The formats of the blocks are those of
+//! Decodes quantized blocks. Their formats are defined in
 //! [ggml](https://github.com/ggml-org/ggml/blob/master/src/ggml-common.h).
 
 use candle_core::quantized::GgmlDType;
 
-/// Writes the numbers of `blocks` of type `block_type` to `y`.
+/// Dequantizes `blocks` with type `block_type` to `y`.
 #[inline(always)]
 pub(crate) fn widen(blocks: &[u8], block_type: GgmlDType, y: &mut [f32]) {
     match block_type {
@@ -15,7 +15,7 @@ pub(crate) fn widen(blocks: &[u8], block_type: GgmlDType, y: &mut [f32]) {
         GgmlDType::Q4K => each(blocks, y, q4_k),
         GgmlDType::Q5K => each(blocks, y, q5_k),
         GgmlDType::Q6K => each(blocks, y, q6_k),
-        // No other type passes the checks of the operators.
+        // Operator checks reject all other types.
         _ => y.fill(f32::NAN),
     }
 }
@@ -33,16 +33,16 @@ fn each<const BYTES: usize, const SIZE: usize>(
     }
 }
 
-/// Returns the f16 number at `place`, which must be finite.
+/// Returns the f16 value at `place`, which must be finite.
 #[inline(always)]
 fn half(block: &[u8], place: usize) -> f32 {
     let bits = u32::from(u16::from_le_bytes([block[place], block[place + 1]]));
-    // The exponent has another offset, which a product corrects, also for subnormal numbers.
+    // The exponent bias differs. A product corrects it, even for subnormal numbers.
     let scaled = f32::from_bits((bits & 0x7fff) << 13) * f32::from_bits((127 + 112) << 23);
     f32::from_bits(scaled.to_bits() | (bits & 0x8000) << 16)
 }
 
-/// Factor (2 bytes), low and high halves of 16 bytes.
+/// Factor (2 bytes), low and high nibbles in 16 bytes.
 #[inline(always)]
 fn q4_0(block: &[u8; 18], y: &mut [f32; 32]) {
     let d = half(block, 0);
@@ -53,7 +53,7 @@ fn q4_0(block: &[u8; 18], y: &mut [f32; 32]) {
     }
 }
 
-/// Factor and offset, low and high halves of 16 bytes.
+/// Factor and offset, low and high nibbles in 16 bytes.
 #[inline(always)]
 fn q4_1(block: &[u8; 20], y: &mut [f32; 32]) {
     let (d, offset) = (half(block, 0), half(block, 2));
@@ -64,7 +64,7 @@ fn q4_1(block: &[u8; 20], y: &mut [f32; 32]) {
     }
 }
 
-/// Factor, the fifth bits (4 bytes), low and high halves of 16 bytes.
+/// Factor, the fifth bits (4 bytes), low and high nibbles in 16 bytes.
 #[inline(always)]
 fn q5_0(block: &[u8; 22], y: &mut [f32; 32]) {
     let d = half(block, 0);
@@ -77,7 +77,7 @@ fn q5_0(block: &[u8; 22], y: &mut [f32; 32]) {
     }
 }
 
-/// The parts of [`q5_0`], with an offset after the factor.
+/// Like [`q5_0`], with an offset after the factor.
 #[inline(always)]
 fn q5_1(block: &[u8; 24], y: &mut [f32; 32]) {
     let (d, offset) = (half(block, 0), half(block, 2));
@@ -99,8 +99,8 @@ fn q8_0(block: &[u8; 34], y: &mut [f32; 32]) {
     }
 }
 
-/// The factor and the offset of part `part` of 8 of a block of Q4K or Q5K, 6 bits each. Byte 4 is
-/// the first of the 12 that have them.
+/// Factor and offset for part `part` in 0..8 in a Q4K or Q5K block, 6 bits each. They are in 12
+/// bytes, starting at byte 4.
 #[inline(always)]
 fn six_bits(block: &[u8], part: usize) -> (f32, f32) {
     let (d, offset) = (half(block, 0), half(block, 2));
@@ -115,21 +115,20 @@ fn six_bits(block: &[u8], part: usize) -> (f32, f32) {
     (d * f32::from(scale), offset * f32::from(min))
 }
 
-/// Factor and offset of the block, factors and offsets of 8 parts, low and high halves of 128
-/// bytes.
+/// Block factor and offset, factors and offsets for 8 parts, low and high nibbles in 128 bytes.
 #[inline(always)]
 fn q4_k(block: &[u8; 144], y: &mut [f32; 256]) {
     eight_parts(block, 16, |_| 0, y);
 }
 
-/// The parts of [`q4_k`], with 32 bytes of fifth bits before the 128 bytes.
+/// Like [`q4_k`], with 32 bytes for the fifth bits before the 128 bytes.
 #[inline(always)]
 fn q5_k(block: &[u8; 176], y: &mut [f32; 256]) {
     eight_parts(block, 48, |i| block[16 + i], y);
 }
 
-/// The numbers of 8 parts, each the low or the high halves of 32 bytes, from byte `start` on.
-/// `fifth(i)` has the fifth bit of number `i` of each part.
+/// Decodes 8 parts, each either the low or the high nibbles in 32 bytes, starting at byte `start`.
+/// `fifth(i)` holds the fifth bits for value `i` in all parts.
 #[inline(always)]
 fn eight_parts(block: &[u8], start: usize, fifth: impl Fn(usize) -> u8, y: &mut [f32; 256]) {
     for pair in 0..4 {
@@ -144,12 +143,13 @@ fn eight_parts(block: &[u8], start: usize, fifth: impl Fn(usize) -> u8, y: &mut 
     }
 }
 
-/// 128 bytes of four bits, 64 bytes of two bits, 16 signed factors, the factor of the block.
+/// 128 bytes with four bits per value, 64 bytes with two bits per value, 16 signed factors, the
+/// block factor.
 #[inline(always)]
 fn q6_k(block: &[u8; 210], y: &mut [f32; 256]) {
     let d = half(block, 208);
     for part in 0..16 {
-        // The half of the block, the quarter of that, and the half of that.
+        // The block half, the quarter within it, and the half within that.
         let (half, quarter, first) = (part / 8, part / 2 % 4, 16 * (part % 2));
         let scale = d * f32::from(block[192 + part] as i8);
         for i in first..first + 16 {

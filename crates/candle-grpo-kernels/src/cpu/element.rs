@@ -1,4 +1,4 @@
-//! Float dtypes that the fused paths read and write. Arithmetic is in f32.
+//! Float dtypes that the fused paths read and write. They compute in f32.
 
 use std::mem::MaybeUninit;
 
@@ -12,9 +12,10 @@ use super::instructions::vectors;
 use super::output;
 use super::slice::CHUNK;
 
-/// A float of up to 32 bits.
+/// A float with up to 32 bits.
 pub(crate) trait Element: WithDType + Sync {
-    /// Returns `source` in f32. Uses `buffer`, of the same length, unless `source` is f32.
+    /// Returns `source` in f32. Uses `buffer`, which must have the same length, unless `source` is
+    /// f32.
     #[inline(always)]
     fn widened<'a>(source: &'a [Self], buffer: &'a mut [f32]) -> &'a [f32] {
         match Self::as_f32(source) {
@@ -26,7 +27,7 @@ pub(crate) trait Element: WithDType + Sync {
         }
     }
 
-    /// Copies `source` to `target`, of the same length.
+    /// Copies `source` to `target`, which must have the same length.
     fn widen(source: &[Self], target: &mut [f32]);
 
     /// Returns `source` if it is f32.
@@ -59,13 +60,13 @@ pub(crate) trait Element: WithDType + Sync {
         None
     }
 
-    /// Returns the nearest value of this dtype.
+    /// Rounds to this dtype.
     fn nearest(value: f32) -> Self;
 
-    /// Returns this value in f32.
+    /// Converts to f32.
     fn wide(self) -> f32;
 
-    /// Rounds `source`, on all cores.
+    /// Rounds `source` on all cores.
     fn rounded(source: Vec<f32>) -> Vec<Self> {
         let fill = |target: &mut [MaybeUninit<Self>]| {
             target
@@ -80,7 +81,7 @@ pub(crate) trait Element: WithDType + Sync {
         }
     }
 
-    /// Rounds `source` to `target`, of the same length.
+    /// Rounds `source` to `target`, which must have the same length.
     #[inline(always)]
     fn write(source: &[f32], target: &mut [MaybeUninit<Self>]) {
         for (target, &value) in target.iter_mut().zip(source) {
@@ -152,7 +153,7 @@ impl Element for bf16 {
 
     #[inline(always)]
     fn widen(source: &[Self], target: &mut [f32]) {
-        // The upper half of an f32, so a shift: the compiler vectorizes this.
+        // bf16 is the upper half of an f32, so this is a shift, which the compiler vectorizes.
         for (target, value) in target.iter_mut().zip(source) {
             *target = f32::from_bits(u32::from(value.to_bits()) << 16);
         }

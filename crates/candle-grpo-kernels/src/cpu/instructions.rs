@@ -1,4 +1,4 @@
-//! The instructions that the CPU paths use.
+//! Instruction sets for the CPU paths.
 
 use std::fmt;
 use std::str::FromStr;
@@ -7,15 +7,15 @@ use std::sync::OnceLock;
 use candle_core::{Error, Result, bail};
 use pulp::Arch;
 
-/// The environment variable that selects the instructions.
+/// Environment variable that selects the instruction set.
 const VARIABLE: &str = "CANDLE_GRPO_CPU";
 
-/// A set of instructions of the CPU operators. Each set includes those before it that the processor
-/// has.
+/// An instruction set for the CPU operators. Each set includes all earlier sets that the processor
+/// supports.
 ///
-/// The best set of the processor is the default. The environment variable `CANDLE_GRPO_CPU` selects
-/// another, which it must have: to reproduce the results of another processor in bf16, or to test
-/// and time a path. In f32, AVX2 and all later sets compute the same bits.
+/// The default is the processor's best set. Set the environment variable `CANDLE_GRPO_CPU` to
+/// select another one that it supports, to reproduce another processor's bf16 results, or to test
+/// and time a path. In f32, AVX2 and all later sets give the same bits.
 ///
 /// ```
 /// use candle_grpo_kernels::CpuInstructions;
@@ -26,8 +26,7 @@ const VARIABLE: &str = "CANDLE_GRPO_CPU";
 /// ```
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub enum CpuInstructions {
-    /// The instructions that each processor of the target has: much slower, and without fused
-    /// multiply-adds.
+    /// Baseline instructions for the target: much slower, and without fused multiply-adds.
     Portable,
     /// NEON, on Arm.
     Neon,
@@ -35,9 +34,9 @@ pub enum CpuInstructions {
     Avx2,
     /// AVX-512 (F, BW, CD, DQ, VL).
     Avx512,
-    /// Products of pairs of bf16 as well.
+    /// Also multiplies pairs of bf16.
     Avx512Bf16,
-    /// Products of bf16 in tiles as well.
+    /// Also multiplies bf16 in tiles.
     Amx,
 }
 
@@ -51,24 +50,24 @@ impl CpuInstructions {
         Self::Amx,
     ];
 
-    /// Returns the sets that this processor has, the best last.
+    /// Returns the sets that this processor supports, the best last.
     pub fn available() -> Vec<Self> {
         let mut all = Self::ALL.to_vec();
         all.retain(|set| set.is_available());
         all
     }
 
-    /// Returns the set that the operators use. It does not change in a process.
+    /// Returns the set that the operators use. It never changes within a process.
     ///
     /// # Errors
     ///
-    /// Fails if `CANDLE_GRPO_CPU` is not the name of an available set. Every operator on the CPU
+    /// Fails if `CANDLE_GRPO_CPU` does not name an available set. Every operator on the CPU then
     /// fails in the same way.
     pub fn selected() -> Result<Self> {
         selection().as_ref().copied().map_err(Error::msg)
     }
 
-    /// Returns the name, as in `CANDLE_GRPO_CPU`.
+    /// Returns the name used in `CANDLE_GRPO_CPU`.
     pub fn name(self) -> &'static str {
         match self {
             Self::Portable => "portable",
@@ -148,7 +147,7 @@ pub(super) fn has(set: CpuInstructions) -> bool {
     selection().as_ref().is_ok_and(|&selected| selected >= set)
 }
 
-/// Returns the vectors of the selected set.
+/// Returns the selected set's vectors.
 pub(crate) fn vectors() -> Arch {
     match selection() {
         #[cfg(target_arch = "x86_64")]

@@ -1,19 +1,18 @@
-//! Matrix products of f32, or of bf16 with sums in f32.
+//! Matrix products in f32, or in bf16 with f32 sums.
 //!
-//! Each entry of a product is one chain of multiply-adds over the inner dimension, in order. So its
-//! bits are a function of one row of `a` and one column of `b`: they do not depend on the other
-//! rows and columns, or on the number of cores. In f32, they do not depend on the width of the
-//! vectors.
+//! Each entry is one chain of multiply-adds along the inner dimension, in order. Its bits therefore
+//! depend only on one row in `a` and one column in `b`, not on other rows and columns or the number
+//! of cores. In f32, they do not depend on the vector width either.
 //!
-//! bf16 are multiplied in tiles or in pairs on processors with instructions for it ([`amx`],
+//! bf16 is multiplied in tiles or in pairs on processors with such instructions ([`amx`],
 //! [`pairs`]), and in f32 on others.
 //!
 //! [`amx`]: super::amx
 //! [`pairs`]: super::word::multiplies_pairs
 //!
-//! A task multiplies some rows by some columns. It packs up to [`WIDEST`] columns into a panel of
-//! units of [`UNIT`] columns, whose entries of one inner index are adjacent, and keeps a tile of
-//! sums in registers.
+//! A task multiplies some rows by some columns. It packs up to [`WIDEST`] columns into a panel. A
+//! panel consists of units with [`UNIT`] columns each, in which entries with the same inner index
+//! are adjacent. A tile of sums stays in registers.
 
 use std::ops::Range;
 
@@ -37,37 +36,35 @@ use super::transpose::{UNIT, WIDEST, interleave};
 use super::word::multiplies_in_tiles;
 use super::word::{Numbers, Word};
 
-/// Rows of a task, at most. Packed, they and a panel fit in the L2 cache.
+/// Maximum rows per task. Packed, they fit in the L2 cache together with a panel.
 const ROWS: usize = 256;
 
-/// Words that are packed at a time with vectors of a unit. A chain continues from the sum in
-/// memory.
+/// Words to pack at a time if a vector holds a unit. A chain continues from the sum in memory.
 const DEPTH: usize = 1024;
 
-/// Words that are packed at a time with shorter vectors, at most. A unit and a tile of rows of them
-/// stay in an L1 cache of 32 KiB.
+/// Maximum words to pack at a time with shorter vectors. A unit and a tile of rows then stay in a
+/// 32 KiB L1 cache.
 const NARROW_DEPTH: usize = 320;
 
-/// Rows of a task for which the time is that of packing.
+/// Up to this many rows, packing dominates a task's time.
 const FEW: usize = 4;
 
-/// Words that are packed at a time for few rows: a multiple of each quantized block.
+/// Words to pack at a time for few rows: a multiple of every quantized block size.
 const SHORT: usize = 256;
 
-/// Numbers that are packed at a time for tiles of AMX, at most. A panel of them has the size of the
-/// L1 cache.
+/// Maximum values to pack at a time for AMX tiles. A panel then fills the L1 cache.
 #[cfg(target_arch = "x86_64")]
 const TILE_DEPTH: usize = 3 * SHORT;
 
-/// Tasks for each core, so that all cores end at about the same time.
+/// Tasks per core, so that all cores finish at about the same time.
 const TASKS_PER_CORE: usize = 4;
 
-/// Minimum number of multiplications for more than one core.
+/// Minimum number of multiplications to use more than one core.
 const WORTH_SHARING: usize = 1 << 16;
 
 /// Computes `target = a b`, or `target += a b` if `add` is set, on all cores.
 ///
-/// The rows of `target` start `row_stride` apart.
+/// Rows in `target` start `row_stride` apart.
 ///
 /// # Panics
 ///
@@ -76,7 +73,7 @@ pub(crate) fn matmul(target: &mut [f32], row_stride: usize, add: bool, a: Matrix
     run(&[Product::new(target, row_stride, add, a, b)], true);
 }
 
-/// [`matmul`] on the calling core.
+/// Like [`matmul`], on the calling core only.
 ///
 /// # Panics
 ///
@@ -136,13 +133,13 @@ impl<'a, B: Columns> Product<'a, B> {
         }
     }
 
-    /// Returns whether the factors are multiplied in tiles of AMX.
+    /// Returns whether the factors are multiplied in AMX tiles.
     #[cfg(target_arch = "x86_64")]
     fn in_tiles(&self) -> bool {
         matches!(self.a.numbers, Numbers::Halves(_)) && multiplies_in_tiles()
     }
 
-    /// Returns the width of the widest panel.
+    /// Returns the maximum panel width.
     fn widest(&self) -> usize {
         #[cfg(target_arch = "x86_64")]
         if self.in_tiles() {
@@ -151,7 +148,7 @@ impl<'a, B: Columns> Product<'a, B> {
         WIDEST
     }
 
-    /// Splits the product into at least `wanted` tasks, if its size permits.
+    /// Splits the product into at least `wanted` tasks, if it is large enough.
     fn tasks(&self, wanted: usize) -> Vec<Task<'_, 'a, B>> {
         let panels: Vec<_> = panels(self.b.len(), self.widest()).collect();
         let parts = self.a.rows.div_ceil(ROWS);
@@ -212,7 +209,7 @@ impl<B: Columns> Task<'_, '_, B> {
 
 #[cfg(target_arch = "x86_64")]
 impl<B: Columns> Task<'_, '_, B> {
-    /// [`Self::run`] for bf16 in tiles of AMX.
+    /// Runs the task for bf16 in AMX tiles.
     fn run_in_tiles(&self, scratch: &mut Scratch) {
         let Self {
             product,
@@ -228,8 +225,8 @@ impl<B: Columns> Task<'_, '_, B> {
             column_stride,
             add: product.add,
         };
-        // For few rows, the time is that of reading `b`. The transpose of the product reads its
-        // columns as they lie in memory.
+        // With few rows, the time is dominated by reading `b`. The transposed product reads its
+        // columns in memory order.
         if rows.len() <= amx::BLOCK
             && let Some(left) = product.b.as_rows()
             // Otherwise its rows have to be copied.
@@ -245,7 +242,7 @@ impl<B: Columns> Task<'_, '_, B> {
                 scratch,
             });
         }
-        // Parts of about the same length, at multiples of each quantized block.
+        // Splits into parts with similar lengths, at multiples of every quantized block size.
         let parts = product.a.columns.div_ceil(TILE_DEPTH).max(1);
         bf16::dispatch(RunTiles {
             left: &product.a,
@@ -260,7 +257,7 @@ impl<B: Columns> Task<'_, '_, B> {
 }
 
 impl<B: Columns> Task<'_, '_, B> {
-    /// [`Self::run`] with the vectors of `W`. `numbers` are those of `a`.
+    /// Runs the task with vectors for `W`. `numbers` are the values in `a`.
     fn multiply<W: Word>(&self, numbers: &[W], scratch: &mut Scratch) {
         let Scratch {
             a: tiles,
@@ -278,10 +275,10 @@ impl<B: Columns> Task<'_, '_, B> {
             return product.run();
         }
         let lanes = W::dispatch(Lanes);
-        // The last word of an odd number of bf16 is in a tile.
+        // The last word in an odd number of bf16 values has to be in a tile.
         let scattered = a.column_stride != 1 || !a.columns.is_multiple_of(W::NUMBERS);
-        // For few rows, the time is that of packing. Parts of a panel stay in the L1 cache, and a
-        // panel is read as it lies in memory.
+        // With few rows, packing dominates. Parts of a panel stay in the L1 cache, and a panel is
+        // read in memory order.
         let few = rows.len() <= FEW && !scattered;
         let in_tiles = scattered || (lanes < UNIT && !few);
         let shape = Shape::new(lanes, rows.len());
@@ -290,7 +287,7 @@ impl<B: Columns> Task<'_, '_, B> {
             true => NARROW_DEPTH,
             false => DEPTH,
         };
-        // Parts of about the same length.
+        // Splits into parts with similar lengths.
         let parts = a.columns.div_ceil(W::NUMBERS * most).max(1);
         let unit = product.b.block().next_multiple_of(W::NUMBERS);
         let depth = a.columns.div_ceil(parts).max(1).next_multiple_of(unit);
@@ -369,7 +366,7 @@ impl<B: Columns> Task<'_, '_, B> {
     }
 }
 
-/// Returns the lanes of a vector.
+/// Returns the number of vector lanes.
 struct Lanes;
 
 impl WithSimd for Lanes {
@@ -381,8 +378,8 @@ impl WithSimd for Lanes {
     }
 }
 
-/// The largest tile: its rows, and its units of columns. A row of the panel and one number of the
-/// other factor stay in registers beside the sums.
+/// The largest tile: its rows and its units of columns. The registers hold the sums, one panel row
+/// and one value from the other factor.
 #[derive(Clone, Copy)]
 struct Shape {
     rows: usize,
@@ -390,12 +387,12 @@ struct Shape {
 }
 
 impl Shape {
-    /// Returns the shape for `rows` rows and vectors of `lanes` numbers.
+    /// Returns the shape for `rows` rows and vectors with `lanes` values.
     fn new(lanes: usize, rows: usize) -> Self {
         let (rows, units) = match lanes {
             // 32 registers, 24 sums.
             UNIT => (8, WIDEST / UNIT),
-            // 16 registers, up to 12 sums. One row needs several units, which hide the latency of
+            // 16 registers, up to 12 sums. A single row needs several units to hide the latency of
             // additions.
             8 if rows <= 2 => (2, WIDEST / UNIT),
             4.. => (6, 1),
@@ -405,7 +402,7 @@ impl Shape {
     }
 }
 
-/// Returns the rows of the next tile: `most`, or the largest power of two with at most `left` rows.
+/// Returns the next tile's height: `most`, or the largest power of two up to `left`.
 #[inline(always)]
 fn height(left: usize, most: usize) -> usize {
     if left >= most {
@@ -415,8 +412,8 @@ fn height(left: usize, most: usize) -> usize {
     }
 }
 
-/// Writes the words of rows of `a` in tiles of up to `most` rows, in which those of one inner index
-/// are adjacent.
+/// Writes words from rows of `a` into tiles with up to `most` rows, so that words with the same
+/// inner index are adjacent.
 fn pack_rows<W: Word>(
     numbers: &[W],
     a: &Matrix,
@@ -426,7 +423,7 @@ fn pack_rows<W: Word>(
     tiles: &mut Buffer,
 ) {
     let words = inner.len().div_ceil(W::NUMBERS);
-    // Vectors are written over the rows of the next inner indices.
+    // Vectors overwrite rows for the next inner indices.
     let tiles = tiles.first(rows.len() * words + UNIT);
     let mut first = rows.start;
     while first < rows.end {
@@ -445,10 +442,10 @@ fn pack_rows<W: Word>(
     }
 }
 
-/// Words of rows of `a`.
+/// Words from rows of `a`.
 #[derive(Clone, Copy)]
 enum Rows<'t, W> {
-    /// Numbers whose rows start so far apart.
+    /// Values in place, with this row stride.
     InPlace(&'t [W], usize),
     /// [Packed](pack_rows).
     InTiles(&'t [f32]),
@@ -459,7 +456,7 @@ struct PanelProduct<'t, W> {
     a: Rows<'t, W>,
     rows: usize,
     shape: Shape,
-    /// All units of the panel.
+    /// All units in the panel.
     all: Tile<'t>,
 }
 
@@ -494,14 +491,14 @@ impl<W: Word> WithSimd for PanelProduct<'_, W> {
     }
 }
 
-/// Some rows of `a` times some units of a panel.
+/// Some rows of `a` times some units in a panel.
 #[derive(Clone, Copy)]
 struct Tile<'t> {
     panel: Panel<'t>,
     depth: usize,
-    /// The columns that the target has.
+    /// Number of columns in the target.
     columns: usize,
-    /// The first entry of the target.
+    /// First entry in the target.
     target: *mut f32,
     row_stride: usize,
     add: bool,
@@ -549,11 +546,11 @@ impl Tile<'_> {
         }
     }
 
-    /// Computes R rows. V vectors of each are in registers at a time.
+    /// Computes R rows, with V vectors from each in registers at a time.
     #[inline(always)]
     fn compute<S: Simd, W: Word, const R: usize, const V: usize>(&self, simd: S, rows: Rows<W>) {
         let depth = self.depth;
-        // Vectors of a unit.
+        // Vectors per unit.
         let of_unit = UNIT / S::F32_LANES;
         let parts = self.columns.div_ceil(V * S::F32_LANES);
         let units = (parts * V).div_ceil(of_unit);
@@ -568,14 +565,14 @@ impl Tile<'_> {
         for part in 0..parts {
             let first = part * V * S::F32_LANES;
             let columns = (self.columns - first).min(V * S::F32_LANES);
-            // The first word of each vector.
+            // First word in each vector.
             let panel: [*const S::f32s; V] = std::array::from_fn(|v| {
                 let vector = part * V + v;
                 let lane = vector % of_unit * S::F32_LANES;
                 self.panel.unit(vector / of_unit).wrapping_add(lane).cast()
             });
-            // SAFETY: the constructor of the product checked the bounds of the target. No other
-            // task has these entries, and nothing reads them during the product.
+            // SAFETY: the product's constructor checked the target bounds. No other task has these
+            // entries, and nothing reads them during the product.
             #[allow(unsafe_code)]
             let mut targets: [&mut [f32]; R] = std::array::from_fn(|row| unsafe {
                 let start = self.target.wrapping_add(row * self.row_stride + first);
@@ -594,8 +591,8 @@ impl Tile<'_> {
                     }
                 }
             }
-            // SAFETY: the assertions above keep the words in bounds, and `dispatch` of the words
-            // called this.
+            // SAFETY: the assertions above keep the words in bounds, and this is called from the
+            // words' `dispatch`.
             #[allow(unsafe_code)]
             let sums = unsafe {
                 match rows {
@@ -623,19 +620,19 @@ impl Tile<'_> {
     }
 }
 
-/// Adds the products of `depth` words of R rows and of V vectors of columns to sums.
+/// Adds the products of R rows and V column vectors, `depth` words each, to sums.
 ///
-/// The words of a row are adjacent and rows are `stride` bytes apart, or the rows are in a tile if
+/// Words in a row are adjacent and rows are `stride` bytes apart, or the rows are in a tile if
 /// TILED is set.
 ///
-/// A function of its own, with its own sums: the compiler keeps those in registers only if nothing
-/// else has their address. Plain loops: the compiler must inline all of it, and does not inline
-/// every closure.
+/// This is a separate function with its own sums, because the compiler keeps them in registers only
+/// if nothing else has their address. It uses plain loops, because the compiler must inline
+/// everything and does not inline every closure.
 ///
 /// # Safety
 ///
-/// The rows have `depth` words, and `panel` points to the first of `depth` vectors, a unit apart.
-/// `dispatch` of the words is on the stack.
+/// The rows must have `depth` words, and `panel` must point to the first of `depth` vectors, a unit
+/// apart. This must be called from the words' `dispatch`.
 #[inline(always)]
 #[allow(unsafe_code)]
 unsafe fn add_products<S: Simd, W: Word, const R: usize, const V: usize, const TILED: bool>(
@@ -649,7 +646,7 @@ unsafe fn add_products<S: Simd, W: Word, const R: usize, const V: usize, const T
     let mut sums = sums;
     let mut b = [simd.splat_f32s(0.0); V];
     for k in 0..depth {
-        // SAFETY: the caller has these words.
+        // SAFETY: the caller guarantees these words.
         unsafe {
             for v in 0..V {
                 b[v] = panel[v]

@@ -21,7 +21,7 @@ impl<'a> Matrix<'a> {
         Self::of(Numbers::Singles(values), rows, columns, row_stride)
     }
 
-    /// [`Self::new`] for numbers of any dtype.
+    /// Like [`Self::new`], with values in any dtype.
     pub(crate) fn of(numbers: Numbers<'a>, rows: usize, columns: usize, row_stride: usize) -> Self {
         Self {
             numbers,
@@ -32,8 +32,8 @@ impl<'a> Matrix<'a> {
         }
     }
 
-    /// Returns the matrix of a tensor. `values` is the whole storage. `buffer` is for numbers in
-    /// f32.
+    /// Returns a tensor's matrix. `values` is the whole storage. `buffer` holds the values if they
+    /// have to be converted to f32.
     pub(crate) fn from_layout<T: Element>(
         values: &'a [T],
         layout: &Layout,
@@ -52,7 +52,7 @@ impl<'a> Matrix<'a> {
         Ok(matrix)
     }
 
-    /// Returns the transpose, in the same memory.
+    /// Returns the transpose, sharing memory.
     pub(crate) fn t(self) -> Self {
         Self {
             rows: self.columns,
@@ -63,7 +63,7 @@ impl<'a> Matrix<'a> {
         }
     }
 
-    /// Returns the numbers from the first entry to the last.
+    /// Returns the number of values from the first to the last entry, inclusive.
     fn span(&self) -> usize {
         match (self.rows, self.columns) {
             (0, _) | (_, 0) => 0,

@@ -1,4 +1,4 @@
-//! The ground of the CPU paths: SIMD chosen at run time, matrix products, access to tensors.
+//! Foundation for the CPU paths: SIMD chosen at run time, matrix products, tensor access.
 
 #[cfg(target_arch = "x86_64")]
 pub(crate) mod amx;

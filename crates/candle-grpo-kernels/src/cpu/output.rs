@@ -1,8 +1,8 @@
-//! Allocation of results.
+//! Allocates results.
 
 use std::mem::{ManuallyDrop, MaybeUninit};
 
-/// Returns a vector of `len` elements that `fill` writes, without zeroing them first.
+/// Returns a vector with `len` elements that `fill` writes, without zeroing them first.
 ///
 /// # Safety
 ///
@@ -17,23 +17,23 @@ pub(crate) unsafe fn filled<T: Copy>(
     unsafe { memory.set_len(len) };
     fill(&mut memory);
     let mut memory = ManuallyDrop::new(memory);
-    // SAFETY: `MaybeUninit<T>` has the layout of `T`. The parts are those of one vector, which is
+    // SAFETY: `MaybeUninit<T>` has the same layout as `T`. The parts come from one vector, which is
     // not dropped. The caller guarantees that every element is written.
     unsafe { Vec::from_raw_parts(memory.as_mut_ptr().cast(), len, memory.capacity()) }
 }
 
-/// Returns two vectors, as [`filled`].
+/// Like [`filled`], for two vectors.
 ///
 /// # Safety
 ///
-/// `fill` must write every element of both.
+/// `fill` must write every element in both.
 #[allow(unsafe_code)]
 pub(crate) unsafe fn two_filled<T: Copy>(
     len: usize,
     fill: impl FnOnce(&mut [MaybeUninit<T>], &mut [MaybeUninit<T>]),
 ) -> (Vec<T>, Vec<T>) {
     let mut second = Vec::new();
-    // SAFETY: the caller guarantees that `fill` writes every element of both.
+    // SAFETY: the caller guarantees that `fill` writes every element in both.
     let first = unsafe {
         filled(len, |first| {
             second = filled(len, |second| fill(first, second))

@@ -1,4 +1,4 @@
-//! Panels: columns of a matrix whose words of one inner index are adjacent.
+//! Panels: matrix columns packed so that words with the same inner index are adjacent.
 
 use std::ops::Range;
 
@@ -16,21 +16,21 @@ use super::transpose::{UNIT, transpose};
 use super::word::{Numbers, Word, multiplies_in_tiles, multiplies_pairs};
 use crate::blocks::block_type;
 
-/// The second factor of a product, in columns.
+/// A product's second factor, as columns.
 pub(crate) trait Columns: Sync {
     /// Returns the number of columns.
     fn len(&self) -> usize;
 
-    /// Returns whether `a` can be multiplied by the columns.
+    /// Returns whether `a` can be multiplied by these columns.
     fn fits(&self, a: &Matrix) -> bool;
 
-    /// Returns the transpose, if the numbers of each column are adjacent in memory.
+    /// Returns the transpose, if each column's values are adjacent in memory.
     #[cfg(target_arch = "x86_64")]
     fn as_rows(&self) -> Option<Matrix<'_>> {
         None
     }
 
-    /// Returns a number that the first inner index of each part is a multiple of.
+    /// Returns the alignment for the first inner index in each part.
     fn block(&self) -> usize {
         UNIT
     }
@@ -40,14 +40,14 @@ pub(crate) trait Columns: Sync {
         false
     }
 
-    /// Returns the panel of some columns, if it lies in memory. The inner indices start as in
-    /// [`Self::pack`].
+    /// Returns the panel for some columns, if it is already in memory. The inner indices start as
+    /// in [`Self::pack`].
     fn packed<W: Word>(&self, _columns: &Range<usize>, _inner: &Range<usize>) -> Option<Panel<'_>> {
         None
     }
 
-    /// Writes some entries of some columns to `panel` `[words of inner, width]`, and zeros after
-    /// them. The inner indices start at a multiple of [`Self::block`].
+    /// Packs some entries from some columns into `panel` `[words of inner, width]`, followed by
+    /// zeros. Inner indices start at a multiple of [`Self::block`].
     fn pack<W: Word>(
         &self,
         columns: &Range<usize>,
@@ -96,9 +96,9 @@ impl Columns for Matrix<'_> {
 }
 
 impl Matrix<'_> {
-    /// [`Columns::pack`] for a panel of any width. `numbers` are those of the matrix.
+    /// Like [`Columns::pack`], for any panel width. `numbers` are the matrix values.
     ///
-    /// Inlined, for the vectors of the caller.
+    /// Inlined, to use the caller's vectors.
     #[inline(always)]
     pub(crate) fn pack_words<W: Word>(
         &self,
@@ -125,17 +125,17 @@ impl Matrix<'_> {
     }
 }
 
-/// A weight `[outputs, inputs]`, or its blocks, whose rows are the columns of a product.
+/// A weight `[outputs, inputs]`, dense or in blocks, whose rows are the columns of a product.
 #[derive(Clone, Copy)]
 pub(crate) enum WeightRows<'a, T> {
-    /// Numbers, the length of a row, and the panels if there are any.
+    /// Values, the row length, and packed panels if available.
     Elements(&'a [T], usize, Option<&'a Panels>),
-    /// Blocks of quantized numbers, their type, and the numbers of a row.
+    /// Quantized blocks, their type, and the number of values per row.
     Blocks(&'a [u8], GgmlDType, usize),
 }
 
 impl<'a, T: Element> WeightRows<'a, T> {
-    /// Returns the rows of a contiguous `weight` with `inputs` numbers in each.
+    /// Returns the rows of a contiguous `weight`, with `inputs` values each.
     pub(crate) fn new(
         storage: &'a Storage,
         layout: &Layout,
@@ -238,8 +238,8 @@ impl<T: Element> Columns for WeightRows<'_, T> {
     }
 }
 
-/// The columns of each panel of a matrix: about the same number, in units that every vector width
-/// divides, and at most `widest`.
+/// Divides a matrix into panels: about the same number of columns each, in units that every vector
+/// width divides, and at most `widest`.
 pub(crate) fn panels(columns: usize, widest: usize) -> impl ExactSizeIterator<Item = Range<usize>> {
     let units = columns.div_ceil(UNIT);
     let panels = units.div_ceil(widest / UNIT);
@@ -247,17 +247,17 @@ pub(crate) fn panels(columns: usize, widest: usize) -> impl ExactSizeIterator<It
     (0..panels).map(move |panel| bound(panel)..bound(panel + 1))
 }
 
-/// Columns of a product in units `[words, UNIT]`, the last one with zeros after its columns.
+/// Product columns in units `[words, UNIT]`. In the last one, zeros follow the columns.
 #[derive(Clone, Copy)]
 pub(crate) struct Panel<'p> {
-    /// From the first word of the first unit.
+    /// Starts at the first word in the first unit.
     words: &'p [f32],
-    /// The distance from a unit to the next.
+    /// Distance between units.
     stride: usize,
 }
 
 impl<'p> Panel<'p> {
-    /// Packs some entries of some columns of `b` into `buffer`, as [`Columns::pack`].
+    /// Packs some entries from some columns of `b` into `buffer`, like [`Columns::pack`].
     #[inline(always)]
     pub(crate) fn pack<W: Word>(
         b: &impl Columns,
@@ -276,7 +276,7 @@ impl<'p> Panel<'p> {
         Self { words, stride }
     }
 
-    /// Returns the units from `unit` on.
+    /// Returns the units starting at `unit`.
     #[inline(always)]
     pub(crate) fn from(self, unit: usize) -> Self {
         Self {
@@ -285,28 +285,28 @@ impl<'p> Panel<'p> {
         }
     }
 
-    /// Returns whether there are `units` units of `depth` words for each column.
+    /// Returns whether there are `units` units with `depth` words per column.
     #[inline(always)]
     pub(crate) fn holds(&self, units: usize, depth: usize) -> bool {
         units.saturating_sub(1) * self.stride + depth * UNIT <= self.words.len()
     }
 
-    /// Returns the first word of a unit.
+    /// Returns a unit's first word.
     #[inline(always)]
     pub(crate) fn unit(&self, unit: usize) -> *const f32 {
         self.words.as_ptr().wrapping_add(unit * self.stride)
     }
 }
 
-/// All units of a weight, one after another, in the words of its dtype.
+/// All units of a weight, concatenated, in words for its dtype.
 pub(crate) struct Panels {
     words: Buffer,
-    /// The words of a column.
+    /// Words per column.
     depth: usize,
 }
 
 impl Panels {
-    /// Returns whether a weight of `dtype` is multiplied in panels with the words of its dtype.
+    /// Returns whether weights in `dtype` are multiplied in panels with words for that dtype.
     pub(crate) fn exist(dtype: DType) -> bool {
         match dtype {
             DType::F32 => true,
@@ -315,7 +315,7 @@ impl Panels {
         }
     }
 
-    /// Packs a contiguous `weight` `[outputs, inputs]`, if its panels [`exist`](Self::exist).
+    /// Packs a contiguous `weight` `[outputs, inputs]`, if panels [`exist`](Self::exist) for it.
     pub(crate) fn new(weight: &Tensor) -> Result<Option<Self>> {
         match weight.dtype() {
             dtype if !Self::exist(dtype) => Ok(None),
@@ -355,7 +355,7 @@ impl Panels {
     }
 }
 
-/// The bytes of the blocks of some numbers.
+/// Size in bytes of the blocks for `numbers` values.
 fn row_bytes(block_type: GgmlDType, numbers: usize) -> usize {
     numbers / block_type.block_size() * block_type.type_size()
 }

@@ -1,7 +1,8 @@
-//! One or two rows times columns whose numbers are adjacent in memory.
+//! One or two rows times columns whose values are adjacent in memory.
 //!
-//! The time is that of reading the columns, once and in order. They are transposed in registers and
-//! multiplied there. Each entry is the same chain of multiply-adds as in [`matmul`](super::matmul).
+//! The time is dominated by reading the columns, once and in order. They are transposed in
+//! registers and multiplied there. Each entry is the same multiply-add chain as in
+//! [`matmul`](super::matmul).
 
 use std::arch::x86_64::*;
 use std::ops::Range;
@@ -13,30 +14,30 @@ use super::matrix::Matrix;
 use super::transpose::avx2::{LANES, number, prefetch_next, transposed};
 use super::word::Numbers;
 
-/// Vectors of columns that are multiplied together, which hides the latency of additions.
+/// Number of column vectors to multiply together, which hides the latency of additions.
 const VECTORS: usize = 2;
 
-/// The columns of a step.
+/// Columns per step.
 const STEP: usize = VECTORS * LANES;
 
-/// Some rows times some columns. The processor has AVX2 and FMA.
+/// Some rows times some columns. Requires AVX2 and FMA.
 pub(super) struct RowProduct<'a> {
     pub(super) rows: &'a [f32],
-    /// The number of rows, up to [`MOST`](Self::MOST).
+    /// Number of rows, up to [`MOST`](Self::MOST).
     pub(super) count: usize,
-    /// The distance from a row to the next.
+    /// Row stride.
     pub(super) stride: usize,
     /// All columns, as rows.
     pub(super) columns: Matrix<'a>,
     pub(super) range: Range<usize>,
-    /// The first entry of the target, which is in bounds. No other task has these entries.
+    /// First entry in the target, which is in bounds. No other task has these entries.
     pub(super) target: *mut f32,
     pub(super) target_stride: usize,
     pub(super) add: bool,
 }
 
 impl RowProduct<'_> {
-    /// The most rows.
+    /// Maximum number of rows.
     pub(super) const MOST: usize = 2;
 
     pub(super) fn run(&self) {
@@ -59,18 +60,18 @@ impl RowProduct<'_> {
         }
     }
 
-    /// Multiplies the R rows by the columns of a step, a word of which has N numbers.
+    /// Multiplies the R rows by one step of columns, whose words have N values.
     ///
     /// # Safety
     ///
-    /// The processor has AVX2 and FMA. The rows and the columns are in bounds.
+    /// The processor must have AVX2 and FMA, and rows and columns must be in bounds.
     #[target_feature(enable = "avx2,fma")]
     #[allow(unsafe_code)]
     unsafe fn step<T: Element, const R: usize, const N: usize>(&self, numbers: &[T], first: usize) {
         let depth = self.columns.columns;
         let stride = self.columns.row_stride;
         let count = STEP.min(self.range.end - first);
-        // Lanes after the last column read that one.
+        // Lanes after the last column repeat it.
         let column = |at: usize| {
             numbers
                 .as_ptr()
@@ -100,7 +101,7 @@ impl RowProduct<'_> {
         let whole = depth / of_square * of_square;
         for k in (0..whole).step_by(of_square) {
             for v in 0..VECTORS {
-                // SAFETY: the words of the columns are in bounds, and so are those of the rows.
+                // SAFETY: the words in both columns and rows are in bounds.
                 unsafe {
                     let words = |at: usize| column(v * LANES + at).wrapping_add(k).cast::<f32>();
                     let square = transposed(words);
@@ -127,7 +128,7 @@ impl RowProduct<'_> {
         for (r, buffer) in buffer.iter_mut().enumerate() {
             for (at, sum) in buffer[..count].iter_mut().enumerate() {
                 for k in whole..depth {
-                    // SAFETY: the rows and the columns have these numbers.
+                    // SAFETY: the rows and columns have these values.
                     let (a, b) = unsafe { (*row(r).add(k), (*column(at).add(k)).wide()) };
                     *sum = a.mul_add(b, *sum);
                 }

@@ -1,13 +1,13 @@
-//! Arithmetic on SIMD vectors of any width.
+//! Arithmetic on SIMD vectors with any width.
 
 use pulp::Simd;
 
 use super::element::Element;
 
-/// Elements of a block of a row, which fits in the L1 cache. A multiple of every vector width.
+/// Elements per row block, which fits in the L1 cache. A multiple of every vector width.
 pub(crate) const BLOCK: usize = 1024;
 
-/// Lanes of the widest vector. The length of a padded block is a multiple of it.
+/// Lanes in the widest vector. Padded blocks have a multiple of this length.
 pub(crate) const MAX_LANES: usize = 16;
 
 /// Returns `row` in f32, padded with zeros to a multiple of every vector width.
@@ -17,9 +17,9 @@ pub(crate) fn padded<T: Element>(row: &[T]) -> Vec<f32> {
     padded
 }
 
-/// Sums in [`MAX_LANES`] lanes, of vectors of any width. Entry i of a row is added to lane
-/// `i % MAX_LANES`, and lanes are added in one order, so the bits of the total do not depend on the
-/// width of the vectors.
+/// Sums in [`MAX_LANES`] lanes, for any vector width. Entry i in a row is added to lane
+/// `i % MAX_LANES`, and lanes are added in a fixed order, so the bits of the total do not depend on
+/// the vector width.
 #[derive(Clone, Copy)]
 pub(crate) struct LaneSums<S: Simd> {
     /// The first [`PARTS`](Self::PARTS) are in use.
@@ -27,7 +27,7 @@ pub(crate) struct LaneSums<S: Simd> {
 }
 
 impl<S: Simd> LaneSums<S> {
-    /// Vectors that have all lanes. Rows are visited in chunks of as many.
+    /// Vectors that hold all lanes. Rows are visited in chunks of that many vectors.
     pub(crate) const PARTS: usize = MAX_LANES / S::F32_LANES;
 
     #[inline(always)]
@@ -37,7 +37,7 @@ impl<S: Simd> LaneSums<S> {
         }
     }
 
-    /// Returns the sum of all lanes: the second half is added to the first, until one is left.
+    /// Returns the sum over all lanes: repeatedly adds the second half to the first.
     #[inline(always)]
     pub(crate) fn total(mut self, simd: S) -> f32 {
         let mut len = Self::PARTS;
@@ -51,13 +51,13 @@ impl<S: Simd> LaneSums<S> {
     }
 }
 
-/// Splits a slice after its last multiple of [`MAX_LANES`].
+/// Splits a slice at its last multiple of [`MAX_LANES`].
 #[inline(always)]
 fn whole_lanes(x: &[f32]) -> (&[f32], &[f32]) {
     x.split_at(x.len() / MAX_LANES * MAX_LANES)
 }
 
-/// Returns the vector `part` of less than [`MAX_LANES`] entries, with zeros after them.
+/// Returns vector `part` in a remainder with fewer than [`MAX_LANES`] entries, padded with zeros.
 #[inline(always)]
 fn part_of_rest<S: Simd>(simd: S, rest: &[f32], part: usize) -> S::f32s {
     let first = rest.len().min(part * S::F32_LANES);
@@ -65,12 +65,12 @@ fn part_of_rest<S: Simd>(simd: S, rest: &[f32], part: usize) -> S::f32s {
     simd.partial_load_f32s(&rest[first..last])
 }
 
-/// The hints of [`prefetch`]: the cache that the memory is loaded into.
+/// Hints for [`prefetch`]: the cache to load into.
 pub(crate) const L1: i32 = 3;
 pub(crate) const L2: i32 = 2;
 
-/// Starts to load `len` elements into the cache `HINT`, on processors with an instruction for it.
-/// The address need not be valid.
+/// Starts to load `len` elements into the cache `HINT`, if the processor has such an instruction.
+/// The address may be invalid.
 #[inline(always)]
 pub(crate) fn prefetch<const HINT: i32, T>(first: *const T, len: usize) {
     #[cfg(target_arch = "x86_64")]
@@ -85,19 +85,19 @@ pub(crate) fn prefetch<const HINT: i32, T>(first: *const T, len: usize) {
     let _ = (first, len);
 }
 
-/// Below this, `exp` in f32 is less than the smallest normal number, and is 0 here.
+/// Below this, `exp` in f32 is subnormal, and 0 here.
 pub(crate) const EXP_UNDERFLOW: f32 = -87.336;
 
-/// Returns `exp(x)` for x up to 88, with a relative error of about 1e-7; 0 below [`EXP_UNDERFLOW`],
+/// Returns `exp(x)` for x up to 88, with a relative error around 1e-7; 0 below [`EXP_UNDERFLOW`],
 /// NaN for NaN.
 ///
 /// `exp(x) = 2^n exp(r)`, where n is the integer nearest to x / ln 2, and |r| is at most ln 2 / 2.
-/// `exp(r)` is a polynomial of degree 6, interpolated at Chebyshev nodes (relative error 2.4e-8).
+/// `exp(r)` is a degree 6 polynomial, interpolated at Chebyshev nodes (relative error 2.4e-8).
 #[inline(always)]
 pub(crate) fn exp<S: Simd>(simd: S, x: S::f32s) -> S::f32s {
-    // Adding 1.5 * 2^23 leaves the rounded integer in the lower bits of the significand.
+    // Adding 1.5 * 2^23 leaves the rounded integer in the significand's lower bits.
     const SHIFT: f32 = 12_582_912.0;
-    // ln 2 in two parts. The product of n and the first part is exact.
+    // ln 2 in two parts. n times the first part is exact.
     const LN_2_HIGH: f32 = 0.693_359_4;
     const LN_2_LOW: f32 = -2.121_944_4e-4;
     const COEFFICIENTS: [f32; 5] = [
@@ -119,7 +119,7 @@ pub(crate) fn exp<S: Simd>(simd: S, x: S::f32s) -> S::f32s {
     }
     let polynomial = simd.mul_add_e_f32s(polynomial, simd.mul_f32s(r, r), r);
     let polynomial = simd.add_f32s(polynomial, constant(1.0));
-    // 2^n: shifts the integer to the exponent, whose bias is 127.
+    // 2^n: shifts the integer into the exponent, whose bias is 127.
     let exponent =
         simd.wrapping_dyn_shl_u32s(simd.transmute_u32s_f32s(shifted), simd.splat_u32s(23));
     let power = simd.transmute_f32s_u32s(simd.add_u32s(exponent, simd.splat_u32s(127 << 23)));
@@ -127,7 +127,7 @@ pub(crate) fn exp<S: Simd>(simd: S, x: S::f32s) -> S::f32s {
     simd.select_f32s(underflow, constant(0.0), simd.mul_f32s(polynomial, power))
 }
 
-/// Returns the maximum of `x` and `bound`; NaN for NaN.
+/// Returns the larger of `x` and `bound`; NaN for NaN.
 #[inline(always)]
 pub(crate) fn at_least<S: Simd>(simd: S, x: S::f32s, bound: f32) -> S::f32s {
     let bound = simd.splat_f32s(bound);
@@ -137,7 +137,7 @@ pub(crate) fn at_least<S: Simd>(simd: S, x: S::f32s, bound: f32) -> S::f32s {
 /// Returns `1 / (1 + exp(-x))`; NaN for NaN.
 #[inline(always)]
 pub(crate) fn sigmoid<S: Simd>(simd: S, x: S::f32s) -> S::f32s {
-    // Below -88 the exact value is less than any normal number, and exp would overflow.
+    // Below -88 the exact value is subnormal, and exp would overflow.
     let e = exp(simd, simd.neg_f32s(at_least(simd, x, -88.0)));
     let one = simd.splat_f32s(1.0);
     simd.div_f32s(one, simd.add_f32s(one, e))
@@ -159,9 +159,9 @@ pub(crate) fn silu_and_slope<S: Simd>(simd: S, x: S::f32s) -> [S::f32s; 2] {
     [silu, simd.mul_add_e_f32s(silu, rest, sigmoid)]
 }
 
-/// Replaces each x by `f(x, y)`. The slices have one length. `f` also gets zeros, whose results are
-/// dropped. It must be a few instructions: the compiler does not inline a larger closure, and then
-/// calls a function for each instruction.
+/// Replaces each x by `f(x, y)`. The slices must have equal lengths. `f` is also called with zeros,
+/// and those results are dropped. It must be a few instructions, because the compiler does not
+/// inline larger closures and then calls a function for each instruction.
 #[inline(always)]
 pub(crate) fn map_pairs<S: Simd>(
     simd: S,
@@ -183,7 +183,7 @@ pub(crate) fn map_pairs<S: Simd>(
     }
 }
 
-/// Replaces each x by `f(x)`, as [`map_pairs`].
+/// Replaces each x by `f(x)`, like [`map_pairs`].
 #[inline(always)]
 pub(crate) fn map<S: Simd>(simd: S, x: &mut [f32], f: impl Fn(S::f32s) -> S::f32s) {
     let (vectors, rest) = S::as_mut_simd_f32s(x);
@@ -196,7 +196,7 @@ pub(crate) fn map<S: Simd>(simd: S, x: &mut [f32], f: impl Fn(S::f32s) -> S::f32
     }
 }
 
-/// Replaces each x by [`silu`] of it.
+/// Applies [`silu`] to each x.
 #[inline(always)]
 pub(crate) fn silu_in_place<S: Simd>(simd: S, x: &mut [f32]) {
     let (vectors, rest) = S::as_mut_simd_f32s(x);
@@ -209,7 +209,7 @@ pub(crate) fn silu_in_place<S: Simd>(simd: S, x: &mut [f32]) {
     }
 }
 
-/// Multiplies each gradient by the derivative of [`silu`] at x.
+/// Multiplies each gradient by the [`silu`] derivative at x.
 #[inline(always)]
 pub(crate) fn multiply_by_silu_slope<S: Simd>(simd: S, gradient: &mut [f32], x: &[f32]) {
     let (gradients, gradient_rest) = S::as_mut_simd_f32s(gradient);
@@ -239,7 +239,7 @@ pub(crate) fn exp_differences<S: Simd>(simd: S, x: &mut [f32], minuend: f32, y: 
     }
 }
 
-/// Computes `sum += x * y` for each entry of slices of one length.
+/// Computes `sum += x * y` element by element, for slices with equal lengths.
 #[inline(always)]
 pub(crate) fn add_products<S: Simd>(simd: S, sum: &mut [f32], x: &[f32], y: &[f32]) {
     let (sums, sum_rest) = S::as_mut_simd_f32s(sum);
@@ -258,7 +258,7 @@ pub(crate) fn add_products<S: Simd>(simd: S, sum: &mut [f32], x: &[f32], y: &[f3
     }
 }
 
-/// Computes `x += factor * y`, for slices of one length.
+/// Computes `x += factor * y`, for slices with equal lengths.
 #[inline(always)]
 pub(crate) fn add_scaled<S: Simd>(simd: S, x: &mut [f32], factor: f32, y: &[f32]) {
     let factor = simd.splat_f32s(factor);
@@ -272,7 +272,7 @@ pub(crate) fn scale<S: Simd>(simd: S, factor: f32, x: &mut [f32]) {
     map(simd, x, |x| simd.mul_f32s(x, factor));
 }
 
-/// Returns the sum of the products of two slices of one length.
+/// Returns the dot product of two slices with equal lengths.
 #[inline(always)]
 pub(crate) fn dot<S: Simd>(simd: S, x: &[f32], y: &[f32]) -> f32 {
     let ((x, x_rest), (y, y_rest)) = (whole_lanes(x), whole_lanes(y));
@@ -307,14 +307,14 @@ pub(crate) fn sum<S: Simd>(simd: S, x: &[f32]) -> f32 {
     sums.total(simd)
 }
 
-/// Returns `tanh(x)`, with a relative error of about 1e-7; NaN for NaN.
+/// Returns `tanh(x)`, with a relative error around 1e-7; NaN for NaN.
 ///
-/// Near 0 it is an odd polynomial of degree 11, interpolated at Chebyshev nodes (relative error
+/// Near 0 it is an odd degree 11 polynomial, interpolated at Chebyshev nodes (relative error
 /// 1.7e-8). Elsewhere it is `1 - 2 / (exp(2 |x|) + 1)` with the sign of x.
 #[inline(always)]
 pub(crate) fn tanh<S: Simd>(simd: S, x: S::f32s) -> S::f32s {
     const NEAR: f32 = 0.625;
-    // Above it the result rounds to 1.
+    // From here on, the result rounds to 1.
     const FAR: f32 = 10.0;
     const COEFFICIENTS: [f32; 5] = [
         -6.096_714e-3,

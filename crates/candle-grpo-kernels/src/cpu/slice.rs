@@ -1,4 +1,4 @@
-//! Elements of a tensor as a slice.
+//! Tensor elements as slices.
 
 use std::cell::RefCell;
 use std::ops::Range;
@@ -7,10 +7,10 @@ use candle_core::{CpuStorage, InplaceOp1, Layout, Result, Storage, Tensor, WithD
 
 use super::instructions::CpuInstructions;
 
-/// Elements that one thread processes at a time, in operators on single elements.
+/// Elements that one thread processes at a time in elementwise operators.
 pub(crate) const CHUNK: usize = 1 << 15;
 
-/// Returns the range of a contiguous tensor in its storage.
+/// Returns a contiguous tensor's range in its storage.
 pub(crate) fn range(layout: &Layout) -> Result<Range<usize>> {
     match layout.contiguous_offsets() {
         Some((start, end)) => Ok(start..end),
@@ -21,12 +21,12 @@ pub(crate) fn range(layout: &Layout) -> Result<Range<usize>> {
     }
 }
 
-/// Returns the elements of a contiguous tensor on the CPU, given its storage and layout.
+/// Returns a contiguous CPU tensor's elements, given its storage and layout.
 pub(crate) fn elements<'a, T: WithDType>(storage: &'a Storage, layout: &Layout) -> Result<&'a [T]> {
     Ok(&on_cpu(storage)?.as_slice::<T>()?[range(layout)?])
 }
 
-/// Calls `read` with the elements of a contiguous tensor on the CPU.
+/// Calls `read` with a contiguous CPU tensor's elements.
 pub(crate) fn read<T: WithDType, R>(
     tensor: &Tensor,
     read: impl FnOnce(&[T]) -> Result<R>,
@@ -35,8 +35,7 @@ pub(crate) fn read<T: WithDType, R>(
     read(elements(&storage, layout)?)
 }
 
-/// Returns the storage of a tensor on the CPU. Fails if other instructions are selected than the
-/// processor has.
+/// Returns a CPU tensor's storage. Fails if the selected instruction set is not available.
 pub(crate) fn on_cpu(storage: &Storage) -> Result<&CpuStorage> {
     CpuInstructions::selected()?;
     match storage {
@@ -48,7 +47,7 @@ pub(crate) fn on_cpu(storage: &Storage) -> Result<&CpuStorage> {
     }
 }
 
-/// Calls `write` with the mutable elements of a contiguous f32 tensor on the CPU.
+/// Calls `write` with a contiguous f32 CPU tensor's mutable elements.
 pub(crate) fn write_f32(
     tensor: &Tensor,
     write: impl FnOnce(&mut [f32]) -> Result<()>,
@@ -59,7 +58,7 @@ pub(crate) fn write_f32(
     })
 }
 
-/// Calls `write` with the mutable storage of a contiguous tensor on the CPU and its range there.
+/// Calls `write` with a contiguous CPU tensor's mutable storage and its range there.
 pub(crate) fn write_storage(
     tensor: &Tensor,
     write: impl FnOnce(&mut CpuStorage, Range<usize>) -> Result<()>,
@@ -68,7 +67,8 @@ pub(crate) fn write_storage(
     tensor.inplace_op1(&Write(RefCell::new(Some(write))))
 }
 
-/// Holds the closure in a cell: an in-place operation has only a shared reference to itself.
+/// Holds the closure in a cell, because an in-place operation only has a shared reference to
+/// itself.
 struct Write<F>(RefCell<Option<F>>);
 
 impl<F: FnOnce(&mut CpuStorage, Range<usize>) -> Result<()>> InplaceOp1 for Write<F> {
@@ -85,8 +85,8 @@ impl<F: FnOnce(&mut CpuStorage, Range<usize>) -> Result<()>> InplaceOp1 for Writ
     }
 }
 
-/// Runs `$body` with the floats of a [`CpuStorage`](candle_core::CpuStorage) as `$values`. Other
-/// dtypes are an error with the name of the argument.
+/// Runs `$body` with the floats in a [`CpuStorage`](candle_core::CpuStorage) as `$values`. For
+/// other dtypes, returns an error that names the argument.
 macro_rules! with_floats {
     ($storage:expr, $name:literal, $values:ident => $body:expr) => {
         match $storage {
@@ -103,8 +103,8 @@ macro_rules! with_floats {
 }
 pub(crate) use with_floats;
 
-/// Runs `$body` with the Rust type of a dtype as `$element`. Other dtypes are an error with the
-/// name of the argument.
+/// Runs `$body` with a dtype's Rust type as `$element`. For other dtypes, returns an error that
+/// names the argument.
 macro_rules! with_element {
     ($dtype:expr, $name:literal, $element:ident => $body:expr) => {
         match $dtype {

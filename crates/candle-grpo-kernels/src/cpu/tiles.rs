@@ -1,4 +1,4 @@
-//! Matrix products of bf16 in the tiles of [AMX](super::amx).
+//! bf16 matrix products in [AMX](super::amx) tiles.
 
 use std::ops::Range;
 
@@ -16,7 +16,7 @@ use super::word::Word;
 /// A matrix in memory that a task writes.
 #[derive(Clone, Copy)]
 pub(super) struct TileTarget {
-    /// The first entry of the whole product.
+    /// First entry in the whole product.
     pub(super) first: *mut f32,
     pub(super) row_stride: usize,
     pub(super) column_stride: usize,
@@ -29,7 +29,7 @@ impl TileTarget {
         self.first.wrapping_add(offset)
     }
 
-    /// Calls `visit` with each entry of a part of at most a block, and its index in the block.
+    /// Calls `visit` with each entry in a part no larger than a block, and its index in the block.
     #[inline(always)]
     fn for_each(
         &self,
@@ -48,14 +48,15 @@ impl TileTarget {
 
 /// Computes some rows of `left` times some panels of `right`.
 ///
-/// Needs AMX. The columns and the target are in bounds, and no other task has these entries.
+/// Requires AMX. The columns and the target must be in bounds, and no other task may have these
+/// entries.
 pub(super) struct RunTiles<'r, 'a, C> {
     pub(super) left: &'r Matrix<'a>,
     pub(super) rows: Range<usize>,
     pub(super) right: &'r C,
     pub(super) panels: &'r [Range<usize>],
     pub(super) target: TileTarget,
-    /// Numbers that are packed at a time. A chain continues from the sum in memory.
+    /// Number of values to pack at a time. A chain continues from the sum in memory.
     pub(super) depth: usize,
     pub(super) scratch: &'r mut Scratch,
 }
@@ -82,7 +83,7 @@ impl<C: Columns> WithSimd for RunTiles<'_, '_, C> {
             panel,
             wide,
         } = scratch;
-        // SAFETY: the task needs AMX. No other function has `Tiles`, and none of those called here
+        // SAFETY: the task requires AMX. No other function has `Tiles`, and nothing called here
         // runs another task.
         #[allow(unsafe_code)]
         let tiles = unsafe { Tiles::new() };
@@ -91,11 +92,10 @@ impl<C: Columns> WithSimd for RunTiles<'_, '_, C> {
         for part in 0..parts {
             let inner = part * depth..left.columns.min((part + 1) * depth);
             let words = inner.len().div_ceil(bf16::NUMBERS);
-            // At least one step, which writes zeros to the target.
+            // At least one step, to write zeros to the target.
             let steps = words.div_ceil(STEP).max(1);
             let block_len = BLOCK * steps * STEP;
-            // Blocks that are read from a copy, with zeros to its end: all, or an incomplete last
-            // one.
+            // Blocks to copy and pad with zeros: either all, or an incomplete last one.
             let whole = left.column_stride == 1 && inner.len() == bf16::NUMBERS * steps * STEP;
             let copied = match whole {
                 true => rows.end - rows.len() % BLOCK..rows.end,
@@ -136,7 +136,7 @@ impl<C: Columns> WithSimd for RunTiles<'_, '_, C> {
                     };
                     let add = target.add || part > 0;
                     let full = rows.len() == BLOCK && columns.len() == BLOCK;
-                    // SAFETY: `a` is a block of `left` or of its copy, and the panel has `steps`
+                    // SAFETY: `a` is a block in `left` or in its copy, and the panel has `steps`
                     // steps. The target is in bounds, and nothing else accesses these entries.
                     #[allow(unsafe_code)]
                     unsafe {
@@ -159,8 +159,8 @@ impl<C: Columns> WithSimd for RunTiles<'_, '_, C> {
     }
 }
 
-/// Writes the words of up to a block of rows of a matrix to rows of `target`, with zeros after
-/// them. `panel` is for its own use.
+/// Copies words from up to a block of matrix rows to rows in `target`, padded with zeros. `panel`
+/// is working memory.
 #[inline(always)]
 fn copy_block(
     numbers: &[bf16],

@@ -1,4 +1,4 @@
-//! Transposes: words of columns that lie in memory, side by side.
+//! Transposes columns that are contiguous in memory, so that their words are side by side.
 
 use std::ops::Range;
 
@@ -7,14 +7,14 @@ use super::instructions::{CpuInstructions, has};
 use super::matrix::Matrix;
 use super::word::Word;
 
-/// A width that every vector width divides. The width of a panel is a multiple.
+/// Every vector width divides this. Panel widths are multiples of it.
 pub(crate) const UNIT: usize = 16;
 
-/// The widest panel. A row of sums is 3 vectors of AVX-512.
+/// Maximum panel width. A row of sums is 3 AVX-512 vectors.
 pub(crate) const WIDEST: usize = 3 * UNIT;
 
-/// Writes `columns` columns of `depth` adjacent entries, which start `stride` apart in `source`, to
-/// `panel` `[words, width]`, and zeros after them.
+/// Transposes `columns` columns with `depth` adjacent entries, `stride` apart in `source`, to
+/// `panel` `[words, width]`, padded with zeros.
 pub(super) fn transpose<T: Element, W: Word>(
     source: &[T],
     stride: usize,
@@ -39,10 +39,10 @@ pub(super) fn transpose<T: Element, W: Word>(
             let whole = depth / W::NUMBERS;
             let wide = has(CpuInstructions::Avx512);
             // SAFETY: the processor has the instructions, and the assertion keeps the columns and
-            // the panel in their slices.
+            // the panel in bounds.
             #[allow(unsafe_code)]
             unsafe {
-                // The rows of a panel that a word of the columns has.
+                // Panel rows per column word.
                 k = match size_of::<f32>() / (size_of::<T>() * W::NUMBERS) {
                     1 if wide => avx512::columns::<T, 1>(source, stride, target, width, whole),
                     1 => avx2::columns::<T, 1>(source, stride, target, width, whole),
@@ -58,7 +58,7 @@ pub(super) fn transpose<T: Element, W: Word>(
                 row[first..first + UNIT].fill(0.0);
             }
         }
-        // Squares of this size stay in the L1 cache.
+        // Squares this large stay in the L1 cache.
         while k < words {
             let until = words.min(k + UNIT);
             for column in 0..here {
@@ -76,11 +76,11 @@ pub(super) fn transpose<T: Element, W: Word>(
     }
 }
 
-/// Writes the words of some rows of a matrix whose numbers are adjacent, so that those of one inner
-/// index are adjacent. Returns false if the processor has no instructions for it, or a row has
-/// another length than whole words.
+/// Interleaves the words in some matrix rows, whose values are adjacent, so that words with the
+/// same inner index are adjacent. Returns false if the processor lacks the instructions, or a row
+/// does not consist of whole words.
 ///
-/// Up to 7 numbers after the words are overwritten.
+/// Up to 7 values after the words are overwritten.
 pub(super) fn interleave<W: Word>(
     numbers: &[W],
     matrix: &Matrix,
@@ -122,15 +122,17 @@ mod avx512 {
     use super::UNIT;
     use super::WIDEST;
 
-    /// Writes the first `depth` rows of a panel of UNIT columns, which start `stride` numbers apart
-    /// in `source`, to rows `width` apart in `target`: a multiple of UNIT * N. Returns the number
-    /// of rows.
+    /// Writes the first `depth` rows of a panel with UNIT columns. The columns start `stride`
+    /// values apart in `source`, and the rows in `target` start `width` apart, a multiple of UNIT *
+    /// N. Returns the number of rows.
     ///
-    /// A word of a column has the numbers of N rows: itself, or two bf16, which are written in f32.
+    /// A column word holds values for N rows: a single value, or two bf16, which are written in
+    /// f32.
     ///
     /// # Safety
     ///
-    /// The processor has AVX-512, and `depth` rows of the columns and of `target` are in bounds.
+    /// The processor must have AVX-512, and `depth` rows in both the columns and `target` must be
+    /// in bounds.
     #[target_feature(enable = "avx512f")]
     #[allow(unsafe_code)]
     pub(super) unsafe fn columns<T, const N: usize>(
@@ -142,7 +144,7 @@ mod avx512 {
     ) -> usize {
         let whole = depth / (N * UNIT) * (N * UNIT);
         for k in (0..whole).step_by(N * UNIT) {
-            // SAFETY: the caller keeps `depth` rows in bounds. The loads have no alignment.
+            // SAFETY: the caller keeps `depth` rows in bounds. Loads may be unaligned.
             unsafe {
                 let word = source.as_ptr().cast::<f32>().add(k / N).cast::<T>();
                 let square = transpose(load(word, stride));
@@ -157,7 +159,7 @@ mod avx512 {
         whole
     }
 
-    /// Returns one of the N numbers of each word. A bf16 is the upper half of an f32.
+    /// Returns one of the N values from each word. bf16 is the upper half of an f32.
     #[inline]
     #[target_feature(enable = "avx512f")]
     fn number<const N: usize>(words: __m512, index: usize) -> __m512 {
@@ -169,11 +171,11 @@ mod avx512 {
         }
     }
 
-    /// Loads 64 bytes of each of 16 columns, which start `stride` entries apart.
+    /// Loads 64 bytes from each of 16 columns, which start `stride` entries apart.
     ///
     /// # Safety
     ///
-    /// The processor has AVX-512, and the columns are in bounds.
+    /// The processor must have AVX-512, and the columns must be in bounds.
     #[inline]
     #[target_feature(enable = "avx512f")]
     #[allow(unsafe_code)]
@@ -189,12 +191,13 @@ mod avx512 {
         rows
     }
 
-    /// Transposes a square of 16 x 16.
+    /// Transposes a 16 x 16 square.
     #[inline]
     #[target_feature(enable = "avx512f")]
     fn transpose(rows: [__m512; 16]) -> [__m512; 16] {
-        // Loops and no closures: the compiler may call a closure for each vector.
-        // Pairs of entries of two rows, then of four: each 128-bit lane has one column of them.
+        // Loops instead of closures, which the compiler may call for each vector. Combines pairs of
+        // entries from two rows, then from four, until each 128-bit lane holds one of their
+        // columns.
         let mut pairs = [_mm512_setzero_pd(); 16];
         for i in (0..16).step_by(2) {
             let (a, b) = (rows[i], rows[i + 1]);
@@ -213,7 +216,7 @@ mod avx512 {
         for column in 0..4 {
             let (a, b) = (fours[column], fours[4 + column]);
             let (c, d) = (fours[8 + column], fours[12 + column]);
-            // Lanes 0 and 2 of two vectors, and lanes 1 and 3.
+            // Lanes 0 and 2 from two vectors, and lanes 1 and 3.
             let even = [
                 _mm512_shuffle_f32x4::<0x88>(a, b),
                 _mm512_shuffle_f32x4::<0x88>(c, d),
@@ -238,14 +241,15 @@ pub(super) mod avx2 {
     use super::UNIT;
     use super::WIDEST;
 
-    /// Words of a vector.
+    /// Words per vector.
     pub(crate) const LANES: usize = 8;
 
-    /// [`columns`](super::avx512::columns) with vectors of 8 words.
+    /// Like [`columns`](super::avx512::columns), with vectors of 8 words.
     ///
     /// # Safety
     ///
-    /// The processor has AVX2, and `depth` rows of the columns and of `target` are in bounds.
+    /// The processor must have AVX2, and `depth` rows in both the columns and `target` must be in
+    /// bounds.
     #[target_feature(enable = "avx2")]
     #[allow(unsafe_code)]
     pub(super) unsafe fn columns<T, const N: usize>(
@@ -263,7 +267,7 @@ pub(super) mod avx2 {
                     column.cast::<f32>().wrapping_add(k / N)
                 };
                 prefetch_next(word(0).cast::<T>(), stride, WIDEST);
-                // SAFETY: the caller keeps `depth` rows in bounds. No access has an alignment.
+                // SAFETY: the caller keeps `depth` rows in bounds. Accesses may be unaligned.
                 unsafe {
                     for (at, words) in transposed(word).into_iter().enumerate() {
                         for index in 0..N {
@@ -277,7 +281,7 @@ pub(super) mod avx2 {
         whole
     }
 
-    /// Returns one of the N numbers of each word. A bf16 is the upper half of an f32.
+    /// Returns one of the N values from each word. bf16 is the upper half of an f32.
     #[inline]
     #[target_feature(enable = "avx2")]
     pub(crate) fn number<const N: usize>(words: __m256, index: usize) -> __m256 {
@@ -289,12 +293,13 @@ pub(super) mod avx2 {
         }
     }
 
-    /// [`interleave`](super::interleave) of `height` rows, which start `stride` numbers apart.
+    /// Like [`interleave`](super::interleave), for `height` rows, which start `stride` values
+    /// apart.
     ///
     /// # Safety
     ///
-    /// The processor has AVX2, the rows have `depth` words, `height` is 1 to 8, and `target` has
-    /// `height` words for each of them and 8 - `height` more.
+    /// The processor must have AVX2, the rows must have `depth` words, `height` must be 1 to 8, and
+    /// `target` must have `height` words for each of them and 8 - `height` more.
     #[target_feature(enable = "avx2")]
     #[allow(unsafe_code)]
     pub(super) unsafe fn interleave<T>(
@@ -304,7 +309,7 @@ pub(super) mod avx2 {
         depth: usize,
         target: *mut f32,
     ) {
-        // Lanes without a row read the last one.
+        // Lanes without a row repeat the last one.
         let row = |row: usize| {
             source
                 .wrapping_add(row.min(height - 1) * stride)
@@ -312,8 +317,8 @@ pub(super) mod avx2 {
         };
         let whole = depth / LANES * LANES;
         for k in (0..whole).step_by(LANES) {
-            // SAFETY: the caller keeps the words in bounds. The lanes after the last row of an
-            // inner index are written again by the next.
+            // SAFETY: the caller keeps the words in bounds. Lanes after an inner index's last row
+            // are overwritten by the next.
             unsafe {
                 let square = transposed(|column| row(column).wrapping_add(k));
                 for (entry, values) in square.into_iter().enumerate() {
@@ -332,7 +337,7 @@ pub(super) mod avx2 {
         }
     }
 
-    /// Starts to load the same place of the columns that are `after` later.
+    /// Prefetches the same place in the columns `after` later.
     #[inline]
     #[target_feature(enable = "avx2")]
     pub(crate) fn prefetch_next<T>(source: *const T, stride: usize, after: usize) {
@@ -342,18 +347,18 @@ pub(super) mod avx2 {
         }
     }
 
-    /// Loads 8 words of each of 8 columns, and transposes them.
+    /// Loads 8 words from each of 8 columns, and transposes them.
     ///
     /// # Safety
     ///
-    /// The processor has AVX2, and `column` returns the first of the words of a column.
+    /// The processor must have AVX2, and `column` must return the first of a column's words.
     #[inline]
     #[target_feature(enable = "avx2")]
     #[allow(unsafe_code)]
     pub(crate) unsafe fn transposed(column: impl Fn(usize) -> *const f32) -> [__m256; LANES] {
         let mut square = [_mm256_setzero_ps(); LANES];
         for half in 0..2 {
-            // Four words of columns i and i + 4.
+            // Four words from columns i and i + 4.
             let mut pairs = [_mm256_setzero_ps(); 4];
             for (index, pair) in pairs.iter_mut().enumerate() {
                 // SAFETY: the caller keeps the words in bounds.

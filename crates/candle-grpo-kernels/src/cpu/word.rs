@@ -1,4 +1,4 @@
-//! Words of 32 bits, of which the factors of a product consist.
+//! 32-bit words, the units in which products process their factors.
 
 use std::ops::Range;
 
@@ -10,16 +10,17 @@ use super::element::Element;
 use super::instructions::{self, CpuInstructions, vectors};
 use super::slice::CHUNK;
 
-/// The numbers of a factor.
+/// A factor's values.
 #[derive(Clone, Copy)]
 pub(crate) enum Numbers<'a> {
     Singles(&'a [f32]),
-    /// On processors that multiply pairs of them.
+    /// On processors that multiply them in pairs.
     Halves(&'a [bf16]),
 }
 
 impl<'a> Numbers<'a> {
-    /// Returns `source` as the processor multiplies it: in bf16, or [widened](Self::widened).
+    /// Returns `source` in the form that the processor multiplies: bf16, or
+    /// [widened](Self::widened).
     pub(crate) fn of<T: Element>(source: &'a [T], buffer: &'a mut Vec<f32>) -> Self {
         if let Some(halves) = T::as_bf16(source)
             && multiplies_pairs()
@@ -49,7 +50,7 @@ impl<'a> Numbers<'a> {
         }
     }
 
-    /// Returns the numbers of a range.
+    /// Returns the values in a range.
     pub(crate) fn slice(self, range: Range<usize>) -> Self {
         match self {
             Self::Singles(numbers) => Self::Singles(&numbers[range]),
@@ -58,45 +59,45 @@ impl<'a> Numbers<'a> {
     }
 }
 
-/// Returns whether the processor has an instruction that multiplies pairs of bf16, and adds both
-/// products to an f32.
+/// Returns whether the processor can multiply pairs of bf16 and add both products to an f32 in one
+/// instruction.
 pub(crate) fn multiplies_pairs() -> bool {
     instructions::has(CpuInstructions::Avx512Bf16)
 }
 
-/// Returns whether bf16 are multiplied in the tiles of AMX.
+/// Returns whether bf16 is multiplied in AMX tiles.
 pub(crate) fn multiplies_in_tiles() -> bool {
     instructions::has(CpuInstructions::Amx)
 }
 
-/// Numbers that fill words.
+/// Values that fill words.
 pub(crate) trait Word: Element {
-    /// The numbers of a word.
+    /// Values per word.
     const NUMBERS: usize;
 
-    /// Returns the numbers of a factor, if they are of this dtype.
+    /// Returns a factor's values, if they have this dtype.
     fn numbers(numbers: Numbers<'_>) -> Option<&[Self]>;
 
-    /// Returns a word. An f32 has no second number.
+    /// Builds a word. An f32 ignores the second value.
     fn word(first: Self, second: Self) -> f32;
 
-    /// Writes words to `target`. The numbers of neighboring words are `stride` apart. `second` has
-    /// the second number of each word; without it they are zeros.
+    /// Writes words to `target`. Values in neighboring words are `stride` apart. `second` holds
+    /// each word's second value; without it they are zeros.
     fn words(first: &[Self], second: Option<&[Self]>, stride: usize, target: &mut [f32]);
 
-    /// Adds the products of the numbers of two words to a sum.
+    /// Adds the products of two words' values to a sum.
     ///
     /// # Safety
     ///
-    /// `simd` is from [`Self::dispatch`], or has vectors of less than 64 bytes.
+    /// `simd` must be from [`Self::dispatch`], or have vectors shorter than 64 bytes.
     #[allow(unsafe_code)]
     unsafe fn mul_add<S: Simd>(simd: S, a: S::f32s, b: S::f32s, sum: S::f32s) -> S::f32s;
 
-    /// Runs `operation` with the vectors that [`Self::mul_add`] needs.
+    /// Runs `operation` with the vectors that [`Self::mul_add`] requires.
     fn dispatch<O: WithSimd>(operation: O) -> O::Output;
 }
 
-/// An f32 fills a word alone.
+/// An f32 fills a whole word.
 impl Word for f32 {
     const NUMBERS: usize = 1;
 
@@ -133,8 +134,8 @@ impl Word for f32 {
     }
 }
 
-/// Copies a row of a panel or a tile. Most have one of a few lengths, which take a few instructions
-/// in place of a call.
+/// Copies a panel or tile row. Most have one of a few lengths, which take a few instructions
+/// instead of a call.
 #[inline(always)]
 fn copy(source: &[f32], target: &mut [f32]) {
     #[inline(always)]
@@ -157,7 +158,7 @@ fn copy(source: &[f32], target: &mut [f32]) {
     }
 }
 
-/// Two bf16 of neighboring inner indices. The first is in the lower half.
+/// Two bf16 with neighboring inner indices. The first is in the lower half.
 impl Word for bf16 {
     const NUMBERS: usize = 2;
 
@@ -195,8 +196,8 @@ impl Word for bf16 {
     unsafe fn mul_add<S: Simd>(simd: S, a: S::f32s, b: S::f32s, sum: S::f32s) -> S::f32s {
         #[cfg(target_arch = "x86_64")]
         if size_of::<S::f32s>() == 64 {
-            // SAFETY: all are 64 bytes, for which any bits are valid. `dispatch` has found the
-            // instruction.
+            // SAFETY: all are 64 bytes, for which any bits are valid. `dispatch` has checked for
+            // the instruction.
             return unsafe {
                 use std::arch::x86_64::_mm512_dpbf16_ps;
                 use std::mem::transmute_copy as cast;
@@ -235,7 +236,7 @@ fn with_pairs<O: WithSimd>(operation: O, simd: pulp::x86::V4) -> O::Output {
 mod tests {
     use super::*;
 
-    /// Adds products of words to sums, a vector at a time.
+    /// Adds word products to sums, one vector at a time.
     struct Add<'a> {
         a: &'a [f32],
         b: &'a [f32],

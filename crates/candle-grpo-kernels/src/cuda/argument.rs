@@ -1,4 +1,4 @@
-//! Kernel arguments: pointers to elements, and numbers.
+//! Kernel arguments: element pointers and numbers.
 
 use std::marker::PhantomData;
 use std::ops::Deref;
@@ -12,7 +12,7 @@ use candle_core::{CudaStorage, Layout, Result, Storage, bail};
 
 /// A value that can be passed to a kernel.
 pub(crate) trait Argument {
-    /// The type that the kernel takes.
+    /// The kernel's parameter type.
     type Bits: DeviceRepr;
 
     /// Returns the value.
@@ -32,8 +32,8 @@ macro_rules! numbers {
 }
 numbers!(u64, u32, i32, f64, f32);
 
-/// Elements that a kernel reads. Records the access for other streams until it is dropped, which
-/// must be after the launch.
+/// Elements that a kernel reads. Marks the access for other streams when dropped, which must be
+/// after the launch.
 pub(crate) struct In<'a, T> {
     pointer: CUdeviceptr,
     _reading: Option<SyncOnDrop<'a>>,
@@ -41,7 +41,7 @@ pub(crate) struct In<'a, T> {
 }
 
 impl<'a, T: CudaDType + 'a> In<'a, T> {
-    /// Returns the elements of a contiguous layout.
+    /// Returns the elements in a contiguous layout.
     pub(crate) fn new(
         storage: &'a CudaStorage,
         layout: &Layout,
@@ -55,7 +55,7 @@ impl<'a, T: CudaDType + 'a> In<'a, T> {
         })
     }
 
-    /// Returns the elements of a contiguous tensor, given its `storage_and_layout()`.
+    /// Returns a contiguous tensor's elements, given its `storage_and_layout()`.
     pub(crate) fn from_tensor(
         (storage, layout): &'a (impl Deref<Target = Storage>, &Layout),
         stream: &'a CudaStream,
@@ -66,7 +66,7 @@ impl<'a, T: CudaDType + 'a> In<'a, T> {
         }
     }
 
-    /// Returns the elements as [`from_tensor`](Self::from_tensor), or null for `None`.
+    /// Like [`from_tensor`](Self::from_tensor), or null for `None`.
     pub(crate) fn optional(
         tensor: Option<&'a (impl Deref<Target = Storage>, &Layout)>,
         stream: &'a CudaStream,
@@ -85,7 +85,7 @@ impl<'a, T: 'a> In<'a, T> {
         }
     }
 
-    /// Returns all elements of a slice.
+    /// Returns all elements in a slice.
     pub(crate) fn from_slice(slice: &'a CudaSlice<T>, stream: &'a CudaStream) -> Self {
         let (pointer, reading) = slice.device_ptr(stream);
         Self {
@@ -104,8 +104,8 @@ impl<T> Argument for In<'_, T> {
     }
 }
 
-/// Elements that a kernel writes, or null for none. Records the access for other streams until it
-/// is dropped, which must be after the launch.
+/// Elements that a kernel writes, or null for none. Marks the access for other streams when
+/// dropped, which must be after the launch.
 pub(crate) struct Out<'a, T> {
     pointer: CUdeviceptr,
     _writing: Option<SyncOnDrop<'a>>,
@@ -122,7 +122,7 @@ impl<'a, T: CudaDType + 'a> Out<'a, T> {
         }
     }
 
-    /// Returns all elements of a slice or a view.
+    /// Returns all elements in a slice or view.
     pub(crate) fn new(elements: &'a mut impl DevicePtrMut<T>, stream: &'a CudaStream) -> Self {
         let (pointer, writing) = elements.device_ptr_mut(stream);
         Self {
@@ -132,7 +132,7 @@ impl<'a, T: CudaDType + 'a> Out<'a, T> {
         }
     }
 
-    /// Returns the elements of a contiguous layout.
+    /// Returns the elements in a contiguous layout.
     pub(crate) fn in_place(
         storage: &'a mut CudaStorage,
         layout: &Layout,
@@ -161,7 +161,7 @@ impl<T> Argument for Out<'_, T> {
     }
 }
 
-/// Returns the offset of a contiguous layout in bytes.
+/// Returns a contiguous layout's offset in bytes.
 fn offset_of<T>(layout: &Layout) -> Result<CUdeviceptr> {
     match layout.contiguous_offsets() {
         Some((start, _)) => Ok((start * size_of::<T>()) as CUdeviceptr),

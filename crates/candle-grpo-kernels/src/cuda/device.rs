@@ -1,4 +1,4 @@
-//! The devices of this process, and their settings.
+//! This process's devices and their settings.
 
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -8,10 +8,10 @@ use candle_core::cuda_backend::cudarc::driver::sys::CUmemPool_attribute;
 use candle_core::cuda_backend::cudarc::driver::{CudaContext, CudaStream};
 use candle_core::{CudaDevice, Device, Error, Result, bail};
 
-/// The handle of the stream that differs between threads, `CU_STREAM_PER_THREAD`.
+/// The handle for `CU_STREAM_PER_THREAD`, the stream that differs between threads.
 const PER_THREAD: usize = 2;
 
-/// Returns the device `ordinal`, which the first call opens.
+/// Returns the device `ordinal`, opening it on the first call.
 pub(crate) fn open(ordinal: usize) -> Result<Device> {
     static OPEN: Mutex<BTreeMap<usize, Device>> = Mutex::new(BTreeMap::new());
     let mut open = OPEN.lock().unwrap_or_else(PoisonError::into_inner);
@@ -24,7 +24,7 @@ pub(crate) fn open(ordinal: usize) -> Result<Device> {
     Ok(device)
 }
 
-/// Returns the number of devices that this process sees.
+/// Returns the number of devices visible to this process.
 pub(crate) fn count() -> Result<usize> {
     let count = CudaContext::device_count().map_err(Error::wrap)?;
     usize::try_from(count).map_err(Error::wrap)
@@ -48,7 +48,7 @@ fn prepare(candle: &CudaDevice) -> Result<()> {
     }
 }
 
-/// Returns the stream of a device. Refuses one that differs between threads.
+/// Returns a device's stream. Rejects one that differs between threads.
 pub(crate) fn stream(candle: &CudaDevice) -> Result<Arc<CudaStream>> {
     let stream = candle.cuda_stream();
     if stream.cu_stream() as usize == PER_THREAD {

@@ -5,11 +5,11 @@ use candle_core::cuda_backend::cudarc::cublas::sys::cudaDataType_t;
 use candle_core::cuda_backend::cudarc::driver::DeviceRepr;
 use half::{bf16, f16};
 
-/// A float of up to 32 bits.
+/// A float with up to 32 bits.
 pub(crate) trait CudaElement: CudaDType + DeviceRepr {
-    /// Suffix of the names of its kernels.
+    /// Suffix in kernel names.
     const SUFFIX: &'static str;
-    /// Its cuBLAS type.
+    /// cuBLAS type.
     const BLAS: cudaDataType_t;
     const IS_F32: bool = false;
 }
@@ -30,7 +30,7 @@ impl CudaElement for f16 {
     const BLAS: cudaDataType_t = cudaDataType_t::CUDA_R_16F;
 }
 
-/// [`with_element`](crate::cpu::with_element) for the dtype of a CUDA storage.
+/// Like [`with_element`](crate::cpu::with_element), for the dtype in a CUDA storage.
 macro_rules! with_cuda_floats {
     ($storage:expr, $name:literal, $element:ident => $body:expr) => {
         crate::cpu::with_element!(

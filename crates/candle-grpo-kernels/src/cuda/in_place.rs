@@ -12,7 +12,8 @@ pub(crate) fn write(
     tensor.inplace_op1(&Write(RefCell::new(Some(write))))
 }
 
-/// Holds the closure in a cell: an in-place operation has only a shared reference to itself.
+/// Holds the closure in a cell, because an in-place operation only has a shared reference to
+/// itself.
 struct Write<F>(RefCell<Option<F>>);
 
 impl<F: FnOnce(&mut CudaStorage, &Layout) -> Result<()>> InplaceOp1 for Write<F> {

@@ -1,5 +1,5 @@
-//! One struct for each kernel, with the arguments of `kernels/signatures.rs` as fields. Named
-//! arguments cannot be swapped.
+//! One struct per kernel, with the arguments in `kernels/signatures.rs` as fields. Named arguments
+//! cannot be swapped.
 
 use std::collections::HashMap;
 use std::collections::hash_map::Entry;
@@ -16,21 +16,21 @@ use candle_core::{Result, bail};
 use super::argument::{Argument, In, Out};
 use super::element::CudaElement;
 
-/// The name and the fatbin of each `.cu` file.
+/// Each `.cu` file's name and fatbin.
 const FATBINS: &[(&str, &[u8])] = include!(concat!(env!("OUT_DIR"), "/fatbins.rs"));
 
-/// The kernels that this process has loaded. The modules keep their contexts alive.
+/// Kernels loaded by this process. The modules keep their contexts alive.
 #[derive(Default)]
 struct Loaded {
     /// By context and file.
     modules: HashMap<(usize, &'static str), Arc<CudaModule>>,
-    /// By context, kernel and suffix of the element type.
+    /// By context, kernel and element type suffix.
     functions: HashMap<(usize, &'static str, &'static str), CudaFunction>,
 }
 
 static LOADED: LazyLock<RwLock<Loaded>> = LazyLock::new(RwLock::default);
 
-/// The type of an argument: `argument!('a T In<Self>)`.
+/// An argument's type: `argument!('a T In<Self>)`.
 macro_rules! argument {
     ($a:lifetime $t:ident In<Self>) => { In<$a, $t> };
     ($a:lifetime $t:ident Out<Self>) => { Out<$a, $t> };
@@ -38,12 +38,12 @@ macro_rules! argument {
     ($a:lifetime $t:ident $number:ident) => { $number };
 }
 
-/// Defines the structs of kernels with an element type.
+/// Defines the structs for kernels with an element type.
 macro_rules! kernels {
     ($($file:ident {
         $($kernel:ident($($name:ident: $kind:ident $(<$element:ident>)?),* $(,)?);)*
     })*) => {$($(
-        /// Arguments of the kernel of this name.
+        /// Arguments for the kernel with this name.
         #[allow(non_camel_case_types)]
         pub(crate) struct $kernel<'a, T> {
             $(pub(crate) $name: argument!('a T $kind $(<$element>)?)),*
@@ -54,8 +54,8 @@ macro_rules! kernels {
             ///
             /// # Safety
             ///
-            /// The pointers must point to all elements that the kernel reads or writes with
-            /// these arguments and this grid.
+            /// The pointers must cover all elements that the kernel reads or writes with these
+            /// arguments and this grid.
             #[allow(unsafe_code)]
             pub(crate) unsafe fn launch(self, device: &CudaDevice, grid: LaunchConfig) -> Result<()> {
                 let stream = super::super::device::stream(device)?;
@@ -64,7 +64,7 @@ macro_rules! kernels {
                 allow_shared_memory(&function, grid.shared_mem_bytes)?;
                 let mut launch = stream.launch_builder(&function);
                 $(launch.arg(self.$name.bits());)*
-                // SAFETY: order and types are those of the signature, which the tests use too.
+                // SAFETY: order and types match the signature, which the tests use too.
                 unsafe { launch.launch(grid) }.w()?;
                 Ok(())
             }
@@ -72,12 +72,12 @@ macro_rules! kernels {
     )*)*};
 }
 
-/// Defines the structs of kernels without an element type.
+/// Defines the structs for kernels without an element type.
 macro_rules! plain_kernels {
     ($($file:ident {
         $($kernel:ident($($name:ident: $kind:ident $(<$element:ident>)?),* $(,)?);)*
     })*) => {$($(
-        /// Arguments of the kernel of this name.
+        /// Arguments for the kernel with this name.
         #[allow(non_camel_case_types)]
         pub(crate) struct $kernel<'a> {
             $(pub(crate) $name: argument!('a T $kind $(<$element>)?)),*
@@ -88,8 +88,8 @@ macro_rules! plain_kernels {
             ///
             /// # Safety
             ///
-            /// The pointers must point to all elements that the kernel reads or writes with
-            /// these arguments and this grid.
+            /// The pointers must cover all elements that the kernel reads or writes with these
+            /// arguments and this grid.
             #[allow(unsafe_code)]
             pub(crate) unsafe fn launch(self, device: &CudaDevice, grid: LaunchConfig) -> Result<()> {
                 let stream = super::super::device::stream(device)?;
@@ -98,7 +98,7 @@ macro_rules! plain_kernels {
                 allow_shared_memory(&function, grid.shared_mem_bytes)?;
                 let mut launch = stream.launch_builder(&function);
                 $(launch.arg(self.$name.bits());)*
-                // SAFETY: order and types are those of the signature, which the tests use too.
+                // SAFETY: order and types match the signature, which the tests use too.
                 unsafe { launch.launch(grid) }.w()?;
                 Ok(())
             }
@@ -106,14 +106,14 @@ macro_rules! plain_kernels {
     )*)*};
 }
 
-/// A struct with the arguments of each kernel.
+/// A struct with the arguments for each kernel.
 pub(crate) mod kernels {
     use super::*;
 
     include!("../../kernels/signatures.rs");
 }
 
-/// Returns the kernel of this file, name and suffix, and loads it at the first use.
+/// Returns the kernel with this file, name and suffix, loading it on first use.
 pub(crate) fn function(stream: &CudaStream, name: [&'static str; 3]) -> Result<CudaFunction> {
     let [file, kernel, suffix] = name;
     let context = stream.context().cu_ctx() as usize;
@@ -140,7 +140,7 @@ pub(crate) fn function(stream: &CudaStream, name: [&'static str; 3]) -> Result<C
     Ok(function)
 }
 
-/// Shared memory of a block that needs no attribute of the kernel.
+/// Shared memory that a block can use without a kernel attribute.
 const SHARED_BYTES: u32 = 48 << 10;
 
 fn allow_shared_memory(function: &CudaFunction, bytes: u32) -> Result<()> {
@@ -151,7 +151,7 @@ fn allow_shared_memory(function: &CudaFunction, bytes: u32) -> Result<()> {
     Ok(())
 }
 
-/// Returns a launch of `blocks` blocks of `threads` threads in one dimension.
+/// Returns a one-dimensional launch with `blocks` blocks and `threads` threads each.
 pub(crate) fn grid(blocks: usize, threads: u32) -> Result<LaunchConfig> {
     match u32::try_from(blocks) {
         Ok(blocks) if blocks <= i32::MAX as u32 => Ok(LaunchConfig {

@@ -12,18 +12,18 @@ use super::argument::Argument;
 use super::in_place::write;
 use super::{CudaElement, In, Out, with_cuda_floats};
 
-/// A row-major matrix, or the transpose of one.
+/// A row-major matrix, or its transpose.
 pub(crate) struct Matrix<'a, T> {
     pub(crate) elements: In<'a, T>,
     pub(crate) is_transposed: bool,
 }
 
-/// Computes `c = a b`, or `c += a b` if `is_added`, of row-major `a` `[m, k]`, `b` `[k, n]` and `c`
-/// `[m, n]`, none of them empty. Sums are in f32.
+/// Computes `c = a b`, or `c += a b` if `is_added`, for row-major `a` `[m, k]`, `b` `[k, n]` and
+/// `c` `[m, n]`, all nonempty. Sums are in f32.
 ///
 /// # Safety
 ///
-/// The pointers must point to as many elements as the sizes require.
+/// The pointers must cover as many elements as the sizes require.
 #[allow(unsafe_code)]
 pub(crate) unsafe fn matmul<T: CudaElement>(
     device: &CudaDevice,
@@ -37,11 +37,11 @@ pub(crate) unsafe fn matmul<T: CudaElement>(
     unsafe { products(device, sizes, a, b, c, is_added, Batch::ONE) }
 }
 
-/// A number of products of one size.
+/// A batch of products with equal sizes.
 #[derive(Clone, Copy)]
 pub(crate) struct Batch {
     pub(crate) count: usize,
-    /// Elements from one `b` to the next.
+    /// Distance in elements between one `b` and the next.
     pub(crate) b_step: i64,
 }
 
@@ -52,11 +52,11 @@ impl Batch {
     };
 }
 
-/// [`matmul`] of one `a` with each `b` of a batch. The results are one after another.
+/// Like [`matmul`], for one `a` and each `b` in a batch. The results are concatenated.
 ///
 /// # Safety
 ///
-/// As [`matmul`], for each product.
+/// Same as [`matmul`], for each product.
 #[allow(unsafe_code)]
 pub(crate) unsafe fn products<T: CudaElement, C: CudaElement>(
     device: &CudaDevice,
@@ -72,7 +72,7 @@ pub(crate) unsafe fn products<T: CudaElement, C: CudaElement>(
         Err(_) => bail!("a matrix of {size} rows or columns, must be below 2^31 on CUDA"),
     };
     let (m, k, n) = (int(m)?, int(k)?, int(n)?);
-    // cuBLAS has column-major matrices, so it computes c^T = b^T a^T.
+    // cuBLAS is column-major, so this computes c^T = b^T a^T.
     let operation = |is_transposed| {
         if is_transposed {
             cublasOperation_t::CUBLAS_OP_T
@@ -87,8 +87,8 @@ pub(crate) unsafe fn products<T: CudaElement, C: CudaElement>(
         cublasComputeType_t::CUBLAS_COMPUTE_32F
     };
     let blas = device.cublas_handle();
-    // SAFETY: the caller guarantees the sizes. The rows of a matrix are adjacent, and alpha and
-    // beta outlive the call.
+    // SAFETY: the caller guarantees the sizes. Matrix rows are adjacent, and alpha and beta outlive
+    // the call.
     unsafe {
         gemm_strided_batched_ex(
             *blas.handle(),
@@ -113,7 +113,7 @@ pub(crate) unsafe fn products<T: CudaElement, C: CudaElement>(
             i64::from(m) * i64::from(n),
             int(batch.count)?,
             compute,
-            // The other default allows products of f16 for operands of f32.
+            // The other default allows f16 products for f32 operands.
             if T::IS_F32 {
                 cublasGemmAlgo_t::CUBLAS_GEMM_DEFAULT
             } else {
@@ -124,7 +124,7 @@ pub(crate) unsafe fn products<T: CudaElement, C: CudaElement>(
     .map_err(Error::wrap)
 }
 
-/// Computes `c = a b`, or `c += a b` if `is_added`, of matrices that are not empty. `c` is f32 and
+/// Computes `c = a b`, or `c += a b` if `is_added`, for nonempty matrices. `c` is f32 and
 /// contiguous.
 pub(crate) fn product(a: &Tensor, b: &Tensor, c: &Tensor, is_added: bool) -> Result<()> {
     let ((m, k), n) = (a.dims2()?, b.dim(1)?);
@@ -146,7 +146,7 @@ pub(crate) fn product(a: &Tensor, b: &Tensor, c: &Tensor, is_added: bool) -> Res
                 is_transposed: is_b_transposed,
             };
             let c = Out::<f32>::in_place(c, layout, &stream)?;
-            // SAFETY: the sizes are those of the tensors.
+            // SAFETY: the sizes match the tensors.
             #[allow(unsafe_code)]
             unsafe {
                 matmul(&device, [m, k, n], &a, &b, &c, is_added)?;

@@ -1,4 +1,4 @@
-//! The ground of the CUDA paths: launches, arguments, matrix products, devices.
+//! Foundation for the CUDA paths: launches, arguments, matrix products, devices.
 
 pub(crate) mod argument;
 pub(crate) mod device;

@@ -1,4 +1,4 @@
-//! Allocation of results on the GPU.
+//! Allocates results on the GPU.
 
 use candle_core::cuda_backend::cudarc::driver::{CudaSlice, DeviceRepr};
 use candle_core::cuda_backend::{CudaDevice, CudaStorage};
@@ -12,8 +12,7 @@ use candle_core::{Result, Shape, Storage, Tensor};
 /// Each element must be written before it is read.
 #[allow(unsafe_code)]
 pub(crate) unsafe fn alloc<T: DeviceRepr>(device: &CudaDevice, len: usize) -> Result<CudaSlice<T>> {
-    // The driver does not allocate 0 bytes.
-    // SAFETY: the caller's promise.
+    // The driver cannot allocate 0 bytes. SAFETY: the caller's promise.
     unsafe { device.alloc::<T>(len.max(1)) }
 }
 

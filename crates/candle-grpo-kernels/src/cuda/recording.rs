@@ -1,4 +1,4 @@
-//! Recorded operations of a GPU.
+//! Recorded GPU operations.
 
 use std::fmt;
 use std::sync::Arc;
@@ -12,10 +12,9 @@ use candle_core::{Device, Result, bail};
 
 use super::device::stream;
 
-/// Operations of a GPU that run again with one call of the driver: a CUDA graph.
+/// GPU operations that one driver call runs again: a CUDA graph.
 ///
-/// They use the same memory again. Tensors that exist before the recording are its inputs and
-/// results.
+/// They reuse the same memory. Tensors that exist before the recording serve as inputs and results.
 pub struct Recording {
     graph: CudaGraph,
 }
@@ -34,19 +33,19 @@ impl fmt::Debug for Recording {
 }
 
 impl Recording {
-    /// Records the operations of `operations` on `device`, which do not run.
+    /// Records everything that `operations` launches on `device`, without running it.
     ///
-    /// `operations` writes its results to tensors that exist before. No other thread may use the
-    /// device during the call, because its operations would be recorded, too.
+    /// `operations` must write its results to existing tensors. No other thread may use the device
+    /// during the call, because its operations would be recorded, too.
     ///
     /// # Errors
     ///
-    /// Fails if `operations` fails, copies between the host and the device or waits for the
-    /// device, or if the device has Candle's events. Nothing has run in this case.
+    /// Fails if `operations` fails, copies between host and device or waits for the device, or if
+    /// Candle's events are enabled on the device. In that case nothing has run.
     ///
     /// # Safety
     ///
-    /// No tensor that `operations` makes may exist after it: its memory does not.
+    /// No tensor created in `operations` may outlive it, because its memory does not.
     #[allow(unsafe_code)]
     pub unsafe fn record(device: &Device, operations: impl FnOnce() -> Result<()>) -> Result<Self> {
         let candle = device.as_cuda_device()?;
@@ -54,11 +53,11 @@ impl Recording {
             bail!("device: has events, must be opened with cuda_device");
         }
         let stream = stream(candle)?;
-        // Loads of modules are not recorded, and allowed in this mode.
+        // This mode allows loading modules, and does not record it.
         let mode = CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_RELAXED;
         stream.begin_capture(mode).w()?;
         let capture = Capture(Some(&stream));
-        // Candle refuses copies from the host while this exists.
+        // Candle rejects copies from the host while this exists.
         let no_copies = candle.enable_cuda_graph_htod_cache();
         let recorded = operations();
         drop(no_copies);
@@ -74,9 +73,9 @@ impl Recording {
     ///
     /// # Safety
     ///
-    /// The memory of all tensors that the operations read or wrote must still exist, except that of
-    /// tensors made within. Indices that they read, as those of
-    /// [`StepInputs`](crate::StepInputs), must be those of memory that exists.
+    /// All tensors that the operations read or write must still exist, except those created within.
+    /// Indices that they read, such as those in [`StepInputs`](crate::StepInputs), must point to
+    /// existing memory.
     ///
     /// # Errors
     ///
@@ -87,7 +86,7 @@ impl Recording {
     }
 }
 
-/// A stream that records.
+/// A recording stream.
 struct Capture<'a>(Option<&'a Arc<CudaStream>>);
 
 impl Capture<'_> {
@@ -99,7 +98,7 @@ impl Capture<'_> {
     }
 }
 
-/// After a panic the stream must not record further.
+/// After a panic the stream must stop recording.
 impl Drop for Capture<'_> {
     fn drop(&mut self) {
         if let Some(stream) = self.0.take() {
@@ -109,7 +108,7 @@ impl Drop for Capture<'_> {
 }
 
 fn end(stream: &Arc<CudaStream>) -> Result<Option<CudaGraph>> {
-    // Frees in a failed recording fail. The next call returns their error, and does nothing else:
+    // Frees in a failed recording fail. The next call returns that error and does nothing else, so
     // it must not be the one that ends the recording.
     let failed = stream.context().check_err();
     let graph = stream.end_capture(CUgraphInstantiate_flags(0));

@@ -1,4 +1,4 @@
-//! Lists of tensors for kernels that process all of them in one launch, as in `tensor_list.cuh`.
+//! Tensor lists for kernels that process all of them in one launch, as in `tensor_list.cuh`.
 
 use candle_core::backend::BackendStorage;
 use candle_core::cuda_backend::cudarc::driver::{CudaSlice, CudaStream};
@@ -7,7 +7,7 @@ use candle_core::{CudaDevice, DType, Result, Storage, Tensor, bail};
 use super::argument::Argument;
 use super::{In, with_cuda_floats};
 
-/// The rows of the list, and the blocks of the launch.
+/// The rows in the list, and the number of blocks in the launch.
 #[derive(Debug, Default)]
 pub(crate) struct TensorList {
     words: Vec<u64>,
@@ -16,7 +16,7 @@ pub(crate) struct TensorList {
 }
 
 impl TensorList {
-    /// Adds a row. `words` receives its first block, and the tensor has `blocks` blocks.
+    /// Adds a row for a tensor with `blocks` blocks. `words` receives its first block.
     pub(crate) fn push<const N: usize>(
         &mut self,
         blocks: usize,
@@ -37,8 +37,8 @@ impl TensorList {
     }
 }
 
-/// Returns the address of a contiguous float or u8 tensor. It is valid until the tensor is freed,
-/// which is after the launches before.
+/// Returns a contiguous float or u8 tensor's address. It is valid until the tensor is freed, which
+/// happens after earlier launches.
 pub(crate) fn address(tensor: &Tensor, stream: &CudaStream) -> Result<u64> {
     let tensor = tensor.storage_and_layout();
     let Storage::Cuda(storage) = &*tensor.0 else {
@@ -50,7 +50,7 @@ pub(crate) fn address(tensor: &Tensor, stream: &CudaStream) -> Result<u64> {
     with_cuda_floats!(storage, "tensors", T => Ok(*In::<T>::from_tensor(&tensor, stream)?.bits()))
 }
 
-/// Returns the number of a dtype in the kernels.
+/// Returns the kernels' code for a dtype.
 pub(crate) fn dtype_number(dtype: DType) -> Result<u32> {
     match dtype {
         DType::F32 => Ok(0),
@@ -60,7 +60,7 @@ pub(crate) fn dtype_number(dtype: DType) -> Result<u32> {
     }
 }
 
-/// Returns a word of two numbers.
+/// Packs two numbers into a word.
 pub(crate) fn word(low: u32, high: u32) -> u64 {
     u64::from(low) | u64::from(high) << 32
 }

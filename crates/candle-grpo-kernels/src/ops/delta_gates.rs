@@ -1,15 +1,15 @@
-//! The gates of the gated delta rule.
+//! Gates for the gated delta rule.
 
 use candle_core::{Result, Tensor, bail};
 
 use crate::precision::arithmetic_dtype;
 use crate::{check, sigmoid};
 
-/// The gates of [`gated_delta_rule`](crate::gated_delta_rule()) as in Qwen3-Next and Qwen3.5:
+/// Gates for [`gated_delta_rule`](crate::gated_delta_rule()) as in Qwen3-Next and Qwen3.5:
 /// `g = -exp(a_log) softplus(a + dt_bias)` and `beta = sigmoid(b)`. Returns `g` and `beta`.
 ///
-/// All arguments have gradients. The operator consists of Candle operations on every device: its
-/// arguments are small beside those of the rule.
+/// All arguments get gradients. The operator consists of Candle operations on every device, because
+/// its arguments are small compared with the rule's.
 ///
 /// # Shapes
 ///
@@ -19,7 +19,7 @@ use crate::{check, sigmoid};
 ///
 /// # Errors
 ///
-/// Fails on other shapes and dtypes.
+/// Fails if shapes or dtypes do not match.
 ///
 /// ```
 /// use candle_core::{Device, Tensor};
@@ -41,14 +41,15 @@ pub fn delta_gates(
     Wide::new([a, b, a_log, dt_bias])?.gates()
 }
 
-/// The backward pass of [`delta_gates`], without a graph.
+/// Computes the backward pass for [`delta_gates`], without a graph.
 ///
-/// `gradients` are those of `g` and `beta`. Returns the gradients of `a`, `b`, `a_log` and
-/// `dt_bias`, in their shapes and dtypes.
+/// `gradients` are with respect to `g` and `beta`. Returns the gradients with respect to `a`, `b`,
+/// `a_log` and `dt_bias`, in their shapes and dtypes.
 ///
 /// # Errors
 ///
-/// Fails as [`delta_gates`], and if the gradients do not have the shape and dtype of its results.
+/// Same as [`delta_gates`]. Also fails if the gradients do not have the shape and dtype of its
+/// results.
 ///
 /// ```
 /// use candle_core::{Device, Tensor};

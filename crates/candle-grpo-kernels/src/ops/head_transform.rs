@@ -1,4 +1,4 @@
-//! The operations on heads of queries and keys before attention.
+//! Operations on query and key heads before attention.
 
 #[cfg(feature = "cuda")]
 use candle_core::DType;
@@ -8,37 +8,37 @@ use crate::check;
 use crate::ops::rope::rope_both;
 use crate::rms_norm;
 
-/// The operations on each head of queries and keys before attention, the norms first.
+/// Operations on each query and key head before attention, starting with the norms.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct HeadTransform<'a> {
-    /// The RMSNorms of the heads. Absent by default.
+    /// Head norms. Absent by default.
     pub norms: Option<HeadNorms<'a>>,
-    /// Cosines and sines of the rotation, `[N, pairs]` each; see
-    /// [`rope`](crate::rope()). Absent by default.
+    /// Rotation cosines and sines, `[N, pairs]` each; see [`rope`](crate::rope()). Absent by
+    /// default.
     pub angles: Option<[&'a Tensor; 2]>,
-    /// The width of a head, if only its first elements may rotate: as many as the angles have,
-    /// twice. `None` means that all rotate. Absent by default.
+    /// Head width, if only its first elements rotate: twice as many as there are angles. `None`
+    /// means that all rotate. Absent by default.
     pub head_dim: Option<usize>,
 }
 
-/// The RMSNorms of the heads of queries and keys; see [`rms_norm`].
+/// RMSNorms for query and key heads; see [`rms_norm`].
 #[derive(Debug, Clone, Copy)]
 pub struct HeadNorms<'a> {
-    /// The weights `[head_dim]` for queries and for keys.
+    /// Weights `[head_dim]` for queries and for keys.
     pub weights: [&'a Tensor; 2],
-    /// The epsilon of both.
+    /// Epsilon for both.
     pub epsilon: f64,
 }
 
 impl HeadTransform<'_> {
-    /// Transforms the heads of queries and keys, `[N, heads * head_dim]` each.
+    /// Transforms query and key heads, `[N, heads * head_dim]` each.
     ///
-    /// The arguments and the weights of the norms have gradients. On CUDA the rotations are one
-    /// launch if none is in a graph.
+    /// The arguments and the norm weights get gradients. On CUDA both rotations take one launch if
+    /// neither is in a graph.
     ///
     /// # Errors
     ///
-    /// Fails as [`rms_norm`] and [`rope`](crate::rope()).
+    /// Same as [`rms_norm`] and [`rope`](crate::rope()).
     pub fn apply(&self, [query, key]: [&Tensor; 2]) -> Result<[Tensor; 2]> {
         let [query, key] = match &self.norms {
             Some(norms) => [norms.apply(query, 0)?, norms.apply(key, 1)?],
@@ -47,12 +47,12 @@ impl HeadTransform<'_> {
         self.rotate([query, key], false)
     }
 
-    /// Returns the gradients of the heads before the rotation from those of [`Self::apply`]'s
-    /// results, without a graph. On CUDA this is one launch.
+    /// Returns the gradients with respect to the heads before the rotation, given those for the
+    /// results of [`Self::apply`], without a graph. On CUDA this takes one launch.
     ///
     /// # Errors
     ///
-    /// Fails as [`rope`](crate::rope()).
+    /// Same as [`rope`](crate::rope()).
     pub fn rotate_back(&self, [query, key]: [&Tensor; 2]) -> Result<[Tensor; 2]> {
         self.rotate([query.detach(), key.detach()], true)
     }
@@ -73,8 +73,8 @@ impl HeadTransform<'_> {
         Ok([query.join(&rotated_query)?, key.join(&rotated_key)?])
     }
 
-    /// Returns whether all tensors are as the kernel of writes to pages takes them, for `n` rows
-    /// and the `values` of the pages. The others are errors of [`Self::apply`].
+    /// Returns whether the kernel that writes pages supports all tensors, for `n` rows and the
+    /// pages' `values`. If not, [`Self::apply`] fails.
     #[cfg(feature = "cuda")]
     pub(crate) fn fits(&self, n: usize, values: &Tensor) -> Result<bool> {
         let head_dim = values.dim(3)?;
@@ -93,11 +93,11 @@ impl HeadTransform<'_> {
     }
 }
 
-/// Heads `[N, heads * head_dim]` in two parts.
+/// Heads `[N, heads * head_dim]`, split in two.
 struct PartOfHeads {
-    /// The first elements of each head, `[N, heads * width]`.
+    /// First elements in each head, `[N, heads * width]`.
     first: Tensor,
-    /// The others, `[N, heads, head_dim - width]`.
+    /// The rest, `[N, heads, head_dim - width]`.
     rest: Tensor,
 }
 
@@ -117,7 +117,7 @@ impl PartOfHeads {
         })
     }
 
-    /// The heads with another first part.
+    /// The heads with a new first part.
     fn join(&self, first: &Tensor) -> Result<Tensor> {
         let (n, heads, _) = self.rest.dims3()?;
         let first = first.reshape((n, heads, ()))?;
@@ -126,7 +126,7 @@ impl PartOfHeads {
 }
 
 impl HeadNorms<'_> {
-    /// Norms the heads of `x` with the weight of this index.
+    /// Normalizes the heads in `x` with the weight at this index.
     fn apply(&self, x: &Tensor, index: usize) -> Result<Tensor> {
         let weight = self.weights[index];
         let heads = x.reshape((x.dim(0)?, (), weight.elem_count()))?;

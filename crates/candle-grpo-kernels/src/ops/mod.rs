@@ -1,4 +1,4 @@
-//! The operators. A folder has the paths of one operator: `cpu`, `cuda` and its twin, `composed`.
+//! The operators. A folder has one operator's paths: `cpu`, `cuda` and its twin, `composed`.
 
 pub(crate) mod adamw;
 pub(crate) mod add;

@@ -1,10 +1,10 @@
-//! Selection of rows, and its transpose.
+//! Row selection and its transpose.
 
 use candle_core::{Device, Result, Tensor, bail};
 
 use crate::{add_embedding_gradient, arithmetic_dtype, embedding};
 
-/// A map from M rows to N rows: each of M rows is one of N rows.
+/// Maps each of M rows to one of N rows.
 ///
 /// ```
 /// use candle_core::{Device, Tensor};
@@ -23,18 +23,17 @@ pub struct RowMap {
     /// u32 `[M]`
     rows: Tensor,
     count: usize,
-    /// The positions of each row, one row after another, and the first of each row: u32 `[M]` and
-    /// `[N + 1]`.
+    /// Positions grouped by row, and where each row's group starts: u32 `[M]` and `[N + 1]`.
     #[cfg(feature = "cuda")]
     positions: Option<(Tensor, Tensor)>,
 }
 
 impl RowMap {
-    /// Creates a map to `count` rows, M = `rows.len()`.
+    /// Creates a map to `count` rows, with M = `rows.len()`.
     ///
     /// # Errors
     ///
-    /// Fails if one of `rows` is not below `count`.
+    /// Fails if an entry in `rows` is not below `count`.
     pub fn new(rows: Vec<u32>, count: usize, device: &Device) -> Result<Self> {
         if let Some(at) = rows.iter().position(|&row| row as usize >= count) {
             bail!("rows[{at}]: {}, must be below {count}", rows[at]);
@@ -49,22 +48,23 @@ impl RowMap {
         })
     }
 
-    /// Selects `[M, H]` from `x` `[N, H]`, of any float dtype.
+    /// Selects `[M, H]` from `x` `[N, H]`, in any float dtype.
     ///
     /// # Errors
     ///
-    /// Fails on other shapes and dtypes.
+    /// Fails if shapes or dtypes do not match.
     pub fn select(&self, x: &Tensor) -> Result<Tensor> {
         self.check(x, self.count)?;
         embedding(&self.rows, x)
     }
 
-    /// Returns the gradient of `x` in [`Self::select`] from that of its result: adds each row of
-    /// `gradient` `[M, H]` to its row of zeros `[N, H]`, in order. Sums are in f32 (f64 for f64).
+    /// Computes the gradient with respect to `x` in [`Self::select`]. It adds each row in
+    /// `gradient` `[M, H]` to its row in a zero tensor `[N, H]`, in order. Sums are f32 (f64 for
+    /// f64).
     ///
     /// # Errors
     ///
-    /// Fails on other shapes and dtypes.
+    /// Fails if shapes or dtypes do not match.
     pub fn sum(&self, gradient: &Tensor) -> Result<Tensor> {
         self.check(gradient, self.rows.elem_count())?;
         #[cfg(feature = "cuda")]
@@ -87,7 +87,7 @@ impl RowMap {
     }
 }
 
-/// Sorts the positions of `rows` by their row.
+/// Sorts positions in `rows` by their row.
 #[cfg(feature = "cuda")]
 fn positions(rows: &[u32], count: usize, device: &Device) -> Result<(Tensor, Tensor)> {
     let mut starts = vec![0u32; count + 1];
@@ -98,7 +98,7 @@ fn positions(rows: &[u32], count: usize, device: &Device) -> Result<(Tensor, Ten
         starts[row + 1] += starts[row];
     }
     let mut positions: Vec<u32> = (0..rows.len() as u32).collect();
-    // Stable: the positions of a row keep their order.
+    // Stable, so that a row's positions keep their order.
     positions.sort_by_key(|&position| rows[position as usize]);
     Ok((
         Tensor::new(positions, device)?,

@@ -5,14 +5,14 @@ use candle_core::{Result, Tensor};
 use crate::check;
 use crate::precision::arithmetic_dtype;
 
-/// `1 / (1 + exp(-x))`, the gate of attention and of the gated delta rule in Qwen3.5.
+/// `1 / (1 + exp(-x))`, the gate for attention and the gated delta rule in Qwen3.5.
 ///
-/// `x` has any shape and float dtype; the result has its shape and dtype, and `x` has a gradient.
+/// `x` can have any shape and float dtype. The result has the same, and `x` gets a gradient.
 /// Arithmetic is in f32, in plain Candle operations.
 ///
 /// # Errors
 ///
-/// Fails on other dtypes.
+/// Fails for other dtypes.
 ///
 /// ```
 /// use candle_core::{Device, Tensor};

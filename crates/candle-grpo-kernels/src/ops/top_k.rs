@@ -1,11 +1,11 @@
-//! The largest entries of rows.
+//! Largest entries per row.
 
 use candle_core::{D, DType, Result, Tensor, bail};
 use rayon::prelude::*;
 
-/// Returns the places of the k largest entries in each row of `[.., V]`, the largest first: u32
-/// `[.., K]`, K the smaller of k and V. Of equal entries the first one comes first. NaN is the
-/// smallest. There is no gradient.
+/// Returns the indices of the k largest entries in each row of `[.., V]`, the largest first: u32
+/// `[.., K]`, where K is the smaller of k and V. Ties come in order. NaN is the smallest. There is
+/// no gradient.
 ///
 /// Rows are read on the host: on a GPU this copies `x` and synchronizes.
 ///
@@ -48,11 +48,11 @@ fn places<T: Copy + PartialOrd + Send + Sync>(rows: &[T], width: usize, k: usize
     places
 }
 
-/// Sets `places` to those of the largest entries of `row`, which has at least as many.
+/// Sets `places` to the largest entries in `row`, which must have at least as many.
 fn largest<T: Copy + PartialOrd>(row: &[T], places: &mut [u32]) {
     let is_nan = |x: &T| x.partial_cmp(x).is_none();
     let is_larger = |a: &T, b: &T| a > b || is_nan(b) && !is_nan(a);
-    // The largest entries so far, in order. Few entries of a row come this far.
+    // The largest entries so far, in order. Few entries in a row get this far.
     let mut found: Vec<(T, u32)> = Vec::with_capacity(places.len() + 1);
     for (place, entry) in (0u32..).zip(row) {
         if found.len() == places.len() && !is_larger(entry, &found[places.len() - 1].0) {

@@ -1,4 +1,4 @@
-//! The tables of a [`PrefixTree`] on the GPU, as `prefix_tree.cuh` reads them.
+//! [`PrefixTree`] tables on the GPU, as `prefix_tree.cuh` reads them.
 
 use std::ops::Range;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -8,32 +8,32 @@ use candle_core::{Device, Result, Tensor};
 use super::Segment;
 use crate::PrefixTree;
 
-/// Rows of a chunk of `gated_delta_rule.cu`.
+/// Rows per chunk in `gated_delta_rule.cu`.
 pub(crate) const CHUNK: usize = 32;
 
-/// The tables of one device.
+/// One device's tables.
 #[derive(Debug, Default)]
 pub(crate) struct Tables(Mutex<Option<Arc<DeviceTree>>>);
 
-/// A tree on a device. Its segments are in the order of their levels, and those of one parent are
+/// A tree on a device. Its segments are sorted by level, and segments with the same parent are
 /// adjacent.
 #[derive(Debug)]
 pub(crate) struct DeviceTree {
-    /// u32 `[segments + 1, 6]`: the fields of `Segment`. The last entry ends the children and the
+    /// u32 `[segments + 1, 6]`: the fields in `Segment`. The last entry ends the children and
     /// chunks of the others.
     pub(crate) segments: Tensor,
-    /// u32 `[N]`: the segment of each row.
+    /// u32 `[N]`: each row's segment.
     pub(crate) segment_of: Tensor,
     /// u32 `[N]`: the row before each row, or [`PrefixTree::NONE`].
     pub(crate) before: Tensor,
-    /// The segments of each level. Their parents are in the level before.
+    /// Each level's segments. Their parents are in the previous level.
     pub(crate) levels: Vec<Range<usize>>,
-    /// Chunks of all segments.
+    /// Number of chunks in all segments.
     pub(crate) chunks: usize,
 }
 
 impl DeviceTree {
-    /// Returns the tables of a tree. The tree keeps those of the last device.
+    /// Returns a tree's tables. The tree keeps those for the last device.
     pub(crate) fn of(tree: &PrefixTree, device: &Device) -> Result<Arc<Self>> {
         let mut kept = tree
             .on_device
@@ -57,7 +57,7 @@ impl DeviceTree {
             }
         }
         let mut levels: Vec<Range<usize>> = Vec::new();
-        // The place in `order` and the position in a sequence of each segment.
+        // Each segment's place in `order` and its position in a sequence.
         let (mut places, mut positions) = (vec![0; segments.len()], vec![0; segments.len()]);
         let mut segment_of = vec![0u32; tree.rows()];
         let mut table: Vec<u32> = Vec::with_capacity((segments.len() + 1) * 6);

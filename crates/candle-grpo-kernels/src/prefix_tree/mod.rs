@@ -8,11 +8,11 @@ use std::sync::Arc;
 
 use candle_core::{Result, bail};
 
-/// The rows of packed sequences, for operators whose state runs along a sequence:
+/// Rows of packed sequences, for operators with a recurrent state:
 /// [`causal_conv`](crate::causal_conv()) and [`gated_delta_rule`](crate::gated_delta_rule()).
 ///
-/// Sequences that share a prefix form a tree: the state after the prefix is the start of each
-/// branch, and the gradients of the branches are summed in the prefix. A clone shares the tables.
+/// Sequences that share a prefix form a tree. Each branch starts from the state after the prefix,
+/// and the branches' gradients are summed in the prefix. Clones share the tables.
 ///
 /// ```
 /// use candle_grpo_kernels::PrefixTree;
@@ -25,37 +25,37 @@ use candle_core::{Result, bail};
 /// ```
 #[derive(Debug, Clone)]
 pub struct PrefixTree {
-    /// For each row the row before it in its sequences, or [`Self::NONE`].
+    /// For each row, the row before it in its sequences, or [`Self::NONE`].
     before: Arc<[u32]>,
-    /// In the order of their rows, so that a parent precedes its branches.
+    /// In row order, so that a parent precedes its branches.
     segments: Arc<[Segment]>,
-    /// The segments of each tree.
+    /// Each tree's segments.
     trees: Arc<[Vec<usize>]>,
-    /// The tables of the kernels, copied to the GPU once.
+    /// The kernels' tables, copied to the GPU once.
     #[cfg(feature = "cuda")]
     pub(crate) on_device: Arc<cuda::Tables>,
 }
 
-/// Adjacent rows of the same sequences.
+/// Adjacent rows in the same sequences.
 #[derive(Debug, Clone)]
 pub(crate) struct Segment {
     pub(crate) rows: Range<usize>,
-    /// The segment whose last row precedes the first row of this one.
+    /// The segment whose last row precedes this one's first row.
     pub(crate) parent: Option<usize>,
-    /// Index of the first row among the rows of the tree.
+    /// Index of the first row within the tree.
     pub(crate) place: usize,
     pub(crate) has_branches: bool,
 }
 
 impl PrefixTree {
-    /// Marks the first row of a sequence. Candle selects zeros for this index.
+    /// Marks a sequence's first row. Candle selects zeros for this index.
     pub(crate) const NONE: u32 = u32::MAX;
 
-    /// Creates the tree of sequences of these lengths, one after another, without shared rows.
+    /// Creates a tree for concatenated sequences with these lengths, without shared rows.
     ///
     /// # Errors
     ///
-    /// Fails if there are no lengths, if one is 0, and if their sum does not fit in 32 bits.
+    /// Fails if there are no lengths, if one is 0, or if their sum does not fit in 32 bits.
     pub fn new(lengths: &[usize]) -> Result<Self> {
         let Some(rows) = sum(lengths).and_then(|sum| u32::try_from(sum).ok()) else {
             bail!("lengths: {lengths:?}, their sum must fit in 32 bits");
@@ -63,14 +63,14 @@ impl PrefixTree {
         Self::with_shared_rows(lengths, &(0..rows).collect::<Vec<_>>())
     }
 
-    /// Creates the tree of sequences of these lengths. `rows` has the row of each position of each
-    /// sequence, one sequence after another.
+    /// Creates a tree for sequences with these lengths. `rows` has the row for each position in
+    /// each sequence, concatenated.
     ///
     /// # Errors
     ///
-    /// Fails if there are no lengths, if one is 0, if their sum is not the length of `rows`, if the
-    /// rows are not numbered in the order of their first positions, and if the rows before a row
-    /// differ between sequences.
+    /// Fails if there are no lengths, if one is 0, if their sum is not the length of `rows`, if
+    /// rows are not numbered in order of their first positions, or if the rows before a row differ
+    /// between sequences.
     pub fn with_shared_rows(lengths: &[usize], rows: &[u32]) -> Result<Self> {
         let before = rows_before(lengths, rows)?;
         let mut branches = vec![0u32; before.len()];
@@ -79,7 +79,7 @@ impl PrefixTree {
         }
         let mut segments: Vec<Segment> = Vec::new();
         let mut trees: Vec<Vec<usize>> = Vec::new();
-        // The segment of each row, and the tree of each segment and its number of rows.
+        // Each row's segment, and each segment's tree and number of rows.
         let mut segment_of: Vec<usize> = Vec::with_capacity(before.len());
         let mut tree_of: Vec<usize> = Vec::new();
         let mut places: Vec<usize> = Vec::new();
@@ -133,7 +133,7 @@ impl PrefixTree {
         &self.segments
     }
 
-    /// Returns the indices of the segments of each tree. The places of a tree follow their order.
+    /// Returns each tree's segment indices. Places in a tree follow their order.
     pub(crate) fn trees(&self) -> &[Vec<usize>] {
         &self.trees
     }
@@ -143,7 +143,7 @@ impl PrefixTree {
         &self.before
     }
 
-    /// Returns the tree of each row.
+    /// Returns each row's tree.
     pub(crate) fn tree_of_rows(&self) -> Vec<usize> {
         let mut trees = vec![0; self.rows()];
         for (tree, segments) in self.trees.iter().enumerate() {
@@ -154,7 +154,7 @@ impl PrefixTree {
         trees
     }
 
-    /// Fails unless `rows`, of the argument `name`, is the number of rows.
+    /// Fails unless `rows`, from the argument `name`, is the number of rows.
     pub(crate) fn check_rows(&self, name: &str, rows: usize) -> Result<()> {
         if rows != self.rows() {
             bail!(
@@ -211,7 +211,7 @@ fn rows_before(lengths: &[usize], rows: &[u32]) -> Result<Vec<u32>> {
 mod tests {
     use super::*;
 
-    /// Returns the rows, the parent and the place of each segment.
+    /// Returns each segment's rows, parent and place.
     fn segments(tree: &PrefixTree) -> Vec<(Range<usize>, Option<usize>, usize, bool)> {
         let segments = tree.segments().iter();
         segments
@@ -233,7 +233,7 @@ mod tests {
 
     #[test]
     fn a_segment_ends_where_sequences_part() -> Result<()> {
-        // A branch of the first sequence follows a sequence of another tree.
+        // A branch from the first sequence follows a sequence in another tree.
         let rows = [0, 1, 2, 3, 4, 0, 1, 5, 0, 1, 2, 6];
         let tree = PrefixTree::with_shared_rows(&[4, 1, 3, 4], &rows)?;
         assert_eq!(

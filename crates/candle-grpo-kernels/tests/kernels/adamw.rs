@@ -1,4 +1,4 @@
-//! Tests of `adamw` against its composed twin in f64, of masters, memory and errors.
+//! Tests `adamw` against its composed twin in f64: masters, memory and errors.
 
 use candle_core::{DType, Device, Result, Tensor, Var};
 use candle_grpo_kernels::{
@@ -45,7 +45,7 @@ impl Held {
         master: bool,
         device: &Device,
     ) -> Result<Self> {
-        // Converted on the CPU, because Candle does not convert empty tensors on CUDA.
+        // Converted on the CPU, because Candle cannot convert empty tensors on CUDA.
         let noise = |seed, dtype| noisy(&[len], seed, DType::F32)?.to_dtype(dtype);
         let variable = |x: Tensor| Var::from_tensor(&x.to_device(device)?);
         Ok(Self {
@@ -168,16 +168,16 @@ proptest! {
                 composed::adamw(&exact.iter().map(Held::tensors).collect::<Vec<_>>(), &step)?;
             }
             for ((fused, twin), exact) in fused.iter().zip(&twin).zip(&exact) {
-                // A moment near the middle of two codes may have either, which moves a step by a
-                // part of the learning rate. Few do.
+                // A moment near the middle between two codes may get either, which moves a step by
+                // a fraction of the learning rate. This is rare.
                 let rounding: f64 = if dtype == DType::F32 { 1e-3 } else { 0.02 };
                 assert_same(&fused.parameter, &twin.parameter, rounding.max(STEP.learning_rate))?;
                 let [a, b] = [numbers(&fused.parameter)?, numbers(&twin.parameter)?];
                 let moved = a.iter().zip(&b).filter(|(a, b)| (**a - **b).abs() > rounding);
                 let moved = moved.count();
                 prop_assert!(moved <= 1 + a.len() / 1000, "{moved} of {}", a.len());
-                // A step is about the learning rate long. Where the gradient is far below the
-                // largest of its block, the moments keep only its magnitude.
+                // A step is about as long as the learning rate. Where the gradient is far below the
+                // largest in its block, the moments keep only its magnitude.
                 let [fused, exact] = [numbers(&fused.parameter)?, numbers(&exact.parameter)?];
                 let rounding = if dtype == DType::F32 { 0.0 } else { 0.04 };
                 let differences = fused.iter().zip(&exact).map(|(fused, exact)| (fused - exact).abs());
@@ -188,8 +188,8 @@ proptest! {
     }
 }
 
-/// Without a floor, the average of squares of the small number would be zero, and its step would be
-/// its average divided by epsilon.
+/// Without a floor, the small number's squared average would be zero, and its step would be its
+/// average divided by epsilon.
 #[rstest]
 #[case::fused(adamw)]
 #[case::composed(composed::adamw)]
@@ -406,7 +406,7 @@ fn a_gradient_factor_equals_scaled_gradients(
     #[case] twin: fn(&[AdamWTensors], &AdamWStep) -> Result<()>,
 ) -> Result<()> {
     for device in devices() {
-        // Together they have several blocks on a GPU, and parameters of several dtypes.
+        // Together they have several blocks on a GPU, and several parameter dtypes.
         let held = || -> Result<Vec<Held>> {
             [
                 (1, DType::F32, false),

@@ -1,4 +1,4 @@
-//! Tests of `add` against the sum in f64.
+//! Tests `add` against the sum in f64.
 
 use candle_core::{DType, Device, Result, Tensor, Var};
 use candle_grpo_kernels::add;

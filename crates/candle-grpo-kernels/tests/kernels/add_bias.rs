@@ -1,4 +1,4 @@
-//! Tests of `add_bias` against its composed twin and the formula in f64.
+//! Tests `add_bias` against its composed twin and the formula in f64.
 
 use candle_core::{DType, Device, Result, Tensor};
 use candle_grpo_kernels::{add_bias, add_bias_gradient, arithmetic_dtype, composed};
@@ -9,7 +9,7 @@ use crate::layout::{Layout, layouts};
 use crate::strategies::dtypes;
 use crate::twin::{check_against_f64, noisy, rounding};
 
-/// Widths with and without whole packs of 16 bytes, and of several slices of a row.
+/// Widths with and without whole 16-byte packs, and with several slices per row.
 fn widths() -> impl Strategy<Value = usize> {
     prop_oneof![1usize..40, Just(128), 1020usize..1030, Just(2560)]
 }
@@ -91,7 +91,7 @@ fn both_arguments_have_gradients() -> Result<()> {
     Ok(())
 }
 
-/// 1024 gradients of 1/256 for one column. A sum in bf16 would stop at 1.
+/// 1024 gradients with value 1/256 for one column. A bf16 sum would stop at 1.
 #[test]
 fn the_gradient_is_summed_in_f32() -> Result<()> {
     for device in devices() {

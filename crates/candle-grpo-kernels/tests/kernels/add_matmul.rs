@@ -1,4 +1,4 @@
-//! Tests of `add_matmul` and `matmul` against their composed twin in f64.
+//! Tests `add_matmul` and `matmul` against their composed twin in f64.
 
 use candle_core::{DType, Device, Result, Tensor};
 use candle_grpo_kernels::{add_matmul, arithmetic_dtype, composed, matmul};
@@ -14,7 +14,7 @@ proptest! {
     #[test]
     fn the_fused_path_equals_the_composed_twin_in_f64(
         m in 0usize..70,
-        // Products are computed in parts of the inner dimension.
+        // Products are split along the inner dimension.
         k in prop_oneof![0usize..40, Just(64), 500usize..530, 760usize..800],
         n in 0usize..70,
         layouts in [layouts(), layouts()],

@@ -1,4 +1,4 @@
-//! Tests of `attention` against its composed twin in f64, and of masks.
+//! Tests `attention` against its composed twin in f64, and tests masks.
 
 use candle_core::{DType, Device, Result, Tensor, Var};
 use candle_grpo_kernels::{
@@ -42,7 +42,7 @@ fn check_packed(lengths: &[usize]) -> Result<()> {
     )
 }
 
-/// All combinations of a window and a cap. The cap bends the scores.
+/// All combinations of window and cap. The cap bends the scores.
 fn scores() -> impl Strategy<Value = Scores> {
     let window = prop_oneof![1usize..20, 30usize..120, Just(usize::MAX)];
     let (window, cap) = (prop::option::of(window), prop::option::of(0.3f64..3.0));
@@ -53,8 +53,8 @@ fn scores() -> impl Strategy<Value = Scores> {
     })
 }
 
-/// Keys of 1, 2 and 3 and a query of 1, with the values of a unit matrix, so that the result of a
-/// row is the weights.
+/// Keys 1, 2 and 3 and query 1, with a unit matrix as values, so that each result row is the
+/// weights.
 #[rstest]
 #[case::all(None, None, [1., 2., 3.])]
 #[case::window(Some(2), None, [f64::NEG_INFINITY, 2., 3.])]
@@ -191,7 +191,7 @@ fn the_backward_pass_without_a_graph_is_bit_identical() -> Result<()> {
     )
 }
 
-/// One operator for calls of different sizes and dtypes.
+/// One operator for calls with different sizes and dtypes.
 #[test]
 fn a_kept_forward_pass_gives_bit_identical_gradients() -> Result<()> {
     for device in devices() {
@@ -303,7 +303,7 @@ fn nan_at_padding_has_no_effect() -> Result<()> {
                 } else {
                     composed::attention(query, key, value, &mask, 4, 0.5)?
                 };
-                // The gradient of the result is NaN at padding too.
+                // The result gradient is NaN at padding too.
                 let gradients = (&y * spoil(&slope)?)?.sum_all()?.backward()?;
                 let mut results = vec![numbers(&y)?];
                 for variable in &variables {
@@ -342,7 +342,7 @@ fn one_new_position_after_others_equals_the_last_of_all() -> Result<()> {
     Ok(())
 }
 
-/// On CUDA there are kernels for heads of up to 64, 128 and 256 elements.
+/// CUDA has kernels for heads up to 64, 128 and 256 wide.
 #[rstest]
 fn heads_of_every_width_equal_the_composed_twin(
     #[values(64, 80, 96, 128, 144, 256, 260)] head_dim: usize,
@@ -363,7 +363,7 @@ fn large_scores_do_not_overflow() -> Result<()> {
     let value = noisy(&[1, 20, 4], 2, DType::F32)?;
     let mask = Tensor::ones((1, 20), DType::U8, &Device::Cpu)?;
     let inputs = [&x, &x, &value].map(|x| (x, Layout::Contiguous));
-    // Queries and keys of 1000 multiply the rounding error of the gradient of a score.
+    // With queries and keys at 1000, the rounding error in a score gradient is multiplied.
     check(inputs, &mask, 4, 0.7.into(), 200.0)
 }
 

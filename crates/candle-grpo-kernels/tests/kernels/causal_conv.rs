@@ -1,4 +1,4 @@
-//! Tests of `causal_conv` against a loop in f64.
+//! Tests `causal_conv` against a loop in f64.
 
 use candle_core::{DType, Device, Result, Tensor, Var};
 use candle_grpo_kernels::{PrefixTree, causal_conv, causal_conv_gradient, composed};
@@ -11,7 +11,7 @@ use crate::prefixes::prefixes;
 use crate::strategies::dtypes;
 use crate::twin::{check_against_f64, check_gradient_alone, noisy};
 
-/// Returns the results of the rows of a sequence of one channel.
+/// Returns the results for a one-channel sequence.
 fn expected(x: &[f64], weight: &[f64]) -> Vec<f64> {
     let sums = (0..x.len()).map(|row| {
         let taps = weight.iter().rev().zip(x[..=row].iter().rev());
@@ -87,7 +87,7 @@ proptest! {
     }
 }
 
-/// Each of the three rows before the branches adds the gradients of nine.
+/// Each of the three rows before the branches adds nine gradients.
 #[rstest]
 fn a_prefix_may_have_many_branches(
     #[values(1, 2, 4, 5)] taps: usize,

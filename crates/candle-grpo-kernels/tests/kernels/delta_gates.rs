@@ -1,4 +1,4 @@
-//! Tests of `delta_gates` against its formulas in f64.
+//! Tests `delta_gates` against its formulas in f64.
 
 use candle_core::{DType, Device, Result, Tensor, Var};
 use candle_grpo_kernels::{arithmetic_dtype, delta_gates, delta_gates_gradient};

@@ -1,4 +1,4 @@
-//! Tests of `DeltaStates` against whole sequences.
+//! Tests `DeltaStates` against whole sequences.
 
 use candle_core::{DType, Device, Result, Tensor, Var};
 use candle_grpo_kernels::{
@@ -18,7 +18,7 @@ const HEADS: DeltaHeads = DeltaHeads {
 };
 const WIDTH: usize = 32;
 
-/// Rows of a sequence.
+/// A sequence's rows.
 struct Rows {
     x: Tensor,
     weight: Tensor,
@@ -38,7 +38,7 @@ impl Rows {
         })
     }
 
-    /// Returns the convolution and the result of the delta rule of its inputs.
+    /// Returns the convolution and the delta rule's result for its inputs.
     fn whole(&self) -> Result<[Tensor; 2]> {
         let tree = PrefixTree::new(&[self.x.dim(0)?])?;
         Ok([
@@ -47,7 +47,7 @@ impl Rows {
         ])
     }
 
-    /// The same of rows from `first`, with states.
+    /// The same for rows starting at `first`, with states.
     fn step(
         &self,
         states: &DeltaStates,
@@ -99,7 +99,7 @@ proptest! {
     }
 }
 
-/// Several sequences in one pass, of which two are at the start, and the division into passes.
+/// Several sequences in one pass, two of them at the start, and different divisions into passes.
 #[test]
 fn a_row_depends_only_on_the_rows_of_its_sequence() -> Result<()> {
     for device in devices() {

@@ -1,4 +1,4 @@
-//! Tests of `dequantize` against Candle's arithmetic, and of `linear_rows` with blocks.
+//! Tests `dequantize` against Candle's arithmetic, and `linear_rows` with blocks.
 
 use candle_core::quantized::GgmlDType;
 use candle_core::{DType, Device, Result, Tensor};
@@ -10,7 +10,7 @@ use rstest::rstest;
 use crate::strategies::dtypes;
 use crate::twin::{bits, noisy};
 
-/// Blocks of random bytes, and so with all their values, except for factors that are not finite.
+/// Blocks filled with random bytes, which cover all values except factors that are not finite.
 fn random_blocks(block_type: GgmlDType, rows: usize, blocks: usize, seed: u64) -> Result<Tensor> {
     let size = block_type.type_size();
     let noise = noisy(&[rows * blocks * size], seed, DType::F32)?.to_vec1::<f32>()?;

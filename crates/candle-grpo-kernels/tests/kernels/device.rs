@@ -1,4 +1,4 @@
-//! Tests of the device that `cuda_device` opens, and of the devices that operators refuse.
+//! Tests the device that `cuda_device` opens, and devices that operators reject.
 
 use std::sync::Arc;
 
@@ -17,7 +17,7 @@ use candle_grpo_kernels::{
 };
 use candle_grpo_test_support::{CudaCalls, cuda, message, noise_tensor};
 
-/// Returns the result of each operator on `device`, with arguments of `dtype`.
+/// Returns each operator's result on `device`, with arguments in `dtype`.
 fn run_each(device: &Device, dtype: DType) -> Result<Vec<(&'static str, Result<()>)>> {
     let noise = |shape: &[usize]| noise_tensor(shape, 1, dtype, device);
     let zeros = |shape: &[usize]| Tensor::zeros(shape, arithmetic_dtype(dtype), device);
@@ -226,7 +226,7 @@ fn a_device_is_opened_once() -> Result<()> {
         assert!(again.same_device(device));
         let (stream, other) = (again.as_cuda_device()?, device.as_cuda_device()?);
         assert!(Arc::ptr_eq(&stream.cuda_stream(), &other.cuda_stream()));
-        // Candle refuses an operation on tensors of two devices.
+        // Candle rejects operations on tensors from two devices.
         let (x, y) = (
             Tensor::ones(2, DType::F32, device)?,
             Tensor::ones(2, DType::F32, &again)?,
@@ -282,7 +282,7 @@ fn the_device_keeps_freed_memory() -> Result<()> {
     // SAFETY: the device is open, and the attribute has 64 bits.
     unsafe {
         let pool = device::get_default_mem_pool(context.cu_device()).map_err(Error::wrap)?;
-        // 0 is the default of the driver.
+        // 0 is the driver's default.
         let mut threshold = 0u64;
         mem_pool::get_attribute(pool, attribute, (&raw mut threshold).cast())
             .map_err(Error::wrap)?;

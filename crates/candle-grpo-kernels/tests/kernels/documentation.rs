@@ -1,4 +1,4 @@
-//! Doc comments state the defaults of the options.
+//! Checks that doc comments state option defaults.
 
 use std::collections::BTreeMap;
 
@@ -42,20 +42,20 @@ fn each_option_states_its_default() {
     assert_defaults_are_documented(env!("CARGO_MANIFEST_DIR"), &defaults);
 }
 
-/// The text of a file of this crate.
+/// Reads a file in this crate.
 fn text(path: &str) -> String {
     let path = format!("{}/{path}", env!("CARGO_MANIFEST_DIR"));
     std::fs::read_to_string(path).expect("a file of the crate")
 }
 
-/// The rows of the table of operators, without links.
+/// The rows in the operator table, without links.
 fn operators(text: &str, prefix: &str) -> Vec<String> {
     text.lines()
         .filter_map(|line| line.strip_prefix(prefix))
         .skip_while(|line| !line.starts_with("| operator"))
         .take_while(|line| line.starts_with('|'))
         .map(|line| {
-            // The destination of a link to a function that has the name of a module.
+            // The target of a link to a function that shares its name with a module.
             let mut row = line.replace(['[', ']'], "");
             while let Some(end) = row.find("())") {
                 let start = row[..end].rfind('(').expect("the start of the destination");

@@ -1,4 +1,4 @@
-//! Tests of `draw_tokens` against sorted tokens in f64.
+//! Tests `draw_tokens` against sorted tokens in f64.
 
 use candle_core::{DType, Device, Result, Tensor};
 use candle_grpo_kernels::{Draw, DrawOptions, DrawnToken, LogProbOptions, draw_tokens, log_prob};
@@ -60,7 +60,7 @@ fn the_log_prob_on_the_cpu_is_bit_identical_to_that_of_training(
     Ok(())
 }
 
-/// Returns the tokens that can be drawn, in their order.
+/// Returns the tokens that can be sampled, in order.
 fn kept(logits: &[f32], options: &DrawOptions, device: &Device) -> Vec<u32> {
     let grid: Vec<f64> = (0..40).map(|i| (f64::from(i) + 0.5) / 40.0).collect();
     let mut tokens: Vec<u32> = draw(logits, &grid, options, device)
@@ -116,7 +116,7 @@ fn ties_at_the_kth_are_kept_and_equals_are_taken_in_order() {
 #[test]
 fn a_number_counts_in_its_whole_precision() {
     for device in devices() {
-        // Equal weights are exact, so the borders are 1/3 and 2/3.
+        // Equal weights are exact, so the boundaries are 1/3 and 2/3.
         let numbers = [1.0, 2.0].map(|x| [x / 3.0 - 1e-9, x / 3.0 + 1e-9]);
         let drawn = draw(&[0.0; 3], numbers.as_flattened(), &OFF, device);
         let tokens: Vec<u32> = drawn.into_iter().map(|x| x.unwrap().token).collect();
@@ -236,7 +236,7 @@ proptest! {
                 let greatest = row.iter().copied().fold(f64::NEG_INFINITY, f64::max);
                 let log_weight = (row[drawn.token as usize] - greatest) / options.temperature;
                 prop_assert!((f64::from(drawn.log_prob) - (log_weight - all.ln())).abs() < 1e-5);
-                // A rounding at the border of a filter or of a token may change the result.
+                // Rounding at the boundary of a filter or a token may change the result.
                 let results: Vec<Vec<(u32, f64)>> = [-1e-5, 0.0, 1e-5]
                     .iter()
                     .map(|change| sorted(&row, &DrawOptions {

@@ -1,4 +1,4 @@
-//! Tests of `embedding` against its composed twin in f64.
+//! Tests `embedding` against its composed twin in f64.
 
 use candle_core::{DType, Device, Result, Tensor, Var};
 use candle_grpo_kernels::{add_embedding_gradient, arithmetic_dtype, composed, embedding};
@@ -96,7 +96,7 @@ fn an_error_names_a_sum_that_does_not_fit() -> Result<()> {
     Ok(())
 }
 
-/// 1024 gradients of 1/256 for one token. A sum in bf16 would stop at 1.
+/// 1024 gradients with value 1/256 for one token. A bf16 sum would stop at 1.
 #[test]
 fn the_gradient_of_a_frequent_token_is_summed_in_f32() -> Result<()> {
     for device in devices() {

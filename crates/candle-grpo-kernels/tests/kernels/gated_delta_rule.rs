@@ -1,4 +1,4 @@
-//! Tests of `gated_delta_rule` against a recurrent loop in f64.
+//! Tests `gated_delta_rule` against a recurrent loop in f64.
 
 use candle_core::{DType, Device, Result, Tensor, Var};
 use candle_grpo_kernels::{
@@ -12,7 +12,7 @@ use crate::prefixes::{Prefixes, prefixes};
 use crate::strategies::dtypes;
 use crate::twin::{check_gradient_alone, check_views, noisy, rounding};
 
-/// The rows of one value head in f64, and the formulas of the recurrence.
+/// One value head's rows in f64, and the recurrence formulas.
 #[derive(Clone)]
 struct Recurrence {
     query: Vec<Vec<f64>>,
@@ -22,7 +22,7 @@ struct Recurrence {
     beta: Vec<f64>,
 }
 
-/// A matrix of rows.
+/// A matrix, as a list of rows.
 type State = Vec<Vec<f64>>;
 
 /// Returns the transposed state times a vector.
@@ -40,7 +40,7 @@ fn dot(x: &[f64], y: &[f64]) -> f64 {
     x.iter().zip(y).map(|(x, y)| x * y).sum()
 }
 
-/// Adds the product of a column and a row.
+/// Adds the outer product of a column and a row.
 fn add_outer(state: &mut State, column: &[f64], row: &[f64], factor: f64) {
     for (target, x) in state.iter_mut().zip(column) {
         for (target, y) in target.iter_mut().zip(row) {
@@ -54,7 +54,7 @@ fn unit(x: &[f64]) -> Vec<f64> {
     x.iter().map(|x| x / norm).collect()
 }
 
-/// Returns the gradient of x given x and that of `unit(x)`.
+/// Returns the gradient with respect to x, given x and the gradient with respect to `unit(x)`.
 fn unit_gradient(x: &[f64], gradient: &[f64]) -> Vec<f64> {
     let norm = (dot(x, x) + 1e-6).sqrt();
     let along = dot(x, gradient) / norm.powi(3);
@@ -88,7 +88,7 @@ impl Recurrence {
         }
     }
 
-    /// Returns the results of the rows of a sequence, and the states before each.
+    /// Returns the results for a sequence's rows, and the state before each.
     fn forward(&self, rows: &[u32]) -> (Vec<Vec<f64>>, Vec<State>) {
         let mut state = vec![vec![0.0; self.value[0].len()]; self.key[0].len()];
         let (mut results, mut states) = (Vec::new(), Vec::new());
@@ -114,7 +114,7 @@ impl Recurrence {
         (results, states)
     }
 
-    /// Adds the gradients of the rows of a sequence to `sums`, given those of its results.
+    /// Adds the gradients for a sequence's rows to `sums`, given its result gradients.
     fn add_backward(&self, rows: &[u32], of_results: &[Vec<f64>], sums: &mut Self) {
         let (_, states) = self.forward(rows);
         let mut of_state = vec![vec![0.0; self.value[0].len()]; self.key[0].len()];
@@ -188,7 +188,8 @@ impl Recurrence {
     }
 }
 
-/// Returns the result of the recurrence for each row, and the gradients of `qkv`, `g` and `beta`.
+/// Returns the recurrence's result for each row, and the gradients with respect to `qkv`, `g` and
+/// `beta`.
 fn recurrent(
     inputs: &[Vec<f64>; 3],
     heads: DeltaHeads,
@@ -210,7 +211,7 @@ fn recurrent(
         let mut is_new = vec![true; rows];
         for sequence in &prefixes.sequences {
             let (results, _) = of_head.forward(sequence);
-            // The gradient of a shared row counts once.
+            // A shared row's gradient counts once.
             let of_results: Vec<Vec<f64>> = sequence
                 .iter()
                 .zip(results)
@@ -244,7 +245,7 @@ fn recurrent(
     (result, gradients)
 }
 
-/// Returns `qkv` of a dtype, and `g` and `beta` in f32.
+/// Returns `qkv` in `dtype`, and `g` and `beta` in f32.
 fn random_inputs(rows: usize, heads: DeltaHeads, dtype: DType, seed: u64) -> Result<[Tensor; 3]> {
     let width = 2 * heads.key_heads * heads.key_dim + heads.value_heads * heads.value_dim;
     let gate = |seed| noisy(&[rows, heads.value_heads], seed, DType::F32);
@@ -270,7 +271,7 @@ fn heads() -> impl Strategy<Value = DeltaHeads> {
     })
 }
 
-/// Checks results and gradients of the fused path and of the twin in f64.
+/// Checks results and gradients for both the fused path and the twin in f64.
 fn check(prefixes: &Prefixes, heads: DeltaHeads, inputs: &[Tensor; 3], seed: u64) -> Result<()> {
     let [qkv, g, beta] = inputs;
     let tree = prefixes.tree()?;
@@ -304,8 +305,8 @@ fn check(prefixes: &Prefixes, heads: DeltaHeads, inputs: &[Tensor; 3], seed: u64
             let store = (&o * convert(&of_result)?)?.sum_all()?.backward()?;
             for (at, (variable, expected)) in variables.iter().zip(&expected_gradients).enumerate()
             {
-                // The gradients of g are sums over all later rows, whose terms cancel. Their
-                // rounding is that of the largest partial sum.
+                // Gradients with respect to g are sums over all later rows, whose terms cancel. The
+                // largest partial sum determines their rounding.
                 let largest = match at {
                     1 => expected
                         .iter()
@@ -390,7 +391,7 @@ proptest! {
         }
     }
 
-    /// The gradients of the branches are summed in their prefix.
+    /// The branches' gradients are summed in their prefix.
     #[test]
     fn shared_prefixes_equal_unshared_sequences(
         prefixes in prefixes(prop_oneof![0usize..9, 60usize..70]),
@@ -431,7 +432,7 @@ const HEADS: DeltaHeads = DeltaHeads {
     value_dim: 2,
 };
 
-/// The gradients that the other tests expect.
+/// Checks the gradients that the other tests expect.
 #[test]
 fn gradients_of_the_recurrence_equal_finite_differences() -> Result<()> {
     let prefixes = Prefixes {
@@ -465,7 +466,7 @@ fn gradients_of_the_recurrence_equal_finite_differences() -> Result<()> {
     Ok(())
 }
 
-/// Keys that repeat, without decay: the system of a chunk is as far from the identity as possible.
+/// Repeated keys without decay: a chunk's system is as far from the identity as possible.
 #[test]
 fn equal_keys_of_several_chunks_equal_the_recurrence() -> Result<()> {
     let prefixes = Prefixes {
@@ -525,7 +526,7 @@ fn nan_stays_in_its_sequence_and_its_branch() -> Result<()> {
         let ones = Tensor::ones((6, 4), DType::F32, &Device::Cpu)?;
         let [gradient, ..] = gated_delta_rule_gradient(inputs, HEADS, &tree, &ones)?;
         let finite: Vec<bool> = gradient.to_vec2::<f32>()?.iter().map(is_finite).collect();
-        // The gradient of the prefix contains that of the branch.
+        // The prefix gradient contains the branch's.
         assert_eq!(finite, [false, false, false, true, true, true]);
     }
     Ok(())

@@ -1,4 +1,4 @@
-//! Tests of norms and scaling of gradients against their composed twins in f64.
+//! Tests gradient norms and scaling against their composed twins in f64.
 
 use candle_core::{DType, Result, Tensor};
 use candle_grpo_kernels::{composed, scale_gradients, squared_gradient_norms};

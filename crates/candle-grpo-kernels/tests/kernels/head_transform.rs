@@ -1,4 +1,4 @@
-//! Tests of `HeadTransform` against the operators that it consists of.
+//! Tests `HeadTransform` against its individual operators.
 
 use candle_core::{DType, Result, Tensor, Var};
 use candle_grpo_kernels::{HeadTransform, rope, rope_gradient};
@@ -13,10 +13,10 @@ proptest! {
     #![proptest_config(ProptestConfig::with_cases(cases(18, 192)))]
     #[test]
     fn queries_and_keys_are_rotated_as_each_alone(
-        // More heads than a block of the kernel has.
+        // More heads than a kernel block has.
         rows in prop_oneof![0usize..5, Just(90)],
         heads in [1usize..4, 1usize..4],
-        // More pairs than the threads of a head load at a time.
+        // More pairs than a head's threads load at a time.
         pairs in prop_oneof![1usize..20, Just(64), Just(264)],
         is_variable in any::<bool>(),
         dtype in dtypes(),
@@ -51,7 +51,7 @@ proptest! {
     }
 }
 
-/// A head has `2 * pairs + rest` elements, of which the first `2 * pairs` rotate.
+/// A head has `2 * pairs + rest` elements, and the first `2 * pairs` rotate.
 #[test]
 fn the_rest_of_a_head_does_not_rotate() -> Result<()> {
     let (rows, heads, pairs, rest) = (5, 3, 2, 3);

@@ -1,9 +1,9 @@
-//! Memory layouts of the arguments of an operator.
+//! Memory layouts for operator arguments.
 
 use candle_core::{Result, Tensor};
 use proptest::prelude::*;
 
-/// The layout of an argument in memory.
+/// An argument's layout in memory.
 #[derive(Debug, Clone, Copy)]
 pub(crate) enum Layout {
     Contiguous,
@@ -13,9 +13,9 @@ pub(crate) enum Layout {
     Strided,
     /// The last two dimensions are swapped, if there are two.
     Transposed,
-    /// The first index of the first dimension is broadcast.
+    /// The first dimension's first index is broadcast.
     BroadcastFirst,
-    /// The first index of the last dimension is broadcast.
+    /// The last dimension's first index is broadcast.
     BroadcastLast,
 }
 
@@ -50,7 +50,7 @@ impl Layout {
         }
     }
 
-    /// Returns the view of the shape `dims` of a [`memory`](Self::memory).
+    /// Returns the view with shape `dims` into a [`memory`](Self::memory).
     pub(crate) fn view(self, memory: &Tensor, dims: &[usize]) -> Result<Tensor> {
         let rank = dims.len();
         match self {

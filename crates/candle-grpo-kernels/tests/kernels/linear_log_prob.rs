@@ -1,4 +1,4 @@
-//! Tests of `linear_log_prob` against its composed twin in f64, and of masks and frozen arguments.
+//! Tests `linear_log_prob` against its composed twin in f64, and tests masks and frozen arguments.
 
 use candle_core::{DType, Device, Result, Tensor, Var};
 use candle_grpo_kernels::{
@@ -16,7 +16,7 @@ use crate::strategies::dtypes;
 use crate::token_results::{derivatives, results, score, targets};
 use crate::twin::{bits, check_views, has_no_twin, rounding};
 
-/// Hidden states, weight and bias of small logits.
+/// Hidden states, weight and bias with small logits.
 struct Layer {
     hidden: Tensor,
     weight: Tensor,
@@ -84,10 +84,10 @@ fn check_against_f64(
     temperature: f64,
     options: LogProbOptions,
 ) -> Result<()> {
-    // The gradients have the dtype of the arguments.
+    // The gradients have their argument's dtype.
     let close = match layer.hidden.dtype() {
         DType::F32 => 1e-5,
-        // The gradients of the logits are rounded too, on CUDA and by some processors.
+        // Logit gradients are rounded too, on CUDA and by some processors.
         DType::BF16 => 1.2e-2,
         _ => 1e-3,
     };
@@ -139,7 +139,7 @@ fn check_against_f64(
         assert_close(&numbers(actual)?, &numbers(expected)?, close);
         let alone = alone.expect("a gradient without a graph");
         assert_eq!(alone.dims(), fused.dims());
-        // That of the weight is the sum before it is rounded.
+        // The weight gradient is the sum before it is rounded.
         let is_weight = i == 1;
         assert_eq!(
             alone.dtype(),
@@ -165,7 +165,7 @@ proptest! {
         dtype in dtypes(),
         layouts in [layouts(), layouts(), layouts()],
         masked in any::<bool>(),
-        // From caps that bend all logits to one that bends none.
+        // Caps range from bending all logits to bending none.
         logit_cap in prop::option::of(0.3f64..50.0),
         seed in any::<u64>(),
     ) {
@@ -184,8 +184,8 @@ proptest! {
                 prop_assert_eq!(tokens.log_probs.dims(), targets.dims());
                 continue;
             }
-            // Contiguous: with equal rows of the weight, the gradient of the hidden states is a
-            // difference of rounding errors.
+            // Contiguous, because with equal weight rows the hidden state gradient is a difference
+            // of rounding errors.
             check_against_f64(&layer.map(|x| x.to_device(device))?, &targets, temperature, options)?;
             let inputs: Vec<_> = layer.arguments().into_iter().zip(layouts).collect();
             check_views(device, &inputs, |views| {
@@ -203,7 +203,7 @@ proptest! {
     }
 }
 
-/// More rows and columns than a tile. The gradient of a wide weight has room for tiles of logits.
+/// More rows and columns than a tile. A wide weight's gradient has space for logit tiles.
 #[rstest]
 fn many_tiles_equal_the_composed_twin(
     #[values(DType::F32, DType::BF16)] dtype: DType,
@@ -217,7 +217,7 @@ fn many_tiles_equal_the_composed_twin(
             (70, 300)
         };
         let mut layer = Layer::new([rows, width, vocab], true, dtype, 7, device)?;
-        // Logits of the same scale at any width.
+        // Logits with the same scale at any width.
         layer.hidden = (layer.hidden * (5. / width as f64).sqrt())?;
         let mask: Vec<u8> = (0..rows).map(|row| (row % 41 != 3) as u8).collect();
         let mask = Tensor::from_vec(mask, rows, device)?;
@@ -242,7 +242,7 @@ fn many_tiles_equal_the_composed_twin(
     Ok(())
 }
 
-/// A tile of whole blocks is narrower than the narrowest tile of few rows.
+/// A tile of whole blocks is narrower than the narrowest tile with few rows.
 #[rstest]
 fn few_rows_and_many_columns_equal_the_composed_twin(
     #[values(DType::F32, DType::BF16)] dtype: DType,
@@ -257,7 +257,7 @@ fn few_rows_and_many_columns_equal_the_composed_twin(
     Ok(())
 }
 
-/// The logits of decoding, `linear_rows`, give the log-probs of training.
+/// Decoding's logits, from `linear_rows`, give training's log-probs.
 #[rstest]
 fn on_the_cpu_the_result_is_bit_identical_to_that_of_the_logits(
     #[values(1, 9, 1100)] rows: usize,
@@ -284,7 +284,7 @@ fn nan_in_a_masked_row_has_no_effect() -> Result<()> {
         let hidden = Var::new(&[[1f32, 2.], [f32::NAN, f32::INFINITY], [0.5, -1.]], device)?;
         let weight = Var::from_tensor(&noise_tensor((5, 2), 4, DType::F32, device)?)?;
         let bias = Var::from_tensor(&noise_tensor(5, 8, DType::F32, device)?)?;
-        // In range on a GPU, because the composed twin reads the row of the target.
+        // In range on a GPU, because the composed twin reads the target's row.
         let targets = Tensor::new(&[1i64, if device.is_cpu() { -100 } else { 0 }, 4], device)?;
         let mask = Tensor::new(&[1f32, 0., 1.], device)?;
         let options = LogProbOptions {
@@ -316,7 +316,7 @@ fn nan_in_a_masked_row_has_no_effect() -> Result<()> {
     Ok(())
 }
 
-/// On the CPU only: in the composed twin Candle computes gradients of constants too.
+/// On the CPU only: in the composed twin, Candle also computes gradients for constants.
 #[test]
 fn frozen_arguments_get_no_gradient() -> Result<()> {
     let layer = Layer::new([5, 6, 70], true, DType::F32, 11, &Device::Cpu)?;
@@ -353,7 +353,7 @@ fn frozen_arguments_get_no_gradient() -> Result<()> {
     Ok(())
 }
 
-/// One variable with two uses has the sum of both gradients.
+/// One variable with two uses gets the sum of both gradients.
 #[rstest]
 fn the_weight_may_be_the_embedding(
     #[values(DType::F32, DType::BF16, DType::F16)] dtype: DType,

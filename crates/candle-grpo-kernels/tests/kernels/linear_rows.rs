@@ -1,4 +1,4 @@
-//! Tests of `linear_rows` against its composed twin in f64, and of rows that are independent.
+//! Tests `linear_rows` against its composed twin in f64, and checks that rows are independent.
 
 use candle_core::quantized::GgmlDType;
 use candle_core::{DType, Device, Result, Tensor, Var};
@@ -26,7 +26,7 @@ fn check(x: &Tensor, weights: &[Tensor]) -> Result<()> {
                 (actual.dims(), actual.dtype()),
                 (expected.dims(), x.dtype())
             );
-            // Sums of at most a hundred products.
+            // Sums over at most a hundred products.
             let tolerance = 20.0 * rounding(x.dtype());
             assert_close(&numbers(actual)?, &numbers(expected)?, tolerance);
         }
@@ -41,7 +41,7 @@ proptest! {
     fn the_fused_path_equals_the_composed_twin_in_f64(
         rows in 0usize..21,
         inputs in 1usize..100,
-        // Weights of equal shapes, which are one product on CUDA, too.
+        // Includes weights with equal shapes, which take one product on CUDA.
         outputs in proptest::collection::vec(prop_oneof![0usize..80, Just(9)], 0..4),
         dtype in dtypes(),
         layouts in [layouts(), layouts(), layouts(), layouts()],
@@ -58,8 +58,8 @@ proptest! {
     #[test]
     fn a_row_is_bit_identical_with_any_other_rows(
         rows in 1usize..80,
-        // Products are computed in parts of the inner dimension. Multiples of 32 bf16 fill the
-        // rows of a tile, which few rows of `x` then read in place.
+        // Products are split along the inner dimension. Multiples of 32 bf16 values fill tile rows,
+        // which few rows of `x` then read in place.
         inputs in prop_oneof![
             1usize..200,
             1000usize..1200,
@@ -91,7 +91,7 @@ fn weights_of_f32_on_the_cpu_are_packed() -> Result<()> {
     for device in devices() {
         let weight = noisy(&[50, 64], 1, DType::F32)?.to_device(device)?;
         assert_eq!(PackedWeight::new(&weight)?.is_packed(), device.is_cpu());
-        // Others are read where they are.
+        // Others are read in place.
         let blocks = quantize(&weight, GgmlDType::Q8_0)?;
         let halves = weight.to_dtype(DType::F16)?;
         let doubles = weight.to_dtype(DType::F64)?;

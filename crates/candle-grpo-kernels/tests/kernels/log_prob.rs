@@ -1,4 +1,4 @@
-//! Tests of `log_prob` against its composed twin in f64, and of masks, memory and infinities.
+//! Tests `log_prob` against its composed twin in f64, and tests masks, memory and infinities.
 
 use candle_core::{DType, Device, Result, Tensor, Var};
 use candle_grpo_kernels::{LogProbOptions, composed, log_prob, log_prob_gradient, soft_cap};
@@ -11,7 +11,7 @@ use crate::strategies::dtypes;
 use crate::token_results::{derivatives, results, score, targets};
 use crate::twin::{check_views, has_no_twin, noisy};
 
-/// Returns the tolerances of the results and of the gradient, which has the dtype of the logits.
+/// Returns the tolerances for the results and for the gradient, which has the logits' dtype.
 fn tolerances(dtype: DType) -> (f64, f64) {
     match dtype {
         DType::F32 => (4e-6, 4e-6),
@@ -75,7 +75,7 @@ proptest! {
         seed in any::<u64>(),
     ) {
         let rows: usize = outer.iter().product();
-        // The scale is that of logits / temperature: in f32, its rounding bounds the error.
+        // The scale is for logits / temperature: its rounding in f32 bounds the error.
         let shape = [&outer[..], &[vocab]].concat();
         let logits = (noisy(&shape, seed, DType::F64)? * (scale * temperature))?.to_dtype(dtype)?;
         for device in devices() {
@@ -124,7 +124,7 @@ fn nan_in_a_masked_row_has_no_effect() -> Result<()> {
 #[test]
 fn minus_infinity_has_probability_zero() -> Result<()> {
     for device in devices() {
-        // More than one block of minus infinity before and after the other logits.
+        // More than one block of minus infinity, both before and after the other logits.
         let vocab = 3000;
         let mut row = vec![f32::NEG_INFINITY; vocab];
         row[1500..1504].copy_from_slice(&[0.5, -1.0, 2.0, 0.0]);
@@ -187,7 +187,7 @@ fn a_row_that_is_no_distribution_gives_nan(#[case] row: &[f32]) -> Result<()> {
 
 #[test]
 fn nan_among_minus_infinity_is_not_lost_in_a_long_row() -> Result<()> {
-    // Blocks of a row are summed in sequence. The first block has only NaN and minus infinity.
+    // A row's blocks are summed in sequence. The first block has only NaN and minus infinity.
     let mut row = vec![f32::NEG_INFINITY; 3000];
     (row[3], row[2900]) = (f32::NAN, 1.0);
     for device in devices() {
@@ -260,7 +260,7 @@ fn the_gradient_may_take_the_memory_of_the_logits(
     Ok(())
 }
 
-/// Log-probs of logits that are capped first. A masked row of NaN has no effect.
+/// Log-probs from capped logits. A masked row with NaN has no effect.
 #[rstest]
 fn a_cap_of_the_logits_comes_before_the_temperature(
     #[values(DType::F32, DType::F64)] dtype: DType,
@@ -353,7 +353,7 @@ fn the_gradient_never_overwrites_the_memory_of_a_view(
     Ok(())
 }
 
-/// 49,152 columns. A sum in bf16 would stop at 256.
+/// 49,152 columns. A bf16 sum would stop at 256.
 #[test]
 fn bf16_logits_of_a_whole_vocabulary_are_exact() -> Result<()> {
     for device in devices() {

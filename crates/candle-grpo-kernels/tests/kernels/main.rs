@@ -1,4 +1,4 @@
-//! Tests of the operators, on every device.
+//! Tests the operators on every device.
 
 mod adamw;
 mod add;

@@ -1,4 +1,4 @@
-//! Tests of `paged_attention` against `attention` in f64, and of rows that are independent.
+//! Tests `paged_attention` against `attention` in f64, and checks that rows are independent.
 
 use candle_core::{DType, Device, Result, Tensor, Var};
 use candle_grpo_kernels::{
@@ -59,15 +59,15 @@ struct Shape {
     kv_heads: usize,
     group: usize,
     head_dim: usize,
-    /// The number of positions in each page of each sequence.
+    /// Number of positions in each page, for each sequence.
     sequences: Vec<Vec<usize>>,
 }
 
 fn shapes() -> impl Strategy<Value = Shape> {
-    // On CUDA sequences of more than 16 pages are computed in parts.
+    // On CUDA, sequences with more than 16 pages are split.
     let pages = prop_oneof![3 => 1usize..5, 1 => 12usize..40];
     let sequence = pages.prop_flat_map(|pages| proptest::collection::vec(1usize..=PAGE, pages));
-    // On CUDA a block has four or eight heads of a group, and larger groups have several blocks.
+    // On CUDA, a block has four or eight heads from a group, and larger groups have several blocks.
     let group = prop_oneof![1usize..5, 5usize..9, 9usize..18];
     (
         1usize..4,
@@ -131,7 +131,7 @@ fn write_all(
     Ok((paged, sequences))
 }
 
-/// Returns a row for each sequence. The last `hidden` positions are not visible.
+/// Returns a row per sequence. The last `hidden` positions are not visible.
 fn rows(sequences: &[Sequence], hidden: usize) -> Result<Vec<PagedRow<'_>>> {
     let row = |s: &'_ Sequence| s.key.dim(0).map(|t| t.saturating_sub(hidden).max(1));
     sequences
@@ -158,7 +158,7 @@ proptest! {
         layouts in [layouts(), layouts()],
         seed in any::<u64>(),
     ) {
-        // The rounding of a score is that of a sum of head_dim products: it needs bounded scores.
+        // A score is rounded like a sum over head_dim products, so scores must be bounded.
         let scale = 0.7 / (shape.head_dim as f64).sqrt();
         let scores = Scores { scale, window, cap };
         for device in devices() {
@@ -269,7 +269,7 @@ proptest! {
         if is_sorted {
             forks.sort_unstable();
         }
-        // The first pages of a sequence, then another sequence.
+        // The first pages of one sequence, then another sequence.
         let spans: Vec<Vec<PageSpan>> = forks
             .iter()
             .map(|&(prompt, shared, own, _)| {

@@ -1,4 +1,4 @@
-//! Random trees of sequences, for operators whose state runs along a sequence.
+//! Random sequence trees, for operators with a recurrent state.
 
 use candle_core::{Result, Tensor};
 use candle_grpo_kernels::PrefixTree;
@@ -7,7 +7,7 @@ use proptest::prelude::*;
 /// Sequences that share prefixes.
 #[derive(Debug, Clone)]
 pub(crate) struct Prefixes {
-    /// The rows of each sequence.
+    /// Each sequence's rows.
     pub(crate) sequences: Vec<Vec<u32>>,
 }
 
@@ -17,12 +17,12 @@ impl Prefixes {
         PrefixTree::with_shared_rows(&lengths, &self.rows())
     }
 
-    /// The row of each position of each sequence, one after another.
+    /// The row for each position in each sequence, concatenated.
     pub(crate) fn rows(&self) -> Vec<u32> {
         self.sequences.concat()
     }
 
-    /// The number of distinct rows.
+    /// Number of distinct rows.
     pub(crate) fn count(&self) -> usize {
         self.rows()
             .into_iter()
@@ -35,12 +35,12 @@ impl Prefixes {
         PrefixTree::new(&self.sequences.iter().map(Vec::len).collect::<Vec<_>>())
     }
 
-    /// Selects the row of each position of each sequence from `x` `[count, ..]`.
+    /// Selects the row for each position in each sequence from `x` `[count, ..]`.
     pub(crate) fn unshare(&self, x: &Tensor) -> Result<Tensor> {
         x.index_select(&Tensor::new(self.rows(), x.device())?, 0)
     }
 
-    /// The position of the first occurrence of each row.
+    /// Where each row first occurs.
     pub(crate) fn first_positions(&self) -> Vec<u32> {
         let rows = self.rows();
         let mut first = Vec::new();
@@ -53,8 +53,8 @@ impl Prefixes {
     }
 }
 
-/// Up to five sequences. Each continues a prefix of an earlier one, which may be empty, with new
-/// rows, whose number is one of `lengths`.
+/// Up to five sequences. Each continues a prefix of an earlier one, possibly empty, with new rows,
+/// whose number comes from `lengths`.
 pub(crate) fn prefixes(
     lengths: impl Strategy<Value = usize> + Clone,
 ) -> impl Strategy<Value = Prefixes> {

@@ -1,4 +1,4 @@
-//! Tests of `rms_norm` against its composed twin in f64.
+//! Tests `rms_norm` against its composed twin in f64.
 
 use candle_core::{DType, Device, Result, Tensor, Var};
 use candle_grpo_kernels::{add_rms_norm, composed, rms_norm, rms_norm_gradient};
@@ -19,9 +19,9 @@ proptest! {
                 prop_oneof![0usize..5, Just(130)],
                 prop_oneof![1usize..40, Just(576), 1000usize..1100],
             ),
-            // More than the registers of a block keep.
+            // More than a block keeps in registers.
             1 => (1usize..4, Just(8200)),
-            // Many rows of heads.
+            // Many head rows.
             1 => (1025usize..1060, 1usize..140),
         ],
         epsilon in prop_oneof![Just(1e-5), Just(0.1)],
@@ -95,7 +95,7 @@ fn half_types_round_where_the_composed_twin_does(
         let weight = noisy(&[96], 4, dtype)?.to_device(device)?;
         let fused = numbers(&rms_norm(&x, &weight, 1e-5)?)?;
         let composed = numbers(&composed::rms_norm(&x, &weight, 1e-5)?)?;
-        // The f32 sums may differ in their last bit, which may change the rounding of an entry.
+        // f32 sums may differ in their last bit, which may change how an entry is rounded.
         let different = fused.iter().zip(&composed).filter(|(a, b)| a != b).count();
         assert!(different < fused.len() / 100, "{different} entries differ");
     }
@@ -113,7 +113,7 @@ fn nan_stays_in_its_row() -> Result<()> {
     Ok(())
 }
 
-/// More rows than one task, of less than a vector.
+/// More rows than one task, each shorter than a vector.
 #[test]
 fn nan_stays_in_its_row_of_the_gradient() -> Result<()> {
     let mut values = vec![0.5f32; 130 * 5];

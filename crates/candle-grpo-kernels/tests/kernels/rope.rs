@@ -1,4 +1,4 @@
-//! Tests of `rope` against its composed twin in f64.
+//! Tests `rope` against its composed twin in f64.
 
 use candle_core::{D, DType, Device, Result, Tensor};
 use candle_grpo_kernels::{arithmetic_dtype, composed, rope, rope_angles, rope_gradient};
@@ -13,10 +13,10 @@ proptest! {
     #![proptest_config(ProptestConfig::with_cases(cases(18, 192)))]
     #[test]
     fn the_fused_path_equals_the_composed_twin_in_f64(
-        // More heads than a block of the kernel has.
+        // More heads than a kernel block has.
         rows in prop_oneof![0usize..5, Just(90)],
         heads in 1usize..4,
-        // More pairs than the threads of a head load at a time.
+        // More pairs than a head's threads load at a time.
         pairs in prop_oneof![1usize..20, Just(32), Just(64), Just(264)],
         dtype in dtypes(),
         layouts in [layouts(), layouts()],
@@ -87,7 +87,7 @@ fn an_error_names_the_wrong_argument() -> Result<()> {
 #[test]
 fn angles_are_positions_times_frequencies() -> Result<()> {
     for device in devices() {
-        // More angles than a block of the kernel has.
+        // More angles than a kernel block has.
         let values: Vec<u32> = (0..100).map(|i| 41 * i).collect();
         let positions = Tensor::new(values.as_slice(), device)?;
         let frequencies = Tensor::new(&[[1f64, 0.1, 1e-4]], device)?;

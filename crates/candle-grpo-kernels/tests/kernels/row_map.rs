@@ -1,4 +1,4 @@
-//! Tests of `RowMap` against loops in f64.
+//! Tests `RowMap` against loops in f64.
 
 use candle_core::{DType, Device, Result, Tensor};
 use candle_grpo_kernels::RowMap;

@@ -8,7 +8,7 @@ pub(crate) fn dtypes() -> impl Strategy<Value = DType> {
     prop_oneof![Just(DType::F32), Just(DType::BF16), Just(DType::F16)]
 }
 
-/// Lengths of up to three tensors. The long ones are distributed over several cores.
+/// Lengths for up to three tensors. The long ones are distributed over several cores.
 pub(crate) fn lengths() -> impl Strategy<Value = Vec<usize>> {
     let len = prop_oneof![
         0usize..40,

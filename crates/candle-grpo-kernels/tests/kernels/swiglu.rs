@@ -1,4 +1,4 @@
-//! Tests of `swiglu` and `geglu` against their composed twins in f64.
+//! Tests `swiglu` and `geglu` against their composed twins in f64.
 
 use candle_core::{DType, Device, Result, Tensor, Var};
 use candle_grpo_kernels::{composed, geglu, geglu_gradient, swiglu, swiglu_gradient};
@@ -37,7 +37,7 @@ proptest! {
     }
 }
 
-/// Values of `gelu_pytorch_tanh` from its formula in double precision.
+/// Values from the `gelu_pytorch_tanh` formula in double precision.
 #[test]
 fn geglu_has_the_values_of_its_formula() -> Result<()> {
     let formula = |x: f64| {
@@ -61,7 +61,7 @@ fn geglu_has_the_values_of_its_formula() -> Result<()> {
     Ok(())
 }
 
-/// On CUDA a block has 2,048 elements of f32, or 4,096 of bf16 and f16.
+/// On CUDA a block has 2,048 f32 elements, or 4,096 in bf16 and f16.
 #[test]
 fn tensors_of_several_blocks_equal_the_composed_twin() -> Result<()> {
     for dtype in [DType::F32, DType::BF16, DType::F16] {

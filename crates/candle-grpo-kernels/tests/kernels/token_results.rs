@@ -1,10 +1,10 @@
-//! The three results of the log-prob operators.
+//! The log-prob operators' three results.
 
 use candle_core::{Device, Result, Tensor};
 use candle_grpo_kernels::TokenLogProbs;
 use candle_grpo_test_support::{noise_tensor, token_ids};
 
-/// Returns random token ids below `vocab`, one for each row.
+/// Returns random token ids below `vocab`, one per row.
 pub(crate) fn targets(rows: usize, vocab: usize, seed: u64, device: &Device) -> Result<Tensor> {
     Tensor::from_vec(token_ids(rows, vocab, seed), rows, device)
 }
@@ -19,7 +19,7 @@ pub(crate) fn results(tokens: &TokenLogProbs) -> [Tensor; 3] {
     [log_probs, entropy, log_sum_exp]
 }
 
-/// Returns the derivatives of [`score`] by the three results: random numbers.
+/// Returns derivatives of [`score`] with respect to the three results: random numbers.
 pub(crate) fn derivatives(tokens: &TokenLogProbs) -> Result<TokenLogProbs> {
     let x = &tokens.log_probs;
     let weights = |seed| noise_tensor(x.shape(), seed, x.dtype(), x.device());

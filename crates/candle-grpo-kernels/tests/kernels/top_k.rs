@@ -1,11 +1,11 @@
-//! Tests of `top_k` against a sort.
+//! Tests `top_k` against a sort.
 
 use candle_core::{DType, Device, Result, Tensor};
 use candle_grpo_kernels::top_k;
 use candle_grpo_test_support::{cases, devices, message};
 use proptest::prelude::*;
 
-/// Entries of which many are equal, and some are infinite or NaN.
+/// Entries with many ties, some infinite or NaN.
 fn entries() -> impl Strategy<Value = Vec<f32>> {
     let entry = prop_oneof![
         8 => (-4i8..4).prop_map(f32::from),

@@ -1,4 +1,4 @@
-//! Comparison of an operator with its composed twin.
+//! Compares an operator with its composed twin.
 
 use candle_core::{DType, Device, Result, Tensor, Var};
 use candle_grpo_kernels::arithmetic_dtype;
@@ -11,15 +11,15 @@ pub(crate) fn noisy(shape: &[usize], seed: u64, dtype: DType) -> Result<Tensor> 
     noise_tensor(shape, seed, dtype, &Device::Cpu)
 }
 
-/// Returns the bits of the entries of a float tensor of at most 32 bits.
+/// Returns the bits of all entries in a float tensor with at most 32 bits per entry.
 pub(crate) fn bits(x: &Tensor) -> Result<Vec<u32>> {
-    // The copy comes first: Candle does not convert empty tensors on CUDA.
+    // The copy comes first, because Candle cannot convert empty tensors on CUDA.
     let x = x.to_device(&Device::Cpu)?;
     let values = x.to_dtype(DType::F32)?.flatten_all()?.to_vec1::<f32>()?;
     Ok(values.into_iter().map(f32::to_bits).collect())
 }
 
-/// Returns the tolerance of a result near 1 of this dtype against f64 on the same inputs.
+/// Returns the tolerance for a result near 1 in this dtype, compared with f64 on the same inputs.
 pub(crate) fn rounding(dtype: DType) -> f64 {
     match dtype {
         DType::F32 => 4e-6,
@@ -28,9 +28,8 @@ pub(crate) fn rounding(dtype: DType) -> f64 {
     }
 }
 
-/// Checks that an operator gives the same results for views and for copies of them, and that the
-/// gradients reach the memory of the views. `operator` returns its results and a scalar to
-/// differentiate.
+/// Checks that an operator gives the same results for views and for copies, and that gradients
+/// reach the memory behind the views. `operator` returns its results and a scalar to differentiate.
 pub(crate) fn check_views(
     device: &Device,
     inputs: &[(&Tensor, Layout)],
@@ -58,7 +57,7 @@ pub(crate) fn check_views(
     };
     let (results, gradients) = run(false)?;
     let (expected, expected_gradients) = run(true)?;
-    // On a GPU the alignment may determine the order of a sum.
+    // On a GPU the alignment may determine the summation order.
     let tolerance = rounding(inputs[0].0.dtype());
     for (actual, expected) in results
         .iter()
@@ -70,10 +69,10 @@ pub(crate) fn check_views(
     Ok(())
 }
 
-/// Compares an operator with its twin in f64 on every device: the result, and the gradient of every
-/// input. Then checks the layouts of the inputs with [`check_views`].
+/// Compares an operator with its twin in f64 on every device: the result, and the gradient with
+/// respect to every input. Then checks the input layouts with [`check_views`].
 ///
-/// The inputs are on the CPU and have one dtype. The tolerance is `loosened` times [`rounding`].
+/// The inputs are on the CPU and share one dtype. The tolerance is `loosened` times [`rounding`].
 pub(crate) fn check_against_f64(
     inputs: &[(&Tensor, Layout)],
     loosened: f64,
@@ -102,7 +101,7 @@ pub(crate) fn has_no_twin(device: &Device, elements: usize) -> bool {
     device.is_cuda() && elements == 0
 }
 
-/// Checks the shape and the dtype of the result of an operator that [`has_no_twin`].
+/// Checks the shape and dtype of an operator's result if it [`has_no_twin`].
 fn check_empty(
     device: &Device,
     inputs: &[(&Tensor, Layout)],
@@ -180,9 +179,9 @@ fn check_on(
     Ok(())
 }
 
-/// Checks that a backward pass without a graph is bit-identical to the one of the graph, in every
-/// float dtype and layout, on every device. `inputs` are on the CPU. `alone` takes the inputs and
-/// the gradient of the result.
+/// Checks that a backward pass without a graph is bit-identical to the graph's, in every float
+/// dtype and layout, on every device. `inputs` are on the CPU. `alone` receives the inputs and the
+/// result gradient.
 pub(crate) fn check_gradient_alone(
     inputs: &[&Tensor],
     operator: impl Fn(&[&Tensor]) -> Result<Tensor>,

@@ -20,16 +20,16 @@ use crate::weights::standard_normal::StandardNormal;
 use crate::{ComputeCopies, DecoderConfig, Export, Parameters};
 use candle_grpo_base::atomic_file;
 
-/// The options of low-rank adapters.
+/// LoRA options.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct LoraConfig {
-    /// The rank of the update of each matrix.
+    /// Rank of each update matrix.
     pub rank: usize,
     /// The update is scaled by `alpha / rank`.
     pub alpha: f64,
-    /// Suffixes of the names of the adapted linear maps, such as `q_proj` or `self_attn.q_proj`.
-    /// `all-linear` means all linear maps of all blocks.
+    /// Suffixes that select the linear maps to adapt, such as `q_proj` or `self_attn.q_proj`.
+    /// `all-linear` selects every linear map in every block.
     #[serde(default = "all_linear")]
     pub target_modules: Vec<String>,
 }
@@ -41,7 +41,7 @@ fn all_linear() -> Vec<String> {
 }
 
 impl LoraConfig {
-    /// Adapters for all linear maps of all blocks, but not for the embedding and the output layer.
+    /// Adapts every linear map in every block, but not the embedding or the output layer.
     pub fn all_linear(rank: usize, alpha: f64) -> Self {
         Self {
             rank,
@@ -50,8 +50,7 @@ impl LoraConfig {
         }
     }
 
-    /// Checks that the options describe adapters of `model`. The error names the first field that
-    /// does not.
+    /// Checks that these options fit `model`. The error names the first field that does not.
     pub fn validate(&self, model: &DecoderConfig) -> Result<()> {
         self.parameter_shapes(model).map(|_| ())
     }
@@ -66,8 +65,7 @@ impl LoraConfig {
             .any(|target| matches(target, module))
     }
 
-    /// Replaces `all-linear` by the names of the maps of `model`: what PEFT adapts by that word
-    /// depends on the model.
+    /// Expands `all-linear` to map names, because PEFT's own expansion depends on the model.
     fn named(mut self, model: &DecoderConfig) -> Self {
         if self
             .target_modules
@@ -84,11 +82,11 @@ impl LoraConfig {
         self
     }
 
-    /// Returns the names and shapes of A and B of each adapted map.
+    /// Returns the names and shapes of A and B for each adapted map.
     ///
     /// # Errors
     ///
-    /// As in [`Self::validate`].
+    /// Same as [`Self::validate`].
     pub fn parameter_shapes(&self, model: &DecoderConfig) -> Result<BTreeMap<String, Shape>> {
         model.validate()?;
         validate::at_least_one("rank", self.rank)?;
@@ -122,7 +120,7 @@ impl LoraConfig {
     }
 }
 
-/// Returns whether `target` selects the dotted name `module` of a linear map in a block.
+/// Returns whether `target` selects `module`, the dotted name of a linear map within its block.
 fn matches(target: &str, module: &str) -> bool {
     let is_suffix = module
         .strip_suffix(target)
@@ -130,12 +128,13 @@ fn matches(target: &str, module: &str) -> bool {
     is_suffix || target == ALL_LINEAR
 }
 
-/// Low-rank adapters (LoRA, Hu et al. 2021): an adapted map computes `x w^T + alpha / rank * x a^T
-/// b^T`, and only a and b train. b is zero at first, so that new adapters do not change the model.
+/// Low-rank adapters (LoRA, Hu et al. 2021). An adapted map computes
+/// `x w^T + alpha / rank * x a^T b^T`, and only a and b are trained. b starts at zero, so new
+/// adapters do not change the model.
 ///
-/// The base weights are shared, not copied. A decoder from [`Self::var_builder`] applies the
-/// adapters. A decoder from [`Parameters::detached_var_builder`] of the base does not, and serves
-/// as a reference policy without extra memory.
+/// The base weights are shared, not copied. A decoder built with [`Self::var_builder`] applies the
+/// adapters. One built with the base's [`Parameters::detached_var_builder`] does not, so it can
+/// serve as the reference policy without extra memory.
 ///
 /// ```
 /// use candle_core::{Device, Result, Tensor};
@@ -164,8 +163,8 @@ pub struct Lora {
 }
 
 impl Lora {
-    /// Initializes new adapters: a is normal with variance `1 / (3 * inputs)`, that of PEFT's
-    /// uniform numbers, and b is zero. The same seed gives the same bits on every device.
+    /// Initializes new adapters. a is normal with variance `1 / (3 * inputs)`, which matches PEFT's
+    /// uniform initialization, and b is zero. The same seed gives the same bits on every device.
     pub fn init(
         config: LoraConfig,
         model: &DecoderConfig,
@@ -192,18 +191,18 @@ impl Lora {
         })
     }
 
-    /// The options of these adapters. The targets are names, also for `all-linear`.
+    /// The adapter options, with `all-linear` already expanded to names.
     pub fn config(&self) -> &LoraConfig {
         &self.config
     }
 
-    /// The trainable variables. Their names are those of the base with `lora_A.weight` and
-    /// `lora_B.weight` for `weight`.
+    /// The trainable variables. They keep the base names, with `weight` replaced by `lora_A.weight`
+    /// and `lora_B.weight`.
     pub fn parameters(&self) -> &Parameters {
         &self.parameters
     }
 
-    /// Independent adapters with the same values, on `device`.
+    /// Copies the adapters to `device`. The copy is independent.
     pub fn copy_to(&self, device: &Device) -> Result<Self> {
         Ok(Self {
             config: self.config.clone(),
@@ -211,8 +210,8 @@ impl Lora {
         })
     }
 
-    /// A builder of the variables of the adapters, which receive gradients, and of the detached
-    /// weights of `base`.
+    /// Returns a builder with the adapter variables, which receive gradients, and the detached
+    /// weights from `base`.
     pub fn var_builder(&self, base: &Parameters) -> Result<VarBuilder<'static>> {
         self.builder_with(
             base,
@@ -222,14 +221,16 @@ impl Lora {
         )
     }
 
-    /// A builder of detached tensors with the adapters: no graph is recorded. They see updates.
+    /// Returns a builder of detached tensors, adapters included. They record no graph, and see
+    /// updates.
     pub fn detached_var_builder(&self, base: &Parameters) -> Result<VarBuilder<'static>> {
         let detached = |variable: &Var| Ok(variable.as_detached_tensor());
         self.builder_with(base, DType::F32, detached, detached)
     }
 
-    /// [`Parameters::copied_var_builder`] of `base` with the adapters. Only the copies of the
-    /// adapters are refreshed. A base that is [frozen](Parameters::frozen_as) in `dtype` is shared.
+    /// Like [`Parameters::copied_var_builder`] on `base`, with the adapters. Only the adapter
+    /// copies are refreshed. A base that is already [frozen](Parameters::frozen_as) in `dtype` is
+    /// shared.
     pub fn copied_var_builder(
         &self,
         base: &Parameters,
@@ -269,7 +270,7 @@ impl Lora {
         Ok(builder(tensors, dtype, base.device()))
     }
 
-    /// The weights of `base` with the adapters added to them, in f32, for a file.
+    /// Merges the adapters into the `base` weights in f32, for export to a file.
     pub fn export<'a>(&'a self, base: &'a Parameters) -> Export<'a> {
         let merge = |name: &str, weight: Tensor| match self.matrices(name) {
             Some((a, b)) => {
@@ -281,19 +282,19 @@ impl Lora {
         Export::new(base).with_change(merge).in_dtype(DType::F32)
     }
 
-    /// Returns whether the weight with this name has an adapter.
+    /// Returns whether this weight has an adapter.
     pub fn adapts(&self, weight: &str) -> bool {
         self.matrices(weight).is_some()
     }
 
-    /// The adapter of the weight with this name: A and B.
+    /// Returns A and B for this weight, if it has an adapter.
     fn matrices(&self, weight: &str) -> Option<(&Var, &Var)> {
         let module = weight.strip_suffix("weight")?;
         let matrix = |part| self.parameters.get(&format!("{module}{part}"));
         Some((matrix(LORA_A)?, matrix(LORA_B)?))
     }
 
-    /// Returns new f32 parameters with the adapters added to the weights of `base`.
+    /// Returns new f32 parameters with the adapters merged into `base`.
     pub fn merged(&self, model: &DecoderConfig, base: &Parameters) -> Result<Parameters> {
         let merged = self.export(base);
         let tensors = merged
@@ -302,8 +303,8 @@ impl Lora {
         Parameters::from_tensors(model, tensors.collect::<Result<_>>()?, base.device())
     }
 
-    /// Writes `adapter_config.json` and `adapter_model.safetensors` into `folder` in PEFT's format.
-    /// `base_model` is the name or the path of the base model.
+    /// Writes `adapter_config.json` and `adapter_model.safetensors` to `folder` in PEFT's format.
+    /// `base_model` is the base model's name or path.
     pub fn save(&self, folder: &Path, base_model: Option<&str>) -> Result<()> {
         let context = |error: Error| {
             Error::msg(format!(
@@ -325,13 +326,13 @@ impl Lora {
             .map_err(context)
     }
 
-    /// Reads the files of [`Self::save`] or of PEFT, for a base with the configuration `model`.
+    /// Reads adapters saved by [`Self::save`] or PEFT, for a base with the configuration `model`.
     ///
-    /// `lora_dropout` is ignored: there is no dropout.
+    /// `lora_dropout` is ignored, since dropout is not supported.
     ///
     /// # Errors
     ///
-    /// If a key of `adapter_config.json` asks for another computation, or names or shapes do not
+    /// If `adapter_config.json` requires an unsupported computation, or names or shapes do not
     /// match.
     pub fn load(folder: &Path, model: &DecoderConfig, device: &Device) -> Result<Self> {
         let context = |error: Error| {

@@ -1,4 +1,4 @@
-//! The file format of PEFT, Hugging Face's library of adapters.
+//! The adapter file format of PEFT, Hugging Face's adapter library.
 
 use candle_core::{Error, Result, bail};
 use serde::{Deserialize, Serialize};
@@ -8,10 +8,10 @@ use crate::{LoraConfig, json};
 
 pub(crate) const ADAPTER_CONFIG: &str = "adapter_config.json";
 pub(crate) const ADAPTER_MODEL: &str = "adapter_model.safetensors";
-/// PEFT's prefix of the names of the base.
+/// PEFT prepends this to base weight names.
 pub(crate) const PREFIX: &str = "base_model.model.";
 
-/// The keys of `adapter_config.json` that are read and written.
+/// The `adapter_config.json` keys that are read and written.
 #[derive(Debug, Serialize, Deserialize)]
 pub(crate) struct PeftConfig {
     peft_type: String,
@@ -26,8 +26,8 @@ pub(crate) struct PeftConfig {
     others: Map<String, Value>,
 }
 
-/// Keys that change the computation of adapters, with the one value that is supported if they are
-/// present and not null.
+/// Keys that change what adapters compute, each with the only supported value. Absent and null are
+/// fine.
 fn supported() -> [(&'static str, Value); 14] {
     let empty = || Value::Object(Map::new());
     [
@@ -88,7 +88,7 @@ impl PeftConfig {
         parse().map_err(|error| Error::msg(format!("{ADAPTER_CONFIG}: {error}")))
     }
 
-    /// The options of the adapters. `all_linear` expands PEFT's `all-linear`.
+    /// Converts to adapter options. `all_linear` expands PEFT's `all-linear`.
     pub(crate) fn lora(&self, all_linear: fn() -> Vec<String>) -> Result<LoraConfig> {
         if self.peft_type != "LORA" {
             bail!(

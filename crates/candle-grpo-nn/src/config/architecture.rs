@@ -1,4 +1,4 @@
-//! The parts of a decoder: the blocks, their options, and the names of their weights.
+//! Decoder architecture: blocks, their options, and weight names.
 
 use std::collections::BTreeMap;
 
@@ -8,33 +8,33 @@ use candle_grpo_kernels::{DeltaHeads, Scores, geglu, geglu_gradient, swiglu, swi
 use crate::router::Router;
 use crate::{DecoderConfig, RopeScaling};
 
-/// The name of the embedding.
+/// Embedding name.
 pub(crate) const EMBEDDING: &str = "model.embed_tokens.weight";
-/// The name of the output layer.
+/// Output layer name.
 pub(crate) const OUTPUT: &str = "lm_head.weight";
 
-/// The parts of a decoder. Each family describes its decoders with one.
+/// A decoder's architecture. Each family builds one from its configuration.
 #[derive(Debug, Clone)]
 pub(crate) struct Architecture {
-    /// The factor of the embedding.
+    /// Multiplies the embedding.
     pub(crate) embedding_scale: f64,
-    /// The rotations that blocks choose from.
+    /// Rotations that blocks can choose from.
     pub(crate) rotations: Vec<Rotation>,
     pub(crate) blocks: Vec<BlockPlan>,
-    /// The norm after the last block.
+    /// Norm after the last block.
     pub(crate) norm: NormPlan,
-    /// The factor of the hidden states after that norm, and so of the logits.
+    /// Multiplies the hidden states after that norm, and therefore the logits.
     pub(crate) output_scale: f64,
-    /// The soft cap of the logits.
+    /// Soft cap for the logits.
     pub(crate) logit_cap: Option<f64>,
 }
 
-/// A rotation of query and key by their position.
+/// Rotates queries and keys by position.
 #[derive(Debug, Clone)]
 pub(crate) struct Rotation {
-    /// Number of elements of a head that rotate, from the first.
+    /// Number of elements in each head that rotate, counted from the first.
     pub(crate) width: usize,
-    /// Base of the frequencies.
+    /// Frequency base.
     pub(crate) theta: f64,
     pub(crate) scaling: RopeScaling,
 }
@@ -46,19 +46,19 @@ pub(crate) struct BlockPlan {
     pub(crate) mlp: SublayerPlan<ChannelPlan>,
 }
 
-/// A mixer whose result is added to its input.
+/// A mixer with a residual connection.
 #[derive(Debug, Clone)]
 pub(crate) struct SublayerPlan<M> {
-    /// The norm of the mixer's input.
+    /// Norm before the mixer.
     pub(crate) before: Option<NormPlan>,
     pub(crate) mixer: M,
-    /// The norm of its result.
+    /// Norm after the mixer.
     pub(crate) after: Option<NormPlan>,
-    /// The factor of its result.
+    /// Multiplies the mixer output.
     pub(crate) scale: f64,
 }
 
-/// The part that mixes the tokens of a sequence.
+/// Mixes tokens along a sequence.
 #[derive(Debug, Clone)]
 pub(crate) enum TokenMixerPlan {
     Attention(AttentionPlan),
@@ -67,14 +67,14 @@ pub(crate) enum TokenMixerPlan {
 
 #[derive(Debug, Clone)]
 pub(crate) struct AttentionPlan {
-    /// Query, key and value.
+    /// Query, key and value maps.
     pub(crate) inputs: MapsPlan<3>,
-    /// Each head of the query map is followed by a gate of the head's result.
+    /// The query map interleaves each head with a gate for its output.
     pub(crate) output_gate: bool,
     pub(crate) output: MapPlan,
-    /// The norms of query and key before the rotation.
+    /// Query and key norms, applied before the rotation.
     pub(crate) norms: Option<[NormPlan; 2]>,
-    /// The index of the rotation, if query and key rotate.
+    /// Index of the rotation, if query and key rotate.
     pub(crate) rotation: Option<usize>,
     pub(crate) head_dim: usize,
     pub(crate) scores: Scores,
@@ -90,39 +90,38 @@ pub(crate) enum ChannelPlan {
 /// A mixture of experts.
 #[derive(Debug, Clone)]
 pub(crate) struct ExpertsPlan {
-    /// From hidden states to a logit for each expert.
+    /// Maps hidden states to one logit per expert.
     pub(crate) router: MapPlan,
     pub(crate) experts: Vec<MlpPlan>,
     pub(crate) routing: Router,
 }
 
-/// The gated delta rule and the maps around it.
+/// The gated delta rule and its surrounding maps.
 #[derive(Debug, Clone)]
 pub(crate) struct GatedDeltaPlan {
     pub(crate) heads: DeltaHeads,
-    /// Rows of the convolution.
+    /// Convolution width in rows.
     pub(crate) taps: usize,
-    /// Queries with keys and values, the gate of the result, and the inputs `b` and `a` of the
-    /// gates.
+    /// Fused query, key and value; the output gate; and the gate inputs `b` and `a`.
     pub(crate) inputs: MapsPlan<4>,
-    /// The norm of each head of the result.
+    /// Norm for each output head.
     pub(crate) norm: NormPlan,
     pub(crate) output: MapPlan,
 }
 
 #[derive(Debug, Clone)]
 pub(crate) struct MlpPlan {
-    /// Gate and up.
+    /// Gate and up maps.
     pub(crate) inputs: MapsPlan<2>,
     pub(crate) gate: Gate,
     pub(crate) down: MapPlan,
 }
 
-/// An operator of gate and up.
+/// An operator that combines gate and up.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Gate {
     pub(crate) forward: fn(&Tensor, &Tensor) -> Result<Tensor>,
-    /// The gradients of gate and up, from both and the gradient of the result.
+    /// Computes the gate and up gradients from gate, up and the output gradient.
     pub(crate) backward: fn(&Tensor, &Tensor, &Tensor) -> Result<(Tensor, Tensor)>,
 }
 
@@ -137,34 +136,34 @@ impl Gate {
     };
 }
 
-/// Several linear maps of one input.
+/// Several linear maps with the same input.
 #[derive(Debug, Clone)]
 pub(crate) struct MapsPlan<const M: usize> {
     pub(crate) maps: [MapPlan; M],
-    /// The name of the one map that has the rows of all of them, if they are stored so.
+    /// Name of the stacked map, if all of these are stored as one.
     pub(crate) joined: Option<&'static str>,
 }
 
 /// A linear map.
 #[derive(Debug, Clone)]
 pub(crate) struct MapPlan {
-    /// The name of the map within its block.
+    /// Name within the block.
     pub(crate) name: String,
     pub(crate) inputs: usize,
     pub(crate) outputs: usize,
     pub(crate) bias: bool,
-    /// The result is added to the hidden states.
+    /// The output is added to the hidden states.
     pub(crate) is_residual: bool,
 }
 
 /// An RMSNorm.
 #[derive(Debug, Clone)]
 pub(crate) struct NormPlan {
-    /// The name of the norm within its block; of the last norm, its whole name.
+    /// Name within the block. The last norm has its full name here.
     pub(crate) name: String,
     pub(crate) width: usize,
     pub(crate) epsilon: f64,
-    /// The factor is 1 more than the weight.
+    /// Multiplies by `1 + weight`.
     pub(crate) is_offset: bool,
 }
 
@@ -179,18 +178,18 @@ pub(crate) struct Parameter {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Initial {
     Zeros,
-    /// Zeros of a norm whose factor is 1 more.
+    /// Zeros, for a norm that multiplies by `1 + weight`.
     OneLess,
     Ones,
-    /// The logarithms of decay rates, spaced evenly between 0 and 16.
+    /// Logarithms of decay rates, evenly spaced between 0 and 16.
     Rates,
     Normal,
-    /// Smaller normal numbers, for a map whose result is added to the hidden states.
+    /// Smaller normal values, for a map whose output is added to the hidden states.
     Residual,
 }
 
 impl Architecture {
-    /// A Llama with the sizes and the common options of `config`. The other families start from it.
+    /// A Llama with the sizes and common options from `config`. Other families start from it.
     pub(crate) fn llama(config: &DecoderConfig) -> Self {
         Self {
             embedding_scale: 1.0,
@@ -206,13 +205,13 @@ impl Architecture {
         }
     }
 
-    /// The attention of each block that has it, in order.
+    /// Iterates over the attention plans, in block order.
     pub(crate) fn attentions(&mut self) -> impl Iterator<Item = &mut AttentionPlan> {
         let blocks = self.blocks.iter_mut();
         blocks.filter_map(|block| block.tokens.mixer.attention())
     }
 
-    /// The gated delta rule of each block, `None` for other blocks.
+    /// Iterates over all blocks, with the gated delta rule plan or `None`.
     pub(crate) fn gated_deltas(&self) -> impl Iterator<Item = Option<&GatedDeltaPlan>> {
         self.blocks.iter().map(|block| match &block.tokens.mixer {
             TokenMixerPlan::GatedDelta(delta) => Some(delta),
@@ -220,7 +219,7 @@ impl Architecture {
         })
     }
 
-    /// Makes the factor of all norms 1 more than their weight, except in those of results of heads.
+    /// Makes all norms multiply by `1 + weight`, except those on head outputs.
     pub(crate) fn offset_norms(&mut self) {
         let norms = self.blocks.iter_mut().flat_map(BlockPlan::norms_mut);
         for norm in norms.chain([&mut self.norm]) {
@@ -228,7 +227,7 @@ impl Architecture {
         }
     }
 
-    /// The names of the maps that choose experts.
+    /// Names of the maps that choose experts.
     pub(crate) fn routers(&self) -> Vec<String> {
         let blocks = self.blocks.iter().enumerate();
         let routers = blocks.filter_map(|(number, block)| match &block.mlp.mixer {
@@ -240,7 +239,7 @@ impl Architecture {
         routers.collect()
     }
 
-    /// The Hugging Face name of every parameter, for a decoder with the sizes of `config`.
+    /// Every parameter by Hugging Face name, for a decoder with the sizes in `config`.
     pub(crate) fn parameters(&self, config: &DecoderConfig) -> BTreeMap<String, Parameter> {
         let mut parameters = BTreeMap::new();
         let mut add = |name: String, shape: Shape, initial| {
@@ -277,7 +276,7 @@ impl Architecture {
     }
 }
 
-/// Returns the names and shapes of the linear maps in blocks.
+/// Returns the names and shapes of all linear maps within blocks.
 pub(crate) fn linear_maps(model: &DecoderConfig) -> Vec<(String, Shape)> {
     let shapes = model.parameter_shapes().into_iter();
     let maps = shapes.filter_map(|(name, shape)| {
@@ -307,7 +306,7 @@ impl BlockPlan {
         }
     }
 
-    /// All norms, except those of the results of heads.
+    /// All norms, except those on head outputs.
     fn norms_mut(&mut self) -> impl Iterator<Item = &mut NormPlan> {
         let Self { tokens, mlp } = self;
         let of_heads = tokens.mixer.attention().and_then(|x| x.norms.as_mut());
@@ -366,7 +365,7 @@ impl AttentionPlan {
         self.output.parameters(prefix, add);
     }
 
-    /// Norms of each head of query and key.
+    /// Norms for each query and key head.
     pub(crate) fn head_norms(config: &DecoderConfig) -> [NormPlan; 2] {
         ["self_attn.q_norm", "self_attn.k_norm"]
             .map(|name| NormPlan::new(config, name, config.head_dim()))
@@ -374,7 +373,7 @@ impl AttentionPlan {
 }
 
 impl GatedDeltaPlan {
-    /// The maps and sizes of Qwen3.5.
+    /// Maps and sizes as in Qwen3.5.
     pub(crate) fn new(config: &DecoderConfig, heads: DeltaHeads, taps: usize) -> Self {
         let (hidden, values) = (config.hidden_size, heads.values());
         let map = |name, outputs| MapPlan::new(name, hidden, outputs);
@@ -417,7 +416,7 @@ impl GatedDeltaPlan {
 }
 
 impl MlpPlan {
-    /// SwiGLU of the width `inner`, under the name `name` within its block.
+    /// SwiGLU with inner width `inner`, named `name` within its block.
     pub(crate) fn new(config: &DecoderConfig, name: &str, inner: usize) -> Self {
         let map = |part, inputs, outputs| MapPlan {
             bias: config.mlp_bias,
@@ -443,7 +442,7 @@ impl MlpPlan {
 }
 
 impl<const M: usize> MapsPlan<M> {
-    /// The one map with the rows of all of them, if they are stored so.
+    /// The stacked map, if all of these are stored as one.
     pub(crate) fn joined_map(&self) -> Option<MapPlan> {
         let (name, first) = (self.joined?, self.maps.first()?);
         let outputs = self

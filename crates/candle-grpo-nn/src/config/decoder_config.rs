@@ -1,4 +1,4 @@
-//! The configuration of a decoder.
+//! Decoder configuration.
 
 use std::collections::BTreeMap;
 
@@ -12,132 +12,128 @@ use crate::config::families::ModelType;
 use crate::config::rope_scaling::RopeScaling;
 use candle_grpo_base::json;
 
-/// Upper bound of `num_hidden_layers`. Parameter names are listed block by block before a weight is
-/// read, so that a file cannot ask for a longer list.
+/// Upper bound for `num_hidden_layers`. Parameter names are listed block by block before any weight
+/// is read, so this keeps a file from requesting an endless list.
 const MAX_LAYERS: usize = 10_000;
 
-/// Upper bound of `num_hidden_layers * num_experts`, for the same reason.
+/// Upper bound for `num_hidden_layers * num_experts`, for the same reason.
 const MAX_EXPERTS: usize = 100_000;
 
-/// The configuration of a decoder. The fields are named as in a Hugging Face
-/// `config.json`.
+/// Decoder configuration. Fields are named as in a Hugging Face `config.json`.
 ///
-/// Deserializing it ignores keys that are not fields here. Use [`Self::from_hugging_face`] to read
-/// a `config.json`: it translates or refuses every key that changes the computation.
+/// Deserialization ignores unknown keys. To read a `config.json`, use [`Self::from_hugging_face`],
+/// which translates or rejects every key that changes the computation.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct DecoderConfig {
-    /// The family. Default: Llama.
+    /// Model family. Defaults to Llama.
     #[serde(default)]
     pub model_type: ModelType,
-    /// Number of token ids (V).
+    /// Vocabulary size (V).
     pub vocab_size: usize,
-    /// Width of the hidden states (H).
+    /// Hidden size (H).
     pub hidden_size: usize,
-    /// Width of the feed-forward layers.
+    /// Inner width of the feed-forward layers.
     pub intermediate_size: usize,
     /// Number of transformer blocks.
     pub num_hidden_layers: usize,
     /// Number of query heads.
     pub num_attention_heads: usize,
-    /// Number of key and value heads; each serves `num_attention_heads / num_key_value_heads`
+    /// Number of key and value heads. Each serves `num_attention_heads / num_key_value_heads`
     /// query heads.
     pub num_key_value_heads: usize,
-    /// Width of one head. `None` means `hidden_size / num_attention_heads`.
+    /// Head width. `None` means `hidden_size / num_attention_heads`.
     #[serde(default)]
     pub head_dim: Option<usize>,
     /// Added to the mean square in every RMSNorm.
     #[serde(default = "default_rms_norm_eps")]
     pub rms_norm_eps: f64,
-    /// Base of the rotary frequencies.
+    /// Rotary frequency base.
     #[serde(default = "default_rope_theta")]
     pub rope_theta: f64,
-    /// The change of the rotary frequencies for rows longer than those of pretraining.
+    /// Scales the rotary frequencies for rows longer than in pretraining.
     #[serde(default)]
     pub rope_scaling: RopeScaling,
-    /// The share of the elements of a head that rotate, from the first. Phi-3 and Qwen3.5
-    /// only.
+    /// Fraction of each head that rotates, counted from its first element. Phi-3 and Qwen3.5 only.
     #[serde(default = "one", skip_serializing_if = "is_one")]
     pub partial_rotary_factor: f64,
-    /// One number for each block: 1 if its positions rotate, 0 if they do not. This is SmolLM3's
-    /// own key, despite its name. Empty: all rotate.
+    /// One number per block: 1 if its positions rotate, 0 if they do not. The name is SmolLM3's.
+    /// If empty, all blocks rotate.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub no_rope_layers: Vec<u8>,
-    /// Maximum number of positions of a row.
+    /// Maximum row length in tokens.
     pub max_position_embeddings: usize,
     /// Shares the embedding matrix with the output layer.
     #[serde(default)]
     pub tie_word_embeddings: bool,
-    /// Adds a bias to all four projections of attention. Must be false for Qwen2, where three have
-    /// one, and for Mistral and Phi-3.
+    /// Adds a bias to all four attention projections. Must be false for Qwen2, where three of them
+    /// always have one, and for Mistral and Phi-3.
     #[serde(default, skip_serializing_if = "is_false")]
     pub attention_bias: bool,
-    /// Adds a bias to the three projections of the feed-forward layer. Llama, SmolLM3 and Granite
-    /// only.
+    /// Adds a bias to the three feed-forward projections. Llama, SmolLM3 and Granite only.
     #[serde(default, skip_serializing_if = "is_false")]
     pub mlp_bias: bool,
-    /// Number of positions that a token attends to, its own included, in the blocks that have a
-    /// window: all of Mistral and Phi-3, and those of [`Self::layer_types`] of Gemma. `None` means
-    /// all positions.
+    /// Attention window in tokens, including the current one. It applies to all blocks in Mistral
+    /// and Phi-3, and to those that [`Self::layer_types`] selects in Gemma. `None` means full
+    /// attention.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub sliding_window: Option<usize>,
-    /// One entry for each block of Gemma and Qwen3.5. Empty: all have full attention.
+    /// One entry per block, for Gemma and Qwen3.5. If empty, all blocks have full attention.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub layer_types: Vec<LayerType>,
-    /// Base of the rotary frequencies of blocks with a window. Gemma 3 only; `None` means
+    /// Rotary frequency base for blocks with a window. Gemma 3 only; `None` means
     /// [`Self::rope_theta`].
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub rope_local_base_freq: Option<f64>,
-    /// Rows of the convolution before the gated delta rule. Qwen3.5 only, like the next four.
+    /// Width of the convolution before the gated delta rule. Qwen3.5 only, like the next four.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub linear_conv_kernel_dim: Option<usize>,
-    /// Width of a query or key of the gated delta rule.
+    /// Query and key width in the gated delta rule.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub linear_key_head_dim: Option<usize>,
-    /// Width of a value of the gated delta rule.
+    /// Value width in the gated delta rule.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub linear_value_head_dim: Option<usize>,
-    /// Number of query and key heads of the gated delta rule.
+    /// Number of query and key heads in the gated delta rule.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub linear_num_key_heads: Option<usize>,
-    /// Number of value heads of the gated delta rule, a multiple of that of key heads.
+    /// Number of value heads in the gated delta rule, a multiple of the number of key heads.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub linear_num_value_heads: Option<usize>,
-    /// The factor of the scores of attention is `query_pre_attn_scalar^-1/2`. Gemma only; `None`
-    /// means `head_dim`.
+    /// Attention scores are multiplied by `query_pre_attn_scalar^-1/2`. Gemma only; `None` means
+    /// `head_dim`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub query_pre_attn_scalar: Option<f64>,
-    /// The soft cap of the scores of attention, see [`Scores`](candle_grpo_kernels::Scores). Gemma
-    /// 2 only.
+    /// Soft cap for attention scores, see [`Scores`](candle_grpo_kernels::Scores). Gemma 2 only.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub attn_logit_softcapping: Option<f64>,
-    /// The soft cap of the logits, see [`soft_cap`](candle_grpo_kernels::soft_cap). Gemma only.
+    /// Soft cap for the logits, see [`soft_cap`](candle_grpo_kernels::soft_cap). Gemma only.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub final_logit_softcapping: Option<f64>,
-    /// Number of experts of a feed-forward layer. Mixtures of experts only, like the next four.
+    /// Number of experts in a feed-forward layer. Mixtures of experts only, like the next four.
     #[serde(default, skip_serializing_if = "is_zero")]
     pub num_experts: usize,
-    /// Number of experts that compute a token.
+    /// Number of experts that process each token.
     #[serde(default, skip_serializing_if = "is_zero")]
     pub num_experts_per_tok: usize,
-    /// Width of an expert.
+    /// Inner width of an expert.
     #[serde(default, skip_serializing_if = "is_zero")]
     pub moe_intermediate_size: usize,
-    /// Divides the gates of the experts of a token by their sum.
+    /// Normalizes each token's gates to sum to 1.
     #[serde(default, skip_serializing_if = "is_false")]
     pub norm_topk_prob: bool,
-    /// Blocks without experts, which have a layer of [`Self::intermediate_size`].
+    /// Blocks with a dense layer of width [`Self::intermediate_size`] instead of experts.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub mlp_only_layers: Vec<usize>,
-    /// The factor of the embedding. Granite only.
+    /// Multiplies the embedding. Granite only.
     #[serde(default = "one", skip_serializing_if = "is_one")]
     pub embedding_multiplier: f64,
-    /// The factor of what a block adds to the hidden states. Granite only.
+    /// Multiplies each sublayer's output before it is added to the hidden states. Granite only.
     #[serde(default = "one", skip_serializing_if = "is_one")]
     pub residual_multiplier: f64,
-    /// The factor of the scores of attention, in place of `head_dim^-1/2`. Granite only.
+    /// Multiplies the attention scores, in place of `head_dim^-1/2`. Granite only.
     #[serde(default = "one", skip_serializing_if = "is_one")]
     pub attention_multiplier: f64,
-    /// The divisor of the logits, and of the hidden states after the last norm. Granite only.
+    /// Divides the logits, and the hidden states after the last norm. Granite only.
     #[serde(default = "one", skip_serializing_if = "is_one")]
     pub logits_scaling: f64,
 }
@@ -146,11 +142,11 @@ pub struct DecoderConfig {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum LayerType {
-    /// All up to its own position.
+    /// All tokens up to its own position.
     FullAttention,
-    /// The nearest [`DecoderConfig::sliding_window`] of them. Gemma only.
+    /// The nearest [`DecoderConfig::sliding_window`] tokens up to its own position. Gemma only.
     SlidingAttention,
-    /// All up to its own position, by a state of fixed size:
+    /// All tokens up to its own position, through a fixed-size state:
     /// [`gated_delta_rule`](candle_grpo_kernels::gated_delta_rule()). Qwen3.5 only.
     LinearAttention,
 }
@@ -167,7 +163,7 @@ fn is_one(x: &f64) -> bool {
     *x == 1.0
 }
 
-/// The fields that every family has. [`Family::keys`](crate::config::families::Family) lists
+/// Fields that every family has. [`Family::keys`](crate::config::families::Family) lists the
 /// others.
 const COMMON: [&str; 13] = [
     "model_type",
@@ -185,7 +181,7 @@ const COMMON: [&str; 13] = [
     "tie_word_embeddings",
 ];
 
-/// Reads `num_hidden_layers` from a `config.json`, for a list with an entry for each block.
+/// Reads `num_hidden_layers` from a `config.json`, to build a list with one entry per block.
 pub(crate) fn num_hidden_layers(config: &Map<String, Value>) -> Result<usize> {
     const KEY: &str = "num_hidden_layers";
     let Some(found) = config.get(KEY) else {
@@ -218,7 +214,7 @@ fn is_false(flag: &bool) -> bool {
     !flag
 }
 
-/// The defaults of Hugging Face's `LlamaConfig`, which is a Llama with 7 billion parameters.
+/// The defaults from Hugging Face's `LlamaConfig`, a Llama with 7 billion parameters.
 impl Default for DecoderConfig {
     fn default() -> Self {
         Self {
@@ -264,11 +260,11 @@ impl Default for DecoderConfig {
 }
 
 impl DecoderConfig {
-    /// Checks that the fields describe a decoder.
+    /// Checks that the fields describe a valid decoder.
     ///
     /// # Errors
     ///
-    /// Names the first field that does not fit, its value and what it must be.
+    /// Names the first invalid field, its value and the requirement.
     pub fn validate(&self) -> Result<()> {
         for (name, value) in [
             ("vocab_size", self.vocab_size),
@@ -359,9 +355,9 @@ impl DecoderConfig {
             .validate_pairs("rope_scaling", width / 2)?)
     }
 
-    /// Returns the configuration of a decoder of rows of up to `tokens` tokens. With
-    /// [`RopeScaling::LongRope`] it has the frequencies of short rows if they fit; otherwise it is
-    /// unchanged.
+    /// Prepares the configuration for rows with up to `tokens` tokens. With
+    /// [`RopeScaling::LongRope`] it selects the short-row frequencies if the rows fit. Otherwise it
+    /// changes nothing.
     pub fn for_rows_of(mut self, tokens: usize) -> Self {
         if let RopeScaling::LongRope {
             original_max_position_embeddings: original,
@@ -374,7 +370,7 @@ impl DecoderConfig {
         self
     }
 
-    /// Returns the number of tokens of the longest row.
+    /// Returns the maximum row length in tokens.
     pub fn longest_row(&self) -> usize {
         match self.rope_scaling {
             RopeScaling::LongRope {
@@ -386,7 +382,7 @@ impl DecoderConfig {
         }
     }
 
-    /// Checks the kinds of blocks, and the sizes that some of them need.
+    /// Checks the block types and the sizes that they require.
     fn check_layer_types(&self) -> Result<()> {
         let known = self.model_type.family().layer_types;
         if let Some(other) = self.layer_types.iter().find(|x| !known.contains(x)) {
@@ -416,7 +412,7 @@ impl DecoderConfig {
         Ok(())
     }
 
-    /// Checks that fields which this family does not have are not set.
+    /// Checks that fields this family does not have are unset.
     fn check_keys(&self) -> Result<()> {
         let keys = self.model_type.family().keys;
         let fields = serde_json::to_value(self).map_err(Error::wrap)?;
@@ -435,7 +431,7 @@ impl DecoderConfig {
         Ok(())
     }
 
-    /// Checks the fields of mixtures of experts, for a family that has them.
+    /// Checks the mixture-of-experts fields, for a family that has them.
     fn check_experts(&self) -> Result<()> {
         if !self.model_type.family().keys.contains(&"num_experts") {
             return Ok(());
@@ -460,19 +456,19 @@ impl DecoderConfig {
         Ok(())
     }
 
-    /// The parts of the decoder.
+    /// Builds the decoder's architecture.
     pub(crate) fn architecture(&self) -> Architecture {
         (self.model_type.family().architecture)(self)
     }
 
-    /// Returns whether a block is a mixture of experts.
+    /// Returns whether any block is a mixture of experts.
     pub fn has_experts(&self) -> bool {
         let blocks = self.architecture().blocks;
         let is_mixture = |block: &BlockPlan| matches!(block.mlp.mixer, ChannelPlan::Experts(_));
         blocks.iter().any(is_mixture)
     }
 
-    /// Width of one head: the field if present, else `hidden_size / num_attention_heads`.
+    /// Head width: the field if present, else `hidden_size / num_attention_heads`.
     pub fn head_dim(&self) -> usize {
         self.head_dim.unwrap_or_else(|| {
             self.hidden_size
@@ -481,12 +477,12 @@ impl DecoderConfig {
         })
     }
 
-    /// Number of elements of a head that rotate.
+    /// Number of elements in each head that rotate.
     pub(crate) fn rotary_width(&self) -> usize {
         (self.head_dim() as f64 * self.partial_rotary_factor) as usize
     }
 
-    /// The Hugging Face name and the shape of every parameter, in sorted order.
+    /// Every parameter's Hugging Face name and shape, in sorted order.
     ///
     /// With tied embeddings there is no `lm_head.weight`.
     pub fn parameter_shapes(&self) -> BTreeMap<String, Shape> {

@@ -1,8 +1,8 @@
-//! The keys of GGUF metadata that state a field of the configuration.
+//! GGUF metadata keys that hold a configuration field.
 
 use crate::DecoderConfig;
 
-/// A key, without its architecture, and the field that it states.
+/// A key, without the architecture prefix, and its configuration field.
 #[derive(Debug)]
 pub(crate) struct GgufKey {
     pub(crate) name: &'static str,
@@ -10,18 +10,18 @@ pub(crate) struct GgufKey {
     pub(crate) field: GgufField,
 }
 
-/// A field of the configuration.
+/// A configuration field.
 #[derive(Debug)]
 pub(crate) enum GgufField {
     Size(fn(&mut DecoderConfig) -> &mut usize),
-    /// A size of 0 means none.
+    /// 0 means none.
     OptionalSize(fn(&mut DecoderConfig) -> &mut Option<usize>),
     Number(fn(&mut DecoderConfig) -> &mut f64),
     OptionalNumber(fn(&mut DecoderConfig) -> &mut Option<f64>),
 }
 
 impl GgufKey {
-    /// A key without which a file is refused.
+    /// A key that files must have.
     pub(crate) const fn required(name: &'static str, field: GgufField) -> Self {
         Self {
             name,
@@ -30,7 +30,7 @@ impl GgufKey {
         }
     }
 
-    /// A key whose absence leaves the field as it is.
+    /// A key that leaves the field unchanged if absent.
     pub(crate) const fn optional(name: &'static str, field: GgufField) -> Self {
         Self {
             name,

@@ -1,5 +1,5 @@
-//! The description of a decoder: its configuration, its family, its parts and the names of their
-//! weights, in models and in files. Models and the readers of files build on it.
+//! Decoder description: configuration, family, architecture and weight names, in models and in
+//! files. Models and file readers build on it.
 
 pub(crate) mod architecture;
 pub(crate) mod decoder_config;

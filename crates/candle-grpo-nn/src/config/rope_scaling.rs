@@ -1,18 +1,18 @@
-//! Rotary frequencies for rows longer than those of pretraining.
+//! Rotary frequency scaling for rows longer than in pretraining.
 
 use std::f32::consts::TAU;
 
 use candle_grpo_core::validate::{self, Checked, check};
 use serde::{Deserialize, Serialize};
 
-/// The name of a field of several variants of [`RopeScaling`].
+/// A field name that several [`RopeScaling`] variants share.
 pub(crate) const ORIGINAL: &str = "original_max_position_embeddings";
 
-/// The change of the rotary frequencies `theta^(-2i / head_dim)`, named as `rope_scaling` in a
+/// Scaling of the rotary frequencies `theta^(-2i / head_dim)`, named as in `rope_scaling` in a
 /// Hugging Face `config.json`.
 ///
-/// `dynamic` is not supported: its frequencies depend on the longest row of a batch, so the
-/// log-probabilities of a sequence would differ between training and sampling.
+/// `dynamic` is not supported. Its frequencies depend on the longest row in a batch, so a
+/// sequence's log-probs would differ between training and sampling.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 #[serde(tag = "rope_type", rename_all = "lowercase")]
 pub enum RopeScaling {
@@ -24,8 +24,8 @@ pub enum RopeScaling {
         /// The divisor, at least 1.
         factor: f64,
     },
-    /// Llama 3.1: divides the frequencies of long waves by `factor`, keeps those of short waves,
-    /// blends those between.
+    /// Llama 3.1: divides low frequencies (long waves) by `factor`, keeps high ones (short waves),
+    /// and blends between them.
     Llama3 {
         /// The divisor, at least 1.
         factor: f64,
@@ -33,15 +33,15 @@ pub enum RopeScaling {
         low_freq_factor: f64,
         /// Waves shorter than `original_max_position_embeddings / high_freq_factor` are short.
         high_freq_factor: f64,
-        /// The longest row of pretraining.
+        /// The longest row in pretraining.
         original_max_position_embeddings: usize,
     },
-    /// YaRN (Peng et al. 2023): divides frequencies with few turns within the longest row of
-    /// pretraining, keeps those with many turns, and blends those between by their index.
+    /// YaRN (Peng et al. 2023): divides frequencies that make few turns within the longest
+    /// pretraining row, keeps those with many turns, and blends those between by index.
     Yarn {
         /// The divisor, at least 1.
         factor: f64,
-        /// The longest row of pretraining.
+        /// The longest row in pretraining.
         original_max_position_embeddings: usize,
         /// Frequencies with more turns than this are kept.
         #[serde(default = "default_beta_fast")]
@@ -49,32 +49,32 @@ pub enum RopeScaling {
         /// Frequencies with fewer turns than this are divided.
         #[serde(default = "default_beta_slow")]
         beta_slow: f64,
-        /// The factor of queries and keys. `None` means `0.1 ln(factor) + 1`, as in the paper.
+        /// Multiplies queries and keys. `None` means `0.1 ln(factor) + 1`, as in the paper.
         #[serde(default, skip_serializing_if = "Option::is_none")]
         attention_factor: Option<f64>,
     },
-    /// LongRoPE (Ding et al. 2024, <https://arxiv.org/abs/2402.13753>): divides each frequency by a
-    /// factor of its own.
+    /// LongRoPE (Ding et al. 2024, <https://arxiv.org/abs/2402.13753>): divides each frequency by
+    /// its own factor.
     ///
-    /// A model has two lists of factors. transformers chooses one for each batch, by its longest
-    /// row. Here a decoder has one list, so that training and sampling agree, as in vLLM, which
-    /// chooses by `max_model_len`: see [`DecoderConfig::for_rows_of`](crate::DecoderConfig).
+    /// A model has two factor lists. transformers chooses one per batch, by its longest row. Here a
+    /// decoder has one list, so that training and sampling agree. vLLM does the same, and chooses
+    /// by `max_model_len`: see [`DecoderConfig::for_rows_of`](crate::DecoderConfig).
     LongRope {
-        /// The divisors for rows of up to `original_max_position_embeddings`, one for each pair.
+        /// Divisors for rows up to `original_max_position_embeddings`, one per pair.
         short_factor: Vec<f64>,
-        /// The divisors for longer rows, one for each pair.
+        /// Divisors for longer rows, one per pair.
         long_factor: Vec<f64>,
-        /// The longest row of pretraining.
+        /// The longest row in pretraining.
         original_max_position_embeddings: usize,
-        /// The ratio of `max_position_embeddings` to `original_max_position_embeddings`.
+        /// Ratio between `max_position_embeddings` and `original_max_position_embeddings`.
         factor: f64,
-        /// The factor of cosines and sines. `None` means `sqrt(1 + ln(factor) /
-        /// ln(original_max_position_embeddings))`, or 1 if `factor` is at most 1.
+        /// Multiplies cosines and sines. `None` means
+        /// `sqrt(1 + ln(factor) / ln(original_max_position_embeddings))`, or 1 if `factor` is at
+        /// most 1.
         #[serde(default, skip_serializing_if = "Option::is_none")]
         attention_factor: Option<f64>,
-        /// True for the frequencies of `short_factor`, and rows of up to
-        /// `original_max_position_embeddings`. False for those of `long_factor` if `factor` is
-        /// above 1. It is not a key of `config.json`.
+        /// True selects `short_factor`, for rows up to `original_max_position_embeddings`. False
+        /// selects `long_factor` if `factor` is above 1. This is not a `config.json` key.
         #[serde(skip)]
         short_rows: bool,
     },
@@ -89,14 +89,14 @@ fn default_beta_slow() -> f64 {
 }
 
 impl RopeScaling {
-    /// Checks that the fields, which lie in `section`, describe frequencies. The error names the
-    /// first one that does not.
+    /// Checks that the fields in `section` describe valid frequencies. The error names the first
+    /// invalid field.
     pub(crate) fn validate(&self, section: &str) -> Checked {
         self.check_fields()
             .map_err(|invalid| invalid.within(section))
     }
 
-    /// Checks that lists have an entry for each of `pairs`.
+    /// Checks that each list has `pairs` entries.
     pub(crate) fn validate_pairs(&self, section: &str, pairs: usize) -> Checked {
         let Self::LongRope {
             short_factor,
@@ -178,10 +178,10 @@ impl RopeScaling {
         validate::at_least_one(ORIGINAL, original)
     }
 
-    /// The frequencies of the `head_dim / 2` pairs, in radians per position.
+    /// The `head_dim / 2` frequencies, in radians per position.
     ///
-    /// They have the f32 arithmetic of transformers, whose models are trained with these numbers.
-    /// So a decoder in f64 computes the same function.
+    /// They are computed in f32 exactly as in transformers, because models are trained with these
+    /// values. A decoder in f64 therefore computes the same function.
     pub(crate) fn frequencies(&self, head_dim: usize, theta: f64) -> Vec<f32> {
         let scaled = |pair| {
             let (period, plain) = period(pair, head_dim, theta);
@@ -199,7 +199,7 @@ impl RopeScaling {
         (0..head_dim / 2).map(scaled).collect()
     }
 
-    /// The divisors of the `head_dim / 2` frequencies.
+    /// Divisors for the `head_dim / 2` frequencies.
     pub(crate) fn divisors(&self, head_dim: usize, theta: f64) -> Vec<f64> {
         let divisor = |pair| {
             let (_, plain) = period(pair, head_dim, theta);
@@ -210,7 +210,7 @@ impl RopeScaling {
         (0..head_dim / 2).map(divisor).collect()
     }
 
-    /// The factor of cosines and sines.
+    /// Multiplies cosines and sines.
     pub(crate) fn attention_factor(&self) -> f64 {
         match self {
             Self::Yarn {
@@ -231,7 +231,7 @@ impl RopeScaling {
         }
     }
 
-    /// Returns the share of the frequency `plain` that is kept, and the divisor of the rest.
+    /// Returns what fraction of the frequency `plain` is kept, and the divisor for the rest.
     fn kept(&self, pair: usize, plain: f32, head_dim: usize, theta: f64) -> (f32, f64) {
         match *self {
             Self::Default => (1.0, 1.0),
@@ -268,8 +268,7 @@ impl RopeScaling {
                 beta_slow,
                 ..
             } => {
-                // The index of the pair with this number of turns within the longest row of
-                // pretraining.
+                // Index of the pair that makes this many turns within the longest pretraining row.
                 let index = |turns: f64| {
                     let length = original as f64 / (turns * std::f64::consts::TAU);
                     head_dim as f64 * length.ln() / (2.0 * theta.ln())
@@ -283,8 +282,8 @@ impl RopeScaling {
     }
 }
 
-/// `theta^(2 pair / head_dim)` and its inverse in f32. The power is rounded from f64, so that every
-/// processor has the same.
+/// `theta^(2 pair / head_dim)` and its inverse in f32. The power is rounded from f64, so it is the
+/// same on every processor.
 fn period(pair: usize, head_dim: usize, theta: f64) -> (f32, f32) {
     let exponent = (2 * pair) as f32 / head_dim as f32;
     let period = f64::from(theta as f32).powf(exponent.into()) as f32;
@@ -303,7 +302,7 @@ mod tests {
     use super::*;
     use crate::DecoderConfig;
 
-    /// The golden model `llama3_rope` tests the frequencies of Llama 3.1.
+    /// The golden model `llama3_rope` tests the Llama 3.1 frequencies.
     #[test]
     fn linear_divides_all_frequencies() {
         let plain = RopeScaling::Default.frequencies(8, 1e4);
@@ -332,7 +331,7 @@ mod tests {
             .collect();
         assert!(share[..=23].iter().all(|&share| share == 1.0));
         assert!(share[40..].iter().all(|&share| share == 0.25));
-        // One of the 17 steps from pair 23 to pair 40, rounded eight times at most.
+        // One in 17 steps from pair 23 to pair 40, rounded at most eight times.
         assert!((share[24] - (1.0 - 0.75 / 17.0)).abs() < 4.0 * f32::EPSILON);
         assert!((yarn.attention_factor() - 1.138_629_436_111_989).abs() < 1e-12);
     }
@@ -359,7 +358,7 @@ mod tests {
         assert!(error.to_string().starts_with(words), "{error}");
     }
 
-    /// transformers computes the factor of cosines from `factor` alone, and vLLM too.
+    /// Both transformers and vLLM compute the cosine factor from `factor` alone.
     #[test]
     fn the_longest_row_decides_between_the_factors_of_longrope() {
         let model = DecoderConfig {

@@ -1,25 +1,25 @@
-//! The configuration of a decoder that scores whole sequences.
+//! Configuration for a decoder that scores whole sequences.
 
 use candle_core::{Result, bail};
 
 use crate::DecoderConfig;
 
-/// The name of the linear layer.
+/// Name of the linear layer.
 pub(crate) const SCORE: &str = "score.weight";
 
-/// The configuration of a [`SequenceClassifier`](crate::SequenceClassifier).
+/// Configuration for a [`SequenceClassifier`](crate::SequenceClassifier).
 #[derive(Debug, Clone, PartialEq)]
 pub struct SequenceClassifierConfig {
     /// The decoder. Its output layer is not used.
     pub decoder: DecoderConfig,
-    /// The number of scores of a sequence; 1 for a reward model.
+    /// Number of scores per sequence; 1 for a reward model.
     pub num_labels: usize,
-    /// The padding token. The score of a sequence is that of its last token with another id.
+    /// Padding token. A sequence is scored at its last token with another id.
     pub pad_token_id: Option<u32>,
 }
 
 impl SequenceClassifierConfig {
-    /// The decoder without an output layer, and without the scale of the logits.
+    /// The decoder without an output layer or logit scale.
     pub(crate) fn body(&self) -> DecoderConfig {
         DecoderConfig {
             tie_word_embeddings: true,
@@ -28,7 +28,7 @@ impl SequenceClassifierConfig {
         }
     }
 
-    /// The shape of `score.weight`.
+    /// Shape of `score.weight`.
     pub(crate) fn score_shape(&self) -> Result<(usize, usize)> {
         if self.num_labels == 0 {
             bail!("num_labels: 0, must be at least 1");

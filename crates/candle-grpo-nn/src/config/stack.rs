@@ -6,12 +6,12 @@ use std::ops::Range;
 #[derive(Debug)]
 pub(crate) struct Stack {
     pub(crate) name: String,
-    /// Matrices, one for each index.
+    /// One matrix per index.
     pub(crate) shape: [usize; 3],
     pub(crate) parts: Vec<Part>,
 }
 
-/// A parameter in a [`Stack`]: rows of one of its matrices.
+/// A parameter within a [`Stack`]: rows from one of its matrices.
 #[derive(Debug)]
 pub(crate) struct Part {
     pub(crate) name: String,

@@ -1,4 +1,4 @@
-//! Sampling token by token: the logits of the next token, and the cache of keys and values.
+//! Token-by-token sampling: next-token logits and the key-value cache.
 
 mod next_logits;
 mod packed_weights;

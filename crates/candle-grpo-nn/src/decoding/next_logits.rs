@@ -1,4 +1,4 @@
-//! The logits of the next token.
+//! Next-token logits.
 
 use candle_core::{Result, Tensor, bail};
 #[cfg(feature = "cuda")]
@@ -14,26 +14,26 @@ use crate::model::routes::Routes;
 use crate::{Decoder, PagedCache, SequenceId};
 
 impl Decoder {
-    /// Computes the logits `[S, V]` after the last of the new tokens of each of S sequences, and
-    /// adds the new tokens to the sequences of `cache`.
+    /// Adds new tokens to S sequences in `cache` and computes the logits `[S, V]` after the last
+    /// new token in each.
     ///
     /// `new` lists each sequence with at least one token: the whole prompt in the first pass, then
-    /// one token at a time. A pass may mix both. There is no padding, and the result has no
+    /// one token at a time. One pass may mix both. There is no padding, and the result has no
     /// gradient.
     ///
-    /// On the CPU the bits of a row depend only on the weights and the tokens of its sequence. They
-    /// do not depend on the other sequences, nor on how its tokens were divided into passes.
+    /// On the CPU a row's bits depend only on the weights and the tokens in its sequence. They do
+    /// not depend on other sequences, or on how the tokens were divided into passes.
     ///
-    /// On the CPU a call runs on a thread of rayon's global pool. No other thread may update the
-    /// weights in place during a call, because the two can deadlock. Decode from a copy of the
-    /// weights in this case.
+    /// On the CPU a call runs on a thread from rayon's global pool. No other thread may update the
+    /// weights in place during a call, because the two can deadlock. If you need that, decode from
+    /// a copy of the weights.
     ///
     /// # Errors
     ///
-    /// Before the cache changes: if `new` is empty, a sequence has no tokens, twice, must occur
-    /// once or is not in `cache`, a token is not below `vocab_size`, a sequence exceeds
-    /// `max_position_embeddings`, or the cache has another number of layers. After any other
-    /// error the sequences of `new` are invalid.
+    /// Leaves the cache unchanged if `new` is empty, a sequence has no tokens, appears twice or is
+    /// not in `cache`, a token is not below `vocab_size`, a sequence exceeds
+    /// `max_position_embeddings`, or the cache has a different number of layers. After any other
+    /// error, the sequences in `new` are invalid.
     ///
     /// ```
     /// use candle_core::{Device, Result};
@@ -66,13 +66,13 @@ impl Decoder {
         Ok(self.next_logits_and_experts(new, cache)?.0)
     }
 
-    /// [`Self::next_logits`], and the experts that the routers chose for each new token, u32
-    /// `[N, expert_choices]`: `top_k` of the first router, then those of the next. `None` without
-    /// experts.
+    /// Like [`Self::next_logits`], and also returns which experts the routers chose for each new
+    /// token, u32 `[N, expert_choices]`: `top_k` from the first router, then those from the next.
+    /// `None` without experts.
     ///
     /// # Errors
     ///
-    /// As in [`Self::next_logits`].
+    /// Same as [`Self::next_logits`].
     pub fn next_logits_and_experts(
         &self,
         new: &[(SequenceId, &[u32])],
@@ -80,7 +80,7 @@ impl Decoder {
     ) -> Result<(Tensor, Option<Tensor>)> {
         self.check_new(new, cache)?;
         match self.output_weight().device().is_cpu() {
-            // On a thread of the pool, an operator starts without waking one.
+            // On a pool thread, an operator starts without waking one.
             true => rayon::scope(|_| self.step(new, cache)),
             false => self.step(new, cache),
         }
@@ -109,7 +109,7 @@ impl Decoder {
         }
         let cache = &*cache;
         let n = ids.len();
-        // The fused attention of training is faster for whole prompts.
+        // Training's fused attention is faster for whole prompts.
         let prompts = is_new.then(|| {
             let lengths: Vec<usize> = new.iter().map(|(_, tokens)| tokens.len()).collect();
             attention(self, Sequences::Packed(&lengths))
@@ -162,14 +162,14 @@ impl Decoder {
         Ok((self.output(&hidden, cache)?, experts))
     }
 
-    /// The logits of hidden states, each row on its own.
+    /// Computes logits from hidden states, row by row.
     fn output(&self, hidden: &Tensor, cache: &PagedCache) -> Result<Tensor> {
         let products = Products::Decoding(cache.packed_weights.as_ref());
         let mut logits = products.compute(hidden, &[self.output_weight()])?;
         self.capped(logits.swap_remove(0))
     }
 
-    /// The hidden states of a step with one token of each sequence, if the cache records steps.
+    /// Hidden states for a step with one token per sequence, if the cache records steps.
     #[cfg(feature = "cuda")]
     fn recorded_step(
         &self,
@@ -240,7 +240,7 @@ impl Decoder {
     }
 }
 
-/// Returns what the queries of the new tokens attend to.
+/// Returns the cached rows that each new token attends to.
 fn rows<'a>(new: &[(SequenceId, &[u32])], cache: &'a PagedCache) -> Result<Vec<PagedRow<'a>>> {
     let mut rows = Vec::with_capacity(new.len());
     for &(id, tokens) in new {

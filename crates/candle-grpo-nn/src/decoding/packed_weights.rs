@@ -1,4 +1,4 @@
-//! The weights of a decoder in the order in which the CPU multiplies them.
+//! Decoder weights in the order in which the CPU multiplies them.
 
 use std::collections::HashMap;
 use std::sync::{Mutex, PoisonError};
@@ -6,7 +6,7 @@ use std::sync::{Mutex, PoisonError};
 use candle_core::{Result, Tensor, TensorId};
 use candle_grpo_kernels::{PackedWeight, packed_linear_rows};
 
-/// Copies of weights. Each is made when its weight is first used.
+/// Weight copies. Each is made on first use.
 #[derive(Debug, Default)]
 pub(crate) struct PackedWeights(Mutex<HashMap<TensorId, PackedWeight>>);
 

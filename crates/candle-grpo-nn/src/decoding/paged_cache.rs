@@ -1,4 +1,4 @@
-//! The cache of keys and values, and of states.
+//! Cache for keys, values and states.
 
 use std::collections::BTreeMap;
 
@@ -11,13 +11,13 @@ use crate::decoding::packed_weights::PackedWeights;
 #[cfg(feature = "cuda")]
 use crate::decoding::recorded_steps::RecordedSteps;
 
-/// Number of pages of the first allocation.
+/// Number of pages in the first allocation.
 const FIRST_PAGES: usize = 64;
 
-/// Number of slots for states of the first allocation.
+/// Number of state slots in the first allocation.
 const FIRST_SLOTS: usize = 8;
 
-/// The number of pages that are allocated when `taken` are taken.
+/// Number of pages to allocate when `taken` are in use.
 pub(crate) fn pages_for(taken: usize) -> usize {
     match taken {
         0 => 0,
@@ -25,35 +25,34 @@ pub(crate) fn pages_for(taken: usize) -> usize {
     }
 }
 
-/// The keys and values of past positions of many sequences, for
+/// Keys and values at past positions for many sequences, for
 /// [`Decoder::next_logits`](crate::Decoder::next_logits).
 ///
-/// They are stored in pages. A fork shares the pages of its origin, so that the prompt of a group
-/// is computed and stored once. The pages of a removed sequence are reused. The number of pages
-/// doubles when all are taken.
+/// They are stored in pages. A fork shares its origin's pages, so a group's prompt is computed and
+/// stored once. When a sequence is removed, its pages are reused. The page count doubles when all
+/// pages are in use.
 ///
-/// Blocks with the gated delta rule have a state of fixed size for each sequence, of which a fork
-/// has a copy.
+/// Gated delta rule blocks have one fixed-size state per sequence. A fork copies it.
 #[derive(Debug)]
 pub struct PagedCache {
-    /// One for each layer. A page has the same number in all layers, and so has a slot.
+    /// One per layer. Page and slot numbers are the same in all layers.
     layers: Vec<Layer>,
     /// Number of sequences that hold each page.
     holders: Vec<usize>,
     /// Pages that no sequence holds.
     free: Vec<usize>,
-    /// True if there are layers with states.
+    /// True if any layer has states.
     has_states: bool,
-    /// Number of slots for states.
+    /// Number of state slots.
     slots: usize,
-    /// Slots that no sequence has.
+    /// Unused slots.
     free_slots: Vec<usize>,
     sequences: BTreeMap<usize, Sequence>,
     next_id: usize,
     on_cpu: bool,
-    /// The copies of weights, if steps use them.
+    /// Weight copies, if enabled.
     pub(crate) packed_weights: Option<PackedWeights>,
-    /// The recordings of steps, if the cache has them.
+    /// Recorded steps, if enabled.
     #[cfg(feature = "cuda")]
     pub(super) recorded: Option<RecordedSteps>,
 }
@@ -64,24 +63,26 @@ enum Layer {
     States(DeltaStates),
 }
 
-/// A sequence in a [`PagedCache`] or another [`Decoding`](crate::Decoding). An id is never reused.
+/// Identifies a sequence in a [`PagedCache`] or another [`Decoding`](crate::Decoding). Ids are
+/// never reused.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct SequenceId(pub(crate) usize);
 
 #[derive(Debug, Clone, Default)]
 struct Sequence {
     spans: Vec<PageSpan>,
-    /// Number of spans from before the fork. Their pages may be shared and are not written
-    /// anymore. Later positions always begin a new page, so that the bits of a result do not
-    /// depend on the number of forks.
+    /// Number of spans from before the fork. Their pages may be shared and are no longer written.
+    /// Later positions always start a new page, so that a result's bits do not depend on the
+    /// number of forks.
     inherited: usize,
     len: usize,
-    /// The slot of its states. `None` without positions or without layers with states.
+    /// Slot for the sequence's states. `None` without positions or without layers that have
+    /// states.
     slot: Option<usize>,
 }
 
 impl PagedCache {
-    /// An empty cache for a decoder with this configuration, whose weights have `dtype` and are on
+    /// Creates an empty cache for a decoder with this configuration and with weights in `dtype` on
     /// `device`.
     pub fn new(config: &DecoderConfig, dtype: DType, device: &Device) -> Result<Self> {
         config.validate()?;
@@ -119,22 +120,22 @@ impl PagedCache {
         })
     }
 
-    /// On CUDA, records steps with one new token for each sequence as CUDA graphs, and runs the
-    /// recording for later steps of the same size. A small model decodes several times as fast,
-    /// because one call of the driver replaces hundreds.
+    /// On CUDA, records steps with one new token per sequence as CUDA graphs, and replays the
+    /// recording for later steps of the same size. A small model decodes several times faster,
+    /// because one driver call replaces hundreds.
     ///
-    /// **No other thread may use the device during a call** of
-    /// [`Decoder::next_logits`](crate::Decoder::next_logits) with this cache: its operations would
-    /// be recorded, and run at the wrong time.
+    /// **No other thread may use the device during a call** to
+    /// [`Decoder::next_logits`](crate::Decoder::next_logits) with this cache. Its operations would
+    /// be recorded and run at the wrong time.
     ///
-    /// Steps that copy from the host, as those of models with experts or states do, run without a
-    /// recording. Other devices have none.
+    /// Steps that copy from the host, as in models with experts or states, run without a recording.
+    /// Other devices ignore this setting.
     pub fn with_recorded_steps(mut self) -> Self {
         self.record_steps();
         self
     }
 
-    /// [`Self::with_recorded_steps`], in place.
+    /// Like [`Self::with_recorded_steps`], in place.
     pub(crate) fn record_steps(&mut self) {
         #[cfg(feature = "cuda")]
         {
@@ -142,15 +143,13 @@ impl PagedCache {
         }
     }
 
-    /// On the CPU, makes the later steps read copies of the weights, in the order in which the
-    /// processor multiplies them. The steps are up to 1.5 times as fast, and the results have the
-    /// same bits.
+    /// On the CPU, makes later steps read weight copies in the order in which the processor
+    /// multiplies them. Steps are up to 1.5 times as fast, and the results have the same bits.
     ///
-    /// A copy is made when a step first uses its weight. Together they take about the time of two
-    /// steps, and as much memory as the weights that have one ([`PackedWeight`]).
+    /// A weight is copied the first time a step uses it. All copies together take about two steps'
+    /// time, and as much memory as the weights that have one ([`PackedWeight`]).
     ///
-    /// **The weights must not change** afterward: later steps would use old and new weights
-    /// together.
+    /// **The weights must not change** afterward: later steps would mix old and new weights.
     ///
     /// [`PackedWeight`]: candle_grpo_kernels::PackedWeight
     ///
@@ -179,13 +178,13 @@ impl PagedCache {
         }
     }
 
-    /// Adds a sequence without positions.
+    /// Adds an empty sequence.
     pub fn add(&mut self) -> SequenceId {
         self.insert(Sequence::default())
     }
 
-    /// Adds a sequence that starts with all positions of `id` and shares their memory, except that
-    /// of states, which it copies.
+    /// Adds a sequence that starts with all positions in `id` and shares their memory. States are
+    /// copied.
     pub fn fork(&mut self, id: SequenceId) -> Result<SequenceId> {
         let mut sequence = self.get(id)?.clone();
         sequence.inherited = sequence.spans.len();
@@ -216,12 +215,12 @@ impl PagedCache {
         Ok(())
     }
 
-    /// The number of positions of a sequence.
+    /// Number of positions in a sequence.
     pub fn len(&self, id: SequenceId) -> Result<usize> {
         Ok(self.get(id)?.len)
     }
 
-    /// The number of pages that sequences hold, of [`PAGE`] positions each.
+    /// Number of pages that sequences hold, with [`PAGE`] positions each.
     pub fn pages_in_use(&self) -> usize {
         self.holders.len() - self.free.len()
     }
@@ -230,7 +229,7 @@ impl PagedCache {
         self.layers.len()
     }
 
-    /// The pages of a layer.
+    /// A layer's pages.
     pub(crate) fn pages(&self, layer: usize) -> Result<&KeyValuePages> {
         match &self.layers[layer] {
             Layer::Pages(pages) => Ok(pages),
@@ -238,7 +237,7 @@ impl PagedCache {
         }
     }
 
-    /// The states of a layer.
+    /// A layer's states.
     pub(crate) fn states(&self, layer: usize) -> Result<&DeltaStates> {
         match self.layers[layer].states() {
             Some(states) => Ok(states),
@@ -246,12 +245,12 @@ impl PagedCache {
         }
     }
 
-    /// The slot of the states of a sequence, if there are layers with states and it has positions.
+    /// Slot for a sequence's states, if some layers have states and the sequence has positions.
     pub(crate) fn slot(&self, id: SequenceId) -> Result<Option<usize>> {
         Ok(self.get(id)?.slot)
     }
 
-    /// Extends a sequence by `new` positions, to be written to the slots returned.
+    /// Extends a sequence by `new` positions and returns the slots to write them to.
     pub(crate) fn extend(&mut self, id: SequenceId, new: usize) -> Result<Vec<PageSlot>> {
         if self.has_states && self.get(id)?.slot.is_none() {
             let slot = self.take_slot()?;
@@ -306,12 +305,12 @@ impl PagedCache {
         SequenceId(id)
     }
 
-    /// Allocates memory for `positions` more positions, in sequences of their own. Without it, a
-    /// cache doubles when it is full, copies its pages and records its steps again.
+    /// Reserves memory for `positions` more positions, each entry in its own sequence. Without it,
+    /// a full cache doubles, copies its pages and records its steps again.
     ///
     /// # Errors
     ///
-    /// If the memory is too small. The cache remains valid.
+    /// If there is not enough memory. The cache remains valid.
     pub fn reserve(&mut self, positions: &[usize]) -> Result<()> {
         let pages: usize = positions.iter().map(|new| new.div_ceil(PAGE)).sum();
         let wanted = pages_for(self.pages_in_use() + pages);
@@ -322,13 +321,13 @@ impl PagedCache {
     }
 
     fn grow(&mut self, wanted: usize) -> Result<()> {
-        // Before the pages that the recordings use.
+        // Must precede the pages that the recordings use.
         #[cfg(feature = "cuda")]
         if let Some(recorded) = &mut self.recorded {
             recorded.discard();
         }
         for layer in &mut self.layers {
-            // A layer has more pages if the memory was too small for all layers before.
+            // Earlier layers may already have more pages if a later one ran out of memory.
             if let Layer::Pages(pages) = layer
                 && pages.len() < wanted
             {

@@ -1,4 +1,4 @@
-//! Steps of decoding that a GPU runs with one call of the driver.
+//! Decoding steps that a GPU runs with one driver call.
 
 use std::collections::HashMap;
 use std::collections::hash_map::Entry;
@@ -10,17 +10,17 @@ use crate::model::pass::{Context, Pass};
 use crate::model::routes::Routes;
 use crate::{Decoder, PagedCache};
 
-/// The recordings of a cache.
+/// A cache's recordings.
 #[derive(Debug, Default)]
 pub(super) struct RecordedSteps {
     steps: HashMap<StepSize, Step>,
-    /// The decoder of all steps, whose weights the recordings use.
+    /// The decoder for all steps. The recordings use its weights.
     decoder: Option<Decoder>,
 }
 
 #[derive(Debug)]
 enum Step {
-    /// Occurred once. The first step of a size runs without a recording, and loads its kernels.
+    /// Seen once. The first step of each size runs unrecorded and loads its kernels.
     Seen,
     /// Cannot be recorded.
     Refused,
@@ -30,12 +30,12 @@ enum Step {
 #[derive(Debug)]
 struct RecordedStep {
     inputs: StepInputs,
-    /// The hidden states `[rows, H]`.
+    /// Hidden states `[rows, H]`.
     hidden: Tensor,
     recording: Recording,
 }
 
-/// A step with one new token for each sequence.
+/// A step with one new token per sequence.
 pub(super) struct NewTokens<'a> {
     pub(super) tokens: &'a [u32],
     pub(super) positions: &'a [u32],
@@ -44,15 +44,15 @@ pub(super) struct NewTokens<'a> {
 }
 
 impl RecordedSteps {
-    /// Discards the recordings, which use the pages that the cache had.
+    /// Discards all recordings, because they use the cache's previous pages.
     pub(super) fn discard(&mut self) {
         for step in self.steps.values_mut() {
             *step = Step::Seen;
         }
     }
 
-    /// The hidden states `[N, H]` of a step after the final norm. `None` if it must run without a
-    /// recording.
+    /// Computes a step's hidden states `[N, H]` after the final norm. `None` if the step must run
+    /// unrecorded.
     pub(super) fn hidden(
         &mut self,
         decoder: &Decoder,
@@ -71,8 +71,8 @@ impl RecordedSteps {
             self.decoder = Some(decoder.clone());
         }
         let n = new.rows.len();
-        // Rows beyond the last repeat it, so that fewer sizes occur. They write to its slot what it
-        // writes, up to the rounding of their products.
+        // Extra rows repeat the last one, so that fewer sizes occur. They write the same values to
+        // its slot, up to rounding in their products.
         let more = padded(n) - n;
         let tokens = repeat_last(new.tokens, more);
         let positions = repeat_last(new.positions, more);
@@ -95,8 +95,8 @@ impl RecordedSteps {
             return Ok(None);
         };
         step.inputs.set(tables)?;
-        // SAFETY: the decoder, the inputs and the result are kept. The cache discards the
-        // steps when it replaces the pages.
+        // SAFETY: the decoder, the inputs and the result are kept. The cache discards the steps
+        // when it replaces the pages.
         #[allow(unsafe_code)]
         unsafe {
             step.recording.run()?;
@@ -134,7 +134,7 @@ impl RecordedStep {
             let result = decoder.norm(&x, change.as_ref())?.detach();
             hidden.slice_set(&result, 0, 0)
         };
-        // SAFETY: all tensors of the pass are dropped with it.
+        // SAFETY: all tensors from the pass are dropped with it.
         #[allow(unsafe_code)]
         let recording = unsafe { Recording::record(device, operations)? };
         Ok(Self {
@@ -145,7 +145,7 @@ impl RecordedStep {
     }
 }
 
-/// The number of rows, rounded up by less than a quarter.
+/// Rounds the number of rows up, by less than a quarter.
 fn padded(n: usize) -> usize {
     n.next_multiple_of((n.next_power_of_two() / 8).clamp(1, 16))
 }

@@ -1,4 +1,4 @@
-//! Sequences that grow token by token, of any model.
+//! Sequences that any model can extend token by token.
 
 use std::collections::BTreeMap;
 
@@ -7,15 +7,15 @@ use candle_grpo_kernels::{linear_rows, soft_cap};
 
 use crate::{Decoder, LanguageModel, PackedTokens, PagedCache, SequenceId};
 
-/// Sequences that a model continues: [`LanguageModel::decoding`]. The weights must not change
-/// meanwhile.
+/// Sequences that a model continues, see [`LanguageModel::decoding`]. The weights must not change
+/// while they are in use.
 ///
-/// [`SequenceStates`] is one for custom models.
+/// For a custom model, use [`SequenceStates`].
 pub trait Decoding: Send {
-    /// Adds a sequence without tokens.
+    /// Adds an empty sequence.
     fn add(&mut self) -> SequenceId;
 
-    /// Adds a sequence that starts with all tokens of `id`.
+    /// Adds a sequence that starts with all tokens in `id`.
     ///
     /// # Errors
     ///
@@ -29,20 +29,20 @@ pub trait Decoding: Send {
     /// If there is no such sequence.
     fn remove(&mut self, id: SequenceId) -> Result<()>;
 
-    /// Adds the new tokens to each of S sequences, at least one, and computes the logits `[S, V]`
-    /// after them, without a graph.
+    /// Adds at least one new token to each of S sequences, and computes the logits `[S, V]` after
+    /// them without a graph.
     ///
     /// # Errors
     ///
-    /// If the sequences or tokens are not valid. The sequences of `new` are invalid then.
+    /// If a sequence or token is invalid. The sequences in `new` are then invalid.
     fn next_logits(&mut self, new: &[(SequenceId, &[u32])]) -> Result<Tensor>;
 
-    /// [`Self::next_logits`], and the experts of the new tokens:
-    /// [`Decoder::next_logits_and_experts`]. By default there are none.
+    /// Like [`Self::next_logits`], and also returns the new tokens' experts, as
+    /// [`Decoder::next_logits_and_experts`] does. The default returns none.
     ///
     /// # Errors
     ///
-    /// As in [`Self::next_logits`].
+    /// Same as [`Self::next_logits`].
     fn next_logits_and_experts(
         &mut self,
         new: &[(SequenceId, &[u32])],
@@ -50,29 +50,28 @@ pub trait Decoding: Send {
         Ok((self.next_logits(new)?, None))
     }
 
-    /// Allocates memory for this many more tokens of sequences that begin. By default it does
-    /// nothing.
+    /// Reserves memory for this many more tokens in each new sequence. The default does nothing.
     ///
     /// # Errors
     ///
-    /// If the memory is too small. The sequences remain valid.
+    /// If there is not enough memory. The sequences remain valid.
     fn reserve(&mut self, positions: &[usize]) -> Result<()> {
         let _ = positions;
         Ok(())
     }
 
-    /// Prepares for many more steps: [`PagedCache::pack_weights`]. By default it does nothing.
+    /// Prepares for many more steps, see [`PagedCache::pack_weights`]. The default does nothing.
     fn pack_weights(&mut self) {}
 
-    /// Records steps on a GPU: [`PagedCache::with_recorded_steps`]. By default it does nothing.
+    /// Records steps on a GPU, see [`PagedCache::with_recorded_steps`]. The default does nothing.
     fn record_steps(&mut self) {}
 }
 
-/// A [`Decoding`] that keeps a state of type `S` for each sequence, such as the keys and values of
-/// its tokens.
+/// A [`Decoding`] that keeps one state `S` per sequence, such as the keys and values for its
+/// tokens.
 ///
-/// A fork clones the state. A clone of a tensor shares its memory, so a step must not change
-/// tensors of a state in place.
+/// A fork clones the state. Cloned tensors share memory, so a step must not change a state's
+/// tensors in place.
 pub struct SequenceStates<S, F> {
     states: BTreeMap<usize, S>,
     next_id: usize,
@@ -86,9 +85,9 @@ where
 {
     /// Creates it without sequences.
     ///
-    /// `step` receives the state of each of S sequences with its new tokens, at least one: those of
-    /// the prompt first, then one in each call. It updates the states, and returns the logits
-    /// `[S, V]` after the new tokens. A new sequence has the default state.
+    /// `step` receives S sequences, each as its state and at least one new token: first the whole
+    /// prompt, then one token per call. It updates the states, and returns the logits `[S, V]`
+    /// after the new tokens. A new sequence has the default state.
     ///
     /// ```
     /// use candle_core::{Device, Tensor};
@@ -172,8 +171,8 @@ where
     }
 }
 
-/// Computes the logits `[S, V]` after the tokens of each sequence and those that are new, in a pass
-/// over all of them.
+/// Computes the logits `[S, V]` after each sequence's old and new tokens, in one pass over all of
+/// them.
 pub(crate) fn full_pass(
     model: &dyn LanguageModel,
     new: &mut [(Vec<u32>, &[u32])],
@@ -194,7 +193,7 @@ pub(crate) fn full_pass(
     soft_cap(&logits.swap_remove(0), model.logit_cap())
 }
 
-/// The [`Decoding`] of a decoder.
+/// A decoder's [`Decoding`].
 pub(crate) struct PagedDecoding<'a> {
     pub(crate) decoder: &'a Decoder,
     pub(crate) cache: PagedCache,

@@ -14,37 +14,37 @@ use crate::optim::grad_sink::GradSink;
 /// Grouped-query attention (Ainslie et al. 2023) with rotary positions.
 #[derive(Debug, Clone)]
 pub(crate) struct Attention {
-    /// The number of its block.
+    /// Block number.
     layer: usize,
-    /// Query, key and value.
+    /// Query, key and value maps.
     inputs: Maps<3>,
     output: Linear,
     norms: Option<QueryKeyNorms>,
-    /// The index of the rotation, if query and key rotate.
+    /// Index of the rotation, if query and key rotate.
     rotation: Option<usize>,
     head_dim: usize,
     scores: Scores,
-    /// Each head of the query map is followed by a gate of the head's result.
+    /// The query map interleaves each head with a gate for its output.
     output_gate: bool,
 }
 
-/// RMSNorms of query and key before the rotation.
+/// Query and key norms, applied before the rotation.
 #[derive(Debug, Clone)]
 struct QueryKeyNorms {
     query: RmsNorm,
     key: RmsNorm,
 }
 
-/// The tensors of a forward pass that the backward pass needs.
+/// Forward-pass tensors that the backward pass needs.
 pub(crate) struct AttentionRecord {
     /// Query and key before [`QueryKeyNorms`], if there are any.
     before_norm: Option<(Tensor, Tensor)>,
-    /// The inputs of the attention operator.
+    /// Inputs to the attention operator.
     query_key_value: QueryKeyValue,
     mixed: Tensor,
-    /// The log-sums of the attention operator, on CUDA.
+    /// Log-sums from the attention operator, on CUDA.
     log_sums: Option<Tensor>,
-    /// The gates of the result before their sigmoid, and the gated result, if there are gates.
+    /// Output gates before their sigmoid, and the gated output, if there are gates.
     gated: Option<[Tensor; 2]>,
 }
 
@@ -68,7 +68,7 @@ impl Attention {
         })
     }
 
-    /// The first and the second half of each head of `[N, heads * 2 * head_dim]`.
+    /// Splits each head in `[N, heads * 2 * head_dim]` into its first and second half.
     fn halves_of_heads(&self, x: &Tensor) -> Result<[Tensor; 2]> {
         let rows = x.dim(0)?;
         let heads = x.reshape((rows, (), 2, self.head_dim))?;
@@ -79,7 +79,7 @@ impl Attention {
         Ok([half(0)?, half(1)?])
     }
 
-    /// Inverse of [`Self::halves_of_heads`].
+    /// Inverts [`Self::halves_of_heads`].
     fn whole_heads(&self, halves: [&Tensor; 2]) -> Result<Tensor> {
         let rows = halves[0].dim(0)?;
         let heads = halves.map(|half| half.reshape((rows, (), 1, self.head_dim)));
@@ -87,7 +87,7 @@ impl Attention {
         Tensor::cat(&[first?, second?], 2)?.reshape((rows, ()))
     }
 
-    /// The rotation of the heads, after `norms`.
+    /// The head transform: `norms`, then the rotation.
     fn transform<'a>(&self, pass: &'a Pass, norms: Option<HeadNorms<'a>>) -> HeadTransform<'a> {
         HeadTransform {
             norms,
@@ -98,7 +98,7 @@ impl Attention {
 }
 
 impl QueryKeyNorms {
-    /// The norms as the operator takes them. It takes weights that are the factors.
+    /// The norms for the fused operator, which requires weights that are the factors.
     fn operands(&self) -> Option<HeadNorms<'_>> {
         let ((query, epsilon), (key, _)) = (self.query.weight()?, self.key.weight()?);
         Some(HeadNorms {

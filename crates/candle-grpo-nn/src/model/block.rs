@@ -1,4 +1,4 @@
-//! One block of a decoder.
+//! A decoder block.
 
 use candle_core::{Result, Tensor, bail};
 use candle_grpo_kernels::add;
@@ -14,15 +14,15 @@ use crate::model::pass::Pass;
 use crate::model::routes::RouterChoice;
 use crate::optim::grad_sink::GradSink;
 
-/// A part of a block that maps hidden states `[N, hidden]` to a change of them.
+/// A block part that maps hidden states `[N, hidden]` to their change.
 pub(crate) trait Mixer {
-    /// The tensors of a forward pass that the backward pass needs.
+    /// Forward-pass tensors that the backward pass needs.
     type Record;
 
     /// `[N, hidden]` to `[N, hidden]`.
     fn forward(&self, x: &Tensor, pass: &Pass) -> Result<(Tensor, Self::Record)>;
 
-    /// Returns the gradient of `x` from that of the result.
+    /// Returns the gradient with respect to `x`, given the output gradient.
     fn backward(
         &self,
         x: &Tensor,
@@ -40,7 +40,7 @@ pub(crate) struct Block {
     mlp: Sublayer<Channel>,
 }
 
-/// The part that mixes the tokens of a sequence.
+/// Mixes tokens along a sequence.
 #[derive(Debug, Clone)]
 enum TokenMixer {
     Attention(Attention),
@@ -52,7 +52,7 @@ enum TokenMixerRecord {
     GatedDelta(GatedDeltaRecord),
 }
 
-/// The tensors of a forward pass that the backward pass needs.
+/// Forward-pass tensors that the backward pass needs.
 pub(crate) struct BlockRecord {
     tokens: SublayerRecord<TokenMixer>,
     mlp: SublayerRecord<Channel>,
@@ -81,15 +81,15 @@ struct Sublayer<M> {
 
 struct SublayerRecord<M: Mixer> {
     x: Tensor,
-    /// The input of the mixer.
+    /// Mixer input.
     input: Tensor,
     mixer: M::Record,
-    /// The result of the mixer, if there is a norm after it.
+    /// Mixer output, if a norm follows.
     mixed: Option<Tensor>,
 }
 
 impl Block {
-    /// `layer` and `router` are the numbers of the block and of its router in the decoder.
+    /// `layer` and `router` number the block and its router within the decoder.
     pub(crate) fn new(
         plan: &BlockPlan,
         layer: usize,
@@ -106,13 +106,13 @@ impl Block {
         })
     }
 
-    /// Returns whether the token mixer has a state that runs along a sequence.
+    /// Returns whether the token mixer has a recurrent state.
     pub(crate) fn has_state(&self) -> bool {
         matches!(self.tokens.mixer, TokenMixer::GatedDelta(_))
     }
 
-    /// `x`, `[N, hidden]`, to two tensors whose sum is the result. With `change`, the input is
-    /// `x + change`: each sum and its norm are one operation.
+    /// Maps `x`, `[N, hidden]`, to two tensors whose sum is the output. With `change`, the input is
+    /// `x + change`. Each sum is fused with its norm.
     pub(crate) fn forward(
         &self,
         x: &Tensor,
@@ -124,7 +124,7 @@ impl Block {
         Ok(([mlp.x.clone(), y], BlockRecord { tokens, mlp }))
     }
 
-    /// Returns the gradient of `x` from that of the result.
+    /// Returns the gradient with respect to `x`, given the output gradient.
     pub(crate) fn backward(
         &self,
         record: BlockRecord,
@@ -219,7 +219,7 @@ impl Mixer for Channel {
 }
 
 impl BlockRecord {
-    /// The choice of the router, if there is one.
+    /// The router's choice, if there is a router.
     pub(crate) fn router(&self) -> Option<&RouterChoice> {
         match &self.mlp.mixer {
             ChannelRecord::Experts(record) => Some(record.router()),
@@ -227,7 +227,7 @@ impl BlockRecord {
         }
     }
 
-    /// The input.
+    /// The block input.
     pub(crate) fn into_input(self) -> Tensor {
         self.tokens.x
     }
@@ -248,7 +248,7 @@ impl<M: Mixer> Sublayer<M> {
         })
     }
 
-    /// Returns the change of the input `x + change`. The record has the input.
+    /// Returns the change to the input `x + change`. The record contains the input.
     fn forward(
         &self,
         x: &Tensor,
@@ -277,7 +277,7 @@ impl<M: Mixer> Sublayer<M> {
         Ok((scaled(y, self.scale)?, record))
     }
 
-    /// Returns the gradient of the input from that of the sum of input and change.
+    /// Returns the input gradient, given the gradient with respect to input plus change.
     fn backward(
         &self,
         record: SublayerRecord<M>,

@@ -21,23 +21,23 @@ use crate::{
     Parameters,
 };
 
-/// A decoder-only transformer of one of the families of [`ModelType`](crate::ModelType), with the
-/// options of [`DecoderConfig`].
+/// A decoder-only transformer from one of the families in [`ModelType`](crate::ModelType), with the
+/// options in [`DecoderConfig`].
 ///
-/// Every operator differentiates. A decoder records Candle's graph if it is built from
-/// [`Parameters::var_builder`](crate::Parameters::var_builder). One that is built from
-/// [`Parameters::detached_var_builder`](crate::Parameters::detached_var_builder) records no graph;
-/// it samples ([`Self::next_logits`]) and trains ([`LanguageModel::record`]) with less memory.
+/// Every operator is differentiable. If you build a decoder with
+/// [`Parameters::var_builder`](crate::Parameters::var_builder), it records Candle's graph. With
+/// [`Parameters::detached_var_builder`](crate::Parameters::detached_var_builder) it records none,
+/// and can sample ([`Self::next_logits`]) and train ([`LanguageModel::record`]) with less memory.
 ///
-/// It computes in the dtype of the builder; norms, rotation and softmax in f32 at least. A builder
-/// that casts (`VarBuilder::to_dtype`) copies the weights here, once: build a new decoder after the
+/// It computes in the builder's dtype, but norms, rotation and softmax are at least f32. A builder
+/// that casts (`VarBuilder::to_dtype`) copies the weights once, here. Build a new decoder after the
 /// variables change.
 #[derive(Debug, Clone)]
 pub struct Decoder {
     config: DecoderConfig,
     embedding: NamedWeight,
     blocks: Vec<Block>,
-    /// The number of experts that all routers choose for a token.
+    /// Number of experts that all routers together choose for a token.
     choices: usize,
     norm: RmsNorm,
     output: NamedWeight,
@@ -52,7 +52,7 @@ pub struct Decoder {
 }
 
 impl Decoder {
-    /// Takes the weights from `vb` under the names of [`DecoderConfig::parameter_shapes`].
+    /// Creates a decoder with the weights in `vb`, named as in [`DecoderConfig::parameter_shapes`].
     pub fn new(config: &DecoderConfig, vb: VarBuilder) -> Result<Self> {
         config.validate()?;
         if !vb.dtype().is_float() {
@@ -102,15 +102,15 @@ impl Decoder {
         })
     }
 
-    /// Returns whether the decoders are clones of one, with the same weights.
+    /// Returns whether both decoders are clones of one, with the same weights.
     #[cfg(feature = "cuda")]
     pub(crate) fn is_clone_of(&self, other: &Self) -> bool {
         std::sync::Arc::ptr_eq(&self.identity, &other.identity)
     }
 
-    /// Sets whether [`LanguageModel::record`] keeps only the input of each block and computes the
-    /// block again in the backward pass. This holds the activations of one block instead of
-    /// all, for about a third more time.
+    /// Sets whether [`LanguageModel::record`] keeps only each block's input, and recomputes the
+    /// block in the backward pass. This saves all activations but one block's, and takes about a
+    /// third more time.
     pub fn with_activation_checkpointing(mut self, on: bool) -> Self {
         self.activation_checkpointing = on;
         self
@@ -119,12 +119,11 @@ impl Decoder {
     /// Computes the hidden states `[B, S, H]` after the final norm, divided by
     /// [`DecoderConfig::logits_scaling`].
     ///
-    /// - `input_ids`: u32 `[B, S]`, below the vocabulary size. This is checked on the CPU. It is
-    ///   not checked on other devices, where it would synchronize: an id out of range is undefined
-    ///   there.
-    /// - `attention_mask`: `[B, S]` of any dtype, zero at padding and anything else at real tokens.
-    ///   Padding may be on either side. The position of a token is `max(cumsum(mask) - 1, 0)`.
-    ///   Hidden states at padding are finite and have no meaning.
+    /// - `input_ids`: u32 `[B, S]`, below the vocabulary size. Only the CPU checks this, because it
+    ///   would synchronize other devices. There an id out of range is undefined.
+    /// - `attention_mask`: `[B, S]` in any dtype, zero at padding and nonzero at real tokens. You
+    ///   can pad on either side. A token's position is `max(cumsum(mask) - 1, 0)`. Hidden states at
+    ///   padding are finite but meaningless.
     ///
     /// S, padding included, is at most `max_position_embeddings`. [`LanguageModel::hidden_states`]
     /// computes the same without padding.
@@ -144,7 +143,7 @@ impl Decoder {
         self.norm(&x, change.as_ref())
     }
 
-    /// The scaled rows `[N, H]` of the embedding of `ids` `[N]`.
+    /// Looks up the scaled embedding rows `[N, H]` for `ids` `[N]`.
     pub(crate) fn embed(&self, ids: &Tensor) -> Result<Tensor> {
         scaled(
             embedding(ids, &self.embedding.tensor)?,
@@ -152,19 +151,19 @@ impl Decoder {
         )
     }
 
-    /// The angles of positions, for each rotation.
+    /// Rotation angles at these positions, one entry per rotation.
     pub(crate) fn angles(&self, positions: &Tensor) -> Result<Vec<RopeAngles>> {
         let angles = self.ropes.iter().map(|rope| rope.angles(positions));
         angles.collect()
     }
 
-    /// Returns whether a block has a state that runs along a sequence.
+    /// Returns whether any block has a recurrent state.
     pub(crate) fn has_states(&self) -> bool {
         self.blocks.iter().any(Block::has_state)
     }
 
-    /// `[N, H]` through all blocks, to two tensors whose sum is the result. Without blocks there is
-    /// no second tensor. Returns also the choices of all routers.
+    /// Runs `[N, H]` through all blocks, and returns two tensors whose sum is the output, with the
+    /// choices that all routers made. Without blocks there is no second tensor.
     pub(crate) fn run_blocks(
         &self,
         x: Tensor,
@@ -180,28 +179,28 @@ impl Decoder {
         Ok((x, change, routers))
     }
 
-    /// The hidden states: the scaled final norm of `x + change`.
+    /// Computes the hidden states: the scaled final norm of `x + change`.
     pub(crate) fn norm(&self, x: &Tensor, change: Option<&Tensor>) -> Result<Tensor> {
         scaled(self.norm.forward_sum(x, change)?.1, self.output_scale)
     }
 
-    /// The logits after their soft cap.
+    /// Applies the soft cap to the logits.
     pub(crate) fn capped(&self, logits: Tensor) -> Result<Tensor> {
         soft_cap(&logits, self.logit_cap)
     }
 
-    /// The matrix `[V, H]` of the output layer; the embedding when tied.
+    /// The output matrix `[V, H]`; the embedding if tied.
     pub fn output_weight(&self) -> &Tensor {
         &self.output.tensor
     }
 
-    /// The name of [`Self::output_weight`] among the parameters.
+    /// The parameter name for [`Self::output_weight`].
     pub fn output_name(&self) -> &str {
         &self.output.name
     }
 
-    /// Computes the logits `[.., V]` of hidden states `[.., H]`, in their dtype, after their soft
-    /// cap.
+    /// Computes the logits `[.., V]` from hidden states `[.., H]` in their dtype, with the soft cap
+    /// applied.
     pub fn logits(&self, hidden: &Tensor) -> Result<Tensor> {
         let dims = hidden.dims();
         if dims.last() != Some(&self.config.hidden_size) || hidden.elem_count() == 0 {
@@ -226,12 +225,12 @@ impl Decoder {
             .reshape(shape)
     }
 
-    /// The number of experts that all routers together choose for a token; 0 without experts.
+    /// Number of experts that all routers together choose for a token; 0 without experts.
     pub fn expert_choices(&self) -> usize {
         self.choices
     }
 
-    /// The configuration of this decoder.
+    /// The decoder configuration.
     pub fn config(&self) -> &DecoderConfig {
         &self.config
     }
@@ -239,7 +238,7 @@ impl Decoder {
 
 impl LanguageModel for Decoder {
     /// Computes the hidden states `[N, H]` after the final norm. Each sequence is at most
-    /// `max_position_embeddings` long, and tokens that sequences share are computed once.
+    /// `max_position_embeddings` long. Tokens that sequences share are computed once.
     fn hidden_states(&self, tokens: &PackedTokens) -> Result<Tensor> {
         self.forward(&Input::packed(self, tokens)?)
     }
@@ -258,7 +257,7 @@ impl LanguageModel for Decoder {
 
     /// Computes the hidden states without a graph, and keeps what the backward pass needs.
     ///
-    /// The decoder must be built from
+    /// Build the decoder with
     /// [`Parameters::detached_var_builder`](crate::Parameters::detached_var_builder) or another
     /// builder without a graph.
     ///
@@ -315,7 +314,7 @@ impl LanguageModel for Decoder {
         Ok((hidden, Box::new(recorded)))
     }
 
-    /// Continues sequences with a [`PagedCache`], as [`Decoder::next_logits`] does.
+    /// Continues sequences with a [`PagedCache`], like [`Decoder::next_logits`].
     fn decoding(&self) -> Result<Box<dyn Decoding + '_>> {
         let weight = self.output_weight();
         let cache = PagedCache::new(&self.config, weight.dtype(), weight.device())?;
@@ -331,17 +330,17 @@ struct DecoderBackward<'a> {
     decoder: &'a Decoder,
     input: Input,
     blocks: Vec<Kept>,
-    /// The choices of all routers.
+    /// The choices that all routers made.
     routers: Vec<RouterChoice>,
     balance: Option<BalanceGradient>,
-    /// The input of the final norm.
+    /// Input to the final norm.
     last: Tensor,
 }
 
 /// The part of a block's forward pass that is kept.
 enum Kept {
     All(Box<BlockRecord>),
-    /// To compute the block again.
+    /// The input, to recompute the block.
     Input(Tensor),
 }
 

@@ -14,48 +14,48 @@ use crate::model::routes::RouterChoice;
 use crate::optim::grad_sink::GradSink;
 use crate::router::Router;
 
-/// A router sends each token to some of the experts. The result is the sum of theirs, weighted by
-/// gates (Shazeer et al. 2017, <https://arxiv.org/abs/1701.06538>).
+/// A router sends each token to some experts and sums their outputs, weighted by gates (Shazeer et
+/// al. 2017, <https://arxiv.org/abs/1701.06538>).
 ///
-/// The choice of the experts synchronizes with the device.
+/// Choosing the experts synchronizes with the device.
 #[derive(Debug, Clone)]
 pub(crate) struct Experts {
     router: Linear,
     routing: Router,
     experts: Vec<Mlp>,
-    /// The number of the router among those of the decoder.
+    /// Router number within the decoder.
     number: usize,
 }
 
-/// The tensors of a forward pass that the backward pass needs.
+/// Forward-pass tensors that the backward pass needs.
 pub(crate) struct ExpertsRecord {
     router: RouterChoice,
-    /// The gates of the chosen experts, `[N, top_k]`.
+    /// Gates for the chosen experts, `[N, top_k]`.
     gates: Tensor,
     plan: Plan,
-    /// The inputs of the experts, one expert after another.
+    /// Expert inputs, grouped by expert.
     rows: Tensor,
-    /// One for each expert that has rows.
+    /// One per expert that has rows.
     records: Vec<MlpRecord>,
-    /// The results of the experts of each token, `[N, top_k, hidden]`.
+    /// Expert outputs for each token, `[N, top_k, hidden]`.
     results: Tensor,
 }
 
-/// The rows of each expert.
+/// Assigns rows to experts.
 struct Plan {
-    /// The token of each row, u32.
+    /// Each row's token, u32.
     tokens: Tensor,
-    /// The row of each expert of each token, u32 `[N * top_k]`.
+    /// For each token and chosen expert, the row, u32 `[N * top_k]`.
     places: Tensor,
-    /// The expert of each token that a row belongs to; `u32::MAX` for none.
+    /// Inverse of `places`: each row's index there, u32; `u32::MAX` for a row that no token reads.
     slots: Tensor,
-    /// The rows of each expert.
+    /// Each expert's rows.
     ranges: Vec<Range<usize>>,
 }
 
 impl Plan {
-    /// With `reaches_all`, an expert without tokens has a row that no token reads, so that its
-    /// gradient is 0 and not absent.
+    /// With `reaches_all`, an expert without tokens gets one row that no token reads, so that its
+    /// gradient is 0 instead of absent.
     fn new(chosen: &Tensor, experts: usize, reaches_all: bool) -> Result<Self> {
         let top_k = chosen.dim(1)?;
         let chosen_by_slot = chosen.flatten_all()?.to_vec1::<u32>()?;
@@ -90,7 +90,7 @@ impl Plan {
         })
     }
 
-    /// The rows of the experts that have any, with their index.
+    /// Row ranges for experts that have any, with the expert index.
     fn ranges(&self) -> impl Iterator<Item = (usize, &Range<usize>)> {
         let ranges = self.ranges.iter().enumerate();
         ranges.filter(|(_, range)| !range.is_empty())
@@ -108,7 +108,7 @@ impl Experts {
         })
     }
 
-    /// The gradient of the router's logits from that of the gates.
+    /// Computes the gradient with respect to the router's logits, given the gate gradients.
     fn logits_gradient(&self, record: &ExpertsRecord, of_gates: &Tensor) -> Result<Tensor> {
         let RouterChoice { logits, chosen } = &record.router;
         let logits = Var::from_tensor(logits)?;
@@ -138,7 +138,7 @@ impl Mixer for Experts {
             None => self.routing.choose(&logits)?,
         };
         let reaches_all = products.have_gradients();
-        // Checks the experts, which a GPU must not read unchecked.
+        // Checks the expert indices, since a GPU must not read out of range.
         let plan = Plan::new(&chosen, self.experts.len(), reaches_all)?;
         let routing = self.routing.replay(&logits, &chosen)?;
         let rows = x.index_select(&plan.tokens, 0)?;

@@ -1,4 +1,4 @@
-//! Products with weights, which may be variables or frozen.
+//! Products with weights that are either variables or frozen.
 
 use std::ops::Range;
 
@@ -9,15 +9,15 @@ use candle_grpo_kernels::{linear_rows, matmul};
 
 use crate::weights::base_weights::numbers;
 
-/// Numbers of a weight in blocks that are dequantized at a time: 16 MiB of f32.
+/// Number of quantized weight values to dequantize at a time: 16 MiB in f32.
 const TILE: usize = 1 << 22;
 
-/// `x w^T` for `x` `[N, inputs]` and `weight` `[outputs, inputs]`, or its blocks of quantized
-/// numbers.
+/// Computes `x w^T` for `x` `[N, inputs]` and `weight` `[outputs, inputs]`, dense or in quantized
+/// blocks.
 ///
-/// On the CPU the bits are those of [`linear_rows`], with a graph and without. A weight that is not
-/// a variable gets no gradient. Candle's own matmul computes one for it, as large as the weight,
-/// and discards it.
+/// On the CPU the result is bit-identical to [`linear_rows`], with a graph or without. A weight
+/// that is not a variable gets no gradient. Candle's own matmul would compute one as large as the
+/// weight, and discard it.
 pub(crate) fn linear(x: &Tensor, weight: &Tensor) -> Result<Tensor> {
     if x.device().is_cpu() {
         let operands = Operands {
@@ -46,14 +46,14 @@ pub(crate) fn linear(x: &Tensor, weight: &Tensor) -> Result<Tensor> {
     }
 }
 
-/// The [`numbers`] of `weight` in tiles of rows: one tile, unless it is in blocks.
+/// Yields the [`numbers`] in `weight` in row tiles: a single tile, unless the weight is quantized.
 pub(crate) fn tiles(
     weight: &Tensor,
     dtype: DType,
 ) -> impl Iterator<Item = (Range<usize>, Result<Tensor>)> {
     let rows = weight.dims()[0].max(1);
     let step = match weight.dtype() {
-        // A byte of a block has at most two numbers.
+        // Each block byte holds at most two values.
         DType::U8 => (TILE / (2 * weight.elem_count() / rows).max(1)).max(1),
         _ => rows,
     };
@@ -64,11 +64,11 @@ pub(crate) fn tiles(
     })
 }
 
-/// The operands of a map, without a graph.
+/// A linear map's operands, without a graph.
 struct Operands {
     /// `[N, inputs]`
     x: Tensor,
-    /// `[outputs, inputs]` or its blocks.
+    /// `[outputs, inputs]`, dense or in quantized blocks.
     weight: Tensor,
 }
 
@@ -77,7 +77,7 @@ impl Operands {
         Ok(linear_rows(&self.x, &[&self.weight])?.swap_remove(0))
     }
 
-    /// The storage of the product, and its shape.
+    /// The product's storage and shape.
     fn on_cpu(&self) -> Result<(CpuStorage, Shape)> {
         let product = self.product()?;
         let (storage, layout) = product.storage_and_layout();
@@ -88,7 +88,7 @@ impl Operands {
     }
 }
 
-/// The map by a weight that is not a variable.
+/// A linear map whose weight is not a variable.
 struct FrozenLinear(Operands);
 
 impl CustomOp1 for FrozenLinear {
@@ -130,7 +130,7 @@ impl CustomOp1 for FrozenLinear {
     }
 }
 
-/// The map by a variable, on the CPU.
+/// A linear map whose weight is a variable, on the CPU.
 struct TrainedLinear(Operands);
 
 impl CustomOp2 for TrainedLinear {

@@ -12,15 +12,14 @@ use crate::model::norm::RmsNorm;
 use crate::model::pass::Pass;
 use crate::optim::grad_sink::GradSink;
 
-/// Gated DeltaNet (<https://arxiv.org/abs/2412.06464>) as in Qwen3.5: linear maps, a convolution of
-/// queries, keys and values, the gated delta rule, and a gated norm of each head.
+/// Gated DeltaNet (<https://arxiv.org/abs/2412.06464>) as in Qwen3.5: linear maps, a convolution
+/// over queries, keys and values, the gated delta rule, and a gated norm on each head.
 #[derive(Debug, Clone)]
 pub(crate) struct GatedDelta {
-    /// The number of its block.
+    /// Block number.
     layer: usize,
     heads: DeltaHeads,
-    /// Queries with keys and values, the gate of the result, and the inputs `b` and `a` of the
-    /// gates.
+    /// Fused query, key and value; the output gate; and the gate inputs `b` and `a`.
     inputs: Maps<4>,
     output: Linear,
     /// `[width, 1, taps]`
@@ -30,18 +29,18 @@ pub(crate) struct GatedDelta {
     norm: RmsNorm,
 }
 
-/// The tensors of a forward pass that the backward pass needs.
+/// Forward-pass tensors that the backward pass needs.
 pub(crate) struct GatedDeltaRecord {
-    /// The results of the linear maps.
+    /// Outputs of the linear maps.
     qkv: Tensor,
     z: Tensor,
     b: Tensor,
     a: Tensor,
-    /// The inputs of the rule.
+    /// Inputs to the rule.
     inputs: [Tensor; 3],
-    /// Its result.
+    /// Output of the rule.
     o: Tensor,
-    /// The input of the last linear map.
+    /// Input to the last linear map.
     gated: Tensor,
 }
 

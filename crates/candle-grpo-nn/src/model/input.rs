@@ -1,4 +1,4 @@
-//! The checked input of a forward pass over whole sequences.
+//! Checked input to a forward pass over whole sequences.
 
 use candle_core::{DType, Device, Error, Result, Tensor, bail};
 use candle_grpo_kernels::{CausalAttention, PrefixTree, Sequences};
@@ -9,7 +9,7 @@ use crate::model::routes::Routes;
 use crate::packing::shared_rows::SharedRows;
 use crate::{Decoder, PackedTokens};
 
-/// Tokens, their positions and where their sequences lie.
+/// Tokens, their positions and their sequence boundaries.
 pub(crate) struct Input {
     /// `[N]`
     pub(crate) ids: Tensor,
@@ -17,7 +17,7 @@ pub(crate) struct Input {
     attention: CausalAttention,
     shared: Option<SharedRows>,
     states: Option<StateRows>,
-    /// The experts that are replayed, u32 `[N, expert_choices]`.
+    /// Experts to replay, u32 `[N, expert_choices]`.
     experts: Option<Tensor>,
 }
 
@@ -107,7 +107,7 @@ impl Input {
     }
 }
 
-/// Attention within whole sequences. Each block has its own scores.
+/// Attention within whole sequences. Each block scores on its own.
 pub(crate) fn attention(decoder: &Decoder, sequences: Sequences) -> CausalAttention {
     let head_dim = decoder.config().head_dim();
     CausalAttention::new(sequences, head_dim, 1.0)

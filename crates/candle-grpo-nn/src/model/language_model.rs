@@ -6,30 +6,31 @@ use crate::decoding::full_pass;
 use crate::model::routes::ExpertBalance;
 use crate::{Decoding, Gradients, PackedTokens, Parameters, SequenceStates};
 
-/// A causal language model: its hidden states, and the weight of its output layer.
+/// A causal language model: it computes hidden states, and exposes its output layer's weight.
 ///
-/// Any model of Candle operations can implement this trait: build it from variables, for example of
-/// a [`VarMap`](candle_nn::VarMap) that [`Parameters::from_variables`] takes, and keep the provided
-/// [`Self::record`]. [`Decoder`](crate::Decoder) records less memory and computes its own backward
-/// pass. With a [`ModelConfig`](crate::ModelConfig) a trainer can build the model itself.
+/// Any model made of Candle operations can implement this trait. Build it from variables, for
+/// example from a [`VarMap`](candle_nn::VarMap) passed to [`Parameters::from_variables`], and keep
+/// the provided [`Self::record`]. [`Decoder`](crate::Decoder) records less memory and computes its
+/// own backward pass. With a [`ModelConfig`](crate::ModelConfig), a trainer can build the model
+/// itself.
 pub trait LanguageModel {
-    /// Computes the hidden states `[N, H]`, from which the output layer computes the logits of the
-    /// next token.
+    /// Computes the hidden states `[N, H]`, from which the output layer computes the next-token
+    /// logits.
     fn hidden_states(&self, tokens: &PackedTokens) -> Result<Tensor>;
 
-    /// The weight of the output layer, `[V, H]`.
+    /// The output layer's weight, `[V, H]`.
     fn output_weight(&self) -> &Tensor;
 
-    /// The name of [`Self::output_weight`] among the variables.
+    /// The variable name for [`Self::output_weight`].
     fn output_name(&self) -> &str;
 
-    /// The soft cap of the logits, if there is one: a logit x becomes `cap * tanh(x / cap)`.
+    /// The logit soft cap, if any: a logit x becomes `cap * tanh(x / cap)`.
     fn logit_cap(&self) -> Option<f64> {
         None
     }
 
-    /// Computes the hidden states `[N, H]` without a graph, and returns the backward pass from
-    /// their gradient.
+    /// Computes the hidden states `[N, H]` without a graph, and returns the backward pass, which
+    /// starts from their gradient.
     ///
     /// The provided implementation records Candle's graph.
     fn record<'a>(&'a self, tokens: &PackedTokens) -> Result<(Tensor, Box<dyn Backward + 'a>)> {
@@ -37,15 +38,15 @@ pub trait LanguageModel {
         Ok((hidden.detach(), Box::new(GraphBackward { hidden })))
     }
 
-    /// Begins to continue sequences, for sampling.
+    /// Starts a set of sequences to sample from.
     ///
-    /// The provided implementation has no cache: a step is a pass over all tokens of all
-    /// sequences. A model with a cache returns [`SequenceStates`], whose step computes the new
-    /// tokens only. The step applies [`Self::logit_cap`] to its logits, if there is one.
+    /// The provided implementation has no cache: each step is a pass over all tokens in all
+    /// sequences. A model with a cache should return [`SequenceStates`], whose step computes only
+    /// the new tokens. The step must apply [`Self::logit_cap`], if any, to its logits.
     ///
     /// # Errors
     ///
-    /// If the memory is too small.
+    /// If there is not enough memory.
     fn decoding(&self) -> Result<Box<dyn Decoding + '_>>
     where
         Self: Sized + Sync,
@@ -55,17 +56,15 @@ pub trait LanguageModel {
     }
 }
 
-/// The backward pass of one [`LanguageModel::record`].
+/// The backward pass for one [`LanguageModel::record`].
 pub trait Backward {
-    /// Computes the load-balancing loss of the routers of the pass, and adds `coef` times its
-    /// gradient to that of [`Self::backward`]. `None` if the model has no experts, or no token
-    /// counts.
+    /// Computes the load-balancing loss over all routers in the pass, and adds `coef` times its
+    /// gradient to [`Self::backward`]. `None` if the model has no experts, or no token counts.
     ///
-    /// `weights` has the number of times that each of the N rows counts. The loss is
-    /// `E * sum_e f_e * P_e`, over all tokens and all mixtures of experts together: `f_e` is the
-    /// number of times that expert e of E was chosen for a token, and `P_e` its mean probability
-    /// (Switch Transformer, <https://arxiv.org/abs/2101.03961>, as in transformers). The choice
-    /// has no gradient.
+    /// `weights` says how often each of the N rows counts. The loss is `E * sum_e f_e * P_e`, over
+    /// all tokens and all mixtures of experts together. `f_e` is how often expert e was chosen per
+    /// token, out of E experts, and `P_e` is its mean probability (Switch Transformer,
+    /// <https://arxiv.org/abs/2101.03961>, as in transformers). The choice itself has no gradient.
     ///
     /// # Errors
     ///
@@ -75,16 +74,17 @@ pub trait Backward {
         Ok(None)
     }
 
-    /// Adds the gradients of the variables of `trained` that the hidden states depend on, from
-    /// `hidden_gradient`, the gradient of the hidden states in their shape and dtype.
+    /// Adds gradients for the variables in `trained` that the hidden states depend on.
+    /// `hidden_gradient` is the gradient with respect to the hidden states, in their shape and
+    /// dtype.
     ///
-    /// The gradient of the output weight as such is not among them: the hidden states do not depend
-    /// on it. [`Gradients::ensure_complete`] lists the variables that received none.
+    /// The output weight's own gradient is not included, because the hidden states do not depend on
+    /// it. [`Gradients::ensure_complete`] lists variables that received none.
     ///
     /// # Errors
     ///
-    /// If `hidden_gradient` has another shape or dtype. After an error all of `gradients` are
-    /// cleared, as some may have been added and others not.
+    /// If `hidden_gradient` has a different shape or dtype. After an error, all `gradients` are
+    /// cleared, since some may already have been added.
     fn backward(
         self: Box<Self>,
         hidden_gradient: &Tensor,
@@ -95,7 +95,7 @@ pub trait Backward {
 
 /// The backward pass through Candle's graph.
 struct GraphBackward {
-    /// With the graph.
+    /// The hidden states with their graph.
     hidden: Tensor,
 }
 
@@ -114,7 +114,7 @@ impl Backward for GraphBackward {
     }
 }
 
-/// Checks that `gradient` has the shape and the dtype of the hidden states.
+/// Checks that `gradient` has the same shape and dtype as the hidden states.
 pub(crate) fn check_hidden_gradient(gradient: &Tensor, hidden: &Tensor) -> Result<()> {
     if gradient.dims() != hidden.dims() || gradient.dtype() != hidden.dtype() {
         bail!(

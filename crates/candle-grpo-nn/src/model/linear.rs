@@ -1,4 +1,4 @@
-//! Linear maps, with a bias and a low-rank adapter where there is one.
+//! Linear maps, with an optional bias and low-rank adapter.
 
 use candle_core::{DType, Result, Tensor, bail};
 use candle_grpo_kernels::{add, add_bias, add_matmul, linear_rows, matmul};
@@ -12,7 +12,7 @@ use crate::optim::grad_sink::GradSink;
 
 /// `y = x w^T + bias + scaling * x a^T b^T` for flat rows.
 ///
-/// The rows are flat, as a matmul with a batch dimension broadcasts the weight and its gradient
+/// Rows are flat because a matmul with a batch dimension broadcasts the weight and its gradient
 /// once per batch row.
 #[derive(Debug, Clone)]
 pub(crate) struct Linear {
@@ -31,11 +31,11 @@ struct Adapter {
     scaling: f64,
 }
 
-/// The name of an adapter's first matrix in a builder, beside `weight`.
+/// Name of an adapter's first matrix in a builder, next to `weight`.
 pub(crate) const LORA_A: &str = "lora_A.weight";
-/// The name of its second matrix.
+/// Name of its second matrix.
 pub(crate) const LORA_B: &str = "lora_B.weight";
-/// The name of its factor, a scalar.
+/// Name of its scalar factor.
 pub(crate) const LORA_SCALING: &str = "lora_scaling";
 
 /// The purpose of a product.
@@ -43,7 +43,7 @@ pub(crate) const LORA_SCALING: &str = "lora_scaling";
 pub(crate) enum Products<'a> {
     /// With a gradient.
     Training,
-    /// Without a gradient, for several weights in one call. There may be copies of the weights.
+    /// Without a gradient, for several weights in one call. Weight copies may be available.
     Decoding(Option<&'a PackedWeights>),
 }
 
@@ -66,8 +66,7 @@ impl Products<'_> {
 }
 
 impl Linear {
-    /// Takes the weight, and the bias if there is one, from `vb`, the builder of the block; and an
-    /// adapter, if `vb` has one.
+    /// Reads the weight, the optional bias and the optional adapter from `vb`, the block's builder.
     pub(crate) fn new(plan: &MapPlan, vb: &VarBuilder) -> Result<Self> {
         let &MapPlan {
             inputs,
@@ -88,13 +87,13 @@ impl Linear {
         })
     }
 
-    /// `[N, inputs]` to `[N, outputs]`.
+    /// Maps `[N, inputs]` to `[N, outputs]`.
     pub(crate) fn forward(&self, x: &Tensor, products: Products) -> Result<Tensor> {
         let [y] = Self::forward_all([self], x, products)?;
         Ok(y)
     }
 
-    /// [`Self::forward`] of several maps of the same rows.
+    /// Like [`Self::forward`], for several maps with the same input rows.
     fn forward_all<const M: usize>(
         maps: [&Self; M],
         x: &Tensor,
@@ -115,7 +114,7 @@ impl Linear {
         array(results)
     }
 
-    /// Adds the bias of each map that has one to its result.
+    /// Adds each map's bias, if any, to its output.
     fn add_biases<const M: usize>(
         maps: [&Self; M],
         results: &mut [Tensor],
@@ -139,8 +138,8 @@ impl Linear {
         Ok(())
     }
 
-    /// Returns `sum`, the gradient of `x` by other maps, plus the gradient of `x` by this map, from
-    /// `gradient`, that of the result. May reuse the memory of `sum`.
+    /// Returns the gradient with respect to `x`, plus `sum`, the part from other maps, given the
+    /// output `gradient`. May reuse the memory of `sum`.
     pub(crate) fn backward(
         &self,
         x: &Tensor,
@@ -165,21 +164,21 @@ impl Linear {
     }
 }
 
-/// Several linear maps of one input.
+/// Several linear maps with the same input.
 #[derive(Debug, Clone)]
 pub(crate) enum Maps<const M: usize> {
-    /// Each has its weight.
+    /// Each map has its own weight.
     Apart([Linear; M]),
-    /// One weight has the rows of all of them.
+    /// One stacked weight.
     Joined {
         map: Linear,
-        /// The number of rows of each.
+        /// Rows per map.
         widths: [usize; M],
     },
 }
 
 impl<const M: usize> Maps<M> {
-    /// Takes the weights from `vb`, the builder of the block.
+    /// Reads the weights from `vb`, the block's builder.
     pub(crate) fn new(plan: &MapsPlan<M>, vb: &VarBuilder) -> Result<Self> {
         if let Some(joined) = plan.joined_map() {
             return Ok(Self::Joined {
@@ -191,7 +190,7 @@ impl<const M: usize> Maps<M> {
         Ok(Self::Apart(array(maps.collect::<Result<Vec<_>>>()?)?))
     }
 
-    /// `[N, inputs]` to `[N, outputs]` of each map.
+    /// Maps `[N, inputs]` to one `[N, outputs]` per map.
     pub(crate) fn forward(&self, x: &Tensor, products: Products) -> Result<[Tensor; M]> {
         let (map, widths) = match self {
             Self::Apart(maps) => return Linear::forward_all(maps.each_ref(), x, products),
@@ -207,7 +206,7 @@ impl<const M: usize> Maps<M> {
         array(parts.collect::<Result<Vec<_>>>()?)
     }
 
-    /// Returns the gradient of `x` from those of the results.
+    /// Returns the gradient with respect to `x`, given the output gradients.
     pub(crate) fn backward(
         &self,
         x: &Tensor,
@@ -272,7 +271,7 @@ impl Adapter {
     }
 }
 
-/// `sum + a b`, in the memory of `sum` if its dtype is one that is summed in.
+/// Computes `sum + a b`, in place if the dtype of `sum` supports accumulation.
 fn plus_product(sum: Option<Tensor>, a: &Tensor, b: &Tensor) -> Result<Tensor> {
     match sum {
         None => matmul(a, b),

@@ -1,4 +1,4 @@
-//! The memory that a decoder takes, computed from its configuration.
+//! Estimates a decoder's memory from its configuration.
 
 use candle_core::{DType, Result};
 use candle_grpo_kernels::{PAGE, PackedWeight};
@@ -11,9 +11,9 @@ use crate::weights::base_weights::FrozenForm;
 use crate::{BaseWeights, DecoderConfig};
 
 impl DecoderConfig {
-    /// The bytes of what [`LanguageModel::record`](crate::LanguageModel::record) keeps of `tokens`
-    /// tokens in `dtype`, and of what the backward pass adds to it at its peak, without gradients
-    /// of parameters. With `activation_checkpointing` only the input of each block is kept.
+    /// Bytes that [`LanguageModel::record`](crate::LanguageModel::record) keeps for `tokens` tokens
+    /// in `dtype`, plus the backward pass's peak, without parameter gradients. With
+    /// `activation_checkpointing`, only each block's input is kept.
     pub fn recorded_bytes(
         &self,
         tokens: usize,
@@ -28,21 +28,22 @@ impl DecoderConfig {
             true => blocks.len() * hidden + most,
             false => blocks.iter().map(of_block).sum(),
         };
-        // The gradients of one channel mixer and of the hidden states, while a block is computed.
+        // While a block is computed: the gradients in one channel mixer and the hidden-state
+        // gradients.
         let channel = |block: &BlockPlan| block.mlp.mixer.inner();
         let temporary = 3 * blocks.iter().map(channel).max().unwrap_or(0) + 2 * hidden;
         tokens * (kept + temporary) * dtype.size_in_bytes()
     }
 
-    /// The bytes of a cache of `groups` prompts of `prompt` tokens, each with `group_size`
-    /// completions of `response` tokens.
+    /// Bytes for a cache with `groups` prompts, `prompt` tokens each, and `group_size` completions
+    /// per prompt, `response` tokens each.
     pub fn cache_bytes(
         &self,
         (groups, group_size): (usize, usize),
         (prompt, response): (usize, usize),
         dtype: DType,
     ) -> usize {
-        // A completion begins a page of its own.
+        // Each completion starts its own page.
         let pages = groups * (prompt.div_ceil(PAGE) + group_size * response.div_ceil(PAGE));
         let position = |attention: &AttentionPlan| {
             2 * (attention.inputs.maps[1].outputs) * dtype.size_in_bytes()
@@ -59,10 +60,10 @@ impl DecoderConfig {
         self.architecture().blocks.into_iter().map(of_block).sum()
     }
 
-    /// The bytes of the copies of weights that
-    /// [`PagedCache::pack_weights`](crate::PagedCache::pack_weights) makes on the CPU, for weights
-    /// in the form `base`. Those that are not in blocks have `dtype`.
-    /// [`BaseWeights::Stored`] counts as dense weights.
+    /// Bytes for the weight copies that
+    /// [`PagedCache::pack_weights`](crate::PagedCache::pack_weights) makes on the CPU, with base
+    /// weights in the form `base` and all others in `dtype`. [`BaseWeights::Stored`] counts as
+    /// dense.
     ///
     /// # Errors
     ///
@@ -81,7 +82,7 @@ impl DecoderConfig {
 }
 
 impl BlockPlan {
-    /// The elements that a recorded pass keeps for each token.
+    /// Elements per token that a recorded pass keeps.
     fn recorded(&self, hidden: usize) -> usize {
         let norms = [
             &self.tokens.before,
@@ -89,7 +90,7 @@ impl BlockPlan {
             &self.mlp.before,
             &self.mlp.after,
         ];
-        // The input of each mixer, and of each norm.
+        // Input to each mixer and each norm.
         let inputs = 2 * hidden + norms.into_iter().flatten().count() * hidden;
         let tokens = match &self.tokens.mixer {
             TokenMixerPlan::Attention(attention) => attention.recorded(),
@@ -102,7 +103,7 @@ impl BlockPlan {
 impl AttentionPlan {
     fn recorded(&self) -> usize {
         let [_, key, value] = self.inputs.maps.each_ref().map(|map| map.outputs);
-        // The inputs of the output map; the query map may have gates, too.
+        // Inputs to the output map. The query map may also have gates.
         let query = self.output.inputs;
         let before_norms = if self.norms.is_some() { query + key } else { 0 };
         let gates = if self.output_gate { 2 * query } else { 0 };
@@ -113,13 +114,13 @@ impl AttentionPlan {
 impl GatedDeltaPlan {
     fn recorded(&self) -> usize {
         let inputs: usize = self.inputs.maps.iter().map(|map| map.outputs).sum();
-        // The convolution and two gates of each head, which are f32, the result and its gated form.
+        // The convolution, two f32 gates per head, the output, and the gated output.
         inputs + self.heads.width() + 4 * self.heads.value_heads + 2 * self.output.inputs
     }
 }
 
 impl ChannelPlan {
-    /// The width of the gated layer of a token, that of all its experts together.
+    /// Inner width per token, summed over all experts that process it.
     fn inner(&self) -> usize {
         match self {
             Self::Mlp(mlp) => mlp.down.inputs,
@@ -134,7 +135,7 @@ impl ChannelPlan {
         let inner = 3 * self.inner();
         match self {
             Self::Mlp(_) => inner,
-            // The inputs and the results of the experts of a token, and the router's logits.
+            // Inputs and outputs of a token's experts, and the router logits.
             Self::Experts(plan) => inner + 2 * plan.routing.top_k() * hidden + plan.router.outputs,
         }
     }

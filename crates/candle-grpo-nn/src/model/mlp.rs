@@ -12,13 +12,13 @@ use crate::optim::grad_sink::GradSink;
 /// A gated layer (Shazeer 2020): `down(activation(gate(x)) * up(x))`.
 #[derive(Debug, Clone)]
 pub(crate) struct Mlp {
-    /// Gate and up.
+    /// Gate and up maps.
     inputs: Maps<2>,
     gate: Gate,
     down: Linear,
 }
 
-/// The tensors of a forward pass that the backward pass needs.
+/// Forward-pass tensors that the backward pass needs.
 pub(crate) struct MlpRecord {
     gate: Tensor,
     up: Tensor,

@@ -1,8 +1,7 @@
 //! The decoder and its parts.
 //!
-//! A family describes its decoders as an arrangement of parts. Each part has its forward and its
-//! backward pass in one file. Sampling with a cache takes the same forward pass with another
-//! context.
+//! A family assembles its decoders from these parts. Each part has its forward and backward pass in
+//! one file. Sampling with a cache uses the same forward pass with a different context.
 
 mod attention;
 mod block;

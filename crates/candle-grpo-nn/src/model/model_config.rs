@@ -1,4 +1,4 @@
-//! The interface between the configuration of a model and its training.
+//! The interface between a model's configuration and its training.
 
 use candle_core::{Result, bail};
 use candle_nn::VarBuilder;
@@ -6,11 +6,11 @@ use serde::Serialize;
 
 use crate::{Decoder, DecoderConfig, LanguageModel};
 
-/// The configuration of a [`LanguageModel`]: everything but the weights.
+/// A [`LanguageModel`]'s configuration: everything except the weights.
 ///
-/// A trainer builds the policy, its sampler and its reference with it, each from other tensors
-/// under the same names. It writes the configuration as JSON beside the weights.
-/// [`DecoderConfig`] is that of [`Decoder`].
+/// A trainer uses it to build the policy, the sampler and the reference, each with different
+/// tensors under the same names. It also writes the configuration as JSON next to the weights.
+/// [`DecoderConfig`] configures a [`Decoder`].
 ///
 /// ```
 /// use candle_core::{DType, Device, Result, Tensor};
@@ -72,32 +72,32 @@ use crate::{Decoder, DecoderConfig, LanguageModel};
 /// # Ok::<(), candle_core::Error>(())
 /// ```
 pub trait ModelConfig: Clone + Serialize + Send + Sync + 'static {
-    /// The model. A clone shares the weights.
+    /// The model. Clones share the weights.
     type Model: LanguageModel + Clone + Send + Sync + 'static;
 
-    /// Builds the model from the weights of `vb`, by name.
+    /// Builds the model with the weights in `vb`, looked up by name.
     ///
-    /// The policy that trains has variables, whose updates change the model. Sampler and reference
-    /// have detached tensors, which record no graph. Keep the tensors of `vb` as they are, and
-    /// transform them in the forward pass: a copy that is made here never changes.
+    /// A policy in training gets variables, and their updates change the model. Samplers and
+    /// references get detached tensors, which record no graph. Keep the tensors from `vb` as they
+    /// are, and transform them in the forward pass: a copy made here would never change.
     ///
     /// # Errors
     ///
-    /// If the configuration is not valid, or a weight is absent or has another shape.
+    /// If the configuration is invalid, or a weight is missing or has a different shape.
     fn build(&self, vb: VarBuilder) -> Result<Self::Model>;
 
-    /// Returns the number of tokens of the vocabulary.
+    /// Returns the vocabulary size.
     fn vocab_size(&self) -> usize;
 
-    /// Returns the largest number of tokens of a sequence, prompt and completion.
+    /// Returns the maximum sequence length in tokens, prompt and completion together.
     fn max_positions(&self) -> usize;
 
-    /// [`Self::build`] of a model whose [`LanguageModel::record`] keeps only the inputs of its
-    /// blocks, and computes the rest again in the backward pass.
+    /// Like [`Self::build`], for a model whose [`LanguageModel::record`] keeps only block inputs
+    /// and recomputes the rest in the backward pass.
     ///
     /// # Errors
     ///
-    /// As in [`Self::build`]. The provided implementation always returns an error.
+    /// Same as [`Self::build`]. The provided implementation always fails.
     fn build_checkpointed(&self, vb: VarBuilder) -> Result<Self::Model> {
         let _ = vb;
         bail!(
@@ -105,10 +105,10 @@ pub trait ModelConfig: Clone + Serialize + Send + Sync + 'static {
         )
     }
 
-    /// Returns the configuration of the [`Decoder`] that the model is, which adapters, a critic
-    /// and other dtypes than f32 need; `None` for a custom model.
+    /// Returns the configuration if the model is a [`Decoder`]. Adapters, critics and dtypes other
+    /// than f32 require it. `None` for a custom model.
     ///
-    /// A model with one is built from detached tensors only, also to train: its
+    /// A model with one is always built from detached tensors, even for training, because its
     /// [`LanguageModel::record`] needs no graph.
     fn decoder(&self) -> Option<&DecoderConfig> {
         None

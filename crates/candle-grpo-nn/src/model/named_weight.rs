@@ -7,8 +7,8 @@ use crate::weights::base_weights::check_shape;
 
 /// A tensor from a builder, with its name there.
 ///
-/// The name is that of the variable among [`Parameters`](crate::Parameters): a backward pass
-/// without a graph stores the gradient under it.
+/// The name matches the variable in [`Parameters`](crate::Parameters). A backward pass without a
+/// graph stores the gradient under it.
 #[derive(Debug, Clone)]
 pub(crate) struct NamedWeight {
     pub(crate) name: String,
@@ -21,11 +21,11 @@ impl NamedWeight {
         Ok(Self::new(vb, tensor, name))
     }
 
-    /// The weight of a linear map: `[outputs, inputs]`, or its blocks of quantized numbers.
+    /// Reads a linear map's weight: `[outputs, inputs]`, or quantized blocks.
     pub(crate) fn map(vb: &VarBuilder, shape: (usize, usize)) -> Result<Self> {
         const WEIGHT: &str = "weight";
         let Ok(weight) = vb.get_unchecked_dtype(WEIGHT, vb.dtype()) else {
-            // A builder of new variables needs the shape.
+            // A builder that creates variables needs the shape.
             return Self::get(vb, shape, WEIGHT);
         };
         let weight = Self::new(vb, weight, WEIGHT);
@@ -33,7 +33,7 @@ impl NamedWeight {
         Ok(weight)
     }
 
-    /// `tensor` under the name that it has in `vb`.
+    /// Wraps `tensor` with its name in `vb`.
     pub(crate) fn new(vb: &VarBuilder, tensor: Tensor, name: &str) -> Self {
         let prefix = vb.prefix();
         let name = if prefix.is_empty() {

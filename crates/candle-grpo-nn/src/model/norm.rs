@@ -13,12 +13,12 @@ use crate::optim::grad_sink::GradSink;
 pub(crate) struct RmsNorm {
     weight: NamedWeight,
     epsilon: f64,
-    /// The factor is `1 + weight`, not the weight.
+    /// The factor is `1 + weight` instead of the weight.
     is_offset: bool,
 }
 
 impl RmsNorm {
-    /// Takes the weight from `vb`, the builder of the block.
+    /// Reads the weight from `vb`, the block's builder.
     pub(crate) fn new(plan: &NormPlan, vb: &VarBuilder) -> Result<Self> {
         Ok(Self {
             weight: NamedWeight::get(&vb.pp(&plan.name), plan.width, "weight")?,
@@ -27,7 +27,7 @@ impl RmsNorm {
         })
     }
 
-    /// `[.., width]` to the same shape and dtype.
+    /// Normalizes `[.., width]`, keeping shape and dtype.
     pub(crate) fn forward(&self, x: &Tensor) -> Result<Tensor> {
         let (wide, factor) = self.operands(x)?;
         rms_norm(&wide, &factor, self.epsilon)?.to_dtype(x.dtype())
@@ -52,7 +52,7 @@ impl RmsNorm {
         }
     }
 
-    /// [`Self::forward`] of each head of `[N, heads * width]`.
+    /// Like [`Self::forward`], on each head in `[N, heads * width]`.
     pub(crate) fn forward_heads(&self, x: &Tensor) -> Result<Tensor> {
         self.forward(&self.heads(x)?)?.reshape(x.shape())
     }
@@ -62,7 +62,7 @@ impl RmsNorm {
         (!self.is_offset).then_some((&self.weight.tensor, self.epsilon))
     }
 
-    /// Returns the gradient of `x` from that of the result.
+    /// Returns the gradient with respect to `x`, given the output gradient.
     pub(crate) fn backward(
         &self,
         x: &Tensor,
@@ -77,8 +77,7 @@ impl RmsNorm {
         x_gradient.to_dtype(x.dtype())
     }
 
-    /// Returns `x` and the factor. `1 + weight` loses bits of the weight in bf16 and f16, so both
-    /// are in f32.
+    /// Returns `x` and the factor. In bf16 and f16, `1 + weight` would lose bits, so both are f32.
     fn operands(&self, x: &Tensor) -> Result<(Tensor, Tensor)> {
         let weight = &self.weight.tensor;
         if !self.is_offset {
@@ -88,12 +87,12 @@ impl RmsNorm {
         Ok((x.to_dtype(wide)?, (weight.to_dtype(wide)? + 1.0)?))
     }
 
-    /// `[N, heads * width]` to `[N, heads, width]`.
+    /// Reshapes `[N, heads * width]` to `[N, heads, width]`.
     fn heads(&self, x: &Tensor) -> Result<Tensor> {
         x.reshape((x.dim(0)?, (), self.weight.tensor.elem_count()))
     }
 
-    /// [`Self::backward`] of a norm of each head, for `[N, heads * width]`.
+    /// Like [`Self::backward`], for a norm on each head in `[N, heads * width]`.
     pub(crate) fn backward_heads(
         &self,
         x: &Tensor,

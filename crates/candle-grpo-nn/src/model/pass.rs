@@ -1,4 +1,4 @@
-//! The context of one forward pass: positions, and which tokens each token attends to.
+//! Forward-pass context: positions, and which tokens each token attends to.
 
 use candle_core::{Result, Tensor, bail};
 use candle_grpo_kernels::{
@@ -13,10 +13,10 @@ use crate::model::rope::RopeAngles;
 use crate::model::routes::Routes;
 use crate::packing::shared_rows::SharedRows;
 
-/// The part of a forward pass that all blocks share.
+/// Forward-pass state that all blocks share.
 #[derive(Clone, Copy)]
 pub(crate) struct Pass<'a> {
-    /// One for each rotation of the decoder.
+    /// One per rotation in the decoder.
     pub(crate) angles: &'a [RopeAngles],
     pub(crate) context: Context<'a>,
     pub(crate) routes: Routes<'a>,
@@ -25,34 +25,34 @@ pub(crate) struct Pass<'a> {
 /// The tokens that a token attends to.
 #[derive(Clone, Copy)]
 pub(crate) enum Context<'a> {
-    /// The tokens before it in its sequence, all of which are in the pass.
+    /// Earlier tokens in its sequence, all within this pass.
     Sequences {
         attention: &'a CausalAttention,
-        /// The rows that sequences share, if they do.
+        /// Rows that sequences share, if any.
         shared: Option<&'a SharedRows>,
         /// For blocks with a state.
         states: Option<&'a StateRows>,
     },
-    /// The tokens of its sequence in a cache, which the tokens of the pass join.
+    /// Its sequence's tokens in a cache, which this pass extends.
     Cache {
         cache: &'a PagedCache,
-        /// The place of each token, and the positions that it sees.
+        /// Each token's cache slot and the positions visible to it.
         batch: &'a PagedBatch<'a>,
-        /// The states of the sequences, for blocks with a state.
+        /// Sequence states, for blocks that have them.
         slots: &'a [SlotRows],
     },
-    /// The tokens before it in its sequence, all of which are in the pass and join a cache.
+    /// Earlier tokens in its sequence, all within this pass, which adds them to a cache.
     Prompts {
         cache: &'a PagedCache,
-        /// The place of each token.
+        /// Each token's cache slot.
         batch: &'a PagedBatch<'a>,
         attention: &'a CausalAttention,
-        /// The states of the sequences, for blocks with a state.
+        /// Sequence states, for blocks that have them.
         slots: &'a [SlotRows],
     },
 }
 
-/// The rows of a pass over whole sequences, for blocks whose state runs along a sequence.
+/// Rows in a pass over whole sequences, for blocks with a recurrent state.
 #[derive(Debug, Clone)]
 pub(crate) struct StateRows {
     pub(crate) tree: PrefixTree,
@@ -60,7 +60,7 @@ pub(crate) struct StateRows {
     pub(crate) real: Option<Tensor>,
 }
 
-/// Queries, keys and values of one block, `[N, heads * head_dim]`.
+/// One block's queries, keys and values, `[N, heads * head_dim]`.
 pub(crate) type QueryKeyValue = [Tensor; 3];
 
 impl<'a> Pass<'a> {
@@ -73,7 +73,7 @@ impl<'a> Pass<'a> {
         }
     }
 
-    /// `x` `[N, H]` with zeros at padding. A row of zeros adds nothing to a state: padding before a
+    /// Zeroes `x` `[N, H]` at padding. A zero row adds nothing to a state, so padding before a
     /// sequence leaves its state at 0.
     pub(crate) fn without_padding(&self, x: &Tensor) -> Result<Tensor> {
         let Context::Sequences {
@@ -89,8 +89,8 @@ impl<'a> Pass<'a> {
             .where_cond(x, &x.zeros_like()?)
     }
 
-    /// The convolution of `qkv`, and the result of the gated delta rule of block `layer`, from
-    /// `qkv` before the convolution, its weight, `g` and `beta`.
+    /// Runs the convolution and the gated delta rule in block `layer`, from `qkv` before the
+    /// convolution, its weight, `g` and `beta`. Returns both results.
     pub(crate) fn delta_rule(
         &self,
         layer: usize,
@@ -115,8 +115,8 @@ impl<'a> Pass<'a> {
         }
     }
 
-    /// The gradients of the arguments of [`Self::delta_rule`], from `qkv` before the convolution
-    /// and its weight, the inputs of the rule, and the gradient of its result.
+    /// Computes the gradients for the arguments to [`Self::delta_rule`]. It needs `qkv` before the
+    /// convolution and its weight, the rule's inputs, and its output gradient.
     pub(crate) fn delta_rule_backward(
         &self,
         [qkv, weight]: [&Tensor; 2],
@@ -134,9 +134,9 @@ impl<'a> Pass<'a> {
         Ok([of_qkv, of_weight, of_g, of_beta])
     }
 
-    /// Attention of block `layer`, from heads before `transform`. Returns the heads that
-    /// [`Self::attend_backward`] needs, the result `[N, heads * head_dim]`, and its log-sums, which
-    /// the backward pass needs on CUDA only.
+    /// Runs attention in block `layer`, on heads before `transform`. Returns the heads that
+    /// [`Self::attend_backward`] needs, the output `[N, heads * head_dim]`, and log-sums, which the
+    /// backward pass needs only on CUDA.
     pub(crate) fn attend(
         &self,
         layer: usize,
@@ -182,8 +182,8 @@ impl<'a> Pass<'a> {
         }
     }
 
-    /// The gradients of `x`, the heads of [`Self::attend`], from its other results and the gradient
-    /// of `mixed`.
+    /// Computes the gradients with respect to `x`, the heads passed to [`Self::attend`], given its
+    /// other results and the gradient of `mixed`.
     pub(crate) fn attend_backward(
         &self,
         x: &QueryKeyValue,
@@ -213,7 +213,7 @@ impl<'a> Pass<'a> {
 
 const NO_BACKWARD: &str = "a pass with a cache has no backward pass";
 
-/// Transforms the heads of query and key.
+/// Applies the head transform to query and key.
 fn transformed(
     [query, key, value]: QueryKeyValue,
     transform: &HeadTransform,

@@ -5,15 +5,15 @@ use candle_grpo_kernels::{arithmetic_dtype, rope_angles};
 
 use crate::config::architecture::Rotation;
 
-/// The rotary frequencies, computed on the host.
+/// Rotary frequencies, computed on the host.
 #[derive(Debug, Clone)]
 pub(crate) struct Rope {
     inverse_frequencies: Tensor,
-    /// The factor of cosines and sines.
+    /// Multiplies cosines and sines.
     attention_factor: f64,
 }
 
-/// Cosines and sines of one forward pass, `[N, head_dim / 2]`, which all heads share.
+/// Cosines and sines for one forward pass, `[N, head_dim / 2]`, shared by all heads.
 #[derive(Debug, Clone)]
 pub(crate) struct RopeAngles {
     cos: Tensor,
@@ -34,7 +34,7 @@ impl Rope {
         })
     }
 
-    /// The angles of N positions, of any shape and any dtype that represents them exactly.
+    /// Computes the angles at N positions, in any shape and any dtype that represents them exactly.
     pub(crate) fn angles(&self, positions: &Tensor) -> Result<RopeAngles> {
         let (cos, sin) = rope_angles(positions, &self.inverse_frequencies, self.attention_factor)?;
         Ok(RopeAngles { cos, sin })

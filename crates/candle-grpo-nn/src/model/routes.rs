@@ -1,28 +1,28 @@
-//! The routing of all mixtures of experts in one pass: replay, and the balance of the experts.
+//! Routing for all mixtures of experts in one pass: replay and load balancing.
 
 use candle_core::{D, DType, Result, Tensor, bail};
 use candle_grpo_kernels::arithmetic_dtype;
 
-/// The inputs of the routers of a pass.
+/// Inputs to the routers in a pass.
 #[derive(Clone, Copy, Default)]
 pub(crate) struct Routes<'a> {
-    /// The experts of each token, u32 `[N, routers * top_k]`, if they are replayed.
+    /// Each token's experts, u32 `[N, routers * top_k]`, if they are replayed.
     pub(crate) replayed: Option<&'a Tensor>,
     /// For the backward pass.
     pub(crate) balance: Option<&'a BalanceGradient>,
 }
 
-/// The balance of the experts over the tokens of one pass and all mixtures of experts, see
+/// Load balance across experts, over one pass and all mixtures of experts, see
 /// [`Backward::balance_experts`](crate::Backward::balance_experts).
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct ExpertBalance {
-    /// The load-balancing loss: `top_k` if the experts have equal shares, and at most E.
+    /// Load-balancing loss: `top_k` if all experts have equal shares, and at most E.
     pub loss: f64,
-    /// The tokens of the busiest expert, relative to equal shares: from 1 to `E / top_k`.
+    /// Tokens at the busiest expert, relative to equal shares: from 1 to `E / top_k`.
     pub max_load: f64,
 }
 
-/// The experts that a router has chosen, and its logits.
+/// A router's chosen experts, and its logits.
 #[derive(Debug, Clone)]
 pub(crate) struct RouterChoice {
     /// `[N, E]`
@@ -31,17 +31,17 @@ pub(crate) struct RouterChoice {
     pub(crate) chosen: Tensor,
 }
 
-/// The gradient of the load-balancing loss.
+/// Gradient of the load-balancing loss.
 #[derive(Debug)]
 pub(crate) struct BalanceGradient {
-    /// The gradient of the probability of each expert, `[1, E]`.
+    /// Gradient with respect to each expert's probability, `[1, E]`.
     of_probs: Tensor,
-    /// The factor of each token, `[N, 1]`.
+    /// Factor for each token, `[N, 1]`.
     weights: Tensor,
 }
 
 impl Routes<'_> {
-    /// The experts of the router `number`, which chooses `top_k`, u32 `[N, top_k]`.
+    /// Experts to replay in router `number`, which chooses `top_k`, u32 `[N, top_k]`.
     pub(crate) fn replayed(&self, number: usize, top_k: usize) -> Result<Option<Tensor>> {
         let of_router = |all: &Tensor| all.narrow(1, number * top_k, top_k)?.contiguous();
         self.replayed.map(of_router).transpose()
@@ -49,7 +49,7 @@ impl Routes<'_> {
 }
 
 impl BalanceGradient {
-    /// The gradient of the `logits` `[N, E]` of one router.
+    /// Gradient with respect to one router's `logits` `[N, E]`.
     pub(crate) fn of_logits(&self, logits: &Tensor) -> Result<Tensor> {
         let probs = probs(logits)?;
         let of_probs = self.of_probs.to_dtype(probs.dtype())?;
@@ -59,10 +59,10 @@ impl BalanceGradient {
     }
 }
 
-/// The balance of the experts in a pass, and `coef` times the gradient of its loss. `weights` has
-/// the number of times that each of the N tokens counts.
+/// Computes the expert balance in a pass, and `coef` times its loss gradient. `weights` says how
+/// often each of the N tokens counts.
 ///
-/// Without tokens that count, both are absent.
+/// If no token counts, both are absent.
 pub(crate) fn balance(
     routers: &[RouterChoice],
     weights: &[f32],
@@ -127,8 +127,8 @@ mod tests {
 
     use super::*;
 
-    /// The loss as transformers writes it: means of one-hot choices and of probabilities over the
-    /// tokens of all layers, each token as often as its weight says.
+    /// The loss as transformers writes it: averages one-hot choices and probabilities over the
+    /// tokens in all layers, counting each token as often as its weight says.
     fn composed(logits: &[Var], chosen: &[Tensor], weights: &Tensor) -> Result<Tensor> {
         let logits: Vec<_> = logits.iter().map(Var::as_tensor).collect();
         let (logits, chosen) = (Tensor::cat(&logits, 0)?, Tensor::cat(chosen, 0)?);
@@ -170,7 +170,7 @@ mod tests {
             .collect();
         let (found, gradient) = balance(&routers, &weights, 0.5)?.expect("tokens that count");
         assert!((found.loss - loss.to_scalar::<f64>()?).abs() < 1e-12);
-        // Expert 0 is among the two of every choice.
+        // Every choice includes expert 0 as one of its two.
         assert!((found.max_load - 2.5).abs() < 1e-12);
         for logits in &logits {
             let expected = (store.get(logits).expect("a gradient") * 0.5)?;

@@ -8,13 +8,13 @@ use crate::model::frozen_linear::linear;
 use crate::{Decoder, LanguageModel, PackedTokens, SequenceClassifierConfig};
 
 /// A [`Decoder`] with a linear layer without bias in place of the output layer, such as a reward
-/// model: `LlamaForSequenceClassification` of Hugging Face transformers, and its counterpart of
-/// each [`ModelType`](crate::ModelType).
+/// model. It matches `LlamaForSequenceClassification` in Hugging Face transformers, and its
+/// counterpart for each [`ModelType`](crate::ModelType).
 ///
-/// The scores of a sequence are those of its last token whose id is not the padding token, whether
-/// or not that token is padding. If a model has one token for padding and for the end, a
-/// sequence that ends with it is scored at the token before. A sequence of padding tokens only is
-/// scored at its first token. Without a padding token the last token counts.
+/// A sequence is scored at its last token whose id differs from the padding token, whether or not
+/// that token is masked. If a model uses one token for both padding and end of sequence, a sequence
+/// that ends with it is scored one token earlier. A sequence with only padding tokens is scored at
+/// its first token. Without a padding token, the last token is scored.
 ///
 /// ```
 /// use candle_core::{Device, Result};
@@ -39,19 +39,19 @@ use crate::{Decoder, LanguageModel, PackedTokens, SequenceClassifierConfig};
 #[derive(Debug, Clone)]
 pub struct SequenceClassifier {
     decoder: Decoder,
-    /// `[labels, H]`, in f32 at least.
+    /// `[labels, H]`, at least f32.
     score: Tensor,
     pad_token_id: Option<u32>,
 }
 
 impl SequenceClassifier {
-    /// Takes the weights from `vb`: those of the decoder without its output layer, and
-    /// `score.weight` `[labels, H]`. The scores differentiate if `vb` is
+    /// Creates a classifier from `vb`, which must have the decoder weights without an output layer,
+    /// and `score.weight` `[labels, H]`. The scores are differentiable if `vb` is
     /// [`Parameters::var_builder`](crate::Parameters::var_builder).
     ///
     /// # Errors
     ///
-    /// If the configuration is not valid, or a weight is missing or of another shape.
+    /// If the configuration is invalid, or a weight is missing or has a different shape.
     pub fn new(config: &SequenceClassifierConfig, vb: VarBuilder) -> Result<Self> {
         let score = vb.get(config.score_shape()?, SCORE)?;
         Ok(Self {
@@ -61,7 +61,7 @@ impl SequenceClassifier {
         })
     }
 
-    /// Computes the scores `[B, labels]` of `tokens`, in f32, or in f64 if the weights are f64.
+    /// Computes the scores `[B, labels]` for `tokens`, in f32, or in f64 if the weights are f64.
     ///
     /// Synchronizes with the device.
     ///
@@ -81,14 +81,14 @@ impl SequenceClassifier {
         self.scores_of(&self.decoder.hidden_states(tokens)?, scored.collect())
     }
 
-    /// Computes the scores `[B, labels]` of padded sequences, as in [`Self::scores`]. The arguments
-    /// are those of [`Decoder::padded_hidden_states`].
+    /// Computes the scores `[B, labels]` for padded sequences, like [`Self::scores`]. The arguments
+    /// are the same as in [`Decoder::padded_hidden_states`].
     ///
     /// Synchronizes with the device.
     ///
     /// # Errors
     ///
-    /// As in [`Self::scores`].
+    /// Same as [`Self::scores`].
     pub fn padded_scores(&self, input_ids: &Tensor, attention_mask: &Tensor) -> Result<Tensor> {
         let hidden = self
             .decoder
@@ -99,19 +99,19 @@ impl SequenceClassifier {
         self.scores_of(&hidden.flatten_to(1)?, scored.collect())
     }
 
-    /// The position in a sequence whose hidden state is scored.
+    /// Returns the position whose hidden state is scored.
     fn scored_position(&self, ids: &[u32]) -> usize {
         let is_padding = |id: u32| Some(id) == self.pad_token_id;
         ids.iter().rposition(|&id| !is_padding(id)).unwrap_or(0)
     }
 
-    /// The scores of `rows` of `hidden` `[N, H]`.
+    /// Scores the given `rows` in `hidden` `[N, H]`.
     fn scores_of(&self, hidden: &Tensor, rows: Vec<u32>) -> Result<Tensor> {
         let rows = Tensor::new(rows, hidden.device())?;
         linear(&at_least_f32(&hidden.index_select(&rows, 0)?)?, &self.score)
     }
 
-    /// The device of the weights.
+    /// The device that holds the weights.
     pub fn device(&self) -> &Device {
         self.score.device()
     }

@@ -1,4 +1,4 @@
-//! The output of a critic.
+//! A critic's output layer.
 
 use candle_core::{DType, Result, Tensor, bail};
 use candle_nn::VarBuilder;
@@ -6,10 +6,10 @@ use candle_nn::VarBuilder;
 use crate::Parameters;
 use crate::model::frozen_linear::linear;
 
-/// A value for each position: `hidden w^T + b`.
+/// A value per position: `hidden w^T + b`.
 ///
-/// The parameters are `score.weight` `[1, H]` and `score.bias` `[1]`, as in Hugging Face's models
-/// for token classification with one label, such as verl's critic.
+/// The parameters are `score.weight` `[1, H]` and `score.bias` `[1]`, as in Hugging Face token
+/// classification models with one label, such as verl's critic.
 ///
 /// ```
 /// use candle_core::{Device, Result, Tensor};
@@ -39,7 +39,7 @@ const WEIGHT: &str = "score.weight";
 const BIAS: &str = "score.bias";
 
 impl ValueHead {
-    /// Takes the weight and the bias from `vb`, the builder of the whole critic.
+    /// Reads the weight and bias from `vb`, the whole critic's builder.
     pub fn new(hidden_size: usize, vb: VarBuilder) -> Result<Self> {
         Ok(Self {
             weight: vb.get((1, hidden_size), WEIGHT)?,
@@ -47,7 +47,7 @@ impl ValueHead {
         })
     }
 
-    /// Adds the parameters of a head to `parameters`. They are zero, so that all values are 0 at
+    /// Adds value head parameters to `parameters`. They start at zero, so all values are 0 at
     /// first.
     pub fn add_to(parameters: Parameters, hidden_size: usize) -> Result<Parameters> {
         let device = parameters.device().clone();
@@ -57,7 +57,7 @@ impl ValueHead {
             .with(BIAS, &zeros(&[1])?)
     }
 
-    /// Computes the values `[..]` of hidden states `[.., H]`, in their dtype.
+    /// Computes the values `[..]` from hidden states `[.., H]`, in their dtype.
     pub fn forward(&self, hidden: &Tensor) -> Result<Tensor> {
         let width = self.weight.dim(1)?;
         let Some((&last, outer)) = hidden.dims().split_last() else {

@@ -18,24 +18,24 @@ use crate::weights::parameters::copy_into;
 use crate::weights::safetensors_writer::{self, LazyTensor};
 use crate::{ComputeCopies, Gradients, Parameters};
 
-/// The options of [`AdamW`].
+/// Options for [`AdamW`].
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct AdamWConfig {
-    /// Learning rate. Use about 1e-6 for reinforcement learning of a pretrained model.
+    /// Learning rate. For reinforcement learning on a pretrained model, start around 1e-6.
     pub learning_rate: f64,
-    /// Decay rate of the mean of gradients, in [0, 1). Default 0.9.
+    /// Decay rate for the gradient mean, in [0, 1). Default 0.9.
     pub beta1: f64,
-    /// Decay rate of the mean of squared gradients, in [0, 1). Default 0.999.
+    /// Decay rate for the squared gradient mean, in [0, 1). Default 0.999.
     pub beta2: f64,
     /// Added to the denominator for numerical stability. Default 1e-8.
     pub epsilon: f64,
     /// Decoupled weight decay: each step multiplies a parameter by `1 - learning_rate *
     /// weight_decay`, as in PyTorch. Default 0.01.
     pub weight_decay: f64,
-    /// The parameters that decay: `matrices` (those of linear layers) or `all`.
+    /// Parameters that decay: `matrices` (in linear layers) or `all`.
     pub decay: DecayRule,
-    /// The form of the state in memory: `f32`, or `8bit` (blocks with a common scale).
+    /// State storage in memory: `f32`, or `8bit` (blocks with a shared scale).
     pub state: StateForm,
     /// The dtype of the weights that the steps add up in: `f32`, or `bf16` with stochastic
     /// rounding.
@@ -47,7 +47,7 @@ impl AdamWConfig {
     ///
     /// # Errors
     ///
-    /// Returns an error that names the option that is not valid.
+    /// Names the first invalid option.
     pub fn validate(&self) -> Result<()> {
         for (name, value) in [
             ("learning_rate", self.learning_rate),
@@ -65,7 +65,7 @@ impl AdamWConfig {
 }
 
 impl Default for AdamWConfig {
-    /// The numbers of PyTorch, with a learning rate of 1e-3. Only matrices decay.
+    /// PyTorch's values, with a learning rate of 1e-3. Only matrices decay.
     fn default() -> Self {
         Self {
             learning_rate: 1e-3,
@@ -107,22 +107,22 @@ fn key(name: &str) -> u64 {
 /// The form of the state of [`AdamW`] in memory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 pub enum StateForm {
-    /// f32: 8 bytes a parameter. For parameters in f64 it is f64: 16 bytes.
+    /// f32: 8 bytes per parameter. For f64 parameters the state is f64: 16 bytes.
     #[default]
     #[serde(rename = "f32")]
     F32,
-    /// Blocks of 256 codes of 8 bits with a common scale, as in bitsandbytes
-    /// (<https://arxiv.org/abs/2110.02861>): 2.03 bytes a parameter. Parameters of less than 4,096
-    /// numbers keep f32. See [`moment_blocks`] for the codes.
+    /// Blocks of 256 8-bit codes with a shared scale, as in bitsandbytes
+    /// (<https://arxiv.org/abs/2110.02861>): 2.03 bytes per parameter. Parameters with fewer than
+    /// 4,096 elements stay in f32. See [`moment_blocks`] for the codes.
     #[serde(rename = "8bit")]
     Blocks8,
 }
 
-/// The least number of elements of a parameter whose state is in blocks.
+/// Minimum number of elements in a parameter to store its state in blocks.
 const LEAST_IN_BLOCKS: usize = 4096;
 
 impl StateForm {
-    /// The dtype and shape of a moment of a parameter of this dtype and shape.
+    /// The dtype and shape for each moment, given the parameter's dtype and shape.
     fn moment(self, dtype: DType, parameter: &Shape) -> (DType, Shape) {
         match self {
             Self::Blocks8 if parameter.elem_count() >= LEAST_IN_BLOCKS => {
@@ -132,22 +132,22 @@ impl StateForm {
         }
     }
 
-    /// The bytes of both moments of an f32 parameter of this shape.
+    /// Bytes for both moments, for an f32 parameter with this shape.
     pub fn num_bytes(self, parameter: &Shape) -> usize {
         let (dtype, shape) = self.moment(DType::F32, parameter);
         2 * shape.elem_count() * dtype.size_in_bytes()
     }
 }
 
-/// Selection of the parameters that decay.
+/// Selects which parameters decay.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum DecayRule {
-    /// The matrices of linear layers: no norms, no biases, no embedding, whether tied to the output
-    /// layer or not.
+    /// Linear layer matrices: no norms, biases or embedding, even if the embedding is tied to the
+    /// output layer.
     #[default]
     Matrices,
-    /// All parameters, as in one parameter group of PyTorch.
+    /// All parameters, like a single PyTorch parameter group.
     All,
 }
 
@@ -160,33 +160,33 @@ impl DecayRule {
     }
 }
 
-/// Adam with decoupled weight decay (Loshchilov and Hutter 2019), with the arithmetic of
-/// `torch.optim.AdamW` and its state in f32 or in [8 bits](StateForm::Blocks8). Parameters, state
-/// and arithmetic may also be in f64, see [`Parameters::to_dtype`].
+/// Adam with decoupled weight decay (Loshchilov and Hutter 2019). The arithmetic matches
+/// `torch.optim.AdamW`, with state in f32 or [8 bits](StateForm::Blocks8). Parameters, state and
+/// arithmetic can also be f64, see [`Parameters::to_dtype`].
 #[derive(Debug)]
 pub struct AdamW {
     config: AdamWConfig,
     moments: BTreeMap<String, Moments>,
     steps: usize,
-    /// The ranks that share the moments. Each then has one-dimensional moments of what it keeps.
+    /// Ranks that share the moments. Each stores only its part, as one-dimensional moments.
     shard: Option<Shard>,
 }
 
-/// The running means of the gradients of a parameter and of their squares.
+/// Running means of a parameter's gradients and squared gradients.
 #[derive(Debug)]
 struct Moments {
-    /// The shape of the parameter.
+    /// Parameter shape.
     shape: Shape,
     /// The dtype of the parameter: f32, f64 or bf16.
     dtype: DType,
-    /// The shape of a moment, all parts included.
+    /// Moment shape, all parts included.
     whole: Shape,
     average: Var,
     square: Var,
 }
 
 impl AdamW {
-    /// Creates an optimizer of these parameters, before its first step.
+    /// Creates an optimizer for these parameters.
     ///
     /// # Errors
     ///
@@ -196,11 +196,11 @@ impl AdamW {
         Self::with_shard(config, parameters, None)
     }
 
-    /// Creates an optimizer whose state the ranks of `collective` share (ZeRO, stage 1,
-    /// <https://arxiv.org/abs/1910.02054>): each has the state of its part of every parameter,
-    /// updates it, and receives the other parts.
+    /// Creates an optimizer that shares its state between the ranks in `collective` (ZeRO, stage 1,
+    /// <https://arxiv.org/abs/1910.02054>). Each rank stores the state for its part of every
+    /// parameter, updates that part, and receives the others.
     ///
-    /// The gradients must be those of [`Gradients::begin_reduction`] with `scatter`. All ranks must
+    /// The gradients must come from [`Gradients::begin_reduction`] with `scatter`. All ranks must
     /// call [`Self::scaled_step`] and [`Self::state`] together.
     ///
     /// # Errors
@@ -273,33 +273,33 @@ impl AdamW {
         })
     }
 
-    /// Returns true if several ranks share the state.
+    /// Returns whether several ranks share the state.
     pub fn is_sharded(&self) -> bool {
         self.shard.is_some()
     }
 
-    /// Updates every variable of `parameters` in place.
+    /// Updates every variable in `parameters` in place.
     ///
     /// A gradient is converted to the dtype of the arithmetic: f32, or f64 for a variable in f64.
     ///
-    /// Decoders that share the variables see the change. Drop all graphs that use the variables
-    /// before: a later backward pass would mix old and new values. This method does not check
+    /// Decoders that share the variables see the change. First drop all graphs that use the
+    /// variables: a later backward pass would mix old and new values. This method does not check
     /// that the gradients are finite, see [`Gradients::global_norm`].
     ///
     /// # Errors
     ///
-    /// If `parameters` or `gradients` do not match this optimizer, or an option is invalid. Nothing
-    /// has changed then.
+    /// If `parameters` or `gradients` do not match this optimizer, or an option is invalid. In that
+    /// case nothing has changed.
     pub fn step(&mut self, parameters: &Parameters, gradients: &Gradients) -> Result<()> {
         self.scaled_step(parameters, gradients, 1.0, &ComputeCopies::default())
     }
 
-    /// [`Self::step`] with all gradients times `gradient_factor`, see [`Gradients::clip_factor`].
-    /// It also refreshes `copies`, in the same pass over the memory.
+    /// Like [`Self::step`], with all gradients multiplied by `gradient_factor`, see
+    /// [`Gradients::clip_factor`]. It also refreshes `copies` in the same pass over memory.
     ///
     /// # Errors
     ///
-    /// As in [`Self::step`], and if `gradient_factor` is not finite.
+    /// Same as [`Self::step`]. Also if `gradient_factor` is not finite.
     ///
     /// ```
     /// use candle_core::{DType, Device, Result};
@@ -387,7 +387,7 @@ impl AdamW {
         copies.refresh_others()
     }
 
-    /// Updates the part of this rank of each parameter, and receives those of the other ranks.
+    /// Updates this rank's part of each parameter, and receives the other ranks' parts.
     fn step_of_part(
         &self,
         shard: &Shard,
@@ -407,7 +407,7 @@ impl AdamW {
             );
             views.push((parts, weight_decay));
         }
-        // The part and the remainder of a parameter share memory.
+        // A parameter's part and remainder share memory.
         for i in 0..2 {
             let tensors: Vec<_> = views
                 .iter()
@@ -451,18 +451,18 @@ impl AdamW {
         Ok((parameter, gradient, weight_decay))
     }
 
-    /// The learning rate of the next step.
+    /// Learning rate for the next step.
     pub fn learning_rate(&self) -> f64 {
         self.config.learning_rate
     }
 
-    /// Sets the learning rate of the next step. [`Self::step`] returns an error if it is negative
-    /// or not finite.
+    /// Sets the learning rate for the next step. [`Self::step`] fails if it is negative or not
+    /// finite.
     pub fn set_learning_rate(&mut self, learning_rate: f64) {
         self.config.learning_rate = learning_rate;
     }
 
-    /// The options, with the learning rate of the next step.
+    /// The options, with the learning rate for the next step.
     pub fn config(&self) -> &AdamWConfig {
         &self.config
     }
@@ -472,12 +472,12 @@ impl AdamW {
         self.steps
     }
 
-    /// The state for a checkpoint: `exp_avg.NAME` and `exp_avg_sq.NAME` for every parameter, in its
+    /// The state to checkpoint: `exp_avg.NAME` and `exp_avg_sq.NAME` for every parameter, in its
     /// dtype or as u8 [`moment_blocks`], and `step`, an i64 scalar on the CPU.
     ///
-    /// The tensors share the memory of the optimizer. Save or copy them before the next
+    /// The tensors share memory with the optimizer. Save or copy them before the next
     /// [`Self::step`], which changes them. If several ranks share the state, the tensors are copies
-    /// of all parts.
+    /// with all parts.
     ///
     /// # Errors
     ///
@@ -497,8 +497,8 @@ impl AdamW {
         Ok(state)
     }
 
-    /// Takes part in [`Self::state`] of another rank, without the memory of its result. Does
-    /// nothing unless several ranks share the state.
+    /// Supports another rank's [`Self::state`] call without building the result. Does nothing
+    /// unless several ranks share the state.
     ///
     /// # Errors
     ///
@@ -527,12 +527,12 @@ impl AdamW {
         })
     }
 
-    /// Restores the state of [`Self::state`] bit-identically, from any device. Options are not part
-    /// of the state.
+    /// Restores [`Self::state`] bit-identically, from any device. Options are not part of the
+    /// state.
     ///
     /// # Errors
     ///
-    /// If names, shapes or dtypes do not match the parameters. Nothing has changed then.
+    /// If names, shapes or dtypes do not match the parameters. In that case nothing has changed.
     pub fn load_state(&mut self, state: HashMap<String, Tensor>) -> Result<()> {
         let step = (Shape::from(()), DType::I64);
         let mut expected = BTreeMap::from([(STEP.to_owned(), step)]);

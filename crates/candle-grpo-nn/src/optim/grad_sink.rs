@@ -1,4 +1,4 @@
-//! The destination of gradients in a backward pass without a graph.
+//! Where a backward pass without a graph adds its gradients.
 
 use candle_core::{DType, Result, Tensor};
 use candle_grpo_kernels::{
@@ -8,10 +8,10 @@ use candle_grpo_kernels::{
 use crate::model::named_weight::NamedWeight;
 use crate::{Gradients, Parameters};
 
-/// Adds the gradients of trained weights to [`Gradients`], in place. The gradients of other weights
-/// are not computed.
+/// Adds gradients for trained weights to [`Gradients`], in place. It does not compute gradients for
+/// other weights.
 ///
-/// A new sum has the dtype of its variable, f32 or f64, whatever the dtype of the pass.
+/// A new sum has its variable's dtype, f32 or f64, whatever the pass computes in.
 pub(crate) struct GradSink<'a> {
     trained: &'a Parameters,
     gradients: &'a mut Gradients,
@@ -22,7 +22,7 @@ impl<'a> GradSink<'a> {
         Self { trained, gradients }
     }
 
-    /// Adds the result of `gradient`, if `weight` trains.
+    /// Adds the result of `gradient` if `weight` trains.
     pub(crate) fn add(
         &mut self,
         weight: &NamedWeight,
@@ -35,7 +35,7 @@ impl<'a> GradSink<'a> {
         self.gradients.add(&weight.name, &gradient)
     }
 
-    /// Adds `a b`, if `weight` trains.
+    /// Adds `a b` if `weight` trains.
     pub(crate) fn add_product(
         &mut self,
         weight: &NamedWeight,
@@ -44,7 +44,7 @@ impl<'a> GradSink<'a> {
     ) -> Result<()> {
         let is_first = self.gradients.get(&weight.name).is_none();
         if is_first && matches!(a.dtype(), DType::F32 | DType::F64) {
-            // The product is the sum. In bf16 or f16 it would be rounded.
+            // The product itself is the sum. In bf16 or f16 it would be rounded.
             return self.add(weight, || a.matmul(b));
         }
         match self.sum(weight)? {
@@ -54,7 +54,7 @@ impl<'a> GradSink<'a> {
         }
     }
 
-    /// Adds each row of `gradient` to the row of `weight` with its id, if `weight` trains.
+    /// Adds each row in `gradient` to the row in `weight` with its id, if `weight` trains.
     pub(crate) fn add_rows(
         &mut self,
         weight: &NamedWeight,
@@ -67,7 +67,7 @@ impl<'a> GradSink<'a> {
         }
     }
 
-    /// Adds the sum of the rows of `gradient`, if `bias` trains.
+    /// Adds the row sum of `gradient` if `bias` trains.
     pub(crate) fn add_bias(&mut self, bias: &NamedWeight, gradient: &Tensor) -> Result<()> {
         match self.sum(bias)? {
             Some(sum) => add_bias_gradient(sum, &addend(sum, gradient)?),
@@ -75,13 +75,12 @@ impl<'a> GradSink<'a> {
         }
     }
 
-    /// Declares that the gradients of the weights of a name that `is_final` selects are final in
-    /// this backward pass.
+    /// Declares that the gradients whose names `is_final` selects are final in this backward pass.
     pub(crate) fn complete(&mut self, is_final: impl Fn(&str) -> bool) -> Result<()> {
         self.gradients.complete(is_final)
     }
 
-    /// Returns the sum of the gradients of `weight` so far, zeros at first, if `weight` trains.
+    /// Returns the gradient sum for `weight` so far, initially zero, if `weight` trains.
     fn sum(&mut self, weight: &NamedWeight) -> Result<Option<&Tensor>> {
         let tensor = &weight.tensor;
         if self.gradients.get(&weight.name).is_none() {
@@ -93,7 +92,7 @@ impl<'a> GradSink<'a> {
     }
 }
 
-/// Returns `gradient` in a dtype that is added to `sum`: its own, unless one of both is f64.
+/// Returns `gradient` in a dtype that can be added to `sum`: unchanged, unless either is f64.
 fn addend(sum: &Tensor, gradient: &Tensor) -> Result<Tensor> {
     match sum.dtype() == arithmetic_dtype(gradient.dtype()) {
         true => Ok(gradient.clone()),

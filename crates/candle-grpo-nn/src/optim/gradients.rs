@@ -14,30 +14,30 @@ use super::reduction::Reduction;
 use super::shard::Shard;
 use crate::Parameters;
 
-/// One gradient for each variable, summed over micro-batches.
+/// One gradient per variable, summed over micro-batches.
 ///
-/// The gradients are detached. Candle's own `GradStore` keeps the forward graph alive.
+/// The gradients are detached. Candle's own `GradStore` would keep the forward graph alive.
 #[derive(Debug, Default)]
 pub struct Gradients {
     by_name: BTreeMap<String, Tensor>,
-    /// The sum over all ranks that the current backward pass feeds.
+    /// The reduction over all ranks that the current backward pass feeds.
     reduction: Option<Reduction>,
-    /// The part of each gradient that has the sum over all ranks, if not all of it.
+    /// This rank's part, if only that part of each gradient is summed over all ranks.
     shard: Option<Shard>,
 }
 
 impl Gradients {
-    /// An empty set of gradients.
+    /// Creates an empty set.
     pub fn new() -> Self {
         Self::default()
     }
 
-    /// Runs backward from `loss`, a tensor of one element, and adds the gradient of every variable.
+    /// Runs backward from `loss`, a tensor with one element, and adds every variable's gradient.
     ///
     /// # Errors
     ///
-    /// If a variable receives no gradient, because an operator breaks the graph or the variable is
-    /// not used. The error lists the names. Nothing has been added then.
+    /// If a variable receives no gradient, because an operator breaks the graph or nothing uses the
+    /// variable. The error lists the names. In that case nothing has been added.
     pub fn accumulate(&mut self, loss: &Tensor, parameters: &Parameters) -> Result<()> {
         if loss.elem_count() != 1 || !loss.dtype().is_float() {
             bail!(
@@ -74,10 +74,10 @@ impl Gradients {
         Ok(())
     }
 
-    /// Runs backward from `loss`, a tensor of one element, and adds the gradients of the variables
+    /// Runs backward from `loss`, a tensor with one element, and adds gradients for the variables
     /// that it reaches.
     ///
-    /// Returns the gradients of everything else that was reached. Call [`Self::ensure_complete`]
+    /// Returns the gradients for everything else that was reached. Call [`Self::ensure_complete`]
     /// after the last addition.
     pub fn add_reached(&mut self, loss: &Tensor, parameters: &Parameters) -> Result<GradStore> {
         let mut store = loss.backward()?;
@@ -89,11 +89,11 @@ impl Gradients {
         Ok(store)
     }
 
-    /// Adds a gradient that was computed without Candle's `backward`, of any float dtype. Sums are
-    /// in f32, or in f64 if the first gradient of the name is f64.
+    /// Adds a gradient that was computed without Candle's `backward`, in any float dtype. Sums are
+    /// f32, or f64 if the first gradient with that name is f64.
     ///
-    /// The first gradient of a name is stored without a copy if it has the dtype of the sum, and
-    /// later ones may be added to it in place.
+    /// The first gradient for a name is stored without a copy if it already has the sum's dtype.
+    /// Later ones may then be added to it in place.
     pub fn add(&mut self, name: &str, gradient: &Tensor) -> Result<()> {
         let sum = self.by_name.get_mut(name);
         let dtype = match &sum {
@@ -115,14 +115,15 @@ impl Gradients {
         Ok(())
     }
 
-    /// Sums the gradients over all ranks, from the next backward pass on, which must be the last of
-    /// the optimizer step. A block's gradients are summed while the pass computes those of the
-    /// blocks before it. [`Self::finish_reduction`] waits for the sums.
+    /// Sums the gradients over all ranks, starting with the next backward pass, which must be the
+    /// last in the optimizer step. A block's gradients are summed while the pass computes those for
+    /// earlier blocks. [`Self::finish_reduction`] waits for the sums.
     ///
-    /// All ranks must have gradients of the same names and shapes. With one rank this does nothing.
+    /// All ranks must have gradients with the same names and shapes. With one rank this does
+    /// nothing.
     ///
-    /// With `scatter` a rank receives the sums of its part only, for an optimizer with
-    /// [`AdamW::sharded`](crate::AdamW::sharded). Norms are those of all parts; all ranks must then
+    /// With `scatter`, each rank receives only the sums for its own part, for an optimizer from
+    /// [`AdamW::sharded`](crate::AdamW::sharded). Norms still cover all parts, so all ranks must
     /// compute them.
     ///
     /// # Errors
@@ -141,7 +142,7 @@ impl Gradients {
         Ok(())
     }
 
-    /// Declares that the backward pass has added the last gradient of each name that `is_final`
+    /// Declares that the backward pass has added the last gradient for each name that `is_final`
     /// selects.
     pub(crate) fn complete(&mut self, is_final: impl Fn(&str) -> bool) -> Result<()> {
         if let Some(reduction) = &mut self.reduction {
@@ -152,7 +153,7 @@ impl Gradients {
         Ok(())
     }
 
-    /// Waits until the gradients are those of all ranks. Does nothing without
+    /// Waits until the gradients are summed over all ranks. Does nothing without
     /// [`Self::begin_reduction`].
     ///
     /// # Errors
@@ -166,20 +167,20 @@ impl Gradients {
         }
     }
 
-    /// Checks that all variables of `parameters` have a gradient. The error lists the names of
-    /// those that have none.
+    /// Checks that every variable in `parameters` has a gradient. The error lists the names without
+    /// one.
     pub fn ensure_complete(&self, parameters: &Parameters) -> Result<()> {
         let names = parameters.iter().map(|(name, _)| name);
         ensure_reached(names.map(|name| (name, self.by_name.contains_key(name))))
     }
 
-    /// Computes the Euclidean norm of all gradients together; 0 if there are none. Synchronizes
-    /// with the device.
+    /// Computes the Euclidean norm over all gradients; 0 if there are none. Synchronizes with the
+    /// device.
     ///
     /// # Errors
     ///
-    /// If the sum of the squares of a gradient, computed in f64, exceeds f32, in which the
-    /// optimizer squares it. The error names the first such gradient.
+    /// If a gradient's sum of squares, computed in f64, exceeds the f32 range, because the
+    /// optimizer squares in f32. The error names the first such gradient.
     pub fn global_norm(&self) -> Result<f64> {
         let sums = self.squared_norms()?;
         if let Some((name, sum)) = self.first_not_finite(&sums) {
@@ -188,7 +189,7 @@ impl Gradients {
         Ok(sums.iter().sum::<f64>().sqrt())
     }
 
-    /// Returns the name of the first gradient for which [`Self::global_norm`] is an error.
+    /// Returns the first gradient name for which [`Self::global_norm`] fails.
     pub fn not_finite(&self) -> Result<Option<&str>> {
         let sums = self.squared_norms()?;
         Ok(self.first_not_finite(&sums).map(|(name, _)| name))
@@ -217,12 +218,13 @@ impl Gradients {
             .map(|(name, &sum)| (name.as_str(), sum))
     }
 
-    /// Returns the norm of all gradients together, and the factor
-    /// `min(1, max_norm / (norm + 1e-6))` of clipping, as `torch.nn.utils.clip_grad_norm_` has it.
+    /// Returns the global norm and the clipping factor `min(1, max_norm / (norm + 1e-6))`, like
+    /// `torch.nn.utils.clip_grad_norm_`.
     ///
     /// # Errors
     ///
-    /// If `max_norm` is not positive (infinity disables clipping), or as in [`Self::global_norm`].
+    /// If `max_norm` is not positive (infinity disables clipping). Also as for
+    /// [`Self::global_norm`].
     pub fn clip_factor(&self, max_norm: f64) -> Result<(f64, f64)> {
         if max_norm.is_nan() || max_norm <= 0.0 {
             bail!("max_norm: {max_norm}, must be positive");
@@ -231,12 +233,11 @@ impl Gradients {
         Ok((norm, (max_norm / (norm + 1e-6)).min(1.0)))
     }
 
-    /// Scales all gradients in place by the factor of [`Self::clip_factor`]. Returns the norm
-    /// before scaling.
+    /// Scales all gradients in place by [`Self::clip_factor`]. Returns the norm before scaling.
     ///
     /// # Errors
     ///
-    /// As in [`Self::clip_factor`].
+    /// Same as [`Self::clip_factor`].
     pub fn clip_by_global_norm(&mut self, max_norm: f64) -> Result<f64> {
         let (norm, factor) = self.clip_factor(max_norm)?;
         if factor < 1.0 {
@@ -245,11 +246,11 @@ impl Gradients {
         Ok(norm)
     }
 
-    /// Multiplies all gradients by `factor`. Gradients that are added later are not scaled.
+    /// Multiplies all gradients by `factor`. Gradients added later are not scaled.
     ///
     /// # Errors
     ///
-    /// If the device has no memory for one more gradient.
+    /// If the device does not have enough memory for one more gradient.
     pub fn scale(&mut self, factor: f64) -> Result<()> {
         for gradient in self.by_name.values_mut() {
             *gradient = (&*gradient * factor)?;
@@ -257,7 +258,7 @@ impl Gradients {
         Ok(())
     }
 
-    /// The gradient of the variable with this name.
+    /// The gradient for this variable name.
     pub fn get(&self, name: &str) -> Option<&Tensor> {
         self.by_name.get(name)
     }
@@ -282,9 +283,9 @@ impl Gradients {
     }
 }
 
-/// The sum of the squares of each gradient.
+/// Sum of squares for each gradient.
 fn squares(gradients: &[&Tensor]) -> Result<Vec<f64>> {
-    // Converted on the host, as not every device has f64.
+    // Converted on the host, since not every device supports f64.
     squared_gradient_norms(gradients)?
         .to_device(&Device::Cpu)?
         .to_dtype(DType::F64)?

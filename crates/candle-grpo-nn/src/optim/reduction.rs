@@ -1,4 +1,4 @@
-//! Sums of gradients over all ranks, while the backward pass still runs.
+//! Gradient sums over all ranks, computed while the backward pass still runs.
 
 use std::collections::BTreeSet;
 use std::sync::mpsc::{Receiver, Sender, channel};
@@ -8,26 +8,25 @@ use candle_core::{Error, Result, Tensor, bail};
 
 use super::shard::Shard;
 
-/// The size of a bucket in elements, at least: 25 MiB of f32, as in PyTorch's
-/// `DistributedDataParallel`. Fewer calls spend less time on latency, and more of them overlap with
-/// the backward pass.
+/// Minimum bucket size in elements: 25 MiB in f32, as in PyTorch's `DistributedDataParallel`. Fewer
+/// calls spend less time on latency, while more calls overlap better with the backward pass.
 const BUCKET: usize = 25 << 18;
 
-/// A thread that sums buckets of gradients over all ranks, in place and in order.
+/// A thread that sums gradient buckets over all ranks, in place and in order.
 ///
-/// The buckets depend on the names and shapes only, so they are the same on all ranks.
+/// Buckets depend only on names and shapes, so they are the same on all ranks.
 #[derive(Debug)]
 pub(super) struct Reduction {
     buckets: Option<Sender<Vec<Tensor>>>,
     thread: Option<JoinHandle<Result<()>>>,
-    /// The next bucket, and its number of elements.
+    /// The next bucket, and how many elements it has.
     bucket: Vec<Tensor>,
     elements: usize,
     added: BTreeSet<String>,
 }
 
 impl Reduction {
-    /// Starts the thread. With `scatter` a rank receives the sums of its part only.
+    /// Starts the thread. With `scatter`, each rank receives only the sums for its own part.
     pub(super) fn start(shard: Shard, scatter: bool) -> Result<Self> {
         let (buckets, received) = channel();
         let thread = Builder::new()
@@ -43,7 +42,7 @@ impl Reduction {
         })
     }
 
-    /// Adds a gradient to the next bucket, unless it has been added. It must not be used until
+    /// Adds a gradient to the next bucket, unless already added. Do not use the gradient until
     /// [`Self::finish`].
     pub(super) fn add(&mut self, name: &str, gradient: &Tensor) -> Result<()> {
         if self.added.insert(name.to_owned()) {
@@ -65,7 +64,7 @@ impl Reduction {
         }
     }
 
-    /// Waits for the sums of all buckets.
+    /// Waits until all buckets are summed.
     pub(super) fn finish(mut self) -> Result<()> {
         if !self.bucket.is_empty() {
             self.send()?;
@@ -83,7 +82,7 @@ impl Reduction {
     }
 }
 
-/// Dropping it waits for the bucket that is being summed.
+/// Waits for the bucket that is being summed.
 impl Drop for Reduction {
     fn drop(&mut self) {
         if self.thread.is_some() {

@@ -1,4 +1,4 @@
-//! Batches without padding, and prefixes that sequences share.
+//! Batches without padding, and shared prefixes.
 
 mod packed_tokens;
 pub(crate) mod shared_rows;

@@ -1,10 +1,10 @@
-//! Batches of sequences without padding.
+//! Sequence batches without padding.
 
 use std::collections::HashMap;
 
 use candle_core::{Device, Result, Tensor, bail};
 
-/// The tokens of several sequences, one after another, without padding.
+/// Tokens from several sequences, concatenated without padding.
 ///
 /// Sequences with a common prefix can share its tokens, see [`Self::sharing_prefixes`]. A causal
 /// model computes the same hidden states for them.
@@ -12,9 +12,9 @@ use candle_core::{Device, Result, Tensor, bail};
 pub struct PackedTokens {
     ids: Tensor,
     lengths: Vec<usize>,
-    /// For each token of each sequence its row in `ids`. `None` if no tokens are shared.
+    /// For each token in each sequence, its row in `ids`. `None` if no tokens are shared.
     rows: Option<Vec<u32>>,
-    /// The experts of each row, u32 `[N, choices]`, that a model replays.
+    /// Experts to replay for each row, u32 `[N, choices]`.
     experts: Option<Tensor>,
 }
 
@@ -44,13 +44,13 @@ impl PackedTokens {
         })
     }
 
-    /// Packs the tokens of `sequences`, and stores tokens with the same prefix once: the prompt of
-    /// the completions of a group, for example. Their hidden states are equal in all sequences,
-    /// and their gradients are summed.
+    /// Packs the tokens of `sequences`, and stores tokens with the same prefix only once, such as a
+    /// group's shared prompt. Their hidden states are equal in all sequences, and their gradients
+    /// are summed.
     ///
     /// # Errors
     ///
-    /// As in [`Self::new`].
+    /// Same as [`Self::new`].
     ///
     /// ```
     /// use candle_core::Device;
@@ -65,14 +65,14 @@ impl PackedTokens {
         Self::sharing(sequences, |_, _| &[], device)
     }
 
-    /// [`Self::sharing_prefixes`] for a model whose routers do not choose, but replay `experts`:
-    /// those of another pass over each of the `sequences`, token by token, as
-    /// [`Decoder::next_logits_and_experts`](crate::Decoder::next_logits_and_experts) returns them.
-    /// Tokens are shared if their experts are the same, too.
+    /// Like [`Self::sharing_prefixes`], for a model whose routers replay `experts` instead of
+    /// choosing them. These come from another pass over each of the `sequences`, token by token, as
+    /// returned by [`Decoder::next_logits_and_experts`](crate::Decoder::next_logits_and_experts).
+    /// Tokens are shared only if their experts match, too.
     ///
     /// # Errors
     ///
-    /// As in [`Self::new`], and if `experts` does not have as many for each token.
+    /// Same as [`Self::new`]. Also if `experts` does not have the same number for each token.
     ///
     /// ```
     /// use candle_core::Device;
@@ -121,8 +121,8 @@ impl PackedTokens {
         Ok(packed)
     }
 
-    /// Packs `sequences`, in which tokens are shared if those before them are, and they have the
-    /// same id and the same result of `of_token`, a function of sequence and token.
+    /// Packs `sequences`. Tokens are shared if all tokens before them are shared, and they have the
+    /// same id and the same `of_token(sequence, token)`.
     fn sharing<'a>(
         sequences: &[Vec<u32>],
         of_token: impl Fn(usize, usize) -> &'a [u16],
@@ -152,22 +152,22 @@ impl PackedTokens {
         })
     }
 
-    /// The experts that a model replays, u32 `[N, choices]`, if it does not choose.
+    /// Experts to replay, u32 `[N, choices]`, if the model does not choose them itself.
     pub fn experts(&self) -> Option<&Tensor> {
         self.experts.as_ref()
     }
 
-    /// The tokens of all sequences, u32 `[N]`. A shared token occurs once.
+    /// All tokens, u32 `[N]`. A shared token occurs once.
     pub fn ids(&self) -> &Tensor {
         &self.ids
     }
 
-    /// The number of tokens of each sequence.
+    /// Sequence lengths in tokens.
     pub fn lengths(&self) -> &[usize] {
         &self.lengths
     }
 
-    /// For each token of each sequence, one after another, its row in [`Self::ids`].
+    /// For each token in each sequence, in order, its row in [`Self::ids`].
     pub fn rows(&self) -> Vec<u32> {
         match &self.rows {
             Some(rows) => rows.clone(),
@@ -175,16 +175,16 @@ impl PackedTokens {
         }
     }
 
-    /// [`Self::rows`], if sequences share tokens.
+    /// Same as [`Self::rows`], if sequences share tokens.
     pub(crate) fn shared_rows(&self) -> Option<&[u32]> {
         self.rows.as_deref()
     }
 
-    /// For each row the index of its first token in [`Self::rows`].
+    /// For each row, the index of its first token in [`Self::rows`].
     pub(crate) fn first_tokens(&self) -> Vec<u32> {
         let mut first = Vec::new();
         for (token, row) in self.rows().into_iter().enumerate() {
-            // Rows are numbered in the order of their first tokens.
+            // Rows are numbered in order of their first tokens.
             if row as usize == first.len() {
                 first.push(token as u32);
             }
@@ -192,8 +192,8 @@ impl PackedTokens {
         first
     }
 
-    /// The tokens as u32 `[B, S]`, padded on the right with 0. A causal model needs no mask for
-    /// this padding.
+    /// The tokens as u32 `[B, S]`, right-padded with 0. A causal model needs no mask for this
+    /// padding.
     pub fn right_padded(&self) -> Result<Tensor> {
         let ids = self.ids.to_vec1::<u32>()?;
         let width = self.lengths.iter().copied().max().unwrap_or(0);
@@ -206,8 +206,7 @@ impl PackedTokens {
         Tensor::from_vec(padded, (self.lengths.len(), width), self.ids.device())
     }
 
-    /// Selects the rows `[N, H]` of the tokens from hidden states `[B, S, H]` of
-    /// [`Self::right_padded`].
+    /// Selects the token rows `[N, H]` from hidden states `[B, S, H]` for [`Self::right_padded`].
     pub fn rows_of(&self, hidden: &Tensor) -> Result<Tensor> {
         let &[batch, width, hidden_size] = hidden.dims() else {
             bail!("hidden: shape {:?}, must be [B, S, H]", hidden.dims());

@@ -5,8 +5,8 @@ use candle_grpo_kernels::RowMap;
 
 use crate::PackedTokens;
 
-/// The conversion between shared rows `[N, ..]` and the tokens `[T, ..]` of all sequences, one
-/// after another. Only attention needs the latter.
+/// Converts between shared rows `[N, ..]` and all sequences' tokens `[T, ..]`. Only attention needs
+/// the latter.
 #[derive(Debug, Clone)]
 pub(crate) struct SharedRows {
     row_of_token: RowMap,
@@ -32,24 +32,26 @@ impl SharedRows {
         self.row_of_token.select(x)
     }
 
-    /// [`Self::to_tokens`] of query, key and value.
+    /// Applies [`Self::to_tokens`] to query, key and value.
     pub(crate) fn all_to_tokens(&self, x: &[Tensor; 3]) -> Result<[Tensor; 3]> {
         let [query, key, value] = x.each_ref().map(|x| self.to_tokens(x));
         Ok([query?, key?, value?])
     }
 
-    /// Returns the gradients of the arguments of [`Self::all_to_tokens`] from those of its results.
+    /// Returns the gradients with respect to the arguments to [`Self::all_to_tokens`], given its
+    /// output gradients.
     pub(crate) fn to_tokens_gradient(&self, gradients: [Tensor; 3]) -> Result<[Tensor; 3]> {
         let [query, key, value] = gradients.map(|x| self.row_of_token.sum(&x));
         Ok([query?, key?, value?])
     }
 
-    /// Selects `[N, ..]` from `[T, ..]`, in which all tokens of a row are equal.
+    /// Selects `[N, ..]` from `[T, ..]`, where a row's tokens are all equal.
     pub(crate) fn to_rows(&self, x: &Tensor) -> Result<Tensor> {
         self.first_token_of_row.select(x)
     }
 
-    /// Returns the gradient of the argument of [`Self::to_rows`] from that of its result.
+    /// Returns the gradient with respect to the argument to [`Self::to_rows`], given its output
+    /// gradient.
     pub(crate) fn to_rows_gradient(&self, gradient: &Tensor) -> Result<Tensor> {
         self.first_token_of_row.sum(gradient)
     }

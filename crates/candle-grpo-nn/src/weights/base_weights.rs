@@ -1,4 +1,4 @@
-//! Weights that do not train, in a dtype or in blocks of quantized numbers.
+//! Frozen weights, either dense or in quantized blocks.
 
 use std::collections::{BTreeSet, HashMap};
 
@@ -12,45 +12,45 @@ use serde::{Deserialize, Serialize};
 use crate::DecoderConfig;
 use crate::config::architecture::linear_maps;
 
-/// The form in memory of the linear maps in blocks of a model that trains only its adapters
-/// (QLoRA, <https://arxiv.org/abs/2305.14314>, with the blocks of GGUF files).
+/// Storage of a model's linear maps while only adapters train (QLoRA,
+/// <https://arxiv.org/abs/2305.14314>, with GGUF block formats).
 ///
-/// The routers of experts, embeddings, norms, biases and the output layer are never quantized. A
-/// map whose rows are not a multiple of 256 numbers has blocks of 32 with at least as many bits:
-/// Q5_0 in place of Q4_K, Q5_1 in place of Q5_K, Q8_0 in place of Q6_K. Rows that are not a
-/// multiple of 32 are not quantized.
+/// Expert routers, embeddings, norms, biases and the output layer are never quantized. If a map's
+/// row length is not a multiple of 256, it falls back to blocks of 32 with at least as many bits:
+/// Q5_0 instead of Q4_K, Q5_1 instead of Q5_K, Q8_0 instead of Q6_K. If it is not a multiple of 32,
+/// the map is not quantized.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum BaseWeights {
-    /// Numbers of the dtype of the computation.
+    /// Dense, in the compute dtype.
     #[default]
     Dense,
-    /// The blocks of a GGUF file, as they are there. Types without an operator, such as Q2_K, are
-    /// dense, and so are the weights of other files.
+    /// GGUF blocks as stored in the file. Types without an operator, such as Q2_K, become dense,
+    /// and so do weights from other files.
     Stored,
-    /// 4.5 bits each: 32 numbers with a common factor.
+    /// 4.5 bits each: 32 values with a common factor.
     #[serde(rename = "q4_0")]
     Q4_0,
-    /// 5.5 bits each: 32 numbers with a common factor.
+    /// 5.5 bits each: 32 values with a common factor.
     #[serde(rename = "q5_0")]
     Q5_0,
-    /// 8.5 bits each: 32 numbers with a common factor.
+    /// 8.5 bits each: 32 values with a common factor.
     #[serde(rename = "q8_0")]
     Q8_0,
-    /// 4.5 bits each: 256 numbers in 8 parts, each with factor and offset.
+    /// 4.5 bits each: 256 values in 8 parts, each with factor and offset.
     #[serde(rename = "q4_k")]
     Q4K,
-    /// 5.5 bits each: 256 numbers in 8 parts, each with factor and offset.
+    /// 5.5 bits each: 256 values in 8 parts, each with factor and offset.
     #[serde(rename = "q5_k")]
     Q5K,
-    /// 6.6 bits each: 256 numbers in 16 parts, each with a factor.
+    /// 6.6 bits each: 256 values in 16 parts, each with a factor.
     #[serde(rename = "q6_k")]
     Q6K,
 }
 
 impl BaseWeights {
-    /// The bytes of the weights of `model` in this form, those that are not quantized in `dtype`.
-    /// Blocks of a file count as dense.
+    /// Total weight bytes for `model` in this form, with weights that are not quantized in `dtype`.
+    /// Blocks from a file count as dense.
     ///
     /// # Errors
     ///
@@ -62,7 +62,7 @@ impl BaseWeights {
         Ok(bytes.sum())
     }
 
-    /// The blocks of rows of `inputs` numbers, if the weights are quantized.
+    /// Block type for rows with `inputs` values, if the weights are quantized.
     fn block_type(self, inputs: usize) -> Option<GgmlDType> {
         let by_256 = inputs.is_multiple_of(256);
         let block_type = match self {
@@ -81,13 +81,13 @@ impl BaseWeights {
     }
 }
 
-/// The form of all weights of a model that trains only its adapters.
+/// Storage of all model weights while only adapters train.
 #[derive(Debug)]
 pub(crate) struct FrozenForm {
     base: BaseWeights,
-    /// The dtype of weights that are not in blocks.
+    /// Dtype for weights that are not in blocks.
     pub(crate) dtype: DType,
-    /// The names of the weights that may be in blocks.
+    /// Names of the weights that may be in blocks.
     maps: BTreeSet<String>,
 }
 
@@ -106,19 +106,19 @@ impl FrozenForm {
         Ok(Self { base, dtype, maps })
     }
 
-    /// Returns whether the blocks of a file stay blocks in the weight `name`.
+    /// Returns whether the weight `name` keeps its blocks from a file.
     pub(crate) fn keeps_blocks(&self, name: &str) -> bool {
         self.base == BaseWeights::Stored && self.maps.contains(name)
     }
 
-    /// The blocks of the weight `name`, if it is quantized.
+    /// Block type for the weight `name`, if it is quantized.
     pub(crate) fn block_type(&self, name: &str, shape: &Shape) -> Option<GgmlDType> {
         let inputs = shape.dims().last().copied().unwrap_or(0);
         let is_map = self.maps.contains(name);
         is_map.then(|| self.base.block_type(inputs)).flatten()
     }
 
-    /// The bytes of the weight `name` in this form, unless it has the blocks of a file.
+    /// Bytes for the weight `name` in this form, unless it keeps blocks from a file.
     pub(crate) fn num_bytes(&self, name: &str, shape: &Shape) -> usize {
         match self.block_type(name, shape) {
             Some(block_type) => {
@@ -128,7 +128,7 @@ impl FrozenForm {
         }
     }
 
-    /// Returns the weight `name`, in a floating-point type or in blocks, in this form.
+    /// Converts the weight `name`, dense or in blocks, to this form.
     pub(crate) fn of(&self, name: &str, weight: &Tensor) -> Result<Tensor> {
         if weight.dtype() == DType::U8 {
             return Ok(weight.clone());
@@ -140,7 +140,7 @@ impl FrozenForm {
     }
 }
 
-/// The numbers of a weight: those of blocks in `dtype`, others as they are.
+/// A weight's values: dequantized to `dtype`, or unchanged if dense.
 pub(crate) fn numbers(weight: &Tensor, dtype: DType) -> Result<Tensor> {
     match weight.dtype() {
         DType::U8 => dequantize(weight, dtype),
@@ -148,7 +148,7 @@ pub(crate) fn numbers(weight: &Tensor, dtype: DType) -> Result<Tensor> {
     }
 }
 
-/// The shape of a weight that may be in blocks.
+/// Shape of a weight that may be in blocks.
 pub(crate) fn shape(weight: &Tensor) -> Result<Shape> {
     match weight.dtype() {
         DType::U8 => {
@@ -159,7 +159,7 @@ pub(crate) fn shape(weight: &Tensor) -> Result<Shape> {
     }
 }
 
-/// Fails unless `weight` has the shape `expected` or is the blocks of a matrix of this shape.
+/// Fails unless `weight` has the shape `expected`, either directly or as the blocks of a matrix.
 pub(crate) fn check_shape(name: &str, weight: &Tensor, expected: &Shape) -> Result<()> {
     if !shape(weight).is_ok_and(|shape| shape == *expected) {
         bail!(
@@ -171,7 +171,7 @@ pub(crate) fn check_shape(name: &str, weight: &Tensor, expected: &Shape) -> Resu
     Ok(())
 }
 
-/// A builder of `tensors`, of which blocks keep their dtype.
+/// A builder over `tensors` in which blocks keep their dtype.
 pub(crate) fn builder(
     tensors: HashMap<String, Tensor>,
     dtype: DType,

@@ -1,4 +1,4 @@
-//! Checks of tensors from files.
+//! Checks tensors from files.
 
 use std::collections::{BTreeMap, HashMap};
 
@@ -10,12 +10,12 @@ use crate::weights::safetensors::TensorHeader;
 use crate::weights::stacks;
 use crate::weights::stored_tensor::StoredTensor;
 
-/// The numbers of a tensor that are converted at once.
+/// Number of values converted at once.
 pub(crate) const CHUNK: usize = 1 << 20;
 const ROTARY_FREQUENCIES: &str = "rotary_emb.inv_freq";
 
-/// Checks that `found` has exactly the names of `expected`. The error lists what is missing and
-/// what is surplus.
+/// Checks that `found` has exactly the names in `expected`. The error lists missing and surplus
+/// names.
 pub(crate) fn check_names<S, T>(
     argument: &str,
     expected: &BTreeMap<String, S>,
@@ -40,7 +40,7 @@ pub(crate) fn check_names<S, T>(
     Ok(())
 }
 
-/// The first names, and the number of the others.
+/// The first names, and how many more there are.
 fn listed(names: &[&String]) -> String {
     const MOST: usize = 8;
     match names.split_at_checked(MOST) {
@@ -51,8 +51,8 @@ fn listed(names: &[&String]) -> String {
     }
 }
 
-/// Checks that the headers of files have exactly the names and shapes of the parameters, beside
-/// those that [`reduce_to_parameters`] removes.
+/// Checks that file headers have exactly the parameter names and shapes, apart from tensors that
+/// [`reduce_to_parameters`] removes.
 pub(crate) fn check_headers(
     config: &DecoderConfig,
     headers: HashMap<String, TensorHeader>,
@@ -81,11 +81,11 @@ pub(crate) fn check_headers(
     Ok(())
 }
 
-/// Returns `tensor` in `dtype`.
+/// Converts `tensor` to `dtype`.
 ///
 /// # Errors
 ///
-/// If a number exceeds F16.
+/// If a value exceeds the F16 range.
 pub(crate) fn converted(tensor: &Tensor, dtype: DType) -> Result<Tensor> {
     let converted = tensor.to_dtype(dtype)?;
     if dtype == DType::F16 && tensor.dtype() != dtype {
@@ -94,7 +94,7 @@ pub(crate) fn converted(tensor: &Tensor, dtype: DType) -> Result<Tensor> {
     Ok(converted)
 }
 
-/// Checks that a floating-point tensor has no NaN and no infinity, as stored and in f32.
+/// Checks that a floating-point tensor has no NaN or infinity, both as stored and in f32.
 pub(crate) fn check_finite(tensor: &Tensor) -> Result<()> {
     match tensor.dtype().is_float() && !all_finite(tensor)? {
         true => bail!("a NaN or an infinity in f32, must be finite"),
@@ -102,7 +102,7 @@ pub(crate) fn check_finite(tensor: &Tensor) -> Result<()> {
     }
 }
 
-/// Returns true if all entries of a floating-point tensor are finite in f32. Synchronizes with the
+/// Returns whether all values in a floating-point tensor are finite in f32. Synchronizes with the
 /// device. A large tensor is not copied.
 ///
 /// ```
@@ -117,8 +117,8 @@ pub fn all_finite(tensor: &Tensor) -> Result<bool> {
     let count = numbers.elem_count();
     for start in (0..count).step_by(CHUNK) {
         let numbers = numbers.narrow(0, start, CHUNK.min(count - start))?;
-        // Zero times a number is zero, unless the number is not finite: then it is NaN, and so is
-        // the sum.
+        // Zero times a value is zero, unless the value is not finite. Then it is NaN, and so is the
+        // sum.
         let sum = (numbers.to_dtype(DType::F32)? * 0.0)?.sum_all()?;
         if sum.to_scalar::<f32>()?.is_nan() {
             return Ok(false);
@@ -127,7 +127,7 @@ pub fn all_finite(tensor: &Tensor) -> Result<bool> {
     Ok(true)
 }
 
-/// Selects the text model of a checkpoint that may have other parts, under the names of
+/// Selects the text model from a checkpoint that may have other parts, renamed as in
 /// [`DecoderConfig::parameter_shapes`].
 pub fn text_model<T>(config: &DecoderConfig, tensors: HashMap<String, T>) -> HashMap<String, T> {
     let Some(multimodal) = &config.model_type.family().multimodal else {
@@ -144,10 +144,9 @@ pub fn text_model<T>(config: &DecoderConfig, tensors: HashMap<String, T>) -> Has
     tensors.collect()
 }
 
-/// Reduces the tensors of a checkpoint to the parameters: splits stacks, and removes what it may
-/// hold beside the parameters. These are rotary frequencies, which follow from the configuration,
-/// the output layer of a model with tied embeddings, which must equal the embedding, and parts that
-/// are not the text model.
+/// Reduces checkpoint tensors to the parameters: splits stacks, and removes everything else. That
+/// is rotary frequencies, which follow from the configuration; the output layer of a model with
+/// tied embeddings, which must equal the embedding; and parts outside the text model.
 pub(crate) fn reduce_to_parameters(
     config: &DecoderConfig,
     tensors: &mut HashMap<String, StoredTensor>,

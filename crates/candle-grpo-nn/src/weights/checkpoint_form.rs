@@ -1,4 +1,4 @@
-//! Checkpoints with more parts than a text model, which are saved as they were read.
+//! Saves checkpoints with more than a text model in the form in which they were read.
 
 use std::collections::BTreeMap;
 use std::fmt::Display;
@@ -22,38 +22,37 @@ const CONFIG: &str = "config.json";
 const TEXT_CONFIG: &str = "text_config";
 const TIED: &str = "tie_word_embeddings";
 
-/// Small files beside the weights, which the other parts need.
+/// Small files next to the weights that the other parts need.
 const FILES: [&str; 3] = [
     "preprocessor_config.json",
     "processor_config.json",
     "video_preprocessor_config.json",
 ];
 
-/// The form of a Hugging Face checkpoint that has a text model beside other parts, such as a vision
-/// tower: the names of the text model's tensors, `config.json`, and the tensors of the other parts.
+/// Describes a Hugging Face checkpoint with a text model and other parts, such as a vision tower.
+/// It holds the text model's tensor names, `config.json`, and the other parts' tensors.
 ///
-/// The bytes of these tensors stay in the files, which are kept open. They can be copied from there
-/// even after their folder was moved or removed.
+/// Tensor data stays in the files, which are kept open. You can copy it even after the folder was
+/// moved or removed.
 #[derive(Debug, Clone)]
 pub struct CheckpointForm {
     /// `config.json`.
     config: Map<String, Value>,
-    /// The prefix of the text model's tensors, in place of `model.`.
+    /// Tensor name prefix for the text model, in place of `model.`.
     prefix: Option<&'static str>,
-    /// The tensors of the other parts.
+    /// Tensors in the other parts.
     others: BTreeMap<String, StoredTensor>,
-    /// The names and contents of small files.
+    /// Names and contents of the small files.
     files: Vec<(&'static str, Vec<u8>)>,
 }
 
 impl CheckpointForm {
-    /// Reads the form of the checkpoint in `folder`, which has the text model `config`. Returns
-    /// `None` if it has only a text model, under the names of
-    /// [`DecoderConfig::parameter_shapes`].
+    /// Reads the checkpoint in `folder`, whose text model is `config`. Returns `None` if it
+    /// contains only a text model, named as in [`DecoderConfig::parameter_shapes`].
     ///
     /// # Errors
     ///
-    /// If `config.json` or the header of a safetensors file cannot be read.
+    /// If `config.json` or a safetensors header cannot be read.
     pub fn read(config: &DecoderConfig, folder: &Path) -> Result<Option<Self>> {
         let Some(multimodal) = &config.model_type.family().multimodal else {
             return Ok(None);
@@ -94,12 +93,11 @@ impl CheckpointForm {
         }))
     }
 
-    /// The contents of `config.json` with the text model `model` in f32. Everything else is as in
-    /// the checkpoint.
+    /// Builds `config.json` with the text model `model` in f32. Everything else is unchanged.
     ///
     /// # Errors
     ///
-    /// If `model` differs from the text model of the checkpoint in more than
+    /// If `model` differs from the checkpoint's text model in more than
     /// [`DecoderConfig::tie_word_embeddings`].
     pub fn config(&self, model: &DecoderConfig) -> Result<Map<String, Value>> {
         let bytes = serde_json::to_vec(&self.config).map_err(Error::wrap)?;
@@ -116,22 +114,20 @@ impl CheckpointForm {
         Ok(config)
     }
 
-    /// Writes the text model under the names of the checkpoint, without the other parts, as
-    /// [`Export::save`] does.
+    /// Writes only the text model, under the checkpoint's names, like [`Export::save`].
     pub fn save_text(&self, weights: &Export<'_>, path: &Path) -> Result<()> {
         let tensors = weights.lazy_tensors(|name| self.name(name))?;
         safetensors_writer::write(path, tensors, || Ok(())).map_err(|error| unsaved(path, &error))
     }
 
-    /// Writes the text model under the names of the checkpoint and the other parts, whose bytes are
-    /// those of the checkpoint, into one safetensors file. [`Parameters::load`] reads the text
-    /// model.
+    /// Writes one safetensors file with the text model under the checkpoint's names, and the other
+    /// parts' original bytes. [`Parameters::load`] reads the text model.
     ///
     /// The file is written [atomically](crate::atomic_file).
     ///
     /// # Errors
     ///
-    /// If a file of the checkpoint has changed since it was read. The error names it.
+    /// If a checkpoint file has changed since it was read. The error names it.
     ///
     /// [`Parameters::load`]: crate::Parameters::load
     pub fn save(&self, weights: &Export<'_>, path: &Path) -> Result<()> {
@@ -144,7 +140,7 @@ impl CheckpointForm {
             .map_err(|error| unsaved(path, &error))
     }
 
-    /// Writes the small files that the other parts need into a folder, each
+    /// Writes the small files that the other parts need to a folder, each
     /// [atomically](crate::atomic_file).
     pub fn write_files(&self, folder: &Path) -> Result<()> {
         for (name, bytes) in &self.files {
@@ -153,7 +149,7 @@ impl CheckpointForm {
         Ok(())
     }
 
-    /// The name in the checkpoint of the parameter `name`.
+    /// The checkpoint's name for the parameter `name`.
     fn name(&self, name: &str) -> String {
         match (self.prefix, name.strip_prefix("model.")) {
             (Some(prefix), Some(rest)) => format!("{prefix}{rest}"),
@@ -167,7 +163,7 @@ impl CheckpointForm {
     }
 }
 
-/// Sets the keys of a text model that may differ from those of its checkpoint.
+/// Sets the text model keys that may differ from the checkpoint.
 fn set_text_keys(config: &mut Map<String, Value>, model: &DecoderConfig) {
     for (key, value) in [
         ("dtype", json!("float32")),

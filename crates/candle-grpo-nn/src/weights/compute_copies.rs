@@ -1,4 +1,4 @@
-//! Copies of weights in another dtype.
+//! Weight copies in another dtype.
 
 use std::collections::HashMap;
 
@@ -6,9 +6,9 @@ use candle_core::{DType, Result, Tensor, TensorId, Var, bail};
 
 /// Copies of f32 or f64 variables in another dtype, for a model that computes in it.
 ///
-/// On a GPU, bf16 is faster and takes half the memory, but it would lose small updates, which the
-/// variables keep. [`Self::refresh`] writes the updates into the memory of the copies, where
-/// models built from them see the change.
+/// On a GPU, bf16 is faster and needs half the memory, but it would lose small updates, which the
+/// variables keep. [`Self::refresh`] writes updates into the existing copies, so models built from
+/// them see the change.
 ///
 /// ```
 /// use candle_core::{DType, Device, Result, Tensor};
@@ -32,13 +32,13 @@ use candle_core::{DType, Result, Tensor, TensorId, Var, bail};
 /// ```
 #[derive(Debug, Default)]
 pub struct ComputeCopies {
-    /// Variables and their copies, by the id of the variable.
+    /// Variables and their copies, keyed by variable id.
     pairs: HashMap<TensorId, (Var, Var)>,
 }
 
 impl ComputeCopies {
-    /// Returns `variable` in `dtype`. A copy is updated by [`Self::refresh`]; see [`value_in`] for
-    /// what is not copied.
+    /// Returns `variable` in `dtype`. [`Self::refresh`] updates copies; see [`value_in`] for what
+    /// is shared instead.
     pub(crate) fn add(&mut self, variable: &Var, dtype: DType) -> Result<Tensor> {
         let value = value_in(variable, dtype)?;
         if !trains(variable) {
@@ -50,14 +50,14 @@ impl ComputeCopies {
         Ok(tensor)
     }
 
-    /// Copies the current values of the variables.
+    /// Copies the variables' current values.
     pub fn refresh(&self) -> Result<()> {
         self.pairs
             .values()
             .try_for_each(|(variable, copy)| refresh(variable, copy))
     }
 
-    /// [`Self::refresh`] of the copies that [`Self::rounded`] does not return.
+    /// Like [`Self::refresh`], for the copies that [`Self::rounded`] does not return.
     pub(crate) fn refresh_others(&self) -> Result<()> {
         self.pairs
             .values()
@@ -65,19 +65,19 @@ impl ComputeCopies {
             .try_for_each(|(variable, copy)| refresh(variable, copy))
     }
 
-    /// Returns the bf16 or f16 copy of `variable`, if it is f32 and there is one.
+    /// Returns the bf16 or f16 copy of `variable`, if it is f32 and has one.
     pub(crate) fn rounded(&self, variable: &Var) -> Option<&Var> {
         let (_, copy) = self.pairs.get(&variable.id())?;
         is_rounded(variable, copy).then_some(copy)
     }
 }
 
-/// Returns whether `variable` may have updates: others are frozen.
+/// Returns whether `variable` may be updated. Otherwise it is frozen.
 fn trains(variable: &Var) -> bool {
     matches!(variable.dtype(), DType::F32 | DType::F64)
 }
 
-/// Returns whether a step of the optimizer writes `copy` beside `variable`, its f32 master.
+/// Returns whether an optimizer step writes `copy` along with `variable`, its f32 master.
 fn is_rounded(variable: &Var, copy: &Var) -> bool {
     variable.dtype() == DType::F32 && copy.dtype() != DType::F32
 }
@@ -91,14 +91,15 @@ fn refresh(variable: &Var, copy: &Var) -> Result<()> {
     flat.slice_set(&now.flatten_all()?, 0, 0)
 }
 
-/// The detached value in `dtype`. It shares the memory of a frozen variable that has this dtype.
+/// The detached value in `dtype`. If a frozen variable already has this dtype, the memory is
+/// shared.
 pub(crate) fn value_in(variable: &Var, dtype: DType) -> Result<Tensor> {
     if !matches!(dtype, DType::F32 | DType::BF16 | DType::F16) {
         bail!("dtype: {dtype:?}, must be F32, BF16 or F16");
     }
     let value = variable.as_detached_tensor();
     match variable.dtype() {
-        // Blocks of quantized numbers.
+        // Quantized blocks.
         DType::U8 => Ok(value),
         DType::F32 if dtype == DType::F32 => value.copy(),
         own if own == dtype => Ok(value),

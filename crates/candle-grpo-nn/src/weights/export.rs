@@ -1,4 +1,4 @@
-//! Weights as files have them.
+//! Weights to be written to files.
 
 use std::fmt;
 use std::path::Path;
@@ -12,11 +12,11 @@ use crate::weights::check::converted;
 use crate::weights::safetensors_writer::{self, LazyTensor};
 use crate::{DecoderConfig, Parameters};
 
-/// The weights of a model for a file, in one dtype. [`Lora::export`](crate::Lora::export) merges
-/// adapters into them.
+/// A model's weights in one dtype, to be written to a file. [`Lora::export`](crate::Lora::export)
+/// merges adapters into them.
 ///
-/// Each tensor is computed when it is written. No copy of all weights is made, whatever their dtype
-/// or their [form](crate::BaseWeights) in memory.
+/// Each tensor is computed while it is written. The whole model is never copied, whatever its dtype
+/// or [form](crate::BaseWeights) in memory.
 ///
 /// ```
 /// use candle_core::{DType, Device};
@@ -44,11 +44,11 @@ pub struct Export<'a> {
     has_output_copy: bool,
 }
 
-/// Returns the tensor to write in place of the parameter with this name.
+/// Returns the tensor to write for this parameter name.
 type Change<'a> = Rc<dyn Fn(&str, Tensor) -> Result<Tensor> + 'a>;
 
 impl<'a> Export<'a> {
-    /// The weights `parameters` in their dtype; in f32 if some are blocks of quantized numbers.
+    /// Exports `parameters` in their dtype, or in f32 if some are quantized blocks.
     pub fn new(parameters: &'a Parameters) -> Self {
         let mut weights = parameters.iter();
         let dtype = match weights.any(|(_, weight)| weight.dtype() == DType::U8) {
@@ -63,19 +63,19 @@ impl<'a> Export<'a> {
         }
     }
 
-    /// The same weights, each changed by a function of its name and its numbers.
+    /// Applies `change` to each weight, given its name and values.
     pub(crate) fn with_change(self, change: impl Fn(&str, Tensor) -> Result<Tensor> + 'a) -> Self {
         let change = Some(Rc::new(change) as Change<'a>);
         Self { change, ..self }
     }
 
-    /// The same weights in another floating-point type.
+    /// Exports in another floating-point dtype.
     pub fn in_dtype(self, dtype: DType) -> Self {
         Self { dtype, ..self }
     }
 
-    /// The output layer of `model`, if it is tied to the embedding, as a weight of its own. Returns
-    /// the model that is not tied, with its weights; other models are unchanged.
+    /// Writes the output layer as its own weight if `model` ties it to the embedding. Returns the
+    /// untied model with its weights; other models are unchanged.
     pub fn with_untied_output(self, model: &DecoderConfig) -> (DecoderConfig, Self) {
         let untied = DecoderConfig {
             tie_word_embeddings: false,
@@ -91,7 +91,7 @@ impl<'a> Export<'a> {
         )
     }
 
-    /// The dtype of all tensors.
+    /// The dtype for all tensors.
     pub fn dtype(&self) -> DType {
         self.dtype
     }
@@ -112,11 +112,12 @@ impl<'a> Export<'a> {
         self.parameters.iter().map(|(name, _)| name).chain(copy)
     }
 
-    /// Computes the tensor `name` on the device of the parameters.
+    /// Computes the tensor `name` on the parameters' device.
     ///
     /// # Errors
     ///
-    /// If there is no such tensor, the adapters belong to another model, or a number exceeds F16.
+    /// If there is no such tensor, the adapters belong to another model, or a value exceeds the F16
+    /// range.
     pub fn tensor(&self, name: &str) -> Result<Tensor> {
         converted(&self.unconverted(name)?, self.dtype)
             .map_err(|error| Error::msg(format!("{name}: {error}")))
@@ -135,7 +136,7 @@ impl<'a> Export<'a> {
         }
     }
 
-    /// The parameter that the tensor `name` is made from.
+    /// The parameter from which the tensor `name` is computed.
     fn source<'n>(&self, name: &'n str) -> &'n str {
         match name == OUTPUT && self.has_output_copy {
             true => EMBEDDING,
@@ -151,7 +152,7 @@ impl<'a> Export<'a> {
         safetensors_writer::write(path, tensors, || Ok(())).map_err(|error| unsaved(path, &error))
     }
 
-    /// The tensors with the names in the file that `named` returns for theirs.
+    /// All tensors, renamed for the file by `named`.
     pub(crate) fn lazy_tensors(
         &self,
         named: impl Fn(&str) -> String,
@@ -175,7 +176,7 @@ impl fmt::Debug for Export<'_> {
     }
 }
 
-/// The error of a file of parameters that cannot be written.
+/// The error for a parameter file that cannot be written.
 pub(crate) fn unsaved(path: &Path, error: &Error) -> Error {
     Error::msg(format!(
         "cannot save parameters to {}: {error}",

@@ -1,4 +1,4 @@
-//! The `config.json` of a Hugging Face model.
+//! Hugging Face `config.json` files.
 
 use candle_core::{Error, Result, bail};
 use serde_json::{Map, Value, json};
@@ -9,20 +9,20 @@ use crate::{DecoderConfig, ModelType, RopeScaling};
 use candle_grpo_base::json;
 
 impl DecoderConfig {
-    /// Reads the `config.json` of a Hugging Face model.
+    /// Reads a Hugging Face model's `config.json`.
     ///
-    /// Accepts the keys of transformers 4 (`rope_theta`, `rope_scaling`) and of transformers 5
+    /// Accepts keys from transformers 4 (`rope_theta`, `rope_scaling`) and transformers 5
     /// (`rope_parameters`).
     ///
     /// # Errors
     ///
-    /// If the file asks for a computation that a [`DecoderConfig`] cannot express. The message
-    /// starts with the key.
+    /// If the file requires a computation that [`DecoderConfig`] cannot express. The message starts
+    /// with the key.
     pub fn from_hugging_face(config_json: &[u8]) -> Result<Self> {
         from_hugging_face(config_json)
     }
 
-    /// The contents of a `config.json` that Hugging Face transformers loads.
+    /// Builds a `config.json` that Hugging Face transformers can load.
     pub fn to_hugging_face(&self, stop_token_ids: &[u32]) -> Result<Value> {
         to_hugging_face(self, stop_token_ids)
     }
@@ -82,7 +82,7 @@ fn from_hugging_face(bytes: &[u8]) -> Result<DecoderConfig> {
             bail!("{key}: {found}, must be {only}");
         }
     }
-    // Qwen's files have a window that use_sliding_window disables. Other families have no such key.
+    // Qwen files have a window that use_sliding_window disables. Other families have no such key.
     let has_key = |key| family.keys.contains(&key);
     if !config.contains_key("use_sliding_window")
         && !has_key("sliding_window")
@@ -113,7 +113,7 @@ fn from_hugging_face(bytes: &[u8]) -> Result<DecoderConfig> {
     Ok(model)
 }
 
-/// Replaces the configuration of a model of several modalities by that of its text model.
+/// Replaces a multimodal model's configuration with its text model's.
 fn read_text_config(config: &mut Map<String, Value>) {
     let name = config.get("model_type").and_then(Value::as_str);
     if !name.is_some_and(ModelType::is_multimodal) {
@@ -128,8 +128,8 @@ fn read_text_config(config: &mut Map<String, Value>) {
     }
 }
 
-/// Converts both forms of the rotary keys of a `config` without nulls to `rope_theta` and
-/// `rope_scaling`, with the keys of [`RopeScaling`].
+/// Converts both forms of rotary keys in `config`, which has no nulls, to `rope_theta` and
+/// `rope_scaling`, with the [`RopeScaling`] keys.
 fn read_rope(config: &mut Map<String, Value>) -> Result<()> {
     let longest = config.get("max_position_embeddings").cloned();
     let mut scaling: Option<Value> = None;
@@ -161,14 +161,14 @@ fn read_rope(config: &mut Map<String, Value>) -> Result<()> {
     Ok(())
 }
 
-/// Reduces `rope`, the object under `key`, to the keys of [`RopeScaling`]. Other keys are errors.
+/// Reduces `rope`, the object under `key`, to the [`RopeScaling`] keys. Other keys are errors.
 fn rope_scaling(key: &str, mut rope: Map<String, Value>, longest: Option<&Value>) -> Result<Value> {
     rope.retain(|_, value| !value.is_null());
     let rope_type = match (rope.remove("rope_type"), rope.remove("type")) {
         (Some(rope_type), _) | (None, Some(rope_type)) => rope_type,
         (None, None) => json!("default"),
     };
-    // The default of transformers.
+    // transformers' default.
     if let Some("llama3" | "yarn" | "longrope") = rope_type.as_str()
         && let (false, Some(longest)) = (rope.contains_key(ORIGINAL), longest)
     {
@@ -213,7 +213,7 @@ fn rope_scaling(key: &str, mut rope: Map<String, Value>, longest: Option<&Value>
     };
     for (name, value) in &rope {
         let one = name == "partial_rotary_factor" && value.as_f64() == Some(1.0);
-        // Rounding of YaRN's boundaries to whole pairs, which false disables.
+        // Rounds YaRN's boundaries to whole pairs. False disables this.
         let truncated = name == "truncate" && *value == json!(true);
         let is_known = known.contains(&name.as_str());
         if !(one || truncated || is_known) {
@@ -229,7 +229,7 @@ fn rope_scaling(key: &str, mut rope: Map<String, Value>, longest: Option<&Value>
         }
     }
     rope.insert("rope_type".to_owned(), rope_type);
-    // What is left to be wrong is the absence of a key, which the error begins with.
+    // Only a missing key can still be wrong, and the error begins with it.
     let scaling: RopeScaling =
         json::typed(&Value::Object(rope)).map_err(|error| Error::msg(format!("{key}.{error}")))?;
     scaling.validate(key)?;
@@ -332,7 +332,7 @@ mod tests {
         assert_eq!(model.attention_bias, extra["attention_bias"] == true);
         assert_eq!(model.mlp_bias, extra["mlp_bias"] == true);
         let written = to_hugging_face(&model, &[2])?;
-        // Without these keys transformers would use the defaults of the family.
+        // Without these keys, transformers would use the family's defaults.
         assert_eq!(written["eos_token_id"], json!([2]));
         assert_eq!(written.get("bos_token_id"), Some(&Value::Null));
         model.head_dim = Some(model.head_dim());
@@ -357,7 +357,7 @@ mod tests {
         assert_eq!(model.head_dim(), head_dim);
     }
 
-    /// The defaults of the families for absent keys.
+    /// Each family's defaults for absent keys.
     #[test]
     fn absent_keys_have_the_defaults_of_the_family() -> Result<()> {
         let layers = |model: &DecoderConfig| serde_json::to_value(&model.layer_types).unwrap();

@@ -16,10 +16,10 @@ use crate::weights::standard_normal::StandardNormal;
 use crate::weights::stored_tensor::StoredTensor;
 use crate::{BaseWeights, ComputeCopies, DecoderConfig};
 
-/// Standard deviation of new weights, as in GPT-2 and Hugging Face's `initializer_range`.
+/// Standard deviation for new weights, as in GPT-2 and Hugging Face's `initializer_range`.
 pub(crate) const INIT_STD: f64 = 0.02;
 
-/// The trainable variables of a model by name, in sorted order.
+/// A model's trainable variables by name, in sorted order.
 ///
 /// Those of a decoder have the names and shapes of [`DecoderConfig::parameter_shapes`];
 /// [`Self::with`] adds others. The variables are f32, as smaller types lose small updates, or f64
@@ -33,7 +33,7 @@ pub struct Parameters {
 }
 
 impl Parameters {
-    /// Creates parameters without a variable, for a model whose weights are not read.
+    /// Creates parameters without variables, for a model whose weights are not read.
     pub fn empty() -> Self {
         Self {
             variables: BTreeMap::new(),
@@ -41,13 +41,13 @@ impl Parameters {
         }
     }
 
-    /// Initializes new weights: normal with standard deviation 0.02, norms with a factor of 1, and
-    /// biases 0. Of the gates of the gated delta rule, `dt_bias` is 1, and the rates `exp(A_log)`
-    /// are spaced evenly between 0 and 16.
+    /// Initializes new weights: normal with standard deviation 0.02, norm factors 1, and biases 0.
+    /// In gated delta rule gates, `dt_bias` is 1, and the rates `exp(A_log)` are evenly spaced
+    /// between 0 and 16.
     ///
-    /// The projections that write to the residual stream (`o_proj`, `out_proj`, `down_proj`) are
-    /// scaled by `1 / sqrt(2 * num_hidden_layers)`, so that its variance does not grow with depth
-    /// (GPT-2, section 2.3). The same seed gives the same bits on every device.
+    /// Projections that write to the residual stream (`o_proj`, `out_proj`, `down_proj`) are scaled
+    /// by `1 / sqrt(2 * num_hidden_layers)`, so that its variance does not grow with depth (GPT-2,
+    /// section 2.3). The same seed gives the same bits on every device.
     pub fn init(config: &DecoderConfig, seed: u64, device: &Device) -> Result<Self> {
         config.validate()?;
         let residual = 1.0 / (2.0 * config.num_hidden_layers as f64).sqrt();
@@ -78,13 +78,13 @@ impl Parameters {
         })
     }
 
-    /// Copies tensors of any floating-point dtype to f32 variables on `device`.
+    /// Copies tensors in any floating-point dtype to f32 variables on `device`.
     ///
     /// # Errors
     ///
-    /// If `tensors` does not have exactly the names and shapes of
-    /// [`DecoderConfig::parameter_shapes`]. The error names what is missing, surplus or of
-    /// another shape.
+    /// If `tensors` does not have exactly the names and shapes in
+    /// [`DecoderConfig::parameter_shapes`]. The error names what is missing, surplus or has a
+    /// different shape.
     pub fn from_tensors(
         config: &DecoderConfig,
         tensors: HashMap<String, Tensor>,
@@ -103,8 +103,8 @@ impl Parameters {
         Self::read_in(config, tensors, Ok, form, device)
     }
 
-    /// The weights in `form`. Each tensor is freed before the next one is read, so that a large
-    /// model is not held twice.
+    /// Reads the weights in `form`. Each tensor is freed before the next is read, so a large model
+    /// is never held twice.
     pub(crate) fn read_in<T>(
         config: &DecoderConfig,
         mut tensors: HashMap<String, T>,
@@ -128,7 +128,7 @@ impl Parameters {
                     tensor.dtype()
                 );
             }
-            // Detached, so that a variable given here is copied, not shared.
+            // Detached, so that a variable passed here is copied, not shared.
             let tensor = form.of(&name, &tensor.detach().to_device(device)?)?;
             variables.insert(name, Var::from_tensor(&tensor)?);
         }
@@ -138,12 +138,11 @@ impl Parameters {
         })
     }
 
-    /// Shares the variables of a custom model, such as those of Candle's `VarMap`.
+    /// Shares a custom model's variables, for example from Candle's `VarMap`.
     ///
     /// # Errors
     ///
-    /// If there are no variables, or one is not on `device`, or they are neither all f32 nor all
-    /// f64.
+    /// If there are no variables, one is not on `device`, or they are neither all f32 nor all f64.
     ///
     /// ```
     /// use candle_core::{DType, Device};
@@ -180,7 +179,7 @@ impl Parameters {
         Ok(Self::unchecked(variables, device))
     }
 
-    /// Variables that need no checks.
+    /// Wraps variables that need no checks.
     pub(crate) fn unchecked(variables: BTreeMap<String, Var>, device: &Device) -> Self {
         Self {
             variables,
@@ -188,12 +187,12 @@ impl Parameters {
         }
     }
 
-    /// Adds a variable, initialized with a copy of `values` in f32, or in f64 beside variables in
-    /// f64: the head of a critic, for example.
+    /// Adds a variable, such as a critic's head, initialized with a copy of `values` in f32, or in
+    /// f64 if the other variables are f64.
     ///
     /// # Errors
     ///
-    /// If a variable of that name exists.
+    /// If a variable with that name exists.
     pub fn with(mut self, name: &str, values: &Tensor) -> Result<Self> {
         if self.variables.contains_key(name) {
             bail!("{name}: a variable of that name exists, must be a new name");
@@ -210,12 +209,12 @@ impl Parameters {
 
     /// Reads one safetensors file.
     ///
-    /// Rotary frequencies (`rotary_emb.inv_freq`) are ignored, and so is the output layer of a
-    /// model with tied embeddings if it equals the embedding.
+    /// Rotary frequencies (`rotary_emb.inv_freq`) are ignored. So is the output layer of a model
+    /// with tied embeddings, if it equals the embedding.
     ///
     /// # Errors
     ///
-    /// As in [`Self::from_tensors`], and if a value is not finite.
+    /// Same as [`Self::from_tensors`]. Also if a value is not finite.
     pub fn load(config: &DecoderConfig, path: &Path, device: &Device) -> Result<Self> {
         let context = |error: Error| {
             Error::msg(format!(
@@ -230,21 +229,21 @@ impl Parameters {
         load().map_err(context)
     }
 
-    /// Reads the weights of a Hugging Face folder: `model.safetensors`, or the files that
+    /// Reads the weights in a Hugging Face folder: `model.safetensors`, or the files that
     /// `model.safetensors.index.json` lists.
     ///
     /// # Errors
     ///
-    /// As in [`Self::load`].
+    /// Same as [`Self::load`].
     pub fn load_folder(config: &DecoderConfig, folder: &Path, device: &Device) -> Result<Self> {
         Self::load_folder_frozen(config, folder, BaseWeights::Dense, DType::F32, device)
     }
 
-    /// [`Self::load_folder`] of weights that do not train, as [`Self::frozen_as`] returns them.
+    /// Like [`Self::load_folder`], for frozen weights as in [`Self::frozen_as`].
     ///
     /// # Errors
     ///
-    /// As in [`Self::load_folder`] and [`Self::frozen_as`].
+    /// Same as [`Self::load_folder`] and [`Self::frozen_as`].
     pub fn load_folder_frozen(
         config: &DecoderConfig,
         folder: &Path,
@@ -266,7 +265,7 @@ impl Parameters {
         load().map_err(context)
     }
 
-    /// The weights of a checkpoint, of which each tensor is read, converted and freed.
+    /// Reads a checkpoint's weights. Each tensor is read, converted and freed in turn.
     pub(crate) fn from_stored(
         config: &DecoderConfig,
         mut tensors: HashMap<String, StoredTensor>,
@@ -277,12 +276,12 @@ impl Parameters {
         Self::read_in(config, tensors, |tensor| tensor.read(), form, device)
     }
 
-    /// Returns these weights of `model` for the training of its adapters: the linear maps in the
-    /// form `base`, the others in `dtype`. In bf16 and f16 they take 2 bytes each.
+    /// Freezes the weights of `model` to train adapters on them: linear maps in the form `base`,
+    /// all others in `dtype`. In bf16 and f16, a value takes 2 bytes.
     ///
-    /// Weights that are in blocks of quantized numbers stay so. Each variable is freed when it has
-    /// been converted, unless a clone shares it. Builders of the result in `dtype` share its
-    /// memory. [`AdamW`](crate::AdamW) refuses them, except in f32.
+    /// Weights that are already in quantized blocks stay that way. Each variable is freed once
+    /// converted, unless a clone shares it. Builders from the result in `dtype` share its memory.
+    /// [`AdamW`](crate::AdamW) rejects these weights, except in f32.
     ///
     /// # Errors
     ///
@@ -319,12 +318,12 @@ impl Parameters {
         Ok(self)
     }
 
-    /// Checks the names, shapes and types of the weights of a Hugging Face folder, and the lengths
-    /// of their files, without reading the weights.
+    /// Checks the weight names, shapes and types in a Hugging Face folder, and its file lengths,
+    /// without reading the weights.
     ///
     /// # Errors
     ///
-    /// As in [`Self::load_folder`], except for values that are not finite.
+    /// Same as [`Self::load_folder`], except for values that are not finite.
     pub fn check_folder(config: &DecoderConfig, folder: &Path) -> Result<()> {
         safetensors::read_folder(folder, safetensors::read_header)
             .and_then(|headers| check_headers(config, headers))
@@ -336,26 +335,26 @@ impl Parameters {
             })
     }
 
-    /// Writes one safetensors file that [`Self::load`] and Hugging Face transformers read. See
-    /// [`Export`] for other dtypes and merged adapters.
+    /// Writes one safetensors file that you can load with [`Self::load`] or Hugging Face
+    /// transformers. See [`Export`] for other dtypes and merged adapters.
     ///
     /// The file is written [atomically](crate::atomic_file).
     pub fn save(&self, path: &Path) -> Result<()> {
         Export::new(self).save(path)
     }
 
-    /// A builder of the variables themselves, which receive gradients.
+    /// Returns a builder with the variables themselves, which receive gradients.
     pub fn var_builder(&self) -> VarBuilder<'static> {
         self.builder_with(|variable| variable.as_tensor().clone())
     }
 
-    /// A builder of detached tensors: no graph is recorded. They share the memory of the variables
-    /// and see updates.
+    /// Returns a builder with detached tensors, which record no graph. They share memory with the
+    /// variables and see updates.
     pub fn detached_var_builder(&self) -> VarBuilder<'static> {
         self.builder_with(Var::as_detached_tensor)
     }
 
-    /// A builder of detached copies in f32, bf16 or f16, which see updates after
+    /// Returns a builder with detached copies in f32, bf16 or f16, which see updates after
     /// [`ComputeCopies::refresh`].
     pub fn copied_var_builder(&self, dtype: DType) -> Result<(VarBuilder<'static>, ComputeCopies)> {
         let mut copies = ComputeCopies::default();
@@ -367,7 +366,7 @@ impl Parameters {
         Ok((builder(tensors, dtype, &self.device), copies))
     }
 
-    /// An independent copy of the values. Later updates do not change it.
+    /// Copies the values. Later updates do not change the copy.
     pub fn frozen_copy(&self) -> Result<HashMap<String, Tensor>> {
         self.variables
             .iter()
@@ -375,7 +374,7 @@ impl Parameters {
             .collect()
     }
 
-    /// Independent variables with the same values, on `device`.
+    /// Copies the variables to `device`. The copies are independent.
     pub fn copy_to(&self, device: &Device) -> Result<Self> {
         let variables = self
             .variables
@@ -397,7 +396,7 @@ impl Parameters {
     ///
     /// # Errors
     ///
-    /// If `dtype` is another one, or a variable is blocks of quantized numbers.
+    /// If `dtype` is any other, or a variable is quantized.
     ///
     /// ```
     /// use candle_core::{DType, Device};
@@ -436,12 +435,12 @@ impl Parameters {
         Ok(Self::unchecked(variables, &self.device))
     }
 
-    /// Copies `values`, of any floating-point dtype, into the variables in place. Decoders that
+    /// Copies `values`, in any floating-point dtype, into the variables in place. Decoders that
     /// share them see the change.
     ///
     /// # Errors
     ///
-    /// If names or shapes do not match. Nothing has changed then.
+    /// If names or shapes do not match. In that case nothing has changed.
     pub fn set_values(&self, values: &HashMap<String, Tensor>) -> Result<()> {
         let expected = self.variables.iter();
         let expected = expected.map(|(name, variable)| (name.clone(), variable.shape().clone()));
@@ -484,27 +483,27 @@ impl Parameters {
         self.variables.is_empty()
     }
 
-    /// Number of elements, those in blocks of quantized numbers included.
+    /// Total number of elements, including those in quantized blocks.
     pub fn num_elements(&self) -> usize {
         let elements = |variable: &Var| shape(variable).map_or(0, |shape| shape.elem_count());
         self.variables.values().map(elements).sum()
     }
 
-    /// The bytes of the variables.
+    /// Total size in bytes.
     pub fn num_bytes(&self) -> usize {
         let bytes = |variable: &Var| variable.elem_count() * variable.dtype().size_in_bytes();
         self.variables.values().map(bytes).sum()
     }
 
-    /// The dtype of the variables, except for blocks of quantized numbers: F32 or F64, unless they
-    /// are [frozen](Self::frozen_as).
+    /// The variables' dtype, except for quantized blocks: F32 or F64, unless they are
+    /// [frozen](Self::frozen_as).
     pub fn dtype(&self) -> DType {
         let mut variables = self.variables.values();
         let first = variables.find(|variable| variable.dtype() != DType::U8);
         first.map_or(DType::F32, |variable| variable.dtype())
     }
 
-    /// The device of the variables.
+    /// The device that holds the variables.
     pub fn device(&self) -> &Device {
         &self.device
     }
@@ -520,7 +519,8 @@ impl Parameters {
     }
 }
 
-/// Copies `value`, of the shape of `variable` and any floating-point type, from any device.
+/// Copies `value` into `variable`. It must have the same shape, but can have any floating-point
+/// dtype and device.
 pub(crate) fn copy_into(variable: &Var, value: &Tensor) -> Result<()> {
     let value = value.detach().to_device(variable.device())?;
     variable.set(&value.to_dtype(variable.dtype())?.contiguous()?)

@@ -18,11 +18,11 @@ const INDEX: &str = "model.safetensors.index.json";
 
 #[derive(Deserialize)]
 struct Index {
-    /// The file of each tensor.
+    /// Maps each tensor to its file.
     weight_map: BTreeMap<String, String>,
 }
 
-/// Reads `model.safetensors` with `read_file`, or, without it, the files that
+/// Reads `model.safetensors` with `read_file`, or, if absent, the files that
 /// `model.safetensors.index.json` lists.
 pub(crate) fn read_folder<T>(
     folder: &Path,
@@ -60,17 +60,17 @@ pub(crate) fn read_folder<T>(
     Ok(tensors)
 }
 
-/// The entry of a tensor in the header of a file.
+/// A tensor's entry in a file header.
 #[derive(Deserialize)]
 pub(crate) struct TensorHeader {
     dtype: String,
     pub(crate) shape: Vec<usize>,
-    /// The first byte after the header and the end.
+    /// Start and end, in bytes after the header.
     data_offsets: [u64; 2],
 }
 
 impl TensorHeader {
-    /// The entry of a part of this tensor.
+    /// The entry for a part of this tensor.
     pub(crate) fn with_shape(&self, shape: Vec<usize>) -> Self {
         Self {
             dtype: self.dtype.clone(),
@@ -79,7 +79,7 @@ impl TensorHeader {
         }
     }
 
-    /// The dtype and the bytes after the header.
+    /// The dtype and the byte range after the header.
     pub(crate) fn stored(&self) -> Result<(Dtype, Range<u64>)> {
         let dtype: Dtype = serde_json::from_value(self.dtype.clone().into())
             .map_err(|_| Error::msg(format!("dtype {}, must be a known one", self.dtype)))?;
@@ -101,7 +101,7 @@ impl TensorHeader {
         Ok((dtype, start..end))
     }
 
-    /// Returns an error unless the dtype is a floating-point type that Candle reads.
+    /// Fails unless the dtype is a floating-point type that Candle can read.
     pub(crate) fn check_dtype(&self) -> Result<()> {
         let name = self.dtype.to_ascii_lowercase().replace('_', "");
         if !DType::from_str(&name).is_ok_and(|dtype| dtype.is_float()) {
@@ -111,15 +111,15 @@ impl TensorHeader {
     }
 }
 
-/// Reads the header of one safetensors file. Errors name the file.
+/// Reads one safetensors header. Errors name the file.
 pub(crate) fn read_header(path: &Path) -> Result<HashMap<String, TensorHeader>> {
     open_header(path).map(|(_, _, tensors)| tensors)
 }
 
-/// A safetensors file, the first byte after its header, and the entries of the header.
+/// A safetensors file, the offset where its data starts, and its header entries.
 type OpenHeader = (File, u64, HashMap<String, TensorHeader>);
 
-/// [`read_header`] of a file that stays open.
+/// Like [`read_header`], with the file kept open.
 pub(crate) fn open_header(path: &Path) -> Result<OpenHeader> {
     let read = || -> Result<OpenHeader> {
         let mut file = File::open(path)?;

@@ -1,4 +1,4 @@
-//! Safetensors files that are written a part of a tensor at a time.
+//! Writes safetensors files piece by piece.
 
 use std::collections::HashMap;
 use std::fs::File;
@@ -12,11 +12,11 @@ use safetensors::{Dtype, View};
 use crate::weights::check::{CHUNK, converted};
 use candle_grpo_base::atomic_file::write_with;
 
-/// The header of a file is padded to a multiple of this number of bytes.
+/// The file header is padded to a multiple of this many bytes.
 const ALIGNMENT: usize = 8;
 
-/// A tensor of a file whose bytes are computed when they are written: all tensors together may not
-/// fit into memory.
+/// A tensor whose bytes are computed while it is written, because all tensors together may not fit
+/// into memory.
 pub(crate) struct LazyTensor<'a> {
     name: String,
     dtype: Dtype,
@@ -24,7 +24,7 @@ pub(crate) struct LazyTensor<'a> {
     write: Box<WriteValues<'a>>,
 }
 
-/// Writes the values of a tensor.
+/// Writes a tensor's values.
 type WriteValues<'a> = dyn Fn(&mut dyn Write) -> Result<()> + 'a;
 
 impl<'a> LazyTensor<'a> {
@@ -43,8 +43,8 @@ impl<'a> LazyTensor<'a> {
         }
     }
 
-    /// `tensor` returns the tensor, of any device. Its numbers are converted to `dtype` a part at a
-    /// time.
+    /// `tensor` returns the tensor, on any device. Its values are converted to `dtype` piece by
+    /// piece.
     pub(crate) fn computed(
         name: String,
         (dtype, shape): (DType, Vec<usize>),
@@ -64,7 +64,7 @@ impl<'a> LazyTensor<'a> {
         Self::new(name, (dtype.into(), shape), write)
     }
 
-    /// A tensor of any device.
+    /// A tensor on any device.
     pub(crate) fn of(name: String, tensor: Tensor) -> Self {
         let kind = (tensor.dtype(), tensor.dims().to_vec());
         Self::computed(name, kind, move || Ok(tensor.clone()))
@@ -75,7 +75,7 @@ impl<'a> LazyTensor<'a> {
     }
 }
 
-/// Writes the numbers of a tensor in `dtype`.
+/// Writes a tensor's values in `dtype`.
 fn write_in(dtype: DType, tensor: &Tensor, out: &mut dyn Write) -> Result<()> {
     let numbers = tensor.flatten_all().map_err(Error::other)?;
     let count = numbers.elem_count();
@@ -89,16 +89,16 @@ fn write_in(dtype: DType, tensor: &Tensor, out: &mut dyn Write) -> Result<()> {
     Ok(())
 }
 
-/// Writes one safetensors file [atomically](crate::atomic_file), in the library's order of tensors.
+/// Writes one safetensors file [atomically](crate::atomic_file), in the library's tensor order.
 ///
-/// The file is left out if a tensor cannot be computed or `check` fails, which is called after the
-/// tensors were written.
+/// No file is created if a tensor cannot be computed or if `check`, which runs after the tensors
+/// were written, fails.
 pub(crate) fn write(
     path: &Path,
     mut tensors: Vec<LazyTensor<'_>>,
     check: impl FnOnce() -> Result<()>,
 ) -> candle_core::Result<()> {
-    // Every tensor is aligned to its dtype.
+    // Each tensor is aligned to its dtype.
     tensors.sort_by(|left, right| {
         let dtype = right.dtype.cmp(&left.dtype);
         dtype.then_with(|| left.name.cmp(&right.name))
@@ -119,7 +119,7 @@ pub(crate) fn write(
 }
 
 fn header(tensors: &[LazyTensor<'_>]) -> Result<Vec<u8>> {
-    // transformers refuses a file without a known framework in its metadata.
+    // transformers rejects a file whose metadata has no known framework.
     let metadata = HashMap::from([("format".to_owned(), "pt".to_owned())]);
     let mut end = 0;
     let infos = tensors.iter().map(|tensor| {
@@ -145,7 +145,8 @@ mod tests {
     type TestResult = std::result::Result<(), Box<dyn std::error::Error>>;
 
     fn tensors() -> candle_core::Result<Vec<(String, Tensor)>> {
-        // One tensor has several parts; one is a scalar, one is empty, one is not contiguous.
+        // One tensor is written in several pieces; one is a scalar, one is empty, one is not
+        // contiguous.
         let device = Device::Cpu;
         let wide = Tensor::arange(0f32, (CHUNK + 5) as f32, &device)?;
         Ok(vec![

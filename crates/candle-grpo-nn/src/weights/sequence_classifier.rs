@@ -1,4 +1,4 @@
-//! Configuration and weights of classifiers of sequences in Hugging Face folders.
+//! Sequence classifier configuration and weights in Hugging Face folders.
 
 use std::collections::HashMap;
 use std::path::Path;
@@ -18,18 +18,18 @@ use crate::weights::stored_tensor::StoredTensor;
 use crate::{BaseWeights, DecoderConfig, Parameters, SequenceClassifierConfig};
 use candle_grpo_base::json;
 
-/// The number of labels of a configuration without `id2label`, as in transformers.
+/// Number of labels if the configuration has no `id2label`, as in transformers.
 const DEFAULT_LABELS: usize = 2;
 
 impl SequenceClassifierConfig {
-    /// Reads the `config.json` of a Hugging Face model.
+    /// Reads a Hugging Face model's `config.json`.
     ///
     /// The number of labels is the length of `id2label`, or else `num_labels`, or else 2. A
-    /// `pad_token_id` that is not the id of any token counts as absent.
+    /// `pad_token_id` that is no token's id counts as absent.
     ///
     /// # Errors
     ///
-    /// If `architectures` is not the classifier of sequences of the family, and as in
+    /// If `architectures` is not the family's sequence classifier. Also as for
     /// [`DecoderConfig::from_hugging_face`]. The message starts with the key.
     pub fn from_hugging_face(config_json: &[u8]) -> Result<Self> {
         let decoder = DecoderConfig::from_hugging_face(config_json)?;
@@ -68,7 +68,7 @@ impl SequenceClassifierConfig {
         })
     }
 
-    /// The contents of a `config.json` that Hugging Face transformers loads.
+    /// Builds a `config.json` that Hugging Face transformers can load.
     pub fn to_hugging_face(&self, stop_token_ids: &[u32]) -> Result<Value> {
         let mut config = self.decoder.to_hugging_face(stop_token_ids)?;
         let name = |label: usize| format!("LABEL_{label}");
@@ -81,8 +81,8 @@ impl SequenceClassifierConfig {
         Ok(config)
     }
 
-    /// Initializes new weights: those of a decoder as [`Parameters::init`] does, and a normal
-    /// `score.weight` of standard deviation 0.02.
+    /// Initializes new weights: the decoder like [`Parameters::init`], and `score.weight` normal
+    /// with standard deviation 0.02.
     pub fn init(&self, seed: u64, device: &Device) -> Result<Parameters> {
         let mut normal = StandardNormal::new(seed);
         let (labels, width) = self.score_shape()?;
@@ -91,22 +91,22 @@ impl SequenceClassifierConfig {
         Parameters::init(&self.body(), seed.wrapping_add(1), device)?.with(SCORE, &score)
     }
 
-    /// Reads the weights of a Hugging Face folder: those of the decoder without its output layer,
-    /// and `score.weight`. An output layer in the files is skipped.
+    /// Reads the weights in a Hugging Face folder: the decoder without its output layer, and
+    /// `score.weight`. If the files have an output layer, it is skipped.
     ///
     /// # Errors
     ///
-    /// As in [`Parameters::load_folder`], and if `score.weight` is missing or not `[labels, H]`.
+    /// Same as [`Parameters::load_folder`]. Also if `score.weight` is missing or not `[labels, H]`.
     pub fn load_folder(&self, folder: &Path, device: &Device) -> Result<Parameters> {
         self.load_folder_frozen(folder, DType::F32, device)
     }
 
-    /// [`Self::load_folder`] of weights that do not train. Those of the decoder are in `dtype`: in
-    /// bf16 and f16 they take 2 bytes each.
+    /// Like [`Self::load_folder`], for frozen weights. The decoder is in `dtype`: in bf16 and f16,
+    /// a value takes 2 bytes.
     ///
     /// # Errors
     ///
-    /// As in [`Self::load_folder`], and if `dtype` is not F32, BF16 or F16.
+    /// Same as [`Self::load_folder`]. Also if `dtype` is not F32, BF16 or F16.
     pub fn load_folder_frozen(
         &self,
         folder: &Path,
@@ -123,12 +123,12 @@ impl SequenceClassifierConfig {
         load().map_err(|error| in_folder(folder, error))
     }
 
-    /// Checks the names, shapes and types of the weights of a Hugging Face folder, and the lengths
-    /// of their files, without reading the weights.
+    /// Checks the weight names, shapes and types in a Hugging Face folder, and its file lengths,
+    /// without reading the weights.
     ///
     /// # Errors
     ///
-    /// As in [`Self::load_folder`], except for values that are not finite.
+    /// Same as [`Self::load_folder`], except for values that are not finite.
     pub fn check_folder(&self, folder: &Path) -> Result<()> {
         let check = || {
             let mut headers = safetensors::read_folder(folder, safetensors::read_header)?;
@@ -141,7 +141,7 @@ impl SequenceClassifierConfig {
         check().map_err(|error| in_folder(folder, error))
     }
 
-    /// Removes `score.weight`, and an output layer, which has no effect.
+    /// Removes `score.weight`, and any output layer, which has no effect.
     fn take_score<T: Entry>(&self, tensors: &mut HashMap<String, T>) -> Result<T> {
         tensors.remove(OUTPUT);
         let (labels, width) = self.score_shape()?;
@@ -158,7 +158,7 @@ impl SequenceClassifierConfig {
     }
 }
 
-/// The class of the classifier of sequences in transformers.
+/// The sequence classifier class in transformers.
 fn class(decoder: &DecoderConfig) -> String {
     let class = decoder.model_type.family().transformers_class;
     class.replace("ForCausalLM", "ForSequenceClassification")

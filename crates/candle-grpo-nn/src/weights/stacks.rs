@@ -12,7 +12,7 @@ use crate::weights::safetensors::TensorHeader;
 pub(crate) trait Entry: Sized {
     fn dims(&self) -> &[usize];
 
-    /// The entry of a part.
+    /// The entry for a part.
     fn part(&self, part: &Part) -> Result<Self>;
 }
 
@@ -38,11 +38,11 @@ impl Entry for TensorHeader {
     }
 }
 
-/// Replaces the stacks of `config` in `entries` by their parts.
+/// Replaces stacks for `config` in `entries` with their parts.
 ///
 /// # Errors
 ///
-/// If a stack has another shape.
+/// If a stack has a different shape.
 pub(crate) fn split<T: Entry>(
     config: &DecoderConfig,
     entries: &mut HashMap<String, T>,

@@ -3,8 +3,8 @@
 use rand_chacha::ChaCha8Rng;
 use rand_chacha::rand_core::{RngCore, SeedableRng};
 
-/// Draws standard normal numbers from a seed (Box-Muller). Candle's own generator cannot be seeded
-/// on the CPU.
+/// Samples standard normal numbers from a seed (Box-Muller). Candle's own generator cannot be
+/// seeded on the CPU.
 pub(crate) struct StandardNormal {
     generator: ChaCha8Rng,
     spare: Option<f64>,
@@ -34,5 +34,5 @@ impl StandardNormal {
     }
 }
 
-/// 2^53, the number of random integers.
+/// 2^53, how many random integers there are.
 const UNIT: f64 = (1u64 << 53) as f64;

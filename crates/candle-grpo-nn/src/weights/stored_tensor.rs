@@ -1,4 +1,4 @@
-//! Tensors in safetensors files, which are read when they are needed.
+//! Tensors in safetensors files, read on demand.
 
 use std::collections::HashMap;
 use std::fs::File;
@@ -19,17 +19,17 @@ use crate::weights::stacks::Entry;
 #[derive(Debug, Clone)]
 pub(crate) struct StoredTensor {
     file: Arc<OpenFile>,
-    /// The name in the file.
+    /// Name in the file.
     name: String,
     pub(crate) dtype: Dtype,
     pub(crate) shape: Vec<usize>,
-    /// The first byte in the file.
+    /// Byte offset in the file.
     start: u64,
-    /// The number of bytes.
+    /// Length in bytes.
     length: usize,
 }
 
-/// A file that is read later.
+/// A file to be read later.
 #[derive(Debug)]
 struct OpenFile {
     path: PathBuf,
@@ -39,7 +39,7 @@ struct OpenFile {
 }
 
 impl StoredTensor {
-    /// The tensors of a safetensors file. Errors name the file.
+    /// Lists the tensors in a safetensors file. Errors name the file.
     pub(crate) fn read_file(path: &Path) -> Result<HashMap<String, Self>> {
         let (file, start, headers) = open_header(path)?;
         let metadata = file
@@ -68,12 +68,12 @@ impl StoredTensor {
         tensors.collect()
     }
 
-    /// Reads the numbers, on the CPU.
+    /// Reads the values, on the CPU.
     ///
     /// # Errors
     ///
-    /// If the dtype is not a floating-point type, a number is not finite, or the file cannot be
-    /// read. The error names file and tensor.
+    /// If the dtype is not a floating-point type, a value is not finite, or the file cannot be
+    /// read. The error names both file and tensor.
     pub(crate) fn read(&self) -> Result<Tensor> {
         let read = || {
             let dtype = DType::try_from(self.dtype).ok().filter(DType::is_float);

@@ -1,4 +1,4 @@
-//! AdamW: numbers, weight decay, state and errors.
+//! AdamW: values, weight decay, state and errors.
 
 use std::collections::HashMap;
 
@@ -11,7 +11,7 @@ use candle_grpo_test_support::{device, message, noise_tensor};
 
 use crate::small::{bits, config, exact_gradients, left_padded, lively, next_token_loss};
 
-/// Numbers under which two steps can be followed by hand.
+/// Values with which two steps can be followed by hand.
 fn by_hand(decay: DecayRule) -> AdamWConfig {
     AdamWConfig {
         learning_rate: 0.1,
@@ -105,7 +105,7 @@ fn the_learning_rate_of_a_schedule_is_that_of_the_next_step() -> Result<()> {
     assert_eq!(bits(&parameters)?, before);
     optimizer.set_learning_rate(0.2);
     assert_eq!(optimizer.learning_rate(), 0.2);
-    // The moments of two equal gradients, corrected, are that gradient and its square.
+    // The corrected moments for two equal gradients are that gradient and its square.
     optimizer.step(&parameters, &constant(&parameters, 0.5)?)?;
     for (name, variable) in parameters.iter() {
         assert_all(variable, 0.9 - 0.2, name)?;
@@ -152,7 +152,7 @@ fn a_restored_state_continues_bit_identically(
     assert_eq!(continued.steps(), 5);
     assert_eq!(bits(&again)?, bits(&parameters)?);
 
-    // Without the state the run is another one.
+    // Without the state, the run differs.
     let without = again.to_dtype(dtype)?;
     without.set_values(&candle_core::safetensors::load(&weights, device())?)?;
     train(&without, &mut AdamW::new(settings, &without)?, 3)?;
@@ -248,7 +248,7 @@ fn parameters_of_another_dtype_are_refused() -> Result<()> {
     Ok(())
 }
 
-/// Checks that a refused step changes neither the parameters nor the optimizer.
+/// Checks that a rejected step changes neither the parameters nor the optimizer.
 fn refused(
     parameters: &Parameters,
     optimizer: &mut AdamW,
@@ -311,7 +311,8 @@ fn a_step_with_bad_input_is_refused_and_changes_nothing() -> Result<()> {
         "parameters: lm_head.weight",
     )?;
 
-    // The last name in sorted order, so that checking as it goes would have changed the others.
+    // The last name in sorted order, so that checking along the way would already have changed the
+    // others.
     let mut wider = config(false);
     wider.hidden_size = 14;
     let wide = lively(&wider)?;
@@ -415,7 +416,7 @@ fn in_blocks() -> AdamWConfig {
     }
 }
 
-/// Steps with gradients of several magnitudes.
+/// Steps with gradients at several magnitudes.
 fn step(parameters: &Parameters, optimizer: &mut AdamW, steps: std::ops::Range<u64>) -> Result<()> {
     for seed in steps {
         let mut gradients = Gradients::new();
@@ -465,7 +466,7 @@ fn a_state_in_blocks_is_a_quarter_and_continues_bit_identically_from_a_file() ->
     Ok(())
 }
 
-/// The steps of both forms differ by a few percent of their length.
+/// The steps in both forms differ by a few percent of their length.
 #[test]
 fn steps_with_a_state_in_blocks_follow_those_in_f32() -> Result<()> {
     let [start, exact, blocks] = [lively(&wide())?, lively(&wide())?, lively(&wide())?];

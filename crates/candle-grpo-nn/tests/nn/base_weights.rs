@@ -1,4 +1,4 @@
-//! Frozen weights in blocks of quantized numbers, against their dequantized numbers.
+//! Frozen weights in quantized blocks, compared with their dequantized values.
 
 use std::collections::HashMap;
 
@@ -22,7 +22,7 @@ fn model(family: Family) -> DecoderConfig {
     wide(family.config(false))
 }
 
-/// Rows of 64 numbers, and of 256 in the down map.
+/// Row length 64, and 256 in the down map.
 fn wide(config: DecoderConfig) -> DecoderConfig {
     DecoderConfig {
         hidden_size: 64,
@@ -39,7 +39,7 @@ fn wide(config: DecoderConfig) -> DecoderConfig {
     }
 }
 
-/// The numbers of all weights, f32.
+/// All weight values, in f32.
 fn numbers(model: &DecoderConfig, base: &Parameters) -> Result<Parameters> {
     let numbers = base.iter().map(|(name, weight)| {
         let weight = match weight.dtype() {
@@ -51,7 +51,7 @@ fn numbers(model: &DecoderConfig, base: &Parameters) -> Result<Parameters> {
     Parameters::from_tensors(model, numbers.collect::<Result<_>>()?, device())
 }
 
-/// Adapters of all maps that are not zero.
+/// Nonzero adapters for all maps.
 fn adapters(model: &DecoderConfig) -> Result<Lora> {
     let lora = Lora::init(LoraConfig::all_linear(2, 4.0), model, 3, device())?;
     for (name, variable) in lora.parameters().iter() {
@@ -63,7 +63,7 @@ fn adapters(model: &DecoderConfig) -> Result<Lora> {
     Ok(lora)
 }
 
-/// The gradients of the adapters over `base`, without a graph.
+/// Adapter gradients over `base`, without a graph.
 fn recorded(
     model: &DecoderConfig,
     base: &Parameters,
@@ -207,7 +207,7 @@ fn the_type_of_blocks_depends_on_the_rows(
 
 #[apply(each_family)]
 fn blocks_of_a_gguf_file_are_kept(family: Family) -> Result<()> {
-    // It has no GGUF files.
+    // This family has no GGUF files.
     if family == Family::Qwen3_5 {
         return Ok(());
     }

@@ -1,4 +1,4 @@
-//! Biases of all projections, as Llama has them with `attention_bias` and `mlp_bias`.
+//! Biases in all projections, as in Llama with `attention_bias` and `mlp_bias`.
 
 use std::collections::HashMap;
 
@@ -10,7 +10,7 @@ use crate::small::{Family, bits, lively, lively_tensors};
 
 type Matrix = Vec<Vec<f64>>;
 
-/// The weights of one block in f64.
+/// One block's weights in f64.
 struct Weights(HashMap<String, Matrix>);
 
 impl Weights {
@@ -31,7 +31,7 @@ impl Weights {
         &self.0[name][0]
     }
 
-    /// `W x + b` of the linear map of that name in the first block.
+    /// `W x + b` for the linear map with that name in the first block.
     fn linear(&self, name: &str, x: &[f64]) -> Vec<f64> {
         let name = format!("model.layers.0.{name}");
         let bias = self.vector(&format!("{name}.bias"));
@@ -58,7 +58,7 @@ fn add(a: &[f64], b: &[f64]) -> Vec<f64> {
     a.iter().zip(b).map(|(a, b)| a + b).collect()
 }
 
-/// The hidden states of a decoder of one block that does not rotate, by the formula.
+/// Hidden states for a decoder with one block and no rotation, from the formula.
 fn reference(config: &DecoderConfig, weights: &Weights, ids: &[u32]) -> Matrix {
     let (heads, groups, dim) = (
         config.num_attention_heads,

@@ -17,14 +17,14 @@ use crate::small::{Family, bits, lively, lively_tensors};
 const MODEL: &str = "model.safetensors";
 const SHARDS: [&str; 2] = ["model-00001.safetensors", "model-00002.safetensors"];
 
-/// The forms of checkpoints on disk.
+/// Checkpoint forms on disk.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Form {
     /// Two files and a nested configuration, as published.
     Multimodal,
-    /// The names of a checkpoint with vision beside the configuration of a text model.
+    /// A checkpoint with vision names, next to a text model's configuration.
     TextConfig,
-    /// The names of a text model, and tensors for the prediction of further tokens.
+    /// Text model names, and tensors for multi-token prediction.
     TextNames,
 }
 
@@ -62,7 +62,7 @@ fn others() -> Result<Vec<(String, Tensor)>> {
     .into())
 }
 
-/// `config.json` as published, with keys that only a model with vision reads.
+/// `config.json` as published, with keys that only a vision model reads.
 fn config(form: Form) -> Result<Value> {
     let mut text = model().to_hugging_face(&[2])?;
     text["dtype"] = json!("bfloat16");
@@ -78,7 +78,7 @@ fn config(form: Form) -> Result<Value> {
     })
 }
 
-/// Writes a checkpoint, and returns the names of its text model's tensors.
+/// Writes a checkpoint, and returns its text model's tensor names.
 fn write(form: Form, folder: &Path) -> Result<BTreeSet<String>> {
     let text = lively_tensors(&model())?.into_iter().map(|(name, tensor)| {
         match name.strip_prefix("model.") {
@@ -150,7 +150,7 @@ fn other_parts_are_saved_as_they_were_read(
     let mut names = write(form, source.path())?;
     let (parameters, read_form) = read(source.path())?;
     assert_eq!(bits(&parameters)?, bits(&lively(&model())?)?);
-    // The files are open: what holds them may be moved.
+    // The files are open, so their folder may be moved.
     #[cfg(unix)]
     source.close()?;
     let [first, second] = [tempfile::tempdir()?, tempfile::tempdir()?];

@@ -1,6 +1,7 @@
-//! `config.json` files without a key, or with a null, against what Hugging Face transformers reads.
+//! Compares `config.json` files without a key, or with a null, with how Hugging Face transformers
+//! reads them.
 //!
-//! The files are in `tests/golden/families`. Those of `scripts/test-config-defaults` are in the
+//! The files are in `tests/golden/families`. Those from `scripts/test-config-defaults` are in the
 //! folder that `GRPO_GOLDEN_FAMILIES_DIR` names.
 
 use std::path::Path;
@@ -13,7 +14,7 @@ use serde_json::{Map, Value};
 struct Case {
     name: String,
     config: Value,
-    /// The fields of the decoder. Absent ones have the default of [`DecoderConfig`].
+    /// Decoder fields. Absent ones have their [`DecoderConfig`] default.
     expected: Map<String, Value>,
     changes: Vec<Change>,
 }
@@ -21,16 +22,16 @@ struct Case {
 /// Another file.
 #[derive(Deserialize)]
 struct Change {
-    /// The key that is absent, with the objects around it.
+    /// The absent key, with the objects around it.
     path: Vec<String>,
-    /// The key has a null instead.
+    /// The key is null instead of absent.
     is_null: bool,
-    /// The fields with other values; null for absent ones.
+    /// The fields that differ; null for absent ones.
     differ: Map<String, Value>,
 }
 
 impl Change {
-    /// Makes the change in a file.
+    /// Applies the change to a file.
     fn config(&self, whole: &Value) -> Value {
         let mut config = whole.clone();
         let (key, outer) = self.path.split_last().unwrap();
@@ -50,7 +51,7 @@ impl Change {
     }
 }
 
-/// Returns how the decoder of a file differs from the expected one.
+/// Returns how a file's decoder differs from the expected one.
 fn difference(config: &Value, expected: &Map<String, Value>) -> Option<String> {
     let expected: DecoderConfig = serde_json::from_value(expected.clone().into()).unwrap();
     let mut model = match DecoderConfig::from_hugging_face(config.to_string().as_bytes()) {

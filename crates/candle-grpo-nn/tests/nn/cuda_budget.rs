@@ -1,4 +1,4 @@
-//! Calls of the CUDA driver for each layer, which the emulated GPU counts.
+//! CUDA driver calls per layer, as counted by the emulated GPU.
 
 use candle_core::{DType, Result};
 use candle_grpo_nn::{Decoder, DecoderConfig, PagedCache};
@@ -7,8 +7,8 @@ use rstest::rstest;
 
 use crate::small::{Family, lively};
 
-/// Returns the calls for one token of each of three sequences, with this number of layers. With
-/// `records`, the step is recorded before.
+/// Returns the calls for one token in each of three sequences, with this number of layers. With
+/// `records`, the step is recorded first.
 fn decode(family: Family, layers: usize, records: bool) -> Result<Option<CudaCalls>> {
     let config = DecoderConfig {
         num_hidden_layers: layers,
@@ -27,7 +27,7 @@ fn decode(family: Family, layers: usize, records: bool) -> Result<Option<CudaCal
     let prompts = ids.map(|id| (id, &[1u32, 2, 3][..]));
     decoder.next_logits(&prompts, &mut cache)?;
     let new = ids.map(|id| (id, &[4u32][..]));
-    // The second step of a size is recorded.
+    // The second step with a given size is recorded.
     for _ in 0..if records { 2 } else { 0 } {
         decoder.next_logits(&new, &mut cache)?;
     }
@@ -53,12 +53,13 @@ fn a_layer_of_decoding_keeps_its_budget_of_driver_calls(
     let layer = two - one;
     let rest = one - layer;
     println!("one layer: {layer:?}, the rest: {rest:?}");
-    // The counts of today. Lower them when the code needs fewer.
+    // Current counts. Lower them when the code needs fewer.
     assert!(layer.launches <= launches, "{layer:?}");
     assert!(layer.products <= 5, "{layer:?}");
     assert_eq!(layer.copies_to_device, 0, "{layer:?}");
     assert!(rest.launches <= 3 && rest.products <= 1, "{rest:?}");
-    // The tokens with their positions, and the tables. The numbers of a draw are a third copy.
+    // One for the tokens with their positions, one for the tables. Sampling adds a third copy for
+    // its random numbers.
     assert!(rest.copies_to_device <= 2, "{rest:?}");
     for calls in [layer, rest] {
         assert_eq!(calls.copies_to_host, 0, "{calls:?}");
@@ -67,7 +68,7 @@ fn a_layer_of_decoding_keeps_its_budget_of_driver_calls(
     Ok(())
 }
 
-/// A recorded step is one call, whatever the number of layers.
+/// A recorded step is one call, however many layers there are.
 #[test]
 fn a_recorded_step_keeps_its_budget_of_driver_calls() -> Result<()> {
     let Some(step) = decode(Family::Qwen3, 3, true)? else {

@@ -1,4 +1,4 @@
-//! Calls of the CUDA driver for a layer of training, which the emulated GPU counts.
+//! CUDA driver calls per layer in training, as counted by the emulated GPU.
 
 use candle_core::{DType, Result};
 use candle_grpo_nn::{
@@ -9,10 +9,10 @@ use rstest::rstest;
 
 use crate::small::{Family, lively};
 
-/// The calls of a micro-batch, and its launches of the forward pass of attention.
+/// A micro-batch's calls, and how often it launches the attention forward pass.
 type Counts = Option<(CudaCalls, u64)>;
 
-/// Returns the counts of a micro-batch after the first, with this number of layers.
+/// Returns the counts for a micro-batch after the first, with this number of layers.
 fn micro_batch(family: Family, layers: usize, shares_prefixes: bool) -> Result<Counts> {
     let config = DecoderConfig {
         num_hidden_layers: layers,

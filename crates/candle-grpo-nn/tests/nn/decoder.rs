@@ -1,4 +1,4 @@
-//! The decoder: invariances of its output, and errors.
+//! The decoder: output invariances, and errors.
 
 use candle_core::{DType, IndexOp, Result, Tensor};
 use candle_grpo_nn::{Decoder, Gradients};

@@ -1,4 +1,4 @@
-//! Decoding with a paged cache: equality with whole sequences, and independence of other sequences.
+//! Decoding with a paged cache: matches whole sequences, and is independent of other sequences.
 
 use candle_core::{DType, Result, Tensor};
 use candle_grpo_nn::{Decoder, DecoderConfig, Lora, LoraConfig, PagedCache, SequenceId};
@@ -10,7 +10,7 @@ use candle_grpo_test_support::{cases, device, message};
 
 use crate::small::{Family, config, each_family, lively, max_difference};
 
-/// The tests of this file use recorded steps on a GPU.
+/// On a GPU, the tests in this file use recorded steps.
 fn cache(config: &DecoderConfig, dtype: DType) -> Result<PagedCache> {
     Ok(PagedCache::new(config, dtype, device())?.with_recorded_steps())
 }
@@ -22,7 +22,7 @@ fn whole(decoder: &Decoder, tokens: &[u32]) -> Result<Tensor> {
     decoder.logits(&hidden)?.squeeze(0)
 }
 
-/// The same with a cache: `prompt` tokens first, then one by one. Later ones use packed weights.
+/// The same with a cache: first `prompt` tokens, then one by one. Later steps use packed weights.
 fn cached(decoder: &Decoder, tokens: &[u32], prompt: usize, dtype: DType) -> Result<Tensor> {
     let mut cache = cache(decoder.config(), dtype)?;
     let sequence = cache.add();
@@ -38,8 +38,8 @@ fn cached(decoder: &Decoder, tokens: &[u32], prompt: usize, dtype: DType) -> Res
 
 const TOKENS: [u32; 9] = [3, 1, 4, 1, 5, 9, 2, 6, 12];
 
-/// On the CPU, decoding and training sum in one order, but for the states of Qwen3.5: training
-/// computes them in chunks.
+/// On the CPU, decoding and training sum in the same order, except for Qwen3.5 states, which
+/// training computes in chunks.
 #[apply(each_family)]
 fn next_logits_are_bit_identical_to_those_of_training(
     family: Family,
@@ -58,7 +58,7 @@ fn next_logits_are_bit_identical_to_those_of_training(
         &config,
         lively(&config)?.detached_var_builder().to_dtype(dtype),
     )?;
-    // Longer than a page and than a vector.
+    // Longer than a page and a vector.
     let tokens: Vec<u32> = TOKENS.repeat(3);
     let expected = whole(&decoder, &tokens)?;
     let expected = expected.narrow(0, prompt - 1, tokens.len() - prompt + 1)?;
@@ -152,8 +152,8 @@ fn long(family: Family) -> DecoderConfig {
     }
 }
 
-/// Batches that shrink and grow, sequences that pass the end of a part of attention, and pages that
-/// move after steps are recorded. These families have all parts of a step.
+/// Batches shrink and grow, sequences pass the end of an attention part, and pages move after steps
+/// were recorded. Together, these families use every part of a step.
 #[rstest]
 fn recorded_steps_equal_others(
     #[values(
@@ -200,7 +200,7 @@ fn recorded_steps_equal_others(
         let token = [step as u32 % 13];
         let mut results = Vec::new();
         for (cache, ids) in caches.iter_mut().zip(&all) {
-            // The last sequences, of which the longest crosses 256 positions.
+            // The last sequences. The longest of these crosses 256 positions.
             let new = ids[12 - batch..].iter().map(|&id| (id, &token[..]));
             results.push(decoder.next_logits(&new.collect::<Vec<_>>(), cache)?);
         }
@@ -218,14 +218,14 @@ fn bits(logits: &Tensor) -> Result<Vec<Vec<u32>>> {
         .collect())
 }
 
-/// Chunks of tokens of one sequence.
+/// One sequence's token chunks.
 type Chunks = Vec<Vec<u32>>;
 
 fn chunks(most: usize) -> impl Strategy<Value = Chunks> {
     proptest::collection::vec(proptest::collection::vec(0u32..13, 1..25), 1..most)
 }
 
-/// The bits of the last logits of one sequence by itself.
+/// The bits of one sequence's last logits when it is decoded alone.
 fn alone(decoder: &Decoder, before: &Chunks, after: &Chunks) -> Result<Vec<u32>> {
     let mut cache = cache(decoder.config(), DType::F32)?;
     let sequence = cache.add();
@@ -240,14 +240,14 @@ fn alone(decoder: &Decoder, before: &Chunks, after: &Chunks) -> Result<Vec<u32>>
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(cases(10, 100)))]
 
-    /// Sequences advance side by side, in any order and in chunks of any size.
+    /// Sequences advance side by side, in any order and any chunk size.
     #[test]
     fn the_bits_of_logits_depend_only_on_their_sequence(
         sequences in proptest::collection::vec((chunks(4), chunks(4)), 1..6),
         reversed in any::<bool>(),
         family in prop_oneof![Just(Family::Llama), Just(Family::Qwen3_5)],
     ) {
-        // The products of a GPU depend on the number of rows.
+        // On a GPU, products depend on the number of rows.
         if !device().is_cpu() {
             return Ok(());
         }

@@ -1,4 +1,4 @@
-//! Tests of weights that are written tensor by tensor.
+//! Tests weights that are written tensor by tensor.
 
 use std::fs;
 
@@ -25,7 +25,7 @@ fn adapters(rank: usize) -> Result<Lora> {
     Ok(lora)
 }
 
-/// All tensors of a file, as they are there.
+/// All tensors in a file, as stored.
 fn read(path: &std::path::Path) -> Result<Vec<(String, Tensor)>> {
     let tensors = candle_core::safetensors::load(path, &Device::Cpu)?;
     let mut tensors: Vec<_> = tensors.into_iter().collect();
@@ -79,7 +79,7 @@ fn the_output_layer_of_a_tied_model_is_a_copy_of_the_embedding() -> Result<()> {
     Ok(())
 }
 
-/// The file of before stays when a tensor in the middle cannot be written.
+/// The previous file stays when a tensor in the middle cannot be written.
 #[test]
 fn a_number_beyond_f16_is_an_error_that_names_its_weight() -> Result<()> {
     let base = lively(&config(false))?;

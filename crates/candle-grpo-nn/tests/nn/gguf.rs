@@ -23,7 +23,7 @@ use crate::small::{
     next_token_log_probs,
 };
 
-/// The contents of a file, which tests change.
+/// A file's contents, which tests change.
 struct Contents {
     metadata: HashMap<String, Value>,
     tensors: HashMap<String, Tensor>,
@@ -92,8 +92,8 @@ impl Contents {
     }
 }
 
-/// The rows of each head in the order: the first of the first half, the first of the second half,
-/// the second of the first, ...
+/// Each head's rows in this order: the first in the first half, the first in the second half, the
+/// second in the first half, ...
 fn pairs_side_by_side(weight: &Tensor, heads: usize) -> Result<Tensor> {
     let rows = weight.dim(0)?;
     let half = rows / heads / 2;
@@ -133,7 +133,7 @@ fn read(file: &NamedTempFile) -> Result<(DecoderConfig, Parameters)> {
     Ok((file.config()?, file.parameters(device())?))
 }
 
-/// The message with which a file of these contents is refused.
+/// The message with which a file with these contents is rejected.
 fn refused(contents: &Contents) -> String {
     refused_bytes(&contents.bytes().unwrap())
 }
@@ -167,9 +167,9 @@ fn gguf_files_of_the_golden_models_are_read_bit_identically() -> Result<()> {
         let weights = Parameters::load_folder(&expected, &folder, device())?;
         let mut contents = Contents::new(&expected, &weights.frozen_copy()?)?;
         if let RopeScaling::Llama3 { .. } = expected.rope_scaling {
-            // The divisors of the eight frequencies 10^(-i / 2), computed by hand from the formula
-            // of Llama 3 with 128 positions: two make more than four turns, the third
-            // 2.037, the fourth 0.644 and the others less.
+            // Divisors for the eight frequencies 10^(-i / 2), computed by hand from the Llama 3
+            // formula with 128 positions: two make more than four turns, the third 2.037, the
+            // fourth 0.644 and the others less.
             let factors = [1f32, 1., 2.339_119, 8., 8., 8., 8., 8.];
             let factors = Tensor::new(&factors, device())?;
             contents.tensors.insert("rope_freqs.weight".into(), factors);
@@ -442,7 +442,7 @@ fn unsupported_metadata_is_refused_by_key(
     assert!(message.contains(expected), "{message}");
 }
 
-/// The small decoder of a family with options that its GGUF files can state.
+/// A family's small decoder with options that its GGUF files can express.
 pub(crate) fn statable(family: Family) -> DecoderConfig {
     let config = family.config(matches!(family, Family::Gemma2 | Family::Gemma3));
     match family {
@@ -486,7 +486,7 @@ fn log_probs(config: &DecoderConfig, parameters: &Parameters) -> Result<Tensor> 
     Ok(next_token_log_probs(&decoder, &ids, &mask)?.0)
 }
 
-/// The factors of Gemma's norms are rounded when 1 is added to the parameters.
+/// Gemma's norm factors are rounded when 1 is added to the parameters.
 fn rounding(family: Family) -> f64 {
     match family {
         Family::Gemma2 | Family::Gemma3 => 1.2e-7,
@@ -534,7 +534,7 @@ fn written_matrices_are_rounded_to_their_type(family: Family) -> Result<()> {
     };
     let parameters = lively(&config)?;
     let file = file();
-    // Half a step of 127, whose factor is rounded to 11 bits; 11 bits.
+    // Half a step out of 127, whose factor is rounded to 11 bits; 11 bits.
     for (dtype, relative) in [
         (GgufDType::Q8_0, 0.5 / 127.0 + 4.9e-4),
         (GgufDType::F16, 4.9e-4),
@@ -558,7 +558,7 @@ fn written_matrices_are_rounded_to_their_type(family: Family) -> Result<()> {
     Ok(())
 }
 
-/// The tensors of the first block, as llama.cpp's own files have them.
+/// The first block's tensors, as in llama.cpp's own files.
 #[rstest]
 #[case(
     Family::Llama,
@@ -672,7 +672,7 @@ fn scaled_frequencies_are_written() -> Result<()> {
             },
         ),
         (Family::Phi3, longrope(4.0)),
-        // Not a number of 32 bits.
+        // Not exact in 32 bits.
         (Family::Phi3, longrope(4.1)),
     ] {
         let config = DecoderConfig {
@@ -759,8 +759,8 @@ fn tensors_that_do_not_fit_are_refused_by_name(
 #[test]
 fn a_truncated_file_is_refused_at_every_length() {
     let whole = contents().bytes().unwrap();
-    // Each byte of the header, and then some. The last tensor ends before the padding at the end of
-    // the file.
+    // Each header byte, and some more. The last tensor ends before the padding at the end of the
+    // file.
     let data = whole.len() - contents().tensors.values().map(padded).sum::<usize>();
     for length in (0..data).chain((data..whole.len() - 32).step_by(61)) {
         let message = refused_bytes(&whole[..length]);
@@ -775,14 +775,14 @@ fn padded(tensor: &Tensor) -> usize {
     (tensor.elem_count() * 4).next_multiple_of(32)
 }
 
-/// The position of a text in a file.
+/// Where a text occurs in a file.
 fn find(bytes: &[u8], text: &str) -> usize {
     let text = text.as_bytes();
     let windows = bytes.windows(text.len());
     windows.into_iter().position(|w| w == text).unwrap()
 }
 
-/// A header with wrong sizes must be an error, and must not allocate memory of these sizes.
+/// A header with wrong sizes must be an error, and must not allocate that much memory.
 #[rstest]
 #[case::magic(|_: &[u8]| 0, &[0], "begins with ")]
 #[case::version(|_: &[u8]| 4, &[0, 0, 0, 3], "version: 50331648")]
@@ -832,11 +832,11 @@ fn a_header_with_wrong_sizes_is_refused(
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(cases(100, 3000)))]
 
-    /// A file with any changed bytes is read or refused.
+    /// A file with any changed bytes is either read or rejected.
     #[test]
     fn changed_bytes_never_panic(changes in prop::collection::vec((any::<prop::sample::Index>(), any::<u8>()), 1..8), cut in any::<prop::sample::Index>(), torn: bool) {
         let mut bytes = contents().bytes().unwrap();
-        // The header is a small part of the file and the one that matters.
+        // The header is a small part of the file, but the one that matters.
         let header = bytes.len() - contents().tensors.values().map(padded).sum::<usize>();
         for (at, value) in changes {
             bytes[at.index(header)] = value;

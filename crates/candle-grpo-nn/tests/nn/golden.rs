@@ -1,11 +1,11 @@
-//! The decoder, its gradients and the optimizer against Hugging Face transformers and torch.
+//! Compares the decoder, its gradients and the optimizer with Hugging Face transformers and torch.
 //!
-//! The values are in `tests/golden/models` and `tests/golden/families` of the workspace, or in the
+//! The values are in `tests/golden/models` and `tests/golden/families` in the workspace, or in the
 //! folders that `GRPO_GOLDEN_MODELS_DIR` and `GRPO_GOLDEN_FAMILIES_DIR` name; the READMEs there
-//! describe them. They were computed in f64 and are stored in f32. Results in f64 must agree to the
-//! rounding of the stored numbers. Tolerances of results in f32 are a few times the distance of an
-//! unmodified f32 transformers model from the same values, which the manifest states. Every model
-//! of a folder is tested, also after another has failed.
+//! describe them. They were computed in f64 and are stored in f32. Results in f64 must agree up to
+//! the rounding in the stored numbers. For f32 results, the manifest states how far an unmodified
+//! f32 transformers model deviates from the same values, and tolerances are a few times that. Every
+//! model in a folder is tested, even after another has failed.
 
 use std::collections::HashMap;
 use std::fs;
@@ -25,39 +25,38 @@ use serde_json::Value;
 
 use crate::small::{max_difference, next_token_log_probs, next_token_loss, recorded_gradients};
 
-/// The allowed multiple of the stated f32 deviation.
+/// Allowed multiple of the stated f32 deviation.
 const SLACK: f64 = 4.0;
 
-/// The rounding that remains where the stated deviation is zero: one unit in the last place of a
+/// The rounding that remains where the stated deviation is zero: one unit in the last place for a
 /// number near 4.
 const FLOOR: f64 = 5e-7;
 
-/// The largest rounding of a number to f32, relative to it.
+/// Maximum relative error from rounding a number to f32.
 const ROUNDING: f64 = f32::EPSILON as f64 / 2.0;
 
-/// The allowed distance of a result in f64 from a golden value: its rounding to f32, and those of
-/// the computations in f64. AdamW enlarges these most: it may divide an element of a gradient,
-/// which is rounded by 1e-16, by no more than epsilon, 1e-8, and multiplies the quotient by the
-/// learning rate, 1e-2. So a parameter may be off by 1e-10 in each of five steps.
+/// Tolerance for a result in f64 against a golden value: the rounding to f32, and rounding in the
+/// f64 computations. AdamW enlarges the latter most. It may divide a gradient element, which is
+/// rounded by 1e-16, by as little as epsilon, 1e-8, and multiplies the quotient by the learning
+/// rate, 1e-2. So a parameter may be off by 1e-10 in each of five steps.
 const STORED: Allowed = Allowed {
     relative: ROUNDING,
     absolute: 1e-9,
 };
 
-/// The allowed distance between [`STEPS`] of AdamW in f32 and in f64, given the same gradients.
+/// Tolerance for [`STEPS`] AdamW steps in f32 against those in f64, given the same gradients.
 ///
-/// A step rounds a parameter three times: the factor of the decay, their product, and the sum with
-/// the update. With the decay rates of [`adamw_config`], an update is at most 1.003 learning rates
-/// (1e-2), by the inequality of Cauchy and Schwarz. At most 34 roundings reach it: 17 in the
-/// average of the gradients, half of 18 in that of their squares, and 8 of the root, the quotient
-/// and the coefficients. The parameter itself moves by at most 0.055 and is rounded with what it
-/// moves by.
+/// A step rounds a parameter three times: the decay factor, their product, and the sum with the
+/// update. With the decay rates in [`adamw_config`], an update is at most 1.003 learning rates
+/// (1e-2), by the Cauchy-Schwarz inequality. At most 34 roundings reach it: 17 in the gradient
+/// average, half of 18 in the squared average, and 8 in the root, the quotient and the
+/// coefficients. The parameter itself moves by at most 0.055 and is rounded along with that move.
 const ADAMW_ROUNDINGS: Allowed = Allowed {
     relative: STEPS as f64 * 3.0 * ROUNDING,
     absolute: STEPS as f64 * (3.0 * 0.055 + 34.0 * 1.003e-2) * ROUNDING,
 };
 
-/// The allowed distance from a value: `relative` times its size, plus `absolute`.
+/// Tolerance for a value: `relative` times its size, plus `absolute`.
 #[derive(Debug, Clone, Copy)]
 struct Allowed {
     relative: f64,
@@ -72,8 +71,8 @@ impl Allowed {
         }
     }
 
-    /// The largest distance of an element of `ours` from that of `expected`, divided by the allowed
-    /// one.
+    /// The largest difference between an element in `ours` and in `expected`, divided by the
+    /// tolerance.
     fn share(self, ours: &Tensor, expected: &Tensor) -> Result<f64> {
         let expected = expected.to_dtype(DType::F64)?;
         let allowed = expected.abs()?.affine(self.relative, self.absolute)?;
@@ -82,7 +81,7 @@ impl Allowed {
     }
 }
 
-/// A folder of cases.
+/// A folder with cases.
 #[derive(Debug, Clone, Copy)]
 struct Suite {
     name: &'static str,
@@ -103,7 +102,7 @@ const FAMILIES: Suite = Suite {
     folder: "families",
 };
 
-/// Runs every check on the cases of a suite, in a module of its name.
+/// Runs every check on a suite's cases, in a module with its name.
 macro_rules! suite {
     ($name:ident, $suite:expr) => {
         mod $name {
@@ -165,12 +164,12 @@ fn golden_families_scores_are_those_of_transformers(
     scores(FAMILIES, file)
 }
 
-/// One folder of golden values.
+/// One folder with golden values.
 struct Case {
     name: String,
     folder: PathBuf,
     config: DecoderConfig,
-    /// The configuration of a reward model.
+    /// A reward model's configuration.
     classifier: Option<SequenceClassifierConfig>,
     deviation: Value,
 }
@@ -210,7 +209,7 @@ impl Case {
         Decoder::new(&self.config, self.parameters()?.detached_var_builder())
     }
 
-    /// Another folder beside this one, of the same configuration.
+    /// Another folder next to this one, with the same configuration.
     fn sibling(&self, name: &str) -> Self {
         Self {
             name: name.to_owned(),
@@ -229,8 +228,8 @@ impl Case {
             * SLACK
     }
 
-    /// Compares a result with a golden value. In f64 it has the distance [`STORED`] at most, and in
-    /// f32 that of the manifest.
+    /// Compares a result with a golden value, with tolerance [`STORED`] in f64 and the manifest's
+    /// in f32.
     fn near(&self, file: &str, quantity: &str, ours: &Tensor, golden: &Tensor) -> Result<()> {
         let allowed = match ours.dtype() {
             DType::F64 => STORED,
@@ -245,7 +244,7 @@ impl Case {
         Ok(())
     }
 
-    /// The loss of the batch of `golden` and its gradients, in the dtype of `parameters`.
+    /// Loss and gradients for the batch in `golden`, in the dtype of `parameters`.
     fn pass(
         &self,
         pass: Pass,
@@ -274,7 +273,7 @@ impl Case {
     }
 }
 
-/// The origin of gradients.
+/// Where gradients come from.
 #[derive(Debug, Clone, Copy, PartialEq)]
 enum Pass {
     /// Candle's graph, over padded rows.
@@ -293,8 +292,8 @@ fn name_of(folder: &Path) -> String {
         .into_owned()
 }
 
-/// Runs `check` on every case of `suite` that has `file`. Fails after all of them have run, and
-/// prints a line of counts.
+/// Runs `check` on every case in `suite` that has `file`. Fails after all of them have run, and
+/// prints a line with counts.
 fn for_each_case(
     suite: Suite,
     quantity: &str,
@@ -423,12 +422,12 @@ fn files(suite: Suite) -> Result<()> {
 
 fn gradients(suite: Suite) -> Result<()> {
     for_each_case(suite, "gradients", "golden.safetensors", |case| {
-        // Only the file padded on the right has gradients; on the left they must be the same.
+        // Only the right-padded file has gradients; left padding must give the same.
         let golden = case.tensors("golden.safetensors")?;
         for file in ["golden", "golden_left"] {
             let padded = case.tensors(&format!("{file}.safetensors"))?;
-            // f64 takes the composed path of every operator. A GPU is slow at it, and the five
-            // steps of `adamw_steps` contain it.
+            // In f64, every operator takes its composed path. A GPU is slow at it, and the five
+            // steps in `adamw_steps` contain it.
             let dtypes = match device().is_cpu() {
                 true => &[DType::F32, DType::F64][..],
                 false => &[DType::F32],
@@ -481,7 +480,7 @@ fn check_gradients(
     Ok(())
 }
 
-/// The golden tensor `kind` of a parameter. That of an expert's matrix may be a part of one for all
+/// The golden tensor `kind` for a parameter. An expert's matrix may be part of one tensor for all
 /// experts.
 fn of_parameter(golden: &HashMap<String, Tensor>, kind: &str, name: &str) -> Result<Tensor> {
     let key = format!("{kind}.{name}");
@@ -500,7 +499,7 @@ fn of_parameter(golden: &HashMap<String, Tensor>, kind: &str, name: &str) -> Res
     both.narrow(0, if map == "up_proj.weight" { inner } else { 0 }, inner)
 }
 
-/// The tokens of each row without padding.
+/// Each row's tokens without padding.
 fn unpadded(ids: &Tensor, mask: &Tensor) -> Result<Vec<Vec<u32>>> {
     let mask = mask.to_dtype(DType::U32)?.to_vec2::<u32>()?;
     let rows = ids.to_vec2::<u32>()?.into_iter().zip(mask);
@@ -512,7 +511,7 @@ fn unpadded(ids: &Tensor, mask: &Tensor) -> Result<Vec<Vec<u32>>> {
         .collect())
 }
 
-/// The best token of each row of `logits` `[B, V]` and its log-probability.
+/// The best token in each row of `logits` `[B, V]`, and its log-probability.
 fn greedy(logits: &Tensor) -> Result<Vec<(u32, f32)>> {
     let log_probs = candle_nn::ops::log_softmax(logits, D::Minus1)?;
     let tokens = log_probs.argmax(1)?.to_vec1::<u32>()?;
@@ -520,8 +519,7 @@ fn greedy(logits: &Tensor) -> Result<Vec<(u32, f32)>> {
     Ok(tokens.into_iter().zip(best).collect())
 }
 
-/// Greedy decoding of `steps` tokens; each step computes the whole sequences again, padded on the
-/// left.
+/// Decodes `steps` tokens greedily; each step recomputes the whole sequences, padded on the left.
 fn generate_without_cache(
     decoder: &Decoder,
     ids: &Tensor,
@@ -546,8 +544,8 @@ fn generate_without_cache(
     Ok(generated)
 }
 
-/// Greedy decoding with a cache of at most `steps` tokens. A row whose token is `end` leaves the
-/// cache after it.
+/// Decodes at most `steps` tokens greedily, with a cache. A row leaves the cache after the token
+/// `end`.
 fn generate_with_cache(
     decoder: &Decoder,
     prompts: &[Vec<u32>],
@@ -638,7 +636,7 @@ fn rows_that_end(suite: Suite) -> Result<()> {
     })
 }
 
-/// The options of `adamw.safetensors`.
+/// The options in `adamw.safetensors`.
 fn adamw_config() -> AdamWConfig {
     AdamWConfig {
         learning_rate: 1e-2,
@@ -654,7 +652,7 @@ fn adamw_config() -> AdamWConfig {
 const STEPS: usize = 5;
 
 /// In f64. AdamW divides a gradient by its own size, so an element near 0 moves in a direction that
-/// depends on its rounding, and in f32 on the order of sums.
+/// depends on how it is rounded, and in f32 on the summation order.
 fn adamw_steps(suite: Suite) -> Result<()> {
     for_each_case(suite, "adamw", "adamw.safetensors", |case| {
         let golden = case.tensors("adamw.safetensors")?;
@@ -681,12 +679,13 @@ fn adamw_steps(suite: Suite) -> Result<()> {
 }
 
 /// The part of the five steps that all f32 processors share: loss and norm before any step, and
-/// AdamW alone, given the gradients of f64.
+/// AdamW alone, given f64 gradients.
 fn adamw_in_f32(suite: Suite) -> Result<()> {
     for_each_case(suite, "adamw in f32", "adamw.safetensors", |case| {
         let golden = case.tensors("adamw.safetensors")?;
         let narrow = case.parameters()?;
-        // The manifest states the largest deviations of five steps. The first has none before it.
+        // The manifest states the largest deviations over five steps. The first step has none
+        // before it.
         let (loss, gradients) = case.pass(Pass::Graph, &narrow, &golden)?;
         case.near("adamw", "losses", &loss, &golden["out.losses"].i(0)?)?;
         let norm = Tensor::new(gradients.global_norm()? as f32, device())?;
@@ -717,8 +716,8 @@ fn adamw_in_f32(suite: Suite) -> Result<()> {
     })
 }
 
-/// Log-probabilities [B, C] of the completion after dividing the logits by the temperature, and
-/// zero at padding.
+/// Log-probs [B, C] for the completion after dividing the logits by the temperature, and zero at
+/// padding.
 fn completion_log_probs(
     decoder: &Decoder,
     golden: &HashMap<String, Tensor>,

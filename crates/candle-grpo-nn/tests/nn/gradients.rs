@@ -34,8 +34,7 @@ fn every_variable_receives_a_gradient_that_is_not_zero(
     Ok(())
 }
 
-/// In f64. The extrapolation of two central differences has an error of the fourth power of the
-/// step.
+/// In f64. Extrapolating two central differences has an error in the fourth power of the step.
 #[rstest]
 fn gradients_are_finite_differences_of_the_loss(
     #[values(Family::Llama, Family::LlamaWithBiases, Family::Qwen3_5)] family: Family,
@@ -64,7 +63,7 @@ fn gradients_are_finite_differences_of_the_loss(
             .get(variable)
             .unwrap_or_else(|| panic!("{name} has no gradient"))
             .detach();
-        // A direction that follows no pattern of the model.
+        // A direction unrelated to any pattern in the model.
         let direction = noise_tensor(variable.shape(), 1, DType::F64, device())?;
         let slope = (gradient * &direction)?.sum_all()?.to_scalar::<f64>()?;
 
@@ -148,7 +147,7 @@ fn micro_batches_sum_to_the_whole() -> Result<()> {
     whole.accumulate(&next_token_loss(&decoder, &ids, &mask)?, &parameters)?;
 
     let mut parts = Gradients::new();
-    // Pairs of real tokens in each row, over those of the batch.
+    // Real token pairs in each row, relative to the batch.
     for (row, share) in [(0, 2.0 / 9.0), (1, 3.0 / 9.0), (2, 4.0 / 9.0)] {
         let loss = next_token_loss(&decoder, &ids.i(row..row + 1)?, &mask.i(row..row + 1)?)?;
         parts.accumulate(&(loss * share)?, &parameters)?;
@@ -195,7 +194,7 @@ fn an_error_in_a_later_micro_batch_leaves_the_sum_as_it_was() -> Result<()> {
 #[test]
 fn gradients_do_not_keep_the_graph() -> Result<()> {
     let parameters = lively(&config(true))?;
-    // The gradient of a factor is computed from the other, a tracked variable.
+    // A factor's gradient is computed from the other, a tracked variable.
     let mut loss = Tensor::zeros((), DType::F32, device())?;
     for (_, variable) in parameters.iter() {
         loss = (loss + (variable.as_tensor() * variable.as_tensor())?.sum_all()?)?;
@@ -225,7 +224,7 @@ fn a_loss_that_is_not_one_number_is_refused() -> Result<()> {
     Ok(())
 }
 
-/// Gradients of which the first element of two variables is 3 and 4, all others zero: their norm is
+/// Gradients whose first element is 3 and 4 in two variables, and all others zero, so their norm is
 /// 5.
 fn three_four_five(parameters: &Parameters) -> Result<Gradients> {
     spiked(

@@ -1,6 +1,6 @@
 //! Results in f32 have the same bits with AVX2 and with AVX-512.
 //!
-//! The instructions of a process do not change, so the test runs itself once for each set.
+//! The instruction set is fixed within a process, so the test runs itself once for each set.
 
 use std::collections::BTreeMap;
 use std::env;
@@ -19,7 +19,7 @@ use crate::small::{Family, add_recorded, bits, each_family, lively};
 /// The text before a digest on standard output.
 const MARK: &str = "digest of";
 
-/// Sizes with whole vectors and parts of vectors in every operator, and more rows than a tile.
+/// Sizes with whole vectors and partial vectors in every operator, and more rows than a tile.
 fn config(family: Family) -> DecoderConfig {
     let small = family.config(false);
     DecoderConfig {
@@ -35,8 +35,8 @@ fn config(family: Family) -> DecoderConfig {
     }
 }
 
-/// Three clipped steps of AdamW over sequences of different lengths, then the logits of a prompt
-/// and of two tokens after it.
+/// Three clipped AdamW steps over sequences with different lengths, then the logits for a prompt
+/// and two tokens after it.
 fn weights_and_logits(family: Family) -> Result<Vec<u64>> {
     let config = config(family);
     let parameters = lively(&config)?;
@@ -74,7 +74,7 @@ fn weights_and_logits(family: Family) -> Result<Vec<u64>> {
     Ok(all)
 }
 
-/// Prints the digest of a family with the instructions of this process.
+/// Prints a family's digest with this process's instruction set.
 #[apply(each_family)]
 fn digest(family: Family) -> Result<()> {
     if !device().is_cpu() {

@@ -47,7 +47,7 @@ fn fresh_adapters_change_nothing_and_trained_ones_do(
     Ok(())
 }
 
-/// After updates of the adapters too.
+/// Even after adapter updates.
 #[test]
 fn a_decoder_without_adapters_stays_bit_identical_to_the_base() -> Result<()> {
     let model = config(false);
@@ -105,7 +105,7 @@ fn gradients_equal_finite_differences() -> Result<()> {
     let mut gradients = Gradients::new();
     gradients.accumulate(&next_token_loss(&policy, &ids, &mask)?, lora.parameters())?;
 
-    // In f64, as a difference in f32 would round more than it measures.
+    // In f64, because a difference in f32 would round more than it measures.
     let wide = |moved: Option<(&str, usize, f64)>| -> Result<f64> {
         let mut tensors = std::collections::HashMap::new();
         for (name, variable) in base.iter() {
@@ -166,8 +166,8 @@ fn the_matrices_of_the_base_get_no_gradient() -> Result<()> {
         .map(|(name, variable)| (name.to_owned(), variable.as_detached_tensor()))
         .collect();
     let lora = trained(LoraConfig::all_linear(2, 4.), &model)?;
-    // The builder of the adapters with the base of these very tensors, so that the store can be
-    // asked for them.
+    // The adapter builder over a base with these very tensors, so that the store can be asked for
+    // them.
     let mut tensors: std::collections::HashMap<String, Tensor> =
         frozen.clone().into_iter().collect();
     for (name, variable) in lora.parameters().iter() {
@@ -301,7 +301,7 @@ fn files_with_unsupported_options_are_refused(
     Ok(())
 }
 
-/// PEFT names the maps that a model has: joined ones of Phi-3, and those of each expert.
+/// PEFT names the maps that a model has: joined ones in Phi-3, and one per expert.
 #[rstest]
 #[case(Family::Llama, 7, &["down_proj", "gate_proj", "k_proj", "o_proj", "q_proj", "up_proj", "v_proj"])]
 #[case(Family::Phi3, 4, &["down_proj", "gate_up_proj", "o_proj", "qkv_proj"])]

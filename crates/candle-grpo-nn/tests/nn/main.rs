@@ -1,4 +1,4 @@
-//! Tests of the crate, one module for each subject.
+//! Tests of the crate, one module per subject.
 
 mod adamw;
 mod atomic_file;

@@ -48,7 +48,7 @@ fn fresh_weights_are_normal_and_norms_are_one() -> Result<()> {
                 .sum::<f64>()
                 / n
         };
-        // Five standard errors of the moments of a standard normal: 0, 1 and 3.
+        // Five standard errors for the moments of a standard normal: 0, 1 and 3.
         for (power, expected, variance) in [(1, 0.0, 1.0), (2, 1.0, 2.0), (4, 3.0, 96.0)] {
             let error = 5.0 * f64::sqrt(variance / n);
             assert!(
@@ -149,7 +149,7 @@ fn variables_of_another_dtype_are_independent_copies() -> Result<()> {
     Ok(())
 }
 
-/// Custom variables may be f64; all of them then.
+/// Custom variables may be f64, but then all of them must be.
 #[test]
 fn custom_variables_have_one_dtype() -> Result<()> {
     let zeros =
@@ -338,7 +338,7 @@ fn a_configuration_has_the_defaults_of_hugging_face() {
     assert!(error.to_string().contains("vocab_size"), "{error}");
 }
 
-/// transformers 5 can store the matrices of all experts as two tensors.
+/// transformers 5 can store all experts' matrices as two tensors.
 #[test]
 fn experts_in_one_tensor_of_another_shape_are_refused_by_name() -> Result<()> {
     let config = Family::Qwen3Moe.config(true);
@@ -367,7 +367,7 @@ fn experts_in_one_tensor_of_another_shape_are_refused_by_name() -> Result<()> {
     Ok(())
 }
 
-/// Weights of norms that are added to 1.
+/// Norm weights to which 1 is added.
 #[test]
 fn fresh_norms_of_gemma_are_zero() -> Result<()> {
     for (name, variable) in Parameters::init(&Family::Gemma2.config(true), 3, device())?.iter() {

@@ -1,4 +1,4 @@
-//! The recorded backward pass against that of Candle's graph.
+//! The recorded backward pass, compared with Candle's graph.
 
 use candle_core::{DType, Result, Tensor, Var};
 use candle_grpo_nn::{
@@ -63,7 +63,7 @@ fn recorded_gradients_equal_those_of_the_graph(
     check(&recorded, &graph)
 }
 
-/// A pass in one dtype may train variables of the other.
+/// A pass in one dtype may train variables in the other.
 #[rstest]
 fn gradients_are_summed_in_the_dtype_of_their_variables(
     #[values(DType::F32, DType::F64)] variables: DType,
@@ -86,7 +86,7 @@ fn gradients_are_summed_in_the_dtype_of_their_variables(
     };
     for (name, gradient) in graph.iter() {
         let sum = twice.get(name).expect("a gradient of that name");
-        // The output layer has the dtype of its own gradient.
+        // The output layer has its own gradient's dtype.
         assert!(
             sum.dtype() == variables || name == decoder.output_name(),
             "{name}"
@@ -101,7 +101,7 @@ fn gradients_are_summed_in_the_dtype_of_their_variables(
     Ok(())
 }
 
-/// 12 tokens reach at most 24 of the 40 experts of the first block.
+/// 12 tokens reach at most 24 of the first block's 40 experts.
 #[test]
 fn experts_without_tokens_have_gradients_of_zero() -> Result<()> {
     let model = DecoderConfig {
@@ -142,7 +142,7 @@ fn recorded_gradients_of_adapters_equal_those_of_the_graph(
     let base = lively(&model)?;
     let lora = Lora::init(LoraConfig::all_linear(3, 5.0), &model, 1, device())?;
     for (_, variable) in lora.parameters().iter() {
-        // The second matrix begins as zero, where the first has no gradient.
+        // The second matrix starts at zero, where the first has no gradient.
         variable.set(&(variable.as_detached_tensor() + 0.03)?)?;
     }
     let batch = left_padded()?;
@@ -291,7 +291,7 @@ fn wrong_input_is_refused_by_name_and_clears_the_gradients() -> Result<()> {
     Ok(())
 }
 
-/// A model of Candle's own operations: the mean of the embeddings of the tokens so far, through a
+/// A model made of Candle's own operations: the mean embedding of the tokens so far, through a
 /// linear map.
 struct Bag {
     embedding: Tensor,

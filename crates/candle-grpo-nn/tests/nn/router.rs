@@ -12,7 +12,7 @@ fn logits(seed: u64) -> Result<Tensor> {
     noise_tensor((TOKENS, EXPERTS), seed, DType::F64, device())? * 2.
 }
 
-/// The output of each token if that of expert e is `(e + 1)^2`.
+/// Each token's output if expert e outputs `(e + 1)^2`.
 fn mixed(routing: &Routing) -> Result<Tensor> {
     let outputs = (routing.experts.to_dtype(DType::F64)? + 1.)?.sqr()?;
     (&routing.gates * outputs)?.sum(1)
@@ -66,9 +66,9 @@ fn a_replay_keeps_the_experts_though_the_logits_changed() -> Result<()> {
     let experts = |routing: &Routing| routing.experts.to_vec2::<u32>();
     assert_eq!(experts(&now)?, experts(&drawn)?);
     assert_ne!(experts(&own)?, experts(&drawn)?);
-    // The gates are those of now.
+    // The gates are current.
     assert_ne!(now.gates.to_vec2::<f64>()?, drawn.gates.to_vec2::<f64>()?);
-    // A replay of what is chosen anyway changes nothing.
+    // Replaying what would be chosen anyway changes nothing.
     let same = router.replay(&moved, &own.experts)?;
     assert_eq!(same.gates.to_vec2::<f64>()?, own.gates.to_vec2::<f64>()?);
     Ok(())
@@ -116,7 +116,7 @@ fn a_pass_over_layers_is_replayed_layer_by_layer() -> Result<()> {
     let experts = recording.into_experts();
     let mut replaying = RouterPass::replaying(experts.clone());
     for expected in &experts {
-        // Of a router that would choose otherwise.
+        // A router that would choose differently.
         let found = replaying.route(&router, &logits(5)?)?.experts;
         assert_eq!(found.to_vec2::<u32>()?, expected.to_vec2::<u32>()?);
     }

@@ -1,4 +1,4 @@
-//! Replayed experts, and the balance of the experts, in a decoder.
+//! Replayed experts and expert balance in a decoder.
 
 use candle_core::{DType, Device, Result, Tensor};
 use candle_grpo_nn::{
@@ -10,7 +10,7 @@ use candle_grpo_test_support::{device, message};
 
 use crate::small::{Family, lively, max_difference};
 
-/// Two mixtures of experts, which choose two of three experts each.
+/// Two mixtures of experts, each choosing two of three experts.
 fn model() -> DecoderConfig {
     DecoderConfig {
         mlp_only_layers: Vec::new(),
@@ -26,7 +26,7 @@ fn sequences() -> [Vec<u32>; 3] {
     [vec![3, 1, 4, 1, 5], vec![3, 1, 9], vec![2, 6]]
 }
 
-/// The experts of the tokens of [`sequences`] in decoding, one token at a time.
+/// The experts for the tokens in [`sequences`] during decoding, one token at a time.
 fn drawn(decoder: &Decoder) -> Result<Vec<Vec<u16>>> {
     let mut cache = PagedCache::new(decoder.config(), DType::F32, device())?;
     let mut all = Vec::new();
@@ -42,7 +42,7 @@ fn drawn(decoder: &Decoder) -> Result<Vec<Vec<u16>>> {
     Ok(all)
 }
 
-/// The hidden states, and the gradients of their sum of squares.
+/// The hidden states, and gradients for their sum of squares.
 fn pass(
     parameters: &Parameters,
     tokens: &PackedTokens,
@@ -82,7 +82,7 @@ fn replay_of_the_same_experts_changes_nothing(
     Ok(())
 }
 
-/// All tokens go to the experts 2 and 0 of the first block and 1 and 2 of the second.
+/// All tokens go to experts 2 and 0 in the first block, and 1 and 2 in the second.
 fn forced() -> Vec<Vec<u16>> {
     let tokens = sequences().into_iter();
     tokens

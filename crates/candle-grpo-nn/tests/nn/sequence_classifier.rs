@@ -28,7 +28,7 @@ fn scores(
     SequenceClassifier::new(config, parameters.detached_var_builder())?.scores(&tokens)
 }
 
-/// Each case is compared with the part of it that ends at the scored token.
+/// Compares each case with its prefix that ends at the scored token.
 #[rstest]
 #[case::in_the_midst(&[1, 3, 2], 3)]
 #[case::at_the_end(&[1, 2, 3, 3], 2)]
@@ -56,7 +56,7 @@ fn the_last_token_that_is_not_padding_is_scored(
     Ok(())
 }
 
-/// A classifier of transformers takes the normed hidden states; only logits are scaled.
+/// A transformers classifier uses the normed hidden states; only logits are scaled.
 #[test]
 fn the_scale_of_the_logits_has_no_effect() -> Result<()> {
     let mut granite = classifier(1);

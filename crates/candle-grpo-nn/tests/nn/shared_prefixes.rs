@@ -12,7 +12,7 @@ use rstest_reuse::apply;
 
 use crate::small::{Family, config, each_family, lively, max_difference};
 
-/// Two groups, a sequence of its own, one that is all of another, and one that is there twice.
+/// Two groups, a separate sequence, one that is all of another, and one that occurs twice.
 fn sequences() -> Vec<Vec<u32>> {
     [
         &[1, 2, 3, 4, 5][..],
@@ -38,7 +38,7 @@ fn noise(rows: usize, columns: usize) -> Result<Tensor> {
     noise_tensor((rows, columns), 1, DType::F32, device())
 }
 
-/// `per_token`, summed over the tokens of each row.
+/// `per_token`, summed over each row's tokens.
 fn summed(tokens: &PackedTokens, per_token: &Tensor) -> Result<Tensor> {
     let rows = Tensor::new(tokens.rows(), device())?;
     let zeros = Tensor::zeros(

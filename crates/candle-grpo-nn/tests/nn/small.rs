@@ -11,8 +11,7 @@ use candle_grpo_nn::{
 use candle_grpo_test_support::{TINY_DECODER, device, noise_tensor};
 use rstest_reuse::template;
 
-/// Two query heads for each key head, and a head width that is not `hidden_size /
-/// num_attention_heads`.
+/// Two query heads per key head, and a head width that is not `hidden_size / num_attention_heads`.
 pub(crate) fn config(tied: bool) -> DecoderConfig {
     DecoderConfig {
         vocab_size: 13,
@@ -26,7 +25,7 @@ pub(crate) fn config(tied: bool) -> DecoderConfig {
     }
 }
 
-/// The decoders that tests of all families cover.
+/// Decoders covered by tests that run on all families.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Family {
     Llama,
@@ -44,7 +43,7 @@ pub(crate) enum Family {
     Qwen3_5,
 }
 
-/// The cases of a test of all families.
+/// Cases for tests that run on all families.
 #[template]
 #[rstest]
 pub(crate) fn each_family(
@@ -68,7 +67,7 @@ pub(crate) fn each_family(
 }
 
 impl Family {
-    /// [`config`] of this family.
+    /// [`config`] for this family.
     pub(crate) fn config(self, tied: bool) -> DecoderConfig {
         let config = config(tied);
         match self {
@@ -125,7 +124,7 @@ impl Family {
                 rope_local_base_freq: Some(10.0),
                 ..config
             },
-            // Four of the six elements of a head rotate.
+            // Four of the six elements in a head rotate.
             Self::Phi3 => DecoderConfig {
                 model_type: ModelType::Phi3,
                 partial_rotary_factor: 0.7,
@@ -157,8 +156,8 @@ impl Family {
     }
 }
 
-/// Weights ten times as large as `init` draws, and norms that are not one, so that no part of the
-/// model is idle.
+/// Weights ten times as large as `init` samples them, and norms different from one, so that every
+/// part of the model matters.
 pub(crate) fn lively_tensors(config: &DecoderConfig) -> Result<HashMap<String, Tensor>> {
     let drawn = Parameters::init(config, 5, device())?;
     let mut tensors = drawn.frozen_copy()?;
@@ -177,7 +176,7 @@ pub(crate) fn lively(config: &DecoderConfig) -> Result<Parameters> {
     Parameters::from_tensors(config, lively_tensors(config)?, device())
 }
 
-/// Three rows of different lengths, padded on the left with zeros.
+/// Three rows with different lengths, left-padded with zeros.
 pub(crate) fn left_padded() -> Result<(Tensor, Tensor)> {
     let ids = Tensor::new(
         &[[0u32, 0, 3, 1, 4], [0, 5, 9, 2, 6], [7, 0, 8, 12, 11]],
@@ -190,14 +189,14 @@ pub(crate) fn left_padded() -> Result<(Tensor, Tensor)> {
     Ok((ids, mask))
 }
 
-/// Minus the mean log-probability of the next token, over the pairs of real tokens.
+/// Negative mean log-prob of the next token, over pairs of real tokens.
 pub(crate) fn next_token_loss(decoder: &Decoder, ids: &Tensor, mask: &Tensor) -> Result<Tensor> {
     let (log_probs, pairs) = next_token_log_probs(decoder, ids, mask)?;
     (log_probs.sum_all()? / pairs.sum_all()?)?.neg()
 }
 
-/// The log-probability [B, S - 1] of each next token, zero where it or its predecessor is padding;
-/// and which are not.
+/// The log-prob [B, S - 1] for each next token, zero where it or its predecessor is padding; and
+/// which are not.
 pub(crate) fn next_token_log_probs(
     decoder: &Decoder,
     ids: &Tensor,
@@ -214,7 +213,7 @@ pub(crate) fn next_token_log_probs(
     Ok(((all.gather(&next, 2)?.squeeze(2)? * &pairs)?, pairs))
 }
 
-/// The gradients of [`next_token_loss`] without a graph, from the real tokens alone.
+/// Gradients of [`next_token_loss`] without a graph, from the real tokens alone.
 pub(crate) fn recorded_gradients(
     decoder: &Decoder,
     trained: &Parameters,
@@ -283,7 +282,7 @@ pub(crate) fn add_recorded(
     gradients.ensure_complete(trained)
 }
 
-/// Gradients that are exactly `of(name)`, by a loss that is linear in the variables.
+/// Gradients that are exactly `of(name)`, from a loss that is linear in the variables.
 pub(crate) fn exact_gradients(
     parameters: &Parameters,
     of: impl Fn(&str, &Tensor) -> Result<Tensor>,
@@ -298,7 +297,7 @@ pub(crate) fn exact_gradients(
     Ok(gradients)
 }
 
-/// The bits of all parameters in f64, which has every f32.
+/// All parameter bits in f64, which represents every f32.
 pub(crate) fn bits(parameters: &Parameters) -> Result<Vec<(String, Vec<u64>)>> {
     parameters
         .iter()

@@ -26,8 +26,8 @@ fn last_logits(config: DecoderConfig, ids: &[u32]) -> Result<Tensor> {
 
 #[test]
 fn a_block_without_rotation_ignores_the_order_of_the_past() -> Result<()> {
-    // With one block, keys and values do not depend on what stands before them: the order of the
-    // past is all in the rotation.
+    // With one block, keys and values do not depend on earlier tokens: only the rotation encodes
+    // their order.
     let one_block = |no_rope: u8, ids: &[u32]| {
         let config = DecoderConfig {
             num_hidden_layers: 1,
@@ -59,7 +59,7 @@ fn each_block_rotates_or_not_by_its_own_number() -> Result<()> {
     Ok(())
 }
 
-/// Checked against `SmolLM3Config` of transformers 5.24.
+/// Checked against `SmolLM3Config` in transformers 5.24.
 #[test]
 fn absent_keys_have_the_defaults_of_transformers() -> Result<()> {
     let base = serde_json::json!({

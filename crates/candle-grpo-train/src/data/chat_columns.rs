@@ -1,4 +1,4 @@
-//! Columns with inputs of the chat template.
+//! Columns with chat template inputs.
 
 use anyhow::{Context, Result, bail};
 use serde_json::{Map, Value};
@@ -7,17 +7,17 @@ use super::rows::kind;
 use crate::model::Chat;
 use candle_grpo_base::column::find;
 
-/// The usual name of the column with schemas of tools.
+/// The usual column for tool schemas.
 pub const TOOLS: &str = "tools";
 
-/// The column with variables of the chat template.
+/// The column for chat template variables.
 pub const VARIABLES: &str = "chat_template_kwargs";
 
-/// Returns the schemas of the tools in the column `name` of a row: a list, or its JSON.
+/// Returns the tool schemas in a row's column `name`: a list, or its JSON text.
 ///
 /// # Errors
 ///
-/// If the column has something else.
+/// If the column holds anything else.
 pub fn tools(columns: &Value, name: &str) -> Result<Option<Value>> {
     let tools = match find(columns, name) {
         None | Some(Value::Null) => return Ok(None),
@@ -37,11 +37,11 @@ pub fn tools(columns: &Value, name: &str) -> Result<Option<Value>> {
     }
 }
 
-/// Returns the variables of the chat template in a row.
+/// Returns a row's chat template variables.
 ///
 /// # Errors
 ///
-/// If the column is not an object, or has the name of another input of the template.
+/// If the column is not an object, or contains the name of another template input.
 pub fn variables(columns: &Value) -> Result<Option<&Map<String, Value>>> {
     match columns.get(VARIABLES) {
         None | Some(Value::Null) => Ok(None),

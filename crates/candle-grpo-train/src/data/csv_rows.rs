@@ -1,4 +1,4 @@
-//! Rows from a file of separated values (RFC 4180).
+//! Rows from a file with separated values (RFC 4180).
 
 use std::path::Path;
 use std::sync::Arc;
@@ -9,13 +9,13 @@ use serde_json::{Map, Value};
 
 use super::rows::{Row, newlines, row};
 
-/// Separators that files of this kind may have, and only those of a name are read.
+/// Separators that such files may use. Only files whose name matches are read.
 const SEPARATORS: [u8; 4] = *b",;\t|";
 
-/// Reads the first `limit` rows, whose fields are texts between `separator`. The first line names
-/// the columns.
+/// Reads the first `limit` rows, whose fields are text separated by `separator`. The first line
+/// names the columns.
 ///
-/// A quotation mark within a field that has none at its beginning is a character of the text.
+/// A quotation mark within a field that does not begin with one is an ordinary character.
 pub(super) fn rows(file: &Arc<Path>, text: &str, separator: u8, limit: usize) -> Result<Vec<Row>> {
     let path = file.display();
     check_quotes(text.as_bytes(), separator)
@@ -62,10 +62,11 @@ pub(super) fn rows(file: &Arc<Path>, text: &str, separator: u8, limit: usize) ->
     Ok(rows)
 }
 
-/// Checks the fields in quotation marks. The reader would join a text after one to the field, and
-/// the rest of the file to one that is not closed. An error has its line.
+/// Checks quoted fields. The reader would append text after a closing quotation mark to the field,
+/// and the rest of the file to an unclosed one. Errors include the line.
 ///
-/// Spaces and tabs after one are joined to the field, as Python's `csv` and pandas do.
+/// Spaces and tabs after a closing quotation mark are appended to the field, as in Python's `csv`
+/// and pandas.
 fn check_quotes(text: &[u8], separator: u8) -> Result<(), (usize, String)> {
     let ends = |byte: u8| byte == separator || matches!(byte, b'\r' | b'\n');
     let line_of = |at: usize| 1 + newlines(&text[..at]);
@@ -82,7 +83,7 @@ fn check_quotes(text: &[u8], separator: u8) -> Result<(), (usize, String)> {
                     }
                     Some(length) => end += length + 1,
                 }
-                // Two of them are one of the text.
+                // Two quotation marks stand for one in the text.
                 if text.get(end) != Some(&b'"') {
                     break;
                 }
@@ -106,7 +107,7 @@ fn check_quotes(text: &[u8], separator: u8) -> Result<(), (usize, String)> {
     Ok(())
 }
 
-/// Counts lines up to records in their order.
+/// Counts lines up to successive records.
 struct Lines<'a> {
     text: &'a [u8],
     at: usize,
@@ -114,7 +115,7 @@ struct Lines<'a> {
 }
 
 impl Lines<'_> {
-    /// The line of the first character of a record. Its position may be before empty lines.
+    /// The line with a record's first character. Its position may be before empty lines.
     fn of(&mut self, position: &Position) -> usize {
         let from = (position.byte() as usize).clamp(self.at, self.text.len());
         let rest = self.text[from..].iter();

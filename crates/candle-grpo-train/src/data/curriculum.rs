@@ -1,4 +1,4 @@
-//! The choice of prompts by how well the policy solves them.
+//! Chooses prompts by how well the policy solves them.
 
 use std::collections::BTreeMap;
 
@@ -8,19 +8,19 @@ use candle_grpo_core::{DifficultyPools, TaskScores};
 
 use crate::random::{generator, uniform};
 
-/// Keeps the random numbers of a choice apart from those of completions and orders.
+/// Keeps these random numbers apart from those for completions and orders.
 const STREAM: u64 = u64::from_le_bytes(*b"curricul");
 
-/// Draws prompts with the weights of their pools.
+/// Samples prompts by the weights of their pools.
 ///
-/// A draw is a function of the seed, the scores and the number of prompts that were drawn before.
+/// A sample depends only on the seed, the scores and the number of prompts sampled before.
 #[derive(Debug, Clone)]
 pub(crate) struct Curriculum {
     pools: DifficultyPools,
     seed: u64,
 }
 
-/// Checks the pools of a run, whose prompts have no score at first.
+/// Checks a run's pools, whose prompts have no score at first.
 pub(super) fn validate(pools: &DifficultyPools) -> Result<()> {
     pools.validate()?;
     Ok(check(
@@ -37,12 +37,12 @@ impl Curriculum {
         Ok(Self { pools, seed })
     }
 
-    /// Draws `count` of `prompts` prompts after `visited` others, without replacement: each next
-    /// one with a chance in proportion to its weight (Efraimidis and Spirakis 2006,
+    /// Samples `count` of `prompts` prompts after `visited` others, without replacement. The chance
+    /// of each next prompt is proportional to its weight (Efraimidis and Spirakis 2006,
     /// <https://doi.org/10.1016/j.ipl.2005.11.003>).
     ///
-    /// Prompts of weight 0 follow the others. Those in `drawn`, which the step already has, follow
-    /// these, and then any prompt comes again.
+    /// Prompts with weight 0 come after all others. Prompts in `drawn`, which the step already has,
+    /// come after these. Then any prompt may repeat.
     pub(crate) fn draw(
         &self,
         scores: &TaskScores,
@@ -90,7 +90,7 @@ impl Curriculum {
         Ok(picked)
     }
 
-    /// The number of prompts in each pool, and of those without a score.
+    /// Number of prompts in each pool, and without a score.
     pub(crate) fn metrics(&self, scores: &TaskScores, prompts: usize) -> BTreeMap<String, f64> {
         let counts = scores.occupancy(prompts, &self.pools);
         let unseen = prompts - counts.iter().sum::<usize>();
@@ -132,7 +132,7 @@ mod tests {
             let drawn = curriculum.draw(&scores(), 16, visited, 1, &[]).unwrap();
             counts[drawn[0] / 4] += 1;
         }
-        // The weights of the pools are 0, 12, 4 and 4.
+        // The pool weights are 0, 12, 4 and 4.
         for (count, share) in counts.iter().zip([0., 0.6, 0.2, 0.2]) {
             // Four standard deviations are 0.014.
             assert!(
@@ -151,7 +151,7 @@ mod tests {
             drawn.unwrap()
         };
         let mut all = draw(16, &[]);
-        // Those of weight 0 are the last.
+        // Those with weight 0 come last.
         assert!(all[12..].iter().all(|prompt| *prompt < 4), "{all:?}");
         all.sort_unstable();
         assert_eq!(all, (0..16).collect::<Vec<_>>());

@@ -1,4 +1,4 @@
-//! The data of a run.
+//! A run's data.
 
 use std::collections::HashSet;
 use std::path::PathBuf;
@@ -21,59 +21,58 @@ use crate::one_or_more::one_or_more;
 use candle_grpo_base::Template;
 use candle_grpo_base::within;
 
-/// The data section of a configuration: files, and how their rows become prompts.
+/// The data section in a configuration: files, and how their rows become prompts.
 #[derive(Debug, Clone, PartialEq, Default, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct DatasetConfig {
-    /// Files of JSON lines (or one JSON array), CSV or Parquet to train on: one, or a list. A file
-    /// of a data set on the [hub](guide.md#the-hugging-face-hub) is
-    /// `hf://datasets/ORG/NAME/FILE`.
+    /// Files to train on, one or a list: JSON lines (or one JSON array), CSV or Parquet. Write
+    /// `hf://datasets/ORG/NAME/FILE` for a file in a data set on the
+    /// [hub](guide.md#the-hugging-face-hub).
     #[serde(deserialize_with = "one_or_more")]
     pub train: Vec<PathBuf>,
-    /// Files to evaluate on: one, or a list.
+    /// Files to evaluate on, one or a list.
     #[serde(deserialize_with = "one_or_more")]
     pub held_out: Vec<PathBuf>,
-    /// Number of rows of `train` to hold out, drawn by the seed; not together with `held_out`.
+    /// Number of `train` rows to hold out, sampled by the seed; not together with `held_out`.
     pub held_out_rows: Option<usize>,
-    /// The prompt of a row, with `{column}` for its columns; absent: the columns `messages`,
+    /// Prompt template for a row, with `{column}` for its columns. Absent: the columns `messages`,
     /// `prompt`, `conversations` (ShareGPT), `question` (GSM8K), or `Body` and `Question` (SVAMP).
     pub prompt: Option<String>,
-    /// The system message before the prompt.
+    /// System message before the prompt.
     pub system: Option<String>,
-    /// If true, the prompt is a message for the chat template of the model; if false, a text that
-    /// the model continues. Absent: all are messages, except a text in the column `prompt`.
+    /// If true, the prompt is a message for the model's chat template; if false, text for the
+    /// model to continue. Absent: everything is a message, except text in the column `prompt`.
     pub chat: Option<bool>,
-    /// The beginning of the model's answer, with `{column}` for columns.
+    /// Prefix for the model's answer, with `{column}` for columns.
     pub prefill: Option<String>,
-    /// Variables of the chat template, such as `{enable_thinking: false}`; the name is that of TRL
-    /// and vLLM. They apply to training, evaluation and environments.
+    /// Chat template variables, such as `{enable_thinking: false}`; TRL and vLLM use the same
+    /// name. They apply to training, evaluation and environments.
     pub chat_template_kwargs: Map<String, Value>,
-    /// If true, messages of the assistant at the end of a conversation (as in data for supervised
+    /// If true, assistant messages at the end of a conversation (as in data for supervised
     /// training) are cut off; if false, they are an error.
     pub cut_answer: bool,
-    /// Shares of the prompts of a run that come from the files of `train`, one for each file, such
-    /// as `[0.7, 0.3]`. The rows of a file come in random order, again after the last one. Absent:
-    /// all rows are one set.
+    /// Shares of the run's prompts that come from each `train` file, such as `[0.7, 0.3]`. Rows in
+    /// a file come in random order, and repeat after the last one. Absent: all rows form one set.
     pub weights: Option<Vec<f64>>,
-    /// Draws prompts by how well the policy solves them, in place of a random order: pools by the
-    /// mean reward of the latest group of a prompt, each with a weight
+    /// Samples prompts by how well the policy solves them, instead of in random order. Prompts are
+    /// divided into pools by their latest group's mean reward, and each pool has a weight
     /// ([how](guide.md#a-curriculum)). Not together with `weights`.
     pub curriculum: Option<DifficultyPools>,
-    /// Greatest number of rows of each file.
+    /// Maximum number of rows per file.
     pub max_rows: Option<usize>,
 }
 
-/// The SHA-256 of a question.
+/// A question's SHA-256.
 type Digest = [u8; 32];
 
-/// The rows of a run.
+/// A run's rows.
 #[derive(Debug, Clone)]
 pub struct Dataset {
-    /// The rows to train on, in the order of the files.
+    /// Rows to train on, in file order.
     pub train: Vec<Row>,
-    /// The rows to evaluate on, possibly none.
+    /// Rows to evaluate on, possibly none.
     pub held_out: Vec<Row>,
-    /// The number of rows of `held_out` that ask the same as a row of `train`.
+    /// Number of `held_out` rows that ask the same as a `train` row.
     pub held_out_in_train: usize,
     asking: Asking,
     prefill: Option<Template>,
@@ -84,7 +83,7 @@ impl DatasetConfig {
     ///
     /// # Errors
     ///
-    /// If keys contradict each other or a template is not valid.
+    /// If keys contradict each other or a template is invalid.
     pub fn validate(&self) -> Result<()> {
         self.sources().validate()?;
         if let Some(pools) = &self.curriculum {
@@ -115,8 +114,8 @@ impl DatasetConfig {
     ///
     /// # Errors
     ///
-    /// With file and line if something cannot be read, or a row has no prompt. If rows that differ
-    /// all ask the same, or all rows that are held out are trained on too.
+    /// If something cannot be read, or a row has no prompt, with file and line. If different rows
+    /// all ask the same, or all held-out rows are also trained on.
     pub fn load(&self, seed: u64) -> Result<Dataset> {
         self.validate()?;
         let (train, held_out) = self.sources().read(seed)?;
@@ -140,11 +139,11 @@ impl DatasetConfig {
         Ok(dataset)
     }
 
-    /// Returns the order of prompts. `sources` has the number of the file in `train` of each.
+    /// Returns the prompt order. `sources` has the index in `train` of each prompt's file.
     ///
     /// # Errors
     ///
-    /// If there are none, or none of a file that has a weight.
+    /// If there are no prompts, or none from a file that has a weight.
     pub fn order(&self, sources: &[usize], seed: u64) -> Result<MixedOrder> {
         self.sources().order(sources, seed)
     }
@@ -160,7 +159,7 @@ impl DatasetConfig {
     }
 }
 
-/// Checks variables of a chat template for all rows.
+/// Checks chat template variables that apply to all rows.
 pub(crate) fn check_variables(variables: &Map<String, Value>) -> Result<()> {
     for name in Chat::RESERVED {
         let field = format!("chat_template_kwargs.{name}");
@@ -175,11 +174,11 @@ pub(crate) fn template(field: &str, text: Option<&str>) -> Result<Option<Templat
 }
 
 impl Dataset {
-    /// Creates a data set without rows, for questions of other rows.
+    /// Creates a data set without rows, for asking questions from other rows.
     ///
     /// # Errors
     ///
-    /// If a template of `config` is not valid.
+    /// If a template in `config` is invalid.
     pub fn without_rows(config: &DatasetConfig) -> Result<Self> {
         Ok(Self {
             train: Vec::new(),
@@ -190,7 +189,7 @@ impl Dataset {
         })
     }
 
-    /// Makes every question, and returns how many of those held out are trained on too.
+    /// Builds every question, and returns how many held-out ones are also trained on.
     fn compare_questions(&self) -> Result<usize> {
         let digests = |rows: &[Row]| -> Result<Vec<Digest>> {
             rows.iter().map(|row| self.digest(row)).collect()
@@ -219,7 +218,7 @@ impl Dataset {
         Ok(hash.finalize().into())
     }
 
-    /// An id of the question of a row: the first 16 hexadecimal digits of its SHA-256.
+    /// An id for a row's question: the first 16 hexadecimal digits of its SHA-256.
     ///
     /// # Errors
     ///
@@ -230,12 +229,12 @@ impl Dataset {
         Ok(digits.collect())
     }
 
-    /// The question of a row.
+    /// A row's question.
     pub fn question(&self, row: &Row) -> Result<Question> {
         self.asking.question(row)
     }
 
-    /// The beginning of the answer to a row; empty, unless the configuration gives one.
+    /// The prefix for a row's answer; empty unless configured.
     pub fn prefill(&self, row: &Row) -> Result<String> {
         match &self.prefill {
             Some(template) => template.fill(&row.columns).with_context(|| row.place()),

@@ -1,4 +1,4 @@
-//! JSON files of a run: one value, or one value per line in files that grow.
+//! A run's JSON files: a single value, or one value per line in growing files.
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -11,38 +11,38 @@ use serde::de::DeserializeOwned;
 use serde::{Deserialize, Deserializer};
 use serde_json::error::Category;
 
-/// Reads a file of one JSON value.
+/// Reads a file with a single JSON value.
 ///
 /// # Errors
 ///
-/// With file, line and column if the value cannot be read.
+/// If the value cannot be read, with file, line and column.
 pub fn read_json<T: DeserializeOwned>(path: &Path) -> Result<T> {
     let bytes = fs::read(path).with_context(|| path.display().to_string())?;
     serde_json::from_slice(&bytes).map_err(|error| damage(path, error.line(), &error))
 }
 
-/// Reads the values of a file with one JSON value per line; none if it is absent.
+/// Reads a file with one JSON value per line; returns none if it does not exist.
 ///
-/// A last line that is incomplete, as after a kill, is left out.
+/// An incomplete last line, as after a kill, is skipped.
 ///
 /// # Errors
 ///
-/// With file, line and column if any other line cannot be read.
+/// If any other line cannot be read, with file, line and column.
 pub fn read_json_lines<T: DeserializeOwned>(path: &Path) -> Result<Vec<T>> {
     let lines = read_lines(path)?;
     Ok(lines.into_iter().map(|line| line.value).collect())
 }
 
-/// A line of a file and its value.
+/// A line in a file and its value.
 pub(crate) struct Line<T> {
     text: String,
     pub(crate) value: T,
 }
 
-/// Reads the complete lines of a file; none if it is absent.
+/// Reads a file's complete lines; returns none if it does not exist.
 pub(crate) fn read_lines<T: DeserializeOwned>(path: &Path) -> Result<Vec<Line<T>>> {
     let text = match fs::read(path) {
-        // The last line of a killed run may end within a character.
+        // A killed run's last line may end within a character.
         Ok(bytes) => String::from_utf8_lossy(&bytes).into_owned(),
         Err(error) if error.kind() == ErrorKind::NotFound => return Ok(Vec::new()),
         Err(error) => return Err(error).with_context(|| path.display().to_string()),
@@ -62,8 +62,8 @@ pub(crate) fn read_lines<T: DeserializeOwned>(path: &Path) -> Result<Vec<Line<T>
     Ok(read)
 }
 
-/// Replaces a file by those of its `lines` that `keep` selects, and returns their values. A file
-/// that is absent stays absent.
+/// Keeps only the `lines` in a file that `keep` selects, and returns their values. A file that does
+/// not exist is not created.
 pub(crate) fn retain_lines<T>(
     path: &Path,
     mut lines: Vec<Line<T>>,
@@ -80,12 +80,12 @@ pub(crate) fn retain_lines<T>(
     Ok(lines.into_iter().map(|line| line.value).collect())
 }
 
-/// Reads a number. Null is NaN: JSON has no other form of a number that is not finite.
+/// Reads a number. Null is NaN, because JSON cannot represent numbers that are not finite.
 pub(crate) fn number<'de, D: Deserializer<'de>>(deserializer: D) -> Result<f64, D::Error> {
     Ok(Option::deserialize(deserializer)?.unwrap_or(f64::NAN))
 }
 
-/// Reads numbers by name, without those that are null because they were not finite.
+/// Reads numbers by name, skipping those that are null because they were not finite.
 pub(crate) fn finite_numbers<'de, D: Deserializer<'de>>(
     deserializer: D,
 ) -> Result<BTreeMap<String, f64>, D::Error> {

@@ -1,16 +1,16 @@
-//! The order of the rows of several sources.
+//! Row order across several sources.
 
 use anyhow::{Result, ensure};
 use candle_grpo_core::validate::{check, non_negative};
 
 use super::ShuffledOrder;
 
-/// The rows of several sources, each of which has a share of the places in the order. The rows of
-/// one source come in the order of [`ShuffledOrder`].
+/// Rows from several sources, each with a share of the places. Rows from one source come in
+/// [`ShuffledOrder`].
 ///
-/// After any number n of places, source k has had about `n * weight_k / sum(weights)` of them: each
-/// place goes to the source that is furthest behind. The order holds no position and depends on the
-/// sources, the weights and the seed alone, so a run that resumes continues it.
+/// After n places, source k has had about `n * weight_k / sum(weights)` of them: each place goes to
+/// the source that is furthest behind. The order holds no position and depends only on the sources,
+/// the weights and the seed, so a resumed run continues it.
 ///
 /// ```
 /// use candle_grpo_train::data::MixedOrder;
@@ -36,12 +36,12 @@ struct Source {
 }
 
 impl MixedOrder {
-    /// The order of rows with these sources. `weights` has one weight for each source.
+    /// Creates the order for rows with these sources. `weights` has one weight per source.
     ///
     /// # Errors
     ///
-    /// If there are no rows, a row is of an unknown source, a weight is negative or not finite, all
-    /// are 0, or a source with a weight has no rows.
+    /// If there are no rows, a row's source is unknown, a weight is negative or not finite, all
+    /// weights are 0, or a source with a weight has no rows.
     pub fn new(sources: &[usize], weights: &[f64], seed: u64) -> Result<Self> {
         check_weights(weights)?;
         ensure!(
@@ -68,7 +68,7 @@ impl MixedOrder {
             let field = format!("weights[{number}]");
             check(has_rows, &field, weight, "be 0 for a source without rows")?;
             mixed.push(Source {
-                // Sources of the same length have different orders.
+                // Sources with the same length have different orders.
                 order: ShuffledOrder::new(rows.len(), seed ^ ((number as u64) << 32))?,
                 rows,
                 share: weight / sum,
@@ -80,7 +80,7 @@ impl MixedOrder {
         })
     }
 
-    /// The order of `rows` rows of one source: [`ShuffledOrder`].
+    /// Creates the order for `rows` rows from a single source: [`ShuffledOrder`].
     ///
     /// # Errors
     ///
@@ -89,16 +89,16 @@ impl MixedOrder {
         Self::new(&vec![0; rows], &[1.], seed)
     }
 
-    /// The number of rows, those of sources without a weight included.
+    /// Number of rows, including sources without a weight.
     pub fn num_rows(&self) -> usize {
         self.len
     }
 
-    /// Checks that there is one row for each of `count` items, which an error names.
+    /// Checks that there are `count` rows, one for each of the `items` named in the error.
     ///
     /// # Errors
     ///
-    /// If there is another number of rows.
+    /// If there is a different number of rows.
     pub(crate) fn ensure_rows(&self, count: usize, items: &str) -> Result<()> {
         ensure!(
             self.len == count,
@@ -108,13 +108,13 @@ impl MixedOrder {
         Ok(())
     }
 
-    /// The items of the rows at the places `start..start + count`.
+    /// The items for the rows at places `start..start + count`.
     pub(crate) fn pick<T: Clone>(&self, items: &[T], start: usize, count: usize) -> Vec<T> {
         let rows = self.slice(start, count).into_iter();
         rows.map(|row| items[row].clone()).collect()
     }
 
-    /// The rows at the places `start..start + count`.
+    /// The rows at places `start..start + count`.
     pub fn slice(&self, start: usize, count: usize) -> Vec<usize> {
         if let [source] = self.sources.as_slice() {
             let picked = source.order.slice(start, count).into_iter();
@@ -144,7 +144,7 @@ impl MixedOrder {
     }
 }
 
-/// Checks the weights of sources.
+/// Checks source weights.
 pub(super) fn check_weights(weights: &[f64]) -> Result<()> {
     for (number, &weight) in weights.iter().enumerate() {
         non_negative(&format!("weights[{number}]"), weight)?;
@@ -160,10 +160,10 @@ pub(super) fn check_weights(weights: &[f64]) -> Result<()> {
     Ok(())
 }
 
-/// The sources in turn.
+/// Takes turns between the sources.
 struct Turns<'a> {
     sources: &'a [Source],
-    /// The places that each source is behind its share.
+    /// Number of places that each source is behind its share.
     behind: Vec<f64>,
 }
 
@@ -192,7 +192,7 @@ impl<'a> Turns<'a> {
 mod tests {
     use super::*;
 
-    /// Three sources of 5, 2 and 11 rows.
+    /// Three sources with 5, 2 and 11 rows.
     fn sources() -> Vec<usize> {
         (0..18)
             .map(|row| match row {

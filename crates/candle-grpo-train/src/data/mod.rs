@@ -1,4 +1,4 @@
-//! Prompts: data sets, templates and the order of their rows.
+//! Prompts: data sets, templates and row order.
 
 pub mod chat_columns;
 #[cfg(feature = "csv")]

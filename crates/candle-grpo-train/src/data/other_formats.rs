@@ -1,11 +1,11 @@
-//! Data files of formats that are not read, to name them in errors.
+//! Recognizes unsupported data formats, to name them in errors.
 
 use std::path::Path;
 
-/// The name of the format of a file that is not read, and how to convert it.
+/// Names an unsupported file's format, and how to convert it.
 pub(super) fn other_format(path: &Path, bytes: &[u8]) -> Option<String> {
     let file = path.display();
-    // No command replaces the file.
+    // No command overwrites the file.
     let to = path.with_extension("converted.jsonl");
     let to = to.display();
     let pandas = |read: &str| {
@@ -14,7 +14,7 @@ pub(super) fn other_format(path: &Path, bytes: &[u8]) -> Option<String> {
         )
     };
     let (name, convert) = if bytes.starts_with(PARQUET) {
-        // With the feature these files are read.
+        // With the feature, these files are supported.
         let name = "a Parquet file, which this program reads with the feature parquet";
         (name, pandas("read_parquet"))
     } else if bytes.starts_with(b"ARROW1") {
@@ -43,10 +43,10 @@ pub(super) fn other_format(path: &Path, bytes: &[u8]) -> Option<String> {
     ))
 }
 
-/// The first bytes of a Parquet file.
+/// First bytes in a Parquet file.
 pub(super) const PARQUET: &[u8] = b"PAR1";
 
-/// The character between the fields of a file that is named as CSV.
+/// The field separator in a file whose name says that it is CSV.
 pub(super) fn separator(path: &Path) -> Option<u8> {
     let extension = path.extension()?.to_str()?.to_ascii_lowercase();
     match extension.as_str() {
@@ -56,7 +56,7 @@ pub(super) fn separator(path: &Path) -> Option<u8> {
     }
 }
 
-/// Returns true for text that is not JSON and has a first line with commas or tabs.
+/// Returns whether this is text that is not JSON and has commas or tabs in its first line.
 fn looks_separated(bytes: &[u8]) -> bool {
     let mut text = bytes.trim_ascii_start();
     while let Some(rest) = text.strip_prefix("\u{feff}".as_bytes()) {

@@ -19,17 +19,17 @@ use serde_json::{Map, Number, Value};
 
 use super::rows::{Row, row};
 
-/// The memory that the rows of any file may take.
+/// Memory that any file's rows may take.
 const LEAST_LIMIT: u64 = 1 << 30;
-/// The most bytes of memory for a byte of a large file. Texts compress to about a tenth.
+/// Maximum memory in bytes per byte in a large file. Text compresses to about a tenth.
 const LIMIT_RATIO: u64 = 64;
-/// About the memory of a row without its values.
+/// Approximate memory for a row without its values.
 const ROW_BYTES: u64 = 700;
-/// About the memory of a value without its text.
+/// Approximate memory for a value without its text.
 const VALUE_BYTES: u64 = 64;
 
-/// The memory that the rows of a file may still take. A small file can stand for any number of
-/// rows and for texts of any length.
+/// Memory that a file's rows may still take. A small file can stand for any number of rows, and for
+/// text of any length.
 struct Allowance {
     bytes: u64,
     limit: u64,
@@ -45,7 +45,7 @@ impl Allowance {
         })
     }
 
-    /// Takes `bytes` away.
+    /// Subtracts `bytes`.
     fn take(&mut self, bytes: u64) -> Result<()> {
         match self.bytes.checked_sub(bytes) {
             Some(left) => self.bytes = left,
@@ -58,7 +58,7 @@ impl Allowance {
     }
 }
 
-/// About the memory of a value.
+/// Approximate memory for a value.
 fn size(value: &Value) -> u64 {
     VALUE_BYTES
         + match value {
@@ -75,11 +75,11 @@ fn size(value: &Value) -> u64 {
         }
 }
 
-/// Reads the first `limit` rows of a Parquet file.
+/// Reads a Parquet file's first `limit` rows.
 ///
 /// # Errors
 ///
-/// Also if they take too much memory for the size of the file.
+/// Also if they take too much memory for the file size.
 pub(super) fn rows(file: &Arc<Path>, source: File, limit: usize) -> Result<Vec<Row>> {
     let rows =
         Allowance::of(&source).and_then(|allowance| rows_within(file, source, limit, allowance));
@@ -120,19 +120,19 @@ fn rows_within(
     Ok(rows)
 }
 
-/// The rows that are still to be read.
+/// Rows still to be read.
 struct Part<'a> {
     reader: &'a SerializedFileReader<File>,
     schema: &'a Type,
-    /// The number of rows before them.
+    /// Number of rows before them.
     first: usize,
-    /// The most of them.
+    /// Maximum number of rows.
     limit: usize,
     allowance: &'a mut Allowance,
 }
 
 impl Part<'_> {
-    /// Reads a group of rows, column by column, so that an error names the column.
+    /// Reads a row group, column by column, so that an error can name the column.
     fn group_rows(
         &mut self,
         number: usize,
@@ -170,7 +170,7 @@ impl Part<'_> {
         Ok(rows)
     }
 
-    /// Adds a column to `rows`, which are the first ones or those of the columns before. `read`
+    /// Adds a column to `rows`, which are either new or already have the previous columns. `read`
     /// counts the rows.
     fn add_column(
         &mut self,
@@ -200,7 +200,7 @@ impl Part<'_> {
     }
 }
 
-/// Checks the sizes and codecs of a group before it is read.
+/// Checks a row group's sizes and codecs before it is read.
 fn check_group(group: &RowGroupMetaData) -> Result<()> {
     for column in group.columns() {
         let codec = column.compression();
@@ -217,7 +217,7 @@ fn check_group(group: &RowGroupMetaData) -> Result<()> {
             "column {name}: compressed with {}, must be with SNAPPY, GZIP, ZSTD or not at all",
             codec.split('(').next().unwrap_or(&codec)
         );
-        // Lists have at least one value a row, which may be null.
+        // Lists have at least one value per row, which may be null.
         ensure!(
             (0..=column.num_values()).contains(&group.num_rows()),
             "the file is damaged: {} rows, and {} values of column {name}",
@@ -228,10 +228,10 @@ fn check_group(group: &RowGroupMetaData) -> Result<()> {
     Ok(())
 }
 
-/// Converts a value to JSON. `kind` is its type, as far as the schema has it.
+/// Converts a value to JSON. `kind` is its type, as far as the schema specifies it.
 fn json(field: &Field, kind: Option<&TypePtr>) -> Result<Value> {
     let logical = kind.and_then(|kind| kind.get_basic_info().logical_type_ref());
-    // JSON has no number for NaN and infinity.
+    // JSON cannot represent NaN and infinity.
     let number = |x: f64| Number::from_f64(x).map_or(Value::Null, Value::Number);
     Ok(match field {
         Field::Null => Value::Null,
@@ -285,14 +285,14 @@ fn json(field: &Field, kind: Option<&TypePtr>) -> Result<Value> {
     })
 }
 
-/// The f64 of the shortest decimal that is `x` in f32: 0.1, and not 0.10000000149011612.
+/// The f64 with the shortest decimal that is `x` in f32: 0.1 instead of 0.10000000149011612.
 fn shortest(x: f32) -> f64 {
     x.to_string().parse().unwrap_or(f64::from(x))
 }
 
-/// The f64 of the shortest decimal that is `x` in float16: 0.1, and not 0.0999755859375.
+/// The f64 with the shortest decimal that is `x` in float16: 0.1 instead of 0.0999755859375.
 fn shortest_half(x: f64) -> f64 {
-    // float16 has 10 bits after the first one, and exponents from -14 on.
+    // float16 has 10 bits after the first one, and exponents from -14.
     let exponent = x.abs().log2().floor().max(-14.);
     let half_unit = (exponent - 11.).exp2();
     let decimals = (0..5).filter_map(|digits| format!("{x:.digits$e}").parse::<f64>().ok());
@@ -300,7 +300,7 @@ fn shortest_half(x: f64) -> f64 {
     near.next().unwrap_or(x)
 }
 
-/// A time of nanoseconds as a text, which the reader has as an integer.
+/// Formats a time in nanoseconds, which the reader returns as an integer.
 fn nanoseconds(x: i64, logical: Option<&LogicalType>) -> Option<String> {
     let rest = |unit: i64| x.rem_euclid(unit);
     match logical? {
@@ -321,7 +321,7 @@ fn nanoseconds(x: i64, logical: Option<&LogicalType>) -> Option<String> {
     }
 }
 
-/// A timestamp without the zone, unless the file has it in UTC.
+/// A timestamp without its zone, unless the file stores it in UTC.
 fn zoned(text: String, logical: Option<&LogicalType>) -> String {
     match logical {
         Some(LogicalType::Timestamp(time)) if !time.is_adjusted_to_u_t_c => {
@@ -331,7 +331,7 @@ fn zoned(text: String, logical: Option<&LogicalType>) -> String {
     }
 }
 
-/// The types inside a type.
+/// The types within a type.
 fn children(kind: Option<&TypePtr>) -> &[TypePtr] {
     match kind {
         Some(kind) if kind.is_group() => kind.get_fields(),
@@ -339,13 +339,13 @@ fn children(kind: Option<&TypePtr>) -> &[TypePtr] {
     }
 }
 
-/// The type of the field `name` inside a type.
+/// The type of field `name` within a type.
 fn inside<'a>(kind: Option<&'a TypePtr>, name: &str) -> Option<&'a TypePtr> {
     children(kind).iter().find(|field| field.name() == name)
 }
 
-/// The type of the elements of a list: inside a repeated group of the list, the repeated field
-/// itself, or the field itself if it is the repeated one.
+/// The type of list elements: within a list's repeated group, either the repeated field itself, or
+/// its own field.
 fn element(list: Option<&TypePtr>) -> Option<&TypePtr> {
     let info = list?.get_basic_info();
     let is_list = info.converted_type() == ConvertedType::LIST
@@ -381,8 +381,8 @@ thread_local! {
     static READS: Cell<bool> = const { Cell::new(false) };
 }
 
-/// Calls the reader, which panics for some files that are damaged. Such a panic is an error, and
-/// not printed.
+/// Calls the reader, which panics on some damaged files. Such a panic becomes an error, and is not
+/// printed.
 fn guarded<T>(read: impl FnOnce() -> Result<T>) -> Result<T> {
     static QUIET: Once = Once::new();
     QUIET.call_once(|| {
@@ -412,7 +412,7 @@ fn message(panic: &(dyn Any + Send)) -> &str {
 mod tests {
     use super::*;
 
-    /// The rows of a fixture of 120 rows, and `bytes` of memory.
+    /// Reads a fixture with 120 rows, using `bytes` of memory.
     fn read(limit: usize, bytes: u64) -> Result<Vec<Row>> {
         let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/parquet");
         let file: Arc<Path> = folder.join("many-snappy.parquet").into();
@@ -441,13 +441,13 @@ mod tests {
             );
         }
         assert_eq!(read(3, needed / 10).unwrap(), all[..3]);
-        // The second group begins at row 51.
+        // The second group starts at row 51.
         assert_eq!(read(51, needed).unwrap(), all[..51]);
     }
 
     #[test]
     fn a_float16_has_the_digits_of_its_shortest_decimal() {
-        // The nearest float16 of each decimal, as NumPy prints both.
+        // The nearest float16 to each decimal, as NumPy prints both.
         for (exact, decimal) in [
             (0.0999755859375, 0.1),
             (-0.333251953125, -0.3333),

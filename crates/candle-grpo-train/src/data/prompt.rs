@@ -7,29 +7,30 @@ use tokenizers::Tokenizer;
 
 use crate::model::Chat;
 
-/// A prompt and the row of the data set that it comes from.
+/// A prompt and the data row that it comes from.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Prompt {
-    /// Its position in the data set. With the seed it determines the random numbers of its
+    /// Position in the data set. Together with the seed, it determines the random numbers for its
     /// completions.
     pub index: u64,
     /// The text.
     pub text: String,
-    /// The tokens of the text.
+    /// The tokens in the text.
     pub tokens: Vec<u32>,
     /// The conversation that the text renders, for a reward that renders it with another chat
-    /// template; empty for a plain text. The beginning of an answer is its last message.
+    /// template; empty for plain text. If there is an answer prefix, it is the last message.
     pub messages: Vec<Value>,
-    /// The schemas of the tools that the text renders, for a chat template.
+    /// Tool schemas rendered in the text, for a chat template.
     pub tools: Option<Value>,
-    /// The variables of the chat template that the text renders, in addition to those of the run.
+    /// Chat template variables rendered in the text, in addition to the run's.
     pub variables: Map<String, Value>,
-    /// All columns of the row, for the reward function (the right answer, for example).
+    /// All columns in the row, for the reward function (the right answer, for example).
     pub columns: Value,
 }
 
 impl Prompt {
-    /// Encodes `text` with `tokenizer`, without adding special tokens: a rendered chat has them.
+    /// Encodes `text` with `tokenizer` without adding special tokens, since a rendered chat already
+    /// has them.
     ///
     /// # Errors
     ///
@@ -41,15 +42,15 @@ impl Prompt {
         Self::of_tokens(index, text, columns, tokens)
     }
 
-    /// Encodes a plain text, after the special tokens that the tokenizer puts before a text, such
-    /// as BOS. As in transformers, it adds them also to a text that has them already.
+    /// Encodes plain text, after the special tokens that the tokenizer puts before a text, such as
+    /// BOS. As in transformers, they are added even if the text already has them.
     ///
-    /// Special tokens that the tokenizer puts after a text, such as EOS, are left out: a completion
-    /// follows.
+    /// Special tokens that the tokenizer puts after a text, such as EOS, are left out, because a
+    /// completion follows.
     ///
     /// # Errors
     ///
-    /// As in [`Self::new`].
+    /// Same as [`Self::new`].
     pub fn plain(index: u64, text: &str, columns: Value, tokenizer: &Tokenizer) -> Result<Self> {
         let tokens = plain_tokens(text, tokenizer);
         let tokens = tokens.map_err(|error| anyhow!("prompt {index}: {error}"))?;
@@ -87,20 +88,20 @@ impl Prompt {
         Self { variables, ..self }
     }
 
-    /// `messages` with the variables of the prompt, before the beginning of an answer.
+    /// `messages` with the prompt's variables, before the start of an answer.
     pub(crate) fn chat(&self, messages: impl Serialize) -> Chat {
         let chat = Chat::new(messages).generation_prompt();
         chat.with_row(None, Some(&self.variables))
     }
 
-    /// Returns the number of tokens of the longest of `prompts`; 0 without prompts.
+    /// Returns the number of tokens in the longest prompt; 0 without prompts.
     pub fn longest(prompts: &[Self]) -> usize {
         let lengths = prompts.iter().map(|prompt| prompt.tokens.len());
         lengths.max().unwrap_or(0)
     }
 }
 
-/// Returns the tokens of a plain text, after those that the tokenizer puts before a text.
+/// Returns the tokens in plain text, after those that the tokenizer puts before a text.
 ///
 /// # Errors
 ///

@@ -1,4 +1,4 @@
-//! Rows as questions.
+//! Turns rows into questions.
 
 use std::borrow::Cow;
 
@@ -9,17 +9,17 @@ use serde_json::{Value, json};
 use super::rows::{Row, kind};
 use candle_grpo_base::Template;
 
-/// The question of a row: a text that the model continues, or a conversation that it answers.
+/// A row's question: text for the model to continue, or a conversation for it to answer.
 #[derive(Debug, Clone, PartialEq)]
 pub enum Question {
-    /// A text, used verbatim.
+    /// Text, used verbatim.
     Text(String),
-    /// A conversation, which the chat template of the model renders: objects with `role` and other
-    /// keys of the template, such as `content`.
+    /// A conversation for the model's chat template: objects with `role` and other template keys,
+    /// such as `content`.
     Messages(Vec<Value>),
 }
 
-/// The rules that turn rows into questions.
+/// Rules that turn rows into questions.
 #[derive(Debug, Clone)]
 pub(crate) struct Asking {
     pub(crate) prompt: Option<Template>,
@@ -29,9 +29,8 @@ pub(crate) struct Asking {
 }
 
 impl Asking {
-    /// The question of a row, by its first column of this kind: a template that is given,
-    /// `messages`, `prompt` (a text or messages), `conversations`, `question` (GSM8K), `Body` and
-    /// `Question` (SVAMP).
+    /// A row's question, from the first that exists: a configured template, `messages`, `prompt`
+    /// (text or messages), `conversations`, `question` (GSM8K), `Body` and `Question` (SVAMP).
     pub(super) fn question(&self, row: &Row) -> Result<Question> {
         self.question_of_columns(&row.columns)
             .with_context(|| row.place())
@@ -46,11 +45,11 @@ impl Asking {
         for name in ["messages", "prompt", "conversations"] {
             match columns.get(name) {
                 Some(Value::Array(messages)) => return self.converse(name, messages),
-                // A text under `prompt` is what the model goes on with, as it stands.
+                // Text under `prompt` is continued by the model as it is.
                 Some(Value::String(prompt)) if name == "prompt" => {
                     return self.ask(prompt.clone(), false);
                 }
-                // The files of ROLL have the messages as JSON in a text.
+                // ROLL data files have messages as JSON text.
                 Some(Value::String(text)) if text.trim_start().starts_with('[') => {
                     let messages: Vec<Value> =
                         serde_json::from_str(text).ok().with_context(|| {
@@ -90,7 +89,7 @@ impl Asking {
         )
     }
 
-    /// Refuses a row with a column such as `images` that the prompt leaves out.
+    /// Rejects a row with a column such as `images` that the prompt leaves out.
     pub(crate) fn refuse_media(&self, columns: &Value) -> Result<()> {
         let is_left_out = |name: &str| {
             let template = self.prompt.as_ref();
@@ -106,7 +105,7 @@ impl Asking {
         Ok(())
     }
 
-    /// A text as a question: a message if `chat` is true, whose default is `is_chat`.
+    /// Text as a question: a message if `chat` is true, which defaults to `is_chat`.
     fn ask(&self, text: String, is_chat: bool) -> Result<Question> {
         ensure!(!text.is_empty(), "the prompt is empty");
         if !self.chat.unwrap_or(is_chat) {
@@ -141,7 +140,7 @@ impl Asking {
         Ok(Question::Messages(conversation))
     }
 
-    /// The messages of the column `name` with their contents as text, after the system message.
+    /// The messages in column `name` with their contents as text, after the system message.
     pub(crate) fn conversation(&self, name: &str, messages: &[Value]) -> Result<Vec<Value>> {
         ensure!(
             self.chat != Some(false),
@@ -157,7 +156,7 @@ impl Asking {
     }
 }
 
-/// The messages of the column `name`, at least one, with their contents as text.
+/// The messages in column `name`, at least one, with their contents as text.
 pub(crate) fn text_messages(name: &str, messages: &[Value]) -> Result<Vec<Value>> {
     ensure!(!messages.is_empty(), "column {name:?}: no messages");
     let messages = messages.iter().enumerate().map(|(i, message)| {
@@ -171,7 +170,7 @@ pub(crate) fn text_messages(name: &str, messages: &[Value]) -> Result<Vec<Value>
     messages.collect()
 }
 
-/// The message with its role at `role`. Messages of ShareGPT have `from` and `value`.
+/// The message with its role in `role`. ShareGPT messages have `from` and `value` instead.
 fn with_role(message: &Value) -> Option<Cow<'_, Value>> {
     if message.get("role").is_some_and(Value::is_string) {
         return Some(Cow::Borrowed(message));
@@ -191,14 +190,14 @@ pub(crate) fn is_answer(message: &Value) -> bool {
     ANSWERING.contains(&role.to_lowercase().as_str())
 }
 
-/// The message with its content as one text. Parts of the kind `text` are joined.
+/// The message with its content as a single text. Parts with type `text` are joined.
 ///
 /// # Errors
 ///
-/// If the content is multimodal, with the kind of the part.
+/// If the content is multimodal, with the part's type.
 pub(crate) fn with_text_content(message: &Value) -> Result<Value> {
     let parts = match message.get("content") {
-        // A message can consist of calls of tools.
+        // A message can consist of tool calls.
         None | Some(Value::Null | Value::String(_)) => return Ok(message.clone()),
         Some(Value::Array(parts)) => parts,
         Some(other) => return Err(not_text(kind(other))),
@@ -222,11 +221,11 @@ fn not_text(content: impl std::fmt::Display) -> anyhow::Error {
     Invalid::new("content", content, "be text: only text is supported").into()
 }
 
-/// The roles of messages that a model has written.
+/// Roles for messages written by a model.
 const ANSWERING: [&str; 3] = ["assistant", "model", "gpt"];
 
-/// Returns whether a value contains nothing, such as `{"bytes": null, "path": null}`, which Arrow
-/// makes of no image.
+/// Returns whether a value contains nothing, such as `{"bytes": null, "path": null}`, which is how
+/// Arrow represents a missing image.
 fn is_nothing(value: &Value) -> bool {
     match value {
         Value::Array(items) => items.iter().all(is_nothing),
@@ -235,7 +234,7 @@ fn is_nothing(value: &Value) -> bool {
     }
 }
 
-/// The usual names of columns of content that is not text.
+/// Usual column names for content that is not text.
 const MEDIA: [&str; 7] = [
     "image",
     "images",
@@ -250,7 +249,7 @@ pub(crate) fn message(role: &str, content: &str) -> Value {
     json!({"role": role, "content": content})
 }
 
-/// SVAMP's two columns as one text: many a body lacks its last full stop.
+/// Joins SVAMP's two columns. In many rows the body lacks its last period.
 fn joined(body: &str, question: &str) -> String {
     let body = body.trim_end();
     let stop = if body.ends_with(['.', '?', '!', ',']) {

@@ -14,12 +14,13 @@ use serde_json::Value;
 use super::other_formats::{PARQUET, other_format, separator};
 use super::unique_keys::UniqueKeys;
 
-/// A row of a data set and its place.
+/// A data row and its location.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Row {
     /// The file.
     pub file: Arc<Path>,
-    /// The line of its first character, from 1. In a Parquet file its number, from 1.
+    /// Line of its first character, starting at 1. In a Parquet file, its row number, starting at
+    /// 1.
     pub line: usize,
     /// Its columns: an object.
     pub columns: Value,
@@ -31,37 +32,37 @@ impl Row {
         format!("{}:{}", self.file.display(), self.line)
     }
 
-    /// Returns the number of its file among `files`, if it is one of them.
+    /// Returns its file's index in `files`, if it is one of them.
     pub fn source(&self, files: &[PathBuf]) -> Option<usize> {
         files.iter().position(|file| **file == *self.file)
     }
 }
 
-/// Reads the rows of a file, as [`read_first_rows`] does.
+/// Reads a file's rows, like [`read_first_rows`].
 ///
 /// # Errors
 ///
-/// As [`read_first_rows`].
+/// Same as [`read_first_rows`].
 pub fn read_rows(path: &Path) -> Result<Vec<Row>> {
     read_first_rows(path, usize::MAX)
 }
 
-/// Reads the first `limit` rows of a file.
+/// Reads a file's first `limit` rows.
 ///
-/// - JSON: one object a line, or one array of objects. Blank lines are skipped. An integer that no
-///   64 bits hold is a text of its digits.
-/// - CSV, if the name ends in `.csv`, or in `.tsv` with tabs: the first line names the columns. A
-///   value is the text of its field.
-/// - Parquet, with the feature `parquet` and whatever the name: lists are arrays, and structs and
-///   maps are objects. Dates, times and decimals are texts, and numbers that are not finite are
-///   null. Bytes are text, or hexadecimal digits if they are not UTF-8. Codecs are Snappy, gzip and
-///   Zstandard. Rows may take 1 GiB of memory, or 64 bytes for each byte of a larger file.
+/// - JSON: one object per line, or one array of objects. Blank lines are skipped. An integer
+///   outside 64 bits becomes text with its digits.
+/// - CSV, if the name ends in `.csv`, or in `.tsv` with tabs: the first line names the columns.
+///   Values are the fields' text.
+/// - Parquet, with the feature `parquet` and any name: lists are arrays, and structs and maps are
+///   objects. Dates, times and decimals are text, and numbers that are not finite are null. Bytes
+///   are text, or hexadecimal digits if they are not UTF-8. Codecs are Snappy, gzip and Zstandard.
+///   Rows may take 1 GiB of memory, or 64 bytes per byte in a larger file.
 ///
 /// # Errors
 ///
-/// With the file and the line, or the row and the column of a Parquet file, if it has another
-/// format, is damaged, takes too much memory, or a row has a key twice. Also if it is a pipe, which
-/// cannot be read from its start again.
+/// If the file has another format, is damaged, takes too much memory, or a row has a duplicate key.
+/// The error names the file and line, or the row and column in a Parquet file. Also if it is a
+/// pipe, which cannot be read twice.
 pub fn read_first_rows(path: &Path, limit: usize) -> Result<Vec<Row>> {
     let read = || -> Result<(File, Vec<u8>)> {
         let is_pipe = |kind: FileType| !kind.is_file() && !kind.is_dir();
@@ -75,7 +76,7 @@ pub fn read_first_rows(path: &Path, limit: usize) -> Result<Vec<Row>> {
             .take(PARQUET.len() as u64)
             .read_to_end(&mut start)?;
         file.rewind()?;
-        // Parts of a Parquet file are read when they are needed.
+        // Parts of a Parquet file are read on demand.
         if !(cfg!(feature = "parquet") && start == PARQUET) {
             start.clear();
             file.read_to_end(&mut start)?;
@@ -94,7 +95,7 @@ pub fn read_first_rows(path: &Path, limit: usize) -> Result<Vec<Row>> {
     Ok(rows)
 }
 
-/// Returns a text without the byte order marks before its first character. Its lines stay.
+/// Removes byte order marks before the first character. Lines do not change.
 fn without_marks(text: &str) -> Cow<'_, str> {
     const MARK: char = '\u{feff}';
     let text = text.trim_start_matches(MARK);
@@ -121,7 +122,7 @@ fn text_rows(file: &Arc<Path>, bytes: &[u8], limit: usize) -> Result<Vec<Row>> {
     let json = quoted(text);
     match (text.trim_start().chars().next(), separator(file)) {
         (Some('['), _) => array(file, &json, limit),
-        // A file of JSON may have any name.
+        // A JSON file may have any name.
         #[cfg(feature = "csv")]
         (Some(first), Some(separator)) if first != '{' => {
             super::csv_rows::rows(file, text, separator, limit)
@@ -148,7 +149,7 @@ fn lines(file: &Arc<Path>, text: &str, limit: usize) -> Result<Vec<Row>> {
     Ok(rows)
 }
 
-/// Returns the message about a line, without the number of the line.
+/// Returns an error message about a line, without the line number.
 fn in_line(error: &serde_json::Error) -> String {
     format!(
         "must be a JSON object: {} at column {}",
@@ -165,7 +166,7 @@ fn array(file: &Arc<Path>, text: &str, limit: usize) -> Result<Vec<Row>> {
     let skip = |at: usize| text.len() - text[at..].trim_start().len();
     let mut rows = Vec::new();
     let (mut line, mut counted) = (1, 0);
-    // After the bracket that the text begins with, or the comma before a row.
+    // After the text's opening bracket, or the comma before a row.
     let mut at = skip(0) + 1;
     loop {
         at = skip(at);
@@ -223,7 +224,7 @@ pub(super) fn row(file: &Arc<Path>, line: usize, columns: Value) -> Result<Row> 
     })
 }
 
-/// The kind of a value, for messages.
+/// A value's kind, for messages.
 pub(crate) fn kind(value: &Value) -> &'static str {
     match value {
         Value::Null => "null",

@@ -1,4 +1,4 @@
-//! The order in which rows of a data set are visited.
+//! The order in which data rows are visited.
 
 use anyhow::{Result, ensure};
 use rand_chacha::ChaCha8Rng;
@@ -6,12 +6,12 @@ use rand_chacha::rand_core::RngCore;
 
 use crate::random::generator;
 
-/// Keeps the random numbers of orders apart from those of completions.
+/// Keeps these random numbers apart from those for completions.
 const STREAM: u64 = u64::from_le_bytes(*b"shuffle\0");
 
-/// All rows in random order, then all rows in another random order, and so on for ever.
+/// All rows in random order, then all rows in another random order, and so on forever.
 ///
-/// It holds no position: any stretch of it can be asked for at any time.
+/// It holds no position: you can request any range at any time.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct ShuffledOrder {
     rows: usize,
@@ -19,13 +19,13 @@ pub struct ShuffledOrder {
 }
 
 impl ShuffledOrder {
-    /// The order of `rows` rows, at least one, that belongs to `seed`.
+    /// Creates the order for `rows` rows, at least one, that `seed` determines.
     pub fn new(rows: usize, seed: u64) -> Result<Self> {
         ensure!(rows > 0, "rows: 0, a data set must have at least one row");
         Ok(Self { rows, seed })
     }
 
-    /// The rows at the places `start..start + count`.
+    /// The rows at places `start..start + count`.
     pub fn slice(&self, start: usize, count: usize) -> Vec<usize> {
         let mut picked = Vec::with_capacity(count);
         while picked.len() < count {
@@ -48,7 +48,7 @@ impl ShuffledOrder {
     }
 }
 
-/// A number in 0..n, each as likely as the others (Lemire, <https://arxiv.org/abs/1805.10941>).
+/// A uniform random number in 0..n (Lemire, <https://arxiv.org/abs/1805.10941>).
 fn below(random: &mut ChaCha8Rng, n: u64) -> u64 {
     loop {
         let product = u128::from(random.next_u64()) * u128::from(n);

@@ -1,4 +1,4 @@
-//! The files of a run, and the division of their rows.
+//! A run's files, and how their rows are divided.
 
 use std::path::PathBuf;
 
@@ -10,18 +10,18 @@ use super::mixed_order::check_weights;
 use super::rows::{Row, read_first_rows};
 use super::{MixedOrder, ShuffledOrder};
 
-/// The keys of a data section that select files and rows.
+/// The data section keys that select files and rows.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Sources<'a> {
-    /// The files to train on.
+    /// Files to train on.
     pub(crate) train: &'a [PathBuf],
-    /// The files to evaluate on.
+    /// Files to evaluate on.
     pub(crate) held_out: &'a [PathBuf],
-    /// The number of rows of `train` to hold out.
+    /// Number of `train` rows to hold out.
     pub(crate) held_out_rows: Option<usize>,
-    /// The share of each file of `train`.
+    /// Share of each `train` file.
     pub(crate) weights: Option<&'a [f64]>,
-    /// The greatest number of rows of each file.
+    /// Maximum number of rows per file.
     pub(crate) max_rows: Option<usize>,
 }
 
@@ -63,7 +63,7 @@ impl Sources<'_> {
     ///
     /// # Errors
     ///
-    /// With file and line if something cannot be read, or if all rows are held out.
+    /// If something cannot be read, with file and line, or if all rows are held out.
     pub(crate) fn read(&self, seed: u64) -> Result<(Vec<Row>, Vec<Row>)> {
         let (train, held_out) = (self.rows(self.train)?, self.rows(self.held_out)?);
         let Some(count) = self.held_out_rows else {
@@ -84,11 +84,11 @@ impl Sources<'_> {
         Ok(rows)
     }
 
-    /// Returns the order of rows. `sources` has the number of the file in `train` of each.
+    /// Returns the row order. `sources` has the index in `train` of each row's file.
     ///
     /// # Errors
     ///
-    /// If there are none, or none of a file that has a weight.
+    /// If there are no rows, or none from a file that has a weight.
     pub(crate) fn order(&self, sources: &[usize], seed: u64) -> Result<MixedOrder> {
         match self.weights {
             Some(weights) => MixedOrder::new(sources, weights, seed),
@@ -97,7 +97,7 @@ impl Sources<'_> {
     }
 }
 
-/// The rows without `count` of them, and these.
+/// Splits off `count` rows. Returns the rest, and those split off.
 fn split(rows: Vec<Row>, count: usize, seed: u64) -> Result<(Vec<Row>, Vec<Row>)> {
     let mut is_held_out = vec![false; rows.len()];
     for row in ShuffledOrder::new(rows.len(), seed)?.slice(0, count) {

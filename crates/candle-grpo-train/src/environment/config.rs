@@ -13,14 +13,14 @@ use super::{
 use crate::Pretrained;
 use candle_grpo_base::within;
 
-/// The environment of a configuration file: `kind`, the options of that kind, and `limits`.
+/// The environment in a configuration file: `kind`, options for that kind, and `limits`.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct EnvironmentConfig {
-    /// The limits of trajectories.
+    /// Trajectory limits.
     #[serde(default)]
     pub limits: EnvironmentLimits,
-    /// If true, names of special tokens in texts and messages of the environment become these
-    /// tokens. It must be false if the environment passes on text from outside.
+    /// If true, special token names in the environment's texts and messages become those tokens.
+    /// Must be false if the environment passes on text from outside.
     #[serde(default)]
     pub special_tokens_in_text: bool,
     /// The environment and its options.
@@ -28,7 +28,7 @@ pub struct EnvironmentConfig {
     pub kind: EnvironmentKind,
 }
 
-/// The environments that a configuration can name.
+/// Environments that a configuration can select.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(tag = "kind", rename_all = "snake_case")]
 pub enum EnvironmentKind {
@@ -43,7 +43,7 @@ impl EnvironmentConfig {
     ///
     /// # Errors
     ///
-    /// If one is not valid.
+    /// If an option is invalid.
     pub fn validate(&self) -> Result<()> {
         let limits = self.limits.validate();
         limits.map_err(|error| within("limits", error))?;
@@ -53,7 +53,7 @@ impl EnvironmentConfig {
         }
     }
 
-    /// Checks that the programs and scripts are there.
+    /// Checks that the programs and scripts exist.
     ///
     /// # Errors
     ///
@@ -65,7 +65,7 @@ impl EnvironmentConfig {
         }
     }
 
-    /// The programs and scripts.
+    /// All programs and scripts.
     pub fn files(&self) -> Vec<PathBuf> {
         match &self.kind {
             EnvironmentKind::Program(config) => config.program().files(),
@@ -73,16 +73,16 @@ impl EnvironmentConfig {
         }
     }
 
-    /// Returns true if it gives rewards.
+    /// Returns whether it gives rewards.
     pub fn gives_rewards(&self) -> bool {
         matches!(self.kind, EnvironmentKind::Program(_))
     }
 
-    /// The schemas of the tools for the prompt of a row with these columns, if there are tools.
+    /// The tool schemas for a prompt whose row has these columns, if there are tools.
     ///
     /// # Errors
     ///
-    /// If the column of the tools is absent or not valid.
+    /// If the tools column is absent or invalid.
     pub fn schemas(&self, columns: &Value) -> Result<Option<Value>> {
         let EnvironmentKind::Tools(config) = &self.kind else {
             return Ok(None);
@@ -90,7 +90,7 @@ impl EnvironmentConfig {
         config.schemas(columns).map(|schemas| Some(schemas.into()))
     }
 
-    /// Returns the column that names the tools of a row, if there is one.
+    /// Returns the column that lists a row's tools, if there is one.
     pub fn tools_column(&self) -> Option<&str> {
         match &self.kind {
             EnvironmentKind::Tools(config) => config.column.as_deref(),
@@ -98,11 +98,11 @@ impl EnvironmentConfig {
         }
     }
 
-    /// Starts the programs, for a model. `stop_token_ids` are those of the sampler.
+    /// Starts the programs for a model. `stop_token_ids` must match the sampler's.
     ///
     /// # Errors
     ///
-    /// If an option is not valid or a program cannot be started.
+    /// If an option is invalid or a program cannot be started.
     pub fn build(&self, model: &Pretrained, stop_token_ids: &[u32]) -> Result<Environments> {
         self.validate()?;
         match &self.kind {

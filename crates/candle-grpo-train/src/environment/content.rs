@@ -1,4 +1,4 @@
-//! Texts from outside, in which names of special tokens stay text.
+//! Text from outside, in which special token names stay text.
 
 use std::sync::Arc;
 
@@ -6,33 +6,33 @@ use anyhow::{Result, anyhow, ensure};
 use serde_json::Value;
 use tokenizers::{NormalizedString, Normalizer, Tokenizer};
 
-/// A place at which a text is cut before it is encoded. Unicode reserves the character for the
-/// inside of programs.
+/// Marks where a text is cut before it is encoded. Unicode reserves this character for internal
+/// use.
 const CUT: char = '\u{fdd0}';
 
-/// Encodes texts that hold contents from outside, such as outputs of tools.
+/// Encodes text with content from outside, such as tool outputs.
 ///
-/// A tokenizer splits a text at the names of its added tokens. A content is therefore cut within
-/// each such name, and the pieces are encoded separately, so that no piece has the whole name.
+/// A tokenizer splits text at its added tokens' names. So content is cut within each such name, and
+/// the pieces are encoded separately. No piece then contains the whole name.
 pub(super) struct ContentEncoder {
     tokenizer: Arc<Tokenizer>,
-    /// The names that contents must not have.
+    /// Names that content must not contain.
     names: Vec<Name>,
-    /// True if contents may have them.
+    /// True if content may contain them.
     allows_special_tokens: bool,
 }
 
-/// The name of a token that a content does not become.
+/// The name of a token that content must not become.
 struct Name {
     text: String,
-    /// The name as the normalizer leaves it, if the tokenizer searches for that.
+    /// The name after normalization, if the tokenizer searches for that.
     normalized: Option<String>,
 }
 
 impl ContentEncoder {
     pub(super) fn new(tokenizer: Arc<Tokenizer>) -> Self {
         let added = tokenizer.get_added_tokens_decoder().into_values();
-        // Some tokenizers have added tokens for spaces and for letters with accents.
+        // Some tokenizers have added tokens for spaces and accented letters.
         let is_markup = |text: &str| text.chars().count() > 1 && !text.trim().is_empty();
         let names = added
             .filter(|token| !token.content.is_empty())
@@ -54,17 +54,17 @@ impl ContentEncoder {
         self.allows_special_tokens = true;
     }
 
-    /// Returns a content, with cuts, as a part of a text for [`Self::encode`].
+    /// Returns content, with cuts, to be part of a text for [`Self::encode`].
     ///
     /// # Errors
     ///
-    /// If it has a special token of one character, which cannot be cut.
+    /// If it contains a single-character special token, which cannot be cut.
     pub(super) fn content(&self, content: &str) -> Result<String> {
         if self.allows_special_tokens || content.is_empty() {
             return Ok(content.to_owned());
         }
         let everywhere = self.has_normalized_name(content);
-        // The text before or after a content may have the rest of a name. Templates remove spaces.
+        // The text around the content may contain the rest of a name. Templates remove spaces.
         let body = content.trim();
         let start = content.len() - content.trim_start().len();
         let end = start + body.len();
@@ -96,7 +96,7 @@ impl ContentEncoder {
         Ok(cut)
     }
 
-    /// [`Self::content`] of all texts in `value`.
+    /// Applies [`Self::content`] to all texts in `value`.
     pub(super) fn contents(&self, value: &Value) -> Result<Value> {
         Ok(match value {
             Value::String(text) => Value::String(self.content(text)?),
@@ -113,7 +113,7 @@ impl ContentEncoder {
         })
     }
 
-    /// The tokens of a text. Outside of contents names of special tokens become these tokens.
+    /// Encodes a text. Outside content, special token names become those tokens.
     pub(super) fn encode(&self, text: &str) -> Result<Vec<u32>> {
         let mut tokens = Vec::new();
         for piece in text.split(CUT).filter(|piece| !piece.is_empty()) {
@@ -126,8 +126,8 @@ impl ContentEncoder {
         Ok(tokens)
     }
 
-    /// Returns true if a name is in a content as the normalizer leaves it, where no place of the
-    /// content itself is known.
+    /// Returns whether the content contains a name after normalization, where no position in the
+    /// original content is known.
     fn has_normalized_name(&self, content: &str) -> bool {
         let mut names = self
             .names
@@ -142,7 +142,7 @@ impl ContentEncoder {
 }
 
 impl Name {
-    /// Returns true if `content` can have the end of this name, whose beginning is before it.
+    /// Returns whether `content` can complete this name, which starts before it.
     fn may_end_in(&self, content: &str) -> bool {
         let ends = self.text.char_indices().skip(1);
         self.text.contains(content)
@@ -151,7 +151,7 @@ impl Name {
                 .any(|end| content.starts_with(end))
     }
 
-    /// Returns true if `content` can have the beginning of this name, whose end is after it.
+    /// Returns whether `content` can start this name, which continues after it.
     fn may_begin_in(&self, content: &str) -> bool {
         let beginnings = self.text.char_indices().skip(1);
         beginnings
@@ -160,7 +160,7 @@ impl Name {
     }
 }
 
-/// The text as the normalizer of the tokenizer leaves it.
+/// Applies the tokenizer's normalizer.
 fn normalize(tokenizer: &Tokenizer, text: &str) -> String {
     let mut normalized = NormalizedString::from(text);
     match tokenizer.get_normalizer() {

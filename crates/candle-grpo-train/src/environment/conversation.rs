@@ -1,4 +1,4 @@
-//! Tokens of an environment between the turns of a policy.
+//! Environment tokens between policy turns.
 
 use std::sync::Arc;
 
@@ -12,11 +12,11 @@ use crate::model::ANSWER;
 use crate::rollout::decode::decode_tokens;
 use crate::{ChatTemplate, Prompt};
 
-/// Converts between the turns of a policy and texts.
+/// Converts between policy turns and text.
 pub(super) struct Conversation {
     tokenizer: Arc<Tokenizer>,
     template: Option<ChatTemplate>,
-    /// The tokens that end a turn.
+    /// Tokens that end a turn.
     stop_token_ids: Vec<u32>,
     encoder: ContentEncoder,
 }
@@ -39,7 +39,7 @@ impl Conversation {
         self.encoder.allow_special_tokens();
     }
 
-    /// The text of a turn without the stop token at its end.
+    /// A turn's text without the stop token at its end.
     pub(super) fn text(&self, turn: &[u32]) -> Result<String> {
         let text = match turn.split_last() {
             Some((last, before)) if self.stop_token_ids.contains(last) => before,
@@ -48,7 +48,7 @@ impl Conversation {
         decode_tokens(text, &self.tokenizer)
     }
 
-    /// The tokens of a prompt with `append` after it.
+    /// A prompt's tokens, followed by `append`.
     pub(super) fn prompt(&self, prompt: &Prompt, append: &Append) -> Result<Vec<u32>> {
         let more = match append {
             Append::Nothing => Vec::new(),
@@ -69,7 +69,7 @@ impl Conversation {
         Ok([prompt.tokens.as_slice(), &more].concat())
     }
 
-    /// The tokens of `append` after a turn whose last token is `last`.
+    /// The tokens for `append` after a turn whose last token is `last`.
     pub(super) fn between(
         &self,
         prompt: &Prompt,
@@ -86,7 +86,7 @@ impl Conversation {
         let mut tokens = self
             .encoder
             .encode(&self.after_turn(prompt, &self.contents(messages)?)?)?;
-        // The template ends a turn, which the policy may have done already.
+        // The template ends a turn, but the policy may already have done so.
         let is_stop = |token: &u32| self.stop_token_ids.contains(token);
         if last.as_ref().is_some_and(is_stop) && tokens.first().is_some_and(is_stop) {
             tokens.remove(0);
@@ -94,10 +94,10 @@ impl Conversation {
         Ok(tokens)
     }
 
-    /// The text that a template writes between the text of a turn and that of the next one.
+    /// The text that a template writes between one turn's text and the next.
     ///
-    /// Tools and the messages before are left out: templates place them at the beginning, where the
-    /// trajectory has them already.
+    /// Tools and earlier messages are left out: templates put them at the beginning, where the
+    /// trajectory already has them.
     fn after_turn(&self, prompt: &Prompt, messages: &[Value]) -> Result<String> {
         let before = [
             json!({"role": "user", "content": "?"}),

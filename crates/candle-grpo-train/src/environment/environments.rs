@@ -1,4 +1,4 @@
-//! The environments of a run, and the loop over turns.
+//! A run's environments, and the loop over turns.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -15,27 +15,26 @@ use super::trajectory::{Trajectory, TrajectoryStart};
 use crate::rollout::{CompletionSeed, PromptRequest};
 use crate::{ChatTemplate, Completion, Interrupted, Progress, Prompt, Rollout};
 
-/// The number of environments that answer at the same time.
+/// Number of environments that respond at the same time.
 const THREADS: usize = 16;
 
-/// The limits of trajectories. The length of a response, with the tokens of the environment, is
-/// limited by [`SamplingConfig::max_new_tokens`](crate::SamplingConfig::max_new_tokens).
+/// Trajectory limits. [`SamplingConfig::max_new_tokens`](crate::SamplingConfig::max_new_tokens)
+/// limits the response length, environment tokens included.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct EnvironmentLimits {
-    /// The maximum number of turns.
+    /// Maximum number of turns.
     pub max_turns: usize,
-    /// The maximum length of a turn in tokens. Absent: the rest of the response.
+    /// Maximum turn length in tokens. Absent: the rest of the response.
     pub max_turn_tokens: Option<usize>,
-    /// The time in seconds after which no further turn begins. Trajectories are not reproducible
-    /// if it ends them. Absent: no limit.
+    /// Time in seconds after which no new turn starts. Trajectories that it ends are not
+    /// reproducible. Absent: no limit.
     pub max_seconds: Option<f64>,
-    /// The reward of a trajectory whose environment failed, in place of those of its turns.
-    /// Absent: the trajectory is excluded. It has no reward, and contributes nothing to the
-    /// step.
+    /// Reward for a trajectory whose environment failed, in place of its turns' rewards. Absent:
+    /// the trajectory is excluded. It has no reward, and contributes nothing to the step.
     pub failure_reward: Option<f64>,
-    /// The reward of a trajectory to which the environment gave none at any turn. Null: the
-    /// trajectory is excluded. It matters where other rewards are negative.
+    /// Reward for a trajectory whose environment never gave one. Null: the trajectory is excluded.
+    /// This matters where other rewards are negative.
     pub missing_reward: Option<f64>,
 }
 
@@ -56,7 +55,7 @@ impl EnvironmentLimits {
     ///
     /// # Errors
     ///
-    /// If one is out of range.
+    /// If a value is out of range.
     pub fn validate(&self) -> Result<()> {
         at_least_one("max_turns", self.max_turns)?;
         at_least_one("max_turn_tokens", self.max_turn_tokens.unwrap_or(1))?;
@@ -75,10 +74,10 @@ impl EnvironmentLimits {
     }
 }
 
-/// The environments of a run: a factory, limits, and the conversion between turns and texts.
+/// A run's environments: a factory, limits, and the conversion between turns and text.
 ///
 /// [`Sampler::with_environments`](crate::Sampler::with_environments) and
-/// [`Trainer::with_environments`](crate::Trainer) draw trajectories with them.
+/// [`Trainer::with_environments`](crate::Trainer) sample trajectories with them.
 pub struct Environments {
     factory: Arc<dyn EnvironmentFactory>,
     pub(super) limits: EnvironmentLimits,
@@ -88,12 +87,12 @@ pub struct Environments {
 impl Environments {
     /// Creates environments for a model with this tokenizer and chat template.
     ///
-    /// `stop_token_ids` are those of the sampler. Without a template, environments answer with
-    /// texts or tokens.
+    /// `stop_token_ids` must match the sampler's. Without a template, environments respond with
+    /// text or tokens.
     ///
     /// # Errors
     ///
-    /// If `limits` are not valid.
+    /// If `limits` are invalid.
     pub fn new(
         factory: impl EnvironmentFactory + 'static,
         limits: EnvironmentLimits,
@@ -113,15 +112,15 @@ impl Environments {
         })
     }
 
-    /// Lets texts and messages of environments have special tokens by name. Environments that pass
-    /// on text from outside, such as pages or outputs of commands, must not allow it: the text
-    /// could end its message and begin another one.
+    /// Allows special tokens by name in environment texts and messages. Do not allow this if
+    /// environments pass on text from outside, such as web pages or command output. Such text could
+    /// end its message and start another one.
     pub fn with_special_tokens_in_text(mut self) -> Self {
         self.conversation.allow_special_tokens();
         self
     }
 
-    /// Returns true if the environments give rewards.
+    /// Returns whether the environments give rewards.
     pub fn gives_rewards(&self) -> bool {
         self.factory.gives_rewards()
     }
@@ -130,11 +129,11 @@ impl Environments {
         &*self.factory
     }
 
-    /// Draws the trajectories of `requests`, which belong to `prompts`, of a model with
+    /// Samples trajectories for `requests`, which belong to `prompts`, from a model with
     /// `vocab_size` tokens.
     ///
-    /// The next turns of all trajectories that have not ended are one batch of `draw`. A
-    /// turn depends on its seed and the tokens before it only.
+    /// The next turns in all unfinished trajectories form one batch for `draw`. A turn depends only
+    /// on its seed and the tokens before it.
     pub(crate) fn play(
         &self,
         prompts: &[&Prompt],
@@ -184,7 +183,7 @@ impl Environments {
     }
 }
 
-/// Calls `work` for each item, on several threads, until one fails. Environments often wait for
+/// Calls `work` for each item on several threads, until one fails. Environments often wait for
 /// programs.
 fn concurrently<T: Send>(
     items: impl ExactSizeIterator<Item = T> + Send,
@@ -217,7 +216,7 @@ fn concurrently<T: Send>(
     })
 }
 
-/// Passes tokens on. The unit of progress is a trajectory, and not a turn.
+/// Forwards tokens. The unit of progress is a trajectory, not a turn.
 struct TokensOnly<'a>(&'a dyn Progress);
 
 impl Progress for TokensOnly<'_> {
@@ -230,7 +229,7 @@ impl Progress for TokensOnly<'_> {
     }
 }
 
-/// Checks that the tokens of an environment are those of the model.
+/// Checks that an environment's tokens are in the model's vocabulary.
 pub(super) fn ensure_tokens(tokens: &[u32], vocab_size: usize) -> Result<()> {
     let unknown = tokens.iter().find(|&&token| token as usize >= vocab_size);
     ensure!(

@@ -1,9 +1,9 @@
-//! Environments: trajectories of several turns, whose other tokens an environment writes.
+//! Environments: multi-turn trajectories in which an environment writes the tokens between turns.
 //!
-//! An [`Environment`] answers each turn of the policy with text, messages or tokens, a reward, and
-//! whether the trajectory is over. A trajectory is one sequence of tokens. Those that the policy
-//! drew are never decoded and encoded again; those of the environment are context, which the mask
-//! of the response excludes from losses and metrics.
+//! An [`Environment`] responds to each policy turn with text, messages or tokens, a reward, and
+//! whether the trajectory is over. A trajectory is one token sequence. Tokens sampled from the
+//! policy are never re-tokenized. Environment tokens are context, which the response mask excludes
+//! from losses and metrics.
 
 mod config;
 mod content;
@@ -30,9 +30,9 @@ pub use tools::{
     ToolsConfig,
 };
 
-/// Makes environments, one for each trajectory. Several threads call it at the same time.
+/// Creates environments, one per trajectory. Several threads call it at the same time.
 ///
-/// A closure implements it:
+/// You can use a closure:
 ///
 /// ```
 /// use anyhow::Context;
@@ -59,15 +59,15 @@ pub use tools::{
 /// let _: &dyn EnvironmentFactory = &retry;
 /// ```
 pub trait EnvironmentFactory: Send + Sync {
-    /// Starts the environment of one trajectory.
+    /// Starts one trajectory's environment.
     ///
     /// # Errors
     ///
     /// An error ends the run, because it depends on the data and not on the policy.
     fn start(&self, start: &EpisodeStart<'_>) -> Result<Box<dyn Environment>>;
 
-    /// Returns true if the environments give rewards. Their sum over a trajectory is then a
-    /// component of the reward, after those of the reward function.
+    /// Returns whether the environments give rewards. Their sum over a trajectory is then a reward
+    /// component, after those from the reward function.
     fn gives_rewards(&self) -> bool {
         true
     }
@@ -86,67 +86,67 @@ where
 /// The start of a trajectory.
 #[derive(Clone, Copy)]
 pub struct EpisodeStart<'a> {
-    /// The prompt, with the columns of its row.
+    /// The prompt, with its row's columns.
     pub prompt: &'a Prompt,
-    /// A number of 53 bits for the random numbers of the environment. It depends on the seed of
-    /// the run, the step and the prompt. All trajectories of a group have the same, so that they
-    /// begin in the same state and their rewards can be compared.
+    /// A 53-bit number for the environment's random numbers. It depends on the run's seed, the
+    /// step and the prompt. All trajectories in a group have the same one, so that they start
+    /// in the same state and their rewards can be compared.
     pub seed: u64,
-    /// A number of 53 bits that identifies the trajectory.
+    /// A 53-bit number that identifies the trajectory.
     pub episode: u64,
-    /// Cancels a wait; the error is then [`Interrupted`](crate::Interrupted).
+    /// Can cancel a wait; the error is then [`Interrupted`](crate::Interrupted).
     pub progress: &'a dyn Progress,
 }
 
-/// The environment of one trajectory. It ends when it is dropped.
+/// One trajectory's environment. Dropping it ends it.
 pub trait Environment: Send {
     /// Returns what precedes the first turn. The default is nothing.
     ///
     /// # Errors
     ///
-    /// As in [`EnvironmentFactory::start`].
+    /// Same as [`EnvironmentFactory::start`].
     fn reset(&mut self) -> Result<Observation> {
         Ok(Observation::default())
     }
 
-    /// Answers a turn of the policy. It is called once for each turn, also for the one at which a
-    /// limit ends the trajectory.
+    /// Responds to a policy turn. Called once per turn, even for the turn at which a limit ends the
+    /// trajectory.
     ///
     /// # Errors
     ///
-    /// An error ends the trajectory, and not the run. The trajectory is then excluded, or has
+    /// An error ends only the trajectory, not the run. The trajectory is then excluded, or gets
     /// [`EnvironmentLimits::failure_reward`]. [`Interrupted`](crate::Interrupted) ends the step.
     fn step(&mut self, turn: &Turn<'_>) -> Result<Step>;
 }
 
-/// A turn that the policy has written.
+/// A turn written by the policy.
 #[derive(Clone, Copy)]
 pub struct Turn<'a> {
-    /// The number of the turn in its trajectory, from 0.
+    /// Turn number within its trajectory, starting at 0.
     pub number: usize,
-    /// The text, with special tokens, but without a stop token at its end.
+    /// The text, including special tokens except a stop token at its end.
     pub text: &'a str,
-    /// The tokens, with the stop token.
+    /// The tokens, including the stop token.
     pub tokens: &'a [u32],
     /// The reason why the turn ended.
     pub finish_reason: FinishReason,
-    /// Cancels a wait; the error is then [`Interrupted`](crate::Interrupted).
+    /// Can cancel a wait; the error is then [`Interrupted`](crate::Interrupted).
     pub progress: &'a dyn Progress,
 }
 
-/// Tokens that follow the turn of the policy.
+/// Tokens that follow a policy turn.
 #[derive(Debug, Clone, PartialEq, Default)]
 pub enum Append {
     /// No tokens.
     #[default]
     Nothing,
-    /// A text. Names of special tokens in it stay text, so that it may come from outside.
+    /// Text. Special token names in it stay text, so it may come from outside.
     Text(String),
-    /// A text of several parts.
+    /// Text in several parts.
     Parts(Vec<TextPart>),
-    /// Messages, each an object with `role` and `content`. The chat template renders them, the end
-    /// of the turn of the policy before them, and the beginning of its next turn. Names of special
-    /// tokens in the messages stay text.
+    /// Messages, each an object with `role` and `content`. The chat template renders them, along
+    /// with the end of the policy's turn before them and the start of its next turn. Special token
+    /// names in messages stay text.
     Messages(Vec<Value>),
     /// Tokens.
     Tokens(Vec<u32>),
@@ -155,14 +155,14 @@ pub enum Append {
 /// A part of a text.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum TextPart {
-    /// Text of the program. Names of special tokens in it become these tokens.
+    /// Text from the program. Special token names in it become those tokens.
     Markup(String),
-    /// Text from outside. Names of special tokens in it stay text.
+    /// Text from outside. Special token names in it stay text.
     Content(String),
 }
 
 impl Append {
-    /// A message of the user.
+    /// A user message.
     pub fn user(content: &str) -> Self {
         Self::Messages(vec![
             serde_json::json!({"role": "user", "content": content}),
@@ -173,36 +173,36 @@ impl Append {
 /// The beginning of a trajectory.
 #[derive(Debug, Clone, PartialEq, Default)]
 pub struct Observation {
-    /// Tokens or text after the prompt, or messages after those of the prompt, which is then
-    /// rendered again. They belong to the prompt of the trajectory.
+    /// Tokens or text after the prompt, or messages after the prompt's, which is then rendered
+    /// again. They become part of the trajectory's prompt.
     pub append: Append,
-    /// The state before the first turn, as in [`Step::state`].
+    /// State before the first turn, as in [`Step::state`].
     pub state: Option<Value>,
 }
 
-/// The answer of an environment to a turn.
+/// An environment's response to a turn.
 #[derive(Debug, Clone, PartialEq, Default)]
 pub struct Step {
     /// Tokens before the next turn. Ignored if the trajectory ends.
     pub append: Append,
-    /// The reward of the turn; absent: 0. It must be finite.
+    /// Reward for the turn; absent: 0. Must be finite.
     pub reward: Option<f64>,
-    /// True if the trajectory has no reward should it end with this turn: it is excluded, as if
+    /// If true, and the trajectory ends with this turn, it has no reward and is excluded, as if
     /// its environment had failed.
     pub excluded: bool,
     /// True if the trajectory is over.
     pub done: bool,
-    /// The state before the next turn, for advantages that compare turns in the same state.
-    /// Absent: all tokens before the turn.
+    /// State before the next turn, for advantages that compare turns in the same state. Absent:
+    /// all tokens before the turn.
     pub state: Option<Value>,
-    /// Numbers that are added up over the trajectory, by name. The metrics of a step have their
-    /// means over trajectories. `turns`, `reward`, `limit_reached`, `failed` and `excluded` are
-    /// reserved names.
+    /// Numbers that are summed over the trajectory, by name. Step metrics contain their means over
+    /// trajectories. `turns`, `reward`, `limit_reached`, `failed` and `excluded` are reserved
+    /// names.
     pub metrics: BTreeMap<String, f64>,
 }
 
 impl Step {
-    /// The end of a trajectory with this reward.
+    /// Ends a trajectory with this reward.
     pub fn done(reward: f64) -> Self {
         Self {
             reward: Some(reward),

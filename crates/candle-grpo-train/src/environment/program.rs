@@ -1,4 +1,4 @@
-//! Environments from a program in any language.
+//! Environments implemented by a program in any language.
 
 use std::collections::BTreeMap;
 use std::path::PathBuf;
@@ -14,22 +14,22 @@ use crate::data::question::with_text_content;
 use crate::{Interrupted, Progress};
 use candle_grpo_rewards::program::{Answer, Program, ProgramPool, Unusable, check_limits, quoted};
 
-/// The options of [`ProgramEnvironments`].
+/// Options for [`ProgramEnvironments`].
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct ProgramEnvironmentConfig {
-    /// The program and its arguments. No shell is in between.
+    /// The program and its arguments. No shell is involved.
     pub command: Vec<String>,
-    /// The folder that it runs in; absent: that of this process.
+    /// Its working directory. Absent: this process's.
     #[serde(default)]
     pub folder: Option<PathBuf>,
-    /// The number of its processes. All requests of a trajectory go to the same one.
+    /// Number of processes. All requests for one trajectory go to the same one.
     #[serde(default = "workers")]
     pub workers: usize,
-    /// The longest time for an answer.
+    /// Maximum time for an answer.
     #[serde(default = "limit")]
     pub time_limit_seconds: f64,
-    /// The longest time for its start, which the first answer may take in addition.
+    /// Maximum startup time, added to the limit for the first answer.
     #[serde(default = "limit")]
     pub start_limit_seconds: f64,
 }
@@ -47,7 +47,7 @@ impl ProgramEnvironmentConfig {
     ///
     /// # Errors
     ///
-    /// If one is out of range.
+    /// If a value is out of range.
     pub fn validate(&self) -> Result<()> {
         self.program().validate()?;
         at_least_one("workers", self.workers)?;
@@ -63,20 +63,19 @@ impl ProgramEnvironmentConfig {
     }
 }
 
-/// Environments from a program that reads one line of JSON for each request and writes one line
-/// with its answer.
+/// Environments implemented by a program that reads one line of JSON per request and writes one
+/// line with its answer.
 ///
-/// A request is an object with `id`, `episode` (the number of the trajectory), `seed` (the same for
-/// all trajectories of a group), `turn` (`null` at the start), `prompt`, `columns`, and `state`
-/// (that of the last answer). After a turn of the policy it has `completion` and `finish_reason`,
-/// too.
+/// A request is an object with `id`, `episode` (the trajectory number), `seed` (the same for all
+/// trajectories in a group), `turn` (`null` at the start), `prompt`, `columns`, and `state` (from
+/// the last answer). After a policy turn, it also has `completion` and `finish_reason`.
 ///
-/// An answer is an object that echoes `id`, and may have `text` or `messages` (which follow the
+/// An answer is an object that echoes `id`. It may have `text` or `messages` (which follow the
 /// prompt or the turn), `reward`, `done`, `state` (any JSON) and `metrics` (numbers by name). A
 /// trajectory whose last `reward` is `null` is excluded.
 ///
-/// The state is in the answers, so a program can be a function without memory. If it hangs or
-/// crashes, it is started again. Trajectories whose request it did not answer have failed.
+/// Since the state is in the answers, a program can be a stateless function. If it hangs or
+/// crashes, it is restarted. Trajectories whose request it did not answer have failed.
 ///
 /// ```no_run
 /// use candle_grpo_train::environment::{ProgramEnvironmentConfig, ProgramEnvironments};
@@ -96,7 +95,7 @@ impl ProgramEnvironments {
     ///
     /// # Errors
     ///
-    /// If `config` is not valid or the program cannot be started.
+    /// If `config` is invalid or the program cannot be started.
     pub fn new(config: &ProgramEnvironmentConfig) -> Result<Self> {
         config.validate()?;
         Ok(Self {
@@ -122,7 +121,7 @@ impl EnvironmentFactory for ProgramEnvironments {
             environment.ask(json!({"turn": null}), start.progress)
         };
         let reply = match begin(&mut environment) {
-            // Another trajectory of this process may be the cause.
+            // Another trajectory in this process may be the cause.
             Err(error) if !error.is::<Interrupted>() && !error.is::<Unusable>() => {
                 begin(&mut environment)?
             }
@@ -192,13 +191,13 @@ impl Environment for ProgramEnvironment {
     }
 }
 
-/// An answer of the program.
+/// An answer from the program.
 #[derive(Debug, Default, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 struct Reply {
     text: Option<String>,
     messages: Option<Vec<Value>>,
-    /// Null differs from an absent one.
+    /// Null is different from absent.
     #[serde(deserialize_with = "present")]
     reward: Option<Option<f64>>,
     done: bool,
@@ -206,12 +205,12 @@ struct Reply {
     metrics: BTreeMap<String, f64>,
 }
 
-/// Reads a value that is there, perhaps null.
+/// Reads a value that is present, but may be null.
 fn present<'de, D: serde::Deserializer<'de>>(value: D) -> Result<Option<Option<f64>>, D::Error> {
     Option::deserialize(value).map(Some)
 }
 
-/// Returns a message that has a role and a content, with the parts of the content as one text.
+/// Returns a message that has a role and content, with content parts joined.
 fn checked(message: &Value) -> Result<Value> {
     let has_role = message.get("role").is_some_and(Value::is_string);
     let content = message.get("content");

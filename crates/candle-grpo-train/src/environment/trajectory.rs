@@ -1,4 +1,4 @@
-//! A trajectory while it grows.
+//! A growing trajectory.
 
 use std::collections::BTreeMap;
 use std::time::Duration;
@@ -16,18 +16,18 @@ use crate::{Completion, FinishReason, Interrupted, Progress, Prompt, Rollout};
 use candle_grpo_base::clock::running_time;
 use candle_grpo_rewards::program::Unusable;
 
-/// The arguments of [`Trajectory::start`].
+/// Arguments to [`Trajectory::start`].
 pub(super) struct TrajectoryStart<'a> {
     pub(super) prompt: &'a Prompt,
     pub(super) seed: CompletionSeed,
-    /// The seed of the first trajectory of the group.
+    /// Seed of the group's first trajectory.
     pub(super) group: CompletionSeed,
-    /// The maximum length of the response.
+    /// Maximum response length.
     pub(super) max_tokens: usize,
     pub(super) vocab_size: usize,
 }
 
-/// Numbers of turns whose random numbers are those of the environment.
+/// Turn number for the environment's own random numbers.
 const OF_GROUP: u64 = u64::MAX;
 const OF_EPISODE: u64 = u64::MAX - 1;
 
@@ -37,7 +37,7 @@ pub(super) struct Trajectory<'a> {
     environment: Box<dyn Environment>,
     vocab_size: usize,
     started: Duration,
-    /// The maximum length of the response.
+    /// Maximum response length.
     max_tokens: usize,
     /// The prompt and the response.
     tokens: Vec<u32>,
@@ -52,7 +52,7 @@ pub(super) struct Trajectory<'a> {
     metrics: BTreeMap<String, f64>,
     /// True if the last step left the trajectory without a reward.
     excluded: bool,
-    /// True if a step had a reward.
+    /// True if any step had a reward.
     rewarded: bool,
     /// The state before the next turn, if the environment has given one.
     state: Option<Value>,
@@ -115,12 +115,12 @@ impl<'a> Trajectory<'a> {
         self.end.is_some()
     }
 
-    /// The number of tokens that the response can still have.
+    /// Number of tokens that the response can still have.
     fn left(&self) -> usize {
         self.max_tokens - self.written.len()
     }
 
-    /// The request of the next turn.
+    /// The request for the next turn.
     pub(super) fn request(&self, environments: &Environments) -> PromptRequest<'_> {
         let longest = environments.limits.max_turn_tokens.unwrap_or(usize::MAX);
         PromptRequest {
@@ -133,12 +133,12 @@ impl<'a> Trajectory<'a> {
         }
     }
 
-    /// Adds a turn of the policy and the answer of the environment to it.
+    /// Adds a policy turn and the environment's response to it.
     ///
     /// # Errors
     ///
-    /// With [`Interrupted`] if the progress cancels, and if the program of the environment cannot
-    /// be used. Another error of the environment ends the trajectory only.
+    /// [`Interrupted`] if the progress cancels. Also if the environment's program is unusable.
+    /// Other environment errors only end the trajectory.
     pub(super) fn add_turn(
         &mut self,
         environments: &Environments,
@@ -179,7 +179,7 @@ impl<'a> Trajectory<'a> {
         Ok(())
     }
 
-    /// Appends the tokens of a turn.
+    /// Appends a turn's tokens.
     fn push(&mut self, turn: &Completion) {
         self.tokens.extend(&turn.tokens);
         self.drawn_log_probs.extend(&turn.drawn_log_probs);
@@ -190,13 +190,13 @@ impl<'a> Trajectory<'a> {
         let written = (0..turn.tokens.len()).map(|at| turn.is_written(at));
         self.written.extend(written);
         self.weight_versions.extend(&turn.weight_versions);
-        // The experts of the tokens before the turn are among them.
+        // These include the experts for tokens before the turn.
         self.experts.clone_from(&turn.experts);
         self.finish_reason = turn.finish_reason;
     }
 
-    /// Lets the environment answer the last turn, and returns the end of the trajectory if there is
-    /// one.
+    /// Lets the environment respond to the last turn, and returns the end of the trajectory if it
+    /// is over.
     fn answer(
         &mut self,
         environments: &Environments,
@@ -323,7 +323,7 @@ fn bytes(tokens: &[u32]) -> Vec<u8> {
         .collect()
 }
 
-/// The first 64 bits of the SHA-256 of a state.
+/// The first 64 bits of a state's SHA-256.
 fn digest(state: &[u8]) -> u64 {
     let digest = Sha256::digest(state);
     let first = digest.iter().take(8);

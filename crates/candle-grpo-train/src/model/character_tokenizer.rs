@@ -4,14 +4,14 @@ use anyhow::{Result, anyhow, ensure};
 use serde_json::json;
 use tokenizers::Tokenizer;
 
-/// Builds a tokenizer with the tokens `<eos>` (token 0) and the characters of `alphabet`, in order.
+/// Builds a tokenizer with the tokens `<eos>` (token 0) and the characters in `alphabet`, in order.
 ///
-/// Text with other characters cannot be encoded. It saves to a `tokenizer.json` that other programs
-/// read.
+/// Text with other characters cannot be encoded. You can save it as a `tokenizer.json` that other
+/// programs read.
 ///
 /// # Errors
 ///
-/// Returns an error if `alphabet` is empty or repeats a character.
+/// If `alphabet` is empty or repeats a character.
 pub fn character_tokenizer(alphabet: &str) -> Result<Tokenizer> {
     ensure!(
         !alphabet.is_empty(),

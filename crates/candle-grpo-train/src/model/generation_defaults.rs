@@ -1,11 +1,11 @@
-//! The sampling that a model recommends.
+//! Sampling options that a model recommends.
 
 use anyhow::{Result, anyhow};
 use serde_json::{Map, Value};
 
 use crate::SamplingConfig;
 
-/// The keys of `generation_config.json` about the choice of a token.
+/// Sampling keys in `generation_config.json`.
 const KEYS: [&str; 12] = [
     "do_sample",
     "temperature",
@@ -21,10 +21,10 @@ const KEYS: [&str; 12] = [
     "penalty_alpha",
 ];
 
-/// The keys of [`KEYS`] that [`GenerationDefaults::apply`] applies.
+/// Number of [`KEYS`] that [`GenerationDefaults::apply`] applies.
 const APPLIED: usize = 5;
 
-/// The sampling in the `generation_config.json` of a model, as it stands there.
+/// Sampling options from a model's `generation_config.json`, unchanged.
 ///
 /// ```
 /// use candle_grpo_train::SamplingConfig;
@@ -42,7 +42,7 @@ const APPLIED: usize = 5;
 pub struct GenerationDefaults(Map<String, Value>);
 
 impl GenerationDefaults {
-    /// Takes the keys about the choice of a token from the contents of `generation_config.json`.
+    /// Selects the sampling keys in `generation_config.json`.
     pub fn new(file: &Map<String, Value>) -> Self {
         let keys = KEYS.into_iter().filter_map(|key| {
             let value = file.get(key).filter(|value| !value.is_null())?;
@@ -56,12 +56,12 @@ impl GenerationDefaults {
         self.0.clone().into_iter()
     }
 
-    /// Returns `sampling` with the distribution of the file: `temperature`, `top_k`, `top_p` and
-    /// `min_p` with `do_sample: true`, and the likeliest token otherwise, as in transformers.
+    /// Applies the file's distribution to `sampling`: `temperature`, `top_k`, `top_p` and `min_p`
+    /// with `do_sample: true`, and otherwise greedy decoding, as in transformers.
     ///
     /// # Errors
     ///
-    /// Returns an error that names the key if a value is of another kind.
+    /// If a value has the wrong kind. The error names the key.
     pub fn apply(&self, sampling: SamplingConfig) -> Result<SamplingConfig> {
         let wrong = |key: &str, must: &str| {
             let value = &self.0[key];
@@ -105,7 +105,7 @@ impl GenerationDefaults {
         })
     }
 
-    /// Returns the keys that change the choice of a token and are not applied, with their values.
+    /// Returns the keys that change sampling but are not applied, with their values.
     pub fn not_applied(&self) -> Vec<String> {
         let has_effect = |key: &str, value: &Value| match key {
             "no_repeat_ngram_size" | "epsilon_cutoff" | "eta_cutoff" | "penalty_alpha" => {

@@ -1,4 +1,4 @@
-//! The tokenizer in the metadata of a GGUF file.
+//! The tokenizer in GGUF metadata.
 
 use std::collections::BTreeMap;
 
@@ -33,9 +33,9 @@ const CONTROL: i64 = 3;
 const USER_DEFINED: i64 = 4;
 const UNUSED: i64 = 5;
 
-/// Control tokens, other than the end-of-sequence token, that end a turn or a text.
+/// Control tokens, other than the end-of-sequence token, that end a turn or text.
 ///
-/// Files name only one or two of them. llama.cpp stops at every token with one of these texts.
+/// Files only name one or two of them. llama.cpp stops at every token with one of these texts.
 const ENDS: [&str; 8] = [
     "<|im_end|>",
     "<|endoftext|>",
@@ -47,13 +47,13 @@ const ENDS: [&str; 8] = [
     "</s>",
 ];
 
-/// Builds the byte-level BPE of `metadata`. It saves to a `tokenizer.json` that other programs
-/// read.
+/// Builds the byte-level BPE tokenizer in `metadata`. You can save it as a `tokenizer.json` that
+/// other programs read.
 ///
 /// # Errors
 ///
-/// Returns an error for other kinds of tokenizers, and for an unknown pre-tokenizer, which would
-/// silently give wrong tokens.
+/// If the tokenizer is of another kind, or its pre-tokenizer is unknown, which would silently give
+/// wrong tokens.
 pub(crate) fn gguf_tokenizer(metadata: &Metadata) -> Result<Tokenizer> {
     match metadata.get(MODEL) {
         Some(GgufValue::String(model)) if model == "gpt2" => {}
@@ -75,7 +75,7 @@ pub(crate) fn gguf_tokenizer(metadata: &Metadata) -> Result<Tokenizer> {
 
     let mut vocabulary = Vocab::default();
     for (id, token) in tokens.iter().enumerate() {
-        // Padding rows of an embedding that is wider than its vocabulary.
+        // Padding rows in an embedding with more rows than the vocabulary.
         if types[id] == UNUSED && *token == padding(id) {
             continue;
         }
@@ -135,18 +135,18 @@ pub(crate) fn gguf_tokenizer(metadata: &Metadata) -> Result<Tokenizer> {
     Ok(tokenizer)
 }
 
-/// The text of a row of the embedding without a token.
+/// Text for an embedding row without a token.
 fn padding(id: usize) -> String {
     format!("[PAD{id}]")
 }
 
-/// The metadata from which [`gguf_tokenizer`] and [`gguf_special_tokens`] read a tokenizer of a
-/// model with `vocab_size` tokens.
+/// Metadata from which [`gguf_tokenizer`] and [`gguf_special_tokens`] read a tokenizer, for a model
+/// with `vocab_size` tokens.
 ///
 /// # Errors
 ///
-/// Returns an error for a tokenizer that is not a byte-level BPE with a known pre-tokenizer, and
-/// for special tokens that the metadata cannot state.
+/// If the tokenizer is not a byte-level BPE with a known pre-tokenizer, or the metadata cannot
+/// express its special tokens.
 pub(crate) fn tokenizer_metadata(
     tokenizer: &Tokenizer,
     special_tokens: &SpecialTokens,
@@ -206,7 +206,7 @@ pub(crate) fn tokenizer_metadata(
     let stops = &special_tokens.stop_token_ids;
     let eos = special_tokens.eos.as_ref().map(|token| token.id);
     let eos = eos.or(stops.first().copied());
-    // The files name one token that ends a text, one that ends a turn, and one that ends a message.
+    // Files name one token each that ends a text, a turn, and a message.
     let mut others = stops
         .iter()
         .filter(|id| Some(**id) != eos && !ends_by_text(id));
@@ -232,7 +232,7 @@ pub(crate) fn tokenizer_metadata(
     Ok(metadata)
 }
 
-/// The two parts of a merge of a `tokenizer.json`, as one text.
+/// The two parts of a merge in a `tokenizer.json`, as one text.
 fn merge_text(merge: &Value) -> Option<String> {
     match merge {
         Value::String(merge) => Some(merge.clone()),
@@ -240,7 +240,7 @@ fn merge_text(merge: &Value) -> Option<String> {
     }
 }
 
-/// Returns whether the tokenizer begins a text with the BOS token.
+/// Returns whether the tokenizer starts texts with the BOS token.
 fn begins_with_bos(tokenizer: &Tokenizer, special_tokens: &SpecialTokens) -> Result<bool> {
     let ids = |special: bool| -> Result<Vec<u32>> {
         let encoding = tokenizer
@@ -320,7 +320,7 @@ fn strings<'a>(metadata: &'a Metadata, key: &str) -> Result<&'a [String]> {
         .with_context(|| format!("{key}: {value}, must be an array of texts"))
 }
 
-/// Reads one type per token. All tokens are ordinary if the key is absent.
+/// Reads one type per token. Without the key, all tokens are ordinary.
 fn token_types(metadata: &Metadata, count: usize) -> Result<Vec<i64>> {
     let Some(value) = metadata.get(TOKEN_TYPE) else {
         return Ok(vec![NORMAL; count]);
@@ -335,11 +335,11 @@ fn token_types(metadata: &Metadata, count: usize) -> Result<Vec<i64>> {
 
 /// The pre-tokenizer, which splits text into words. GGUF files name a model that uses it.
 struct Splitting {
-    /// Patterns that split the text, in order. Empty means only the pattern of GPT-2.
+    /// Patterns that split the text, in order. Empty means only GPT-2's pattern.
     patterns: &'static [&'static str],
     /// If true, each digit is a word.
     digits: bool,
-    /// If true, the pattern of GPT-2 follows.
+    /// If true, GPT-2's pattern follows.
     gpt2: bool,
     /// If true, characters are composed first (NFC).
     composed: bool,
@@ -352,7 +352,7 @@ const CONTRACTIONS_AND_WORDS: &str = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\
 const WITH_NUMBERS_OF_THREE: &str = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+";
 
 impl Splitting {
-    /// Returns the pre-tokenizer by its name in llama.cpp.
+    /// Looks up the pre-tokenizer by its llama.cpp name.
     ///
     /// For Qwen, NFC is added as in its own tokenizer; llama.cpp omits it.
     fn named(name: &str) -> Option<Self> {
@@ -398,7 +398,7 @@ impl Splitting {
         })
     }
 
-    /// The names in llama.cpp of all pre-tokenizers, one for each.
+    /// llama.cpp names, one for each pre-tokenizer.
     const NAMES: [&str; 6] = [
         "gpt-2",
         "smollm",
@@ -408,14 +408,14 @@ impl Splitting {
         "default",
     ];
 
-    /// Returns the name of the pre-tokenizer of a `tokenizer.json`.
+    /// Returns the pre-tokenizer's name for a `tokenizer.json`.
     fn name(json: &Value) -> Result<&'static str> {
         let steps = |pre_tokenizer: &Value| -> Vec<Value> {
             let mut steps = match &pre_tokenizer["pretokenizers"] {
                 Value::Array(steps) => steps.clone(),
                 _ => vec![pre_tokenizer.clone()],
             };
-            // Offsets have no effect on the tokens.
+            // Offsets do not affect the tokens.
             let objects = steps.iter_mut().filter_map(Value::as_object_mut);
             objects.for_each(|step| drop(step.remove("trim_offsets")));
             steps

@@ -32,10 +32,10 @@ const GGUF_LICENSE: &str = "general.license";
 
 /// A decoder with its weights, tokenizer and chat template.
 ///
-/// A clone shares the weights, so training one changes the other.
+/// Clones share the weights, so training one changes the other.
 #[derive(Clone)]
 pub struct Pretrained {
-    /// Configuration of the decoder.
+    /// Decoder configuration.
     pub model: DecoderConfig,
     /// Weights.
     pub parameters: Parameters,
@@ -43,36 +43,35 @@ pub struct Pretrained {
     pub tokenizer: Tokenizer,
     /// Special tokens, including the stop tokens.
     pub special_tokens: SpecialTokens,
-    /// Sampling that the model recommends, in its `generation_config.json`.
+    /// Sampling options that the model recommends in its `generation_config.json`.
     pub generation: GenerationDefaults,
     /// Chat template with the special tokens; `None` if the model has none.
     pub chat_template: Option<ChatTemplate>,
-    /// License of the model, as in its file.
+    /// The model's license, as stated in its file.
     pub license: Option<String>,
-    /// Form of a checkpoint that has a text model beside other parts, such as a vision tower.
-    /// [`Self::save`] keeps it.
+    /// Describes a checkpoint with a text model and other parts, such as a vision tower.
+    /// [`Self::save`] keeps them.
     pub form: Option<CheckpointForm>,
 }
 
 impl Pretrained {
-    /// Reads a GGUF file, or the folder of a Hugging Face model in safetensors files.
+    /// Reads a GGUF file, or a Hugging Face folder with safetensors files.
     ///
     /// # Errors
     ///
-    /// Returns an error that names file and key for a model that
-    /// [`Decoder`](candle_grpo_nn::Decoder) does not support, for weights that are missing,
-    /// unexpected, not finite or of the wrong shape, and for a tokenizer that does not match
-    /// the model.
+    /// If [`Decoder`](candle_grpo_nn::Decoder) does not support the model, if weights are missing,
+    /// unexpected, not finite or have the wrong shape, or if the tokenizer does not match the
+    /// model. The error names file and key.
     pub fn load(path: &Path, device: &Device) -> Result<Self> {
         Self::load_frozen(path, device, BaseWeights::Dense, ComputeDType::F32)
     }
 
-    /// [`Self::load`] with linear maps in the form `base` and other weights in `dtype`, for a model
-    /// that trains only its adapters: see [`Parameters::frozen_as`].
+    /// Like [`Self::load`], with linear maps in the form `base` and other weights in `dtype`, for a
+    /// model that trains only adapters: see [`Parameters::frozen_as`].
     ///
     /// # Errors
     ///
-    /// As in [`Self::load`].
+    /// Same as [`Self::load`].
     pub fn load_frozen(
         path: &Path,
         device: &Device,
@@ -82,21 +81,21 @@ impl Pretrained {
         Self::read(path, Some((device, base, dtype.into())))
     }
 
-    /// Reads a model without its weights, like [`Self::load`]. The parameters are empty.
+    /// Like [`Self::load`], without reading the weights. The parameters are empty.
     ///
     /// # Errors
     ///
-    /// Returns an error as [`Self::load`] does, except for the weights.
+    /// Same as [`Self::load`], except for the weights.
     pub fn load_without_weights(path: &Path) -> Result<Self> {
         Self::read(path, None)
     }
 
-    /// Checks that the weights at `path` are there and have the names and shapes of the model,
-    /// without reading them.
+    /// Checks that the weights at `path` exist and have the model's names and shapes, without
+    /// reading them.
     ///
     /// # Errors
     ///
-    /// Returns an error as [`Self::load`] does for weights, except for values that are not finite.
+    /// Same as [`Self::load`] for weights, except for values that are not finite.
     pub fn check_weights(&self, path: &Path) -> Result<()> {
         let checked = match path.is_dir() {
             true => Parameters::check_folder(&self.model, path),
@@ -193,12 +192,12 @@ impl Pretrained {
         Ok(())
     }
 
-    /// Writes a folder that Hugging Face transformers loads: `config.json`, `model.safetensors` in
-    /// the dtype of the parameters, `tokenizer.json`, `tokenizer_config.json` with the chat
-    /// template, and `generation_config.json`.
+    /// Writes a folder that Hugging Face transformers can load: `config.json`, `model.safetensors`
+    /// in the parameters' dtype, `tokenizer.json`, `tokenizer_config.json` with the chat template,
+    /// and `generation_config.json`.
     ///
-    /// With a [`form`](Self::form), names and `config.json` are as in its checkpoint, and the bytes
-    /// of the other parts are copied from there.
+    /// With a [`form`](Self::form), names and `config.json` are as in its checkpoint, and the other
+    /// parts' bytes are copied from there.
     ///
     /// The folder appears when it is complete, and replaces an existing one.
     pub fn save(&self, folder: &Path) -> Result<()> {
@@ -207,13 +206,12 @@ impl Pretrained {
             .with_context(|| format!("writing {}", folder.display()))
     }
 
-    /// Writes a GGUF file that llama.cpp loads, with matrices of type `dtype`. The file appears
-    /// when it is complete, and replaces an existing one.
+    /// Writes a GGUF file that llama.cpp can load, with matrices in `dtype`. The file appears when
+    /// it is complete, and replaces an existing one.
     ///
     /// # Errors
     ///
-    /// Returns an error that names the field or the part of the tokenizer that GGUF files cannot
-    /// state.
+    /// If GGUF cannot express a field or a part of the tokenizer. The error names it.
     pub fn save_gguf(&self, path: &Path, dtype: GgufDType) -> Result<()> {
         let write = || -> Result<()> {
             let (tokenizer, special_tokens) = (&self.tokenizer, &self.special_tokens);
@@ -242,13 +240,13 @@ impl Pretrained {
         write().with_context(|| format!("writing {}", path.display()))
     }
 
-    /// Returns the path of the first entry of `folder` that is not of a model in the Hugging Face
-    /// layout, or of adapters in that of PEFT; `None` if [`Self::save`] would replace a model, or
-    /// adapters, and nothing else.
+    /// Returns the first entry in `folder` that belongs neither to a model in the Hugging Face
+    /// layout nor to PEFT adapters. `None` means that [`Self::save`] would only replace a model or
+    /// adapters.
     ///
     /// # Errors
     ///
-    /// Returns an error if `folder` is a link or a file, or holds no model.
+    /// If `folder` is a link or a file, or contains no model.
     pub fn first_foreign(folder: &Path) -> Result<Option<PathBuf>> {
         ensure!(
             folder.is_dir() && !folder.is_symlink(),
@@ -262,8 +260,8 @@ impl Pretrained {
         Ok(foreign)
     }
 
-    /// Writes the files of [`Self::save`] with `weights` of the same model in place of its own,
-    /// atomically, into an existing folder.
+    /// Writes the same files as [`Self::save`] atomically into an existing folder, with `weights`
+    /// for the same model in place of its own.
     pub fn write_files(&self, weights: &Export<'_>, folder: &Path) -> Result<()> {
         let write = |file: &str, value: &Value| write_json(&folder.join(file), value);
         write(CONFIG, &self.config(weights.dtype())?)?;
@@ -279,9 +277,8 @@ impl Pretrained {
         Ok(form.save(weights, &path)?)
     }
 
-    /// Writes a folder that PEFT and transformers load: `adapters` in the format of PEFT, and the
-    /// tokenizer as in [`Self::save`]. `base_model` is the name or the path of the model under the
-    /// adapters.
+    /// Writes a folder that PEFT and transformers can load: `adapters` in PEFT's format, and the
+    /// tokenizer as in [`Self::save`]. `base_model` is the base model's name or path.
     ///
     /// The folder appears when it is complete, and replaces an existing one.
     pub fn save_adapters(
@@ -302,7 +299,7 @@ impl Pretrained {
         write_tokenizer(folder, &self.tokenizer)
     }
 
-    /// Returns `sampling` with the stop tokens of the model, unless it already has some.
+    /// Adds the model's stop tokens to `sampling`, unless it already has some.
     pub fn sampling(&self, sampling: SamplingConfig) -> SamplingConfig {
         match sampling.stop_token_ids.is_empty() {
             true => SamplingConfig {
@@ -313,13 +310,14 @@ impl Pretrained {
         }
     }
 
-    /// Creates a sampler of the model with its stop tokens and tokenizer. On a GPU it records steps
-    /// ([`LocalGenerator::with_recorded_steps`]): no other thread may use the GPU while it samples.
+    /// Creates a sampler for the model with its stop tokens and tokenizer. On a GPU it records
+    /// steps ([`LocalGenerator::with_recorded_steps`]), so no other thread may use the GPU while it
+    /// samples.
     pub fn sampler(&self, sampling: SamplingConfig) -> Result<Sampler> {
         self.sampler_in(sampling, ComputeDType::F32)
     }
 
-    /// [`Self::sampler`] that computes in `dtype`, as a policy does that trains in it.
+    /// Like [`Self::sampler`], computing in `dtype`, like a policy that trains in it.
     pub fn sampler_in(&self, sampling: SamplingConfig, dtype: ComputeDType) -> Result<Sampler> {
         let weights = PolicyWeights {
             version: 0,
@@ -334,7 +332,7 @@ impl Pretrained {
         Ok(sampler.with_tokenizer(&self.tokenizer))
     }
 
-    /// Returns the same model with other weights, for example those of a run.
+    /// Returns the same model with other weights, for example from a run.
     pub fn with_parameters(&self, parameters: Parameters) -> Self {
         Self {
             parameters,
@@ -342,7 +340,7 @@ impl Pretrained {
         }
     }
 
-    /// The contents of `config.json` for weights in `dtype`.
+    /// Builds `config.json` for weights in `dtype`.
     fn config(&self, dtype: DType) -> Result<Value> {
         let mut config = match &self.form {
             Some(form) => Value::Object(form.config(&self.model)?),
@@ -395,7 +393,7 @@ impl Pretrained {
     }
 }
 
-/// The chat templates of a GGUF file, each in a key of its own.
+/// A GGUF file's chat templates, each under its own key.
 fn gguf_chat_template(metadata: &BTreeMap<String, GgufValue>) -> Result<Option<ChatTemplate>> {
     let sources = metadata.iter().filter_map(|(key, value)| {
         let name = match key.strip_prefix(GGUF_CHAT_TEMPLATE)? {
@@ -416,7 +414,7 @@ fn write_json(path: &Path, value: &Value) -> Result<()> {
         .with_context(|| path.file_name().unwrap_or_default().display().to_string())
 }
 
-/// Sets the keys of the dtype that are there.
+/// Sets the dtype keys that exist.
 fn set_dtype(config: &mut Value, dtype: DType) {
     let name = match dtype {
         DType::BF16 => "bfloat16",
@@ -430,7 +428,7 @@ fn set_dtype(config: &mut Value, dtype: DType) {
     }
 }
 
-/// Fails if a token of `tokenizer` is not one of the `vocab_size` of the model.
+/// Fails if a token in `tokenizer` is outside the model's vocabulary of `vocab_size` tokens.
 pub(crate) fn ensure_tokens_fit(tokenizer: &Tokenizer, vocab_size: usize) -> Result<()> {
     let tokens = tokenizer.get_vocab(true).into_iter();
     if let Some((token, id)) = tokens.max_by_key(|(_, id)| *id) {
@@ -454,7 +452,7 @@ pub(crate) fn write_tokenizer(folder: &Path, tokenizer: &Tokenizer) -> Result<()
     atomic_file::write(&folder.join(TOKENIZER), text.as_bytes()).context(TOKENIZER)
 }
 
-/// Returns what a path may mean at which there is no model.
+/// Guesses what a path without a model was meant to be.
 fn missing_hint(path: &Path) -> &'static str {
     let is_gguf = path
         .extension()
@@ -468,10 +466,10 @@ fn missing_hint(path: &Path) -> &'static str {
     }
 }
 
-/// Reads the chat templates of a folder as transformers does: `chat_template.jinja` and
-/// `additional_chat_templates/NAME.jinja`, or else `chat_template` of `tokenizer_config.json`.
+/// Reads a folder's chat templates as transformers does: `chat_template.jinja` and
+/// `additional_chat_templates/NAME.jinja`, or else `chat_template` in `tokenizer_config.json`.
 ///
-/// The latter is one template, or several by name, of which `default` is for chats without tools.
+/// The latter is a single template, or several by name, where `default` is for chats without tools.
 pub(crate) fn read_chat_template(folder: &Path) -> Result<Option<ChatTemplate>> {
     let mut files = BTreeMap::new();
     let file = folder.join(CHAT_TEMPLATE);
@@ -510,7 +508,7 @@ pub(crate) fn read_chat_template(folder: &Path) -> Result<Option<ChatTemplate>> 
     Ok(Some(chat_template(sources, TOKENIZER_CONFIG)?))
 }
 
-/// Compiles the templates of `file` by name.
+/// Compiles the named templates from `file`.
 fn chat_template(mut sources: BTreeMap<String, String>, file: &str) -> Result<ChatTemplate> {
     let default = sources.remove(DEFAULT).with_context(|| {
         let names: Vec<&String> = sources.keys().collect();

@@ -1,4 +1,4 @@
-//! Special tokens of a model.
+//! A model's special tokens.
 
 use std::fs;
 use std::path::Path;
@@ -17,7 +17,7 @@ pub struct SpecialToken {
     pub text: String,
 }
 
-/// The special tokens of a model.
+/// A model's special tokens.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct SpecialTokens {
     /// The token at the start of a text.
@@ -37,8 +37,8 @@ const TOKENIZER_CONFIG: &str = "tokenizer_config.json";
 const GENERATION_CONFIG: &str = "generation_config.json";
 
 impl SpecialTokens {
-    /// Reads `tokenizer_config.json` and `generation_config.json` of a Hugging Face folder, if
-    /// present.
+    /// Reads `tokenizer_config.json` and `generation_config.json` from a Hugging Face folder, if
+    /// they exist.
     ///
     /// `config` is its `config.json`, which has the stop tokens if `generation_config.json` does
     /// not.
@@ -88,7 +88,7 @@ impl SpecialTokens {
         })
     }
 
-    /// Returns the tokens with their names in chat templates and `tokenizer_config.json`.
+    /// Returns the tokens with their names in chat templates and in `tokenizer_config.json`.
     pub(crate) fn named(&self) -> impl Iterator<Item = (&'static str, &SpecialToken)> {
         [
             ("bos_token", &self.bos),
@@ -101,7 +101,7 @@ impl SpecialTokens {
     }
 }
 
-/// Reads the JSON object of a file; empty if the file does not exist.
+/// Reads a file's JSON object; empty if the file does not exist.
 pub(crate) fn read_object(folder: &Path, file: &str) -> Result<Map<String, Value>> {
     let path = folder.join(file);
     if !path.exists() {

@@ -1,4 +1,4 @@
-//! Tokenizers from the text of a `tokenizer.json`.
+//! Tokenizers from a `tokenizer.json`.
 
 use anyhow::{Context, Result, anyhow, ensure};
 use candle_grpo_base::json::{message, message_with_place};
@@ -6,17 +6,17 @@ use serde_json::Value;
 use tokenizers::Tokenizer;
 use tokenizers::normalizers::Precompiled;
 
-/// The greatest factor by which the parts of a tokenizer may lengthen a text. Those of known ones
-/// make a space three bytes, and compose or decompose letters once or twice.
+/// Maximum factor by which a tokenizer's parts may lengthen a text. In known tokenizers, they turn
+/// a space into three bytes, and compose or decompose letters once or twice.
 const MAX_GROWTH: f64 = 4096.;
 
-/// The most pieces around and between texts. Those of known tokenizers are fewer than ten.
+/// Maximum number of pieces around and between texts. Known tokenizers have fewer than ten.
 const MAX_PIECES: usize = 64;
 
-/// Builds the tokenizer of `json`, without the truncation and the padding that it may have: the
-/// library transformers ignores them unless it is asked to truncate or to pad.
+/// Builds the tokenizer in `json`, ignoring any truncation and padding: the transformers library
+/// ignores them too, unless asked to truncate or pad.
 ///
-/// Refuses some invalid texts first, on which `tokenizers` panics, and those that could lengthen a
+/// First rejects some invalid files on which `tokenizers` panics, and files that could lengthen a
 /// text until memory is exhausted.
 pub(crate) fn tokenizer_from_json(json: &[u8]) -> Result<Tokenizer> {
     let value: Value =
@@ -52,7 +52,7 @@ fn ensure_normalizer(normalizer: &Value) -> Result<()> {
     Ok(())
 }
 
-/// Refuses parts that could lengthen a text by more than [`MAX_GROWTH`].
+/// Rejects parts that could lengthen a text by more than [`MAX_GROWTH`].
 fn ensure_bounded(part: &Value) -> Result<()> {
     let growth = growth(part);
     ensure!(
@@ -62,7 +62,7 @@ fn ensure_bounded(part: &Value) -> Result<()> {
     Ok(())
 }
 
-/// The greatest factor by which a part of a tokenizer lengthens a text.
+/// Maximum factor by which a tokenizer part lengthens a text.
 fn growth(part: &Value) -> f64 {
     let parts = ["normalizers", "pretokenizers", "decoders"].map(|name| part[name].as_array());
     if let Some(parts) = parts.into_iter().flatten().next() {
@@ -70,11 +70,11 @@ fn growth(part: &Value) -> f64 {
     }
     match part["type"].as_str() {
         Some("Replace") => {}
-        // A byte becomes a letter of up to two bytes.
+        // A byte becomes a letter with up to two bytes.
         Some("ByteLevel") => return 2.,
         // A space becomes `▁`.
         Some("Metaspace") => return 3.,
-        // U+0390 becomes three letters, and U+FDFA, of three bytes, 33 bytes.
+        // U+0390 becomes three letters, and U+FDFA, which has three bytes, 33 bytes.
         Some("NFC" | "NFD" | "BertNormalizer") => return 3.,
         Some("NFKC" | "NFKD" | "Nmt" | "Precompiled") => return 11.,
         _ => return 1.,
@@ -87,7 +87,7 @@ fn growth(part: &Value) -> f64 {
     }
 }
 
-/// Refuses templates that repeat a text, or add special tokens, too often.
+/// Rejects templates that repeat a text, or add special tokens, too often.
 fn ensure_few_pieces(part: &Value) -> Result<()> {
     if let Some(parts) = part["processors"].as_array() {
         return parts.iter().try_for_each(ensure_few_pieces);
@@ -168,7 +168,7 @@ mod tests {
         assert!(tokenizer("post_processor", template(1)).is_ok());
     }
 
-    /// Gemma's and T5's replacements of spaces, and Llama's prefix.
+    /// Space replacements in Gemma and T5, and Llama's prefix.
     #[test]
     fn replacements_of_known_tokenizers_are_accepted() {
         let parts = [

@@ -1,4 +1,4 @@
-//! The checkpoints of a run.
+//! A run's checkpoints.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -11,8 +11,8 @@ use crate::owned_files::Owned;
 
 const PREFIX: &str = "step-";
 
-/// The folder of the checkpoints of a run: `step-000010` and so on. Each appears complete or not at
-/// all, with the sums of its files in `SHA256SUMS`.
+/// A run's checkpoint folder: `step-000010` and so on. Each checkpoint appears completely or not at
+/// all, with its files' checksums in `SHA256SUMS`.
 #[derive(Debug, Clone)]
 pub struct Checkpoints {
     folder: PathBuf,
@@ -21,13 +21,13 @@ pub struct Checkpoints {
 /// A checkpoint.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct StepCheckpoint {
-    /// The number of steps before it.
+    /// Number of steps before it.
     pub step: usize,
     /// Its folder.
     pub path: PathBuf,
 }
 
-/// The result of [`Checkpoints::latest`].
+/// The result from [`Checkpoints::latest`].
 #[derive(Debug, Default)]
 pub struct LatestCheckpoint {
     /// The last intact checkpoint.
@@ -37,17 +37,17 @@ pub struct LatestCheckpoint {
 }
 
 impl Checkpoints {
-    /// The checkpoints in `folder`, which may be absent.
+    /// Checkpoints in `folder`, which need not exist.
     pub fn new(folder: &Path) -> Self {
         Self {
             folder: folder.to_path_buf(),
         }
     }
 
-    /// Writes a checkpoint. `fill` writes the files into its folder and flushes them.
+    /// Writes a checkpoint. `fill` writes the files to its folder and flushes them.
     ///
-    /// The checkpoint appears when it is complete and has its sums. After an error, such as a full
-    /// disk, nothing of it is left, and the others are unchanged.
+    /// The checkpoint appears when it is complete and has its checksums. After an error, such as a
+    /// full disk, nothing is left of it, and the others are unchanged.
     pub fn write(&self, step: usize, fill: impl FnOnce(&Path) -> Result<()>) -> Result<PathBuf> {
         fs::create_dir_all(&self.folder)
             .with_context(|| format!("making {}", self.folder.display()))?;
@@ -61,7 +61,7 @@ impl Checkpoints {
         Ok(path)
     }
 
-    /// Removes what a killed program has left, which takes space on a full disk.
+    /// Removes leftovers from a killed program, which take disk space.
     pub(super) fn remove_leftovers(&self) -> Result<()> {
         match self.folder.is_dir() {
             true => Ok(atomic_file::remove_leftovers(&self.folder)?),
@@ -69,12 +69,12 @@ impl Checkpoints {
         }
     }
 
-    /// The folder of the checkpoint after `step` steps, which may be absent.
+    /// The checkpoint folder after `step` steps, which need not exist.
     pub fn path(&self, step: usize) -> PathBuf {
         self.folder.join(format!("{PREFIX}{step:06}"))
     }
 
-    /// All that are there, in the order of their steps, whole or not.
+    /// All existing checkpoints, in step order, intact or not.
     pub fn all(&self) -> Result<Vec<StepCheckpoint>> {
         if !self.folder.is_dir() {
             return Ok(Vec::new());
@@ -94,7 +94,7 @@ impl Checkpoints {
         Ok(found)
     }
 
-    /// Finds the last intact checkpoint: all sums are right.
+    /// Finds the last intact checkpoint, whose checksums all match.
     pub fn latest(&self) -> Result<LatestCheckpoint> {
         let mut latest = LatestCheckpoint::default();
         for checkpoint in self.all()?.into_iter().rev() {
@@ -109,10 +109,11 @@ impl Checkpoints {
         Ok(latest)
     }
 
-    /// Removes all except the last `keep` (at least one) and those of the steps `also`.
+    /// Removes all checkpoints except the last `keep` (at least one) and those at the steps in
+    /// `also`.
     ///
     /// A checkpoint with files that no run writes is set aside: it is renamed. Returns the new
-    /// paths of these.
+    /// paths.
     pub fn prune(&self, keep: usize, also: &[usize]) -> Result<Vec<PathBuf>> {
         let mut old = self.all()?;
         old.truncate(old.len().saturating_sub(keep.max(1)));
@@ -120,7 +121,7 @@ impl Checkpoints {
         remove(&old)
     }
 
-    /// Removes the checkpoints of steps after `step`, and sets aside as [`Self::prune`] does.
+    /// Removes checkpoints after `step`, setting some aside like [`Self::prune`].
     pub fn remove_after(&self, step: usize) -> Result<Vec<PathBuf>> {
         let mut later = self.all()?;
         later.retain(|checkpoint| checkpoint.step > step);
@@ -128,7 +129,7 @@ impl Checkpoints {
     }
 }
 
-/// Removes checkpoints, and renames those that hold a file that no run writes.
+/// Removes checkpoints, and renames those that contain a file that no run writes.
 fn remove(checkpoints: &[StepCheckpoint]) -> Result<Vec<PathBuf>> {
     let mut set_aside = Vec::new();
     for StepCheckpoint { path, .. } in checkpoints {

@@ -1,4 +1,4 @@
-//! SHA-256 sums of files and weights.
+//! SHA-256 checksums for files and weights.
 
 use std::collections::BTreeMap;
 use std::fs::{self, File};
@@ -12,12 +12,12 @@ use candle_grpo_nn::{Parameters, atomic_file};
 use rayon::iter::{IntoParallelIterator, ParallelIterator};
 use sha2::{Digest, Sha256};
 
-/// In the form of `sha256sum`, which checks it with `sha256sum --check`.
+/// In `sha256sum` format, so that you can check it with `sha256sum --check`.
 const CHECKSUMS: &str = "SHA256SUMS";
-/// The numbers of a weight that are hashed at once.
+/// Number of weight values to hash at once.
 const PART: usize = 1 << 18;
 
-/// Writes the sums of all files in `folder` and its subfolders.
+/// Writes checksums for all files in `folder` and its subfolders.
 pub(crate) fn write_checksums(folder: &Path) -> Result<()> {
     let sums = file_sums(folder)?.into_iter();
     let text: String = sums.map(|(name, sum)| format!("{sum}  {name}\n")).collect();
@@ -27,11 +27,11 @@ pub(crate) fn write_checksums(folder: &Path) -> Result<()> {
     )?)
 }
 
-/// Checks the files against their sums.
+/// Checks the files against their checksums.
 ///
 /// # Errors
 ///
-/// With the name of a file that is missing, added or changed.
+/// If a file is missing, added or changed. The error names it.
 pub(crate) fn check_checksums(folder: &Path) -> Result<()> {
     let text = fs::read_to_string(folder.join(CHECKSUMS)).context(CHECKSUMS)?;
     let mut found = file_sums(folder)?;
@@ -50,8 +50,8 @@ pub(crate) fn check_checksums(folder: &Path) -> Result<()> {
     Ok(())
 }
 
-/// Computes the sums of the files in `folder` and its subfolders except [`CHECKSUMS`], in parallel.
-/// The keys are relative names with slashes.
+/// Computes checksums for the files in `folder` and its subfolders except [`CHECKSUMS`], in
+/// parallel. The keys are relative names with slashes.
 fn file_sums(folder: &Path) -> Result<BTreeMap<String, String>> {
     let mut found = Vec::new();
     let mut folders = vec![(String::new(), folder.to_path_buf())];
@@ -71,7 +71,7 @@ fn file_sums(folder: &Path) -> Result<BTreeMap<String, String>> {
         .collect()
 }
 
-/// The sum of a file.
+/// A file's checksum.
 pub(super) fn sha256_of_file(path: &Path) -> Result<String> {
     let read = || -> std::io::Result<String> {
         let mut file = File::open(path)?;
@@ -87,7 +87,7 @@ pub(super) fn sha256_of_file(path: &Path) -> Result<String> {
     read().with_context(|| path.display().to_string())
 }
 
-/// The sum of the names and values of all parameters, in f32. They are converted a part at a time.
+/// A checksum over all parameters' names and values, in f32. They are converted piece by piece.
 pub(crate) fn sha256_of_parameters(parameters: &Parameters) -> Result<String> {
     let mut hash = Sha256::new();
     let mut bytes = Vec::new();

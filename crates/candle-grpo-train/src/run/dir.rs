@@ -1,4 +1,4 @@
-//! The folder of a run.
+//! Run directories.
 
 use std::collections::BTreeMap;
 use std::env;
@@ -28,11 +28,11 @@ const SAMPLES: &str = "samples.jsonl";
 const ROLLOUTS: &str = "rollouts.jsonl";
 const EVENTS: &str = "events.out.tfevents.";
 
-/// The message about a folder that already contains a run.
+/// The message if a folder already contains a run.
 const TAKEN: &str =
     "exists already: resume it (--resume), replace it (--replace), or choose another run_dir";
 
-/// The folder of a run.
+/// A run directory.
 ///
 /// | file | |
 /// |---|---|
@@ -41,26 +41,26 @@ const TAKEN: &str =
 /// | `metrics.jsonl` | one line of [`StepMetrics`], or [another record](StepRecord), per step |
 /// | `events.out.tfevents.*` | the same metrics for TensorBoard |
 /// | `evaluations.jsonl`, `samples.jsonl` | one line per evaluation, and per answer |
-/// | `rollouts.jsonl` | one line of [`RolloutRecord`] per completion of some steps |
+/// | `rollouts.jsonl` | one line of [`RolloutRecord`] per completion, for some steps |
 /// | `checkpoint/` | the final policy, see [`Self::write_checkpoint`] |
-/// | `checkpoints/` | the states from which a run resumes, see [`Checkpoints`] |
-/// | `weights/` | the weights for an engine, while it runs |
+/// | `checkpoints/` | states from which the run can resume, see [`Checkpoints`] |
+/// | `weights/` | weights for an engine, while it runs |
 /// | `.lock` | the lock against other programs |
-/// | others | the files of [`RunDir::write`] |
+/// | others | files from [`RunDir::write`] |
 ///
 /// Files are written under a temporary name and renamed. Files that grow by lines or records may
 /// end in a partial one after a kill; readers skip it. While one program has the run open, no other
-/// program can start or resume a run in the folder.
+/// program can start or resume a run in the same folder.
 pub struct RunDir {
     path: PathBuf,
     metrics: File,
     events: EventFile,
-    /// The contents of `evaluations.jsonl`.
+    /// Contents of `evaluations.jsonl`.
     evaluations: Vec<EvaluationLine>,
     _lock: FolderLock,
 }
 
-/// A run that a new one has replaced. It stays on the disk until [`Self::remove`].
+/// A run that a new one has replaced. It stays on disk until [`Self::remove`].
 #[derive(Debug)]
 pub struct ReplacedRun {
     path: PathBuf,
@@ -68,7 +68,7 @@ pub struct ReplacedRun {
 }
 
 impl ReplacedRun {
-    /// Returns the folder of the replaced run.
+    /// The replaced run's folder.
     pub fn path(&self) -> &Path {
         &self.path
     }
@@ -77,7 +77,7 @@ impl ReplacedRun {
     ///
     /// # Errors
     ///
-    /// Returns an error and removes nothing if the folder has an entry that no run writes.
+    /// Removes nothing if the folder has an entry that no run writes.
     pub fn remove(self) -> Result<()> {
         Owned::Run.remove(&self.path)?;
         drop(self.lock);
@@ -85,7 +85,8 @@ impl ReplacedRun {
     }
 }
 
-/// A run that no program has open, locked against other programs. `M` are the metrics of its steps.
+/// A run that is not in progress, locked against other programs. `M` is the type of its step
+/// metrics.
 pub struct StoppedRun<M = StepMetrics> {
     lock: FolderLock,
     metrics: Vec<Line<M>>,
@@ -95,9 +96,9 @@ pub struct StoppedRun<M = StepMetrics> {
 pub struct ResumedRun<M = StepMetrics> {
     /// The folder.
     pub dir: RunDir,
-    /// The metrics of the steps so far.
+    /// Metrics for all steps so far.
     pub metrics: Vec<M>,
-    /// The folders of later checkpoints that hold files that no run writes: these are renamed.
+    /// Folders of later checkpoints that contain files no run writes, after renaming.
     pub set_aside: Vec<PathBuf>,
 }
 
@@ -106,7 +107,7 @@ impl<M: StepRecord> StoppedRun<M> {
     ///
     /// # Errors
     ///
-    /// Returns an error if the folder is not a run or another program has it open.
+    /// If the folder is not a run or another program has it open.
     pub fn open(path: &Path) -> Result<Self> {
         ensure!(
             RunDir::is_run(path),
@@ -119,14 +120,14 @@ impl<M: StepRecord> StoppedRun<M> {
         })
     }
 
-    /// Returns the number of steps that have metrics.
+    /// Returns how many steps have metrics.
     pub fn steps(&self) -> usize {
         self.metrics.last().map_or(0, |line| line.value.step())
     }
 
     /// Resumes the run after `step` steps.
     ///
-    /// Removes the metrics, evaluations, answers, rollouts and checkpoints of later steps.
+    /// Removes metrics, evaluations, answers, rollouts and checkpoints from later steps.
     pub fn resume(self, config: &impl Serialize, step: usize) -> Result<ResumedRun<M>> {
         let Self { lock, metrics } = self;
         let path = lock.path().to_path_buf();
@@ -141,7 +142,7 @@ impl<M: StepRecord> StoppedRun<M> {
             let metrics = retain_lines(&file(METRICS), metrics, |line| line.step() <= step)?;
             let evaluations =
                 retain_lines(&file(EVALUATIONS), evaluations, |line| line.step <= step)?;
-            // Answers are written before the metrics of their evaluation.
+            // Answers are written before their evaluation's metrics.
             retain_lines(&file(SAMPLES), samples, |sample| {
                 evaluations.iter().any(|line| line.step == sample.step)
             })?;
@@ -174,7 +175,7 @@ impl RunDir {
     ///
     /// # Errors
     ///
-    /// Returns an error if `path` exists and is not an empty folder.
+    /// If `path` exists and is not an empty folder.
     pub fn create(path: &Path, config: &impl Serialize) -> Result<Self> {
         if !is_vacant(path)? {
             let taken = ensure_whole(path).and_then(|()| bail!("{TAKEN}"));
@@ -195,8 +196,8 @@ impl RunDir {
     ///
     /// # Errors
     ///
-    /// Returns an error, and changes nothing, if the folder is not that of a run, has an entry that
-    /// no run writes, is a link, holds the working directory, or is open in another program.
+    /// Changes nothing if the folder is not a run, has an entry that no run writes, is a link,
+    /// contains the working directory, or is open in another program.
     pub fn replace(path: &Path, config: &impl Serialize) -> Result<(Self, Option<ReplacedRun>)> {
         if is_vacant(path)? {
             return Ok((Self::begin(path, config)?, None));
@@ -243,22 +244,22 @@ impl RunDir {
         }
     }
 
-    /// Returns whether a run has begun at `path`.
+    /// Returns whether there is a run at `path`.
     pub fn is_run(path: &Path) -> bool {
         path.join(CONFIG).is_file() && path.join(METRICS).is_file()
     }
 
-    /// Returns the file with the settings of the run at `path`.
+    /// Returns the settings file for the run at `path`.
     pub fn settings(path: &Path) -> PathBuf {
         path.join(CONFIG)
     }
 
-    /// Returns the files that the run at `path` has lost, and how to continue from its last intact
-    /// checkpoint: a message. `None` if it has both files or no checkpoint.
+    /// Returns a message that lists the files that the run at `path` has lost, and says how to
+    /// continue from its last intact checkpoint. `None` if it has both files or no checkpoint.
     ///
     /// # Errors
     ///
-    /// Returns an error if a folder cannot be read.
+    /// If a folder cannot be read.
     pub fn lost_files(path: &Path) -> Result<Option<String>> {
         if Self::is_run(path) {
             return Ok(None);
@@ -312,7 +313,7 @@ impl RunDir {
         })
     }
 
-    /// Returns the path of the folder.
+    /// Returns the folder path.
     pub fn path(&self) -> &Path {
         &self.path
     }
@@ -361,8 +362,8 @@ impl RunDir {
         self.append_evaluation_metrics(step, metrics)
     }
 
-    /// [`Self::append_evaluation`] of an evaluation without answers. Without `reward_mean` the
-    /// lowest `loss` selects the best checkpoint.
+    /// Like [`Self::append_evaluation`], for an evaluation without answers. Without `reward_mean`,
+    /// the lowest `loss` selects the best checkpoint.
     pub fn append_evaluation_metrics(
         &mut self,
         step: usize,
@@ -389,22 +390,22 @@ impl RunDir {
         self.events.write_scalars(step, scalars)
     }
 
-    /// Returns the number of steps before the last evaluation.
+    /// Returns how many steps came before the last evaluation.
     pub fn last_evaluation(&self) -> Option<usize> {
         self.evaluations.last().map(|line| line.step)
     }
 
-    /// Returns the folder of the adapters in a checkpoint, in the format of PEFT. `None` if all
-    /// weights train.
+    /// Returns the folder with a checkpoint's adapters in PEFT's format. `None` if all weights
+    /// train.
     pub fn adapter_folder(checkpoint: &Path) -> Option<PathBuf> {
         let folder = checkpoint.join(ADAPTER);
         folder.is_dir().then_some(folder)
     }
 
-    /// Returns the checkpoint of the run at `path` with the best evaluation.
+    /// Returns the checkpoint with the best evaluation, for the run at `path`.
     ///
-    /// The best evaluation has the largest mean reward, or in supervised training the lowest loss,
-    /// the earlier of equals. Without evaluations, returns the last intact checkpoint.
+    /// The best evaluation has the highest mean reward, or in supervised training the lowest loss.
+    /// If several tie, it is the first. Without evaluations, returns the last intact checkpoint.
     pub fn best_checkpoint(path: &Path) -> Result<Option<StepCheckpoint>> {
         let checkpoints = Self::checkpoints(path);
         let mut all = checkpoints.all()?;
@@ -421,8 +422,8 @@ impl RunDir {
         }
     }
 
-    /// Returns the step of the evaluation with the largest mean reward, or in supervised training
-    /// the lowest loss, the earlier of equals.
+    /// Returns the step with the highest mean reward in its evaluation, or in supervised training
+    /// the lowest loss. If several tie, it is the first.
     pub fn best_step(&self) -> Option<usize> {
         best(&self.evaluations, |_| true)
     }
@@ -439,12 +440,12 @@ impl RunDir {
         Ok(())
     }
 
-    /// Returns the checkpoints of the run at `path`.
+    /// Returns the checkpoints for the run at `path`.
     pub fn checkpoints(path: &Path) -> Checkpoints {
         Checkpoints::new(&path.join("checkpoints"))
     }
 
-    /// Returns the folder in which an engine finds the weights of the run at `path`.
+    /// Returns the folder where an engine finds weights for the run at `path`.
     pub fn engine_weights(path: &Path) -> PathBuf {
         path.join(ENGINE_WEIGHTS)
     }
@@ -464,8 +465,8 @@ impl RunDir {
     /// Writes or replaces the checkpoint in `checkpoint/`, with weights in f32, see
     /// [`Trainer::write_checkpoint`].
     ///
-    /// The folder appears when it is complete. After an interruption, the folder is complete, or
-    /// the previous one remains as `.checkpoint.PID.old`.
+    /// The folder appears when it is complete. After an interruption, either the folder is
+    /// complete, or the previous one remains as `.checkpoint.PID.old`.
     pub fn write_checkpoint(&self, trainer: &Trainer, model: &Pretrained) -> Result<()> {
         let path = self.path.join("checkpoint");
         let write = |folder: &Path| trainer.write_checkpoint(folder, model, ComputeDType::F32);
@@ -481,7 +482,7 @@ impl RunDir {
     }
 }
 
-/// One line of `evaluations.jsonl`.
+/// A line in `evaluations.jsonl`.
 #[derive(Serialize, Deserialize)]
 struct EvaluationLine {
     step: usize,
@@ -489,7 +490,7 @@ struct EvaluationLine {
     metrics: BTreeMap<String, f64>,
 }
 
-/// Returns the step with the largest mean reward, or the lowest loss, among the evaluations that
+/// Returns the step with the highest mean reward, or the lowest loss, among evaluations that
 /// `counts` selects.
 fn best(evaluations: &[EvaluationLine], counts: impl Fn(usize) -> bool) -> Option<usize> {
     let mut best: Option<(usize, f64)> = None;
@@ -504,7 +505,7 @@ fn best(evaluations: &[EvaluationLine], counts: impl Fn(usize) -> bool) -> Optio
     best.map(|(step, _)| step)
 }
 
-/// One line of `samples.jsonl`.
+/// A line in `samples.jsonl`.
 #[derive(Serialize)]
 struct SampleLine<'a> {
     step: usize,
@@ -512,7 +513,7 @@ struct SampleLine<'a> {
     sample: &'a EvaluatedSample,
 }
 
-/// The step of a line.
+/// A line's step.
 #[derive(Deserialize)]
 struct StepLine {
     step: usize,
@@ -529,9 +530,9 @@ fn event_files(path: &Path) -> Result<Vec<PathBuf>> {
     Ok(files)
 }
 
-/// Returns an error unless `path` contains a run with settings and metrics.
+/// Fails unless `path` contains a run with settings and metrics.
 ///
-/// The message names the missing file, and how to continue from the last intact checkpoint.
+/// The message names the missing file, and says how to continue from the last intact checkpoint.
 fn ensure_whole(path: &Path) -> Result<()> {
     if RunDir::is_run(path) {
         return Ok(());
@@ -558,7 +559,8 @@ fn numbered(path: &Path, is_free: impl Fn(&Path) -> Result<bool>) -> Result<Path
     Ok(candidate)
 }
 
-/// Returns true if a run can start at `path`: it is absent, or a folder with only leftovers.
+/// Returns whether a run can start at `path`: it does not exist, or is a folder with only
+/// leftovers.
 fn is_vacant(path: &Path) -> Result<bool> {
     if !path
         .try_exists()
@@ -572,7 +574,7 @@ fn is_vacant(path: &Path) -> Result<bool> {
     for entry in fs::read_dir(path)? {
         let entry = entry?;
         let name = entry.file_name();
-        // Leftovers of a run that was killed at its start.
+        // Leftovers from a run that was killed at its start.
         let begun = name == METRICS && entry.metadata()?.len() == 0;
         if !begun && name != LOCK && !is_leftover(&name) {
             return Ok(false);

@@ -1,4 +1,4 @@
-//! Evaluation of a policy.
+//! Evaluates a policy.
 
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -14,10 +14,10 @@ use crate::rollout::decode::{decode, decode_answers};
 use crate::statistics::pass_at;
 use crate::{FinishReason, Prompt, RewardFunction, Sampler};
 
-/// The completions of an evaluation and their scores.
+/// The completions in an evaluation, and their scores.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Evaluation {
-    /// The completions, in the order of the prompts, those of one prompt side by side.
+    /// Completions in prompt order; those for one prompt are adjacent.
     pub samples: Vec<EvaluatedSample>,
     /// Number of completions per prompt.
     pub samples_per_prompt: usize,
@@ -26,21 +26,21 @@ pub struct Evaluation {
 /// A completion and its score.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct EvaluatedSample {
-    /// The text of the prompt.
+    /// The prompt's text.
     pub prompt: String,
-    /// The text of the completion, without special tokens. That of a trajectory has all turns, and
-    /// the special tokens.
+    /// The completion's text, without special tokens. For a trajectory this is all turns, with
+    /// special tokens.
     pub completion: String,
-    /// The score; absent: it is missing.
+    /// The score; absent if missing.
     pub reward: Option<f32>,
-    /// The length of the completion in tokens, the stop token included.
+    /// The completion's length in tokens, including the stop token.
     pub response_length: usize,
     /// Why the completion ended.
     pub finish_reason: FinishReason,
 }
 
 impl EvaluatedSample {
-    /// Returns whether the score is at least `pass_reward`. One without a score does not pass.
+    /// Returns whether the score is at least `pass_reward`. Without a score, it does not pass.
     pub fn passes(&self, pass_reward: f64) -> bool {
         let passes = |reward| f64::from(reward) >= pass_reward;
         self.reward.is_some_and(passes)
@@ -48,25 +48,26 @@ impl EvaluatedSample {
 }
 
 impl Evaluation {
-    /// The mean reward of the completions that have one. 0 without any.
+    /// Mean reward over completions that have one; 0 without any.
     pub fn reward_mean(&self) -> f64 {
         let rewards = self.samples.iter().filter_map(|sample| sample.reward);
         let rewards: Vec<f64> = rewards.map(f64::from).collect();
         rewards.iter().sum::<f64>() / rewards.len().max(1) as f64
     }
 
-    /// The mean length of the completions in tokens.
+    /// Mean completion length in tokens.
     pub fn response_length_mean(&self) -> f64 {
         self.mean(|sample| sample.response_length as f64)
     }
 
-    /// The chance that of `k` completions of a prompt at least one has a reward of at least
-    /// `pass_reward`, in the mean of the prompts: the unbiased estimate from all completions (pass@k, Chen et al. 2021, <https://arxiv.org/abs/2107.03374>).
-    /// A completion without a reward does not pass.
+    /// The chance that at least one of `k` completions for a prompt has a reward of at least
+    /// `pass_reward`, averaged over prompts. This is the unbiased estimate from all completions
+    /// (pass@k, Chen et al. 2021, <https://arxiv.org/abs/2107.03374>). A completion without a
+    /// reward does not pass.
     ///
     /// # Errors
     ///
-    /// Returns an error unless `k` is in 1..=[`Self::samples_per_prompt`].
+    /// If `k` is not in 1..=[`Self::samples_per_prompt`].
     pub fn pass_at(&self, k: usize, pass_reward: f64) -> Result<f64> {
         let n = self.samples_per_prompt;
         ensure!(n > 0, "samples_per_prompt: 0, must be at least 1");
@@ -79,7 +80,7 @@ impl Evaluation {
         Ok(chances.sum::<Result<f64>>()? / prompts)
     }
 
-    /// `reward_mean`, `response_length`, and `pass_at_1` and so on for each k of `pass_at`: see
+    /// `reward_mean`, `response_length`, and `pass_at_1` and so on for each k in `pass_at`: see
     /// [`Self::pass_at`].
     pub fn metrics(&self, pass_at: &[usize], pass_reward: f64) -> Result<BTreeMap<String, f64>> {
         let mut metrics = BTreeMap::from([
@@ -92,14 +93,14 @@ impl Evaluation {
         Ok(metrics)
     }
 
-    /// Returns the mean of a value of the samples.
+    /// Averages a value over the samples.
     pub fn mean(&self, value: impl Fn(&EvaluatedSample) -> f64) -> f64 {
         self.samples.iter().map(value).sum::<f64>() / self.samples.len() as f64
     }
 }
 
-/// Draws `samples_per_prompt` completions of each prompt and scores them. See [`Sampler::sample`]
-/// for `stream`.
+/// Samples and scores `samples_per_prompt` completions per prompt. See [`Sampler::sample`] for
+/// `stream`.
 pub fn evaluate<C: ModelConfig>(
     sampler: &Sampler<C>,
     prompts: &[Prompt],
@@ -130,7 +131,7 @@ pub fn evaluate<C: ModelConfig>(
     })
 }
 
-/// The samples of `prompts[part]`, and for each the message of an environment that failed.
+/// Evaluates `prompts[part]`. Also returns, for each sample, the message if its environment failed.
 fn evaluate_part<C: ModelConfig>(
     sampler: &Sampler<C>,
     prompts: &[&Prompt],
@@ -168,7 +169,7 @@ mod tests {
     use super::*;
     use rstest::rstest;
 
-    /// The expected values count the sets of k of four completions that contain a correct one.
+    /// The expected values count the sets of k among four completions that contain a correct one.
     #[rstest]
     #[case(&[1., 0., 0., 0.], 1, 0.25)]
     #[case(&[1., 0., 0., 0.], 2, 0.5)]

@@ -1,4 +1,4 @@
-//! Digests of the inputs of a run, to notice changes when it resumes.
+//! Digests of a run's inputs, to detect changes when it resumes.
 
 use std::collections::{BTreeMap, HashMap};
 use std::path::PathBuf;
@@ -15,37 +15,37 @@ use crate::{ChatTemplate, Pretrained, Prompt};
 use candle_grpo_base::checksum::hex;
 use candle_grpo_hub::HubName;
 
-/// The SHA-256 digests of everything that a run reads: its model, its prompts, and the programs,
-/// scripts and models of its rewards.
+/// SHA-256 digests of everything that a run reads: its model, its prompts, and the programs,
+/// scripts and models for its rewards.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct RunInputs {
-    /// Weights of the model. Absent in digests that are read from a file.
+    /// The model's weights. Absent in digests read from a file.
     #[serde(skip)]
     pub(crate) parameters: Option<String>,
-    /// Shape and weights of the model.
+    /// The model's shape and weights.
     weights: String,
     /// Tokenizer and stop tokens.
     tokenizer: String,
     chat_template: Option<String>,
-    /// The time that the chat template prints, which is that of the first start of the run.
+    /// The time that the chat template prints, which is when the run was first started.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     clock: Option<String>,
     train: PromptDigests,
     held_out: PromptDigests,
     #[serde(default, skip_serializing_if = "Option::is_none")]
     demonstrations: Option<PromptDigests>,
-    /// By path, or by the name on the hub.
+    /// By path, or by hub name.
     reward_files: BTreeMap<String, String>,
-    /// The commits of the repositories of the hub that the run reads.
+    /// Commits of the hub repositories that the run reads.
     #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
     hub: BTreeMap<String, String>,
-    /// The name of the [`CpuInstructions`] of the process.
+    /// Name of the process's [`CpuInstructions`].
     #[serde(default, skip_serializing_if = "Option::is_none")]
     cpu_instructions: Option<String>,
 }
 
-/// Digests of prompts in their order, and in any order.
+/// Digests of prompts in order, and in any order.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 struct PromptDigests {
@@ -54,23 +54,23 @@ struct PromptDigests {
     in_any_order: String,
 }
 
-/// The differences between the inputs of a run and those with which it would resume.
+/// Differences between a run's inputs and those with which it would resume.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct InputChanges {
-    /// Changes after which the metrics before and after cannot be compared.
+    /// Changes that make earlier and later metrics incomparable.
     pub breaking: Vec<String>,
-    /// Changes that affect the next steps only.
+    /// Changes that only affect the next steps.
     pub notable: Vec<String>,
 }
 
 impl RunInputs {
-    /// Computes the digests. `model` must be as it is before training.
+    /// Computes the digests. `model` must be in its state before training.
     ///
-    /// `reward_files` are the files that decide rewards: those of reward functions and of
+    /// `reward_files` are the files that determine rewards, from both reward functions and
     /// environments.
     ///
-    /// The text of a prompt is not part of its digest, but the columns of its row are: a chat
-    /// template can print the date.
+    /// A prompt's digest does not include its text, because a chat template can print the date. It
+    /// includes its row's columns.
     pub fn new(
         model: &Pretrained,
         train: &[Prompt],
@@ -82,11 +82,11 @@ impl RunInputs {
         Self::of_rows(model, &digests(train), &digests(held_out), reward_files)
     }
 
-    /// [`Self::new`] for rows with these digests in place of prompts.
+    /// Like [`Self::new`], for rows with these digests in place of prompts.
     ///
     /// # Errors
     ///
-    /// As in [`Self::new`].
+    /// Same as [`Self::new`].
     pub fn of_rows(
         model: &Pretrained,
         train: &[RowDigest],
@@ -122,7 +122,7 @@ impl RunInputs {
         })
     }
 
-    /// Adds the digests of the demonstrations of the run.
+    /// Adds digests of the run's demonstrations.
     pub fn with_demonstrations(self, rows: &[RowDigest]) -> Self {
         Self {
             demonstrations: Some(PromptDigests::new(rows)),
@@ -130,34 +130,34 @@ impl RunInputs {
         }
     }
 
-    /// Adds the commits of the repositories of the hub that the run reads, by
-    /// [their names](HubName::repository).
+    /// Adds commits of the hub repositories that the run reads, by [name](HubName::repository).
     pub fn with_hub_commits(self, hub: BTreeMap<String, String>) -> Self {
         Self { hub, ..self }
     }
 
-    /// Returns the commits of the repositories of the hub.
+    /// Returns the hub repositories' commits.
     pub fn hub_commits(&self) -> &BTreeMap<String, String> {
         &self.hub
     }
 
-    /// Returns the time that the chat template of the run prints, if it is fixed:
+    /// Returns the time that the run's chat template prints, if it is fixed:
     /// [`ChatTemplate::with_clock_at`].
     pub fn clock(&self) -> Option<&str> {
         self.clock.as_deref()
     }
 
-    /// Returns whether the rows for training and evaluation are the same as those of `other`.
+    /// Returns whether training and evaluation rows are the same as in `other`.
     pub fn has_rows_of(&self, other: &Self) -> bool {
         self.train == other.train && self.held_out == other.held_out
     }
 
-    /// Returns whether the demonstrations are the same as those of `other`.
+    /// Returns whether the demonstrations are the same as in `other`.
     pub fn has_demonstrations_of(&self, other: &Self) -> bool {
         self.demonstrations == other.demonstrations
     }
 
-    /// The differences from `self` to `now`, whose rows to train on have the digests `train`.
+    /// Returns the differences between `self` and `now`, whose training rows have the digests
+    /// `train`.
     pub fn changes(&self, now: &Self, train: &[RowDigest]) -> InputChanges {
         let mut changes = InputChanges::default();
         let mut breaking = |differs: bool, what: &str| {
@@ -229,7 +229,7 @@ impl PromptDigests {
         }
     }
 
-    /// Describes the difference from these to `rows`, whose digests are `now`.
+    /// Describes the difference between these and `rows`, whose digests are `now`.
     fn change(&self, now: &Self, rows: &[RowDigest]) -> Option<String> {
         if self == now {
             return None;
@@ -260,7 +260,7 @@ fn template_digest(template: &ChatTemplate) -> String {
     hex(&digest.finalize())
 }
 
-/// Returns the SHA-256 of the columns of a prompt's row, or of its text if it has none.
+/// Returns the SHA-256 of a prompt's row columns, or of its text if it has none.
 pub fn prompt_digest(prompt: &Prompt) -> RowDigest {
     match &prompt.columns {
         Value::Null => Sha256::digest(&prompt.text).into(),
@@ -268,9 +268,9 @@ pub fn prompt_digest(prompt: &Prompt) -> RowDigest {
     }
 }
 
-/// Returns a name for each prompt, which stays the same when other rows are added or removed, or
-/// their order changes: 32 hexadecimal digits of its digest. Later ones of equal prompts have a
-/// number after them.
+/// Returns a name for each prompt that stays the same when other rows are added, removed or
+/// reordered: 32 hexadecimal digits of its digest. If prompts are equal, later ones have a number
+/// appended.
 pub(crate) fn prompt_names(prompts: &[Prompt]) -> Vec<String> {
     let mut counts = HashMap::new();
     let name = |prompt| {
@@ -285,10 +285,10 @@ pub(crate) fn prompt_names(prompts: &[Prompt]) -> Vec<String> {
     prompts.iter().map(name).collect()
 }
 
-/// The SHA-256 of the columns of a row.
+/// The SHA-256 of a row's columns.
 pub type RowDigest = [u8; 32];
 
-/// Returns the SHA-256 of the columns of a row.
+/// Computes the SHA-256 of a row's columns.
 pub fn row_digest(columns: &Value) -> RowDigest {
     Sha256::digest(canonical_json(columns)).into()
 }

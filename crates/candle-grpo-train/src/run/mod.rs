@@ -1,4 +1,4 @@
-//! Runs on disk: folders, checkpoints and TensorBoard events; evaluation, and trackers.
+//! Runs on disk: directories, checkpoints and TensorBoard events. Also evaluation and trackers.
 
 mod checkpoints;
 pub(crate) mod checksums;

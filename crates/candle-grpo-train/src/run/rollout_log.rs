@@ -1,4 +1,4 @@
-//! Completions of training steps, for people to read.
+//! Training completions, for people to read.
 
 use std::collections::BTreeMap;
 
@@ -12,19 +12,18 @@ use crate::learn::scored_rollouts::ScoredRollouts;
 use crate::rollout::decode::{answer_text, decode_tokens};
 use crate::{FinishReason, Prompt, Rollout, SamplingConfig};
 
-/// The completions of training that a run writes to `rollouts.jsonl`.
+/// Selects which training completions a run writes to `rollouts.jsonl`.
 ///
 /// A step writes at most `max_groups` groups, and each text has at most `max_chars` characters.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct RolloutLogConfig {
-    /// Steps between those whose completions are written; the first step always is one of them.
-    /// Absent: none are written.
+    /// Writes completions every this many steps, starting with the first. Absent: never.
     pub every_steps: Option<usize>,
-    /// The largest number of groups of a step.
+    /// Maximum number of groups per step.
     pub max_groups: usize,
-    /// The largest number of characters of a text: a prompt, a completion, or a turn. The rest of
-    /// a longer one is left out.
+    /// Maximum number of characters in a text: a prompt, a completion, or a turn. The rest is cut
+    /// off.
     pub max_chars: usize,
 }
 
@@ -50,42 +49,42 @@ impl RolloutLogConfig {
         Ok(at_least_one("max_chars", self.max_chars)?)
     }
 
-    /// Returns true if the completions of step `step`, from 1, are written.
+    /// Returns whether completions are written at step `step`, starting at 1.
     pub fn is_due(&self, step: usize) -> bool {
         let every = self.every_steps;
         every.is_some_and(|every| step == 1 || step.is_multiple_of(every))
     }
 }
 
-/// A completion of a training step: a line of `rollouts.jsonl`.
+/// A completion in a training step: a line in `rollouts.jsonl`.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct RolloutRecord {
-    /// The number of the step, from 1.
+    /// Step number, starting at 1.
     pub step: usize,
-    /// The number of its group in the step, from 0.
+    /// Its group number within the step, starting at 0.
     pub group: usize,
     /// [`Rollout::prompt_index`].
     pub prompt_index: u64,
     /// [`Rollout::sample_index`].
     pub sample_index: usize,
-    /// The text of the prompt. With an environment it has special tokens, and what the environment
-    /// put after it.
+    /// The prompt's text. With an environment, it includes special tokens, and what the
+    /// environment appended.
     pub prompt: String,
-    /// The text that the rewards score, without special tokens: with an environment that of the
-    /// last turn.
+    /// The text that rewards score, without special tokens. With an environment, this is the last
+    /// turn.
     pub completion: String,
-    /// The parts of a trajectory in their order; empty without an environment.
+    /// The parts of a trajectory, in order; empty without an environment.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub turns: Vec<RolloutTurn>,
-    /// The score: the sum of the components. Absent: it is missing.
+    /// The score: the sum of the components. Absent if missing.
     pub reward: Option<f32>,
-    /// The components of the score by name.
+    /// Score components by name.
     pub rewards: BTreeMap<String, Option<f32>>,
-    /// The mean advantage of its tokens. Absent if it did not train.
+    /// Mean advantage over its tokens. Absent if it did not train.
     pub advantage: Option<f32>,
-    /// The reason why it ended.
+    /// Why it ended.
     pub finish_reason: FinishReason,
-    /// The number of tokens, those of an environment included.
+    /// Number of tokens, including an environment's.
     pub response_length: usize,
 }
 
@@ -96,12 +95,12 @@ pub struct RolloutTurn {
     pub role: TurnRole,
     /// The text, with special tokens.
     pub text: String,
-    /// The reward that an environment gave to a turn of the policy.
+    /// The reward that an environment gave to a policy turn.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub reward: Option<f64>,
 }
 
-/// The author of a [`RolloutTurn`].
+/// Who wrote a [`RolloutTurn`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum TurnRole {
@@ -111,16 +110,16 @@ pub enum TurnRole {
     Environment,
 }
 
-/// The completions of a step, as the trainer keeps them.
+/// A step's completions, as the trainer keeps them.
 pub(crate) struct StepRollouts {
     pub(crate) step: usize,
     pub(crate) scored: ScoredRollouts,
-    /// The mean advantage of each completion that trained.
+    /// Mean advantage of each completion that trained.
     pub(crate) advantages: Vec<Option<f32>>,
 }
 
 impl StepRollouts {
-    /// The records of the first groups.
+    /// Records for the first groups.
     pub(crate) fn records(
         &self,
         prompts: &[Prompt],
@@ -168,7 +167,7 @@ impl StepRollouts {
     }
 }
 
-/// The turns of a trajectory and what is between them.
+/// A trajectory's turns, and the text between them.
 fn turns(rollout: &Rollout, tokenizer: &Tokenizer) -> Result<Vec<RolloutTurn>> {
     let Some(episode) = &rollout.episode else {
         return Ok(Vec::new());

@@ -1,14 +1,14 @@
-//! The metrics of one step of any trainer.
+//! One step's metrics, for any trainer.
 
 use anyhow::Result;
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 use serde_json::Value;
 
-/// The metrics of one step: a line of `metrics.jsonl`. [`RunDir`](crate::RunDir) and trackers
-/// take those of any trainer.
+/// One step's metrics: a line in `metrics.jsonl`. [`RunDir`](crate::RunDir) and trackers support
+/// any trainer's.
 pub trait StepRecord: Serialize + DeserializeOwned {
-    /// The number of the step, from 1.
+    /// Step number, starting at 1.
     fn step(&self) -> usize;
 
     /// Returns the metrics by name, nested ones with a slash (`seconds/train`).
@@ -24,7 +24,7 @@ pub trait StepRecord: Serialize + DeserializeOwned {
     }
 }
 
-/// Collects the numbers in `value`, with the path of their keys.
+/// Collects the numbers in `value`, keyed by path.
 fn collect(path: &str, value: &Value, scalars: &mut Vec<(String, f64)>) {
     let inside = |name: &str| {
         if path.is_empty() {

@@ -1,4 +1,4 @@
-//! Event files for TensorBoard.
+//! TensorBoard event files.
 
 use std::fs::{File, OpenOptions};
 use std::io::Write;
@@ -7,11 +7,10 @@ use std::time::{SystemTime, UNIX_EPOCH};
 
 use anyhow::{Context, Result};
 
-/// An event file of scalars for TensorBoard.
+/// A TensorBoard event file with scalars.
 ///
 /// Records are framed as in TFRecord files: length, masked CRC-32C of the length, data, masked
-/// CRC-32C of the data. The data are protocol buffers of the type `tensorflow.Event`, with four
-/// fields.
+/// CRC-32C of the data. The data are protocol buffers with type `tensorflow.Event` and four fields.
 ///
 /// ```
 /// use candle_grpo_train::run::EventFile;
@@ -30,7 +29,7 @@ impl EventFile {
     /// Creates a file with a new name in the existing `folder`.
     pub fn create(folder: &Path) -> Result<Self> {
         let seconds = now().as_secs();
-        // TensorBoard reads the files of a folder in order of their names.
+        // TensorBoard reads a folder's files in name order.
         let create = |number: u32| {
             let path = folder.join(format!(
                 "events.out.tfevents.{seconds:010}.{number:03}.grpo"
@@ -59,7 +58,7 @@ impl EventFile {
         &self.path
     }
 
-    /// Appends the scalars of a step.
+    /// Appends a step's scalars.
     ///
     /// Names may contain slashes. Values may be NaN or infinite; TensorBoard marks them.
     pub fn write_scalars<'a>(
@@ -105,7 +104,7 @@ const FIXED_64: u8 = 1;
 const BYTES: u8 = 2;
 const FIXED_32: u8 = 5;
 
-/// Returns the first fields of an event: wall time and step.
+/// Returns an event's first fields: wall time and step.
 fn event(step: usize) -> Vec<u8> {
     let mut event = Vec::new();
     tag(&mut event, 1, FIXED_64);
@@ -133,7 +132,7 @@ fn varint(message: &mut Vec<u8>, mut x: u64) {
     message.push(x as u8);
 }
 
-/// Returns the masked checksum of TFRecord: rotated, plus a constant.
+/// Returns TFRecord's masked checksum: rotated, plus a constant.
 fn masked_crc(data: &[u8]) -> u32 {
     crc32c(data).rotate_right(15).wrapping_add(0xa282_ead8)
 }

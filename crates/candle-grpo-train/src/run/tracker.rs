@@ -1,4 +1,4 @@
-//! Programs that follow the metrics of a run.
+//! Programs that follow a run's metrics.
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -12,17 +12,16 @@ use super::StepRecord;
 use crate::Progress;
 use candle_grpo_rewards::program::{Program, Sink};
 
-/// A program that receives the metrics of a run as lines of JSON, for example for a tracker of
-/// experiments.
+/// A program that receives a run's metrics as lines of JSON, for example for an experiment tracker.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct TrackerConfig {
-    /// The program and its arguments. No shell is in between.
+    /// The program and its arguments. No shell is involved.
     pub command: Vec<String>,
-    /// The folder that it runs in. Absent: that of this program.
+    /// Its working directory. Absent: this program's.
     #[serde(default)]
     pub folder: Option<PathBuf>,
-    /// The time in seconds that it has to end after its input, before it is killed.
+    /// Time in seconds to end after its input ends. Then it is killed.
     #[serde(default = "end_limit_seconds")]
     pub end_limit_seconds: f64,
 }
@@ -32,7 +31,7 @@ fn end_limit_seconds() -> f64 {
 }
 
 impl TrackerConfig {
-    /// Creates the configuration of a command with the default limit.
+    /// Creates a configuration for a command, with the default limit.
     pub fn new(command: Vec<String>) -> Self {
         Self {
             command,
@@ -45,7 +44,7 @@ impl TrackerConfig {
     ///
     /// # Errors
     ///
-    /// If one is not valid.
+    /// If an option is invalid.
     pub fn validate(&self) -> Result<()> {
         let limit = self.end_limit_seconds;
         let must = "be from 0 to 3600";
@@ -58,7 +57,7 @@ impl TrackerConfig {
         Ok(self.program().validate()?)
     }
 
-    /// Checks that the program and its script are there.
+    /// Checks that the program and its script exist.
     ///
     /// # Errors
     ///
@@ -73,31 +72,31 @@ impl TrackerConfig {
     }
 }
 
-/// A running [`TrackerConfig`]. It never ends a run and delays only its end: lines wait in a queue
-/// of 1,024, more are left out, and the end of the program is a warning.
+/// A running [`TrackerConfig`]. It never ends a run, and can only delay its end. Lines wait in a
+/// queue for up to 1,024; further ones are dropped. If the program ends early, that is a warning.
 ///
 /// A line is an object with `event`:
 ///
 /// | `event` | other keys |
 /// | --- | --- |
 /// | `begin` | `run_dir`, `step` (0, or the step that the run resumes from), `settings` |
-/// | `step` | `step`, `metrics`: numbers by the names of TensorBoard |
+/// | `step` | `step`, `metrics`: numbers by their TensorBoard names |
 /// | `evaluation` | `step`, `metrics` with names that begin with `evaluation/` |
 /// | `end` | `status`: `finished`, or `stopped` after an error or a request to stop |
 ///
 /// It ends when it is dropped.
 pub struct Tracker {
-    /// The program, until the end of the run.
+    /// The program, until the run ends.
     sink: Option<Sink>,
 }
 
 impl Tracker {
-    /// Starts the program of a run in the folder `run_dir`, which has these settings and has done
+    /// Starts the program for a run in the folder `run_dir`, which has these settings and has done
     /// `step` steps.
     ///
     /// # Errors
     ///
-    /// If an option is not valid or the program cannot be started.
+    /// If an option is invalid or the program cannot be started.
     pub fn start(
         config: &TrackerConfig,
         run_dir: &Path,
@@ -118,7 +117,7 @@ impl Tracker {
         Ok(tracker)
     }
 
-    /// Sends the metrics of a step.
+    /// Sends a step's metrics.
     ///
     /// # Errors
     ///
@@ -129,7 +128,7 @@ impl Tracker {
         Ok(())
     }
 
-    /// Sends the metrics of an evaluation after `step` steps.
+    /// Sends an evaluation's metrics after `step` steps.
     pub fn evaluation(&mut self, step: usize, metrics: &BTreeMap<String, f64>) {
         let metrics = metrics.iter();
         let metrics: BTreeMap<String, f64> = metrics
@@ -138,8 +137,8 @@ impl Tracker {
         self.send(&json!({"event": "evaluation", "step": step, "metrics": metrics}));
     }
 
-    /// Sends the end of a run that has done all steps, and waits until the program ends, its limit
-    /// is over, or `progress` is canceled.
+    /// Reports that the run has done all steps, and waits until the program ends, its limit is
+    /// over, or `progress` is canceled.
     pub fn finish(mut self, progress: &dyn Progress) {
         self.send(&json!({"event": "end", "status": "finished"}));
         if let Some(sink) = self.sink.take() {

@@ -1,4 +1,4 @@
-//! The state of a run, in memory and on disk.
+//! A run's state, in memory and on disk.
 
 use std::collections::{BTreeMap, HashMap};
 use std::fs;
@@ -25,9 +25,9 @@ use crate::{Critic, Pretrained, Prompt};
 
 const STATE: &str = "trainer.json";
 const OPTIMIZER: &str = "optimizer.safetensors";
-/// The weights of the policy in f32, if those of the model are in another dtype.
+/// The policy weights in f32, if the model's are in another dtype.
 const POLICY: &str = "policy.safetensors";
-/// The folder of the adapters, in the format of PEFT.
+/// The folder for adapters in PEFT's format.
 pub(super) const ADAPTER: &str = "adapter";
 const REFERENCE: &str = "reference.safetensors";
 const CRITIC: &str = "critic.safetensors";
@@ -36,46 +36,45 @@ const CRITIC_OPTIMIZER: &str = "critic_optimizer.safetensors";
 const DIVERGED: &str = "the run has diverged and is not saved; resume from the last checkpoint \
     with a lower learning rate";
 
-/// The state that the steps of a [`Trainer`](crate::Trainer) change, except weights and optimizers.
+/// State that [`Trainer`](crate::Trainer) steps change, except weights and optimizers.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct TrainerState {
-    /// The number of steps, skipped ones included.
+    /// Number of steps, including skipped ones.
     pub steps: usize,
-    /// The number of steps without an update.
+    /// Number of steps without an update.
     pub skipped_steps: usize,
-    /// The number of visited positions in the order of prompts, or of rows.
+    /// Number of visited positions in the prompt order, or row order.
     pub visited: usize,
-    /// The number of visited positions in the order of demonstrations.
+    /// Number of visited positions in the demonstration order.
     #[serde(default)]
     pub visited_demonstrations: usize,
-    /// Mean and variance of the rewards over the steps.
+    /// Mean and variance of rewards across steps.
     pub running_moments: Option<RunningState>,
-    /// The controller of the coefficient of the KL penalty in rewards.
+    /// Controller for the KL penalty coefficient in rewards.
     pub reward_kl: Option<KlController>,
-    /// The controller of the coefficient of the entropy bonus.
+    /// Controller for the entropy bonus coefficient.
     pub adaptive_entropy: Option<AdaptiveEntropy>,
-    /// The latest mean reward of each prompt, for a curriculum.
+    /// Each prompt's latest mean reward, for a curriculum.
     pub task_scores: Option<TaskScores>,
 }
 
-/// The file of [`TrainerState`].
+/// The file for [`TrainerState`].
 #[derive(Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 struct StateFile {
     state: TrainerState,
-    /// The sum of the initial weights, where adapters or a fixed reference need them: they are not
-    /// saved.
+    /// Checksum of the initial weights, if adapters or a fixed reference need them, since they are
+    /// not saved.
     base_sha256: Option<String>,
-    /// The [names](prompt_names) of the prompts that have a score in the state, whose numbers
-    /// change with the rows of the data. Absent without a curriculum.
+    /// [Names](prompt_names) of the prompts that have a score in the state, because their indices
+    /// change with the data rows. Absent without a curriculum.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     scored_prompts: Option<BTreeMap<usize, String>>,
 }
 
 impl StateFile {
-    /// Returns the state with the scores of the prompts for `prompts`, which may be other ones than
-    /// those of the file.
+    /// Returns the state with scores for `prompts`, which may differ from the file's.
     fn state_for(self, prompts: &[Prompt]) -> TrainerState {
         let Self {
             mut state,
@@ -99,12 +98,11 @@ impl StateFile {
 }
 
 impl<C: ModelConfig> Models<C> {
-    /// Checks the weights of the policy, with merged adapters if there are any, and all others that
-    /// train.
+    /// Checks the policy weights, with any adapters merged, and all other weights that train.
     ///
     /// # Errors
     ///
-    /// [`NotFinite`] if one of them is NaN or infinite.
+    /// [`NotFinite`] if one is NaN or infinite.
     pub(crate) fn ensure_finite(&self) -> Result<()> {
         check_weights(self.actor.trained(), "")?;
         if let Some(critic) = &self.critic {
@@ -114,7 +112,7 @@ impl<C: ModelConfig> Models<C> {
             let policy = self.weights(0).export();
             for (name, base) in self.actor.parameters().iter() {
                 match adapters.adapts(name) {
-                    // A product of finite adapters may overflow.
+                    // The product of finite adapters may overflow.
                     true => ensure_finite(&policy.tensor(name)?, name, "merged ")?,
                     false => ensure_finite(base, name, "")?,
                 }
@@ -127,7 +125,7 @@ impl<C: ModelConfig> Models<C> {
     ///
     /// # Errors
     ///
-    /// If it is a decoder, and [`NotFinite`] before anything is written, if a weight is NaN or
+    /// If it is a decoder. Also [`NotFinite`], before anything is written, if a weight is NaN or
     /// infinite.
     pub(crate) fn write_custom(&self, folder: &Path, tokenizer: &Tokenizer) -> Result<()> {
         ensure!(
@@ -146,14 +144,14 @@ impl<C: ModelConfig> Models<C> {
         write().with_context(|| format!("writing the model in {}", folder.display()))
     }
 
-    /// Checks that `folder` has the configuration of this custom model, if it has one.
+    /// Checks that `folder` has this custom model's configuration, if it has one.
     fn ensure_same_custom(&self, folder: &Path) -> Result<()> {
         let path = folder.join(CONFIG);
         if self.model.decoder().is_some() || !path.exists() {
             return Ok(());
         }
         let saved: Value = read_json(&path)?;
-        // Read like the other, so that numbers have the same bits.
+        // Read the same way as the other, so that numbers have the same bits.
         let now: Value = serde_json::from_slice(&serde_json::to_vec(&self.model)?)?;
         ensure!(
             saved == now,
@@ -162,8 +160,8 @@ impl<C: ModelConfig> Models<C> {
         Ok(())
     }
 
-    /// Writes everything of a checkpoint except the weights of the policy. `prompts` are those of
-    /// the scores in `state`.
+    /// Writes all checkpoint files except the policy weights. `prompts` are those with scores in
+    /// `state`.
     pub(crate) fn save(
         &self,
         folder: &Path,
@@ -207,7 +205,7 @@ impl<C: ModelConfig> Models<C> {
         )?)
     }
 
-    /// Takes part in [`Self::save`] of another rank, which gathers what the ranks share.
+    /// Supports [`Self::save`] on another rank, which gathers what the ranks share.
     pub(crate) fn take_part_in_save(&self) -> Result<()> {
         let critic = self.critic.as_ref().map(Critic::optimizer);
         for optimizer in [Some(self.actor.optimizer()), critic].into_iter().flatten() {
@@ -216,8 +214,8 @@ impl<C: ModelConfig> Models<C> {
         Ok(())
     }
 
-    /// Reads what [`Self::save`] wrote, and the weights of the policy. `now` is the state of the
-    /// new run, which must have the same parts, and `prompts` are its prompts.
+    /// Reads what [`Self::save`] wrote, and the policy weights. `now` is the new run's state, which
+    /// must have the same parts, and `prompts` are its prompts.
     pub(crate) fn load(
         &mut self,
         folder: &Path,
@@ -325,7 +323,7 @@ impl<C: ModelConfig> Models<C> {
         Ok(file.state_for(prompts))
     }
 
-    /// The hash of the initial weights, if the adapters or a frozen reference depend on them.
+    /// Hash of the initial weights, if the adapters or a frozen reference depend on them.
     fn base_sha256(&self) -> Result<Option<String>> {
         let base = match (self.actor.adapters(), &self.reference) {
             (Some(_), _) => Some(self.actor.parameters()),
@@ -344,12 +342,12 @@ impl<C: ModelConfig> Models<C> {
 }
 
 impl Models {
-    /// Writes the model of a checkpoint with the weights of the policy in `dtype`, and also in f32
-    /// if all of them train and this is another dtype. Adapters are merged.
+    /// Writes a checkpoint's model with the policy weights in `dtype`, and also in f32 if all of
+    /// them train and `dtype` differs. Adapters are merged.
     ///
     /// # Errors
     ///
-    /// [`NotFinite`] before anything is written, if a weight is NaN or infinite.
+    /// [`NotFinite`], before anything is written, if a weight is NaN or infinite.
     pub(crate) fn write_policy(
         &self,
         folder: &Path,
@@ -379,7 +377,7 @@ fn ensure_finite(weight: &Tensor, name: &str, owner: &str) -> Result<()> {
     Ok(())
 }
 
-/// Reads tensors onto the CPU: a GPU may not have memory for two copies.
+/// Reads tensors onto the CPU, because a GPU may not have enough memory for two copies.
 fn read_tensors(path: &Path) -> Result<HashMap<String, Tensor>> {
     safetensors::load(path, &Device::Cpu).with_context(|| path.display().to_string())
 }

@@ -1,4 +1,4 @@
-//! The places of the assistant's turns in the text of a chat template.
+//! Finds the assistant's turns in a chat template's text.
 
 use std::ops::Range;
 
@@ -15,24 +15,24 @@ use crate::model::{ANSWER, Chat, EncodedChat, RenderedChat};
 pub(super) struct Answered<'a> {
     pub(super) template: &'a ChatTemplate,
     pub(super) messages: &'a [Value],
-    /// The number of messages that are the prompt. The answers are after them.
+    /// Number of messages that form the prompt. The answers follow.
     pub(super) prompt: usize,
     pub(super) tools: Option<&'a Value>,
-    /// Variables of the template.
+    /// Template variables.
     pub(super) variables: Option<&'a Map<String, Value>>,
 }
 
 impl Answered<'_> {
-    /// Renders the conversation to tokens, with the mask of those that train.
+    /// Renders the conversation to tokens, with a mask of those that train.
     ///
-    /// The answers are the `{% generation %}` blocks of the template. Without such blocks, an
-    /// answer begins where the template ends for the messages before it and the beginning of an
-    /// answer, as it does for a policy that answers. It ends with the last stop token of what
-    /// the template writes for it, or else with this text.
+    /// The answers are the template's `{% generation %}` blocks. Without such blocks, an answer
+    /// begins where the template ends when it renders the earlier messages and the generation
+    /// prompt, just as for a policy that answers. It ends with the last stop token in what the
+    /// template writes for it, or else with this text.
     ///
     /// # Errors
     ///
-    /// If there is no answer, or its place is not certain.
+    /// If there is no answer, or its position is ambiguous.
     pub(super) fn encode(
         &self,
         train_on: TrainOn,
@@ -91,7 +91,7 @@ impl Answered<'_> {
         self.template.render(&self.chat(messages))
     }
 
-    /// The length of the text before the answer that is message `index`.
+    /// The length of the text before the answer in message `index`.
     fn before(&self, index: usize, rendered: &RenderedChat) -> Result<usize> {
         let chat = self.chat(&self.messages[..index]).generation_prompt();
         let before = self.template.render(&chat)?;
@@ -102,7 +102,7 @@ impl Answered<'_> {
         Ok(before.len())
     }
 
-    /// The text of the answer that is message `index`, with the end of its turn.
+    /// The range of the answer in message `index`, including the end of its turn.
     fn turn(&self, index: usize, rendered: &RenderedChat) -> Result<Range<usize>> {
         let start = self.before(index, rendered)?;
         if let Ok(until) = self.render(&self.messages[..=index])
@@ -111,8 +111,8 @@ impl Answered<'_> {
         {
             return Ok(start..until.len());
         }
-        // Some templates leave something out of an answer once messages follow, such as its
-        // reasoning. What they write after it is the same for any answer.
+        // Some templates omit part of an answer once messages follow, such as its reasoning. What
+        // they write after it is the same for any answer.
         let mut messages = self.messages.to_vec();
         messages[index] = json!({"role": messages[index]["role"], "content": ANSWER});
         let after = |messages| self.template.render_after_answer(&self.chat(messages));
@@ -127,8 +127,8 @@ impl Answered<'_> {
     }
 }
 
-/// Ends each run of the mask with its last stop token, if it has one: a policy that draws it writes
-/// nothing after it.
+/// Ends each run in the mask at its last stop token, if it has one, because a policy that samples
+/// it writes nothing after it.
 fn end_with_stop_tokens(chat: &mut EncodedChat, stop_token_ids: &[u32]) {
     let mut is_after = true;
     let mut start_of_tail = None;

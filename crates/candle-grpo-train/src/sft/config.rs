@@ -1,4 +1,4 @@
-//! The settings of supervised training.
+//! Supervised training settings.
 
 use anyhow::Result;
 use candle_grpo_core::Decay;
@@ -12,36 +12,35 @@ use crate::learn::LearningRateSchedule;
 use crate::learn::actor::{ensure_master_weights, stored_form};
 use candle_grpo_base::within;
 
-/// The settings of supervised training.
+/// Supervised training settings.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct SftConfig {
-    /// Number of rows in an optimizer step. The loss is the mean over all of its tokens that
-    /// train.
+    /// Number of rows per optimizer step. The loss is the mean over all their tokens that train.
     pub batch_size: usize,
-    /// Number of tokens in a backward pass, into which the rows are packed without padding. Rows
-    /// do not attend to each other. It bounds memory and does not change the update. A longer row
-    /// is a pass of its own.
+    /// Number of tokens per backward pass, into which rows are packed without padding. Rows do not
+    /// attend to each other. This bounds memory and does not change the update. A longer row gets
+    /// its own pass.
     pub micro_batch_tokens: usize,
-    /// Maximum global norm of the gradients.
+    /// Maximum global gradient norm.
     pub max_grad_norm: f64,
-    /// Low-rank adapters that train in place of the parameters. Absent: all parameters train.
+    /// Low-rank adapters to train in place of the parameters. Absent: all parameters train.
     pub adapters: Option<LoraConfig>,
-    /// The form in memory of the linear maps under adapters: `dense` in the dtype of the
-    /// computation, or blocks of quantized numbers (QLoRA, <https://arxiv.org/abs/2305.14314>):
-    /// those that a GGUF file has (`stored`), or `q4_0`, `q5_0`, `q8_0`, `q4_k`, `q5_k` or `q6_k`.
+    /// Storage of the linear maps under adapters in memory: `dense` in the compute dtype, or in
+    /// quantized blocks (QLoRA, <https://arxiv.org/abs/2305.14314>). For blocks, choose a GGUF
+    /// file's own (`stored`), or `q4_0`, `q5_0`, `q8_0`, `q4_k`, `q5_k` or `q6_k`.
     pub base_weights: BaseWeights,
-    /// Keep only the input of each block for the backward pass and recompute the rest. Memory
-    /// hardly grows with the number of blocks; a step takes a third longer.
+    /// Keep only each block's input for the backward pass, and recompute the rest. Memory hardly
+    /// grows with the number of blocks; a step takes a third longer.
     pub activation_checkpointing: bool,
-    /// The dtype of the computation. Weights that train are f32 as well; those under adapters are
-    /// in this dtype alone.
+    /// Compute dtype. Weights that train are stored in f32 as well; weights under adapters only in
+    /// this dtype.
     pub compute_dtype: ComputeDType,
-    /// Coefficient of the load-balancing loss of a model with experts (Switch Transformer,
-    /// <https://arxiv.org/abs/2101.03961>; `router_aux_loss_coef` of transformers). A pass has the
-    /// weight of its share of the tokens.
+    /// Coefficient for the load-balancing loss in a model with experts (Switch Transformer,
+    /// <https://arxiv.org/abs/2101.03961>; `router_aux_loss_coef` in transformers). A pass is
+    /// weighted by its share of the tokens.
     pub router_aux_loss_coef: f64,
-    /// If true, the ranks of a data-parallel run share the state of the optimizer (ZeRO, stage 1,
+    /// If true, ranks in a data-parallel run share the optimizer state (ZeRO, stage 1,
     /// <https://arxiv.org/abs/1910.02054>).
     pub sharded_optimizer: bool,
     /// The optimizer.
@@ -52,21 +51,21 @@ pub struct SftConfig {
     pub epochs: f64,
     /// Number of optimizer steps, in place of `epochs`.
     pub max_steps: Option<usize>,
-    /// Seed of the order of the rows and of adapters.
+    /// Seed for the row order and the adapters.
     pub seed: u64,
 }
 
-/// The learning rate over a supervised run: a linear warm-up, then a decay until the last step, by
-/// the formulas of [`LearningRateSchedule`].
+/// Learning rate over a supervised run: a linear warm-up, then a decay until the last step, with
+/// the formulas in [`LearningRateSchedule`].
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct SftSchedule {
-    /// Number of steps until the learning rate of the optimizer is reached.
+    /// Number of steps until the optimizer's learning rate is reached.
     pub warmup_steps: usize,
-    /// The curve of the decay until the last step: `cosine` or `linear`. Null: the learning rate
-    /// is constant after the warm-up.
+    /// Decay curve until the last step: `cosine` or `linear`. Null: the learning rate is constant
+    /// after the warm-up.
     pub decay: Option<Decay>,
-    /// The lowest learning rate of the decay, as a share of that of the optimizer: from 0 to 1.
+    /// Minimum learning rate in the decay, as a fraction of the optimizer's: from 0 to 1.
     pub min_lr_ratio: f64,
 }
 
@@ -81,12 +80,12 @@ impl Default for SftSchedule {
 }
 
 impl SftSchedule {
-    /// Returns the schedule of a run of `steps` steps.
+    /// Returns the schedule for a run with `steps` steps.
     ///
     /// # Errors
     ///
-    /// If the warm-up is longer than the run, the floor is not a share, or there is a floor without
-    /// a decay.
+    /// If the warm-up is longer than the run, the minimum is not between 0 and 1, or there is a
+    /// minimum without a decay.
     pub fn of_steps(&self, steps: usize) -> Result<LearningRateSchedule> {
         check::check(
             self.warmup_steps <= steps,
@@ -140,7 +139,7 @@ impl SftConfig {
     ///
     /// # Errors
     ///
-    /// Returns an error with an [`Invalid`](candle_grpo_core::Invalid) in it that names the field.
+    /// Contains an [`Invalid`](candle_grpo_core::Invalid) that names the field.
     pub fn validate(&self) -> Result<()> {
         for (name, value) in [
             ("batch_size", self.batch_size),
@@ -169,7 +168,7 @@ impl SftConfig {
             .map_err(|error| within("schedule", error))
     }
 
-    /// Returns the number of rows that a run over `rows` rows visits, and its number of steps.
+    /// Returns how many rows a run over `rows` rows visits, and how many steps it has.
     pub fn length(&self, rows: usize) -> (usize, usize) {
         match self.max_steps {
             Some(steps) => (steps.saturating_mul(self.batch_size), steps),
@@ -192,7 +191,7 @@ impl SftConfig {
         )
     }
 
-    /// The settings of the policy. Its policy loss is not used.
+    /// Policy settings. The policy loss is not used.
     pub(super) fn actor(&self) -> ActorConfig {
         ActorConfig {
             policy_loss: PolicyLoss::default(),

@@ -1,4 +1,4 @@
-//! The data section of supervised training.
+//! The data section for supervised training.
 
 use std::path::PathBuf;
 
@@ -11,87 +11,86 @@ use crate::data::dataset::{check_variables, template};
 use crate::data::sources::Sources;
 use crate::one_or_more::one_or_more;
 
-/// The data section of supervised training: files, and how their rows become tokens.
+/// The data section for supervised training: files, and how their rows become tokens.
 ///
-/// A row is a conversation, a prompt with its completion, or a text: by the key of `messages`,
-/// `prompt`, `completion` and `text` that is given, or else by its first column of the same name.
-/// The column `conversations` is a conversation, too.
+/// A row is a conversation, a prompt with its completion, or text. This depends on which of the
+/// keys `messages`, `prompt`, `completion` and `text` you set, or else on the row's first column
+/// with such a name. The column `conversations` is a conversation, too.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct SftDataConfig {
-    /// Files of JSON lines (or one JSON array), CSV or Parquet to train on: one, or a list. A file
-    /// of a data set on the [hub](guide.md#the-hugging-face-hub) is
-    /// `hf://datasets/ORG/NAME/FILE`.
+    /// Files to train on, one or a list: JSON lines (or one JSON array), CSV or Parquet. Write
+    /// `hf://datasets/ORG/NAME/FILE` for a file in a data set on the
+    /// [hub](guide.md#the-hugging-face-hub).
     #[serde(deserialize_with = "one_or_more")]
     pub train: Vec<PathBuf>,
-    /// Files to evaluate on: one, or a list.
+    /// Files to evaluate on, one or a list.
     #[serde(deserialize_with = "one_or_more")]
     pub held_out: Vec<PathBuf>,
-    /// Number of rows of `train` to hold out, drawn by the seed; not together with `held_out`.
+    /// Number of `train` rows to hold out, sampled by the seed; not together with `held_out`.
     pub held_out_rows: Option<usize>,
-    /// The column of a conversation: a list of messages with `role` and `content`, or with `from`
-    /// and `value` (ShareGPT). Absent: `messages` or `conversations`.
+    /// Conversation column: a list of messages with `role` and `content`, or with `from` and
+    /// `value` (ShareGPT). Absent: `messages` or `conversations`.
     pub messages: Option<String>,
-    /// The prompt of a row, with `{column}` for its columns; absent: the columns `prompt` (a text
-    /// or messages), `question` (GSM8K), or `Body` and `Question` (SVAMP).
+    /// Prompt template for a row, with `{column}` for its columns. Absent: the columns `prompt`
+    /// (text or messages), `question` (GSM8K), or `Body` and `Question` (SVAMP).
     pub prompt: Option<String>,
-    /// The answer to the prompt, with `{column}` for columns. Absent: the column `completion`, a
-    /// text or messages.
+    /// Answer to the prompt, with `{column}` for columns. Absent: the column `completion`, text or
+    /// messages.
     pub completion: Option<String>,
-    /// A text that trains as a whole, with `{column}` for columns. Absent: the column `text`.
+    /// Text that trains as a whole, with `{column}` for columns. Absent: the column `text`.
     pub text: Option<String>,
-    /// The system message before the conversation or the prompt, unless it has one.
+    /// System message before the conversation or prompt, unless it has one.
     pub system: Option<String>,
-    /// If true, prompt and completion are messages for the chat template of the model; if false,
-    /// texts that follow each other. Absent: messages, except a text in the column `prompt`.
+    /// If true, prompt and completion are messages for the model's chat template; if false, text
+    /// that follows each other. Absent: messages, except text in the column `prompt`.
     pub chat: Option<bool>,
-    /// Variables of the chat template, such as `{enable_thinking: false}`. Those in a column
-    /// `chat_template_kwargs` come first.
+    /// Chat template variables, such as `{enable_thinking: false}`. Those in a column
+    /// `chat_template_kwargs` take precedence.
     pub chat_template_kwargs: Map<String, Value>,
-    /// The column with the schemas of the tools of a conversation: a list, or its JSON text.
+    /// Column with a conversation's tool schemas: a list, or its JSON text.
     pub tools: String,
-    /// The column with the weight of a row in the loss: a number of at least 0. Rows of weight 0
-    /// are left out. Absent: all rows have the weight 1.
+    /// Column with a row's weight in the loss: a number of at least 0. Rows with weight 0 are left
+    /// out. Absent: all rows have weight 1.
     pub weight: Option<String>,
-    /// Tokens that train: `answers`, `last_answer` or `all`. Texts train as a whole.
+    /// Tokens that train: `answers`, `last_answer` or `all`. Text trains as a whole.
     pub train_on: TrainOn,
-    /// If true, a row that is not rendered by the chat template ends with the first stop token of
-    /// the model.
+    /// If true, a row that the chat template does not render ends with the model's first stop
+    /// token.
     pub append_eos: bool,
-    /// The longest row in tokens. Absent: 1024, or the positions of the model if these are fewer.
+    /// Maximum row length in tokens. Absent: 1024, or the model's maximum if that is less.
     pub max_length: Option<usize>,
-    /// Treatment of longer rows: `drop` leaves them out, `truncate` cuts their ends off.
+    /// Treatment of longer rows: `drop` leaves them out, `truncate` cuts off their ends.
     pub truncation: Truncation,
-    /// Shares of the rows of a run that come from the files of `train`, one for each file, such
-    /// as `[0.7, 0.3]`. The rows of a file come in random order, again after the last one. Absent:
-    /// all rows are one set.
+    /// Shares of the run's rows that come from each `train` file, such as `[0.7, 0.3]`. Rows in a
+    /// file come in random order, and repeat after the last one. Absent: all rows form one set.
     pub weights: Option<Vec<f64>>,
-    /// Greatest number of rows of each file.
+    /// Maximum number of rows per file.
     pub max_rows: Option<usize>,
 }
 
-/// The tokens of a conversation that train.
+/// The tokens in a conversation that train.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum TrainOn {
-    /// The messages of the assistant with the token that ends them; of a row with a prompt those of
-    /// its completion.
+    /// Assistant messages, each with the token that ends it; in a row with a prompt, those in its
+    /// completion.
     #[default]
     Answers,
-    /// The last message of the assistant.
+    /// The last assistant message.
     LastAnswer,
     /// All tokens.
     All,
 }
 
-/// The treatment of rows that are too long.
+/// Treatment of rows that are too long.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Truncation {
     /// They are left out.
     #[default]
     Drop,
-    /// Their ends are cut off. Rows that have no token to train then are left out.
+    /// Their ends are cut off. Rows that then have no token to train on are left out.
     Truncate,
 }
 
@@ -125,7 +124,7 @@ impl SftDataConfig {
     ///
     /// # Errors
     ///
-    /// If keys contradict each other or a template is not valid.
+    /// If keys contradict each other or a template is invalid.
     pub fn validate(&self) -> Result<()> {
         self.sources().validate()?;
         at_least_one("max_length", self.max_length.unwrap_or(1))?;

@@ -1,4 +1,4 @@
-//! The rows of a supervised run as tokens.
+//! A supervised run's rows as tokens.
 
 use std::collections::HashSet;
 
@@ -13,40 +13,40 @@ use crate::data::{MixedOrder, Row};
 use crate::run::{RowDigest, row_digest};
 use crate::{ChatTemplate, Pretrained};
 
-/// The rows of a supervised run.
+/// A supervised run's rows.
 #[derive(Debug, Clone)]
 pub struct SftDataset {
-    /// The rows to train on.
+    /// Rows to train on.
     pub train: SftRows,
-    /// The rows to evaluate on, possibly none.
+    /// Rows to evaluate on, possibly none.
     pub held_out: SftRows,
-    /// The order of the rows to train on.
+    /// Order of the training rows.
     pub order: MixedOrder,
-    /// The number of rows of `held_out` that are among those to train on.
+    /// Number of `held_out` rows that are also trained on.
     pub held_out_in_train: usize,
 }
 
-/// Rows as tokens, and the numbers of those that are not, or not whole.
+/// Rows as tokens, and how many were dropped or truncated.
 #[derive(Debug, Clone, Default)]
 pub struct SftRows {
-    /// The rows in the order of the files.
+    /// Rows in file order.
     pub examples: Vec<Sequence>,
-    /// The digest of the columns of each.
+    /// Each row's column digest.
     pub digests: Vec<RowDigest>,
-    /// The number of rows that are left out because they are too long.
+    /// Number of rows dropped because they are too long.
     pub too_long: usize,
-    /// The number of rows whose end is cut off.
+    /// Number of truncated rows.
     pub truncated: usize,
-    /// The number of rows that are left out because their weight is 0.
+    /// Number of rows dropped because their weight is 0.
     pub without_weight: usize,
-    /// The tokens of the longest row before truncation, those left out included.
+    /// Length of the longest row in tokens before truncation, including dropped rows.
     pub longest: usize,
-    /// The number of the file of each.
+    /// Each row's file index.
     sources: Vec<usize>,
 }
 
 impl SftDataset {
-    /// Returns the number of tokens of the longest row.
+    /// Returns the length of the longest row in tokens.
     pub fn longest_row(&self) -> usize {
         self.train.longest_kept().max(self.held_out.longest_kept())
     }
@@ -58,8 +58,8 @@ impl SftDataConfig {
     ///
     /// # Errors
     ///
-    /// With file and line if a row cannot be read or encoded. With the key if `max_length` exceeds
-    /// the positions of the model, if it leaves no row, or if `weights` do not fit.
+    /// If a row cannot be read or encoded, with file and line. If `max_length` exceeds the model's
+    /// maximum or leaves no row, or `weights` do not fit, with the key.
     pub fn load(
         &self,
         model: &Pretrained,
@@ -105,7 +105,7 @@ impl SftDataConfig {
 }
 
 impl SftDataset {
-    /// Logs warnings about rows of `section` that are left out, cut off, or both trained on and
+    /// Logs warnings about rows in `section` that are dropped, truncated, or both trained on and
     /// held out.
     pub fn warn(&self, section: &str) {
         for (name, rows) in [("train", &self.train), ("held_out", &self.held_out)] {
@@ -137,7 +137,7 @@ impl SftDataset {
 
 impl SftRows {
     fn encode(rows: &[Row], encoder: &RowEncoder, source: impl Fn(&Row) -> usize) -> Result<Self> {
-        // The first error in the order of the rows, whichever thread finds one first.
+        // The first error in row order, whichever thread finds one first.
         let encoded: Vec<Result<Encoded>> =
             rows.par_iter().map(|row| encoder.encode(row)).collect();
         let mut all = Self::default();
@@ -160,7 +160,7 @@ impl SftRows {
         Ok(all)
     }
 
-    /// Returns the number of tokens that train.
+    /// Returns how many tokens train.
     pub fn num_trained_tokens(&self) -> usize {
         self.examples.iter().map(Sequence::num_trained_tokens).sum()
     }
@@ -170,7 +170,7 @@ impl SftRows {
         self.examples.iter().map(|row| row.tokens().len()).sum()
     }
 
-    /// Returns the number of tokens of the longest row that is not left out.
+    /// Returns the length in tokens of the longest row that is not dropped.
     pub fn longest_kept(&self) -> usize {
         let lengths = self.examples.iter().map(|row| row.tokens().len());
         lengths.max().unwrap_or(0)

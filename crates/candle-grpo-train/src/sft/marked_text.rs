@@ -1,4 +1,4 @@
-//! The text of a row, with marks around what trains.
+//! A row's text, with marks around what trains.
 
 use anyhow::Result;
 use tokenizers::Tokenizer;
@@ -6,7 +6,7 @@ use tokenizers::Tokenizer;
 use crate::Sequence;
 use crate::rollout::decode::decode_tokens;
 
-/// Returns the text of the first `max_tokens` tokens of `row`, with `⟦` and `⟧` around what trains.
+/// Returns the text of the first `max_tokens` tokens in `row`, with `⟦` and `⟧` around what trains.
 ///
 /// # Errors
 ///

@@ -1,4 +1,4 @@
-//! The memory of supervised training.
+//! Memory for supervised training.
 
 use anyhow::Result;
 use candle_grpo_kernels::cuda_is_enabled;
@@ -9,11 +9,11 @@ use crate::learn::MemoryPlan;
 use crate::learn::memory_plan::{Learning, examples};
 
 impl MemoryPlan {
-    /// Computes the memory of supervised training of `model` on rows of up to `longest` tokens.
+    /// Computes the memory for supervised training of `model` on rows up to `longest` tokens long.
     ///
     /// # Errors
     ///
-    /// If `config` or its adapters are not valid.
+    /// If `config` or its adapters are invalid.
     pub fn supervised(model: &DecoderConfig, config: &SftConfig, longest: usize) -> Result<Self> {
         config.validate()?;
         let sizes = (config.micro_batch_tokens, config.batch_size);

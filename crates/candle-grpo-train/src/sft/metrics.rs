@@ -1,4 +1,4 @@
-//! The metrics of supervised training.
+//! Supervised training metrics.
 
 use std::collections::BTreeMap;
 
@@ -8,52 +8,52 @@ use crate::data::json_lines::number;
 use crate::learn::LikelihoodSums;
 use crate::run::StepRecord;
 
-/// The metrics of one step of supervised training: one line of `metrics.jsonl`.
+/// Metrics for one step of supervised training: a line in `metrics.jsonl`.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 pub struct SftMetrics {
-    /// The number of the step, from 1.
+    /// Step number, starting at 1.
     pub step: usize,
-    /// The passes over the rows so far.
+    /// Passes over the rows so far.
     pub epoch: f64,
-    /// The loss before the update: the weighted mean of the negative log-probs of the tokens that
-    /// train, in nats per token.
+    /// Loss before the update: the weighted mean negative log-prob of the tokens that train, in
+    /// nats per token.
     #[serde(deserialize_with = "number")]
     pub loss: f64,
-    /// The share of these tokens to which the model gives the highest probability.
+    /// Fraction of these tokens to which the model gives the highest probability.
     #[serde(deserialize_with = "number")]
     pub token_accuracy: f64,
-    /// The mean entropy of the model at these tokens, in nats.
+    /// The model's mean entropy at these tokens, in nats.
     #[serde(deserialize_with = "number")]
     pub entropy: f64,
-    /// The load-balancing loss of a model with experts.
+    /// Load-balancing loss, for a model with experts.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub router_aux_loss: Option<f64>,
-    /// The norm of the gradients before clipping.
+    /// Gradient norm before clipping.
     #[serde(deserialize_with = "number")]
     pub grad_norm: f64,
     /// The learning rate.
     pub learning_rate: f64,
-    /// The number of rows of the step.
+    /// Number of rows in the step.
     pub rows: usize,
-    /// The number of tokens of these rows.
+    /// Number of tokens in these rows.
     pub tokens: usize,
-    /// The number of those that train.
+    /// Number of these tokens that train.
     pub trained_tokens: usize,
-    /// The number of tokens that have trained since the beginning of the run.
+    /// Number of tokens that have trained since the start of the run.
     pub total_trained_tokens: usize,
-    /// The number of backward passes, of all ranks.
+    /// Number of backward passes, across all ranks.
     pub micro_batches: usize,
-    /// Tokens of the rows per second.
+    /// Row tokens per second.
     #[serde(deserialize_with = "number")]
     pub tokens_per_second: f64,
-    /// The time of the step.
+    /// The step's time.
     pub seconds: SftSeconds,
 }
 
-/// The time of a step of supervised training.
+/// The time for a step of supervised training.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Serialize, Deserialize)]
 pub struct SftSeconds {
-    /// Passes and the update, in seconds.
+    /// Passes and update, in seconds.
     pub train: f64,
 }
 
@@ -64,7 +64,7 @@ impl StepRecord for SftMetrics {
 }
 
 impl LikelihoodSums {
-    /// Returns the metrics of an evaluation: `loss`, `perplexity` (its exponential) and
+    /// Returns an evaluation's metrics: `loss`, `perplexity` (its exponential) and
     /// `token_accuracy`.
     pub fn evaluation(&self) -> BTreeMap<String, f64> {
         let metrics = [
@@ -72,7 +72,7 @@ impl LikelihoodSums {
             ("perplexity", self.mean_loss().exp()),
             ("token_accuracy", self.token_accuracy()),
         ];
-        // JSON has no number for infinity.
+        // JSON cannot represent infinity.
         let metrics = metrics.into_iter().filter(|(_, value)| value.is_finite());
         metrics.map(|(name, x)| (name.to_owned(), x)).collect()
     }

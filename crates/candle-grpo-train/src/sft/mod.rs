@@ -1,12 +1,12 @@
-//! Supervised fine-tuning (SFT): the likelihood of given answers.
+//! Supervised fine-tuning (SFT): maximizes the likelihood of given answers.
 //!
 //! ```text
 //! rows ──SftDataConfig::load──▶ SftDataset: tokens and weights ──SftTrainer──▶ policy
 //! ```
 //!
-//! A row is a conversation, a prompt and its completion, or a text. [`SftTrainer`] minimizes the
-//! mean negative log-prob of the tokens that train. Its checkpoints are models that a
-//! [`Trainer`](crate::Trainer) can start from.
+//! A row is a conversation, a prompt and its completion, or text. [`SftTrainer`] minimizes the mean
+//! negative log-prob of the tokens that train. You can start a [`Trainer`](crate::Trainer) from its
+//! checkpoints.
 
 mod assistant_turns;
 mod config;

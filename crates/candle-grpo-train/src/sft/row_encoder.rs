@@ -1,4 +1,4 @@
-//! Rows as tokens with weights.
+//! Encodes rows as tokens with weights.
 
 use anyhow::{Context, Result, anyhow, bail, ensure};
 use serde_json::Value;
@@ -17,10 +17,10 @@ use crate::data::{Question, Row, Template, plain_tokens};
 use crate::model::EncodedChat;
 use candle_grpo_base::column::column;
 
-/// The length of rows without `max_length`.
+/// Default maximum row length.
 const MAX_LENGTH: usize = 1024;
 
-/// The rules that turn rows into examples.
+/// Rules that turn rows into examples.
 pub(super) struct RowEncoder<'a> {
     config: &'a SftDataConfig,
     tokenizer: &'a Tokenizer,
@@ -32,18 +32,18 @@ pub(super) struct RowEncoder<'a> {
     max_length: usize,
 }
 
-/// The result of a row.
+/// An encoded row.
 pub(super) enum Encoded {
-    /// Tokens to train on, and their number before truncation.
+    /// Tokens to train on, and how many there were before truncation.
     Example { example: Sequence, tokens: usize },
-    /// The number of tokens of a row that is too long.
+    /// Length in tokens of a row that is too long.
     TooLong(usize),
-    /// A row of weight 0.
+    /// A row with weight 0.
     NoWeight,
 }
 
 impl<'a> RowEncoder<'a> {
-    /// `template` is the chat template of the model with the variables of `config`.
+    /// `template` is the model's chat template with the variables in `config`.
     pub(super) fn new(
         config: &'a SftDataConfig,
         model: &'a Pretrained,
@@ -71,8 +71,8 @@ impl<'a> RowEncoder<'a> {
     ///
     /// # Errors
     ///
-    /// With file, line and column if the row has no such columns, they are malformed or empty, or
-    /// nothing of it trains.
+    /// If the row lacks such columns, they are malformed or empty, or nothing in it trains. The
+    /// error names file, line and column.
     pub(super) fn encode(&self, row: &Row) -> Result<Encoded> {
         self.encode_columns(&row.columns)
             .with_context(|| row.place())
@@ -110,13 +110,13 @@ impl<'a> RowEncoder<'a> {
         })
     }
 
-    /// The weight of a row.
+    /// A row's weight.
     fn weight(&self, columns: &Value) -> Result<f32> {
         let Some(name) = &self.config.weight else {
             return Ok(1.);
         };
         let value = column(columns, name)?;
-        // A field of a CSV file is a text.
+        // CSV fields are text.
         let number = match value {
             Value::String(text) => text.trim().parse().ok(),
             value => value.as_f64(),
@@ -159,7 +159,7 @@ impl<'a> RowEncoder<'a> {
         }
     }
 
-    /// A text that trains as a whole.
+    /// Text that trains as a whole.
     fn text_tokens(&self, text: &str) -> Result<EncodedChat> {
         ensure!(!text.is_empty(), "the text is empty");
         let mut tokens = plain_tokens(text, self.tokenizer)?;
@@ -224,7 +224,7 @@ impl<'a> RowEncoder<'a> {
         }
     }
 
-    /// A text and its continuation, encoded one by one as for a policy that continues the text.
+    /// Text and its continuation, encoded separately, as for a policy that continues the text.
     fn continuation(&self, prompt: &str, completion: &str) -> Result<EncodedChat> {
         let mut tokens = plain_tokens(prompt, self.tokenizer).context("prompt")?;
         let read = match self.config.train_on {
@@ -273,7 +273,7 @@ impl<'a> RowEncoder<'a> {
 }
 
 impl SftDataConfig {
-    /// Returns the longest row of a model in tokens.
+    /// Returns the maximum row length in tokens for a model.
     pub(super) fn max_length(&self, model: &candle_grpo_nn::DecoderConfig) -> usize {
         let positions = model.max_position_embeddings;
         self.max_length.unwrap_or(MAX_LENGTH.min(positions))

@@ -1,4 +1,4 @@
-//! The loop of supervised training.
+//! The supervised training loop.
 
 use std::path::Path;
 use std::sync::Arc;
@@ -20,7 +20,7 @@ use crate::{Actor, Pretrained, Progress, Sequence};
 use candle_grpo_base::progress::{NoProgress, Phase};
 use candle_grpo_base::within;
 
-/// Trains a policy on examples: a step maximizes the weighted mean likelihood of the tokens of a
+/// Trains a policy on examples. Each step maximizes the weighted mean likelihood of the tokens in a
 /// batch of rows.
 ///
 /// ```
@@ -53,25 +53,25 @@ pub struct SftTrainer {
     order: MixedOrder,
     config: SftConfig,
     schedule: LearningRateSchedule,
-    /// The number of rows that the run visits, and its last step.
+    /// Number of rows that the run visits, and its last step.
     visits: usize,
     last_step: usize,
     ranks: Ranks,
-    /// The receiver of progress.
+    /// Receives progress.
     receiver: Arc<dyn Progress>,
-    /// The progress of what runs within a step. One of several ranks cannot cancel alone.
+    /// Progress for work within a step. With several ranks, none can cancel alone.
     progress: Arc<dyn Progress>,
     state: TrainerState,
-    /// The number of tokens that have trained.
+    /// Number of tokens that have trained.
     trained_tokens: usize,
 }
 
 impl SftTrainer {
-    /// Creates a trainer that starts from `parameters`, of shape `model`.
+    /// Creates a trainer that starts from `parameters`, with shape `model`.
     ///
     /// # Errors
     ///
-    /// If there are no examples or `config` is not valid.
+    /// If there are no examples or `config` is invalid.
     pub fn new(
         model: DecoderConfig,
         parameters: Parameters,
@@ -102,11 +102,11 @@ impl SftTrainer {
         })
     }
 
-    /// Visits the examples in `order`, in place of a random order of all of them.
+    /// Visits the examples in `order`, in place of a random order over all of them.
     ///
     /// # Errors
     ///
-    /// If it has another number of rows.
+    /// If it has a different number of rows.
     pub fn with_order(mut self, order: MixedOrder) -> Result<Self> {
         order.ensure_rows(self.examples.len(), "examples")?;
         self.order = order;
@@ -119,13 +119,13 @@ impl SftTrainer {
         self
     }
 
-    /// Shares the passes of every step and evaluation with the other ranks of `collective`. The
-    /// trainers of all ranks must have the same arguments, and call the same methods in the same
-    /// order. Losses and weights equal those of one rank up to the rounding of sums.
+    /// Divides the passes in every step and evaluation between the ranks in `collective`. All
+    /// ranks' trainers must have the same arguments, and call the same methods in the same order.
+    /// Losses and weights equal those with one rank up to rounding in sums.
     ///
     /// # Errors
     ///
-    /// If the state of the optimizer cannot be allocated.
+    /// If the optimizer state cannot be allocated.
     pub fn with_collective(mut self, collective: Arc<dyn Collective>) -> Result<Self> {
         if self.config.sharded_optimizer {
             self.models.actor.shard_optimizer(&collective)?;
@@ -144,9 +144,9 @@ impl SftTrainer {
     ///
     /// # Errors
     ///
-    /// After the last step, with [`Interrupted`](crate::Interrupted) if the progress cancels, and
-    /// with [`NotFinite`](crate::NotFinite) if the loss or a gradient is NaN or infinite. The
-    /// trainer is then as before the step.
+    /// After the last step. [`Interrupted`](crate::Interrupted) if the progress cancels, and
+    /// [`NotFinite`](crate::NotFinite) if the loss or a gradient is NaN or infinite. In these cases
+    /// the trainer is unchanged.
     pub fn step(&mut self) -> Result<SftMetrics> {
         let step = self.state.steps + 1;
         let result = self.try_step(step);
@@ -207,7 +207,7 @@ impl SftTrainer {
     ///
     /// # Errors
     ///
-    /// With [`Interrupted`](crate::Interrupted) if the progress cancels, and with
+    /// [`Interrupted`](crate::Interrupted) if the progress cancels, and
     /// [`NotFinite`](crate::NotFinite) if the loss is NaN or infinite.
     pub fn evaluate(&self, examples: &[Sequence]) -> Result<LikelihoodSums> {
         ensure!(!examples.is_empty(), "examples: none, must be at least one");
@@ -223,8 +223,8 @@ impl SftTrainer {
         LikelihoodSums::over_ranks(sums.collect::<Result<_>>()?, &self.ranks)
     }
 
-    /// Begins the passes over `rows`. Returns the micro-batches of this rank, and the number of
-    /// those of all ranks.
+    /// Begins the passes over `rows`. Returns this rank's micro-batches, and how many all ranks
+    /// have.
     fn begin(&self, phase: Phase, rows: &Batch) -> Result<(Vec<Batch>, usize)> {
         let passes = passes(&self.config, &self.ranks, &*self.progress);
         let (own, count) = passes.divide(rows)?;
@@ -233,8 +233,8 @@ impl SftTrainer {
         Ok((own, count))
     }
 
-    /// Returns [`Interrupted`](crate::Interrupted) as an error if the progress of any rank cancels.
-    /// All ranks must call it.
+    /// Fails with [`Interrupted`](crate::Interrupted) if any rank's progress cancels. All ranks
+    /// must call it.
     ///
     /// # Errors
     ///
@@ -243,11 +243,11 @@ impl SftTrainer {
         self.ranks.ensure_not_canceled(&*self.receiver)
     }
 
-    /// Checks that all ranks have the weights of rank 0, bit-identically. All ranks must call it.
+    /// Checks that all ranks have bit-identical weights. All ranks must call it.
     ///
     /// # Errors
     ///
-    /// If a rank differs.
+    /// If a rank differs from rank 0.
     pub fn ensure_equal_ranks(&self) -> Result<()> {
         self.models.ensure_equal(&self.ranks, self.state.steps)
     }
@@ -261,19 +261,18 @@ impl SftTrainer {
         self.models.ensure_finite()
     }
 
-    /// Takes the digest of the initial weights from `inputs`, which belong to the same model.
+    /// Reuses the digest of the initial weights in `inputs`, which must belong to the same model.
     pub fn with_inputs(self, inputs: &RunInputs) -> Self {
         self.models.set_inputs(inputs);
         self
     }
 
-    /// Writes a checkpoint into an existing folder: the model in `dtype` in the form of
-    /// [`Pretrained::save`], with merged adapters, and the state of the run, with the adapters
-    /// alone in `adapter/`.
+    /// Writes a checkpoint to an existing folder: the model in `dtype` as in [`Pretrained::save`],
+    /// with merged adapters, and the run's state, with the adapters alone in `adapter/`.
     ///
     /// # Errors
     ///
-    /// [`NotFinite`](crate::NotFinite) before anything is written, if a weight is NaN or infinite.
+    /// [`NotFinite`](crate::NotFinite), before anything is written, if a weight is NaN or infinite.
     pub fn write_checkpoint(
         &self,
         folder: &Path,
@@ -284,19 +283,19 @@ impl SftTrainer {
         self.models.save(folder, &self.state, &[])
     }
 
-    /// Takes part in [`Self::write_checkpoint`] of rank 0. With [`SftConfig::sharded_optimizer`]
-    /// all other ranks must call it meanwhile.
+    /// Supports [`Self::write_checkpoint`] on rank 0. With [`SftConfig::sharded_optimizer`], all
+    /// other ranks must call it at the same time.
     pub fn take_part_in_checkpoint(&self) -> Result<()> {
         self.models.take_part_in_save()
     }
 
-    /// Resumes from a checkpoint. On the CPU the following steps are bit-identical to those of an
-    /// uninterrupted run of the same model, examples and settings.
+    /// Resumes from a checkpoint. On the CPU, subsequent steps are bit-identical to an
+    /// uninterrupted run with the same model, examples and settings.
     ///
     /// # Errors
     ///
-    /// If shape, adapters or the initial weights under adapters differ. The trainer must not be
-    /// used after an error.
+    /// If the shape, the adapters or the initial weights under adapters differ. Do not use the
+    /// trainer after an error.
     pub fn load_state(&mut self, folder: &Path) -> Result<()> {
         self.state = self.models.load(folder, &self.state, &[])?;
         let visited = self.order.pick(&self.examples, 0, self.state.visited);
@@ -309,8 +308,8 @@ impl SftTrainer {
         &self.models.actor
     }
 
-    /// Returns the current parameters of the policy, with merged adapters if there are any. Without
-    /// adapters the parameters are shared with the policy.
+    /// Returns the current policy parameters, with any adapters merged. Without adapters they are
+    /// shared with the policy.
     pub fn policy_parameters(&self) -> Result<Parameters> {
         self.models.weights(0).merged()
     }
@@ -320,18 +319,18 @@ impl SftTrainer {
         &self.ranks
     }
 
-    /// The number of steps.
+    /// Number of steps so far.
     pub fn steps(&self) -> usize {
         self.state.steps
     }
 
-    /// The number of steps of the whole run.
+    /// Number of steps in the whole run.
     pub fn last_step(&self) -> usize {
         self.last_step
     }
 }
 
-/// The passes of a step or an evaluation.
+/// The passes in a step or evaluation.
 fn passes<'a>(
     config: &SftConfig,
     ranks: &'a Ranks,

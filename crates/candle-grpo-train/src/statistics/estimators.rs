@@ -1,10 +1,10 @@
-//! Estimates for k completions of a prompt from n of them.
+//! Estimates for k completions per prompt from n.
 
 use anyhow::{Result, ensure};
 
-/// The chance that of `k` completions at least one passes, if `passes` of `samples` completions
-/// passed: the unbiased estimate `1 - C(n-c, k) / C(n, k)` (pass@k, Chen et al. 2021,
-/// <https://arxiv.org/abs/2107.03374>).
+/// The chance that at least one of `k` completions passes, given that `passes` of `samples`
+/// completions passed. This is the unbiased estimate `1 - C(n-c, k) / C(n, k)` (pass@k, Chen et al.
+/// 2021, <https://arxiv.org/abs/2107.03374>).
 ///
 /// ```
 /// use candle_grpo_train::statistics::pass_at;
@@ -23,22 +23,22 @@ pub fn pass_at(samples: usize, passes: usize, k: usize) -> Result<f64> {
         "passes: {passes}, must be at most the {samples} completions"
     );
     let wrong = samples - passes;
-    // All of k drawn without replacement are wrong.
+    // All k, sampled without replacement, are wrong.
     let all_wrong = (0..k).map(|i| wrong.saturating_sub(i) as f64 / (samples - i) as f64);
     Ok(1. - all_wrong.product::<f64>())
 }
 
-/// The chance that the majority of `k` completions passes: the mean over all sets of `k` of the
-/// given completions (maj@k, self-consistency, Wang et al. 2022,
-/// <https://arxiv.org/abs/2203.11171>). It is computed exactly, without draws.
+/// The chance that the majority of `k` completions passes: the mean over all sets of `k` given
+/// completions (maj@k, self-consistency, Wang et al. 2022, <https://arxiv.org/abs/2203.11171>). It
+/// is computed exactly, without sampling.
 ///
-/// `votes` has a number for each completion, which is equal for equal answers; one without an
-/// answer has no vote. A tie is decided by chance among the answers with the most votes. `passes`
-/// has 1 for each completion that passes, and an answer counts by the mean of its completions.
+/// `votes` has a number per completion, and equal numbers mean equal answers; `None` means no
+/// answer and no vote. Ties are broken by chance among the answers with the most votes. `passes`
+/// says which completions pass, and an answer counts as the mean over its completions.
 ///
 /// # Errors
 ///
-/// If `k` is not in 1..=n for n completions, or there is not one of `passes` for each vote.
+/// If `k` is not in 1..=n for n completions, or `passes` and `votes` have different lengths.
 pub fn majority_at(votes: &[Option<usize>], passes: &[bool], k: usize) -> Result<f64> {
     let samples = votes.len();
     check_k(samples, k)?;
@@ -72,7 +72,7 @@ fn check_k(samples: usize, k: usize) -> Result<()> {
     Ok(())
 }
 
-/// The completions with one answer.
+/// Completions with the same answer.
 struct Answer {
     vote: usize,
     votes: usize,
@@ -99,7 +99,7 @@ fn answers(votes: &[Option<usize>], passes: &[bool]) -> Vec<Answer> {
     answers
 }
 
-/// The chance that an answer with `own` votes wins among `k` of all completions, with ties decided
+/// The chance that an answer with `own` votes wins among `k` of all completions, with ties broken
 /// by chance.
 fn chance_to_win(
     own: usize,
@@ -116,7 +116,7 @@ fn chance_to_win(
                 return 0.;
             }
             let begin = ln_choose.hypergeometric(own, count, total, k);
-            // The chance of each number of completions still to take, and of tied answers.
+            // The chance for each number of completions still to choose, and of tied answers.
             let mut states = vec![vec![0.; others.len() + 1]; k - count + 1];
             states[k - count][0] = begin;
             for &votes in others {
@@ -159,8 +159,8 @@ impl LnChoose {
         self.ln_factorials[n] - self.ln_factorials[k] - self.ln_factorials[n - k]
     }
 
-    /// The chance that `drawn` of `population`, which has `marked` marked ones, has `count` of
-    /// these.
+    /// The chance that `drawn` items, sampled from `population` items of which `marked` are marked,
+    /// include `count` marked ones.
     fn hypergeometric(&self, marked: usize, count: usize, population: usize, drawn: usize) -> f64 {
         let unmarked = population - marked;
         if count > drawn || drawn > population || drawn - count > unmarked {
@@ -176,7 +176,7 @@ mod tests {
     use super::*;
     use proptest::prelude::*;
 
-    /// All sets of `k` of the numbers below `n`, as masks.
+    /// All sets of `k` numbers below `n`, as masks.
     fn sets(n: usize, k: usize) -> impl Iterator<Item = Vec<usize>> {
         (0u32..1 << n)
             .filter(move |mask| mask.count_ones() as usize == k)

@@ -1,4 +1,4 @@
-//! Confidence intervals of means over prompts.
+//! Confidence intervals for means over prompts.
 
 use anyhow::{Context, Result, ensure};
 use serde::{Deserialize, Serialize};
@@ -6,34 +6,34 @@ use statrs::distribution::{ContinuousCDF, Normal, StudentsT};
 
 use super::CONFIDENCE;
 
-/// A mean over prompts with a confidence interval of 95 %.
+/// A mean over prompts with a 95% confidence interval.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 pub struct Estimate {
     /// The mean.
     pub value: f64,
-    /// The standard error of the mean. The completions of a prompt are one cluster: it is the
-    /// standard deviation of the prompts' values over the root of their number (Miller 2024,
-    /// <https://arxiv.org/abs/2411.00640>). Absent with one prompt.
+    /// Standard error of the mean. A prompt's completions form one cluster, so this is the
+    /// standard deviation of the prompts' values divided by the square root of their number
+    /// (Miller 2024, <https://arxiv.org/abs/2411.00640>). Absent with one prompt.
     pub standard_error: Option<f64>,
-    /// The lower end of the interval; absent with one prompt, unless the values are 0 or 1.
+    /// Lower end of the interval; absent with one prompt, unless the values are 0 or 1.
     pub low: Option<f64>,
-    /// The upper end.
+    /// Upper end of the interval.
     pub high: Option<f64>,
-    /// The kind of the interval.
+    /// The method for the interval.
     pub interval: IntervalMethod,
 }
 
-/// The kind of an interval.
+/// A method for confidence intervals.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum IntervalMethod {
-    /// Wilson's score interval (Wilson 1927), if the value of each prompt is 0 or 1.
+    /// Wilson's score interval (Wilson 1927), if each prompt's value is 0 or 1.
     Wilson,
-    /// Student's t interval with the clustered standard error, cut to 0 and 1.
+    /// Student's t interval with the clustered standard error, clipped to 0 and 1.
     StudentT,
 }
 
-/// The mean of one value in 0..=1 for each prompt, with its interval.
+/// The mean of one value in 0..=1 per prompt, with its interval.
 ///
 /// ```
 /// use candle_grpo_train::statistics::mean;
@@ -77,8 +77,7 @@ pub fn mean(values: &[f64]) -> Result<Estimate> {
     })
 }
 
-/// Wilson's score interval of 95 % for a share of `ones` in `count`, without a correction for
-/// continuity (Wilson 1927).
+/// Wilson's 95% score interval for `ones` in `count`, without continuity correction (Wilson 1927).
 ///
 /// # Errors
 ///
@@ -114,7 +113,7 @@ pub(super) fn are_binary(values: &[f64]) -> bool {
     values.iter().all(|x| *x == 0. || *x == 1.)
 }
 
-/// The mean of values and its standard error, which is absent for one value.
+/// The mean and its standard error, which is absent with one value.
 pub(super) struct Moments {
     pub(super) mean: f64,
     pub(super) standard_error: Option<f64>,
@@ -133,18 +132,18 @@ impl Moments {
     }
 }
 
-/// The two-sided quantile of the normal distribution for [`CONFIDENCE`].
+/// The normal distribution's two-sided quantile for [`CONFIDENCE`].
 pub(super) fn normal_quantile() -> Result<f64> {
     let normal = Normal::new(0., 1.).context("normal distribution")?;
     Ok(normal.inverse_cdf(0.5 + CONFIDENCE / 2.))
 }
 
-/// Student's distribution for the mean of `count` values, at least 2.
+/// Student's t distribution for the mean of `count` values, at least 2.
 pub(super) fn student(count: usize) -> Result<StudentsT> {
     StudentsT::new(0., 1., count.saturating_sub(1) as f64).context("Student's distribution")
 }
 
-/// The two-sided quantile of [`student`] for [`CONFIDENCE`].
+/// The two-sided [`student`] quantile for [`CONFIDENCE`].
 pub(super) fn student_quantile(count: usize) -> Result<f64> {
     Ok(student(count)?.inverse_cdf(0.5 + CONFIDENCE / 2.))
 }

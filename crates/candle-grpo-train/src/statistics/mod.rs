@@ -1,5 +1,5 @@
-//! Statistics of evaluations: estimators over several completions of a prompt, confidence
-//! intervals over prompts, and paired tests between two policies.
+//! Evaluation statistics: estimators over several completions per prompt, confidence intervals over
+//! prompts, and paired tests between two policies.
 
 mod estimators;
 #[cfg(feature = "statistics")]
@@ -13,5 +13,5 @@ pub use interval::{Estimate, IntervalMethod, mean, wilson};
 #[cfg(feature = "statistics")]
 pub use paired::{PairedComparison, PairedTest, compare_paired};
 
-/// The level of all intervals.
+/// Confidence level for all intervals.
 pub const CONFIDENCE: f64 = 0.95;

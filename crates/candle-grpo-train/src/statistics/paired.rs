@@ -1,4 +1,4 @@
-//! Paired comparison of two policies on the same prompts.
+//! Paired comparison between two policies on the same prompts.
 
 use anyhow::{Context, Result, ensure};
 use serde::{Deserialize, Serialize};
@@ -8,30 +8,30 @@ use super::interval::{
     Moments, are_binary, check_shares, normal_quantile, student, student_quantile,
 };
 
-/// A paired comparison of two policies A and B on the same prompts.
+/// A paired comparison between policies A and B on the same prompts.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 pub struct PairedComparison {
-    /// The number of prompts.
+    /// Number of prompts.
     pub prompts: usize,
-    /// The mean of A.
+    /// A's mean.
     pub a: f64,
-    /// The mean of B.
+    /// B's mean.
     pub b: f64,
     /// `b - a`.
     pub difference: f64,
-    /// The lower end of the interval of 95 % for the difference; absent with one prompt, unless
-    /// the test is McNemar's.
+    /// Lower end of the 95% interval for the difference; absent with one prompt, unless the test
+    /// is McNemar's.
     pub low: Option<f64>,
-    /// The upper end.
+    /// Upper end.
     pub high: Option<f64>,
-    /// The prompts on which A has the higher value.
+    /// Number of prompts on which A has the higher value.
     pub a_better: usize,
-    /// The prompts on which B has the higher value.
+    /// Number of prompts on which B has the higher value.
     pub b_better: usize,
     /// The test.
     pub test: PairedTest,
-    /// The two-sided p-value of the test that A and B are equal; absent with one prompt, unless
-    /// the test is McNemar's.
+    /// Two-sided p-value for the test that A and B are equal; absent with one prompt, unless the
+    /// test is McNemar's.
     pub p_value: Option<f64>,
 }
 
@@ -39,22 +39,22 @@ pub struct PairedComparison {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum PairedTest {
-    /// McNemar's exact test of the prompts on which A and B differ, for values of 0 and 1. Its
-    /// interval is Bonett and Price's adjusted Wald interval for paired proportions (2012,
+    /// McNemar's exact test on the prompts where A and B differ, for values 0 and 1. Its interval
+    /// is Bonett and Price's adjusted Wald interval for paired proportions (2012,
     /// <https://doi.org/10.3102/1076998611411915>), which adds one prompt to each of the two ways
     /// to differ.
     McnemarExact,
-    /// Student's paired t-test of the prompts' means, for other values. A prompt with all its
+    /// Student's paired t-test on the prompts' means, for other values. A prompt with all its
     /// completions is one cluster.
     PairedT,
 }
 
-/// Compares the values of two policies, in 0..=1, on the same prompts in the same order: by
-/// McNemar's exact test if all values are 0 or 1, otherwise by Student's paired t-test.
+/// Compares two policies' values, in 0..=1, on the same prompts in the same order. Uses McNemar's
+/// exact test if all values are 0 or 1, and otherwise Student's paired t-test.
 ///
 /// # Errors
 ///
-/// If there are no values, there is not one of `b` for each of `a`, or one is not in 0..=1.
+/// If there are no values, `a` and `b` have different lengths, or a value is not in 0..=1.
 pub fn compare_paired(a: &[f64], b: &[f64]) -> Result<PairedComparison> {
     ensure!(!a.is_empty(), "prompts: none, must be at least one");
     ensure!(
@@ -99,8 +99,8 @@ pub fn compare_paired(a: &[f64], b: &[f64]) -> Result<PairedComparison> {
     })
 }
 
-/// The two-sided p-value of McNemar's exact test: of a fair coin that falls on one side in the
-/// smaller number of cases or fewer.
+/// Two-sided p-value for McNemar's exact test: how likely a fair coin is to fall on one side as
+/// rarely as in the smaller count, or more rarely.
 fn mcnemar(a_better: usize, b_better: usize) -> Result<f64> {
     let trials = (a_better + b_better) as u64;
     if trials == 0 {
@@ -127,7 +127,7 @@ fn t_interval(difference: f64, error: f64, prompts: usize) -> Result<(f64, f64)>
 
 fn t_test(difference: f64, error: f64, prompts: usize) -> Result<f64> {
     if error == 0. {
-        // All prompts differ by the same.
+        // All prompts differ by the same amount.
         return Ok(f64::from(u8::from(difference == 0.)));
     }
     let t = (difference / error).abs();

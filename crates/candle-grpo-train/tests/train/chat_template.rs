@@ -1,4 +1,4 @@
-//! Chat templates against what Hugging Face transformers renders.
+//! Compares chat templates with what Hugging Face transformers renders.
 
 use std::path::Path;
 
@@ -11,7 +11,7 @@ use rstest::rstest;
 use serde::Deserialize;
 use serde_json::{Value, json};
 
-/// A golden case. What a template is given is read as a [`Chat`], for the order of its keys.
+/// A golden case. Template input is read as a [`Chat`], for its key order.
 #[derive(Deserialize)]
 struct Case {
     name: String,
@@ -23,7 +23,7 @@ struct Case {
     chat: Chat,
 }
 
-/// The cases of `scripts/test-templates` are in another folder, and can be thousands.
+/// The cases from `scripts/test-templates` are in another folder, and can be thousands.
 #[test]
 fn golden_models_chat_templates_render_as_in_transformers() -> Result<()> {
     let folder = std::env::var_os("GRPO_GOLDEN_MODELS_DIR");
@@ -76,7 +76,7 @@ fn chat() -> Chat {
     ]))
 }
 
-/// Expected texts are those of Python 3.12's `str` and `json.dumps`.
+/// Expected texts come from Python 3.12's `str` and `json.dumps`.
 #[rstest]
 #[case("{{ x }}", json!(true), "True")]
 #[case("{{ x }}", json!(null), "None")]
@@ -89,7 +89,7 @@ fn chat() -> Chat {
 #[case("{{ x | tojson(ensure_ascii=true) }}", json!("é🙂"), r#""\u00e9\ud83d\ude42""#)]
 #[case("{{ x | tojson(sort_keys=true, separators=(',', ':')) }}", json!({"b": 1, "a": [1, 2]}), r#"{"a":[1,2],"b":1}"#)]
 #[case("{{ x | tojson(indent=1) }}", json!({"a": [], "b": {}, "c": [1]}), "{\n \"a\": [],\n \"b\": {},\n \"c\": [\n  1\n ]\n}")]
-// Python and minijinja hold 1 and true for equal keys, minijinja for some seeds of its hashes only.
+// Python and minijinja treat 1 and true as equal keys, but minijinja only for some hash seeds.
 #[case("{{ {1: none, false: 2.0} | tojson }}", json!(0), r#"{"1": null, "false": 2.0}"#)]
 #[case("{{ x is sequence }}{{ x is string }}{{ x is mapping }}", json!("a"), "TrueTrueFalse")]
 #[case("{{ x is iterable }}{{ [] is iterable }}{{ 'a' is iterable }}{{ 1 is iterable }}", json!(null), "FalseTrueTrueFalse")]
@@ -252,7 +252,7 @@ fn a_message_with_a_mark_is_an_error_only_where_there_are_marks() {
     );
 }
 
-/// Pieces that templates are made of, to be put together in any order.
+/// Pieces that templates are made of, to be combined in any order.
 fn piece() -> impl Strategy<Value = String> {
     prop_oneof![
         "[ -~\n]{0,6}".prop_map(|text| text),
@@ -309,7 +309,7 @@ proptest! {
         }
     }
 
-    /// Whatever a message holds comes out as it is.
+    /// Whatever a message contains comes out unchanged.
     #[test]
     fn a_message_is_never_taken_for_a_template(content in "\\PC{0,20}|[{}%#' \"\\\\\n]{0,12}") {
         let chat = Chat::new(json!([{"role": "user", "content": &content}]));
@@ -320,7 +320,7 @@ proptest! {
     }
 }
 
-/// Expressions and their texts in jinja2 3.1.6 with the options of transformers; `x` is `é</t>xé`.
+/// Expressions and their texts in jinja2 3.1.6 with transformers' options; `x` is `é</t>xé`.
 #[rustfmt::skip]
 const EXPRESSIONS: &[(&str, &str)] = &[
     ("x[:x.find('</t>')]", "é"),
@@ -496,7 +496,7 @@ fn wrong_calls_of_methods_are_errors(#[case] expression: &str, #[case] words: &s
     assert!(error.to_string().contains(words), "{error}");
 }
 
-/// transformers reads files with universal line ends, and Jinja normalizes those of a source.
+/// transformers reads files with universal newlines, and Jinja normalizes those in a source.
 #[rstest]
 #[case("a\r\nb{{ messages[0].content }}\r\n", "a\nbone")]
 #[case("a\rb{{ 'c\r\nd' }}\r", "a\nbc\nd")]

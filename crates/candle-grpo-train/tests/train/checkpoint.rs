@@ -48,7 +48,7 @@ fn checkpoint() -> tempfile::TempDir {
     folder
 }
 
-/// The previous checkpoint stays, and nothing of the new one is left.
+/// The previous checkpoint stays, and nothing is left of the new one.
 #[test]
 fn weights_that_are_not_finite_are_not_written() {
     let folder = tempfile::tempdir().unwrap();
@@ -74,7 +74,7 @@ fn weights_that_are_not_finite_are_not_written() {
     assert_eq!(checkpoints.latest().unwrap().checkpoint.unwrap().step, 1);
 }
 
-/// A trainer of all weights, or of adapters.
+/// A trainer for all weights, or for adapters.
 fn trainer_of(adapters: bool) -> Trainer {
     let config = TrainConfig {
         prompts_per_step: 2,
@@ -98,7 +98,7 @@ fn a_run_resumes_bit_identically_from_a_checkpoint_in_bf16(#[case] adapters: boo
     whole.step().unwrap();
     let dtype = ComputeDType::Bf16;
     whole.write_checkpoint(path, &pretrained(), dtype).unwrap();
-    // The weights of the model in bf16 are the rounded policy.
+    // The model's weights in bf16 are the rounded policy.
     let model = Parameters::load(&model(), &path.join("model.safetensors"), device()).unwrap();
     for (name, value) in whole.policy_parameters().unwrap().iter() {
         let rounded = value.to_dtype(DType::BF16).unwrap();
@@ -248,7 +248,7 @@ fn a_run_directory_holds_only_complete_files() {
         .map(|e| e.unwrap().file_name().into_string().unwrap())
         .collect();
     names.sort();
-    // The rest of its name is when it was begun.
+    // The rest of its name is its start time.
     let events = names.remove(3);
     assert!(events.starts_with("events.out.tfevents."), "{events}");
     assert_eq!(
@@ -272,7 +272,7 @@ fn a_run_directory_holds_only_complete_files() {
     );
 }
 
-/// The checkpoint of a run passes the other parts on, and a run resumes from it.
+/// A run's checkpoint keeps the other parts, and a run resumes from it.
 #[test]
 fn parts_beside_the_text_model_stay_in_checkpoints() -> anyhow::Result<()> {
     let model = DecoderConfig {

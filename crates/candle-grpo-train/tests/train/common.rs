@@ -24,7 +24,7 @@ pub(crate) fn model() -> DecoderConfig {
     serde_json::from_str(TINY_DECODER).unwrap()
 }
 
-/// A model whose blocks are mixtures of two of four experts.
+/// A model whose blocks are mixtures with two of four experts per token.
 pub(crate) fn model_with_experts() -> DecoderConfig {
     DecoderConfig {
         model_type: ModelType::Qwen3Moe,
@@ -102,8 +102,7 @@ pub(crate) fn sampling() -> SamplingConfig {
     }
 }
 
-/// A trainer of the tiny policy with five prompts.
-/// A policy that trains in f32, at temperature 1.
+/// Configuration for a policy that trains in f32, at temperature 1.
 pub(crate) fn actor_config(policy_loss: PolicyLoss) -> ActorConfig {
     ActorConfig {
         policy_loss,
@@ -124,7 +123,7 @@ pub(crate) fn try_trainer(
     Trainer::new(model(), parameters(), tokenizer(), prompts, reward, config)
 }
 
-/// Three groups of four completions, in micro-batches of five.
+/// Three groups with four completions each, in micro-batches of five.
 pub(crate) fn config() -> TrainConfig {
     TrainConfig {
         prompts_per_step: 3,
@@ -139,7 +138,7 @@ pub(crate) fn trainer(reward: impl RewardFunction + 'static, config: TrainConfig
     try_trainer(reward, config).unwrap()
 }
 
-/// The share of the character "a".
+/// Fraction of the character "a".
 pub(crate) fn share_of_a(sample: &Sample) -> f32 {
     let a = sample.completion.matches('a').count();
     a as f32 / sample.completion_tokens.len() as f32
@@ -152,7 +151,7 @@ pub(crate) fn digest(sample: &Sample) -> f32 {
     tokens.map(weighted).sum::<f32>().sin()
 }
 
-/// The names of the files in a folder, sorted.
+/// File names in a folder, sorted.
 pub(crate) fn file_names(folder: &Path) -> Vec<String> {
     let names = fs::read_dir(folder).unwrap();
     let names = names.map(|entry| entry.unwrap().file_name().into_string().unwrap());
@@ -183,14 +182,13 @@ pub(crate) fn max_difference(a: &Tensor, b: &Tensor) -> f32 {
         .unwrap()
 }
 
-/// The metrics of the next steps.
+/// Metrics for the next steps.
 pub(crate) fn run(trainer: &mut Trainer, steps: usize) -> Vec<StepMetrics> {
     let step = |_| without_seconds(trainer.step().unwrap());
     (0..steps).map(step).collect()
 }
 
-/// Checks that the steps of ranks are the same on all of them, and those of one rank up to
-/// rounding.
+/// Checks that all ranks' steps are the same, and equal to those with one rank up to rounding.
 pub(crate) fn assert_ranks_agree(
     world_sizes: &[usize],
     build: impl Fn() -> Trainer + Sync,
@@ -211,7 +209,7 @@ pub(crate) fn assert_ranks_agree(
     }
 }
 
-/// The batch of (prompt, response) pairs in which the tokens train whose entry of `mask` is 1.
+/// The batch of (prompt, response) pairs where tokens train if their entry in `mask` is 1.
 pub(crate) fn with_mask(pairs: &[(&[u32], &[u32])], mask: &[Vec<u32>]) -> TokenBatch {
     let sequences = pairs.iter().zip(mask).map(|((prompt, response), mask)| {
         let written = mask[..response.len()].iter().map(|&trains| trains == 1);
@@ -221,14 +219,14 @@ pub(crate) fn with_mask(pairs: &[(&[u32], &[u32])], mask: &[Vec<u32>]) -> TokenB
     TokenBatch::of_batch(&Batch::new(sequences.collect()).unwrap(), device()).unwrap()
 }
 
-/// The sequences of `batch` with padding.
+/// The sequences in `batch` with padding.
 pub(crate) fn padded(batch: &TokenBatch) -> PaddedTokens {
     let sequences = batch.sequences().iter();
     let pairs: Vec<_> = sequences.map(|x| (x.prompt(), x.response())).collect();
     PaddedTokens::new(&pairs, device()).unwrap()
 }
 
-/// The log-distributions at the responses of a batch, `[B, T, V]`.
+/// Log-distributions at a batch's responses, `[B, T, V]`.
 pub(crate) fn log_distributions(model: &Reference, batch: &TokenBatch) -> anyhow::Result<Tensor> {
     let TeacherDistributions::Hidden { hidden, weight, .. } = model.distributions(batch)? else {
         anyhow::bail!("a model in this process gives no hidden states");

@@ -1,4 +1,4 @@
-//! The choice of prompts by how well the policy solves them.
+//! Chooses prompts by how well the policy solves them.
 
 use std::collections::BTreeSet;
 use std::sync::{Arc, Mutex};
@@ -15,7 +15,7 @@ use crate::common::{
     self, digest, model, parameters, pretrained, prompts, tokenizer, without_seconds,
 };
 
-/// The rewards of [`digest`] are from -1 to 1, and their means near 0.
+/// [`digest`] rewards are from -1 to 1, and their means near 0.
 fn pools() -> DifficultyPools {
     DifficultyPools {
         thresholds: vec![-0.1, 0.1, 1.],
@@ -30,7 +30,7 @@ fn config() -> TrainConfig {
     config
 }
 
-/// Draws the completions of up to n later steps while the policy trains.
+/// Samples the completions for up to n later steps while the policy trains.
 fn ahead(max_staleness: usize) -> TrainConfig {
     let mut config = config();
     config.rollout.max_staleness = max_staleness;
@@ -41,7 +41,7 @@ fn ahead(max_staleness: usize) -> TrainConfig {
     config
 }
 
-/// Draws more prompts in place of groups without a spread.
+/// Samples more prompts in place of groups without spread.
 fn filtered() -> TrainConfig {
     let mut config = config();
     config.recipe = Recipe::dapo(8, 2);
@@ -49,15 +49,15 @@ fn filtered() -> TrainConfig {
     config
 }
 
-/// The rows of the samples, in the order in which they are scored.
+/// The samples' rows, in the order in which they are scored.
 type Rows = Arc<Mutex<Vec<usize>>>;
 
-/// A trainer of ten prompts, and the rows that it draws.
+/// A trainer with ten prompts, and the rows that it samples.
 fn trainer(config: TrainConfig, reward: fn(&Sample) -> f32) -> (Trainer, Rows) {
     trainer_of(ten_prompts(), config, reward)
 }
 
-/// Prompts of the rows 0 to 9.
+/// Prompts for rows 0 to 9.
 fn ten_prompts() -> Vec<Prompt> {
     prompts(&["abc", "d", "ee", "ca", "b", "cd", "ed", "a", "cc", "dab"])
 }
@@ -84,7 +84,7 @@ fn steps(trainer: &mut Trainer, count: usize) -> Vec<StepMetrics> {
     (0..count).map(step).collect()
 }
 
-/// The prompts of each step: groups of four samples, three groups a step.
+/// Each step's prompts: groups of four samples, three groups per step.
 fn prompts_of_steps(rows: &Rows) -> Vec<Vec<usize>> {
     let rows = rows.lock().unwrap();
     let groups: Vec<usize> = rows.chunks(4).map(|group| group[0]).collect();
@@ -114,7 +114,7 @@ fn the_scores_of_prompts_are_the_means_of_their_latest_groups() {
     }
     let unseen = metrics[3].policy["curriculum_unseen"];
     assert_eq!(unseen, (10 - seen.len()) as f64);
-    // The mean of the only group that each prompt of the first step had.
+    // The mean of the only group for each prompt in the first step.
     assert_eq!(metrics[0].policy["curriculum_unseen"], 7.);
 }
 
@@ -146,7 +146,7 @@ fn prompts_of_a_pool_with_a_small_weight_come_seldom() {
     let rows = rows.lock().unwrap();
     let late = &rows[rows.len() / 2..];
     let of_solved = late.iter().filter(|row| **row < 5).count();
-    // Each draw takes a solved one with a chance of at most 0.5 / 30.5.
+    // Each sampled prompt is a solved one with a chance of at most 0.5 / 30.5.
     assert!((of_solved as f64) < 0.1 * late.len() as f64, "{of_solved}");
 }
 
@@ -214,7 +214,7 @@ fn scores_stay_with_their_rows_when_a_run_resumes_with_other_rows(
     assert_eq!(scores.tasks().count(), changed.len() - added);
     steps(&mut second, 6);
     let solved: BTreeSet<usize> = rows.lock().unwrap().iter().copied().collect();
-    // Only the row that is new may be a solved one.
+    // Only the new row may be a solved one.
     let solved = solved
         .into_iter()
         .filter(|row| *row < 5)
@@ -238,7 +238,7 @@ fn a_run_cannot_begin_to_use_a_curriculum() {
         error.contains("curriculum: a run cannot begin to use it"),
         "{error}"
     );
-    // A checkpoint from before there was a curriculum has no such key.
+    // A checkpoint from before curricula existed has no such key.
     let path = folder.path().join("trainer.json");
     let text = std::fs::read_to_string(&path).unwrap();
     let mut state: serde_json::Value = serde_json::from_str(&text).unwrap();
@@ -292,8 +292,8 @@ fn prompts_that_are_drawn_ahead_depend_on_the_step_alone(#[values(1, 2)] max_sta
     };
     let (metrics, prompts) = run();
     assert_eq!(run(), (metrics, prompts.clone()));
-    // The steps that are requested before the first one ends are drawn without scores, as in a
-    // run whose rewards are other ones.
+    // Steps that are requested before the first one ends are sampled without scores, as in a run
+    // with other rewards.
     fn other(_: &Sample) -> f32 {
         1.
     }

@@ -23,7 +23,7 @@ use crate::common::{
 const WIDTH: usize = 8;
 const VOCABULARY: usize = 6;
 
-/// A token depends on the mean of the tokens so far.
+/// A token depends on the mean over the tokens so far.
 #[derive(Clone, Serialize)]
 struct MeanConfig {
     positions: usize,
@@ -60,7 +60,7 @@ impl ModelConfig for MeanConfig {
 }
 
 impl MeanModel {
-    /// The hidden states `[.., W]` of sums of embeddings `[.., W]` over as many tokens.
+    /// Hidden states `[.., W]` from sums of embeddings `[.., W]` over as many tokens.
     fn hidden(&self, sums: &Tensor, tokens: &Tensor) -> Result<Tensor> {
         let means = sums.broadcast_div(tokens)?;
         (self.inner.forward(&means)?.tanh()? + means)? * self.scale
@@ -87,14 +87,14 @@ impl LanguageModel for MeanModel {
     }
 }
 
-/// The same model, which computes only the new tokens of a sequence.
+/// The same model, computing only a sequence's new tokens.
 #[derive(Clone, Serialize)]
 struct CachedConfig(MeanConfig);
 
 #[derive(Clone)]
 struct CachedModel(MeanModel);
 
-/// The sum `[1, W]` of the embeddings of the tokens so far, and their number.
+/// The sum `[1, W]` of the embeddings so far, and how many there are.
 type Sum = (Option<Tensor>, usize);
 
 impl ModelConfig for CachedConfig {

@@ -195,7 +195,7 @@ mod parquet {
     #[test]
     fn a_damaged_page_names_file_row_and_column() {
         let mut bytes = fs::read(fixture("many-snappy.parquet")).unwrap();
-        // Within the first page of the first column.
+        // Within the first column's first page.
         bytes[40..60].fill(0xff);
         let error = error_of("data.parquet", bytes);
         assert!(

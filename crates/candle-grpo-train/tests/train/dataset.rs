@@ -77,7 +77,7 @@ fn rows_have_the_lines_of_the_file() {
 #[case("{\"a\": 1} {\"b\": 2}", "nothing may follow the object at column 10")]
 #[case("{\"a\" 1}", "there must be a colon at column 6")]
 #[case("{\"a\": 1e999}", "a number is too large at column 11")]
-#[case("{\"a\": \"\\q\"}", "a backslash must begin an escape of JSON")]
+#[case("{\"a\": \"\\q\"}", "a backslash must begin a JSON escape")]
 #[case(
     "{\"a\": \"b\\ud83d\"}",
     "an escape from \\ud800 to \\udfff is half a character"
@@ -332,7 +332,7 @@ fn another_format_is_named(#[case] contents: &[u8], #[case] words: &str) {
         error.contains("data.jsonl: ") && error.contains(words),
         "{error}"
     );
-    // The command does not write over the file.
+    // The command does not overwrite the file.
     assert!(error.contains("to convert it: "), "{error}");
     let is_written = error.contains("data.converted.jsonl") || error.contains("unzip ");
     assert!(is_written, "{error}");
@@ -650,7 +650,7 @@ fn a_prompt_that_is_the_same_for_all_rows_is_an_error() {
         ..config.clone()
     };
     assert_eq!(prefilled.load(0).unwrap().train.len(), 2);
-    // One row, as often as it is there, is a choice.
+    // One row, however often it occurs, is one choice.
     fs::write(&path, "{\"a\": 1}\n{\"a\": 1}\n").unwrap();
     assert_eq!(config.load(0).unwrap().train.len(), 2);
 }

@@ -1,4 +1,4 @@
-//! Tests of sampling, rewards, training and runs.
+//! Tests sampling, rewards, training and runs.
 
 mod actor;
 mod adapters;

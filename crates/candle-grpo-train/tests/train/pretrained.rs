@@ -1,4 +1,4 @@
-//! Pretrained models: loading, saving, and refused files.
+//! Pretrained models: loading, saving, and rejected files.
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -25,8 +25,7 @@ const SPECIAL: [&str; 4] = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<too
 const TEMPLATE: &str =
     "{% for m in messages %}{{ bos_token }}{{ m.content }}{{ eos_token }}{% endfor %}";
 
-/// Special tokens, the printable ASCII characters, space and newline as GPT-2 writes them, and
-/// merges of them.
+/// Special tokens, the printable ASCII characters, space and newline as in GPT-2, and merges.
 fn tokens() -> Vec<String> {
     let mut tokens: Vec<String> = SPECIAL.map(str::to_owned).to_vec();
     tokens.extend((b'!'..=b'~').map(|byte| char::from(byte).to_string()));
@@ -86,7 +85,7 @@ fn metadata() -> BTreeMap<String, Value> {
     .collect()
 }
 
-/// The weights, waves of different phases.
+/// The weights, waves with different phases.
 fn tensors() -> candle_core::Result<BTreeMap<String, Tensor>> {
     let embedding = tokens().len() + 3;
     let tensors = [
@@ -142,14 +141,14 @@ impl Folder {
         Pretrained::load(&self.gguf(), &Device::Cpu)
     }
 
-    /// The folder of the model, loaded from its file and saved.
+    /// The model's folder, loaded from its file and saved.
     fn saved(&self) -> PathBuf {
         let pretrained = self.load(&metadata()).unwrap();
         pretrained.save(&self.model()).unwrap();
         self.model()
     }
 
-    /// The message with which the folder is refused.
+    /// The message with which the folder is rejected.
     fn refused(&self) -> String {
         refusal(Pretrained::load(&self.model(), &Device::Cpu))
     }
@@ -295,7 +294,7 @@ fn a_model_becomes_a_gguf_file_that_is_the_same_model(
     let file = Gguf::open(&path)?;
     let written = |key: &str| &file.metadata()[key];
     assert_eq!(written("tokenizer.ggml.pre").as_str(), Some(pre));
-    // The rows without a token have a text of their own.
+    // Rows without a token have their own text.
     let mut texts = tokens();
     texts.extend((texts.len()..texts.len() + 3).map(|id| format!("[PAD{id}]")));
     assert_eq!(*written("tokenizer.ggml.tokens"), GgufValue::Strings(texts));
@@ -430,7 +429,7 @@ fn more_tokens_than_rows_are_refused() {
 #[case("tokenizer.json", json!({}), "tokenizer.json: ")]
 #[case("tokenizer_config.json", json!({"eos_token": {"content": 7}}), "eos_token.content: 7, must be a text")]
 #[case("config.json", json!({}), "config.json: model_type: absent")]
-// Sizes that are absent are those of transformers, which no such model has.
+// Absent sizes fall back to transformers' defaults, which no such model has.
 #[case("config.json", json!({"model_type": "llama"}), "tensors: missing [\"lm_head.weight\", \"model.layers.1.input_layernorm.weight\",")]
 fn a_folder_with_a_file_that_makes_no_sense_is_refused_by_its_name(
     #[case] file: &str,
@@ -523,7 +522,7 @@ fn rendered(model: &Pretrained) -> [String; 2] {
     [&chat, &with_tools].map(|chat| template.render(chat).unwrap())
 }
 
-/// transformers takes `tool_use` for tools, and files in place of `tokenizer_config.json`.
+/// transformers uses `tool_use` for tools, and separate files in place of `tokenizer_config.json`.
 #[test]
 fn the_template_for_tools_is_read_and_kept() -> Result<()> {
     let folder = Folder::new();

@@ -24,7 +24,7 @@ use crate::common::{
     pretrained, prompts, sampling, share_of_a, tokenizer, trainer,
 };
 
-/// Five prompts and four completions of each, in two mini-batches.
+/// Five prompts with four completions each, in two mini-batches.
 fn config(recipe: Recipe) -> TrainConfig {
     let mut config = TrainConfig {
         recipe,
@@ -33,14 +33,14 @@ fn config(recipe: Recipe) -> TrainConfig {
         epochs: 2,
         ..common::config()
     };
-    // A larger epsilon than usual: otherwise the update of a weight whose gradient is near 0
-    // depends on the rounding of that gradient.
+    // A larger epsilon than usual. Otherwise, if a weight's gradient is near 0, its update depends
+    // on how that gradient is rounded.
     config.optimizer.epsilon = 1e-3;
     config.optimizer.learning_rate = 1e-2;
     config
 }
 
-/// The metrics of the steps, and the bits of all weights.
+/// The steps' metrics, and the bits of all weights.
 #[derive(Debug, Clone, PartialEq)]
 struct Run {
     metrics: Vec<StepMetrics>,
@@ -79,8 +79,8 @@ fn assert_run_close(found: &Run, expected: &Run) {
     }
 }
 
-/// Checks that the runs of 2, 3 and 4 ranks are those of one rank up to rounding, and bit-identical
-/// on all ranks.
+/// Checks that runs with 2, 3 and 4 ranks equal a run with one rank up to rounding, and are
+/// bit-identical on all ranks.
 fn assert_equal_on_ranks(build: impl Fn() -> Trainer + Sync, steps: usize) {
     let alone = run(&mut build(), steps);
     assert!(alone.metrics.iter().any(|metrics| !metrics.skipped));
@@ -128,9 +128,8 @@ fn five_steps_are_those_of_one_rank(#[case] recipe: Recipe) {
     assert_equal_on_ranks(|| trainer(digest, config(recipe.clone())), 5);
 }
 
-/// In one mini-batch: the penalty of a token is the absolute value of its log ratio. Where
-/// log-probs before the first update differ by rounding, the sign of its gradient depends on the
-/// rounding.
+/// In one mini-batch: a token's penalty is the absolute value of its log ratio. Where log-probs
+/// before the first update differ by rounding, the sign of its gradient depends on the rounding.
 #[test]
 fn tokens_of_highest_covariance_are_those_of_all_ranks() {
     stay_on_cpu();
@@ -146,13 +145,13 @@ fn tokens_of_highest_covariance_are_those_of_all_ranks() {
     assert_equal_on_ranks(|| trainer(digest, config.clone()), 5);
 }
 
-/// The experts of the rollouts are exchanged, too.
+/// The rollouts' experts are exchanged, too.
 #[test]
 fn replayed_experts_are_those_of_one_rank() {
     stay_on_cpu();
     let config = TrainConfig {
         router_replay: true,
-        // The balance of the experts is that of a micro-batch.
+        // Expert balance is computed per micro-batch.
         micro_batch_size: 1,
         ..config(Recipe::grpo())
     };
@@ -170,7 +169,7 @@ fn replayed_experts_are_those_of_one_rank() {
     assert_equal_on_ranks(|| build().unwrap(), 3);
 }
 
-/// Before the first update the entropies have the same bits on any number of ranks.
+/// Before the first update, entropies have the same bits on any number of ranks.
 #[test]
 fn tokens_of_highest_entropy_are_those_of_all_ranks() {
     stay_on_cpu();
@@ -183,8 +182,8 @@ fn tokens_of_highest_entropy_are_those_of_all_ranks() {
     assert_equal_on_ranks(|| trainer(digest, config.clone()), 1);
 }
 
-/// With adapters and a critic, in bf16, and with parameters whose number of elements the ranks do
-/// not divide.
+/// With adapters and a critic, in bf16, and with parameters whose number of elements is not
+/// divisible by the number of ranks.
 #[rstest]
 fn a_sharded_optimizer_is_that_of_one_rank(
     #[values(false, true)] with_adapters: bool,
@@ -440,8 +439,8 @@ fn the_completions_do_not_depend_on_the_number_of_ranks() {
     }
 }
 
-/// The gradients of several blocks are more than one bucket, so that sums begin before the backward
-/// pass has ended.
+/// The gradients for several blocks fill more than one bucket, so that sums begin before the
+/// backward pass has ended.
 #[test]
 fn gradients_that_are_summed_during_the_backward_pass_are_those_of_one_rank() {
     stay_on_cpu();

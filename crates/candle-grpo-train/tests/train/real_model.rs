@@ -1,6 +1,6 @@
-//! SmolLM2-135M-Instruct, which `make model` fetches. `make test-model` runs these tests.
+//! SmolLM2-135M-Instruct, which `make model` downloads. `make test-model` runs these tests.
 //!
-//! `GRPO_MODEL_DIR` is the folder of `SmolLM2-135M-Instruct` and of the GGUF file, if it is not
+//! `GRPO_MODEL_DIR` is the folder with `SmolLM2-135M-Instruct` and the GGUF file, if it is not
 //! `target/models`.
 
 use std::fs;
@@ -24,7 +24,7 @@ fn models() -> PathBuf {
     )
 }
 
-/// The model of the GGUF file, loaded once for all tests.
+/// The model in the GGUF file, loaded once for all tests.
 fn model() -> &'static Pretrained {
     static MODEL: OnceLock<Pretrained> = OnceLock::new();
     let file = models().join(format!("{NAME}.Q4_1.gguf"));
@@ -52,7 +52,7 @@ fn next_token_log_probs_equal_those_of_a_numpy_implementation() -> Result<()> {
     let hidden = decoder.padded_hidden_states(&ids, &ids.ones_like()?)?;
     let logits = decoder.logits(&hidden.i((.., 4))?)?;
     let log_probs = candle_nn::ops::log_softmax(&logits, 1)?.squeeze(0)?;
-    // A forward pass in NumPy and f64 over the same file.
+    // A forward pass in NumPy and f64 on the same file.
     for (token, text, expected) in [
         (7042, " Paris", -0.2581),
         (260, " the", -2.7408),
@@ -119,7 +119,7 @@ fn special_tokens_and_chat_template_are_read() -> Result<()> {
     Ok(())
 }
 
-/// The greedy completions of transformers, recorded by `benches/peers/greedy.py`.
+/// transformers' greedy completions, recorded by `benches/peers/greedy.py`.
 #[derive(Deserialize)]
 struct Continuation {
     prompt: String,

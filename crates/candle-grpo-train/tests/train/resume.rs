@@ -1,4 +1,4 @@
-//! Going on where a run ended, and stopping it.
+//! Resumes a run where it ended, and interrupts it.
 
 use std::fs;
 use std::path::Path;
@@ -123,7 +123,7 @@ fn assert_equal(a: &Parameters, b: &Parameters) {
     }
 }
 
-/// Whatever a run keeps in mind from step to step.
+/// Whatever a run remembers from step to step.
 #[rstest]
 #[case::dynamic(dynamic())]
 #[case::adapters(adapters())]
@@ -201,7 +201,7 @@ fn a_missing_file_is_named() {
     assert!(error.contains("optimizer.safetensors"), "{error}");
 }
 
-/// Cancels after a number of calls of `advance`.
+/// Cancels after a number of calls to `advance`.
 #[derive(Default)]
 struct Impatient {
     seen: AtomicUsize,
@@ -222,7 +222,7 @@ impl Progress for Impatient {
     }
 }
 
-/// Wherever it is stopped: while it samples, before and within the passes of its only update.
+/// Wherever it is stopped: while it samples, or before and within the passes in its only update.
 #[test]
 fn an_interrupted_step_leaves_everything_as_it_was() {
     let mut undisturbed = trainer(digest, dynamic_with_one_update());
@@ -250,7 +250,7 @@ fn an_interrupted_step_leaves_everything_as_it_was() {
             undisturbed.actor().parameters(),
         );
     }
-    // Each token of the longest completion, scores and the micro-batches.
+    // Once per token in the longest completion, for scores, and for the micro-batches.
     assert!((10..40).contains(&interrupted), "{interrupted}");
 }
 
@@ -291,7 +291,7 @@ fn a_step_that_has_changed_weights_runs_to_completion() {
     panic!("no step was made");
 }
 
-/// Advantages that are no numbers.
+/// Advantages that are NaN.
 struct Broken;
 
 impl AdvantageEstimator for Broken {
@@ -309,7 +309,7 @@ fn nothing_is_learned_from_what_is_not_finite(#[case] broken: bool, #[case] expe
     let mut config = config();
     config.recipe = Recipe::dr_grpo(8.);
     let prompts = prompts(&["abc", "d", "ee", "ca", "b"]);
-    // Gradients whose squares no f32 holds.
+    // Gradients whose squares exceed the f32 range.
     let reward = |sample: &Sample| 1e30 * digest(sample).signum();
     let mut trainer =
         Trainer::new(model(), parameters(), tokenizer(), prompts, reward, config).unwrap();

@@ -1,8 +1,8 @@
-//! Intervals and paired tests of evaluations.
+//! Intervals and paired tests for evaluations.
 //!
 //! The expected values were computed with statsmodels 0.15.0 (`proportion_confint`, `mcnemar`,
-//! `DescrStatsW`) and scipy 1.17.1 (`ttest_rel`). Those of the interval beside McNemar's test
-//! follow the formula of Bonett and Price.
+//! `DescrStatsW`) and scipy 1.17.1 (`ttest_rel`). The interval for McNemar's test follows Bonett
+//! and Price's formula.
 
 use candle_grpo_train::statistics::{IntervalMethod, PairedTest, compare_paired, mean, wilson};
 use rstest::rstest;
@@ -51,7 +51,7 @@ fn the_interval_of_shares_of_prompts_is_students() {
     assert_eq!((one.low, one.high, one.standard_error), (None, None, None));
 }
 
-/// Values of 0 and 1 of which `a_better` prompts are better with A and `b_better` with B.
+/// 0/1 values where `a_better` prompts are better with A and `b_better` with B.
 fn discordant(a_better: usize, b_better: usize, prompts: usize) -> (Vec<f64>, Vec<f64>) {
     let value = |is_one: bool| f64::from(u8::from(is_one));
     (0..prompts)

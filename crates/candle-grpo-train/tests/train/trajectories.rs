@@ -1,4 +1,4 @@
-//! Trajectories of several sequences.
+//! Trajectories with several sequences.
 
 use candle_core::Tensor;
 use candle_grpo_core::{GroupAdvantage, Scale};
@@ -18,7 +18,7 @@ fn actor(aggregation: Aggregation) -> Actor {
     Actor::new(model(), parameters(), config).unwrap()
 }
 
-/// The gradient of two trajectories, of which the first has two turns of the policy.
+/// The gradient for two trajectories, where the first has two policy turns.
 fn gradients(batch: &Batch, aggregation: Aggregation) -> Actor {
     // One advantage of each trajectory.
     let scores = [1f32, 0.25];

@@ -471,7 +471,7 @@ fn a_full_disk_is_an_error_and_leaves_no_part() {
     assert_fails(
         &output,
         1,
-        &["writing model.safetensors of 200000 bytes", "HF_HUB_CACHE"],
+        &["writing model.safetensors (200000 bytes)", "HF_HUB_CACHE"],
     );
     assert!(!test.has_part() && !test.weights().exists());
 }

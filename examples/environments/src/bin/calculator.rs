@@ -1,4 +1,4 @@
-//! A tiny policy learns to use a calculator for products of two-digit numbers.
+//! A tiny policy learns to use a calculator to multiply two-digit numbers.
 //!
 //! It warms up on examples, most of which answer at once. Then GRPO trains it twice from the same
 //! weights: with the tool, and without it. The only reward is whether the answer is correct.
@@ -21,9 +21,9 @@ use candle_grpo_train::{Prompt, Sample, SamplingConfig, Trainer};
 use serde_json::{Value, json};
 use tokenizers::Tokenizer;
 
-/// Number of problems that are never trained on.
+/// Number of problems that are never used for training.
 const HELD_OUT: usize = 500;
-/// One of this many examples of the warm-up calls the tool.
+/// One in this many warm-up examples calls the tool.
 const TOOL_EXAMPLES: usize = 5;
 
 /// Multiplies two numbers.
@@ -125,7 +125,7 @@ fn run(args: &Args) -> Result<()> {
     Ok(())
 }
 
-/// All products of four digits of two-digit numbers, in random order.
+/// All four-digit products of two-digit numbers, in random order.
 fn problems(seed: u64, tokenizer: &Tokenizer) -> Result<Vec<Prompt>> {
     let all: Vec<(u32, u32)> = (32..100)
         .flat_map(|a| (32..100).map(move |b| (a, b)))

@@ -1,8 +1,8 @@
-//! A tiny policy learns a game of three turns from random weights: it guesses a number from 1 to 7,
-//! and the environment answers whether the number is higher or lower.
+//! A tiny policy learns a game with three turns from random weights: it guesses a number from 1 to
+//! 7, and the environment says whether the number is higher or lower.
 //!
-//! A policy that does not read the answers guesses at most three numbers of seven, so it wins at
-//! most 3/7 of the games. Binary search wins all, and 6/7 from a first guess of 3 or 5.
+//! A policy that ignores the answers guesses at most three numbers out of seven, so it wins at most
+//! 3/7 of the games. Binary search wins all, and 6/7 from a first guess of 3 or 5.
 
 use std::sync::Arc;
 
@@ -21,10 +21,10 @@ use serde_json::json;
 const NUMBERS: u64 = 7;
 const TURNS: usize = 3;
 
-/// The share of games that the best policy wins that does not read the answers.
+/// Fraction of games that the best policy wins without reading the answers.
 const BLIND: f64 = TURNS as f64 / NUMBERS as f64;
 
-/// The environment of one game.
+/// The environment for one game.
 struct Guessing {
     number: u64,
 }

@@ -67,7 +67,7 @@ fn rounded_at_random(p: &Tensor, random: Random, eight: u64) -> Result<Tensor> {
     Tensor::from_vec(rounded, p.shape(), &Device::Cpu)?.to_device(p.device())
 }
 
-/// Replaces the elements of `tensor`.
+/// Overwrites `tensor`.
 fn write(tensor: &Tensor, values: &Tensor) -> Result<()> {
     let tensor = tensor.detach().flatten_all()?;
     tensor.slice_set(&values.flatten_all()?, 0, 0)

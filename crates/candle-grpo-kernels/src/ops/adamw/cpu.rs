@@ -12,17 +12,17 @@ use crate::cpu::instructions::vectors;
 use crate::cpu::simd::{BLOCK, L1, prefetch};
 use crate::cpu::slice::{self, CHUNK, with_floats};
 
-/// Prefetch distance in elements. The step is bound by memory and reads four streams, so the
-/// hardware prefetcher does not suffice at page boundaries.
+/// Prefetch distance in elements. The step is memory-bound and reads four streams, so the hardware
+/// prefetcher does not suffice at page boundaries.
 const AHEAD: usize = 512;
 const PART: usize = 64;
 
-/// Updates all parameters. A core updates whole small parameters and chunks of large ones.
+/// Updates all parameters. A core updates whole small parameters, and chunks from large ones.
 pub(crate) fn step(parameters: &[&AdamWTensors], step: &AdamWStep) -> Result<()> {
     parameters.par_iter().try_for_each(|tensors| {
         let gradient = tensors.gradient.contiguous()?;
         let coefficients = Narrow::from(step.coefficients(tensors.weight_decay));
-        // A closure writes one tensor, so the slices of several tensors need nested closures.
+        // A closure writes one tensor, so several tensors need nested closures.
         with_moment(tensors.average, |average| {
             with_moment(tensors.square, |square| {
                 with_master(tensors.master, |master| {
@@ -53,7 +53,7 @@ enum Moment<'a> {
 }
 
 impl<'a> Moment<'a> {
-    /// The moments of each [`CHUNK`] of elements.
+    /// Splits into moments for each [`CHUNK`] elements.
     fn chunks(self) -> Vec<Moment<'a>> {
         match self {
             Self::Numbers(numbers) => numbers.chunks_mut(CHUNK).map(Moment::Numbers).collect(),
@@ -83,7 +83,7 @@ fn with_master(
     }
 }
 
-/// The optimizer state that the step of one parameter writes.
+/// Optimizer state to update for one parameter.
 struct State<'a> {
     average: Moment<'a>,
     square: Moment<'a>,
@@ -120,7 +120,7 @@ impl State<'_> {
                     (Moment::Blocks(m), Moment::Blocks(v)) => {
                         coefficients.update_quantized(p, master, random, m, v, g);
                     }
-                    // Both moments have one form.
+                    // Both moments have the same form.
                     _ => {}
                 });
             });
@@ -149,7 +149,7 @@ impl Narrow {
         }
     }
 
-    /// [`Self::update`] with moments in blocks.
+    /// Like [`Self::update`], with moments in blocks.
     #[inline(always)]
     fn update_quantized<P: Element, G: Element>(
         &self,

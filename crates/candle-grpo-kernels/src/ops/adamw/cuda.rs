@@ -7,14 +7,13 @@ use super::{AdamWStep, AdamWTensors, Narrow};
 use crate::cuda::tensor_list::{TensorList, address, dtype_number, word};
 use crate::cuda::{In, grid, kernels};
 
-/// Threads and elements of a block, as in the kernels: with moments in blocks of codes, a warp has
-/// one of these.
+/// Threads and elements per block, as in the kernels. With moments in blocks of codes, each warp
+/// updates one.
 const THREADS: u32 = 256;
 const CHUNK: usize = THREADS as usize * 16;
 const QUANTIZED_CHUNK: usize = THREADS as usize / 32 * moments::NUMBERS;
 
-/// Updates f32, bf16 and f16 parameters that are not empty, in one launch for each device and form
-/// of the moments.
+/// Updates nonempty f32, bf16 and f16 parameters, in one launch per device and moment form.
 pub(crate) fn step(parameters: &[&AdamWTensors], step: &AdamWStep) -> Result<()> {
     let Some(first) = parameters.first() else {
         return Ok(());
@@ -72,7 +71,7 @@ fn launch(parameters: &[&AdamWTensors], device: &CudaDevice, step: &AdamWStep) -
     let number = step.step as u32;
     if is_quantized {
         let maps = device.clone_htod(&moments::moment_codes().concat())?;
-        // SAFETY: the list has the addresses of tensors of n elements and of their blocks (master
+        // SAFETY: the list has the addresses of tensors with n elements and of their blocks (master
         // may be null), and the warps cover them. The tensors that the kernel writes share no
         // memory, and the stream orders the launch after all earlier uses.
         #[allow(unsafe_code)]
@@ -94,7 +93,7 @@ fn launch(parameters: &[&AdamWTensors], device: &CudaDevice, step: &AdamWStep) -
             .launch(device, blocks)
         };
     }
-    // SAFETY: the list has the addresses of tensors of n elements (master may be null), and the
+    // SAFETY: the list has the addresses of tensors with n elements (master may be null), and the
     // blocks cover them. The tensors that the kernel writes share no memory, and the stream orders
     // the launch after all earlier uses.
     #[allow(unsafe_code)]
@@ -116,7 +115,7 @@ fn launch(parameters: &[&AdamWTensors], device: &CudaDevice, step: &AdamWStep) -
     }
 }
 
-/// Returns the contiguous gradient, in the dtype of the parameter or in f32.
+/// Returns the contiguous gradient, in the parameter's dtype or in f32.
 fn gradient(tensors: &AdamWTensors) -> Result<Tensor> {
     let gradient = tensors.gradient.contiguous()?;
     if gradient.dtype() == tensors.parameter.dtype() {

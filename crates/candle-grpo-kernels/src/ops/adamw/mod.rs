@@ -1,4 +1,4 @@
-//! One step of AdamW, in place.
+//! One AdamW step, in place.
 
 pub(crate) mod composed;
 mod cpu;
@@ -14,11 +14,11 @@ use self::rounding::{EIGHT, Random, Rounding};
 use crate::precision::arithmetic_dtype;
 use crate::{check, path};
 
-/// A parameter, its gradient and its optimizer state, of one shape and on one device. Only moments
-/// in blocks have another shape.
+/// A parameter, its gradient and its optimizer state, all with the same shape and device. Only
+/// moments in blocks have another shape.
 #[derive(Debug, Clone, Copy)]
 pub struct AdamWTensors<'a> {
-    /// The parameter, of any float dtype: a variable, or a contiguous part of one.
+    /// The parameter, in any float dtype: a variable, or a contiguous part of one.
     pub parameter: &'a Tensor,
     /// The master copy of a bf16 or f16 parameter, in f32. The step updates the master and rounds
     /// it to the parameter. Without a master, steps below the precision of the dtype are lost,
@@ -39,27 +39,27 @@ pub struct AdamWTensors<'a> {
     pub weight_decay: f64,
 }
 
-/// The hyperparameters of one step, equal for all parameters.
+/// Hyperparameters for one step, shared by all parameters.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct AdamWStep {
     /// Step size.
     pub learning_rate: f64,
-    /// Decay of the average of gradients, in [0, 1).
+    /// Decay for the gradient average, in [0, 1).
     pub beta1: f64,
-    /// Decay of the average of squared gradients, in [0, 1).
+    /// Decay for the squared gradient average, in [0, 1).
     pub beta2: f64,
     /// Added to the denominator.
     pub epsilon: f64,
-    /// Index of this step, from 1. It determines the bias correction of the averages.
+    /// Index of this step, starting at 1. It determines the bias correction.
     pub step: usize,
-    /// Factor of all gradients, for clipping; 1 for none. The step multiplies in f32 and does not
-    /// change the gradients.
+    /// Multiplies all gradients, for clipping; 1 for none. The product is in f32, and the
+    /// gradients do not change.
     pub gradient_factor: f64,
 }
 
 /// Updates all parameters with AdamW (<https://arxiv.org/abs/1711.05101>), in place.
 ///
-/// One pass over the memory, and one launch on CUDA. Step t with the gradient g is
+/// This is one pass over memory, and one launch on CUDA. Step t with the gradient g is
 ///
 /// ```text
 /// m = beta1 m + (1 - beta1) g
@@ -68,13 +68,13 @@ pub struct AdamWStep {
 ///     - learning_rate (m / (1 - beta1^t)) / (sqrt(v / (1 - beta2^t)) + epsilon)
 /// ```
 ///
-/// as in `torch.optim.AdamW`. A graph that uses the parameters must not be alive: its backward pass
+/// as in `torch.optim.AdamW`. Drop all graphs that use the parameters first: their backward pass
 /// would mix old and new values.
 ///
 /// # Errors
 ///
 /// Fails if a hyperparameter is out of range, if shapes, dtypes or devices differ, or if tensors
-/// share memory. Nothing has changed in these cases.
+/// share memory. In these cases nothing has changed.
 ///
 /// ```
 /// use candle_core::{DType, Device, Tensor, Var};
@@ -178,7 +178,7 @@ impl AdamWStep {
     }
 }
 
-/// The coefficients of one step, equal for all elements of a parameter.
+/// Coefficients for one step, the same for all elements in a parameter.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Coefficients {
     pub(crate) beta1: f64,

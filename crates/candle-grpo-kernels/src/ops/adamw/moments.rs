@@ -1,21 +1,21 @@
-//! Moments of AdamW in blocks of 8-bit codes.
+//! AdamW moments in blocks of 8-bit codes.
 
 use std::sync::LazyLock;
 
 use candle_core::{Device, Result, Shape, Tensor};
 
-/// The numbers of a block.
+/// Values per block.
 pub(crate) const NUMBERS: usize = 256;
-/// The bytes of a block: a code for each number, and the scale, f32 in little-endian order.
+/// Bytes per block: a code for each value, and the scale, f32 in little-endian order.
 pub(crate) const BYTES: usize = NUMBERS + 4;
 
-/// Returns the shape of a moment of `elements` numbers in blocks, u8 `[blocks, 260]`.
+/// Returns the shape for a moment with `elements` values in blocks, u8 `[blocks, 260]`.
 ///
-/// Each block has 256 codes of a number in [-1, 1] (in [0, 1] for the average of squares) and, as
-/// f32, the largest magnitude of its numbers, which is their scale. Codes are those of the dynamic
-/// map of bitsandbytes (<https://arxiv.org/abs/2110.02861>): 7 decades, of which each has twice the
-/// codes of the one below. Zeros are blocks of zero bytes. A positive average of squares never
-/// rounds to zero, which would divide a step by `epsilon`.
+/// Each block holds 256 codes, and the largest magnitude in the block as an f32 scale. A code
+/// stands for a value in [-1, 1] (in [0, 1] for the squared average). Codes follow the dynamic map
+/// in bitsandbytes (<https://arxiv.org/abs/2110.02861>): 7 decades, each with twice as many codes
+/// as the one below. Zeros are blocks of zero bytes. A positive squared average never rounds to
+/// zero, because the step would then be divided by `epsilon`.
 ///
 /// ```
 /// assert_eq!(candle_grpo_kernels::moment_blocks(1000).dims(), [4, 260]);
@@ -24,72 +24,71 @@ pub fn moment_blocks(elements: usize) -> Shape {
     (elements.div_ceil(NUMBERS), BYTES).into()
 }
 
-/// Returns the numbers of the codes of [`moment_blocks`]: those of the average of gradients, and
-/// those of the average of their squares. Both ascend.
+/// Returns the values for all [`moment_blocks`] codes: first for the gradient average, then for the
+/// squared average. Both ascend.
 pub fn moment_codes() -> [[f32; 256]; 2] {
     [SIGNED.numbers, UNSIGNED.numbers]
 }
 
-/// The numbers of the codes of one of the two moments, in ascending order.
+/// The values for one moment's codes, in ascending order.
 pub(crate) struct CodeMap {
     pub(crate) numbers: [f32; NUMBERS],
-    /// The code of 0.
+    /// The code for 0.
     zero: u8,
-    /// The code of the least magnitude of each cell. Floats of a cell have the same exponent and
-    /// the same first bits of the fraction. At most one border between two codes is in a cell.
+    /// The code for the smallest magnitude in each cell. Floats in one cell share their exponent
+    /// and their first fraction bits. A cell contains at most one boundary between two codes.
     cells: [u8; CELLS],
-    /// The bits of the least magnitude with a larger code than each code.
+    /// For each code, the bits of the smallest magnitude with a larger code.
     next: [u32; NUMBERS],
 }
 
-/// The bits of a float that do not decide its cell.
+/// The float bits that do not determine its cell.
 const CELL_BITS: u32 = 15;
-/// The cell of 2^-22, which stands for those below, too.
+/// The cell for 2^-22, which also stands for everything smaller.
 const FIRST_CELL: u32 = (127 - 22) << (23 - CELL_BITS);
-/// The cell of 1.
+/// The cell for 1.
 const LAST_CELL: u32 = 127 << (23 - CELL_BITS);
 const CELLS: usize = (LAST_CELL - FIRST_CELL + 1) as usize;
 
-/// The definition of the codes of magnitudes, from which [`CodeMap`] has a table.
+/// Defines the codes for magnitudes. [`CodeMap`] tabulates them.
 struct Decades {
-    /// 7 decades, and the number 1.
+    /// 7 decades, and the value 1.
     decades: [Decade; 8],
-    /// The code of 0.
+    /// The code for 0.
     zero: f32,
 }
 
-/// Codes at equal distances.
+/// Evenly spaced codes.
 #[derive(Clone, Copy)]
 struct Decade {
-    /// Larger numbers have these codes, or those of the decades above.
+    /// Larger values have these codes, or those in the decades above.
     above: f32,
-    /// The product of a number with `factor`, less `offset`, is the place among the codes, rounded
-    /// down.
+    /// A value times `factor`, less `offset`, is its place among the codes, rounded down.
     factor: f32,
     offset: f32,
     first: f32,
     last: f32,
 }
 
-/// The sign of a float.
+/// A float's sign bit.
 const SIGN: u32 = 1 << 31;
-/// The least magnitude at which all floats are whole numbers.
+/// The smallest magnitude from which all floats are whole numbers.
 const WHOLE: f32 = (1 << 23) as f32;
 
-/// The codes of the average of gradients.
+/// Codes for the gradient average.
 pub(crate) static SIGNED: LazyLock<CodeMap> = LazyLock::new(|| CodeMap::new(true));
-/// The codes of the average of squared gradients.
+/// Codes for the squared gradient average.
 pub(crate) static UNSIGNED: LazyLock<CodeMap> = LazyLock::new(|| CodeMap::new(false));
 
 impl Decades {
-    /// The decades, and the numbers of their codes.
+    /// Returns the decades, and the values for their codes.
     fn new(signed: bool) -> (Self, [f64; NUMBERS]) {
         let zero = if signed { 127 } else { 0 };
         let mut numbers = [0.0; NUMBERS];
         let mut first = zero + 1;
         let decades = std::array::from_fn(|decade| {
-            // Parts of the decade from 0.1 to 1, times a power of ten. The middle of a part is a
-            // number.
+            // Divides the decade from 0.1 to 1, times a power of ten. The middle of each part is a
+            // value.
             let (parts, width, start) = match decade {
                 7 => (1, 0.0, 1.0),
                 _ => {
@@ -103,7 +102,7 @@ impl Decades {
             }
             let (below, own) = (numbers[first - 1], numbers[first]);
             let above = match (decade, signed) {
-                // No positive average of squares is zero.
+                // No positive squared average is zero.
                 (0, false) => 0.0,
                 _ => (below + own) / 2.0,
             };
@@ -121,7 +120,7 @@ impl Decades {
         (Self { decades, zero }, numbers)
     }
 
-    /// The code of a magnitude up to 1.
+    /// Returns the code for a magnitude up to 1.
     fn code(&self, magnitude: f32) -> u8 {
         let (mut factor, mut offset) = (0.0, 0.0);
         let (mut first, mut last) = (self.zero, self.zero);
@@ -132,12 +131,13 @@ impl Decades {
             }
         }
         let place = (magnitude * factor - offset).max(0.0);
-        // Rounded down: at this magnitude floats are whole numbers.
+        // Rounds down: at this magnitude, floats are whole numbers.
         let code = (first + place - 0.4999).max(0.0) + WHOLE - WHOLE;
         code.min(last) as u8
     }
 
-    /// The bits of the least magnitude with a larger code than `code`, which is not the last one.
+    /// Returns the bits of the smallest magnitude with a larger code than `code`, which must not be
+    /// the last.
     fn least_bits_above(&self, code: u8) -> u32 {
         let (mut below, mut least) = (0, 1f32.to_bits());
         while below < least {
@@ -174,12 +174,12 @@ impl CodeMap {
         }
     }
 
-    /// The code of a number in [-1, 1]: that of the nearest number.
+    /// Returns the code for a number in [-1, 1], which is the nearest value's.
     #[inline(always)]
     fn code(&self, number: f32) -> u8 {
         let bits = number.to_bits();
         let magnitude = bits & !SIGN;
-        // NaN has the code of 0.
+        // NaN gets the code for 0.
         let magnitude = match magnitude > f32::INFINITY.to_bits() {
             true => 0,
             false => magnitude,
@@ -187,13 +187,13 @@ impl CodeMap {
         let cell = (magnitude >> CELL_BITS).clamp(FIRST_CELL, LAST_CELL) - FIRST_CELL;
         let code = self.cells[cell as usize];
         let code = code + u8::from(magnitude >= self.next[usize::from(code)]);
-        // The numbers are symmetric but for 1. Signs are random, so a branch would be slow.
+        // The values are symmetric except for 1. Signs are random, so a branch would be slow.
         let mirrored = (2 * self.zero).saturating_sub(code);
         let is_negative = ((bits >> 31) as u8).wrapping_neg();
         (code & !is_negative) | (mirrored & is_negative)
     }
 
-    /// Reads a block of at most 256 numbers.
+    /// Decodes a block with at most 256 values.
     #[inline(always)]
     pub(crate) fn read(&self, block: &[u8], numbers: &mut [f32]) {
         let (codes, scale) = block.split_at(NUMBERS);
@@ -203,11 +203,11 @@ impl CodeMap {
         }
     }
 
-    /// Writes a block of at most 256 numbers. The codes of others stay.
+    /// Encodes a block with at most 256 values. Codes after them do not change.
     #[inline(always)]
     pub(crate) fn write(&self, numbers: &[f32], block: &mut [u8]) {
         let (codes, bytes) = block.split_at_mut(NUMBERS);
-        // The largest of every 16th number first, which the compiler vectorizes.
+        // Takes the maximum over every 16th value first, so that the compiler vectorizes it.
         let mut most = [0f32; 16];
         for numbers in numbers.chunks(16) {
             for (most, number) in most.iter_mut().zip(numbers) {
@@ -221,7 +221,7 @@ impl CodeMap {
             codes.fill(0);
             return;
         }
-        // The compiler vectorizes the quotients, and no loop with a table.
+        // The compiler vectorizes the quotients, but not a loop with a table lookup.
         let mut quotients = [0.0; NUMBERS];
         for (quotient, number) in quotients.iter_mut().zip(numbers) {
             *quotient = number / scale;
@@ -231,7 +231,7 @@ impl CodeMap {
         }
     }
 
-    /// The numbers of a moment in blocks, f32 of the shape `shape`, computed on the CPU.
+    /// Decodes a moment in blocks to f32 with shape `shape`, on the CPU.
     pub(crate) fn read_blocks(&self, blocks: &Tensor, shape: &Shape) -> Result<Tensor> {
         let bytes = blocks.detach().to_device(&Device::Cpu)?;
         let bytes = bytes.flatten_all()?.to_vec1::<u8>()?;
@@ -242,7 +242,7 @@ impl CodeMap {
         Tensor::from_vec(numbers, shape, blocks.device())
     }
 
-    /// The blocks of the numbers of a moment, computed on the CPU.
+    /// Encodes a moment in blocks, on the CPU.
     pub(crate) fn write_blocks(&self, numbers: &Tensor) -> Result<Tensor> {
         let shape = moment_blocks(numbers.elem_count());
         let values = numbers.to_device(&Device::Cpu)?;
@@ -293,7 +293,7 @@ mod tests {
             let distance = |a: f32, b: f32| (a - b).abs();
             let signed = if negative { -number } else { number };
             let expected = nearest(&SIGNED, signed);
-            // A border between two codes is off by 1e-4 of their distance, which is 4e-4 here.
+            // A boundary between two codes is off by 1e-4 of their distance, which is 4e-4 here.
             prop_assert!(
                 distance(found(&SIGNED, signed), signed) <= distance(expected, signed) * (1.0 + 1e-3)
             );
@@ -304,7 +304,7 @@ mod tests {
         }
     }
 
-    /// Around each border, and at floats in equal steps.
+    /// Checks around each boundary, and at evenly spaced floats.
     #[test]
     fn the_table_has_the_codes_of_the_decades() {
         for (map, decades) in [

@@ -7,7 +7,7 @@ use candle_core::{Layout, Result, Shape};
 use crate::cuda::elements::blocks;
 use crate::cuda::{In, Out, alloc, kernels, with_cuda_floats};
 
-/// Returns the sum of contiguous `a` and `b` of one shape.
+/// Returns the sum of contiguous `a` and `b` with equal shapes.
 pub(crate) fn forward(
     (a, a_layout): (&CudaStorage, &Layout),
     (b, b_layout): (&CudaStorage, &Layout),

@@ -9,13 +9,13 @@ use candle_core::{CpuStorage, CustomOp2, Layout, Result, Shape, Tensor, WithDTyp
 use crate::cpu::{slice, with_floats};
 use crate::{check, path};
 
-/// Computes `a + b`, for tensors of one shape and one float dtype.
+/// Computes `a + b`, for tensors with the same shape and float dtype.
 ///
-/// Candle adds f64. Sums of bf16 and f16 are in f32 and rounded once. Both inputs have gradients.
+/// Candle adds f64. bf16 and f16 are added in f32 and rounded once. Both inputs get gradients.
 ///
 /// # Errors
 ///
-/// Fails on other shapes and dtypes.
+/// Fails if shapes or dtypes differ.
 ///
 /// ```
 /// use candle_core::{DType, Device, Tensor};

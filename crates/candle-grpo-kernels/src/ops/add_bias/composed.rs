@@ -19,7 +19,7 @@ pub(crate) fn unchecked(pairs: &[(&Tensor, &Tensor)]) -> Result<Vec<Tensor>> {
     sums.collect()
 }
 
-/// Adds the sum of the rows of `gradient`, which is not empty, in the dtype of `sum`.
+/// Adds the row sum of a nonempty `gradient`, in the dtype of `sum`.
 pub(crate) fn add_gradient(sum: &Tensor, gradient: &Tensor) -> Result<()> {
     let sum = sum.detach();
     let rows = gradient.detach().to_dtype(sum.dtype())?.sum(0)?;

@@ -7,25 +7,24 @@ use candle_core::{Result, Storage, Tensor, bail};
 use crate::cuda::in_place::write;
 use crate::cuda::{In, Out, alloc, as_tensor, grid, kernels, with_cuda_floats};
 
-/// Pairs of a launch, as in the kernel.
+/// Pairs per launch, as in the kernel.
 const PAIRS: usize = 3;
-/// Rows of a block, a warp each, as in the kernel.
+/// Rows per block, a warp each, as in the kernel.
 const ROWS: usize = 8;
-/// Bytes of a row that a warp adds, as in the kernel: 4 packs of 16 bytes for each thread.
+/// Row bytes per warp, as in the kernel: 4 packs of 16 bytes per thread.
 const BYTES: usize = 4 * 32 * 16;
-/// Blocks of a grid in y.
+/// Maximum grid size in y.
 const MAX_SLICES: usize = 65_535;
-/// Warps of a block that sums rows, as in the kernel.
+/// Warps per block in the row sum, as in the kernel.
 const SUM_WARPS: u32 = 32;
 
-/// Returns `x + bias` for contiguous pairs of `x` `[N, C]` and `bias` `[C]`, with one N and one
-/// dtype.
+/// Returns `x + bias` for contiguous pairs `x` `[N, C]` and `bias` `[C]`, with equal N and dtype.
 pub(crate) fn forward(pairs: &[(Tensor, Tensor)]) -> Result<Vec<Tensor>> {
     let results = pairs.chunks(PAIRS).map(forward_once);
     Ok(results.collect::<Result<Vec<_>>>()?.concat())
 }
 
-/// [`forward`] of 1 to [`PAIRS`] pairs.
+/// Like [`forward`], for 1 to [`PAIRS`] pairs.
 fn forward_once(pairs: &[(Tensor, Tensor)]) -> Result<Vec<Tensor>> {
     let (first, _) = &pairs[0];
     let device = first.device().as_cuda_device()?;
@@ -62,7 +61,7 @@ fn forward_once(pairs: &[(Tensor, Tensor)]) -> Result<Vec<Tensor>> {
             let width = |index| columns.get(index).map_or(0, |&columns| columns as u32);
             let mut results = results.iter_mut().map(|y| Out::new(y, &stream));
             let mut y = || results.next().unwrap_or_else(Out::null);
-            // SAFETY: x and y have n * columns elements, bias columns. A pair that is absent has no
+            // SAFETY: x and y have n * columns elements, bias has columns. An absent pair has no
             // blocks.
             #[allow(unsafe_code)]
             unsafe {
@@ -93,8 +92,7 @@ fn forward_once(pairs: &[(Tensor, Tensor)]) -> Result<Vec<Tensor>> {
     Ok(tensors.map(|(y, (x, _))| as_tensor(y, x.shape())).collect())
 }
 
-/// Adds the sum of the rows of a contiguous `gradient` `[N, C]`, which is not empty, to `sum`, f32
-/// `[C]` and contiguous.
+/// Adds the row sum of a contiguous, nonempty `gradient` `[N, C]` to `sum`, contiguous f32 `[C]`.
 pub(crate) fn add_gradient(sum: &Tensor, gradient: &Tensor) -> Result<()> {
     let device = sum.device().as_cuda_device()?;
     let stream = device.cuda_stream();
@@ -111,7 +109,7 @@ pub(crate) fn add_gradient(sum: &Tensor, gradient: &Tensor) -> Result<()> {
     write(sum, |sum, layout| {
         with_cuda_floats!(storage, "gradient", T => {
             let sum = Out::<f32>::in_place(sum, layout, &stream)?;
-            // SAFETY: gradient has n * columns elements, sum columns.
+            // SAFETY: gradient has n * columns elements, sum has columns.
             #[allow(unsafe_code)]
             unsafe {
                 kernels::add_bias_gradient::<T> {

@@ -1,4 +1,4 @@
-//! Biases of linear maps.
+//! Biases for linear maps.
 
 pub(crate) mod composed;
 #[cfg(feature = "cuda")]
@@ -12,7 +12,7 @@ use crate::path;
 
 /// Computes `x + bias` for each pair of rows `x` and their `bias`.
 ///
-/// All arguments have gradients. On CUDA up to three pairs are one launch if no argument is in a
+/// All arguments get gradients. On CUDA, up to three pairs take one launch if no argument is in a
 /// graph.
 ///
 /// # Shapes
@@ -22,7 +22,7 @@ use crate::path;
 ///
 /// # Errors
 ///
-/// Fails on other shapes and dtypes.
+/// Fails if shapes or dtypes do not match.
 ///
 /// ```
 /// use candle_core::{Device, Tensor};
@@ -49,20 +49,20 @@ pub fn add_bias(pairs: &[(&Tensor, &Tensor)]) -> Result<Vec<Tensor>> {
     composed::unchecked(pairs)
 }
 
-/// The gradient of the bias in [`add_bias`], added to `sum` in place, without a graph: the sum of
-/// the rows of `gradient`.
+/// Computes the bias gradient in [`add_bias`], which is the row sum of `gradient`, and adds it to
+/// `sum` in place, without a graph.
 ///
-/// Tensors that share the memory of `sum` change too. The result is the same on any number of
+/// Tensors that share memory with `sum` change too. The result does not depend on the number of
 /// cores.
 ///
 /// # Shapes
 ///
 /// - `sum`: `[C]`, contiguous, f32 (f64 for f64)
-/// - `gradient`, that of the result: `[N, C]`, any float dtype
+/// - `gradient`, for the result: `[N, C]`, any float dtype
 ///
 /// # Errors
 ///
-/// Fails on other shapes and dtypes, and if `gradient` shares the memory of `sum`.
+/// Fails if shapes or dtypes do not match, or if `gradient` shares memory with `sum`.
 ///
 /// ```
 /// use candle_core::{Device, Tensor};

@@ -15,7 +15,7 @@ pub(crate) fn unchecked(sum: &Tensor, a: &Tensor, b: &Tensor) -> Result<()> {
     if sum.elem_count() == 0 || a.elem_count() == 0 {
         return Ok(());
     }
-    // Candle multiplies contiguous tensors on every device, others on some.
+    // Candle multiplies contiguous tensors on every device, but others only on some.
     let (a, b) = (a.detach().contiguous()?, b.detach().contiguous()?);
     let product = a.matmul(&b)?.to_dtype(sum.dtype())?;
     let sum = sum.detach();

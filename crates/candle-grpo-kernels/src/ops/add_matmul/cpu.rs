@@ -7,7 +7,7 @@ use crate::cpu::matmul::matmul;
 use crate::cpu::matrix::Matrix;
 use crate::cpu::slice;
 
-/// Computes `sum += a b` for a contiguous `sum` of f32.
+/// Computes `sum += a b` for a contiguous f32 `sum`.
 pub(crate) fn add_matmul<T: Element>(sum: &Tensor, a: &Tensor, b: &Tensor) -> Result<()> {
     with_matrices::<T, _>(a, b, |a, b| {
         slice::write_f32(sum, |sum| {
@@ -26,7 +26,7 @@ pub(crate) fn product<T: Element>(a: &Tensor, b: &Tensor) -> Result<Vec<T>> {
     })
 }
 
-/// Calls `multiply` with the matrices of two tensors.
+/// Calls `multiply` with two tensors' matrices.
 fn with_matrices<T: Element, R>(
     a: &Tensor,
     b: &Tensor,

@@ -1,4 +1,4 @@
-//! Matrix products, and those added to a sum.
+//! Matrix products, either returned or added to a sum.
 
 pub(crate) mod composed;
 mod cpu;
@@ -10,18 +10,18 @@ use crate::{check, path};
 
 /// Computes `sum += a b` in place, for gradients that accumulate over micro-batches or uses.
 ///
-/// Tensors that share the memory of `sum` change too. The result is the same on any number of
-/// cores. bf16 and f16 are multiplied in f32 on the CPU, except bf16 on processors with
-/// `avx512_bf16`, which multiply it as it is.
+/// Tensors that share memory with `sum` change too. The result does not depend on the number of
+/// cores. On the CPU, bf16 and f16 are multiplied in f32, except that processors with `avx512_bf16`
+/// multiply bf16 directly.
 ///
 /// # Shapes
 ///
-/// - `a`: `[M, K]`, `b`: `[K, N]`, of one float dtype and any layout
+/// - `a`: `[M, K]`, `b`: `[K, N]`, with the same float dtype and any layout
 /// - `sum`: `[M, N]`, contiguous, f32 (f64 for f64)
 ///
 /// # Errors
 ///
-/// Fails on other shapes and dtypes, and if `a` or `b` shares the memory of `sum`.
+/// Fails if shapes or dtypes do not match, or if `a` or `b` shares memory with `sum`.
 ///
 /// ```
 /// use candle_core::{Device, Tensor};
@@ -49,19 +49,19 @@ pub fn add_matmul(sum: &Tensor, a: &Tensor, b: &Tensor) -> Result<()> {
     composed::unchecked(sum, a, b)
 }
 
-/// Computes `a b`. Sums are in f32 at least, and rounded once.
+/// Computes `a b`. Sums are at least f32, and rounded once.
 ///
-/// bf16 and f16 on the CPU are multiplied as by [`add_matmul`], and other tensors by Candle. There
-/// is no gradient.
+/// On the CPU, bf16 and f16 are multiplied as in [`add_matmul`]. Candle multiplies all other
+/// tensors. There is no gradient.
 ///
 /// # Shapes
 ///
-/// - `a`: `[M, K]`, `b`: `[K, N]`, of one float dtype and any layout
-/// - the result: `[M, N]`, of the same dtype
+/// - `a`: `[M, K]`, `b`: `[K, N]`, with the same float dtype and any layout
+/// - the result: `[M, N]`, with the same dtype
 ///
 /// # Errors
 ///
-/// Fails on other shapes and dtypes.
+/// Fails if shapes or dtypes do not match.
 ///
 /// ```
 /// use candle_core::{DType, Device, Tensor};

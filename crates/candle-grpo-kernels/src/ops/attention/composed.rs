@@ -6,7 +6,7 @@ use super::{Sequences, Sizes};
 use crate::precision::arithmetic_dtype;
 use crate::{Scores, check, soft_cap};
 
-/// [`attention`](crate::attention()) in plain Candle operations. Stores the matrix of the scores.
+/// [`attention`](crate::attention()) in plain Candle operations. Stores the score matrix.
 pub fn attention<'a>(
     query: &Tensor,
     key: &Tensor,
@@ -34,7 +34,7 @@ pub(crate) fn unchecked(
     }
 }
 
-/// One sequence after another.
+/// Processes one sequence after another.
 fn packed(
     query: &Tensor,
     key: &Tensor,
@@ -92,14 +92,14 @@ fn padded(
     let real = check::mask(mask, mask.dims())?.reshape((batch, total))?;
     let past = total - new;
     let real_queries = real.narrow(1, past, new)?;
-    // [B, positions, ..] with zeros at padding, so that NaN there has no effect.
+    // [B, positions, ..], zeroed at padding, so that NaN there has no effect.
     let clean = |x: &Tensor, real: &Tensor| {
         let x = x.reshape((batch, real.dim(1)?, ()))?.to_dtype(wide)?;
         real.unsqueeze(2)?
             .broadcast_as(x.shape())?
             .where_cond(&x, &x.zeros_like()?)
     };
-    // [B, kv_heads, positions of all heads of a group, head_dim]
+    // [B, kv_heads, positions for all heads in a group, head_dim]
     let split = |x: Tensor, positions: usize, group: usize| {
         x.reshape((batch, positions, kv_heads * group, head_dim))?
             .transpose(1, 2)?

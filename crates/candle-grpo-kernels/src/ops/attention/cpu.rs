@@ -1,7 +1,7 @@
 //! The CPU path of [`attention`](crate::attention()).
 //!
-//! A task computes one key head of one sequence and the query heads that share it. It processes the
-//! queries in tiles whose scores fit in the cache, up to the last visible position of a tile. The
+//! A task computes one key head in one sequence, with the query heads that share it. It processes
+//! queries in tiles whose scores fit in the cache, up to the tile's last visible position. The
 //! backward pass recomputes the scores.
 
 use std::mem::MaybeUninit;
@@ -20,17 +20,17 @@ use crate::cpu::simd::{EXP_UNDERFLOW, LaneSums, MAX_LANES, at_least, dot, exp};
 use crate::cpu::{output, slice};
 use crate::ops::soft_cap::cpu::{CapBackwardRow, CapRow};
 
-/// Approximate rows of a tile. A row is a query head at a position.
+/// Approximate rows per tile. A row is a query head at a position.
 const TILE_ROWS: usize = 96;
 
-/// The contiguous inputs of [`attention`](crate::attention()).
+/// Contiguous inputs to [`attention`](crate::attention()).
 pub(crate) struct Inputs<'a, T> {
     pub(crate) query: &'a [T],
     pub(crate) key: &'a [T],
     pub(crate) value: &'a [T],
 }
 
-/// Returns the attended values, of the length of `query`.
+/// Returns the attended values, with the length of `query`.
 pub(crate) fn forward<T: Element>(inputs: &Inputs<T>, op: &Attention) -> Result<Vec<T>> {
     slice::read::<u8, _>(&op.table.mask, |mask| {
         let fill = |y: &mut [MaybeUninit<T>]| {
@@ -48,7 +48,7 @@ pub(crate) fn forward<T: Element>(inputs: &Inputs<T>, op: &Attention) -> Result<
     })
 }
 
-/// Returns the gradients of `query`, `key` and `value`, in their shapes.
+/// Returns the gradients with respect to `query`, `key` and `value`, in their shapes.
 pub(crate) fn backward<T: Element>(
     inputs: [&Tensor; 3],
     gradient: &Tensor,
@@ -101,7 +101,7 @@ fn backward_of_slices<T: Element>(
                 },
             );
         };
-        // SAFETY: the tasks partition both results, and each writes its whole parts.
+        // SAFETY: the tasks partition both results, and each writes all its parts.
         #[allow(unsafe_code)]
         unsafe {
             key_and_value_gradients = output::two_filled(inputs.key.len(), fill);
@@ -117,8 +117,8 @@ fn backward_of_slices<T: Element>(
     ]
 }
 
-/// Returns the part of each task, as one slice for each position. `rows` is
-/// `[positions of all sequences, kv_heads * ..]`.
+/// Returns each task's part, as one slice per position. `rows` is
+/// `[positions in all sequences, kv_heads * ..]`.
 fn by_key_head<'a, X>(
     mut rows: &'a mut [X],
     op: &Attention,
@@ -141,14 +141,14 @@ fn by_key_head<'a, X>(
     parts
 }
 
-/// Buffers of a task in both passes.
+/// A task's buffers in both passes.
 struct Scratch {
     /// `[T, head_dim]`, 0 at padding, like `values`.
     keys: Vec<f32>,
     values: Vec<f32>,
     /// 0 at an unmasked position, minus infinity at padding; padded to whole vectors.
     bias: Vec<f32>,
-    /// `[rows, head_dim]`, multiplied by the scale.
+    /// `[rows, head_dim]`, already scaled.
     queries: Vec<f32>,
     /// `[rows, stride]`: scores, then their softmax.
     weights: Vec<f32>,
@@ -156,14 +156,14 @@ struct Scratch {
     result: Vec<f32>,
 }
 
-/// Further buffers of a task in the backward pass.
+/// A task's additional buffers in the backward pass.
 struct BackwardScratch {
     /// `[T, head_dim]`
     key_gradients: Vec<f32>,
     value_gradients: Vec<f32>,
-    /// `[rows, head_dim]`: the gradient of the result.
+    /// `[rows, head_dim]`: the gradient with respect to the result.
     result_gradient: Vec<f32>,
-    /// `[rows, stride]`: the gradient of the weights, then of the scores.
+    /// `[rows, stride]`: the gradient with respect to the weights, then the scores.
     scores_gradient: Vec<f32>,
     /// `[rows, stride]`: the capped scores. Empty without a cap.
     capped: Vec<f32>,
@@ -199,17 +199,17 @@ impl BackwardScratch {
     }
 }
 
-/// Returns the stride of rows with `scores` entries: whole vectors.
+/// Returns the stride for rows with `scores` entries: whole vectors.
 fn stride(scores: usize) -> usize {
     scores.next_multiple_of(MAX_LANES)
 }
 
-/// Returns the positions of a tile.
+/// Returns the number of positions per tile.
 fn tile(sizes: &Sizes) -> usize {
     (TILE_ROWS / sizes.group).clamp(1, sizes.new.max(1))
 }
 
-/// One key head of one sequence.
+/// One key head in one sequence.
 struct Task<'a, T> {
     inputs: &'a Inputs<'a, T>,
     /// `[T]`
@@ -337,7 +337,7 @@ impl<'a, T: Element> Task<'a, T> {
         }
     }
 
-    /// Fills the keys, the values and the bias.
+    /// Loads the keys, values and bias.
     fn load_keys(&self, scratch: &mut Scratch) {
         let head_dim = self.sizes.head_dim;
         let width = self.sizes.kv_heads * head_dim;
@@ -360,7 +360,7 @@ impl<'a, T: Element> Task<'a, T> {
         }
     }
 
-    /// Copies the heads of this task at `len` new positions from `first`, with zeros at padding.
+    /// Copies this task's heads at `len` new positions starting at `first`, with zeros at padding.
     fn load_queries(&self, source: &[T], first: usize, target: &mut [f32], len: usize) {
         let piece = self.sizes.group * self.sizes.head_dim;
         for (position, row) in (first..first + len).zip(target.chunks_exact_mut(piece)) {
@@ -374,7 +374,7 @@ impl<'a, T: Element> Task<'a, T> {
         }
     }
 
-    /// Inverse of [`load_queries`](Self::load_queries).
+    /// Inverts [`load_queries`](Self::load_queries).
     fn write_queries(&self, source: &[f32], first: usize, target: &mut [&mut [MaybeUninit<T>]]) {
         let piece = self.sizes.group * self.sizes.head_dim;
         for (position, (row, target)) in source.chunks_exact(piece).zip(target).enumerate() {
@@ -391,8 +391,8 @@ impl<'a, T: Element> Task<'a, T> {
         self.mask[self.sequence.past() + position] != 0
     }
 
-    /// Loads the queries of `len` positions from `first`, and computes their weights. Copies the
-    /// capped scores to `capped`, if there is a cap and room for them.
+    /// Loads the queries at `len` positions starting at `first`, and computes their weights. Copies
+    /// the capped scores to `capped`, if there is a cap and enough space.
     fn softmax(&self, scratch: &mut Scratch, capped: &mut [f32], first: usize, len: usize) -> Tile {
         let head_dim = self.sizes.head_dim;
         self.load_queries(self.inputs.query, first, &mut scratch.queries, len);
@@ -444,18 +444,18 @@ impl<'a, T: Element> Task<'a, T> {
     }
 }
 
-/// The scores of some queries.
+/// Scores for some queries.
 #[derive(Clone, Copy)]
 struct Tile {
-    /// The first new position.
+    /// First new position.
     first: usize,
-    /// Query heads at positions.
+    /// Number of query heads times positions.
     rows: usize,
-    /// The first position of the scores.
+    /// First position with a score.
     begin: usize,
-    /// Number of positions from there that are visible to the last query, or to one before it.
+    /// Number of positions from there that are visible to the last query or an earlier one.
     seen: usize,
-    /// Distance between the starts of rows.
+    /// Row stride.
     stride: usize,
 }
 
@@ -464,7 +464,7 @@ impl Tile {
         Matrix::new(scores, self.rows, self.seen, self.stride)
     }
 
-    /// The rows of the positions of the scores, of `[T, head_dim]`.
+    /// The rows in `[T, head_dim]` at the scored positions.
     fn seen<'a>(&self, rows: &'a [f32], head_dim: usize) -> Matrix<'a> {
         Matrix::new(
             &rows[self.begin * head_dim..],
@@ -475,8 +475,8 @@ impl Tile {
     }
 }
 
-/// Replaces scores by their softmax, or by zeros if all scores are minus infinity. Rows are whole
-/// vectors.
+/// Replaces scores by their softmax, or by zeros if all scores are minus infinity. Rows consist of
+/// whole vectors.
 pub(crate) struct SoftmaxRow<'a> {
     pub(crate) scores: &'a mut [f32],
     pub(crate) bias: &'a [f32],
@@ -494,7 +494,7 @@ impl WithSimd for SoftmaxRow<'_> {
             *x = simd.add_f32s(*x, bias);
             largest = simd.max_f32s(largest, *x);
         }
-        // Finite, so that a row of minus infinity gives zeros.
+        // Finite, so that a row filled with minus infinity gives zeros.
         let largest = simd.splat_f32s(simd.reduce_max_f32s(largest).max(f32::MIN));
         let mut sums = LaneSums::<S>::zeros(simd);
         for x in scores.chunks_exact_mut(LaneSums::<S>::PARTS) {
@@ -512,8 +512,8 @@ impl WithSimd for SoftmaxRow<'_> {
     }
 }
 
-/// Replaces the gradient of the weights by the gradient of the scores, `w (g - sum(w g))`. Rows are
-/// whole vectors.
+/// Replaces the weight gradient by the score gradient, `w (g - sum(w g))`. Rows consist of whole
+/// vectors.
 struct SoftmaxBackwardRow<'a> {
     weights: &'a [f32],
     scores_gradient: &'a mut [f32],

@@ -11,11 +11,11 @@ use crate::cuda::{CudaElement, In, Out, alloc, as_tensor, grid, kernels, with_cu
 
 include!("../../../kernels/attention.rs");
 
-/// Maximum width of a head.
+/// Maximum head width.
 pub(crate) const MAX_HEAD_DIM: usize = 256;
 
-/// Returns the result, of the shape of `query`, and log2 of the sum of the weights of each query
-/// head, f32 `[queries, heads]`, for the backward pass. All inputs are contiguous.
+/// Returns the result, with the shape of `query`, and the log2 of each query head's weight sum, f32
+/// `[queries, heads]`, for the backward pass. All inputs must be contiguous.
 pub(crate) fn forward(
     (query, query_layout): (&CudaStorage, &Layout),
     (key, key_layout): (&CudaStorage, &Layout),
@@ -48,9 +48,9 @@ pub(crate) fn forward(
             let mask = mask(op).map(Tensor::storage_and_layout);
             macro_rules! launch {
                 ($kernel:ident $(, $option:ident)*) => {{
-                    // SAFETY: the inputs have the rows of all sequences and the heads, and mask
-                    // has an entry for each key or is null. The blocks cover the rows of the
-                    // longest sequence and have the shared memory of their tiles.
+                    // SAFETY: the inputs have the rows for all sequences and heads, and mask has an
+                    // entry per key or is null. The blocks cover the longest sequence's rows and
+                    // have shared memory for their tiles.
                     #[allow(unsafe_code)]
                     unsafe {
                         kernels::$kernel::<T> {
@@ -87,7 +87,7 @@ pub(crate) fn forward(
     Ok((y, as_tensor(log_sums, &shape)))
 }
 
-/// [`forward`] of tensors.
+/// Like [`forward`], for tensors.
 pub(crate) fn forward_of(
     [query, key, value]: [&Tensor; 3],
     op: &Attention,
@@ -104,8 +104,8 @@ pub(crate) fn forward_of(
     Ok((as_tensor(y, query.shape()), log_sums))
 }
 
-/// Returns the gradients of `query`, `key` and `value`. All tensors are contiguous. `y` and
-/// `log_sums` are the results of [`forward`].
+/// Returns the gradients with respect to `query`, `key` and `value`. All tensors must be
+/// contiguous. `y` and `log_sums` are the results from [`forward`].
 pub(crate) fn backward(
     [query, key, value]: [&Tensor; 3],
     y: &Tensor,
@@ -149,8 +149,8 @@ pub(crate) fn backward(
         let by_keys = blocks(key_tiles, sizes, tiles.parts, tiles.threads, tiles.key_bytes)?;
         macro_rules! launch {
             ($of_query:ident, $of_key:ident $(, $option:ident)*) => {{
-                // SAFETY: as in `forward`. The gradients have the sizes of their inputs. The first
-                // launch writes the dots that the second reads.
+                // SAFETY: as in `forward`. The gradients have the same sizes as their inputs. The
+                // first launch writes the dots that the second reads.
                 #[allow(unsafe_code)]
                 unsafe {
                     kernels::$of_query::<T> {
@@ -226,8 +226,8 @@ fn on_gpu(storage: &Storage) -> Result<&CudaStorage> {
 }
 
 fn tiles_of<T: CudaElement>(device: &CudaDevice, sizes: &Sizes) -> Result<AttentionTiles> {
-    // The machine code for 9.0 has products of warpgroups, and more threads for them: see build.rs.
-    // A driver that compiles the PTX on 9.0 loads the other code.
+    // The machine code for 9.0 uses warpgroup products, with more threads: see build.rs. If the
+    // driver compiles the PTX on 9.0, it loads the other code.
     let stream = crate::cuda::device::stream(device)?;
     let loaded = function(&stream, ["attention", "attention_forward_64", T::SUFFIX])?;
     let threads = loaded.max_threads_per_block().w()? as usize;
@@ -274,13 +274,13 @@ fn sequences(op: &Attention) -> Result<&Tensor> {
     }
 }
 
-/// Returns the number of tiles of `of_tile` rows of the longest sequence of queries.
+/// Returns the number of tiles, with `of_tile` rows each, for the longest query sequence.
 fn query_tiles(of_tile: usize, sequences: &[Sequence], sizes: &Sizes) -> Result<u32> {
     let new = sequences.iter().map(|sequence| sequence.new).max();
     tiles_in("query", new.unwrap_or(0).checked_mul(sizes.group), of_tile)
 }
 
-/// [`query_tiles`] of keys.
+/// Like [`query_tiles`], for keys.
 fn key_tiles(of_tile: usize, sequences: &[Sequence]) -> Result<u32> {
     let total = sequences.iter().map(|sequence| sequence.total).max();
     tiles_in("key", total, of_tile)
@@ -288,14 +288,14 @@ fn key_tiles(of_tile: usize, sequences: &[Sequence]) -> Result<u32> {
 
 fn tiles_in(name: &str, rows: Option<usize>, of_tile: usize) -> Result<u32> {
     match rows {
-        // The kernels count rows in 31 bits, up to one tile beyond the last row.
+        // The kernels count rows in 31 bits, up to one tile past the last row.
         Some(rows) if rows < i32::MAX as usize - 256 => Ok(rows.div_ceil(of_tile).max(1) as u32),
         _ => bail!("{name}: a sequence has more rows than one launch takes"),
     }
 }
 
-/// Returns the blocks of a launch: `in_row` tiles for each key head of each sequence, with `parts`
-/// blocks for each tile.
+/// Returns the number of blocks in a launch: `in_row` tiles for each key head in each sequence,
+/// with `parts` blocks per tile.
 fn blocks(
     in_row: u32,
     sizes: &Sizes,

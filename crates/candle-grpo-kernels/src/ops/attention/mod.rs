@@ -16,32 +16,32 @@ use crate::cpu::{slice, with_element, with_floats};
 use crate::{Scores, check, graph, path};
 
 /// Causal grouped-query attention (<https://arxiv.org/abs/2305.13245>):
-/// `softmax(scale * query key^T) value` for each head, with the options of [`Scores`].
+/// `softmax(scale * query key^T) value` for each head, with the options in [`Scores`].
 ///
-/// A query attends to the positions up to its own, or to a window of them, except padding. The
-/// result has the shape and dtype of `query`, and is 0 at padding. Values at padding, NaN included,
-/// do not influence a result or a gradient. `query`, `key` and `value` have gradients. The fused
-/// paths do not store the matrix of the scores.
+/// A query attends to positions up to its own, or to a window of them, except padding. The result
+/// has the shape and dtype of `query`, and is 0 at padding. Values at padding, even NaN, do not
+/// influence results or gradients. `query`, `key` and `value` get gradients. The fused paths never
+/// store the score matrix.
 ///
-/// Arithmetic is in f32. On CUDA bf16 and f16 are multiplied in their dtype and summed in f32, and
-/// the softmax weights are rounded to the dtype. The CUDA kernels take heads of up to 256 elements.
+/// Arithmetic is in f32. On CUDA, bf16 and f16 are multiplied in their dtype and summed in f32, and
+/// the softmax weights are rounded to that dtype. The CUDA kernels support heads up to 256 wide.
 ///
 /// # Shapes
 ///
-/// B sequences with S new positions of T. The heads are side by side, as a linear layer returns
-/// them.
+/// B sequences with T positions each, of which the last S are new. The heads are side by side, as a
+/// linear layer returns them.
 ///
-/// - `query`: `[B, S, heads * head_dim]` or `[B * S, heads * head_dim]`, any float dtype. The S
-///   positions are the last of the T positions.
-/// - `key`, `value`: `[B, T, kv_heads * head_dim]` or `[B * T, kv_heads * head_dim]`, of the same
+/// - `query`: `[B, S, heads * head_dim]` or `[B * S, heads * head_dim]`, any float dtype, for the
+///   last S positions
+/// - `key`, `value`: `[B, T, kv_heads * head_dim]` or `[B * T, kv_heads * head_dim]`, with the same
 ///   dtype. `heads` is a multiple of `kv_heads`; adjacent query heads share a key head.
-/// - `sequences`: a mask `[B, T]` of any dtype, 0 at padding, or the lengths of packed sequences
+/// - `sequences`: a mask `[B, T]` in any dtype, 0 at padding, or the lengths of packed sequences
 ///   ([`Sequences::Packed`]). For packed sequences S = T, and the tensors are flat.
 ///
 /// # Errors
 ///
-/// Fails on other shapes and dtypes, on a scale or a cap that is not positive and finite, and on a
-/// window of 0.
+/// Fails if shapes or dtypes do not match, if a scale or cap is not positive and finite, or if the
+/// window is 0.
 ///
 /// ```
 /// use candle_core::{Device, Tensor};
@@ -66,15 +66,15 @@ pub fn attention<'a>(
     Ok(attention.forward([query, key, value])?.0)
 }
 
-/// The backward pass of [`attention`], without a graph. On CUDA it computes the forward pass again;
-/// [`CausalAttention`] keeps what it needs.
+/// Computes the backward pass for [`attention`], without a graph. On CUDA it repeats the forward
+/// pass. To avoid that, use [`CausalAttention`], which keeps what it needs.
 ///
-/// `gradient` is the gradient of the result. Returns the gradients of `query`, `key` and `value`,
-/// in their shapes and dtype.
+/// `gradient` is the gradient with respect to the result. Returns the gradients with respect to
+/// `query`, `key` and `value`, in their shapes and dtype.
 ///
 /// # Errors
 ///
-/// Fails as [`attention`], and if `gradient` does not have the shape and dtype of `query`.
+/// Same as [`attention`]. Also fails if `gradient` does not have the shape and dtype of `query`.
 ///
 /// ```
 /// use candle_core::{Device, Tensor};
@@ -98,9 +98,8 @@ pub fn attention_gradient<'a>(
     CausalAttention::new(sequences, head_dim, scores).backward([query, key, value], None, gradient)
 }
 
-/// [`attention`] for all layers of a model. The layers share the table of the sequences, also those
-/// with other scores ([`Self::with_scores`]), and the backward pass does not repeat the forward
-/// pass.
+/// [`attention`] for all layers in a model. Layers share the sequence table, even with different
+/// scores ([`Self::with_scores`]), and the backward pass does not repeat the forward pass.
 ///
 /// ```
 /// use candle_core::{Device, Tensor};
@@ -120,12 +119,12 @@ pub struct CausalAttention {
     sequences: Arc<OwnedSequences>,
     head_dim: usize,
     scores: Scores,
-    /// The table of the latest call.
+    /// The table from the latest call.
     table: Arc<Mutex<Option<Table>>>,
 }
 
 impl CausalAttention {
-    /// Takes the arguments of [`attention`]. The first pass checks them.
+    /// Stores the arguments for [`attention`]. The first pass checks them.
     pub fn new<'a>(
         sequences: impl Into<Sequences<'a>>,
         head_dim: usize,
@@ -142,7 +141,7 @@ impl CausalAttention {
         }
     }
 
-    /// Attention within the same sequences with other scores. Both share the table.
+    /// Returns attention within the same sequences, with other scores. Both share the table.
     pub fn with_scores(&self, scores: impl Into<Scores>) -> Self {
         Self {
             scores: scores.into(),
@@ -150,14 +149,14 @@ impl CausalAttention {
         }
     }
 
-    /// Returns [`attention`] of query, key and value.
+    /// Computes [`attention`] on query, key and value.
     ///
-    /// On CUDA also returns the logarithm of the sum of the weights of each query head, f32
-    /// `[B * S * heads]`, for [`Self::backward`]. Other paths do not need it.
+    /// On CUDA this also returns each query head's log weight sum, f32 `[B * S * heads]`, for
+    /// [`Self::backward`]. Other paths do not need it.
     ///
     /// # Errors
     ///
-    /// Fails as [`attention`].
+    /// Same as [`attention`].
     pub fn forward(&self, inputs: [&Tensor; 3]) -> Result<(Tensor, Option<Tensor>)> {
         let sizes = self.sizes(inputs)?;
         let [query, key, value] = inputs;
@@ -173,14 +172,16 @@ impl CausalAttention {
         Ok((y, log_sums))
     }
 
-    /// Returns the gradients of query, key and value, in their shapes and dtype, without a graph.
+    /// Returns the gradients with respect to query, key and value, in their shapes and dtype,
+    /// without a graph.
     ///
-    /// `forward` is the result of [`Self::forward`], if it contains log-sums. `gradient` is the
-    /// gradient of the result.
+    /// `forward` is the result from [`Self::forward`], if it contains log-sums. `gradient` is the
+    /// gradient with respect to the result.
     ///
     /// # Errors
     ///
-    /// Fails as [`attention_gradient`], and if `forward` has other shapes or dtypes.
+    /// Same as [`attention_gradient`]. Also fails if the shapes or dtypes in `forward` do not
+    /// match.
     pub fn backward(
         &self,
         inputs: [&Tensor; 3],
@@ -223,7 +224,7 @@ impl CausalAttention {
         composed::unchecked(query, key, value, sequences, sizes, &self.scores)
     }
 
-    /// Returns whether a fused path exists. The CUDA kernels take heads of up to 256 elements.
+    /// Returns whether a fused path exists. The CUDA kernels support heads up to 256 wide.
     fn is_fused(&self, query: &Tensor) -> bool {
         #[cfg(feature = "cuda")]
         if query.device().is_cuda() && self.head_dim > cuda::MAX_HEAD_DIM {
@@ -255,7 +256,7 @@ enum OwnedSequences {
     Packed(Vec<usize>),
 }
 
-/// Fails unless `y` and `log_sums` have the shapes and dtypes of a forward pass.
+/// Fails unless `y` and `log_sums` have the shapes and dtypes that a forward pass returns.
 fn check_forward(y: &Tensor, log_sums: &Tensor, query: &Tensor, head_dim: usize) -> Result<()> {
     if y.dims() != query.dims() || y.dtype() != query.dtype() || !y.is_contiguous() {
         bail!(
@@ -281,12 +282,12 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// The arrangement of sequences in a tensor of positions.
+/// Arrangement of sequences in a tensor.
 #[derive(Debug, Clone, Copy)]
 pub enum Sequences<'a> {
-    /// Sequences padded to one width, with a mask `[B, T]` of any dtype, 0 at padding.
+    /// Sequences padded to a common width, with a mask `[B, T]` in any dtype, 0 at padding.
     Padded(&'a Tensor),
-    /// Sequences one after another, with the length of each, at least 1.
+    /// Concatenated sequences, with their lengths, each at least 1.
     Packed(&'a [usize]),
 }
 
@@ -296,14 +297,14 @@ impl<'a> From<&'a Tensor> for Sequences<'a> {
     }
 }
 
-/// The sizes of the arguments of [`attention`].
+/// Sizes derived from the arguments to [`attention`].
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Sizes {
     /// Number of sequences (B).
     pub(crate) batch: usize,
-    /// New positions of each sequence (S), or of the longest packed one.
+    /// New positions per sequence (S), or in the longest packed one.
     pub(crate) new: usize,
-    /// All positions of each sequence (T), or of the longest packed one.
+    /// All positions per sequence (T), or in the longest packed one.
     pub(crate) total: usize,
     pub(crate) kv_heads: usize,
     /// Query heads that share a key head.
@@ -405,34 +406,34 @@ fn packed(lengths: &[usize], queries: usize, keys: usize) -> Result<(usize, usiz
     Ok((lengths.len(), longest, longest))
 }
 
-/// The operation on contiguous `query` `[B * S, kv_heads * group * head_dim]`, `key` and `value`
+/// Attention on contiguous `query` `[B * S, kv_heads * group * head_dim]`, `key` and `value`
 /// `[B * T, kv_heads * head_dim]`.
 pub(crate) struct Attention {
     pub(crate) table: Table,
     pub(crate) scores: Scores,
     pub(crate) sizes: Sizes,
-    /// The log-sums of a forward pass on CUDA, for the backward pass.
+    /// Log-sums from a forward pass on CUDA, for the backward pass.
     log_sums: Arc<Mutex<Option<Tensor>>>,
 }
 
-/// The rows of all sequences.
+/// The rows in all sequences.
 #[derive(Debug, Clone)]
 pub(crate) struct Table {
-    /// u8, one entry for each key.
+    /// u8, one entry per key.
     pub(crate) mask: Tensor,
-    /// The rows of each sequence.
+    /// Each sequence's rows.
     pub(crate) sequences: Arc<[Sequence]>,
-    /// The same numbers in the memory of the GPU, u32 `[B * 4]`.
+    /// The same numbers in GPU memory, u32 `[B * 4]`.
     #[cfg(feature = "cuda")]
     pub(crate) on_gpu: Option<Tensor>,
     /// Sequences are packed, so the mask has no 0.
     #[cfg(feature = "cuda")]
     pub(crate) is_packed: bool,
-    /// New positions of each sequence.
+    /// New positions per sequence.
     new: usize,
 }
 
-/// The rows of a sequence in `query` and `key`.
+/// A sequence's rows in `query` and `key`.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Sequence {
     pub(crate) first_query: usize,
@@ -501,8 +502,8 @@ impl Table {
 }
 
 impl Attention {
-    /// Returns the gradients of contiguous inputs. `forward` has the result and the log-sums, if
-    /// they are known.
+    /// Returns the gradients for contiguous inputs. `forward` has the result and the log-sums, if
+    /// known.
     #[cfg_attr(not(feature = "cuda"), allow(unused_variables))]
     fn gradients(
         &self,

@@ -1,12 +1,12 @@
-//! The scores of attention.
+//! Attention scores.
 
 use candle_core::{Result, bail};
 
 use crate::check;
 
-/// Options of the scores of [`attention`](crate::attention()) and
-/// [`paged_attention`](crate::paged_attention()). A number is the scale of scores without other
-/// options.
+/// Score options for [`attention`](crate::attention()) and
+/// [`paged_attention`](crate::paged_attention()). You can pass a plain number as the scale, without
+/// other options.
 ///
 /// ```
 /// use candle_grpo_kernels::Scores;
@@ -15,10 +15,10 @@ use crate::check;
 /// ```
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Scores {
-    /// The factor of the products of queries and keys.
+    /// Multiplies the query-key products.
     pub scale: f64,
-    /// The number of positions that a query attends to, its own included: the nearest ones. `None`
-    /// means all positions up to its own.
+    /// Number of nearest positions that a query attends to, including its own. `None` means all
+    /// positions up to its own.
     pub window: Option<usize>,
     /// Replaces each scaled score x by `cap * tanh(x / cap)`, before the softmax (Gemma 2,
     /// <https://arxiv.org/abs/2408.00118>).
@@ -36,7 +36,7 @@ impl From<f64> for Scores {
 }
 
 impl Scores {
-    /// Fails on a value out of range.
+    /// Fails if a value is out of range.
     pub(crate) fn check(&self) -> Result<()> {
         check::positive("scale", self.scale)?;
         if self.window == Some(0) {
@@ -45,7 +45,7 @@ impl Scores {
         self.cap.map_or(Ok(()), |cap| check::positive("cap", cap))
     }
 
-    /// Returns the window and the cap as the CUDA kernels take them, if there is one of them.
+    /// Returns the window and cap in the form that the CUDA kernels require, if either is set.
     #[cfg(feature = "cuda")]
     pub(crate) fn kernel_options(&self) -> Option<(i32, f32)> {
         let window = self
@@ -55,7 +55,7 @@ impl Scores {
         (!is_plain).then_some((window, self.cap.unwrap_or(0.0) as f32))
     }
 
-    /// The first of the positions before `end` that the query at `end - 1` attends to.
+    /// The first position before `end` that the query at `end - 1` attends to.
     pub(crate) fn first_visible(&self, end: usize) -> usize {
         end.saturating_sub(self.window.unwrap_or(end))
     }

@@ -1,7 +1,7 @@
 //! The CPU path of [`causal_conv`](crate::causal_conv()).
 //!
-//! The forward pass distributes rows over the cores. The backward pass distributes blocks of
-//! channels, so that the gradient of the weight is summed over the rows in order.
+//! The forward pass distributes rows over the cores. The backward pass distributes channel blocks,
+//! so that the weight gradient is summed over rows in order.
 
 use std::mem::MaybeUninit;
 
@@ -16,7 +16,7 @@ use crate::cpu::simd::{add_products, multiply_by_silu_slope, silu_in_place};
 use crate::cpu::{output, slice};
 use crate::prefix_tree::PrefixTree;
 
-/// Channels of a task of the backward pass.
+/// Channels per task in the backward pass.
 const BLOCK: usize = 256;
 
 /// Returns the result `[N, channels]`.
@@ -62,7 +62,7 @@ pub(crate) fn taps_first<T: Element>(weight: &[T], channels: usize) -> Vec<f32> 
     transposed
 }
 
-/// Returns the row of each tap, the last first. Rows before the sequence are `None`.
+/// Returns the row for each tap, the last first. Rows before the sequence are `None`.
 fn taps(op: &CausalConv, row: usize, taps: usize) -> impl Iterator<Item = Option<usize>> {
     let before = op.tree.before();
     let mut next = Some(row);
@@ -75,7 +75,7 @@ fn taps(op: &CausalConv, row: usize, taps: usize) -> impl Iterator<Item = Option
     })
 }
 
-/// Computes a row of the result in `sum`. The taps of `rows` have the last first.
+/// Computes a result row in `sum`. `rows` yields the last tap's row first.
 pub(crate) struct Row<'a, T: 'a, I: Iterator<Item = Option<&'a [T]>>> {
     pub(crate) rows: I,
     /// `[taps, channels]`
@@ -104,7 +104,7 @@ impl<'a, T: Element, I: Iterator<Item = Option<&'a [T]>>> WithSimd for Row<'a, T
     }
 }
 
-/// Returns the gradients of `x` and `weight`, in their shapes.
+/// Returns the gradients with respect to `x` and `weight`, in their shapes.
 pub(crate) fn backward<T: Element>(
     x: &Tensor,
     weight: &Tensor,
@@ -182,7 +182,7 @@ fn backward_of_slices<T: Element>(
     (x_gradient, weight_gradient)
 }
 
-/// Buffers of a block of columns.
+/// Buffers for a column block.
 #[derive(Default)]
 struct Scratch {
     /// `[N, columns]`
@@ -191,13 +191,13 @@ struct Scratch {
     /// `[taps, columns]`
     weight: Vec<f32>,
     weight_gradient: Vec<f32>,
-    /// The gradient of the result, then of the sum before silu.
+    /// The gradient with respect to the result, then to the sum before silu.
     gradient: Vec<f32>,
     sum: Vec<f32>,
 }
 
 impl Scratch {
-    /// Loads the columns of `x` and `weight`, and sets the gradients to 0.
+    /// Loads the columns from `x` and `weight`, and zeroes the gradients.
     fn load<T: Element>(
         &mut self,
         x: &[T],
@@ -229,7 +229,7 @@ impl Scratch {
     }
 }
 
-/// Computes the gradients of a block of columns.
+/// Computes the gradients for a column block.
 struct BackwardBlock<'a, T> {
     op: &'a CausalConv,
     gradient: &'a [T],

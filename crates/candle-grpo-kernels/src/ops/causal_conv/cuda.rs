@@ -9,20 +9,20 @@ use crate::PrefixTree;
 use crate::cuda::{In, Out, alloc, as_tensor, grid, kernels, with_cuda_floats};
 use crate::prefix_tree::cuda::DeviceTree;
 
-/// Threads of a block of the kernels that are not in [`Pass`].
+/// Threads per block in kernels outside [`Pass`].
 pub(crate) const THREADS: u32 = 256;
-/// Warps of a block of both passes, its channels, and the taps of a block of the backward pass, as
-/// in the kernels.
+/// Warps and channels per block in both passes, and taps per block in the backward pass, as in the
+/// kernels.
 const WARPS: u32 = 4;
 const COLUMNS: usize = 128;
 const NEAR: usize = 4;
-/// Most blocks of a grid in y, and in z.
+/// Maximum grid size in y and z.
 const MAX_BLOCKS: usize = 65_535;
 
-/// The launches of both passes. The gradient of the weight is summed over the rows of a part, then
-/// over the parts in order, so it is deterministic.
+/// Launches for both passes. The weight gradient is summed over the rows in a part, then over the
+/// parts in order, so it is deterministic.
 struct Pass {
-    /// Rows of a warp. The warps of a block have a part of the rows.
+    /// Rows per warp. Each block's warps cover one part of the rows.
     rows: usize,
     parts: usize,
     columns: u32,
@@ -30,7 +30,7 @@ struct Pass {
 
 impl Pass {
     fn new(n: usize, channels: usize) -> Self {
-        // A warp also reads the rows beside its own. Few rows need many blocks.
+        // A warp also reads the rows next to its own. With few rows, many blocks are needed.
         let rows = (n / 128).clamp(8, 64);
         let rows = rows.max(n.div_ceil(WARPS as usize * MAX_BLOCKS));
         Self {
@@ -40,7 +40,7 @@ impl Pass {
         }
     }
 
-    /// Returns the launch of a kernel for all rows, and for groups of taps.
+    /// Returns a kernel's launch for all rows and for groups of taps.
     fn by_rows(&self, groups: usize) -> LaunchConfig {
         Self::launch((self.columns, self.parts as u32, groups as u32))
     }
@@ -58,7 +58,7 @@ impl Pass {
     }
 }
 
-/// The blocks of a launch are limited.
+/// Checks the launch size limits.
 pub(crate) fn check(channels: usize, taps: usize) -> Result<()> {
     if channels.div_ceil(COLUMNS) > MAX_BLOCKS || taps > MAX_BLOCKS {
         bail!("weight: shape [{channels}, {taps}], larger than one launch takes");
@@ -86,8 +86,8 @@ pub(crate) fn forward(
     let n = elements / channels;
     let pass = Pass::new(n, channels);
     let y = with_cuda_floats!(x, "x", T => {
-        // SAFETY: the kernel writes every element. x and y have the rows of the tree, and the
-        // blocks cover them.
+        // SAFETY: the kernel writes every element. x and y have the tree's rows, and the blocks
+        // cover them.
         #[allow(unsafe_code)]
         let y = unsafe {
             let mut y = alloc::<T>(device, elements)?;
@@ -111,7 +111,7 @@ pub(crate) fn forward(
     Ok((y, x_layout.shape().clone()))
 }
 
-/// Returns the gradients of `x` and `weight`. All tensors are contiguous.
+/// Returns the gradients with respect to `x` and `weight`. All tensors must be contiguous.
 pub(crate) fn backward(
     x: &Tensor,
     weight: &Tensor,
@@ -141,8 +141,8 @@ pub(crate) fn backward(
     let by_weight = grid(weight.elem_count().div_ceil(THREADS as usize), THREADS)?;
     let (of_x, of_weight) = with_cuda_floats!(x_cuda, "x", T => {
         // SAFETY: the kernels write every element before they read it. x, its gradient and the
-        // gradient have the rows of the tree. The blocks cover them, the segments, the parts and
-        // the weight.
+        // gradient have the tree's rows. The blocks cover them, the segments, the parts and the
+        // weight.
         #[allow(unsafe_code)]
         unsafe {
             let mut parts = alloc::<f32>(device, pass.parts * weight.elem_count())?;

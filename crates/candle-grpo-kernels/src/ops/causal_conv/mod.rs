@@ -11,10 +11,10 @@ use crate::cpu::{slice, with_element, with_floats};
 use crate::{PrefixTree, check, graph, path};
 
 /// Causal depthwise convolution and silu: `silu(sum_k weight[k] x[t - (taps - 1) + k])` in each
-/// channel. The last tap is the row itself.
+/// channel. The last tap is the current row.
 ///
-/// Rows before a sequence are 0. Rows of a shared prefix are computed once, and precede each
-/// branch. `x` and `weight` have gradients. Arithmetic is in f32.
+/// Rows before a sequence are 0. Rows in a shared prefix are computed once, and precede each
+/// branch. `x` and `weight` get gradients. Arithmetic is in f32.
 ///
 /// # Shapes
 ///
@@ -23,7 +23,7 @@ use crate::{PrefixTree, check, graph, path};
 ///
 /// # Errors
 ///
-/// Fails on other shapes and dtypes.
+/// Fails if shapes or dtypes do not match.
 ///
 /// ```
 /// use candle_core::{Device, Tensor};
@@ -45,13 +45,14 @@ pub fn causal_conv(x: &Tensor, weight: &Tensor, tree: &PrefixTree) -> Result<Ten
     x.contiguous()?.apply_op2(&weight.contiguous()?, op)
 }
 
-/// The backward pass of [`causal_conv`], without a graph.
+/// Computes the backward pass for [`causal_conv`], without a graph.
 ///
-/// `gradient` is the gradient of the result. Returns the gradients of `x` and `weight`.
+/// `gradient` is the gradient with respect to the result. Returns the gradients with respect to `x`
+/// and `weight`.
 ///
 /// # Errors
 ///
-/// Fails as [`causal_conv`], and if `gradient` does not have the shape and dtype of `x`.
+/// Same as [`causal_conv`]. Also fails if `gradient` does not have the shape and dtype of `x`.
 ///
 /// ```
 /// use candle_core::{Device, Tensor};
@@ -107,13 +108,13 @@ pub(crate) fn check_weight(x: &Tensor, weight: &Tensor) -> Result<usize> {
     Ok(rows)
 }
 
-/// The operation on contiguous `x` `[N, channels]` and `weight` `[channels, taps]`.
+/// The convolution on contiguous `x` `[N, channels]` and `weight` `[channels, taps]`.
 pub(crate) struct CausalConv {
     pub(crate) tree: PrefixTree,
 }
 
 impl CausalConv {
-    /// Returns the gradients of contiguous inputs.
+    /// Returns the gradients for contiguous inputs.
     fn gradients(
         &self,
         x: &Tensor,

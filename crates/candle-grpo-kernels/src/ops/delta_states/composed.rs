@@ -37,8 +37,7 @@ pub(crate) fn causal_conv(
     Tensor::cat(&results, 0)?.to_dtype(x.dtype())
 }
 
-/// Returns the result of each row, and advances `states` `[slots, value_heads, key_dim,
-/// value_dim]`.
+/// Returns each row's result, and advances `states` `[slots, value_heads, key_dim, value_dim]`.
 pub(crate) fn gated_delta_rule(
     states: &Tensor,
     [qkv, g, beta]: [&Tensor; 3],

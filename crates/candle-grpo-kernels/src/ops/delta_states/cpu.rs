@@ -1,7 +1,7 @@
 //! The CPU path of [`DeltaStates`](crate::DeltaStates).
 //!
-//! Rows are processed one after another, so that the bits of a row do not depend on the division of
-//! its sequence into passes.
+//! Rows are processed one at a time, so a row's bits do not depend on how its sequence was divided
+//! into passes.
 
 use std::mem::MaybeUninit;
 
@@ -55,7 +55,7 @@ pub(crate) fn causal_conv<T: Element>(
             Ok(())
         };
         match taps {
-            // Candle does not write to an empty tensor.
+            // Candle cannot write to an empty tensor.
             1 => advance(&mut []),
             _ => slice::write_f32(windows, advance),
         }
@@ -72,7 +72,7 @@ fn convolve<T: Element>(
     y: &mut [MaybeUninit<T>],
 ) {
     let past = weight.len() / channels - 1;
-    // The slot of each row, and its first row in this pass.
+    // Each row's slot, and its first row in this pass.
     let mut rows = Vec::new();
     for sequence in batch {
         let first = rows.len();
@@ -98,7 +98,7 @@ fn convolve<T: Element>(
         );
 }
 
-/// Returns the result of the contiguous inputs, and advances `states`
+/// Returns the result for contiguous inputs, and advances `states`
 /// `[slots, value_heads, key_dim, value_dim]`.
 pub(crate) fn gated_delta_rule<T: Element>(
     states: &Tensor,
@@ -144,7 +144,7 @@ pub(crate) fn gated_delta_rule<T: Element>(
     Ok(o)
 }
 
-/// The rows of a sequence and a key head.
+/// Rows for one sequence and key head.
 struct Rows<'a, 'b, T> {
     task: Task<'a, T>,
     /// `[group, key_dim, value_dim]`

@@ -1,5 +1,5 @@
-//! The CUDA path of [`DeltaStates`](crate::DeltaStates), with the kernels of
-//! `gated_delta_rule.cu` and `causal_conv.cu`.
+//! The CUDA path of [`DeltaStates`](crate::DeltaStates), with the kernels in `gated_delta_rule.cu`
+//! and `causal_conv.cu`.
 
 use candle_core::cuda_backend::CudaStorage;
 use candle_core::{Device, Result, Shape, Storage, Tensor, bail};
@@ -11,7 +11,7 @@ use crate::cuda::{In, Out, alloc, as_tensor, grid, kernels, with_cuda_floats};
 use crate::ops::causal_conv::cuda as causal_conv;
 use crate::ops::gated_delta_rule::cuda as gated_delta_rule;
 
-/// Value columns of a block, as in the kernel.
+/// Value columns per block, as in the kernel.
 const STEP_COLUMNS: usize = 32;
 
 /// Returns the convolution of the contiguous rows `x`, and advances `windows`
@@ -39,8 +39,8 @@ pub(crate) fn causal_conv(
         #[allow(unsafe_code)]
         let mut y = unsafe { alloc::<T>(device, x.elem_count())? };
         let mut launch = |windows: Out<f32>| {
-            // SAFETY: the rows of the sequences are those of x. The slots exist, and each occurs
-            // once. The blocks cover the channels.
+            // SAFETY: the sequences' rows match x. The slots exist, and each occurs once. The
+            // blocks cover the channels.
             #[allow(unsafe_code)]
             unsafe {
                 kernels::causal_conv_step::<T> {
@@ -56,7 +56,7 @@ pub(crate) fn causal_conv(
             }
         };
         match taps {
-            // Candle does not write to an empty tensor.
+            // Candle cannot write to an empty tensor.
             1 => launch(Out::null())?,
             _ => write(windows, |windows, layout| {
                 launch(Out::in_place(windows, layout, &stream)?)
@@ -67,7 +67,7 @@ pub(crate) fn causal_conv(
     Ok(as_tensor(y, x.shape()))
 }
 
-/// Returns the result of the contiguous inputs, and advances `states`
+/// Returns the result for contiguous inputs, and advances `states`
 /// `[slots, value_heads, key_dim, value_dim]`.
 pub(crate) fn gated_delta_rule(
     states: &Tensor,
@@ -95,8 +95,8 @@ pub(crate) fn gated_delta_rule(
         #[allow(unsafe_code)]
         let mut o = unsafe { alloc::<T>(device, shape.elem_count())? };
         write(states, |states, layout| {
-            // SAFETY: the rows of the sequences are those of the inputs and the result. The slots
-            // exist, and each occurs once. The blocks have the shared memory of the kernel.
+            // SAFETY: the sequences' rows match the inputs and the result. The slots exist, and
+            // each occurs once. The blocks have the kernel's shared memory.
             #[allow(unsafe_code)]
             unsafe {
                 kernels::gated_delta_rule_step::<T> {
@@ -119,8 +119,8 @@ pub(crate) fn gated_delta_rule(
     Ok(as_tensor(o, &shape))
 }
 
-/// Returns the table of the sequences of a pass, u32 `[sequences, 3]`: the slot, the first row and
-/// the number of rows.
+/// Returns the sequence table for a pass, u32 `[sequences, 3]`: the slot, the first row and the
+/// number of rows.
 fn sequences(batch: &[SlotRows], device: &Device) -> Result<Tensor> {
     let mut first = 0;
     let mut table = Vec::with_capacity(3 * batch.len());

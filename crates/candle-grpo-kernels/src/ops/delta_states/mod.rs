@@ -1,4 +1,4 @@
-//! States of the gated delta rule between the passes of decoding.
+//! Gated delta rule states between decoding passes.
 
 pub(crate) mod composed;
 mod cpu;
@@ -15,12 +15,12 @@ use crate::ops::gated_delta_rule::{GatedDeltaRule, check, is_fused};
 use crate::precision::arithmetic_dtype;
 use crate::{DeltaHeads, PrefixTree, check, path};
 
-/// The states of sequences between the passes of decoding, for one layer: the last rows before
-/// [`causal_conv`](crate::causal_conv()) and the matrices of
+/// Sequence states between decoding passes, for one layer: the last rows before
+/// [`causal_conv`](crate::causal_conv()) and the matrices in
 /// [`gated_delta_rule`](crate::gated_delta_rule()).
 ///
-/// A sequence has a slot. Its state has a fixed size and cannot return to an earlier row, so a fork
-/// needs a copy in another slot. States are in f32 (f64 for f64).
+/// Each sequence has a slot. Its state has a fixed size and cannot return to an earlier row, so a
+/// fork needs a copy in another slot. States are f32 (f64 for f64).
 ///
 /// ```
 /// use candle_core::{DType, Device, Tensor};
@@ -40,7 +40,7 @@ use crate::{DeltaHeads, PrefixTree, check, path};
 #[derive(Debug, Clone)]
 pub struct DeltaStates {
     heads: DeltaHeads,
-    /// The dtype of the rows.
+    /// Row dtype.
     dtype: DType,
     /// `[slots, value_heads, key_dim, value_dim]`
     states: Tensor,
@@ -48,17 +48,17 @@ pub struct DeltaStates {
     windows: Tensor,
 }
 
-/// The next rows of a sequence.
+/// A sequence's next rows.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct SlotRows {
-    /// Index of the slot.
+    /// Slot index.
     pub slot: usize,
     /// Number of rows, at least 1.
     pub rows: usize,
 }
 
 impl DeltaStates {
-    /// Returns slots of zeros, the state before a sequence, for rows of `dtype` and a convolution
+    /// Creates zeroed slots, the state before a sequence, for rows in `dtype` and a convolution
     /// with `taps` taps.
     ///
     /// # Errors
@@ -99,11 +99,11 @@ impl DeltaStates {
         self.len() == 0
     }
 
-    /// Appends slots of zeros up to `slots` slots.
+    /// Appends zeroed slots until there are `slots`.
     ///
     /// # Errors
     ///
-    /// Fails if there are more slots already.
+    /// Fails if there are already more slots.
     pub fn grow(&mut self, slots: usize) -> Result<()> {
         if slots < self.len() {
             bail!(
@@ -122,11 +122,11 @@ impl DeltaStates {
         Ok(())
     }
 
-    /// Copies the state of slot `from` to slot `to`.
+    /// Copies the state in slot `from` to slot `to`.
     ///
     /// # Errors
     ///
-    /// Fails on a slot that does not exist.
+    /// Fails if a slot does not exist.
     pub fn copy(&self, from: usize, to: usize) -> Result<()> {
         self.check_slot("from", from)?;
         self.check_slot("to", to)?;
@@ -138,11 +138,11 @@ impl DeltaStates {
         Ok(())
     }
 
-    /// Sets slot `slot` to zeros, the state before a sequence.
+    /// Zeroes slot `slot`, the state before a sequence.
     ///
     /// # Errors
     ///
-    /// Fails on a slot that does not exist.
+    /// Fails if the slot does not exist.
     pub fn clear(&self, slot: usize) -> Result<()> {
         self.check_slot("slot", slot)?;
         for tensor in self.tensors() {
@@ -153,16 +153,16 @@ impl DeltaStates {
         Ok(())
     }
 
-    /// Returns [`causal_conv`](crate::causal_conv()) of the next rows of sequences, `x` `[N,
-    /// width]`, and advances their states. `batch` has the rows of each sequence, in the order
-    /// of `x`.
+    /// Computes [`causal_conv`](crate::causal_conv()) on the next rows of several sequences, `x`
+    /// `[N, width]`, and advances their states. `batch` says how many rows each sequence has, in
+    /// the order of `x`.
     ///
-    /// The bits of a row depend only on the rows of its sequence.
+    /// A row's bits depend only on the rows in its sequence.
     ///
     /// # Errors
     ///
-    /// Fails if an argument is in a graph, on other shapes and dtypes, and on slots that do not
-    /// exist or occur twice.
+    /// Fails if an argument is in a graph, if shapes or dtypes do not match, or if a slot does not
+    /// exist or occurs twice.
     pub fn causal_conv(&self, x: &Tensor, weight: &Tensor, batch: &[SlotRows]) -> Result<Tensor> {
         let rows = causal_conv::check_weight(x, weight)?;
         let shape = [self.heads.width(), self.windows.dim(1)? + 1];
@@ -190,15 +190,15 @@ impl DeltaStates {
         Ok(y)
     }
 
-    /// Returns [`gated_delta_rule`](crate::gated_delta_rule()) of the next rows of sequences, and
-    /// advances their states. `batch` has the rows of each sequence, in the order of `qkv`.
+    /// Computes [`gated_delta_rule`](crate::gated_delta_rule()) on the next rows of several
+    /// sequences, and advances their states. `batch` says how many rows each sequence has, in the
+    /// order of `qkv`.
     ///
-    /// The result is computed row by row, so the bits of a row depend only on the rows of its
-    /// sequence.
+    /// The result is computed row by row, so a row's bits depend only on the rows in its sequence.
     ///
     /// # Errors
     ///
-    /// Fails as [`Self::causal_conv`].
+    /// Same as [`Self::causal_conv`].
     pub fn gated_delta_rule(
         &self,
         [qkv, g, beta]: [&Tensor; 3],

@@ -12,10 +12,10 @@ use crate::cpu::element::Element;
 use crate::cpu::instructions::vectors;
 use crate::cpu::{output, slice};
 
-/// Blocks that one thread processes at a time.
+/// Number of blocks that one thread processes at a time.
 const TASK: usize = 256;
 
-/// Returns the numbers of contiguous `blocks` of type `block_type`.
+/// Returns the values in contiguous `blocks` with type `block_type`.
 pub(crate) fn dequantize<T: Element>(blocks: &Tensor, block_type: GgmlDType) -> Result<Vec<T>> {
     let (size, bytes) = (block_type.block_size(), block_type.type_size());
     slice::read::<u8, _>(blocks, |blocks| {

@@ -6,11 +6,11 @@ use candle_core::{DType, Result, Shape, Tensor, bail};
 
 use crate::cuda::{CudaElement, In, Out, alloc, as_tensor, grid, kernels};
 
-/// Threads of a block, as in the kernel: 8 warps, with one block of numbers each.
+/// Threads per block, as in the kernel: 8 warps, each with one quantized block.
 const THREADS: u32 = 256;
 const WARPS: usize = 8;
 
-/// Returns the numbers `[outputs, inputs]` of contiguous `blocks` of type `block_type`, not empty,
+/// Returns the values `[outputs, inputs]` in contiguous, nonempty `blocks` with type `block_type`,
 /// in `dtype`.
 pub(crate) fn dequantize(
     blocks: &Tensor,
@@ -38,7 +38,7 @@ fn numbers<T: CudaElement>(
     let mut by_warps = grid(n.div_ceil(WARPS), THREADS)?;
     by_warps.block_dim = (32, WARPS as u32, 1);
     let blocks = blocks.storage_and_layout();
-    // SAFETY: the kernel writes every number of the n blocks, whose bytes are all there.
+    // SAFETY: the kernel writes every value in the n blocks, all of whose bytes exist.
     #[allow(unsafe_code)]
     let y = unsafe {
         let mut y = alloc::<T>(device, shape.elem_count())?;

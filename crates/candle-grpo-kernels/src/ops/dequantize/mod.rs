@@ -1,4 +1,4 @@
-//! Matrices in blocks of quantized numbers.
+//! Matrices in quantized blocks.
 
 pub(crate) mod composed;
 mod cpu;
@@ -11,17 +11,17 @@ use candle_core::{DType, Device, Result, Tensor, bail};
 use crate::blocks::{BLOCK_TYPES, block_type};
 use crate::check;
 
-/// Rounds the rows of a matrix to blocks, as GGUF files have them.
+/// Quantizes the rows of a matrix to blocks, as in GGUF files.
 ///
 /// # Shapes
 ///
-/// - `x`: `[outputs, inputs]`, any float dtype. `inputs` is a multiple of the size of a block: 256
-///   numbers for Q4K, Q5K and Q6K, 32 for the others.
-/// - result: u8 `[outputs, inputs / size of a block, bytes of a block]`, on the device of `x`
+/// - `x`: `[outputs, inputs]`, any float dtype. `inputs` is a multiple of the block size: 256
+///   values for Q4K, Q5K and Q6K, 32 for the others.
+/// - result: u8 `[outputs, inputs / block size, bytes per block]`, on the device of `x`
 ///
 /// # Errors
 ///
-/// Fails on other shapes and dtypes, and if `dtype` is none of [`BLOCK_TYPES`].
+/// Fails if shapes or dtypes do not match, or if `dtype` is not in [`BLOCK_TYPES`].
 ///
 /// ```
 /// use candle_core::quantized::GgmlDType;
@@ -57,18 +57,17 @@ pub fn quantize(x: &Tensor, dtype: GgmlDType) -> Result<Tensor> {
     Tensor::from_vec(quantized.data()?.into_owned(), shape, x.device())
 }
 
-/// Returns the numbers of a matrix in blocks, the result of [`quantize`] or the bytes of a GGUF
-/// file.
+/// Dequantizes a matrix, from [`quantize`] or from a GGUF file.
 ///
 /// # Shapes
 ///
-/// - `blocks`: u8 `[outputs, blocks of a row, bytes of a block]`. The number of bytes determines
-///   the type.
-/// - result: `[outputs, inputs]` of `dtype`: f32, bf16, f16 or f64
+/// - `blocks`: u8 `[outputs, blocks per row, bytes per block]`. The number of bytes determines the
+///   type.
+/// - result: `[outputs, inputs]` in `dtype`: f32, bf16, f16 or f64
 ///
 /// # Errors
 ///
-/// Fails on other shapes and dtypes.
+/// Fails if shapes or dtypes do not match.
 pub fn dequantize(blocks: &Tensor, dtype: DType) -> Result<Tensor> {
     let block_type = block_type(blocks)?;
     if !dtype.is_float() {

@@ -6,12 +6,12 @@ use candle_core::{Layout, Result, Storage, Tensor, bail};
 use super::{Draw, DrawOptions, DrawnToken};
 use crate::cuda::{In, Out, alloc, grid, kernels, with_cuda_floats};
 
-/// Maximum number of threads of a block, as in the kernel.
+/// Maximum threads per block, as in the kernel.
 const THREADS: usize = 1024;
-/// Logits of a thread in a small vocabulary.
+/// Logits per thread in a small vocabulary.
 const LOGITS: usize = 8;
 
-/// Draws tokens from contiguous `logits` `[N, V]`. There is at least one draw.
+/// Samples tokens from contiguous `logits` `[N, V]`. `draws` must not be empty.
 pub(crate) fn draw(
     logits: &Tensor,
     draws: &[Draw],
@@ -36,7 +36,7 @@ pub(crate) fn draw(
     let device = logits.device().as_cuda_device()?;
     let stream = device.cuda_stream();
     let table = CudaStorage::wrap_cuda_slice(device.clone_htod(&table)?, device.clone());
-    // SAFETY: the kernel writes the tokens, and the log-probs of all but invalid ones.
+    // SAFETY: the kernel writes all tokens, and the log-probs of all valid ones.
     #[allow(unsafe_code)]
     let mut drawn = unsafe { alloc::<u32>(device, 3 * n)? };
     let storage = logits.storage_and_layout();
@@ -44,8 +44,8 @@ pub(crate) fn draw(
         bail!("logits: on the CPU, must be on a GPU");
     };
     with_cuda_floats!(cuda, "logits", T => {
-        // SAFETY: logits have a row of `vocab` elements for each draw, which the caller has
-        // checked. The table and the results have three numbers for each draw.
+        // SAFETY: logits have a row with `vocab` elements for each draw, which the caller has
+        // checked. The table and the results have three numbers per draw.
         #[allow(unsafe_code)]
         unsafe {
             kernels::draw_tokens::<T> {

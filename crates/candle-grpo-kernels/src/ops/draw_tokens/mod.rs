@@ -1,4 +1,4 @@
-//! Sampling of tokens from logits.
+//! Token sampling from logits.
 
 mod cpu;
 #[cfg(feature = "cuda")]
@@ -9,30 +9,32 @@ use rayon::prelude::*;
 
 use crate::check;
 
-/// The distribution that tokens are drawn from: `softmax(logits / temperature)`, of which the
-/// filters keep the most likely tokens.
+/// The distribution to sample tokens from: `softmax(logits / temperature)`, reduced to the most
+/// likely tokens by the filters.
 ///
-/// The filters are those of transformers, in its order: the `top_k` most likely tokens, of these
-/// the most likely ones with a total probability of `top_p`, of these the ones with at least
-/// `min_p` times the greatest probability. vLLM differs in one case: with both `min_p` and `top_p`
-/// it applies `min_p` first.
+/// Filters apply in the same order as in transformers. First, `top_k` keeps the most likely tokens.
+/// Then `top_p` keeps the most likely of these, up to that total probability. Then `min_p` keeps
+/// those with at least `min_p` times the greatest probability. vLLM differs in one case: with both
+/// `min_p` and `top_p`, it applies `min_p` first.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct DrawOptions {
-    /// Divisor of the logits before the softmax, one of [`TEMPERATURES`](crate::TEMPERATURES).
+    /// Divides the logits before the softmax, must be in [`TEMPERATURES`](crate::TEMPERATURES).
     /// Default 1.
     pub temperature: f64,
-    /// Number of tokens, ties included. 0 disables the filter. Default 0.
+    /// Number of tokens to keep, ties included. 0 disables the filter. Default 0.
     pub top_k: usize,
-    /// Total probability, above 0. 1 disables the filter. Default 1.
+    /// Total probability to keep, above 0. 1 disables the filter. Default 1.
     pub top_p: f64,
-    /// Share of the greatest probability, from 0 to 1. 0 disables the filter. Default 0.
+    /// Minimum probability relative to the greatest, from 0 to 1. 0 disables the filter. Default
+    /// 0.
     pub min_p: f64,
-    /// Takes the most likely token, the first of equals, whatever the filters. Default `false`.
+    /// Returns the most likely token, the first if several tie, whatever the filters. Default
+    /// `false`.
     pub greedy: bool,
 }
 
 impl Default for DrawOptions {
-    /// The softmax itself.
+    /// The plain softmax.
     fn default() -> Self {
         Self {
             temperature: 1.0,
@@ -57,35 +59,35 @@ impl DrawOptions {
     }
 }
 
-/// A token to draw.
+/// A token to sample.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Draw {
-    /// The row of the logits.
+    /// Row in the logits.
     pub row: usize,
-    /// A uniform random number in [0, 1). The same number draws the same token.
+    /// A uniform random number in [0, 1). The same number samples the same token.
     pub uniform: f64,
 }
 
-/// A token that was drawn.
+/// A sampled token.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct DrawnToken {
     /// The token.
     pub token: u32,
     /// Its log-prob under `softmax(logits / temperature)`.
     pub log_prob: f32,
-    /// Its log-prob in the filtered distribution. 0 for the most likely token of `greedy`.
+    /// Its log-prob in the filtered distribution. With `greedy`, this is 0.
     pub drawn_log_prob: f32,
 }
 
-/// Draws tokens from rows of logits.
+/// Samples tokens from rows of logits.
 ///
-/// Without filters the token is the first one with a cumulative probability above the uniform
-/// number. With filters the tokens are ordered by probability first, equals by token.
+/// Without filters, this returns the first token whose cumulative probability exceeds the uniform
+/// number. With filters, tokens are sorted by probability first, and ties by token.
 ///
-/// A result is `None` if a logit of its row is NaN or infinity, or all are minus infinity. Terms
-/// are in f32, and sums of 512 of them in f64. On CUDA the weights are in f32, so that a number at
-/// the border of two tokens may draw the other one; the logits stay on the device, and 12 bytes for
-/// each draw come back.
+/// A result is `None` if a logit in its row is NaN or infinity, or all are minus infinity. Terms
+/// are f32, and sums of 512 terms are added in f64. On CUDA the weights are f32, so a number at the
+/// boundary between two tokens may sample the other one. The logits stay on the device, and only 12
+/// bytes per draw are copied back.
 ///
 /// # Shapes
 ///
@@ -93,8 +95,8 @@ pub struct DrawnToken {
 ///
 /// # Errors
 ///
-/// Fails on other shapes and dtypes, on options and numbers out of range, and if `logits` are in a
-/// graph.
+/// Fails if shapes or dtypes do not match, if options or numbers are out of range, or if `logits`
+/// are in a graph.
 ///
 /// ```
 /// use candle_core::{Device, Tensor};

@@ -5,8 +5,8 @@ use candle_core::{Result, Tensor};
 use super::shape;
 use crate::check;
 
-/// [`embedding`](crate::embedding()) in plain Candle operations. Gradients of bf16 and f16 are
-/// summed in their dtype.
+/// [`embedding`](crate::embedding()) in plain Candle operations. bf16 and f16 gradients are summed
+/// in their dtype.
 pub fn embedding(ids: &Tensor, weight: &Tensor) -> Result<Tensor> {
     let shape = shape(ids, weight)?;
     let ids = check::token_ids("ids", ids, weight.dims()[0], None)?;
@@ -16,13 +16,13 @@ pub fn embedding(ids: &Tensor, weight: &Tensor) -> Result<Tensor> {
 /// Returns the rows at `ids`, u32 `[N]`.
 pub(crate) fn rows(ids: &Tensor, weight: &Tensor) -> Result<Tensor> {
     if ids.elem_count() == 0 {
-        // Candle has no empty selection on CUDA.
+        // Candle cannot select nothing on CUDA.
         return weight.narrow(0, 0, 0);
     }
     weight.contiguous()?.index_select(ids, 0)
 }
 
-/// Adds the rows of `gradient` to the rows of `sum` at `ids`, u32 `[N]`, in place.
+/// Adds the rows in `gradient` to the rows in `sum` at `ids`, u32 `[N]`, in place.
 pub(crate) fn add_rows(sum: &Tensor, ids: &Tensor, gradient: &Tensor) -> Result<()> {
     let rows = gradient
         .reshape((ids.dim(0)?, sum.dim(1)?))?

@@ -10,7 +10,7 @@ use crate::cpu::element::Element;
 use crate::cpu::instructions::vectors;
 use crate::cpu::{output, slice};
 
-/// Returns the rows of `weight` `[V, width]` at `ids`.
+/// Returns the rows at `ids` in `weight` `[V, width]`.
 pub(crate) fn forward<T: Element>(weight: &[T], width: usize, ids: &Tensor) -> Result<Vec<T>> {
     slice::read::<u32, _>(ids, |ids| {
         let fill = |rows: &mut [MaybeUninit<T>]| {
@@ -29,8 +29,8 @@ pub(crate) fn forward<T: Element>(weight: &[T], width: usize, ids: &Tensor) -> R
     })
 }
 
-/// Returns the gradient of `weight` `[V, H]`. In f32, rows without a token are not written, so the
-/// system does not allocate them.
+/// Returns the gradient with respect to `weight` `[V, H]`. In f32, rows without a token are not
+/// written, so the system does not allocate them.
 pub(crate) fn backward<T: Element>(
     weight: &Tensor,
     ids: &Tensor,
@@ -42,8 +42,8 @@ pub(crate) fn backward<T: Element>(
     Tensor::from_vec(weight_gradient, (vocab, width), &Device::Cpu)
 }
 
-/// Adds the rows of a contiguous `gradient` to the rows of a contiguous f32 `sum` `[V, H]` at
-/// `ids`.
+/// Adds the rows in a contiguous `gradient` to the rows at `ids` in a contiguous f32 `sum`
+/// `[V, H]`.
 pub(crate) fn add<T: Element>(sum: &Tensor, ids: &Tensor, gradient: &Tensor) -> Result<()> {
     let (_, width) = sum.dims2()?;
     slice::write_f32(sum, |sum| add_rows::<T, f32>(sum, width, ids, gradient))
@@ -57,7 +57,7 @@ fn add_rows<T: Element, S: Element>(
 ) -> Result<()> {
     slice::read::<u32, _>(ids, |ids| {
         slice::read::<T, _>(gradient, |gradient| {
-            // The positions, grouped by token, in their order.
+            // The positions, grouped by token, in order.
             let mut places: Vec<usize> = (0..ids.len()).collect();
             places.sort_by_key(|&place| ids[place]);
             let mut rest = sum;
@@ -90,7 +90,7 @@ fn add_rows<T: Element, S: Element>(
     })
 }
 
-/// Adds the rows of `gradient` at `places` to `row`. `buffers` holds two rows.
+/// Adds the rows in `gradient` at `places` to `row`. `buffers` holds two rows.
 struct AddRows<'a, T, S> {
     gradient: &'a [T],
     places: &'a [usize],

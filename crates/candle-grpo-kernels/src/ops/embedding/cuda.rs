@@ -9,13 +9,13 @@ use super::Embedding;
 use crate::cuda::in_place::write;
 use crate::cuda::{In, Out, alloc, as_tensor, grid, kernels, with_cuda_floats};
 
-/// Threads of a block, as in the kernels: 8 warps, with one row of the result each.
+/// Threads per block, as in the kernels: 8 warps, each with one result row.
 const THREADS: u32 = 256;
 const ROWS: usize = 8;
-/// Threads of the one block that sorts ids.
+/// Threads in the single block that sorts ids.
 const SORT_THREADS: u32 = 1024;
 
-/// Returns the rows of a contiguous `weight` `[V, H]` at the ids.
+/// Returns the rows at the ids in a contiguous `weight` `[V, H]`.
 pub(crate) fn forward(
     weight: &CudaStorage,
     layout: &Layout,
@@ -45,9 +45,8 @@ pub(crate) fn forward(
     Ok((rows, Shape::from(op.shape.as_slice())))
 }
 
-/// Returns the sum of the rows of a contiguous `x` `[.., H]` at
-/// `positions[starts[row]..starts[row + 1]]`, for each of the N rows of the result. `starts` has
-/// N + 1 entries.
+/// For each of N result rows, sums the rows of a contiguous `x` `[.., H]` at
+/// `positions[starts[row]..starts[row + 1]]`. `starts` has N + 1 entries.
 pub(crate) fn sum(x: &Tensor, positions: &Tensor, starts: &Tensor) -> Result<Tensor> {
     let device = x.device().as_cuda_device()?;
     let stream = device.cuda_stream();
@@ -61,7 +60,7 @@ pub(crate) fn sum(x: &Tensor, positions: &Tensor, starts: &Tensor) -> Result<Ten
     let mut by_rows = grid(n.div_ceil(ROWS), THREADS)?;
     by_rows.block_dim = (32, ROWS as u32, 1);
     let sums = with_cuda_floats!(storage, "gradient", T => {
-        // SAFETY: the kernel writes every element of the sums, n * width. All positions are rows of
+        // SAFETY: the kernel writes every element in the sums, n * width. All positions are rows in
         // x.
         #[allow(unsafe_code)]
         let sums = unsafe {
@@ -82,8 +81,8 @@ pub(crate) fn sum(x: &Tensor, positions: &Tensor, starts: &Tensor) -> Result<Ten
     Ok(as_tensor(sums, &Shape::from((n, width))))
 }
 
-/// Adds the rows of a contiguous `gradient` `[.., H]` to the rows of `sum`, f32 `[V, H]` and
-/// contiguous, at `ids` `[N]`. None of them is empty.
+/// Adds the rows in a contiguous `gradient` `[.., H]` to the rows at `ids` `[N]` in `sum`,
+/// contiguous f32 `[V, H]`. None of them may be empty.
 pub(crate) fn add(sum: &Tensor, ids: &Tensor, gradient: &Tensor) -> Result<()> {
     let device = sum.device().as_cuda_device()?;
     let stream = device.cuda_stream();
@@ -145,7 +144,7 @@ pub(crate) fn add(sum: &Tensor, ids: &Tensor, gradient: &Tensor) -> Result<()> {
     })
 }
 
-/// The kernels count ids, rows of the weight and columns in 31 bits.
+/// Checks that ids, weight rows and columns fit in 31 bits, in which the kernels count them.
 fn check(n: usize, vocab: usize, width: usize) -> Result<()> {
     if n.max(vocab).max(width) > i32::MAX as usize {
         bail!("embedding: {n} ids of {vocab} rows of {width}, must be below 2^31 each on CUDA");

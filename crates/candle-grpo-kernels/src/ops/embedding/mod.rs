@@ -10,10 +10,10 @@ use candle_core::{CpuStorage, CustomOp1, Layout, Result, Shape, Tensor, WithDTyp
 use crate::cpu::{slice, with_element, with_floats};
 use crate::{check, path};
 
-/// Returns the rows of `weight` at `ids`.
+/// Returns the rows in `weight` at `ids`.
 ///
-/// The gradient of `weight` has its shape and dtype. Gradients of a repeated token are summed in
-/// f32, in the order of the tokens.
+/// The gradient with respect to `weight` has its shape and dtype. For a repeated token, gradients
+/// are summed in f32, in token order.
 ///
 /// # Shapes
 ///
@@ -23,8 +23,8 @@ use crate::{check, path};
 ///
 /// # Errors
 ///
-/// Fails on other shapes and dtypes, and on ids out of range. Ids are checked on the CPU only: on a
-/// GPU the check would synchronize with the device.
+/// Fails if shapes or dtypes do not match, or if an id is out of range. Only the CPU checks ids,
+/// because the check would synchronize a GPU.
 ///
 /// ```
 /// use candle_core::{Device, Tensor};
@@ -44,11 +44,11 @@ pub fn embedding(ids: &Tensor, weight: &Tensor) -> Result<Tensor> {
     weight.contiguous()?.apply_op1(Embedding { ids, shape })
 }
 
-/// The backward pass of [`embedding`], added to `sum` in place, without a graph.
+/// Computes the backward pass for [`embedding`] and adds it to `sum` in place, without a graph.
 ///
-/// Adds the rows of `gradient` to the rows of `sum` at `ids`, in their order. Other rows are not
-/// read or written. Tensors that share the memory of `sum` change too. For a weight that is also
-/// the output layer, `sum` holds the gradient of the output layer.
+/// Adds the rows in `gradient` to the rows in `sum` at `ids`, in order. Other rows are neither read
+/// nor written. Tensors that share memory with `sum` change too. If the weight is tied to the
+/// output layer, pass the output layer's gradient as `sum`.
 ///
 /// # Shapes
 ///
@@ -58,7 +58,7 @@ pub fn embedding(ids: &Tensor, weight: &Tensor) -> Result<Tensor> {
 ///
 /// # Errors
 ///
-/// Fails on other shapes and dtypes, and on ids out of range (checked on the CPU only).
+/// Fails if shapes or dtypes do not match, or if an id is out of range (checked on the CPU only).
 ///
 /// ```
 /// use candle_core::{Device, Tensor};
@@ -98,7 +98,7 @@ pub fn add_embedding_gradient(sum: &Tensor, ids: &Tensor, gradient: &Tensor) -> 
     })
 }
 
-/// Checks the arguments except the values of the ids, and returns the shape of the result.
+/// Checks the arguments except id values, and returns the result shape.
 pub(crate) fn shape(ids: &Tensor, weight: &Tensor) -> Result<Vec<usize>> {
     check::float("weight", weight)?;
     let &[_, width] = weight.dims() else {

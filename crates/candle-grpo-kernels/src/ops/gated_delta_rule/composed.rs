@@ -6,7 +6,7 @@ use super::{NORM_EPSILON, check};
 use crate::precision::arithmetic_dtype;
 use crate::{DeltaHeads, PrefixTree};
 
-/// Rows of a chunk.
+/// Rows per chunk.
 const CHUNK: usize = 64;
 
 /// [`gated_delta_rule`](crate::gated_delta_rule()) in plain Candle operations, in chunks of rows.
@@ -57,9 +57,9 @@ pub(crate) fn unchecked(
 
 /// Rows in the arithmetic dtype, with the value heads first.
 pub(crate) struct Rows {
-    /// `[value_heads, N, key_dim]`, of length `1 / sqrt(key_dim)`.
+    /// `[value_heads, N, key_dim]`, normalized to length `1 / sqrt(key_dim)`.
     query: Tensor,
-    /// `[value_heads, N, key_dim]`, of length 1.
+    /// `[value_heads, N, key_dim]`, normalized to length 1.
     key: Tensor,
     /// `[value_heads, N, value_dim]`
     value: Tensor,
@@ -99,7 +99,7 @@ impl Rows {
         })
     }
 
-    /// Returns the result `[1, value_heads * value_dim]` of one row, and the state after it.
+    /// Returns the result `[1, value_heads * value_dim]` for one row, and the state after it.
     pub(crate) fn row(&self, row: usize, state: &Tensor) -> Result<(Tensor, Tensor)> {
         let row = self.narrow(row, 1)?;
         let state = state.broadcast_mul(&row.g.exp()?.unsqueeze(2)?)?;
@@ -119,12 +119,12 @@ impl Rows {
         })
     }
 
-    /// Returns the result `[rows, value_heads * value_dim]` of a chunk and the state after it.
+    /// Returns the result `[rows, value_heads * value_dim]` for a chunk, and the state after it.
     fn chunk(&self, masks: &Masks, state: &Tensor) -> Result<(Tensor, Tensor)> {
         let (heads, rows) = self.g.dims2()?;
         let total = self.g.cumsum(1)?;
         let decay = total.exp()?.unsqueeze(2)?;
-        // exp(c_i - c_j) for i >= j. The mask comes first, because the others may overflow.
+        // exp(c_i - c_j) for i >= j. The mask comes first, because other entries may overflow.
         let between = total
             .unsqueeze(2)?
             .broadcast_sub(&total.unsqueeze(1)?)?
@@ -134,7 +134,7 @@ impl Rows {
         let transposed = self.key.t()?;
         let mixing = (self.query.matmul(&transposed)? * &between)?;
         let system = (self.key.matmul(&transposed)? * &between)?.broadcast_mul(&self.beta)?;
-        // The errors of the predictions, each without the changes by the rows before it.
+        // The prediction errors, each without the changes from earlier rows.
         let predicted = self.key.broadcast_mul(&decay)?.matmul(state)?;
         let errors = (&self.value - predicted)?.broadcast_mul(&self.beta)?;
         let changes = masks.inverse(&system)?.matmul(&errors)?;
@@ -158,12 +158,12 @@ impl Rows {
     }
 }
 
-/// Matrices of 0 and 1 for the rows and columns of a chunk.
+/// 0/1 matrices over a chunk's rows and columns.
 struct Masks {
     /// The diagonal and below.
     lower: Tensor,
     diagonal: Tensor,
-    /// For each size 1, 2, 4 .. the lower left quarters of the blocks of twice the size.
+    /// For each size 1, 2, 4 .., the lower left quarters of blocks twice that size.
     quarters: Vec<Tensor>,
 }
 
@@ -203,9 +203,9 @@ impl Masks {
         })
     }
 
-    /// Returns the inverse of a lower triangular matrix with a diagonal of ones and the entries of
-    /// `system` `[heads, rows, rows]` below. The inverse of a block follows from those of its
-    /// quarters: `-D^-1 C A^-1` is below `A^-1` and `D^-1`.
+    /// Inverts a lower triangular matrix with ones on the diagonal and the entries of `system`
+    /// `[heads, rows, rows]` below it. A block's inverse follows from its quarters: `-D^-1 C A^-1`
+    /// is below `A^-1` and `D^-1`.
     fn inverse(&self, system: &Tensor) -> Result<Tensor> {
         let mut inverse = self.diagonal.broadcast_as(system.shape())?.contiguous()?;
         for quarters in &self.quarters {

@@ -1,8 +1,8 @@
 //! The CPU path of [`gated_delta_rule`](crate::gated_delta_rule()).
 //!
-//! A task computes one key head of one tree of sequences and the value heads that share it. It
-//! processes chunks of rows in order. In a chunk with the running sum `c` of the gates,
-//! `G_ij = exp(c_i - c_j)` and the state S before it:
+//! A task computes one key head in one tree of sequences, with the value heads that share it. It
+//! processes chunks of rows in order. In a chunk, let `c` be the running sum of the gates,
+//! `G_ij = exp(c_i - c_j)`, and S the state before it:
 //!
 //! ```text
 //! M = tril(beta K K^T * G, -1)       P = tril(Q K^T * G)
@@ -10,8 +10,9 @@
 //! O = exp(c) Q S + P N               S' = exp(c_last) S + (exp(c_last - c) K)^T N
 //! ```
 //!
-//! The backward pass first computes S, R and N of all chunks of the tree, then processes the chunks
-//! in reverse. With the gradients dO of the result and dS' of the state after a chunk:
+//! The backward pass first computes S, R and N for all chunks in the tree, then processes the
+//! chunks in reverse. Let dO be the gradient with respect to the result, and dS' to the state after
+//! a chunk:
 //!
 //! ```text
 //! X = (I + M)^-T (P^T dO + exp(c_last - c) K dS')
@@ -36,10 +37,10 @@ use crate::cpu::simd::{add_scaled, dot, exp_differences, map_pairs, scale, sum};
 use crate::cpu::{output, slice};
 use crate::prefix_tree::{PrefixTree, Segment};
 
-/// Rows of a chunk.
+/// Rows per chunk.
 const CHUNK: usize = 64;
 
-/// The contiguous inputs of [`gated_delta_rule`](crate::gated_delta_rule()).
+/// Contiguous inputs to [`gated_delta_rule`](crate::gated_delta_rule()).
 pub(crate) struct Inputs<'a, T> {
     pub(crate) qkv: &'a [T],
     pub(crate) g: &'a [f32],
@@ -68,7 +69,7 @@ pub(crate) fn forward<T: Element>(inputs: &Inputs<T>, op: &GatedDeltaRule) -> Ve
     }
 }
 
-/// Returns the gradients of `qkv`, `g` and `beta`, in their shapes.
+/// Returns the gradients with respect to `qkv`, `g` and `beta`, in their shapes.
 pub(crate) fn backward<T: Element>(
     inputs: [&Tensor; 3],
     gradient: &Tensor,
@@ -121,7 +122,7 @@ fn backward_of_slices<T: Element>(
                 },
             );
         };
-        // SAFETY: the tasks partition both results, and each writes its whole parts.
+        // SAFETY: the tasks partition both results, and each writes all its parts.
         #[allow(unsafe_code)]
         unsafe {
             gate_gradients = output::two_filled(inputs.g.len(), fill);
@@ -133,8 +134,8 @@ fn backward_of_slices<T: Element>(
     (qkv_gradient, gate_gradients)
 }
 
-/// Returns the part of each task, in the order of the rows of its tree. A row consists of sections,
-/// each with a piece of this width for each key head.
+/// Returns each task's part, in the row order of its tree. A row consists of sections, each with a
+/// piece of this width per key head.
 pub(crate) fn by_task<'a, X>(
     mut rows: &'a mut [X],
     op: &GatedDeltaRule,
@@ -160,23 +161,23 @@ pub(crate) fn by_task<'a, X>(
     parts
 }
 
-/// One key head of one tree.
+/// One key head in one tree.
 pub(crate) struct Task<'a, T> {
     inputs: &'a Inputs<'a, T>,
     pub(crate) heads: DeltaHeads,
     tree: &'a PrefixTree,
-    /// Indices of the segments of the tree.
+    /// Segment indices in the tree.
     segments: &'a [usize],
     key_head: usize,
 }
 
-/// Rows of a segment.
+/// Rows in a segment.
 #[derive(Clone, Copy)]
 pub(crate) struct Chunk {
     /// The first row.
     pub(crate) first: usize,
     pub(crate) rows: usize,
-    /// Index of the first row among the rows of the tree.
+    /// Index of the first row within the tree.
     pub(crate) place: usize,
 }
 
@@ -194,24 +195,24 @@ impl Chunk {
     }
 }
 
-/// Buffers of a task in both passes.
+/// A task's buffers in both passes.
 struct Scratch {
-    /// The keys of a chunk, then its queries: `[2 * rows, key_dim]`, normalized.
+    /// A chunk's keys, then its queries: `[2 * rows, key_dim]`, normalized.
     keys: Vec<f32>,
-    /// The factors of the normalization.
+    /// Normalization factors.
     norms: Vec<f32>,
     /// `keys` times the transposed keys, `[2 * rows, rows]`.
     products: Vec<f32>,
-    /// The states of all value heads.
+    /// States for all value heads.
     states: Vec<f32>,
-    /// The states after each segment of the tree that has branches.
+    /// States after each tree segment that has branches.
     ends: Vec<Vec<f32>>,
     head: HeadScratch,
 }
 
-/// Buffers for a value head of a chunk.
+/// Buffers for one value head in a chunk.
 struct HeadScratch {
-    /// The running sum of the gates.
+    /// Running sum of the gates.
     sums: Vec<f32>,
     beta: Vec<f32>,
     /// `[rows, rows]`: `exp(c_i - c_j)` at and below the diagonal, as `mixing`.
@@ -220,26 +221,26 @@ struct HeadScratch {
     system: Vec<f32>,
     /// P, with zeros above the diagonal.
     mixing: Vec<f32>,
-    /// `[2 * rows, value_dim]`: the states that keys and queries read, then R and the result.
+    /// `[2 * rows, value_dim]`: the states read by keys and queries, then R and the result.
     read: Vec<f32>,
     /// N, `[rows, value_dim]`
     changes: Vec<f32>,
-    /// `[rows, value_dim]`: values, then N with its decay to the end of the chunk.
+    /// `[rows, value_dim]`: values, then N decayed to the end of the chunk.
     values: Vec<f32>,
 }
 
-/// Further buffers of a task in the backward pass.
+/// A task's additional buffers in the backward pass.
 struct BackwardScratch {
-    /// For each chunk of the tree and each value head: S, R and N.
+    /// For each chunk in the tree and each value head: S, R and N.
     records: Vec<f32>,
-    /// The gradients of the states of all value heads.
+    /// State gradients for all value heads.
     state_gradients: Vec<f32>,
-    /// The gradients of the states after each segment of the tree that has branches.
+    /// State gradients after each tree segment that has branches.
     ends: Vec<Vec<f32>>,
     chunk: ChunkGradients,
 }
 
-/// The gradients of a chunk, and buffers for those of a value head.
+/// Gradients for a chunk, and buffers for one value head.
 struct ChunkGradients {
     /// `[2 * rows, key_dim]`
     key_gradients: Vec<f32>,
@@ -251,7 +252,7 @@ struct ChunkGradients {
     pairs: Vec<f32>,
     /// `[2 * rows, value_dim]`: X and dO, then Z.
     value_terms: Vec<f32>,
-    /// The gradient of the running sum of the gates.
+    /// Gradient with respect to the running sum of the gates.
     sum_gradients: Vec<f32>,
     /// `[rows, group]`
     g_gradients: Vec<f32>,
@@ -260,10 +261,10 @@ struct ChunkGradients {
     value_gradients: Vec<f32>,
 }
 
-/// A value head of a chunk in the backward pass, with its record.
+/// A value head in a chunk during the backward pass, with its record.
 #[derive(Clone, Copy)]
 struct RecordedHead<'a> {
-    /// Index in the group.
+    /// Index within the group.
     index: usize,
     /// S
     state: &'a [f32],
@@ -271,15 +272,15 @@ struct RecordedHead<'a> {
     errors: &'a [f32],
     /// N
     changes: &'a [f32],
-    /// The field of [`Scratch`], like `products`.
+    /// The field in [`Scratch`], like `products`.
     keys: &'a [f32],
     products: &'a [f32],
-    /// With the gates of this head.
+    /// With this head's gates.
     buffers: &'a HeadScratch,
 }
 
 impl RecordedHead<'_> {
-    /// Returns the sum of the gates of all rows of the chunk.
+    /// Returns the gate sum over all rows in the chunk.
     fn last(&self, rows: usize) -> f32 {
         self.buffers.sums[rows - 1]
     }
@@ -307,7 +308,7 @@ impl Scratch {
         }
     }
 
-    /// Keeps the states after a segment of the tree for its branches.
+    /// Keeps the states after a tree segment for its branches.
     fn keep_end(&mut self, segment: &Segment) {
         let end = match segment.has_branches {
             true => self.states.clone(),
@@ -350,27 +351,27 @@ impl<'a, T: Element> Task<'a, T> {
         }
     }
 
-    /// Elements of the state of a value head.
+    /// Number of elements in a value head's state.
     pub(crate) fn state_len(&self) -> usize {
         self.heads.key_dim * self.heads.value_dim
     }
 
-    /// Returns the first row of the tree.
+    /// Returns the tree's first row.
     pub(crate) fn first_row(&self) -> usize {
         self.tree.segments()[self.segments[0]].rows.start
     }
 
-    /// Elements of the record of a value head of a chunk: S, R and N.
+    /// Number of elements in a value head's record for a chunk: S, R and N.
     fn record_len(&self) -> usize {
         self.state_len() + 2 * CHUNK * self.heads.value_dim
     }
 
-    /// Position of a segment of the tree in `segments`.
+    /// Position of a tree segment in `segments`.
     fn index_of(&self, segment: usize) -> usize {
         self.segments.partition_point(|&other| other < segment)
     }
 
-    /// Sets the states to those after the parent of a segment.
+    /// Sets the states to those after a segment's parent.
     fn start(&self, segment: &Segment, states: &mut [f32], ends: &[Vec<f32>]) {
         match segment.parent {
             Some(parent) => states.copy_from_slice(&ends[self.index_of(parent)]),
@@ -378,8 +379,8 @@ impl<'a, T: Element> Task<'a, T> {
         }
     }
 
-    /// Loads and normalizes the keys of a chunk, then its queries, `[2 * rows, key_dim]`. Returns
-    /// the factors in `norms`.
+    /// Loads and normalizes a chunk's keys, then its queries, `[2 * rows, key_dim]`. Returns the
+    /// factors in `norms`.
     #[inline(always)]
     pub(crate) fn normalize<S: Simd>(
         &self,
@@ -409,7 +410,7 @@ impl<'a, T: Element> Task<'a, T> {
         }
     }
 
-    /// Loads and normalizes the keys and queries of a chunk, and multiplies them.
+    /// Loads, normalizes and multiplies a chunk's keys and queries.
     #[inline(always)]
     fn load_keys<S: Simd>(&self, simd: S, chunk: Chunk, scratch: &mut Scratch) {
         let (dim, rows) = (self.heads.key_dim, chunk.rows);
@@ -423,13 +424,13 @@ impl<'a, T: Element> Task<'a, T> {
         );
     }
 
-    /// Returns `g` and `beta` of value head `head` of the group.
+    /// Returns `g` and `beta` for value head `head` in the group.
     pub(crate) fn gates(&self, row: usize, head: usize) -> (f32, f32) {
         let at = row * self.heads.value_heads + self.key_head * self.heads.group() + head;
         (self.inputs.g[at], self.inputs.beta[at])
     }
 
-    /// Loads the gates of value head `head` of the group, and computes the decays and M and P.
+    /// Loads the gates for value head `head` in the group, and computes the decays, M and P.
     #[inline(always)]
     fn load_gates<S: Simd>(
         &self,
@@ -468,14 +469,14 @@ impl<'a, T: Element> Task<'a, T> {
         }
     }
 
-    /// Returns the value of value head `head` of the group.
+    /// Returns the value for value head `head` in the group.
     pub(crate) fn value(&self, row: usize, head: usize) -> &[T] {
         let head = self.key_head * self.heads.group() + head;
         let first = row * self.heads.width() + 2 * self.heads.keys();
         &self.inputs.qkv[first + head * self.heads.value_dim..][..self.heads.value_dim]
     }
 
-    /// Computes R and N of value head `head` of the group, and advances its state. If queries
+    /// Computes R and N for value head `head` in the group, and advances its state. If queries
     /// follow the keys, also computes the result, after R.
     #[inline(always)]
     fn advance<S: Simd>(
@@ -616,9 +617,9 @@ impl<T: Element> WithSimd for Forward<'_, '_, T> {
     }
 }
 
-/// The parts of the gradients of a task.
+/// A task's parts of the gradients.
 struct Gradients<'a, T> {
-    /// Pieces of query, key and values for each row.
+    /// Query, key and value pieces for each row.
     qkv: Vec<&'a mut [MaybeUninit<T>]>,
     g: Vec<&'a mut [MaybeUninit<f32>]>,
     beta: Vec<&'a mut [MaybeUninit<f32>]>,
@@ -672,7 +673,7 @@ impl<T: Element> WithSimd for Backward<'_, '_, T> {
 }
 
 impl<T: Element> Task<'_, T> {
-    /// Fills the records of all chunks, and returns their number.
+    /// Fills the records for all chunks, and returns how many there are.
     #[inline(always)]
     fn record<S: Simd>(&self, simd: S, scratch: &mut Scratch, records: &mut Vec<f32>) -> usize {
         let segments = self.segments.iter().map(|&at| &self.tree.segments()[at]);
@@ -709,8 +710,8 @@ impl<T: Element> Task<'_, T> {
         chunks
     }
 
-    /// Computes the gradients of a chunk whose records start at `first_record`, and replaces the
-    /// gradients of the states after it by those of the states before it.
+    /// Computes the gradients for a chunk whose records start at `first_record`, and replaces the
+    /// gradients with respect to the states after it by those before it.
     #[inline(always)]
     fn backward<S: Simd>(
         &self,
@@ -763,7 +764,7 @@ impl<T: Element> Task<'_, T> {
                 of.g_gradients[row * self.heads.group() + head.index] = running;
             }
         }
-        // Each product is of a key or query and a key.
+        // Each product is between a key or query and a key.
         let products = Matrix::new(&of.product_gradients, 2 * rows, rows, rows);
         let all_keys = Matrix::new(keys, 2 * rows, key_dim, key_dim);
         let only_keys = Matrix::new(keys, rows, key_dim, key_dim);
@@ -811,7 +812,7 @@ impl<T: Element> Task<'_, T> {
         }
     }
 
-    /// Computes dM and dP, and adds their parts of the gradients of products and gates.
+    /// Computes dM and dP, and adds their contribution to the product and gate gradients.
     #[inline(always)]
     fn backward_of_pairs<S: Simd>(
         &self,
@@ -864,7 +865,7 @@ impl<T: Element> Task<'_, T> {
         }
     }
 
-    /// Computes dV and Z, and adds the gradients of the keys and queries that read the state.
+    /// Computes dV and Z, and adds the gradients for keys and queries that read the state.
     #[inline(always)]
     fn backward_of_reads<S: Simd>(
         &self,
@@ -902,8 +903,7 @@ impl<T: Element> Task<'_, T> {
         }
     }
 
-    /// Adds the gradients of the keys that write to the state after the chunk, and replaces dS' by
-    /// dS.
+    /// Adds the gradients for keys that write to the state after the chunk, and replaces dS' by dS.
     #[inline(always)]
     fn backward_of_writes<S: Simd>(
         &self,
@@ -944,7 +944,7 @@ impl<T: Element> Task<'_, T> {
         matmul_on_one_core(state_gradient, dim, true, keys.t(), terms);
     }
 
-    /// Writes the gradients of a chunk.
+    /// Writes a chunk's gradients.
     #[inline(always)]
     fn write_gradients<S: Simd>(
         &self,
@@ -957,7 +957,7 @@ impl<T: Element> Task<'_, T> {
         let (rows, group, dim) = (chunk.rows, self.heads.group(), self.heads.key_dim);
         let width = group * self.heads.value_dim;
         for row in 0..2 * rows {
-            // The derivative of x / |x|, with the factor of the queries.
+            // The derivative of x / |x|, with the query factor.
             let unit = &scratch.keys[row * dim..][..dim];
             let gradient = &mut gradients.key_gradients[row * dim..][..dim];
             let squared_factor = if row < rows { 1.0 } else { dim as f32 };

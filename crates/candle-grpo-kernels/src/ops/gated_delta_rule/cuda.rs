@@ -10,20 +10,20 @@ use crate::DeltaHeads;
 use crate::cuda::{In, Out, alloc, as_tensor, grid, kernels, with_cuda_floats};
 use crate::prefix_tree::cuda::{CHUNK, DeviceTree};
 
-/// Threads of a block, as in the kernels: 8 warps.
+/// Threads per block, as in the kernels: 8 warps.
 pub(crate) const THREADS: u32 = 256;
 const WARPS: usize = 8;
-/// Value columns of a block of the forward pass, as in the kernel.
+/// Value columns per block in the forward pass, as in the kernel.
 const COLUMNS: usize = 64;
-/// Maximum sum of the sizes of a key and a value. Every GPU has shared memory for it, 99 KiB.
+/// Maximum key width plus value width. Every GPU has enough shared memory for it, 99 KiB.
 const MAX_DIMS: usize = 288;
 
-/// Returns whether the kernels have these heads.
+/// Returns whether the kernels support these heads.
 pub(crate) fn has_heads(heads: &DeltaHeads) -> bool {
     heads.key_dim + heads.value_dim <= MAX_DIMS && heads.value_heads <= 65_535
 }
 
-/// Returns a launch of blocks for segments or sequences, value heads and slices of value columns.
+/// Returns a launch with blocks for segments or sequences, value heads and slices of value columns.
 pub(crate) fn blocks(
     first: usize,
     heads: &DeltaHeads,
@@ -37,21 +37,21 @@ pub(crate) fn blocks(
     Ok(blocks)
 }
 
-/// Returns the elements of `states` states.
+/// Returns the number of elements in `states` states.
 fn states_len(states: usize, heads: &DeltaHeads) -> usize {
     states * heads.value_heads * heads.key_dim * heads.value_dim
 }
 
-/// Launches the forward kernel for each level of the tree.
+/// Launches the forward kernel for each tree level.
 macro_rules! launch_forward {
     ($element:ident, $device:ident, $tree:ident, $heads:ident, $($name:ident: $value:expr,)*) => {{
         let floats = 2 * CHUNK * ($heads.key_dim + 1 + CHUNK + 1 + COLUMNS + 1);
         let segments = $tree.segments.storage_and_layout();
         let stream = $device.cuda_stream();
         for level in &$tree.levels {
-            // SAFETY: the inputs and results have the rows of the tree, and the states a slot for
-            // each segment, or for each chunk to advance. The blocks have the shared memory of the
-            // kernel. A level reads the states of the level before.
+            // SAFETY: the inputs and results have the tree's rows, and the states have a slot for
+            // each segment, or for each chunk to advance. The blocks have the kernel's shared
+            // memory. Each level reads the previous level's states.
             #[allow(unsafe_code)]
             unsafe {
                 kernels::gated_delta_rule_forward::<$element> {
@@ -69,7 +69,7 @@ macro_rules! launch_forward {
     }};
 }
 
-/// Returns the result `[N, value_heads * value_dim]` of contiguous inputs.
+/// Returns the result `[N, value_heads * value_dim]` for contiguous inputs.
 pub(crate) fn forward(
     (qkv, qkv_layout): (&CudaStorage, &Layout),
     (g, g_layout): (&CudaStorage, &Layout),
@@ -82,7 +82,7 @@ pub(crate) fn forward(
     let tree = DeviceTree::of(&op.tree, &Device::Cuda(device.clone()))?;
     let shape = Shape::from((op.tree.rows(), heads.values()));
     let o = with_cuda_floats!(qkv, "qkv", T => {
-        // SAFETY: the kernel writes each element of the result, and each state before it is read.
+        // SAFETY: the kernel writes each result element, and each state before it is read.
         #[allow(unsafe_code)]
         let (mut o, mut states) = unsafe {(
             alloc::<T>(device, shape.elem_count())?,
@@ -103,7 +103,7 @@ pub(crate) fn forward(
     Ok((o, shape))
 }
 
-/// Returns the gradients of the contiguous `qkv`, `g` and `beta`.
+/// Returns the gradients with respect to contiguous `qkv`, `g` and `beta`.
 pub(crate) fn backward(
     [qkv, g, beta]: [&Tensor; 3],
     gradient: &Tensor,
@@ -146,9 +146,9 @@ pub(crate) fn backward(
             + CHUNK * (CHUNK + 1);
         let segments = tree.segments.storage_and_layout();
         for level in tree.levels.iter().rev() {
-            // SAFETY: all have the rows of the tree, the states a slot for each chunk, and their
-            // gradients one for each segment. The blocks have the shared memory of the kernel. A
-            // level reads the gradients of the level after it.
+            // SAFETY: all have the tree's rows, the states have a slot per chunk, and their
+            // gradients one per segment. The blocks have the kernel's shared memory. Each level
+            // reads the next level's gradients.
             #[allow(unsafe_code)]
             unsafe {
                 kernels::gated_delta_rule_backward::<T> {
@@ -174,7 +174,7 @@ pub(crate) fn backward(
                 .launch(device, blocks(level.len(), heads, heads.value_dim, floats)?)?;
             }
         }
-        // SAFETY: a warp has each key and query of n rows.
+        // SAFETY: each key and query in n rows has a warp.
         #[allow(unsafe_code)]
         unsafe {
             kernels::gated_delta_rule_keys::<T> {

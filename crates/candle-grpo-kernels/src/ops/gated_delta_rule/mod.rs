@@ -11,8 +11,8 @@ use crate::cpu::{slice, with_element, with_floats};
 use crate::precision::arithmetic_dtype;
 use crate::{PrefixTree, check, graph, path};
 
-/// The gated delta rule (<https://arxiv.org/abs/2412.06464>), the token mixer of Qwen3-Next and
-/// Qwen3.5. Its state is a matrix for each value head, 0 before a sequence:
+/// The gated delta rule (<https://arxiv.org/abs/2412.06464>), the token mixer in Qwen3-Next and
+/// Qwen3.5. Its state is a matrix per value head, 0 before a sequence:
 ///
 /// ```text
 /// S = exp(g) S
@@ -20,25 +20,25 @@ use crate::{PrefixTree, check, graph, path};
 /// o = S^T q / sqrt(key_dim)
 /// ```
 ///
-/// `q` and `k` are the queries and keys of a head divided by `sqrt(sum x^2 + 1e-6)`. Adjacent value
-/// heads share a key head. Rows of a shared prefix are computed once: the state after them is the
-/// start of each branch.
+/// `q` and `k` are a head's query and key divided by `sqrt(sum x^2 + 1e-6)`. Adjacent value heads
+/// share a key head. Rows in a shared prefix are computed once, and each branch starts from the
+/// state after them.
 ///
-/// `qkv`, `g` and `beta` have gradients. Arithmetic and state are in f32. The CPU path processes
-/// chunks of rows as matrix products and does not store states for the backward pass. On CUDA,
-/// heads with `key_dim + value_dim` of more than 288 use Candle operations.
+/// `qkv`, `g` and `beta` get gradients. Arithmetic and state are f32. The CPU path processes chunks
+/// of rows as matrix products and stores no states for the backward pass. On CUDA, heads fall back
+/// to Candle operations if `key_dim + value_dim` exceeds 288.
 ///
 /// # Shapes
 ///
-/// - `qkv`: `[N, width]`, any float dtype: the queries and keys of the `key_heads` heads, then the
-///   values of the `value_heads` heads, as a linear layer returns them
+/// - `qkv`: `[N, width]`, any float dtype: queries and keys for `key_heads` heads, then values for
+///   `value_heads` heads, as a linear layer returns them
 /// - `g`, `beta`: `[N, value_heads]`, f32 (f64 for f64). `g` is the logarithm of the decay, at most
 ///   0 and finite
 /// - result: `[N, value_heads * value_dim]` in the dtype of `qkv`
 ///
 /// # Errors
 ///
-/// Fails on other shapes and dtypes, and on head sizes of 0.
+/// Fails if shapes or dtypes do not match, or if a head size is 0.
 ///
 /// ```
 /// use candle_core::{Device, Tensor};
@@ -73,13 +73,14 @@ pub fn gated_delta_rule(
         .apply_op3(&g.contiguous()?, &beta.contiguous()?, op)
 }
 
-/// The backward pass of [`gated_delta_rule`], without a graph.
+/// Computes the backward pass for [`gated_delta_rule`], without a graph.
 ///
-/// `gradient` is the gradient of the result. Returns the gradients of `qkv`, `g` and `beta`.
+/// `gradient` is the gradient with respect to the result. Returns the gradients with respect to
+/// `qkv`, `g` and `beta`.
 ///
 /// # Errors
 ///
-/// Fails as [`gated_delta_rule`], and if `gradient` does not have the shape and dtype of the
+/// Same as [`gated_delta_rule`]. Also fails if `gradient` does not have the shape and dtype of the
 /// result.
 ///
 /// ```
@@ -129,16 +130,16 @@ pub fn gated_delta_rule_gradient(
     )
 }
 
-/// The heads of [`gated_delta_rule`].
+/// Heads for [`gated_delta_rule`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct DeltaHeads {
-    /// Heads of queries and keys.
+    /// Number of query and key heads.
     pub key_heads: usize,
-    /// Heads of values and states, a multiple of `key_heads`.
+    /// Number of value and state heads, a multiple of `key_heads`.
     pub value_heads: usize,
-    /// Elements of a query or key of one head.
+    /// Query and key width per head.
     pub key_dim: usize,
-    /// Elements of a value of one head.
+    /// Value width per head.
     pub value_dim: usize,
 }
 
@@ -148,22 +149,23 @@ impl DeltaHeads {
         self.value_heads / self.key_heads
     }
 
-    /// Elements of the queries of a row, or of its keys; at most `usize::MAX`.
+    /// Elements in a row's queries, or in its keys; at most `usize::MAX`.
     pub const fn keys(&self) -> usize {
         self.key_heads.saturating_mul(self.key_dim)
     }
 
-    /// Elements of the values of a row; at most `usize::MAX`.
+    /// Elements in a row's values; at most `usize::MAX`.
     pub const fn values(&self) -> usize {
         self.value_heads.saturating_mul(self.value_dim)
     }
 
-    /// Elements of queries, keys and values of a row; at most `usize::MAX`.
+    /// Elements in a row's queries, keys and values; at most `usize::MAX`.
     pub const fn width(&self) -> usize {
         self.keys().saturating_mul(2).saturating_add(self.values())
     }
 
-    /// Fails on sizes of 0, and on value heads that are not a multiple of the key heads.
+    /// Fails if a size is 0, or if the number of value heads is not a multiple of the number of key
+    /// heads.
     pub(crate) fn check(&self) -> Result<()> {
         for (name, size) in [
             ("key_heads", self.key_heads),
@@ -186,10 +188,10 @@ impl DeltaHeads {
     }
 }
 
-/// Added to the sum of the squares of a query or key.
+/// Added to the sum of squares in a query or key.
 pub(crate) const NORM_EPSILON: f64 = 1e-6;
 
-/// Returns whether the fused path has these heads.
+/// Returns whether the fused path supports these heads.
 pub(crate) fn is_fused(qkv: &Tensor, heads: DeltaHeads) -> bool {
     #[cfg(feature = "cuda")]
     if qkv.device().is_cuda() && !cuda::has_heads(&heads) {
@@ -235,14 +237,14 @@ pub(crate) fn check(qkv: &Tensor, g: &Tensor, beta: &Tensor, heads: DeltaHeads) 
     check::same_device(&[("qkv", qkv), ("g", g), ("beta", beta)])
 }
 
-/// The operation on contiguous `qkv` `[N, width]`, `g` and `beta` `[N, value_heads]`.
+/// The rule on contiguous `qkv` `[N, width]`, `g` and `beta` `[N, value_heads]`.
 pub(crate) struct GatedDeltaRule {
     pub(crate) heads: DeltaHeads,
     pub(crate) tree: PrefixTree,
 }
 
 impl GatedDeltaRule {
-    /// Returns the gradients of contiguous inputs.
+    /// Returns the gradients for contiguous inputs.
     fn gradients(&self, inputs: [&Tensor; 3], gradient: &Tensor) -> Result<[Tensor; 3]> {
         let gradient = gradient.contiguous()?;
         #[cfg(feature = "cuda")]

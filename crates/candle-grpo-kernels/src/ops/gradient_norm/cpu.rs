@@ -9,7 +9,7 @@ use crate::cpu::instructions::vectors;
 use crate::cpu::simd::BLOCK;
 use crate::cpu::slice::{CHUNK, range, with_floats};
 
-/// Returns the sum of squares of each gradient, f64 `[n]`.
+/// Returns each gradient's sum of squares, f64 `[n]`.
 pub(crate) fn squared_norms(gradients: &[&Tensor]) -> Result<Tensor> {
     let sums = gradients
         .par_iter()
@@ -32,7 +32,7 @@ fn squared_norm<T: Element>(values: &[T]) -> f64 {
         .par_chunks(CHUNK)
         .map(|chunk| vectors().dispatch(|| sum_of_squares(chunk)))
         .collect();
-    // Added in order, for any assignment of chunks to threads.
+    // Added in order, however chunks are assigned to threads.
     chunk_sums.into_iter().sum()
 }
 

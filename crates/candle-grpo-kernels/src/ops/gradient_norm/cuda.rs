@@ -7,14 +7,14 @@ use candle_core::{CudaStorage, Layout, Result, Shape, Tensor};
 use crate::cuda::tensor_list::{TensorList, address, dtype_number, word};
 use crate::cuda::{In, Out, alloc, as_tensor, grid, kernels};
 
-/// Threads of a block and partial sums of one gradient, as in the kernels.
+/// Threads per block and partial sums per gradient, as in the kernels.
 const THREADS: u32 = 256;
 const PARTS: usize = 256;
 
-/// Bytes that the threads of a block process at once.
+/// Bytes that a block's threads process at once.
 const BYTES_OF_BLOCK: usize = THREADS as usize * 16;
 
-/// Returns the sum of squares of each of at least one gradient, f64 `[n]`.
+/// Returns each gradient's sum of squares, f64 `[n]`, for at least one gradient.
 pub(crate) fn squared_norms(gradients: &[&Tensor]) -> Result<Tensor> {
     let device = gradients[0].device().as_cuda_device()?;
     let stream = device.cuda_stream();
@@ -23,7 +23,7 @@ pub(crate) fn squared_norms(gradients: &[&Tensor]) -> Result<Tensor> {
         .map(|gradient| gradient.contiguous())
         .collect::<Result<Vec<_>>>()?;
     let list = list(&gradients, &stream, |bytes| {
-        // A small gradient has few blocks.
+        // A small gradient takes few blocks.
         bytes.div_ceil(4 * BYTES_OF_BLOCK).clamp(1, PARTS)
     })?;
     let (blocks, rows) = (list.blocks, list.rows);
@@ -53,7 +53,7 @@ pub(crate) fn squared_norms(gradients: &[&Tensor]) -> Result<Tensor> {
     Ok(as_tensor(sums, &Shape::from(rows as usize)))
 }
 
-/// Multiplies contiguous gradients that are not empty by `factor`.
+/// Multiplies contiguous, nonempty gradients by `factor`.
 pub(crate) fn scale(gradients: &[&Tensor], factor: f32) -> Result<()> {
     let Some(first) = gradients.first() else {
         return Ok(());
@@ -75,7 +75,8 @@ pub(crate) fn scale(gradients: &[&Tensor], factor: f32) -> Result<()> {
     }
 }
 
-/// Returns the list for the kernels. `blocks` returns the blocks of a gradient from its bytes.
+/// Returns the list for the kernels. `blocks` returns the number of blocks from a gradient's size
+/// in bytes.
 fn list(
     gradients: &[impl AsRef<Tensor>],
     stream: &CudaStream,

@@ -1,4 +1,4 @@
-//! Norms and scaling of gradients.
+//! Gradient norms and scaling.
 
 pub(crate) mod composed;
 mod cpu;
@@ -9,15 +9,15 @@ use candle_core::{DType, Result, Tensor, bail};
 
 use crate::{check, path};
 
-/// Returns the sum of squares of each of n gradients, `[n]`. The square root of their sum is the
+/// Returns the sum of squares for each of n gradients, `[n]`. The square root of their total is the
 /// global norm.
 ///
-/// Gradients have any float dtype and shape. Squares and sums are in f64 (f32 on Metal), so finite
-/// f32 gradients do not overflow. The result is the same on any number of threads.
+/// Gradients can have any float dtype and shape. Squares and sums are f64 (f32 on Metal), so finite
+/// f32 gradients do not overflow. The result does not depend on the number of threads.
 ///
 /// # Errors
 ///
-/// Fails if a gradient has no float dtype, or if the devices differ.
+/// Fails if a gradient does not have a float dtype, or if devices differ.
 ///
 /// ```
 /// use candle_core::{Device, Tensor};
@@ -44,7 +44,7 @@ pub fn squared_gradient_norms(gradients: &[&Tensor]) -> Result<Tensor> {
 /// # Errors
 ///
 /// Fails if a gradient is not contiguous or shares memory with another, or if `factor` is not
-/// finite. Nothing has changed in these cases.
+/// finite. In these cases nothing has changed.
 ///
 /// # Examples
 ///

@@ -36,7 +36,7 @@ pub(crate) fn unchecked(arguments: Arguments) -> Result<TokenLogProbs> {
     } = arguments;
     let dtype = arithmetic_dtype(hidden.dtype());
     if hidden.elem_count() == 0 {
-        // Candle's product of empty tensors has no graph, so gradients of 0 need another path.
+        // Candle's product of empty tensors has no graph, so zero gradients need another path.
         let mut parts = vec![hidden.to_dtype(dtype)?.sum(D::Minus1)?.flatten_all()?];
         parts.push(weight.to_dtype(dtype)?.narrow(0, 0, 0)?.sum(1)?);
         if let Some(bias) = bias {
@@ -53,7 +53,7 @@ pub(crate) fn unchecked(arguments: Arguments) -> Result<TokenLogProbs> {
     let hidden = hidden.reshape((rows.targets.elem_count(), hidden.dim(D::Minus1)?))?;
     let hidden = match &rows.mask {
         None => hidden,
-        // A masked row must not reach the gradient of the weight: 0 times NaN is NaN.
+        // A masked row must not reach the weight gradient: 0 times NaN is NaN.
         Some(mask) => mask
             .unsqueeze(1)?
             .broadcast_as(hidden.shape())?

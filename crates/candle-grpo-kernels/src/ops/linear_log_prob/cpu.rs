@@ -1,8 +1,8 @@
 //! The CPU path of [`linear_log_prob`](crate::linear_log_prob).
 //!
 //! Computes the logits tile by tile in one buffer. The forward pass reads a tile, and the backward
-//! pass replaces it by its gradient, while it is in the caches. The buffer is the end of the
-//! gradient of the weight, which is written from the start, or a small allocation.
+//! pass replaces it by its gradient, while it is in the caches. The buffer is either the end of the
+//! weight gradient, which is written from the start, or a small allocation.
 
 use std::mem;
 use std::ops::Range;
@@ -24,35 +24,34 @@ use crate::ops::log_prob::cpu::{Coefficients, ForwardRow, Sums};
 use crate::ops::log_prob::{Backward, Rows};
 use crate::ops::soft_cap::cpu::{CapBackwardRow, CapRow};
 
-/// Maximum rows of a tile. One product sums the gradient of the weight over them.
+/// Maximum rows per tile. One product sums the weight gradient over them.
 const TILE_ROWS: usize = 1024;
 
-/// Maximum logits of a tile, 8 MiB of f32, unless a block of columns has more.
+/// Maximum logits per tile, 8 MiB in f32, unless a column block has more.
 const TILE_LOGITS: usize = 1 << 21;
 
-/// Maximum entries of the weight at the columns of a tile, 8 MiB of f32, unless a block of columns
-/// has more.
+/// Maximum weight entries at a tile's columns, 8 MiB in f32, unless a column block has more.
 const TILE_WEIGHTS: usize = 1 << 21;
 
-/// Maximum logits of a tile of the last columns, 1 MiB of f32. These tiles do not fit in the
-/// gradient of the weight.
+/// Maximum logits per tile at the last columns, 1 MiB in f32. These tiles do not fit in the weight
+/// gradient.
 const LAST_TILE_LOGITS: usize = 1 << 18;
 
-/// Columns of the bias that one core sums at a time.
+/// Bias columns that one core sums at a time.
 const BIAS_COLUMNS: usize = 256;
 
-/// Hidden states `[K, H]` of the kept rows, the weight `[V, H]` and the bias `[V]`.
+/// Hidden states `[K, H]` for the kept rows, the weight `[V, H]` and the bias `[V]`.
 pub(crate) struct Layer<'a, W> {
     pub(crate) hidden: &'a States<'a>,
     pub(crate) weight: &'a [W],
     pub(crate) bias: Option<&'a [f32]>,
     pub(crate) vocab: usize,
     pub(crate) width: usize,
-    /// The soft cap of the logits.
+    /// Logit soft cap.
     pub(crate) logit_cap: Option<f64>,
 }
 
-/// The requested gradients; the others are empty.
+/// Requested gradients; the others are empty.
 pub(crate) struct Gradients {
     /// `[N, H]`
     pub(crate) hidden: Vec<f32>,
@@ -66,7 +65,7 @@ pub(crate) struct Gradients {
 pub(crate) fn forward<W: Element>(layer: &Layer<W>, kept: &Kept, rows: &Rows) -> Result<Vec<f32>> {
     rows.read(|targets, _| {
         let inverse_temperature = rows.inverse_temperature;
-        // The sums of each row, and the logit of its target.
+        // Each row's sums, and its target's logit.
         let mut seen = vec![(Sums::default(), f32::NAN); kept.rows.len()];
         layer.for_each_tile(kept, &mut [], |tile| {
             let columns = &tile.columns;
@@ -98,7 +97,7 @@ pub(crate) fn forward<W: Element>(layer: &Layer<W>, kept: &Kept, rows: &Rows) ->
     })
 }
 
-/// Returns the requested gradients, from the gradients of the results in `pass`.
+/// Returns the requested gradients, given the result gradients in `pass`.
 pub(crate) fn backward<W: Element>(
     layer: &Layer<W>,
     kept: &Kept,
@@ -122,7 +121,7 @@ pub(crate) fn backward<W: Element>(
     let mut hidden_gradient = vec![0.0; len(wanted.hidden, kept.among * width)];
     let mut weight_gradient = vec![0.0; len(wanted.weight, vocab * width)];
     let mut bias_gradient = vec![0.0; len(wanted.bias, vocab)];
-    // The gradient of the logits of a tile, if products are of bf16.
+    // Logit gradient for a tile, if products are in bf16.
     let mut halves = Vec::new();
 
     layer.for_each_tile(kept, &mut weight_gradient, |tile| {
@@ -190,10 +189,10 @@ pub(crate) fn backward<W: Element>(
     })
 }
 
-/// The unmasked rows. Masked rows take no part in any product.
+/// The unmasked rows. Masked rows are left out of all products.
 pub(crate) struct Kept {
     rows: Vec<usize>,
-    /// The number of all rows.
+    /// Total number of rows.
     among: usize,
 }
 
@@ -209,7 +208,7 @@ impl Kept {
         self.rows.len() == self.among
     }
 
-    /// Returns these rows of `values`, `[N, width]`, for products with a weight of dtype `weight`.
+    /// Returns these rows of `values`, `[N, width]`, for products with a weight in dtype `weight`.
     pub(crate) fn states<'a, X: Element>(
         &'a self,
         values: &'a [X],
@@ -238,7 +237,7 @@ impl Kept {
         }
     }
 
-    /// Writes some of these rows of `values` to `target` by `convert`.
+    /// Converts some of these rows from `values` to `target`.
     fn copy<X: Element, Y: Element>(
         &self,
         values: &[X],
@@ -254,7 +253,7 @@ impl Kept {
             .for_each(|(target, &row)| convert(target, &values[row * width..][..width]));
     }
 
-    /// Moves these rows from the start of `values` `[N, width]` to their places, and zeros the
+    /// Moves these rows from the start of `values` `[N, width]` to their places, and zeroes the
     /// others.
     fn spread(&self, values: &mut [f32], width: usize) {
         if self.all() {
@@ -271,19 +270,19 @@ impl Kept {
     }
 }
 
-/// Hidden states `[K, H]` of the kept rows.
+/// Hidden states `[K, H]` for the kept rows.
 pub(crate) struct States<'a> {
     /// All rows, if no copy is needed.
     whole: Option<Numbers<'a>>,
-    /// Copies the rows of a range.
+    /// Copies a range of rows.
     copy: Box<CopyRows<'a>>,
-    /// Set if they are bf16.
+    /// True if they are bf16.
     halves: bool,
 }
 
 type CopyRows<'a> = dyn Fn(Range<usize>, &mut CopiedRows) + 'a;
 
-/// A copy of some rows. One of the vectors has them, the other is empty.
+/// A copy of some rows. One vector holds them, the other is empty.
 #[derive(Default)]
 struct CopiedRows {
     singles: Vec<f32>,
@@ -301,27 +300,26 @@ impl CopiedRows {
 
 /// A part of the logits.
 struct Tile<'t> {
-    /// Columns of the vocabulary.
+    /// Vocabulary columns.
     columns: Range<usize>,
-    /// Indices into the kept rows.
+    /// Indices among the kept rows.
     rows: Range<usize>,
     /// Rows of logits that start `stride` apart, a multiple of every vector width. The padding is
     /// arbitrary.
     logits: &'t mut [f32],
     stride: usize,
-    /// The rows of the weight at these columns.
+    /// Weight rows at these columns.
     weight: Numbers<'t>,
-    /// The rows of the gradient of the weight at these columns. Empty if it is not requested.
+    /// Weight gradient rows at these columns. Empty if not requested.
     weight_gradient: &'t mut [f32],
-    /// The hidden states of these rows.
+    /// Hidden states for these rows.
     hidden: Numbers<'t>,
 }
 
-/// The tile sizes are a function of the shapes and the requested gradients, for deterministic
-/// results.
+/// Tile sizes depend only on the shapes and the requested gradients, for deterministic results.
 impl<W: Element> Layer<'_, W> {
-    /// Returns the columns of a tile with `rows` rows and about `logits` entries: a multiple of
-    /// `unit`.
+    /// Returns how many columns a tile with `rows` rows and about `logits` entries has: a multiple
+    /// of `unit`.
     fn tile_columns(&self, rows: usize, logits: usize, unit: usize) -> usize {
         let columns = (logits / rows).min(TILE_WEIGHTS / self.width);
         (columns / unit * unit)
@@ -329,12 +327,12 @@ impl<W: Element> Layer<'_, W> {
             .min(self.vocab.next_multiple_of(MAX_LANES))
     }
 
-    /// Visits all rows of the first columns, then all rows of the next. Without rows there are no
+    /// Visits all rows at the first columns, then all rows at the next. Without rows there are no
     /// tiles.
     ///
-    /// `weight_gradient` is the gradient of the weight, or empty. Its end holds the logits while
-    /// they fit after the columns of their tile. The remaining columns have narrow tiles in a
-    /// separate buffer.
+    /// `weight_gradient` is the weight gradient, or empty. Its end holds the logits as long as they
+    /// fit after the columns in their tile. The remaining columns have narrow tiles in a separate
+    /// buffer.
     fn for_each_tile(
         &self,
         kept: &Kept,
@@ -346,9 +344,9 @@ impl<W: Element> Layer<'_, W> {
         if tile_rows == 0 {
             return;
         }
-        // A copy of the hidden states of a tile, and its rows.
+        // A copy of a tile's hidden states, and its rows.
         let (mut copied, mut copied_rows) = (CopiedRows::default(), 0..0);
-        // Whole blocks: the sums of a row do not depend on the tiles.
+        // Whole blocks: a row's sums do not depend on the tiles.
         let widest = self.tile_columns(tile_rows, TILE_LOGITS, BLOCK);
         let last = match weight_gradient {
             [] => widest,
@@ -359,7 +357,7 @@ impl<W: Element> Layer<'_, W> {
         let (mut scratch, mut widened) = (Vec::new(), Vec::new());
         let mut start = 0;
         while start < self.vocab {
-            // As many columns as leave room for their logits after their gradient.
+            // As many columns as leave space for their logits after their gradient.
             let room = weight_gradient.len() / (tile_rows + width) / MAX_LANES * MAX_LANES;
             let stride = room.clamp(last, widest);
             let columns = start..self.vocab.min(start + stride);
@@ -431,14 +429,14 @@ impl<W: Element> Layer<'_, W> {
     }
 }
 
-/// Splits `0..len` into ranges of `step`.
+/// Splits `0..len` into ranges with `step` entries.
 fn ranges(len: usize, step: usize) -> impl Iterator<Item = Range<usize>> {
     (0..len)
         .step_by(step)
         .map(move |start| start..len.min(start + step))
 }
 
-/// Replaces a row of a tile, which starts at column `start`, by its gradient.
+/// Replaces a tile row, which starts at column `start`, by its gradient.
 struct BackwardRow<'a> {
     logits: &'a mut [f32],
     coefficients: &'a Coefficients,

@@ -1,8 +1,8 @@
 //! The CUDA path of [`linear_log_prob`](crate::linear_log_prob()).
 //!
-//! Computes the logits in tiles of the vocabulary. The forward pass keeps the first tiles, as many
-//! as fit, for the backward pass. The backward pass computes the gradient of a tile in the dtype of
-//! the products.
+//! Computes the logits in vocabulary tiles. The forward pass keeps the first tiles, as many as fit,
+//! for the backward pass. The backward pass computes a tile's gradient in the dtype that products
+//! use.
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
@@ -19,14 +19,14 @@ use crate::cuda::{CudaElement, In, Out, alloc, as_tensor, grid, kernels, with_cu
 use crate::ops::log_prob::cuda::THREADS;
 use crate::ops::log_prob::{Backward, Rows, rows_and_width};
 
-/// Numbers of logits.
+/// Tile sizes in logits.
 #[derive(Debug, Clone, Copy)]
 struct Tiling {
-    /// Approximate logits of a tile.
+    /// Approximate logits per tile.
     tile: usize,
-    /// Minimum columns of a tile.
+    /// Minimum columns per tile.
     min_columns: usize,
-    /// Maximum logits that are kept for the backward pass.
+    /// Maximum logits to keep for the backward pass.
     kept: usize,
 }
 
@@ -37,12 +37,12 @@ const TILING: Tiling = Tiling {
 };
 
 impl Tiling {
-    /// Returns the first column and the number of columns of each tile.
+    /// Returns each tile's first column and number of columns.
     fn tiles(self, n: usize, vocab: usize) -> Result<impl Iterator<Item = (usize, usize)>> {
         if vocab > i32::MAX as usize {
             bail!("weight: a vocabulary of {vocab}, must be below 2^31 on CUDA");
         }
-        // Rows of whole packs are aligned, for the kernels and for cuBLAS.
+        // Rows with whole packs are aligned, both for the kernels and for cuBLAS.
         let columns = (self.tile / n.max(1)).max(self.min_columns) / 64 * 64;
         let columns = columns.max(64);
         Ok((0..vocab)
@@ -51,7 +51,7 @@ impl Tiling {
     }
 }
 
-/// The first tiles of the logits of a forward pass on CUDA, for one backward pass.
+/// The first logit tiles from a forward pass on CUDA, for one backward pass.
 #[derive(Debug, Clone, Default)]
 pub(crate) struct KeptLogits(Arc<Mutex<Vec<Tensor>>>);
 
@@ -60,7 +60,7 @@ impl KeptLogits {
         *self.lock() = tiles;
     }
 
-    /// Returns the tiles, or none if there are none or a backward pass has taken them.
+    /// Takes the tiles. Returns none if there are none or a backward pass has already taken them.
     fn take(&self) -> Vec<Tensor> {
         std::mem::take(&mut *self.lock())
     }
@@ -74,15 +74,15 @@ impl KeptLogits {
 pub(crate) struct KeptRows {
     /// u32 `[K]`
     indices: Tensor,
-    /// The position of each of the N rows among these, 0 for other rows, u32 `[N]`.
+    /// Each of the N rows' position among these, 0 for other rows, u32 `[N]`.
     positions: Tensor,
     /// u8 `[N]`
     mask: Tensor,
 }
 
 impl KeptRows {
-    /// Returns the rows where `mask`, u8 `[N]`, is not 0, or `None` if these are all or none:
-    /// Candle has no empty tensors on CUDA. Synchronizes with the device.
+    /// Returns the rows where `mask`, u8 `[N]`, is not 0. Returns `None` if that is all or none,
+    /// because Candle has no empty tensors on CUDA. Synchronizes with the device.
     pub(super) fn new(mask: &Tensor) -> Result<Option<Self>> {
         let mut indices = Vec::new();
         let mut positions = Vec::new();
@@ -104,14 +104,14 @@ impl KeptRows {
         }))
     }
 
-    /// Returns these rows of `x`, along `dim`.
+    /// Returns these rows in `x`, along `dim`.
     pub(super) fn select(&self, x: &Tensor, dim: usize) -> Result<Tensor> {
         x.index_select(&self.indices, dim)
     }
 
     /// Scatters `x`, which has these rows, along `dim`; the other rows are 0.
     ///
-    /// Gathers each row, which is parallel. Candle's `index_add` is sequential in the rows.
+    /// Gathers each row, which is parallel. Candle's `index_add` processes rows sequentially.
     pub(super) fn spread(&self, x: &Tensor, dim: usize) -> Result<Tensor> {
         let rows = x.index_select(&self.positions, dim)?;
         let mut shape = vec![1; x.rank()];
@@ -125,8 +125,8 @@ impl KeptRows {
 /// Maps contiguous hidden states `[.., H]`, the weight `[V, H]` and an f32 bias `[V]` to log-probs,
 /// entropy and log-sum-exp, `[3, N]`.
 ///
-/// Products are in the dtype of hidden states and weight, or in f32 if the dtypes differ. Sums are
-/// in f32. Sets `kept` to the first tiles of the logits, as many as fit.
+/// Products are in the dtype of hidden states and weight, or in f32 if their dtypes differ. Sums
+/// are in f32. Sets `kept` to the first logit tiles, as many as fit.
 pub(crate) fn forward(
     hidden: (&CudaStorage, &Layout),
     weight: (&CudaStorage, &Layout),
@@ -197,15 +197,15 @@ fn forward_in(
                 is_transposed: true,
             };
             let logits = Out::<f32>::in_place(&mut logits, &of_logits, &stream)?;
-            // SAFETY: hidden has n * width elements, the tile of the weight columns * width, and
-            // the logits n * columns.
+            // SAFETY: hidden has n * width elements, the weight tile has columns * width, and the
+            // logits have n * columns.
             #[allow(unsafe_code)]
             unsafe {
                 matmul(device, [n, width, columns], &hidden, &weight, &logits, bias.is_some())?;
             }
         });
-        // SAFETY: the logits have n * columns elements, targets and mask n, state 4 * n, packed
-        // 3 * n. There is a block for each row.
+        // SAFETY: the logits have n * columns elements, targets and mask n, state 4 * n, packed 3 *
+        // n. There is a block per row.
         #[allow(unsafe_code)]
         unsafe {
             kernels::linear_log_prob_tile {
@@ -233,11 +233,11 @@ fn forward_in(
     Ok((packed, Shape::from((3, n))))
 }
 
-/// Returns the requested gradients of detached, contiguous `hidden` `[.., H]`, `weight` `[V, H]`
-/// and f32 `bias` `[V]`. Those of weight and bias are in f32.
+/// Returns the requested gradients for detached, contiguous `hidden` `[.., H]`, `weight` `[V, H]`
+/// and f32 `bias` `[V]`. Weight and bias gradients are f32.
 ///
-/// Products are as in [`forward`], except that f16 uses f32: in f16 the gradients of logits would
-/// underflow. Takes the first tiles of the logits from `kept`.
+/// Products are as in [`forward`], except that f16 uses f32, because logit gradients would
+/// underflow in f16. Takes the first logit tiles from `kept`.
 pub(crate) fn backward(
     hidden: &Tensor,
     weight: &Tensor,
@@ -268,7 +268,7 @@ fn backward_in(
     };
     let device = hidden.device();
     if n == 0 {
-        // Candle does not convert empty tensors on CUDA.
+        // Candle cannot convert empty tensors on CUDA.
         let zeros = |wanted: bool, x: &Tensor| wanted.then(|| x.zeros_like()).transpose();
         return Ok([
             zeros(wanted.hidden, &hidden)?
@@ -286,7 +286,7 @@ fn backward_in(
     let stream = gpu.cuda_stream();
     let mut states = hidden.clone();
     if let Some(mask) = &pass.rows.mask {
-        // The gradient of the weight is a product with all rows, and 0 times NaN is NaN.
+        // The weight gradient is a product with all rows, and 0 times NaN is NaN.
         let mask = mask.unsqueeze(1)?.broadcast_as(states.shape())?;
         let zero = Tensor::zeros((), states.dtype(), device)?;
         states = mask.where_cond(&states, &zero.broadcast_as(states.shape())?)?;
@@ -327,7 +327,7 @@ fn backward_in(
                 logits
             }
         };
-        // The gradient of the bias is a sum of f32.
+        // The bias gradient is an f32 sum.
         let gradient = if dtype == DType::F32 || wanted.bias {
             write(&logits, |storage, layout| {
                 let gradient = Out::<f32>::in_place(storage, layout, &stream)?;
@@ -362,7 +362,7 @@ fn backward_in(
     Ok([hidden_gradient, weight_gradient, bias_gradient])
 }
 
-/// Maps f32 logits `[N, columns]`, which start at `first_column` of the vocabulary, to their
+/// Maps f32 logits `[N, columns]`, which start at vocabulary column `first_column`, to their
 /// gradient, which may share their memory.
 fn launch_gradient<T: CudaElement>(
     device: &CudaDevice,
@@ -378,8 +378,7 @@ fn launch_gradient<T: CudaElement>(
     let packed = pass.packed.storage_and_layout();
     let packed_gradient = pass.gradient.storage_and_layout();
     // SAFETY: targets and mask have n elements, logits and gradient n * columns, packed and its
-    // gradient 3 * n. There is a block for each row, and a thread reads elements before it writes
-    // them.
+    // gradient 3 * n. There is a block per row, and a thread reads elements before it writes them.
     #[allow(unsafe_code)]
     unsafe {
         kernels::linear_log_prob_gradient::<T> {
@@ -406,7 +405,7 @@ mod tests {
 
     use crate::{LinearLogProb, LogProbOptions, TokenLogProbs};
 
-    /// Returns the results and the gradients of hidden states, weight and bias.
+    /// Returns the results and the gradients with respect to hidden states, weight and bias.
     fn run(
         tiling: Tiling,
         [hidden, weight, bias]: [&Tensor; 3],
@@ -459,7 +458,7 @@ mod tests {
             .collect())
     }
 
-    /// Returns the products of `run`. `None` without the emulation.
+    /// Counts the products in `run`. `None` without the emulation.
     fn products_of(run: impl FnOnce() -> Result<Vec<Tensor>>) -> Result<Option<u64>> {
         let before = CudaCalls::now();
         run()?;
@@ -488,7 +487,7 @@ mod tests {
             let inputs = [&hidden, &weight, &bias];
             for has_bias in [false, true] {
                 let expected = run(one, inputs, has_bias, false, device)?;
-                // Nine tiles of 64 columns, and one of 24.
+                // Nine tiles with 64 columns, and one with 24.
                 let many = Tiling {
                     tile: 64 * n,
                     min_columns: 1,
@@ -502,7 +501,7 @@ mod tests {
                     ..many
                 };
                 let some_kept = run(five, inputs, has_bias, true, device)?;
-                // A product of each tile for the logits, and two for the gradients.
+                // One product per tile for the logits, and two for the gradients.
                 for (tiling, keeps, again) in [(many, false, 10), (many, true, 0), (five, true, 5)]
                 {
                     let products = products_of(|| run(tiling, inputs, has_bias, keeps, device))?;

@@ -16,33 +16,33 @@ use crate::ops::log_prob::{Backward, LogProbOptions, Rows, TokenLogProbs, rows_a
 use crate::precision::arithmetic_dtype;
 use crate::{check, path};
 
-/// The number of logits of a tile on CUDA: 256 MiB of f32, for efficient products. Tiles of more
-/// than 65,536 rows are larger, because a tile has at least [`CUDA_TILE_COLUMNS`].
+/// Logits per tile on CUDA: 256 MiB in f32, for efficient products. Tiles with more than 65,536
+/// rows are larger, because a tile has at least [`CUDA_TILE_COLUMNS`].
 pub const CUDA_TILE_LOGITS: usize = 1 << 26;
-/// The fewest columns of a tile on CUDA, unless the vocabulary is smaller.
+/// Minimum columns per tile on CUDA, unless the vocabulary is smaller.
 pub const CUDA_TILE_COLUMNS: usize = 1024;
-/// The most logits that CUDA keeps for the backward pass: 2 GiB of f32.
+/// Maximum number of logits that CUDA keeps for the backward pass: 2 GiB in f32.
 pub const CUDA_KEPT_LOGITS: usize = 1 << 29;
 
-/// Computes [`log_prob`](crate::log_prob) of `logits = hidden weight^T + bias` without storing the
+/// Computes [`log_prob`](crate::log_prob) for `logits = hidden weight^T + bias` without storing the
 /// logits.
 ///
-/// **Memory.** Both passes compute the logits in tiles of a few MiB (a few hundred MiB on CUDA).
-/// The backward pass allocates the gradients and at most 24 MiB. The gradient of the hidden states
-/// is in f32 until it is rounded. If there will be a backward pass on CUDA, up to 2^29 logits
-/// (2 GiB) are kept for it.
+/// **Memory.** Both passes compute the logits in tiles, a few MiB each (a few hundred MiB on CUDA).
+/// The backward pass allocates the gradients and at most 24 MiB. The hidden state gradient is f32
+/// until it is rounded. On CUDA, up to 2^29 logits (2 GiB) are kept if there will be a backward
+/// pass.
 ///
 /// **Skipped work.** An argument without a gradient costs no product. Neither does a masked row,
 /// whose gradient is 0. On CUDA the mask is read on the host, which synchronizes with the device.
 ///
-/// **Precision.** Products are in f32. On CUDA two bf16 or two f16 arguments are multiplied in
-/// their dtype and summed in f32; so are two bf16 arguments on processors with `avx512_bf16`. For
-/// two bf16 arguments that are multiplied in bf16 the gradients of the logits are rounded to bf16.
-/// f64 hidden states use the composed path, which stores the logits; so does
+/// **Precision.** Products are in f32, with these exceptions. On CUDA, two bf16 or two f16
+/// arguments are multiplied in their dtype and summed in f32. Processors with `avx512_bf16` do the
+/// same with two bf16 arguments. Where bf16 arguments are multiplied in bf16, logit gradients are
+/// rounded to bf16. f64 hidden states use the composed path, which stores the logits; so does
 /// [`LogProbOptions::logit_cap`] on CUDA. Results are bit-identical on any number of cores.
 ///
 /// [`LogProbOptions::gradient_into_logits`] has no effect. Candle's `backward` adds each gradient
-/// to a tensor of zeros, which takes the memory of a second weight; [`LinearLogProb`] avoids it.
+/// to a zero tensor, which takes as much memory as a second weight. [`LinearLogProb`] avoids this.
 ///
 /// # Shapes
 ///
@@ -52,8 +52,8 @@ pub const CUDA_KEPT_LOGITS: usize = 1 << 29;
 ///
 /// # Errors
 ///
-/// Fails on other shapes and dtypes, on a temperature outside
-/// [`TEMPERATURES`](crate::TEMPERATURES), and on targets out of range (checked on the CPU only).
+/// Fails if shapes or dtypes do not match, if the temperature is outside
+/// [`TEMPERATURES`](crate::TEMPERATURES), or if a target is out of range (checked on the CPU only).
 ///
 /// ```
 /// use candle_core::{DType, Device, Tensor};
@@ -79,7 +79,7 @@ pub fn linear_log_prob(
     layer.compute(layer.arguments.clone())
 }
 
-/// [`linear_log_prob`] without a graph: the caller runs the backward pass.
+/// [`linear_log_prob`] without a graph. You run the backward pass yourself.
 ///
 /// ```
 /// use candle_core::{DType, Device, Tensor, Var};
@@ -103,7 +103,7 @@ pub fn linear_log_prob(
 /// # Ok::<(), candle_core::Error>(())
 /// ```
 pub struct LinearLogProb {
-    /// The arguments of all rows, or of the rows in `kept`.
+    /// Arguments for all rows, or for the rows in `kept`.
     arguments: Arguments,
     wanted: Wanted,
     #[cfg(feature = "cuda")]
@@ -112,25 +112,25 @@ pub struct LinearLogProb {
     logits: cuda::KeptLogits,
 }
 
-/// The gradients of the arguments of a [`LinearLogProb`], in their shapes, without a graph.
+/// Gradients with respect to the arguments to [`LinearLogProb`], in their shapes, without a graph.
 ///
 /// `None` for an argument that is neither a variable nor computed from one.
 #[derive(Debug, Clone)]
 pub struct LinearGradients {
-    /// Gradient of the hidden states, in their dtype.
+    /// Hidden state gradient, in their dtype.
     pub hidden: Option<Tensor>,
-    /// Gradient of the weight, f32 (f64 for f64): the dtype in which it is summed.
+    /// Weight gradient, f32 (f64 for f64), the dtype in which it is summed.
     pub weight: Option<Tensor>,
-    /// Gradient of the bias, in its dtype.
+    /// Bias gradient, in its dtype.
     pub bias: Option<Tensor>,
 }
 
 impl LinearLogProb {
-    /// Checks the arguments of [`linear_log_prob`] and stores them.
+    /// Checks and stores the arguments to [`linear_log_prob`].
     ///
     /// # Errors
     ///
-    /// Fails as [`linear_log_prob`].
+    /// Same as [`linear_log_prob`].
     pub fn new(
         hidden: &Tensor,
         weight: &Tensor,
@@ -151,7 +151,7 @@ impl LinearLogProb {
             #[cfg(feature = "cuda")]
             logits: cuda::KeptLogits::default(),
         };
-        // The CPU path skips masked rows without a copy of the other rows.
+        // The CPU path skips masked rows without copying the others.
         #[cfg(feature = "cuda")]
         if hidden.device().is_cuda() && layer.arguments.is_fused() {
             return layer.without_dropped_rows();
@@ -186,10 +186,10 @@ impl LinearLogProb {
         })
     }
 
-    /// Returns the results of [`linear_log_prob`], without a graph.
+    /// Returns the same results as [`linear_log_prob`], without a graph.
     ///
-    /// On CUDA this keeps up to 2^29 logits, 2 GiB, for one call of [`Self::backward`], which
-    /// computes the others again.
+    /// On CUDA this keeps up to 2^29 logits, 2 GiB, for one call to [`Self::backward`], which
+    /// recomputes the others.
     ///
     /// # Errors
     ///
@@ -198,7 +198,7 @@ impl LinearLogProb {
         self.compute(self.arguments.detach())
     }
 
-    /// Computes the results for arguments that are checked. Detached arguments record no graph.
+    /// Computes the results for checked arguments. Detached arguments record no graph.
     fn compute(&self, arguments: Arguments) -> Result<TokenLogProbs> {
         if !arguments.is_fused() {
             return composed::unchecked(arguments);
@@ -228,7 +228,7 @@ impl LinearLogProb {
         }
     }
 
-    /// Returns the rows of the layer of `x`, which has all rows, along `dim`.
+    /// Selects the layer's rows from `x`, which has all rows, along `dim`.
     #[cfg_attr(not(feature = "cuda"), allow(unused_variables))]
     fn select(&self, x: Tensor, dim: usize) -> Result<Tensor> {
         #[cfg(feature = "cuda")]
@@ -238,7 +238,7 @@ impl LinearLogProb {
         Ok(x)
     }
 
-    /// Returns all rows from `x`, which has the rows of the layer, along `dim`. The others are 0.
+    /// Expands `x`, which has the layer's rows, to all rows along `dim`. The others are 0.
     #[cfg_attr(not(feature = "cuda"), allow(unused_variables))]
     fn spread(&self, x: Tensor, dim: usize) -> Result<Tensor> {
         #[cfg(feature = "cuda")]
@@ -248,14 +248,14 @@ impl LinearLogProb {
         Ok(x)
     }
 
-    /// Returns the gradients of a scalar.
+    /// Returns a scalar's gradients.
     ///
-    /// `tokens` is the result of [`Self::forward`]. `derivatives` are the derivatives of the scalar
-    /// by each result, of the shape of the targets.
+    /// `tokens` is the result from [`Self::forward`]. `derivatives` are the scalar's derivatives
+    /// with respect to each result, in the shape of the targets.
     ///
     /// # Errors
     ///
-    /// Fails on other shapes.
+    /// Fails if shapes do not match.
     pub fn backward(
         &self,
         tokens: &TokenLogProbs,
@@ -295,7 +295,7 @@ impl LinearLogProb {
     }
 }
 
-/// Returns the gradients of the composed twin.
+/// Returns the gradients from the composed twin.
 fn composed_gradients(
     arguments: Arguments,
     wanted: Wanted,
@@ -330,7 +330,7 @@ fn composed_gradients(
     Ok([found(hidden)?, found(weight)?, found(bias)?])
 }
 
-/// The checked arguments of [`linear_log_prob`].
+/// Checked arguments to [`linear_log_prob`].
 #[derive(Clone)]
 pub(crate) struct Arguments {
     /// `[.., H]`, contiguous; N rows.
@@ -341,7 +341,7 @@ pub(crate) struct Arguments {
     pub(crate) bias: Option<Tensor>,
     pub(crate) rows: Rows,
     pub(crate) temperature: f64,
-    /// The shape of the results.
+    /// Result shape.
     pub(crate) outer: Vec<usize>,
 }
 
@@ -413,8 +413,8 @@ impl Arguments {
         }
     }
 
-    /// Returns whether a fused path exists. The CUDA path has no cap, which nothing needs without
-    /// rows; Candle's operations fail then.
+    /// Returns whether a fused path exists. The CUDA path has no cap. Without rows none is needed,
+    /// and Candle's operations would fail.
     fn is_fused(&self) -> bool {
         let has_cap = self.rows.logit_cap.is_none()
             || self.hidden.device().is_cpu()
@@ -443,20 +443,20 @@ pub(crate) struct Wanted {
     pub(crate) bias: bool,
 }
 
-/// Maps hidden states `[.., H]`, the weight `[V, H]` and an optional bias `[V]` of f32 to f32
+/// Maps hidden states `[.., H]`, the weight `[V, H]` and an optional f32 bias `[V]` to f32
 /// `[3, N]`. The inputs are contiguous.
 struct Op {
     rows: Rows,
-    /// The arguments that need a gradient. The backward pass cannot ask its detached arguments.
+    /// Arguments that need a gradient. The backward pass only sees detached arguments.
     wanted: Wanted,
     #[cfg(feature = "cuda")]
     logits: cuda::KeptLogits,
 }
 
 impl Op {
-    /// Returns the gradients of hidden states, weight and bias, without a graph. Those of weight
-    /// and bias are in f32. `packed` is the result of the forward pass and `gradient` its gradient,
-    /// `[3, N]`.
+    /// Returns the gradients with respect to hidden states, weight and bias, without a graph.
+    /// Weight and bias gradients are f32. `packed` is the forward result and `gradient` its
+    /// gradient, `[3, N]`.
     fn gradients(
         &self,
         hidden: &Tensor,
@@ -518,7 +518,7 @@ impl Op {
         })
     }
 
-    /// Returns the place for the logits, if there will be a backward pass.
+    /// Returns the storage for the logits, if there will be a backward pass.
     #[cfg(feature = "cuda")]
     fn kept_logits(&self) -> Option<&cuda::KeptLogits> {
         let Wanted {
@@ -559,7 +559,7 @@ impl Op {
     }
 }
 
-/// Returns the entries of a contiguous f32 tensor.
+/// Returns a contiguous f32 tensor's entries.
 fn floats<'a>(storage: &'a CpuStorage, layout: &Layout) -> Result<&'a [f32]> {
     Ok(&storage.as_slice::<f32>()?[slice::range(layout)?])
 }

@@ -1,6 +1,6 @@
 //! The CPU path of [`linear_rows`](crate::linear_rows()).
 //!
-//! Each result is one chain of multiply-adds, so it is a function of two rows, bit by bit.
+//! Each result is one chain of multiply-adds, so its bits depend only on two rows.
 
 use candle_core::{Result, Tensor};
 
@@ -11,8 +11,8 @@ use crate::cpu::panel::{Columns, Panels, WeightRows};
 use crate::cpu::slice;
 use crate::cpu::word::Numbers;
 
-/// Multiplies `x` `[N, inputs]` by each of the weights `[outputs, inputs]`, or blocks of them, all
-/// contiguous. They may have panels. Returns the results `[N, outputs]` one after another.
+/// Multiplies `x` `[N, inputs]` by each weight `[outputs, inputs]`, dense or in blocks, all
+/// contiguous and optionally with panels. Returns the concatenated results `[N, outputs]`.
 pub(crate) fn forward<T: Element>(
     x: &Tensor,
     weights: &[(Tensor, Option<&Panels>)],

@@ -6,8 +6,8 @@ use crate::cuda::argument::Argument;
 use crate::cuda::matmul::{Batch, Matrix, products};
 use crate::cuda::{In, Out, alloc, as_tensor, with_cuda_floats};
 
-/// Computes `x w^T` for each weight, in their dtype. Two weights of one shape, side by side in the
-/// list, are one batch, whose step is the distance of their addresses.
+/// Computes `x w^T` for each weight, in their dtype. Two consecutive weights with the same shape
+/// form one batch, whose step is the distance between their addresses.
 pub(crate) fn forward(x: &Tensor, weights: &[&Tensor]) -> Result<Vec<Tensor>> {
     let x = x.contiguous()?;
     let (m, k) = x.dims2()?;
@@ -48,8 +48,8 @@ pub(crate) fn forward(x: &Tensor, weights: &[&Tensor]) -> Result<Vec<Tensor>> {
                 let a = Matrix { elements: In::<T>::from_tensor(&x, &stream)?, is_transposed: false };
                 let b = Matrix { elements: inputs.swap_remove(0).1, is_transposed: true };
                 let batch = Batch { count, b_step: (distance / size_of::<T>() as u64) as i64 };
-                // SAFETY: the sizes are those of the tensors, and the second weight is at this
-                // distance from the first.
+                // SAFETY: the sizes match the tensors, and the second weight is at this distance
+                // from the first.
                 #[allow(unsafe_code)]
                 unsafe {
                     products(device, [m, k, n], &a, &b, &Out::new(&mut y, &stream), false, batch)?;

@@ -13,24 +13,24 @@ use crate::cpu::panel::Panels;
 use crate::cpu::with_element;
 use crate::{PackedWeight, check, path};
 
-/// Computes `x w^T` for each weight `w`. On the CPU each row of a result is bit-identical for any
-/// number of other rows.
+/// Computes `x w^T` for each weight `w`. On the CPU, each result row is bit-identical, no matter
+/// how many other rows there are.
 ///
-/// For few rows, in inference: each weight is read once, in memory order, and all cores share the
-/// weights. Sums are in f32. Products are too, except those of bf16 on processors with
-/// `avx512_bf16`. On CUDA two weights of one shape, side by side, are one product.
+/// Use it for inference with few rows: each weight is read once, in memory order, and all cores
+/// share the weights. Sums are f32. Products are too, except for bf16 on processors with
+/// `avx512_bf16`. On CUDA, two consecutive weights with the same shape take one product.
 ///
 /// # Shapes
 ///
 /// - `x`: `[N, inputs]`, any float dtype
-/// - each weight: `[outputs, inputs]`, the same dtype; or its blocks, as of
-///   [`quantize`](crate::quantize), u8 `[outputs, blocks of a row, bytes of a block]`. The results
-///   for blocks are those for [`dequantize`](crate::dequantize()) of them, on the CPU bit by bit.
+/// - each weight: `[outputs, inputs]`, the same dtype; or its blocks, as from
+///   [`quantize`](crate::quantize), u8 `[outputs, blocks per row, bytes per block]`. Blocks give
+///   the same results as [`dequantize`](crate::dequantize()) would, bit-identical on the CPU.
 /// - results: `[N, outputs]`, in the order of the weights
 ///
 /// # Errors
 ///
-/// Fails on other shapes and dtypes, and if an argument is in a graph.
+/// Fails if shapes or dtypes do not match, or if an argument is in a graph.
 ///
 /// ```
 /// use candle_core::{Device, Tensor};
@@ -49,11 +49,11 @@ pub fn linear_rows(x: &Tensor, weights: &[&Tensor]) -> Result<Vec<Tensor>> {
     compute(x, &plain)
 }
 
-/// [`linear_rows`] by packed weights, with the same bits.
+/// Like [`linear_rows`], with packed weights. The results have the same bits.
 ///
 /// # Errors
 ///
-/// As in [`linear_rows`].
+/// Same as [`linear_rows`].
 ///
 /// ```
 /// use candle_core::{Device, Tensor};
@@ -76,7 +76,7 @@ pub fn packed_linear_rows(x: &Tensor, weights: &[&PackedWeight]) -> Result<Vec<T
     compute(x, &packed)
 }
 
-/// `x w^T` for weights, with their panels if they have them.
+/// Computes `x w^T` for each weight, using its panels if available.
 fn compute(x: &Tensor, weights: &[(&Tensor, Option<&Panels>)]) -> Result<Vec<Tensor>> {
     let tensors: Vec<_> = weights.iter().map(|(weight, _)| *weight).collect();
     check(x, &tensors)?;

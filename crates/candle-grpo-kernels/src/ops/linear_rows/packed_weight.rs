@@ -1,4 +1,4 @@
-//! A weight of many calls of [`packed_linear_rows`](crate::packed_linear_rows).
+//! A weight for repeated calls to [`packed_linear_rows`](crate::packed_linear_rows).
 
 use std::fmt;
 use std::sync::Arc;
@@ -8,17 +8,17 @@ use candle_core::{DType, Result, Tensor};
 use crate::cpu::panel::Panels;
 use crate::{check, path};
 
-/// A weight `[outputs, inputs]`, or its blocks, with a copy in the order in which the CPU
+/// A weight `[outputs, inputs]`, dense or in blocks, with a copy in the order in which the CPU
 /// multiplies it.
 ///
-/// For few rows, [`linear_rows`](crate::linear_rows()) takes much of its time to rearrange the
-/// weight. [`packed_linear_rows`](crate::packed_linear_rows) does not, and its results have the
+/// For few rows, [`linear_rows`](crate::linear_rows()) spends much of its time rearranging the
+/// weight. [`packed_linear_rows`](crate::packed_linear_rows) avoids this, and its results have the
 /// same bits.
 ///
-/// There is a copy if [`Self::copies`] its dtype on the CPU. Other weights are read where they are.
-/// A later change of the weight in place does not change the copy.
+/// On the CPU, dtypes in [`Self::copies`] are copied. Other weights are read in place. If you later
+/// change the weight in place, the copy does not change.
 ///
-/// A clone shares the memory.
+/// Clones share the memory.
 #[derive(Clone)]
 pub struct PackedWeight {
     pub(crate) weight: Tensor,
@@ -46,8 +46,8 @@ impl PackedWeight {
         Ok(Self { weight, panels })
     }
 
-    /// Returns whether a weight of this dtype on the CPU has a copy. f32 has one, and bf16 if the
-    /// processor has `avx512_bf16` and no AMX.
+    /// Returns whether weights with this dtype are copied on the CPU. f32 is, and bf16 if the
+    /// processor has `avx512_bf16` but no AMX.
     pub fn copies(dtype: DType) -> bool {
         Panels::exist(dtype)
     }

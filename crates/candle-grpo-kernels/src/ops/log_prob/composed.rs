@@ -21,7 +21,7 @@ pub(crate) fn unchecked(arguments: &Arguments) -> Result<TokenLogProbs> {
         .logits
         .to_dtype(arithmetic_dtype(arguments.logits.dtype()))?;
     if z.elem_count() == 0 {
-        // Candle has no maximum of an empty tensor. The sum keeps the graph.
+        // Candle cannot take the maximum of an empty tensor. The sum keeps the graph.
         let none = z.sum(D::Minus1)?.reshape(arguments.outer.as_slice())?;
         return Ok(TokenLogProbs {
             log_probs: none.clone(),

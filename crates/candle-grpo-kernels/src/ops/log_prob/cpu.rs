@@ -104,8 +104,7 @@ impl Rows {
 }
 
 impl Backward<'_> {
-    /// Calls `read` with a function that returns the coefficients of a row, or `None` for a masked
-    /// row.
+    /// Calls `read` with a function that returns a row's coefficients, or `None` for a masked row.
     pub(crate) fn read<R>(
         &self,
         read: impl FnOnce(&(dyn Fn(usize) -> Option<Coefficients> + Sync)) -> R,
@@ -134,14 +133,14 @@ impl Backward<'_> {
 #[derive(Clone, Copy)]
 pub(crate) struct Sums {
     largest: f32,
-    /// Sum of exp(d).
+    /// Sum over exp(d).
     exp: f64,
-    /// Sum of d exp(d).
+    /// Sum over d exp(d).
     weighted: f64,
 }
 
 impl Default for Sums {
-    /// The sums of an empty row.
+    /// The sums for an empty row.
     fn default() -> Self {
         Self {
             largest: f32::NEG_INFINITY,
@@ -152,7 +151,8 @@ impl Default for Sums {
 }
 
 impl Sums {
-    /// Returns the log-prob of the target with logit `target`, the entropy and the log-sum-exp.
+    /// Returns the log-prob of the target, whose logit is `target`, the entropy and the
+    /// log-sum-exp.
     pub(crate) fn finish(&self, target: f64, inverse_temperature: f32) -> [f32; 3] {
         let inverse_temperature = f64::from(inverse_temperature);
         let largest = f64::from(self.largest);
@@ -165,7 +165,7 @@ impl Sums {
     }
 }
 
-/// Adds `logits` to the sums of their row.
+/// Adds `logits` to the sums for their row.
 pub(crate) struct ForwardRow<'a, T> {
     pub(crate) logits: &'a [T],
     pub(crate) inverse_temperature: f32,
@@ -235,8 +235,8 @@ impl<T> ForwardRow<'_, T> {
     }
 }
 
-/// Coefficients of the gradient of a logit x: `p (constant + slope d)` with
-/// `d = log p = x / temperature - lse`, plus `at_target` at the target.
+/// Coefficients for a logit's gradient: `p (constant + slope d)` with
+/// `d = log p = x / temperature - lse` for logit x, plus `at_target` at the target.
 #[derive(Clone, Copy)]
 pub(crate) struct Coefficients {
     inverse_temperature: f32,
@@ -254,8 +254,8 @@ impl Coefficients {
         [entropy, log_sum_exp]: [f32; 2],
         [log_prob_gradient, entropy_gradient, log_sum_exp_gradient]: [f32; 3],
     ) -> Self {
-        // Derivatives by z = x / temperature: 1[target] - p of the log-prob, p of the log-sum-exp,
-        // and -p (log p + entropy) of the entropy.
+        // Derivatives with respect to z = x / temperature: 1[target] - p for the log-prob, p for
+        // the log-sum-exp, and -p (log p + entropy) for the entropy.
         Self {
             inverse_temperature,
             log_sum_exp,

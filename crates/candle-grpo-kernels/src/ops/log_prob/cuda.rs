@@ -7,7 +7,7 @@ use candle_core::{Layout, Result, Shape, Tensor, bail};
 use super::{Backward, Rows, rows_and_width};
 use crate::cuda::{CudaElement, In, Out, alloc, grid, kernels, with_cuda_floats};
 
-/// Threads of a block, as in the kernels.
+/// Threads per block, as in the kernels.
 pub(crate) const THREADS: u32 = 256;
 
 /// Maps logits `[.., V]` to log-probs, entropy and log-sum-exp, `[3, N]`.
@@ -46,7 +46,7 @@ fn launch_forward<T: CudaElement>(
     let targets = rows.targets.storage_and_layout();
     let mask = rows.mask.as_ref().map(Tensor::storage_and_layout);
     // SAFETY: targets and mask have n elements, logits n * vocab, packed 3 * n. There is a block
-    // for each row.
+    // per row.
     #[allow(unsafe_code)]
     unsafe {
         kernels::log_prob_forward::<T> {
@@ -112,8 +112,7 @@ fn launch_backward<T: CudaElement>(
     let packed = pass.packed.storage_and_layout();
     let packed_gradient = pass.gradient.storage_and_layout();
     // SAFETY: targets and mask have n elements, logits and gradient n * vocab, packed and its
-    // gradient 3 * n. There is a block for each row, and a thread reads an element before it writes
-    // it.
+    // gradient 3 * n. There is a block per row, and a thread reads an element before it writes it.
     #[allow(unsafe_code)]
     unsafe {
         kernels::log_prob_backward::<T> {
@@ -131,7 +130,7 @@ fn launch_backward<T: CudaElement>(
     }
 }
 
-/// Returns the rows and the vocabulary. The kernels count the columns of a row in 31 bits.
+/// Returns the number of rows and the vocabulary size. The kernels count columns in 31 bits.
 fn dims(layout: &Layout) -> Result<(usize, usize)> {
     let (n, vocab) = rows_and_width(layout);
     if vocab > 1 << 30 {

@@ -12,44 +12,43 @@ use candle_core::{
 use crate::cpu::{slice, with_floats};
 use crate::{check, graph, path};
 
-/// The results of [`log_prob`] for each position. All are differentiable, in f32 (f64 for f64
+/// Results from [`log_prob`] for each position. All are differentiable, in f32 (f64 for f64
 /// logits).
 #[derive(Debug, Clone)]
 pub struct TokenLogProbs {
-    /// Log-probability of the target, of the shape of the targets.
+    /// Log-prob of each target, in the shape of the targets.
     pub log_probs: Tensor,
-    /// Entropy of the distribution in nats, of the same shape.
+    /// Entropy of the distribution in nats, in the same shape.
     pub entropy: Tensor,
-    /// Logarithm of the sum of `exp(logits / temperature)`, of the same shape.
+    /// Logarithm of the sum over `exp(logits / temperature)`, in the same shape.
     pub log_sum_exp: Tensor,
 }
 
-/// Options of [`log_prob`]. By default there is no mask, and the gradient has its own memory.
+/// Options for [`log_prob`]. By default there is no mask, and the gradient has its own memory.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct LogProbOptions<'a> {
-    /// A mask of the shape of the targets, any dtype. The results and the gradient of a position
-    /// with 0 are 0 for any logits and target, and the position costs nothing. Absent by default.
+    /// A mask in the shape of the targets, any dtype. Where it is 0, results and gradient are 0
+    /// for any logits and target, and the position costs nothing. Absent by default.
     pub mask: Option<&'a Tensor>,
-    /// If set, the backward pass overwrites the logits with their gradient, which saves memory of
-    /// their size. Nothing may read the logits after that backward pass: neither the caller
-    /// nor the backward pass of the operation that produced them. That of a matrix product
-    /// does not.
+    /// If set, the backward pass overwrites the logits with their gradient, which saves as much
+    /// memory as the logits take. Nothing may read the logits afterward: neither you nor the
+    /// backward pass of the operation that produced them. A matrix product does not read them.
     ///
-    /// An error for logits that are a variable. f64 logits, and logits that need a contiguous
-    /// copy, are not overwritten. Default `false`.
+    /// Fails for logits that are a variable. f64 logits, and logits that need a contiguous copy,
+    /// are not overwritten. Default `false`.
     pub gradient_into_logits: bool,
-    /// Replaces each logit by its [`soft_cap`](crate::soft_cap), before the temperature.
+    /// Applies this [`soft_cap`](crate::soft_cap) to each logit, before the temperature.
     /// [`log_prob`] then uses plain Candle operations, and does not overwrite the logits. Absent
     /// by default.
     pub logit_cap: Option<f64>,
 }
 
-/// Returns log-probs of `targets` under `softmax(logits / temperature)`, with the entropy and the
-/// log-sum-exp of that distribution.
+/// Returns log-probs of `targets` under `softmax(logits / temperature)`, with that distribution's
+/// entropy and log-sum-exp.
 ///
-/// Use the temperature of sampling, or the ratio of new to old policy does not start at 1. A logit
-/// of minus infinity has probability 0, no part in the entropy, and gradient 0. Each pass reads the
-/// logits once. Arithmetic is in f32 for every logit dtype but f64.
+/// Use the sampling temperature. Otherwise, the ratio between new and old policy does not start at
+/// 1. A logit of minus infinity has probability 0, does not contribute to the entropy, and gets
+/// gradient 0. Each pass reads the logits once. Arithmetic is f32 for every logit dtype except f64.
 ///
 /// # Shapes
 ///
@@ -59,10 +58,9 @@ pub struct LogProbOptions<'a> {
 ///
 /// # Errors
 ///
-/// Fails on other shapes and dtypes, on a temperature outside
-/// [`TEMPERATURES`](crate::TEMPERATURES), and on targets out of range. Targets are checked on the
-/// CPU only; on a GPU the check would synchronize with the device, and such a target has the
-/// log-prob NaN.
+/// Fails if shapes or dtypes do not match, if the temperature is outside
+/// [`TEMPERATURES`](crate::TEMPERATURES), or if a target is out of range. Only the CPU checks
+/// targets, because the check would synchronize a GPU. There, such a target has log-prob NaN.
 ///
 /// ```
 /// use candle_core::{Device, Tensor};
@@ -100,19 +98,20 @@ pub fn log_prob(
     TokenLogProbs::unpack(&packed, &outer)
 }
 
-/// The backward pass of [`log_prob`], without a graph.
+/// Computes the backward pass for [`log_prob`], without a graph.
 ///
-/// `tokens` is the result of [`log_prob`] for the same arguments. `derivatives` are the derivatives
-/// of a scalar by each result, of the shape of the targets. Returns the gradient of the scalar by
-/// the logits, in their shape and dtype.
+/// `tokens` is the result from [`log_prob`] for the same arguments. `derivatives` are a scalar's
+/// derivatives with respect to each result, in the shape of the targets. Returns the scalar's
+/// gradient with respect to the logits, in their shape and dtype.
 ///
-/// Candle's `backward` adds each gradient to a tensor of zeros and keeps the sum. This function
-/// needs two tensors of the size of the logits less, or three with
+/// Candle's `backward` adds each gradient to a zero tensor and keeps the sum. This function needs
+/// two tensors less, each as large as the logits, or three less with
 /// [`LogProbOptions::gradient_into_logits`].
 ///
 /// # Errors
 ///
-/// Fails as [`log_prob`], and if `tokens` or `derivatives` do not have the shape of the targets.
+/// Same as [`log_prob`]. Also fails if `tokens` or `derivatives` do not have the shape of the
+/// targets.
 pub fn log_prob_gradient(
     logits: &Tensor,
     targets: &Tensor,
@@ -143,14 +142,14 @@ pub fn log_prob_gradient(
     backward.apply(&arguments.logits.detach(), options.gradient_into_logits)
 }
 
-/// Returns whether a fused path exists. None has a cap, which nothing needs without rows; Candle's
-/// operations fail then on CUDA.
+/// Returns whether a fused path exists. None has a cap. Without rows none is needed, and Candle's
+/// operations would fail on CUDA.
 fn is_fused(logits: &Tensor, options: &LogProbOptions) -> bool {
     path::is_fused(logits) && (options.logit_cap.is_none() || logits.elem_count() == 0)
 }
 
 impl TokenLogProbs {
-    /// Splits `[3, N]` into log-probs, entropy and log-sum-exp of the shape `outer`.
+    /// Splits `[3, N]` into log-probs, entropy and log-sum-exp with shape `outer`.
     pub(crate) fn unpack(packed: &Tensor, outer: &[usize]) -> Result<Self> {
         let part = |index| packed.narrow(0, index, 1)?.reshape(outer);
         Ok(Self {
@@ -175,14 +174,14 @@ impl TokenLogProbs {
     }
 }
 
-/// The checked arguments of [`log_prob`].
+/// Checked arguments to [`log_prob`].
 pub(crate) struct Arguments {
-    /// `[.., V]`, contiguous; N rows. Not reshaped: in a graph a reshape allocates twice their
-    /// memory.
+    /// `[.., V]`, contiguous; N rows. Not reshaped, because in a graph a reshape allocates twice
+    /// their memory.
     pub(crate) logits: Tensor,
     pub(crate) rows: Rows,
     pub(crate) temperature: f64,
-    /// The shape of the results.
+    /// Result shape.
     pub(crate) outer: Vec<usize>,
 }
 
@@ -222,7 +221,7 @@ impl Arguments {
     }
 }
 
-/// The inputs of a pass other than the logits.
+/// Inputs to a pass other than the logits.
 #[derive(Clone)]
 pub(crate) struct Rows {
     /// u32 `[N]`.
@@ -234,7 +233,7 @@ pub(crate) struct Rows {
 }
 
 impl Rows {
-    /// Checks the arguments that both operators have. `source` is the tensor with the rows, of the
+    /// Checks the arguments that both operators share. `source` is the tensor with the rows, with
     /// shape `[outer.., _]`, and its name.
     pub(crate) fn new(
         source: (&str, &Tensor),
@@ -304,7 +303,7 @@ impl CustomOp1 for LogProb {
     }
 }
 
-/// Returns N and V of a tensor `[.., V]` with N rows. V is not 0.
+/// Returns N and V for a tensor `[.., V]` with N rows. V is not 0.
 pub(crate) fn rows_and_width(layout: &Layout) -> (usize, usize) {
     let width = layout.dims().last().copied().unwrap_or(1);
     (layout.shape().elem_count() / width, width)
@@ -313,14 +312,14 @@ pub(crate) fn rows_and_width(layout: &Layout) -> (usize, usize) {
 /// Maps logits `[.., V]` to their gradient, in their dtype, in new memory or in place.
 pub(crate) struct Backward<'a> {
     pub(crate) rows: &'a Rows,
-    /// Result of the forward pass, f32 `[3, N]`.
+    /// Result from the forward pass, f32 `[3, N]`.
     pub(crate) packed: Tensor,
-    /// Gradient of the result, f32 `[3, N]`.
+    /// Gradient with respect to the result, f32 `[3, N]`.
     pub(crate) gradient: Tensor,
 }
 
 impl Backward<'_> {
-    /// Returns the gradient of detached `logits`.
+    /// Returns the gradient with respect to detached `logits`.
     fn apply(&self, logits: &Tensor, into_logits: bool) -> Result<Tensor> {
         if into_logits {
             // Candle treats an empty tensor as one whose elements share memory.

@@ -30,7 +30,7 @@ pub(crate) fn unchecked(
     }
     let (_, kv_heads, _, head_dim) = pages.values().dims4()?;
     let longest = rows.iter().map(|row| row.visible).max().unwrap_or(0);
-    // The pages in order, and the visible positions of each row, padded on the left.
+    // The pages in order, and each row's visible positions, padded on the left.
     let mut selected = Vec::new();
     let mut positions = vec![0u32; rows.len() * longest];
     let mut mask = vec![0u8; rows.len() * longest];
@@ -83,7 +83,7 @@ pub(crate) fn write(
         return Ok(());
     }
     let (_, kv_heads, _, head_dim) = pages.values().dims4()?;
-    // The pages as rows of one head each. Candle's kernel has a thread for each column, which
+    // Treats the pages as rows with one head each. Candle's kernel has one thread per column, which
     // writes all rows.
     let rows: Vec<i64> = slots
         .iter()

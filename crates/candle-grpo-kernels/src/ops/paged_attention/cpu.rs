@@ -1,8 +1,8 @@
 //! The CPU path of [`paged_attention`](crate::paged_attention()).
 //!
-//! A task computes one key head of some rows, and the query heads that share it: the scores of all
-//! visible positions, their softmax, and the weighted sum of values. Pages are read in place, and
-//! those that the rows share only once.
+//! A task computes one key head for some rows, with the query heads that share it: the scores at
+//! all visible positions, their softmax, and the weighted value sum. Pages are read in place, and
+//! pages that the rows share are read only once.
 
 use std::mem::MaybeUninit;
 use std::ops::Range;
@@ -20,26 +20,25 @@ use crate::cpu::{output, slice};
 use crate::ops::attention::cpu::SoftmaxRow;
 use crate::ops::soft_cap::cpu::CapRow;
 
-/// Minimum number of products for more than one core.
+/// Minimum number of products to use more than one core.
 const WORTH_SHARING: usize = 1 << 18;
 
-/// Rows of a task, at most.
+/// Maximum rows per task.
 const ROWS: usize = 8;
 
-/// Tasks for each core, at least, so that all cores end at about the same time.
+/// Minimum tasks per core, so that all cores finish at about the same time.
 const TASKS_PER_CORE: usize = 2;
 
-/// Pages that are loaded before they are used.
+/// Number of pages to prefetch.
 const AHEAD: usize = 2;
 
-/// Queries whose products with a page are computed together, at most. This hides the latency of
-/// additions.
+/// Maximum number of queries to multiply with a page together. This hides the latency of additions.
 const QUERIES: usize = 8;
 
-/// Vectors of a result that are summed together, for the same reason.
+/// Number of result vectors to sum together, for the same reason.
 const SUMS: usize = 4;
 
-/// Returns the attended values, of the length of a contiguous `query`.
+/// Returns the attended values, with the length of a contiguous `query`.
 pub(crate) fn forward<T: Element>(
     query: &Tensor,
     pages: &KeyValuePages,
@@ -104,9 +103,9 @@ pub(crate) fn forward<T: Element>(
     })
 }
 
-/// Divides rows into groups of at most `most` neighbors, and returns the number of spans that each
-/// group shares. A group of several shares at least one. A row that shares less than half as much
-/// as those before it begins a new group.
+/// Groups up to `most` neighboring rows, and returns how many spans each group shares. Groups with
+/// several rows share at least one. A row that shares less than half as much as the rows before it
+/// starts a new group.
 fn groups(rows: &[PagedRow], most: usize) -> Vec<(Range<usize>, usize)> {
     let mut groups: Vec<(Range<usize>, usize)> = Vec::new();
     for (index, row) in rows.iter().enumerate() {
@@ -126,7 +125,7 @@ fn groups(rows: &[PagedRow], most: usize) -> Vec<(Range<usize>, usize)> {
     groups
 }
 
-/// Writes `rows` `[N, kv_heads * head_dim]` to slots of `pages`. The layout of a head in a page is
+/// Writes `rows` `[N, kv_heads * head_dim]` to slots in `pages`. A head in a page has layout
 /// `[head_dim, PAGE]` if `transposed`, else `[PAGE, head_dim]`.
 pub(crate) fn write<T: Element>(
     pages: &mut [T],
@@ -149,30 +148,30 @@ pub(crate) fn write<T: Element>(
     }
 }
 
-/// Buffers of a task.
+/// A task's buffers.
 #[derive(Default)]
 struct Scratch {
     /// Zeros.
     bias: Vec<f32>,
     windows: Vec<Window>,
-    /// The scores of each query, then their softmax, by position.
+    /// Each query's scores, then their softmax, by position.
     weights: Vec<f32>,
-    /// The queries of each row.
+    /// Each row's queries.
     query: Vec<f32>,
     /// Their results.
     result: Vec<f32>,
-    /// A page of one head in f32, unless the pages are f32.
+    /// One head's page in f32, unless the pages are f32.
     page: Vec<f32>,
 }
 
-/// The visible positions of a row, and the place of its weights.
+/// A row's visible positions, and where its weights are stored.
 struct Window {
     visible: Range<usize>,
-    /// The position of the first weight. Sums start at a whole vector, as in training.
+    /// Position of the first weight. Sums start at a whole vector, as in training.
     begin: usize,
-    /// The weights of a query.
+    /// Weights per query.
     width: usize,
-    /// The place of the first weight of the first query.
+    /// Where the first query's first weight is stored.
     place: usize,
 }
 
@@ -182,7 +181,8 @@ impl Window {
         start..start + self.width
     }
 
-    /// Returns the visible positions of a part, and the place of their weights for the first query.
+    /// Returns the visible positions in a part, and where their weights for the first query are
+    /// stored.
     #[inline(always)]
     fn visible_in(&self, part: &Part) -> Option<(Range<usize>, usize)> {
         let len = part.span.len;
@@ -192,7 +192,7 @@ impl Window {
     }
 }
 
-/// A span of some rows.
+/// A span shared by some rows.
 struct Part {
     rows: Range<usize>,
     /// The position where it starts.
@@ -200,23 +200,23 @@ struct Part {
     span: PageSpan,
 }
 
-/// One key head of some rows.
+/// One key head for some rows.
 struct Task<'a, T> {
-    /// The query heads of the first row. Those of the next start `stride` after.
+    /// Query heads for the first row. The next row starts `stride` later.
     query: &'a [T],
     stride: usize,
     keys: &'a [T],
     values: &'a [T],
     rows: &'a [PagedRow<'a>],
-    /// The first spans of each row, which are the same.
+    /// The first spans in each row, which are the same.
     shared: &'a [PageSpan],
     head: usize,
     kv_heads: usize,
-    /// The query heads of a row.
+    /// Query heads per row.
     heads: usize,
     head_dim: usize,
     scores: &'a Scores,
-    /// The result of each row.
+    /// Each row's result.
     targets: Vec<&'a mut [MaybeUninit<T>]>,
 }
 
@@ -232,7 +232,8 @@ impl<T: Element> WithSimd for RunTask<'_, '_, T> {
     fn with_simd<S: Simd>(self, simd: S) {
         let Self { task, scratch } = self;
         task.begin(scratch);
-        // Plain loops: the compiler must inline all of it, and does not inline every closure.
+        // Plain loops, because the compiler must inline everything and does not inline every
+        // closure.
         let parts = task.parts(&scratch.windows);
         // The processor does not load a page before the first access to it.
         let keys = parts.iter().map(|part| task.page(task.keys, part));
@@ -299,7 +300,7 @@ impl<T: Element> Task<'_, T> {
         if scratch.weights.len() < place {
             scratch.weights.resize(place, 0.0);
         }
-        // Masks the positions before and after the visible ones.
+        // Masks positions before and after the visible ones.
         for window in &scratch.windows {
             for query in 0..self.heads {
                 let weights = &mut scratch.weights[window.weights(query)];
@@ -309,8 +310,8 @@ impl<T: Element> Task<'_, T> {
         }
     }
 
-    /// Returns the spans with visible positions, in order: those that the rows share, and those of
-    /// each row.
+    /// Returns the spans with visible positions, in order: first those that the rows share, then
+    /// each row's own.
     fn parts(&self, windows: &[Window]) -> Vec<Part> {
         let mut parts = Vec::new();
         let mut push = |part: Part| {
@@ -337,19 +338,19 @@ impl<T: Element> Task<'_, T> {
         parts
     }
 
-    /// The numbers of a page of the head.
+    /// The head's values in a page.
     fn page<'a>(&self, all: &'a [T], part: &Part) -> &'a [T] {
         let len = self.head_dim * PAGE;
         &all[(part.span.page * self.kv_heads + self.head) * len..][..len]
     }
 
-    /// The queries of the rows of a part.
+    /// Queries for the rows in a part.
     #[inline(always)]
     fn queries(&self, part: &Part) -> Range<usize> {
         part.rows.start * self.heads..part.rows.end * self.heads
     }
 
-    /// Returns the positions of a part that a query sees, and the place of their weights.
+    /// Returns the positions in a part that a query sees, and where their weights are stored.
     #[inline(always)]
     fn seen(
         &self,
@@ -364,7 +365,7 @@ impl<T: Element> Task<'_, T> {
         Some((visible, place))
     }
 
-    /// Writes the scores of the positions of a part, for the queries of its rows.
+    /// Writes the scores at a part's positions, for the queries in its rows.
     #[inline(always)]
     fn score<S: Simd>(&self, simd: S, part: &Part, scratch: &mut Scratch) {
         let keys = T::widened(self.page(self.keys, part), &mut scratch.page);
@@ -393,7 +394,7 @@ impl<T: Element> Task<'_, T> {
         }
     }
 
-    /// Adds the weighted values of the positions of a part to the results of its rows.
+    /// Adds the weighted values at a part's positions to its rows' results.
     #[inline(always)]
     fn mix<S: Simd>(&self, simd: S, part: &Part, scratch: &mut Scratch) {
         let values = T::widened(self.page(self.values, part), &mut scratch.page);
@@ -427,8 +428,8 @@ impl<T: Element> Task<'_, T> {
     }
 }
 
-/// Computes the products of H queries with the keys of a page, `[head_dim, PAGE]`, and returns H.
-/// Each is a chain of multiply-adds, as in the matrix products of training.
+/// Computes the products of H queries with a page's keys, `[head_dim, PAGE]`, and returns H. Each
+/// is a chain of multiply-adds, as in training's matrix products.
 #[inline(always)]
 fn products<S: Simd, const H: usize>(
     simd: S,

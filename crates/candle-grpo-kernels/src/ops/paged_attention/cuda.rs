@@ -1,4 +1,4 @@
-//! The CUDA path of [`paged_attention`](crate::paged_attention()) and of the writes to the pages.
+//! The CUDA path of [`paged_attention`](crate::paged_attention()) and of page writes.
 
 use candle_core::cuda_backend::CudaStorage;
 use candle_core::cuda_backend::cudarc::driver::LaunchConfig;
@@ -9,41 +9,41 @@ use crate::cuda::in_place::write as write_in_place;
 use crate::cuda::{In, Out, alloc, as_tensor, kernels, with_cuda_floats};
 use crate::{HeadTransform, Scores};
 
-/// Maximum width of a head.
+/// Maximum head width.
 pub(crate) const MAX_HEAD_DIM: usize = 256;
 
-/// Spans of a part of a sequence, as in the kernel.
+/// Spans per sequence part, as in the kernel.
 const PART: usize = 16;
-/// Threads of an attention block.
+/// Threads per attention block.
 const THREADS: u32 = 128;
-/// Heads of a block for the other kernels, a warp each.
+/// Heads per block in the other kernels, a warp each.
 const HEADS: usize = 8;
 
-/// The tables of a [`PagedBatch`] on the device, u32.
+/// A [`PagedBatch`]'s tables on the device, u32.
 #[derive(Debug)]
 pub(crate) struct Tables {
     /// `[slots]`: page * PAGE + position.
     slots: Tensor,
-    /// `[3 * rows]`: the first span of each row, then the ends, then the visible positions.
+    /// `[3 * rows]`: each row's first span, then the ends, then the visible positions.
     rows: Tensor,
-    /// `[2 * spans]`: the page of each span, then the first position in its sequence.
+    /// `[2 * spans]`: each span's page, then its first position in the sequence.
     spans: Tensor,
-    /// The number of parts of the rows, at least that of the longest.
+    /// Number of parts per row, at least that of the longest.
     parts: usize,
 }
 
-/// The numbers of [`Tables`].
+/// The numbers in [`Tables`].
 struct Numbers {
     slots: Vec<u32>,
     rows: Vec<u32>,
     pages: Vec<u32>,
     firsts: Vec<u32>,
-    /// The largest number of spans of a row.
+    /// The largest number of spans in a row.
     longest: usize,
 }
 
 impl Numbers {
-    /// Rows side by side with the same spans share them.
+    /// Neighboring rows with the same spans share them.
     fn new(slots: &[PageSlot], rows: &[PagedRow]) -> Result<Self> {
         let (mut pages, mut firsts) = (Vec::new(), Vec::new());
         let (mut begins, mut ends) = (Vec::with_capacity(3 * rows.len()), Vec::new());
@@ -85,7 +85,7 @@ impl Numbers {
         self.longest.div_ceil(PART)
     }
 
-    /// All numbers, with zeros after the spans up to `spans` of them.
+    /// All numbers, with zeros after the spans up to `spans` entries.
     fn concat(mut self, spans: usize) -> Vec<u32> {
         self.pages.resize(spans, 0);
         self.firsts.resize(spans, 0);
@@ -107,7 +107,7 @@ impl Tables {
         Self::of(&all, slots.len(), rows.len(), spans, parts)
     }
 
-    /// The parts of `all`.
+    /// Splits `all` into its parts.
     fn of(all: &Tensor, slots: usize, rows: usize, spans: usize, parts: usize) -> Result<Self> {
         Ok(Self {
             slots: all.narrow(0, 0, slots)?,
@@ -118,8 +118,8 @@ impl Tables {
     }
 }
 
-/// The size of a step of decoding: the rows, one for each sequence, and rounded up, the spans and
-/// parts of its tables.
+/// Size of a decoding step: its rows, one per sequence, and, rounded up, the spans and parts in its
+/// tables.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct StepSize {
     rows: usize,
@@ -127,7 +127,7 @@ pub struct StepSize {
     parts: usize,
 }
 
-/// The tokens, positions and tables of a step of decoding, one of each for a sequence.
+/// Tokens, positions and tables for a decoding step, with one row per sequence.
 pub struct StepTables {
     size: StepSize,
     tokens_and_positions: Vec<u32>,
@@ -135,11 +135,11 @@ pub struct StepTables {
 }
 
 impl StepTables {
-    /// The tables of a step. Row i writes to slot i.
+    /// Builds a step's tables. Row i writes to slot i.
     ///
     /// # Errors
     ///
-    /// Fails if there is not one of each for a row, and if a position is above 2^32.
+    /// Fails unless each row has one of each, or if a position is above 2^32.
     pub fn new(
         tokens: &[u32],
         positions: &[u32],
@@ -167,14 +167,14 @@ impl StepTables {
         })
     }
 
-    /// The size of the step.
+    /// The step's size.
     pub fn size(&self) -> StepSize {
         self.size
     }
 }
 
-/// The tokens, positions and tables of a step of decoding, in memory of a GPU that later steps of
-/// this size use again. A [`Recording`](crate::Recording) reads them there.
+/// Tokens, positions and tables for a decoding step, in GPU memory that later steps with this size
+/// reuse. A [`Recording`](crate::Recording) reads them there.
 #[derive(Debug)]
 pub struct StepInputs {
     size: StepSize,
@@ -187,7 +187,7 @@ impl StepInputs {
     ///
     /// # Errors
     ///
-    /// Fails if `device` is not a GPU, or has no memory left.
+    /// Fails if `device` is not a GPU, or does not have enough memory.
     pub fn new(size: StepSize, device: &Device) -> Result<Self> {
         device.as_cuda_device()?;
         let numbers = 6 * size.rows + 2 * size.spans;
@@ -199,7 +199,7 @@ impl StepInputs {
     ///
     /// # Errors
     ///
-    /// As the operations of Candle.
+    /// Same as Candle's operations.
     pub fn tokens(&self) -> Result<Tensor> {
         self.all.narrow(0, 0, self.size.rows)
     }
@@ -208,7 +208,7 @@ impl StepInputs {
     ///
     /// # Errors
     ///
-    /// As the operations of Candle.
+    /// Same as Candle's operations.
     pub fn positions(&self) -> Result<Tensor> {
         self.all.narrow(0, self.size.rows, self.size.rows)
     }
@@ -217,7 +217,7 @@ impl StepInputs {
     ///
     /// # Errors
     ///
-    /// Fails if the tables have another size.
+    /// Fails if the tables have a different size.
     pub fn set(&self, step: StepTables) -> Result<()> {
         if step.size != self.size {
             bail!("step: {:?}, must be {:?}", step.size, self.size);
@@ -230,11 +230,11 @@ impl StepInputs {
         })
     }
 
-    /// The batch whose tables are these. Its arguments are those of [`StepTables::new`].
+    /// The batch with these tables. Its arguments are the same as in [`StepTables::new`].
     ///
     /// # Errors
     ///
-    /// As [`PagedBatch::new`].
+    /// Same as [`PagedBatch::new`].
     pub fn batch<'a>(
         &self,
         slots: &'a [PageSlot],
@@ -264,7 +264,7 @@ fn tables<'a>(batch: &'a PagedBatch) -> Result<&'a Tables> {
     }
 }
 
-/// Writes keys and values to the slots of a batch. With queries, transforms them and the keys, and
+/// Writes keys and values to a batch's slots. With queries, transforms them and the keys, and
 /// returns the queries.
 pub(crate) fn write(
     pages: &KeyValuePages,
@@ -315,7 +315,7 @@ pub(crate) fn write(
     };
     let epsilon = transform.norms.map_or(0.0, |norms| norms.epsilon as f32);
     with_cuda_floats!(key_cuda, "key", T => {
-        // SAFETY: the kernel writes every element, of which there are none without queries.
+        // SAFETY: the kernel writes every element, and there are none without queries.
         #[allow(unsafe_code)]
         let mut rotated = unsafe { alloc::<T>(device, n * width)? };
         write_in_place(pages.keys(), |keys, layout| {
@@ -323,7 +323,7 @@ pub(crate) fn write(
             write_in_place(pages.values(), |values, layout| {
                 let values = Out::<T>::in_place(values, layout, &stream)?;
                 // SAFETY: the caller has checked the shapes, and that the slots are in the pages.
-                // The blocks have a warp for each head of each row.
+                // The blocks have a warp for each head in each row.
                 #[allow(unsafe_code)]
                 unsafe {
                     kernels::paged_write::<T> {
@@ -353,7 +353,7 @@ pub(crate) fn write(
     })
 }
 
-/// Returns the attention of each row of a batch.
+/// Returns the attention for each row in a batch.
 pub(crate) fn attend(
     query: &Tensor,
     pages: &KeyValuePages,
@@ -368,7 +368,7 @@ pub(crate) fn attend(
     }
     let heads = width / head_dim;
     let group = heads / kv_heads;
-    // Kernels take two, four or eight heads of a group at once.
+    // Kernels process two, four or eight heads in a group at once.
     let chunks = group.div_ceil(match group {
         ..=2 => 2,
         3..=4 => 4,
@@ -402,8 +402,8 @@ pub(crate) fn attend(
         shared_mem_bytes: 0,
     };
     with_cuda_floats!(query_cuda, "query", T => {
-        // SAFETY: the kernels write every element of the result; of several parts all elements,
-        // of one none.
+        // SAFETY: the kernels write every element in the result. With several parts they write all
+        // partial elements, with one none.
         #[allow(unsafe_code)]
         let (mut y, mut partial) = unsafe {
             let partial = if parts > 1 { n * heads * parts * (head_dim + 2) } else { 0 };
@@ -469,8 +469,8 @@ pub(crate) fn attend(
                 block_dim: (32, HEADS as u32, 1),
                 shared_mem_bytes: 0,
             };
-            // SAFETY: partial has a row for each part of each head, y an element for each of the
-            // heads. The blocks have a warp for each head.
+            // SAFETY: partial has a row for each part of each head, y an element per head. The
+            // blocks have a warp per head.
             #[allow(unsafe_code)]
             unsafe {
                 kernels::paged_attention_merge::<T> {

@@ -10,17 +10,17 @@ use candle_core::{CpuStorage, DType, Device, InplaceOp2, Layout, Result, Tensor,
 use crate::cpu::{slice, with_element, with_floats};
 use crate::{HeadTransform, Scores, check, path};
 
-/// Positions of a page: a multiple of every vector width.
+/// Positions per page: a multiple of every vector width.
 pub const PAGE: usize = 16;
 
-/// Keys and values of one layer in pages of [`PAGE`] positions (<https://arxiv.org/abs/2309.06180>).
+/// Keys and values for one layer, in pages with [`PAGE`] positions each
+/// (<https://arxiv.org/abs/2309.06180>).
 ///
-/// The caller keeps the list of pages of each sequence. Sequences may share pages, and grow without
-/// a copy.
+/// You keep each sequence's list of pages. Sequences can share pages, and grow without a copy.
 #[derive(Debug, Clone)]
 pub struct KeyValuePages {
     /// `[pages, kv_heads, PAGE, head_dim]`, or `[pages, kv_heads, head_dim, PAGE]` for the CPU
-    /// path, whose vectors hold the same element of all positions.
+    /// path, whose vectors hold the same element at all positions.
     keys: Tensor,
     /// `[pages, kv_heads, PAGE, head_dim]`
     values: Tensor,
@@ -29,7 +29,7 @@ pub struct KeyValuePages {
 /// A part of a sequence in one page.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct PageSpan {
-    /// Index of the page.
+    /// Page index.
     pub page: usize,
     /// Number of positions from the start of the page, at most [`PAGE`].
     pub len: usize,
@@ -38,24 +38,25 @@ pub struct PageSpan {
 /// The positions that one query attends to.
 #[derive(Debug, Clone, Copy)]
 pub struct PagedRow<'a> {
-    /// The pages of the sequence, in order.
+    /// The sequence's pages, in order.
     pub spans: &'a [PageSpan],
-    /// Number of visible positions from the first, at least 1 and at most those of the spans.
+    /// Number of visible positions, counted from the first. At least 1 and at most the number in
+    /// the spans.
     pub visible: usize,
 }
 
 /// A position in a page.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct PageSlot {
-    /// Index of the page.
+    /// Page index.
     pub page: usize,
-    /// Position in the page, below [`PAGE`].
+    /// Position within the page, below [`PAGE`].
     pub position: usize,
 }
 
-/// The rows of one pass of decoding: where new keys and values go, and what each query attends to.
+/// The rows in one decoding pass: where new keys and values go, and what each query attends to.
 ///
-/// All layers of a pass share a batch. On CUDA its tables are copied to the device once.
+/// All layers in a pass share a batch. On CUDA its tables are copied to the device once.
 #[derive(Debug)]
 pub struct PagedBatch<'a> {
     slots: &'a [PageSlot],
@@ -71,8 +72,8 @@ impl<'a> PagedBatch<'a> {
     ///
     /// # Errors
     ///
-    /// Fails on a position that is not in a page, and on a row with no visible position or with
-    /// more than its spans have.
+    /// Fails if a position is not in a page, or if a row has no visible position or more than its
+    /// spans.
     pub fn new(slots: &'a [PageSlot], rows: &'a [PagedRow<'a>], device: &Device) -> Result<Self> {
         let pages = Self::check(slots, rows)?;
         #[cfg(not(feature = "cuda"))]
@@ -89,7 +90,7 @@ impl<'a> PagedBatch<'a> {
         })
     }
 
-    /// [`Self::new`] with tables that are there already.
+    /// Like [`Self::new`], with existing tables.
     #[cfg(feature = "cuda")]
     pub(crate) fn with_tables(
         slots: &'a [PageSlot],
@@ -151,7 +152,7 @@ impl<'a> PagedBatch<'a> {
 }
 
 impl KeyValuePages {
-    /// Returns pages of zeros. On the CPU the system allocates a page when it is first written.
+    /// Creates zeroed pages. On the CPU the system allocates a page when it is first written.
     ///
     /// # Errors
     ///
@@ -192,11 +193,11 @@ impl KeyValuePages {
         self.len() == 0
     }
 
-    /// Appends pages of zeros up to `pages` pages.
+    /// Appends zeroed pages until there are `pages`.
     ///
     /// # Errors
     ///
-    /// Fails if there are more pages already.
+    /// Fails if there are already more pages.
     pub fn grow(&mut self, pages: usize) -> Result<()> {
         let Some(more) = pages.checked_sub(self.len()) else {
             bail!(
@@ -220,12 +221,13 @@ impl KeyValuePages {
         Ok(())
     }
 
-    /// Writes row i of `key` and `value`, `[N, kv_heads * head_dim]` in the dtype of the pages, to
-    /// slot i of `batch`.
+    /// Writes row i of `key` and `value`, `[N, kv_heads * head_dim]` in the pages' dtype, to slot i
+    /// in `batch`.
     ///
     /// # Errors
     ///
-    /// Fails if an argument is in a graph, on other shapes and dtypes, and on slots out of range.
+    /// Fails if an argument is in a graph, if shapes or dtypes do not match, or if a slot is out of
+    /// range.
     pub fn write(&self, key: &Tensor, value: &Tensor, batch: &PagedBatch) -> Result<()> {
         self.check_write(key, value, batch)?;
         #[cfg(feature = "cuda")]
@@ -243,14 +245,14 @@ impl KeyValuePages {
         self.values.inplace_op2(&value.contiguous()?, &write(false))
     }
 
-    /// Transforms the heads of `query` and `key`, and writes as [`Self::write`]. Returns the
-    /// transformed `query`, of the shape `[N, heads * head_dim]`.
+    /// Transforms the heads in `query` and `key`, and writes like [`Self::write`]. Returns the
+    /// transformed `query`, `[N, heads * head_dim]`.
     ///
-    /// On CUDA this is one launch.
+    /// On CUDA this takes one launch.
     ///
     /// # Errors
     ///
-    /// Fails as [`Self::write`] and [`HeadTransform::apply`].
+    /// Same as [`Self::write`] and [`HeadTransform::apply`].
     pub fn write_transformed(
         &self,
         [query, key, value]: [&Tensor; 3],
@@ -324,22 +326,22 @@ impl KeyValuePages {
     }
 }
 
-/// Grouped-query attention of one token for each sequence: `softmax(scale * query key^T) value` for
-/// each head, with the options of [`Scores`].
+/// Grouped-query attention for one token per sequence: `softmax(scale * query key^T) value` for
+/// each head, with the options in [`Scores`].
 ///
-/// Row i of `query` attends to row i of `batch`, which includes its own position: write its key and
-/// value first. On the CPU a row is bit-identical for any other rows, given the same spans.
-/// Arithmetic is in f32.
+/// Row i in `query` attends to row i in `batch`, which includes its own position, so write its key
+/// and value first. On the CPU a row is bit-identical no matter what the other rows are, given the
+/// same spans. Arithmetic is in f32.
 ///
 /// # Shapes
 ///
-/// `query` and the result are `[N, heads * head_dim]` in the dtype of the pages, with the heads
-/// side by side. `heads` is a multiple of `kv_heads`; adjacent query heads share a key head.
+/// `query` and the result are `[N, heads * head_dim]` in the pages' dtype, with the heads side by
+/// side. `heads` is a multiple of `kv_heads`; adjacent query heads share a key head.
 ///
 /// # Errors
 ///
-/// Fails if `query` is in a graph, on other shapes and dtypes, on a scale or a cap that is not
-/// positive and finite, on a window of 0, and on pages that do not exist.
+/// Fails if `query` is in a graph, if shapes or dtypes do not match, if a scale or cap is not
+/// positive and finite, if the window is 0, or if a page does not exist.
 ///
 /// ```
 /// use candle_core::{DType, Device, Tensor};
@@ -379,7 +381,7 @@ pub fn paged_attention(
     })
 }
 
-/// Returns the rows of `batch` if the arguments are valid.
+/// Returns the rows in `batch` if the arguments are valid.
 pub(crate) fn check<'a>(
     query: &Tensor,
     pages: &KeyValuePages,
@@ -392,7 +394,7 @@ pub(crate) fn check<'a>(
     Ok(batch.rows)
 }
 
-/// Writes rows to slots of pages.
+/// Writes rows to page slots.
 struct WriteRows<'a> {
     slots: &'a [PageSlot],
     transposed: bool,

@@ -11,11 +11,11 @@ use crate::cpu::instructions::vectors;
 use crate::cpu::simd::{LaneSums, padded};
 use crate::cpu::{output, slice};
 
-/// Maximum number of groups of rows. The gradient of the weight is summed over the rows of a group,
-/// then over the groups in order, so it is bit-identical on any number of threads.
+/// Maximum number of row groups. The weight gradient is summed over the rows in a group, then over
+/// the groups in order, so it is bit-identical on any number of threads.
 const GROUPS: usize = 64;
 
-/// Normalizes the rows of `x` `[N, H]`.
+/// Normalizes the rows in `x` `[N, H]`.
 pub(crate) fn forward<T: Element>(x: &[T], weight: &[T], epsilon: f32) -> Vec<T> {
     let width = weight.len();
     let weight = padded(weight);
@@ -42,7 +42,7 @@ pub(crate) fn forward<T: Element>(x: &[T], weight: &[T], epsilon: f32) -> Vec<T>
     }
 }
 
-/// Returns the gradients of `x` and `weight`, in their shapes.
+/// Returns the gradients with respect to `x` and `weight`, in their shapes.
 pub(crate) fn backward<T: Element>(
     x: &Tensor,
     weight: &Tensor,
@@ -97,7 +97,7 @@ fn backward_rows<T: Element>(
             })
             .collect();
     };
-    // SAFETY: the groups cover the result, the rows of a group cover the group, and each row is
+    // SAFETY: the groups cover the result, the rows in a group cover the group, and each row is
     // written completely.
     #[allow(unsafe_code)]
     let x_gradient = unsafe { output::filled(x.len(), fill) };
@@ -114,7 +114,7 @@ fn backward_rows<T: Element>(
     (x_gradient, weight_gradient)
 }
 
-/// The forward pass of a row. `weight` and `buffer` are padded, and `buffer` is 0 beyond the row.
+/// Forward pass for a row. `weight` and `buffer` are padded, and `buffer` is 0 beyond the row.
 struct ForwardRow<'a, T> {
     x: &'a [T],
     weight: &'a [f32],
@@ -145,8 +145,8 @@ impl<T: Element> WithSimd for ForwardRow<'_, T> {
     }
 }
 
-/// The backward pass of a row. `weight`, `weight_gradient` and each half of `buffers` are padded,
-/// and `buffers` is 0 beyond the row.
+/// Backward pass for a row. `weight`, `weight_gradient` and each half of `buffers` are padded, and
+/// `buffers` is 0 beyond the row.
 struct BackwardRow<'a, T> {
     x: &'a [T],
     weight: &'a [f32],
@@ -166,7 +166,7 @@ impl<T: Element> WithSimd for BackwardRow<'_, T> {
         let (x, gradient) = self.buffers.split_at_mut(self.weight.len());
         T::widen(self.x, &mut x[..width]);
         T::widen(self.gradient, &mut gradient[..width]);
-        // A row of NaN leaves NaN in the padding, which the next row would sum.
+        // A row with NaN leaves NaN in the padding, which the next row would sum.
         gradient[width..].fill(0.0);
 
         let (x_vectors, _) = S::as_simd_f32s(x);

@@ -7,18 +7,18 @@ use candle_core::{Layout, Result, Shape, Storage, Tensor};
 
 use crate::cuda::{In, Out, alloc, as_tensor, kernels, with_cuda_floats};
 
-/// Maximum width of a row. The sums of the backward pass must fit in 48 KiB of shared memory,
-/// beside the other arrays of the kernel.
+/// Maximum row width. The sums in the backward pass must fit in 48 KiB of shared memory, next to
+/// the kernel's other arrays.
 pub(crate) const MAX_WIDTH: usize = (48 << 10) / size_of::<f32>() - 64;
 
-/// Maximum number of blocks. The gradient of the weight is summed over the rows of a block, then
-/// over the blocks in order, so it is deterministic.
+/// Maximum number of blocks. The weight gradient is summed over the rows in a block, then over the
+/// blocks in order, so it is deterministic.
 const MAX_BLOCKS: usize = 512;
-/// Warps of a block that sums those of all blocks, as in the kernel.
+/// Warps per block in the sum over all blocks, as in the kernel.
 const SUM_WARPS: u32 = 32;
 
-/// Returns the threads of a row and the rows of a block: a part of a warp for the row of a head,
-/// 256 threads for a wide one.
+/// Returns the threads per row and the rows per block: part of a warp for a head's row, 256 threads
+/// for a wide row.
 fn block(width: usize) -> (u32, u32) {
     let threads = match width {
         0..=64 => 8,
@@ -31,14 +31,14 @@ fn block(width: usize) -> (u32, u32) {
     (threads, 256 / threads)
 }
 
-/// At most this many rows, as in decoding, have a block each, because fewer blocks would leave
+/// Up to this many rows, as in decoding, each get their own block, because fewer blocks would leave
 /// multiprocessors idle.
 const FEW_ROWS: usize = 1024;
 
-/// Returns the launch of a forward pass. A block loops over further rows.
+/// Returns the launch for a forward pass. A block loops over further rows.
 fn by_rows(n: usize, width: usize) -> LaunchConfig {
     let (threads, rows) = match n {
-        // Eight elements of 2 bytes are one access of a thread.
+        // Eight 2-byte elements are one access per thread.
         ..=FEW_ROWS => (32 * width.div_ceil(8 * 32).clamp(1, 8) as u32, 1),
         _ => block(width),
     };
@@ -116,7 +116,7 @@ pub(crate) fn add_forward(
     Ok((as_tensor(sum, x.shape()), as_tensor(y, x.shape())))
 }
 
-/// Returns the gradients of `x` and `weight`. All are contiguous; the width is at most
+/// Returns the gradients with respect to `x` and `weight`. All are contiguous; the width is at most
 /// [`MAX_WIDTH`].
 pub(crate) fn backward(
     x: &Tensor,
@@ -158,7 +158,7 @@ pub(crate) fn backward(
             shared_mem_bytes: 0,
         };
         // SAFETY: x, gradient and dx have n * width elements, weight and dweight width, partial
-        // blocks * width. The shared memory has a row of sums for each row of a block.
+        // blocks * width. The shared memory has a row of sums per row in a block.
         #[allow(unsafe_code)]
         unsafe {
             kernels::rms_norm_backward::<T> { x: In::from_tensor(&x_storage, &stream)?, weight: In::from_tensor(&weight_storage, &stream)?, gradient: In::from_tensor(&gradient_storage, &stream)?, dx: Out::new(&mut dx, &stream), partial: Out::new(&mut partial, &stream), n: n as u64, width: width as i32, epsilon }.launch(device, by_rows)?;

@@ -10,11 +10,11 @@ use candle_core::{CpuStorage, CustomOp2, Layout, Result, Shape, Tensor, WithDTyp
 use crate::cpu::{slice, with_element, with_floats};
 use crate::{check, graph, path};
 
-/// RMSNorm (<https://arxiv.org/abs/1910.07467>): `x / sqrt(mean(x^2) + epsilon) * weight`, with the mean
-/// over the last dimension.
+/// RMSNorm (<https://arxiv.org/abs/1910.07467>): `x / sqrt(mean(x^2) + epsilon) * weight`, with the
+/// mean over the last dimension.
 ///
-/// `x` and `weight` have gradients. Arithmetic is in f32. For bf16 and f16 the normalized `x` is
-/// rounded before the product with the weight, as in Llama of Hugging Face transformers.
+/// `x` and `weight` get gradients. Arithmetic is in f32. For bf16 and f16 the normalized `x` is
+/// rounded before it is multiplied by the weight, as for Llama in Hugging Face transformers.
 ///
 /// # Shapes
 ///
@@ -23,7 +23,7 @@ use crate::{check, graph, path};
 ///
 /// # Errors
 ///
-/// Fails on other shapes and dtypes, and on an epsilon that is not positive and finite.
+/// Fails if shapes or dtypes do not match, or if epsilon is not positive and finite.
 ///
 /// ```
 /// use candle_core::{Device, Tensor};
@@ -48,18 +48,18 @@ pub fn rms_norm(x: &Tensor, weight: &Tensor, epsilon: f64) -> Result<Tensor> {
     x.contiguous()?.apply_op2(&weight.contiguous()?, op)
 }
 
-/// Computes `sum = x + change` and [`rms_norm`] of the sum. Returns both.
+/// Computes `sum = x + change` and its [`rms_norm`]. Returns both.
 ///
-/// For bf16 and f16 the sum is rounded first. All arguments have gradients. On CUDA this is one
+/// For bf16 and f16 the sum is rounded first. All arguments get gradients. On CUDA this takes one
 /// launch if none of them is in a graph.
 ///
 /// # Shapes
 ///
-/// As [`rms_norm`]; `change` has the shape and dtype of `x`.
+/// Same as [`rms_norm`]; `change` has the shape and dtype of `x`.
 ///
 /// # Errors
 ///
-/// Fails as [`rms_norm`], and on another shape or dtype of `change`.
+/// Same as [`rms_norm`]. Also fails if `change` has a different shape or dtype.
 ///
 /// ```
 /// use candle_core::{Device, Tensor};
@@ -91,13 +91,14 @@ pub fn add_rms_norm(
     Ok((sum, y))
 }
 
-/// The backward pass of [`rms_norm`], without a graph.
+/// Computes the backward pass for [`rms_norm`], without a graph.
 ///
-/// `gradient` is the gradient of the result. Returns the gradients of `x` and `weight`.
+/// `gradient` is the gradient with respect to the result. Returns the gradients with respect to `x`
+/// and `weight`.
 ///
 /// # Errors
 ///
-/// Fails as [`rms_norm`], and if `gradient` does not have the shape and dtype of `x`.
+/// Same as [`rms_norm`]. Also fails if `gradient` does not have the shape and dtype of `x`.
 ///
 /// ```
 /// use candle_core::{Device, Tensor};
@@ -154,13 +155,13 @@ pub(crate) fn check(x: &Tensor, weight: &Tensor, epsilon: f64) -> Result<()> {
     check::same_device(&[("x", x), ("weight", weight)])
 }
 
-/// The operation on contiguous `x` `[.., H]` and `weight` `[H]`.
+/// The norm of contiguous `x` `[.., H]` with `weight` `[H]`.
 pub(crate) struct RmsNorm {
     pub(crate) epsilon: f32,
 }
 
 impl RmsNorm {
-    /// Returns the gradients of contiguous inputs.
+    /// Returns the gradients for contiguous inputs.
     fn gradients(
         &self,
         x: &Tensor,

@@ -41,7 +41,7 @@ pub(crate) fn rotate<T: Element>(x: &[T], width: usize, op: &Rope) -> Result<Vec
     })
 }
 
-/// The rotation of a row. `buffer` has the length of `x`.
+/// Rotates a row. `buffer` has the length of `x`.
 struct Row<'a, T> {
     x: &'a [T],
     cos: &'a [f32],

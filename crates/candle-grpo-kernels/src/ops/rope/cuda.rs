@@ -8,7 +8,7 @@ use candle_core::{D, Layout, Result, Shape, Storage, Tensor, bail};
 use super::Rope;
 use crate::cuda::{In, Out, alloc, as_tensor, grid, kernels, with_cuda_floats};
 
-/// Threads of a block, as in the kernel.
+/// Threads per block, as in the kernel.
 const THREADS: u32 = 256;
 
 /// Rotates contiguous queries `[.., heads * D]`, and keys with the same leading dimensions. Without
@@ -37,10 +37,10 @@ pub(crate) fn rotate(
             (alloc::<T>(device, n * heads * 2 * pairs)?, alloc::<T>(device, n * kv_heads * 2 * pairs)?)
         };
         if all_heads > 0 {
-            // A thread for each 16 bytes of half a head, up to a warp.
+            // One thread per 16 bytes in half a head, up to a warp.
             let threads = (pairs * size_of::<T>()).div_ceil(16).clamp(1, 32) as u32;
             let per_block = THREADS / threads;
-            // The index of a head exceeds the last one by less than a block.
+            // A head's index exceeds the last one by less than a block.
             if all_heads > (u32::MAX - THREADS) as usize || all_heads.div_ceil(per_block as usize) > i32::MAX as usize {
                 bail!("x: shape {:?}, has more heads than one launch takes", query_layout.dims());
             }
@@ -49,7 +49,7 @@ pub(crate) fn rotate(
                 block_dim: (threads, per_block, 1),
                 shared_mem_bytes: 0,
             };
-            // SAFETY: queries and keys have n * heads and n * kv_heads heads of 2 * pairs
+            // SAFETY: queries and keys have n * heads and n * kv_heads heads with 2 * pairs
             // elements, cos and sin n * pairs.
             #[allow(unsafe_code)]
             unsafe {
@@ -76,7 +76,7 @@ pub(crate) fn rotate(
     }))
 }
 
-/// Rotates contiguous queries and keys of one dtype. Returns tensors without a graph.
+/// Rotates contiguous queries and keys with the same dtype. Returns tensors without a graph.
 pub(crate) fn rotate_both(query: &Tensor, key: &Tensor, op: &Rope) -> Result<[Tensor; 2]> {
     let (queries, keys) = (query.storage_and_layout(), key.storage_and_layout());
     let (Storage::Cuda(query_cuda), Storage::Cuda(key_cuda)) = (&*queries.0, &*keys.0) else {
@@ -90,7 +90,7 @@ pub(crate) fn rotate_both(query: &Tensor, key: &Tensor, op: &Rope) -> Result<[Te
     ])
 }
 
-/// Returns cosines and sines of contiguous u32 `positions` times contiguous f32
+/// Returns the cosine and sine of contiguous u32 `positions` times contiguous f32
 /// `inverse_frequencies`.
 pub(crate) fn angles(
     positions: &Tensor,
@@ -113,8 +113,8 @@ pub(crate) fn angles(
         )
     };
     if n * pairs > 0 {
-        // SAFETY: the results have an element for each position and frequency, and the blocks
-        // cover them.
+        // SAFETY: the results have an element for each position and frequency, and the blocks cover
+        // them.
         #[allow(unsafe_code)]
         unsafe {
             kernels::rope_angles {

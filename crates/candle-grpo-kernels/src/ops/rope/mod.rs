@@ -11,11 +11,11 @@ use crate::cpu::{slice, with_floats};
 use crate::precision::arithmetic_dtype;
 use crate::{check, path};
 
-/// Rotary position embedding (<https://arxiv.org/abs/2104.09864>) in the half-split layout of Hugging
-/// Face transformers.
+/// Rotary position embedding (<https://arxiv.org/abs/2104.09864>) in the half-split layout that
+/// Hugging Face transformers uses.
 ///
-/// In each head of D elements, elements i and i + D / 2 are a pair, rotated by angle i of the
-/// position. `x` has a gradient; `cos` and `sin` have none. Arithmetic is in f32.
+/// In each head with D elements, elements i and i + D / 2 form a pair, rotated by the position's
+/// angle i. `x` gets a gradient; `cos` and `sin` do not. Arithmetic is in f32.
 ///
 /// # Shapes
 ///
@@ -26,7 +26,7 @@ use crate::{check, path};
 ///
 /// # Errors
 ///
-/// Fails on other shapes and dtypes.
+/// Fails if shapes or dtypes do not match.
 ///
 /// ```
 /// use candle_core::{Device, Tensor};
@@ -44,12 +44,11 @@ pub fn rope(x: &Tensor, cos: &Tensor, sin: &Tensor) -> Result<Tensor> {
     rotate(x, cos, sin, false)
 }
 
-/// The backward pass of [`rope`], without a graph: the inverse rotation of the gradient of the
-/// result.
+/// Computes the backward pass for [`rope`], without a graph: rotates the result's gradient back.
 ///
 /// # Errors
 ///
-/// Fails as [`rope`].
+/// Same as [`rope`].
 ///
 /// ```
 /// use candle_core::{Device, Tensor};
@@ -67,8 +66,8 @@ pub fn rope_gradient(cos: &Tensor, sin: &Tensor, gradient: &Tensor) -> Result<Te
     rotate(&gradient.detach(), cos, sin, true)
 }
 
-/// [`rope`], or with `back` the inverse rotation, of queries and keys at the same positions. On
-/// CUDA this is one launch if neither is in a graph.
+/// Applies [`rope`], or with `back` its inverse, to queries and keys at the same positions. On CUDA
+/// this takes one launch if neither is in a graph.
 pub(crate) fn rope_both(
     [query, key]: [&Tensor; 2],
     [cos, sin]: [&Tensor; 2],
@@ -88,7 +87,7 @@ pub(crate) fn rope_both(
     Ok([rotate(query, cos, sin, back)?, rotate(key, cos, sin, back)?])
 }
 
-/// [`rope`], or with `back` the inverse rotation, of checked arguments.
+/// Applies [`rope`], or with `back` its inverse, to checked arguments.
 fn rotate(x: &Tensor, cos: &Tensor, sin: &Tensor, back: bool) -> Result<Tensor> {
     if path::is_fused(x) {
         return x.contiguous()?.apply_op1(Rope::new(cos, sin, back)?);
@@ -97,17 +96,17 @@ fn rotate(x: &Tensor, cos: &Tensor, sin: &Tensor, back: bool) -> Result<Tensor> 
     composed::unchecked(x, cos, &sin)
 }
 
-/// Cosines and sines `[N, pairs]` of `positions` times `inverse_frequencies`, each times `factor`,
-/// for [`rope`].
+/// Computes the cosine and sine `[N, pairs]` of `positions` times `inverse_frequencies`, each
+/// multiplied by `factor`, for [`rope`].
 ///
 /// # Shapes
 ///
-/// - `positions`: N numbers of any shape and dtype
-/// - `inverse_frequencies`: `[1, pairs]`, f32 or f64, the dtype of the results
+/// - `positions`: N numbers in any shape and dtype
+/// - `inverse_frequencies`: `[1, pairs]`, f32 or f64, which is also the result dtype
 ///
 /// # Errors
 ///
-/// Fails on other shapes and dtypes.
+/// Fails if shapes or dtypes do not match.
 ///
 /// ```
 /// use candle_core::{Device, Tensor};
@@ -186,7 +185,7 @@ pub(crate) fn check(x: &Tensor, cos: &Tensor, sin: &Tensor) -> Result<()> {
     check::same_device(&[("x", x), ("cos", cos), ("sin", sin)])
 }
 
-/// The operation on a contiguous `x` `[.., heads * D]`.
+/// The rotation of a contiguous `x` `[.., heads * D]`.
 pub(crate) struct Rope {
     /// f32 `[.., D / 2]`, contiguous, like `sin`.
     pub(crate) cos: Tensor,

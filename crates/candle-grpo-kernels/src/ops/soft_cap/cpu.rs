@@ -1,10 +1,10 @@
-//! Soft caps of rows on the CPU, in the paths of other operators.
+//! Row soft caps on the CPU, for other operators' paths.
 
 use pulp::{Simd, WithSimd};
 
 use crate::cpu::simd::tanh;
 
-/// Replaces each score x by `cap tanh(x / cap)`. The row is whole vectors.
+/// Replaces each score x by `cap tanh(x / cap)`. The row consists of whole vectors.
 pub(crate) struct CapRow<'a> {
     pub(crate) scores: &'a mut [f32],
     pub(crate) cap: f32,
@@ -23,7 +23,8 @@ impl WithSimd for CapRow<'_> {
     }
 }
 
-/// Replaces the gradient of capped scores by that of the scores before [`CapRow`]. Whole vectors.
+/// Replaces the gradient with respect to capped scores by the one before [`CapRow`]. The row
+/// consists of whole vectors.
 pub(crate) struct CapBackwardRow<'a> {
     pub(crate) capped: &'a [f32],
     pub(crate) scores_gradient: &'a mut [f32],

@@ -1,4 +1,4 @@
-//! Soft caps of logits.
+//! Logit soft caps.
 
 pub(crate) mod cpu;
 
@@ -10,12 +10,12 @@ use crate::precision::arithmetic_dtype;
 /// `cap * tanh(x / cap)`, which is between `-cap` and `cap` (Gemma 2,
 /// <https://arxiv.org/abs/2408.00118>), or `x` if `cap` is `None`.
 ///
-/// `x` has any shape and float dtype; the result has its shape and dtype, and `x` has a gradient.
+/// `x` can have any shape and float dtype. The result has the same, and `x` gets a gradient.
 /// Arithmetic is in f32, in plain Candle operations.
 ///
 /// # Errors
 ///
-/// Fails on other dtypes, and on a cap that is not positive and finite.
+/// Fails for other dtypes, or if the cap is not positive and finite.
 ///
 /// ```
 /// use candle_core::{Device, Tensor};

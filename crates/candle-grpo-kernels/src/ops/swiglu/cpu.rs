@@ -35,7 +35,7 @@ fn forward_chunks<T: Element, F: Function>(gate: &[T], up: &[T]) -> Vec<T> {
     }
 }
 
-/// Returns the gradients of `gate` and `up`, in their shapes.
+/// Returns the gradients with respect to `gate` and `up`, in their shapes.
 pub(crate) fn backward<T: Element>(
     gate: &Tensor,
     up: &Tensor,
@@ -89,7 +89,7 @@ fn backward_chunks<T: Element, F: Function>(
     }
 }
 
-/// A function of the gate.
+/// An activation function.
 trait Function: Send + Sync {
     fn value<S: Simd>(simd: S, x: S::f32s) -> S::f32s;
 
@@ -175,8 +175,8 @@ impl<T: Element, F: Function> WithSimd for Forward<'_, T, F> {
     #[inline(always)]
     fn with_simd<S: Simd>(self, simd: S) {
         let Self { gate, up, y, .. } = self;
-        // Whole f32 vectors go from input to result directly. Other dtypes and the tail use blocks
-        // in f32.
+        // Whole f32 vectors go directly from input to result. Other dtypes and the tail use f32
+        // blocks.
         let direct = match (T::as_f32(gate), T::as_f32(up), T::as_uninit_f32(y)) {
             (Some(gate), Some(up), Some(y)) => {
                 let (gates, _) = S::as_simd_f32s(gate);
@@ -206,7 +206,7 @@ impl<T: Element, F: Function> WithSimd for Forward<'_, T, F> {
     }
 }
 
-/// Returns the function of `gate`, times `up`.
+/// Returns the activation at `gate`, times `up`.
 #[inline(always)]
 fn gated<S: Simd, F: Function>(simd: S, gate: S::f32s, up: S::f32s) -> S::f32s {
     simd.mul_f32s(F::value(simd, gate), up)
@@ -285,7 +285,7 @@ impl<T: Element, F: Function> WithSimd for Backward<'_, T, F> {
     }
 }
 
-/// Returns the gradients of `gate` and `up`.
+/// Returns the gradients with respect to `gate` and `up`.
 #[inline(always)]
 fn slopes<S: Simd, F: Function>(
     simd: S,

@@ -7,7 +7,7 @@ use candle_core::{Layout, Result, Shape, Storage, Tensor};
 use crate::cuda::elements::blocks;
 use crate::cuda::{In, Out, alloc, as_tensor, kernels, with_cuda_floats};
 
-/// Returns the result for contiguous `gate` and `up` of one shape.
+/// Returns the result for contiguous `gate` and `up` with equal shapes.
 pub(crate) fn forward(
     gate: &CudaStorage,
     gate_layout: &Layout,
@@ -33,7 +33,7 @@ pub(crate) fn forward(
     Ok((y, gate_layout.shape().clone()))
 }
 
-/// Returns the gradients of `gate` and `up`. All are contiguous and of one shape.
+/// Returns the gradients with respect to `gate` and `up`. All must be contiguous with equal shapes.
 pub(crate) fn backward(gate: &Tensor, up: &Tensor, gradient: &Tensor) -> Result<(Tensor, Tensor)> {
     let device = gate.device().as_cuda_device()?;
     let stream = device.cuda_stream();

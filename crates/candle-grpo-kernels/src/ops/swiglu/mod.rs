@@ -1,4 +1,4 @@
-//! The gates of feed-forward layers.
+//! Gated activations for feed-forward layers.
 
 pub(crate) mod composed;
 mod cpu;
@@ -10,14 +10,15 @@ use candle_core::{CpuStorage, CustomOp2, Layout, Result, Shape, Tensor, WithDTyp
 use crate::cpu::{slice, with_element, with_floats};
 use crate::{check, graph, path};
 
-/// SwiGLU (<https://arxiv.org/abs/2002.05202>): `silu(gate) * up` with `silu(x) = x / (1 + exp(-x))`.
+/// SwiGLU (<https://arxiv.org/abs/2002.05202>): `silu(gate) * up` with
+/// `silu(x) = x / (1 + exp(-x))`.
 ///
-/// `gate`, `up` and the result have one shape and one float dtype. Both inputs have gradients.
+/// `gate`, `up` and the result have the same shape and float dtype. Both inputs get gradients.
 /// Arithmetic is in f32.
 ///
 /// # Errors
 ///
-/// Fails on other shapes and dtypes.
+/// Fails if shapes or dtypes do not match.
 ///
 /// ```
 /// use candle_core::{Device, Tensor};
@@ -33,13 +34,14 @@ pub fn swiglu(gate: &Tensor, up: &Tensor) -> Result<Tensor> {
     gated(gate, up, Activation::Silu)
 }
 
-/// The backward pass of [`swiglu`], without a graph.
+/// Computes the backward pass for [`swiglu`], without a graph.
 ///
-/// `gradient` is the gradient of the result. Returns the gradients of `gate` and `up`.
+/// `gradient` is the gradient with respect to the result. Returns the gradients with respect to
+/// `gate` and `up`.
 ///
 /// # Errors
 ///
-/// Fails as [`swiglu`], and if `gradient` does not have the shape and dtype of `gate`.
+/// Same as [`swiglu`]. Also fails if `gradient` does not have the shape and dtype of `gate`.
 ///
 /// ```
 /// use candle_core::{Device, Tensor};
@@ -57,14 +59,14 @@ pub fn swiglu_gradient(gate: &Tensor, up: &Tensor, gradient: &Tensor) -> Result<
 }
 
 /// GeGLU (<https://arxiv.org/abs/2002.05202>): `gelu(gate) * up`, with the approximation
-/// `gelu(x) = x / 2 * (1 + tanh(sqrt(2 / pi) * (x + 0.044715 x^3)))`, `gelu_pytorch_tanh` in
-/// Hugging Face transformers.
+/// `gelu(x) = x / 2 * (1 + tanh(sqrt(2 / pi) * (x + 0.044715 x^3)))`, which is `gelu_pytorch_tanh`
+/// in Hugging Face transformers.
 ///
-/// As [`swiglu`] otherwise. On CUDA it is in plain Candle operations.
+/// Otherwise this is like [`swiglu`]. On CUDA it uses plain Candle operations.
 ///
 /// # Errors
 ///
-/// Fails as [`swiglu`].
+/// Same as [`swiglu`].
 ///
 /// ```
 /// use candle_core::{Device, Tensor};
@@ -80,11 +82,11 @@ pub fn geglu(gate: &Tensor, up: &Tensor) -> Result<Tensor> {
     gated(gate, up, Activation::GeluTanh)
 }
 
-/// The backward pass of [`geglu`], without a graph; see [`swiglu_gradient`].
+/// Computes the backward pass for [`geglu`], without a graph; see [`swiglu_gradient`].
 ///
 /// # Errors
 ///
-/// Fails as [`swiglu_gradient`].
+/// Same as [`swiglu_gradient`].
 ///
 /// ```
 /// use candle_core::{Device, Tensor};
@@ -101,7 +103,7 @@ pub fn geglu_gradient(gate: &Tensor, up: &Tensor, gradient: &Tensor) -> Result<(
     gated_gradient(gate, up, gradient, Activation::GeluTanh)
 }
 
-/// The function of the gate.
+/// The activation function.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Activation {
     Silu,
@@ -109,8 +111,8 @@ pub(crate) enum Activation {
 }
 
 impl Activation {
-    /// Returns whether a fused path exists. The CUDA kernel has silu; without elements it is not
-    /// launched, while Candle's operations fail.
+    /// Returns whether a fused path exists. The CUDA kernel supports silu. Without elements it is
+    /// not launched, while Candle's operations would fail.
     fn is_fused(self, gate: &Tensor) -> bool {
         let has_function = self == Self::Silu || gate.device().is_cpu() || gate.elem_count() == 0;
         has_function && path::is_fused(gate)
@@ -163,7 +165,7 @@ struct Gated {
 }
 
 impl Gated {
-    /// Returns the gradients of contiguous inputs.
+    /// Returns the gradients for contiguous inputs.
     fn gradients(&self, gate: &Tensor, up: &Tensor, gradient: &Tensor) -> Result<(Tensor, Tensor)> {
         let gradient = gradient.contiguous()?;
         #[cfg(feature = "cuda")]

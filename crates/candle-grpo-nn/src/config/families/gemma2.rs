@@ -29,11 +29,11 @@ pub(super) const FAMILY: Family = Family {
             "final_logit_softcapping": 30.0,
         })
     },
-    // Every second block is full.
+    // Every second block has full attention.
     read: |config| read(config, 2),
     write: |model, config| {
         write(model, config);
-        // An absent key would mean another cap.
+        // transformers would fall back to another cap.
         let cap = json!(model.attn_logit_softcapping);
         config.insert("attn_logit_softcapping".to_owned(), cap);
     },
@@ -62,7 +62,7 @@ pub(super) const FAMILY: Family = Family {
             config.sliding_window.get_or_insert(4096);
             config.attn_logit_softcapping.get_or_insert(50.0);
             config.final_logit_softcapping.get_or_insert(30.0);
-            // In llama.cpp the model with 46 blocks is that of 27 billion parameters.
+            // llama.cpp identifies the 27B model by its 46 blocks.
             complete(config, 2, 46);
         },
         ..GGUF
@@ -70,7 +70,7 @@ pub(super) const FAMILY: Family = Family {
     ..llama::FAMILY
 };
 
-/// The part of the layout that Gemma 2 and 3 share.
+/// GGUF layout shared by Gemma 2 and 3.
 pub(super) const GGUF: GgufLayout = GgufLayout {
     adjacent_pairs: false,
     names: &[
@@ -86,8 +86,8 @@ pub(super) const WINDOW: GgufKey = GgufKey::optional(
     OptionalSize(|c| &mut c.sliding_window),
 );
 
-/// Sets what GGUF files do not state: every `full`-th block has no window, the embedding is the
-/// output layer, and the model with `large` blocks has another factor of the scores.
+/// Sets what GGUF files omit: every `full`-th block has full attention, the embedding is the output
+/// layer, and a model with `large` blocks scales attention scores differently.
 pub(super) fn complete(config: &mut DecoderConfig, full: usize, large: usize) {
     let (other, last) = (LayerType::SlidingAttention, LayerType::FullAttention);
     config.layer_types = every(config.num_hidden_layers, full, other, last);
@@ -100,10 +100,10 @@ pub(super) fn complete(config: &mut DecoderConfig, full: usize, large: usize) {
 
 const ACTIVATION: &str = "gelu_pytorch_tanh";
 
-/// Replaces the keys that Gemma 2 and 3 share. Without `layer_types` every `full`-th block has no
-/// window.
+/// Converts the keys that Gemma 2 and 3 share. Without `layer_types`, every `full`-th block has
+/// full attention.
 pub(super) fn read(config: &mut Map<String, Value>, full: usize) -> Result<()> {
-    // The key that is read is hidden_activation.
+    // The key in use is hidden_activation.
     config.remove("hidden_act");
     match config.remove("hidden_activation") {
         None | Some(Value::Null) => {}
@@ -118,7 +118,7 @@ pub(super) fn read(config: &mut Map<String, Value>, full: usize) -> Result<()> {
     Ok(())
 }
 
-/// Adds the keys whose defaults would be others.
+/// Adds the keys for which transformers has different defaults.
 pub(super) fn write(model: &DecoderConfig, config: &mut Map<String, Value>) {
     config.remove("hidden_act");
     let scalar = model
@@ -142,10 +142,10 @@ pub(super) fn write(model: &DecoderConfig, config: &mut Map<String, Value>) {
     }
 }
 
-/// The parts that Gemma 2 and 3 share. Their norms are not offset yet.
+/// The architecture that Gemma 2 and 3 share. The norms are not offset yet.
 pub(super) fn architecture(config: &DecoderConfig) -> Architecture {
     let mut architecture = Architecture::llama(config);
-    // As f32, in which transformers holds it.
+    // In f32, as in transformers.
     architecture.embedding_scale = f64::from((config.hidden_size as f32).sqrt());
     architecture.logit_cap = config.final_logit_softcapping;
     let norm = |name| Some(NormPlan::new(config, name, config.hidden_size));

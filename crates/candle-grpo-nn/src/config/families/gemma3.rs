@@ -33,7 +33,7 @@ pub(super) const FAMILY: Family = Family {
     read,
     write: |model, config| {
         gemma2::write(model, config);
-        // An absent key would mean another base.
+        // transformers would fall back to another base.
         let local = model.rope_local_base_freq.unwrap_or(model.rope_theta);
         config.insert("rope_local_base_freq".to_owned(), json!(local));
     },
@@ -49,7 +49,7 @@ pub(super) const FAMILY: Family = Family {
         ],
         complete: |config| {
             config.rope_local_base_freq.get_or_insert(1e4);
-            // In llama.cpp the model with 62 blocks is that of 27 billion parameters.
+            // llama.cpp identifies the 27B model by its 62 blocks.
             gemma2::complete(config, 6, 62);
             if config.sliding_window.is_none() {
                 config.layer_types.fill(LayerType::FullAttention);
@@ -61,15 +61,15 @@ pub(super) const FAMILY: Family = Family {
 };
 
 fn read(config: &mut Map<String, Value>) -> Result<()> {
-    // A key of Gemma 2 that Gemma 3 has and does not use.
+    // Inherited from Gemma 2, but not used in Gemma 3.
     config.remove("attn_logit_softcapping");
     read_rotations(config)?;
     let full = interval(config, "sliding_window_pattern", 6)?;
     gemma2::read(config, full)
 }
 
-/// Replaces the rotations of both kinds of blocks by `rope_parameters`, that of full ones, and
-/// `rope_local_base_freq`.
+/// Replaces the rotations for both block types by `rope_parameters`, which is for full attention,
+/// and `rope_local_base_freq`.
 fn read_rotations(config: &mut Map<String, Value>) -> Result<()> {
     const LOCAL: &str = "rope_parameters.sliding_attention";
     let rotations = config.get_mut("rope_parameters");
@@ -98,8 +98,8 @@ fn read_rotations(config: &mut Map<String, Value>) -> Result<()> {
     Ok(())
 }
 
-/// Each head of query and key is normalized. Blocks with a window have a rotation of their own,
-/// without scaling.
+/// Normalizes each query and key head. Blocks with a window have their own rotation, without
+/// scaling.
 fn architecture(config: &DecoderConfig) -> Architecture {
     let mut architecture = gemma2::architecture(config);
     architecture.rotations.push(Rotation {

@@ -32,7 +32,7 @@ pub(super) const FAMILY: Family = Family {
     ..llama::FAMILY
 };
 
-/// Embedding, scores, residual sums and logits have a factor.
+/// Scales the embedding, attention scores, residual sums and logits.
 fn architecture(config: &DecoderConfig) -> Architecture {
     let mut architecture = Architecture::llama(config);
     architecture.embedding_scale = config.embedding_multiplier;

@@ -1,4 +1,4 @@
-//! Llama (<https://arxiv.org/abs/2302.13971>), of which SmolLM 1 and 2 are models.
+//! Llama (<https://arxiv.org/abs/2302.13971>), including SmolLM 1 and 2.
 
 use serde_json::json;
 
@@ -25,7 +25,7 @@ pub(super) const FAMILY: Family = Family {
     gguf: Some(GGUF),
 };
 
-/// The layout of GGUF files. Those of other families start from it.
+/// GGUF layout. Other families start from it.
 pub(super) const GGUF: GgufLayout = GgufLayout {
     architecture: "llama",
     adjacent_pairs: true,

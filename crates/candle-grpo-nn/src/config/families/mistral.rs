@@ -17,13 +17,13 @@ pub(super) const FAMILY: Family = Family {
             "max_position_embeddings": 131_072, "sliding_window": 4096,
         })
     },
-    // An absent key would mean 4096.
+    // transformers would fall back to 4096.
     write: |model, config| {
         let window = json!(model.sliding_window);
         config.insert("sliding_window".to_owned(), window);
     },
     architecture,
-    // In llama.cpp a Mistral is a Llama, without a window.
+    // To llama.cpp a Mistral is a Llama without a window.
     gguf: Some(llama::GGUF),
     ..llama::FAMILY
 };

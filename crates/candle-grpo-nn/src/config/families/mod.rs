@@ -1,4 +1,4 @@
-//! The families of decoders. Each has one file, which lists how it differs from Llama.
+//! Decoder families. Each has one file that lists how it differs from Llama.
 
 mod gemma2;
 mod gemma3;
@@ -25,76 +25,73 @@ use crate::config::gguf_key::GgufKey;
 use crate::config::stack::Stack;
 use crate::{DecoderConfig, LayerType};
 
-/// The properties of a family. Most start from those of Llama.
+/// A family's properties. Most families start from Llama's.
 #[derive(Debug)]
 pub(crate) struct Family {
     /// `model_type` in `config.json`.
     pub(crate) name: &'static str,
-    /// The class in transformers, an entry of `architectures` in `config.json`.
+    /// The transformers class, an entry in `architectures` in `config.json`.
     pub(crate) transformers_class: &'static str,
-    /// The fields of [`DecoderConfig`] that only some families have. The others must have their
-    /// default.
+    /// [`DecoderConfig`] fields that only some families have. All others must keep their default.
     pub(crate) keys: &'static [&'static str],
-    /// The kinds of blocks that `layer_types` may name.
+    /// Block types that `layer_types` may contain.
     pub(crate) layer_types: &'static [LayerType],
-    /// The keys of a `config.json` and their values in transformers if they are absent, as far as
-    /// [`DecoderConfig`] has no default, or another.
+    /// transformers' value for an absent `config.json` key, where [`DecoderConfig`] has no
+    /// default or a different one.
     pub(crate) defaults: fn() -> Value,
-    /// Replaces the keys of a `config.json` by those of [`DecoderConfig`], as far as they differ.
+    /// Converts `config.json` keys to [`DecoderConfig`] keys where they differ.
     pub(crate) read: fn(&mut Map<String, Value>) -> Result<()>,
-    /// Replaces the keys of [`DecoderConfig`] by those of a `config.json`, as far as they differ.
+    /// Converts [`DecoderConfig`] keys to `config.json` keys where they differ.
     pub(crate) write: fn(&DecoderConfig, &mut Map<String, Value>),
-    /// The parts of a decoder.
+    /// Builds a decoder's architecture.
     pub(crate) architecture: fn(&DecoderConfig) -> Architecture,
-    /// The parameters that files may store as one tensor.
+    /// Parameters that files may store as one tensor.
     pub(crate) stacks: fn(&DecoderConfig) -> Vec<Stack>,
-    /// Checkpoints of several modalities that have a text model of this family.
+    /// Multimodal checkpoints with a text model from this family.
     pub(crate) multimodal: Option<Multimodal>,
-    /// The layout of GGUF files; `None` if they are neither read nor written.
+    /// GGUF layout; `None` if GGUF is not supported.
     pub(crate) gguf: Option<GgufLayout>,
 }
 
-/// Checkpoints that have a text model beside other parts. Their `config.json` has that of the text
-/// model in `text_config`.
+/// Checkpoints with a text model and other parts. In their `config.json`, `text_config` describes
+/// the text model.
 #[derive(Debug)]
 pub(crate) struct Multimodal {
     /// `model_type` in `config.json`.
     pub(crate) name: &'static str,
-    /// The prefix of the tensors of the text model, in place of `model.`.
+    /// Tensor name prefix for the text model, in place of `model.`.
     pub(crate) prefix: &'static str,
-    /// The prefixes of the tensors of the other parts.
+    /// Tensor name prefixes for the other parts.
     pub(crate) others: &'static [&'static str],
 }
 
 impl Multimodal {
-    /// Returns whether a tensor is of another part than the text model.
+    /// Returns whether a tensor belongs to a part other than the text model.
     pub(crate) fn is_other(&self, name: &str) -> bool {
         self.others.iter().any(|part| name.starts_with(part))
     }
 }
 
-/// The layout of a family's weights and metadata in GGUF files, as read and as written.
+/// Layout of a family's weights and metadata in GGUF files, for reading and writing.
 #[derive(Debug)]
 pub(crate) struct GgufLayout {
-    /// `general.architecture`. Of several families with one architecture, files are read as the
-    /// first.
+    /// `general.architecture`. If several families share one, files are read as the first.
     pub(crate) architecture: &'static str,
-    /// The two rows of a rotated pair of query and key lie side by side.
+    /// In query and key, the two rows of a rotated pair are adjacent.
     pub(crate) adjacent_pairs: bool,
-    /// The Hugging Face and the GGUF names of parts of a block that differ from those of Llama.
-    /// The matrices of the experts of a block are one tensor, and have no number here.
+    /// Hugging Face and GGUF names for block parts where they differ from Llama's. All experts in
+    /// a block share one tensor, so their names have no expert number here.
     pub(crate) names: &'static [(&'static str, &'static str)],
-    /// The keys beside those of all families.
+    /// Keys that not all families share.
     pub(crate) keys: &'static [GgufKey],
-    /// Sets what files do not state, after their keys have been read.
+    /// Sets what files omit, after their keys have been read.
     pub(crate) complete: fn(&mut DecoderConfig),
 }
 
-/// Declares [`ModelType`] and lists the family of each.
+/// Declares [`ModelType`] and maps each variant to its family.
 macro_rules! families {
     ($($(#[$meta:meta])* $model_type:ident: $family:expr,)*) => {
-        /// The family of a decoder. It is serialized as `model_type` in a Hugging Face
-        /// `config.json`.
+        /// A decoder family, serialized as `model_type` in a Hugging Face `config.json`.
         #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
         #[serde(try_from = "String", into = "&'static str")]
         pub enum ModelType {
@@ -114,17 +111,17 @@ macro_rules! families {
 }
 
 families! {
-    /// Llama. SmolLM 1 and 2 are Llamas.
+    /// Llama, including SmolLM 1 and 2.
     #[default]
     Llama: llama::FAMILY,
-    /// Llama with biases on the query, key and value projections. Qwen2.5 is a Qwen2.
+    /// Llama with query, key and value biases. Includes Qwen2.5.
     Qwen2: qwen2::FAMILY,
-    /// Llama with an RMSNorm on each head of query and key, before the rotation.
+    /// Llama with an RMSNorm on each query and key head, before the rotation.
     Qwen3: qwen3::FAMILY,
-    /// The text models of Qwen3.5: blocks with the gated delta rule and blocks with gated
-    /// attention, see [`DecoderConfig::layer_types`](crate::DecoderConfig::layer_types).
+    /// Qwen3.5 text models, which mix gated delta rule blocks and gated attention blocks, see
+    /// [`DecoderConfig::layer_types`](crate::DecoderConfig::layer_types).
     Qwen3_5: qwen3_5::FAMILY,
-    /// Llama with blocks that do not rotate, see
+    /// Llama with some blocks that do not rotate, see
     /// [`DecoderConfig::no_rope_layers`](crate::DecoderConfig::no_rope_layers).
     SmolLm3: smollm3::FAMILY,
     /// Llama with a window, see
@@ -133,24 +130,24 @@ families! {
     /// Llama with four multipliers, such as
     /// [`DecoderConfig::embedding_multiplier`](crate::DecoderConfig::embedding_multiplier).
     Granite: granite::FAMILY,
-    /// Llama with norms after attention and feed-forward layer in place of those before, and norms
-    /// of the whole query and key.
+    /// Llama with norms after attention and feed-forward layers instead of before, and with norms
+    /// across the whole query and key.
     Olmo2: olmo2::FAMILY,
-    /// Llama with GeGLU, norms before and after attention and feed-forward layer, windows in some
-    /// blocks, and soft caps of scores and logits.
+    /// Llama with GeGLU, norms before and after attention and feed-forward layers, windows in some
+    /// blocks, and soft caps for scores and logits.
     Gemma2: gemma2::FAMILY,
-    /// Gemma 2 without the cap of the scores, with norms of each head, and another rotation in
-    /// blocks with a window. Text models only.
+    /// Gemma 2 without the score cap, with head norms, and with another rotation in blocks with a
+    /// window. Text models only.
     Gemma3: gemma3::FAMILY,
-    /// Llama whose query, key and value are one map, as are gate and up, and whose heads may rotate
-    /// in part.
+    /// Llama with query, key and value in one map, gate and up in another, and possibly partial
+    /// head rotation.
     Phi3: phi3::FAMILY,
     /// Qwen3 with mixtures of experts.
     Qwen3Moe: qwen3_moe::FAMILY,
 }
 
 impl ModelType {
-    /// The names of all families.
+    /// All family names.
     pub(crate) fn names() -> Vec<&'static str> {
         Self::ALL
             .iter()
@@ -158,27 +155,28 @@ impl ModelType {
             .collect()
     }
 
-    /// The family with this name.
+    /// Looks up a family by name.
     pub(crate) fn from_name(name: &str) -> Option<Self> {
         let mut all = Self::ALL.iter().copied();
         all.find(|model_type| model_type.family().name == name)
     }
 
-    /// Returns true if checkpoints with this `model_type` have a text model of some family.
+    /// Returns whether checkpoints with this `model_type` contain a text model from a supported
+    /// family.
     pub(crate) fn is_multimodal(name: &str) -> bool {
         let multimodal = |model_type: &Self| model_type.family().multimodal.as_ref();
         let mut all = Self::ALL.iter().filter_map(multimodal);
         all.any(|multimodal| multimodal.name == name)
     }
 
-    /// The architectures of GGUF files that are read.
+    /// Supported GGUF architectures.
     pub(crate) fn gguf_architectures() -> Vec<&'static str> {
         let layouts = Self::ALL.iter().filter_map(|x| x.family().gguf.as_ref());
         let names: BTreeSet<_> = layouts.map(|layout| layout.architecture).collect();
         names.into_iter().collect()
     }
 
-    /// The family of GGUF files with this architecture.
+    /// Looks up the family for a GGUF architecture.
     pub(crate) fn from_gguf_architecture(name: &str) -> Option<(Self, &'static GgufLayout)> {
         let mut all = Self::ALL.iter();
         all.find_map(|model_type| {
@@ -202,12 +200,12 @@ impl TryFrom<String> for ModelType {
     }
 }
 
-/// Sets `key` to `value` if it is absent. A null stays.
+/// Sets `key` to `value` if it is absent. Null counts as present.
 fn set_default(config: &mut Map<String, Value>, key: &str, value: impl Into<Value>) {
     config.entry(key).or_insert_with(|| value.into());
 }
 
-/// Sets the base of the rotary frequencies unless one of its two places states it.
+/// Sets the rotary frequency base unless one of its two keys is present.
 fn set_default_rope_theta(config: &mut Map<String, Value>, theta: f64) {
     let rope = config.get("rope_parameters").and_then(Value::as_object);
     let is_stated = rope.is_some_and(|rope| !absent(rope, "rope_theta"));
@@ -216,7 +214,7 @@ fn set_default_rope_theta(config: &mut Map<String, Value>, theta: f64) {
     }
 }
 
-/// Reads a distance between blocks of a kind, `default` if it is absent or null.
+/// Reads the interval between blocks of one type, `default` if absent or null.
 fn interval(config: &Map<String, Value>, key: &str, default: usize) -> Result<usize> {
     let Some(found) = config.get(key).filter(|x| !x.is_null()) else {
         return Ok(default);
@@ -227,7 +225,7 @@ fn interval(config: &Map<String, Value>, key: &str, default: usize) -> Result<us
     }
 }
 
-/// [`every`] with the number of blocks of a `config.json`.
+/// Like [`every`], with the block count from a `config.json`.
 fn periodic<T: Clone + Serialize>(
     config: &Map<String, Value>,
     interval: usize,
@@ -238,7 +236,7 @@ fn periodic<T: Clone + Serialize>(
     Ok(json!(every(layers, interval, other, last)))
 }
 
-/// A list with an entry for each block: `last` for every `interval`-th, `other` for the others.
+/// A list with one entry per block: `last` for every `interval`-th block, `other` for the rest.
 fn every<T: Clone>(layers: usize, interval: usize, other: T, last: T) -> Vec<T> {
     let entry = |number: usize| match number.is_multiple_of(interval) {
         true => last.clone(),
@@ -249,7 +247,7 @@ fn every<T: Clone>(layers: usize, interval: usize, other: T, last: T) -> Vec<T> 
 
 const PARTIAL: &str = "partial_rotary_factor";
 
-/// Moves `partial_rotary_factor` out of the objects of the rotation, where files may have it.
+/// Moves `partial_rotary_factor` out of the rotation objects, where some files have it.
 fn lift_partial_rotary_factor(config: &mut Map<String, Value>) {
     for key in ["rope_scaling", "rope_parameters"] {
         if let Some(Value::Object(rope)) = config.get_mut(key)

@@ -30,8 +30,8 @@ pub(super) const FAMILY: Family = Family {
     ..llama::FAMILY
 };
 
-/// Attention and feed-forward layer have a norm after them and none before. The norms of query and
-/// key are over all heads together.
+/// Attention and feed-forward layers have a norm after them and none before. Query and key norms
+/// span all heads.
 fn architecture(config: &DecoderConfig) -> Architecture {
     let mut architecture = Architecture::llama(config);
     let norm = |name, width| NormPlan::new(config, name, width);

@@ -40,8 +40,8 @@ pub(super) const FAMILY: Family = Family {
     ..llama::FAMILY
 };
 
-/// `original_max_position_embeddings` beside the rotation has priority over that in it, and
-/// `partial_rotary_factor` may lie in it.
+/// A top-level `original_max_position_embeddings` takes precedence over the one inside the
+/// rotation, which may also contain `partial_rotary_factor`.
 fn read(config: &mut Map<String, Value>) -> Result<()> {
     let original = config.remove(ORIGINAL).filter(|x| !x.is_null());
     for key in ["rope_scaling", "rope_parameters"] {
@@ -75,7 +75,7 @@ fn write(model: &DecoderConfig, config: &mut Map<String, Value>) {
     } = model.rope_scaling
         && let Some(Value::Object(rope)) = config.get_mut("rope_scaling")
     {
-        // transformers 4 takes the type and both lists, and nothing else.
+        // transformers 4 accepts only the type and both lists.
         rope.remove("rope_type");
         rope.insert("type".to_owned(), json!("longrope"));
         rope.remove(ORIGINAL);

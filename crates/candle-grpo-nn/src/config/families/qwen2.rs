@@ -26,7 +26,7 @@ pub(super) const FAMILY: Family = Family {
     ..llama::FAMILY
 };
 
-/// Query, key and value always have a bias.
+/// Query, key and value always have biases.
 fn architecture(config: &DecoderConfig) -> Architecture {
     let mut architecture = Architecture::llama(config);
     for attention in architecture.attentions() {

@@ -32,7 +32,7 @@ pub(super) const FAMILY: Family = Family {
     ..llama::FAMILY
 };
 
-/// Each head of query and key is normalized.
+/// Normalizes each query and key head.
 fn architecture(config: &DecoderConfig) -> Architecture {
     let mut architecture = Architecture::llama(config);
     for attention in architecture.attentions() {

@@ -1,4 +1,4 @@
-//! Qwen3.5, the text models. Three of four blocks mix tokens by the gated delta rule
+//! Qwen3.5 text models. Three in four blocks mix tokens with the gated delta rule
 //! (<https://arxiv.org/abs/2412.06464>).
 
 use candle_core::{Result, bail};
@@ -39,14 +39,14 @@ pub(super) const FAMILY: Family = Family {
     multimodal: Some(Multimodal {
         name: "qwen3_5",
         prefix: "model.language_model.",
-        // Vision, and the prediction of further tokens.
+        // Vision and multi-token prediction.
         others: &["model.visual.", "mtp."],
     }),
     gguf: None,
     ..llama::FAMILY
 };
 
-/// Without `layer_types` every `full_attention_interval`-th block has attention.
+/// Without `layer_types`, every `full_attention_interval`-th block has full attention.
 fn read(config: &mut Map<String, Value>) -> Result<()> {
     if let Some(gate) = config
         .remove("attn_output_gate")
@@ -59,7 +59,7 @@ fn read(config: &mut Map<String, Value>) -> Result<()> {
     }
     for key in ["rope_parameters", "rope_scaling"] {
         if let Some(Value::Object(rope)) = config.get_mut(key) {
-            // The three positions of a text token are equal.
+            // A text token's three positions are equal.
             rope.retain(|name, _| !name.starts_with("mrope_"));
         }
     }
@@ -76,8 +76,8 @@ fn read(config: &mut Map<String, Value>) -> Result<()> {
     Ok(())
 }
 
-/// Attention has norms of heads and gates of its result, and rotates a part of each head. The
-/// factors of the norms are 1 more than the weights, except after the gated delta rule.
+/// Attention has head norms, output gates and partial rotation. Norms multiply by `1 + weight`,
+/// except after the gated delta rule.
 fn architecture(config: &DecoderConfig) -> Architecture {
     let mut architecture = Architecture::llama(config);
     let size = |size: Option<usize>| size.unwrap_or(0);

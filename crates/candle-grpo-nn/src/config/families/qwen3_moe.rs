@@ -1,4 +1,4 @@
-//! Qwen3's mixtures of experts (<https://arxiv.org/abs/2505.09388>).
+//! Qwen3 mixtures of experts (<https://arxiv.org/abs/2505.09388>).
 
 use candle_core::{Result, bail};
 use serde_json::{Map, Value, json};
@@ -60,15 +60,15 @@ pub(super) const FAMILY: Family = Family {
                 Size(|c| &mut c.moe_intermediate_size),
             ),
         ],
-        // In llama.cpp all blocks have experts, whose gates are divided by their sum.
+        // In llama.cpp all blocks have experts, and gates are normalized to sum to 1.
         complete: |config| config.norm_topk_prob = true,
     }),
     ..qwen3::FAMILY
 };
 
-/// Every `decoder_sparse_step`-th block has experts, unless it is one of `mlp_only_layers`.
+/// Every `decoder_sparse_step`-th block has experts, unless `mlp_only_layers` lists it.
 fn read(config: &mut Map<String, Value>) -> Result<()> {
-    // The name in files of transformers 5.
+    // The name that transformers 5 writes.
     if let Some(experts) = config.remove("num_local_experts").filter(|x| !x.is_null()) {
         let stated = config.entry("num_experts").or_insert(experts.clone());
         if *stated != experts {
@@ -116,8 +116,8 @@ fn architecture(config: &DecoderConfig) -> Architecture {
     architecture
 }
 
-/// transformers 5 can store the experts of a block as two tensors. They are read; what is saved has
-/// a tensor for each matrix, as published models have.
+/// transformers 5 can store a block's experts as two tensors. Those files can be read. Saved files
+/// have one tensor per matrix, like published models.
 fn stacks(config: &DecoderConfig) -> Vec<Stack> {
     let (experts, hidden) = (config.num_experts, config.hidden_size);
     let inner = config.moe_intermediate_size;

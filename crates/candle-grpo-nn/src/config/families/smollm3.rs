@@ -25,15 +25,14 @@ pub(super) const FAMILY: Family = Family {
     architecture,
     gguf: Some(GgufLayout {
         architecture: "smollm3",
-        // In llama.cpp every fourth block does not rotate.
+        // In llama.cpp every fourth block has no rotation.
         complete: |config| config.no_rope_layers = every(config.num_hidden_layers, 4, 1, 0),
         ..llama::GGUF
     }),
     ..llama::FAMILY
 };
 
-/// Without `no_rope_layers` every `no_rope_layer_interval`-th block
-/// does not rotate.
+/// Without `no_rope_layers`, every `no_rope_layer_interval`-th block has no rotation.
 fn read(config: &mut Map<String, Value>) -> Result<()> {
     if absent(config, "no_rope_layers") {
         let interval = interval(config, "no_rope_layer_interval", 4)?;
@@ -44,7 +43,7 @@ fn read(config: &mut Map<String, Value>) -> Result<()> {
     Ok(())
 }
 
-/// Without the key, every fourth block of transformers does not rotate.
+/// Without this key, every fourth block has no rotation in transformers.
 fn write(model: &DecoderConfig, config: &mut Map<String, Value>) {
     let layers: Vec<_> = (0..model.num_hidden_layers)
         .map(|layer| u8::from(rotates(model, layer)))

@@ -1,16 +1,15 @@
-//! Little-endian numbers and strings, with checks of the bytes that are left.
+//! Reads little-endian numbers and strings, checking how many bytes are left.
 
 use std::io::Read;
 
 use candle_core::{Result, bail};
 
-/// The maximum length of a header. A vocabulary of 250,000 tokens with its merges takes about 12
-/// MiB.
+/// Maximum header length. A vocabulary with 250,000 tokens and its merges takes about 12 MiB.
 const LONGEST_HEADER: u64 = 64 << 20;
 
 pub(super) struct Bytes<R> {
     reader: R,
-    /// Length of the file, at most [`LONGEST_HEADER`].
+    /// File length, at most [`LONGEST_HEADER`].
     end: u64,
     position: u64,
 }
@@ -28,7 +27,7 @@ impl<R: Read> Bytes<R> {
         self.position
     }
 
-    /// Checks that `count` items of at least `size` bytes each can follow.
+    /// Checks that `count` items with at least `size` bytes each can follow.
     pub(super) fn ensure_left(&self, what: &str, count: u64, size: u64) -> Result<()> {
         let left = self.end - self.position;
         let needed = count.checked_mul(size);

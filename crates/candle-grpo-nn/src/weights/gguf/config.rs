@@ -1,4 +1,4 @@
-//! The configuration of a decoder in the metadata of its file.
+//! Decoder configuration in GGUF metadata.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -13,15 +13,15 @@ use crate::{DecoderConfig, LayerType};
 
 pub(super) const EMBEDDING: &str = "token_embd.weight";
 pub(super) const OUTPUT: &str = "output.weight";
-/// Present if all projections of attention have biases; for Qwen2 three have them in any case.
+/// Present if all attention projections have biases. In Qwen2, three always have them.
 const ATTENTION_BIAS: &str = "blk.0.attn_q.bias";
-/// Present if the projections of feed-forward layers have biases.
+/// Present if the feed-forward projections have biases.
 const MLP_BIAS: &str = "blk.0.ffn_gate.bias";
-/// Number of elements of a head that rotate.
+/// Number of elements in each head that rotate.
 const ROTATED: &str = "rope.dimension_count";
 
-/// Reads the configuration. `divisors` reads a tensor of divisors of rotary frequencies, if there
-/// is one of that name.
+/// Reads the configuration. `divisors` reads the tensor with this name, if it exists, which holds
+/// rotary frequency divisors.
 pub(super) fn read(
     header: &Header,
     divisors: impl Fn(&str) -> Result<Option<Vec<f32>>>,
@@ -61,7 +61,7 @@ pub(super) fn read(
             "{architecture}.vocab_size: {stated}, must be the number of rows of {EMBEDDING}, which is {vocab_size}"
         );
     }
-    // The names of all experts are listed before a weight is read.
+    // All expert names are listed before any weight is read.
     let bytes: usize = header.tensors.values().map(|place| place.length).sum();
     if config.num_hidden_layers.saturating_mul(config.num_experts) > bytes {
         bail!(
@@ -107,8 +107,7 @@ pub(super) fn read(
     Ok(config)
 }
 
-/// The metadata that states `config`, without what [`read`] finds in the names and shapes of
-/// tensors.
+/// Metadata that describes `config`, without what [`read`] infers from tensor names and shapes.
 pub(super) fn metadata(
     layout: &GgufLayout,
     config: &DecoderConfig,
@@ -136,19 +135,19 @@ pub(super) fn metadata(
     Ok(metadata)
 }
 
-/// Checks that a file which is read as `found` computes what `config` does.
+/// Checks that a file that reads as `found` computes the same as `config`.
 pub(super) fn check_same(config: &DecoderConfig, found: &DecoderConfig) -> Result<()> {
     let fields = |config: &DecoderConfig| -> Result<Map<String, Value>> {
         let fields = serde_json::to_value(canonical(config)).map_err(Error::wrap)?;
         let fields = fields.as_object().into_iter().flatten();
-        // The numbers of a file have 32 bits.
+        // Numbers in the file have 32 bits.
         Ok(fields
             .map(|(name, value)| (name.clone(), rounded(value)))
             .collect())
     };
     let (mut stated, mut found) = (fields(config)?, fields(found)?);
     for fields in [&mut stated, &mut found] {
-        // Several families may have one architecture.
+        // Several families may share one architecture.
         fields.remove("model_type");
     }
     let names: BTreeSet<_> = stated.keys().chain(found.keys()).collect();
@@ -166,7 +165,7 @@ pub(super) fn check_same(config: &DecoderConfig, found: &DecoderConfig) -> Resul
     Ok(())
 }
 
-/// The numbers of `value` in f32.
+/// Rounds the numbers in `value` to f32.
 fn rounded(value: &Value) -> Value {
     match value {
         Value::Array(values) => values.iter().map(rounded).collect(),
@@ -183,7 +182,7 @@ fn rounded(value: &Value) -> Value {
     }
 }
 
-/// The same decoder with its defaults as values.
+/// The same decoder with its defaults made explicit.
 fn canonical(config: &DecoderConfig) -> DecoderConfig {
     let has_key = |key| config.model_type.family().keys.contains(&key);
     let head_dim = config.head_dim();
@@ -208,7 +207,7 @@ fn canonical(config: &DecoderConfig) -> DecoderConfig {
     same
 }
 
-/// Refuses keys of models with another computation.
+/// Rejects keys that change the computation.
 fn refuse_other_computations(header: &Header, keys: &Keys) -> Result<()> {
     if let Some(value) = header.metadata.get("split.count")
         && value.as_u64().is_none_or(|count| count > 1)
@@ -239,7 +238,7 @@ fn refuse_other_computations(header: &Header, keys: &Keys) -> Result<()> {
             bail!("{}.{key}: {value}, must be absent", keys.architecture());
         }
     }
-    // Of Granite: without rotation.
+    // Granite without rotation.
     let key = "rope.scaling.finetuned";
     if keys.get(key).and_then(GgufValue::as_bool) == Some(false) {
         bail!(

@@ -1,4 +1,4 @@
-//! The header of a GGUF file: its metadata, and the places of its tensors.
+//! GGUF file header: metadata and tensor locations.
 
 use std::collections::BTreeMap;
 use std::io::Read;
@@ -15,11 +15,11 @@ pub(super) struct Header {
     pub(super) tensors: BTreeMap<String, TensorPlace>,
 }
 
-/// The type and shape of a tensor, and its bytes in the file.
+/// A tensor's type, shape and byte range in the file.
 #[derive(Debug, Clone)]
 pub(super) struct TensorPlace {
     pub(super) dtype: GgmlDType,
-    /// The slowest dimension is first.
+    /// Slowest dimension first.
     pub(super) dims: Vec<usize>,
     pub(super) start: u64,
     pub(super) length: usize,
@@ -43,8 +43,8 @@ impl Header {
             bail!("version: {version}, must be 2 or 3 of a little-endian file");
         }
         let (tensor_count, metadata_count) = (bytes.u64()?, bytes.u64()?);
-        // At least an empty string, a type and a byte; an empty string, the rank, a type and an
-        // offset.
+        // Minimum sizes: an empty string, a type and a byte; an empty string, the rank, a type and
+        // an offset.
         bytes.ensure_left("metadata entries", metadata_count, 13)?;
         bytes.ensure_left("tensors", tensor_count, 24)?;
 
@@ -169,7 +169,7 @@ fn float(bytes: &mut Bytes<impl Read>, value_type: u32) -> Result<f64> {
     value.to_string().parse().map_err(Error::wrap)
 }
 
-/// Reads the place of a tensor. Its `start` is relative to the start of the data.
+/// Reads a tensor's location. Its `start` is relative to the data section.
 fn place(bytes: &mut Bytes<impl Read>) -> Result<TensorPlace> {
     let rank = bytes.u32()?;
     if !(1..=MAX_DIMS).contains(&rank) {
@@ -193,7 +193,7 @@ fn place(bytes: &mut Bytes<impl Read>) -> Result<TensorPlace> {
         .iter()
         .try_fold(1usize, |product, &dim| product.checked_mul(dim))
         .and_then(|elements| (elements / dtype.block_size()).checked_mul(dtype.type_size()))
-        // The dequantized values must be countable in bytes, too.
+        // The dequantized size in bytes must not overflow either.
         .filter(|&length| length < isize::MAX as usize / 16);
     let Some(length) = length else {
         bail!("shape {dims:?}, must be of a size that fits in memory");
@@ -206,7 +206,7 @@ fn place(bytes: &mut Bytes<impl Read>) -> Result<TensorPlace> {
     })
 }
 
-/// The types that Candle dequantizes.
+/// Types that Candle can dequantize.
 fn dtype(number: u32) -> Result<GgmlDType> {
     Ok(match number {
         0 => GgmlDType::F32,

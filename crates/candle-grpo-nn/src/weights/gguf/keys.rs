@@ -1,4 +1,4 @@
-//! The keys of metadata in a file.
+//! Metadata keys in a file.
 
 use candle_core::{Result, bail};
 
@@ -10,7 +10,7 @@ use crate::{DecoderConfig, ModelType};
 
 use GgufField::{Number, OptionalNumber, OptionalSize, Size};
 
-/// The keys of all families.
+/// Keys that all families share.
 pub(super) const COMMON: [GgufKey; 9] = [
     GgufKey::required("block_count", Size(|c| &mut c.num_hidden_layers)),
     GgufKey::required("embedding_length", Size(|c| &mut c.hidden_size)),
@@ -30,7 +30,7 @@ pub(super) const COMMON: [GgufKey; 9] = [
 ];
 
 impl GgufKey {
-    /// Sets the field of `config` to the value in a file.
+    /// Sets the `config` field from the file's value.
     pub(super) fn read(&self, keys: &Keys, config: &mut DecoderConfig) -> Result<()> {
         let key = self.name;
         if keys.get(key).is_none() {
@@ -52,7 +52,7 @@ impl GgufKey {
         Ok(())
     }
 
-    /// The value of the field of `config`, unless it is none.
+    /// The `config` field's value, unless it is none.
     pub(super) fn value(&self, config: &DecoderConfig) -> Option<GgufValue> {
         let config = &mut config.clone();
         let size = |size: usize| GgufValue::Integer(size as i128);
@@ -65,7 +65,7 @@ impl GgufKey {
     }
 }
 
-/// The keys of one architecture in a file.
+/// One architecture's keys in a file.
 pub(super) struct Keys<'a> {
     header: &'a Header,
     pub(super) layout: &'static GgufLayout,

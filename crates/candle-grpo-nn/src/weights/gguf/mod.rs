@@ -1,4 +1,4 @@
-//! Models in GGUF files, the format of llama.cpp.
+//! Models in GGUF files, llama.cpp's format.
 
 mod bytes;
 mod config;
@@ -22,11 +22,11 @@ use candle_grpo_base::atomic_file::write_with;
 use header::{Header, TensorPlace};
 pub use value::GgufValue;
 
-/// A GGUF file whose header has been read: its metadata, and the places of its tensors.
+/// A GGUF file with its header loaded: metadata and tensor locations.
 ///
-/// The header is validated against the length of the file, so that a truncated or malicious file
-/// allocates no more memory than a valid one of its length. Candle's own reader does not check the
-/// alignment and the shapes of a file.
+/// The header is validated against the file length, so a truncated or malicious file allocates no
+/// more memory than a valid one of the same length. Candle's own reader does not check alignment
+/// and shapes.
 ///
 /// ```no_run
 /// use candle_core::Device;
@@ -50,8 +50,8 @@ impl Gguf {
     ///
     /// # Errors
     ///
-    /// If this is not a GGUF file of version 2 or 3, if it is truncated, or if the type of a tensor
-    /// cannot be dequantized.
+    /// If this is not a GGUF file with version 2 or 3, it is truncated, or a tensor's type cannot
+    /// be dequantized.
     pub fn open(path: &Path) -> Result<Self> {
         let read = || -> Result<Header> {
             let file = File::open(path)?;
@@ -64,49 +64,49 @@ impl Gguf {
         })
     }
 
-    /// The metadata by key.
+    /// Metadata by key.
     pub fn metadata(&self) -> &BTreeMap<String, GgufValue> {
         &self.header.metadata
     }
 
-    /// Reads the configuration of the decoder.
+    /// Reads the decoder configuration.
     ///
     /// # Errors
     ///
-    /// Names the key that asks for a computation that [`Decoder`](crate::Decoder) does not have.
+    /// Names the key that requires a computation that [`Decoder`](crate::Decoder) does not support.
     pub fn config(&self) -> Result<DecoderConfig> {
         let divisors = |name: &str| tensors::values(&self.path, &self.header, name);
         config::read(&self.header, divisors).map_err(|error| context(&self.path, error))
     }
 
-    /// Checks the names and shapes of the weights without reading them.
+    /// Checks weight names and shapes without reading the weights.
     ///
     /// # Errors
     ///
-    /// As in [`Self::parameters`], except for values that are not finite.
+    /// Same as [`Self::parameters`], except for values that are not finite.
     pub fn check_parameters(&self) -> Result<()> {
         tensors::check(&self.header, &self.config()?).map_err(|error| context(&self.path, error))
     }
 
     /// Reads the weights, dequantized to f32, under their Hugging Face names.
     ///
-    /// The files of some families have the rows of query and key in another order, for interleaved
-    /// rotation, norms that are 1 more, or the experts of a block as one tensor. The parameters are
-    /// as in a Hugging Face folder.
+    /// In some families, GGUF files order query and key rows for interleaved rotation, add 1 to
+    /// norms, or store a block's experts as one tensor. The parameters returned match a Hugging
+    /// Face folder.
     ///
     /// # Errors
     ///
-    /// Names a tensor that is missing, surplus, of another shape or not finite.
+    /// Names a tensor that is missing, surplus, has a different shape, or is not finite.
     pub fn parameters(&self, device: &Device) -> Result<Parameters> {
         self.frozen_parameters(BaseWeights::Dense, DType::F32, device)
     }
 
-    /// [`Self::parameters`] that do not train, as [`Parameters::frozen_as`] returns them. With
-    /// [`BaseWeights::Stored`] the linear maps keep the blocks of the file.
+    /// Like [`Self::parameters`], for frozen weights as in [`Parameters::frozen_as`]. With
+    /// [`BaseWeights::Stored`], linear maps keep the file's blocks.
     ///
     /// # Errors
     ///
-    /// As in [`Self::parameters`] and [`Parameters::frozen_as`].
+    /// Same as [`Self::parameters`] and [`Parameters::frozen_as`].
     pub fn frozen_parameters(
         &self,
         base: BaseWeights,
@@ -120,11 +120,11 @@ impl Gguf {
             .map_err(|error| context(&self.path, error))
     }
 
-    /// The bytes of [`Self::frozen_parameters`], computed without reading the weights.
+    /// Size of [`Self::frozen_parameters`] in bytes, computed without reading the weights.
     ///
     /// # Errors
     ///
-    /// As in [`Self::check_parameters`].
+    /// Same as [`Self::check_parameters`].
     pub fn frozen_bytes(&self, base: BaseWeights, dtype: DType) -> Result<usize> {
         let config = self.config()?;
         let form = FrozenForm::new(&config, base, dtype)?;
@@ -132,16 +132,16 @@ impl Gguf {
     }
 }
 
-/// The type of the matrices in a GGUF file that is written.
+/// Matrix type in a GGUF file that is written.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub enum GgufDType {
-    /// 32-bit floating-point numbers, which keep the bits of the parameters.
+    /// 32-bit floating point, which keeps the parameters bit-identical.
     F32,
-    /// 16-bit floating-point numbers.
+    /// 16-bit floating point.
     #[default]
     F16,
-    /// Blocks of 32 8-bit integers with a common factor. Matrices whose rows are not a multiple of
-    /// 32 are f16.
+    /// Blocks of 32 8-bit integers with a common factor. Matrices whose row length is not a
+    /// multiple of 32 are f16.
     Q8_0,
 }
 
@@ -156,14 +156,14 @@ impl From<GgufDType> for GgmlDType {
 }
 
 impl Gguf {
-    /// Writes a model as a GGUF file, atomically. Vectors and the routers of experts are f32.
+    /// Writes a model as a GGUF file, atomically. Vectors and expert routers are f32.
     ///
-    /// `metadata` is added to what states the configuration, for example a tokenizer.
+    /// `metadata` is added to the configuration's metadata. Use it for a tokenizer, for example.
     ///
     /// # Errors
     ///
-    /// If the family has no GGUF files, if a field of `config` cannot be stated in them, or if a
-    /// parameter is missing. The message names the field.
+    /// If the family does not support GGUF, GGUF cannot express a `config` field, or a parameter is
+    /// missing. The message names the field.
     pub fn write(
         path: &Path,
         config: &DecoderConfig,
@@ -188,7 +188,7 @@ fn write(
         bail!("model_type: {}, has no GGUF files", family.name);
     };
     metadata.extend(config::metadata(layout, config)?);
-    // llama.cpp's numbers of what most tensors are.
+    // llama.cpp's code for the most common tensor type.
     let file_type = match dtype {
         GgufDType::F32 => 0,
         GgufDType::F16 => 1,
@@ -221,7 +221,7 @@ fn write(
     write_with(path, fill).map_err(Error::wrap)
 }
 
-/// The entry of a tensor in a header.
+/// A tensor's header entry.
 fn place((name, tensor): &(String, QTensor)) -> (String, TensorPlace) {
     let place = TensorPlace {
         dtype: tensor.dtype(),

@@ -1,4 +1,4 @@
-//! Scaled rotary frequencies, which a file states in its metadata or, for Llama 3, as a tensor.
+//! Scaled rotary frequencies, which a file stores in its metadata or, for Llama 3, as a tensor.
 
 use std::collections::BTreeMap;
 use std::f64::consts::TAU;
@@ -9,19 +9,19 @@ use super::GgufValue;
 use super::keys::Keys;
 use crate::{DecoderConfig, RopeScaling};
 
-/// The name of the tensor of divisors of the frequencies.
+/// Name of the tensor with frequency divisors.
 const FACTORS: &str = "rope_freqs.weight";
-/// The names of the tensors of LongRoPE.
+/// Names of LongRoPE's tensors.
 const SHORT: &str = "rope_factors_short.weight";
 const LONG: &str = "rope_factors_long.weight";
 const ORIGINAL: &str = "rope.scaling.original_context_length";
-/// The factor of cosines and sines.
+/// Multiplies cosines and sines.
 const ATTENTION_FACTOR: &str = "rope.scaling.attn_factor";
 
-/// The tensors of divisors.
+/// Tensors with divisors.
 pub(super) const TENSORS: [&str; 3] = [FACTORS, SHORT, LONG];
 
-/// GGUF files state only the divisors of Llama 3's scaling. Llama 3.1, 3.2 and 3.3 have these
+/// GGUF files store only the divisors for Llama 3's scaling. Llama 3.1, 3.2 and 3.3 use these
 /// parameters.
 const LLAMA3_LOW_FREQ_FACTOR: f64 = 1.0;
 const LLAMA3_HIGH_FREQ_FACTOR: f64 = 4.0;
@@ -43,7 +43,7 @@ pub(super) fn metadata_scaling(keys: &Keys) -> Result<RopeScaling> {
         }
     }
     let factor = match keys.optional_number("rope.scaling.factor")? {
-        // The key of old files.
+        // The key in old files.
         None => keys.optional_number("rope.scale_linear")?,
         found => found,
     }
@@ -83,7 +83,7 @@ pub(super) fn metadata_scaling(keys: &Keys) -> Result<RopeScaling> {
     }
 }
 
-/// The keys that state the scaling of `config`, beside [`divisors`].
+/// Metadata keys for the scaling in `config`, apart from [`divisors`].
 pub(super) fn scaling_metadata(config: &DecoderConfig) -> Vec<(&'static str, GgufValue)> {
     let text = |text: &str| GgufValue::String(text.to_owned());
     let size = |size: usize| GgufValue::Integer(size as i128);
@@ -119,7 +119,7 @@ pub(super) fn scaling_metadata(config: &DecoderConfig) -> Vec<(&'static str, Ggu
     }
 }
 
-/// The tensors of divisors that state the scaling of `config`, by name.
+/// Tensors with divisors for the scaling in `config`, by name.
 pub(super) fn divisors(config: &DecoderConfig) -> BTreeMap<&'static str, Vec<f32>> {
     let (width, theta) = (config.rotary_width(), config.rope_theta);
     let numbers = |numbers: &[f64]| numbers.iter().map(|&x| x as f32).collect();
@@ -136,7 +136,7 @@ pub(super) fn divisors(config: &DecoderConfig) -> BTreeMap<&'static str, Vec<f32
     }
 }
 
-/// The same scaling with the default factors of cosines and sines as values.
+/// The same scaling with default cosine and sine factors made explicit.
 pub(super) fn canonical(scaling: &RopeScaling) -> RopeScaling {
     let mut same = scaling.clone();
     if let RopeScaling::Yarn {
@@ -151,7 +151,7 @@ pub(super) fn canonical(scaling: &RopeScaling) -> RopeScaling {
     same
 }
 
-/// Reads the scaling of a file with tensors of divisors; `None` if it has none.
+/// Reads the scaling from a file's divisor tensors; `None` if it has none.
 pub(super) fn tensor_scaling(
     keys: &Keys,
     config: &DecoderConfig,
@@ -213,14 +213,14 @@ fn longrope(
         attention_factor,
         short_rows: false,
     };
-    // A file always states it.
+    // Files always contain it.
     let default = scaling(None).attention_factor() as f32;
     Ok(scaling(
         attention_factor.filter(|&found| found as f32 != default),
     ))
 }
 
-/// Finds Llama 3's scaling with the divisors `factors`.
+/// Finds the Llama 3 scaling with the divisors `factors`.
 fn llama3(config: &DecoderConfig, factors: &[f32]) -> Result<RopeScaling> {
     let (width, theta) = (config.rotary_width(), config.rope_theta);
     let plain = RopeScaling::Default.frequencies(width, theta);
@@ -241,7 +241,7 @@ fn guess(factors: &[f32], plain: &[f32]) -> RopeScaling {
     if factor == 1.0 {
         return RopeScaling::Default;
     }
-    // A blended frequency determines its number of turns within the longest row of pretraining.
+    // A blended frequency determines how many turns it makes within the longest pretraining row.
     let blended = |(&found, &plain): (&f32, &f32)| {
         let kept = (1.0 / f64::from(found) - 1.0 / factor) / (1.0 - 1.0 / factor);
         let between = LLAMA3_HIGH_FREQ_FACTOR - LLAMA3_LOW_FREQ_FACTOR;

@@ -1,4 +1,4 @@
-//! The weights in GGUF files.
+//! Weights in GGUF files.
 
 use std::collections::{BTreeMap, HashMap};
 use std::fs::File;
@@ -19,28 +19,27 @@ use crate::weights::base_weights::FrozenForm;
 use crate::weights::check::{check_finite, check_names};
 use crate::{DecoderConfig, Parameters};
 
-/// The part of a block that chooses experts. Other experts would compute a token if it were
-/// rounded.
+/// Block part that chooses experts. Rounding it would send tokens to other experts.
 const ROUTER: &str = "ffn_gate_inp";
 
-/// A tensor of a file and the parameters that are its contents.
+/// A tensor in a file, and the parameters that it contains.
 struct Stored {
     shape: Shape,
-    /// One, or those of all experts, which are the matrices of the tensor.
+    /// A single parameter, or one per expert, as the tensor's matrices.
     parameters: Vec<String>,
     change: Change,
 }
 
-/// The difference between a tensor of a file and the parameter.
+/// The difference between a tensor in a file and its parameter.
 #[derive(Clone, Copy)]
 enum Change {
     None,
-    /// The two rows of a rotated pair of a head lie side by side. In Hugging Face's layout the
-    /// first half of a head rotates with the second.
+    /// The two rows of a rotated pair are adjacent within a head. In Hugging Face's layout, a
+    /// head's first half rotates with its second.
     AdjacentPairs {
         heads: usize,
     },
-    /// The factor of a norm, which is 1 more than the parameter.
+    /// The norm's factor, which is 1 more than the parameter.
     Factor,
 }
 
@@ -82,7 +81,7 @@ impl Change {
     }
 }
 
-/// Swaps the second and third of the three indices of a row.
+/// Splits row indices into `(a, b, c)`, and swaps b and c.
 fn swap_rows(tensor: &Tensor, (a, b, c): (usize, usize, usize)) -> Result<Tensor> {
     tensor
         .reshape((a, b, c, ()))?
@@ -90,7 +89,7 @@ fn swap_rows(tensor: &Tensor, (a, b, c): (usize, usize, usize)) -> Result<Tensor
         .reshape(tensor.shape())
 }
 
-/// The tensors of a file with the parameters of `config`, by name.
+/// File tensors for the parameters of `config`, by name.
 fn stored_tensors(config: &DecoderConfig) -> Result<BTreeMap<String, Stored>> {
     let family = config.model_type.family();
     let Some(layout) = &family.gguf else {
@@ -131,7 +130,7 @@ fn stored_tensors(config: &DecoderConfig) -> Result<BTreeMap<String, Stored>> {
     Ok(stored)
 }
 
-/// The tensors of a file, each with its place.
+/// The file's tensors with their locations.
 fn places<'a>(
     header: &'a Header,
     config: &DecoderConfig,
@@ -159,26 +158,26 @@ fn places<'a>(
     Ok(places)
 }
 
-/// Checks the names and shapes of the tensors.
+/// Checks tensor names and shapes.
 ///
 /// # Errors
 ///
-/// Names a tensor that is missing, surplus or of another shape.
+/// Names a tensor that is missing, surplus, or has a different shape.
 pub(super) fn check(header: &Header, config: &DecoderConfig) -> Result<()> {
     places(header, config).map(drop)
 }
 
-/// Returns whether the parameters of a tensor are its blocks.
+/// Returns whether a tensor's parameters keep its blocks.
 fn keeps_blocks(stored: &Stored, place: &TensorPlace, form: &FrozenForm) -> bool {
     let mut names = stored.parameters.iter();
     BLOCK_TYPES.contains(&place.dtype) && names.all(|name| form.keeps_blocks(name))
 }
 
-/// The bytes of all weights of `config` in `form`.
+/// Total weight bytes for `config` in `form`.
 ///
 /// # Errors
 ///
-/// As in [`check`].
+/// Same as [`check`].
 pub(super) fn num_bytes(
     header: &Header,
     config: &DecoderConfig,
@@ -196,14 +195,14 @@ pub(super) fn num_bytes(
     Ok(bytes.sum())
 }
 
-/// Reads all weights of `config` in `form` by their Hugging Face names.
+/// Reads all `config` weights in `form` by their Hugging Face names.
 pub(super) fn read(
     path: &Path,
     header: &Header,
     config: &DecoderConfig,
     form: &FrozenForm,
 ) -> Result<HashMap<String, Tensor>> {
-    // All shapes before the first read.
+    // Check all shapes before the first read.
     let places = places(header, config)?;
     let mut file = File::open(path)?;
     let mut parameters = HashMap::new();
@@ -231,7 +230,7 @@ pub(super) fn read(
     Ok(parameters)
 }
 
-/// Quantizes the weights of `config`, and the divisors of rotary frequencies if a file has them.
+/// Quantizes the `config` weights, and the rotary frequency divisors if files contain them.
 pub(super) fn quantize(
     config: &DecoderConfig,
     parameters: &Parameters,
@@ -270,7 +269,7 @@ pub(super) fn quantize(
     Ok(tensors)
 }
 
-/// Reads the values of the tensor `name`, if the file has it.
+/// Reads the values in the tensor `name`, if the file has it.
 pub(super) fn values(path: &Path, header: &Header, name: &str) -> Result<Option<Vec<f32>>> {
     let Some(place) = header.tensors.get(name) else {
         return Ok(None);
@@ -280,21 +279,21 @@ pub(super) fn values(path: &Path, header: &Header, name: &str) -> Result<Option<
 }
 
 fn bytes(file: &mut File, place: &TensorPlace) -> Result<Vec<u8>> {
-    // The header has been checked against the length of the file.
+    // The header has been checked against the file length.
     let mut bytes = vec![0; place.length];
     file.seek(SeekFrom::Start(place.start))?;
     file.read_exact(&mut bytes)?;
     Ok(bytes)
 }
 
-/// The numbers of a tensor, f32.
+/// A tensor's values in f32.
 fn numbers(bytes: &[u8], place: &TensorPlace) -> Result<Tensor> {
     qtensor_from_ggml(place.dtype, bytes, place.dims.clone(), &Device::Cpu)?
         .dequantize(&Device::Cpu)
 }
 
-/// The blocks of a tensor, u8 with two dimensions in place of the last one: the blocks of a row,
-/// and their bytes.
+/// A tensor's blocks as u8. Two dimensions replace the last one: blocks per row, and bytes per
+/// block.
 fn blocks(bytes: Vec<u8>, place: &TensorPlace) -> Result<Tensor> {
     let mut dims = place.dims.clone();
     if let Some(row) = dims.last_mut() {
@@ -304,8 +303,8 @@ fn blocks(bytes: Vec<u8>, place: &TensorPlace) -> Result<Tensor> {
     Tensor::from_vec(bytes, dims, &Device::Cpu)
 }
 
-/// The name in GGUF files of the parameter with this Hugging Face name. The matrices of experts are
-/// one tensor; the second result is the number of the expert.
+/// The GGUF name for a Hugging Face parameter name. Experts share one tensor, so the second result
+/// is the expert's number.
 fn stored_name(layout: &GgufLayout, name: &str) -> Option<(String, Option<usize>)> {
     match name {
         "model.embed_tokens.weight" => return Some((EMBEDDING.to_owned(), None)),
@@ -335,7 +334,7 @@ fn stored_name(layout: &GgufLayout, name: &str) -> Option<(String, Option<usize>
     Some((format!("blk.{layer}.{part}.{kind}"), expert))
 }
 
-/// Splits the number of an expert off the name of a part of a block.
+/// Splits the expert number off a block part's name.
 fn without_expert(part: &str) -> Option<(String, Option<usize>)> {
     const EXPERTS: &str = "mlp.experts.";
     let Some(rest) = part.strip_prefix(EXPERTS) else {

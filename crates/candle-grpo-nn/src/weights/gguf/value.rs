@@ -4,13 +4,13 @@ use std::fmt;
 
 use candle_core::quantized::gguf_file::Value;
 
-/// A value of the metadata of a GGUF file.
+/// A GGUF metadata value.
 #[derive(Debug, Clone, PartialEq)]
 pub enum GgufValue {
     /// An integer of any width.
     Integer(i128),
-    /// A floating-point number. One stored in 32 bits is the shortest decimal that rounds to it,
-    /// such as 0.00001.
+    /// A floating-point number. If stored in 32 bits, this is the shortest decimal that rounds to
+    /// it, such as 0.00001.
     Float(f64),
     /// A boolean.
     Bool(bool),
@@ -25,7 +25,7 @@ pub enum GgufValue {
 }
 
 impl GgufValue {
-    /// The value of a nonnegative integer.
+    /// The value if it is a nonnegative integer.
     pub fn as_u64(&self) -> Option<u64> {
         match self {
             Self::Integer(value) => u64::try_from(*value).ok(),
@@ -33,7 +33,7 @@ impl GgufValue {
         }
     }
 
-    /// The value of an integer or a floating-point number.
+    /// The value if it is an integer or floating-point number.
     pub fn as_f64(&self) -> Option<f64> {
         match self {
             Self::Integer(value) => Some(*value as f64),
@@ -42,7 +42,7 @@ impl GgufValue {
         }
     }
 
-    /// The value of a boolean.
+    /// The value if it is a boolean.
     pub fn as_bool(&self) -> Option<bool> {
         match self {
             Self::Bool(value) => Some(*value),
@@ -50,7 +50,7 @@ impl GgufValue {
         }
     }
 
-    /// The value of a string.
+    /// The value if it is a string.
     pub fn as_str(&self) -> Option<&str> {
         match self {
             Self::String(value) => Some(value),
@@ -58,7 +58,7 @@ impl GgufValue {
         }
     }
 
-    /// The values of an array of integers.
+    /// The values if it is an integer array.
     pub fn as_integers(&self) -> Option<&[i64]> {
         match self {
             Self::Integers(values) => Some(values),
@@ -66,7 +66,7 @@ impl GgufValue {
         }
     }
 
-    /// The values of an array of strings.
+    /// The values if it is a string array.
     pub fn as_strings(&self) -> Option<&[String]> {
         match self {
             Self::Strings(values) => Some(values),

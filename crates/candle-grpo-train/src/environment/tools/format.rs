@@ -1,4 +1,4 @@
-//! The notation of tool calls.
+//! Tool call formats.
 
 use anyhow::Result;
 use candle_grpo_base::large_integers::parsed;
@@ -6,23 +6,23 @@ use candle_grpo_core::validate::check;
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 
-/// The notation in which a model calls tools.
+/// The format in which a model calls tools.
 #[derive(Debug, Clone, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum ToolFormat {
-    /// `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, several times: Hermes, Qwen2.5,
-    /// Qwen3, SmolLM3.
+    /// `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, possibly several: Hermes,
+    /// Qwen2.5, Qwen3, SmolLM3.
     #[default]
     Hermes,
-    /// A turn that is `{"name": ..., "parameters": {...}}`, also after `<|python_tag|>`, and
-    /// several with semicolons or line breaks between them: Llama 3.
+    /// A turn that consists of `{"name": ..., "parameters": {...}}`, optionally after
+    /// `<|python_tag|>`, or several separated by semicolons or line breaks: Llama 3.
     Llama,
-    /// The one argument of a tool between two marks, such as `[` and `]`. For small models that are
-    /// trained from the beginning.
+    /// A tool's single argument between two marks, such as `[` and `]`. Useful for small models
+    /// trained from scratch.
     Marks {
-        /// The name of the tool.
+        /// Tool name.
         tool: String,
-        /// The name of its argument, a text.
+        /// Name of its text argument.
         argument: String,
         /// The mark before the argument.
         before: String,
@@ -31,10 +31,10 @@ pub enum ToolFormat {
     },
 }
 
-/// A call that the policy wrote.
+/// A call written by the policy.
 #[derive(Debug, Clone, PartialEq)]
 pub struct ToolCall {
-    /// The name of the tool.
+    /// Tool name.
     pub name: String,
     /// Its arguments, an object.
     pub arguments: Value,
@@ -54,7 +54,7 @@ impl ToolFormat {
         Ok(())
     }
 
-    /// Returns the calls in a turn in their order, and for each that is not valid the reason.
+    /// Returns the calls in a turn, in order, or the reason why a call is invalid.
     ///
     /// ```
     /// use candle_grpo_train::environment::ToolFormat;
@@ -95,7 +95,7 @@ fn between<'a>(text: &'a str, open: &'a str, close: &'a str) -> impl Iterator<It
     })
 }
 
-/// Each call is one JSON value, whose texts may contain the marks.
+/// Each call is one JSON value, whose strings may contain the marks.
 fn hermes(turn: &str) -> Vec<Result<ToolCall, String>> {
     let mut calls = Vec::new();
     let mut rest = turn;
@@ -111,7 +111,7 @@ fn hermes(turn: &str) -> Vec<Result<ToolCall, String>> {
             calls.push(from_value(parsed(written).unwrap_or(value)));
             rest = behind;
         } else {
-            // The reason is in what stands before the next mark.
+            // The reason is in the text before the next mark.
             let end = inside.find(OPEN).unwrap_or(inside.len());
             let end = inside[..end].find(CLOSE).unwrap_or(end);
             let read = parsed(inside[..end].trim());
@@ -126,7 +126,7 @@ fn not_json(error: &serde_json::Error) -> String {
     format!("the call is not JSON: {error}")
 }
 
-/// A call from its JSON.
+/// Reads a call from its JSON.
 fn from_value(value: Value) -> Result<ToolCall, String> {
     let Value::Object(mut fields) = value else {
         return Err("the call is not a JSON object".to_owned());
@@ -138,7 +138,7 @@ fn from_value(value: Value) -> Result<ToolCall, String> {
     let arguments = arguments.or_else(|| fields.remove("parameters"));
     let arguments = match arguments {
         None | Some(Value::Null) => Value::Object(Map::new()),
-        // JSON in a text, as OpenAI has it.
+        // JSON in a string, as in OpenAI's API.
         Some(Value::String(text)) => parsed(&text).unwrap_or(Value::Null),
         Some(arguments) => arguments,
     };

@@ -17,7 +17,7 @@ use candle_grpo_rewards::program::Unusable;
 pub use format::{ToolCall, ToolFormat};
 pub use program::{ProgramTool, ProgramToolConfig, ToolsConfig};
 
-/// The largest number of calls of a turn that are run.
+/// Maximum number of calls per turn.
 const MAX_CALLS: usize = 16;
 
 const MAX_OUTPUT_CHARS: usize = 4000;
@@ -26,13 +26,13 @@ const OUTPUT_AFTER: &str = "\n</tool_response>\n";
 
 /// A function that the policy can call. Several threads may call it at the same time.
 pub trait Tool: Send + Sync {
-    /// The name by which the policy calls it.
+    /// The name that the policy uses to call it.
     fn name(&self) -> &str;
 
-    /// The description that the prompt gives.
+    /// Its description in the prompt.
     fn description(&self) -> &str;
 
-    /// The JSON schema of its arguments, an object.
+    /// The JSON schema for its arguments, an object.
     fn parameters(&self) -> Value;
 
     /// Returns the output for the policy.
@@ -44,26 +44,26 @@ pub trait Tool: Send + Sync {
     fn call(&self, call: &CallContext<'_>) -> Result<String>;
 }
 
-/// A call of a [`Tool`].
+/// A call to a [`Tool`].
 #[derive(Clone, Copy)]
 pub struct CallContext<'a> {
     /// The arguments, as the policy wrote them.
     pub arguments: &'a Value,
-    /// The columns of the row of the prompt.
+    /// The columns in the prompt's row.
     pub columns: &'a Value,
-    /// A number that is the same for all calls of a trajectory.
+    /// A number that is the same for all calls in a trajectory.
     pub episode: u64,
-    /// Cancels a wait; the error is then [`Interrupted`](crate::Interrupted).
+    /// Can cancel a wait; the error is then [`Interrupted`](crate::Interrupted).
     pub progress: &'a dyn Progress,
 }
 
-/// Environments in which the policy calls tools, until a turn has no call. They give no rewards:
-/// the reward functions score that last turn.
+/// Environments in which the policy calls tools until a turn has no call. They give no rewards: the
+/// reward functions score that last turn.
 ///
-/// After a prompt of messages, outputs are messages of the role `tool`, which the chat template
-/// renders. After a plain text they are texts. Names of special tokens in an output stay text.
+/// After a prompt with messages, outputs are messages with role `tool`, which the chat template
+/// renders. After plain text, they are text. Special token names in an output stay text.
 ///
-/// Metrics count `tool_calls`, `tool_failures`, and the calls of each tool as `tool_calls/NAME`.
+/// Metrics count `tool_calls`, `tool_failures`, and calls to each tool as `tool_calls/NAME`.
 ///
 /// ```
 /// use candle_grpo_train::environment::{CallContext, Tool, ToolEnvironments, ToolFormat};
@@ -92,27 +92,27 @@ pub struct CallContext<'a> {
 /// ```
 #[derive(Clone)]
 pub struct ToolEnvironments {
-    /// In the order in which they were added, which is that of the prompt.
+    /// In the order in which they were added, which is also their order in the prompt.
     tools: Vec<Arc<dyn Tool>>,
     format: ToolFormat,
     output: OutputForm,
 }
 
-/// The form of an output for the policy.
+/// The form in which the policy sees outputs.
 #[derive(Debug, Clone)]
 struct OutputForm {
-    /// The text around an output after a prompt of plain text.
+    /// Text before an output, after a plain text prompt.
     before: String,
     after: String,
     max_chars: usize,
 }
 
 impl ToolEnvironments {
-    /// No tools yet: add at least one.
+    /// Creates an environment without tools. Add at least one.
     ///
     /// # Errors
     ///
-    /// If a mark of the format is empty.
+    /// If one of the format's marks is empty.
     pub fn new(format: ToolFormat) -> Result<Self> {
         format.validate()?;
         Ok(Self {
@@ -130,7 +130,7 @@ impl ToolEnvironments {
     ///
     /// # Errors
     ///
-    /// If there is one of the same name.
+    /// If there is already one with the same name.
     pub fn with(mut self, tool: impl Tool + 'static) -> Result<Self> {
         let name = tool.name();
         ensure!(!name.is_empty(), "tools: a name is empty");
@@ -139,20 +139,20 @@ impl ToolEnvironments {
         Ok(self)
     }
 
-    /// Sets the texts around an output after a prompt of plain text.
+    /// Sets the text around an output, after a plain text prompt.
     pub fn with_output_marks(mut self, before: &str, after: &str) -> Self {
         self.output.before = before.to_owned();
         self.output.after = after.to_owned();
         self
     }
 
-    /// Sets the largest number of characters of an output. The rest of a longer one is left out.
+    /// Sets the maximum number of characters in an output. The rest is cut off.
     pub fn with_max_output_chars(mut self, max_chars: usize) -> Self {
         self.output.max_chars = max_chars;
         self
     }
 
-    /// The schemas of all tools, for a chat template.
+    /// All tool schemas, for a chat template.
     pub fn schemas(&self) -> Vec<Value> {
         let tools = self.tools.iter();
         let schema =
@@ -170,7 +170,7 @@ impl ToolEnvironments {
     }
 }
 
-/// The schema of a tool, in the form of OpenAI and transformers.
+/// A tool's schema, in the format that OpenAI and transformers use.
 fn schema(name: &str, description: &str, parameters: &Value) -> Value {
     json!({
         "type": "function",
@@ -202,7 +202,7 @@ struct ToolEnvironment {
 }
 
 impl ToolEnvironment {
-    /// The output of a call, and whether it succeeded.
+    /// A call's output, and whether it succeeded.
     fn output(
         &self,
         call: &Result<ToolCall, String>,
@@ -234,7 +234,7 @@ impl ToolEnvironment {
 impl Environment for ToolEnvironment {
     fn step(&mut self, turn: &Turn<'_>) -> Result<Step> {
         let calls = self.tools.format.calls(turn.text);
-        // Both are there without a call, too, so that each step has them.
+        // Both exist even without a call, so that every step has them.
         let mut metrics =
             BTreeMap::from(["tool_calls", "tool_failures"].map(|name| (name.to_owned(), 0.)));
         if calls.is_empty() {

@@ -1,4 +1,4 @@
-//! Tools as programs.
+//! Tools implemented by programs.
 
 use std::path::PathBuf;
 
@@ -16,54 +16,53 @@ use candle_grpo_base::column::column;
 use candle_grpo_base::within;
 use candle_grpo_rewards::program::{Answer, Failure, Program, ProgramPool, check_limits, quoted};
 
-/// The options of [`ToolEnvironments`] whose tools are programs.
+/// Options for [`ToolEnvironments`] with programs as tools.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct ToolsConfig {
     /// The tools, each with the keys of a tool.
     pub tools: Vec<ProgramToolConfig>,
-    /// The notation of calls: `hermes` (Hermes, Qwen, SmolLM3), `llama` (Llama 3), or `marks`.
+    /// Tool call format: `hermes` (Hermes, Qwen, SmolLM3), `llama` (Llama 3), or `marks`.
     #[serde(default)]
     pub format: ToolFormat,
-    /// The column of the row with the tools for its prompt, as a list of names or schemas. Absent:
-    /// all.
+    /// Column with the tools for a row's prompt, as a list of names or schemas. Absent: all.
     #[serde(default)]
     pub column: Option<String>,
-    /// The largest number of characters of an output. The rest of a longer one is left out.
+    /// Maximum number of characters in an output. The rest is cut off.
     #[serde(default = "max_output_chars")]
     pub max_output_chars: usize,
-    /// The text before an output, after a prompt of plain text.
+    /// Text before an output, after a plain text prompt.
     #[serde(default = "output_before")]
     pub output_before: String,
-    /// The text after an output, after a prompt of plain text.
+    /// Text after an output, after a plain text prompt.
     #[serde(default = "output_after")]
     pub output_after: String,
 }
 
-/// The options of [`ProgramTool`].
+/// Options for [`ProgramTool`].
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct ProgramToolConfig {
-    /// The name by which the policy calls it.
+    /// The name that the policy uses to call it.
     pub name: String,
-    /// The description that the prompt gives.
+    /// Its description in the prompt.
     #[serde(default)]
     pub description: String,
-    /// The JSON schema of its arguments.
+    /// The JSON schema for its arguments.
     #[serde(default = "no_parameters")]
     pub parameters: Value,
-    /// The program and its arguments. No shell is in between.
+    /// The program and its arguments. No shell is involved.
     pub command: Vec<String>,
-    /// The folder that it runs in; absent: that of this process.
+    /// Its working directory. Absent: this process's.
     #[serde(default)]
     pub folder: Option<PathBuf>,
-    /// The number of its processes.
+    /// Number of processes.
     #[serde(default = "workers")]
     pub workers: usize,
-    /// The longest time for an output.
+    /// Maximum time for an output.
     #[serde(default = "limit")]
     pub time_limit_seconds: f64,
-    /// The longest time for its start, which the first output may take in addition.
+    /// Maximum startup time, added to the limit for the first output.
     #[serde(default = "limit")]
     pub start_limit_seconds: f64,
 }
@@ -99,7 +98,7 @@ impl ToolsConfig {
         self.each(ProgramToolConfig::validate)
     }
 
-    /// Checks that the programs are there.
+    /// Checks that the programs exist.
     ///
     /// # Errors
     ///
@@ -108,17 +107,17 @@ impl ToolsConfig {
         self.each(|tool| tool.program().check_files())
     }
 
-    /// The files that decide outputs.
+    /// The files that determine outputs.
     pub fn files(&self) -> Vec<PathBuf> {
         let tools = self.tools.iter();
         tools.flat_map(|tool| tool.program().files()).collect()
     }
 
-    /// The schemas for the prompt of a row with these columns.
+    /// The schemas for a prompt whose row has these columns.
     ///
     /// # Errors
     ///
-    /// If the column of the tools is absent or no list, or has a tool that is not there.
+    /// If the tools column is absent or not a list, or contains an unknown tool.
     pub fn schemas(&self, columns: &Value) -> Result<Vec<Value>> {
         let own =
             |tool: &ProgramToolConfig| schema(&tool.name, &tool.description, &tool.parameters);
@@ -154,7 +153,7 @@ impl ToolsConfig {
     ///
     /// # Errors
     ///
-    /// If the options are not valid or a program cannot be started.
+    /// If the options are invalid or a program cannot be started.
     pub fn build(&self) -> Result<ToolEnvironments> {
         self.validate()?;
         let tools = ToolEnvironments::new(self.format.clone())?
@@ -189,16 +188,16 @@ impl ProgramToolConfig {
     }
 }
 
-/// A tool from a program that reads one line of JSON for each call and writes one line with the
-/// output.
+/// A tool implemented by a program that reads one line of JSON per call and writes one line with
+/// the output.
 ///
 /// A request is an object with `id`, `name`, `arguments`, `columns` and `episode`. An answer is an
-/// object that echoes `id`, and has `output` (a text, or other JSON, which the policy gets as text)
-/// or `error` (a text).
+/// object that echoes `id`, and has `output` (text, or other JSON, which the policy gets as text)
+/// or `error` (text).
 ///
-/// If it exceeds its time or ends, it is started again, and the call has failed. The policy gets a
-/// short message, and the log its stderr. A program that has never answered, or that writes a line
-/// which no call asked for, ends the run.
+/// If it exceeds its time or ends, it is restarted, and the call has failed. The policy gets a
+/// short message, and the log gets its stderr. A program that has never answered, or that writes a
+/// line nobody asked for, ends the run.
 pub struct ProgramTool {
     config: ProgramToolConfig,
     pool: ProgramPool,
@@ -209,7 +208,7 @@ impl ProgramTool {
     ///
     /// # Errors
     ///
-    /// If `config` is not valid or the program cannot be started.
+    /// If `config` is invalid or the program cannot be started.
     pub fn new(config: ProgramToolConfig) -> Result<Self> {
         config.validate()?;
         let pool = ProgramPool::start(config.program(), config.workers);
@@ -242,7 +241,7 @@ impl Tool for ProgramTool {
             Ok(output) => return output.map_err(|message| anyhow!(message)),
             Err(failed) => failed,
         };
-        // The policy reads what is the same each time.
+        // The policy reads the same text each time.
         let message = match &failed {
             Failure::Interrupted | Failure::Surplus(_) | Failure::Unusable(_) => {
                 return Err(anyhow::Error::from(failed).context(format!("tool {:?}", self.name())));
@@ -261,7 +260,7 @@ impl Tool for ProgramTool {
     }
 }
 
-/// The output or the error in a line.
+/// The output or error in a line.
 fn read(line: &str) -> Result<Answer<Result<String, String>>> {
     let read = || -> Result<Answer<Result<String, String>>> {
         let mut fields: Map<String, Value> =

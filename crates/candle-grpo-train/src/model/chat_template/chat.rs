@@ -1,4 +1,4 @@
-//! The input of a chat template.
+//! Chat template input.
 
 use std::collections::BTreeMap;
 
@@ -6,7 +6,7 @@ use minijinja::Value;
 use minijinja::value::ValueKind;
 use serde::{Deserialize, Serialize};
 
-/// The input of a chat template. JSON keys keep their order, because a template may print them.
+/// Chat template input. JSON keys keep their order, because a template may print them.
 ///
 /// ```
 /// use candle_grpo_train::model::Chat;
@@ -20,7 +20,7 @@ pub struct Chat {
     messages: Value,
     #[serde(default)]
     tools: Option<Value>,
-    /// True if the template for tools renders the chat, also without a list of tools.
+    /// True if the tool template renders the chat, even without a tool list.
     #[serde(skip)]
     is_of_tools: bool,
     #[serde(default)]
@@ -32,7 +32,7 @@ pub struct Chat {
 }
 
 impl Chat {
-    /// Creates a chat from a list of objects with `role`, `content` and other keys of the template.
+    /// Creates a chat from a list of objects with `role`, `content` and other template keys.
     pub fn new(messages: impl Serialize) -> Self {
         Self {
             messages: Value::from_serialize(messages),
@@ -56,7 +56,7 @@ impl Chat {
         self
     }
 
-    /// Sets whether the template for tools renders the chat, if the model has one.
+    /// Sets whether the tool template renders the chat, if the model has one.
     pub(crate) fn of_tools(self, is_of_tools: bool) -> Self {
         Self {
             is_of_tools,
@@ -68,7 +68,7 @@ impl Chat {
         self.is_of_tools || self.tools.as_ref().is_some_and(|tools| !tools.is_none())
     }
 
-    /// Sets the tools and the variables of a row, if it has them.
+    /// Sets a row's tools and variables, if it has them.
     pub fn with_row(
         mut self,
         tools: Option<&serde_json::Value>,
@@ -89,17 +89,17 @@ impl Chat {
         self
     }
 
-    /// Sets another variable of the template, for example `enable_thinking`.
+    /// Sets another template variable, for example `enable_thinking`.
     pub fn variable(mut self, name: &str, value: impl Serialize) -> Self {
         self.variables
             .insert(name.to_owned(), Value::from_serialize(value));
         self
     }
 
-    /// Names that a variable cannot have: the other inputs of a template.
+    /// Names that a variable cannot have, because they are other template inputs.
     pub const RESERVED: [&str; 4] = ["messages", "tools", "documents", "add_generation_prompt"];
 
-    /// The input of a template with `special_tokens` and its own `variables`.
+    /// The template input with `special_tokens` and the template's own `variables`.
     pub(super) fn context(
         &self,
         special_tokens: &[(&'static str, String)],
@@ -124,8 +124,7 @@ impl Chat {
     }
 }
 
-/// Copies the reasoning of a message to both `reasoning_content` and `thinking`, as transformers
-/// does.
+/// Copies a message's reasoning to both `reasoning_content` and `thinking`, like transformers.
 fn with_reasoning(messages: &Value) -> Value {
     let Ok(all) = messages.try_iter() else {
         return messages.clone();

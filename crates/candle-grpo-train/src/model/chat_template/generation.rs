@@ -30,8 +30,8 @@ impl Marks {
         Ok(Self { begin, end })
     }
 
-    /// The outer tag of each pair keeps the white space control and the scope of the block. Only
-    /// the marker is between the outer and the inner tag.
+    /// The outer tag in each pair keeps the block's white space control and scope. Only the marker
+    /// is between the outer and the inner tag.
     pub(super) fn replace_tags(&self, source: &str) -> Result<String> {
         let tag = Regex::new(r"\{%([-+]?)\s*(end)?generation\s*([-+]?)%\}")?;
         let replacement = |found: &Captures| {

@@ -1,4 +1,4 @@
-//! Chat templates, which convert messages to the text format of a model.
+//! Chat templates, which convert messages to a model's text format.
 
 mod chat;
 mod generation;
@@ -21,39 +21,39 @@ use crate::model::SpecialTokens;
 pub use chat::Chat;
 use generation::Marks;
 
-/// Maximum number of instructions of one rendering. A message takes some hundreds.
+/// Maximum number of instructions per rendering. A message takes some hundreds.
 const FUEL: u64 = 1_000_000;
 
-/// Maximum size of the text of a chat, and of one value, in bytes. A million tokens take about 4
+/// Maximum size in bytes for a chat's text, and for a single value. A million tokens take about 4
 /// MiB.
 const MAX_TEXT: usize = 16 << 20;
 
-/// The name of the template for chats without another one.
+/// Name of the default template.
 pub(crate) const DEFAULT: &str = "default";
 
-/// The name of the template for chats with tools, if a model has one.
+/// Name of the template for chats with tools, if the model has one.
 const TOOL_USE: &str = "tool_use";
 
-/// A content that stands for an answer where a template is rendered. No template changes it.
+/// Content that stands for an answer when a template is rendered. No template changes it.
 pub(crate) const ANSWER: &str = "AnswerOfTheAssistant7316";
 
-/// A chat template: a Jinja template, rendered as in Hugging Face transformers.
+/// A Jinja chat template, rendered as in Hugging Face transformers.
 ///
 /// A template has access to:
 ///
 /// - `messages`, `tools`, `documents`, `add_generation_prompt`, the special tokens (`bos_token`,
-///   `eos_token`, ...) and the variables of the [`Chat`],
+///   `eos_token`, ...) and the variables in the [`Chat`],
 /// - `raise_exception`, `strftime_now`, and `tojson`, which writes like Python's `json.dumps`,
-/// - Python's methods of strings and dicts, whose positions count characters,
+/// - Python string and dict methods, whose positions count characters,
 /// - `{% break %}`, `{% continue %}`, and `{% generation %}` ... `{% endgeneration %}` around the
-///   text of the assistant.
+///   assistant's text.
 ///
-/// Values print as in Python. These differences are known: a loop over `none` is empty, where
-/// Python raises an error; texts have no operator `%`, for which there is the filter `format`; and
-/// `~` writes lists, booleans and large numbers in another way.
+/// Values print as in Python. There are three known differences: a loop over `none` is empty, where
+/// Python raises an error; strings have no `%` operator, but you can use the filter `format`; and
+/// `~` writes lists, booleans and large numbers differently.
 ///
 /// A template is a program. Endless loops and more than 16 MiB of output are errors. A malicious
-/// template can still exhaust memory or the stack, so load only models that you trust.
+/// template can still exhaust memory or the stack, so only load models that you trust.
 ///
 /// ```
 /// use candle_grpo_train::ChatTemplate;
@@ -72,10 +72,10 @@ pub(crate) const ANSWER: &str = "AnswerOfTheAssistant7316";
 /// ```
 #[derive(Debug, Clone)]
 pub struct ChatTemplate {
-    /// The templates by name, [`DEFAULT`] among them.
+    /// Templates by name, including [`DEFAULT`].
     templates: BTreeMap<String, Source>,
     environment: Environment<'static>,
-    /// The time of `strftime_now`; `None` for that of the rendering.
+    /// Time for `strftime_now`; `None` means the time of rendering.
     clock: Option<DateTime>,
     special_tokens: Vec<(&'static str, String)>,
     variables: BTreeMap<String, Value>,
@@ -84,22 +84,21 @@ pub struct ChatTemplate {
 #[derive(Debug, Clone)]
 struct Source {
     text: String,
-    /// The markers of generation blocks, `None` without such blocks; or why the template is not
-    /// valid.
+    /// Markers for generation blocks, `None` without such blocks; or why the template is invalid.
     marks: Result<Option<Marks>, String>,
 }
 
-/// The text of a rendered chat.
+/// A rendered chat's text.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct RenderedChat {
     /// The rendered text.
     pub text: String,
-    /// Byte ranges of the `{% generation %}` blocks, which the assistant wrote. Empty without such
+    /// Byte ranges in `{% generation %}` blocks, which the assistant wrote. Empty without such
     /// blocks.
     pub assistant: Vec<Range<usize>>,
 }
 
-/// The tokens of a rendered chat.
+/// A rendered chat's tokens.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct EncodedChat {
     /// The token ids.
@@ -109,11 +108,11 @@ pub struct EncodedChat {
 }
 
 impl ChatTemplate {
-    /// Compiles a template. As in Jinja, all ends of lines in it are `\n`.
+    /// Compiles a template. As in Jinja, all line endings in it become `\n`.
     ///
     /// # Errors
     ///
-    /// Returns an error with the line if `source` is not a valid Jinja template.
+    /// If `source` is not a valid Jinja template, with the line.
     pub fn new(source: &str) -> Result<Self> {
         let mut environment = Environment::new();
         environment.set_trim_blocks(true);
@@ -153,12 +152,12 @@ impl ChatTemplate {
         template.with_named(DEFAULT, source)
     }
 
-    /// Adds a template by its name. `tool_use` is for chats with tools, and if it is not valid,
-    /// these have its error. Others are not compiled, and only kept in [`Self::named`].
+    /// Adds a template by name. `tool_use` is for chats with tools; if it is invalid, rendering
+    /// these fails. Other templates are not compiled, only kept in [`Self::named`].
     ///
     /// # Errors
     ///
-    /// As in [`Self::new`], for the name `default`.
+    /// Same as [`Self::new`], for the name `default`.
     pub fn with_named(mut self, name: &str, source: &str) -> Result<Self> {
         let text = source.replace("\r\n", "\n").replace('\r', "\n");
         let marks = match name {
@@ -171,7 +170,7 @@ impl ChatTemplate {
         Ok(self)
     }
 
-    /// Compiles a template. Returns the markers of its generation blocks, if it has any.
+    /// Compiles a template. Returns its generation block markers, if it has any.
     fn compile(&mut self, name: &str, text: &str) -> Result<Option<Marks>> {
         let marks = Marks::absent_from(text)?;
         let plain = marks.replace_tags(text)?;
@@ -182,7 +181,7 @@ impl ChatTemplate {
         Ok(has_blocks.then_some(marks))
     }
 
-    /// Sets `bos_token`, `eos_token`, `unk_token` and `pad_token` to the texts of these tokens.
+    /// Sets `bos_token`, `eos_token`, `unk_token` and `pad_token` to these tokens' text.
     pub fn with_special_tokens(mut self, tokens: &SpecialTokens) -> Self {
         self.special_tokens = tokens
             .named()
@@ -191,8 +190,8 @@ impl ChatTemplate {
         self
     }
 
-    /// Sets more variables of all chats, for example `enable_thinking`. A [`Chat::variable`] comes
-    /// first.
+    /// Sets more variables for all chats, for example `enable_thinking`. A [`Chat::variable`] takes
+    /// precedence.
     pub fn with_variables<T: Serialize>(
         mut self,
         variables: impl IntoIterator<Item = (String, T)>,
@@ -203,7 +202,7 @@ impl ChatTemplate {
         self
     }
 
-    /// Fixes the time of `strftime_now`, so that a template that prints the date is deterministic.
+    /// Fixes the time for `strftime_now`, so that a template that prints the date is deterministic.
     ///
     /// `now` is a local time such as `2025-03-05T14:07:09`.
     pub fn with_clock_at(mut self, now: &str) -> Result<Self> {
@@ -216,7 +215,7 @@ impl ChatTemplate {
         Ok(self)
     }
 
-    /// Returns the time of [`Self::with_clock_at`], if it is fixed.
+    /// Returns the time set by [`Self::with_clock_at`], if any.
     pub fn clock(&self) -> Option<String> {
         self.clock.map(|clock| clock.to_string())
     }
@@ -226,26 +225,26 @@ impl ChatTemplate {
         Zoned::now().datetime().to_string()
     }
 
-    /// Returns the Jinja source of the template for chats without tools.
+    /// Returns the Jinja source for chats without tools.
     pub fn source(&self) -> &str {
         self.templates
             .get(DEFAULT)
             .map_or("", |source| &source.text)
     }
 
-    /// Returns the names and sources of the other templates.
+    /// Returns the names and sources of all other templates.
     pub fn named(&self) -> impl Iterator<Item = (&str, &str)> {
         let named = self.templates.iter().filter(|(name, _)| *name != DEFAULT);
         named.map(|(name, source)| (name.as_str(), source.text.as_str()))
     }
 
-    /// Returns whether one of the templates contains the name of a variable.
+    /// Returns whether any template contains this variable name.
     pub fn has_variable(&self, name: &str) -> bool {
         let mut templates = self.templates.values();
         templates.any(|source| source.text.contains(name))
     }
 
-    /// The template of `chat` and its name.
+    /// The template for `chat` and its name.
     fn template_of(&self, chat: &Chat) -> Option<(&String, &Source)> {
         let named = match chat.has_tools() {
             true => self.templates.get_key_value(TOOL_USE),
@@ -258,18 +257,18 @@ impl ChatTemplate {
     ///
     /// # Errors
     ///
-    /// Returns the message of `raise_exception` if the template calls it. Returns an error with the
-    /// line for an invalid operation or an endless loop.
+    /// If the template calls `raise_exception`, with its message. Also for an invalid operation or
+    /// an endless loop, with the line.
     pub fn render(&self, chat: &Chat) -> Result<String> {
         Ok(self.render_with_assistant(chat)?.text)
     }
 
-    /// Renders `chat`, which has a message with the content [`ANSWER`], to the text after this
-    /// content.
+    /// Renders `chat`, in which one message has the content [`ANSWER`], and returns the text after
+    /// this content.
     ///
     /// # Errors
     ///
-    /// As [`Self::render`], or if the template changes or leaves out the content.
+    /// Same as [`Self::render`]. Also if the template changes or omits the content.
     pub(crate) fn render_after_answer(&self, chat: &Chat) -> Result<String> {
         let text = self.render(chat)?;
         let (_, after) = text
@@ -278,7 +277,7 @@ impl ChatTemplate {
         Ok(after.to_owned())
     }
 
-    /// Renders `chat` to text, with the ranges that the assistant wrote.
+    /// Renders `chat` to text, with the ranges written by the assistant.
     pub fn render_with_assistant(&self, chat: &Chat) -> Result<RenderedChat> {
         let context = chat.context(&self.special_tokens, &self.variables);
         let (name, source) = self.template_of(chat).context("chat template: absent")?;
@@ -304,8 +303,7 @@ impl ChatTemplate {
         self.render_with_assistant(chat)?.encode(tokenizer)
     }
 
-    /// Returns whether the template of `chat` marks the text of the assistant with
-    /// `{% generation %}`.
+    /// Returns whether the template for `chat` marks the assistant's text with `{% generation %}`.
     pub fn has_generation_blocks(&self, chat: &Chat) -> bool {
         let source = self.template_of(chat);
         source.is_some_and(|(_, source)| matches!(source.marks, Ok(Some(_))))
@@ -314,7 +312,7 @@ impl ChatTemplate {
 
 impl RenderedChat {
     /// Encodes the text, without special tokens other than those in it. A token counts as written
-    /// by the assistant if any of its bytes does.
+    /// by the assistant if any of its bytes was.
     ///
     /// # Errors
     ///
@@ -337,7 +335,7 @@ impl RenderedChat {
     }
 }
 
-/// A writer of at most [`MAX_TEXT`] bytes.
+/// A writer for at most [`MAX_TEXT`] bytes.
 struct Bounded(Vec<u8>);
 
 impl io::Write for Bounded {
@@ -363,7 +361,7 @@ fn strftime(now: DateTime, format: &str) -> Result<String, Error> {
     })
 }
 
-/// Returns an error with the line and the innermost message, for example of `raise_exception`.
+/// Returns an error with the line and the innermost message, for example from `raise_exception`.
 fn readable(error: Error) -> anyhow::Error {
     let message = match error.detail() {
         // [`Bounded`] has no other error.

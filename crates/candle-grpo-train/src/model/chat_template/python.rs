@@ -1,4 +1,4 @@
-//! Formatting of values as in Python.
+//! Formats values as in Python.
 
 use std::fmt::Write;
 
@@ -88,7 +88,7 @@ fn repr(value: &Value, depth: usize, out: &mut String) -> Result<(), Error> {
 }
 
 /// Returns an error for values that print as too much text. Lists may share elements, so a small
-/// value can print as any amount.
+/// value can print as arbitrarily much.
 fn ensure_printable(depth: usize, out: &str) -> Result<(), Error> {
     let message = if depth > MAX_DEPTH {
         format!("a value is nested more than {MAX_DEPTH} times")
@@ -127,7 +127,7 @@ fn quote(text: &str, out: &mut String) {
     out.push(quote);
 }
 
-/// Formats a number as in Python; `special` has the words for NaN and the infinities.
+/// Formats a number as in Python; `special` has the text for NaN and the infinities.
 fn number(value: &Value, special: [&str; 3]) -> String {
     let Ok(float) = f64::try_from(value.clone()) else {
         return value.to_string();

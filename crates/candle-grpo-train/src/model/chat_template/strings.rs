@@ -1,4 +1,4 @@
-//! Python's methods of strings, and Jinja's filters of texts that differ from those of minijinja.
+//! Python string methods, and Jinja text filters that differ from minijinja's.
 //!
 //! Positions count characters.
 
@@ -12,7 +12,7 @@ use regex::{Captures, Regex};
 use super::MAX_TEXT;
 use super::python::str;
 
-/// Calls a method of a value as in Python.
+/// Calls a value's method as in Python.
 pub(super) fn method(
     state: &State,
     value: &Value,
@@ -43,7 +43,7 @@ fn wrong(message: impl Into<String>) -> Error {
     Error::new(ErrorKind::InvalidOperation, message.into())
 }
 
-/// The arguments of a call, by place or by name.
+/// Call arguments, by position or name.
 struct Arguments(Vec<Value>, Kwargs);
 
 impl Arguments {
@@ -52,7 +52,7 @@ impl Arguments {
         Ok(Self(values.0, named))
     }
 
-    /// The arguments with these names; `None` is as an absent one.
+    /// Returns the arguments with these names; `None` counts as absent.
     fn take<const N: usize>(&self, names: [&str; N]) -> Result<[Option<Value>; N], Error> {
         let Self(values, named) = self;
         if values.len() > N {
@@ -84,7 +84,7 @@ fn number(value: &Option<Value>) -> Result<Option<i64>, Error> {
     value.clone().map(i64::try_from).transpose()
 }
 
-/// A number of characters that a text is filled up to.
+/// A number of characters to pad a text to.
 fn width(value: Option<Value>, name: &str, default: Option<i64>) -> Result<usize, Error> {
     let width = number(&value)?.or(default);
     let width = width.ok_or_else(|| wrong(format!("{name}: must be a number")))?;
@@ -96,7 +96,7 @@ fn width(value: Option<Value>, name: &str, default: Option<i64>) -> Result<usize
     }
 }
 
-/// Python's white space.
+/// Python's whitespace characters.
 pub(super) fn is_space(c: char) -> bool {
     c.is_whitespace() || ('\u{1c}'..='\u{1f}').contains(&c)
 }
@@ -145,8 +145,8 @@ fn is_title(text: &str) -> bool {
     any
 }
 
-/// The part of a text between two positions, which count from the end if they are negative, and the
-/// number of characters before it. `None` if it begins after the end of the text.
+/// The part of a text between two positions, which count from the end if negative, and the number
+/// of characters before it. `None` if it starts after the end of the text.
 fn between(
     text: &str,
     start: Option<Value>,
@@ -173,7 +173,7 @@ fn between(
     Ok(Some((from, &text[from_byte..to_byte])))
 }
 
-/// The place of a part, or none.
+/// A substring's position, if found.
 fn find(text: &str, arguments: &Arguments, last: bool) -> Result<Option<usize>, Error> {
     let [part, start, end] = arguments.take(["sub", "start", "end"])?;
     let part = text_of(part, "sub")?;
@@ -187,7 +187,7 @@ fn find(text: &str, arguments: &Arguments, last: bool) -> Result<Option<usize>, 
     Ok(at.map(|at| before + inside[..at].chars().count()))
 }
 
-/// Returns whether a text between two positions has one of some beginnings or ends.
+/// Returns whether a text between two positions has one of several prefixes or suffixes.
 fn has_edge(
     text: &str,
     arguments: &Arguments,
@@ -213,7 +213,7 @@ fn has_edge(
     Ok(found)
 }
 
-/// The parts of `str.split` and `str.rsplit`.
+/// The parts that `str.split` and `str.rsplit` return.
 fn split(text: &str, arguments: &Arguments, from_end: bool) -> Result<Value, Error> {
     let [separator, most] = arguments.take(["sep", "maxsplit"])?;
     let most = number(&most)?.and_then(|most| usize::try_from(most).ok());
@@ -230,7 +230,7 @@ fn split(text: &str, arguments: &Arguments, from_end: bool) -> Result<Value, Err
     })
 }
 
-/// At most `most` words, from the end in reverse order; the last part is all the rest.
+/// At most `most` words, starting from the end in reverse order; the last part is everything else.
 fn words(text: &str, most: usize, from_end: bool) -> Vec<&str> {
     let mut words = Vec::new();
     let mut rest = text;
@@ -302,7 +302,7 @@ fn partition(text: &str, arguments: &Arguments, last: bool) -> Result<Value, Err
     Ok(parts.into_iter().map(Value::from).collect())
 }
 
-/// Fills a text up with spaces or another character: `left` of the missing ones before it.
+/// Pads a text with spaces or another character: `left` of the missing ones go before it.
 fn fill(
     text: &str,
     arguments: &Arguments,
@@ -320,7 +320,7 @@ fn fill(
     Ok(Value::from(format!("{before}{text}{after}")))
 }
 
-/// Python puts the odd character on the left if the width is odd.
+/// If the width is odd, Python puts the odd character on the left.
 fn centered(missing: usize, width: usize) -> usize {
     missing / 2 + (missing & width & 1)
 }
@@ -350,7 +350,7 @@ fn expand_tabs(text: &str, size: usize) -> Result<String, Error> {
     Ok(expanded)
 }
 
-/// A class of characters that all of a text, which is not empty, must have.
+/// A character class that every character in a nonempty text must have.
 macro_rules! class {
     ($pattern:literal, $text:expr) => {{
         static CLASS: LazyLock<Option<Regex>> = LazyLock::new(|| Regex::new($pattern).ok());
@@ -519,7 +519,7 @@ pub(super) fn capitalize_filter(value: &Value) -> Result<String, Error> {
     Ok(capitalize(&str(value)?))
 }
 
-/// Implements the filter `title`, whose words begin after white space and opening brackets.
+/// Implements the filter `title`, where words begin after white space and opening brackets.
 pub(super) fn title_filter(value: &Value) -> Result<String, Error> {
     let mut begins = true;
     let mut titled = String::new();
@@ -546,7 +546,7 @@ pub(super) fn word_count(value: &Value) -> Result<usize, Error> {
     Ok(words.filter(|word| !word.is_empty()).count())
 }
 
-/// Implements the filter `urlencode` of a text, of pairs, or of a dict.
+/// Implements the filter `urlencode` for text, pairs, or a dict.
 pub(super) fn url_encode(value: &Value) -> Result<String, Error> {
     let pair = |key: &Value, value: &Value| -> Result<String, Error> {
         let encoded = |value: &Value| Ok::<_, Error>(quoted(&str(value)?, "").replace("%20", "+"));
@@ -585,8 +585,8 @@ fn quoted(text: &str, safe: &str) -> String {
     quoted
 }
 
-/// Implements the filter `striptags`: removes comments and tags of HTML, joins white space, and
-/// replaces numbered entities and those that escape marks of HTML.
+/// Implements the filter `striptags`: removes HTML comments and tags, collapses white space, and
+/// replaces numeric entities and those for HTML characters.
 pub(super) fn strip_tags(value: &Value) -> Result<String, Error> {
     let mut text = str(value)?;
     for (open, close) in [("<!--", "-->"), ("<", ">")] {

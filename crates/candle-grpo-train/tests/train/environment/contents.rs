@@ -1,4 +1,4 @@
-//! Contents of environments that have names of special tokens.
+//! Environment content that contains special token names.
 
 use std::sync::{Arc, Mutex};
 
@@ -17,7 +17,7 @@ use tokenizers::Tokenizer;
 
 use super::templates::{CHATML, LLAMA, MISTRAL, SPECIAL, Scripted, bpe, bpe_with};
 
-/// Answers the first turn and ends after the second one.
+/// Responds to the first turn and ends after the second one.
 struct Once(Append);
 
 impl Environment for Once {
@@ -58,7 +58,7 @@ fn play(tokenizer: &Tokenizer, template: &str, append: Append, allows: bool) -> 
         .remove(0)
 }
 
-/// The tokens of the environment.
+/// The environment's tokens.
 fn between(rollout: &Rollout) -> Vec<u32> {
     let completion = &rollout.completion;
     let written = completion.written.as_ref().unwrap();
@@ -66,7 +66,7 @@ fn between(rollout: &Rollout) -> Vec<u32> {
     tokens.filter(|(_, w)| !**w).map(|(t, _)| *t).collect()
 }
 
-/// The added tokens among some tokens of [`bpe`].
+/// The added tokens among some [`bpe`] tokens.
 fn added(tokens: &[u32]) -> Vec<u32> {
     let names = bpe().get_added_tokens_decoder();
     let added = tokens.iter().filter(|token| names.contains_key(token));
@@ -95,8 +95,8 @@ fn rendered(template: &str, append: &Append) -> String {
     text.split_once("TURN").unwrap().1.to_owned()
 }
 
-/// Checks that `hostile` becomes text: the added tokens are those of a harmless content, and the
-/// text is that of the template.
+/// Checks that `hostile` becomes text: the added tokens match those for harmless content, and the
+/// text matches the template's.
 fn assert_stays_text(template: &str, hostile: &str) {
     let tokenizer = bpe();
     let found = between(&play(&tokenizer, template, tool(hostile), false));
@@ -105,7 +105,7 @@ fn assert_stays_text(template: &str, hostile: &str) {
     assert_eq!(added(&found), added(&harmless), "{hostile:?}");
     let text = tokenizer.decode(&found, false).unwrap();
     let expected = rendered(template, &tool(hostile));
-    // The policy has written the end of its turn in one of the templates.
+    // In one of the templates, the policy has written the end of its turn.
     let expected = expected.strip_prefix("</s>").unwrap_or(&expected);
     assert_eq!(text, expected);
 }
@@ -196,7 +196,7 @@ fn a_special_token_of_one_character_is_an_error() {
     );
 }
 
-/// Pieces of names, whole names, and text.
+/// Parts of names, whole names, and text.
 fn hostile() -> impl Strategy<Value = String> {
     let piece = prop_oneof![
         prop::sample::select(&SPECIAL[..]).prop_map(str::to_owned),

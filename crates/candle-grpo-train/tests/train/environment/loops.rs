@@ -77,7 +77,7 @@ fn a_trajectory_has_the_turns_of_the_policy_and_the_tokens_between() {
 #[test]
 fn each_turn_is_what_a_single_request_with_its_seed_draws() {
     stay_on_cpu();
-    // The log-probs of a turn are those of the tokens before it.
+    // A turn's log-probs depend on the tokens before it.
     for rollout in play(&["abc"], 2) {
         let turns = &rollout.episode.as_ref().unwrap().turns;
         for turn in turns {
@@ -105,7 +105,7 @@ fn each_turn_is_what_a_single_request_with_its_seed_draws() {
 
 #[test]
 fn turns_have_random_numbers_of_their_own() {
-    // With a uniform policy a turn depends on its random numbers alone.
+    // With a uniform policy, a turn depends only on its random numbers.
     let rollouts = play(&["abc"], 16);
     let first_tokens = |turn: usize| -> Vec<u32> {
         let first =
@@ -154,14 +154,14 @@ fn limits_end_trajectories(
         let completion = rollout.completion;
         assert_eq!(episode.end, end);
         assert!(completion.tokens.len() <= max_new_tokens);
-        // The last token is one of the policy.
+        // The last token is from the policy.
         assert!(completion.written.as_ref().is_none_or(|w| w[w.len() - 1]));
         match end {
             EpisodeEnd::MaxTurns => assert_eq!(episode.turns.len(), 2),
             EpisodeEnd::MaxSeconds => assert_eq!(episode.turns.len(), 1),
             EpisodeEnd::MaxTokens => {
                 assert_eq!(completion.finish_reason, FinishReason::Length);
-                // Two tokens of the environment and one of the policy do not fit.
+                // Two environment tokens and one policy token do not fit.
                 assert!(completion.tokens.len() + 3 > max_new_tokens);
             }
             _ => unreachable!(),
@@ -225,7 +225,7 @@ fn a_failing_environment_ends_its_trajectory_only() {
     assert_eq!(error.to_string(), ALL_FAILED.replace('N', "2"));
 }
 
-/// The scores of a failed, an unrewarded and a rewarded trajectory.
+/// Scores for a failed, an unrewarded and a rewarded trajectory.
 #[rstest]
 #[case(None, Some(0.), [None, Some(0.)])]
 #[case(Some(-2.), None, [Some(-2.), None])]
@@ -292,7 +292,7 @@ fn a_step_fails_if_the_environments_of_all_ranks_do() {
             format!("step 1: {}", ALL_FAILED.replace('N', "12"))
         );
     }
-    // Those of one rank may all fail.
+    // All of one rank's may fail.
     let found = failing(&[0, 1, 2, 3]);
     assert!(found.iter().all(|metrics| metrics == &found[0]));
     match &found[0] {
@@ -327,7 +327,7 @@ fn ranks_draw_the_trajectories_of_one_rank() {
     }
 }
 
-/// Answers with the given step.
+/// Responds with the given step.
 struct Answers(Step);
 
 impl Environment for Answers {
@@ -353,8 +353,8 @@ fn wrong_answers_are_failures(#[case] step: Step, #[case] words: &str) {
     assert!(message.contains(words), "{message}");
 }
 
-/// Begins with a number of letters that depends on the seed, and gives the number of the trajectory
-/// as reward.
+/// Starts with a number of letters that depends on the seed, and gives the trajectory's number as
+/// reward.
 struct Begins {
     seed: u64,
     episode: u64,
@@ -399,7 +399,7 @@ fn the_trajectories_of_a_group_begin_in_the_same_state() {
             episodes.push(rollout.episode.as_ref().unwrap().reward());
         }
     }
-    // Other prompts and other steps begin otherwise.
+    // Other prompts and other steps start differently.
     assert!(
         lengths[..4].iter().any(|&length| length != lengths[0]),
         "{lengths:?}"
@@ -422,7 +422,7 @@ fn a_greedy_baseline_begins_in_the_state_of_its_group() {
     };
     let mut config = training();
     config.recipe.advantage = AdvantageName::Remax.into();
-    // The rewards are uniform in [0, 1), so that half of the groups are drawn in later rounds.
+    // The rewards are uniform in [0, 1), so half of the groups are sampled in later rounds.
     config.recipe.group_filter = Some(GroupFilter {
         mean_above: Some(0.5),
         ..GroupFilter::default()
@@ -504,7 +504,7 @@ fn open_trajectories_are_drawn_together() {
     assert_eq!(*calls.lock().unwrap(), [6, 4, 2]);
 }
 
-/// The last turn, and the number of tokens that the policy wrote.
+/// The last turn, and how many tokens the policy wrote.
 fn last_letters(sample: &Sample) -> f32 {
     sample.completion.len() as f32 + 100. * sample.completion_tokens.len() as f32
 }
@@ -595,7 +595,7 @@ fn trajectories_can_be_drawn_ahead() {
 
 #[test]
 fn slow_environments_answer_at_the_same_time() {
-    /// Answers after eight environments were asked.
+    /// Responds once eight environments were asked.
     struct Slow(Arc<(Mutex<usize>, Condvar)>);
     impl Environment for Slow {
         fn step(&mut self, _: &Turn<'_>) -> Result<Step> {

@@ -1,4 +1,4 @@
-//! Losses and gradients of trajectories.
+//! Trajectory losses and gradients.
 
 use std::collections::BTreeMap;
 
@@ -34,12 +34,12 @@ fn pairs(rollouts: &[Rollout]) -> Vec<(&[u32], &[u32])> {
         .collect()
 }
 
-/// The batch of the same tokens as single responses of the policy.
+/// A batch with the same tokens as single policy responses.
 fn single_turns(rollouts: &[Rollout]) -> TokenBatch {
     TokenBatch::new(&pairs(rollouts), device()).unwrap()
 }
 
-/// This batch with a mask by hand: after each turn come two tokens of the environment.
+/// This batch with a mask made by hand: each turn is followed by two environment tokens.
 fn by_hand(rollouts: &[Rollout]) -> TokenBatch {
     let mut mask = Vec::new();
     for rollout in rollouts {
@@ -97,7 +97,7 @@ fn loss_and_gradient_are_those_of_a_mask_by_hand(#[case] micro_batch: usize) {
     for (name, gradient) in &found {
         assert_eq!(max_difference(gradient, &expected[name]), 0., "{name}");
     }
-    // The tokens of the environment would count.
+    // The environment's tokens would count.
     let all = single_turns(&rollouts);
     let (_, other) = gradients(&batch(all), micro_batch);
     let differs = found

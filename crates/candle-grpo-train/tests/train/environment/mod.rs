@@ -1,4 +1,4 @@
-//! Trajectories of several turns.
+//! Multi-turn trajectories.
 
 mod contents;
 mod loops;
@@ -22,7 +22,8 @@ use serde_json::json;
 
 use crate::common::{END, tokenizer};
 
-/// Answers each turn with "de" and a reward that depends on the turn, until three turns are over.
+/// Responds to each turn with "de" and a reward that depends on the turn, until three turns are
+/// over.
 pub(crate) struct Echo {
     pub(crate) turns: usize,
 }
@@ -49,7 +50,7 @@ pub(crate) fn echo(turns: usize) -> impl EnvironmentFactory + 'static {
     move |_: &EpisodeStart<'_>| -> Result<Echo> { Ok(Echo { turns }) }
 }
 
-/// Environments of the tiny policy with turns of at most two tokens.
+/// Environments for the tiny policy with turns of at most two tokens.
 pub(crate) fn environments(factory: impl EnvironmentFactory + 'static) -> Arc<Environments> {
     let limits = EnvironmentLimits {
         max_turn_tokens: Some(2),

@@ -1,4 +1,4 @@
-//! Completions of training for people to read.
+//! Training completions for people to read.
 
 use candle_grpo_train::run::{
     RolloutLogConfig, RolloutRecord, RolloutTurn, StepRecord as _, StoppedRun, TurnRole,

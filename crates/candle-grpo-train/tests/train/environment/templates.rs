@@ -1,4 +1,4 @@
-//! Tokens of trajectories and chat templates.
+//! Tokens in trajectories and chat templates.
 
 use std::sync::{Arc, Mutex};
 
@@ -17,13 +17,13 @@ use rstest::rstest;
 use serde_json::{Value, json};
 use tokenizers::{AddedToken, Tokenizer};
 
-/// The form of Qwen2.5, with tools.
+/// Qwen2.5's format, with tools.
 pub(crate) const CHATML: &str = r#"{%- if tools %}{{- '<|im_start|>system\nTools:\n' }}{%- for tool in tools %}{{- tool | tojson }}{{- '\n' }}{%- endfor %}{{- '<|im_end|>\n' }}{%- endif %}{%- for message in messages %}{%- if message.role == 'tool' %}{%- if loop.first or messages[loop.index0 - 1].role != 'tool' %}{{- '<|im_start|>user' }}{%- endif %}{{- '\n<tool_response>\n' + message.content + '\n</tool_response>' }}{%- if loop.last or messages[loop.index0 + 1].role != 'tool' %}{{- '<|im_end|>\n' }}{%- endif %}{%- else %}{{- '<|im_start|>' + message.role + '\n' + message.content + '<|im_end|>\n' }}{%- endif %}{%- endfor %}{%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{%- endif %}"#;
 
-/// The form of Llama 3.1.
+/// Llama 3.1's format.
 pub(crate) const LLAMA: &str = r#"{{- '<|begin_of_text|>' }}{%- if tools %}{{- '<|start_header_id|>system<|end_header_id|>\n\n' + (tools | tojson) + '<|eot_id|>' }}{%- endif %}{%- for message in messages %}{%- if message.role == 'tool' or message.role == 'ipython' %}{{- '<|start_header_id|>ipython<|end_header_id|>\n\n' + message.content + '<|eot_id|>' }}{%- else %}{{- '<|start_header_id|>' + message.role + '<|end_header_id|>\n\n' + message.content | trim + '<|eot_id|>' }}{%- endif %}{%- endfor %}{%- if add_generation_prompt %}{{- '<|start_header_id|>assistant<|end_header_id|>\n\n' }}{%- endif %}"#;
 
-/// The form of Mistral: no generation prompt, and tools before the last message of the user.
+/// Mistral's format: no generation prompt, and tools before the last user message.
 pub(crate) const MISTRAL: &str = r#"{{- '<s>' }}{%- for message in messages %}{%- if message.role == 'user' %}{%- if tools and loop.last %}{{- '[AVAILABLE_TOOLS] ' + (tools | tojson) + '[/AVAILABLE_TOOLS]' }}{%- endif %}{{- '[INST] ' + message.content + '[/INST]' }}{%- elif message.role == 'tool' %}{{- '[TOOL_RESULTS] ' + message.content + '[/TOOL_RESULTS]' }}{%- elif message.role == 'assistant' %}{{- message.content + '</s>' }}{%- else %}{{- raise_exception('role') }}{%- endif %}{%- endfor %}"#;
 
 pub(super) const SPECIAL: [&str; 13] = [
@@ -42,11 +42,11 @@ pub(super) const SPECIAL: [&str; 13] = [
     "[AVAILABLE_TOOLS]",
 ];
 
-/// The pieces of text of the tokenizers of Llama 3 and Qwen, without contractions.
+/// Text pieces in the Llama 3 and Qwen tokenizers, without contractions.
 const SPLIT: &str =
     r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+";
 
-/// A tokenizer of bytes with a few merges, so that a text has more than one tokenization.
+/// A byte tokenizer with a few merges, so that a text has more than one tokenization.
 pub(crate) fn bpe() -> Tokenizer {
     bpe_with(Value::Null, &[])
 }
@@ -61,7 +61,7 @@ pub(super) fn bpe_with(normalizer: Value, more: &[&str]) -> Tokenizer {
     for byte in 33u8..127 {
         add(&(byte as char).to_string());
     }
-    // The names of space and line feed in the vocabulary of byte-level tokenizers.
+    // How byte-level vocabularies write space and line feed.
     for token in ["Ġ", "Ċ", "12", "ab", "ĊĊ", "Ġa"] {
         add(token);
     }
@@ -99,7 +99,7 @@ pub(super) fn encode(text: &str) -> Vec<u32> {
     bpe().encode(text, false).unwrap().get_ids().to_vec()
 }
 
-/// Draws the given turns in order.
+/// Samples the given turns in order.
 pub(super) struct Scripted(pub(super) Mutex<Vec<Vec<u32>>>, pub(super) FinishReason);
 
 impl Generator for Scripted {
@@ -119,7 +119,7 @@ impl Generator for Scripted {
     }
 }
 
-/// Answers with the given messages.
+/// Responds with the given messages.
 struct Says {
     first: Option<Vec<Value>>,
     messages: Vec<Vec<Value>>,
@@ -157,7 +157,7 @@ fn tools() -> Value {
     json!([{"name": "add"}])
 }
 
-/// Plays turns with these tokens, and returns the trajectory and what the environment heard.
+/// Plays turns with these tokens, and returns the trajectory and what the environment received.
 fn play(
     template: &str,
     stop: &str,
@@ -202,7 +202,7 @@ fn all_tokens(rollout: &Rollout) -> Vec<u32> {
     [&rollout.prompt_tokens[..], &rollout.completion.tokens].concat()
 }
 
-/// The text of the whole conversation, up to the end of its last turn.
+/// The whole conversation's text, up to the end of its last turn.
 fn conversation(template: &str, turns: [&str; 3], first: Option<Vec<Value>>) -> String {
     let assistant = |text: &str| json!({"role": "assistant", "content": text});
     let mut messages = vec![json!({"role": "user", "content": "1 and 2?"})];
@@ -270,7 +270,7 @@ fn the_tokens_of_the_policy_are_never_encoded_again(#[case] template: &str, #[ca
         assert_eq!(&rollout.completion.tokens[turn.tokens.clone()], tokens);
     }
     assert_eq!(heard, ["12ab", "ab12", "1212"]);
-    // The other tokens are those of the template.
+    // The other tokens match the template's.
     let canonical = [
         encode(&format!("12ab{stop}")),
         encode(&format!("ab12{stop}")),
@@ -308,7 +308,7 @@ fn a_turn_without_its_end_gets_one(#[case] template: &str, #[case] stop: &str) {
     assert_eq!(differ.collect::<Vec<_>>(), [(false, true)]);
 }
 
-/// [`bpe`] with special tokens for tags, as `add_special_tokens` of transformers adds them.
+/// [`bpe`] with special tokens for tags, as transformers' `add_special_tokens` adds them.
 fn bpe_with_tags() -> Tokenizer {
     let mut tokenizer = bpe();
     let tags = ["<think>", "</think>", "<answer>", "</answer>"];

@@ -37,7 +37,7 @@ impl Tool for Reverse {
     }
 }
 
-/// Plays scripted turns with tools, after a prompt of messages or of plain text.
+/// Plays scripted turns with tools, after a prompt with messages or plain text.
 fn play(
     tools: ToolEnvironments,
     template: &str,

@@ -1,4 +1,4 @@
-//! Advantages of turns.
+//! Turn advantages.
 
 use candle_grpo_core::Scale;
 use candle_grpo_core::trajectories::Gigpo;

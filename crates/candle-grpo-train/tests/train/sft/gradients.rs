@@ -1,4 +1,4 @@
-//! The loss of packed rows and its gradient.
+//! The packed rows' loss and its gradient.
 
 use candle_core::{D, DType, Tensor};
 use candle_grpo_loss::surrogate::Likelihood;
@@ -20,7 +20,7 @@ fn actor(model: &DecoderConfig) -> Actor {
     Actor::new(model.clone(), parameters_of(model, device()), config()).unwrap()
 }
 
-/// Rows with several answers, a common beginning, weights, and a tail that is only read.
+/// Rows with several answers, a common prefix, weights, and a tail that does not train.
 fn examples() -> Vec<Sequence> {
     let example =
         |tokens: &[u32], weights: &[f32]| Sequence::new(tokens.to_vec(), weights.to_vec()).unwrap();
@@ -104,7 +104,7 @@ fn adapters_have_the_gradient_of_the_rows_one_by_one() {
     let adapted = || {
         let model = model();
         let lora = Lora::init(LoraConfig::all_linear(2, 4.), &model, 1, device()).unwrap();
-        // The second matrices are 0 at the start, and with them the gradients of the first ones.
+        // The second matrices are 0 at the start, and therefore also the first ones' gradients.
         for (name, variable) in lora.parameters().iter() {
             if name.contains("lora_B") {
                 let values = Tensor::arange(0f32, variable.elem_count() as f32, device()).unwrap();
@@ -138,8 +138,8 @@ fn adapters_have_the_gradient_of_the_rows_one_by_one() {
     assert_close(packed.gradients(), single.gradients(), 1e-5);
 }
 
-/// The loss in plain Candle operations with a graph, row by row, with the number of tokens that
-/// have the highest logit.
+/// The loss in plain Candle operations with a graph, row by row, and how many tokens have the
+/// highest logit.
 fn plain_loss(decoder: &Decoder, examples: &[Sequence]) -> (Tensor, usize) {
     let mut loss = Tensor::zeros((), DType::F32, device()).unwrap();
     let mut correct = 0;
@@ -182,7 +182,7 @@ fn the_loss_and_its_gradient_are_those_of_plain_operations() {
     let loss = f64::from(loss.to_scalar::<f32>().unwrap());
     assert!((found.mean_loss() - loss).abs() < 1e-5, "{loss}");
     assert_eq!(found.correct, correct as f64);
-    // 2 + 1 + 1 tokens of weight 1, one of 2 and three of 1/2.
+    // 2 + 1 + 1 tokens with weight 1, one with 2 and three with 1/2.
     assert_eq!((found.weight, found.tokens), (7.5, 8.));
     assert_close(actor.gradients(), &expected, 1e-4);
 }
@@ -197,7 +197,7 @@ fn the_weight_of_uncertain_tokens_is_a_constant_factor_of_their_gradients() {
     weighted
         .forward_backward_examples(std::slice::from_ref(example), likelihood, 0.5, 0.)
         .unwrap();
-    // The same gradient from the factors as weights of the tokens.
+    // The same gradient, from the factors as token weights.
     let mut expected = actor(&model);
     let factors = example
         .weights()
@@ -288,10 +288,10 @@ fn the_balance_of_experts_is_that_of_the_tokens_that_are_read() {
         .forward_backward_examples(&row, Likelihood::default(), 0., 5.)
         .unwrap();
     assert_eq!(sums.read_tokens, 5.);
-    // From 1 for equal shares times the two experts of a token, to 4.
+    // From 1 for equal shares times a token's two experts, to 4.
     let loss = sums.router_aux_loss / sums.read_tokens;
     assert!((1. ..=4.).contains(&loss), "{loss}");
-    // A scale of 0 leaves the gradient of the balance alone.
+    // A scale of 0 leaves only the balance gradient.
     let router = "model.layers.0.mlp.gate.weight";
     assert!(largest(balanced.gradients().get(router).unwrap()) > 0.);
     let mut half = build().unwrap();

@@ -1,4 +1,4 @@
-//! The tokens that train in conversations, against positions made by hand.
+//! Compares which conversation tokens train with positions found by hand.
 
 use candle_grpo_train::ChatTemplate;
 use candle_grpo_train::sft::{SftDataConfig, TrainOn, marked_text};
@@ -8,17 +8,17 @@ use serde_json::{Value, json};
 use super::chat_model;
 use crate::environment::templates::{CHATML, LLAMA, MISTRAL};
 
-/// The form of Qwen3: reasoning is written only after the last message of the user.
+/// Qwen3's format: reasoning is written only after the last user message.
 const THINKING: &str = r#"{%- set ns = namespace(last=-1) %}{%- for message in messages %}{%- if message.role == 'user' %}{%- set ns.last = loop.index0 %}{%- endif %}{%- endfor %}{%- for message in messages %}{{- '<|im_start|>' + message.role + '\n' }}{%- if message.role == 'assistant' and loop.index0 > ns.last %}{{- '<think>\n' + (message.reasoning_content or '') + '\n</think>\n\n' }}{%- endif %}{{- message.content + '<|im_end|>\n' }}{%- endfor %}{%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{%- if enable_thinking is defined and not enable_thinking %}{{- '<think>\n\n</think>\n\n' }}{%- endif %}{%- endif %}"#;
 
-/// The form of Gemma: another name of the role, no system messages, alternating roles, and an end
-/// of turns that is no stop token of the model.
+/// Gemma's format: a different role name, no system messages, alternating roles, and a turn ending
+/// that is not a stop token.
 const GEMMA: &str = r#"{%- for message in messages %}{%- if (message.role == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('roles must alternate') }}{%- endif %}{{- '<start>' + ('model' if message.role == 'assistant' else message.role) + '\n' + message.content | trim + '<end>\n' }}{%- endfor %}{%- if add_generation_prompt %}{{- '<start>model\n' }}{%- endif %}"#;
 
-/// CHATML with generation blocks, which leave out the line feed.
+/// CHATML with generation blocks, which exclude the line feed.
 const MARKED: &str = r#"{%- for message in messages %}{{- '<|im_start|>' + message.role + '\n' }}{%- if message.role == 'assistant' %}{%- generation %}{{- message.content + '<|im_end|>' }}{%- endgeneration %}{%- else %}{{- message.content + '<|im_end|>' }}{%- endif %}{{- '\n' }}{%- endfor %}{%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{%- endif %}"#;
 
-/// Tools calls as in Hermes, which tools must follow.
+/// Tool calls as in Hermes, which tool messages must follow.
 const CALLS: &str = r#"{%- for message in messages %}{%- if message.role == 'tool' and not messages[loop.index0 - 1].tool_calls %}{{ raise_exception('no call') }}{%- endif %}{{- '<|im_start|>' + message.role + '\n' + (message.content or '') }}{%- for call in message.tool_calls or [] %}{{- '<call>' + (call.function | tojson) + '</call>' }}{%- endfor %}{{- '<|im_end|>\n' }}{%- endfor %}{%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{%- endif %}"#;
 
 /// The first row as text, with marks around what trains.

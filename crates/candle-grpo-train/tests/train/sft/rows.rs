@@ -1,4 +1,4 @@
-//! Rows of files as tokens and weights.
+//! Data rows as tokens and weights.
 
 use std::path::PathBuf;
 
@@ -47,7 +47,7 @@ fn error(config: SftDataConfig, rows: &[Value]) -> String {
     format!("{:#}", load_rows(config, rows).unwrap_err())
 }
 
-/// The form of a question and its answer in [`CHATML`].
+/// A question and its answer in [`CHATML`] format.
 fn chat(question: &str, answer: &str) -> String {
     format!("<|im_start|>user\n{question}<|im_end|>\n<|im_start|>assistant\n⟦{answer}<|im_end|>⟧\n")
 }
@@ -61,7 +61,7 @@ fn a_row_is_a_conversation_a_prompt_with_its_completion_or_a_text() {
         json!({"prompt": [user], "completion": [assistant]}),
         json!({"prompt": [user], "completion": "a"}),
         json!({"question": "q", "completion": "a"}),
-        // A text in the column `prompt` is what the model continues.
+        // Text in the column `prompt` is what the model continues.
         json!({"prompt": "q ", "completion": "a"}),
         json!({"text": "ab12"}),
         // ShareGPT.
@@ -171,7 +171,7 @@ fn rows_come_from_files_of_all_formats_with_shares() {
 #[test]
 fn long_rows_are_dropped_or_cut_off_and_counted() {
     let row = |answer: &str| json!({"prompt": "12", "completion": answer});
-    // 1 token of the prompt, those of the answer, and the end.
+    // 1 prompt token, the answer's tokens, and the end.
     let rows = [
         row("xyz"),
         row("x"),
@@ -192,7 +192,7 @@ fn long_rows_are_dropped_or_cut_off_and_counted() {
         ..config
     };
     let cut = load_rows(config.clone(), &rows).unwrap();
-    // Nothing of the last row trains.
+    // Nothing in the last row trains.
     assert_eq!(texts(&cut), ["12⟦xyz⟧", "12⟦x<|im_end|>⟧", "12⟦xyz⟧"]);
     let train = &cut.train;
     assert_eq!((train.too_long, train.truncated, train.longest), (1, 2, 8));
@@ -335,7 +335,7 @@ fn keys_that_contradict_each_other_are_errors(#[case] config: &str, #[case] expe
     assert!(error.starts_with(expected), "{error}");
 }
 
-/// transformers renders `{{ x | tojson }}` with the keys in the order of the row.
+/// transformers renders `{{ x | tojson }}` with the row's key order.
 #[test]
 fn calls_and_tools_keep_the_order_of_their_keys() {
     let template = "{{ tools | tojson }}{% for m in messages %}[{% generation %}{{ m.tool_calls | tojson }}\
@@ -358,8 +358,8 @@ fn calls_and_tools_keep_the_order_of_their_keys() {
     );
 }
 
-/// Token ids of transformers 5.24 for the post-processors `<s> $A`, `<s> $A </s>` and `$A </s>`.
-/// Its EOS is that of `append_eos` here.
+/// Token ids from transformers 5.24 for the post-processors `<s> $A`, `<s> $A </s>` and `$A </s>`.
+/// Its EOS corresponds to `append_eos` here.
 #[rstest]
 #[case("<s> $A", "<s>")]
 #[case("<s> $A </s>", "<s>")]

@@ -1,4 +1,4 @@
-//! Steps of supervised training.
+//! Supervised training steps.
 
 use std::path::Path;
 use std::sync::Arc;
@@ -43,8 +43,8 @@ fn config() -> SftConfig {
         ..SftConfig::default()
     };
     config.optimizer.learning_rate = 1e-2;
-    // A larger epsilon than usual: otherwise the update of a weight whose gradient is near 0
-    // depends on the rounding of that gradient.
+    // A larger epsilon than usual. Otherwise, if a weight's gradient is near 0, its update depends
+    // on how that gradient is rounded.
     config.optimizer.epsilon = 1e-3;
     config
 }
@@ -80,7 +80,7 @@ fn weights(trainer: &SftTrainer) -> Vec<(String, Vec<f32>)> {
     parameters.iter().map(flat).collect()
 }
 
-/// Compares all metrics but the number of passes.
+/// Compares all metrics except the number of passes.
 fn assert_close(found: &[SftMetrics], expected: &[SftMetrics]) {
     let compared = |metrics: &[SftMetrics]| -> Vec<SftMetrics> {
         let without_passes = metrics.iter().map(|metrics| SftMetrics {
@@ -284,7 +284,7 @@ fn experts_report_the_balance_of_a_step() {
     assert!(trainer(config()).step().unwrap().router_aux_loss.is_none());
 }
 
-/// Cancels after a number of questions.
+/// Cancels after it was asked a number of times.
 struct Stop(AtomicUsize);
 
 impl Progress for Stop {

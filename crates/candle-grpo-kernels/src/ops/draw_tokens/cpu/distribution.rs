@@ -1,4 +1,4 @@
-//! Sampling of one token from one row of logits.
+//! Samples one token from one row of logits.
 
 use pulp::{Simd, WithSimd};
 
@@ -14,14 +14,13 @@ pub(crate) struct Distribution<'a> {
     logits: &'a [f32],
     greatest: f64,
     inverse_temperature: f64,
-    /// Sums of the weights per block of [`BLOCK`] tokens.
+    /// Weight sums for each block of [`BLOCK`] tokens.
     blocks: Vec<f64>,
     total: f64,
 }
 
 impl<'a> Distribution<'a> {
-    /// Computes the weights of a row. `None` if a logit is NaN or infinity, or all are minus
-    /// infinity.
+    /// Computes a row's weights. `None` if a logit is NaN or infinity, or all are minus infinity.
     pub(crate) fn new(logits: &'a [f32], temperature: f64) -> Option<Self> {
         if logits.iter().any(|x| x.is_nan() || *x == f32::INFINITY) {
             return None;
@@ -67,7 +66,7 @@ impl<'a> Distribution<'a> {
         ((f64::from(logit) - self.greatest) * self.inverse_temperature).exp()
     }
 
-    /// Returns the logit of a weight.
+    /// Returns the logit for a weight.
     pub(crate) fn logit_of(&self, weight: f64) -> f64 {
         self.greatest + weight.ln() / self.inverse_temperature
     }
@@ -93,13 +92,13 @@ impl<'a> Distribution<'a> {
         (first + position_above(weights, threshold - before)) as u32
     }
 
-    /// Returns the most likely token, the first of equals.
+    /// Returns the most likely token; the first if several tie.
     pub(crate) fn mode(&self) -> u32 {
         let greatest = |x: &f32| f64::from(*x) == self.greatest;
         self.logits.iter().position(greatest).unwrap_or(0) as u32
     }
 
-    /// Returns the log-probability of `token`, with the arithmetic of
+    /// Returns the log-probability of `token`, with the same arithmetic as
     /// [`log_prob`](crate::log_prob).
     pub(crate) fn log_prob(&self, token: u32) -> f32 {
         let inverse_temperature = self.inverse_temperature_in_f32();
@@ -112,13 +111,13 @@ impl<'a> Distribution<'a> {
         sums.finish(logit, inverse_temperature)[0]
     }
 
-    /// Finite, so that the most likely token has a finite product with it.
+    /// Finite, so that its product with the most likely token is finite.
     fn inverse_temperature_in_f32(&self) -> f32 {
         (self.inverse_temperature as f32).min(f32::MAX)
     }
 }
 
-/// Appends the sum of the weights of each block to `sums`. The terms are in f32.
+/// Appends each block's weight sum to `sums`. The terms are f32.
 struct BlockSums<'a> {
     logits: &'a [f32],
     greatest: f32,

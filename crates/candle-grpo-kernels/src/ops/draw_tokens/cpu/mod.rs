@@ -7,7 +7,8 @@ use super::{DrawOptions, DrawnToken};
 use distribution::Distribution;
 use token_filters::FilteredDistribution;
 
-/// Draws the token at `uniform` of a row of logits, or returns `None` if they have no distribution.
+/// Samples the token at `uniform` from a row of logits. Returns `None` if they have no
+/// distribution.
 pub(crate) fn draw(logits: &[f32], uniform: f64, options: &DrawOptions) -> Option<DrawnToken> {
     let distribution = Distribution::new(logits, options.temperature)?;
     let is_filtered = options.top_k > 0 || options.top_p < 1.0 || options.min_p > 0.0;

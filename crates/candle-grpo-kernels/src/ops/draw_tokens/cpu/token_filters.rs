@@ -5,7 +5,7 @@ use std::cmp::Ordering;
 use super::DrawOptions;
 use super::distribution::{Distribution, position_above};
 
-/// The tokens of a [`Distribution`] that the filters of [`DrawOptions`] keep.
+/// The tokens in a [`Distribution`] that the filters in [`DrawOptions`] keep.
 pub(crate) struct FilteredDistribution {
     /// Tokens and their weights, the most likely first.
     kept: Vec<(u32, f64)>,
@@ -34,7 +34,7 @@ impl FilteredDistribution {
                 .map(|&x| distribution.weight_of(x))
                 .sum();
         }
-        // Tokens so unlikely that all of them together are not needed for top_p.
+        // Tokens so unlikely that even all together they do not matter for top_p.
         let unneeded = (1. - top_p) * total / logits.len() as f64;
         let floor = distribution.logit_of(unneeded.max(min_p)) - 1e-3;
         let mut kept: Vec<(u32, f64)> = (0u32..)
@@ -60,7 +60,7 @@ impl FilteredDistribution {
         Self { kept, total }
     }
 
-    /// The token at `u` of the distribution function, and its log-probability.
+    /// The token where the cumulative distribution reaches `u`, and its log-probability.
     pub(crate) fn quantile(&self, u: f64) -> (u32, f32) {
         let weights = self.kept.iter().map(|(_, weight)| *weight);
         let (token, weight) = self.kept[position_above(weights, u * self.total)];
