@@ -9,6 +9,7 @@ use super::{
     TeacherWeight, Whitening,
 };
 use crate::dtype::arithmetic_dtype;
+use crate::inputs::{Input, Inputs};
 use crate::mask::Mask;
 use crate::metrics::Metrics;
 use crate::rewards::{
@@ -265,6 +266,22 @@ impl AdvantageEstimator for TokenAdvantage {
         check_all_finite("rewards", &rewards.values)?;
         let placed = mask.place_on_last(&sums)?;
         self.estimate_from(&placed, rewards.result_dtype, batch)
+    }
+
+    fn needs(&self) -> Inputs {
+        let penalty = self.kl_penalty.is_some();
+        let teacher = self.distillation.is_some() || self.teacher_weight.is_some();
+        let optimal = matches!(self.baseline, TokenBaseline::OptimalToken(_));
+        let given = self.baseline == TokenBaseline::Given;
+        Inputs::when(penalty || teacher || optimal, Input::OldLogProbs)
+            | Inputs::when(penalty, Input::RefLogProbs)
+            | Inputs::when(teacher, Input::TeacherLogProbs)
+            | Inputs::when(self.lambda.is_some(), Input::Values)
+            | Inputs::when(
+                optimal,
+                [Input::SumOfSquaredProbs, Input::ImportanceWeights],
+            )
+            | Inputs::when(given, Input::RewardBaselines)
     }
 }
 

@@ -4,7 +4,7 @@ use candle_core::{D, Result, Tensor, bail};
 use candle_grpo_core::{Kl, Mask, Metrics, reverse_recurrence};
 use serde::{Deserialize, Serialize};
 
-use super::inputs::Inputs;
+use super::checked_batch::CheckedBatch;
 use crate::aggregation::Aggregation;
 use candle_grpo_core::validate::{finite, non_negative, positive};
 
@@ -146,11 +146,19 @@ impl Distillation {
         }
     }
 
+    /// Returns the policy that is compared with the teacher.
+    pub(super) fn student(&self) -> Student {
+        match self.form {
+            DistillationForm::Advantage { student, .. } => student,
+            DistillationForm::Loss { .. } | DistillationForm::Gated { .. } => Student::Current,
+        }
+    }
+
     /// Adds the advantage of the teacher to `inputs`, or returns the loss of each token without the
     /// coefficient.
     pub(super) fn apply(
         &self,
-        inputs: &mut Inputs,
+        inputs: &mut CheckedBatch,
         metrics: &mut Metrics,
     ) -> Result<Option<Tensor>> {
         let Some(teacher) = &inputs.teacher_log_probs else {
