@@ -82,8 +82,8 @@ pub struct TokenAdvantage {
     pub masked_tokens: MaskedTokens,
     /// Baseline that is subtracted from the returns. Default `none`.
     pub baseline: TokenBaseline,
-    /// Divergence from `teacher_log_probs` that is subtracted from each advantage: on-policy
-    /// distillation (ROLL, NeMo-RL). Absent by default.
+    /// Teacher penalty: the divergence from `teacher_log_probs`, which is subtracted from each
+    /// advantage (on-policy distillation in ROLL and NeMo-RL). Absent by default.
     pub distillation: Option<KlPenalty>,
     /// Weight of each advantage by a teacher, after `distillation` (RLSD). Absent by default.
     pub teacher_weight: Option<TeacherWeight>,

@@ -2,9 +2,10 @@
 
 mod batch;
 mod checked_batch;
-mod distillation;
+
 mod linear;
 mod presets;
+mod teacher_term;
 
 use candle_core::{Result, Tensor, bail};
 use candle_grpo_core::inputs::{Input, Inputs};
@@ -12,16 +13,16 @@ use candle_grpo_core::{Invalid, Metrics};
 use serde::{Deserialize, Serialize};
 
 pub use batch::{OldPolicy, PolicyBatch};
-pub use distillation::{Distillation, DistillationForm, EarlyWeight, Student};
 pub use linear::{LinearPolicyLossOutput, linear_policy_loss};
+pub use teacher_term::{EarlyWeight, Student, TeacherTerm, TeacherTermForm};
 
 pub(crate) use checked_batch::over_tokens;
 
 use crate::aggregation::Aggregation;
+use crate::correction::RolloutCorrection;
 use crate::importance_level::ImportanceLevel;
 use crate::kl_loss::KlLoss;
 use crate::positive_nll::PositiveNll;
-use crate::rollout::RolloutCorrection;
 use crate::surrogate::{Clip, LossLevel, Surrogate, TokenLoss};
 use crate::totals::StepTotals;
 use candle_grpo_core::validate::{Name, check, finite, non_negative, positive};
@@ -54,6 +55,20 @@ pub enum EntropyTokens {
 /// A policy loss: any importance level with any surrogate, regularizer and aggregation.
 ///
 /// The default is [`PolicyLoss::grpo`].
+///
+/// # Start here
+///
+/// Most users take a published loss, such as [`PolicyLoss::dapo`], and set at most three fields:
+///
+/// | field | sets | first choice |
+/// | --- | --- | --- |
+/// | [`surrogate`](Self::surrogate) | the loss of one token: how far an update may move its probability | [`Clip::symmetric`]`(0.2)`; [`Clip::asymmetric`]`(0.2, 0.28)` keeps more exploration |
+/// | [`aggregation`](Self::aggregation) | the weight of long and short responses | [`Aggregation::TokenMean`], if lengths differ much |
+/// | [`kl`](Self::kl) | the pull toward a reference policy | none; [`KlLoss::k3`]`(0.001)` if rewards are easy to game |
+///
+/// If completions come from another engine, or several updates use the same completions, also set
+/// [`rollout_correction`](Self::rollout_correction). The other fields reproduce papers and
+/// other libraries.
 ///
 /// ```
 /// use candle_core::{Device, Tensor, Var};
@@ -109,7 +124,7 @@ pub struct PolicyLoss {
     /// (prime-rl). Absent by default.
     pub old_kl: Option<KlLoss>,
     /// A term from the log-probs of a teacher. Absent by default.
-    pub distillation: Option<Distillation>,
+    pub distillation: Option<TeacherTerm>,
     /// The coefficient of the mean entropy, which is subtracted from the loss. Default 0.
     pub entropy_coef: f64,
     /// The tokens of the entropy bonus. Default `all`.

@@ -2,11 +2,11 @@
 
 use candle_core::{Device, Result, Tensor, Var, bail};
 use candle_grpo_core::inputs::{Input, Inputs};
-use candle_grpo_loss::rollout::ImportanceWeight;
+use candle_grpo_loss::correction::ImportanceWeight;
 use candle_grpo_loss::surrogate::{LossLevel, SurrogateInputs, TokenLosses};
 use candle_grpo_loss::{
-    Distillation, ImportanceLevel, KlLoss, PolicyBatch, PolicyLoss, RolloutCorrection, StepTotals,
-    Surrogate, TokenLoss,
+    ImportanceLevel, KlLoss, PolicyBatch, PolicyLoss, RolloutCorrection, StepTotals, Surrogate,
+    TeacherTerm, TokenLoss,
 };
 use candle_grpo_test_support::{assert_close, devices, message};
 
@@ -179,7 +179,7 @@ fn a_loss_needs_what_its_surrogate_and_its_terms_read() {
     let loss = PolicyLoss {
         surrogate: Surrogate::custom(surrogate),
         kl: Some(KlLoss::k3(0.1)),
-        distillation: Some(Distillation::new(1.)),
+        distillation: Some(TeacherTerm::new(1.)),
         entropy_coef: 0.1,
         ..PolicyLoss::grpo()
     };
