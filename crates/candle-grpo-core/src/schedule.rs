@@ -9,7 +9,7 @@ use crate::validate::{self, Checked};
 /// A coefficient that rises linearly from 0 to `peak`, then falls to `end`.
 ///
 /// ```
-/// use candle_grpo_core::{CoefSchedule, Decay};
+/// use candle_grpo_core::schedule::{CoefSchedule, Decay};
 ///
 /// let schedule = CoefSchedule {
 ///     warmup_steps: 10,

@@ -1,7 +1,8 @@
 //! The reduction of per-token losses to a scalar.
 
 use candle_core::{D, Result, Tensor, bail};
-use candle_grpo_core::{Mask, statistics_dtype};
+use candle_grpo_core::Mask;
+use candle_grpo_core::dtype::statistics_dtype;
 use serde::{Deserialize, Serialize};
 
 use crate::totals::StepTotals;

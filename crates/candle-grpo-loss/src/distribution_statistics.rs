@@ -1,7 +1,7 @@
 //! Statistics of the distribution at each token.
 
 use candle_core::{D, DType, Result, Tensor, bail};
-use candle_grpo_core::arithmetic_dtype;
+use candle_grpo_core::dtype::arithmetic_dtype;
 
 use crate::sum_of_squared_probs::sum_of_squared_probs;
 

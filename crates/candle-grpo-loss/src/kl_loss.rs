@@ -1,7 +1,8 @@
 //! The KL term of the loss.
 
 use candle_core::{Result, Tensor};
-use candle_grpo_core::{Kl, KlGradient};
+use candle_grpo_core::Kl;
+use candle_grpo_core::kl::KlGradient;
 use serde::{Deserialize, Serialize};
 
 use candle_grpo_core::validate::{Name, check, non_negative};

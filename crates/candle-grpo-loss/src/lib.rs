@@ -71,7 +71,9 @@ mod value_loss;
 pub use adaptive_entropy::AdaptiveEntropy;
 pub use aggregation::Aggregation;
 #[doc(no_inline)]
-pub use candle_grpo_core::{Kl, KlEstimator, KlGradient, Mask, MetricValues, Metrics};
+pub use candle_grpo_core::kl::KlGradient;
+#[doc(no_inline)]
+pub use candle_grpo_core::{Kl, KlEstimator, Mask, MetricValues, Metrics};
 #[doc(no_inline)]
 pub use candle_grpo_kernels::{
     LinearGradients, LinearLogProb, LogProbOptions, TokenLogProbs, cuda_device, default_device,

@@ -1,7 +1,8 @@
 //! The loss of a critic.
 
 use candle_core::{Result, Tensor, bail};
-use candle_grpo_core::{Mask, Metrics, arithmetic_dtype};
+use candle_grpo_core::dtype::arithmetic_dtype;
+use candle_grpo_core::{Mask, Metrics};
 use serde::{Deserialize, Serialize};
 
 use crate::aggregation::Aggregation;

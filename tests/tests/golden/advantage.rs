@@ -4,14 +4,15 @@ mod newer;
 
 use anyhow::{Context, Result, bail, ensure};
 use candle_core::{D, DType, Tensor};
+use candle_grpo_core::advantage::{Baseline, KlPenalty, SingletonGroup};
 use candle_grpo_core::advantage::{
     ComponentOrder, MaskedTokens, OptimalTokenBaseline, TokenAlignment, TokenBaseline, Whitening,
     ZeroSignalScaling, reverse_recurrence,
 };
 use candle_grpo_core::rewards::NonFinite;
 use candle_grpo_core::{
-    AdvantageBatch, AdvantageEstimator, AdvantagePipeline, Baseline, GroupAdvantage, Groups, Kl,
-    KlEstimator, KlPenalty, Mask, RewardShaping, Scale, SingletonGroup, TokenAdvantage,
+    AdvantageBatch, AdvantageEstimator, AdvantagePipeline, GroupAdvantage, Groups, Kl, KlEstimator,
+    Mask, RewardShaping, Scale, TokenAdvantage,
 };
 use serde_json::Value;
 
@@ -552,10 +553,7 @@ fn openrlhf(case: &Case) -> Result<Outputs> {
         batch = batch.values(values);
     }
     let estimate = |tokens: TokenAdvantage| {
-        let pipeline = AdvantagePipeline {
-            sequence: Some(sequence.clone()),
-            tokens: Some(tokens),
-        };
+        let pipeline = AdvantagePipeline::from(sequence.clone()).then(tokens);
         pipeline.estimate(&batch)
     };
     let out = estimate(tokens)?;

@@ -26,8 +26,8 @@ macro_rules! advantage_batch {
         /// let response_mask = Tensor::new(&[[1u8, 1, 1], [1, 0, 0], [1, 1, 0], [1, 1, 1]], &Device::Cpu)?;
         /// let batch = AdvantageBatch::new(&rewards, 4).response_mask(&response_mask);
         ///
-        /// let opo = AdvantagePipeline::opo().estimate(&batch)?;
-        /// assert!((opo.advantages.to_vec1::<f32>()?[0] - 0.4444).abs() < 1e-4);
+        /// let returns = AdvantagePipeline::reinforce_plus_plus().estimate(&batch)?.returns;
+        /// assert_eq!(returns.expect("a stage of tokens").to_vec2::<f32>()?[1], [0., 0., 0.]);
         /// # Ok::<(), candle_core::Error>(())
         /// ```
         #[derive(Debug, Clone)]

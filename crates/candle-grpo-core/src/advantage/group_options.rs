@@ -2,8 +2,13 @@
 
 use serde::{Deserialize, Serialize};
 
-/// Epsilon that [`GroupAdvantage`](super::GroupAdvantage) and
-/// [`RewardNorm`](crate::rewards::RewardNorm) add to a standard deviation by default.
+/// Epsilon that is added to a divisor by default: 1e-6.
+///
+/// It is the default of [`GroupAdvantage`](super::GroupAdvantage) and of
+/// [`RewardNorm`](crate::rewards::RewardNorm). So a change moves each estimator that divides by a
+/// standard deviation or a mean: GRPO, Lite PPO, MaxRL, pass@k,
+/// [`Gigpo`](crate::trajectories::Gigpo) and every [`Scale`] but [`Scale::None`]. GDPO, the
+/// recipes of other libraries and [`Whitening`](super::Whitening) have epsilons of their own.
 pub const DEFAULT_EPSILON: f64 = 1e-6;
 
 /// Baseline that is subtracted from a reward.

@@ -25,7 +25,8 @@ pub enum EpsilonPlacement {
 ///
 /// ```
 /// use candle_core::{Device, Tensor};
-/// use candle_grpo_core::{Mask, Whitening};
+/// use candle_grpo_core::advantage::Whitening;
+/// use candle_grpo_core::Mask;
 ///
 /// let mask = Mask::new(&Tensor::new(&[[1u8, 1, 0], [1, 1, 0]], &Device::Cpu)?)?;
 /// let values = Tensor::new(&[[1f32, 3., 9.], [1., 3., 9.]], &Device::Cpu)?;

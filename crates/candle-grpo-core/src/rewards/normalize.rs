@@ -48,7 +48,7 @@ pub struct RewardNorm {
     pub mean: NormLevel,
     /// Level of the standard deviation (ROLL's `norm_std_type`). Default `none`.
     pub std: NormLevel,
-    /// Added to the standard deviation. Default 1e-6.
+    /// Added to the standard deviation. Default `DEFAULT_EPSILON`.
     pub epsilon: f64,
     /// Delta degrees of freedom of the variance: 1 divides by n - 1, 0 by n. Default 1.
     pub ddof: usize,

@@ -7,7 +7,8 @@ mod proximal;
 mod second_moment;
 
 use candle_core::{D, DType, Result, Tensor};
-use candle_grpo_core::{KlEstimator, Mask, Metrics, arithmetic_dtype, statistics_dtype};
+use candle_grpo_core::dtype::{arithmetic_dtype, statistics_dtype};
+use candle_grpo_core::{KlEstimator, Mask, Metrics};
 use serde::{Deserialize, Serialize};
 
 pub use filter::{FilterLevel, FilterStatistic, RolloutFilter};

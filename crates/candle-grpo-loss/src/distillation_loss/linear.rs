@@ -1,7 +1,8 @@
 //! Distillation from hidden states, in chunks of tokens.
 
 use candle_core::{Result, Tensor, Var};
-use candle_grpo_core::{Mask, Metrics, arithmetic_dtype};
+use candle_grpo_core::dtype::arithmetic_dtype;
+use candle_grpo_core::{Mask, Metrics};
 use candle_grpo_kernels::{LinearGradients, add_matmul};
 
 use super::output_layer::{products, same_dtype};

@@ -8,7 +8,8 @@ mod teacher_logits;
 mod whole;
 
 use candle_core::{D, DType, Result, Tensor, bail};
-use candle_grpo_core::{Invalid, Kl, Mask, Metrics, arithmetic_dtype};
+use candle_grpo_core::dtype::arithmetic_dtype;
+use candle_grpo_core::{Invalid, Kl, Mask, Metrics};
 use serde::{Deserialize, Serialize};
 
 pub use linear::{LinearDistillationOutput, linear_distillation_loss, logits_of_chunk};

@@ -1,8 +1,9 @@
 //! The checked tensors of a batch.
 
 use candle_core::{DType, Result, Tensor, bail};
+use candle_grpo_core::dtype::arithmetic_dtype;
 use candle_grpo_core::inputs::{Input, Inputs};
-use candle_grpo_core::{KlEstimator, Mask, Metrics, arithmetic_dtype};
+use candle_grpo_core::{KlEstimator, Mask, Metrics};
 
 use super::{PolicyBatch, PolicyLoss};
 use crate::importance_level::ImportanceLevel;

@@ -1,7 +1,8 @@
 //! The teacher term: distillation from the log-probs of a teacher.
 
 use candle_core::{D, Result, Tensor, bail};
-use candle_grpo_core::{Kl, Mask, Metrics, reverse_recurrence};
+use candle_grpo_core::advantage::reverse_recurrence;
+use candle_grpo_core::{Kl, Mask, Metrics};
 use serde::{Deserialize, Serialize};
 
 use super::checked_batch::CheckedBatch;

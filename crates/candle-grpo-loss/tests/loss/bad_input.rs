@@ -1,7 +1,8 @@
 //! Bad input gives an error that names the argument, what it is and what it must be.
 
 use candle_core::{DType, Device, Result, Tensor, Var};
-use candle_grpo_core::{Kl, KlGradient};
+use candle_grpo_core::Kl;
+use candle_grpo_core::kl::KlGradient;
 use candle_grpo_loss::correction::{FilterLevel, FilterStatistic, ImportanceWeight, RolloutFilter};
 use candle_grpo_loss::surrogate::{
     ClipCov, DetachedWeight, DivergenceMask, FutureKl, GeometricMean, GroupContrast, KlCov,

@@ -1,6 +1,7 @@
 //! Doc comments state the defaults of the options.
 
-use candle_grpo_core::{AdvantageConfig, CoefSchedule, RewardShaping};
+use candle_grpo_core::schedule::CoefSchedule;
+use candle_grpo_core::{AdvantagePipeline, RewardShaping};
 use candle_grpo_loss::correction::{ImportanceWeight, ProximalPolicy, RolloutFilter};
 use candle_grpo_loss::surrogate::{
     ClipCov, DetachedWeight, DivergenceMask, FutureKl, GeometricMean, GroupContrast, KlCov,
@@ -20,7 +21,7 @@ use serde_json::json;
 fn each_option_states_its_default() -> serde_json::Result<()> {
     let mut defaults = defaults_of![
         AdaptiveEntropy,
-        AdvantageConfig,
+        AdvantagePipeline,
         Clip,
         ClipCov,
         CoefSchedule,

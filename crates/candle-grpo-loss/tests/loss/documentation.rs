@@ -5,12 +5,17 @@ use std::collections::BTreeSet;
 use std::path::Path;
 
 use candle_core::{Error, Result};
-use candle_grpo_core::trajectories::Gigpo;
-use candle_grpo_core::{
-    AdvantageConfig, AdvantageRange, CoefSchedule, CosineLength, CostPenalty, DifficultyPools,
-    DynamicSampling, GroupAdvantage, Kl, KlController, OverlongPenalty, RepetitionPenalty,
-    RewardShaping, SampleFilter, ScoreEnsemble, ScoreResampling, TokenAdvantage, Whitening,
+use candle_grpo_core::advantage::Whitening;
+use candle_grpo_core::kl::KlController;
+use candle_grpo_core::rewards::{
+    CosineLength, CostPenalty, OverlongPenalty, RepetitionPenalty, ScoreEnsemble,
 };
+use candle_grpo_core::schedule::CoefSchedule;
+use candle_grpo_core::selection::{
+    AdvantageRange, DifficultyPools, DynamicSampling, SampleFilter, ScoreResampling,
+};
+use candle_grpo_core::trajectories::Gigpo;
+use candle_grpo_core::{AdvantagePipeline, GroupAdvantage, Kl, RewardShaping, TokenAdvantage};
 use candle_grpo_loss::correction::ProximalPolicy;
 use candle_grpo_loss::{
     AdaptiveEntropy, Aggregation, DistillationLoss, KlLoss, PolicyLoss, Recipe, RolloutCorrection,
@@ -77,7 +82,7 @@ fn each_configuration_is_read_as_the_type_that_it_is_shown_for() -> Result<()> {
     for Shown { name, of, text } in &shown {
         let result = match of.as_str() {
             "AdaptiveEntropy" => read::<AdaptiveEntropy>(text),
-            "AdvantageConfig" => read::<AdvantageConfig>(text),
+            "AdvantagePipeline" => read::<AdvantagePipeline>(text),
             "Aggregation" => read::<Aggregation>(text),
             "AdvantageRange" => read::<AdvantageRange>(text),
             "CoefSchedule" => read::<CoefSchedule>(text),

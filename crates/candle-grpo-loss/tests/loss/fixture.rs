@@ -1,7 +1,8 @@
 //! A batch of five sequences, and losses from every corner of the product.
 
 use candle_core::{DType, Device, Result, Tensor, Var};
-use candle_grpo_core::{Kl, KlEstimator, KlGradient};
+use candle_grpo_core::kl::KlGradient;
+use candle_grpo_core::{Kl, KlEstimator};
 use candle_grpo_loss::surrogate::{
     ClipCov, DetachedWeight, Divergence, DivergenceMask, DropIf, FutureKl, GeometricMean, KlCov,
     Likelihood, MaskedValue, PositiveIf, SoftGate, SquaredLogRatio, Topr, UnifiedMask, Vespo,

@@ -1,9 +1,9 @@
 //! Recipes: valid, unchanged by a configuration file, strict about unknown keys.
 
 use candle_core::{Result, Tensor};
-use candle_grpo_core::{
-    AdvantageBatch, AdvantageConfig, AdvantageEstimator, AdvantageName, GroupFilter, RewardShaping,
-};
+use candle_grpo_core::advantage::AdvantageName;
+use candle_grpo_core::selection::GroupFilter;
+use candle_grpo_core::{AdvantageBatch, AdvantageEstimator, AdvantagePipeline, RewardShaping};
 use candle_grpo_loss::{Aggregation, Clip, PolicyLoss, Recipe};
 use candle_grpo_test_support::{assert_close, devices, message, numbers};
 use rstest::rstest;
@@ -125,7 +125,7 @@ fn the_roll_recipe_whitens_and_clips() -> Result<()> {
     "policy_loss.surrogate.clip.low: 1.5"
 )]
 #[case(
-    Recipe { advantage: AdvantageConfig { gamma: Some(7.), ..AdvantageName::Gae.into() }, ..Recipe::grpo() },
+    Recipe { advantage: AdvantagePipeline { gamma: Some(7.), ..AdvantageName::Gae.into() }, ..Recipe::grpo() },
     "advantage.gamma: 7"
 )]
 #[case(

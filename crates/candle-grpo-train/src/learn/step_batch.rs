@@ -2,10 +2,12 @@
 
 use anyhow::{Context, Result, ensure};
 use candle_core::{DType, Tensor};
+use candle_grpo_core::rewards::{Costs, NonFinite, RunningMoments};
 use candle_grpo_core::selection::top_entropy_tokens;
+use candle_grpo_core::selection::{FilterBatch, SampleFilter};
 use candle_grpo_core::{
-    AdvantageBatch, AdvantageEstimator, Advantages, Costs, FilterBatch, GroupAdvantage, Mask,
-    MetricValue, MetricValues, NonFinite, RewardShaping, RunningMoments, SampleFilter,
+    AdvantageBatch, AdvantageEstimator, Advantages, GroupAdvantage, Mask, MetricValue,
+    MetricValues, RewardShaping,
 };
 use candle_grpo_loss::{EntropyTokens, OldPolicy, PolicyBatch, RolloutCorrection, RolloutWeights};
 use candle_grpo_nn::ModelConfig;

@@ -1,8 +1,9 @@
 //! The settings of a training run.
 
 use anyhow::Result;
+use candle_grpo_core::kl::KlController;
+use candle_grpo_core::selection::{SampleFilter, ScoreResampling};
 use candle_grpo_core::validate as check;
-use candle_grpo_core::{KlController, SampleFilter, ScoreResampling};
 use candle_grpo_loss::surrogate::LossLevel;
 use candle_grpo_loss::{AdaptiveEntropy, EntropyTokens, Recipe, TokenLoss};
 use candle_grpo_nn::{AdamWConfig, BaseWeights, ComputeDType, LoraConfig};

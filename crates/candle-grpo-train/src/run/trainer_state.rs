@@ -6,7 +6,9 @@ use std::path::Path;
 
 use anyhow::{Context, Result, bail, ensure};
 use candle_core::{Device, Tensor, safetensors};
-use candle_grpo_core::{KlController, RunningState, TaskScores};
+use candle_grpo_core::kl::KlController;
+use candle_grpo_core::rewards::RunningState;
+use candle_grpo_core::selection::TaskScores;
 use candle_grpo_loss::AdaptiveEntropy;
 use candle_grpo_nn::weights::text_model;
 use candle_grpo_nn::{ComputeDType, Lora, ModelConfig, Parameters, all_finite, atomic_file};

@@ -7,9 +7,9 @@ use std::sync::{Arc, Mutex};
 
 use anyhow::{Result, bail, ensure};
 use candle_core::Device;
-use candle_grpo_core::{
-    AdvantageBatch, AdvantageEstimator, AdvantageName, AdvantagePipeline, Advantages, GroupFilter,
-};
+use candle_grpo_core::advantage::AdvantageName;
+use candle_grpo_core::selection::GroupFilter;
+use candle_grpo_core::{AdvantageBatch, AdvantageEstimator, AdvantagePipeline, Advantages};
 use candle_grpo_loss::correction::ImportanceWeight;
 use candle_grpo_loss::{Recipe, RolloutCorrection};
 use candle_grpo_nn::{LoraConfig, Parameters};

@@ -5,7 +5,9 @@ use std::sync::{Arc, Mutex};
 
 use anyhow::Result;
 use candle_grpo_collective::Collective;
-use candle_grpo_core::{AdvantageConfig, AdvantageName, NormLevel, RewardNorm, RewardShaping};
+use candle_grpo_core::advantage::AdvantageName;
+use candle_grpo_core::rewards::{NormLevel, RewardNorm};
+use candle_grpo_core::{AdvantagePipeline, RewardShaping};
 use candle_grpo_loss::correction::ImportanceWeight;
 use candle_grpo_loss::surrogate::{ClipCov, KlCov, Surrogate};
 use candle_grpo_loss::{Aggregation, KlLoss, PolicyLoss, Recipe, RolloutCorrection};
@@ -106,7 +108,7 @@ fn surrogate(surrogate: impl Into<Surrogate>) -> Recipe {
 }
 
 fn advantage(name: &str) -> Recipe {
-    let advantage: AdvantageConfig = serde_json::from_str(name).unwrap();
+    let advantage: AdvantagePipeline = serde_json::from_str(name).unwrap();
     Recipe {
         advantage,
         ..Recipe::default()

@@ -7,10 +7,13 @@ use crate::common::{
     trainer,
 };
 use candle_core::Tensor;
+use candle_grpo_core::advantage::{AdvantageName, KlPenalty};
+use candle_grpo_core::kl::KlController;
+use candle_grpo_core::rewards::{CostPenalty, OverlongPenalty};
+use candle_grpo_core::selection::{GroupFilter, SampleFilter, ScoreResampling};
 use candle_grpo_core::{
-    AdvantageBatch, AdvantageConfig, AdvantageEstimator, AdvantageName, AdvantagePipeline,
-    Advantages, CostPenalty, GroupFilter, KlController, KlPenalty, OverlongPenalty, RewardShaping,
-    SampleFilter, ScoreResampling, TokenAdvantage,
+    AdvantageBatch, AdvantageEstimator, AdvantagePipeline, Advantages, RewardShaping,
+    TokenAdvantage,
 };
 use candle_grpo_loss::correction::{FilterLevel, FilterStatistic, ImportanceWeight, RolloutFilter};
 use candle_grpo_loss::surrogate::{
@@ -42,7 +45,7 @@ fn with_loss(policy_loss: PolicyLoss) -> TrainConfig {
     })
 }
 
-fn with_advantage(advantage: impl Into<AdvantageConfig>) -> TrainConfig {
+fn with_advantage(advantage: impl Into<AdvantagePipeline>) -> TrainConfig {
     config(Recipe {
         advantage: advantage.into(),
         ..Recipe::default()
@@ -114,7 +117,7 @@ fn every_named_advantage_without_a_critic_trains(
     )]
     name: &str,
 ) {
-    let advantage: AdvantageConfig = serde_json::from_str(name).unwrap();
+    let advantage: AdvantagePipeline = serde_json::from_str(name).unwrap();
     let metrics = trainer(share_of_a, with_advantage(advantage))
         .step()
         .unwrap();
@@ -736,7 +739,7 @@ fn controllers_change_their_coefficients() {
     let error = config.validate().unwrap_err().to_string();
     assert!(error.starts_with("adaptive_entropy: "), "{error}");
     config.adaptive_entropy = None;
-    config.recipe.advantage = AdvantageConfig::default();
+    config.recipe.advantage = AdvantagePipeline::default();
     let error = config.validate().unwrap_err().to_string();
     assert!(error.starts_with("reward_kl: "), "{error}");
 }

@@ -2,7 +2,7 @@
 
 use anyhow::{Context, Result, bail};
 use candle_core::{DType, Tensor, Var};
-use candle_grpo_core::{CoefSchedule, Decay};
+use candle_grpo_core::schedule::{CoefSchedule, Decay};
 use candle_grpo_core::{Kl, KlEstimator, MetricValues};
 use candle_grpo_loss::correction::{
     FilterLevel, FilterStatistic, ImportanceWeight, OutOfBounds, RolloutFilter,

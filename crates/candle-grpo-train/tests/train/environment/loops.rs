@@ -5,7 +5,8 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Condvar, Mutex};
 
 use anyhow::{Result, bail};
-use candle_grpo_core::{AdvantageName, GroupFilter};
+use candle_grpo_core::advantage::AdvantageName;
+use candle_grpo_core::selection::GroupFilter;
 use candle_grpo_test_support::{WATCHDOG, cases, on_ranks, stay_on_cpu};
 use candle_grpo_train::environment::{
     Append, Environment, EnvironmentLimits, EpisodeEnd, EpisodeStart, Observation, Step, Turn,

@@ -8,7 +8,7 @@ use std::fs;
 use std::path::{Path, PathBuf};
 
 use candle_grpo::config::{Document, RollFile, RunConfig, SftEvaluationConfig, SftRunConfig};
-use candle_grpo::core::CosineLength;
+use candle_grpo::core::rewards::CosineLength;
 use candle_grpo::train::DatasetConfig;
 use candle_grpo::train::environment::{EnvironmentKind, EnvironmentLimits, ProgramToolConfig};
 use candle_grpo::train::learn::DemonstrationConfig;
