@@ -148,9 +148,10 @@ fn trl(case: &Case) -> Result<Outputs> {
         _ => scale(case)?,
     };
     // TRL ignores the scale if it normalizes each component.
-    let scale = match components {
-        ComponentOrder::SumThenNormalize => scale,
-        ComponentOrder::NormalizeThenSum => Scale::Group,
+    let scale = if components == ComponentOrder::NormalizeThenSum {
+        Scale::Group
+    } else {
+        scale
     };
     let group = GroupAdvantage {
         epsilon,
