@@ -14,10 +14,16 @@
 //! A loss combines [`ImportanceLevel`], [`Surrogate`], [`KlLoss`], entropy bonus and
 //! [`Aggregation`]. Published losses are constructors such as [`PolicyLoss::grpo`]. A [`Recipe`]
 //! adds reward shaping and advantages: the algorithm section of a configuration file. A custom
-//! surrogate implements [`TokenLoss`].
+//! surrogate implements [`TokenLoss`]. Items in [`experimental`] may change between releases.
 //!
 //! The re-exports below are documented in the crates that they come from. In the examples there,
 //! `candle_grpo_loss` may replace the name of that crate.
+//!
+//! # Compatibility
+//!
+//! Options are structs with public fields and a `Default`, and releases add fields: end a literal
+//! with `..Default::default()` or a constructor, such as `..PolicyLoss::dapo()`. Enums that may
+//! grow, and results, are `#[non_exhaustive]`.
 //!
 //! # Gradients
 //!
@@ -50,9 +56,11 @@
 
 mod adaptive_entropy;
 mod aggregation;
+pub mod correction;
 mod distillation_loss;
 mod distribution_statistics;
 mod divergence;
+pub mod experimental;
 mod importance_level;
 mod kl_loss;
 mod padded_tokens;
@@ -60,7 +68,7 @@ mod policy_loss;
 mod positive_nll;
 mod preference_loss;
 mod recipe;
-pub mod rollout;
+
 mod softmax;
 mod sum_of_squared_probs;
 pub mod surrogate;
@@ -70,14 +78,17 @@ mod value_loss;
 pub use adaptive_entropy::AdaptiveEntropy;
 pub use aggregation::Aggregation;
 #[doc(no_inline)]
-pub use candle_grpo_core::{Kl, KlEstimator, KlGradient, Mask, MetricValues, Metrics};
+pub use candle_grpo_core::kl::KlGradient;
+#[doc(no_inline)]
+pub use candle_grpo_core::{Kl, KlEstimator, Mask, MetricValues, Metrics};
 #[doc(no_inline)]
 pub use candle_grpo_kernels::{
     LinearGradients, LinearLogProb, LogProbOptions, TokenLogProbs, cuda_device, default_device,
     ensure_gradients, linear_log_prob, log_prob,
 };
+pub use correction::{RolloutCorrection, RolloutWeights};
 pub use distillation_loss::{
-    DistillationLoss, LinearDistillationOutput, OutputLayer, Support, Tail, Teacher,
+    DistillationLoss, LinearDistillationOutput, OutputLayer, Support, Tail, TeacherLogits,
     linear_distillation_loss, logits_of_chunk,
 };
 pub use distribution_statistics::{DistributionStatistics, distribution_statistics};
@@ -85,14 +96,12 @@ pub use importance_level::ImportanceLevel;
 pub use kl_loss::{BiasCorrection, KlLoss};
 pub use padded_tokens::PaddedTokens;
 pub use policy_loss::{
-    Distillation, DistillationForm, EarlyWeight, EmptySequences, EntropyTokens,
-    LinearPolicyLossOutput, OldPolicy, PolicyBatch, PolicyLoss, PolicyLossOutput, Student,
-    linear_policy_loss,
+    EarlyWeight, EmptySequences, EntropyTokens, LinearPolicyLossOutput, OldPolicy, PolicyBatch,
+    PolicyLoss, PolicyLossOutput, Student, TeacherTerm, TeacherTermForm, linear_policy_loss,
 };
 pub use positive_nll::PositiveNll;
 pub use preference_loss::PreferenceLoss;
 pub use recipe::Recipe;
-pub use rollout::{RolloutCorrection, RolloutWeights};
 pub use sum_of_squared_probs::sum_of_squared_probs;
 pub use surrogate::{Clip, Surrogate, TokenLoss};
 pub use totals::StepTotals;

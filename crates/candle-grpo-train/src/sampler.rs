@@ -85,6 +85,7 @@ impl<C: ModelConfig> Sampler<C> {
 
     /// Sets the function that converts tokens to text, in which the generator searches for stop
     /// strings. Several threads call it with a completion's last tokens.
+    #[must_use]
     pub fn with_text_decoder(
         mut self,
         decode: impl Fn(&[u32]) -> Result<String> + Send + Sync + 'static,
@@ -95,18 +96,21 @@ impl<C: ModelConfig> Sampler<C> {
 
     /// Like [`Self::with_text_decoder`], with `tokenizer`. Special tokens are kept, since a stop
     /// string may be or contain one.
+    #[must_use]
     pub fn with_tokenizer(self, tokenizer: &Tokenizer) -> Self {
         let tokenizer = tokenizer.clone();
         self.with_text_decoder(move |tokens| decode_tokens(tokens, &tokenizer))
     }
 
     /// Sets the receiver of progress, which can also cancel sampling.
+    #[must_use]
     pub fn with_progress(mut self, progress: Arc<dyn Progress>) -> Self {
         self.progress = progress;
         self
     }
 
     /// Sets whether to record [`Completion::experts`], for training that replays them.
+    #[must_use]
     pub fn with_experts(self, records_experts: bool) -> Self {
         Self {
             records_experts,
@@ -115,6 +119,7 @@ impl<C: ModelConfig> Sampler<C> {
     }
 
     /// Samples multi-turn trajectories with `environments`, in place of single completions.
+    #[must_use]
     pub fn with_environments(self, environments: Arc<Environments>) -> Self {
         Self {
             environments: Some(environments),
@@ -123,6 +128,7 @@ impl<C: ModelConfig> Sampler<C> {
     }
 
     /// Replaces the generator.
+    #[must_use]
     pub fn with_generator(self, generator: Arc<dyn Generator<C>>) -> Self {
         Self { generator, ..self }
     }

@@ -4,6 +4,7 @@ use candle_core::{D, Result, Tensor, bail};
 
 use crate::dtype::{arithmetic_dtype, for_statistics};
 use crate::groups::{GroupLayout, Groups};
+use crate::inputs::Input;
 use crate::mask::Mask;
 use crate::rewards::{IntoRewards, RewardTensor, check_not_empty};
 use crate::trajectories::Steps;
@@ -25,8 +26,8 @@ macro_rules! advantage_batch {
         /// let response_mask = Tensor::new(&[[1u8, 1, 1], [1, 0, 0], [1, 1, 0], [1, 1, 1]], &Device::Cpu)?;
         /// let batch = AdvantageBatch::new(&rewards, 4).response_mask(&response_mask);
         ///
-        /// let opo = AdvantagePipeline::opo().estimate(&batch)?;
-        /// assert!((opo.advantages.to_vec1::<f32>()?[0] - 0.4444).abs() < 1e-4);
+        /// let returns = AdvantagePipeline::reinforce_plus_plus().estimate(&batch)?.returns;
+        /// assert_eq!(returns.expect("a stage of tokens").to_vec2::<f32>()?[1], [0., 0., 0.]);
         /// # Ok::<(), candle_core::Error>(())
         /// ```
         #[derive(Debug, Clone)]
@@ -43,6 +44,11 @@ macro_rules! advantage_batch {
         }
 
         impl AdvantageBatch {
+            /// Returns whether a batch can have `input`.
+            pub fn accepts(input: Input) -> bool {
+                [$(stringify!($name)),*].contains(&input.name())
+            }
+
             pub(crate) fn without_rewards(groups: Groups) -> Self {
                 Self {
                     rewards: None,
@@ -55,6 +61,7 @@ macro_rules! advantage_batch {
 
             $(
                 #[doc = concat!("Sets [`Self::", stringify!($name), "`](field@Self::", stringify!($name), ").")]
+                #[must_use]
                 pub fn $name(mut self, $name: &Tensor) -> Self {
                     self.$name = Some($name.clone());
                     self
@@ -84,7 +91,11 @@ advantage_batch! {
     /// Sums over the vocabulary of the squared probabilities of the old policy, `[B, T]`.
     sum_of_squared_probs,
     /// Importance weights of samples from another engine, `[B, T]`.
-    rollout_weights,
+    importance_weights,
+    /// Log-probs of the sampling engine, `[B, T]`.
+    rollout_log_probs,
+    /// Entropies of the policy before the update, `[B, T]`.
+    entropy,
     /// Scores of the whole trajectories, `[B]`, if they are not the sums of the rewards of their
     /// steps.
     episode_rewards,
@@ -108,18 +119,21 @@ impl AdvantageBatch {
     }
 
     /// Sets the groups of sequences that share a prompt.
+    #[must_use]
     pub fn groups(mut self, groups: impl Into<Groups>) -> Self {
         self.groups = groups.into();
         self
     }
 
     /// Sets the trajectory and state of each row.
+    #[must_use]
     pub fn steps(mut self, steps: &Steps) -> Self {
         self.steps = Some(steps.clone());
         self
     }
 
     /// Sets the number of steps of the run before this batch.
+    #[must_use]
     pub fn step(mut self, step: usize) -> Self {
         self.step = Some(step);
         self

@@ -7,7 +7,9 @@ use super::{
     AdvantageBatch, AdvantageEstimator, Advantages, Baseline, BaselinePopulation, ComponentOrder,
     DEFAULT_EPSILON, KlPenalty, Scale, SingletonGroup, Whitening, ZeroSignalScaling,
 };
+use crate::Invalid;
 use crate::groups::{GroupLayout, Groups};
+use crate::inputs::{Input, Inputs};
 use crate::metrics::Metrics;
 use crate::moments::{Moments, divide_by_std};
 use crate::rewards::{
@@ -15,7 +17,7 @@ use crate::rewards::{
     mark_missing, to_result_dtype,
 };
 use crate::selection::GroupSummary;
-use crate::validate::{self, Checked, Invalid, Name};
+use crate::validate::{self, Checked, Name};
 
 /// An advantage function: rewards in, advantages relative to the group out.
 ///
@@ -47,9 +49,11 @@ use crate::validate::{self, Checked, Invalid, Name};
 /// RLOO  (x - m) n / (n - 1), divided by s + epsilon unless the scale is Scale::None
 /// ```
 ///
-/// As an [`AdvantageEstimator`] it uses its own [`scale`](Self::scale) and also applies the KL
-/// penalty and the clip. Statistics run in f64, in two passes and relative to the smallest reward:
-/// equal rewards get exactly 0.
+/// [`Self::compute`] replaces the field [`scale`](Self::scale) by its argument. It applies
+/// [`factor`](Self::factor), [`normalize`](Self::normalize) and [`clip`](Self::clip) as
+/// [`AdvantageEstimator::estimate`] does, which uses the field. The KL penalty needs `estimate`,
+/// because the log-probs are in the batch. Statistics run in f64, in two passes and relative to the
+/// smallest reward: equal rewards get exactly 0.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct GroupAdvantage {
@@ -61,7 +65,7 @@ pub struct GroupAdvantage {
     /// Divisor. Default `group`.
     pub scale: Scale,
     /// Added to the standard deviation. 1e-6 in verl and ROLL, 1e-4 in TRL, 1e-8 in twinkle, 1e-9
-    /// in OpenRLHF. Default 1e-6.
+    /// in OpenRLHF. Default `DEFAULT_EPSILON`.
     pub epsilon: f64,
     /// Delta degrees of freedom of the variance: 1 divides by n - 1 (as all these libraries do), 0
     /// by n. Default 1.
@@ -110,7 +114,7 @@ impl Default for GroupAdvantage {
 }
 
 impl GroupAdvantage {
-    /// GRPO: `(x - m) / (s + 1e-6)` (<https://arxiv.org/abs/2402.03300>).
+    /// GRPO: `(x - m) / (s + epsilon)` with [`DEFAULT_EPSILON`] (<https://arxiv.org/abs/2402.03300>).
     pub fn grpo() -> Self {
         Self::default()
     }
@@ -129,8 +133,9 @@ impl GroupAdvantage {
         }
     }
 
-    /// Computes advantages `[B]` of `rewards` `[B]` or `[B, K]` with this `scale`, on the device of
-    /// the rewards.
+    /// Computes advantages `[B]` of `rewards` `[B]` or `[B, K]` on the device of the rewards. The
+    /// argument `scale` replaces the field [`scale`](Self::scale); all other options apply,
+    /// [`factor`](Self::factor), [`normalize`](Self::normalize) and [`clip`](Self::clip) included.
     ///
     /// `groups` is the number of consecutive samples of one prompt, or the group id of each sample.
     ///
@@ -179,8 +184,8 @@ impl GroupAdvantage {
         let weights = self.reward_weights.as_deref();
         let combined = combine(&rewards, weights, self.non_finite)?;
         let batch = AdvantageBatch::without_rewards(groups.into());
-        let inputs = Inputs::new(&combined.0, &batch)?;
-        let stats = function.statistics(&inputs, &combined)?;
+        let context = Context::new(&combined.0, &batch)?;
+        let stats = function.statistics(&context, &combined)?;
         let moments = &stats.moments;
         let column = |x: &Tensor, dtype| x.squeeze(1)?.to_dtype(dtype);
         Ok(GroupStatistics {
@@ -244,8 +249,8 @@ impl GroupAdvantage {
             }
         };
         let combined = combine(rewards, weights, self.non_finite)?;
-        let inputs = Inputs::new(&combined.0, batch)?;
-        let sums = self.statistics(&inputs, &combined)?;
+        let context = Context::new(&combined.0, batch)?;
+        let sums = self.statistics(&context, &combined)?;
         let advantages = match (self.components, rewards.values.dims()) {
             (ComponentOrder::NormalizeThenSum, &[_, components]) => {
                 let mut sum = sums.rows.zeros_like()?;
@@ -256,13 +261,13 @@ impl GroupAdvantage {
                     };
                     // `combined` already decided whether a missing score is an error.
                     let component = combine(&component, None, NonFinite::Exclude)?;
-                    let stats = self.statistics(&inputs, &component)?;
+                    let stats = self.statistics(&context, &component)?;
                     let weight = weights.map_or(1., |w| w[k]);
-                    sum = (sum + (self.relative(&stats, &inputs)? * weight)?)?;
+                    sum = (sum + (self.relative(&stats, &context)? * weight)?)?;
                 }
                 sum
             }
-            _ => self.relative(&sums, &inputs)?,
+            _ => self.relative(&sums, &context)?,
         };
         let mut advantages = (self.compensated(&sums, advantages)? * self.factor)?;
         if let Some(normalize) = &self.normalize {
@@ -308,15 +313,15 @@ impl GroupAdvantage {
     /// The samples that enter the statistics, u8 `[B]`.
     fn selected(
         &self,
-        inputs: &Inputs<'_>,
+        context: &Context<'_>,
         (rewards, finite): &(Tensor, Tensor),
     ) -> Result<Tensor> {
         let mut selected = finite.clone();
         if self.population == BaselinePopulation::Unmasked {
-            selected = (selected * inputs.lengths(rewards)?.gt(0.)?)?;
+            selected = (selected * context.lengths(rewards)?.gt(0.)?)?;
         }
         if self.baseline == Baseline::Given {
-            let baselines = inputs.baselines()?;
+            let baselines = context.baselines()?;
             let known = finite_mask(&baselines)?;
             if self.non_finite == NonFinite::Error {
                 check_finite("reward_baselines", &baselines, &known)?;
@@ -328,11 +333,11 @@ impl GroupAdvantage {
 
     fn statistics(
         &self,
-        inputs: &Inputs<'_>,
+        context: &Context<'_>,
         combined: &(Tensor, Tensor),
     ) -> Result<RowStatistics> {
         let (rewards, _) = combined;
-        let layout = GroupLayout::new(&inputs.batch.groups, inputs.samples, rewards.device())?;
+        let layout = GroupLayout::new(&context.batch.groups, context.samples, rewards.device())?;
         if self.single_sample == SingletonGroup::Error
             && self.baseline.is_group_relative()
             && let Some(group) = layout.sizes().iter().position(|&n| n == 1)
@@ -341,7 +346,7 @@ impl GroupAdvantage {
                 "groups: group {group} has one sample, a relative advantage needs at least two (or set single_sample)"
             );
         }
-        let selected = self.selected(inputs, combined)?;
+        let selected = self.selected(context, combined)?;
         let rows = layout.to_rows(rewards)?;
         let selected = (layout.to_rows(&selected)? * layout.present()?)?;
         Ok(RowStatistics {
@@ -353,8 +358,8 @@ impl GroupAdvantage {
     }
 
     /// The rewards minus the baseline, divided by the scale: `[P, W]`, 0 where there is no reward.
-    fn relative(&self, stats: &RowStatistics, inputs: &Inputs<'_>) -> Result<Tensor> {
-        let centered = self.subtract_baseline(stats, inputs)?;
+    fn relative(&self, stats: &RowStatistics, context: &Context<'_>) -> Result<Tensor> {
+        let centered = self.subtract_baseline(stats, context)?;
         let advantages = match self.scale {
             Scale::None => centered,
             Scale::Group => divide_by_std(&centered, &stats.moments.std(self.ddof)?, self.epsilon)?,
@@ -378,7 +383,7 @@ impl GroupAdvantage {
 
     /// The rewards minus the baseline, 0 where there is no reward and, for a baseline of the group,
     /// in groups of one.
-    fn subtract_baseline(&self, stats: &RowStatistics, inputs: &Inputs<'_>) -> Result<Tensor> {
+    fn subtract_baseline(&self, stats: &RowStatistics, context: &Context<'_>) -> Result<Tensor> {
         let centered = &stats.moments.centered;
         let select = |x: &Tensor| stats.selected.where_cond(x, &x.zeros_like()?);
         match self.baseline {
@@ -389,7 +394,7 @@ impl GroupAdvantage {
                 centered.broadcast_mul(&factor)
             }
             Baseline::LengthWeighted => {
-                let lengths = select(&stats.layout.to_rows(&inputs.lengths(&stats.rows)?)?)?;
+                let lengths = select(&stats.layout.to_rows(&context.lengths(&stats.rows)?)?)?;
                 let sum = (centered * &lengths)?.sum_keepdim(1)?;
                 let above_mean = (sum / lengths.sum_keepdim(1)?.maximum(1.)?)?;
                 select(&centered.broadcast_sub(&above_mean)?)
@@ -397,7 +402,7 @@ impl GroupAdvantage {
             Baseline::BestOfOthers => margin_over_second(stats),
             Baseline::BatchMean => stats.batch_moments()?.centered.reshape(stats.rows.shape()),
             Baseline::Given => {
-                let baselines = stats.layout.to_rows(&inputs.baselines()?)?;
+                let baselines = stats.layout.to_rows(&context.baselines()?)?;
                 select(&(&stats.rows - baselines)?)
             }
             Baseline::None => select(&stats.rows),
@@ -457,6 +462,12 @@ impl AdvantageEstimator for GroupAdvantage {
             ..wide
         })
     }
+
+    fn needs(&self) -> Inputs {
+        let log_probs = [Input::OldLogProbs, Input::RefLogProbs];
+        Inputs::when(self.kl_penalty.is_some(), log_probs)
+            | Inputs::when(self.baseline == Baseline::Given, Input::RewardBaselines)
+    }
 }
 
 /// The margin of the one best sample of each group over the second best, and 0 for all others.
@@ -482,6 +493,7 @@ fn margin_over_second(stats: &RowStatistics) -> Result<Tensor> {
 
 /// Statistics of each group, for P groups in the order of their first sample.
 #[derive(Debug, Clone)]
+#[non_exhaustive]
 pub struct GroupStatistics {
     /// Mean reward, `[P]`.
     pub mean: Tensor,
@@ -518,13 +530,13 @@ impl GroupStatistics {
 }
 
 /// The tensors of a batch beside its rewards.
-struct Inputs<'a> {
+struct Context<'a> {
     samples: usize,
     batch: &'a AdvantageBatch,
 }
 
-impl<'a> Inputs<'a> {
-    /// The inputs for the combined rewards `[B]`.
+impl<'a> Context<'a> {
+    /// The context of the combined rewards `[B]`.
     fn new(rewards: &Tensor, batch: &'a AdvantageBatch) -> Result<Self> {
         let samples = rewards.dims1()?;
         Ok(Self { samples, batch })

@@ -8,17 +8,20 @@ use super::{
     AdvantageBatch, AdvantageEstimator, Advantages, KlPenalty, MaskedTokens, OptimalTokenBaseline,
     TeacherWeight, Whitening,
 };
+use crate::Invalid;
 use crate::dtype::arithmetic_dtype;
+use crate::inputs::{Input, Inputs};
 use crate::mask::Mask;
 use crate::metrics::Metrics;
 use crate::rewards::{
     NonFinite, RewardTensor, check_all_finite, check_finite_tokens, combine, to_result_dtype,
 };
-use crate::validate::{self, Checked, Invalid};
+use crate::validate::{self, Checked};
 
 /// Baseline that is subtracted from the return of a token.
 #[derive(Debug, Clone, Copy, PartialEq, Default, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
+#[non_exhaustive]
 pub enum TokenBaseline {
     /// 0, or the value of the token if [`TokenAdvantage::lambda`] is given. The default.
     #[default]
@@ -62,7 +65,7 @@ pub enum TokenBaseline {
 /// Over the tokens of the mask: `reward_kl` and `teacher_kl` of the penalties,
 /// `token_reward_clip_fraction` and `advantage_clip_fraction` of the clips.
 /// `reward_kl_per_sequence` is the mean over sequences of their means; update a
-/// [`crate::KlController`] with it.
+/// [`crate::kl::KlController`] with it.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct TokenAdvantage {
@@ -81,8 +84,8 @@ pub struct TokenAdvantage {
     pub masked_tokens: MaskedTokens,
     /// Baseline that is subtracted from the returns. Default `none`.
     pub baseline: TokenBaseline,
-    /// Divergence from `teacher_log_probs` that is subtracted from each advantage: on-policy
-    /// distillation (ROLL, NeMo-RL). Absent by default.
+    /// Teacher penalty: the divergence from `teacher_log_probs`, which is subtracted from each
+    /// advantage (on-policy distillation in ROLL and NeMo-RL). Absent by default.
     pub distillation: Option<KlPenalty>,
     /// Weight of each advantage by a teacher, after `distillation` (RLSD). Absent by default.
     pub teacher_weight: Option<TeacherWeight>,
@@ -265,6 +268,22 @@ impl AdvantageEstimator for TokenAdvantage {
         check_all_finite("rewards", &rewards.values)?;
         let placed = mask.place_on_last(&sums)?;
         self.estimate_from(&placed, rewards.result_dtype, batch)
+    }
+
+    fn needs(&self) -> Inputs {
+        let penalty = self.kl_penalty.is_some();
+        let teacher = self.distillation.is_some() || self.teacher_weight.is_some();
+        let optimal = matches!(self.baseline, TokenBaseline::OptimalToken(_));
+        let given = self.baseline == TokenBaseline::Given;
+        Inputs::when(penalty || teacher || optimal, Input::OldLogProbs)
+            | Inputs::when(penalty, Input::RefLogProbs)
+            | Inputs::when(teacher, Input::TeacherLogProbs)
+            | Inputs::when(self.lambda.is_some(), Input::Values)
+            | Inputs::when(
+                optimal,
+                [Input::SumOfSquaredProbs, Input::ImportanceWeights],
+            )
+            | Inputs::when(given, Input::RewardBaselines)
     }
 }
 

@@ -1,6 +1,7 @@
 //! The inputs of a policy loss.
 
 use candle_core::{Result, Tensor, bail};
+use candle_grpo_core::inputs::Input;
 
 /// The denominator policy of the ratio.
 ///
@@ -70,6 +71,12 @@ macro_rules! policy_batch {
         }
 
         impl PolicyBatch {
+            /// Returns whether a batch can have `input`.
+            pub fn accepts(input: Input) -> bool {
+                input == Input::OldLogProbs
+                    || [$(stringify!($name)),*].contains(&input.name())
+            }
+
             /// A batch for [`crate::linear_policy_loss`], which computes log-probs and entropy
             /// itself. Its old policy is the current one.
             pub fn without_log_probs(advantages: &Tensor, response_mask: &Tensor) -> Self {
@@ -83,6 +90,7 @@ macro_rules! policy_batch {
 
             $(
                 #[doc = concat!("Sets [`Self::", stringify!($name), "`](field@Self::", stringify!($name), ").")]
+                #[must_use]
                 pub fn $name(mut self, $name: &Tensor) -> Self {
                     self.$name = Some($name.clone());
                     self
@@ -124,6 +132,8 @@ policy_batch! {
     ref_log_probs: PerToken,
     /// Log-probs `[B, T]` under a teacher, for [`crate::PolicyLoss::distillation`].
     teacher_log_probs: PerToken,
+    /// Values `[B, T]` of a critic, for a custom surrogate.
+    values: PerToken,
     /// Log-probs `[B, T]` of the sampling engine, for
     /// [`crate::PolicyLoss::off_policy_threshold`].
     rollout_log_probs: PerToken,
@@ -135,9 +145,9 @@ policy_batch! {
     /// Weights of the policy term for samples of another engine, from
     /// [`crate::RolloutCorrection`].
     ///
-    /// `[B, T]`, or `[B, 1]` or `[B]` for one weight per sequence. [`crate::surrogate::Vespo`] and
-    /// [`crate::surrogate::GeometricMean`] use a weight per sequence once, and the product of
-    /// weights per token.
+    /// `[B, T]`, or `[B, 1]` or `[B]` for one weight per sequence.
+    /// [`crate::experimental::Vespo`] and [`crate::surrogate::GeometricMean`] use a weight per
+    /// sequence once, and the product of weights per token.
     importance_weights: Either,
     /// Weight `[B]` of the policy term for each sequence. Denominators do not change: use weights
     /// with a mean of 1 over the step.
@@ -160,8 +170,9 @@ policy_batch! {
     /// Number of tokens of all samples of the prompt of each sequence over the whole step, `[B]`.
     /// [`crate::Aggregation::PromptMeanTokenMean`] requires it.
     prompt_tokens: PerSequence,
-    /// Group `[B]` of each sequence, any number. [`crate::surrogate::GroupContrast`] requires it,
-    /// and all sequences of a group in one batch.
+    /// Group `[B]` of each sequence, any number. A surrogate of
+    /// [`crate::surrogate::LossLevel::Group`] requires it, and all sequences of a group in one
+    /// batch.
     groups: PerSequence,
 }
 
@@ -178,11 +189,13 @@ impl PolicyBatch {
 
     /// Sets the log-probs `[B, T]` under the policy at the start of the update:
     /// [`OldPolicy::Recomputed`].
+    #[must_use]
     pub fn old_log_probs(self, old_log_probs: &Tensor) -> Self {
         self.old_policy(OldPolicy::Recomputed(old_log_probs.clone()))
     }
 
     /// Sets the denominator policy of the ratio.
+    #[must_use]
     pub fn old_policy(mut self, old: OldPolicy) -> Self {
         self.old = old;
         self
@@ -277,6 +290,7 @@ mod tests {
             .prompt_tokens(&sequences)
             .teacher_log_probs(&tokens)
             .token_weights(&tokens)
+            .values(&tokens)
             .groups(&sequences))
     }
 

@@ -1,15 +1,17 @@
 //! A batch of five sequences, and losses from every corner of the product.
 
 use candle_core::{DType, Device, Result, Tensor, Var};
-use candle_grpo_core::{Kl, KlEstimator, KlGradient};
+use candle_grpo_core::kl::KlGradient;
+use candle_grpo_core::{Kl, KlEstimator};
+use candle_grpo_loss::experimental::{FutureKl, Vespo};
 use candle_grpo_loss::surrogate::{
-    ClipCov, DetachedWeight, Divergence, DivergenceMask, DropIf, FutureKl, GeometricMean, KlCov,
-    Likelihood, MaskedValue, PositiveIf, SoftGate, SquaredLogRatio, Topr, UnifiedMask, Vespo,
+    ClipCov, DetachedWeight, Divergence, DivergenceMask, DropIf, GeometricMean, KlCov, Likelihood,
+    MaskedValue, PositiveIf, SoftGate, SquaredLogRatio, Topr, UnifiedMask,
 };
 use candle_grpo_loss::{
-    Aggregation, BiasCorrection, Clip, Distillation, DistillationForm, EmptySequences,
-    ImportanceLevel, KlLoss, MetricValues, PolicyBatch, PolicyLoss, PolicyLossOutput, PositiveNll,
-    StepTotals, Surrogate,
+    Aggregation, BiasCorrection, Clip, EmptySequences, ImportanceLevel, KlLoss, MetricValues,
+    PolicyBatch, PolicyLoss, PolicyLossOutput, PositiveNll, StepTotals, Surrogate, TeacherTerm,
+    TeacherTermForm,
 };
 use candle_grpo_test_support::{assert_close, noise, numbers};
 
@@ -385,13 +387,13 @@ pub(crate) fn differentiable_losses() -> Vec<PolicyLoss> {
 }
 
 /// A term whose gradient is that of its value.
-fn distillation() -> Distillation {
-    Distillation {
-        form: DistillationForm::Loss {
+fn distillation() -> TeacherTerm {
+    TeacherTerm {
+        form: TeacherTermForm::Loss {
             kl: Kl::new(KlEstimator::K2),
         },
         aggregation: Some(Aggregation::TokenMean),
-        ..Distillation::new(0.4)
+        ..TeacherTerm::new(0.4)
     }
 }
 

@@ -111,6 +111,7 @@ impl Decoder {
     /// Sets whether [`LanguageModel::record`] keeps only each block's input, and recomputes the
     /// block in the backward pass. This saves all activations but one block's, and takes about a
     /// third more time.
+    #[must_use]
     pub fn with_activation_checkpointing(mut self, on: bool) -> Self {
         self.activation_checkpointing = on;
         self

@@ -51,9 +51,10 @@ impl<'a> Export<'a> {
     /// Exports `parameters` in their dtype, or in f32 if some are quantized blocks.
     pub fn new(parameters: &'a Parameters) -> Self {
         let mut weights = parameters.iter();
-        let dtype = match weights.any(|(_, weight)| weight.dtype() == DType::U8) {
-            true => DType::F32,
-            false => parameters.dtype(),
+        let dtype = if weights.any(|(_, weight)| weight.dtype() == DType::U8) {
+            DType::F32
+        } else {
+            parameters.dtype()
         };
         Self {
             parameters,
@@ -70,6 +71,7 @@ impl<'a> Export<'a> {
     }
 
     /// Exports in another floating-point dtype.
+    #[must_use]
     pub fn in_dtype(self, dtype: DType) -> Self {
         Self { dtype, ..self }
     }
@@ -138,9 +140,10 @@ impl<'a> Export<'a> {
 
     /// The parameter from which the tensor `name` is computed.
     fn source<'n>(&self, name: &'n str) -> &'n str {
-        match name == OUTPUT && self.has_output_copy {
-            true => EMBEDDING,
-            false => name,
+        if name == OUTPUT && self.has_output_copy {
+            EMBEDDING
+        } else {
+            name
         }
     }
 

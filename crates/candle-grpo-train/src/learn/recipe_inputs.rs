@@ -1,9 +1,10 @@
 //! The inputs of an algorithm other than completions and rewards.
 
 use anyhow::{Result, ensure};
-use candle_grpo_core::advantage::{ComponentOrder, TokenBaseline};
+use candle_grpo_core::advantage::{Baseline, ComponentOrder, SingletonGroup, TokenBaseline};
+use candle_grpo_core::rewards::NormLevel;
 use candle_grpo_core::validate::check;
-use candle_grpo_core::{Baseline, GroupAdvantage, NormLevel, SingletonGroup, TokenAdvantage};
+use candle_grpo_core::{GroupAdvantage, TokenAdvantage};
 use candle_grpo_loss::Recipe;
 
 use candle_grpo_base::within;

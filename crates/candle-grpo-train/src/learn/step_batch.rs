@@ -2,10 +2,11 @@
 
 use anyhow::{Context, Result, ensure};
 use candle_core::{DType, Tensor};
-use candle_grpo_core::selection::top_entropy_tokens;
+use candle_grpo_core::rewards::{Costs, NonFinite, RunningMoments};
+use candle_grpo_core::selection::{FilterBatch, SampleFilter, top_entropy_tokens};
 use candle_grpo_core::{
-    AdvantageBatch, AdvantageEstimator, Advantages, Costs, FilterBatch, GroupAdvantage, Mask,
-    MetricValue, MetricValues, NonFinite, RewardShaping, RunningMoments, SampleFilter,
+    AdvantageBatch, AdvantageEstimator, Advantages, GroupAdvantage, Mask, MetricValue,
+    MetricValues, RewardShaping,
 };
 use candle_grpo_loss::{EntropyTokens, OldPolicy, PolicyBatch, RolloutCorrection, RolloutWeights};
 use candle_grpo_nn::ModelConfig;
@@ -406,7 +407,7 @@ impl<C: ModelConfig> Preparation<'_, C> {
             batch.ref_log_probs = log_probs.reference.clone();
             batch.teacher_log_probs = log_probs.teacher.clone();
             let corrected = log_probs.corrected.as_ref();
-            batch.rollout_weights = corrected.and_then(|corrected| corrected.weights.clone());
+            batch.importance_weights = corrected.and_then(|corrected| corrected.weights.clone());
         }
         let advantages = match (self.estimator, &self.config.turn_advantage) {
             (Some(estimator), _) => estimator.estimate(&batch)?,

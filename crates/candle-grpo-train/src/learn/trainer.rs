@@ -7,9 +7,10 @@ use std::time::Instant;
 use anyhow::{Context, Result, ensure};
 use candle_core::Tensor;
 use candle_grpo_collective::Collective;
-use candle_grpo_core::{
-    AdvantageEstimator, DifficultyPools, MetricValues, RunningState, TaskScores,
-};
+use candle_grpo_core::rewards::RunningState;
+use candle_grpo_core::selection::{DifficultyPools, TaskScores};
+use candle_grpo_core::{AdvantageEstimator, MetricValues};
+use candle_grpo_loss::surrogate::LossLevel;
 use candle_grpo_loss::{Aggregation, StepTotals, Surrogate, TokenLoss};
 use candle_grpo_nn::{ComputeDType, DecoderConfig, ModelConfig, Parameters};
 use tokenizers::Tokenizer;
@@ -699,7 +700,7 @@ impl<C: ModelConfig> Trainer<C> {
             policy.prompt_tokens = Some(counts);
             totals.prompts = Some(prompts);
         }
-        if policy_loss.surrogate.reduces_over_group() {
+        if policy_loss.surrogate.level() == LossLevel::Group {
             let world_size = self.ranks().collective().world_size();
             ensure!(
                 world_size == 1,

@@ -63,9 +63,10 @@ impl Checkpoints {
 
     /// Removes leftovers from a killed program, which take disk space.
     pub(super) fn remove_leftovers(&self) -> Result<()> {
-        match self.folder.is_dir() {
-            true => Ok(atomic_file::remove_leftovers(&self.folder)?),
-            false => Ok(()),
+        if self.folder.is_dir() {
+            Ok(atomic_file::remove_leftovers(&self.folder)?)
+        } else {
+            Ok(())
         }
     }
 

@@ -266,9 +266,10 @@ fn check_blocks<T: WithDType>(
         rounding: Rounding::Nearest,
         average: &m_on_cpu,
         square: &v_on_cpu,
-        gradient: &match like {
-            true => Tensor::from_slice(&g_like, n, cpu)?,
-            false => Tensor::from_slice(&g, n, cpu)?,
+        gradient: &if like {
+            Tensor::from_slice(&g_like, n, cpu)?
+        } else {
+            Tensor::from_slice(&g, n, cpu)?
         },
         weight_decay: WEIGHT_DECAY,
     };
