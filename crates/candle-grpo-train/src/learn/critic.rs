@@ -14,7 +14,7 @@ use serde::{Deserialize, Serialize};
 
 use super::StepStats;
 use super::blame::clip_factor;
-use super::response_forward::{Packed, RecordedResponses, predicting_states};
+use crate::sequence::response_forward::{Packed, RecordedResponses, predicting_states};
 use crate::{TokenBatch, TrainingBatch};
 
 /// Configuration of a [`Critic`].

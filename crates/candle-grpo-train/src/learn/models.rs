@@ -7,12 +7,12 @@ use anyhow::{Context, Result, bail, ensure};
 use candle_grpo_loss::Recipe;
 use candle_grpo_nn::{BaseWeights, DecoderConfig, Lora, LoraConfig, ModelConfig, Parameters};
 
+use super::distillation::Distillation;
 use super::recipe_inputs::RecipeInputs;
-use super::teacher::Distillation;
 use super::{Ranks, Reference, ReferenceRefresh, Teacher};
+use crate::checksums::sha256_of_parameters;
 use crate::rollout::PolicyWeights;
 use crate::run::RunInputs;
-use crate::run::checksums::sha256_of_parameters;
 use crate::{
     Actor, ActorConfig, Critic, Interrupted, Progress, Sampler, SamplingConfig, TrainConfig,
 };

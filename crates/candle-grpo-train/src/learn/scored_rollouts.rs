@@ -2,14 +2,15 @@
 
 use std::collections::BTreeMap;
 
-use anyhow::{Context, Result};
+use anyhow::{Context, Result, anyhow, bail, ensure};
 use candle_core::{Device, Tensor};
 use candle_grpo_core::{GroupAdvantage, GroupSummary, NonFinite, TaskScores, statistics_dtype};
 use serde::{Deserialize, Serialize};
 
 use super::step_metrics::RewardStatistics;
-use crate::Rollout;
 use crate::rewards::{RewardFaults, RewardRequests, RolloutScores, Scores};
+use crate::sequence::{Batch, Column};
+use crate::{Rollout, Sequence, TokenBatch};
 
 /// The name of a reward that has none, in metrics.
 const UNNAMED: &str = "reward";
@@ -190,7 +191,7 @@ impl ScoredRollouts {
     }
 
     fn ensure_as_many_components(&self, other: &Self) -> Result<()> {
-        anyhow::ensure!(
+        ensure!(
             self.components.len() == other.components.len(),
             "rewards: {} components after {}, there must always be as many",
             other.components.len(),
@@ -245,4 +246,86 @@ pub(super) fn record(scores: &mut TaskScores, drawn: &ScoredRollouts) -> Result<
         }
     }
     Ok(())
+}
+
+impl TokenBatch {
+    /// Creates the batch of `rollouts`. Tokens that the policy did not write are context: they are
+    /// not in the response mask.
+    ///
+    /// # Errors
+    ///
+    /// As in [`Self::new`].
+    pub fn from_rollouts(rollouts: &[Rollout], device: &Device) -> Result<Self> {
+        Self::of_batch(&batch_of(rollouts)?, device)
+    }
+
+    /// Returns this batch of `rollouts` with the experts that the sampler recorded. The policy then
+    /// replays them in training and does not choose (rollout routing replay,
+    /// <https://arxiv.org/abs/2510.11370>). Other models choose their experts.
+    ///
+    /// # Errors
+    ///
+    /// Returns an error that names a completion without [`experts`](crate::Completion::experts),
+    /// with another number of them, or with other tokens than the batch.
+    pub fn replaying(self, rollouts: &[Rollout]) -> Result<Self> {
+        ensure!(
+            self.sequences().len() == rollouts.len(),
+            "rollouts: {}, must be {}, those of the batch",
+            rollouts.len(),
+            self.sequences().len()
+        );
+        let pairs = self.sequences().iter().zip(rollouts);
+        let pairs = pairs.map(|(sequence, rollout)| {
+            replayed(sequence, rollout).with_context(|| {
+                format!(
+                    "completion {} of prompt {}",
+                    rollout.sample_index, rollout.prompt_index
+                )
+            })
+        });
+        let sequences = replayed.collect::<Result<_>>()?;
+        Ok(self.with_sequences(sequences))
+    }
+}
+
+/// `sequence`, the tokens of `rollout`, with its experts.
+fn replayed(sequence: &Sequence, rollout: &Rollout) -> Result<Sequence> {
+    let (prompt, response) = (&rollout.prompt_tokens, &rollout.completion.tokens);
+    ensure!(
+        sequence.prompt() == prompt && sequence.response() == response,
+        "{} prompt tokens and {} response tokens, must be the {} and {} of the batch",
+        prompt.len(),
+        response.len(),
+        sequence.prompt().len(),
+        sequence.response().len()
+    );
+    let Some(experts) = &rollout.completion.experts else {
+        bail!("no experts, must have them to be replayed");
+    };
+    sequence.clone().with_experts(experts.clone())
+}
+
+/// The name of the log-probs that the generator reported, in [`batch_of`].
+const ROLLOUT_LOG_PROBS: &str = "rollout_log_probs";
+
+/// The sequences of `rollouts`, with the log-probs that the generator reported.
+fn batch_of(rollouts: &[Rollout]) -> Result<Batch> {
+    let sequences = rollouts.iter().enumerate().map(|(i, rollout)| {
+        let sequence = rollout.sequence();
+        sequence.map_err(|error| anyhow!("sequence {i}: {error}"))
+    });
+    let log_probs = rollouts.iter().map(Rollout::reported_log_probs);
+    Batch::new(sequences.collect::<Result<_>>()?)?
+        .with_column(ROLLOUT_LOG_PROBS, Column::per_token(log_probs.collect()))
+}
+
+/// Returns the log-probs that the generator reported, f32 `[B, T]`: those of the policy, or of the
+/// distribution drawn from if it does not compute these. 0 for padding and for tokens that the
+/// policy did not write.
+///
+/// # Errors
+///
+/// If there are no rollouts, or one has no tokens.
+pub fn rollout_log_probs(rollouts: &[Rollout], device: &Device) -> Result<Tensor> {
+    batch_of(rollouts)?.tensor(ROLLOUT_LOG_PROBS, device)
 }

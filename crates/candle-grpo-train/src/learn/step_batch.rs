@@ -10,6 +10,7 @@ use candle_grpo_core::{
 use candle_grpo_loss::{EntropyTokens, OldPolicy, PolicyBatch, RolloutCorrection, RolloutWeights};
 use candle_grpo_nn::ModelConfig;
 
+use super::TrainerState;
 use super::critic::explained_variance;
 use super::micro_batches::MicroBatches;
 use super::models::Models;
@@ -18,7 +19,6 @@ use super::scored_rollouts::ScoredRollouts;
 use super::staleness::effective_sample_share;
 use super::{OldLogProbs, Teacher, rollout_log_probs};
 use crate::random::{generator, uniform};
-use crate::run::TrainerState;
 use crate::{FinishReason, Rollout, Sequence, TokenBatch, TrainConfig, TrainingBatch};
 
 /// The batch that a step trains on.

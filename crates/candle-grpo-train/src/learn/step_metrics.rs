@@ -7,7 +7,7 @@ use serde::{Deserialize, Serialize};
 use crate::data::json_lines::{finite_numbers, number};
 use crate::environment::mean_metrics;
 use crate::rewards::{RewardFaults, RewardRequests};
-use crate::run::StepRecord;
+use crate::step_record::StepRecord;
 use crate::{FinishReason, Rollout};
 
 /// The metrics of one training step: one line of `metrics.jsonl`.

@@ -17,23 +17,24 @@ use tokenizers::Tokenizer;
 use super::ahead::Ahead;
 use super::collector::{Collection, Collector};
 use super::demonstrations::{Demonstrations, demonstration_metrics};
+use super::distillation::Distillation;
 use super::micro_batches::{MicroBatchSize, MicroBatches};
 use super::models::Models;
 use super::recipe_inputs::RecipeInputs;
-use super::response_forward::read_tokens;
+use super::rollout_log::StepRollouts;
 use super::scored_rollouts::ScoredRollouts;
 use super::scored_rollouts::record;
 use super::staleness::staleness_metrics;
 use super::step_batch::{Preparation, PreparedStep, StepBatch, single};
-use super::teacher::Distillation;
 use super::{LikelihoodSums, StepStats, Teacher, count_prompt_tokens};
+use super::{RolloutLogConfig, RolloutRecord, TrainerState};
 use crate::data::MixedOrder;
 use crate::data::curriculum::Curriculum;
 use crate::environment::{Environments, ensure_some_worked};
 use crate::ranks::Ranks;
 use crate::rollout::{LocalGenerator, PolicyWeights};
-use crate::run::rollout_log::StepRollouts;
-use crate::run::{RolloutLogConfig, RolloutRecord, RunInputs, TrainerState};
+use crate::run::RunInputs;
+use crate::sequence::response_forward::read_tokens;
 use crate::{
     Actor, Critic, Generator, Pretrained, Progress, Prompt, RewardFunction, Rollout, Sampler,
     SamplingConfig, Sequence, StepMetrics, TrainConfig, TrainingBatch,

@@ -9,8 +9,8 @@ use serde::{Deserialize, Serialize};
 use serde_json::Value;
 use sha2::{Digest, Sha256};
 
-use super::checksums::{sha256_of_file, sha256_of_parameters};
 use crate::canonical_json::canonical_json;
+use crate::checksums::{sha256_of_file, sha256_of_parameters};
 use crate::{ChatTemplate, Pretrained, Prompt};
 use candle_grpo_base::checksum::hex;
 use candle_grpo_hub::HubName;

@@ -6,18 +6,18 @@ use std::path::Path;
 
 use anyhow::{Context, Result, bail, ensure};
 use candle_core::{Device, Tensor, safetensors};
-use candle_grpo_core::{KlController, RunningState, TaskScores};
-use candle_grpo_loss::AdaptiveEntropy;
+use candle_grpo_core::TaskScores;
 use candle_grpo_nn::weights::text_model;
 use candle_grpo_nn::{ComputeDType, Lora, ModelConfig, Parameters, all_finite, atomic_file};
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 use tokenizers::Tokenizer;
 
-use super::checksums::sha256_of_parameters;
 use super::inputs::prompt_names;
 use crate::NotFinite;
+use crate::checksums::sha256_of_parameters;
 use crate::data::json_lines::read_json;
+use crate::learn::TrainerState;
 use crate::learn::models::Models;
 use crate::model::pretrained::write_tokenizer;
 use crate::owned_files::{CONFIG, WEIGHTS};
@@ -35,29 +35,6 @@ const CRITIC_OPTIMIZER: &str = "critic_optimizer.safetensors";
 
 const DIVERGED: &str = "the run has diverged and is not saved; resume from the last checkpoint \
     with a lower learning rate";
-
-/// The state that the steps of a [`Trainer`](crate::Trainer) change, except weights and optimizers.
-#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
-#[serde(deny_unknown_fields)]
-pub struct TrainerState {
-    /// The number of steps, skipped ones included.
-    pub steps: usize,
-    /// The number of steps without an update.
-    pub skipped_steps: usize,
-    /// The number of visited positions in the order of prompts, or of rows.
-    pub visited: usize,
-    /// The number of visited positions in the order of demonstrations.
-    #[serde(default)]
-    pub visited_demonstrations: usize,
-    /// Mean and variance of the rewards over the steps.
-    pub running_moments: Option<RunningState>,
-    /// The controller of the coefficient of the KL penalty in rewards.
-    pub reward_kl: Option<KlController>,
-    /// The controller of the coefficient of the entropy bonus.
-    pub adaptive_entropy: Option<AdaptiveEntropy>,
-    /// The latest mean reward of each prompt, for a curriculum.
-    pub task_scores: Option<TaskScores>,
-}
 
 /// The file of [`TrainerState`].
 #[derive(Serialize, Deserialize)]

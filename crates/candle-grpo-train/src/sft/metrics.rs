@@ -6,7 +6,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::data::json_lines::number;
 use crate::learn::LikelihoodSums;
-use crate::run::StepRecord;
+use crate::step_record::StepRecord;
 
 /// The metrics of one step of supervised training: one line of `metrics.jsonl`.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]

@@ -7,8 +7,8 @@ use candle_grpo_core::validate::at_least_one;
 use serde::{Deserialize, Serialize};
 use tokenizers::Tokenizer;
 
+use super::scored_rollouts::ScoredRollouts;
 use crate::excerpt::excerpt;
-use crate::learn::scored_rollouts::ScoredRollouts;
 use crate::rollout::decode::{answer_text, decode_tokens};
 use crate::{FinishReason, Prompt, Rollout, SamplingConfig};
 
