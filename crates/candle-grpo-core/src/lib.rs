@@ -28,6 +28,7 @@
 //! | --- | --- |
 //! | [`rewards`] | shaping before the advantage, score ensembles, length and repetition penalties |
 //! | [`advantage`] | advantages of sequences and tokens, published estimators, whitening, returns |
+//! | [`inputs`] | what an advantage or a loss declares that it needs |
 //! | [`selection`] | dynamic sampling, filters of samples and tokens, resampling |
 //! | [`trajectories`] | batches whose rows are steps of trajectories, GiGPO |
 //! | [`kl`] | KL estimators with their gradients, adaptive KL coefficient |
@@ -42,6 +43,7 @@
 pub mod advantage;
 pub mod dtype;
 mod groups;
+pub mod inputs;
 pub mod kl;
 mod mask;
 pub mod metrics;

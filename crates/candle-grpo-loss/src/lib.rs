@@ -50,6 +50,7 @@
 
 mod adaptive_entropy;
 mod aggregation;
+pub mod correction;
 mod distillation_loss;
 mod distribution_statistics;
 mod divergence;
@@ -60,7 +61,7 @@ mod policy_loss;
 mod positive_nll;
 mod preference_loss;
 mod recipe;
-pub mod rollout;
+
 mod softmax;
 mod sum_of_squared_probs;
 pub mod surrogate;
@@ -76,8 +77,9 @@ pub use candle_grpo_kernels::{
     LinearGradients, LinearLogProb, LogProbOptions, TokenLogProbs, cuda_device, default_device,
     ensure_gradients, linear_log_prob, log_prob,
 };
+pub use correction::{RolloutCorrection, RolloutWeights};
 pub use distillation_loss::{
-    DistillationLoss, LinearDistillationOutput, OutputLayer, Support, Tail, Teacher,
+    DistillationLoss, LinearDistillationOutput, OutputLayer, Support, Tail, TeacherLogits,
     linear_distillation_loss, logits_of_chunk,
 };
 pub use distribution_statistics::{DistributionStatistics, distribution_statistics};
@@ -85,14 +87,12 @@ pub use importance_level::ImportanceLevel;
 pub use kl_loss::{BiasCorrection, KlLoss};
 pub use padded_tokens::PaddedTokens;
 pub use policy_loss::{
-    Distillation, DistillationForm, EarlyWeight, EmptySequences, EntropyTokens,
-    LinearPolicyLossOutput, OldPolicy, PolicyBatch, PolicyLoss, PolicyLossOutput, Student,
-    linear_policy_loss,
+    EarlyWeight, EmptySequences, EntropyTokens, LinearPolicyLossOutput, OldPolicy, PolicyBatch,
+    PolicyLoss, PolicyLossOutput, Student, TeacherTerm, TeacherTermForm, linear_policy_loss,
 };
 pub use positive_nll::PositiveNll;
 pub use preference_loss::PreferenceLoss;
 pub use recipe::Recipe;
-pub use rollout::{RolloutCorrection, RolloutWeights};
 pub use sum_of_squared_probs::sum_of_squared_probs;
 pub use surrogate::{Clip, Surrogate, TokenLoss};
 pub use totals::StepTotals;

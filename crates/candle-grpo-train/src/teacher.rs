@@ -99,7 +99,7 @@ impl TeacherDistributions {
         &self,
         vocabulary: usize,
         support: Support,
-        f: impl FnOnce(candle_grpo_loss::Teacher<'_>) -> Result<T>,
+        f: impl FnOnce(candle_grpo_loss::TeacherLogits<'_>) -> Result<T>,
     ) -> Result<T> {
         match self {
             Self::Hidden {
@@ -113,7 +113,7 @@ impl TeacherDistributions {
                     "teacher: {rows} logits, must be at least {vocabulary}, those of the policy"
                 );
                 let weight = weight.narrow(0, 0, vocabulary)?;
-                f(candle_grpo_loss::Teacher::Hidden(OutputLayer {
+                f(candle_grpo_loss::TeacherLogits::Hidden(OutputLayer {
                     logit_cap: *logit_cap,
                     ..OutputLayer::new(hidden, &weight)
                 }))
@@ -124,7 +124,7 @@ impl TeacherDistributions {
                     matches!(support, Support::Teacher { k } if k >= given),
                     "distillation_loss.support: {support:?}, must be the entries of the teacher, which gives its {given} most likely ones"
                 );
-                f(candle_grpo_loss::Teacher::TopK { ids, log_probs })
+                f(candle_grpo_loss::TeacherLogits::TopK { ids, log_probs })
             }
         }
     }

@@ -485,7 +485,7 @@ fn optimal_token_baseline(case: &Case) -> Result<Outputs> {
         .old_log_probs(&old)
         .sum_of_squared_probs(&squares);
     if let Some(weights) = &weights {
-        batch = batch.rollout_weights(weights);
+        batch = batch.importance_weights(weights);
     }
     let mask = batch.mask()?;
     let out = tokens.estimate(&batch)?;

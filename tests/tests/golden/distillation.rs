@@ -3,11 +3,11 @@
 use anyhow::{Context, Result, bail, ensure};
 use candle_core::{D, DType, Device, Tensor, Var};
 use candle_grpo_core::{Kl, KlEstimator};
-use candle_grpo_loss::rollout::ImportanceWeight;
+use candle_grpo_loss::correction::ImportanceWeight;
 use candle_grpo_loss::{
-    Aggregation, Clip, Distillation, DistillationForm, DistillationLoss, EarlyWeight,
-    LogProbOptions, Mask, OutputLayer, PolicyBatch, PolicyLoss, RolloutCorrection, StepTotals,
-    Student, Support, Tail, Teacher, linear_distillation_loss, log_prob,
+    Aggregation, Clip, DistillationLoss, EarlyWeight, LogProbOptions, Mask, OutputLayer,
+    PolicyBatch, PolicyLoss, RolloutCorrection, StepTotals, Student, Support, Tail, TeacherLogits,
+    TeacherTerm, TeacherTermForm, linear_distillation_loss, log_prob,
 };
 
 use crate::aggregate::{Rows, aggregation};
@@ -43,10 +43,10 @@ impl TeacherTensors {
         })
     }
 
-    fn teacher(&self) -> Teacher<'_> {
+    fn teacher(&self) -> TeacherLogits<'_> {
         match self {
-            Self::Logits(logits) => Teacher::Logits(logits),
-            Self::TopK(ids, log_probs) => Teacher::TopK { ids, log_probs },
+            Self::Logits(logits) => TeacherLogits::Logits(logits),
+            Self::TopK(ids, log_probs) => TeacherLogits::TopK { ids, log_probs },
         }
     }
 }
@@ -152,7 +152,7 @@ fn sampled(case: &Case) -> Result<Outputs> {
     let teacher = log_probs(&case.input("teacher_logits")?, &targets, 1.)?;
     let upstream = case.input("upstream")?;
     let loss = PolicyLoss {
-        distillation: Some(Distillation::new(1.)),
+        distillation: Some(TeacherTerm::new(1.)),
         aggregation: Aggregation::TokenSum,
         ..PolicyLoss::gpg()
     };
@@ -193,8 +193,8 @@ fn early_weight(case: &Case) -> Result<Outputs> {
     let (aggregation, totals) = reduction(case, &Mask::new(&response_mask)?)?;
     let given = options.flag("rollout_log_probs_given")?;
     let loss = PolicyLoss {
-        distillation: Some(Distillation {
-            form: DistillationForm::Advantage {
+        distillation: Some(TeacherTerm {
+            form: TeacherTermForm::Advantage {
                 early_weight: Some(EarlyWeight {
                     gamma: options.number("gamma")?,
                     epsilon: options.number("epsilon")?,
@@ -205,7 +205,7 @@ fn early_weight(case: &Case) -> Result<Outputs> {
                     Student::Current
                 },
             },
-            ..Distillation::new(1.)
+            ..TeacherTerm::new(1.)
         }),
         aggregation,
         ..PolicyLoss::gpg()
@@ -444,7 +444,7 @@ pub(crate) fn linear(case: &Case) -> Result<Ran> {
     let result = linear_distillation_loss(
         &loss,
         &student,
-        &Teacher::Hidden(teacher),
+        &TeacherLogits::Hidden(teacher),
         &response_mask,
         &totals,
     )?;

@@ -2,7 +2,7 @@
 
 use anyhow::{Context, Result, bail, ensure};
 use candle_core::{DType, Tensor};
-use candle_grpo_loss::rollout::{
+use candle_grpo_loss::correction::{
     FilterLevel, FilterStatistic, ImportanceWeight, OutOfBounds, ProximalPolicy, RolloutFilter,
 };
 use candle_grpo_loss::{ImportanceLevel, Mask, RolloutCorrection, RolloutWeights};

@@ -4,6 +4,7 @@ use candle_core::{D, Result, Tensor, bail};
 
 use crate::dtype::{arithmetic_dtype, for_statistics};
 use crate::groups::{GroupLayout, Groups};
+use crate::inputs::Input;
 use crate::mask::Mask;
 use crate::rewards::{IntoRewards, RewardTensor, check_not_empty};
 use crate::trajectories::Steps;
@@ -43,6 +44,11 @@ macro_rules! advantage_batch {
         }
 
         impl AdvantageBatch {
+            /// Returns whether a batch can have `input`.
+            pub fn accepts(input: Input) -> bool {
+                [$(stringify!($name)),*].contains(&input.name())
+            }
+
             pub(crate) fn without_rewards(groups: Groups) -> Self {
                 Self {
                     rewards: None,
@@ -84,7 +90,11 @@ advantage_batch! {
     /// Sums over the vocabulary of the squared probabilities of the old policy, `[B, T]`.
     sum_of_squared_probs,
     /// Importance weights of samples from another engine, `[B, T]`.
-    rollout_weights,
+    importance_weights,
+    /// Log-probs of the sampling engine, `[B, T]`.
+    rollout_log_probs,
+    /// Entropies of the policy before the update, `[B, T]`.
+    entropy,
     /// Scores of the whole trajectories, `[B]`, if they are not the sums of the rewards of their
     /// steps.
     episode_rewards,

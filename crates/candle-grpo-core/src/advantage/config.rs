@@ -7,6 +7,7 @@ use super::{
     AdvantageBatch, AdvantageEstimator, AdvantagePipeline, Advantages, GroupAdvantage, KlPenalty,
     Scale, SingletonGroup, TokenAdvantage, ZeroSignalScaling,
 };
+use crate::inputs::Inputs;
 use crate::validate::{self, Checked, Name};
 
 /// Name of a published advantage estimator.
@@ -247,5 +248,9 @@ impl AdvantageEstimator for AdvantageConfig {
     fn estimate(&self, batch: &AdvantageBatch) -> Result<Advantages> {
         self.validate()?;
         self.pipeline().estimate(batch)
+    }
+
+    fn needs(&self) -> Inputs {
+        self.pipeline().needs()
     }
 }

@@ -8,6 +8,7 @@ use super::{
     DEFAULT_EPSILON, KlPenalty, Scale, SingletonGroup, Whitening, ZeroSignalScaling,
 };
 use crate::groups::{GroupLayout, Groups};
+use crate::inputs::{Input, Inputs};
 use crate::metrics::Metrics;
 use crate::moments::{Moments, divide_by_std};
 use crate::rewards::{
@@ -179,8 +180,8 @@ impl GroupAdvantage {
         let weights = self.reward_weights.as_deref();
         let combined = combine(&rewards, weights, self.non_finite)?;
         let batch = AdvantageBatch::without_rewards(groups.into());
-        let inputs = Inputs::new(&combined.0, &batch)?;
-        let stats = function.statistics(&inputs, &combined)?;
+        let context = Context::new(&combined.0, &batch)?;
+        let stats = function.statistics(&context, &combined)?;
         let moments = &stats.moments;
         let column = |x: &Tensor, dtype| x.squeeze(1)?.to_dtype(dtype);
         Ok(GroupStatistics {
@@ -244,8 +245,8 @@ impl GroupAdvantage {
             }
         };
         let combined = combine(rewards, weights, self.non_finite)?;
-        let inputs = Inputs::new(&combined.0, batch)?;
-        let sums = self.statistics(&inputs, &combined)?;
+        let context = Context::new(&combined.0, batch)?;
+        let sums = self.statistics(&context, &combined)?;
         let advantages = match (self.components, rewards.values.dims()) {
             (ComponentOrder::NormalizeThenSum, &[_, components]) => {
                 let mut sum = sums.rows.zeros_like()?;
@@ -256,13 +257,13 @@ impl GroupAdvantage {
                     };
                     // `combined` already decided whether a missing score is an error.
                     let component = combine(&component, None, NonFinite::Exclude)?;
-                    let stats = self.statistics(&inputs, &component)?;
+                    let stats = self.statistics(&context, &component)?;
                     let weight = weights.map_or(1., |w| w[k]);
-                    sum = (sum + (self.relative(&stats, &inputs)? * weight)?)?;
+                    sum = (sum + (self.relative(&stats, &context)? * weight)?)?;
                 }
                 sum
             }
-            _ => self.relative(&sums, &inputs)?,
+            _ => self.relative(&sums, &context)?,
         };
         let mut advantages = (self.compensated(&sums, advantages)? * self.factor)?;
         if let Some(normalize) = &self.normalize {
@@ -308,15 +309,15 @@ impl GroupAdvantage {
     /// The samples that enter the statistics, u8 `[B]`.
     fn selected(
         &self,
-        inputs: &Inputs<'_>,
+        context: &Context<'_>,
         (rewards, finite): &(Tensor, Tensor),
     ) -> Result<Tensor> {
         let mut selected = finite.clone();
         if self.population == BaselinePopulation::Unmasked {
-            selected = (selected * inputs.lengths(rewards)?.gt(0.)?)?;
+            selected = (selected * context.lengths(rewards)?.gt(0.)?)?;
         }
         if self.baseline == Baseline::Given {
-            let baselines = inputs.baselines()?;
+            let baselines = context.baselines()?;
             let known = finite_mask(&baselines)?;
             if self.non_finite == NonFinite::Error {
                 check_finite("reward_baselines", &baselines, &known)?;
@@ -328,11 +329,11 @@ impl GroupAdvantage {
 
     fn statistics(
         &self,
-        inputs: &Inputs<'_>,
+        context: &Context<'_>,
         combined: &(Tensor, Tensor),
     ) -> Result<RowStatistics> {
         let (rewards, _) = combined;
-        let layout = GroupLayout::new(&inputs.batch.groups, inputs.samples, rewards.device())?;
+        let layout = GroupLayout::new(&context.batch.groups, context.samples, rewards.device())?;
         if self.single_sample == SingletonGroup::Error
             && self.baseline.is_group_relative()
             && let Some(group) = layout.sizes().iter().position(|&n| n == 1)
@@ -341,7 +342,7 @@ impl GroupAdvantage {
                 "groups: group {group} has one sample, a relative advantage needs at least two (or set single_sample)"
             );
         }
-        let selected = self.selected(inputs, combined)?;
+        let selected = self.selected(context, combined)?;
         let rows = layout.to_rows(rewards)?;
         let selected = (layout.to_rows(&selected)? * layout.present()?)?;
         Ok(RowStatistics {
@@ -353,8 +354,8 @@ impl GroupAdvantage {
     }
 
     /// The rewards minus the baseline, divided by the scale: `[P, W]`, 0 where there is no reward.
-    fn relative(&self, stats: &RowStatistics, inputs: &Inputs<'_>) -> Result<Tensor> {
-        let centered = self.subtract_baseline(stats, inputs)?;
+    fn relative(&self, stats: &RowStatistics, context: &Context<'_>) -> Result<Tensor> {
+        let centered = self.subtract_baseline(stats, context)?;
         let advantages = match self.scale {
             Scale::None => centered,
             Scale::Group => divide_by_std(&centered, &stats.moments.std(self.ddof)?, self.epsilon)?,
@@ -378,7 +379,7 @@ impl GroupAdvantage {
 
     /// The rewards minus the baseline, 0 where there is no reward and, for a baseline of the group,
     /// in groups of one.
-    fn subtract_baseline(&self, stats: &RowStatistics, inputs: &Inputs<'_>) -> Result<Tensor> {
+    fn subtract_baseline(&self, stats: &RowStatistics, context: &Context<'_>) -> Result<Tensor> {
         let centered = &stats.moments.centered;
         let select = |x: &Tensor| stats.selected.where_cond(x, &x.zeros_like()?);
         match self.baseline {
@@ -389,7 +390,7 @@ impl GroupAdvantage {
                 centered.broadcast_mul(&factor)
             }
             Baseline::LengthWeighted => {
-                let lengths = select(&stats.layout.to_rows(&inputs.lengths(&stats.rows)?)?)?;
+                let lengths = select(&stats.layout.to_rows(&context.lengths(&stats.rows)?)?)?;
                 let sum = (centered * &lengths)?.sum_keepdim(1)?;
                 let above_mean = (sum / lengths.sum_keepdim(1)?.maximum(1.)?)?;
                 select(&centered.broadcast_sub(&above_mean)?)
@@ -397,7 +398,7 @@ impl GroupAdvantage {
             Baseline::BestOfOthers => margin_over_second(stats),
             Baseline::BatchMean => stats.batch_moments()?.centered.reshape(stats.rows.shape()),
             Baseline::Given => {
-                let baselines = stats.layout.to_rows(&inputs.baselines()?)?;
+                let baselines = stats.layout.to_rows(&context.baselines()?)?;
                 select(&(&stats.rows - baselines)?)
             }
             Baseline::None => select(&stats.rows),
@@ -456,6 +457,12 @@ impl AdvantageEstimator for GroupAdvantage {
             advantages: to_result_dtype("advantage", &wide.advantages, rewards.result_dtype)?,
             ..wide
         })
+    }
+
+    fn needs(&self) -> Inputs {
+        let log_probs = [Input::OldLogProbs, Input::RefLogProbs];
+        Inputs::when(self.kl_penalty.is_some(), log_probs)
+            | Inputs::when(self.baseline == Baseline::Given, Input::RewardBaselines)
     }
 }
 
@@ -518,13 +525,13 @@ impl GroupStatistics {
 }
 
 /// The tensors of a batch beside its rewards.
-struct Inputs<'a> {
+struct Context<'a> {
     samples: usize,
     batch: &'a AdvantageBatch,
 }
 
-impl<'a> Inputs<'a> {
-    /// The inputs for the combined rewards `[B]`.
+impl<'a> Context<'a> {
+    /// The context of the combined rewards `[B]`.
     fn new(rewards: &Tensor, batch: &'a AdvantageBatch) -> Result<Self> {
         let samples = rewards.dims1()?;
         Ok(Self { samples, batch })

@@ -35,6 +35,7 @@ pub use whiten::{EpsilonPlacement, Whitening};
 
 use candle_core::{Result, Tensor};
 
+use crate::inputs::Inputs;
 use crate::mask::Mask;
 use crate::metrics::Metrics;
 
@@ -78,7 +79,7 @@ impl Advantages {
 }
 
 /// An advantage estimator. [`AdvantagePipeline`] has the published ones; implement this trait for
-/// others.
+/// others, and declare in [`Self::needs`] what it reads in addition to rewards and groups.
 ///
 /// ```
 /// use candle_core::{Device, Result, Tensor};
@@ -110,4 +111,10 @@ pub trait AdvantageEstimator {
     ///
     /// Fails if a tensor that the estimator needs is absent or has the wrong shape.
     fn estimate(&self, batch: &AdvantageBatch) -> Result<Advantages>;
+
+    /// Returns the inputs that the estimator reads, so that a trainer computes them. Rewards,
+    /// groups, response mask and step are always given.
+    fn needs(&self) -> Inputs {
+        Inputs::NONE
+    }
 }

@@ -28,7 +28,7 @@ pub enum TokenAlignment {
 /// ```
 ///
 /// G is the return, p the probability of the token under the old policy, q the sum of the squared
-/// probabilities at its position, and w its rollout weight (1 if absent). The only sequence of a
+/// probabilities at its position, and w its importance weight (1 if absent). The only sequence of a
 /// group that has tokens gets the baseline 0.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
@@ -157,8 +157,8 @@ fn cumulative_energy(mask: &Mask, batch: &AdvantageBatch) -> Result<Tensor> {
     let log_probs = batch.on_tokens("old_log_probs", batch.old_log_probs.as_ref())?;
     let squares = batch.on_tokens("sum_of_squared_probs", batch.sum_of_squared_probs.as_ref())?;
     let mut energy = mask.select(&((squares - (log_probs.exp()? * 2.)?)? + 1.)?)?;
-    if batch.rollout_weights.is_some() {
-        let weights = batch.on_tokens("rollout_weights", batch.rollout_weights.as_ref())?;
+    if batch.importance_weights.is_some() {
+        let weights = batch.on_tokens("importance_weights", batch.importance_weights.as_ref())?;
         energy = (energy * weights.sqr()?)?;
     }
     cumulative_sum(&energy)

@@ -8,6 +8,7 @@ use super::{
     OptimalTokenBaseline, Scale, TokenAdvantage, TokenAlignment, TokenBaseline, Whitening,
     ZeroSignalScaling,
 };
+use crate::inputs::Inputs;
 use crate::validate::{Checked, Invalid};
 
 /// Advantages in up to two stages: one of sequences, one of tokens.
@@ -262,5 +263,11 @@ impl AdvantageEstimator for AdvantagePipeline {
             }
             (None, None) => Err(no_stage().into()),
         }
+    }
+
+    fn needs(&self) -> Inputs {
+        let sequence = self.sequence.as_ref().map(GroupAdvantage::needs);
+        let tokens = self.tokens.as_ref().map(TokenAdvantage::needs);
+        sequence.unwrap_or_default() | tokens.unwrap_or_default()
     }
 }

@@ -9,6 +9,7 @@ use super::{
     TeacherWeight, Whitening,
 };
 use crate::dtype::arithmetic_dtype;
+use crate::inputs::{Input, Inputs};
 use crate::mask::Mask;
 use crate::metrics::Metrics;
 use crate::rewards::{
@@ -81,8 +82,8 @@ pub struct TokenAdvantage {
     pub masked_tokens: MaskedTokens,
     /// Baseline that is subtracted from the returns. Default `none`.
     pub baseline: TokenBaseline,
-    /// Divergence from `teacher_log_probs` that is subtracted from each advantage: on-policy
-    /// distillation (ROLL, NeMo-RL). Absent by default.
+    /// Teacher penalty: the divergence from `teacher_log_probs`, which is subtracted from each
+    /// advantage (on-policy distillation in ROLL and NeMo-RL). Absent by default.
     pub distillation: Option<KlPenalty>,
     /// Weight of each advantage by a teacher, after `distillation` (RLSD). Absent by default.
     pub teacher_weight: Option<TeacherWeight>,
@@ -265,6 +266,22 @@ impl AdvantageEstimator for TokenAdvantage {
         check_all_finite("rewards", &rewards.values)?;
         let placed = mask.place_on_last(&sums)?;
         self.estimate_from(&placed, rewards.result_dtype, batch)
+    }
+
+    fn needs(&self) -> Inputs {
+        let penalty = self.kl_penalty.is_some();
+        let teacher = self.distillation.is_some() || self.teacher_weight.is_some();
+        let optimal = matches!(self.baseline, TokenBaseline::OptimalToken(_));
+        let given = self.baseline == TokenBaseline::Given;
+        Inputs::when(penalty || teacher || optimal, Input::OldLogProbs)
+            | Inputs::when(penalty, Input::RefLogProbs)
+            | Inputs::when(teacher, Input::TeacherLogProbs)
+            | Inputs::when(self.lambda.is_some(), Input::Values)
+            | Inputs::when(
+                optimal,
+                [Input::SumOfSquaredProbs, Input::ImportanceWeights],
+            )
+            | Inputs::when(given, Input::RewardBaselines)
     }
 }
 

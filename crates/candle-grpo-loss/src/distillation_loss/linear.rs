@@ -5,7 +5,7 @@ use candle_grpo_core::{Mask, Metrics, arithmetic_dtype};
 use candle_grpo_kernels::{LinearGradients, add_matmul};
 
 use super::output_layer::{products, same_dtype};
-use super::{DistillationLoss, MASSES, OutputLayer, Teacher, row_width};
+use super::{DistillationLoss, MASSES, OutputLayer, TeacherLogits, row_width};
 use crate::totals::StepTotals;
 
 /// The largest number of logits of a chunk of [`linear_distillation_loss`]: 2^22, or 2^25 on a GPU,
@@ -38,7 +38,7 @@ pub struct LinearDistillationOutput {
 /// # Shapes
 ///
 /// - `student`: hidden states `[B, T, H]`, weight `[V, H]`, bias `[V]`
-/// - `teacher`: as in [`Teacher`], with the same B, T and V, on the same device
+/// - `teacher`: as in [`TeacherLogits`], with the same B, T and V, on the same device
 /// - `response_mask`: `[B, T]`
 /// - gradients: the shapes of the arguments of the student
 ///
@@ -48,7 +48,7 @@ pub struct LinearDistillationOutput {
 pub fn linear_distillation_loss(
     loss: &DistillationLoss,
     student: &OutputLayer<'_>,
-    teacher: &Teacher<'_>,
+    teacher: &TeacherLogits<'_>,
     response_mask: &Tensor,
     totals: &StepTotals,
 ) -> Result<LinearDistillationOutput> {

@@ -4,7 +4,7 @@ mod distribution;
 mod linear;
 mod output_layer;
 mod support;
-mod teacher;
+mod teacher_logits;
 mod whole;
 
 use candle_core::{D, DType, Result, Tensor, bail};
@@ -14,14 +14,14 @@ use serde::{Deserialize, Serialize};
 pub use linear::{LinearDistillationOutput, linear_distillation_loss, logits_of_chunk};
 pub use output_layer::OutputLayer;
 pub use support::{Support, Tail};
-pub use teacher::Teacher;
+pub use teacher_logits::TeacherLogits;
 
 use crate::aggregation::Aggregation;
 use crate::softmax::{check_temperature, log_add_exp};
 use crate::totals::StepTotals;
 use candle_grpo_core::validate::{Name, check, non_negative, positive, unit_interval};
 use distribution::Distribution;
-use teacher::TeacherRows;
+use teacher_logits::TeacherRows;
 
 /// The metrics of the probabilities of the compared entries.
 const MASSES: [&str; 2] = ["student_mass", "teacher_mass"];
@@ -33,12 +33,13 @@ const MASSES: [&str; 2] = ["student_mass", "teacher_mass"];
 /// mix)` with `mix = (1 - beta) s + beta t` between. The gradient reaches the student only.
 ///
 /// As [`Recipe::distillation_loss`](crate::Recipe::distillation_loss) it is a term of a training
-/// run. The loss of a policy that has log-probs of the sampled tokens only is
-/// [`crate::Distillation`].
+/// run. A teacher that gives only log-probs of the sampled tokens needs a [`crate::TeacherTerm`] or
+/// the teacher penalty
+/// [`TokenAdvantage::distillation`](candle_grpo_core::TokenAdvantage::distillation).
 ///
 /// ```
 /// use candle_core::{Device, Tensor, Var};
-/// use candle_grpo_loss::{DistillationLoss, StepTotals, Teacher};
+/// use candle_grpo_loss::{DistillationLoss, StepTotals, TeacherLogits};
 ///
 /// let device = Device::Cpu;
 /// let student = Var::new(&[[[0f32, 0., 0.]]], &device)?; // [B, T, V]
@@ -46,7 +47,7 @@ const MASSES: [&str; 2] = ["student_mass", "teacher_mass"];
 /// let mask = Tensor::new(&[[1u8]], &device)?;
 /// let loss = DistillationLoss::default();
 /// let totals = StepTotals::count(&mask)?;
-/// let (loss, _) = loss.compute(&student, &Teacher::Logits(&teacher), None, &mask, &totals)?;
+/// let (loss, _) = loss.compute(&student, &TeacherLogits::Logits(&teacher), None, &mask, &totals)?;
 /// assert!(loss.to_scalar::<f32>()? > 0.);
 /// # Ok::<(), candle_core::Error>(())
 /// ```
@@ -144,7 +145,7 @@ impl DistillationLoss {
     pub fn compute(
         &self,
         student_logits: &Tensor,
-        teacher: &Teacher<'_>,
+        teacher: &TeacherLogits<'_>,
         sampled_tokens: Option<&Tensor>,
         response_mask: &Tensor,
         totals: &StepTotals,
@@ -181,7 +182,7 @@ impl DistillationLoss {
     pub fn per_token(
         &self,
         student_logits: &Tensor,
-        teacher: &Teacher<'_>,
+        teacher: &TeacherLogits<'_>,
         sampled_tokens: Option<&Tensor>,
     ) -> Result<Tensor> {
         let teacher = teacher.rows(|_, x| Ok(x.clone()))?;

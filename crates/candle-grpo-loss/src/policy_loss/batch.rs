@@ -1,6 +1,7 @@
 //! The inputs of a policy loss.
 
 use candle_core::{Result, Tensor, bail};
+use candle_grpo_core::inputs::Input;
 
 /// The denominator policy of the ratio.
 ///
@@ -70,6 +71,12 @@ macro_rules! policy_batch {
         }
 
         impl PolicyBatch {
+            /// Returns whether a batch can have `input`.
+            pub fn accepts(input: Input) -> bool {
+                input == Input::OldLogProbs
+                    || [$(stringify!($name)),*].contains(&input.name())
+            }
+
             /// A batch for [`crate::linear_policy_loss`], which computes log-probs and entropy
             /// itself. Its old policy is the current one.
             pub fn without_log_probs(advantages: &Tensor, response_mask: &Tensor) -> Self {
@@ -124,6 +131,8 @@ policy_batch! {
     ref_log_probs: PerToken,
     /// Log-probs `[B, T]` under a teacher, for [`crate::PolicyLoss::distillation`].
     teacher_log_probs: PerToken,
+    /// Values `[B, T]` of a critic, for a custom surrogate.
+    values: PerToken,
     /// Log-probs `[B, T]` of the sampling engine, for
     /// [`crate::PolicyLoss::off_policy_threshold`].
     rollout_log_probs: PerToken,
@@ -277,6 +286,7 @@ mod tests {
             .prompt_tokens(&sequences)
             .teacher_log_probs(&tokens)
             .token_weights(&tokens)
+            .values(&tokens)
             .groups(&sequences))
     }
 

@@ -1,30 +1,32 @@
 //! The policy loss: ratio, surrogate, weights, regularizers and aggregation combined.
 
 mod batch;
-mod distillation;
-mod inputs;
+mod checked_batch;
+
 mod linear;
 mod presets;
+mod teacher_term;
 
 use candle_core::{Result, Tensor, bail};
+use candle_grpo_core::inputs::{Input, Inputs};
 use candle_grpo_core::{Invalid, Metrics};
 use serde::{Deserialize, Serialize};
 
 pub use batch::{OldPolicy, PolicyBatch};
-pub use distillation::{Distillation, DistillationForm, EarlyWeight, Student};
 pub use linear::{LinearPolicyLossOutput, linear_policy_loss};
+pub use teacher_term::{EarlyWeight, Student, TeacherTerm, TeacherTermForm};
 
-pub(crate) use inputs::over_tokens;
+pub(crate) use checked_batch::over_tokens;
 
 use crate::aggregation::Aggregation;
+use crate::correction::RolloutCorrection;
 use crate::importance_level::ImportanceLevel;
 use crate::kl_loss::KlLoss;
 use crate::positive_nll::PositiveNll;
-use crate::rollout::RolloutCorrection;
-use crate::surrogate::{Clip, Surrogate, TokenLoss};
+use crate::surrogate::{Clip, LossLevel, Surrogate, TokenLoss};
 use crate::totals::StepTotals;
 use candle_grpo_core::validate::{Name, check, finite, non_negative, positive};
-use inputs::Inputs;
+use checked_batch::CheckedBatch;
 
 /// The treatment of sequences without a valid token in a mean over sequences.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
@@ -53,6 +55,20 @@ pub enum EntropyTokens {
 /// A policy loss: any importance level with any surrogate, regularizer and aggregation.
 ///
 /// The default is [`PolicyLoss::grpo`].
+///
+/// # Start here
+///
+/// Most users take a published loss, such as [`PolicyLoss::dapo`], and set at most three fields:
+///
+/// | field | sets | first choice |
+/// | --- | --- | --- |
+/// | [`surrogate`](Self::surrogate) | the loss of one token: how far an update may move its probability | [`Clip::symmetric`]`(0.2)`; [`Clip::asymmetric`]`(0.2, 0.28)` keeps more exploration |
+/// | [`aggregation`](Self::aggregation) | the weight of long and short responses | [`Aggregation::TokenMean`], if lengths differ much |
+/// | [`kl`](Self::kl) | the pull toward a reference policy | none; [`KlLoss::k3`]`(0.001)` if rewards are easy to game |
+///
+/// If completions come from another engine, or several updates use the same completions, also set
+/// [`rollout_correction`](Self::rollout_correction). The other fields reproduce papers and
+/// other libraries.
 ///
 /// ```
 /// use candle_core::{Device, Tensor, Var};
@@ -108,7 +124,7 @@ pub struct PolicyLoss {
     /// (prime-rl). Absent by default.
     pub old_kl: Option<KlLoss>,
     /// A term from the log-probs of a teacher. Absent by default.
-    pub distillation: Option<Distillation>,
+    pub distillation: Option<TeacherTerm>,
     /// The coefficient of the mean entropy, which is subtracted from the loss. Default 0.
     pub entropy_coef: f64,
     /// The tokens of the entropy bonus. Default `all`.
@@ -216,7 +232,12 @@ impl PolicyLoss {
     }
 
     fn check_level(&self) -> Result<()> {
-        if !self.surrogate.reduces_over_sequence() {
+        let needs = self.surrogate.needs();
+        if let Some(input) = needs.iter().find(|&input| !PolicyBatch::accepts(input)) {
+            let must = "be an input of a PolicyBatch";
+            return Err(Invalid::new("surrogate.needs", input, must).into());
+        }
+        if self.surrogate.level() == LossLevel::Token {
             return Ok(());
         }
         let level = self.importance_level;
@@ -224,6 +245,9 @@ impl PolicyLoss {
         let valid = level == ImportanceLevel::Token;
         check(valid, "importance_level", Name(&level), must)?;
         let weight = self.rollout_correction.as_ref().and_then(|c| c.weight);
+        let must = "be absent with a surrogate that has no place for weights";
+        let valid = weight.is_none() || needs.contains(Input::ImportanceWeights);
+        check(valid, "rollout_correction.weight", "given", must)?;
         let valid = weight.is_none_or(|weight| weight.level != ImportanceLevel::Segment);
         let must =
             "be token, sequence or sequence_product with a surrogate of one weight per sequence";
@@ -251,6 +275,38 @@ impl PolicyLoss {
         Ok(())
     }
 
+    /// Returns the inputs that the loss reads, so that a trainer computes them: those that the
+    /// surrogate declares, and those of the other terms. Log-probs, advantages and response mask
+    /// are always given.
+    pub fn needs(&self) -> Inputs {
+        let correction = self.rollout_correction.as_ref();
+        let student = self.distillation.map(|term| term.student());
+        let aggregations = [
+            Some(self.aggregation),
+            self.entropy_aggregation,
+            self.distillation.and_then(|term| term.aggregation),
+        ];
+        let by_prompt = aggregations.contains(&Some(Aggregation::PromptMeanTokenMean));
+        let by_entropy = self.entropy_tokens == EntropyTokens::TopEntropy;
+        let by_rollout = self.off_policy_threshold.is_some() || student == Some(Student::Rollout);
+        self.surrogate.needs()
+            | Inputs::when(self.kl.is_some(), Input::RefLogProbs)
+            | Inputs::when(self.distillation.is_some(), Input::TeacherLogProbs)
+            | Inputs::when(by_rollout, Input::RolloutLogProbs)
+            | Inputs::when(self.positive_nll.is_some(), Input::Scores)
+            | Inputs::when(self.entropy_coef > 0., Input::Entropy)
+            | Inputs::when(by_entropy, Input::EntropyMask)
+            | Inputs::when(by_prompt, Input::PromptTokens)
+            | Inputs::when(
+                correction.is_some_and(|correction| correction.weight.is_some()),
+                Input::ImportanceWeights,
+            )
+            | Inputs::when(
+                correction.is_some_and(RolloutCorrection::rejects),
+                Input::PolicyMask,
+            )
+    }
+
     /// Computes the loss of a micro-batch. Its gradient reaches `log_probs` and `entropy`.
     ///
     /// `totals` are the counts of the whole optimizer step. The loss is f32, or f64 if `log_probs`
@@ -268,7 +324,7 @@ impl PolicyLoss {
             EmptySequences::Exclude => *totals,
             EmptySequences::Include => totals.with_empty(),
         };
-        let mut inputs = Inputs::new(self, batch)?;
+        let mut inputs = CheckedBatch::new(self, batch)?;
         let mut metrics = Metrics::new();
         let distilled = match &self.distillation {
             Some(distillation) => distillation.apply(&mut inputs, &mut metrics)?,
@@ -284,7 +340,9 @@ impl PolicyLoss {
         };
         let aggregate = |x: &Tensor| aggregate_by(self.aggregation, x);
 
-        let scored = self.surrogate.per_token(&inputs.for_surrogate())?;
+        let scored = self
+            .surrogate
+            .per_token(&inputs.for_surrogate(&self.surrogate))?;
         for (name, flag) in &scored.flags {
             metrics.push_masked_mean(name, flag, &inputs.mask)?;
         }
@@ -326,7 +384,7 @@ impl PolicyLoss {
 
     fn entropy_bonus(
         &self,
-        inputs: &Inputs,
+        inputs: &CheckedBatch,
         totals: &StepTotals,
         batch: &PolicyBatch,
     ) -> Result<Tensor> {
@@ -373,6 +431,14 @@ impl PolicyLoss {
             (OldPolicy::Rollout(_), None) if has_weight => bail!(
                 "rollout_correction: configured together with OldPolicy::Rollout, whose ratio corrects for the rollout already; leave one out"
             ),
+            (_, Some(_))
+                if self.surrogate.level() != LossLevel::Token
+                    && !self.surrogate.needs().contains(Input::ImportanceWeights) =>
+            {
+                bail!(
+                    "importance_weights: given, the surrogate has no place for weights; leave them out"
+                )
+            }
             _ if has_filters && batch.policy_mask.is_none() => bail!(
                 "policy_mask: absent, the configured rollout_correction has filters; pass the kept tokens that RolloutCorrection::compute gives, even if they equal the response mask"
             ),
@@ -384,19 +450,20 @@ impl PolicyLoss {
     }
 
     /// Applies masks and weights of the policy term to the surrogate.
-    fn weighted(&self, surrogate: &Tensor, inputs: &Inputs) -> Result<Tensor> {
+    fn weighted(&self, surrogate: &Tensor, inputs: &CheckedBatch) -> Result<Tensor> {
+        let needs = self.surrogate.needs();
         let mut policy = surrogate.clone();
         if let Some(threshold) = self.off_policy_threshold {
             let kept = inputs.on_policy(threshold)?;
             policy = kept.where_cond(&policy, &policy.zeros_like()?)?;
         }
         if let Some(kept) = &inputs.policy_mask
-            && !self.surrogate.applies_policy_mask()
+            && !needs.contains(Input::PolicyMask)
         {
             policy = kept.where_cond(&policy, &policy.zeros_like()?)?;
         }
         if let Some(weights) = &inputs.importance_weights
-            && !self.surrogate.reduces_over_sequence()
+            && !needs.contains(Input::ImportanceWeights)
         {
             policy = policy.broadcast_mul(weights)?;
         }

@@ -2,11 +2,11 @@
 
 use candle_grpo_core::{Kl, KlEstimator};
 
-use super::{Distillation, EmptySequences, PolicyLoss};
+use super::{EmptySequences, PolicyLoss, TeacherTerm};
 use crate::aggregation::Aggregation;
+use crate::correction::RolloutCorrection;
 use crate::importance_level::ImportanceLevel;
 use crate::kl_loss::{BiasCorrection, KlLoss};
-use crate::rollout::RolloutCorrection;
 use crate::surrogate::{
     Clip, ClipCov, DetachedWeight, Divergence, DivergenceMask, DropIf, FutureKl, GeometricMean,
     GroupContrast, KlCov, Likelihood, MaskedValue, SoftGate, SquaredLogRatio, Surrogate, Topr,
@@ -230,7 +230,7 @@ impl PolicyLoss {
     /// [`crate::PolicyBatch::teacher_log_probs`]; the advantages of rewards may be 0.
     pub fn on_policy_distillation() -> Self {
         Self {
-            distillation: Some(Distillation::new(1.)),
+            distillation: Some(TeacherTerm::new(1.)),
             ..Self::gpg()
         }
     }

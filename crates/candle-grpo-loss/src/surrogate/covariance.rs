@@ -6,6 +6,7 @@ use serde::{Deserialize, Serialize};
 use super::token_loss::without;
 use super::{Clip, SurrogateInputs, TokenLoss, TokenLosses};
 use candle_grpo_core::Invalid;
+use candle_grpo_core::inputs::{Input, Inputs};
 use candle_grpo_core::validate::{check, non_negative, share};
 
 /// The clip, with zero loss on some tokens of high covariance (Clip-Cov, <https://arxiv.org/abs/2505.22617>).
@@ -79,6 +80,10 @@ impl TokenLoss for ClipCov {
             flags,
         })
     }
+
+    fn needs(&self) -> Inputs {
+        Input::SelectedTokens.into()
+    }
 }
 
 impl TokenLoss for KlCov {
@@ -99,6 +104,10 @@ impl TokenLoss for KlCov {
             loss: (loss + penalty)?,
             flags: vec![("selected_fraction", selected.clone())],
         })
+    }
+
+    fn needs(&self) -> Inputs {
+        Input::SelectedTokens.into()
     }
 }
 

@@ -3,8 +3,9 @@
 use std::sync::Arc;
 
 use candle_core::Result;
+use candle_grpo_core::inputs::Inputs;
 
-use super::{SurrogateInputs, TokenLoss, TokenLosses};
+use super::{LossLevel, SurrogateInputs, TokenLoss, TokenLosses};
 
 /// A shared custom surrogate. Two of them are equal if they are the same object.
 #[derive(Debug, Clone)]
@@ -31,15 +32,11 @@ impl TokenLoss for CustomSurrogate {
         self.0.per_token(inputs)
     }
 
-    fn reduces_over_sequence(&self) -> bool {
-        self.0.reduces_over_sequence()
+    fn level(&self) -> LossLevel {
+        self.0.level()
     }
 
-    fn applies_policy_mask(&self) -> bool {
-        self.0.applies_policy_mask()
-    }
-
-    fn reduces_over_group(&self) -> bool {
-        self.0.reduces_over_group()
+    fn needs(&self) -> Inputs {
+        self.0.needs()
     }
 }

@@ -4,7 +4,8 @@ use candle_core::{D, Result};
 use serde::{Deserialize, Serialize};
 
 use super::token_loss::{both, either};
-use super::{SurrogateInputs, TokenLoss, TokenLosses};
+use super::{LossLevel, SurrogateInputs, TokenLoss, TokenLosses};
+use candle_grpo_core::inputs::{Input, Inputs};
 use candle_grpo_core::validate::non_negative;
 
 /// `-A_i exp(mean_t d~)` for each sequence i (GMPO, <https://arxiv.org/abs/2507.20673>).
@@ -88,11 +89,11 @@ impl TokenLoss for GeometricMean {
         })
     }
 
-    fn reduces_over_sequence(&self) -> bool {
-        true
+    fn level(&self) -> LossLevel {
+        LossLevel::Sequence
     }
 
-    fn applies_policy_mask(&self) -> bool {
-        true
+    fn needs(&self) -> Inputs {
+        [Input::ImportanceWeights, Input::PolicyMask].into()
     }
 }

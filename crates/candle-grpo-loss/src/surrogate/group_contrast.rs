@@ -4,7 +4,7 @@ use candle_core::{D, Result, Tensor, bail};
 use serde::{Deserialize, Serialize};
 
 use super::token_loss::both;
-use super::{SurrogateInputs, TokenLoss, TokenLosses};
+use super::{LossLevel, SurrogateInputs, TokenLoss, TokenLosses};
 use candle_grpo_core::validate::positive;
 
 /// `log(1 + sum_neg exp(s)) + log(1 + sum_pos exp(-s))` for each group, with `s = mean_t d / tau`
@@ -41,11 +41,6 @@ impl TokenLoss for GroupContrast {
         let Some(groups) = inputs.groups else {
             bail!("groups: absent, group_contrast needs the group of each sequence");
         };
-        if inputs.importance_weights.is_some() {
-            bail!(
-                "importance_weights: given, group_contrast has no place for weights; leave the rollout_correction out"
-            );
-        }
         let d = inputs.token_log_ratio;
         let count = inputs.mask.lengths(d.dtype())?;
         let lengths = count.maximum(1.)?;
@@ -75,12 +70,8 @@ impl TokenLoss for GroupContrast {
         })
     }
 
-    fn reduces_over_sequence(&self) -> bool {
-        true
-    }
-
-    fn reduces_over_group(&self) -> bool {
-        true
+    fn level(&self) -> LossLevel {
+        LossLevel::Group
     }
 }
 

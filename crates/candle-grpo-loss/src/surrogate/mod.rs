@@ -21,6 +21,7 @@ mod topr;
 mod vespo;
 
 use candle_core::Result;
+use candle_grpo_core::inputs::Inputs;
 use serde::{Deserialize, Serialize};
 
 pub use clip::Clip;
@@ -35,7 +36,7 @@ pub use likelihood::Likelihood;
 pub use policy_gradient::PolicyGradient;
 pub use soft_gate::SoftGate;
 pub use squared_log_ratio::SquaredLogRatio;
-pub use token_loss::{SurrogateInputs, TokenLoss, TokenLosses};
+pub use token_loss::{LossLevel, SurrogateInputs, TokenLoss, TokenLosses};
 pub use topr::{PositiveIf, Topr};
 pub use vespo::Vespo;
 
@@ -173,15 +174,11 @@ impl TokenLoss for Surrogate {
         self.token_loss().per_token(inputs)
     }
 
-    fn reduces_over_sequence(&self) -> bool {
-        self.token_loss().reduces_over_sequence()
+    fn level(&self) -> LossLevel {
+        self.token_loss().level()
     }
 
-    fn applies_policy_mask(&self) -> bool {
-        self.token_loss().applies_policy_mask()
-    }
-
-    fn reduces_over_group(&self) -> bool {
-        self.token_loss().reduces_over_group()
+    fn needs(&self) -> Inputs {
+        self.token_loss().needs()
     }
 }

@@ -2,8 +2,9 @@
 
 use std::fmt::Debug;
 
-use candle_core::{Result, Tensor};
+use candle_core::{Result, Tensor, bail};
 use candle_grpo_core::Mask;
+use candle_grpo_core::inputs::{Input, Inputs};
 
 /// The loss of one token: the extension point for custom surrogates.
 ///
@@ -57,32 +58,46 @@ pub trait TokenLoss: Debug + Send + Sync {
     ///
     /// # Errors
     ///
-    /// Fails if an input that the surrogate needs is absent.
+    /// Fails if an input that the surrogate needs is absent; [`SurrogateInputs::get`] returns
+    /// such an error.
     fn per_token(&self, inputs: &SurrogateInputs) -> Result<TokenLosses>;
 
-    /// Returns whether the surrogate combines the tokens of a sequence itself.
-    ///
-    /// Such a surrogate requires [`ImportanceLevel::Token`](crate::ImportanceLevel::Token). It must
-    /// apply [`SurrogateInputs::importance_weights`]: the policy loss does not multiply by them.
-    fn reduces_over_sequence(&self) -> bool {
-        false
+    /// Returns the tokens on which the loss of one token depends.
+    fn level(&self) -> LossLevel {
+        LossLevel::Token
     }
 
-    /// Returns whether the surrogate applies [`SurrogateInputs::policy_mask`] itself.
-    fn applies_policy_mask(&self) -> bool {
-        false
-    }
-
-    /// Returns whether the loss of a sequence depends on the other sequences of its group.
+    /// Returns the inputs that the surrogate reads, so that a trainer computes them.
     ///
-    /// Such a surrogate requires [`SurrogateInputs::groups`], and whole groups in a batch.
-    fn reduces_over_group(&self) -> bool {
-        false
+    /// An input that is not declared is absent from [`SurrogateInputs`]. A surrogate that declares
+    /// [`Input::ImportanceWeights`] or [`Input::PolicyMask`] applies them itself, in place of the
+    /// policy loss.
+    fn needs(&self) -> Inputs {
+        Inputs::NONE
     }
 }
 
+/// The tokens on which the loss of one token depends.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum LossLevel {
+    /// The token alone. The default.
+    #[default]
+    Token,
+    /// The tokens of its sequence, which the surrogate combines itself.
+    ///
+    /// The surrogate requires [`ImportanceLevel::Token`](crate::ImportanceLevel::Token). Without
+    /// [`Input::ImportanceWeights`] among its needs, it rejects such weights.
+    Sequence,
+    /// The tokens of all sequences of its group, otherwise as [`Self::Sequence`]. The surrogate
+    /// requires [`PolicyBatch::groups`](crate::PolicyBatch::groups), and whole groups in a batch.
+    Group,
+}
+
 /// The inputs of a surrogate. Tensors are `[B, T]`, of one dtype, and hold 0 outside the mask.
+///
+/// The optional ones are present if [`TokenLoss::needs`] declares them and the batch has them.
 #[derive(Debug, Clone, Copy)]
+#[non_exhaustive]
 pub struct SurrogateInputs<'a> {
     /// Log-probs of the policy, with gradient.
     pub log_probs: &'a Tensor,
@@ -96,6 +111,16 @@ pub struct SurrogateInputs<'a> {
     pub advantages: &'a Tensor,
     /// The tokens that count.
     pub mask: &'a Mask,
+    /// Log-probs of the sampling engine, a constant.
+    pub rollout_log_probs: Option<&'a Tensor>,
+    /// Log-probs of the reference policy, a constant.
+    pub ref_log_probs: Option<&'a Tensor>,
+    /// Log-probs of a teacher, a constant.
+    pub teacher_log_probs: Option<&'a Tensor>,
+    /// Values of a critic, a constant.
+    pub values: Option<&'a Tensor>,
+    /// Entropy of the policy, with gradient.
+    pub entropy: Option<&'a Tensor>,
     /// The score of each sample, a constant.
     pub scores: Option<&'a Tensor>,
     /// Weights for samples of another engine, a constant: `[B, T]`, or `[B, 1]` for one weight per
@@ -105,7 +130,7 @@ pub struct SurrogateInputs<'a> {
     pub selected_tokens: Option<&'a Tensor>,
     /// 1 for the tokens of the policy term, u8; absent: all.
     pub policy_mask: Option<&'a Tensor>,
-    /// Group of each sequence, `[B]`.
+    /// Group of each sequence, `[B]`, for a surrogate of [`LossLevel::Group`].
     pub groups: Option<&'a Tensor>,
 }
 
@@ -129,7 +154,34 @@ impl TokenLosses {
     }
 }
 
-impl SurrogateInputs<'_> {
+impl<'a> SurrogateInputs<'a> {
+    /// Returns an input that [`TokenLoss::needs`] declares.
+    ///
+    /// # Errors
+    ///
+    /// Fails if the input is absent.
+    pub fn get(&self, input: Input) -> Result<&'a Tensor> {
+        let tensor = match input {
+            Input::OldLogProbs => Some(self.old_log_probs),
+            Input::RolloutLogProbs => self.rollout_log_probs,
+            Input::RefLogProbs => self.ref_log_probs,
+            Input::TeacherLogProbs => self.teacher_log_probs,
+            Input::Values => self.values,
+            Input::Entropy => self.entropy,
+            Input::Scores => self.scores,
+            Input::ImportanceWeights => self.importance_weights,
+            Input::SelectedTokens => self.selected_tokens,
+            Input::PolicyMask => self.policy_mask,
+            _ => None,
+        };
+        match tensor {
+            Some(tensor) => Ok(tensor),
+            None => bail!(
+                "{input}: absent, must be given in the batch and declared by the surrogate that needs it"
+            ),
+        }
+    }
+
     /// Returns `positive` where the advantage is above 0 and `other` elsewhere.
     pub(super) fn by_sign(&self, positive: f64, other: f64) -> Result<Tensor> {
         self.advantages.gt(0.)?.where_cond(

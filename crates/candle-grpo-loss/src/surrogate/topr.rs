@@ -5,6 +5,7 @@ use serde::{Deserialize, Serialize};
 
 use super::token_loss::{both, full_like, not};
 use super::{SurrogateInputs, TokenLoss, TokenLosses};
+use candle_grpo_core::inputs::{Input, Inputs};
 use candle_grpo_core::validate::{finite, non_negative};
 
 /// The definition of a positive sample.
@@ -64,6 +65,11 @@ impl TokenLoss for Topr {
             loss: inputs.weighted_policy_gradient(&weight)?,
             flags: vec![("clip_fraction", clipped), ("positive_fraction", positive)],
         })
+    }
+
+    fn needs(&self) -> Inputs {
+        let by_score = matches!(self.positive_if, PositiveIf::ScoreAbove(_));
+        Inputs::when(by_score, Input::Scores)
     }
 }
 

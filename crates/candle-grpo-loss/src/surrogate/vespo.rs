@@ -3,7 +3,8 @@
 use candle_core::{D, Result, Tensor};
 use serde::{Deserialize, Serialize};
 
-use super::{SurrogateInputs, TokenLoss, TokenLosses};
+use super::{LossLevel, SurrogateInputs, TokenLoss, TokenLosses};
+use candle_grpo_core::inputs::{Input, Inputs};
 use candle_grpo_core::validate::{non_negative, positive};
 
 /// `-phi(W) A log_prob` with the detached weight `phi(W) = exp(lambda + k log W - lambda W)`
@@ -60,8 +61,12 @@ impl TokenLoss for Vespo {
         Ok(TokenLosses::new(inputs.weighted_policy_gradient(&phi)?))
     }
 
-    fn reduces_over_sequence(&self) -> bool {
-        true
+    fn level(&self) -> LossLevel {
+        LossLevel::Sequence
+    }
+
+    fn needs(&self) -> Inputs {
+        Input::ImportanceWeights.into()
     }
 }
 

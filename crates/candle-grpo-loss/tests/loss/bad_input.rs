@@ -2,15 +2,15 @@
 
 use candle_core::{DType, Device, Result, Tensor, Var};
 use candle_grpo_core::{Kl, KlGradient};
-use candle_grpo_loss::rollout::{FilterLevel, FilterStatistic, ImportanceWeight, RolloutFilter};
+use candle_grpo_loss::correction::{FilterLevel, FilterStatistic, ImportanceWeight, RolloutFilter};
 use candle_grpo_loss::surrogate::{
     ClipCov, DetachedWeight, DivergenceMask, FutureKl, GeometricMean, GroupContrast, KlCov,
     PositiveIf, SoftGate, SquaredLogRatio, Topr, Vespo,
 };
 use candle_grpo_loss::{
-    Aggregation, BiasCorrection, Clip, Distillation, ImportanceLevel, KlLoss, LogProbOptions, Mask,
-    OldPolicy, PaddedTokens, PolicyBatch, PolicyLoss, PositiveNll, RolloutCorrection, StepTotals,
-    Surrogate, linear_log_prob, log_prob,
+    Aggregation, BiasCorrection, Clip, ImportanceLevel, KlLoss, LogProbOptions, Mask, OldPolicy,
+    PaddedTokens, PolicyBatch, PolicyLoss, PositiveNll, RolloutCorrection, StepTotals, Surrogate,
+    TeacherTerm, linear_log_prob, log_prob,
 };
 use candle_grpo_test_support::{devices, gradient, message};
 use rstest::rstest;
@@ -285,7 +285,7 @@ fn a_step_without_a_valid_token_is_an_error() -> Result<()> {
 #[case(with(FutureKl { clip: Clip::symmetric(-1.), ..Default::default() }), "surrogate.future_kl.clip.low: -1")]
 #[case(with(GroupContrast { tau: 0. }), "surrogate.group_contrast.tau: 0, must be positive")]
 #[case(
-    PolicyLoss { distillation: Some(Distillation::new(f64::NAN)), ..Default::default() },
+    PolicyLoss { distillation: Some(TeacherTerm::new(f64::NAN)), ..Default::default() },
     "distillation.coef: NaN, must be finite"
 )]
 #[case(

@@ -1,15 +1,15 @@
 //! Doc comments state the defaults of the options.
 
 use candle_grpo_core::{AdvantageConfig, CoefSchedule, RewardShaping};
-use candle_grpo_loss::rollout::{ImportanceWeight, ProximalPolicy, RolloutFilter};
+use candle_grpo_loss::correction::{ImportanceWeight, ProximalPolicy, RolloutFilter};
 use candle_grpo_loss::surrogate::{
     ClipCov, DetachedWeight, DivergenceMask, FutureKl, GeometricMean, GroupContrast, KlCov,
     Likelihood, SoftGate, SquaredLogRatio, Topr, Vespo,
 };
 use candle_grpo_loss::{
-    AdaptiveEntropy, Clip, Distillation, DistillationForm, DistillationLoss, EarlyWeight, Kl,
-    KlLoss, PolicyLoss, PositiveNll, PreferenceLoss, Recipe, RolloutCorrection, StepTotals,
-    Surrogate, ValueLoss,
+    AdaptiveEntropy, Clip, DistillationLoss, EarlyWeight, Kl, KlLoss, PolicyLoss, PositiveNll,
+    PreferenceLoss, Recipe, RolloutCorrection, StepTotals, Surrogate, TeacherTerm, TeacherTermForm,
+    ValueLoss,
 };
 use candle_grpo_test_support::{
     assert_defaults_are_documented, defaults_of, other_fields, serialized,
@@ -25,7 +25,7 @@ fn each_option_states_its_default() -> serde_json::Result<()> {
         ClipCov,
         CoefSchedule,
         DetachedWeight,
-        DistillationForm,
+        TeacherTermForm,
         DistillationLoss,
         DivergenceMask,
         EarlyWeight,
@@ -51,16 +51,16 @@ fn each_option_states_its_default() -> serde_json::Result<()> {
     ];
     let coef = json!({"coef": 1.0});
     let filter = json!({"statistic": "k1", "level": "token"});
-    let advantage: DistillationForm = serde_json::from_value(json!({"advantage": {}}))?;
+    let advantage: TeacherTermForm = serde_json::from_value(json!({"advantage": {}}))?;
     let linear: ProximalPolicy = serde_json::from_value(json!({"linear": {}}))?;
     defaults.extend([
         (
             "Clip::asymmetric(0.2, 0.28)",
             serialized(&Clip::asymmetric(0.2, 0.28)),
         ),
-        ("Distillation", other_fields::<Distillation>(coef.clone())),
+        ("TeacherTerm", other_fields::<TeacherTerm>(coef.clone())),
         (
-            "DistillationForm::Advantage",
+            "TeacherTermForm::Advantage",
             serialized(&advantage)["advantage"].clone(),
         ),
         ("KlLoss", other_fields::<KlLoss>(coef.clone())),

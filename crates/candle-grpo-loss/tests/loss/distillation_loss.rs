@@ -3,7 +3,7 @@
 use candle_core::{DType, Device, Result, Tensor, Var};
 use candle_grpo_kernels::top_k;
 use candle_grpo_loss::{
-    Aggregation, DistillationLoss, OutputLayer, StepTotals, Support, Tail, Teacher,
+    Aggregation, DistillationLoss, OutputLayer, StepTotals, Support, Tail, TeacherLogits,
     distribution_statistics, linear_distillation_loss,
 };
 use candle_grpo_test_support::{assert_close, devices, message, noise, numbers};
@@ -66,7 +66,7 @@ fn compute(
     let mask = mask(device)?;
     let (loss, _) = loss.compute(
         &student,
-        &Teacher::Logits(&teacher),
+        &TeacherLogits::Logits(&teacher),
         Some(&sampled),
         &mask,
         &StepTotals::count(&mask)?,
@@ -179,7 +179,7 @@ fn a_small_tail_keeps_its_precision() -> Result<()> {
             support: Support::Teacher { k: 1 },
             ..DistillationLoss::default()
         };
-        let got = loss.per_token(&student, &Teacher::Logits(&teacher), None)?;
+        let got = loss.per_token(&student, &TeacherLogits::Logits(&teacher), None)?;
         let tail = |x: f64| (1. / (1. + 2. * x.exp()), 2. * x.exp() / (1. + 2. * x.exp()));
         let (s, t) = (tail(-20.7), tail(-0.7));
         let expected = t.0 * (t.0 / s.0).ln() + t.1 * (t.1 / s.1).ln();
@@ -233,12 +233,12 @@ impl Teachers {
         })
     }
 
-    fn layer(&self) -> Teacher<'_> {
-        Teacher::Hidden(layer(&self.hidden, &self.weight, &self.bias))
+    fn layer(&self) -> TeacherLogits<'_> {
+        TeacherLogits::Hidden(layer(&self.hidden, &self.weight, &self.bias))
     }
 
-    fn top_k(&self) -> Teacher<'_> {
-        Teacher::TopK {
+    fn top_k(&self) -> TeacherLogits<'_> {
+        TeacherLogits::TopK {
             ids: &self.ids,
             log_probs: &self.log_probs,
         }
@@ -278,8 +278,11 @@ fn divergences_follow_their_definition() -> Result<()> {
                 ..DistillationLoss::default()
             };
             let teacher = tensor(&teacher, device)?;
-            let found =
-                loss.per_token(&tensor(&student, device)?, &Teacher::Logits(&teacher), None)?;
+            let found = loss.per_token(
+                &tensor(&student, device)?,
+                &TeacherLogits::Logits(&teacher),
+                None,
+            )?;
             let expected = pairs.iter().map(|(p, q)| {
                 let mix = p.iter().zip(q).map(|(p, q)| (1. - beta) * p + beta * q);
                 let mix: Vec<f64> = mix.collect();
@@ -313,7 +316,7 @@ fn gradients_of_half_precision_are_as_precise_as_their_inputs() -> Result<()> {
                 let half = |x: &Tensor| x.to_dtype(dtype)?.to_dtype(to);
                 let (hidden, weight) = (half(&hidden)?, Var::from_tensor(&half(&weight)?)?);
                 let student = OutputLayer::new(&hidden, &weight);
-                let teacher = Teacher::Logits(&teacher);
+                let teacher = TeacherLogits::Logits(&teacher);
                 let got = linear_distillation_loss(&loss, &student, &teacher, &mask, &totals)?;
                 numbers(&got.gradients.weight.expect("a gradient"))
             };
@@ -352,17 +355,17 @@ fn the_tiled_loss_equals_that_of_the_logits() -> Result<()> {
                 continue;
             }
             let mut pairs = vec![
-                (Teacher::Logits(&teachers.logits), teachers.layer()),
+                (TeacherLogits::Logits(&teachers.logits), teachers.layer()),
                 (
-                    Teacher::Logits(&teachers.logits),
-                    Teacher::Logits(&teachers.logits),
+                    TeacherLogits::Logits(&teachers.logits),
+                    TeacherLogits::Logits(&teachers.logits),
                 ),
             ];
             let mut loss = DistillationLoss { coef: 0.7, ..loss };
             if loss.support == (Support::Teacher { k }) {
                 // Log-probs of some entries do not tell those at another temperature.
                 loss.temperature = 1.;
-                pairs.push((Teacher::Logits(&teachers.logits), teachers.top_k()));
+                pairs.push((TeacherLogits::Logits(&teachers.logits), teachers.top_k()));
             }
             for (plain, tiled) in pairs {
                 let logits = logits_of(&student_hidden, &output_weight, &output_bias)?;
@@ -434,7 +437,7 @@ fn whole_distributions_in_f32_are_those_in_f64() -> Result<()> {
         let compute = |dtype: DType| -> Result<(Vec<f64>, Vec<f64>)> {
             let student = Var::from_tensor(&student.to_dtype(dtype)?)?;
             let teacher = teacher.to_dtype(dtype)?;
-            let divergences = loss.per_token(&student, &Teacher::Logits(&teacher), None)?;
+            let divergences = loss.per_token(&student, &TeacherLogits::Logits(&teacher), None)?;
             let slopes = Tensor::new(&slopes, &device)?.to_dtype(dtype)?;
             let store = (&divergences * slopes)?.sum_all()?.backward()?;
             let gradient = store.get(&student).expect("a gradient");
@@ -474,7 +477,7 @@ fn a_mix_that_f32_cannot_tell_from_0_is_not_infinite() -> Result<()> {
             ..DistillationLoss::default()
         };
         let student = Var::from_tensor(&student)?;
-        let found = loss.per_token(&student, &Teacher::Logits(&teacher), None)?;
+        let found = loss.per_token(&student, &TeacherLogits::Logits(&teacher), None)?;
         assert_close(&numbers(&found)?, &[0.], 1e-6);
         let store = found.sum_all()?.backward()?;
         let gradient = numbers(store.get(&student).expect("a gradient"))?;
@@ -505,7 +508,7 @@ fn chunks_add_up() -> Result<()> {
         &[[[-0.2f64, -3.], [-1., -1.2], [-0.5, -2.], [-4., -5.]]],
         &device,
     )?;
-    let teacher = Teacher::TopK {
+    let teacher = TeacherLogits::TopK {
         ids: &ids,
         log_probs: &log_probs,
     };
@@ -549,7 +552,7 @@ fn constants_have_no_gradient_and_masks_of_zeros_have_zeros() -> Result<()> {
         let totals = StepTotals::count(&mask(device)?)?;
         let compute = |hidden: &Tensor| {
             let student = OutputLayer::new(hidden, &weight);
-            let teacher = Teacher::Logits(&teacher);
+            let teacher = TeacherLogits::Logits(&teacher);
             linear_distillation_loss(&loss, &student, &teacher, &none, &totals)
         };
         let got = compute(&states)?;
@@ -572,7 +575,7 @@ fn the_bucket_of_a_teacher_that_is_certain_is_not_empty() -> Result<()> {
         let student = Var::from_tensor(&Tensor::new(&[[[3f32, 0., -1., 0.]]], device)?)?;
         let ids = Tensor::new(&[[[0u32, 2]]], device)?;
         let log_probs = Tensor::new(&[[[-1e-8f32, -20.]]], device)?;
-        let teacher = Teacher::TopK {
+        let teacher = TeacherLogits::TopK {
             ids: &ids,
             log_probs: &log_probs,
         };
@@ -593,7 +596,7 @@ fn the_bucket_of_a_teacher_that_is_certain_is_not_empty() -> Result<()> {
         // Entries that are the whole vocabulary leave no others.
         let ids = Tensor::new(&[[[0u32, 2, 1, 3]]], device)?;
         let log_probs = Tensor::new(&[[[0.5f32, 0.2, 0.2, 0.1]]], device)?.log()?;
-        let teacher = Teacher::TopK {
+        let teacher = TeacherLogits::TopK {
             ids: &ids,
             log_probs: &log_probs,
         };
@@ -609,7 +612,7 @@ fn the_bucket_of_a_teacher_that_is_certain_is_not_empty() -> Result<()> {
                 support: Support::Vocabulary,
                 ..part
             };
-            let expected = whole.per_token(&student, &Teacher::Logits(&logits), None)?;
+            let expected = whole.per_token(&student, &TeacherLogits::Logits(&logits), None)?;
             assert_close(&found, &numbers(&expected)?, 1e-5);
         }
     }
@@ -634,7 +637,7 @@ fn given_entries_outside_the_mask_are_not_read() -> Result<()> {
             )?;
             let pads = [[[-1.], [-0.5], [log_prob]], [[-2.], [log_prob], [log_prob]]];
             let log_probs = Tensor::new(&pads, device)?;
-            let teacher = Teacher::TopK {
+            let teacher = TeacherLogits::TopK {
                 ids: &ids,
                 log_probs: &log_probs,
             };
@@ -646,7 +649,7 @@ fn given_entries_outside_the_mask_are_not_read() -> Result<()> {
         // Those inside are checked.
         let ids = Tensor::full(7u32, (B, T, 1), device)?;
         let log_probs = Tensor::full(-1f64, (B, T, 1), device)?;
-        let teacher = Teacher::TopK {
+        let teacher = TeacherLogits::TopK {
             ids: &ids,
             log_probs: &log_probs,
         };
@@ -672,7 +675,7 @@ fn bounds_do_not_hide_what_is_not_a_number() -> Result<()> {
                 value_clamp,
                 ..DistillationLoss::default()
             };
-            let found = loss.per_token(&student, &Teacher::Logits(&teacher), None)?;
+            let found = loss.per_token(&student, &TeacherLogits::Logits(&teacher), None)?;
             assert!(numbers(&found)?.iter().all(|x| x.is_nan()));
         }
     }
@@ -701,7 +704,7 @@ fn the_first_of_equal_logits_is_the_greedy_token() -> Result<()> {
 fn bad_options_and_shapes_are_named() -> Result<()> {
     let device = Device::Cpu;
     let logits = Tensor::zeros((B, T, V), DType::F32, &device)?;
-    let teacher = Teacher::Logits(&logits);
+    let teacher = TeacherLogits::Logits(&logits);
     for (loss, expected) in [
         (
             DistillationLoss {
@@ -778,7 +781,7 @@ fn bad_options_and_shapes_are_named() -> Result<()> {
     let weight = Tensor::zeros((V, 4), DType::F32, &device)?;
     let mask = mask(&device)?;
     let totals = StepTotals::count(&mask)?;
-    let linear = |student: OutputLayer, teacher: &Teacher| {
+    let linear = |student: OutputLayer, teacher: &TeacherLogits| {
         let loss = DistillationLoss::default();
         message(linear_distillation_loss(
             &loss, &student, teacher, &mask, &totals,
@@ -788,12 +791,15 @@ fn bad_options_and_shapes_are_named() -> Result<()> {
     let other = hidden.narrow(1, 0, 2)?;
     let error = linear(OutputLayer::new(&other, &weight), &teacher);
     assert_eq!(error, "student.hidden: shape [2, 2, 4], must be [2, 3, ..]");
-    let error = linear(student, &Teacher::Hidden(OutputLayer::new(&other, &weight)));
+    let error = linear(
+        student,
+        &TeacherLogits::Hidden(OutputLayer::new(&other, &weight)),
+    );
     assert_eq!(error, "teacher.hidden: shape [2, 2, 4], must be [2, 3, ..]");
     let narrow = weight.narrow(1, 0, 3)?;
     let error = linear(
         student,
-        &Teacher::Hidden(OutputLayer::new(&hidden, &narrow)),
+        &TeacherLogits::Hidden(OutputLayer::new(&hidden, &narrow)),
     );
     assert_eq!(error, "teacher.weight: shape [7, 3], must be [V, 4]");
     let bias = Tensor::zeros(V - 1, DType::F32, &device)?;

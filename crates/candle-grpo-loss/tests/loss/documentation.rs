@@ -11,7 +11,7 @@ use candle_grpo_core::{
     DynamicSampling, GroupAdvantage, Kl, KlController, OverlongPenalty, RepetitionPenalty,
     RewardShaping, SampleFilter, ScoreEnsemble, ScoreResampling, TokenAdvantage, Whitening,
 };
-use candle_grpo_loss::rollout::ProximalPolicy;
+use candle_grpo_loss::correction::ProximalPolicy;
 use candle_grpo_loss::{
     AdaptiveEntropy, Aggregation, DistillationLoss, KlLoss, PolicyLoss, Recipe, RolloutCorrection,
     Surrogate, ValueLoss,

@@ -7,9 +7,9 @@ use candle_grpo_loss::surrogate::{
     Likelihood, MaskedValue, PositiveIf, SoftGate, SquaredLogRatio, Topr, UnifiedMask, Vespo,
 };
 use candle_grpo_loss::{
-    Aggregation, BiasCorrection, Clip, Distillation, DistillationForm, EmptySequences,
-    ImportanceLevel, KlLoss, MetricValues, PolicyBatch, PolicyLoss, PolicyLossOutput, PositiveNll,
-    StepTotals, Surrogate,
+    Aggregation, BiasCorrection, Clip, EmptySequences, ImportanceLevel, KlLoss, MetricValues,
+    PolicyBatch, PolicyLoss, PolicyLossOutput, PositiveNll, StepTotals, Surrogate, TeacherTerm,
+    TeacherTermForm,
 };
 use candle_grpo_test_support::{assert_close, noise, numbers};
 
@@ -385,13 +385,13 @@ pub(crate) fn differentiable_losses() -> Vec<PolicyLoss> {
 }
 
 /// A term whose gradient is that of its value.
-fn distillation() -> Distillation {
-    Distillation {
-        form: DistillationForm::Loss {
+fn distillation() -> TeacherTerm {
+    TeacherTerm {
+        form: TeacherTermForm::Loss {
             kl: Kl::new(KlEstimator::K2),
         },
         aggregation: Some(Aggregation::TokenMean),
-        ..Distillation::new(0.4)
+        ..TeacherTerm::new(0.4)
     }
 }
 

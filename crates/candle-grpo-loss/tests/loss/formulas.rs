@@ -1,7 +1,7 @@
 //! Losses and filters against formulas in plain f64 Rust, over a grid of option values.
 
 use candle_core::{Device, Result, Tensor, Var};
-use candle_grpo_loss::rollout::{FilterLevel, FilterStatistic, ImportanceWeight, RolloutFilter};
+use candle_grpo_loss::correction::{FilterLevel, FilterStatistic, ImportanceWeight, RolloutFilter};
 use candle_grpo_loss::surrogate::{DetachedWeight, Divergence, DivergenceMask, Vespo};
 use candle_grpo_loss::{
     Aggregation, Clip, EntropyTokens, ImportanceLevel, PolicyBatch, PolicyLoss, RolloutCorrection,

@@ -3,7 +3,7 @@
 use candle_core::{Device, Result, Tensor, Var};
 use candle_grpo_loss::surrogate::GroupContrast;
 use candle_grpo_loss::{
-    Distillation, DistillationForm, EarlyWeight, PolicyBatch, PolicyLoss, StepTotals, Student,
+    EarlyWeight, PolicyBatch, PolicyLoss, StepTotals, Student, TeacherTerm, TeacherTermForm,
 };
 use candle_grpo_test_support::{assert_close, devices, message, numbers};
 
@@ -107,15 +107,15 @@ fn a_masked_token_does_not_reach_the_group() -> Result<()> {
 }
 
 /// A policy of two tokens, a teacher and no reward.
-fn distilled(form: DistillationForm, teacher: [f64; 2]) -> Result<(f64, Vec<f64>)> {
+fn distilled(form: TeacherTermForm, teacher: [f64; 2]) -> Result<(f64, Vec<f64>)> {
     let device = Device::Cpu;
     let log_probs = Var::new(&[[-1f64, -2.]], &device)?;
     let mask = Tensor::new(&[[1u8, 1]], &device)?;
     let nothing = Tensor::new(&[0f64], &device)?;
     let loss = PolicyLoss {
-        distillation: Some(Distillation {
+        distillation: Some(TeacherTerm {
             form,
-            ..Distillation::new(0.5)
+            ..TeacherTerm::new(0.5)
         }),
         ..PolicyLoss::gpg()
     };
@@ -131,10 +131,10 @@ fn distilled(form: DistillationForm, teacher: [f64; 2]) -> Result<(f64, Vec<f64>
 #[test]
 fn the_default_distillation_is_the_policy_gradient_of_the_reverse_kl() -> Result<()> {
     // Advantages 0.5 (teach - lp), which are -1 and 1.
-    let (loss, gradient) = distilled(DistillationForm::default(), [-3., 0.])?;
+    let (loss, gradient) = distilled(TeacherTermForm::default(), [-3., 0.])?;
     assert_close(&[loss], &[(-1. + 2.) / 2.], 1e-12);
     assert_close(&gradient, &[0.5, -0.5], 1e-12);
-    let early = DistillationForm::Advantage {
+    let early = TeacherTermForm::Advantage {
         early_weight: Some(EarlyWeight {
             gamma: 2.,
             ..EarlyWeight::default()
@@ -149,7 +149,7 @@ fn the_default_distillation_is_the_policy_gradient_of_the_reverse_kl() -> Result
 
 #[test]
 fn a_gate_closes_where_the_policy_is_far_above_the_teacher() -> Result<()> {
-    let (_, gradient) = distilled(DistillationForm::Gated { beta: 10. }, [-6., -1.])?;
+    let (_, gradient) = distilled(TeacherTermForm::Gated { beta: 10. }, [-6., -1.])?;
     assert!(gradient[0] <= 0. && gradient[0] > -1e-12, "{gradient:?}");
     assert_close(&gradient[1..], &[-0.25], 1e-4);
     Ok(())

@@ -1,7 +1,7 @@
 //! Losses and gradients of a fixture that was put through the code of verl, TRL and ROLL.
 
 use candle_core::{Device, Result, Tensor, Var};
-use candle_grpo_loss::rollout::{ImportanceWeight, OutOfBounds};
+use candle_grpo_loss::correction::{ImportanceWeight, OutOfBounds};
 use candle_grpo_loss::surrogate::{DetachedWeight, GeometricMean, SoftGate};
 use candle_grpo_loss::{
     Aggregation, BiasCorrection, Clip, ImportanceLevel, KlLoss, PolicyBatch, PolicyLoss,

@@ -1,7 +1,7 @@
 //! Corrections over a whole step: second moments, presets, and interpolated policies.
 
 use candle_core::{Device, Result, Tensor};
-use candle_grpo_loss::rollout::{FilterLevel, FilterStatistic, OutOfBounds, ProximalPolicy};
+use candle_grpo_loss::correction::{FilterLevel, FilterStatistic, OutOfBounds, ProximalPolicy};
 use candle_grpo_loss::{ImportanceLevel, RolloutCorrection, RolloutWeights};
 use candle_grpo_test_support::{assert_close, devices, numbers};
 use proptest::prelude::*;

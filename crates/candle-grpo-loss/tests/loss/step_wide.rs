@@ -1,7 +1,7 @@
 //! Computations over a whole step: selections, rollout filters, the value loss.
 
 use candle_core::{DType, Device, Result, Tensor, Var};
-use candle_grpo_loss::rollout::{FilterLevel, FilterStatistic, ImportanceWeight, RolloutFilter};
+use candle_grpo_loss::correction::{FilterLevel, FilterStatistic, ImportanceWeight, RolloutFilter};
 use candle_grpo_loss::surrogate::{ClipCov, KlCov};
 use candle_grpo_loss::{
     AdaptiveEntropy, Aggregation, PolicyBatch, PolicyLoss, RolloutCorrection, StepTotals, ValueLoss,

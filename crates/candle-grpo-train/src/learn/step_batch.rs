@@ -406,7 +406,7 @@ impl<C: ModelConfig> Preparation<'_, C> {
             batch.ref_log_probs = log_probs.reference.clone();
             batch.teacher_log_probs = log_probs.teacher.clone();
             let corrected = log_probs.corrected.as_ref();
-            batch.rollout_weights = corrected.and_then(|corrected| corrected.weights.clone());
+            batch.importance_weights = corrected.and_then(|corrected| corrected.weights.clone());
         }
         let advantages = match (self.estimator, &self.config.turn_advantage) {
             (Some(estimator), _) => estimator.estimate(&batch)?,

@@ -3,6 +3,7 @@
 use anyhow::Result;
 use candle_grpo_core::validate as check;
 use candle_grpo_core::{KlController, SampleFilter, ScoreResampling};
+use candle_grpo_loss::surrogate::LossLevel;
 use candle_grpo_loss::{AdaptiveEntropy, EntropyTokens, Recipe, TokenLoss};
 use candle_grpo_nn::{AdamWConfig, BaseWeights, ComputeDType, LoraConfig};
 use serde::{Deserialize, Serialize};
@@ -416,7 +417,7 @@ impl TrainConfig {
 
     /// Checks that no group is divided, if the loss of a sequence depends on its group.
     fn validate_groups(&self) -> Result<()> {
-        if !self.recipe.policy_loss.surrogate.reduces_over_group() {
+        if self.recipe.policy_loss.surrogate.level() != LossLevel::Group {
             return Ok(());
         }
         let divides = self.micro_batch_tokens.is_some() || self.resampling.is_some();

@@ -10,6 +10,7 @@ use candle_grpo_collective::Collective;
 use candle_grpo_core::{
     AdvantageEstimator, DifficultyPools, MetricValues, RunningState, TaskScores,
 };
+use candle_grpo_loss::surrogate::LossLevel;
 use candle_grpo_loss::{Aggregation, StepTotals, Surrogate, TokenLoss};
 use candle_grpo_nn::{ComputeDType, DecoderConfig, ModelConfig, Parameters};
 use tokenizers::Tokenizer;
@@ -700,7 +701,7 @@ impl<C: ModelConfig> Trainer<C> {
             policy.prompt_tokens = Some(counts);
             totals.prompts = Some(prompts);
         }
-        if policy_loss.surrogate.reduces_over_group() {
+        if policy_loss.surrogate.level() == LossLevel::Group {
             let world_size = self.ranks().collective().world_size();
             ensure!(
                 world_size == 1,

@@ -10,7 +10,7 @@ use candle_core::Device;
 use candle_grpo_core::{
     AdvantageBatch, AdvantageEstimator, AdvantageName, AdvantagePipeline, Advantages, GroupFilter,
 };
-use candle_grpo_loss::rollout::ImportanceWeight;
+use candle_grpo_loss::correction::ImportanceWeight;
 use candle_grpo_loss::{Recipe, RolloutCorrection};
 use candle_grpo_nn::{LoraConfig, Parameters};
 use candle_grpo_test_support::{WATCHDOG, cases, device};

@@ -6,7 +6,7 @@ use std::sync::{Arc, Mutex};
 use anyhow::Result;
 use candle_grpo_collective::Collective;
 use candle_grpo_core::{AdvantageConfig, AdvantageName, NormLevel, RewardNorm, RewardShaping};
-use candle_grpo_loss::rollout::ImportanceWeight;
+use candle_grpo_loss::correction::ImportanceWeight;
 use candle_grpo_loss::surrogate::{ClipCov, KlCov, Surrogate};
 use candle_grpo_loss::{Aggregation, KlLoss, PolicyLoss, Recipe, RolloutCorrection};
 use candle_grpo_nn::{DecoderConfig, LoraConfig, Parameters};

@@ -12,7 +12,7 @@ use candle_grpo_core::{
     Advantages, CostPenalty, GroupFilter, KlController, KlPenalty, OverlongPenalty, RewardShaping,
     SampleFilter, ScoreResampling, TokenAdvantage,
 };
-use candle_grpo_loss::rollout::{FilterLevel, FilterStatistic, ImportanceWeight, RolloutFilter};
+use candle_grpo_loss::correction::{FilterLevel, FilterStatistic, ImportanceWeight, RolloutFilter};
 use candle_grpo_loss::surrogate::{
     Clip, ClipCov, KlCov, PositiveIf, Surrogate, SurrogateInputs, TokenLoss, TokenLosses, Topr,
 };

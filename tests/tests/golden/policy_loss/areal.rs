@@ -3,11 +3,11 @@
 use anyhow::{Context, Result, bail};
 use candle_core::{D, DType, Tensor};
 use candle_grpo_core::{Kl, KlEstimator};
-use candle_grpo_loss::rollout::{FilterLevel, FilterStatistic, ImportanceWeight, RolloutFilter};
+use candle_grpo_loss::correction::{FilterLevel, FilterStatistic, ImportanceWeight, RolloutFilter};
 use candle_grpo_loss::surrogate::{DivergenceMask, MaskedValue, SoftGate};
 use candle_grpo_loss::{
-    Distillation, ImportanceLevel, KlLoss, Mask, OldPolicy, PolicyBatch, PolicyLoss,
-    RolloutCorrection, StepTotals,
+    ImportanceLevel, KlLoss, Mask, OldPolicy, PolicyBatch, PolicyLoss, RolloutCorrection,
+    StepTotals, TeacherTerm,
 };
 use serde_json::Value;
 
@@ -116,7 +116,7 @@ fn distillation(
 ) -> Result<Outputs> {
     let rollout = case.input("rollout_log_probs")?;
     let loss = PolicyLoss {
-        distillation: Some(Distillation::new(coef)),
+        distillation: Some(TeacherTerm::new(coef)),
         // No probability moves by more than 1.
         ..unbounded(DivergenceMask {
             low: 1.,

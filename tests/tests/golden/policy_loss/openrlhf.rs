@@ -2,7 +2,7 @@
 
 use anyhow::{Context, Result, bail};
 use candle_grpo_core::{Mask, MetricValues};
-use candle_grpo_loss::rollout::{
+use candle_grpo_loss::correction::{
     FilterLevel, FilterStatistic, ImportanceWeight, OutOfBounds, RolloutFilter,
 };
 use candle_grpo_loss::{ImportanceLevel, PolicyLoss, RolloutCorrection};

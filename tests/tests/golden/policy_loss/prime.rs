@@ -4,7 +4,7 @@ use anyhow::{Context, Result, bail};
 use candle_core::{DType, Tensor};
 use candle_grpo_core::{Kl, KlEstimator};
 use candle_grpo_loss::surrogate::{DivergenceMask, DropIf, Likelihood, MaskedValue};
-use candle_grpo_loss::{Aggregation, Distillation, KlLoss, PolicyBatch, PolicyLoss, StepTotals};
+use candle_grpo_loss::{Aggregation, KlLoss, PolicyBatch, PolicyLoss, StepTotals, TeacherTerm};
 use serde_json::Value;
 
 use super::numbers::{Numbers, flag};
@@ -146,7 +146,7 @@ fn rl(case: &Case, kind: &str) -> Result<PolicyLoss> {
 
 fn reference() -> PolicyLoss {
     PolicyLoss {
-        distillation: Some(Distillation::new(1.)),
+        distillation: Some(TeacherTerm::new(1.)),
         old_kl: Some(squared(0.001)),
         aggregation: Aggregation::TokenMean,
         ..unbounded(DivergenceMask {

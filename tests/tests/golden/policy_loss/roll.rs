@@ -3,7 +3,7 @@
 use anyhow::{Context, Result, bail};
 use candle_core::Tensor;
 use candle_grpo_core::Mask;
-use candle_grpo_loss::rollout::ImportanceWeight;
+use candle_grpo_loss::correction::ImportanceWeight;
 use candle_grpo_loss::surrogate::{DetachedWeight, PositiveIf, SquaredLogRatio, Topr, UnifiedMask};
 use candle_grpo_loss::{
     Aggregation, Clip, ImportanceLevel, KlLoss, PolicyLoss, RolloutCorrection, StepTotals,

@@ -4,14 +4,14 @@ use anyhow::{Context, Result, bail};
 use candle_core::{DType, Tensor, Var};
 use candle_grpo_core::{CoefSchedule, Decay};
 use candle_grpo_core::{Kl, KlEstimator, MetricValues};
-use candle_grpo_loss::rollout::{
+use candle_grpo_loss::correction::{
     FilterLevel, FilterStatistic, ImportanceWeight, OutOfBounds, RolloutFilter,
 };
 use candle_grpo_loss::surrogate::{DetachedWeight, FutureKl, GroupContrast, Likelihood, SoftGate};
 use candle_grpo_loss::{
-    Aggregation, Distillation, DistillationForm, EmptySequences, ImportanceLevel, KlLoss,
-    LogProbOptions, Mask, PolicyBatch, PolicyLoss, PolicyLossOutput, RolloutCorrection, StepTotals,
-    Surrogate, log_prob,
+    Aggregation, EmptySequences, ImportanceLevel, KlLoss, LogProbOptions, Mask, PolicyBatch,
+    PolicyLoss, PolicyLossOutput, RolloutCorrection, StepTotals, Surrogate, TeacherTerm,
+    TeacherTermForm, log_prob,
 };
 
 use super::numbers::{Numbers, flag};
@@ -248,9 +248,9 @@ fn sdar(
 ) -> Result<Outputs> {
     let beta = case.config.number("sdar_gate_beta")?;
     let gated = PolicyLoss {
-        distillation: Some(Distillation {
-            form: DistillationForm::Gated { beta },
-            ..Distillation::new(1.)
+        distillation: Some(TeacherTerm {
+            form: TeacherTermForm::Gated { beta },
+            ..TeacherTerm::new(1.)
         }),
         ..PolicyLoss::gpg()
     };

@@ -13,7 +13,7 @@ use serde::{Deserialize, Serialize};
 ///
 /// ```
 /// use candle_core::{Device, Tensor};
-/// use candle_grpo_loss::rollout::ProximalPolicy;
+/// use candle_grpo_loss::correction::ProximalPolicy;
 ///
 /// let log_probs = Tensor::new(&[[-1f32, -1.]], &Device::Cpu)?;
 /// let rollout_log_probs = Tensor::new(&[[-2f32, -2.]], &Device::Cpu)?;

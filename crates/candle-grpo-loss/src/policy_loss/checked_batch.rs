@@ -1,15 +1,16 @@
 //! The checked tensors of a batch.
 
 use candle_core::{DType, Result, Tensor, bail};
+use candle_grpo_core::inputs::{Input, Inputs};
 use candle_grpo_core::{KlEstimator, Mask, Metrics, arithmetic_dtype};
 
 use super::{PolicyBatch, PolicyLoss};
 use crate::importance_level::ImportanceLevel;
 use crate::kl_loss::KlLoss;
-use crate::surrogate::SurrogateInputs;
+use crate::surrogate::{LossLevel, Surrogate, SurrogateInputs, TokenLoss};
 
 /// The tensors of a batch, checked, in one dtype, `[B, T]` and 0 outside the mask.
-pub(super) struct Inputs {
+pub(super) struct CheckedBatch {
     pub(super) mask: Mask,
     /// With gradient.
     pub(super) log_probs: Tensor,
@@ -19,6 +20,7 @@ pub(super) struct Inputs {
     pub(super) rollout_log_probs: Option<Tensor>,
     pub(super) ref_log_probs: Option<Tensor>,
     pub(super) teacher_log_probs: Option<Tensor>,
+    values: Option<Tensor>,
     pub(super) advantages: Tensor,
     pub(super) scores: Option<Tensor>,
     /// `[B, T]` or `[B, 1]`.
@@ -37,7 +39,7 @@ pub(super) struct Inputs {
     pub(super) log_ratio: Tensor,
 }
 
-impl Inputs {
+impl CheckedBatch {
     pub(super) fn new(loss: &PolicyLoss, batch: &PolicyBatch) -> Result<Self> {
         let log_probs = batch.ensure_log_probs()?;
         if !log_probs.dtype().is_float() {
@@ -73,6 +75,7 @@ impl Inputs {
             ref_log_probs: clean.constant("ref_log_probs", batch.ref_log_probs.as_ref())?,
             teacher_log_probs: clean
                 .constant("teacher_log_probs", batch.teacher_log_probs.as_ref())?,
+            values: clean.constant("values", batch.values.as_ref())?,
             advantages: clean.spread("advantages", &batch.advantages)?,
             scores: clean.optional_spread("scores", &batch.scores)?,
             importance_weights: clean.importance_weights(&batch.importance_weights)?,
@@ -94,7 +97,12 @@ impl Inputs {
         })
     }
 
-    pub(super) fn for_surrogate(&self) -> SurrogateInputs<'_> {
+    /// Returns the tensors that the surrogate declares.
+    pub(super) fn for_surrogate(&self, surrogate: &Surrogate) -> SurrogateInputs<'_> {
+        let needs = surrogate.needs();
+        fn declared(needs: Inputs, input: Input, x: &Option<Tensor>) -> Option<&Tensor> {
+            x.as_ref().filter(|_| needs.contains(input))
+        }
         SurrogateInputs {
             log_probs: &self.log_probs,
             old_log_probs: &self.old_log_probs,
@@ -102,11 +110,19 @@ impl Inputs {
             log_ratio: &self.log_ratio,
             advantages: &self.advantages,
             mask: &self.mask,
-            scores: self.scores.as_ref(),
-            importance_weights: self.importance_weights.as_ref(),
-            selected_tokens: self.selected_tokens.as_ref(),
-            policy_mask: self.policy_mask.as_ref(),
-            groups: self.groups.as_ref(),
+            rollout_log_probs: declared(needs, Input::RolloutLogProbs, &self.rollout_log_probs),
+            ref_log_probs: declared(needs, Input::RefLogProbs, &self.ref_log_probs),
+            teacher_log_probs: declared(needs, Input::TeacherLogProbs, &self.teacher_log_probs),
+            values: declared(needs, Input::Values, &self.values),
+            entropy: declared(needs, Input::Entropy, &self.entropy),
+            scores: declared(needs, Input::Scores, &self.scores),
+            importance_weights: declared(needs, Input::ImportanceWeights, &self.importance_weights),
+            selected_tokens: declared(needs, Input::SelectedTokens, &self.selected_tokens),
+            policy_mask: declared(needs, Input::PolicyMask, &self.policy_mask),
+            groups: self
+                .groups
+                .as_ref()
+                .filter(|_| surrogate.level() == LossLevel::Group),
         }
     }
 

@@ -1,19 +1,23 @@
-//! Distillation from the log-probs of a teacher.
+//! The teacher term: distillation from the log-probs of a teacher.
 
 use candle_core::{D, Result, Tensor, bail};
 use candle_grpo_core::{Kl, Mask, Metrics, reverse_recurrence};
 use serde::{Deserialize, Serialize};
 
-use super::inputs::Inputs;
+use super::checked_batch::CheckedBatch;
 use crate::aggregation::Aggregation;
 use candle_grpo_core::validate::{finite, non_negative, positive};
 
 /// On-policy distillation: a term from the log-probs of a teacher on the tokens that the policy
-/// drew. Needs [`crate::PolicyBatch::teacher_log_probs`].
+/// sampled. Needs [`crate::PolicyBatch::teacher_log_probs`].
+///
+/// There are two other ways to learn from a teacher: the teacher penalty in the advantage,
+/// [`TokenAdvantage::distillation`](candle_grpo_core::TokenAdvantage::distillation), and the
+/// distillation loss on whole distributions, [`crate::DistillationLoss`].
 ///
 /// ```
 /// use candle_core::{Device, Tensor, Var};
-/// use candle_grpo_loss::{Distillation, PolicyBatch, PolicyLoss, StepTotals};
+/// use candle_grpo_loss::{PolicyBatch, PolicyLoss, StepTotals, TeacherTerm};
 ///
 /// let device = Device::Cpu;
 /// let log_probs = Var::new(&[[-1f32, -3.]], &device)?;
@@ -21,7 +25,7 @@ use candle_grpo_core::validate::{finite, non_negative, positive};
 /// let mask = Tensor::new(&[[1u8, 1]], &device)?;
 /// let nothing = Tensor::new(&[0f32], &device)?; // no reward
 /// let batch = PolicyBatch::new(&log_probs, &nothing, &mask).teacher_log_probs(&teacher_log_probs);
-/// let loss = PolicyLoss { distillation: Some(Distillation::new(1.)), ..PolicyLoss::gpg() };
+/// let loss = PolicyLoss { distillation: Some(TeacherTerm::new(1.)), ..PolicyLoss::gpg() };
 /// let output = loss.compute(&batch, &StepTotals::count(&mask)?)?;
 /// // The advantages are -1 and 2.
 /// assert_eq!(output.loss.to_scalar::<f32>()?, (-1. + 6.) / 2.);
@@ -29,22 +33,22 @@ use candle_grpo_core::validate::{finite, non_negative, positive};
 /// ```
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
-pub struct Distillation {
+pub struct TeacherTerm {
     /// The coefficient of the term.
     pub coef: f64,
-    /// The form of the term. Default [`DistillationForm::default`].
+    /// The form of the term. Default [`TeacherTermForm::default`].
     #[serde(default)]
-    pub form: DistillationForm,
+    pub form: TeacherTermForm,
     /// The aggregation of a term that is added to the loss. If absent, that of the loss. Absent by
     /// default.
     #[serde(default)]
     pub aggregation: Option<Aggregation>,
 }
 
-/// The form of [`Distillation`], with `a = teach - lp`.
+/// The form of [`TeacherTerm`], with `a = teach - lp`.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case", deny_unknown_fields)]
-pub enum DistillationForm {
+pub enum TeacherTermForm {
     /// `coef sg[w a]` is added to the advantage of each token, so that ratio, clip, weights and
     /// masks apply to it. Its expected gradient is that of the reverse KL of the policy from the
     /// teacher. The default.
@@ -105,7 +109,7 @@ impl Default for EarlyWeight {
     }
 }
 
-impl Default for DistillationForm {
+impl Default for TeacherTermForm {
     fn default() -> Self {
         Self::Advantage {
             early_weight: None,
@@ -114,12 +118,12 @@ impl Default for DistillationForm {
     }
 }
 
-impl Distillation {
+impl TeacherTerm {
     /// The default form with a coefficient.
     pub fn new(coef: f64) -> Self {
         Self {
             coef,
-            form: DistillationForm::default(),
+            form: TeacherTermForm::default(),
             aggregation: None,
         }
     }
@@ -127,7 +131,7 @@ impl Distillation {
     pub(super) fn validate(&self) -> Result<()> {
         finite("distillation.coef", self.coef)?;
         match self.form {
-            DistillationForm::Advantage { early_weight, .. } => {
+            TeacherTermForm::Advantage { early_weight, .. } => {
                 if let Some(weight) = early_weight {
                     non_negative(
                         "distillation.form.advantage.early_weight.gamma",
@@ -137,8 +141,8 @@ impl Distillation {
                     positive(epsilon, weight.epsilon)?;
                 }
             }
-            DistillationForm::Loss { kl } => kl.validate()?,
-            DistillationForm::Gated { beta } => positive("distillation.form.gated.beta", beta)?,
+            TeacherTermForm::Loss { kl } => kl.validate()?,
+            TeacherTermForm::Gated { beta } => positive("distillation.form.gated.beta", beta)?,
         }
         match &self.aggregation {
             Some(aggregation) => aggregation.validate(),
@@ -146,11 +150,19 @@ impl Distillation {
         }
     }
 
+    /// Returns the policy that is compared with the teacher.
+    pub(super) fn student(&self) -> Student {
+        match self.form {
+            TeacherTermForm::Advantage { student, .. } => student,
+            TeacherTermForm::Loss { .. } | TeacherTermForm::Gated { .. } => Student::Current,
+        }
+    }
+
     /// Adds the advantage of the teacher to `inputs`, or returns the loss of each token without the
     /// coefficient.
     pub(super) fn apply(
         &self,
-        inputs: &mut Inputs,
+        inputs: &mut CheckedBatch,
         metrics: &mut Metrics,
     ) -> Result<Option<Tensor>> {
         let Some(teacher) = &inputs.teacher_log_probs else {
@@ -163,7 +175,7 @@ impl Distillation {
         let gap = (teacher - current.detach())?;
         metrics.push_masked_mean("teacher_log_ratio", &gap, mask)?;
         match self.form {
-            DistillationForm::Advantage {
+            TeacherTermForm::Advantage {
                 early_weight,
                 student,
             } => {
@@ -189,12 +201,12 @@ impl Distillation {
                 inputs.advantages = (&inputs.advantages + (advantage * self.coef)?)?;
                 Ok(None)
             }
-            DistillationForm::Loss { kl } => {
+            TeacherTermForm::Loss { kl } => {
                 let kl = kl.per_token(current, teacher, Some(&inputs.old_log_probs))?;
                 metrics.push_masked_mean("teacher_kl", &kl, mask)?;
                 Ok(Some(kl))
             }
-            DistillationForm::Gated { beta } => {
+            TeacherTermForm::Gated { beta } => {
                 // sigmoid(x) = (1 + tanh(x / 2)) / 2 does not overflow.
                 let gate = (((&gap * (beta / 2.))?.tanh()? + 1.)? * 0.5)?;
                 metrics.push_masked_mean("distillation_gate", &gate, mask)?;

@@ -25,7 +25,7 @@ use candle_grpo_core::validate::{check, non_negative, positive};
 /// ```
 /// use candle_core::{Device, Tensor};
 /// use candle_grpo_loss::RolloutCorrection;
-/// use candle_grpo_loss::rollout::ImportanceWeight;
+/// use candle_grpo_loss::correction::ImportanceWeight;
 ///
 /// let device = Device::Cpu;
 /// let old_log_probs = Tensor::new(&[[-1f32, -0.5, -2.]], &device)?;

@@ -7,7 +7,7 @@ use super::output_layer::products;
 
 /// The distributions of a teacher. They have no gradient.
 #[derive(Debug, Clone, Copy)]
-pub enum Teacher<'a> {
+pub enum TeacherLogits<'a> {
     /// Logits of the whole vocabulary, `[B, T, V]`.
     Logits(&'a Tensor),
     /// Hidden states `[B, T, H]` and the layer that turns them into logits.
@@ -29,7 +29,7 @@ pub(super) enum TeacherRows {
     TopK { ids: Tensor, log_probs: Tensor },
 }
 
-impl Teacher<'_> {
+impl TeacherLogits<'_> {
     /// Returns the distributions at the places that `select` takes from a tensor of this name.
     pub(super) fn rows(
         &self,
