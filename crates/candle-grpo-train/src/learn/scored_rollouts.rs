@@ -283,7 +283,7 @@ impl TokenBatch {
                 )
             })
         });
-        let sequences = replayed.collect::<Result<_>>()?;
+        let sequences = pairs.collect::<Result<_>>()?;
         Ok(self.with_sequences(sequences))
     }
 }
