@@ -144,17 +144,17 @@ impl<C: ModelConfig> Ahead<C> {
         weights: &PolicyWeights<'_, C>,
     ) -> Result<usize> {
         let (version, most) = (weights.version, self.collector.config.rollout.max_staleness);
-        let stale = stale_groups(collection, version, most as u64);
+        let stale = stale_groups(collection, version, most as u64)?;
         if stale.is_empty() {
             return Ok(0);
         }
         self.collector.resend(weights)?;
         self.collector.draw_again(collection, step, &stale)?;
-        if let Some(&group) = stale_groups(collection, version, most as u64).first() {
+        if let Some(&group) = stale_groups(collection, version, most as u64)?.first() {
             bail!(
                 "generator: drew prompt {} with weights that lack {} updates, must be at most {most} (rollout.max_staleness)",
                 self.collector.prompts[collection.all.rows[group]].index,
-                max_staleness(collection.all.group(group), version)
+                max_staleness(&collection.all.group_batch(group)?, version)
             );
         }
         Ok(stale.len())

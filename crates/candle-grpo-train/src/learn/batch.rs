@@ -13,8 +13,6 @@ use crate::teacher::TeacherDistributions;
 pub struct TrainingBatch {
     tokens: TokenBatch,
     policy: PolicyBatch,
-    /// Values of the critic at each token, f32 `[B, T]`, for a value loss that clips.
-    pub values: Option<Tensor>,
     /// Returns, the targets of the critic, f32 `[B, T]`.
     pub returns: Option<Tensor>,
     /// Distributions of a teacher, for [`ActorConfig::distillation_loss`].
@@ -30,7 +28,6 @@ impl TrainingBatch {
         Self {
             policy: PolicyBatch::without_log_probs(advantages, tokens.response_mask()),
             tokens,
-            values: None,
             returns: None,
             teacher: None,
         }
@@ -64,10 +61,8 @@ impl TrainingBatch {
     pub fn dims(&self) -> Result<(usize, usize)> {
         let (b, t) = self.tokens.dims();
         self.policy.dims()?;
-        for (name, tensor) in [("values", &self.values), ("returns", &self.returns)] {
-            if let Some(tensor) = tensor {
-                ensure_dims(name, tensor, &[b, t])?;
-            }
+        if let Some(returns) = &self.returns {
+            ensure_dims("returns", returns, &[b, t])?;
         }
         let of_teacher = self
             .teacher
@@ -118,12 +113,10 @@ impl TrainingBatch {
         tokens: TokenBatch,
         f: impl Fn(&Tensor) -> candle_core::Result<Tensor>,
     ) -> Result<Self> {
-        let optional = |x: &Option<Tensor>| x.as_ref().map(&f).transpose();
         let batch = Self {
             policy: self.policy.map(&f)?,
             tokens,
-            values: optional(&self.values)?,
-            returns: optional(&self.returns)?,
+            returns: self.returns.as_ref().map(&f).transpose()?,
             teacher: self.teacher.as_ref().map(|x| x.map(&f)).transpose()?,
         };
         Ok(batch.with_policy(|policy| policy))

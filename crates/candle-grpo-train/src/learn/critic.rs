@@ -137,7 +137,7 @@ impl Critic {
         let recorded = RecordedResponses::new(&self.decoder, packed)?;
         let (loss, metrics) = self.config.value_loss.compute(
             &self.training_head.forward(&recorded.states)?,
-            batch.values.as_ref(),
+            batch.policy().values.as_ref(),
             returns,
             batch.tokens().response_mask(),
             totals,

@@ -5,7 +5,7 @@ use candle_grpo_loss::{DistillationLoss, Support};
 
 use super::micro_batches::MicroBatches;
 use crate::teacher::{Teacher, TeacherDistributions};
-use crate::{Progress, TokenBatch, TrainingBatch};
+use crate::{Progress, TokenBatch, TrainConfig, TrainingBatch};
 
 /// The distributions that a step learns from.
 pub(super) struct Distillation<'a> {
@@ -13,16 +13,19 @@ pub(super) struct Distillation<'a> {
     loss: &'a DistillationLoss,
 }
 
-impl<'a> Distillation<'a> {
-    /// `None` without a loss that learns from a teacher.
-    pub(super) fn new(
-        loss: Option<&'a DistillationLoss>,
+impl TrainConfig {
+    /// The term of the loss that learns the distributions of `teacher`, if there is one.
+    pub(super) fn distillation<'a>(
+        &'a self,
         teacher: Option<&'a dyn Teacher>,
-    ) -> Option<Self> {
+    ) -> Option<Distillation<'a>> {
+        let loss = self.recipe.distillation_loss.as_ref();
         let (loss, teacher) = loss.zip(teacher)?;
-        Some(Self { teacher, loss })
+        Some(Distillation { teacher, loss })
     }
+}
 
+impl Distillation<'_> {
     /// Asks a teacher that takes all sequences of a rank at once, before the step changes weights.
     /// `None` for a teacher that takes micro-batches.
     pub(super) fn of_step(

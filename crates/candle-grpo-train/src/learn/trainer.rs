@@ -5,42 +5,32 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use anyhow::{Context, Result, ensure};
-use candle_core::Tensor;
 use candle_grpo_collective::Collective;
-use candle_grpo_core::{
-    AdvantageEstimator, DifficultyPools, MetricValues, RunningState, TaskScores,
-};
-use candle_grpo_loss::surrogate::LossLevel;
-use candle_grpo_loss::{Aggregation, StepTotals, Surrogate, TokenLoss};
+use candle_grpo_core::{AdvantageEstimator, DifficultyPools, TaskScores};
 use candle_grpo_nn::{ComputeDType, DecoderConfig, ModelConfig, Parameters};
 use tokenizers::Tokenizer;
 
 use super::ahead::Ahead;
 use super::collector::{Collection, Collector};
-use super::demonstrations::{Demonstrations, demonstration_metrics};
-use super::distillation::Distillation;
-use super::micro_batches::{MicroBatchSize, MicroBatches};
+use super::demonstrations::Demonstrations;
 use super::models::Models;
-use super::recipe_inputs::RecipeInputs;
+use super::needs::{Needs, Source};
+use super::rollout_groups::record;
 use super::rollout_log::StepRollouts;
-use super::scored_rollouts::ScoredRollouts;
-use super::scored_rollouts::record;
 use super::staleness::staleness_metrics;
-use super::step_batch::{Preparation, PreparedStep, StepBatch, single};
-use super::{LikelihoodSums, StepStats, Teacher, count_prompt_tokens};
-use super::{RolloutLogConfig, RolloutRecord, TrainerState};
+use super::step::{Passes, StepBatch, advantages, signals, update};
+use super::{RolloutLogConfig, RolloutRecord, Teacher, TrainerState};
 use crate::data::MixedOrder;
 use crate::data::curriculum::Curriculum;
 use crate::environment::{Environments, ensure_some_worked};
 use crate::ranks::Ranks;
 use crate::rollout::{LocalGenerator, PolicyWeights};
 use crate::run::RunInputs;
-use crate::sequence::response_forward::read_tokens;
 use crate::{
     Actor, Critic, Generator, Pretrained, Progress, Prompt, RewardFunction, Rollout, Sampler,
-    SamplingConfig, Sequence, StepMetrics, TrainConfig, TrainingBatch,
+    SamplingConfig, Sequence, StepMetrics, TrainConfig,
 };
-use candle_grpo_base::progress::{NoProgress, Phase};
+use candle_grpo_base::progress::NoProgress;
 use candle_grpo_base::within;
 
 /// Trains a policy with rewards. A step samples completions, scores them, computes advantages and
@@ -55,7 +45,7 @@ use candle_grpo_base::within;
 pub struct Trainer<C: ModelConfig = DecoderConfig> {
     models: Models<C>,
     config: Arc<TrainConfig>,
-    inputs: RecipeInputs,
+    needs: Needs,
     /// A custom estimator in place of the one in the recipe.
     estimator: Option<Box<dyn AdvantageEstimator>>,
     collector: Collector<C>,
@@ -74,8 +64,6 @@ pub struct Trainer<C: ModelConfig = DecoderConfig> {
     state: TrainerState,
     /// The completions of the last step.
     last: Option<StepRollouts>,
-    /// True if the current step has changed weights. Such a step can no longer be canceled.
-    updated: bool,
     /// True if a step failed after it had changed weights.
     torn: bool,
 }
@@ -96,19 +84,9 @@ impl<C: ModelConfig> Trainer<C> {
         config: TrainConfig,
     ) -> Result<Self> {
         config.validate()?;
-        let inputs = RecipeInputs::new(&config.recipe);
-        let models = Models::new(model, parameters, &config, inputs)?;
-        let norm = &config.recipe.reward_shaping.norm;
-        let state = TrainerState {
-            steps: 0,
-            skipped_steps: 0,
-            visited: 0,
-            visited_demonstrations: 0,
-            running_moments: norm.is_running().then(RunningState::default),
-            reward_kl: config.reward_kl,
-            adaptive_entropy: config.adaptive_entropy,
-            task_scores: None,
-        };
+        let needs = Needs::new(&config, None);
+        let models = Models::with_needs(model, parameters, &config, needs)?;
+        let state = TrainerState::new(&config);
         let sampler = models.sampler(config.sampling.clone())?;
         let config = Arc::new(config);
         let mut collector = Collector::new(
@@ -117,7 +95,7 @@ impl<C: ModelConfig> Trainer<C> {
             prompts,
             reward,
             Arc::clone(&config),
-            inputs,
+            needs,
         )?;
         if let Some(dtype) = config.own_rollout_dtype() {
             let generator = LocalGenerator::in_dtype(&models.weights(0), dtype)?;
@@ -128,7 +106,7 @@ impl<C: ModelConfig> Trainer<C> {
             collector,
             models,
             config,
-            inputs,
+            needs,
             estimator: None,
             demonstrations: None,
             draws_itself: true,
@@ -138,7 +116,6 @@ impl<C: ModelConfig> Trainer<C> {
             progress: Arc::new(NoProgress),
             state,
             last: None,
-            updated: false,
             torn: false,
         })
     }
@@ -204,6 +181,7 @@ impl<C: ModelConfig> Trainer<C> {
         mut self,
         estimator: impl AdvantageEstimator + 'static,
     ) -> Self {
+        self.needs = Needs::new(&self.config, Some(&estimator));
         self.estimator = Some(Box::new(estimator));
         self
     }
@@ -328,11 +306,11 @@ impl<C: ModelConfig> Trainer<C> {
     pub fn step(&mut self) -> Result<StepMetrics> {
         self.ensure_whole()?;
         let step = self.state.steps + 1;
-        self.updated = false;
+        self.models.updated = false;
         let result = self.try_step();
         if result.is_err() {
             self.ahead = None;
-            self.torn = self.updated;
+            self.torn = self.models.updated;
             self.models.zero_grad();
         }
         result.with_context(|| format!("step {step}"))
@@ -359,44 +337,41 @@ impl<C: ModelConfig> Trainer<C> {
         if let Some(scores) = &mut state.task_scores {
             record(scores, all)?;
         }
-        let mut metrics = StepMetrics::from_rollouts(
-            state.steps,
-            &all.rollouts,
-            &all.scores,
-            all.num_generations,
-        );
-        metrics.reward_faults = all.faults();
-        metrics.reward_requests = all.requests();
-        metrics.rewards = all.reward_statistics();
-        let mut advantages = vec![None; all.rollouts.len()];
+        let mut metrics = StepMetrics::of_groups(state.steps, all);
         let start = Instant::now();
         metrics.kept_groups = collection.kept.len();
-        if let Some(kept) = &collection.kept()? {
-            let prepared = self.prepare(kept, state)?;
-            state = prepared.state;
-            let of_group = prepared.advantages.chunks(all.num_generations);
-            for (&group, of_group) in collection.kept.iter().zip(of_group) {
-                let first = group * all.num_generations;
-                advantages[first..first + of_group.len()].copy_from_slice(of_group);
+        let (batch, reason) = self.prepare(&collection, &mut state)?;
+        let mut means = vec![None; all.rollouts.len()];
+        if let Some(batch) = &batch {
+            let n = all.num_generations;
+            let kept = batch.mean_advantages()?;
+            for (&group, kept) in collection.kept.iter().zip(kept.chunks(n)) {
+                means[group * n..(group + 1) * n].copy_from_slice(kept);
             }
-            match &prepared.batch {
-                Ok(batch) => self.update(batch, &mut state, prepared.metrics, &mut metrics)?,
-                Err(reason) => metrics.skip_reason = Some(reason.clone()),
-            }
-        } else {
-            let groups = metrics.sampled_groups;
-            metrics.skip_reason = Some(format!("all {groups} groups filtered (group_filter)"));
         }
-        metrics.skipped = metrics.skip_reason.is_some();
-        if metrics.skipped && self.demonstration_share(&state) > 0. {
-            self.update_from_demonstrations(&mut state, &mut metrics)?;
-            metrics.skipped = false;
+        let batch = batch.filter(|_| reason.is_none());
+        let demonstrations = self.demonstrations.as_ref();
+        metrics.skip_reason = reason;
+        metrics.skipped = batch.is_none()
+            && demonstrations.is_none_or(|found| found.share(&self.config, state.steps) == 0.);
+        if !metrics.skipped {
+            let passes = passes(&self.config, self.collector.ranks(), &*self.progress);
+            let (config, batch) = (&self.config, batch.as_ref());
+            let found = update(
+                batch,
+                &mut self.models,
+                demonstrations,
+                config,
+                &mut state,
+                passes,
+            )?;
+            metrics.add_updates(found);
         }
         if self.config.rollout.max_staleness > 0 {
             let version = self.weights().version;
             metrics
                 .policy
-                .extend(staleness_metrics(&collection, version));
+                .extend(staleness_metrics(&collection, version)?);
         }
         if let (Some(curriculum), Some(scores)) = (self.collector.curriculum(), &state.task_scores)
         {
@@ -410,10 +385,40 @@ impl<C: ModelConfig> Trainer<C> {
         metrics.seconds.train = start.elapsed().as_secs_f64();
         self.last = Some(StepRollouts {
             step: metrics.step,
-            scored: collection.all,
-            advantages,
+            groups: collection.all,
+            advantages: means,
         });
         Ok(metrics)
+    }
+
+    /// Computes the batch of the groups to train on. If there is nothing to learn, returns the
+    /// reason as well.
+    fn prepare(
+        &self,
+        collection: &Collection,
+        state: &mut TrainerState,
+    ) -> Result<(Option<StepBatch>, Option<String>)> {
+        let Some(kept) = collection.kept()? else {
+            let groups = collection.all.rows.len();
+            let reason = format!("all {groups} groups filtered (group_filter)");
+            return Ok((None, Some(reason)));
+        };
+        let (models, config, estimator) = (&self.models, &*self.config, self.estimator.as_deref());
+        let passes = passes(config, self.ranks(), &*self.progress);
+        let device = models.actor.parameters().device();
+        let mut batch = StepBatch::new(kept, config, device)?;
+        let filtered = batch.why_filtered(config)?;
+        if filtered.is_some() {
+            return Ok((Some(batch), filtered));
+        }
+        // A step without a signal saves the other passes over the models.
+        signals(&mut batch, self.needs.advantage, models, config, passes)?;
+        advantages(&mut batch, estimator, config, state)?;
+        if batch.has_no_signal(config)? {
+            return Ok((Some(batch), Some("all advantages are 0".to_owned())));
+        }
+        signals(&mut batch, self.needs.all(), models, config, passes)?;
+        Ok((Some(batch), None))
     }
 
     /// Collects the completions of the next step.
@@ -443,7 +448,8 @@ impl<C: ModelConfig> Trainer<C> {
         let mut collector = self.collector.clone();
         ensure!(
             self.ranks().is_alone()
-                || self.config.recipe.group_filter.is_none() && !self.inputs.greedy_scores,
+                || self.config.recipe.group_filter.is_none()
+                    && !self.needs.reads(Source::GreedyRollouts),
             "rollout.max_staleness: {most}, must be 0 on several ranks with a group filter or greedy baselines, for which the ranks exchange scores as they draw"
         );
         if self.draws_itself {
@@ -462,279 +468,6 @@ impl<C: ModelConfig> Trainer<C> {
             );
         }
         Ahead::start(collector, self.state.steps, self.state.visited)
-    }
-
-    /// Computes the batch of `scored`, without a change to the trainer.
-    fn prepare(&self, scored: &ScoredRollouts, state: TrainerState) -> Result<PreparedStep> {
-        let preparation = Preparation {
-            models: &self.models,
-            config: &self.config,
-            inputs: self.inputs,
-            estimator: self.estimator.as_deref(),
-            micro_batches: self.micro_batches(),
-            scored,
-            state,
-            metrics: MetricValues::default(),
-        };
-        preparation.prepare()
-    }
-
-    /// Updates the models with all mini-batches of `step`, once per epoch.
-    fn update(
-        &mut self,
-        step: &StepBatch,
-        state: &mut TrainerState,
-        mut values: MetricValues,
-        metrics: &mut StepMetrics,
-    ) -> Result<()> {
-        let completions = step.groups.len();
-        let mini_batch_size = self.config.mini_batch_size.unwrap_or(completions);
-        let mini_batches = step.batch.split(mini_batch_size)?;
-        let groups: Vec<&[usize]> = step.groups.chunks(mini_batch_size).collect();
-        let factor = self.begin_updates(state);
-        let Models { actor, critic, .. } = &mut self.models;
-        if let Some(controller) = &state.adaptive_entropy {
-            actor.set_entropy_coef(controller.entropy_coef());
-        }
-        if let Some(critic) = critic {
-            critic.scale_learning_rate(factor);
-        }
-        let share = self.demonstration_share(state);
-        let completions = self.ranks().share(completions).len();
-        let demonstrations = self.rank_demonstrations(share) * mini_batches.len();
-        self.progress.begin(
-            Phase::Learn,
-            (completions + demonstrations) * self.config.epochs,
-        );
-        let mut demonstrated = LikelihoodSums::default();
-        let mut grad_norms = Vec::new();
-        for _ in 0..self.config.epochs {
-            for (number, (mini_batch, groups)) in mini_batches.iter().zip(&groups).enumerate() {
-                let seed = self.config.sampling.seed ^ ((state.steps as u64) << 32) ^ number as u64;
-                let Some((mini_batch, totals)) =
-                    self.complete_mini_batch(mini_batch, groups, seed)?
-                else {
-                    metrics.skipped_mini_batches += 1;
-                    continue;
-                };
-                let (own, _) = self.micro_batches().divide(&mini_batch)?;
-                if let Some(critic) = &mut self.models.critic {
-                    let passes = MicroBatches {
-                        progress: &NoProgress,
-                        receiver: &NoProgress,
-                        ranks: self.collector.ranks(),
-                        size: self.config.micro_batches(),
-                    };
-                    update_critic(critic, passes, (&mini_batch, &own), &totals, &mut values)?;
-                    self.updated = true;
-                }
-                if self.only_critic_trains(state) {
-                    continue;
-                }
-                let read = match self.config.router_aux_loss_coef == 0. {
-                    true => 0.,
-                    false => read_tokens(mini_batch.tokens()),
-                };
-                let progress = cancelable(self.updated, &*self.progress);
-                let passes = MicroBatches {
-                    progress,
-                    receiver: &*self.progress,
-                    ranks: self.collector.ranks(),
-                    size: self.config.micro_batches(),
-                };
-                let Models { actor, teacher, .. } = &mut self.models;
-                let loss = self.config.recipe.distillation_loss.as_ref();
-                let distillation = Distillation::new(loss, teacher.as_deref());
-                // The demonstrations sum the gradients, if they have a share.
-                let reduces = share == 0.;
-                let pass = |actor: &mut Actor<C::Model>, part: &TrainingBatch, is_idle| {
-                    let mut part = match is_idle {
-                        true => part.without_work()?,
-                        false => part.clone(),
-                    };
-                    if let Some(distillation) = &distillation {
-                        distillation.complete(&mut part, progress)?;
-                    }
-                    actor.forward_backward_of(&part, &totals, read)
-                };
-                let own = passes.accumulate(actor, (&mini_batch, &own), reduces, pass)?;
-                let (stats, sums) = self.step_policy(share, state)?;
-                demonstrated.add(&sums);
-                // After the reduction of the gradients, which is an operation of all ranks as well.
-                for found in self.ranks().gather(own)?.concat() {
-                    values.merge(&found)?;
-                }
-                grad_norms.push(stats.grad_norm);
-                metrics.learning_rate = Some(stats.learning_rate);
-            }
-        }
-        if let (Some(controller), Some(entropy)) =
-            (&mut state.adaptive_entropy, values.get("entropy"))
-        {
-            controller.update(entropy)?;
-        }
-        let mean = grad_norms.iter().sum::<f64>() / grad_norms.len() as f64;
-        metrics.grad_norm = (!grad_norms.is_empty()).then_some(mean);
-        metrics.updates = grad_norms.len();
-        metrics.policy = values
-            .iter()
-            // JSON has no number for NaN and infinity.
-            .filter(|(_, value)| value.is_finite())
-            .map(|(name, value)| (name.to_owned(), value))
-            .collect();
-        if self.demonstrations.is_some() && !grad_norms.is_empty() {
-            metrics
-                .policy
-                .extend(demonstration_metrics(share, &demonstrated));
-        }
-        Ok(())
-    }
-
-    /// Updates the policy in a step without a signal of the rewards.
-    fn update_from_demonstrations(
-        &mut self,
-        state: &mut TrainerState,
-        metrics: &mut StepMetrics,
-    ) -> Result<()> {
-        let share = self.demonstration_share(state);
-        self.begin_updates(state);
-        self.progress
-            .begin(Phase::Learn, self.rank_demonstrations(share));
-        let (stats, sums) = self.step_policy(share, state)?;
-        metrics.updates = 1;
-        metrics.grad_norm = Some(stats.grad_norm);
-        metrics.learning_rate = Some(stats.learning_rate);
-        metrics.policy.extend(demonstration_metrics(share, &sums));
-        Ok(())
-    }
-
-    /// Sets the learning rate of the policy. Returns the factor of the schedule.
-    fn begin_updates(&mut self, state: &TrainerState) -> f64 {
-        let factor = self.config.schedule.factor(state.steps);
-        let learning_rate = self.config.optimizer.learning_rate * factor;
-        self.models.actor.set_learning_rate(learning_rate);
-        factor
-    }
-
-    /// Returns whether the step is one of the warm-up of the critic.
-    fn only_critic_trains(&self, state: &TrainerState) -> bool {
-        let critic = self.config.critic.as_ref();
-        critic.is_some_and(|critic| state.steps <= critic.warmup_steps)
-    }
-
-    /// The share of the demonstrations in the loss of the policy.
-    fn demonstration_share(&self, state: &TrainerState) -> f64 {
-        match &self.demonstrations {
-            Some(found) if !self.only_critic_trains(state) => found.config.coef.at(state.steps),
-            _ => 0.,
-        }
-    }
-
-    /// About the number of demonstrations of this rank in an update.
-    fn rank_demonstrations(&self, share: f64) -> usize {
-        match &self.demonstrations {
-            Some(found) if share > 0. => self.ranks().share(found.config.batch_size).len(),
-            _ => 0,
-        }
-    }
-
-    /// Adds `share` times the gradient of the next demonstrations to `1 - share` times the
-    /// gradients of the completions, and makes an optimizer step. With a share, the gradients are
-    /// summed over all ranks here, and otherwise by the last micro-batch before.
-    fn step_policy(
-        &mut self,
-        share: f64,
-        state: &mut TrainerState,
-    ) -> Result<(StepStats, LikelihoodSums)> {
-        let ranks = self.collector.ranks();
-        let mut own = Vec::new();
-        if let Some(demonstrations) = &self.demonstrations
-            && share > 0.
-        {
-            let rows = demonstrations.batch(state.visited_demonstrations)?;
-            let passes = MicroBatches {
-                size: MicroBatchSize::TokensOfRows(demonstrations.config.micro_batch_tokens),
-                progress: cancelable(self.updated, &*self.progress),
-                receiver: &*self.progress,
-                ranks,
-            };
-            let (of_rank, _) = passes.divide(&rows)?;
-            let actor = &mut self.models.actor;
-            actor.scale_grad(1. - share)?;
-            let likelihood = demonstrations.likelihood();
-            own = passes.accumulate_likelihood(actor, (&rows, &of_rank), likelihood, share)?;
-            state.visited_demonstrations += rows.sequences().len();
-        }
-        let max_norm = self.config.max_grad_norm;
-        let stats = self.models.actor.clip_grad_and_step(max_norm)?;
-        self.updated = true;
-        let mut sums = LikelihoodSums::default();
-        if share > 0. {
-            sums = LikelihoodSums::over_ranks(own, ranks)?;
-        }
-        Ok((stats, sums))
-    }
-
-    /// Adds to a mini-batch, whose sequences belong to `groups`, everything that depends on all of
-    /// it. Returns `None` if no token counts.
-    fn complete_mini_batch(
-        &self,
-        mini_batch: &TrainingBatch,
-        groups: &[usize],
-        seed: u64,
-    ) -> Result<Option<(TrainingBatch, StepTotals)>> {
-        let tokens = mini_batch.tokens();
-        let mut totals = tokens.totals();
-        if totals.tokens == 0. {
-            return Ok(None);
-        }
-        let mut policy = mini_batch.policy().clone();
-        let policy_loss = &self.config.recipe.policy_loss;
-        if [
-            Some(policy_loss.aggregation),
-            policy_loss.entropy_aggregation,
-            policy_loss.distillation.and_then(|term| term.aggregation),
-        ]
-        .contains(&Some(Aggregation::PromptMeanTokenMean))
-        {
-            let (counts, prompts) = count_prompt_tokens(tokens, groups)?;
-            policy.prompt_tokens = Some(counts);
-            totals.prompts = Some(prompts);
-        }
-        if policy_loss.surrogate.level() == LossLevel::Group {
-            let world_size = self.ranks().collective().world_size();
-            ensure!(
-                world_size == 1,
-                "recipe.policy_loss.surrogate: compares the sequences of a group, must be another one with {world_size} processes, which share out sequences"
-            );
-            let groups: Vec<f64> = groups.iter().map(|&group| group as f64).collect();
-            policy.groups = Some(Tensor::new(groups, tokens.targets().device())?);
-        }
-        if let Some(entropy_mask) = &policy.entropy_mask {
-            totals = totals.with_entropy_mask(entropy_mask)?;
-        }
-        if matches!(
-            policy_loss.surrogate,
-            Surrogate::ClipCov(_) | Surrogate::KlCov(_)
-        ) {
-            let actor = &self.models.actor;
-            let log_probs = self
-                .micro_batches()
-                .map(tokens, |piece| actor.log_probs(piece))?;
-            let current = policy.clone().log_probs(&log_probs);
-            policy.selected_tokens = policy_loss.select_tokens(&current, seed)?;
-        }
-        let completed = mini_batch.clone().with_policy(|_| policy);
-        Ok(Some((completed, totals)))
-    }
-
-    fn micro_batches(&self) -> MicroBatches<'_> {
-        MicroBatches {
-            size: self.config.micro_batches(),
-            progress: cancelable(self.updated, &*self.progress),
-            receiver: &*self.progress,
-            ranks: self.ranks(),
-        }
     }
 
     /// Fails if the weights are those of half a step.
@@ -951,37 +684,11 @@ impl Trainer {
     }
 }
 
-/// The progress of a step, which does not cancel once the step has changed weights.
-fn cancelable(updated: bool, progress: &dyn Progress) -> &dyn Progress {
-    match updated {
-        true => &NoProgress,
-        false => progress,
+/// The passes of a step.
+fn passes<'a>(config: &TrainConfig, ranks: &'a Ranks, progress: &'a dyn Progress) -> Passes<'a> {
+    Passes {
+        progress,
+        receiver: progress,
+        ..Passes::new(config, ranks)
     }
-}
-
-/// Runs one optimizer step of the critic.
-fn update_critic(
-    critic: &mut Critic,
-    passes: MicroBatches<'_>,
-    (mini_batch, own): (&TrainingBatch, &[TrainingBatch]),
-    totals: &StepTotals,
-    values: &mut MetricValues,
-) -> Result<()> {
-    let pass = |critic: &mut Critic, part: &TrainingBatch, is_idle| match is_idle {
-        true => critic.forward_backward(&part.without_work()?, totals),
-        false => critic.forward_backward(part, totals),
-    };
-    let own = passes.accumulate(critic, (mini_batch, own), true, pass)?;
-    let ranks = passes.ranks;
-    let stats = critic.clip_grad_and_step()?;
-    let mut loss = 0.;
-    for (share, metrics) in ranks.gather(own)?.concat() {
-        loss += share;
-        values.merge(&metrics)?;
-    }
-    let mut step_metrics = MetricValues::default();
-    for (name, sum) in [("value_loss", loss), ("value_grad_norm", stats.grad_norm)] {
-        step_metrics.insert(name, single(sum));
-    }
-    Ok(values.merge(&step_metrics)?)
 }

@@ -1,5 +1,6 @@
 //! The state of a run in memory.
 
+use crate::TrainConfig;
 use candle_grpo_core::{KlController, RunningState, TaskScores};
 use candle_grpo_loss::AdaptiveEntropy;
 use serde::{Deserialize, Serialize};
@@ -25,4 +26,17 @@ pub struct TrainerState {
     pub adaptive_entropy: Option<AdaptiveEntropy>,
     /// The latest mean reward of each prompt, for a curriculum.
     pub task_scores: Option<TaskScores>,
+}
+
+impl TrainerState {
+    /// Creates the state before the first step.
+    pub fn new(config: &TrainConfig) -> Self {
+        let norm = &config.recipe.reward_shaping.norm;
+        Self {
+            running_moments: norm.is_running().then(RunningState::default),
+            reward_kl: config.reward_kl,
+            adaptive_entropy: config.adaptive_entropy,
+            ..Self::default()
+        }
+    }
 }

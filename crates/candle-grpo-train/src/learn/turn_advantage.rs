@@ -8,7 +8,7 @@ use candle_grpo_core::{
 };
 use serde::{Deserialize, Serialize};
 
-use super::scored_rollouts::ScoredRollouts;
+use super::rollout_groups::RolloutGroups;
 use crate::environment::Episode;
 use crate::sequence::Column;
 use candle_grpo_base::within;
@@ -84,7 +84,7 @@ impl TurnAdvantage {
     /// outside of turns.
     pub(super) fn compute(
         &self,
-        scored: &ScoredRollouts,
+        scored: &RolloutGroups,
         width: usize,
         device: &Device,
     ) -> Result<Advantages> {

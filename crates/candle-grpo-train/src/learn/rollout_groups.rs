@@ -8,46 +8,32 @@ use candle_grpo_core::{GroupAdvantage, GroupSummary, NonFinite, TaskScores, stat
 use serde::{Deserialize, Serialize};
 
 use super::step_metrics::RewardStatistics;
-use crate::rewards::{RewardFaults, RewardRequests, RolloutScores, Scores};
+use crate::rewards::{RewardFaults, RewardRequests, Scores};
 use crate::sequence::{Batch, Column};
 use crate::{Rollout, Sequence, TokenBatch};
 
 /// The name of a reward that has none, in metrics.
 const UNNAMED: &str = "reward";
 
-/// Completions in groups of one size, side by side, with their scores.
+/// Completions in groups of one size, side by side, and their scores.
 #[derive(Debug, Clone, Serialize, Deserialize)]
-pub(crate) struct ScoredRollouts {
-    pub(crate) num_generations: usize,
-    /// The row of the data set that each group answers.
-    pub(crate) rows: Vec<usize>,
-    pub(crate) rollouts: Vec<Rollout>,
+pub struct RolloutGroups {
+    /// The number of completions of each group.
+    pub num_generations: usize,
+    /// The prompt that each group answers, by its place.
+    pub rows: Vec<usize>,
+    /// The completions.
+    pub rollouts: Vec<Rollout>,
     /// The score of each completion: the sum of its components. NaN if it is missing.
-    pub(crate) scores: Vec<f32>,
+    pub scores: Vec<f32>,
     /// For each component of the reward one score for each completion.
-    pub(crate) components: Vec<Scores>,
+    pub components: Vec<Scores>,
     /// The score of the greedy completion of each group's prompt, if the advantages need it. NaN
     /// if it is missing.
-    pub(crate) greedy_scores: Option<Vec<f32>>,
+    pub greedy_scores: Option<Vec<f32>>,
 }
 
-impl ScoredRollouts {
-    pub(crate) fn new(
-        num_generations: usize,
-        rows: Vec<usize>,
-        rollouts: Vec<Rollout>,
-        scores: RolloutScores,
-    ) -> Self {
-        Self {
-            num_generations,
-            rows,
-            rollouts,
-            scores: scores.total.into_vec(),
-            components: scores.components,
-            greedy_scores: None,
-        }
-    }
-
+impl RolloutGroups {
     /// Components in the dtype of statistics, `[B, K]`, or `[B]` if there is one.
     pub(crate) fn component_tensor(&self, device: &Device) -> Result<Tensor> {
         let dtype = statistics_dtype(device);
@@ -135,10 +121,10 @@ impl ScoredRollouts {
         components.map(statistics).collect()
     }
 
-    /// The completions of a group.
-    pub(crate) fn group(&self, group: usize) -> &[Rollout] {
+    /// The sequences of a group.
+    pub(crate) fn group_batch(&self, group: usize) -> Result<Batch> {
         let n = self.num_generations;
-        &self.rollouts[group * n..(group + 1) * n]
+        batch_of(&self.rollouts[group * n..(group + 1) * n])
     }
 
     /// No groups: the share of a rank without a prompt.
@@ -236,7 +222,7 @@ impl ScoredRollouts {
 }
 
 /// Records the mean score of each group. A group without scores changes nothing.
-pub(super) fn record(scores: &mut TaskScores, drawn: &ScoredRollouts) -> Result<()> {
+pub(super) fn record(scores: &mut TaskScores, drawn: &RolloutGroups) -> Result<()> {
     let groups = drawn.scores.chunks(drawn.num_generations.max(1));
     for (&prompt, group) in drawn.rows.iter().zip(groups) {
         let known = group.iter().filter(|score| !score.is_nan());
