@@ -60,7 +60,8 @@ pub use candle_grpo_kernels::{cuda_device, cuda_device_count, cuda_is_enabled, d
 pub use candle_grpo_nn::ComputeDType;
 pub use data::{Dataset, DatasetConfig, Prompt};
 pub use learn::{
-    Actor, ActorConfig, Critic, CriticConfig, StepMetrics, TrainConfig, Trainer, TrainingBatch,
+    Actor, ActorConfig, Critic, CriticConfig, StepMetrics, TrainConfig, Trainer, TrainerParts,
+    TrainingBatch,
 };
 pub use model::{ChatTemplate, Pretrained};
 pub use not_finite::NotFinite;

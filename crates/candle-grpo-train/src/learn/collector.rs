@@ -9,6 +9,7 @@ use candle_grpo_nn::ModelConfig;
 use tokenizers::Tokenizer;
 
 use super::PhaseSeconds;
+use super::TrainerState;
 use super::collector_progress::CollectorProgress;
 use super::generator_access::{GeneratorAccess, Turn};
 use super::models::ensure_not_canceled;
@@ -22,6 +23,31 @@ use crate::ranks::Ranks;
 use crate::rollout::PolicyWeights;
 use crate::{Generator, Progress, Prompt, RewardFunction, Sampler, SamplingConfig, TrainConfig};
 use candle_grpo_base::progress::Phase;
+
+/// The source of the completions of the steps of a trainer.
+pub(super) trait Collect<C: ModelConfig>: Send {
+    /// Collects the completions of the step after `state` for the policy `weights`.
+    fn collect(
+        &mut self,
+        weights: &PolicyWeights<'_, C>,
+        state: &TrainerState,
+    ) -> Result<Collection>;
+
+    /// Discards the completions of later steps, and stops to draw them until the next call.
+    fn discard(&mut self) {}
+}
+
+/// Draws the completions of a step when they are needed.
+impl<C: ModelConfig> Collect<C> for Collector<C> {
+    fn collect(
+        &mut self,
+        weights: &PolicyWeights<'_, C>,
+        state: &TrainerState,
+    ) -> Result<Collection> {
+        let (step, visited) = (state.steps + 1, state.visited);
+        self.draw(step, visited, Some(weights), state.task_scores.as_ref())
+    }
+}
 
 /// Collects the completions of steps, on any thread. A clone shares generator, prompts and reward.
 #[derive(Clone)]
@@ -64,7 +90,7 @@ impl<C: ModelConfig> Collector<C> {
         sampler: Sampler<C>,
         tokenizer: Tokenizer,
         prompts: Vec<Prompt>,
-        mut reward: impl RewardFunction + 'static,
+        mut reward: Box<dyn RewardFunction>,
         config: Arc<TrainConfig>,
         needs: Needs,
     ) -> Result<Self> {
@@ -79,7 +105,7 @@ impl<C: ModelConfig> Collector<C> {
             config,
             tokenizer: Arc::new(tokenizer),
             prompts: prompts.into(),
-            reward: Arc::new(reward),
+            reward: reward.into(),
             progress,
             generator: Arc::default(),
             curriculum: None,
@@ -193,6 +219,11 @@ impl<C: ModelConfig> Collector<C> {
         self.pass(weights, &mut turn, &*self.progress)
     }
 
+    /// Returns whether it draws greedy completions, too.
+    pub(super) fn draws_greedy(&self) -> bool {
+        self.needs.reads(Source::GreedyRollouts)
+    }
+
     /// Returns true if the generator draws from the parameters of the policy themselves.
     pub(super) fn shares_weights(&self) -> bool {
         self.sampler.generator().shares_weights()
@@ -227,7 +258,7 @@ impl<C: ModelConfig> Collector<C> {
     /// Passes `weights` to the generator, and samples until step `step` has enough groups, from the
     /// prompts after the first `visited` positions of their order. A curriculum draws them by
     /// `scores`.
-    pub(super) fn collect(
+    pub(super) fn draw(
         &self,
         step: usize,
         visited: usize,
@@ -274,7 +305,7 @@ impl<C: ModelConfig> Collector<C> {
                 }
             }
         };
-        let greedy_scores = match self.needs.reads(Source::GreedyRollouts) && !kept.is_empty() {
+        let greedy_scores = match self.draws_greedy() && !kept.is_empty() {
             true => {
                 let mut scores = Vec::with_capacity(kept.len());
                 for kept in kept.chunk_by(|&a, &b| round_of[a] == round_of[b]) {

@@ -10,7 +10,6 @@ use super::needs::{Needs, Source};
 use super::{Ranks, Reference, ReferenceRefresh, Teacher};
 use crate::checksums::sha256_of_parameters;
 use crate::rollout::PolicyWeights;
-use crate::run::RunInputs;
 use crate::{
     Actor, ActorConfig, Critic, Interrupted, Progress, Sampler, SamplingConfig, TrainConfig,
 };
@@ -90,13 +89,6 @@ impl<C: ModelConfig> Models<C> {
             critic: None,
             updated: false,
             base_sha256: OnceCell::new(),
-        }
-    }
-
-    /// Takes the hash of the initial weights from `inputs`, which belong to the same model.
-    pub(crate) fn set_inputs(&self, inputs: &RunInputs) {
-        if let Some(sha256) = &inputs.parameters {
-            let _ = self.base_sha256.set(sha256.clone());
         }
     }
 

@@ -262,8 +262,10 @@ impl SftTrainer {
     }
 
     /// Takes the digest of the initial weights from `inputs`, which belong to the same model.
-    pub fn with_inputs(self, inputs: &RunInputs) -> Self {
-        self.models.set_inputs(inputs);
+    pub fn with_inputs(mut self, inputs: &RunInputs) -> Self {
+        if let Some(sha256) = &inputs.parameters {
+            self.models.base_sha256 = sha256.clone().into();
+        }
         self
     }
 

@@ -4,7 +4,7 @@ use std::sync::{Arc, Mutex};
 
 use crate::common::{
     self, digest, max_difference, model, parameters, prompts, sampling, share_of_a, tokenizer,
-    trainer,
+    trainer, trainer_of,
 };
 use candle_core::Tensor;
 use candle_grpo_core::{
@@ -24,7 +24,7 @@ use candle_grpo_test_support::device;
 use candle_grpo_train::learn::{OldLogProbs, Reference, ReferenceRefresh, Teacher};
 use candle_grpo_train::{
     ComputeDType, Progress, RewardFunction, Sample, SamplingConfig, StepMetrics, TokenBatch,
-    TrainConfig, WeightedRewards, evaluate,
+    TrainConfig, TrainerParts, WeightedRewards, evaluate,
 };
 use rstest::rstest;
 
@@ -85,7 +85,10 @@ fn every_published_recipe_trains(
     };
     let teacher = candle_grpo_nn::Parameters::init(&model(), 9, device()).unwrap();
     let teacher = Reference::new(&model(), &teacher, ComputeDType::F32).unwrap();
-    let mut trainer = trainer(share_of_a, config).with_teacher(Arc::new(teacher));
+    let mut trainer = trainer_of(TrainerParts {
+        teacher: Some(Arc::new(teacher)),
+        ..parts(share_of_a, config)
+    });
     let metrics = trainer.step().unwrap();
     assert!(!metrics.skipped);
     let norm = metrics.grad_norm.unwrap();
@@ -339,7 +342,10 @@ fn spied(
         seen: seen.clone(),
         of,
     };
-    let mut trainer = trainer(reward, config).with_advantage_estimator(spy);
+    let mut trainer = trainer_of(TrainerParts {
+        estimator: Some(Box::new(spy)),
+        ..parts(reward, config)
+    });
     trainer.step().unwrap();
     let [seen] = seen
         .lock()
@@ -492,7 +498,10 @@ fn a_loss_distills_without_a_reward() {
     );
     let teacher = candle_grpo_nn::Parameters::init(&model(), 9, device()).unwrap();
     let teacher = Reference::new(&model(), &teacher, ComputeDType::F32).unwrap();
-    let mut trainer = trainer(nothing, config).with_teacher(Arc::new(teacher));
+    let mut trainer = trainer_of(TrainerParts {
+        teacher: Some(Arc::new(teacher)),
+        ..parts(nothing, config)
+    });
     let metrics = trainer.step().unwrap();
     assert!(!metrics.skipped && metrics.grad_norm.unwrap() > 0.);
     assert!(metrics.policy["distillation_gap_abs"] > 0.1);
@@ -519,7 +528,10 @@ fn a_teacher_has_the_micro_batches_of_the_policy() {
     let teacher = Reference::new(&model(), &parameters(), ComputeDType::F32).unwrap();
     let teacher = Arc::new(Noting(teacher, Mutex::default()));
     let shared: Arc<dyn Teacher> = Arc::clone(&teacher) as _;
-    let mut trainer = trainer(digest, config).with_teacher(shared);
+    let mut trainer = trainer_of(TrainerParts {
+        teacher: Some(shared),
+        ..parts(digest, config)
+    });
     trainer.step().unwrap();
     // Twelve completions in micro-batches of five.
     assert_eq!(*teacher.1.lock().unwrap(), [5, 5, 2]);
@@ -560,7 +572,10 @@ fn a_teacher_is_learned_from() {
     );
     let teacher = candle_grpo_nn::Parameters::init(&model(), 9, device()).unwrap();
     let teacher = Reference::new(&model(), &teacher, ComputeDType::F32).unwrap();
-    let mut trainer = trainer(nothing, config).with_teacher(Arc::new(teacher));
+    let mut trainer = trainer_of(TrainerParts {
+        teacher: Some(Arc::new(teacher)),
+        ..parts(nothing, config)
+    });
     let metrics = trainer.step().unwrap();
     assert!(!metrics.skipped && metrics.policy["teacher_kl"] > 0.1);
 }
