@@ -78,7 +78,7 @@ impl EnvironmentLimits {
 /// The environments of a run: a factory, limits, and the conversion between turns and texts.
 ///
 /// [`Sampler::with_environments`](crate::Sampler::with_environments) and
-/// [`Trainer::with_environments`](crate::Trainer) draw trajectories with them.
+/// [`TrainerParts::environments`](crate::TrainerParts) draw trajectories with them.
 pub struct Environments {
     factory: Arc<dyn EnvironmentFactory>,
     pub(super) limits: EnvironmentLimits,
