@@ -14,7 +14,7 @@
 //! A loss combines [`ImportanceLevel`], [`Surrogate`], [`KlLoss`], entropy bonus and
 //! [`Aggregation`]. Published losses are constructors such as [`PolicyLoss::grpo`]. A [`Recipe`]
 //! adds reward shaping and advantages: the algorithm section of a configuration file. A custom
-//! surrogate implements [`TokenLoss`].
+//! surrogate implements [`TokenLoss`]. Items in [`experimental`] may change between releases.
 //!
 //! The re-exports below are documented in the crates that they come from. In the examples there,
 //! `candle_grpo_loss` may replace the name of that crate.
@@ -54,6 +54,7 @@ pub mod correction;
 mod distillation_loss;
 mod distribution_statistics;
 mod divergence;
+pub mod experimental;
 mod importance_level;
 mod kl_loss;
 mod padded_tokens;

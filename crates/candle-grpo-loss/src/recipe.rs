@@ -2,7 +2,6 @@
 
 use candle_core::Result;
 use candle_grpo_core::advantage::{AdvantageName, KlPenalty, SingletonGroup};
-use candle_grpo_core::experimental;
 use candle_grpo_core::rewards::{CostPenalty, OverlongPenalty};
 use candle_grpo_core::selection::GroupFilter;
 use candle_grpo_core::validate::{Name, check};
@@ -53,7 +52,7 @@ pub struct Recipe {
 }
 
 impl Recipe {
-    fn new(advantage: impl Into<AdvantagePipeline>, policy_loss: PolicyLoss) -> Self {
+    pub(crate) fn new(advantage: impl Into<AdvantagePipeline>, policy_loss: PolicyLoss) -> Self {
         Self {
             advantage: advantage.into(),
             policy_loss,
@@ -61,7 +60,7 @@ impl Recipe {
         }
     }
 
-    fn grpo_advantage(policy_loss: PolicyLoss) -> Self {
+    pub(crate) fn grpo_advantage(policy_loss: PolicyLoss) -> Self {
         Self::new(AdvantagePipeline::grpo(), policy_loss)
     }
 
@@ -86,19 +85,9 @@ impl Recipe {
         Self::new(AdvantagePipeline::dr_grpo(), PolicyLoss::dr_grpo(length))
     }
 
-    /// Lite PPO (<https://arxiv.org/abs/2508.08221>): group mean, batch standard deviation, token-mean.
-    pub fn lite_ppo() -> Self {
-        Self::new(experimental::lite_ppo(), PolicyLoss::bnpo())
-    }
-
     /// GSPO (<https://arxiv.org/abs/2507.18071>).
     pub fn gspo() -> Self {
         Self::grpo_advantage(PolicyLoss::gspo())
-    }
-
-    /// LUSPO (<https://arxiv.org/abs/2602.05261>).
-    pub fn luspo() -> Self {
-        Self::grpo_advantage(PolicyLoss::luspo())
     }
 
     /// GMPO (<https://arxiv.org/abs/2507.20673>).
@@ -114,11 +103,6 @@ impl Recipe {
     /// SAPO (<https://arxiv.org/abs/2511.20347>).
     pub fn sapo() -> Self {
         Self::grpo_advantage(PolicyLoss::sapo())
-    }
-
-    /// VESPO (<https://arxiv.org/abs/2602.10693>).
-    pub fn vespo() -> Self {
-        Self::grpo_advantage(PolicyLoss::vespo())
     }
 
     /// GPG (<https://arxiv.org/abs/2504.02546>): centered rewards, scaled up to compensate for groups without a signal, and
@@ -214,16 +198,6 @@ impl Recipe {
             ..AdvantagePipeline::dr_grpo()
         };
         Self::new(advantage, PolicyLoss::prime_rl())
-    }
-
-    /// FIPO (<https://arxiv.org/abs/2603.19835>).
-    pub fn fipo() -> Self {
-        Self::grpo_advantage(PolicyLoss::fipo())
-    }
-
-    /// M2PO (<https://arxiv.org/abs/2510.01161>).
-    pub fn m2po() -> Self {
-        Self::grpo_advantage(PolicyLoss::m2po())
     }
 
     /// GKD (<https://arxiv.org/abs/2306.13649>) on completions of the policy: the Jensen-Shannon divergence from a teacher with

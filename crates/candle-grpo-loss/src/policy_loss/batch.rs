@@ -144,7 +144,7 @@ policy_batch! {
     /// Weights of the policy term for samples of another engine, from
     /// [`crate::RolloutCorrection`].
     ///
-    /// `[B, T]`, or `[B, 1]` or `[B]` for one weight per sequence. [`crate::surrogate::Vespo`] and
+    /// `[B, T]`, or `[B, 1]` or `[B]` for one weight per sequence. [`crate::experimental::Vespo`] and
     /// [`crate::surrogate::GeometricMean`] use a weight per sequence once, and the product of
     /// weights per token.
     importance_weights: Either,
@@ -169,7 +169,7 @@ policy_batch! {
     /// Number of tokens of all samples of the prompt of each sequence over the whole step, `[B]`.
     /// [`crate::Aggregation::PromptMeanTokenMean`] requires it.
     prompt_tokens: PerSequence,
-    /// Group `[B]` of each sequence, any number. [`crate::surrogate::GroupContrast`] requires it,
+    /// Group `[B]` of each sequence, any number. [`crate::experimental::GroupContrast`] requires it,
     /// and all sequences of a group in one batch.
     groups: PerSequence,
 }

@@ -3,9 +3,10 @@
 use candle_grpo_core::schedule::CoefSchedule;
 use candle_grpo_core::{AdvantagePipeline, RewardShaping};
 use candle_grpo_loss::correction::{ImportanceWeight, ProximalPolicy, RolloutFilter};
+use candle_grpo_loss::experimental::{FutureKl, GroupContrast, Vespo};
 use candle_grpo_loss::surrogate::{
-    ClipCov, DetachedWeight, DivergenceMask, FutureKl, GeometricMean, GroupContrast, KlCov,
-    Likelihood, SoftGate, SquaredLogRatio, Topr, Vespo,
+    ClipCov, DetachedWeight, DivergenceMask, GeometricMean, KlCov, Likelihood, SoftGate,
+    SquaredLogRatio, Topr,
 };
 use candle_grpo_loss::{
     AdaptiveEntropy, Clip, DistillationLoss, EarlyWeight, Kl, KlLoss, PolicyLoss, PositiveNll,

@@ -125,6 +125,8 @@ fn each_preset_is_the_configuration_that_is_shown() -> Result<()> {
     for (name, preset) in presets() {
         let row = shown.iter().find(|row| {
             let constructor = row.name.strip_prefix("PolicyLoss::");
+            let experimental = row.name.strip_prefix("experimental::policy_loss::");
+            let constructor = constructor.or(experimental);
             constructor.is_some_and(|c| c.split('(').next() == Some(name))
         });
         let Some(row) = row else {
@@ -151,26 +153,39 @@ fn text(path: &str) -> Result<String> {
 /// Constructors, presets and rows of the page are one list, and each page counts it.
 #[test]
 fn each_page_counts_the_presets_of_one_list() -> Result<()> {
-    let constructors = |path: &str| -> Result<BTreeSet<String>> {
-        let source = text(path)?;
-        let functions = source.lines().filter_map(|line| {
-            let (name, rest) = line.trim().strip_prefix("pub fn ")?.split_once('(')?;
-            rest.ends_with("-> Self {").then(|| name.to_owned())
-        });
+    let constructors = |stable: &str, experimental: &str| -> Result<BTreeSet<String>> {
+        let folder = "crates/candle-grpo-loss/src";
+        let source = text(&format!("{folder}/{stable}"))?;
+        let experimental = text(&format!("{folder}/experimental/{experimental}"))?;
+        let functions = source
+            .lines()
+            .chain(experimental.lines())
+            .filter_map(|line| {
+                let (name, rest) = line.trim().strip_prefix("pub fn ")?.split_once('(')?;
+                let constructs = ["Self", "PolicyLoss", "Recipe"].map(|x| format!("-> {x} {{"));
+                let constructs = constructs.iter().any(|end| rest.ends_with(end));
+                constructs.then(|| name.to_owned())
+            });
         Ok(functions.collect())
     };
     let page = text("docs/algorithms.md")?;
-    let rows = |start: &str| -> BTreeSet<String> {
-        let cells = page.lines().filter_map(|line| line.strip_prefix(start));
+    let rows = |owner: &str, module: &str| -> BTreeSet<String> {
+        let starts = [
+            format!("| `{owner}::"),
+            format!("| `experimental::{module}::"),
+        ];
+        let cells = page
+            .lines()
+            .filter_map(|line| starts.iter().find_map(|start| line.strip_prefix(start)));
         let names = cells.filter_map(|cell| cell.split(['(', '`']).next());
         names.map(str::to_owned).collect()
     };
-    let losses = constructors("crates/candle-grpo-loss/src/policy_loss/presets.rs")?;
-    assert_eq!(losses, rows("| `PolicyLoss::"));
+    let losses = constructors("policy_loss/presets.rs", "policy_loss.rs")?;
+    assert_eq!(losses, rows("PolicyLoss", "policy_loss"));
     let tested = presets().into_iter().map(|(name, _)| name.to_owned());
     assert_eq!(losses, tested.collect());
-    let recipes = constructors("crates/candle-grpo-loss/src/recipe.rs")?;
-    assert_eq!(recipes, rows("| `Recipe::"));
+    let recipes = constructors("recipe.rs", "recipe.rs")?;
+    assert_eq!(recipes, rows("Recipe", "recipe"));
     // The key `preset` of a configuration file.
     let configuration = text("docs/configuration.md")?;
     let named = configuration

@@ -9,6 +9,7 @@ use candle_grpo_core::advantage::AdvantageName;
 use candle_grpo_core::rewards::{NormLevel, RewardNorm};
 use candle_grpo_core::{AdvantagePipeline, RewardShaping};
 use candle_grpo_loss::correction::ImportanceWeight;
+use candle_grpo_loss::experimental;
 use candle_grpo_loss::surrogate::{ClipCov, KlCov, Surrogate};
 use candle_grpo_loss::{Aggregation, KlLoss, PolicyLoss, Recipe, RolloutCorrection};
 use candle_grpo_nn::{DecoderConfig, LoraConfig, Parameters};
@@ -119,7 +120,7 @@ fn advantage(name: &str) -> Recipe {
 #[case::grpo(Recipe::grpo())]
 #[case::gspo(Recipe::gspo())]
 #[case::dapo_with_dynamic_sampling(Recipe::dapo(8, 4))]
-#[case::batch_scaled_advantages(Recipe::lite_ppo())]
+#[case::batch_scaled_advantages(experimental::recipe::lite_ppo())]
 #[case::whitening(Recipe::reinforce_plus_plus_baseline())]
 #[case::kl_in_the_reward(Recipe::reinforce_plus_plus(0.01))]
 #[case::clip_cov(surrogate(ClipCov::default()))]

@@ -16,6 +16,7 @@ use candle_grpo_core::{
     TokenAdvantage,
 };
 use candle_grpo_loss::correction::{FilterLevel, FilterStatistic, ImportanceWeight, RolloutFilter};
+use candle_grpo_loss::experimental;
 use candle_grpo_loss::surrogate::{
     Clip, ClipCov, KlCov, PositiveIf, Surrogate, SurrogateInputs, TokenLoss, TokenLosses, Topr,
 };
@@ -58,13 +59,13 @@ fn every_published_recipe_trains(
         Recipe::grpo(),
         Recipe::dapo(8, 4),
         Recipe::dr_grpo(8.),
-        Recipe::lite_ppo(),
+        experimental::recipe::lite_ppo(),
         Recipe::gspo(),
-        Recipe::luspo(),
+        experimental::recipe::luspo(),
         Recipe::gmpo(),
         Recipe::cispo(),
         Recipe::sapo(),
-        Recipe::vespo(),
+        experimental::recipe::vespo(),
         Recipe::gpg(),
         Recipe::rloo(),
         Recipe::reinforce_plus_plus(0.01),
@@ -75,8 +76,8 @@ fn every_published_recipe_trains(
         Recipe::twinkle(),
         Recipe::openrlhf(),
         Recipe::prime_rl(),
-        Recipe::fipo(),
-        Recipe::m2po(),
+        experimental::recipe::fipo(),
+        experimental::recipe::m2po(),
         Recipe::gkd()
     )]
     recipe: Recipe,
@@ -530,7 +531,7 @@ fn a_teacher_has_the_micro_batches_of_the_policy() {
 
 #[test]
 fn a_loss_of_a_group_needs_whole_groups() {
-    let config = with_loss(PolicyLoss::real());
+    let config = with_loss(experimental::policy_loss::real());
     let error = config.validate().unwrap_err();
     assert!(
         format!("{error:#}").contains("micro_batch_size: 5, must hold whole groups"),

@@ -7,7 +7,8 @@ use candle_grpo_core::{Kl, KlEstimator, MetricValues};
 use candle_grpo_loss::correction::{
     FilterLevel, FilterStatistic, ImportanceWeight, OutOfBounds, RolloutFilter,
 };
-use candle_grpo_loss::surrogate::{DetachedWeight, FutureKl, GroupContrast, Likelihood, SoftGate};
+use candle_grpo_loss::experimental::{FutureKl, GroupContrast};
+use candle_grpo_loss::surrogate::{DetachedWeight, Likelihood, SoftGate};
 use candle_grpo_loss::{
     Aggregation, EmptySequences, ImportanceLevel, KlLoss, LogProbOptions, Mask, PolicyBatch,
     PolicyLoss, PolicyLossOutput, RolloutCorrection, StepTotals, Surrogate, TeacherTerm,

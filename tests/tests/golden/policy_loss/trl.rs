@@ -3,7 +3,8 @@
 use anyhow::{Context, Result, bail};
 use candle_grpo_core::selection::top_entropy_tokens;
 use candle_grpo_core::{Mask, MetricValues};
-use candle_grpo_loss::surrogate::{DetachedWeight, SoftGate, Vespo};
+use candle_grpo_loss::experimental::Vespo;
+use candle_grpo_loss::surrogate::{DetachedWeight, SoftGate};
 use candle_grpo_loss::{
     Aggregation, BiasCorrection, Clip, EmptySequences, EntropyTokens, ImportanceLevel, KlLoss,
     PolicyLoss, StepTotals, Surrogate,
