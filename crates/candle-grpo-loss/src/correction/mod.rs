@@ -291,9 +291,10 @@ impl RolloutCorrection {
             return Ok(weights);
         }
         // One number for each weight: of tokens, or of sequences.
-        let counted = match weights.dims() == mask.selected().dims() {
-            true => mask.selected().clone(),
-            false => mask.selected().max_keepdim(D::Minus1)?,
+        let counted = if weights.dims() == mask.selected().dims() {
+            mask.selected().clone()
+        } else {
+            mask.selected().max_keepdim(D::Minus1)?
         };
         let statistics = statistics_dtype(weights.device());
         let sum = counted

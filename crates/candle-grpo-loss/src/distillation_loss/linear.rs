@@ -12,10 +12,7 @@ use crate::totals::StepTotals;
 /// The largest number of logits of a chunk of [`linear_distillation_loss`]: 2^22, or 2^25 on a GPU,
 /// where a chunk must have many rows to be fast. About ten tensors of a chunk exist at once.
 pub fn logits_of_chunk(on_gpu: bool) -> usize {
-    match on_gpu {
-        true => 1 << 25,
-        false => 1 << 22,
-    }
+    if on_gpu { 1 << 25 } else { 1 << 22 }
 }
 
 /// The output of [`linear_distillation_loss`]. All tensors are detached.
@@ -151,13 +148,12 @@ pub fn linear_distillation_loss(
             metrics.push_masked_mean(name, &on_tokens(mass)?, &mask)?;
         }
     }
-    let hidden_gradient = match student.hidden.track_op() {
-        false => None,
-        true => {
-            let rows = spread(&parts.hidden, &hidden.dims()[1..])?;
-            let rows = rows.reshape(student.hidden.shape())?;
-            Some(rows.to_dtype(student.hidden.dtype())?)
-        }
+    let hidden_gradient = if student.hidden.track_op() {
+        let rows = spread(&parts.hidden, &hidden.dims()[1..])?;
+        let rows = rows.reshape(student.hidden.shape())?;
+        Some(rows.to_dtype(student.hidden.dtype())?)
+    } else {
+        None
     };
     Ok(LinearDistillationOutput {
         loss: loss.reduce(&losses, &mask, totals)?,

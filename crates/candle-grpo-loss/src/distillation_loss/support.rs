@@ -85,9 +85,10 @@ impl Support {
                     );
                 }
                 let sampled = sampled.unsqueeze(D::Minus1)?.to_dtype(DType::U32)?;
-                match teacher_best {
-                    true => Tensor::cat(&[top_k(teacher, 1)?, sampled], D::Minus1)?,
-                    false => sampled,
+                if teacher_best {
+                    Tensor::cat(&[top_k(teacher, 1)?, sampled], D::Minus1)?
+                } else {
+                    sampled
                 }
             }
         };
@@ -172,12 +173,13 @@ impl Entries {
                     Source::Whole(x) => self.others(x)?,
                     Source::Entries(x, vocabulary) => {
                         let mass = entries.exp()?.sum_keepdim(D::Minus1)?;
-                        match x.dim(D::Minus1)? < *vocabulary {
+                        if x.dim(D::Minus1)? < *vocabulary {
                             // The difference is rounded, and others have some probability.
-                            true => (mass.neg()? + 1.)?
+                            (mass.neg()? + 1.)?
                                 .maximum(f64::from(f32::EPSILON))?
-                                .log()?,
-                            false => (mass.zeros_like()? + f64::NEG_INFINITY)?,
+                                .log()?
+                        } else {
+                            (mass.zeros_like()? + f64::NEG_INFINITY)?
                         }
                     }
                 };

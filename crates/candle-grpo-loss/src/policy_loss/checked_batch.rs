@@ -251,9 +251,10 @@ fn per_sequence(x: &Tensor, mask: &Mask) -> Result<Option<Tensor>> {
         [b, 1] if b == batch => x.clone(),
         _ => return Ok(None),
     };
-    match column.device().is_cpu() {
-        true => column.to_device(mask.selected().device()).map(Some),
-        false => Ok(Some(column)),
+    if column.device().is_cpu() {
+        column.to_device(mask.selected().device()).map(Some)
+    } else {
+        Ok(Some(column))
     }
 }
 

@@ -238,9 +238,10 @@ fn examples_import_their_own_crate_only() -> Result<()> {
         while let Some(folder) = folders.pop() {
             for entry in std::fs::read_dir(folder).map_err(Error::wrap)? {
                 let path = entry.map_err(Error::wrap)?.path();
-                match path.is_dir() {
-                    true => folders.push(path),
-                    false => sources.push(path),
+                if path.is_dir() {
+                    folders.push(path)
+                } else {
+                    sources.push(path)
                 }
             }
         }
@@ -282,12 +283,13 @@ fn the_dependencies_of_the_readme_are_those_of_the_crates() -> Result<()> {
     let mut forwarded = Vec::new();
     for line in dependencies.lines().filter(|line| line.contains('=')) {
         let (name, version) = line.split_once(" = ").expect("a name and a version");
-        match name.starts_with("candle-grpo") {
-            true => assert!(text(&format!("crates/{name}/Cargo.toml"))?.contains("\ncuda = [")),
-            false => assert!(
+        if name.starts_with("candle-grpo") {
+            assert!(text(&format!("crates/{name}/Cargo.toml"))?.contains("\ncuda = ["))
+        } else {
+            assert!(
                 workspace.contains(&format!("\n{name} = {version}\n")),
                 "{line}"
-            ),
+            )
         }
         forwarded.push(format!("\"{name}/cuda\""));
     }

@@ -315,9 +315,10 @@ impl PagedCache {
     pub fn reserve(&mut self, positions: &[usize]) -> Result<()> {
         let pages: usize = positions.iter().map(|new| new.div_ceil(PAGE)).sum();
         let wanted = pages_for(self.pages_in_use() + pages);
-        match wanted > self.holders.len() {
-            true => self.grow(wanted),
-            false => Ok(()),
+        if wanted > self.holders.len() {
+            self.grow(wanted)
+        } else {
+            Ok(())
         }
     }
 

@@ -238,15 +238,14 @@ impl PromptDigests {
             return Some("the training rows have another order".to_owned());
         }
         let beginning = rows.get(..self.count).map(Self::new);
-        Some(
-            match beginning.is_some_and(|beginning| beginning == *self) {
-                true => format!("{} training rows were added", now.count - self.count),
-                false => format!(
-                    "the training rows are other ones ({}, now {})",
-                    self.count, now.count
-                ),
-            },
-        )
+        Some(if beginning.is_some_and(|beginning| beginning == *self) {
+            format!("{} training rows were added", now.count - self.count)
+        } else {
+            format!(
+                "the training rows are other ones ({}, now {})",
+                self.count, now.count
+            )
+        })
     }
 }
 

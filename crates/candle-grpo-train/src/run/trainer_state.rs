@@ -115,10 +115,11 @@ impl<C: ModelConfig> Models<C> {
         if let Some(adapters) = self.actor.adapters() {
             let policy = self.weights(0).export();
             for (name, base) in self.actor.parameters().iter() {
-                match adapters.adapts(name) {
+                if adapters.adapts(name) {
                     // A product of finite adapters may overflow.
-                    true => ensure_finite(&policy.tensor(name)?, name, "merged ")?,
-                    false => ensure_finite(base, name, "")?,
+                    ensure_finite(&policy.tensor(name)?, name, "merged ")?
+                } else {
+                    ensure_finite(base, name, "")?
                 }
             }
         }
@@ -254,9 +255,10 @@ impl<C: ModelConfig> Models<C> {
         }
         match self.actor.adapters() {
             None => {
-                let file = match folder.join(POLICY).exists() {
-                    true => POLICY,
-                    false => WEIGHTS,
+                let file = if folder.join(POLICY).exists() {
+                    POLICY
+                } else {
+                    WEIGHTS
                 };
                 let weights = match self.model.decoder() {
                     Some(decoder) => text_model(decoder, read(file)?),

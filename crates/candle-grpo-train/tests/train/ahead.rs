@@ -445,9 +445,12 @@ fn greedy_baselines_are_those_of_the_kept_groups() {
     // The first group has equal rewards.
     let order = ShuffledOrder::new(5, config.sampling.seed).unwrap();
     let dropped = order.slice(0, 1)[0];
-    let reward = move |sample: &Sample| match sample.columns["row"] == dropped {
-        true => 0.5,
-        false => digest(sample),
+    let reward = move |sample: &Sample| {
+        if sample.columns["row"] == dropped {
+            0.5
+        } else {
+            digest(sample)
+        }
     };
     let mut trainer = trainer(reward, config).with_generator(recorder.clone());
     assert_eq!(steps(&mut trainer, 1)[0].kept_groups, 4);
@@ -459,9 +462,10 @@ fn greedy_baselines_are_those_of_the_kept_groups() {
 fn once(stream: u64, fault: fn(&dyn Progress) -> Result<()>) -> Arc<Recorder> {
     let failed = AtomicBool::new(false);
     Recorder::new(move |now, progress| {
-        match now == stream && !failed.swap(true, Ordering::SeqCst) {
-            true => fault(progress),
-            false => Ok(()),
+        if now == stream && !failed.swap(true, Ordering::SeqCst) {
+            fault(progress)
+        } else {
+            Ok(())
         }
     })
 }

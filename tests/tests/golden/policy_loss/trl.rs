@@ -211,9 +211,10 @@ pub(crate) fn metrics(
         // Logged before the division by accumulation, unless the denominator spans the generation
         // batch.
         let loss_type = case.config.text("loss_type")?;
-        let factor = match spans_generation_batch(&loss_type) {
-            true => setup.factor,
-            false => 1.,
+        let factor = if spans_generation_batch(&loss_type) {
+            setup.factor
+        } else {
+            1.
         };
         let loss = setup.compute(&setup.loss, tensors)?.loss;
         let coef = setup

@@ -262,23 +262,19 @@ impl Environment for ToolEnvironment {
             let message = format!("error: {} calls, only {MAX_CALLS} were run", calls.len());
             outputs.push(("", message));
         }
-        let append = match self.has_messages {
-            true => {
-                let message =
-                    |(name, output)| json!({"role": "tool", "name": name, "content": output});
-                Append::Messages(outputs.into_iter().map(message).collect())
-            }
-            false => {
-                let OutputForm { before, after, .. } = &self.tools.output;
-                let parts = outputs.into_iter().flat_map(|(_, output)| {
-                    [
-                        TextPart::Markup(before.clone()),
-                        TextPart::Content(output),
-                        TextPart::Markup(after.clone()),
-                    ]
-                });
-                Append::Parts(parts.collect())
-            }
+        let append = if self.has_messages {
+            let message = |(name, output)| json!({"role": "tool", "name": name, "content": output});
+            Append::Messages(outputs.into_iter().map(message).collect())
+        } else {
+            let OutputForm { before, after, .. } = &self.tools.output;
+            let parts = outputs.into_iter().flat_map(|(_, output)| {
+                [
+                    TextPart::Markup(before.clone()),
+                    TextPart::Content(output),
+                    TextPart::Markup(after.clone()),
+                ]
+            });
+            Append::Parts(parts.collect())
         };
         Ok(Step {
             metrics,

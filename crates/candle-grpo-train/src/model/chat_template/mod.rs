@@ -247,9 +247,10 @@ impl ChatTemplate {
 
     /// The template of `chat` and its name.
     fn template_of(&self, chat: &Chat) -> Option<(&String, &Source)> {
-        let named = match chat.has_tools() {
-            true => self.templates.get_key_value(TOOL_USE),
-            false => None,
+        let named = if chat.has_tools() {
+            self.templates.get_key_value(TOOL_USE)
+        } else {
+            None
         };
         named.or_else(|| self.templates.get_key_value(DEFAULT))
     }

@@ -124,9 +124,10 @@ fn title(text: &str) -> String {
     let mut after_letter = false;
     let mut titled = String::with_capacity(text.len());
     for c in text.chars() {
-        match after_letter {
-            true => titled.extend(c.to_lowercase()),
-            false => titled.extend(title_case(c)),
+        if after_letter {
+            titled.extend(c.to_lowercase())
+        } else {
+            titled.extend(title_case(c))
         }
         after_letter = is_cased(c);
     }
@@ -180,9 +181,10 @@ fn find(text: &str, arguments: &Arguments, last: bool) -> Result<Option<usize>, 
     let Some((before, inside)) = between(text, start, end)? else {
         return Ok(None);
     };
-    let at = match last {
-        false => inside.find(&part),
-        true => inside.rfind(&part),
+    let at = if last {
+        inside.rfind(&part)
+    } else {
+        inside.find(&part)
     };
     Ok(at.map(|at| before + inside[..at].chars().count()))
 }
@@ -224,9 +226,10 @@ fn split(text: &str, arguments: &Arguments, from_end: bool) -> Result<Value, Err
         Some(separator) => text.splitn(most, &separator).collect(),
         None => words(text, most, from_end),
     };
-    Ok(match from_end {
-        true => parts.into_iter().rev().map(Value::from).collect(),
-        false => parts.into_iter().map(Value::from).collect(),
+    Ok(if from_end {
+        parts.into_iter().rev().map(Value::from).collect()
+    } else {
+        parts.into_iter().map(Value::from).collect()
     })
 }
 
@@ -235,9 +238,10 @@ fn words(text: &str, most: usize, from_end: bool) -> Vec<&str> {
     let mut words = Vec::new();
     let mut rest = text;
     loop {
-        rest = match from_end {
-            false => rest.trim_start_matches(is_space),
-            true => rest.trim_end_matches(is_space),
+        rest = if from_end {
+            rest.trim_end_matches(is_space)
+        } else {
+            rest.trim_start_matches(is_space)
         };
         if rest.is_empty() {
             return words;
@@ -270,9 +274,10 @@ fn split_lines(text: &str, keep_ends: bool) -> Value {
     let is_end = |c: char| ENDS.contains(&c) || c == '\u{2029}';
     let (mut lines, mut rest) = (Vec::new(), text);
     while let Some(at) = rest.find(is_end) {
-        let end = match rest[at..].starts_with("\r\n") {
-            true => 2,
-            false => rest[at..].chars().next().map_or(0, char::len_utf8),
+        let end = if rest[at..].starts_with("\r\n") {
+            2
+        } else {
+            rest[at..].chars().next().map_or(0, char::len_utf8)
         };
         lines.push(Value::from(&rest[..at + if keep_ends { end } else { 0 }]));
         rest = &rest[at + end..];
@@ -290,9 +295,10 @@ fn partition(text: &str, arguments: &Arguments, last: bool) -> Result<Value, Err
     if separator.is_empty() {
         return Err(wrong("partition: empty separator"));
     }
-    let parts = match last {
-        false => text.split_once(&separator),
-        true => text.rsplit_once(&separator),
+    let parts = if last {
+        text.rsplit_once(&separator)
+    } else {
+        text.split_once(&separator)
     };
     let parts = match (parts, last) {
         (Some((before, after)), _) => [before, &separator, after],
@@ -371,9 +377,12 @@ fn string_method(text: &str, name: &str, arguments: &Arguments) -> Result<Value,
         }
         "swapcase" => {
             none()?;
-            let swapped = text.chars().flat_map(|c| match c.is_uppercase() {
-                true => c.to_lowercase().collect::<Vec<_>>(),
-                false => c.to_uppercase().collect(),
+            let swapped = text.chars().flat_map(|c| {
+                if c.is_uppercase() {
+                    c.to_lowercase().collect::<Vec<_>>()
+                } else {
+                    c.to_uppercase().collect()
+                }
             });
             Value::from(swapped.collect::<String>())
         }
@@ -524,9 +533,10 @@ pub(super) fn title_filter(value: &Value) -> Result<String, Error> {
     let mut begins = true;
     let mut titled = String::new();
     for c in str(value)?.chars() {
-        match begins {
-            true => titled.extend(c.to_uppercase()),
-            false => titled.extend(c.to_lowercase()),
+        if begins {
+            titled.extend(c.to_uppercase())
+        } else {
+            titled.extend(c.to_lowercase())
         }
         begins = is_space(c) || ['-', '(', '{', '[', '<'].contains(&c);
     }
@@ -576,10 +586,10 @@ fn quoted(text: &str, safe: &str) -> String {
     let mut quoted = String::new();
     for byte in text.bytes() {
         let c = char::from(byte);
-        match c.is_ascii_alphanumeric() || "_.-~".contains(c) || byte.is_ascii() && safe.contains(c)
-        {
-            true => quoted.push(c),
-            false => quoted += &format!("%{byte:02X}"),
+        if c.is_ascii_alphanumeric() || "_.-~".contains(c) || byte.is_ascii() && safe.contains(c) {
+            quoted.push(c)
+        } else {
+            quoted += &format!("%{byte:02X}")
         }
     }
     quoted
@@ -654,9 +664,10 @@ pub(super) fn round(
         }
         "common" => {
             let rounded = (number * factor).round_ties_even() / factor;
-            Ok(match value.is_integer() {
-                true => Value::from(rounded as i64),
-                false => Value::from(rounded),
+            Ok(if value.is_integer() {
+                Value::from(rounded as i64)
+            } else {
+                Value::from(rounded)
             })
         }
         "ceil" => Ok(Value::from((number * factor).ceil() / factor)),

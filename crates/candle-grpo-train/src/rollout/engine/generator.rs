@@ -108,9 +108,10 @@ impl ServerGenerator {
         let folder = config.weight_sync_folder.as_deref().unwrap_or(folder);
         let servers = Arc::new(Servers::new(config, protocol, api_key, "rollout"));
         Ok(Self {
-            weight_sync: match config.is_fixed_policy() {
-                true => WeightSync::None,
-                false => config.weight_sync,
+            weight_sync: if config.is_fixed_policy() {
+                WeightSync::None
+            } else {
+                config.weight_sync
             },
             folder: folder.to_path_buf(),
             written: Mutex::new(None),
