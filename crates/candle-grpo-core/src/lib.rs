@@ -38,6 +38,12 @@
 //! | [`schedule`] | coefficients that change over the steps of a run |
 //! | [`validate`] | checks of options |
 //!
+//! # Compatibility
+//!
+//! Options are structs with public fields and a `Default`, and releases add fields: end a literal
+//! with `..Default::default()` or a constructor. Enums that may grow, and results, are
+//! `#[non_exhaustive]`.
+//!
 //! Shapes: B sequences, P groups, T response tokens, K reward components. Statistics run in f64;
 //! results are f32, or f64 for tensors in f64.
 

@@ -238,6 +238,7 @@ impl Group<'_> {
 /// One metric on the host.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
+#[non_exhaustive]
 pub enum MetricValue {
     /// A mean, as its sum and count.
     Mean {

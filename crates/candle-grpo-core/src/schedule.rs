@@ -41,6 +41,7 @@ pub struct CoefSchedule {
 /// Form of the decay of a [`CoefSchedule`], or of a learning rate.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
+#[non_exhaustive]
 pub enum Decay {
     /// A line. The default.
     #[default]

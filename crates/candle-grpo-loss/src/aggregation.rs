@@ -14,6 +14,7 @@ use candle_grpo_core::validate::positive;
 /// micro-batches add up to those of the batch.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
+#[non_exhaustive]
 pub enum Aggregation {
     /// `sum(m x) / tokens`: equal weight for each token (DAPO, <https://arxiv.org/abs/2503.14476>).
     TokenMean,

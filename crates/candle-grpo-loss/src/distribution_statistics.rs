@@ -7,6 +7,7 @@ use crate::sum_of_squared_probs::sum_of_squared_probs;
 
 /// Statistics of `softmax(logits / temperature)`, each `[..]` and without a gradient.
 #[derive(Debug, Clone)]
+#[non_exhaustive]
 pub struct DistributionStatistics {
     /// `log sum_v p_v^2`, the negative Renyi entropy of order 2.
     pub log_sum_squared_probs: Tensor,

@@ -8,6 +8,7 @@ use serde::{Deserialize, Serialize};
 /// The reduction of the log-ratio `d = log_probs - old_log_probs` before `exp`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
+#[non_exhaustive]
 pub enum ImportanceLevel {
     /// A ratio for each token (PPO, GRPO). The default.
     #[default]

@@ -19,6 +19,12 @@
 //! The re-exports below are documented in the crates that they come from. In the examples there,
 //! `candle_grpo_loss` may replace the name of that crate.
 //!
+//! # Compatibility
+//!
+//! Options are structs with public fields and a `Default`, and releases add fields: end a literal
+//! with `..Default::default()` or a constructor, such as `..PolicyLoss::dapo()`. Enums that may
+//! grow, and results, are `#[non_exhaustive]`.
+//!
 //! # Gradients
 //!
 //! `candle_nn::ops::{rms_norm, layer_norm, softmax_last_dim, sdpa}` and

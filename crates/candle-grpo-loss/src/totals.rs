@@ -76,6 +76,7 @@ impl StepTotals {
     }
 
     /// Sets the number of prompts with at least one valid token.
+    #[must_use]
     pub fn with_prompts(mut self, prompts: f64) -> Self {
         self.prompts = Some(prompts);
         self

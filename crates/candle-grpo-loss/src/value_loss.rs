@@ -27,6 +27,7 @@ pub struct ValueLoss {
 /// The loss of an error e.
 #[derive(Debug, Clone, Copy, PartialEq, Default, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case", deny_unknown_fields)]
+#[non_exhaustive]
 pub enum ErrorLoss {
     /// `e^2 / 2`. The default.
     #[default]

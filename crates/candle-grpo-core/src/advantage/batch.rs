@@ -61,6 +61,7 @@ macro_rules! advantage_batch {
 
             $(
                 #[doc = concat!("Sets [`Self::", stringify!($name), "`](field@Self::", stringify!($name), ").")]
+                #[must_use]
                 pub fn $name(mut self, $name: &Tensor) -> Self {
                     self.$name = Some($name.clone());
                     self
@@ -118,18 +119,21 @@ impl AdvantageBatch {
     }
 
     /// Sets the groups of sequences that share a prompt.
+    #[must_use]
     pub fn groups(mut self, groups: impl Into<Groups>) -> Self {
         self.groups = groups.into();
         self
     }
 
     /// Sets the trajectory and state of each row.
+    #[must_use]
     pub fn steps(mut self, steps: &Steps) -> Self {
         self.steps = Some(steps.clone());
         self
     }
 
     /// Sets the number of steps of the run before this batch.
+    #[must_use]
     pub fn step(mut self, step: usize) -> Self {
         self.step = Some(step);
         self

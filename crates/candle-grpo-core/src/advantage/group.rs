@@ -493,6 +493,7 @@ fn margin_over_second(stats: &RowStatistics) -> Result<Tensor> {
 
 /// Statistics of each group, for P groups in the order of their first sample.
 #[derive(Debug, Clone)]
+#[non_exhaustive]
 pub struct GroupStatistics {
     /// Mean reward, `[P]`.
     pub mean: Tensor,

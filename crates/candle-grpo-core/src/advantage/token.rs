@@ -21,6 +21,7 @@ use crate::validate::{self, Checked};
 /// Baseline that is subtracted from the return of a token.
 #[derive(Debug, Clone, Copy, PartialEq, Default, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
+#[non_exhaustive]
 pub enum TokenBaseline {
     /// 0, or the value of the token if [`TokenAdvantage::lambda`] is given. The default.
     #[default]

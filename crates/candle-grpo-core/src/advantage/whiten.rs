@@ -11,6 +11,7 @@ use crate::validate::{self, Checked};
 /// Position of epsilon in the divisor.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
+#[non_exhaustive]
 pub enum EpsilonPlacement {
     /// `sqrt(variance + epsilon)` (verl, ROLL). The default.
     #[default]

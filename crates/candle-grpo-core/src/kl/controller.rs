@@ -17,6 +17,7 @@ use crate::validate::{self, Checked};
 /// ```
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 #[serde(tag = "kind", rename_all = "snake_case", deny_unknown_fields)]
+#[non_exhaustive]
 pub enum KlController {
     /// Constant.
     Fixed {

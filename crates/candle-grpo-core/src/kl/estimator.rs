@@ -13,6 +13,7 @@ use crate::validate::{self, Checked};
 /// k1, k2 and k3 are the names of <http://joschu.net/blog/kl-approx.html>. Names of verl and ROLL are in brackets.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
+#[non_exhaustive]
 pub enum KlEstimator {
     /// `d` (`kl`). Unbiased; as a loss its expected gradient is 0.
     #[serde(alias = "kl")]
@@ -50,6 +51,7 @@ impl KlEstimator {
 /// Gradient of an estimate.
 #[derive(Debug, Clone, Copy, PartialEq, Default, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
+#[non_exhaustive]
 pub enum KlGradient {
     /// The gradient of the estimator. The default.
     #[default]

@@ -104,6 +104,7 @@ impl<T: WithDType, const N: usize> IntoRewards for &[T; N] {
 /// Treatment of rewards that are NaN or infinite.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
+#[non_exhaustive]
 pub enum NonFinite {
     /// An error that names the sample. Synchronizes with the device. The default.
     #[default]

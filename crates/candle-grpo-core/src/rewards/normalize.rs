@@ -12,6 +12,7 @@ use crate::validate::{self, Checked};
 /// Rewards that a moment is computed from.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
+#[non_exhaustive]
 pub enum NormLevel {
     /// None: the mean is 0, or the rewards are not divided. The default.
     #[default]
@@ -27,6 +28,7 @@ pub enum NormLevel {
 /// The point about which a standard deviation is taken.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
+#[non_exhaustive]
 pub enum StdCenter {
     /// The mean of the rewards that the deviation is computed from. The default.
     #[default]

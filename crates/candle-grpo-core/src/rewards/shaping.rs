@@ -69,6 +69,7 @@ impl Default for RewardShaping {
 
 /// Rewards after shaping.
 #[derive(Debug, Clone)]
+#[non_exhaustive]
 pub struct ShapedRewards {
     /// Rewards, `[B]`, in f32 (f64 for f64).
     pub rewards: Tensor,

@@ -15,6 +15,7 @@ use crate::{AdvantageBatch, AdvantageEstimator, Advantages, GroupAdvantage};
 /// Population of the mean and deviation of episode scores.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
+#[non_exhaustive]
 pub enum EpisodePopulation {
     /// Trajectories: each counts once, as in the paper. The default.
     #[default]

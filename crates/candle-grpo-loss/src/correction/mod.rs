@@ -118,6 +118,7 @@ impl ImportanceWeight {
 /// The treatment of a weight outside its bounds.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
+#[non_exhaustive]
 pub enum OutOfBounds {
     /// The weight becomes the bound. The default.
     #[default]
@@ -128,6 +129,7 @@ pub enum OutOfBounds {
 
 /// The output of [`RolloutCorrection::compute`].
 #[derive(Debug, Clone)]
+#[non_exhaustive]
 pub struct RolloutWeights {
     /// Weights of the policy term for [`crate::PolicyBatch::importance_weights`].
     ///

@@ -11,6 +11,7 @@ use candle_grpo_core::validate::at_least_one;
 /// The compared entries, if the teacher gives logits.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case", deny_unknown_fields)]
+#[non_exhaustive]
 pub enum Support {
     /// The whole vocabulary. The default.
     #[default]
@@ -40,6 +41,7 @@ pub enum Support {
 /// The entries outside the support.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
+#[non_exhaustive]
 pub enum Tail {
     /// One more entry with the probability of all others, so that the divergence is that of coarser
     /// distributions. The default.

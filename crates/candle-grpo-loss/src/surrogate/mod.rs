@@ -52,6 +52,7 @@ macro_rules! surrogates {
         /// [`Self::GroupContrast`]: they reduce over the sequence themselves.
         #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
         #[serde(rename_all = "snake_case")]
+        #[non_exhaustive]
         pub enum Surrogate {
             /// The plain policy gradient (REINFORCE, GPG).
             #[doc(alias = "GPG")]

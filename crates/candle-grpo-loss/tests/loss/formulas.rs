@@ -386,9 +386,10 @@ fn dppo_counts_bounded_weights_among_kept_tokens(
     let ratio = |i: usize| (x.log_probs[i] - x.old[i]).exp();
     let dropped = |i: usize| {
         let (p, q) = (x.log_probs[i].exp(), x.old[i].exp());
-        let distance = match divergence {
-            Divergence::TotalVariation => (p - q).abs(),
-            Divergence::BinaryKl => binary_kl(q, p),
+        let distance = if divergence == Divergence::BinaryKl {
+            binary_kl(q, p)
+        } else {
+            (p - q).abs()
         };
         distance > bound && (if a(i) > 0. { p > q } else { p < q })
     };

@@ -129,6 +129,7 @@ impl PagedCache {
     ///
     /// Steps that copy from the host, as those of models with experts or states do, run without a
     /// recording. Other devices have none.
+    #[must_use]
     pub fn with_recorded_steps(mut self) -> Self {
         self.record_steps();
         self

@@ -71,6 +71,7 @@ impl<'a> Export<'a> {
     }
 
     /// The same weights in another floating-point type.
+    #[must_use]
     pub fn in_dtype(self, dtype: DType) -> Self {
         Self { dtype, ..self }
     }

@@ -123,6 +123,7 @@ impl RunInputs {
     }
 
     /// Adds the digests of the demonstrations of the run.
+    #[must_use]
     pub fn with_demonstrations(self, rows: &[RowDigest]) -> Self {
         Self {
             demonstrations: Some(PromptDigests::new(rows)),
@@ -132,6 +133,7 @@ impl RunInputs {
 
     /// Adds the commits of the repositories of the hub that the run reads, by
     /// [their names](HubName::repository).
+    #[must_use]
     pub fn with_hub_commits(self, hub: BTreeMap<String, String>) -> Self {
         Self { hub, ..self }
     }

@@ -140,6 +140,7 @@ impl ToolEnvironments {
     }
 
     /// Sets the texts around an output after a prompt of plain text.
+    #[must_use]
     pub fn with_output_marks(mut self, before: &str, after: &str) -> Self {
         self.output.before = before.to_owned();
         self.output.after = after.to_owned();
@@ -147,6 +148,7 @@ impl ToolEnvironments {
     }
 
     /// Sets the largest number of characters of an output. The rest of a longer one is left out.
+    #[must_use]
     pub fn with_max_output_chars(mut self, max_chars: usize) -> Self {
         self.output.max_chars = max_chars;
         self
