@@ -364,19 +364,14 @@ macro_rules! class {
     }};
 }
 
-fn string_method(text: &str, name: &str, arguments: &Arguments) -> Result<Value, Error> {
-    let none = || arguments.take([]).map(|[]| ());
-    let all = |is: &dyn Fn(char) -> bool| !text.is_empty() && text.chars().all(is);
-    Ok(match name {
-        "upper" => none().map(|()| Value::from(text.to_uppercase()))?,
-        "lower" => none().map(|()| Value::from(text.to_lowercase()))?,
-        "casefold" => {
-            none()?;
-            let lower = text.to_lowercase().replace('ß', "ss").replace('ς', "σ");
-            Value::from(lower)
-        }
+/// The result of a method without arguments, if there is one of this name.
+fn without_arguments(text: &str, name: &str) -> Option<Value> {
+    let any = |is: fn(char) -> bool| text.chars().any(is);
+    Some(match name {
+        "upper" => Value::from(text.to_uppercase()),
+        "lower" => Value::from(text.to_lowercase()),
+        "casefold" => Value::from(text.to_lowercase().replace('ß', "ss").replace('ς', "σ")),
         "swapcase" => {
-            none()?;
             let swapped = text.chars().flat_map(|c| {
                 if c.is_uppercase() {
                     c.to_lowercase().collect::<Vec<_>>()
@@ -386,36 +381,30 @@ fn string_method(text: &str, name: &str, arguments: &Arguments) -> Result<Value,
             });
             Value::from(swapped.collect::<String>())
         }
-        "capitalize" => none().map(|()| Value::from(capitalize(text)))?,
-        "title" => none().map(|()| Value::from(title(text)))?,
-        "islower" => {
-            none()?;
-            let any = text.chars().any(char::is_lowercase);
-            Value::from(any && !text.chars().any(char::is_uppercase))
-        }
-        "isupper" => {
-            none()?;
-            let any = text.chars().any(char::is_uppercase);
-            Value::from(any && !text.chars().any(char::is_lowercase))
-        }
-        "istitle" => none().map(|()| Value::from(is_title(text)))?,
-        "isspace" => none().map(|()| Value::from(all(&is_space)))?,
-        "isascii" => none().map(|()| Value::from(text.is_ascii()))?,
-        "isalpha" => none().map(|()| Value::from(class!(r"^\p{L}+$", text)))?,
-        "isdecimal" => none().map(|()| Value::from(class!(r"^\p{Nd}+$", text)))?,
-        "isdigit" => {
-            none()?;
-            Value::from(class!(r"^[\p{Nd}²³¹⁰⁴-⁹₀-₉①-⑨]+$", text))
-        }
-        "isnumeric" => none().map(|()| Value::from(class!(r"^\p{N}+$", text)))?,
-        "isalnum" => none().map(|()| Value::from(class!(r"^[\p{L}\p{N}]+$", text)))?,
-        "isidentifier" => {
-            none()?;
-            Value::from(class!(r"^[\p{XID_Start}_]\p{XID_Continue}*$", text))
-        }
-        "isprintable" => {
-            none().map(|()| Value::from(class!(r"^[^\p{C}\p{Z}]*( [^\p{C}\p{Z}]*)*$", text)))?
-        }
+        "capitalize" => Value::from(capitalize(text)),
+        "title" => Value::from(title(text)),
+        "islower" => Value::from(any(char::is_lowercase) && !any(char::is_uppercase)),
+        "isupper" => Value::from(any(char::is_uppercase) && !any(char::is_lowercase)),
+        "istitle" => Value::from(is_title(text)),
+        "isspace" => Value::from(!text.is_empty() && text.chars().all(is_space)),
+        "isascii" => Value::from(text.is_ascii()),
+        "isalpha" => Value::from(class!(r"^\p{L}+$", text)),
+        "isdecimal" => Value::from(class!(r"^\p{Nd}+$", text)),
+        "isdigit" => Value::from(class!(r"^[\p{Nd}²³¹⁰⁴-⁹₀-₉①-⑨]+$", text)),
+        "isnumeric" => Value::from(class!(r"^\p{N}+$", text)),
+        "isalnum" => Value::from(class!(r"^[\p{L}\p{N}]+$", text)),
+        "isidentifier" => Value::from(class!(r"^[\p{XID_Start}_]\p{XID_Continue}*$", text)),
+        "isprintable" => Value::from(class!(r"^[^\p{C}\p{Z}]*( [^\p{C}\p{Z}]*)*$", text)),
+        _ => return None,
+    })
+}
+
+fn string_method(text: &str, name: &str, arguments: &Arguments) -> Result<Value, Error> {
+    if let Some(value) = without_arguments(text, name) {
+        let [] = arguments.take([])?;
+        return Ok(value);
+    }
+    Ok(match name {
         "strip" | "lstrip" | "rstrip" => {
             let [characters] = arguments.take(["chars"])?;
             let characters = optional_text(characters, "chars")?;
