@@ -1,20 +1,19 @@
 //! Invalid input gives an error with the argument, its value and the requirement.
 
 use candle_core::{DType, Device, Result, Tensor};
-use candle_grpo_core::advantage::{AdvantageName, Baseline, KlPenalty};
 use candle_grpo_core::advantage::{
-    BaselinePopulation, OptimalTokenBaseline, TokenBaseline, Whitening, reverse_recurrence,
+    AdvantageName, Baseline, BaselinePopulation, KlPenalty, OptimalTokenBaseline, TokenBaseline,
+    Whitening, reverse_recurrence,
 };
-use candle_grpo_core::experimental;
 use candle_grpo_core::kl::KlGradient;
-use candle_grpo_core::rewards::{CostPenalty, Costs, ScoreEnsemble};
 use candle_grpo_core::rewards::{
-    NonFinite, NormLevel, OverlongPenalty, RewardNorm, RunningMoments, RunningState,
+    CostPenalty, Costs, NonFinite, NormLevel, OverlongPenalty, RewardNorm, RunningMoments,
+    RunningState, ScoreEnsemble,
 };
 use candle_grpo_core::trajectories::{Gigpo, Steps};
 use candle_grpo_core::{
     AdvantageBatch, AdvantageEstimator, AdvantagePipeline, GroupAdvantage, Groups, Kl, KlEstimator,
-    Mask, MetricValue, MetricValues, Metrics, RewardShaping, Scale, TokenAdvantage,
+    Mask, MetricValue, MetricValues, Metrics, RewardShaping, Scale, TokenAdvantage, experimental,
 };
 use candle_grpo_test_support::{devices, message, numbers};
 use rstest::rstest;

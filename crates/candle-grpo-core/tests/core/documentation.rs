@@ -1,7 +1,8 @@
 //! Doc comments state the defaults of the options.
 
-use candle_grpo_core::advantage::{DEFAULT_EPSILON, OptimalTokenBaseline, TeacherWeight};
-use candle_grpo_core::advantage::{KlPenalty, SingletonGroup, Whitening};
+use candle_grpo_core::advantage::{
+    DEFAULT_EPSILON, KlPenalty, OptimalTokenBaseline, SingletonGroup, TeacherWeight, Whitening,
+};
 use candle_grpo_core::rewards::{
     CosineLength, CostPenalty, OverlongPenalty, RepetitionPenalty, RewardNorm, RunningState,
 };

@@ -2,9 +2,9 @@
 
 use candle_core::{Device, Result, Tensor};
 use candle_grpo_core::advantage::{OptimalTokenBaseline, TokenBaseline};
-use candle_grpo_core::experimental;
 use candle_grpo_core::{
     AdvantageBatch, AdvantageEstimator, AdvantagePipeline, GroupAdvantage, Scale, TokenAdvantage,
+    experimental,
 };
 use candle_grpo_test_support::{devices, numbers};
 use proptest::prelude::*;

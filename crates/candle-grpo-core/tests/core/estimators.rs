@@ -1,16 +1,14 @@
 //! Published values of each estimator, and its results for special groups and batches.
 
 use candle_core::{DType, Device, Result, Tensor};
-use candle_grpo_core::advantage::{Baseline, KlPenalty, SingletonGroup};
 use candle_grpo_core::advantage::{
-    BaselinePopulation, MaskedTokens, OptimalTokenBaseline, TokenAlignment, TokenBaseline,
-    Whitening, ZeroSignalScaling,
+    Baseline, BaselinePopulation, KlPenalty, MaskedTokens, OptimalTokenBaseline, SingletonGroup,
+    TokenAlignment, TokenBaseline, Whitening, ZeroSignalScaling,
 };
-use candle_grpo_core::experimental;
 use candle_grpo_core::rewards::NonFinite;
 use candle_grpo_core::{
     AdvantageBatch, AdvantageEstimator, AdvantagePipeline, GroupAdvantage, Kl, KlEstimator, Scale,
-    TokenAdvantage,
+    TokenAdvantage, experimental,
 };
 use candle_grpo_test_support::{assert_close, devices, numbers};
 use rstest::rstest;

@@ -3,8 +3,7 @@
 use std::collections::HashMap;
 
 use candle_core::{Device, Result, Tensor};
-use candle_grpo_core::advantage::BaselinePopulation;
-use candle_grpo_core::advantage::{Baseline, KlPenalty, SingletonGroup};
+use candle_grpo_core::advantage::{Baseline, BaselinePopulation, KlPenalty, SingletonGroup};
 use candle_grpo_core::rewards::NonFinite;
 use candle_grpo_core::trajectories::{EpisodePopulation, Gigpo, Steps};
 use candle_grpo_core::{AdvantageBatch, AdvantageEstimator, Scale};

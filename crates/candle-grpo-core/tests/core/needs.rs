@@ -1,12 +1,11 @@
 //! Estimators declare the inputs without which they fail.
 
 use candle_core::{DType, Device, Result, Tensor};
-use candle_grpo_core::advantage::{Baseline, KlPenalty};
-use candle_grpo_core::advantage::{TeacherWeight, TokenBaseline};
-use candle_grpo_core::experimental;
+use candle_grpo_core::advantage::{Baseline, KlPenalty, TeacherWeight, TokenBaseline};
 use candle_grpo_core::inputs::{Input, Inputs};
 use candle_grpo_core::{
     AdvantageBatch, AdvantageEstimator, AdvantagePipeline, GroupAdvantage, TokenAdvantage,
+    experimental,
 };
 use rstest::rstest;
 

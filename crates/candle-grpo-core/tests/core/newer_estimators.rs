@@ -2,8 +2,9 @@
 
 use candle_core::{Device, Result, Tensor};
 use candle_grpo_core::advantage::{RoleBaselines, TeacherWeight};
-use candle_grpo_core::rewards::RewardNorm;
-use candle_grpo_core::rewards::{CosineLength, CostPenalty, Costs, NormLevel, StdCenter};
+use candle_grpo_core::rewards::{
+    CosineLength, CostPenalty, Costs, NormLevel, RewardNorm, StdCenter,
+};
 use candle_grpo_core::schedule::{CoefSchedule, Decay};
 use candle_grpo_core::selection::{AdvantageRange, DifficultyPools, TaskScores};
 use candle_grpo_core::{AdvantageBatch, AdvantageEstimator, Groups, RewardShaping, TokenAdvantage};

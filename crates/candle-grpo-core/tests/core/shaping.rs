@@ -1,6 +1,5 @@
 use candle_core::{Result, Tensor, Var};
-use candle_grpo_core::advantage::KlPenalty;
-use candle_grpo_core::advantage::Whitening;
+use candle_grpo_core::advantage::{KlPenalty, Whitening};
 use candle_grpo_core::kl::KlGradient;
 use candle_grpo_core::rewards::{NormLevel, RewardNorm, RunningMoments};
 use candle_grpo_core::{

@@ -1,9 +1,8 @@
 //! Published losses: each is valid, differentiable and unchanged by a configuration file.
 
 use candle_core::Result;
-use candle_grpo_loss::experimental;
 use candle_grpo_loss::surrogate::Divergence;
-use candle_grpo_loss::{Aggregation, Clip, PolicyLoss, Surrogate};
+use candle_grpo_loss::{Aggregation, Clip, PolicyLoss, Surrogate, experimental};
 use candle_grpo_test_support::devices;
 use rstest::rstest;
 

@@ -2,11 +2,10 @@
 
 use candle_core::{Device, Result, Tensor, Var};
 use candle_grpo_loss::correction::{ImportanceWeight, OutOfBounds};
-use candle_grpo_loss::experimental;
 use candle_grpo_loss::surrogate::{DetachedWeight, GeometricMean, SoftGate};
 use candle_grpo_loss::{
     Aggregation, BiasCorrection, Clip, ImportanceLevel, KlLoss, PolicyBatch, PolicyLoss,
-    RolloutCorrection, StepTotals, Surrogate,
+    RolloutCorrection, StepTotals, Surrogate, experimental,
 };
 use candle_grpo_test_support::{assert_close, devices, numbers};
 use rstest::rstest;

@@ -4,8 +4,7 @@ use candle_core::{Result, Tensor};
 use candle_grpo_core::advantage::AdvantageName;
 use candle_grpo_core::selection::GroupFilter;
 use candle_grpo_core::{AdvantageBatch, AdvantageEstimator, AdvantagePipeline, RewardShaping};
-use candle_grpo_loss::experimental;
-use candle_grpo_loss::{Aggregation, Clip, PolicyLoss, Recipe};
+use candle_grpo_loss::{Aggregation, Clip, PolicyLoss, Recipe, experimental};
 use candle_grpo_test_support::{assert_close, devices, message, numbers};
 use rstest::rstest;
 

@@ -1,8 +1,7 @@
 //! The inputs of an algorithm other than completions and rewards.
 
 use anyhow::{Result, ensure};
-use candle_grpo_core::advantage::{Baseline, SingletonGroup};
-use candle_grpo_core::advantage::{ComponentOrder, TokenBaseline};
+use candle_grpo_core::advantage::{Baseline, ComponentOrder, SingletonGroup, TokenBaseline};
 use candle_grpo_core::rewards::NormLevel;
 use candle_grpo_core::validate::check;
 use candle_grpo_core::{GroupAdvantage, TokenAdvantage};

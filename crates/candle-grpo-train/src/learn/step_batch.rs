@@ -3,8 +3,7 @@
 use anyhow::{Context, Result, ensure};
 use candle_core::{DType, Tensor};
 use candle_grpo_core::rewards::{Costs, NonFinite, RunningMoments};
-use candle_grpo_core::selection::top_entropy_tokens;
-use candle_grpo_core::selection::{FilterBatch, SampleFilter};
+use candle_grpo_core::selection::{FilterBatch, SampleFilter, top_entropy_tokens};
 use candle_grpo_core::{
     AdvantageBatch, AdvantageEstimator, Advantages, GroupAdvantage, Mask, MetricValue,
     MetricValues, RewardShaping,

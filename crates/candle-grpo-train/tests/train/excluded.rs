@@ -1,11 +1,9 @@
 //! Completions without a score.
 
 use anyhow::Result;
-use candle_grpo_core::advantage::AdvantageName;
-use candle_grpo_core::advantage::BaselinePopulation;
-use candle_grpo_core::experimental;
+use candle_grpo_core::advantage::{AdvantageName, BaselinePopulation};
 use candle_grpo_core::selection::{GroupFilter, SampleFilter, ScoreResampling};
-use candle_grpo_core::{AdvantagePipeline, GroupAdvantage};
+use candle_grpo_core::{AdvantagePipeline, GroupAdvantage, experimental};
 use candle_grpo_loss::{KlLoss, Recipe};
 use candle_grpo_train::rewards::{
     EnsembleReward, RewardFaults, Score, ScoreFailure, WeightedRewards,

@@ -16,13 +16,12 @@ use candle_grpo_core::{
     TokenAdvantage,
 };
 use candle_grpo_loss::correction::{FilterLevel, FilterStatistic, ImportanceWeight, RolloutFilter};
-use candle_grpo_loss::experimental;
 use candle_grpo_loss::surrogate::{
     Clip, ClipCov, KlCov, PositiveIf, Surrogate, SurrogateInputs, TokenLoss, TokenLosses, Topr,
 };
 use candle_grpo_loss::{
     AdaptiveEntropy, Aggregation, EntropyTokens, KlLoss, PolicyLoss, PositiveNll, Recipe,
-    RolloutCorrection,
+    RolloutCorrection, experimental,
 };
 use candle_grpo_test_support::device;
 use candle_grpo_train::learn::{OldLogProbs, Reference, ReferenceRefresh, Teacher};

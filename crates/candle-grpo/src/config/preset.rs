@@ -1,7 +1,6 @@
 //! Published algorithms by name.
 
-use candle_grpo_loss::Recipe;
-use candle_grpo_loss::experimental;
+use candle_grpo_loss::{Recipe, experimental};
 use serde::{Deserialize, Serialize};
 
 use super::algorithm::AdvEstimator;

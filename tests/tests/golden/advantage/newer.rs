@@ -2,14 +2,14 @@
 
 use anyhow::{Context, Result, bail, ensure};
 use candle_core::{DType, Device, Tensor};
-use candle_grpo_core::advantage::{KlPenalty, SingletonGroup};
-use candle_grpo_core::advantage::{RoleBaselines, TeacherWeight, Whitening};
-use candle_grpo_core::experimental;
+use candle_grpo_core::advantage::{
+    KlPenalty, RoleBaselines, SingletonGroup, TeacherWeight, Whitening,
+};
 use candle_grpo_core::rewards::{CostPenalty, Costs};
 use candle_grpo_core::schedule::CoefSchedule;
 use candle_grpo_core::{
     AdvantageBatch, AdvantageEstimator, AdvantagePipeline, GroupAdvantage, Groups, Mask,
-    RewardShaping, Scale, TokenAdvantage,
+    RewardShaping, Scale, TokenAdvantage, experimental,
 };
 use serde_json::Value;
 
