@@ -17,7 +17,7 @@ use candle_grpo_nn::{
 use candle_grpo_train::learn::{ActorConfig, MemoryPlan};
 use candle_grpo_train::model::character_tokenizer;
 use candle_grpo_train::{
-    Actor, ComputeDType, Prompt, Sample, SamplingConfig, TrainConfig, Trainer,
+    Actor, ComputeDType, Prompt, Sample, SamplingConfig, TrainConfig, Trainer, TrainerParts,
 };
 use rstest::rstest;
 
@@ -226,7 +226,9 @@ fn planned_and_measured(
     let (base, dtype) = config.stored_form();
     let parameters = Parameters::init(&model, 0, &Device::Cpu)?;
     let parameters = parameters.frozen_as(&model, base, dtype.into())?;
-    let mut trainer = Trainer::new(model, parameters, tokenizer, prompts, reward, config)?;
+    let mut trainer = Trainer::new(TrainerParts::new(
+        model, parameters, tokenizer, prompts, reward, config,
+    ))?;
     trainer.step()?;
     restart_peak();
     assert!(!trainer.step()?.skipped);

@@ -30,6 +30,7 @@
 //! | [`progress`] | progress reports and cancellation for a step |
 
 mod canonical_json;
+mod checksums;
 pub mod data;
 mod detached;
 pub mod environment;
@@ -49,6 +50,8 @@ mod sampler;
 pub mod sequence;
 pub mod sft;
 pub mod statistics;
+mod step_record;
+mod teacher;
 
 pub use candle_grpo_base::secrets::hide_from_programs;
 pub use candle_grpo_base::{Interrupted, Progress, find_invalid, progress};
@@ -57,7 +60,7 @@ pub use candle_grpo_kernels::{cuda_device, cuda_device_count, cuda_is_enabled, d
 pub use candle_grpo_nn::ComputeDType;
 pub use data::{Dataset, DatasetConfig, Prompt};
 pub use learn::{
-    Actor, ActorConfig, Critic, CriticConfig, StepMetrics, TokenBatch, TrainConfig, Trainer,
+    Actor, ActorConfig, Critic, CriticConfig, StepMetrics, TrainConfig, Trainer, TrainerParts,
     TrainingBatch,
 };
 pub use model::{ChatTemplate, Pretrained};
@@ -66,7 +69,7 @@ pub use rewards::{RewardConfig, RewardFunction, Sample, WeightedRewards};
 pub use rollout::{Completion, FinishReason, Generator, Rollout, SamplingConfig};
 pub use run::{RunDir, evaluate};
 pub use sampler::Sampler;
-pub use sequence::Sequence;
+pub use sequence::{Sequence, TokenBatch};
 
 /// Default factor, for serde.
 fn one() -> f64 {

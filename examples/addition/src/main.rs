@@ -17,7 +17,7 @@ use std::time::Instant;
 use anyhow::{Context, Result, ensure};
 use candle_grpo_core::selection::DifficultyPools;
 use candle_grpo_nn::DecoderConfig;
-use candle_grpo_train::{RunDir, Trainer};
+use candle_grpo_train::{RunDir, Trainer, TrainerParts};
 use clap::Parser;
 use clap::builder::RangedU64ValueParser;
 
@@ -100,17 +100,18 @@ fn run(args: &Args) -> Result<()> {
 
     let parameters = warm_up::warm_up(&settings, &task)?;
     let pretrained = base::pretrained(&settings, &task, parameters);
-    let mut trainer = Trainer::new(
+    let parts = TrainerParts::new(
         pretrained.model.clone(),
         pretrained.parameters.clone(),
         task.tokenizer.clone(),
         task.training.clone(),
         is_right,
         settings.train.clone(),
-    )?;
-    if let Some(pools) = &settings.curriculum {
-        trainer = trainer.with_curriculum(pools.clone())?;
-    }
+    );
+    let mut trainer = Trainer::new(TrainerParts {
+        curriculum: settings.curriculum.clone(),
+        ..parts
+    })?;
 
     let before = Measurement::take(trainer.actor(), &settings, &task)?;
     train(&mut trainer, &mut run, &settings, &task)?;

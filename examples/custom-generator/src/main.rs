@@ -9,8 +9,8 @@ use candle_grpo_nn::{DecoderConfig, Parameters};
 use candle_grpo_train::model::character_tokenizer;
 use candle_grpo_train::rollout::{Deliver, GenerationBatch, LocalGenerator};
 use candle_grpo_train::{
-    Completion, FinishReason, Generator, Prompt, Sample, TrainConfig, Trainer, default_device,
-    evaluate,
+    Completion, FinishReason, Generator, Prompt, Sample, TrainConfig, Trainer, TrainerParts,
+    default_device, evaluate,
 };
 use serde_json::Value;
 
@@ -81,10 +81,11 @@ fn train(with_demonstrations: bool) -> Result<f64> {
     config.optimizer.learning_rate = 3e-3;
     let (letters, mut greedy) = (prompts.clone(), config.sampling.clone());
     greedy.greedy = true;
-    let mut trainer = Trainer::new(model, parameters, tokenizer, prompts, reward, config)?;
+    let mut parts = TrainerParts::new(model, parameters, tokenizer, prompts, reward, config);
     if with_demonstrations {
-        trainer = trainer.with_generator(Arc::new(Demonstrations(policy)));
+        parts.generator = Some(Arc::new(Demonstrations(policy)));
     }
+    let mut trainer = Trainer::new(parts)?;
     for _ in 0..150 {
         trainer.step()?;
     }

@@ -7,7 +7,9 @@ use candle_grpo_loss::surrogate::{SurrogateInputs, TokenLosses};
 use candle_grpo_loss::{PolicyLoss, Recipe, Surrogate, TokenLoss};
 use candle_grpo_nn::{AdamWConfig, DecoderConfig, Parameters};
 use candle_grpo_train::model::character_tokenizer;
-use candle_grpo_train::{Prompt, Sample, SamplingConfig, TrainConfig, Trainer, default_device};
+use candle_grpo_train::{
+    Prompt, Sample, SamplingConfig, TrainConfig, Trainer, TrainerParts, default_device,
+};
 use serde_json::json;
 
 /// A leaky clip, `-min(r A, c A)` with `c = clip(r) + leak (r - clip(r))`: a clipped token keeps a
@@ -80,7 +82,9 @@ fn main() -> Result<()> {
         },
         ..TrainConfig::default()
     };
-    let mut trainer = Trainer::new(model, parameters, tokenizer, prompts, vowels, config)?;
+    let mut trainer = Trainer::new(TrainerParts::new(
+        model, parameters, tokenizer, prompts, vowels, config,
+    ))?;
     let mut reward = 0.;
     for step in 0..60 {
         let metrics = trainer.step()?;

@@ -19,7 +19,7 @@ use candle_grpo_nn::{
 use candle_grpo_train::model::character_tokenizer;
 use candle_grpo_train::run::Checkpoints;
 use candle_grpo_train::{
-    Prompt, Sample, SamplingConfig, TrainConfig, Trainer, default_device, evaluate,
+    Prompt, Sample, SamplingConfig, TrainConfig, Trainer, TrainerParts, default_device, evaluate,
 };
 use candle_nn::{Linear, Module, VarBuilder, VarMap, linear};
 use rand::{Rng, SeedableRng, rngs::StdRng};
@@ -199,7 +199,9 @@ fn main() -> Result<()> {
         ..settings.sampling.clone()
     };
     let parameters = random_parameters(&config, 1, &default_device()?)?;
-    let mut trainer = Trainer::new(config, parameters, tokenizer, prompts, reward, settings)?;
+    let mut trainer = Trainer::new(TrainerParts::new(
+        config, parameters, tokenizer, prompts, reward, settings,
+    ))?;
     let latest = match &checkpoints {
         Some(checkpoints) => checkpoints.latest()?.checkpoint,
         None => None,

@@ -21,7 +21,7 @@ use candle_grpo_nn::{
 };
 use candle_grpo_train::model::{SpecialTokens, character_tokenizer};
 use candle_grpo_train::rewards::{RewardModel, RewardModelConfig};
-use candle_grpo_train::{Pretrained, Prompt, SamplingConfig, TrainConfig, Trainer};
+use candle_grpo_train::{Pretrained, Prompt, SamplingConfig, TrainConfig, Trainer, TrainerParts};
 use rand::rngs::StdRng;
 use rand::{Rng, SeedableRng};
 use serde_json::Value;
@@ -188,14 +188,14 @@ fn train_policy(folder: &Path, seed: u64, device: &Device) -> Result<[f64; 2]> {
     };
     pretrained.save(Path::new(&format!("{}-policy", folder.display())))?;
     let reward = RewardModel::load(RewardModelConfig::new(folder), device)?;
-    let mut trainer = Trainer::new(
+    let mut trainer = Trainer::new(TrainerParts::new(
         decoder(),
         policy,
         tokenizer,
         prompts.clone(),
         reward,
         config,
-    )?;
+    ))?;
     let share = |trainer: &Trainer| -> Result<f64> {
         let sampler = trainer.actor().sampler(SamplingConfig {
             max_new_tokens: LENGTH - 1,

@@ -49,6 +49,14 @@ macro_rules! advantage_batch {
                 [$(stringify!($name)),*].contains(&input.name())
             }
 
+            /// Sets `input`. One that a batch does not [accept](Self::accepts) changes nothing.
+            pub fn with(mut self, input: Input, tensor: &Tensor) -> Self {
+                $(if input.name() == stringify!($name) {
+                    self.$name = Some(tensor.clone());
+                })*
+                self
+            }
+
             pub(crate) fn without_rewards(groups: Groups) -> Self {
                 Self {
                     rewards: None,

@@ -77,6 +77,17 @@ macro_rules! policy_batch {
                     || [$(stringify!($name)),*].contains(&input.name())
             }
 
+            /// Sets `input`. One that a batch does not [accept](Self::accepts) changes nothing.
+            pub fn with(mut self, input: Input, tensor: &Tensor) -> Self {
+                if input == Input::OldLogProbs {
+                    self.old = OldPolicy::Recomputed(tensor.clone());
+                }
+                $(if input.name() == stringify!($name) {
+                    self.$name = Some(tensor.clone());
+                })*
+                self
+            }
+
             /// A batch for [`crate::linear_policy_loss`], which computes log-probs and entropy
             /// itself. Its old policy is the current one.
             pub fn without_log_probs(advantages: &Tensor, response_mask: &Tensor) -> Self {

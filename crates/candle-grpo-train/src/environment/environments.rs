@@ -77,7 +77,7 @@ impl EnvironmentLimits {
 /// A run's environments: a factory, limits, and the conversion between turns and text.
 ///
 /// [`Sampler::with_environments`](crate::Sampler::with_environments) and
-/// [`Trainer::with_environments`](crate::Trainer) sample trajectories with them.
+/// [`TrainerParts::environments`](crate::TrainerParts) sample trajectories with them.
 pub struct Environments {
     factory: Arc<dyn EnvironmentFactory>,
     pub(super) limits: EnvironmentLimits,
@@ -115,6 +115,7 @@ impl Environments {
     /// Allows special tokens by name in environment texts and messages. Do not allow this if
     /// environments pass on text from outside, such as web pages or command output. Such text could
     /// end its message and start another one.
+    #[must_use]
     #[must_use]
     pub fn with_special_tokens_in_text(mut self) -> Self {
         self.conversation.allow_special_tokens();

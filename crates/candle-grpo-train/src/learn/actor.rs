@@ -24,14 +24,14 @@ use serde::{Deserialize, Serialize};
 
 use super::Reference;
 use super::blame::{blame, blame_teacher, clip_factor};
-use super::response_forward::{
-    Packed, RecordedResponses, output_layer, output_weight, predicting_states, read_tokens,
-    response_log_probs,
-};
 use crate::NotFinite;
 use crate::detached::detached_weights;
 use crate::rollout::LocalGenerator;
 use crate::rollout::sampling_config::ensure_temperature;
+use crate::sequence::response_forward::{
+    Packed, RecordedResponses, output_layer, output_weight, predicting_states, read_tokens,
+    response_log_probs,
+};
 use crate::{Sampler, SamplingConfig, TokenBatch, TrainingBatch};
 
 /// Number of logits per chunk of sums of squared probabilities: 16 MiB of f32.

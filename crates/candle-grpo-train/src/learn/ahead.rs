@@ -1,19 +1,90 @@
 //! Completions of later steps, drawn on another thread while the policy trains.
 
 use std::any::Any;
+use std::sync::Arc;
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::thread::{Builder, JoinHandle};
 use std::time::Instant;
 
-use anyhow::{Context, Result, anyhow, bail};
+use anyhow::{Context, Result, anyhow, bail, ensure};
 use candle_core::Device;
 use candle_grpo_core::selection::TaskScores;
 use candle_grpo_nn::{ModelConfig, Parameters};
 
-use super::collector::{Collection, Collector};
+use super::TrainerState;
+use super::collector::{Collect, Collection, Collector};
 use super::snapshot::Snapshot;
 use super::staleness::{max_staleness, stale_groups};
-use crate::rollout::PolicyWeights;
+use crate::rollout::{LocalGenerator, PolicyWeights};
+use candle_grpo_base::within;
+
+/// Collects the completions of later steps on a thread while the policy trains.
+pub(super) struct Ahead<C: ModelConfig> {
+    collector: Collector<C>,
+    /// True if the policy in this process draws the completions.
+    draws_itself: bool,
+    /// The last step for which completions are drawn.
+    last_step: usize,
+    /// The thread, from the first step on and unless it has failed.
+    worker: Option<Worker<C>>,
+}
+
+impl<C: ModelConfig> Ahead<C> {
+    pub(super) fn new(collector: Collector<C>, draws_itself: bool, last_step: usize) -> Self {
+        Self {
+            collector,
+            draws_itself,
+            last_step,
+            worker: None,
+        }
+    }
+
+    /// Starts the thread.
+    fn start(&self, weights: &PolicyWeights<'_, C>, state: &TrainerState) -> Result<Worker<C>> {
+        let mut collector = self.collector.clone();
+        let config = Arc::clone(&collector.config);
+        let most = config.rollout.max_staleness;
+        ensure!(
+            collector.ranks().is_alone()
+                || config.recipe.group_filter.is_none() && !collector.draws_greedy(),
+            "rollout.max_staleness: {most}, must be 0 on several ranks with a group filter or greedy baselines, for which the ranks exchange scores as they draw"
+        );
+        if self.draws_itself {
+            let on_gpu = !weights.parameters.device().is_cpu();
+            let valid = config.rollout.validate_local(on_gpu);
+            valid.map_err(|error| within("rollout", error))?;
+            let generator = LocalGenerator::detached(weights, config.rollout_dtype())?;
+            collector = collector.with_generator(Arc::new(generator));
+        } else {
+            ensure!(
+                !collector.shares_weights(),
+                "rollout.max_staleness: {most}, must be 0 with a generator that shares the weights of the policy"
+            );
+        }
+        Worker::start(collector, state.steps, state.visited)
+    }
+}
+
+impl<C: ModelConfig> Collect<C> for Ahead<C> {
+    fn collect(
+        &mut self,
+        weights: &PolicyWeights<'_, C>,
+        state: &TrainerState,
+    ) -> Result<Collection> {
+        let mut worker = match self.worker.take() {
+            Some(worker) => worker,
+            None => self.start(weights, state)?,
+        };
+        let scores = state.task_scores.as_ref();
+        let collection = worker.next(state.steps + 1, self.last_step, weights, scores)?;
+        self.worker = Some(worker);
+        Ok(collection)
+    }
+
+    fn discard(&mut self) {
+        self.worker = None;
+    }
+}
 
 /// A thread that collects the completions of steps in order, and its queues.
 ///
@@ -23,7 +94,7 @@ use crate::rollout::PolicyWeights;
 /// completion thus depends on the step, and not on the speed of the threads.
 ///
 /// Dropping it cancels the draw and waits for the thread.
-pub(super) struct Ahead<C: ModelConfig> {
+struct Worker<C: ModelConfig> {
     collector: Collector<C>,
     requests: Option<Sender<Request<C>>>,
     collections: Receiver<Result<Collection>>,
@@ -44,9 +115,9 @@ struct Request<C> {
     scores: Option<TaskScores>,
 }
 
-impl<C: ModelConfig> Ahead<C> {
+impl<C: ModelConfig> Worker<C> {
     /// Starts the thread after `steps` steps and `visited` positions in the order of prompts.
-    pub(super) fn start(collector: Collector<C>, steps: usize, visited: usize) -> Result<Self> {
+    fn start(collector: Collector<C>, steps: usize, visited: usize) -> Result<Self> {
         let (requests, requested) = channel();
         let (collected, collections) = channel();
         let own = collector.clone().without_exchange();
@@ -68,7 +139,7 @@ impl<C: ModelConfig> Ahead<C> {
     /// Returns the completions of step `step`, the one after the last, for the policy `weights`.
     /// Requests those of the steps after it up to `last_step`. Draws groups again whose completions
     /// are too old. A curriculum draws the prompts of a step by the `scores` when it is requested.
-    pub(super) fn next(
+    fn next(
         &mut self,
         step: usize,
         last_step: usize,
@@ -144,17 +215,17 @@ impl<C: ModelConfig> Ahead<C> {
         weights: &PolicyWeights<'_, C>,
     ) -> Result<usize> {
         let (version, most) = (weights.version, self.collector.config.rollout.max_staleness);
-        let stale = stale_groups(collection, version, most as u64);
+        let stale = stale_groups(collection, version, most as u64)?;
         if stale.is_empty() {
             return Ok(0);
         }
         self.collector.resend(weights)?;
         self.collector.draw_again(collection, step, &stale)?;
-        if let Some(&group) = stale_groups(collection, version, most as u64).first() {
+        if let Some(&group) = stale_groups(collection, version, most as u64)?.first() {
             bail!(
                 "generator: drew prompt {} with weights that lack {} updates, must be at most {most} (rollout.max_staleness)",
                 self.collector.prompts[collection.all.rows[group]].index,
-                max_staleness(collection.all.group(group), version)
+                max_staleness(&collection.all.group_batch(group)?, version)
             );
         }
         Ok(stale.len())
@@ -169,7 +240,7 @@ impl<C: ModelConfig> Ahead<C> {
     }
 }
 
-impl<C: ModelConfig> Drop for Ahead<C> {
+impl<C: ModelConfig> Drop for Worker<C> {
     fn drop(&mut self) {
         self.requests = None;
         self.collector.progress.set_stopped(true);
@@ -211,7 +282,7 @@ fn collect<C: ModelConfig>(
 ) -> Result<Collection> {
     let weights = request.weights.as_ref().map(Snapshot::weights);
     let scores = request.scores.as_ref();
-    collector.collect(request.step, visited, weights.as_ref(), scores)
+    collector.draw(request.step, visited, weights.as_ref(), scores)
 }
 
 fn panic_message(panic: &(dyn Any + Send)) -> String {

@@ -1,6 +1,5 @@
 //! The completions of a step: drawn, scored and filtered.
 
-use std::ops::Range;
 use std::sync::Arc;
 use std::time::Instant;
 
@@ -10,20 +9,45 @@ use candle_grpo_nn::ModelConfig;
 use tokenizers::Tokenizer;
 
 use super::PhaseSeconds;
+use super::TrainerState;
 use super::collector_progress::CollectorProgress;
 use super::generator_access::{GeneratorAccess, Turn};
 use super::models::ensure_not_canceled;
-use super::recipe_inputs::RecipeInputs;
-use super::scored_rollouts::ScoredRollouts;
+use super::needs::{Needs, Source};
+use super::rollout_groups::RolloutGroups;
+use super::step;
 use crate::data::MixedOrder;
 use crate::data::curriculum::Curriculum;
 use crate::environment::Environments;
 use crate::ranks::Ranks;
-use crate::rewards::score_rollouts;
 use crate::rollout::PolicyWeights;
-use crate::rollout::decode::decode_answers;
 use crate::{Generator, Progress, Prompt, RewardFunction, Sampler, SamplingConfig, TrainConfig};
 use candle_grpo_base::progress::Phase;
+
+/// The source of the completions of the steps of a trainer.
+pub(super) trait Collect<C: ModelConfig>: Send {
+    /// Collects the completions of the step after `state` for the policy `weights`.
+    fn collect(
+        &mut self,
+        weights: &PolicyWeights<'_, C>,
+        state: &TrainerState,
+    ) -> Result<Collection>;
+
+    /// Discards the completions of later steps, and stops to draw them until the next call.
+    fn discard(&mut self) {}
+}
+
+/// Draws the completions of a step when they are needed.
+impl<C: ModelConfig> Collect<C> for Collector<C> {
+    fn collect(
+        &mut self,
+        weights: &PolicyWeights<'_, C>,
+        state: &TrainerState,
+    ) -> Result<Collection> {
+        let (step, visited) = (state.steps + 1, state.visited);
+        self.draw(step, visited, Some(weights), state.task_scores.as_ref())
+    }
+}
 
 /// Collects the completions of steps, on any thread. A clone shares generator, prompts and reward.
 #[derive(Clone)]
@@ -38,7 +62,7 @@ pub(super) struct Collector<C: ModelConfig> {
     order: MixedOrder,
     /// The choice of prompts by their scores, in place of the order.
     curriculum: Option<Curriculum>,
-    inputs: RecipeInputs,
+    needs: Needs,
     /// True if the ranks exchange what they draw. On a thread of its own a collector has only the
     /// share of its rank, which [`Self::exchange`] completes.
     exchanges: bool,
@@ -48,7 +72,7 @@ pub(super) struct Collector<C: ModelConfig> {
 #[derive(Debug)]
 pub(super) struct Collection {
     /// All groups that were drawn.
-    pub(super) all: ScoredRollouts,
+    pub(super) all: RolloutGroups,
     /// The numbers of the groups to train on.
     pub(super) kept: Vec<usize>,
     /// The score of the greedy completion of each kept group's prompt, if the advantages need it.
@@ -66,9 +90,9 @@ impl<C: ModelConfig> Collector<C> {
         sampler: Sampler<C>,
         tokenizer: Tokenizer,
         prompts: Vec<Prompt>,
-        mut reward: impl RewardFunction + 'static,
+        mut reward: Box<dyn RewardFunction>,
         config: Arc<TrainConfig>,
-        inputs: RecipeInputs,
+        needs: Needs,
     ) -> Result<Self> {
         let progress = Arc::new(CollectorProgress::new(config.rollout.max_staleness > 0));
         reward.set_progress(progress.clone());
@@ -81,11 +105,11 @@ impl<C: ModelConfig> Collector<C> {
             config,
             tokenizer: Arc::new(tokenizer),
             prompts: prompts.into(),
-            reward: Arc::new(reward),
+            reward: reward.into(),
             progress,
             generator: Arc::default(),
             curriculum: None,
-            inputs,
+            needs,
             exchanges: true,
         })
     }
@@ -164,9 +188,9 @@ impl<C: ModelConfig> Collector<C> {
 
     /// Completes a collection of [`Self::without_exchange`] with those of the other ranks.
     pub(super) fn exchange(&self, collection: &mut Collection) -> Result<()> {
-        let none = ScoredRollouts::none(collection.all.num_generations);
+        let none = RolloutGroups::none(collection.all.num_generations);
         let own = std::mem::replace(&mut collection.all, none);
-        collection.all = ScoredRollouts::of_all_ranks(self.ranks().gather(own)?)?;
+        collection.all = RolloutGroups::of_all_ranks(self.ranks().gather(own)?)?;
         Ok(())
     }
 
@@ -193,6 +217,11 @@ impl<C: ModelConfig> Collector<C> {
         let mut turn = self.generator.wait(&*self.progress)?;
         turn.reset();
         self.pass(weights, &mut turn, &*self.progress)
+    }
+
+    /// Returns whether it draws greedy completions, too.
+    pub(super) fn draws_greedy(&self) -> bool {
+        self.needs.reads(Source::GreedyRollouts)
     }
 
     /// Returns true if the generator draws from the parameters of the policy themselves.
@@ -229,7 +258,7 @@ impl<C: ModelConfig> Collector<C> {
     /// Passes `weights` to the generator, and samples until step `step` has enough groups, from the
     /// prompts after the first `visited` positions of their order. A curriculum draws them by
     /// `scores`.
-    pub(super) fn collect(
+    pub(super) fn draw(
         &self,
         step: usize,
         visited: usize,
@@ -276,7 +305,7 @@ impl<C: ModelConfig> Collector<C> {
                 }
             }
         };
-        let greedy_scores = match self.inputs.greedy_scores && !kept.is_empty() {
+        let greedy_scores = match self.draws_greedy() && !kept.is_empty() {
             true => {
                 let mut scores = Vec::with_capacity(kept.len());
                 for kept in kept.chunk_by(|&a, &b| round_of[a] == round_of[b]) {
@@ -321,7 +350,7 @@ impl<C: ModelConfig> Collector<C> {
         step: usize,
         round: usize,
         seconds: &mut PhaseSeconds,
-    ) -> Result<ScoredRollouts> {
+    ) -> Result<RolloutGroups> {
         let stream = stream(step, round);
         let num_generations = self.config.num_generations;
         self.draw_and_score(&self.sampler, rows, num_generations, stream, seconds)
@@ -335,7 +364,7 @@ impl<C: ModelConfig> Collector<C> {
         step: usize,
         round: usize,
         seconds: &mut PhaseSeconds,
-    ) -> Result<ScoredRollouts> {
+    ) -> Result<RolloutGroups> {
         let sampler = self.sampler.clone().with_config(SamplingConfig {
             greedy: true,
             ..self.config.sampling.clone()
@@ -350,56 +379,41 @@ impl<C: ModelConfig> Collector<C> {
         num_generations: usize,
         stream: u64,
         seconds: &mut PhaseSeconds,
-    ) -> Result<ScoredRollouts> {
-        let share = sampler.share(rows.len());
-        let own = match share.is_empty() {
-            true => ScoredRollouts::none(num_generations),
-            false => self.draw_share(sampler, &rows, share, num_generations, stream, seconds)?,
-        };
+    ) -> Result<RolloutGroups> {
+        let prompts: Vec<&Prompt> = rows.iter().map(|&row| &self.prompts[row]).collect();
+        let units = sampler.share(rows.len()).len() * num_generations;
+        let mut own = RolloutGroups::none(num_generations);
+        if units > 0 {
+            let turn = self.generator.wait(&*self.progress)?;
+            let start = Instant::now();
+            self.progress.begin(Phase::Sample, units);
+            own = step::collect(sampler, &prompts, num_generations, stream)?;
+            drop(turn);
+            let sampled = Instant::now();
+            self.progress.begin(Phase::Score, units);
+            let (reward, sampling) = (&*self.reward, sampler.config());
+            step::score(&mut own, &prompts, reward, sampling, &self.tokenizer)?;
+            self.progress.advance(units, 0);
+            ensure_not_canceled(&*self.progress)?;
+            seconds.sample += (sampled - start).as_secs_f64();
+            seconds.score += sampled.elapsed().as_secs_f64();
+            own.rows.iter_mut().for_each(|row| *row = rows[*row]);
+        }
         match self.exchanges {
-            true => ScoredRollouts::of_all_ranks(sampler.ranks().gather(own)?),
+            true => RolloutGroups::of_all_ranks(sampler.ranks().gather(own)?),
             false => Ok(own),
         }
-    }
-
-    /// Draws and scores the completions of the prompts at `rows[share]`.
-    fn draw_share(
-        &self,
-        sampler: &Sampler<C>,
-        rows: &[usize],
-        share: Range<usize>,
-        num_generations: usize,
-        stream: u64,
-        seconds: &mut PhaseSeconds,
-    ) -> Result<ScoredRollouts> {
-        let prompts: Vec<&Prompt> = rows.iter().map(|&row| &self.prompts[row]).collect();
-        let turn = self.generator.wait(&*self.progress)?;
-        let start = Instant::now();
-        self.progress
-            .begin(Phase::Sample, share.len() * num_generations);
-        let rollouts = sampler.sample_part(&prompts, num_generations, stream, share.clone())?;
-        drop(turn);
-        let (rows, prompts) = (rows[share.clone()].to_vec(), &prompts[share]);
-        let sampled = Instant::now();
-        self.progress.begin(Phase::Score, rollouts.len());
-        let texts = decode_answers(&rollouts, sampler.config(), &self.tokenizer)?;
-        let scores = score_rollouts(self.reward.as_ref(), prompts, &rollouts, &texts)?;
-        self.progress.advance(rollouts.len(), 0);
-        ensure_not_canceled(&*self.progress)?;
-        seconds.sample += (sampled - start).as_secs_f64();
-        seconds.score += sampled.elapsed().as_secs_f64();
-        Ok(ScoredRollouts::new(num_generations, rows, rollouts, scores))
     }
 }
 
 impl Collection {
     /// The groups to train on, if there are any.
-    pub(super) fn kept(&self) -> Result<Option<ScoredRollouts>> {
+    pub(super) fn kept(&self) -> Result<Option<RolloutGroups>> {
         if self.kept.is_empty() {
             return Ok(None);
         }
         let kept = self.all.select(&self.kept)?;
-        Ok(Some(ScoredRollouts {
+        Ok(Some(RolloutGroups {
             greedy_scores: self.greedy_scores.clone(),
             ..kept
         }))

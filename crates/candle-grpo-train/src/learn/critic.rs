@@ -14,7 +14,7 @@ use serde::{Deserialize, Serialize};
 
 use super::StepStats;
 use super::blame::clip_factor;
-use super::response_forward::{Packed, RecordedResponses, predicting_states};
+use crate::sequence::response_forward::{Packed, RecordedResponses, predicting_states};
 use crate::{TokenBatch, TrainingBatch};
 
 /// Configuration of a [`Critic`].
@@ -137,7 +137,7 @@ impl Critic {
         let recorded = RecordedResponses::new(&self.decoder, packed)?;
         let (loss, metrics) = self.config.value_loss.compute(
             &self.training_head.forward(&recorded.states)?,
-            batch.values.as_ref(),
+            batch.policy().values.as_ref(),
             returns,
             batch.tokens().response_mask(),
             totals,

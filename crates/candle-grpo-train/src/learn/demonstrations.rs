@@ -9,9 +9,9 @@ use serde::{Deserialize, Deserializer, Serialize};
 use serde_json::{Map, Value};
 
 use super::LikelihoodSums;
-use crate::Sequence;
 use crate::data::MixedOrder;
 use crate::sequence::Batch;
+use crate::{Sequence, TrainConfig};
 use candle_grpo_base::within;
 
 /// Demonstrations in the updates of the policy (CHORD, <https://arxiv.org/abs/2508.11408>; ms-swift's
@@ -91,15 +91,22 @@ impl DemonstrationConfig {
     }
 }
 
-/// The demonstrations of a trainer.
-pub(super) struct Demonstrations {
+/// The rows of [`TrainConfig::demonstrations`](crate::TrainConfig::demonstrations), and the order
+/// of their visits.
+pub struct Demonstrations {
     pub(super) config: DemonstrationConfig,
     examples: Vec<Sequence>,
     order: MixedOrder,
 }
 
 impl Demonstrations {
-    pub(super) fn new(
+    /// Creates the demonstrations that steps visit in `order`, such as
+    /// [`MixedOrder::single`].
+    ///
+    /// # Errors
+    ///
+    /// If `order` has another number of rows.
+    pub fn new(
         config: DemonstrationConfig,
         examples: Vec<Sequence>,
         order: MixedOrder,
@@ -110,6 +117,15 @@ impl Demonstrations {
             examples,
             order,
         })
+    }
+
+    /// The share in the loss of the policy in step `step`: 0 while only the critic trains.
+    pub(super) fn share(&self, config: &TrainConfig, step: usize) -> f64 {
+        if config.only_critic_trains(step) {
+            0.
+        } else {
+            self.config.coef.at(step)
+        }
     }
 
     /// The batch after the first `visited` examples.

@@ -8,7 +8,7 @@ use candle_grpo_nn::optim::{MasterWeights, StateForm};
 use candle_grpo_nn::{AdamWConfig, BaseWeights, ComputeDType, DecoderConfig, LoraConfig};
 
 use super::micro_batches::MicroBatchSize;
-use super::recipe_inputs::RecipeInputs;
+use super::needs::{Needs, Source};
 use crate::TrainConfig;
 
 /// Tiles of logits, and buffers of matrix products, on the CPU.
@@ -133,7 +133,7 @@ impl MemoryPlan {
         let drawn_in = DType::from(config.rollout_dtype());
         let shapes: Vec<Shape> = model.parameter_shapes().into_values().collect();
         let all: usize = shapes.iter().map(Shape::elem_count).sum();
-        let inputs = RecipeInputs::new(&config.recipe);
+        let needs = Needs::new(config, None);
         let critic = config.critic.as_ref();
         let drawn = (step * group).min(config.sampling.max_batch_size);
         let lengths = (prompt_tokens, config.sampling.max_new_tokens);
@@ -166,7 +166,7 @@ impl MemoryPlan {
         };
         Ok(Self {
             weights: plan.weights + copies,
-            reference: match (&config.adapters, inputs.reference) {
+            reference: match (&config.adapters, needs.reads(Source::Reference)) {
                 (None, true) => all * (4 + copy_bytes(config.compute_dtype)),
                 _ => 0,
             },

@@ -10,11 +10,12 @@ use candle_grpo_nn::LanguageModel;
 use super::models::ensure_not_canceled;
 use crate::ranks::Ranks;
 use crate::sequence::{Batch, Column, divide};
-use crate::{Actor, Critic, Progress, Sequence, TokenBatch, TrainingBatch};
+use crate::{Actor, Critic, Progress, Sequence, TokenBatch, TrainConfig, TrainingBatch};
+use candle_grpo_base::progress::NoProgress;
 
 /// The bound of a micro-batch.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum MicroBatchSize {
+pub enum MicroBatchSize {
     /// A number of sequences.
     Sequences(usize),
     /// A number of tokens that the model reads. A shared prompt counts once.
@@ -100,16 +101,28 @@ impl Accumulates for Critic {
 
 /// Passes of a model over a batch, in micro-batches that the ranks share.
 #[derive(Clone, Copy)]
-pub(crate) struct MicroBatches<'a> {
-    pub(crate) size: MicroBatchSize,
+pub struct MicroBatches<'a> {
+    /// The bound of a micro-batch.
+    pub size: MicroBatchSize,
     /// Cancels before a pass.
-    pub(crate) progress: &'a dyn Progress,
+    pub progress: &'a dyn Progress,
     /// Receives the progress of an update.
-    pub(crate) receiver: &'a dyn Progress,
-    pub(crate) ranks: &'a Ranks,
+    pub receiver: &'a dyn Progress,
+    /// The ranks.
+    pub ranks: &'a Ranks,
 }
 
-impl MicroBatches<'_> {
+impl<'a> MicroBatches<'a> {
+    /// Creates passes of `ranks` in the micro-batches of the settings, which report to no receiver.
+    pub fn new(config: &TrainConfig, ranks: &'a Ranks) -> Self {
+        Self {
+            size: config.micro_batches(),
+            progress: &NoProgress,
+            receiver: &NoProgress,
+            ranks,
+        }
+    }
+
     /// The micro-batches of this rank, with the number of those of all ranks.
     pub(crate) fn divide<B: Divisible>(self, batch: &B) -> Result<(Vec<B>, usize)> {
         let mut all = self.size.of_ranks(batch.sequences(), self.ranks);
@@ -180,11 +193,11 @@ impl MicroBatches<'_> {
     /// # Errors
     ///
     /// As in [`Self::map`].
-    pub(super) fn pieces<'a, T>(
+    pub(super) fn pieces<'b, T>(
         self,
-        tokens: &'a TokenBatch,
+        tokens: &'b TokenBatch,
         forward: impl Fn(&TokenBatch) -> Result<T>,
-    ) -> Result<Pieces<'a, T>> {
+    ) -> Result<Pieces<'b, T>> {
         let all = self.size.of_ranks(tokens.sequences(), self.ranks);
         let own = all[self.ranks.collective().rank()].iter().map(|own| {
             ensure_not_canceled(self.progress)?;

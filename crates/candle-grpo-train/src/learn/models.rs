@@ -4,39 +4,54 @@ use std::cell::OnceCell;
 use std::sync::Arc;
 
 use anyhow::{Context, Result, bail, ensure};
-use candle_grpo_loss::Recipe;
 use candle_grpo_nn::{BaseWeights, DecoderConfig, Lora, LoraConfig, ModelConfig, Parameters};
 
-use super::recipe_inputs::RecipeInputs;
-use super::teacher::Distillation;
+use super::needs::{Needs, Source};
 use super::{Ranks, Reference, ReferenceRefresh, Teacher};
+use crate::checksums::sha256_of_parameters;
 use crate::rollout::PolicyWeights;
-use crate::run::RunInputs;
-use crate::run::checksums::sha256_of_parameters;
 use crate::{
     Actor, ActorConfig, Critic, Interrupted, Progress, Sampler, SamplingConfig, TrainConfig,
 };
 
 /// The policy that trains, and the models that its update is computed from.
-pub(crate) struct Models<C: ModelConfig = DecoderConfig> {
+pub struct Models<C: ModelConfig = DecoderConfig> {
     pub(crate) model: C,
-    pub(crate) actor: Actor<C::Model>,
-    pub(crate) reference: Option<Reference<C::Model>>,
+    /// The policy.
+    pub actor: Actor<C::Model>,
+    /// The reference, if an input comes from it.
+    pub reference: Option<Reference<C::Model>>,
     /// Schedule that moves the reference toward the policy; absent if the reference is frozen.
     pub(crate) reference_refresh: Option<ReferenceRefresh>,
-    pub(crate) teacher: Option<Arc<dyn Teacher>>,
-    pub(crate) critic: Option<Critic>,
+    /// The policy to learn from.
+    pub teacher: Option<Arc<dyn Teacher>>,
+    /// The critic of [`TrainConfig::critic`].
+    pub critic: Option<Critic>,
+    /// True if the last [`update`](super::step::update) has changed weights.
+    pub(super) updated: bool,
     /// The hash of the weights at the start of the run, once it is computed.
     pub(crate) base_sha256: OnceCell<String>,
 }
 
 impl<C: ModelConfig> Models<C> {
-    pub(super) fn new(
+    /// Creates the models of the settings, of which the policy starts from `parameters`, of shape
+    /// `model`.
+    ///
+    /// # Errors
+    ///
+    /// If the settings are not valid for the model.
+    pub fn new(model: C, parameters: Parameters, config: &TrainConfig) -> Result<Self> {
+        Self::with_needs(model, parameters, config, Needs::new(config, None))
+    }
+
+    /// [`Self::new`] for an algorithm with these needs.
+    pub(super) fn with_needs(
         model: C,
         parameters: Parameters,
         config: &TrainConfig,
-        inputs: RecipeInputs,
+        needs: Needs,
     ) -> Result<Self> {
+        config.validate_with(needs)?;
         if model.decoder().is_none() {
             config.validate_custom_model()?;
         }
@@ -48,7 +63,9 @@ impl<C: ModelConfig> Models<C> {
         let adapters = adapters.map(|adapters| (adapters, config.base_weights));
         let seed = config.sampling.seed;
         let actor = new_actor(&model, parameters, adapters, seed, config.actor())?;
-        let reference = inputs.reference.then(|| actor.reference_of(&model));
+        let reference = needs
+            .reads(Source::Reference)
+            .then(|| actor.reference_of(&model));
         let reference = reference.transpose()?;
         let critic = model.decoder().zip(config.critic.clone());
         let critic = critic.map(|(model, critic)| Critic::new(model, actor.parameters(), critic));
@@ -70,14 +87,8 @@ impl<C: ModelConfig> Models<C> {
             reference_refresh: None,
             teacher: None,
             critic: None,
+            updated: false,
             base_sha256: OnceCell::new(),
-        }
-    }
-
-    /// Takes the hash of the initial weights from `inputs`, which belong to the same model.
-    pub(crate) fn set_inputs(&self, inputs: &RunInputs) {
-        if let Some(sha256) = &inputs.parameters {
-            let _ = self.base_sha256.set(sha256.clone());
         }
     }
 
@@ -103,11 +114,6 @@ impl<C: ModelConfig> Models<C> {
         Ok(())
     }
 
-    /// The term of the loss that learns the distributions of the teacher, if there is one.
-    pub(super) fn distillation<'a>(&'a self, recipe: &'a Recipe) -> Option<Distillation<'a>> {
-        Distillation::new(recipe.distillation_loss.as_ref(), self.teacher.as_deref())
-    }
-
     /// The weights of the policy, for a generator.
     pub(crate) fn weights(&self, version: u64) -> PolicyWeights<'_, C> {
         PolicyWeights {
@@ -119,7 +125,11 @@ impl<C: ModelConfig> Models<C> {
     }
 
     /// Returns a sampler that shares the parameters of the policy.
-    pub(super) fn sampler(&self, config: SamplingConfig) -> Result<Sampler<C>> {
+    ///
+    /// # Errors
+    ///
+    /// If `config` is not valid.
+    pub fn sampler(&self, config: SamplingConfig) -> Result<Sampler<C>> {
         self.actor.sampler_of(&self.model, config)
     }
 

@@ -10,10 +10,10 @@ use candle_grpo_nn::{
 };
 use serde::{Deserialize, Serialize};
 
-use super::TeacherDistributions;
-use super::response_forward::{predicting_states, response_log_probs};
-use crate::TokenBatch;
 use crate::detached::model_in;
+use crate::sequence::response_forward::{predicting_states, response_log_probs};
+use crate::teacher::{Teacher, TeacherDistributions};
+use crate::{Progress, TokenBatch};
 
 /// A policy that changes only in [`Self::refresh`] and when it is replaced.
 pub struct Reference<M = Decoder> {
@@ -159,6 +159,21 @@ impl<M: LanguageModel> Reference<M> {
         }
         self.copies.refresh()?;
         Ok(())
+    }
+}
+
+impl<M: LanguageModel + Send + Sync> Teacher for Reference<M> {
+    fn log_probs(&self, batch: &TokenBatch, temperature: f64, _: &dyn Progress) -> Result<Tensor> {
+        Self::log_probs(self, batch, temperature)
+    }
+
+    fn distributions(
+        &self,
+        batch: &TokenBatch,
+        _: Option<usize>,
+        _: &dyn Progress,
+    ) -> Result<TeacherDistributions> {
+        Self::distributions(self, batch)
     }
 }
 

@@ -7,46 +7,58 @@ use candle_core::{DType, Device, Tensor};
 use candle_grpo_core::Mask;
 
 use super::collector::Collection;
-use crate::Rollout;
+use crate::sequence::Batch;
 
-/// The staleness of each token that the policy wrote: the number of updates between the weights
-/// that drew it and those of `version`.
-fn token_staleness(rollouts: &[Rollout], version: u64) -> impl Iterator<Item = u64> {
-    rollouts.iter().flat_map(move |rollout| {
-        let completion = &rollout.completion;
-        let versions = completion.weight_versions.iter().enumerate();
-        let written = versions.filter(|(at, _)| completion.is_written(*at));
-        written.map(move |(_, drawn)| version.saturating_sub(*drawn))
+/// The staleness of each token that trains: the number of updates between the weights that drew it
+/// and those of `version`.
+fn token_staleness(batch: &Batch, version: u64) -> impl Iterator<Item = u64> {
+    batch.sequences().iter().flat_map(move |sequence| {
+        let versions = sequence.weight_versions().unwrap_or_default().iter();
+        let trained = versions
+            .zip(sequence.trained())
+            .filter(|(_, trains)| *trains);
+        trained.map(move |(drawn, _)| version.saturating_sub(*drawn))
     })
 }
 
-/// The greatest staleness of a token of `rollouts`.
-pub(super) fn max_staleness(rollouts: &[Rollout], version: u64) -> u64 {
-    token_staleness(rollouts, version).max().unwrap_or(0)
+/// The greatest staleness of a token of `batch`.
+pub(super) fn max_staleness(batch: &Batch, version: u64) -> u64 {
+    token_staleness(batch, version).max().unwrap_or(0)
 }
 
 /// The metrics of the tokens to train on.
-pub(super) fn staleness_metrics(collection: &Collection, version: u64) -> BTreeMap<String, f64> {
+pub(super) fn staleness_metrics(
+    collection: &Collection,
+    version: u64,
+) -> Result<BTreeMap<String, f64>> {
     let mut metrics = BTreeMap::new();
     if let Some(regenerated) = collection.regenerated_groups {
         metrics.insert("regenerated_groups".to_owned(), regenerated as f64);
     }
-    let kept = || collection.kept.iter();
-    let tokens = || kept().flat_map(|&group| token_staleness(collection.all.group(group), version));
+    let kept = collection.kept.iter();
+    let kept = kept.map(|&group| collection.all.group_batch(group));
+    let kept: Vec<Batch> = kept.collect::<Result<_>>()?;
+    let tokens = || {
+        kept.iter()
+            .flat_map(|batch| token_staleness(batch, version))
+    };
     if let Some(max) = tokens().max() {
         let mean = tokens().sum::<u64>() as f64 / tokens().count() as f64;
         metrics.insert("staleness_mean".to_owned(), mean);
         metrics.insert("staleness_max".to_owned(), max as f64);
     }
-    metrics
+    Ok(metrics)
 }
 
 /// The groups to train on that have a token of a staleness above `most`.
-pub(super) fn stale_groups(collection: &Collection, version: u64, most: u64) -> Vec<usize> {
-    let groups = collection.kept.iter().copied();
-    groups
-        .filter(|&group| max_staleness(collection.all.group(group), version) > most)
-        .collect()
+pub(super) fn stale_groups(collection: &Collection, version: u64, most: u64) -> Result<Vec<usize>> {
+    let mut stale = Vec::new();
+    for &group in &collection.kept {
+        if max_staleness(&collection.all.group_batch(group)?, version) > most {
+            stale.push(group);
+        }
+    }
+    Ok(stale)
 }
 
 /// The effective sample size of the importance weights `w = exp(old - rollout)`, as a share of the

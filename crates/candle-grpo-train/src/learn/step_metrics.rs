@@ -4,11 +4,13 @@ use std::collections::BTreeMap;
 
 use serde::{Deserialize, Serialize};
 
+use super::rollout_groups::RolloutGroups;
+use super::step::Updates;
+use crate::FinishReason;
 use crate::data::json_lines::{finite_numbers, number};
 use crate::environment::mean_metrics;
 use crate::rewards::{RewardFaults, RewardRequests};
-use crate::run::StepRecord;
-use crate::{FinishReason, Rollout};
+use crate::step_record::StepRecord;
 
 /// The metrics of one training step: one line of `metrics.jsonl`.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
@@ -152,15 +154,11 @@ impl StepRecord for StepMetrics {
 
 impl StepMetrics {
     /// Computes the metrics that are known before training.
-    pub(crate) fn from_rollouts(
-        step: usize,
-        rollouts: &[Rollout],
-        rewards: &[f32],
-        num_generations: usize,
-    ) -> Self {
+    pub(super) fn of_groups(step: usize, all: &RolloutGroups) -> Self {
+        let (rollouts, rewards) = (&all.rollouts, &all.scores);
         let n = rollouts.len() as f64;
         let RewardStatistics { mean, std } = RewardStatistics::of(rewards);
-        let groups: Vec<Vec<f64>> = rewards.chunks(num_generations).map(present).collect();
+        let groups: Vec<Vec<f64>> = rewards.chunks(all.num_generations).map(present).collect();
         let group_means = groups
             .iter()
             .filter_map(|group| self::mean(group))
@@ -183,8 +181,20 @@ impl StepMetrics {
             response_length: tokens as f64 / n,
             truncated: truncated.count() as f64 / n,
             environment: mean_metrics(rollouts.iter().filter_map(|r| r.episode.as_ref())),
+            reward_faults: all.faults(),
+            reward_requests: all.requests(),
+            rewards: all.reward_statistics(),
             ..Self::default()
         }
+    }
+
+    /// Sets those of the updates.
+    pub(super) fn add_updates(&mut self, found: Updates) {
+        self.updates = found.updates;
+        self.skipped_mini_batches = found.skipped_mini_batches;
+        self.grad_norm = found.grad_norm;
+        self.learning_rate = found.learning_rate;
+        self.policy = found.metrics;
     }
 }
 

@@ -11,8 +11,8 @@ use serde::{Deserialize, Serialize};
 
 use super::Ranks;
 use super::micro_batches::MicroBatches;
-use super::response_forward::{Packed, Targets};
 use crate::sequence::Batch;
+use crate::sequence::response_forward::{Packed, Targets};
 use crate::{Actor, NotFinite, Sequence};
 
 /// The largest number of logits that a comparison of tokens computes at once: 16 MiB of f32.

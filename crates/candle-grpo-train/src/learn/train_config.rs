@@ -1,6 +1,8 @@
 //! The settings of a training run.
 
 use anyhow::Result;
+use candle_grpo_core::AdvantageEstimator as _;
+use candle_grpo_core::inputs::Input;
 use candle_grpo_core::kl::KlController;
 use candle_grpo_core::selection::{SampleFilter, ScoreResampling};
 use candle_grpo_core::validate as check;
@@ -12,7 +14,7 @@ use serde::{Deserialize, Serialize};
 
 use super::actor::{ensure_master_weights, stored_form};
 use super::micro_batches::MicroBatchSize;
-use super::recipe_inputs::{RecipeInputs, ensure_consistent, keeps_components};
+use super::needs::{Needs, Source, ensure_consistent, keeps_components};
 use super::{DemonstrationConfig, LearningRateSchedule, ReferenceRefresh, TurnAdvantage};
 use crate::rollout::{Engine, RolloutConfig, WeightSync};
 use crate::{ActorConfig, CriticConfig, SamplingConfig};
@@ -203,6 +205,11 @@ impl TrainConfig {
     /// Returns an error with an [`Invalid`](candle_grpo_core::Invalid) in it that names the field
     /// that is not valid or contradicts another.
     pub fn validate(&self) -> Result<()> {
+        self.validate_with(Needs::new(self, None))
+    }
+
+    /// [`Self::validate`] for an algorithm with these needs.
+    pub(super) fn validate_with(&self, needs: Needs) -> Result<()> {
         for (name, value) in [
             ("prompts_per_step", self.prompts_per_step),
             ("num_generations", self.num_generations),
@@ -264,8 +271,8 @@ impl TrainConfig {
         ensure_master_weights(&self.optimizer, self.compute_dtype, self.adapters.is_some())?;
         self.validate_old_log_probs()?;
         self.validate_controllers()?;
-        self.validate_reference()?;
-        self.validate_critic()?;
+        self.validate_reference(needs)?;
+        self.validate_critic(needs)?;
         self.validate_turn_advantage()?;
         self.validate_groups()?;
         self.schedule
@@ -374,7 +381,7 @@ impl TrainConfig {
                     "be recompute or sampler with several updates a step: only the first one has the policy of the sampler",
                 )?;
             }
-            if RecipeInputs::new(&self.recipe).old_log_probs {
+            if self.recipe.advantage.needs().contains(Input::OldLogProbs) {
                 refuse(
                     "current",
                     "be recompute or sampler with a recipe.advantage that needs them",
@@ -384,9 +391,9 @@ impl TrainConfig {
         Ok(())
     }
 
-    fn validate_critic(&self) -> Result<()> {
+    fn validate_critic(&self, needs: Needs) -> Result<()> {
         let refuse = |value: &str, must: &str| check::check(false, "critic", value, must);
-        match (&self.critic, RecipeInputs::new(&self.recipe).values) {
+        match (&self.critic, needs.reads(Source::Critic)) {
             (None, true) => refuse("absent", "be given, as recipe.advantage needs values")?,
             (Some(_), false) => refuse("given", "be absent, as recipe.advantage has no lambda")?,
             (Some(critic), true) => {
@@ -452,7 +459,7 @@ impl TrainConfig {
         Ok(())
     }
 
-    fn validate_reference(&self) -> Result<()> {
+    fn validate_reference(&self, needs: Needs) -> Result<()> {
         let Some(refresh) = &self.reference_refresh else {
             return Ok(());
         };
@@ -460,7 +467,7 @@ impl TrainConfig {
             .validate()
             .map_err(|error| within("reference_refresh", error))?;
         let refuse = |must: &str| check::check(false, "reference_refresh", "given", must);
-        if !RecipeInputs::new(&self.recipe).reference {
+        if !needs.reads(Source::Reference) {
             refuse("be absent, as no KL term in recipe needs a reference")?;
         }
         if self.adapters.is_some() {
@@ -501,6 +508,12 @@ impl TrainConfig {
             has_adapters,
             &self.optimizer,
         )
+    }
+
+    /// Returns whether `step` is one of the warm-up of the critic.
+    pub(super) fn only_critic_trains(&self, step: usize) -> bool {
+        let critic = self.critic.as_ref();
+        critic.is_some_and(|critic| step <= critic.warmup_steps)
     }
 
     /// The bound of a micro-batch.

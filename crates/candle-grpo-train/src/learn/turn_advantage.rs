@@ -7,7 +7,7 @@ use candle_grpo_core::trajectories::{Gigpo, Steps};
 use candle_grpo_core::{AdvantageBatch, AdvantageEstimator, Advantages, GroupAdvantage};
 use serde::{Deserialize, Serialize};
 
-use super::scored_rollouts::ScoredRollouts;
+use super::rollout_groups::RolloutGroups;
 use crate::environment::Episode;
 use crate::sequence::Column;
 use candle_grpo_base::within;
@@ -83,7 +83,7 @@ impl TurnAdvantage {
     /// outside of turns.
     pub(super) fn compute(
         &self,
-        scored: &ScoredRollouts,
+        scored: &RolloutGroups,
         width: usize,
         device: &Device,
     ) -> Result<Advantages> {

@@ -20,7 +20,7 @@ pub use candle_grpo_rewards::{CodeConfig, CodeLimits, CodeReward};
 pub use candle_grpo_rewards::{Instruction, InstructionsReward};
 pub use reward_model::{RewardModel, RewardModelConfig};
 
-pub(crate) use rollouts::{RolloutScores, score_rollouts};
+pub(crate) use rollouts::score_rollouts;
 
 /// One term of the reward in a configuration file, which may be a [`RewardModel`].
 pub type RewardConfig = candle_grpo_rewards::RewardConfig<RewardModelConfig>;

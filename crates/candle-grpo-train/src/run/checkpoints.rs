@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 use anyhow::{Context, Result};
 use candle_grpo_base::atomic_file;
 
-use super::checksums::{check_checksums, write_checksums};
+use crate::checksums::{check_checksums, write_checksums};
 use crate::owned_files::Owned;
 
 const PREFIX: &str = "step-";

@@ -10,11 +10,11 @@ use anyhow::{Context, Result, bail, ensure};
 use candle_grpo_base::atomic_file::{self, is_leftover, remove_leftovers};
 use serde::{Deserialize, Serialize};
 
-use super::checksums::check_checksums;
 use super::trainer_state::ADAPTER;
 use super::{
     Checkpoints, EvaluatedSample, Evaluation, EventFile, RolloutRecord, StepCheckpoint, StepRecord,
 };
+use crate::checksums::check_checksums;
 use crate::data::json_lines::{Line, finite_numbers, read_json_lines, read_lines, retain_lines};
 use crate::folder_lock::{FolderLock, LOCK};
 use crate::owned_files::{ENGINE_WEIGHTS, Owned};

@@ -9,8 +9,8 @@ use serde::{Deserialize, Serialize};
 use serde_json::Value;
 use sha2::{Digest, Sha256};
 
-use super::checksums::{sha256_of_file, sha256_of_parameters};
 use crate::canonical_json::canonical_json;
+use crate::checksums::{sha256_of_file, sha256_of_parameters};
 use crate::{ChatTemplate, Pretrained, Prompt};
 use candle_grpo_base::checksum::hex;
 use candle_grpo_hub::HubName;
@@ -64,6 +64,11 @@ pub struct InputChanges {
 }
 
 impl RunInputs {
+    /// Returns the SHA-256 sum of the initial weights, if it is known.
+    pub fn parameters_sha256(&self) -> Option<&str> {
+        self.parameters.as_deref()
+    }
+
     /// Computes the digests. `model` must be in its state before training.
     ///
     /// `reward_files` are the files that determine rewards, from both reward functions and
@@ -124,6 +129,7 @@ impl RunInputs {
 
     /// Adds digests of the run's demonstrations.
     #[must_use]
+    #[must_use]
     pub fn with_demonstrations(self, rows: &[RowDigest]) -> Self {
         Self {
             demonstrations: Some(PromptDigests::new(rows)),
@@ -132,6 +138,7 @@ impl RunInputs {
     }
 
     /// Adds commits of the hub repositories that the run reads, by [name](HubName::repository).
+    #[must_use]
     #[must_use]
     pub fn with_hub_commits(self, hub: BTreeMap<String, String>) -> Self {
         Self { hub, ..self }

@@ -6,20 +6,18 @@ use std::path::Path;
 
 use anyhow::{Context, Result, bail, ensure};
 use candle_core::{Device, Tensor, safetensors};
-use candle_grpo_core::kl::KlController;
-use candle_grpo_core::rewards::RunningState;
 use candle_grpo_core::selection::TaskScores;
-use candle_grpo_loss::AdaptiveEntropy;
 use candle_grpo_nn::weights::text_model;
 use candle_grpo_nn::{ComputeDType, Lora, ModelConfig, Parameters, all_finite, atomic_file};
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 use tokenizers::Tokenizer;
 
-use super::checksums::sha256_of_parameters;
 use super::inputs::prompt_names;
 use crate::NotFinite;
+use crate::checksums::sha256_of_parameters;
 use crate::data::json_lines::read_json;
+use crate::learn::TrainerState;
 use crate::learn::models::Models;
 use crate::model::pretrained::write_tokenizer;
 use crate::owned_files::{CONFIG, WEIGHTS};
@@ -37,29 +35,6 @@ const CRITIC_OPTIMIZER: &str = "critic_optimizer.safetensors";
 
 const DIVERGED: &str = "the run has diverged and is not saved; resume from the last checkpoint \
     with a lower learning rate";
-
-/// State that [`Trainer`](crate::Trainer) steps change, except weights and optimizers.
-#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
-#[serde(deny_unknown_fields)]
-pub struct TrainerState {
-    /// Number of steps, including skipped ones.
-    pub steps: usize,
-    /// Number of steps without an update.
-    pub skipped_steps: usize,
-    /// Number of visited positions in the prompt order, or row order.
-    pub visited: usize,
-    /// Number of visited positions in the demonstration order.
-    #[serde(default)]
-    pub visited_demonstrations: usize,
-    /// Mean and variance of rewards across steps.
-    pub running_moments: Option<RunningState>,
-    /// Controller for the KL penalty coefficient in rewards.
-    pub reward_kl: Option<KlController>,
-    /// Controller for the entropy bonus coefficient.
-    pub adaptive_entropy: Option<AdaptiveEntropy>,
-    /// Each prompt's latest mean reward, for a curriculum.
-    pub task_scores: Option<TaskScores>,
-}
 
 /// The file for [`TrainerState`].
 #[derive(Serialize, Deserialize)]

@@ -2,11 +2,14 @@
 //!
 //! A completion, a row of supervised training, a demonstration and a request to a teacher are each
 //! a [`Sequence`]. A [`Batch`] has sequences and values that belong to them. The device sees packed
-//! tokens, and the `[B, T]` tensors that [`Column::padded`] makes.
+//! tokens, and the `[B, T]` tensors that [`Column::padded`] makes. A [`TokenBatch`] has those of
+//! the responses.
 
 mod batch;
 mod column;
 mod division;
+pub(crate) mod response_forward;
+mod token_batch;
 
 use std::sync::Arc;
 
@@ -16,6 +19,9 @@ pub use batch::Batch;
 pub(crate) use batch::select;
 pub use column::Column;
 pub(crate) use division::divide;
+pub use response_forward::read_tokens;
+pub(crate) use token_batch::rows;
+pub use token_batch::{TokenBatch, count_prompt_tokens};
 
 /// The tokens of a prompt and its response, and the weight of each in a loss. A clone shares them.
 ///

@@ -6,7 +6,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::data::json_lines::number;
 use crate::learn::LikelihoodSums;
-use crate::run::StepRecord;
+use crate::step_record::StepRecord;
 
 /// Metrics for one step of supervised training: a line in `metrics.jsonl`.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]

@@ -264,8 +264,10 @@ impl SftTrainer {
 
     /// Reuses the digest of the initial weights in `inputs`, which must belong to the same model.
     #[must_use]
-    pub fn with_inputs(self, inputs: &RunInputs) -> Self {
-        self.models.set_inputs(inputs);
+    pub fn with_inputs(mut self, inputs: &RunInputs) -> Self {
+        if let Some(sha256) = inputs.parameters_sha256() {
+            self.models.base_sha256 = sha256.to_owned().into();
+        }
         self
     }
 

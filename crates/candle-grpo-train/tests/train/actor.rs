@@ -14,7 +14,8 @@ use candle_grpo_nn::{AdamWConfig, Decoder, DecoderConfig, Gradients, LanguageMod
 use candle_grpo_test_support::device;
 use candle_grpo_train::learn::{count_prompt_tokens, read_tokens};
 use candle_grpo_train::{
-    Actor, ActorConfig, ComputeDType, Prompt, TokenBatch, TrainConfig, Trainer, TrainingBatch,
+    Actor, ActorConfig, ComputeDType, Prompt, TokenBatch, TrainConfig, Trainer, TrainerParts,
+    TrainingBatch,
 };
 use rstest::rstest;
 
@@ -573,14 +574,14 @@ fn a_run_replays_experts(#[values(0, 1)] max_staleness: usize) {
     }
     let model = model_with_experts();
     let trainer = |model: &DecoderConfig, config: TrainConfig| {
-        Trainer::new(
+        Trainer::new(TrainerParts::new(
             model.clone(),
             parameters_of(model, device()),
             tokenizer(),
             prompts(&["a", "b", "ab"]),
             share_of_a,
             config,
-        )
+        ))
     };
     let steps = |router_replay| {
         let config = TrainConfig {

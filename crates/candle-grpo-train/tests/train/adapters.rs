@@ -15,6 +15,7 @@ use candle_grpo_test_support::device;
 use candle_grpo_train::learn::{MemoryPlan, ReferenceRefresh};
 use candle_grpo_train::{
     ComputeDType, CriticConfig, NotFinite, Pretrained, Sample, TokenBatch, TrainConfig, Trainer,
+    TrainerParts,
 };
 
 fn config() -> TrainConfig {
@@ -168,14 +169,14 @@ fn settings_that_contradict_adapters_are_errors() {
     assert!(error.contains("must be absent with adapters"), "{error}");
     config.reference_refresh = None;
     config.adapters = Some(LoraConfig::all_linear(0, 1.));
-    let made = Trainer::new(
+    let made = Trainer::new(TrainerParts::new(
         model(),
         parameters(),
         tokenizer(),
         prompts(&["a"]),
         |_: &Sample| 0.,
         config,
-    );
+    ));
     let error = format!("{:#}", made.err().unwrap());
     assert!(error.contains("rank: 0"), "{error}");
 }
@@ -228,7 +229,7 @@ fn adapters_over_quantized_weights_learn_as_over_their_numbers() {
         (numbers, BaseWeights::Dense),
     ]
     .map(|(parameters, base_weights)| {
-        let mut trainer = Trainer::new(
+        let mut trainer = Trainer::new(TrainerParts::new(
             model.clone(),
             parameters,
             tokenizer(),
@@ -238,7 +239,7 @@ fn adapters_over_quantized_weights_learn_as_over_their_numbers() {
                 base_weights,
                 ..config()
             },
-        )
+        ))
         .unwrap();
         let metrics: Vec<_> = (0..30).map(|_| trainer.step().unwrap()).collect();
         (trainer, metrics)

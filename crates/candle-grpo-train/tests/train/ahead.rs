@@ -20,12 +20,13 @@ use candle_grpo_train::rewards::Score;
 use candle_grpo_train::rollout::{Deliver, GenerationBatch, LocalGenerator, PolicyWeights};
 use candle_grpo_train::{
     ComputeDType, Generator, Interrupted, Progress, RewardFunction, Sample, Sampler, StepMetrics,
-    TrainConfig, Trainer,
+    TrainConfig, Trainer, TrainerParts,
 };
 use rstest::rstest;
 
 use crate::common::{
-    self, digest, pretrained, prompts, sampling, share_of_a, trainer, without_seconds,
+    self, digest, parts, pretrained, prompts, sampling, share_of_a, trainer, trainer_of,
+    without_seconds,
 };
 
 fn config(max_staleness: usize) -> TrainConfig {
@@ -227,7 +228,10 @@ fn with_frozen_weights_a_run_that_draws_ahead_is_the_synchronous_one(
         config
     };
     let recorder = Recorder::plain();
-    let mut synchronous = trainer(coarse, frozen(0)).with_generator(recorder.clone());
+    let mut synchronous = trainer_of(TrainerParts {
+        generator: Some(recorder.clone()),
+        ..parts(coarse, frozen(0))
+    });
     let expected = of_training(steps(&mut synchronous, 8));
     let expected_draws = recorder.draws();
     for seed in 0..u64::from(cases(1, 8)) {
@@ -249,9 +253,11 @@ fn with_frozen_weights_a_run_that_draws_ahead_is_the_synchronous_one(
             }
             coarse(sample)
         };
-        let mut ahead = trainer(reward, frozen(max_staleness))
-            .with_generator(recorder.clone())
-            .with_last_step(8);
+        let mut ahead = trainer_of(TrainerParts {
+            generator: Some(recorder.clone()),
+            last_step: 8,
+            ..parts(reward, frozen(max_staleness))
+        });
         let metrics = of_training(steps(&mut ahead, 8));
         // A GPU may sum in another order.
         if device().is_cpu() {
@@ -283,9 +289,11 @@ fn each_step_is_drawn_with_the_weights_that_the_staleness_allows(
     let mut config = config(max_staleness);
     config.rollout.weight_sync_steps = weight_sync_steps;
     let recorder = Recorder::plain();
-    let mut trainer = trainer(digest, config)
-        .with_generator(recorder.clone())
-        .with_last_step(expected.len());
+    let mut trainer = trainer_of(TrainerParts {
+        generator: Some(recorder.clone()),
+        last_step: expected.len(),
+        ..parts(digest, config)
+    });
     let metrics = steps(&mut trainer, expected.len());
     assert!(metrics.iter().all(|m| !m.skipped));
     let versions: Vec<(u64, u64)> = (1..).zip(expected.iter().copied()).collect();
@@ -329,13 +337,15 @@ fn completions_of_the_next_step_are_drawn_while_the_policy_trains() {
         }
         Ok(())
     });
-    let mut trainer = trainer(digest, config(1))
-        .with_generator(recorder)
-        .with_advantage_estimator(Rendezvous {
+    let mut trainer = trainer_of(TrainerParts {
+        generator: Some(recorder),
+        estimator: Some(Box::new(Rendezvous {
             drawing: Mutex::new(drawn),
             training,
-        })
-        .with_last_step(2);
+        })),
+        last_step: 2,
+        ..parts(digest, config(1))
+    });
     assert!(!trainer.step().unwrap().skipped);
 }
 
@@ -343,7 +353,10 @@ fn completions_of_the_next_step_are_drawn_while_the_policy_trains() {
 #[case(1)]
 #[case(3)]
 fn the_mean_reward_rises(#[case] max_staleness: usize) {
-    let mut trainer = trainer(share_of_a, config(max_staleness)).with_generator(Recorder::plain());
+    let mut trainer = trainer_of(TrainerParts {
+        generator: Some(Recorder::plain()),
+        ..parts(share_of_a, config(max_staleness))
+    });
     let metrics = steps(&mut trainer, 60);
     let mean =
         |part: &[StepMetrics]| part.iter().map(|m| m.reward_mean).sum::<f64>() / part.len() as f64;
@@ -371,7 +384,10 @@ fn the_policy_in_this_process_draws_from_a_copy(#[case] config: TrainConfig) {
     assert_eq!(run(), (metrics.clone(), weights.clone()));
     assert!(metrics.iter().all(|m| !m.skipped));
     if config.compute_dtype == ComputeDType::F32 {
-        let mut other = trainer(digest, config).with_generator(Recorder::plain());
+        let mut other = trainer_of(TrainerParts {
+            generator: Some(Recorder::plain()),
+            ..parts(digest, config)
+        });
         assert_eq!(of_training(steps(&mut other, 6)), metrics);
         assert_eq!(weights_of(&other), weights);
     }
@@ -419,9 +435,11 @@ fn a_later_update_does_not_change_weights_in_transfer(#[case] config: TrainConfi
         released: Mutex::new(released),
         received: Mutex::default(),
     });
-    let mut trainer = trainer(digest, config)
-        .with_generator(late.clone())
-        .with_last_step(3);
+    let mut trainer = trainer_of(TrainerParts {
+        generator: Some(late.clone()),
+        last_step: 3,
+        ..parts(digest, config)
+    });
     steps(&mut trainer, 1);
     let first = weights_of(&trainer);
     steps(&mut trainer, 1);
@@ -452,7 +470,10 @@ fn greedy_baselines_are_those_of_the_kept_groups() {
             digest(sample)
         }
     };
-    let mut trainer = trainer(reward, config).with_generator(recorder.clone());
+    let mut trainer = trainer_of(TrainerParts {
+        generator: Some(recorder.clone()),
+        ..parts(reward, config)
+    });
     assert_eq!(steps(&mut trainer, 1)[0].kept_groups, 4);
     let draws = recorder.draws();
     assert_eq!(draws[1].prompts, draws[0].prompts[1..]);
@@ -485,7 +506,10 @@ fn an_error_of_the_generator_is_that_of_the_step_which_needs_it(
     #[case] expected: &str,
 ) {
     let recorder = once(3, fault);
-    let mut trainer = trainer(digest, config(2)).with_generator(recorder.clone());
+    let mut trainer = trainer_of(TrainerParts {
+        generator: Some(recorder.clone()),
+        ..parts(digest, config(2))
+    });
     steps(&mut trainer, 2);
     let error = trainer.step().unwrap_err();
     assert_eq!(format!("{error:#}"), expected);
@@ -533,7 +557,10 @@ fn an_error_of_the_reward_is_that_of_the_step_which_needs_it(
         calls: AtomicUsize::new(0),
         panics,
     };
-    let mut trainer = trainer(faulty, config(1)).with_generator(Recorder::plain());
+    let mut trainer = trainer_of(TrainerParts {
+        generator: Some(Recorder::plain()),
+        ..parts(faulty, config(1))
+    });
     steps(&mut trainer, 2);
     assert_eq!(format!("{:#}", trainer.step().unwrap_err()), expected);
     assert_eq!(trainer.step().unwrap().step, 3);
@@ -559,7 +586,10 @@ fn weights_that_were_not_taken_are_passed_again() {
     }
     let recorder = Recorder::plain();
     let generator = Unreachable(recorder.clone(), AtomicBool::new(false));
-    let mut trainer = trainer(digest, config(1)).with_generator(Arc::new(generator));
+    let mut trainer = trainer_of(TrainerParts {
+        generator: Some(Arc::new(generator)),
+        ..parts(digest, config(1))
+    });
     steps(&mut trainer, 2);
     let error = trainer.step().unwrap_err();
     assert_eq!(format!("{error:#}"), "step 3: engine: no answer");
@@ -609,15 +639,17 @@ impl AdvantageEstimator for FailsDuringTransfer {
 fn an_error_of_the_training_ends_a_transfer_of_weights() {
     let (started, transfer) = channel();
     let inner = Recorder::plain();
-    let mut trainer = trainer(digest, config(1))
-        .with_generator(Arc::new(SlowTransfer {
+    let mut trainer = trainer_of(TrainerParts {
+        generator: Some(Arc::new(SlowTransfer {
             inner: inner.clone(),
             started: Mutex::new(Some(started)),
-        }))
-        .with_advantage_estimator(FailsDuringTransfer {
+        })),
+        estimator: Some(Box::new(FailsDuringTransfer {
             steps: AtomicUsize::new(0),
             transfer: Mutex::new(transfer),
-        });
+        })),
+        ..parts(digest, config(1))
+    });
     trainer.step().unwrap();
     let error = format!("{:#}", trainer.step().unwrap_err());
     assert!(error.contains("no advantages"), "{error}");
@@ -663,9 +695,11 @@ fn a_canceled_step_ends_and_can_be_repeated() {
             Ok(())
         }
     });
-    let mut trainer = trainer(digest, config(1))
-        .with_generator(recorder)
-        .with_progress(stop.clone());
+    let mut trainer = trainer_of(TrainerParts {
+        generator: Some(recorder),
+        progress: stop.clone(),
+        ..parts(digest, config(1))
+    });
     // The request to stop may come before or after the update of the first step.
     let mut first = 1;
     if let Err(error) = trainer.step() {
@@ -690,7 +724,10 @@ fn the_end_of_the_trainer_ends_the_thread() {
         drawing.lock().unwrap().send(stream)?;
         wait_for_cancel(progress)
     });
-    let mut trainer = trainer(digest, config(1)).with_generator(recorder.clone());
+    let mut trainer = trainer_of(TrainerParts {
+        generator: Some(recorder.clone()),
+        ..parts(digest, config(1))
+    });
     trainer.step().unwrap();
     assert_eq!(drawn.recv_timeout(WATCHDOG).unwrap(), 2);
     drop(trainer);
@@ -711,7 +748,10 @@ fn the_end_of_the_trainer_ends_a_thread_that_waits_for_an_evaluation() {
     let (ended, end) = channel();
     let own = recorder.clone();
     let run = std::thread::spawn(move || {
-        let mut trainer = trainer(digest, config(200)).with_generator(own);
+        let mut trainer = trainer_of(TrainerParts {
+            generator: Some(own),
+            ..parts(digest, config(200))
+        });
         trainer.step().unwrap();
         evaluate.send(()).unwrap();
         drop(trainer.sampler(sampling()).unwrap());
@@ -743,9 +783,11 @@ fn a_finished_run_has_drawn_its_last_step_and_none_after_it() {
     }
     let finished = Arc::new(AtomicUsize::new(0));
     let recorder = Recorder::plain();
-    let mut trainer = trainer(Counted(finished.clone()), config(2))
-        .with_generator(recorder.clone())
-        .with_last_step(4);
+    let mut trainer = trainer_of(TrainerParts {
+        generator: Some(recorder.clone()),
+        last_step: 4,
+        ..parts(Counted(finished.clone()), config(2))
+    });
     steps(&mut trainer, 4);
     trainer.finish().unwrap();
     assert_eq!(finished.load(Ordering::SeqCst), 1);
@@ -763,18 +805,22 @@ fn a_resumed_run_draws_the_same_prompts_in_the_same_order(#[case] mut config: Tr
     config.optimizer.learning_rate = 0.;
     let folder = tempfile::tempdir().unwrap();
     let recorder = Recorder::plain();
-    let mut whole = trainer(coarse, config.clone())
-        .with_generator(recorder.clone())
-        .with_last_step(6);
+    let mut whole = trainer_of(TrainerParts {
+        generator: Some(recorder.clone()),
+        last_step: 6,
+        ..parts(coarse, config.clone())
+    });
     steps(&mut whole, 3);
     whole
         .write_checkpoint(folder.path(), &pretrained(), ComputeDType::F32)
         .unwrap();
     steps(&mut whole, 3);
     let again = Recorder::plain();
-    let mut resumed = trainer(coarse, config)
-        .with_generator(again.clone())
-        .with_last_step(6);
+    let mut resumed = trainer_of(TrainerParts {
+        generator: Some(again.clone()),
+        last_step: 6,
+        ..parts(coarse, config)
+    });
     resumed.load_state(folder.path()).unwrap();
     let metrics = steps(&mut resumed, 3);
     assert_eq!(metrics[0].policy.get("staleness_max").unwrap_or(&0.), &0.);
@@ -794,9 +840,11 @@ fn groups_that_are_too_old_are_drawn_again() {
     let mut recorder = Recorder::unshared(|_, _| Ok(()));
     recorder.stamp = Box::new(|stream, version| if stream == 4 { 0 } else { version });
     let recorder = Arc::new(recorder);
-    let mut trainer = trainer(digest, config(1))
-        .with_generator(recorder.clone())
-        .with_last_step(6);
+    let mut trainer = trainer_of(TrainerParts {
+        generator: Some(recorder.clone()),
+        last_step: 6,
+        ..parts(digest, config(1))
+    });
     let metrics = steps(&mut trainer, 6);
     let regenerated: Vec<_> = metrics
         .iter()
@@ -824,7 +872,10 @@ fn groups_that_are_too_old_are_drawn_again() {
 fn a_generator_that_stays_too_old_is_an_error() {
     let mut recorder = Recorder::unshared(|_, _| Ok(()));
     recorder.stamp = Box::new(|_, _| 0);
-    let mut trainer = trainer(digest, config(1)).with_generator(Arc::new(recorder));
+    let mut trainer = trainer_of(TrainerParts {
+        generator: Some(Arc::new(recorder)),
+        ..parts(digest, config(1))
+    });
     steps(&mut trainer, 2);
     let error = format!("{:#}", trainer.step().unwrap_err());
     assert!(
@@ -858,25 +909,16 @@ fn weights_are_passed_again_to_a_generator_that_draws_with_older_ones() {
         3 => 0.5,
         _ => digest(sample),
     };
-    let mut trainer = trainer(reward, config(1))
-        .with_generator(recorder.clone())
-        .with_last_step(4);
+    let mut trainer = trainer_of(TrainerParts {
+        generator: Some(recorder.clone()),
+        last_step: 4,
+        ..parts(reward, config(1))
+    });
     let metrics = steps(&mut trainer, 4);
     let skipped: Vec<bool> = metrics.iter().map(|m| m.skipped).collect();
     assert_eq!(skipped, [false, false, true, false]);
     assert_eq!(metrics[3].policy["regenerated_groups"], 3.);
     assert_eq!(*recorder.received.lock().unwrap(), [0, 1, 2, 2]);
-}
-
-#[test]
-fn another_generator_receives_the_weights() {
-    let (first, second) = (Recorder::plain(), Recorder::plain());
-    let trainer = trainer(digest, config(0)).with_generator(first.clone());
-    trainer.sampler(sampling()).unwrap();
-    assert_eq!(*first.received.lock().unwrap(), [0]);
-    let mut trainer = trainer.with_generator(second.clone());
-    trainer.step().unwrap();
-    assert_eq!(second.versions(), [(1, 0)]);
 }
 
 /// The number of units of an evaluation.
@@ -892,9 +934,11 @@ impl Progress for Units {
 #[test]
 fn an_evaluation_reports_its_progress() {
     let units = Arc::new(Units::default());
-    let trainer = trainer(digest, config(1))
-        .with_generator(Recorder::plain())
-        .with_progress(units.clone());
+    let trainer = trainer_of(TrainerParts {
+        generator: Some(Recorder::plain()),
+        progress: units.clone(),
+        ..parts(digest, config(1))
+    });
     let sampler = trainer.sampler(sampling()).unwrap();
     sampler.sample(&[&prompts(&["abc"])[0]], 3, 0).unwrap();
     assert_eq!(units.0.load(Ordering::SeqCst), 3);
@@ -905,7 +949,10 @@ fn an_evaluation_reports_its_progress() {
 #[test]
 fn an_evaluation_draws_from_the_current_weights() {
     let recorder = Recorder::plain();
-    let mut trainer = trainer(digest, config(2)).with_generator(recorder.clone());
+    let mut trainer = trainer_of(TrainerParts {
+        generator: Some(recorder.clone()),
+        ..parts(digest, config(2))
+    });
     let prompts = prompts(&["abc"]);
     for steps in 0..5 {
         let sampler = trainer.sampler(sampling()).unwrap();
@@ -926,7 +973,10 @@ fn an_evaluation_draws_from_the_current_weights() {
 #[test]
 fn weights_that_the_caller_changes_reach_the_generator() {
     let recorder = Recorder::plain();
-    let mut trainer = trainer(digest, config(1)).with_generator(recorder);
+    let mut trainer = trainer_of(TrainerParts {
+        generator: Some(recorder),
+        ..parts(digest, config(1))
+    });
     steps(&mut trainer, 2);
     let zero = |x: &candle_core::Var| x.set(&x.zeros_like().unwrap()).unwrap();
     let actor = trainer.actor_mut();
@@ -947,7 +997,10 @@ fn weights_that_the_caller_changes_reach_the_generator() {
 #[test]
 fn a_generator_that_shares_the_weights_is_refused() {
     let sharing = trainer(digest, config(0)).sampler(sampling()).unwrap();
-    let mut trainer = trainer(digest, config(1)).with_generator(sharing.generator().clone());
+    let mut trainer = trainer_of(TrainerParts {
+        generator: Some(sharing.generator().clone()),
+        ..parts(digest, config(1))
+    });
     let error = format!("{:#}", trainer.step().unwrap_err());
     assert_eq!(
         error,
@@ -1080,9 +1133,11 @@ fn a_server_draws_ahead(#[case] mut config: TrainConfig) {
     config.rollout.base_url = vec![server.url()];
     let (rollout, sampling) = (&config.rollout, &config.sampling);
     let generator = ServerGenerator::new(rollout, sampling, 6, folder.path()).unwrap();
-    let mut trainer = trainer(digest, config)
-        .with_generator(Arc::new(generator))
-        .with_last_step(5);
+    let mut trainer = trainer_of(TrainerParts {
+        generator: Some(Arc::new(generator)),
+        last_step: 5,
+        ..parts(digest, config)
+    });
     for step in 1..=5u64 {
         let metrics = trainer.step().unwrap();
         let expected = if step == 1 { 0. } else { 1. };

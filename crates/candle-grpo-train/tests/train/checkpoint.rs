@@ -12,7 +12,7 @@ use candle_core::{DType, Device, Tensor};
 use candle_grpo_nn::{DecoderConfig, Export, LayerType, LoraConfig, ModelType, Parameters};
 use candle_grpo_test_support::device;
 use candle_grpo_train::{
-    ComputeDType, NotFinite, Pretrained, RunDir, Sample, TrainConfig, Trainer,
+    ComputeDType, NotFinite, Pretrained, RunDir, Sample, TrainConfig, Trainer, TrainerParts,
 };
 use rstest::rstest;
 use serde_json::json;
@@ -25,14 +25,14 @@ fn trainer() -> Trainer {
         ..TrainConfig::default()
     };
     let reward = |sample: &Sample| sample.completion.len() as f32;
-    let mut trainer = Trainer::new(
+    let mut trainer = Trainer::new(TrainerParts::new(
         model(),
         parameters(),
         tokenizer(),
         prompts(&["ab", "c"]),
         reward,
         config,
-    )
+    ))
     .unwrap();
     assert!(!trainer.step().unwrap().skipped);
     trainer
@@ -85,7 +85,15 @@ fn trainer_of(adapters: bool) -> Trainer {
     let reward = |sample: &Sample| sample.completion.len() as f32;
     let parameters = pretrained().parameters.copy_to(device()).unwrap();
     let prompts = prompts(&["ab", "c"]);
-    Trainer::new(model(), parameters, tokenizer(), prompts, reward, config).unwrap()
+    Trainer::new(TrainerParts::new(
+        model(),
+        parameters,
+        tokenizer(),
+        prompts,
+        reward,
+        config,
+    ))
+    .unwrap()
 }
 
 #[rstest]
@@ -324,7 +332,14 @@ fn parts_beside_the_text_model_stay_in_checkpoints() -> anyhow::Result<()> {
         let reward = |sample: &Sample| sample.completion.len() as f32;
         let (model, parameters) = (loaded.model.clone(), loaded.parameters.copy_to(device())?);
         let prompts = prompts(&["ab", "c"]);
-        Trainer::new(model, parameters, tokenizer(), prompts, reward, config)
+        Trainer::new(TrainerParts::new(
+            model,
+            parameters,
+            tokenizer(),
+            prompts,
+            reward,
+            config,
+        ))
     };
     let mut run = trainer()?;
     assert!(!run.step()?.skipped);

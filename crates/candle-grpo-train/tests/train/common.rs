@@ -13,7 +13,7 @@ use candle_grpo_train::run::StepRecord;
 use candle_grpo_train::sequence::Batch;
 use candle_grpo_train::{
     ActorConfig, ComputeDType, Pretrained, Prompt, RewardFunction, Sample, Sampler, SamplingConfig,
-    Sequence, StepMetrics, TokenBatch, TrainConfig, Trainer,
+    Sequence, StepMetrics, TokenBatch, TrainConfig, Trainer, TrainerParts,
 };
 use serde_json::json;
 use tokenizers::Tokenizer;
@@ -115,12 +115,21 @@ pub(crate) fn actor_config(policy_loss: PolicyLoss) -> ActorConfig {
     }
 }
 
+/// The parts of a trainer of the tiny policy with five prompts.
+pub(crate) fn parts(reward: impl RewardFunction + 'static, config: TrainConfig) -> TrainerParts {
+    let prompts = prompts(&["abc", "d", "ee", "ca", "b"]);
+    TrainerParts::new(model(), parameters(), tokenizer(), prompts, reward, config)
+}
+
+pub(crate) fn trainer_of(parts: TrainerParts) -> Trainer {
+    Trainer::new(parts).unwrap()
+}
+
 pub(crate) fn try_trainer(
     reward: impl RewardFunction + 'static,
     config: TrainConfig,
 ) -> anyhow::Result<Trainer> {
-    let prompts = prompts(&["abc", "d", "ee", "ca", "b"]);
-    Trainer::new(model(), parameters(), tokenizer(), prompts, reward, config)
+    Trainer::new(parts(reward, config))
 }
 
 /// Three groups with four completions each, in micro-batches of five.
@@ -191,13 +200,16 @@ pub(crate) fn run(trainer: &mut Trainer, steps: usize) -> Vec<StepMetrics> {
 /// Checks that all ranks' steps are the same, and equal to those with one rank up to rounding.
 pub(crate) fn assert_ranks_agree(
     world_sizes: &[usize],
-    build: impl Fn() -> Trainer + Sync,
+    build: impl Fn() -> TrainerParts + Sync,
     steps: usize,
 ) {
-    let expected = run(&mut build(), steps);
+    let expected = run(&mut trainer_of(build()), steps);
     for &world_size in world_sizes {
         let ranks = on_ranks(world_size, |collective| {
-            let mut trainer = build().with_collective(collective).unwrap();
+            let mut trainer = trainer_of(TrainerParts {
+                collective,
+                ..build()
+            });
             let metrics = run(&mut trainer, steps);
             trainer.ensure_equal_ranks().unwrap();
             metrics

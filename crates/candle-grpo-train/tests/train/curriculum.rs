@@ -7,12 +7,14 @@ use candle_grpo_core::selection::{DifficultyPools, GroupFilter};
 use candle_grpo_loss::correction::ImportanceWeight;
 use candle_grpo_loss::{Recipe, RolloutCorrection};
 use candle_grpo_test_support::{on_ranks, stay_on_cpu};
-use candle_grpo_train::{ComputeDType, Prompt, Sample, StepMetrics, TrainConfig, Trainer};
+use candle_grpo_train::{
+    ComputeDType, Prompt, Sample, StepMetrics, TrainConfig, Trainer, TrainerParts,
+};
 use rstest::rstest;
 use serde_json::json;
 
 use crate::common::{
-    self, digest, model, parameters, pretrained, prompts, tokenizer, without_seconds,
+    self, digest, model, parameters, pretrained, prompts, tokenizer, trainer_of, without_seconds,
 };
 
 /// [`digest`] rewards are from -1 to 1, and their means near 0.
@@ -54,7 +56,8 @@ type Rows = Arc<Mutex<Vec<usize>>>;
 
 /// A trainer with ten prompts, and the rows that it samples.
 fn trainer(config: TrainConfig, reward: fn(&Sample) -> f32) -> (Trainer, Rows) {
-    trainer_of(ten_prompts(), config, reward)
+    let (parts, rows) = parts_of(ten_prompts(), config, reward);
+    (trainer_of(parts), rows)
 }
 
 /// Prompts for rows 0 to 9.
@@ -62,11 +65,11 @@ fn ten_prompts() -> Vec<Prompt> {
     prompts(&["abc", "d", "ee", "ca", "b", "cd", "ed", "a", "cc", "dab"])
 }
 
-fn trainer_of(
+fn parts_of(
     prompts: Vec<Prompt>,
     config: TrainConfig,
     reward: fn(&Sample) -> f32,
-) -> (Trainer, Rows) {
+) -> (TrainerParts, Rows) {
     let rows = Rows::default();
     let seen = Arc::clone(&rows);
     let reward = move |sample: &Sample| {
@@ -74,9 +77,11 @@ fn trainer_of(
         seen.lock().unwrap().push(row);
         reward(sample)
     };
-    let trainer = Trainer::new(model(), parameters(), tokenizer(), prompts, reward, config);
-    let trainer = trainer.unwrap().with_curriculum(pools()).unwrap();
-    (trainer, rows)
+    let parts = TrainerParts {
+        curriculum: Some(pools()),
+        ..TrainerParts::new(model(), parameters(), tokenizer(), prompts, reward, config)
+    };
+    (parts, rows)
 }
 
 fn steps(trainer: &mut Trainer, count: usize) -> Vec<StepMetrics> {
@@ -135,13 +140,16 @@ fn prompts_of_a_pool_with_a_small_weight_come_seldom() {
         let row = sample.columns["row"].as_u64().unwrap();
         f32::from(u8::from(row < 5))
     }
-    let (trainer, rows) = trainer(config(), solved);
+    let (parts, rows) = parts_of(ten_prompts(), config(), solved);
     let pools = DifficultyPools {
         thresholds: vec![0.5, 1.],
         weights: vec![10., 0.1],
         unseen_weight: 1.,
     };
-    let mut trainer = trainer.with_curriculum(pools).unwrap();
+    let mut trainer = trainer_of(TrainerParts {
+        curriculum: Some(pools),
+        ..parts
+    });
     steps(&mut trainer, 40);
     let rows = rows.lock().unwrap();
     let late = &rows[rows.len() / 2..];
@@ -192,8 +200,11 @@ fn scores_stay_with_their_rows_when_a_run_resumes_with_other_rows(
         weights: vec![1., 0.],
         unseen_weight: 1e6,
     };
-    let (first, _) = trainer_of(ten_prompts(), config(), first_five);
-    let mut first = first.with_curriculum(unsolved_only.clone()).unwrap();
+    let (first, _) = parts_of(ten_prompts(), config(), first_five);
+    let mut first = trainer_of(TrainerParts {
+        curriculum: Some(unsolved_only.clone()),
+        ..first
+    });
     // Rows without a score come before all others.
     let metrics = steps(&mut first, 12);
     assert_eq!(metrics[11].policy["curriculum_unseen"], 0.);
@@ -207,8 +218,11 @@ fn scores_stay_with_their_rows_when_a_run_resumes_with_other_rows(
         prompt.index = index as u64;
     }
     let added = changed.len().saturating_sub(10);
-    let (second, rows) = trainer_of(changed.clone(), config(), first_five);
-    let mut second = second.with_curriculum(unsolved_only).unwrap();
+    let (second, rows) = parts_of(changed.clone(), config(), first_five);
+    let mut second = trainer_of(TrainerParts {
+        curriculum: Some(unsolved_only),
+        ..second
+    });
     second.load_state(folder.path()).unwrap();
     let scores = second.state().task_scores.clone().unwrap();
     assert_eq!(scores.tasks().count(), changed.len() - added);
@@ -268,11 +282,17 @@ fn all_ranks_draw_the_prompts_of_one_rank(#[case] config: TrainConfig) {
         trainer.finish().unwrap();
         (trainer.state().task_scores.clone(), trainer.state().visited)
     };
-    let build = || trainer(config.clone(), coarse).0.with_last_step(5);
-    let alone = scores(&mut build());
+    let build = || TrainerParts {
+        last_step: 5,
+        ..parts_of(ten_prompts(), config.clone(), coarse).0
+    };
+    let alone = scores(&mut trainer_of(build()));
     for world_size in [2, 3] {
         let ranks = on_ranks(world_size, |collective| {
-            scores(&mut build().with_collective(collective).unwrap())
+            scores(&mut trainer_of(TrainerParts {
+                collective,
+                ..build()
+            }))
         });
         for rank in ranks {
             assert_eq!(rank, alone);
@@ -284,8 +304,11 @@ fn all_ranks_draw_the_prompts_of_one_rank(#[case] config: TrainConfig) {
 fn prompts_that_are_drawn_ahead_depend_on_the_step_alone(#[values(1, 2)] max_staleness: usize) {
     stay_on_cpu();
     let run = || {
-        let (trainer, rows) = trainer(ahead(max_staleness), digest);
-        let mut trainer = trainer.with_last_step(12);
+        let (parts, rows) = parts_of(ten_prompts(), ahead(max_staleness), digest);
+        let mut trainer = trainer_of(TrainerParts {
+            last_step: 12,
+            ..parts
+        });
         let metrics = steps(&mut trainer, 12);
         trainer.finish().unwrap();
         (metrics, prompts_of_steps(&rows))
@@ -297,8 +320,11 @@ fn prompts_that_are_drawn_ahead_depend_on_the_step_alone(#[values(1, 2)] max_sta
     fn other(_: &Sample) -> f32 {
         1.
     }
-    let (trainer, rows) = trainer(ahead(max_staleness), other);
-    let mut trainer = trainer.with_last_step(12);
+    let (parts, rows) = parts_of(ten_prompts(), ahead(max_staleness), other);
+    let mut trainer = trainer_of(TrainerParts {
+        last_step: 12,
+        ..parts
+    });
     steps(&mut trainer, 12);
     trainer.finish().unwrap();
     let others = prompts_of_steps(&rows);

@@ -10,7 +10,8 @@ use candle_grpo_train::learn::{ReferenceRefresh, rollout_log_probs};
 use candle_grpo_train::rollout::Engine;
 use candle_grpo_train::run::Checkpoints;
 use candle_grpo_train::{
-    ComputeDType, CriticConfig, Sampler, StepMetrics, TokenBatch, TrainConfig, Trainer, evaluate,
+    ComputeDType, CriticConfig, Sampler, StepMetrics, TokenBatch, TrainConfig, Trainer,
+    TrainerParts, evaluate,
 };
 use candle_nn::{Linear, Module, VarBuilder, linear_no_bias};
 use rstest::rstest;
@@ -171,7 +172,14 @@ fn parameters() -> Parameters {
 
 fn try_trainer<C: ModelConfig>(model: C, config: TrainConfig) -> anyhow::Result<Trainer<C>> {
     let prompts = prompts(&["abc", "d", "ee", "ca", "b"]);
-    Trainer::new(model, parameters(), tokenizer(), prompts, digest, config)
+    Trainer::new(TrainerParts::new(
+        model,
+        parameters(),
+        tokenizer(),
+        prompts,
+        digest,
+        config,
+    ))
 }
 
 fn trainer<C: ModelConfig>(model: C, config: TrainConfig) -> Trainer<C> {

@@ -10,12 +10,13 @@ use candle_grpo_train::learn::{DemonstrationConfig, MemoryPlan};
 use candle_grpo_train::sft::{SftConfig, SftSchedule, SftTrainer};
 use candle_grpo_train::{
     Actor, ComputeDType, CriticConfig, RewardFunction, Sample, StepMetrics, TrainConfig, Trainer,
+    TrainerParts,
 };
 use rstest::rstest;
 
 use crate::common::{
     self, END, actor_config, assert_ranks_agree, digest, model, model_with_experts, parameters,
-    parameters_of, pretrained, prompts, run, tokenizer,
+    parameters_of, pretrained, prompts, run, tokenizer, trainer_of,
 };
 
 /// Seven rows of 3 to 6 tokens.
@@ -50,14 +51,15 @@ fn config(demonstrations: DemonstrationConfig) -> TrainConfig {
     config
 }
 
-fn trainer(reward: impl RewardFunction + 'static, config: TrainConfig) -> Trainer {
-    let prompts = prompts(&["abc", "d", "ee", "ca", "b"]);
-    let trainer = Trainer::new(model(), parameters(), tokenizer(), prompts, reward, config);
-    let trainer = trainer.unwrap();
-    match trainer.config().demonstrations {
-        Some(_) => trainer.with_demonstrations(examples(), order()).unwrap(),
-        None => trainer,
+fn parts(reward: impl RewardFunction + 'static, config: TrainConfig) -> TrainerParts {
+    TrainerParts {
+        demonstrations: config.demonstrations.map(|_| (examples(), order())),
+        ..common::parts(reward, config)
     }
+}
+
+fn trainer(reward: impl RewardFunction + 'static, config: TrainConfig) -> Trainer {
+    trainer_of(parts(reward, config))
 }
 
 /// No completion is better than another.
@@ -194,16 +196,18 @@ fn the_norm_of_the_gradient_has_the_share_of_the_demonstrations(#[case] model: D
         };
         let prompts = prompts(&["abc", "d", "ee"]);
         let parameters = parameters_of(&model, device());
-        let trainer = Trainer::new(
-            model.clone(),
-            parameters,
-            tokenizer(),
-            prompts,
-            constant,
-            config,
-        );
-        let trainer = trainer.unwrap().with_demonstrations(examples(), order());
-        trainer.unwrap().step().unwrap().grad_norm.unwrap()
+        let mut trainer = trainer_of(TrainerParts {
+            demonstrations: Some((examples(), order())),
+            ..TrainerParts::new(
+                model.clone(),
+                parameters,
+                tokenizer(),
+                prompts,
+                constant,
+                config,
+            )
+        });
+        trainer.step().unwrap().grad_norm.unwrap()
     };
     let (half, whole) = (norm(0.5), norm(1.));
     assert!((whole - 2. * half).abs() < 1e-5 * whole, "{half} {whole}");
@@ -303,7 +307,7 @@ fn the_steps_of_ranks_are_those_of_one_rank(
         batch_size,
         ..demonstrations(0.4)
     });
-    assert_ranks_agree(&[2, 3], || trainer(reward, config.clone()), 4);
+    assert_ranks_agree(&[2, 3], || parts(reward, config.clone()), 4);
 }
 
 #[rstest]
@@ -320,9 +324,10 @@ fn all_that_trains_learns_from_demonstrations(
     };
     let prompts = prompts(&["abc", "d", "ee", "ca", "b"]);
     let parameters = parameters_of(&model, device());
-    let trainer = Trainer::new(model, parameters, tokenizer(), prompts, digest, config);
-    let trainer = trainer.unwrap();
-    let mut trainer = trainer.with_demonstrations(examples(), order()).unwrap();
+    let mut trainer = trainer_of(TrainerParts {
+        demonstrations: Some((examples(), order())),
+        ..TrainerParts::new(model, parameters, tokenizer(), prompts, digest, config)
+    });
     let metrics = run(&mut trainer, 40);
     let loss = |step: usize| metrics[step].policy["demonstration_loss"];
     let mean = |first: usize| (first..first + 5).map(loss).sum::<f64>() / 5.;
@@ -358,24 +363,26 @@ fn the_policy_learns_nothing_while_the_critic_warms_up() {
 
 #[test]
 fn demonstrations_that_are_missing_or_too_many_are_errors() {
-    let build = |config| {
-        let prompts = prompts(&["abc"]);
-        Trainer::new(model(), parameters(), tokenizer(), prompts, digest, config).unwrap()
-    };
-    let mut without = build(config(demonstrations(0.5)));
-    let error = format!("{:#}", without.step().unwrap_err());
+    let without = Trainer::new(common::parts(digest, config(demonstrations(0.5))));
+    let error = format!("{:#}", without.err().unwrap());
     assert!(
-        error.starts_with("step 1: demonstrations: none, must be given"),
+        error.starts_with("demonstrations: none, must be given"),
         "{error}"
     );
-    let plain = build(common::config()).with_demonstrations(examples(), order());
+    let plain = Trainer::new(TrainerParts {
+        demonstrations: Some((examples(), order())),
+        ..common::parts(digest, common::config())
+    });
     let error = plain.err().unwrap().to_string();
     assert!(
         error.starts_with("demonstrations: 7, must be none"),
         "{error}"
     );
     let few = MixedOrder::single(3, 0).unwrap();
-    let other = build(config(demonstrations(0.5))).with_demonstrations(examples(), few);
+    let other = Trainer::new(TrainerParts {
+        demonstrations: Some((examples(), few)),
+        ..common::parts(digest, config(demonstrations(0.5)))
+    });
     let error = other.err().unwrap().to_string();
     assert!(
         error.starts_with("order: 3 rows, must be 7, the number of demonstrations"),

@@ -11,13 +11,14 @@ use candle_grpo_test_support::{device, stay_on_cpu};
 use candle_grpo_train::learn::{MemoryPlan, Reference, Teacher, TeacherDistributions};
 use candle_grpo_train::{
     Actor, ActorConfig, ComputeDType, NotFinite, Progress, Sample, StepMetrics, TokenBatch,
-    TrainConfig, TrainingBatch,
+    TrainConfig, TrainerParts, TrainingBatch,
 };
 use rstest::rstest;
 
 use crate::common::{
     self, actor_config, assert_ranks_agree, assert_records_close, digest, drawn_parameters,
-    log_distributions, max_difference, model, parameters, run, trainer, with_mask,
+    log_distributions, max_difference, model, parameters, parts, run, trainer, trainer_of,
+    with_mask,
 };
 
 fn nothing(_: &Sample) -> f32 {
@@ -197,7 +198,10 @@ fn the_gradient_is_added_to_that_of_the_policy(#[values(1, 3, 4)] size: usize) {
 #[case::top_k_forward(best_of(2))]
 #[case::reverse(DistillationLoss { beta: 1., ..DistillationLoss::default() })]
 fn the_policy_approaches_the_teacher_without_a_reward(#[case] loss: DistillationLoss) {
-    let mut trainer = trainer(nothing, config(loss)).with_teacher(Arc::new(teacher()));
+    let mut trainer = trainer_of(TrainerParts {
+        teacher: Some(Arc::new(teacher())),
+        ..parts(nothing, config(loss))
+    });
     let metrics = run(&mut trainer, 30);
     assert!(metrics.iter().all(|metrics| !metrics.skipped));
     let mean = |steps: &[StepMetrics]| {
@@ -215,8 +219,14 @@ fn the_policy_approaches_the_teacher_without_a_reward(#[case] loss: Distillation
 #[test]
 fn the_best_entries_teach_what_their_distribution_does() {
     let loss = best_of(3);
-    let mut whole = trainer(digest, config(loss)).with_teacher(Arc::new(teacher()));
-    let mut best = trainer(digest, config(loss)).with_teacher(Arc::new(best(3)));
+    let mut whole = trainer_of(TrainerParts {
+        teacher: Some(Arc::new(teacher())),
+        ..parts(digest, config(loss))
+    });
+    let mut best = trainer_of(TrainerParts {
+        teacher: Some(Arc::new(best(3))),
+        ..parts(digest, config(loss))
+    });
     assert_records_close(&run(&mut best, 4), &run(&mut whole, 4));
 }
 
@@ -230,7 +240,10 @@ fn a_teacher_of_all_sequences_is_asked_once_in_a_step() {
     };
     let teacher = Arc::new(best(2));
     let shared: Arc<dyn Teacher> = Arc::clone(&teacher) as _;
-    let mut trainer = trainer(digest, config).with_teacher(shared);
+    let mut trainer = trainer_of(TrainerParts {
+        teacher: Some(shared),
+        ..parts(digest, config)
+    });
     run(&mut trainer, 2);
     assert_eq!(teacher.2.load(Ordering::Relaxed), 2);
 }
@@ -248,7 +261,10 @@ fn the_steps_of_ranks_are_those_of_one_rank(#[case] best: bool, #[case] loss: Di
         } else {
             Arc::new(teacher())
         };
-        trainer(digest, config).with_teacher(teacher)
+        TrainerParts {
+            teacher: Some(teacher),
+            ..parts(digest, config)
+        }
     };
     // With more ranks than micro-batches some have no sequence.
     assert_ranks_agree(&[2, 5], build, 4);
@@ -269,7 +285,10 @@ fn the_steps_of_ranks_are_those_of_one_rank(#[case] best: bool, #[case] loss: Di
 })]
 #[case::epochs(TrainConfig { epochs: 2, mini_batch_size: Some(5), ..config(best_of(2)) })]
 fn every_form_of_a_policy_learns_from_distributions(#[case] config: TrainConfig) {
-    let mut trainer = trainer(nothing, config).with_teacher(Arc::new(teacher()));
+    let mut trainer = trainer_of(TrainerParts {
+        teacher: Some(Arc::new(teacher())),
+        ..parts(nothing, config)
+    });
     let metrics = run(&mut trainer, 12);
     let divergence = |step: usize| metrics[step].policy["divergence"];
     assert!(
@@ -403,7 +422,10 @@ fn wrong_distributions_of_a_teacher_of_all_sequences_are_named(
     #[case] make: fn(&TokenBatch) -> TeacherDistributions,
     #[case] words: &str,
 ) {
-    let mut trainer = trainer(nothing, config(best_of(2))).with_teacher(Arc::new(Other(make)));
+    let mut trainer = trainer_of(TrainerParts {
+        teacher: Some(Arc::new(Other(make))),
+        ..parts(nothing, config(best_of(2)))
+    });
     let text = format!("{:#}", trainer.step().unwrap_err());
     assert!(text.contains(words), "{text}");
 }
@@ -411,7 +433,10 @@ fn wrong_distributions_of_a_teacher_of_all_sequences_are_named(
 #[test]
 fn what_a_teacher_of_all_sequences_cannot_give_is_named() {
     let loss = DistillationLoss::default();
-    let mut trainer = trainer(nothing, config(loss)).with_teacher(Arc::new(best(2)));
+    let mut trainer = trainer_of(TrainerParts {
+        teacher: Some(Arc::new(best(2))),
+        ..parts(nothing, config(loss))
+    });
     let text = format!("{:#}", trainer.step().unwrap_err());
     let words = "recipe.distillation_loss.support: Vocabulary, must be teacher";
     assert!(text.contains(words), "{text}");
@@ -419,14 +444,14 @@ fn what_a_teacher_of_all_sequences_cannot_give_is_named() {
 
 #[test]
 fn what_is_missing_is_named() {
-    let error = trainer(nothing, config(best_of(2))).step().unwrap_err();
+    let error = try_trainer(nothing, config(best_of(2))).err().unwrap();
     let text = format!("{error:#}");
-    assert!(
-        text.contains("teacher: none, must be given by with_teacher"),
-        "{text}"
-    );
-    let trainer = trainer(nothing, config(best_of(2)));
-    let error = trainer.with_teacher(Arc::new(LogProbsOnly)).step();
+    assert!(text.contains("teacher: none, must be given"), "{text}");
+    let mut trainer = trainer_of(TrainerParts {
+        teacher: Some(Arc::new(LogProbsOnly)),
+        ..parts(nothing, config(best_of(2)))
+    });
+    let error = trainer.step();
     let text = format!("{:#}", error.unwrap_err());
     assert!(
         text.contains("teacher: gives log-probs of tokens only, must give distributions"),

@@ -9,15 +9,19 @@ use candle_grpo_train::learn::{OldLogProbs, rollout_log_probs};
 use candle_grpo_train::rollout::{Deliver, GenerationBatch, LocalGenerator, PolicyWeights};
 use candle_grpo_train::{
     Completion, FinishReason, Generator, Progress, Sampler, TokenBatch, TrainConfig, Trainer,
-    evaluate,
+    TrainerParts, evaluate,
 };
 use rstest::rstest;
 
-use crate::common::{self, END, config, max_difference, prompts, sampling, tokenizer};
+use crate::common::{self, END, config, max_difference, prompts, sampling, tokenizer, trainer_of};
+
+fn parts(config: TrainConfig) -> TrainerParts {
+    let length = |sample: &candle_grpo_train::Sample| sample.completion_tokens.len() as f32;
+    common::parts(length, config)
+}
 
 fn trainer(config: TrainConfig) -> Trainer {
-    let length = |sample: &candle_grpo_train::Sample| sample.completion_tokens.len() as f32;
-    common::trainer(length, config)
+    trainer_of(parts(config))
 }
 
 /// Draws from a copy of the weights that it received last, delivers in reverse order and records
@@ -78,7 +82,10 @@ fn a_generator_that_copies_the_weights_trains_like_the_policy_itself(
     config.optimizer.learning_rate = 1e-2;
     let (remote, versions) = Remote::new();
     let mut local = trainer(config.clone());
-    let mut remote = trainer(config).with_generator(remote);
+    let mut remote = trainer_of(TrainerParts {
+        generator: Some(remote),
+        ..parts(config)
+    });
     for _ in 0..3 {
         let (a, b) = (local.step().unwrap(), remote.step().unwrap());
         assert!(!a.skipped);
@@ -208,7 +215,10 @@ impl Generator for Alternating {
 fn old_log_probs_of_a_generator_without_those_of_the_policy_are_an_error() {
     let mut config = config();
     config.old_log_probs = OldLogProbs::Sampler;
-    let mut trainer = trainer(config).with_generator(Arc::new(Alternating));
+    let mut trainer = trainer_of(TrainerParts {
+        generator: Some(Arc::new(Alternating)),
+        ..parts(config)
+    });
     let error = format!("{:#}", trainer.step().unwrap_err());
     assert!(
         error.starts_with("step 1: old_log_probs: Sampler, must be Recompute"),
@@ -218,7 +228,10 @@ fn old_log_probs_of_a_generator_without_those_of_the_policy_are_an_error() {
 
 #[test]
 fn completions_with_the_tokens_of_a_tool_train() {
-    let mut trainer = trainer(config()).with_generator(Arc::new(Alternating));
+    let mut trainer = trainer_of(TrainerParts {
+        generator: Some(Arc::new(Alternating)),
+        ..parts(config())
+    });
     let metrics = trainer.step().unwrap();
     assert!(metrics.grad_norm.unwrap() > 0.);
 }
@@ -287,7 +300,10 @@ impl Generator for Unreachable {
 
 #[test]
 fn a_step_whose_generator_did_not_take_the_weights_can_be_repeated() {
-    let mut trainer = trainer(config()).with_generator(Arc::new(Unreachable(Mutex::new(0))));
+    let mut trainer = trainer_of(TrainerParts {
+        generator: Some(Arc::new(Unreachable(Mutex::new(0)))),
+        ..parts(config())
+    });
     let error = format!("{:#}", trainer.step().unwrap_err());
     assert_eq!(error, "step 1: engine: no answer");
     assert_eq!(trainer.steps(), 0);

@@ -16,14 +16,14 @@ use candle_grpo_test_support::{cases, device, on_ranks, stay_on_cpu};
 use candle_grpo_train::rollout::{Deliver, GenerationBatch, LocalGenerator, PolicyWeights};
 use candle_grpo_train::{
     ComputeDType, CriticConfig, Generator, Interrupted, Progress, Sample, SamplingConfig,
-    StepMetrics, TrainConfig, Trainer, evaluate,
+    StepMetrics, TrainConfig, Trainer, TrainerParts, evaluate,
 };
 use proptest::prelude::*;
 use rstest::rstest;
 
 use crate::common::{
     self, assert_records_close, digest, model, model_with_experts, parameters, parameters_of,
-    pretrained, prompts, sampling, share_of_a, tokenizer, trainer,
+    parts, pretrained, prompts, sampling, share_of_a, tokenizer, trainer, trainer_of,
 };
 
 /// Five prompts with four completions each, in two mini-batches.
@@ -83,12 +83,18 @@ fn assert_run_close(found: &Run, expected: &Run) {
 
 /// Checks that runs with 2, 3 and 4 ranks equal a run with one rank up to rounding, and are
 /// bit-identical on all ranks.
-fn assert_equal_on_ranks(build: impl Fn() -> Trainer + Sync, steps: usize) {
-    let alone = run(&mut build(), steps);
+fn assert_equal_on_ranks(build: impl Fn() -> TrainerParts + Sync, steps: usize) {
+    let alone = run(&mut trainer_of(build()), steps);
     assert!(alone.metrics.iter().any(|metrics| !metrics.skipped));
     for world_size in [2, 3, 4] {
         let runs = on_ranks(world_size, |collective| {
-            run(&mut build().with_collective(collective).unwrap(), steps)
+            run(
+                &mut trainer_of(TrainerParts {
+                    collective,
+                    ..build()
+                }),
+                steps,
+            )
         });
         for other in &runs[1..] {
             assert!(*other == runs[0], "{world_size} ranks differ");
@@ -127,7 +133,7 @@ fn advantage(name: &str) -> Recipe {
 #[case::optimal_token_baseline(advantage(r#"{"name": "optimal_token_baseline"}"#))]
 fn five_steps_are_those_of_one_rank(#[case] recipe: Recipe) {
     stay_on_cpu();
-    assert_equal_on_ranks(|| trainer(digest, config(recipe.clone())), 5);
+    assert_equal_on_ranks(|| parts(digest, config(recipe.clone())), 5);
 }
 
 /// In one mini-batch: a token's penalty is the absolute value of its log ratio. Where log-probs
@@ -144,7 +150,7 @@ fn tokens_of_highest_covariance_are_those_of_all_ranks() {
     config.sampling.temperature = 3.;
     config.sampling.stop_token_ids = Vec::new();
     config.sampling.max_new_tokens = 16;
-    assert_equal_on_ranks(|| trainer(digest, config.clone()), 5);
+    assert_equal_on_ranks(|| parts(digest, config.clone()), 5);
 }
 
 /// The rollouts' experts are exchanged, too.
@@ -159,7 +165,7 @@ fn replayed_experts_are_those_of_one_rank() {
     };
     let model = model_with_experts();
     let build = || {
-        Trainer::new(
+        TrainerParts::new(
             model.clone(),
             parameters_of(&model, device()),
             tokenizer(),
@@ -168,7 +174,7 @@ fn replayed_experts_are_those_of_one_rank() {
             config.clone(),
         )
     };
-    assert_equal_on_ranks(|| build().unwrap(), 3);
+    assert_equal_on_ranks(build, 3);
 }
 
 /// Before the first update, entropies have the same bits on any number of ranks.
@@ -181,7 +187,7 @@ fn tokens_of_highest_entropy_are_those_of_all_ranks() {
         epochs: 1,
         ..config(Recipe::grpo())
     };
-    assert_equal_on_ranks(|| trainer(digest, config.clone()), 1);
+    assert_equal_on_ranks(|| parts(digest, config.clone()), 1);
 }
 
 /// With adapters and a critic, in bf16, and with parameters whose number of elements is not
@@ -198,7 +204,7 @@ fn a_sharded_optimizer_is_that_of_one_rank(
     config.compute_dtype = compute_dtype;
     // Half precision rounds sums differently in other micro-batches.
     config.micro_batch_size = 1;
-    assert_equal_on_ranks(|| trainer(digest, config.clone()), 3);
+    assert_equal_on_ranks(|| parts(digest, config.clone()), 3);
 }
 
 #[test]
@@ -207,8 +213,10 @@ fn checkpoints_resume_on_another_number_of_ranks() {
     let mut config = config(Recipe::grpo());
     config.sharded_optimizer = true;
     let build = |collective| {
-        let trainer = trainer(digest, config.clone());
-        trainer.with_collective(collective).unwrap()
+        trainer_of(TrainerParts {
+            collective,
+            ..parts(digest, config.clone())
+        })
     };
     let folder = tempfile::tempdir().unwrap();
     // Saves after two steps, and returns the steps after that.
@@ -246,8 +254,10 @@ fn a_rank_with_other_weights_is_an_error_of_all() {
     stay_on_cpu();
     let errors = on_ranks(3, |collective| {
         let rank = collective.rank();
-        let trainer = trainer(digest, config(Recipe::grpo()));
-        let trainer = trainer.with_collective(collective).unwrap();
+        let trainer = trainer_of(TrainerParts {
+            collective,
+            ..parts(digest, config(Recipe::grpo()))
+        });
         trainer.ensure_equal_ranks().unwrap();
         if rank == 1 {
             let (_, weight) = trainer.actor().parameters().iter().next().unwrap();
@@ -277,7 +287,7 @@ fn tokens_per_prompt_and_running_moments_are_those_of_all_ranks() {
         },
         ..RewardShaping::default()
     };
-    assert_equal_on_ranks(|| trainer(digest, config(recipe.clone())), 4);
+    assert_equal_on_ranks(|| parts(digest, config(recipe.clone())), 4);
 }
 
 fn with_critic() -> TrainConfig {
@@ -300,7 +310,7 @@ fn with_critic() -> TrainConfig {
 #[test]
 fn a_critic_is_that_of_one_rank() {
     stay_on_cpu();
-    assert_equal_on_ranks(|| trainer(digest, with_critic()), 4);
+    assert_equal_on_ranks(|| parts(digest, with_critic()), 4);
 }
 
 #[test]
@@ -310,7 +320,7 @@ fn adapters_are_those_of_one_rank() {
         adapters: Some(LoraConfig::all_linear(2, 4.)),
         ..config(Recipe::grpo())
     };
-    assert_equal_on_ranks(|| trainer(digest, config.clone()), 4);
+    assert_equal_on_ranks(|| parts(digest, config.clone()), 4);
 }
 
 #[test]
@@ -322,7 +332,7 @@ fn a_rank_without_a_sequence_takes_part() {
         mini_batch_size: Some(1),
         ..config(Recipe::grpo())
     };
-    assert_equal_on_ranks(|| trainer(digest, config.clone()), 4);
+    assert_equal_on_ranks(|| parts(digest, config.clone()), 4);
 }
 
 #[test]
@@ -334,7 +344,13 @@ fn completions_drawn_ahead_are_those_of_one_rank() {
         weight: Some(ImportanceWeight::truncated(2.)),
         ..RolloutCorrection::default()
     });
-    assert_equal_on_ranks(|| trainer(digest, config.clone()).with_last_step(4), 4);
+    assert_equal_on_ranks(
+        || TrainerParts {
+            last_step: 4,
+            ..parts(digest, config.clone())
+        },
+        4,
+    );
 }
 
 #[test]
@@ -348,15 +364,35 @@ fn drawing_ahead_with_a_filter_is_an_error_on_several_ranks() {
     });
     assert!(trainer(digest, config.clone()).step().is_ok());
     for error in on_ranks(2, |collective| {
-        let mut trainer = trainer(digest, config.clone())
-            .with_collective(collective)
-            .unwrap();
+        let mut trainer = trainer_of(TrainerParts {
+            collective,
+            ..parts(digest, config.clone())
+        });
         format!("{:#}", trainer.step().unwrap_err())
     }) {
         assert!(
             error.contains("rollout.max_staleness: 1, must be 0"),
             "{error}"
         );
+    }
+}
+
+#[test]
+fn a_loss_of_whole_groups_is_refused_on_several_ranks_before_a_step() {
+    stay_on_cpu();
+    let mut config = config(Recipe::grpo());
+    config.recipe.policy_loss = experimental::policy_loss::real();
+    config.micro_batch_size = 4;
+    config.mini_batch_size = None;
+    for error in on_ranks(2, |collective| {
+        let made = Trainer::new(TrainerParts {
+            collective,
+            ..parts(digest, config.clone())
+        });
+        format!("{:#}", made.err().unwrap())
+    }) {
+        let expected = "recipe.policy_loss.surrogate: compares the sequences of a group";
+        assert!(error.starts_with(expected), "{error}");
     }
 }
 
@@ -402,7 +438,7 @@ proptest! {
         };
         let alone = run(&mut trainer(digest, config.clone()), 2);
         let runs = on_ranks(world_size, |collective| {
-            run(&mut trainer(digest, config.clone()).with_collective(collective).unwrap(), 2)
+            run(&mut trainer_of(TrainerParts { collective, ..parts(digest, config.clone()) }), 2)
         });
         for found in &runs {
             assert_run_close(found, &alone);
@@ -426,10 +462,11 @@ fn the_completions_do_not_depend_on_the_number_of_ranks() {
             prompts_per_step: 12,
             ..config(Recipe::grpo())
         };
-        let mut trainer = trainer(reward, config);
+        let mut parts = parts(reward, config);
         if let Some(collective) = collective {
-            trainer = trainer.with_collective(collective).unwrap();
+            parts.collective = collective;
         }
+        let mut trainer = trainer_of(parts);
         trainer.step().unwrap();
         std::mem::take(&mut *seen.lock().unwrap())
     };
@@ -461,7 +498,7 @@ fn gradients_that_are_summed_during_the_backward_pass_are_those_of_one_rank() {
         config.optimizer.learning_rate = 1e-3;
         let parameters = Parameters::init(&large, 5, device()).unwrap();
         let prompts = prompts(&["abc", "d"]);
-        Trainer::new(
+        TrainerParts::new(
             large.clone(),
             parameters,
             tokenizer(),
@@ -469,11 +506,16 @@ fn gradients_that_are_summed_during_the_backward_pass_are_those_of_one_rank() {
             digest,
             config,
         )
-        .unwrap()
     };
-    let alone = run(&mut build(), 2);
+    let alone = run(&mut trainer_of(build()), 2);
     let runs = on_ranks(2, |collective| {
-        run(&mut build().with_collective(collective).unwrap(), 2)
+        run(
+            &mut trainer_of(TrainerParts {
+                collective,
+                ..build()
+            }),
+            2,
+        )
     });
     assert!(runs[0] == runs[1], "the ranks differ");
     assert_run_close(&runs[0], &alone);
@@ -495,11 +537,14 @@ fn an_evaluation_is_that_of_one_rank() {
         )
         .unwrap()
     };
-    let build = || trainer(share_of_a, config(Recipe::grpo()));
-    let alone = evaluated(build());
+    let build = || parts(share_of_a, config(Recipe::grpo()));
+    let alone = evaluated(trainer_of(build()));
     for world_size in [2, 5] {
         for found in on_ranks(world_size, |collective| {
-            evaluated(build().with_collective(collective).unwrap())
+            evaluated(trainer_of(TrainerParts {
+                collective,
+                ..build()
+            }))
         }) {
             assert_eq!(found, alone);
         }
@@ -521,10 +566,11 @@ fn a_rank_that_cancels_ends_the_step_of_all() {
     let ended = on_ranks(3, |collective| {
         let rank = collective.rank();
         let stop = Arc::new(Stop(AtomicBool::new(false)));
-        let mut trainer = trainer(digest, config(Recipe::grpo()))
-            .with_progress(Arc::clone(&stop) as Arc<dyn Progress>)
-            .with_collective(collective)
-            .unwrap();
+        let mut trainer = trainer_of(TrainerParts {
+            progress: Arc::clone(&stop) as Arc<dyn Progress>,
+            collective,
+            ..parts(digest, config(Recipe::grpo()))
+        });
         trainer.step().unwrap();
         stop.0.store(rank == 1, Ordering::SeqCst);
         let error = trainer.step().unwrap_err();
@@ -568,10 +614,11 @@ fn an_engine_of_all_ranks_is_driven_by_the_first() {
             draws: Mutex::default(),
             weights: Mutex::default(),
         });
-        let mut trainer = trainer(digest, config(Recipe::grpo()))
-            .with_generator(Arc::clone(&shared) as Arc<dyn Generator>)
-            .with_collective(collective)
-            .unwrap();
+        let mut trainer = trainer_of(TrainerParts {
+            generator: Some(Arc::clone(&shared) as Arc<dyn Generator>),
+            collective,
+            ..parts(digest, config(Recipe::grpo()))
+        });
         let found = run(&mut trainer, 2);
         let sampler = trainer.sampler(SamplingConfig { ..sampling() }).unwrap();
         let held_out = prompts(&["a", "bb", "cde"]);

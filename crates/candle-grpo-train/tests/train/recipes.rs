@@ -3,11 +3,12 @@
 use std::sync::{Arc, Mutex};
 
 use crate::common::{
-    self, digest, max_difference, model, parameters, prompts, sampling, share_of_a, tokenizer,
-    trainer,
+    self, digest, max_difference, model, parameters, parts, prompts, sampling, share_of_a,
+    tokenizer, trainer, trainer_of,
 };
-use candle_core::Tensor;
+use candle_core::{Tensor, bail};
 use candle_grpo_core::advantage::{AdvantageName, KlPenalty};
+use candle_grpo_core::inputs::{Input, Inputs};
 use candle_grpo_core::kl::KlController;
 use candle_grpo_core::rewards::{CostPenalty, OverlongPenalty};
 use candle_grpo_core::selection::{GroupFilter, SampleFilter, ScoreResampling};
@@ -27,7 +28,7 @@ use candle_grpo_test_support::device;
 use candle_grpo_train::learn::{OldLogProbs, Reference, ReferenceRefresh, Teacher};
 use candle_grpo_train::{
     ComputeDType, Progress, RewardFunction, Sample, SamplingConfig, StepMetrics, TokenBatch,
-    TrainConfig, WeightedRewards, evaluate,
+    TrainConfig, TrainerParts, WeightedRewards, evaluate,
 };
 use rstest::rstest;
 
@@ -88,7 +89,10 @@ fn every_published_recipe_trains(
     };
     let teacher = candle_grpo_nn::Parameters::init(&model(), 9, device()).unwrap();
     let teacher = Reference::new(&model(), &teacher, ComputeDType::F32).unwrap();
-    let mut trainer = trainer(share_of_a, config).with_teacher(Arc::new(teacher));
+    let mut trainer = trainer_of(TrainerParts {
+        teacher: Some(Arc::new(teacher)),
+        ..parts(share_of_a, config)
+    });
     let metrics = trainer.step().unwrap();
     assert!(!metrics.skipped);
     let norm = metrics.grad_norm.unwrap();
@@ -342,7 +346,10 @@ fn spied(
         seen: seen.clone(),
         of,
     };
-    let mut trainer = trainer(reward, config).with_advantage_estimator(spy);
+    let mut trainer = trainer_of(TrainerParts {
+        estimator: Some(Box::new(spy)),
+        ..parts(reward, config)
+    });
     trainer.step().unwrap();
     let [seen] = seen
         .lock()
@@ -389,6 +396,61 @@ fn components_of_rewards_stay_apart() {
         error.starts_with("recipe.advantage: takes the components"),
         "{error}"
     );
+}
+
+/// Pulls the policy toward the reference.
+#[derive(Debug)]
+struct TowardReference;
+
+impl TokenLoss for TowardReference {
+    fn per_token(&self, inputs: &SurrogateInputs) -> candle_core::Result<TokenLosses> {
+        let reference = inputs.get(Input::RefLogProbs)?;
+        Ok(TokenLosses {
+            loss: (inputs.log_probs - reference)?.sqr()?,
+            flags: vec![("reference_log_prob", reference.clone())],
+        })
+    }
+
+    fn needs(&self) -> Inputs {
+        Input::RefLogProbs.into()
+    }
+}
+
+/// The log-prob of a completion under the reference.
+struct ReferenceScore;
+
+impl AdvantageEstimator for ReferenceScore {
+    fn estimate(&self, batch: &AdvantageBatch) -> candle_core::Result<Advantages> {
+        let Some(reference) = &batch.ref_log_probs else {
+            bail!("ref_log_probs: absent");
+        };
+        Ok(Advantages::new(reference.sum(1)?))
+    }
+
+    fn needs(&self) -> Inputs {
+        Input::RefLogProbs.into()
+    }
+}
+
+/// No KL term of the recipe asks for a reference.
+#[test]
+fn a_custom_loss_and_a_custom_estimator_get_the_inputs_that_they_declare() {
+    let surrogate = Surrogate::custom(TowardReference);
+    let config = with_loss(PolicyLoss {
+        surrogate,
+        ..PolicyLoss::default()
+    });
+    let metrics = trainer(share_of_a, config).step().unwrap();
+    // Before the first update the reference is the policy.
+    let difference = metrics.policy["reference_log_prob"] - metrics.policy["log_prob"];
+    assert!(difference.abs() < 1e-6, "{difference}");
+
+    let mut trainer = trainer_of(TrainerParts {
+        estimator: Some(Box::new(ReferenceScore)),
+        ..parts(|_: &Sample| 1., with_loss(PolicyLoss::default()))
+    });
+    let metrics = trainer.step().unwrap();
+    assert!(!metrics.skipped && metrics.grad_norm.unwrap() > 0.);
 }
 
 #[test]
@@ -495,7 +557,10 @@ fn a_loss_distills_without_a_reward() {
     );
     let teacher = candle_grpo_nn::Parameters::init(&model(), 9, device()).unwrap();
     let teacher = Reference::new(&model(), &teacher, ComputeDType::F32).unwrap();
-    let mut trainer = trainer(nothing, config).with_teacher(Arc::new(teacher));
+    let mut trainer = trainer_of(TrainerParts {
+        teacher: Some(Arc::new(teacher)),
+        ..parts(nothing, config)
+    });
     let metrics = trainer.step().unwrap();
     assert!(!metrics.skipped && metrics.grad_norm.unwrap() > 0.);
     assert!(metrics.policy["distillation_gap_abs"] > 0.1);
@@ -522,7 +587,10 @@ fn a_teacher_has_the_micro_batches_of_the_policy() {
     let teacher = Reference::new(&model(), &parameters(), ComputeDType::F32).unwrap();
     let teacher = Arc::new(Noting(teacher, Mutex::default()));
     let shared: Arc<dyn Teacher> = Arc::clone(&teacher) as _;
-    let mut trainer = trainer(digest, config).with_teacher(shared);
+    let mut trainer = trainer_of(TrainerParts {
+        teacher: Some(shared),
+        ..parts(digest, config)
+    });
     trainer.step().unwrap();
     // Twelve completions in micro-batches of five.
     assert_eq!(*teacher.1.lock().unwrap(), [5, 5, 2]);
@@ -563,7 +631,10 @@ fn a_teacher_is_learned_from() {
     );
     let teacher = candle_grpo_nn::Parameters::init(&model(), 9, device()).unwrap();
     let teacher = Reference::new(&model(), &teacher, ComputeDType::F32).unwrap();
-    let mut trainer = trainer(nothing, config).with_teacher(Arc::new(teacher));
+    let mut trainer = trainer_of(TrainerParts {
+        teacher: Some(Arc::new(teacher)),
+        ..parts(nothing, config)
+    });
     let metrics = trainer.step().unwrap();
     assert!(!metrics.skipped && metrics.policy["teacher_kl"] > 0.1);
 }

@@ -6,8 +6,8 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 use crate::common::{
-    self, digest, max_difference, model, parameters, pretrained, prompts, tokenizer, trainer,
-    without_seconds,
+    self, digest, max_difference, model, parameters, parts, pretrained, prompts, tokenizer,
+    trainer, trainer_of, without_seconds,
 };
 use candle_grpo_core::advantage::AdvantageName;
 use candle_grpo_core::kl::KlController;
@@ -23,6 +23,7 @@ use candle_grpo_train::learn::{LearningRateSchedule, ReferenceRefresh};
 use candle_grpo_train::progress::Phase;
 use candle_grpo_train::{
     ComputeDType, CriticConfig, Interrupted, NotFinite, Progress, Sample, TrainConfig, Trainer,
+    TrainerParts,
 };
 use rstest::rstest;
 
@@ -183,7 +184,15 @@ fn adapters_of_other_weights_are_not_resumed() {
     save(&trainer(digest, adapters()), folder.path());
     let other = Parameters::init(&model(), 4, device()).unwrap();
     let prompts = prompts(&["abc"]);
-    let mut other = Trainer::new(model(), other, tokenizer(), prompts, digest, adapters()).unwrap();
+    let mut other = Trainer::new(TrainerParts::new(
+        model(),
+        other,
+        tokenizer(),
+        prompts,
+        digest,
+        adapters(),
+    ))
+    .unwrap();
     let error = format!("{:#}", other.load_state(folder.path()).unwrap_err());
     assert!(
         error.contains("only a run with the first model can go on"),
@@ -236,7 +245,10 @@ fn an_interrupted_step_leaves_everything_as_it_was() {
             patience,
             ..Impatient::default()
         });
-        let mut trainer = trainer(digest, dynamic_with_one_update()).with_progress(progress);
+        let mut trainer = trainer_of(TrainerParts {
+            progress,
+            ..parts(digest, dynamic_with_one_update())
+        });
         let Err(error) = trainer.step() else {
             break;
         };
@@ -244,7 +256,7 @@ fn an_interrupted_step_leaves_everything_as_it_was() {
         interrupted += 1;
         assert_equal(trainer.actor().parameters(), &parameters());
         assert_eq!(trainer.steps(), 0);
-        let mut trainer = trainer.with_progress(Arc::new(candle_grpo_train::progress::NoProgress));
+        trainer.set_progress(Arc::new(candle_grpo_train::progress::NoProgress));
         trainer.step().unwrap();
         trainer.step().unwrap();
         assert_equal(
@@ -277,7 +289,10 @@ fn a_step_that_has_changed_weights_runs_to_completion() {
             patience,
             ..Impatient::default()
         });
-        let mut trainer = trainer(digest, dynamic()).with_progress(progress.clone());
+        let mut trainer = trainer_of(TrainerParts {
+            progress: progress.clone(),
+            ..parts(digest, dynamic())
+        });
         match trainer.step() {
             Err(error) => {
                 assert!(error.is::<Interrupted>());
@@ -313,11 +328,11 @@ fn nothing_is_learned_from_what_is_not_finite(#[case] broken: bool, #[case] expe
     let prompts = prompts(&["abc", "d", "ee", "ca", "b"]);
     // Gradients whose squares exceed the f32 range.
     let reward = |sample: &Sample| 1e30 * digest(sample).signum();
-    let mut trainer =
-        Trainer::new(model(), parameters(), tokenizer(), prompts, reward, config).unwrap();
+    let mut parts = TrainerParts::new(model(), parameters(), tokenizer(), prompts, reward, config);
     if broken {
-        trainer = trainer.with_advantage_estimator(Broken);
+        parts.estimator = Some(Box::new(Broken));
     }
+    let mut trainer = trainer_of(parts);
     let error = trainer.step().unwrap_err();
     let named = error.downcast_ref::<NotFinite>().expect("not finite");
     assert_eq!(named.tensor(), expected);

@@ -19,7 +19,7 @@ use candle_grpo_train::progress::{NoProgress, Phase};
 use candle_grpo_train::rewards::Score;
 use candle_grpo_train::{
     Actor, ActorConfig, Interrupted, Progress, RewardFunction, Sample, StepMetrics, TrainConfig,
-    Trainer, evaluate,
+    Trainer, TrainerParts, evaluate,
 };
 use rstest::rstest;
 use std::collections::HashMap;
@@ -300,14 +300,14 @@ fn a_step_that_failed_does_not_stop_the_next() {
 
 #[test]
 fn no_prompts_is_an_error() {
-    let made = Trainer::new(
+    let made = Trainer::new(TrainerParts::new(
         model(),
         parameters(),
         tokenizer(),
         vec![],
         share_of_a,
         config(),
-    );
+    ));
     let error = format!("{:#}", made.err().unwrap());
     assert!(error.starts_with("prompts"), "{error}");
 }
@@ -367,8 +367,8 @@ impl Progress for Phases {
 #[test]
 fn a_step_reports_its_phases() {
     let phases = Arc::new(Phases::default());
-    let trainer = try_trainer(share_of_a, config()).unwrap();
-    let mut trainer = trainer.with_progress(phases.clone());
+    let mut trainer = try_trainer(share_of_a, config()).unwrap();
+    trainer.set_progress(phases.clone());
     assert!(!trainer.step().unwrap().skipped);
     // Two epochs train on every completion.
     let expected = [(Phase::Sample, 12), (Phase::Score, 12), (Phase::Learn, 24)];
@@ -412,8 +412,8 @@ fn a_request_to_stop_during_the_scores_ends_the_step(
     let mut config = config();
     config.recipe.group_filter = group_filter;
     config.max_sampling_batches = 1;
-    let trainer = try_trainer(reward, config).unwrap();
-    let mut trainer = trainer.with_progress(phases.clone());
+    let mut trainer = try_trainer(reward, config).unwrap();
+    trainer.set_progress(phases.clone());
     let error = trainer.step().unwrap_err();
     assert!(error.is::<Interrupted>(), "{error:#}");
     let begun = phases.begun.lock().unwrap();

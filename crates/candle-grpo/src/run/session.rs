@@ -10,6 +10,7 @@ use candle_grpo_train::run::{RunInputs, prompt_digest};
 use candle_grpo_train::sft::SftDataset;
 use candle_grpo_train::{
     Generator, Pretrained, Prompt, RewardFunction, RunDir, SamplingConfig, StepMetrics, Trainer,
+    TrainerParts,
 };
 
 use super::engine::engine;
@@ -72,8 +73,28 @@ impl Session {
         start: Start,
         progress: Arc<dyn candle_grpo_train::Progress>,
     ) -> Result<Self> {
-        let alone = Arc::new(Alone);
-        Self::on_ranks(config, pretrained, prompts, reward, start, progress, alone)
+        let alone = (None, Arc::new(Alone) as _);
+        Self::build(config, pretrained, prompts, reward, start, progress, alone)
+    }
+
+    /// [`Self::new`] for a session that draws all completions, of steps and evaluations, from
+    /// `generator` in place of the policy in this process. The generator receives the weights
+    /// before the first completion and after each update.
+    ///
+    /// # Errors
+    ///
+    /// As in [`Self::new`].
+    pub fn with_generator(
+        config: RunConfig,
+        pretrained: Pretrained,
+        prompts: RunPrompts,
+        reward: impl RewardFunction + 'static,
+        start: Start,
+        progress: Arc<dyn candle_grpo_train::Progress>,
+        generator: Arc<dyn Generator>,
+    ) -> Result<Self> {
+        let alone = (Some(generator), Arc::new(Alone) as _);
+        Self::build(config, pretrained, prompts, reward, start, progress, alone)
     }
 
     /// [`Self::new`] for one of several ranks that share the run. All ranks must call it with the
@@ -86,12 +107,25 @@ impl Session {
     /// [`Collective::abort`]: the others wait for it.
     pub fn on_ranks(
         config: RunConfig,
-        mut pretrained: Pretrained,
+        pretrained: Pretrained,
         prompts: RunPrompts,
         reward: impl RewardFunction + 'static,
         start: Start,
         progress: Arc<dyn candle_grpo_train::Progress>,
         collective: Arc<dyn Collective>,
+    ) -> Result<Self> {
+        let ranks = (None, collective);
+        Self::build(config, pretrained, prompts, reward, start, progress, ranks)
+    }
+
+    fn build(
+        config: RunConfig,
+        mut pretrained: Pretrained,
+        prompts: RunPrompts,
+        reward: impl RewardFunction + 'static,
+        start: Start,
+        progress: Arc<dyn candle_grpo_train::Progress>,
+        (generator, collective): (Option<Arc<dyn Generator>>, Arc<dyn Collective>),
     ) -> Result<Self> {
         let longest = prompts.longest_row(&config);
         let RunPrompts {
@@ -115,7 +149,7 @@ impl Session {
         settings.sampling = sampling(&settings.sampling);
         config.check_model(&pretrained.model, &train, &held_out)?;
         config.check_training()?;
-        let generator = engine(
+        let engine = engine(
             &settings.rollout,
             &settings.sampling,
             &pretrained,
@@ -123,6 +157,7 @@ impl Session {
             &train,
             true,
         )?;
+        let generator = generator.or(engine);
         let mut inputs = RunInputs::new(&pretrained, &train, &held_out, &config.reward_files())?
             .with_hub_commits(config.hub_commits().clone());
         if let Some(rows) = &demonstrations {
@@ -132,35 +167,31 @@ impl Session {
         let stop_token_ids = settings.sampling.stop_token_ids.clone();
         let environments = environment.map(|config| config.build(&pretrained, &stop_token_ids));
         let environments = environments.transpose()?;
-        let mut trainer = Trainer::new(
-            pretrained.model.clone(),
-            pretrained.parameters.clone(),
-            pretrained.tokenizer.clone(),
-            train,
-            reward,
-            settings,
-        )?
-        .with_collective(collective)?
-        .with_progress(Arc::clone(&progress))
-        .with_last_step(config.max_steps)
-        .with_inputs(&inputs);
-        trainer = match &config.data.curriculum {
-            Some(pools) => trainer.with_curriculum(pools.clone())?,
-            None => trainer.with_order(order)?,
-        };
-        if let Some(SftDataset { train, order, .. }) = demonstrations {
-            trainer = trainer.with_demonstrations(train.examples, order)?;
-        }
         let device = pretrained.parameters.device();
-        if let Some(teacher) = load_teacher(&config, trainer.prompts(), longest, device)? {
-            trainer = trainer.with_teacher(teacher);
-        }
-        if let Some(generator) = generator {
-            trainer = trainer.with_generator(generator);
-        }
-        if let Some(environments) = environments {
-            trainer = trainer.with_environments(Arc::new(environments));
-        }
+        let curriculum = config.data.curriculum.clone();
+        let demonstrations =
+            demonstrations.map(|SftDataset { train, order, .. }| (train.examples, order));
+        let teacher = load_teacher(&config, &train, longest, device)?;
+        let mut trainer = Trainer::new(TrainerParts {
+            collective,
+            progress: Arc::clone(&progress),
+            last_step: config.max_steps,
+            parameters_sha256: inputs.parameters_sha256().map(str::to_owned),
+            order: Some(order).filter(|_| curriculum.is_none()),
+            curriculum,
+            demonstrations,
+            teacher,
+            generator,
+            environments: environments.map(Arc::new),
+            ..TrainerParts::new(
+                pretrained.model.clone(),
+                pretrained.parameters.clone(),
+                pretrained.tokenizer.clone(),
+                train,
+                reward,
+                settings,
+            )
+        })?;
         let rows = trainer.prompts().iter();
         let identity = Identity {
             settings: config.to_value()?,
@@ -187,19 +218,6 @@ impl Session {
             },
             progress,
         })
-    }
-
-    /// Draws all completions, of steps and evaluations, from `generator` in place of the policy in
-    /// this process. The generator receives the weights before the first completion and after each
-    /// update.
-    pub fn with_generator(self, generator: Arc<dyn Generator>) -> Self {
-        Self {
-            run: Run {
-                trainer: self.run.trainer.with_generator(generator),
-                ..self.run
-            },
-            ..self
-        }
     }
 
     /// Returns the configuration.

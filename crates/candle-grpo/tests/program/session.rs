@@ -63,10 +63,16 @@ fn a_session_takes_any_generator() -> Result<()> {
             })
         });
         let progress = Arc::new(NoProgress);
-        let mut session = Session::new(config, pretrained, prompts, reward, Start::New, progress)?;
-        if let Some(generator) = &generator {
-            session = session.with_generator(Arc::clone(generator) as Arc<dyn Generator>);
-        }
+        let start = Start::New;
+        let mut session = match &generator {
+            Some(generator) => {
+                let generator = Arc::clone(generator) as Arc<dyn Generator>;
+                Session::with_generator(
+                    config, pretrained, prompts, reward, start, progress, generator,
+                )?
+            }
+            None => Session::new(config, pretrained, prompts, reward, start, progress)?,
+        };
         while session.advance()? != Progress::Finished {}
         let weights = session
             .path()

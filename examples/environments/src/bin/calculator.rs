@@ -17,7 +17,7 @@ use candle_grpo_train::environment::{
 };
 use candle_grpo_train::model::character_tokenizer;
 use candle_grpo_train::sft::{SftConfig, SftSchedule, SftTrainer};
-use candle_grpo_train::{Prompt, Sample, SamplingConfig, Trainer};
+use candle_grpo_train::{Prompt, Sample, SamplingConfig, Trainer, TrainerParts};
 use serde_json::{Value, json};
 use tokenizers::Tokenizer;
 
@@ -95,15 +95,19 @@ fn run(args: &Args) -> Result<()> {
         sampling: sampling.clone(),
     };
     let config = train_config(32, steps, 1e-3, sampling);
-    let trainer = || {
+    let trainer = |environments| {
         let start =
             Parameters::from_tensors(&model, parameters.frozen_copy()?, &candle_core::Device::Cpu)?;
         let (model, tokenizer, config) = (model.clone(), tokenizer.clone(), config.clone());
-        Trainer::new(model, start, tokenizer, training.to_vec(), is_right, config)
+        let training = training.to_vec();
+        Trainer::new(TrainerParts {
+            environments,
+            ..TrainerParts::new(model, start, tokenizer, training, is_right, config)
+        })
     };
 
-    let mut without = trainer()?;
-    let mut with = trainer()?.with_environments(Arc::clone(&environments));
+    let mut without = trainer(None)?;
+    let mut with = trainer(Some(Arc::clone(&environments)))?;
     let before = held_out.measure(with.actor(), Some(&environments))?;
     let before_without = held_out.measure(without.actor(), None)?;
     train(args, "without-tool", &mut without, steps)?;

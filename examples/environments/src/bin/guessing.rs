@@ -14,7 +14,7 @@ use candle_grpo_train::environment::{
     Append, Environment, EnvironmentLimits, Environments, EpisodeStart, Step, Turn,
 };
 use candle_grpo_train::model::character_tokenizer;
-use candle_grpo_train::{Prompt, SamplingConfig, Trainer, WeightedRewards};
+use candle_grpo_train::{Prompt, SamplingConfig, Trainer, TrainerParts, WeightedRewards};
 use serde_json::json;
 
 /// The largest number.
@@ -78,15 +78,17 @@ fn run(args: &Args) -> Result<()> {
     // The environment gives all rewards.
     let no_others = WeightedRewards::new();
     let vocabulary = tokenizer.clone();
-    let mut trainer = Trainer::new(
-        model,
-        parameters,
-        vocabulary,
-        train_prompts,
-        no_others,
-        config,
-    )?
-    .with_environments(Arc::clone(&environments));
+    let mut trainer = Trainer::new(TrainerParts {
+        environments: Some(Arc::clone(&environments)),
+        ..TrainerParts::new(
+            model,
+            parameters,
+            vocabulary,
+            train_prompts,
+            no_others,
+            config,
+        )
+    })?;
     let held_out = HeldOut {
         prompts: &prompts,
         samples: 100,

@@ -46,9 +46,9 @@ pub struct LogProbOptions<'a> {
 /// Returns log-probs of `targets` under `softmax(logits / temperature)`, with that distribution's
 /// entropy and log-sum-exp.
 ///
-/// Use the sampling temperature. Otherwise, the ratio between new and old policy does not start at
-/// 1. A logit of minus infinity has probability 0, does not contribute to the entropy, and gets
-/// gradient 0. Each pass reads the logits once. Arithmetic is f32 for every logit dtype except f64.
+/// Use the sampling temperature. Otherwise, the first ratio between new and old policy is not 1. A
+/// logit of minus infinity has probability 0, does not contribute to the entropy, and gets gradient
+/// 0. Each pass reads the logits once. Arithmetic is f32 for every logit dtype except f64.
 ///
 /// # Shapes
 ///

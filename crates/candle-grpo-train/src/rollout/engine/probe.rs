@@ -5,9 +5,9 @@ use candle_grpo_nn::Decoder;
 use rand_chacha::rand_core::RngCore;
 
 use super::protocol::Drawn;
-use crate::learn::response_forward::response_log_probs;
 use crate::random::generator;
 use crate::rollout::PolicyWeights;
+use crate::sequence::response_forward::response_log_probs;
 use crate::{Completion, FinishReason, SamplingConfig, TokenBatch};
 
 /// The number of prompts, and the longest end of each that is asked for, in tokens.

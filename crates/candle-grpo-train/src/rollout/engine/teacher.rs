@@ -9,9 +9,9 @@ use candle_grpo_core::validate::check;
 
 use super::protocol::{Failure, Protocol, ScoreRequest, Scored};
 use super::servers::{Lease, Servers};
-use crate::learn::{Teacher, TeacherDistributions};
 use crate::rollout::RolloutConfig;
 use crate::sequence::Column;
+use crate::teacher::{Teacher, TeacherDistributions};
 use crate::{Interrupted, Progress, Sequence, TokenBatch};
 use candle_grpo_base::workers::Workers;
 use candle_grpo_hub::http::api_key;

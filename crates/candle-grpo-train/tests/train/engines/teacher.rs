@@ -12,14 +12,17 @@ use candle_grpo_train::rollout::engine::{
     Call, DrawRequest, Drawn, EngineWeights, Failure, Protocol, ServedModel, Server, ServerTeacher,
 };
 use candle_grpo_train::rollout::{Engine, RolloutConfig, WeightSync};
-use candle_grpo_train::{ComputeDType, Interrupted, Progress, TokenBatch, TrainConfig};
+use candle_grpo_train::{
+    ComputeDType, Interrupted, Progress, TokenBatch, TrainConfig, TrainerParts,
+};
 use rstest::rstest;
 use serde_json::{Value, json};
 
 use super::Setup;
 use super::fake_server::Fault;
 use crate::common::{
-    self, assert_records_close, digest, log_distributions, model, parameters, trainer, with_mask,
+    self, assert_records_close, digest, log_distributions, model, parameters, parts, trainer,
+    trainer_of, with_mask,
 };
 
 fn setup(engine: Engine, servers: usize) -> Setup {
@@ -407,7 +410,10 @@ fn requests_are_at_the_same_time_whatever_the_micro_batches() {
         ..distillation()
     };
     let teacher = ServerTeacher::new(&self::config(&setup)).unwrap();
-    let mut trainer = trainer(digest, config).with_teacher(Arc::new(teacher));
+    let mut trainer = trainer_of(TrainerParts {
+        teacher: Some(Arc::new(teacher)),
+        ..parts(digest, config)
+    });
     trainer.step().unwrap();
     assert_eq!(counts.0.lock().unwrap().1, 4);
 }
@@ -449,7 +455,10 @@ fn distillation() -> TrainConfig {
 fn steps_with_a_server_are_those_with_a_model_in_this_process(#[case] engine: Engine) {
     stay_on_cpu();
     let run = |teacher: Arc<dyn Teacher>| {
-        let mut trainer = trainer(digest, distillation()).with_teacher(teacher);
+        let mut trainer = trainer_of(TrainerParts {
+            teacher: Some(teacher),
+            ..parts(digest, distillation())
+        });
         common::run(&mut trainer, 4)
     };
     let setup = setup(engine, 1);
@@ -475,7 +484,10 @@ fn steps_of_distributions_are_those_with_a_model_in_this_process(#[case] engine:
     // Only terms of the sampled tokens need the temperature of servers.
     config.sampling.temperature = 0.9;
     let run = |teacher: Arc<dyn Teacher>| {
-        let mut trainer = trainer(digest, config.clone()).with_teacher(teacher);
+        let mut trainer = trainer_of(TrainerParts {
+            teacher: Some(teacher),
+            ..parts(digest, config.clone())
+        });
         common::run(&mut trainer, 4)
     };
     let setup = setup(engine, 2);

@@ -11,7 +11,7 @@ use candle_grpo_train::rollout::engine::ServerGenerator;
 use candle_grpo_train::rollout::{
     CompletionSeed, Deliver, Engine, GenerationBatch, PolicyWeights, WeightSync,
 };
-use candle_grpo_train::{Completion, Generator, Progress, SamplingConfig};
+use candle_grpo_train::{Completion, Generator, Progress, SamplingConfig, TrainerParts};
 use rstest::rstest;
 use serde_json::{Value, json};
 
@@ -95,7 +95,10 @@ fn a_run_with_servers_is_the_run_with_the_policy_itself(
     });
     let mut local = common::trainer(digest, config.clone());
     let generator: Arc<dyn Generator> = Arc::clone(&checked) as _;
-    let mut remote = common::trainer(digest, config).with_generator(generator);
+    let mut remote = common::trainer_of(TrainerParts {
+        generator: Some(generator),
+        ..common::parts(digest, config)
+    });
     for _ in 0..3 {
         let (a, b) = (local.step().unwrap(), remote.step().unwrap());
         assert!(!a.skipped);

@@ -15,14 +15,14 @@ use candle_grpo_train::rollout::{Deliver, GenerationBatch, LocalGenerator};
 use candle_grpo_train::run::StepRecord as _;
 use candle_grpo_train::{
     ComputeDType, FinishReason, Generator, Interrupted, Progress, Rollout, Sample, SamplingConfig,
-    TrainConfig, Trainer, WeightedRewards, evaluate,
+    TrainConfig, Trainer, TrainerParts, WeightedRewards, evaluate,
 };
 use proptest::prelude::*;
 use rstest::rstest;
 
 use super::{echo, environments, limited};
 use crate::common::{
-    self, END, config, model, parameters, pretrained, prompts, sampler, sampling, tokenizer,
+    self, END, config, model, parameters, parts, pretrained, prompts, sampler, sampling, tokenizer,
     without_seconds,
 };
 
@@ -278,10 +278,11 @@ fn a_step_fails_if_the_environments_of_all_ranks_do() {
         };
         let environments = environments(factory);
         on_ranks(3, |collective| {
-            let mut trainer = common::trainer(WeightedRewards::new(), training())
-                .with_collective(collective)
-                .unwrap()
-                .with_environments(Arc::clone(&environments));
+            let mut trainer = common::trainer_of(TrainerParts {
+                collective,
+                environments: Some(Arc::clone(&environments)),
+                ..common::parts(WeightedRewards::new(), training())
+            });
             let metrics = trainer.step();
             metrics
                 .map(without_seconds)
@@ -311,12 +312,17 @@ fn ranks_draw_the_trajectories_of_one_rank() {
         let metrics = trainer.step().unwrap();
         (metrics.environment, trainer.rollouts(&log).unwrap())
     };
-    let trainer =
-        || common::trainer(last_letters, training()).with_environments(environments(echo(3)));
-    let alone = first(&mut trainer());
+    let parts = || TrainerParts {
+        environments: Some(environments(echo(3))),
+        ..common::parts(last_letters, training())
+    };
+    let alone = first(&mut common::trainer_of(parts()));
     for world_size in [2, 3] {
         let all = on_ranks(world_size, |collective| {
-            first(&mut trainer().with_collective(collective).unwrap())
+            first(&mut common::trainer_of(TrainerParts {
+                collective,
+                ..parts()
+            }))
         });
         for (environment, records) in all {
             assert_eq!(environment, alone.0);
@@ -430,8 +436,10 @@ fn a_greedy_baseline_begins_in_the_state_of_its_group() {
         ..GroupFilter::default()
     });
     config.max_sampling_batches = 10;
-    let mut trainer =
-        common::trainer(WeightedRewards::new(), config).with_environments(environments(factory));
+    let mut trainer = common::trainer_of(TrainerParts {
+        environments: Some(environments(factory)),
+        ..common::parts(WeightedRewards::new(), config)
+    });
     let metrics = trainer.step().unwrap();
     assert!(metrics.sampled_groups > metrics.kept_groups, "{metrics:?}");
     let starts = starts.lock().unwrap();
@@ -540,8 +548,10 @@ fn training() -> TrainConfig {
 
 #[test]
 fn a_trainer_reports_turns_and_needs_no_reward_function() {
-    let mut trainer = common::trainer(WeightedRewards::new(), training())
-        .with_environments(environments(echo(3)));
+    let mut trainer = common::trainer_of(TrainerParts {
+        environments: Some(environments(echo(3))),
+        ..common::parts(WeightedRewards::new(), training())
+    });
     let metrics = trainer.step().unwrap();
     assert!(metrics.grad_norm.unwrap() > 0.);
     assert_eq!(metrics.environment["turns"], 3.);
@@ -562,8 +572,12 @@ fn no_reward_at_all_is_an_error() {
 #[test]
 fn a_resumed_run_with_an_environment_is_bit_identical() {
     let folder = tempfile::tempdir().unwrap();
-    let trainer =
-        || common::trainer(last_letters, training()).with_environments(environments(echo(3)));
+    let trainer = || {
+        common::trainer_of(TrainerParts {
+            environments: Some(environments(echo(3))),
+            ..common::parts(last_letters, training())
+        })
+    };
     let mut whole = trainer();
     let mut expected = Vec::new();
     for step in 1..=4 {
@@ -588,8 +602,10 @@ fn trajectories_can_be_drawn_ahead() {
     let mut config = training();
     config.rollout.max_staleness = 1;
     config.recipe.policy_loss.rollout_correction = Some(Default::default());
-    let mut trainer =
-        common::trainer(last_letters, config).with_environments(environments(echo(2)));
+    let mut trainer = common::trainer_of(TrainerParts {
+        environments: Some(environments(echo(2))),
+        ..common::parts(last_letters, config)
+    });
     for _ in 0..3 {
         assert_eq!(trainer.step().unwrap().environment["turns"], 2.);
     }

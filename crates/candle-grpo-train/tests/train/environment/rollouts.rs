@@ -3,11 +3,11 @@
 use candle_grpo_train::run::{
     RolloutLogConfig, RolloutRecord, RolloutTurn, StepRecord as _, StoppedRun, TurnRole,
 };
-use candle_grpo_train::{RunDir, StepMetrics, TrainConfig, Trainer, WeightedRewards};
+use candle_grpo_train::{RunDir, StepMetrics, TrainConfig, Trainer, TrainerParts, WeightedRewards};
 use serde_json::json;
 
 use super::{echo, environments};
-use crate::common::{self, config, digest, share_of_a, trainer};
+use crate::common::{self, config, digest, parts, share_of_a, trainer, trainer_of};
 
 fn every() -> RolloutLogConfig {
     RolloutLogConfig {
@@ -63,8 +63,10 @@ fn records_have_texts_rewards_and_the_advantages_of_grpo() {
 fn a_record_of_a_trajectory_has_its_turns() {
     let mut config = config();
     config.sampling.max_new_tokens = 20;
-    let mut trainer =
-        trainer(WeightedRewards::new(), config).with_environments(environments(echo(3)));
+    let mut trainer = trainer_of(TrainerParts {
+        environments: Some(environments(echo(3))),
+        ..parts(WeightedRewards::new(), config)
+    });
     for record in records(&mut trainer) {
         let roles: Vec<TurnRole> = record.turns.iter().map(|turn| turn.role).collect();
         let (policy, environment) = (TurnRole::Policy, TurnRole::Environment);

@@ -3,7 +3,7 @@
 use candle_grpo_core::Scale;
 use candle_grpo_core::trajectories::Gigpo;
 use candle_grpo_train::learn::{StepReturns, TurnAdvantage};
-use candle_grpo_train::{TrainConfig, WeightedRewards};
+use candle_grpo_train::{TrainConfig, TrainerParts, WeightedRewards};
 use rstest::rstest;
 
 use super::{echo, environments};
@@ -21,8 +21,10 @@ fn trained(advantage: TurnAdvantage) -> TrainConfig {
 #[case(TurnAdvantage::Gigpo(Gigpo::default()))]
 #[case(TurnAdvantage::StepReturns(StepReturns::default()))]
 fn a_policy_trains_with_advantages_of_turns(#[case] advantage: TurnAdvantage) {
-    let mut trainer = common::trainer(WeightedRewards::new(), trained(advantage))
-        .with_environments(environments(echo(3)));
+    let mut trainer = common::trainer_of(TrainerParts {
+        environments: Some(environments(echo(3))),
+        ..common::parts(WeightedRewards::new(), trained(advantage))
+    });
     let metrics = trainer.step().unwrap();
     assert!(metrics.grad_norm.unwrap() > 0.);
     // All trajectories of a prompt have the same states.

@@ -7,7 +7,7 @@ use candle_grpo_loss::{LinearLogProb, LogProbOptions, TokenLogProbs};
 use candle_grpo_nn::model::ExpertBalance;
 use candle_grpo_nn::{Backward, Gradients, LanguageModel, PackedTokens, Parameters};
 
-use crate::{Sequence, TokenBatch};
+use super::{Sequence, TokenBatch};
 
 /// Computes log-probs and entropies `[B, T]` of the responses of `batch` at `temperature`.
 ///
@@ -25,13 +25,13 @@ pub(crate) fn response_log_probs(
 
 /// Computes the detached hidden states `[B, T, H]` at the positions that predict the responses of
 /// `batch`.
-pub(super) fn predicting_states(model: &dyn LanguageModel, batch: &TokenBatch) -> Result<Tensor> {
+pub(crate) fn predicting_states(model: &dyn LanguageModel, batch: &TokenBatch) -> Result<Tensor> {
     Packed::of_batch(batch)?.states(model)
 }
 
 /// Creates the output layer of `model` over `states` `[B, T, H]`, which computes the log-probs of
 /// the responses. `weight` is that of the layer, as a variable or not.
-pub(super) fn output_layer(
+pub(crate) fn output_layer(
     model: &dyn LanguageModel,
     states: &Tensor,
     weight: &Tensor,
@@ -47,7 +47,7 @@ pub(super) fn output_layer(
 }
 
 /// Returns the output weight of `model`, as a variable if it is one of `trained`.
-pub(super) fn output_weight(model: &dyn LanguageModel, trained: &Parameters) -> Tensor {
+pub(crate) fn output_weight(model: &dyn LanguageModel, trained: &Parameters) -> Tensor {
     match trained.get(model.output_name()) {
         Some(variable) => variable.as_tensor().clone(),
         None => model.output_weight().detach(),
@@ -55,9 +55,9 @@ pub(super) fn output_weight(model: &dyn LanguageModel, trained: &Parameters) -> 
 }
 
 /// A forward pass over the responses of a batch, with its backward pass.
-pub(super) struct RecordedResponses<'a> {
+pub(crate) struct RecordedResponses<'a> {
     /// The states of [`predicting_states`] as a variable, where the graph of a loss starts.
-    pub(super) states: Var,
+    pub(crate) states: Var,
     places: Tensor,
     hidden_shape: Shape,
     hidden_dtype: DType,
@@ -66,7 +66,7 @@ pub(super) struct RecordedResponses<'a> {
 }
 
 impl<'a> RecordedResponses<'a> {
-    pub(super) fn new(model: &'a dyn LanguageModel, packed: Packed) -> Result<Self> {
+    pub(crate) fn new(model: &'a dyn LanguageModel, packed: Packed) -> Result<Self> {
         let (hidden, backward) = model.record(&packed.tokens)?;
         Ok(Self {
             states: Var::from_tensor(&embedding(&packed.places, &hidden)?)?,
@@ -79,13 +79,13 @@ impl<'a> RecordedResponses<'a> {
     }
 
     /// The number of tokens of [`read_tokens`].
-    pub(super) fn read_tokens(&self) -> f64 {
+    pub(crate) fn read_tokens(&self) -> f64 {
         self.weights.iter().copied().map(f64::from).sum()
     }
 
     /// Computes the balance of the experts, and adds `coef` times the gradient of its loss to that
     /// of [`Self::backward`]. `None` if the model has no experts, or no response counts.
-    pub(super) fn balance_experts(&mut self, coef: f64) -> Result<Option<ExpertBalance>> {
+    pub(crate) fn balance_experts(&mut self, coef: f64) -> Result<Option<ExpertBalance>> {
         Ok(self.backward.balance_experts(&self.weights, coef)?)
     }
 
@@ -95,7 +95,7 @@ impl<'a> RecordedResponses<'a> {
     /// # Errors
     ///
     /// Returns an error if a variable receives no gradient. The gradients must then be cleared.
-    pub(super) fn backward(
+    pub(crate) fn backward(
         self,
         states_gradient: Option<Tensor>,
         trained: &Parameters,
@@ -115,7 +115,7 @@ impl<'a> RecordedResponses<'a> {
 
 /// The packed tokens of a batch on which its responses depend. Shared prefixes, such as the prompt
 /// of a group, occur once.
-pub(super) struct Packed {
+pub(crate) struct Packed {
     tokens: PackedTokens,
     /// The index in `tokens` that predicts each response token, u32 `[B, T]`; 0 outside the
     /// response mask.
@@ -136,7 +136,7 @@ pub fn read_tokens(batch: &TokenBatch) -> f64 {
 
 /// The trained tokens whose log-probs a pass computes.
 #[derive(Debug, Clone, Copy)]
-pub(super) enum Targets {
+pub(crate) enum Targets {
     /// One row for each sequence, after its prompt: `[B, T]`.
     Padded(usize),
     /// One row for all sequences, one after another: `[1, M]`.
@@ -144,14 +144,14 @@ pub(super) enum Targets {
 }
 
 impl Packed {
-    pub(super) fn of_batch(batch: &TokenBatch) -> Result<Self> {
+    pub(crate) fn of_batch(batch: &TokenBatch) -> Result<Self> {
         let (_, width) = batch.dims();
         let device = batch.targets().device();
         Self::new(batch.sequences(), Targets::Padded(width), device)
     }
 
     /// Packs the tokens that a model reads of `sequences`.
-    pub(super) fn new(sequences: &[Sequence], targets: Targets, device: &Device) -> Result<Self> {
+    pub(crate) fn new(sequences: &[Sequence], targets: Targets, device: &Device) -> Result<Self> {
         let read: Vec<Vec<u32>> = sequences.iter().map(|x| x.read_tokens().to_vec()).collect();
         let replayed = sequences.iter().map(Sequence::read_experts);
         let replayed: Option<Vec<Vec<u16>>> = replayed.map(|x| Some(x?.to_vec())).collect();
@@ -197,7 +197,7 @@ impl Packed {
     }
 
     /// Computes the detached hidden states of the places, `[B, T, H]`.
-    pub(super) fn states(&self, model: &dyn LanguageModel) -> Result<Tensor> {
+    pub(crate) fn states(&self, model: &dyn LanguageModel) -> Result<Tensor> {
         let hidden = model.hidden_states(&self.tokens)?.detach();
         Ok(embedding(&self.places, &hidden)?)
     }

@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 
-use anyhow::{Context, Result};
+use anyhow::{Context, Result, anyhow, bail, ensure};
 use candle_core::{Device, Tensor};
 use candle_grpo_core::GroupAdvantage;
 use candle_grpo_core::dtype::statistics_dtype;
@@ -11,45 +11,32 @@ use candle_grpo_core::selection::{GroupSummary, TaskScores};
 use serde::{Deserialize, Serialize};
 
 use super::step_metrics::RewardStatistics;
-use crate::Rollout;
-use crate::rewards::{RewardFaults, RewardRequests, RolloutScores, Scores};
+use crate::rewards::{RewardFaults, RewardRequests, Scores};
+use crate::sequence::{Batch, Column};
+use crate::{Rollout, Sequence, TokenBatch};
 
 /// The name of a reward that has none, in metrics.
 const UNNAMED: &str = "reward";
 
-/// Completions in groups of one size, side by side, with their scores.
+/// Completions in groups of one size, side by side, and their scores.
 #[derive(Debug, Clone, Serialize, Deserialize)]
-pub(crate) struct ScoredRollouts {
-    pub(crate) num_generations: usize,
-    /// The row of the data set that each group answers.
-    pub(crate) rows: Vec<usize>,
-    pub(crate) rollouts: Vec<Rollout>,
+pub struct RolloutGroups {
+    /// The number of completions of each group.
+    pub num_generations: usize,
+    /// The prompt that each group answers, by its place.
+    pub rows: Vec<usize>,
+    /// The completions.
+    pub rollouts: Vec<Rollout>,
     /// The score of each completion: the sum of its components. NaN if it is missing.
-    pub(crate) scores: Vec<f32>,
+    pub scores: Vec<f32>,
     /// For each component of the reward one score for each completion.
-    pub(crate) components: Vec<Scores>,
+    pub components: Vec<Scores>,
     /// The score of the greedy completion of each group's prompt, if the advantages need it. NaN
     /// if it is missing.
-    pub(crate) greedy_scores: Option<Vec<f32>>,
+    pub greedy_scores: Option<Vec<f32>>,
 }
 
-impl ScoredRollouts {
-    pub(crate) fn new(
-        num_generations: usize,
-        rows: Vec<usize>,
-        rollouts: Vec<Rollout>,
-        scores: RolloutScores,
-    ) -> Self {
-        Self {
-            num_generations,
-            rows,
-            rollouts,
-            scores: scores.total.into_vec(),
-            components: scores.components,
-            greedy_scores: None,
-        }
-    }
-
+impl RolloutGroups {
     /// Components in the dtype of statistics, `[B, K]`, or `[B]` if there is one.
     pub(crate) fn component_tensor(&self, device: &Device) -> Result<Tensor> {
         let dtype = statistics_dtype(device);
@@ -137,10 +124,10 @@ impl ScoredRollouts {
         components.map(statistics).collect()
     }
 
-    /// The completions of a group.
-    pub(crate) fn group(&self, group: usize) -> &[Rollout] {
+    /// The sequences of a group.
+    pub(crate) fn group_batch(&self, group: usize) -> Result<Batch> {
         let n = self.num_generations;
-        &self.rollouts[group * n..(group + 1) * n]
+        batch_of(&self.rollouts[group * n..(group + 1) * n])
     }
 
     /// No groups: the share of a rank without a prompt.
@@ -193,7 +180,7 @@ impl ScoredRollouts {
     }
 
     fn ensure_as_many_components(&self, other: &Self) -> Result<()> {
-        anyhow::ensure!(
+        ensure!(
             self.components.len() == other.components.len(),
             "rewards: {} components after {}, there must always be as many",
             other.components.len(),
@@ -238,7 +225,7 @@ impl ScoredRollouts {
 }
 
 /// Records the mean score of each group. A group without scores changes nothing.
-pub(super) fn record(scores: &mut TaskScores, drawn: &ScoredRollouts) -> Result<()> {
+pub(super) fn record(scores: &mut TaskScores, drawn: &RolloutGroups) -> Result<()> {
     let groups = drawn.scores.chunks(drawn.num_generations.max(1));
     for (&prompt, group) in drawn.rows.iter().zip(groups) {
         let known = group.iter().filter(|score| !score.is_nan());
@@ -248,4 +235,86 @@ pub(super) fn record(scores: &mut TaskScores, drawn: &ScoredRollouts) -> Result<
         }
     }
     Ok(())
+}
+
+impl TokenBatch {
+    /// Creates the batch of `rollouts`. Tokens that the policy did not write are context: they are
+    /// not in the response mask.
+    ///
+    /// # Errors
+    ///
+    /// As in [`Self::new`].
+    pub fn from_rollouts(rollouts: &[Rollout], device: &Device) -> Result<Self> {
+        Self::of_batch(&batch_of(rollouts)?, device)
+    }
+
+    /// Returns this batch of `rollouts` with the experts that the sampler recorded. The policy then
+    /// replays them in training and does not choose (rollout routing replay,
+    /// <https://arxiv.org/abs/2510.11370>). Other models choose their experts.
+    ///
+    /// # Errors
+    ///
+    /// Returns an error that names a completion without [`experts`](crate::Completion::experts),
+    /// with another number of them, or with other tokens than the batch.
+    pub fn replaying(self, rollouts: &[Rollout]) -> Result<Self> {
+        ensure!(
+            self.sequences().len() == rollouts.len(),
+            "rollouts: {}, must be {}, those of the batch",
+            rollouts.len(),
+            self.sequences().len()
+        );
+        let pairs = self.sequences().iter().zip(rollouts);
+        let pairs = pairs.map(|(sequence, rollout)| {
+            replayed(sequence, rollout).with_context(|| {
+                format!(
+                    "completion {} of prompt {}",
+                    rollout.sample_index, rollout.prompt_index
+                )
+            })
+        });
+        let sequences = pairs.collect::<Result<_>>()?;
+        Ok(self.with_sequences(sequences))
+    }
+}
+
+/// `sequence`, the tokens of `rollout`, with its experts.
+fn replayed(sequence: &Sequence, rollout: &Rollout) -> Result<Sequence> {
+    let (prompt, response) = (&rollout.prompt_tokens, &rollout.completion.tokens);
+    ensure!(
+        sequence.prompt() == prompt && sequence.response() == response,
+        "{} prompt tokens and {} response tokens, must be the {} and {} of the batch",
+        prompt.len(),
+        response.len(),
+        sequence.prompt().len(),
+        sequence.response().len()
+    );
+    let Some(experts) = &rollout.completion.experts else {
+        bail!("no experts, must have them to be replayed");
+    };
+    sequence.clone().with_experts(experts.clone())
+}
+
+/// The name of the log-probs that the generator reported, in [`batch_of`].
+const ROLLOUT_LOG_PROBS: &str = "rollout_log_probs";
+
+/// The sequences of `rollouts`, with the log-probs that the generator reported.
+fn batch_of(rollouts: &[Rollout]) -> Result<Batch> {
+    let sequences = rollouts.iter().enumerate().map(|(i, rollout)| {
+        let sequence = rollout.sequence();
+        sequence.map_err(|error| anyhow!("sequence {i}: {error}"))
+    });
+    let log_probs = rollouts.iter().map(Rollout::reported_log_probs);
+    Batch::new(sequences.collect::<Result<_>>()?)?
+        .with_column(ROLLOUT_LOG_PROBS, Column::per_token(log_probs.collect()))
+}
+
+/// Returns the log-probs that the generator reported, f32 `[B, T]`: those of the policy, or of the
+/// distribution drawn from if it does not compute these. 0 for padding and for tokens that the
+/// policy did not write.
+///
+/// # Errors
+///
+/// If there are no rollouts, or one has no tokens.
+pub fn rollout_log_probs(rollouts: &[Rollout], device: &Device) -> Result<Tensor> {
+    batch_of(rollouts)?.tensor(ROLLOUT_LOG_PROBS, device)
 }

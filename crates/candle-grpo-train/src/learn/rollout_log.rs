@@ -7,8 +7,8 @@ use candle_grpo_core::validate::at_least_one;
 use serde::{Deserialize, Serialize};
 use tokenizers::Tokenizer;
 
+use super::rollout_groups::RolloutGroups;
 use crate::excerpt::excerpt;
-use crate::learn::scored_rollouts::ScoredRollouts;
 use crate::rollout::decode::{answer_text, decode_tokens};
 use crate::{FinishReason, Prompt, Rollout, SamplingConfig};
 
@@ -113,7 +113,7 @@ pub enum TurnRole {
 /// A step's completions, as the trainer keeps them.
 pub(crate) struct StepRollouts {
     pub(crate) step: usize,
-    pub(crate) scored: ScoredRollouts,
+    pub(crate) groups: RolloutGroups,
     /// Mean advantage of each completion that trained.
     pub(crate) advantages: Vec<Option<f32>>,
 }
@@ -127,17 +127,17 @@ impl StepRollouts {
         tokenizer: &Tokenizer,
         config: &RolloutLogConfig,
     ) -> Result<Vec<RolloutRecord>> {
-        let Self { step, scored, .. } = self;
-        let count = config.max_groups.saturating_mul(scored.num_generations);
+        let Self { step, groups, .. } = self;
+        let count = config.max_groups.saturating_mul(groups.num_generations);
         let text = |text: String| excerpt(text, config.max_chars);
-        let components = scored.named_components();
+        let components = groups.named_components();
         let number = |score: f32| (!score.is_nan()).then_some(score);
-        let rollouts = scored.rollouts.iter().enumerate().take(count);
+        let rollouts = groups.rollouts.iter().enumerate().take(count);
         let record = |(i, rollout): (usize, &Rollout)| {
-            let group = i / scored.num_generations;
+            let group = i / groups.num_generations;
             let prompt = match rollout.episode {
                 Some(_) => decode_tokens(&rollout.prompt_tokens, tokenizer)?,
-                None => prompts[scored.rows[group]].text.clone(),
+                None => prompts[groups.rows[group]].text.clone(),
             };
             let completion = &rollout.completion;
             let rewards = components.iter().map(|(name, scores)| {
@@ -156,7 +156,7 @@ impl StepRollouts {
                 prompt: text(prompt),
                 completion: text(answer_text(rollout.last_turn(), sampling, tokenizer)?),
                 turns,
-                reward: number(scored.scores[i]),
+                reward: number(groups.scores[i]),
                 rewards: rewards.collect(),
                 advantage: self.advantages.get(i).copied().flatten(),
                 finish_reason: completion.finish_reason,

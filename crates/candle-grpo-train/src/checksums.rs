@@ -72,7 +72,7 @@ fn file_sums(folder: &Path) -> Result<BTreeMap<String, String>> {
 }
 
 /// A file's checksum.
-pub(super) fn sha256_of_file(path: &Path) -> Result<String> {
+pub(crate) fn sha256_of_file(path: &Path) -> Result<String> {
     let read = || -> std::io::Result<String> {
         let mut file = File::open(path)?;
         let mut hash = Sha256::new();

@@ -2,15 +2,12 @@
 
 use anyhow::{Result, bail, ensure};
 use candle_core::Tensor;
-use candle_grpo_loss::{DistillationLoss, OutputLayer, Support};
-use candle_grpo_nn::LanguageModel;
+use candle_grpo_loss::{OutputLayer, Support};
 
-use super::Reference;
-use super::micro_batches::MicroBatches;
-use crate::{Progress, TokenBatch, TrainingBatch};
+use crate::{Progress, TokenBatch};
 
-/// A fixed policy to learn from: a model in this process ([`Reference`]), or one on servers
-/// (`ServerTeacher` in `rollout::engine`).
+/// A fixed policy to learn from: a model in this process ([`Reference`](crate::learn::Reference)),
+/// or one on servers (`ServerTeacher` in `rollout::engine`).
 ///
 /// ```
 /// use anyhow::Result;
@@ -74,21 +71,6 @@ pub trait Teacher: Send + Sync {
     }
 }
 
-impl<M: LanguageModel + Send + Sync> Teacher for Reference<M> {
-    fn log_probs(&self, batch: &TokenBatch, temperature: f64, _: &dyn Progress) -> Result<Tensor> {
-        Self::log_probs(self, batch, temperature)
-    }
-
-    fn distributions(
-        &self,
-        batch: &TokenBatch,
-        _: Option<usize>,
-        _: &dyn Progress,
-    ) -> Result<TeacherDistributions> {
-        Self::distributions(self, batch)
-    }
-}
-
 /// The distributions of a teacher at the responses of B sequences of up to T tokens, detached.
 #[derive(Debug, Clone)]
 pub enum TeacherDistributions {
@@ -113,7 +95,7 @@ pub enum TeacherDistributions {
 
 impl TeacherDistributions {
     /// Calls `f` with the distributions over a vocabulary of this size, for a loss of this support.
-    pub(super) fn over<T>(
+    pub(crate) fn over<T>(
         &self,
         vocabulary: usize,
         support: Support,
@@ -148,7 +130,7 @@ impl TeacherDistributions {
     }
 
     /// The tensors of which each sequence has a part, `[B, T, ..]`, with their names.
-    pub(super) fn by_sequence(&self) -> Vec<(&'static str, &Tensor)> {
+    pub(crate) fn by_sequence(&self) -> Vec<(&'static str, &Tensor)> {
         match self {
             Self::Hidden { hidden, .. } => vec![("teacher.hidden", hidden)],
             Self::TopK { ids, log_probs } => {
@@ -158,7 +140,7 @@ impl TeacherDistributions {
     }
 
     /// Applies `f` to each tensor of which each sequence has a part.
-    pub(super) fn map(
+    pub(crate) fn map(
         &self,
         f: impl Fn(&Tensor) -> candle_core::Result<Tensor>,
     ) -> candle_core::Result<Self> {
@@ -177,81 +159,5 @@ impl TeacherDistributions {
                 log_probs: f(log_probs)?,
             },
         })
-    }
-}
-
-/// The distributions that a step learns from.
-pub(super) struct Distillation<'a> {
-    teacher: &'a dyn Teacher,
-    loss: &'a DistillationLoss,
-}
-
-impl<'a> Distillation<'a> {
-    /// `None` without a loss that learns from a teacher.
-    pub(super) fn new(
-        loss: Option<&'a DistillationLoss>,
-        teacher: Option<&'a dyn Teacher>,
-    ) -> Option<Self> {
-        let (loss, teacher) = loss.zip(teacher)?;
-        Some(Self { teacher, loss })
-    }
-
-    /// Asks a teacher that takes all sequences of a rank at once, before the step changes weights.
-    /// `None` for a teacher that takes micro-batches.
-    pub(super) fn of_step(
-        &self,
-        tokens: &TokenBatch,
-        micro_batches: MicroBatches<'_>,
-    ) -> Result<Option<TeacherDistributions>> {
-        if self.teacher.takes_micro_batches() {
-            return Ok(None);
-        }
-        let Support::Teacher { k } = self.loss.support else {
-            bail!(
-                "recipe.distillation_loss.support: {:?}, must be teacher with a teacher that takes all sequences at once",
-                self.loss.support
-            );
-        };
-        let pieces = micro_batches.at_once().pieces(tokens, |piece| {
-            let found = self.ask(piece, micro_batches.progress)?;
-            let TeacherDistributions::TopK { ids, log_probs } = found else {
-                bail!(
-                    "teacher: whole distributions, must be the most likely entries of one that takes all sequences at once"
-                );
-            };
-            let (rows, t) = piece.dims();
-            for (name, x) in [("ids", &ids), ("log_probs", &log_probs)] {
-                ensure!(
-                    x.dims() == [rows, t, k],
-                    "teacher.{name}: shape {:?}, must be [{rows}, {t}, {k}]",
-                    x.dims()
-                );
-            }
-            Ok((ids, log_probs))
-        })?;
-        Ok(Some(TeacherDistributions::TopK {
-            ids: pieces.joined(|(ids, _)| ids)?,
-            log_probs: pieces.joined(|(_, log_probs)| log_probs)?,
-        }))
-    }
-
-    /// Asks for the distributions of a micro-batch that has none.
-    pub(super) fn complete(
-        &self,
-        micro_batch: &mut TrainingBatch,
-        progress: &dyn Progress,
-    ) -> Result<()> {
-        if micro_batch.teacher.is_none() {
-            micro_batch.teacher = Some(self.ask(micro_batch.tokens(), progress)?);
-        }
-        Ok(())
-    }
-
-    fn ask(&self, batch: &TokenBatch, progress: &dyn Progress) -> Result<TeacherDistributions> {
-        let entries = match self.loss.support {
-            Support::Teacher { k } => Some(k),
-            _ => None,
-        };
-        self.teacher.distributions(batch, entries, progress)
     }
 }

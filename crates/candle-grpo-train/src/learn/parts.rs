@@ -1,0 +1,243 @@
+//! The parts of a trainer.
+
+use std::sync::Arc;
+
+use anyhow::{Context, Result, ensure};
+use candle_grpo_collective::{Alone, Collective};
+use candle_grpo_core::AdvantageEstimator;
+use candle_grpo_core::selection::{DifficultyPools, TaskScores};
+use candle_grpo_loss::TokenLoss;
+use candle_grpo_loss::surrogate::LossLevel;
+use candle_grpo_nn::{DecoderConfig, ModelConfig, Parameters};
+use tokenizers::Tokenizer;
+
+use super::ahead::Ahead;
+use super::collector::{Collect, Collector};
+use super::demonstrations::Demonstrations;
+use super::models::Models;
+use super::needs::Needs;
+use super::{Ranks, Teacher, Trainer, TrainerState};
+use crate::data::MixedOrder;
+use crate::data::curriculum::Curriculum;
+use crate::environment::Environments;
+use crate::rollout::LocalGenerator;
+use crate::{Generator, Progress, Prompt, RewardFunction, Sequence, TrainConfig};
+use candle_grpo_base::progress::NoProgress;
+
+/// The parts of a [`Trainer`]. [`Self::new`] has those that every run has, and the others are
+/// fields to set.
+///
+/// ```no_run
+/// use std::sync::Arc;
+///
+/// # use candle_grpo_train::{Prompt, Sample, Trainer, TrainConfig, TrainerParts, data::MixedOrder};
+/// # fn run(config: TrainConfig, prompts: Vec<Prompt>, model: candle_grpo_train::Pretrained, seed: u64) -> anyhow::Result<()> {
+/// let shorter = |sample: &Sample| -(sample.completion.len() as f32);
+/// let order = MixedOrder::single(prompts.len(), seed)?;
+/// let mut trainer = Trainer::new(TrainerParts {
+///     order: Some(order),
+///     last_step: 100,
+///     ..TrainerParts::new(model.model, model.parameters, model.tokenizer, prompts, shorter, config)
+/// })?;
+/// # trainer.step()?;
+/// # Ok(())
+/// # }
+/// ```
+pub struct TrainerParts<C: ModelConfig = DecoderConfig> {
+    /// The shape of the policy.
+    pub model: C,
+    /// The weights that it starts from.
+    pub parameters: Parameters,
+    /// The tokenizer.
+    pub tokenizer: Tokenizer,
+    /// The prompts to train on, at least one.
+    pub prompts: Vec<Prompt>,
+    /// The reward.
+    pub reward: Box<dyn RewardFunction>,
+    /// The settings.
+    pub config: TrainConfig,
+    /// Draws completions in place of the policy in this process. It receives the weights before
+    /// the first completion and after each update.
+    pub generator: Option<Arc<dyn Generator<C>>>,
+    /// Trajectories of several turns, in steps and evaluations. Their rewards are a component of
+    /// the reward.
+    pub environments: Option<Arc<Environments>>,
+    /// The order of the prompts; absent: a random order of all.
+    pub order: Option<MixedOrder>,
+    /// Draws prompts by the pools of their latest mean rewards, in place of an order. The scores
+    /// are a part of [`TrainerState`].
+    ///
+    /// A step has no prompt twice while there are others. Completions that are drawn ahead have
+    /// the prompts for the scores of the step at which they are requested.
+    pub curriculum: Option<DifficultyPools>,
+    /// The last step of the run. No completions are drawn ahead for later ones.
+    pub last_step: usize,
+    /// Computes advantages in place of the estimator in the recipe.
+    ///
+    /// It receives rewards, groups, response mask, the inputs that it declares
+    /// ([`AdvantageEstimator::needs`]), and those that recipe and loss need.
+    pub estimator: Option<Box<dyn AdvantageEstimator>>,
+    /// The policy to learn from, for
+    /// [`TokenAdvantage::distillation`](candle_grpo_core::advantage::TokenAdvantage::distillation),
+    /// [`PolicyLoss::distillation`](candle_grpo_loss::PolicyLoss::distillation) and
+    /// [`Recipe::distillation_loss`](candle_grpo_loss::Recipe::distillation_loss). It must have
+    /// the tokens of the policy.
+    pub teacher: Option<Arc<dyn Teacher>>,
+    /// The rows of [`TrainConfig::demonstrations`], and the order of their visits, such as
+    /// [`MixedOrder::single`].
+    pub demonstrations: Option<(Vec<Sequence>, MixedOrder)>,
+    /// The receiver of progress, which can also cancel steps.
+    pub progress: Arc<dyn Progress>,
+    /// The ranks that share every step: prompts, scores, passes over the models and gradients. The
+    /// trainers of all ranks must have the same parts, and call the same methods in the same
+    /// order.
+    ///
+    /// All quantities of a step are those of all ranks, and every rank ends a step with the same
+    /// weights. They equal those of one rank up to the rounding of sums. The random numbers of a
+    /// completion do not depend on the number of ranks.
+    ///
+    /// With [`TrainConfig::sharded_optimizer`] the ranks share the state of the optimizers.
+    ///
+    /// Progress cancels before a step only, on all ranks if it does on one. After any other error
+    /// of one rank the others wait for it: it must end the job with [`Collective::abort`].
+    pub collective: Arc<dyn Collective>,
+    /// The sum of the initial weights, such as
+    /// [`RunInputs::parameters_sha256`](crate::run::RunInputs::parameters_sha256). Absent:
+    /// checkpoints compute it.
+    pub parameters_sha256: Option<String>,
+}
+
+impl<C: ModelConfig> TrainerParts<C> {
+    /// Creates the parts of a run of one process, whose policy draws the completions itself.
+    pub fn new(
+        model: C,
+        parameters: Parameters,
+        tokenizer: Tokenizer,
+        prompts: Vec<Prompt>,
+        reward: impl RewardFunction + 'static,
+        config: TrainConfig,
+    ) -> Self {
+        Self {
+            model,
+            parameters,
+            tokenizer,
+            prompts,
+            reward: Box::new(reward),
+            config,
+            generator: None,
+            environments: None,
+            order: None,
+            curriculum: None,
+            last_step: usize::MAX,
+            estimator: None,
+            teacher: None,
+            demonstrations: None,
+            progress: Arc::new(NoProgress),
+            collective: Arc::new(Alone),
+            parameters_sha256: None,
+        }
+    }
+
+    /// Checks what concerns several parts.
+    fn validate(&self) -> Result<()> {
+        ensure!(
+            self.config.demonstrations.is_none() || self.demonstrations.is_some(),
+            "demonstrations: none, must be given, as the settings have them"
+        );
+        let recipe = &self.config.recipe;
+        ensure!(
+            recipe.distillation_loss.is_none() || self.teacher.is_some(),
+            "teacher: none, must be given, as recipe.distillation_loss learns from it"
+        );
+        let world_size = self.collective.world_size();
+        ensure!(
+            world_size == 1 || recipe.policy_loss.surrogate.level() != LossLevel::Group,
+            "recipe.policy_loss.surrogate: compares the sequences of a group, must be another one with {world_size} processes, which share out sequences"
+        );
+        Ok(())
+    }
+}
+
+impl<C: ModelConfig> Trainer<C> {
+    /// Creates a trainer.
+    ///
+    /// # Errors
+    ///
+    /// If there are no prompts, the settings are not valid, or not for a custom model, or parts do
+    /// not fit together.
+    pub fn new(parts: TrainerParts<C>) -> Result<Self> {
+        parts.validate()?;
+        let config = Arc::new(parts.config);
+        let needs = Needs::new(&config, parts.estimator.as_deref());
+        let mut models = Models::with_needs(parts.model, parts.parameters, &config, needs)?;
+        models.teacher = parts.teacher;
+        if let Some(sha256) = parts.parameters_sha256 {
+            models.base_sha256 = sha256.into();
+        }
+        let mut state = TrainerState::new(&config);
+        let sampler = models.sampler(config.sampling.clone())?;
+        let mut collector = Collector::new(
+            sampler,
+            parts.tokenizer,
+            parts.prompts,
+            parts.reward,
+            Arc::clone(&config),
+            needs,
+        )?;
+        let draws_itself = parts.generator.is_none();
+        if let Some(generator) = parts.generator {
+            collector = collector.with_generator(generator);
+        } else if let Some(dtype) = config.own_rollout_dtype() {
+            let generator = LocalGenerator::in_dtype(&models.weights(0), dtype)?;
+            let generator = generator.with_recorded_steps(true);
+            collector = collector.with_generator(Arc::new(generator));
+        }
+        if let Some(environments) = parts.environments {
+            collector = collector.with_environments(environments);
+        }
+        if let Some(order) = parts.order {
+            order.ensure_rows(collector.prompts.len(), "prompts")?;
+            collector = collector.with_order(order);
+        }
+        if let Some(pools) = parts.curriculum {
+            state.task_scores = Some(TaskScores::default());
+            collector = collector.with_curriculum(Curriculum::new(pools, config.sampling.seed)?);
+        }
+        let demonstrations = parts.demonstrations.map(|(examples, order)| {
+            let config = config.demonstrations.with_context(|| {
+                format!(
+                    "demonstrations: {}, must be none, as the settings have no demonstrations",
+                    examples.len()
+                )
+            })?;
+            Demonstrations::new(config, examples, order)
+        });
+        if config.sharded_optimizer {
+            models.actor.shard_optimizer(&parts.collective)?;
+            if let Some(critic) = &mut models.critic {
+                critic.shard_optimizer(&parts.collective)?;
+            }
+        }
+        let collector = collector.with_ranks(Ranks::new(parts.collective));
+        let source: Box<dyn Collect<C>> = match config.rollout.max_staleness {
+            0 => Box::new(collector.clone()),
+            _ => Box::new(Ahead::new(collector.clone(), draws_itself, parts.last_step)),
+        };
+        let mut trainer = Self {
+            models,
+            config,
+            needs,
+            estimator: parts.estimator,
+            collector,
+            source,
+            demonstrations: demonstrations.transpose()?,
+            receiver: Arc::new(NoProgress),
+            progress: Arc::new(NoProgress),
+            state,
+            last: None,
+            torn: false,
+        };
+        trainer.set_progress(parts.progress);
+        Ok(trainer)
+    }
+}

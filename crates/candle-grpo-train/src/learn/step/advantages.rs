@@ -1,0 +1,188 @@
+//! The advantages of a step.
+
+use anyhow::Result;
+use candle_core::{DType, Tensor};
+use candle_grpo_core::rewards::{Costs, NonFinite, RunningMoments};
+use candle_grpo_core::{AdvantageBatch, AdvantageEstimator, GroupAdvantage, RewardShaping};
+
+use super::{StepBatch, single};
+use crate::learn::TrainerState;
+use crate::learn::critic::explained_variance;
+use crate::learn::needs::keeps_components;
+use crate::{Rollout, Sequence, TokenBatch, TrainConfig};
+use candle_grpo_core::inputs::Input;
+
+/// Adds the advantages, and the returns that a critic learns: those of `estimator` if it is given,
+/// and otherwise those of the recipe or of [`TrainConfig::turn_advantage`]. The estimator receives
+/// every input that [`signals`](super::signals) has added. Running moments and controllers in
+/// `state` advance.
+///
+/// # Errors
+///
+/// If the estimator fails, for example because an input that it needs is absent.
+pub fn advantages(
+    batch: &mut StepBatch,
+    estimator: Option<&dyn AdvantageEstimator>,
+    config: &TrainConfig,
+    state: &mut TrainerState,
+) -> Result<()> {
+    let rewards = rewards(batch, estimator.is_some(), config, state)?;
+    let (groups, tokens) = (&batch.groups, &batch.tokens);
+    let mut inputs = AdvantageBatch::new(&rewards, groups.num_generations)
+        .response_mask(tokens.response_mask())
+        .step(state.steps);
+    for (&input, tensor) in &batch.inputs {
+        inputs = inputs.with(input, tensor);
+    }
+    let found = match (estimator, &config.turn_advantage) {
+        (Some(estimator), _) => estimator.estimate(&inputs)?,
+        (None, Some(advantage)) => {
+            let (_, width) = tokens.dims();
+            advantage.compute(groups, width, rewards.device())?
+        }
+        (None, None) => {
+            let pipeline = config.recipe.advantage.pipeline();
+            // Only missing scores are not finite.
+            let exclude = |group: &mut GroupAdvantage| group.non_finite = NonFinite::Exclude;
+            let mut pipeline = pipeline.map_sequence(exclude);
+            if let Some(controller) = &state.reward_kl {
+                pipeline = pipeline.map_tokens(|tokens| {
+                    if let Some(penalty) = &mut tokens.kl_penalty {
+                        penalty.coef = controller.coef();
+                    }
+                });
+            }
+            pipeline.estimate(&inputs)?
+        }
+    };
+    let metrics = found.metrics.to_host()?;
+    if let (Some(controller), Some(kl)) =
+        (&mut state.reward_kl, metrics.get("reward_kl_per_sequence"))
+    {
+        let coef = single(controller.coef());
+        batch.metrics.insert("reward_kl_coef", coef);
+        controller.update(kl, groups.rollouts.len())?;
+    }
+    batch.metrics.merge(&metrics)?;
+    // Rewards stay in the dtype of statistics up to here.
+    let result = |x: Tensor| x.to_dtype(DType::F32);
+    let returns = found.returns.map(result).transpose()?;
+    if let (Some(values), Some(returns)) = (batch.inputs.get(&Input::Values), &returns)
+        && let Some(share) = explained_variance(values, returns, tokens.response_mask())?
+    {
+        let share = single(share);
+        batch.metrics.insert("value_explained_variance", share);
+    }
+    batch.returns = returns;
+    batch.advantages = Some(result(found.advantages)?);
+    Ok(())
+}
+
+impl StepBatch {
+    /// Returns the mean advantage of each completion over the tokens that train; absent without
+    /// any, and before [`advantages`]. Synchronizes with the device.
+    ///
+    /// # Errors
+    ///
+    /// If the advantages have another shape than the batch.
+    pub fn mean_advantages(&self) -> Result<Vec<Option<f32>>> {
+        match &self.advantages {
+            Some(advantages) => sequence_means(advantages, &self.tokens),
+            None => Ok(vec![None; self.groups.rollouts.len()]),
+        }
+    }
+
+    /// Returns whether the step learns from the rewards alone, whose advantages are all 0.
+    /// Synchronizes with the device.
+    pub(in crate::learn) fn has_no_signal(&self, config: &TrainConfig) -> Result<bool> {
+        let recipe = &config.recipe;
+        let reward_alone = recipe.policy_loss.positive_nll.is_none()
+            && recipe.policy_loss.distillation.is_none()
+            && recipe.distillation_loss.is_none();
+        match &self.advantages {
+            Some(advantages) if reward_alone => is_zero(advantages),
+            _ => Ok(false),
+        }
+    }
+}
+
+/// The rewards `[B]` after shaping and penalty, or their components `[B, K]` if nothing adds
+/// them up, in the dtype of statistics.
+fn rewards(
+    batch: &mut StepBatch,
+    has_estimator: bool,
+    config: &TrainConfig,
+    state: &mut TrainerState,
+) -> Result<Tensor> {
+    let (recipe, scored) = (&config.recipe, &batch.groups);
+    let device = batch.tokens.targets().device();
+    let components = scored.component_tensor(device)?;
+    // A stage of tokens alone has no place for components of which some are missing.
+    let takes_components = has_estimator || recipe.advantage.pipeline().sequence.is_some();
+    if keeps_components(recipe) && takes_components {
+        return Ok(components);
+    }
+    let mut moments = state
+        .running_moments
+        .map(|state| RunningMoments::from_state(state, device))
+        .transpose()?;
+    let shaping = RewardShaping {
+        non_finite: NonFinite::Exclude,
+        ..recipe.reward_shaping.clone()
+    };
+    let shaped = shaping.apply(&components, scored.num_generations, moments.as_mut())?;
+    state.running_moments = moments.map(|moments| moments.state()).transpose()?;
+    batch.metrics.merge(&shaped.metrics.to_host()?)?;
+    let mut rewards = shaped.rewards;
+    let dtype = rewards.dtype();
+    let numbers = |number: &dyn Fn(&Rollout) -> usize| -> Result<Tensor> {
+        let numbers = scored.rollouts.iter().map(|rollout| number(rollout) as u32);
+        Ok(Tensor::new(numbers.collect::<Vec<_>>(), device)?.to_dtype(dtype)?)
+    };
+    let written = |rollout: &Rollout| rollout.completion.written_tokens().len();
+    let lengths = numbers(&written)?;
+    if let Some(penalty) = &recipe.length_penalty {
+        let read = |rollout: &Rollout| {
+            rollout.prompt_tokens.len() + rollout.completion.tokens.len() - written(rollout)
+        };
+        let turns = |rollout: &Rollout| rollout.episode.as_ref().map_or(1, |e| e.turns.len());
+        let (input_tokens, turns) = (numbers(&read)?, numbers(&turns)?);
+        let costs = Costs {
+            output_tokens: Some(&lengths),
+            input_tokens: Some(&input_tokens),
+            turns: Some(&turns),
+        };
+        rewards = penalty.apply(&rewards, scored.num_generations, &costs)?;
+    }
+    if let Some(overlong) = &recipe.overlong {
+        rewards = (rewards + overlong.compute(&lengths)?)?;
+    }
+    Ok(rewards)
+}
+
+/// The mean of `[B]` or `[B, T]` over the tokens of each sequence, f32; absent without tokens.
+fn sequence_means(x: &Tensor, tokens: &TokenBatch) -> Result<Vec<Option<f32>>> {
+    let x = match x.rank() {
+        1 => x.unsqueeze(1)?.broadcast_as(tokens.dims())?,
+        _ => x.clone(),
+    };
+    let (_, width) = tokens.dims();
+    let all = x.to_dtype(DType::F32)?.flatten_all()?.to_vec1::<f32>()?;
+    let mean = |(row, sequence): (&[f32], &Sequence)| {
+        let trained = row.iter().zip(sequence.trained());
+        let trained = trained.filter(|(_, trains)| *trains);
+        let trained: Vec<f64> = trained.map(|(&x, _)| f64::from(x)).collect();
+        let count = trained.len() as f64;
+        (!trained.is_empty()).then(|| (trained.iter().sum::<f64>() / count) as f32)
+    };
+    Ok(all
+        .chunks(width)
+        .zip(tokens.sequences())
+        .map(mean)
+        .collect())
+}
+
+fn is_zero(x: &Tensor) -> Result<bool> {
+    let entries = x.flatten_all()?.to_dtype(DType::F32)?.to_vec1::<f32>()?;
+    Ok(entries.iter().all(|&entry| entry == 0.))
+}

@@ -1,0 +1,210 @@
+//! The five functions of a step, which [`Trainer`](crate::Trainer) calls in this order.
+//!
+//! | function | adds |
+//! | --- | --- |
+//! | [`collect`] | the completions of some prompts |
+//! | [`score`] | their rewards |
+//! | [`signals`] | the inputs that advantages and loss need, from the models of [`Models`] |
+//! | [`advantages`] | the advantages, and for a critic the returns |
+//! | [`update`] | optimizer steps of the policy and the critic |
+//!
+//! The first two work on [`RolloutGroups`], on any thread, and the others on a [`StepBatch`] of
+//! them.
+//!
+//! ```
+//! use candle_core::Device;
+//! use candle_grpo_nn::{DecoderConfig, Parameters};
+//! use candle_grpo_train::learn::step::{self, Needs, Passes, StepBatch};
+//! use candle_grpo_train::learn::{Models, Ranks, TrainerState};
+//! use candle_grpo_train::model::character_tokenizer;
+//! use candle_grpo_train::{Prompt, Sample, SamplingConfig, TrainConfig};
+//!
+//! # fn main() -> anyhow::Result<()> {
+//! let tokenizer = character_tokenizer("ab")?;
+//! let model = DecoderConfig { vocab_size: tokenizer.get_vocab_size(true), hidden_size: 8,
+//!     intermediate_size: 16, num_hidden_layers: 1, num_attention_heads: 2,
+//!     num_key_value_heads: 1, ..DecoderConfig::default() };
+//! let parameters = Parameters::init(&model, 7, &Device::Cpu)?;
+//! let prompt = Prompt::new(0, "ab", serde_json::json!({}), &tokenizer)?;
+//! let config = TrainConfig {
+//!     prompts_per_step: 1,
+//!     num_generations: 4,
+//!     sampling: SamplingConfig { max_new_tokens: 4, stop_token_ids: vec![0], ..SamplingConfig::default() },
+//!     ..TrainConfig::default()
+//! };
+//! let mut models = Models::new(model, parameters, &config)?;
+//! let mut state = TrainerState::new(&config);
+//! state.steps += 1;
+//!
+//! let sampler = models.sampler(config.sampling.clone())?;
+//! let prompts = [&prompt];
+//! let mut groups = step::collect(&sampler, &prompts, config.num_generations, 1)?;
+//! // A reward of another length for each completion.
+//! let reward = |sample: &Sample| sample.completion_tokens.iter().map(|&x| x as f32).sum::<f32>();
+//! step::score(&mut groups, &prompts, &reward, &config.sampling, &tokenizer)?;
+//!
+//! let ranks = Ranks::default();
+//! let passes = Passes::new(&config, &ranks);
+//! let mut batch = StepBatch::new(groups, &config, &Device::Cpu)?;
+//! step::signals(&mut batch, Needs::new(&config, None).all(), &models, &config, passes)?;
+//! step::advantages(&mut batch, None, &config, &mut state)?;
+//! let updates = step::update(Some(&batch), &mut models, None, &config, &mut state, passes)?;
+//! assert_eq!(updates.updates, 1);
+//! # Ok(())
+//! # }
+//! ```
+
+mod advantages;
+mod collect;
+mod signals;
+mod update;
+
+use std::collections::BTreeMap;
+
+use anyhow::{Context, Result};
+use candle_core::{Device, Tensor};
+use candle_grpo_core::inputs::{Input, Inputs};
+use candle_grpo_core::selection::{FilterBatch, SampleFilter};
+use candle_grpo_core::{Mask, MetricValue, MetricValues};
+
+pub use super::micro_batches::MicroBatches as Passes;
+pub use super::needs::Needs;
+pub use super::rollout_groups::RolloutGroups;
+pub use advantages::advantages;
+pub use collect::{collect, score};
+pub use signals::signals;
+pub use update::{Updates, update};
+
+use crate::{FinishReason, TokenBatch, TrainConfig};
+
+/// The completions of a step on the device of the policy, and the values that the functions of the
+/// step add: one tensor `[B]` or `[B, T]` for each input, the advantages, and metrics.
+#[derive(Debug, Clone)]
+pub struct StepBatch {
+    groups: RolloutGroups,
+    tokens: TokenBatch,
+    inputs: BTreeMap<Input, Tensor>,
+    /// The inputs that [`signals`] has looked for. Not all of them are present.
+    computed: Inputs,
+    /// The tokens that a rollout correction keeps, if it has filters.
+    kept: Option<Tensor>,
+    advantages: Option<Tensor>,
+    returns: Option<Tensor>,
+    metrics: MetricValues,
+}
+
+impl StepBatch {
+    /// Creates the batch of scored completions, with the experts that the policy replays if the
+    /// settings say so. Completions without a score, and those that
+    /// [`TrainConfig::sample_filters`] drop, have no token to train on. Synchronizes with the
+    /// device.
+    ///
+    /// # Errors
+    ///
+    /// If there are no completions or no scores, or one has no tokens or lacks its experts.
+    pub fn new(groups: RolloutGroups, config: &TrainConfig, device: &Device) -> Result<Self> {
+        let mut tokens = TokenBatch::from_rollouts(&groups.rollouts, device)?;
+        if config.router_replay {
+            tokens = tokens
+                .replaying(&groups.rollouts)
+                .context("router_replay")?;
+        }
+        let keep = kept(&config.sample_filters, &groups, &tokens)?;
+        let keep = keep.into_iter().zip(groups.is_scored());
+        let keep: Vec<bool> = keep.map(|(keep, is_scored)| keep && is_scored).collect();
+        Ok(Self {
+            tokens: tokens.keeping(keep)?,
+            groups,
+            inputs: BTreeMap::new(),
+            computed: Inputs::NONE,
+            kept: None,
+            advantages: None,
+            returns: None,
+            metrics: MetricValues::default(),
+        })
+    }
+
+    /// Returns the completions and their scores.
+    pub fn groups(&self) -> &RolloutGroups {
+        &self.groups
+    }
+
+    /// Returns the sequences, in which the tokens that train have a weight.
+    pub fn tokens(&self) -> &TokenBatch {
+        &self.tokens
+    }
+
+    /// Returns an input that [`signals`] has added, `[B]` or `[B, T]`.
+    pub fn input(&self, input: Input) -> Option<&Tensor> {
+        self.inputs.get(&input)
+    }
+
+    /// Adds or replaces an input, `[B]` or `[B, T]`. [`signals`] does not compute one that is
+    /// there.
+    pub fn with_input(mut self, input: Input, tensor: Tensor) -> Self {
+        self.inputs.insert(input, tensor);
+        self.computed = self.computed | input.into();
+        self
+    }
+
+    /// Returns the advantages, f32 `[B]` or `[B, T]`, once [`advantages`] has added them.
+    pub fn advantages(&self) -> Option<&Tensor> {
+        self.advantages.as_ref()
+    }
+
+    /// Returns the reason why no completion trains, with the filters that drop any; `None` if one
+    /// does.
+    pub(super) fn why_filtered(&self, config: &TrainConfig) -> Result<Option<String>> {
+        if self.tokens.totals().tokens > 0. {
+            return Ok(None);
+        }
+        let tokens = TokenBatch::from_rollouts(&self.groups.rollouts, self.device())?;
+        let mut causes = Vec::new();
+        if !self.groups.is_scored().all(|is_scored| is_scored) {
+            causes.push("no score".to_owned());
+        }
+        for filter in &config.sample_filters {
+            if kept(std::slice::from_ref(filter), &self.groups, &tokens)?.contains(&false) {
+                let filter = serde_json::to_value(filter)?;
+                causes.extend(filter["kind"].as_str().map(str::to_owned));
+            }
+        }
+        let completions = self.groups.rollouts.len();
+        let causes = causes.join(", ");
+        Ok(Some(if causes.is_empty() {
+            format!("all {completions} completions are empty")
+        } else {
+            format!("all {completions} completions filtered ({causes})")
+        }))
+    }
+
+    fn device(&self) -> &Device {
+        self.tokens.targets().device()
+    }
+}
+
+/// For each completion, whether all of the filters keep it.
+fn kept(
+    filters: &[SampleFilter],
+    groups: &RolloutGroups,
+    tokens: &TokenBatch,
+) -> Result<Vec<bool>> {
+    let device = tokens.targets().device();
+    let rollouts = groups.rollouts.iter();
+    let truncated = rollouts.map(|rollout| rollout.completion.finish_reason);
+    let truncated = truncated.map(|reason| u8::from(reason == FinishReason::Length));
+    let truncated = Tensor::new(truncated.collect::<Vec<_>>(), device)?;
+    let batch = FilterBatch {
+        scores: &Tensor::new(groups.scores.as_slice(), device)?,
+        groups: groups.num_generations.into(),
+        response_mask: &Mask::new(tokens.response_mask())?,
+        truncated: Some(&truncated),
+    };
+    let keep = SampleFilter::keep_all(filters, &batch)?.to_vec1::<u8>()?;
+    Ok(keep.into_iter().map(|keep| keep != 0).collect())
+}
+
+/// A metric with one observation.
+fn single(sum: f64) -> MetricValue {
+    MetricValue::Mean { sum, count: 1. }
+}

@@ -1,0 +1,159 @@
+//! The inputs that advantages and loss need.
+
+use anyhow::{Context, Result, bail, ensure};
+use candle_core::Tensor;
+use candle_grpo_core::Mask;
+use candle_grpo_core::inputs::{Input, Inputs};
+use candle_grpo_core::selection::top_entropy_tokens;
+use candle_grpo_loss::{EntropyTokens, RolloutCorrection};
+use candle_grpo_nn::ModelConfig;
+
+use super::{Passes, StepBatch, single};
+use crate::TrainConfig;
+use crate::learn::models::Models;
+use crate::learn::needs::Source;
+use crate::learn::staleness::effective_sample_share;
+use crate::learn::{OldLogProbs, Teacher, rollout_log_probs};
+
+/// Adds the inputs of `needs` that `batch` has not got yet, such as
+/// [`AdvantageEstimator::needs`](candle_grpo_core::AdvantageEstimator::needs), or all that
+/// [`Needs`](super::Needs) finds in the settings: from passes of the policy before the update, and
+/// of reference, teacher and critic.
+///
+/// # Errors
+///
+/// If a model that an input needs is absent or fails, and with [`Interrupted`](crate::Interrupted)
+/// if the progress of `passes` cancels.
+pub fn signals<C: ModelConfig>(
+    batch: &mut StepBatch,
+    needs: Inputs,
+    models: &Models<C>,
+    config: &TrainConfig,
+    passes: Passes<'_>,
+) -> Result<()> {
+    let needs = config.with_sources(needs);
+    for input in needs.iter() {
+        if batch.computed.contains(input) {
+            continue;
+        }
+        let tokens = &batch.tokens;
+        let temperature = config.sampling.temperature;
+        let fixed = |policy: &dyn Teacher| {
+            let parts = if policy.takes_micro_batches() {
+                passes
+            } else {
+                passes.at_once()
+            };
+            let forward = |part: &_| policy.log_probs(part, temperature, parts.progress);
+            parts.map(tokens, forward).map(Some)
+        };
+        let found = match Source::of(input) {
+            Source::Rollouts => Some(of_rollouts(batch, input)?),
+            Source::GreedyRollouts => batch.groups.greedy_baselines(batch.device())?,
+            Source::Policy => of_policy(batch, input, (models, config), passes)?,
+            Source::Reference => match &models.reference {
+                Some(reference) => fixed(reference)?,
+                None => absent(input, "reference")?,
+            },
+            Source::Teacher => match models.teacher.as_deref() {
+                Some(teacher) => fixed(teacher)?,
+                None => absent(input, "teacher")?,
+            },
+            Source::Critic => match &models.critic {
+                Some(critic) => Some(passes.map(tokens, |part| critic.values(part))?),
+                None => absent(input, "critic")?,
+            },
+            Source::Inputs => of_inputs(batch, input, config)?,
+            Source::MiniBatch => None,
+        };
+        batch.inputs.extend(found.map(|found| (input, found)));
+        batch.computed = batch.computed | input.into();
+    }
+    Ok(())
+}
+
+fn absent(input: Input, model: &str) -> Result<Option<Tensor>> {
+    bail!("{input}: absent, there must be a {model} that computes them")
+}
+
+fn of_rollouts(batch: &StepBatch, input: Input) -> Result<Tensor> {
+    let groups = &batch.groups;
+    match input {
+        Input::Scores => Ok(Tensor::new(groups.scores.as_slice(), batch.device())?),
+        _ => rollout_log_probs(&groups.rollouts, batch.device()),
+    }
+}
+
+fn of_policy<C: ModelConfig>(
+    batch: &StepBatch,
+    input: Input,
+    (models, config): (&Models<C>, &TrainConfig),
+    passes: Passes<'_>,
+) -> Result<Option<Tensor>> {
+    let (actor, tokens) = (&models.actor, &batch.tokens);
+    let found = match (input, config.old_log_probs) {
+        (Input::Entropy, _) => passes.map(tokens, |part| actor.entropy(part)),
+        (Input::SumOfSquaredProbs, _) => {
+            passes.map(tokens, |part| actor.sum_of_squared_probs(part))
+        }
+        (_, OldLogProbs::Recompute) => passes.map(tokens, |part| actor.log_probs(part)),
+        (_, OldLogProbs::Sampler) => {
+            let mut rollouts = batch.groups.rollouts.iter();
+            ensure!(
+                rollouts.all(|rollout| rollout.completion.log_probs.is_some()),
+                "old_log_probs: Sampler, must be Recompute with a generator that does not compute the log-probs of the policy"
+            );
+            of_rollouts(batch, Input::RolloutLogProbs)
+        }
+        (_, OldLogProbs::Current) => return Ok(None),
+    };
+    found.map(Some)
+}
+
+/// The weights of a rollout correction, and the tokens of highest entropy, of policy term and
+/// entropy bonus.
+fn of_inputs(batch: &mut StepBatch, input: Input, config: &TrainConfig) -> Result<Option<Tensor>> {
+    let mask = Mask::new(batch.tokens.response_mask())?;
+    let top = match (config.top_entropy, batch.inputs.get(&Input::Entropy)) {
+        (Some(share), Some(entropy)) if input != Input::ImportanceWeights => {
+            Some(top_entropy_tokens(entropy, &mask, share)?)
+        }
+        _ => None,
+    };
+    let loss = &config.recipe.policy_loss;
+    match input {
+        Input::EntropyMask => {
+            let is_used = loss.entropy_tokens == EntropyTokens::TopEntropy;
+            let top = top.filter(|_| is_used);
+            return Ok(top.map(|top| top.selected().clone()));
+        }
+        Input::PolicyMask => {
+            // That of the correction, which adds both.
+            let kept = batch.kept.as_ref();
+            return Ok(match (top, kept) {
+                (Some(top), Some(kept)) => Some(top.and(kept)?.selected().clone()),
+                (Some(top), None) => Some(top.selected().clone()),
+                (None, kept) => kept.cloned(),
+            });
+        }
+        _ => {}
+    }
+    let Some(correction) = &loss.rollout_correction else {
+        return Ok(None);
+    };
+    let of = |input: Input| {
+        batch
+            .inputs
+            .get(&input)
+            .context("rollout_correction: needs log-probs")
+    };
+    let (old, rollout) = (of(Input::OldLogProbs)?, of(Input::RolloutLogProbs)?);
+    let corrected = correction.compute(old, rollout, batch.tokens.response_mask())?;
+    if config.rollout.max_staleness > 0 {
+        let share = effective_sample_share(old, rollout, batch.tokens.response_mask())?;
+        batch.metrics.insert("rollout_sample_share", single(share));
+    }
+    batch.metrics.merge(&corrected.metrics.to_host()?)?;
+    batch.kept = RolloutCorrection::rejects(correction).then_some(corrected.kept);
+    Ok(corrected.weights)
+}

@@ -1,0 +1,382 @@
+//! The optimizer steps of a step.
+
+use std::collections::BTreeMap;
+
+use anyhow::{Context, Result};
+use candle_core::Tensor;
+use candle_grpo_core::MetricValues;
+use candle_grpo_core::inputs::Input;
+use candle_grpo_loss::surrogate::LossLevel;
+use candle_grpo_loss::{StepTotals, TokenLoss};
+use candle_grpo_nn::ModelConfig;
+
+use super::{Passes, StepBatch, single};
+use crate::learn::demonstrations::{Demonstrations, demonstration_metrics};
+use crate::learn::micro_batches::MicroBatchSize;
+use crate::learn::models::Models;
+use crate::learn::{LikelihoodSums, StepStats, TrainerState, count_prompt_tokens, read_tokens};
+use crate::random::{generator, uniform};
+use crate::{Actor, Critic, TrainConfig, TrainingBatch};
+use candle_grpo_base::progress::{NoProgress, Phase};
+
+/// The optimizer steps of a step.
+#[derive(Debug, Clone, Default, PartialEq)]
+pub struct Updates {
+    /// Number of updates of the policy.
+    pub updates: usize,
+    /// Number of mini-batches without a token that trains.
+    pub skipped_mini_batches: usize,
+    /// Mean norm of the gradients of the policy; absent without an update.
+    pub grad_norm: Option<f64>,
+    /// The learning rate of the policy; absent without an update.
+    pub learning_rate: Option<f64>,
+    /// The metrics of rewards, advantages and losses by name.
+    pub metrics: BTreeMap<String, f64>,
+}
+
+/// Updates policy and critic with all mini-batches of `batch`, once per epoch, and with
+/// `demonstrations` if the settings give them a share. Without a batch the policy learns from these
+/// alone.
+///
+/// A custom loop that has no [`TrainConfig::demonstrations`] passes `None`.
+///
+/// # Errors
+///
+/// If `batch` has no advantages or lacks an input of the loss, and with
+/// [`NotFinite`](crate::NotFinite) if a loss or gradient is. With
+/// [`Interrupted`](crate::Interrupted) if the progress of `passes` cancels before the first update.
+pub fn update<C: ModelConfig>(
+    batch: Option<&StepBatch>,
+    models: &mut Models<C>,
+    demonstrations: Option<&Demonstrations>,
+    config: &TrainConfig,
+    state: &mut TrainerState,
+    passes: Passes<'_>,
+) -> Result<Updates> {
+    models.updated = false;
+    let factor = config.schedule.factor(state.steps);
+    models
+        .actor
+        .set_learning_rate(config.optimizer.learning_rate * factor);
+    let share = demonstrations.map_or(0., |found| found.share(config, state.steps));
+    let demonstrations = demonstrations.filter(|_| share > 0.);
+    let mut updater = Updater {
+        models,
+        config,
+        state,
+        passes,
+        share,
+        demonstrations,
+        demonstrated: LikelihoodSums::default(),
+        grad_norms: Vec::new(),
+        found: Updates::default(),
+    };
+    let mut values = MetricValues::default();
+    match batch {
+        Some(batch) => {
+            values = batch.metrics.clone();
+            updater.learn(batch, factor, &mut values)?;
+        }
+        None => {
+            updater.begin(0, 1, 1);
+            let stats = updater.step_policy()?;
+            updater.record(stats);
+        }
+    }
+    Ok(updater.finish(&values))
+}
+
+struct Updater<'a, C: ModelConfig> {
+    models: &'a mut Models<C>,
+    config: &'a TrainConfig,
+    state: &'a mut TrainerState,
+    passes: Passes<'a>,
+    /// The share of the demonstrations in the loss of the policy.
+    share: f64,
+    /// The demonstrations, if they have a share.
+    demonstrations: Option<&'a Demonstrations>,
+    demonstrated: LikelihoodSums,
+    grad_norms: Vec<f64>,
+    found: Updates,
+}
+
+impl<'a, C: ModelConfig> Updater<'a, C> {
+    /// Begins to report the progress over `completions` and the demonstrations of each mini-batch.
+    fn begin(&self, completions: usize, mini_batches: usize, epochs: usize) {
+        let ranks = self.passes.ranks;
+        let own = self.demonstrations.map_or(0, |found| {
+            ranks.share(found.config.batch_size).len() * mini_batches
+        });
+        let units = (ranks.share(completions).len() + own) * epochs;
+        self.passes.receiver.begin(Phase::Learn, units);
+    }
+
+    fn learn(&mut self, batch: &StepBatch, factor: f64, values: &mut MetricValues) -> Result<()> {
+        let (training, groups) =
+            batch.training_batch(self.models, self.config, self.state, self.passes)?;
+        let mini_batch_size = self.config.mini_batch_size.unwrap_or(groups.len());
+        let mini_batches = training.split(mini_batch_size)?;
+        let groups: Vec<&[usize]> = groups.chunks(mini_batch_size).collect();
+        if let Some(controller) = &self.state.adaptive_entropy {
+            self.models
+                .actor
+                .set_entropy_coef(controller.entropy_coef());
+        }
+        if let Some(critic) = &mut self.models.critic {
+            critic.scale_learning_rate(factor);
+        }
+        let epochs = self.config.epochs;
+        self.begin(
+            training.tokens().sequences().len(),
+            mini_batches.len(),
+            epochs,
+        );
+        for _ in 0..epochs {
+            for (number, mini_batch) in mini_batches.iter().zip(&groups).enumerate() {
+                self.learn_mini_batch(number, mini_batch, values)?;
+            }
+        }
+        if let (Some(controller), Some(entropy)) =
+            (&mut self.state.adaptive_entropy, values.get("entropy"))
+        {
+            controller.update(entropy)?;
+        }
+        Ok(())
+    }
+
+    fn learn_mini_batch(
+        &mut self,
+        number: usize,
+        (mini_batch, groups): (&TrainingBatch, &&[usize]),
+        values: &mut MetricValues,
+    ) -> Result<()> {
+        let seed = self.config.sampling.seed ^ ((self.state.steps as u64) << 32) ^ number as u64;
+        let Some((mini_batch, totals)) = self.complete(mini_batch, groups, seed)? else {
+            self.found.skipped_mini_batches += 1;
+            return Ok(());
+        };
+        let ranks = self.passes.ranks;
+        let (own, _) = self.passes.divide(&mini_batch)?;
+        if let Some(critic) = &mut self.models.critic {
+            let passes = Passes {
+                progress: &NoProgress,
+                receiver: &NoProgress,
+                ..self.passes
+            };
+            update_critic(critic, passes, (&mini_batch, &own), &totals, values)?;
+            self.models.updated = true;
+        }
+        if self.config.only_critic_trains(self.state.steps) {
+            return Ok(());
+        }
+        let read = if self.config.router_aux_loss_coef == 0. {
+            0.
+        } else {
+            read_tokens(mini_batch.tokens())
+        };
+        let passes = self.passes_of_update();
+        // The demonstrations sum the gradients, if they have a share.
+        let reduces = self.demonstrations.is_none();
+        let Models { actor, teacher, .. } = &mut *self.models;
+        let distillation = self.config.distillation(teacher.as_deref());
+        let pass = |actor: &mut Actor<C::Model>, part: &TrainingBatch, is_idle| {
+            let mut part = if is_idle {
+                part.without_work()?
+            } else {
+                part.clone()
+            };
+            if let Some(distillation) = &distillation {
+                distillation.complete(&mut part, passes.progress)?;
+            }
+            actor.forward_backward_of(&part, &totals, read)
+        };
+        let own = passes.accumulate(actor, (&mini_batch, &own), reduces, pass)?;
+        let stats = self.step_policy()?;
+        self.record(stats);
+        // After the reduction of the gradients, which is an operation of all ranks as well.
+        for found in ranks.gather(own)?.concat() {
+            values.merge(&found)?;
+        }
+        Ok(())
+    }
+
+    /// The passes of the next update. They do not cancel once the step has changed weights.
+    fn passes_of_update(&self) -> Passes<'a> {
+        Passes {
+            progress: if self.models.updated {
+                &NoProgress
+            } else {
+                self.passes.progress
+            },
+            ..self.passes
+        }
+    }
+
+    /// Adds the share of the gradient of the next demonstrations to the rest of those of the
+    /// completions, and makes an optimizer step. With a share, the gradients are summed over all
+    /// ranks here, and otherwise by the last micro-batch before.
+    fn step_policy(&mut self) -> Result<StepStats> {
+        let mut own = Vec::new();
+        let ranks = self.passes.ranks;
+        if let Some(demonstrations) = self.demonstrations {
+            let rows = demonstrations.batch(self.state.visited_demonstrations)?;
+            let passes = Passes {
+                size: MicroBatchSize::TokensOfRows(demonstrations.config.micro_batch_tokens),
+                ..self.passes_of_update()
+            };
+            let (of_rank, _) = passes.divide(&rows)?;
+            let actor = &mut self.models.actor;
+            actor.scale_grad(1. - self.share)?;
+            let likelihood = demonstrations.likelihood();
+            own = passes.accumulate_likelihood(actor, (&rows, &of_rank), likelihood, self.share)?;
+            self.state.visited_demonstrations += rows.sequences().len();
+        }
+        let stats = self
+            .models
+            .actor
+            .clip_grad_and_step(self.config.max_grad_norm)?;
+        self.models.updated = true;
+        if self.demonstrations.is_some() {
+            self.demonstrated
+                .add(&LikelihoodSums::over_ranks(own, ranks)?);
+        }
+        Ok(stats)
+    }
+
+    fn record(&mut self, stats: StepStats) {
+        self.grad_norms.push(stats.grad_norm);
+        self.found.learning_rate = Some(stats.learning_rate);
+    }
+
+    fn finish(mut self, values: &MetricValues) -> Updates {
+        let updates = self.grad_norms.len();
+        let mean = self.grad_norms.iter().sum::<f64>() / updates as f64;
+        self.found.updates = updates;
+        self.found.grad_norm = (updates > 0).then_some(mean);
+        let finite = values.iter().filter(|(_, value)| value.is_finite());
+        // JSON has no number for NaN and infinity.
+        let metrics = finite.map(|(name, value)| (name.to_owned(), value));
+        self.found.metrics = metrics.collect();
+        if self.config.demonstrations.is_some() && updates > 0 {
+            let metrics = demonstration_metrics(self.share, &self.demonstrated);
+            self.found.metrics.extend(metrics);
+        }
+        self.found
+    }
+
+    /// Adds to a mini-batch, whose sequences belong to `groups`, everything that depends on all of
+    /// it. Returns `None` if no token counts.
+    fn complete(
+        &self,
+        mini_batch: &TrainingBatch,
+        groups: &[usize],
+        seed: u64,
+    ) -> Result<Option<(TrainingBatch, StepTotals)>> {
+        let tokens = mini_batch.tokens();
+        let mut totals = tokens.totals();
+        if totals.tokens == 0. {
+            return Ok(None);
+        }
+        let mut policy = mini_batch.policy().clone();
+        let policy_loss = &self.config.recipe.policy_loss;
+        let needs = policy_loss.needs();
+        if needs.contains(Input::PromptTokens) {
+            let (counts, prompts) = count_prompt_tokens(tokens, groups)?;
+            policy.prompt_tokens = Some(counts);
+            totals.prompts = Some(prompts);
+        }
+        if policy_loss.surrogate.level() == LossLevel::Group {
+            let groups: Vec<f64> = groups.iter().map(|&group| group as f64).collect();
+            policy.groups = Some(Tensor::new(groups, tokens.targets().device())?);
+        }
+        if let Some(entropy_mask) = &policy.entropy_mask {
+            totals = totals.with_entropy_mask(entropy_mask)?;
+        }
+        if needs.contains(Input::SelectedTokens) {
+            let actor = &self.models.actor;
+            let passes = self.passes_of_update();
+            let log_probs = passes.map(tokens, |piece| actor.log_probs(piece))?;
+            let current = policy.clone().log_probs(&log_probs);
+            policy.selected_tokens = policy_loss.select_tokens(&current, seed)?;
+        }
+        let completed = mini_batch.clone().with_policy(|_| policy);
+        Ok(Some((completed, totals)))
+    }
+}
+
+impl StepBatch {
+    /// The inputs of all updates, and the group of each sequence: those that
+    /// [`TrainConfig::resampling`] draws if it is set.
+    fn training_batch<C: ModelConfig>(
+        &self,
+        models: &Models<C>,
+        config: &TrainConfig,
+        state: &TrainerState,
+        passes: Passes<'_>,
+    ) -> Result<(TrainingBatch, Vec<usize>)> {
+        let advantages = self.advantages.as_ref();
+        let advantages =
+            advantages.context("advantages: absent, must be added before an update")?;
+        let mut batch = TrainingBatch::new(self.tokens.clone(), advantages);
+        batch.returns = self.returns.clone();
+        if let Some(distillation) = config.distillation(models.teacher.as_deref()) {
+            batch.teacher = distillation.of_step(&self.tokens, passes)?;
+        }
+        let batch = batch.with_policy(|mut policy| {
+            for (&input, tensor) in &self.inputs {
+                policy = match input {
+                    // The update computes it, with a gradient.
+                    Input::Entropy => policy,
+                    _ => policy.with(input, tensor),
+                };
+            }
+            policy
+        });
+        let n = self.groups.num_generations;
+        let groups: Vec<usize> = (0..self.groups.rollouts.len()).map(|i| i / n).collect();
+        let Some(resampling) = &config.resampling else {
+            return Ok((batch, groups));
+        };
+        let places = self.groups.is_scored().enumerate();
+        let places: Vec<usize> = places.filter_map(|(i, is)| is.then_some(i)).collect();
+        let score = |&place: &usize| f64::from(self.groups.scores[place]);
+        let scores: Vec<f64> = places.iter().map(score).collect();
+        // No prompt has this index.
+        let mut random = generator(config.sampling.seed, state.steps as u64, u64::MAX, 0);
+        let uniforms: Vec<f64> = groups.iter().map(|_| uniform(&mut random)).collect();
+        let drawn = resampling.draw(&scores, &uniforms)?;
+        let drawn: Vec<usize> = drawn.into_iter().map(|i| places[i]).collect();
+        let groups = drawn.iter().map(|&i| groups[i]).collect();
+        Ok((batch.select(&drawn)?, groups))
+    }
+}
+
+/// Runs one optimizer step of the critic.
+fn update_critic(
+    critic: &mut Critic,
+    passes: Passes<'_>,
+    (mini_batch, own): (&TrainingBatch, &[TrainingBatch]),
+    totals: &StepTotals,
+    values: &mut MetricValues,
+) -> Result<()> {
+    let pass = |critic: &mut Critic, part: &TrainingBatch, is_idle| {
+        if is_idle {
+            critic.forward_backward(&part.without_work()?, totals)
+        } else {
+            critic.forward_backward(part, totals)
+        }
+    };
+    let own = passes.accumulate(critic, (mini_batch, own), true, pass)?;
+    let ranks = passes.ranks;
+    let stats = critic.clip_grad_and_step()?;
+    let mut loss = 0.;
+    for (share, metrics) in ranks.gather(own)?.concat() {
+        loss += share;
+        values.merge(&metrics)?;
+    }
+    let mut step_metrics = MetricValues::default();
+    for (name, sum) in [("value_loss", loss), ("value_grad_norm", stats.grad_norm)] {
+        step_metrics.insert(name, single(sum));
+    }
+    Ok(values.merge(&step_metrics)?)
+}

@@ -1,0 +1,44 @@
+//! The state of a run in memory.
+
+use crate::TrainConfig;
+use candle_grpo_core::kl::KlController;
+use candle_grpo_core::rewards::RunningState;
+use candle_grpo_core::selection::TaskScores;
+use candle_grpo_loss::AdaptiveEntropy;
+use serde::{Deserialize, Serialize};
+
+/// State that [`Trainer`](crate::Trainer) steps change, except weights and optimizers.
+#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct TrainerState {
+    /// Number of steps, including skipped ones.
+    pub steps: usize,
+    /// Number of steps without an update.
+    pub skipped_steps: usize,
+    /// Number of visited positions in the prompt order, or row order.
+    pub visited: usize,
+    /// Number of visited positions in the demonstration order.
+    #[serde(default)]
+    pub visited_demonstrations: usize,
+    /// Mean and variance of rewards across steps.
+    pub running_moments: Option<RunningState>,
+    /// Controller for the KL penalty coefficient in rewards.
+    pub reward_kl: Option<KlController>,
+    /// Controller for the entropy bonus coefficient.
+    pub adaptive_entropy: Option<AdaptiveEntropy>,
+    /// Each prompt's latest mean reward, for a curriculum.
+    pub task_scores: Option<TaskScores>,
+}
+
+impl TrainerState {
+    /// Creates the state before the first step.
+    pub fn new(config: &TrainConfig) -> Self {
+        let norm = &config.recipe.reward_shaping.norm;
+        Self {
+            running_moments: norm.is_running().then(RunningState::default),
+            reward_kl: config.reward_kl,
+            adaptive_entropy: config.adaptive_entropy,
+            ..Self::default()
+        }
+    }
+}
