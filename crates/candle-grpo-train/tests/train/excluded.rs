@@ -40,7 +40,7 @@ fn config(recipe: Recipe) -> TrainConfig {
 
 fn with_advantage(advantage: impl Into<AdvantagePipeline>) -> TrainConfig {
     let mut config = config(Recipe::grpo());
-    config.recipe.advantage = advantage.into().into();
+    config.recipe.advantage = advantage.into();
     config
 }
 
@@ -78,7 +78,7 @@ fn excluded_completions_enter_neither_statistics_nor_loss(#[case] config: TrainC
     masked.sample_filters = vec![SampleFilter::NotTruncated {}];
     let unmasked = |group: &mut GroupAdvantage| group.population = BaselinePopulation::Unmasked;
     let pipeline = masked.recipe.advantage.pipeline().map_sequence(unmasked);
-    masked.recipe.advantage = pipeline.into();
+    masked.recipe.advantage = pipeline;
     let mut masked = trainer(digest, masked);
     let (mut count, mut trained) = (0, 0);
     for (a, b) in steps(&mut excluded, 3).iter().zip(steps(&mut masked, 3)) {

@@ -147,7 +147,7 @@ fn grpo_with_keys_of_rewards_is_the_pipeline_of_roll() -> Result<()> {
                 clip: Some(0.75),
                 ..RewardShaping::default()
             },
-            advantage: AdvantagePipeline::from(tokens).into(),
+            advantage: AdvantagePipeline::from(tokens),
             ..Recipe::default()
         };
         let expected = compute(&roll)?;
