@@ -251,9 +251,10 @@ impl Products {
         for (name, weight) in parameters.iter() {
             // Other shapes, such as those of norms, are not linear layers.
             let Ok(shape) = weight.dims2() else { continue };
-            match name.starts_with("model.layers.") {
-                true => *layers.entry(shape).or_default() += 1,
-                false => vocabulary = shape,
+            if name.starts_with("model.layers.") {
+                *layers.entry(shape).or_default() += 1
+            } else {
+                vocabulary = shape
             }
         }
         let in_blocks: usize = layers.iter().map(|((m, n), layers)| m * n * layers).sum();

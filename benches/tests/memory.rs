@@ -104,9 +104,10 @@ fn linear_log_prob_takes_its_gradients_and_a_few_mib(
     let gradients = gradients?;
     assert_eq!(gradients.weight.is_none(), is_frozen);
     let size = dtype.size_in_bytes();
-    let weight_bytes = match is_frozen {
-        true => 0,
-        false => vocab * width * DType::F32.size_in_bytes(),
+    let weight_bytes = if is_frozen {
+        0
+    } else {
+        vocab * width * DType::F32.size_in_bytes()
     };
     // The gradient of the hidden states is first summed in f32.
     let rounded = if dtype == DType::F32 { 0 } else { size };

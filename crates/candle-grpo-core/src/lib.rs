@@ -11,9 +11,9 @@
 //! ```
 //!
 //! [`AdvantageEstimator`] is the general interface: it takes an [`AdvantageBatch`] and returns
-//! [`Advantages`] of sequences or tokens. [`AdvantagePipeline`] has a constructor for each
-//! published estimator, and [`AdvantageConfig`] names them in configuration files. Implement the
-//! trait for your own.
+//! [`Advantages`] of sequences or tokens. [`AdvantagePipeline`] composes a stage of
+//! sequences and a stage of tokens. It has a constructor for each published estimator, and is their
+//! form in configuration files. Implement the trait for your own.
 //!
 //! # Devices
 //!
@@ -24,16 +24,25 @@
 //!
 //! # Modules
 //!
+//! The names at the root are those that most users need. All others are in modules:
+//!
 //! | module | contents |
 //! | --- | --- |
-//! | [`rewards`] | shaping before the advantage, score ensembles, length and repetition penalties |
-//! | [`advantage`] | advantages of sequences and tokens, published estimators, whitening, returns |
+//! | [`rewards`] | parts of the shaping before the advantage, score ensembles, length and repetition penalties |
+//! | [`advantage`] | options of [`GroupAdvantage`] and [`TokenAdvantage`], whitening, returns |
+//! | [`experimental`] | estimators that few projects use yet, which may change between releases |
 //! | [`inputs`] | what an advantage or a loss declares that it needs |
 //! | [`selection`] | dynamic sampling, filters of samples and tokens, resampling |
 //! | [`trajectories`] | batches whose rows are steps of trajectories, GiGPO |
-//! | [`kl`] | KL estimators with their gradients, adaptive KL coefficient |
-//! | [`metrics`] | metrics that merge over micro-batches and workers |
-//! | [`validate`] | the typed error of invalid options |
+//! | [`kl`] | gradients of KL estimators, adaptive KL coefficient |
+//! | [`schedule`] | coefficients that change over the steps of a run |
+//! | [`validate`] | checks of options |
+//!
+//! # Compatibility
+//!
+//! Options are structs with public fields and a `Default`, and releases add fields: end a literal
+//! with `..Default::default()` or a constructor. Enums that may grow, and results, are
+//! `#[non_exhaustive]`.
 //!
 //! Shapes: B sequences, P groups, T response tokens, K reward components. Statistics run in f64;
 //! results are f32, or f64 for tensors in f64.
@@ -42,38 +51,32 @@
 
 pub mod advantage;
 pub mod dtype;
+pub mod experimental;
 mod groups;
 pub mod inputs;
+mod invalid;
 pub mod kl;
 mod mask;
-pub mod metrics;
+mod metrics;
 mod moments;
 pub mod rewards;
-mod schedule;
+pub mod schedule;
 pub mod selection;
 pub mod trajectories;
 pub mod validate;
 
-pub use advantage::{
-    AdvantageBatch, AdvantageConfig, AdvantageEstimator, AdvantageName, AdvantagePipeline,
-    Advantages, Baseline, GroupAdvantage, KlPenalty, Scale, SingletonGroup, TokenAdvantage,
-    Whitening, reverse_recurrence,
-};
-pub use dtype::{arithmetic_dtype, statistics_dtype};
+pub use advantage::batch::AdvantageBatch;
+pub use advantage::estimator::{AdvantageEstimator, Advantages};
+pub use advantage::group::GroupAdvantage;
+pub use advantage::group_options::Scale;
+pub use advantage::pipeline::AdvantagePipeline;
+pub use advantage::token::TokenAdvantage;
 pub use groups::{GroupLayout, Groups};
-pub use kl::{Kl, KlController, KlEstimator, KlGradient};
+pub use invalid::Invalid;
+pub use kl::estimator::{Kl, KlEstimator};
 pub use mask::Mask;
 pub use metrics::{MetricValue, MetricValues, Metrics};
-pub use rewards::{
-    CosineLength, CostPenalty, Costs, NonFinite, NormLevel, OverlongPenalty, RepetitionPenalty,
-    RewardNorm, RewardShaping, RunningMoments, RunningState, ScoreEnsemble, StdCenter,
-};
-pub use schedule::{CoefSchedule, Decay};
-pub use selection::{
-    AdvantageRange, DifficultyPools, DynamicSampling, FilterBatch, GroupFilter, GroupSummary,
-    SampleFilter, SamplingDecision, ScoreResampling, TaskScores,
-};
-pub use validate::Invalid;
+pub use rewards::shaping::RewardShaping;
 
 #[cfg(doctest)]
 #[doc = include_str!("../README.md")]

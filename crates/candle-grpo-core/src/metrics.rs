@@ -100,9 +100,10 @@ impl Metrics {
     fn push_masked(&mut self, name: &str, kind: Kind, values: &Tensor, mask: &Mask) -> Result<()> {
         mask.check(&format!("metric {name}"), values)?;
         // A variable may change before the reduction.
-        let values = match values.is_variable() {
-            true => values.copy()?.detach(),
-            false => values.detach(),
+        let values = if values.is_variable() {
+            values.copy()?.detach()
+        } else {
+            values.detach()
         };
         self.entries.push(Entry {
             name: name.to_owned(),
@@ -237,6 +238,7 @@ impl Group<'_> {
 /// One metric on the host.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
+#[non_exhaustive]
 pub enum MetricValue {
     /// A mean, as its sum and count.
     Mean {

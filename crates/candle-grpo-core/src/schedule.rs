@@ -9,7 +9,7 @@ use crate::validate::{self, Checked};
 /// A coefficient that rises linearly from 0 to `peak`, then falls to `end`.
 ///
 /// ```
-/// use candle_grpo_core::{CoefSchedule, Decay};
+/// use candle_grpo_core::schedule::{CoefSchedule, Decay};
 ///
 /// let schedule = CoefSchedule {
 ///     warmup_steps: 10,
@@ -41,6 +41,7 @@ pub struct CoefSchedule {
 /// Form of the decay of a [`CoefSchedule`], or of a learning rate.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
+#[non_exhaustive]
 pub enum Decay {
     /// A line. The default.
     #[default]

@@ -237,16 +237,18 @@ impl<'a> Client<'a> {
         let backoff = backoff(self.hub.first_pause, failed, MAX_PAUSE);
         let duration = after.unwrap_or(backoff).min(MAX_PAUSE);
         tracing::warn!("{message}; trying again in {} s", duration.as_secs_f64());
-        match pause(duration, || self.progress.is_canceled()) {
-            true => Ok(()),
-            false => Err(Failure::Canceled),
+        if pause(duration, || self.progress.is_canceled()) {
+            Ok(())
+        } else {
+            Err(Failure::Canceled)
         }
     }
 
     pub(super) fn ensure_not_canceled(&self) -> Result<(), Failure> {
-        match self.progress.is_canceled() {
-            true => Err(Failure::Canceled),
-            false => Ok(()),
+        if self.progress.is_canceled() {
+            Err(Failure::Canceled)
+        } else {
+            Ok(())
         }
     }
 

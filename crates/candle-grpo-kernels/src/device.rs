@@ -76,9 +76,10 @@ fn hides_all(devices: &OsStr) -> bool {
 /// # Ok::<(), candle_core::Error>(())
 /// ```
 pub fn default_device() -> Result<Device> {
-    match cuda_is_enabled() {
-        true => cuda_device(0),
-        false => Ok(Device::Cpu),
+    if cuda_is_enabled() {
+        cuda_device(0)
+    } else {
+        Ok(Device::Cpu)
     }
 }
 

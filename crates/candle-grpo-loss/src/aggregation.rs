@@ -1,7 +1,8 @@
 //! The reduction of per-token losses to a scalar.
 
 use candle_core::{D, Result, Tensor, bail};
-use candle_grpo_core::{Mask, statistics_dtype};
+use candle_grpo_core::Mask;
+use candle_grpo_core::dtype::statistics_dtype;
 use serde::{Deserialize, Serialize};
 
 use crate::totals::StepTotals;
@@ -13,6 +14,7 @@ use candle_grpo_core::validate::positive;
 /// micro-batches add up to those of the batch.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
+#[non_exhaustive]
 pub enum Aggregation {
     /// `sum(m x) / tokens`: equal weight for each token (DAPO, <https://arxiv.org/abs/2503.14476>).
     TokenMean,

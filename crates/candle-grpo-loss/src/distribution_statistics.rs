@@ -1,12 +1,13 @@
 //! Statistics of the distribution at each token.
 
 use candle_core::{D, DType, Result, Tensor, bail};
-use candle_grpo_core::arithmetic_dtype;
+use candle_grpo_core::dtype::arithmetic_dtype;
 
 use crate::sum_of_squared_probs::sum_of_squared_probs;
 
 /// Statistics of `softmax(logits / temperature)`, each `[..]` and without a gradient.
 #[derive(Debug, Clone)]
+#[non_exhaustive]
 pub struct DistributionStatistics {
     /// `log sum_v p_v^2`, the negative Renyi entropy of order 2.
     pub log_sum_squared_probs: Tensor,

@@ -1,12 +1,14 @@
 //! The level at which the ratio of the policy to the old policy is taken.
 
 use candle_core::{D, Result, Tensor};
-use candle_grpo_core::{Mask, reverse_recurrence};
+use candle_grpo_core::Mask;
+use candle_grpo_core::advantage::reverse_recurrence;
 use serde::{Deserialize, Serialize};
 
 /// The reduction of the log-ratio `d = log_probs - old_log_probs` before `exp`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
+#[non_exhaustive]
 pub enum ImportanceLevel {
     /// A ratio for each token (PPO, GRPO). The default.
     #[default]

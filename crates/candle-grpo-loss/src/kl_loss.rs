@@ -1,7 +1,8 @@
 //! The KL term of the loss.
 
 use candle_core::{Result, Tensor};
-use candle_grpo_core::{Kl, KlGradient};
+use candle_grpo_core::Kl;
+use candle_grpo_core::kl::KlGradient;
 use serde::{Deserialize, Serialize};
 
 use candle_grpo_core::validate::{Name, check, non_negative};
@@ -10,6 +11,7 @@ use candle_grpo_core::validate::{Name, check, non_negative};
 /// policy (<https://arxiv.org/abs/2512.02556>).
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
+#[non_exhaustive]
 pub enum BiasCorrection {
     /// No ratio. The default.
     #[default]

@@ -14,10 +14,16 @@
 //! A loss combines [`ImportanceLevel`], [`Surrogate`], [`KlLoss`], entropy bonus and
 //! [`Aggregation`]. Published losses are constructors such as [`PolicyLoss::grpo`]. A [`Recipe`]
 //! adds reward shaping and advantages: the algorithm section of a configuration file. A custom
-//! surrogate implements [`TokenLoss`].
+//! surrogate implements [`TokenLoss`]. Items in [`experimental`] may change between releases.
 //!
 //! The re-exports below are documented in the crates that they come from. In the examples there,
 //! `candle_grpo_loss` may replace the name of that crate.
+//!
+//! # Compatibility
+//!
+//! Options are structs with public fields and a `Default`, and releases add fields: end a literal
+//! with `..Default::default()` or a constructor, such as `..PolicyLoss::dapo()`. Enums that may
+//! grow, and results, are `#[non_exhaustive]`.
 //!
 //! # Gradients
 //!
@@ -54,6 +60,7 @@ pub mod correction;
 mod distillation_loss;
 mod distribution_statistics;
 mod divergence;
+pub mod experimental;
 mod importance_level;
 mod kl_loss;
 mod padded_tokens;
@@ -71,7 +78,9 @@ mod value_loss;
 pub use adaptive_entropy::AdaptiveEntropy;
 pub use aggregation::Aggregation;
 #[doc(no_inline)]
-pub use candle_grpo_core::{Kl, KlEstimator, KlGradient, Mask, MetricValues, Metrics};
+pub use candle_grpo_core::kl::KlGradient;
+#[doc(no_inline)]
+pub use candle_grpo_core::{Kl, KlEstimator, Mask, MetricValues, Metrics};
 #[doc(no_inline)]
 pub use candle_grpo_kernels::{
     LinearGradients, LinearLogProb, LogProbOptions, TokenLogProbs, cuda_device, default_device,

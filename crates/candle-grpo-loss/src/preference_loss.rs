@@ -1,7 +1,7 @@
 //! The loss of a reward model.
 
 use candle_core::{Result, Tensor, bail};
-use candle_grpo_core::arithmetic_dtype;
+use candle_grpo_core::dtype::arithmetic_dtype;
 use candle_grpo_core::validate::non_negative;
 use serde::{Deserialize, Serialize};
 

@@ -1,10 +1,12 @@
 //! Published recipes: reward shaping, advantage and loss.
 
 use candle_core::Result;
+use candle_grpo_core::advantage::{AdvantageName, KlPenalty, SingletonGroup};
+use candle_grpo_core::rewards::{CostPenalty, OverlongPenalty};
+use candle_grpo_core::selection::GroupFilter;
 use candle_grpo_core::validate::{Name, check};
 use candle_grpo_core::{
-    AdvantageConfig, AdvantageName, AdvantagePipeline, CostPenalty, GroupFilter, Invalid, Kl,
-    KlEstimator, KlPenalty, OverlongPenalty, RewardShaping, SingletonGroup, TokenAdvantage,
+    AdvantagePipeline, Invalid, Kl, KlEstimator, RewardShaping, TokenAdvantage,
 };
 use serde::{Deserialize, Serialize};
 
@@ -40,8 +42,8 @@ pub struct Recipe {
     /// The filter of groups, by their scores before any shaping. Rejected groups are sampled
     /// again. Absent by default.
     pub group_filter: Option<GroupFilter>,
-    /// The advantage estimator. Default [`AdvantageConfig::default`].
-    pub advantage: AdvantageConfig,
+    /// The advantage estimator. Default [`AdvantagePipeline::default`].
+    pub advantage: AdvantagePipeline,
     /// The policy loss. Default [`PolicyLoss::default`].
     pub policy_loss: PolicyLoss,
     /// The divergence from the distributions of a teacher, which is added to the policy loss.
@@ -50,7 +52,7 @@ pub struct Recipe {
 }
 
 impl Recipe {
-    fn new(advantage: impl Into<AdvantageConfig>, policy_loss: PolicyLoss) -> Self {
+    pub(crate) fn new(advantage: impl Into<AdvantagePipeline>, policy_loss: PolicyLoss) -> Self {
         Self {
             advantage: advantage.into(),
             policy_loss,
@@ -58,11 +60,11 @@ impl Recipe {
         }
     }
 
-    fn grpo_advantage(policy_loss: PolicyLoss) -> Self {
-        Self::new(AdvantageConfig::default(), policy_loss)
+    pub(crate) fn grpo_advantage(policy_loss: PolicyLoss) -> Self {
+        Self::new(AdvantagePipeline::grpo(), policy_loss)
     }
 
-    /// GRPO (<https://arxiv.org/abs/2402.03300>): group mean, divided by the group's unbiased standard deviation + 1e-6;
+    /// GRPO (<https://arxiv.org/abs/2402.03300>): group mean, divided by the group's unbiased standard deviation + [`DEFAULT_EPSILON`](candle_grpo_core::advantage::DEFAULT_EPSILON);
     /// clip 0.2, equal weight for each sequence, no KL.
     pub fn grpo() -> Self {
         Self::grpo_advantage(PolicyLoss::grpo())
@@ -80,22 +82,12 @@ impl Recipe {
 
     /// Dr. GRPO (<https://arxiv.org/abs/2503.20783>): no division by the standard deviation or by the response length.
     pub fn dr_grpo(length: f64) -> Self {
-        Self::new(AdvantageName::DrGrpo, PolicyLoss::dr_grpo(length))
-    }
-
-    /// Lite PPO (<https://arxiv.org/abs/2508.08221>): group mean, batch standard deviation, token-mean.
-    pub fn lite_ppo() -> Self {
-        Self::new(AdvantageName::LitePpo, PolicyLoss::bnpo())
+        Self::new(AdvantagePipeline::dr_grpo(), PolicyLoss::dr_grpo(length))
     }
 
     /// GSPO (<https://arxiv.org/abs/2507.18071>).
     pub fn gspo() -> Self {
         Self::grpo_advantage(PolicyLoss::gspo())
-    }
-
-    /// LUSPO (<https://arxiv.org/abs/2602.05261>).
-    pub fn luspo() -> Self {
-        Self::grpo_advantage(PolicyLoss::luspo())
     }
 
     /// GMPO (<https://arxiv.org/abs/2507.20673>).
@@ -113,31 +105,26 @@ impl Recipe {
         Self::grpo_advantage(PolicyLoss::sapo())
     }
 
-    /// VESPO (<https://arxiv.org/abs/2602.10693>).
-    pub fn vespo() -> Self {
-        Self::grpo_advantage(PolicyLoss::vespo())
-    }
-
     /// GPG (<https://arxiv.org/abs/2504.02546>): centered rewards, scaled up to compensate for groups without a signal, and
     /// the plain policy gradient.
     pub fn gpg() -> Self {
-        Self::new(AdvantageName::Gpg, PolicyLoss::gpg())
+        Self::new(AdvantagePipeline::gpg(), PolicyLoss::gpg())
     }
 
     /// RLOO (<https://arxiv.org/abs/2402.14740>): leave-one-out without scaling, the policy gradient of whole sequences.
     pub fn rloo() -> Self {
-        Self::new(AdvantageName::Rloo, PolicyLoss::rloo())
+        Self::new(AdvantagePipeline::rloo(), PolicyLoss::rloo())
     }
 
     /// REINFORCE++ (<https://arxiv.org/abs/2501.03262>): a k1 penalty of `kl_coef` in the reward of each token, returns, and
     /// whitening over the batch.
     pub fn reinforce_plus_plus(kl_coef: f64) -> Self {
-        let advantage = AdvantageConfig {
+        let advantage = AdvantagePipeline {
             kl_penalty: Some(KlPenalty {
                 coef: kl_coef,
                 kl: Kl::new(KlEstimator::K1),
             }),
-            ..AdvantageName::ReinforcePlusPlus.into()
+            ..AdvantagePipeline::reinforce_plus_plus()
         };
         Self::new(advantage, PolicyLoss::reinforce_plus_plus())
     }
@@ -145,7 +132,7 @@ impl Recipe {
     /// REINFORCE++-baseline (<https://arxiv.org/abs/2501.03262>): REINFORCE++ after subtracting the group mean.
     pub fn reinforce_plus_plus_baseline() -> Self {
         Self::new(
-            AdvantageName::ReinforcePlusPlusBaseline,
+            AdvantagePipeline::reinforce_plus_plus_baseline(),
             PolicyLoss::reinforce_plus_plus(),
         )
     }
@@ -188,7 +175,7 @@ impl Recipe {
     /// OpenRLHF's `group_norm`: an epsilon of 1e-9, a clip of 10, a k1 penalty of 0.01 in the
     /// reward, clip 0.2, token-mean.
     pub fn openrlhf() -> Self {
-        let advantage = AdvantageConfig {
+        let advantage = AdvantagePipeline {
             epsilon: Some(1e-9),
             kl_penalty: Some(KlPenalty {
                 coef: 0.01,
@@ -198,7 +185,7 @@ impl Recipe {
                     ..Kl::new(KlEstimator::K1)
                 },
             }),
-            ..group_norm().then(TokenAdvantage::default()).into()
+            ..group_norm().then(TokenAdvantage::default())
         };
         Self::new(advantage, PolicyLoss::bnpo())
     }
@@ -206,21 +193,11 @@ impl Recipe {
     /// The default loss of prime-rl with advantages that are not divided. A group of one has the
     /// advantage 0.
     pub fn prime_rl() -> Self {
-        let advantage = AdvantageConfig {
+        let advantage = AdvantagePipeline {
             single_sample: Some(SingletonGroup::Zero),
-            ..AdvantageName::DrGrpo.into()
+            ..AdvantagePipeline::dr_grpo()
         };
         Self::new(advantage, PolicyLoss::prime_rl())
-    }
-
-    /// FIPO (<https://arxiv.org/abs/2603.19835>).
-    pub fn fipo() -> Self {
-        Self::grpo_advantage(PolicyLoss::fipo())
-    }
-
-    /// M2PO (<https://arxiv.org/abs/2510.01161>).
-    pub fn m2po() -> Self {
-        Self::grpo_advantage(PolicyLoss::m2po())
     }
 
     /// GKD (<https://arxiv.org/abs/2306.13649>) on completions of the policy: the Jensen-Shannon divergence from a teacher with
@@ -233,9 +210,9 @@ impl Recipe {
             }),
             ..Self::new(
                 // Nothing learns from the advantages, so a group may have one sample.
-                AdvantageConfig {
+                AdvantagePipeline {
                     single_sample: Some(SingletonGroup::Zero),
-                    ..AdvantageConfig::default()
+                    ..AdvantagePipeline::default()
                 },
                 PolicyLoss {
                     loss_coef: 0.,
@@ -316,10 +293,10 @@ fn group_norm() -> AdvantagePipeline {
     AdvantagePipeline::grpo().map_sequence(|sequence| sequence.clip = Some([-10., 10.]))
 }
 
-fn group_deviation(epsilon: f64, single_sample: SingletonGroup) -> AdvantageConfig {
-    AdvantageConfig {
+fn group_deviation(epsilon: f64, single_sample: SingletonGroup) -> AdvantagePipeline {
+    AdvantagePipeline {
         epsilon: Some(epsilon),
         single_sample: Some(single_sample),
-        ..AdvantageConfig::default()
+        ..AdvantagePipeline::default()
     }
 }

@@ -1,7 +1,7 @@
 //! The sum of squared probabilities, an input of the optimal token baseline.
 
 use candle_core::{D, Result, Tensor, bail};
-use candle_grpo_core::arithmetic_dtype;
+use candle_grpo_core::dtype::arithmetic_dtype;
 
 use crate::softmax::{check_temperature, log_softmax};
 

@@ -4,7 +4,8 @@ use std::iter::Sum;
 use std::ops::Add;
 
 use candle_core::{D, DType, Device, Result, Tensor, bail};
-use candle_grpo_core::{Mask, statistics_dtype};
+use candle_grpo_core::Mask;
+use candle_grpo_core::dtype::statistics_dtype;
 use serde::{Deserialize, Serialize};
 
 /// Counts over all micro-batches and workers of one optimizer step: the denominators of
@@ -75,6 +76,7 @@ impl StepTotals {
     }
 
     /// Sets the number of prompts with at least one valid token.
+    #[must_use]
     pub fn with_prompts(mut self, prompts: f64) -> Self {
         self.prompts = Some(prompts);
         self

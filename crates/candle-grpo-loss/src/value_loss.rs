@@ -1,7 +1,8 @@
 //! The loss of a critic.
 
 use candle_core::{Result, Tensor, bail};
-use candle_grpo_core::{Mask, Metrics, arithmetic_dtype};
+use candle_grpo_core::dtype::arithmetic_dtype;
+use candle_grpo_core::{Mask, Metrics};
 use serde::{Deserialize, Serialize};
 
 use crate::aggregation::Aggregation;
@@ -26,6 +27,7 @@ pub struct ValueLoss {
 /// The loss of an error e.
 #[derive(Debug, Clone, Copy, PartialEq, Default, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case", deny_unknown_fields)]
+#[non_exhaustive]
 pub enum ErrorLoss {
     /// `e^2 / 2`. The default.
     #[default]

@@ -4,7 +4,8 @@ use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result, ensure};
 use candle_core::Device;
-use candle_grpo_core::{CosineLength, OverlongPenalty, RepetitionPenalty, ScoreEnsemble, validate};
+use candle_grpo_core::rewards::{CosineLength, OverlongPenalty, RepetitionPenalty, ScoreEnsemble};
+use candle_grpo_core::validate;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 

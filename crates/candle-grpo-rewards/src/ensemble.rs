@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use anyhow::{Context, Result};
 use candle_core::{Device, Tensor};
-use candle_grpo_core::{NonFinite, ScoreEnsemble};
+use candle_grpo_core::rewards::{NonFinite, ScoreEnsemble};
 
 use super::weighted::{all_requests, in_parallel};
 use super::{RewardFunction, Sample, Score, Scores};
@@ -14,7 +14,7 @@ use crate::Progress;
 /// scores are left out.
 ///
 /// ```
-/// use candle_grpo_core::ScoreEnsemble;
+/// use candle_grpo_core::rewards::ScoreEnsemble;
 /// use candle_grpo_rewards::Sample;
 /// use candle_grpo_rewards::EnsembleReward;
 ///

@@ -2,7 +2,7 @@
 
 use anyhow::Result;
 use candle_core::{Device, Tensor};
-use candle_grpo_core::{OverlongPenalty, RepetitionPenalty};
+use candle_grpo_core::rewards::{OverlongPenalty, RepetitionPenalty};
 use serde_json::Value;
 
 use super::Score;

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use anyhow::Result;
-use candle_grpo_core::CosineLength;
+use candle_grpo_core::rewards::CosineLength;
 use serde_json::Value;
 
 use super::{RewardFunction, Sample, Score, Scores, Votes};

@@ -8,7 +8,8 @@ use serde::{Deserialize, Serialize};
 use super::{RewardRequests, Sample, Score, ScoreFailure};
 
 /// One score for each sample of a batch. The number of a missing score is NaN, and all others are
-/// finite: [`NonFinite::Exclude`](candle_grpo_core::NonFinite::Exclude) leaves out what is missing.
+/// finite: [`NonFinite::Exclude`](candle_grpo_core::rewards::NonFinite::Exclude) leaves out what is
+/// missing.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Scores {
     name: Option<String>,

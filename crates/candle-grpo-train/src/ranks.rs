@@ -89,9 +89,10 @@ impl Ranks {
     /// Returns the progress of what runs within a step of the run that reports to `receiver`. One
     /// of several ranks cannot cancel alone.
     pub(crate) fn progress_of_step(&self, receiver: &Arc<dyn Progress>) -> Arc<dyn Progress> {
-        match self.is_alone() {
-            true => Arc::clone(receiver),
-            false => Arc::new(NeverCanceled(Arc::clone(receiver))),
+        if self.is_alone() {
+            Arc::clone(receiver)
+        } else {
+            Arc::new(NeverCanceled(Arc::clone(receiver)))
         }
     }
 
@@ -102,9 +103,10 @@ impl Ranks {
     ///
     /// Also if another rank has ended.
     pub(crate) fn ensure_not_canceled(&self, own: &dyn Progress) -> Result<()> {
-        match self.gather(own.is_canceled())?.contains(&true) {
-            true => Err(Interrupted.into()),
-            false => Ok(()),
+        if self.gather(own.is_canceled())?.contains(&true) {
+            Err(Interrupted.into())
+        } else {
+            Ok(())
         }
     }
 

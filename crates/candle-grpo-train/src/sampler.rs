@@ -84,6 +84,7 @@ impl<C: ModelConfig> Sampler<C> {
 
     /// Sets the function that converts tokens to text, in which the generator searches for stop
     /// strings. It receives the last tokens of a completion, from several threads.
+    #[must_use]
     pub fn with_text_decoder(
         mut self,
         decode: impl Fn(&[u32]) -> Result<String> + Send + Sync + 'static,
@@ -94,18 +95,21 @@ impl<C: ModelConfig> Sampler<C> {
 
     /// Sets [`Self::with_text_decoder`] to `tokenizer`, with special tokens: a stop string may be
     /// one, or have one in it.
+    #[must_use]
     pub fn with_tokenizer(self, tokenizer: &Tokenizer) -> Self {
         let tokenizer = tokenizer.clone();
         self.with_text_decoder(move |tokens| decode_tokens(tokens, &tokenizer))
     }
 
     /// Sets the receiver of progress, which can also cancel sampling.
+    #[must_use]
     pub fn with_progress(mut self, progress: Arc<dyn Progress>) -> Self {
         self.progress = progress;
         self
     }
 
     /// Sets whether [`Completion::experts`] are recorded, for a training that replays them.
+    #[must_use]
     pub fn with_experts(self, records_experts: bool) -> Self {
         Self {
             records_experts,
@@ -114,6 +118,7 @@ impl<C: ModelConfig> Sampler<C> {
     }
 
     /// Draws trajectories of several turns with `environments`, in place of single completions.
+    #[must_use]
     pub fn with_environments(self, environments: Arc<Environments>) -> Self {
         Self {
             environments: Some(environments),
@@ -122,6 +127,7 @@ impl<C: ModelConfig> Sampler<C> {
     }
 
     /// Replaces the generator.
+    #[must_use]
     pub fn with_generator(self, generator: Arc<dyn Generator<C>>) -> Self {
         Self { generator, ..self }
     }

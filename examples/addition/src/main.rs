@@ -15,7 +15,7 @@ use std::path::{Path, PathBuf};
 use std::time::Instant;
 
 use anyhow::{Context, Result, ensure};
-use candle_grpo_core::DifficultyPools;
+use candle_grpo_core::selection::DifficultyPools;
 use candle_grpo_nn::DecoderConfig;
 use candle_grpo_train::{RunDir, Trainer, TrainerParts};
 use clap::Parser;

@@ -3,7 +3,7 @@
 use std::fmt;
 use std::ops::RangeInclusive;
 
-use candle_grpo_core::DifficultyPools;
+use candle_grpo_core::selection::DifficultyPools;
 use candle_grpo_loss::{Aggregation, Clip, KlLoss, PolicyLoss, Recipe, Surrogate};
 use candle_grpo_nn::{AdamWConfig, DecoderConfig};
 use candle_grpo_train::learn::{LearningRateSchedule, OldLogProbs};

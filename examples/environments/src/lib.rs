@@ -166,9 +166,10 @@ pub fn step(bar: &ProgressBar, message: String) {
 pub fn train(args: &Args, name: &'static str, trainer: &mut Trainer, steps: usize) -> Result<()> {
     let out = args.out.clone().unwrap_or_else(|| "runs".into()).join(name);
     let settings = json!({"seed": args.seed, "steps": steps, "train": trainer.config()});
-    let (mut run, replaced) = match args.force {
-        true => RunDir::replace(&out, &settings)?,
-        false => (RunDir::create_numbered(&out, &settings)?, None),
+    let (mut run, replaced) = if args.force {
+        RunDir::replace(&out, &settings)?
+    } else {
+        (RunDir::create_numbered(&out, &settings)?, None)
     };
     let log = RolloutLogConfig::default();
     let bar = bar(name, steps)?;

@@ -47,9 +47,10 @@ fn main() -> Result<()> {
     let config = DecoderConfig::from_hugging_face(&file("config.json")?)?;
     let tokenizer = Tokenizer::from_bytes(file("tokenizer.json")?).map_err(anyhow::Error::msg)?;
     let end = tokenizer.token_to_id("<end>").context("no token <end>")?;
-    let parameters = match folder.join("model.safetensors").exists() {
-        true => Parameters::load_folder(&config, folder, &device)?,
-        false => Parameters::init(&config, seed, &device)?,
+    let parameters = if folder.join("model.safetensors").exists() {
+        Parameters::load_folder(&config, folder, &device)?
+    } else {
+        Parameters::init(&config, seed, &device)?
     };
 
     // Three decoders: one with gradients; one without, which shares its weights; a frozen copy.

@@ -18,9 +18,10 @@ static TURN: Mutex<()> = Mutex::new(());
 ///
 /// From the moment that a test is on the GPU until its end, other tests wait for it.
 pub fn devices() -> impl Iterator<Item = &'static Device> {
-    let (cpu, gpu) = match is_on_cuda() {
-        true => (None, Some(must_have_cuda())),
-        false => (Some(&CPU), cuda().ok()),
+    let (cpu, gpu) = if is_on_cuda() {
+        (None, Some(must_have_cuda()))
+    } else {
+        (Some(&CPU), cuda().ok())
     };
     [cpu, gpu].into_iter().flatten().inspect(|device| {
         if device.is_cuda() {

@@ -213,13 +213,12 @@ fn variants(name: &str, body: &[&str]) -> (Vec<Member>, Vec<Item>) {
 impl Item {
     fn check(&self, defaults: &BTreeMap<&str, Value>, wrong: &mut Vec<String>) {
         let default = defaults.get(self.name.as_str());
-        let needs_default = match self.is_enum {
-            true => self.implements_default,
-            false => {
-                self.derives_default
-                    || self.implements_default
-                    || self.members.iter().any(|member| member.has_default)
-            }
+        let needs_default = if self.is_enum {
+            self.implements_default
+        } else {
+            self.derives_default
+                || self.implements_default
+                || self.members.iter().any(|member| member.has_default)
         };
         if needs_default && !self.members.is_empty() && default.is_none() {
             wrong.push(format!("{}: the test has no default of it", self.name));

@@ -177,9 +177,10 @@ impl State {
         if let Some((token, is_gated)) = &repository.token
             && sent != format!("Bearer {token}")
         {
-            return match is_gated {
-                true => refuse(403, "GatedRepo"),
-                false => refuse(401, "RepoNotFound"),
+            return if *is_gated {
+                refuse(403, "GatedRepo")
+            } else {
+                refuse(401, "RepoNotFound")
             };
         }
         let commit_of = |revision: &str| match revision {

@@ -81,9 +81,10 @@ impl ThreadRank {
                 .changed
                 .wait_timeout_while(state, WATCHDOG, |state| !until(state));
             let (state, waited) = waited.unwrap_or_else(PoisonError::into_inner);
-            match waited.timed_out() {
-                true => bail!("{operation}: another rank has ended"),
-                false => Ok(state),
+            if waited.timed_out() {
+                bail!("{operation}: another rank has ended")
+            } else {
+                Ok(state)
             }
         };
         let state = self.meeting.state.lock();
@@ -115,12 +116,11 @@ impl ThreadRank {
                 sum = (sum + tensors[i].to_dtype(DType::F64)?)?;
             }
             let sum = sum.to_dtype(tensor.dtype())?;
-            match own_part {
-                true => {
-                    let (start, length) = self.part(tensor, self.rank)?;
-                    set(tensor, &sum.narrow(0, start, length)?, start)?;
-                }
-                false => set(tensor, &sum, 0)?,
+            if own_part {
+                let (start, length) = self.part(tensor, self.rank)?;
+                set(tensor, &sum.narrow(0, start, length)?, start)?;
+            } else {
+                set(tensor, &sum, 0)?
             }
         }
         Ok(())

@@ -5,13 +5,13 @@ mod newer;
 use anyhow::{Context, Result, bail, ensure};
 use candle_core::{D, DType, Tensor};
 use candle_grpo_core::advantage::{
-    ComponentOrder, MaskedTokens, OptimalTokenBaseline, TokenAlignment, TokenBaseline, Whitening,
-    ZeroSignalScaling, reverse_recurrence,
+    Baseline, ComponentOrder, KlPenalty, MaskedTokens, OptimalTokenBaseline, SingletonGroup,
+    TokenAlignment, TokenBaseline, Whitening, ZeroSignalScaling, reverse_recurrence,
 };
 use candle_grpo_core::rewards::NonFinite;
 use candle_grpo_core::{
-    AdvantageBatch, AdvantageEstimator, AdvantagePipeline, Baseline, GroupAdvantage, Groups, Kl,
-    KlEstimator, KlPenalty, Mask, RewardShaping, Scale, SingletonGroup, TokenAdvantage,
+    AdvantageBatch, AdvantageEstimator, AdvantagePipeline, GroupAdvantage, Groups, Kl, KlEstimator,
+    Mask, RewardShaping, Scale, TokenAdvantage,
 };
 use serde_json::Value;
 
@@ -147,9 +147,10 @@ fn trl(case: &Case) -> Result<Outputs> {
         _ => scale(case)?,
     };
     // TRL ignores the scale if it normalizes each component.
-    let scale = match components {
-        ComponentOrder::SumThenNormalize => scale,
-        ComponentOrder::NormalizeThenSum => Scale::Group,
+    let scale = if components == ComponentOrder::NormalizeThenSum {
+        Scale::Group
+    } else {
+        scale
     };
     let group = GroupAdvantage {
         epsilon,
@@ -213,25 +214,33 @@ fn trl(case: &Case) -> Result<Outputs> {
         _ => bail!("a KL penalty needs beta, mask, old_log_probs and ref_log_probs together"),
     };
 
-    // TRL's metrics use the rewards before the clip and the KL penalty.
-    let batch_statistics = group.group_statistics(&scores, scores.dim(0)?)?;
-    let constant = match (components, scale) {
+    let outputs = Outputs::default().out("advantages", &advantages);
+    with_trl_metrics(outputs, &scores, group_size, &group, scale)
+}
+
+/// Adds TRL's metrics, which use the rewards before the clip and the KL penalty.
+fn with_trl_metrics(
+    outputs: Outputs,
+    scores: &Tensor,
+    group_size: usize,
+    group: &GroupAdvantage,
+    scale: Scale,
+) -> Result<Outputs> {
+    let batch_statistics = group.group_statistics(scores, scores.dim(0)?)?;
+    let constant = match (group.components, scale) {
         (ComponentOrder::NormalizeThenSum, _) => {
-            let sums = group.compute(&scores, group_size, scale)?;
+            let sums = group.compute(scores, group_size, scale)?;
             GroupAdvantage::grpo()
                 .group_statistics(&sums, scores.dim(0)?)?
                 .zero_variance
         }
         (_, Scale::Batch) => batch_statistics.zero_variance,
-        _ => group.group_statistics(&scores, group_size)?.zero_variance,
+        _ => group.group_statistics(scores, group_size)?.zero_variance,
     };
-    Ok(Outputs::default()
-        .out("advantages", &advantages)
+    let fraction = constant.to_dtype(DType::F64)?.mean_all()?;
+    Ok(outputs
         .out("reward_std", &batch_statistics.std.mean_all()?)
-        .out(
-            "fraction_zero_std",
-            &constant.to_dtype(DType::F64)?.mean_all()?,
-        ))
+        .out("fraction_zero_std", &fraction))
 }
 
 fn k1_penalty(coef: f64) -> KlPenalty {
@@ -552,10 +561,7 @@ fn openrlhf(case: &Case) -> Result<Outputs> {
         batch = batch.values(values);
     }
     let estimate = |tokens: TokenAdvantage| {
-        let pipeline = AdvantagePipeline {
-            sequence: Some(sequence.clone()),
-            tokens: Some(tokens),
-        };
+        let pipeline = AdvantagePipeline::from(sequence.clone()).then(tokens);
         pipeline.estimate(&batch)
     };
     let out = estimate(tokens)?;

@@ -2,7 +2,8 @@
 
 use anyhow::{Result, bail, ensure};
 use candle_core::Tensor;
-use candle_grpo_core::{Kl, KlEstimator, KlGradient, Mask};
+use candle_grpo_core::kl::KlGradient;
+use candle_grpo_core::{Kl, KlEstimator, Mask};
 
 use crate::case::{Case, Outputs, Ran};
 

@@ -2,7 +2,7 @@
 
 use anyhow::{Result, bail};
 use candle_core::{DType, Device, Tensor};
-use candle_grpo_core::{CosineLength, OverlongPenalty};
+use candle_grpo_core::rewards::{CosineLength, OverlongPenalty};
 
 use crate::case::{Case, Outputs, Ran};
 

@@ -86,9 +86,10 @@ fn generate(
 fn main() -> Result<()> {
     let args = Args::parse();
     let model = read_model(args.model.as_deref())?;
-    let device = match args.parts {
-        true => Device::Cpu,
-        false => default_device()?,
+    let device = if args.parts {
+        Device::Cpu
+    } else {
+        default_device()?
     };
     let parameters = Parameters::init(&model, 1, &device)?;
     let decoder = decoder_in(&model, &parameters, args.dtype)?;

@@ -150,9 +150,12 @@ fn linear(
     let input = |width| Tensor::ones((completions, width), dtype, &Device::Cpu);
     let (narrow, wide) = (input(model.hidden_size)?, input(model.intermediate_size)?);
     let all: Vec<&Vec<Tensor>> = layers.iter().flatten().chain([&head]).collect();
-    let x = |weight: &Tensor| match weight.dims()[1] == model.hidden_size {
-        true => &narrow,
-        false => &wide,
+    let x = |weight: &Tensor| {
+        if weight.dims()[1] == model.hidden_size {
+            &narrow
+        } else {
+            &wide
+        }
     };
     let plain = best_seconds(9, || {
         for weights in &all {

@@ -104,12 +104,15 @@ impl Library {
         if result == 0 || result == IN_PROGRESS {
             return Ok(());
         }
-        let text = |text: *const c_char| match text.is_null() {
-            true => String::new(),
-            // SAFETY: NCCL returns texts that end in 0 and stay.
-            false => unsafe { CStr::from_ptr(text) }
-                .to_string_lossy()
-                .into_owned(),
+        let text = |text: *const c_char| {
+            if text.is_null() {
+                String::new()
+            } else {
+                // SAFETY: NCCL returns texts that end in 0 and stay.
+                unsafe { CStr::from_ptr(text) }
+                    .to_string_lossy()
+                    .into_owned()
+            }
         };
         // SAFETY: both functions take any error, and a communicator or null.
         let (error, last) = unsafe { ((self.error_string)(result), (self.last_error)(comm)) };

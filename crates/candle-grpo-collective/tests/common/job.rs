@@ -86,8 +86,9 @@ fn read(stream: Option<impl Read + Send + 'static>) -> Receiver<String> {
 ///
 /// Fails unless the condition holds.
 pub(crate) fn check(holds: bool, message: &str, process: &Process) -> Result<(), Failed> {
-    match holds {
-        true => Ok(()),
-        false => Err(format!("{message}; {}:\n{}", process.status, process.output).into()),
+    if holds {
+        Ok(())
+    } else {
+        Err(format!("{message}; {}:\n{}", process.status, process.output).into())
     }
 }

@@ -7,6 +7,7 @@ use super::{
     AdvantageBatch, AdvantageEstimator, Advantages, Baseline, BaselinePopulation, ComponentOrder,
     DEFAULT_EPSILON, KlPenalty, Scale, SingletonGroup, Whitening, ZeroSignalScaling,
 };
+use crate::Invalid;
 use crate::groups::{GroupLayout, Groups};
 use crate::inputs::{Input, Inputs};
 use crate::metrics::Metrics;
@@ -16,7 +17,7 @@ use crate::rewards::{
     mark_missing, to_result_dtype,
 };
 use crate::selection::GroupSummary;
-use crate::validate::{self, Checked, Invalid, Name};
+use crate::validate::{self, Checked, Name};
 
 /// An advantage function: rewards in, advantages relative to the group out.
 ///
@@ -48,9 +49,11 @@ use crate::validate::{self, Checked, Invalid, Name};
 /// RLOO  (x - m) n / (n - 1), divided by s + epsilon unless the scale is Scale::None
 /// ```
 ///
-/// As an [`AdvantageEstimator`] it uses its own [`scale`](Self::scale) and also applies the KL
-/// penalty and the clip. Statistics run in f64, in two passes and relative to the smallest reward:
-/// equal rewards get exactly 0.
+/// [`Self::compute`] replaces the field [`scale`](Self::scale) by its argument. It applies
+/// [`factor`](Self::factor), [`normalize`](Self::normalize) and [`clip`](Self::clip) as
+/// [`AdvantageEstimator::estimate`] does, which uses the field. The KL penalty needs `estimate`,
+/// because the log-probs are in the batch. Statistics run in f64, in two passes and relative to the
+/// smallest reward: equal rewards get exactly 0.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct GroupAdvantage {
@@ -62,7 +65,7 @@ pub struct GroupAdvantage {
     /// Divisor. Default `group`.
     pub scale: Scale,
     /// Added to the standard deviation. 1e-6 in verl and ROLL, 1e-4 in TRL, 1e-8 in twinkle, 1e-9
-    /// in OpenRLHF. Default 1e-6.
+    /// in OpenRLHF. Default `DEFAULT_EPSILON`.
     pub epsilon: f64,
     /// Delta degrees of freedom of the variance: 1 divides by n - 1 (as all these libraries do), 0
     /// by n. Default 1.
@@ -111,7 +114,7 @@ impl Default for GroupAdvantage {
 }
 
 impl GroupAdvantage {
-    /// GRPO: `(x - m) / (s + 1e-6)` (<https://arxiv.org/abs/2402.03300>).
+    /// GRPO: `(x - m) / (s + epsilon)` with [`DEFAULT_EPSILON`] (<https://arxiv.org/abs/2402.03300>).
     pub fn grpo() -> Self {
         Self::default()
     }
@@ -130,8 +133,9 @@ impl GroupAdvantage {
         }
     }
 
-    /// Computes advantages `[B]` of `rewards` `[B]` or `[B, K]` with this `scale`, on the device of
-    /// the rewards.
+    /// Computes advantages `[B]` of `rewards` `[B]` or `[B, K]` on the device of the rewards. The
+    /// argument `scale` replaces the field [`scale`](Self::scale); all other options apply,
+    /// [`factor`](Self::factor), [`normalize`](Self::normalize) and [`clip`](Self::clip) included.
     ///
     /// `groups` is the number of consecutive samples of one prompt, or the group id of each sample.
     ///
@@ -489,6 +493,7 @@ fn margin_over_second(stats: &RowStatistics) -> Result<Tensor> {
 
 /// Statistics of each group, for P groups in the order of their first sample.
 #[derive(Debug, Clone)]
+#[non_exhaustive]
 pub struct GroupStatistics {
     /// Mean reward, `[P]`.
     pub mean: Tensor,

@@ -2,13 +2,19 @@
 
 use serde::{Deserialize, Serialize};
 
-/// Epsilon that [`GroupAdvantage`](super::GroupAdvantage) and
-/// [`RewardNorm`](crate::rewards::RewardNorm) add to a standard deviation by default.
+/// Epsilon that is added to a divisor by default: 1e-6.
+///
+/// It is the default of [`GroupAdvantage`](super::GroupAdvantage) and of
+/// [`RewardNorm`](crate::rewards::RewardNorm). So a change moves each estimator that divides by a
+/// standard deviation or a mean: GRPO, Lite PPO, MaxRL, pass@k,
+/// [`Gigpo`](crate::trajectories::Gigpo) and every [`Scale`] but [`Scale::None`]. GDPO, the
+/// recipes of other libraries and [`Whitening`](super::Whitening) have epsilons of their own.
 pub const DEFAULT_EPSILON: f64 = 1e-6;
 
 /// Baseline that is subtracted from a reward.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
+#[non_exhaustive]
 pub enum Baseline {
     /// Mean of the sample's group (GRPO, <https://arxiv.org/abs/2402.03300>). The default.
     #[default]
@@ -60,6 +66,7 @@ pub enum Scale {
 /// Order of summation and normalization for rewards of several components.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
+#[non_exhaustive]
 pub enum ComponentOrder {
     /// Sums the weighted components, then normalizes the sum. The default.
     #[default]
@@ -72,6 +79,7 @@ pub enum ComponentOrder {
 /// Samples that enter means and standard deviations.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
+#[non_exhaustive]
 pub enum BaselinePopulation {
     /// All samples, including those that a filter excludes from the loss. The default.
     #[default]
@@ -85,6 +93,7 @@ pub enum BaselinePopulation {
 /// `B / (number of samples with a signal)` (GPG, <https://arxiv.org/abs/2504.02546>).
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
+#[non_exhaustive]
 pub enum ZeroSignalScaling {
     /// No compensation: the factor is 1. The default.
     #[default]
@@ -99,6 +108,7 @@ pub enum ZeroSignalScaling {
 /// Advantage of a sample that is alone in its group, where a baseline of the group is undefined.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
+#[non_exhaustive]
 pub enum SingletonGroup {
     /// An error that names the group. The default.
     #[default]

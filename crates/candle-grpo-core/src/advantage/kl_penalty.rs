@@ -4,9 +4,11 @@ use candle_core::{D, Result, Tensor};
 use serde::{Deserialize, Serialize};
 
 use super::AdvantageBatch;
+use crate::Invalid;
+use crate::Kl;
 use crate::dtype::{arithmetic_dtype, for_statistics};
-use crate::kl::{Kl, KlGradient};
-use crate::validate::{self, Checked, Invalid};
+use crate::kl::KlGradient;
+use crate::validate::{self, Checked};
 
 /// A KL penalty that is subtracted from the reward of each token or sequence: `coef * KL(old policy
 /// || reference)`.

@@ -1,120 +1,39 @@
 //! From rewards to advantages.
 //!
 //! [`GroupAdvantage`] is the stage of sequences, [`TokenAdvantage`] the stage of tokens. An
-//! [`AdvantagePipeline`] combines them and has a constructor for each published estimator;
-//! [`AdvantageConfig`] is a published estimator by name, with options laid over it.
+//! [`AdvantagePipeline`] combines them and has a constructor for each published estimator. In a
+//! configuration file it is a name with the options that differ.
 
-mod batch;
-mod config;
-mod group;
-mod group_options;
+pub(crate) mod batch;
+pub(crate) mod estimator;
+pub(crate) mod group;
+pub(crate) mod group_options;
 mod kl_penalty;
+mod name;
 mod optimal_token_baseline;
-mod pipeline;
+pub(crate) mod pipeline;
 pub(crate) mod returns;
 mod role_baseline;
 mod teacher_weight;
-mod token;
+pub(crate) mod token;
 mod whiten;
 
-pub use batch::AdvantageBatch;
-pub use config::{AdvantageConfig, AdvantageName};
-pub use group::{GroupAdvantage, GroupStatistics};
+pub use group::GroupStatistics;
 pub use group_options::{
-    Baseline, BaselinePopulation, ComponentOrder, DEFAULT_EPSILON, Scale, SingletonGroup,
+    Baseline, BaselinePopulation, ComponentOrder, DEFAULT_EPSILON, SingletonGroup,
     ZeroSignalScaling,
 };
 pub use kl_penalty::KlPenalty;
+pub use name::AdvantageName;
 pub use optimal_token_baseline::{OptimalTokenBaseline, TokenAlignment};
-pub use pipeline::AdvantagePipeline;
 pub use returns::{MaskedTokens, reverse_recurrence};
 pub use role_baseline::RoleBaselines;
 pub use teacher_weight::TeacherWeight;
-pub use token::{TokenAdvantage, TokenBaseline};
+pub use token::TokenBaseline;
 pub use whiten::{EpsilonPlacement, Whitening};
 
-use candle_core::{Result, Tensor};
-
-use crate::inputs::Inputs;
-use crate::mask::Mask;
-use crate::metrics::Metrics;
-
-/// Advantages of sequences or of tokens.
-#[derive(Debug, Clone)]
-pub struct Advantages {
-    /// `[B]`, or `[B, T]` and 0 outside the mask. f32, or f64 for rewards in f64.
-    pub advantages: Tensor,
-    /// Targets of a critic before whitening and clipping, `[B, T]` and 0 outside the mask, from a
-    /// stage of tokens.
-    pub returns: Option<Tensor>,
-    /// Metrics such as the fraction of clipped tokens.
-    pub metrics: Metrics,
-}
-
-impl Advantages {
-    /// Advantages without returns and metrics.
-    pub fn new(advantages: Tensor) -> Self {
-        Self {
-            advantages,
-            returns: None,
-            metrics: Metrics::new(),
-        }
-    }
-
-    /// Returns the advantages as `[B, T]`, 0 outside the mask. An advantage of a sequence is
-    /// repeated at each of its tokens.
-    ///
-    /// # Errors
-    ///
-    /// Fails if the advantages are neither `[B]` nor `[B, T]` of the mask, or on another device.
-    pub fn on_tokens(&self, mask: &Mask) -> Result<Tensor> {
-        if self.advantages.rank() == 2 {
-            mask.check("advantages", &self.advantages)?;
-            mask.select(&self.advantages)
-        } else {
-            mask.check_sequences("advantages", &self.advantages)?;
-            mask.spread(&self.advantages)
-        }
-    }
-}
-
-/// An advantage estimator. [`AdvantagePipeline`] has the published ones; implement this trait for
-/// others, and declare in [`Self::needs`] what it reads in addition to rewards and groups.
-///
-/// ```
-/// use candle_core::{Device, Result, Tensor};
-/// use candle_grpo_core::{AdvantageBatch, AdvantageEstimator, Advantages};
-///
-/// /// 1 for the best of each group, 0 for the others.
-/// struct Best;
-///
-/// impl AdvantageEstimator for Best {
-///     fn estimate(&self, batch: &AdvantageBatch) -> Result<Advantages> {
-///         let rewards = batch.sequence_rewards()?;
-///         let layout = batch.layout(&rewards.values)?;
-///         let best = layout.to_rows(&rewards.values)?.max_keepdim(1)?;
-///         let is_best = rewards.values.ge(&layout.to_members(&best)?)?;
-///         Ok(Advantages::new(is_best.to_dtype(rewards.result_dtype)?))
-///     }
-/// }
-///
-/// let rewards = Tensor::new(&[0.5f32, -3., 2., 4.], &Device::Cpu)?;
-/// let estimators: Vec<Box<dyn AdvantageEstimator>> = vec![Box::new(Best)];
-/// let best = estimators[0].estimate(&AdvantageBatch::new(&rewards, 2))?;
-/// assert_eq!(best.advantages.to_vec1::<f32>()?, [1., 0., 0., 1.]);
-/// # Ok::<(), candle_core::Error>(())
-/// ```
-pub trait AdvantageEstimator {
-    /// Computes the advantages of a batch.
-    ///
-    /// # Errors
-    ///
-    /// Fails if a tensor that the estimator needs is absent or has the wrong shape.
-    fn estimate(&self, batch: &AdvantageBatch) -> Result<Advantages>;
-
-    /// Returns the inputs that the estimator reads, so that a trainer computes them. Rewards,
-    /// groups, response mask and step are always given.
-    fn needs(&self) -> Inputs {
-        Inputs::NONE
-    }
-}
+pub(crate) use batch::AdvantageBatch;
+pub(crate) use estimator::{AdvantageEstimator, Advantages};
+pub(crate) use group::GroupAdvantage;
+pub(crate) use group_options::Scale;
+pub(crate) use token::TokenAdvantage;

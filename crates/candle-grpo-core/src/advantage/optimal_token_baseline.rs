@@ -11,6 +11,7 @@ use crate::validate::{self, Checked};
 /// Alignment of the tokens of two sequences.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
+#[non_exhaustive]
 pub enum TokenAlignment {
     /// By position. The default.
     #[default]

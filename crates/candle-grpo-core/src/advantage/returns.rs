@@ -9,6 +9,7 @@ use crate::mask::Mask;
 /// turns.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
+#[non_exhaustive]
 pub enum MaskedTokens {
     /// They take no time step: discounts and values pass from one token of the mask to the next
     /// (verl, twinkle). The default.

@@ -63,9 +63,10 @@ impl TeacherWeight {
         let weight = evidence.minimum((1. + self.clip).ln())?.exp()?;
         let weight = weight.maximum((1. - self.clip).max(0.))?;
         let weighted = (advantages * ((weight * share)? + (1. - share))?)?;
-        match self.negative_only {
-            true => advantages.lt(0.)?.where_cond(&weighted, advantages),
-            false => Ok(weighted),
+        if self.negative_only {
+            advantages.lt(0.)?.where_cond(&weighted, advantages)
+        } else {
+            Ok(weighted)
         }
     }
 }

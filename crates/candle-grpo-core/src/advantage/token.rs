@@ -8,6 +8,7 @@ use super::{
     AdvantageBatch, AdvantageEstimator, Advantages, KlPenalty, MaskedTokens, OptimalTokenBaseline,
     TeacherWeight, Whitening,
 };
+use crate::Invalid;
 use crate::dtype::arithmetic_dtype;
 use crate::inputs::{Input, Inputs};
 use crate::mask::Mask;
@@ -15,11 +16,12 @@ use crate::metrics::Metrics;
 use crate::rewards::{
     NonFinite, RewardTensor, check_all_finite, check_finite_tokens, combine, to_result_dtype,
 };
-use crate::validate::{self, Checked, Invalid};
+use crate::validate::{self, Checked};
 
 /// Baseline that is subtracted from the return of a token.
 #[derive(Debug, Clone, Copy, PartialEq, Default, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
+#[non_exhaustive]
 pub enum TokenBaseline {
     /// 0, or the value of the token if [`TokenAdvantage::lambda`] is given. The default.
     #[default]
@@ -63,7 +65,7 @@ pub enum TokenBaseline {
 /// Over the tokens of the mask: `reward_kl` and `teacher_kl` of the penalties,
 /// `token_reward_clip_fraction` and `advantage_clip_fraction` of the clips.
 /// `reward_kl_per_sequence` is the mean over sequences of their means; update a
-/// [`crate::KlController`] with it.
+/// [`crate::kl::KlController`] with it.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct TokenAdvantage {

@@ -11,6 +11,7 @@ use crate::validate::{self, Checked};
 /// Position of epsilon in the divisor.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
+#[non_exhaustive]
 pub enum EpsilonPlacement {
     /// `sqrt(variance + epsilon)` (verl, ROLL). The default.
     #[default]
@@ -25,7 +26,8 @@ pub enum EpsilonPlacement {
 ///
 /// ```
 /// use candle_core::{Device, Tensor};
-/// use candle_grpo_core::{Mask, Whitening};
+/// use candle_grpo_core::advantage::Whitening;
+/// use candle_grpo_core::Mask;
 ///
 /// let mask = Mask::new(&Tensor::new(&[[1u8, 1, 0], [1, 1, 0]], &Device::Cpu)?)?;
 /// let values = Tensor::new(&[[1f32, 3., 9.], [1., 3., 9.]], &Device::Cpu)?;

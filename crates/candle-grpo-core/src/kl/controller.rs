@@ -8,7 +8,7 @@ use crate::validate::{self, Checked};
 /// Coefficient of a KL penalty over the steps of a run. The serialized form is the whole state.
 ///
 /// ```
-/// use candle_grpo_core::KlController;
+/// use candle_grpo_core::kl::KlController;
 ///
 /// let mut controller = KlController::adaptive(0.2, 0.1, 10_000.)?;
 /// controller.update(0.5, 1024)?; // five times the target: the coefficient grows, at most by 0.2 * 1024 / 10000
@@ -17,6 +17,7 @@ use crate::validate::{self, Checked};
 /// ```
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 #[serde(tag = "kind", rename_all = "snake_case", deny_unknown_fields)]
+#[non_exhaustive]
 pub enum KlController {
     /// Constant.
     Fixed {

@@ -82,14 +82,16 @@ impl CosineLength {
     /// Fails if an option is invalid.
     pub fn compute(&self, length: usize, is_correct: bool) -> Result<f64> {
         self.validate()?;
-        let (short, long) = match is_correct {
-            true => (self.max_value_correct, self.min_value_correct),
-            false => (self.min_value_wrong, self.max_value_wrong),
+        let (short, long) = if is_correct {
+            (self.max_value_correct, self.min_value_correct)
+        } else {
+            (self.min_value_wrong, self.max_value_wrong)
         };
         let progress = length as f64 / self.max_length as f64;
-        let progress = match self.periodic {
-            true => progress,
-            false => progress.min(1.),
+        let progress = if self.periodic {
+            progress
+        } else {
+            progress.min(1.)
         };
         Ok(long + (short - long) * (1. + (PI * progress).cos()) / 2.)
     }

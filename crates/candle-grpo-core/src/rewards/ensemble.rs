@@ -21,6 +21,7 @@ use crate::rewards::{
 /// ```
 #[derive(Debug, Clone, PartialEq, Default, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
+#[non_exhaustive]
 pub enum ScoreEnsemble {
     /// Mean. The default.
     #[default]

@@ -6,7 +6,7 @@ mod ensemble;
 mod normalize;
 mod overlong;
 mod repetition;
-mod shaping;
+pub(crate) mod shaping;
 
 pub use cosine::CosineLength;
 pub use cost::{CostPenalty, Costs};
@@ -14,13 +14,14 @@ pub use ensemble::ScoreEnsemble;
 pub use normalize::{NormLevel, RewardNorm, RunningMoments, RunningState, StdCenter};
 pub use overlong::OverlongPenalty;
 pub use repetition::RepetitionPenalty;
-pub use shaping::{RewardShaping, ShapedRewards};
+pub use shaping::ShapedRewards;
 
 use candle_core::{DType, Device, Result, Tensor, WithDType, bail};
 use serde::{Deserialize, Serialize};
 
+use crate::Invalid;
 use crate::dtype::{arithmetic_dtype, for_statistics};
-use crate::validate::{Checked, Invalid};
+use crate::validate::Checked;
 
 /// Types that hold rewards: a tensor `[B]` or `[B, K]` on any device, or a slice, array or vector
 /// of numbers `[B]`, which becomes a tensor on the CPU.
@@ -103,6 +104,7 @@ impl<T: WithDType, const N: usize> IntoRewards for &[T; N] {
 /// Treatment of rewards that are NaN or infinite.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
+#[non_exhaustive]
 pub enum NonFinite {
     /// An error that names the sample. Synchronizes with the device. The default.
     #[default]

@@ -12,6 +12,7 @@ use crate::validate::{self, Checked};
 /// Rewards that a moment is computed from.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
+#[non_exhaustive]
 pub enum NormLevel {
     /// None: the mean is 0, or the rewards are not divided. The default.
     #[default]
@@ -27,6 +28,7 @@ pub enum NormLevel {
 /// The point about which a standard deviation is taken.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
+#[non_exhaustive]
 pub enum StdCenter {
     /// The mean of the rewards that the deviation is computed from. The default.
     #[default]
@@ -48,7 +50,7 @@ pub struct RewardNorm {
     pub mean: NormLevel,
     /// Level of the standard deviation (ROLL's `norm_std_type`). Default `none`.
     pub std: NormLevel,
-    /// Added to the standard deviation. Default 1e-6.
+    /// Added to the standard deviation. Default `DEFAULT_EPSILON`.
     pub epsilon: f64,
     /// Delta degrees of freedom of the variance: 1 divides by n - 1, 0 by n. Default 1.
     pub ddof: usize,

@@ -77,9 +77,10 @@ impl OverlongPenalty {
         self.validate()?;
         let free = (self.max_length - self.buffer) as f64;
         let excess = ((for_statistics(lengths)? - free)? / self.buffer as f64)?;
-        let excess = match self.unbounded {
-            true => excess.maximum(0.)?,
-            false => excess.clamp(0., 1.)?,
+        let excess = if self.unbounded {
+            excess.maximum(0.)?
+        } else {
+            excess.clamp(0., 1.)?
         };
         let penalty = (excess * -self.factor)?;
         // 0 instead of -0 where there is no penalty.

@@ -3,13 +3,14 @@
 use candle_core::{DType, Result, Tensor};
 use serde::{Deserialize, Serialize};
 
+use crate::Invalid;
 use crate::groups::Groups;
 use crate::metrics::Metrics;
 use crate::rewards::{
     IntoRewards, NonFinite, NormLevel, RewardNorm, RunningMoments, check_weights, combine,
     mark_missing,
 };
-use crate::validate::{self, Checked, Invalid};
+use crate::validate::{self, Checked};
 
 /// Shaping of sequence rewards, in the order of the ROLL pipeline: components are summed, then
 /// `(reward + shift) * scale`, then normalization, then the clip.
@@ -68,6 +69,7 @@ impl Default for RewardShaping {
 
 /// Rewards after shaping.
 #[derive(Debug, Clone)]
+#[non_exhaustive]
 pub struct ShapedRewards {
     /// Rewards, `[B]`, in f32 (f64 for f64).
     pub rewards: Tensor,

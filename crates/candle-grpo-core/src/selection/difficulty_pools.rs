@@ -5,8 +5,9 @@ use std::collections::BTreeMap;
 use candle_core::{Result, Tensor, bail};
 use serde::{Deserialize, Serialize};
 
+use crate::Invalid;
 use crate::dtype::for_statistics;
-use crate::validate::{self, Checked, Invalid};
+use crate::validate::{self, Checked};
 
 /// Pools of tasks of similar difficulty, each with a weight for drawing its tasks (prime-rl).
 ///

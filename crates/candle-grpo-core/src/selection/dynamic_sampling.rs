@@ -84,7 +84,8 @@ impl GroupFilter {
 /// Dropped groups leave the denominators of the loss, so fill the step or count them in its totals.
 ///
 /// ```
-/// use candle_grpo_core::{DynamicSampling, GroupAdvantage, SamplingDecision};
+/// use candle_grpo_core::selection::{DynamicSampling, SamplingDecision};
+/// use candle_grpo_core::GroupAdvantage;
 ///
 /// let sampling = DynamicSampling { groups: 2, max_batches: Some(3), ..Default::default() };
 /// let statistics = GroupAdvantage::grpo().group_statistics(&[0., 1., 1., 1.], 2)?;

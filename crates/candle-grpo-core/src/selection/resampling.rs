@@ -17,6 +17,7 @@ use crate::validate::{self, Checked};
 /// ```
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case", deny_unknown_fields)]
+#[non_exhaustive]
 pub enum ScoreResampling {
     /// `|score|` to this power. Default 2. The default.
     Power(f64),

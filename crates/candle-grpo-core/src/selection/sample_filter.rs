@@ -46,6 +46,7 @@ pub struct FilterBatch<'a> {
 /// ```
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 #[serde(tag = "kind", rename_all = "snake_case", deny_unknown_fields)]
+#[non_exhaustive]
 pub enum SampleFilter {
     /// Keeps samples of groups whose scores differ.
     Spread {},

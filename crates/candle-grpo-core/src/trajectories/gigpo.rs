@@ -3,20 +3,19 @@
 use candle_core::{Result, Tensor, bail};
 use serde::{Deserialize, Serialize};
 
-use crate::advantage::{
-    AdvantageBatch, AdvantageEstimator, Advantages, Baseline, BaselinePopulation, GroupAdvantage,
-    SingletonGroup,
-};
+use crate::advantage::{Baseline, BaselinePopulation, SingletonGroup};
 use crate::dtype::for_statistics;
 use crate::groups::{GroupLayout, Groups};
 use crate::metrics::Metrics;
 use crate::rewards::{combine, mark_missing, to_result_dtype};
 use crate::trajectories::{Steps, numbered};
 use crate::validate::{self, Checked};
+use crate::{AdvantageBatch, AdvantageEstimator, Advantages, GroupAdvantage};
 
 /// Population of the mean and deviation of episode scores.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
+#[non_exhaustive]
 pub enum EpisodePopulation {
     /// Trajectories: each counts once, as in the paper. The default.
     #[default]

@@ -48,6 +48,7 @@ impl Steps {
     }
 
     /// Sets the time of each row in its trajectory.
+    #[must_use]
     pub fn numbers(mut self, numbers: Vec<i64>) -> Self {
         self.numbers = Some(numbers);
         self

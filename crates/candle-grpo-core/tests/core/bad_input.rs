@@ -2,16 +2,18 @@
 
 use candle_core::{DType, Device, Result, Tensor};
 use candle_grpo_core::advantage::{
-    BaselinePopulation, OptimalTokenBaseline, TokenBaseline, Whitening, reverse_recurrence,
+    AdvantageName, Baseline, BaselinePopulation, KlPenalty, OptimalTokenBaseline, TokenBaseline,
+    Whitening, reverse_recurrence,
 };
+use candle_grpo_core::kl::KlGradient;
 use candle_grpo_core::rewards::{
-    NonFinite, NormLevel, OverlongPenalty, RewardNorm, RunningMoments, RunningState,
+    CostPenalty, Costs, NonFinite, NormLevel, OverlongPenalty, RewardNorm, RunningMoments,
+    RunningState, ScoreEnsemble,
 };
 use candle_grpo_core::trajectories::{Gigpo, Steps};
 use candle_grpo_core::{
-    AdvantageBatch, AdvantageConfig, AdvantageEstimator, AdvantageName, AdvantagePipeline,
-    Baseline, CostPenalty, Costs, GroupAdvantage, Groups, Kl, KlEstimator, KlGradient, KlPenalty,
-    Mask, MetricValue, MetricValues, Metrics, RewardShaping, Scale, ScoreEnsemble, TokenAdvantage,
+    AdvantageBatch, AdvantageEstimator, AdvantagePipeline, GroupAdvantage, Groups, Kl, KlEstimator,
+    Mask, MetricValue, MetricValues, Metrics, RewardShaping, Scale, TokenAdvantage, experimental,
 };
 use candle_grpo_test_support::{devices, message, numbers};
 use rstest::rstest;
@@ -286,12 +288,12 @@ fn weights_that_are_not_finite_are_named(
 }
 
 #[rstest]
-#[case(AdvantagePipeline::opo(), "response_mask: absent")]
+#[case(experimental::opo(), "response_mask: absent")]
 #[case(AdvantagePipeline::reinforce_plus_plus(), "response_mask: absent")]
-#[case(AdvantagePipeline::default(), "sequence and tokens: both absent")]
+#[case(AdvantageName::Pipeline.into(), "sequence and tokens: both absent")]
 #[case(
     AdvantagePipeline::grpo().map_sequence(|s| s.baseline = Baseline::Given),
-    "scale: group with the baseline given, must be batch or none"
+    "sequence.scale: group with the baseline given, must be batch or none"
 )]
 #[case(
     AdvantagePipeline::rloo().map_sequence(|s| s.baseline = Baseline::Given),
@@ -303,14 +305,14 @@ fn weights_that_are_not_finite_are_named(
 )]
 #[case(
     AdvantagePipeline::rloo().map_sequence(|s| s.factor = f64::INFINITY),
-    "factor: inf, must be finite"
+    "sequence.factor: inf, must be finite"
 )]
-#[case(AdvantagePipeline::rloo().map_sequence(|s| s.clip = Some([1., -1.])), "clip: [1, -1], must be")]
+#[case(AdvantagePipeline::rloo().map_sequence(|s| s.clip = Some([1., -1.])), "sequence.clip: [1, -1], must be")]
 #[case(
     AdvantagePipeline::rloo().map_sequence(|s| s.kl_penalty = Some(KlPenalty::default())),
     "old_log_probs: absent"
 )]
-#[case(AdvantagePipeline::pass_at_k().map_sequence(|s| s.ddof = 3), "ddof: 3, must be 0 or 1")]
+#[case(AdvantagePipeline::pass_at_k().map_sequence(|s| s.ddof = 3), "sequence.ddof: 3, must be 0 or 1")]
 fn missing_tensors_and_invalid_sequence_stages_are_named(
     #[case] pipeline: AdvantagePipeline,
     #[case] expected: &str,
@@ -337,13 +339,13 @@ fn missing_tensors_and_invalid_sequence_stages_are_named(
 )]
 #[case(
     AdvantagePipeline::remax().map_tokens(|t| t.lambda = Some(1.)),
-    "baseline: given, must be none where lambda is given"
+    "tokens.baseline: given, must be none where lambda is given"
 )]
 #[case(
     AdvantagePipeline::reinforce().map_tokens(|t| t.whitening.epsilon = 0.),
-    "whitening.epsilon: 0, must be positive"
+    "tokens.whitening.epsilon: 0, must be positive"
 )]
-#[case(AdvantagePipeline::reinforce().map_tokens(|t| t.whitening.ddof = 2), "whitening.ddof: 2, must be 0 or 1")]
+#[case(AdvantagePipeline::reinforce().map_tokens(|t| t.whitening.ddof = 2), "tokens.whitening.ddof: 2, must be 0 or 1")]
 fn missing_tensors_and_invalid_token_stages_are_named(
     #[case] pipeline: AdvantagePipeline,
     #[case] expected: &str,
@@ -356,7 +358,7 @@ fn missing_tensors_and_invalid_token_stages_are_named(
         assert!(text.starts_with(expected), "{text}");
 
         let short = Tensor::ones((1, 3), DType::U8, device)?;
-        let grpo = AdvantagePipeline::opo();
+        let grpo = experimental::opo();
         let text = message(grpo.estimate(&AdvantageBatch::new(&rewards, 2).response_mask(&short)));
         assert_eq!(
             text,
@@ -511,77 +513,77 @@ fn token_rewards_inside_the_mask_must_be_finite() -> Result<()> {
 
 #[rstest]
 #[case(
-    AdvantageConfig { gamma: Some(7.), ..AdvantageName::Gae.into() },
+    AdvantagePipeline { gamma: Some(7.), ..AdvantageName::Gae.into() },
     "gamma: 7, must be from 0 to 1"
 )]
 #[case(
-    AdvantageConfig { lambda: Some(-1.), ..AdvantageName::Gae.into() },
+    AdvantagePipeline { lambda: Some(-1.), ..AdvantageName::Gae.into() },
     "lambda: -1, must be from 0 to 1"
 )]
 #[case(
-    AdvantageConfig { gamma: Some(f64::NAN), ..AdvantageName::Reinforce.into() },
+    AdvantagePipeline { gamma: Some(f64::NAN), ..AdvantageName::Reinforce.into() },
     "gamma: NaN, must be"
 )]
 #[case(
-    AdvantageConfig { reward_weights: Some(vec![f64::NAN]), ..AdvantageName::Gdpo.into() },
+    AdvantagePipeline { reward_weights: Some(vec![f64::NAN]), ..AdvantageName::Gdpo.into() },
     "reward_weights: weight 0 is NaN"
 )]
 #[case(
-    AdvantageConfig { epsilon: Some(1e-4), ..AdvantageName::Remax.into() },
+    AdvantagePipeline { epsilon: Some(1e-4), ..AdvantageName::Remax.into() },
     "epsilon: given, must be absent for remax"
 )]
 #[case(
-    AdvantageConfig { gamma: Some(0.9), ..AdvantageName::Grpo.into() },
+    AdvantagePipeline { gamma: Some(0.9), ..AdvantageName::Grpo.into() },
     "gamma: given, must be absent for grpo"
 )]
 #[case(
-    AdvantageConfig { lambda: Some(0.9), ..AdvantageName::Reinforce.into() },
+    AdvantagePipeline { lambda: Some(0.9), ..AdvantageName::Reinforce.into() },
     "lambda: given, must be absent for reinforce"
 )]
 #[case(
-    AdvantageConfig { sequence: Some(GroupAdvantage::grpo()), ..AdvantageName::Rloo.into() },
+    AdvantagePipeline { sequence: Some(GroupAdvantage::grpo()), ..AdvantageName::Rloo.into() },
     "sequence: given, must be absent for rloo"
 )]
 #[case(
-    AdvantageConfig { kl_penalty: Some(penalty(f64::NAN)), ..AdvantageName::Grpo.into() },
+    AdvantagePipeline { kl_penalty: Some(penalty(f64::NAN)), ..AdvantageName::Grpo.into() },
     "kl_penalty.coef: NaN, must be finite"
 )]
-#[case(AdvantagePipeline::default().into_config(), "sequence and tokens: both absent")]
+#[case(AdvantageName::Pipeline.into(), "sequence and tokens: both absent")]
 #[case(
-    AdvantagePipeline::rloo().map_sequence(|s| s.epsilon = -1.).into_config(),
+    AdvantagePipeline::rloo().map_sequence(|s| s.epsilon = -1.),
     "sequence.epsilon: -1, must be"
 )]
-#[case(AdvantagePipeline::rloo().map_sequence(|s| s.ddof = 2).into_config(), "sequence.ddof: 2, must be")]
+#[case(AdvantagePipeline::rloo().map_sequence(|s| s.ddof = 2), "sequence.ddof: 2, must be")]
 #[case(
-    AdvantagePipeline::rloo().map_sequence(|s| s.clip = Some([1., -1.])).into_config(),
+    AdvantagePipeline::rloo().map_sequence(|s| s.clip = Some([1., -1.])),
     "sequence.clip: [1, -1], must be"
 )]
 #[case(
-    AdvantagePipeline::grpo().map_sequence(|s| s.baseline = Baseline::None).into_config(),
+    AdvantagePipeline::grpo().map_sequence(|s| s.baseline = Baseline::None),
     "sequence.scale: group with the baseline none"
 )]
 #[case(
     AdvantagePipeline::gdpo()
         .map_sequence(|s| s.normalize = Some(Whitening { ddof: 2, ..Whitening::trl() }))
-        .into_config(),
+        ,
     "sequence.normalize.ddof: 2, must be"
 )]
 #[case(
-    AdvantagePipeline::remax().map_tokens(|t| t.token_reward_clip = Some(-1.)).into_config(),
+    AdvantagePipeline::remax().map_tokens(|t| t.token_reward_clip = Some(-1.)),
     "tokens.token_reward_clip: -1, must be positive"
 )]
 #[case(
-    AdvantagePipeline::remax().map_tokens(|t| t.advantage_clip = Some(0.)).into_config(),
+    AdvantagePipeline::remax().map_tokens(|t| t.advantage_clip = Some(0.)),
     "tokens.advantage_clip: 0, must be positive"
 )]
 #[case(
-    AdvantagePipeline::remax().map_tokens(|t| t.distillation = Some(penalty(f64::NAN))).into_config(),
+    AdvantagePipeline::remax().map_tokens(|t| t.distillation = Some(penalty(f64::NAN))),
     "tokens.distillation.coef: NaN, must be finite"
 )]
 #[case(
     AdvantagePipeline::rloo()
         .map_sequence(|s| s.kl_penalty = Some(KlPenalty { kl: clamped(0.), ..penalty(1.) }))
-        .into_config(),
+        ,
     "sequence.kl_penalty.kl.value_clamp: 0, must be positive"
 )]
 #[case(
@@ -590,7 +592,7 @@ fn token_rewards_inside_the_mask_must_be_finite() -> Result<()> {
             let gradient = KlGradient::ImportanceWeighted { max: 1. };
             t.kl_penalty = Some(KlPenalty { kl: Kl { gradient, ..Kl::default() }, ..penalty(1.) });
         })
-        .into_config(),
+        ,
     "tokens.kl_penalty.kl.gradient: importance_weighted"
 )]
 #[case(
@@ -601,25 +603,15 @@ fn token_rewards_inside_the_mask_must_be_finite() -> Result<()> {
                 ..OptimalTokenBaseline::default()
             });
         })
-        .into_config(),
+        ,
     "tokens.baseline.optimal_token.epsilon: 0, must be positive"
 )]
 fn configurations_are_checked_without_a_batch(
-    #[case] config: AdvantageConfig,
+    #[case] config: AdvantagePipeline,
     #[case] expected: &str,
 ) {
     let text = message(config.validate());
     assert!(text.starts_with(expected), "{text}");
-}
-
-trait IntoConfig {
-    fn into_config(self) -> AdvantageConfig;
-}
-
-impl IntoConfig for AdvantagePipeline {
-    fn into_config(self) -> AdvantageConfig {
-        self.into()
-    }
 }
 
 fn penalty(coef: f64) -> KlPenalty {
@@ -638,8 +630,8 @@ fn clamped(value: f64) -> Kl {
 
 #[test]
 fn the_default_configurations_are_valid() -> Result<()> {
-    AdvantageConfig::default().validate()?;
-    AdvantageConfig::from(AdvantagePipeline::gdpo()).validate()?;
+    AdvantagePipeline::default().validate()?;
+    AdvantagePipeline::gdpo().validate()?;
     RewardShaping::default().validate()?;
     Ok(TokenAdvantage::default().validate()?)
 }

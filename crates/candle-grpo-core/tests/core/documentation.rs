@@ -1,13 +1,17 @@
 //! Doc comments state the defaults of the options.
 
-use candle_grpo_core::advantage::{OptimalTokenBaseline, TeacherWeight};
-use candle_grpo_core::trajectories::Gigpo;
-use candle_grpo_core::{
-    AdvantageConfig, AdvantagePipeline, AdvantageRange, CoefSchedule, CosineLength, CostPenalty,
-    DifficultyPools, DynamicSampling, GroupAdvantage, GroupFilter, Kl, KlPenalty, OverlongPenalty,
-    RepetitionPenalty, RewardNorm, RewardShaping, RunningState, ScoreResampling, SingletonGroup,
-    TokenAdvantage, Whitening,
+use candle_grpo_core::advantage::{
+    DEFAULT_EPSILON, KlPenalty, OptimalTokenBaseline, SingletonGroup, TeacherWeight, Whitening,
 };
+use candle_grpo_core::rewards::{
+    CosineLength, CostPenalty, OverlongPenalty, RepetitionPenalty, RewardNorm, RunningState,
+};
+use candle_grpo_core::schedule::CoefSchedule;
+use candle_grpo_core::selection::{
+    AdvantageRange, DifficultyPools, DynamicSampling, GroupFilter, ScoreResampling,
+};
+use candle_grpo_core::trajectories::Gigpo;
+use candle_grpo_core::{AdvantagePipeline, GroupAdvantage, Kl, RewardShaping, TokenAdvantage};
 use candle_grpo_test_support::{
     assert_defaults_are_documented, defaults_of, other_fields, serialized,
 };
@@ -16,7 +20,6 @@ use serde_json::json;
 #[test]
 fn each_option_states_its_default() {
     let mut defaults = defaults_of![
-        AdvantageConfig,
         AdvantagePipeline,
         AdvantageRange,
         CoefSchedule,
@@ -39,6 +42,7 @@ fn each_option_states_its_default() {
         TokenAdvantage,
         Whitening,
     ];
+    defaults.insert("DEFAULT_EPSILON", json!(DEFAULT_EPSILON));
     defaults.insert(
         "OverlongPenalty",
         other_fields::<OverlongPenalty>(json!({"max_length": 2, "buffer": 1})),

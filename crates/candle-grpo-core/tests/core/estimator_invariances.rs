@@ -4,6 +4,7 @@ use candle_core::{Device, Result, Tensor};
 use candle_grpo_core::advantage::{OptimalTokenBaseline, TokenBaseline};
 use candle_grpo_core::{
     AdvantageBatch, AdvantageEstimator, AdvantagePipeline, GroupAdvantage, Scale, TokenAdvantage,
+    experimental,
 };
 use candle_grpo_test_support::{devices, numbers};
 use proptest::prelude::*;
@@ -144,9 +145,9 @@ fn linear() -> Vec<AdvantagePipeline> {
     vec![
         AdvantagePipeline::dr_grpo(),
         AdvantagePipeline::rloo(),
-        AdvantagePipeline::opo(),
+        experimental::opo(),
         AdvantagePipeline::gpg(),
-        AdvantagePipeline::flash_reinforce(),
+        experimental::flash_reinforce(),
         AdvantagePipeline::remax(),
         AdvantagePipeline::pass_at_k().map_sequence(|s| s.scale = Scale::None),
         AdvantagePipeline::optimal_token_baseline().map_tokens(no_tail),
@@ -158,7 +159,7 @@ fn linear() -> Vec<AdvantagePipeline> {
 fn scale_free() -> Vec<AdvantagePipeline> {
     vec![
         AdvantagePipeline::grpo(),
-        AdvantagePipeline::lite_ppo(),
+        experimental::lite_ppo(),
         AdvantagePipeline::rloo().map_sequence(|s| s.scale = Scale::Group),
         AdvantagePipeline::rloo().map_sequence(|s| s.scale = Scale::Batch),
         AdvantagePipeline::pass_at_k(),
@@ -178,7 +179,7 @@ fn all() -> Vec<AdvantagePipeline> {
     all.extend([
         AdvantagePipeline::gae(0.9, 0.8),
         AdvantagePipeline::gdpo(),
-        AdvantagePipeline::max_rl(),
+        experimental::max_rl(),
         AdvantagePipeline::reinforce_plus_plus().map_tokens(|tokens| tokens.gamma = 0.7),
         AdvantagePipeline::optimal_token_baseline(),
         AdvantagePipeline::multi_turn_optimal_token_baseline(),

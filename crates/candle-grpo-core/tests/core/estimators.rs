@@ -2,13 +2,13 @@
 
 use candle_core::{DType, Device, Result, Tensor};
 use candle_grpo_core::advantage::{
-    BaselinePopulation, MaskedTokens, OptimalTokenBaseline, TokenAlignment, TokenBaseline,
-    Whitening, ZeroSignalScaling,
+    Baseline, BaselinePopulation, KlPenalty, MaskedTokens, OptimalTokenBaseline, SingletonGroup,
+    TokenAlignment, TokenBaseline, Whitening, ZeroSignalScaling,
 };
 use candle_grpo_core::rewards::NonFinite;
 use candle_grpo_core::{
-    AdvantageBatch, AdvantageConfig, AdvantageEstimator, AdvantagePipeline, GroupAdvantage, Kl,
-    KlEstimator, KlPenalty, Scale, SingletonGroup, TokenAdvantage,
+    AdvantageBatch, AdvantageEstimator, AdvantagePipeline, GroupAdvantage, Kl, KlEstimator, Scale,
+    TokenAdvantage, experimental,
 };
 use candle_grpo_test_support::{assert_close, devices, numbers};
 use rstest::rstest;
@@ -23,11 +23,11 @@ const EXAMPLE: [f64; 8] = [0., 1., 0., 1., 1., 0., 0., 0.];
 #[case::grpo(AdvantagePipeline::grpo(), [-0.866023904, 0.866023904, 1.499997, -0.499999])]
 #[case::dr_grpo(AdvantagePipeline::dr_grpo(), [-0.5, 0.5, 0.75, -0.25])]
 #[case::rloo(AdvantagePipeline::rloo(), [-0.666666667, 0.666666667, 1., -0.333333333])]
-#[case::max_rl(AdvantagePipeline::max_rl(), [-0.999998, 0.999998, 2.999988, -0.999996])]
+#[case::max_rl(experimental::max_rl(), [-0.999998, 0.999998, 2.999988, -0.999996])]
 #[case::pass_at_k(AdvantagePipeline::pass_at_k(), [0., 0., 1.999996, 0.])]
 #[case::gpg(AdvantagePipeline::gpg(), [-0.5, 0.5, 0.75, -0.25])]
-#[case::flash(AdvantagePipeline::flash_reinforce(), [-0.375, 0.625, 0.625, -0.375])]
-#[case::opo(AdvantagePipeline::opo(), [-0.5, 0.5, 0.75, -0.25])]
+#[case::flash(experimental::flash_reinforce(), [-0.375, 0.625, 0.625, -0.375])]
+#[case::opo(experimental::opo(), [-0.5, 0.5, 0.75, -0.25])]
 #[case::reinforce(
     AdvantagePipeline::reinforce_plus_plus(), [-0.758288, 1.263813, 1.263813, -0.758288]
 )]
@@ -123,7 +123,7 @@ impl Fixture {
 fn opo_weights_the_baseline_by_length() -> Result<()> {
     for device in devices() {
         let fixture = Fixture::new(device)?;
-        let got = AdvantagePipeline::opo().estimate(&fixture.batch())?;
+        let got = experimental::opo().estimate(&fixture.batch())?;
         let (a, b) = (4. / 9., -5. / 9.);
         assert_close(&numbers(&got.advantages)?, &[a, b, a, b], 1e-12);
     }
@@ -307,7 +307,7 @@ fn the_kl_penalty_is_subtracted_from_the_sequence_reward() -> Result<()> {
                 coef: 2.,
                 kl: Kl::new(KlEstimator::K1),
             }),
-            ..AdvantagePipeline::dr_grpo().sequence.unwrap()
+            ..GroupAdvantage::centered(Baseline::GroupMean)
         };
         // 0.2 for each token: rewards 0.4, -0.2, 0.6, -0.6.
         let got = sequence.estimate(&batch)?.advantages;
@@ -400,10 +400,10 @@ fn published() -> [(&'static str, AdvantagePipeline); 18] {
     [
         ("grpo", P::grpo()),
         ("dr_grpo", P::dr_grpo()),
-        ("lite_ppo", P::lite_ppo()),
+        ("lite_ppo", experimental::lite_ppo()),
         ("rloo", P::rloo()),
-        ("max_rl", P::max_rl()),
-        ("opo", P::opo()),
+        ("max_rl", experimental::max_rl()),
+        ("opo", experimental::opo()),
         ("gpg", P::gpg()),
         ("pass_at_k", P::pass_at_k()),
         ("gdpo", P::gdpo()),
@@ -421,32 +421,32 @@ fn published() -> [(&'static str, AdvantagePipeline); 18] {
         ),
         ("reinforce", P::reinforce()),
         ("reinforce_baseline", P::reinforce_baseline()),
-        ("flash_reinforce", P::flash_reinforce()),
+        ("flash_reinforce", experimental::flash_reinforce()),
     ]
 }
 
 #[test]
 fn every_estimator_has_a_name_and_survives_serde() -> serde_json::Result<()> {
     for (name, pipeline) in published() {
-        let config: AdvantageConfig = serde_json::from_str(&format!(r#"{{"name": "{name}"}}"#))?;
-        assert_eq!(config.pipeline(), pipeline, "{name}");
-        let again: AdvantageConfig = serde_json::from_str(&serde_json::to_string(&config)?)?;
+        let config: AdvantagePipeline = serde_json::from_str(&format!(r#"{{"name": "{name}"}}"#))?;
+        assert_eq!(config.pipeline(), pipeline.pipeline(), "{name}");
+        let again: AdvantagePipeline = serde_json::from_str(&serde_json::to_string(&config)?)?;
         assert_eq!(again, config);
-        let explicit = AdvantageConfig::from(pipeline);
-        let again: AdvantageConfig = serde_json::from_str(&serde_json::to_string(&explicit)?)?;
+        let explicit = pipeline.pipeline();
+        let again: AdvantagePipeline = serde_json::from_str(&serde_json::to_string(&explicit)?)?;
         assert_eq!(again, explicit);
         let unknown = format!(r#"{{"name": "{name}", "epsilom": 1}}"#);
-        let error = serde_json::from_str::<AdvantageConfig>(&unknown).unwrap_err();
+        let error = serde_json::from_str::<AdvantagePipeline>(&unknown).unwrap_err();
         assert!(error.to_string().contains("epsilom"), "{name}: {error}");
     }
-    let default = AdvantageConfig::default();
-    assert_eq!(default.pipeline(), AdvantagePipeline::grpo());
-    let error = serde_json::from_str::<AdvantageConfig>(r#"{"name": "grop"}"#).unwrap_err();
+    let default = AdvantagePipeline::default();
+    assert_eq!(default, AdvantagePipeline::grpo());
+    let error = serde_json::from_str::<AdvantagePipeline>(r#"{"name": "grop"}"#).unwrap_err();
     assert!(error.to_string().contains("grop"), "{error}");
-    let gae: AdvantageConfig = serde_json::from_str(r#"{"name": "gae", "lambda": 0.5}"#)?;
-    assert_eq!(gae.pipeline(), AdvantagePipeline::gae(1., 0.5));
+    let gae: AdvantagePipeline = serde_json::from_str(r#"{"name": "gae", "lambda": 0.5}"#)?;
+    assert_eq!(gae.pipeline(), AdvantagePipeline::gae(1., 0.5).pipeline());
     let unknown = r#"{"name": "pipeline", "sequence": {"epsilom": 1}}"#;
-    assert!(serde_json::from_str::<AdvantageConfig>(unknown).is_err());
+    assert!(serde_json::from_str::<AdvantagePipeline>(unknown).is_err());
     Ok(())
 }
 
@@ -471,11 +471,11 @@ fn options_beside_a_name_are_laid_over_its_stages() -> serde_json::Result<()> {
             tokens.gamma = 0.25;
             tokens.kl_penalty = Some(penalty);
         });
-    let config: AdvantageConfig = serde_json::from_str(text)?;
+    let config: AdvantagePipeline = serde_json::from_str(text)?;
     assert_eq!(config.pipeline(), expected);
     let text = r#"{"name": "opo", "kl_penalty": {"coef": 0.125}}"#;
-    let config: AdvantageConfig = serde_json::from_str(text)?;
-    let expected = AdvantagePipeline::opo().map_sequence(|group| group.kl_penalty = Some(penalty));
+    let config: AdvantagePipeline = serde_json::from_str(text)?;
+    let expected = experimental::opo().map_sequence(|group| group.kl_penalty = Some(penalty));
     assert_eq!(config.pipeline(), expected);
     Ok(())
 }

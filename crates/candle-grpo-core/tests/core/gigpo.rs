@@ -3,12 +3,10 @@
 use std::collections::HashMap;
 
 use candle_core::{Device, Result, Tensor};
-use candle_grpo_core::advantage::BaselinePopulation;
+use candle_grpo_core::advantage::{Baseline, BaselinePopulation, KlPenalty, SingletonGroup};
 use candle_grpo_core::rewards::NonFinite;
 use candle_grpo_core::trajectories::{EpisodePopulation, Gigpo, Steps};
-use candle_grpo_core::{
-    AdvantageBatch, AdvantageEstimator, Baseline, KlPenalty, Scale, SingletonGroup,
-};
+use candle_grpo_core::{AdvantageBatch, AdvantageEstimator, Scale};
 use candle_grpo_test_support::{assert_close, devices, message, numbers};
 use proptest::prelude::*;
 use rstest::rstest;

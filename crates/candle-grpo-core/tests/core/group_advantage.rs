@@ -1,6 +1,7 @@
 use candle_core::{DType, Result, Tensor};
+use candle_grpo_core::advantage::{Baseline, SingletonGroup};
 use candle_grpo_core::rewards::NonFinite;
-use candle_grpo_core::{Baseline, GroupAdvantage, Scale, SingletonGroup};
+use candle_grpo_core::{GroupAdvantage, Scale};
 use candle_grpo_test_support::{assert_close, devices, numbers};
 use rstest::rstest;
 

@@ -1,9 +1,8 @@
 //! Masks: those made from sampled tokens, and the values per sequence that they take.
 
 use candle_core::{Result, Tensor};
-use candle_grpo_core::{
-    AdvantageBatch, AdvantageEstimator, AdvantagePipeline, Advantages, KlPenalty, Mask,
-};
+use candle_grpo_core::advantage::KlPenalty;
+use candle_grpo_core::{AdvantageBatch, AdvantageEstimator, AdvantagePipeline, Advantages, Mask};
 use candle_grpo_test_support::{devices, message};
 use rstest::rstest;
 

@@ -1,11 +1,11 @@
 //! Estimators declare the inputs without which they fail.
 
 use candle_core::{DType, Device, Result, Tensor};
-use candle_grpo_core::advantage::{TeacherWeight, TokenBaseline};
+use candle_grpo_core::advantage::{Baseline, KlPenalty, TeacherWeight, TokenBaseline};
 use candle_grpo_core::inputs::{Input, Inputs};
 use candle_grpo_core::{
-    AdvantageBatch, AdvantageEstimator, AdvantagePipeline, Baseline, GroupAdvantage, KlPenalty,
-    TokenAdvantage,
+    AdvantageBatch, AdvantageEstimator, AdvantagePipeline, GroupAdvantage, TokenAdvantage,
+    experimental,
 };
 use rstest::rstest;
 
@@ -47,7 +47,7 @@ fn without(input: Input) -> Result<AdvantageBatch> {
 #[rstest]
 #[case(AdvantagePipeline::grpo())]
 #[case(AdvantagePipeline::rloo())]
-#[case(AdvantagePipeline::flash_reinforce())]
+#[case(experimental::flash_reinforce())]
 #[case(AdvantagePipeline::reinforce_plus_plus())]
 #[case(AdvantagePipeline::remax())]
 #[case(AdvantagePipeline::gae(1., 0.95))]

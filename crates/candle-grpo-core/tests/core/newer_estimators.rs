@@ -2,12 +2,12 @@
 
 use candle_core::{Device, Result, Tensor};
 use candle_grpo_core::advantage::{RoleBaselines, TeacherWeight};
-use candle_grpo_core::rewards::RewardNorm;
-use candle_grpo_core::{
-    AdvantageBatch, AdvantageEstimator, AdvantageRange, CoefSchedule, CosineLength, CostPenalty,
-    Costs, Decay, DifficultyPools, Groups, NormLevel, RewardShaping, StdCenter, TaskScores,
-    TokenAdvantage,
+use candle_grpo_core::rewards::{
+    CosineLength, CostPenalty, Costs, NormLevel, RewardNorm, StdCenter,
 };
+use candle_grpo_core::schedule::{CoefSchedule, Decay};
+use candle_grpo_core::selection::{AdvantageRange, DifficultyPools, TaskScores};
+use candle_grpo_core::{AdvantageBatch, AdvantageEstimator, Groups, RewardShaping, TokenAdvantage};
 use candle_grpo_test_support::{assert_close, devices, message, numbers};
 use proptest::prelude::*;
 

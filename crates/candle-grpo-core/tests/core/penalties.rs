@@ -1,12 +1,13 @@
 //! KL controllers, penalties, ensembles, resampling, filters and dynamic sampling.
 
 use candle_core::{Device, Result, Tensor};
+use candle_grpo_core::kl::KlController;
 use candle_grpo_core::rewards::{NonFinite, OverlongPenalty, RepetitionPenalty, ScoreEnsemble};
 use candle_grpo_core::selection::{
     DynamicSampling, FilterBatch, GroupFilter, SampleFilter, SamplingDecision, ScoreResampling,
     top_entropy_tokens,
 };
-use candle_grpo_core::{GroupAdvantage, KlController, Mask, RewardShaping};
+use candle_grpo_core::{GroupAdvantage, Mask, RewardShaping};
 use candle_grpo_test_support::{assert_close, devices, message, numbers};
 use rstest::rstest;
 

@@ -1,9 +1,9 @@
 use candle_core::{Result, Tensor, Var};
-use candle_grpo_core::advantage::Whitening;
+use candle_grpo_core::advantage::{KlPenalty, Whitening};
+use candle_grpo_core::kl::KlGradient;
 use candle_grpo_core::rewards::{NormLevel, RewardNorm, RunningMoments};
 use candle_grpo_core::{
-    AdvantageBatch, AdvantageEstimator, Kl, KlEstimator, KlGradient, KlPenalty, Mask,
-    RewardShaping, TokenAdvantage,
+    AdvantageBatch, AdvantageEstimator, Kl, KlEstimator, Mask, RewardShaping, TokenAdvantage,
 };
 use candle_grpo_test_support::{assert_close, devices, gradient, message, numbers};
 use rstest::rstest;

@@ -86,9 +86,10 @@ pub fn api_key(variable: &str) -> Result<String> {
     let key = env::var(variable).ok().filter(|key| !key.is_empty());
     let key = key.ok_or_else(|| Invalid::new("api_key_env", variable, must))?;
     let must = "be the name of an environment variable with visible ASCII characters only";
-    match key.bytes().all(|byte| byte.is_ascii_graphic()) {
-        true => Ok(key),
-        false => Err(Invalid::new("api_key_env", variable, must).into()),
+    if key.bytes().all(|byte| byte.is_ascii_graphic()) {
+        Ok(key)
+    } else {
+        Err(Invalid::new("api_key_env", variable, must).into())
     }
 }
 
@@ -102,9 +103,10 @@ impl JsonClient {
             // A connection that a restarted server has closed is not found out before it is used.
             .max_idle_connections(0)
             .user_agent(concat!("candle-grpo/", env!("CARGO_PKG_VERSION")));
-        let config = match uses_proxy {
-            true => config,
-            false => config.proxy(None),
+        let config = if uses_proxy {
+            config
+        } else {
+            config.proxy(None)
         };
         Self {
             agent: config.build().new_agent(),

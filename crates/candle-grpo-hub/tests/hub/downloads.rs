@@ -391,12 +391,13 @@ fn the_token_is_sent_to_the_hub_alone() {
 #[test]
 fn redirects_within_the_hub_are_followed_with_the_token() {
     let test = Test::with(HubRepository::new("a/new", model(1)).with_token("hf_secret", false));
-    test.server
-        .set_change(|request, reply| match request.target.contains("a/old") {
-            true => Reply::new(307, "")
-                .with_header("location", request.target.replace("a/old", "a/new")),
-            false => reply,
-        });
+    test.server.set_change(|request, reply| {
+        if request.target.contains("a/old") {
+            Reply::new(307, "").with_header("location", request.target.replace("a/old", "a/new"))
+        } else {
+            reply
+        }
+    });
     let hub = Hub {
         token: Some("hf_secret".to_owned()),
         ..test.hub()
@@ -489,11 +490,13 @@ fn busy_and_failing_servers_are_asked_again() {
 fn retry_after_is_waited_for() {
     let test = Test::new();
     let mut first = true;
-    test.server
-        .set_change(move |_, reply| match std::mem::take(&mut first) {
-            true => Reply::new(429, "").with_header("retry-after", 1),
-            false => reply,
-        });
+    test.server.set_change(move |_, reply| {
+        if std::mem::take(&mut first) {
+            Reply::new(429, "").with_header("retry-after", 1)
+        } else {
+            reply
+        }
+    });
     let begun = std::time::Instant::now();
     locate(&test.hub(), "a/b").unwrap();
     assert!(begun.elapsed() >= Duration::from_secs(1));
@@ -502,11 +505,13 @@ fn retry_after_is_waited_for() {
 #[test]
 fn a_server_that_keeps_failing_is_given_up() {
     let test = Test::new();
-    test.server
-        .set_change(|request, reply| match of_weights(request) {
-            true => Reply::new(500, ""),
-            false => reply,
-        });
+    test.server.set_change(|request, reply| {
+        if of_weights(request) {
+            Reply::new(500, "")
+        } else {
+            reply
+        }
+    });
     let error = error(&test.hub(), "a/b");
     assert!(error.is::<TransferError>());
     let error = error.to_string();
@@ -788,9 +793,10 @@ fn progress_counts_each_byte_once() {
     // The file is sent again from its beginning.
     test.server.set_change(move |request, reply| {
         requests += usize::from(of_weights(request));
-        match of_weights(request) && requests < 3 {
-            true => Reply::new(200, bytes(1, 700_000)).cut(),
-            false => reply,
+        if of_weights(request) && requests < 3 {
+            Reply::new(200, bytes(1, 700_000)).cut()
+        } else {
+            reply
         }
     });
     let watch = Watch::default();

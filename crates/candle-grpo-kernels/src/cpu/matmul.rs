@@ -296,9 +296,10 @@ impl<B: Columns> Task<'_, '_, B> {
         let depth = a.columns.div_ceil(parts).max(1).next_multiple_of(unit);
         let parts = a.columns.div_ceil(depth).max(1);
         for index in 0..parts * panels.len() {
-            let (part, number) = match few {
-                true => (index % parts, index / parts),
-                false => (index / panels.len(), index % panels.len()),
+            let (part, number) = if few {
+                (index % parts, index / parts)
+            } else {
+                (index / panels.len(), index % panels.len())
             };
             let inner = part * depth..a.columns.min((part + 1) * depth);
             let words = inner.len().div_ceil(W::NUMBERS);
@@ -311,12 +312,11 @@ impl<B: Columns> Task<'_, '_, B> {
                 None => Panel::pack::<W>(&product.b, columns, &inner, panel, wide),
             };
             W::dispatch(PanelProduct {
-                a: match in_tiles {
-                    true => Rows::InTiles(tiles.get(0..rows.len() * words)),
-                    false => {
-                        let first = rows.start * a.row_stride + inner.start;
-                        Rows::InPlace(&numbers[first.min(numbers.len())..], a.row_stride)
-                    }
+                a: if in_tiles {
+                    Rows::InTiles(tiles.get(0..rows.len() * words))
+                } else {
+                    let first = rows.start * a.row_stride + inner.start;
+                    Rows::InPlace(&numbers[first.min(numbers.len())..], a.row_stride)
                 },
                 rows: rows.len(),
                 shape,
@@ -657,9 +657,10 @@ unsafe fn add_products<S: Simd, W: Word, const R: usize, const V: usize, const T
                     .read_unaligned();
             }
             for row in 0..R {
-                let word = match TILED {
-                    true => first.add(k * R + row),
-                    false => first.byte_add(row * stride).add(k),
+                let word = if TILED {
+                    first.add(k * R + row)
+                } else {
+                    first.byte_add(row * stride).add(k)
                 };
                 let a = simd.splat_f32s(word.read_unaligned());
                 for v in 0..V {

@@ -97,9 +97,10 @@ impl<C: Columns> WithSimd for RunTiles<'_, '_, C> {
             // Blocks that are read from a copy, with zeros to its end: all, or an incomplete last
             // one.
             let whole = left.column_stride == 1 && inner.len() == bf16::NUMBERS * steps * STEP;
-            let copied = match whole {
-                true => rows.end - rows.len() % BLOCK..rows.end,
-                false => rows.clone(),
+            let copied = if whole {
+                rows.end - rows.len() % BLOCK..rows.end
+            } else {
+                rows.clone()
             };
             let copies = copied.len().div_ceil(BLOCK);
             let packed = packed.first(copies * block_len);

@@ -410,9 +410,12 @@ mod tests {
             transpose::<T, W>(&values, stride, columns, &mut panel, depth);
             for (k, row) in panel.chunks_exact(width).enumerate() {
                 for (column, word) in row.iter().enumerate() {
-                    let entry = |k: usize| match column < columns && k < depth {
-                        true => in_word(value(column * stride + k)),
-                        false => in_word(0.0),
+                    let entry = |k: usize| {
+                        if column < columns && k < depth {
+                            in_word(value(column * stride + k))
+                        } else {
+                            in_word(0.0)
+                        }
                     };
                     let k = k * W::NUMBERS;
                     assert_eq!(

@@ -217,9 +217,10 @@ fn recurrent(
                 .map(|(&row, o)| {
                     let at = row as usize * values + head * dim;
                     result[at..at + dim].copy_from_slice(&o);
-                    match std::mem::take(&mut is_new[row as usize]) {
-                        true => of_result[at..at + dim].to_vec(),
-                        false => vec![0.0; dim],
+                    if std::mem::take(&mut is_new[row as usize]) {
+                        of_result[at..at + dim].to_vec()
+                    } else {
+                        vec![0.0; dim]
                     }
                 })
                 .collect();
@@ -280,9 +281,12 @@ fn check(prefixes: &Prefixes, heads: DeltaHeads, inputs: &[Tensor; 3], seed: u64
     let (expected, expected_gradients) = recurrent(&in_f64, heads, prefixes, &numbers(&of_result)?);
     for device in devices() {
         for is_twin in [false, true] {
-            let convert = |x: &Tensor| match is_twin {
-                true => x.to_dtype(DType::F64)?.to_device(device),
-                false => x.to_device(device),
+            let convert = |x: &Tensor| {
+                if is_twin {
+                    x.to_dtype(DType::F64)?.to_device(device)
+                } else {
+                    x.to_device(device)
+                }
             };
             let variables = inputs
                 .iter()
@@ -291,14 +295,16 @@ fn check(prefixes: &Prefixes, heads: DeltaHeads, inputs: &[Tensor; 3], seed: u64
             let [qkv, g, beta] = &variables[..] else {
                 unreachable!()
             };
-            let o = match is_twin {
-                true => composed::gated_delta_rule(qkv, g, beta, heads, &tree)?,
-                false => gated_delta_rule(qkv, g, beta, heads, &tree)?,
+            let o = if is_twin {
+                composed::gated_delta_rule(qkv, g, beta, heads, &tree)?
+            } else {
+                gated_delta_rule(qkv, g, beta, heads, &tree)?
             };
             assert_eq!((o.dims(), o.dtype()), (&shape[..], qkv.dtype()));
-            let tolerance = match is_twin {
-                true => 1e-9,
-                false => 5.0 * rounding(qkv.dtype()),
+            let tolerance = if is_twin {
+                1e-9
+            } else {
+                5.0 * rounding(qkv.dtype())
             };
             assert_close(&numbers(&o)?, &expected, tolerance);
             let store = (&o * convert(&of_result)?)?.sum_all()?.backward()?;

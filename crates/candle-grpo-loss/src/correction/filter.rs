@@ -28,6 +28,7 @@ pub struct RolloutFilter {
 /// A statistic of one token, with `d = old_log_probs - rollout_log_probs`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
+#[non_exhaustive]
 pub enum FilterStatistic {
     /// `d`. Bounds are logarithms of ratios; the mean over a sequence is the logarithm of the
     /// geometric mean of the ratios.
@@ -55,6 +56,7 @@ pub enum FilterStatistic {
 /// The level of a statistic.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
+#[non_exhaustive]
 pub enum FilterLevel {
     /// Each token on its own.
     Token,

@@ -1,7 +1,8 @@
 //! Metrics of the difference between the two policies.
 
 use candle_core::{D, Result, Tensor};
-use candle_grpo_core::{Mask, Metrics, statistics_dtype};
+use candle_grpo_core::dtype::statistics_dtype;
+use candle_grpo_core::{Mask, Metrics};
 
 /// Adds perplexities and chi-square divergences, in the dtype of statistics.
 ///

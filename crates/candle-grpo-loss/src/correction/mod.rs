@@ -7,7 +7,8 @@ mod proximal;
 mod second_moment;
 
 use candle_core::{D, DType, Result, Tensor};
-use candle_grpo_core::{KlEstimator, Mask, Metrics, arithmetic_dtype, statistics_dtype};
+use candle_grpo_core::dtype::{arithmetic_dtype, statistics_dtype};
+use candle_grpo_core::{KlEstimator, Mask, Metrics};
 use serde::{Deserialize, Serialize};
 
 pub use filter::{FilterLevel, FilterStatistic, RolloutFilter};
@@ -117,6 +118,7 @@ impl ImportanceWeight {
 /// The treatment of a weight outside its bounds.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
+#[non_exhaustive]
 pub enum OutOfBounds {
     /// The weight becomes the bound. The default.
     #[default]
@@ -127,6 +129,7 @@ pub enum OutOfBounds {
 
 /// The output of [`RolloutCorrection::compute`].
 #[derive(Debug, Clone)]
+#[non_exhaustive]
 pub struct RolloutWeights {
     /// Weights of the policy term for [`crate::PolicyBatch::importance_weights`].
     ///
@@ -290,9 +293,10 @@ impl RolloutCorrection {
             return Ok(weights);
         }
         // One number for each weight: of tokens, or of sequences.
-        let counted = match weights.dims() == mask.selected().dims() {
-            true => mask.selected().clone(),
-            false => mask.selected().max_keepdim(D::Minus1)?,
+        let counted = if weights.dims() == mask.selected().dims() {
+            mask.selected().clone()
+        } else {
+            mask.selected().max_keepdim(D::Minus1)?
         };
         let statistics = statistics_dtype(weights.device());
         let sum = counted

@@ -1,7 +1,8 @@
 //! The old policy without a forward pass.
 
 use candle_core::{Result, Tensor, bail};
-use candle_grpo_core::{arithmetic_dtype, validate};
+use candle_grpo_core::dtype::arithmetic_dtype;
+use candle_grpo_core::validate;
 use serde::{Deserialize, Serialize};
 
 /// An interpolation between the policy that drew a token and the current one, in place of the old
@@ -24,6 +25,7 @@ use serde::{Deserialize, Serialize};
 /// ```
 #[derive(Debug, Clone, Copy, PartialEq, Default, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case", deny_unknown_fields)]
+#[non_exhaustive]
 pub enum ProximalPolicy {
     /// `(1 - a) roll + a lp`. The default.
     #[default]

@@ -20,9 +20,10 @@ impl Distribution {
         if logits.rank() == 0 || logits.elem_count() == 0 {
             bail!("student_logits: shape {:?}, must be [.., V]", logits.dims());
         }
-        let logits = match temperature == 1. {
-            true => logits.clone(),
-            false => (logits / temperature)?,
+        let logits = if temperature == 1. {
+            logits.clone()
+        } else {
+            (logits / temperature)?
         };
         let statistics = statistics(&logits, None)?;
         Ok(Self {

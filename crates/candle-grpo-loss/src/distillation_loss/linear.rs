@@ -1,24 +1,24 @@
 //! Distillation from hidden states, in chunks of tokens.
 
-use candle_core::{Result, Tensor, Var};
-use candle_grpo_core::{Mask, Metrics, arithmetic_dtype};
+use candle_core::{DType, Result, Tensor, Var};
+use candle_grpo_core::dtype::arithmetic_dtype;
+use candle_grpo_core::{Mask, Metrics};
 use candle_grpo_kernels::{LinearGradients, add_matmul};
 
 use super::output_layer::{products, same_dtype};
+use super::teacher_logits::TeacherRows;
 use super::{DistillationLoss, MASSES, OutputLayer, TeacherLogits, row_width};
 use crate::totals::StepTotals;
 
 /// The largest number of logits of a chunk of [`linear_distillation_loss`]: 2^22, or 2^25 on a GPU,
 /// where a chunk must have many rows to be fast. About ten tensors of a chunk exist at once.
 pub fn logits_of_chunk(on_gpu: bool) -> usize {
-    match on_gpu {
-        true => 1 << 25,
-        false => 1 << 22,
-    }
+    if on_gpu { 1 << 25 } else { 1 << 22 }
 }
 
 /// The output of [`linear_distillation_loss`]. All tensors are detached.
 #[derive(Debug, Clone)]
+#[non_exhaustive]
 pub struct LinearDistillationOutput {
     /// The loss: the contribution of this micro-batch to the step.
     pub loss: Tensor,
@@ -56,80 +56,26 @@ pub fn linear_distillation_loss(
     let mask = Mask::new(response_mask)?;
     let (batch, tokens) = mask.dims()?;
     let device = student.hidden.device();
+    let places = places(&mask)?;
     let dtype = arithmetic_dtype(student.hidden.dtype());
-    let flags = mask.selected().flatten_all()?.to_vec1::<u8>()?;
-    let places: Vec<u32> = (0u32..)
-        .zip(&flags)
-        .filter(|(_, f)| **f != 0)
-        .map(|(i, _)| i)
-        .collect();
-    // The derivative of the loss by the divergence of each token.
-    let none = Var::zeros((batch, tokens), dtype, device)?;
-    let sum = loss.reduce(&none, &mask, totals)?;
-    let slopes = match sum.backward()?.get(&none) {
-        Some(slopes) => slopes.flatten_all()?,
-        None => none.flatten_all()?,
-    };
-
+    let slopes = slopes(
+        loss,
+        &mask,
+        totals,
+        &Var::zeros((batch, tokens), dtype, device)?,
+    )?;
+    let mut pass = Pass::new(loss, *student, dtype, &mask)?;
     let rows = |name: &str, x: &Tensor| {
         let width = row_width(name, x, &mask)?;
         x.detach().reshape((batch * tokens, width))
     };
-    let hidden = rows("student.hidden", student.hidden)?;
-    student.check("student", hidden.dim(1)?)?;
-    let (hidden, weight) = same_dtype(&hidden, student.weight)?;
-    let bias = student.bias.map(|x| x.detach().to_dtype(dtype));
-    let bias = bias.transpose()?.map(|x| Var::from_tensor(&x));
-    let bias = bias.transpose()?;
-    let layer = OutputLayer {
-        bias: bias.as_deref(),
-        ..*student
-    };
-    let zeros = |x: &Tensor| Tensor::zeros(x.shape(), dtype, device);
-    let wanted = |x: &Tensor| x.track_op().then(|| zeros(x)).transpose();
-    let weight_gradient = wanted(student.weight)?;
-    let mut bias_gradient = student.bias.map(wanted).transpose()?.flatten();
     let logits = logits_of_chunk(device.is_cuda());
-    let mut parts = Parts::default();
-    for chunk in places.chunks((logits / weight.dim(0)?).max(1)) {
+    for chunk in places.chunks((logits / pass.weight.dim(0)?).max(1)) {
         let at = Tensor::new(chunk, device)?;
-        let part = hidden.index_select(&at, 0)?;
-        // The graph starts at the products, whose gradient is multiplied here.
-        let products = Var::from_tensor(&products(&part, &weight)?)?;
-        let logits = layer.logits(&products)?;
         let teacher = teacher.rows(|name, x| rows(name, x)?.index_select(&at, 0))?;
-        let compared = loss.compare(&logits, &teacher, None)?;
-        let weighted = (&compared.losses * slopes.index_select(&at, 0)?)?.sum_all()?;
-        let store = weighted.backward()?;
-        if let (Some(sum), Some(gradient)) = (
-            &mut bias_gradient,
-            bias.as_ref().and_then(|bias| store.get(bias)),
-        ) {
-            *sum = (&*sum + gradient.detach())?;
-        }
-        let gradient = match store.get(&products) {
-            Some(gradient) => gradient.detach(),
-            None => products.zeros_like()?,
-        };
-        let gradient = gradient.to_dtype(part.dtype())?;
-        if let Some(sum) = &weight_gradient {
-            add_matmul(sum, &gradient.t()?, &part)?;
-        }
-        if student.hidden.track_op() {
-            let sum = zeros(&part)?;
-            add_matmul(&sum, &gradient, &weight)?;
-            parts.hidden.push(sum);
-        }
-        parts.entropies.push(compared.entropy);
-        parts.losses.push(compared.losses.detach());
-        for (parts, mass) in parts
-            .masses
-            .iter_mut()
-            .zip(compared.masses.into_iter().flatten())
-        {
-            parts.push(mass);
-        }
+        pass.add(&at, &teacher, &slopes.index_select(&at, 0)?)?;
     }
+    let parts = &pass.parts;
     // The row of each place in the chunks. Places outside the mask have a row of zeros at the end.
     let mut rows_of = vec![places.len() as u32; batch * tokens];
     for (row, &place) in (0u32..).zip(&places) {
@@ -150,26 +96,132 @@ pub fn linear_distillation_loss(
             metrics.push_masked_mean(name, &on_tokens(mass)?, &mask)?;
         }
     }
-    let hidden_gradient = match student.hidden.track_op() {
-        false => None,
-        true => {
-            let rows = spread(&parts.hidden, &hidden.dims()[1..])?;
-            let rows = rows.reshape(student.hidden.shape())?;
-            Some(rows.to_dtype(student.hidden.dtype())?)
-        }
+    let hidden_gradient = if student.hidden.track_op() {
+        let rows = spread(&parts.hidden, &pass.hidden.dims()[1..])?;
+        let rows = rows.reshape(student.hidden.shape())?;
+        Some(rows.to_dtype(student.hidden.dtype())?)
+    } else {
+        None
     };
     Ok(LinearDistillationOutput {
         loss: loss.reduce(&losses, &mask, totals)?,
         metrics,
         gradients: LinearGradients {
             hidden: hidden_gradient,
-            weight: weight_gradient,
-            bias: match (student.bias, bias_gradient) {
+            weight: pass.weight_gradient,
+            bias: match (student.bias, pass.bias_gradient) {
                 (Some(bias), Some(sum)) => Some(sum.to_dtype(bias.dtype())?),
                 _ => None,
             },
         },
     })
+}
+
+/// Returns the places of the tokens of the mask in the flattened batch.
+fn places(mask: &Mask) -> Result<Vec<u32>> {
+    let flags = mask.selected().flatten_all()?.to_vec1::<u8>()?;
+    Ok((0u32..)
+        .zip(&flags)
+        .filter(|(_, f)| **f != 0)
+        .map(|(i, _)| i)
+        .collect())
+}
+
+/// Returns the derivative of the loss by the divergence of each token, `[B * T]`. `none` are
+/// divergences `[B, T]` of 0.
+fn slopes(loss: &DistillationLoss, mask: &Mask, totals: &StepTotals, none: &Var) -> Result<Tensor> {
+    let sum = loss.reduce(none, mask, totals)?;
+    match sum.backward()?.get(none) {
+        Some(slopes) => slopes.flatten_all(),
+        None => none.flatten_all(),
+    }
+}
+
+/// The pass over the chunks: the tensors of the student in one dtype, and the sums of gradients.
+struct Pass<'a> {
+    loss: &'a DistillationLoss,
+    student: OutputLayer<'a>,
+    dtype: DType,
+    /// `[B * T, H]`
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Option<Var>,
+    weight_gradient: Option<Tensor>,
+    bias_gradient: Option<Tensor>,
+    parts: Parts,
+}
+
+impl<'a> Pass<'a> {
+    fn new(
+        loss: &'a DistillationLoss,
+        student: OutputLayer<'a>,
+        dtype: DType,
+        mask: &Mask,
+    ) -> Result<Self> {
+        let (batch, tokens) = mask.dims()?;
+        let width = row_width("student.hidden", student.hidden, mask)?;
+        let hidden = student.hidden.detach().reshape((batch * tokens, width))?;
+        student.check("student", width)?;
+        let (hidden, weight) = same_dtype(&hidden, student.weight)?;
+        let bias = student.bias.map(|x| x.detach().to_dtype(dtype));
+        let bias = bias.transpose()?.map(|x| Var::from_tensor(&x));
+        let device = student.hidden.device();
+        let zeros = |x: &Tensor| Tensor::zeros(x.shape(), dtype, device);
+        let wanted = |x: &Tensor| x.track_op().then(|| zeros(x)).transpose();
+        Ok(Self {
+            weight_gradient: wanted(student.weight)?,
+            bias_gradient: student.bias.map(wanted).transpose()?.flatten(),
+            bias: bias.transpose()?,
+            parts: Parts::default(),
+            loss,
+            student,
+            dtype,
+            hidden,
+            weight,
+        })
+    }
+
+    /// Adds the losses and gradients of the tokens at `at`.
+    fn add(&mut self, at: &Tensor, teacher: &TeacherRows, slopes: &Tensor) -> Result<()> {
+        let part = self.hidden.index_select(at, 0)?;
+        // The graph starts at the products, whose gradient is multiplied here.
+        let products = Var::from_tensor(&products(&part, &self.weight)?)?;
+        let layer = OutputLayer {
+            bias: self.bias.as_deref(),
+            ..self.student
+        };
+        let compared = self
+            .loss
+            .compare(&layer.logits(&products)?, teacher, None)?;
+        let weighted = (&compared.losses * slopes)?.sum_all()?;
+        let store = weighted.backward()?;
+        if let (Some(sum), Some(gradient)) = (
+            &mut self.bias_gradient,
+            self.bias.as_ref().and_then(|bias| store.get(bias)),
+        ) {
+            *sum = (&*sum + gradient.detach())?;
+        }
+        let gradient = match store.get(&products) {
+            Some(gradient) => gradient.detach(),
+            None => products.zeros_like()?,
+        };
+        let gradient = gradient.to_dtype(part.dtype())?;
+        if let Some(sum) = &self.weight_gradient {
+            add_matmul(sum, &gradient.t()?, &part)?;
+        }
+        if self.student.hidden.track_op() {
+            let sum = Tensor::zeros(part.shape(), self.dtype, part.device())?;
+            add_matmul(&sum, &gradient, &self.weight)?;
+            self.parts.hidden.push(sum);
+        }
+        self.parts.entropies.push(compared.entropy);
+        self.parts.losses.push(compared.losses.detach());
+        let masses = compared.masses.into_iter().flatten();
+        for (parts, mass) in self.parts.masses.iter_mut().zip(masses) {
+            parts.push(mass);
+        }
+        Ok(())
+    }
 }
 
 /// Results of the chunks, each for its tokens.

@@ -8,7 +8,8 @@ mod teacher_logits;
 mod whole;
 
 use candle_core::{D, DType, Result, Tensor, bail};
-use candle_grpo_core::{Invalid, Kl, Mask, Metrics, arithmetic_dtype};
+use candle_grpo_core::dtype::arithmetic_dtype;
+use candle_grpo_core::{Invalid, Kl, Mask, Metrics};
 use serde::{Deserialize, Serialize};
 
 pub use linear::{LinearDistillationOutput, linear_distillation_loss, logits_of_chunk};
@@ -243,13 +244,12 @@ impl DistillationLoss {
 
     /// The divergence over the whole vocabulary.
     fn whole(&self, student: &Distribution, teacher: &Distribution) -> Result<Tensor> {
-        let divergence = match self.log_prob_floor.is_none() && whole::is_fused(&student.logits) {
-            true => whole::divergence(student, teacher, self.beta)?,
-            false => {
-                let s = self.floored(&student.log_probs()?)?;
-                let t = self.floored(&teacher.log_probs()?)?;
-                self.divergence(&s, &t)?
-            }
+        let divergence = if self.log_prob_floor.is_none() && whole::is_fused(&student.logits) {
+            whole::divergence(student, teacher, self.beta)?
+        } else {
+            let s = self.floored(&student.log_probs()?)?;
+            let t = self.floored(&teacher.log_probs()?)?;
+            self.divergence(&s, &t)?
         };
         self.bounded(divergence, false)
     }

@@ -1,7 +1,7 @@
 //! The layer that turns hidden states into logits.
 
 use candle_core::{DType, Result, Tensor, bail};
-use candle_grpo_core::arithmetic_dtype;
+use candle_grpo_core::dtype::arithmetic_dtype;
 use candle_grpo_core::validate::positive;
 use candle_grpo_kernels::{add_matmul, soft_cap};
 

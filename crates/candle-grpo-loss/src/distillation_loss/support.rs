@@ -11,6 +11,7 @@ use candle_grpo_core::validate::at_least_one;
 /// The compared entries, if the teacher gives logits.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case", deny_unknown_fields)]
+#[non_exhaustive]
 pub enum Support {
     /// The whole vocabulary. The default.
     #[default]
@@ -40,6 +41,7 @@ pub enum Support {
 /// The entries outside the support.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
+#[non_exhaustive]
 pub enum Tail {
     /// One more entry with the probability of all others, so that the divergence is that of coarser
     /// distributions. The default.
@@ -85,9 +87,10 @@ impl Support {
                     );
                 }
                 let sampled = sampled.unsqueeze(D::Minus1)?.to_dtype(DType::U32)?;
-                match teacher_best {
-                    true => Tensor::cat(&[top_k(teacher, 1)?, sampled], D::Minus1)?,
-                    false => sampled,
+                if teacher_best {
+                    Tensor::cat(&[top_k(teacher, 1)?, sampled], D::Minus1)?
+                } else {
+                    sampled
                 }
             }
         };
@@ -172,12 +175,13 @@ impl Entries {
                     Source::Whole(x) => self.others(x)?,
                     Source::Entries(x, vocabulary) => {
                         let mass = entries.exp()?.sum_keepdim(D::Minus1)?;
-                        match x.dim(D::Minus1)? < *vocabulary {
+                        if x.dim(D::Minus1)? < *vocabulary {
                             // The difference is rounded, and others have some probability.
-                            true => (mass.neg()? + 1.)?
+                            (mass.neg()? + 1.)?
                                 .maximum(f64::from(f32::EPSILON))?
-                                .log()?,
-                            false => (mass.zeros_like()? + f64::NEG_INFINITY)?,
+                                .log()?
+                        } else {
+                            (mass.zeros_like()? + f64::NEG_INFINITY)?
                         }
                     }
                 };

@@ -205,8 +205,9 @@ impl Row<'_> {
 
 /// `p (log p - log q)`, 0 for a probability of 0.
 fn term(p: f32, log_p: f32, log_q: f32) -> f64 {
-    match p == 0. {
-        true => 0.,
-        false => f64::from(p) * f64::from(log_p - log_q),
+    if p == 0. {
+        0.
+    } else {
+        f64::from(p) * f64::from(log_p - log_q)
     }
 }

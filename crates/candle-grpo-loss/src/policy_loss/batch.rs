@@ -101,6 +101,7 @@ macro_rules! policy_batch {
 
             $(
                 #[doc = concat!("Sets [`Self::", stringify!($name), "`](field@Self::", stringify!($name), ").")]
+                #[must_use]
                 pub fn $name(mut self, $name: &Tensor) -> Self {
                     self.$name = Some($name.clone());
                     self
@@ -155,9 +156,9 @@ policy_batch! {
     /// Weights of the policy term for samples of another engine, from
     /// [`crate::RolloutCorrection`].
     ///
-    /// `[B, T]`, or `[B, 1]` or `[B]` for one weight per sequence. [`crate::surrogate::Vespo`] and
-    /// [`crate::surrogate::GeometricMean`] use a weight per sequence once, and the product of
-    /// weights per token.
+    /// `[B, T]`, or `[B, 1]` or `[B]` for one weight per sequence.
+    /// [`crate::experimental::Vespo`] and [`crate::surrogate::GeometricMean`] use a weight per
+    /// sequence once, and the product of weights per token.
     importance_weights: Either,
     /// Weight `[B]` of the policy term for each sequence. Denominators do not change: use weights
     /// with a mean of 1 over the step.
@@ -180,8 +181,9 @@ policy_batch! {
     /// Number of tokens of all samples of the prompt of each sequence over the whole step, `[B]`.
     /// [`crate::Aggregation::PromptMeanTokenMean`] requires it.
     prompt_tokens: PerSequence,
-    /// Group `[B]` of each sequence, any number. [`crate::surrogate::GroupContrast`] requires it,
-    /// and all sequences of a group in one batch.
+    /// Group `[B]` of each sequence, any number. A surrogate of
+    /// [`crate::surrogate::LossLevel::Group`] requires it, and all sequences of a group in one
+    /// batch.
     groups: PerSequence,
 }
 
@@ -198,11 +200,13 @@ impl PolicyBatch {
 
     /// Sets the log-probs `[B, T]` under the policy at the start of the update:
     /// [`OldPolicy::Recomputed`].
+    #[must_use]
     pub fn old_log_probs(self, old_log_probs: &Tensor) -> Self {
         self.old_policy(OldPolicy::Recomputed(old_log_probs.clone()))
     }
 
     /// Sets the denominator policy of the ratio.
+    #[must_use]
     pub fn old_policy(mut self, old: OldPolicy) -> Self {
         self.old = old;
         self

@@ -1,8 +1,9 @@
 //! The checked tensors of a batch.
 
 use candle_core::{DType, Result, Tensor, bail};
+use candle_grpo_core::dtype::arithmetic_dtype;
 use candle_grpo_core::inputs::{Input, Inputs};
-use candle_grpo_core::{KlEstimator, Mask, Metrics, arithmetic_dtype};
+use candle_grpo_core::{KlEstimator, Mask, Metrics};
 
 use super::{PolicyBatch, PolicyLoss};
 use crate::importance_level::ImportanceLevel;
@@ -250,9 +251,10 @@ fn per_sequence(x: &Tensor, mask: &Mask) -> Result<Option<Tensor>> {
         [b, 1] if b == batch => x.clone(),
         _ => return Ok(None),
     };
-    match column.device().is_cpu() {
-        true => column.to_device(mask.selected().device()).map(Some),
-        false => Ok(Some(column)),
+    if column.device().is_cpu() {
+        column.to_device(mask.selected().device()).map(Some)
+    } else {
+        Ok(Some(column))
     }
 }
 

@@ -8,6 +8,7 @@ use crate::totals::StepTotals;
 
 /// The output of [`linear_policy_loss`]. All tensors are detached.
 #[derive(Debug, Clone)]
+#[non_exhaustive]
 pub struct LinearPolicyLossOutput {
     /// The loss and its metrics.
     pub output: PolicyLossOutput,

@@ -167,6 +167,7 @@ impl Default for PolicyLoss {
 
 /// The output of [`PolicyLoss::compute`].
 #[derive(Debug, Clone)]
+#[non_exhaustive]
 pub struct PolicyLossOutput {
     /// A scalar with gradient: the contribution of this micro-batch to the loss of the step.
     pub loss: Tensor,

@@ -4,13 +4,11 @@ use candle_grpo_core::{Kl, KlEstimator};
 
 use super::{EmptySequences, PolicyLoss, TeacherTerm};
 use crate::aggregation::Aggregation;
-use crate::correction::RolloutCorrection;
 use crate::importance_level::ImportanceLevel;
 use crate::kl_loss::{BiasCorrection, KlLoss};
 use crate::surrogate::{
-    Clip, ClipCov, DetachedWeight, Divergence, DivergenceMask, DropIf, FutureKl, GeometricMean,
-    GroupContrast, KlCov, Likelihood, MaskedValue, SoftGate, SquaredLogRatio, Surrogate, Topr,
-    Vespo,
+    Clip, ClipCov, DetachedWeight, Divergence, DivergenceMask, DropIf, GeometricMean, KlCov,
+    Likelihood, MaskedValue, SoftGate, SquaredLogRatio, Surrogate, Topr,
 };
 
 impl PolicyLoss {
@@ -63,14 +61,6 @@ impl PolicyLoss {
         }
     }
 
-    /// LUSPO (<https://arxiv.org/abs/2602.05261>): GSPO with each sequence weighted by its length.
-    pub fn luspo() -> Self {
-        Self {
-            aggregation: Aggregation::SeqMeanTokenSum,
-            ..Self::gspo()
-        }
-    }
-
     /// GMPO (<https://arxiv.org/abs/2507.20673>): the geometric mean of ratios clipped to 0.4 in log space.
     pub fn gmpo() -> Self {
         Self::with_surrogate(GeometricMean::default(), Aggregation::SeqMeanTokenMean)
@@ -94,11 +84,6 @@ impl PolicyLoss {
     /// SAPO (<https://arxiv.org/abs/2511.20347>): temperatures 1.0 and 1.05.
     pub fn sapo() -> Self {
         Self::with_surrogate(SoftGate::default(), Aggregation::SeqMeanTokenMean)
-    }
-
-    /// VESPO (<https://arxiv.org/abs/2602.10693>).
-    pub fn vespo() -> Self {
-        Self::with_surrogate(Vespo::default(), Aggregation::TokenMean)
     }
 
     /// GPG (<https://arxiv.org/abs/2504.02546>): the plain policy gradient, equal weight for each token.
@@ -201,26 +186,6 @@ impl PolicyLoss {
         }
     }
 
-    /// FIPO (<https://arxiv.org/abs/2603.19835>): clip-higher, weighted by the drift of the later tokens.
-    pub fn fipo() -> Self {
-        Self::with_surrogate(FutureKl::default(), Aggregation::TokenMean)
-    }
-
-    /// M2PO (<https://arxiv.org/abs/2510.01161>): clip 0.2 on the tokens whose ratio to the sampler has a second moment
-    /// below 0.04.
-    pub fn m2po() -> Self {
-        Self {
-            rollout_correction: Some(RolloutCorrection::m2po(0.04)),
-            ..Self::bnpo()
-        }
-    }
-
-    /// REAL (<https://arxiv.org/abs/2602.05630>): a classification of the sequences of a group. Needs
-    /// [`crate::PolicyBatch::groups`].
-    pub fn real() -> Self {
-        Self::with_surrogate(GroupContrast::default(), Aggregation::PromptMeanTokenMean)
-    }
-
     /// The likelihood of tokens from another source, whatever their advantage.
     pub fn likelihood() -> Self {
         Self::with_surrogate(Likelihood::default(), Aggregation::TokenMean)
@@ -270,7 +235,10 @@ impl PolicyLoss {
         }
     }
 
-    fn with_surrogate(surrogate: impl Into<Surrogate>, aggregation: Aggregation) -> Self {
+    pub(crate) fn with_surrogate(
+        surrogate: impl Into<Surrogate>,
+        aggregation: Aggregation,
+    ) -> Self {
         Self {
             surrogate: surrogate.into(),
             aggregation,

@@ -1,7 +1,8 @@
 //! The teacher term: distillation from the log-probs of a teacher.
 
 use candle_core::{D, Result, Tensor, bail};
-use candle_grpo_core::{Kl, Mask, Metrics, reverse_recurrence};
+use candle_grpo_core::advantage::reverse_recurrence;
+use candle_grpo_core::{Kl, Mask, Metrics};
 use serde::{Deserialize, Serialize};
 
 use super::checked_batch::CheckedBatch;
@@ -48,6 +49,7 @@ pub struct TeacherTerm {
 /// The form of [`TeacherTerm`], with `a = teach - lp`.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case", deny_unknown_fields)]
+#[non_exhaustive]
 pub enum TeacherTermForm {
     /// `coef sg[w a]` is added to the advantage of each token, so that ratio, clip, weights and
     /// masks apply to it. Its expected gradient is that of the reverse KL of the policy from the
@@ -81,6 +83,7 @@ pub enum TeacherTermForm {
 /// The policy whose log-probs are compared with those of the teacher.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
+#[non_exhaustive]
 pub enum Student {
     /// The policy itself. The default.
     #[default]

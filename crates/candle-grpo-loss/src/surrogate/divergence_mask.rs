@@ -12,6 +12,7 @@ use candle_grpo_core::validate::{non_negative, positive};
 /// policy.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
+#[non_exhaustive]
 pub enum Divergence {
     /// `|p - q|`, the binary total variation. The default.
     #[default]
@@ -23,6 +24,7 @@ pub enum Divergence {
 /// The tokens that a [`DivergenceMask`] drops.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
+#[non_exhaustive]
 pub enum DropIf {
     /// The move exceeds the bound in the direction of the advantage: `high` upwards for A > 0,
     /// `low` downwards for A < 0. The default.
@@ -37,6 +39,7 @@ pub enum DropIf {
 /// The value of a [`DivergenceMask`]. The gradient is the same.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
+#[non_exhaustive]
 pub enum MaskedValue {
     /// `-w A log_prob` (DPPO, verl). The default.
     #[default]

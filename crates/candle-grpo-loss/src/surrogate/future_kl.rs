@@ -1,7 +1,8 @@
 //! The clip, weighted by the drift of the later tokens.
 
 use candle_core::{Result, Tensor};
-use candle_grpo_core::{Invalid, reverse_recurrence};
+use candle_grpo_core::Invalid;
+use candle_grpo_core::advantage::reverse_recurrence;
 use serde::{Deserialize, Serialize};
 
 use super::token_loss::{both, full_like, not};

@@ -9,16 +9,16 @@ mod covariance_selection;
 mod custom;
 mod detached_weight;
 mod divergence_mask;
-mod future_kl;
+pub(crate) mod future_kl;
 mod geometric_mean;
-mod group_contrast;
+pub(crate) mod group_contrast;
 mod likelihood;
 mod policy_gradient;
 mod soft_gate;
 mod squared_log_ratio;
 mod token_loss;
 mod topr;
-mod vespo;
+pub(crate) mod vespo;
 
 use candle_core::Result;
 use candle_grpo_core::inputs::Inputs;
@@ -29,16 +29,17 @@ pub use covariance::{ClipCov, KlCov};
 pub use custom::CustomSurrogate;
 pub use detached_weight::{DetachedWeight, UnifiedMask};
 pub use divergence_mask::{Divergence, DivergenceMask, DropIf, MaskedValue};
-pub use future_kl::FutureKl;
 pub use geometric_mean::GeometricMean;
-pub use group_contrast::GroupContrast;
 pub use likelihood::Likelihood;
 pub use policy_gradient::PolicyGradient;
 pub use soft_gate::SoftGate;
 pub use squared_log_ratio::SquaredLogRatio;
 pub use token_loss::{LossLevel, SurrogateInputs, TokenLoss, TokenLosses};
 pub use topr::{PositiveIf, Topr};
-pub use vespo::Vespo;
+
+pub(crate) use future_kl::FutureKl;
+pub(crate) use group_contrast::GroupContrast;
+pub(crate) use vespo::Vespo;
 
 /// Declares [`Surrogate`], its conversions from the options of each variant, and the one match over
 /// it.
@@ -51,6 +52,7 @@ macro_rules! surrogates {
         /// [`Self::GroupContrast`]: they reduce over the sequence themselves.
         #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
         #[serde(rename_all = "snake_case")]
+        #[non_exhaustive]
         pub enum Surrogate {
             /// The plain policy gradient (REINFORCE, GPG).
             #[doc(alias = "GPG")]

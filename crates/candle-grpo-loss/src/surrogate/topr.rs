@@ -11,6 +11,7 @@ use candle_grpo_core::validate::{finite, non_negative};
 /// The definition of a positive sample.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
+#[non_exhaustive]
 pub enum PositiveIf {
     /// An advantage above 0.
     AdvantagePositive,

@@ -1,11 +1,13 @@
 //! Bad input gives an error that names the argument, what it is and what it must be.
 
 use candle_core::{DType, Device, Result, Tensor, Var};
-use candle_grpo_core::{Kl, KlGradient};
+use candle_grpo_core::Kl;
+use candle_grpo_core::kl::KlGradient;
 use candle_grpo_loss::correction::{FilterLevel, FilterStatistic, ImportanceWeight, RolloutFilter};
+use candle_grpo_loss::experimental::{self, FutureKl, GroupContrast, Vespo};
 use candle_grpo_loss::surrogate::{
-    ClipCov, DetachedWeight, DivergenceMask, FutureKl, GeometricMean, GroupContrast, KlCov,
-    PositiveIf, SoftGate, SquaredLogRatio, Topr, Vespo,
+    ClipCov, DetachedWeight, DivergenceMask, GeometricMean, KlCov, PositiveIf, SoftGate,
+    SquaredLogRatio, Topr,
 };
 use candle_grpo_loss::{
     Aggregation, BiasCorrection, Clip, ImportanceLevel, KlLoss, LogProbOptions, Mask, OldPolicy,
@@ -300,7 +302,7 @@ fn a_step_without_a_valid_token_is_an_error() -> Result<()> {
 #[case(with(ClipCov { lower: 5., upper: 1., ..Default::default() }), "surrogate.clip_cov.lower: 5, must be below clip_cov.upper, 1")]
 #[case(with(KlCov { ratio: 0., ..Default::default() }), "surrogate.kl_cov.ratio: 0, must be above 0")]
 #[case(
-    PolicyLoss { importance_level: ImportanceLevel::Sequence, ..PolicyLoss::vespo() },
+    PolicyLoss { importance_level: ImportanceLevel::Sequence, ..experimental::policy_loss::vespo() },
     "importance_level: sequence, must be token with a surrogate that reduces over the sequence"
 )]
 #[case(PolicyLoss { off_policy_threshold: Some(f64::NAN), ..Default::default() }, "off_policy_threshold: NaN")]

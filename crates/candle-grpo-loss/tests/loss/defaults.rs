@@ -1,10 +1,12 @@
 //! Doc comments state the defaults of the options.
 
-use candle_grpo_core::{AdvantageConfig, CoefSchedule, RewardShaping};
+use candle_grpo_core::schedule::CoefSchedule;
+use candle_grpo_core::{AdvantagePipeline, RewardShaping};
 use candle_grpo_loss::correction::{ImportanceWeight, ProximalPolicy, RolloutFilter};
+use candle_grpo_loss::experimental::{FutureKl, GroupContrast, Vespo};
 use candle_grpo_loss::surrogate::{
-    ClipCov, DetachedWeight, DivergenceMask, FutureKl, GeometricMean, GroupContrast, KlCov,
-    Likelihood, SoftGate, SquaredLogRatio, Topr, Vespo,
+    ClipCov, DetachedWeight, DivergenceMask, GeometricMean, KlCov, Likelihood, SoftGate,
+    SquaredLogRatio, Topr,
 };
 use candle_grpo_loss::{
     AdaptiveEntropy, Clip, DistillationLoss, EarlyWeight, Kl, KlLoss, PolicyLoss, PositiveNll,
@@ -20,7 +22,7 @@ use serde_json::json;
 fn each_option_states_its_default() -> serde_json::Result<()> {
     let mut defaults = defaults_of![
         AdaptiveEntropy,
-        AdvantageConfig,
+        AdvantagePipeline,
         Clip,
         ClipCov,
         CoefSchedule,

@@ -5,12 +5,17 @@ use std::collections::BTreeSet;
 use std::path::Path;
 
 use candle_core::{Error, Result};
-use candle_grpo_core::trajectories::Gigpo;
-use candle_grpo_core::{
-    AdvantageConfig, AdvantageRange, CoefSchedule, CosineLength, CostPenalty, DifficultyPools,
-    DynamicSampling, GroupAdvantage, Kl, KlController, OverlongPenalty, RepetitionPenalty,
-    RewardShaping, SampleFilter, ScoreEnsemble, ScoreResampling, TokenAdvantage, Whitening,
+use candle_grpo_core::advantage::Whitening;
+use candle_grpo_core::kl::KlController;
+use candle_grpo_core::rewards::{
+    CosineLength, CostPenalty, OverlongPenalty, RepetitionPenalty, ScoreEnsemble,
 };
+use candle_grpo_core::schedule::CoefSchedule;
+use candle_grpo_core::selection::{
+    AdvantageRange, DifficultyPools, DynamicSampling, SampleFilter, ScoreResampling,
+};
+use candle_grpo_core::trajectories::Gigpo;
+use candle_grpo_core::{AdvantagePipeline, GroupAdvantage, Kl, RewardShaping, TokenAdvantage};
 use candle_grpo_loss::correction::ProximalPolicy;
 use candle_grpo_loss::{
     AdaptiveEntropy, Aggregation, DistillationLoss, KlLoss, PolicyLoss, Recipe, RolloutCorrection,
@@ -77,7 +82,7 @@ fn each_configuration_is_read_as_the_type_that_it_is_shown_for() -> Result<()> {
     for Shown { name, of, text } in &shown {
         let result = match of.as_str() {
             "AdaptiveEntropy" => read::<AdaptiveEntropy>(text),
-            "AdvantageConfig" => read::<AdvantageConfig>(text),
+            "AdvantagePipeline" => read::<AdvantagePipeline>(text),
             "Aggregation" => read::<Aggregation>(text),
             "AdvantageRange" => read::<AdvantageRange>(text),
             "CoefSchedule" => read::<CoefSchedule>(text),
@@ -120,6 +125,8 @@ fn each_preset_is_the_configuration_that_is_shown() -> Result<()> {
     for (name, preset) in presets() {
         let row = shown.iter().find(|row| {
             let constructor = row.name.strip_prefix("PolicyLoss::");
+            let experimental = row.name.strip_prefix("experimental::policy_loss::");
+            let constructor = constructor.or(experimental);
             constructor.is_some_and(|c| c.split('(').next() == Some(name))
         });
         let Some(row) = row else {
@@ -146,26 +153,39 @@ fn text(path: &str) -> Result<String> {
 /// Constructors, presets and rows of the page are one list, and each page counts it.
 #[test]
 fn each_page_counts_the_presets_of_one_list() -> Result<()> {
-    let constructors = |path: &str| -> Result<BTreeSet<String>> {
-        let source = text(path)?;
-        let functions = source.lines().filter_map(|line| {
-            let (name, rest) = line.trim().strip_prefix("pub fn ")?.split_once('(')?;
-            rest.ends_with("-> Self {").then(|| name.to_owned())
-        });
+    let constructors = |stable: &str, experimental: &str| -> Result<BTreeSet<String>> {
+        let folder = "crates/candle-grpo-loss/src";
+        let source = text(&format!("{folder}/{stable}"))?;
+        let experimental = text(&format!("{folder}/experimental/{experimental}"))?;
+        let functions = source
+            .lines()
+            .chain(experimental.lines())
+            .filter_map(|line| {
+                let (name, rest) = line.trim().strip_prefix("pub fn ")?.split_once('(')?;
+                let constructs = ["Self", "PolicyLoss", "Recipe"].map(|x| format!("-> {x} {{"));
+                let constructs = constructs.iter().any(|end| rest.ends_with(end));
+                constructs.then(|| name.to_owned())
+            });
         Ok(functions.collect())
     };
     let page = text("docs/algorithms.md")?;
-    let rows = |start: &str| -> BTreeSet<String> {
-        let cells = page.lines().filter_map(|line| line.strip_prefix(start));
+    let rows = |owner: &str, module: &str| -> BTreeSet<String> {
+        let starts = [
+            format!("| `{owner}::"),
+            format!("| `experimental::{module}::"),
+        ];
+        let cells = page
+            .lines()
+            .filter_map(|line| starts.iter().find_map(|start| line.strip_prefix(start)));
         let names = cells.filter_map(|cell| cell.split(['(', '`']).next());
         names.map(str::to_owned).collect()
     };
-    let losses = constructors("crates/candle-grpo-loss/src/policy_loss/presets.rs")?;
-    assert_eq!(losses, rows("| `PolicyLoss::"));
+    let losses = constructors("policy_loss/presets.rs", "policy_loss.rs")?;
+    assert_eq!(losses, rows("PolicyLoss", "policy_loss"));
     let tested = presets().into_iter().map(|(name, _)| name.to_owned());
     assert_eq!(losses, tested.collect());
-    let recipes = constructors("crates/candle-grpo-loss/src/recipe.rs")?;
-    assert_eq!(recipes, rows("| `Recipe::"));
+    let recipes = constructors("recipe.rs", "recipe.rs")?;
+    assert_eq!(recipes, rows("Recipe", "recipe"));
     // The key `preset` of a configuration file.
     let configuration = text("docs/configuration.md")?;
     let named = configuration
@@ -218,9 +238,10 @@ fn examples_import_their_own_crate_only() -> Result<()> {
         while let Some(folder) = folders.pop() {
             for entry in std::fs::read_dir(folder).map_err(Error::wrap)? {
                 let path = entry.map_err(Error::wrap)?.path();
-                match path.is_dir() {
-                    true => folders.push(path),
-                    false => sources.push(path),
+                if path.is_dir() {
+                    folders.push(path)
+                } else {
+                    sources.push(path)
                 }
             }
         }
@@ -262,12 +283,13 @@ fn the_dependencies_of_the_readme_are_those_of_the_crates() -> Result<()> {
     let mut forwarded = Vec::new();
     for line in dependencies.lines().filter(|line| line.contains('=')) {
         let (name, version) = line.split_once(" = ").expect("a name and a version");
-        match name.starts_with("candle-grpo") {
-            true => assert!(text(&format!("crates/{name}/Cargo.toml"))?.contains("\ncuda = [")),
-            false => assert!(
+        if name.starts_with("candle-grpo") {
+            assert!(text(&format!("crates/{name}/Cargo.toml"))?.contains("\ncuda = ["))
+        } else {
+            assert!(
                 workspace.contains(&format!("\n{name} = {version}\n")),
                 "{line}"
-            ),
+            )
         }
         forwarded.push(format!("\"{name}/cuda\""));
     }

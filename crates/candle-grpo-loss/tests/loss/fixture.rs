@@ -1,10 +1,12 @@
 //! A batch of five sequences, and losses from every corner of the product.
 
 use candle_core::{DType, Device, Result, Tensor, Var};
-use candle_grpo_core::{Kl, KlEstimator, KlGradient};
+use candle_grpo_core::kl::KlGradient;
+use candle_grpo_core::{Kl, KlEstimator};
+use candle_grpo_loss::experimental::{FutureKl, Vespo};
 use candle_grpo_loss::surrogate::{
-    ClipCov, DetachedWeight, Divergence, DivergenceMask, DropIf, FutureKl, GeometricMean, KlCov,
-    Likelihood, MaskedValue, PositiveIf, SoftGate, SquaredLogRatio, Topr, UnifiedMask, Vespo,
+    ClipCov, DetachedWeight, Divergence, DivergenceMask, DropIf, GeometricMean, KlCov, Likelihood,
+    MaskedValue, PositiveIf, SoftGate, SquaredLogRatio, Topr, UnifiedMask,
 };
 use candle_grpo_loss::{
     Aggregation, BiasCorrection, Clip, EmptySequences, ImportanceLevel, KlLoss, MetricValues,

@@ -2,7 +2,8 @@
 
 use candle_core::{Device, Result, Tensor, Var};
 use candle_grpo_loss::correction::{FilterLevel, FilterStatistic, ImportanceWeight, RolloutFilter};
-use candle_grpo_loss::surrogate::{DetachedWeight, Divergence, DivergenceMask, Vespo};
+use candle_grpo_loss::experimental::{self, Vespo};
+use candle_grpo_loss::surrogate::{DetachedWeight, Divergence, DivergenceMask};
 use candle_grpo_loss::{
     Aggregation, Clip, EntropyTokens, ImportanceLevel, PolicyBatch, PolicyLoss, RolloutCorrection,
     StepTotals, Surrogate,
@@ -252,7 +253,7 @@ fn a_sequence_level_correction_gives_one_weight_per_sequence(
         assert_close(&numbers(&weights)?, &expected, 1e-12);
         let vespo = PolicyLoss {
             rollout_correction: Some(correction),
-            ..PolicyLoss::vespo()
+            ..experimental::policy_loss::vespo()
         };
         vespo.validate()?;
     }
@@ -269,7 +270,7 @@ fn vespo_refuses_a_weight_per_segment() {
             }),
             ..Default::default()
         }),
-        ..PolicyLoss::vespo()
+        ..experimental::policy_loss::vespo()
     };
     let error = message(loss.validate());
     assert!(
@@ -304,7 +305,7 @@ fn vespo_clamps_log_ratios_by_the_option(
             log_ratio_clamp: clamp,
             ..PolicyLoss {
                 surrogate: vespo.into(),
-                ..PolicyLoss::vespo()
+                ..experimental::policy_loss::vespo()
             }
         };
         let batch = PolicyBatch::new(&log_probs, &advantages, &mask).old_log_probs(&old);
@@ -385,9 +386,10 @@ fn dppo_counts_bounded_weights_among_kept_tokens(
     let ratio = |i: usize| (x.log_probs[i] - x.old[i]).exp();
     let dropped = |i: usize| {
         let (p, q) = (x.log_probs[i].exp(), x.old[i].exp());
-        let distance = match divergence {
-            Divergence::TotalVariation => (p - q).abs(),
-            Divergence::BinaryKl => binary_kl(q, p),
+        let distance = if divergence == Divergence::BinaryKl {
+            binary_kl(q, p)
+        } else {
+            (p - q).abs()
         };
         distance > bound && (if a(i) > 0. { p > q } else { p < q })
     };

@@ -1,8 +1,10 @@
 //! Gradients against finite differences, in f64.
 
 use candle_core::{DType, Device, Result, Tensor, Var};
-use candle_grpo_core::{Kl, KlEstimator, KlGradient};
-use candle_grpo_loss::surrogate::{GeometricMean, Vespo};
+use candle_grpo_core::kl::KlGradient;
+use candle_grpo_core::{Kl, KlEstimator};
+use candle_grpo_loss::experimental::Vespo;
+use candle_grpo_loss::surrogate::GeometricMean;
 use candle_grpo_loss::{
     Aggregation, Clip, ImportanceLevel, KlLoss, PolicyBatch, PolicyLoss, StepTotals, Surrogate,
 };

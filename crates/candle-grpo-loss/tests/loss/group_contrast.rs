@@ -1,7 +1,8 @@
 //! Losses that compare the sequences of a group, and terms of a teacher.
 
 use candle_core::{Device, Result, Tensor, Var};
-use candle_grpo_loss::surrogate::GroupContrast;
+
+use candle_grpo_loss::experimental::{self, GroupContrast};
 use candle_grpo_loss::{
     EarlyWeight, PolicyBatch, PolicyLoss, StepTotals, Student, TeacherTerm, TeacherTermForm,
 };
@@ -34,7 +35,7 @@ impl Groups {
         let tensor = |x: &[f64]| Tensor::new(x, &self.device);
         let loss = PolicyLoss {
             surrogate: GroupContrast { tau: TAU }.into(),
-            ..PolicyLoss::real()
+            ..experimental::policy_loss::real()
         };
         let batch = PolicyBatch::new(&log_probs, &tensor(&self.advantages)?, &mask)
             .old_log_probs(&Tensor::zeros((5, 3), log_probs.dtype(), &self.device)?)
@@ -165,7 +166,7 @@ fn missing_inputs_are_named() -> Result<()> {
     let distilled = PolicyLoss::on_policy_distillation();
     let error = message(distilled.compute(&batch, &totals));
     assert!(error.starts_with("teacher_log_probs: absent"), "{error}");
-    let error = message(PolicyLoss::real().compute(&batch, &totals));
+    let error = message(experimental::policy_loss::real().compute(&batch, &totals));
     assert!(error.starts_with("groups: absent"), "{error}");
     Ok(())
 }

@@ -2,7 +2,7 @@
 
 use candle_core::Result;
 use candle_grpo_loss::surrogate::Divergence;
-use candle_grpo_loss::{Aggregation, Clip, PolicyLoss, Surrogate};
+use candle_grpo_loss::{Aggregation, Clip, PolicyLoss, Surrogate, experimental};
 use candle_grpo_test_support::devices;
 use rstest::rstest;
 
@@ -16,13 +16,13 @@ pub(crate) fn presets() -> Vec<(&'static str, PolicyLoss)> {
         ("dr_grpo", PolicyLoss::dr_grpo(128.)),
         ("gspo", PolicyLoss::gspo()),
         ("gspo_token", PolicyLoss::gspo_token()),
-        ("luspo", PolicyLoss::luspo()),
+        ("luspo", experimental::policy_loss::luspo()),
         ("gmpo", PolicyLoss::gmpo()),
         ("cispo", PolicyLoss::cispo()),
         ("tis", PolicyLoss::tis()),
         ("topr", PolicyLoss::topr()),
         ("sapo", PolicyLoss::sapo()),
-        ("vespo", PolicyLoss::vespo()),
+        ("vespo", experimental::policy_loss::vespo()),
         ("gpg", PolicyLoss::gpg()),
         ("rloo", PolicyLoss::rloo()),
         ("reinforce_plus_plus", PolicyLoss::reinforce_plus_plus()),
@@ -34,9 +34,9 @@ pub(crate) fn presets() -> Vec<(&'static str, PolicyLoss)> {
         ("deepseek_v3_2", PolicyLoss::deepseek_v3_2(0.01, 0.5)),
         ("prime_rl", PolicyLoss::prime_rl()),
         ("ipo", PolicyLoss::ipo(0.1)),
-        ("fipo", PolicyLoss::fipo()),
-        ("m2po", PolicyLoss::m2po()),
-        ("real", PolicyLoss::real()),
+        ("fipo", experimental::policy_loss::fipo()),
+        ("m2po", experimental::policy_loss::m2po()),
+        ("real", experimental::policy_loss::real()),
         ("likelihood", PolicyLoss::likelihood()),
         (
             "on_policy_distillation",

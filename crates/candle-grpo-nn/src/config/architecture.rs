@@ -477,9 +477,10 @@ impl MapPlan {
     }
 
     fn parameters(&self, prefix: &str, add: &mut impl FnMut(String, Shape, Initial)) {
-        let initial = match self.is_residual {
-            true => Initial::Residual,
-            false => Initial::Normal,
+        let initial = if self.is_residual {
+            Initial::Residual
+        } else {
+            Initial::Normal
         };
         let name = format!("{prefix}{}", self.name);
         if self.bias {
@@ -503,9 +504,10 @@ impl NormPlan {
 
     fn parameters(&self, prefix: &str, add: &mut impl FnMut(String, Shape, Initial)) {
         let name = format!("{prefix}{}.weight", self.name);
-        let initial = match self.is_offset {
-            true => Initial::OneLess,
-            false => Initial::Ones,
+        let initial = if self.is_offset {
+            Initial::OneLess
+        } else {
+            Initial::Ones
         };
         add(name, Shape::from(self.width), initial);
     }

@@ -362,6 +362,7 @@ impl DecoderConfig {
     /// Returns the configuration of a decoder of rows of up to `tokens` tokens. With
     /// [`RopeScaling::LongRope`] it has the frequencies of short rows if they fit; otherwise it is
     /// unchanged.
+    #[must_use]
     pub fn for_rows_of(mut self, tokens: usize) -> Self {
         if let RopeScaling::LongRope {
             original_max_position_embeddings: original,

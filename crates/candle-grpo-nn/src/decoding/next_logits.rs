@@ -79,10 +79,11 @@ impl Decoder {
         cache: &mut PagedCache,
     ) -> Result<(Tensor, Option<Tensor>)> {
         self.check_new(new, cache)?;
-        match self.output_weight().device().is_cpu() {
+        if self.output_weight().device().is_cpu() {
             // On a thread of the pool, an operator starts without waking one.
-            true => rayon::scope(|_| self.step(new, cache)),
-            false => self.step(new, cache),
+            rayon::scope(|_| self.step(new, cache))
+        } else {
+            self.step(new, cache)
         }
     }
 
@@ -147,9 +148,10 @@ impl Decoder {
         let x = self.embed(&ids_and_positions.get(0)?)?.detach();
         let (mut x, mut change, routers) = self.run_blocks(x, &pass)?;
         let experts: Vec<_> = routers.iter().map(|router| &router.chosen).collect();
-        let experts = match experts.is_empty() {
-            true => None,
-            false => Some(Tensor::cat(&experts, 1)?),
+        let experts = if experts.is_empty() {
+            None
+        } else {
+            Some(Tensor::cat(&experts, 1)?)
         };
         if n > last.len() {
             let last = Tensor::new(last, device)?;

@@ -129,6 +129,7 @@ impl PagedCache {
     ///
     /// Steps that copy from the host, as those of models with experts or states do, run without a
     /// recording. Other devices have none.
+    #[must_use]
     pub fn with_recorded_steps(mut self) -> Self {
         self.record_steps();
         self
@@ -315,9 +316,10 @@ impl PagedCache {
     pub fn reserve(&mut self, positions: &[usize]) -> Result<()> {
         let pages: usize = positions.iter().map(|new| new.div_ceil(PAGE)).sum();
         let wanted = pages_for(self.pages_in_use() + pages);
-        match wanted > self.holders.len() {
-            true => self.grow(wanted),
-            false => Ok(()),
+        if wanted > self.holders.len() {
+            self.grow(wanted)
+        } else {
+            Ok(())
         }
     }
 

@@ -111,6 +111,7 @@ impl Decoder {
     /// Sets whether [`LanguageModel::record`] keeps only the input of each block and computes the
     /// block again in the backward pass. This holds the activations of one block instead of
     /// all, for about a third more time.
+    #[must_use]
     pub fn with_activation_checkpointing(mut self, on: bool) -> Self {
         self.activation_checkpointing = on;
         self

@@ -24,9 +24,10 @@ impl DecoderConfig {
         let blocks = self.architecture().blocks;
         let of_block = |block: &BlockPlan| block.recorded(hidden);
         let most = blocks.iter().map(of_block).max().unwrap_or(0);
-        let kept: usize = match activation_checkpointing {
-            true => blocks.len() * hidden + most,
-            false => blocks.iter().map(of_block).sum(),
+        let kept: usize = if activation_checkpointing {
+            blocks.len() * hidden + most
+        } else {
+            blocks.iter().map(of_block).sum()
         };
         // The gradients of one channel mixer and of the hidden states, while a block is computed.
         let channel = |block: &BlockPlan| block.mlp.mixer.inner();

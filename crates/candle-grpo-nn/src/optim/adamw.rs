@@ -400,9 +400,10 @@ impl AdamW {
         let (Some(parameter), Some(gradient)) = (parameters.get(name), gradients.get(name)) else {
             bail!("{name}: no variable or no gradient, must have both");
         };
-        let weight_decay = match self.config.decay.applies(name, parameter) {
-            true => self.config.weight_decay,
-            false => 0.0,
+        let weight_decay = if self.config.decay.applies(name, parameter) {
+            self.config.weight_decay
+        } else {
+            0.0
         };
         Ok((
             parameter,

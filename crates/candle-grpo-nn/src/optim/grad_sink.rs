@@ -95,8 +95,9 @@ impl<'a> GradSink<'a> {
 
 /// Returns `gradient` in a dtype that is added to `sum`: its own, unless one of both is f64.
 fn addend(sum: &Tensor, gradient: &Tensor) -> Result<Tensor> {
-    match sum.dtype() == arithmetic_dtype(gradient.dtype()) {
-        true => Ok(gradient.clone()),
-        false => gradient.to_dtype(sum.dtype()),
+    if sum.dtype() == arithmetic_dtype(gradient.dtype()) {
+        Ok(gradient.clone())
+    } else {
+        gradient.to_dtype(sum.dtype())
     }
 }

@@ -95,9 +95,10 @@ impl Drop for Reduction {
 fn reduce(shard: &Shard, scatter: bool, buckets: &Receiver<Vec<Tensor>>) -> Result<()> {
     let collective = &shard.0;
     while let Ok(bucket) = buckets.recv() {
-        match scatter {
-            true => shard.start_reduce_scatter_sum(&bucket)?,
-            false => collective.start_all_reduce_sum(&bucket.iter().collect::<Vec<_>>())?,
+        if scatter {
+            shard.start_reduce_scatter_sum(&bucket)?
+        } else {
+            collective.start_all_reduce_sum(&bucket.iter().collect::<Vec<_>>())?
         }
     }
     collective.finish()

@@ -96,9 +96,10 @@ pub(crate) fn converted(tensor: &Tensor, dtype: DType) -> Result<Tensor> {
 
 /// Checks that a floating-point tensor has no NaN and no infinity, as stored and in f32.
 pub(crate) fn check_finite(tensor: &Tensor) -> Result<()> {
-    match tensor.dtype().is_float() && !all_finite(tensor)? {
-        true => bail!("a NaN or an infinity in f32, must be finite"),
-        false => Ok(()),
+    if tensor.dtype().is_float() && !all_finite(tensor)? {
+        bail!("a NaN or an infinity in f32, must be finite")
+    } else {
+        Ok(())
     }
 }
 

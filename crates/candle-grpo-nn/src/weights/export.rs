@@ -51,9 +51,10 @@ impl<'a> Export<'a> {
     /// The weights `parameters` in their dtype; in f32 if some are blocks of quantized numbers.
     pub fn new(parameters: &'a Parameters) -> Self {
         let mut weights = parameters.iter();
-        let dtype = match weights.any(|(_, weight)| weight.dtype() == DType::U8) {
-            true => DType::F32,
-            false => parameters.dtype(),
+        let dtype = if weights.any(|(_, weight)| weight.dtype() == DType::U8) {
+            DType::F32
+        } else {
+            parameters.dtype()
         };
         Self {
             parameters,
@@ -70,6 +71,7 @@ impl<'a> Export<'a> {
     }
 
     /// The same weights in another floating-point type.
+    #[must_use]
     pub fn in_dtype(self, dtype: DType) -> Self {
         Self { dtype, ..self }
     }
@@ -137,9 +139,10 @@ impl<'a> Export<'a> {
 
     /// The parameter that the tensor `name` is made from.
     fn source<'n>(&self, name: &'n str) -> &'n str {
-        match name == OUTPUT && self.has_output_copy {
-            true => EMBEDDING,
-            false => name,
+        if name == OUTPUT && self.has_output_copy {
+            EMBEDDING
+        } else {
+            name
         }
     }
 

@@ -102,9 +102,10 @@ impl StoredTensor {
         let mut file = self.file.lock();
         file.seek(SeekFrom::Start(self.start))?;
         let copied = io::copy(&mut (&mut *file).take(self.length as u64), out)?;
-        match copied == self.length as u64 {
-            true => Ok(()),
-            false => Err(io::ErrorKind::UnexpectedEof.into()),
+        if copied == self.length as u64 {
+            Ok(())
+        } else {
+            Err(io::ErrorKind::UnexpectedEof.into())
         }
     }
 

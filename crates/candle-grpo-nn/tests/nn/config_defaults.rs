@@ -35,9 +35,10 @@ impl Change {
         let mut config = whole.clone();
         let (key, outer) = self.path.split_last().unwrap();
         let inner = outer.iter().fold(&mut config, |at, key| &mut at[key]);
-        match self.is_null {
-            true => inner[key] = Value::Null,
-            false => drop(inner.as_object_mut().unwrap().remove(key)),
+        if self.is_null {
+            inner[key] = Value::Null
+        } else {
+            drop(inner.as_object_mut().unwrap().remove(key))
         }
         config
     }

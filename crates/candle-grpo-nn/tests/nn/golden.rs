@@ -429,9 +429,10 @@ fn gradients(suite: Suite) -> Result<()> {
             let padded = case.tensors(&format!("{file}.safetensors"))?;
             // f64 takes the composed path of every operator. A GPU is slow at it, and the five
             // steps of `adamw_steps` contain it.
-            let dtypes = match device().is_cpu() {
-                true => &[DType::F32, DType::F64][..],
-                false => &[DType::F32],
+            let dtypes = if device().is_cpu() {
+                &[DType::F32, DType::F64][..]
+            } else {
+                &[DType::F32]
             };
             for &dtype in dtypes {
                 let parameters = case.parameters()?.to_dtype(dtype)?;

@@ -3,8 +3,8 @@
 use std::collections::BTreeMap;
 
 use anyhow::{Result, ensure};
+use candle_grpo_core::selection::{DifficultyPools, TaskScores};
 use candle_grpo_core::validate::check;
-use candle_grpo_core::{DifficultyPools, TaskScores};
 
 use crate::random::{generator, uniform};
 

@@ -4,7 +4,7 @@ use std::collections::HashSet;
 use std::path::PathBuf;
 
 use anyhow::{Context, Result, ensure};
-use candle_grpo_core::DifficultyPools;
+use candle_grpo_core::selection::DifficultyPools;
 use candle_grpo_core::validate::check;
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};

@@ -124,9 +124,10 @@ impl EnvironmentConfig {
         let (limits, template) = (self.limits.clone(), model.chat_template.as_ref());
         let environments =
             Environments::new(factory, limits, &model.tokenizer, template, stop_token_ids)?;
-        Ok(match self.special_tokens_in_text {
-            true => environments.with_special_tokens_in_text(),
-            false => environments,
+        Ok(if self.special_tokens_in_text {
+            environments.with_special_tokens_in_text()
+        } else {
+            environments
         })
     }
 }

@@ -116,6 +116,7 @@ impl Environments {
     /// Lets texts and messages of environments have special tokens by name. Environments that pass
     /// on text from outside, such as pages or outputs of commands, must not allow it: the text
     /// could end its message and begin another one.
+    #[must_use]
     pub fn with_special_tokens_in_text(mut self) -> Self {
         self.conversation.allow_special_tokens();
         self

@@ -8,7 +8,7 @@ use std::time::Instant;
 
 use anyhow::{Context, Result, anyhow, bail, ensure};
 use candle_core::Device;
-use candle_grpo_core::TaskScores;
+use candle_grpo_core::selection::TaskScores;
 use candle_grpo_nn::{ModelConfig, Parameters};
 
 use super::TrainerState;

@@ -25,7 +25,8 @@ impl<C: ModelConfig> Trainer<C> {
     }
 
     /// Takes part in a checkpoint or [`Self::save_state`] of rank 0. With
-    /// [`TrainConfig::sharded_optimizer`](crate::TrainConfig::sharded_optimizer) all other ranks must call it meanwhile.
+    /// [`TrainConfig::sharded_optimizer`](crate::TrainConfig::sharded_optimizer) all other ranks
+    /// must call it meanwhile.
     pub fn take_part_in_checkpoint(&self) -> Result<()> {
         self.models.take_part_in_save()
     }

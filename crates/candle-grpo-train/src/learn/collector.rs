@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use anyhow::{Context, Result};
-use candle_grpo_core::{DynamicSampling, SamplingDecision, TaskScores};
+use candle_grpo_core::selection::{DynamicSampling, SamplingDecision, TaskScores};
 use candle_grpo_nn::ModelConfig;
 use tokenizers::Tokenizer;
 

@@ -1,7 +1,7 @@
 //! Demonstrations that the policy learns from beside its rewards.
 
 use anyhow::Result;
-use candle_grpo_core::CoefSchedule;
+use candle_grpo_core::schedule::CoefSchedule;
 use candle_grpo_core::validate::{at_least_one, unit_interval};
 use candle_grpo_loss::surrogate::Likelihood;
 use serde::de::Error as _;
@@ -21,7 +21,7 @@ use candle_grpo_base::within;
 /// A step that would be skipped trains on the demonstrations alone.
 ///
 /// ```
-/// use candle_grpo_core::{CoefSchedule, Decay};
+/// use candle_grpo_core::schedule::{CoefSchedule, Decay};
 /// use candle_grpo_train::learn::DemonstrationConfig;
 ///
 /// let config = DemonstrationConfig {
@@ -121,9 +121,10 @@ impl Demonstrations {
 
     /// The share in the loss of the policy in step `step`: 0 while only the critic trains.
     pub(super) fn share(&self, config: &TrainConfig, step: usize) -> f64 {
-        match config.only_critic_trains(step) {
-            true => 0.,
-            false => self.config.coef.at(step),
+        if config.only_critic_trains(step) {
+            0.
+        } else {
+            self.config.coef.at(step)
         }
     }
 

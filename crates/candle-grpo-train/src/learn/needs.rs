@@ -1,10 +1,11 @@
 //! The inputs that an algorithm needs, and the models that compute them.
 
 use anyhow::{Result, ensure};
-use candle_grpo_core::advantage::ComponentOrder;
+use candle_grpo_core::AdvantageEstimator;
+use candle_grpo_core::advantage::{ComponentOrder, SingletonGroup};
 use candle_grpo_core::inputs::{Input, Inputs};
+use candle_grpo_core::rewards::NormLevel;
 use candle_grpo_core::validate::check;
-use candle_grpo_core::{AdvantageEstimator, NormLevel, SingletonGroup};
 use candle_grpo_loss::Recipe;
 
 use super::TrainConfig;

@@ -4,7 +4,8 @@ use std::sync::Arc;
 
 use anyhow::{Context, Result, ensure};
 use candle_grpo_collective::{Alone, Collective};
-use candle_grpo_core::{AdvantageEstimator, DifficultyPools, TaskScores};
+use candle_grpo_core::AdvantageEstimator;
+use candle_grpo_core::selection::{DifficultyPools, TaskScores};
 use candle_grpo_loss::TokenLoss;
 use candle_grpo_loss::surrogate::LossLevel;
 use candle_grpo_nn::{DecoderConfig, ModelConfig, Parameters};

@@ -4,7 +4,10 @@ use std::collections::BTreeMap;
 
 use anyhow::{Context, Result, anyhow, bail, ensure};
 use candle_core::{Device, Tensor};
-use candle_grpo_core::{GroupAdvantage, GroupSummary, NonFinite, TaskScores, statistics_dtype};
+use candle_grpo_core::GroupAdvantage;
+use candle_grpo_core::dtype::statistics_dtype;
+use candle_grpo_core::rewards::NonFinite;
+use candle_grpo_core::selection::{GroupSummary, TaskScores};
 use serde::{Deserialize, Serialize};
 
 use super::step_metrics::RewardStatistics;

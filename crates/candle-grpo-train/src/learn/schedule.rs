@@ -1,7 +1,7 @@
 //! The learning-rate schedule.
 
 use anyhow::Result;
-use candle_grpo_core::Decay;
+use candle_grpo_core::schedule::Decay;
 use candle_grpo_core::validate::{check, unit_interval};
 use serde::{Deserialize, Serialize};
 

@@ -1,9 +1,11 @@
 //! The settings of a training run.
 
 use anyhow::Result;
+use candle_grpo_core::AdvantageEstimator as _;
 use candle_grpo_core::inputs::Input;
+use candle_grpo_core::kl::KlController;
+use candle_grpo_core::selection::{SampleFilter, ScoreResampling};
 use candle_grpo_core::validate as check;
-use candle_grpo_core::{AdvantageEstimator as _, KlController, SampleFilter, ScoreResampling};
 use candle_grpo_loss::surrogate::LossLevel;
 use candle_grpo_loss::{AdaptiveEntropy, EntropyTokens, Recipe, TokenLoss};
 use candle_grpo_nn::{AdamWConfig, BaseWeights, ComputeDType, LoraConfig};
@@ -264,7 +266,7 @@ impl TrainConfig {
         self.optimizer
             .validate()
             .map_err(|error| within("optimizer", error.into()))?;
-        self.validate_old_log_probs(needs)?;
+        self.validate_old_log_probs()?;
         self.validate_controllers()?;
         self.validate_reference(needs)?;
         self.validate_critic(needs)?;
@@ -354,7 +356,7 @@ impl TrainConfig {
         Ok(())
     }
 
-    fn validate_old_log_probs(&self, needs: Needs) -> Result<()> {
+    fn validate_old_log_probs(&self) -> Result<()> {
         let refuse = |value: &str, must: &str| check::check(false, "old_log_probs", value, must);
         if self.recipe.policy_loss.rollout_correction.is_some()
             && self.old_log_probs != OldLogProbs::Recompute

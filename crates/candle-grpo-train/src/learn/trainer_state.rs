@@ -1,7 +1,9 @@
 //! The state of a run in memory.
 
 use crate::TrainConfig;
-use candle_grpo_core::{KlController, RunningState, TaskScores};
+use candle_grpo_core::kl::KlController;
+use candle_grpo_core::rewards::RunningState;
+use candle_grpo_core::selection::TaskScores;
 use candle_grpo_loss::AdaptiveEntropy;
 use serde::{Deserialize, Serialize};
 

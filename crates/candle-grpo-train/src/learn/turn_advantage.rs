@@ -2,10 +2,9 @@
 
 use anyhow::{Context, Result};
 use candle_core::{DType, Device, Tensor};
+use candle_grpo_core::dtype::statistics_dtype;
 use candle_grpo_core::trajectories::{Gigpo, Steps};
-use candle_grpo_core::{
-    AdvantageBatch, AdvantageEstimator, Advantages, GroupAdvantage, statistics_dtype,
-};
+use candle_grpo_core::{AdvantageBatch, AdvantageEstimator, Advantages, GroupAdvantage};
 use serde::{Deserialize, Serialize};
 
 use super::rollout_groups::RolloutGroups;

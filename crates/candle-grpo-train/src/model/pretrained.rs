@@ -98,9 +98,10 @@ impl Pretrained {
     ///
     /// Returns an error as [`Self::load`] does for weights, except for values that are not finite.
     pub fn check_weights(&self, path: &Path) -> Result<()> {
-        let checked = match path.is_dir() {
-            true => Parameters::check_folder(&self.model, path),
-            false => Gguf::open(path).and_then(|file| file.check_parameters()),
+        let checked = if path.is_dir() {
+            Parameters::check_folder(&self.model, path)
+        } else {
+            Gguf::open(path).and_then(|file| file.check_parameters())
         };
         checked.with_context(|| format!("loading {}", path.display()))
     }
@@ -304,12 +305,13 @@ impl Pretrained {
 
     /// Returns `sampling` with the stop tokens of the model, unless it already has some.
     pub fn sampling(&self, sampling: SamplingConfig) -> SamplingConfig {
-        match sampling.stop_token_ids.is_empty() {
-            true => SamplingConfig {
+        if sampling.stop_token_ids.is_empty() {
+            SamplingConfig {
                 stop_token_ids: self.special_tokens.stop_token_ids.clone(),
                 ..sampling
-            },
-            false => sampling,
+            }
+        } else {
+            sampling
         }
     }
 
@@ -383,12 +385,11 @@ impl Pretrained {
         if let Some(template) = &self.chat_template {
             let named = |(name, source)| json!({"name": name, "template": source});
             let mut named: Vec<Value> = template.named().map(named).collect();
-            config["chat_template"] = match named.is_empty() {
-                true => json!(template.source()),
-                false => {
-                    named.insert(0, json!({"name": DEFAULT, "template": template.source()}));
-                    Value::Array(named)
-                }
+            config["chat_template"] = if named.is_empty() {
+                json!(template.source())
+            } else {
+                named.insert(0, json!({"name": DEFAULT, "template": template.source()}));
+                Value::Array(named)
             };
         }
         config
@@ -405,9 +406,10 @@ fn gguf_chat_template(metadata: &BTreeMap<String, GgufValue>) -> Result<Option<C
         Some((name.to_owned(), value.as_str()?.to_owned()))
     });
     let sources: BTreeMap<String, String> = sources.collect();
-    match sources.contains_key(DEFAULT) {
-        true => Ok(Some(chat_template(sources, GGUF_CHAT_TEMPLATE)?)),
-        false => Ok(None),
+    if sources.contains_key(DEFAULT) {
+        Ok(Some(chat_template(sources, GGUF_CHAT_TEMPLATE)?))
+    } else {
+        Ok(None)
     }
 }
 

@@ -27,12 +27,15 @@ pub(crate) fn tokenizer_from_json(json: &[u8]) -> Result<Tokenizer> {
     }
     ensure_few_pieces(&value["post_processor"]).context("post_processor")?;
     let read = Tokenizer::from_bytes(json);
-    let mut tokenizer = read.map_err(|error| match error.is::<serde_json::Error>() {
-        true => anyhow!(
-            "must be a file of Hugging Face tokenizers; its model has the type {}",
-            value["model"]["type"]
-        ),
-        false => anyhow!("{error}"),
+    let mut tokenizer = read.map_err(|error| {
+        if error.is::<serde_json::Error>() {
+            anyhow!(
+                "must be a file of Hugging Face tokenizers; its model has the type {}",
+                value["model"]["type"]
+            )
+        } else {
+            anyhow!("{error}")
+        }
     })?;
     tokenizer.with_padding(None);
     let removed = tokenizer.with_truncation(None);

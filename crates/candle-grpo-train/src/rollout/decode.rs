@@ -64,9 +64,10 @@ pub fn answer_text(
     let is_special = || Ok::<_, anyhow::Error>(without_special_tokens(&[last], tokenizer)? != name);
     let stops = sampling.stop_token_ids.contains(&last)
         || !name.starts_with("</") && sampling.stop_strings.contains(&name);
-    match stops && is_special()? {
-        true => decode_tokens(before, tokenizer),
-        false => decode_tokens(tokens, tokenizer),
+    if stops && is_special()? {
+        decode_tokens(before, tokenizer)
+    } else {
+        decode_tokens(tokens, tokenizer)
     }
 }
 

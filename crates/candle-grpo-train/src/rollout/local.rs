@@ -190,6 +190,7 @@ impl<C: ModelConfig> LocalGenerator<C> {
     /// ([`Decoding::record_steps`]). By default they are not.
     ///
     /// **No other thread may use the GPU** while a generator with recorded steps generates.
+    #[must_use]
     pub fn with_recorded_steps(self, records_steps: bool) -> Self {
         Self {
             records_steps,

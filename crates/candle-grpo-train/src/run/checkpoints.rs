@@ -63,9 +63,10 @@ impl Checkpoints {
 
     /// Removes what a killed program has left, which takes space on a full disk.
     pub(super) fn remove_leftovers(&self) -> Result<()> {
-        match self.folder.is_dir() {
-            true => Ok(atomic_file::remove_leftovers(&self.folder)?),
-            false => Ok(()),
+        if self.folder.is_dir() {
+            Ok(atomic_file::remove_leftovers(&self.folder)?)
+        } else {
+            Ok(())
         }
     }
 

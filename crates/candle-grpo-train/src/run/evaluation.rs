@@ -110,9 +110,10 @@ pub fn evaluate<C: ModelConfig>(
 ) -> Result<Evaluation> {
     let prompts: Vec<&Prompt> = prompts.iter().collect();
     let share = sampler.share(prompts.len());
-    let own = match share.is_empty() && !prompts.is_empty() {
-        true => Vec::new(),
-        false => evaluate_part(
+    let own = if share.is_empty() && !prompts.is_empty() {
+        Vec::new()
+    } else {
+        evaluate_part(
             sampler,
             &prompts,
             share,
@@ -120,7 +121,7 @@ pub fn evaluate<C: ModelConfig>(
             reward,
             tokenizer,
             stream,
-        )?,
+        )?
     };
     let all = sampler.ranks().gather(own)?.concat();
     ensure_some_worked(all.iter().map(|(_, failure)| failure.as_deref()))?;

@@ -123,6 +123,7 @@ impl RunInputs {
     }
 
     /// Adds the digests of the demonstrations of the run.
+    #[must_use]
     pub fn with_demonstrations(self, rows: &[RowDigest]) -> Self {
         Self {
             demonstrations: Some(PromptDigests::new(rows)),
@@ -132,6 +133,7 @@ impl RunInputs {
 
     /// Adds the commits of the repositories of the hub that the run reads, by
     /// [their names](HubName::repository).
+    #[must_use]
     pub fn with_hub_commits(self, hub: BTreeMap<String, String>) -> Self {
         Self { hub, ..self }
     }
@@ -238,15 +240,14 @@ impl PromptDigests {
             return Some("the training rows have another order".to_owned());
         }
         let beginning = rows.get(..self.count).map(Self::new);
-        Some(
-            match beginning.is_some_and(|beginning| beginning == *self) {
-                true => format!("{} training rows were added", now.count - self.count),
-                false => format!(
-                    "the training rows are other ones ({}, now {})",
-                    self.count, now.count
-                ),
-            },
-        )
+        Some(if beginning.is_some_and(|beginning| beginning == *self) {
+            format!("{} training rows were added", now.count - self.count)
+        } else {
+            format!(
+                "the training rows are other ones ({}, now {})",
+                self.count, now.count
+            )
+        })
     }
 }
 

@@ -6,7 +6,7 @@ use std::path::Path;
 
 use anyhow::{Context, Result, bail, ensure};
 use candle_core::{Device, Tensor, safetensors};
-use candle_grpo_core::TaskScores;
+use candle_grpo_core::selection::TaskScores;
 use candle_grpo_nn::weights::text_model;
 use candle_grpo_nn::{ComputeDType, Lora, ModelConfig, Parameters, all_finite, atomic_file};
 use serde::{Deserialize, Serialize};
@@ -90,10 +90,11 @@ impl<C: ModelConfig> Models<C> {
         if let Some(adapters) = self.actor.adapters() {
             let policy = self.weights(0).export();
             for (name, base) in self.actor.parameters().iter() {
-                match adapters.adapts(name) {
+                if adapters.adapts(name) {
                     // A product of finite adapters may overflow.
-                    true => ensure_finite(&policy.tensor(name)?, name, "merged ")?,
-                    false => ensure_finite(base, name, "")?,
+                    ensure_finite(&policy.tensor(name)?, name, "merged ")?
+                } else {
+                    ensure_finite(base, name, "")?
                 }
             }
         }
@@ -229,9 +230,10 @@ impl<C: ModelConfig> Models<C> {
         }
         match self.actor.adapters() {
             None => {
-                let file = match folder.join(POLICY).exists() {
-                    true => POLICY,
-                    false => WEIGHTS,
+                let file = if folder.join(POLICY).exists() {
+                    POLICY
+                } else {
+                    WEIGHTS
                 };
                 let weights = match self.model.decoder() {
                     Some(decoder) => text_model(decoder, read(file)?),

@@ -1,7 +1,7 @@
 //! The settings of supervised training.
 
 use anyhow::Result;
-use candle_grpo_core::Decay;
+use candle_grpo_core::schedule::Decay;
 use candle_grpo_core::validate as check;
 use candle_grpo_loss::PolicyLoss;
 use candle_grpo_nn::{AdamWConfig, BaseWeights, ComputeDType, LoraConfig};

@@ -20,9 +20,10 @@ pub fn marked_text(row: &Sequence, tokenizer: &Tokenizer, max_tokens: usize) -> 
         let tokens = &all[start..start + run.len()];
         start += run.len();
         let piece = decode_tokens(tokens, tokenizer)?;
-        match run[0] {
-            true => text.extend(["⟦", piece.as_str(), "⟧"]),
-            false => text.push_str(&piece),
+        if run[0] {
+            text.extend(["⟦", piece.as_str(), "⟧"])
+        } else {
+            text.push_str(&piece)
         }
     }
     if shown < all.len() {

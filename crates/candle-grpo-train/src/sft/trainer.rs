@@ -114,6 +114,7 @@ impl SftTrainer {
     }
 
     /// Sets the receiver of progress, which can also cancel steps.
+    #[must_use]
     pub fn with_progress(mut self, progress: Arc<dyn Progress>) -> Self {
         self.set_progress(progress);
         self
@@ -262,6 +263,7 @@ impl SftTrainer {
     }
 
     /// Takes the digest of the initial weights from `inputs`, which belong to the same model.
+    #[must_use]
     pub fn with_inputs(mut self, inputs: &RunInputs) -> Self {
         if let Some(sha256) = &inputs.parameters {
             self.models.base_sha256 = sha256.clone().into();

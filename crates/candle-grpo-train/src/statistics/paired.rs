@@ -70,20 +70,21 @@ pub fn compare_paired(a: &[f64], b: &[f64]) -> Result<PairedComparison> {
     let a_better = pairs().filter(|(a, b)| a > b).count();
     let b_better = pairs().filter(|(a, b)| b > a).count();
     let moments = Moments::new(&differences);
-    let (test, interval, p_value) = match are_binary(a) && are_binary(b) {
-        true => (
+    let (test, interval, p_value) = if are_binary(a) && are_binary(b) {
+        (
             PairedTest::McnemarExact,
             Some(bonett_price(a_better, b_better, a.len())?),
             Some(mcnemar(a_better, b_better)?),
-        ),
-        false => match moments.standard_error {
+        )
+    } else {
+        match moments.standard_error {
             Some(error) => (
                 PairedTest::PairedT,
                 Some(t_interval(moments.mean, error, a.len())?),
                 Some(t_test(moments.mean, error, a.len())?),
             ),
             None => (PairedTest::PairedT, None, None),
-        },
+        }
     };
     Ok(PairedComparison {
         prompts: a.len(),

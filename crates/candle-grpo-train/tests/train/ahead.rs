@@ -7,9 +7,9 @@ use std::sync::{Arc, Mutex};
 
 use anyhow::{Result, bail, ensure};
 use candle_core::Device;
-use candle_grpo_core::{
-    AdvantageBatch, AdvantageEstimator, AdvantageName, AdvantagePipeline, Advantages, GroupFilter,
-};
+use candle_grpo_core::advantage::AdvantageName;
+use candle_grpo_core::selection::GroupFilter;
+use candle_grpo_core::{AdvantageBatch, AdvantageEstimator, AdvantagePipeline, Advantages};
 use candle_grpo_loss::correction::ImportanceWeight;
 use candle_grpo_loss::{Recipe, RolloutCorrection};
 use candle_grpo_nn::{LoraConfig, Parameters};
@@ -462,9 +462,12 @@ fn greedy_baselines_are_those_of_the_kept_groups() {
     // The first group has equal rewards.
     let order = ShuffledOrder::new(5, config.sampling.seed).unwrap();
     let dropped = order.slice(0, 1)[0];
-    let reward = move |sample: &Sample| match sample.columns["row"] == dropped {
-        true => 0.5,
-        false => digest(sample),
+    let reward = move |sample: &Sample| {
+        if sample.columns["row"] == dropped {
+            0.5
+        } else {
+            digest(sample)
+        }
     };
     let mut trainer = trainer_of(TrainerParts {
         generator: Some(recorder.clone()),
@@ -479,9 +482,10 @@ fn greedy_baselines_are_those_of_the_kept_groups() {
 fn once(stream: u64, fault: fn(&dyn Progress) -> Result<()>) -> Arc<Recorder> {
     let failed = AtomicBool::new(false);
     Recorder::new(move |now, progress| {
-        match now == stream && !failed.swap(true, Ordering::SeqCst) {
-            true => fault(progress),
-            false => Ok(()),
+        if now == stream && !failed.swap(true, Ordering::SeqCst) {
+            fault(progress)
+        } else {
+            Ok(())
         }
     })
 }

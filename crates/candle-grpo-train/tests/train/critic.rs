@@ -2,7 +2,8 @@
 
 use crate::common::{max_difference, model, parameters, sampling, share_of_a, trainer};
 use candle_core::Tensor;
-use candle_grpo_core::{AdvantageConfig, AdvantageName};
+use candle_grpo_core::AdvantagePipeline;
+use candle_grpo_core::advantage::AdvantageName;
 use candle_grpo_loss::{PolicyLoss, Recipe, StepTotals, ValueLoss};
 use candle_grpo_nn::AdamWConfig;
 use candle_grpo_test_support::device;
@@ -160,7 +161,7 @@ fn an_input_that_a_critic_lacks_is_named() {
         absent.starts_with("critic: absent, must be given"),
         "{absent}"
     );
-    let surplus = error(|config| config.recipe.advantage = AdvantageConfig::default());
+    let surplus = error(|config| config.recipe.advantage = AdvantagePipeline::default());
     assert!(
         surplus.starts_with("critic: given, must be absent"),
         "{surplus}"

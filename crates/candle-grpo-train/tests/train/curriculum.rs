@@ -3,7 +3,7 @@
 use std::collections::BTreeSet;
 use std::sync::{Arc, Mutex};
 
-use candle_grpo_core::{DifficultyPools, GroupFilter};
+use candle_grpo_core::selection::{DifficultyPools, GroupFilter};
 use candle_grpo_loss::correction::ImportanceWeight;
 use candle_grpo_loss::{Recipe, RolloutCorrection};
 use candle_grpo_test_support::{on_ranks, stay_on_cpu};

@@ -309,7 +309,7 @@ fn what_a_custom_model_lacks_is_an_error_at_once(
 
 fn with_critic() -> TrainConfig {
     let mut config = config();
-    config.recipe.advantage = candle_grpo_core::AdvantageName::Gae.into();
+    config.recipe.advantage = candle_grpo_core::advantage::AdvantageName::Gae.into();
     config.critic = Some(CriticConfig::default());
     config
 }

@@ -1,6 +1,6 @@
 //! Demonstrations beside rewards.
 
-use candle_grpo_core::{CoefSchedule, Decay};
+use candle_grpo_core::schedule::{CoefSchedule, Decay};
 use candle_grpo_loss::surrogate::Likelihood;
 use candle_grpo_nn::{DecoderConfig, LoraConfig, Parameters};
 use candle_grpo_test_support::{device, stay_on_cpu};

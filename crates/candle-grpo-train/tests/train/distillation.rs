@@ -255,9 +255,10 @@ fn the_steps_of_ranks_are_those_of_one_rank(#[case] best: bool, #[case] loss: Di
     let build = || {
         let mut config = config(loss);
         config.recipe.policy_loss.loss_coef = 1.;
-        let teacher: Arc<dyn Teacher> = match best {
-            true => Arc::new(self::best(2)),
-            false => Arc::new(teacher()),
+        let teacher: Arc<dyn Teacher> = if best {
+            Arc::new(self::best(2))
+        } else {
+            Arc::new(teacher())
         };
         TrainerParts {
             teacher: Some(teacher),

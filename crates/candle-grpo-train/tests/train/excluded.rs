@@ -1,10 +1,9 @@
 //! Completions without a score.
 
 use anyhow::Result;
-use candle_grpo_core::advantage::BaselinePopulation;
-use candle_grpo_core::{
-    AdvantageName, AdvantagePipeline, GroupAdvantage, GroupFilter, SampleFilter, ScoreResampling,
-};
+use candle_grpo_core::advantage::{AdvantageName, BaselinePopulation};
+use candle_grpo_core::selection::{GroupFilter, SampleFilter, ScoreResampling};
+use candle_grpo_core::{AdvantagePipeline, GroupAdvantage, experimental};
 use candle_grpo_loss::{KlLoss, Recipe};
 use candle_grpo_train::rewards::{
     EnsembleReward, RewardFaults, Score, ScoreFailure, WeightedRewards,
@@ -65,7 +64,7 @@ fn assert_equal(a: &Trainer, b: &Trainer) {
 #[rstest]
 #[case::grpo(with_advantage(AdvantagePipeline::grpo()))]
 #[case::leave_one_out(with_advantage(AdvantagePipeline::rloo()))]
-#[case::batch(with_advantage(AdvantagePipeline::lite_ppo()))]
+#[case::batch(with_advantage(experimental::lite_ppo()))]
 #[case::two_stages(with_advantage(AdvantagePipeline::reinforce_plus_plus_baseline()))]
 #[case::tokens(with_advantage(AdvantagePipeline::reinforce_plus_plus()))]
 #[case::critic({

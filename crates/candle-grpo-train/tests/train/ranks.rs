@@ -5,10 +5,12 @@ use std::sync::{Arc, Mutex};
 
 use anyhow::Result;
 use candle_grpo_collective::Collective;
-use candle_grpo_core::{AdvantageConfig, AdvantageName, NormLevel, RewardNorm, RewardShaping};
+use candle_grpo_core::advantage::AdvantageName;
+use candle_grpo_core::rewards::{NormLevel, RewardNorm};
+use candle_grpo_core::{AdvantagePipeline, RewardShaping};
 use candle_grpo_loss::correction::ImportanceWeight;
 use candle_grpo_loss::surrogate::{ClipCov, KlCov, Surrogate};
-use candle_grpo_loss::{Aggregation, KlLoss, PolicyLoss, Recipe, RolloutCorrection};
+use candle_grpo_loss::{Aggregation, KlLoss, PolicyLoss, Recipe, RolloutCorrection, experimental};
 use candle_grpo_nn::{DecoderConfig, LoraConfig, Parameters};
 use candle_grpo_test_support::{cases, device, on_ranks, stay_on_cpu};
 use candle_grpo_train::rollout::{Deliver, GenerationBatch, LocalGenerator, PolicyWeights};
@@ -112,7 +114,7 @@ fn surrogate(surrogate: impl Into<Surrogate>) -> Recipe {
 }
 
 fn advantage(name: &str) -> Recipe {
-    let advantage: AdvantageConfig = serde_json::from_str(name).unwrap();
+    let advantage: AdvantagePipeline = serde_json::from_str(name).unwrap();
     Recipe {
         advantage,
         ..Recipe::default()
@@ -123,7 +125,7 @@ fn advantage(name: &str) -> Recipe {
 #[case::grpo(Recipe::grpo())]
 #[case::gspo(Recipe::gspo())]
 #[case::dapo_with_dynamic_sampling(Recipe::dapo(8, 4))]
-#[case::batch_scaled_advantages(Recipe::lite_ppo())]
+#[case::batch_scaled_advantages(experimental::recipe::lite_ppo())]
 #[case::whitening(Recipe::reinforce_plus_plus_baseline())]
 #[case::kl_in_the_reward(Recipe::reinforce_plus_plus(0.01))]
 #[case::clip_cov(surrogate(ClipCov::default()))]

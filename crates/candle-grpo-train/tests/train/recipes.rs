@@ -7,10 +7,13 @@ use crate::common::{
     trainer, trainer_of,
 };
 use candle_core::Tensor;
+use candle_grpo_core::advantage::{AdvantageName, KlPenalty};
+use candle_grpo_core::kl::KlController;
+use candle_grpo_core::rewards::{CostPenalty, OverlongPenalty};
+use candle_grpo_core::selection::{GroupFilter, SampleFilter, ScoreResampling};
 use candle_grpo_core::{
-    AdvantageBatch, AdvantageConfig, AdvantageEstimator, AdvantageName, AdvantagePipeline,
-    Advantages, CostPenalty, GroupFilter, KlController, KlPenalty, OverlongPenalty, RewardShaping,
-    SampleFilter, ScoreResampling, TokenAdvantage,
+    AdvantageBatch, AdvantageEstimator, AdvantagePipeline, Advantages, RewardShaping,
+    TokenAdvantage,
 };
 use candle_grpo_loss::correction::{FilterLevel, FilterStatistic, ImportanceWeight, RolloutFilter};
 use candle_grpo_loss::surrogate::{
@@ -18,7 +21,7 @@ use candle_grpo_loss::surrogate::{
 };
 use candle_grpo_loss::{
     AdaptiveEntropy, Aggregation, EntropyTokens, KlLoss, PolicyLoss, PositiveNll, Recipe,
-    RolloutCorrection,
+    RolloutCorrection, experimental,
 };
 use candle_grpo_test_support::device;
 use candle_grpo_train::learn::{OldLogProbs, Reference, ReferenceRefresh, Teacher};
@@ -42,7 +45,7 @@ fn with_loss(policy_loss: PolicyLoss) -> TrainConfig {
     })
 }
 
-fn with_advantage(advantage: impl Into<AdvantageConfig>) -> TrainConfig {
+fn with_advantage(advantage: impl Into<AdvantagePipeline>) -> TrainConfig {
     config(Recipe {
         advantage: advantage.into(),
         ..Recipe::default()
@@ -55,13 +58,13 @@ fn every_published_recipe_trains(
         Recipe::grpo(),
         Recipe::dapo(8, 4),
         Recipe::dr_grpo(8.),
-        Recipe::lite_ppo(),
+        experimental::recipe::lite_ppo(),
         Recipe::gspo(),
-        Recipe::luspo(),
+        experimental::recipe::luspo(),
         Recipe::gmpo(),
         Recipe::cispo(),
         Recipe::sapo(),
-        Recipe::vespo(),
+        experimental::recipe::vespo(),
         Recipe::gpg(),
         Recipe::rloo(),
         Recipe::reinforce_plus_plus(0.01),
@@ -72,8 +75,8 @@ fn every_published_recipe_trains(
         Recipe::twinkle(),
         Recipe::openrlhf(),
         Recipe::prime_rl(),
-        Recipe::fipo(),
-        Recipe::m2po(),
+        experimental::recipe::fipo(),
+        experimental::recipe::m2po(),
         Recipe::gkd()
     )]
     recipe: Recipe,
@@ -117,7 +120,7 @@ fn every_named_advantage_without_a_critic_trains(
     )]
     name: &str,
 ) {
-    let advantage: AdvantageConfig = serde_json::from_str(name).unwrap();
+    let advantage: AdvantagePipeline = serde_json::from_str(name).unwrap();
     let metrics = trainer(share_of_a, with_advantage(advantage))
         .step()
         .unwrap();
@@ -539,7 +542,7 @@ fn a_teacher_has_the_micro_batches_of_the_policy() {
 
 #[test]
 fn a_loss_of_a_group_needs_whole_groups() {
-    let config = with_loss(PolicyLoss::real());
+    let config = with_loss(experimental::policy_loss::real());
     let error = config.validate().unwrap_err();
     assert!(
         format!("{error:#}").contains("micro_batch_size: 5, must hold whole groups"),
@@ -751,7 +754,7 @@ fn controllers_change_their_coefficients() {
     let error = config.validate().unwrap_err().to_string();
     assert!(error.starts_with("adaptive_entropy: "), "{error}");
     config.adaptive_entropy = None;
-    config.recipe.advantage = AdvantageConfig::default();
+    config.recipe.advantage = AdvantagePipeline::default();
     let error = config.validate().unwrap_err().to_string();
     assert!(error.starts_with("reward_kl: "), "{error}");
 }

@@ -9,10 +9,12 @@ use crate::common::{
     self, digest, max_difference, model, parameters, pretrained, prompts, tokenizer, trainer,
     trainer_of, without_seconds,
 };
-use candle_grpo_core::{
-    AdvantageBatch, AdvantageEstimator, AdvantageName, AdvantagePipeline, Advantages, Decay,
-    GroupFilter, KlController, NormLevel, ScoreResampling,
-};
+use candle_grpo_core::advantage::AdvantageName;
+use candle_grpo_core::kl::KlController;
+use candle_grpo_core::rewards::NormLevel;
+use candle_grpo_core::schedule::Decay;
+use candle_grpo_core::selection::{GroupFilter, ScoreResampling};
+use candle_grpo_core::{AdvantageBatch, AdvantageEstimator, AdvantagePipeline, Advantages};
 use candle_grpo_loss::{AdaptiveEntropy, KlLoss, Recipe};
 use candle_grpo_nn::{LoraConfig, Parameters};
 use candle_grpo_test_support::device;

@@ -8,7 +8,9 @@ use crate::common::{
     tokenizer, try_trainer, without_seconds,
 };
 use anyhow::Result;
-use candle_grpo_core::{AdvantageConfig, GroupFilter, SingletonGroup};
+use candle_grpo_core::AdvantagePipeline;
+use candle_grpo_core::advantage::SingletonGroup;
+use candle_grpo_core::selection::GroupFilter;
 use candle_grpo_loss::Recipe;
 use candle_grpo_nn::AdamWConfig;
 use candle_grpo_train::learn::{LearningRateSchedule, OldLogProbs};
@@ -306,9 +308,9 @@ fn groups_of_one_are_fine_with_a_policy_for_them() {
     let config = TrainConfig {
         num_generations: 1,
         recipe: Recipe {
-            advantage: AdvantageConfig {
+            advantage: AdvantagePipeline {
                 single_sample: Some(SingletonGroup::Raw),
-                ..AdvantageConfig::default()
+                ..AdvantagePipeline::default()
             },
             ..Recipe::grpo()
         },

@@ -75,18 +75,22 @@ pub(super) fn convert(from: &Path, to: &Path, options: Options) -> Result<(), Ex
         let name = dtype.and_then(|dtype| dtype.to_possible_value());
         let name = name.as_ref().map_or("", |value| value.get_name());
         let to = to.display();
-        return Err(Exit::Config(match is_file {
-            true => format!("--dtype: {name}, must be f32, f16 or q8_0 for the GGUF file {to}"),
-            false => format!(
+        return Err(Exit::Config(if is_file {
+            format!("--dtype: {name}, must be f32, f16 or q8_0 for the GGUF file {to}")
+        } else {
+            format!(
                 "--dtype: {name}, must be f32, bf16 or f16 for a Hugging Face folder; {to} does not end in .gguf"
-            ),
+            )
         }));
     };
     let source = load::model_file(from, &Console::new(false))?;
     let from = model_path(&source).map_err(|error| Exit::Model(format!("{error:#}")))?;
-    let check = || match is_file {
-        true => check_file(&from, to, force),
-        false => check_folder(&from, to, force),
+    let check = || {
+        if is_file {
+            check_file(&from, to, force)
+        } else {
+            check_folder(&from, to, force)
+        }
     };
     check()?;
     if let Some(adapters) = RunDir::adapter_folder(&from)

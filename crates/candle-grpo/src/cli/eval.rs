@@ -114,16 +114,17 @@ fn eval(
         let sampler = load::sampler(&pretrained, config.sampler.clone(), dtype, &console)?;
         // A server with a fixed policy is evaluated itself. Another one would have to receive the
         // weights first.
-        let generator = match run.train.rollout.is_fixed_policy() {
-            true => engine(
+        let generator = if run.train.rollout.is_fixed_policy() {
+            engine(
                 &run.train.rollout,
                 sampler.config(),
                 &pretrained,
                 &RunDir::engine_weights(&run.run_dir),
                 &[],
                 false,
-            )?,
-            false => None,
+            )?
+        } else {
+            None
         };
         let mut sampler = match generator {
             Some(generator) => sampler.with_generator(generator),
@@ -143,9 +144,12 @@ fn eval(
     };
     let answered = answer();
     console.finish();
-    let (evaluation, metrics) = answered.map_err(|error| match error.is::<Interrupted>() {
-        true => Exit::Interrupted("Nothing was written.".to_owned()),
-        false => Exit::Run(format!("{error:#}")),
+    let (evaluation, metrics) = answered.map_err(|error| {
+        if error.is::<Interrupted>() {
+            Exit::Interrupted("Nothing was written.".to_owned())
+        } else {
+            Exit::Run(format!("{error:#}"))
+        }
     })?;
     console.print(&format!("{:20} {}", "answers", evaluation.samples.len()))?;
     for (name, value) in metrics {

@@ -51,9 +51,10 @@ impl Exit {
 
     /// Returns the exit of the data of a suite that cannot be read, or cannot be downloaded.
     pub(super) fn from_suite(error: anyhow::Error) -> Self {
-        match error.is::<Interrupted>() || error.is::<TransferError>() {
-            true => Self::from_hub(error),
-            false => Self::from_data(error),
+        if error.is::<Interrupted>() || error.is::<TransferError>() {
+            Self::from_hub(error)
+        } else {
+            Self::from_data(error)
         }
     }
 
@@ -74,9 +75,10 @@ impl Exit {
     /// Returns the exit of a run that ended with `error`, with a hint how to go on.
     pub(super) fn from_run(error: anyhow::Error, hint: String) -> Self {
         let message = format!("{error:#}\n{hint}");
-        match error.is::<NotFinite>() {
-            true => Self::NotFinite(message),
-            false => Self::Run(message),
+        if error.is::<NotFinite>() {
+            Self::NotFinite(message)
+        } else {
+            Self::Run(message)
         }
     }
 

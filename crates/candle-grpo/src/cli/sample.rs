@@ -244,9 +244,12 @@ pub(super) fn sample(arguments: SampleArguments) -> Result<(), Exit> {
     pretrained.model = pretrained.model.for_rows_of(row);
     let answered = answer(&arguments, sampling, &prompt, &pretrained, &console);
     console.finish();
-    let rollouts = answered.map_err(|error| match error.is::<Interrupted>() {
-        true => Exit::Interrupted("No answer is complete.".to_owned()),
-        false => Exit::Run(format!("{error:#}")),
+    let rollouts = answered.map_err(|error| {
+        if error.is::<Interrupted>() {
+            Exit::Interrupted("No answer is complete.".to_owned())
+        } else {
+            Exit::Run(format!("{error:#}"))
+        }
     })?;
     for (i, (rollout, text)) in rollouts.iter().enumerate() {
         if arguments.json {
@@ -269,9 +272,10 @@ fn base(arguments: &SampleArguments, run: Option<&RunConfig>) -> SamplingConfig 
     let length = length.or(of_run.map(|sampler| sampler.max_new_tokens));
     SamplingConfig {
         max_new_tokens: length.unwrap_or(SamplingConfig::default().max_new_tokens),
-        stop_strings: match arguments.stop.is_empty() {
-            true => stop_of_run.unwrap_or_default(),
-            false => arguments.stop.clone(),
+        stop_strings: if arguments.stop.is_empty() {
+            stop_of_run.unwrap_or_default()
+        } else {
+            arguments.stop.clone()
         },
         seed: arguments.seed,
         ..SamplingConfig::default()

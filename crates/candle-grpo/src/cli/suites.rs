@@ -80,12 +80,13 @@ pub(super) struct SuiteArguments {
 impl SuiteArguments {
     /// Refuses options of answers where no suite is answered.
     pub(super) fn check(&self) -> Result<(), Exit> {
-        match self.suite.is_empty() && self.distribution.is_given() {
-            true => Err(Exit::Config(
+        if self.suite.is_empty() && self.distribution.is_given() {
+            Err(Exit::Config(
                 "--temperature, --top-k, --top-p and --min-p: given, must be absent without --suite"
                     .to_owned(),
-            )),
-            false => Ok(()),
+            ))
+        } else {
+            Ok(())
         }
     }
 }
@@ -314,9 +315,12 @@ fn answer(
         check_length(&suite.config.name, &config, &prompts, &pretrained)?;
         let results = answer_suite(suite, &prompts, &config, &mut pretrained, console);
         console.finish();
-        answered.push(results.map_err(|error| match error.is::<Interrupted>() {
-            true => Exit::Interrupted("Nothing was written.".to_owned()),
-            false => Exit::Run(format!("suite {}: {error:#}", suite.config.name)),
+        answered.push(results.map_err(|error| {
+            if error.is::<Interrupted>() {
+                Exit::Interrupted("Nothing was written.".to_owned())
+            } else {
+                Exit::Run(format!("suite {}: {error:#}", suite.config.name))
+            }
         })?);
     }
     Ok(Results {
@@ -336,9 +340,10 @@ fn evaluation(
     let several = config.samples_per_prompt > 1;
     let distribution = &arguments.distribution;
     let sampler = config.sampler;
-    config.sampler = match suite.config.has_distribution {
-        true => distribution.apply(sampler, several)?,
-        false => distribution.of_model(pretrained, sampler, several)?,
+    config.sampler = if suite.config.has_distribution {
+        distribution.apply(sampler, several)?
+    } else {
+        distribution.of_model(pretrained, sampler, several)?
     };
     if several && config.sampler.greedy {
         return Err(Exit::Config(format!(
@@ -489,9 +494,12 @@ fn print_comparison(
             format!("{:+.4}{interval}", c.difference),
             c.a_better.to_string(),
             c.b_better.to_string(),
-            c.p_value.map_or("-".to_owned(), |p| match p < 1e-4 {
-                true => format!("{p:.1e}"),
-                false => format!("{p:.4}"),
+            c.p_value.map_or("-".to_owned(), |p| {
+                if p < 1e-4 {
+                    format!("{p:.1e}")
+                } else {
+                    format!("{p:.4}")
+                }
             }),
             test.as_str().unwrap_or_default().to_owned(),
         ]);
@@ -585,12 +593,13 @@ fn check_folder(
 }
 
 fn check_is_folder(folder: &Path) -> Result<(), Exit> {
-    match folder.exists() && !folder.is_dir() {
-        true => Err(Exit::Config(format!(
+    if folder.exists() && !folder.is_dir() {
+        Err(Exit::Config(format!(
             "{}: is not a folder, must be the path of one",
             folder.display()
-        ))),
-        false => Ok(()),
+        )))
+    } else {
+        Ok(())
     }
 }
 

@@ -30,9 +30,10 @@ pub(super) fn on_ranks(
     run: impl FnOnce(&Console, &Ranks) -> Result<(), Exit>,
 ) -> Result<(), Exit> {
     let ranks = load::ranks()?;
-    let console = match ranks.is_first() {
-        true => Console::new(quiet),
-        false => Console::of_other_rank(),
+    let console = if ranks.is_first() {
+        Console::new(quiet)
+    } else {
+        Console::of_other_rank()
     };
     console.stop_when_asked();
     let done = run(&console, &ranks);
@@ -154,9 +155,10 @@ fn locate(
     }
     let (commits, clock) = ranks.from_first(shared).map_err(failed)?;
     config.model_mut().clock = Some(clock);
-    match ranks.is_first() {
-        true => Ok(()),
-        false => load::files(config, HubContent::Model, &commits, console),
+    if ranks.is_first() {
+        Ok(())
+    } else {
+        load::files(config, HubContent::Model, &commits, console)
     }
 }
 

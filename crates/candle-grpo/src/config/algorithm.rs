@@ -1,6 +1,7 @@
 //! The algorithm section, with the keys of ROLL's documentation.
 
-use candle_grpo_core::{KlEstimator, NormLevel, Scale};
+use candle_grpo_core::rewards::NormLevel;
+use candle_grpo_core::{KlEstimator, Scale};
 use candle_grpo_loss::{Aggregation, ImportanceLevel};
 use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};

@@ -1,9 +1,10 @@
 //! The effect of each key of the algorithm section on the settings of a run.
 
-use candle_grpo_core::{
-    AdvantagePipeline, Kl, KlController, KlEstimator, KlPenalty, NormLevel, RewardNorm,
-    SampleFilter, Scale, TokenAdvantage, validate,
-};
+use candle_grpo_core::advantage::KlPenalty;
+use candle_grpo_core::kl::KlController;
+use candle_grpo_core::rewards::{NormLevel, RewardNorm};
+use candle_grpo_core::selection::SampleFilter;
+use candle_grpo_core::{AdvantagePipeline, Kl, KlEstimator, Scale, TokenAdvantage, validate};
 use candle_grpo_loss::surrogate::{DetachedWeight, PositiveIf, SquaredLogRatio, Topr, UnifiedMask};
 use candle_grpo_loss::{Clip, KlLoss, PolicyLoss, Recipe, Surrogate};
 use candle_grpo_train::{CriticConfig, TrainConfig};
@@ -77,8 +78,7 @@ impl AlgorithmConfig {
             config.recipe.advantage = match estimator {
                 AdvEstimator::Grpo => AdvantagePipeline::grpo().then(tokens),
                 AdvEstimator::Reinforce | AdvEstimator::Gae => tokens.into(),
-            }
-            .into();
+            };
         }
         if gae {
             let mut critic = CriticConfig::default();
@@ -143,12 +143,12 @@ impl AlgorithmConfig {
             if let Some(scale) = scale {
                 sequence.scale = scale;
                 sequence.clip = self.reward_clip.map(|clip| [-clip, clip]).or(sequence.clip);
-                recipe.advantage = pipeline.into();
+                recipe.advantage = pipeline;
                 return Ok(());
             }
             shaping.clip_range = sequence.clip;
             pipeline.sequence = None;
-            recipe.advantage = pipeline.into();
+            recipe.advantage = pipeline;
         }
         shaping.norm = norm;
         if self.reward_clip.is_some() {
@@ -452,7 +452,7 @@ impl AlgorithmConfig {
             .or(self.advantage_scale.map(|_| 0.))
             .is_some()
         {
-            recipe.advantage = pipeline.into();
+            recipe.advantage = pipeline;
         }
         Ok(())
     }
@@ -475,7 +475,9 @@ impl AlgorithmConfig {
         }
         let is_on = coef != 0.;
         let mut pipeline = config.recipe.advantage.pipeline();
-        let AdvantagePipeline { sequence, tokens } = &mut pipeline;
+        let AdvantagePipeline {
+            sequence, tokens, ..
+        } = &mut pipeline;
         let sequence_kl = sequence.iter_mut().flat_map(|stage| &mut stage.kl_penalty);
         let token_kl = tokens.iter_mut().flat_map(|stage| &mut stage.kl_penalty);
         let mut in_rewards = false;
@@ -484,7 +486,7 @@ impl AlgorithmConfig {
             in_rewards = true;
         }
         if in_rewards {
-            config.recipe.advantage = pipeline.into();
+            config.recipe.advantage = pipeline;
         }
         let loss = &mut config.recipe.policy_loss.kl;
         match loss {
@@ -602,5 +604,5 @@ fn clamped(estimator: KlEstimator) -> Kl {
 fn map_tokens(recipe: &mut Recipe, change: impl FnOnce(&mut TokenAdvantage)) {
     let mut pipeline = recipe.advantage.pipeline();
     change(pipeline.tokens.get_or_insert_with(TokenAdvantage::default));
-    recipe.advantage = pipeline.into();
+    recipe.advantage = pipeline;
 }

@@ -1,6 +1,6 @@
 //! Published algorithms by name.
 
-use candle_grpo_loss::Recipe;
+use candle_grpo_loss::{Recipe, experimental};
 use serde::{Deserialize, Serialize};
 
 use super::algorithm::AdvEstimator;
@@ -100,13 +100,13 @@ impl Preset {
             Self::Grpo => Recipe::grpo(),
             Self::Dapo => Recipe::dapo(response_length, (response_length / 5).max(1)),
             Self::DrGrpo => Recipe::dr_grpo(response_length as f64),
-            Self::LitePpo => Recipe::lite_ppo(),
+            Self::LitePpo => experimental::recipe::lite_ppo(),
             Self::Gspo => Recipe::gspo(),
-            Self::Luspo => Recipe::luspo(),
+            Self::Luspo => experimental::recipe::luspo(),
             Self::Gmpo => Recipe::gmpo(),
             Self::Cispo => Recipe::cispo(),
             Self::Sapo => Recipe::sapo(),
-            Self::Vespo => Recipe::vespo(),
+            Self::Vespo => experimental::recipe::vespo(),
             Self::Gpg => Recipe::gpg(),
             Self::Rloo => Recipe::rloo(),
             Self::ReinforcePlusPlus => Recipe::reinforce_plus_plus(REINFORCE_KL_COEF),
@@ -117,8 +117,8 @@ impl Preset {
             Self::Twinkle => Recipe::twinkle(),
             Self::Openrlhf => Recipe::openrlhf(),
             Self::PrimeRl => Recipe::prime_rl(),
-            Self::Fipo => Recipe::fipo(),
-            Self::M2po => Recipe::m2po(),
+            Self::Fipo => experimental::recipe::fipo(),
+            Self::M2po => experimental::recipe::m2po(),
             Self::Gkd => Recipe::gkd(),
         }
     }

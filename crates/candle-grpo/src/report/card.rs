@@ -39,12 +39,13 @@ pub fn model_card(run: &Run, checkpoint: &str, library: &str) -> String {
         line(&mut card, format_args!("base_model: {}", name.id()));
     }
     line(&mut card, format_args!("library_name: {library}"));
-    let (tags, method) = match run.is_supervised() {
-        true => (
+    let (tags, method) = if run.is_supervised() {
+        (
             ["sft", "supervised-fine-tuning"],
             "supervised fine-tuning (SFT)",
-        ),
-        false => (["grpo", "reinforcement-learning"], "reinforcement learning"),
+        )
+    } else {
+        (["grpo", "reinforcement-learning"], "reinforcement learning")
     };
     for text in ["pipeline_tag: text-generation", "tags:"] {
         line(&mut card, format_args!("{text}"));
@@ -72,9 +73,10 @@ pub fn model_card(run: &Run, checkpoint: &str, library: &str) -> String {
             ("steps", run.steps.len().to_string()),
             (
                 "steps without an update",
-                match run.is_supervised() {
-                    true => String::new(),
-                    false => run.skipped.to_string(),
+                if run.is_supervised() {
+                    String::new()
+                } else {
+                    run.skipped.to_string()
                 },
             ),
             (

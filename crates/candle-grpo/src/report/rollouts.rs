@@ -54,9 +54,10 @@ pub(super) fn rollouts(number: usize, run: &Run) -> String {
 
 /// At most `most` of the numbers below `count`, evenly spaced, the first and the last among them.
 fn spread(count: usize, most: usize) -> Vec<usize> {
-    match count <= most {
-        true => (0..count).collect(),
-        false => (0..most).map(|i| i * (count - 1) / (most - 1)).collect(),
+    if count <= most {
+        (0..count).collect()
+    } else {
+        (0..most).map(|i| i * (count - 1) / (most - 1)).collect()
     }
 }
 
@@ -151,8 +152,9 @@ fn text(text: &str) -> String {
 }
 
 fn more(count: usize, shown: usize, of: &str) -> String {
-    match count > shown {
-        true => format!("<p>{} more {of}.</p>\n", count - shown),
-        false => String::new(),
+    if count > shown {
+        format!("<p>{} more {of}.</p>\n", count - shown)
+    } else {
+        String::new()
     }
 }

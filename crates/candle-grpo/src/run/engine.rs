@@ -37,9 +37,10 @@ pub fn engine(
         let prompts = prompts.iter().map(|prompt| prompt.tokens.clone());
         let prompts: Vec<Vec<u32>> = prompts.collect();
         let generator = generator.with_probe_prompts(&prompts);
-        Ok(Some(match log_probs {
-            true => Arc::new(generator),
-            false => Arc::new(generator.without_log_probs()),
+        Ok(Some(if log_probs {
+            Arc::new(generator)
+        } else {
+            Arc::new(generator.without_log_probs())
         }))
     }
     #[cfg(not(feature = "engines"))]

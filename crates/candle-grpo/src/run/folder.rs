@@ -94,9 +94,10 @@ impl<M: StepRecord + Clone> RunFolder<M> {
                 "configuration, model, data and rewards: those of rank {rank} differ from those of rank 0, must be the same on all ranks"
             );
         }
-        let mut opened = match trainer.ranks().is_first() {
-            true => Some(open(&plan.run_dir, identity, trainer, start)?),
-            false => None,
+        let mut opened = if trainer.ranks().is_first() {
+            Some(open(&plan.run_dir, identity, trainer, start)?)
+        } else {
+            None
         };
         // Metrics are written in a format that names its fields.
         let shared = opened.as_mut().map(|opened| Shared {

@@ -177,10 +177,13 @@ pub(super) fn open<T: RunTrainer>(
             }
             begun(dir, replaced)
         }
-        Start::Resume | Start::ResumeChanged => match RunDir::is_run(path) {
-            true => resume(path, identity, trainer, accept)?,
-            false => begun(RunDir::create(path, settings)?, None),
-        },
+        Start::Resume | Start::ResumeChanged => {
+            if RunDir::is_run(path) {
+                resume(path, identity, trainer, accept)?
+            } else {
+                begun(RunDir::create(path, settings)?, None)
+            }
+        }
     };
     let written = serde_json::to_vec_pretty(&identity.inputs)?;
     opened.dir.write(INPUTS, written)?;
@@ -210,12 +213,13 @@ fn resume<T: RunTrainer>(
         tracing::warn!("{}: {reason}; it is passed over", checkpoint.path.display());
     }
     if let Some(checkpoint) = &found.checkpoint {
-        trainer.load_state(&checkpoint.path).map_err(|error| match changes.refused.is_empty() {
-            true => error,
-            false => error.context(format!(
+        trainer.load_state(&checkpoint.path).map_err(|error| if changes.refused.is_empty() {
+error
+} else {
+error.context(format!(
                 "{refused}; the checkpoint does not fit, so this cannot be accepted: undo the change, or use another run_dir"
-            )),
-        })?;
+            ))
+})?;
         tracing::info!("resuming from {}", checkpoint.path.display());
     } else if let Some((checkpoint, reason)) = found.damaged.first() {
         bail!(

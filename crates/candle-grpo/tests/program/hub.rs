@@ -386,12 +386,13 @@ fn a_wrong_variable_is_named() {
 #[test]
 fn a_program_that_is_killed_in_a_download_leaves_nothing_that_counts() {
     let test = Test::new(CONFIG);
-    test.hub.set_change(
-        |request, reply| match request.target.contains("signature") {
-            true => reply.held(),
-            false => reply,
-        },
-    );
+    test.hub.set_change(|request, reply| {
+        if request.target.contains("signature") {
+            reply.held()
+        } else {
+            reply
+        }
+    });
     let mut child = test
         .command(&["sample", "org/policy", "a"])
         .spawn()
@@ -420,12 +421,13 @@ fn a_download_can_be_interrupted() {
     use nix::unistd::Pid;
 
     let test = Test::new(CONFIG);
-    test.hub.set_change(
-        |request, reply| match request.target.contains("signature") {
-            true => Reply::new(503, "").with_header("retry-after", 3600),
-            false => reply,
-        },
-    );
+    test.hub.set_change(|request, reply| {
+        if request.target.contains("signature") {
+            Reply::new(503, "").with_header("retry-after", 3600)
+        } else {
+            reply
+        }
+    });
     let mut command = test.command(&["train", "run.yaml"]);
     let child = command
         .stderr(Stdio::piped())

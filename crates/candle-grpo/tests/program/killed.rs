@@ -32,9 +32,12 @@ fn contents(path: &Path) -> BTreeMap<PathBuf, Contents> {
         if !is_leftover(&name) && !name.to_string_lossy().starts_with("events.out.") {
             let inside = contents(&entry.path()).into_iter();
             let is_file = entry.path().is_file();
-            found.extend(inside.map(|(path, contents)| match is_file {
-                true => (path, contents),
-                false => (Path::new(&name).join(path), contents),
+            found.extend(inside.map(|(path, contents)| {
+                if is_file {
+                    (path, contents)
+                } else {
+                    (Path::new(&name).join(path), contents)
+                }
             }));
         }
     }

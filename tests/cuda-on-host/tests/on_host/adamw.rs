@@ -260,9 +260,10 @@ fn check_blocks<T: WithDType>(
         master: has_master.then_some(master_on_cpu.as_tensor()),
         average: &m_on_cpu,
         square: &v_on_cpu,
-        gradient: &match like {
-            true => Tensor::from_slice(&g_like, n, cpu)?,
-            false => Tensor::from_slice(&g, n, cpu)?,
+        gradient: &if like {
+            Tensor::from_slice(&g_like, n, cpu)?
+        } else {
+            Tensor::from_slice(&g, n, cpu)?
         },
         weight_decay: WEIGHT_DECAY,
     };

@@ -263,9 +263,10 @@ fn check_write<T: Kernels>(
                 angles[row * half + i % half].cos(),
                 angles[row * half + i % half].sin(),
             );
-            match i < half {
-                true => normed[i] * cos - normed[i + half] * sin,
-                false => normed[i] * cos + normed[i - half] * sin,
+            if i < half {
+                normed[i] * cos - normed[i + half] * sin
+            } else {
+                normed[i] * cos + normed[i - half] * sin
             }
         });
         rotated.collect()

@@ -2,10 +2,14 @@
 
 use anyhow::{Context, Result, bail, ensure};
 use candle_core::{DType, Device, Tensor};
-use candle_grpo_core::advantage::{RoleBaselines, TeacherWeight, Whitening};
+use candle_grpo_core::advantage::{
+    KlPenalty, RoleBaselines, SingletonGroup, TeacherWeight, Whitening,
+};
+use candle_grpo_core::rewards::{CostPenalty, Costs};
+use candle_grpo_core::schedule::CoefSchedule;
 use candle_grpo_core::{
-    AdvantageBatch, AdvantageEstimator, AdvantagePipeline, CoefSchedule, CostPenalty, Costs,
-    GroupAdvantage, Groups, KlPenalty, Mask, RewardShaping, Scale, SingletonGroup, TokenAdvantage,
+    AdvantageBatch, AdvantageEstimator, AdvantagePipeline, GroupAdvantage, Groups, Mask,
+    RewardShaping, Scale, TokenAdvantage, experimental,
 };
 use serde_json::Value;
 
@@ -32,7 +36,7 @@ fn prime(case: &Case) -> Result<Outputs> {
         "dr_grpo" | "hierarchical_grpo" => AdvantagePipeline::dr_grpo(),
         "max_rl" => {
             let epsilon = case.config.number("epsilon")?;
-            AdvantagePipeline::max_rl().map_sequence(|group| group.epsilon = epsilon)
+            experimental::max_rl().map_sequence(|group| group.epsilon = epsilon)
         }
         other => bail!("unknown estimator {other}"),
     };

@@ -198,9 +198,10 @@ fn rejected(options: &Value, tensors: &Tensors) -> Result<Kept> {
     };
     let correction = RolloutCorrection {
         weight: Some(ImportanceWeight {
-            level: match by_sequence && metric == "ratio" {
-                true => ImportanceLevel::Sequence,
-                false => ImportanceLevel::Token,
+            level: if by_sequence && metric == "ratio" {
+                ImportanceLevel::Sequence
+            } else {
+                ImportanceLevel::Token
             },
             max: None,
             ..ImportanceWeight::truncated(1.)

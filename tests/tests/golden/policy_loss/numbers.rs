@@ -135,6 +135,7 @@ impl Numbers {
             }
             ImportanceLevel::SequenceProduct => self.spread(&self.row_sums(d)),
             ImportanceLevel::Segment => self.segment_means(d),
+            other => panic!("no formula of {other:?}"),
         }
     }
 

@@ -2,12 +2,13 @@
 
 use anyhow::{Context, Result, bail};
 use candle_core::{DType, Tensor, Var};
-use candle_grpo_core::{CoefSchedule, Decay};
+use candle_grpo_core::schedule::{CoefSchedule, Decay};
 use candle_grpo_core::{Kl, KlEstimator, MetricValues};
 use candle_grpo_loss::correction::{
     FilterLevel, FilterStatistic, ImportanceWeight, OutOfBounds, RolloutFilter,
 };
-use candle_grpo_loss::surrogate::{DetachedWeight, FutureKl, GroupContrast, Likelihood, SoftGate};
+use candle_grpo_loss::experimental::{FutureKl, GroupContrast};
+use candle_grpo_loss::surrogate::{DetachedWeight, Likelihood, SoftGate};
 use candle_grpo_loss::{
     Aggregation, EmptySequences, ImportanceLevel, KlLoss, LogProbOptions, Mask, PolicyBatch,
     PolicyLoss, PolicyLossOutput, RolloutCorrection, StepTotals, Surrogate, TeacherTerm,

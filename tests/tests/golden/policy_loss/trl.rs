@@ -3,7 +3,8 @@
 use anyhow::{Context, Result, bail};
 use candle_grpo_core::selection::top_entropy_tokens;
 use candle_grpo_core::{Mask, MetricValues};
-use candle_grpo_loss::surrogate::{DetachedWeight, SoftGate, Vespo};
+use candle_grpo_loss::experimental::Vespo;
+use candle_grpo_loss::surrogate::{DetachedWeight, SoftGate};
 use candle_grpo_loss::{
     Aggregation, BiasCorrection, Clip, EmptySequences, EntropyTokens, ImportanceLevel, KlLoss,
     PolicyLoss, StepTotals, Surrogate,
@@ -210,9 +211,10 @@ pub(crate) fn metrics(
         // Logged before the division by accumulation, unless the denominator spans the generation
         // batch.
         let loss_type = case.config.text("loss_type")?;
-        let factor = match spans_generation_batch(&loss_type) {
-            true => setup.factor,
-            false => 1.,
+        let factor = if spans_generation_batch(&loss_type) {
+            setup.factor
+        } else {
+            1.
         };
         let loss = setup.compute(&setup.loss, tensors)?.loss;
         let coef = setup

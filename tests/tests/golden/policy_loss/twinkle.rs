@@ -107,9 +107,10 @@ fn clip_fractions(case: &Case, setup: &Setup, tensors: &Tensors) -> Result<(f64,
     let high_width = case.config.number("clip_high")?;
     let (low_width, high_width) = if is_cispo {
         // One epsilon for the bound of the loss and the lower bound of the metric.
-        let epsilon = match case.config.flag("clip_high_is_absolute")? {
-            true => high_width - 1.,
-            false => high_width,
+        let epsilon = if case.config.flag("clip_high_is_absolute")? {
+            high_width - 1.
+        } else {
+            high_width
         };
         let high = case.config.optional_number("metric_clip_high")?;
         (epsilon, high.unwrap_or(epsilon))

@@ -26,9 +26,12 @@ pub(crate) fn unchecked(tensors: &AdamWTensors, step: &AdamWStep) -> Result<()> 
     let gradient = (gradient * c.gradient_factor)?;
     let weight = tensors.master.unwrap_or(tensors.parameter);
     let p = weight.detach().to_dtype(dtype)?;
-    let read = |moment: &Tensor, map: &CodeMap| match tensors.is_quantized() {
-        true => map.read_blocks(moment, p.shape()),
-        false => Ok(moment.detach()),
+    let read = |moment: &Tensor, map: &CodeMap| {
+        if tensors.is_quantized() {
+            map.read_blocks(moment, p.shape())
+        } else {
+            Ok(moment.detach())
+        }
     };
     let (average, square) = (
         read(tensors.average, &SIGNED)?,
@@ -38,9 +41,12 @@ pub(crate) fn unchecked(tensors: &AdamWTensors, step: &AdamWStep) -> Result<()> 
     let v = ((square * c.beta2)? + (gradient.sqr()? * (1.0 - c.beta2))?)?;
     let denominator = ((v.sqrt()? / c.root_correction)? + c.epsilon)?;
     let p = ((p * c.keep)? - ((&m / denominator)? * c.step_size)?)?;
-    let stored = |moment: Tensor, map: &CodeMap| match tensors.is_quantized() {
-        true => map.write_blocks(&moment),
-        false => Ok(moment),
+    let stored = |moment: Tensor, map: &CodeMap| {
+        if tensors.is_quantized() {
+            map.write_blocks(&moment)
+        } else {
+            Ok(moment)
+        }
     };
     write(tensors.average, &stored(m, &SIGNED)?)?;
     write(tensors.square, &stored(v, &UNSIGNED)?)?;

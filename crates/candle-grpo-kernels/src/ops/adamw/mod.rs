@@ -242,9 +242,10 @@ impl AdamWTensors<'_> {
             bail!("average: U8, must be F64 for a parameter of F64");
         }
         let of_state = (state, self.parameter.shape().clone());
-        let of_moment = match self.is_quantized() {
-            true => (DType::U8, moment_blocks(self.parameter.elem_count())),
-            false => of_state.clone(),
+        let of_moment = if self.is_quantized() {
+            (DType::U8, moment_blocks(self.parameter.elem_count()))
+        } else {
+            of_state.clone()
         };
         let mut others = vec![
             ("average", self.average, &of_moment),

@@ -142,9 +142,10 @@ impl Decades {
         let (mut below, mut least) = (0, 1f32.to_bits());
         while below < least {
             let middle = (below + least) / 2;
-            match self.code(f32::from_bits(middle)) > code {
-                true => least = middle,
-                false => below = middle + 1,
+            if self.code(f32::from_bits(middle)) > code {
+                least = middle
+            } else {
+                below = middle + 1
             }
         }
         least
@@ -158,9 +159,12 @@ impl CodeMap {
         for code in 0..zero {
             numbers[code] = -numbers[2 * zero - code];
         }
-        let next = std::array::from_fn(|code| match (zero..NUMBERS - 1).contains(&code) {
-            true => decades.least_bits_above(code as u8),
-            false => u32::MAX,
+        let next = std::array::from_fn(|code| {
+            if (zero..NUMBERS - 1).contains(&code) {
+                decades.least_bits_above(code as u8)
+            } else {
+                u32::MAX
+            }
         });
         let cells = std::array::from_fn(|cell| match cell {
             0 => zero as u8,
@@ -180,9 +184,10 @@ impl CodeMap {
         let bits = number.to_bits();
         let magnitude = bits & !SIGN;
         // NaN has the code of 0.
-        let magnitude = match magnitude > f32::INFINITY.to_bits() {
-            true => 0,
-            false => magnitude,
+        let magnitude = if magnitude > f32::INFINITY.to_bits() {
+            0
+        } else {
+            magnitude
         };
         let cell = (magnitude >> CELL_BITS).clamp(FIRST_CELL, LAST_CELL) - FIRST_CELL;
         let code = self.cells[cell as usize];

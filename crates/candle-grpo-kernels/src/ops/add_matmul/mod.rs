@@ -86,9 +86,12 @@ pub fn matmul(a: &Tensor, b: &Tensor) -> Result<Tensor> {
     }
     if !path::is_fused_on_cpu(&a) || a.dtype() == DType::F32 {
         // Candle multiplies contiguous tensors and their transposes on every device.
-        let plain = |x: Tensor| match x.layout().is_fortran_contiguous() {
-            true => Ok(x),
-            false => x.contiguous(),
+        let plain = |x: Tensor| {
+            if x.layout().is_fortran_contiguous() {
+                Ok(x)
+            } else {
+                x.contiguous()
+            }
         };
         return plain(a)?.matmul(&plain(b)?);
     }

@@ -309,9 +309,10 @@ impl Scratch {
 
     /// Keeps the states after a segment of the tree for its branches.
     fn keep_end(&mut self, segment: &Segment) {
-        let end = match segment.has_branches {
-            true => self.states.clone(),
-            false => Vec::new(),
+        let end = if segment.has_branches {
+            self.states.clone()
+        } else {
+            Vec::new()
         };
         self.ends.push(end);
     }
@@ -654,9 +655,10 @@ impl<T: Element> WithSimd for Backward<'_, '_, T> {
         more.ends
             .extend(segments.clone().map(|segment| vec![0.0; len(segment)]));
         for (index, segment) in segments.enumerate().rev() {
-            match segment.has_branches {
-                true => more.state_gradients.copy_from_slice(&more.ends[index]),
-                false => more.state_gradients.fill(0.0),
+            if segment.has_branches {
+                more.state_gradients.copy_from_slice(&more.ends[index])
+            } else {
+                more.state_gradients.fill(0.0)
             }
             for chunk in Chunk::all(segment).rev() {
                 next -= record_len;

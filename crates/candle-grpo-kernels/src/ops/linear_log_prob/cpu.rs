@@ -292,9 +292,10 @@ struct CopiedRows {
 
 impl CopiedRows {
     fn numbers(&self) -> Numbers<'_> {
-        match self.halves.is_empty() {
-            true => Numbers::Singles(&self.singles),
-            false => Numbers::Halves(&self.halves),
+        if self.halves.is_empty() {
+            Numbers::Singles(&self.singles)
+        } else {
+            Numbers::Halves(&self.halves)
         }
     }
 }
@@ -424,9 +425,10 @@ impl<W: Element> Layer<'_, W> {
     /// Returns the weight at these columns, in `buffer` if needed.
     fn weight_at<'b>(&'b self, columns: &Range<usize>, buffer: &'b mut Vec<f32>) -> Numbers<'b> {
         let weight = &self.weight[columns.start * self.width..columns.end * self.width];
-        match self.hidden.halves {
-            true => Numbers::of(weight, buffer),
-            false => Numbers::widened(weight, buffer),
+        if self.hidden.halves {
+            Numbers::of(weight, buffer)
+        } else {
+            Numbers::widened(weight, buffer)
         }
     }
 }

@@ -53,9 +53,10 @@ pub(crate) fn forward<T: Element>(
                 let piece = query.len() / (rows.len() * kv_heads);
                 let seen: usize = rows.iter().map(|row| row.visible).sum();
                 let share = seen * piece * kv_heads >= WORTH_SHARING;
-                let tasks = match share {
-                    true => TASKS_PER_CORE * rayon::current_num_threads(),
-                    false => 1,
+                let tasks = if share {
+                    TASKS_PER_CORE * rayon::current_num_threads()
+                } else {
+                    1
                 };
                 let most = (rows.len() * kv_heads / tasks).clamp(1, ROWS);
                 let fill = |y: &mut [MaybeUninit<T>]| {
@@ -88,12 +89,11 @@ pub(crate) fn forward<T: Element>(
                     let run = |scratch: &mut Scratch, task: Task<T>| {
                         vectors().dispatch(RunTask { task, scratch })
                     };
-                    match share {
-                        true => tasks.into_par_iter().for_each_init(Scratch::default, run),
-                        false => {
-                            let scratch = &mut Scratch::default();
-                            tasks.into_iter().for_each(|task| run(scratch, task));
-                        }
+                    if share {
+                        tasks.into_par_iter().for_each_init(Scratch::default, run)
+                    } else {
+                        let scratch = &mut Scratch::default();
+                        tasks.into_iter().for_each(|task| run(scratch, task));
                     }
                 };
                 // SAFETY: the tasks partition the result, and each writes its whole part.

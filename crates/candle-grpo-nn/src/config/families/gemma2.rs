@@ -92,9 +92,10 @@ pub(super) fn complete(config: &mut DecoderConfig, full: usize, large: usize) {
     let (other, last) = (LayerType::SlidingAttention, LayerType::FullAttention);
     config.layer_types = every(config.num_hidden_layers, full, other, last);
     config.tie_word_embeddings = true;
-    config.query_pre_attn_scalar = Some(match config.num_hidden_layers == large {
-        true => (config.hidden_size / config.num_attention_heads.max(1)) as f64,
-        false => config.head_dim() as f64,
+    config.query_pre_attn_scalar = Some(if config.num_hidden_layers == large {
+        (config.hidden_size / config.num_attention_heads.max(1)) as f64
+    } else {
+        config.head_dim() as f64
     });
 }
 

@@ -240,9 +240,12 @@ fn periodic<T: Clone + Serialize>(
 
 /// A list with an entry for each block: `last` for every `interval`-th, `other` for the others.
 fn every<T: Clone>(layers: usize, interval: usize, other: T, last: T) -> Vec<T> {
-    let entry = |number: usize| match number.is_multiple_of(interval) {
-        true => last.clone(),
-        false => other.clone(),
+    let entry = |number: usize| {
+        if number.is_multiple_of(interval) {
+            last.clone()
+        } else {
+            other.clone()
+        }
     };
     (1..=layers).map(entry).collect()
 }

@@ -107,9 +107,10 @@ fn architecture(config: &DecoderConfig) -> Architecture {
         block.mlp.mixer = ChannelPlan::Experts(ExpertsPlan {
             router: MapPlan::new("mlp.gate", config.hidden_size, config.num_experts),
             experts: (0..config.num_experts).map(expert).collect(),
-            routing: match config.norm_topk_prob {
-                true => Router::new(config.num_experts_per_tok),
-                false => Router::over_all_experts(config.num_experts_per_tok),
+            routing: if config.norm_topk_prob {
+                Router::new(config.num_experts_per_tok)
+            } else {
+                Router::over_all_experts(config.num_experts_per_tok)
             },
         });
     }

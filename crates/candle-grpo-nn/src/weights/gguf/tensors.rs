@@ -188,9 +188,10 @@ pub(super) fn num_bytes(
     let places = places(header, config)?;
     let bytes = places.iter().map(|(_, stored, place)| {
         let others = stored.parameters.iter();
-        match keeps_blocks(stored, place, form) {
-            true => place.length,
-            false => others.map(|name| form.num_bytes(name, &shapes[name])).sum(),
+        if keeps_blocks(stored, place, form) {
+            place.length
+        } else {
+            others.map(|name| form.num_bytes(name, &shapes[name])).sum()
         }
     });
     Ok(bytes.sum())
@@ -212,9 +213,10 @@ pub(super) fn read(
             let bytes = bytes(&mut file, place)?;
             let numbers = numbers(&bytes, place)?;
             check_finite(&numbers)?;
-            let whole = match keeps_blocks(&stored, place, form) {
-                true => blocks(bytes, place)?,
-                false => numbers,
+            let whole = if keeps_blocks(&stored, place, form) {
+                blocks(bytes, place)?
+            } else {
+                numbers
             };
             for (index, parameter) in stored.parameters.iter().enumerate() {
                 let part = match stored.shape.rank() {

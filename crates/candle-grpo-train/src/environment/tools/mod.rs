@@ -140,6 +140,7 @@ impl ToolEnvironments {
     }
 
     /// Sets the texts around an output after a prompt of plain text.
+    #[must_use]
     pub fn with_output_marks(mut self, before: &str, after: &str) -> Self {
         self.output.before = before.to_owned();
         self.output.after = after.to_owned();
@@ -147,6 +148,7 @@ impl ToolEnvironments {
     }
 
     /// Sets the largest number of characters of an output. The rest of a longer one is left out.
+    #[must_use]
     pub fn with_max_output_chars(mut self, max_chars: usize) -> Self {
         self.output.max_chars = max_chars;
         self
@@ -262,23 +264,19 @@ impl Environment for ToolEnvironment {
             let message = format!("error: {} calls, only {MAX_CALLS} were run", calls.len());
             outputs.push(("", message));
         }
-        let append = match self.has_messages {
-            true => {
-                let message =
-                    |(name, output)| json!({"role": "tool", "name": name, "content": output});
-                Append::Messages(outputs.into_iter().map(message).collect())
-            }
-            false => {
-                let OutputForm { before, after, .. } = &self.tools.output;
-                let parts = outputs.into_iter().flat_map(|(_, output)| {
-                    [
-                        TextPart::Markup(before.clone()),
-                        TextPart::Content(output),
-                        TextPart::Markup(after.clone()),
-                    ]
-                });
-                Append::Parts(parts.collect())
-            }
+        let append = if self.has_messages {
+            let message = |(name, output)| json!({"role": "tool", "name": name, "content": output});
+            Append::Messages(outputs.into_iter().map(message).collect())
+        } else {
+            let OutputForm { before, after, .. } = &self.tools.output;
+            let parts = outputs.into_iter().flat_map(|(_, output)| {
+                [
+                    TextPart::Markup(before.clone()),
+                    TextPart::Content(output),
+                    TextPart::Markup(after.clone()),
+                ]
+            });
+            Append::Parts(parts.collect())
         };
         Ok(Step {
             metrics,

@@ -134,9 +134,10 @@ impl ToolsConfig {
             let name = name.with_context(|| format!("{entry}, must be a name or a schema"))?;
             let tool = self.tools.iter().find(|tool| tool.name == name);
             let tool = tool.with_context(|| format!("{name:?}, must be the name of a tool"))?;
-            Ok(match entry.is_string() {
-                true => own(tool),
-                false => entry.clone(),
+            Ok(if entry.is_string() {
+                own(tool)
+            } else {
+                entry.clone()
             })
         };
         let schemas = list.iter().map(find).collect::<Result<_>>();

@@ -2,10 +2,8 @@
 
 use anyhow::Result;
 use candle_core::{DType, Tensor};
-use candle_grpo_core::{
-    AdvantageBatch, AdvantageEstimator, Costs, GroupAdvantage, NonFinite, RewardShaping,
-    RunningMoments,
-};
+use candle_grpo_core::rewards::{Costs, NonFinite, RunningMoments};
+use candle_grpo_core::{AdvantageBatch, AdvantageEstimator, GroupAdvantage, RewardShaping};
 
 use super::{StepBatch, single};
 use crate::learn::TrainerState;

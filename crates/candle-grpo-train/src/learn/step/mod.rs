@@ -64,7 +64,8 @@ use std::collections::BTreeMap;
 use anyhow::{Context, Result};
 use candle_core::{Device, Tensor};
 use candle_grpo_core::inputs::{Input, Inputs};
-use candle_grpo_core::{FilterBatch, Mask, MetricValue, MetricValues, SampleFilter};
+use candle_grpo_core::selection::{FilterBatch, SampleFilter};
+use candle_grpo_core::{Mask, MetricValue, MetricValues};
 
 pub use super::micro_batches::MicroBatches as Passes;
 pub use super::needs::Needs;

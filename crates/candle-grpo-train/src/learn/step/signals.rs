@@ -39,9 +39,10 @@ pub fn signals<C: ModelConfig>(
         let tokens = &batch.tokens;
         let temperature = config.sampling.temperature;
         let fixed = |policy: &dyn Teacher| {
-            let parts = match policy.takes_micro_batches() {
-                true => passes,
-                false => passes.at_once(),
+            let parts = if policy.takes_micro_batches() {
+                passes
+            } else {
+                passes.at_once()
             };
             let forward = |part: &_| policy.log_probs(part, temperature, parts.progress);
             parts.map(tokens, forward).map(Some)

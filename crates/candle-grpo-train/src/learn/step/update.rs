@@ -169,9 +169,10 @@ impl<'a, C: ModelConfig> Updater<'a, C> {
         if self.config.only_critic_trains(self.state.steps) {
             return Ok(());
         }
-        let read = match self.config.router_aux_loss_coef == 0. {
-            true => 0.,
-            false => read_tokens(mini_batch.tokens()),
+        let read = if self.config.router_aux_loss_coef == 0. {
+            0.
+        } else {
+            read_tokens(mini_batch.tokens())
         };
         let passes = self.passes_of_update();
         // The demonstrations sum the gradients, if they have a share.
@@ -179,9 +180,10 @@ impl<'a, C: ModelConfig> Updater<'a, C> {
         let Models { actor, teacher, .. } = &mut *self.models;
         let distillation = self.config.distillation(teacher.as_deref());
         let pass = |actor: &mut Actor<C::Model>, part: &TrainingBatch, is_idle| {
-            let mut part = match is_idle {
-                true => part.without_work()?,
-                false => part.clone(),
+            let mut part = if is_idle {
+                part.without_work()?
+            } else {
+                part.clone()
             };
             if let Some(distillation) = &distillation {
                 distillation.complete(&mut part, passes.progress)?;
@@ -201,9 +203,10 @@ impl<'a, C: ModelConfig> Updater<'a, C> {
     /// The passes of the next update. They do not cancel once the step has changed weights.
     fn passes_of_update(&self) -> Passes<'a> {
         Passes {
-            progress: match self.models.updated {
-                true => &NoProgress,
-                false => self.passes.progress,
+            progress: if self.models.updated {
+                &NoProgress
+            } else {
+                self.passes.progress
             },
             ..self.passes
         }
@@ -356,9 +359,12 @@ fn update_critic(
     totals: &StepTotals,
     values: &mut MetricValues,
 ) -> Result<()> {
-    let pass = |critic: &mut Critic, part: &TrainingBatch, is_idle| match is_idle {
-        true => critic.forward_backward(&part.without_work()?, totals),
-        false => critic.forward_backward(part, totals),
+    let pass = |critic: &mut Critic, part: &TrainingBatch, is_idle| {
+        if is_idle {
+            critic.forward_backward(&part.without_work()?, totals)
+        } else {
+            critic.forward_backward(part, totals)
+        }
     };
     let own = passes.accumulate(critic, (mini_batch, own), true, pass)?;
     let ranks = passes.ranks;

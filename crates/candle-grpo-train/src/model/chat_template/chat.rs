@@ -45,12 +45,14 @@ impl Chat {
     }
 
     /// Appends the start of the assistant's answer.
+    #[must_use]
     pub fn generation_prompt(mut self) -> Self {
         self.add_generation_prompt = true;
         self
     }
 
     /// Sets the list of available tools, each a JSON schema.
+    #[must_use]
     pub fn tools(mut self, tools: impl Serialize) -> Self {
         self.tools = Some(Value::from_serialize(tools));
         self
@@ -69,6 +71,7 @@ impl Chat {
     }
 
     /// Sets the tools and the variables of a row, if it has them.
+    #[must_use]
     pub fn with_row(
         mut self,
         tools: Option<&serde_json::Value>,
@@ -84,12 +87,14 @@ impl Chat {
     }
 
     /// Sets a list of documents with `title` and `text`.
+    #[must_use]
     pub fn documents(mut self, documents: impl Serialize) -> Self {
         self.documents = Some(Value::from_serialize(documents));
         self
     }
 
     /// Sets another variable of the template, for example `enable_thinking`.
+    #[must_use]
     pub fn variable(mut self, name: &str, value: impl Serialize) -> Self {
         self.variables
             .insert(name.to_owned(), Value::from_serialize(value));

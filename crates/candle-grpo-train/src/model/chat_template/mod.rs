@@ -183,6 +183,7 @@ impl ChatTemplate {
     }
 
     /// Sets `bos_token`, `eos_token`, `unk_token` and `pad_token` to the texts of these tokens.
+    #[must_use]
     pub fn with_special_tokens(mut self, tokens: &SpecialTokens) -> Self {
         self.special_tokens = tokens
             .named()
@@ -193,6 +194,7 @@ impl ChatTemplate {
 
     /// Sets more variables of all chats, for example `enable_thinking`. A [`Chat::variable`] comes
     /// first.
+    #[must_use]
     pub fn with_variables<T: Serialize>(
         mut self,
         variables: impl IntoIterator<Item = (String, T)>,
@@ -247,9 +249,10 @@ impl ChatTemplate {
 
     /// The template of `chat` and its name.
     fn template_of(&self, chat: &Chat) -> Option<(&String, &Source)> {
-        let named = match chat.has_tools() {
-            true => self.templates.get_key_value(TOOL_USE),
-            false => None,
+        let named = if chat.has_tools() {
+            self.templates.get_key_value(TOOL_USE)
+        } else {
+            None
         };
         named.or_else(|| self.templates.get_key_value(DEFAULT))
     }

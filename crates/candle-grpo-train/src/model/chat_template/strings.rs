@@ -124,9 +124,10 @@ fn title(text: &str) -> String {
     let mut after_letter = false;
     let mut titled = String::with_capacity(text.len());
     for c in text.chars() {
-        match after_letter {
-            true => titled.extend(c.to_lowercase()),
-            false => titled.extend(title_case(c)),
+        if after_letter {
+            titled.extend(c.to_lowercase())
+        } else {
+            titled.extend(title_case(c))
         }
         after_letter = is_cased(c);
     }
@@ -180,9 +181,10 @@ fn find(text: &str, arguments: &Arguments, last: bool) -> Result<Option<usize>, 
     let Some((before, inside)) = between(text, start, end)? else {
         return Ok(None);
     };
-    let at = match last {
-        false => inside.find(&part),
-        true => inside.rfind(&part),
+    let at = if last {
+        inside.rfind(&part)
+    } else {
+        inside.find(&part)
     };
     Ok(at.map(|at| before + inside[..at].chars().count()))
 }
@@ -224,9 +226,10 @@ fn split(text: &str, arguments: &Arguments, from_end: bool) -> Result<Value, Err
         Some(separator) => text.splitn(most, &separator).collect(),
         None => words(text, most, from_end),
     };
-    Ok(match from_end {
-        true => parts.into_iter().rev().map(Value::from).collect(),
-        false => parts.into_iter().map(Value::from).collect(),
+    Ok(if from_end {
+        parts.into_iter().rev().map(Value::from).collect()
+    } else {
+        parts.into_iter().map(Value::from).collect()
     })
 }
 
@@ -235,9 +238,10 @@ fn words(text: &str, most: usize, from_end: bool) -> Vec<&str> {
     let mut words = Vec::new();
     let mut rest = text;
     loop {
-        rest = match from_end {
-            false => rest.trim_start_matches(is_space),
-            true => rest.trim_end_matches(is_space),
+        rest = if from_end {
+            rest.trim_end_matches(is_space)
+        } else {
+            rest.trim_start_matches(is_space)
         };
         if rest.is_empty() {
             return words;
@@ -270,9 +274,10 @@ fn split_lines(text: &str, keep_ends: bool) -> Value {
     let is_end = |c: char| ENDS.contains(&c) || c == '\u{2029}';
     let (mut lines, mut rest) = (Vec::new(), text);
     while let Some(at) = rest.find(is_end) {
-        let end = match rest[at..].starts_with("\r\n") {
-            true => 2,
-            false => rest[at..].chars().next().map_or(0, char::len_utf8),
+        let end = if rest[at..].starts_with("\r\n") {
+            2
+        } else {
+            rest[at..].chars().next().map_or(0, char::len_utf8)
         };
         lines.push(Value::from(&rest[..at + if keep_ends { end } else { 0 }]));
         rest = &rest[at + end..];
@@ -290,9 +295,10 @@ fn partition(text: &str, arguments: &Arguments, last: bool) -> Result<Value, Err
     if separator.is_empty() {
         return Err(wrong("partition: empty separator"));
     }
-    let parts = match last {
-        false => text.split_once(&separator),
-        true => text.rsplit_once(&separator),
+    let parts = if last {
+        text.rsplit_once(&separator)
+    } else {
+        text.split_once(&separator)
     };
     let parts = match (parts, last) {
         (Some((before, after)), _) => [before, &separator, after],
@@ -358,55 +364,47 @@ macro_rules! class {
     }};
 }
 
-fn string_method(text: &str, name: &str, arguments: &Arguments) -> Result<Value, Error> {
-    let none = || arguments.take([]).map(|[]| ());
-    let all = |is: &dyn Fn(char) -> bool| !text.is_empty() && text.chars().all(is);
-    Ok(match name {
-        "upper" => none().map(|()| Value::from(text.to_uppercase()))?,
-        "lower" => none().map(|()| Value::from(text.to_lowercase()))?,
-        "casefold" => {
-            none()?;
-            let lower = text.to_lowercase().replace('ß', "ss").replace('ς', "σ");
-            Value::from(lower)
-        }
+/// The result of a method without arguments, if there is one of this name.
+fn without_arguments(text: &str, name: &str) -> Option<Value> {
+    let any = |is: fn(char) -> bool| text.chars().any(is);
+    Some(match name {
+        "upper" => Value::from(text.to_uppercase()),
+        "lower" => Value::from(text.to_lowercase()),
+        "casefold" => Value::from(text.to_lowercase().replace('ß', "ss").replace('ς', "σ")),
         "swapcase" => {
-            none()?;
-            let swapped = text.chars().flat_map(|c| match c.is_uppercase() {
-                true => c.to_lowercase().collect::<Vec<_>>(),
-                false => c.to_uppercase().collect(),
+            let swapped = text.chars().flat_map(|c| {
+                if c.is_uppercase() {
+                    c.to_lowercase().collect::<Vec<_>>()
+                } else {
+                    c.to_uppercase().collect()
+                }
             });
             Value::from(swapped.collect::<String>())
         }
-        "capitalize" => none().map(|()| Value::from(capitalize(text)))?,
-        "title" => none().map(|()| Value::from(title(text)))?,
-        "islower" => {
-            none()?;
-            let any = text.chars().any(char::is_lowercase);
-            Value::from(any && !text.chars().any(char::is_uppercase))
-        }
-        "isupper" => {
-            none()?;
-            let any = text.chars().any(char::is_uppercase);
-            Value::from(any && !text.chars().any(char::is_lowercase))
-        }
-        "istitle" => none().map(|()| Value::from(is_title(text)))?,
-        "isspace" => none().map(|()| Value::from(all(&is_space)))?,
-        "isascii" => none().map(|()| Value::from(text.is_ascii()))?,
-        "isalpha" => none().map(|()| Value::from(class!(r"^\p{L}+$", text)))?,
-        "isdecimal" => none().map(|()| Value::from(class!(r"^\p{Nd}+$", text)))?,
-        "isdigit" => {
-            none()?;
-            Value::from(class!(r"^[\p{Nd}²³¹⁰⁴-⁹₀-₉①-⑨]+$", text))
-        }
-        "isnumeric" => none().map(|()| Value::from(class!(r"^\p{N}+$", text)))?,
-        "isalnum" => none().map(|()| Value::from(class!(r"^[\p{L}\p{N}]+$", text)))?,
-        "isidentifier" => {
-            none()?;
-            Value::from(class!(r"^[\p{XID_Start}_]\p{XID_Continue}*$", text))
-        }
-        "isprintable" => {
-            none().map(|()| Value::from(class!(r"^[^\p{C}\p{Z}]*( [^\p{C}\p{Z}]*)*$", text)))?
-        }
+        "capitalize" => Value::from(capitalize(text)),
+        "title" => Value::from(title(text)),
+        "islower" => Value::from(any(char::is_lowercase) && !any(char::is_uppercase)),
+        "isupper" => Value::from(any(char::is_uppercase) && !any(char::is_lowercase)),
+        "istitle" => Value::from(is_title(text)),
+        "isspace" => Value::from(!text.is_empty() && text.chars().all(is_space)),
+        "isascii" => Value::from(text.is_ascii()),
+        "isalpha" => Value::from(class!(r"^\p{L}+$", text)),
+        "isdecimal" => Value::from(class!(r"^\p{Nd}+$", text)),
+        "isdigit" => Value::from(class!(r"^[\p{Nd}²³¹⁰⁴-⁹₀-₉①-⑨]+$", text)),
+        "isnumeric" => Value::from(class!(r"^\p{N}+$", text)),
+        "isalnum" => Value::from(class!(r"^[\p{L}\p{N}]+$", text)),
+        "isidentifier" => Value::from(class!(r"^[\p{XID_Start}_]\p{XID_Continue}*$", text)),
+        "isprintable" => Value::from(class!(r"^[^\p{C}\p{Z}]*( [^\p{C}\p{Z}]*)*$", text)),
+        _ => return None,
+    })
+}
+
+fn string_method(text: &str, name: &str, arguments: &Arguments) -> Result<Value, Error> {
+    if let Some(value) = without_arguments(text, name) {
+        let [] = arguments.take([])?;
+        return Ok(value);
+    }
+    Ok(match name {
         "strip" | "lstrip" | "rstrip" => {
             let [characters] = arguments.take(["chars"])?;
             let characters = optional_text(characters, "chars")?;
@@ -524,9 +522,10 @@ pub(super) fn title_filter(value: &Value) -> Result<String, Error> {
     let mut begins = true;
     let mut titled = String::new();
     for c in str(value)?.chars() {
-        match begins {
-            true => titled.extend(c.to_uppercase()),
-            false => titled.extend(c.to_lowercase()),
+        if begins {
+            titled.extend(c.to_uppercase())
+        } else {
+            titled.extend(c.to_lowercase())
         }
         begins = is_space(c) || ['-', '(', '{', '[', '<'].contains(&c);
     }
@@ -576,10 +575,10 @@ fn quoted(text: &str, safe: &str) -> String {
     let mut quoted = String::new();
     for byte in text.bytes() {
         let c = char::from(byte);
-        match c.is_ascii_alphanumeric() || "_.-~".contains(c) || byte.is_ascii() && safe.contains(c)
-        {
-            true => quoted.push(c),
-            false => quoted += &format!("%{byte:02X}"),
+        if c.is_ascii_alphanumeric() || "_.-~".contains(c) || byte.is_ascii() && safe.contains(c) {
+            quoted.push(c)
+        } else {
+            quoted += &format!("%{byte:02X}")
         }
     }
     quoted
@@ -654,9 +653,10 @@ pub(super) fn round(
         }
         "common" => {
             let rounded = (number * factor).round_ties_even() / factor;
-            Ok(match value.is_integer() {
-                true => Value::from(rounded as i64),
-                false => Value::from(rounded),
+            Ok(if value.is_integer() {
+                Value::from(rounded as i64)
+            } else {
+                Value::from(rounded)
             })
         }
         "ceil" => Ok(Value::from((number * factor).ceil() / factor)),

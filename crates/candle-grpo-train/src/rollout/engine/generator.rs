@@ -108,9 +108,10 @@ impl ServerGenerator {
         let folder = config.weight_sync_folder.as_deref().unwrap_or(folder);
         let servers = Arc::new(Servers::new(config, protocol, api_key, "rollout"));
         Ok(Self {
-            weight_sync: match config.is_fixed_policy() {
-                true => WeightSync::None,
-                false => config.weight_sync,
+            weight_sync: if config.is_fixed_policy() {
+                WeightSync::None
+            } else {
+                config.weight_sync
             },
             folder: folder.to_path_buf(),
             written: Mutex::new(None),
@@ -126,6 +127,7 @@ impl ServerGenerator {
 
     /// Sets the prompts of the probe, of which the first ones are used. Without them the probe
     /// continues random tokens.
+    #[must_use]
     pub fn with_probe_prompts(mut self, prompts: &[Vec<u32>]) -> Self {
         self.prober.set_prompts(prompts);
         self
@@ -133,6 +135,7 @@ impl ServerGenerator {
 
     /// Sets the form of the checkpoint that the servers read first, see
     /// [`Pretrained::form`](crate::Pretrained::form). They receive the text model under its names.
+    #[must_use]
     pub fn with_checkpoint_form(mut self, form: Option<CheckpointForm>) -> Self {
         self.form = form;
         self
@@ -142,6 +145,7 @@ impl ServerGenerator {
     ///
     /// llama.cpp names no log-probs of some tokens. With log-probs these are not
     /// [written](Completion::written).
+    #[must_use]
     pub fn without_log_probs(mut self) -> Self {
         self.log_probs = false;
         self

@@ -198,9 +198,10 @@ pub struct DrawRequest {
 impl DrawRequest {
     /// The temperature to send: 0 for greedy decoding.
     pub fn temperature(&self) -> f64 {
-        match self.sampling.greedy {
-            true => 0.,
-            false => self.sampling.temperature,
+        if self.sampling.greedy {
+            0.
+        } else {
+            self.sampling.temperature
         }
     }
 }

@@ -147,12 +147,13 @@ impl Protocol for Sglang {
                 let resumed = server.call(&Call::post("/continue_generation", json!({})));
                 loaded?;
                 resumed?;
-                match self.serves(server, weights)? {
-                    true => Ok(()),
-                    false => Err(Failure::LostWeights(format!(
+                if self.serves(server, weights)? {
+                    Ok(())
+                } else {
+                    Err(Failure::LostWeights(format!(
                         "/get_model_info: another version than {}, which it has just loaded",
                         weights.name()
-                    ))),
+                    )))
                 }
             }
         }

@@ -80,6 +80,7 @@ impl ServerTeacher {
 
     /// Sets the tokens of the longest sequence. A server without a place for them is then an error
     /// of the first call, and not of the call with this sequence.
+    #[must_use]
     pub fn with_longest_sequence(self, longest: usize) -> Self {
         Self { longest, ..self }
     }

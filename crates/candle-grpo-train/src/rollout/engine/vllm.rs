@@ -75,12 +75,11 @@ impl Protocol for Vllm {
                 resumed?;
             }
         }
-        match self.serves(server, weights)? {
-            true => Ok(()),
-            false => {
-                let message = format!("it does not serve {} after loading it", weights.name());
-                Err(Failure::LostWeights(message))
-            }
+        if self.serves(server, weights)? {
+            Ok(())
+        } else {
+            let message = format!("it does not serve {} after loading it", weights.name());
+            Err(Failure::LostWeights(message))
         }
     }
 
@@ -114,11 +113,12 @@ fn reload(server: &Server, weights: &EngineWeights) -> Result<(), Failure> {
 /// Forgets the keys and values of earlier weights. A server that still needs them refuses.
 fn reset_prefix_cache(server: &Server) -> Result<(), Failure> {
     let answer = server.call(&Call::post("/reset_prefix_cache", json!({})))?;
-    match answer["success"] == false {
-        true => Err(Failure::Malformed(
+    if answer["success"] == false {
+        Err(Failure::Malformed(
             "/reset_prefix_cache: the cache is in use, must be reset".to_owned(),
-        )),
-        false => Ok(()),
+        ))
+    } else {
+        Ok(())
     }
 }
 

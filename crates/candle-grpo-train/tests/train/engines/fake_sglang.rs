@@ -189,9 +189,10 @@ fn read_draw(body: &Value, sampling: &Value) -> Result<Draw, String> {
         ));
     }
     let mut stop_token_ids: Vec<u32> = field(sampling, "stop_token_ids")?.unwrap_or_default();
-    match sampling["ignore_eos"] == true {
-        true => stop_token_ids.clear(),
-        false => stop_token_ids.push(END),
+    if sampling["ignore_eos"] == true {
+        stop_token_ids.clear()
+    } else {
+        stop_token_ids.push(END)
     }
     Ok(Draw {
         prompt: field(body, "input_ids")?.ok_or("input_ids: missing")?,
@@ -280,12 +281,13 @@ fn load_adapter(shared: &Shared, request: &Request) -> Reply {
         Err(message) => return error(422, &message),
     };
     let mut engine = shared.engine();
-    let loaded = match engine.policy.adapters().contains_key(&name) {
-        true => Err(format!("LoRA adapter {name} is already loaded.")),
-        false => engine
+    let loaded = if engine.policy.adapters().contains_key(&name) {
+        Err(format!("LoRA adapter {name} is already loaded."))
+    } else {
+        engine
             .policy
             .read_adapter(&name, &folder)
-            .map_err(|e| format!("{e:#}")),
+            .map_err(|e| format!("{e:#}"))
     };
     adapter_reply(loaded, json!(engine.policy.adapters()))
 }

@@ -275,16 +275,17 @@ fn load_adapter(shared: &Shared, request: &Request) -> Reply {
 fn unload_adapter(shared: &Shared, request: &Request) -> Reply {
     let body = object(&request.body, &["lora_name", "lora_int_id"]).unwrap_or_default();
     let name = body["lora_name"].as_str().unwrap_or_default();
-    match shared.engine().policy.remove_adapter(name) {
-        true => Reply::new(
+    if shared.engine().policy.remove_adapter(name) {
+        Reply::new(
             200,
             format!("Success: LoRA adapter '{name}' removed successfully."),
-        ),
-        false => error(
+        )
+    } else {
+        error(
             404,
             "NotFoundError",
             &format!("The lora adapter '{name}' cannot be found."),
-        ),
+        )
     }
 }
 

@@ -239,9 +239,10 @@ fn a_recorded_completion_of_llama_cpp_is_read(#[case] name: &str, #[case] reason
         .flatten()
         .map(|entry| (entry["prob"].as_f64().unwrap() as f32).ln())
         .collect();
-    match replayed.sampling.greedy {
-        true => assert!(completion.drawn_log_probs.iter().all(|&x| x == 0.)),
-        false => assert_eq!(completion.drawn_log_probs, log_probs),
+    if replayed.sampling.greedy {
+        assert!(completion.drawn_log_probs.iter().all(|&x| x == 0.))
+    } else {
+        assert_eq!(completion.drawn_log_probs, log_probs)
     }
 }
 

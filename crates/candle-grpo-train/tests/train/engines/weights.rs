@@ -145,9 +145,10 @@ fn a_completion_ends_as_that_of_the_policy_itself(
     };
     setup.draw_as_local(&sampling);
     let client = setup.client(&setup.config(), &sampling);
-    let client = Arc::new(match log_probs {
-        true => client,
-        false => client.without_log_probs(),
+    let client = Arc::new(if log_probs {
+        client
+    } else {
+        client.without_log_probs()
     });
     setup.policy(0).push(&client).unwrap();
     let mut seen = [false; 3];

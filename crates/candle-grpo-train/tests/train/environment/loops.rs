@@ -5,7 +5,8 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Condvar, Mutex};
 
 use anyhow::{Result, bail};
-use candle_grpo_core::{AdvantageName, GroupFilter};
+use candle_grpo_core::advantage::AdvantageName;
+use candle_grpo_core::selection::GroupFilter;
 use candle_grpo_test_support::{WATCHDOG, cases, on_ranks, stay_on_cpu};
 use candle_grpo_train::environment::{
     Append, Environment, EnvironmentLimits, EpisodeEnd, EpisodeStart, Observation, Step, Turn,
@@ -95,9 +96,10 @@ fn each_turn_is_what_a_single_request_with_its_seed_draws() {
             let first = rollout.completion.tokens[turn.tokens.start];
             let log_prob = rollout.completion.log_probs.as_ref().unwrap()[turn.tokens.start];
             let best = expected.completion.log_probs.unwrap()[0];
-            match expected.completion.tokens[0] == first {
-                true => assert_eq!(log_prob, best),
-                false => assert!(log_prob <= best),
+            if expected.completion.tokens[0] == first {
+                assert_eq!(log_prob, best)
+            } else {
+                assert!(log_prob <= best)
             }
         }
     }

@@ -50,14 +50,13 @@ fn play(
     let stop_id = tokenizer.token_to_id(stop).unwrap();
     let messages = vec![json!({"role": "user", "content": "abc?"})];
     let schemas = json!(tools.schemas());
-    let prompt = match chat {
-        true => {
-            let chat = Chat::new(&messages).tools(&schemas).generation_prompt();
-            let text = template.render(&chat).unwrap();
-            let prompt = Prompt::new(0, &text, Value::Null, &tokenizer).unwrap();
-            prompt.with_messages(messages).with_tools(Some(schemas))
-        }
-        false => Prompt::new(0, "abc?", Value::Null, &tokenizer).unwrap(),
+    let prompt = if chat {
+        let chat = Chat::new(&messages).tools(&schemas).generation_prompt();
+        let text = template.render(&chat).unwrap();
+        let prompt = Prompt::new(0, &text, Value::Null, &tokenizer).unwrap();
+        prompt.with_messages(messages).with_tools(Some(schemas))
+    } else {
+        Prompt::new(0, "abc?", Value::Null, &tokenizer).unwrap()
     };
     let limits = EnvironmentLimits::default();
     let environments =

@@ -41,7 +41,7 @@ fn a_completion_without_turns_is_an_error() {
 
 #[rstest]
 #[case(|c: &mut TrainConfig| c.turn_advantage = Some(TurnAdvantage::Gigpo(Gigpo { gamma: 2., ..Gigpo::default() })), "turn_advantage.gigpo.gamma: 2")]
-#[case(|c: &mut TrainConfig| c.recipe.overlong = Some(candle_grpo_core::OverlongPenalty::new(8, 2)), "turn_advantage: given, must be absent with")]
+#[case(|c: &mut TrainConfig| c.recipe.overlong = Some(candle_grpo_core::rewards::OverlongPenalty::new(8, 2)), "turn_advantage: given, must be absent with")]
 fn options_that_contradict_are_errors(#[case] spoil: fn(&mut TrainConfig), #[case] words: &str) {
     let mut config = trained(TurnAdvantage::StepReturns(StepReturns::default()));
     config.sampling = sampling();

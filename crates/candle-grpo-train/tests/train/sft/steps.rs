@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 use candle_core::Device;
-use candle_grpo_core::Decay;
+use candle_grpo_core::schedule::Decay;
 use candle_grpo_nn::{LoraConfig, Parameters};
 use candle_grpo_test_support::{device, on_ranks, stay_on_cpu};
 use candle_grpo_train::Sequence;

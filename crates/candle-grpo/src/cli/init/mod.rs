@@ -96,9 +96,10 @@ pub(super) fn init(arguments: &InitArguments) -> Result<(), Exit> {
     // The configuration is last: with it, everything is there.
     for (name, text) in files.iter().rev() {
         let path = folder.join(name);
-        let text = match name.ends_with(".yaml") {
-            true => filled(text, &arguments.model, &folder, &run)?,
-            false => (*text).to_owned(),
+        let text = if name.ends_with(".yaml") {
+            filled(text, &arguments.model, &folder, &run)?
+        } else {
+            (*text).to_owned()
         };
         atomic_file::write(&path, text.as_bytes()).map_err(|error| failed(&path, &error))?;
     }

@@ -8,7 +8,7 @@ use std::fs;
 use std::path::{Path, PathBuf};
 
 use candle_grpo::config::{Document, RollFile, RunConfig, SftEvaluationConfig, SftRunConfig};
-use candle_grpo::core::CosineLength;
+use candle_grpo::core::rewards::CosineLength;
 use candle_grpo::train::DatasetConfig;
 use candle_grpo::train::environment::{EnvironmentKind, EnvironmentLimits, ProgramToolConfig};
 use candle_grpo::train::learn::DemonstrationConfig;
@@ -486,9 +486,10 @@ fn every_section_has_its_table() {
 
 /// Checks that a document is a configuration of its kind.
 fn accepted(document: &Document, block: &str) {
-    let checked = match SftRunConfig::is_of(document) {
-        true => SftRunConfig::new(document).map(drop),
-        false => RunConfig::new(document).map(drop),
+    let checked = if SftRunConfig::is_of(document) {
+        SftRunConfig::new(document).map(drop)
+    } else {
+        RunConfig::new(document).map(drop)
     };
     checked.unwrap_or_else(|error| panic!("{error}\n{block}"));
 }

@@ -3,7 +3,8 @@
 use std::path::Path;
 
 use candle_grpo::config::{Document, RollFile, RunConfig, Verdict};
-use candle_grpo::core::{NormLevel, SampleFilter};
+use candle_grpo::core::rewards::NormLevel;
+use candle_grpo::core::selection::SampleFilter;
 
 const FILE: &str = r#"
 defaults:

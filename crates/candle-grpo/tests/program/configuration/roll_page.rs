@@ -5,10 +5,10 @@ use std::path::Path;
 
 use candle_core::{Device, Result, Tensor, Var};
 use candle_grpo::config::{ConfigError, Document, RunConfig};
-use candle_grpo::core::{
-    Baseline, GroupAdvantage, Kl, KlEstimator, KlPenalty, NormLevel, SampleFilter, Scale,
-    TokenAdvantage,
-};
+use candle_grpo::core::advantage::{Baseline, KlPenalty};
+use candle_grpo::core::rewards::NormLevel;
+use candle_grpo::core::selection::SampleFilter;
+use candle_grpo::core::{GroupAdvantage, Kl, KlEstimator, Scale, TokenAdvantage};
 use candle_grpo::loss::{Aggregation, Clip, PolicyBatch, Recipe, StepTotals, Surrogate};
 use candle_grpo::train::TrainConfig;
 use rstest::rstest;

@@ -48,9 +48,10 @@ fn yaml(more: &str) -> Result<RunConfig, ConfigError> {
 /// A run with more keys of the algorithm, which start with a comma, and a teacher if the preset
 /// learns from one.
 fn with_preset(preset: Option<Preset>, keys: &str) -> Result<RunConfig, ConfigError> {
-    let teacher = match needs_teacher(preset) {
-        true => "teacher: {model: models/large}\n",
-        false => "",
+    let teacher = if needs_teacher(preset) {
+        "teacher: {model: models/large}\n"
+    } else {
+        ""
     };
     let name = json!(preset);
     yaml(&format!("{teacher}algorithm: {{preset: {name}{keys}}}\n"))
