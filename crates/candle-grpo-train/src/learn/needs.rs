@@ -52,9 +52,9 @@ impl Source {
 /// The inputs that the advantages and the loss of a run need before an update.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Needs {
-    /// Those of the advantages.
+    /// The inputs of the advantages.
     pub advantage: Inputs,
-    /// Those of the loss.
+    /// The inputs of the loss.
     pub loss: Inputs,
 }
 

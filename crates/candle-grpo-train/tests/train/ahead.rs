@@ -25,7 +25,8 @@ use candle_grpo_train::{
 use rstest::rstest;
 
 use crate::common::{
-    self, digest, pretrained, prompts, sampling, share_of_a, trainer, trainer_of, without_seconds,
+    self, digest, parts, pretrained, prompts, sampling, share_of_a, trainer, trainer_of,
+    without_seconds,
 };
 
 fn config(max_staleness: usize) -> TrainConfig {

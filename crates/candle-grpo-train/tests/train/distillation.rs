@@ -17,7 +17,8 @@ use rstest::rstest;
 
 use crate::common::{
     self, actor_config, assert_ranks_agree, assert_records_close, digest, drawn_parameters,
-    log_distributions, max_difference, model, parameters, run, trainer, trainer_of, with_mask,
+    log_distributions, max_difference, model, parameters, parts, run, trainer, trainer_of,
+    with_mask,
 };
 
 fn nothing(_: &Sample) -> f32 {

@@ -378,6 +378,25 @@ fn drawing_ahead_with_a_filter_is_an_error_on_several_ranks() {
     }
 }
 
+#[test]
+fn a_loss_of_whole_groups_is_refused_on_several_ranks_before_a_step() {
+    stay_on_cpu();
+    let mut config = config(Recipe::grpo());
+    config.recipe.policy_loss = experimental::policy_loss::real();
+    config.micro_batch_size = 4;
+    config.mini_batch_size = None;
+    for error in on_ranks(2, |collective| {
+        let made = Trainer::new(TrainerParts {
+            collective,
+            ..parts(digest, config.clone())
+        });
+        format!("{:#}", made.err().unwrap())
+    }) {
+        let expected = "recipe.policy_loss.surrogate: compares the sequences of a group";
+        assert!(error.starts_with(expected), "{error}");
+    }
+}
+
 /// The update, the critic and the metrics, in the order of the completions.
 #[rstest]
 fn micro_batches_of_tokens_change_only_the_rounding(#[values(1, 30, 10_000)] tokens: usize) {

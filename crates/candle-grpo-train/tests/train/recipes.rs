@@ -3,11 +3,12 @@
 use std::sync::{Arc, Mutex};
 
 use crate::common::{
-    self, digest, max_difference, model, parameters, prompts, sampling, share_of_a, tokenizer,
-    trainer, trainer_of,
+    self, digest, max_difference, model, parameters, parts, prompts, sampling, share_of_a,
+    tokenizer, trainer, trainer_of,
 };
-use candle_core::Tensor;
+use candle_core::{Tensor, bail};
 use candle_grpo_core::advantage::{AdvantageName, KlPenalty};
+use candle_grpo_core::inputs::{Input, Inputs};
 use candle_grpo_core::kl::KlController;
 use candle_grpo_core::rewards::{CostPenalty, OverlongPenalty};
 use candle_grpo_core::selection::{GroupFilter, SampleFilter, ScoreResampling};
@@ -395,6 +396,61 @@ fn components_of_rewards_stay_apart() {
         error.starts_with("recipe.advantage: takes the components"),
         "{error}"
     );
+}
+
+/// Pulls the policy toward the reference.
+#[derive(Debug)]
+struct TowardReference;
+
+impl TokenLoss for TowardReference {
+    fn per_token(&self, inputs: &SurrogateInputs) -> candle_core::Result<TokenLosses> {
+        let reference = inputs.get(Input::RefLogProbs)?;
+        Ok(TokenLosses {
+            loss: (inputs.log_probs - reference)?.sqr()?,
+            flags: vec![("reference_log_prob", reference.clone())],
+        })
+    }
+
+    fn needs(&self) -> Inputs {
+        Input::RefLogProbs.into()
+    }
+}
+
+/// The log-prob of a completion under the reference.
+struct ReferenceScore;
+
+impl AdvantageEstimator for ReferenceScore {
+    fn estimate(&self, batch: &AdvantageBatch) -> candle_core::Result<Advantages> {
+        let Some(reference) = &batch.ref_log_probs else {
+            bail!("ref_log_probs: absent");
+        };
+        Ok(Advantages::new(reference.sum(1)?))
+    }
+
+    fn needs(&self) -> Inputs {
+        Input::RefLogProbs.into()
+    }
+}
+
+/// No KL term of the recipe asks for a reference.
+#[test]
+fn a_custom_loss_and_a_custom_estimator_get_the_inputs_that_they_declare() {
+    let surrogate = Surrogate::custom(TowardReference);
+    let config = with_loss(PolicyLoss {
+        surrogate,
+        ..PolicyLoss::default()
+    });
+    let metrics = trainer(share_of_a, config).step().unwrap();
+    // Before the first update the reference is the policy.
+    let difference = metrics.policy["reference_log_prob"] - metrics.policy["log_prob"];
+    assert!(difference.abs() < 1e-6, "{difference}");
+
+    let mut trainer = trainer_of(TrainerParts {
+        estimator: Some(Box::new(ReferenceScore)),
+        ..parts(|_: &Sample| 1., with_loss(PolicyLoss::default()))
+    });
+    let metrics = trainer.step().unwrap();
+    assert!(!metrics.skipped && metrics.grad_norm.unwrap() > 0.);
 }
 
 #[test]

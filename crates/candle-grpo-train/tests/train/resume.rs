@@ -6,8 +6,8 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 use crate::common::{
-    self, digest, max_difference, model, parameters, pretrained, prompts, tokenizer, trainer,
-    trainer_of, without_seconds,
+    self, digest, max_difference, model, parameters, parts, pretrained, prompts, tokenizer,
+    trainer, trainer_of, without_seconds,
 };
 use candle_grpo_core::advantage::AdvantageName;
 use candle_grpo_core::kl::KlController;

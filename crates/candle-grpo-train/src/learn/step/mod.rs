@@ -170,12 +170,11 @@ impl StepBatch {
             }
         }
         let completions = self.groups.rollouts.len();
-        Ok(Some(match causes.is_empty() {
-            true => format!("all {completions} completions are empty"),
-            false => format!(
-                "all {completions} completions filtered ({})",
-                causes.join(", ")
-            ),
+        let causes = causes.join(", ");
+        Ok(Some(if causes.is_empty() {
+            format!("all {completions} completions are empty")
+        } else {
+            format!("all {completions} completions filtered ({causes})")
         }))
     }
 

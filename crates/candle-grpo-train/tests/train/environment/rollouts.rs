@@ -7,7 +7,7 @@ use candle_grpo_train::{RunDir, StepMetrics, TrainConfig, Trainer, TrainerParts,
 use serde_json::json;
 
 use super::{echo, environments};
-use crate::common::{self, config, digest, share_of_a, trainer, trainer_of};
+use crate::common::{self, config, digest, parts, share_of_a, trainer, trainer_of};
 
 fn every() -> RolloutLogConfig {
     RolloutLogConfig {
