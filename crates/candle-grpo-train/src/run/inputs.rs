@@ -64,6 +64,11 @@ pub struct InputChanges {
 }
 
 impl RunInputs {
+    /// Returns the SHA-256 sum of the initial weights, if it is known.
+    pub fn parameters_sha256(&self) -> Option<&str> {
+        self.parameters.as_deref()
+    }
+
     /// Computes the digests. `model` must be as it is before training.
     ///
     /// `reward_files` are the files that decide rewards: those of reward functions and of

@@ -265,8 +265,8 @@ impl SftTrainer {
     /// Takes the digest of the initial weights from `inputs`, which belong to the same model.
     #[must_use]
     pub fn with_inputs(mut self, inputs: &RunInputs) -> Self {
-        if let Some(sha256) = &inputs.parameters {
-            self.models.base_sha256 = sha256.clone().into();
+        if let Some(sha256) = inputs.parameters_sha256() {
+            self.models.base_sha256 = sha256.to_owned().into();
         }
         self
     }

@@ -176,7 +176,7 @@ impl Session {
             collective,
             progress: Arc::clone(&progress),
             last_step: config.max_steps,
-            parameters_sha256: inputs.parameters.clone(),
+            parameters_sha256: inputs.parameters_sha256().map(str::to_owned),
             order: Some(order).filter(|_| curriculum.is_none()),
             curriculum,
             demonstrations,
