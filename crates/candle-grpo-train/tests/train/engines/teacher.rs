@@ -21,8 +21,8 @@ use serde_json::{Value, json};
 use super::Setup;
 use super::fake_server::Fault;
 use crate::common::{
-    self, assert_records_close, digest, log_distributions, model, parameters, parts, trainer,
-    trainer_of, with_mask,
+    self, assert_records_close, digest, log_distributions, model, parameters, parts, trainer_of,
+    with_mask,
 };
 
 fn setup(engine: Engine, servers: usize) -> Setup {

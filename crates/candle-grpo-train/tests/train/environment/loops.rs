@@ -22,7 +22,7 @@ use rstest::rstest;
 
 use super::{echo, environments, limited};
 use crate::common::{
-    self, END, config, model, parameters, parts, pretrained, prompts, sampler, sampling, tokenizer,
+    self, END, config, model, parameters, pretrained, prompts, sampler, sampling, tokenizer,
     without_seconds,
 };
 
