@@ -320,7 +320,7 @@ fn one_file_of_a_repository_is_a_model_or_data() {
 #[case::no_file(
     "hf://datasets/a/b",
     HubContent::Data,
-    "must end in a file of the repository"
+    "must end in a file in the repository"
 )]
 #[case::not_gguf(
     "hf://a/b/model.safetensors",
