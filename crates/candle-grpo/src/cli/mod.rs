@@ -25,6 +25,7 @@ use clap::{Parser, Subcommand};
 use clap_complete::Shell;
 
 use chat::ChatArguments;
+use check::Detail;
 use convert::Dtype;
 use eval::EvalArguments;
 use exit::EXIT_CODES;
@@ -88,12 +89,12 @@ enum Command {
         #[arg(long)]
         force: bool,
     },
-    /// Check a configuration without loading the weights, and print every setting.
+    /// Check a configuration without loading the weights, and print what the run does.
     ///
     /// Reads the file, its data, its rewards and the shape of the model. Downloads those of the
-    /// Hugging Face hub, except weights. Prints the settings with
-    /// all defaults as a configuration file. For a ROLL file it also prints whether each key is
-    /// used, has no meaning here, or is not supported.
+    /// Hugging Face hub, except weights. Prints the model, the data, the batch, the algorithm and
+    /// the memory. With --all it prints every setting as a configuration file, and what becomes of
+    /// each key of a ROLL file.
     Check(CheckArguments),
     /// Write a page about runs: charts over the steps, answers before and after, settings.
     ///
@@ -112,9 +113,22 @@ enum Command {
 struct CheckArguments {
     /// The configuration: YAML, or TOML if its name ends in .toml (docs/configuration.md).
     file: PathBuf,
+    /// Print every setting, as a configuration file with all defaults.
+    #[arg(short, long, conflicts_with = "quiet")]
+    all: bool,
     /// Print nothing if the configuration is valid.
     #[arg(short, long)]
     quiet: bool,
+}
+
+impl CheckArguments {
+    fn detail(&self) -> Detail {
+        match (self.quiet, self.all) {
+            (true, _) => Detail::Quiet,
+            (_, true) => Detail::All,
+            _ => Detail::Summary,
+        }
+    }
 }
 
 #[derive(clap::Args)]
@@ -166,7 +180,7 @@ pub(crate) fn run() -> ExitCode {
     let arguments = Arguments::parse();
     let done = match arguments.command {
         Command::Init(arguments) => init::init(&arguments),
-        Command::Check(arguments) => check::check(&arguments.file, arguments.quiet),
+        Command::Check(arguments) => check::check(&arguments.file, arguments.detail()),
         Command::Train(arguments) => {
             train::train(&arguments.file, arguments.start(), arguments.quiet)
         }

@@ -25,7 +25,7 @@ pub use algorithm::{AdvEstimator, AlgorithmConfig, PgVariant};
 pub use document::Document;
 pub use error::ConfigError;
 pub use hub_files::{Configuration, HubFiles, Locate};
-pub use preset::Preset;
+pub use preset::{Algorithm, Preset};
 pub use roll::{RollDefault, RollFile, RollKey, Verdict};
 pub use run::RunConfig;
 pub use sections::{CheckpointConfig, EvaluationConfig, ModelConfig, TeacherConfig};

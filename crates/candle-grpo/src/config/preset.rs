@@ -1,7 +1,10 @@
 //! Published algorithms by name.
 
+use std::fmt;
+
 use candle_grpo_loss::Recipe;
 use serde::{Deserialize, Serialize};
+use serde_json::{Value, json};
 
 use super::algorithm::AdvEstimator;
 
@@ -121,5 +124,81 @@ impl Preset {
             Self::M2po => Recipe::m2po(),
             Self::Gkd => Recipe::gkd(),
         }
+    }
+}
+
+impl fmt::Display for Preset {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(json!(self).as_str().unwrap_or_default())
+    }
+}
+
+/// The algorithm of a run: a preset, and what differs from it.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Algorithm {
+    /// The preset that the file names, or the one that differs least.
+    pub preset: Preset,
+    /// The options of the recipe that differ, as `path: value`.
+    pub differences: Vec<String>,
+}
+
+impl Algorithm {
+    /// Compares `recipe` with the preset of that name, or with the nearest one if there is none.
+    pub(super) fn new(recipe: &Recipe, named: Option<Preset>, response_length: usize) -> Self {
+        let ours = json!(recipe);
+        let compare = |preset: Preset| {
+            let mut differences = Vec::new();
+            let theirs = json!(preset.recipe(response_length));
+            differ("", &ours, &theirs, &mut differences);
+            Self {
+                preset,
+                differences,
+            }
+        };
+        match named {
+            Some(preset) => compare(preset),
+            None => Preset::ALL
+                .into_iter()
+                .map(compare)
+                .min_by_key(|algorithm| algorithm.differences.len())
+                .unwrap_or_else(|| compare(Preset::Grpo)),
+        }
+    }
+}
+
+/// Lists the parts of `ours` that differ from `theirs`.
+fn differ(path: &str, ours: &Value, theirs: &Value, differences: &mut Vec<String>) {
+    match (ours, theirs) {
+        (Value::Object(a), Value::Object(b)) if a.keys().eq(b.keys()) => {
+            for (key, ours) in a {
+                let path = match path {
+                    "" => key.clone(),
+                    path => format!("{path}.{key}"),
+                };
+                differ(&path, ours, &b[key], differences);
+            }
+        }
+        _ if ours != theirs => differences.push(format!("{path}: {}", compact(ours))),
+        _ => {}
+    }
+}
+
+/// Returns a value as YAML on one line, without options that are absent.
+fn compact(value: &Value) -> String {
+    match value {
+        Value::Null => "none".to_owned(),
+        Value::String(text) => text.clone(),
+        Value::Array(items) => {
+            let items: Vec<String> = items.iter().map(compact).collect();
+            format!("[{}]", items.join(", "))
+        }
+        Value::Object(map) => {
+            let given = map.iter().filter(|(_, value)| !value.is_null());
+            let entries: Vec<String> = given
+                .map(|(key, value)| format!("{key}: {}", compact(value)))
+                .collect();
+            format!("{{{}}}", entries.join(", "))
+        }
+        value => value.to_string(),
     }
 }

@@ -25,6 +25,7 @@ use super::error::ConfigError;
 use super::hub_files::{HubFiles, RunNames};
 use super::merge::merge;
 use super::other_names;
+use super::preset::{Algorithm, Preset};
 use super::problem::Problem;
 use super::sections::{
     CheckpointConfig, EvaluationConfig, EvaluationKeys, ModelConfig, TeacherConfig,
@@ -703,6 +704,14 @@ impl RunConfig {
     /// Returns the seed of the run.
     pub fn seed(&self) -> u64 {
         self.train.sampling.seed
+    }
+
+    /// Returns the algorithm by its name, and what differs from it.
+    pub fn algorithm(&self) -> Algorithm {
+        let named = self.document.get("algorithm.preset");
+        let named = named.and_then(|name| Preset::deserialize(name).ok());
+        let length = self.train.sampling.max_new_tokens;
+        Algorithm::new(&self.train.recipe, named, length)
     }
 
     /// Returns the effective configuration as YAML that reads as the same configuration.

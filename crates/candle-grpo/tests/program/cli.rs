@@ -48,7 +48,7 @@ fn fails(output: &Output, code: i32, words: &str) {
 #[test]
 fn check_prints_a_configuration_that_it_accepts() {
     let folder = folder(CONFIG, DATA);
-    let first = grpo(folder.path(), &["check", "run.yaml"]);
+    let first = grpo(folder.path(), &["check", "--all", "run.yaml"]);
     assert_eq!(
         first.status.code(),
         Some(0),
@@ -56,10 +56,10 @@ fn check_prints_a_configuration_that_it_accepts() {
         String::from_utf8_lossy(&first.stderr)
     );
     assert!(out(&first).contains("1 prompts to train on, 1 held out"));
-    let updates = "# 1 updates a step: 1 passes over 1 mini-batches of at most 16 completions.\n";
+    let updates = "1 updates a step: 1 passes over 1 mini-batches of at most 16 completions.\n";
     assert!(out(&first).contains(updates), "{}", out(&first));
     fs::write(folder.path().join("again.yaml"), out(&first)).unwrap();
-    let second = grpo(folder.path(), &["check", "again.yaml"]);
+    let second = grpo(folder.path(), &["check", "--all", "again.yaml"]);
     let settings = |output: &Output| -> String {
         out(output)
             .lines()
@@ -71,6 +71,48 @@ fn check_prints_a_configuration_that_it_accepts() {
     assert_eq!(settings(&second), settings(&first));
     let quiet = grpo(folder.path(), &["check", "--quiet", "run.yaml"]);
     assert_eq!((quiet.status.code(), out(&quiet).as_str()), (Some(0), ""));
+}
+
+/// A page that a person reads, not a list of every setting.
+#[test]
+fn check_prints_what_a_run_does_in_a_few_lines() {
+    let folder = folder(CONFIG, DATA);
+    let check = |algorithm: &str| {
+        let config = CONFIG.replace("preset: dapo", algorithm);
+        fs::write(folder.path().join("run.yaml"), config).unwrap();
+        let checked = grpo(folder.path(), &["check", "run.yaml"]);
+        let said = String::from_utf8_lossy(&checked.stderr);
+        assert_eq!(checked.status.code(), Some(0), "{said}");
+        out(&checked)
+    };
+    let text = check("preset: dapo");
+    assert!(text.lines().count() <= 25, "{text}");
+    for words in [
+        "run.yaml: valid.\n",
+        "Model: model, ",
+        "Rewards: numeric.\n",
+        "Batch: 2 prompts x 8 completions of at most 8 tokens, at temperature 1.\n",
+        "Algorithm: dapo at a learning rate of 1e-6, as published\n",
+        "Memory: at most about ",
+    ] {
+        assert!(text.contains(words), "{words:?} in\n{text}");
+    }
+    let text = check("preset: dapo, pg_clip: 0.1, kl_coef: 0.5");
+    for words in [
+        "Algorithm: dapo at a learning rate of 1e-6; what differs from it:\n",
+        "  policy_loss.surrogate.clip.high: 0.1\n",
+        "  policy_loss.kl: {coef: 0.5, kl: {estimator: k3",
+    ] {
+        assert!(text.contains(words), "{words:?} in\n{text}");
+    }
+    // Every option of a recipe is another one.
+    let text = check("recipe: {policy_loss: {surrogate: {soft_gate: {}}}}");
+    assert!(text.contains("Algorithm: sapo"), "{text}");
+    let text = check(
+        "preset: grpo, pg_clip: 0.1, kl_coef: 0.5, advantage_scale: none, advantage_epsilon: 1.0, entropy_loss_coef: 0.5, rl_loss_coef: 0.5, importance_sampling: seq, reward_clip: 3",
+    );
+    assert!(text.lines().count() <= 25, "{text}");
+    assert!(text.contains(" more (grpo check --all)\n"), "{text}");
 }
 
 /// The part `name` of the plan of memory, in MiB.
@@ -90,7 +132,7 @@ fn check_prints_the_memory_of_the_run() {
         out(&checked)
     };
     let whole = check(CONFIG);
-    assert!(whole.contains("# Memory: at most about "), "{whole}");
+    assert!(whole.contains("Memory: at most about "), "{whole}");
     assert!(
         whole.contains(" tokens and a longest prompt of "),
         "{whole}"
@@ -184,7 +226,7 @@ actor_train:
 rewards: [{kind: numeric}]
 ";
     let folder = folder(config, DATA);
-    let output = grpo(folder.path(), &["check", "run.yaml"]);
+    let output = grpo(folder.path(), &["check", "--all", "run.yaml"]);
     assert_eq!(
         output.status.code(),
         Some(0),
@@ -541,7 +583,7 @@ response_length: 8
 adv_estimator: grpo
 ";
     let folder = folder(config, DATA);
-    let output = grpo(folder.path(), &["check", "run.yaml"]);
+    let output = grpo(folder.path(), &["check", "--all", "run.yaml"]);
     let text = out(&output);
     assert!(
         text.contains("used: algorithm.rollout_batch_size"),

@@ -44,8 +44,8 @@ fn results(short: [f64; 2], long: [f64; 2], response_length: usize) -> (Vec<Valu
     write_phi(&path.join("model"), short, long);
     let check = succeeds(path, &["check", "run.yaml"]);
     let list = match response_length < ORIGINAL - 3 {
-        true => "# Rotary frequencies of short_factor: the longest row has 9 tokens",
-        false => "# Rotary frequencies of long_factor",
+        true => "Rotary frequencies of short_factor: the longest row has 9 tokens",
+        false => "Rotary frequencies of long_factor",
     };
     assert!(check.contains(list), "{check}");
     succeeds(path, &["train", "run.yaml"]);
