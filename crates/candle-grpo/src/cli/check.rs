@@ -5,9 +5,7 @@ use std::fs;
 use std::io::{Write, stdout};
 use std::path::Path;
 
-use candle_grpo::config::{
-    Algorithm, Configuration, RollDefault, RollFile, RunConfig, SftRunConfig, Verdict,
-};
+use candle_grpo::config::{Algorithm, Configuration, RunConfig, SftRunConfig, Sizes};
 use candle_grpo::kernels::CpuInstructions;
 use candle_grpo::nn::{BaseWeights, DecoderConfig, Gguf, RopeScaling};
 use candle_grpo::report::Run;
@@ -23,12 +21,12 @@ use super::console::Console;
 use super::exit::Exit;
 use super::load;
 
-/// What [`check`] prints.
+/// The output of [`check`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Detail {
     /// Nothing.
     Quiet,
-    /// What a person wants to know before the run.
+    /// The model, the data, the batch, the algorithm and the memory.
     Summary,
     /// The summary as comments of a file with every setting.
     All,
@@ -56,7 +54,7 @@ impl Detail {
 
 /// Checks the configuration in `file` with everything that it names, except the weights of the
 /// model. Of models on the hub it downloads everything else.
-pub(super) fn check(file: &Path, detail: Detail) -> Result<(), Exit> {
+pub(super) fn check(file: &Path, detail: Detail, allow_unsupported: bool) -> Result<(), Exit> {
     let environment = launch::environment().map_err(|error| Exit::Run(error.to_string()))?;
     // One rank prints what all of them check.
     let detail = match &environment {
@@ -67,10 +65,14 @@ pub(super) fn check(file: &Path, detail: Detail) -> Result<(), Exit> {
     if SftRunConfig::is_of(&document) {
         return check_sft(file, load::sft_config(&document)?, detail);
     }
-    let mut run = load::config(file, |roll| match detail {
-        Detail::Quiet => load::warn_of_keys(file, roll),
-        _ => print_keys(roll, detail),
-    })?;
+    let import = load::import(&document, allow_unsupported)?;
+    let mut run = match &import {
+        Some(import) => {
+            load::warn_of_keys(import);
+            load::config(&import.document)?
+        }
+        None => load::config(&document)?,
+    };
     // The log has the warnings about the data.
     let console = Console::new(true);
     load::warn_of_threads(&run);
@@ -99,6 +101,13 @@ pub(super) fn check(file: &Path, detail: Detail) -> Result<(), Exit> {
         .to_yaml()
         .map_err(|error| Exit::Config(error.to_string()))?;
     let mut out = Vec::new();
+    if let Some(import) = &import {
+        match detail {
+            Detail::All => write!(out, "{import}")?,
+            _ => write!(out, "{}", import.summary())?,
+        }
+        print_sizes(&run, &mut out)?;
+    }
     print_model(&run, checked.as_ref().map(|(.., model)| model), &mut out)?;
     print_batch(&run, &dataset, &mut out)?;
     print_algorithm(&run, &mut out)?;
@@ -143,7 +152,12 @@ fn print_model(
     let size = model.map_or(String::new(), |model| {
         let shapes = model.parameter_shapes();
         let weights: usize = shapes.values().map(|shape| shape.elem_count()).sum();
-        format!(", {:.1} million parameters", weights as f64 / 1e6)
+        let (unit, count) = match weights {
+            0..1_000_000 => ("thousand", 1e3),
+            1_000_000..1_000_000_000 => ("million", 1e6),
+            _ => ("billion", 1e9),
+        };
+        format!(", {:.1} {unit} parameters", weights as f64 / count)
     });
     let trained = match &run.train.adapters {
         Some(adapters) => format!("adapters of rank {} train", adapters.rank),
@@ -156,7 +170,10 @@ fn print_model(
         name(&run.train.compute_dtype)
     )?;
     if let Some(teacher) = &run.teacher {
-        let model = teacher.model.as_ref().map(|path| path.display().to_string());
+        let model = teacher
+            .model
+            .as_ref()
+            .map(|path| path.display().to_string());
         let server = "a server".to_owned();
         writeln!(out, "Teacher: {}.", model.unwrap_or(server))?;
     }
@@ -238,7 +255,10 @@ fn print_algorithm(run: &RunConfig, out: &mut impl Write) -> Result<(), Exit> {
         true => ", as published",
         false => "; what differs from it:",
     };
-    writeln!(out, "Algorithm: {preset} at a learning rate of {rate:e}{all}")?;
+    writeln!(
+        out,
+        "Algorithm: {preset} at a learning rate of {rate:e}{all}"
+    )?;
     for difference in differences.iter().take(SHOWN_DIFFERENCES) {
         writeln!(out, "  {difference}")?;
     }
@@ -425,10 +445,7 @@ fn peak_of_this_process() -> Option<usize> {
 /// for it.
 fn print_instructions(dtype: ComputeDType, out: &mut impl Write) -> Result<(), Exit> {
     let selected = CpuInstructions::selected().map_err(|error| Exit::Config(error.to_string()))?;
-    writeln!(
-        out,
-        "Operators on the CPU use the instructions {selected}."
-    )?;
+    writeln!(out, "Operators on the CPU use the instructions {selected}.")?;
     if dtype == ComputeDType::Bf16 && selected < CpuInstructions::Avx512Bf16 {
         writeln!(
             out,
@@ -489,39 +506,22 @@ fn print_hub_files(run: &impl Configuration, out: &mut impl Write) -> Result<(),
     Ok(())
 }
 
-/// Prints what becomes of the keys of a ROLL file: how many are used, or each of them.
-fn print_keys(roll: &RollFile, detail: Detail) -> Result<(), Exit> {
-    let mut out = stdout().lock();
-    if detail == Detail::Summary {
-        let count = |kind: fn(&Verdict) -> bool| {
-            let verdicts = roll.keys.iter().map(|key| &key.verdict);
-            verdicts.filter(|verdict| kind(verdict)).count()
-        };
-        writeln!(
-            out,
-            "A file of ROLL: {} keys are used, {} have no meaning here, {} are not supported (grpo check --all lists them).",
-            count(|verdict| matches!(verdict, Verdict::Used(_))),
-            count(|verdict| matches!(verdict, Verdict::NoMeaning(_))),
-            count(|verdict| matches!(verdict, Verdict::NotSupported(_))),
-        )?;
-        return Ok(());
-    }
-    writeln!(out, "# A file of ROLL. Its keys:")?;
-    let width = roll
-        .keys
-        .iter()
-        .map(|key| key.path.len())
-        .max()
-        .unwrap_or(0);
-    for key in &roll.keys {
-        writeln!(out, "#   {:width$}  {}", key.path, key.verdict)?;
-    }
-    if !roll.defaults.is_empty() {
-        writeln!(out, "# Left out, with another default in ROLL:")?;
-        for RollDefault { key, roll, here } in &roll.defaults {
-            writeln!(out, "#   {key}: {here} here, {roll} in ROLL")?;
-        }
-    }
-    writeln!(out, "#")?;
+/// Prints the counts of an imported file as they are here.
+fn print_sizes(run: &RunConfig, out: &mut impl Write) -> Result<(), Exit> {
+    writeln!(out, "Here: {}.", sizes(run))?;
     Ok(())
+}
+
+/// Returns the counts of a run.
+pub(super) fn sizes(run: &RunConfig) -> Sizes {
+    let train = &run.train;
+    let sampled = train.prompts_per_step.saturating_mul(train.num_generations);
+    let update = train.mini_batch_size.unwrap_or(sampled).min(sampled);
+    let updates = train.epochs as f64 * sampled.div_ceil(update.max(1)) as f64;
+    Sizes {
+        sampled: sampled as f64,
+        update: update as f64,
+        updates,
+        all_updates: Some(run.max_steps as f64 * updates),
+    }
 }

@@ -7,6 +7,7 @@ mod console;
 mod convert;
 mod eval;
 mod exit;
+mod import;
 mod init;
 mod load;
 mod output;
@@ -96,6 +97,11 @@ enum Command {
     /// the memory. With --all it prints every setting as a configuration file, and what becomes of
     /// each key of a ROLL file.
     Check(CheckArguments),
+    /// Print a file of ROLL, TRL, verl or OpenRLHF as a configuration of this program.
+    ///
+    /// Comments at the top say what becomes of each key, and how many completions a step and an
+    /// update have on both sides. Reads YAML, TOML, and the options in a shell script.
+    Import(ImportArguments),
     /// Write a page about runs: charts over the steps, answers before and after, settings.
     ///
     /// The page is one file and works offline. Several runs share the charts.
@@ -110,6 +116,15 @@ enum Command {
 }
 
 #[derive(clap::Args)]
+struct ImportArguments {
+    /// The file of the other trainer.
+    file: PathBuf,
+    /// The number of processes that the file is for. TRL counts the completions of one.
+    #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=1 << 20))]
+    processes: u32,
+}
+
+#[derive(clap::Args)]
 struct CheckArguments {
     /// The configuration: YAML, or TOML if its name ends in .toml (docs/configuration.md).
     file: PathBuf,
@@ -119,6 +134,9 @@ struct CheckArguments {
     /// Print nothing if the configuration is valid.
     #[arg(short, long)]
     quiet: bool,
+    /// Ignore keys of another trainer that change the run and have no counterpart.
+    #[arg(long)]
+    allow_unsupported: bool,
 }
 
 impl CheckArguments {
@@ -148,6 +166,9 @@ struct TrainArguments {
     /// Log warnings only, and show no progress.
     #[arg(short, long)]
     quiet: bool,
+    /// Ignore keys of another trainer that change the run and have no counterpart.
+    #[arg(long)]
+    allow_unsupported: bool,
 }
 
 impl TrainArguments {
@@ -180,10 +201,18 @@ pub(crate) fn run() -> ExitCode {
     let arguments = Arguments::parse();
     let done = match arguments.command {
         Command::Init(arguments) => init::init(&arguments),
-        Command::Check(arguments) => check::check(&arguments.file, arguments.detail()),
-        Command::Train(arguments) => {
-            train::train(&arguments.file, arguments.start(), arguments.quiet)
-        }
+        Command::Check(arguments) => check::check(
+            &arguments.file,
+            arguments.detail(),
+            arguments.allow_unsupported,
+        ),
+        Command::Import(arguments) => import::import(&arguments.file, arguments.processes as usize),
+        Command::Train(arguments) => train::train(
+            &arguments.file,
+            arguments.start(),
+            arguments.quiet,
+            arguments.allow_unsupported,
+        ),
         Command::Sft(arguments) => sft::sft(&arguments.file, arguments.start(), arguments.quiet),
         Command::Eval(arguments) => eval::run(*arguments),
         Command::Sample(arguments) => sample::sample(arguments),

@@ -4,6 +4,7 @@ mod default_grpo;
 mod documentation;
 mod examples;
 mod guides;
+mod import;
 mod roll_file;
 mod roll_page;
 mod run_config;

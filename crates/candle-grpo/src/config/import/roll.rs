@@ -1,58 +1,16 @@
 //! Configuration files of ROLL, with their roles and strategies.
 
 use std::collections::BTreeSet;
-use std::fmt;
 
 use candle_grpo_train::TrainConfig;
 use serde_json::{Map, Value, json};
 
-use super::algorithm::AlgorithmConfig;
-use super::document::Document;
-use super::other_names::VERL_SIGN;
-use super::suggestions::{nearest, sections};
-
-/// The effect of a key of a ROLL file.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub enum Verdict {
-    /// It is used under this key.
-    Used(String),
-    /// It has no meaning here for this reason.
-    NoMeaning(String),
-    /// It has a meaning that is not supported.
-    NotSupported(String),
-}
-
-impl fmt::Display for Verdict {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            Self::Used(key) => write!(f, "used: {key}"),
-            Self::NoMeaning(why) => write!(f, "no meaning here: {why}"),
-            Self::NotSupported(why) => write!(f, "not supported: {why}"),
-        }
-    }
-}
-
-/// A key of a ROLL file with its effect.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct RollKey {
-    /// Its path in the file.
-    pub path: String,
-    /// Its line.
-    pub line: Option<usize>,
-    /// Its effect.
-    pub verdict: Verdict,
-}
-
-/// A key that a ROLL file leaves out, with two defaults.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct RollDefault {
-    /// The key.
-    pub key: &'static str,
-    /// Its default in ROLL 0.3.0.
-    pub roll: &'static str,
-    /// Its default here, which applies.
-    pub here: &'static str,
-}
+use super::super::algorithm::AlgorithmConfig;
+use super::super::document::Document;
+use super::super::suggestions::{nearest, sections};
+use super::report::{RollDefault, Sizes};
+use super::translation::{INTERPOLATED, interpolated};
+use super::{Import, ImportedKey, Severity, System, Verdict};
 
 /// The keys of the algorithm whose defaults differ. ROLL's are those of its code. Its page names
 /// another `loss_agg_mode`.
@@ -80,17 +38,6 @@ const DEFAULTS: [RollDefault; 4] = [
     },
 ];
 
-/// A configuration file of ROLL, translated.
-#[derive(Debug, Clone)]
-pub struct RollFile {
-    /// Every key in the order of the file.
-    pub keys: Vec<RollKey>,
-    /// The keys that the file leaves out, and whose defaults differ.
-    pub defaults: Vec<RollDefault>,
-    /// The translation. Its errors have the keys and the lines of the file.
-    pub document: Document,
-}
-
 /// The rule for the keys at and below a path, in which `*` stands for one step.
 enum Rule {
     To(&'static str),
@@ -102,9 +49,13 @@ enum Rule {
     Set(&'static str, &'static str),
     /// Not supported, unless the file has both of our keys for it.
     SetBoth(&'static str, &'static str),
+    /// Not supported, unless the file has our key for it. The run learns the same without it.
+    Advise(&'static str),
+    /// Not supported, unless it has this value.
+    Unless(&'static str, &'static str),
 }
 
-use Rule::{NoMeaning, NotSupported, Set, SetBoth, To, ToIf};
+use Rule::{Advise, NoMeaning, NotSupported, Set, SetBoth, To, ToIf, Unless};
 
 const RANKS: &str = "mpirun, srun or torchrun starts the ranks";
 const NO_WORKERS: &str = "there are no workers";
@@ -115,6 +66,8 @@ const GROUP: &str = "num_return_sequences_in_group is used";
 const PACKED: &str = "sequences are packed without padding";
 const TOKENS: &str = "training.micro_batch_tokens bounds a pass";
 const DISTILLATION: &str = " and recipe.policy_loss.distillation (docs/from-roll.md)";
+const PENALTY: &str = "a penalty changes the distribution of tokens";
+const ENVIRONMENTS: &str = "an environment is a program here (docs/environments.md)";
 const METRICS: &str = "TensorBoard files are always written; trackers adds others";
 
 /// The rules. The first one that fits applies.
@@ -225,7 +178,7 @@ const RULES: &[(&str, Rule)] = &[
         "*.model_args.model_type",
         NoMeaning("the model's configuration is used"),
     ),
-    ("*.model_args.dtype", Set("training.compute_dtype", "")),
+    ("*.model_args.dtype", Advise("training.compute_dtype")),
     (
         "actor_train.model_args.lora_rank",
         To("training.adapters.rank"),
@@ -237,6 +190,14 @@ const RULES: &[(&str, Rule)] = &[
     (
         "actor_train.model_args.lora_target",
         Set("training.adapters.target_modules", ""),
+    ),
+    (
+        "actor_train.model_args.lora_dropout",
+        Unless("0", "adapters have no dropout"),
+    ),
+    (
+        "actor_train.model_args.moe_aux_loss_coef",
+        To("training.router_aux_loss_coef"),
     ),
     (
         "actor_train.model_args",
@@ -367,11 +328,54 @@ const RULES: &[(&str, Rule)] = &[
         "*.generating_args.num_beams",
         NoMeaning("completions are sampled"),
     ),
+    (
+        "actor_infer.generating_args.stop_strings",
+        To("sampler.stop_strings"),
+    ),
+    (
+        "*.generating_args.do_sample",
+        Unless("true", "set evaluation.sampler.greedy"),
+    ),
+    ("*.generating_args.repetition_penalty", Unless("1", PENALTY)),
+    ("*.generating_args.length_penalty", Unless("1", PENALTY)),
+    ("*.router_replay", Set("training.router_replay", "")),
+    ("*.system_envs", NoMeaning("set variables in the shell")),
+    ("*.sequence_packing_args", NoMeaning(PACKED)),
     ("actor_infer", NoMeaning("the trained policy samples")),
     (
         "reference",
         NoMeaning("the reference is the initial policy"),
     ),
+    ("max_ckpt_to_keep", To("checkpoint.keep")),
+    ("val_greedy", To("evaluation.sampler.greedy")),
+    ("val_n_sample", To("evaluation.samples_per_prompt")),
+    ("l2", Unless("0", "set optimizer.weight_decay")),
+    (
+        "mask_type",
+        Unless("\"loss\"", "masks leave the loss alone"),
+    ),
+    (
+        "train_infer_correction",
+        Set("algorithm.recipe.policy_loss.rollout_correction", ""),
+    ),
+    (
+        "is_use_additional_prompts",
+        NotSupported("set algorithm.recipe.group_filter and training.max_sampling_batches"),
+    ),
+    ("custom_envs", NotSupported(ENVIRONMENTS)),
+    ("train_env_manager", NotSupported(ENVIRONMENTS)),
+    ("val_env_manager", NotSupported(ENVIRONMENTS)),
+    ("reward_normalization", NotSupported(ENVIRONMENTS)),
+    (
+        "dataset_filter",
+        NotSupported("filter the rows of the file"),
+    ),
+    ("tag_to_template", NoMeaning(TEMPLATE)),
+    ("global_template", NoMeaning(TEMPLATE)),
+    ("rollout_mock", NoMeaning(NO_WORKERS)),
+    ("router_args", NoMeaning(NO_WORKERS)),
+    ("transfer_backend", NoMeaning(NO_WORKERS)),
+    ("env_monitor", NoMeaning(NO_WORKERS)),
     ("is_pure_opd", Set("teacher.model", DISTILLATION)),
     ("use_opd", Set("teacher.model", DISTILLATION)),
     ("opd_kl_coef", Set("teacher.model", DISTILLATION)),
@@ -390,50 +394,140 @@ const RULES: &[(&str, Rule)] = &[
     ),
 ];
 
-impl RollFile {
-    /// Returns the translation of `document` if it is a file of ROLL: it names roles, or what only
-    /// ROLL has, or is a flat page of ROLL's keys.
-    pub fn new(document: &Document) -> Option<Self> {
-        let signs = [
-            "actor_train",
-            "actor_infer",
-            "pretrain",
-            "hydra",
-            "num_gpus_per_node",
-        ];
-        let has_sign = signs.iter().any(|key| document.get(key).is_some());
-        // Files of verl have Hydra's keys, too.
-        if document.get(VERL_SIGN).is_some() || !has_sign && !is_flat_page(document) {
-            return None;
-        }
-        let mut translation = Translation::new(document);
-        let mut leaves = document.leaves();
-        // The size of a micro-batch is known before its number is asked for.
-        leaves.sort_by_key(|(path, _)| path.ends_with("gradient_accumulation_steps"));
-        for (path, value) in leaves {
-            translation.take(document, &path, value);
-        }
-        translation.leave_out_idle_keys();
-        translation.leave_out_micro_batch_size();
-        translation.keys.sort_by_key(|key| key.line);
-        let has = |key: &str| {
-            translation
-                .document
-                .get(&format!("algorithm.{key}"))
-                .is_some()
-        };
-        // A preset of ours states the algorithm.
-        let leaves_out = |default: &RollDefault| match default.key {
-            "adv_estimator" => !has("adv_estimator") && !has("preset"),
-            "kl_loss_coef" => has("use_kl_loss") && !has("kl_loss_coef") && !has("kl_coef"),
-            key => !has(key),
-        };
-        Some(Self {
-            keys: translation.keys,
-            defaults: DEFAULTS.into_iter().filter(leaves_out).collect(),
-            document: translation.document,
-        })
+/// The rules for whole sections, in which a key must be one that ROLL has.
+const SECTIONS: [&str; 5] = [
+    "actor_infer",
+    "reference",
+    "actor_train.model_args",
+    "actor_train.training_args",
+    "validation",
+];
+
+/// Keys that ROLL has, whose rule is that of their section, or which do not change what is learned.
+const OF_NO_EFFECT: &str = "\
+    name strategy_args strategy_name strategy_config base_dir rollout_dump_dir local_rank profiler_timeline \
+    profiler_memory report_length_and_rewards is_offload_states is_offload_optimizer_states_in_train_step \
+    length_profiler_dir profiler_output_dir otlp_output_dir model_update_buffer_size_mb model_download_type \
+    generate_opt_level user_defined_rollout_loop_cls save_logging_board_dir balance_length backend_timeout \
+    max_concurrency offload_nccl use_sequence_packing logits_in_fp32 model_update_frequency tag_included \
+    val_prompt_length val_sequence_length seed data_seed dataloader_num_workers fp16 bf16 tf32 save_hf_model \
+    output_dir max_steps eval_file_name dataset_type tag id prompt response image_folder video_folder \
+    audio_folder include_stop_str_in_output logprobs max_length model_name_or_path autocast_adapter_dtype \
+    gradient_checkpointing_use_reentrant device_map num_labels model_config_kwargs ulysses_size attn_implementation \
+    flash_attn dtype model_type disable_gradient_checkpointing worker_cls force_disable_old_logprobs_recompute \
+    exp_mode partial_gpu_mode render_save_dir skip_mock_system_prompt parse_tool_call_parameter_to_dict \
+    temperature top_p top_k max_new_tokens num_return_sequences num_beams template file_name messages \
+    preprocessing_num_workers dataset_dir";
+
+/// Keys that ROLL has, which change what is learned, and have no counterpart.
+const OF_AN_EFFECT: &str = "\
+    use_reward_scaling add_len_reward use_reward_norm critic_warmup postive_loss_coef use_topr_neg_loss_coef \
+    use_policy_loss_type use_topr_loss minibatch_data_iter_num apply_loss_scale mtp_training_mode dirty_data_mask \
+    use_token_reward batch_adjust_mode episode_reward_weight step_reward_weight step_reward_gamma ratio_type \
+    open_feedback_turn warmup_ratio adapter_name_or_path freeze_module_prefix additional_target \
+    custom_data_kwargs_func pure_opd_pipeline_type";
+
+/// Returns whether `names`, with spaces between them, has the last name of a path.
+fn has_name(names: &str, path: &str) -> bool {
+    let last = path.rsplit('.').next().unwrap_or(path);
+    let last = last.split('[').next().unwrap_or(last);
+    names.split_whitespace().any(|name| name == last)
+}
+
+/// Returns whether `document` is a file of ROLL: it names roles, or what only ROLL has, or is a
+/// flat page of ROLL's keys.
+pub(super) fn is_of(document: &Document) -> bool {
+    let signs = [
+        "actor_train",
+        "actor_infer",
+        "pretrain",
+        "hydra",
+        "num_gpus_per_node",
+    ];
+    signs.iter().any(|key| document.get(key).is_some()) || is_flat_page(document)
+}
+
+/// Returns the translation of a file of ROLL.
+pub(super) fn translate(document: &Document) -> Import {
+    let mut translation = Translation::new(document);
+    let mut leaves = document.leaves();
+    // The size of a micro-batch is known before its number is asked for.
+    leaves.sort_by_key(|(path, _)| path.ends_with("gradient_accumulation_steps"));
+    for (path, value) in leaves {
+        translation.take(document, &path, value);
     }
+    translation.leave_out_idle_keys();
+    translation.leave_out_micro_batch_size();
+    translation.keys.sort_by_key(|key| key.line);
+    let has = |key: &str| {
+        translation
+            .document
+            .get(&format!("algorithm.{key}"))
+            .is_some()
+    };
+    // A preset of ours states the algorithm.
+    let leaves_out = |default: &RollDefault| match default.key {
+        "adv_estimator" => !has("adv_estimator") && !has("preset"),
+        "kl_loss_coef" => has("use_kl_loss") && !has("kl_loss_coef") && !has("kl_coef"),
+        key => !has(key),
+    };
+    Import {
+        system: System::Roll,
+        keys: translation.keys,
+        defaults: DEFAULTS.into_iter().filter(leaves_out).collect(),
+        sizes: sizes(document),
+        document: translation.document,
+    }
+}
+
+/// Returns the counts of a file with ROLL's defaults.
+fn sizes(document: &Document) -> Option<Sizes> {
+    let number = |key: &str, default: f64| match document.get(key) {
+        Some(value) => value.as_f64(),
+        None => Some(default),
+    };
+    let sampled =
+        number("rollout_batch_size", 128.)? * number("num_return_sequences_in_group", 1.)?;
+    let arguments = "actor_train.training_args";
+    let update = number(&format!("{arguments}.per_device_train_batch_size"), 1.)?
+        * number(&format!("{arguments}.gradient_accumulation_steps"), 1.)?
+        * workers(document)?;
+    let updates = number("ppo_epochs", 1.)? * (sampled / update).ceil();
+    let max_steps = document.get("max_steps").and_then(Value::as_f64);
+    Some(Sizes {
+        sampled,
+        update,
+        updates,
+        all_updates: max_steps.map(|steps| steps * updates),
+    })
+}
+
+/// Returns the number of workers that share an update of ROLL, if the file says it.
+fn workers(document: &Document) -> Option<f64> {
+    let Some(mapping) = document.get("actor_train.device_mapping") else {
+        return Some(1.);
+    };
+    let devices = match mapping {
+        Value::Array(devices) => devices.len() as f64,
+        mapping => {
+            let range = mapping.as_str()?.strip_prefix("list(range(")?;
+            let (from, to) = range.strip_suffix("))")?.split_once(',')?;
+            to.trim().parse::<f64>().ok()? - from.trim().parse::<f64>().ok()?
+        }
+    };
+    let sizes = [
+        "tensor_model_parallel_size",
+        "pipeline_model_parallel_size",
+        "context_parallel_size",
+    ];
+    let shared: f64 = sizes
+        .iter()
+        .map(|size| {
+            let path = format!("actor_train.strategy_args.strategy_config.{size}");
+            document.get(&path).and_then(Value::as_f64).unwrap_or(1.)
+        })
+        .product();
+    Some(devices / shared)
 }
 
 /// Returns whether at least [`FLAT_KEYS`] keys of the algorithm section stand at the top.
@@ -455,11 +549,8 @@ fn algorithm_keys() -> BTreeSet<String> {
     algorithm.next().map(|(_, keys)| keys).unwrap_or_default()
 }
 
-/// The most bytes that all `${key}` may insert.
-const INTERPOLATED: usize = 1 << 20;
-
 struct Translation {
-    keys: Vec<RollKey>,
+    keys: Vec<ImportedKey>,
     document: Document,
     /// The rest of [`INTERPOLATED`].
     room: usize,
@@ -505,57 +596,90 @@ impl Translation {
             "teacher" => has("teacher.model") || has("teacher.server"),
             _ => self.own_sections.contains(top),
         };
-        let verdict = if own || self.algorithm_keys.contains(top) {
+        let (verdict, severity) = if own || self.algorithm_keys.contains(top) {
             let place = if own {
                 path.to_owned()
             } else {
                 format!("algorithm.{path}")
             };
             self.document.insert(&place, value, path, line);
-            Verdict::Used(place)
+            (Verdict::Used(place), Severity::Note)
         } else {
-            match RULES.iter().find(|(pattern, _)| fits(pattern, path)) {
-                Some((_, ToIf(_, switch))) if !self.is_true(document, switch) => {
-                    Verdict::NoMeaning(format!("{switch} is not true"))
-                }
-                // What a file says in our words comes first.
-                Some((_, To(place) | ToIf(place, _) | Set(place, _)))
-                    if *place != path && document.get(place).is_some() =>
-                {
-                    Verdict::NoMeaning(format!("{place} is set"))
-                }
-                Some((_, To(place) | ToIf(place, _))) => self.place(place, value, path, line),
-                Some((_, SetBoth(a, b)))
-                    if document.get(a).is_some() && document.get(b).is_some() =>
-                {
-                    Verdict::NoMeaning(format!("{a} and {b} are set"))
-                }
-                // A switch that is off has no effect.
-                Some((_, NotSupported(why))) if is_off(&value) => {
-                    Verdict::NoMeaning(format!("it is off ({why})"))
-                }
-                Some((_, Set(..) | SetBoth(..))) if is_off(&value) => {
-                    Verdict::NoMeaning("it is off".to_owned())
-                }
-                Some((_, NoMeaning(why))) => Verdict::NoMeaning((*why).to_owned()),
-                Some((_, NotSupported(why))) => Verdict::NotSupported((*why).to_owned()),
-                Some((_, Set(place, advice))) => {
-                    Verdict::NotSupported(format!("set {place}{advice}"))
-                }
-                Some((_, SetBoth(a, b))) => Verdict::NotSupported(format!("set {a} and {b}")),
-                None => {
-                    let known: Vec<&str> = self.algorithm_keys.iter().map(String::as_str).collect();
-                    let nearest = nearest(path, &known);
-                    let nearest = nearest.map(|name| format!(", did you mean `{name}`?"));
-                    Verdict::NotSupported(format!("not a known key{}", nearest.unwrap_or_default()))
-                }
-            }
+            self.verdict(document, path, value)
         };
-        self.keys.push(RollKey {
+        self.keys.push(ImportedKey {
             path: path.to_owned(),
             line,
             verdict,
+            severity,
         });
+    }
+
+    /// Returns what becomes of a key that is not one of ours.
+    fn verdict(&mut self, document: &Document, path: &str, value: Value) -> (Verdict, Severity) {
+        let line = document.line_of(path);
+        let no_meaning = |why: String| (Verdict::NoMeaning(why), Severity::Note);
+        let changes = |why: String| (Verdict::NotSupported(why), Severity::Changes);
+        let given = |place: &str| place != path && document.get(place).is_some();
+        let rule = RULES.iter().find(|(pattern, _)| fits(pattern, path));
+        let names = [OF_NO_EFFECT, OF_AN_EFFECT];
+        let in_section = rule.is_some_and(|(pattern, _)| SECTIONS.contains(pattern));
+        let is_known = match rule {
+            Some(_) if in_section => {
+                names.iter().any(|names| has_name(names, path)) || path.contains("strategy_args")
+            }
+            Some(_) => true,
+            None => false,
+        };
+        let off = is_off(&value);
+        match rule.map(|(_, rule)| rule).filter(|_| is_known) {
+            Some(ToIf(_, switch)) if !self.is_true(document, switch) => {
+                no_meaning(format!("{switch} is not true"))
+            }
+            // What a file says in our words comes first.
+            Some(To(place) | ToIf(place, _) | Set(place, _) | Advise(place)) if given(place) => {
+                no_meaning(format!("{place} is set"))
+            }
+            Some(To(place) | ToIf(place, _)) => self.place(place, value, path, line),
+            Some(SetBoth(a, b)) if given(a) && given(b) => {
+                no_meaning(format!("{a} and {b} are set"))
+            }
+            // A switch that is off has no effect.
+            Some(NotSupported(why)) if off => no_meaning(format!("it is off ({why})")),
+            Some(Set(..) | SetBoth(..) | Advise(_) | Unless(..)) if off => {
+                no_meaning("it is off".to_owned())
+            }
+            Some(SetBoth(..)) if value == "constant" => no_meaning("it is the default".to_owned()),
+            Some(Unless(default, _)) if is_number_or_text(&value, default) => {
+                no_meaning("it has no effect".to_owned())
+            }
+            Some(NoMeaning(why)) => no_meaning((*why).to_owned()),
+            Some(NotSupported(_)) if in_section && has_name(OF_NO_EFFECT, path) => {
+                no_meaning("it does not change what is learned".to_owned())
+            }
+            Some(NotSupported(why) | Unless(_, why)) => changes((*why).to_owned()),
+            Some(Set(place, advice)) => changes(format!("set {place}{advice}")),
+            Some(SetBoth(a, b)) => changes(format!("set {a} and {b}")),
+            Some(Advise(place)) => (
+                Verdict::NotSupported(format!("set {place}")),
+                Severity::Note,
+            ),
+            None if has_name(OF_NO_EFFECT, path) => {
+                no_meaning("it does not change what is learned".to_owned())
+            }
+            None if has_name(OF_AN_EFFECT, path) && off => no_meaning("it is off".to_owned()),
+            None if has_name(OF_AN_EFFECT, path) => changes("it has no counterpart".to_owned()),
+            None => {
+                let ours = self.algorithm_keys.iter().map(String::as_str);
+                let theirs = names.iter().flat_map(|names| names.split_whitespace());
+                let known: Vec<&str> = ours.chain(theirs).collect();
+                let last = path.rsplit('.').next().unwrap_or(path);
+                let nearest = nearest(last, &known);
+                let nearest = nearest.map(|name| format!(", did you mean `{name}`?"));
+                let message = format!("not a known key{}", nearest.unwrap_or_default());
+                (Verdict::NotSupported(message), Severity::Unknown)
+            }
+        }
     }
 
     fn is_true(&mut self, document: &Document, path: &str) -> bool {
@@ -564,12 +688,19 @@ impl Translation {
         value == Some(Value::Bool(true))
     }
 
-    fn place(&mut self, place: &str, value: Value, origin: &str, line: Option<usize>) -> Verdict {
+    fn place(
+        &mut self,
+        place: &str,
+        value: Value,
+        origin: &str,
+        line: Option<usize>,
+    ) -> (Verdict, Severity) {
         if let Some((section, key)) = place.rsplit_once('.')
             && section.ends_with("sampler")
             && !self.sampler_keys.contains(key)
         {
-            return Verdict::NotSupported(format!("the sampler has no {key}"));
+            let message = format!("the sampler has no {key}");
+            return (Verdict::NotSupported(message), Severity::Changes);
         }
         let value = if place == "training.mini_batch_size" {
             // ROLL counts it in micro-batches.
@@ -582,7 +713,7 @@ impl Translation {
             value
         };
         self.document.insert(place, value, origin, line);
-        Verdict::Used(place.to_owned())
+        (Verdict::Used(place.to_owned()), Severity::Note)
     }
 
     /// Removes the keys without effect in this combination, which ROLL accepts.
@@ -626,6 +757,15 @@ fn is_off(value: &Value) -> bool {
     value == &Value::Bool(false) || value.is_null()
 }
 
+/// Returns whether a value is the number or the text that `default` is as JSON.
+fn is_number_or_text(value: &Value, default: &str) -> bool {
+    let default: Value = serde_json::from_str(default).unwrap_or_default();
+    match (value.as_f64(), default.as_f64()) {
+        (Some(value), Some(default)) => value == default,
+        _ => *value == default,
+    }
+}
+
 fn fits(pattern: &str, path: &str) -> bool {
     let mut steps = path.split(['.', '[']);
     pattern.split('.').all(|wanted| {
@@ -633,31 +773,6 @@ fn fits(pattern: &str, path: &str) -> bool {
             .next()
             .is_some_and(|step| wanted == "*" || wanted == step)
     })
-}
-
-/// Replaces `${key}` by the value of that key of the file, a few times in a row, while there is
-/// `room`.
-fn interpolated(document: &Document, value: &Value, room: &mut usize) -> Value {
-    let mut value = value.clone();
-    for _ in 0..8 {
-        let Value::String(text) = &value else { break };
-        let Some((before, rest)) = text.split_once("${") else {
-            break;
-        };
-        let Some((name, after)) = rest.split_once('}') else {
-            break;
-        };
-        let Some(found) = document.get(name).filter(|_| *room > 0) else {
-            break;
-        };
-        *room = room.saturating_sub(found.to_string().len());
-        value = match found {
-            found if before.is_empty() && after.is_empty() => found.clone(),
-            Value::String(found) => Value::String(format!("{before}{found}{after}")),
-            found => Value::String(format!("{before}{found}{after}")),
-        };
-    }
-    value
 }
 
 impl Document {
