@@ -11,120 +11,80 @@ use super::algorithm::AdvEstimator;
 /// The KL coefficient of REINFORCE++ unless the configuration has one.
 const REINFORCE_KL_COEF: f64 = 0.01;
 
-/// A published algorithm: the constructor of [`Recipe`] with its name.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "snake_case")]
-#[allow(missing_docs)] // Each variant is documented at the constructor of that name.
-pub enum Preset {
-    Grpo,
-    Dapo,
-    DrGrpo,
-    LitePpo,
-    Gspo,
-    Luspo,
-    Gmpo,
-    Cispo,
-    Sapo,
-    Vespo,
-    Gpg,
-    Rloo,
-    ReinforcePlusPlus,
-    ReinforcePlusPlusBaseline,
-    Trl,
-    Verl,
-    Roll,
-    Twinkle,
-    Openrlhf,
-    PrimeRl,
-    Fipo,
-    M2po,
-    Gkd,
+/// Makes the enum of the presets from their table: the variant, whose name in a file is in snake
+/// case, the title, where it is published, the advantage estimator of that name if there is one,
+/// and the recipe for completions of at most `length` tokens.
+macro_rules! presets {
+    ($($variant:ident, $title:literal, $source:literal, $estimator:expr, $recipe:expr;)*) => {
+        /// A published algorithm: the constructor of [`Recipe`] with its name.
+        #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+        #[serde(rename_all = "snake_case")]
+        pub enum Preset {
+            $(#[doc = concat!($title, " (<", $source, ">).")] $variant,)*
+        }
+
+        impl Preset {
+            /// All presets.
+            pub const ALL: [Self; [$($title),*].len()] = [$(Self::$variant),*];
+
+            /// Returns the name of the algorithm in its publication.
+            pub fn title(self) -> &'static str {
+                match self {
+                    $(Self::$variant => $title,)*
+                }
+            }
+
+            /// Returns the address of the paper, or else of the trainer that has the algorithm.
+            pub fn source(self) -> &'static str {
+                match self {
+                    $(Self::$variant => $source,)*
+                }
+            }
+
+            /// Returns the advantage estimator of the algorithm, if a key has a name for it.
+            pub(super) fn estimator(self) -> Option<AdvEstimator> {
+                use AdvEstimator::{Grpo, Reinforce};
+                match self {
+                    $(Self::$variant => $estimator,)*
+                }
+            }
+
+            /// Returns the recipe for completions of at most `response_length` tokens. The penalty
+            /// of DAPO grows over the last fifth of them, as in the paper.
+            pub fn recipe(self, response_length: usize) -> Recipe {
+                let recipe: fn(usize) -> Recipe = match self {
+                    $(Self::$variant => $recipe,)*
+                };
+                recipe(response_length)
+            }
+        }
+    };
 }
 
-impl Preset {
-    /// All presets.
-    pub const ALL: [Self; 23] = [
-        Self::Grpo,
-        Self::Dapo,
-        Self::DrGrpo,
-        Self::LitePpo,
-        Self::Gspo,
-        Self::Luspo,
-        Self::Gmpo,
-        Self::Cispo,
-        Self::Sapo,
-        Self::Vespo,
-        Self::Gpg,
-        Self::Rloo,
-        Self::ReinforcePlusPlus,
-        Self::ReinforcePlusPlusBaseline,
-        Self::Trl,
-        Self::Verl,
-        Self::Roll,
-        Self::Twinkle,
-        Self::Openrlhf,
-        Self::PrimeRl,
-        Self::Fipo,
-        Self::M2po,
-        Self::Gkd,
-    ];
-
-    /// Returns the advantage estimator of the algorithm, if a key has a name for it.
-    pub(super) fn estimator(self) -> Option<AdvEstimator> {
-        match self {
-            Self::Gpg | Self::Rloo | Self::ReinforcePlusPlusBaseline => None,
-            Self::ReinforcePlusPlus => Some(AdvEstimator::Reinforce),
-            Self::Grpo
-            | Self::Dapo
-            | Self::DrGrpo
-            | Self::LitePpo
-            | Self::Gspo
-            | Self::Luspo
-            | Self::Gmpo
-            | Self::Cispo
-            | Self::Sapo
-            | Self::Vespo
-            | Self::Trl
-            | Self::Verl
-            | Self::Roll
-            | Self::Twinkle
-            | Self::Openrlhf
-            | Self::PrimeRl
-            | Self::Fipo
-            | Self::M2po
-            | Self::Gkd => Some(AdvEstimator::Grpo),
-        }
-    }
-
-    /// Returns the recipe for completions of at most `response_length` tokens. The penalty of DAPO
-    /// grows over the last fifth of them, as in the paper.
-    pub fn recipe(self, response_length: usize) -> Recipe {
-        match self {
-            Self::Grpo => Recipe::grpo(),
-            Self::Dapo => Recipe::dapo(response_length, (response_length / 5).max(1)),
-            Self::DrGrpo => Recipe::dr_grpo(response_length as f64),
-            Self::LitePpo => Recipe::lite_ppo(),
-            Self::Gspo => Recipe::gspo(),
-            Self::Luspo => Recipe::luspo(),
-            Self::Gmpo => Recipe::gmpo(),
-            Self::Cispo => Recipe::cispo(),
-            Self::Sapo => Recipe::sapo(),
-            Self::Vespo => Recipe::vespo(),
-            Self::Gpg => Recipe::gpg(),
-            Self::Rloo => Recipe::rloo(),
-            Self::ReinforcePlusPlus => Recipe::reinforce_plus_plus(REINFORCE_KL_COEF),
-            Self::ReinforcePlusPlusBaseline => Recipe::reinforce_plus_plus_baseline(),
-            Self::Trl => Recipe::trl(),
-            Self::Verl => Recipe::verl(),
-            Self::Roll => Recipe::roll(),
-            Self::Twinkle => Recipe::twinkle(),
-            Self::Openrlhf => Recipe::openrlhf(),
-            Self::PrimeRl => Recipe::prime_rl(),
-            Self::Fipo => Recipe::fipo(),
-            Self::M2po => Recipe::m2po(),
-            Self::Gkd => Recipe::gkd(),
-        }
-    }
+presets! {
+    Grpo, "GRPO", "https://arxiv.org/abs/2402.03300", Some(Grpo), |_| Recipe::grpo();
+    Dapo, "DAPO", "https://arxiv.org/abs/2503.14476", Some(Grpo), |length| Recipe::dapo(length, (length / 5).max(1));
+    DrGrpo, "Dr. GRPO", "https://arxiv.org/abs/2503.20783", Some(Grpo), |length| Recipe::dr_grpo(length as f64);
+    LitePpo, "Lite PPO", "https://arxiv.org/abs/2508.08221", Some(Grpo), |_| Recipe::lite_ppo();
+    Gspo, "GSPO", "https://arxiv.org/abs/2507.18071", Some(Grpo), |_| Recipe::gspo();
+    Luspo, "LUSPO", "https://arxiv.org/abs/2602.05261", Some(Grpo), |_| Recipe::luspo();
+    Gmpo, "GMPO", "https://arxiv.org/abs/2507.20673", Some(Grpo), |_| Recipe::gmpo();
+    Cispo, "CISPO", "https://arxiv.org/abs/2506.13585", Some(Grpo), |_| Recipe::cispo();
+    Sapo, "SAPO", "https://arxiv.org/abs/2511.20347", Some(Grpo), |_| Recipe::sapo();
+    Vespo, "VESPO", "https://arxiv.org/abs/2602.10693", Some(Grpo), |_| Recipe::vespo();
+    Gpg, "GPG", "https://arxiv.org/abs/2504.02546", None, |_| Recipe::gpg();
+    Rloo, "RLOO", "https://arxiv.org/abs/2402.14740", None, |_| Recipe::rloo();
+    ReinforcePlusPlus, "REINFORCE++", "https://arxiv.org/abs/2501.03262", Some(Reinforce), |_| Recipe::reinforce_plus_plus(REINFORCE_KL_COEF);
+    ReinforcePlusPlusBaseline, "REINFORCE++-baseline", "https://arxiv.org/abs/2501.03262", None, |_| Recipe::reinforce_plus_plus_baseline();
+    Trl, "the default of TRL", "https://github.com/huggingface/trl", Some(Grpo), |_| Recipe::trl();
+    Verl, "GRPO in verl", "https://github.com/volcengine/verl", Some(Grpo), |_| Recipe::verl();
+    Roll, "GRPO in ROLL", "https://github.com/alibaba/ROLL", Some(Grpo), |_| Recipe::roll();
+    Twinkle, "GRPO in twinkle", "https://github.com/modelscope/twinkle", Some(Grpo), |_| Recipe::twinkle();
+    Openrlhf, "group_norm in OpenRLHF", "https://github.com/OpenRLHF/OpenRLHF", Some(Grpo), |_| Recipe::openrlhf();
+    PrimeRl, "the default of prime-rl", "https://github.com/PrimeIntellect-ai/prime-rl", Some(Grpo), |_| Recipe::prime_rl();
+    Fipo, "FIPO", "https://arxiv.org/abs/2603.19835", Some(Grpo), |_| Recipe::fipo();
+    M2po, "M2PO", "https://arxiv.org/abs/2510.01161", Some(Grpo), |_| Recipe::m2po();
+    Gkd, "GKD on completions of the policy", "https://arxiv.org/abs/2306.13649", Some(Grpo), |_| Recipe::gkd();
 }
 
 impl fmt::Display for Preset {
