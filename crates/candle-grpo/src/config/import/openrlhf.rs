@@ -213,6 +213,11 @@ pub(super) fn is_of(document: &Document) -> bool {
         || document.get("n_samples_per_prompt").is_some() && old.count() >= FLAT
 }
 
+/// Returns whether `name` is an option of a version before the sections.
+pub(super) fn is_old(name: &str) -> bool {
+    OLD.iter().any(|(old, _)| *old == name)
+}
+
 /// Returns the translation of a file, with OpenRLHF's defaults.
 pub(super) fn translate(document: &Document) -> Import {
     let document = renamed(document);

@@ -1,15 +1,20 @@
 //! The keys that a shell script sets: `a.b=c` of Hydra and verl, and `--a.b c` of OpenRLHF.
 
+use std::collections::BTreeMap;
+
 use serde_json::Value;
 
 use super::super::document::LONGEST_PATH;
+use super::openrlhf::is_old;
 
 /// Returns the keys of a script, their values and lines.
 ///
 /// Comments, words of another form and keys longer than [`LONGEST_PATH`] are left out. A variable
-/// of the shell stays as it is written.
+/// that the script sets has its value; another one stays as it is written.
 pub(in super::super) fn of(script: &str) -> Vec<(&str, Value, usize)> {
     let mut keys: Vec<(&str, Value, usize)> = Vec::new();
+    let variables = variables(script);
+    let scalar = |text: &str| scalar(&substituted(text, &variables));
     // The option, such as --train.batch_size, that the next words are values of.
     let mut is_option = false;
     for (index, line) in script.lines().enumerate() {
@@ -19,7 +24,7 @@ pub(in super::super) fn of(script: &str) -> Vec<(&str, Value, usize)> {
             let word = word.trim_matches(['"', '\'']);
             if let Some(option) = word.strip_prefix("--") {
                 let (path, value) = option.split_once('=').unwrap_or((option, ""));
-                is_option = is_path(path);
+                is_option = is_path(path) && (path.contains('.') || is_old(path));
                 if is_option {
                     let value = match value {
                         "" => Value::Bool(true),
@@ -43,6 +48,46 @@ pub(in super::super) fn of(script: &str) -> Vec<(&str, Value, usize)> {
         }
     }
     keys
+}
+
+/// Returns the variables that a script sets, such as `N=8` or `export N=8`.
+fn variables(script: &str) -> BTreeMap<&str, &str> {
+    let assigned = script.lines().filter_map(|line| {
+        let line = line.trim();
+        let line = line.strip_prefix("export ").unwrap_or(line);
+        let (name, value) = line.split_once('=')?;
+        let is_name = is_path(name) && !name.contains('.');
+        let value = value.split_whitespace().next().unwrap_or_default();
+        is_name.then_some((name, value.trim_matches(['"', '\''])))
+    });
+    assigned.collect()
+}
+
+/// Returns a text that is one variable as its value, or else as it is. `${NAME:-VALUE}` has a
+/// default.
+fn substituted(text: &str, variables: &BTreeMap<&str, &str>) -> String {
+    let inner = text.trim_matches(['"', '\'']);
+    let Some(name) = inner.strip_prefix('$') else {
+        return text.to_owned();
+    };
+    let braced = name
+        .strip_prefix('{')
+        .and_then(|name| name.strip_suffix('}'));
+    let (name, default) = match braced.unwrap_or(name).split_once(":-") {
+        Some((name, default)) => (name, Some(default)),
+        None => (braced.unwrap_or(name), None),
+    };
+    let value = variables.get(name).copied().or(default);
+    value.map_or(text.to_owned(), |value| {
+        // The value of a variable may be a default, too: N=${N:-8}.
+        match value
+            .strip_prefix("${")
+            .and_then(|rest| rest.split_once(":-"))
+        {
+            Some((_, default)) => default.trim_end_matches('}').to_owned(),
+            None => value.to_owned(),
+        }
+    })
 }
 
 /// Adds a value of an option, of which there may be several.
@@ -114,5 +159,21 @@ mod tests {
         for (path, line) in lines {
             assert_eq!(document.line_of(path), Some(line), "{path}");
         }
+    }
+
+    #[test]
+    fn a_script_has_options_and_variables() {
+        let script = "N=8\nexport K=${K:-grpo}\nray start --head --port 1\npython3 -m m a.k=$K a.n=${N} a.m=$M a.d=${D:-2} \\\n  --train.batch_size 128 --algo.kl.use_loss \\\n  --actor.eps_clip_low_high 0.2 0.27 --rollout_batch_size 4\n";
+        let document = Document::from_script(Path::new("run.sh"), script).unwrap();
+        assert_eq!(
+            document.value,
+            serde_json::json!({
+                "a": {"k": "grpo", "n": 8, "m": "$M", "d": 2},
+                "train": {"batch_size": 128},
+                "algo": {"kl": {"use_loss": true}},
+                "actor": {"eps_clip_low_high": [0.2, 0.27]},
+                "rollout_batch_size": 4,
+            })
+        );
     }
 }

@@ -120,7 +120,7 @@ const RULES: &[(&str, Rule)] = &[
     ),
     (
         "reward_pretrain",
-        NotSupported("a reward model is a reward of the kind reward_model"),
+        NoMeaning("rewards lists a reward model by its kind, reward_model"),
     ),
     (
         "difficulty_loss_weight",
@@ -363,6 +363,11 @@ const RULES: &[(&str, Rule)] = &[
         NotSupported("set algorithm.recipe.group_filter and training.max_sampling_batches"),
     ),
     ("custom_envs", NotSupported(ENVIRONMENTS)),
+    ("custom_env", NotSupported(ENVIRONMENTS)),
+    ("agent_config_common", NotSupported(ENVIRONMENTS)),
+    ("env_manager_cls", NotSupported(ENVIRONMENTS)),
+    ("max_actions_per_traj", NotSupported(ENVIRONMENTS)),
+    ("reward_system_config", NotSupported(ENVIRONMENTS)),
     ("train_env_manager", NotSupported(ENVIRONMENTS)),
     ("val_env_manager", NotSupported(ENVIRONMENTS)),
     ("reward_normalization", NotSupported(ENVIRONMENTS)),
@@ -417,7 +422,9 @@ const OF_NO_EFFECT: &str = "\
     flash_attn dtype model_type disable_gradient_checkpointing worker_cls force_disable_old_logprobs_recompute \
     exp_mode partial_gpu_mode render_save_dir skip_mock_system_prompt parse_tool_call_parameter_to_dict \
     temperature top_p top_k max_new_tokens num_return_sequences num_beams template file_name messages \
-    preprocessing_num_workers dataset_dir";
+    preprocessing_num_workers dataset_dir image_max_pixels image_min_pixels video_max_pixels video_min_pixels \
+    video_total_pixels video_fps video_max_frames video_resize_chunk_frames model_name use_remove_padding \
+    lora_target lora_rank lora_alpha lora_dropout default_history_length max_tokens_per_step generate_redundancy_num";
 
 /// Keys that ROLL has, which change what is learned, and have no counterpart.
 const OF_AN_EFFECT: &str = "\
@@ -557,6 +564,23 @@ struct Translation {
     algorithm_keys: BTreeSet<String>,
     own_sections: BTreeSet<&'static str>,
     sampler_keys: BTreeSet<String>,
+    /// The names that the file mentions as `${name}`.
+    variables: BTreeSet<String>,
+}
+
+/// Returns the names that a file mentions as `${name}`.
+fn variables(document: &Document) -> BTreeSet<String> {
+    let leaves = document.leaves();
+    let texts = leaves.iter().map(|(_, value)| value.to_string());
+    let names = texts.flat_map(|text| {
+        let parts: Vec<String> = text
+            .split("${")
+            .skip(1)
+            .filter_map(|part| Some(part.split_once('}')?.0.to_owned()))
+            .collect();
+        parts
+    });
+    names.collect()
 }
 
 impl Translation {
@@ -582,6 +606,7 @@ impl Translation {
                 ])
                 .collect(),
             sampler_keys,
+            variables: variables(document),
         }
     }
 
@@ -658,7 +683,15 @@ impl Translation {
                 no_meaning("it does not change what is learned".to_owned())
             }
             Some(NotSupported(why) | Unless(_, why)) => changes((*why).to_owned()),
-            Some(Set(place, advice)) => changes(format!("set {place}{advice}")),
+            Some(Set(place, advice)) => match (path, workers(document), sizes(document)) {
+                ("actor_train.device_mapping", Some(1.), _) => no_meaning(RANKS.to_owned()),
+                ("actor_train.device_mapping", Some(workers), Some(Sizes { update, .. })) => {
+                    changes(format!(
+                        "set {place} to {update}, the completions of an update of all {workers} workers"
+                    ))
+                }
+                _ => changes(format!("set {place}{advice}")),
+            },
             Some(SetBoth(a, b)) => changes(format!("set {a} and {b}")),
             Some(Advise(place)) => (
                 Verdict::NotSupported(format!("set {place}")),
@@ -666,6 +699,9 @@ impl Translation {
             ),
             None if has_name(OF_NO_EFFECT, path) => {
                 no_meaning("it does not change what is learned".to_owned())
+            }
+            None if self.variables.contains(path) => {
+                no_meaning("the file uses it as a variable".to_owned())
             }
             None if has_name(OF_AN_EFFECT, path) && off => no_meaning("it is off".to_owned()),
             None if has_name(OF_AN_EFFECT, path) => changes("it has no counterpart".to_owned()),

@@ -138,13 +138,15 @@ impl<'a> Translation<'a> {
                 Some((pattern, rule)) => self.follow(pattern, &path, value, rule),
                 None if own.contains(&top) => self.used(&path, &path, value),
                 None if is_idle() => self.no_meaning(&path, "it does not change what is learned"),
+                None if value.is_null() => self.no_meaning(&path, "it is absent"),
                 None => self.unknown(&path, rules, idle, own),
             }
         }
     }
 
     fn follow(&mut self, pattern: &str, path: &str, value: Value, rule: &Rule) {
-        let off = value == Value::Bool(false) || value.is_null();
+        let is_empty = value == json!({}) || value == json!([]);
+        let off = value == Value::Bool(false) || value.is_null() || is_empty;
         let given = |place: &str| {
             let ours = self.source.get(place).filter(|value| !value.is_null());
             place != path && ours.is_some()

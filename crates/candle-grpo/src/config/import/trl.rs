@@ -7,7 +7,7 @@ use super::report::{RollDefault, Sizes};
 use super::rules::{
     ENVIRONMENT, MEMORY, METRICS, PENALTY,
     Rule::{self, Convert, NoMeaning, Set, To, Unless},
-    bf16, dtype, files,
+    bf16, files,
 };
 use super::translation::{Translation, count};
 use super::{Import, System};
@@ -228,7 +228,10 @@ pub(super) const RULES: &[(&str, Rule)] = &[
     ),
     ("bf16", Convert("training.compute_dtype", bf16)),
     ("fp16", Unless("false", "set training.compute_dtype: f16")),
-    ("dtype", Convert("rollout.dtype", dtype)),
+    (
+        "dtype",
+        NoMeaning("weights that train are f32; training.compute_dtype is that of products"),
+    ),
     ("load_in_4bit", Set("training.base_weights", "")),
     ("load_in_8bit", Set("training.base_weights", "")),
     ("lora_dropout", Unless("0", "adapters have no dropout")),

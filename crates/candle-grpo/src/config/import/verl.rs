@@ -279,7 +279,7 @@ pub(super) const RULES: &[(&str, Rule)] = &[
 
 /// Keys that do not change what is learned.
 const IDLE: &str = "\
-    global_profiler transfer_queue ray_kwargs ray_init hydra defaults trainer.balance_batch trainer.project_name \
+    algorithm._target_ actor_rollout_ref.actor._target_ global_profiler transfer_queue ray_kwargs ray_init hydra defaults trainer.balance_batch trainer.project_name \
     trainer.experiment_name trainer.log_val_generations trainer.rollout_data_dir trainer.validation_data_dir \
     trainer.esi_redundant_time trainer.resume_mode trainer.resume_from_path trainer.val_before_train \
     trainer.default_hdfs_dir trainer.del_local_ckpt_after_load trainer.max_critic_ckpt_to_keep \

@@ -285,6 +285,30 @@ trainer: {total_training_steps: 10}
 algorithm: {adv_estimator: ESTIMATOR, use_kl_in_reward: true, kl_penalty: mse, kl_ctrl: {kl_coef: 0.004}}
 ";
 
+/// Hydra writes every key, most of them without a value.
+#[test]
+fn absent_values_of_a_whole_file_are_no_keys() {
+    let text = VERL.replace("ESTIMATOR", "grpo").replace(
+        "trainer: {",
+        "critic: {optim: null}\nray_kwargs: {ray_init: {num_cpus: null}}\ntrainer: {esi: null, device: cuda, ",
+    );
+    let import = import(&text.replace("path: m", "path: m, override_config: {}"));
+    assert_eq!(refused(&import), Vec::<&str>::new());
+    assert_eq!(run(&import).max_steps, 10);
+}
+
+#[test]
+fn a_variable_of_a_file_of_roll_is_no_key() {
+    let file = |key: &str| {
+        import(&format!(
+            "pretrain: m\n{key}: 7\nresponse_length: ${{length}}\nactor_train: {{data_args: {{file_name: d.jsonl}}}}\nrewards: [{{kind: json}}]\n"
+        ))
+    };
+    assert_eq!(refused(&file("length")), Vec::<&str>::new());
+    assert_eq!(run(&file("length")).train.sampling.max_new_tokens, 7);
+    assert_eq!(refused(&file("lengths")), ["lengths"]);
+}
+
 #[test]
 fn the_sizes_of_verl_keep_their_meaning() {
     let import = import(&VERL.replace("ESTIMATOR", "grpo"));
@@ -409,6 +433,25 @@ fn the_options_of_openrlhf_are_those_of_the_run() {
 }
 
 #[test]
+fn the_example_of_the_page_about_openrlhf_is_the_same_run_on_both_sides() {
+    let docs = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../docs/from-openrlhf.md");
+    let page = fs::read_to_string(docs).unwrap();
+    let block = |kind: &str| {
+        let block = page.split(&format!("```{kind}\n")).nth(1).unwrap();
+        block.split("```").next().unwrap().to_owned()
+    };
+    let (import, theirs) = script(&block("sh"));
+    assert_eq!(refused(&import), ["reward.remote_url"]);
+    let ours = Document::from_yaml(Path::new("docs.yaml"), &block("yaml")).unwrap();
+    let mut ours = RunConfig::new(&ours).unwrap().to_value().unwrap();
+    let mut theirs = theirs.to_value().unwrap();
+    for run in [&mut ours, &mut theirs] {
+        run["rewards"] = serde_json::Value::Null;
+    }
+    assert_eq!(theirs, ours);
+}
+
+#[test]
 fn a_flat_file_of_an_older_openrlhf_has_the_same_keys() {
     let import = import(
         "pretrain: m\nprompt_data: d.jsonl\nn_samples_per_prompt: 4\nrollout_batch_size: 6\ntrain_batch_size: 12\nadvantage_estimator: group_norm\nmax_steps: 20\nrewards: [{kind: json}]\n",
@@ -423,6 +466,27 @@ fn a_flat_file_of_an_older_openrlhf_has_the_same_keys() {
     assert_eq!(run.train.schedule.decay_until, Some(20));
     // 3 % of the steps.
     assert_eq!(run.train.schedule.warmup_steps, 1);
+}
+
+/// An update of ROLL has the completions of all workers, and its keys those of one.
+#[test]
+fn the_workers_of_roll_count_in_an_update() {
+    let file = |devices: &str, tensor: usize| {
+        import(&format!(
+            "pretrain: m\nrollout_batch_size: 32\nnum_return_sequences_in_group: 8\nmax_steps: 5\nactor_train:\n  device_mapping: {devices}\n  training_args: {{per_device_train_batch_size: 2, gradient_accumulation_steps: 4}}\n  strategy_args: {{strategy_config: {{tensor_model_parallel_size: {tensor}}}}}\n"
+        ))
+    };
+    for (devices, tensor, update) in [("list(range(0,8))", 1, 64.), ("[0, 1, 2, 3]", 2, 16.)] {
+        let import = file(devices, tensor);
+        assert_eq!(refused(&import), ["actor_train.device_mapping"]);
+        let error = import.check(false).unwrap_err().to_string();
+        let advice = format!("set training.mini_batch_size to {update}, the completions of");
+        assert!(error.contains(&advice), "{error}");
+        let sizes = import.sizes.unwrap();
+        assert_eq!((sizes.sampled, sizes.update), (256., update));
+        assert_eq!(sizes.all_updates, Some(5. * 256. / update));
+    }
+    assert_eq!(refused(&file("list(range(2,4))", 2)), Vec::<&str>::new());
 }
 
 /// A file that was accepted stays so without a switch.

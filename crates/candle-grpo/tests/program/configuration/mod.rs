@@ -7,4 +7,5 @@ mod guides;
 mod import;
 mod roll_file;
 mod roll_page;
+mod round_trip;
 mod run_config;
