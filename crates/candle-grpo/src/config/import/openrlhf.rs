@@ -7,7 +7,7 @@ use super::report::{RollDefault, Sizes};
 use super::rules::{
     DATA, ENVIRONMENT, MEMORY, METRICS, RANKS,
     Rule::{self, Convert, NoMeaning, Set, To, Unless},
-    dtype, files, period,
+    dtype, files, period, rules,
 };
 use super::translation::{Translation, count};
 use super::{Import, System};
@@ -69,141 +69,78 @@ const OWN: &[&str] = &[
     "threads",
 ];
 
-pub(super) const RULES: &[(&str, Rule)] = &[
-    ("actor.model_name_or_path", To("model.path")),
-    (
-        "reward.model_name_or_path",
-        Convert("rewards", reward_model),
-    ),
-    (
-        "reward.remote_url",
-        Set(
-            "rewards",
-            ", such as {kind: program} (docs/configuration.md)",
-        ),
-    ),
-    (
-        "reward.normalize_enable",
-        Unless("false", "set algorithm.recipe.reward_shaping.norm"),
-    ),
-    (
-        "reward.stop_properly_penalty_coef",
-        Unless("null", "completions that are cut off have their reward"),
-    ),
-    (
-        "reward.overlong_penalty_factor",
-        NoMeaning("overlong_buffer_len is absent"),
-    ),
-    ("reward", NoMeaning(MEMORY)),
-    ("data.prompt_dataset", Convert("data.train", files)),
-    ("data.prompt_probs", Set("data.weights", "")),
-    (
-        "data.prompt_split",
-        Unless("\"train\"", "name the file of the split"),
-    ),
-    ("data.input_key", Convert("data.prompt", column)),
-    ("data.input_template", Set("data.prompt", "")),
-    ("data.apply_chat_template", To("data.chat")),
-    ("data.max_samples", To("data.max_rows")),
-    (
-        "data.max_images_per_prompt",
-        Unless("0", "prompts are texts"),
-    ),
-    ("data", NoMeaning(DATA)),
-    ("eval.dataset", Convert("data.held_out", files)),
-    ("eval.steps", Convert("evaluation.every_steps", period)),
-    ("eval.temperature", To("evaluation.sampler.temperature")),
-    (
-        "eval.n_samples_per_prompt",
-        To("evaluation.samples_per_prompt"),
-    ),
-    ("eval", NoMeaning(DATA)),
-    ("rollout.temperature", To("sampler.temperature")),
-    ("rollout.top_p", To("sampler.top_p")),
-    (
-        "rollout.vllm_generate_batch_size",
-        Unless("null", "a step samples rollout.batch_size prompts"),
-    ),
-    ("rollout", NoMeaning(MEMORY)),
-    ("train.seed", To("seed")),
-    (
-        "train.enable_ema",
-        Unless("false", "weights are not averaged"),
-    ),
-    ("train.async_enable", Set("rollout.max_staleness", "")),
-    (
-        "train.partial_rollout_enable",
-        Unless("false", "completions end in their step"),
-    ),
-    ("train.agent_func_path", Unless("null", ENVIRONMENT)),
-    ("train", NoMeaning(MEMORY)),
-    ("actor.adam.lr", To("optimizer.learning_rate")),
-    ("actor.adam.eps", To("optimizer.epsilon")),
-    ("actor.adam.weight_decay", To("optimizer.weight_decay")),
-    ("actor.optim", Unless("\"adam\"", "the optimizer is AdamW")),
-    ("actor.muon", NoMeaning("the optimizer is AdamW")),
-    ("actor.max_norm", To("training.max_grad_norm")),
-    ("actor.min_lr_ratio", To("schedule.min_lr_ratio")),
-    ("actor.eps_clip", To("algorithm.pg_clip")),
-    (
-        "actor.dual_clip",
-        To("algorithm.recipe.policy_loss.surrogate.clip.dual_clip"),
-    ),
-    (
-        "actor.policy_loss_type",
-        Unless("\"ppo\"", "use a file of ours with algorithm.preset: gspo"),
-    ),
-    ("actor.entropy_coef", To("algorithm.entropy_loss_coef")),
-    ("actor.aux_loss_coef", To("training.router_aux_loss_coef")),
-    (
-        "actor.gradient_checkpointing_enable",
-        To("training.activation_checkpointing"),
-    ),
-    ("actor.gradient_checkpointing_reentrant", NoMeaning(MEMORY)),
-    ("actor.freeze_visual_encoder", NoMeaning(DATA)),
-    ("actor.num_nodes", NoMeaning(RANKS)),
-    ("actor.num_gpus_per_node", NoMeaning(RANKS)),
-    (
-        "algo.advantage.is_correction_enable",
-        NoMeaning("the training process samples"),
-    ),
-    (
-        "algo.advantage.is_correction_threshold",
-        NoMeaning("the training process samples"),
-    ),
-    (
-        "algo.advantage.is_correction_type",
-        NoMeaning("the training process samples"),
-    ),
-    (
-        "algo.advantage.no_std_norm",
-        Unless("false", "the estimator does not divide by a deviation"),
-    ),
-    ("algo.kl.target", Unless("null", "the coefficient is fixed")),
-    ("algo.kl.horizon", NoMeaning("algo.kl.target is absent")),
-    (
-        "algo.dynamic_filtering_range",
-        NoMeaning("algo.dynamic_filtering_enable is off"),
-    ),
-    ("algo.dynamic_filtering_enable", NoMeaning("it is off")),
-    ("ds.param_dtype", Convert("training.compute_dtype", dtype)),
-    ("ds.load_in_4bit", Set("training.base_weights", "")),
-    ("ds.lora.rank", NoMeaning("it is 0")),
-    ("ds.lora.alpha", NoMeaning("ds.lora.rank is 0")),
-    ("ds.lora.target_modules", NoMeaning("ds.lora.rank is 0")),
-    ("ds.lora.dropout", Unless("0", "adapters have no dropout")),
-    ("ds", NoMeaning(MEMORY)),
-    ("ckpt.output_dir", To("run_dir")),
-    ("ckpt.save_steps", Convert("checkpoint.every_steps", period)),
-    ("ckpt.max_num", To("checkpoint.keep")),
-    ("ckpt", NoMeaning("checkpoints are in the run directory")),
-    (
-        "vllm",
-        NoMeaning("the training process samples; rollout.engine selects a server"),
-    ),
-    ("ref", NoMeaning("the reference is the initial policy")),
-    ("logger", NoMeaning(METRICS)),
-];
+pub(super) const RULES: &[(&str, Rule)] = rules! {
+    "actor.model_name_or_path": To("model.path");
+    "reward.model_name_or_path": Convert("rewards", reward_model);
+    "reward.remote_url": Set("rewards", ", such as {kind: program} (docs/configuration.md)");
+    "reward.normalize_enable": Unless("false", "set algorithm.recipe.reward_shaping.norm");
+    "reward.stop_properly_penalty_coef": Unless("null", "completions that are cut off have their reward");
+    "reward.overlong_penalty_factor": NoMeaning("overlong_buffer_len is absent");
+    "reward": NoMeaning(MEMORY);
+    "data.prompt_dataset": Convert("data.train", files);
+    "data.prompt_probs": Set("data.weights", "");
+    "data.prompt_split": Unless("\"train\"", "name the file of the split");
+    "data.input_key": Convert("data.prompt", column);
+    "data.input_template": Set("data.prompt", "");
+    "data.apply_chat_template": To("data.chat");
+    "data.max_samples": To("data.max_rows");
+    "data.max_images_per_prompt": Unless("0", "prompts are texts");
+    "data": NoMeaning(DATA);
+    "eval.dataset": Convert("data.held_out", files);
+    "eval.steps": Convert("evaluation.every_steps", period);
+    "eval.temperature": To("evaluation.sampler.temperature");
+    "eval.n_samples_per_prompt": To("evaluation.samples_per_prompt");
+    "eval": NoMeaning(DATA);
+    "rollout.temperature": To("sampler.temperature");
+    "rollout.top_p": To("sampler.top_p");
+    "rollout.vllm_generate_batch_size": Unless("null", "a step samples rollout.batch_size prompts");
+    "rollout": NoMeaning(MEMORY);
+    "train.seed": To("seed");
+    "train.enable_ema": Unless("false", "weights are not averaged");
+    "train.async_enable": Set("rollout.max_staleness", "");
+    "train.partial_rollout_enable": Unless("false", "completions end in their step");
+    "train.agent_func_path": Unless("null", ENVIRONMENT);
+    "train": NoMeaning(MEMORY);
+    "actor.adam.lr": To("optimizer.learning_rate");
+    "actor.adam.eps": To("optimizer.epsilon");
+    "actor.adam.weight_decay": To("optimizer.weight_decay");
+    "actor.optim": Unless("\"adam\"", "the optimizer is AdamW");
+    "actor.muon": NoMeaning("the optimizer is AdamW");
+    "actor.max_norm": To("training.max_grad_norm");
+    "actor.min_lr_ratio": To("schedule.min_lr_ratio");
+    "actor.eps_clip": To("algorithm.pg_clip");
+    "actor.dual_clip": To("algorithm.recipe.policy_loss.surrogate.clip.dual_clip");
+    "actor.policy_loss_type": Unless("\"ppo\"", "use a file of ours with algorithm.preset: gspo");
+    "actor.entropy_coef": To("algorithm.entropy_loss_coef");
+    "actor.aux_loss_coef": To("training.router_aux_loss_coef");
+    "actor.gradient_checkpointing_enable": To("training.activation_checkpointing");
+    "actor.gradient_checkpointing_reentrant": NoMeaning(MEMORY);
+    "actor.freeze_visual_encoder": NoMeaning(DATA);
+    "actor.num_nodes": NoMeaning(RANKS);
+    "actor.num_gpus_per_node": NoMeaning(RANKS);
+    "algo.advantage.is_correction_enable": NoMeaning("the training process samples");
+    "algo.advantage.is_correction_threshold": NoMeaning("the training process samples");
+    "algo.advantage.is_correction_type": NoMeaning("the training process samples");
+    "algo.advantage.no_std_norm": Unless("false", "the estimator does not divide by a deviation");
+    "algo.kl.target": Unless("null", "the coefficient is fixed");
+    "algo.kl.horizon": NoMeaning("algo.kl.target is absent");
+    "algo.dynamic_filtering_range": NoMeaning("algo.dynamic_filtering_enable is off");
+    "algo.dynamic_filtering_enable": NoMeaning("it is off");
+    "ds.param_dtype": Convert("training.compute_dtype", dtype);
+    "ds.load_in_4bit": Set("training.base_weights", "");
+    "ds.lora.rank": NoMeaning("it is 0");
+    "ds.lora.alpha": NoMeaning("ds.lora.rank is 0");
+    "ds.lora.target_modules": NoMeaning("ds.lora.rank is 0");
+    "ds.lora.dropout": Unless("0", "adapters have no dropout");
+    "ds": NoMeaning(MEMORY);
+    "ckpt.output_dir": To("run_dir");
+    "ckpt.save_steps": Convert("checkpoint.every_steps", period);
+    "ckpt.max_num": To("checkpoint.keep");
+    "ckpt": NoMeaning("checkpoints are in the run directory");
+    "vllm": NoMeaning("the training process samples; rollout.engine selects a server");
+    "ref": NoMeaning("the reference is the initial policy");
+    "logger": NoMeaning(METRICS);
+};
 
 const IDLE: &str = "local_rank use_ms";
 

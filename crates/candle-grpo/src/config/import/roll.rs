@@ -9,6 +9,7 @@ use super::super::algorithm::AlgorithmConfig;
 use super::super::document::Document;
 use super::super::suggestions::{nearest, sections};
 use super::report::{RollDefault, Sizes};
+use super::rules::rules;
 use super::translation::{INTERPOLATED, interpolated};
 use super::{Import, ImportedKey, Severity, System, Verdict};
 
@@ -71,333 +72,142 @@ const ENVIRONMENTS: &str = "an environment is a program here (docs/environments.
 const METRICS: &str = "TensorBoard files are always written; trackers adds others";
 
 /// The rules. The first one that fits applies.
-const RULES: &[(&str, Rule)] = &[
-    ("seed", To("seed")),
-    ("max_steps", To("max_steps")),
-    ("save_steps", To("checkpoint.every_steps")),
-    ("eval_steps", To("evaluation.every_steps")),
-    ("output_dir", To("run_dir")),
-    ("pretrain", To("model.path")),
-    ("max_grad_norm", To("training.max_grad_norm")),
-    ("defaults", NoMeaning("strategies do not apply")),
-    ("hydra", NoMeaning("Hydra is not used")),
-    ("exp_name", NoMeaning("the run directory names the run")),
-    (
-        "logging_dir",
-        NoMeaning("everything is in the run directory"),
-    ),
-    ("logging_steps", NoMeaning("every step is logged")),
-    (
-        "resume_from_checkpoint",
-        NoMeaning("`grpo train --resume` resumes a run"),
-    ),
-    (
-        "checkpoint_config",
-        NoMeaning("checkpoints are in the run directory"),
-    ),
-    ("track_with", NoMeaning(METRICS)),
-    ("tracker_kwargs", NoMeaning(METRICS)),
-    ("system_envs", NoMeaning("set variables in the shell")),
-    ("num_gpus_per_node", NoMeaning(RANKS)),
-    ("num_nodes", NoMeaning(RANKS)),
-    ("rpc_timeout", NoMeaning(NO_WORKERS)),
-    ("async_generation_ratio", Set("rollout.max_staleness", "")),
-    (
-        "is_num_return_sequences_expand",
-        NoMeaning("groups are always sampled together"),
-    ),
-    (
-        "max_running_requests",
-        NoMeaning("rollout.max_inflight is used"),
-    ),
-    (
-        "use_additional_prompts",
-        NotSupported("set algorithm.recipe.group_filter and training.max_sampling_batches"),
-    ),
-    (
-        "max_additional_running_prompts",
-        Set("training.max_sampling_batches", ""),
-    ),
-    (
-        "reward_pretrain",
-        NoMeaning("rewards lists a reward model by its kind, reward_model"),
-    ),
-    (
-        "difficulty_loss_weight",
-        NotSupported("samples are not weighted by difficulty"),
-    ),
-    (
-        "length_loss_weight",
-        NotSupported("samples are not weighted by length"),
-    ),
-    ("enable_reference", NoMeaning("a KL loads its reference")),
-    (
-        "enable_old_logprobs_recompute",
-        Set("training.old_log_probs", ""),
-    ),
-    (
-        "sequence_length",
-        NoMeaning("prompt_length and response_length are used"),
-    ),
-    (
-        "val_batch_size",
-        NoMeaning("all held-out prompts are evaluated"),
-    ),
-    (
-        "actor_infer.strategy_args",
-        NoMeaning("the trained policy samples; rollout.engine selects a server"),
-    ),
-    ("*.strategy_args", NoMeaning("there are no strategies")),
-    (
-        "actor_train.device_mapping",
-        Set("training.mini_batch_size", WORKERS),
-    ),
-    ("*.device_mapping", NoMeaning(RANKS)),
-    ("*.world_size", NoMeaning(RANKS)),
-    ("*.num_gpus_per_worker", NoMeaning(RANKS)),
-    (
-        "*.infer_batch_size",
-        NoMeaning("sampler.max_batch_size is used"),
-    ),
-    ("*.use_remote_checkpoint", NoMeaning(NO_WORKERS)),
-    (
-        "*.model_args.flash_attn",
-        NoMeaning("there is one attention implementation"),
-    ),
-    (
-        "*.model_args.attn_implementation",
-        NoMeaning("there is one attention implementation"),
-    ),
-    (
-        "*.model_args.disable_gradient_checkpointing",
-        NoMeaning(
-            "activations are not checkpointed unless training.activation_checkpointing is set",
-        ),
-    ),
-    (
-        "*.model_args.model_type",
-        NoMeaning("the model's configuration is used"),
-    ),
-    ("*.model_args.dtype", Advise("training.compute_dtype")),
-    (
-        "actor_train.model_args.lora_rank",
-        To("training.adapters.rank"),
-    ),
-    (
-        "actor_train.model_args.lora_alpha",
-        To("training.adapters.alpha"),
-    ),
-    (
-        "actor_train.model_args.lora_target",
-        Set("training.adapters.target_modules", ""),
-    ),
-    (
-        "actor_train.model_args.lora_dropout",
-        Unless("0", "adapters have no dropout"),
-    ),
-    (
-        "actor_train.model_args.moe_aux_loss_coef",
-        To("training.router_aux_loss_coef"),
-    ),
-    (
-        "actor_train.model_args",
-        NotSupported("not an option of a model"),
-    ),
-    ("actor_train.worker_cls", NoMeaning("pg_variant is used")),
-    ("actor_train.pg_variant", To("algorithm.pg_variant")),
-    (
-        "actor_train.training_args.learning_rate",
-        To("optimizer.learning_rate"),
-    ),
-    (
-        "actor_train.training_args.weight_decay",
-        To("optimizer.weight_decay"),
-    ),
-    (
-        "actor_train.training_args.adam_beta1",
-        To("optimizer.beta1"),
-    ),
-    (
-        "actor_train.training_args.adam_beta2",
-        To("optimizer.beta2"),
-    ),
-    (
-        "actor_train.training_args.adam_epsilon",
-        To("optimizer.epsilon"),
-    ),
-    (
-        "actor_train.training_args.max_grad_norm",
-        To("training.max_grad_norm"),
-    ),
-    (
-        "actor_train.training_args.warmup_steps",
-        To("schedule.warmup_steps"),
-    ),
-    (
-        "actor_train.training_args.per_device_train_batch_size",
-        To("training.micro_batch_size"),
-    ),
-    (
-        "actor_train.max_tokens_per_microbatch_in_train",
-        ToIf(
-            "training.micro_batch_tokens",
-            "actor_train.use_dynamic_batching_in_train",
-        ),
-    ),
-    ("*.max_tokens_per_microbatch_in_train", NoMeaning(TOKENS)),
-    ("*.max_tokens_per_microbatch_in_infer", NoMeaning(TOKENS)),
-    ("*.use_dynamic_batching_in_train", NoMeaning(TOKENS)),
-    ("*.use_dynamic_batching_in_infer", NoMeaning(TOKENS)),
-    ("*.sequence_length_round_in_train", NoMeaning(PACKED)),
-    ("*.sequence_length_round_in_infer", NoMeaning(PACKED)),
-    (
-        "actor_train.training_args.gradient_accumulation_steps",
-        To("training.mini_batch_size"),
-    ),
-    (
-        "actor_train.training_args.num_train_epochs",
-        NoMeaning("max_steps is used"),
-    ),
-    (
-        "actor_train.training_args.lr_scheduler_type",
-        SetBoth("schedule.decay", "schedule.decay_until"),
-    ),
-    (
-        "actor_train.training_args",
-        NotSupported("not an option of the optimizer"),
-    ),
-    ("actor_train.data_args.file_name", To("data.train")),
-    (
-        "actor_train.data_args.dataset_dir",
-        NoMeaning("paths include their folders"),
-    ),
-    (
-        "actor_train.data_args.messages",
-        NoMeaning("the column is found by its name"),
-    ),
-    (
-        "actor_train.data_args.preprocessing_num_workers",
-        NoMeaning(NO_WORKERS),
-    ),
-    (
-        "actor_train.data_args.domain_interleave_probs",
-        Set("data.weights", ""),
-    ),
-    (
-        "actor_train.data_args.interleave_probs",
-        Set("data.weights", ""),
-    ),
-    ("*.data_args.template", NoMeaning(TEMPLATE)),
-    ("validation.data_args.file_name", To("data.held_out")),
-    (
-        "validation.generating_args.num_return_sequences",
-        To("evaluation.samples_per_prompt"),
-    ),
-    (
-        "validation.generating_args.max_new_tokens",
-        To("evaluation.sampler.max_new_tokens"),
-    ),
-    (
-        "validation.generating_args.temperature",
-        To("evaluation.sampler.temperature"),
-    ),
-    (
-        "validation.generating_args.top_p",
-        To("evaluation.sampler.top_p"),
-    ),
-    (
-        "validation.generating_args.top_k",
-        To("evaluation.sampler.top_k"),
-    ),
-    ("validation.eval_steps", To("evaluation.every_steps")),
-    (
-        "actor_infer.generating_args.max_new_tokens",
-        NoMeaning("response_length is used"),
-    ),
-    (
-        "actor_infer.generating_args.num_return_sequences",
-        NoMeaning(GROUP),
-    ),
-    (
-        "actor_infer.generating_args.temperature",
-        To("sampler.temperature"),
-    ),
-    ("actor_infer.generating_args.top_p", To("sampler.top_p")),
-    ("actor_infer.generating_args.top_k", To("sampler.top_k")),
-    (
-        "*.generating_args.num_beams",
-        NoMeaning("completions are sampled"),
-    ),
-    (
-        "actor_infer.generating_args.stop_strings",
-        To("sampler.stop_strings"),
-    ),
-    (
-        "*.generating_args.do_sample",
-        Unless("true", "set evaluation.sampler.greedy"),
-    ),
-    ("*.generating_args.repetition_penalty", Unless("1", PENALTY)),
-    ("*.generating_args.length_penalty", Unless("1", PENALTY)),
-    ("*.router_replay", Set("training.router_replay", "")),
-    ("*.system_envs", NoMeaning("set variables in the shell")),
-    ("*.sequence_packing_args", NoMeaning(PACKED)),
-    ("actor_infer", NoMeaning("the trained policy samples")),
-    (
-        "reference",
-        NoMeaning("the reference is the initial policy"),
-    ),
-    ("max_ckpt_to_keep", To("checkpoint.keep")),
-    ("val_greedy", To("evaluation.sampler.greedy")),
-    ("val_n_sample", To("evaluation.samples_per_prompt")),
-    ("l2", Unless("0", "set optimizer.weight_decay")),
-    (
-        "mask_type",
-        Unless("\"loss\"", "masks leave the loss alone"),
-    ),
-    (
-        "train_infer_correction",
-        Set("algorithm.recipe.policy_loss.rollout_correction", ""),
-    ),
-    (
-        "is_use_additional_prompts",
-        NotSupported("set algorithm.recipe.group_filter and training.max_sampling_batches"),
-    ),
-    ("custom_envs", NotSupported(ENVIRONMENTS)),
-    ("custom_env", NotSupported(ENVIRONMENTS)),
-    ("agent_config_common", NotSupported(ENVIRONMENTS)),
-    ("env_manager_cls", NotSupported(ENVIRONMENTS)),
-    ("max_actions_per_traj", NotSupported(ENVIRONMENTS)),
-    ("reward_system_config", NotSupported(ENVIRONMENTS)),
-    ("train_env_manager", NotSupported(ENVIRONMENTS)),
-    ("val_env_manager", NotSupported(ENVIRONMENTS)),
-    ("reward_normalization", NotSupported(ENVIRONMENTS)),
-    (
-        "dataset_filter",
-        NotSupported("filter the rows of the file"),
-    ),
-    ("tag_to_template", NoMeaning(TEMPLATE)),
-    ("global_template", NoMeaning(TEMPLATE)),
-    ("rollout_mock", NoMeaning(NO_WORKERS)),
-    ("router_args", NoMeaning(NO_WORKERS)),
-    ("transfer_backend", NoMeaning(NO_WORKERS)),
-    ("env_monitor", NoMeaning(NO_WORKERS)),
-    ("is_pure_opd", Set("teacher.model", DISTILLATION)),
-    ("use_opd", Set("teacher.model", DISTILLATION)),
-    ("opd_kl_coef", Set("teacher.model", DISTILLATION)),
-    ("teacher", Set("teacher.model", DISTILLATION)),
-    ("student_train", NotSupported("name it actor_train")),
-    ("student_infer", NotSupported("name it actor_infer")),
-    ("critic", Set("training.critic", "")),
-    ("validation", NotSupported("not an option of an evaluation")),
-    (
-        "rewards",
-        NotSupported("reward workers are Python classes; list rewards by kind (docs/from-roll.md)"),
-    ),
-    (
-        "reward",
-        NotSupported("reward workers are Python classes; list rewards by kind (docs/from-roll.md)"),
-    ),
-];
+const RULES: &[(&str, Rule)] = rules! {
+    "seed": To("seed");
+    "max_steps": To("max_steps");
+    "save_steps": To("checkpoint.every_steps");
+    "eval_steps": To("evaluation.every_steps");
+    "output_dir": To("run_dir");
+    "pretrain": To("model.path");
+    "max_grad_norm": To("training.max_grad_norm");
+    "defaults": NoMeaning("strategies do not apply");
+    "hydra": NoMeaning("Hydra is not used");
+    "exp_name": NoMeaning("the run directory names the run");
+    "logging_dir": NoMeaning("everything is in the run directory");
+    "logging_steps": NoMeaning("every step is logged");
+    "resume_from_checkpoint": NoMeaning("`grpo train --resume` resumes a run");
+    "checkpoint_config": NoMeaning("checkpoints are in the run directory");
+    "track_with": NoMeaning(METRICS);
+    "tracker_kwargs": NoMeaning(METRICS);
+    "system_envs": NoMeaning("set variables in the shell");
+    "num_gpus_per_node": NoMeaning(RANKS);
+    "num_nodes": NoMeaning(RANKS);
+    "rpc_timeout": NoMeaning(NO_WORKERS);
+    "async_generation_ratio": Set("rollout.max_staleness", "");
+    "is_num_return_sequences_expand": NoMeaning("groups are always sampled together");
+    "max_running_requests": NoMeaning("rollout.max_inflight is used");
+    "use_additional_prompts": NotSupported("set algorithm.recipe.group_filter and training.max_sampling_batches");
+    "max_additional_running_prompts": Set("training.max_sampling_batches", "");
+    "reward_pretrain": NoMeaning("rewards lists a reward model by its kind, reward_model");
+    "difficulty_loss_weight": NotSupported("samples are not weighted by difficulty");
+    "length_loss_weight": NotSupported("samples are not weighted by length");
+    "enable_reference": NoMeaning("a KL loads its reference");
+    "enable_old_logprobs_recompute": Set("training.old_log_probs", "");
+    "sequence_length": NoMeaning("prompt_length and response_length are used");
+    "val_batch_size": NoMeaning("all held-out prompts are evaluated");
+    "actor_infer.strategy_args": NoMeaning("the trained policy samples; rollout.engine selects a server");
+    "*.strategy_args": NoMeaning("there are no strategies");
+    "actor_train.device_mapping": Set("training.mini_batch_size", WORKERS);
+    "*.device_mapping": NoMeaning(RANKS);
+    "*.world_size": NoMeaning(RANKS);
+    "*.num_gpus_per_worker": NoMeaning(RANKS);
+    "*.infer_batch_size": NoMeaning("sampler.max_batch_size is used");
+    "*.use_remote_checkpoint": NoMeaning(NO_WORKERS);
+    "*.model_args.flash_attn": NoMeaning("there is one attention implementation");
+    "*.model_args.attn_implementation": NoMeaning("there is one attention implementation");
+    "*.model_args.disable_gradient_checkpointing": NoMeaning("activations are not checkpointed unless training.activation_checkpointing is set");
+    "*.model_args.model_type": NoMeaning("the model's configuration is used");
+    "*.model_args.dtype": Advise("training.compute_dtype");
+    "actor_train.model_args.lora_rank": To("training.adapters.rank");
+    "actor_train.model_args.lora_alpha": To("training.adapters.alpha");
+    "actor_train.model_args.lora_target": Set("training.adapters.target_modules", "");
+    "actor_train.model_args.lora_dropout": Unless("0", "adapters have no dropout");
+    "actor_train.model_args.moe_aux_loss_coef": To("training.router_aux_loss_coef");
+    "actor_train.model_args": NotSupported("not an option of a model");
+    "actor_train.worker_cls": NoMeaning("pg_variant is used");
+    "actor_train.pg_variant": To("algorithm.pg_variant");
+    "actor_train.training_args.learning_rate": To("optimizer.learning_rate");
+    "actor_train.training_args.weight_decay": To("optimizer.weight_decay");
+    "actor_train.training_args.adam_beta1": To("optimizer.beta1");
+    "actor_train.training_args.adam_beta2": To("optimizer.beta2");
+    "actor_train.training_args.adam_epsilon": To("optimizer.epsilon");
+    "actor_train.training_args.max_grad_norm": To("training.max_grad_norm");
+    "actor_train.training_args.warmup_steps": To("schedule.warmup_steps");
+    "actor_train.training_args.per_device_train_batch_size": To("training.micro_batch_size");
+    "actor_train.max_tokens_per_microbatch_in_train": ToIf("training.micro_batch_tokens", "actor_train.use_dynamic_batching_in_train");
+    "*.max_tokens_per_microbatch_in_train": NoMeaning(TOKENS);
+    "*.max_tokens_per_microbatch_in_infer": NoMeaning(TOKENS);
+    "*.use_dynamic_batching_in_train": NoMeaning(TOKENS);
+    "*.use_dynamic_batching_in_infer": NoMeaning(TOKENS);
+    "*.sequence_length_round_in_train": NoMeaning(PACKED);
+    "*.sequence_length_round_in_infer": NoMeaning(PACKED);
+    "actor_train.training_args.gradient_accumulation_steps": To("training.mini_batch_size");
+    "actor_train.training_args.num_train_epochs": NoMeaning("max_steps is used");
+    "actor_train.training_args.lr_scheduler_type": SetBoth("schedule.decay", "schedule.decay_until");
+    "actor_train.training_args": NotSupported("not an option of the optimizer");
+    "actor_train.data_args.file_name": To("data.train");
+    "actor_train.data_args.dataset_dir": NoMeaning("paths include their folders");
+    "actor_train.data_args.messages": NoMeaning("the column is found by its name");
+    "actor_train.data_args.preprocessing_num_workers": NoMeaning(NO_WORKERS);
+    "actor_train.data_args.domain_interleave_probs": Set("data.weights", "");
+    "actor_train.data_args.interleave_probs": Set("data.weights", "");
+    "*.data_args.template": NoMeaning(TEMPLATE);
+    "validation.data_args.file_name": To("data.held_out");
+    "validation.generating_args.num_return_sequences": To("evaluation.samples_per_prompt");
+    "validation.generating_args.max_new_tokens": To("evaluation.sampler.max_new_tokens");
+    "validation.generating_args.temperature": To("evaluation.sampler.temperature");
+    "validation.generating_args.top_p": To("evaluation.sampler.top_p");
+    "validation.generating_args.top_k": To("evaluation.sampler.top_k");
+    "validation.eval_steps": To("evaluation.every_steps");
+    "actor_infer.generating_args.max_new_tokens": NoMeaning("response_length is used");
+    "actor_infer.generating_args.num_return_sequences": NoMeaning(GROUP);
+    "actor_infer.generating_args.temperature": To("sampler.temperature");
+    "actor_infer.generating_args.top_p": To("sampler.top_p");
+    "actor_infer.generating_args.top_k": To("sampler.top_k");
+    "*.generating_args.num_beams": NoMeaning("completions are sampled");
+    "actor_infer.generating_args.stop_strings": To("sampler.stop_strings");
+    "*.generating_args.do_sample": Unless("true", "set evaluation.sampler.greedy");
+    "*.generating_args.repetition_penalty": Unless("1", PENALTY);
+    "*.generating_args.length_penalty": Unless("1", PENALTY);
+    "*.router_replay": Set("training.router_replay", "");
+    "*.system_envs": NoMeaning("set variables in the shell");
+    "*.sequence_packing_args": NoMeaning(PACKED);
+    "actor_infer": NoMeaning("the trained policy samples");
+    "reference": NoMeaning("the reference is the initial policy");
+    "max_ckpt_to_keep": To("checkpoint.keep");
+    "val_greedy": To("evaluation.sampler.greedy");
+    "val_n_sample": To("evaluation.samples_per_prompt");
+    "l2": Unless("0", "set optimizer.weight_decay");
+    "mask_type": Unless("\"loss\"", "masks leave the loss alone");
+    "train_infer_correction": Set("algorithm.recipe.policy_loss.rollout_correction", "");
+    "is_use_additional_prompts": NotSupported("set algorithm.recipe.group_filter and training.max_sampling_batches");
+    "custom_envs": NotSupported(ENVIRONMENTS);
+    "custom_env": NotSupported(ENVIRONMENTS);
+    "agent_config_common": NotSupported(ENVIRONMENTS);
+    "env_manager_cls": NotSupported(ENVIRONMENTS);
+    "max_actions_per_traj": NotSupported(ENVIRONMENTS);
+    "reward_system_config": NotSupported(ENVIRONMENTS);
+    "train_env_manager": NotSupported(ENVIRONMENTS);
+    "val_env_manager": NotSupported(ENVIRONMENTS);
+    "reward_normalization": NotSupported(ENVIRONMENTS);
+    "dataset_filter": NotSupported("filter the rows of the file");
+    "tag_to_template": NoMeaning(TEMPLATE);
+    "global_template": NoMeaning(TEMPLATE);
+    "rollout_mock": NoMeaning(NO_WORKERS);
+    "router_args": NoMeaning(NO_WORKERS);
+    "transfer_backend": NoMeaning(NO_WORKERS);
+    "env_monitor": NoMeaning(NO_WORKERS);
+    "is_pure_opd": Set("teacher.model", DISTILLATION);
+    "use_opd": Set("teacher.model", DISTILLATION);
+    "opd_kl_coef": Set("teacher.model", DISTILLATION);
+    "teacher": Set("teacher.model", DISTILLATION);
+    "student_train": NotSupported("name it actor_train");
+    "student_infer": NotSupported("name it actor_infer");
+    "critic": Set("training.critic", "");
+    "validation": NotSupported("not an option of an evaluation");
+    "rewards": NotSupported("reward workers are Python classes; list rewards by kind (docs/from-roll.md)");
+    "reward": NotSupported("reward workers are Python classes; list rewards by kind (docs/from-roll.md)");
+};
 
 /// The rules for whole sections, in which a key must be one that ROLL has.
 const SECTIONS: [&str; 5] = [

@@ -2,6 +2,14 @@
 
 use serde_json::{Value, json};
 
+/// Makes a table of rules, with one line for each key.
+macro_rules! rules {
+    ($($key:literal: $rule:expr;)*) => {
+        &[$(($key, $rule)),*]
+    };
+}
+pub(super) use rules;
+
 /// The rule for the keys at and below a path.
 #[derive(Debug, Clone, Copy)]
 pub(super) enum Rule {

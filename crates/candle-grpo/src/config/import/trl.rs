@@ -7,7 +7,7 @@ use super::report::{RollDefault, Sizes};
 use super::rules::{
     ENVIRONMENT, MEMORY, METRICS, PENALTY,
     Rule::{self, Convert, NoMeaning, Set, To, Unless},
-    bf16, files,
+    bf16, files, rules,
 };
 use super::translation::{Translation, count};
 use super::{Import, System};
@@ -68,201 +68,87 @@ const OWN: &[&str] = &[
     "threads",
 ];
 
-pub(super) const RULES: &[(&str, Rule)] = &[
-    ("model_name_or_path", To("model.path")),
-    ("chat_template_path", To("model.chat_template")),
-    ("dataset_name", Convert("data.train", files)),
-    (
-        "dataset_config",
-        Set("data.train", ": the file of the configuration"),
-    ),
-    (
-        "dataset_train_split",
-        Unless("\"train\"", "set data.train to the file of the split"),
-    ),
-    (
-        "dataset_test_split",
-        Set("data.held_out", " to the file of the split"),
-    ),
-    ("chat_template_kwargs", To("data.chat_template_kwargs")),
-    (
-        "reward_funcs",
-        Set("rewards", ", a list of kinds (docs/from-trl.md)"),
-    ),
-    (
-        "reward_model_name_or_path",
-        Set("rewards", ": [{kind: reward_model, path: ...}]"),
-    ),
-    ("reward_weights", Set("rewards", ": each has a weight")),
-    (
-        "multi_objective_aggregation",
-        Unless(
-            "\"sum_then_normalize\"",
-            "use algorithm.recipe.advantage of the name gdpo",
-        ),
-    ),
-    ("max_completion_length", To("algorithm.response_length")),
-    ("max_prompt_length", To("algorithm.prompt_length")),
-    ("temperature", To("sampler.temperature")),
-    ("top_p", To("sampler.top_p")),
-    ("top_k", To("sampler.top_k")),
-    ("min_p", To("sampler.min_p")),
-    ("repetition_penalty", Unless("1.0", PENALTY)),
-    ("generation_kwargs", Set("sampler", "")),
-    (
-        "vllm_mode",
-        Unless(
-            "\"colocate\"",
-            "set rollout.engine: vllm and rollout.base_url (docs/engines.md)",
-        ),
-    ),
-    ("vllm_server_base_url", To("rollout.base_url")),
-    ("vllm_server_timeout", To("rollout.server_timeout")),
-    ("vllm_structured_outputs_regex", Unless("null", PENALTY)),
-    (
-        "vllm_importance_sampling_correction",
-        Set(
-            "algorithm.recipe.policy_loss.rollout_correction",
-            " with a server",
-        ),
-    ),
-    (
-        "vllm_importance_sampling_mode",
-        Set(
-            "algorithm.recipe.policy_loss.rollout_correction",
-            " with a server",
-        ),
-    ),
-    (
-        "vllm_importance_sampling_cap",
-        Set(
-            "algorithm.recipe.policy_loss.rollout_correction",
-            " with a server",
-        ),
-    ),
-    (
-        "vllm_importance_sampling_clip_max",
-        Set(
-            "algorithm.recipe.policy_loss.rollout_correction",
-            " with a server",
-        ),
-    ),
-    (
-        "vllm_importance_sampling_clip_min",
-        Set(
-            "algorithm.recipe.policy_loss.rollout_correction",
-            " with a server",
-        ),
-    ),
-    (
-        "off_policy_mask_threshold",
-        Unless(
-            "null",
-            "set algorithm.recipe.policy_loss.rollout_correction",
-        ),
-    ),
-    (
-        "use_bias_correction_kl",
-        Unless(
-            "false",
-            "set algorithm.recipe.policy_loss.kl.bias_correction",
-        ),
-    ),
-    ("beta", To("algorithm.kl_coef")),
-    (
-        "delta",
-        To("algorithm.recipe.policy_loss.surrogate.clip.delta"),
-    ),
-    (
-        "importance_sampling_level",
-        To("algorithm.importance_sampling"),
-    ),
-    (
-        "sapo_temperature_pos",
-        To("algorithm.recipe.policy_loss.surrogate.soft_gate.tau_pos"),
-    ),
-    (
-        "sapo_temperature_neg",
-        To("algorithm.recipe.policy_loss.surrogate.soft_gate.tau_neg"),
-    ),
-    (
-        "vespo_k_pos",
-        To("algorithm.recipe.policy_loss.surrogate.vespo.k_pos"),
-    ),
-    (
-        "vespo_k_neg",
-        To("algorithm.recipe.policy_loss.surrogate.vespo.k_neg"),
-    ),
-    (
-        "vespo_lambda_pos",
-        To("algorithm.recipe.policy_loss.surrogate.vespo.lambda_pos"),
-    ),
-    (
-        "vespo_lambda_neg",
-        To("algorithm.recipe.policy_loss.surrogate.vespo.lambda_neg"),
-    ),
-    ("scale_rewards", Convert("algorithm.advantage_scale", scale)),
-    (
-        "mask_truncated_completions",
-        Convert("training.sample_filters", truncated),
-    ),
-    (
-        "top_entropy_quantile",
-        Convert("training.top_entropy", share),
-    ),
-    ("entropy_coef", To("algorithm.entropy_loss_coef")),
-    ("use_adaptive_entropy", Set("training.adaptive_entropy", "")),
-    ("sync_ref_model", Set("training.reference_refresh", "")),
-    ("router_aux_loss_coef", To("training.router_aux_loss_coef")),
-    ("max_tool_calling_iterations", Unless("null", ENVIRONMENT)),
-    ("learning_rate", To("optimizer.learning_rate")),
-    ("weight_decay", To("optimizer.weight_decay")),
-    ("adam_beta1", To("optimizer.beta1")),
-    ("adam_beta2", To("optimizer.beta2")),
-    ("adam_epsilon", To("optimizer.epsilon")),
-    ("optim", Convert("optimizer.state", adamw)),
-    ("max_grad_norm", To("training.max_grad_norm")),
-    (
-        "gradient_checkpointing",
-        To("training.activation_checkpointing"),
-    ),
-    ("bf16", Convert("training.compute_dtype", bf16)),
-    ("fp16", Unless("false", "set training.compute_dtype: f16")),
-    (
-        "dtype",
-        NoMeaning("weights that train are f32; training.compute_dtype is that of products"),
-    ),
-    ("load_in_4bit", Set("training.base_weights", "")),
-    ("load_in_8bit", Set("training.base_weights", "")),
-    ("lora_dropout", Unless("0", "adapters have no dropout")),
-    (
-        "lora_target_parameters",
-        Unless("null", "set training.adapters.target_modules"),
-    ),
-    (
-        "lora_modules_to_save",
-        Unless("null", "adapters alone train"),
-    ),
-    ("use_rslora", Unless("false", "set training.adapters.alpha")),
-    ("use_dora", Unless("false", "adapters are LoRA")),
-    ("num_generations_eval", To("evaluation.samples_per_prompt")),
-    ("save_total_limit", To("checkpoint.keep")),
-    ("load_best_model_at_end", To("checkpoint.keep_best")),
-    ("output_dir", To("run_dir")),
-    ("seed", To("seed")),
-    ("data_seed", Unless("null", "set seed")),
-    ("shuffle_dataset", Unless("true", "prompts are shuffled")),
-    ("report_to", NoMeaning(METRICS)),
-    ("use_liger_kernel", NoMeaning(MEMORY)),
-    ("per_device_eval_batch_size", To("sampler.max_batch_size")),
-    ("model_init_kwargs", Unless("null", "set model")),
-    ("label_smoothing_factor", Unless("0", "there are no labels")),
-    (
-        "neftune_noise_alpha",
-        Unless("null", "embeddings have no noise"),
-    ),
-    ("cast_lm_head_to_fp32", NoMeaning(MEMORY)),
-];
+pub(super) const RULES: &[(&str, Rule)] = rules! {
+    "model_name_or_path": To("model.path");
+    "chat_template_path": To("model.chat_template");
+    "dataset_name": Convert("data.train", files);
+    "dataset_config": Set("data.train", ": the file of the configuration");
+    "dataset_train_split": Unless("\"train\"", "set data.train to the file of the split");
+    "dataset_test_split": Set("data.held_out", " to the file of the split");
+    "chat_template_kwargs": To("data.chat_template_kwargs");
+    "reward_funcs": Set("rewards", ", a list of kinds (docs/from-trl.md)");
+    "reward_model_name_or_path": Set("rewards", ": [{kind: reward_model, path: ...}]");
+    "reward_weights": Set("rewards", ": each has a weight");
+    "multi_objective_aggregation": Unless("\"sum_then_normalize\"", "use algorithm.recipe.advantage of the name gdpo");
+    "max_completion_length": To("algorithm.response_length");
+    "max_prompt_length": To("algorithm.prompt_length");
+    "temperature": To("sampler.temperature");
+    "top_p": To("sampler.top_p");
+    "top_k": To("sampler.top_k");
+    "min_p": To("sampler.min_p");
+    "repetition_penalty": Unless("1.0", PENALTY);
+    "generation_kwargs": Set("sampler", "");
+    "vllm_mode": Unless("\"colocate\"", "set rollout.engine: vllm and rollout.base_url (docs/engines.md)");
+    "vllm_server_base_url": To("rollout.base_url");
+    "vllm_server_timeout": To("rollout.server_timeout");
+    "vllm_structured_outputs_regex": Unless("null", PENALTY);
+    "vllm_importance_sampling_correction": Set("algorithm.recipe.policy_loss.rollout_correction", " with a server");
+    "vllm_importance_sampling_mode": Set("algorithm.recipe.policy_loss.rollout_correction", " with a server");
+    "vllm_importance_sampling_cap": Set("algorithm.recipe.policy_loss.rollout_correction", " with a server");
+    "vllm_importance_sampling_clip_max": Set("algorithm.recipe.policy_loss.rollout_correction", " with a server");
+    "vllm_importance_sampling_clip_min": Set("algorithm.recipe.policy_loss.rollout_correction", " with a server");
+    "off_policy_mask_threshold": Unless("null", "set algorithm.recipe.policy_loss.rollout_correction");
+    "use_bias_correction_kl": Unless("false", "set algorithm.recipe.policy_loss.kl.bias_correction");
+    "beta": To("algorithm.kl_coef");
+    "delta": To("algorithm.recipe.policy_loss.surrogate.clip.delta");
+    "importance_sampling_level": To("algorithm.importance_sampling");
+    "sapo_temperature_pos": To("algorithm.recipe.policy_loss.surrogate.soft_gate.tau_pos");
+    "sapo_temperature_neg": To("algorithm.recipe.policy_loss.surrogate.soft_gate.tau_neg");
+    "vespo_k_pos": To("algorithm.recipe.policy_loss.surrogate.vespo.k_pos");
+    "vespo_k_neg": To("algorithm.recipe.policy_loss.surrogate.vespo.k_neg");
+    "vespo_lambda_pos": To("algorithm.recipe.policy_loss.surrogate.vespo.lambda_pos");
+    "vespo_lambda_neg": To("algorithm.recipe.policy_loss.surrogate.vespo.lambda_neg");
+    "scale_rewards": Convert("algorithm.advantage_scale", scale);
+    "mask_truncated_completions": Convert("training.sample_filters", truncated);
+    "top_entropy_quantile": Convert("training.top_entropy", share);
+    "entropy_coef": To("algorithm.entropy_loss_coef");
+    "use_adaptive_entropy": Set("training.adaptive_entropy", "");
+    "sync_ref_model": Set("training.reference_refresh", "");
+    "router_aux_loss_coef": To("training.router_aux_loss_coef");
+    "max_tool_calling_iterations": Unless("null", ENVIRONMENT);
+    "learning_rate": To("optimizer.learning_rate");
+    "weight_decay": To("optimizer.weight_decay");
+    "adam_beta1": To("optimizer.beta1");
+    "adam_beta2": To("optimizer.beta2");
+    "adam_epsilon": To("optimizer.epsilon");
+    "optim": Convert("optimizer.state", adamw);
+    "max_grad_norm": To("training.max_grad_norm");
+    "gradient_checkpointing": To("training.activation_checkpointing");
+    "bf16": Convert("training.compute_dtype", bf16);
+    "fp16": Unless("false", "set training.compute_dtype: f16");
+    "dtype": NoMeaning("weights that train are f32; training.compute_dtype is that of products");
+    "load_in_4bit": Set("training.base_weights", "");
+    "load_in_8bit": Set("training.base_weights", "");
+    "lora_dropout": Unless("0", "adapters have no dropout");
+    "lora_target_parameters": Unless("null", "set training.adapters.target_modules");
+    "lora_modules_to_save": Unless("null", "adapters alone train");
+    "use_rslora": Unless("false", "set training.adapters.alpha");
+    "use_dora": Unless("false", "adapters are LoRA");
+    "num_generations_eval": To("evaluation.samples_per_prompt");
+    "save_total_limit": To("checkpoint.keep");
+    "load_best_model_at_end": To("checkpoint.keep_best");
+    "output_dir": To("run_dir");
+    "seed": To("seed");
+    "data_seed": Unless("null", "set seed");
+    "shuffle_dataset": Unless("true", "prompts are shuffled");
+    "report_to": NoMeaning(METRICS);
+    "use_liger_kernel": NoMeaning(MEMORY);
+    "per_device_eval_batch_size": To("sampler.max_batch_size");
+    "model_init_kwargs": Unless("null", "set model");
+    "label_smoothing_factor": Unless("0", "there are no labels");
+    "neftune_noise_alpha": Unless("null", "embeddings have no noise");
+    "cast_lm_head_to_fp32": NoMeaning(MEMORY);
+};
 
 /// Keys that do not change what is learned.
 const IDLE: &str = "\

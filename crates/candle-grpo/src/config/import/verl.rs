@@ -7,7 +7,7 @@ use super::report::{RollDefault, Sizes};
 use super::rules::{
     DATA, ENVIRONMENT, MEMORY, METRICS, RANKS,
     Rule::{self, Convert, NoMeaning, Set, To, Unless},
-    dtype, files, from_minus_one, period,
+    dtype, files, from_minus_one, period, rules,
 };
 use super::translation::{Translation, count};
 use super::{Import, System};
@@ -37,249 +37,94 @@ const OWN: &[&str] = &[
 const ACTOR: &str = "actor_rollout_ref.actor";
 const TEACHER: &str = " and algorithm.recipe.distillation_loss (docs/from-verl.md)";
 
-pub(super) const RULES: &[(&str, Rule)] = &[
-    ("data.train_files", Convert("data.train", files)),
-    ("data.val_files", Convert("data.held_out", files)),
-    ("data.prompt_key", Unless("\"prompt\"", "set data.prompt")),
-    ("data.max_prompt_length", To("algorithm.prompt_length")),
-    ("data.max_response_length", To("algorithm.response_length")),
-    (
-        "data.apply_chat_template_kwargs",
-        To("data.chat_template_kwargs"),
-    ),
-    ("data.train_max_samples", Convert("data.max_rows", period)),
-    ("data.shuffle", Unless("true", "prompts are shuffled")),
-    ("data.seed", To("seed")),
-    (
-        "data.custom_cls.path",
-        Unless("null", "write the rows to a file"),
-    ),
-    ("data.tool_config_path", Unless("null", ENVIRONMENT)),
-    (
-        "data.sampler.class_path",
-        Unless("null", "prompts are shuffled"),
-    ),
-    (
-        "data.datagen.path",
-        Unless("null", "write the rows to a file"),
-    ),
-    ("data", NoMeaning(DATA)),
-    ("actor_rollout_ref.model.path", To("model.path")),
-    (
-        "actor_rollout_ref.model.custom_chat_template",
-        Unless("null", "set model.chat_template to a file"),
-    ),
-    (
-        "actor_rollout_ref.model.enable_gradient_checkpointing",
-        To("training.activation_checkpointing"),
-    ),
-    (
-        "actor_rollout_ref.model.lora_adapter_path",
-        Unless("null", "merge the adapters first"),
-    ),
-    (
-        "actor_rollout_ref.model.mtp.enable",
-        Unless("false", "one token is predicted"),
-    ),
-    (
-        "actor_rollout_ref.model.override_config",
-        Set("model", ": a folder with that config.json"),
-    ),
-    ("actor_rollout_ref.model", NoMeaning(MEMORY)),
-    (
-        "actor_rollout_ref.actor.clip_ratio",
-        NoMeaning("verl uses clip_ratio_low and clip_ratio_high"),
-    ),
-    (
-        "actor_rollout_ref.actor.clip_ratio_c",
-        To("algorithm.recipe.policy_loss.surrogate.clip.dual_clip"),
-    ),
-    (
-        "actor_rollout_ref.actor.entropy_coeff",
-        To("algorithm.entropy_loss_coef"),
-    ),
-    (
-        "actor_rollout_ref.actor.optim.lr",
-        To("optimizer.learning_rate"),
-    ),
-    (
-        "actor_rollout_ref.actor.optim.weight_decay",
-        To("optimizer.weight_decay"),
-    ),
-    (
-        "actor_rollout_ref.actor.optim.optimizer",
-        Unless("\"AdamW\"", "the optimizer is AdamW"),
-    ),
-    (
-        "actor_rollout_ref.actor.optim.clip_grad",
-        To("training.max_grad_norm"),
-    ),
-    (
-        "actor_rollout_ref.actor.grad_clip",
-        To("training.max_grad_norm"),
-    ),
-    (
-        "actor_rollout_ref.actor.optim.min_lr_ratio",
-        To("schedule.min_lr_ratio"),
-    ),
-    (
-        "actor_rollout_ref.actor.optim.num_cycles",
-        Unless("0.5", "a cosine has half a cycle"),
-    ),
-    (
-        "actor_rollout_ref.actor.optim.override_optimizer_config",
-        Unless("null", "set optimizer"),
-    ),
-    (
-        "actor_rollout_ref.actor.optim",
-        NoMeaning("the optimizer is AdamW"),
-    ),
-    (
-        "actor_rollout_ref.actor.shuffle",
-        Unless("false", "mini-batches keep the order of the step"),
-    ),
-    (
-        "actor_rollout_ref.actor.router_replay.mode",
-        Unless("\"disabled\"", "set training.router_replay"),
-    ),
-    (
-        "actor_rollout_ref.actor.policy_loss",
-        NoMeaning("it is an option of another loss_mode"),
-    ),
-    ("actor_rollout_ref.actor.fsdp_config", NoMeaning(MEMORY)),
-    ("actor_rollout_ref.actor.megatron", NoMeaning(MEMORY)),
-    (
-        "actor_rollout_ref.actor.checkpoint",
-        NoMeaning("checkpoints are in the run directory"),
-    ),
-    ("actor_rollout_ref.actor.profiler", NoMeaning(MEMORY)),
-    (
-        "actor_rollout_ref.rollout.temperature",
-        To("sampler.temperature"),
-    ),
-    ("actor_rollout_ref.rollout.top_p", To("sampler.top_p")),
-    (
-        "actor_rollout_ref.rollout.top_k",
-        Convert("sampler.top_k", from_minus_one),
-    ),
-    (
-        "actor_rollout_ref.rollout.dtype",
-        Convert("rollout.dtype", dtype),
-    ),
-    (
-        "actor_rollout_ref.rollout.do_sample",
-        Unless("true", "completions are sampled"),
-    ),
-    (
-        "actor_rollout_ref.rollout.ignore_eos",
-        Unless("false", "a stop token ends a completion"),
-    ),
-    (
-        "actor_rollout_ref.rollout.multi_turn.enable",
-        Unless("false", ENVIRONMENT),
-    ),
-    (
-        "actor_rollout_ref.rollout.over_sample_rate",
-        Unless("0", "all completions train"),
-    ),
-    (
-        "actor_rollout_ref.rollout.enable_rollout_routing_replay",
-        Unless("false", "set training.router_replay"),
-    ),
-    (
-        "actor_rollout_ref.rollout",
-        NoMeaning("the training process samples; rollout.engine selects a server"),
-    ),
-    (
-        "actor_rollout_ref.ref",
-        NoMeaning("the reference is the initial policy"),
-    ),
-    ("actor_rollout_ref.hybrid_engine", NoMeaning(MEMORY)),
-    ("actor_rollout_ref.nccl_timeout", NoMeaning(RANKS)),
-    (
-        "algorithm.gamma",
-        Unless("1.0", "set algorithm.gamma in a file of ours"),
-    ),
-    (
-        "algorithm.lam",
-        Unless("1.0", "a lambda needs adv_estimator: gae"),
-    ),
-    (
-        "algorithm.use_pf_ppo",
-        Unless("false", "set training.resampling"),
-    ),
-    ("algorithm.pf_ppo", NoMeaning("use_pf_ppo is off")),
-    (
-        "algorithm.filter_groups.enable",
-        Set(
-            "algorithm.recipe.group_filter",
-            " and training.max_sampling_batches",
-        ),
-    ),
-    (
-        "algorithm.filter_groups",
-        NoMeaning("it is an option of filter_groups.enable"),
-    ),
-    (
-        "algorithm.rollout_correction.rollout_is",
-        Unless(
-            "null",
-            "set algorithm.recipe.policy_loss.rollout_correction",
-        ),
-    ),
-    (
-        "algorithm.rollout_correction.rollout_rs",
-        Unless(
-            "null",
-            "set algorithm.recipe.policy_loss.rollout_correction",
-        ),
-    ),
-    (
-        "algorithm.rollout_correction.bypass_mode",
-        Unless("false", "set training.old_log_probs: sampler"),
-    ),
-    (
-        "algorithm.rollout_correction",
-        NoMeaning("it is an option of rollout_is"),
-    ),
-    ("algorithm.kl_penalty", NoMeaning("use_kl_in_reward is off")),
-    ("algorithm.kl_ctrl", NoMeaning("use_kl_in_reward is off")),
-    ("distillation", Set("teacher.model", TEACHER)),
-    (
-        "custom_reward_function.path",
-        Set("rewards", ", such as {kind: program} (docs/from-verl.md)"),
-    ),
-    ("custom_reward_function", NoMeaning("rewards is used")),
-    (
-        "reward_model.enable",
-        Set("rewards", ": [{kind: reward_model, path: ...}]"),
-    ),
-    ("reward_model", NoMeaning("rewards is used")),
-    ("reward_manager", NoMeaning("rewards is used")),
-    ("reward", NoMeaning("rewards is used")),
-    ("trainer.default_local_dir", To("run_dir")),
-    (
-        "trainer.test_freq",
-        Convert("evaluation.every_steps", period),
-    ),
-    (
-        "trainer.save_freq",
-        Convert("checkpoint.every_steps", period),
-    ),
-    ("trainer.max_actor_ckpt_to_keep", To("checkpoint.keep")),
-    ("trainer.logger", NoMeaning(METRICS)),
-    ("trainer.nnodes", NoMeaning(RANKS)),
-    ("trainer.n_gpus_per_node", NoMeaning(RANKS)),
-    (
-        "trainer.critic_warmup",
-        Unless("0", "the critic trains from the first step"),
-    ),
-    ("trainer.val_only", Unless("false", "use grpo eval")),
-];
+pub(super) const RULES: &[(&str, Rule)] = rules! {
+    "data.train_files": Convert("data.train", files);
+    "data.val_files": Convert("data.held_out", files);
+    "data.prompt_key": Unless("\"prompt\"", "set data.prompt");
+    "data.max_prompt_length": To("algorithm.prompt_length");
+    "data.max_response_length": To("algorithm.response_length");
+    "data.apply_chat_template_kwargs": To("data.chat_template_kwargs");
+    "data.train_max_samples": Convert("data.max_rows", period);
+    "data.shuffle": Unless("true", "prompts are shuffled");
+    "data.seed": To("seed");
+    "data.custom_cls.path": Unless("null", "write the rows to a file");
+    "data.tool_config_path": Unless("null", ENVIRONMENT);
+    "data.sampler.class_path": Unless("null", "prompts are shuffled");
+    "data.datagen.path": Unless("null", "write the rows to a file");
+    "data": NoMeaning(DATA);
+    "actor_rollout_ref.model.path": To("model.path");
+    "actor_rollout_ref.model.custom_chat_template": Unless("null", "set model.chat_template to a file");
+    "actor_rollout_ref.model.enable_gradient_checkpointing": To("training.activation_checkpointing");
+    "actor_rollout_ref.model.lora_adapter_path": Unless("null", "merge the adapters first");
+    "actor_rollout_ref.model.mtp.enable": Unless("false", "one token is predicted");
+    "actor_rollout_ref.model.override_config": Set("model", ": a folder with that config.json");
+    "actor_rollout_ref.model": NoMeaning(MEMORY);
+    "actor_rollout_ref.actor.clip_ratio": NoMeaning("verl uses clip_ratio_low and clip_ratio_high");
+    "actor_rollout_ref.actor.clip_ratio_c": To("algorithm.recipe.policy_loss.surrogate.clip.dual_clip");
+    "actor_rollout_ref.actor.entropy_coeff": To("algorithm.entropy_loss_coef");
+    "actor_rollout_ref.actor.optim.lr": To("optimizer.learning_rate");
+    "actor_rollout_ref.actor.optim.weight_decay": To("optimizer.weight_decay");
+    "actor_rollout_ref.actor.optim.optimizer": Unless("\"AdamW\"", "the optimizer is AdamW");
+    "actor_rollout_ref.actor.optim.clip_grad": To("training.max_grad_norm");
+    "actor_rollout_ref.actor.grad_clip": To("training.max_grad_norm");
+    "actor_rollout_ref.actor.optim.min_lr_ratio": To("schedule.min_lr_ratio");
+    "actor_rollout_ref.actor.optim.num_cycles": Unless("0.5", "a cosine has half a cycle");
+    "actor_rollout_ref.actor.optim.override_optimizer_config": Unless("null", "set optimizer");
+    "actor_rollout_ref.actor.optim": NoMeaning("the optimizer is AdamW");
+    "actor_rollout_ref.actor.shuffle": Unless("false", "mini-batches keep the order of the step");
+    "actor_rollout_ref.actor.router_replay.mode": Unless("\"disabled\"", "set training.router_replay");
+    "actor_rollout_ref.actor.policy_loss": NoMeaning("it is an option of another loss_mode");
+    "actor_rollout_ref.actor.fsdp_config": NoMeaning(MEMORY);
+    "actor_rollout_ref.actor.megatron": NoMeaning(MEMORY);
+    "actor_rollout_ref.actor.checkpoint": NoMeaning("checkpoints are in the run directory");
+    "actor_rollout_ref.actor.profiler": NoMeaning(MEMORY);
+    "actor_rollout_ref.rollout.temperature": To("sampler.temperature");
+    "actor_rollout_ref.rollout.top_p": To("sampler.top_p");
+    "actor_rollout_ref.rollout.top_k": Convert("sampler.top_k", from_minus_one);
+    "actor_rollout_ref.rollout.dtype": Convert("rollout.dtype", dtype);
+    "actor_rollout_ref.rollout.do_sample": Unless("true", "completions are sampled");
+    "actor_rollout_ref.rollout.ignore_eos": Unless("false", "a stop token ends a completion");
+    "actor_rollout_ref.rollout.multi_turn.enable": Unless("false", ENVIRONMENT);
+    "actor_rollout_ref.rollout.over_sample_rate": Unless("0", "all completions train");
+    "actor_rollout_ref.rollout.enable_rollout_routing_replay": Unless("false", "set training.router_replay");
+    "actor_rollout_ref.rollout": NoMeaning("the training process samples; rollout.engine selects a server");
+    "actor_rollout_ref.ref": NoMeaning("the reference is the initial policy");
+    "actor_rollout_ref.hybrid_engine": NoMeaning(MEMORY);
+    "actor_rollout_ref.nccl_timeout": NoMeaning(RANKS);
+    "algorithm.gamma": Unless("1.0", "set algorithm.gamma in a file of ours");
+    "algorithm.lam": Unless("1.0", "a lambda needs adv_estimator: gae");
+    "algorithm.use_pf_ppo": Unless("false", "set training.resampling");
+    "algorithm.pf_ppo": NoMeaning("use_pf_ppo is off");
+    "algorithm.filter_groups.enable": Set("algorithm.recipe.group_filter", " and training.max_sampling_batches");
+    "algorithm.filter_groups": NoMeaning("it is an option of filter_groups.enable");
+    "algorithm.rollout_correction.rollout_is": Unless("null", "set algorithm.recipe.policy_loss.rollout_correction");
+    "algorithm.rollout_correction.rollout_rs": Unless("null", "set algorithm.recipe.policy_loss.rollout_correction");
+    "algorithm.rollout_correction.bypass_mode": Unless("false", "set training.old_log_probs: sampler");
+    "algorithm.rollout_correction": NoMeaning("it is an option of rollout_is");
+    "algorithm.kl_penalty": NoMeaning("use_kl_in_reward is off");
+    "algorithm.kl_ctrl": NoMeaning("use_kl_in_reward is off");
+    "distillation": Set("teacher.model", TEACHER);
+    "custom_reward_function.path": Set("rewards", ", such as {kind: program} (docs/from-verl.md)");
+    "custom_reward_function": NoMeaning("rewards is used");
+    "reward_model.enable": Set("rewards", ": [{kind: reward_model, path: ...}]");
+    "reward_model": NoMeaning("rewards is used");
+    "reward_manager": NoMeaning("rewards is used");
+    "reward": NoMeaning("rewards is used");
+    "trainer.default_local_dir": To("run_dir");
+    "trainer.test_freq": Convert("evaluation.every_steps", period);
+    "trainer.save_freq": Convert("checkpoint.every_steps", period);
+    "trainer.max_actor_ckpt_to_keep": To("checkpoint.keep");
+    "trainer.logger": NoMeaning(METRICS);
+    "trainer.nnodes": NoMeaning(RANKS);
+    "trainer.n_gpus_per_node": NoMeaning(RANKS);
+    "trainer.critic_warmup": Unless("0", "the critic trains from the first step");
+    "trainer.val_only": Unless("false", "use grpo eval");
+};
 
 /// Keys that do not change what is learned.
 const IDLE: &str = "\
-    algorithm._target_ actor_rollout_ref.actor._target_ global_profiler transfer_queue ray_kwargs ray_init hydra defaults trainer.balance_batch trainer.project_name \
+    algorithm._target_ actor_rollout_ref.actor._target_ \
+    global_profiler transfer_queue ray_kwargs ray_init hydra defaults trainer.balance_batch trainer.project_name \
     trainer.experiment_name trainer.log_val_generations trainer.rollout_data_dir trainer.validation_data_dir \
     trainer.esi_redundant_time trainer.resume_mode trainer.resume_from_path trainer.val_before_train \
     trainer.default_hdfs_dir trainer.del_local_ckpt_after_load trainer.max_critic_ckpt_to_keep \
