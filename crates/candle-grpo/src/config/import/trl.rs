@@ -48,7 +48,6 @@ const FLAT: usize = 3;
 
 /// Our sections, which a file of TRL may have, too.
 const OWN: &[&str] = &[
-    "model",
     "data",
     "rewards",
     "environment",
@@ -167,10 +166,10 @@ const IDLE: &str = "\
     average_tokens_across_devices entropy_coef_min entropy_coef_max entropy_coef_delta entropy_target \
     ref_model_mixup_alpha ref_model_sync_steps ignore_bias_buffers use_cpu full_determinism";
 
-/// Returns whether a file has several keys of TRL, and not the sections of this program.
+/// Returns whether a file has several keys of TRL, and does not name a model as this program does.
 pub(super) fn is_of(document: &Document) -> bool {
     let keys = SIGNS.iter().filter(|key| document.get(key).is_some());
-    keys.count() >= FLAT
+    document.get("model").is_none() && keys.count() >= FLAT
 }
 
 /// Returns the translation of a file for `processes` processes, with TRL's defaults.

@@ -230,12 +230,15 @@ fn an_error_in_an_imported_file_has_its_key_and_line() {
     );
 }
 
-/// Two keys of another trainer in a file of ours are a slip, with a suggestion.
+/// Keys of another trainer in a file of ours are slips, with a suggestion, however many they are.
 #[test]
 fn a_file_with_our_sections_is_not_imported() {
-    let text = "model: m\ndata: {train: d}\nnum_generations: 8\nbeta: 0.1\n";
+    let text = "model: m\ndata: {train: d}\nnum_generations: 8\nbeta: 0.1\nlearning_rate: 1e-6\n";
     let document = Document::from_yaml(Path::new("run.yaml"), text).unwrap();
     assert!(Import::new(&document).is_none());
+    let error = RunConfig::new(&document).unwrap_err().to_string();
+    let place = "num_generations: unknown key; here it is algorithm.num_return_sequences_in_group";
+    assert!(error.contains(place), "{error}");
 }
 
 #[test]
