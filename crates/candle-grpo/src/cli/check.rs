@@ -5,34 +5,74 @@ use std::fs;
 use std::io::{Write, stdout};
 use std::path::Path;
 
-use candle_grpo::config::{Configuration, RollDefault, RollFile, RunConfig, SftRunConfig};
+use candle_grpo::config::{Algorithm, Configuration, RunConfig, SftRunConfig, Sizes};
 use candle_grpo::kernels::CpuInstructions;
 use candle_grpo::nn::{BaseWeights, DecoderConfig, Gguf, RopeScaling};
+use candle_grpo::report::Run;
 use candle_grpo::run::RunPrompts;
 use candle_grpo::train::hub::HubContent;
 use candle_grpo::train::learn::MemoryPlan;
 use candle_grpo::train::sft::{SftDataset, marked_text};
-use candle_grpo::train::{ComputeDType, Pretrained, Prompt};
+use candle_grpo::train::{ComputeDType, Dataset, Pretrained, Prompt};
 use candle_grpo_collective::launch;
+use serde::Serialize;
 
 use super::console::Console;
 use super::exit::Exit;
 use super::load;
 
+/// The output of [`check`].
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Detail {
+    /// Nothing.
+    Quiet,
+    /// The model, the data, the batch, the algorithm and the memory.
+    Summary,
+    /// The summary as comments of a file with every setting.
+    All,
+}
+
+impl Detail {
+    /// Prints `text`, and before it and after it what has each setting of `file`.
+    fn print(self, file: &Path, text: &[u8], settings: &str) -> Result<(), Exit> {
+        let mut out = stdout().lock();
+        let text = String::from_utf8_lossy(text);
+        match self {
+            Self::Quiet => {}
+            Self::Summary => write!(out, "{}: valid.\n{text}", file.display())?,
+            Self::All => {
+                writeln!(out, "# {}: valid. Every setting:", file.display())?;
+                for line in text.lines() {
+                    writeln!(out, "# {line}")?;
+                }
+                write!(out, "{settings}")?;
+            }
+        }
+        Ok(())
+    }
+}
+
 /// Checks the configuration in `file` with everything that it names, except the weights of the
 /// model. Of models on the hub it downloads everything else.
-pub(super) fn check(file: &Path, quiet: bool) -> Result<(), Exit> {
+pub(super) fn check(file: &Path, detail: Detail, allow_unsupported: bool) -> Result<(), Exit> {
     let environment = launch::environment().map_err(|error| Exit::Run(error.to_string()))?;
     // One rank prints what all of them check.
-    let quiet = quiet || environment.is_some_and(|environment| environment.rank > 0);
+    let detail = match &environment {
+        Some(environment) if environment.rank > 0 => Detail::Quiet,
+        _ => detail,
+    };
     let document = load::document(file)?;
     if SftRunConfig::is_of(&document) {
-        return check_sft(file, load::sft_config(&document)?, quiet);
+        return check_sft(file, load::sft_config(&document)?, detail);
     }
-    let mut run = load::config(file, |roll| match quiet {
-        true => load::warn_of_keys(file, roll),
-        false => print_keys(roll),
-    })?;
+    let import = load::import(&document, allow_unsupported)?;
+    let mut run = match &import {
+        Some(import) => {
+            load::warn_of_keys(import);
+            load::config(&import.document)?
+        }
+        None => load::config(&document)?,
+    };
     // The log has the warnings about the data.
     let console = Console::new(true);
     load::warn_of_threads(&run);
@@ -57,66 +97,202 @@ pub(super) fn check(file: &Path, quiet: bool) -> Result<(), Exit> {
         }
     };
     console.finish();
-    if !quiet {
-        let yaml = run
-            .to_yaml()
-            .map_err(|error| Exit::Config(error.to_string()))?;
-        let mut out = stdout().lock();
-        let completions = run
-            .train
-            .prompts_per_step
-            .saturating_mul(run.train.num_generations);
-        writeln!(out, "# {}: valid. Every setting:", file.display())?;
-        writeln!(
-            out,
-            "# {} prompts to train on, {} held out; {completions} completions a step for {} steps.",
-            dataset.train.len(),
-            dataset.held_out.len(),
-            run.max_steps,
-        )?;
-        let mini_batch = run.train.mini_batch_size.unwrap_or(completions);
-        let mini_batches = completions.div_ceil(mini_batch.max(1));
-        writeln!(
-            out,
-            "# {} updates a step: {} passes over {mini_batches} mini-batches of at most {mini_batch} completions.",
-            run.train.epochs.saturating_mul(mini_batches),
-            run.train.epochs,
-        )?;
-        print_instructions(run.train.compute_dtype, &mut out)?;
-        if let Some((prompts, plan, longest, model)) = checked {
-            print_frequencies(&model, prompts.longest_row(&run), &mut out)?;
-            if let Some(rows) = &prompts.demonstrations {
-                writeln!(
-                    out,
-                    "# {} demonstrations with {} tokens, {} of which train.",
-                    rows.train.examples.len(),
-                    rows.train.num_tokens(),
-                    rows.train.num_trained_tokens(),
-                )?;
-            }
-            let length = run.train.sampling.max_new_tokens;
-            let size = format!("completions of {length} tokens and a longest prompt of {longest}");
-            print_plan(&plan, &size, &mut out)?;
+    let settings = run
+        .to_yaml()
+        .map_err(|error| Exit::Config(error.to_string()))?;
+    let mut out = Vec::new();
+    if let Some(import) = &import {
+        match detail {
+            Detail::All => write!(out, "{import}")?,
+            _ => write!(out, "{}", import.summary())?,
+        }
+        print_sizes(&run, &mut out)?;
+    }
+    print_model(&run, checked.as_ref().map(|(.., model)| model), &mut out)?;
+    print_batch(&run, &dataset, &mut out)?;
+    print_algorithm(&run, &mut out)?;
+    print_instructions(run.train.compute_dtype, &mut out)?;
+    if let Some((prompts, plan, longest, model)) = checked {
+        print_frequencies(&model, prompts.longest_row(&run), &mut out)?;
+        if let Some(rows) = &prompts.demonstrations {
             writeln!(
                 out,
-                "#   Sampling and training alternate. Reward models are not counted."
+                "{} demonstrations with {} tokens, {} of which train.",
+                rows.train.examples.len(),
+                rows.train.num_tokens(),
+                rows.train.num_trained_tokens(),
             )?;
         }
-        print_hub_files(&run, &mut out)?;
-        if let Some(found) = environment {
-            writeln!(
-                out,
-                "# Rank {} of {}, number {} on its machine ({:?}).",
-                found.rank, found.world_size, found.local_rank, found.launcher
-            )?;
-        }
-        write!(out, "{yaml}")?;
+        let length = run.train.sampling.max_new_tokens;
+        let size = format!("completions of {length} tokens and a longest prompt of {longest}");
+        print_plan(&plan, &size, &mut out)?;
+        writeln!(
+            out,
+            "  Sampling and training alternate. Reward models are not counted."
+        )?;
+    }
+    print_speed(&run, &mut out)?;
+    print_hub_files(&run, &mut out)?;
+    if let Some(found) = environment {
+        writeln!(
+            out,
+            "Rank {} of {}, number {} on its machine ({:?}).",
+            found.rank, found.world_size, found.local_rank, found.launcher
+        )?;
+    }
+    detail.print(file, &out, &settings)
+}
+
+/// Prints the model, its size if its shape is known, and which of its weights train.
+fn print_model(
+    run: &RunConfig,
+    model: Option<&DecoderConfig>,
+    out: &mut impl Write,
+) -> Result<(), Exit> {
+    let size = model.map_or(String::new(), |model| {
+        let shapes = model.parameter_shapes();
+        let weights: usize = shapes.values().map(|shape| shape.elem_count()).sum();
+        let (unit, count) = match weights {
+            0..1_000_000 => ("thousand", 1e3),
+            1_000_000..1_000_000_000 => ("million", 1e6),
+            _ => ("billion", 1e9),
+        };
+        format!(", {:.1} {unit} parameters", weights as f64 / count)
+    });
+    let trained = match &run.train.adapters {
+        Some(adapters) => format!("adapters of rank {} train", adapters.rank),
+        None => "all of them train".to_owned(),
+    };
+    let path = run.model.path.display();
+    writeln!(
+        out,
+        "Model: {path}{size}; {trained}, computed in {}.",
+        name(&run.train.compute_dtype)
+    )?;
+    if let Some(teacher) = &run.teacher {
+        let model = teacher
+            .model
+            .as_ref()
+            .map(|path| path.display().to_string());
+        let server = "a server".to_owned();
+        writeln!(out, "Teacher: {}.", model.unwrap_or(server))?;
+    }
+    Ok(())
+}
+
+/// Returns the name that a file has for a choice.
+fn name(choice: &impl Serialize) -> String {
+    let value = serde_json::to_value(choice).unwrap_or_default();
+    value.as_str().unwrap_or_default().to_owned()
+}
+
+/// Prints the data, the rewards, and the sizes of a step.
+fn print_batch(run: &RunConfig, dataset: &Dataset, out: &mut impl Write) -> Result<(), Exit> {
+    let train = &run.train;
+    let (prompts, group) = (train.prompts_per_step, train.num_generations);
+    let completions = prompts.saturating_mul(group);
+    let rewards: Vec<String> = run
+        .rewards
+        .iter()
+        .map(|reward| match reward.weight {
+            1. => reward.name(),
+            weight => format!("{weight} x {}", reward.name()),
+        })
+        .collect();
+    writeln!(
+        out,
+        "Data: {} prompts to train on, {} held out; {completions} completions a step for {} steps.",
+        dataset.train.len(),
+        dataset.held_out.len(),
+        run.max_steps,
+    )?;
+    let environment = match &run.environment {
+        Some(_) => " (an environment answers the turns of the policy)",
+        None => "",
+    };
+    writeln!(out, "Rewards: {}{environment}.", rewards.join(" + "))?;
+    let mini_batch = train.mini_batch_size.unwrap_or(completions);
+    let mini_batches = completions.div_ceil(mini_batch.max(1));
+    writeln!(
+        out,
+        "Batch: {prompts} prompts x {group} completions of at most {} tokens, at temperature {}.",
+        train.sampling.max_new_tokens, train.sampling.temperature,
+    )?;
+    writeln!(
+        out,
+        "{} updates a step: {} passes over {mini_batches} mini-batches of at most {mini_batch} completions.",
+        train.epochs.saturating_mul(mini_batches),
+        train.epochs,
+    )?;
+    let every = |steps: Option<usize>| match steps {
+        Some(steps) => format!("every {steps} steps"),
+        None => "never".to_owned(),
+    };
+    let checkpoints = match run.checkpoint.every_steps {
+        None => "after the last step".to_owned(),
+        steps => every(steps),
+    };
+    writeln!(
+        out,
+        "Evaluation: {}. Checkpoints: {checkpoints}, in {}.",
+        every(run.evaluation.every_steps),
+        run.run_dir.display(),
+    )?;
+    Ok(())
+}
+
+/// The most options of an algorithm that a summary lists.
+const SHOWN_DIFFERENCES: usize = 6;
+
+/// Prints the algorithm by its name, and its options that differ.
+fn print_algorithm(run: &RunConfig, out: &mut impl Write) -> Result<(), Exit> {
+    let Algorithm {
+        preset,
+        differences,
+    } = run.algorithm();
+    let rate = run.train.optimizer.learning_rate;
+    let all = match differences.is_empty() {
+        true => ", as published",
+        false => "; what differs from it:",
+    };
+    writeln!(
+        out,
+        "Algorithm: {preset} at a learning rate of {rate:e}{all}"
+    )?;
+    for difference in differences.iter().take(SHOWN_DIFFERENCES) {
+        writeln!(out, "  {difference}")?;
+    }
+    if let Some(more @ 1..) = differences.len().checked_sub(SHOWN_DIFFERENCES) {
+        writeln!(out, "  and {more} more (grpo check --all)")?;
+    }
+    Ok(())
+}
+
+/// Prints the time of the steps that a run in the same folder has made.
+fn print_speed(run: &RunConfig, out: &mut impl Write) -> Result<(), Exit> {
+    // Without a run there, the speed is not known.
+    let Ok(before) = Run::read(&run.run_dir) else {
+        return Ok(());
+    };
+    let times = before.steps.iter().map(|step| {
+        let phases = step.iter().filter(|(name, _)| name.starts_with("seconds/"));
+        phases.map(|(_, seconds)| seconds).sum::<f64>()
+    });
+    let times: Vec<f64> = times.collect();
+    if !times.is_empty() {
+        let mean = times.iter().sum::<f64>() / times.len() as f64;
+        writeln!(
+            out,
+            "Speed: {mean:.1} s a step, the mean of the {} steps in {}.",
+            times.len(),
+            run.run_dir.display()
+        )?;
     }
     Ok(())
 }
 
 /// Checks a supervised run as [`check`] does, and shows which tokens of a row train.
-fn check_sft(file: &Path, mut run: SftRunConfig, quiet: bool) -> Result<(), Exit> {
+fn check_sft(file: &Path, mut run: SftRunConfig, detail: Detail) -> Result<(), Exit> {
     // The log has the warnings about the data.
     let console = Console::new(true);
     load::warn_of_threads(&run);
@@ -128,7 +304,7 @@ fn check_sft(file: &Path, mut run: SftRunConfig, quiet: bool) -> Result<(), Exit
         false => Some(load::sft_inputs(&run)?),
     };
     console.finish();
-    let yaml = run
+    let settings = run
         .to_yaml()
         .map_err(|error| Exit::Config(error.to_string()))?;
     let mut text = Vec::new();
@@ -136,17 +312,11 @@ fn check_sft(file: &Path, mut run: SftRunConfig, quiet: bool) -> Result<(), Exit
         Some((dataset, pretrained)) => print_rows(&run, dataset, pretrained, &mut text)?,
         None => writeln!(
             text,
-            "# The rows were not checked: the tokenizer is in the weights of the model."
+            "The rows were not checked: the tokenizer is in the weights of the model."
         )?,
     }
     print_hub_files(&run, &mut text)?;
-    if !quiet {
-        let mut out = stdout().lock();
-        writeln!(out, "# {}: valid. Every setting:", file.display())?;
-        out.write_all(&text)?;
-        write!(out, "{yaml}")?;
-    }
-    Ok(())
+    detail.print(file, &text, &settings)
 }
 
 /// Prints the choice between the two lists of frequencies of a model with
@@ -172,7 +342,7 @@ fn print_frequencies(
         };
         writeln!(
             out,
-            "# Rotary frequencies of {list}: {longest} {relation} original_max_position_embeddings, {original}.",
+            "Rotary frequencies of {list}: {longest} {relation} original_max_position_embeddings, {original}.",
         )?;
     }
     Ok(())
@@ -191,14 +361,14 @@ fn print_rows(
     let (_, steps) = run.sft.length(rows.examples.len());
     writeln!(
         out,
-        "# {} rows to train on, {} held out; {} rows a step for {steps} steps.",
+        "{} rows to train on, {} held out; {} rows a step for {steps} steps.",
         rows.examples.len(),
         dataset.held_out.examples.len(),
         run.sft.batch_size,
     )?;
     writeln!(
         out,
-        "# {} tokens to train on, {} of which train; the longest row has {}. {} rows are too long and left out, {} are cut off, {} have the weight 0.",
+        "{} tokens to train on, {} of which train; the longest row has {}. {} rows are too long and left out, {} are cut off, {} have the weight 0.",
         rows.num_tokens(),
         rows.num_trained_tokens(),
         rows.longest_kept(),
@@ -211,10 +381,10 @@ fn print_rows(
         let text = text.map_err(|error| Exit::Data(format!("{error:#}")))?;
         writeln!(
             out,
-            "# The beginning of the first row, with ⟦ ⟧ around what trains:"
+            "The beginning of the first row, with ⟦ ⟧ around what trains:"
         )?;
         for line in text.lines() {
-            writeln!(out, "#   {line}")?;
+            writeln!(out, "  {line}")?;
         }
     }
     let plan = MemoryPlan::supervised(&pretrained.model, &run.sft, rows.longest_kept())
@@ -275,14 +445,11 @@ fn peak_of_this_process() -> Option<usize> {
 /// for it.
 fn print_instructions(dtype: ComputeDType, out: &mut impl Write) -> Result<(), Exit> {
     let selected = CpuInstructions::selected().map_err(|error| Exit::Config(error.to_string()))?;
-    writeln!(
-        out,
-        "# Operators on the CPU use the instructions {selected}."
-    )?;
+    writeln!(out, "Operators on the CPU use the instructions {selected}.")?;
     if dtype == ComputeDType::Bf16 && selected < CpuInstructions::Avx512Bf16 {
         writeln!(
             out,
-            "#   They have none for bf16, so operators convert it to f32 first. On this CPU, `compute_dtype: f32` is faster."
+            "  They have none for bf16, so operators convert it to f32 first. On this CPU, `compute_dtype: f32` is faster."
         )?;
     }
     Ok(())
@@ -296,7 +463,7 @@ fn print_plan(plan: &MemoryPlan, lengths: &str, out: &mut impl Write) -> Result<
     };
     writeln!(
         out,
-        "# Memory: at most about {}, with {lengths}.",
+        "Memory: at most about {}, with {lengths}.",
         size(plan.peak()),
     )?;
     let parts = [
@@ -317,21 +484,21 @@ fn print_plan(plan: &MemoryPlan, lengths: &str, out: &mut impl Write) -> Result<
     let parts: Vec<String> = parts
         .map(|(name, bytes)| format!("{name} {}", size(bytes)))
         .collect();
-    writeln!(out, "#   {}.", parts.join(", "))?;
+    writeln!(out, "  {}.", parts.join(", "))?;
     Ok(())
 }
 
 /// Prints the commits of the hub, and the weights that are to be downloaded.
 fn print_hub_files(run: &impl Configuration, out: &mut impl Write) -> Result<(), Exit> {
     for (repository, commit) in run.hub_commits() {
-        writeln!(out, "# {repository}: commit {commit}.")?;
+        writeln!(out, "{repository}: commit {commit}.")?;
     }
     for (name, files) in run.missing_weights() {
         let bytes: u64 = files.iter().filter_map(|file| file.bytes).sum();
         let count = files.len();
         writeln!(
             out,
-            "# {name}: the weights are not in the cache and were not checked; {:.1} MB in {count} {} to download.",
+            "{name}: the weights are not in the cache and were not checked; {:.1} MB in {count} {} to download.",
             bytes as f64 / 1e6,
             if count == 1 { "file" } else { "files" }
         )?;
@@ -339,24 +506,22 @@ fn print_hub_files(run: &impl Configuration, out: &mut impl Write) -> Result<(),
     Ok(())
 }
 
-fn print_keys(roll: &RollFile) -> Result<(), Exit> {
-    let mut out = stdout().lock();
-    writeln!(out, "# A file of ROLL. Its keys:")?;
-    let width = roll
-        .keys
-        .iter()
-        .map(|key| key.path.len())
-        .max()
-        .unwrap_or(0);
-    for key in &roll.keys {
-        writeln!(out, "#   {:width$}  {}", key.path, key.verdict)?;
-    }
-    if !roll.defaults.is_empty() {
-        writeln!(out, "# Left out, with another default in ROLL:")?;
-        for RollDefault { key, roll, here } in &roll.defaults {
-            writeln!(out, "#   {key}: {here} here, {roll} in ROLL")?;
-        }
-    }
-    writeln!(out, "#")?;
+/// Prints the counts of an imported file as they are here.
+fn print_sizes(run: &RunConfig, out: &mut impl Write) -> Result<(), Exit> {
+    writeln!(out, "Here: {}.", sizes(run))?;
     Ok(())
+}
+
+/// Returns the counts of a run.
+pub(super) fn sizes(run: &RunConfig) -> Sizes {
+    let train = &run.train;
+    let sampled = train.prompts_per_step.saturating_mul(train.num_generations);
+    let update = train.mini_batch_size.unwrap_or(sampled).min(sampled);
+    let updates = train.epochs as f64 * sampled.div_ceil(update.max(1)) as f64;
+    Sizes {
+        sampled: sampled as f64,
+        update: update as f64,
+        updates,
+        all_updates: Some(run.max_steps as f64 * updates),
+    }
 }

@@ -70,7 +70,8 @@ fn eval(
     force: bool,
     quiet: bool,
 ) -> Result<(), Exit> {
-    let mut run = load::config(file, |roll| load::warn_of_keys(file, roll))?;
+    // An evaluation does not train.
+    let mut run = load::any_config(file, true)?;
     if let Some(path) = model {
         run.model.path = path;
     }

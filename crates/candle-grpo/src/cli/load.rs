@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use candle_grpo::config::{
-    ConfigError, Configuration, Document, ModelConfig, RollFile, RunConfig, SftRunConfig, Verdict,
+    ConfigError, Configuration, Document, Import, ModelConfig, RunConfig, SftRunConfig,
 };
 use candle_grpo::nn::DecoderConfig;
 use candle_grpo::run::{
@@ -18,7 +18,7 @@ use candle_grpo::train::sft::SftDataset;
 use candle_grpo::train::{
     ComputeDType, Dataset, Pretrained, RewardConfig, Sampler, SamplingConfig, WeightedRewards,
 };
-use candle_grpo_collective::connect;
+use candle_grpo_collective::{connect, launch};
 use serde_json::{Map, Value};
 
 use super::console::Console;
@@ -49,20 +49,38 @@ pub(super) fn sft_inputs(run: &SftRunConfig) -> Result<(SftDataset, Pretrained),
     Ok((dataset, pretrained))
 }
 
-/// Returns the run that a file describes. A file of ROLL is translated; `explain` gets its keys.
-pub(super) fn config(
-    file: &Path,
-    explain: impl FnOnce(&RollFile) -> Result<(), Exit>,
-) -> Result<RunConfig, Exit> {
+/// Returns the run that a document describes.
+pub(super) fn config(document: &Document) -> Result<RunConfig, Exit> {
+    RunConfig::new(document).map_err(wrong)
+}
+
+/// Returns the translation of a document of another trainer, for the ranks of this job.
+///
+/// # Errors
+///
+/// If a key changes the run and has no counterpart, unless `allow_unsupported` is true, or if
+/// neither trainer has a key.
+pub(super) fn import(document: &Document, allow_unsupported: bool) -> Result<Option<Import>, Exit> {
+    let environment = launch::environment().map_err(|error| Exit::Run(error.to_string()))?;
+    let processes = environment.map_or(1, |environment| environment.world_size);
+    let import = Import::of_processes(document, processes);
+    if let Some(import) = &import {
+        import.check(allow_unsupported).map_err(wrong)?;
+    }
+    Ok(import)
+}
+
+/// Returns the run that a file describes, which may be of another trainer. Keys that are not
+/// supported are warned of.
+pub(super) fn any_config(file: &Path, allow_unsupported: bool) -> Result<RunConfig, Exit> {
     let document = document(file)?;
-    let document = match RollFile::new(&document) {
-        Some(roll) => {
-            explain(&roll)?;
-            roll.document
+    match import(&document, allow_unsupported)? {
+        Some(import) => {
+            warn_of_keys(&import);
+            config(&import.document)
         }
-        None => document,
-    };
-    RunConfig::new(&document).map_err(wrong)
+        None => config(&document),
+    }
 }
 
 /// Replaces the names of the hub in a run by paths: see [`locate_files`]. Then the programs,
@@ -125,19 +143,11 @@ pub(super) fn inputs(run: &RunConfig) -> Result<Inputs, Exit> {
     })
 }
 
-/// Warns of the keys of a ROLL file that would mean something and are not supported.
-pub(super) fn warn_of_keys(file: &Path, roll: &RollFile) -> Result<(), Exit> {
-    for key in &roll.keys {
-        if let Verdict::NotSupported(reason) = &key.verdict {
-            let line = key.line.map(|line| format!(":{line}")).unwrap_or_default();
-            warn(&format!(
-                "{}{line}: {}: not supported and ignored: {reason}",
-                file.display(),
-                key.path
-            ));
-        }
+/// Warns of the keys of another trainer that would mean something and are not supported.
+pub(super) fn warn_of_keys(import: &Import) {
+    for warning in import.warnings() {
+        warn(&warning);
     }
-    Ok(())
 }
 
 /// Builds the reward function of a run.

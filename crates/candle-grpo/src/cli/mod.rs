@@ -7,6 +7,7 @@ mod console;
 mod convert;
 mod eval;
 mod exit;
+mod import;
 mod init;
 mod load;
 mod output;
@@ -25,6 +26,7 @@ use clap::{Parser, Subcommand};
 use clap_complete::Shell;
 
 use chat::ChatArguments;
+use check::Detail;
 use convert::Dtype;
 use eval::EvalArguments;
 use exit::EXIT_CODES;
@@ -88,13 +90,18 @@ enum Command {
         #[arg(long)]
         force: bool,
     },
-    /// Check a configuration without loading the weights, and print every setting.
+    /// Check a configuration without loading the weights, and print what the run does.
     ///
     /// Reads the file, its data, its rewards and the shape of the model. Downloads those of the
-    /// Hugging Face hub, except weights. Prints the settings with
-    /// all defaults as a configuration file. For a ROLL file it also prints whether each key is
-    /// used, has no meaning here, or is not supported.
+    /// Hugging Face hub, except weights. Prints the model, the data, the batch, the algorithm and
+    /// the memory. With --all it prints every setting as a configuration file, and what becomes of
+    /// each key of a ROLL file.
     Check(CheckArguments),
+    /// Print a file of ROLL, TRL, verl or OpenRLHF as a configuration of this program.
+    ///
+    /// Comments at the top say what becomes of each key, and how many completions a step and an
+    /// update have on both sides. Reads YAML, TOML, and the options in a shell script.
+    Import(ImportArguments),
     /// Write a page about runs: charts over the steps, answers before and after, settings.
     ///
     /// The page is one file and works offline. Several runs share the charts.
@@ -109,12 +116,37 @@ enum Command {
 }
 
 #[derive(clap::Args)]
+struct ImportArguments {
+    /// The file of the other trainer.
+    file: PathBuf,
+    /// The number of processes that the file is for. TRL counts the completions of one.
+    #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=1 << 20))]
+    processes: u32,
+}
+
+#[derive(clap::Args)]
 struct CheckArguments {
     /// The configuration: YAML, or TOML if its name ends in .toml (docs/configuration.md).
     file: PathBuf,
+    /// Print every setting, as a configuration file with all defaults.
+    #[arg(short, long, conflicts_with = "quiet")]
+    all: bool,
     /// Print nothing if the configuration is valid.
     #[arg(short, long)]
     quiet: bool,
+    /// Ignore keys of another trainer that change the run and have no counterpart.
+    #[arg(long)]
+    allow_unsupported: bool,
+}
+
+impl CheckArguments {
+    fn detail(&self) -> Detail {
+        match (self.quiet, self.all) {
+            (true, _) => Detail::Quiet,
+            (_, true) => Detail::All,
+            _ => Detail::Summary,
+        }
+    }
 }
 
 #[derive(clap::Args)]
@@ -134,6 +166,9 @@ struct TrainArguments {
     /// Log warnings only, and show no progress.
     #[arg(short, long)]
     quiet: bool,
+    /// Ignore keys of another trainer that change the run and have no counterpart.
+    #[arg(long)]
+    allow_unsupported: bool,
 }
 
 impl TrainArguments {
@@ -166,10 +201,18 @@ pub(crate) fn run() -> ExitCode {
     let arguments = Arguments::parse();
     let done = match arguments.command {
         Command::Init(arguments) => init::init(&arguments),
-        Command::Check(arguments) => check::check(&arguments.file, arguments.quiet),
-        Command::Train(arguments) => {
-            train::train(&arguments.file, arguments.start(), arguments.quiet)
-        }
+        Command::Check(arguments) => check::check(
+            &arguments.file,
+            arguments.detail(),
+            arguments.allow_unsupported,
+        ),
+        Command::Import(arguments) => import::import(&arguments.file, arguments.processes as usize),
+        Command::Train(arguments) => train::train(
+            &arguments.file,
+            arguments.start(),
+            arguments.quiet,
+            arguments.allow_unsupported,
+        ),
         Command::Sft(arguments) => sft::sft(&arguments.file, arguments.start(), arguments.quiet),
         Command::Eval(arguments) => eval::run(*arguments),
         Command::Sample(arguments) => sample::sample(arguments),

@@ -17,8 +17,13 @@ use super::exit::Exit;
 use super::load;
 
 /// Trains as the configuration in `file` describes.
-pub(super) fn train(file: &Path, start: Start, quiet: bool) -> Result<(), Exit> {
-    let config = load::config(file, |roll| load::warn_of_keys(file, roll))?;
+pub(super) fn train(
+    file: &Path,
+    start: Start,
+    quiet: bool,
+    allow_unsupported: bool,
+) -> Result<(), Exit> {
+    let config = load::any_config(file, allow_unsupported)?;
     on_ranks(quiet, |console, ranks| {
         run(file, config, start, console, ranks)
     })

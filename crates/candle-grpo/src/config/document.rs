@@ -13,8 +13,7 @@ use serde_json::{Map, Number, Value};
 use toml::de::{DeTable, DeValue};
 
 use super::error::ConfigError;
-use super::other_names::{VERL_SIGN, share_of_steps};
-use super::overrides;
+use super::import::{VERL_SIGN, overrides_of};
 use super::preset::Preset;
 use super::sft::SftRunConfig;
 use super::suggestions::{unknown_key, unknown_name, unknown_sft_key};
@@ -51,7 +50,7 @@ fn hide_keys(value: &Value) {
 
 impl Document {
     /// Reads a file: TOML where its name ends in `.toml`, otherwise YAML, of which JSON is a part.
-    /// Of a script, `.sh`, it reads the keys that the script sets for verl.
+    /// Of a script, `.sh`, it reads the keys that the script sets for verl or OpenRLHF.
     ///
     /// # Errors
     ///
@@ -78,14 +77,14 @@ impl Document {
         }
     }
 
-    /// Parses the keys that a shell script sets for verl, so that their places here can be named.
+    /// Parses the keys that a shell script sets for verl or OpenRLHF.
     pub(super) fn from_script(file: &Path, text: &str) -> Result<Self, ConfigError> {
         let mut document = Self {
             file: file.to_path_buf(),
             value: Value::Object(Map::new()),
             ..Self::default()
         };
-        for (path, value, line) in overrides::of(text) {
+        for (path, value, line) in overrides_of(text) {
             let sections = path.match_indices('.').map(|(end, _)| &path[..end]);
             let is_free = |section: &str| document.get(section).is_none_or(Value::is_object);
             if !sections.clone().all(is_free) {
@@ -98,7 +97,7 @@ impl Document {
             document.insert(path, value, path, Some(line));
         }
         if document.lines.is_empty() {
-            let message = "a shell script without keys such as data.train_files=a.parquet, must be a file of YAML or TOML";
+            let message = "a shell script without keys such as data.train_files=a.parquet or --train.batch_size 8, must be a file of YAML or TOML";
             return Err(document.error("", message));
         }
         Ok(document)
@@ -164,6 +163,11 @@ impl Document {
         })
     }
 
+    /// Returns the values of the file.
+    pub fn value(&self) -> &Value {
+        &self.value
+    }
+
     /// Returns the default folder of the run: `runs/` and the name of the file.
     pub(super) fn run_dir(&self) -> PathBuf {
         let name = self.file.file_stem().unwrap_or("run".as_ref());
@@ -197,6 +201,11 @@ impl Document {
     /// replace values on the way.
     pub(super) fn insert(&mut self, path: &str, value: Value, origin: &str, line: Option<usize>) {
         self.note_origin(path, origin, line);
+        self.set(path, value);
+    }
+
+    /// Sets the value at `path`, which is not in the file.
+    pub(super) fn set(&mut self, path: &str, value: Value) {
         let mut at = &mut self.value;
         let mut steps = path.split('.').peekable();
         while let Some(step) = steps.next() {
@@ -348,8 +357,10 @@ impl Document {
         ];
         let share = self.get(path)?.as_f64()?;
         let max_steps = self.get("max_steps")?.as_f64()?;
-        (COUNTS.contains(&path) && share > 0. && share < 1.)
-            .then(|| share_of_steps(share, max_steps))
+        (COUNTS.contains(&path) && share > 0. && share < 1.).then(|| {
+            let steps = share_of(share, max_steps);
+            format!("a share of max_steps: {share} of {max_steps} is {steps}")
+        })
     }
 
     /// Returns the path of a key at or below `path`: the path of an error may end at a section.
@@ -366,6 +377,13 @@ impl Document {
         let below = below.find(|below| below.starts_with(path) && below.ends_with(&end));
         below.cloned().unwrap_or(at)
     }
+}
+
+/// Returns the whole number of steps that are a share of `steps`.
+pub(super) fn share_of(share: f64, steps: f64) -> f64 {
+    // Without the error of the last digits of the product.
+    const DIGITS: f64 = 1e6;
+    ((share * steps * DIGITS).round() / DIGITS).ceil()
 }
 
 fn nearest_line(lines: &BTreeMap<String, usize>, path: &str) -> Option<usize> {

@@ -24,13 +24,12 @@ use super::document::Document;
 use super::error::ConfigError;
 use super::hub_files::{HubFiles, RunNames};
 use super::merge::merge;
-use super::other_names;
+use super::preset::{Algorithm, Preset};
 use super::problem::Problem;
 use super::sections::{
     CheckpointConfig, EvaluationConfig, EvaluationKeys, ModelConfig, TeacherConfig,
 };
 use super::sft::{SFT, SftRunConfig};
-use super::suggestions::keys_of;
 use super::tree::QUOTE_HINT;
 
 /// A whole run: a configuration file with all defaults filled in, validated.
@@ -195,10 +194,6 @@ impl RunConfig {
     }
 
     fn build(document: &Document) -> Result<Self, Problem> {
-        let flat = || other_names::flat(document, &keys_of(&Sections::default()));
-        if let Some(error) = other_names::verl(document).or_else(flat) {
-            return Err(error.into());
-        }
         if SftRunConfig::is_of(document) {
             let message = "given: the file is one of grpo sft, not of reinforcement learning";
             return Err(Problem::at(SFT, message));
@@ -703,6 +698,14 @@ impl RunConfig {
     /// Returns the seed of the run.
     pub fn seed(&self) -> u64 {
         self.train.sampling.seed
+    }
+
+    /// Returns the algorithm by its name, and what differs from it.
+    pub fn algorithm(&self) -> Algorithm {
+        let named = self.document.get("algorithm.preset");
+        let named = named.and_then(|name| Preset::deserialize(name).ok());
+        let length = self.train.sampling.max_new_tokens;
+        Algorithm::new(&self.train.recipe, named, length)
     }
 
     /// Returns the effective configuration as YAML that reads as the same configuration.

@@ -13,6 +13,7 @@ use serde::ser::Error as _;
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value, json};
 
+use super::bounds;
 use super::document::Document;
 use super::error::ConfigError;
 use super::hub_files::{Configuration, HubFiles, Locate, Replacement};
@@ -22,7 +23,6 @@ use super::run::{
     laid_over, learning_rate_doubt, no_evaluations, own_place, required_model, tags, without,
 };
 use super::sections::{CheckpointConfig, ModelConfig};
-use super::{bounds, other_names};
 
 /// The section that makes a file one of supervised training.
 pub(super) const SFT: &str = "sft";
@@ -170,9 +170,6 @@ impl SftRunConfig {
     }
 
     fn build(document: &Document) -> Result<Self, Problem> {
-        if let Some(error) = other_names::verl(document) {
-            return Err(error.into());
-        }
         if !Self::is_of(document) {
             let message = "absent, must be given in a file of grpo sft; `sft: {}` has the defaults";
             return Err(Problem::at(SFT, message));

@@ -122,11 +122,16 @@ pub(super) fn place_of(key: &str) -> Option<String> {
 
 /// Returns the name that differs least from `unknown`, if it differs little.
 pub(super) fn nearest<'a>(unknown: &str, names: &[&'a str]) -> Option<&'a str> {
-    let names = names.iter();
+    let length = unknown.chars().count();
+    let most = 1 + length / 3;
+    // Names of other lengths differ more.
+    let names = names
+        .iter()
+        .filter(|name| name.chars().count().abs_diff(length) <= most);
     let (distance, name) = names
         .map(|name| (edit_distance(unknown, name), *name))
         .min()?;
-    (distance <= 1 + unknown.chars().count() / 3).then_some(name)
+    (distance <= most).then_some(name)
 }
 
 /// Returns how many letters have to be added, removed or changed (Levenshtein).

@@ -48,7 +48,7 @@ fn fails(output: &Output, code: i32, words: &str) {
 #[test]
 fn check_prints_a_configuration_that_it_accepts() {
     let folder = folder(CONFIG, DATA);
-    let first = grpo(folder.path(), &["check", "run.yaml"]);
+    let first = grpo(folder.path(), &["check", "--all", "run.yaml"]);
     assert_eq!(
         first.status.code(),
         Some(0),
@@ -56,10 +56,10 @@ fn check_prints_a_configuration_that_it_accepts() {
         String::from_utf8_lossy(&first.stderr)
     );
     assert!(out(&first).contains("1 prompts to train on, 1 held out"));
-    let updates = "# 1 updates a step: 1 passes over 1 mini-batches of at most 16 completions.\n";
+    let updates = "1 updates a step: 1 passes over 1 mini-batches of at most 16 completions.\n";
     assert!(out(&first).contains(updates), "{}", out(&first));
     fs::write(folder.path().join("again.yaml"), out(&first)).unwrap();
-    let second = grpo(folder.path(), &["check", "again.yaml"]);
+    let second = grpo(folder.path(), &["check", "--all", "again.yaml"]);
     let settings = |output: &Output| -> String {
         out(output)
             .lines()
@@ -71,6 +71,48 @@ fn check_prints_a_configuration_that_it_accepts() {
     assert_eq!(settings(&second), settings(&first));
     let quiet = grpo(folder.path(), &["check", "--quiet", "run.yaml"]);
     assert_eq!((quiet.status.code(), out(&quiet).as_str()), (Some(0), ""));
+}
+
+/// A page that a person reads, not a list of every setting.
+#[test]
+fn check_prints_what_a_run_does_in_a_few_lines() {
+    let folder = folder(CONFIG, DATA);
+    let check = |algorithm: &str| {
+        let config = CONFIG.replace("preset: dapo", algorithm);
+        fs::write(folder.path().join("run.yaml"), config).unwrap();
+        let checked = grpo(folder.path(), &["check", "run.yaml"]);
+        let said = String::from_utf8_lossy(&checked.stderr);
+        assert_eq!(checked.status.code(), Some(0), "{said}");
+        out(&checked)
+    };
+    let text = check("preset: dapo");
+    assert!(text.lines().count() <= 25, "{text}");
+    for words in [
+        "run.yaml: valid.\n",
+        "Model: model, ",
+        "Rewards: numeric.\n",
+        "Batch: 2 prompts x 8 completions of at most 8 tokens, at temperature 1.\n",
+        "Algorithm: dapo at a learning rate of 1e-6, as published\n",
+        "Memory: at most about ",
+    ] {
+        assert!(text.contains(words), "{words:?} in\n{text}");
+    }
+    let text = check("preset: dapo, pg_clip: 0.1, kl_coef: 0.5");
+    for words in [
+        "Algorithm: dapo at a learning rate of 1e-6; what differs from it:\n",
+        "  policy_loss.surrogate.clip.high: 0.1\n",
+        "  policy_loss.kl: {coef: 0.5, kl: {estimator: k3",
+    ] {
+        assert!(text.contains(words), "{words:?} in\n{text}");
+    }
+    // Every option of a recipe is another one.
+    let text = check("recipe: {policy_loss: {surrogate: {soft_gate: {}}}}");
+    assert!(text.contains("Algorithm: sapo"), "{text}");
+    let text = check(
+        "preset: grpo, pg_clip: 0.1, kl_coef: 0.5, advantage_scale: none, advantage_epsilon: 1.0, entropy_loss_coef: 0.5, rl_loss_coef: 0.5, importance_sampling: seq, reward_clip: 3",
+    );
+    assert!(text.lines().count() <= 25, "{text}");
+    assert!(text.contains(" more (grpo check --all)\n"), "{text}");
 }
 
 /// The part `name` of the plan of memory, in MiB.
@@ -90,7 +132,7 @@ fn check_prints_the_memory_of_the_run() {
         out(&checked)
     };
     let whole = check(CONFIG);
-    assert!(whole.contains("# Memory: at most about "), "{whole}");
+    assert!(whole.contains("Memory: at most about "), "{whole}");
     assert!(
         whole.contains(" tokens and a longest prompt of "),
         "{whole}"
@@ -184,7 +226,7 @@ actor_train:
 rewards: [{kind: numeric}]
 ";
     let folder = folder(config, DATA);
-    let output = grpo(folder.path(), &["check", "run.yaml"]);
+    let output = grpo(folder.path(), &["check", "--all", "run.yaml"]);
     assert_eq!(
         output.status.code(),
         Some(0),
@@ -541,7 +583,7 @@ response_length: 8
 adv_estimator: grpo
 ";
     let folder = folder(config, DATA);
-    let output = grpo(folder.path(), &["check", "run.yaml"]);
+    let output = grpo(folder.path(), &["check", "--all", "run.yaml"]);
     let text = out(&output);
     assert!(
         text.contains("used: algorithm.rollout_batch_size"),
@@ -571,138 +613,6 @@ adv_estimator: grpo
 }
 
 #[test]
-fn each_key_of_a_flat_file_of_trl_is_answered_with_its_place() {
-    let config = "\
-model_name_or_path: model
-dataset_name: data.jsonl
-learning_rate: 1e-6
-num_generations: 8
-max_completion_length: 16
-gradient_accumulation_steps: 4
-logging_steps: 1
-report_to: wandb
-repetition_penalty: 1.05
-seed: 42
-output_dir: out
-";
-    let folder = folder(config, DATA);
-    fails(
-        &grpo(folder.path(), &["check", "run.yaml"]),
-        3,
-        "\
-the keys of another trainer are in sections here, in these places (docs/configuration.md):
-  model_name_or_path: model
-  dataset_name: data.train
-  learning_rate: optimizer.learning_rate
-  num_generations: algorithm.num_return_sequences_in_group
-  max_completion_length: algorithm.response_length
-  gradient_accumulation_steps: training.mini_batch_size (completions of an update: times per_device_train_batch_size and processes; algorithm.rollout_batch_size counts the prompts of a step)
-  logging_steps: trackers (each step is logged)
-  report_to: trackers
-  output_dir: run_dir
-no place here: repetition_penalty
-",
-    );
-}
-
-/// TRL counts updates, and this program the steps that sample.
-#[test]
-fn counts_of_updates_of_trl_are_converted_to_steps() {
-    let config = "\
-num_generations: 8
-num_iterations: 2
-gradient_accumulation_steps: 4
-steps_per_generation: 8
-max_steps: 200
-warmup_steps: 6
-eval_steps: 40
-";
-    let folder = folder(config, DATA);
-    fails(
-        &grpo(folder.path(), &["check", "run.yaml"]),
-        3,
-        "
-  max_steps: max_steps (steps that sample: 200 updates are 50 with 4 in each)
-  warmup_steps: schedule.warmup_steps (steps that sample: 6 updates are 1.5 with 4 in each, so 2)
-  eval_steps: evaluation.every_steps (steps that sample: 40 updates are 10 with 4 in each)
-",
-    );
-    // By default, a generation is drawn for each update.
-    let config = "num_generations: 8\nmax_completion_length: 16\ngradient_accumulation_steps: 4\nmax_steps: 200\n";
-    let folder = self::folder(config, DATA);
-    let text = "max_steps: max_steps (steps that sample: 200 updates are 200 with 1 in each)\n";
-    fails(&grpo(folder.path(), &["check", "run.yaml"]), 3, text);
-}
-
-/// Runs `grpo check` on a flat file of TRL, and looks for `text` in its errors.
-fn answers_trl(config: &str, text: &str) {
-    let folder = folder(config, DATA);
-    fails(&grpo(folder.path(), &["check", "run.yaml"]), 3, text);
-}
-
-#[test]
-fn shares_of_the_steps_of_trl_are_converted_with_its_max_steps() {
-    let config = "\
-num_generations: 8
-num_iterations: 2
-gradient_accumulation_steps: 4
-steps_per_generation: 8
-max_steps: 200
-warmup_steps: 0.1
-warmup_ratio: 0.07
-save_steps: 0.25
-";
-    answers_trl(
-        config,
-        "
-  warmup_steps: schedule.warmup_steps (a share of max_steps: 0.1 of 50 is 5)
-  warmup_ratio: schedule.warmup_steps (a share of max_steps: 0.07 of 50 is 4)
-  save_steps: checkpoint.every_steps (a share of max_steps: 0.25 of 50 is 13)
-",
-    );
-    let config = "num_generations: 8\nnum_iterations: 2\nlearning_rate: 1e-6\neval_steps: 0.5\n";
-    let text =
-        "eval_steps: evaluation.every_steps (a share of max_steps: 0.5 times max_steps here)\n";
-    answers_trl(config, text);
-}
-
-#[test]
-fn the_batches_of_trl_are_computed() {
-    let config = "\
-num_generations: 8
-num_iterations: 2
-per_device_train_batch_size: 8
-gradient_accumulation_steps: 4
-steps_per_generation: 8
-max_steps: 200
-eval_steps: 25
-";
-    answers_trl(
-        config,
-        "
-  gradient_accumulation_steps: training.mini_batch_size (completions of an update: 8 x 4 = 32, times processes)
-  steps_per_generation: algorithm.rollout_batch_size (prompts: 8 x 8 / 8 = 8, times processes)
-  max_steps: max_steps (steps that sample: 200 updates are 50 with 4 in each)
-  eval_steps: evaluation.every_steps (steps that sample: 25 updates are 6.25 with 4 in each, so 7)
-",
-    );
-    // An update of TRL takes two generations: a step here samples as much as both.
-    let config = config
-        .replace(
-            "gradient_accumulation_steps: 4",
-            "gradient_accumulation_steps: 16",
-        )
-        .replace("num_iterations: 2", "num_iterations: 1");
-    answers_trl(
-        &config,
-        "
-  steps_per_generation: algorithm.rollout_batch_size (prompts: 8 x 16 / 8 = 16, times processes; 16 micro-batches, because a step makes at least one update)
-  max_steps: max_steps (steps that sample: 200 updates are 200 with 1 in each)
-",
-    );
-}
-
-#[test]
 fn a_share_of_the_steps_is_answered_with_the_number_of_steps() {
     let config = format!("{CONFIG}max_steps: 50\nschedule: {{warmup_steps: 0.1}}\n");
     let folder = folder(&config, DATA);
@@ -710,158 +620,90 @@ fn a_share_of_the_steps_is_answered_with_the_number_of_steps() {
     fails(&grpo(folder.path(), &["check", "run.yaml"]), 3, text);
 }
 
-#[test]
-fn each_key_of_a_verl_file_is_answered_with_its_place() {
-    let config = "\
-defaults:
-  - actor@actor_rollout_ref.actor: dp_actor
-  - _self_
-hydra: {searchpath: [pkg://verl]}
-data:
-  train_files: data.jsonl
-  train_batch_size: 8
-  max_response_length: 8
-  truncation: error
-actor_rollout_ref:
-  model: {path: model, use_remove_padding: true}
-  actor:
-    optim: {lr: 1e-6}
-    ppo_mini_batch_size: 4
-    kl_loss_coef: 0.01
-    clip_ratio: 0.2
-  rollout:
-    name: vllm
-    n: 5
-    temperature: 0.9
-    val_kwargs: {n: 2}
-algorithm:
-  adv_estimator: grpo
-  kl_ctrl: {kl_coef: 0.001}
-  filter_groups: {enable: true}
-  rollout_correction: {rollout_is: token}
-distillation:
-  enabled: true
-  teacher_models: {math: {model_path: t, task: math}}
-  distillation_loss:
-    loss_mode: forward_kl_topk
-    topk: 64
-    loss_max_clamp: 10.0
-trainer:
-  total_epochs: 15
-  save_freq: 20
-  logger: console
-critic:
-  optim: {lr: 1e-5}
-  profiler: {save_path: p}
-global_profiler: {save_path: p}
-";
-    let folder = folder(config, DATA);
-    for command in ["check", "train"] {
-        fails(
-            &grpo(folder.path(), &[command, "run.yaml"]),
-            3,
-            "\
-run.yaml:10: actor_rollout_ref: a section of verl; these keys have these places here (docs/from-verl.md):
-  data.train_files: data.train
-  data.train_batch_size: algorithm.rollout_batch_size
-  data.max_response_length: algorithm.response_length
-  actor_rollout_ref.model.path: model
-  actor_rollout_ref.actor.optim.lr: optimizer.learning_rate
-  actor_rollout_ref.actor.ppo_mini_batch_size: training.mini_batch_size (completions: times rollout.n)
-  actor_rollout_ref.actor.kl_loss_coef: algorithm.kl_loss_coef
-  actor_rollout_ref.actor.clip_ratio: algorithm.pg_clip
-  actor_rollout_ref.rollout.name: rollout.engine
-  actor_rollout_ref.rollout.n: algorithm.num_return_sequences_in_group
-  actor_rollout_ref.rollout.temperature: sampler.temperature
-  actor_rollout_ref.rollout.val_kwargs.n: evaluation.samples_per_prompt
-  algorithm.adv_estimator: algorithm.adv_estimator
-  algorithm.kl_ctrl.kl_coef: algorithm.init_kl_coef
-  algorithm.filter_groups: algorithm.recipe.group_filter
-  algorithm.rollout_correction: algorithm.recipe.policy_loss.rollout_correction
-  distillation.teacher_models: teacher.model
-  distillation.distillation_loss.loss_mode: algorithm.recipe.distillation_loss
-  distillation.distillation_loss.topk: algorithm.recipe.distillation_loss.support
-  distillation.distillation_loss.loss_max_clamp: algorithm.recipe.distillation_loss.value_clamp
-  trainer.total_epochs: max_steps (steps: times the prompts, divided by algorithm.rollout_batch_size)
-  trainer.save_freq: checkpoint.every_steps
-  trainer.logger: trackers
-  critic: training.critic
-5 other keys have no place here
-",
-        );
-    }
+/// Writes a file of another trainer, and returns what the program prints of it.
+fn imports(folder: &Path, name: &str, text: &str) -> Output {
+    fs::write(folder.join(name), text).unwrap();
+    grpo(folder, &["import", name])
 }
 
-/// verl subtracts a KL in the rewards before it normalizes them in their group.
-#[test]
-fn the_kl_in_the_rewards_of_verl_is_a_penalty_of_sequences() {
-    let config = "\
-data: {train_files: data.jsonl}
-actor_rollout_ref:
-  rollout:
-    n: 5
-    dtype: bfloat16
-algorithm:
-  adv_estimator: grpo
-  use_kl_in_reward: true
-  kl_penalty: kl
-  kl_ctrl:
-    kl_coef: 0.004
-    target_kl: 0.1
-";
-    let folder = folder(config, DATA);
-    let output = grpo(folder.path(), &["check", "run.yaml"]);
-    fails(
-        &output,
-        3,
-        "
-  actor_rollout_ref.rollout.dtype: rollout.dtype
-  algorithm.adv_estimator: algorithm.adv_estimator
-  algorithm.use_kl_in_reward: algorithm.recipe.advantage (subtracted before rewards are normalized: recipe: {advantage: {name: grpo, epsilon: 1e-6, single_sample: raw, kl_penalty: {coef: 0.004, kl: {estimator: k1}}}})
-  algorithm.kl_penalty: algorithm.recipe.advantage (kl_penalty.kl.estimator)
-  algorithm.kl_ctrl.kl_coef: algorithm.recipe.advantage (kl_penalty.coef)
-  algorithm.kl_ctrl.target_kl: algorithm.target_kl (only if kl_ctrl.type is adaptive, and with add_token_level_kl: true, which subtracts the KL after the normalization)
-",
-    );
-    // The advice is valid.
-    let error = String::from_utf8_lossy(&output.stderr);
-    let advice = error.split_once("normalized: ").unwrap().1;
-    let advice = advice.lines().next().unwrap().strip_suffix(')').unwrap();
-    let config = CONFIG.replace("preset: dapo", &format!("preset: verl, {advice}"));
-    let folder = self::folder(&config, DATA);
-    let output = grpo(folder.path(), &["check", "run.yaml"]);
-    assert_eq!(output.status.code(), Some(0), "{output:?}");
-    assert!(out(&output).contains("coef: 0.004"), "{}", out(&output));
-}
-
-#[test]
-fn each_key_of_a_script_for_verl_is_answered_with_its_place() {
-    let folder = folder(CONFIG, DATA);
-    let script = "\
+const VERL: &str = "\
 set -x
 python3 -m verl.trainer.main_ppo algorithm.adv_estimator=grpo \\
-    data.train_files=\"$HOME/train.parquet\" \\
+    data.train_files=data.jsonl data.train_batch_size=4 data.max_response_length=8 \\
+    actor_rollout_ref.model.path=model actor_rollout_ref.actor.ppo_mini_batch_size=2 \\
     actor_rollout_ref.rollout.n=5 +actor_rollout_ref.model.use_liger=True \\
-    trainer.save_freq=-1 $@
+    trainer.total_training_steps=7 trainer.save_freq=-1 $@
 ";
-    std::fs::write(folder.path().join("run_qwen.sh"), script).unwrap();
+
+#[test]
+fn an_imported_script_is_a_file_of_ours_once_it_has_rewards() {
+    let folder = folder(CONFIG, DATA);
+    let path = folder.path();
+    let output = imports(path, "run_qwen.sh", VERL);
+    assert_eq!(output.status.code(), Some(0), "{output:?}");
+    let text = out(&output);
+    for words in [
+        "# A file of verl. Its keys:\n",
+        "  used: training.mini_batch_size = 10\n",
+        "actor_rollout_ref.model.use_liger            no meaning here: it is about memory or speed\n",
+        "# In verl: 20 completions are sampled for 2 updates of at most 10; 14 updates, 7 samplings.\n",
+    ] {
+        assert!(text.contains(words), "{words:?} in\n{text}");
+    }
+    let said = String::from_utf8_lossy(&output.stderr).into_owned();
+    assert!(said.contains("not complete yet: run_qwen.sh"), "{said}");
+    assert!(said.contains("rewards: none"), "{said}");
     fails(
-        &grpo(folder.path(), &["check", "run_qwen.sh"]),
+        &grpo(path, &["check", "run_qwen.sh"]),
         3,
-        "\
-run_qwen.sh:4: actor_rollout_ref: a section of verl; these keys have these places here (docs/from-verl.md):
-  algorithm.adv_estimator: algorithm.adv_estimator
-  data.train_files: data.train
-  actor_rollout_ref.rollout.n: algorithm.num_return_sequences_in_group
-  trainer.save_freq: checkpoint.every_steps
-1 other keys have no place here
-",
+        "rewards: none, must be at least one",
     );
-    std::fs::write(folder.path().join("other.sh"), "echo done\n").unwrap();
+
+    let whole = format!("{text}rewards: [{{kind: numeric}}]\n");
+    fs::write(path.join("run.yaml"), whole).unwrap();
+    let checked = grpo(path, &["check", "run.yaml"]);
+    assert_eq!(checked.status.code(), Some(0), "{checked:?}");
+    let batch = "Batch: 4 prompts x 5 completions of at most 8 tokens";
+    assert!(out(&checked).contains(batch), "{}", out(&checked));
     fails(
-        &grpo(folder.path(), &["check", "other.sh"]),
+        &imports(path, "other.sh", "echo done\n"),
         3,
-        "other.sh: a shell script without keys such as data.train_files=a.parquet, must be a file of YAML or TOML\n",
+        "other.sh: a shell script without keys such as data.train_files=a.parquet or --train.batch_size 8, must be a file of YAML or TOML\n",
+    );
+    fails(
+        &grpo(path, &["import", "run.yaml"]),
+        3,
+        "run.yaml: not a file of ROLL, TRL, verl or OpenRLHF",
+    );
+}
+
+#[test]
+fn check_prints_the_counts_of_an_imported_file_on_both_sides() {
+    let config = "\
+model_name_or_path: model
+dataset_name: data.jsonl
+num_generations: 4
+max_completion_length: 8
+per_device_train_batch_size: 4
+gradient_accumulation_steps: 2
+steps_per_generation: 6
+max_steps: 9
+rewards: [{kind: numeric}]
+";
+    let folder = folder(config, DATA);
+    let checked = grpo(folder.path(), &["check", "--all", "run.yaml"]);
+    assert_eq!(checked.status.code(), Some(0), "{checked:?}");
+    let text = out(&checked);
+    for side in ["In TRL", "Here"] {
+        let counts =
+            "24 completions are sampled for 3 updates of at most 8; 9 updates, 3 samplings";
+        assert!(text.contains(&format!("# {side}: {counts}.\n")), "{text}");
+    }
+    let short = out(&grpo(folder.path(), &["check", "run.yaml"]));
+    assert!(short.lines().count() <= 25, "{short}");
+    assert!(
+        short.contains("A file of TRL: 9 keys are used, "),
+        "{short}"
     );
 }
 
@@ -877,23 +719,67 @@ fn each_of_several_wrong_values_is_named_by_its_key() {
     );
 }
 
-#[test]
-fn keys_of_roll_that_are_ignored_are_warned_of() {
-    let config = "\
+const ROLL: &str = "\
 pretrain: model
 response_length: 8
-length_loss_weight: true
+KEY
 actor_train: {data_args: {file_name: data.jsonl}}
 rewards: [{kind: numeric}]
 ";
-    let folder = folder(config, DATA);
-    let output = grpo(folder.path(), &["check", "--quiet", "run.yaml"]);
-    let said = String::from_utf8_lossy(&output.stderr);
-    assert_eq!(output.status.code(), Some(0), "{said}");
-    assert!(
-        said.contains("warning: run.yaml:3: length_loss_weight: not supported and ignored"),
-        "{said}"
-    );
+
+/// A run without the key would learn something else.
+#[test]
+fn a_key_of_roll_that_changes_the_run_is_refused_unless_that_is_meant() {
+    let folder = folder(CONFIG, DATA);
+    let path = folder.path();
+    for (key, reason) in [
+        (
+            "length_loss_weight: true",
+            "samples are not weighted by length",
+        ),
+        ("is_pure_opd: true", "set teacher.model and recipe"),
+        ("critic_warmup: 3", "it has no counterpart"),
+        ("async_generation_ratio: 1", "set rollout.max_staleness"),
+    ] {
+        fs::write(path.join("run.yaml"), ROLL.replace("KEY", key)).unwrap();
+        let name = key.split(':').next().unwrap();
+        let words = format!("run.yaml:3: {name}: not supported: {reason}");
+        for command in ["check", "train"] {
+            fails(&grpo(path, &[command, "run.yaml"]), 3, &words);
+        }
+        let output = grpo(
+            path,
+            &["check", "--quiet", "--allow-unsupported", "run.yaml"],
+        );
+        let said = String::from_utf8_lossy(&output.stderr);
+        assert_eq!(output.status.code(), Some(0), "{said}");
+        let words = format!("warning: run.yaml:3: {name}: not supported and ignored: {reason}");
+        assert!(said.contains(&words), "{said}");
+    }
+}
+
+#[test]
+fn a_key_that_roll_does_not_have_is_an_error() {
+    let folder = folder(CONFIG, DATA);
+    let path = folder.path();
+    for (key, words) in [
+        (
+            "kl_loss_coeff: 0.1",
+            "run.yaml:3: kl_loss_coeff: not supported: not a known key, did you mean `kl_loss_coef`?",
+        ),
+        (
+            "actor_infer: {generating_args: {temprature: 0.5}}",
+            "run.yaml:3: actor_infer.generating_args.temprature: not supported: not a known key, did you mean `temperature`?",
+        ),
+    ] {
+        fs::write(path.join("run.yaml"), ROLL.replace("KEY", key)).unwrap();
+        for options in [
+            &["check", "run.yaml"][..],
+            &["check", "--allow-unsupported", "run.yaml"],
+        ] {
+            fails(&grpo(path, options), 3, words);
+        }
+    }
 }
 
 /// One row is held out of two, so the number of samples alone is within its bound.

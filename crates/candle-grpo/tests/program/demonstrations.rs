@@ -83,7 +83,7 @@ fn the_check_counts_demonstrations_and_names_what_is_wrong() {
     write_answers(folder.path(), &PROMPTS);
     let text = succeeds(folder.path(), &["check", "run.yaml"]);
     assert!(
-        text.contains("# 6 demonstrations with 35 tokens, 24 of which train."),
+        text.contains("6 demonstrations with 35 tokens, 24 of which train."),
         "{text}"
     );
     for (from, to, words) in [

@@ -214,12 +214,12 @@ fn check_downloads_no_weights_and_lists_them() {
         "rewards: [{kind: regex, pattern: '^[ab]'}]",
         "rewards: [{kind: reward_model, path: org/reward}]",
     ));
-    let printed = test.succeeds(&["check", "run.yaml"]);
+    let printed = test.succeeds(&["check", "--all", "run.yaml"]);
     for words in [
-        format!("# org/policy: commit {}.", test.commit(0)),
-        format!("# datasets/org/rows: commit {}.", test.commit(1)),
-        "# org/policy: the weights are not in the cache and were not checked; 0.0 MB in 1 file to download.".to_owned(),
-        "# org/reward: the weights are not in the cache".to_owned(),
+        format!("org/policy: commit {}.", test.commit(0)),
+        format!("datasets/org/rows: commit {}.", test.commit(1)),
+        "org/policy: the weights are not in the cache and were not checked; 0.0 MB in 1 file to download.".to_owned(),
+        "org/reward: the weights are not in the cache".to_owned(),
         "path: org/policy".to_owned(),
         "path: org/reward".to_owned(),
     ] {
@@ -248,7 +248,7 @@ fn check_downloads_no_weights_and_lists_them() {
     // Weights in the cache are checked.
     let files = model_files_with_wrong_weights();
     test.hub.change_repository(0, |r| r.push(files));
-    let printed = test.succeeds(&["check", "run.yaml"]);
+    let printed = test.succeeds(&["check", "--all", "run.yaml"]);
     assert!(printed.contains("not in the cache"), "{printed}");
     test.run(&["sample", "org/policy", "a"]);
     assert_fails(&test.run(&["check", "run.yaml"]), 5, &["loading"]);
@@ -288,9 +288,9 @@ fn a_gguf_file_of_a_repository_is_a_model() {
     test.hub
         .change_repository(0, |r| r.push([("m.gguf", b"GGUF".to_vec())]));
     test.change("model: org/policy", "model: org/policy/m.gguf");
-    let printed = test.succeeds(&["check", "run.yaml"]);
+    let printed = test.succeeds(&["check", "--all", "run.yaml"]);
     assert!(
-        printed.contains("# org/policy/m.gguf: the weights are not in the cache"),
+        printed.contains("org/policy/m.gguf: the weights are not in the cache"),
         "{printed}"
     );
     assert_fails(

@@ -68,7 +68,7 @@ fn check_sends_no_request_and_names_a_key_that_is_not_set() {
         let must = "rewards[0].api_key_env: GRPO_TEST_KEY_OF_A_JUDGE, must be the name of an environment variable that is set";
         assert!(said(&output).contains(must), "{}", said(&output));
     }
-    let mut check = command(folder.path(), &["check", "run.yaml"]);
+    let mut check = command(folder.path(), &["check", "--all", "run.yaml"]);
     let output = check.env(variable, "sk-of-the-test").output().unwrap();
     assert_eq!(output.status.code(), Some(0), "{}", said(&output));
     let printed = String::from_utf8_lossy(&output.stdout).into_owned() + &said(&output);

@@ -44,9 +44,9 @@ fn results(short: [f64; 2], long: [f64; 2], response_length: usize) -> (Vec<Valu
     write_phi(&path.join("model"), short, long);
     let check = succeeds(path, &["check", "run.yaml"]);
     let list = if response_length < ORIGINAL - 3 {
-        "# Rotary frequencies of short_factor: the longest row has 9 tokens"
+        "Rotary frequencies of short_factor: the longest row has 9 tokens"
     } else {
-        "# Rotary frequencies of long_factor"
+        "Rotary frequencies of long_factor"
     };
     assert!(check.contains(list), "{check}");
     succeeds(path, &["train", "run.yaml"]);

@@ -209,13 +209,13 @@ fn check_shows_the_rows_and_what_trains() {
     let config = "model: model\ndata: {train: rows.jsonl, chat_template_kwargs: {enable_thinking: false}}\n\
          sft:\nepochs: 3\n";
     fs::write(path.join("sft.yaml"), config).unwrap();
-    let printed = succeeds(path, &["check", "sft.yaml"]);
+    let printed = succeeds(path, &["check", "--all", "sft.yaml"]);
     for part in [
-        "# sft.yaml: valid.",
-        "# 2 rows to train on, 0 held out; 32 rows a step for 1 steps.",
+        "sft.yaml: valid.",
+        "2 rows to train on, 0 held out; 32 rows a step for 1 steps.",
         "; the longest row has 28. 1 rows are too long and left out, 0 are cut off",
-        "#   user: Hi?|assistant: ⟦Hello.|⟧",
-        "# Memory: at most about ",
+        "  user: Hi?|assistant: ⟦Hello.|⟧",
+        "Memory: at most about ",
         "train_on: answers",
     ] {
         assert!(printed.contains(part), "{part}\n{printed}");

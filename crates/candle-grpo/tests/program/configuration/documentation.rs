@@ -7,7 +7,9 @@ use std::env;
 use std::fs;
 use std::path::{Path, PathBuf};
 
-use candle_grpo::config::{Document, RollFile, RunConfig, SftEvaluationConfig, SftRunConfig};
+use candle_grpo::config::{
+    Document, Preset, RollFile, RunConfig, SftEvaluationConfig, SftRunConfig,
+};
 use candle_grpo::core::rewards::CosineLength;
 use candle_grpo::train::DatasetConfig;
 use candle_grpo::train::environment::{EnvironmentKind, EnvironmentLimits, ProgramToolConfig};
@@ -459,20 +461,34 @@ fn each_kind_of_reward_has_a_section_and_a_table() {
     assert_eq!(sections, kinds.len());
 }
 
+/// The table of the presets.
+fn presets() -> String {
+    let mut text = String::from("| preset | algorithm | source |\n| --- | --- | --- |\n");
+    for preset in Preset::ALL {
+        let source = preset.source();
+        let name = source.trim_start_matches("https://");
+        text += &format!("| `{preset}` | {} | [{name}]({source}) |\n", preset.title());
+    }
+    text
+}
+
 #[test]
 fn every_section_has_its_table() {
     let path = root().join("docs/configuration.md");
     let text = fs::read_to_string(&path).unwrap();
     let mut updated = text.clone();
-    for table in tables() {
+    let keys = tables().into_iter().map(|table| {
         let mark = format!("<!-- keys of {} -->\n", table.section);
+        (mark, render(&table))
+    });
+    for (mark, table) in keys.chain([("<!-- presets -->\n".to_owned(), presets())]) {
         let start = updated.find(&mark).unwrap_or_else(|| panic!("no {mark}")) + mark.len();
         let length: usize = updated[start..]
             .split_inclusive('\n')
             .take_while(|line| line.starts_with('|'))
             .map(str::len)
             .sum();
-        updated.replace_range(start..start + length, &render(&table));
+        updated.replace_range(start..start + length, &table);
     }
     if env::var_os("UPDATE_DOCS").is_some() {
         fs::write(&path, &updated).unwrap();

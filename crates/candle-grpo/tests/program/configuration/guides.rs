@@ -27,6 +27,7 @@ fn examples(page: &str) -> Vec<RunConfig> {
 #[case("from-trl.md", 2)]
 #[case("from-verl.md", 1)]
 #[case("from-roll.md", 3)]
+#[case("from-openrlhf.md", 1)]
 fn every_example_is_accepted(#[case] name: &str, #[case] number: usize) {
     assert_eq!(examples(&page(name)).len(), number);
 }
@@ -59,6 +60,7 @@ fn the_two_examples_of_roll_are_the_same_run() {
 #[case("from-trl.md")]
 #[case("from-verl.md")]
 #[case("from-roll.md")]
+#[case("from-openrlhf.md")]
 fn every_key_exists(#[case] name: &str) {
     let text = page(name);
     let configuration = page("configuration.md");

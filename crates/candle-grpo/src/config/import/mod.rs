@@ -1,0 +1,201 @@
+//! Configuration files of other trainers, translated to files of this program.
+
+mod openrlhf;
+mod overrides;
+mod report;
+mod roll;
+mod rules;
+mod translation;
+mod trl;
+mod verl;
+
+use std::fmt;
+
+use super::document::Document;
+use super::error::ConfigError;
+
+pub(super) use overrides::of as overrides_of;
+pub use report::{RollDefault, Sizes};
+pub(super) use verl::SIGN as VERL_SIGN;
+
+/// A trainer whose files are imported.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum System {
+    /// ROLL 0.3.0.
+    Roll,
+    /// TRL 1.16.0: a flat file of `trl grpo`.
+    Trl,
+    /// verl 0.9.1: a file of Hydra, or the overrides of a script.
+    Verl,
+    /// OpenRLHF: the options of `train_ppo_ray` in a script, or as a file.
+    OpenRlhf,
+}
+
+impl fmt::Display for System {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Roll => "ROLL",
+            Self::Trl => "TRL",
+            Self::Verl => "verl",
+            Self::OpenRlhf => "OpenRLHF",
+        })
+    }
+}
+
+/// The fate of a key of another trainer.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Verdict {
+    /// It is used under this key.
+    Used(String),
+    /// It has no meaning here for this reason.
+    NoMeaning(String),
+    /// It has a meaning that is not supported.
+    NotSupported(String),
+}
+
+impl fmt::Display for Verdict {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Used(key) => write!(f, "used: {key}"),
+            Self::NoMeaning(why) => write!(f, "no meaning here: {why}"),
+            Self::NotSupported(why) => write!(f, "not supported: {why}"),
+        }
+    }
+}
+
+/// The weight of a key that is not used.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Severity {
+    /// The run learns the same without it.
+    Note,
+    /// The run would learn something else, or from other batches.
+    Changes,
+    /// Neither this program nor the other trainer has the key.
+    Unknown,
+}
+
+/// A key of the file of another trainer, and its verdict.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct ImportedKey {
+    /// Its path in the file.
+    pub path: String,
+    /// Its line.
+    pub line: Option<usize>,
+    /// Its verdict.
+    pub verdict: Verdict,
+    /// Its weight if it is not used.
+    pub severity: Severity,
+}
+
+/// The file of another trainer, translated.
+#[derive(Debug, Clone)]
+pub struct Import {
+    /// The trainer.
+    pub system: System,
+    /// Every key in the order of the file.
+    pub keys: Vec<ImportedKey>,
+    /// The keys that the file leaves out, and whose defaults differ.
+    pub defaults: Vec<RollDefault>,
+    /// The steps and samples of an update on both sides, if they are known.
+    pub sizes: Option<Sizes>,
+    /// The translation. Its errors have the keys and the lines of the file.
+    pub document: Document,
+}
+
+/// An [`Import`] of a file of ROLL.
+pub type RollFile = Import;
+
+impl Import {
+    /// Returns the translation of `document` if it is the file of another trainer, which ran with
+    /// one process.
+    pub fn new(document: &Document) -> Option<Self> {
+        Self::of_processes(document, 1)
+    }
+
+    /// [`Self::new`] of a file that is for this number of processes. Only the sizes of TRL are
+    /// those of a process.
+    pub fn of_processes(document: &Document, processes: usize) -> Option<Self> {
+        let translate = match system(document)? {
+            System::Roll => roll::translate,
+            System::Trl => return Some(trl::translate(document, processes)),
+            System::Verl => verl::translate,
+            System::OpenRlhf => openrlhf::translate,
+        };
+        Some(translate(document))
+    }
+
+    /// Refuses a key that neither trainer has, and one that changes what a run learns and has no
+    /// counterpart, unless `allow_unsupported` is true.
+    ///
+    /// # Errors
+    ///
+    /// With the line of the first such key, and the reasons of all of them.
+    pub fn check(&self, allow_unsupported: bool) -> Result<(), ConfigError> {
+        let refused = |severity: Severity| match severity {
+            Severity::Note => false,
+            Severity::Changes => !allow_unsupported,
+            Severity::Unknown => true,
+        };
+        let keys: Vec<&ImportedKey> = self
+            .keys
+            .iter()
+            .filter(|key| refused(key.severity))
+            .collect();
+        let Some((first, rest)) = keys.split_first() else {
+            return Ok(());
+        };
+        let mut message = format!("{}: {}", first.path, first.verdict);
+        for key in rest {
+            let line = key
+                .line
+                .map_or(String::new(), |line| format!("line {line}: "));
+            message += &format!("\n  {line}{}: {}", key.path, key.verdict);
+        }
+        if keys.iter().any(|key| key.severity == Severity::Changes) {
+            message += &format!(
+                "\n  (a key of {} that changes the run; --allow-unsupported trains without it)",
+                self.system
+            );
+        }
+        Err(ConfigError {
+            line: first.line,
+            ..self.document.error("", message)
+        })
+    }
+}
+
+/// Returns the trainer that a file is of, unless it is of this program.
+fn system(document: &Document) -> Option<System> {
+    let systems = [
+        (verl::is_of as fn(&Document) -> bool, System::Verl),
+        (openrlhf::is_of, System::OpenRlhf),
+        (roll::is_of, System::Roll),
+        (trl::is_of, System::Trl),
+    ];
+    let found = systems.iter().find(|(is_of, _)| is_of(document));
+    found.map(|(_, system)| *system)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::other_names::all_keys;
+    use super::rules::Rule;
+    use super::{openrlhf, trl, verl};
+
+    #[test]
+    fn every_rule_leads_to_a_key_that_exists() {
+        let all = all_keys();
+        for (name, rule) in [trl::RULES, verl::RULES, openrlhf::RULES]
+            .into_iter()
+            .flatten()
+        {
+            let (Rule::To(path) | Rule::Convert(path, _) | Rule::Set(path, _)) = rule else {
+                continue;
+            };
+            // A recipe has one surrogate of several.
+            let pointer = format!("/{}", path.replace('.', "/"));
+            let is_key = all.pointer(&pointer).is_some() || path.contains(".surrogate.");
+            assert!(is_key, "{name}: {path}");
+        }
+    }
+}

@@ -1,0 +1,85 @@
+//! The rule for a key of another trainer, and conversions of its value.
+
+use serde_json::{Value, json};
+
+/// Makes a table of rules, with one line for each key.
+macro_rules! rules {
+    ($($key:literal: $rule:expr;)*) => {
+        &[$(($key, $rule)),*]
+    };
+}
+pub(super) use rules;
+
+/// The rule for the keys at and below a path.
+#[derive(Debug, Clone, Copy)]
+pub(super) enum Rule {
+    /// The same value has its place here.
+    To(&'static str),
+    /// A converted value has its place here. `None`: it has no counterpart.
+    Convert(&'static str, fn(&Value) -> Option<Value>),
+    /// It does not change what is learned.
+    NoMeaning(&'static str),
+    /// Not supported, unless the file has our key for it; with the end of the advice to set it.
+    Set(&'static str, &'static str),
+    /// Not supported, unless it is off or has this value, as JSON.
+    Unless(&'static str, &'static str),
+}
+
+pub(super) const RANKS: &str = "mpirun, srun or torchrun starts the ranks";
+pub(super) const METRICS: &str = "TensorBoard files are always written; trackers adds others";
+pub(super) const MEMORY: &str = "it is about memory or speed";
+pub(super) const DATA: &str = "rows are read as they are";
+pub(super) const PENALTY: &str = "a penalty changes the distribution of tokens";
+pub(super) const ENVIRONMENT: &str = "an environment is a program here (docs/environments.md)";
+
+/// A period in steps: none for a number that is not positive.
+pub(super) fn period(value: &Value) -> Option<Value> {
+    let steps = value.as_f64()?;
+    Some(match steps > 0. {
+        true => value.clone(),
+        false => Value::Null,
+    })
+}
+
+/// `top_k`, whose -1 is 0 here: all tokens.
+pub(super) fn from_minus_one(value: &Value) -> Option<Value> {
+    Some(match value.as_f64()? < 0. {
+        true => json!(0),
+        false => value.clone(),
+    })
+}
+
+/// A text, or a list of texts.
+pub(super) fn files(value: &Value) -> Option<Value> {
+    match value {
+        Value::String(text) => {
+            // A script has lists as texts.
+            let list = text
+                .strip_prefix('[')
+                .and_then(|text| text.strip_suffix(']'));
+            let names = list.unwrap_or(text).split(',');
+            let names = names.map(|name| name.trim().trim_matches(['"', '\'']));
+            Some(json!(names.collect::<Vec<_>>()))
+        }
+        Value::Array(_) => Some(value.clone()),
+        _ => None,
+    }
+}
+
+/// `true` is bf16.
+pub(super) fn bf16(value: &Value) -> Option<Value> {
+    Some(match value.as_bool()? {
+        true => json!("bf16"),
+        false => json!("f32"),
+    })
+}
+
+/// A dtype of PyTorch.
+pub(super) fn dtype(value: &Value) -> Option<Value> {
+    match value.as_str()? {
+        "bf16" | "bfloat16" => Some(json!("bf16")),
+        "fp16" | "float16" | "half" | "f16" => Some(json!("f16")),
+        "fp32" | "float32" | "float" | "f32" => Some(json!("f32")),
+        _ => None,
+    }
+}

@@ -1,0 +1,267 @@
+//! A translation in progress: the keys of a file, one after the other.
+
+use std::collections::BTreeSet;
+
+use serde_json::{Map, Value, json};
+
+use super::super::document::Document;
+use super::super::suggestions::nearest;
+use super::report::RollDefault;
+use super::rules::Rule;
+use super::{ImportedKey, Severity, Verdict};
+
+/// The most bytes that all `${key}` may insert.
+pub(super) const INTERPOLATED: usize = 1 << 20;
+
+/// The translation of the file of another trainer.
+pub(super) struct Translation<'a> {
+    source: &'a Document,
+    keys: Vec<ImportedKey>,
+    document: Document,
+    /// The keys that have a verdict.
+    done: BTreeSet<String>,
+    /// The rest of [`INTERPOLATED`].
+    room: usize,
+}
+
+impl<'a> Translation<'a> {
+    pub(super) fn new(source: &'a Document) -> Self {
+        Self {
+            source,
+            keys: Vec::new(),
+            document: source.with_value(Value::Object(Map::new())),
+            done: BTreeSet::new(),
+            room: INTERPOLATED,
+        }
+    }
+
+    /// Returns the value at a path of the file, unless it is null.
+    pub(super) fn get(&mut self, path: &str) -> Option<Value> {
+        let value = self.source.get(path).filter(|value| !value.is_null())?;
+        Some(interpolated(self.source, value, &mut self.room))
+    }
+
+    pub(super) fn number(&mut self, path: &str) -> Option<f64> {
+        self.get(path)?.as_f64()
+    }
+
+    pub(super) fn text(&mut self, path: &str) -> Option<String> {
+        self.get(path)?.as_str().map(str::to_owned)
+    }
+
+    pub(super) fn flag(&mut self, path: &str) -> bool {
+        self.get(path) == Some(Value::Bool(true))
+    }
+
+    /// Sets `place` to `value`, which the key at `path` decides.
+    pub(super) fn used(&mut self, path: &str, place: &str, value: Value) {
+        let note = match self.source.get(path) {
+            Some(given) if *given != value && !value.is_object() => format!("{place} = {value}"),
+            _ => place.to_owned(),
+        };
+        let line = self.source.line_of(path);
+        self.document.insert(place, value, path, line);
+        self.record(path, Verdict::Used(note), Severity::Note);
+    }
+
+    /// Sets `place` to `value`, unless a key has set it: what the other trainer does by default.
+    pub(super) fn default(&mut self, place: &str, value: Value) {
+        if self.document.get(place).is_none() {
+            self.document.set(place, value);
+        }
+    }
+
+    /// Sets `place` as the first of `paths` decides that the file has, or else by default.
+    pub(super) fn decide(&mut self, paths: &[&str], place: &str, value: Value) {
+        let given: Vec<&str> = paths
+            .iter()
+            .copied()
+            .filter(|path| self.source.get(path).is_some_and(|value| !value.is_null()))
+            .collect();
+        if given.is_empty() {
+            self.default(place, value);
+            return;
+        }
+        for path in given {
+            self.used(path, place, value.clone());
+        }
+    }
+
+    /// The key at `path` has no meaning here.
+    pub(super) fn no_meaning(&mut self, path: &str, why: impl Into<String>) {
+        self.record(path, Verdict::NoMeaning(why.into()), Severity::Note);
+    }
+
+    /// The keys of a section have no meaning here, unless they have a verdict.
+    pub(super) fn section_without_meaning(&mut self, section: &str, why: &str) {
+        for (path, _) in self.source.leaves() {
+            if fits(section, &path) {
+                self.no_meaning(&path, why);
+            }
+        }
+    }
+
+    /// Returns what the translation has at a place so far.
+    pub(super) fn translated(&self, place: &str) -> Option<Value> {
+        self.document.get(place).cloned()
+    }
+
+    /// The key at `path` changes what is learned, and is not supported.
+    pub(super) fn refuse(&mut self, path: &str, why: impl Into<String>) {
+        self.record(path, Verdict::NotSupported(why.into()), Severity::Changes);
+    }
+
+    fn record(&mut self, path: &str, verdict: Verdict, severity: Severity) {
+        if self.source.get(path).is_some() && self.done.insert(path.to_owned()) {
+            self.keys.push(ImportedKey {
+                path: path.to_owned(),
+                line: self.source.line_of(path),
+                verdict,
+                severity,
+            });
+        }
+    }
+
+    /// Gives each key that has no verdict yet that of the first rule that fits. The keys in `idle`,
+    /// with spaces between them, do not change what is learned. A key in one of the sections `own`,
+    /// which are ours, stays as it is.
+    pub(super) fn apply(&mut self, rules: &[(&str, Rule)], idle: &str, own: &[&str]) {
+        for (path, value) in self.source.leaves() {
+            if self.done.contains(&path) {
+                continue;
+            }
+            let value = interpolated(self.source, value, &mut self.room);
+            let top = path.split(['.', '[']).next().unwrap_or(&path);
+            let rule = rules.iter().find(|(pattern, _)| fits(pattern, &path));
+            let is_idle = || idle.split_whitespace().any(|pattern| fits(pattern, &path));
+            match rule {
+                Some((pattern, rule)) => self.follow(pattern, &path, value, rule),
+                None if own.contains(&top) => self.used(&path, &path, value),
+                None if is_idle() => self.no_meaning(&path, "it does not change what is learned"),
+                None if value.is_null() => self.no_meaning(&path, "it is absent"),
+                None => self.unknown(&path, rules, idle, own),
+            }
+        }
+    }
+
+    fn follow(&mut self, pattern: &str, path: &str, value: Value, rule: &Rule) {
+        let is_empty = value == json!({}) || value == json!([]);
+        let off = value == Value::Bool(false) || value.is_null() || is_empty;
+        let given = |place: &str| {
+            let ours = self.source.get(place).filter(|value| !value.is_null());
+            place != path && ours.is_some()
+        };
+        match *rule {
+            Rule::To(place) | Rule::Set(place, _) if given(place) => {
+                self.no_meaning(path, format!("{place} is set"));
+            }
+            Rule::To(_) | Rule::Convert(..) if value.is_null() => {
+                self.no_meaning(path, "it is absent");
+            }
+            Rule::To(place) => {
+                // A key of a section has the same name in the section here.
+                let key = path.strip_prefix(pattern).unwrap_or_default();
+                self.used(path, &format!("{place}{key}"), value);
+            }
+            Rule::Convert(place, convert) => match convert(&value) {
+                Some(value) => self.used(path, place, value),
+                None => self.refuse(path, format!("{value} has no counterpart")),
+            },
+            Rule::NoMeaning(why) => self.no_meaning(path, why),
+            Rule::Set(..) if off => self.no_meaning(path, "it is off"),
+            Rule::Set(place, why) => self.refuse(path, format!("set {place}{why}")),
+            Rule::Unless(default, why) => {
+                let default: Value = serde_json::from_str(default).unwrap_or_default();
+                match off || is_same(&value, &default) {
+                    true => self.no_meaning(path, "it has no effect"),
+                    false => self.refuse(path, why),
+                }
+            }
+        }
+    }
+
+    fn unknown(&mut self, path: &str, rules: &[(&str, Rule)], idle: &str, own: &[&str]) {
+        let known = rules.iter().map(|(pattern, _)| *pattern);
+        let known = known.chain(idle.split_whitespace());
+        let known: Vec<&str> = known.chain(own.iter().copied()).collect();
+        let nearest = nearest(path, &known);
+        let nearest = nearest.map(|name| format!(", did you mean `{name}`?"));
+        let message = format!("not a known key{}", nearest.unwrap_or_default());
+        self.record(path, Verdict::NotSupported(message), Severity::Unknown);
+    }
+
+    /// Returns the keys of `defaults` that the file leaves out, if the number of steps is
+    /// `unknown`.
+    pub(super) fn left_out<const N: usize>(
+        &self,
+        unknown: bool,
+        defaults: [RollDefault; N],
+    ) -> Vec<RollDefault> {
+        let left_out = |default: &RollDefault| unknown && self.source.get(default.key).is_none();
+        defaults.into_iter().filter(left_out).collect()
+    }
+
+    /// Returns the keys in the order of the file, and the translation.
+    pub(super) fn finish(mut self) -> (Vec<ImportedKey>, Document) {
+        self.keys.sort_by_key(|key| key.line);
+        (self.keys, self.document)
+    }
+}
+
+/// Returns whether two values are the same, also as a whole number and another one.
+pub(super) fn is_same(a: &Value, b: &Value) -> bool {
+    match (a.as_f64(), b.as_f64()) {
+        (Some(a), Some(b)) => a == b,
+        _ => a == b,
+    }
+}
+
+/// Returns a count as a value: a whole number if it is one.
+pub(super) fn count(x: f64) -> Value {
+    match x.fract() == 0. && (0. ..1e15).contains(&x) {
+        true => json!(x as u64),
+        false => json!(x),
+    }
+}
+
+/// Returns whether `pattern`, in which `*` stands for one step, is `path` or a section around it.
+pub(super) fn fits(pattern: &str, path: &str) -> bool {
+    let mut steps = path.split(['.', '[']);
+    pattern.split('.').all(|wanted| {
+        steps
+            .next()
+            .is_some_and(|step| wanted == "*" || wanted == step)
+    })
+}
+
+/// Replaces `${key}` by the value of that key of the file, a few times in a row, while there is
+/// `room`.
+pub(super) fn interpolated(document: &Document, value: &Value, room: &mut usize) -> Value {
+    let mut value = value.clone();
+    for _ in 0..8 {
+        let Value::String(text) = &value else { break };
+        let Some((before, rest)) = text.split_once("${") else {
+            break;
+        };
+        let Some((name, after)) = rest.split_once('}') else {
+            break;
+        };
+        // Of Hydra: a key, or else a value.
+        let (name, other) = match name.strip_prefix("oc.select:") {
+            Some(select) => select.split_once(',').unwrap_or((select, "null")),
+            None => (name, ""),
+        };
+        let other = serde_json::from_str::<Value>(other.trim()).ok();
+        let found = document.get(name).or(other.as_ref());
+        let Some(found) = found.filter(|_| *room > 0) else {
+            break;
+        };
+        *room = room.saturating_sub(found.to_string().len());
+        value = match found {
+            found if before.is_empty() && after.is_empty() => found.clone(),
+            Value::String(found) => Value::String(format!("{before}{found}{after}")),
+            found => Value::String(format!("{before}{found}{after}")),
+        };
+    }
+    value
+}

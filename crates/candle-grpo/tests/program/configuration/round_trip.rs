@@ -1,0 +1,94 @@
+//! A configuration that is written reads as itself.
+
+use std::collections::BTreeMap;
+use std::path::Path;
+
+use candle_grpo::config::{ConfigError, Document, Preset, RunConfig};
+use proptest::prelude::*;
+use proptest::sample::{select, subsequence};
+use serde_json::json;
+
+use crate::teacher::needs_teacher;
+
+/// Keys with another value than the default, by their section.
+const KEYS: &[(&str, &str)] = &[
+    ("algorithm", "rollout_batch_size: 5"),
+    ("algorithm", "num_return_sequences_in_group: 3"),
+    ("algorithm", "response_length: 40"),
+    ("algorithm", "prompt_length: 9"),
+    ("algorithm", "ppo_epochs: 2"),
+    ("algorithm", "kl_coef: 0.125"),
+    ("algorithm", "entropy_loss_coef: 0.01"),
+    ("algorithm", "max_len_mask: true"),
+    (
+        "algorithm",
+        "recipe: {overlong: {max_length: 30, buffer: 7}}",
+    ),
+    ("sampler", "temperature: 0.7"),
+    ("sampler", "top_p: 0.9"),
+    ("sampler", "stop_strings: ['on', '1']"),
+    ("optimizer", "learning_rate: 1e-5"),
+    ("optimizer", "beta2: 0.99"),
+    ("schedule", "warmup_steps: 3"),
+    ("schedule", "decay_until: 50, decay: cosine"),
+    ("training", "mini_batch_size: 4"),
+    ("training", "micro_batch_size: 2"),
+    ("training", "adapters: {rank: 8, alpha: 16}"),
+    ("training", "compute_dtype: bf16"),
+    ("training", "max_grad_norm: 0.5"),
+    ("training", "top_entropy: 0.2"),
+    ("evaluation", "every_steps: 7"),
+    ("evaluation", "samples_per_prompt: 4"),
+    ("evaluation", "max_prompts: 3"),
+    ("evaluation", "sampler: {max_new_tokens: 6, min_p: 0.1}"),
+    ("checkpoint", "keep: 3"),
+    ("checkpoint", "dtype: bf16"),
+    ("", "seed: 9"),
+    ("", "max_steps: 11"),
+    ("", "threads: 2"),
+    ("", "run_dir: 'no'"),
+];
+
+/// A file with a preset and some keys.
+fn file(preset: Preset, keys: &[(&str, &str)]) -> String {
+    let mut text = String::from(
+        "model: m\ndata: {train: a.jsonl, held_out_rows: 4}\nrewards: [{kind: json, weight: 0.5}, {kind: exact}]\n",
+    );
+    if needs_teacher(Some(preset)) {
+        text += "teacher: {model: t}\n";
+    }
+    let name = json!(preset);
+    let mut sections = BTreeMap::from([("algorithm", vec![format!("preset: {name}")])]);
+    for (section, key) in keys {
+        match *section {
+            "" => text += &format!("{key}\n"),
+            section => sections.entry(section).or_default().push((*key).to_owned()),
+        }
+    }
+    for (section, keys) in sections {
+        text += &format!("{section}: {{{}}}\n", keys.join(", "));
+    }
+    text
+}
+
+fn read(text: &str) -> Result<RunConfig, ConfigError> {
+    RunConfig::new(&Document::from_yaml(Path::new("run.yaml"), text)?)
+}
+
+proptest! {
+    #[test]
+    fn what_is_written_reads_as_the_same_run(
+        preset in select(&Preset::ALL[..]),
+        keys in subsequence(KEYS, 0..=KEYS.len()),
+    ) {
+        let run = read(&file(preset, &keys));
+        // A preset may refuse a key, such as a share of tokens for a loss of sequences.
+        prop_assume!(run.is_ok());
+        let run = run.unwrap();
+        let written = run.to_yaml().unwrap();
+        let again = read(&written).unwrap_or_else(|error| panic!("{error}\n{written}"));
+        prop_assert_eq!(json!(again.train), json!(run.train));
+        prop_assert_eq!(again.to_value().unwrap(), run.to_value().unwrap());
+        prop_assert_eq!(again.to_yaml().unwrap(), written);
+    }
+}
