@@ -432,6 +432,74 @@ fn a_program_has_no_rights_and_no_secrets() {
     );
 }
 
+/// A program that collects what it can read of the processes above it, as `found`, and a test that
+/// this is nothing. Any program sees the command lines, which have no part of the test.
+pub(super) fn reads_of_parents() -> (String, String) {
+    let program = format!(
+        "
+import ctypes, os
+kernel = ctypes.CDLL(None).syscall
+here = ctypes.create_string_buffer(8)
+class Part(ctypes.Structure):
+    _fields_ = [('start', ctypes.c_void_p), ('size', ctypes.c_size_t)]
+mine = Part(ctypes.addressof(here), 8)
+def of(process, name):
+    with open('/proc/%d/%s' % (process, name)) as file:
+        return file.read()
+def attempts(process):
+    place = '/proc/%d/' % process
+    for name in ['environ', 'maps', 'smaps', 'auxv', 'numa_maps', 'syscall', 'io']:
+        yield name, lambda: of(process, name)
+    yield 'mem', lambda: os.close(os.open(place + 'mem', os.O_RDONLY))
+    for name in ['fdinfo', 'map_files']:
+        yield name, lambda: os.listdir(place + name)
+    # The numbers of open files may be seen, but not the files.
+    for number in range(64):
+        yield 'fd', lambda: os.close(os.open(place + 'fd/%d' % number, os.O_RDONLY))
+    for name in ['fd/0', 'exe', 'cwd', 'root']:
+        yield name, lambda: os.readlink(place + name)
+    def copy():
+        # A null pointer would be another error than a missing permission.
+        theirs = Part(ctypes.addressof(here), 8)
+        if kernel({read}, process, ctypes.byref(mine), 1, ctypes.byref(theirs), 1, 0) < 0:
+            raise OSError
+    yield 'process_vm_readv', copy
+    def attach():
+        if kernel({trace}, 0x4206, process, None, None) < 0:
+            raise OSError
+    yield 'ptrace', attach
+found, lines, process = [], '', os.getppid()
+while process > 0:
+    for name, attempt in attempts(process):
+        try:
+            attempt()
+            found.append((process, name))
+        except OSError:
+            pass
+    lines += of(process, 'cmdline')
+    process = int(of(process, 'status').split('PPid:')[1].split()[0])
+",
+        read = libc::SYS_process_vm_readv,
+        trace = libc::SYS_ptrace,
+    );
+    let test = "assert found == [], found\nassert lines and 'not in lines' not in lines";
+    (program, test.to_owned())
+}
+
+#[test]
+fn a_program_reads_nothing_of_its_parents() {
+    let Some(reward) = small(NEVER, json!({})) else {
+        return;
+    };
+    let (program, test) = reads_of_parents();
+    passes(&reward, &program, &test);
+    let pair = json!([{"output": "[]"}]);
+    assert_eq!(
+        score(&reward, &format!("{program}\nprint(found)"), pair),
+        1.
+    );
+}
+
 #[test]
 fn output_that_is_not_utf8_is_wrong() {
     let Some(reward) = small(NEVER, json!({})) else {
