@@ -636,6 +636,44 @@ fn a_program_cannot_make_user_namespaces() {
     );
 }
 
+/// Namespaces of its own would give a program another file system of any size.
+#[test]
+fn a_program_that_mounts_in_its_own_namespaces_has_no_more_disk() {
+    let Some(reward) = small(NEVER, json!({})) else {
+        return;
+    };
+    // Each step may fail. The files that it may make have 8 MiB together.
+    let program = "
+import ctypes, os
+kernel = ctypes.CDLL(None)
+user, group = os.getuid(), os.getgid()
+mounts = []
+for flags in [0x10020000, 0x20000, 0x10000000]:
+    kernel.unshare(flags)
+for file, text in [('setgroups', 'deny'), ('uid_map', f'0 {user} 1'), ('gid_map', f'0 {group} 1')]:
+    try:
+        open('/proc/self/' + file, 'w').write(text)
+    except OSError:
+        pass
+for place in [b'/tmp', b'/work', b'/dev/shm']:
+    mounts.append(kernel.mount(b'none', place, b'tmpfs', 0, b'size=1g'))
+written = 0
+for place in ['/tmp', '/work', '/dev/shm']:
+    try:
+        for i in range(8):
+            with open(f'{place}/{i}', 'wb', buffering=0) as file:
+                while file.tell() < 4 << 20:
+                    written += file.write(bytes(1 << 18))
+    except OSError:
+        pass
+";
+    passes(
+        &reward,
+        program,
+        "assert all(mounts), mounts\nassert written <= 8 << 20, written",
+    );
+}
+
 /// The calls that programs must not make, as a condition of Python: each fails with `EPERM`, also
 /// by its number of the x32 ABI.
 pub(super) fn kernel_calls_are_refused() -> (String, String) {

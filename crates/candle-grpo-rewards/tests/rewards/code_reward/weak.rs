@@ -79,6 +79,7 @@ fn limits_hold_for_users_without_rights() {
         "hostile::a_program_has_no_rights",
         "hostile::a_program_has_no_io_uring",
         "hostile::a_program_reads_nothing",
+        "hostile::a_program_that_mounts",
     ];
     let all = ["code_reward::hostile"];
     let tests = if is_long() { &all[..] } else { &few };
