@@ -942,22 +942,3 @@ fn an_endless_list_of_files_can_be_canceled() {
     assert!(located.unwrap_err().is::<Interrupted>());
     server.join().unwrap();
 }
-
-#[test]
-fn a_file_with_more_bytes_than_promised_is_refused() {
-    let test = Test::new();
-    test.server.set_change(|request, reply| {
-        if !of_weights(request) {
-            return reply;
-        }
-        let reply = reply.without_header("X-Linked-Size");
-        let reply = reply.with_header("X-Linked-Size", 699_999);
-        reply.without_header("Content-Length").chunked()
-    });
-    let error = error(&test.hub(), "a/b");
-    assert!(error.is::<TransferError>(), "{error:#}");
-    let error = format!("{error:#}");
-    assert!(error.ends_with("must be 699999"), "{error}");
-    assert!(error.contains("at least 7"), "{error}");
-    test.assert_without_weights();
-}
