@@ -95,6 +95,11 @@ impl RewardFunction for EnsembleReward {
         }
     }
 
+    fn set_clock(&mut self, now: &str) -> Result<()> {
+        let mut judges = self.judges.iter_mut();
+        judges.try_for_each(|judge| judge.set_clock(now))
+    }
+
     fn finish(&self) -> Result<()> {
         for (i, judge) in self.judges.iter().enumerate() {
             judge.finish().with_context(|| format!("judge {i}"))?;

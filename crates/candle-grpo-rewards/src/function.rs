@@ -84,6 +84,17 @@ pub trait RewardFunction: Send + Sync {
         let _ = progress;
     }
 
+    /// Fixes the time that templates print, a local time such as `2025-03-05T14:07:09`, so that a
+    /// run that resumes has the same scores. A function without templates can ignore it.
+    ///
+    /// # Errors
+    ///
+    /// If it is no time.
+    fn set_clock(&mut self, now: &str) -> Result<()> {
+        let _ = now;
+        Ok(())
+    }
+
     /// Ends the function after the last batch of a run.
     ///
     /// # Errors

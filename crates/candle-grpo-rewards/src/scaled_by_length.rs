@@ -78,6 +78,10 @@ impl RewardFunction for LengthScaledReward {
         self.correct.set_progress(progress);
     }
 
+    fn set_clock(&mut self, now: &str) -> Result<()> {
+        self.correct.set_clock(now)
+    }
+
     fn finish(&self) -> Result<()> {
         self.correct.finish()
     }

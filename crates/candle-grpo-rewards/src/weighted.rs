@@ -97,6 +97,11 @@ impl RewardFunction for WeightedRewards {
         }
     }
 
+    fn set_clock(&mut self, now: &str) -> Result<()> {
+        let mut terms = self.terms.iter_mut();
+        terms.try_for_each(|term| term.function.set_clock(now))
+    }
+
     fn finish(&self) -> Result<()> {
         self.terms.iter().try_for_each(|term| {
             let finished = term.function.finish();

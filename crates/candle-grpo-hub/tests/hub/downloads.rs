@@ -2,6 +2,8 @@
 
 use std::collections::BTreeMap;
 use std::fs;
+use std::io::{Read, Write};
+use std::net::TcpListener;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
@@ -896,4 +898,54 @@ fn the_list_of_files_has_a_limit_of_time() {
         format!("{error:#}").ends_with("the file list takes more than 0 s"),
         "{error:#}"
     );
+}
+
+/// A hub whose list of files never ends. It calls `after` after the first part.
+fn endless_hub(after: impl FnOnce() + Send + 'static) -> (String, thread::JoinHandle<()>) {
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    let url = format!("http://{}", listener.local_addr().unwrap());
+    let serve = move || {
+        let (mut client, _) = listener.accept().unwrap();
+        let mut request = Vec::new();
+        while !request.ends_with(b"\r\n\r\n") {
+            let mut byte = [0];
+            client.read_exact(&mut byte).unwrap();
+            request.extend(byte);
+        }
+        client.write_all(b"HTTP/1.1 200 OK\r\n\r\n ").unwrap();
+        after();
+        // White space may precede JSON.
+        while client.write_all(b" ").is_ok() {}
+    };
+    (url, thread::spawn(serve))
+}
+
+#[test]
+fn an_endless_list_of_files_ends_with_its_limit_of_time() {
+    let (endpoint, server) = endless_hub(|| {});
+    let hub = Hub {
+        endpoint,
+        list_limit: Duration::from_millis(1),
+        ..Test::new().hub()
+    };
+    let error = format!("{:#}", error(&hub, "a/b"));
+    assert!(
+        error.ends_with("the list of files takes more than 0.001 s"),
+        "{error}"
+    );
+    server.join().unwrap();
+}
+
+#[test]
+fn an_endless_list_of_files_can_be_canceled() {
+    let watch = Arc::new(Watch::default());
+    let cancel = Arc::clone(&watch);
+    let (endpoint, server) = endless_hub(move || cancel.canceled.store(true, Ordering::SeqCst));
+    let hub = Hub {
+        endpoint,
+        ..Test::new().hub()
+    };
+    let located = hub.locate(&name("a/b"), HubContent::Model, None, &*watch);
+    assert!(located.unwrap_err().is::<Interrupted>());
+    server.join().unwrap();
 }

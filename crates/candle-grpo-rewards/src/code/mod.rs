@@ -3,6 +3,7 @@
 mod block;
 mod case;
 mod cgroup;
+mod domain;
 mod execution;
 mod limits;
 mod python;

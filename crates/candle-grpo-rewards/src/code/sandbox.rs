@@ -4,11 +4,13 @@ use std::io;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command};
 use std::sync::Arc;
+use std::thread;
 
 use anyhow::{Result, anyhow};
 
 use super::CodeLimits;
 use super::cgroup::Cgroups;
+use super::domain;
 use super::execution::{End, Job};
 use super::system_calls::Filter;
 use candle_grpo_base::progress::NoProgress;
@@ -48,6 +50,8 @@ pub(super) struct Sandbox {
     isolation: Isolation,
     /// The filter of the calls of the kernel; `None` where there is none.
     filter: Option<Arc<Filter>>,
+    /// True if programs without namespaces run in a domain of their own.
+    has_domain: bool,
     pub(super) limits: CodeLimits,
     visible: Vec<PathBuf>,
     pub(super) cgroups: Option<Cgroups>,
@@ -86,6 +90,7 @@ impl Sandbox {
         let mut sandbox = Self {
             isolation: Isolation::Missing,
             filter: filter.ok().map(Arc::new),
+            has_domain: false,
             limits,
             visible: visible_paths(visible),
             cgroups: None,
@@ -116,6 +121,8 @@ impl Sandbox {
         }
         sandbox.isolation = Isolation::Missing;
         sandbox.cgroups = None;
+        let undivided = on_thread(|| domain::enter().map_err(io::Error::other)).err();
+        sandbox.has_domain = undivided.is_none();
         sandbox.try_start()?;
         let reason = reason
             .map(|error| format!(" ({error:#})"))
@@ -124,10 +131,15 @@ impl Sandbox {
             true => "",
             false => ", their memory is not limited",
         };
+        let secrets = undivided
+            .map(|error| {
+                format!(", they can read the environment and the memory of this process ({error})")
+            })
+            .unwrap_or_default();
         let lacks = format!(
             "they can read and write files of this user, use the network and end other programs of \
              this user, the number of their processes is not limited, and those in another session \
-             go on{memory}; namespaces do not work here{reason}"
+             go on{memory}{secrets}; namespaces do not work here{reason}"
         );
         probed(sandbox, Some(lacks))
     }
@@ -201,11 +213,20 @@ impl Sandbox {
     }
 
     /// Starts a line of [`Self::command_line`].
+    ///
+    /// A filter and a domain belong to a thread and to what it starts. So a thread that does
+    /// nothing else starts the program, and this process needs no `fork`, which copies the
+    /// tables of its memory.
     pub(super) fn spawn(&self, command: &mut Command) -> io::Result<Child> {
-        match &self.filter {
-            Some(filter) => filter.spawn(command),
-            None => command.spawn(),
-        }
+        on_thread(|| {
+            if self.has_domain {
+                domain::enter().map_err(io::Error::other)?;
+            }
+            if let Some(filter) = &self.filter {
+                filter.apply()?;
+            }
+            command.spawn()
+        })
     }
 
     /// Returns true if nothing that a program has started can outlive it.
@@ -275,6 +296,14 @@ impl Sandbox {
         line.extend_from_slice(job.command);
         line
     }
+}
+
+/// Runs a function on a thread of its own.
+pub(super) fn on_thread<T: Send>(run: impl FnOnce() -> io::Result<T> + Send) -> io::Result<T> {
+    thread::scope(|scope| {
+        let ended = thread::Builder::new().spawn_scoped(scope, run)?.join();
+        ended.map_err(|_| io::Error::other("the thread that starts a program panicked"))?
+    })
 }
 
 /// The folders of the system, and `more` without links on their way and without what is in another

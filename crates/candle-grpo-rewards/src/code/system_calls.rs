@@ -1,8 +1,6 @@
 //! The calls of the kernel that no program of a completion needs.
 
 use std::io;
-use std::process::{Child, Command};
-use std::thread;
 
 use anyhow::Result;
 
@@ -11,27 +9,6 @@ pub(super) use linux::Filter;
 
 #[cfg(not(all(target_os = "linux", target_pointer_width = "64")))]
 pub(super) use other::Filter;
-
-impl Filter {
-    /// Starts `command` under the filter, which all its processes inherit and none can remove.
-    ///
-    /// A filter belongs to a thread and to what it starts. So a thread that does nothing else
-    /// starts the program, and this process needs no `fork`, which copies the tables of its memory.
-    pub(super) fn spawn(&self, command: &mut Command) -> io::Result<Child> {
-        self.on_thread(|| command.spawn())
-    }
-
-    fn on_thread<T: Send>(&self, run: impl FnOnce() -> io::Result<T> + Send) -> io::Result<T> {
-        thread::scope(|scope| {
-            let thread = thread::Builder::new().spawn_scoped(scope, || {
-                self.apply()?;
-                run()
-            })?;
-            let ended = thread.join();
-            ended.map_err(|_| io::Error::other("the thread that starts a program panicked"))?
-        })
-    }
-}
 
 #[cfg(all(target_os = "linux", target_pointer_width = "64"))]
 mod linux {
@@ -44,6 +21,7 @@ mod linux {
         SeccompRule, apply_filter,
     };
 
+    use super::super::sandbox::on_thread;
     use super::{Result, io};
 
     /// Calls that are refused whatever their arguments: io_uring, keyrings, and those with which
@@ -107,12 +85,13 @@ mod linux {
             let filter =
                 SeccompFilter::new(rules, SeccompAction::Allow, refused, ARCH.try_into()?)?;
             let filter = Self(filter.try_into()?);
-            filter.on_thread(|| Ok(()))?;
+            on_thread(|| filter.apply())?;
             Ok(filter)
         }
 
-        /// Puts the calling thread, and all that it starts, under the filter.
-        pub(super) fn apply(&self) -> io::Result<()> {
+        /// Puts the calling thread, and all that it starts, under the filter, which none of them
+        /// can remove.
+        pub(in crate::code) fn apply(&self) -> io::Result<()> {
             apply_filter(&self.0).map_err(io::Error::other)
         }
     }
@@ -133,7 +112,7 @@ mod other {
             bail!("only 64-bit Linux has a filter")
         }
 
-        pub(super) fn apply(&self) -> io::Result<()> {
+        pub(in crate::code) fn apply(&self) -> io::Result<()> {
             match *self {}
         }
     }

@@ -70,7 +70,7 @@ static NUMBER: LazyLock<Option<Regex>> = LazyLock::new(|| {
     // More digits, a suffix or a variable, with which it is another number.
     let term = r"(?:[xyzni]\b|[π√])";
     let more = format!(
-        r"(?P<more>(?:[.,:'’][0-9]+)+|[½⅓⅔¼¾⅛²³⁴⁵√π^]|[kKMB]\b|{term}|\s(?:pi\b|[π√]|out of\b)|\s?\\(?:[dt]?frac|sqrt|pi)\b|[ \t][xyzn]\b|[ \t]?[-−+*·×/]\s?[0-9.]*{term})"
+        r"(?P<more>(?:[.,:'’-][0-9]+)+|[½⅓⅔¼¾⅛²³⁴⁵√π^]|[kKMB]\b|{term}|\s(?:pi\b|[π√]|out of\b)|\s?\\(?:[dt]?frac|sqrt|pi)\b|[ \t][xyzn]\b|[ \t]?[-−+*·×/]\s?[0-9.]*{term})"
     );
     let scale = format!(r"(?:\s(?P<scale>(?i:{SCALES}))\b)");
     let percent = r"(?P<percent>\s*(?:%|[Pp]er ?cent|[Pp]ct))";
@@ -372,6 +372,9 @@ fn within(text: &str) -> Option<Answer> {
     let spans = formulas(text);
     let number = last_number(text);
     if spans.is_empty() {
+        if is_hyphenated(text) {
+            return Some(unknown(text));
+        }
         if text.len() <= MAX_EXPRESSION_BYTES && !has_words(text) {
             return Some(formula(text));
         }
@@ -540,11 +543,20 @@ fn enumerated(line: &str) -> Option<Answer> {
         if !written.is_empty() && !is_next {
             break;
         }
-        written.push(number_of(&found).text);
+        written.push(number_of(&found));
         end = found.name("inner")?.end();
     }
-    (written.len() > 1 && END.as_ref()?.is_match(&line[end..]))
-        .then(|| formula(&written.join(" , ")))
+    (written.len() > 1 && END.as_ref()?.is_match(&line[end..])).then(|| together(&written))
+}
+
+/// Returns the set of numbers in plain text, without a value if one of them has none.
+fn together(numbers: &[Answer]) -> Answer {
+    let written: Vec<&str> = numbers.iter().map(|number| number.text.as_str()).collect();
+    let written = written.join(" , ");
+    match numbers.iter().all(|number| number.value.is_some()) {
+        true => formula(&written),
+        false => unknown(&written),
+    }
 }
 
 /// A formula between marks such as `$`.
@@ -747,7 +759,7 @@ fn last_number(text: &str) -> Option<(usize, Answer)> {
         }
         // In `16 or 17` neither is the answer.
         if between == "or" {
-            answer = formula(&format!("{} , {}", number_of(&before).text, answer.text));
+            answer = together(&[number_of(&before), answer]);
         }
     }
     Some((from + found.get(0)?.end(), answer))
@@ -796,10 +808,25 @@ fn number_of(found: &regex::Captures<'_>) -> Answer {
     }
 }
 
+/// Returns true for numbers that only hyphens join, without spaces: a score such as `3-2`, a range,
+/// a telephone number or the sides of a triangle, more often than a difference.
+fn is_hyphenated(text: &str) -> bool {
+    static HYPHENATED: LazyLock<Option<Regex>> = LazyLock::new(|| {
+        let number = "[0-9](?:[0-9.,/]*[0-9])?";
+        Regex::new(&format!(r"^\(?-?{number}(?:-{number})+\)?[.,]?$")).ok()
+    });
+    HYPHENATED
+        .as_ref()
+        .is_some_and(|hyphenated| hyphenated.is_match(text))
+}
+
 /// Returns the value of numbers with operators in plain text. A remark in brackets after a number
-/// is not a factor.
+/// is not a factor. Hyphenated numbers have no value.
 fn calculation(written: &str) -> Answer {
     static REMARK: LazyLock<Option<Regex>> = LazyLock::new(|| Regex::new(r"[0-9)][ \t]+\(").ok());
+    if is_hyphenated(written) {
+        return unknown(written);
+    }
     let remark = REMARK.as_ref().and_then(|remark| remark.find(written));
     let written = remark.map_or(written, |remark| &written[..=remark.start()]);
     formula(&written.replace('x', "*"))

@@ -32,9 +32,6 @@ pub(super) fn other_format(path: &Path, bytes: &[u8]) -> Option<String> {
     } else if bytes.starts_with(&[0xff, 0xfe]) || bytes.starts_with(&[0xfe, 0xff]) {
         let convert = format!("iconv -f UTF-16 -t UTF-8 {file} > {to}");
         ("a file in UTF-16", convert)
-    } else if separator(path).is_none() && looks_separated(bytes) {
-        let named = "a CSV file, must have a name that ends in .csv, or in .tsv with tabs";
-        return Some(named.to_owned());
     } else {
         return None;
     };
@@ -57,15 +54,9 @@ pub(super) fn separator(path: &Path) -> Option<u8> {
 }
 
 /// Returns whether this is text that is not JSON and has commas or tabs in its first line.
-fn looks_separated(bytes: &[u8]) -> bool {
-    let mut text = bytes.trim_ascii_start();
-    while let Some(rest) = text.strip_prefix("\u{feff}".as_bytes()) {
-        text = rest.trim_ascii_start();
-    }
-    if text.is_empty() || text.starts_with(b"{") || text.starts_with(b"[") {
-        return false;
-    }
-    let header = text.split(|&byte| byte == b'\n').next().unwrap_or(text);
-    let is_text = str::from_utf8(text).is_ok() && !text.contains(&0);
-    is_text && header.iter().any(|byte| matches!(byte, b',' | b'\t'))
+pub(super) fn looks_separated(text: &str) -> bool {
+    let text = text.trim_start();
+    let is_text = !text.starts_with(['{', '[']) && !text.contains('\0');
+    let header = text.lines().next().unwrap_or(text);
+    is_text && header.contains([',', '\t'])
 }

@@ -9,7 +9,9 @@ use std::path::Path;
 use std::sync::{Arc, Once};
 
 use anyhow::{Context, Result, anyhow, bail, ensure};
-use parquet::basic::{Compression, ConvertedType, LogicalType, TimeUnit};
+use parquet::basic::{Compression, ConvertedType, LogicalType, TimeUnit, Type as PhysicalType};
+use parquet::column::reader::{ColumnReader, ColumnReaderImpl};
+use parquet::data_type::{Int96, Int96Type};
 use parquet::errors::ParquetError;
 use parquet::file::metadata::RowGroupMetaData;
 use parquet::file::reader::{FileReader, RowGroupReader, SerializedFileReader};
@@ -28,8 +30,12 @@ const ROW_BYTES: u64 = 700;
 /// Approximate memory for a value without its text.
 const VALUE_BYTES: u64 = 64;
 
-/// Memory that a file's rows may still take. A small file can stand for any number of rows, and for
-/// text of any length.
+/// The Julian number of the first day of 1970.
+const JULIAN_DAY_OF_1970: i64 = 2_440_588;
+const BILLION: i64 = 1_000_000_000;
+
+/// The memory that the rows of a file may still take. A small file can stand for any number of
+/// rows and for texts of any length.
 struct Allowance {
     bytes: u64,
     limit: u64,
@@ -183,24 +189,116 @@ impl Part<'_> {
             .with_fields(vec![Arc::clone(column)])
             .build()
             .map_err(damaged)?;
+        let mut add = |name: String, value: Value| {
+            if *read == rows.len() {
+                self.allowance.take(ROW_BYTES)?;
+                rows.push(Map::new());
+            }
+            self.allowance.take(name.len() as u64 + size(&value))?;
+            rows[*read].insert(name, value);
+            *read += 1;
+            anyhow::Ok(())
+        };
+        if let Some(number) = old_timestamps(group.metadata(), column.name())? {
+            let mut values = OldTimestamps::new(group, number)?;
+            let mut left = self.limit;
+            while left > 0
+                && let Some(part) = values.next(left)?
+            {
+                left -= part.len();
+                for value in part {
+                    add(column.name().to_owned(), value)?;
+                }
+            }
+            return Ok(());
+        }
         let found = group.get_row_iter(Some(only)).map_err(damaged)?;
         for found in found.take(self.limit) {
             for (name, field) in found.map_err(damaged)?.into_columns() {
-                let value = json(&field, Some(column))?;
-                if *read == rows.len() {
-                    self.allowance.take(ROW_BYTES)?;
-                    rows.push(Map::new());
-                }
-                self.allowance.take(name.len() as u64 + size(&value))?;
-                rows[*read].insert(name, value);
+                add(name, json(&field, Some(column))?)?;
             }
-            *read += 1;
         }
         Ok(())
     }
 }
 
-/// Checks a row group's sizes and codecs before it is read.
+/// The number of a column with timestamps of 96 bits, as older programs write them.
+///
+/// # Errors
+///
+/// If they are in a list, a struct or a map.
+fn old_timestamps(group: &RowGroupMetaData, name: &str) -> Result<Option<usize>> {
+    for (number, column) in group.columns().iter().enumerate() {
+        let path = column.column_path().parts();
+        if column.column_type() == PhysicalType::INT96 && path[0] == name {
+            ensure!(
+                path.len() == 1 && column.column_descr().max_rep_level() == 0,
+                "{}: INT96 timestamps inside a list, a struct or a map, must be of INT64; pyarrow writes those without use_deprecated_int96_timestamps",
+                column.column_path()
+            );
+            return Ok(Some(number));
+        }
+    }
+    Ok(None)
+}
+
+/// Reads timestamps of 96 bits, which the reader of rows cuts to milliseconds.
+struct OldTimestamps {
+    reader: ColumnReaderImpl<Int96Type>,
+    levels: Vec<i16>,
+    values: Vec<Int96>,
+}
+
+impl OldTimestamps {
+    fn new(group: &dyn RowGroupReader, number: usize) -> Result<Self> {
+        let reader = group.get_column_reader(number).map_err(damaged)?;
+        let ColumnReader::Int96ColumnReader(reader) = reader else {
+            bail!("the file is damaged: the column has another type");
+        };
+        Ok(Self {
+            reader,
+            levels: Vec::new(),
+            values: Vec::new(),
+        })
+    }
+
+    /// Returns the next values, at most `most`, or none at the end.
+    fn next(&mut self, most: usize) -> Result<Option<Vec<Value>>> {
+        self.levels.clear();
+        self.values.clear();
+        let read = self.reader.read_records(
+            most.min(1024),
+            Some(&mut self.levels),
+            None,
+            &mut self.values,
+        );
+        let (records, _, _) = read.map_err(damaged)?;
+        let mut values = self.values.iter();
+        // A column that is never null has no levels.
+        let mut present = self.levels.iter().map(|level| *level > 0);
+        let next = |_| match present.next().unwrap_or(true) {
+            true => values
+                .next()
+                .map_or(Value::Null, |time| old_timestamp(time).into()),
+            false => Value::Null,
+        };
+        Ok((records > 0).then(|| (0..records).map(next).collect()))
+    }
+}
+
+/// A timestamp of 96 bits as a text: the nanoseconds of a day, and its Julian number. It has no
+/// zone.
+fn old_timestamp(time: &Int96) -> String {
+    let [low, high, day] = *time.data() else {
+        return String::new();
+    };
+    let nanoseconds = i64::from(low) | i64::from(high) << 32;
+    let days = i64::from(day.cast_signed()) - JULIAN_DAY_OF_1970;
+    let seconds = days * 86400 + nanoseconds.div_euclid(BILLION);
+    without_zone(nanosecond_text(seconds, nanoseconds.rem_euclid(BILLION)))
+}
+
+/// Checks the sizes and codecs of a group before it is read.
 fn check_group(group: &RowGroupMetaData) -> Result<()> {
     for column in group.columns() {
         let codec = column.compression();
@@ -248,12 +346,10 @@ fn json(field: &Field, kind: Option<&TypePtr>) -> Result<Value> {
         Field::Float(x) => number(shortest(*x)),
         Field::Double(x) => number(*x),
         Field::Str(text) => text.as_str().into(),
+        Field::Bytes(bytes) if logical == Some(&LogicalType::Uuid) => uuid(bytes.data()).into(),
         Field::Bytes(bytes) => match str::from_utf8(bytes.data()) {
             Ok(text) => text.into(),
-            Err(_) => {
-                let digits = bytes.data().iter().map(|byte| format!("{byte:02x}"));
-                digits.collect::<String>().into()
-            }
+            Err(_) => hexadecimal(bytes.data()).into(),
         },
         Field::Decimal(_) | Field::Date(_) | Field::TimeMillis(_) | Field::TimeMicros(_) => {
             field.to_string().into()
@@ -302,36 +398,50 @@ fn shortest_half(x: f64) -> f64 {
 
 /// Formats a time in nanoseconds, which the reader returns as an integer.
 fn nanoseconds(x: i64, logical: Option<&LogicalType>) -> Option<String> {
-    let rest = |unit: i64| x.rem_euclid(unit);
     match logical? {
         LogicalType::Timestamp(time) if time.unit == TimeUnit::NANOS => {
-            let seconds = x.div_euclid(1_000_000_000);
-            let text = Field::TimestampMillis(seconds * 1000).to_string();
-            let (time, zone) = text.split_once(".000")?;
-            Some(zoned(
-                format!("{time}.{:09}{zone}", rest(1_000_000_000)),
-                logical,
-            ))
+            let text = nanosecond_text(x.div_euclid(BILLION), x.rem_euclid(BILLION));
+            Some(zoned(text, logical))
         }
         LogicalType::Time(time) if time.unit == TimeUnit::NANOS => {
             let text = Field::TimeMicros(x.div_euclid(1000)).to_string();
-            Some(format!("{text}{:03}", rest(1000)))
+            Some(format!("{text}{:03}", x.rem_euclid(1000)))
         }
         _ => None,
     }
 }
 
-/// A timestamp without its zone, unless the file stores it in UTC.
+/// A timestamp of seconds since 1970 and nanoseconds, in UTC.
+fn nanosecond_text(seconds: i64, nanoseconds: i64) -> String {
+    let text = Field::TimestampMillis(seconds * 1000).to_string();
+    text.replacen(".000", &format!(".{nanoseconds:09}"), 1)
+}
+
+/// A timestamp without the zone, unless the file has it in UTC.
 fn zoned(text: String, logical: Option<&LogicalType>) -> String {
     match logical {
-        Some(LogicalType::Timestamp(time)) if !time.is_adjusted_to_u_t_c => {
-            text.trim_end_matches(" +00:00").to_owned()
-        }
+        Some(LogicalType::Timestamp(time)) if !time.is_adjusted_to_u_t_c => without_zone(text),
         _ => text,
     }
 }
 
-/// The types within a type.
+fn without_zone(text: String) -> String {
+    text.trim_end_matches(" +00:00").to_owned()
+}
+
+/// An identifier of 16 bytes in its usual form.
+fn uuid(bytes: &[u8]) -> String {
+    let digits = hexadecimal(bytes);
+    let parts = [0..8, 8..12, 12..16, 16..20, 20..32];
+    let parts = parts.map(|part| digits.get(part).unwrap_or_default());
+    parts.join("-")
+}
+
+fn hexadecimal(bytes: &[u8]) -> String {
+    bytes.iter().map(|byte| format!("{byte:02x}")).collect()
+}
+
+/// The types inside a type.
 fn children(kind: Option<&TypePtr>) -> &[TypePtr] {
     match kind {
         Some(kind) if kind.is_group() => kind.get_fields(),
@@ -459,6 +569,31 @@ mod tests {
             assert_eq!(shortest_half(exact), decimal);
         }
         assert!(shortest_half(f64::NAN).is_nan());
+    }
+
+    #[test]
+    fn a_timestamp_of_96_bits_keeps_its_nanoseconds() {
+        // A year after the nanoseconds since 1970 of 64 bits, and one before them.
+        for (day, nanoseconds, expected) in [
+            (2_440_588, 0_u64, "1970-01-01 00:00:00.000000000"),
+            (
+                2_440_587,
+                86_399_999_999_999,
+                "1969-12-31 23:59:59.999999999",
+            ),
+            (
+                2_460_370,
+                45_045_000_000_007,
+                "2024-02-29 12:30:45.000000007",
+            ),
+            (5_373_484, 1, "9999-12-31 00:00:00.000000001"),
+            (1_721_426, 0, "0001-01-01 00:00:00.000000000"),
+        ] {
+            let parts = [nanoseconds as u32, (nanoseconds >> 32) as u32, day];
+            let mut time = Int96::new();
+            time.set_data(parts[0], parts[1], parts[2]);
+            assert_eq!(old_timestamp(&time), expected);
+        }
     }
 
     #[test]

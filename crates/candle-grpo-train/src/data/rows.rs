@@ -11,7 +11,7 @@ use candle_grpo_base::json;
 use candle_grpo_base::large_integers::quoted;
 use serde_json::Value;
 
-use super::other_formats::{PARQUET, other_format, separator};
+use super::other_formats::{PARQUET, looks_separated, other_format, separator};
 use super::unique_keys::UniqueKeys;
 
 /// A data row and its location.
@@ -95,16 +95,18 @@ pub fn read_first_rows(path: &Path, limit: usize) -> Result<Vec<Row>> {
     Ok(rows)
 }
 
-/// Removes byte order marks before the first character. Lines do not change.
+/// Returns a text without the byte order marks before the first character of each line: files may
+/// have been joined.
 fn without_marks(text: &str) -> Cow<'_, str> {
     const MARK: char = '\u{feff}';
-    let text = text.trim_start_matches(MARK);
-    let first = text.trim_start_matches(|c: char| c == MARK || c.is_whitespace());
-    let head = &text[..text.len() - first.len()];
-    match head.contains(MARK) {
-        true => Cow::Owned(head.replace(MARK, "") + first),
-        false => Cow::Borrowed(text),
+    if !text.contains(MARK) {
+        return Cow::Borrowed(text);
     }
+    let lines = text.split_inclusive('\n').map(|line| {
+        let rest = line.trim_start_matches(|c: char| c == MARK || c.is_whitespace());
+        line[..line.len() - rest.len()].replace(MARK, "") + rest
+    });
+    Cow::Owned(lines.collect())
 }
 
 /// Reads JSON or CSV.
@@ -119,6 +121,10 @@ fn text_rows(file: &Arc<Path>, bytes: &[u8], limit: usize) -> Result<Vec<Row>> {
     })?;
     let text = without_marks(text);
     let text = &*text;
+    ensure!(
+        separator(file).is_some() || !looks_separated(text),
+        "{path}: a CSV file, must have a name that ends in .csv, or in .tsv with tabs"
+    );
     let json = quoted(text);
     match (text.trim_start().chars().next(), separator(file)) {
         (Some('['), _) => array(file, &json, limit),

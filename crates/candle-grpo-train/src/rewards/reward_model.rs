@@ -277,4 +277,11 @@ impl RewardFunction for RewardModel {
     fn set_progress(&mut self, progress: Arc<dyn Progress>) {
         self.progress = progress;
     }
+
+    fn set_clock(&mut self, now: &str) -> Result<()> {
+        if let Some(template) = &self.chat_template {
+            self.chat_template = Some(template.clone().with_clock_at(now)?);
+        }
+        Ok(())
+    }
 }

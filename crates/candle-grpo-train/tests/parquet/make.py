@@ -7,6 +7,7 @@ import datetime
 import decimal
 import json
 import pathlib
+import uuid
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -126,6 +127,32 @@ def times():
     (HERE / "times.jsonl").write_text("".join(lines))
 
 
+def old_times():
+    """Timestamps of 96 bits, as Spark and older versions of pandas write them, and identifiers of 16 bytes."""
+    ns = pa.array([SECONDS * 10**9 + 7, None, -1], pa.timestamp("ns"))
+    # The first is valid UTF-8.
+    identifiers = [uuid.UUID(bytes=b"0123456789abcdef"), None, uuid.UUID(int=2**128 - 1)]
+    columns = {
+        "time": ns,
+        "never_null": pa.array([SECONDS * 10**6, 0, 1], pa.timestamp("us")),
+        "id": pa.array([x and x.bytes for x in identifiers], pa.uuid()),
+        "n": pa.array([1, 2, 3]),
+    }
+    schema = pa.schema([pa.field(name, x.type, name != "never_null") for name, x in columns.items()])
+    table = pa.Table.from_arrays(list(columns.values()), schema=schema)
+    pq.write_table(table, HERE / "old-times-snappy.parquet", use_deprecated_int96_timestamps=True)
+    texts = [TIMES["naive_ns"][2][0], None, TIMES["naive_ns"][2][1]]
+    never_null = ["2024-02-29 12:30:45.000000000", "1970-01-01 00:00:00.000000000", "1970-01-01 00:00:00.000001000"]
+    lines = [
+        json.dumps({"time": time, "never_null": other, "id": x and str(x), "n": n}) + "\n"
+        for time, other, x, n in zip(texts, never_null, identifiers, [1, 2, 3])
+    ]
+    (HERE / "old-times.jsonl").write_text("".join(lines))
+    # Rows inside others are not read.
+    nested = pa.table({"n": [1, 2], "times": pa.ListArray.from_arrays(pa.array([0, 2, 3], pa.int32()), ns)})
+    pq.write_table(nested, HERE / "old-times-nested.parquet", use_deprecated_int96_timestamps=True)
+
+
 write("verl", "zstd", verl(), compression="zstd", row_group_size=2)
 write("verl", "uncompressed", verl(), compression="none", use_dictionary=False)
 write("types", "snappy", types(), compression="snappy")
@@ -138,5 +165,6 @@ DELTA = {
 }
 write("many", "zstd-delta", many(), compression="zstd", use_dictionary=False, column_encoding=DELTA)
 times()
+old_times()
 # A codec that is not read.
 pq.write_table(verl(), HERE / "brotli.parquet", compression="brotli")

@@ -370,6 +370,18 @@ fn json_with_a_byte_order_mark_is_read(#[case] contents: &str) {
     );
 }
 
+#[rstest]
+#[case("{\"a\": 1}\n\u{feff}{\"a\": 2}\n \u{feff}\r\n\u{feff}{\"a\": \"\u{feff}3\"}")]
+#[case("\u{feff}[{\"a\": 1},\n\u{feff}{\"a\": 2},\n{\"a\":\u{20}\"\u{feff}3\"}\n\u{feff}]")]
+fn files_of_json_that_are_joined_with_their_byte_order_marks_are_read(#[case] contents: &str) {
+    let (_folder, path) = file(contents);
+    let rows: Vec<serde_json::Value> = (read_rows(&path).unwrap().into_iter())
+        .map(|row| row.columns)
+        .collect();
+    // A mark in a text is a part of it.
+    assert_eq!(json!(rows), json!([{"a": 1}, {"a": 2}, {"a": "\u{feff}3"}]));
+}
+
 #[test]
 fn bytes_that_are_no_text_are_not_called_csv() {
     let (_folder, path) = file(b"\x00\x9c,\xff\t,\n");

@@ -327,6 +327,36 @@ fn a_run_that_is_canceled_stops_between_passes() {
     assert!(error.is::<Interrupted>(), "{error}");
 }
 
+#[test]
+fn the_template_prints_the_time_that_is_set_also_in_rewards_of_rewards() {
+    let template = format!("{{{{ strftime_now('%A') | lower }}}}{TEMPLATE}");
+    let folder = folder(1, Some(&template));
+    let kind = json!({"kind": "reward_model", "path": folder.path()});
+    let inside = json!({"kind": "ensemble", "judges": [kind], "combine": "mean"});
+    let rewards: Vec<RewardConfig> = [kind, inside]
+        .map(|reward| serde_json::from_value(reward).unwrap())
+        .into();
+    let mut reward = RewardConfig::build(&rewards, device()).unwrap();
+    let asked = [json!({"role": "user", "content": "a"})];
+    let sample = sample("a", &asked, "b");
+    for (now, day) in [
+        ("2025-03-05T14:07:09", "wednesday"),
+        ("2025-03-06T00:00:00", "thursday"),
+    ] {
+        reward.set_clock(now).unwrap();
+        let text = format!("{day}<user>a!<assistant>b!");
+        let expected = expected(folder.path(), &text)[0];
+        let scores = reward.components(std::slice::from_ref(&sample)).unwrap();
+        assert_eq!(scores.len(), 2);
+        for scores in scores {
+            let score = scores.iter_scores().next().unwrap();
+            assert_near(score.value().unwrap(), expected);
+        }
+    }
+    let error = reward.set_clock("now").unwrap_err().to_string();
+    assert!(error.starts_with("now: \"now\""), "{error}");
+}
+
 /// The library transformers ignores them too, unless it is asked to truncate.
 #[test]
 fn truncation_and_padding_of_the_tokenizer_file_have_no_effect() {

@@ -16,7 +16,8 @@ use candle_grpo::train::learn::Ranks;
 use candle_grpo::train::model::Chat;
 use candle_grpo::train::sft::SftDataset;
 use candle_grpo::train::{
-    ComputeDType, Dataset, Pretrained, RewardConfig, Sampler, SamplingConfig, WeightedRewards,
+    ComputeDType, Dataset, Pretrained, RewardConfig, RewardFunction, Sampler, SamplingConfig,
+    WeightedRewards,
 };
 use candle_grpo_collective::{connect, launch};
 use serde_json::{Map, Value};
@@ -156,8 +157,14 @@ pub(super) fn rewards(run: &RunConfig) -> Result<WeightedRewards, Exit> {
     if run.rewards.is_empty() {
         return Ok(WeightedRewards::new());
     }
-    let built = device().and_then(|device| RewardConfig::build(&run.rewards, &device));
-    built.map_err(|error| Exit::Config(format!("{error:#}")))
+    let built = || -> anyhow::Result<WeightedRewards> {
+        let mut rewards = RewardConfig::build(&run.rewards, &device()?)?;
+        if let Some(clock) = &run.model.clock {
+            rewards.set_clock(clock)?;
+        }
+        Ok(rewards)
+    };
+    built().map_err(|error| Exit::Config(format!("{error:#}")))
 }
 
 /// Loads the model that a run trains.

@@ -5,6 +5,7 @@ use std::path::Path;
 
 use serde_json::{Value, json};
 
+use crate::models::write_reward_model;
 use crate::support::{CONFIG, folder, grpo, lines, said, succeeds, without, write_model};
 
 /// A configuration whose model has the chat template `t.jinja`, for rows of messages.
@@ -67,6 +68,41 @@ fn a_resumed_run_prints_the_time_of_its_first_start() {
     assert_eq!(first.len(), 1, "{first:?}");
     succeeds(path, &["train", "run.yaml", "--replace"]);
     let second = times(prompts(path));
+    assert!(second.len() == 1 && second != first, "{first:?} {second:?}");
+}
+
+/// Its texts are those of one moment too.
+#[test]
+fn a_reward_model_of_a_resumed_run_reads_the_time_of_the_first_start() {
+    let of_model = "rewards: [{kind: reward_model, path: scorer}]\nrun_dir";
+    let config = |steps| without(&config(steps), "rewards").replacen("run_dir", of_model, 1);
+    let folder = folder(&config(1));
+    let path = folder.path();
+    let rows = ["ab", "cd", "ea", "bc", "de"].map(|text| json!({"messages": asking(text)}));
+    write(path, "abcde", "{{ messages[0].content }}", &rows);
+    write_reward_model(&path.join("scorer"), "0123456789");
+    let template = json!({"chat_template": "{{ strftime_now('%f%S') }}"});
+    fs::write(
+        path.join("scorer/tokenizer_config.json"),
+        template.to_string(),
+    )
+    .unwrap();
+    succeeds(path, &["train", "run.yaml"]);
+    fs::write(path.join("run.yaml"), config(4)).unwrap();
+    succeeds(path, &["train", "run.yaml", "--resume"]);
+    let scores = || -> Vec<String> {
+        let rollouts = lines(&path.join("run/rollouts.jsonl"));
+        let mut scores: Vec<String> = rollouts
+            .iter()
+            .map(|line| line["reward"].to_string())
+            .collect();
+        scores.dedup();
+        scores
+    };
+    let first = scores();
+    assert_eq!(first.len(), 1, "{first:?}");
+    succeeds(path, &["train", "run.yaml", "--replace"]);
+    let second = scores();
     assert!(second.len() == 1 && second != first, "{first:?} {second:?}");
 }
 

@@ -85,11 +85,23 @@ fn programs_do_not_inherit_keys() {
     let server = server();
     let variable = "GRPO_TEST_KEY_OF_A_JUDGE";
     let judge = with_judge(&server, json!({"api_key_env": variable}));
-    let script = "env > environment; while read -r line; do echo 0; done";
-    let program = json!({"kind": "program", "name": "p", "command": ["sh", "-c", script]});
+    let of = |name: &str, answer: &str| {
+        let script = format!("env > {name}; while read -r line; do echo '{answer}'; done");
+        json!({"command": ["sh", "-c", script]})
+    };
+    let mut program = of("of_reward", "0");
+    program["kind"] = json!("program");
+    program["name"] = json!("p");
     // The program comes first, so that it starts before the judge reads its key.
     let (before, after) = judge.split_once("{\"").unwrap();
-    let folder = folder(&format!("{before}{program}, {{\"{after}"));
+    let config = format!("{before}{program}, {{\"{after}");
+    let mut environment = of("of_environment", "not an answer");
+    environment["kind"] = json!("program");
+    // Programs of tools start with the first call, which the policy does not write, and their
+    // limits with the others.
+    let tracker = of("of_tracker", "followed");
+    let config = format!("{config}environment: {environment}\ntrackers: [{tracker}]\n");
+    let folder = folder(&config);
     let mut train = command(folder.path(), &["train", "run.yaml"]);
     train
         .env(variable, "sk-of-the-test")
@@ -97,13 +109,19 @@ fn programs_do_not_inherit_keys() {
     train.env("HUGGING_FACE_HUB_TOKEN", "hf_of_the_test");
     train.env("GRPO_TEST_OTHER", "other");
     let output = train.output().unwrap();
-    assert_eq!(output.status.code(), Some(0), "{}", said(&output));
-    let environment = fs::read_to_string(folder.path().join("environment")).unwrap();
-    assert!(
-        environment.contains("GRPO_TEST_OTHER=other"),
-        "{environment}"
-    );
-    assert!(!environment.contains("of_the_test") && !environment.contains("of-the-test"));
+    // The environment does not answer.
+    assert_eq!(output.status.code(), Some(1), "{}", said(&output));
+    for name in ["of_reward", "of_environment", "of_tracker"] {
+        let environment = fs::read_to_string(folder.path().join(name)).unwrap();
+        assert!(
+            environment.contains("GRPO_TEST_OTHER=other"),
+            "{name}: {environment}"
+        );
+        assert!(
+            !environment.contains("of_the_test") && !environment.contains("of-the-test"),
+            "{name}"
+        );
+    }
 }
 
 #[test]

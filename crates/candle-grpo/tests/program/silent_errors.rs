@@ -257,3 +257,37 @@ fn a_stop_token_that_the_model_lacks_is_an_error(#[case] more: &str, #[case] key
         }
     }
 }
+
+/// Ctrl-Z and `fg`: the answer is there when the program continues, and its time is over.
+#[cfg(target_os = "linux")]
+#[test]
+fn time_in_which_the_program_is_stopped_does_not_count_for_rewards() {
+    // The first request stops the program, and the answer comes later than its time.
+    let script = "
+import os, signal, sys, time
+stops = True
+for line in sys.stdin:
+    if stops:
+        os.kill(os.getppid(), signal.SIGSTOP)
+        time.sleep(5)
+    print(1, flush=True)
+    if stops:
+        os.kill(os.getppid(), signal.SIGCONT)
+        stops = False
+";
+    let folder = with_program(script);
+    let config = fs::read_to_string(folder.path().join("run.yaml")).unwrap();
+    let config = without(&config, "evaluation")
+        .replace("time_limit_seconds: 600", "time_limit_seconds: 3")
+        .replace(
+            "reward.py]",
+            "reward.py], start_limit_seconds: 0, workers: 1",
+        )
+        .replace("max_steps: 12", "max_steps: 1");
+    fs::write(folder.path().join("run.yaml"), config).unwrap();
+    let output = grpo(folder.path(), &["train", "run.yaml"]);
+    assert_eq!(output.status.code(), Some(0), "{}", said(&output));
+    let metrics = lines(&folder.path().join("run/metrics.jsonl"));
+    assert_eq!(metrics[0]["reward_mean"], 1., "{}", metrics[0]);
+    assert!(!said(&output).contains("time"), "{}", said(&output));
+}

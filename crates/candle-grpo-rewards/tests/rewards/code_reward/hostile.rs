@@ -432,6 +432,74 @@ fn a_program_has_no_rights_and_no_secrets() {
     );
 }
 
+/// A program that collects what it can read of the processes above it, as `found`, and a test that
+/// this is nothing. Any program sees the command lines, which have no part of the test.
+pub(super) fn reads_of_parents() -> (String, String) {
+    let program = format!(
+        "
+import ctypes, os
+kernel = ctypes.CDLL(None).syscall
+here = ctypes.create_string_buffer(8)
+class Part(ctypes.Structure):
+    _fields_ = [('start', ctypes.c_void_p), ('size', ctypes.c_size_t)]
+mine = Part(ctypes.addressof(here), 8)
+def of(process, name):
+    with open('/proc/%d/%s' % (process, name)) as file:
+        return file.read()
+def attempts(process):
+    place = '/proc/%d/' % process
+    for name in ['environ', 'maps', 'smaps', 'auxv', 'numa_maps', 'syscall', 'io']:
+        yield name, lambda: of(process, name)
+    yield 'mem', lambda: os.close(os.open(place + 'mem', os.O_RDONLY))
+    for name in ['fdinfo', 'map_files']:
+        yield name, lambda: os.listdir(place + name)
+    # The numbers of open files may be seen, but not the files.
+    for number in range(64):
+        yield 'fd', lambda: os.close(os.open(place + 'fd/%d' % number, os.O_RDONLY))
+    for name in ['fd/0', 'exe', 'cwd', 'root']:
+        yield name, lambda: os.readlink(place + name)
+    def copy():
+        # A null pointer would be another error than a missing permission.
+        theirs = Part(ctypes.addressof(here), 8)
+        if kernel({read}, process, ctypes.byref(mine), 1, ctypes.byref(theirs), 1, 0) < 0:
+            raise OSError
+    yield 'process_vm_readv', copy
+    def attach():
+        if kernel({trace}, 0x4206, process, None, None) < 0:
+            raise OSError
+    yield 'ptrace', attach
+found, lines, process = [], '', os.getppid()
+while process > 0:
+    for name, attempt in attempts(process):
+        try:
+            attempt()
+            found.append((process, name))
+        except OSError:
+            pass
+    lines += of(process, 'cmdline')
+    process = int(of(process, 'status').split('PPid:')[1].split()[0])
+",
+        read = libc::SYS_process_vm_readv,
+        trace = libc::SYS_ptrace,
+    );
+    let test = "assert found == [], found\nassert lines and 'not in lines' not in lines";
+    (program, test.to_owned())
+}
+
+#[test]
+fn a_program_reads_nothing_of_its_parents() {
+    let Some(reward) = small(NEVER, json!({})) else {
+        return;
+    };
+    let (program, test) = reads_of_parents();
+    passes(&reward, &program, &test);
+    let pair = json!([{"output": "[]"}]);
+    assert_eq!(
+        score(&reward, &format!("{program}\nprint(found)"), pair),
+        1.
+    );
+}
+
 #[test]
 fn output_that_is_not_utf8_is_wrong() {
     let Some(reward) = small(NEVER, json!({})) else {
@@ -565,6 +633,44 @@ fn a_program_cannot_make_user_namespaces() {
         &reward,
         "import os\nuser = os.getuid()\nrights = open('/proc/self/status').read()",
         "assert user in (0, 65534) and 'CapEff:\\t0000000000000000' in rights",
+    );
+}
+
+/// Namespaces of its own would give a program another file system of any size.
+#[test]
+fn a_program_that_mounts_in_its_own_namespaces_has_no_more_disk() {
+    let Some(reward) = small(NEVER, json!({})) else {
+        return;
+    };
+    // Each step may fail. The files that it may make have 8 MiB together.
+    let program = "
+import ctypes, os
+kernel = ctypes.CDLL(None)
+user, group = os.getuid(), os.getgid()
+mounts = []
+for flags in [0x10020000, 0x20000, 0x10000000]:
+    kernel.unshare(flags)
+for file, text in [('setgroups', 'deny'), ('uid_map', f'0 {user} 1'), ('gid_map', f'0 {group} 1')]:
+    try:
+        open('/proc/self/' + file, 'w').write(text)
+    except OSError:
+        pass
+for place in [b'/tmp', b'/work', b'/dev/shm']:
+    mounts.append(kernel.mount(b'none', place, b'tmpfs', 0, b'size=1g'))
+written = 0
+for place in ['/tmp', '/work', '/dev/shm']:
+    try:
+        for i in range(8):
+            with open(f'{place}/{i}', 'wb', buffering=0) as file:
+                while file.tell() < 4 << 20:
+                    written += file.write(bytes(1 << 18))
+    except OSError:
+        pass
+";
+    passes(
+        &reward,
+        program,
+        "assert all(mounts), mounts\nassert written <= 8 << 20, written",
     );
 }
 

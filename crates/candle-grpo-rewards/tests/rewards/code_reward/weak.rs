@@ -5,7 +5,7 @@ use std::process::{Command, Stdio};
 use candle_grpo_test_support::is_long;
 use serde_json::json;
 
-use super::hostile::kernel_calls_are_refused;
+use super::hostile::{kernel_calls_are_refused, reads_of_parents};
 use super::{NEVER, is_isolated, score, with_options};
 
 const PART: &str = "CANDLE_GRPO_TEST_CODE";
@@ -78,6 +78,8 @@ fn limits_hold_for_users_without_rights() {
         "hostile::nothing_outlives",
         "hostile::a_program_has_no_rights",
         "hostile::a_program_has_no_io_uring",
+        "hostile::a_program_reads_nothing",
+        "hostile::a_program_that_mounts",
     ];
     let all = ["code_reward::hostile"];
     let tests = if is_long() { &all[..] } else { &few };
@@ -92,6 +94,16 @@ const WITHOUT_NAMESPACES: [&str; 6] = [
     "sh",
     "-c",
     "echo 0 > /proc/sys/user/max_user_namespaces && exec setpriv --bounding-set=-all --inh-caps=-all --no-new-privs \"$0\" \"$@\"",
+];
+
+/// The same, with the other rights of root, such as those over all processes.
+const ROOT_WITHOUT_NAMESPACES: [&str; 6] = [
+    "unshare",
+    "--user",
+    "--map-root-user",
+    "sh",
+    "-c",
+    "echo 0 > /proc/sys/user/max_user_namespaces && exec setpriv --bounding-set=-sys_admin --no-new-privs \"$0\" \"$@\"",
 ];
 
 /// In it the number of namespaces cannot be set.
@@ -121,6 +133,38 @@ fn programs_that_can_make_namespaces_are_not_isolated() {
     let strict = with_options(json!({"require_isolation": true}));
     let error = format!("{:#}", strict.err().unwrap());
     assert!(error.starts_with("require_isolation: true"), "{error}");
+}
+
+#[test]
+fn without_namespaces_a_program_reads_nothing_of_its_parents() {
+    if std::env::var_os(PART).is_none() {
+        let name = "code_reward::weak::without_namespaces_a_program_reads_nothing_of_its_parents";
+        for launcher in [WITHOUT_NAMESPACES, ROOT_WITHOUT_NAMESPACES] {
+            assert_ne!(again(&launcher, &[name], "parents"), Some(false));
+        }
+        return;
+    }
+    if std::env::var(PART).unwrap() != "parents" {
+        return;
+    }
+    let reward = with_options(json!({})).unwrap();
+    let lacks = reward.missing_isolation().unwrap();
+    assert!(lacks.contains("namespaces do not work here"), "{lacks}");
+    let (program, test) = reads_of_parents();
+    let found = format!("{program}\nprint(found == [])");
+    // A kernel without Landlock is named.
+    let expected = match lacks.contains("the environment and the memory of this process") {
+        true => 0.,
+        false => 1.,
+    };
+    assert_eq!(score(&reward, &program, json!(test)), expected);
+    let pair = json!([{"output": "True"}]);
+    assert_eq!(score(&reward, &found, pair), expected);
+    let moves = "import os\nos.mkdir('x')\nopen('y', 'w').close()\nos.rename('y', 'x/y')";
+    assert_eq!(
+        score(&reward, moves, json!("assert os.listdir('x') == ['y']")),
+        1.
+    );
 }
 
 #[test]

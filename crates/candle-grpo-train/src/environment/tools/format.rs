@@ -3,6 +3,7 @@
 use anyhow::Result;
 use candle_grpo_base::large_integers::parsed;
 use candle_grpo_core::validate::check;
+use serde::de::IgnoredAny;
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 
@@ -100,30 +101,31 @@ fn hermes(turn: &str) -> Vec<Result<ToolCall, String>> {
     let mut calls = Vec::new();
     let mut rest = turn;
     while let Some((_, inside)) = rest.split_once(OPEN) {
-        let mut values = serde_json::Deserializer::from_str(inside).into_iter::<Value>();
-        let value = values.next();
-        let behind = inside[values.byte_offset()..].trim_start();
-        let ends = behind.is_empty() || behind.starts_with(OPEN) || behind.starts_with(CLOSE);
-        if let Some(Ok(value)) = value
-            && ends
-        {
-            let written = &inside[..values.byte_offset()];
-            calls.push(from_value(parsed(written).unwrap_or(value)));
-            rest = behind;
-        } else {
-            // The reason is in the text before the next mark.
+        let end = end_of_value(inside).filter(|end| {
+            let behind = inside[*end..].trim_start();
+            behind.is_empty() || behind.starts_with(OPEN) || behind.starts_with(CLOSE)
+        });
+        // Otherwise the reason is in what stands before the next mark.
+        let end = end.unwrap_or_else(|| {
             let end = inside.find(OPEN).unwrap_or(inside.len());
-            let end = inside[..end].find(CLOSE).unwrap_or(end);
-            let read = parsed(inside[..end].trim());
-            calls.push(read.map_or_else(|error| Err(not_json(&error)), from_value));
-            rest = &inside[end..];
-        }
+            inside[..end].find(CLOSE).unwrap_or(end)
+        });
+        calls.push(call(inside[..end].trim()));
+        rest = &inside[end..];
     }
     calls
 }
 
-fn not_json(error: &serde_json::Error) -> String {
-    format!("the call is not JSON: {error}")
+/// The position after the JSON value that a text begins with.
+fn end_of_value(text: &str) -> Option<usize> {
+    let mut values = serde_json::Deserializer::from_str(text).into_iter::<IgnoredAny>();
+    values.next()?.ok()?;
+    Some(values.byte_offset())
+}
+
+/// A call from its text.
+fn call(text: &str) -> Result<ToolCall, String> {
+    from_value(parsed(text).map_err(|error| format!("the call is not JSON: {error}"))?)
 }
 
 /// Reads a call from its JSON.
@@ -158,19 +160,8 @@ fn llama(turn: &str) -> Vec<Result<ToolCall, String>> {
     let mut calls = Vec::new();
     let mut rest = text;
     while !rest.is_empty() {
-        let mut values = serde_json::Deserializer::from_str(rest).into_iter::<Value>();
-        match values.next() {
-            Some(Ok(value)) => {
-                let written = &rest[..values.byte_offset()];
-                calls.push(from_value(parsed(written).unwrap_or(value)));
-            }
-            Some(Err(error)) => {
-                calls.push(Err(not_json(&error)));
-                break;
-            }
-            None => break,
-        }
-        let end = values.byte_offset();
+        let end = end_of_value(rest).unwrap_or(rest.len());
+        calls.push(call(&rest[..end]));
         rest = rest[end..].trim_start_matches(|c: char| c == ';' || c.is_whitespace());
     }
     calls

@@ -1,6 +1,7 @@
 //! Chat templates, which convert messages to a model's text format.
 
 mod chat;
+mod format;
 mod generation;
 mod python;
 mod strings;
@@ -48,9 +49,16 @@ pub(crate) const ANSWER: &str = "AnswerOfTheAssistant7316";
 /// - `{% break %}`, `{% continue %}`, and `{% generation %}` ... `{% endgeneration %}` around the
 ///   assistant's text.
 ///
-/// Values print as in Python. There are three known differences: a loop over `none` is empty, where
-/// Python raises an error; strings have no `%` operator, but you can use the filter `format`; and
-/// `~` writes lists, booleans and large numbers differently.
+/// Values print as in Python. These differences are known:
+///
+/// - A loop over `none` is empty, where Python raises an error.
+/// - Texts have no operator `%`, for which there is the filter `format`.
+/// - Tuples, ranges and the views of dicts print as lists.
+/// - `~` writes texts in lists and dicts with double quotation marks, and numbers from 1e16 and
+///   below 1e-4 without an exponent. `(x|string) ~ y` writes them as in Python.
+/// - `and` and `or` between two literals, such as `[] and 'x'`, give `False` where Python gives the
+///   first.
+/// - Macros have no `varargs` and `kwargs`.
 ///
 /// A template is a program. Endless loops and more than 16 MiB of output are errors. A malicious
 /// template can still exhaust memory or the stack, so only load models that you trust.
@@ -128,12 +136,15 @@ impl ChatTemplate {
         environment.add_filter("trim", python::trim);
         environment.add_filter("capitalize", strings::capitalize_filter);
         environment.add_filter("center", strings::center);
+        environment.add_filter("format", format::printf);
+        environment.add_filter("pprint", python::repr_of);
         environment.add_filter("replace", strings::replace);
         environment.add_filter("round", strings::round);
         environment.add_filter("striptags", strings::strip_tags);
         environment.add_filter("title", strings::title_filter);
         environment.add_filter("urlencode", strings::url_encode);
         environment.add_filter("wordcount", strings::word_count);
+        environment.add_test("number", python::is_number);
         environment.add_test("sequence", python::is_sequence);
         environment.add_test("iterable", python::is_iterable);
         environment.add_function("raise_exception", |message: String| {

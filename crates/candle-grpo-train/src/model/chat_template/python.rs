@@ -16,12 +16,15 @@ pub(super) fn str(value: &Value) -> Result<String, Error> {
     match value.kind() {
         ValueKind::Undefined => Ok(String::new()),
         ValueKind::String => Ok(value.to_string()),
-        _ => {
-            let mut out = String::new();
-            repr(value, 0, &mut out)?;
-            Ok(out)
-        }
+        _ => repr_of(value),
     }
+}
+
+/// Formats like Python's `repr(value)`.
+pub(super) fn repr_of(value: &Value) -> Result<String, Error> {
+    let mut out = String::new();
+    repr(value, 0, &mut out)?;
+    Ok(out)
 }
 
 /// Returns true for values with a length and items, including strings and dicts.
@@ -40,6 +43,11 @@ pub(super) fn is_iterable(value: &Value) -> bool {
     )
 }
 
+/// Returns true for numbers, which include booleans.
+pub(super) fn is_number(value: &Value) -> bool {
+    matches!(value.kind(), ValueKind::Number | ValueKind::Bool)
+}
+
 /// Implements `str(value).strip(characters)`.
 pub(super) fn trim(value: &Value, characters: Option<&str>) -> Result<String, Error> {
     let text = str(value)?;
@@ -49,7 +57,6 @@ pub(super) fn trim(value: &Value, characters: Option<&str>) -> Result<String, Er
     })
 }
 
-/// Formats like Python's `repr(value)`.
 fn repr(value: &Value, depth: usize, out: &mut String) -> Result<(), Error> {
     ensure_printable(depth, out)?;
     match value.kind() {

@@ -10,6 +10,7 @@ use minijinja_contrib::pycompat::unknown_method_callback;
 use regex::{Captures, Regex};
 
 use super::MAX_TEXT;
+use super::format::str_format;
 use super::python::str;
 
 /// Calls a value's method as in Python.
@@ -20,14 +21,10 @@ pub(super) fn method(
     arguments: &[Value],
 ) -> Result<Value, Error> {
     match (value.as_str(), value.kind()) {
-        (Some(text), ValueKind::String) => {
-            match string_method(text, name, &Arguments::new(arguments)?) {
-                Err(error) if error.kind() == ErrorKind::UnknownMethod && name == "format" => {
-                    unknown_method_callback(state, value, name, arguments)
-                }
-                result => result,
-            }
-        }
+        (Some(text), ValueKind::String) => match name {
+            "format" => Ok(Value::from(str_format(text, arguments)?)),
+            _ => string_method(text, name, &Arguments::new(arguments)?),
+        },
         (None, ValueKind::Seq) if name == "index" => {
             let item = Arguments::new(arguments)?.take(["item"])?[0].clone();
             let found = value.try_iter()?.position(|x| Some(x) == item);
@@ -39,7 +36,7 @@ pub(super) fn method(
     }
 }
 
-fn wrong(message: impl Into<String>) -> Error {
+pub(super) fn wrong(message: impl Into<String>) -> Error {
     Error::new(ErrorKind::InvalidOperation, message.into())
 }
 
