@@ -141,9 +141,10 @@ pub(super) fn marked(text: &str) -> Option<Marked<'_>> {
         None => (after.trim(), ""),
     };
     let is_heading = HEADING.as_ref()?.is_match(line);
-    Some(match is_heading && !rest.is_empty() {
-        true => Marked::Section(rest),
-        false => Marked::Line(line),
+    Some(if is_heading && !rest.is_empty() {
+        Marked::Section(rest)
+    } else {
+        Marked::Line(line)
     })
 }
 
@@ -210,9 +211,10 @@ pub(super) fn boxes(text: &str) -> impl Iterator<Item = OpenBox<'_>> {
             _ => return None,
         };
         let rest = after.trim_start();
-        let braced = match rest.is_empty() {
-            true => Some(rest),
-            false => rest.strip_prefix('{'),
+        let braced = if rest.is_empty() {
+            Some(rest)
+        } else {
+            rest.strip_prefix('{')
         };
         if let Some(rest) = braced {
             let bare = None;

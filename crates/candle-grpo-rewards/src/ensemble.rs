@@ -76,9 +76,10 @@ impl RewardFunction for EnsembleReward {
         let combined = combined
             .map(|(sample, number)| {
                 // Without a score, or without one of a positive weight.
-                let score = match number.is_nan() {
-                    true => Score::NONE,
-                    false => number.into(),
+                let score = if number.is_nan() {
+                    Score::NONE
+                } else {
+                    number.into()
                 };
                 let mut failures = scores.iter().filter_map(|scores| scores.failure(sample));
                 failures

@@ -72,9 +72,10 @@ pub struct RegexOptions {
 
 impl RegexOptions {
     fn function(&self) -> Result<RegexReward> {
-        match self.whole {
-            true => RegexReward::whole(&self.pattern),
-            false => RegexReward::search(&self.pattern),
+        if self.whole {
+            RegexReward::whole(&self.pattern)
+        } else {
+            RegexReward::search(&self.pattern)
         }
     }
 }
@@ -188,9 +189,10 @@ pub struct TagsOptions {
 impl TagsOptions {
     fn function(&self) -> Result<TagsReward> {
         let tags = TagsReward::new(self.tags.iter().map(String::as_str))?;
-        Ok(match self.nothing_else {
-            true => tags.nothing_else(),
-            false => tags,
+        Ok(if self.nothing_else {
+            tags.nothing_else()
+        } else {
+            tags
         })
     }
 }

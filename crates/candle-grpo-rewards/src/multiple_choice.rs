@@ -192,9 +192,10 @@ impl Letters {
     fn of(letters: impl IntoIterator<Item = char>) -> Option<Self> {
         let mut letters = letters.into_iter();
         let first = letters.next()?;
-        Some(match letters.all(|letter| letter == first) {
-            true => Self::One(first),
-            false => Self::Several,
+        Some(if letters.all(|letter| letter == first) {
+            Self::One(first)
+        } else {
+            Self::Several
         })
     }
 

@@ -106,9 +106,10 @@ impl NumericReward {
 fn number(place: &AnswerPlace, text: &str) -> Option<FoundNumber> {
     let (place, text) = place.without_thoughts(text)?;
     let numbers = numbers(place.find(text)?);
-    match place.counts_last_number(text) {
-        true => numbers.into_iter().next_back(),
-        false => numbers.into_iter().next(),
+    if place.counts_last_number(text) {
+        numbers.into_iter().next_back()
+    } else {
+        numbers.into_iter().next()
     }
 }
 

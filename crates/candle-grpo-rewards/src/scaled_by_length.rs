@@ -60,9 +60,12 @@ impl RewardFunction for LengthScaledReward {
             let scale = self.scale.of_group(compared.collect());
             for (length, score) in lengths.zip(judged) {
                 let (right, wrong) = (scale(length, true)?, scale(length, false)?);
-                scores.push(score.map(|score| match score >= self.min_score {
-                    true => right,
-                    false => wrong,
+                scores.push(score.map(|score| {
+                    if score >= self.min_score {
+                        right
+                    } else {
+                        wrong
+                    }
                 }));
             }
         }
@@ -98,9 +101,10 @@ impl LengthScale {
             Self::Relative => {
                 let place = (length as f32 - shortest as f32) / (longest - shortest) as f32;
                 let shorter_is_better = 0.5 - place;
-                Ok(match is_right {
-                    true => shorter_is_better,
-                    false => shorter_is_better.min(0.),
+                Ok(if is_right {
+                    shorter_is_better
+                } else {
+                    shorter_is_better.min(0.)
                 })
             }
         }

@@ -83,9 +83,10 @@ impl Scores {
     pub fn iter_scores(&self) -> impl Iterator<Item = Score> {
         let numbers = self.numbers.iter().zip(&self.failures);
         numbers.map(|(&number, &failure)| {
-            let score = match number.is_nan() {
-                true => Score::NONE,
-                false => Score::from(number),
+            let score = if number.is_nan() {
+                Score::NONE
+            } else {
+                Score::from(number)
             };
             match failure {
                 Some(failure) => score.after(failure),

@@ -86,7 +86,6 @@ impl<C: ModelConfig> Sampler<C> {
     /// Sets the function that converts tokens to text, in which the generator searches for stop
     /// strings. Several threads call it with a completion's last tokens.
     #[must_use]
-    #[must_use]
     pub fn with_text_decoder(
         mut self,
         decode: impl Fn(&[u32]) -> Result<String> + Send + Sync + 'static,
@@ -97,7 +96,6 @@ impl<C: ModelConfig> Sampler<C> {
 
     /// Like [`Self::with_text_decoder`], with `tokenizer`. Special tokens are kept, since a stop
     /// string may be or contain one.
-    #[must_use]
     #[must_use]
     pub fn with_tokenizer(self, tokenizer: &Tokenizer) -> Self {
         let tokenizer = tokenizer.clone();
@@ -113,7 +111,6 @@ impl<C: ModelConfig> Sampler<C> {
 
     /// Sets whether to record [`Completion::experts`], for training that replays them.
     #[must_use]
-    #[must_use]
     pub fn with_experts(self, records_experts: bool) -> Self {
         Self {
             records_experts,
@@ -122,7 +119,6 @@ impl<C: ModelConfig> Sampler<C> {
     }
 
     /// Samples multi-turn trajectories with `environments`, in place of single completions.
-    #[must_use]
     #[must_use]
     pub fn with_environments(self, environments: Arc<Environments>) -> Self {
         Self {

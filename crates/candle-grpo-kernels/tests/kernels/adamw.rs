@@ -233,9 +233,12 @@ fn random_rounding_is_that_of_the_composed_twin(#[case] blocks: bool) -> Result<
     for device in devices() {
         for len in [1, 9, 300, 5000, 70_000] {
             let decayed = |twin: fn(&[AdamWTensors], &AdamWStep) -> Result<()>| {
-                let zeros = || match blocks {
-                    true => Var::zeros(moment_blocks(len), DType::U8, device),
-                    false => Var::zeros(len, DType::F32, device),
+                let zeros = || {
+                    if blocks {
+                        Var::zeros(moment_blocks(len), DType::U8, device)
+                    } else {
+                        Var::zeros(len, DType::F32, device)
+                    }
                 };
                 let parameter = noisy(&[len], 3, DType::BF16)?.to_device(device)?;
                 let (parameter, average, square) =

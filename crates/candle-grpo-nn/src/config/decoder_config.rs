@@ -359,7 +359,6 @@ impl DecoderConfig {
     /// [`RopeScaling::LongRope`] it selects the short-row frequencies if the rows fit. Otherwise it
     /// changes nothing.
     #[must_use]
-    #[must_use]
     pub fn for_rows_of(mut self, tokens: usize) -> Self {
         if let RopeScaling::LongRope {
             original_max_position_embeddings: original,

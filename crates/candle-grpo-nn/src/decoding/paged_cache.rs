@@ -131,7 +131,6 @@ impl PagedCache {
     /// Steps that copy from the host, as in models with experts or states, run without a recording.
     /// Other devices ignore this setting.
     #[must_use]
-    #[must_use]
     pub fn with_recorded_steps(mut self) -> Self {
         self.record_steps();
         self

@@ -112,7 +112,6 @@ impl Decoder {
     /// block in the backward pass. This saves all activations but one block's, and takes about a
     /// third more time.
     #[must_use]
-    #[must_use]
     pub fn with_activation_checkpointing(mut self, on: bool) -> Self {
         self.activation_checkpointing = on;
         self

@@ -72,7 +72,6 @@ impl<'a> Export<'a> {
 
     /// Exports in another floating-point dtype.
     #[must_use]
-    #[must_use]
     pub fn in_dtype(self, dtype: DType) -> Self {
         Self { dtype, ..self }
     }

@@ -127,9 +127,10 @@ impl Sandbox {
         let reason = reason
             .map(|error| format!(" ({error:#})"))
             .unwrap_or_default();
-        let memory = match cfg!(target_os = "linux") {
-            true => "",
-            false => ", their memory is not limited",
+        let memory = if cfg!(target_os = "linux") {
+            ""
+        } else {
+            ", their memory is not limited"
         };
         let secrets = undivided
             .map(|error| {
@@ -154,9 +155,10 @@ impl Sandbox {
 
     /// Starts a program that starts another one.
     fn try_start(&self) -> Result<()> {
-        match self.forks()? {
-            true => Ok(()),
-            false => Err(anyhow!("a program that starts another one failed")),
+        if self.forks()? {
+            Ok(())
+        } else {
+            Err(anyhow!("a program that starts another one failed"))
         }
     }
 
@@ -281,9 +283,10 @@ impl Sandbox {
             add(&["--"]);
         }
         let blocks = (limits.disk_mib << 11).to_string();
-        let memory = match cfg!(target_os = "linux") {
-            true => (limits.memory_mib << 10).to_string(),
-            false => "unlimited".to_owned(),
+        let memory = if cfg!(target_os = "linux") {
+            (limits.memory_mib << 10).to_string()
+        } else {
+            "unlimited".to_owned()
         };
         add(&[
             "sh",

@@ -92,9 +92,10 @@ impl InstructionsReward {
             .iter()
             .filter(|instruction| instruction.is_followed(completion))
             .count();
-        Ok(match self.share {
-            true => followed as f32 / instructions.len() as f32,
-            false => f32::from(followed == instructions.len()),
+        Ok(if self.share {
+            followed as f32 / instructions.len() as f32
+        } else {
+            f32::from(followed == instructions.len())
         })
     }
 }

@@ -182,9 +182,10 @@ impl ScoreReader {
 }
 
 fn value_at<'a>(object: &'a Value, path: &str) -> Option<&'a Value> {
-    match path.starts_with('/') {
-        true => object.pointer(path),
-        false => object.get(path),
+    if path.starts_with('/') {
+        object.pointer(path)
+    } else {
+        object.get(path)
     }
 }
 

@@ -74,12 +74,13 @@ impl Monomial {
     fn at(&self, point: u64) -> Complex64 {
         let factors = self.0.iter().map(|(atom, exponent)| {
             let base = atom.at(point);
-            match exponent.is_integer() {
-                true => match i32::try_from(*exponent.numer()) {
+            if exponent.is_integer() {
+                match i32::try_from(*exponent.numer()) {
                     Ok(n) => base.powi(n),
                     Err(_) => base.powf(*exponent.numer() as f64),
-                },
-                false => base.powf(*exponent.numer() as f64 / *exponent.denom() as f64),
+                }
+            } else {
+                base.powf(*exponent.numer() as f64 / *exponent.denom() as f64)
             }
         });
         factors.product()

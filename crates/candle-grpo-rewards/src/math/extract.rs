@@ -553,9 +553,10 @@ fn enumerated(line: &str) -> Option<Answer> {
 fn together(numbers: &[Answer]) -> Answer {
     let written: Vec<&str> = numbers.iter().map(|number| number.text.as_str()).collect();
     let written = written.join(" , ");
-    match numbers.iter().all(|number| number.value.is_some()) {
-        true => formula(&written),
-        false => unknown(&written),
+    if numbers.iter().all(|number| number.value.is_some()) {
+        formula(&written)
+    } else {
+        unknown(&written)
     }
 }
 

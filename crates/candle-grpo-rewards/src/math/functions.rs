@@ -34,9 +34,10 @@ fn factorize(n: &BigInt, budget: &Budget) -> Option<Vec<(BigInt, i64)>> {
     budget.spend(1 + (divisor / 2 * (1 + n.bits() / 256) / 500) as usize)?;
     if !rest.is_one() {
         let root = rest.sqrt();
-        match &root * &root == rest {
-            true => factors.push((root, 2)),
-            false => factors.push((rest, 1)),
+        if &root * &root == rest {
+            factors.push((root, 2))
+        } else {
+            factors.push((rest, 1))
         }
     }
     Some(factors)

@@ -574,24 +574,23 @@ impl<'a> Lexer<'a> {
         let rest = self.rest.trim_start();
         if let Some(subscript) = rest.strip_prefix('_') {
             self.rest = subscript.trim_start();
-            let inside = match self.rest.starts_with('{') {
-                true => self.group_text()?.to_owned(),
-                false => {
-                    let first = self.rest.chars().next()?;
-                    let length = match first {
-                        '\\' => {
-                            1 + self.rest[1..]
-                                .bytes()
-                                .take_while(u8::is_ascii_alphabetic)
-                                .count()
-                        }
-                        '0'..='9' => self.digits(0),
-                        _ => first.len_utf8(),
-                    };
-                    let inside = self.rest[..length].to_owned();
-                    self.skip(length);
-                    inside
-                }
+            let inside = if self.rest.starts_with('{') {
+                self.group_text()?.to_owned()
+            } else {
+                let first = self.rest.chars().next()?;
+                let length = match first {
+                    '\\' => {
+                        1 + self.rest[1..]
+                            .bytes()
+                            .take_while(u8::is_ascii_alphabetic)
+                            .count()
+                    }
+                    '0'..='9' => self.digits(0),
+                    _ => first.len_utf8(),
+                };
+                let inside = self.rest[..length].to_owned();
+                self.skip(length);
+                inside
             };
             let plain = inside.replace("\\text", "").replace("\\mathrm", "");
             name.push('_');

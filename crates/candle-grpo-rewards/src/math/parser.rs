@@ -190,9 +190,10 @@ impl<'a> Parser<'a> {
             } else if self.starts_factor() {
                 let mixed = self.is_mixed();
                 let factor = self.power()?;
-                product = match mixed {
-                    true => product.plus(factor, self.budget)?,
-                    false => product.times(factor, self.budget)?,
+                product = if mixed {
+                    product.plus(factor, self.budget)?
+                } else {
+                    product.times(factor, self.budget)?
                 };
             } else {
                 // A unit.

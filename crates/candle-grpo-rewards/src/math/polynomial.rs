@@ -370,15 +370,14 @@ impl Fraction {
             }
             let (inverse, sums) = inverse(monomial, coefficient)?;
             let numerator = numerator.times(&inverse, budget)?;
-            return match sums.is_empty() {
-                true => Some(Self::new(numerator)),
-                false => {
-                    let mut denominator = Polynomial::one();
-                    for sum in &sums {
-                        denominator = denominator.times(sum, budget)?;
-                    }
-                    Self::quotient(numerator, denominator, budget)
+            return if sums.is_empty() {
+                Some(Self::new(numerator))
+            } else {
+                let mut denominator = Polynomial::one();
+                for sum in &sums {
+                    denominator = denominator.times(sum, budget)?;
                 }
+                Self::quotient(numerator, denominator, budget)
             };
         }
         let mut content = denominator.content();

@@ -114,13 +114,12 @@ impl Worker {
             .fetch_or(has_answered, Ordering::Relaxed);
         let failed = match asked {
             Ok(()) => {
-                self.process = match process.keeps_running() {
-                    true => Some(process),
-                    false => {
-                        drop(process);
-                        // It starts while the policy trains. An error appears in the next batch.
-                        config.program().start().ok()
-                    }
+                self.process = if process.keeps_running() {
+                    Some(process)
+                } else {
+                    drop(process);
+                    // It starts while the policy trains. An error appears in the next batch.
+                    config.program().start().ok()
                 };
                 None
             }

@@ -337,9 +337,12 @@ fn a_judge_that_never_gives_a_score_ends_the_run() {
 
 #[test]
 fn too_many_failures_in_a_row_end_the_run() {
-    let server = HttpServer::start(|request| match message(request).contains("bad") {
-        true => chat("?"),
-        false => honest(request),
+    let server = HttpServer::start(|request| {
+        if message(request).contains("bad") {
+            chat("?")
+        } else {
+            honest(request)
+        }
     });
     let reward = judge(&server.url(), json!({"max_failures": 2, "max_inflight": 1}));
     // A score in between starts the count again, also in another batch.
@@ -685,9 +688,10 @@ fn recorded_answers_are_read() {
     let sent = chat["request"]["body"].clone();
     let recorded = sent.clone();
     let server = HttpServer::start(move |request| {
-        let answer = match body(request) == recorded {
-            true => &chat["response"],
-            false => &too_long["response"],
+        let answer = if body(request) == recorded {
+            &chat["response"]
+        } else {
+            &too_long["response"]
         };
         let status = answer["status"].as_u64().unwrap() as u16;
         Reply::new(status, answer["body"].to_string())

@@ -69,9 +69,10 @@ impl Curriculum {
             let key = |(prompt, weight): (usize, &f64)| {
                 let number = uniform(&mut random);
                 // The logarithm of number^(1 / weight); 1 - number is above 0.
-                let key = match *weight > 0. {
-                    true => (1. - number).ln() / weight,
-                    false => -number,
+                let key = if *weight > 0. {
+                    (1. - number).ln() / weight
+                } else {
+                    -number
                 };
                 (is_drawn[prompt], *weight == 0., -key, prompt)
             };

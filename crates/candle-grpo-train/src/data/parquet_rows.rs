@@ -276,11 +276,14 @@ impl OldTimestamps {
         let mut values = self.values.iter();
         // A column that is never null has no levels.
         let mut present = self.levels.iter().map(|level| *level > 0);
-        let next = |_| match present.next().unwrap_or(true) {
-            true => values
-                .next()
-                .map_or(Value::Null, |time| old_timestamp(time).into()),
-            false => Value::Null,
+        let next = |_| {
+            if present.next().unwrap_or(true) {
+                values
+                    .next()
+                    .map_or(Value::Null, |time| old_timestamp(time).into())
+            } else {
+                Value::Null
+            }
         };
         Ok((records > 0).then(|| (0..records).map(next).collect()))
     }

@@ -116,7 +116,6 @@ impl Environments {
     /// environments pass on text from outside, such as web pages or command output. Such text could
     /// end its message and start another one.
     #[must_use]
-    #[must_use]
     pub fn with_special_tokens_in_text(mut self) -> Self {
         self.conversation.allow_special_tokens();
         self

@@ -284,9 +284,10 @@ impl<M: LanguageModel> Actor<M> {
         batch: &TrainingBatch,
         totals: &StepTotals,
     ) -> Result<MetricValues> {
-        let read = match self.config.router_aux_loss_coef == 0. {
-            true => 0.,
-            false => read_tokens(batch.tokens()),
+        let read = if self.config.router_aux_loss_coef == 0. {
+            0.
+        } else {
+            read_tokens(batch.tokens())
         };
         self.forward_backward_of(batch, totals, read)
     }
@@ -551,9 +552,10 @@ impl<M: LanguageModel> Output<'_, M> {
 
 /// Builds the policy that trains.
 fn build<C: ModelConfig>(model: &C, vb: VarBuilder, config: &ActorConfig) -> Result<C::Model> {
-    Ok(match config.activation_checkpointing {
-        true => model.build_checkpointed(vb)?,
-        false => model.build(vb)?,
+    Ok(if config.activation_checkpointing {
+        model.build_checkpointed(vb)?
+    } else {
+        model.build(vb)?
     })
 }
 

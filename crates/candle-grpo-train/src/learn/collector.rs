@@ -206,9 +206,10 @@ impl<C: ModelConfig> Collector<C> {
         turn: &mut Turn<'_>,
         progress: &dyn Progress,
     ) -> Result<()> {
-        match self.sampler.takes_weights() {
-            true => turn.update(&**self.sampler.generator(), weights, progress),
-            false => Ok(()),
+        if self.sampler.takes_weights() {
+            turn.update(&**self.sampler.generator(), weights, progress)
+        } else {
+            Ok(())
         }
     }
 
@@ -305,19 +306,18 @@ impl<C: ModelConfig> Collector<C> {
                 }
             }
         };
-        let greedy_scores = match self.draws_greedy() && !kept.is_empty() {
-            true => {
-                let mut scores = Vec::with_capacity(kept.len());
-                for kept in kept.chunk_by(|&a, &b| round_of[a] == round_of[b]) {
-                    let rows = kept.iter().map(|&group| all.rows[group]).collect();
-                    let round = round_of[kept[0]];
-                    let greedy = self.score_greedy(rows, step, round, &mut seconds)?;
-                    all.add_requests(&greedy);
-                    scores.extend(greedy.scores);
-                }
-                Some(scores)
+        let greedy_scores = if self.draws_greedy() && !kept.is_empty() {
+            let mut scores = Vec::with_capacity(kept.len());
+            for kept in kept.chunk_by(|&a, &b| round_of[a] == round_of[b]) {
+                let rows = kept.iter().map(|&group| all.rows[group]).collect();
+                let round = round_of[kept[0]];
+                let greedy = self.score_greedy(rows, step, round, &mut seconds)?;
+                all.add_requests(&greedy);
+                scores.extend(greedy.scores);
             }
-            false => None,
+            Some(scores)
+        } else {
+            None
         };
         Ok(Collection {
             all,
@@ -399,9 +399,10 @@ impl<C: ModelConfig> Collector<C> {
             seconds.score += sampled.elapsed().as_secs_f64();
             own.rows.iter_mut().for_each(|row| *row = rows[*row]);
         }
-        match self.exchanges {
-            true => RolloutGroups::of_all_ranks(sampler.ranks().gather(own)?),
-            false => Ok(own),
+        if self.exchanges {
+            RolloutGroups::of_all_ranks(sampler.ranks().gather(own)?)
+        } else {
+            Ok(own)
         }
     }
 }

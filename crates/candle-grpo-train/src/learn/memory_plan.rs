@@ -262,9 +262,10 @@ impl Learning<'_> {
         let recorded = model.recorded_bytes(self.longest, compute, self.activation_checkpointing);
         // Hidden states and their gradient, which is summed in f32.
         let hidden = self.longest * model.hidden_size * (2 * compute.size_in_bytes() + 4);
-        let buffers = match self.on_cuda {
-            true => cuda_logits(self.longest, model.vocab_size),
-            false => BUFFERS,
+        let buffers = if self.on_cuda {
+            cuda_logits(self.longest, model.vocab_size)
+        } else {
+            BUFFERS
         };
         let activations = recorded + hidden + buffers;
         let gradients = 4 * count;

@@ -33,13 +33,12 @@ impl MicroBatchSize {
         let whole = match self {
             Self::Sequences(size) => {
                 let sequences: Vec<usize> = (0..total).collect();
-                match total.div_ceil(size) < world_size {
-                    false => sequences.chunks(size).map(<[usize]>::to_vec).collect(),
+                if total.div_ceil(size) < world_size {
                     // Parts of one micro-batch each, so that every rank has some work.
-                    true => {
-                        let parts = (0..world_size).map(|rank| ranks.share_of(rank, total));
-                        parts.map(|part| sequences[part].to_vec()).collect()
-                    }
+                    let parts = (0..world_size).map(|rank| ranks.share_of(rank, total));
+                    parts.map(|part| sequences[part].to_vec()).collect()
+                } else {
+                    sequences.chunks(size).map(<[usize]>::to_vec).collect()
                 }
             }
             Self::Tokens(bound) => divide(sequences, bound, true, world_size),

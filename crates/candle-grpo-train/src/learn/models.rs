@@ -171,8 +171,9 @@ pub(crate) fn new_actor<C: ModelConfig>(
 
 /// Returns [`Interrupted`] as an error if `progress` cancels.
 pub(crate) fn ensure_not_canceled(progress: &dyn Progress) -> Result<()> {
-    match progress.is_canceled() {
-        true => Err(Interrupted.into()),
-        false => Ok(()),
+    if progress.is_canceled() {
+        Err(Interrupted.into())
+    } else {
+        Ok(())
     }
 }

@@ -78,7 +78,7 @@ pub struct TrainerParts<C: ModelConfig = DecoderConfig> {
     /// ([`AdvantageEstimator::needs`]), and those that recipe and loss need.
     pub estimator: Option<Box<dyn AdvantageEstimator>>,
     /// The policy to learn from, for
-    /// [`TokenAdvantage::distillation`](candle_grpo_core::advantage::TokenAdvantage::distillation),
+    /// [`TokenAdvantage::distillation`](candle_grpo_core::TokenAdvantage::distillation),
     /// [`PolicyLoss::distillation`](candle_grpo_loss::PolicyLoss::distillation) and
     /// [`Recipe::distillation_loss`](candle_grpo_loss::Recipe::distillation_loss). It must have
     /// the tokens of the policy.

@@ -288,9 +288,10 @@ impl MicroBatches<'_> {
         let weight: f64 = all.iter().map(Sequence::total_weight).sum();
         let read: usize = all.iter().map(|row| row.read_tokens().len()).sum();
         self.accumulate(actor, (rows, own), true, |actor, part, is_idle| {
-            let (scale, read) = match is_idle {
-                true => (0., f64::INFINITY),
-                false => (coef / weight, read as f64 / coef),
+            let (scale, read) = if is_idle {
+                (0., f64::INFINITY)
+            } else {
+                (coef / weight, read as f64 / coef)
             };
             actor.forward_backward_examples(part.sequences(), likelihood, scale, read)
         })

@@ -259,12 +259,11 @@ impl<C: ModelConfig> Trainer<C> {
     ///
     /// If `sampling` is not valid or the generator fails to take over the current weights.
     pub fn sampler(&self, sampling: SamplingConfig) -> Result<Sampler<C>> {
-        match self.config.rollout.is_fixed_policy() {
-            true => {
-                let sampler = self.models.sampler(sampling)?;
-                Ok(self.collector.attach(sampler))
-            }
-            false => self.collector.reserve(&self.weights(), sampling),
+        if self.config.rollout.is_fixed_policy() {
+            let sampler = self.models.sampler(sampling)?;
+            Ok(self.collector.attach(sampler))
+        } else {
+            self.collector.reserve(&self.weights(), sampling)
         }
     }
 

@@ -137,9 +137,12 @@ fn turn_rewards(episode: &Episode, score: f64) -> Vec<f64> {
     let mut rewards: Vec<f64> = episode
         .turns
         .iter()
-        .map(|turn| match episode.gives_rewards {
-            true => turn.reward,
-            false => 0.,
+        .map(|turn| {
+            if episode.gives_rewards {
+                turn.reward
+            } else {
+                0.
+            }
         })
         .collect();
     let others = score - rewards.iter().sum::<f64>();

@@ -208,14 +208,13 @@ impl RewardModel {
             return Ok(format!("{}{}", sample.prompt, sample.completion));
         };
         let mut messages = sample.messages.to_vec();
-        let answer = match last.get("role") == Some(&json!("assistant")) {
+        let answer = if last.get("role") == Some(&json!("assistant")) {
             // The beginning of the answer.
-            true => {
-                messages.pop();
-                let prefill = last.get("content").and_then(Value::as_str);
-                format!("{}{}", prefill.unwrap_or_default(), sample.completion)
-            }
-            false => sample.completion.to_owned(),
+            messages.pop();
+            let prefill = last.get("content").and_then(Value::as_str);
+            format!("{}{}", prefill.unwrap_or_default(), sample.completion)
+        } else {
+            sample.completion.to_owned()
         };
         messages.push(json!({"role": "assistant", "content": answer}));
         template.render(&Chat::new(messages))

@@ -129,7 +129,6 @@ impl RunInputs {
 
     /// Adds digests of the run's demonstrations.
     #[must_use]
-    #[must_use]
     pub fn with_demonstrations(self, rows: &[RowDigest]) -> Self {
         Self {
             demonstrations: Some(PromptDigests::new(rows)),
@@ -138,7 +137,6 @@ impl RunInputs {
     }
 
     /// Adds commits of the hub repositories that the run reads, by [name](HubName::repository).
-    #[must_use]
     #[must_use]
     pub fn with_hub_commits(self, hub: BTreeMap<String, String>) -> Self {
         Self { hub, ..self }

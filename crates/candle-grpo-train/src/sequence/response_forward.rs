@@ -171,9 +171,12 @@ impl Packed {
             let start = sequence.prompt().len();
             let predicting = sequence.trained().enumerate();
             // The first token has no weight, so that one is before each that trains.
-            let predicting = predicting.map(|(at, trains)| match trains {
-                true => Some(rows[first + start + at - 1]),
-                false => None,
+            let predicting = predicting.map(|(at, trains)| {
+                if trains {
+                    Some(rows[first + start + at - 1])
+                } else {
+                    None
+                }
             });
             match targets {
                 Targets::Padded(width) => {

@@ -5,7 +5,7 @@ use crate::common::{
     trainer, without_seconds,
 };
 use candle_core::DType;
-use candle_grpo_core::AdvantageName;
+use candle_grpo_core::advantage::AdvantageName;
 use candle_grpo_loss::{KlLoss, LogProbOptions, Recipe, linear_log_prob};
 use candle_grpo_nn::optim::MasterWeights;
 use candle_grpo_nn::{

@@ -78,23 +78,20 @@ pub(super) fn check(file: &Path, detail: Detail, allow_unsupported: bool) -> Res
     load::warn_of_threads(&run);
     let content = HubContent::ModelWithoutWeights;
     load::files(&mut run, content, &BTreeMap::new(), &console)?;
-    let (dataset, checked) = match run.lacks_model_weights() && !run.model.path.is_dir() {
+    let (dataset, checked) = if run.lacks_model_weights() && !run.model.path.is_dir() {
         // A GGUF file has the tokenizer, too.
-        true => {
-            load::check_settings(&run)?;
-            (run.load_data().map_err(Exit::from_data)?, None)
-        }
-        false => {
-            let load::Inputs {
-                dataset,
-                prompts,
-                model,
-            } = load::inputs(&run)?;
-            let longest = Prompt::longest(&prompts.train);
-            let plan = plan(&run, &model, longest, &prompts);
-            let plan = plan.map_err(|error| Exit::Config(format!("{error:#}")))?;
-            (dataset, Some((prompts, plan, longest, model)))
-        }
+        load::check_settings(&run)?;
+        (run.load_data().map_err(Exit::from_data)?, None)
+    } else {
+        let load::Inputs {
+            dataset,
+            prompts,
+            model,
+        } = load::inputs(&run)?;
+        let longest = Prompt::longest(&prompts.train);
+        let plan = plan(&run, &model, longest, &prompts);
+        let plan = plan.map_err(|error| Exit::Config(format!("{error:#}")))?;
+        (dataset, Some((prompts, plan, longest, model)))
     };
     console.finish();
     let settings = run
@@ -251,9 +248,10 @@ fn print_algorithm(run: &RunConfig, out: &mut impl Write) -> Result<(), Exit> {
         differences,
     } = run.algorithm();
     let rate = run.train.optimizer.learning_rate;
-    let all = match differences.is_empty() {
-        true => ", as published",
-        false => "; what differs from it:",
+    let all = if differences.is_empty() {
+        ", as published"
+    } else {
+        "; what differs from it:"
     };
     writeln!(
         out,
@@ -299,9 +297,10 @@ fn check_sft(file: &Path, mut run: SftRunConfig, detail: Detail) -> Result<(), E
     let content = HubContent::ModelWithoutWeights;
     load::files(&mut run, content, &BTreeMap::new(), &console)?;
     // A GGUF file has the tokenizer, without which there are no tokens to check.
-    let inputs = match run.lacks_model_weights() && !run.model.path.is_dir() {
-        true => None,
-        false => Some(load::sft_inputs(&run)?),
+    let inputs = if run.lacks_model_weights() && !run.model.path.is_dir() {
+        None
+    } else {
+        Some(load::sft_inputs(&run)?)
     };
     console.finish();
     let settings = run
@@ -332,9 +331,10 @@ fn print_frequencies(
         ..
     } = model.rope_scaling
     {
-        let (list, relation) = match short_rows {
-            true => ("short_factor", "at most"),
-            false => ("long_factor", "more than"),
+        let (list, relation) = if short_rows {
+            ("short_factor", "at most")
+        } else {
+            ("long_factor", "more than")
         };
         let longest = match longest {
             usize::MAX => "a row with an environment may have".to_owned(),
@@ -424,9 +424,10 @@ fn on_this_device(mut plan: MemoryPlan, run: &impl Configuration) -> anyhow::Res
         plan.packed = plan.packed.min(plan.frozen);
     }
     // The memory of the plan is that of a GPU, if there is one.
-    Ok(match candle_grpo_train::cuda_is_enabled() {
-        true => plan,
-        false => plan.in_program(peak_of_this_process().unwrap_or(0)),
+    Ok(if candle_grpo_train::cuda_is_enabled() {
+        plan
+    } else {
+        plan.in_program(peak_of_this_process().unwrap_or(0))
     })
 }
 

@@ -297,9 +297,10 @@ impl Document {
                     Some((section, _)) => section,
                     None => "",
                 };
-                let message = match SftRunConfig::is_of(self) {
-                    true => unknown_sft_key(section, key, known),
-                    false => unknown_key(section, key, known),
+                let message = if SftRunConfig::is_of(self) {
+                    unknown_sft_key(section, key, known)
+                } else {
+                    unknown_key(section, key, known)
                 };
                 self.error(&at, message)
             }
@@ -313,9 +314,10 @@ impl Document {
                 };
                 // Other trainers have these algorithms as estimators.
                 let preset = serde_json::from_value::<Preset>(Value::from(name.as_str()));
-                let hint = match path == "algorithm.adv_estimator" && preset.is_ok() {
-                    true => format!(" (here it is `preset: {name}`)"),
-                    false => String::new(),
+                let hint = if path == "algorithm.adv_estimator" && preset.is_ok() {
+                    format!(" (here it is `preset: {name}`)")
+                } else {
+                    String::new()
                 };
                 self.error(at, unknown_name(name, known) + &hint)
             }

@@ -78,9 +78,10 @@ impl<'a> Replacement<'a> {
         path: &mut PathBuf,
     ) -> Result<()> {
         self.try_replace(key, content, path).or_else(|error| {
-            match error.is::<Interrupted>() || error.is::<TransferError>() {
-                true => Err(error).context(key.to_owned()),
-                false => Err(self.document.error(key, format!("{error:#}")).into()),
+            if error.is::<Interrupted>() || error.is::<TransferError>() {
+                Err(error).context(key.to_owned())
+            } else {
+                Err(self.document.error(key, format!("{error:#}")).into())
             }
         })
     }

@@ -525,9 +525,10 @@ impl RunConfig {
     /// Returns an error with the line of the key if `rollout.max_staleness` is above 0 on a GPU.
     pub fn check_device(&self, on_gpu: bool) -> Result<(), ConfigError> {
         let rollout = &self.train.rollout;
-        match rollout.engine.is_local() {
-            true => rollout.validate_local(on_gpu),
-            false => Ok(()),
+        if rollout.engine.is_local() {
+            rollout.validate_local(on_gpu)
+        } else {
+            Ok(())
         }
         .map_err(|error| Problem::within("rollout", &error).locate_at_path(&self.document))
     }
@@ -865,9 +866,10 @@ pub(super) fn chat_template(
 ) -> Result<Option<ChatTemplate>, ConfigError> {
     let key = format!("{section}.chat_template_kwargs");
     let Some(template) = &model.chat_template else {
-        return match variables.is_empty() {
-            true => Ok(None),
-            false => Err(document.error(&key, "given, but the model has no chat template")),
+        return if variables.is_empty() {
+            Ok(None)
+        } else {
+            Err(document.error(&key, "given, but the model has no chat template"))
         };
     };
     for name in variables.keys() {
@@ -881,12 +883,13 @@ pub(super) fn chat_template(
 
 /// Refuses a load-balancing loss in `section` for a model without experts.
 pub(super) fn check_router(section: &str, coef: f64, model: &DecoderConfig) -> Result<(), Problem> {
-    match coef == 0. || model.has_experts() {
-        true => Ok(()),
-        false => Err(Problem::at(
+    if coef == 0. || model.has_experts() {
+        Ok(())
+    } else {
+        Err(Problem::at(
             &format!("{section}.router_aux_loss_coef"),
             format!("{coef}, must be 0 for a model without experts"),
-        )),
+        ))
     }
 }
 
@@ -930,16 +933,17 @@ pub(super) fn check_run_dir(run_dir: &Path) -> Result<(), Problem> {
 
 /// Refuses a path at `key` that a run would read and write.
 pub(super) fn check_outside(key: &str, path: &Path, run_dir: &Path) -> Result<(), Problem> {
-    match is_within(path, run_dir) {
-        false => Ok(()),
-        true => Err(Problem::at(
+    if is_within(path, run_dir) {
+        Err(Problem::at(
             key,
             format!(
                 "{}, must lie outside of run_dir, {}",
                 path.display(),
                 run_dir.display()
             ),
-        )),
+        ))
+    } else {
+        Ok(())
     }
 }
 

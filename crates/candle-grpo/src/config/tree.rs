@@ -88,9 +88,10 @@ impl Error for TypeError {
             Unexpected::Unsigned(_) | Unexpected::Signed(_) | Unexpected::Float(_)
         );
         // A key may have a greater minimum than its type, so the message leaves the minimum out.
-        let kind = match is_number {
-            true => kind,
-            false => kind.strip_suffix(", at least 0").unwrap_or(kind),
+        let kind = if is_number {
+            kind
+        } else {
+            kind.strip_suffix(", at least 0").unwrap_or(kind)
         };
         let hint = match found {
             Unexpected::Bool(_) if !kind.contains("number") => QUOTE_HINT,

@@ -395,9 +395,12 @@ fn check_random(n: usize, first: u64, quantized: bool) -> Result<()> {
     let p: Vec<bf16> = noise(n, 1).iter().map(|x| bf16::from_f64(*x)).collect();
     let cpu = &Device::Cpu;
     let p_on_cpu = Var::from_slice(&p, n, cpu)?;
-    let moment = || match quantized {
-        true => Var::zeros(moment_blocks(n), DType::U8, cpu),
-        false => Var::zeros(n, DType::F32, cpu),
+    let moment = || {
+        if quantized {
+            Var::zeros(moment_blocks(n), DType::U8, cpu)
+        } else {
+            Var::zeros(n, DType::F32, cpu)
+        }
     };
     let (m_on_cpu, v_on_cpu) = (moment()?, moment()?);
     let tensors = AdamWTensors {
@@ -455,8 +458,8 @@ fn check_random(n: usize, first: u64, quantized: bool) -> Result<()> {
         let (factor, number) = (FACTOR as f32, STEP as u32);
         // SAFETY: the list has the addresses of buffers of n elements, or of their blocks.
         unsafe {
-            match quantized {
-                true => launch_quantized(
+            if quantized {
+                launch_quantized(
                     grid(2048),
                     order,
                     list.as_ptr(),
@@ -471,8 +474,9 @@ fn check_random(n: usize, first: u64, quantized: bool) -> Result<()> {
                     size,
                     root,
                     number,
-                ),
-                false => launch(
+                )
+            } else {
+                launch(
                     grid(CHUNK),
                     order,
                     list.as_ptr(),
@@ -486,7 +490,7 @@ fn check_random(n: usize, first: u64, quantized: bool) -> Result<()> {
                     size,
                     root,
                     number,
-                ),
+                )
             }
         }
         .unwrap();

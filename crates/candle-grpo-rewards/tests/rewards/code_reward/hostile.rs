@@ -698,9 +698,10 @@ pub(super) fn kernel_calls_are_refused() -> (String, String) {
         libc::AF_BLUETOOTH,
         libc::AF_CAN,
     ];
-    let x32 = match cfg!(target_arch = "x86_64") {
-        true => "1 << 30",
-        false => "0",
+    let x32 = if cfg!(target_arch = "x86_64") {
+        "1 << 30"
+    } else {
+        "0"
     };
     let program = format!(
         "

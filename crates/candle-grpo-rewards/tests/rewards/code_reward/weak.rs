@@ -153,9 +153,10 @@ fn without_namespaces_a_program_reads_nothing_of_its_parents() {
     let (program, test) = reads_of_parents();
     let found = format!("{program}\nprint(found == [])");
     // A kernel without Landlock is named.
-    let expected = match lacks.contains("the environment and the memory of this process") {
-        true => 0.,
-        false => 1.,
+    let expected = if lacks.contains("the environment and the memory of this process") {
+        0.
+    } else {
+        1.
     };
     assert_eq!(score(&reward, &program, json!(test)), expected);
     let pair = json!([{"output": "True"}]);

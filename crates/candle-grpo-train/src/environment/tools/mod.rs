@@ -141,7 +141,6 @@ impl ToolEnvironments {
 
     /// Sets the text around an output, after a plain text prompt.
     #[must_use]
-    #[must_use]
     pub fn with_output_marks(mut self, before: &str, after: &str) -> Self {
         self.output.before = before.to_owned();
         self.output.after = after.to_owned();
@@ -149,7 +148,6 @@ impl ToolEnvironments {
     }
 
     /// Sets the maximum number of characters in an output. The rest is cut off.
-    #[must_use]
     #[must_use]
     pub fn with_max_output_chars(mut self, max_chars: usize) -> Self {
         self.output.max_chars = max_chars;

@@ -72,7 +72,6 @@ impl Chat {
 
     /// Sets a row's tools and variables, if it has them.
     #[must_use]
-    #[must_use]
     pub fn with_row(
         mut self,
         tools: Option<&serde_json::Value>,
@@ -95,7 +94,6 @@ impl Chat {
     }
 
     /// Sets another template variable, for example `enable_thinking`.
-    #[must_use]
     #[must_use]
     pub fn variable(mut self, name: &str, value: impl Serialize) -> Self {
         self.variables

@@ -173,9 +173,12 @@ fn with_fields(
     marks: &[char],
     mut replacement: impl FnMut(&Captures) -> Result<String, Error>,
 ) -> Result<String, Error> {
-    let plain = |part: &str| match part.contains(marks) {
-        true => Err(wrong(format!("format: {text:?}, a field has another form"))),
-        false => Ok(part.to_owned()),
+    let plain = |part: &str| {
+        if part.contains(marks) {
+            Err(wrong(format!("format: {text:?}, a field has another form")))
+        } else {
+            Ok(part.to_owned())
+        }
     };
     let (mut formatted, mut end) = (String::new(), 0);
     for field in fields.iter().flat_map(|fields| fields.captures_iter(text)) {

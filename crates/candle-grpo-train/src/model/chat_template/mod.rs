@@ -194,7 +194,6 @@ impl ChatTemplate {
 
     /// Sets `bos_token`, `eos_token`, `unk_token` and `pad_token` to these tokens' text.
     #[must_use]
-    #[must_use]
     pub fn with_special_tokens(mut self, tokens: &SpecialTokens) -> Self {
         self.special_tokens = tokens
             .named()
@@ -205,7 +204,6 @@ impl ChatTemplate {
 
     /// Sets more variables for all chats, for example `enable_thinking`. A [`Chat::variable`] takes
     /// precedence.
-    #[must_use]
     #[must_use]
     pub fn with_variables<T: Serialize>(
         mut self,

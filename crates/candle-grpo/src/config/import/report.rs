@@ -77,9 +77,10 @@ impl Import {
             verdicts.filter(|verdict| kind(verdict)).count()
         };
         let defaults: Vec<&str> = self.defaults.iter().map(|default| default.key).collect();
-        let left_out = match defaults.is_empty() {
-            true => String::new(),
-            false => format!(" Left out, with another default: {}.", defaults.join(", ")),
+        let left_out = if defaults.is_empty() {
+            String::new()
+        } else {
+            format!(" Left out, with another default: {}.", defaults.join(", "))
         };
         let sizes = match &self.sizes {
             Some(sizes) => format!("In {}: {sizes}.\n", self.system),

@@ -35,17 +35,19 @@ pub(super) const ENVIRONMENT: &str = "an environment is a program here (docs/env
 /// A period in steps: none for a number that is not positive.
 pub(super) fn period(value: &Value) -> Option<Value> {
     let steps = value.as_f64()?;
-    Some(match steps > 0. {
-        true => value.clone(),
-        false => Value::Null,
+    Some(if steps > 0. {
+        value.clone()
+    } else {
+        Value::Null
     })
 }
 
 /// `top_k`, whose -1 is 0 here: all tokens.
 pub(super) fn from_minus_one(value: &Value) -> Option<Value> {
-    Some(match value.as_f64()? < 0. {
-        true => json!(0),
-        false => value.clone(),
+    Some(if value.as_f64()? < 0. {
+        json!(0)
+    } else {
+        value.clone()
     })
 }
 
@@ -68,9 +70,10 @@ pub(super) fn files(value: &Value) -> Option<Value> {
 
 /// `true` is bf16.
 pub(super) fn bf16(value: &Value) -> Option<Value> {
-    Some(match value.as_bool()? {
-        true => json!("bf16"),
-        false => json!("f32"),
+    Some(if value.as_bool()? {
+        json!("bf16")
+    } else {
+        json!("f32")
     })
 }
 

@@ -172,9 +172,10 @@ impl<'a> Translation<'a> {
             Rule::Set(place, why) => self.refuse(path, format!("set {place}{why}")),
             Rule::Unless(default, why) => {
                 let default: Value = serde_json::from_str(default).unwrap_or_default();
-                match off || is_same(&value, &default) {
-                    true => self.no_meaning(path, "it has no effect"),
-                    false => self.refuse(path, why),
+                if off || is_same(&value, &default) {
+                    self.no_meaning(path, "it has no effect")
+                } else {
+                    self.refuse(path, why)
                 }
             }
         }
@@ -218,9 +219,10 @@ pub(super) fn is_same(a: &Value, b: &Value) -> bool {
 
 /// Returns a count as a value: a whole number if it is one.
 pub(super) fn count(x: f64) -> Value {
-    match x.fract() == 0. && (0. ..1e15).contains(&x) {
-        true => json!(x as u64),
-        false => json!(x),
+    if x.fract() == 0. && (0. ..1e15).contains(&x) {
+        json!(x as u64)
+    } else {
+        json!(x)
     }
 }
 

@@ -252,19 +252,18 @@ fn sizes(file: &mut Translation<'_>, processes: f64) -> Sizes {
         "generation_batch_size",
         "per_device_train_batch_size",
     ];
-    match prompts.fract() == 0. {
-        true => file.decide(
+    if prompts.fract() == 0. {
+        file.decide(
             &sources[..2],
             "algorithm.rollout_batch_size",
             count(prompts),
-        ),
-        false => {
-            for key in sources {
-                file.refuse(
-                    key,
-                    format!("{sampled} completions, must be whole groups of {group}"),
-                );
-            }
+        )
+    } else {
+        for key in sources {
+            file.refuse(
+                key,
+                format!("{sampled} completions, must be whole groups of {group}"),
+            );
         }
     }
     file.decide(
@@ -458,17 +457,19 @@ fn scale(value: &Value) -> Option<Value> {
 }
 
 fn truncated(value: &Value) -> Option<Value> {
-    Some(match value.as_bool()? {
-        true => json!([{"kind": "not_truncated"}]),
-        false => json!([]),
+    Some(if value.as_bool()? {
+        json!([{"kind": "not_truncated"}])
+    } else {
+        json!([])
     })
 }
 
 /// A share of tokens, all of which are none.
 fn share(value: &Value) -> Option<Value> {
-    Some(match value.as_f64()? == 1. {
-        true => Value::Null,
-        false => value.clone(),
+    Some(if value.as_f64()? == 1. {
+        Value::Null
+    } else {
+        value.clone()
     })
 }
 

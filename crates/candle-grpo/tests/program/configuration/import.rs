@@ -4,7 +4,8 @@ use std::fs;
 use std::path::Path;
 
 use candle_grpo::config::{Document, Import, RunConfig, Severity, System, Verdict};
-use candle_grpo::core::{KlEstimator, SampleFilter, Scale};
+use candle_grpo::core::selection::SampleFilter;
+use candle_grpo::core::{KlEstimator, Scale};
 use candle_grpo::loss::{Aggregation, Recipe, Surrogate};
 use candle_grpo::train::TrainConfig;
 use rstest::rstest;
