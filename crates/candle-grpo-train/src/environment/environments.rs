@@ -12,8 +12,8 @@ use tokenizers::Tokenizer;
 use super::EnvironmentFactory;
 use super::conversation::Conversation;
 use super::trajectory::{Trajectory, TrajectoryStart};
-use crate::rollout::{CompletionSeed, PromptRequest};
-use crate::{ChatTemplate, Completion, Interrupted, Progress, Prompt, Rollout};
+use crate::rollout::{CompletionSeed, Play, PromptRequest, Trajectories};
+use crate::{ChatTemplate, Interrupted, Rollout};
 
 /// The number of environments that answer at the same time.
 const THREADS: usize = 16;
@@ -121,28 +121,23 @@ impl Environments {
         self
     }
 
-    /// Returns true if the environments give rewards.
-    pub fn gives_rewards(&self) -> bool {
-        self.factory.gives_rewards()
-    }
-
     pub(super) fn factory(&self) -> &dyn EnvironmentFactory {
         &*self.factory
     }
+}
 
-    /// Draws the trajectories of `requests`, which belong to `prompts`, of a model with
-    /// `vocab_size` tokens.
-    ///
-    /// The next turns of all trajectories that have not ended are one batch of `draw`. A
-    /// turn depends on its seed and the tokens before it only.
-    pub(crate) fn play(
-        &self,
-        prompts: &[&Prompt],
-        requests: &[PromptRequest<'_>],
-        vocab_size: usize,
-        draw: impl Fn(&[PromptRequest<'_>], &dyn Progress) -> Result<Vec<Completion>>,
-        progress: &dyn Progress,
-    ) -> Result<Vec<Rollout>> {
+impl Trajectories for Environments {
+    /// Draws trajectories. The next turns of all that have not ended are one batch. A turn depends
+    /// on its seed and the tokens before it only.
+    fn play(&self, play: &Play<'_>) -> Result<Vec<Rollout>> {
+        let Play {
+            prompts,
+            requests,
+            vocab_size,
+            draw,
+            progress,
+            ..
+        } = *play;
         let starts = prompts.iter().zip(requests).flat_map(|(prompt, request)| {
             let seeds = request.seeds.iter();
             let start = move |seed: &CompletionSeed| TrajectoryStart {
@@ -171,7 +166,7 @@ impl Environments {
                 break;
             }
             let requests: Vec<PromptRequest<'_>> = open.iter().map(|t| t.request(self)).collect();
-            let completions = draw(&requests, &TokensOnly(progress))?;
+            let completions = draw(&requests, &[])?;
             drop(requests);
             let drawn = open.iter_mut().zip(completions);
             concurrently(drawn, |(trajectory, completion)| {
@@ -181,6 +176,10 @@ impl Environments {
             progress.advance(ended, 0);
         }
         Ok(all.into_iter().map(|t| t.into_rollout(self)).collect())
+    }
+
+    fn gives_rewards(&self) -> bool {
+        self.factory.gives_rewards()
     }
 }
 
@@ -215,19 +214,6 @@ fn concurrently<T: Send>(
         }
         result
     })
-}
-
-/// Passes tokens on. The unit of progress is a trajectory, and not a turn.
-struct TokensOnly<'a>(&'a dyn Progress);
-
-impl Progress for TokensOnly<'_> {
-    fn advance(&self, _: usize, tokens: usize) {
-        self.0.advance(0, tokens);
-    }
-
-    fn is_canceled(&self) -> bool {
-        self.0.is_canceled()
-    }
 }
 
 /// Checks that the tokens of an environment are those of the model.

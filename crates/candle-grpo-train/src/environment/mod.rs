@@ -5,6 +5,7 @@
 //! drew are never decoded and encoded again; those of the environment are context, which the mask
 //! of the response excludes from losses and metrics.
 
+mod agent;
 mod config;
 mod content;
 mod conversation;
@@ -20,9 +21,11 @@ use serde_json::Value;
 
 use crate::{FinishReason, Progress, Prompt};
 
-pub use crate::rollout::episode::{Episode, EpisodeEnd, EpisodeTurn};
+pub use crate::rollout::episode::{Episode, EpisodeEnd, EpisodeTurn, OWN_METRICS};
 pub(crate) use crate::rollout::episode::{ensure_some_worked, mean_metrics};
+pub use agent::AgentConfig;
 pub use config::{EnvironmentConfig, EnvironmentKind};
+pub use conversation::Conversation;
 pub use environments::{EnvironmentLimits, Environments};
 pub use program::{ProgramEnvironmentConfig, ProgramEnvironments};
 pub use tools::{

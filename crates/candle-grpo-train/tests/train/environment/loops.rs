@@ -279,7 +279,7 @@ fn a_step_fails_if_the_environments_of_all_ranks_do() {
             let mut trainer = common::trainer(WeightedRewards::new(), training())
                 .with_collective(collective)
                 .unwrap()
-                .with_environments(Arc::clone(&environments));
+                .with_environments(environments.clone());
             let metrics = trainer.step();
             metrics
                 .map(without_seconds)
