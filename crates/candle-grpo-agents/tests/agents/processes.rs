@@ -8,9 +8,7 @@ use candle_grpo_train::rollout::{PromptRequest, Rollout};
 use rstest::rstest;
 use tempfile::TempDir;
 
-use super::drawer::{
-    Draw, agents, limits, play, prompt, sampling, spelled,
-};
+use super::drawer::{Draw, agents, limits, play, prompt, sampling, spelled};
 
 /// The beginning of an agent in Python, with a function that posts JSON.
 const START: &str = r#"
