@@ -1,5 +1,6 @@
 //! Samples completions for prompts from any generator.
 
+use std::borrow::Cow;
 use std::collections::HashMap;
 use std::ops::Range;
 use std::sync::Arc;
@@ -8,11 +9,11 @@ use anyhow::{Context, Result, ensure};
 use candle_grpo_nn::{DecoderConfig, ModelConfig, Parameters};
 use tokenizers::Tokenizer;
 
-use crate::environment::Environments;
 use crate::ranks::Ranks;
 use crate::rollout::decode::decode_tokens;
 use crate::rollout::{
-    CompletionSeed, DecodeText, GenerationBatch, Generator, LocalGenerator, PromptRequest,
+    CompletionSeed, DecodeText, GenerationBatch, Generator, LocalGenerator, Play, PromptRequest,
+    Trajectories,
 };
 use crate::{Completion, Progress, Prompt, Rollout, SamplingConfig};
 use candle_grpo_base::progress::NoProgress;
@@ -30,7 +31,7 @@ pub struct Sampler<C = DecoderConfig> {
     progress: Arc<dyn Progress>,
     ranks: Ranks,
     records_experts: bool,
-    environments: Option<Arc<Environments>>,
+    environments: Option<Arc<dyn Trajectories>>,
 }
 
 impl<C> Clone for Sampler<C> {
@@ -118,9 +119,9 @@ impl<C: ModelConfig> Sampler<C> {
         }
     }
 
-    /// Samples multi-turn trajectories with `environments`, in place of single completions.
+    /// Draws trajectories of several turns, in place of single completions.
     #[must_use]
-    pub fn with_environments(self, environments: Arc<Environments>) -> Self {
+    pub fn with_environments(self, environments: Arc<dyn Trajectories>) -> Self {
         Self {
             environments: Some(environments),
             ..self
@@ -225,11 +226,17 @@ impl<C: ModelConfig> Sampler<C> {
             anyhow::bail!("part: out of range of {} prompts", prompts.len());
         };
         if let Some(environments) = &self.environments {
-            let draw =
-                |turns: &[PromptRequest<'_>], progress: &dyn Progress| self.draw(turns, progress);
-            return environments.play(prompts, requests, self.vocab_size, draw, &*self.progress);
+            let progress = TokensOnly(&*self.progress);
+            return environments.play(&Play {
+                prompts,
+                requests,
+                vocab_size: self.vocab_size,
+                sampling: &self.config,
+                draw: &|turns, stop_strings| self.draw(turns, stop_strings, &progress),
+                progress: &*self.progress,
+            });
         }
-        let completions = self.draw(requests, &*self.progress)?;
+        let completions = self.draw(requests, &[], &*self.progress)?;
         let seeds = requests.iter().flat_map(|request| request.seeds.clone());
         let rollout =
             |(place, (completion, seed)): (usize, (Completion, CompletionSeed))| Rollout {
@@ -238,20 +245,22 @@ impl<C: ModelConfig> Sampler<C> {
                 prompt_tokens: prompts[place / num_generations].tokens.clone(),
                 completion,
                 episode: None,
+                branches: Vec::new(),
             };
         let completions = completions.into_iter().zip(seeds).enumerate();
         Ok(completions.map(rollout).collect())
     }
 
-    /// The environments, if there are any.
-    pub(crate) fn environments(&self) -> Option<&Arc<Environments>> {
+    /// The source of trajectories, if there is one.
+    pub(crate) fn environments(&self) -> Option<&Arc<dyn Trajectories>> {
         self.environments.as_ref()
     }
 
-    /// Samples the completions for `requests`, in order.
-    pub(crate) fn draw(
+    /// Draws the completions of `requests` in their order. They end at `stop_strings`, too.
+    fn draw(
         &self,
         requests: &[PromptRequest<'_>],
+        stop_strings: &[String],
         progress: &dyn Progress,
     ) -> Result<Vec<Completion>> {
         let seeds: Vec<CompletionSeed> = requests.iter().flat_map(|r| r.seeds.clone()).collect();
@@ -271,9 +280,17 @@ impl<C: ModelConfig> Sampler<C> {
             *slot = Some(completion);
             Ok(())
         };
+        let mut sampling = Cow::Borrowed(&self.config);
+        if !stop_strings.is_empty() {
+            sampling
+                .to_mut()
+                .stop_strings
+                .extend_from_slice(stop_strings);
+            sampling.validate()?;
+        }
         let batch = GenerationBatch {
             prompts: requests,
-            sampling: &self.config,
+            sampling: &sampling,
             decode: self.decode.as_deref(),
             progress,
             records_experts: self.records_experts,
@@ -321,5 +338,18 @@ impl<C: ModelConfig> Sampler<C> {
                 }
             })
             .collect()
+    }
+}
+
+/// Passes tokens on. The unit of progress is a trajectory, and not a turn.
+struct TokensOnly<'a>(&'a dyn Progress);
+
+impl Progress for TokensOnly<'_> {
+    fn advance(&self, _: usize, tokens: usize) {
+        self.0.advance(0, tokens);
+    }
+
+    fn is_canceled(&self) -> bool {
+        self.0.is_canceled()
     }
 }

@@ -228,7 +228,7 @@ impl HeldOut<'_> {
     ) -> Result<Evaluation> {
         let mut sampler = sampler.clone().with_tokenizer(self.tokenizer);
         if let Some(environments) = environments {
-            sampler = sampler.with_environments(Arc::clone(environments));
+            sampler = sampler.with_environments(environments.clone());
         }
         let (prompts, samples) = (self.prompts, self.samples);
         evaluate(

@@ -3,9 +3,11 @@
 mod files;
 mod group;
 mod imports;
+mod job;
 mod pool;
 mod process;
 mod sink;
+mod tail;
 
 use std::fmt;
 use std::path::PathBuf;
@@ -17,6 +19,7 @@ use candle_grpo_base::secrets;
 use candle_grpo_core::validate::{Checked, check};
 
 pub(crate) use group::ProcessGroup;
+pub use job::Job;
 pub use pool::ProgramPool;
 pub(crate) use process::Process;
 pub use process::{Answer, Failure, Unusable, quoted};
@@ -65,8 +68,9 @@ impl Program {
         )
     }
 
-    /// Starts it in a group of its own, with pipes, and without the variables that have keys.
-    fn spawn(&self) -> Result<(Child, ProcessGroup)> {
+    /// Starts it in a group of its own, with pipes, without the variables that have keys, and with
+    /// `variables`.
+    fn spawn(&self, variables: &[(&str, String)]) -> Result<(Child, ProcessGroup)> {
         let [name, arguments @ ..] = self.command.as_slice() else {
             bail!("command: empty");
         };
@@ -80,6 +84,7 @@ impl Program {
         for variable in secrets::hidden_variables() {
             command.env_remove(variable);
         }
+        command.envs(variables.iter().map(|(name, value)| (name, value)));
         if let Some(folder) = &self.folder {
             command.current_dir(folder);
         }
@@ -93,6 +98,15 @@ impl Program {
     /// Starts it.
     pub(crate) fn start(&self) -> Result<Process> {
         Process::start(self)
+    }
+
+    /// Starts it with one input and more environment variables. It ends by itself.
+    ///
+    /// # Errors
+    ///
+    /// If it cannot be started.
+    pub fn start_job(&self, input: Vec<u8>, variables: &[(&str, String)]) -> Result<Job> {
+        Job::start(self, input, variables)
     }
 
     /// Starts it as a reader of lines, which has [`Self::limit`] to end after its input.

@@ -1,8 +1,7 @@
 //! A running program.
 
-use std::collections::VecDeque;
 use std::fmt;
-use std::io::{BufRead, BufReader, Read, Write};
+use std::io::{BufRead, BufReader, Read as _, Write};
 use std::process::{Child, ChildStdin, ChildStdout, ExitStatus};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, SyncSender, channel, sync_channel};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -13,6 +12,7 @@ use anyhow::{Context, Result, anyhow, bail};
 
 use serde_json::{Map, Value};
 
+use super::tail::Tail;
 use super::{Program, group::ProcessGroup};
 use crate::{Interrupted, Progress};
 use candle_grpo_base::clock::running_time;
@@ -128,26 +128,17 @@ pub(crate) struct Process {
 impl Process {
     pub(super) fn start(program: &Program) -> Result<Self> {
         let (limit, start_limit) = (program.limit, program.start_limit);
-        let (mut program, group) = program.spawn()?;
+        let (mut program, group) = program.spawn(&[])?;
         let missing = || anyhow!("pipe: absent");
         let stdin = program.stdin.take().ok_or_else(missing)?;
         let stdout = program.stdout.take().ok_or_else(missing)?;
-        let mut stderr = program.stderr.take().ok_or_else(missing)?;
+        let stderr = program.stderr.take().ok_or_else(missing)?;
 
         let (input, batches) = channel();
         thread::spawn(move || write_batches(stdin, &batches));
         let (lines, output) = sync_channel(MAX_LINES);
         thread::spawn(move || read_lines(stdout, &lines));
-        let errors = Arc::new(Mutex::new(Tail::default()));
-        let tail = Arc::clone(&errors);
-        let error_reader = thread::spawn(move || {
-            let mut bytes = [0; 4096];
-            while let Ok(count @ 1..) = stderr.read(&mut bytes) {
-                tail.lock()
-                    .unwrap_or_else(PoisonError::into_inner)
-                    .push(&bytes[..count]);
-            }
-        });
+        let (errors, error_reader) = Tail::read(stderr);
         Ok(Self {
             program,
             group,
@@ -453,24 +444,6 @@ fn next_line(reader: &mut impl BufRead) -> Option<Result<String, String>> {
             Err(format!("ended within the line {line}"))
         }
     })
-}
-
-/// The last few kilobytes of a text.
-#[derive(Default)]
-struct Tail(VecDeque<u8>);
-
-impl Tail {
-    const KEPT: usize = 4096;
-
-    fn push(&mut self, bytes: &[u8]) {
-        self.0.extend(bytes);
-        let excess = self.0.len().saturating_sub(Self::KEPT);
-        self.0.drain(..excess);
-    }
-
-    fn text(&mut self) -> String {
-        String::from_utf8_lossy(self.0.make_contiguous()).into_owned()
-    }
 }
 
 /// The line for messages, cut where it is long.

@@ -47,7 +47,7 @@ impl Sink {
     ///
     /// If it cannot be started.
     pub(super) fn start(program: &Program) -> Result<Self> {
-        let (mut child, group) = program.spawn()?;
+        let (mut child, group) = program.spawn(&[])?;
         // The words of the command that name it best are the last ones.
         let name = program.command.last().cloned().unwrap_or_default();
         let (lines, waiting) = sync_channel(QUEUE);

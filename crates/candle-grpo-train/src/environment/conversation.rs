@@ -1,19 +1,21 @@
-//! Environment tokens between policy turns.
+//! Tokens before and between the turns of a policy.
 
 use std::sync::Arc;
 
 use anyhow::{Context, Result, ensure};
-use serde_json::{Value, json};
+use serde_json::{Map, Value, json};
 use tokenizers::Tokenizer;
 
 use super::content::ContentEncoder;
 use super::{Append, TextPart};
-use crate::model::ANSWER;
+use crate::data::plain_tokens;
+use crate::model::{ANSWER, Chat};
 use crate::rollout::decode::decode_tokens;
 use crate::{ChatTemplate, Prompt};
 
-/// Converts between policy turns and text.
-pub(super) struct Conversation {
+/// Converts between the turns of a policy and texts: renders conversations, and what follows a
+/// turn, without encoding a turn again.
+pub struct Conversation {
     tokenizer: Arc<Tokenizer>,
     template: Option<ChatTemplate>,
     /// Tokens that end a turn.
@@ -22,7 +24,9 @@ pub(super) struct Conversation {
 }
 
 impl Conversation {
-    pub(super) fn new(
+    /// Creates the conversions for a model with this tokenizer and chat template. A turn ends with
+    /// one of `stop_token_ids`.
+    pub fn new(
         tokenizer: Arc<Tokenizer>,
         template: Option<ChatTemplate>,
         stop_token_ids: Vec<u32>,
@@ -39,10 +43,14 @@ impl Conversation {
         self.encoder.allow_special_tokens();
     }
 
-    /// A turn's text without the stop token at its end.
-    pub(super) fn text(&self, turn: &[u32]) -> Result<String> {
+    /// Returns the text of a turn without the stop token at its end.
+    ///
+    /// # Errors
+    ///
+    /// If the tokenizer cannot decode it.
+    pub fn text(&self, turn: &[u32]) -> Result<String> {
         let text = match turn.split_last() {
-            Some((last, before)) if self.stop_token_ids.contains(last) => before,
+            Some((&last, before)) if self.is_stop(last) => before,
             _ => turn,
         };
         decode_tokens(text, &self.tokenizer)
@@ -76,36 +84,99 @@ impl Conversation {
         append: &Append,
         last: Option<u32>,
     ) -> Result<Vec<u32>> {
-        let messages = match append {
-            Append::Nothing => return Ok(Vec::new()),
-            Append::Text(text) => return self.text_tokens(text),
-            Append::Parts(parts) => return self.parts(parts),
-            Append::Tokens(tokens) => return Ok(tokens.clone()),
-            Append::Messages(messages) => messages,
-        };
-        let mut tokens = self
-            .encoder
-            .encode(&self.after_turn(prompt, &self.contents(messages)?)?)?;
-        // The template ends a turn, but the policy may already have done so.
-        let is_stop = |token: &u32| self.stop_token_ids.contains(token);
-        if last.as_ref().is_some_and(is_stop) && tokens.first().is_some_and(is_stop) {
+        match append {
+            Append::Nothing => Ok(Vec::new()),
+            Append::Text(text) => self.text_tokens(text),
+            Append::Parts(parts) => self.parts(parts),
+            Append::Tokens(tokens) => Ok(tokens.clone()),
+            Append::Messages(messages) => {
+                let (variables, has_tools) = (&prompt.variables, prompt.tools.is_some());
+                self.after(messages, has_tools, variables, last)
+            }
+        }
+    }
+
+    /// Returns the tokens between a turn whose last token is `last` and the next turn: the end of
+    /// the turn, `messages`, and the beginning of an answer.
+    ///
+    /// Tools and the messages before are left out: templates place them at the beginning, where the
+    /// trajectory has them already. With `has_tools` the template for tools renders the messages.
+    ///
+    /// # Errors
+    ///
+    /// If there is no chat template, or it does not render the messages.
+    pub fn after(
+        &self,
+        messages: &[Value],
+        has_tools: bool,
+        variables: &Map<String, Value>,
+        last: Option<u32>,
+    ) -> Result<Vec<u32>> {
+        let before = [
+            json!({"role": "user", "content": "?"}),
+            json!({"role": "assistant", "content": ANSWER}),
+        ];
+        let messages = self.contents(messages)?;
+        let conversation: Vec<&Value> = before.iter().chain(&messages).collect();
+        let chat = Chat::new(conversation).generation_prompt();
+        let chat = chat.with_row(None, Some(variables)).of_tools(has_tools);
+        let text = self.template()?.render_after_answer(&chat)?;
+        let mut tokens = self.encoder.encode(&text)?;
+        // The template ends a turn, which the policy may have done already.
+        let starts_with_stop = tokens.first().is_some_and(|&first| self.is_stop(first));
+        if last.is_some_and(|last| self.is_stop(last)) && starts_with_stop {
             tokens.remove(0);
         }
         Ok(tokens)
     }
 
-    /// The text that a template writes between one turn's text and the next.
+    /// Returns the tokens of a whole conversation and the beginning of an answer. Names of special
+    /// tokens become these tokens in messages of the assistant only.
     ///
-    /// Tools and earlier messages are left out: templates put them at the beginning, where the
-    /// trajectory already has them.
-    fn after_turn(&self, prompt: &Prompt, messages: &[Value]) -> Result<String> {
-        let before = [
-            json!({"role": "user", "content": "?"}),
-            json!({"role": "assistant", "content": ANSWER}),
-        ];
-        let conversation: Vec<&Value> = before.iter().chain(messages).collect();
-        let chat = prompt.chat(conversation).of_tools(prompt.tools.is_some());
-        self.template()?.render_after_answer(&chat)
+    /// # Errors
+    ///
+    /// If there is no chat template, or it does not render the messages.
+    pub fn whole(
+        &self,
+        messages: &[Value],
+        tools: Option<&Value>,
+        variables: &Map<String, Value>,
+    ) -> Result<Vec<u32>> {
+        let content = |message: &Value| match message["role"] == "assistant" {
+            true => Ok(message.clone()),
+            false => self.encoder.contents(message),
+        };
+        let messages = messages.iter().map(content).collect::<Result<Vec<_>>>()?;
+        let chat = Chat::new(messages).generation_prompt();
+        let chat = chat.with_row(tools, Some(variables));
+        self.encoder.encode(&self.template()?.render(&chat)?)
+    }
+
+    /// Returns the tokens of a text in which names of special tokens become these tokens. At the
+    /// beginning of a sequence the tokenizer adds its own before it, such as BOS.
+    ///
+    /// # Errors
+    ///
+    /// If the text has no tokens at the beginning, or the tokenizer cannot encode it.
+    pub fn markup(&self, text: &str, at_beginning: bool) -> Result<Vec<u32>> {
+        match at_beginning {
+            true => plain_tokens(text, &self.tokenizer),
+            false => self.encoder.encode(text),
+        }
+    }
+
+    /// Returns true if a token ends a turn.
+    pub fn is_stop(&self, token: u32) -> bool {
+        self.stop_token_ids.contains(&token)
+    }
+
+    /// Returns the text of tokens with the names of special tokens.
+    ///
+    /// # Errors
+    ///
+    /// If the tokenizer cannot decode them.
+    pub fn decode(&self, tokens: &[u32]) -> Result<String> {
+        decode_tokens(tokens, &self.tokenizer)
     }
 
     fn template(&self) -> Result<&ChatTemplate> {

@@ -12,8 +12,8 @@ use tokenizers::Tokenizer;
 use super::EnvironmentFactory;
 use super::conversation::Conversation;
 use super::trajectory::{Trajectory, TrajectoryStart};
-use crate::rollout::{CompletionSeed, PromptRequest};
-use crate::{ChatTemplate, Completion, Interrupted, Progress, Prompt, Rollout};
+use crate::rollout::{CompletionSeed, Play, PromptRequest, Trajectories};
+use crate::{ChatTemplate, Interrupted, Rollout};
 
 /// Number of environments that respond at the same time.
 const THREADS: usize = 16;
@@ -121,28 +121,23 @@ impl Environments {
         self
     }
 
-    /// Returns whether the environments give rewards.
-    pub fn gives_rewards(&self) -> bool {
-        self.factory.gives_rewards()
-    }
-
     pub(super) fn factory(&self) -> &dyn EnvironmentFactory {
         &*self.factory
     }
+}
 
-    /// Samples trajectories for `requests`, which belong to `prompts`, from a model with
-    /// `vocab_size` tokens.
-    ///
-    /// The next turns in all unfinished trajectories form one batch for `draw`. A turn depends only
-    /// on its seed and the tokens before it.
-    pub(crate) fn play(
-        &self,
-        prompts: &[&Prompt],
-        requests: &[PromptRequest<'_>],
-        vocab_size: usize,
-        draw: impl Fn(&[PromptRequest<'_>], &dyn Progress) -> Result<Vec<Completion>>,
-        progress: &dyn Progress,
-    ) -> Result<Vec<Rollout>> {
+impl Trajectories for Environments {
+    /// Draws trajectories. The next turns of all that have not ended are one batch. A turn depends
+    /// on its seed and the tokens before it only.
+    fn play(&self, play: &Play<'_>) -> Result<Vec<Rollout>> {
+        let Play {
+            prompts,
+            requests,
+            vocab_size,
+            draw,
+            progress,
+            ..
+        } = *play;
         let starts = prompts.iter().zip(requests).flat_map(|(prompt, request)| {
             let seeds = request.seeds.iter();
             let start = move |seed: &CompletionSeed| TrajectoryStart {
@@ -171,7 +166,7 @@ impl Environments {
                 break;
             }
             let requests: Vec<PromptRequest<'_>> = open.iter().map(|t| t.request(self)).collect();
-            let completions = draw(&requests, &TokensOnly(progress))?;
+            let completions = draw(&requests, &[])?;
             drop(requests);
             let drawn = open.iter_mut().zip(completions);
             concurrently(drawn, |(trajectory, completion)| {
@@ -181,6 +176,10 @@ impl Environments {
             progress.advance(ended, 0);
         }
         Ok(all.into_iter().map(|t| t.into_rollout(self)).collect())
+    }
+
+    fn gives_rewards(&self) -> bool {
+        self.factory.gives_rewards()
     }
 }
 
@@ -217,20 +216,7 @@ fn concurrently<T: Send>(
     })
 }
 
-/// Forwards tokens. The unit of progress is a trajectory, not a turn.
-struct TokensOnly<'a>(&'a dyn Progress);
-
-impl Progress for TokensOnly<'_> {
-    fn advance(&self, _: usize, tokens: usize) {
-        self.0.advance(0, tokens);
-    }
-
-    fn is_canceled(&self) -> bool {
-        self.0.is_canceled()
-    }
-}
-
-/// Checks that an environment's tokens are in the model's vocabulary.
+/// Checks that the tokens of an environment are those of the model.
 pub(super) fn ensure_tokens(tokens: &[u32], vocab_size: usize) -> Result<()> {
     let unknown = tokens.iter().find(|&&token| token as usize >= vocab_size);
     ensure!(

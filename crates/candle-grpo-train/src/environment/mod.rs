@@ -5,6 +5,7 @@
 //! policy are never re-tokenized. Environment tokens are context, which the response mask excludes
 //! from losses and metrics.
 
+mod agent;
 mod config;
 mod content;
 mod conversation;
@@ -20,9 +21,11 @@ use serde_json::Value;
 
 use crate::{FinishReason, Progress, Prompt};
 
-pub use crate::rollout::episode::{Episode, EpisodeEnd, EpisodeTurn};
+pub use crate::rollout::episode::{Episode, EpisodeEnd, EpisodeTurn, OWN_METRICS};
 pub(crate) use crate::rollout::episode::{ensure_some_worked, mean_metrics};
+pub use agent::AgentConfig;
 pub use config::{EnvironmentConfig, EnvironmentKind};
+pub use conversation::Conversation;
 pub use environments::{EnvironmentLimits, Environments};
 pub use program::{ProgramEnvironmentConfig, ProgramEnvironments};
 pub use tools::{

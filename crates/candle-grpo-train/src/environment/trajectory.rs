@@ -11,7 +11,7 @@ use super::environments::ensure_tokens;
 use super::{Environment, Environments, Episode, EpisodeEnd, EpisodeStart, EpisodeTurn, Turn};
 use crate::canonical_json::canonical_json;
 use crate::rollout::episode::OWN_METRICS;
-use crate::rollout::{CompletionSeed, PromptRequest};
+use crate::rollout::{CompletionBuilder, CompletionSeed, PromptRequest, Trajectories};
 use crate::{Completion, FinishReason, Interrupted, Progress, Prompt, Rollout};
 use candle_grpo_base::clock::running_time;
 use candle_grpo_rewards::program::Unusable;
@@ -40,14 +40,7 @@ pub(super) struct Trajectory<'a> {
     /// Maximum response length.
     max_tokens: usize,
     /// The prompt and the response.
-    tokens: Vec<u32>,
-    prompt_len: usize,
-    drawn_log_probs: Vec<f32>,
-    log_probs: Option<Vec<f32>>,
-    written: Vec<bool>,
-    weight_versions: Vec<u64>,
-    experts: Option<Vec<u16>>,
-    finish_reason: FinishReason,
+    row: CompletionBuilder,
     turns: Vec<EpisodeTurn>,
     metrics: BTreeMap<String, f64>,
     /// True if the last step left the trajectory without a reward.
@@ -94,14 +87,7 @@ impl<'a> Trajectory<'a> {
             vocab_size,
             started: running_time(),
             max_tokens,
-            prompt_len: tokens.len(),
-            tokens,
-            drawn_log_probs: Vec::new(),
-            log_probs: Some(Vec::new()),
-            written: Vec::new(),
-            weight_versions: Vec::new(),
-            experts: None,
-            finish_reason: FinishReason::Length,
+            row: CompletionBuilder::new(tokens),
             turns: Vec::new(),
             metrics: BTreeMap::new(),
             excluded: false,
@@ -117,14 +103,14 @@ impl<'a> Trajectory<'a> {
 
     /// Number of tokens that the response can still have.
     fn left(&self) -> usize {
-        self.max_tokens - self.written.len()
+        self.max_tokens - self.row.len()
     }
 
     /// The request for the next turn.
     pub(super) fn request(&self, environments: &Environments) -> PromptRequest<'_> {
         let longest = environments.limits.max_turn_tokens.unwrap_or(usize::MAX);
         PromptRequest {
-            tokens: &self.tokens,
+            tokens: self.row.tokens(),
             seeds: vec![CompletionSeed {
                 turn: self.turns.len() as u64,
                 ..self.seed
@@ -145,17 +131,15 @@ impl<'a> Trajectory<'a> {
         turn: Completion,
         progress: &dyn Progress,
     ) -> Result<()> {
-        let from = self.written.len();
         let state = match &self.state {
             Some(state) => digest(canonical_json(state).as_bytes()),
-            None => digest(&bytes(&self.tokens)),
+            None => digest(&bytes(self.row.tokens())),
         };
         self.turns.push(EpisodeTurn {
-            tokens: from..from + turn.tokens.len(),
+            tokens: self.row.push(&turn),
             reward: 0.,
             state,
         });
-        self.push(&turn);
         match self.answer(environments, &turn, progress) {
             Ok(end) => self.end = end,
             Err(error) if error.is::<Interrupted>() => return Err(error),
@@ -174,29 +158,13 @@ impl<'a> Trajectory<'a> {
             }
         }
         if self.end == Some(EpisodeEnd::MaxTokens) {
-            self.finish_reason = FinishReason::Length;
+            self.row.finish(FinishReason::Length);
         }
         Ok(())
     }
 
-    /// Appends a turn's tokens.
-    fn push(&mut self, turn: &Completion) {
-        self.tokens.extend(&turn.tokens);
-        self.drawn_log_probs.extend(&turn.drawn_log_probs);
-        match (&mut self.log_probs, &turn.log_probs) {
-            (Some(all), Some(more)) => all.extend(more),
-            _ => self.log_probs = None,
-        }
-        let written = (0..turn.tokens.len()).map(|at| turn.is_written(at));
-        self.written.extend(written);
-        self.weight_versions.extend(&turn.weight_versions);
-        // These include the experts for tokens before the turn.
-        self.experts.clone_from(&turn.experts);
-        self.finish_reason = turn.finish_reason;
-    }
-
-    /// Lets the environment respond to the last turn, and returns the end of the trajectory if it
-    /// is over.
+    /// Lets the environment answer the last turn, and returns the end of the trajectory if there is
+    /// one.
     fn answer(
         &mut self,
         environments: &Environments,
@@ -246,27 +214,14 @@ impl<'a> Trajectory<'a> {
             return Ok(Some(EpisodeEnd::MaxSeconds));
         }
         let tokens =
-            conversation.between(self.prompt, &step.append, self.tokens.last().copied())?;
+            conversation.between(self.prompt, &step.append, self.row.tokens().last().copied())?;
         ensure_tokens(&tokens, self.vocab_size)?;
         if tokens.len() >= self.left() {
             return Ok(Some(EpisodeEnd::MaxTokens));
         }
-        self.append(&tokens);
+        self.row.append(&tokens);
         self.state = step.state;
         Ok(None)
-    }
-
-    /// Appends tokens that the policy did not write.
-    fn append(&mut self, tokens: &[u32]) {
-        let length = self.written.len() + tokens.len();
-        let version = self.weight_versions.last().copied().unwrap_or(0);
-        self.tokens.extend(tokens);
-        self.written.resize(length, false);
-        self.drawn_log_probs.resize(length, 0.);
-        if let Some(log_probs) = &mut self.log_probs {
-            log_probs.resize(length, 0.);
-        }
-        self.weight_versions.resize(length, version);
     }
 
     pub(super) fn into_rollout(mut self, environments: &Environments) -> Rollout {
@@ -289,21 +244,12 @@ impl<'a> Trajectory<'a> {
                 };
             });
         }
-        let all_written = self.written.iter().all(|written| *written);
-        let response = self.tokens.split_off(self.prompt_len);
+        let (prompt_tokens, completion) = self.row.into_parts();
         Rollout {
             prompt_index: self.prompt.index,
             sample_index: self.seed.sample as usize,
-            prompt_tokens: self.tokens,
-            completion: Completion {
-                tokens: response,
-                drawn_log_probs: self.drawn_log_probs,
-                log_probs: self.log_probs,
-                written: (!all_written).then_some(self.written),
-                weight_versions: self.weight_versions,
-                finish_reason: self.finish_reason,
-                experts: self.experts,
-            },
+            prompt_tokens,
+            completion,
             episode: Some(Episode {
                 turns: self.turns,
                 end,
@@ -312,6 +258,7 @@ impl<'a> Trajectory<'a> {
                 unrewarded,
                 metrics: self.metrics,
             }),
+            branches: Vec::new(),
         }
     }
 }

@@ -121,6 +121,19 @@ pub struct Rollout {
     pub completion: Completion,
     /// The turns of the trajectory, if there is an environment.
     pub episode: Option<Episode>,
+    /// The other rows of a trajectory that branches. Each token that the policy drew is written in
+    /// exactly one row; in others it may be part of the prompt.
+    #[serde(default)]
+    pub branches: Vec<Row>,
+}
+
+/// A prompt and a completion of it.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct Row {
+    /// The tokens of the prompt.
+    pub prompt_tokens: Vec<u32>,
+    /// The completion.
+    pub completion: Completion,
 }
 
 impl Rollout {

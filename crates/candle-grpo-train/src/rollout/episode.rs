@@ -127,8 +127,7 @@ pub(crate) fn mean_metrics<'a>(
 }
 
 /// The names of metrics that are not those of the environment.
-pub(crate) const OWN_METRICS: [&str; 5] =
-    ["turns", "reward", "limit_reached", "failed", "excluded"];
+pub const OWN_METRICS: [&str; 5] = ["turns", "reward", "limit_reached", "failed", "excluded"];
 
 #[cfg(test)]
 mod tests {

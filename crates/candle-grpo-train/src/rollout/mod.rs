@@ -1,6 +1,7 @@
 //! Completions of prompts and their sources.
 
 mod completion;
+mod completion_builder;
 mod config;
 pub(crate) mod decode;
 #[cfg(feature = "engines")]
@@ -11,9 +12,11 @@ mod generator;
 mod local;
 pub(crate) mod sampling_config;
 mod stop_strings;
+mod trajectories;
 
 pub use candle_grpo_rewards::FinishReason;
-pub use completion::{Completion, Rollout};
+pub use completion::{Completion, Rollout, Row};
+pub use completion_builder::CompletionBuilder;
 pub use config::{RolloutConfig, WeightSync};
 pub use decode::answer_text;
 pub use engine_kind::Engine;
@@ -22,3 +25,4 @@ pub use generator::{
 };
 pub use local::LocalGenerator;
 pub use sampling_config::SamplingConfig;
+pub use trajectories::{DrawTurns, Play, Trajectories};

@@ -46,7 +46,7 @@ const CLOSE: &str = "</tool_call>";
 const PYTHON_TAG: &str = "<|python_tag|>";
 
 impl ToolFormat {
-    pub(super) fn validate(&self) -> Result<()> {
+    pub(in crate::environment) fn validate(&self) -> Result<()> {
         if let Self::Marks { before, after, .. } = self {
             for (name, mark) in [("before", before), ("after", after)] {
                 check(!mark.is_empty(), name, "\"\"", "be a text")?;
@@ -86,6 +86,22 @@ impl ToolFormat {
                 .collect(),
         }
     }
+
+    /// Returns the text of a turn before its first call: the whole turn if it has none.
+    pub fn text_before_calls<'a>(&self, turn: &'a str) -> &'a str {
+        match self {
+            Self::Hermes => before(turn, OPEN),
+            Self::Llama if llama(turn).is_empty() => turn,
+            Self::Llama => "",
+            Self::Marks { before: mark, .. } => before(turn, mark),
+        }
+    }
+}
+
+/// Returns the text before a mark, without spaces at its end.
+fn before<'a>(text: &'a str, mark: &str) -> &'a str {
+    text.split_once(mark)
+        .map_or(text, |(before, _)| before.trim_end())
 }
 
 /// The texts between two marks. The last one may lack its end.

@@ -30,7 +30,7 @@ fn the_trajectories_of_a_server_are_those_of_this_process(#[case] engine: Engine
     let environments = environments(echo(TURNS as usize));
     let served = Sampler::from_generator(client, model().vocab_size, sampling.clone())
         .unwrap()
-        .with_environments(Arc::clone(&environments));
+        .with_environments(environments.clone());
     let local = sampler(sampling).with_environments(environments);
     let (served, local) = (
         draw_with(&served, 3).unwrap(),

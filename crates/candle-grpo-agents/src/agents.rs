@@ -1,0 +1,122 @@
+//! The agents of a run.
+
+use std::collections::BTreeSet;
+use std::net::SocketAddr;
+use std::sync::{Arc, Mutex, PoisonError};
+
+use anyhow::Result;
+use candle_grpo_train::environment::{AgentConfig, Conversation, EnvironmentLimits};
+use candle_grpo_train::rollout::{Play, Trajectories};
+use candle_grpo_train::{ChatTemplate, Rollout, SamplingConfig};
+use tokenizers::Tokenizer;
+
+use crate::bell::Bell;
+use crate::endpoint::Endpoint;
+use crate::game::Game;
+use crate::key::Key;
+use crate::request::Request;
+
+/// The agents of a run: a server, and one episode for each trajectory.
+///
+/// [`Sampler::with_environments`](candle_grpo_train::Sampler::with_environments) and
+/// [`Trainer::with_environments`](candle_grpo_train::Trainer) draw trajectories with them.
+///
+/// An answer depends on its seed and the tokens before it only. A row that begins with the prompt
+/// of the episode, and goes on without branches, has the seeds of
+/// [`Environments`](candle_grpo_train::environment::Environments): the same conversation has the
+/// same tokens. Other answers have seeds of their tokens. So the order in which parallel requests
+/// come is of no importance, unless several continue the same answer: the first continues its row.
+pub struct Agents {
+    pub(crate) config: AgentConfig,
+    pub(crate) limits: EnvironmentLimits,
+    pub(crate) conversation: Conversation,
+    pub(crate) endpoint: Endpoint,
+    pub(crate) bell: Arc<Bell>,
+    key: Key,
+    /// The settings of requests that had no effect, by name.
+    ignored: Mutex<BTreeSet<&'static str>>,
+}
+
+impl Agents {
+    /// Starts the server, for a model with this tokenizer and chat template. `stop_token_ids` are
+    /// those of the sampler.
+    ///
+    /// # Errors
+    ///
+    /// If an option is not valid, or the address is not free.
+    pub fn new(
+        config: AgentConfig,
+        limits: EnvironmentLimits,
+        tokenizer: &Tokenizer,
+        template: Option<&ChatTemplate>,
+        stop_token_ids: &[u32],
+    ) -> Result<Self> {
+        config.validate()?;
+        limits.validate()?;
+        let key = config.key.as_ref().map_or_else(Key::random, Key::new);
+        let offers = config.command.is_empty();
+        let endpoint = Endpoint::start(
+            config.listen,
+            offers.then(|| key.clone()),
+            config.max_request_bytes,
+        )?;
+        if offers {
+            let address = endpoint.address();
+            tracing::info!("agents ask for episodes at http://{address}/episodes");
+            if config.key.is_none() {
+                tracing::info!("their key is {}", key.text());
+            }
+        }
+        Ok(Self {
+            config,
+            limits,
+            conversation: Conversation::new(
+                Arc::new(tokenizer.clone()),
+                template.cloned(),
+                stop_token_ids.to_vec(),
+            ),
+            endpoint,
+            bell: Arc::default(),
+            key,
+            ignored: Mutex::default(),
+        })
+    }
+
+    /// Returns the address of the server.
+    pub fn address(&self) -> SocketAddr {
+        self.endpoint.address()
+    }
+
+    /// Returns the key with which agents ask for episodes.
+    pub fn key(&self) -> &str {
+        self.key.text()
+    }
+
+    /// Warns once of each setting of a request that differs from those of the run.
+    pub(crate) fn warn_of_settings(&self, request: &Request, sampling: &SamplingConfig) {
+        for &(name, value) in &request.sampling {
+            let used = match name {
+                "temperature" => sampling.temperature,
+                "top_p" => sampling.top_p,
+                "top_k" => sampling.top_k as f64,
+                _ => 0.,
+            };
+            let mut ignored = self.ignored.lock().unwrap_or_else(PoisonError::into_inner);
+            if value != used && ignored.insert(name) {
+                tracing::warn!(
+                    "an agent asks for {name} {value}, which has no effect: the run draws with {used}"
+                );
+            }
+        }
+    }
+}
+
+impl Trajectories for Agents {
+    fn play(&self, play: &Play<'_>) -> Result<Vec<Rollout>> {
+        Game::new(self, play).play()
+    }
+
+    fn gives_rewards(&self) -> bool {
+        self.config.reports_rewards
+    }
+}

@@ -1,0 +1,211 @@
+//! The HTTP server.
+
+mod reply;
+mod route;
+
+use std::collections::{HashMap, VecDeque};
+use std::net::{SocketAddr, TcpListener};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::thread;
+use std::time::Duration;
+
+use anyhow::{Context, Result};
+use hyper::server::conn::http1;
+use hyper::service::service_fn;
+use hyper_util::rt::{TokioIo, TokioTimer};
+use tokio::sync::{Notify, Semaphore, oneshot};
+
+use crate::episode::Episode;
+use crate::key::Key;
+
+/// The maximum number of connections; more wait.
+const MAX_CONNECTIONS: usize = 1024;
+
+/// The longest time for the head of a request, which is also that of an idle connection.
+const HEAD_LIMIT: Duration = Duration::from_secs(60);
+
+/// The longest time for the body of a request.
+const BODY_LIMIT: Duration = Duration::from_secs(60);
+
+/// The maximum size of the head of a request in bytes.
+const MAX_HEAD: usize = 64 << 10;
+
+/// The time after which accepting is tried again if the system refuses it.
+const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
+
+/// The open episodes.
+#[derive(Debug)]
+pub(crate) struct Episodes {
+    by_id: Mutex<HashMap<String, Arc<Episode>>>,
+    /// Episodes that wait for an agent which starts by itself.
+    offered: Mutex<VecDeque<Arc<Episode>>>,
+    offer: Notify,
+    /// The key with which agents ask for episodes; absent: nothing is offered.
+    key: Option<Key>,
+    max_request_bytes: usize,
+    address: SocketAddr,
+}
+
+impl Episodes {
+    /// Opens an episode. If `offers`, an agent that asks gets it.
+    pub(crate) fn open(&self, episode: &Arc<Episode>, offers: bool) {
+        let mut by_id = self.by_id.lock().unwrap_or_else(PoisonError::into_inner);
+        by_id.insert(episode.id.clone(), Arc::clone(episode));
+        drop(by_id);
+        if offers {
+            let mut offered = self.offered.lock().unwrap_or_else(PoisonError::into_inner);
+            offered.push_back(Arc::clone(episode));
+            drop(offered);
+            self.offer.notify_one();
+        }
+    }
+
+    /// Forgets an episode.
+    pub(crate) fn remove(&self, id: &str) {
+        let mut by_id = self.by_id.lock().unwrap_or_else(PoisonError::into_inner);
+        by_id.remove(id);
+        drop(by_id);
+        let mut offered = self.offered.lock().unwrap_or_else(PoisonError::into_inner);
+        offered.retain(|episode| episode.id != id);
+    }
+
+    fn get(&self, id: &str) -> Option<Arc<Episode>> {
+        let by_id = self.by_id.lock().unwrap_or_else(PoisonError::into_inner);
+        by_id.get(id).cloned()
+    }
+
+    fn take_offer(&self) -> Option<Arc<Episode>> {
+        let mut offered = self.offered.lock().unwrap_or_else(PoisonError::into_inner);
+        let episode = offered.pop_front();
+        if !offered.is_empty() {
+            self.offer.notify_one();
+        }
+        episode
+    }
+
+    /// An episode for an agent, which is waited for.
+    async fn next_offer(&self) -> Arc<Episode> {
+        loop {
+            match self.take_offer() {
+                Some(episode) => return episode,
+                None => self.offer.notified().await,
+            }
+        }
+    }
+
+    /// The URL of an episode for agents on this machine.
+    pub(crate) fn url(&self, episode: &Episode) -> String {
+        let mut address = self.address;
+        if address.ip().is_unspecified() {
+            match address {
+                SocketAddr::V4(_) => address.set_ip([127, 0, 0, 1].into()),
+                SocketAddr::V6(_) => address.set_ip(std::net::Ipv6Addr::LOCALHOST.into()),
+            }
+        }
+        format!("http://{address}/s/{}", episode.id)
+    }
+}
+
+/// The server, on a thread of its own. It ends when it is dropped.
+#[derive(Debug)]
+pub(crate) struct Endpoint {
+    episodes: Arc<Episodes>,
+    stop: Option<oneshot::Sender<()>>,
+    thread: Option<thread::JoinHandle<()>>,
+}
+
+impl Endpoint {
+    /// Starts it.
+    pub(crate) fn start(
+        listen: SocketAddr,
+        key: Option<Key>,
+        max_request_bytes: usize,
+    ) -> Result<Self> {
+        let must = || format!("listen: {listen}, must be a free address of this machine");
+        let listener = TcpListener::bind(listen).with_context(must)?;
+        listener.set_nonblocking(true)?;
+        let episodes = Arc::new(Episodes {
+            by_id: Mutex::default(),
+            offered: Mutex::default(),
+            offer: Notify::new(),
+            key,
+            max_request_bytes,
+            address: listener.local_addr()?,
+        });
+        let runtime = tokio::runtime::Builder::new_current_thread()
+            .enable_io()
+            .enable_time()
+            .build()
+            .context("starting the server for agents")?;
+        let (stop, stopped) = oneshot::channel::<()>();
+        runtime.spawn(serve(listener, Arc::clone(&episodes)));
+        let thread = thread::Builder::new().name("agents".to_owned());
+        let thread = thread.spawn(move || {
+            // The sender is dropped with the server, and connections with the runtime.
+            let _ = runtime.block_on(stopped);
+        })?;
+        Ok(Self {
+            episodes,
+            stop: Some(stop),
+            thread: Some(thread),
+        })
+    }
+
+    pub(crate) fn episodes(&self) -> &Episodes {
+        &self.episodes
+    }
+
+    pub(crate) fn address(&self) -> SocketAddr {
+        self.episodes.address
+    }
+}
+
+impl Drop for Endpoint {
+    fn drop(&mut self) {
+        self.stop = None;
+        if let Some(thread) = self.thread.take() {
+            let _ = thread.join();
+        }
+    }
+}
+
+async fn serve(listener: TcpListener, episodes: Arc<Episodes>) {
+    let listener = match tokio::net::TcpListener::from_std(listener) {
+        Ok(listener) => listener,
+        Err(error) => {
+            tracing::error!("the server for agents cannot listen: {error}");
+            return;
+        }
+    };
+    let connections = Arc::new(Semaphore::new(MAX_CONNECTIONS));
+    loop {
+        let Ok(permit) = Arc::clone(&connections).acquire_owned().await else {
+            return;
+        };
+        let stream = match listener.accept().await {
+            Ok((stream, _)) => stream,
+            Err(error) => {
+                tracing::warn!("the server for agents cannot accept a connection: {error}");
+                tokio::time::sleep(ACCEPT_PAUSE).await;
+                continue;
+            }
+        };
+        let _ = stream.set_nodelay(true);
+        let episodes = Arc::clone(&episodes);
+        tokio::spawn(async move {
+            let service = service_fn(|request| {
+                let episodes = Arc::clone(&episodes);
+                async move { Ok::<_, std::convert::Infallible>(route::answer(&episodes, request).await) }
+            });
+            let served = http1::Builder::new()
+                .timer(TokioTimer::new())
+                .header_read_timeout(HEAD_LIMIT)
+                .max_buf_size(MAX_HEAD)
+                .serve_connection(TokioIo::new(stream), service);
+            if let Err(error) = served.await {
+                tracing::debug!("a connection of an agent ended: {error}");
+            }
+            drop(permit);
+        });
+    }
+}

@@ -1,0 +1,92 @@
+//! Bodies of replies.
+
+use std::convert::Infallible;
+use std::pin::Pin;
+use std::sync::Arc;
+use std::task::{Context, Poll};
+
+use bytes::Bytes;
+use hyper::body::{Body, Frame, SizeHint};
+use hyper::header::{CONTENT_TYPE, HeaderValue};
+use hyper::{Response, StatusCode};
+use serde_json::Value;
+
+use crate::episode::Episode;
+
+/// A body that notes when it is sent.
+pub(super) struct Reply {
+    bytes: Option<Bytes>,
+    /// The episode and the place of the request whose answer this is.
+    receipt: Option<(Arc<Episode>, usize)>,
+}
+
+impl Body for Reply {
+    type Data = Bytes;
+    type Error = Infallible;
+
+    fn poll_frame(
+        mut self: Pin<&mut Self>,
+        _: &mut Context<'_>,
+    ) -> Poll<Option<Result<Frame<Bytes>, Infallible>>> {
+        let bytes = self.bytes.take();
+        if bytes.is_some()
+            && let Some((episode, place)) = self.receipt.take()
+        {
+            episode.delivered(place);
+        }
+        Poll::Ready(bytes.map(|bytes| Ok(Frame::data(bytes))))
+    }
+
+    fn is_end_stream(&self) -> bool {
+        self.bytes.is_none()
+    }
+
+    fn size_hint(&self) -> SizeHint {
+        SizeHint::with_exact(self.bytes.as_ref().map_or(0, Bytes::len) as u64)
+    }
+}
+
+const JSON: &str = "application/json";
+const EVENTS: &str = "text/event-stream; charset=utf-8";
+
+fn reply(
+    status: u16,
+    kind: &'static str,
+    body: String,
+    receipt: Option<(Arc<Episode>, usize)>,
+) -> Response<Reply> {
+    let body = Reply {
+        bytes: Some(Bytes::from(body)),
+        receipt,
+    };
+    let mut response = Response::new(body);
+    *response.status_mut() =
+        StatusCode::from_u16(status).unwrap_or(StatusCode::INTERNAL_SERVER_ERROR);
+    let headers = response.headers_mut();
+    headers.insert(CONTENT_TYPE, HeaderValue::from_static(kind));
+    response
+}
+
+/// A reply of JSON.
+pub(super) fn json(status: u16, body: &Value) -> Response<Reply> {
+    reply(status, JSON, body.to_string(), None)
+}
+
+/// A reply without a body.
+pub(super) fn empty(status: u16) -> Response<Reply> {
+    let mut response = reply(status, JSON, String::new(), None);
+    response.headers_mut().remove(CONTENT_TYPE);
+    response.body_mut().bytes = None;
+    response
+}
+
+/// The answer to the request at `place` of an episode.
+pub(super) fn answer(
+    body: String,
+    streams: bool,
+    episode: Arc<Episode>,
+    place: usize,
+) -> Response<Reply> {
+    let kind = if streams { EVENTS } else { JSON };
+    reply(200, kind, body, Some((episode, place)))
+}

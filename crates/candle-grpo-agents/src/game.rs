@@ -1,0 +1,573 @@
+//! The episodes of a batch while they are played.
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
+
+use anyhow::{Context, Result};
+use candle_grpo_base::Interrupted;
+use candle_grpo_base::clock::running_time;
+use candle_grpo_rewards::program::Job;
+use candle_grpo_train::environment::{Episode as Outcome, EpisodeEnd, EpisodeTurn};
+use candle_grpo_train::rollout::{CompletionSeed, Play, PromptRequest, Row};
+use candle_grpo_train::{Completion, FinishReason, Prompt, Rollout};
+use sha2::{Digest, Sha256};
+
+use crate::agents::Agents;
+use crate::episode::Episode;
+use crate::key::random_id;
+use crate::message::{ASSISTANT, Call, Message};
+use crate::request::{Answer, DrawnToken, End, Refusal, Request};
+use crate::transcript::{Draft, Setting, Transcript, digest, first_64_bits};
+
+/// The interval at which processes and time limits are checked.
+const POLL: Duration = Duration::from_millis(20);
+
+/// The time in which further requests join a batch, as long as they come.
+const GATHER: Duration = Duration::from_millis(2);
+
+/// The number of times that [`GATHER`] is waited for.
+const MOST_GATHERED: usize = 16;
+
+/// The starts of an agent that ends before its first request.
+const MAX_STARTS: usize = 2;
+
+/// The time that an agent has to end after it has reported that it is done.
+const END_GRACE: Duration = Duration::from_secs(5);
+
+/// The episodes of a batch.
+pub(crate) struct Game<'a> {
+    agents: &'a Agents,
+    play: Play<'a>,
+    /// The episodes that have not begun, in reverse order, with their places.
+    left: Vec<(usize, &'a Prompt, CompletionSeed)>,
+    running: Vec<Running<'a>>,
+    ended: Vec<Option<Rollout>>,
+}
+
+/// An episode that is played. It is closed when it is dropped.
+struct Running<'a> {
+    place: usize,
+    prompt: &'a Prompt,
+    seed: CompletionSeed,
+    agents: &'a Agents,
+    episode: Arc<Episode>,
+    job: Option<Job>,
+    starts: usize,
+    began: Duration,
+    /// The time of the report that the agent is done.
+    done: Option<Duration>,
+    transcript: Transcript,
+    /// The number of answers, with those that are drawn now.
+    answers: usize,
+    /// The limit that a request was refused for.
+    limit: Option<EpisodeEnd>,
+}
+
+/// A request that is drawn.
+struct Turn {
+    /// The number of its episode among the running ones.
+    episode: usize,
+    place: usize,
+    request: Arc<Request>,
+    draft: Draft,
+    max_new_tokens: usize,
+}
+
+impl<'a> Game<'a> {
+    pub(crate) fn new(agents: &'a Agents, play: &Play<'a>) -> Self {
+        let seeds = play.prompts.iter().zip(play.requests);
+        let all = seeds.flat_map(|(&prompt, request)| {
+            let seeds = request.seeds.iter();
+            seeds.map(move |seed| (prompt, *seed))
+        });
+        let all = all.enumerate();
+        let mut left: Vec<_> = all.map(|(at, (prompt, seed))| (at, prompt, seed)).collect();
+        left.reverse();
+        Self {
+            agents,
+            play: *play,
+            ended: left.iter().map(|_| None).collect(),
+            left,
+            running: Vec::new(),
+        }
+    }
+
+    /// Plays all episodes.
+    pub(crate) fn play(mut self) -> Result<Vec<Rollout>> {
+        loop {
+            if self.play.progress.is_canceled() {
+                return Err(Interrupted.into());
+            }
+            self.start()?;
+            self.end()?;
+            if self.running.is_empty() && self.left.is_empty() {
+                return Ok(self.ended.into_iter().flatten().collect());
+            }
+            let turns = self.turns();
+            if !turns.is_empty() {
+                self.draw(turns)?;
+                continue;
+            }
+            if self.agents.bell.wait(POLL) {
+                let more = || self.agents.bell.wait(GATHER);
+                (0..MOST_GATHERED).take_while(|_| more()).for_each(drop);
+            }
+        }
+    }
+
+    /// Starts episodes up to the limit.
+    fn start(&mut self) -> Result<()> {
+        while self.running.len() < self.agents.config.max_concurrent
+            && let Some((place, prompt, seed)) = self.left.pop()
+        {
+            self.running
+                .push(Running::start(self.agents, place, prompt, seed)?);
+        }
+        Ok(())
+    }
+
+    /// Takes out the episodes that have ended.
+    fn end(&mut self) -> Result<()> {
+        let mut at = 0;
+        while at < self.running.len() {
+            match self.running[at].check()? {
+                None => at += 1,
+                Some(end) => {
+                    let ended = self.running.swap_remove(at);
+                    let place = ended.place;
+                    self.ended[place] = Some(ended.into_rollout(end));
+                    self.play.progress.advance(1, 0);
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// The turns of all requests that wait. Those that cannot be drawn are refused.
+    fn turns(&mut self) -> Vec<Turn> {
+        let mut turns = Vec::new();
+        for (number, running) in self.running.iter_mut().enumerate() {
+            for (place, request) in running.episode.take_waiting() {
+                self.agents.warn_of_settings(&request, self.play.sampling);
+                match running.draft(&request, &self.play) {
+                    Ok((draft, max_new_tokens)) => turns.push(Turn {
+                        episode: number,
+                        place,
+                        request,
+                        draft,
+                        max_new_tokens,
+                    }),
+                    Err(refusal) => running.episode.answer(place, Err(refusal)),
+                }
+            }
+        }
+        turns
+    }
+
+    /// Draws turns, those with equal stop strings as one batch, and answers them.
+    fn draw(&mut self, turns: Vec<Turn>) -> Result<()> {
+        let mut batches: BTreeMap<Vec<String>, Vec<Turn>> = BTreeMap::new();
+        for turn in turns {
+            let batch = batches.entry(turn.request.stop.clone()).or_default();
+            batch.push(turn);
+        }
+        for (stop, turns) in batches {
+            let request = |turn: &'_ Turn| CompletionSeed {
+                turn: turn.draft.turn,
+                ..self.running[turn.episode].seed
+            };
+            let seeds: Vec<CompletionSeed> = turns.iter().map(request).collect();
+            let requests = turns.iter().zip(seeds).map(|(turn, seed)| PromptRequest {
+                tokens: &turn.draft.tokens,
+                seeds: vec![seed],
+                max_new_tokens: turn.max_new_tokens,
+            });
+            let requests: Vec<PromptRequest<'_>> = requests.collect();
+            let completions = (self.play.draw)(&requests, &stop)?;
+            drop(requests);
+            for (turn, completion) in turns.into_iter().zip(completions) {
+                let running = &mut self.running[turn.episode];
+                let answer = running.record(turn.draft, &turn.request, &completion)?;
+                running.episode.answer(turn.place, Ok(Arc::new(answer)));
+            }
+        }
+        Ok(())
+    }
+}
+
+impl<'a> Running<'a> {
+    fn start(
+        agents: &'a Agents,
+        place: usize,
+        prompt: &'a Prompt,
+        seed: CompletionSeed,
+    ) -> Result<Self> {
+        let config = &agents.config;
+        let episode = Arc::new(Episode::new(
+            random_id(),
+            prompt.columns.clone(),
+            config.max_requests,
+            config.reports_rewards,
+            Arc::clone(&agents.bell),
+        ));
+        let starts_itself = config.command.is_empty();
+        agents.endpoint.episodes().open(&episode, starts_itself);
+        let mut running = Self {
+            place,
+            prompt,
+            seed,
+            agents,
+            episode,
+            job: None,
+            starts: 0,
+            began: running_time(),
+            done: None,
+            transcript: Transcript::default(),
+            answers: 0,
+            limit: None,
+        };
+        if !starts_itself {
+            running.start_job()?;
+        }
+        Ok(running)
+    }
+
+    /// Starts the process of the agent.
+    fn start_job(&mut self) -> Result<()> {
+        let agents = self.agents;
+        let url = agents.endpoint.episodes().url(&self.episode);
+        let key = self.episode.key.text();
+        let variables = [
+            ("OPENAI_BASE_URL", format!("{url}/v1")),
+            ("OPENAI_API_KEY", key.to_owned()),
+            ("ANTHROPIC_BASE_URL", url.clone()),
+            ("ANTHROPIC_API_KEY", key.to_owned()),
+            ("GRPO_EPISODE_URL", url),
+        ];
+        let line = format!("{}\n", self.episode.row);
+        let program = agents.config.program();
+        let job = program.start_job(line.into_bytes(), &variables);
+        self.job = Some(job.context("agent")?);
+        self.starts += 1;
+        self.episode.begin();
+        Ok(())
+    }
+
+    /// Returns the end of the episode, if it has ended.
+    fn check(&mut self) -> Result<Option<EpisodeEnd>> {
+        let (report, failure) = self.episode.so_far();
+        if let Some(failure) = failure {
+            return Ok(Some(EpisodeEnd::Failed(self.with_output(failure))));
+        }
+        let status = match &mut self.job {
+            Some(job) => job.status()?,
+            None => None,
+        };
+        if report.is_done {
+            let done = *self.done.get_or_insert_with(running_time);
+            let has_time = running_time().saturating_sub(done) < END_GRACE;
+            let runs = self.job.is_some() && status.is_none();
+            return Ok((!runs || !has_time).then(|| self.ended()));
+        }
+        if let Some(status) = status {
+            if status.success() {
+                return Ok(Some(self.ended()));
+            }
+            if let Some(limit) = self.limit.clone() {
+                return Ok(Some(limit));
+            }
+            // Nothing that the policy drew can be the cause.
+            if self.episode.received() == 0 && self.starts < MAX_STARTS {
+                self.start_job()?;
+                return Ok(None);
+            }
+            let message = format!("the agent ended ({status})");
+            return Ok(Some(EpisodeEnd::Failed(self.with_output(message))));
+        }
+        let seconds = self.agents.config.time_limit_seconds;
+        let idle = self.episode.idle().unwrap_or_default();
+        if idle.as_secs_f64() < seconds {
+            return Ok(None);
+        }
+        let message = format!("the agent sent no request within {seconds} seconds");
+        Ok(Some(EpisodeEnd::Failed(self.with_output(message))))
+    }
+
+    /// The end of an agent that has ended by itself.
+    fn ended(&self) -> EpisodeEnd {
+        self.limit.clone().unwrap_or(EpisodeEnd::Done)
+    }
+
+    /// A message with the end of the output of the process.
+    fn with_output(&mut self, message: String) -> String {
+        match self.job.take().map(Job::end) {
+            None => message,
+            Some(output) if output.is_empty() => format!("{message}; it wrote nothing to stderr"),
+            Some(output) => format!("{message}; its stderr ends with:\n{output}"),
+        }
+    }
+
+    /// Places a request, and returns the maximum length of its answer.
+    fn draft(&mut self, request: &Request, play: &Play<'_>) -> Result<(Draft, usize), Refusal> {
+        let limits = &self.agents.limits;
+        if self.answers >= limits.max_turns {
+            self.limit = Some(EpisodeEnd::MaxTurns);
+            let message = format!("the episode has had {} answers, max_turns", self.answers);
+            return Err(Refusal::new(400, "limit_reached", message));
+        }
+        let seconds = (running_time() - self.began).as_secs_f64();
+        if limits.max_seconds.is_some_and(|limit| seconds >= limit) {
+            self.limit = Some(EpisodeEnd::MaxSeconds);
+            let message = "the episode has taken max_seconds";
+            return Err(Refusal::new(400, "limit_reached", message));
+        }
+        let setting = Setting {
+            conversation: &self.agents.conversation,
+            variables: &self.prompt.variables,
+            prompt: &self.prompt.tokens,
+        };
+        let draft = self.transcript.draft(&request.input, setting)?;
+        match self.room(&draft, request, play) {
+            Ok(room) => {
+                self.answers += 1;
+                // The agent has found a way on.
+                self.limit = None;
+                Ok((draft, room))
+            }
+            Err(refusal) => {
+                self.transcript.abandon(draft);
+                Err(refusal)
+            }
+        }
+    }
+
+    /// The maximum length of the answer to a draft.
+    fn room(
+        &mut self,
+        draft: &Draft,
+        request: &Request,
+        play: &Play<'_>,
+    ) -> Result<usize, Refusal> {
+        let unknown = draft.tokens.iter();
+        let unknown = unknown.copied().find(|&id| id as usize >= play.vocab_size);
+        if let Some(id) = unknown {
+            let must = format!("be below {}, the number of tokens", play.vocab_size);
+            return Err(Refusal::invalid("prompt", format!("token {id}"), &must));
+        }
+        if draft.tokens.is_empty() {
+            let must = "have at least one token";
+            return Err(Refusal::invalid("prompt", "empty", must));
+        }
+        let length = draft.tokens.len();
+        let longest = self.agents.config.max_prompt_tokens.unwrap_or(usize::MAX);
+        let most = play.sampling.max_new_tokens;
+        let left = most.saturating_sub(self.transcript.response_len(draft));
+        if length > longest || left == 0 {
+            self.limit = Some(EpisodeEnd::MaxTokens);
+            let message = match left {
+                0 => format!("the row has had {most} response tokens, max_new_tokens"),
+                _ => format!("the prompt has {length} tokens, more than {longest}"),
+            };
+            return Err(Refusal::new(400, "context_length_exceeded", message));
+        }
+        let longest = self.agents.limits.max_turn_tokens.unwrap_or(usize::MAX);
+        let asked = request.max_tokens.unwrap_or(usize::MAX);
+        Ok(left.min(longest).min(asked))
+    }
+
+    /// Records what was drawn, and returns the answer for the agent.
+    fn record(&mut self, draft: Draft, request: &Request, drawn: &Completion) -> Result<Answer> {
+        let conversation = &self.agents.conversation;
+        let prompt_tokens = draft.tokens.len();
+        let id = answer_id(&draft);
+        let mut text = conversation.text(&drawn.tokens)?;
+        let mut end = match drawn.finish_reason {
+            FinishReason::StopToken | FinishReason::StopString => End::Stop,
+            FinishReason::Length => End::Length,
+        };
+        if drawn.finish_reason == FinishReason::StopString {
+            let found = request.stop.iter();
+            let found = found.filter_map(|stop| Some((text.find(stop.as_str())?, stop)));
+            if let Some((at, stop)) = found.min_by_key(|(at, _)| *at) {
+                text.truncate(at);
+                end = End::StopString(stop.clone());
+            }
+        }
+        let mut message = Message::new(ASSISTANT, text);
+        if request.parses_calls {
+            self.take_calls(&mut message, &id);
+        }
+        if !message.calls.is_empty() && end == End::Stop {
+            end = End::Calls;
+        }
+        let tokens = match request.log_probs {
+            true => self.drawn_tokens(drawn)?,
+            false => Vec::new(),
+        };
+        self.transcript
+            .record(draft, drawn, message.clone(), &id, conversation)?;
+        let now = SystemTime::now().duration_since(UNIX_EPOCH);
+        Ok(Answer {
+            id,
+            created: now.unwrap_or_default().as_secs(),
+            message,
+            end,
+            prompt_tokens,
+            drawn: drawn.tokens.len(),
+            tokens,
+        })
+    }
+
+    /// Takes the calls of tools out of a text, if all of them are valid.
+    fn take_calls(&self, message: &mut Message, id: &str) {
+        let format = &self.agents.config.format;
+        let calls: Result<Vec<_>, _> = format.calls(&message.content).into_iter().collect();
+        let calls = calls.unwrap_or_default();
+        if calls.is_empty() {
+            return;
+        }
+        let calls = calls.into_iter().enumerate();
+        message.calls = calls
+            .map(|(at, call)| Call {
+                id: call_id(id, at),
+                name: call.name,
+                arguments: call.arguments,
+            })
+            .collect();
+        message.content = format.text_before_calls(&message.content).to_owned();
+    }
+
+    fn drawn_tokens(&self, drawn: &Completion) -> Result<Vec<DrawnToken>> {
+        let log_probs = drawn.log_probs.as_ref().unwrap_or(&drawn.drawn_log_probs);
+        let tokens = drawn.tokens.iter().zip(log_probs);
+        tokens
+            .map(|(&token, &log_prob)| {
+                Ok(DrawnToken {
+                    text: self.agents.conversation.decode(&[token])?,
+                    log_prob,
+                })
+            })
+            .collect()
+    }
+
+    fn into_rollout(mut self, mut end: EpisodeEnd) -> Rollout {
+        let report = self.episode.close();
+        self.job = None;
+        let gives_rewards = self.agents.config.reports_rewards;
+        let limits = &self.agents.limits;
+        let unrewarded = gives_rewards && report.reward.is_none();
+        if unrewarded && end == EpisodeEnd::Done {
+            end = EpisodeEnd::Failed("the agent ended without a reward".to_owned());
+        }
+        let reward = match (&end, report.reward) {
+            (EpisodeEnd::Failed(message), _) => {
+                tracing::warn!(
+                    "agent of prompt {}, trajectory {}: {message}",
+                    self.seed.prompt,
+                    self.seed.sample
+                );
+                limits.failure_reward
+            }
+            (_, Some(reward)) => reward,
+            (_, None) if gives_rewards => limits.missing_reward,
+            (_, None) => Some(0.),
+        };
+        let mut metrics = report.metrics;
+        let transcript = std::mem::take(&mut self.transcript);
+        let count = |count: usize| count as f64;
+        metrics.insert("answers".to_owned(), count(transcript.answers()));
+        metrics.insert("requests".to_owned(), count(self.episode.received()));
+        let mut rows = transcript.into_rows();
+        metrics.insert("rows".to_owned(), count(rows.len()));
+        let (main, ranges) = match rows.pop() {
+            Some(row) => (row.tokens.into_parts(), row.turns),
+            None => (nothing(self.prompt), vec![0..1]),
+        };
+        let mut turns: Vec<EpisodeTurn> = ranges
+            .into_iter()
+            .map(|tokens| EpisodeTurn {
+                state: state(&main, tokens.start),
+                tokens,
+                reward: 0.,
+            })
+            .collect();
+        if let Some(last) = turns.last_mut() {
+            last.reward = reward.unwrap_or(0.);
+        }
+        let (prompt_tokens, completion) = main;
+        let branches = rows.into_iter().map(|row| {
+            let (prompt_tokens, completion) = row.tokens.into_parts();
+            Row {
+                prompt_tokens,
+                completion,
+            }
+        });
+        Rollout {
+            prompt_index: self.prompt.index,
+            sample_index: self.seed.sample as usize,
+            prompt_tokens,
+            completion,
+            episode: Some(Outcome {
+                turns,
+                end,
+                gives_rewards,
+                excluded: reward.is_none(),
+                unrewarded,
+                metrics,
+            }),
+            branches: branches.collect(),
+        }
+    }
+}
+
+impl Drop for Running<'_> {
+    fn drop(&mut self) {
+        self.episode.close();
+        self.agents.endpoint.episodes().remove(&self.episode.id);
+    }
+}
+
+/// The row of an episode in which nothing was drawn: a token that the policy did not write.
+fn nothing(prompt: &Prompt) -> (Vec<u32>, Completion) {
+    let last = prompt.tokens.last().copied().unwrap_or(0);
+    let completion = Completion {
+        tokens: vec![last],
+        drawn_log_probs: vec![0.],
+        log_probs: Some(vec![0.]),
+        written: Some(vec![false]),
+        weight_versions: vec![0],
+        finish_reason: FinishReason::Length,
+        experts: None,
+    };
+    (prompt.tokens.clone(), completion)
+}
+
+/// The first 64 bits of the digest of the tokens before a turn.
+fn state((prompt, completion): &(Vec<u32>, Completion), start: usize) -> u64 {
+    let tokens = prompt.iter().chain(&completion.tokens[..start]);
+    first_64_bits(&digest(tokens))
+}
+
+/// The id of the answer to a draft, which the tokens and their number decide.
+fn answer_id(draft: &Draft) -> String {
+    let digest = Sha256::new()
+        .chain_update(draft.digest)
+        .chain_update(draft.turn.to_le_bytes())
+        .finalize();
+    let bytes = digest.iter().take(12);
+    bytes.map(|byte| format!("{byte:02x}")).collect()
+}
+
+/// The id of a call: nine letters and digits, which all chat templates accept.
+fn call_id(answer: &str, at: usize) -> String {
+    const DIGITS: &[u8; 36] = b"0123456789abcdefghijklmnopqrstuvwxyz";
+    let digest = Sha256::digest(format!("{answer}/{at}"));
+    let mut number = first_64_bits(&digest);
+    let mut id = String::with_capacity(9);
+    for _ in 0..9 {
+        id.push(char::from(DIGITS[(number % 36) as usize]));
+        number /= 36;
+    }
+    id
+}

@@ -1,0 +1,117 @@
+//! Requests and answers in one form for all dialects.
+
+use std::fmt;
+use std::sync::Arc;
+
+use serde_json::Value;
+
+use crate::message::Message;
+
+/// A request for one answer.
+#[derive(Debug, Clone)]
+pub(crate) struct Request {
+    pub(crate) input: Input,
+    /// True if the calls of tools in the answer are taken out of its text.
+    pub(crate) parses_calls: bool,
+    pub(crate) max_tokens: Option<usize>,
+    /// The strings that end the answer, and are not part of it.
+    pub(crate) stop: Vec<String>,
+    pub(crate) log_probs: bool,
+    /// The sampling settings of the request, which have no effect.
+    pub(crate) sampling: Vec<(&'static str, f64)>,
+}
+
+/// The question.
+#[derive(Debug, Clone)]
+pub(crate) enum Input {
+    /// A conversation.
+    Chat {
+        messages: Vec<Message>,
+        tools: Option<Value>,
+        /// True if the messages begin with instructions that hold for one answer.
+        has_instructions: bool,
+        /// The id of the answer whose conversation the messages continue.
+        previous: Option<String>,
+    },
+    /// A text that the answer continues.
+    Text(String),
+    /// Tokens that the answer continues.
+    Tokens(Vec<u32>),
+}
+
+/// The answer to a request.
+#[derive(Debug)]
+pub(crate) struct Answer {
+    /// A number that differs from those of other answers of the episode.
+    pub(crate) id: String,
+    /// Seconds since 1970.
+    pub(crate) created: u64,
+    pub(crate) message: Message,
+    pub(crate) end: End,
+    pub(crate) prompt_tokens: usize,
+    /// The number of drawn tokens.
+    pub(crate) drawn: usize,
+    /// The drawn tokens, if the request has log-probs.
+    pub(crate) tokens: Vec<DrawnToken>,
+}
+
+/// A token with its log-prob under the policy.
+#[derive(Debug)]
+pub(crate) struct DrawnToken {
+    pub(crate) text: String,
+    pub(crate) log_prob: f32,
+}
+
+/// The end of an answer.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) enum End {
+    /// The policy ended it.
+    Stop,
+    /// A string of [`Request::stop`] ended it.
+    StopString(String),
+    /// It has the maximum length.
+    Length,
+    /// It calls tools.
+    Calls,
+}
+
+/// An answer, or the reason why there is none.
+pub(crate) type Outcome = Result<Arc<Answer>, Refusal>;
+
+/// The number of characters of a wrong value in a message.
+const SHOWN: usize = 200;
+
+/// A request that is not answered.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct Refusal {
+    /// The HTTP status.
+    pub(crate) status: u16,
+    pub(crate) code: &'static str,
+    /// The name of the argument that is wrong.
+    pub(crate) param: Option<String>,
+    pub(crate) message: String,
+}
+
+impl Refusal {
+    pub(crate) fn new(status: u16, code: &'static str, message: impl Into<String>) -> Self {
+        Self {
+            status,
+            code,
+            param: None,
+            message: message.into(),
+        }
+    }
+
+    /// An argument that is not valid, as `{name}: {value}, must {must}`.
+    pub(crate) fn invalid(name: &str, value: impl fmt::Display, must: &str) -> Self {
+        let value: String = value.to_string().chars().take(SHOWN).collect();
+        Self {
+            param: Some(name.to_owned()),
+            ..Self::new(
+                400,
+                "invalid_value",
+                format!("{name}: {value}, must {must}"),
+            )
+        }
+    }
+}

@@ -1,0 +1,12 @@
+//! Agents over real HTTP, with scripted and random answers of the policy.
+
+mod client;
+mod dialects;
+mod drawer;
+mod endpoint;
+mod fuzz;
+mod processes;
+mod real_clients;
+mod repeats;
+mod same_bits;
+mod transcripts;

@@ -1,0 +1,158 @@
+//! Agents that the server starts.
+
+use std::fs;
+
+use candle_grpo_train::FinishReason;
+use candle_grpo_train::environment::{AgentConfig, EnvironmentLimits, EpisodeEnd};
+use candle_grpo_train::rollout::{PromptRequest, Rollout};
+use rstest::rstest;
+use tempfile::TempDir;
+
+use super::drawer::{Draw, agents, limits, play, prompt, sampling, spelled};
+
+/// The beginning of an agent in Python, with a function that posts JSON.
+const START: &str = r#"
+import json, os, sys, urllib.request
+row = json.loads(sys.stdin.readline())
+def post(url, body):
+    headers = {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"], "Content-Type": "application/json"}
+    request = urllib.request.Request(url, json.dumps(body).encode(), headers)
+    return json.load(urllib.request.urlopen(request))
+def ask(text):
+    body = {"model": "any", "messages": [{"role": "user", "content": text}]}
+    answer = post(os.environ["OPENAI_BASE_URL"] + "/chat/completions", body)
+    return answer["choices"][0]["message"]["content"]
+def reward(**body):
+    post(os.environ["GRPO_EPISODE_URL"] + "/reward", body)
+"#;
+
+/// Plays two episodes with a Python agent.
+fn run(
+    script: &str,
+    change: impl FnOnce(&mut AgentConfig, &mut EnvironmentLimits),
+) -> (Vec<Rollout>, Vec<Draw>) {
+    let folder = TempDir::new().unwrap();
+    fs::write(folder.path().join("agent.py"), format!("{START}\n{script}")).unwrap();
+    let mut config = AgentConfig {
+        command: ["python3", "-S", "agent.py"].map(str::to_owned).to_vec(),
+        folder: Some(folder.path().to_owned()),
+        ..AgentConfig::default()
+    };
+    let mut limits = limits();
+    change(&mut config, &mut limits);
+    let agents = agents(config, limits);
+    let policy = |_: &PromptRequest<'_>, _: &[String]| (spelled("so"), FinishReason::StopToken);
+    let (rollouts, draws) = play(&agents, &prompt("so?"), 2, &sampling(), &policy);
+    (rollouts.unwrap(), draws)
+}
+
+fn reward(rollout: &Rollout) -> f64 {
+    let turns = &rollout.episode.as_ref().unwrap().turns;
+    turns.iter().map(|turn| turn.reward).sum()
+}
+
+#[rstest]
+fn a_process_plays_an_episode(#[values(1, 2)] max_concurrent: usize) {
+    let script = r#"
+assert os.environ["ANTHROPIC_API_KEY"] == os.environ["OPENAI_API_KEY"]
+assert os.environ["ANTHROPIC_BASE_URL"] + "/v1" == os.environ["OPENAI_BASE_URL"]
+assert "HF_TOKEN" not in os.environ
+print("noise" * 100000)
+reward(value=float(ask(row["question"]) == "so"), metrics={"tries": 1})
+"#;
+    let (rollouts, draws) = run(script, |config, _| config.max_concurrent = max_concurrent);
+    assert_eq!(draws.len(), 2);
+    let samples: Vec<usize> = rollouts
+        .iter()
+        .map(|rollout| rollout.sample_index)
+        .collect();
+    assert_eq!(samples, [0, 1]);
+    for rollout in &rollouts {
+        let episode = rollout.episode.as_ref().unwrap();
+        assert_eq!(episode.end, EpisodeEnd::Done);
+        assert_eq!((reward(rollout), episode.metrics["tries"]), (1., 1.));
+        assert_eq!(rollout.prompt_tokens, prompt("so?").tokens);
+        assert_eq!(rollout.completion.tokens, spelled("so"));
+    }
+}
+
+#[rstest]
+#[case::dies("ask('so?')\nreward(value=1)\nsys.exit('out of luck')", "out of luck")]
+#[case::dies_at_once("sys.exit('no config')", "no config")]
+#[case::never_reports("ask('so?')", "without a reward")]
+#[case::hangs(
+    "import time\nask('so?')\nreward(value=1)\ntime.sleep(1000)",
+    "0.5 seconds"
+)]
+fn a_failed_agent_is_excluded_or_scored(#[case] script: &str, #[case] words: &str) {
+    for failure_reward in [None, Some(-1.)] {
+        let (rollouts, _) = run(script, |config, limits| {
+            config.time_limit_seconds = if words.contains("seconds") { 0.5 } else { 100. };
+            limits.failure_reward = failure_reward;
+        });
+        for rollout in &rollouts {
+            let episode = rollout.episode.as_ref().unwrap();
+            let EpisodeEnd::Failed(message) = &episode.end else {
+                panic!("{episode:?}");
+            };
+            assert!(message.contains(words), "{message}");
+            assert_eq!(episode.excluded, failure_reward.is_none());
+            assert_eq!(reward(rollout), failure_reward.unwrap_or(0.));
+        }
+    }
+}
+
+#[test]
+fn an_agent_that_a_limit_ends_has_not_failed() {
+    let script = "ask('so?')\nreward(value=0.5)\nask('again')";
+    let (rollouts, draws) = run(script, |_, limits| limits.max_turns = 1);
+    assert_eq!(draws.len(), 2);
+    for rollout in &rollouts {
+        let episode = rollout.episode.as_ref().unwrap();
+        assert_eq!(
+            (&episode.end, reward(rollout)),
+            (&EpisodeEnd::MaxTurns, 0.5)
+        );
+    }
+}
+
+#[test]
+fn an_agent_that_crashes_at_its_start_begins_again() {
+    let script = r#"
+try:
+    os.close(os.open(os.environ["GRPO_EPISODE_URL"].rsplit("/", 1)[1], os.O_CREAT | os.O_EXCL))
+    sys.exit("first")
+except FileExistsError:
+    reward(value=1)
+"#;
+    let (rollouts, _) = run(script, |_, _| {});
+    assert!(rollouts.iter().all(|rollout| reward(rollout) == 1.));
+}
+
+#[test]
+fn what_an_agent_has_started_ends_with_it() {
+    // The child would hold the pipe, and answer the policy for ever.
+    let script = r#"
+import subprocess
+subprocess.Popen(["sleep", "1000"])
+ask("so?")
+reward(value=1)
+"#;
+    let (rollouts, draws) = run(script, |_, _| {});
+    assert!(rollouts.iter().all(|rollout| reward(rollout) == 1.));
+    assert_eq!(draws.len(), 2);
+    assert_eq!(rollouts[0].completion.tokens, spelled("so"));
+}
+
+#[test]
+fn a_command_that_does_not_exist_ends_the_run() {
+    let config = AgentConfig {
+        command: vec!["no-such-agent".to_owned()],
+        ..AgentConfig::default()
+    };
+    let agents = agents(config, limits());
+    let policy = |_: &PromptRequest<'_>, _: &[String]| (spelled("so"), FinishReason::StopToken);
+    let (rollouts, _) = play(&agents, &prompt("so?"), 2, &sampling(), &policy);
+    let error = format!("{:#}", rollouts.unwrap_err());
+    assert!(error.contains("no-such-agent"), "{error}");
+}

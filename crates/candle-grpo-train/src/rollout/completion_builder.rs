@@ -1,0 +1,131 @@
+//! Completions that grow turn by turn.
+
+use std::ops::Range;
+
+use super::{Completion, FinishReason};
+
+/// A prompt and a completion that grows: turns of the policy, with context between them. No token
+/// is ever encoded again.
+///
+/// ```
+/// use candle_grpo_train::FinishReason;
+/// use candle_grpo_train::rollout::{Completion, CompletionBuilder};
+///
+/// let turn = Completion {
+///     tokens: vec![5],
+///     drawn_log_probs: vec![-0.5],
+///     log_probs: None,
+///     written: None,
+///     weight_versions: vec![3],
+///     finish_reason: FinishReason::StopToken,
+///     experts: None,
+/// };
+/// let mut row = CompletionBuilder::new(vec![1, 2]);
+/// row.push(&turn);
+/// row.append(&[7]);
+/// row.push(&turn);
+/// assert_eq!(row.tokens(), [1, 2, 5, 7, 5]);
+/// let (prompt, completion) = row.into_parts();
+/// assert_eq!((prompt, completion.tokens), (vec![1, 2], vec![5, 7, 5]));
+/// assert_eq!(completion.written, Some(vec![true, false, true]));
+/// ```
+#[derive(Debug, Clone)]
+pub struct CompletionBuilder {
+    /// The prompt and the completion.
+    tokens: Vec<u32>,
+    prompt_len: usize,
+    drawn_log_probs: Vec<f32>,
+    log_probs: Option<Vec<f32>>,
+    written: Vec<bool>,
+    weight_versions: Vec<u64>,
+    finish_reason: FinishReason,
+    experts: Option<Vec<u16>>,
+}
+
+impl CompletionBuilder {
+    /// Starts after a prompt.
+    pub fn new(prompt: Vec<u32>) -> Self {
+        Self {
+            prompt_len: prompt.len(),
+            tokens: prompt,
+            drawn_log_probs: Vec::new(),
+            log_probs: Some(Vec::new()),
+            written: Vec::new(),
+            weight_versions: Vec::new(),
+            finish_reason: FinishReason::Length,
+            experts: None,
+        }
+    }
+
+    /// Returns the tokens of the prompt and the completion.
+    pub fn tokens(&self) -> &[u32] {
+        &self.tokens
+    }
+
+    /// Returns the number of tokens of the prompt.
+    pub fn prompt_len(&self) -> usize {
+        self.prompt_len
+    }
+
+    /// Returns the number of tokens of the completion.
+    pub fn len(&self) -> usize {
+        self.written.len()
+    }
+
+    /// Returns true if the completion has no tokens.
+    pub fn is_empty(&self) -> bool {
+        self.written.is_empty()
+    }
+
+    /// Appends a turn of the policy. Returns the range of its tokens in the completion.
+    pub fn push(&mut self, turn: &Completion) -> Range<usize> {
+        let from = self.len();
+        self.tokens.extend(&turn.tokens);
+        self.drawn_log_probs.extend(&turn.drawn_log_probs);
+        match (&mut self.log_probs, &turn.log_probs) {
+            (Some(all), Some(more)) => all.extend(more),
+            _ => self.log_probs = None,
+        }
+        let written = (0..turn.tokens.len()).map(|at| turn.is_written(at));
+        self.written.extend(written);
+        self.weight_versions.extend(&turn.weight_versions);
+        // The experts of the tokens before the turn are among them.
+        self.experts.clone_from(&turn.experts);
+        self.finish_reason = turn.finish_reason;
+        from..self.len()
+    }
+
+    /// Appends context: tokens that the policy did not write.
+    pub fn append(&mut self, tokens: &[u32]) {
+        let length = self.len() + tokens.len();
+        let version = self.weight_versions.last().copied().unwrap_or(0);
+        self.tokens.extend(tokens);
+        self.written.resize(length, false);
+        self.drawn_log_probs.resize(length, 0.);
+        if let Some(log_probs) = &mut self.log_probs {
+            log_probs.resize(length, 0.);
+        }
+        self.weight_versions.resize(length, version);
+    }
+
+    /// Sets the reason why the completion ended, which is otherwise that of its last turn.
+    pub fn finish(&mut self, reason: FinishReason) {
+        self.finish_reason = reason;
+    }
+
+    /// Returns the tokens of the prompt, and the completion.
+    pub fn into_parts(mut self) -> (Vec<u32>, Completion) {
+        let all_written = self.written.iter().all(|written| *written);
+        let response = self.tokens.split_off(self.prompt_len);
+        let completion = Completion {
+            tokens: response,
+            drawn_log_probs: self.drawn_log_probs,
+            log_probs: self.log_probs,
+            written: (!all_written).then_some(self.written),
+            weight_versions: self.weight_versions,
+            finish_reason: self.finish_reason,
+            experts: self.experts,
+        };
+        (self.tokens, completion)
+    }
+}
