@@ -288,9 +288,10 @@ fn ended() -> Refusal {
 
 impl State {
     fn ensure_open(&self) -> Result<(), Refusal> {
-        match self.is_closed || self.report.is_done || self.failure.is_some() {
-            true => Err(ended()),
-            false => Ok(()),
+        if self.is_closed || self.report.is_done || self.failure.is_some() {
+            Err(ended())
+        } else {
+            Ok(())
         }
     }
 

@@ -401,9 +401,10 @@ impl<'a> Running<'a> {
         if !message.calls.is_empty() && end == End::Stop {
             end = End::Calls;
         }
-        let tokens = match request.log_probs {
-            true => self.drawn_tokens(drawn)?,
-            false => Vec::new(),
+        let tokens = if request.log_probs {
+            self.drawn_tokens(drawn)?
+        } else {
+            Vec::new()
         };
         self.transcript
             .record(draft, drawn, message.clone(), &id, conversation)?;

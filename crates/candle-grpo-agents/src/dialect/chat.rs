@@ -160,9 +160,10 @@ fn calls(answer: &Answer) -> Vec<Value> {
 /// The content of a message: null if it only calls tools.
 fn content(answer: &Answer) -> Value {
     let message = &answer.message;
-    match message.content.is_empty() && !message.calls.is_empty() {
-        true => Value::Null,
-        false => message.content.as_str().into(),
+    if message.content.is_empty() && !message.calls.is_empty() {
+        Value::Null
+    } else {
+        message.content.as_str().into()
     }
 }
 

@@ -186,17 +186,17 @@ pub(super) fn events(answer: &Answer, form: &Form) -> Vec<Event> {
     for (at, block) in blocks(answer).into_iter().enumerate() {
         let (mut start, delta) = (
             block.clone(),
-            match block["type"] == "text" {
-                true => json!({"type": "text_delta", "text": block["text"]}),
-                false => {
-                    let input = block["input"].to_string();
-                    json!({"type": "input_json_delta", "partial_json": input})
-                }
+            if block["type"] == "text" {
+                json!({"type": "text_delta", "text": block["text"]})
+            } else {
+                let input = block["input"].to_string();
+                json!({"type": "input_json_delta", "partial_json": input})
             },
         );
-        match block["type"] == "text" {
-            true => start["text"] = "".into(),
-            false => start["input"] = json!({}),
+        if block["type"] == "text" {
+            start["text"] = "".into()
+        } else {
+            start["input"] = json!({})
         }
         let start = json!({"index": at, "content_block": start});
         events.push(Event::typed("content_block_start", start));

@@ -13,9 +13,12 @@ const ID: &str = "resp_";
 
 pub(super) fn read(body: &Value) -> Result<(Request, Form), Refusal> {
     let fields = Fields::new(body, "")?;
-    let tools = tools(&fields, |tool| match tool["type"] == "function" {
-        true => function(tool, "parameters"),
-        false => Value::Null,
+    let tools = tools(&fields, |tool| {
+        if tool["type"] == "function" {
+            function(tool, "parameters")
+        } else {
+            Value::Null
+        }
     })?;
     let calls = parses_calls(&fields)?;
     if let Some(text) = fields.get("text") {
@@ -199,9 +202,10 @@ pub(super) fn events(answer: &Answer, form: &Form) -> Vec<Event> {
         let mut start = item.clone();
         start["status"] = "in_progress".into();
         let is_text = item["type"] == "message";
-        match is_text {
-            true => start["content"] = json!([]),
-            false => start["arguments"] = "".into(),
+        if is_text {
+            start["content"] = json!([])
+        } else {
+            start["arguments"] = "".into()
         }
         let added = json!({"output_index": at, "item": start});
         events.push(Event::typed("response.output_item.added", added));

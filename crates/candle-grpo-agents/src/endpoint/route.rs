@@ -229,9 +229,10 @@ async fn draw(
         let message = "the run has ended";
         Err(Refusal::new(503, "unavailable", message))
     })?;
-    let body = match form.streams {
-        true => dialect.stream(&answer, &form),
-        false => dialect.json(&answer, &form).to_string(),
+    let body = if form.streams {
+        dialect.stream(&answer, &form)
+    } else {
+        dialect.json(&answer, &form).to_string()
     };
     Ok(reply::answer(body, form.streams, episode, place))
 }

@@ -142,9 +142,10 @@ fn messages_of_anthropic_call_tools(#[values(false, true)] streams: bool) {
             let body = body.to_string();
             let sent = super::client::send(agent.address, "POST", &path, &headers, body.as_bytes());
             let reply = super::client::receive(sent);
-            match streams {
-                false => reply.json(),
-                true => joined_events(&reply.events()),
+            if streams {
+                joined_events(&reply.events())
+            } else {
+                reply.json()
             }
         };
         let mut messages = json!([{"role": "user", "content": "so?"}]);
@@ -247,14 +248,13 @@ fn responses_call_tools(
         let result = json!({
             "type": "function_call_output", "call_id": call["call_id"], "output": "written",
         });
-        let answer = match previous {
-            true => ask(&json!([result]), &answer["id"]),
-            false => {
-                let all = input.as_array_mut().unwrap();
-                all.extend(answer["output"].as_array().unwrap().clone());
-                all.push(result);
-                ask(&input, &Value::Null)
-            }
+        let answer = if previous {
+            ask(&json!([result]), &answer["id"])
+        } else {
+            let all = input.as_array_mut().unwrap();
+            all.extend(answer["output"].as_array().unwrap().clone());
+            all.push(result);
+            ask(&input, &Value::Null)
         };
         assert_eq!(answer["output"][0]["content"][0]["text"], "so");
         agent.done(json!(1));

@@ -32,12 +32,11 @@ pub(crate) const VOCAB_SIZE: usize = 300;
 /// The character that a byte-level tokenizer has for each byte.
 fn byte_character(byte: u8) -> char {
     let is_plain = |byte: u8| matches!(byte, 33..=126 | 161..=172 | 174..=255);
-    match is_plain(byte) {
-        true => char::from(byte),
-        false => {
-            let number = (0..byte).filter(|&before| !is_plain(before)).count();
-            char::from_u32(256 + number as u32).unwrap()
-        }
+    if is_plain(byte) {
+        char::from(byte)
+    } else {
+        let number = (0..byte).filter(|&before| !is_plain(before)).count();
+        char::from_u32(256 + number as u32).unwrap()
     }
 }
 

@@ -175,13 +175,13 @@ proptest! {
             let text = "ab\u{20ac}a so \u{1f600}ab us\u{e9}abab \u{fb03} so us ab";
             let mut tokens: Vec<u32> = spelled(text).into_iter().skip(*number % 5).collect();
             tokens.truncate(length + 1);
-            match ends {
-                true => {
+            if ends {
                     tokens.push(STOP);
                     (tokens, FinishReason::StopToken)
-                }
-                false => (tokens, FinishReason::Length),
-            }
+
+} else {
+(tokens, FinishReason::Length)
+}
         };
         let asked = Mutex::new(Vec::new());
         let (rollout, draws) = episode(&policy, |client| {

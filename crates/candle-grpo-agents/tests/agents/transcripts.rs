@@ -113,9 +113,10 @@ fn characters_that_tokens_cut_are_never_encoded_again() {
     // Two bytes of the three of a character, and its last byte in the next turn.
     let cut = |request: &candle_grpo_train::rollout::PromptRequest<'_>, _: &[String]| {
         let second = request.seeds[0].turn == 1;
-        match second {
-            false => (vec![0xe2, 0x82], FinishReason::Length),
-            true => (vec![0xac, STOP], FinishReason::StopToken),
+        if second {
+            (vec![0xac, STOP], FinishReason::StopToken)
+        } else {
+            (vec![0xe2, 0x82], FinishReason::Length)
         }
     };
     let (rollout, draws) = episode(&cut, |agent| {

@@ -142,9 +142,12 @@ impl Conversation {
         tools: Option<&Value>,
         variables: &Map<String, Value>,
     ) -> Result<Vec<u32>> {
-        let content = |message: &Value| match message["role"] == "assistant" {
-            true => Ok(message.clone()),
-            false => self.encoder.contents(message),
+        let content = |message: &Value| {
+            if message["role"] == "assistant" {
+                Ok(message.clone())
+            } else {
+                self.encoder.contents(message)
+            }
         };
         let messages = messages.iter().map(content).collect::<Result<Vec<_>>>()?;
         let chat = Chat::new(messages).generation_prompt();
@@ -159,9 +162,10 @@ impl Conversation {
     ///
     /// If the text has no tokens at the beginning, or the tokenizer cannot encode it.
     pub fn markup(&self, text: &str, at_beginning: bool) -> Result<Vec<u32>> {
-        match at_beginning {
-            true => plain_tokens(text, &self.tokenizer),
-            false => self.encoder.encode(text),
+        if at_beginning {
+            plain_tokens(text, &self.tokenizer)
+        } else {
+            self.encoder.encode(text)
         }
     }
 
