@@ -118,11 +118,14 @@ __device__ __forceinline__ void update_four(const Parameter &row, uint64_t first
         store_four(row.square + first, v);
     } else {
         const uint64_t last = first + 4 < row.n ? first + 4 : row.n;
+#pragma unroll 1
         for (uint64_t i = first; i < last; i++) {
             float p = row.master != nullptr ? row.master[i] : to_float(parameter[i]);
             step.update(p, row.average[i], row.square[i], to_float(gradient[i]), row.keep);
             if (row.master != nullptr) row.master[i] = p;
-            if (at_random) p = rounded_at_random(p, random[i - first]);
+            // Chosen, not indexed, so that the random numbers stay in registers.
+            const uint32_t upper = i % 2 == 0 ? random[2] : random[3], lower = i % 2 == 0 ? random[0] : random[1];
+            if (at_random) p = rounded_at_random(p, i - first < 2 ? lower : upper);
             parameter[i] = from_float<P>(p);
         }
     }

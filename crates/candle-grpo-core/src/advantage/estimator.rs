@@ -46,8 +46,9 @@ impl Advantages {
     }
 }
 
-/// An advantage estimator. [`AdvantagePipeline`] has the published ones; implement this trait for
-/// others, and declare in [`Self::needs`] what it reads in addition to rewards and groups.
+/// An advantage estimator. [`AdvantagePipeline`](crate::AdvantagePipeline) has the published ones;
+/// implement this trait for others, and declare in [`Self::needs`] what it reads in addition to
+/// rewards and groups.
 ///
 /// ```
 /// use candle_core::{Device, Result, Tensor};

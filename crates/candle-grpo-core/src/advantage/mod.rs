@@ -1,8 +1,8 @@
 //! From rewards to advantages.
 //!
 //! [`GroupAdvantage`] is the stage of sequences, [`TokenAdvantage`] the stage of tokens. An
-//! [`AdvantagePipeline`] combines them and has a constructor for each published estimator. In a
-//! configuration file it is a name with the options that differ.
+//! [`AdvantagePipeline`](crate::AdvantagePipeline) combines them and has a constructor for each
+//! published estimator. In a configuration file it is a name with the options that differ.
 
 pub(crate) mod batch;
 pub(crate) mod estimator;

@@ -188,11 +188,11 @@ fn each_page_counts_the_presets_of_one_list() -> Result<()> {
     assert_eq!(recipes, rows("Recipe", "recipe"));
     // The key `preset` of a configuration file.
     let configuration = text("docs/configuration.md")?;
-    let named = configuration
-        .split_once("Presets: ")
-        .and_then(|(_, rest)| rest.split_once('.'))
-        .map(|(names, _)| names.split('`').skip(1).step_by(2).map(str::to_owned));
-    assert_eq!(named.map(Iterator::collect), Some(recipes.clone()));
+    let table = configuration.split_once("<!-- presets -->\n");
+    let table = table.and_then(|(_, rest)| rest.split_once("\n\n"));
+    let rows = table.map_or("", |(rows, _)| rows).lines();
+    let named = rows.filter_map(|row| row.strip_prefix("| `")?.split('`').next());
+    assert_eq!(named.map(str::to_owned).collect::<BTreeSet<_>>(), recipes);
     let estimators = page
         .split_once("### By name")
         .and_then(|(_, rest)| rest.split_once("###"))

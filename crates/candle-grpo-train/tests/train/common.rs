@@ -179,10 +179,9 @@ pub(crate) fn sampler(config: SamplingConfig) -> Sampler {
 }
 
 pub(crate) fn max_difference(a: &Tensor, b: &Tensor) -> f32 {
+    let [a, b] = [a, b].map(|x| x.to_dtype(DType::F32).unwrap());
     let difference = (a - b).unwrap().abs().unwrap();
     difference
-        .to_dtype(DType::F32)
-        .unwrap()
         .flatten_all()
         .unwrap()
         .max(0)

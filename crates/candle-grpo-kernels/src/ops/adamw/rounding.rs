@@ -6,7 +6,7 @@ use half::bf16;
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum Rounding {
     /// Rounds to the nearest value. Without a master, steps below the precision of the dtype are
-    /// lost.
+    /// lost. The default.
     #[default]
     Nearest,
     /// Rounds a bf16 parameter up or down at random, with the exact value as the mean

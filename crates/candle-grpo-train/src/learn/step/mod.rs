@@ -4,7 +4,7 @@
 //! | --- | --- |
 //! | [`collect`] | the completions of some prompts |
 //! | [`score`] | their rewards |
-//! | [`signals`] | the inputs that advantages and loss need, from the models of [`Models`] |
+//! | [`signals`] | the inputs that advantages and loss need, from the models of [`Models`](crate::learn::Models) |
 //! | [`advantages`] | the advantages, and for a critic the returns |
 //! | [`update`] | optimizer steps of the policy and the critic |
 //!
