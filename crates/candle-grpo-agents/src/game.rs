@@ -483,7 +483,7 @@ impl<'a> Running<'a> {
         metrics.insert("rows".to_owned(), count(rows.len()));
         let (main, ranges) = match rows.pop() {
             Some(row) => (row.tokens.into_parts(), row.turns),
-            None => (nothing(self.prompt), vec![0..1]),
+            None => (nothing(self.prompt), std::iter::once(0..1).collect()),
         };
         let mut turns: Vec<EpisodeTurn> = ranges
             .into_iter()
