@@ -227,7 +227,7 @@ mod tests {
 
     #[rstest]
     #[case::endpoint(&[("HF_HOME", "/h"), ("HF_ENDPOINT", "huggingface.co")], "HF_ENDPOINT: \"huggingface.co\", must be an address")]
-    #[case::no_home(&[], "HF_HOME: absent, and so is HOME")]
+    #[case::no_home(&[], "HF_HOME: not set, and neither is HOME")]
     #[case::token(&[("HF_HOME", "/h"), ("HF_TOKEN", "hf\n_secret")], "HF_TOKEN: must be a token")]
     fn a_wrong_value_names_its_variable(#[case] variables: &[(&str, &str)], #[case] words: &str) {
         let error = hub(variables).err().unwrap().to_string();

@@ -930,7 +930,7 @@ fn an_endless_list_of_files_ends_with_its_limit_of_time() {
     };
     let error = format!("{:#}", error(&hub, "a/b"));
     assert!(
-        error.ends_with("the list of files takes more than 0.001 s"),
+        error.ends_with("the file list takes more than 0.001 s"),
         "{error}"
     );
     server.join().unwrap();

@@ -300,7 +300,7 @@ fn tables() -> Vec<Table> {
         table("checkpoint", sections, "CheckpointConfig", of("checkpoint")),
         table(
             "rollout_log",
-            "crates/candle-grpo-train/src/run/rollout_log.rs",
+            "crates/candle-grpo-train/src/learn/rollout_log.rs",
             "RolloutLogConfig",
             of("rollout_log"),
         ),
