@@ -58,6 +58,26 @@ impl Held {
         })
     }
 
+    /// Returns the state before the first step, with moments in f32 or in blocks.
+    fn fresh(parameter: &Tensor, gradient: Tensor, in_blocks: bool) -> Result<Self> {
+        let (len, device) = (parameter.elem_count(), parameter.device());
+        let moment = || {
+            if in_blocks {
+                Var::zeros(moment_blocks(len), DType::U8, device)
+            } else {
+                Var::zeros(len, DType::F32, device)
+            }
+        };
+        Ok(Self {
+            parameter: Var::from_tensor(parameter)?,
+            master: None,
+            average: moment()?,
+            square: moment()?,
+            gradient,
+            weight_decay: 0.0,
+        })
+    }
+
     fn tensors(&self) -> AdamWTensors<'_> {
         AdamWTensors {
             parameter: &self.parameter,
@@ -229,33 +249,22 @@ fn a_small_number_beside_a_large_one_never_takes_a_large_step(
 #[rstest]
 #[case::numbers(false)]
 #[case::blocks(true)]
-fn random_rounding_is_that_of_the_composed_twin(#[case] blocks: bool) -> Result<()> {
+fn random_rounding_is_that_of_the_composed_twin(#[case] in_blocks: bool) -> Result<()> {
     for device in devices() {
         for len in [1, 9, 300, 5000, 70_000] {
             let decayed = |twin: fn(&[AdamWTensors], &AdamWStep) -> Result<()>| {
-                let zeros = || {
-                    if blocks {
-                        Var::zeros(moment_blocks(len), DType::U8, device)
-                    } else {
-                        Var::zeros(len, DType::F32, device)
-                    }
-                };
                 let parameter = noisy(&[len], 3, DType::BF16)?.to_device(device)?;
-                let (parameter, average, square) =
-                    (Var::from_tensor(&parameter)?, zeros()?, zeros()?);
+                let gradient = Tensor::zeros(len, DType::F32, device)?;
+                let held = Held::fresh(&parameter, gradient, in_blocks)?;
                 for step in 1..=2 {
                     let tensors = AdamWTensors {
-                        parameter: &parameter,
-                        master: None,
                         rounding: Rounding::Stochastic { key: 11, first: 64 },
-                        average: &average,
-                        square: &square,
-                        gradient: &Tensor::zeros(len, DType::F32, device)?,
                         weight_decay: 0.1,
+                        ..held.tensors()
                     };
                     twin(&[tensors], &AdamWStep { step, ..STEP })?;
                 }
-                numbers(&parameter)
+                numbers(&held.parameter)
             };
             assert_eq!(decayed(adamw)?, decayed(composed::adamw)?, "{len} elements");
         }
@@ -268,31 +277,22 @@ fn random_rounding_is_that_of_the_composed_twin(#[case] blocks: bool) -> Result<
 fn random_rounding_keeps_small_steps_on_average() -> Result<()> {
     const LEN: usize = 1 << 14;
     for device in devices() {
-        let parameter = Var::ones(LEN, DType::BF16, device)?;
-        let zeros = || Var::zeros(LEN, DType::F32, device);
-        let (average, square) = (zeros()?, zeros()?);
+        let parameter = Tensor::ones(LEN, DType::BF16, device)?;
         let gradient = Tensor::ones(LEN, DType::F32, device)?;
+        let held = Held::fresh(&parameter, gradient, false)?;
         for step in 1..=10 {
             let tensors = AdamWTensors {
-                parameter: &parameter,
-                master: None,
                 rounding: Rounding::Stochastic { key: 5, first: 0 },
-                average: &average,
-                square: &square,
-                gradient: &gradient,
-                weight_decay: 0.0,
+                ..held.tensors()
             };
-            let learning_rate = 1e-3;
-            adamw(
-                &[tensors],
-                &AdamWStep {
-                    step,
-                    learning_rate,
-                    ..STEP
-                },
-            )?;
+            let step = AdamWStep {
+                step,
+                learning_rate: 1e-3,
+                ..STEP
+            };
+            adamw(&[tensors], &step)?;
         }
-        let found = numbers(&parameter)?;
+        let found = numbers(&held.parameter)?;
         let mean = found.iter().sum::<f64>() / LEN as f64;
         // The standard deviation of an element is at most 0.006, that of the mean 5e-5.
         assert!((mean - 0.99).abs() < 3e-4, "{mean}");
@@ -308,26 +308,22 @@ fn parts_are_rounded_as_the_whole() -> Result<()> {
         let whole = Held::new(2000, 5, [DType::BF16, DType::F32], false, device)?;
         let parts = Held::new(2000, 5, [DType::BF16, DType::F32], false, device)?;
         let rounding = |first| Rounding::Stochastic { key: 3, first };
-        let tensors = whole.tensors();
-        adamw(
-            &[AdamWTensors {
-                rounding: rounding(0),
-                ..tensors
-            }],
-            &STEP,
-        )?;
+        let tensors = AdamWTensors {
+            rounding: rounding(0),
+            ..whole.tensors()
+        };
+        adamw(&[tensors], &STEP)?;
         for (first, len) in [(0, 744), (744, 1256)] {
             let part = |tensor: &Tensor| tensor.detach().narrow(0, first, len);
             let (parameter, gradient) = (part(&parts.parameter)?, part(&parts.gradient)?);
             let (average, square) = (part(&parts.average)?, part(&parts.square)?);
             let tensors = AdamWTensors {
                 parameter: &parameter,
-                master: None,
-                rounding: rounding(first as u64),
                 average: &average,
                 square: &square,
                 gradient: &gradient,
-                weight_decay: parts.weight_decay,
+                rounding: rounding(first as u64),
+                ..parts.tensors()
             };
             adamw(&[tensors], &STEP)?;
         }

@@ -375,7 +375,7 @@ impl AdamW {
                 AdamWTensors {
                     parameter: copy.unwrap_or(parameter),
                     master: copy.map(|_| parameter.as_tensor()),
-                    rounding: moments.rounding(name, 0),
+                    rounding: moments.rounding(name),
                     average: &moments.average,
                     square: &moments.square,
                     gradient,
@@ -651,12 +651,12 @@ impl AdamW {
 const STEP: &str = "step";
 
 impl Moments {
-    /// The rounding of the elements of the parameter `name` from `first` on.
-    fn rounding(&self, name: &str, first: u64) -> Rounding {
+    /// Returns the rounding of the parameter `name`.
+    fn rounding(&self, name: &str) -> Rounding {
         match self.dtype {
             DType::BF16 => Rounding::Stochastic {
                 key: key(name),
-                first,
+                first: 0,
             },
             _ => Rounding::Nearest,
         }

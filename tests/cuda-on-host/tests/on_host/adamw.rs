@@ -16,8 +16,57 @@ const WEIGHT_DECAY: f64 = 0.1;
 const STEP: i32 = 100;
 const KEEP: f64 = 1.0 - LEARNING_RATE * WEIGHT_DECAY;
 const FACTOR: f64 = 0.7;
-/// Elements of a block, as in the kernel.
+/// Elements of a block, as in the kernels.
 const CHUNK: usize = 4096;
+const QUANTIZED_CHUNK: usize = 2048;
+const HYPERPARAMETERS: AdamWStep = AdamWStep {
+    learning_rate: LEARNING_RATE,
+    beta1: BETA1,
+    beta2: BETA2,
+    epsilon: EPSILON,
+    step: STEP as usize,
+    gradient_factor: FACTOR,
+};
+
+/// Runs the kernel for moments in f32, or with `maps` the one for moments in blocks.
+///
+/// # Safety
+///
+/// The list must have `count` rows with the addresses of buffers that the blocks cover.
+unsafe fn run(blocks: usize, order: u32, list: &[u64], count: u32, maps: Option<&[f32]>) {
+    let grid = Grid::new(blocks as u32, 256);
+    let list = list.as_ptr();
+    let [factor, beta1, beta2] = [FACTOR, BETA1, BETA2].map(|x| x as f32);
+    let [rest1, rest2] = [BETA1, BETA2].map(|beta| (1.0 - beta) as f32);
+    let [epsilon, size, root] = [EPSILON, step_size(), 1.0 / root_correction()].map(|x| x as f32);
+    let number = STEP as u32;
+    // SAFETY: the caller's promise.
+    let ended = unsafe {
+        match maps {
+            None => launch(
+                grid, order, list, count, factor, beta1, rest1, beta2, rest2, epsilon, size, root,
+                number,
+            ),
+            Some(maps) => launch_quantized(
+                grid,
+                order,
+                list,
+                maps.as_ptr(),
+                count,
+                factor,
+                beta1,
+                rest1,
+                beta2,
+                rest2,
+                epsilon,
+                size,
+                root,
+                number,
+            ),
+        }
+    };
+    ended.unwrap();
+}
 
 fn step_size() -> f64 {
     LEARNING_RATE / (1.0 - BETA1.powi(STEP))
@@ -95,15 +144,7 @@ fn check<T: WithDType>(
         },
         weight_decay: WEIGHT_DECAY,
     };
-    let step = AdamWStep {
-        learning_rate: LEARNING_RATE,
-        beta1: BETA1,
-        beta2: BETA2,
-        epsilon: EPSILON,
-        step: STEP as usize,
-        gradient_factor: FACTOR,
-    };
-    adamw(&[tensors], &step)?;
+    adamw(&[tensors], &HYPERPARAMETERS)?;
     let expected = |exact: &[f64], on_cpu: &Var| -> Result<Expected> {
         Ok(Expected {
             exact: exact.to_vec(),
@@ -178,24 +219,7 @@ fn check<T: WithDType>(
         push(addresses, len, 4);
         let list = Buffer::new(&list);
         // SAFETY: the list has the addresses of buffers of n elements.
-        unsafe {
-            launch(
-                Grid::new(blocks as u32, 256),
-                order,
-                list.as_ptr(),
-                3,
-                FACTOR as f32,
-                BETA1 as f32,
-                (1.0 - BETA1) as f32,
-                BETA2 as f32,
-                (1.0 - BETA2) as f32,
-                EPSILON as f32,
-                step_size() as f32,
-                (1.0 / root_correction()) as f32,
-                STEP as u32,
-            )
-        }
-        .unwrap();
+        unsafe { run(blocks as usize, order, &list, 3, None) };
         for other in &others {
             assert!(other.iter().all(|x| *x == 0.0));
         }
@@ -273,21 +297,13 @@ fn check_blocks<T: WithDType>(
         },
         weight_decay: WEIGHT_DECAY,
     };
-    let step = AdamWStep {
-        learning_rate: LEARNING_RATE,
-        beta1: BETA1,
-        beta2: BETA2,
-        epsilon: EPSILON,
-        step: STEP as usize,
-        gradient_factor: FACTOR,
-    };
     // The second step reads the blocks that the first one wrote.
-    adamw(&[tensors], &step)?;
+    adamw(&[tensors], &HYPERPARAMETERS)?;
     let first = [&m_on_cpu, &v_on_cpu].map(|moment| moment.flatten_all()?.to_vec1::<u8>());
     let [m_first, v_first] = first;
     let (m_first, v_first) = (m_first?, v_first?);
     let (p_first, master_first) = (numbers(&p_on_cpu)?, numbers(&master_on_cpu)?);
-    adamw(&[tensors], &step)?;
+    adamw(&[tensors], &HYPERPARAMETERS)?;
     let maps = moment_codes().concat();
 
     for order in ORDERS {
@@ -322,25 +338,7 @@ fn check_blocks<T: WithDType>(
         ]);
         let maps = Buffer::new(&maps);
         // SAFETY: the list has the addresses of buffers of n elements and of their blocks.
-        unsafe {
-            launch_quantized(
-                Grid::new(n.div_ceil(2048) as u32, 256),
-                order,
-                list.as_ptr(),
-                maps.as_ptr(),
-                1,
-                FACTOR as f32,
-                BETA1 as f32,
-                (1.0 - BETA1) as f32,
-                BETA2 as f32,
-                (1.0 - BETA2) as f32,
-                EPSILON as f32,
-                step_size() as f32,
-                (1.0 / root_correction()) as f32,
-                STEP as u32,
-            )
-        }
-        .unwrap();
+        unsafe { run(n.div_ceil(QUANTIZED_CHUNK), order, &list, 1, Some(&maps)) };
         let close = |found: &[f64], on_cpu: &Var| -> Result<()> {
             let exact = numbers(on_cpu)?;
             Expected {
@@ -412,15 +410,7 @@ fn check_random(n: usize, first: u64, quantized: bool) -> Result<()> {
         gradient: &Tensor::zeros(n, DType::F32, cpu)?,
         weight_decay: WEIGHT_DECAY,
     };
-    let step = AdamWStep {
-        learning_rate: LEARNING_RATE,
-        beta1: BETA1,
-        beta2: BETA2,
-        epsilon: EPSILON,
-        step: STEP as usize,
-        gradient_factor: FACTOR,
-    };
-    adamw(&[tensors], &step)?;
+    adamw(&[tensors], &HYPERPARAMETERS)?;
     let expected = p_on_cpu.to_vec1::<bf16>()?;
     let nearest = |x: &bf16| bf16::from_f32(x.to_f32() * KEEP as f32);
     let differ = p.iter().zip(&expected).filter(|(p, e)| nearest(p) != **e);
@@ -451,49 +441,13 @@ fn check_random(n: usize, first: u64, quantized: bool) -> Result<()> {
             first / 8,
         ]);
         let maps = Buffer::new(&moment_codes().concat());
-        let grid = |chunk: usize| Grid::new(n.div_ceil(chunk) as u32, 256);
-        let [beta1, beta2, epsilon] = [BETA1 as f32, BETA2 as f32, EPSILON as f32];
-        let [rest1, rest2] = [(1.0 - BETA1) as f32, (1.0 - BETA2) as f32];
-        let [size, root] = [step_size() as f32, (1.0 / root_correction()) as f32];
-        let (factor, number) = (FACTOR as f32, STEP as u32);
+        let (chunk, maps) = if quantized {
+            (QUANTIZED_CHUNK, Some(&maps[..]))
+        } else {
+            (CHUNK, None)
+        };
         // SAFETY: the list has the addresses of buffers of n elements, or of their blocks.
-        unsafe {
-            if quantized {
-                launch_quantized(
-                    grid(2048),
-                    order,
-                    list.as_ptr(),
-                    maps.as_ptr(),
-                    1,
-                    factor,
-                    beta1,
-                    rest1,
-                    beta2,
-                    rest2,
-                    epsilon,
-                    size,
-                    root,
-                    number,
-                )
-            } else {
-                launch(
-                    grid(CHUNK),
-                    order,
-                    list.as_ptr(),
-                    1,
-                    factor,
-                    beta1,
-                    rest1,
-                    beta2,
-                    rest2,
-                    epsilon,
-                    size,
-                    root,
-                    number,
-                )
-            }
-        }
-        .unwrap();
+        unsafe { run(n.div_ceil(chunk), order, &list, 1, maps) };
         assert_eq!(parameter[..], expected, "{n} elements after {first}");
     }
     Ok(())

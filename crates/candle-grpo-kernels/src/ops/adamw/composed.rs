@@ -57,15 +57,15 @@ pub(crate) fn unchecked(tensors: &AdamWTensors, step: &AdamWStep) -> Result<()> 
     }
     let p = match tensors.random(step) {
         None => p.to_dtype(tensors.parameter.dtype())?,
-        Some((random, eight)) => rounded_at_random(&p, random, eight)?,
+        Some(random) => rounded_at_random(&p, random)?,
     };
     write(tensors.parameter, &p)
 }
 
-fn rounded_at_random(p: &Tensor, random: Random, eight: u64) -> Result<Tensor> {
+fn rounded_at_random(p: &Tensor, random: Random) -> Result<Tensor> {
     let values = p.to_device(&Device::Cpu)?.flatten_all()?.to_vec1::<f32>()?;
     let mut numbers = vec![0; values.len()];
-    random.fill(eight, &mut numbers);
+    random.fill(&mut numbers);
     let rounded = values.iter().zip(numbers);
     let rounded: Vec<bf16> = rounded
         .map(|(&value, number)| stochastic(value, number))

@@ -5,7 +5,7 @@ use half::bf16;
 use rayon::prelude::*;
 
 use super::moments::{self, SIGNED, UNSIGNED};
-use super::rounding::{EIGHT, Random, stochastic};
+use super::rounding::{Random, stochastic};
 use super::{AdamWStep, AdamWTensors, Narrow};
 use crate::cpu::element::Element;
 use crate::cpu::instructions::vectors;
@@ -88,7 +88,7 @@ struct State<'a> {
     average: Moment<'a>,
     square: Moment<'a>,
     master: Option<&'a mut [f32]>,
-    random: Option<(Random, u64)>,
+    random: Option<Random>,
 }
 
 impl State<'_> {
@@ -112,7 +112,7 @@ impl State<'_> {
             .zip(gradient.par_chunks(CHUNK))
             .enumerate()
             .for_each(|(at, ((((p, master), m), v), g))| {
-                let random = after(random, at * CHUNK);
+                let random = random.map(|random| random.after(at * CHUNK));
                 vectors().dispatch(|| match (m, v) {
                     (Moment::Numbers(m), Moment::Numbers(v)) => {
                         coefficients.update(p, master, random, m, v, g);
@@ -127,18 +127,13 @@ impl State<'_> {
     }
 }
 
-/// The random numbers after those of `elements`, a multiple of 8.
-fn after(random: Option<(Random, u64)>, elements: usize) -> Option<(Random, u64)> {
-    random.map(|(random, eight)| (random, eight + elements as u64 / EIGHT))
-}
-
 impl Narrow {
     #[inline(always)]
     fn update<P: Element, G: Element>(
         &self,
         parameter: &mut [P],
         master: Option<&mut [f32]>,
-        random: Option<(Random, u64)>,
+        random: Option<Random>,
         average: &mut [f32],
         square: &mut [f32],
         gradient: &[G],
@@ -155,7 +150,7 @@ impl Narrow {
         &self,
         parameter: &mut [P],
         mut master: Option<&mut [f32]>,
-        random: Option<(Random, u64)>,
+        random: Option<Random>,
         average: &mut [u8],
         square: &mut [u8],
         gradient: &[G],
@@ -174,7 +169,8 @@ impl Narrow {
             let first = at * moments::NUMBERS;
             let master = master.as_deref_mut();
             let master = master.map(|master| &mut master[first..first + p.len()]);
-            self.update(p, master, after(random, first), m, v, g);
+            let random = random.map(|random| random.after(first));
+            self.update(p, master, random, m, v, g);
             signed.write(m, average);
             unsigned.write(v, square);
         }
@@ -185,7 +181,7 @@ impl Narrow {
     fn update_rounded<P: Element, G: Element>(
         &self,
         parameter: &mut [P],
-        random: Option<(Random, u64)>,
+        random: Option<Random>,
         average: &mut [f32],
         square: &mut [f32],
         gradient: &[G],
@@ -204,8 +200,8 @@ impl Narrow {
             let weights = &mut buffer[..p.len()];
             P::widen(p, weights);
             self.update_block(weights, m, v, g);
-            match (after(random, at * BLOCK), P::as_bf16_mut(p)) {
-                (Some((random, eight)), Some(p)) => round_at_random(weights, random, eight, p),
+            match (random, P::as_bf16_mut(p)) {
+                (Some(random), Some(p)) => round_at_random(weights, random.after(at * BLOCK), p),
                 _ => round(weights, p),
             }
         }
@@ -271,10 +267,10 @@ fn round<P: Element>(weights: &[f32], parameter: &mut [P]) {
 }
 
 #[inline(always)]
-fn round_at_random(weights: &[f32], random: Random, eight: u64, parameter: &mut [bf16]) {
+fn round_at_random(weights: &[f32], random: Random, parameter: &mut [bf16]) {
     let mut numbers = [0; BLOCK];
     let numbers = &mut numbers[..weights.len()];
-    random.fill(eight, numbers);
+    random.fill(numbers);
     for ((parameter, &weight), &number) in parameter.iter_mut().zip(weights).zip(&*numbers) {
         *parameter = stochastic(weight, number);
     }

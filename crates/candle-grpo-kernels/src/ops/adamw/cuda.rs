@@ -52,7 +52,7 @@ fn launch(parameters: &[&AdamWTensors], device: &CudaDevice, step: &AdamWStep) -
         let dtypes = dtype_number(dtype)?
             + if is_like { 4 } else { 0 }
             + if random.is_some() { 8 } else { 0 };
-        let (key, eight) = random.map_or((0, 0), |(random, eight)| (random.key, eight));
+        let (key, eight) = random.map_or((0, 0), |random| (random.key, random.eight));
         let keep = Narrow::from(step.coefficients(tensors.weight_decay)).keep;
         let blocks = tensors.parameter.elem_count().div_ceil(chunk);
         list.push(blocks, |first_block| {

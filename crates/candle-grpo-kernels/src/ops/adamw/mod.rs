@@ -240,15 +240,15 @@ impl AdamWTensors<'_> {
         self.average.dtype() == DType::U8
     }
 
-    /// Returns the random numbers of a step, and the number of eights of elements before the first
-    /// one. `None` if the parameter is rounded to nearest.
-    pub(crate) fn random(&self, step: &AdamWStep) -> Option<(Random, u64)> {
+    /// Returns the random numbers of a step; `None` if the parameter is rounded to nearest.
+    pub(crate) fn random(&self, step: &AdamWStep) -> Option<Random> {
         match self.rounding {
             Rounding::Nearest => None,
-            Rounding::Stochastic { key, first } => {
-                let step = step.step as u32;
-                Some((Random { key, step }, first / EIGHT))
-            }
+            Rounding::Stochastic { key, first } => Some(Random {
+                key,
+                step: step.step as u32,
+                eight: first / EIGHT,
+            }),
         }
     }
 

@@ -26,25 +26,36 @@ pub enum Rounding {
     },
 }
 
-/// The random numbers of one step.
+/// The random numbers of a step, from one element of a parameter on.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Random {
     pub(crate) key: u64,
     pub(crate) step: u32,
+    /// The counter of the first element. A counter gives the numbers of [`EIGHT`] elements.
+    pub(crate) eight: u64,
 }
 
-/// The random numbers that one counter gives.
+/// Random numbers per counter.
 pub(crate) const EIGHT: u64 = 8;
 /// Counters at a time: loops over them become vectors.
 const COUNTERS: usize = 32;
 
 impl Random {
-    /// Fills `numbers` with those of the elements from `eight * 8` on.
+    /// Returns the random numbers after those of `elements`, a multiple of 8.
     #[inline(always)]
-    pub(crate) fn fill(self, eight: u64, numbers: &mut [u16]) {
-        let groups = numbers.chunks_mut(COUNTERS * EIGHT as usize);
-        for (at, group) in groups.enumerate() {
-            let words = self.words(eight + (at * COUNTERS) as u64);
+    pub(crate) fn after(self, elements: usize) -> Self {
+        Self {
+            eight: self.eight + elements as u64 / EIGHT,
+            ..self
+        }
+    }
+
+    /// Fills `numbers` with those of the first elements.
+    #[inline(always)]
+    pub(crate) fn fill(self, numbers: &mut [u16]) {
+        const GROUP: usize = COUNTERS * EIGHT as usize;
+        for (at, group) in numbers.chunks_mut(GROUP).enumerate() {
+            let words = self.after(at * GROUP).words();
             for (i, number) in group.iter_mut().enumerate() {
                 // Element 2w has the low half of word w, and element 2w + 1 the high half.
                 let word = words[i % 8 / 2][i / 8];
@@ -53,12 +64,12 @@ impl Random {
         }
     }
 
-    /// The words of the counters from `eight` on.
+    /// The words of the first counters.
     #[inline(always)]
-    fn words(self, eight: u64) -> [[u32; COUNTERS]; 4] {
+    fn words(self) -> [[u32; COUNTERS]; 4] {
         let [mut a, mut b, mut c, mut d] = [[0; COUNTERS]; 4];
         for i in 0..COUNTERS {
-            let counter = eight.wrapping_add(i as u64);
+            let counter = self.eight.wrapping_add(i as u64);
             (a[i], b[i], c[i], d[i]) = (counter as u32, (counter >> 32) as u32, self.step, 0);
         }
         let mut keys = [self.key as u32, (self.key >> 32) as u32];
@@ -99,26 +110,34 @@ mod tests {
     /// The vectors of Random123 for `philox4x32`, 10 rounds.
     #[test]
     fn words_are_those_of_philox() {
-        let words = |key, step, eight| Random { key, step }.words(eight).map(|word| word[0]);
+        let zero = Random {
+            key: 0,
+            step: 0,
+            eight: 0,
+        };
         assert_eq!(
-            words(0, 0, 0),
+            zero.words().map(|word| word[0]),
             [0x6627_e8d5, 0xe169_c58d, 0xbc57_ac4c, 0x9b00_dbd8]
         );
     }
 
     #[test]
     fn numbers_depend_on_their_place_only() {
-        let random = Random { key: 7, step: 3 };
+        let random = Random {
+            key: 7,
+            step: 3,
+            eight: 5,
+        };
         let mut all = [0; 1000];
-        random.fill(5, &mut all);
+        random.fill(&mut all);
         for from in [0, 8, 256, 992] {
             let mut part = vec![0; (1000 - from).min(300)];
-            random.fill(5 + from as u64 / 8, &mut part);
+            random.after(from).fill(&mut part);
             assert_eq!(part, all[from..from + part.len()]);
         }
         let mut others = [0; 1000];
         for other in [Random { key: 8, ..random }, Random { step: 4, ..random }] {
-            other.fill(5, &mut others);
+            other.fill(&mut others);
             let equal = all.iter().zip(&others).filter(|(a, b)| a == b).count();
             assert!(equal < 3, "{equal}");
         }
