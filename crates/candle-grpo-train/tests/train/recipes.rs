@@ -25,6 +25,7 @@ use candle_grpo_loss::{
     RolloutCorrection, experimental,
 };
 use candle_grpo_test_support::device;
+use candle_grpo_train::learn::step::Needs;
 use candle_grpo_train::learn::{OldLogProbs, Reference, ReferenceRefresh, Teacher};
 use candle_grpo_train::{
     ComputeDType, Progress, RewardFunction, Sample, SamplingConfig, StepMetrics, TokenBatch,
@@ -306,7 +307,7 @@ fn the_rollout_is_corrected_for() {
     };
     let error = config.validate().unwrap_err().to_string();
     assert!(
-        error.starts_with("old_log_probs: sampler, must be recompute"),
+        error.starts_with("old_log_probs: sampler, must be auto or recompute"),
         "{error}"
     );
 }
@@ -751,6 +752,7 @@ fn a_single_update_needs_no_forward_pass_before_it() {
     let current = gradient(OldLogProbs::Current);
     let recomputed = gradient(OldLogProbs::Recompute);
     assert!((current / recomputed - 1.).abs() < 1e-5);
+    assert_eq!(gradient(OldLogProbs::Auto), current);
 
     let current = TrainConfig {
         old_log_probs: OldLogProbs::Current,
@@ -786,6 +788,27 @@ fn a_single_update_needs_no_forward_pass_before_it() {
             "{error}"
         );
     }
+}
+
+#[rstest]
+#[case::single_update(false, |_: &mut TrainConfig| {})]
+#[case::epochs(true, |config: &mut TrainConfig| config.epochs = 2)]
+#[case::mini_batches(true, |config: &mut TrainConfig| config.mini_batch_size = Some(6))]
+#[case::correction(true, |config: &mut TrainConfig| {
+    config.recipe.policy_loss.rollout_correction = Some(RolloutCorrection::default());
+})]
+#[case::advantage(true, |config: &mut TrainConfig| config.recipe = Recipe::reinforce_plus_plus(0.1))]
+#[case::given(true, |config: &mut TrainConfig| config.old_log_probs = OldLogProbs::Recompute)]
+#[case::sampler(true, |config: &mut TrainConfig| config.old_log_probs = OldLogProbs::Sampler)]
+fn a_pass_before_the_update_runs_where_its_result_differs(
+    #[case] expected: bool,
+    #[case] change: fn(&mut TrainConfig),
+) {
+    let mut config = config(Recipe::grpo());
+    change(&mut config);
+    config.validate().unwrap();
+    let needs = Needs::new(&config, None);
+    assert_eq!(needs.all().contains(Input::OldLogProbs), expected);
 }
 
 #[test]
