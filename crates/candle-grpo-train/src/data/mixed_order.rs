@@ -40,8 +40,8 @@ impl MixedOrder {
     ///
     /// # Errors
     ///
-    /// If there are no rows, a row's source is unknown, a weight is negative or not finite, all
-    /// weights are 0, or a source with a weight has no rows.
+    /// Fails if there are no rows, a row's source is unknown, a weight is negative or not finite,
+    /// all weights are 0, or a source with a weight has no rows.
     pub fn new(sources: &[usize], weights: &[f64], seed: u64) -> Result<Self> {
         check_weights(weights)?;
         ensure!(
@@ -84,7 +84,7 @@ impl MixedOrder {
     ///
     /// # Errors
     ///
-    /// If there are no rows.
+    /// Fails if there are no rows.
     pub fn single(rows: usize, seed: u64) -> Result<Self> {
         Self::new(&vec![0; rows], &[1.], seed)
     }
@@ -98,7 +98,7 @@ impl MixedOrder {
     ///
     /// # Errors
     ///
-    /// If there is a different number of rows.
+    /// Fails if there is a different number of rows.
     pub(crate) fn ensure_rows(&self, count: usize, items: &str) -> Result<()> {
         ensure!(
             self.len == count,

@@ -66,7 +66,7 @@ impl AgentConfig {
     ///
     /// # Errors
     ///
-    /// If one is out of range.
+    /// Fails if one is out of range.
     pub fn validate(&self) -> Result<()> {
         if !self.command.is_empty() {
             self.program().validate()?;

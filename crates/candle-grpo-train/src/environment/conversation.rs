@@ -47,7 +47,7 @@ impl Conversation {
     ///
     /// # Errors
     ///
-    /// If the tokenizer cannot decode it.
+    /// Fails if the tokenizer cannot decode it.
     pub fn text(&self, turn: &[u32]) -> Result<String> {
         let text = match turn.split_last() {
             Some((&last, before)) if self.is_stop(last) => before,
@@ -104,7 +104,7 @@ impl Conversation {
     ///
     /// # Errors
     ///
-    /// If there is no chat template, or it does not render the messages.
+    /// Fails if there is no chat template, or it does not render the messages.
     pub fn after(
         &self,
         messages: &[Value],
@@ -135,7 +135,7 @@ impl Conversation {
     ///
     /// # Errors
     ///
-    /// If there is no chat template, or it does not render the messages.
+    /// Fails if there is no chat template, or it does not render the messages.
     pub fn whole(
         &self,
         messages: &[Value],
@@ -160,7 +160,7 @@ impl Conversation {
     ///
     /// # Errors
     ///
-    /// If the text has no tokens at the beginning, or the tokenizer cannot encode it.
+    /// Fails if the text has no tokens at the beginning, or the tokenizer cannot encode it.
     pub fn markup(&self, text: &str, at_beginning: bool) -> Result<Vec<u32>> {
         if at_beginning {
             plain_tokens(text, &self.tokenizer)
@@ -178,7 +178,7 @@ impl Conversation {
     ///
     /// # Errors
     ///
-    /// If the tokenizer cannot decode them.
+    /// Fails if the tokenizer cannot decode them.
     pub fn decode(&self, tokens: &[u32]) -> Result<String> {
         decode_tokens(tokens, &self.tokenizer)
     }

@@ -55,7 +55,7 @@ impl EnvironmentLimits {
     ///
     /// # Errors
     ///
-    /// If a value is out of range.
+    /// Fails if a value is out of range.
     pub fn validate(&self) -> Result<()> {
         at_least_one("max_turns", self.max_turns)?;
         at_least_one("max_turn_tokens", self.max_turn_tokens.unwrap_or(1))?;
@@ -92,7 +92,7 @@ impl Environments {
     ///
     /// # Errors
     ///
-    /// If `limits` are invalid.
+    /// Fails if `limits` are invalid.
     pub fn new(
         factory: impl EnvironmentFactory + 'static,
         limits: EnvironmentLimits,

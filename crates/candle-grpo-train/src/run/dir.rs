@@ -107,7 +107,7 @@ impl<M: StepRecord> StoppedRun<M> {
     ///
     /// # Errors
     ///
-    /// If the folder is not a run or another program has it open.
+    /// Fails if the folder is not a run or another program has it open.
     pub fn open(path: &Path) -> Result<Self> {
         ensure!(
             RunDir::is_run(path),
@@ -175,7 +175,7 @@ impl RunDir {
     ///
     /// # Errors
     ///
-    /// If `path` exists and is not an empty folder.
+    /// Fails if `path` exists and is not an empty folder.
     pub fn create(path: &Path, config: &impl Serialize) -> Result<Self> {
         if !is_vacant(path)? {
             let taken = ensure_whole(path).and_then(|()| bail!("{TAKEN}"));
@@ -259,7 +259,7 @@ impl RunDir {
     ///
     /// # Errors
     ///
-    /// If a folder cannot be read.
+    /// Fails if a folder cannot be read.
     pub fn lost_files(path: &Path) -> Result<Option<String>> {
         if Self::is_run(path) {
             return Ok(None);

@@ -32,7 +32,7 @@ impl Answered<'_> {
     ///
     /// # Errors
     ///
-    /// If there is no answer, or its position is ambiguous.
+    /// Fails if there is no answer, or its position is ambiguous.
     pub(super) fn encode(
         &self,
         train_on: TrainOn,

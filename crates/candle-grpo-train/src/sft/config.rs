@@ -84,8 +84,8 @@ impl SftSchedule {
     ///
     /// # Errors
     ///
-    /// If the warm-up is longer than the run, the minimum is not between 0 and 1, or there is a
-    /// minimum without a decay.
+    /// Fails if the warm-up is longer than the run, the minimum is not between 0 and 1, or there is
+    /// a minimum without a decay.
     pub fn of_steps(&self, steps: usize) -> Result<LearningRateSchedule> {
         check::check(
             self.warmup_steps <= steps,

@@ -15,7 +15,7 @@ use anyhow::{Result, ensure};
 ///
 /// # Errors
 ///
-/// If `k` is not in 1..=`samples`, or `passes` is above `samples`.
+/// Fails if `k` is not in 1..=`samples`, or `passes` is above `samples`.
 pub fn pass_at(samples: usize, passes: usize, k: usize) -> Result<f64> {
     check_k(samples, k)?;
     ensure!(
@@ -38,7 +38,7 @@ pub fn pass_at(samples: usize, passes: usize, k: usize) -> Result<f64> {
 ///
 /// # Errors
 ///
-/// If `k` is not in 1..=n for n completions, or `passes` and `votes` have different lengths.
+/// Fails if `k` is not in 1..=n for n completions, or `passes` and `votes` have different lengths.
 pub fn majority_at(votes: &[Option<usize>], passes: &[bool], k: usize) -> Result<f64> {
     let samples = votes.len();
     check_k(samples, k)?;
