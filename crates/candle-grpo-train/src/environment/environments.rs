@@ -127,8 +127,8 @@ impl Environments {
 }
 
 impl Trajectories for Environments {
-    /// Draws trajectories. The next turns of all that have not ended are one batch. A turn depends
-    /// on its seed and the tokens before it only.
+    /// Samples trajectories. Each batch contains the next turns for all open trajectories. A turn
+    /// depends only on its seed and the tokens before it.
     fn play(&self, play: &Play<'_>) -> Result<Vec<Rollout>> {
         let Play {
             prompts,
@@ -216,7 +216,7 @@ fn concurrently<T: Send>(
     })
 }
 
-/// Checks that the tokens of an environment are those of the model.
+/// Checks that an environment's tokens are in the model's vocabulary.
 pub(super) fn ensure_tokens(tokens: &[u32], vocab_size: usize) -> Result<()> {
     let unknown = tokens.iter().find(|&&token| token as usize >= vocab_size);
     ensure!(

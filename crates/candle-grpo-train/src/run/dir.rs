@@ -329,10 +329,10 @@ impl RunDir {
         self.write_scalars(metrics)
     }
 
-    /// Appends completions of a step to `rollouts.jsonl`: those of [`Trainer::rollouts`].
+    /// Appends a step's completions to `rollouts.jsonl`, as [`Trainer::rollouts`] returns them.
     ///
-    /// A program that appends them before the metrics of their step has them for all steps with
-    /// metrics.
+    /// Append them before the step's metrics, so that every step with metrics also has its
+    /// completions.
     pub fn append_rollouts(&mut self, rollouts: &[RolloutRecord]) -> Result<()> {
         self.append(ROLLOUTS, rollouts)
     }

@@ -179,8 +179,8 @@ impl SftConfig {
         }
     }
 
-    /// Returns the form of the linear maps of the model in memory, and the dtype of its other
-    /// weights: that of the computation under adapters, otherwise that of the master weights.
+    /// Returns the storage format for the model's linear maps, and the dtype for its other weights:
+    /// the compute dtype under adapters, otherwise the master weights' dtype.
     pub fn stored_form(&self) -> (BaseWeights, ComputeDType) {
         let has_adapters = self.adapters.is_some();
         stored_form(
