@@ -23,7 +23,7 @@ use crate::validate::{self, Checked};
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct RepetitionPenalty {
-    /// Number of tokens or words in an n-gram. Default 3.
+    /// n-gram length, in tokens or words. Default 3.
     pub ngram: usize,
     /// Largest penalty. Default 1.
     pub penalty: f64,

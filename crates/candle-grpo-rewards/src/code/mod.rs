@@ -76,7 +76,7 @@ pub struct CodeConfig {
     pub visible: Vec<PathBuf>,
     /// Limits for each execution.
     pub limits: CodeLimits,
-    /// Number of programs that run at the same time; absent: one per core.
+    /// Programs to run in parallel; absent: one per core.
     pub workers: Option<usize>,
     /// If true, a machine that cannot isolate programs is an error. Otherwise, it is a warning.
     pub require_isolation: bool,

@@ -79,10 +79,10 @@ pub struct JudgeConfig {
     /// Number of consecutive completions that may fail. One more ends the run.
     #[serde(default = "max_failures")]
     pub max_failures: usize,
-    /// Maximum number of concurrent requests.
+    /// Maximum concurrent requests.
     #[serde(default = "max_inflight")]
     pub max_inflight: usize,
-    /// Maximum number of retries for a failed request.
+    /// Maximum retries for a failed request.
     #[serde(default = "max_retries")]
     pub max_retries: usize,
     /// Pause before the first retry, in seconds. It doubles with each retry, up to 60. The server

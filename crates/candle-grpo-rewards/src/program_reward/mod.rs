@@ -29,7 +29,7 @@ pub struct ProgramConfig {
     /// Working directory; absent: this process's.
     #[serde(default)]
     pub folder: Option<PathBuf>,
-    /// Number of its processes, which share each batch.
+    /// Parallel processes, which share each batch.
     #[serde(default = "workers")]
     pub workers: usize,
     /// Maximum time for one completion's score, in seconds.

@@ -30,7 +30,7 @@ pub struct EnvironmentLimits {
     /// Time in seconds after which no new turn starts. Trajectories that it ends are not
     /// reproducible. Absent: no limit.
     pub max_seconds: Option<f64>,
-    /// Reward for a trajectory whose environment failed, in place of its turns' rewards. Absent:
+    /// Reward for a trajectory whose environment failed. It replaces the turns' rewards. Absent:
     /// the trajectory is excluded. It has no reward, and contributes nothing to the step.
     pub failure_reward: Option<f64>,
     /// Reward for a trajectory whose environment never gave one. Null: the trajectory is excluded.

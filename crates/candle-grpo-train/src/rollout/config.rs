@@ -73,9 +73,9 @@ pub struct RolloutConfig {
     /// Maximum wait for a server that does not answer, at the start and after a failure, in
     /// seconds. The run then ends with an error, and resumes from its last checkpoint.
     pub server_timeout: f64,
-    /// Maximum number of retries for a failed request.
+    /// Maximum retries for a failed request.
     pub max_retries: usize,
-    /// Maximum number of concurrent requests, over all servers. A request is one completion.
+    /// Maximum concurrent requests, over all servers. A request is one completion.
     pub max_inflight: usize,
     /// Weight transfer to the engine: `adapter` (a PEFT directory), `disk` (a
     /// Hugging Face directory), `none` (never: the engine is a fixed policy), or `auto`

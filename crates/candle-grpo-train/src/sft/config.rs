@@ -24,9 +24,9 @@ pub struct SftConfig {
     pub micro_batch_tokens: usize,
     /// Maximum global gradient norm.
     pub max_grad_norm: f64,
-    /// Low-rank adapters to train in place of the parameters. Absent: all parameters train.
+    /// Low-rank adapters; if present, only they train. Absent: all parameters train.
     pub adapters: Option<LoraConfig>,
-    /// Storage of the linear maps under adapters in memory: `dense` in the compute dtype, or in
+    /// In-memory format for the linear maps under adapters: `dense` in the compute dtype, or in
     /// quantized blocks (QLoRA, <https://arxiv.org/abs/2305.14314>). For blocks, choose a GGUF
     /// file's own (`stored`), or `q4_0`, `q5_0`, `q8_0`, `q4_k`, `q5_k` or `q6_k`.
     pub base_weights: BaseWeights,

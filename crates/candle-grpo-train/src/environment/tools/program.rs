@@ -20,7 +20,7 @@ use candle_grpo_rewards::program::{Answer, Failure, Program, ProgramPool, check_
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct ToolsConfig {
-    /// The tools, each with the keys of a tool.
+    /// Tools that the policy can call.
     pub tools: Vec<ProgramToolConfig>,
     /// Tool call format: `hermes` (Hermes, Qwen, SmolLM3), `llama` (Llama 3), or `marks`.
     #[serde(default)]
