@@ -5,12 +5,11 @@ use candle_grpo_core::validate::{check, non_negative};
 
 use super::ShuffledOrder;
 
-/// Rows from several sources, each with a share of the places. Rows from one source come in
-/// [`ShuffledOrder`].
+/// Rows from several sources, each with a share. Rows from one source come in [`ShuffledOrder`].
 ///
-/// After n places, source k has had about `n * weight_k / sum(weights)` of them: each place goes to
-/// the source that is furthest behind. The order holds no position and depends only on the sources,
-/// the weights and the seed, so a resumed run continues it.
+/// After n rows, source k has contributed about `n * weight_k / sum(weights)`: each next row comes
+/// from the source that is furthest behind. The order holds no position and depends only on the
+/// sources, the weights and the seed, so a resumed run continues it.
 ///
 /// ```
 /// use candle_grpo_train::data::MixedOrder;
@@ -31,7 +30,7 @@ pub struct MixedOrder {
 struct Source {
     rows: Vec<usize>,
     order: ShuffledOrder,
-    /// Its share of the places.
+    /// Its share among the rows.
     share: f64,
 }
 
@@ -98,7 +97,7 @@ impl MixedOrder {
     ///
     /// # Errors
     ///
-    /// Fails if there is a different number of rows.
+    /// Fails if the number differs.
     pub(crate) fn ensure_rows(&self, count: usize, items: &str) -> Result<()> {
         ensure!(
             self.len == count,
@@ -163,7 +162,7 @@ pub(super) fn check_weights(weights: &[f64]) -> Result<()> {
 /// Takes turns between the sources.
 struct Turns<'a> {
     sources: &'a [Source],
-    /// Number of places that each source is behind its share.
+    /// Number of rows that each source is behind its share.
     behind: Vec<f64>,
 }
 
