@@ -156,7 +156,7 @@ impl PolicyLoss {
     }
 
     /// prime-rl's default: DPPO with a total variation of 0.2, and `0.001 d^2` as a KL to the old
-    /// policy, which is the sampler there (`training.old_log_probs: sampler`).
+    /// policy, which is the sampler there (`old_log_probs: sampler`).
     ///
     /// prime-rl bounds no ratio; here the weight is at most 20.
     pub fn prime_rl() -> Self {
