@@ -5,10 +5,12 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 
 use candle_core::{Device, Tensor};
 use candle_grpo_kernels::top_k;
-use candle_grpo_loss::{DistillationLoss, PolicyLoss, Recipe, StepTotals, Support, Tail};
+use candle_grpo_loss::{DistillationLoss, KlLoss, PolicyLoss, Recipe, StepTotals, Support, Tail};
 use candle_grpo_nn::{AdamWConfig, LoraConfig, Parameters};
 use candle_grpo_test_support::{device, stay_on_cpu};
-use candle_grpo_train::learn::{MemoryPlan, Reference, Teacher, TeacherDistributions};
+use candle_grpo_train::learn::{
+    MemoryPlan, Reference, ReferenceRefresh, Teacher, TeacherDistributions,
+};
 use candle_grpo_train::{
     Actor, ActorConfig, ComputeDType, NotFinite, Progress, Sample, StepMetrics, TokenBatch,
     TrainConfig, TrainerParts, TrainingBatch,
@@ -328,6 +330,29 @@ fn a_teacher_may_have_more_rows_than_the_policy() {
     );
 }
 
+/// A fixed reference has its weights in the compute dtype only; one that follows the policy is f32
+/// beside that.
+#[test]
+fn the_plan_of_memory_has_the_reference() {
+    let numbers: usize = parameters().iter().map(|(_, x)| x.elem_count()).sum();
+    for (dtype, fixed, follows) in [(ComputeDType::F32, 4, 4), (ComputeDType::Bf16, 2, 6)] {
+        let mut config = TrainConfig {
+            compute_dtype: dtype,
+            ..common::config()
+        };
+        let reference =
+            |config: &TrainConfig| MemoryPlan::new(&model(), config, 3, 0).unwrap().reference;
+        assert_eq!(reference(&config), 0);
+        config.recipe.policy_loss.kl = Some(KlLoss::k3(0.04));
+        assert_eq!(reference(&config), fixed * numbers);
+        config.reference_refresh = Some(ReferenceRefresh {
+            every_steps: 2,
+            alpha: 0.5,
+        });
+        assert_eq!(reference(&config), follows * numbers);
+    }
+}
+
 #[test]
 fn the_plan_of_memory_has_the_teacher() {
     let plan = |config: &TrainConfig| MemoryPlan::new(&model(), config, 3, 0).unwrap();
@@ -335,7 +360,7 @@ fn the_plan_of_memory_has_the_teacher() {
     assert!(distilled.training > alone.training);
     assert_eq!((alone.teacher, distilled.teacher), (0, 0));
     let numbers: usize = parameters().iter().map(|(_, x)| x.elem_count()).sum();
-    for (dtype, bytes) in [(ComputeDType::F32, 4), (ComputeDType::Bf16, 6)] {
+    for (dtype, bytes) in [(ComputeDType::F32, 4), (ComputeDType::Bf16, 2)] {
         let with = distilled.with_teacher(&model(), dtype);
         assert_eq!(with.teacher, bytes * numbers);
         assert_eq!(with.peak(), distilled.peak() + with.teacher);
