@@ -11,8 +11,8 @@ use super::super::former;
 use super::super::run::keys;
 use super::super::suggestions::{keys_of, nearest};
 use super::report::{RollDefault, Sizes};
-use super::rules::rules;
-use super::translation::{INTERPOLATED, first, fits, interpolated};
+use super::rules::{ENVIRONMENT, METRICS, PENALTY, RANKS, rules};
+use super::translation::{INTERPOLATED, first, fits, interpolated, is_same};
 use super::{Import, ImportedKey, Severity, System, Verdict};
 
 /// The keys of the algorithm whose defaults differ. ROLL's are those of its code. Its page names
@@ -60,7 +60,6 @@ enum Rule {
 
 use Rule::{Advise, NoMeaning, NotSupported, Set, SetBoth, To, ToIf, Unless};
 
-const RANKS: &str = "mpirun, srun or torchrun starts the ranks";
 const NO_WORKERS: &str = "there are no workers";
 const WORKERS: &str =
     " to the completions of an update of all workers; ROLL's keys have those of one";
@@ -69,9 +68,6 @@ const GROUP: &str = "num_return_sequences_in_group is used";
 const PACKED: &str = "sequences are packed without padding";
 const TOKENS: &str = "micro_batch_tokens bounds a pass";
 const DISTILLATION: &str = " and recipe.policy_loss.distillation (docs/from-roll.md)";
-const PENALTY: &str = "a penalty changes the distribution of tokens";
-const ENVIRONMENTS: &str = "an environment is a program here (docs/environments.md)";
-const METRICS: &str = "TensorBoard files are always written; trackers adds others";
 
 /// The rules. The first one that fits applies.
 const RULES: &[(&str, Rule)] = rules! {
@@ -183,15 +179,15 @@ const RULES: &[(&str, Rule)] = rules! {
     "mask_type": Unless("\"loss\"", "masks leave the loss alone");
     "train_infer_correction": Set("algorithm.recipe.policy_loss.rollout_correction", "");
     "is_use_additional_prompts": NotSupported("set recipe.group_filter and max_sampling_batches");
-    "custom_envs": NotSupported(ENVIRONMENTS);
-    "custom_env": NotSupported(ENVIRONMENTS);
-    "agent_config_common": NotSupported(ENVIRONMENTS);
-    "env_manager_cls": NotSupported(ENVIRONMENTS);
-    "max_actions_per_traj": NotSupported(ENVIRONMENTS);
-    "reward_system_config": NotSupported(ENVIRONMENTS);
-    "train_env_manager": NotSupported(ENVIRONMENTS);
-    "val_env_manager": NotSupported(ENVIRONMENTS);
-    "reward_normalization": NotSupported(ENVIRONMENTS);
+    "custom_envs": NotSupported(ENVIRONMENT);
+    "custom_env": NotSupported(ENVIRONMENT);
+    "agent_config_common": NotSupported(ENVIRONMENT);
+    "env_manager_cls": NotSupported(ENVIRONMENT);
+    "max_actions_per_traj": NotSupported(ENVIRONMENT);
+    "reward_system_config": NotSupported(ENVIRONMENT);
+    "train_env_manager": NotSupported(ENVIRONMENT);
+    "val_env_manager": NotSupported(ENVIRONMENT);
+    "reward_normalization": NotSupported(ENVIRONMENT);
     "dataset_filter": NotSupported("filter the rows of the file");
     "tag_to_template": NoMeaning(TEMPLATE);
     "global_template": NoMeaning(TEMPLATE);
@@ -471,7 +467,7 @@ impl Translation {
                 no_meaning("it is off".to_owned())
             }
             Some(SetBoth(..)) if value == "constant" => no_meaning("it is the default".to_owned()),
-            Some(Unless(default, _)) if is_number_or_text(&value, default) => {
+            Some(Unless(default, _)) if is_same(&value, default) => {
                 no_meaning("it has no effect".to_owned())
             }
             Some(NoMeaning(why)) => no_meaning((*why).to_owned()),
@@ -569,7 +565,7 @@ impl Translation {
 
     /// Removes the number of completions of a pass, if tokens bound it.
     fn leave_out_micro_batch_size(&mut self) {
-        if self.document.get("training.micro_batch_tokens").is_some() {
+        if self.document.sets("micro_batch_tokens") {
             self.leave_out("training", "micro_batch_size", TOKENS);
         }
     }
@@ -588,15 +584,6 @@ impl Translation {
 
 fn is_off(value: &Value) -> bool {
     value == &Value::Bool(false) || value.is_null()
-}
-
-/// Returns whether a value is the number or the text that `default` is as JSON.
-fn is_number_or_text(value: &Value, default: &str) -> bool {
-    let default: Value = serde_json::from_str(default).unwrap_or_default();
-    match (value.as_f64(), default.as_f64()) {
-        (Some(value), Some(default)) => value == default,
-        _ => *value == default,
-    }
 }
 
 impl Document {

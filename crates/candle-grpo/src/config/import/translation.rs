@@ -181,8 +181,7 @@ impl<'a> Translation<'a> {
             Rule::Set(..) if off => self.no_meaning(path, "it is off"),
             Rule::Set(place, why) => self.refuse(path, format!("set {place}{why}")),
             Rule::Unless(default, why) => {
-                let default: Value = serde_json::from_str(default).unwrap_or_default();
-                if off || is_same(&value, &default) {
+                if off || is_same(&value, default) {
                     self.no_meaning(path, "it has no effect")
                 } else {
                     self.refuse(path, why)
@@ -221,11 +220,12 @@ pub(super) fn first(path: &str) -> &str {
     path.split(['.', '[']).next().unwrap_or(path)
 }
 
-/// Returns whether two values are the same, also as a whole number and another one.
-pub(super) fn is_same(a: &Value, b: &Value) -> bool {
-    match (a.as_f64(), b.as_f64()) {
-        (Some(a), Some(b)) => a == b,
-        _ => a == b,
+/// Returns whether `value` equals `default`, which is JSON. `1` equals `1.0`.
+pub(super) fn is_same(value: &Value, default: &str) -> bool {
+    let default: Value = serde_json::from_str(default).unwrap_or_default();
+    match (value.as_f64(), default.as_f64()) {
+        (Some(value), Some(default)) => value == default,
+        _ => *value == default,
     }
 }
 
