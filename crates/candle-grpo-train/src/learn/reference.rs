@@ -1,4 +1,4 @@
-//! The reference policy of the KL term.
+//! The KL term's reference policy.
 
 use std::collections::HashMap;
 
@@ -17,11 +17,11 @@ use crate::{Progress, TokenBatch};
 
 /// A policy that changes only in [`Self::refresh`] and when it is replaced.
 ///
-/// [`Self::fixed`] never changes, so it keeps its weights in the compute dtype only: 2 bytes a
+/// [`Self::fixed`] never changes, so it keeps its weights in the compute dtype only: 2 bytes per
 /// parameter in bf16, where [`Self::new`] takes 6.
 pub struct Reference<M = Decoder> {
     model: M,
-    /// A copy of the parameters; absent if the reference shares those of another model.
+    /// Parameter copy; absent if the reference shares another model's.
     parameters: Option<Parameters>,
     /// Copies of the parameters in the compute dtype, if [`Self::refresh`] may change them.
     copies: Option<ComputeCopies>,
@@ -36,7 +36,7 @@ pub struct Reference<M = Decoder> {
 pub struct ReferenceRefresh {
     /// Interval in training steps.
     pub every_steps: usize,
-    /// Weight of the policy, in (0, 1]. The default 1 copies the policy.
+    /// Policy weight, in (0, 1]. The default 1 copies the policy.
     #[serde(default = "crate::one")]
     pub alpha: f64,
 }
@@ -46,7 +46,7 @@ impl ReferenceRefresh {
     ///
     /// # Errors
     ///
-    /// Returns an error for a value that would never refresh the reference.
+    /// Fails for a value that would never refresh the reference.
     pub fn validate(&self) -> Result<()> {
         validate::at_least_one("every_steps", self.every_steps)?;
         ensure_share(self.alpha)
@@ -105,18 +105,17 @@ impl<M: LanguageModel> Reference<M> {
         })
     }
 
-    /// Returns the log-probs of the responses of `batch` at `temperature`, f32 `[B, T]`, detached.
+    /// Returns the log-probs for the responses in `batch` at `temperature`, f32 `[B, T]`, detached.
     pub fn log_probs(&self, batch: &TokenBatch, temperature: f64) -> Result<Tensor> {
         Ok(response_log_probs(&self.model, &batch.without_experts(), temperature)?.log_probs)
     }
 
-    /// Returns the distributions at the responses of `batch`: hidden states `[B, T, H]` in the
-    /// dtype of the computation, and the output weight. States of tokens that are not in the
-    /// response mask are not those of their places.
+    /// Returns the distributions at the responses in `batch`: hidden states `[B, T, H]` in the
+    /// compute dtype, and the output weight. States outside the response mask are undefined.
     ///
     /// # Errors
     ///
-    /// If the shapes of `batch` do not match, or its masks contradict each other.
+    /// Fails if the shapes in `batch` do not match, or its masks contradict each other.
     pub fn distributions(&self, batch: &TokenBatch) -> Result<TeacherDistributions> {
         Ok(TeacherDistributions::Hidden {
             hidden: predicting_states(&self.model, &batch.without_experts())?,
@@ -125,7 +124,7 @@ impl<M: LanguageModel> Reference<M> {
         })
     }
 
-    /// Returns the copy of the parameters, if there is one.
+    /// Returns the parameter copy, if there is one.
     pub(crate) fn parameters(&self) -> Option<&Parameters> {
         self.parameters.as_ref()
     }
@@ -149,8 +148,8 @@ impl<M: LanguageModel> Reference<M> {
     ///
     /// # Errors
     ///
-    /// Returns an error if `alpha` is not in (0, 1], `policy` has other parameters, or the
-    /// reference is [fixed](Self::fixed) or [shared](Self::shared).
+    /// Fails if `alpha` is not in (0, 1], `policy` has other parameters, or the reference is
+    /// [fixed](Self::fixed) or [shared](Self::shared).
     pub fn refresh(&mut self, policy: &Parameters, alpha: f64) -> Result<()> {
         ensure_share(alpha)?;
         let (parameters, copies) = self.changing()?;

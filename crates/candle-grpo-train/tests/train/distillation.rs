@@ -1,4 +1,4 @@
-//! Distillation from the distributions of a teacher.
+//! Distillation from a teacher's distributions.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -33,8 +33,7 @@ fn teacher() -> Reference {
     Reference::new(&model(), &parameters, ComputeDType::F32).unwrap()
 }
 
-/// The k most likely entries of another teacher, for all sequences of a rank at once. Counts its
-/// calls.
+/// Another teacher's k most likely entries, for all sequences on a rank at once. Counts its calls.
 struct Best(Reference, usize, AtomicUsize);
 
 fn best(k: usize) -> Best {
@@ -95,8 +94,7 @@ fn actor(parameters: Parameters, policy_loss: PolicyLoss, loss: Option<Distillat
     Actor::new(model(), parameters, config).unwrap()
 }
 
-/// Sequences of several lengths with the distributions of the teacher. One has no token that
-/// counts.
+/// Sequences with several lengths and the teacher's distributions. One has no token that counts.
 fn batch() -> TrainingBatch {
     let pairs: [(&[u32], &[u32]); 4] = [
         (&[1, 2, 3], &[4, 5, 0]),
@@ -164,7 +162,7 @@ fn the_gradient_is_the_finite_difference_of_the_divergence(#[case] loss: Distill
     }
 }
 
-/// The terms of the loss add up, in any micro-batches.
+/// The loss terms add up, in any micro-batches.
 #[rstest]
 fn the_gradient_is_added_to_that_of_the_policy(#[values(1, 3, 4)] size: usize) {
     let gradients = |policy_loss: PolicyLoss, loss: Option<DistillationLoss>, size: usize| {
@@ -301,7 +299,7 @@ fn every_form_of_a_policy_learns_from_distributions(#[case] config: TrainConfig)
     );
 }
 
-/// Models of one family differ in the padding of their vocabulary.
+/// Models in one family differ in their vocabulary padding.
 #[test]
 fn a_teacher_may_have_more_rows_than_the_policy() {
     let mut batch = batch();
@@ -395,7 +393,7 @@ fn a_teacher_that_is_not_finite_is_named() {
     }
 }
 
-/// A teacher of another crate, which has no distributions.
+/// Another crate's teacher, which has no distributions.
 struct LogProbsOnly;
 
 impl Teacher for LogProbsOnly {
@@ -404,7 +402,7 @@ impl Teacher for LogProbsOnly {
     }
 }
 
-/// A teacher of all sequences with the distributions that its function makes from a batch.
+/// A teacher for all sequences, whose function makes the distributions from a batch.
 struct Other(fn(&TokenBatch) -> TeacherDistributions);
 
 impl Teacher for Other {
