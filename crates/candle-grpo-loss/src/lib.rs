@@ -25,7 +25,7 @@
 //!
 //! A loss combines [`ImportanceLevel`], [`Surrogate`], [`KlLoss`], entropy bonus and
 //! [`Aggregation`]. For another surrogate, implement [`TokenLoss`]. A [`Recipe`] adds reward
-//! shaping and advantages: it is the algorithm section in a configuration file. Items in
+//! shaping and advantages: it is the section `recipe` in a configuration file. Items in
 //! [`experimental`] may change between releases.
 //!
 //! The re-exports below are documented in their own crates. In the examples there, you can replace

@@ -14,8 +14,8 @@ use crate::aggregation::Aggregation;
 use crate::distillation_loss::{DistillationLoss, Support};
 use crate::policy_loss::PolicyLoss;
 
-/// An algorithm without its model: reward shaping, advantage and loss. It is the algorithm section
-/// in a configuration file.
+/// An algorithm without its model: reward shaping, advantage and loss. It is the section
+/// `recipe` in a configuration file.
 ///
 /// Published algorithms are constructors. The default is [`Recipe::grpo`]. Try [`Recipe::dapo`] if
 /// answers are long or the policy stops exploring.

@@ -160,7 +160,7 @@ impl PolicyLoss {
     }
 
     /// prime-rl's default: DPPO with a total-variation bound of 0.2, and `0.001 d^2` as KL to the
-    /// old policy. There, the old policy is the sampler (`training.old_log_probs: sampler`).
+    /// old policy. There, the old policy is the sampler (`old_log_probs: sampler`).
     ///
     /// prime-rl bounds no ratio; here, the weight is at most 20.
     pub fn prime_rl() -> Self {

@@ -43,7 +43,7 @@ pub(super) fn check_teacher(
     let (rows, own) = (teacher.model.vocab_size, policy.model.vocab_size);
     if config.train.recipe.distillation_loss.is_some() && rows < own {
         return Err(wrong(&format!(
-            "has {rows} logits, must have at least {own}, those of the policy, for algorithm.recipe.distillation_loss"
+            "has {rows} logits, must have at least {own}, those of the policy, for recipe.distillation_loss"
         ))
         .into());
     }
