@@ -16,11 +16,11 @@ use super::support::{folder, grpo, lines, said, succeeds, write_long_model};
 const CONFIG: &str = "
 model: model
 teacher: {model: teacher}
+sampling: {max_new_tokens: 6}
 data: {train: data.jsonl}
 rewards: [{kind: regex, pattern: a, weight: 0}]
 prompts_per_step: 8
 num_generations: 4
-sampling: {max_new_tokens: 6}
 recipe: {policy_loss: {surrogate: policy_gradient, distillation: {coef: 1.0}, aggregation: token-mean}}
 optimizer: {learning_rate: 1e-2}
 checkpoint: {every_steps: 10}
@@ -130,9 +130,9 @@ fn a_teacher_that_does_not_fit_is_named() {
             None,
         ),
         (
-            "teacher: {model: teacher}",
-            "sampler: {temperature: 0.7}\nteacher: {server: {engine: sglang, base_url: 'http://a'}}",
-            Some("run.yaml:3: sampler.temperature: 0.7, must be 1 with teacher.server"),
+            "{model: teacher}\nsampling: {",
+            "{server: {engine: sglang, base_url: 'http://a'}}\nsampling: {temperature: 0.7, ",
+            Some("run.yaml:4: sampling.temperature: 0.7, must be 1 with teacher.server"),
         ),
         (
             "distillation: {coef: 1.0}, ",

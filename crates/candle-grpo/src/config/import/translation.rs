@@ -146,7 +146,9 @@ impl<'a> Translation<'a> {
             let is_idle = || idle.split_whitespace().any(|pattern| fits(pattern, &path));
             match rule {
                 Some((pattern, rule)) => self.follow(pattern, &path, value, rule),
-                None if is_ours(first(&path)) => self.used(&path, &path, value),
+                None if is_ours(first(&path)) => {
+                    self.used(&path, &former::place(&path), value);
+                }
                 None if is_idle() => self.no_meaning(&path, "it does not change what is learned"),
                 None if value.is_null() => self.no_meaning(&path, "it is absent"),
                 None => {

@@ -494,6 +494,20 @@ fn the_workers_of_roll_count_in_an_update() {
     assert_eq!(refused(&file("list(range(2,4))", 2)), Vec::<&str>::new());
 }
 
+/// In the words of this version or of an earlier one.
+#[rstest]
+#[case("mini_batch_size: 64")]
+#[case("training: {mini_batch_size: 64}")]
+fn a_key_of_ours_in_a_file_of_another_trainer_comes_first(#[case] key: &str) {
+    let roll = import(&format!(
+        "pretrain: m\n{key}\nactor_train:\n  device_mapping: [0, 1]\n  data_args: {{file_name: d.jsonl}}\n  training_args: {{gradient_accumulation_steps: 4}}\nrewards: [{{kind: json}}]\n"
+    ));
+    assert_eq!(refused(&roll), Vec::<&str>::new());
+    assert_eq!(run(&roll).train.mini_batch_size, Some(64));
+    let train = trl(&format!("{key}\nmax_steps: 1"));
+    assert_eq!(train.mini_batch_size, Some(64));
+}
+
 #[test]
 fn the_report_names_what_each_key_has_become() {
     let report = import(
