@@ -1,4 +1,4 @@
-//! The program on GPUs: one process, and two ranks. Each run must be that of the CPU.
+//! The program on GPUs: one process, and two ranks. Each run must match the CPU run.
 //!
 //! `scripts/cuda-test` runs these tests on emulated GPUs, which work only when the program waits
 //! for them.
@@ -52,7 +52,7 @@ run_dir: FOLDER/RUN
 threads: 1
 ";
 
-/// The models and the prompts of [`CONFIG`].
+/// Writes the models and prompts in [`CONFIG`].
 fn inputs() -> tempfile::TempDir {
     let folder = folder("");
     write_long_model(&folder.path().join("teacher"), "abcde", 24, 4);
@@ -90,7 +90,7 @@ fn lazy(folder: &Path, run: &str) -> Command {
     command
 }
 
-/// Runs the ranks of a job at the same time, with the variables of torchrun.
+/// Runs a job's ranks concurrently, with torchrun's variables.
 fn run_ranks(commands: Vec<Command>) {
     let listening = ReservedPort::new();
     let world_size = commands.len();

@@ -9,8 +9,7 @@ use super::check::sizes;
 use super::exit::{Exit, warn};
 use super::load;
 
-/// Prints the file of another trainer as one of this program, with what became of each key as
-/// comments.
+/// Prints another trainer's file as a grpo configuration. Comments explain what became of each key.
 pub(super) fn import(file: &Path, processes: usize) -> Result<(), Exit> {
     let document = load::document(file)?;
     let import = Import::of_processes(&document, processes);

@@ -1,4 +1,4 @@
-//! Configuration files as trees of values with the lines of their keys.
+//! Configuration files as value trees that keep the lines.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -20,10 +20,10 @@ use super::suggestions::{unknown_key, unknown_name, unknown_sft_key};
 use super::syntax;
 use super::tree::{QUOTE_HINT, Tree, TypeError};
 
-/// The longest path of a key in bytes. It bounds the memory of the paths.
+/// The longest key path in bytes. It bounds the memory for paths.
 pub(super) const LONGEST_PATH: usize = 500;
 
-/// A configuration file: its values and the lines of its keys.
+/// A configuration file: its values and its keys' lines.
 #[derive(Debug, Clone, Default)]
 pub struct Document {
     file: PathBuf,
@@ -57,8 +57,8 @@ fn hide_keys(value: &Value) {
 }
 
 impl Document {
-    /// Reads a file: TOML where its name ends in `.toml`, otherwise YAML, of which JSON is a part.
-    /// Of a script, `.sh`, it reads the keys that the script sets for verl or OpenRLHF.
+    /// Reads a file: TOML if its name ends in `.toml`, otherwise YAML, which includes JSON. From a
+    /// script, `.sh`, it reads the keys that the script sets for verl or OpenRLHF.
     ///
     /// # Errors
     ///
@@ -111,7 +111,7 @@ impl Document {
         Ok(document)
     }
 
-    /// Parses a text of YAML; `file` is for messages.
+    /// Parses YAML text; `file` is for messages.
     ///
     /// # Errors
     ///
@@ -129,7 +129,7 @@ impl Document {
         Self::new(file, node)
     }
 
-    /// Parses a text of TOML; `file` is for messages.
+    /// Parses TOML text; `file` is for messages.
     ///
     /// # Errors
     ///
@@ -171,18 +171,18 @@ impl Document {
         })
     }
 
-    /// Returns the values of the file.
+    /// Returns the file's values.
     pub fn value(&self) -> &Value {
         &self.value
     }
 
-    /// Returns the default folder of the run: `runs/` and the name of the file.
+    /// Returns the default run directory: `runs/` and the file name.
     pub(super) fn run_dir(&self) -> PathBuf {
         let name = self.file.file_stem().unwrap_or("run".as_ref());
         Path::new("runs").join(name)
     }
 
-    /// Returns a document of the same file with another value.
+    /// Returns a document with another value for the same file.
     pub(super) fn with_value(&self, value: Value) -> Self {
         Self {
             file: self.file.clone(),
@@ -192,7 +192,7 @@ impl Document {
         }
     }
 
-    /// Returns the line of the key at a path.
+    /// Returns the line where a path's key is.
     pub(super) fn line_of(&self, path: &str) -> Option<usize> {
         self.lines.get(path).copied()
     }
@@ -320,7 +320,7 @@ impl Document {
         }
     }
 
-    /// Returns every value that is not a mapping with its path, in the order of the file.
+    /// Returns every value that is not a mapping with its path, in file order.
     pub(super) fn leaves(&self) -> Vec<(String, &Value)> {
         let mut leaves = Vec::new();
         let mut open = vec![(String::new(), &self.value)];
@@ -366,8 +366,8 @@ impl Document {
         preset.or_else(|| nearest_line(&self.lines, path))
     }
 
-    /// Returns `value`, which stands at `path`, as a `T`. Programs do not inherit the environment
-    /// variables that it names as those of keys.
+    /// Parses `value`, found at `path`, as a `T`. If it names environment variables that hold
+    /// secret keys, programs do not inherit them.
     pub(super) fn parse<T: DeserializeOwned>(
         &self,
         path: &str,
@@ -448,8 +448,8 @@ impl Document {
         }
     }
 
-    /// Returns the number of steps that the value at `path` is, if the key counts steps and its
-    /// value is a share of them, as transformers has it.
+    /// Returns the number of steps that the value at `path` stands for, if the key counts steps and
+    /// its value is a share, as in transformers.
     fn share(&self, path: &str) -> Option<String> {
         const COUNTS: [&str; 3] = [
             "schedule.warmup_steps",
@@ -464,7 +464,7 @@ impl Document {
         })
     }
 
-    /// Returns the path of a key at or below `path`: the path of an error may end at a section.
+    /// Returns a key's path at or below `path`: an error's path may end at a section.
     fn inside(&self, path: &str, key: &str) -> String {
         let end = format!(".{key}");
         if path == key || path.ends_with(&end) {
@@ -480,7 +480,7 @@ impl Document {
     }
 }
 
-/// Returns the whole number of steps that are a share of `steps`.
+/// Returns a share of `steps` as a whole number.
 pub(super) fn share_of(share: f64, steps: f64) -> f64 {
     // Without the error of the last digits of the product.
     const DIGITS: f64 = 1e6;
@@ -497,7 +497,7 @@ fn nearest_line(lines: &BTreeMap<String, usize>, path: &str) -> Option<usize> {
     }
 }
 
-/// Returns the path of a key as a JSON pointer.
+/// Returns a key's path as a JSON pointer.
 fn pointer(path: &str) -> String {
     let steps = path
         .split(['.', '['])
@@ -519,12 +519,12 @@ fn remove(value: &mut Value, path: &str) {
     }
 }
 
-/// The most keys of one value that [`culprit`] removes or adds, each of which takes a pass over the
-/// file.
+/// The largest number of keys that [`culprit`] removes or adds per value. Each costs a pass over
+/// the file.
 const TRIES: usize = 50;
 
-/// Returns the path below `path` of the value that `error` is about. A reward is read
-/// before its kind is known, so that the paths of its errors end above their keys.
+/// Returns the path below `path` to the value that caused `error`. A reward is read before its kind
+/// is known, so its errors' paths end above their keys.
 fn culprit(
     value: &Value,
     path: &str,
@@ -593,7 +593,7 @@ fn line_at(text: &str, at: usize) -> usize {
     1 + before.iter().filter(|&&b| b == b'\n').count()
 }
 
-/// A value with the lines of its keys.
+/// A value with its keys' lines.
 enum Node {
     Scalar(Value),
     /// A number that is not finite, as the file has it.
@@ -603,7 +603,7 @@ enum Node {
 }
 
 impl Node {
-    /// Returns the value, or the line of a key that no path can have and a message.
+    /// Returns the value, or the line and a message for a key that no path can have.
     fn into_value(
         self,
         path: String,
@@ -726,7 +726,7 @@ impl<'de> Visitor<'de> for NodeVisitor {
     }
 }
 
-/// The error of a value that a tree cannot hold: its offset in the text, and the message.
+/// An error for a value that a tree cannot hold: its offset in the text, and the message.
 type Misplaced = (usize, String);
 
 fn table_node(text: &str, table: &DeTable<'_>) -> Result<Node, Misplaced> {
@@ -767,7 +767,7 @@ fn value_node(text: &str, at: usize, value: &DeValue<'_>) -> Result<Node, Mispla
 mod tests {
     use super::*;
 
-    /// The keys of a tool's schema appear in prompts.
+    /// A tool schema's keys appear in prompts.
     #[test]
     fn keys_of_a_toml_file_keep_their_order() {
         let text = "b = 1\na = {zeta = 1, alpha = {y = 2, x = 3}}\n";

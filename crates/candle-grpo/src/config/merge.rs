@@ -1,12 +1,12 @@
-//! Merging of a part of a section with its defaults.
+//! Merges part of a section with its defaults.
 
 use serde_json::Value;
 
-/// Lays `patch` over `base`: keys of a mapping are replaced one by one, the others stay.
+/// Lays `patch` over `base`: replaces a mapping's keys one by one, and keeps the others.
 ///
-/// A mapping of another kind replaces the whole mapping. It has another `name` or `kind`, or a key
-/// that `base` lacks. Such a key is another variant of an enum; as a key of a struct it is unknown,
-/// and deserialization refuses it.
+/// A different kind of mapping replaces the whole mapping: one with another `name` or `kind`, or
+/// with a key that `base` lacks. Such a key is another enum variant. In a struct it would be
+/// unknown, and deserialization rejects it.
 pub(super) fn merge(base: Value, patch: Value) -> Value {
     match (base, patch) {
         (Value::Object(mut base), Value::Object(patch)) => {

@@ -1,4 +1,4 @@
-//! Problems of a configuration before their line is known.
+//! Configuration problems before their line is known.
 
 use anyhow::Error;
 use candle_grpo_core::Invalid;
@@ -95,7 +95,7 @@ impl Problem {
     }
 }
 
-/// Returns whether `value` of a file is displayed as `text`.
+/// Returns whether `value` in a file is displayed as `text`.
 fn shows(value: &Value, text: &str) -> bool {
     match value {
         Value::String(value) => value == text,

@@ -93,9 +93,9 @@ pub struct RunConfig {
     pub run_dir: PathBuf,
     /// Threads to compute with; absent: one for each core.
     pub threads: Option<usize>,
-    /// The keys of the evaluation section as the file has them.
+    /// The evaluation keys as the file has them.
     evaluation_keys: EvaluationKeys,
-    /// The file, for the lines of errors that only its files or its model show.
+    /// The file, for the lines in errors that only the run's files or model reveal.
     pub(super) document: Document,
     /// The files that come from the hub.
     pub(super) hub: HubFiles,
@@ -223,7 +223,7 @@ impl RunConfig {
         Ok(run)
     }
 
-    /// Checks everything that a run can be refused for before its files are opened.
+    /// Checks everything that can be checked before the run's files are opened.
     fn validate(&self) -> Result<(), Problem> {
         bounds::check(self)?;
         self.train
@@ -264,8 +264,8 @@ impl RunConfig {
         self.validate_run_dir()
     }
 
-    /// Refuses demonstrations without rows, rows without a share in the loss, and rows that are
-    /// held out, as nothing evaluates them.
+    /// Rejects demonstrations without rows, rows without a share in the loss, and held-out rows,
+    /// since nothing evaluates them.
     fn validate_demonstrations(&self) -> Result<(), Problem> {
         let settings = "demonstrations";
         let data = match (&self.demonstration_data, &self.train.demonstrations) {
@@ -293,7 +293,7 @@ impl RunConfig {
             .map_err(|error| Problem::within(DEMONSTRATION_DATA, &error))
     }
 
-    /// Refuses a term that needs a teacher without one, and a teacher without such a term.
+    /// Rejects a term that needs a missing teacher, and a teacher without such a term.
     fn validate_teacher(&self) -> Result<(), Problem> {
         let recipe = &self.train.recipe;
         let of_tokens = recipe.teacher_log_probs_term();
@@ -366,14 +366,14 @@ impl RunConfig {
         Ok(())
     }
 
-    /// The number of terms of the reward, that of the environment included.
+    /// Returns the number of reward terms, including the environment's.
     fn num_reward_components(&self) -> usize {
         let environment = self.environment.as_ref();
         let gives_rewards = environment.is_some_and(EnvironmentConfig::gives_rewards);
         self.rewards.len() + usize::from(gives_rewards)
     }
 
-    /// Refuses weights of reward components that are not one for each reward.
+    /// Rejects component weights unless there is one per reward.
     fn validate_reward_weights(&self) -> Result<(), Problem> {
         let recipe = &self.train.recipe;
         let pipeline = recipe.advantage.pipeline();
@@ -405,7 +405,7 @@ impl RunConfig {
         Ok(())
     }
 
-    /// Refuses a run that would write over what it reads.
+    /// Rejects a run that would overwrite what it reads.
     fn validate_run_dir(&self) -> Result<(), Problem> {
         check_run_dir(&self.run_dir)?;
         let rewards = self.rewards.iter().enumerate();
@@ -439,26 +439,26 @@ impl RunConfig {
             .chain(demonstrations.map(|path| ("demonstration_data.train", path)))
     }
 
-    /// Returns the paths that a run reads: the model, the data, and the files of the rewards.
+    /// Returns the paths that a run reads: the model, the data, and the reward files.
     pub fn inputs(&self) -> Vec<PathBuf> {
         let named = self.named_inputs().map(|(_, path)| path.clone());
         named.chain(self.reward_files()).collect()
     }
 
-    /// Returns the files that decide rewards: programs, scripts and models of reward functions and
-    /// of the environment.
+    /// Returns the files that decide rewards: programs, scripts and models used by reward functions
+    /// and the environment.
     pub fn reward_files(&self) -> Vec<PathBuf> {
         let environment = self.environment.iter().flat_map(EnvironmentConfig::files);
         let rewards = self.rewards.iter().flat_map(RewardConfig::files);
         rewards.chain(environment).collect()
     }
 
-    /// Checks that the programs, scripts and folders are there that rewards, trackers and
-    /// environment name, except models whose weights are still to be downloaded.
+    /// Checks that the programs, scripts and folders for rewards, trackers and the environment
+    /// exist. Skips models whose weights still need to be downloaded.
     ///
     /// # Errors
     ///
-    /// Returns an error with the line of the reward if one is missing.
+    /// Returns an error with the reward's line if one is missing.
     pub fn check_files(&self) -> Result<(), ConfigError> {
         for (i, reward) in self.rewards.iter().enumerate() {
             if self.hub.lacks_weights_of(&reward_key(i)) {
@@ -478,12 +478,12 @@ impl RunConfig {
         Ok(())
     }
 
-    /// Checks that the engine can draw the completions of a training run. An evaluation needs less.
+    /// Checks that the engine can sample for a training run. An evaluation needs less.
     ///
     /// # Errors
     ///
-    /// Returns an error with the line of the key if the engine takes no weights and
-    /// `rollout.weight_sync` does not say that this is meant.
+    /// Returns an error with the key's line if the engine accepts no weights and
+    /// `rollout.weight_sync` does not allow that.
     pub fn check_training(&self) -> Result<(), ConfigError> {
         self.train
             .rollout
@@ -491,12 +491,12 @@ impl RunConfig {
             .map_err(|error| Problem::within("rollout", &error).locate(&self.document))
     }
 
-    /// Checks that the policy in this process, if it draws the completions, can do so beside a
-    /// training on a GPU or, with `on_gpu` false, on the CPU.
+    /// Checks that the policy in this process, if it samples, can do so during training: on a GPU,
+    /// or on the CPU if `on_gpu` is false.
     ///
     /// # Errors
     ///
-    /// Returns an error with the line of the key if `rollout.max_staleness` is above 0 on a GPU.
+    /// Returns an error with the key's line if `rollout.max_staleness` is above 0 on a GPU.
     pub fn check_device(&self, on_gpu: bool) -> Result<(), ConfigError> {
         let rollout = &self.train.rollout;
         if rollout.engine.is_local() {
@@ -526,12 +526,12 @@ impl RunConfig {
         doubts
     }
 
-    /// Reads the data, and checks that each row has the columns of the rewards.
+    /// Reads the data, and checks that each row has the columns that the rewards need.
     ///
     /// # Errors
     ///
-    /// With [`ConfigError`] if a key of the section does not fit the rows, or content is not text.
-    /// With file and line if something else is wrong.
+    /// Returns a [`ConfigError`] if a key in the section does not fit the rows, or content is not
+    /// text. Returns an error with file and line if anything else is wrong.
     pub fn load_data(&self) -> anyhow::Result<Dataset> {
         let dataset = self.data.load(self.seed());
         let dataset = dataset.map_err(|error| data_error(&self.document, DATA, error))?;
@@ -549,12 +549,12 @@ impl RunConfig {
         Ok(dataset)
     }
 
-    /// Reads the rows of the demonstrations, if there are any, and encodes them for `model`.
+    /// Reads the demonstration rows, if any, and encodes them for `model`.
     ///
     /// # Errors
     ///
-    /// With [`ConfigError`] if a key of the section does not fit the rows or the model. With file
-    /// and line if a row cannot be read or encoded.
+    /// Returns a [`ConfigError`] if a key in the section does not fit the rows or the model.
+    /// Returns an error with file and line if a row cannot be read or encoded.
     pub fn load_demonstrations(&self, model: &Pretrained) -> anyhow::Result<Option<SftDataset>> {
         let Some(data) = &self.demonstration_data else {
             return Ok(None);
@@ -566,19 +566,19 @@ impl RunConfig {
         Ok(Some(rows))
     }
 
-    /// Returns the chat template of the model with `data.chat_template_kwargs`.
+    /// Returns the model's chat template with `data.chat_template_kwargs`.
     ///
     /// # Errors
     ///
-    /// Returns an error with the line of the key if there are variables and the model has no
-    /// template, or its template does not contain the name of one.
+    /// Returns an error with the key's line if there are variables and the model has no template,
+    /// or its template does not use one of them.
     pub fn chat_template(&self, model: &Pretrained) -> Result<Option<ChatTemplate>, ConfigError> {
         let variables = &self.data.chat_template_kwargs;
         chat_template(&self.document, DATA, variables, model)
     }
 
-    /// Checks the settings that depend on the model and the prompts: adapters, the balance of
-    /// experts, the number of completions of an evaluation, and the lengths of completions.
+    /// Checks the settings that depend on the model and the prompts: adapters, expert balancing,
+    /// the number of evaluation completions, and completion lengths.
     ///
     /// # Errors
     ///
@@ -604,7 +604,7 @@ impl RunConfig {
         self.check_evaluation(model, held_out)
     }
 
-    /// Checks the settings of an evaluation of `model` on `held_out`.
+    /// Checks the settings for evaluating `model` on `held_out`.
     ///
     /// # Errors
     ///
@@ -629,7 +629,7 @@ impl RunConfig {
         self.check_length(key, &self.evaluation.sampler, model, held_out)
     }
 
-    /// Refuses stop tokens that the model does not have.
+    /// Rejects stop tokens that the model does not have.
     fn check_stop_tokens(
         &self,
         section: &str,
@@ -640,7 +640,7 @@ impl RunConfig {
         checked.map_err(|error| Problem::within(section, &error).locate(&self.document))
     }
 
-    /// Refuses completions that end after the last position of the model.
+    /// Rejects completions longer than the model's positions.
     fn check_length(
         &self,
         key: &str,
@@ -665,7 +665,7 @@ impl RunConfig {
         self.document.error(path, message)
     }
 
-    /// Returns the seed of the run.
+    /// Returns the run's seed.
     pub fn seed(&self) -> u64 {
         self.train.sampling.seed
     }
@@ -728,7 +728,7 @@ pub(super) fn learning_rate_doubt(optimizer: &AdamWConfig) -> Option<String> {
         .then(|| "optimizer.learning_rate: 0, so the policy does not change".to_owned())
 }
 
-/// Returns the path of the reward with index `i` in a file.
+/// Returns the path to reward `i` in a file.
 pub(super) fn reward_key(i: usize) -> String {
     format!("rewards[{i}]")
 }
@@ -744,12 +744,12 @@ pub(super) fn check_trackers(
     Ok(())
 }
 
-/// Returns the section of the model, which a file must have.
+/// Returns the model section, which a file must have.
 pub(super) fn required_model(model: Option<ModelConfig>) -> Result<ModelConfig, Problem> {
     model.ok_or_else(|| Problem::at("model", "absent, must be the path of a model"))
 }
 
-/// Sets the steps between evaluations of a run that holds nothing out. A file must not give them.
+/// Sets the steps between evaluations for a run without held-out rows. A file must not set them.
 pub(super) fn no_evaluations(
     document: &Document,
     every_steps: &mut Option<usize>,
@@ -774,7 +774,7 @@ fn is_within(path: &Path, folder: &Path) -> bool {
     resolved(path).starts_with(resolved(folder))
 }
 
-/// Refuses names of kinds that are not texts: a number would select a kind by its position.
+/// Rejects kind names that are not texts: a number would select a kind by position.
 pub(super) fn tags(path: &str, value: &Value) -> Result<(), Problem> {
     match value {
         Value::Object(map) => map.iter().try_for_each(|(key, value)| {
@@ -821,7 +821,7 @@ fn split(document: &Document) -> Result<(Value, Value), Problem> {
     Ok((Value::Object(given), settings))
 }
 
-/// Returns `defaults` with the keys of `patch`, which stand at `path`, laid over them.
+/// Returns `defaults`, with the keys in `patch` laid over them. `patch` is at `path`.
 pub(super) fn laid_over<T: Serialize + DeserializeOwned>(
     document: &Document,
     path: &str,
@@ -832,12 +832,12 @@ pub(super) fn laid_over<T: Serialize + DeserializeOwned>(
     Ok(document.parse(path, merge(defaults, patch))?)
 }
 
-/// Returns the chat template of a model with the variables at `chat_template_kwargs` of `section`.
+/// Returns a model's chat template with the variables in `chat_template_kwargs` in `section`.
 ///
 /// # Errors
 ///
-/// With the line of the key if there are variables and the model has no template, or its template
-/// does not contain the name of one.
+/// Returns an error with the key's line if there are variables and the model has no template, or
+/// its template does not use one of them.
 pub(super) fn chat_template(
     document: &Document,
     section: &str,
@@ -861,7 +861,7 @@ pub(super) fn chat_template(
     Ok(Some(template.clone().with_variables(variables.clone())))
 }
 
-/// Refuses a load-balancing loss in `section` for a model without experts.
+/// Rejects a load-balancing loss in `section` for a model without experts.
 pub(super) fn check_router(section: &str, coef: f64, model: &DecoderConfig) -> Result<(), Problem> {
     if coef == 0. || model.has_experts() {
         Ok(())
@@ -873,7 +873,7 @@ pub(super) fn check_router(section: &str, coef: f64, model: &DecoderConfig) -> R
     }
 }
 
-/// Returns an error of the rows of `section` with the line of its key, if it names one.
+/// Returns a row error in `section` with its key's line, if it names a key.
 pub(super) fn data_error(
     document: &Document,
     section: &str,
@@ -890,7 +890,7 @@ pub(super) fn data_error(
     .into()
 }
 
-/// Checks that the path of a run's folder can be one.
+/// Checks that a run directory's path is possible.
 pub(super) fn check_run_dir(run_dir: &Path) -> Result<(), Problem> {
     if run_dir.as_os_str().is_empty() {
         return Err(Problem::at("run_dir", "\"\", must be the path of a folder"));
@@ -911,7 +911,7 @@ pub(super) fn check_run_dir(run_dir: &Path) -> Result<(), Problem> {
     }
 }
 
-/// Refuses a path at `key` that a run would read and write.
+/// Rejects a path at `key` that a run would both read and write.
 pub(super) fn check_outside(key: &str, path: &Path, run_dir: &Path) -> Result<(), Problem> {
     if is_within(path, run_dir) {
         Err(Problem::at(
@@ -927,7 +927,7 @@ pub(super) fn check_outside(key: &str, path: &Path, run_dir: &Path) -> Result<()
     }
 }
 
-/// Refuses keys that have their place in another section.
+/// Rejects keys that belong in another section.
 pub(super) fn own_place(
     section: &str,
     keys: &Map<String, Value>,
@@ -942,7 +942,7 @@ pub(super) fn own_place(
     Ok(())
 }
 
-/// Returns the evaluation section of `document`.
+/// Returns the evaluation section in `document`.
 pub(super) fn evaluation(
     document: &Document,
     keys: &EvaluationKeys,
@@ -986,7 +986,7 @@ pub(super) fn evaluation(
     })
 }
 
-/// Returns the fields of a section without those that a file has in other sections.
+/// Returns a section's fields without those that a file has in other sections.
 pub(super) fn without(mut section: Value, elsewhere: &[(&str, &str)]) -> Value {
     if let Some(fields) = section.as_object_mut() {
         for (field, _) in elsewhere {

@@ -23,7 +23,7 @@ pub(super) fn unknown_key(section: &str, key: &str, known: &[&str]) -> String {
     unknown(place, section, key, known)
 }
 
-/// [`unknown_key`] in a file of supervised training.
+/// [`unknown_key`] in a supervised training file.
 pub(super) fn unknown_sft_key(section: &str, key: &str, known: &[&str]) -> String {
     unknown(sft_names::place(key), section, key, known)
 }
@@ -74,13 +74,13 @@ pub(super) fn unknown_name(name: &str, known: &[&str]) -> String {
     format!("{name:?}, must be one of {}{suggestion}", known.join(", "))
 }
 
-/// Returns the place in a file of a key of a section's struct, if it has another place.
+/// Returns the place in a file for a field that is not in its struct's section.
 fn moved(section: &str, key: &str) -> Option<&'static str> {
     let found = elsewhere(section).iter().find(|(name, _)| *name == key);
     found.map(|(_, place)| *place)
 }
 
-/// The keys of a section's struct that a file has in another place.
+/// The fields that a file has outside their struct's section.
 fn elsewhere(section: &str) -> &'static [(&'static str, &'static str)] {
     match section {
         SFT => &SFT_ELSEWHERE,
@@ -89,7 +89,7 @@ fn elsewhere(section: &str) -> &'static [(&'static str, &'static str)] {
     }
 }
 
-/// Returns the keys of each section.
+/// Returns each section's keys.
 pub(super) fn sections() -> Vec<(&'static str, BTreeSet<String>)> {
     vec![
         ("", keys_of(&RunKeys::default())),
@@ -104,7 +104,7 @@ pub(super) fn sections() -> Vec<(&'static str, BTreeSet<String>)> {
     ]
 }
 
-/// Returns the keys of a section.
+/// Returns a section's keys.
 pub(super) fn keys_of(section: &impl Serialize) -> BTreeSet<String> {
     match serde_json::to_value(section) {
         Ok(Value::Object(map)) => map.into_iter().map(|(key, _)| key).collect(),
@@ -112,7 +112,7 @@ pub(super) fn keys_of(section: &impl Serialize) -> BTreeSet<String> {
     }
 }
 
-/// Returns the path of a key that one section alone has.
+/// Returns the path to a key that only one section has.
 pub(super) fn place_of(key: &str) -> Option<String> {
     let mut places = sections()
         .into_iter()

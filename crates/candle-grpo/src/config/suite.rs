@@ -55,7 +55,7 @@ pub struct SuiteConfig {
     document: Document,
 }
 
-/// The keys of the file of a suite.
+/// The keys in a suite file.
 #[derive(Default, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 struct SuiteKeys {
@@ -76,11 +76,11 @@ const BUILT_IN: [(&str, &str); 6] = [
     ("mmlu", include_str!("../suite/built_in/mmlu.yaml")),
 ];
 
-/// The keys of a sampler that decide the distribution of a token.
+/// The sampler keys that define the token distribution.
 const DISTRIBUTION: [&str; 5] = ["temperature", "top_k", "top_p", "min_p", "greedy"];
 
 impl SuiteConfig {
-    /// The names of the built-in suites.
+    /// Returns the names of the built-in suites.
     pub fn names() -> impl Iterator<Item = &'static str> {
         BUILT_IN.iter().map(|(name, _)| *name)
     }
@@ -181,11 +181,11 @@ impl SuiteConfig {
         Ok(())
     }
 
-    /// Checks that the programs, scripts and models of the rewards are there.
+    /// Checks that the rewards' programs, scripts and models exist.
     ///
     /// # Errors
     ///
-    /// Returns an error with the line of the reward if one is missing.
+    /// Returns an error with the reward's line if one is missing.
     pub fn check_files(&self) -> Result<(), ConfigError> {
         for (i, reward) in self.rewards.iter().enumerate() {
             reward
@@ -195,7 +195,7 @@ impl SuiteConfig {
         Ok(())
     }
 
-    /// Returns the chat template of the model with `data.chat_template_kwargs`.
+    /// Returns the model's chat template with `data.chat_template_kwargs`.
     ///
     /// # Errors
     ///

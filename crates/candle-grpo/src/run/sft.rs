@@ -15,7 +15,7 @@ use super::resume::Identity;
 use super::run_session::{Actions, Run};
 use crate::config::{Configuration, SftRunConfig};
 
-/// A supervised run of a configuration: steps, evaluations and checkpoints.
+/// A configured supervised run: steps, evaluations and checkpoints.
 ///
 /// ```no_run
 /// use std::path::Path;
@@ -40,19 +40,19 @@ use crate::config::{Configuration, SftRunConfig};
 /// ```
 pub struct SftSession {
     config: SftRunConfig,
-    /// The rows of an evaluation.
+    /// The held-out rows.
     held_out: Vec<Sequence>,
     run: Run<SftTrainer>,
 }
 
 impl SftSession {
-    /// Creates the trainer and the folder, and loads the last checkpoint of a resumed run. The
-    /// weights of `pretrained` are trained in place. [`SftRunConfig::threads`] is not applied here.
+    /// Creates the trainer and the run directory, and loads a resumed run's last checkpoint. The
+    /// weights in `pretrained` are trained in place. [`SftRunConfig::threads`] is not applied here.
     ///
     /// # Errors
     ///
-    /// Returns an error, before the folder changes, if the settings, the rows and the model do not
-    /// fit, or if the folder cannot be begun, replaced or resumed.
+    /// Returns an error, before the directory changes, if the settings, rows and model do not fit
+    /// together, or if the run directory cannot be created, replaced or resumed.
     pub fn new(
         config: SftRunConfig,
         pretrained: Pretrained,
@@ -70,13 +70,14 @@ impl SftSession {
         )
     }
 
-    /// [`Self::new`] for one of several ranks that share the run. All ranks must call it with the
-    /// same arguments, and then [`RunSession::advance`](super::RunSession::advance) as often.
+    /// Creates a session on one of several ranks that share the run. All ranks must call it with
+    /// the same arguments, and then call [`RunSession::advance`](super::RunSession::advance)
+    /// equally often.
     ///
     /// # Errors
     ///
-    /// As in [`Self::new`]. A rank that fails must end the job, with [`Collective::abort`]: the
-    /// others wait for it.
+    /// As in [`Self::new`]. If a rank fails, it must end the job with [`Collective::abort`],
+    /// because the others wait for it.
     pub fn on_ranks(
         config: SftRunConfig,
         mut pretrained: Pretrained,
@@ -132,7 +133,7 @@ impl SftSession {
         &self.config
     }
 
-    /// The trainer.
+    /// Returns the trainer.
     pub fn trainer(&self) -> &SftTrainer {
         &self.run.trainer
     }

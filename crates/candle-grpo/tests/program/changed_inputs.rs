@@ -12,7 +12,7 @@ use serde_json::{Value, json};
 
 use super::support::{CONFIG, folder, grpo, lines, said, succeeds};
 
-/// A run of six steps, which would go on to nine.
+/// Writes a six-step run, which could continue to nine.
 fn run() -> tempfile::TempDir {
     run_of(CONFIG)
 }
@@ -35,7 +35,7 @@ fn write_rows(path: &Path, prompts: &[&str]) {
     fs::write(path, rows).unwrap();
 }
 
-/// Replaces a part of the configuration.
+/// Replaces text in the configuration.
 fn change(folder: &Path, from: &str, to: &str) {
     let path = folder.join("run.yaml");
     let config = fs::read_to_string(&path).unwrap();
@@ -138,7 +138,7 @@ fn another_split_of_the_same_file_is_refused() {
     assert_refused_until_accepted(folder.path(), "the held-out rows are other ones (4, now 4)");
 }
 
-/// Replaces the weights of the model.
+/// Replaces the model weights.
 fn change_model(folder: &Path) {
     let path = folder.join("model");
     let model = Pretrained::load(&path, &Device::Cpu).unwrap();
@@ -169,7 +169,10 @@ fn a_change_that_the_checkpoint_does_not_fit_cannot_be_accepted() {
         ),
         (
             no_reference,
-            ["began with other settings: ", "cannot go on without them"],
+            [
+                "started with different settings: ",
+                "cannot go on without them",
+            ],
         ),
     ] {
         let folder = run();
@@ -209,8 +212,8 @@ fn a_checkpoint_with_a_file_of_others_is_set_aside_with_a_warning() {
     let output = resume(folder.path(), &[]);
     assert_eq!(output.status.code(), Some(0), "{}", said(&output));
     for words in [
-        "notes.txt: was not written with the others; it is passed over",
-        "a checkpoint with files that no run writes, renamed and not removed",
+        "notes.txt: was not written with the others; it is skipped",
+        "a checkpoint with unknown files, renamed instead of removed",
     ] {
         assert!(said(&output).contains(words), "{}", said(&output));
     }
@@ -287,7 +290,7 @@ fn another_module_of_a_reward_script_is_a_warning() {
     );
 }
 
-/// Another configuration with the name of this one has the same folder, unless it names its own.
+/// Another configuration with this one's name uses the same directory, unless it names its own.
 #[test]
 fn another_configuration_does_not_resume_the_run() {
     let folder = run();
@@ -326,7 +329,7 @@ fn another_configuration_does_not_resume_the_run() {
         let refused = resume(folder.path(), &[]);
         assert_eq!(refused.status.code(), Some(1), "{}", said(&refused));
         for words in [
-            "run directory run: began with other settings",
+            "run directory run: started with different settings",
             key,
             "--accept-changes",
         ] {
@@ -363,7 +366,7 @@ fn keys_that_the_run_did_not_write_are_unchanged_at_their_defaults() {
     change(folder.path(), "kind: regex,", "kind: regex, weight: 0.5,");
     let refused = resume(folder.path(), &[]);
     assert_eq!(refused.status.code(), Some(1), "{}", said(&refused));
-    let words = "began with other settings: rewards: ";
+    let words = "started with different settings: rewards: ";
     assert!(said(&refused).contains(words), "{}", said(&refused));
 
     change(folder.path(), "kind: regex, weight: 0.5,", "kind: regex,");
@@ -449,7 +452,7 @@ run_dir: run
     fs::write(folder.path().join("sft.yaml"), sft).unwrap();
     let output = grpo(folder.path(), &["sft", "sft.yaml", "--resume"]);
     assert_eq!(output.status.code(), Some(1), "{}", said(&output));
-    let words = "run directory run: has a run of grpo train, must have one of grpo sft";
+    let words = "run directory run: has a grpo train run, must have a grpo sft run";
     assert!(said(&output).contains(words), "{}", said(&output));
 }
 

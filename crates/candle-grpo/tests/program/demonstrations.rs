@@ -24,7 +24,7 @@ run_dir: run
 threads: 1
 ";
 
-/// Every answer is three times the last character of the prompt.
+/// Writes answers that repeat the prompt's last character three times.
 fn write_answers(folder: &Path, prompts: &[&str]) {
     let rows = prompts.iter().map(|prompt| {
         let last = &prompt[prompt.len() - 1..];
@@ -85,7 +85,7 @@ fn the_check_counts_demonstrations_and_names_what_is_wrong() {
     write_answers(folder.path(), &PROMPTS);
     let text = succeeds(folder.path(), &["check", "run.yaml"]);
     assert!(
-        text.contains("6 demonstrations with 35 tokens, 24 of which train."),
+        text.contains("Demonstrations: 6, with 35 tokens, 24 of which train."),
         "{text}"
     );
     for (from, to, words) in [

@@ -14,7 +14,7 @@ fn with_rollout(rollout: &Value) -> String {
     format!("{CONFIG}\nrollout: {rollout}\n")
 }
 
-/// A server of a fixed policy that always answers "ab" and the stop token, as llama.cpp does.
+/// A server for a fixed policy that always answers "ab" and the stop token, as llama.cpp does.
 fn fixed_policy() -> HttpServer {
     HttpServer::start(|request: &Request| {
         let answer = match request.path() {

@@ -7,7 +7,7 @@ use serde_json::Value;
 use crate::support::{CONFIG, folder, grpo, lines, said, succeeds};
 use crate::train::assert_same_run;
 
-/// Two turns: the reward of the second one is 1 if it begins as the first one ended.
+/// Two turns: the second one's reward is 1 if it begins as the first one ended.
 const GAME: &str = r#"
 import json, sys
 for line in sys.stdin:

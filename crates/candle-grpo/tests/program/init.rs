@@ -44,7 +44,7 @@ fn an_existing_file_is_not_replaced() {
     let output = grpo(folder, &["init", "program"]);
     assert_eq!(output.status.code(), Some(3), "{}", said(&output));
     assert!(
-        said(&output).contains("program/reward.py: exists already and is not replaced"),
+        said(&output).contains("program/reward.py: already exists and is not replaced"),
         "{}",
         said(&output)
     );

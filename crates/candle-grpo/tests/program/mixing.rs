@@ -41,7 +41,7 @@ fn with_files(config: &str) -> TempDir {
     folder
 }
 
-/// The prompts of the steps, 8 completions each.
+/// Returns each step's prompts, with 8 completions each.
 fn asked(folder: &Path) -> Vec<String> {
     let text = fs::read_to_string(folder.join("asked")).unwrap();
     text.lines().map(str::to_owned).collect()

@@ -40,7 +40,7 @@ fn refused(output: &Output, code: i32, words: &str) {
     );
 }
 
-/// A folder in which a run of a few steps has ended.
+/// A folder in which a short run has ended.
 fn finished() -> tempfile::TempDir {
     let folder = folder(&CONFIG.replace("max_steps: 12", "max_steps: 3"));
     succeeds(folder.path(), &["train", "run.yaml"]);
@@ -196,7 +196,7 @@ fn a_run_that_lost_its_checkpoints_keeps_its_logs() {
     refused(
         &grpo(folder.path(), &resume),
         1,
-        "metrics of 12 steps and no checkpoint",
+        "metrics for 12 steps and no checkpoint",
     );
     assert_eq!(fs::read(run.join("metrics.jsonl")).unwrap(), metrics);
 
@@ -216,8 +216,8 @@ fn convert_keeps_a_gguf_file_unless_the_new_one_is_complete() {
     };
     let file = folder.path().join("other.gguf");
     fs::write(&file, "mine").unwrap();
-    refused(&convert("other.gguf", &[]), 3, "give --force");
-    refused(&convert("model/other.gguf", &[]), 3, "lies in the source");
+    refused(&convert("other.gguf", &[]), 3, "pass --force");
+    refused(&convert("model/other.gguf", &[]), 3, "is inside the source");
     fs::create_dir(folder.path().join("folder.gguf")).unwrap();
     refused(
         &convert("folder.gguf", &["--force"]),
@@ -250,7 +250,7 @@ fn convert_replaces_a_model_alone() {
         grpo(folder.path(), &[&["convert", from, to][..], how].concat())
     };
     assert_eq!(convert("model", "other", &[]).status.code(), Some(0));
-    refused(&convert("model", "other", &[]), 3, "give --force");
+    refused(&convert("model", "other", &[]), 3, "pass --force");
     assert_eq!(
         convert("model", "other", &["--force"]).status.code(),
         Some(0)
@@ -359,8 +359,8 @@ fn convert_writes_the_adapters_of_a_run_or_merges_them() {
 
     let printed = succeeds(path, &["convert", "run", "adapters"]);
     assert!(
-        printed.starts_with("adapters of rank 2 for down_proj, gate_proj,")
-            && printed.contains("over model;"),
+        printed.starts_with("rank-2 adapters for down_proj, gate_proj,")
+            && printed.contains("base model model;"),
         "{printed}"
     );
     let mut names: Vec<_> = fs::read_dir(path.join("adapters"))
@@ -397,7 +397,7 @@ fn convert_writes_the_adapters_of_a_run_or_merges_them() {
     refused(
         &grpo(path, &["convert", "run", "adapters"]),
         3,
-        "give --force",
+        "pass --force",
     );
     succeeds(path, &["convert", "run", "adapters", "--force"]);
     succeeds(path, &["convert", "run", "adapters", "--merge", "--force"]);
@@ -407,7 +407,7 @@ fn convert_writes_the_adapters_of_a_run_or_merges_them() {
     // A checkpoint has adapters, too; another model has none to merge.
     let checkpoint = best.path.strip_prefix(path).unwrap().to_str().unwrap();
     let printed = succeeds(path, &["convert", checkpoint, "of-checkpoint"]);
-    assert!(printed.contains("over model;"), "{printed}");
+    assert!(printed.contains("base model model;"), "{printed}");
     succeeds(path, &["convert", "model", "whole", "--merge"]);
     assert!(weights(&path.join("whole")) == weights(&path.join("model")));
     let bf16 = ["convert", "run", "bf16", "--dtype", "bf16"];

@@ -160,7 +160,7 @@ fn rows_that_are_trained_on_and_held_out_are_a_warning_or_an_error() {
         let output = grpo(folder.path(), &[command, "run.yaml"]);
         assert_eq!(output.status.code(), Some(0), "{}", said(&output));
         assert!(
-            said(&output).contains("1 of 2 held-out rows ask the same as rows to train on"),
+            said(&output).contains("1 of 2 held-out rows ask the same as training rows"),
             "{}",
             said(&output)
         );
@@ -177,7 +177,7 @@ fn rows_that_are_trained_on_and_held_out_are_a_warning_or_an_error() {
     }
 }
 
-/// A learning rate that throws the weights out of f32. The last checkpoint before stays.
+/// A learning rate that drives the weights out of the f32 range. The last checkpoint before stays.
 #[test]
 fn weights_that_are_not_finite_are_not_saved() {
     let config = CONFIG

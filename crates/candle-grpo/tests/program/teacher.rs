@@ -48,7 +48,7 @@ fn train_alone(folder: &Path, model: &str, run_dir: &str) {
     succeeds(folder, &["train", &file, "--quiet"]);
 }
 
-/// The term of the sampled tokens in [`CONFIG`].
+/// The sampled-token term in [`CONFIG`].
 const OF_TOKENS: &str = "{policy_loss: {surrogate: policy_gradient, distillation: {coef: 1.0}, aggregation: token-mean}}";
 
 #[rstest]
@@ -147,7 +147,7 @@ fn a_teacher_that_does_not_fit_is_named() {
         (
             "{model: teacher}",
             "{model: other}",
-            Some("run.yaml:3: teacher.model: has other tokens than the policy"),
+            Some("run.yaml:3: teacher.model: has a different vocabulary than the policy"),
         ),
         (
             "{model: teacher}",
@@ -195,7 +195,7 @@ fn a_teacher_of_distributions_fits_the_logits_of_the_policy() {
     let output = grpo(path, &["check", "run.yaml"]);
     assert_eq!(output.status.code(), Some(3), "{}", said(&output));
     let words =
-        "run.yaml:3: teacher.model: has 6 logits, must have at least 64, those of the policy";
+        "run.yaml:3: teacher.model: has 6 logits, must have at least 64, as many as the policy";
     assert!(said(&output).contains(words), "{}", said(&output));
 
     let server = "{server: {engine: vllm, base_url: 'http://a'}}";
@@ -222,7 +222,7 @@ fn a_teacher_of_distributions_fits_the_logits_of_the_policy() {
     }
 }
 
-/// A server of a teacher that gives each token the probability 1/6, as vLLM does.
+/// A teacher server that gives each token the probability 1/6, as vLLM does.
 fn uniform_teacher() -> HttpServer {
     HttpServer::start(|request: &Request| {
         let answer = match request.path() {

@@ -1,4 +1,4 @@
-//! Options of OpenRLHF's `train_ppo_ray`, in a script or a file.
+//! OpenRLHF's `train_ppo_ray` options, in a script or a file.
 
 use serde_json::{Value, json};
 
@@ -20,7 +20,7 @@ const SIGNS: [&str; 4] = [
     "rollout.batch_size",
 ];
 
-/// Options of versions before the sections, with their names of today.
+/// Options from versions before the sections, with today's names.
 const OLD: &[(&str, &str)] = &[
     ("pretrain", "actor.model_name_or_path"),
     ("reward_pretrain", "reward.model_name_or_path"),
@@ -50,7 +50,7 @@ const OLD: &[(&str, &str)] = &[
     ("lambd", "algo.advantage.lambd"),
 ];
 
-/// The number of such options that make a file of OpenRLHF; fewer are a slip.
+/// The number of such options that make an OpenRLHF file; fewer are a slip.
 const FLAT: usize = 4;
 
 pub(super) const RULES: &[(&str, Rule)] = rules! {
@@ -134,12 +134,12 @@ pub(super) fn is_of(document: &Document) -> bool {
         || document.get("n_samples_per_prompt").is_some() && old.count() >= FLAT
 }
 
-/// Returns whether `name` is an option of a version before the sections.
+/// Returns whether `name` is an option from a version before the sections.
 pub(super) fn is_old(name: &str) -> bool {
     OLD.iter().any(|(old, _)| *old == name)
 }
 
-/// Returns the translation of a file, with OpenRLHF's defaults.
+/// Translates a file, with OpenRLHF's defaults.
 pub(super) fn translate(document: &Document) -> Import {
     let document = renamed(document);
     let mut file = Translation::new(&document);
@@ -173,7 +173,7 @@ pub(super) fn translate(document: &Document) -> Import {
     }
 }
 
-/// Returns the document with the names of today.
+/// Returns the document with today's names.
 fn renamed(document: &Document) -> Document {
     let mut renamed = document.clone();
     for (old, new) in OLD {
@@ -186,7 +186,7 @@ fn renamed(document: &Document) -> Document {
     renamed
 }
 
-/// The sizes of a step. A batch for sampling has prompts, and one of an update completions.
+/// Translates the step sizes. A sampling batch counts prompts, and a training batch completions.
 fn sizes(file: &mut Translation<'_>) -> Sizes {
     let prompts = file.number("rollout.batch_size").unwrap_or(1024.);
     let group = file.number("rollout.n_samples_per_prompt").unwrap_or(1.);
@@ -210,7 +210,10 @@ fn sizes(file: &mut Translation<'_>) -> Sizes {
     }
     let steps = file.number("max_steps");
     match steps {
-        Some(_) => file.no_meaning("train.num_episodes", "max_steps is set"),
+        Some(steps) => {
+            file.used("max_steps", "max_steps", count(steps));
+            file.no_meaning("train.num_episodes", "max_steps is set");
+        }
         None => file.refuse(
             "train.num_episodes",
             format!("set max_steps to prompts x episodes / {prompts}"),
@@ -325,26 +328,10 @@ fn optimizer(file: &mut Translation<'_>) {
     let path = "actor.lr_scheduler";
     let kind = file.text(path);
     let kind = kind.unwrap_or("cosine_with_min_lr".to_owned());
-    let decay = match kind.as_str() {
-        "constant" | "constant_with_warmup" => None,
-        "linear" => Some("linear"),
-        "cosine" | "cosine_with_min_lr" => Some("cosine"),
-        kind => {
-            file.refuse(path, format!("{kind}, must be constant, linear or cosine"));
-            None
-        }
-    };
+    file.decay(path, &kind);
     let steps = file.number("max_steps");
-    match (decay, steps) {
-        (None, _) => file.no_meaning(path, "it is the default here"),
-        (Some(decay), Some(steps)) => {
-            file.decide(&[path], "schedule.decay", json!(decay));
-            file.default("schedule.decay_until", count(steps));
-            if kind == "cosine_with_min_lr" {
-                file.decide(&[], "schedule.min_lr_ratio", json!(0.1));
-            }
-        }
-        (Some(_), None) => file.refuse(path, "set max_steps, over which it decays"),
+    if kind == "cosine_with_min_lr" && steps.is_some() {
+        file.default("schedule.min_lr_ratio", json!(0.1));
     }
     let path = "actor.lr_warmup_ratio";
     let ratio = file.number(path).unwrap_or(0.03);
@@ -358,7 +345,7 @@ fn optimizer(file: &mut Translation<'_>) {
     }
 }
 
-/// The lengths of prompts and completions. `data.max_len` bounds their sum.
+/// Translates prompt and completion lengths. `data.max_len` bounds their sum.
 fn lengths(file: &mut Translation<'_>) {
     let sum = file.number("data.max_len").unwrap_or(2048.);
     let completion = file.number("rollout.max_new_tokens");
@@ -401,7 +388,7 @@ fn reward_model(value: &Value) -> Option<Value> {
     Some(json!([{"kind": "reward_model", "path": value.as_str()?}]))
 }
 
-/// A column as a prompt: those of messages are found by their name.
+/// Converts a column name to a prompt template. Message columns are found by name.
 fn column(value: &Value) -> Option<Value> {
     Some(match value.as_str()? {
         "prompt" | "messages" => Value::Null,

@@ -1,4 +1,4 @@
-//! Configuration files of ROLL, with their roles and strategies.
+//! ROLL configuration files, with their roles and strategies.
 
 use std::collections::BTreeSet;
 
@@ -15,7 +15,7 @@ use super::rules::{ENVIRONMENT, METRICS, PENALTY, RANKS, rules};
 use super::translation::{INTERPOLATED, first, fits, interpolated, is_same};
 use super::{Import, ImportedKey, Severity, System, Verdict};
 
-/// The keys of the algorithm whose defaults differ. ROLL's are those of its code. Its page names
+/// The algorithm keys whose defaults differ. ROLL's defaults come from its code. Its page names
 /// another `loss_agg_mode`.
 const DEFAULTS: [RollDefault; 4] = [
     RollDefault {
@@ -44,13 +44,13 @@ const DEFAULTS: [RollDefault; 4] = [
 /// The rule for the keys at and below a path, in which `*` stands for one step.
 enum Rule {
     To(&'static str),
-    /// To a place, if the second path of the file is true.
+    /// Used at the first place, if the second path in the file is true.
     ToIf(&'static str, &'static str),
     NoMeaning(&'static str),
     NotSupported(&'static str),
-    /// Not supported, unless the file has our key for it; with the end of the advice to set it.
+    /// Not supported, unless the file has our key for it. Includes the end of the advice to set it.
     Set(&'static str, &'static str),
-    /// Not supported, unless the file has both of our keys for it.
+    /// Not supported, unless the file has both our keys for it.
     SetBoth(&'static str, &'static str),
     /// Not supported, unless the file has our key for it. The run learns the same without it.
     Advise(&'static str),
@@ -216,7 +216,7 @@ const SECTIONS: [&str; 5] = [
     "validation",
 ];
 
-/// Keys that ROLL has, whose rule is that of their section, or which do not change what is learned.
+/// ROLL keys that follow their section's rule, or that do not change what is learned.
 const OF_NO_EFFECT: &str = "\
     name strategy_args strategy_name strategy_config base_dir rollout_dump_dir local_rank profiler_timeline \
     profiler_memory report_length_and_rewards is_offload_states is_offload_optimizer_states_in_train_step \
@@ -242,15 +242,15 @@ const OF_AN_EFFECT: &str = "\
     open_feedback_turn warmup_ratio adapter_name_or_path freeze_module_prefix additional_target \
     custom_data_kwargs_func pure_opd_pipeline_type";
 
-/// Returns whether `names`, with spaces between them, has the last name of a path.
+/// Returns whether `names`, separated by spaces, contains a path's last name.
 fn has_name(names: &str, path: &str) -> bool {
     let last = path.rsplit('.').next().unwrap_or(path);
     let last = last.split('[').next().unwrap_or(last);
     names.split_whitespace().any(|name| name == last)
 }
 
-/// Returns whether `document` is a file of ROLL: it names roles, or what only ROLL has, or is a
-/// flat page of ROLL's keys.
+/// Returns whether `document` is a ROLL file: it has roles or other keys that only ROLL has, or is
+/// a flat page with ROLL's keys.
 pub(super) fn is_of(document: &Document) -> bool {
     let signs = [
         "actor_train",
@@ -262,7 +262,7 @@ pub(super) fn is_of(document: &Document) -> bool {
     signs.iter().any(|key| document.get(key).is_some()) || is_flat_page(document)
 }
 
-/// Returns the translation of a file of ROLL.
+/// Translates a ROLL file.
 pub(super) fn translate(document: &Document) -> Import {
     let mut translation = Translation::new(document);
     let mut leaves = document.leaves();
@@ -295,7 +295,7 @@ pub(super) fn translate(document: &Document) -> Import {
     }
 }
 
-/// Returns the counts of a file with ROLL's defaults.
+/// Returns a file's sizes, with ROLL's defaults.
 fn sizes(document: &Document) -> Option<Sizes> {
     let number = |key: &str, default: f64| match document.get(key) {
         Some(value) => value.as_f64(),
@@ -317,7 +317,7 @@ fn sizes(document: &Document) -> Option<Sizes> {
     })
 }
 
-/// Returns the number of workers that share an update of ROLL, if the file says it.
+/// Returns how many workers share an update in ROLL, if the file defines it.
 fn workers(document: &Document) -> Option<f64> {
     let Some(mapping) = document.get("actor_train.device_mapping") else {
         return Some(1.);
@@ -345,7 +345,7 @@ fn workers(document: &Document) -> Option<f64> {
     Some(devices / shared)
 }
 
-/// Returns whether at least [`FLAT_KEYS`] keys of the algorithm section stand at the top.
+/// Returns whether at least [`FLAT_KEYS`] algorithm keys are at the top level.
 fn is_flat_page(document: &Document) -> bool {
     if document.get("algorithm").is_some() {
         return false;
@@ -355,7 +355,7 @@ fn is_flat_page(document: &Document) -> bool {
     at_top.count() >= FLAT_KEYS
 }
 
-/// The number of keys at the top that make a flat page; fewer are an error.
+/// The number of top-level keys that make a flat page; fewer are an error.
 const FLAT_KEYS: usize = 3;
 
 fn algorithm_keys() -> BTreeSet<String> {
@@ -365,7 +365,7 @@ fn algorithm_keys() -> BTreeSet<String> {
 struct Translation {
     keys: Vec<ImportedKey>,
     document: Document,
-    /// The rest of [`INTERPOLATED`].
+    /// The bytes left from [`INTERPOLATED`].
     room: usize,
     algorithm_keys: BTreeSet<String>,
     sampler_keys: BTreeSet<String>,
@@ -432,7 +432,7 @@ impl Translation {
         });
     }
 
-    /// Returns what becomes of a key that is not one of ours.
+    /// Returns the verdict for a key that is not ours.
     fn verdict(&mut self, document: &Document, path: &str, value: Value) -> (Verdict, Severity) {
         let line = document.line_of(path);
         let no_meaning = |why: String| (Verdict::NoMeaning(why), Severity::Note);
@@ -563,7 +563,7 @@ impl Translation {
         }
     }
 
-    /// Removes the number of completions of a pass, if tokens bound it.
+    /// Removes the micro-batch size if tokens bound a pass.
     fn leave_out_micro_batch_size(&mut self) {
         if self.document.sets("micro_batch_tokens") {
             self.leave_out("training", "micro_batch_size", TOKENS);
@@ -587,7 +587,7 @@ fn is_off(value: &Value) -> bool {
 }
 
 impl Document {
-    /// Returns a document of the same file without a key.
+    /// Returns an empty document for the same file.
     fn emptied(&self) -> Self {
         self.with_value(Value::Object(Map::new()))
     }

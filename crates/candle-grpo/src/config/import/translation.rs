@@ -1,4 +1,4 @@
-//! A translation in progress: the keys of a file, one after the other.
+//! A translation in progress: a file's keys, one after the other.
 
 use std::collections::BTreeSet;
 
@@ -15,14 +15,14 @@ use super::{ImportedKey, Severity, Verdict};
 /// The most bytes that all `${key}` may insert.
 pub(super) const INTERPOLATED: usize = 1 << 20;
 
-/// The translation of the file of another trainer.
+/// The translation of another trainer's file.
 pub(super) struct Translation<'a> {
     source: &'a Document,
     keys: Vec<ImportedKey>,
     document: Document,
     /// The keys that have a verdict.
     done: BTreeSet<String>,
-    /// The rest of [`INTERPOLATED`].
+    /// The bytes left from [`INTERPOLATED`].
     room: usize,
 }
 
@@ -37,7 +37,7 @@ impl<'a> Translation<'a> {
         }
     }
 
-    /// Returns the value at a path of the file, unless it is null.
+    /// Returns the value at a path in the file, unless it is null.
     pub(super) fn get(&mut self, path: &str) -> Option<Value> {
         let value = self.source.get(path).filter(|value| !value.is_null())?;
         Some(interpolated(self.source, value, &mut self.room))
@@ -73,7 +73,8 @@ impl<'a> Translation<'a> {
         }
     }
 
-    /// Sets `place` as the first of `paths` decides that the file has, or else by default.
+    /// Sets `place` to `value`. The paths that the file has count as used; without any, `value` is
+    /// the other trainer's default.
     pub(super) fn decide(&mut self, paths: &[&str], place: &str, value: Value) {
         let given: Vec<&str> = paths
             .iter()
@@ -89,12 +90,35 @@ impl<'a> Translation<'a> {
         }
     }
 
+    /// Sets the decay of the learning rate to `kind`, a scheduler of transformers, over the
+    /// translated `max_steps`.
+    pub(super) fn decay(&mut self, path: &str, kind: &str) {
+        let decay = match kind {
+            "constant" | "constant_with_warmup" => {
+                return self.no_meaning(path, "it is the default here");
+            }
+            "linear" => "linear",
+            "cosine" | "cosine_with_min_lr" => "cosine",
+            kind => {
+                let known = "constant, linear, cosine or cosine_with_min_lr";
+                return self.refuse(path, format!("{kind}, must be {known}"));
+            }
+        };
+        match self.translated("max_steps") {
+            Some(steps) => {
+                self.decide(&[path], "schedule.decay", json!(decay));
+                self.default("schedule.decay_until", steps);
+            }
+            None => self.refuse(path, "set max_steps, over which it decays"),
+        }
+    }
+
     /// The key at `path` has no meaning here.
     pub(super) fn no_meaning(&mut self, path: &str, why: impl Into<String>) {
         self.record(path, Verdict::NoMeaning(why.into()), Severity::Note);
     }
 
-    /// The keys of a section have no meaning here, unless they have a verdict.
+    /// Marks a section's keys as having no meaning here, unless they have a verdict.
     pub(super) fn section_without_meaning(&mut self, section: &str, why: &str) {
         for (path, _) in self.source.leaves() {
             if fits(section, &path) {
@@ -124,9 +148,9 @@ impl<'a> Translation<'a> {
         }
     }
 
-    /// Gives each key that has no verdict yet that of the first rule that fits. The keys in `idle`,
-    /// with spaces between them, do not change what is learned. A key of ours stays as it is,
-    /// unless the other trainer has a section of that name.
+    /// Gives each remaining key the verdict from the first matching rule. The keys in `idle`,
+    /// separated by spaces, do not change what is learned. A key of ours stays as it is, unless the
+    /// other trainer has a section with that name and no rule asks for the key.
     pub(super) fn apply(&mut self, rules: &[(&str, Rule)], idle: &str) {
         let patterns = || {
             rules
@@ -143,10 +167,11 @@ impl<'a> Translation<'a> {
             }
             let value = interpolated(self.source, value, &mut self.room);
             let rule = rules.iter().find(|(pattern, _)| fits(pattern, &path));
+            let rule = rule.filter(|(pattern, _)| *pattern == path || !is_advised(rules, &path));
             let is_idle = || idle.split_whitespace().any(|pattern| fits(pattern, &path));
             match rule {
                 Some((pattern, rule)) => self.follow(pattern, &path, value, rule),
-                None if is_ours(first(&path)) => {
+                None if is_ours(first(&path)) || is_advised(rules, &path) => {
                     self.used(&path, &former::place(&path), value);
                 }
                 None if is_idle() => self.no_meaning(&path, "it does not change what is learned"),
@@ -199,8 +224,7 @@ impl<'a> Translation<'a> {
         self.record(path, Verdict::NotSupported(message), Severity::Unknown);
     }
 
-    /// Returns the keys of `defaults` that the file leaves out, if the number of steps is
-    /// `unknown`.
+    /// Returns the `defaults` keys that the file lacks, if the number of steps is `unknown`.
     pub(super) fn left_out<const N: usize>(
         &self,
         unknown: bool,
@@ -210,7 +234,7 @@ impl<'a> Translation<'a> {
         defaults.into_iter().filter(left_out).collect()
     }
 
-    /// Returns the keys in the order of the file, and the translation.
+    /// Returns the keys in file order, and the translation.
     pub(super) fn finish(mut self) -> (Vec<ImportedKey>, Document) {
         self.keys.sort_by_key(|key| key.line);
         (self.keys, self.document)
@@ -220,6 +244,15 @@ impl<'a> Translation<'a> {
 /// Returns the first step of a path.
 pub(super) fn first(path: &str) -> &str {
     path.split(['.', '[']).next().unwrap_or(path)
+}
+
+/// Returns whether a rule asks for our key at `path`, possibly in a section that both trainers
+/// have.
+fn is_advised(rules: &[(&str, Rule)], path: &str) -> bool {
+    rules.iter().any(|(_, rule)| match rule {
+        Rule::Set(place, _) => fits(place, path),
+        _ => false,
+    })
 }
 
 /// Returns whether `value` equals `default`, which is JSON. `1` equals `1.0`.
@@ -250,8 +283,7 @@ pub(super) fn fits(pattern: &str, path: &str) -> bool {
     })
 }
 
-/// Replaces `${key}` by the value of that key of the file, a few times in a row, while there is
-/// `room`.
+/// Replaces `${key}` with that key's value in the file, repeatedly, while there is `room`.
 pub(super) fn interpolated(document: &Document, value: &Value, room: &mut usize) -> Value {
     let mut value = value.clone();
     for _ in 0..8 {

@@ -1,4 +1,4 @@
-//! Flat files of TRL: `trl grpo --config`.
+//! Flat TRL files: `trl grpo --config`.
 
 use serde_json::{Value, json};
 
@@ -12,7 +12,7 @@ use super::rules::{
 use super::translation::{Translation, count};
 use super::{Import, System};
 
-/// Keys that only files of TRL have at their top.
+/// Top-level keys that only TRL files have.
 const SIGNS: &[&str] = &[
     "num_generations",
     "max_completion_length",
@@ -43,7 +43,7 @@ const SIGNS: &[&str] = &[
     "mask_truncated_completions",
 ];
 
-/// The number of such keys that make a file of TRL; fewer are a slip.
+/// The number of such keys that make a TRL file; fewer are a slip.
 const FLAT: usize = 3;
 
 pub(super) const RULES: &[(&str, Rule)] = rules! {
@@ -145,13 +145,13 @@ const IDLE: &str = "\
     average_tokens_across_devices entropy_coef_min entropy_coef_max entropy_coef_delta entropy_target \
     ref_model_mixup_alpha ref_model_sync_steps ignore_bias_buffers use_cpu full_determinism";
 
-/// Returns whether a file has several keys of TRL, and does not name a model as this program does.
+/// Returns whether a file has several TRL keys, and does not name a model as our files do.
 pub(super) fn is_of(document: &Document) -> bool {
     let keys = SIGNS.iter().filter(|key| document.get(key).is_some());
     document.get("model").is_none() && keys.count() >= FLAT
 }
 
-/// Returns the translation of a file for `processes` processes, with TRL's defaults.
+/// Translates a file for `processes` processes, with TRL's defaults.
 pub(super) fn translate(document: &Document, processes: usize) -> Import {
     let mut file = Translation::new(document);
     let sizes = sizes(&mut file, processes as f64);
@@ -204,7 +204,7 @@ pub(super) fn translate(document: &Document, processes: usize) -> Import {
     }
 }
 
-/// The sizes of a step. TRL counts completions of a process, and its steps are updates.
+/// Translates the step sizes. TRL counts completions per process, and its steps are updates.
 fn sizes(file: &mut Translation<'_>, processes: f64) -> Sizes {
     const MICRO_BATCH: f64 = 8.;
     let positive = |file: &mut Translation<'_>, key: &str| {
@@ -260,10 +260,11 @@ fn sizes(file: &mut Translation<'_>, processes: f64) -> Sizes {
             file.used("max_steps", "max_steps", steps);
             file.no_meaning("num_train_epochs", "max_steps is set");
         }
-        None => file.refuse(
-            "num_train_epochs",
-            format!("set max_steps to updates: prompts x epochs x {updates} / {prompts}"),
-        ),
+        None => {
+            file.no_meaning("max_steps", "num_train_epochs bounds the run");
+            let why = format!("set max_steps to updates: prompts x epochs x {updates} / {prompts}");
+            file.refuse("num_train_epochs", why);
+        }
     }
     let steps = all_updates.map(|all| (all / updates).ceil());
     for (key, place) in [
@@ -294,7 +295,7 @@ fn sizes(file: &mut Translation<'_>, processes: f64) -> Sizes {
     }
 }
 
-/// The loss and the clip: the advantage is that of TRL with every loss.
+/// Translates the loss and the clip. The advantage is TRL's with every loss.
 fn algorithm(file: &mut Translation<'_>) {
     let mut is_ours = |key: &&str| file.get(key).is_some();
     if ["algorithm", "preset", "recipe"].iter().any(&mut is_ours) {
@@ -353,33 +354,13 @@ fn algorithm(file: &mut Translation<'_>) {
     }
 }
 
-/// The schedule of the learning rate, which decays to 0 by default.
+/// Translates the learning rate schedule, which decays to 0 by default.
 fn schedule(file: &mut Translation<'_>) {
-    if file.get("schedule").is_some() {
-        return;
+    if file.get("schedule.decay").is_some() {
+        return file.no_meaning("lr_scheduler_type", "schedule.decay is set");
     }
     let kind = file.text("lr_scheduler_type");
-    let kind = kind.unwrap_or("linear".to_owned());
-    let decay = match kind.as_str() {
-        "constant" | "constant_with_warmup" => {
-            file.no_meaning("lr_scheduler_type", "it is the default here");
-            return;
-        }
-        "linear" => "linear",
-        "cosine" | "cosine_with_min_lr" => "cosine",
-        kind => {
-            file.refuse(
-                "lr_scheduler_type",
-                format!("{kind}, must be constant, linear, cosine or cosine_with_min_lr"),
-            );
-            return;
-        }
-    };
-    file.decide(&["lr_scheduler_type"], "schedule.decay", json!(decay));
-    match file.translated("max_steps") {
-        Some(steps) => file.default("schedule.decay_until", steps),
-        None => file.refuse("lr_scheduler_type", "set schedule.decay_until to max_steps"),
-    }
+    file.decay("lr_scheduler_type", kind.as_deref().unwrap_or("linear"));
     if let Some(ratio) = file.number("lr_scheduler_kwargs.min_lr_rate") {
         let path = "lr_scheduler_kwargs.min_lr_rate";
         file.used(path, "schedule.min_lr_ratio", json!(ratio));
@@ -432,7 +413,7 @@ fn truncated(value: &Value) -> Option<Value> {
     })
 }
 
-/// A share of tokens, all of which are none.
+/// Converts a token share. A share of 1 means that all tokens train.
 fn share(value: &Value) -> Option<Value> {
     Some(if value.as_f64()? == 1. {
         Value::Null
@@ -441,7 +422,7 @@ fn share(value: &Value) -> Option<Value> {
     })
 }
 
-/// The state of AdamW in memory.
+/// Converts AdamW's state type.
 fn adamw(value: &Value) -> Option<Value> {
     value
         .as_str()

@@ -1,4 +1,4 @@
-//! Files of verl, which Hydra writes, and the overrides in its scripts.
+//! verl files, which Hydra writes, and the overrides in its scripts.
 
 use serde_json::{Value, json};
 
@@ -12,7 +12,7 @@ use super::rules::{
 use super::translation::{Translation, count};
 use super::{Import, System};
 
-/// The section of verl that no other file has.
+/// The section that only verl files have.
 pub(in super::super) const SIGN: &str = "actor_rollout_ref";
 
 const ACTOR: &str = "actor_rollout_ref.actor";
@@ -21,7 +21,7 @@ const TEACHER: &str = " and recipe.distillation_loss (docs/from-verl.md)";
 pub(super) const RULES: &[(&str, Rule)] = rules! {
     "data.train_files": Convert("data.train", files);
     "data.val_files": Convert("data.held_out", files);
-    "data.prompt_key": Unless("\"prompt\"", "set data.prompt");
+    "data.prompt_key": Set("data.prompt", "");
     "data.max_prompt_length": To("max_prompt_tokens");
     "data.max_response_length": To("sampling.max_new_tokens");
     "data.apply_chat_template_kwargs": To("data.chat_template_kwargs");
@@ -125,7 +125,7 @@ pub(super) fn is_of(document: &Document) -> bool {
     document.get(SIGN).is_some()
 }
 
-/// Returns the translation of a file, with verl's defaults.
+/// Translates a file, with verl's defaults.
 pub(super) fn translate(document: &Document) -> Import {
     let mut file = Translation::new(document);
     let sizes = sizes(&mut file);
@@ -135,6 +135,9 @@ pub(super) fn translate(document: &Document) -> Import {
     optimizer(&mut file);
     evaluation(&mut file);
     adapters(&mut file);
+    if file.text("data.prompt_key").as_deref() == Some("prompt") {
+        file.no_meaning("data.prompt_key", "it is the default");
+    }
     file.apply(RULES, IDLE);
     file.default("max_prompt_tokens", json!(512));
     file.default("sampling.max_new_tokens", json!(512));
@@ -156,7 +159,7 @@ pub(super) fn translate(document: &Document) -> Import {
     }
 }
 
-/// The sizes of a step, all of which verl counts in prompts of all processes.
+/// Translates the step sizes. verl counts all of them in prompts, over all processes.
 fn sizes(file: &mut Translation<'_>) -> Sizes {
     let key = |name: &str| format!("{ACTOR}.{name}");
     let prompts = file.number("data.train_batch_size").unwrap_or(1024.);
@@ -303,7 +306,7 @@ fn loss(file: &mut Translation<'_>) {
     }
 }
 
-/// The advantage, which is that of the estimator with every loss.
+/// Translates the advantage, which the estimator decides for every loss.
 fn advantage(file: &mut Translation<'_>) {
     let path = "algorithm.adv_estimator";
     let kind = file.text(path).unwrap_or("gae".to_owned());
@@ -375,7 +378,7 @@ fn advantage(file: &mut Translation<'_>) {
     file.no_meaning("algorithm.norm_adv_by_std_in_grpo", why);
 }
 
-/// The KL in the loss, and in the rewards of an estimator other than GRPO.
+/// Translates the KL in the loss, and in the rewards for estimators other than GRPO.
 fn kl(file: &mut Translation<'_>) {
     let key = |name: &str| format!("{ACTOR}.{name}");
     let switch = key("use_kl_loss");
@@ -468,7 +471,7 @@ fn optimizer(file: &mut Translation<'_>) {
     }
 }
 
-/// The sampler of evaluations, which is greedy by default.
+/// Translates the evaluation sampler, which is greedy by default.
 fn evaluation(file: &mut Translation<'_>) {
     let key = |name: &str| format!("actor_rollout_ref.rollout.val_kwargs.{name}");
     let samples = key("n");

@@ -1,9 +1,9 @@
-//! The pages for users of other trainers.
+//! The pages for users coming from other trainers.
 
 use std::fs;
 use std::path::Path;
 
-use candle_grpo::config::{Document, RollFile, RunConfig};
+use candle_grpo::config::{Document, Import, RunConfig};
 use candle_grpo::loss::Recipe;
 use rstest::rstest;
 
@@ -12,13 +12,13 @@ fn page(name: &str) -> String {
     fs::read_to_string(docs.join(name)).unwrap()
 }
 
-/// The examples in YAML of a page.
+/// Returns the runs in a page's YAML examples.
 fn examples(page: &str) -> Vec<RunConfig> {
     let blocks = page.split("```").skip(1).step_by(2);
     let blocks = blocks.filter_map(|block| block.strip_prefix("yaml\n"));
     let read = |block: &str| {
         let document = Document::from_yaml(Path::new("docs.yaml"), block).unwrap();
-        let document = RollFile::new(&document).map_or(document, |roll| roll.document);
+        let document = Import::new(&document).map_or(document, |import| import.document);
         RunConfig::new(&document).unwrap_or_else(|error| panic!("{error}\n{block}"))
     };
     blocks.map(read).collect()

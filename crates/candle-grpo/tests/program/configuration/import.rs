@@ -1,4 +1,4 @@
-//! Files of TRL, verl and OpenRLHF.
+//! Importing TRL, verl and OpenRLHF files.
 
 use std::fs;
 use std::path::Path;
@@ -9,6 +9,7 @@ use candle_grpo::core::{KlEstimator, Scale};
 use candle_grpo::loss::{Aggregation, Recipe, Surrogate};
 use candle_grpo::train::TrainConfig;
 use rstest::rstest;
+use serde_json::json;
 
 fn import_of(text: &str, processes: usize) -> Import {
     let document = Document::from_yaml(Path::new("other.yaml"), text).unwrap();
@@ -19,7 +20,7 @@ fn import(text: &str) -> Import {
     import_of(text, 1)
 }
 
-/// The import of a script, with a reward.
+/// Imports a script and adds a reward.
 fn script(text: &str) -> (Import, RunConfig) {
     let folder = tempfile::tempdir().unwrap();
     let file = folder.path().join("run.sh");
@@ -36,7 +37,7 @@ fn run(import: &Import) -> RunConfig {
     RunConfig::new(&import.document).unwrap_or_else(|error| panic!("{error}"))
 }
 
-/// The keys that are not of [`Severity::Note`].
+/// Returns the keys above [`Severity::Note`].
 fn refused(import: &Import) -> Vec<&str> {
     let keys = import.keys.iter();
     let keys = keys.filter(|key| key.severity != Severity::Note);
@@ -101,11 +102,11 @@ report_to: wandb
     assert_eq!(theirs["mini_batch_size"], 64);
     theirs["mini_batch_size"] = serde_json::Value::Null;
     // A program in examples/ stands for report_to.
-    ours["trackers"] = serde_json::json!([]);
+    ours["trackers"] = json!([]);
     assert_eq!(theirs, ours);
 }
 
-/// Prompts, completions of an update and of a pass, passes, and steps.
+/// Returns prompts, completions per update and per pass, passes, and steps.
 fn sizes(text: &str, processes: usize) -> (usize, Option<usize>, usize, usize, usize) {
     let run = run(&import_of(&format!("{TRL}{text}"), processes));
     let train = run.train;
@@ -118,7 +119,7 @@ fn sizes(text: &str, processes: usize) -> (usize, Option<usize>, usize, usize, u
     )
 }
 
-/// A step of TRL is an update, and here it samples.
+/// A TRL step is an update; here a step samples.
 #[test]
 fn the_sizes_of_trl_keep_their_meaning() {
     let text = "num_iterations: 2\nper_device_train_batch_size: 8\ngradient_accumulation_steps: 4\nsteps_per_generation: 8\nmax_steps: 200\n";
@@ -158,6 +159,53 @@ fn counts_and_shares_of_updates_of_trl_become_steps() {
         .map(|default| default.key)
         .collect();
     assert_eq!(left_out, ["num_train_epochs", "lr_scheduler_type"]);
+}
+
+/// transformers writes -1 for a run that epochs bound, and then nothing says when a decay ends.
+#[test]
+fn a_file_of_trl_without_a_number_of_steps_has_no_decay() {
+    let import = import(&format!("{TRL}max_steps: -1\nlr_scheduler_type: cosine\n"));
+    assert_eq!(refused(&import), ["lr_scheduler_type"]);
+    let value = run(&import).to_value().unwrap();
+    assert!(value["schedule"]["decay_until"].is_null(), "{value}");
+    let text = serde_saphyr::to_string(import.document.value()).unwrap();
+    assert!(!text.contains("schedule"), "{text}");
+}
+
+/// A section that both trainers have can hold the advised keys too.
+#[test]
+fn a_key_that_the_report_asks_for_is_used() {
+    let text = VERL.replace("ESTIMATOR", "grpo");
+    let verl = text.replace("data: {", "data: {prompt_key: question, ");
+    assert_eq!(refused(&import(&verl)), ["data.prompt_key"]);
+    let verl = verl.replace("data: {", "data: {prompt: \"{question}\", ");
+    let openrlhf = "actor: {model_name_or_path: m}\ndata: {prompt_dataset: d.jsonl, input_template: Q, prompt: \"{question}\", prompt_probs: \"1\", weights: [2.0]}\nrewards: [{kind: json}]\nmax_steps: 3\n";
+    for (text, weights) in [(verl.as_str(), json!(null)), (openrlhf, json!([2.]))] {
+        let import = import(text);
+        assert_eq!(refused(&import), Vec::<&str>::new());
+        let run = run(&import).to_value().unwrap();
+        assert_eq!(run["data"]["prompt"], "{question}");
+        assert_eq!(run["data"]["weights"], weights);
+    }
+}
+
+#[rstest]
+#[case("schedule: {warmup_steps: 2}", 0., Some(5))]
+#[case(
+    "schedule: {decay: cosine, decay_until: 4, min_lr_ratio: 0.5}",
+    0.5,
+    Some(4)
+)]
+fn our_schedule_and_a_scheduler_of_trl_stand_side_by_side(
+    #[case] ours: &str,
+    #[case] min_lr_ratio: f64,
+    #[case] decay_until: Option<usize>,
+) {
+    let schedule = trl(&format!("max_steps: 5\nlr_scheduler_type: linear\n{ours}")).schedule;
+    assert_eq!(
+        (schedule.min_lr_ratio, schedule.decay_until),
+        (min_lr_ratio, decay_until)
+    );
 }
 
 #[test]
@@ -231,7 +279,8 @@ fn an_error_in_an_imported_file_has_its_key_and_line() {
     );
 }
 
-/// Keys of another trainer in a file of ours are slips, with a suggestion, however many they are.
+/// Another trainer's keys in our own file are slips, answered with a suggestion, however many they
+/// are.
 #[test]
 fn a_file_with_our_sections_is_not_imported() {
     let text = "model: m\ndata: {train: d}\nnum_iterations: 8\nbeta: 0.1\nlearning_rate: 1e-6\n";
@@ -290,7 +339,7 @@ trainer: {total_training_steps: 10}
 algorithm: {adv_estimator: ESTIMATOR, use_kl_in_reward: true, kl_penalty: mse, kl_ctrl: {kl_coef: 0.004}}
 ";
 
-/// Hydra writes every key, most of them without a value.
+/// Hydra writes every key, most without a value.
 #[test]
 fn absent_values_of_a_whole_file_are_no_keys() {
     let text = VERL.replace("ESTIMATOR", "grpo").replace(
@@ -327,8 +376,8 @@ fn the_sizes_of_verl_keep_their_meaning() {
     assert_eq!(sizes.all_updates, Some(60.));
 }
 
-/// verl subtracts a KL in the rewards before GRPO normalizes them, and from those of tokens with
-/// another estimator.
+/// verl subtracts a KL from the rewards before GRPO normalizes them, and from token rewards with
+/// any other estimator.
 #[test]
 fn the_kl_in_the_rewards_of_verl_has_its_place() {
     let train = run(&import(&VERL.replace("ESTIMATOR", "grpo"))).train;
@@ -371,7 +420,7 @@ fn what_verl_has_and_we_do_not_is_refused() {
     assert_eq!(run(&off).train.sampling.top_k, 0);
 }
 
-/// The options of OpenRLHF's script for DAPO.
+/// The options in OpenRLHF's DAPO script.
 const OPENRLHF: &str = "\
 python3 -m openrlhf.cli.train_ppo_ray \\
    --actor.num_nodes 1 \\
@@ -473,7 +522,7 @@ fn a_flat_file_of_an_older_openrlhf_has_the_same_keys() {
     assert_eq!(run.train.schedule.warmup_steps, 1);
 }
 
-/// An update of ROLL has the completions of all workers, and its keys those of one.
+/// A ROLL update has the completions from all workers, and its keys count one worker's.
 #[test]
 fn the_workers_of_roll_count_in_an_update() {
     let file = |devices: &str, tensor: usize| {

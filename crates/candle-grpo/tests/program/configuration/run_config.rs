@@ -45,8 +45,8 @@ fn yaml(more: &str) -> Result<RunConfig, ConfigError> {
     RunConfig::new(&Document::from_yaml(Path::new("run.yaml"), &text)?)
 }
 
-/// A run with more keys of the algorithm, which start with a comma, and a teacher if the preset
-/// learns from one.
+/// A run with further algorithm keys, which start with a comma, and a teacher if the preset learns
+/// from one.
 fn with_preset(preset: Option<Preset>, keys: &str) -> Result<RunConfig, ConfigError> {
     let teacher = if needs_teacher(preset) {
         "teacher: {model: models/large}\n"
@@ -99,8 +99,8 @@ fn every_preset_is_valid_and_equals_its_constructor() {
     assert_eq!(Preset::Dapo.recipe(20480), Recipe::dapo(20480, 4096));
 }
 
-/// Any single key of any preset can be said again without a change: so no part of a recipe is out
-/// of reach.
+/// Any single key in any preset can be set again without a change, so no part of a recipe is out of
+/// reach.
 #[test]
 fn every_part_of_every_preset_can_be_laid_over_it() {
     fn parts(path: &[String], value: &serde_json::Value, all: &mut Vec<serde_json::Value>) {
@@ -882,7 +882,7 @@ fn aliases_are_bounded() {
     assert!(error.contains("has too many aliases"), "{error}");
 }
 
-/// No message has the name of a Rust type or of a library's option.
+/// No message has the name of a Rust type or a library option.
 #[test]
 fn messages_have_no_words_of_libraries() {
     let texts = [
@@ -919,7 +919,7 @@ fn messages_have_no_words_of_libraries() {
     }
 }
 
-/// The one key for each of these has the same effect with every preset.
+/// The one key for each effect works with every preset.
 #[test]
 fn epsilon_scale_and_kl_coefficient_are_one_key_for_every_preset() {
     fn find<'a>(value: &'a Value, key: &str, found: &mut Vec<&'a Value>) {
