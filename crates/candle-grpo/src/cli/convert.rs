@@ -6,6 +6,7 @@ use std::io::{Write, stdout};
 use std::path::Path;
 
 use candle_core::Device;
+use candle_grpo::hub::is_gguf;
 use candle_grpo::nn::{BaseWeights, GgufDType, Lora, atomic_file};
 use candle_grpo::report::{CARD_MARK, Run, model_card};
 use candle_grpo::run::model_path;
@@ -70,7 +71,7 @@ pub(super) fn convert(from: &Path, to: &Path, options: Options) -> Result<(), Ex
         merge,
         force,
     } = options;
-    let is_file = (to.extension()).is_some_and(|extension| extension.eq_ignore_ascii_case("gguf"));
+    let is_file = is_gguf(to);
     let Some(format) = Format::new(is_file, dtype) else {
         let name = dtype.and_then(|dtype| dtype.to_possible_value());
         let name = name.as_ref().map_or("", |value| value.get_name());

@@ -234,6 +234,11 @@ fn convert_keeps_a_gguf_file_unless_the_new_one_is_complete() {
         3,
         "--dtype: bf16, must be f32, f16 or q8_0 for the GGUF file another.gguf",
     );
+    refused(
+        &convert("ANOTHER.GGUF", &["--dtype", "bf16"]),
+        3,
+        "--dtype: bf16, must be f32, f16 or q8_0 for the GGUF file ANOTHER.GGUF",
+    );
     // The tokenizer of this model has a token for each character.
     refused(
         &convert("other.gguf", &["--force"]),
