@@ -261,8 +261,9 @@ impl AlgorithmConfig {
         }
     }
 
-    fn apply_surrogate(&self, loss: &mut PolicyLoss) -> Checked {
-        use PgVariant::{Cispo, Kimi15, Ppo, Tis, Topr as Topred, Vanilla};
+    /// Rejects the keys of surrogates that `pg_variant` does not name.
+    fn reject_other_surrogates(&self) -> Checked {
+        use PgVariant::{Cispo, Kimi15, Tis, Topr as Topred};
         let of = |variant: PgVariant| self.pg_variant == Some(variant);
         let weight = "pg_variant: tis";
         reject_unless("tis_lower_bound", self.tis_lower_bound, of(Tis), weight)?;
@@ -304,8 +305,12 @@ impl AlgorithmConfig {
             self.kimi15_tau,
             of(Kimi15),
             "pg_variant: kimi15",
-        )?;
+        )
+    }
 
+    fn apply_surrogate(&self, loss: &mut PolicyLoss) -> Checked {
+        use PgVariant::{Cispo, Kimi15, Ppo, Tis, Topr as Topred, Vanilla};
+        self.reject_other_surrogates()?;
         let (low, high) = self.clip_range()?;
         match self.pg_variant {
             None => {}
