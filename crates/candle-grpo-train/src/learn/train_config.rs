@@ -23,6 +23,7 @@ use candle_grpo_base::within;
 /// The source of the old log-probs, the denominator of the ratio of an update.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
+#[non_exhaustive]
 pub enum OldLogProbs {
     /// A forward pass of the policy before the first update of the step. Correct for any generator.
     #[default]
