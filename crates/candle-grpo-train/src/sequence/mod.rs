@@ -20,7 +20,6 @@ pub(crate) use batch::select;
 pub use column::Column;
 pub(crate) use division::divide;
 pub use response_forward::read_tokens;
-pub(crate) use token_batch::rows;
 pub use token_batch::{TokenBatch, count_prompt_tokens};
 
 /// The tokens of a prompt and its response, and the weight of each in a loss. A clone shares them.

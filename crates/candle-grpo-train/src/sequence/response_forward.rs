@@ -20,7 +20,8 @@ pub(crate) fn response_log_probs(
 ) -> Result<TokenLogProbs> {
     let states = predicting_states(model, batch)?;
     let weight = model.output_weight().detach();
-    Ok(output_layer(model, &states, &weight, batch, temperature)?.forward()?)
+    let responses = (batch.targets(), Some(batch.response_mask()));
+    Ok(output_layer(model, &states, &weight, responses, temperature)?.forward()?)
 }
 
 /// Computes the detached hidden states `[B, T, H]` at the positions that predict the responses of
@@ -30,20 +31,25 @@ pub(crate) fn predicting_states(model: &dyn LanguageModel, batch: &TokenBatch) -
 }
 
 /// Creates the output layer of `model` over `states` `[B, T, H]`, which computes the log-probs of
-/// the responses. `weight` is that of the layer, as a variable or not.
+/// `targets` `[B, T]` under `mask`. `weight` is that of the layer, as a variable or not.
 pub(crate) fn output_layer(
     model: &dyn LanguageModel,
     states: &Tensor,
     weight: &Tensor,
-    batch: &TokenBatch,
+    (targets, mask): (&Tensor, Option<&Tensor>),
     temperature: f64,
 ) -> candle_core::Result<LinearLogProb> {
     let options = LogProbOptions {
-        mask: Some(batch.response_mask()),
+        mask,
         logit_cap: model.logit_cap(),
         ..Default::default()
     };
-    LinearLogProb::new(states, weight, None, batch.targets(), temperature, options)
+    LinearLogProb::new(states, weight, None, targets, temperature, options)
+}
+
+/// Returns the number of states whose logits over a vocabulary are computed at once: 16 MiB of f32.
+pub(crate) fn states_at_once(vocabulary: usize) -> usize {
+    ((1 << 22) / vocabulary).max(1)
 }
 
 /// Returns the output weight of `model`, as a variable if it is one of `trained`.
