@@ -45,12 +45,15 @@
 //! | [`run`] | run directories and checkpoints, evaluation, TensorBoard |
 //! | [`statistics`] | estimators, intervals and tests for evaluations |
 //! | [`progress`] | progress reports and cancellation for a step |
+//!
+//! Functions return [`anyhow::Error`]. [`ErrorKind::of`] is its kind, which you can match on.
 
 mod canonical_json;
 mod checksums;
 pub mod data;
 mod detached;
 pub mod environment;
+mod error_kind;
 mod excerpt;
 mod folder_lock;
 pub mod learn;
@@ -76,6 +79,7 @@ pub use candle_grpo_hub as hub;
 pub use candle_grpo_kernels::{cuda_device, cuda_device_count, cuda_is_enabled, default_device};
 pub use candle_grpo_nn::ComputeDType;
 pub use data::{Dataset, DatasetConfig, Prompt};
+pub use error_kind::ErrorKind;
 pub use learn::{
     Actor, ActorConfig, Critic, CriticConfig, StepMetrics, TrainConfig, Trainer, TrainerParts,
     TrainingBatch,

@@ -23,6 +23,7 @@ use candle_grpo_base::within;
 /// The source of the old log-probs, the denominator of the ratio of an update.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
+#[non_exhaustive]
 pub enum OldLogProbs {
     /// [`Self::Current`] in steps with a single update, and otherwise [`Self::Recompute`]. A
     /// rollout correction, and an advantage that needs the old log-probs, also recompute them.

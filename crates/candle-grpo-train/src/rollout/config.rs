@@ -14,6 +14,7 @@ use candle_grpo_nn::ComputeDType;
 /// The way in which an engine receives the policy's weights.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
+#[non_exhaustive]
 pub enum WeightSync {
     /// `adapter` if adapters train, `disk` otherwise.
     #[default]

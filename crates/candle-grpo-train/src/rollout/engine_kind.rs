@@ -8,6 +8,7 @@ use super::engine::{OpenAi, Protocol, Sglang, Vllm};
 /// The engine that samples completions.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
+#[non_exhaustive]
 pub enum Engine {
     /// The policy in this process.
     #[default]

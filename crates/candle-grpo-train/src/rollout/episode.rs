@@ -39,6 +39,7 @@ pub struct EpisodeTurn {
 /// Why a trajectory ended.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
+#[non_exhaustive]
 pub enum EpisodeEnd {
     /// The environment ended it.
     Done,

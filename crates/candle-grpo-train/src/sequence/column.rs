@@ -36,6 +36,7 @@ enum Level {
 
 /// Numbers in one dtype.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[non_exhaustive]
 pub enum Values {
     /// Real numbers.
     F32(Vec<f32>),

@@ -19,7 +19,6 @@ pub(crate) use batch::select;
 pub use column::Column;
 pub(crate) use division::divide;
 pub use response_forward::read_tokens;
-pub(crate) use token_batch::rows;
 pub use token_batch::{TokenBatch, count_prompt_tokens};
 
 /// The tokens in a prompt and its response, with each token's weight in a loss. Clones share them.

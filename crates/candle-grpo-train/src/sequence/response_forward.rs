@@ -20,7 +20,8 @@ pub(crate) fn response_log_probs(
 ) -> Result<TokenLogProbs> {
     let states = predicting_states(model, batch)?;
     let weight = model.output_weight().detach();
-    Ok(output_layer(model, &states, &weight, batch, temperature)?.forward()?)
+    let responses = (batch.targets(), Some(batch.response_mask()));
+    Ok(output_layer(model, &states, &weight, responses, temperature)?.forward()?)
 }
 
 /// Computes the detached hidden states `[B, T, H]` at the positions that predict the responses in
@@ -29,21 +30,27 @@ pub(crate) fn predicting_states(model: &dyn LanguageModel, batch: &TokenBatch) -
     Packed::of_batch(batch)?.states(model)
 }
 
-/// Creates the model's output layer over `states` `[B, T, H]`, which computes the responses'
-/// log-probs. `weight` is the layer's weight, either a variable or a constant.
+/// Creates the model's output layer over `states` `[B, T, H]`, which computes the log-probs of
+/// `targets` `[B, T]` under `mask`. `weight` is the layer's weight, either a variable or a
+/// constant.
 pub(crate) fn output_layer(
     model: &dyn LanguageModel,
     states: &Tensor,
     weight: &Tensor,
-    batch: &TokenBatch,
+    (targets, mask): (&Tensor, Option<&Tensor>),
     temperature: f64,
 ) -> candle_core::Result<LinearLogProb> {
     let options = LogProbOptions {
-        mask: Some(batch.response_mask()),
+        mask,
         logit_cap: model.logit_cap(),
         ..Default::default()
     };
-    LinearLogProb::new(states, weight, None, batch.targets(), temperature, options)
+    LinearLogProb::new(states, weight, None, targets, temperature, options)
+}
+
+/// Returns the number of states whose logits over a vocabulary are computed at once: 16 MiB of f32.
+pub(crate) fn states_at_once(vocabulary: usize) -> usize {
+    ((1 << 22) / vocabulary).max(1)
 }
 
 /// Returns the model's output weight, as a variable if `trained` contains it.

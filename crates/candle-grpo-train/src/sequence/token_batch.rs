@@ -122,40 +122,27 @@ impl TokenBatch {
         (self.sequences.len(), self.targets.dims()[1])
     }
 
-    /// Returns `len` sequences, starting at `start`.
-    ///
-    /// # Errors
-    ///
-    /// Fails if there are fewer.
-    pub fn narrow(&self, start: usize, len: usize) -> Result<Self> {
-        let b = self.sequences.len();
-        ensure!(
-            len > 0 && start < b && len <= b - start,
-            "sequences: {len} from {start} on, there are {b}"
-        );
-        self.select(&(start..start + len).collect::<Vec<_>>())
-    }
-
     /// Selects the sequences with these indices, in this order. An index may repeat.
     ///
     /// # Errors
     ///
     /// Fails if there are no indices, or if one is not below B.
     pub fn select(&self, sequences: &[usize]) -> Result<Self> {
+        Ok(self.select_with_rows(sequences)?.0)
+    }
+
+    /// [`Self::select`], with the indices as a tensor on the device, u32.
+    pub(crate) fn select_with_rows(&self, sequences: &[usize]) -> Result<(Self, Tensor)> {
         let selected = select(&self.sequences, sequences)?;
-        let rows = rows(sequences, self.targets.device())?;
-        Ok(Self {
+        let rows: Vec<u32> = sequences.iter().map(|&number| number as u32).collect();
+        let rows = Tensor::new(rows, self.targets.device())?;
+        let batch = Self {
             sequences: selected,
             targets: self.targets.index_select(&rows, 0)?,
             response_mask: self.response_mask.index_select(&rows, 0)?,
-        })
+        };
+        Ok((batch, rows))
     }
-}
-
-/// Returns sequence indices, u32.
-pub(crate) fn rows(sequences: &[usize], device: &Device) -> Result<Tensor> {
-    let rows: Vec<u32> = sequences.iter().map(|&number| number as u32).collect();
-    Ok(Tensor::new(rows, device)?)
 }
 
 /// Counts tokens per prompt over an optimizer step.
@@ -200,11 +187,6 @@ mod tests {
         x.to_vec2().unwrap()
     }
 
-    fn three() -> TokenBatch {
-        let pairs: [(&[u32], &[u32]); 3] = [(&[1], &[4, 1]), (&[2], &[5]), (&[3], &[6])];
-        TokenBatch::new(&pairs, &Device::Cpu).unwrap()
-    }
-
     #[test]
     fn responses_are_padded_on_the_right() {
         let pairs: [(&[u32], &[u32]); 2] = [(&[1, 2, 3], &[4]), (&[5], &[6, 7, 8])];
@@ -218,7 +200,9 @@ mod tests {
 
     #[test]
     fn the_totals_are_those_of_the_mask() {
-        let batch = three().keeping([true, false, true]).unwrap();
+        let pairs: [(&[u32], &[u32]); 3] = [(&[1], &[4, 1]), (&[2], &[5]), (&[3], &[6])];
+        let batch = TokenBatch::new(&pairs, &Device::Cpu).unwrap();
+        let batch = batch.keeping([true, false, true]).unwrap();
         let counted = StepTotals::count(batch.response_mask()).unwrap();
         assert_eq!(batch.totals(), counted);
         assert_eq!(
@@ -243,18 +227,6 @@ mod tests {
         assert_eq!(prompts, 2.);
         let error = count_prompt_tokens(&batch, &[1]).unwrap_err().to_string();
         assert!(error.starts_with("prompts: 1 for 5 sequences"), "{error}");
-    }
-
-    #[test]
-    fn sequences_that_are_not_there_are_an_error() {
-        let tokens = three();
-        for (start, len) in [(3, 1), (2, 2), (1, 0), (1, usize::MAX)] {
-            let error = tokens.narrow(start, len).unwrap_err().to_string();
-            assert_eq!(
-                error,
-                format!("sequences: {len} from {start} on, there are 3")
-            );
-        }
     }
 
     #[test]

@@ -4,8 +4,7 @@ use std::io::{self, Write};
 use std::process::ExitCode;
 
 use candle_grpo::config::ConfigError;
-use candle_grpo::train::hub::TransferError;
-use candle_grpo::train::{Interrupted, NotFinite};
+use candle_grpo::train::ErrorKind;
 
 /// The exit codes, for `--help`.
 pub(super) const EXIT_CODES: &str = "\
@@ -51,23 +50,22 @@ impl Exit {
 
     /// Returns the exit for suite data that cannot be read or downloaded.
     pub(super) fn from_suite(error: anyhow::Error) -> Self {
-        if error.is::<Interrupted>() || error.is::<TransferError>() {
-            Self::from_hub(error)
-        } else {
-            Self::from_data(error)
+        match ErrorKind::of(&error) {
+            ErrorKind::Interrupted | ErrorKind::Transfer(_) => Self::from_hub(error),
+            _ => Self::from_data(error),
         }
     }
 
     /// Returns the exit for hub files that cannot be located: with the key if the error names one,
     /// otherwise with the model on the command line.
     pub(super) fn from_hub(error: anyhow::Error) -> Self {
-        if error.is::<Interrupted>() {
-            return Self::Interrupted("Complete files stay in the hub cache.".to_owned());
-        }
         let message = format!("{error:#}");
-        match (error.is::<ConfigError>(), error.is::<TransferError>()) {
-            (true, _) => Self::Config(message),
-            (_, true) => Self::Run(message),
+        match ErrorKind::of(&error) {
+            ErrorKind::Interrupted => {
+                Self::Interrupted("Complete files stay in the hub cache.".to_owned())
+            }
+            _ if error.is::<ConfigError>() => Self::Config(message),
+            ErrorKind::Transfer(_) => Self::Run(message),
             _ => Self::Model(message),
         }
     }
@@ -75,10 +73,9 @@ impl Exit {
     /// Returns the exit for a run that ended with `error`, with a hint on how to continue.
     pub(super) fn from_run(error: anyhow::Error, hint: String) -> Self {
         let message = format!("{error:#}\n{hint}");
-        if error.is::<NotFinite>() {
-            Self::NotFinite(message)
-        } else {
-            Self::Run(message)
+        match ErrorKind::of(&error) {
+            ErrorKind::NotFinite(_) => Self::NotFinite(message),
+            _ => Self::Run(message),
         }
     }
 

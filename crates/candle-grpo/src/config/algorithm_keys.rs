@@ -260,8 +260,9 @@ impl AlgorithmConfig {
         }
     }
 
-    fn apply_surrogate(&self, loss: &mut PolicyLoss) -> Checked {
-        use PgVariant::{Cispo, Kimi15, Ppo, Tis, Topr as Topred, Vanilla};
+    /// Rejects the keys of surrogates that `pg_variant` does not name.
+    fn reject_other_surrogates(&self) -> Checked {
+        use PgVariant::{Cispo, Kimi15, Tis, Topr as Topred};
         if self.pg_variant != Some(Tis) {
             reject!(self, "pg_variant: tis", tis_lower_bound, tis_upper_bound);
         }
@@ -282,7 +283,12 @@ impl AlgorithmConfig {
         if self.pg_variant != Some(Kimi15) {
             reject!(self, "pg_variant: kimi15", kimi15_tau);
         }
+        Ok(())
+    }
 
+    fn apply_surrogate(&self, loss: &mut PolicyLoss) -> Checked {
+        use PgVariant::{Cispo, Kimi15, Ppo, Tis, Topr as Topred, Vanilla};
+        self.reject_other_surrogates()?;
         let (low, high) = self.clip_range()?;
         match self.pg_variant {
             None => {}

@@ -7,7 +7,7 @@ use anyhow::Result;
 use candle_grpo_collective::{Alone, Collective};
 use candle_grpo_train::Sequence;
 use candle_grpo_train::run::RunInputs;
-use candle_grpo_train::sft::{SftDataset, SftMetrics, SftTrainer};
+use candle_grpo_train::sft::{SftDataset, SftMetrics, SftParts, SftTrainer};
 use candle_grpo_train::{Pretrained, RunDir};
 
 use super::folder::{Plan, RunFolder, Start};
@@ -96,11 +96,13 @@ impl SftSession {
         let inputs = RunInputs::of_rows(&pretrained, &train.digests, &held_out.digests, &[])?
             .with_hub_commits(config.hub_commits().clone());
         let (model, parameters) = (pretrained.model.clone(), pretrained.parameters.clone());
-        let mut trainer = SftTrainer::new(model, parameters, train.examples, config.sft.clone())?
-            .with_order(order)?
-            .with_collective(collective)?
-            .with_progress(Arc::clone(&progress))
-            .with_inputs(&inputs);
+        let mut trainer = SftTrainer::new(SftParts {
+            order: Some(order),
+            collective,
+            progress: Arc::clone(&progress),
+            parameters_sha256: inputs.parameters_sha256().map(str::to_owned),
+            ..SftParts::new(model, parameters, train.examples, config.sft.clone())
+        })?;
         let mut held_out = held_out.examples;
         held_out.truncate(config.evaluation.max_rows.unwrap_or(usize::MAX));
         let identity = Identity {

@@ -14,6 +14,7 @@ use crate::rollout::PolicyWeights;
 
 /// The form in which an engine loads weights.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
 pub enum WeightFormat {
     /// Adapters in PEFT's format.
     Adapter,

@@ -48,7 +48,7 @@ impl Setup {
             Engine::Vllm => fake_vllm::start(LogProbs::Processed),
             Engine::Sglang => fake_sglang::start(LogProbs::Temperature),
             Engine::Openai => fake_llama::start(),
-            Engine::Local => panic!("no server"),
+            other => panic!("{other:?}: no server"),
         };
         Self {
             engine,
