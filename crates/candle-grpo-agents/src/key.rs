@@ -1,10 +1,10 @@
-//! Keys of episodes.
+//! Episode keys.
 
 use std::fmt;
 
 use sha2::{Digest, Sha256};
 
-/// A key. It is compared in constant time.
+/// A key, compared in constant time.
 #[derive(Clone)]
 pub(crate) struct Key(String);
 
@@ -13,7 +13,7 @@ impl Key {
         Self(key.into())
     }
 
-    /// A key of 128 random bits.
+    /// Returns a key with 128 random bits.
     pub(crate) fn random() -> Self {
         Self(format!("grpo-{}", random_id()))
     }
@@ -22,8 +22,8 @@ impl Key {
         &self.0
     }
 
-    /// Returns true if this is the key. The digests differ in places that do not depend on where
-    /// the keys differ.
+    /// Returns true if this is the key. It compares digests, which differ at positions that do not
+    /// depend on where the keys differ.
     pub(crate) fn is(&self, given: &[u8]) -> bool {
         Sha256::digest(given) == Sha256::digest(self.0.as_bytes())
     }
@@ -35,7 +35,7 @@ impl fmt::Debug for Key {
     }
 }
 
-/// 128 bits from the secure generator of the thread, in hexadecimal digits.
+/// 128 bits from the thread's secure generator, in hexadecimal digits.
 pub(crate) fn random_id() -> String {
     format!("{:032x}", rand::random::<u128>())
 }

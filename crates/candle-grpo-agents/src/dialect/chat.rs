@@ -1,4 +1,4 @@
-//! `/v1/chat/completions` of OpenAI.
+//! OpenAI's `/v1/chat/completions`.
 
 use serde_json::{Map, Value, json};
 
@@ -7,10 +7,10 @@ use super::{Event, Form};
 use crate::message::{ASSISTANT, Call, Message, TOOL, arguments, name_results};
 use crate::request::{Answer, End, Input, Refusal, Request};
 
-/// The reason that a format of the answer is refused.
+/// Requirement on the answer format, as a refusal states it.
 pub(super) const UNCONSTRAINED: &str = "be text, or absent: the policy draws without constraints";
 
-/// The reason that a choice of tools is refused.
+/// Requirement on the tool choice, as a refusal states it.
 pub(super) const UNFORCED: &str =
     "be auto or none: the policy draws without constraints, so no call can be forced";
 
@@ -58,7 +58,7 @@ pub(super) fn read(body: &Value) -> Result<(Request, Form), Refusal> {
     Ok((request, form))
 }
 
-/// The schemas of tools, each made of an entry of the request. An empty list is none.
+/// Converts each entry in the request's tools to a schema. Returns `None` for an empty list.
 pub(super) fn tools(
     fields: &Fields<'_>,
     schema: impl Fn(&Value) -> Value,
@@ -78,7 +78,7 @@ pub(super) fn tools(
     Ok(Some(schemas.into()))
 }
 
-/// The schema of a function, without fields that are absent.
+/// Function schema without absent fields.
 pub(super) fn function(tool: &Value, parameters: &str) -> Value {
     let fields = [
         ("name", &tool["name"]),
@@ -92,7 +92,7 @@ pub(super) fn function(tool: &Value, parameters: &str) -> Value {
     json!({"type": "function", "function": function})
 }
 
-/// False if the choice of tools is `none`.
+/// Returns false if the tool choice is `none`.
 pub(super) fn parses_calls(fields: &Fields<'_>) -> Result<bool, Refusal> {
     match fields.get("tool_choice") {
         None => Ok(true),
@@ -157,7 +157,7 @@ fn calls(answer: &Answer) -> Vec<Value> {
     answer.message.calls.iter().map(call).collect()
 }
 
-/// The content of a message: null if it only calls tools.
+/// Message content: null if the message only calls tools.
 fn content(answer: &Answer) -> Value {
     let message = &answer.message;
     if message.content.is_empty() && !message.calls.is_empty() {

@@ -1,4 +1,4 @@
-//! Tests of the policy losses.
+//! Tests for the policy losses.
 
 mod bad_input;
 mod cuda_budget;

@@ -1,4 +1,4 @@
-//! The check of each instruction.
+//! The check for each instruction.
 
 use anyhow::Result;
 use candle_grpo_core::validate;
@@ -172,7 +172,7 @@ impl Instruction {
     }
 }
 
-/// The number of parts with text, if all between the first and the last have it.
+/// Counts the parts with text, if all between the first and the last have some.
 fn filled_between_ends(parts: &[&str]) -> Option<usize> {
     let is_end = |place: usize| place == 0 || place + 1 == parts.len();
     let mut places = parts.iter().enumerate();
@@ -181,7 +181,7 @@ fn filled_between_ends(parts: &[&str]) -> Option<usize> {
         .then(|| parts.iter().filter(|part| !part.is_empty()).count())
 }
 
-/// The number of matches of a pattern in any case. A line begins at `^` and ends at `$`.
+/// Counts a pattern's matches, ignoring case. `^` and `$` match at each line.
 fn count(text: &str, pattern: &str) -> usize {
     regex(pattern).map_or(0, |regex| regex.find_iter(text).count())
 }

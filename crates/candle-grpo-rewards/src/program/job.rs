@@ -1,4 +1,4 @@
-//! Programs that read one input and end by themselves.
+//! Programs that read one input and exit.
 
 use std::io::Write;
 use std::process::{Child, ExitStatus};
@@ -12,12 +12,12 @@ use super::tail::Tail;
 use super::{ProcessGroup, Program};
 use candle_grpo_base::clock::running_time;
 
-/// The time that pipes have to close after the end of a program.
+/// Time for the pipes to close after a program has ended.
 const LAST_OUTPUT: Duration = Duration::from_secs(1);
 
 const POLL: Duration = Duration::from_millis(2);
 
-/// A program with one input, which ends by itself. Dropping it kills the program and everything
+/// A program with one input, which exits on its own. Dropping it kills the program and everything
 /// that it has started.
 pub struct Job {
     program: Child,
@@ -28,7 +28,7 @@ pub struct Job {
 }
 
 impl Job {
-    /// Starts `program` with more environment variables. Its standard input is `input`.
+    /// Starts `program` with additional environment variables. `input` is its standard input.
     pub(super) fn start(
         program: &Program,
         input: Vec<u8>,
@@ -57,11 +57,11 @@ impl Job {
         })
     }
 
-    /// Returns the exit status if the program has ended.
+    /// Returns the exit status, if the program has ended.
     ///
     /// # Errors
     ///
-    /// If the system cannot report it.
+    /// Fails if the system cannot report it.
     pub fn status(&mut self) -> Result<Option<ExitStatus>> {
         Ok(self.program.try_wait()?)
     }

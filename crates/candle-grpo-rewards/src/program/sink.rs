@@ -1,4 +1,4 @@
-//! A program that reads lines and gives no answers.
+//! A program that reads lines and does not answer.
 
 use std::io::{BufRead, BufReader, Read, Write};
 use std::process::{Child, ChildStdin, ExitStatus};
@@ -11,44 +11,44 @@ use anyhow::Result;
 use super::{Program, group::ProcessGroup};
 use candle_grpo_base::clock::running_time;
 
-/// The number of lines that wait for the program.
+/// Number of lines that wait for the program.
 const QUEUE: usize = 1 << 10;
 
-/// The longest line of its output in the log, in bytes.
+/// Maximum length for an output line in the log, in bytes.
 const LONGEST: u64 = 1 << 12;
 
-/// The interval between checks whether it has ended.
+/// Interval between checks whether it has ended.
 const POLL: Duration = Duration::from_millis(5);
 
-/// The time for the last lines of its output.
+/// Time for its last output lines.
 const LAST_LINES: Duration = Duration::from_secs(1);
 
-/// A program that reads lines. It never delays this process: lines for which it has no time are
-/// left out, and its end is a warning. Its output goes to the log.
+/// A program that reads lines. It never delays this process: lines that it has no time for are
+/// dropped, and its end is only a warning. Its output is logged.
 pub struct Sink {
     name: String,
     program: Child,
     group: ProcessGroup,
     lines: Option<SyncSender<Vec<u8>>>,
-    /// The threads that log its output.
+    /// Threads that log its output.
     loggers: Vec<JoinHandle<()>>,
-    /// The number of lines that were left out.
+    /// Number of dropped lines.
     left_out: usize,
-    /// The longest time to end after its input.
+    /// Maximum time to exit after its input ends.
     limit: Duration,
-    /// True once it has had its time to end.
+    /// True once it has had its time to exit.
     is_closed: bool,
 }
 
 impl Sink {
-    /// Starts `program`, whose limit is the time to end after its input.
+    /// Starts `program`, whose limit is the time to exit after its input ends.
     ///
     /// # Errors
     ///
-    /// If it cannot be started.
+    /// Fails if it cannot be started.
     pub(super) fn start(program: &Program) -> Result<Self> {
         let (mut child, group) = program.spawn(&[])?;
-        // The words of the command that name it best are the last ones.
+        // The last word in a command usually names it best.
         let name = program.command.last().cloned().unwrap_or_default();
         let (lines, waiting) = sync_channel(QUEUE);
         if let Some(stdin) = child.stdin.take() {
@@ -94,7 +94,7 @@ impl Sink {
     }
 
     /// Closes the input, and waits until the program ends, its limit is over, or `is_canceled`.
-    /// Whatever is left of it is killed.
+    /// Kills whatever is left.
     pub fn end(mut self, is_canceled: &dyn Fn() -> bool) {
         self.close(is_canceled);
     }
@@ -118,7 +118,7 @@ impl Sink {
         self.is_closed = true;
     }
 
-    /// Waits until the program ends, at most for `patience`.
+    /// Waits until the program ends, for at most `patience`.
     fn wait(&mut self, patience: Duration, is_canceled: &dyn Fn() -> bool) -> Option<ExitStatus> {
         let begun = running_time();
         loop {
@@ -134,7 +134,7 @@ impl Sink {
 }
 
 impl Drop for Sink {
-    /// Closes the input, lets the program end within its limit, and kills it otherwise.
+    /// Closes the input, gives the program its time to exit, and then kills it.
     fn drop(&mut self) {
         if !self.is_closed {
             self.close(&|| false);
@@ -146,7 +146,7 @@ impl Drop for Sink {
         let _ = self.program.kill();
         // Waiting leaves no zombie.
         let _ = self.program.wait();
-        // The pipes are closed, unless a process outside the group has them.
+        // The pipes are closed, unless a process outside the group holds them.
         let begun = running_time();
         let is_done = |logger: &JoinHandle<()>| logger.is_finished();
         while !self.loggers.iter().all(is_done) && running_time() - begun < LAST_LINES {
@@ -155,7 +155,7 @@ impl Drop for Sink {
     }
 }
 
-/// Writes lines until the program ends or no more come.
+/// Writes lines until the program ends or there are no more.
 fn write(mut stdin: ChildStdin, lines: &Receiver<Vec<u8>>) {
     for line in lines {
         if stdin.write_all(&line).and_then(|()| stdin.flush()).is_err() {
@@ -164,7 +164,7 @@ fn write(mut stdin: ChildStdin, lines: &Receiver<Vec<u8>>) {
     }
 }
 
-/// Logs the lines of a pipe.
+/// Logs a pipe's lines.
 fn log(name: &str, pipe: impl Read + Send + 'static) -> JoinHandle<()> {
     let name = name.to_owned();
     thread::spawn(move || {

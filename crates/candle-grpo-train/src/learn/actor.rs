@@ -99,10 +99,10 @@ impl Actor {
         self.sampler_of(self.model(), config)
     }
 
-    /// Creates a reference: a copy of this policy or, with adapters, the policy without them, which
-    /// shares the parameters.
+    /// Creates a reference that does not change: a [copy](Reference::fixed) of this policy or, with
+    /// adapters, the policy without them, which [shares](Reference::shared) the parameters.
     pub fn reference(&self) -> Result<Reference> {
-        self.reference_of(self.model())
+        self.reference_of(self.model(), false)
     }
 
     /// Returns the configuration of the policy's decoder.
@@ -188,16 +188,18 @@ impl<M: LanguageModel> Actor<M> {
         Sampler::from_generator(generator, model.vocab_size(), config)
     }
 
-    /// [`Self::reference`] of a policy of shape `model`.
+    /// [`Self::reference`] of a policy of shape `model`, or one that `follows` the policy.
     pub(super) fn reference_of<C: ModelConfig<Model = M>>(
         &self,
         model: &C,
+        follows: bool,
     ) -> Result<Reference<M>> {
-        let dtype = self.config.compute_dtype;
-        match &self.adapters {
-            None => Reference::new(model, &self.parameters, dtype),
-            Some(_) => Reference::without_adapters(model, &self.parameters, dtype),
-        }
+        let create = match (&self.adapters, follows) {
+            (Some(_), _) => Reference::shared,
+            (None, true) => Reference::new,
+            (None, false) => Reference::fixed,
+        };
+        create(model, &self.parameters, self.config.compute_dtype)
     }
 
     /// Creates an actor for a custom model that uses `variables`, so that updates change the model.

@@ -65,7 +65,7 @@ impl<C: ModelConfig> Models<C> {
         let actor = new_actor(&model, parameters, adapters, seed, config.actor())?;
         let reference = needs
             .reads(Source::Reference)
-            .then(|| actor.reference_of(&model));
+            .then(|| actor.reference_of(&model, config.reference_refresh.is_some()));
         let reference = reference.transpose()?;
         let critic = model.decoder().zip(config.critic.clone());
         let critic = critic.map(|(model, critic)| Critic::new(model, actor.parameters(), critic));

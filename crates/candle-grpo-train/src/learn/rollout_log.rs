@@ -42,7 +42,7 @@ impl RolloutLogConfig {
     ///
     /// # Errors
     ///
-    /// If one is 0.
+    /// Fails if one is 0.
     pub fn validate(&self) -> Result<()> {
         at_least_one("every_steps", self.every_steps.unwrap_or(1))?;
         at_least_one("max_groups", self.max_groups)?;
@@ -73,10 +73,10 @@ pub struct RolloutRecord {
     /// The text that rewards score, without special tokens. With an environment, this is the last
     /// turn.
     pub completion: String,
-    /// The parts of a trajectory, in order; empty without an environment.
+    /// Trajectory parts, in order; empty without an environment.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub turns: Vec<RolloutTurn>,
-    /// The score: the sum of the components. Absent if missing.
+    /// Score: the sum over the components. Absent if missing.
     pub reward: Option<f32>,
     /// Score components by name.
     pub rewards: BTreeMap<String, Option<f32>>,
@@ -88,7 +88,7 @@ pub struct RolloutRecord {
     pub response_length: usize,
 }
 
-/// A part of a trajectory.
+/// A trajectory part.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct RolloutTurn {
     /// The author.
@@ -114,7 +114,7 @@ pub enum TurnRole {
 pub(crate) struct StepRollouts {
     pub(crate) step: usize,
     pub(crate) groups: RolloutGroups,
-    /// Mean advantage of each completion that trained.
+    /// Mean advantage for each completion that trained.
     pub(crate) advantages: Vec<Option<f32>>,
 }
 

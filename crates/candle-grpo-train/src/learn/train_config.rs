@@ -257,7 +257,7 @@ impl TrainConfig {
         }
         for (i, filter) in self.sample_filters.iter().enumerate() {
             if let SampleFilter::Difficulty { low, high } = *filter {
-                check::range(&format!("sample_filters[{i}].difficulty"), [low, high])?;
+                check::range(&format!("sample_filters[{i}]"), [low, high])?;
             }
         }
         if let Some(demonstrations) = &self.demonstrations {

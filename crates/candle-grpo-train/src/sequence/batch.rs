@@ -7,12 +7,12 @@ use candle_core::{Device, Tensor};
 
 use super::{Column, Sequence};
 
-/// Sequences with named columns of values.
+/// Sequences with named value columns.
 ///
-/// A trajectory is one sequence, or several: those of its turns, if one does not extend the other,
-/// or its branches. What compares trajectories, such as a baseline, has one value for each of them,
-/// and [`Self::of_sequences`] repeats it for their sequences. A trajectory also counts once in a
-/// loss that averages over sequences, with [`Self::trajectory_shares`].
+/// A trajectory is one sequence, or several: its turns, if one does not extend the other, or its
+/// branches. Anything that compares trajectories, such as a baseline, has one value per trajectory.
+/// [`Self::of_sequences`] repeats it for their sequences. In a loss that averages over sequences,
+/// [`Self::trajectory_shares`] makes each trajectory count once.
 ///
 /// ```
 /// use candle_core::Device;
@@ -28,7 +28,7 @@ use super::{Column, Sequence};
 #[derive(Debug, Clone)]
 pub struct Batch {
     sequences: Vec<Sequence>,
-    /// The trajectory of each sequence.
+    /// Each sequence's trajectory.
     trajectories: Vec<usize>,
     columns: BTreeMap<String, Column>,
 }
@@ -38,7 +38,7 @@ impl Batch {
     ///
     /// # Errors
     ///
-    /// If there are no sequences.
+    /// Fails if there are no sequences.
     pub fn new(sequences: Vec<Sequence>) -> Result<Self> {
         ensure!(
             !sequences.is_empty(),
@@ -51,11 +51,11 @@ impl Batch {
         })
     }
 
-    /// Sets the trajectory of each sequence, numbered from 0.
+    /// Sets each sequence's trajectory, numbered from 0.
     ///
     /// # Errors
     ///
-    /// If there is not one for each sequence, or a trajectory has none.
+    /// Fails if there is not one for each sequence, or if a trajectory has no sequence.
     pub fn with_trajectories(self, trajectories: Vec<usize>) -> Result<Self> {
         ensure!(
             trajectories.len() == self.sequences.len(),
@@ -81,7 +81,7 @@ impl Batch {
     ///
     /// # Errors
     ///
-    /// If it does not have as many values as the sequences need.
+    /// Fails if it does not have the number of values that the sequences need.
     pub fn with_column(mut self, name: &str, column: Column) -> Result<Self> {
         column.ensure_of(name, &self.response_lengths())?;
         self.columns.insert(name.to_owned(), column);
@@ -93,12 +93,12 @@ impl Batch {
         &self.sequences
     }
 
-    /// Returns the trajectory of each sequence.
+    /// Returns each sequence's trajectory.
     pub fn trajectories(&self) -> &[usize] {
         &self.trajectories
     }
 
-    /// Returns the number of tokens of the longest response, T.
+    /// Returns T, the number of tokens in the longest response.
     pub fn width(&self) -> usize {
         self.response_lengths().into_iter().max().unwrap_or(0)
     }
@@ -107,7 +107,7 @@ impl Batch {
     ///
     /// # Errors
     ///
-    /// If there is none with this name.
+    /// Fails if no column has this name.
     pub fn column(&self, name: &str) -> Result<&Column> {
         let column = self.columns.get(name);
         column.with_context(|| format!("{name}: absent, must be a column of the batch"))
@@ -117,17 +117,17 @@ impl Batch {
     ///
     /// # Errors
     ///
-    /// If there is none with this name.
+    /// Fails if no column has this name.
     pub fn tensor(&self, name: &str, device: &Device) -> Result<Tensor> {
         self.column(name)?.padded(self.width(), device)
     }
 
     /// Selects the sequences with these indices, in this order. An index may repeat. Each sequence
-    /// keeps the number of its trajectory.
+    /// keeps its trajectory number.
     ///
     /// # Errors
     ///
-    /// If there are no indices, or one is out of range.
+    /// Fails if there are no indices, or if one is out of range.
     pub fn select(&self, sequences: &[usize]) -> Result<Self> {
         let columns = self.columns.iter();
         let columns = columns.map(|(name, column)| Ok((name.clone(), column.select(sequences)?)));
@@ -139,11 +139,11 @@ impl Batch {
         })
     }
 
-    /// Repeats the values of trajectories, one of each, for their sequences.
+    /// Repeats trajectory values, one each, for their sequences.
     ///
     /// # Errors
     ///
-    /// If there is not one value for each trajectory.
+    /// Fails if there is not one value for each trajectory.
     pub fn of_sequences<T: Clone>(&self, values: &[T]) -> Result<Vec<T>> {
         let count = self.trajectories.iter().max().map_or(0, |last| last + 1);
         ensure!(
@@ -154,11 +154,11 @@ impl Batch {
         select(values, &self.trajectories)
     }
 
-    /// Returns the share that each sequence has of the trained tokens of its trajectory: the
-    /// [`sample_weights`](candle_grpo_loss::PolicyBatch::sample_weights) of a mean over sequences,
-    /// whose [`StepTotals::sequences`](candle_grpo_loss::StepTotals::sequences) is the number of
-    /// trajectories. A trajectory then counts as if it were one sequence. A mean over tokens needs
-    /// neither.
+    /// Returns each sequence's share of the trained tokens in its trajectory. Pass them as
+    /// [`sample_weights`](candle_grpo_loss::PolicyBatch::sample_weights) for a mean over sequences,
+    /// with the number of trajectories as
+    /// [`StepTotals::sequences`](candle_grpo_loss::StepTotals::sequences). A trajectory then counts
+    /// as if it were one sequence. A mean over tokens needs neither.
     pub fn trajectory_shares(&self) -> Vec<f32> {
         let count = |sequence: &Sequence| sequence.num_trained_tokens();
         let mut tokens = BTreeMap::<usize, usize>::new();
@@ -179,7 +179,7 @@ impl Batch {
     }
 }
 
-/// The items with these indices.
+/// Returns the items with these indices.
 pub(crate) fn select<T: Clone>(items: &[T], indices: &[usize]) -> Result<Vec<T>> {
     ensure!(!indices.is_empty(), "sequences: none, must be at least one");
     let found = indices.iter().map(|&index| {

@@ -65,8 +65,14 @@ pub(super) fn import(document: &Document, allow_unsupported: bool) -> Result<Opt
     let environment = launch::environment().map_err(|error| Exit::Run(error.to_string()))?;
     let processes = environment.map_or(1, |environment| environment.world_size);
     let import = Import::of_processes(document, processes);
-    if let Some(import) = &import {
-        import.check(allow_unsupported).map_err(wrong)?;
+    match &import {
+        Some(import) => import.check(allow_unsupported).map_err(wrong)?,
+        None if document.is_former() => {
+            warn(
+                "the file has sections of an earlier version; `grpo import` prints it with today's",
+            );
+        }
+        None => {}
     }
     Ok(import)
 }

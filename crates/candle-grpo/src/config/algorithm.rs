@@ -1,4 +1,5 @@
-//! The algorithm section, with the keys of ROLL's documentation.
+//! The section `algorithm` of ROLL files and of earlier files, with the keys of ROLL's
+//! documentation.
 
 use candle_grpo_core::rewards::NormLevel;
 use candle_grpo_core::{KlEstimator, Scale};

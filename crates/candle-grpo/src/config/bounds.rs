@@ -4,6 +4,7 @@ use candle_grpo_nn::{DecoderConfig, LoraConfig};
 use serde_json::Value;
 
 use super::EvaluationConfig;
+use super::document::join;
 use super::problem::Problem;
 use super::run::RunConfig;
 use super::sft::SftRunConfig;
@@ -33,14 +34,14 @@ pub(super) fn check(run: &RunConfig) -> Result<(), Problem> {
         ("checkpoint.keep", Some(run.checkpoint.keep)),
         ("evaluation.every_steps", run.evaluation.every_steps),
         ("evaluation.max_prompts", run.evaluation.max_prompts),
-        ("algorithm.prompt_length", Some(run.max_prompt_tokens)),
+        ("max_prompt_tokens", Some(run.max_prompt_tokens)),
     ] {
         if value == Some(0) {
             return Err(Problem::at(key, "0, must be at least 1"));
         }
     }
     check_threads(run.threads)?;
-    check_rank("training", run.train.adapters.as_ref())?;
+    check_rank("", run.train.adapters.as_ref())?;
     step(run)?;
     check_evaluation(&run.evaluation, 1)?;
     let effective = run.to_value().map_err(|error| Problem::at("", error))?;
@@ -64,7 +65,7 @@ fn check_rank(section: &str, adapters: Option<&LoraConfig>) -> Result<(), Proble
     if let Some(adapters) = adapters
         && !(1..=RANK).contains(&adapters.rank)
     {
-        let key = format!("{section}.adapters.rank");
+        let key = join(section, "adapters.rank");
         let message = format!("{}, must be from 1 to {RANK}", adapters.rank);
         let takes = match adapters.rank {
             0 => String::new(),
@@ -105,7 +106,7 @@ pub(super) fn check_adapters(
     adapters: &LoraConfig,
     model: &DecoderConfig,
 ) -> Result<(), Problem> {
-    let section = format!("{section}.adapters");
+    let section = join(section, "adapters");
     let shapes = adapters
         .parameter_shapes(model)
         .map_err(|error| Problem::within(&section, &error.into()))?;
@@ -169,9 +170,9 @@ fn step(run: &RunConfig) -> Result<(), Problem> {
         size(bytes)
     );
     let (key, value) = if prompts >= group {
-        ("algorithm.rollout_batch_size", prompts)
+        ("prompts_per_step", prompts)
     } else {
-        ("algorithm.num_return_sequences_in_group", group)
+        ("num_generations", group)
     };
     if completions > COMPLETIONS as u128 {
         return Err(Problem::at(
@@ -181,7 +182,7 @@ fn step(run: &RunConfig) -> Result<(), Problem> {
     }
     if bytes > STEP_BYTES {
         return Err(Problem::at(
-            "algorithm.response_length",
+            "sampling.max_new_tokens",
             format!(
                 "{length}, must take at most {} a step; {takes}",
                 size(STEP_BYTES)
@@ -195,7 +196,7 @@ fn step(run: &RunConfig) -> Result<(), Problem> {
     let all = bytes.saturating_mul(batches);
     if all > STEP_BYTES {
         return Err(Problem::at(
-            "training.max_sampling_batches",
+            "max_sampling_batches",
             format!(
                 "{batches}, must take at most {} a step; {batches} batches take {}",
                 size(STEP_BYTES),
@@ -232,14 +233,14 @@ fn numbers(path: &str, value: &Value) -> Result<(), Problem> {
             };
             match number.as_f64() {
                 Some(x) if x.abs() <= bound => Ok(()),
-                Some(x) if is_count => Err(Problem::effective(
+                Some(x) if is_count => Err(Problem::at(
                     path,
                     format!(
                         "{number}, must be at most {bound}; with one byte each they take {}",
                         size(x.abs() as u128)
                     ),
                 )),
-                _ => Err(Problem::effective(
+                _ => Err(Problem::at(
                     path,
                     format!("{number}, must be at most {bound}, the greatest f32"),
                 )),

@@ -28,10 +28,18 @@ pub(super) const LONGEST_PATH: usize = 500;
 pub struct Document {
     file: PathBuf,
     pub(super) value: Value,
-    /// The line of each key, by its path (`algorithm.recipe.overlong`, `rewards[0].kind`).
+    /// The line of each key, by its path (`recipe.overlong`, `rewards[0].kind`).
     lines: BTreeMap<String, usize>,
-    /// The path in the file of each key that a translation has moved.
-    origins: BTreeMap<String, String>,
+    /// The place in the file of each key that a translation has moved.
+    origins: BTreeMap<String, Origin>,
+}
+
+/// The key of a file that a translation has moved, or from which it has made another.
+#[derive(Debug, Clone)]
+struct Origin {
+    path: String,
+    /// The value of the key, if another value follows from it.
+    cause: Option<Value>,
 }
 
 /// Hides the environment variables that any `api_key_env` in `value` names from programs.
@@ -190,11 +198,102 @@ impl Document {
     }
 
     /// Notes that the value at `path` stands at `origin` in the file, on that line.
-    pub(super) fn note_origin(&mut self, path: &str, origin: &str, line: Option<usize>) {
-        self.origins.insert(path.to_owned(), origin.to_owned());
+    fn note_origin(&mut self, path: &str, origin: &str, line: Option<usize>) {
+        let origin = Origin {
+            path: origin.to_owned(),
+            cause: None,
+        };
+        self.origins.insert(path.to_owned(), origin);
         if let Some(line) = line {
             self.lines.insert(path.to_owned(), line);
         }
+    }
+
+    /// Notes that the value at `path` follows from `value`, which the key at `cause` has in
+    /// `other`, a document of the same file.
+    pub(super) fn note_cause(&mut self, path: &str, other: &Self, cause: &str, value: &Value) {
+        self.note_origin(path, &other.shown(cause), other.line(cause));
+        if let Some(origin) = self.origins.get_mut(path) {
+            origin.cause = Some(value.clone());
+        }
+    }
+
+    /// Returns the value of the key from which the value at `path` follows.
+    pub(super) fn cause(&self, path: &str) -> Option<&Value> {
+        self.origins.get(path)?.cause.as_ref()
+    }
+
+    /// Returns the places of what the key at `path` in the file sets, without those inside others.
+    pub(super) fn places_of(&self, path: &str) -> Vec<&str> {
+        let mut places: Vec<&str> = Vec::new();
+        for (place, origin) in &self.origins {
+            let is_inside = |around: &&str| {
+                let rest = place.strip_prefix(*around);
+                rest.is_some_and(|rest| rest.starts_with(['.', '[']))
+            };
+            if origin.path == path && self.get(place).is_some() && !places.iter().any(is_inside) {
+                places.push(place);
+            }
+        }
+        places
+    }
+
+    /// Returns the path in the file of the key at `path`.
+    fn shown(&self, path: &str) -> String {
+        let mut around = path;
+        loop {
+            match self.origins.get(around) {
+                Some(origin) if origin.cause.is_none() || around == path => {
+                    return format!("{}{}", origin.path, &path[around.len()..]);
+                }
+                _ => {}
+            }
+            match around.rfind(['.', '[']) {
+                Some(end) => around = &around[..end],
+                None => return path.to_owned(),
+            }
+        }
+    }
+
+    /// Moves the value at `from` to `to`, if there is one.
+    ///
+    /// # Errors
+    ///
+    /// Returns an error if there is a value at `to`, too.
+    pub(super) fn rename(&mut self, from: &str, to: &str) -> Result<(), ConfigError> {
+        if self.get(from).is_none() {
+            return Ok(());
+        }
+        if self.get(to).is_some_and(|value| !value.is_null()) {
+            let message = format!(
+                "given, but {} is given, too; give one of them",
+                self.shown(to)
+            );
+            return Err(self.error(from, message));
+        }
+        let paths = self.lines.range(from.to_owned()..).map(|(path, _)| path);
+        let paths = paths.take_while(|path| path.starts_with(from));
+        let inside = |path: &&String| path[from.len()..].starts_with(['.', '[']);
+        let paths: Vec<String> = paths
+            .filter(|path| *path == from || inside(path))
+            .cloned()
+            .collect();
+        for path in paths {
+            let place = format!("{to}{}", &path[from.len()..]);
+            self.note_origin(&place, &self.shown(&path), self.line(&path));
+            self.lines.remove(&path);
+        }
+        let value = self.remove(from).unwrap_or_default();
+        self.set(to, value);
+        Ok(())
+    }
+
+    /// Removes the value at `path`.
+    pub(super) fn remove(&mut self, path: &str) -> Option<Value> {
+        let pointer = pointer(path);
+        let (section, key) = pointer.rsplit_once('/')?;
+        let section = self.value.pointer_mut(section)?.as_object_mut()?;
+        section.shift_remove(key)
     }
 
     /// Sets the value at `path`, which stands at `origin` in the file, on that line. Mappings
@@ -237,13 +336,6 @@ impl Document {
         leaves
     }
 
-    /// Returns the document without the key at `path`.
-    pub(super) fn without(&self, path: &str) -> Self {
-        let mut document = self.clone();
-        remove(&mut document.value, path);
-        document
-    }
-
     /// Returns the value at a path.
     pub(super) fn get(&self, path: &str) -> Option<&Value> {
         self.value.pointer(&pointer(path))
@@ -251,20 +343,27 @@ impl Document {
 
     /// Returns an error about the key at `path`.
     pub(super) fn error(&self, path: &str, message: impl fmt::Display) -> ConfigError {
-        let shown = self.origins.get(path).map_or(path, String::as_str);
+        let shown = self.shown(path);
         ConfigError {
             file: self.file.clone(),
             line: self.line(path),
-            message: match shown {
+            message: match shown.as_str() {
                 "" => message.to_string(),
                 shown => format!("{shown}: {message}"),
             },
         }
     }
 
-    /// Returns the line of a path, or of the nearest key around it.
+    /// Returns the line of a path, or of the nearest key around it. An option of the recipe that
+    /// the file does not have is of the preset.
     fn line(&self, path: &str) -> Option<usize> {
-        nearest_line(&self.lines, path)
+        let is_of_preset = path.rsplit_once('.').is_some_and(|(section, _)| {
+            let given = |path| self.get(path).is_some();
+            path.starts_with("recipe.") && !given(path) && (section == "recipe" || !given(section))
+        });
+        let preset = self.lines.get("preset").copied();
+        let preset = preset.filter(|_| is_of_preset && !self.lines.contains_key(path));
+        preset.or_else(|| nearest_line(&self.lines, path))
     }
 
     /// Parses `value`, found at `path`, as a `T`. If it names environment variables that hold
@@ -480,7 +579,7 @@ fn nested(key: &str) -> String {
 }
 
 /// Returns the path of `key`, which may be a path or an index, in the section at `path`.
-fn join(path: &str, key: &str) -> String {
+pub(super) fn join(path: &str, key: &str) -> String {
     match (path, key) {
         (path, "") => path.to_owned(),
         ("", key) => key.to_owned(),

@@ -6,13 +6,13 @@ use std::path::{Path, PathBuf};
 use anyhow::{Context, Result};
 use candle_grpo_nn::BaseWeights;
 use candle_grpo_train::hub::{HubContent, HubName, Located, MissingFile, TransferError};
-use candle_grpo_train::sft::SftDataConfig;
-use candle_grpo_train::{ComputeDType, DatasetConfig, Interrupted, RewardConfig};
+use candle_grpo_train::{ComputeDType, Interrupted};
+use serde_json::{Map, Value};
 
 use super::document::Document;
 use super::error::ConfigError;
 use super::run::{RunConfig, reward_key};
-use super::sections::{ModelConfig, TeacherConfig};
+use super::sections::ModelConfig;
 
 const MODEL: &str = "model";
 const TEACHER: &str = "teacher.model";
@@ -188,15 +188,8 @@ pub trait Configuration {
     fn threads(&self) -> Option<usize>;
 }
 
-/// The sections of a run that name files of the hub.
-#[derive(Debug, Clone)]
-pub(super) struct RunNames {
-    pub(super) model: ModelConfig,
-    pub(super) teacher: Option<TeacherConfig>,
-    pub(super) data: DatasetConfig,
-    pub(super) demonstrations: Option<SftDataConfig>,
-    pub(super) rewards: Vec<RewardConfig>,
-}
+/// The keys of a run that may name files of the hub.
+const NAMED: [&str; 5] = ["model", "teacher", "data", "demonstration_data", "rewards"];
 
 impl Configuration for RunConfig {
     fn replace_hub_names(
@@ -205,7 +198,11 @@ impl Configuration for RunConfig {
         commits: &BTreeMap<String, String>,
         locate: Locate<'_>,
     ) -> Result<()> {
-        let named = self.own_sections();
+        let mut named = match self.to_value()? {
+            Value::Object(keys) => keys,
+            _ => Map::new(),
+        };
+        named.retain(|key, _| NAMED.contains(&key.as_str()));
         let mut replacement = Replacement::new(&self.document, commits, locate);
         let data = &mut self.data;
         replacement.replace_model_and_data(
@@ -221,11 +218,11 @@ impl Configuration for RunConfig {
             replacement.replace(TEACHER, model, path)?;
         }
         for path in self
-            .demonstrations
+            .demonstration_data
             .iter_mut()
             .flat_map(|data| &mut data.train)
         {
-            replacement.replace("demonstrations.train", HubContent::Data, path)?;
+            replacement.replace("demonstration_data.train", HubContent::Data, path)?;
         }
         for (i, reward) in self.rewards.iter_mut().enumerate() {
             for (key, path) in reward.models_mut() {
@@ -233,7 +230,7 @@ impl Configuration for RunConfig {
             }
         }
         self.hub = replacement.hub;
-        self.named = Some(named);
+        self.named = named;
         Ok(())
     }
 
@@ -267,21 +264,6 @@ impl Configuration for RunConfig {
 }
 
 impl RunConfig {
-    /// The sections with names of the hub, as the file has them.
-    pub(super) fn named_sections(&self) -> RunNames {
-        self.named.clone().unwrap_or_else(|| self.own_sections())
-    }
-
-    fn own_sections(&self) -> RunNames {
-        RunNames {
-            model: self.model.clone(),
-            teacher: self.teacher.clone(),
-            data: self.data.clone(),
-            demonstrations: self.demonstrations.clone(),
-            rewards: self.rewards.clone(),
-        }
-    }
-
     /// Returns whether weights of the teacher are still to be downloaded.
     pub(crate) fn lacks_teacher_weights(&self) -> bool {
         self.hub.lacks_weights_of(TEACHER)

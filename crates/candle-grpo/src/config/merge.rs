@@ -25,6 +25,31 @@ pub(super) fn merge(base: Value, patch: Value) -> Value {
     }
 }
 
+/// Returns the smallest patch that [`merge`] lays over `base` to get `value`; `None` if they are
+/// equal.
+pub(super) fn patch_of(base: &Value, value: Value) -> Option<Value> {
+    if *base == value {
+        return None;
+    }
+    Some(match (base, value) {
+        (Value::Object(base), Value::Object(value))
+            if base.len() == value.len()
+                && value.keys().all(|key| base.contains_key(key))
+                && ["name", "kind"]
+                    .iter()
+                    .all(|tag| base.get(*tag) == value.get(*tag)) =>
+        {
+            let entries = value.into_iter();
+            let differing = entries.filter_map(|(key, value)| {
+                let patch = patch_of(&base[&key], value)?;
+                Some((key, patch))
+            });
+            Value::Object(differing.collect())
+        }
+        (_, value) => value,
+    })
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -38,6 +63,29 @@ mod tests {
             merge(base, patch),
             json!({"a": 1, "b": {"c": 2, "d": 4}, "e": {"f": 5}})
         );
+    }
+
+    #[test]
+    fn a_patch_has_the_differences_alone() {
+        let base = json!({"a": 1, "b": {"c": 2, "d": 3}, "e": {"name": "x", "f": 4}});
+        for (value, patch) in [
+            (
+                json!({"a": 1, "b": {"c": 2, "d": 5}, "e": {"name": "x", "f": 4}}),
+                json!({"b": {"d": 5}}),
+            ),
+            (
+                json!({"a": 1, "b": {"g": 2}, "e": {"name": "y", "f": 4}}),
+                json!({"b": {"g": 2}, "e": {"name": "y", "f": 4}}),
+            ),
+            (
+                json!({"a": null, "b": {"c": 2, "d": 3}, "e": null}),
+                json!({"a": null, "e": null}),
+            ),
+        ] {
+            assert_eq!(patch_of(&base, value.clone()), Some(patch.clone()));
+            assert_eq!(merge(base.clone(), patch), value);
+        }
+        assert_eq!(patch_of(&base, base.clone()), None);
     }
 
     #[test]

@@ -5,6 +5,7 @@ mod algorithm_keys;
 mod bounds;
 mod document;
 mod error;
+mod former;
 mod hub_files;
 mod import;
 mod merge;

@@ -74,7 +74,7 @@ pub struct TeacherConfig {
     /// Servers with the teacher, which has the tokens of the policy. The keys are those of
     /// [rollout](#rollout): `engine` (`vllm` or `sglang`), `base_url`, `served_model_name`,
     /// `api_key_env`, `request_timeout`, `server_timeout`, `max_retries` and `max_inflight`.
-    /// Servers name log-probs at temperature 1, so `sampler.temperature` must be 1 for terms of
+    /// Servers name log-probs at temperature 1, so `sampling.temperature` must be 1 for terms of
     /// the sampled tokens.
     pub server: Option<RolloutConfig>,
 }
@@ -92,9 +92,8 @@ pub struct EvaluationConfig {
     pub pass_reward: f64,
     /// The largest number of held-out prompts. Absent: all.
     pub max_prompts: Option<usize>,
-    /// The sampler; its keys are laid over the sampler section. It has two keys more: `greedy:
-    /// true` takes the most likely token each time, and `max_new_tokens` is the maximum
-    /// length.
+    /// The sampler; its keys are laid over the section `sampling`. `greedy: true` takes the most
+    /// likely token each time.
     pub sampler: SamplingConfig,
 }
 

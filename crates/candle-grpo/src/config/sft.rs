@@ -165,8 +165,7 @@ impl SftRunConfig {
     /// Returns an error with line and key if a key is unknown, a value is not valid, or keys
     /// contradict each other.
     pub fn new(document: &Document) -> Result<Self, ConfigError> {
-        Self::build(document)
-            .map_err(|problem| problem.locate(document, |document| Self::build(document).map(drop)))
+        Self::build(document).map_err(|problem| problem.locate(document))
     }
 
     fn build(document: &Document) -> Result<Self, Problem> {
@@ -261,10 +260,10 @@ impl SftRunConfig {
         let sft = &self.sft;
         if let Some(adapters) = &sft.adapters {
             bounds::check_adapters(SFT, adapters, &model.model)
-                .map_err(|problem| problem.locate_at_path(&self.document))?;
+                .map_err(|problem| problem.locate(&self.document))?;
         }
         check_router(SFT, sft.router_aux_loss_coef, &model.model)
-            .map_err(|problem| problem.locate_at_path(&self.document))?;
+            .map_err(|problem| problem.locate(&self.document))?;
         let variables = &self.data.chat_template_kwargs;
         let template = chat_template(&self.document, DATA, variables, model)?;
         let dataset = self.data.load(model, template.as_ref(), sft.seed);
@@ -339,7 +338,7 @@ impl Configuration for SftRunConfig {
 
     fn check_files(&self) -> Result<(), ConfigError> {
         check_trackers(&self.trackers, TrackerConfig::check_files)
-            .map_err(|problem| problem.locate_at_path(&self.document))
+            .map_err(|problem| problem.locate(&self.document))
     }
 
     fn hub_files(&self) -> &HubFiles {

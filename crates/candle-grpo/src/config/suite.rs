@@ -114,9 +114,7 @@ impl SuiteConfig {
     /// Returns an error with line and key if a key is unknown, a value is not valid, or keys
     /// contradict each other.
     pub fn new(document: &Document, file: &Path) -> Result<Self, ConfigError> {
-        Self::build(document, file).map_err(|problem| {
-            problem.locate(document, |document| Self::build(document, file).map(drop))
-        })
+        Self::build(document, file).map_err(|problem| problem.locate(document))
     }
 
     fn build(document: &Document, file: &Path) -> Result<Self, Problem> {
@@ -190,9 +188,9 @@ impl SuiteConfig {
     /// Returns an error with the reward's line if one is missing.
     pub fn check_files(&self) -> Result<(), ConfigError> {
         for (i, reward) in self.rewards.iter().enumerate() {
-            reward.check_files().map_err(|error| {
-                Problem::within(&reward_key(i), &error).locate_at_path(&self.document)
-            })?;
+            reward
+                .check_files()
+                .map_err(|error| Problem::within(&reward_key(i), &error).locate(&self.document))?;
         }
         Ok(())
     }

@@ -79,13 +79,10 @@ pub fn model_card(run: &Run, checkpoint: &str, library: &str) -> String {
                     run.skipped.to_string()
                 },
             ),
-            (
-                "prompts per step",
-                setting("training.prompts_per_step").to_owned(),
-            ),
+            ("prompts per step", setting("prompts_per_step").to_owned()),
             (
                 "completions per prompt",
-                setting("training.num_generations").to_owned(),
+                setting("num_generations").to_owned(),
             ),
             ("rows per step", setting("sft.batch_size").to_owned()),
             ("weights", format!("checkpoint `{checkpoint}`")),
@@ -151,7 +148,7 @@ mod tests {
         let settings = [
             ("model.path", base),
             ("data.train", "train.jsonl"),
-            ("sampler.stop", "a|b\nc"),
+            ("sampling.stop", "a|b\nc"),
         ];
         let row = |step: f64, reward: f64| {
             BTreeMap::from([
@@ -181,7 +178,7 @@ mod tests {
             "| training data | `train.jsonl` |",
             "| steps | 7 |\n| steps without an update | 2 |\n",
             "| step | reward_mean |\n| ---: | ---: |\n| 0 | 0.100 |\n| 7 | 0.750 |",
-            "| sampler.stop | `a\\|b c` |",
+            "| sampling.stop | `a\\|b c` |",
             "checkpoint `step-000007`",
         ] {
             assert!(card.contains(part), "{part}\n{card}");

@@ -135,7 +135,7 @@ pub fn prompts(
             "{max_prompt_tokens}, must be at least {shortest}, the shortest length of {} prompts",
             rows.len()
         );
-        return Err(config.error("algorithm.prompt_length", &message).into());
+        return Err(config.error("max_prompt_tokens", &message).into());
     }
     let left_out = rows.len() - prompts.len();
     if left_out > 0 {

@@ -21,7 +21,7 @@ const INPUTS: &str = "inputs.json";
 const ROWS: [&str; 3] = ["data.held_out", "data.max_rows", "data.train"];
 
 /// Settings that may change as long as the demonstrations are the same.
-const DEMONSTRATIONS: [&str; 2] = ["demonstrations.max_rows", "demonstrations.train"];
+const DEMONSTRATIONS: [&str; 2] = ["demonstration_data.max_rows", "demonstration_data.train"];
 
 /// The number of differences that a message lists; it counts the others.
 const SHOWN: usize = 8;
@@ -110,7 +110,7 @@ run_trainer!(
         "rollout",
         "rollout_log",
         "run_dir",
-        "sampler.max_batch_size",
+        "sampling.max_batch_size",
         "teacher.server.api_key_env",
         "teacher.server.base_url",
         "teacher.server.max_inflight",

@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use anyhow::Result;
 use candle_core::Device;
-use candle_grpo_nn::DecoderConfig;
+use candle_grpo_nn::{BaseWeights, DecoderConfig};
 use candle_grpo_train::learn::{Reference, Teacher};
 use candle_grpo_train::rollout::RolloutConfig;
 use candle_grpo_train::{Pretrained, Prompt};
@@ -43,7 +43,7 @@ pub(super) fn check_teacher(
     let (rows, own) = (teacher.model.vocab_size, policy.model.vocab_size);
     if config.train.recipe.distillation_loss.is_some() && rows < own {
         return Err(wrong(&format!(
-            "has {rows} logits, must have at least {own}, as many as the policy, for algorithm.recipe.distillation_loss"
+            "has {rows} logits, must have at least {own}, as many as the policy, for recipe.distillation_loss"
         ))
         .into());
     }
@@ -84,12 +84,10 @@ pub(super) fn load_teacher(
         return Ok(None);
     };
     let load = || -> Result<Reference> {
-        let teacher = Pretrained::load(&model_path(model)?, device)?;
-        Reference::new(
-            &teacher.model.for_rows_of(longest_row),
-            &teacher.parameters,
-            config.train.compute_dtype,
-        )
+        let (path, dtype) = (model_path(model)?, config.train.compute_dtype);
+        let teacher = Pretrained::load_frozen(&path, device, BaseWeights::Stored, dtype)?;
+        let shape = teacher.model.for_rows_of(longest_row);
+        Reference::shared(&shape, &teacher.parameters, dtype)
     };
     let teacher = load().map_err(|error| wrong("teacher.model", error))?;
     Ok(Some(Arc::new(teacher)))

@@ -149,7 +149,7 @@ fn change_model(folder: &Path) {
 
 #[test]
 fn another_model_is_refused() {
-    let folder = run_of(&CONFIG.replace("use_kl_loss: true", "use_kl_loss: false"));
+    let folder = run_of(&CONFIG.replace("kl: {coef: 0.01}", "kl: null"));
     change_model(folder.path());
     assert_refused_until_accepted(folder.path(), "the model has other weights");
 }
@@ -158,8 +158,7 @@ fn another_model_is_refused() {
 #[test]
 fn a_change_that_the_checkpoint_does_not_fit_cannot_be_accepted() {
     let other_model: fn(&Path) = change_model;
-    let no_reference: fn(&Path) =
-        |folder| change(folder, "use_kl_loss: true", "use_kl_loss: false");
+    let no_reference: fn(&Path) = |folder| change(folder, "kl: {coef: 0.01}", "kl: null");
     for (change, words) in [
         (
             other_model,
@@ -298,9 +297,9 @@ fn another_configuration_does_not_resume_the_run() {
     write_rows(&folder.path().join("other.jsonl"), &["abc", "d", "ee"]);
     for (from, to, key) in [
         (
-            "rollout_batch_size: 4",
-            "rollout_batch_size: 2",
-            "algorithm.rollout_batch_size: 4, now 2",
+            "prompts_per_step: 4",
+            "prompts_per_step: 2",
+            "prompts_per_step: 4, now 2",
         ),
         ("pattern: '^[ab]'", "pattern: '^[cd]'", "rewards: "),
         (
@@ -355,8 +354,8 @@ fn keys_that_the_run_did_not_write_are_unchanged_at_their_defaults() {
     let mut config: Value = serde_json::from_slice(&fs::read(&path).unwrap()).unwrap();
     for (section, key) in [
         ("/rewards/0", "weight"),
-        ("/algorithm/recipe", "group_filter"),
-        ("/training", "old_log_probs"),
+        ("/recipe", "group_filter"),
+        ("", "old_log_probs"),
         ("", "environment"),
     ] {
         let section = config.pointer_mut(section).unwrap();
@@ -371,6 +370,49 @@ fn keys_that_the_run_did_not_write_are_unchanged_at_their_defaults() {
     assert!(said(&refused).contains(words), "{}", said(&refused));
 
     change(folder.path(), "kind: regex, weight: 0.5,", "kind: regex,");
+    let resumed = resume(folder.path(), &[]);
+    assert_eq!(resumed.status.code(), Some(0), "{}", said(&resumed));
+    assert!(!said(&resumed).contains("settings"), "{}", said(&resumed));
+    assert_eq!(steps(folder.path()), 9);
+}
+
+/// An earlier version had the sections `algorithm`, `sampler` and `training`.
+#[test]
+fn a_run_of_an_earlier_version_resumes() {
+    let folder = run();
+    let path = folder.path().join("run/config.json");
+    let mut config: Value = serde_json::from_slice(&fs::read(&path).unwrap()).unwrap();
+    let keys = config.as_object_mut().unwrap();
+    let mut take = |key: &str| keys.remove(key).unwrap();
+    let mut sampler = take("sampling");
+    let response_length = sampler.as_object_mut().unwrap().remove("max_new_tokens");
+    let algorithm = json!({
+        "rollout_batch_size": take("prompts_per_step"),
+        "num_return_sequences_in_group": take("num_generations"),
+        "prompt_length": take("max_prompt_tokens"),
+        "response_length": response_length,
+        "ppo_epochs": take("epochs"),
+        "recipe": take("recipe"),
+    });
+    let rows = take("demonstration_data");
+    let training: Value = [
+        "mini_batch_size",
+        "demonstrations",
+        "max_grad_norm",
+        "critic",
+    ]
+    .into_iter()
+    .map(|key| (key.to_owned(), take(key)))
+    .collect();
+    for (section, value) in [
+        ("algorithm", algorithm),
+        ("sampler", sampler),
+        ("training", training),
+        ("demonstrations", rows),
+    ] {
+        keys.insert(section.to_owned(), value);
+    }
+    fs::write(&path, config.to_string()).unwrap();
     let resumed = resume(folder.path(), &[]);
     assert_eq!(resumed.status.code(), Some(0), "{}", said(&resumed));
     assert!(!said(&resumed).contains("settings"), "{}", said(&resumed));

@@ -18,7 +18,9 @@ const CONFIG: &str = "
 model: model
 data: {train: data.jsonl, prompt: 'say {word}', system: Be, prefill: 'so {word}', chat_template_kwargs: {enable_thinking: true}}
 rewards: [{kind: regex, pattern: '^[ab]'}]
-algorithm: {rollout_batch_size: 1, num_return_sequences_in_group: 2, response_length: 4}
+prompts_per_step: 1
+num_generations: 2
+sampling: {max_new_tokens: 4}
 evaluation: {sampler: {max_new_tokens: 7}}
 max_steps: 1
 run_dir: run

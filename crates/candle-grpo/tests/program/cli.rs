@@ -231,10 +231,7 @@ rewards: [{kind: numeric}]
         String::from_utf8_lossy(&output.stderr)
     );
     let text = out(&output);
-    assert!(
-        text.contains("used: algorithm.rollout_batch_size"),
-        "{text}"
-    );
+    assert!(text.contains("used: prompts_per_step"), "{text}");
     assert!(
         text.contains("no meaning here: there are no strategies"),
         "{text}"
@@ -383,7 +380,7 @@ fn check_refuses_what_train_refuses() {
         ),
         (
             format!("{CONFIG}training: {{adapters: {{lora_r: 2}}}}\n"),
-            "run.yaml:5: training.adapters.lora_r: unknown key; here it is training.adapters.rank\n",
+            "run.yaml:5: training.adapters.lora_r: unknown key; here it is adapters.rank\n",
         ),
         (
             reward("{kind: ensemble, judges: [{kind: json}, {pattern: a}]}"),
@@ -461,7 +458,7 @@ fn check_refuses_what_train_refuses() {
         ),
         (
             format!("{CONFIG}training: {{critic: {{learning_rate: 1e-5}}}}\n"),
-            "run.yaml:5: training.critic.learning_rate: unknown key; here it is training.critic.optimizer.learning_rate\n",
+            "run.yaml:5: training.critic.learning_rate: unknown key; here it is critic.optimizer.learning_rate\n",
         ),
         (
             with(
@@ -582,10 +579,7 @@ adv_estimator: grpo
     let folder = folder(config, DATA);
     let output = grpo(folder.path(), &["check", "--all", "run.yaml"]);
     let text = out(&output);
-    assert!(
-        text.contains("used: algorithm.rollout_batch_size"),
-        "{text}"
-    );
+    assert!(text.contains("used: prompts_per_step"), "{text}");
     assert!(text.contains(" = 8 completions"), "{text}");
     // An error names the key as the file has it.
     let wrong = config.replace("rollout_batch_size: 2", "rollout_batch_size: 0");
@@ -605,7 +599,7 @@ adv_estimator: grpo
     fails(
         &grpo(folder.path(), &["check", "run.yaml"]),
         3,
-        "run.yaml:5: rollout_batch_size: unknown key; here it is algorithm.rollout_batch_size",
+        "run.yaml:5: rollout_batch_size: unknown key; here it is prompts_per_step",
     );
 }
 
@@ -641,7 +635,7 @@ fn an_imported_script_is_a_file_of_ours_once_it_has_rewards() {
     let text = out(&output);
     for words in [
         "# Imported from verl. Keys:\n",
-        "  used: training.mini_batch_size = 10\n",
+        "  used: mini_batch_size = 10\n",
         "actor_rollout_ref.model.use_liger            no meaning here: it is about memory or speed\n",
         "# In verl: 20 completions per generation, at most 10 per update, updates per generation: 2; total: 7 generations, 14 updates.\n",
     ] {
@@ -670,8 +664,33 @@ fn an_imported_script_is_a_file_of_ours_once_it_has_rewards() {
     fails(
         &grpo(path, &["import", "run.yaml"]),
         3,
-        "run.yaml: not a file of ROLL, TRL, verl or OpenRLHF",
+        "run.yaml: not a file of ROLL, TRL, verl, OpenRLHF or an earlier version",
     );
+}
+
+#[test]
+fn a_file_of_an_earlier_version_is_printed_with_the_keys_of_this_one() {
+    let folder = folder(CONFIG, DATA);
+    let checked = grpo(folder.path(), &["check", "run.yaml"]);
+    assert_eq!(checked.status.code(), Some(0), "{checked:?}");
+    let advice = "warning: the file has sections of an earlier version";
+    assert!(said(&checked).contains(advice), "{}", said(&checked));
+
+    let text = out(&grpo(folder.path(), &["import", "run.yaml"]));
+    for line in ["preset: dapo", "prompts_per_step: 2", "  max_new_tokens: 8"] {
+        assert!(text.lines().any(|found| found == line), "{line} in\n{text}");
+    }
+    fs::write(folder.path().join("native.yaml"), text).unwrap();
+    let again = grpo(folder.path(), &["check", "native.yaml"]);
+    assert!(!said(&again).contains("warning"), "{}", said(&again));
+    for start in ["Batch: ", "Algorithm: "] {
+        let line = |output| {
+            let text = out(output);
+            let line = text.lines().find(|line| line.starts_with(start));
+            line.expect(start).to_owned()
+        };
+        assert_eq!(line(&again), line(&checked));
+    }
 }
 
 #[test]

@@ -35,8 +35,8 @@ fn write_phi(folder: &Path, short: [f64; 2], long: [f64; 2]) {
 /// Returns the results from a run, an evaluation and a sample with these factors.
 fn results(short: [f64; 2], long: [f64; 2], response_length: usize) -> (Vec<Value>, Vec<String>) {
     let config = CONFIG.replace("max_steps: 12", "max_steps: 2").replace(
-        "response_length: 6",
-        &format!("response_length: {response_length}"),
+        "max_new_tokens: 6",
+        &format!("max_new_tokens: {response_length}"),
     );
     let folder = folder(&config);
     let path = folder.path();

@@ -132,7 +132,7 @@ fn the_old_run_is_kept_until_the_new_one_has_a_checkpoint() {
     let before = files(&run);
 
     // It fails before it has a checkpoint.
-    let config = CONFIG.replace("algorithm:", "algorithm:\n  preset: dr_grpo");
+    let config = CONFIG.replace("recipe:", "preset: dr_grpo\nrecipe:");
     let config = config.replace("'^[ab]'", "'^[ab]', weight: 1e30");
     fs::write(folder.path().join("run.yaml"), config).unwrap();
     let output = grpo(folder.path(), &REPLACE);
@@ -351,9 +351,7 @@ fn convert_takes_the_folder_of_a_run() {
 #[test]
 fn convert_writes_the_adapters_of_a_run_or_merges_them() {
     let config = CONFIG.replace("max_steps: 12", "max_steps: 3");
-    let folder = folder(&format!(
-        "{config}training: {{adapters: {{rank: 2, alpha: 4}}}}\n"
-    ));
+    let folder = folder(&format!("{config}adapters: {{rank: 2, alpha: 4}}\n"));
     let path = folder.path();
     succeeds(path, &["train", "run.yaml"]);
     let best = RunDir::best_checkpoint(&path.join("run")).unwrap().unwrap();

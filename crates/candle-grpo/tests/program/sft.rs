@@ -118,7 +118,7 @@ fn reinforcement_learning_begins_with_the_weights_of_supervised_training() {
     let train = |model: &str| {
         let config = format!(
             "model: {model}\ndata: {{train: rows.jsonl}}\nrewards: [{{kind: regex, pattern: '^bb$'}}]\n\
-             algorithm: {{rollout_batch_size: 8, num_return_sequences_in_group: 4, response_length: 4}}\n\
+             prompts_per_step: 8\nnum_generations: 4\nsampling: {{max_new_tokens: 4}}\n\
              max_steps: 1\nrun_dir: rl-{model}\nthreads: 1\n"
         );
         fs::write(path.join("rl.yaml"), config).unwrap();

@@ -15,12 +15,10 @@ pub(crate) const CONFIG: &str = "
 model: model
 data: {train: data.jsonl, held_out_rows: 4}
 rewards: [{kind: regex, pattern: '^[ab]'}]
-algorithm:
-  rollout_batch_size: 4
-  num_return_sequences_in_group: 4
-  response_length: 6
-  use_kl_loss: true
-  kl_loss_coef: 0.01
+prompts_per_step: 4
+num_generations: 4
+sampling: {max_new_tokens: 6}
+recipe: {policy_loss: {kl: {coef: 0.01}}}
 optimizer: {learning_rate: 3e-3}
 evaluation: {every_steps: 4, samples_per_prompt: 4, pass_at: [1, 2]}
 checkpoint: {every_steps: 3}

@@ -35,7 +35,7 @@ pub(crate) fn assert_same_run(folder: &Path, other: &Path, steps: usize) {
 #[test]
 fn the_line_of_a_step_without_an_update_has_the_reason() {
     let config = CONFIG.replace("max_steps: 12", "max_steps: 1");
-    let filters = "training: {sample_filters: [{kind: shorter_than, length: 1}]}\n";
+    let filters = "sample_filters: [{kind: shorter_than, length: 1}]\n";
     let folder = folder(&(config + filters));
     let printed = succeeds(folder.path(), &["train", "run.yaml"]);
     let reason = "all 16 completions filtered (shorter_than)";
@@ -407,7 +407,7 @@ fn a_closed_stdout_does_not_end_a_run() {
 #[test]
 fn a_gradient_that_is_not_finite_ends_the_run() {
     // Gradients whose squares no f32 holds.
-    let config = CONFIG.replace("algorithm:", "algorithm:\n  preset: dr_grpo");
+    let config = CONFIG.replace("recipe:", "preset: dr_grpo\nrecipe:");
     let folder = folder(&config.replace("'^[ab]'", "'^[ab]', weight: 1e30"));
     let output = grpo(folder.path(), &["train", "run.yaml"]);
     assert_eq!(output.status.code(), Some(6), "{}", said(&output));
@@ -487,10 +487,10 @@ fn wrong_inputs_are_refused_before_the_folder_is_created() {
     };
     for (from, to, code, words) in [
         (
-            "response_length: 6",
-            "response_length: 22",
+            "max_new_tokens: 6",
+            "max_new_tokens: 22",
             3,
-            "algorithm.response_length: 22, must be at most 21",
+            "sampling.max_new_tokens: 22, must be at most 21",
         ),
         ("model: model", "model: run.yaml", 5, "run.yaml"),
         ("data.jsonl", "none.jsonl", 4, "none.jsonl"),
@@ -502,10 +502,7 @@ fn wrong_inputs_are_refused_before_the_folder_is_created() {
         assert!(!there.path().join("run").exists(), "{words}");
     }
     // Some prompts are left.
-    let output = train(
-        "response_length: 6",
-        "response_length: 6\n  prompt_length: 2",
-    );
+    let output = train("max_steps: 12", "max_steps: 12\nmax_prompt_tokens: 2");
     assert_eq!(output.status.code(), Some(0), "{}", said(&output));
     assert!(
         said(&output).contains("prompts are dropped: they have more than 2 tokens"),
@@ -597,7 +594,7 @@ fn a_run_whose_reward_hangs_finishes_and_resumes_bit_identically(
 
 #[test]
 fn an_evaluation_computes_in_the_dtype_of_the_run() {
-    let folder = folder(&format!("{CONFIG}training: {{compute_dtype: bf16}}\n"));
+    let folder = folder(&format!("{CONFIG}compute_dtype: bf16\n"));
     let folder = folder.path();
     succeeds(folder, &["train", "run.yaml", "--quiet"]);
     let model = "run/checkpoints/step-000012";

@@ -53,27 +53,11 @@ const OLD: &[(&str, &str)] = &[
 /// The number of such options that make an OpenRLHF file; fewer are a slip.
 const FLAT: usize = 4;
 
-const OWN: &[&str] = &[
-    "model",
-    "rewards",
-    "environment",
-    "sampler",
-    "optimizer",
-    "schedule",
-    "training",
-    "evaluation",
-    "checkpoint",
-    "trackers",
-    "run_dir",
-    "max_steps",
-    "threads",
-];
-
 pub(super) const RULES: &[(&str, Rule)] = rules! {
     "actor.model_name_or_path": To("model.path");
     "reward.model_name_or_path": Convert("rewards", reward_model);
     "reward.remote_url": Set("rewards", ", such as {kind: program} (docs/configuration.md)");
-    "reward.normalize_enable": Unless("false", "set algorithm.recipe.reward_shaping.norm");
+    "reward.normalize_enable": Unless("false", "set recipe.reward_shaping.norm");
     "reward.stop_properly_penalty_coef": Unless("null", "completions that are cut off have their reward");
     "reward.overlong_penalty_factor": NoMeaning("overlong_buffer_len is absent");
     "reward": NoMeaning(MEMORY);
@@ -91,8 +75,8 @@ pub(super) const RULES: &[(&str, Rule)] = rules! {
     "eval.temperature": To("evaluation.sampler.temperature");
     "eval.n_samples_per_prompt": To("evaluation.samples_per_prompt");
     "eval": NoMeaning(DATA);
-    "rollout.temperature": To("sampler.temperature");
-    "rollout.top_p": To("sampler.top_p");
+    "rollout.temperature": To("sampling.temperature");
+    "rollout.top_p": To("sampling.top_p");
     "rollout.vllm_generate_batch_size": Unless("null", "a step samples rollout.batch_size prompts");
     "rollout": NoMeaning(MEMORY);
     "train.seed": To("seed");
@@ -106,14 +90,14 @@ pub(super) const RULES: &[(&str, Rule)] = rules! {
     "actor.adam.weight_decay": To("optimizer.weight_decay");
     "actor.optim": Unless("\"adam\"", "the optimizer is AdamW");
     "actor.muon": NoMeaning("the optimizer is AdamW");
-    "actor.max_norm": To("training.max_grad_norm");
+    "actor.max_norm": To("max_grad_norm");
     "actor.min_lr_ratio": To("schedule.min_lr_ratio");
     "actor.eps_clip": To("algorithm.pg_clip");
-    "actor.dual_clip": To("algorithm.recipe.policy_loss.surrogate.clip.dual_clip");
+    "actor.dual_clip": To("recipe.policy_loss.surrogate.clip.dual_clip");
     "actor.policy_loss_type": Unless("\"ppo\"", "use a file of ours with algorithm.preset: gspo");
     "actor.entropy_coef": To("algorithm.entropy_loss_coef");
-    "actor.aux_loss_coef": To("training.router_aux_loss_coef");
-    "actor.gradient_checkpointing_enable": To("training.activation_checkpointing");
+    "actor.aux_loss_coef": To("router_aux_loss_coef");
+    "actor.gradient_checkpointing_enable": To("activation_checkpointing");
     "actor.gradient_checkpointing_reentrant": NoMeaning(MEMORY);
     "actor.freeze_visual_encoder": NoMeaning(DATA);
     "actor.num_nodes": NoMeaning(RANKS);
@@ -126,8 +110,8 @@ pub(super) const RULES: &[(&str, Rule)] = rules! {
     "algo.kl.horizon": NoMeaning("algo.kl.target is absent");
     "algo.dynamic_filtering_range": NoMeaning("algo.dynamic_filtering_enable is off");
     "algo.dynamic_filtering_enable": NoMeaning("it is off");
-    "ds.param_dtype": Convert("training.compute_dtype", dtype);
-    "ds.load_in_4bit": Set("training.base_weights", "");
+    "ds.param_dtype": Convert("compute_dtype", dtype);
+    "ds.load_in_4bit": Set("base_weights", "");
     "ds.lora.rank": NoMeaning("it is 0");
     "ds.lora.alpha": NoMeaning("ds.lora.rank is 0");
     "ds.lora.target_modules": NoMeaning("ds.lora.rank is 0");
@@ -163,7 +147,7 @@ pub(super) fn translate(document: &Document) -> Import {
     algorithm(&mut file);
     optimizer(&mut file);
     lengths(&mut file);
-    file.apply(RULES, IDLE, OWN);
+    file.apply(RULES, IDLE);
     let defaults = file.left_out(
         sizes.all_updates.is_none(),
         [
@@ -195,7 +179,7 @@ fn renamed(document: &Document) -> Document {
     for (old, new) in OLD {
         if let Some(value) = document.get(old) {
             let line = document.line_of(old);
-            renamed = renamed.without(old);
+            renamed.remove(old);
             renamed.insert(new, value.clone(), old, line);
         }
     }
@@ -209,28 +193,20 @@ fn sizes(file: &mut Translation<'_>) -> Sizes {
     let update = file.number("train.batch_size").unwrap_or(128.);
     let passes = file.number("train.max_epochs").unwrap_or(1.);
     for (path, place, value) in [
-        (
-            "rollout.batch_size",
-            "algorithm.rollout_batch_size",
-            prompts,
-        ),
-        (
-            "rollout.n_samples_per_prompt",
-            "algorithm.num_return_sequences_in_group",
-            group,
-        ),
-        ("train.batch_size", "training.mini_batch_size", update),
-        ("train.max_epochs", "algorithm.ppo_epochs", passes),
+        ("rollout.batch_size", "prompts_per_step", prompts),
+        ("rollout.n_samples_per_prompt", "num_generations", group),
+        ("train.batch_size", "mini_batch_size", update),
+        ("train.max_epochs", "epochs", passes),
     ] {
         file.decide(&[path], place, count(value));
     }
     let tokens = "train.max_tokens_per_gpu";
     if file.flag("train.dynamic_batch_enable") {
         let value = file.number(tokens).unwrap_or(16192.);
-        file.decide(&[tokens], "training.micro_batch_tokens", count(value));
+        file.decide(&[tokens], "micro_batch_tokens", count(value));
         file.no_meaning("train.micro_batch_size", "tokens bound a pass");
     } else if let Some(value) = file.get("train.micro_batch_size") {
-        file.used("train.micro_batch_size", "training.micro_batch_size", value);
+        file.used("train.micro_batch_size", "micro_batch_size", value);
     }
     let steps = file.number("max_steps");
     match steps {
@@ -267,10 +243,7 @@ fn algorithm(file: &mut Translation<'_>) {
         }
     };
     file.decide(&[path], "algorithm.preset", json!(preset));
-    file.default(
-        "algorithm.recipe.policy_loss.aggregation",
-        json!("token-mean"),
-    );
+    file.default("recipe.policy_loss.aggregation", json!("token-mean"));
     let gamma = file.number("algo.advantage.gamma").unwrap_or(1.);
     if kind == "gae" || gamma != 1. {
         file.decide(&["algo.advantage.gamma"], "algorithm.gamma", json!(gamma));
@@ -281,11 +254,7 @@ fn algorithm(file: &mut Translation<'_>) {
         for (key, place, default) in [
             ("algo.advantage.lambd", "algorithm.lambd", 1.),
             ("critic.value_clip", "algorithm.value_clip", 0.5),
-            (
-                "critic.adam.lr",
-                "training.critic.optimizer.learning_rate",
-                9e-6,
-            ),
+            ("critic.adam.lr", "critic.optimizer.learning_rate", 9e-6),
         ] {
             let value = file.number(key).unwrap_or(default);
             file.decide(&[key], place, json!(value));
@@ -310,13 +279,13 @@ fn algorithm(file: &mut Translation<'_>) {
         file.no_meaning("actor.eps_clip", "eps_clip_low_high is set");
     }
     let range = file.get("reward.clip_range").unwrap_or(json!([-10, 10]));
-    let place = "algorithm.recipe.reward_shaping.clip_range";
+    let place = "recipe.reward_shaping.clip_range";
     file.decide(&["reward.clip_range"], place, range);
     if file.flag("algo.dynamic_filtering_enable") {
         let range = file.get("algo.dynamic_filtering_range");
         let range = range.unwrap_or(json!([0, 1]));
         let filter = json!({"mean_above": range[0], "mean_below": range[1], "spread": false});
-        let place = "algorithm.recipe.group_filter";
+        let place = "recipe.group_filter";
         file.used("algo.dynamic_filtering_enable", place, filter);
         file.no_meaning("algo.dynamic_filtering_range", format!("{place} is set"));
     }
@@ -329,17 +298,17 @@ fn kl(file: &mut Translation<'_>, estimator: &str) {
     let coefs = ["algo.kl.init_coef"];
     if file.flag("algo.kl.use_loss") {
         if matches!(estimator, "group_norm" | "reinforce") {
-            file.default("algorithm.recipe.advantage.kl_penalty", Value::Null);
+            file.default("recipe.advantage.kl_penalty", Value::Null);
         }
         file.used("algo.kl.use_loss", "algorithm.use_kl_loss", json!(true));
         file.decide(&coefs, "algorithm.kl_loss_coef", json!(coef));
-        let place = "algorithm.recipe.policy_loss.kl.kl.estimator";
+        let place = "recipe.policy_loss.kl.kl.estimator";
         file.decide(&["algo.kl.estimator"], place, kind);
     } else if matches!(estimator, "group_norm" | "reinforce") {
         // OpenRLHF bounds the estimate, and not the ratio.
         let kl = json!({"estimator": kind, "log_ratio_clamp": null, "value_clamp": 10.});
         let keys = ["algo.kl.init_coef", "algo.kl.estimator"];
-        let place = "algorithm.recipe.advantage.kl_penalty";
+        let place = "recipe.advantage.kl_penalty";
         file.decide(&keys, place, json!({"coef": coef, "kl": kl}));
     } else if coef != 0. {
         file.default("algorithm.add_token_level_kl", json!(true));
@@ -388,29 +357,29 @@ fn lengths(file: &mut Translation<'_>) {
         } else {
             &keys[1..]
         },
-        "algorithm.response_length",
+        "sampling.max_new_tokens",
         count(length),
     );
     let prompt = match completion {
         Some(completion) => (sum - completion).max(1.),
         None => sum,
     };
-    file.decide(&keys[1..], "algorithm.prompt_length", count(prompt));
+    file.decide(&keys[1..], "max_prompt_tokens", count(prompt));
     if let Some(buffer) = file.get("reward.overlong_buffer_len") {
         let factor = file.number("reward.overlong_penalty_factor").unwrap_or(1.);
         let penalty = json!({"max_length": count(length), "buffer": buffer, "factor": factor});
-        let place = "algorithm.recipe.overlong";
+        let place = "recipe.overlong";
         file.used("reward.overlong_buffer_len", place, penalty);
     }
     if file.number("ds.lora.rank").unwrap_or(0.) > 0. {
         for (key, default) in [("rank", json!(0)), ("alpha", json!(16))] {
             let path = format!("ds.lora.{key}");
             let value = file.get(&path).unwrap_or(default);
-            file.decide(&[&path], &format!("training.adapters.{key}"), value);
+            file.decide(&[&path], &format!("adapters.{key}"), value);
         }
         let path = "ds.lora.target_modules";
         if let Some(modules) = file.get(path).as_ref().and_then(files) {
-            file.used(path, "training.adapters.target_modules", modules);
+            file.used(path, "adapters.target_modules", modules);
         }
     }
 }

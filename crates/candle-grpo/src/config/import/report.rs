@@ -2,7 +2,8 @@
 
 use std::fmt;
 
-use super::{Import, Severity, Verdict};
+use super::super::former;
+use super::{Import, ImportedKey, Severity, Verdict};
 
 /// A key that a file leaves out, with two defaults.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -57,8 +58,18 @@ impl fmt::Display for Import {
         writeln!(f, "Imported from {}. Keys:", self.system)?;
         let widths = self.keys.iter().map(|key| key.path.len());
         let width = widths.max().unwrap_or(0);
-        for key in &self.keys {
-            writeln!(f, "  {:width$}  {}", key.path, key.verdict)?;
+        let native = self.document.native().ok();
+        for ImportedKey { path, verdict, .. } in &self.keys {
+            write!(f, "  {path:width$}  ")?;
+            match (verdict, &native) {
+                (Verdict::Used(place), Some(native)) if former::is_of(place) => {
+                    match native.places_of(path).join(", ").as_str() {
+                        "" => writeln!(f, "used: it is the default")?,
+                        places => writeln!(f, "used: {places}")?,
+                    }
+                }
+                _ => writeln!(f, "{verdict}")?,
+            }
         }
         if !self.defaults.is_empty() {
             writeln!(f, "Absent keys, whose default differs in {}:", self.system)?;

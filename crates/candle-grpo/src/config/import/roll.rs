@@ -2,15 +2,17 @@
 
 use std::collections::BTreeSet;
 
-use candle_grpo_train::TrainConfig;
+use candle_grpo_train::{SamplingConfig, TrainConfig};
 use serde_json::{Map, Value, json};
 
 use super::super::algorithm::AlgorithmConfig;
 use super::super::document::Document;
-use super::super::suggestions::{nearest, sections};
+use super::super::former;
+use super::super::run::keys;
+use super::super::suggestions::{keys_of, nearest};
 use super::report::{RollDefault, Sizes};
 use super::rules::{ENVIRONMENT, METRICS, PENALTY, RANKS, rules};
-use super::translation::{INTERPOLATED, fits, interpolated, is_same};
+use super::translation::{INTERPOLATED, first, fits, interpolated, is_same};
 use super::{Import, ImportedKey, Severity, System, Verdict};
 
 /// The algorithm keys whose defaults differ. ROLL's defaults come from its code. Its page names
@@ -64,7 +66,7 @@ const WORKERS: &str =
 const TEMPLATE: &str = "the chat template of the model is used";
 const GROUP: &str = "num_return_sequences_in_group is used";
 const PACKED: &str = "sequences are packed without padding";
-const TOKENS: &str = "training.micro_batch_tokens bounds a pass";
+const TOKENS: &str = "micro_batch_tokens bounds a pass";
 const DISTILLATION: &str = " and recipe.policy_loss.distillation (docs/from-roll.md)";
 
 /// The rules. The first one that fits applies.
@@ -92,7 +94,7 @@ const RULES: &[(&str, Rule)] = rules! {
     "async_generation_ratio": Set("rollout.max_staleness", "");
     "is_num_return_sequences_expand": NoMeaning("groups are always sampled together");
     "max_running_requests": NoMeaning("rollout.max_inflight is used");
-    "use_additional_prompts": NotSupported("set algorithm.recipe.group_filter and training.max_sampling_batches");
+    "use_additional_prompts": NotSupported("set recipe.group_filter and max_sampling_batches");
     "max_additional_running_prompts": Set("training.max_sampling_batches", "");
     "reward_pretrain": NoMeaning("rewards lists a reward model by its kind, reward_model");
     "difficulty_loss_weight": NotSupported("samples are not weighted by difficulty");
@@ -107,11 +109,11 @@ const RULES: &[(&str, Rule)] = rules! {
     "*.device_mapping": NoMeaning(RANKS);
     "*.world_size": NoMeaning(RANKS);
     "*.num_gpus_per_worker": NoMeaning(RANKS);
-    "*.infer_batch_size": NoMeaning("sampler.max_batch_size is used");
+    "*.infer_batch_size": NoMeaning("sampling.max_batch_size is used");
     "*.use_remote_checkpoint": NoMeaning(NO_WORKERS);
     "*.model_args.flash_attn": NoMeaning("there is one attention implementation");
     "*.model_args.attn_implementation": NoMeaning("there is one attention implementation");
-    "*.model_args.disable_gradient_checkpointing": NoMeaning("activations are not checkpointed unless training.activation_checkpointing is set");
+    "*.model_args.disable_gradient_checkpointing": NoMeaning("activations are not checkpointed unless activation_checkpointing is set");
     "*.model_args.model_type": NoMeaning("the model's configuration is used");
     "*.model_args.dtype": Advise("training.compute_dtype");
     "actor_train.model_args.lora_rank": To("training.adapters.rank");
@@ -176,7 +178,7 @@ const RULES: &[(&str, Rule)] = rules! {
     "l2": Unless("0", "set optimizer.weight_decay");
     "mask_type": Unless("\"loss\"", "masks leave the loss alone");
     "train_infer_correction": Set("algorithm.recipe.policy_loss.rollout_correction", "");
-    "is_use_additional_prompts": NotSupported("set algorithm.recipe.group_filter and training.max_sampling_batches");
+    "is_use_additional_prompts": NotSupported("set recipe.group_filter and max_sampling_batches");
     "custom_envs": NotSupported(ENVIRONMENT);
     "custom_env": NotSupported(ENVIRONMENT);
     "agent_config_common": NotSupported(ENVIRONMENT);
@@ -357,9 +359,7 @@ fn is_flat_page(document: &Document) -> bool {
 const FLAT_KEYS: usize = 3;
 
 fn algorithm_keys() -> BTreeSet<String> {
-    let sections = sections().into_iter();
-    let mut algorithm = sections.filter(|(section, _)| *section == "algorithm");
-    algorithm.next().map(|(_, keys)| keys).unwrap_or_default()
+    keys_of(&AlgorithmConfig::default())
 }
 
 struct Translation {
@@ -368,7 +368,6 @@ struct Translation {
     /// The bytes left from [`INTERPOLATED`].
     room: usize,
     algorithm_keys: BTreeSet<String>,
-    own_sections: BTreeSet<&'static str>,
     sampler_keys: BTreeSet<String>,
     /// The names that the file mentions as `${name}`.
     variables: BTreeSet<String>,
@@ -391,27 +390,12 @@ fn variables(document: &Document) -> BTreeSet<String> {
 
 impl Translation {
     fn new(document: &Document) -> Self {
-        let sections = sections();
-        let sampler = sections.iter().find(|(section, _)| *section == "sampler");
-        let sampler_keys = sampler.map(|(_, keys)| keys.clone()).unwrap_or_default();
-        let own_sections = sections.into_iter().map(|(section, _)| section);
         Self {
             keys: Vec::new(),
             document: document.emptied(),
             room: INTERPOLATED,
             algorithm_keys: algorithm_keys(),
-            own_sections: own_sections
-                .chain([
-                    "model",
-                    "run_dir",
-                    "threads",
-                    "environment",
-                    "demonstrations",
-                    "rollout_log",
-                    "trackers",
-                ])
-                .collect(),
-            sampler_keys,
+            sampler_keys: keys_of(&SamplingConfig::default()),
             variables: variables(document),
         }
     }
@@ -419,13 +403,15 @@ impl Translation {
     fn take(&mut self, document: &Document, path: &str, value: &Value) {
         let line = document.line_of(path);
         let value = interpolated(document, value, &mut self.room);
-        let top = path.split(['.', '[']).next().unwrap_or(path);
+        let top = first(path);
         let has = |path: &str| document.get(path).is_some();
         let own = match top {
             // ROLL has sections of these names, too.
             "rewards" => document.get(top).is_some_and(Value::is_array),
             "teacher" => has("teacher.model") || has("teacher.server"),
-            _ => self.own_sections.contains(top),
+            _ if self.algorithm_keys.contains(top) => false,
+            _ if RULES.iter().any(|(pattern, _)| first(pattern) == top) => false,
+            _ => keys().contains(top) || former::is_of(top),
         };
         let (verdict, severity) = if own || self.algorithm_keys.contains(top) {
             let place = if own {
@@ -451,7 +437,7 @@ impl Translation {
         let line = document.line_of(path);
         let no_meaning = |why: String| (Verdict::NoMeaning(why), Severity::Note);
         let changes = |why: String| (Verdict::NotSupported(why), Severity::Changes);
-        let given = |place: &str| place != path && document.get(place).is_some();
+        let given = |place: &str| place != path && document.sets(place);
         let rule = RULES.iter().find(|(pattern, _)| fits(pattern, path));
         let names = [OF_NO_EFFECT, OF_AN_EFFECT];
         let in_section = rule.is_some_and(|(pattern, _)| SECTIONS.contains(pattern));
@@ -493,14 +479,15 @@ impl Translation {
                 ("actor_train.device_mapping", Some(1.), _) => no_meaning(RANKS.to_owned()),
                 ("actor_train.device_mapping", Some(workers), Some(Sizes { update, .. })) => {
                     changes(format!(
-                        "set {place} to {update}, the completions of an update of all {workers} workers"
+                        "set {} to {update}, the completions of an update of all {workers} workers",
+                        former::place(place)
                     ))
                 }
-                _ => changes(format!("set {place}{advice}")),
+                _ => changes(format!("set {}{advice}", former::place(place))),
             },
             Some(SetBoth(a, b)) => changes(format!("set {a} and {b}")),
             Some(Advise(place)) => (
-                Verdict::NotSupported(format!("set {place}")),
+                Verdict::NotSupported(format!("set {}", former::place(place))),
                 Severity::Note,
             ),
             None if has_name(OF_NO_EFFECT, path) => {
@@ -578,14 +565,14 @@ impl Translation {
 
     /// Removes the micro-batch size if tokens bound a pass.
     fn leave_out_micro_batch_size(&mut self) {
-        if self.document.get("training.micro_batch_tokens").is_some() {
+        if self.document.sets("micro_batch_tokens") {
             self.leave_out("training", "micro_batch_size", TOKENS);
         }
     }
 
     /// Removes a key that has no effect for a reason.
     fn leave_out(&mut self, section: &str, key: &str, reason: &str) {
-        self.document.remove(section, key);
+        self.document.remove(&format!("{section}.{key}"));
         let place = Verdict::Used(format!("{section}.{key}"));
         for key in &mut self.keys {
             if key.verdict == place {
@@ -603,11 +590,5 @@ impl Document {
     /// Returns an empty document for the same file.
     fn emptied(&self) -> Self {
         self.with_value(Value::Object(Map::new()))
-    }
-
-    fn remove(&mut self, section: &str, key: &str) {
-        if let Some(Value::Object(map)) = self.value.get_mut(section) {
-            map.shift_remove(key);
-        }
     }
 }

@@ -5,6 +5,8 @@ use std::collections::BTreeSet;
 use serde_json::{Map, Value, json};
 
 use super::super::document::Document;
+use super::super::former;
+use super::super::run::keys;
 use super::super::suggestions::nearest;
 use super::report::RollDefault;
 use super::rules::Rule;
@@ -147,25 +149,38 @@ impl<'a> Translation<'a> {
     }
 
     /// Gives each remaining key the verdict from the first matching rule. The keys in `idle`,
-    /// separated by spaces, do not change what is learned. A key stays as it is if it is in one of
-    /// our sections `own`, or if a rule asks for it.
-    pub(super) fn apply(&mut self, rules: &[(&str, Rule)], idle: &str, own: &[&str]) {
+    /// separated by spaces, do not change what is learned. A key of ours stays as it is, unless the
+    /// other trainer has a section with that name. There, only keys that a rule asks for are ours.
+    pub(super) fn apply(&mut self, rules: &[(&str, Rule)], idle: &str) {
+        let patterns = || {
+            rules
+                .iter()
+                .map(|(pattern, _)| *pattern)
+                .chain(idle.split_whitespace())
+        };
+        let theirs: BTreeSet<&str> = patterns().map(first).collect();
+        let is_ours =
+            |top: &str| (keys().contains(top) || former::is_of(top)) && !theirs.contains(top);
         for (path, value) in self.source.leaves() {
             if self.done.contains(&path) {
                 continue;
             }
             let value = interpolated(self.source, value, &mut self.room);
-            let top = path.split(['.', '[']).next().unwrap_or(&path);
             let rule = rules.iter().find(|(pattern, _)| fits(pattern, &path));
-            let is_ours = own.contains(&top) || is_advised(rules, &path);
-            let rule = rule.filter(|(pattern, _)| *pattern == path || !is_advised(rules, &path));
+            let is_advised = is_advised(rules, &path);
+            let rule = rule.filter(|(pattern, _)| *pattern == path || !is_advised);
             let is_idle = || idle.split_whitespace().any(|pattern| fits(pattern, &path));
             match rule {
                 Some((pattern, rule)) => self.follow(pattern, &path, value, rule),
-                None if is_ours => self.used(&path, &path, value),
+                None if is_advised || is_ours(first(&path)) => {
+                    self.used(&path, &former::place(&path), value);
+                }
                 None if is_idle() => self.no_meaning(&path, "it does not change what is learned"),
                 None if value.is_null() => self.no_meaning(&path, "it is absent"),
-                None => self.unknown(&path, rules, idle, own),
+                None => {
+                    let ours = keys().iter().map(String::as_str).filter(|key| is_ours(key));
+                    self.unknown(&path, &patterns().chain(ours).collect::<Vec<_>>());
+                }
             }
         }
     }
@@ -173,10 +188,7 @@ impl<'a> Translation<'a> {
     fn follow(&mut self, pattern: &str, path: &str, value: Value, rule: &Rule) {
         let is_empty = value == json!({}) || value == json!([]);
         let off = value == Value::Bool(false) || value.is_null() || is_empty;
-        let given = |place: &str| {
-            let ours = self.source.get(place).filter(|value| !value.is_null());
-            place != path && ours.is_some()
-        };
+        let given = |place: &str| place != path && self.source.sets(place);
         match *rule {
             Rule::To(place) | Rule::Set(place, _) if given(place) => {
                 self.no_meaning(path, format!("{place} is set"));
@@ -206,11 +218,8 @@ impl<'a> Translation<'a> {
         }
     }
 
-    fn unknown(&mut self, path: &str, rules: &[(&str, Rule)], idle: &str, own: &[&str]) {
-        let known = rules.iter().map(|(pattern, _)| *pattern);
-        let known = known.chain(idle.split_whitespace());
-        let known: Vec<&str> = known.chain(own.iter().copied()).collect();
-        let nearest = nearest(path, &known);
+    fn unknown(&mut self, path: &str, known: &[&str]) {
+        let nearest = nearest(path, known);
         let nearest = nearest.map(|name| format!(", did you mean `{name}`?"));
         let message = format!("not a known key{}", nearest.unwrap_or_default());
         self.record(path, Verdict::NotSupported(message), Severity::Unknown);
@@ -231,6 +240,11 @@ impl<'a> Translation<'a> {
         self.keys.sort_by_key(|key| key.line);
         (self.keys, self.document)
     }
+}
+
+/// Returns the first step of a path.
+pub(super) fn first(path: &str) -> &str {
+    path.split(['.', '[']).next().unwrap_or(path)
 }
 
 /// Returns whether a rule asks for our key at `path`, possibly in a section that both trainers

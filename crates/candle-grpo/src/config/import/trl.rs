@@ -46,27 +46,6 @@ const SIGNS: &[&str] = &[
 /// The number of such keys that make a TRL file; fewer are a slip.
 const FLAT: usize = 3;
 
-/// Our sections, which a TRL file may have too.
-const OWN: &[&str] = &[
-    "data",
-    "rewards",
-    "environment",
-    "algorithm",
-    "sampler",
-    "rollout",
-    "optimizer",
-    "schedule",
-    "training",
-    "evaluation",
-    "checkpoint",
-    "rollout_log",
-    "trackers",
-    "teacher",
-    "demonstrations",
-    "run_dir",
-    "threads",
-];
-
 pub(super) const RULES: &[(&str, Rule)] = rules! {
     "model_name_or_path": To("model.path");
     "chat_template_path": To("model.chat_template");
@@ -78,42 +57,42 @@ pub(super) const RULES: &[(&str, Rule)] = rules! {
     "reward_funcs": Set("rewards", ", a list of kinds (docs/from-trl.md)");
     "reward_model_name_or_path": Set("rewards", ": [{kind: reward_model, path: ...}]");
     "reward_weights": Set("rewards", ": each has a weight");
-    "multi_objective_aggregation": Unless("\"sum_then_normalize\"", "use algorithm.recipe.advantage of the name gdpo");
-    "max_completion_length": To("algorithm.response_length");
-    "max_prompt_length": To("algorithm.prompt_length");
-    "temperature": To("sampler.temperature");
-    "top_p": To("sampler.top_p");
-    "top_k": To("sampler.top_k");
-    "min_p": To("sampler.min_p");
+    "multi_objective_aggregation": Unless("\"sum_then_normalize\"", "use recipe.advantage of the name gdpo");
+    "max_completion_length": To("sampling.max_new_tokens");
+    "max_prompt_length": To("max_prompt_tokens");
+    "temperature": To("sampling.temperature");
+    "top_p": To("sampling.top_p");
+    "top_k": To("sampling.top_k");
+    "min_p": To("sampling.min_p");
     "repetition_penalty": Unless("1.0", PENALTY);
-    "generation_kwargs": Set("sampler", "");
+    "generation_kwargs": Set("sampling", "");
     "vllm_mode": Unless("\"colocate\"", "set rollout.engine: vllm and rollout.base_url (docs/engines.md)");
     "vllm_server_base_url": To("rollout.base_url");
     "vllm_server_timeout": To("rollout.server_timeout");
     "vllm_structured_outputs_regex": Unless("null", PENALTY);
-    "vllm_importance_sampling_correction": Set("algorithm.recipe.policy_loss.rollout_correction", " with a server");
-    "vllm_importance_sampling_mode": Set("algorithm.recipe.policy_loss.rollout_correction", " with a server");
-    "vllm_importance_sampling_cap": Set("algorithm.recipe.policy_loss.rollout_correction", " with a server");
-    "vllm_importance_sampling_clip_max": Set("algorithm.recipe.policy_loss.rollout_correction", " with a server");
-    "vllm_importance_sampling_clip_min": Set("algorithm.recipe.policy_loss.rollout_correction", " with a server");
-    "off_policy_mask_threshold": Unless("null", "set algorithm.recipe.policy_loss.rollout_correction");
-    "use_bias_correction_kl": Unless("false", "set algorithm.recipe.policy_loss.kl.bias_correction");
+    "vllm_importance_sampling_correction": Set("recipe.policy_loss.rollout_correction", " with a server");
+    "vllm_importance_sampling_mode": Set("recipe.policy_loss.rollout_correction", " with a server");
+    "vllm_importance_sampling_cap": Set("recipe.policy_loss.rollout_correction", " with a server");
+    "vllm_importance_sampling_clip_max": Set("recipe.policy_loss.rollout_correction", " with a server");
+    "vllm_importance_sampling_clip_min": Set("recipe.policy_loss.rollout_correction", " with a server");
+    "off_policy_mask_threshold": Unless("null", "set recipe.policy_loss.rollout_correction");
+    "use_bias_correction_kl": Unless("false", "set recipe.policy_loss.kl.bias_correction");
     "beta": To("algorithm.kl_coef");
-    "delta": To("algorithm.recipe.policy_loss.surrogate.clip.delta");
+    "delta": To("recipe.policy_loss.surrogate.clip.delta");
     "importance_sampling_level": To("algorithm.importance_sampling");
-    "sapo_temperature_pos": To("algorithm.recipe.policy_loss.surrogate.soft_gate.tau_pos");
-    "sapo_temperature_neg": To("algorithm.recipe.policy_loss.surrogate.soft_gate.tau_neg");
-    "vespo_k_pos": To("algorithm.recipe.policy_loss.surrogate.vespo.k_pos");
-    "vespo_k_neg": To("algorithm.recipe.policy_loss.surrogate.vespo.k_neg");
-    "vespo_lambda_pos": To("algorithm.recipe.policy_loss.surrogate.vespo.lambda_pos");
-    "vespo_lambda_neg": To("algorithm.recipe.policy_loss.surrogate.vespo.lambda_neg");
+    "sapo_temperature_pos": To("recipe.policy_loss.surrogate.soft_gate.tau_pos");
+    "sapo_temperature_neg": To("recipe.policy_loss.surrogate.soft_gate.tau_neg");
+    "vespo_k_pos": To("recipe.policy_loss.surrogate.vespo.k_pos");
+    "vespo_k_neg": To("recipe.policy_loss.surrogate.vespo.k_neg");
+    "vespo_lambda_pos": To("recipe.policy_loss.surrogate.vespo.lambda_pos");
+    "vespo_lambda_neg": To("recipe.policy_loss.surrogate.vespo.lambda_neg");
     "scale_rewards": Convert("algorithm.advantage_scale", scale);
-    "mask_truncated_completions": Convert("training.sample_filters", truncated);
-    "top_entropy_quantile": Convert("training.top_entropy", share);
+    "mask_truncated_completions": Convert("sample_filters", truncated);
+    "top_entropy_quantile": Convert("top_entropy", share);
     "entropy_coef": To("algorithm.entropy_loss_coef");
-    "use_adaptive_entropy": Set("training.adaptive_entropy", "");
-    "sync_ref_model": Set("training.reference_refresh", "");
-    "router_aux_loss_coef": To("training.router_aux_loss_coef");
+    "use_adaptive_entropy": Set("adaptive_entropy", "");
+    "sync_ref_model": Set("reference_refresh", "");
+    "router_aux_loss_coef": To("router_aux_loss_coef");
     "max_tool_calling_iterations": Unless("null", ENVIRONMENT);
     "learning_rate": To("optimizer.learning_rate");
     "weight_decay": To("optimizer.weight_decay");
@@ -121,17 +100,17 @@ pub(super) const RULES: &[(&str, Rule)] = rules! {
     "adam_beta2": To("optimizer.beta2");
     "adam_epsilon": To("optimizer.epsilon");
     "optim": Convert("optimizer.state", adamw);
-    "max_grad_norm": To("training.max_grad_norm");
-    "gradient_checkpointing": To("training.activation_checkpointing");
-    "bf16": Convert("training.compute_dtype", bf16);
-    "fp16": Unless("false", "set training.compute_dtype: f16");
-    "dtype": NoMeaning("weights that train are f32; training.compute_dtype is that of products");
-    "load_in_4bit": Set("training.base_weights", "");
-    "load_in_8bit": Set("training.base_weights", "");
+    "max_grad_norm": To("max_grad_norm");
+    "gradient_checkpointing": To("activation_checkpointing");
+    "bf16": Convert("compute_dtype", bf16);
+    "fp16": Unless("false", "set compute_dtype: f16");
+    "dtype": NoMeaning("weights that train are f32; compute_dtype is that of products");
+    "load_in_4bit": Set("base_weights", "");
+    "load_in_8bit": Set("base_weights", "");
     "lora_dropout": Unless("0", "adapters have no dropout");
-    "lora_target_parameters": Unless("null", "set training.adapters.target_modules");
+    "lora_target_parameters": Unless("null", "set adapters.target_modules");
     "lora_modules_to_save": Unless("null", "adapters alone train");
-    "use_rslora": Unless("false", "set training.adapters.alpha");
+    "use_rslora": Unless("false", "set adapters.alpha");
     "use_dora": Unless("false", "adapters are LoRA");
     "num_generations_eval": To("evaluation.samples_per_prompt");
     "save_total_limit": To("checkpoint.keep");
@@ -142,7 +121,7 @@ pub(super) const RULES: &[(&str, Rule)] = rules! {
     "shuffle_dataset": Unless("true", "prompts are shuffled");
     "report_to": NoMeaning(METRICS);
     "use_liger_kernel": NoMeaning(MEMORY);
-    "per_device_eval_batch_size": To("sampler.max_batch_size");
+    "per_device_eval_batch_size": To("sampling.max_batch_size");
     "model_init_kwargs": Unless("null", "set model");
     "label_smoothing_factor": Unless("0", "there are no labels");
     "neftune_noise_alpha": Unless("null", "embeddings have no noise");
@@ -195,8 +174,8 @@ pub(super) fn translate(document: &Document, processes: usize) -> Import {
         }
     }
     adapters(&mut file);
-    file.apply(RULES, IDLE, OWN);
-    file.default("algorithm.response_length", json!(512));
+    file.apply(RULES, IDLE);
+    file.default("sampling.max_new_tokens", json!(512));
     file.default("optimizer.learning_rate", json!(1e-6));
     file.default("optimizer.weight_decay", json!(0));
     file.default("seed", json!(42));
@@ -253,11 +232,7 @@ fn sizes(file: &mut Translation<'_>, processes: f64) -> Sizes {
         "per_device_train_batch_size",
     ];
     if prompts.fract() == 0. {
-        file.decide(
-            &sources[..2],
-            "algorithm.rollout_batch_size",
-            count(prompts),
-        )
+        file.decide(&sources[..2], "prompts_per_step", count(prompts))
     } else {
         for key in sources {
             file.refuse(
@@ -266,20 +241,16 @@ fn sizes(file: &mut Translation<'_>, processes: f64) -> Sizes {
             );
         }
     }
-    file.decide(
-        &["num_generations"],
-        "algorithm.num_return_sequences_in_group",
-        count(group),
-    );
-    file.decide(&["num_iterations"], "algorithm.ppo_epochs", count(passes));
+    file.decide(&["num_generations"], "num_generations", count(group));
+    file.decide(&["num_iterations"], "epochs", count(passes));
     file.decide(
         &["per_device_train_batch_size"],
-        "training.micro_batch_size",
+        "micro_batch_size",
         count(micro),
     );
     file.decide(
         &["gradient_accumulation_steps"],
-        "training.mini_batch_size",
+        "mini_batch_size",
         count(update),
     );
     let all_updates = positive(file, "max_steps");
@@ -326,15 +297,20 @@ fn sizes(file: &mut Translation<'_>, processes: f64) -> Sizes {
 
 /// Translates the loss and the clip. The advantage is TRL's with every loss.
 fn algorithm(file: &mut Translation<'_>) {
-    if file.get("algorithm").is_some() {
-        return;
+    for preset in ["preset", "algorithm.preset"] {
+        if file.get(preset).is_some() {
+            for key in ["loss_type", "epsilon", "epsilon_high"] {
+                file.no_meaning(key, format!("{preset} is set"));
+            }
+            return;
+        }
     }
     let kind = file.text("loss_type").unwrap_or("dapo".to_owned());
     let length = file.number("max_completion_length").unwrap_or(512.);
     let preset = match kind.as_str() {
         "cispo" | "sapo" | "vespo" | "luspo" => {
             let advantage = json!({"name": "grpo", "epsilon": 1e-4, "single_sample": "zero"});
-            file.default("algorithm.recipe.advantage", advantage);
+            file.default("recipe.advantage", advantage);
             kind.as_str()
         }
         _ => "trl",
@@ -357,12 +333,11 @@ fn algorithm(file: &mut Translation<'_>) {
     let high = file.number("epsilon_high");
     match preset {
         "cispo" => {
-            let place = "algorithm.recipe.policy_loss.surrogate.detached_weight.ratio_max";
+            let place = "recipe.policy_loss.surrogate.detached_weight.ratio_max";
             let bound = high.unwrap_or(low);
             file.decide(&["epsilon_high"], place, json!(bound));
             if bound < 1. {
-                let place =
-                    "algorithm.recipe.policy_loss.surrogate.detached_weight.allow_max_below_one";
+                let place = "recipe.policy_loss.surrogate.detached_weight.allow_max_below_one";
                 file.default(place, json!(true));
             }
             file.no_meaning("epsilon", "the weight has one bound, epsilon_high");
@@ -379,10 +354,7 @@ fn algorithm(file: &mut Translation<'_>) {
         }
     }
     if file.text("importance_sampling_level").as_deref() == Some("sequence") {
-        file.default(
-            "algorithm.recipe.policy_loss.allow_length_weighting",
-            json!(true),
-        );
+        file.default("recipe.policy_loss.allow_length_weighting", json!(true));
     }
 }
 
@@ -416,13 +388,13 @@ fn adapters(file: &mut Translation<'_>) {
     }
     for (key, option, default) in keys {
         let value = file.get(key).unwrap_or(default);
-        file.decide(&[key], &format!("training.adapters.{option}"), value);
+        file.decide(&[key], &format!("adapters.{option}"), value);
     }
     if let Some(modules) = file.get("lora_target_modules").as_ref().and_then(files) {
-        let place = "training.adapters.target_modules";
+        let place = "adapters.target_modules";
         file.used("lora_target_modules", place, modules);
     }
-    file.no_meaning("use_peft", "training.adapters is set");
+    file.no_meaning("use_peft", "adapters is set");
 }
 
 fn scale(value: &Value) -> Option<Value> {

@@ -249,12 +249,12 @@ fn tables() -> Vec<Table> {
             Value::Null,
         ),
         Table {
-            without: &["seed", "max_new_tokens", "greedy"],
+            without: &["seed", "greedy"],
             ..table(
-                "sampler",
+                "sampling",
                 "crates/candle-grpo-train/src/rollout/sampling_config.rs",
                 "SamplingConfig",
-                of("sampler"),
+                of("sampling"),
             )
         },
         table(
@@ -276,21 +276,12 @@ fn tables() -> Vec<Table> {
             of("schedule"),
         ),
         Table {
-            without: &[
-                "prompts_per_step",
-                "num_generations",
-                "sampling",
-                "rollout",
-                "recipe",
-                "optimizer",
-                "schedule",
-                "epochs",
-            ],
+            without: &["sampling", "rollout", "recipe", "optimizer", "schedule"],
             ..table(
-                "training",
+                "trainer",
                 "crates/candle-grpo-train/src/learn/train_config.rs",
                 "TrainConfig",
-                of("training"),
+                run.clone(),
             )
         },
         table("evaluation", sections, "EvaluationConfig", of("evaluation")),

@@ -99,8 +99,8 @@ report_to: wandb
     let mut theirs = run(&theirs).to_value().unwrap();
     let mut ours = RunConfig::new(&ours).unwrap().to_value().unwrap();
     // All 64 completions, which is what an absent key means.
-    assert_eq!(theirs["training"]["mini_batch_size"], 64);
-    theirs["training"]["mini_batch_size"] = serde_json::Value::Null;
+    assert_eq!(theirs["mini_batch_size"], 64);
+    theirs["mini_batch_size"] = serde_json::Value::Null;
     // A program in examples/ stands for report_to.
     ours["trackers"] = json!([]);
     assert_eq!(theirs, ours);
@@ -283,11 +283,11 @@ fn an_error_in_an_imported_file_has_its_key_and_line() {
 /// are.
 #[test]
 fn a_file_with_our_sections_is_not_imported() {
-    let text = "model: m\ndata: {train: d}\nnum_generations: 8\nbeta: 0.1\nlearning_rate: 1e-6\n";
+    let text = "model: m\ndata: {train: d}\nnum_iterations: 8\nbeta: 0.1\nlearning_rate: 1e-6\n";
     let document = Document::from_yaml(Path::new("run.yaml"), text).unwrap();
     assert!(Import::new(&document).is_none());
     let error = RunConfig::new(&document).unwrap_err().to_string();
-    let place = "num_generations: unknown key; here it is algorithm.num_return_sequences_in_group";
+    let place = "num_iterations: unknown key; here it is epochs";
     assert!(error.contains(place), "{error}");
 }
 
@@ -308,20 +308,21 @@ fn the_example_of_the_page_about_verl_is_the_same_run_on_both_sides() {
     for section in [
         "model",
         "data",
-        "algorithm",
+        "recipe",
+        "prompts_per_step",
+        "num_generations",
+        "max_prompt_tokens",
+        "sampling",
+        "epochs",
+        "mini_batch_size",
+        "micro_batch_tokens",
+        "activation_checkpointing",
         "optimizer",
         "schedule",
         "checkpoint",
         "max_steps",
     ] {
         assert_eq!(theirs[section], ours[section], "{section}");
-    }
-    for key in [
-        "mini_batch_size",
-        "micro_batch_tokens",
-        "activation_checkpointing",
-    ] {
-        assert_eq!(theirs["training"][key], ours["training"][key], "{key}");
     }
     // verl evaluates with the most likely tokens by default.
     assert_eq!(theirs["evaluation"]["sampler"]["greedy"], true);
@@ -533,13 +534,53 @@ fn the_workers_of_roll_count_in_an_update() {
         let import = file(devices, tensor);
         assert_eq!(refused(&import), ["actor_train.device_mapping"]);
         let error = import.check(false).unwrap_err().to_string();
-        let advice = format!("set training.mini_batch_size to {update}, the completions of");
+        let advice = format!("set mini_batch_size to {update}, the completions of");
         assert!(error.contains(&advice), "{error}");
         let sizes = import.sizes.unwrap();
         assert_eq!((sizes.sampled, sizes.update), (256., update));
         assert_eq!(sizes.all_updates, Some(5. * 256. / update));
     }
     assert_eq!(refused(&file("list(range(2,4))", 2)), Vec::<&str>::new());
+}
+
+/// In the words of this version or of an earlier one.
+#[rstest]
+#[case("mini_batch_size: 64")]
+#[case("training: {mini_batch_size: 64}")]
+fn a_key_of_ours_in_a_file_of_another_trainer_comes_first(#[case] key: &str) {
+    let roll = import(&format!(
+        "pretrain: m\n{key}\nactor_train:\n  device_mapping: [0, 1]\n  data_args: {{file_name: d.jsonl}}\n  training_args: {{gradient_accumulation_steps: 4}}\nrewards: [{{kind: json}}]\n"
+    ));
+    assert_eq!(refused(&roll), Vec::<&str>::new());
+    assert_eq!(run(&roll).train.mini_batch_size, Some(64));
+    let train = trl(&format!("{key}\nmax_steps: 1"));
+    assert_eq!(train.mini_batch_size, Some(64));
+}
+
+#[test]
+fn the_report_names_what_each_key_has_become() {
+    let report = import(
+        "pretrain: m\nmax_len_mask: true\nuse_kl_loss: true\nkl_loss_coef: 0.25\npg_clip: 0.125\nppo_epochs: 2\nrollout_batch_size: 32\nactor_train: {data_args: {file_name: d.jsonl}}\nrewards: [{kind: json}]\n",
+    )
+    .to_string();
+    for (key, place) in [
+        ("pretrain", "model.path"),
+        ("max_len_mask", "sample_filters"),
+        ("use_kl_loss", "recipe.policy_loss.kl"),
+        ("kl_loss_coef", "recipe.policy_loss.kl.coef"),
+        (
+            "pg_clip",
+            "recipe.policy_loss.surrogate.clip.high, recipe.policy_loss.surrogate.clip.low",
+        ),
+        ("ppo_epochs", "epochs"),
+        ("rollout_batch_size", "prompts_per_step"),
+    ] {
+        let line = report
+            .lines()
+            .find(|line| line.trim_start().starts_with(key));
+        let (_, used) = line.and_then(|line| line.split_once("used: ")).expect(key);
+        assert_eq!(used, place, "{key}");
+    }
 }
 
 /// A file that was accepted stays so without a switch.

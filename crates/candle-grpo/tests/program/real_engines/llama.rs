@@ -129,7 +129,7 @@ fn llama_cpp_computes_what_each_family_does() {
         let keys = [
             ("/model", json!(model)),
             ("/rollout", rollout),
-            ("/algorithm/response_length", json!(8)),
+            ("/sampling/max_new_tokens", json!(8)),
             ("/evaluation/max_prompts", json!(20)),
             ("/evaluation/sampler", json!({"greedy": true})),
         ];
@@ -219,10 +219,10 @@ fn llama_cpp_is_a_teacher() {
         ("/max_steps", json!(8)),
         ("/evaluation/every_steps", json!(8)),
         ("/rollout", rollout),
-        ("/sampler/temperature", json!(0.8)),
-        ("/training/old_log_probs", json!("recompute")),
+        ("/sampling/temperature", json!(0.8)),
+        ("/old_log_probs", json!("recompute")),
         (
-            "/algorithm/recipe/policy_loss/rollout_correction",
+            "/recipe/policy_loss/rollout_correction",
             json!({"weight": {"max": 2.}}),
         ),
     ];

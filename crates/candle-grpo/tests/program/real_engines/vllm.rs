@@ -65,7 +65,7 @@ fn adapters_learn_from_completions_of_vllm_that_is_killed_and_comes_back() {
     let mut server = start();
     let folder = tempfile::tempdir().unwrap();
     let more = [
-        ("/training/adapters", json!({"rank": 16, "alpha": 32.})),
+        ("/adapters", json!({"rank": 16, "alpha": 32.})),
         ("/optimizer/learning_rate", json!(5e-4)),
     ];
     let mut run = train(folder.path(), &server, &more);
@@ -99,11 +99,11 @@ fn vllm_is_a_teacher() {
     let keys = [
         ("/max_steps", json!(3)),
         ("/teacher", teacher),
-        ("/algorithm/recipe", recipe),
+        ("/recipe", recipe),
         // One update a step, so that the gap of a step is that before its update.
-        ("/training/mini_batch_size", Value::Null),
+        ("/mini_batch_size", Value::Null),
         ("/optimizer/learning_rate", json!(1e-4)),
-        ("/sampler/temperature", json!(1.)),
+        ("/sampling/temperature", json!(1.)),
     ];
     write_config(folder.path(), &keys);
     let mut run = command(folder.path(), &["train", "run.json"])
