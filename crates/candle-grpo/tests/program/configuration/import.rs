@@ -408,7 +408,10 @@ fn the_clip_widths_of_cispo_in_verl_are_bounds_of_its_weight() {
     else {
         panic!("a loss with a weight")
     };
-    assert_eq!((weight.ratio_min, weight.ratio_max), (0.75, 1.5));
+    assert_eq!(
+        (weight.ratio_min, weight.ratio_max),
+        (Some(0.75), Some(1.5))
+    );
 }
 
 /// verl subtracts a KL from the rewards before GRPO normalizes them, and from token rewards with
