@@ -41,8 +41,6 @@
 //!
 //! Most users only need the names at the root. The modules have the rest:
 //!
-//! The names at the root are those that most users need. All others are in modules:
-//!
 //! | module | contents |
 //! | --- | --- |
 //! | [`rewards`] | normalization, score ensembles, length and repetition penalties |

@@ -1,6 +1,24 @@
-//! Sampler, rewards, actor and training loop for candle-grpo.
+//! Trains language models with GRPO-family algorithms: sampler, rewards, policy and training loop.
 //!
-//! Each arrow in the data flow is a type or function that you can use alone:
+//! Choose this crate to train from Rust, with your own reward, environment, generator or model. To
+//! train from a configuration file, use the program `grpo` in `candle-grpo`. If you have your own
+//! training loop, `candle-grpo-core` and `candle-grpo-loss` may be enough.
+//!
+//! # Start here
+//!
+//! 1. Load a model and its tokenizer with [`Pretrained`].
+//! 2. Make a [`Prompt`] per question, and write a reward: a closure that scores a [`Sample`].
+//! 3. Pass them to [`TrainerParts::new`] with a [`TrainConfig`], create a [`Trainer`], and call
+//!    [`Trainer::step`] in a loop.
+//! 4. To save metrics and checkpoints, and to resume, create a [`RunDir`].
+//!
+//! Each step returns [`StepMetrics`]. Watch `reward_mean` first. If it does not rise, check
+//! `constant_groups`: the fraction of groups with equal rewards, which teach nothing. Near 1, the
+//! prompts are too easy or too hard for the policy.
+//!
+//! # Data flow
+//!
+//! [`Trainer`] runs these stages in order. Each arrow is a type or function that you can use alone:
 //!
 //! ```text
 //! Prompt ──Sampler──▶ Rollout ──RewardFunction──▶ rewards ──────Recipe──────▶ advantages
@@ -11,8 +29,7 @@
 //!                          Actor::clip_grad_and_step
 //! ```
 //!
-//! [`Trainer`] runs these stages in order, and [`RunDir`] is a run directory. [`Pretrained`] is a
-//! model from a GGUF file or a Hugging Face folder, with its tokenizer and [`ChatTemplate`].
+//! # Modules
 //!
 //! | module | contents |
 //! | --- | --- |
