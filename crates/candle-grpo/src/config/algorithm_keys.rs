@@ -1,4 +1,4 @@
-//! The effect of each key of the algorithm section on the settings of a run.
+//! The effect that each key in the algorithm section has on the run settings.
 
 use candle_grpo_core::advantage::KlPenalty;
 use candle_grpo_core::kl::KlController;
@@ -12,7 +12,7 @@ use candle_grpo_train::{CriticConfig, TrainConfig};
 use super::algorithm::{AdvEstimator, AlgorithmConfig, PgVariant};
 use super::preset::Preset;
 
-/// A key of the algorithm section that is not valid.
+/// A key in the algorithm section that is not valid.
 #[derive(Debug)]
 pub(super) struct KeyError {
     pub(super) key: &'static str,
@@ -91,8 +91,8 @@ impl AlgorithmConfig {
         Ok(())
     }
 
-    /// Returns the estimator that keys choose. A key that normalizes or clips rewards, as ROLL does
-    /// before it estimates advantages, chooses ROLL's GRPO.
+    /// Returns the estimator that the keys choose. A key that normalizes or clips rewards chooses
+    /// ROLL's GRPO, since ROLL does that before it estimates advantages.
     fn estimator(&self) -> Option<AdvEstimator> {
         let implied = self.preset.is_none() && self.shapes_rewards();
         self.adv_estimator.or(implied.then_some(AdvEstimator::Grpo))
@@ -111,8 +111,8 @@ impl AlgorithmConfig {
         .contains(&true)
     }
 
-    /// Sets the normalization and the clip of rewards. In ROLL's GRPO both are the stage of
-    /// sequences, unless their levels are not the group's.
+    /// Sets reward normalization and clipping. In ROLL's GRPO both are in the sequence stage,
+    /// unless their levels are not the group's.
     fn apply_normalization(&self, recipe: &mut Recipe) -> Checked {
         if !self.shapes_rewards() {
             return Ok(());
@@ -384,7 +384,7 @@ impl AlgorithmConfig {
         Ok(())
     }
 
-    /// The keys that mean the same with every preset: the epsilon and the scale of the advantage.
+    /// Applies the keys that mean the same with every preset: the advantage's epsilon and scale.
     fn apply_advantage(&self, recipe: &mut Recipe) -> Checked {
         let mut pipeline = recipe.advantage.pipeline();
         let norm = &mut recipe.reward_shaping.norm;
@@ -432,7 +432,7 @@ impl AlgorithmConfig {
         Ok(())
     }
 
-    /// The coefficient of the KL, wherever the algorithm has it.
+    /// Applies the KL coefficient, wherever the algorithm has it.
     fn apply_kl_coef(&self, config: &mut TrainConfig) -> Checked {
         let Some(coef) = self.kl_coef else {
             return Ok(());
@@ -478,8 +478,7 @@ impl AlgorithmConfig {
         Ok(())
     }
 
-    /// The estimate of the KL that `kl_coef` adds: k3, bounded where the trainer of the preset
-    /// bounds it.
+    /// Returns the KL estimate that `kl_coef` adds: k3, bounded if the preset's trainer bounds it.
     fn estimate(&self) -> Kl {
         match self.preset {
             Some(Preset::Verl | Preset::Roll | Preset::Openrlhf) => clamped(KlEstimator::K3),
@@ -545,7 +544,7 @@ fn levels(mean: NormLevel, std: NormLevel) -> RewardNorm {
     }
 }
 
-/// Returns the level of the standard deviation that an advantage is divided by.
+/// Returns the level of the standard deviation that divides an advantage.
 fn level(scale: Scale) -> NormLevel {
     match scale {
         Scale::Group | Scale::GroupMean => NormLevel::Group,
@@ -561,7 +560,7 @@ fn clamped(estimator: KlEstimator) -> Kl {
     }
 }
 
-/// Changes the token stage of the advantage, and adds one if there is none.
+/// Changes the advantage's token stage, and adds one if there is none.
 fn map_tokens(recipe: &mut Recipe, change: impl FnOnce(&mut TokenAdvantage)) {
     let mut pipeline = recipe.advantage.pipeline();
     change(pipeline.tokens.get_or_insert_with(TokenAdvantage::default));

@@ -1,6 +1,6 @@
-//! The names that other trainers have for keys of this program.
+//! Other trainers' names for our keys.
 
-/// Each name of a key in TRL, verl, OpenRLHF or ROLL, with the path of the key here.
+/// Key names in TRL, verl, OpenRLHF or ROLL, with our paths.
 pub(super) const NAMES: &[(&str, &str)] = &[
     // Sizes of a step.
     ("rollout_batch_size", "prompts_per_step"),
@@ -215,7 +215,7 @@ pub(super) const NAMES: &[(&str, &str)] = &[
 
 const ROLLOUT_CORRECTION: &str = "recipe.policy_loss.rollout_correction";
 
-/// Names that have another meaning in each of these trainers.
+/// Names that mean something else in each of these trainers.
 const AMBIGUOUS: [(&str, [(&str, &str); 2]); 2] = [
     (
         "train_batch_size",
@@ -233,8 +233,7 @@ const AMBIGUOUS: [(&str, [(&str, &str); 2]); 2] = [
     ),
 ];
 
-/// Returns the place here of a key that another trainer calls `name`: a path, or one for each
-/// trainer.
+/// Returns our place for a key that another trainer calls `name`: a path, or one per trainer.
 pub(super) fn place(name: &str) -> Option<String> {
     if let Some((_, meanings)) = AMBIGUOUS.iter().find(|(other, _)| *other == name) {
         let places = meanings.map(|(trainer, path)| format!("{path} ({trainer}'s {name})"));

@@ -35,22 +35,22 @@ use super::suggestions::unknown_name;
 /// ```
 #[derive(Debug, Clone)]
 pub struct SuiteConfig {
-    /// The name in tables: that of a built-in suite, or of the file without its end.
+    /// The name in tables: a built-in suite's, or the file name without its extension.
     pub name: String,
     /// The [data section](#data) with the files in `held_out`, which are relative to `--data` if
-    /// it is given. Without the keys of training.
+    /// it is set. Without the training keys.
     pub data: DatasetConfig,
-    /// The file of the [hub](guide.md#the-hugging-face-hub) with the same rows, which is read
-    /// without `--data`. Absent: there is none.
+    /// The [hub](guide.md#the-hugging-face-hub) file with the same rows, used without `--data`.
+    /// Absent: none.
     pub hub: Option<PathBuf>,
-    /// The column that identifies a row in comparisons. Absent: a digest of the question does.
+    /// The column that identifies a row in comparisons. Absent: a digest of the question.
     pub id: Option<String>,
-    /// The [terms of the reward](#rewards).
+    /// The [reward terms](#rewards).
     pub rewards: Vec<RewardConfig>,
     /// The [evaluation section](#evaluation) without `every_steps`. Without a key of the
     /// distribution in `sampler`, that of the model's `generation_config.json` applies.
     pub evaluation: EvaluationConfig,
-    /// True if the suite sets the distribution of tokens, which otherwise is that of the model.
+    /// True if the suite sets the token distribution, which otherwise is the model's.
     pub has_distribution: bool,
     document: Document,
 }

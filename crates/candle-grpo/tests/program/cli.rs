@@ -683,7 +683,7 @@ fn a_file_of_an_earlier_version_is_printed_with_the_keys_of_this_one() {
     fs::write(folder.path().join("native.yaml"), text).unwrap();
     let again = grpo(folder.path(), &["check", "native.yaml"]);
     assert!(!said(&again).contains("warning"), "{}", said(&again));
-    for start in ["Batch: ", "Algorithm: "] {
+    for start in ["Steps: ", "Algorithm: "] {
         let line = |output| {
             let text = out(output);
             let line = text.lines().find(|line| line.starts_with(start));

@@ -271,7 +271,7 @@ fn convert_replaces_a_model_alone() {
     refused(
         &convert("model", "other", &["--force"]),
         3,
-        "holds notes.txt",
+        "contains notes.txt",
     );
 
     // The card of a run is replaced, that of a person is not.
@@ -290,13 +290,13 @@ fn convert_replaces_a_model_alone() {
     refused(
         &convert("model", "run", &["--force"]),
         3,
-        "which is not of a model",
+        "which is not a model file",
     );
     let checkpoint = "run/checkpoints/step-000003";
     refused(
         &convert("model", checkpoint, &["--force"]),
         3,
-        "which is not of a model",
+        "which is not a model file",
     );
     // The source itself, what holds it and what it holds.
     for to in [
@@ -419,7 +419,7 @@ fn convert_writes_the_adapters_of_a_run_or_merges_them() {
     refused(
         &grpo(path, &bf16),
         3,
-        "--dtype: must be f32 or absent for adapters; give --merge",
+        "--dtype: must be f32 or absent for adapters; to convert the whole model, pass --merge",
     );
     succeeds(path, &[&bf16[..], &["--merge"]].concat());
     // A GGUF file needs the merge; only the tokenizer of this model stops it.

@@ -150,7 +150,7 @@ impl<'a> Translation<'a> {
 
     /// Gives each remaining key the verdict from the first matching rule. The keys in `idle`,
     /// separated by spaces, do not change what is learned. A key of ours stays as it is, unless the
-    /// other trainer has a section with that name and no rule asks for the key.
+    /// other trainer has a section with that name. There, only keys that a rule asks for are ours.
     pub(super) fn apply(&mut self, rules: &[(&str, Rule)], idle: &str) {
         let patterns = || {
             rules
@@ -167,11 +167,12 @@ impl<'a> Translation<'a> {
             }
             let value = interpolated(self.source, value, &mut self.room);
             let rule = rules.iter().find(|(pattern, _)| fits(pattern, &path));
-            let rule = rule.filter(|(pattern, _)| *pattern == path || !is_advised(rules, &path));
+            let is_advised = is_advised(rules, &path);
+            let rule = rule.filter(|(pattern, _)| *pattern == path || !is_advised);
             let is_idle = || idle.split_whitespace().any(|pattern| fits(pattern, &path));
             match rule {
                 Some((pattern, rule)) => self.follow(pattern, &path, value, rule),
-                None if is_ours(first(&path)) || is_advised(rules, &path) => {
+                None if is_advised || is_ours(first(&path)) => {
                     self.used(&path, &former::place(&path), value);
                 }
                 None if is_idle() => self.no_meaning(&path, "it does not change what is learned"),

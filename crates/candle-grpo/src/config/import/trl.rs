@@ -297,9 +297,13 @@ fn sizes(file: &mut Translation<'_>, processes: f64) -> Sizes {
 
 /// Translates the loss and the clip. The advantage is TRL's with every loss.
 fn algorithm(file: &mut Translation<'_>) {
-    let mut is_ours = |key: &&str| file.get(key).is_some();
-    if ["algorithm", "preset", "recipe"].iter().any(&mut is_ours) {
-        return;
+    for preset in ["preset", "algorithm.preset"] {
+        if file.get(preset).is_some() {
+            for key in ["loss_type", "epsilon", "epsilon_high"] {
+                file.no_meaning(key, format!("{preset} is set"));
+            }
+            return;
+        }
     }
     let kind = file.text("loss_type").unwrap_or("dapo".to_owned());
     let length = file.number("max_completion_length").unwrap_or(512.);

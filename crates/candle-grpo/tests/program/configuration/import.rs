@@ -209,6 +209,28 @@ fn our_schedule_and_a_scheduler_of_trl_stand_side_by_side(
 }
 
 #[test]
+fn a_recipe_of_ours_is_laid_over_the_loss_of_trl() {
+    let ours = "recipe: {policy_loss: {rollout_correction: {weight: {max: 3.0}}}}";
+    let recipe = trl(&format!("max_steps: 1\nloss_type: grpo\n{ours}")).recipe;
+    assert_eq!(
+        recipe.policy_loss.aggregation,
+        Aggregation::SeqMeanTokenMean
+    );
+    assert!(recipe.policy_loss.rollout_correction.is_some());
+    assert_eq!(recipe.advantage, Recipe::trl().advantage);
+}
+
+#[test]
+fn a_preset_of_ours_decides_instead_of_the_loss_of_trl() {
+    let recipe = trl("max_steps: 1\nloss_type: grpo\nepsilon: 0.1\npreset: dr_grpo").recipe;
+    assert_eq!(
+        recipe.policy_loss.surrogate,
+        Recipe::trl().policy_loss.surrogate
+    );
+    assert_eq!(recipe.advantage, Recipe::dr_grpo(512.).advantage);
+}
+
+#[test]
 fn the_defaults_of_trl_apply() {
     let train = trl("max_steps: 5");
     assert_eq!(train.recipe, Recipe::trl());
@@ -374,6 +396,22 @@ fn the_sizes_of_verl_keep_their_meaning() {
     let sizes = import.sizes.unwrap();
     assert_eq!((sizes.sampled, sizes.update, sizes.updates), (40., 20., 6.));
     assert_eq!(sizes.all_updates, Some(60.));
+}
+
+/// CISPO clips a weight, whose bounds are ratios.
+#[test]
+fn the_clip_widths_of_cispo_in_verl_are_bounds_of_its_weight() {
+    let clip = "policy_loss: {loss_mode: cispo}, clip_ratio_low: 0.25, clip_ratio_high: 0.5";
+    let text = VERL.replace("ESTIMATOR", "grpo");
+    let text = text.replace("ppo_epochs: 3", &format!("ppo_epochs: 3, {clip}"));
+    let Surrogate::DetachedWeight(weight) = run(&import(&text)).train.recipe.policy_loss.surrogate
+    else {
+        panic!("a loss with a weight")
+    };
+    assert_eq!(
+        (weight.ratio_min, weight.ratio_max),
+        (Some(0.75), Some(1.5))
+    );
 }
 
 /// verl subtracts a KL from the rewards before GRPO normalizes them, and from token rewards with
