@@ -2,7 +2,7 @@
 
 use std::fs;
 use std::io::{Read, Write};
-use std::process::{Child, Command, Stdio};
+use std::process::Command;
 use std::sync::mpsc::{Receiver, RecvTimeoutError, SyncSender, sync_channel};
 use std::thread;
 use std::time::Duration;
@@ -10,7 +10,7 @@ use std::time::Duration;
 use anyhow::{Context, Result, anyhow, bail};
 
 use super::sandbox::Sandbox;
-use crate::program::ProcessGroup;
+use crate::program::Running;
 use crate::{Interrupted, Progress};
 use candle_grpo_base::clock::running_time;
 
@@ -92,26 +92,6 @@ enum Event {
     Errors(Vec<u8>),
 }
 
-/// An execution's processes, which end when it is dropped.
-struct Running {
-    child: Child,
-    group: ProcessGroup,
-}
-
-impl Running {
-    fn kill(&mut self) {
-        self.group.kill();
-        let _ = self.child.kill();
-        let _ = self.child.wait();
-    }
-}
-
-impl Drop for Running {
-    fn drop(&mut self) {
-        self.kill();
-    }
-}
-
 impl Sandbox {
     /// Runs a program in its own directory, which is removed afterward.
     ///
@@ -153,21 +133,14 @@ impl Sandbox {
             let [name, arguments @ ..] = line.as_slice() else {
                 bail!("command: empty");
             };
-            let group = ProcessGroup::start().context("starting sh")?;
             let mut command = Command::new(name);
             command
                 .args(arguments)
                 .current_dir(&files)
                 .env_clear()
-                .envs(ENVIRONMENT)
-                .stdin(Stdio::piped())
-                .stdout(Stdio::piped())
-                .stderr(Stdio::piped());
-            group.add(&mut command);
-            let child = self.spawn(&mut command);
-            let child = child.with_context(|| format!("starting {name:?}"))?;
-            let mut running = Running { child, group };
-            let events = running.connect(job.input.clone())?;
+                .envs(ENVIRONMENT);
+            let mut running = Running::start(&mut command, |command| self.spawn(command))?;
+            let events = connect(&mut running, job.input.clone())?;
             Ok((running, events))
         };
         let (mut running, events) = start().map_err(NotRun::Sandbox)?;
@@ -225,7 +198,7 @@ impl Sandbox {
                 Err(RecvTimeoutError::Disconnected) if status.is_some() => break,
                 // Everything that was written in time has been read. If the program ended in time,
                 // that is found below.
-                Err(_) if rest.is_zero() && !matches!(running.child.try_wait(), Ok(Some(_))) => {
+                Err(_) if rest.is_zero() && !matches!(running.status(), Ok(Some(_))) => {
                     break;
                 }
                 Err(_) if rest.is_zero() && status.is_some() => break,
@@ -233,7 +206,7 @@ impl Sandbox {
                 Err(RecvTimeoutError::Timeout) => {}
             }
             if status.is_none()
-                && let Ok(Some(ended)) = running.child.try_wait()
+                && let Ok(Some(ended)) = running.status()
             {
                 status = Some(ended);
                 // Without isolation, a remaining process may keep the pipes open.
@@ -298,21 +271,16 @@ impl Written {
     }
 }
 
-impl Running {
-    /// Writes `input`, and sends pipe output until both pipes are closed.
-    fn connect(&mut self, input: Vec<u8>) -> Result<Receiver<Event>> {
-        let missing = || anyhow!("pipe: absent");
-        let mut stdin = self.child.stdin.take().ok_or_else(missing)?;
-        let stdout = self.child.stdout.take().ok_or_else(missing)?;
-        let stderr = self.child.stderr.take().ok_or_else(missing)?;
-        // A program need not read its input.
-        thread::spawn(move || drop(stdin.write_all(&input)));
-        let (sender, events) = sync_channel(WAITING);
-        let others = sender.clone();
-        thread::spawn(move || send_all(stdout, &sender, Event::Output));
-        thread::spawn(move || send_all(stderr, &others, Event::Errors));
-        Ok(events)
-    }
+/// Writes `input`, and sends pipe output until both pipes are closed.
+fn connect(running: &mut Running, input: Vec<u8>) -> Result<Receiver<Event>> {
+    let (mut stdin, stdout, stderr) = running.pipes()?;
+    // A program need not read its input.
+    thread::spawn(move || drop(stdin.write_all(&input)));
+    let (sender, events) = sync_channel(WAITING);
+    let others = sender.clone();
+    thread::spawn(move || send_all(stdout, &sender, Event::Output));
+    thread::spawn(move || send_all(stderr, &others, Event::Errors));
+    Ok(events)
 }
 
 fn send_all(mut pipe: impl Read, events: &SyncSender<Event>, event: fn(Vec<u8>) -> Event) {

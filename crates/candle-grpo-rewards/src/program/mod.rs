@@ -10,23 +10,24 @@ mod imports;
 mod job;
 mod pool;
 mod process;
+mod running;
 mod sink;
 mod tail;
 
 use std::fmt;
 use std::path::PathBuf;
-use std::process::{Child, Command, Stdio};
+use std::process::Command;
 use std::time::Duration;
 
-use anyhow::{Context, Result, anyhow, bail};
+use anyhow::{Result, anyhow, bail};
 use candle_grpo_base::secrets;
 use candle_grpo_core::validate::{Checked, check};
 
-pub(crate) use group::ProcessGroup;
 pub use job::Job;
 pub use pool::ProgramPool;
 pub(crate) use process::Process;
 pub use process::{Answer, Failure, Unusable, quoted};
+pub(crate) use running::Running;
 pub use sink::Sink;
 
 /// Number of attempts after which a program that has never answered is an error.
@@ -74,17 +75,12 @@ impl Program {
 
     /// Starts it in its own group, with pipes, without variables that hold keys, and with
     /// `variables`.
-    fn spawn(&self, variables: &[(&str, String)]) -> Result<(Child, ProcessGroup)> {
+    fn spawn(&self, variables: &[(&str, String)]) -> Result<Running> {
         let [name, arguments @ ..] = self.command.as_slice() else {
             bail!("command: empty");
         };
-        let group = ProcessGroup::start().context("starting sh")?;
         let mut command = Command::new(name);
-        command
-            .args(arguments)
-            .stdin(Stdio::piped())
-            .stdout(Stdio::piped())
-            .stderr(Stdio::piped());
+        command.args(arguments);
         for variable in secrets::hidden_variables() {
             command.env_remove(variable);
         }
@@ -92,11 +88,7 @@ impl Program {
         if let Some(folder) = &self.folder {
             command.current_dir(folder);
         }
-        group.add(&mut command);
-        let child = command
-            .spawn()
-            .with_context(|| format!("starting {name:?}"))?;
-        Ok((child, group))
+        Running::start(&mut command, Command::spawn)
     }
 
     /// Starts it.

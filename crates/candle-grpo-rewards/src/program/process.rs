@@ -2,7 +2,8 @@
 
 use std::fmt;
 use std::io::{BufRead, BufReader, Read as _, Write};
-use std::process::{Child, ChildStdin, ChildStdout, ExitStatus};
+use std::process::{ChildStdin, ChildStdout};
+use std::slice;
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, SyncSender, channel, sync_channel};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::thread;
@@ -13,7 +14,7 @@ use anyhow::{Context, Result, anyhow, bail};
 use serde_json::{Map, Value};
 
 use super::tail::Tail;
-use super::{Program, group::ProcessGroup};
+use super::{Program, Running};
 use crate::{Interrupted, Progress};
 use candle_grpo_base::clock::running_time;
 
@@ -109,8 +110,7 @@ impl fmt::Display for Unusable {
 
 /// A program with one thread per pipe, so that no pipe can fill up and block it.
 pub(crate) struct Process {
-    program: Child,
-    group: ProcessGroup,
+    running: Running,
     input: Option<Sender<Vec<u8>>>,
     output: Receiver<Result<String, String>>,
     errors: Arc<Mutex<Tail>>,
@@ -128,20 +128,15 @@ pub(crate) struct Process {
 impl Process {
     pub(super) fn start(program: &Program) -> Result<Self> {
         let (limit, start_limit) = (program.limit, program.start_limit);
-        let (mut program, group) = program.spawn(&[])?;
-        let missing = || anyhow!("pipe: absent");
-        let stdin = program.stdin.take().ok_or_else(missing)?;
-        let stdout = program.stdout.take().ok_or_else(missing)?;
-        let stderr = program.stderr.take().ok_or_else(missing)?;
-
+        let mut running = program.spawn(&[])?;
+        let (stdin, stdout, stderr) = running.pipes()?;
         let (input, batches) = channel();
         thread::spawn(move || write_batches(stdin, &batches));
         let (lines, output) = sync_channel(MAX_LINES);
         thread::spawn(move || read_lines(stdout, &lines));
         let (errors, error_reader) = Tail::read(stderr);
         Ok(Self {
-            program,
-            group,
+            running,
             input: Some(input),
             output,
             errors,
@@ -326,7 +321,7 @@ impl Process {
         }
         let deadline = running_time() + END_GRACE;
         loop {
-            let ended = !matches!(self.program.try_wait(), Ok(None));
+            let ended = !matches!(self.running.status(), Ok(None));
             match self.output.recv_timeout(QUIET) {
                 Ok(line) => return Err(self.surplus(line)),
                 Err(RecvTimeoutError::Disconnected) => return Ok(()),
@@ -341,40 +336,17 @@ impl Process {
     /// Kills the program, and adds its exit status and the end of its stderr to `error`.
     pub(crate) fn stop(mut self, error: anyhow::Error) -> anyhow::Error {
         // A program that has closed its output is about to exit, with its own status.
-        let status = match self.wait(QUIET) {
+        let status = match self.running.wait(QUIET, &|| false) {
             Some(status) => format!(" ({status})"),
             None => String::new(),
         };
-        self.kill();
-        // All pipes are closed now, and the reader reads what is left.
-        let deadline = running_time() + Duration::from_secs(1);
-        while !self.error_reader.is_finished() && running_time() < deadline {
-            thread::sleep(Duration::from_millis(2));
-        }
+        self.running
+            .kill_and_read(slice::from_ref(&self.error_reader));
         let mut tail = self.errors.lock().unwrap_or_else(PoisonError::into_inner);
         match tail.text().trim() {
             "" => anyhow!("{error:#}{status}; it wrote nothing to stderr"),
             text => anyhow!("{error:#}{status}; its stderr ends with:\n{text}"),
         }
-    }
-
-    /// Waits until the program ends, for at most `patience`.
-    fn wait(&mut self, patience: Duration) -> Option<ExitStatus> {
-        let deadline = running_time() + patience;
-        loop {
-            match self.program.try_wait() {
-                Ok(None) if running_time() < deadline => thread::sleep(Duration::from_millis(1)),
-                Ok(status) => return status,
-                Err(_) => return None,
-            }
-        }
-    }
-
-    fn kill(&mut self) {
-        self.group.kill();
-        let _ = self.program.kill();
-        // Waiting leaves no zombie.
-        let _ = self.program.wait();
     }
 }
 
@@ -396,8 +368,7 @@ fn overdue(answered: usize, of: usize, limit: Duration) -> anyhow::Error {
 impl Drop for Process {
     fn drop(&mut self) {
         self.input = None;
-        self.wait(Duration::from_secs(1));
-        self.kill();
+        self.running.wait(Duration::from_secs(1), &|| false);
     }
 }
 

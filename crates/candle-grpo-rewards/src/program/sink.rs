@@ -1,15 +1,14 @@
 //! A program that reads lines and does not answer.
 
 use std::io::{BufRead, BufReader, Read, Write};
-use std::process::{Child, ChildStdin, ExitStatus};
+use std::process::ChildStdin;
 use std::sync::mpsc::{Receiver, SyncSender, TrySendError, sync_channel};
 use std::thread::{self, JoinHandle};
 use std::time::Duration;
 
 use anyhow::Result;
 
-use super::{Program, group::ProcessGroup};
-use candle_grpo_base::clock::running_time;
+use super::{Program, Running};
 
 /// Number of lines that wait for the program.
 const QUEUE: usize = 1 << 10;
@@ -17,18 +16,11 @@ const QUEUE: usize = 1 << 10;
 /// Maximum length for an output line in the log, in bytes.
 const LONGEST: u64 = 1 << 12;
 
-/// Interval between checks whether it has ended.
-const POLL: Duration = Duration::from_millis(5);
-
-/// Time for its last output lines.
-const LAST_LINES: Duration = Duration::from_secs(1);
-
 /// A program that reads lines. It never delays this process: lines that it has no time for are
 /// dropped, and its end is only a warning. Its output is logged.
 pub struct Sink {
     name: String,
-    program: Child,
-    group: ProcessGroup,
+    running: Running,
     lines: Option<SyncSender<Vec<u8>>>,
     /// Threads that log its output.
     loggers: Vec<JoinHandle<()>>,
@@ -47,20 +39,16 @@ impl Sink {
     ///
     /// Fails if it cannot be started.
     pub(super) fn start(program: &Program) -> Result<Self> {
-        let (mut child, group) = program.spawn(&[])?;
+        let mut running = program.spawn(&[])?;
         // The last word in a command usually names it best.
         let name = program.command.last().cloned().unwrap_or_default();
         let (lines, waiting) = sync_channel(QUEUE);
-        if let Some(stdin) = child.stdin.take() {
-            thread::spawn(move || write(stdin, &waiting));
-        }
-        let mut loggers = Vec::new();
-        loggers.extend(child.stdout.take().map(|stdout| log(&name, stdout)));
-        loggers.extend(child.stderr.take().map(|stderr| log(&name, stderr)));
+        let (stdin, stdout, stderr) = running.pipes()?;
+        thread::spawn(move || write(stdin, &waiting));
+        let loggers = vec![log(&name, stdout), log(&name, stderr)];
         Ok(Self {
             name,
-            program: child,
-            group,
+            running,
             lines: Some(lines),
             loggers,
             left_out: 0,
@@ -101,7 +89,7 @@ impl Sink {
 
     fn close(&mut self, is_canceled: &dyn Fn() -> bool) {
         self.lines = None;
-        match self.wait(self.limit, is_canceled) {
+        match self.running.wait(self.limit, is_canceled) {
             Some(status) if status.success() => {}
             Some(status) => tracing::warn!("{}: ended ({status})", self.name),
             None if is_canceled() => tracing::warn!(
@@ -117,20 +105,6 @@ impl Sink {
         // Dropping it does not wait again.
         self.is_closed = true;
     }
-
-    /// Waits until the program ends, for at most `patience`.
-    fn wait(&mut self, patience: Duration, is_canceled: &dyn Fn() -> bool) -> Option<ExitStatus> {
-        let begun = running_time();
-        loop {
-            match self.program.try_wait() {
-                Ok(None) if running_time() - begun < patience && !is_canceled() => {
-                    thread::sleep(POLL)
-                }
-                Ok(status) => return status,
-                Err(_) => return None,
-            }
-        }
-    }
 }
 
 impl Drop for Sink {
@@ -142,16 +116,7 @@ impl Drop for Sink {
         if self.left_out > 0 {
             tracing::warn!("{}: {} lines were left out", self.name, self.left_out);
         }
-        self.group.kill();
-        let _ = self.program.kill();
-        // Waiting leaves no zombie.
-        let _ = self.program.wait();
-        // The pipes are closed, unless a process outside the group holds them.
-        let begun = running_time();
-        let is_done = |logger: &JoinHandle<()>| logger.is_finished();
-        while !self.loggers.iter().all(is_done) && running_time() - begun < LAST_LINES {
-            thread::sleep(POLL);
-        }
+        self.running.kill_and_read(&self.loggers);
     }
 }
 
