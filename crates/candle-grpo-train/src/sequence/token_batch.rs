@@ -152,7 +152,6 @@ impl TokenBatch {
 /// The first is, for each sequence, the number of trained tokens in `batch` over all sequences with
 /// its prompt, f32 `[B]`. The second is the number of prompts with a trained token, for
 /// [`StepTotals::prompts`](candle_grpo_loss::StepTotals::prompts).
-/// both.
 pub fn count_prompt_tokens(batch: &TokenBatch, prompts: &[usize]) -> Result<(Tensor, f64)> {
     let (b, _) = batch.dims();
     ensure!(
