@@ -11,9 +11,19 @@ use super::{DistillationLoss, MASSES, OutputLayer, TeacherLogits, row_width};
 use crate::totals::StepTotals;
 
 /// The largest number of logits of a chunk of [`linear_distillation_loss`]: 2^22, or 2^25 on a GPU,
-/// where a chunk must have many rows to be fast. About ten tensors of a chunk exist at once.
-pub fn logits_of_chunk(on_gpu: bool) -> usize {
+/// where a chunk must have many rows to be fast.
+fn logits_of_chunk(on_gpu: bool) -> usize {
     if on_gpu { 1 << 25 } else { 1 << 22 }
+}
+
+/// The bytes of the chunk tensors that exist at once in [`linear_distillation_loss`], for this
+/// number of logits.
+pub fn linear_distillation_bytes(loss: &DistillationLoss, logits: usize, on_gpu: bool) -> usize {
+    // On the CPU the divergence is one operator, unless log-probs have a floor.
+    let is_composed = on_gpu || loss.log_prob_floor.is_some();
+    let tensors = if is_composed { 10 } else { 5 };
+    let chunk = logits.min(logits_of_chunk(on_gpu));
+    tensors * chunk * DType::F32.size_in_bytes()
 }
 
 /// The output of [`linear_distillation_loss`]. All tensors are detached.
@@ -32,7 +42,7 @@ pub struct LinearDistillationOutput {
 
 /// Computes the distillation loss of hidden states and its gradients, in one call.
 ///
-/// The logits of both models exist for a chunk of tokens at a time, see [`logits_of_chunk`]. Tokens
+/// The logits of both models exist for a chunk of tokens at a time. Tokens
 /// outside the mask are not computed. Synchronizes with the device: the mask is copied to the host.
 ///
 /// # Shapes

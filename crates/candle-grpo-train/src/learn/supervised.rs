@@ -16,7 +16,7 @@ use crate::sequence::response_forward::{Packed, Targets};
 use crate::{Actor, NotFinite, Sequence};
 
 /// The largest number of logits that a comparison of tokens computes at once: 16 MiB of f32.
-const PIECE_LOGITS: usize = 1 << 22;
+pub(super) const PIECE_LOGITS: usize = 1 << 22;
 
 /// Sums over the trained tokens of sequences. Those of parts of a step add up to those of the step.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Serialize, Deserialize)]

@@ -29,7 +29,7 @@ const RESERVED_TOKENS: usize = 64;
 const STEPS_BEFORE_PACKING: usize = 16;
 
 /// Prompts are split into passes of the model with about this many tokens.
-const PREFILL_TOKENS: usize = 512;
+pub(crate) const PREFILL_TOKENS: usize = 512;
 
 /// Draws completions from a model that shares the parameters of the policy: after an optimizer
 /// step it draws from the new policy. [`Self::in_dtype`] and [`Self::detached`] draw from copies.
