@@ -9,6 +9,7 @@ mod responses;
 use serde_json::{Value, json};
 
 use crate::request::{Answer, Refusal, Request};
+use fields::Fields;
 
 /// An API.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -24,7 +25,7 @@ pub(crate) enum Dialect {
 }
 
 /// The form of an answer.
-#[derive(Debug, Clone, Default)]
+#[derive(Debug, Clone)]
 pub(crate) struct Form {
     /// The model of the request, which the answer repeats.
     pub(crate) model: String,
@@ -36,6 +37,22 @@ pub(crate) struct Form {
     pub(crate) log_probs: bool,
     /// The parts of the request that the answer repeats.
     pub(crate) echo: Value,
+}
+
+impl Form {
+    /// The form of a request. Log-probs and echo are those of its dialect.
+    fn read(fields: &Fields<'_>) -> Result<Self, Refusal> {
+        Ok(Self {
+            model: fields.text("model")?.unwrap_or_default().to_owned(),
+            streams: fields.flag("stream")?,
+            streams_usage: match fields.get("stream_options") {
+                Some(options) => Fields::new(options, "stream_options")?.flag("include_usage")?,
+                None => false,
+            },
+            log_probs: false,
+            echo: Value::Null,
+        })
+    }
 }
 
 /// An event of a stream. The type is absent in the streams of chat completions.
