@@ -19,7 +19,7 @@ use crate::request::Request;
 /// The agents of a run: a server, and one episode for each trajectory.
 ///
 /// [`Sampler::with_environments`](candle_grpo_train::Sampler::with_environments) and
-/// [`Trainer::with_environments`](candle_grpo_train::Trainer) draw trajectories with them.
+/// [`TrainerParts::environments`](candle_grpo_train::TrainerParts) draw trajectories with them.
 ///
 /// An answer depends on its seed and the tokens before it only. A row that begins with the prompt
 /// of the episode, and goes on without branches, has the seeds of
@@ -43,7 +43,8 @@ impl Agents {
     ///
     /// # Errors
     ///
-    /// If an option is not valid, or the address is not free.
+    /// If an option is not valid, the address is not free, or there is no key in the variable that
+    /// `config` names.
     pub fn new(
         config: AgentConfig,
         limits: EnvironmentLimits,
@@ -53,7 +54,10 @@ impl Agents {
     ) -> Result<Self> {
         config.validate()?;
         limits.validate()?;
-        let key = config.key.as_ref().map_or_else(Key::random, Key::new);
+        let key = match &config.api_key_env {
+            Some(variable) => Key::from_variable(variable)?,
+            None => Key::random(),
+        };
         let offers = config.command.is_empty();
         let endpoint = Endpoint::start(
             config.listen,
@@ -63,7 +67,7 @@ impl Agents {
         if offers {
             let address = endpoint.address();
             tracing::info!("agents ask for episodes at http://{address}/episodes");
-            if config.key.is_none() {
+            if config.api_key_env.is_none() {
                 tracing::info!("their key is {}", key.text());
             }
         }

@@ -22,9 +22,9 @@ pub struct AgentConfig {
     /// The address and the port of the server; port 0: one that is free. An address other than
     /// that of this machine lets other machines draw from the policy, with a key only.
     pub listen: SocketAddr,
-    /// The key with which agents ask for episodes if `command` is empty. Absent: a random one,
-    /// which is logged.
-    pub key: Option<String>,
+    /// The environment variable with the key that agents ask for episodes with, if `command` is
+    /// empty. Absent: the key is random, and logged.
+    pub api_key_env: Option<String>,
     /// The notation in which the model calls tools.
     pub format: ToolFormat,
     /// If true, agents report rewards, and one that does not has failed. If false, the `rewards`
@@ -49,7 +49,7 @@ impl Default for AgentConfig {
             command: Vec::new(),
             folder: None,
             listen: SocketAddr::from(([127, 0, 0, 1], 0)),
-            key: None,
+            api_key_env: None,
             format: ToolFormat::default(),
             reports_rewards: true,
             max_concurrent: 64,
@@ -71,8 +71,9 @@ impl AgentConfig {
         if !self.command.is_empty() {
             self.program().validate()?;
         }
-        let key = self.key.as_deref();
-        check(key != Some(""), "key", "\"\"", "be a text, or absent")?;
+        let is_named = self.api_key_env.as_deref() != Some("");
+        let must = "be the name of an environment variable, or absent";
+        check(is_named, "api_key_env", "\"\"", must)?;
         self.format.validate()?;
         at_least_one("max_concurrent", self.max_concurrent)?;
         at_least_one("max_requests", self.max_requests)?;
@@ -86,6 +87,18 @@ impl AgentConfig {
             limit,
             "be above 0 and at most 1e9",
         )?)
+    }
+
+    /// Checks that the program of an agent is there, if there is one.
+    ///
+    /// # Errors
+    ///
+    /// If it is missing.
+    pub fn check_files(&self) -> Result<()> {
+        if self.command.is_empty() {
+            return Ok(());
+        }
+        self.program().check_files()
     }
 
     /// Returns the program of an agent.
