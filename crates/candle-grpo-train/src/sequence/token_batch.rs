@@ -6,6 +6,7 @@ use anyhow::{Result, ensure};
 use candle_core::{Device, Tensor};
 use candle_grpo_loss::StepTotals;
 
+use super::batch::totals;
 use super::{Batch, Column, Sequence, select};
 
 /// B sequences with responses of up to T tokens, and the tensors of their responses.
@@ -106,14 +107,7 @@ impl TokenBatch {
     /// Returns the denominators of a step that is this batch: [`StepTotals::count`] of its mask,
     /// without waiting for the device.
     pub fn totals(&self) -> StepTotals {
-        let tokens = self.sequences.iter().map(Sequence::num_trained_tokens);
-        let tokens: Vec<usize> = tokens.collect();
-        StepTotals {
-            tokens: tokens.iter().sum::<usize>() as f64,
-            sequences: tokens.iter().filter(|&&tokens| tokens > 0).count() as f64,
-            rows: tokens.len() as f64,
-            ..StepTotals::default()
-        }
+        totals(self.sequences.iter().map(Sequence::num_trained_tokens))
     }
 
     /// Returns the number of sequences (B) and the length of the longest response (T) of the batch
