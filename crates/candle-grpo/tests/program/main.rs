@@ -1,6 +1,8 @@
 //! The configuration, the program and its pages.
 
 mod accepted;
+#[cfg(feature = "agents")]
+mod agents;
 mod changed_inputs;
 mod chat;
 mod chat_templates;
