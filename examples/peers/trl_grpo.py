@@ -39,21 +39,21 @@ def share_right(model, tokenizer, problems, max_new_tokens):
 
 
 def grpo_config(run):
-    algorithm, optimizer, training = run["algorithm"], run["optimizer"], run["training"]
-    completions = algorithm["rollout_batch_size"] * algorithm["num_return_sequences_in_group"]
+    optimizer, sampling = run["optimizer"], run["sampling"]
+    completions = run["prompts_per_step"] * run["num_generations"]
     # The preset equals TRL's defaults, which are repeated here.
-    assert algorithm["preset"] == "trl"
+    assert run["preset"] == "trl"
     return GRPOConfig(
         output_dir=f"{run['run_dir']}/trl",
         seed=run["seed"],
         max_steps=run["max_steps"],
         # One update per step, from all of its completions.
-        per_device_train_batch_size=training["micro_batch_size"],
-        gradient_accumulation_steps=completions // training["micro_batch_size"],
+        per_device_train_batch_size=run["micro_batch_size"],
+        gradient_accumulation_steps=completions // run["micro_batch_size"],
         num_iterations=1,
-        num_generations=algorithm["num_return_sequences_in_group"],
-        max_completion_length=algorithm["response_length"],
-        temperature=run["sampler"]["temperature"],
+        num_generations=run["num_generations"],
+        max_completion_length=sampling["max_new_tokens"],
+        temperature=sampling["temperature"],
         loss_type="dapo",
         epsilon=0.2,
         beta=0.0,
@@ -63,7 +63,7 @@ def grpo_config(run):
         adam_beta2=optimizer["beta2"],
         adam_epsilon=float(optimizer["epsilon"]),
         weight_decay=optimizer["weight_decay"],
-        max_grad_norm=training["max_grad_norm"],
+        max_grad_norm=run["max_grad_norm"],
         lr_scheduler_type="constant",
         # f32, without recomputation and without intermediate checkpoints.
         use_cpu=True,
@@ -127,7 +127,7 @@ def main():
         args=grpo_config(run),
         train_dataset=load_dataset("json", data_files=run["data"]["train"], split="train"),
     )
-    length = run["algorithm"]["response_length"]
+    length = run["sampling"]["max_new_tokens"]
     trainer.add_callback(RunFiles(run, lambda model: share_right(model, tokenizer, held_out, length)))
     trainer.remove_callback(PrinterCallback)
     trainer.train()

@@ -48,7 +48,8 @@ fn bases() -> &'static [(Value, Value)] {
                 "model": {"path": file("model")},
                 "data": {"train": [file("data.jsonl")], "held_out_rows": 1},
                 "rewards": rewards,
-                "algorithm": {"preset": preset, "response_length": 9},
+                "preset": preset,
+                "sampling": {"max_new_tokens": 9},
                 "evaluation": {"samples_per_prompt": 4, "pass_at": [1, 2]},
             });
             let run = check(&base).expect("a preset is valid");

@@ -3,14 +3,14 @@
 
 use std::path::Path;
 
-use candle_grpo::config::{Document, RollFile, RunConfig};
+use candle_grpo::config::{Document, Import, RunConfig};
 use libfuzzer_sys::fuzz_target;
 
 fuzz_target!(|text: &str| {
     let yaml = Document::from_yaml(Path::new("run.yaml"), text);
     let toml = Document::from_toml(Path::new("run.toml"), text);
     for document in [yaml, toml].into_iter().flatten() {
-        let translated = RollFile::new(&document).map(|roll| roll.document);
+        let translated = Import::new(&document).map(|import| import.document);
         for document in translated.iter().chain([&document]) {
             let Ok(config) = RunConfig::new(document) else {
                 continue;

@@ -24,7 +24,9 @@ RUN = f"""
 model: {MODEL}@v1
 data: {{train: "hf://{DATA}/d/train.jsonl", held_out: "hf://{DATA}/d/test.jsonl"}}
 rewards: [{{kind: regex, pattern: "^[ab]"}}]
-algorithm: {{rollout_batch_size: 2, num_return_sequences_in_group: 2, response_length: 4}}
+prompts_per_step: 2
+num_generations: 2
+sampling: {{max_new_tokens: 4}}
 evaluation: {{every_steps: 2}}
 max_steps: 2
 run_dir: run

@@ -22,8 +22,10 @@ RUN = """
 model: {model}
 data: {{train: train.jsonl, chat: false, prompt: "{{question}}"}}
 rewards: [{{kind: regex, pattern: "[0-9]"}}]
-algorithm: {{rollout_batch_size: 4, num_return_sequences_in_group: 8, response_length: 8}}
-training: {{adapters: {{rank: 8, alpha: 16}}}}
+prompts_per_step: 4
+num_generations: 8
+sampling: {{max_new_tokens: 8}}
+adapters: {{rank: 8, alpha: 16}}
 optimizer: {{learning_rate: 1e-3}}
 max_steps: 2
 run_dir: run

@@ -114,7 +114,7 @@ def main():
     write_model(folder / "model")
     text = (folder / "math/run.yaml").read_text()
     text = replaced(text, '"Qwen/Qwen2.5-0.5B-Instruct"', "model")
-    text = replaced(text, "response_length: 256", "response_length: 8")
+    text = replaced(text, "max_new_tokens: 256", "max_new_tokens: 8")
     text = replaced(text, "max_steps: 100", "max_steps: 2")
     text = replaced(text, "decay_until: 100", "decay_until: 6")
     (folder / "run.yaml").write_text(text)

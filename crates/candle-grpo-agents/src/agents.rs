@@ -1,4 +1,4 @@
-//! The agents of a run.
+//! A run's agents.
 
 use std::collections::BTreeSet;
 use std::net::SocketAddr;
@@ -16,16 +16,20 @@ use crate::game::Game;
 use crate::key::Key;
 use crate::request::Request;
 
-/// The agents of a run: a server, and one episode for each trajectory.
+/// A run's agents: a server, and one episode per trajectory.
 ///
-/// [`Sampler::with_environments`](candle_grpo_train::Sampler::with_environments) and
-/// [`TrainerParts::environments`](candle_grpo_train::TrainerParts) draw trajectories with them.
+/// Pass it to [`Sampler::with_environments`](candle_grpo_train::Sampler::with_environments) or
+/// [`TrainerParts::environments`](candle_grpo_train::TrainerParts), which then sample trajectories
+/// through it.
 ///
-/// An answer depends on its seed and the tokens before it only. A row that begins with the prompt
-/// of the episode, and goes on without branches, has the seeds of
-/// [`Environments`](candle_grpo_train::environment::Environments): the same conversation has the
-/// same tokens. Other answers have seeds of their tokens. So the order in which parallel requests
-/// come is of no importance, unless several continue the same answer: the first continues its row.
+/// # Reproducibility
+///
+/// An answer depends only on its seed and the tokens before it. A row that begins with the
+/// episode's prompt and continues without branches uses the same seeds as
+/// [`Environments`](candle_grpo_train::environment::Environments), so the same conversation has the
+/// same tokens. Seeds for other answers derive from their tokens. The arrival order among parallel
+/// requests therefore does not matter, unless several continue the same answer: the first then
+/// continues its row.
 pub struct Agents {
     pub(crate) config: AgentConfig,
     pub(crate) limits: EnvironmentLimits,
@@ -33,18 +37,18 @@ pub struct Agents {
     pub(crate) endpoint: Endpoint,
     pub(crate) bell: Arc<Bell>,
     key: Key,
-    /// The settings of requests that had no effect, by name.
+    /// Request settings that had no effect, by name.
     ignored: Mutex<BTreeSet<&'static str>>,
 }
 
 impl Agents {
-    /// Starts the server, for a model with this tokenizer and chat template. `stop_token_ids` are
-    /// those of the sampler.
+    /// Starts the server for a model with this tokenizer and chat template. Pass the sampler's
+    /// `stop_token_ids`.
     ///
     /// # Errors
     ///
-    /// If an option is not valid, the address is not free, or there is no key in the variable that
-    /// `config` names.
+    /// Fails if an option is invalid, the address is not free, or the variable that `config` names
+    /// has no key.
     pub fn new(
         config: AgentConfig,
         limits: EnvironmentLimits,
@@ -86,17 +90,17 @@ impl Agents {
         })
     }
 
-    /// Returns the address of the server.
+    /// Returns the server's address.
     pub fn address(&self) -> SocketAddr {
         self.endpoint.address()
     }
 
-    /// Returns the key with which agents ask for episodes.
+    /// Returns the key with which agents request episodes.
     pub fn key(&self) -> &str {
         self.key.text()
     }
 
-    /// Warns once of each setting of a request that differs from those of the run.
+    /// Warns once about each request setting that differs from the run's.
     pub(crate) fn warn_of_settings(&self, request: &Request, sampling: &SamplingConfig) {
         for &(name, value) in &request.sampling {
             let used = match name {

@@ -1,9 +1,9 @@
-//! A signal from the server to the thread that draws.
+//! A signal from the server to the sampling thread.
 
 use std::sync::{Condvar, Mutex, PoisonError};
 use std::time::Duration;
 
-/// A signal that stays until it is received.
+/// A signal that persists until it is received.
 #[derive(Debug, Default)]
 pub(crate) struct Bell {
     rang: Mutex<bool>,
@@ -16,7 +16,7 @@ impl Bell {
         self.changed.notify_all();
     }
 
-    /// Waits for a signal, at most for `patience`. Returns false if there was none.
+    /// Waits for a signal, at most for `patience`. Returns false if none arrived.
     pub(crate) fn wait(&self, patience: Duration) -> bool {
         let rang = self.rang.lock().unwrap_or_else(PoisonError::into_inner);
         let waited = self

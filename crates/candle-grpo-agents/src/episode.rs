@@ -1,4 +1,4 @@
-//! The requests and reports of an agent.
+//! An agent's requests and reports.
 
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -13,12 +13,12 @@ use crate::bell::Bell;
 use crate::key::Key;
 use crate::request::{Outcome, Refusal, Request};
 
-/// An episode as the server has it. The thread that draws has its tokens.
+/// The server's side of an episode. The sampling thread has its tokens.
 #[derive(Debug)]
 pub(crate) struct Episode {
     pub(crate) id: String,
     pub(crate) key: Key,
-    /// The row of the prompt.
+    /// The prompt's dataset row.
     pub(crate) row: Value,
     max_requests: usize,
     takes_rewards: bool,
@@ -26,10 +26,10 @@ pub(crate) struct Episode {
     state: Mutex<State>,
 }
 
-/// The report of an agent so far.
+/// An agent's report so far.
 #[derive(Debug, Clone, Default)]
 pub(crate) struct Report {
-    /// The last value; null is `Some(None)`.
+    /// Latest value; null is `Some(None)`.
     pub(crate) reward: Option<Option<f64>>,
     pub(crate) metrics: BTreeMap<String, f64>,
     pub(crate) is_done: bool,
@@ -39,19 +39,19 @@ pub(crate) struct Report {
 struct State {
     report: Report,
     slots: Vec<Slot>,
-    /// The number of requests, refused ones included.
+    /// Number of requests, including refused ones.
     received: usize,
-    /// The reason why the episode has failed.
+    /// Reason why the episode failed.
     failure: Option<String>,
     is_closed: bool,
-    /// The time of the last request or answer; absent before an agent has the episode.
+    /// Time at the last request or answer; absent before an agent has the episode.
     active: Option<Duration>,
 }
 
 /// A request for an answer.
 #[derive(Debug)]
 struct Slot {
-    /// The digest of the path and the body.
+    /// Digest over the path and the body.
     digest: [u8; 32],
     idempotency_key: Option<String>,
     request: Arc<Request>,
@@ -63,18 +63,18 @@ struct Slot {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Stage {
     Waiting,
-    /// It is drawn.
+    /// Being sampled.
     Taken,
     Answered,
-    /// Its client left before it was drawn.
+    /// Its client left before it was sampled.
     Dropped,
 }
 
-/// A request as it came, to recognize one that is repeated.
+/// A request's identity, which detects retries.
 pub(crate) struct Identity {
     pub(crate) digest: [u8; 32],
     pub(crate) idempotency_key: Option<String>,
-    /// True if the client repeats it.
+    /// True if the client marks it as a retry.
     pub(crate) is_repeated: bool,
 }
 
@@ -110,7 +110,7 @@ impl Episode {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Notes that an agent has the episode: its time begins.
+    /// Records that an agent has the episode, which starts its clock.
     pub(crate) fn begin(&self) {
         self.state().active = Some(running_time());
     }
@@ -133,7 +133,7 @@ impl Episode {
         Ok(())
     }
 
-    /// Returns the place and the future outcome of a request. A repeated one has those of the
+    /// Returns a request's position and its future outcome. A repeated request shares those of the
     /// first.
     pub(crate) fn ask(
         &self,
@@ -158,7 +158,7 @@ impl Episode {
         Ok((state.slots.len() - 1, receiver))
     }
 
-    /// Takes the requests that wait, by their places. Those whose clients have left are dropped.
+    /// Takes the waiting requests with their positions. Drops those whose clients have left.
     pub(crate) fn take_waiting(&self) -> Vec<(usize, Arc<Request>)> {
         let mut state = self.state();
         let slots = state.slots.iter_mut().enumerate();
@@ -185,14 +185,14 @@ impl Episode {
         }
     }
 
-    /// Notes that the client has the answer.
+    /// Records that the client has received the answer.
     pub(crate) fn delivered(&self, place: usize) {
         if let Some(slot) = self.state().slots.get_mut(place) {
             slot.is_delivered = true;
         }
     }
 
-    /// Takes a report.
+    /// Accepts a report.
     pub(crate) fn report(&self, body: &Value) -> Result<(), Refusal> {
         let Value::Object(fields) = body else {
             return Err(Refusal::invalid("body", body, "be a JSON object"));
@@ -245,19 +245,19 @@ impl Episode {
         Ok(())
     }
 
-    /// The report so far, and the reason why the episode has failed.
+    /// Returns the report so far, and the reason why the episode failed.
     pub(crate) fn so_far(&self) -> (Report, Option<String>) {
         let state = self.state();
         (state.report.clone(), state.failure.clone())
     }
 
-    /// The number of requests so far.
+    /// Returns the number of requests so far.
     pub(crate) fn received(&self) -> usize {
         self.state().received
     }
 
-    /// The time since the agent has last sent a request or had an answer. `None` before it has the
-    /// episode, and while it waits for an answer.
+    /// Returns the time since the agent last sent a request or received an answer. `None` before it
+    /// has the episode, and while it waits for an answer.
     pub(crate) fn idle(&self) -> Option<Duration> {
         let state = self.state();
         let waits = |slot: &Slot| matches!(slot.stage, Stage::Waiting | Stage::Taken);
@@ -279,7 +279,7 @@ impl Episode {
     }
 }
 
-/// The names of metrics that are those of the server.
+/// Metric names that the server itself uses.
 const RESERVED: [&str; 3] = ["answers", "rows", "requests"];
 
 fn ended() -> Refusal {
@@ -295,7 +295,7 @@ impl State {
         }
     }
 
-    /// The place of the request that this one repeats.
+    /// Returns the position of the request that this one repeats.
     fn repeated(&self, identity: &Identity) -> Result<Option<usize>, Refusal> {
         let answers = |slot: &Slot| {
             let is_refused = matches!(&*slot.outcome.borrow(), Some(Err(_)));

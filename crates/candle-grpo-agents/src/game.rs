@@ -1,4 +1,4 @@
-//! The episodes of a batch while they are played.
+//! A batch's episodes in play.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -20,32 +20,32 @@ use crate::message::{ASSISTANT, Call, Message};
 use crate::request::{Answer, DrawnToken, End, Refusal, Request};
 use crate::transcript::{Draft, Setting, Transcript, digest, first_64_bits};
 
-/// The interval at which processes and time limits are checked.
+/// Interval between checks on processes and time limits.
 const POLL: Duration = Duration::from_millis(20);
 
-/// The time in which further requests join a batch, as long as they come.
+/// Time in which further requests join a batch, as long as they arrive.
 const GATHER: Duration = Duration::from_millis(2);
 
-/// The number of times that [`GATHER`] is waited for.
+/// Maximum number of waits for [`GATHER`].
 const MOST_GATHERED: usize = 16;
 
-/// The starts of an agent that ends before its first request.
+/// Maximum number of starts for an agent that ends before its first request.
 const MAX_STARTS: usize = 2;
 
-/// The time that an agent has to end after it has reported that it is done.
+/// Time limit for an agent to end after it has reported that it is done.
 const END_GRACE: Duration = Duration::from_secs(5);
 
-/// The episodes of a batch.
+/// A batch's episodes.
 pub(crate) struct Game<'a> {
     agents: &'a Agents,
     play: Play<'a>,
-    /// The episodes that have not begun, in reverse order, with their places.
+    /// Episodes that have not begun, in reverse order, with their positions.
     left: Vec<(usize, &'a Prompt, CompletionSeed)>,
     running: Vec<Running<'a>>,
     ended: Vec<Option<Rollout>>,
 }
 
-/// An episode that is played. It is closed when it is dropped.
+/// An episode in play. It closes when dropped.
 struct Running<'a> {
     place: usize,
     prompt: &'a Prompt,
@@ -55,18 +55,18 @@ struct Running<'a> {
     job: Option<Job>,
     starts: usize,
     began: Duration,
-    /// The time of the report that the agent is done.
+    /// Time at which the agent reported that it is done.
     done: Option<Duration>,
     transcript: Transcript,
-    /// The number of answers, with those that are drawn now.
+    /// Number of answers, including those being sampled.
     answers: usize,
-    /// The limit that a request was refused for.
+    /// Limit for which a request was refused.
     limit: Option<EpisodeEnd>,
 }
 
-/// A request that is drawn.
+/// A request to sample.
 struct Turn {
-    /// The number of its episode among the running ones.
+    /// Episode's index among the running ones.
     episode: usize,
     place: usize,
     request: Arc<Request>,
@@ -127,7 +127,7 @@ impl<'a> Game<'a> {
         Ok(())
     }
 
-    /// Takes out the episodes that have ended.
+    /// Removes the episodes that have ended.
     fn end(&mut self) -> Result<()> {
         let mut at = 0;
         while at < self.running.len() {
@@ -144,7 +144,7 @@ impl<'a> Game<'a> {
         Ok(())
     }
 
-    /// The turns of all requests that wait. Those that cannot be drawn are refused.
+    /// Returns a turn for each waiting request. Refuses those that cannot be sampled.
     fn turns(&mut self) -> Vec<Turn> {
         let mut turns = Vec::new();
         for (number, running) in self.running.iter_mut().enumerate() {
@@ -165,7 +165,7 @@ impl<'a> Game<'a> {
         turns
     }
 
-    /// Draws turns, those with equal stop strings as one batch, and answers them.
+    /// Samples turns, those with equal stop strings in one batch, and answers them.
     fn draw(&mut self, turns: Vec<Turn>) -> Result<()> {
         let mut batches: BTreeMap<Vec<String>, Vec<Turn>> = BTreeMap::new();
         for turn in turns {
@@ -233,7 +233,7 @@ impl<'a> Running<'a> {
         Ok(running)
     }
 
-    /// Starts the process of the agent.
+    /// Starts the agent's process.
     fn start_job(&mut self) -> Result<()> {
         let agents = self.agents;
         let url = agents.endpoint.episodes().url(&self.episode);
@@ -254,7 +254,7 @@ impl<'a> Running<'a> {
         Ok(())
     }
 
-    /// Returns the end of the episode, if it has ended.
+    /// Returns the reason for the episode's end, if it has ended.
     fn check(&mut self) -> Result<Option<EpisodeEnd>> {
         let (report, failure) = self.episode.so_far();
         if let Some(failure) = failure {
@@ -277,7 +277,7 @@ impl<'a> Running<'a> {
             if let Some(limit) = self.limit.clone() {
                 return Ok(Some(limit));
             }
-            // Nothing that the policy drew can be the cause.
+            // No sampled text can be the cause.
             if self.episode.received() == 0 && self.starts < MAX_STARTS {
                 self.start_job()?;
                 return Ok(None);
@@ -294,12 +294,12 @@ impl<'a> Running<'a> {
         Ok(Some(EpisodeEnd::Failed(self.with_output(message))))
     }
 
-    /// The end of an agent that has ended by itself.
+    /// End reason for an agent that has ended by itself.
     fn ended(&self) -> EpisodeEnd {
         self.limit.clone().unwrap_or(EpisodeEnd::Done)
     }
 
-    /// A message with the end of the output of the process.
+    /// Appends the tail of the process's output to a message.
     fn with_output(&mut self, message: String) -> String {
         match self.job.take().map(Job::end) {
             None => message,
@@ -308,7 +308,7 @@ impl<'a> Running<'a> {
         }
     }
 
-    /// Places a request, and returns the maximum length of its answer.
+    /// Drafts a request's turn, and returns the maximum length of its answer.
     fn draft(&mut self, request: &Request, play: &Play<'_>) -> Result<(Draft, usize), Refusal> {
         let limits = &self.agents.limits;
         if self.answers >= limits.max_turns {
@@ -331,7 +331,7 @@ impl<'a> Running<'a> {
         match self.room(&draft, request, play) {
             Ok(room) => {
                 self.answers += 1;
-                // The agent has found a way on.
+                // The agent has recovered from the limit.
                 self.limit = None;
                 Ok((draft, room))
             }
@@ -342,7 +342,7 @@ impl<'a> Running<'a> {
         }
     }
 
-    /// The maximum length of the answer to a draft.
+    /// Maximum length of the answer to a draft.
     fn room(
         &mut self,
         draft: &Draft,
@@ -376,7 +376,7 @@ impl<'a> Running<'a> {
         Ok(left.min(longest).min(asked))
     }
 
-    /// Records what was drawn, and returns the answer for the agent.
+    /// Records the sampled completion, and returns the answer for the agent.
     fn record(&mut self, draft: Draft, request: &Request, drawn: &Completion) -> Result<Answer> {
         let conversation = &self.agents.conversation;
         let prompt_tokens = draft.tokens.len();
@@ -420,7 +420,7 @@ impl<'a> Running<'a> {
         })
     }
 
-    /// Takes the calls of tools out of a text, if all of them are valid.
+    /// Moves the tool calls out of a text, if all are valid.
     fn take_calls(&self, message: &mut Message, id: &str) {
         let format = &self.agents.config.format;
         let calls: Result<Vec<_>, _> = format.calls(&message.content).into_iter().collect();
@@ -535,7 +535,7 @@ impl Drop for Running<'_> {
     }
 }
 
-/// The row of an episode in which nothing was drawn: a token that the policy did not write.
+/// Row for an episode without a sample: one token that the policy did not write.
 fn nothing(prompt: &Prompt) -> (Vec<u32>, Completion) {
     let last = prompt.tokens.last().copied().unwrap_or(0);
     let completion = Completion {
@@ -550,13 +550,13 @@ fn nothing(prompt: &Prompt) -> (Vec<u32>, Completion) {
     (prompt.tokens.clone(), completion)
 }
 
-/// The first 64 bits of the digest of the tokens before a turn.
+/// First 64 bits in the digest over the tokens before a turn.
 fn state((prompt, completion): &(Vec<u32>, Completion), start: usize) -> u64 {
     let tokens = prompt.iter().chain(&completion.tokens[..start]);
     first_64_bits(&digest(tokens))
 }
 
-/// The id of the answer to a draft, which the tokens and their number decide.
+/// Id for a draft's answer, which derives from the tokens and their count.
 fn answer_id(draft: &Draft) -> String {
     let digest = Sha256::new()
         .chain_update(draft.digest)
@@ -566,7 +566,7 @@ fn answer_id(draft: &Draft) -> String {
     bytes.map(|byte| format!("{byte:02x}")).collect()
 }
 
-/// The id of a call: nine letters and digits, which all chat templates accept.
+/// Call id: nine letters and digits, which all chat templates accept.
 fn call_id(answer: &str, at: usize) -> String {
     const DIGITS: &[u8; 36] = b"0123456789abcdefghijklmnopqrstuvwxyz";
     let digest = Sha256::digest(format!("{answer}/{at}"));

@@ -1,4 +1,4 @@
-//! Keys of episodes.
+//! Episode keys.
 
 use std::{env, fmt};
 
@@ -7,7 +7,7 @@ use candle_grpo_base::secrets::hide_from_programs;
 use candle_grpo_core::validate::check;
 use sha2::{Digest, Sha256};
 
-/// A key. It is compared in constant time.
+/// A key, compared in constant time.
 #[derive(Clone)]
 pub(crate) struct Key(String);
 
@@ -22,7 +22,7 @@ impl Key {
         Ok(Self(key))
     }
 
-    /// A key of 128 random bits.
+    /// Returns a key with 128 random bits.
     pub(crate) fn random() -> Self {
         Self(format!("grpo-{}", random_id()))
     }
@@ -31,8 +31,8 @@ impl Key {
         &self.0
     }
 
-    /// Returns true if this is the key. The digests differ in places that do not depend on where
-    /// the keys differ.
+    /// Returns true if this is the key. It compares digests, which differ at positions that do not
+    /// depend on where the keys differ.
     pub(crate) fn is(&self, given: &[u8]) -> bool {
         Sha256::digest(given) == Sha256::digest(self.0.as_bytes())
     }
@@ -44,7 +44,7 @@ impl fmt::Debug for Key {
     }
 }
 
-/// 128 bits from the secure generator of the thread, in hexadecimal digits.
+/// 128 bits from the thread's secure generator, in hexadecimal digits.
 pub(crate) fn random_id() -> String {
     format!("{:032x}", rand::random::<u128>())
 }

@@ -1,14 +1,21 @@
-//! Training of agents: programs of their own that call the policy over HTTP.
+//! Samples episodes from your own agents: programs that call the policy over HTTP.
 //!
-//! [`Agents`] runs an HTTP server with the APIs of OpenAI and Anthropic, and plays one episode for
-//! each trajectory. Each episode has a base URL and a key of its own. Its agent is a process that
-//! the server starts, or a program that asks for episodes. Whatever draws completions is behind the
-//! server: the model in this process, or inference servers.
+//! Choose this crate if your agent already exists, in any language, and uses an OpenAI or Anthropic
+//! client or plain requests. If you write the tools in Rust, start with
+//! [`Environments`](candle_grpo_train::environment::Environments), which needs no server.
 //!
-//! The server keeps the tokens that the policy drew, with log-probs and versions of the weights. A
-//! request whose messages extend an earlier request and its answer continues the recorded tokens:
-//! only the messages after the answer are encoded. Any other request begins a row of its own. Each
-//! drawn token trains in exactly one row.
+//! [`Agents`] runs an HTTP server with the OpenAI and Anthropic APIs, and plays one episode per
+//! trajectory. Each episode has its own base URL and key. Its agent is either a process that the
+//! server starts, or a program that requests episodes. Behind the server, the model in this process
+//! samples, or inference servers do.
+//!
+//! The server records the sampled tokens with their log-probs and weight versions. If a request's
+//! messages extend an earlier request and its answer, the recorded tokens continue: only the
+//! messages after the answer are encoded. Any other request begins its own row. Each sampled token
+//! is a response token in exactly one row.
+//!
+//! A [`Sampler`](candle_grpo_train::Sampler) samples with [`Agents`]. The
+//! [`Trainer`](candle_grpo_train::Trainer) does not accept them yet.
 //!
 //! | path | method |
 //! | --- | --- |
@@ -33,7 +40,7 @@ mod transcript;
 
 pub use agents::Agents;
 
-/// Runs the code of the README as a documentation test.
+/// Runs the README's code as a documentation test.
 #[cfg(doctest)]
 #[doc = include_str!("../README.md")]
 struct Readme;

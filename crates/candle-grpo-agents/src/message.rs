@@ -1,4 +1,4 @@
-//! Messages of conversations, in one form for all dialects.
+//! Conversation messages, in one form for all dialects.
 
 use serde_json::{Map, Value, json};
 
@@ -6,22 +6,22 @@ use serde_json::{Map, Value, json};
 #[derive(Debug, Clone, Default)]
 pub(crate) struct Message {
     pub(crate) role: String,
-    /// The text, that of all parts; empty without a content.
+    /// Text, joined over all parts; empty without content.
     pub(crate) content: String,
     pub(crate) calls: Vec<Call>,
-    /// The id of the call whose result this is.
+    /// Id of the call to which this is the result.
     pub(crate) call_id: Option<String>,
     pub(crate) name: Option<String>,
-    /// A reasoning beside the content, for the chat template.
+    /// Reasoning beside the content, for the chat template.
     pub(crate) reasoning: Option<String>,
 }
 
-/// A call of a tool.
+/// A tool call.
 #[derive(Debug, Clone)]
 pub(crate) struct Call {
     pub(crate) id: String,
     pub(crate) name: String,
-    /// An object, or a text that is no JSON object.
+    /// An object, or a text that is not a JSON object.
     pub(crate) arguments: Value,
 }
 
@@ -37,8 +37,8 @@ impl Message {
         }
     }
 
-    /// Returns true if two messages say the same. Ids of calls and reasonings do not count, because
-    /// clients change or drop them.
+    /// Returns true if two messages have the same meaning. Call ids and reasoning do not count,
+    /// because clients change or drop them.
     pub(crate) fn says(&self, other: &Self) -> bool {
         let same_calls = || {
             let pairs = self.calls.iter().zip(&other.calls);
@@ -52,7 +52,7 @@ impl Message {
             && same_calls()
     }
 
-    /// The message for a chat template.
+    /// Returns the message for a chat template.
     pub(crate) fn to_value(&self) -> Value {
         let mut fields = Map::new();
         fields.insert("role".to_owned(), self.role.as_str().into());
@@ -81,7 +81,7 @@ impl Call {
         json!({"id": self.id, "type": "function", "function": function})
     }
 
-    /// The arguments as JSON text.
+    /// Returns the arguments as JSON text.
     pub(crate) fn arguments_text(&self) -> String {
         match &self.arguments {
             Value::String(text) => text.clone(),
@@ -90,7 +90,7 @@ impl Call {
     }
 }
 
-/// The arguments of a call: the object if they are the JSON text of one.
+/// Parses a call's arguments: an object if the text is one in JSON, otherwise the text.
 pub(crate) fn arguments(text: &str) -> Value {
     match candle_grpo_base::large_integers::parsed(text) {
         Ok(object @ Value::Object(_)) => object,
@@ -98,7 +98,7 @@ pub(crate) fn arguments(text: &str) -> Value {
     }
 }
 
-/// Gives the results of tools the names of their calls, which some chat templates print.
+/// Names tool results after their calls, because some chat templates print the names.
 pub(crate) fn name_results(messages: &mut [Message]) {
     for at in 0..messages.len() {
         let (before, rest) = messages.split_at_mut(at);

@@ -11,13 +11,13 @@ use crate::message::Message;
 #[derive(Debug, Clone)]
 pub(crate) struct Request {
     pub(crate) input: Input,
-    /// True if the calls of tools in the answer are taken out of its text.
+    /// True if the answer's tool calls are moved out of its text.
     pub(crate) parses_calls: bool,
     pub(crate) max_tokens: Option<usize>,
-    /// The strings that end the answer, and are not part of it.
+    /// Strings that end the answer, and are not part of it.
     pub(crate) stop: Vec<String>,
     pub(crate) log_probs: bool,
-    /// The sampling settings of the request, which have no effect.
+    /// The request's sampling settings, which have no effect.
     pub(crate) sampling: Vec<(&'static str, f64)>,
 }
 
@@ -28,9 +28,9 @@ pub(crate) enum Input {
     Chat {
         messages: Vec<Message>,
         tools: Option<Value>,
-        /// True if the messages begin with instructions that hold for one answer.
+        /// True if the messages begin with instructions, which apply to one answer.
         has_instructions: bool,
-        /// The id of the answer whose conversation the messages continue.
+        /// Id of the answer whose conversation the messages continue.
         previous: Option<String>,
     },
     /// A text that the answer continues.
@@ -54,16 +54,16 @@ impl Input {
 /// The answer to a request.
 #[derive(Debug)]
 pub(crate) struct Answer {
-    /// A number that differs from those of other answers of the episode.
+    /// Identifier, unique within the episode.
     pub(crate) id: String,
     /// Seconds since 1970.
     pub(crate) created: u64,
     pub(crate) message: Message,
     pub(crate) end: End,
     pub(crate) prompt_tokens: usize,
-    /// The number of drawn tokens.
+    /// Number of sampled tokens.
     pub(crate) drawn: usize,
-    /// The drawn tokens, if the request has log-probs.
+    /// Sampled tokens, if the request asks for log-probs.
     pub(crate) tokens: Vec<DrawnToken>,
 }
 
@@ -74,7 +74,7 @@ pub(crate) struct DrawnToken {
     pub(crate) log_prob: f32,
 }
 
-/// The end of an answer.
+/// The reason why an answer ended.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) enum End {
     /// The policy ended it.
@@ -90,16 +90,16 @@ pub(crate) enum End {
 /// An answer, or the reason why there is none.
 pub(crate) type Outcome = Result<Arc<Answer>, Refusal>;
 
-/// The number of characters of a wrong value in a message.
+/// Maximum number of characters that an error quotes from a wrong value.
 const SHOWN: usize = 200;
 
-/// A request that is not answered.
+/// The reason why a request gets no answer.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Refusal {
-    /// The HTTP status.
+    /// HTTP status.
     pub(crate) status: u16,
     pub(crate) code: &'static str,
-    /// The name of the argument that is wrong.
+    /// Name of the wrong argument.
     pub(crate) param: Option<String>,
     pub(crate) message: String,
 }
@@ -114,7 +114,7 @@ impl Refusal {
         }
     }
 
-    /// An argument that is not valid, as `{name}: {value}, must {must}`.
+    /// Reports an invalid argument as `{name}: {value}, must {must}`.
     pub(crate) fn invalid(name: &str, value: impl fmt::Display, must: &str) -> Self {
         let value: String = value.to_string().chars().take(SHOWN).collect();
         Self {

@@ -1,4 +1,4 @@
-//! The tree of what was drawn in an episode.
+//! The tree of sampled answers in an episode.
 
 use std::collections::HashMap;
 use std::ops::Range;
@@ -13,16 +13,16 @@ use sha2::{Digest, Sha256};
 use crate::message::Message;
 use crate::request::{Input, Refusal};
 
-/// The turns of random numbers that do not count turns.
+/// Marks turn numbers that derive from tokens, for the random numbers.
 const OF_TOKENS: u64 = 1 << 63;
 
-/// The rows of an episode. Each drawn token is written in exactly one row, and is never encoded
+/// An episode's rows. Each sampled token is in exactly one row as a response, and is never encoded
 /// again.
 #[derive(Debug, Default)]
 pub(crate) struct Transcript {
     rows: Vec<Row>,
     answers: Vec<Drawn>,
-    /// The number of drafts with the same tokens, by the digest of the tokens.
+    /// Number of drafts with the same tokens, by their digest.
     drafts: HashMap<[u8; 32], u64>,
 }
 
@@ -30,9 +30,9 @@ pub(crate) struct Transcript {
 #[derive(Debug)]
 pub(crate) struct Row {
     pub(crate) tokens: CompletionBuilder,
-    /// The answers, as ranges of the completion.
+    /// Answers, as ranges in the completion.
     pub(crate) turns: Vec<Range<usize>>,
-    /// True if the prompt of the row is that of the episode.
+    /// True if the row's prompt is the episode's.
     is_main: bool,
 }
 
@@ -41,7 +41,7 @@ pub(crate) struct Row {
 struct Drawn {
     id: String,
     row: usize,
-    /// The number of tokens of the row up to its end.
+    /// Number of tokens in the row up to the answer's end.
     end: usize,
     /// True if its row continues after it.
     is_continued: bool,
@@ -60,34 +60,34 @@ pub(crate) enum Said {
     Tokens,
 }
 
-/// An answer to draw.
+/// An answer to sample.
 #[derive(Debug)]
 pub(crate) struct Draft {
-    /// The answer whose row continues; absent: a new row begins.
+    /// Answer whose row continues; absent: a new row begins.
     continued: Option<usize>,
-    /// The tokens to continue.
+    /// Tokens to continue.
     pub(crate) tokens: Vec<u32>,
-    /// The number of the turn for the random numbers.
+    /// Turn number for the random numbers.
     pub(crate) turn: u64,
     said: Said,
-    /// The digest of the tokens.
+    /// Digest over the tokens.
     pub(crate) digest: [u8; 32],
 }
 
-/// The conversions and the prompt of an episode.
+/// An episode's conversions and prompt.
 #[derive(Clone, Copy)]
 pub(crate) struct Setting<'a> {
     pub(crate) conversation: &'a Conversation,
-    /// The variables of the chat template.
+    /// Chat template variables.
     pub(crate) variables: &'a Map<String, Value>,
-    /// The tokens of the prompt of the episode.
+    /// The episode's prompt tokens.
     pub(crate) prompt: &'a [u32],
 }
 
 impl Transcript {
-    /// Places a request. One that extends an earlier question and its answer continues the row of
-    /// the answer, unless another request has done so: that is a branch, a row whose prompt is
-    /// what was drawn up to there. Anything else begins a row of its own.
+    /// Places a request. A request that extends an earlier question and its answer continues the
+    /// answer's row. If another request has already done so, it starts a branch: a row whose prompt
+    /// contains everything sampled up to there. Any other request begins its own row.
     pub(crate) fn draft(&mut self, input: &Input, setting: Setting<'_>) -> Result<Draft, Refusal> {
         let (from, tokens, said) = match input {
             Input::Chat {
@@ -143,7 +143,7 @@ impl Transcript {
         })
     }
 
-    /// Takes a draft back that was not drawn.
+    /// Takes back a draft that was not sampled.
     pub(crate) fn abandon(&mut self, draft: Draft) {
         if let Some(at) = draft.continued {
             self.answers[at].is_continued = false;
@@ -153,7 +153,7 @@ impl Transcript {
         }
     }
 
-    /// The number of response tokens of a row before the answer of `draft`.
+    /// Returns the row's number of response tokens before the answer to `draft`.
     pub(crate) fn response_len(&self, draft: &Draft) -> usize {
         match draft.continued {
             Some(at) => {
@@ -164,7 +164,7 @@ impl Transcript {
         }
     }
 
-    /// Records the answer to a draft: what was drawn, and the message that the agent gets.
+    /// Records the answer to a draft: the sampled completion, and the message for the agent.
     pub(crate) fn record(
         &mut self,
         draft: Draft,
@@ -218,7 +218,7 @@ impl Transcript {
         Ok(())
     }
 
-    /// The rows. The last one has the last answer.
+    /// Returns the rows. The last one contains the last answer.
     pub(crate) fn into_rows(mut self) -> Vec<Row> {
         if let Some(last) = self.answers.last() {
             let row = self.rows.remove(last.row);
@@ -227,7 +227,7 @@ impl Transcript {
         self.rows
     }
 
-    /// The number of answers.
+    /// Returns the number of answers.
     pub(crate) fn answers(&self) -> usize {
         self.answers.len()
     }
@@ -236,7 +236,7 @@ impl Transcript {
         &self.rows[answer.row].tokens.tokens()[..answer.end]
     }
 
-    /// The answer that a conversation extends, and its tokens.
+    /// Returns the answer that a conversation extends, and the conversation's tokens.
     fn chat(
         &self,
         messages: &[Message],
@@ -258,7 +258,7 @@ impl Transcript {
         let answers = self.answers.iter().enumerate();
         let extended = answers.filter_map(|(at, answer)| {
             let length = extended(answer)?;
-            // Of equal answers the first that does not continue.
+            // Among equal answers, take the first whose row does not continue yet.
             Some((length, !answer.is_continued, usize::MAX - at))
         });
         let from = extended.max();
@@ -278,7 +278,7 @@ impl Transcript {
         Ok((Some(at), [before, &after.map_err(not_rendered)?].concat()))
     }
 
-    /// The conversation of an earlier answer with `messages` after it.
+    /// Appends `messages` to an earlier answer's conversation.
     fn continued(
         &self,
         id: &str,
@@ -296,13 +296,13 @@ impl Transcript {
             let name = "previous_response_id";
             return Err(Refusal::invalid(name, id, must));
         };
-        // Instructions hold for one response.
+        // Instructions apply to one response.
         let before = &said[usize::from(*had_instructions)..];
         let (instructions, after) = messages.split_at(usize::from(has_instructions));
         Ok([instructions, before, after].concat())
     }
 
-    /// The answer that a text extends, its tokens, and the text.
+    /// Returns the answer that a text extends, the text's tokens, and the text.
     fn text(
         &self,
         text: &str,
@@ -326,7 +326,7 @@ impl Transcript {
         let after = conversation.markup(&text[length..], false);
         let after = after.map_err(not_encoded)?;
         Ok(match before.split_last() {
-            // The text has the token that ended the answer, or continues without it.
+            // The text includes the token that ended the answer, or continues without it.
             Some((&last, before_end)) if conversation.is_stop(last) => match after.split_first() {
                 Some((&first, rest)) if first == last => (Some(at), [before, rest].concat(), said),
                 _ => (None, [before_end, &after].concat(), said),
@@ -344,7 +344,7 @@ fn not_encoded(error: anyhow::Error) -> Refusal {
     Refusal::new(400, "invalid_value", format!("prompt: {error:#}"))
 }
 
-/// The SHA-256 of tokens.
+/// SHA-256 over tokens.
 pub(crate) fn digest<'a>(tokens: impl IntoIterator<Item = &'a u32>) -> [u8; 32] {
     let mut digest = Sha256::new();
     for token in tokens {
@@ -353,8 +353,8 @@ pub(crate) fn digest<'a>(tokens: impl IntoIterator<Item = &'a u32>) -> [u8; 32] 
     digest.finalize().into()
 }
 
-/// A number that depends on tokens and on how often these were drawn after, and not on the order in
-/// which requests come.
+/// Derives a number from tokens and the count of earlier drafts with the same tokens. It does not
+/// depend on the order in which requests arrive.
 fn of_tokens(digest: &[u8; 32], number: u64) -> u64 {
     let digest = Sha256::new()
         .chain_update(digest)

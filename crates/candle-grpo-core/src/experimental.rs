@@ -1,7 +1,8 @@
 //! Advantage estimators that few projects use yet.
 //!
-//! Experimental means that a function here may change, move or go in any release, as in TRL. The
-//! names in configuration files stay valid as long as the function exists.
+//! A function here may change, move or disappear in any release, as in TRL. Prefer an estimator in
+//! [`AdvantagePipeline`] unless you want to try a recent paper. A name in a configuration file
+//! stays valid as long as the function exists.
 //!
 //! ```
 //! # use candle_core::{Device, Tensor};
@@ -18,26 +19,25 @@
 use crate::AdvantagePipeline;
 use crate::advantage::AdvantageName;
 
-/// Lite PPO: `(r - mean of the group) / (std of the batch + epsilon)`
-/// (<https://arxiv.org/abs/2508.08221>), with
+/// Lite PPO: `(r - group mean) / (batch std + epsilon)` (<https://arxiv.org/abs/2508.08221>), with
 /// [`DEFAULT_EPSILON`](crate::advantage::DEFAULT_EPSILON).
 pub fn lite_ppo() -> AdvantagePipeline {
     AdvantageName::LitePpo.into()
 }
 
-/// MaxRL: `(r - mean of the group) / (mean of the group + epsilon)`, for rewards that are not
-/// negative, with [`DEFAULT_EPSILON`](crate::advantage::DEFAULT_EPSILON).
+/// MaxRL: `(r - group mean) / (group mean + epsilon)`, for nonnegative rewards, with
+/// [`DEFAULT_EPSILON`](crate::advantage::DEFAULT_EPSILON).
 pub fn max_rl() -> AdvantagePipeline {
     AdvantageName::MaxRl.into()
 }
 
-/// OPO: `r - length-weighted mean of the group` (<https://arxiv.org/abs/2505.23585>). Needs
+/// OPO: `r - length-weighted group mean` (<https://arxiv.org/abs/2505.23585>). Needs
 /// `response_mask`.
 pub fn opo() -> AdvantagePipeline {
     AdvantageName::Opo.into()
 }
 
-/// OpenRLHF's `flash_reinforce`: `r - mean of the batch`.
+/// OpenRLHF's `flash_reinforce`: `r - batch mean`.
 pub fn flash_reinforce() -> AdvantagePipeline {
     AdvantageName::FlashReinforce.into()
 }

@@ -1,13 +1,14 @@
-//! Groups of samples that share a prompt.
+//! Groups: samples that share a prompt.
 
 use std::collections::HashMap;
 
 use candle_core::{DType, Device, Result, Tensor, bail};
 
-/// The groups of a batch: the samples of one group share a prompt.
+/// A batch's groups: samples in one group share a prompt.
 ///
-/// Functions take `impl Into<Groups>`. A number is the size of consecutive blocks. A slice or
-/// vector of integers is the group id of each sample, in any order and with groups of any size.
+/// Functions accept `impl Into<Groups>`. If samples for the same prompt are adjacent, pass the
+/// group size. Otherwise, pass each sample's group id as a slice or vector of integers, in any
+/// order and with groups of any size.
 ///
 /// ```
 /// use candle_grpo_core::Groups;
@@ -16,7 +17,7 @@ use candle_core::{DType, Device, Result, Tensor, bail};
 /// ```
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Groups {
-    /// Consecutive blocks of this many samples.
+    /// Consecutive blocks with this many samples each.
     Consecutive(usize),
     /// `ids[i]` is the group of sample `i`.
     Ids(Vec<i64>),
@@ -32,7 +33,7 @@ macro_rules! ids_from {
     ($($int:ty),*) => {$(
         impl From<&[$int]> for Groups {
             fn from(ids: &[$int]) -> Self {
-                // Only equality of ids matters, and `as` between 64-bit integers preserves it.
+                // Only equality matters between ids, and `as` between 64-bit integers preserves it.
                 Self::Ids(ids.iter().map(|&i| i as i64).collect())
             }
         }
@@ -57,11 +58,11 @@ impl From<&Groups> for Groups {
 }
 
 impl Groups {
-    /// Groups of samples of the same role, and of the same episode for the roles of
-    /// `within_episode` (`hierarchical_grpo` in prime-rl).
+    /// Groups samples by role. For the roles in `within_episode`, also groups by episode
+    /// (`hierarchical_grpo` in prime-rl).
     ///
-    /// A role outside that list has one group over all episodes, which must therefore be
-    /// comparable.
+    /// Any other role has one group over all episodes, so its rewards must be comparable between
+    /// episodes.
     ///
     /// # Errors
     ///
@@ -92,7 +93,7 @@ impl Groups {
         Ok(Self::Ids(roles.iter().zip(episodes).map(id).collect()))
     }
 
-    /// The id of each of `rows` rows; `name` is for errors.
+    /// Returns an id for each of `rows` rows. Errors refer to the groups as `name`.
     pub(crate) fn to_ids(&self, name: &str, rows: usize) -> Result<Vec<i64>> {
         match self {
             Self::Ids(ids) if ids.len() == rows => Ok(ids.clone()),
@@ -110,9 +111,9 @@ impl Groups {
     }
 }
 
-/// The layout of a batch of B samples with one row for each of P groups, as wide as the largest
-/// group, W. For computations within groups: an own
-/// [`AdvantageEstimator`](crate::AdvantageEstimator), for example.
+/// A layout with one row for each of P groups, W samples wide, the size of the largest group. Use
+/// it for computations within groups, for example in your own
+/// [`AdvantageEstimator`](crate::AdvantageEstimator). The batch has B samples.
 ///
 /// ```
 /// use candle_core::{Device, Tensor};
@@ -138,24 +139,24 @@ pub struct GroupLayout {
     device: Device,
 }
 
-/// Map between samples and rows for groups that are not consecutive blocks of one size.
+/// Map between samples and rows, for groups that are not consecutive blocks with equal size.
 #[derive(Debug, Clone)]
 struct Ragged {
-    /// `[P * W]`: the sample at each place of the rows (an arbitrary one at an empty place).
+    /// `[P * W]`: the sample at each place in the rows. An empty place has an arbitrary one.
     sample_at: Tensor,
     /// `[P, W]`, u8: 1 where there is a sample.
     present: Tensor,
-    /// `[B]`: the place of each sample.
+    /// `[B]`: each sample's place.
     place_of: Tensor,
 }
 
 impl GroupLayout {
-    /// Creates the layout of `batch` samples in `groups`, for tensors on `device`.
+    /// Creates the layout for `batch` samples in `groups`, for tensors on `device`.
     ///
     /// # Errors
     ///
-    /// Fails if the size of the groups is 0 or does not divide `batch`, or if there is not one id
-    /// for each sample.
+    /// Fails if the group size is 0 or does not divide `batch`, or if there is not one id for each
+    /// sample.
     pub fn new(groups: &Groups, batch: usize, device: &Device) -> Result<Self> {
         match groups {
             Groups::Consecutive(0) => {
@@ -221,18 +222,18 @@ impl GroupLayout {
         })
     }
 
-    /// Returns the number of samples in each group, in the order of the rows: that of the first
-    /// sample of each group.
+    /// Returns each group's number of samples, in row order: groups are ordered by their first
+    /// sample.
     pub fn sizes(&self) -> &[usize] {
         &self.sizes
     }
 
-    /// Returns `x`, `[B, ..]`, as rows of groups, `[P, W, ..]`. The places without a sample repeat
-    /// one of their group: [`Self::present`].
+    /// Arranges `x`, `[B, ..]`, in group rows, `[P, W, ..]`. A place without a sample repeats
+    /// another one from the group: see [`Self::present`].
     ///
     /// # Errors
     ///
-    /// Fails if `x` does not have B samples, or is on another device.
+    /// Fails if `x` does not have B samples or is on another device.
     pub fn to_rows(&self, x: &Tensor) -> Result<Tensor> {
         let batch: usize = self.sizes.iter().sum();
         if x.dims().first() != Some(&batch) {
@@ -246,12 +247,11 @@ impl GroupLayout {
         }
     }
 
-    /// Returns `rows` of groups, `[P, W, ..]`, as samples, `[B, ..]`: the inverse of
-    /// [`Self::to_rows`].
+    /// Arranges group rows, `[P, W, ..]`, as samples, `[B, ..]`: the inverse of [`Self::to_rows`].
     ///
     /// # Errors
     ///
-    /// Fails if `rows` has another shape, or is on another device.
+    /// Fails if `rows` has another shape or is on another device.
     pub fn to_samples(&self, rows: &Tensor) -> Result<Tensor> {
         let shape = [self.sizes.len(), self.width];
         if rows.dims().get(..2) != Some(&shape) {
@@ -268,11 +268,11 @@ impl GroupLayout {
         }
     }
 
-    /// Returns `per_group`, `[P, 1]`, at each sample of its group, `[B]`.
+    /// Repeats `per_group`, `[P, 1]`, for each sample in the group, `[B]`.
     ///
     /// # Errors
     ///
-    /// Fails if `per_group` has another shape, or is on another device.
+    /// Fails if `per_group` has another shape or is on another device.
     pub fn to_members(&self, per_group: &Tensor) -> Result<Tensor> {
         self.to_samples(&per_group.broadcast_as((self.sizes.len(), self.width))?)
     }
@@ -281,7 +281,7 @@ impl GroupLayout {
     ///
     /// # Errors
     ///
-    /// Fails if the device has no memory for it.
+    /// Fails if the device runs out of memory.
     pub fn present(&self) -> Result<Tensor> {
         match &self.ragged {
             None => Tensor::ones((self.sizes.len(), self.width), DType::U8, &self.device),

@@ -1,15 +1,15 @@
-//! Inputs that an advantage or a loss declares, so that a trainer computes only those.
+//! Inputs that an advantage or a loss declares, so that a trainer computes only what is needed.
 
 use std::fmt;
 use std::ops::BitOr;
 
-/// Declares [`Input`] with the list of all of them and their names.
+/// Declares [`Input`], with a list of all inputs and their names.
 macro_rules! inputs {
     ($($(#[$doc:meta])* $variant:ident => $name:literal,)*) => {
-        /// An input of an advantage or a loss that a trainer computes on request.
+        /// An advantage or loss input that a trainer computes on request.
         ///
-        /// It displays as the name of its field in [`AdvantageBatch`](crate::AdvantageBatch) and
-        /// in the `PolicyBatch` of `candle-grpo-loss`.
+        /// Displays as its field name in [`AdvantageBatch`](crate::AdvantageBatch) and in
+        /// `PolicyBatch` from `candle-grpo-loss`.
         #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
         #[non_exhaustive]
         pub enum Input {
@@ -20,7 +20,7 @@ macro_rules! inputs {
             /// Every input.
             pub const ALL: &[Self] = &[$(Self::$variant),*];
 
-            /// Returns the name of the field in a batch.
+            /// Returns the field name in a batch.
             pub fn name(self) -> &'static str {
                 match self {
                     $(Self::$variant => $name,)*
@@ -31,35 +31,34 @@ macro_rules! inputs {
 }
 
 inputs! {
-    /// Log-probs `[B, T]` of the policy before the update.
+    /// Log-probs `[B, T]` under the policy before the update.
     OldLogProbs => "old_log_probs",
-    /// Log-probs `[B, T]` of the sampling engine.
+    /// Log-probs `[B, T]` from the sampling engine.
     RolloutLogProbs => "rollout_log_probs",
-    /// Log-probs `[B, T]` of the reference policy.
+    /// Log-probs `[B, T]` under the reference policy.
     RefLogProbs => "ref_log_probs",
-    /// Log-probs `[B, T]` of a teacher.
+    /// Log-probs `[B, T]` under a teacher.
     TeacherLogProbs => "teacher_log_probs",
-    /// Values `[B, T]` of a critic.
+    /// Critic values `[B, T]`.
     Values => "values",
-    /// Entropies `[B, T]`: in a loss those of the policy, with gradient; in an advantage those of
-    /// the policy before the update.
+    /// Entropies `[B, T]`. A loss reads the policy's own, with gradient; an advantage reads those
+    /// from before the update.
     Entropy => "entropy",
-    /// Sums over the vocabulary of the squared probabilities before the update, `[B, T]`.
+    /// Squared probabilities before the update, summed over the vocabulary, `[B, T]`.
     SumOfSquaredProbs => "sum_of_squared_probs",
     /// Baselines `[B]` from another source, such as the rewards of greedy completions.
     RewardBaselines => "reward_baselines",
     /// Scores `[B]` before any shaping.
     Scores => "scores",
-    /// Weights of samples from another engine. Absent without a rollout correction that has
-    /// weights.
+    /// Weights for samples from another engine. Absent unless a rollout correction has weights.
     ImportanceWeights => "importance_weights",
-    /// Tokens `[B, T]` of the policy term. Absent if no filter drops tokens.
+    /// Tokens `[B, T]` in the policy term. Absent if no filter drops tokens.
     PolicyMask => "policy_mask",
-    /// Tokens `[B, T]` of the entropy bonus.
+    /// Tokens `[B, T]` in the entropy bonus.
     EntropyMask => "entropy_mask",
     /// Tokens `[B, T]` that the loss selects from the whole step.
     SelectedTokens => "selected_tokens",
-    /// Number of tokens of all samples of the prompt of each sequence, `[B]`.
+    /// Number of tokens in all samples for the sequence's prompt, `[B]`.
     PromptTokens => "prompt_tokens",
 }
 
@@ -69,7 +68,7 @@ impl fmt::Display for Input {
     }
 }
 
-/// A set of [`Input`]s.
+/// A set of inputs.
 ///
 /// ```
 /// use candle_grpo_core::inputs::{Input, Inputs};

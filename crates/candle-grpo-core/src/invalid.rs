@@ -1,4 +1,4 @@
-//! The error of an invalid option.
+//! The error for an invalid option.
 
 use std::fmt;
 
@@ -6,8 +6,8 @@ use candle_core::Error;
 
 /// An invalid option: its name, its value, and what it must be.
 ///
-/// It displays as `field: value, must ...` and converts into [`candle_core::Error`], so `?` works
-/// in functions of both error types. [`Invalid::find`] recovers it from there.
+/// Displays as `field: value, must ...` and converts into [`candle_core::Error`], so `?` works in
+/// functions with either error type. To recover it from a Candle error, call [`Invalid::find`].
 ///
 /// ```
 /// use candle_grpo_core::{GroupAdvantage, Invalid, Scale};
@@ -19,7 +19,7 @@ use candle_core::Error;
 /// ```
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Invalid {
-    /// The path of the option, such as `kl_penalty.coef`.
+    /// The option's path, such as `kl_penalty.coef`.
     pub field: String,
     /// The value that was given.
     pub value: String,
@@ -28,7 +28,8 @@ pub struct Invalid {
 }
 
 impl Invalid {
-    /// The option `field` has `value` and must do or be `must`, such as `be at least 1`.
+    /// Creates an error: the option `field` has `value`, and must do or be `must`, such as
+    /// `be at least 1`.
     pub fn new(
         field: impl Into<String>,
         value: impl fmt::Display,
@@ -41,15 +42,15 @@ impl Invalid {
         }
     }
 
-    /// The same error for an option inside `section`: its field becomes `section.field`.
+    /// Moves the option into `section`: its field becomes `section.field`.
     #[must_use]
     pub fn within(mut self, section: &str) -> Self {
         self.field = format!("{section}.{}", self.field);
         self
     }
 
-    /// Applies [`Self::within`] to an error that an invalid option has caused. Returns any other
-    /// error unchanged.
+    /// Applies [`Self::within`] if an invalid option caused `error`. Returns any other error
+    /// unchanged.
     pub fn within_error(section: &str, error: Error) -> Error {
         match Self::find(&error) {
             Some(invalid) => invalid.clone().within(section).into(),
@@ -57,7 +58,7 @@ impl Invalid {
         }
     }
 
-    /// Finds the invalid option that caused `error`, if it has such a cause.
+    /// Returns the invalid option that caused `error`, if there is one.
     pub fn find(error: &Error) -> Option<&Self> {
         match error {
             Error::Io(error) => error.get_ref()?.downcast_ref(),
@@ -82,8 +83,8 @@ impl std::error::Error for Invalid {}
 
 impl From<Invalid> for Error {
     fn from(invalid: Invalid) -> Self {
-        // Of the variants of the error that display a foreign error unchanged, the only one whose
-        // contents can be recovered by type and whose meaning fits: std's "invalid input".
+        // Several error variants display a foreign error unchanged. Only this one lets us recover
+        // its type and has a fitting meaning: std's "invalid input".
         std::io::Error::new(std::io::ErrorKind::InvalidInput, invalid).into()
     }
 }

@@ -1,6 +1,12 @@
-//! Advantages for GRPO-family training, as Candle tensor operations on the device of the tensor.
+//! Advantages for GRPO-family training with Candle: from rewards to advantages, as tensor
+//! operations.
 //!
-//! Create an advantage function once, then call it with the rewards, the group size and a scale:
+//! Choose this crate if you have your own model and loop and need advantages, reward shaping or
+//! sample selection. Add `candle-grpo-loss` for the policy loss. `candle-grpo-train` has a complete
+//! trainer.
+//!
+//! Start with [`GroupAdvantage`]. Create it once, then call it with the rewards, the group size and
+//! a scale:
 //!
 //! ```
 //! use candle_grpo_core::{GroupAdvantage, Scale};
@@ -10,42 +16,53 @@
 //! # Ok::<(), candle_core::Error>(())
 //! ```
 //!
-//! [`AdvantageEstimator`] is the general interface: it takes an [`AdvantageBatch`] and returns
-//! [`Advantages`] of sequences or tokens. [`AdvantagePipeline`] composes a stage of
-//! sequences and a stage of tokens. It has a constructor for each published estimator, and is their
-//! form in configuration files. Implement the trait for your own.
+//! An advantage says how much better a sample is than its baseline. A group with equal rewards gets
+//! 0 and teaches nothing, so watch the fraction of such groups.
+//!
+//! # Next steps
+//!
+//! - To use another estimator, choose a constructor on [`AdvantagePipeline`], for example
+//!   [`AdvantagePipeline::reinforce_plus_plus`]. A pipeline has a sequence stage, a token stage, or
+//!   both. You can also read one from a configuration file.
+//! - If an estimator needs more than rewards, pass an [`AdvantageBatch`] to
+//!   [`AdvantageEstimator::estimate`]. It returns [`Advantages`] for sequences or tokens.
+//! - To shape rewards first, use [`RewardShaping`]. To drop groups without a signal, use
+//!   [`selection::DynamicSampling`].
+//! - To write your own estimator, implement [`AdvantageEstimator`].
 //!
 //! # Devices
 //!
-//! Advantages are on the device of the rewards. Rewards in a slice or a `Vec` give advantages on
-//! the CPU, and rewards in a tensor on a GPU give advantages there. For a batch on a GPU, the
-//! losses of `candle-grpo-loss` also accept one advantage per sequence on the CPU. That crate opens
+//! Advantages are on the same device as the rewards. A slice or a `Vec` gives advantages on the
+//! CPU, and a tensor on a GPU gives advantages there. For a batch on a GPU, the losses in
+//! `candle-grpo-loss` also accept one advantage per sequence on the CPU. That crate also opens
 //! devices.
 //!
 //! # Modules
 //!
-//! The names at the root are those that most users need. All others are in modules:
+//! Most users only need the names at the root. The modules have the rest:
 //!
 //! | module | contents |
 //! | --- | --- |
-//! | [`rewards`] | parts of the shaping before the advantage, score ensembles, length and repetition penalties |
-//! | [`advantage`] | options of [`GroupAdvantage`] and [`TokenAdvantage`], whitening, returns |
+//! | [`rewards`] | normalization, score ensembles, length and repetition penalties |
+//! | [`advantage`] | options for [`GroupAdvantage`] and [`TokenAdvantage`], whitening, returns |
 //! | [`experimental`] | estimators that few projects use yet, which may change between releases |
-//! | [`inputs`] | what an advantage or a loss declares that it needs |
-//! | [`selection`] | dynamic sampling, filters of samples and tokens, resampling |
-//! | [`trajectories`] | batches whose rows are steps of trajectories, GiGPO |
-//! | [`kl`] | gradients of KL estimators, adaptive KL coefficient |
-//! | [`schedule`] | coefficients that change over the steps of a run |
-//! | [`validate`] | checks of options |
+//! | [`inputs`] | inputs that an advantage or a loss declares |
+//! | [`selection`] | dynamic sampling, sample and token filters, resampling |
+//! | [`trajectories`] | batches whose rows are steps in trajectories, GiGPO |
+//! | [`kl`] | KL gradients, adaptive KL coefficient |
+//! | [`schedule`] | coefficients that change during training |
+//! | [`validate`] | option checks |
 //!
 //! # Compatibility
 //!
-//! Options are structs with public fields and a `Default`, and releases add fields: end a literal
+//! Options are structs with public fields and a `Default`, and releases add fields. End a literal
 //! with `..Default::default()` or a constructor. Enums that may grow, and results, are
 //! `#[non_exhaustive]`.
 //!
-//! Shapes: B sequences, P groups, T response tokens, K reward components. Statistics run in f64;
-//! results are f32, or f64 for tensors in f64.
+//! # Shapes and dtypes
+//!
+//! B sequences, P groups, T response tokens, K reward components. Statistics run in f64. Results
+//! are f32, or f64 for f64 tensors.
 
 #![warn(clippy::missing_errors_doc)]
 

@@ -7,11 +7,11 @@ use candle_core::{D, DType, Result, Tensor, bail};
 use crate::dtype::statistics_dtype;
 use crate::rewards::first_unset;
 
-/// A 0/1 mask over response tokens `[B, T]`. Positions outside the mask never reach a value or a
-/// gradient, even if they hold NaN.
+/// A 0/1 mask over response tokens `[B, T]`.
 ///
-/// Multiplication by a mask propagates NaN and infinity (`0 * inf`), so entries are selected
-/// instead, before any exponentiation.
+/// Positions outside the mask never reach a value or a gradient, even if they hold NaN. Multiplying
+/// by a mask would propagate NaN and infinity (`0 * inf`), so entries are selected instead, before
+/// any `exp`.
 ///
 /// ```
 /// use candle_core::{Device, Tensor};
@@ -30,13 +30,12 @@ pub struct Mask {
 }
 
 impl Mask {
-    /// A mask from `[B, T]` of any dtype, with entries of 0 and 1.
+    /// Creates a mask from a tensor `[B, T]` of zeros and ones, in any dtype.
     ///
     /// # Errors
     ///
-    /// Fails if the tensor is empty or has another rank, and on the CPU if an entry is not 0 or 1.
-    /// Entries are not checked on other devices, where that would synchronize: entries other than 0
-    /// are selected there.
+    /// Fails if the tensor is empty or has another rank and, on the CPU, if an entry is not 0 or 1.
+    /// On other devices that check would synchronize, so every nonzero entry is selected there.
     pub fn new(response_mask: &Tensor) -> Result<Self> {
         if response_mask.rank() != 2 {
             bail!(
@@ -52,15 +51,15 @@ impl Mask {
         Ok(Self::of(response_mask.ne(0.)?))
     }
 
-    /// The mask of sampled `responses` (integers, `[B, T]`): each response up to its first stop
-    /// token, which is included, since the policy chose it. A response without one is selected as a
-    /// whole.
+    /// Creates the mask for sampled `responses` (integers, `[B, T]`). It selects each response up
+    /// to its first stop token, which is included because the policy chose it. A response without a
+    /// stop token is selected as a whole.
     ///
-    /// This is for decoders that fill all T positions. Nothing is copied to the host.
+    /// Use this if your decoder fills all T positions. Nothing is copied to the host.
     ///
     /// # Errors
     ///
-    /// Fails if `responses` do not have integers of shape `[B, T]`, or are empty.
+    /// Fails if `responses` are not integers `[B, T]`, or are empty.
     ///
     /// ```
     /// use candle_core::{Device, Tensor};
@@ -116,11 +115,11 @@ impl Mask {
         self.selected.dims2()
     }
 
-    /// Checks that `x` has the shape of the mask and is on its device; `name` is for the error.
+    /// Checks that `x` has the mask's shape and device. Errors refer to `x` as `name`.
     ///
     /// # Errors
     ///
-    /// Fails with the `name`, the shape or device of `x`, and that of the mask.
+    /// Fails with the `name`, the shape or device of `x`, and the mask's.
     pub fn check(&self, name: &str, x: &Tensor) -> Result<()> {
         if x.dims() != self.selected.dims() {
             bail!(
@@ -137,7 +136,7 @@ impl Mask {
         Ok(())
     }
 
-    /// Checks that `x` is `[B]`; `name` is for the error.
+    /// Checks that `x` is `[B]`. Errors refer to `x` as `name`.
     pub(crate) fn check_sequences(&self, name: &str, x: &Tensor) -> Result<()> {
         let (batch, _) = self.dims()?;
         if x.dims() != [batch] {
@@ -153,35 +152,34 @@ impl Mask {
     ///
     /// # Errors
     ///
-    /// Fails if `x` is not `[B, T]` or on another device.
+    /// Fails if `x` is not `[B, T]` or is on another device.
     pub fn select(&self, x: &Tensor) -> Result<Tensor> {
         self.selected.where_cond(x, &x.zeros_like()?)
     }
 
-    /// Returns the positions of this mask where `condition` (u8 `[B, T]`) holds.
+    /// Returns a mask with this mask's positions where `condition` (u8 `[B, T]`) holds.
     ///
     /// # Errors
     ///
-    /// Fails if `condition` is not `[B, T]` or on another device.
+    /// Fails if `condition` is not `[B, T]` or is on another device.
     pub fn and(&self, condition: &Tensor) -> Result<Self> {
         self.check("condition", condition)?;
         Ok(Self::of((&self.selected * condition.ne(0.)?)?))
     }
 
-    /// Returns the positions of this mask in the sequences where `keep` `[B]`, such as the result
-    /// of a [`SampleFilter`](crate::selection::SampleFilter), is not 0.
+    /// Returns a mask with this mask's positions in sequences where `keep` `[B]` is not 0. `keep`
+    /// may come from a [`SampleFilter`](crate::selection::SampleFilter).
     ///
     /// # Errors
     ///
-    /// Fails if `keep` is not `[B]` or on another device.
+    /// Fails if `keep` is not `[B]` or is on another device.
     pub fn keep_samples(&self, keep: &Tensor) -> Result<Self> {
         self.check_sequences("keep", keep)?;
         let keep = keep.detach().ne(0.)?.unsqueeze(1)?;
         Ok(Self::of(self.selected.broadcast_mul(&keep)?))
     }
 
-    /// Returns `x` `[B, ..]` in the sequences that have a position in the mask, and 0 in the
-    /// others.
+    /// Returns `x` `[B, ..]` with 0 for sequences that have no position in the mask.
     ///
     /// # Errors
     ///
@@ -190,7 +188,7 @@ impl Mask {
         self.select_rows("x", x)
     }
 
-    /// [`Self::select_sequences`] of the tensor that errors call `name`.
+    /// Does the same as [`Self::select_sequences`]. Errors refer to `x` as `name`.
     pub(crate) fn select_rows(&self, name: &str, x: &Tensor) -> Result<Tensor> {
         let (batch, _) = self.dims()?;
         if x.dims().first() != Some(&batch) {
@@ -207,21 +205,21 @@ impl Mask {
             .where_cond(x, &x.zeros_like()?)
     }
 
-    /// Returns `per_sequence` `[B]` at every position of the mask and 0 outside: `[B, T]`.
+    /// Repeats `per_sequence` `[B]` at each masked-in position, with 0 elsewhere: `[B, T]`.
     ///
     /// # Errors
     ///
-    /// Fails if `per_sequence` is not `[B]` or on another device.
+    /// Fails if `per_sequence` is not `[B]` or is on another device.
     pub fn spread(&self, per_sequence: &Tensor) -> Result<Tensor> {
         self.select(&self.every_token(per_sequence)?)
     }
 
-    /// Returns `per_sequence` `[B]` at the last position of each sequence in the mask and 0
-    /// elsewhere: `[B, T]`. A sequence without a position in the mask gets 0 everywhere.
+    /// Places `per_sequence` `[B]` at each sequence's last masked-in position, with 0 elsewhere:
+    /// `[B, T]`. A sequence without a position in the mask gets 0 everywhere.
     ///
     /// # Errors
     ///
-    /// Fails if `per_sequence` is not `[B]` or on another device.
+    /// Fails if `per_sequence` is not `[B]` or is on another device.
     pub fn place_on_last(&self, per_sequence: &Tensor) -> Result<Tensor> {
         let everywhere = self.every_token(per_sequence)?;
         self.last()?
@@ -236,7 +234,7 @@ impl Mask {
             .contiguous()
     }
 
-    /// Returns the mask as 1 and 0 in `dtype`: `[B, T]`.
+    /// Converts the mask to `dtype`, as 1 and 0: `[B, T]`.
     ///
     /// # Errors
     ///
@@ -245,7 +243,7 @@ impl Mask {
         self.selected.to_dtype(dtype)
     }
 
-    /// Returns the number of tokens of each sequence in the mask: `[B, 1]` in `dtype`.
+    /// Counts each sequence's tokens in the mask: `[B, 1]` in `dtype`.
     ///
     /// # Errors
     ///
@@ -254,7 +252,7 @@ impl Mask {
         self.selected.to_dtype(dtype)?.sum_keepdim(D::Minus1)
     }
 
-    /// Returns the number of tokens in the mask: a scalar in `dtype`.
+    /// Counts all tokens in the mask: a scalar in `dtype`.
     ///
     /// # Errors
     ///
@@ -271,15 +269,15 @@ impl Mask {
         count.to_dtype(dtype)
     }
 
-    /// Returns 1 at the last position of each sequence in the mask: u8 `[B, T]`.
+    /// Returns 1 at each sequence's last position in the mask: u8 `[B, T]`.
     ///
     /// # Errors
     ///
-    /// Fails if an operation of the device fails.
+    /// Fails if a device operation fails.
     pub fn last(&self) -> Result<Tensor> {
         let (_, tokens) = self.dims()?;
         let device = self.selected.device();
-        // Positions start at 1, so that 0 means no position.
+        // Positions start at 1, so 0 means that there is none.
         let position = Tensor::arange(1u32, tokens as u32 + 1, device)?.to_dtype(DType::F32)?;
         let position = self.to_dtype(DType::F32)?.broadcast_mul(&position)?;
         let last = position.max_keepdim(D::Minus1)?;
@@ -297,7 +295,7 @@ fn check_not_empty(name: &str, x: &Tensor) -> Result<()> {
     Ok(())
 }
 
-/// Checks that all entries of a mask `[B, T]` are 0 or 1.
+/// Checks that a mask `[B, T]` has only zeros and ones.
 fn check_entries(mask: &Tensor) -> Result<()> {
     let valid = (mask.eq(0.)? + mask.eq(1.)?)?;
     if let Some((index, value)) = first_unset(mask, &valid)? {

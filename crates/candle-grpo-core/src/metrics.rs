@@ -1,4 +1,4 @@
-//! Metrics as sums and counts, so that they merge over micro-batches and workers without bias.
+//! Metrics as sums and counts, so that they merge without bias over micro-batches and workers.
 
 use std::collections::BTreeMap;
 
@@ -15,9 +15,10 @@ enum Kind {
     Min,
 }
 
-/// Metrics on the device. [`Metrics::to_host`] reduces and transfers them.
+/// Metrics on the device. [`Metrics::to_host`] reduces and transfers them in one go, so a step
+/// synchronizes once.
 ///
-/// Until then, masked metrics hold their values `[B, T]`, which must not change in place.
+/// Until then, masked metrics hold their values `[B, T]`. Do not change those in place.
 #[derive(Debug, Clone, Default)]
 pub struct Metrics {
     entries: Vec<Entry>,
@@ -34,19 +35,19 @@ struct Entry {
 
 #[derive(Debug, Clone)]
 enum Value {
-    /// The sum of a mean, the maximum or the minimum: `[1]`.
+    /// A mean's sum, or a maximum or minimum: `[1]`.
     Scalar(Tensor),
-    /// Values `[B, T]`, of which those in the mask count.
+    /// Values `[B, T]`, counted where the mask is 1.
     Masked(Tensor, Mask),
 }
 
 impl Metrics {
-    /// No metrics.
+    /// Creates an empty set.
     pub fn new() -> Self {
         Self::default()
     }
 
-    /// Adds the mean of the scalar `sum` over the scalar `count`.
+    /// Adds a mean: the scalar `sum` over the scalar `count`.
     ///
     /// # Errors
     ///
@@ -70,29 +71,29 @@ impl Metrics {
         Ok(())
     }
 
-    /// Adds the mean of `values` `[B, T]` over the positions of `mask`.
+    /// Adds the mean of `values` `[B, T]` over the mask.
     ///
     /// # Errors
     ///
-    /// Fails if `values` do not have the shape and the device of `mask`.
+    /// Fails if the values' shape or device differs from the mask's.
     pub fn push_masked_mean(&mut self, name: &str, values: &Tensor, mask: &Mask) -> Result<()> {
         self.push_masked(name, Kind::Mean, values, mask)
     }
 
-    /// Adds the maximum of `values` `[B, T]` over the positions of `mask`.
+    /// Adds the maximum of `values` `[B, T]` over the mask.
     ///
     /// # Errors
     ///
-    /// Fails if `values` do not have the shape and the device of `mask`.
+    /// Fails if the values' shape or device differs from the mask's.
     pub fn push_masked_max(&mut self, name: &str, values: &Tensor, mask: &Mask) -> Result<()> {
         self.push_masked(name, Kind::Max, values, mask)
     }
 
-    /// Adds the minimum of `values` `[B, T]` over the positions of `mask`.
+    /// Adds the minimum of `values` `[B, T]` over the mask.
     ///
     /// # Errors
     ///
-    /// Fails if `values` do not have the shape and the device of `mask`.
+    /// Fails if the values' shape or device differs from the mask's.
     pub fn push_masked_min(&mut self, name: &str, values: &Tensor, mask: &Mask) -> Result<()> {
         self.push_masked(name, Kind::Min, values, mask)
     }
@@ -116,8 +117,8 @@ impl Metrics {
         Ok(())
     }
 
-    /// Adds the metrics of `other`, such as those of another micro-batch. Metrics of the same name
-    /// are merged by [`Metrics::to_host`].
+    /// Adds the metrics in `other`, for example from another micro-batch. [`Metrics::to_host`]
+    /// merges metrics with the same name.
     pub fn extend(&mut self, other: Metrics) {
         self.entries.extend(other.entries);
     }
@@ -126,7 +127,7 @@ impl Metrics {
     ///
     /// # Errors
     ///
-    /// Fails if metrics of one name are of different kinds.
+    /// Fails if two metrics with the same name have different kinds.
     pub fn to_host(&self) -> Result<MetricValues> {
         let mut values = MetricValues::default();
         if self.entries.is_empty() {
@@ -155,8 +156,8 @@ impl Metrics {
         Ok(values)
     }
 
-    /// Returns the value of each entry as `[1]`. Entries of one kind and mask are reduced together,
-    /// because a GPU needs the same time for one small tensor as for twenty.
+    /// Returns each entry's value as `[1]`. Entries with the same kind and mask are reduced
+    /// together, because a GPU needs the same time for one small tensor as for twenty.
     fn reduced(&self) -> Result<Vec<Tensor>> {
         let mut groups: Vec<Group> = Vec::new();
         let mut reduced = vec![None; self.entries.len()];
@@ -197,9 +198,9 @@ impl Metrics {
 struct Group<'a> {
     kind: Kind,
     mask: &'a Mask,
-    /// The places of the entries.
+    /// The entries' places.
     indices: Vec<usize>,
-    /// `[B, T]` each, of one dtype.
+    /// `[B, T]` each, all with the same dtype.
     values: Vec<&'a Tensor>,
 }
 
@@ -210,8 +211,8 @@ impl Group<'_> {
             && self.values.iter().all(|x| x.dtype() == values.dtype())
     }
 
-    /// Returns the sum, maximum or minimum of each entry over the positions of the mask, in the
-    /// dtype of statistics: `[entries]`.
+    /// Returns each entry's sum, maximum or minimum over the mask, in the statistics dtype:
+    /// `[entries]`.
     fn reduce(&self) -> Result<Tensor> {
         let stacked = Tensor::stack(&self.values, 0)?;
         let outside = match self.kind {
@@ -276,8 +277,8 @@ impl MetricValue {
     }
 }
 
-/// Metrics on the host, by name. Merged over micro-batches, steps or workers, they equal those of
-/// one batch.
+/// Metrics on the host, by name. When you merge them over micro-batches, steps or workers, they
+/// equal one batch's metrics.
 ///
 /// ```
 /// use candle_grpo_core::{MetricValue, MetricValues};
@@ -305,11 +306,11 @@ impl MetricValues {
         self.0.get(name).and_then(MetricValue::value)
     }
 
-    /// Merges the metrics of another micro-batch or worker.
+    /// Merges metrics from another micro-batch or worker.
     ///
     /// # Errors
     ///
-    /// Fails if metrics of one name are of different kinds.
+    /// Fails if two metrics with the same name have different kinds.
     pub fn merge(&mut self, other: &Self) -> Result<()> {
         for (name, &value) in &other.0 {
             self.add(name, value)?;
@@ -317,7 +318,7 @@ impl MetricValues {
         Ok(())
     }
 
-    /// Merges one metric with that of the same name, if there is one.
+    /// Merges one metric with the existing one, if there is one.
     fn add(&mut self, name: &str, value: MetricValue) -> Result<()> {
         let merged = match self.0.get(name) {
             None => value,
@@ -330,8 +331,7 @@ impl MetricValues {
         Ok(())
     }
 
-    /// Iterates over names and values in the order of the names, without metrics that have no
-    /// entries.
+    /// Iterates over names and values, sorted by name. Skips metrics that have no entries.
     pub fn iter(&self) -> impl Iterator<Item = (&str, f64)> {
         self.0
             .iter()

@@ -1,25 +1,26 @@
-//! Mean and variance of selected entries, in two passes and relative to the smallest entry: the
-//! variance of equal entries is exactly 0, and a large offset costs no precision.
+//! Mean and variance over selected entries, in two passes and relative to the smallest entry. Equal
+//! entries have variance exactly 0, and a large offset costs no precision.
 
 use candle_core::{D, Result, Tensor};
 
-/// The moments along the last dimension of the entries where `selected` is 1.
+/// Moments along the last dimension, over the entries where `selected` is 1.
 #[derive(Debug, Clone)]
 pub(crate) struct Moments {
-    /// The number of selected entries, `[.., 1]`.
+    /// Number of selected entries, `[.., 1]`.
     pub(crate) count: Tensor,
     /// Their mean, `[.., 1]`; 0 if none is selected.
     pub(crate) mean: Tensor,
-    /// The entries minus their mean, 0 where not selected: the shape of the input.
+    /// The entries minus their mean, 0 where not selected. Has the input's shape.
     pub(crate) centered: Tensor,
-    /// The sum of the squares of `centered`, `[.., 1]`.
+    /// Sum of squares over `centered`, `[.., 1]`.
     squares: Tensor,
     /// 1 where all selected entries are equal, u8, `[.., 1]`.
     pub(crate) constant: Tensor,
 }
 
 impl Moments {
-    /// The moments of `x`, in the dtype of statistics, where `selected` (u8, the same shape) is 1.
+    /// Computes the moments of `x`, in the statistics dtype, where `selected` (u8, the same shape)
+    /// is 1.
     pub(crate) fn new(x: &Tensor, selected: &Tensor) -> Result<Self> {
         let zeros = x.zeros_like()?;
         let count = selected.to_dtype(x.dtype())?.sum_keepdim(D::Minus1)?;
@@ -32,9 +33,9 @@ impl Moments {
         let sum = shifted.sum_keepdim(D::Minus1)?;
         let shifted_mean = (&sum / count.maximum(1.)?)?;
         let centered = selected.where_cond(&shifted.broadcast_sub(&shifted_mean)?, &zeros)?;
-        // NaN makes the sum NaN. Minima and maxima of CUDA drop it.
+        // NaN makes the sum NaN. CUDA's minima and maxima drop it.
         let constant = sum.eq(0.)?;
-        // Rounding may make the mean of equal entries differ from them.
+        // Rounding may move the mean away from entries that are all equal.
         let centered = constant
             .broadcast_as(x.shape())?
             .where_cond(&zeros, &centered)?;
@@ -47,7 +48,7 @@ impl Moments {
         })
     }
 
-    /// The variance with the denominator `count - ddof`; 0 where that is not positive.
+    /// Returns the variance with denominator `count - ddof`, or 0 where that is not positive.
     pub(crate) fn variance(&self, ddof: usize) -> Result<Tensor> {
         let denominator = (&self.count - ddof as f64)?;
         let defined = denominator.gt(0.)?;
@@ -57,18 +58,18 @@ impl Moments {
         )
     }
 
-    /// The sum of the squared deviations, `[.., 1]`.
+    /// Returns the summed squared deviations, `[.., 1]`.
     pub(crate) fn sum_of_squares(&self) -> &Tensor {
         &self.squares
     }
 
-    /// The square root of [`Self::variance`].
+    /// Returns the square root of [`Self::variance`].
     pub(crate) fn std(&self, ddof: usize) -> Result<Tensor> {
         self.variance(ddof)?.sqrt()
     }
 }
 
-/// `x / (std + epsilon)`, and 0 where that would be 0 / 0: `std` broadcasts to `x`.
+/// Computes `x / (std + epsilon)`, or 0 where that would be 0 / 0. `std` broadcasts to `x`.
 pub(crate) fn divide_by_std(x: &Tensor, std: &Tensor, epsilon: f64) -> Result<Tensor> {
     let denominator = (std + epsilon)?;
     let vanishes = denominator.eq(0.)?;

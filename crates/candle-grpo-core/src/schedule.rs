@@ -1,4 +1,4 @@
-//! Coefficients that change over the steps of a run.
+//! Coefficients that change during training.
 
 use std::f64::consts::PI;
 
@@ -7,6 +7,8 @@ use serde::{Deserialize, Serialize};
 use crate::validate::{self, Checked};
 
 /// A coefficient that rises linearly from 0 to `peak`, then falls to `end`.
+///
+/// Use [`Self::constant`] for a fixed value.
 ///
 /// ```
 /// use candle_grpo_core::schedule::{CoefSchedule, Decay};
@@ -28,31 +30,31 @@ use crate::validate::{self, Checked};
 pub struct CoefSchedule {
     /// Coefficient after the warm-up. Default 1.
     pub peak: f64,
-    /// Number of steps of the warm-up from 0. Default 0.
+    /// Number of warm-up steps, starting from 0. Default 0.
     pub warmup_steps: usize,
-    /// Number of steps of the decay. If absent, there is no decay. Absent by default.
+    /// Number of decay steps. If absent, there is no decay. Absent by default.
     pub decay_steps: Option<usize>,
     /// Coefficient after the decay. Default 0.
     pub end: f64,
-    /// Form of the decay. Default `linear`.
+    /// Decay shape. Default `linear`.
     pub decay: Decay,
 }
 
-/// Form of the decay of a [`CoefSchedule`], or of a learning rate.
+/// Decay shape for a [`CoefSchedule`] or a learning rate.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 #[non_exhaustive]
 pub enum Decay {
-    /// A line. The default.
+    /// A straight line. The default.
     #[default]
     Linear,
-    /// Half a period of a cosine (Loshchilov and Hutter 2017, <https://arxiv.org/abs/1608.03983>).
+    /// Half a cosine period (Loshchilov and Hutter 2017, <https://arxiv.org/abs/1608.03983>).
     Cosine,
 }
 
 impl Decay {
-    /// Returns the share of the start that is left, where `remaining` is the share of the steps of
-    /// the decay that remain: r for a line, `(1 - cos(pi r)) / 2` for a cosine.
+    /// Returns the share of the initial value that is left, where `remaining` is the share of decay
+    /// steps that remain: r for a line, `(1 - cos(pi r)) / 2` for a cosine.
     pub fn share(self, remaining: f64) -> f64 {
         match self {
             Self::Linear => remaining,
@@ -68,7 +70,7 @@ impl Default for CoefSchedule {
 }
 
 impl CoefSchedule {
-    /// The same coefficient in every step.
+    /// Creates a schedule with the same coefficient in every step.
     pub fn constant(peak: f64) -> Self {
         Self {
             peak,
@@ -83,7 +85,7 @@ impl CoefSchedule {
     ///
     /// # Errors
     ///
-    /// Fails with the name of the invalid option.
+    /// Fails if an option is invalid; the error names it.
     pub fn validate(&self) -> Checked {
         validate::non_negative("peak", self.peak)?;
         validate::non_negative("end", self.end)

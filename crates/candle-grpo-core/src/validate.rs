@@ -1,4 +1,4 @@
-//! Validation of options: the checks that produce [`Invalid`].
+//! Option checks, which return [`Invalid`].
 
 use std::fmt;
 
@@ -6,9 +6,9 @@ use serde::Serialize;
 
 use crate::Invalid;
 
-/// Displays an option of several names by its name in a configuration file.
+/// Displays an option's variant by its name in a configuration file.
 ///
-/// A name that has options of its own is displayed as `given`.
+/// A variant with its own options displays as `given`.
 pub struct Name<'a, T>(pub &'a T);
 
 impl<T: Serialize> fmt::Display for Name<'_, T> {
@@ -17,7 +17,7 @@ impl<T: Serialize> fmt::Display for Name<'_, T> {
     }
 }
 
-/// The result of a check.
+/// A check's result.
 pub type Checked = std::result::Result<(), Invalid>;
 
 /// Returns the error with `field`, `value` and `must` unless `valid`.
@@ -89,7 +89,7 @@ pub fn at_least_one(field: &str, x: usize) -> Checked {
     check(x > 0, field, x, "be at least 1")
 }
 
-/// Checks that the bounds of a clip are finite and in order.
+/// Checks that clip bounds are finite and in order.
 ///
 /// # Errors
 ///
@@ -103,7 +103,7 @@ pub fn range(field: &str, [low, high]: [f64; 2]) -> Checked {
     )
 }
 
-/// Checks the delta degrees of freedom of a variance.
+/// Checks a variance's delta degrees of freedom.
 ///
 /// # Errors
 ///

@@ -7,7 +7,7 @@ use anyhow::{Context, Result, anyhow, bail, ensure};
 use candle_grpo_base::json;
 use serde::Deserialize;
 
-use super::name::is_file;
+use super::name::{is_file, is_gguf};
 
 pub(super) const INDEX: &str = "model.safetensors.index.json";
 const WEIGHTS: &str = "model.safetensors";
@@ -72,7 +72,7 @@ fn hint(files: &[String]) -> String {
     let gguf: Vec<&str> = files
         .iter()
         .map(String::as_str)
-        .filter(|file| file.ends_with(".gguf"))
+        .filter(|file| is_gguf(Path::new(file)))
         .collect();
     if gguf.is_empty() {
         return ", must be a model in safetensors files with tokenizer.json".to_owned();
@@ -149,8 +149,8 @@ mod tests {
     fn a_repository_without_a_model_is_refused_with_its_gguf_files() {
         let error = |files: &[&str]| select(files).unwrap_err().to_string();
         assert_eq!(
-            error(&["a.gguf", "b.gguf", "config.json"]),
-            "has no tokenizer.json; it has GGUF files, one of which the name must end in: a.gguf, b.gguf"
+            error(&["a.gguf", "B.GGUF", "config.json"]),
+            "has no tokenizer.json; it has GGUF files, one of which the name must end in: a.gguf, B.GGUF"
         );
         let error = error(&["config.json", "tokenizer.json", "pytorch_model.bin"]);
         assert!(

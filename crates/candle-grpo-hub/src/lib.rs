@@ -24,7 +24,7 @@ use std::path::PathBuf;
 
 #[cfg(feature = "client")]
 pub use locate::Hub;
-pub use name::{HubKind, HubName};
+pub use name::{HubKind, HubName, is_gguf};
 
 /// The part of a repository that you need.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

@@ -1,6 +1,6 @@
 //! Locates a name's files.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Error, Result, anyhow, bail, ensure};
 
@@ -8,7 +8,7 @@ use super::cache::{Repository, is_commit};
 use super::client::{Client, Failure, Listing, Refusal, TRIES};
 use super::download::{Remote, describe};
 use super::files::{INDEX, ModelFiles, indexed};
-use super::name::{HubKind, HubName};
+use super::name::{HubKind, HubName, is_gguf};
 use super::{HubContent, Located, MissingFile, TransferError};
 use candle_grpo_base::progress::Phase;
 use candle_grpo_base::{Interrupted, Progress};
@@ -110,7 +110,7 @@ impl Location<'_> {
             "{name}: is a data set, must be a model"
         );
         match name.file() {
-            Some(file) if !file.ends_with(".gguf") => bail!(
+            Some(file) if !is_gguf(Path::new(file)) => bail!(
                 "{name}: {file}, must be a GGUF file, or absent for a model in safetensors files"
             ),
             _ => Ok(()),

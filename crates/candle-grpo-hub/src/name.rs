@@ -131,13 +131,12 @@ impl HubName {
 
     /// Returns whether this is a name even without the prefix.
     fn is_short(&self) -> bool {
-        let is_gguf = |name: &str| name.ends_with(".gguf");
         let org = self.id.split('/').next().unwrap_or_default();
         self.kind == HubKind::Model
             && !RESERVED.contains(&org)
             && match &self.file {
-                Some(file) => is_gguf(file),
-                None => !is_gguf(&self.id),
+                Some(file) => is_gguf(Path::new(file)),
+                None => !is_gguf(Path::new(&self.id)),
             }
     }
 
@@ -213,6 +212,12 @@ pub(super) fn is_file(file: &str) -> bool {
     file.split('/').all(is_part)
 }
 
+/// Returns whether a path names a GGUF file: it ends in `.gguf`, in upper or lower case.
+pub fn is_gguf(path: &Path) -> bool {
+    path.extension()
+        .is_some_and(|extension| extension.eq_ignore_ascii_case("gguf"))
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -227,6 +232,7 @@ mod tests {
     #[case::revision("a/b@v1.0", "a/b", Some("v1.0"), None)]
     #[case::prefix("hf://a/b@main", "a/b", Some("main"), None)]
     #[case::gguf("a/b/c-Q8_0.gguf", "a/b", None, Some("c-Q8_0.gguf"))]
+    #[case::capitals("a/b/C-Q8_0.GGUF", "a/b", None, Some("C-Q8_0.GGUF"))]
     #[case::both("a/b@v1/d/c.gguf", "a/b", Some("v1"), Some("d/c.gguf"))]
     #[case::pull_request(
         "hf://a/b@refs/pr/3/c d.bin",
@@ -268,6 +274,7 @@ mod tests {
     #[case("/a/b")]
     #[case("~/a")]
     #[case("a/b.gguf")]
+    #[case("a/B.GGUF")]
     #[case("a--b/c")]
     #[case("a/b@")]
     #[case("a/b@../c")]

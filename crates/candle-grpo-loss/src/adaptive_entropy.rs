@@ -1,27 +1,29 @@
-//! Adaptive control of the entropy coefficient.
+//! Adaptive control for the entropy coefficient.
 
 use candle_core::{Result, bail};
 use serde::{Deserialize, Serialize};
 
-/// Controller of the entropy coefficient (TRL's adaptive entropy, from <https://arxiv.org/abs/2505.22312>).
+/// Controller for the entropy coefficient (TRL's adaptive entropy, from
+/// <https://arxiv.org/abs/2505.22312>).
 ///
-/// After each step it raises the coefficient by `delta` if the mean entropy is at most `target`,
+/// Use it if a fixed entropy bonus is either too weak to keep exploration or so strong that answers
+/// degrade.
+///
+/// After each step, it raises the coefficient by `delta` if the mean entropy is at most `target`,
 /// and lowers it otherwise, within `min` and `max`. The bonus applies only while the entropy is at
-/// most the target.
-///
-/// The state is part of a checkpoint.
+/// most the target. Save the state in checkpoints.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct AdaptiveEntropy {
-    /// The target entropy, in nats per token. Default 0.2.
+    /// Target entropy, in nats per token. Default 0.2.
     pub target: f64,
-    /// The change of the coefficient per step. Default 0.005.
+    /// Change per step. Default 0.005.
     pub delta: f64,
-    /// The minimum coefficient. Default 0.
+    /// Minimum coefficient. Default 0.
     pub min: f64,
-    /// The maximum coefficient. Default 1.
+    /// Maximum coefficient. Default 1.
     pub max: f64,
-    /// The current coefficient. Default 0.
+    /// Current coefficient. Default 0.
     pub coef: f64,
     /// True if the last entropy was at most the target. Default `false`.
     pub active: bool,
@@ -41,12 +43,12 @@ impl Default for AdaptiveEntropy {
 }
 
 impl AdaptiveEntropy {
-    /// Returns the coefficient of the next step, for [`crate::PolicyLoss::entropy_coef`].
+    /// Returns the coefficient for the next step, for [`crate::PolicyLoss::entropy_coef`].
     pub fn entropy_coef(&self) -> f64 {
         if self.active { self.coef } else { 0. }
     }
 
-    /// Updates the coefficient with the mean entropy of a step over all its tokens.
+    /// Updates the coefficient with a step's mean entropy over all tokens.
     ///
     /// # Errors
     ///

@@ -1,4 +1,4 @@
-//! The reduction of per-token losses to a scalar.
+//! Aggregation: reduces per-token losses to a scalar.
 
 use candle_core::{D, Result, Tensor, bail};
 use candle_grpo_core::Mask;
@@ -8,10 +8,14 @@ use serde::{Deserialize, Serialize};
 use crate::totals::StepTotals;
 use candle_grpo_core::validate::positive;
 
-/// The reduction of the per-token losses x over the mask m. The names are those of verl and ROLL.
+/// Reduction from per-token losses x over the mask m to one scalar. The names are verl's and
+/// ROLL's.
 ///
-/// Denominators are the [`StepTotals`] of the whole optimizer step: losses and gradients of
-/// micro-batches add up to those of the batch.
+/// Choose [`Self::TokenMean`] if response lengths differ much: long responses then count more.
+/// Choose [`Self::SeqMeanTokenMean`] to weight all sequences equally, as the GRPO paper does.
+///
+/// Denominators are [`StepTotals`] for the whole optimizer step, so micro-batch losses and
+/// gradients add up to those for the batch.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 #[non_exhaustive]
@@ -25,12 +29,13 @@ pub enum Aggregation {
     /// `sum_i(sum_t m x / tokens_i) / sequences`: equal weight for each sequence
     /// (GRPO, <https://arxiv.org/abs/2402.03300>).
     SeqMeanTokenMean,
-    /// The mean over prompts of the mean over the tokens of all samples of a prompt (the DAPO
-    /// paper's formula, <https://arxiv.org/abs/2503.14476>). Requires [`crate::PolicyBatch::prompt_tokens`] and [`StepTotals::prompts`].
+    /// Mean over prompts, where each prompt averages all tokens in its samples (the DAPO paper's
+    /// formula, <https://arxiv.org/abs/2503.14476>). Requires [`crate::PolicyBatch::prompt_tokens`]
+    /// and [`StepTotals::prompts`].
     PromptMeanTokenMean,
     /// `sum(m x) / (sequences * length)` with a constant length (Dr. GRPO, <https://arxiv.org/abs/2503.20783>).
     SeqMeanTokenSumNorm {
-        /// The constant length, usually the maximum response length.
+        /// Constant length, usually the maximum response length.
         length: f64,
     },
 }
@@ -40,7 +45,7 @@ impl Aggregation {
     ///
     /// # Errors
     ///
-    /// The error names the option, its value and what it must be.
+    /// Fails if an option is invalid; the error names it.
     pub fn validate(&self) -> Result<()> {
         if let Self::SeqMeanTokenSumNorm { length } = *self {
             positive("aggregation.length", length)?;
@@ -48,7 +53,7 @@ impl Aggregation {
         Ok(())
     }
 
-    /// Returns whether sequences are implicitly weighted by their length.
+    /// Returns whether longer sequences implicitly have more weight.
     pub(crate) fn weights_by_length(&self) -> bool {
         match self {
             Self::TokenMean
@@ -59,13 +64,14 @@ impl Aggregation {
         }
     }
 
-    /// Reduces `per_token` `[B, T]` to a scalar of the same dtype: the contribution of this
-    /// micro-batch to the step.
+    /// Reduces `per_token` `[B, T]` to a scalar with the same dtype: this micro-batch's
+    /// contribution to the step.
     ///
     /// # Errors
     ///
-    /// Fails if an option is invalid, if the step has no valid token, if `per_token` does not have
-    /// the shape and the device of `mask`, and for [`Self::PromptMeanTokenMean`].
+    /// Fails if an option is invalid, if the step has no valid token, or if `per_token` differs
+    /// from `mask` in shape or device. [`Self::PromptMeanTokenMean`] always fails here: it needs
+    /// [`Self::apply_with_prompts`].
     ///
     /// ```
     /// use candle_core::{Device, Tensor};
@@ -84,15 +90,16 @@ impl Aggregation {
         self.apply_with_prompts(per_token, mask, totals, None)
     }
 
-    /// [`Self::apply`] with the number of tokens of the samples of each sequence's prompt, `[B]`.
+    /// Does the same as [`Self::apply`], with `prompt_tokens` `[B]`: for each sequence, the number
+    /// of tokens in all samples for its prompt.
     ///
     /// [`Self::PromptMeanTokenMean`] requires it.
     ///
     /// # Errors
     ///
-    /// Fails if an option is invalid, if the step has no valid token, if `per_token` does not have
-    /// the shape and the device of `mask`, or if a mean over prompts lacks
-    /// `prompt_tokens` or [`StepTotals::prompts`].
+    /// Fails if an option is invalid, if the step has no valid token, or if `per_token` differs
+    /// from `mask` in shape or device. Also fails if a mean over prompts lacks `prompt_tokens` or
+    /// [`StepTotals::prompts`].
     pub fn apply_with_prompts(
         &self,
         per_token: &Tensor,
@@ -130,7 +137,7 @@ impl Aggregation {
         (sum / self.denominator(totals)?)?.to_dtype(per_token.dtype())
     }
 
-    /// Returns the divisor of the sum over all sequences.
+    /// Returns the divisor for the sum over all sequences.
     fn denominator(&self, totals: &StepTotals) -> Result<f64> {
         let denominator = match *self {
             Self::TokenMean => totals.tokens,

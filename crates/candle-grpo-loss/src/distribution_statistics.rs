@@ -1,28 +1,27 @@
-//! Statistics of the distribution at each token.
+//! Distribution statistics at each token.
 
 use candle_core::{D, DType, Result, Tensor, bail};
 use candle_grpo_core::dtype::arithmetic_dtype;
 
 use crate::sum_of_squared_probs::sum_of_squared_probs;
 
-/// Statistics of `softmax(logits / temperature)`, each `[..]` and without a gradient.
+/// Statistics for `softmax(logits / temperature)`, each `[..]` and without a gradient.
 #[derive(Debug, Clone)]
 #[non_exhaustive]
 pub struct DistributionStatistics {
     /// `log sum_v p_v^2`, the negative Renyi entropy of order 2.
     pub log_sum_squared_probs: Tensor,
-    /// The mean of `logits / temperature` over the vocabulary.
+    /// Mean `logits / temperature` over the vocabulary.
     pub mean_logit: Tensor,
-    /// 1 where the target is the first of the largest logits: greedy decoding would draw it. u8.
+    /// 1 where the target is the first largest logit, which greedy decoding would choose. u8.
     pub is_top1: Tensor,
 }
 
-/// Computes the statistics of logits `[.., V]` for targets `[..]`, integers below V.
+/// Computes the statistics for logits `[.., V]` and targets `[..]`, integers below V.
 ///
 /// # Errors
 ///
-/// Fails on other shapes, and on a temperature that is not one of
-/// [`candle_grpo_kernels::TEMPERATURES`].
+/// Fails on other shapes, and on a temperature outside [`candle_grpo_kernels::TEMPERATURES`].
 pub fn distribution_statistics(
     logits: &Tensor,
     targets: &Tensor,
@@ -39,7 +38,7 @@ pub fn distribution_statistics(
     }
     let z = (logits.to_dtype(arithmetic_dtype(logits.dtype()))? / temperature)?;
     let vocabulary = z.dim(D::Minus1)? as u32;
-    // The first place of the maximum.
+    // First place that has the maximum.
     let is_largest = z.broadcast_eq(&z.max_keepdim(D::Minus1)?)?;
     let place = Tensor::arange(0u32, vocabulary, z.device())?.broadcast_as(z.shape())?;
     let place = place.contiguous()?;

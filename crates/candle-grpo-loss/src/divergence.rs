@@ -1,8 +1,8 @@
-//! The binary divergence of two policies on the sampled token.
+//! The binary divergence between two policies on the sampled token.
 
 use candle_core::{Result, Tensor};
 
-/// The bounds of a probability in [`binary_kl`], which keep its logarithms finite.
+/// Probability bounds in [`binary_kl`], which keep its logarithms finite.
 const PROBABILITY_MIN: f64 = 1e-6;
 const PROBABILITY_MAX: f64 = 1. - PROBABILITY_MIN;
 

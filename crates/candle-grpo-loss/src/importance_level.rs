@@ -1,32 +1,36 @@
-//! The level at which the ratio of the policy to the old policy is taken.
+//! The level of the ratio between the policy and the old policy.
 
 use candle_core::{D, Result, Tensor};
 use candle_grpo_core::Mask;
 use candle_grpo_core::advantage::reverse_recurrence;
 use serde::{Deserialize, Serialize};
 
-/// The reduction of the log-ratio `d = log_probs - old_log_probs` before `exp`.
+/// Reduction for the log-ratio `d = log_probs - old_log_probs` before `exp`.
+///
+/// Use [`Self::Token`] by default. Try [`Self::Sequence`] if token ratios are noisy, for example in
+/// mixture-of-experts models, and [`Self::Segment`] for multi-turn samples.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 #[non_exhaustive]
 pub enum ImportanceLevel {
-    /// A ratio for each token (PPO, GRPO). The default.
+    /// One ratio per token (PPO, GRPO). The default.
     #[default]
     Token,
-    /// The mean of `d` over the sequence: the ratio is a geometric mean (GSPO, <https://arxiv.org/abs/2507.18071>).
+    /// Mean `d` over the sequence: the ratio is a geometric mean (GSPO,
+    /// <https://arxiv.org/abs/2507.18071>).
     #[doc(alias = "GSPO")]
     #[serde(alias = "seq")]
     Sequence,
-    /// The value of [`Self::Sequence`] with the gradient of each token (GSPO-token).
+    /// [`Self::Sequence`] in value, with each token's own gradient (GSPO-token).
     SequenceToken,
-    /// The sum of `d` over the sequence: the ratio is a product (RLOO in TRL).
+    /// `d` summed over the sequence: the ratio is a product (RLOO in TRL).
     SequenceProduct,
-    /// The mean of `d` over each run of consecutive tokens of the mask: a ratio for each turn.
+    /// Mean `d` over each run of consecutive masked-in tokens: one ratio per turn.
     Segment,
 }
 
 impl ImportanceLevel {
-    /// Computes the log-ratio at this level, `[B, T]`. `log_ratio` `[B, T]` must hold 0 outside the
+    /// Computes the log-ratio at this level, `[B, T]`. `log_ratio` `[B, T]` must be 0 outside the
     /// mask.
     pub(crate) fn log_ratio(self, log_ratio: &Tensor, mask: &Mask) -> Result<Tensor> {
         let over_sequence = |mean: bool| -> Result<Tensor> {
@@ -54,7 +58,7 @@ impl ImportanceLevel {
     }
 }
 
-/// Sums `x` over the run of consecutive mask positions around each position. `x` must hold 0
+/// Sums `x` over the run of consecutive masked-in positions around each position. `x` must be 0
 /// outside the mask.
 fn segment_sums(x: &Tensor, mask: &Mask) -> Result<Tensor> {
     let inside = mask.to_dtype(x.dtype())?;

@@ -1,4 +1,4 @@
-//! The KL term of the loss.
+//! The KL term in the loss.
 
 use candle_core::{Result, Tensor};
 use candle_grpo_core::Kl;
@@ -7,7 +7,7 @@ use serde::{Deserialize, Serialize};
 
 use candle_grpo_core::validate::{Name, check, non_negative};
 
-/// The ratio that multiplies the estimate, which makes its gradient unbiased for samples of the old
+/// Ratio that multiplies the KL estimate. It makes the gradient unbiased for samples from the old
 /// policy (<https://arxiv.org/abs/2512.02556>).
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
@@ -16,36 +16,38 @@ pub enum BiasCorrection {
     /// No ratio. The default.
     #[default]
     Off,
-    /// The ratio of the token.
+    /// The token's ratio.
     Token,
-    /// The ratio at the importance level of the loss, as in TRL (`use_bias_correction_kl`) and
-    /// Liger.
+    /// The ratio at the loss's importance level, as in TRL (`use_bias_correction_kl`) and Liger.
     ImportanceLevel,
 }
 
-/// `coef * KL(policy || reference)`, added to the loss of each token before aggregation.
+/// `coef * KL(policy || reference)`, added to each token's loss before aggregation.
+///
+/// Start without it. Add [`Self::k3`] with a coefficient near 0.001 if rewards are easy to game.
+/// Watch the metric `kl`: if it keeps growing, the policy leaves the reference.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct KlLoss {
-    /// The coefficient of the KL term (`kl_coef`, `beta`).
+    /// Coefficient (`kl_coef`, `beta`).
     pub coef: f64,
-    /// The estimator and its gradient. Default [`Kl::default`].
+    /// Estimator and its gradient. Default [`Kl::default`].
     #[serde(default)]
     pub kl: Kl,
-    /// The ratio of the policy to the old policy that multiplies the estimate. Default `off`.
+    /// Ratio between the policy and the old policy that multiplies the estimate. Default `off`.
     #[serde(default)]
     pub bias_correction: BiasCorrection,
 }
 
 impl KlLoss {
-    /// The k3 estimator with its own gradient, as in the GRPO paper.
+    /// Creates a KL term with the k3 estimator and its own gradient, as in the GRPO paper.
     pub fn k3(coef: f64) -> Self {
         Self::new(coef, Kl::default())
     }
 
-    /// The value of k3 with the gradient of k2 (`k3+` in verl).
+    /// Creates a KL term with k3's value and k2's gradient (`k3+` in verl).
     ///
-    /// On policy, the gradient of k2 is that of the divergence; the gradient of k3 is that of the
+    /// On-policy, k2's gradient equals that of the divergence. k3's gradient equals that of the
     /// reverse divergence (<http://joschu.net/blog/kl-approx.html>).
     pub fn unbiased(coef: f64) -> Self {
         let kl = Kl {
@@ -55,7 +57,7 @@ impl KlLoss {
         Self::new(coef, kl)
     }
 
-    /// An estimator without bias correction.
+    /// Creates a KL term without bias correction.
     pub fn new(coef: f64, kl: Kl) -> Self {
         Self {
             coef,
@@ -64,7 +66,7 @@ impl KlLoss {
         }
     }
 
-    /// Checks the options of the loss `name`.
+    /// Checks the options for the loss `name`.
     pub(crate) fn validate(&self, name: &str) -> Result<()> {
         non_negative(&format!("{name}.coef"), self.coef)?;
         let valid =
@@ -77,7 +79,7 @@ impl KlLoss {
             must,
         )?;
         let kl = self.kl.validate();
-        // The path of the first one starts with its name already.
+        // Paths in the first one already start with its name.
         match name {
             "kl" => kl?,
             _ => kl.map_err(|e| e.within(name))?,
@@ -85,9 +87,9 @@ impl KlLoss {
         Ok(())
     }
 
-    /// Computes the estimate for each token, without the coefficient.
+    /// Computes each token's estimate, without the coefficient.
     ///
-    /// `token_log_ratio` is the log-ratio of the token, `log_ratio` that of the importance level.
+    /// `token_log_ratio` is the token's log-ratio, `log_ratio` the one at the importance level.
     pub(crate) fn per_token(
         &self,
         log_probs: &Tensor,

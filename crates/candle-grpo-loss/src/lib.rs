@@ -1,37 +1,50 @@
-//! Differentiable policy losses of the GRPO family for Candle: log-probs and advantages to a scalar
-//! loss.
+//! Differentiable policy losses in the GRPO family for Candle: from log-probs and advantages to a
+//! scalar loss.
 //!
-//! 1. [`PaddedTokens`] makes tensors of prompts and responses of unequal length. [`log_prob`]
-//!    computes log-probs and entropies of the sampled tokens from logits, [`linear_log_prob`] from
-//!    hidden states.
-//! 2. [`PolicyLoss`] configures the loss, [`PolicyBatch`] holds its tensors, [`StepTotals`] its
-//!    denominators.
-//! 3. [`PolicyLoss::compute`] returns the loss and its [`Metrics`].
+//! Choose this crate if you have your own model and training loop. `candle-grpo-core` computes the
+//! advantages, and `candle-grpo-train` has a complete trainer.
 //!
-//! [`linear_policy_loss`] goes from hidden states to loss and gradients in one call, without
-//! logits.
+//! # Start here
+//!
+//! 1. Compute log-probs and entropies for the sampled tokens: with [`log_prob`] from logits, or
+//!    with [`linear_log_prob`] from hidden states. If prompts or responses have different lengths,
+//!    [`PaddedTokens`] makes their tensors.
+//! 2. Choose a loss, such as [`PolicyLoss::grpo`] or [`PolicyLoss::dapo`]. Put its tensors into a
+//!    [`PolicyBatch`], and count its denominators over the whole optimizer step with
+//!    [`StepTotals`].
+//! 3. Call [`PolicyLoss::compute`]. It returns the loss and [`Metrics`].
+//!
+//! Before the first update, the ratio is 1 and group advantages add up to about 0, so a clipped
+//! loss is about 0 by construction. Its value says little about progress: watch the reward. The
+//! metrics `clip_fraction` and `approx_kl` show how far an update moves the policy.
+//!
+//! If the logits do not fit in memory, use [`linear_policy_loss`]: it goes from hidden states to
+//! loss and gradients in one call.
+//!
+//! # Build your own loss
 //!
 //! A loss combines [`ImportanceLevel`], [`Surrogate`], [`KlLoss`], entropy bonus and
-//! [`Aggregation`]. Published losses are constructors such as [`PolicyLoss::grpo`]. A [`Recipe`]
-//! adds reward shaping and advantages: the algorithm section of a configuration file. A custom
-//! surrogate implements [`TokenLoss`]. Items in [`experimental`] may change between releases.
+//! [`Aggregation`]. For another surrogate, implement [`TokenLoss`]. A [`Recipe`] adds reward
+//! shaping and advantages: it is the section `recipe` in a configuration file. Items in
+//! [`experimental`] may change between releases.
 //!
-//! The re-exports below are documented in the crates that they come from. In the examples there,
-//! `candle_grpo_loss` may replace the name of that crate.
+//! The re-exports below are documented in their own crates. In the examples there, you can replace
+//! the crate name by `candle_grpo_loss`.
 //!
 //! # Compatibility
 //!
-//! Options are structs with public fields and a `Default`, and releases add fields: end a literal
+//! Options are structs with public fields and a `Default`, and releases add fields. End a literal
 //! with `..Default::default()` or a constructor, such as `..PolicyLoss::dapo()`. Enums that may
 //! grow, and results, are `#[non_exhaustive]`.
 //!
 //! # Gradients
 //!
+//! Some candle-nn operators have no backward pass:
 //! `candle_nn::ops::{rms_norm, layer_norm, softmax_last_dim, sdpa}` and
-//! `candle_nn::rotary_emb::{rope, rope_i, rope_thd}` have no backward pass and cut the graph
-//! without an error, so models of candle-transformers train few of their variables.
-//! [`ensure_gradients`] names the variables that a loss does not reach. Operators with gradients
-//! are in `candle-grpo-kernels`, and a decoder that loads Hugging Face folders in `candle-grpo-nn`.
+//! `candle_nn::rotary_emb::{rope, rope_i, rope_thd}`. They cut the graph without an error, so
+//! candle-transformers models train few of their variables. [`ensure_gradients`] names the
+//! variables that a loss does not reach. For operators with gradients, use `candle-grpo-kernels`.
+//! For a decoder that loads Hugging Face directories, use `candle-grpo-nn`.
 //!
 //! # Devices
 //!
@@ -41,15 +54,15 @@
 //! # Ok::<(), candle_core::Error>(())
 //! ```
 //!
-//! A GPU is opened with [`default_device`] or [`cuda_device`], which give all threads one stream.
-//! The devices of `Device::cuda_if_available` are rejected. Tensors of a batch are on one device,
-//! except that values per sequence (`[B]` or `[B, 1]`), such as advantages, may be on the CPU.
-//! Without a GPU, for example in CI, build without the feature.
+//! Open a GPU with [`default_device`] or [`cuda_device`], which give all threads one stream.
+//! Devices from `Device::cuda_if_available` are rejected. A batch's tensors must be on one device,
+//! but values per sequence (`[B]` or `[B, 1]`), such as advantages, may be on the CPU. On a machine
+//! without a GPU, for example in CI, build without the feature.
 //!
 //! # Shapes
 //!
 //! B sequences, T response tokens, V vocabulary. Masks are 0/1 in any dtype. A position outside the
-//! mask never influences a value or a gradient, even if it holds NaN. Arithmetic is in f32; f64
+//! mask never influences a value or a gradient, even if it holds NaN. Arithmetic runs in f32; f64
 //! inputs stay f64.
 
 #![warn(clippy::missing_errors_doc)]
@@ -107,7 +120,7 @@ pub use surrogate::{Clip, Surrogate, TokenLoss};
 pub use totals::StepTotals;
 pub use value_loss::{ErrorLoss, ValueLoss};
 
-/// Runs the code of the README as a documentation test.
+/// Runs the README's code as a documentation test.
 #[cfg(doctest)]
 #[doc = include_str!("../README.md")]
 struct Readme;

@@ -1,14 +1,14 @@
-//! Prompts and responses of unequal length as tensors.
+//! Prompts and responses with different lengths, as tensors.
 
 use candle_core::{Device, Result, Tensor, bail};
 
-/// The padding token. Masks make its value irrelevant.
+/// Padding token. Masks make its value irrelevant.
 const PADDING: u32 = 0;
 
-/// The tokens of B sequences: prompts padded on the left to P, responses padded on the right to T.
+/// Tokens for B sequences: prompts padded on the left to P, responses padded on the right to T.
 ///
-/// The last token of a response is never an input, so the inputs are P + T - 1 wide. The outputs of
-/// a model at the last T inputs predict the response: [`Self::predicting`] selects them.
+/// A response's last token is never an input, so the inputs are P + T - 1 wide. The model's outputs
+/// at the last T inputs predict the response: [`Self::predicting`] selects them.
 ///
 /// ```
 /// use candle_core::{DType, Device, Tensor};
@@ -31,18 +31,18 @@ const PADDING: u32 = 0;
 /// ```
 #[derive(Debug, Clone)]
 pub struct PaddedTokens {
-    /// Input tokens of the model, u32 `[B, P + T - 1]`.
+    /// Model inputs, u32 `[B, P + T - 1]`.
     pub input_ids: Tensor,
-    /// 1 at tokens of `input_ids` and 0 at padding, u32 `[B, P + T - 1]`.
+    /// 1 at tokens in `input_ids` and 0 at padding, u32 `[B, P + T - 1]`.
     pub attention_mask: Tensor,
     /// Response tokens, u32 `[B, T]`.
     pub targets: Tensor,
-    /// 1 at tokens of `targets` and 0 at padding, u32 `[B, T]`.
+    /// 1 at tokens in `targets` and 0 at padding, u32 `[B, T]`.
     pub response_mask: Tensor,
 }
 
 impl PaddedTokens {
-    /// Pads pairs of a prompt and its response, which ends with its stop token if it has one.
+    /// Pads pairs of prompt and response. A response ends with its stop token, if it has one.
     ///
     /// # Errors
     ///
@@ -73,7 +73,7 @@ impl PaddedTokens {
             response_mask.resize(row * t + response.len(), 1);
             response_mask.resize((row + 1) * t, 0);
 
-            // The full response is cut to the width: its last token is not an input.
+            // The full response is cut to the width, because its last token is not an input.
             let left = p - prompt.len();
             input_ids.resize(row * width + left, PADDING);
             input_ids.extend_from_slice(prompt);
@@ -105,12 +105,12 @@ impl PaddedTokens {
         })
     }
 
-    /// Selects the outputs that predict the response: `[B, P + T - 1, ..]` to `[B, T, ..]`. For
-    /// logits, or for the hidden states of [`linear_log_prob`](crate::linear_log_prob).
+    /// Selects the outputs that predict the response: `[B, P + T - 1, ..]` to `[B, T, ..]`. Call it
+    /// on logits, or on the hidden states for [`linear_log_prob`](crate::linear_log_prob).
     ///
     /// # Errors
     ///
-    /// Fails if `outputs` are not one for each of `input_ids`.
+    /// Fails unless `outputs` has one entry for each of `input_ids`.
     pub fn predicting(&self, outputs: &Tensor) -> Result<Tensor> {
         let (b, width) = self.input_ids.dims2()?;
         let (_, t) = self.targets.dims2()?;

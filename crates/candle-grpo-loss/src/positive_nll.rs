@@ -1,4 +1,4 @@
-//! A likelihood term on samples with a high score.
+//! A likelihood term on high-scoring samples.
 
 use candle_core::{Result, Tensor, bail};
 use candle_grpo_core::{Mask, Metrics};
@@ -6,17 +6,18 @@ use serde::{Deserialize, Serialize};
 
 use candle_grpo_core::validate::{finite, non_negative};
 
-/// `-coef * log_prob` on the tokens of samples whose score is above a threshold
-/// (VAPO, <https://arxiv.org/abs/2504.05118>).
+/// `-coef * log_prob` on the tokens in samples whose score is above a threshold (VAPO,
+/// <https://arxiv.org/abs/2504.05118>).
 ///
-/// The term is added to the policy and KL terms and has the same denominators.
+/// Use it if right answers are rare, so that the policy imitates its own successes. The term is
+/// added to policy and KL terms, with the same denominators.
 #[doc(alias = "VAPO")]
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct PositiveNll {
-    /// The coefficient of the term.
+    /// Coefficient.
     pub coef: f64,
-    /// The threshold: samples with a score above it are positive. Default 0.
+    /// Threshold: samples with a higher score are positive. Default 0.
     #[serde(default)]
     pub score_above: f64,
 }
@@ -28,7 +29,7 @@ impl PositiveNll {
         Ok(())
     }
 
-    /// Computes the negative log-prob of the tokens of positive samples, without the coefficient; 0
+    /// Computes the negative log-prob for tokens in positive samples, without the coefficient; 0
     /// elsewhere.
     pub(crate) fn per_token(
         &self,

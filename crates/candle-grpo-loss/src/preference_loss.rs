@@ -1,17 +1,20 @@
-//! The loss of a reward model.
+//! The loss for reward models.
 
 use candle_core::{Result, Tensor, bail};
 use candle_grpo_core::dtype::arithmetic_dtype;
 use candle_grpo_core::validate::non_negative;
 use serde::{Deserialize, Serialize};
 
-/// `-log sigmoid(chosen - rejected - margin)` of the scores of two completions, of which one was
-/// chosen: the likelihood of the choice in the model of Bradley and Terry
+/// `-log sigmoid(chosen - rejected - margin)`, where a person or a model chose one completion over
+/// the other. It is the choice's negative log-likelihood in the Bradley-Terry model
 /// (<https://arxiv.org/abs/2203.02155>, equation 1; `RewardTrainer` in TRL).
+///
+/// A reward model that scores both completions equally has loss `log 2`, about 0.69: a lower loss
+/// means that it learns.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct PreferenceLoss {
-    /// The difference of the scores that has the loss `log 2`. Default 0.
+    /// Score difference that has loss `log 2`. Default 0.
     pub margin: f64,
 }
 
@@ -19,8 +22,8 @@ impl PreferenceLoss {
     /// Computes the mean loss over pairs, a scalar in f32 (f64 for f64), with gradient in both
     /// arguments.
     ///
-    /// `chosen` and `rejected` are `[N]`, of any float dtype. Differences of any size have a finite
-    /// loss and gradient.
+    /// `chosen` and `rejected` are `[N]`, in any float dtype. Loss and gradient are finite however
+    /// far the scores differ.
     ///
     /// # Errors
     ///
@@ -54,7 +57,7 @@ impl PreferenceLoss {
         let dtype = arithmetic_dtype(chosen.dtype());
         let wide = |x: &Tensor| x.to_dtype(dtype);
         let shortfall = ((wide(rejected)? - wide(chosen)?)? + self.margin)?;
-        // log(1 + exp(x)) without an exponential above 1.
+        // log(1 + exp(x)), without raising `exp` above 1.
         let rest = (shortfall.abs()?.neg()?.exp()? + 1.0)?.log()?;
         (shortfall.relu()? + rest)?.mean_all()
     }

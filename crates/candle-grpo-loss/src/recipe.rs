@@ -14,10 +14,11 @@ use crate::aggregation::Aggregation;
 use crate::distillation_loss::{DistillationLoss, Support};
 use crate::policy_loss::PolicyLoss;
 
-/// An algorithm without its model: reward shaping, advantage and loss. It is the algorithm section
-/// of a configuration file.
+/// An algorithm without its model: reward shaping, advantage and loss. It is the section
+/// `recipe` in a configuration file.
 ///
-/// Published algorithms are constructors. The default is [`Recipe::grpo`].
+/// Published algorithms are constructors. The default is [`Recipe::grpo`]. Try [`Recipe::dapo`] if
+/// answers are long or the policy stops exploring.
 ///
 /// ```
 /// use candle_grpo_loss::Recipe;
@@ -33,21 +34,20 @@ use crate::policy_loss::PolicyLoss;
 #[derive(Debug, Clone, PartialEq, Default, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct Recipe {
-    /// The shaping of the rewards, which comes first. Default [`RewardShaping::default`].
+    /// Reward shaping, which comes first. Default [`RewardShaping::default`].
     pub reward_shaping: RewardShaping,
-    /// A penalty on the rewards of responses close to the maximum length. Absent by default.
+    /// A penalty for responses close to the maximum length. Absent by default.
     pub overlong: Option<OverlongPenalty>,
-    /// A penalty on the length of a sample relative to its group. Absent by default.
+    /// A penalty on a sample's length, relative to its group. Absent by default.
     pub length_penalty: Option<CostPenalty>,
-    /// The filter of groups, by their scores before any shaping. Rejected groups are sampled
-    /// again. Absent by default.
-    pub group_filter: Option<GroupFilter>,
-    /// The advantage estimator. Default [`AdvantagePipeline::default`].
-    pub advantage: AdvantagePipeline,
-    /// The policy loss. Default [`PolicyLoss::default`].
-    pub policy_loss: PolicyLoss,
-    /// The divergence from the distributions of a teacher, which is added to the policy loss.
+    /// Group filter, applied to scores before any shaping. Rejected groups are sampled again.
     /// Absent by default.
+    pub group_filter: Option<GroupFilter>,
+    /// Advantage estimator. Default [`AdvantagePipeline::default`].
+    pub advantage: AdvantagePipeline,
+    /// Policy loss. Default [`PolicyLoss::default`].
+    pub policy_loss: PolicyLoss,
+    /// Divergence from a teacher's distributions, added to the policy loss. Absent by default.
     pub distillation_loss: Option<DistillationLoss>,
 }
 
@@ -64,14 +64,17 @@ impl Recipe {
         Self::new(AdvantagePipeline::grpo(), policy_loss)
     }
 
-    /// GRPO (<https://arxiv.org/abs/2402.03300>): group mean, divided by the group's unbiased standard deviation + [`DEFAULT_EPSILON`](candle_grpo_core::advantage::DEFAULT_EPSILON);
-    /// clip 0.2, equal weight for each sequence, no KL.
+    /// GRPO (<https://arxiv.org/abs/2402.03300>): rewards minus the group mean, divided by the
+    /// group's unbiased standard deviation +
+    /// [`DEFAULT_EPSILON`](candle_grpo_core::advantage::DEFAULT_EPSILON). Clip 0.2, equal weight
+    /// for each sequence, no KL.
     pub fn grpo() -> Self {
         Self::grpo_advantage(PolicyLoss::grpo())
     }
 
-    /// DAPO (<https://arxiv.org/abs/2503.14476>): clip-higher, token-mean, a soft overlong penalty in the last
-    /// `overlong_buffer` tokens before `max_length`, and only groups whose rewards differ.
+    /// DAPO (<https://arxiv.org/abs/2503.14476>): clip-higher, token-mean, a soft overlong penalty
+    /// in the last `overlong_buffer` tokens before `max_length`, and only groups whose rewards
+    /// differ.
     pub fn dapo(max_length: usize, overlong_buffer: usize) -> Self {
         Self {
             overlong: Some(OverlongPenalty::new(max_length, overlong_buffer)),
@@ -105,19 +108,20 @@ impl Recipe {
         Self::grpo_advantage(PolicyLoss::sapo())
     }
 
-    /// GPG (<https://arxiv.org/abs/2504.02546>): centered rewards, scaled up to compensate for groups without a signal, and
-    /// the plain policy gradient.
+    /// GPG (<https://arxiv.org/abs/2504.02546>): centered rewards, scaled up to compensate for
+    /// groups without a signal, and the plain policy gradient.
     pub fn gpg() -> Self {
         Self::new(AdvantagePipeline::gpg(), PolicyLoss::gpg())
     }
 
-    /// RLOO (<https://arxiv.org/abs/2402.14740>): leave-one-out without scaling, the policy gradient of whole sequences.
+    /// RLOO (<https://arxiv.org/abs/2402.14740>): leave-one-out without scaling, and the policy
+    /// gradient over whole sequences.
     pub fn rloo() -> Self {
         Self::new(AdvantagePipeline::rloo(), PolicyLoss::rloo())
     }
 
-    /// REINFORCE++ (<https://arxiv.org/abs/2501.03262>): a k1 penalty of `kl_coef` in the reward of each token, returns, and
-    /// whitening over the batch.
+    /// REINFORCE++ (<https://arxiv.org/abs/2501.03262>): a k1 penalty with coefficient `kl_coef` in
+    /// each token's reward, returns, and whitening over the batch.
     pub fn reinforce_plus_plus(kl_coef: f64) -> Self {
         let advantage = AdvantagePipeline {
             kl_penalty: Some(KlPenalty {
@@ -137,7 +141,7 @@ impl Recipe {
         )
     }
 
-    /// The defaults of TRL's GRPO: an epsilon of 1e-4, clip 0.2, token-mean, no KL.
+    /// TRL's GRPO defaults: epsilon 1e-4, clip 0.2, token-mean, no KL.
     pub fn trl() -> Self {
         Self::new(
             group_deviation(1e-4, SingletonGroup::Zero),
@@ -145,7 +149,7 @@ impl Recipe {
         )
     }
 
-    /// The defaults of verl's GRPO: clip 0.2 and dual clip 3, token-mean, no KL.
+    /// verl's GRPO defaults: clip 0.2 and dual clip 3, token-mean, no KL.
     pub fn verl() -> Self {
         Self::new(
             group_deviation(1e-6, SingletonGroup::Raw),
@@ -153,7 +157,7 @@ impl Recipe {
         )
     }
 
-    /// The GRPO example of ROLL's documentation: rewards normalized in their group and clipped to
+    /// The GRPO example in ROLL's documentation: rewards normalized in their group and clipped to
     /// 10, advantages whitened and clipped to 2, dual clip.
     pub fn roll() -> Self {
         let advantage = group_norm().then(TokenAdvantage {
@@ -164,7 +168,7 @@ impl Recipe {
         Self::new(advantage, PolicyLoss::roll())
     }
 
-    /// The defaults of twinkle's GRPO: an epsilon of 1e-8, clip 0.2, no KL.
+    /// twinkle's GRPO defaults: epsilon 1e-8, clip 0.2, no KL.
     pub fn twinkle() -> Self {
         Self::new(
             group_deviation(1e-8, SingletonGroup::Raw),
@@ -172,8 +176,8 @@ impl Recipe {
         )
     }
 
-    /// OpenRLHF's `group_norm`: an epsilon of 1e-9, a clip of 10, a k1 penalty of 0.01 in the
-    /// reward, clip 0.2, token-mean.
+    /// OpenRLHF's `group_norm`: epsilon 1e-9, advantages clipped to 10, a k1 penalty with
+    /// coefficient 0.01 in the reward, clip 0.2, token-mean.
     pub fn openrlhf() -> Self {
         let advantage = AdvantagePipeline {
             epsilon: Some(1e-9),
@@ -190,8 +194,8 @@ impl Recipe {
         Self::new(advantage, PolicyLoss::bnpo())
     }
 
-    /// The default loss of prime-rl with advantages that are not divided. A group of one has the
-    /// advantage 0.
+    /// prime-rl's default loss, with advantages that are not divided. A sample that is alone in its
+    /// group gets advantage 0.
     pub fn prime_rl() -> Self {
         let advantage = AdvantagePipeline {
             single_sample: Some(SingletonGroup::Zero),
@@ -200,8 +204,8 @@ impl Recipe {
         Self::new(advantage, PolicyLoss::prime_rl())
     }
 
-    /// GKD (<https://arxiv.org/abs/2306.13649>) on completions of the policy: the Jensen-Shannon divergence from a teacher with
-    /// beta 0.5, without a term of rewards.
+    /// GKD (<https://arxiv.org/abs/2306.13649>) on the policy's own completions: the Jensen-Shannon
+    /// divergence from a teacher with beta 0.5, without a reward term.
     pub fn gkd() -> Self {
         Self {
             distillation_loss: Some(DistillationLoss {
@@ -209,7 +213,7 @@ impl Recipe {
                 ..DistillationLoss::default()
             }),
             ..Self::new(
-                // Nothing learns from the advantages, so a group may have one sample.
+                // No term learns from the advantages, so a group may have a single sample.
                 AdvantagePipeline {
                     single_sample: Some(SingletonGroup::Zero),
                     ..AdvantagePipeline::default()
@@ -222,8 +226,8 @@ impl Recipe {
         }
     }
 
-    /// Returns the key of the first term that learns from the log-probs that a teacher gives to the
-    /// sampled tokens.
+    /// Returns the key for the first term that learns from a teacher's log-probs on the sampled
+    /// tokens.
     pub fn teacher_log_probs_term(&self) -> Option<&'static str> {
         let tokens = self.advantage.pipeline().tokens.unwrap_or_default();
         let terms = [
@@ -249,7 +253,7 @@ impl Recipe {
     ///
     /// # Errors
     ///
-    /// The error names the option, its value and what it must be.
+    /// Fails if an option is invalid; the error names it.
     pub fn validate(&self) -> Result<()> {
         let shaping = self.reward_shaping.validate();
         shaping.map_err(|e| e.within("reward_shaping"))?;
@@ -288,7 +292,7 @@ impl Recipe {
     }
 }
 
-/// GRPO's advantages of sequences, clipped to 10.
+/// GRPO's sequence advantages, clipped to 10.
 fn group_norm() -> AdvantagePipeline {
     AdvantagePipeline::grpo().map_sequence(|sequence| sequence.clip = Some([-10., 10.]))
 }

@@ -4,7 +4,7 @@ use candle_core::{D, DType, Result, Tensor};
 use candle_grpo_core::validate::{Checked, check};
 use candle_grpo_kernels::{LogProbOptions, TEMPERATURES, TokenLogProbs, log_prob};
 
-/// Checks the temperature of a softmax.
+/// Checks a softmax temperature.
 pub(crate) fn check_temperature(value: f64) -> Checked {
     let valid = TEMPERATURES.contains(&value);
     check(
@@ -15,15 +15,15 @@ pub(crate) fn check_temperature(value: f64) -> Checked {
     )
 }
 
-/// Computes `x - log sum exp(x)`. Entries of minus infinity stay as they are; at least one entry
-/// must be finite.
+/// Computes `x - log sum exp(x)`. Entries that are minus infinity stay; at least one entry must be
+/// finite.
 pub(crate) fn log_softmax(x: &Tensor) -> Result<Tensor> {
     let total = statistics(x, None)?.log_sum_exp;
     x.broadcast_sub(&total.unsqueeze(D::Minus1)?)
 }
 
-/// Computes `log sum exp(x)`. The last dimension is kept with the size 1. It is minus infinity,
-/// without a gradient, if no entry is finite.
+/// Computes `log sum exp(x)` and keeps the last dimension with size 1. If no entry is finite, the
+/// result is minus infinity, without a gradient.
 pub(crate) fn log_sum_exp(x: &Tensor) -> Result<Tensor> {
     let some = x.detach().max(D::Minus1)?.gt(f64::NEG_INFINITY)?;
     let total = statistics(x, Some(&some))?.log_sum_exp;
@@ -31,8 +31,8 @@ pub(crate) fn log_sum_exp(x: &Tensor) -> Result<Tensor> {
     some.where_cond(&total, &none)?.unsqueeze(D::Minus1)
 }
 
-/// Computes `log(exp(a) + exp(b))` of two tensors of one shape. It is minus infinity, without a
-/// gradient, where both are.
+/// Computes `log(exp(a) + exp(b))` for two tensors with the same shape. Where both are minus
+/// infinity, so is the result, without a gradient.
 pub(crate) fn log_add_exp(a: &Tensor, b: &Tensor) -> Result<Tensor> {
     let larger = a.detach().maximum(&b.detach())?;
     let none = larger.eq(f64::NEG_INFINITY)?;
@@ -42,7 +42,7 @@ pub(crate) fn log_add_exp(a: &Tensor, b: &Tensor) -> Result<Tensor> {
     none.where_cond(&larger, &(sum.log()? + &shift)?)
 }
 
-/// Computes the entropy and the log-sum-exp of each row, 0 where `mask` is 0.
+/// Computes each row's entropy and log-sum-exp, 0 where `mask` is 0.
 pub(crate) fn statistics(x: &Tensor, mask: Option<&Tensor>) -> Result<TokenLogProbs> {
     let outer = &x.dims()[..x.rank() - 1];
     let targets = Tensor::zeros(outer, DType::U32, x.device())?;

@@ -1,19 +1,19 @@
-//! The sum of squared probabilities, an input of the optimal token baseline.
+//! Summed squared probabilities, an input for the optimal token baseline.
 
 use candle_core::{D, Result, Tensor, bail};
 use candle_grpo_core::dtype::arithmetic_dtype;
 
 use crate::softmax::{check_temperature, log_softmax};
 
-/// Sums the squared probabilities of `softmax(logits / temperature)` over the vocabulary: `[.., V]`
-/// to `[..]`.
+/// Squares the probabilities in `softmax(logits / temperature)` and sums them over the vocabulary:
+/// `[.., V]` to `[..]`.
 ///
-/// It is an input of the optimal token baseline.
+/// It is an input for the optimal token baseline.
 ///
 /// # Errors
 ///
-/// Fails if the temperature is not one of [`candle_grpo_kernels::TEMPERATURES`], or if the logits
-/// are empty.
+/// Fails if the temperature is outside [`candle_grpo_kernels::TEMPERATURES`], or if the logits are
+/// empty.
 pub fn sum_of_squared_probs(logits: &Tensor, temperature: f64) -> Result<Tensor> {
     check_temperature(temperature)?;
     if logits.rank() == 0 || logits.elem_count() == 0 {

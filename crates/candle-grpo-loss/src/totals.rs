@@ -1,4 +1,4 @@
-//! The denominators of an optimizer step.
+//! Denominators for an optimizer step.
 
 use std::iter::Sum;
 use std::ops::Add;
@@ -8,11 +8,11 @@ use candle_grpo_core::Mask;
 use candle_grpo_core::dtype::statistics_dtype;
 use serde::{Deserialize, Serialize};
 
-/// Counts over all micro-batches and workers of one optimizer step: the denominators of
+/// Counts over all micro-batches and workers in one optimizer step: the denominators for
 /// [`crate::Aggregation`].
 ///
-/// With the counts of the whole step, losses and gradients of micro-batches add up to those of the
-/// batch. Dividing each micro-batch by its own counts would give short micro-batches too much
+/// Always count the whole step. Micro-batch losses and gradients then add up to the full batch's.
+/// If each micro-batch were divided by its own counts, short micro-batches would get too much
 /// weight.
 ///
 /// ```
@@ -28,19 +28,19 @@ use serde::{Deserialize, Serialize};
 #[derive(Debug, Clone, Copy, PartialEq, Default, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct StepTotals {
-    /// The number of valid tokens. Default 0.
+    /// Number of valid tokens. Default 0.
     pub tokens: f64,
-    /// The number of sequences with at least one valid token. Default 0.
+    /// Number of sequences with at least one valid token. Default 0.
     pub sequences: f64,
-    /// The number of sequences, including those without a valid token. Default 0.
+    /// Number of sequences, including those without a valid token. Default 0.
     pub rows: f64,
-    /// The number of prompts with at least one valid token, for
-    /// [`crate::Aggregation::PromptMeanTokenMean`]. It cannot be derived from the mask. Absent by
-    /// default.
+    /// Number of prompts with at least one valid token, for
+    /// [`crate::Aggregation::PromptMeanTokenMean`]. The mask does not have this information.
+    /// Absent by default.
     #[serde(default)]
     pub prompts: Option<f64>,
-    /// The number of tokens of the entropy mask, for [`crate::PolicyBatch::entropy_mask`]. Absent
-    /// by default.
+    /// Number of tokens in the entropy mask, for [`crate::PolicyBatch::entropy_mask`]. Absent by
+    /// default.
     #[serde(default)]
     pub entropy_tokens: Option<f64>,
 }
@@ -48,8 +48,8 @@ pub struct StepTotals {
 impl StepTotals {
     /// Counts a mask `[B, T]`. Synchronizes with the device.
     ///
-    /// A micro-batch without a valid token is allowed. Computing the loss of a step without any is
-    /// an error.
+    /// A micro-batch may have no valid token. If a whole step has none, computing its loss is an
+    /// error.
     ///
     /// # Errors
     ///
@@ -82,7 +82,7 @@ impl StepTotals {
         self
     }
 
-    /// Counts the tokens of an entropy mask `[B, T]`. Synchronizes with the device.
+    /// Counts the tokens in an entropy mask `[B, T]`. Synchronizes with the device.
     ///
     /// # Errors
     ///
@@ -102,7 +102,7 @@ impl StepTotals {
         Ok(())
     }
 
-    /// Counts sequences without a valid token like the others.
+    /// Counts sequences without a valid token like any other.
     pub(crate) fn with_empty(self) -> Self {
         Self {
             sequences: self.rows,

@@ -1,4 +1,4 @@
-//! The loss of a critic.
+//! The loss for critics.
 
 use candle_core::{Result, Tensor, bail};
 use candle_grpo_core::dtype::arithmetic_dtype;
@@ -9,22 +9,21 @@ use crate::aggregation::Aggregation;
 use crate::totals::StepTotals;
 use candle_grpo_core::validate::positive;
 
-/// `max(f(V - R), f(clip(V, V_old - clip, V_old + clip) - R))` for each token, with the value V,
-/// the return R and the loss f of an error (PPO, <https://arxiv.org/abs/1707.06347>; `value_clip`
-/// in ROLL).
+/// `max(f(V - R), f(clip(V, V_old - clip, V_old + clip) - R))` for each token, with value V, return
+/// R and error loss f (PPO, <https://arxiv.org/abs/1707.06347>; `value_clip` in ROLL).
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct ValueLoss {
-    /// The distance from the old value beyond which a value has no gradient towards the return.
-    /// Absent by default.
+    /// Distance from the old value beyond which a value has no gradient toward the return. Absent
+    /// by default.
     pub clip: Option<f64>,
-    /// The loss of an error. Default `squared`.
+    /// Loss for one error. Default `squared`.
     pub error: ErrorLoss,
-    /// The aggregation of the per-token losses. Default `token-mean`.
+    /// Aggregation for the per-token losses. Default `token-mean`.
     pub aggregation: Aggregation,
 }
 
-/// The loss of an error e.
+/// Loss for an error e.
 #[derive(Debug, Clone, Copy, PartialEq, Default, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case", deny_unknown_fields)]
 #[non_exhaustive]
@@ -34,7 +33,7 @@ pub enum ErrorLoss {
     Squared,
     /// `e^2 / 2` up to `abs(e) = delta`, and `delta (abs(e) - delta / 2)` beyond (AReaL).
     Huber {
-        /// The error from which the loss is linear.
+        /// Error from which the loss is linear.
         delta: f64,
     },
 }
@@ -51,7 +50,7 @@ impl ErrorLoss {
         match self {
             Self::Squared => error.sqr()? * 0.5,
             Self::Huber { delta } => {
-                // The derivative b is the bounded error: the loss is b e - b^2 / 2.
+                // The derivative b is the bounded error; the loss is b e - b^2 / 2.
                 let slope = error.detach().clamp(-delta, delta)?;
                 (&slope * error)? - (slope.sqr()? * 0.5)?
             }

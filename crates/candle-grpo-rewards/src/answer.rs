@@ -1,4 +1,4 @@
-//! The place of the answer in a completion.
+//! Where a completion's answer is.
 
 use std::sync::LazyLock;
 
@@ -6,29 +6,33 @@ use regex::Regex;
 use serde::de::{Deserializer, Error};
 use serde::{Deserialize, Serialize};
 
-/// The place of the answer in a completion.
+/// Where a completion's answer is.
+///
+/// Start with `Auto`. If your prompt asks for a form, such as a tag, name that place: text
+/// elsewhere then scores nothing.
 #[derive(Debug, Clone, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum AnswerPlace {
-    /// The first that exists of: the last `\boxed{}`, the text after the last `####`, the whole
-    /// completion. A last `\boxed{` that is not closed, as in a truncated completion, has no
-    /// answer.
+    /// The first place that exists: the last `\boxed{}`, the text after the last `####`, or the
+    /// whole completion. If the last `\boxed{` is not closed, as in a truncated completion, there
+    /// is no answer.
     #[default]
     Auto,
-    /// In the last `\boxed{}`.
+    /// Inside the last `\boxed{}`.
     Boxed,
-    /// On the line after the last mark of this text, such as `####` (GSM8K) or `The answer is`.
+    /// On the line after this text last occurs, such as `####` (GSM8K) or `The answer is`.
     After(String),
     /// Between the last `<name>` and the `</name>` after it.
     Tag(String),
-    /// On the first line that is not empty.
+    /// On the first nonempty line.
     FirstLine,
-    /// On the last line that is not empty.
+    /// On the last nonempty line.
     LastLine,
     /// The whole completion.
     Whole,
-    /// At a place of the text after the last `</think>`, such as `{after_thinking: boxed}`. Without
-    /// `</think>`, or with a `<think>` after it, there is no answer: the thoughts are not over.
+    /// At another place, searched in the text after the last `</think>`, such as
+    /// `{after_thinking: boxed}`. If there is no `</think>`, or a `<think>` after it, the model is
+    /// still thinking and there is no answer.
     #[serde(deserialize_with = "place_after_thinking")]
     AfterThinking(Box<AnswerPlace>),
 }
@@ -42,15 +46,14 @@ fn place_after_thinking<'de, D: Deserializer<'de>>(place: D) -> Result<Box<Answe
     }
 }
 
-/// Returns the text after the thoughts of a model, which may have begun in the prompt.
+/// Returns the text after a model's thoughts, which may have begun in the prompt.
 fn after_thoughts(text: &str) -> Option<&str> {
     let (_, rest) = text.rsplit_once("</think>")?;
     (!rest.contains("<think>")).then_some(rest)
 }
 
 impl AnswerPlace {
-    /// Returns the answer in `text` without surrounding white space, or none if there is no such
-    /// place.
+    /// Returns the answer in `text`, trimmed, or `None` if there is no such place.
     ///
     /// ```
     /// use candle_grpo_rewards::AnswerPlace;
@@ -72,7 +75,7 @@ impl AnswerPlace {
             Self::After(mark) => after(text, mark),
             Self::Tag(name) => {
                 let opening = format!("<{name}>");
-                // The text ends in the tag of another answer, which is not known.
+                // The text ends inside the next answer's tag, so that answer is unknown.
                 let is_cut = |end: usize| {
                     let begun = opening.get(..end);
                     begun.is_some_and(|begun| text.trim_end().ends_with(begun))
@@ -91,8 +94,8 @@ impl AnswerPlace {
         }
     }
 
-    /// Returns the place without its thoughts, and the text that it is a place of. None if the
-    /// thoughts are not over.
+    /// Returns the place without its thoughts, and the text to search, or `None` if the model is
+    /// still thinking.
     pub(super) fn without_thoughts<'a>(&self, text: &'a str) -> Option<(&Self, &'a str)> {
         match self {
             Self::AfterThinking(place) => place.without_thoughts(after_thoughts(text)?),
@@ -100,8 +103,8 @@ impl AnswerPlace {
         }
     }
 
-    /// Returns true if the last number at this place of `text` counts, as in a chain of thought,
-    /// and false if the first does, as in a line.
+    /// Returns true if the last number at this place in `text` counts, as in a chain of thought,
+    /// and false if the first one does, as on a line.
     pub(super) fn counts_last_number(&self, text: &str) -> bool {
         match self {
             Self::FirstLine | Self::After(_) => false,
@@ -113,16 +116,16 @@ impl AnswerPlace {
     }
 }
 
-/// The text that the last `####` stands before.
+/// The text after the last `####`.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(super) enum Marked<'a> {
     /// The rest of its line, or the next one.
     Line(&'a str),
-    /// The text under a heading such as `#### Final Answer` or `#### Step 2: add`.
+    /// The text under a heading, such as `#### Final Answer` or `#### Step 2: add`.
     Section(&'a str),
 }
 
-/// Returns the text after the last `####` that has text after it, or none without `####`.
+/// Returns the text after the last `####` that has text after it, or `None` without `####`.
 pub(super) fn marked(text: &str) -> Option<Marked<'_>> {
     static HEADING: LazyLock<Option<Regex>> = LazyLock::new(|| {
         let number = r"[*_]*(?:[0-9]{1,2}[.)]\s+)?[*_]*";
@@ -153,26 +156,26 @@ fn after<'a>(text: &'a str, mark: &str) -> Option<&'a str> {
     Some(rest.split('\n').next().unwrap_or(rest).trim())
 }
 
-/// Returns the text in the last box.
+/// Returns the text inside the last box.
 fn boxed(text: &str) -> Option<&str> {
     let last = boxes(text).next()?;
     Some(last.inside(text.len())?.trim())
 }
 
-/// The beginning of `\boxed{}`, of `\fbox{}`, or of a number without braces, as in `\boxed 8`.
+/// The start of `\boxed{}`, `\fbox{}`, or a number without braces, as in `\boxed 8`.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct OpenBox<'a> {
-    /// The position of its command.
+    /// Position where its command starts.
     #[cfg_attr(not(feature = "math"), expect(dead_code, reason = "for sets of boxes"))]
     pub(super) start: usize,
-    /// The text from its inside on, which is empty if the text ends before.
+    /// The text from its content on, which is empty if the text ends earlier.
     pub(super) rest: &'a str,
-    /// The bytes of an inside without braces.
+    /// Content length in bytes, for content without braces.
     bare: Option<usize>,
 }
 
 impl<'a> OpenBox<'a> {
-    /// Returns the inside, or none if it does not end in the first `limit` bytes.
+    /// Returns the content, or `None` if it does not end within the first `limit` bytes.
     pub(super) fn inside(&self, limit: usize) -> Option<&'a str> {
         let text = &self.rest[..limit.min(self.rest.len())];
         let length = match self.bare {
@@ -182,14 +185,14 @@ impl<'a> OpenBox<'a> {
         text.get(..length)
     }
 
-    /// Returns the bytes after the inside that belong to the box.
+    /// Returns how many bytes after the content belong to the box.
     #[cfg_attr(not(feature = "math"), expect(dead_code, reason = "for sets of boxes"))]
     pub(super) fn brace(&self) -> usize {
         usize::from(self.bare.is_none())
     }
 }
 
-/// Returns each box, the last one first. If the text ends before its brace, that box has no text.
+/// Returns all boxes, last one first. If the text ends before a box's brace, that box has no text.
 pub(super) fn boxes(text: &str) -> impl Iterator<Item = OpenBox<'_>> {
     static BARE: LazyLock<Option<Regex>> =
         LazyLock::new(|| Regex::new(r"^(?:[-−+]?[0-9]+(?:[.,/][0-9]+)*|[A-Z]\b)").ok());
@@ -227,8 +230,8 @@ pub(super) fn boxes(text: &str) -> impl Iterator<Item = OpenBox<'_>> {
     cut.chain(whole)
 }
 
-/// Returns the position of the brace that closes a group, after its opening brace. `\{` and `\}`
-/// are characters.
+/// Returns the position where the brace closes a group, after its opening brace. `\{` and `\}` are
+/// characters.
 pub(super) fn closing(text: &str) -> Option<usize> {
     let mut depth = 1;
     let mut is_escaped = false;

@@ -23,11 +23,10 @@ use crate::{
 };
 use candle_grpo_base::within;
 
-/// The key of the reward that another one scales.
+/// Key for the reward that another one scales.
 const CORRECT: &str = "correct";
 
-/// One term of the reward in a configuration file: `kind`, the options of that kind, `weight` and
-/// `name`.
+/// One reward term in a configuration file: `kind`, that kind's options, `weight` and `name`.
 ///
 /// ```
 /// use candle_core::Device;
@@ -43,10 +42,10 @@ const CORRECT: &str = "correct";
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(bound = "M: RewardModelOptions")]
 pub struct RewardConfig<M = NoRewardModel> {
-    /// Its name in messages; absent: its kind.
+    /// Name in messages; absent: its kind.
     #[serde(default)]
     pub name: Option<String>,
-    /// The factor of its score.
+    /// Factor for its score.
     #[serde(default = "crate::one")]
     pub weight: f64,
     /// The function and its options.
@@ -54,10 +53,14 @@ pub struct RewardConfig<M = NoRewardModel> {
     pub kind: RewardKind<M>,
 }
 
-/// Declares [`RewardKind`] with the names of its kinds, and the matches over it.
+/// Declares [`RewardKind`], the kind names, and the matches over it.
 macro_rules! rewards {
     ($($(#[doc = $doc:literal])* $(#[cfg($cfg:meta)])? $name:literal: $kind:ident($options:ty),)*) => {
         /// The reward functions that a configuration can name.
+        ///
+        /// Prefer a checked answer (`math`, `numeric`, `exact`, `code`) over a judge or a reward
+        /// model: it is free, fast and hard to game. Add `tags` or `regex` with a small weight if
+        /// the format matters.
         #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
         #[serde(tag = "kind", bound = "M: RewardModelOptions")]
         #[allow(clippy::large_enum_variant, reason = "a run has a few of them")]
@@ -71,10 +74,10 @@ macro_rules! rewards {
         }
 
         impl<M: RewardModelOptions> RewardKind<M> {
-            /// The names of all kinds.
+            /// All kind names.
             pub const NAMES: &[&str] = &[$($(#[cfg($cfg)])? $name),*];
 
-            /// The name of the kind.
+            /// Returns the kind's name.
             fn name(&self) -> &'static str {
                 match self {
                     $($(#[cfg($cfg)])? Self::$kind(_) => $name,)*
@@ -130,7 +133,7 @@ rewards! {
     /// [`CodeReward`](crate::CodeReward).
     #[cfg(feature = "code")]
     "code": Code(CodeConfig),
-    /// The score of a model, which the program provides.
+    /// A model's score, which the program provides.
     "reward_model": RewardModel(M),
     /// `JudgeReward`, which needs the feature `judge`.
     "judge": Judge(Box<JudgeConfig>),
@@ -138,38 +141,38 @@ rewards! {
     "ensemble": Ensemble(EnsembleOptions<M>),
 }
 
-/// The options of [`LengthScaledReward`] with [`LengthScale::Cosine`].
+/// Options for [`LengthScaledReward`] with [`LengthScale::Cosine`].
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, bound = "M: RewardModelOptions")]
 pub struct CosineOptions<M = NoRewardModel> {
-    /// The reward that decides whether an answer is right, with the options of its kind.
+    /// Reward that decides whether an answer is right, with its kind's options.
     pub correct: Box<RewardKind<M>>,
-    /// The smallest score of a right answer.
+    /// Smallest score for a right answer.
     #[serde(default = "crate::one")]
     pub min_score: f64,
-    /// The scores of right and wrong answers, short and long.
+    /// Scores for right and wrong answers, short and long.
     #[serde(default)]
     pub scale: CosineLength,
 }
 
-/// The options of [`LengthScaledReward`] with [`LengthScale::Relative`].
+/// Options for [`LengthScaledReward`] with [`LengthScale::Relative`].
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, bound = "M: RewardModelOptions")]
 pub struct RelativeLengthOptions<M = NoRewardModel> {
-    /// The reward that decides whether an answer is right, with the options of its kind.
+    /// Reward that decides whether an answer is right, with its kind's options.
     pub correct: Box<RewardKind<M>>,
-    /// The smallest score of a right answer.
+    /// Smallest score for a right answer.
     #[serde(default = "crate::one")]
     pub min_score: f64,
 }
 
-/// The options of [`EnsembleReward`].
+/// Options for [`EnsembleReward`].
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, bound = "M: RewardModelOptions")]
 pub struct EnsembleOptions<M = NoRewardModel> {
-    /// The judges, each with the options of its kind.
+    /// Judges, each with its kind's options.
     pub judges: Vec<RewardKind<M>>,
-    /// The function that combines their scores.
+    /// Function that combines their scores.
     #[serde(default)]
     pub combine: ScoreEnsemble,
 }
@@ -179,7 +182,7 @@ impl<M: RewardModelOptions> RewardConfig<M> {
     ///
     /// # Errors
     ///
-    /// If the weight is not finite, or an option is not valid.
+    /// Fails if the weight is not finite, or if an option is invalid.
     pub fn validate(&self) -> Result<()> {
         let weight = self.weight;
         let valid = (weight as f32).is_finite();
@@ -192,39 +195,39 @@ impl<M: RewardModelOptions> RewardConfig<M> {
         self.kind.options().check()
     }
 
-    /// Checks that the programs, scripts, folders, models and keys of servers are there that the
-    /// reward needs. A reward of code also starts a program in its sandbox.
+    /// Checks that everything the reward needs exists: programs, scripts, directories, models and
+    /// server keys. A code reward also starts a program in its sandbox.
     ///
     /// # Errors
     ///
-    /// If one is missing.
+    /// Fails if one is missing.
     pub fn check_files(&self) -> Result<()> {
         self.kind.options().check_files()
     }
 
-    /// The files that decide scores: programs, scripts and models.
+    /// Returns the files that determine scores: programs, scripts and models.
     pub fn files(&self) -> Vec<PathBuf> {
         self.kind.options().files()
     }
 
-    /// The folders in which the reward keeps answers of servers.
+    /// Returns the directories in which the reward caches server replies.
     pub fn caches(&self) -> Vec<&Path> {
         self.kind.options().caches()
     }
 
-    /// The paths of the models of rewards, to replace names of the hub. Each has its key, such as
-    /// `judges[1].path`.
+    /// Returns the reward models' paths, so that you can replace hub names. Each has its key, such
+    /// as `judges[1].path`.
     pub fn models_mut(&mut self) -> Vec<(String, &mut PathBuf)> {
         self.kind.options_mut().models_mut()
     }
 
-    /// Makes the weighted sum of `rewards`, starts their programs, and loads their models onto
+    /// Builds the weighted sum over `rewards`, starts their programs, and loads their models onto
     /// `device`.
     ///
     /// # Errors
     ///
-    /// If `rewards` is empty, an option is not valid, a program cannot be started or a model cannot
-    /// be loaded. The error names the key, such as `rewards[0].judges[1].path`.
+    /// Fails if `rewards` is empty, an option is invalid, a program cannot be started or a model
+    /// cannot be loaded. The error names the key, such as `rewards[0].judges[1].path`.
     pub fn build(rewards: &[Self], device: &Device) -> Result<WeightedRewards> {
         ensure!(
             !rewards.is_empty(),
@@ -242,18 +245,18 @@ impl<M: RewardModelOptions> RewardConfig<M> {
         Ok(sum)
     }
 
-    /// Its name, or else its kind.
+    /// Returns its name or, if it has none, its kind.
     pub fn name(&self) -> String {
         self.name
             .clone()
             .unwrap_or_else(|| self.kind.name().to_owned())
     }
 
-    /// Checks that a row has the columns of the function, before a model is loaded.
+    /// Checks that a row has the columns that the function needs, before a model is loaded.
     ///
     /// # Errors
     ///
-    /// If a column is absent or has a value of another kind.
+    /// Fails if a column is absent or has another type.
     pub fn check_row(&self, columns: &Value) -> Result<()> {
         self.kind
             .options()
@@ -357,7 +360,7 @@ impl<M: RewardModelOptions> RewardOptions for EnsembleOptions<M> {
     }
 }
 
-/// Makes the function of a part with this key. An error has the key.
+/// Builds a part's function. An error has the part's `key`.
 fn build_part<M: RewardModelOptions>(
     part: &RewardKind<M>,
     key: &str,
@@ -367,7 +370,7 @@ fn build_part<M: RewardModelOptions>(
     function.map_err(|error| within(key, error))
 }
 
-/// The paths of the models of a part, with their keys in the whole.
+/// Returns a part's model paths, with their keys in the whole.
 fn models_of_part<'a, M: RewardModelOptions>(
     key: &str,
     part: &'a mut RewardKind<M>,
@@ -378,7 +381,7 @@ fn models_of_part<'a, M: RewardModelOptions>(
         .collect()
 }
 
-/// The key of a judge of an ensemble.
+/// Returns the key for a judge in an ensemble.
 fn judge_key(index: usize) -> String {
     format!("judges[{index}]")
 }

@@ -1,4 +1,4 @@
-//! Ensembles of judges.
+//! Judge ensembles.
 
 use std::sync::Arc;
 
@@ -10,8 +10,8 @@ use super::weighted::{all_requests, in_parallel};
 use super::{RewardFunction, Sample, Score, Scores};
 use crate::Progress;
 
-/// One score combined from those of several reward functions, which run concurrently. Missing
-/// scores are left out.
+/// Combines the scores from several reward functions into one. The functions run concurrently, and
+/// missing scores are left out.
 ///
 /// ```
 /// use candle_grpo_core::rewards::ScoreEnsemble;
@@ -28,7 +28,7 @@ pub struct EnsembleReward {
 }
 
 impl EnsembleReward {
-    /// No judges yet: add at least one.
+    /// Creates an ensemble without judges: add at least one.
     pub fn new(combine: ScoreEnsemble) -> Self {
         Self {
             combine,
@@ -75,7 +75,7 @@ impl RewardFunction for EnsembleReward {
         let combined = combined.to_vec1::<f32>()?.into_iter().enumerate();
         let combined = combined
             .map(|(sample, number)| {
-                // Without a score, or without one of a positive weight.
+                // No score, or none with a positive weight.
                 let score = if number.is_nan() {
                     Score::NONE
                 } else {

@@ -1,4 +1,4 @@
-//! Comparison of texts.
+//! Text comparison.
 
 use anyhow::{Result, bail};
 use serde::{Deserialize, Serialize};
@@ -13,8 +13,8 @@ use super::votes::votes;
 use crate::{RewardFunction, Sample};
 use candle_grpo_base::column::column;
 
-/// 1 if the answer of the completion equals the text of a column of its row, 0 otherwise. Runs of
-/// white space equal one space; white space at the ends is ignored.
+/// 1 if the completion's answer equals the text in a column, 0 otherwise. A run of white space
+/// equals one space, and white space at the ends is ignored.
 ///
 /// ```
 /// use candle_grpo_rewards::ExactReward;
@@ -27,9 +27,9 @@ use candle_grpo_base::column::column;
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct ExactReward {
-    /// The column with the expected value: a text, a number, true or false.
+    /// Column with the expected value: a text, a number, true or false.
     pub column: String,
-    /// The place of the answer in the completion.
+    /// Where the answer is in the completion.
     pub find: AnswerPlace,
     /// If true, upper and lower case are equal.
     pub ignore_case: bool,
@@ -46,11 +46,11 @@ impl Default for ExactReward {
 }
 
 impl ExactReward {
-    /// Returns the expected text of a row.
+    /// Returns the text that a row expects.
     ///
     /// # Errors
     ///
-    /// If the column is absent, or neither a text, a number nor a boolean.
+    /// Fails if the column is absent, or is not a text, a number or a boolean.
     pub fn expected(&self, columns: &Value) -> Result<String> {
         match column(columns, &self.column)? {
             Value::String(text) => Ok(AnswerPlace::Auto.find(text).unwrap_or(text).to_owned()),
@@ -62,7 +62,7 @@ impl ExactReward {
         }
     }
 
-    /// Returns true if the answer of `completion` is the text of the row.
+    /// Returns true if the answer in `completion` is the row's text.
     pub fn matches(&self, completion: &str, columns: &Value) -> Result<bool> {
         let expected = self.normal(&self.expected(columns)?);
         let found = self.find.find(completion);

@@ -1,4 +1,4 @@
-//! Overlap of words.
+//! Word overlap.
 
 use std::collections::HashMap;
 
@@ -11,9 +11,10 @@ use super::options::compares_column;
 use super::{RewardFunction, Sample, Score};
 use candle_grpo_base::column::column;
 
-/// The F1 score of the words of the answer and of a column of its row, as in SQuAD
-/// (<https://arxiv.org/abs/1606.05250>): the harmonic mean of precision and recall. Case,
-/// punctuation and the articles a, an, the do not count. Of several expected texts the best counts.
+/// The F1 score between the words in the answer and in a column, as in SQuAD
+/// (<https://arxiv.org/abs/1606.05250>): the harmonic mean between precision and recall. Case,
+/// punctuation and the articles a, an, the do not count. If there are several expected texts, the
+/// best one counts.
 ///
 /// ```
 /// use candle_grpo_rewards::F1Reward;
@@ -28,9 +29,9 @@ use candle_grpo_base::column::column;
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct F1Reward {
-    /// The column with the expected text, or a list of such texts.
+    /// Column with the expected text, or with a list of texts.
     pub column: String,
-    /// The place of the answer in the completion.
+    /// Where the answer is in the completion.
     pub find: AnswerPlace,
 }
 
@@ -44,11 +45,11 @@ impl Default for F1Reward {
 }
 
 impl F1Reward {
-    /// Returns the expected texts of a row.
+    /// Returns the texts that a row expects.
     ///
     /// # Errors
     ///
-    /// If the column is absent, or neither a text nor a list of texts.
+    /// Fails if the column is absent, or is neither a text nor a list of texts.
     pub fn expected<'a>(&self, columns: &'a Value) -> Result<Vec<&'a str>> {
         let value = column(columns, &self.column)?;
         let texts = match value {
@@ -65,7 +66,7 @@ impl F1Reward {
         }
     }
 
-    /// Returns the score of `completion`, from 0 to 1.
+    /// Returns the score for `completion`, from 0 to 1.
     pub fn compute(&self, completion: &str, columns: &Value) -> Result<f32> {
         let expected = self.expected(columns)?;
         let Some(answer) = self.find.find(completion) else {
@@ -122,7 +123,7 @@ mod tests {
     use rstest::rstest;
     use serde_json::json;
 
-    /// Values of the script that evaluates SQuAD.
+    /// Values from SQuAD's evaluation script.
     #[rstest]
     #[case("in the 10th century", &["10th and 11th centuries"], 2. / 7.)]
     #[case("Denmark, Iceland and Norway", &["Denmark"], 0.4)]

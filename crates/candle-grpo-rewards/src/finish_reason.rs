@@ -6,9 +6,9 @@ use serde::{Deserialize, Serialize};
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum FinishReason {
-    /// The policy drew a stop token.
+    /// The policy sampled a stop token.
     StopToken,
-    /// The text of the completion contains a stop string.
+    /// The completion's text contains a stop string.
     StopString,
     /// The completion has the maximum length.
     Length,

@@ -1,4 +1,4 @@
-//! Rewards for the format of a completion.
+//! Format rewards.
 
 use anyhow::Result;
 use candle_core::Device;
@@ -12,7 +12,7 @@ use super::options::{RewardInputs, RewardOptions};
 use super::pattern::compile;
 use super::score::Score;
 
-/// 1 if a regular expression (of the crate `regex`) matches the completion, 0 otherwise.
+/// 1 if a regular expression (in the `regex` crate's syntax) matches the completion, 0 otherwise.
 ///
 /// ```
 /// use candle_grpo_rewards::RegexReward;
@@ -30,17 +30,17 @@ pub struct RegexReward {
 }
 
 impl RegexReward {
-    /// Matches the completion from beginning to end. A dot does not match a line break, unless the
-    /// pattern has `(?s)`.
+    /// Creates a reward that matches the whole completion. A dot does not match a line break,
+    /// unless the pattern has `(?s)`.
     pub fn whole(pattern: &str) -> Result<Self> {
-        // Alone first: no parenthesis in it closes the group.
+        // Compiled alone first, so that no parenthesis in it closes the group.
         compile(pattern)?;
         Ok(Self {
             regex: compile(&format!(r"\A(?:{pattern})\z"))?,
         })
     }
 
-    /// Matches anywhere in the completion.
+    /// Creates a reward that matches anywhere in the completion.
     pub fn search(pattern: &str) -> Result<Self> {
         Ok(Self {
             regex: compile(pattern)?,
@@ -59,13 +59,13 @@ impl RewardFunction for RegexReward {
     }
 }
 
-/// The options of [`RegexReward`].
+/// Options for [`RegexReward`].
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct RegexOptions {
-    /// The regular expression.
+    /// Regular expression.
     pub pattern: String,
-    /// If true, it must match the completion from beginning to end.
+    /// If true, it must match the whole completion.
     #[serde(default)]
     pub whole: bool,
 }
@@ -99,8 +99,10 @@ impl RewardOptions for RegexOptions {
 }
 
 /// 1 if the completion opens and closes each tag exactly once, one tag after the other; 0
-/// otherwise. The format reward of DeepSeek-R1 has the tags `think` and `answer`
+/// otherwise. DeepSeek-R1's format reward uses the tags `think` and `answer`
 /// (<https://arxiv.org/abs/2501.12948>).
+///
+/// Give it a small weight: right answers should count more than the format.
 ///
 /// ```
 /// use candle_grpo_rewards::TagsReward;
@@ -122,11 +124,11 @@ pub struct TagsReward {
 }
 
 impl TagsReward {
-    /// Takes the names of the tags in their order, without brackets.
+    /// Creates a reward from tag names, in order and without brackets.
     ///
     /// # Errors
     ///
-    /// If there is no name, or one is empty, has a bracket or occurs twice.
+    /// Fails if there is no name, or if one is empty, has a bracket or occurs twice.
     pub fn new<'a>(names: impl IntoIterator<Item = &'a str>) -> Result<Self> {
         let mut marks: Vec<String> = Vec::new();
         for name in names {
@@ -175,13 +177,13 @@ impl RewardFunction for TagsReward {
     }
 }
 
-/// The options of [`TagsReward`].
+/// Options for [`TagsReward`].
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct TagsOptions {
-    /// The names of the tags in their required order.
+    /// Tag names in their required order.
     pub tags: Vec<String>,
-    /// If true, only white space may stand outside the tags.
+    /// If true, only white space may occur outside the tags.
     #[serde(default)]
     pub nothing_else: bool,
 }

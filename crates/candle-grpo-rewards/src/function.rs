@@ -1,4 +1,4 @@
-//! The interface of reward functions.
+//! The interface for reward functions.
 
 use std::sync::Arc;
 
@@ -11,34 +11,31 @@ use crate::{FinishReason, Progress};
 /// A completion to score.
 #[derive(Debug, Clone, Copy)]
 pub struct Sample<'a> {
-    /// The text of the prompt.
+    /// Prompt text.
     pub prompt: &'a str,
-    /// The conversation that the prompt renders, empty for a
-    /// plain text.
+    /// The conversation that the prompt renders. Empty for a plain text.
     pub messages: &'a [Value],
-    /// The text of the completion, without special tokens: that of its last turn, if there is an
-    /// environment.
+    /// Completion text, without special tokens. With an environment, it is the last turn's text.
     pub completion: &'a str,
-    /// The tokens of the prompt.
+    /// Prompt tokens.
     pub prompt_tokens: &'a [u32],
-    /// The tokens of the completion that the policy wrote, the stop token included.
+    /// The completion tokens that the policy wrote, including the stop token.
     pub completion_tokens: &'a [u32],
     /// Why the completion ended.
     pub finish_reason: FinishReason,
-    /// All columns of the row of the data set.
+    /// All columns in the data set row.
     pub columns: &'a Value,
-    /// The number of its prompt among those of the batch. The completions of a prompt are one
-    /// after the other.
+    /// The prompt's number in the batch. A prompt's completions are adjacent.
     pub group: usize,
 }
 
-/// The votes of completions: see [`RewardFunction::votes`].
+/// Votes for completions: see [`RewardFunction::votes`].
 pub type Votes = Vec<Option<usize>>;
 
 /// Scores a batch of samples; a higher score is better. Several threads may call it at the same
 /// time.
 ///
-/// A closure that scores one sample implements it:
+/// To write your own, pass a closure that scores one sample:
 ///
 /// ```
 /// use candle_grpo_rewards::{RewardFunction, Sample};
@@ -47,59 +44,60 @@ pub type Votes = Vec<Option<usize>>;
 /// let _: &dyn RewardFunction = &shorter_is_better;
 /// ```
 pub trait RewardFunction: Send + Sync {
-    /// Returns one score for each sample, in their order. Numbers must be finite; a sample without
-    /// a score has [`Score::NONE`].
+    /// Returns one score for each sample, in order. Numbers must be finite. If a sample has no
+    /// score, return [`Score::NONE`].
     fn score(&self, samples: &[Sample]) -> Result<Vec<Score>>;
 
-    /// Returns the scores of [`Self::score`], and for metrics the requests that they took. A
-    /// function that asks no server has none, which is the default.
+    /// Returns the scores from [`Self::score`] and, for metrics, the requests that they needed. The
+    /// default has no requests: override it if your function sends some.
     fn scores(&self, samples: &[Sample]) -> Result<Scores> {
         Scores::new(self.score(samples)?, samples)
     }
 
-    /// Returns the terms whose sum is the score: one term by default. Their number is constant.
+    /// Returns the terms whose sum is the score; by default, there is one. Their number is
+    /// constant.
     ///
-    /// Some advantages use them separately, such as GDPO.
+    /// Some advantages, such as GDPO, use them separately.
     fn components(&self, samples: &[Sample]) -> Result<Vec<Scores>> {
         Ok(vec![self.scores(samples)?])
     }
 
-    /// Returns the votes of completions of one prompt, whose row is `columns`, for the majority of
-    /// their answers (self-consistency, Wang et al. 2022): for each the place of the first one with
-    /// an equal answer, or none if it has no answer.
+    /// Returns votes for the majority answer (self-consistency, Wang et al. 2022). The completions
+    /// share a prompt, whose row is `columns`. A completion's vote is the index of the first one
+    /// with an equal answer, or `None` if it has no answer.
     ///
-    /// Returns none if the function compares no answers, which is the default.
+    /// By default, returns `None`: the function compares no answers.
     ///
     /// # Errors
     ///
-    /// If the row does not fit the function.
+    /// Fails if the row does not fit the function.
     fn votes(&self, completions: &[&str], columns: &Value) -> Result<Option<Votes>> {
         let _ = (completions, columns);
         Ok(None)
     }
 
-    /// Sets the observer whose request to stop ends a long wait for scores, with the error
+    /// Sets the observer whose stop request ends a long wait for scores, with the error
     /// [`Interrupted`](crate::Interrupted). A function that does not wait can ignore it.
     fn set_progress(&mut self, progress: Arc<dyn Progress>) {
         let _ = progress;
     }
 
     /// Fixes the time that templates print, a local time such as `2025-03-05T14:07:09`, so that a
-    /// run that resumes has the same scores. A function without templates can ignore it.
+    /// resumed run has the same scores. A function without templates can ignore it.
     ///
     /// # Errors
     ///
-    /// If it is no time.
+    /// Fails if it is not a time.
     fn set_clock(&mut self, now: &str) -> Result<()> {
         let _ = now;
         Ok(())
     }
 
-    /// Ends the function after the last batch of a run.
+    /// Ends the function after a run's last batch.
     ///
     /// # Errors
     ///
-    /// If the scores that it has given turn out to be wrong.
+    /// Fails if the scores that it returned turn out to be wrong.
     fn finish(&self) -> Result<()> {
         Ok(())
     }

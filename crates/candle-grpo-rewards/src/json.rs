@@ -1,4 +1,4 @@
-//! Comparison of JSON.
+//! JSON comparison.
 
 use anyhow::{Result, bail};
 use candle_grpo_base::column::column;
@@ -12,9 +12,9 @@ use super::right_or_wrong::right_or_wrong;
 use super::score::Score;
 use crate::{RewardFunction, Sample};
 
-/// 1 if the completion is a JSON object, or equals the value of a column of its row; 0 otherwise.
+/// 1 if the completion is a JSON object or, with a column, equals that column's value; 0 otherwise.
 ///
-/// The order of keys does not matter, and 1 is 1.0.
+/// Key order does not matter, and 1 equals 1.0.
 ///
 /// ```
 /// use candle_grpo_rewards::JsonReward;
@@ -31,18 +31,18 @@ use crate::{RewardFunction, Sample};
 #[derive(Debug, Clone, PartialEq, Default, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct JsonReward {
-    /// The column with the expected value, as JSON or as its text; absent: any object is right.
+    /// Column with the expected value, as JSON or as text; absent: any object is right.
     pub column: Option<String>,
-    /// If true, the JSON may stand in a fenced block of Markdown with nothing outside it.
+    /// If true, the JSON may be in a fenced Markdown block with nothing outside it.
     pub allow_fence: bool,
 }
 
 impl JsonReward {
-    /// Returns the expected value of a row, if the reward has a column.
+    /// Returns the value that a row expects, if the reward has a column.
     ///
     /// # Errors
     ///
-    /// If the row lacks the column, or its text is not JSON.
+    /// Fails if the row lacks the column, or if its text is not JSON.
     pub fn expected(&self, columns: &Value) -> Result<Option<Value>> {
         let Some(name) = &self.column else {
             return Ok(None);
@@ -87,7 +87,8 @@ impl RewardFunction for JsonReward {
 
 compares_column!(JsonReward, |_| Ok(()));
 
-/// The inside of a fenced block of Markdown that is all of `text`, or else `text`.
+/// Returns what is inside a fenced Markdown block, if the block is all of `text`. Otherwise,
+/// returns `text`.
 pub(super) fn inside_fence(text: &str) -> &str {
     let inside = || {
         let rest = text.trim().strip_prefix("```")?.strip_suffix("```")?;
@@ -97,7 +98,7 @@ pub(super) fn inside_fence(text: &str) -> &str {
     inside().unwrap_or(text)
 }
 
-/// Equal, with numbers compared by value.
+/// Compares two values, with numbers compared by value.
 fn same(a: &Value, b: &Value) -> bool {
     match (a, b) {
         (Value::Number(a), Value::Number(b)) => match (integer(a), integer(b)) {
@@ -117,7 +118,8 @@ fn same(a: &Value, b: &Value) -> bool {
     }
 }
 
-/// The value of an integer, also written as `7.0`. A float has not enough digits for all of them.
+/// Returns an integer's value, also if it is written as `7.0`. A float does not have enough digits
+/// for all integers.
 fn integer(number: &Number) -> Option<i128> {
     const LIMIT: f64 = (1u128 << 100) as f64;
     let float = || {

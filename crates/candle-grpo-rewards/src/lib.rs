@@ -1,9 +1,18 @@
-//! Reward functions: the trait, weighted sums, the functions of the configuration, and their
-//! options.
+//! Reward functions for reinforcement learning and evaluation, without a trainer.
 //!
-//! [`RewardFunction`] scores a batch of [`Sample`]s, and [`WeightedRewards`] adds several.
-//! [`RewardConfig`] builds them from a configuration file. [`program`] has the processes of
-//! programs that answer lines of JSON, for rewards and for tools.
+//! # Start here
+//!
+//! - To score completions in your own code, implement [`RewardFunction`] or pass a closure. It
+//!   receives [`Sample`]s and returns a [`Score`] for each.
+//! - To check answers, choose a built-in function: [`MathReward`] for mathematics, [`CodeReward`]
+//!   for programs, [`ExactReward`] or [`NumericReward`] for short answers.
+//! - To add several functions, use [`WeightedRewards`].
+//! - To build functions from a configuration file, use [`RewardConfig`].
+//! - To call a script in any language, use [`ProgramReward`]. The module [`program`] runs the
+//!   processes.
+//!
+//! A score is only as good as its check: read some high-scoring completions before you trust a
+//! reward.
 
 mod answer;
 #[cfg(feature = "code")]
@@ -68,12 +77,12 @@ pub use score::{OnFailure, Score, ScoreFailure};
 pub use scores::{RewardFaults, Scores};
 pub use weighted::{WeightedRewards, total};
 
-/// The default of factors, for serde.
+/// Default factor, for serde.
 fn one() -> f64 {
     1.
 }
 
-/// Runs the code of the README as a documentation test.
+/// Runs the README's code as a documentation test.
 #[cfg(doctest)]
 #[doc = include_str!("../README.md")]
 struct Readme;

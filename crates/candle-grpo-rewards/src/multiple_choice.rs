@@ -16,14 +16,18 @@ use super::votes::votes;
 use super::{RewardFunction, Sample, Score, Votes};
 use candle_grpo_base::column::column;
 
-/// 1 if the answer of the completion is the letter of the right choice, 0 otherwise.
+/// 1 if the completion's answer is the right choice's letter, 0 otherwise.
 ///
-/// The letter is a capital from A to Z. The answer is the letter alone, also as `(B)`, `B.` or
-/// `**B**`; else the last letter that is stated as the answer, as in `The answer is B` or
-/// `Answer: B`; else the letter that is called correct or chosen, as in `B is correct` or `I choose
-/// B`; else the only letter after `answer`, `option` or `choice`; else a letter at the beginning,
-/// as in `B) Paris`. If the row has the choices, the text of one of them is its letter. Several
-/// letters, as in `The answer is A or B`, are no answer.
+/// The letter is a capital from A to Z. The first of these forms that occurs is the answer:
+///
+/// 1. The letter alone, also as `(B)`, `B.` or `**B**`.
+/// 2. The last letter that is stated as the answer, as in `The answer is B` or `Answer: B`.
+/// 3. The letter that is called correct or chosen, as in `B is correct` or `I choose B`.
+/// 4. The only letter after `answer`, `option` or `choice`.
+/// 5. A letter at the beginning, as in `B) Paris`.
+///
+/// If the row has the choices, a choice's text counts as its letter. Several letters, as in
+/// `The answer is A or B`, are not an answer.
 ///
 /// ```
 /// use candle_grpo_rewards::MultipleChoiceReward;
@@ -39,11 +43,11 @@ use candle_grpo_base::column::column;
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct MultipleChoiceReward {
-    /// The column with the right choice: a letter, a number from 0, or the text of a choice.
+    /// Column with the right choice: a letter, a number from 0, or a choice's text.
     pub column: String,
-    /// The column with the list of the choices as texts. Absent: only letters count.
+    /// Column with the list of choices as texts. Absent: only letters count.
     pub choices: Option<String>,
-    /// The place of the answer in the completion.
+    /// Where the answer is in the completion.
     pub find: AnswerPlace,
 }
 
@@ -58,11 +62,11 @@ impl Default for MultipleChoiceReward {
 }
 
 impl MultipleChoiceReward {
-    /// Returns the right letter of a row.
+    /// Returns a row's right letter.
     ///
     /// # Errors
     ///
-    /// If a column is absent, or its value is not a choice.
+    /// Fails if a column is absent, or if its value is not a choice.
     pub fn expected(&self, columns: &Value) -> Result<char> {
         let choices = self.choices(columns)?;
         let value = column(columns, &self.column)?;
@@ -84,14 +88,14 @@ impl MultipleChoiceReward {
         }
     }
 
-    /// Returns true if the answer of `completion` is the right choice of the row.
+    /// Returns true if the answer in `completion` is the row's right choice.
     pub fn matches(&self, completion: &str, columns: &Value) -> Result<bool> {
         let expected = self.expected(columns)?;
         let choices = self.choices(columns)?;
         Ok(self.found(completion, &choices) == Some(expected))
     }
 
-    /// Returns the letter of a completion.
+    /// Returns a completion's letter.
     fn found(&self, completion: &str, choices: &[&str]) -> Option<char> {
         let answer = self.find.find(completion)?;
         if let Some(letter) = alone(answer).or_else(|| of_text(answer, choices)) {
@@ -145,7 +149,7 @@ fn letter(place: u64) -> Option<char> {
     Some(char::from(b'A' + place))
 }
 
-/// The letter that is all of `text`, beside brackets, marks of Markdown and LaTeX, and stops.
+/// Returns the letter if `text` has only a letter, brackets, Markdown and LaTeX marks, and periods.
 fn alone(text: &str) -> Option<char> {
     let text = without_commands(text);
     let around = |c: char| c.is_whitespace() || "()[]{}*_$.:,\"'`".contains(c);
@@ -157,7 +161,7 @@ fn alone(text: &str) -> Option<char> {
     }
 }
 
-/// The letter of the choice with this text.
+/// Returns the letter for the choice with this text.
 fn of_text(text: &str, choices: &[&str]) -> Option<char> {
     let normal = |text: &str| {
         let text = text.trim().trim_end_matches('.').to_lowercase();
@@ -170,7 +174,7 @@ fn of_text(text: &str, choices: &[&str]) -> Option<char> {
     equal.next().and_then(|(place, _)| letter(place))
 }
 
-/// `text` without the commands of LaTeX.
+/// Returns `text` without LaTeX commands.
 fn without_commands(text: &str) -> Cow<'_, str> {
     static COMMAND: LazyLock<Option<Regex>> = LazyLock::new(|| compile(r"\\[a-zA-Z]+\s*").ok());
     match &*COMMAND {
@@ -179,11 +183,11 @@ fn without_commands(text: &str) -> Cow<'_, str> {
     }
 }
 
-/// The letters of a rule that a text follows.
+/// The letters that match a rule.
 #[derive(Debug, Clone, Copy, PartialEq)]
 enum Letters {
     One(char),
-    /// Different ones, of which none is the answer.
+    /// Several different letters, so there is no answer.
     Several,
 }
 
@@ -207,15 +211,15 @@ impl Letters {
     }
 }
 
-/// The words between a verb and the letter.
+/// Words between a verb and the letter.
 const ADVERB: &str = r"(?i:,?\s+(?:clearly|definitely|certainly|obviously|probably|likely|therefore|thus|hence|then|indeed|actually|simply),?)?";
-/// The word before a letter.
+/// Word before a letter.
 const NOUN: &str = r"(?i:(?:the\s+)?(?:answer|option|choice|letter)\s+)?";
 /// Marks around a letter.
 const MARKS: &str = r#"[\s:=*_$({\["'`]*"#;
 
-/// The last letter that is stated as the answer: after a verb, a colon or a tag. After a colon,
-/// also a small letter alone on its line.
+/// Returns the last letter that is stated as the answer: after a verb, a colon or a tag. After a
+/// colon, a small letter alone on its line also counts.
 fn stated(text: &str) -> Option<Letters> {
     static STATED: LazyLock<Option<Regex>> = LazyLock::new(|| {
         let subject = r"(?i:\banswer|\b(?:correct|right|best|final)\s+(?:option|choice|letter))";
@@ -228,10 +232,10 @@ fn stated(text: &str) -> Option<Letters> {
         ))
         .ok()
     });
-    // What would be the answer if something else were true is none.
+    // A conditional answer, for some other case, does not count.
     static CONDITION: LazyLock<Option<Regex>> =
         LazyLock::new(|| compile(r"\A\W*(?i:if|had|were|when|unless)\b").ok());
-    // Another letter in the same breath, also after an explanation in brackets.
+    // Another letter in the same phrase, also after an explanation in parentheses.
     static LIST: LazyLock<Option<Regex>> = LazyLock::new(|| {
         let closed = r"(?:[)\]}*$\s]*(?:\([^()]*\)\s*)?)";
         let joint = format!(r"(?:{closed}(?:[,/&]|(?i:\b(?:or|and)\b))[\s(\[{{*$]*)");
@@ -256,7 +260,7 @@ fn stated(text: &str) -> Option<Letters> {
     letters.last()
 }
 
-/// The letter that is called correct, or that the text chooses.
+/// Returns the letter that is called correct, or that the text chooses.
 fn affirmed(text: &str) -> Option<Letters> {
     static AFFIRMED: LazyLock<Option<Regex>> = LazyLock::new(|| {
         let correct = format!(
@@ -279,7 +283,7 @@ fn affirmed(text: &str) -> Option<Letters> {
     }))
 }
 
-/// Returns true if what follows a letter says that it is not the answer, or asks whether it is.
+/// Returns true if the text after a letter denies that it is the answer, or asks whether it is.
 fn is_denied(after: &str) -> bool {
     static DENIED: LazyLock<Option<Regex>> = LazyLock::new(|| {
         let verb = r"(?:(?:is|was|are|would\s+be|seems|looks)\s+)?";
@@ -292,7 +296,7 @@ fn is_denied(after: &str) -> bool {
     DENIED.as_ref().is_some_and(|denied| denied.is_match(after))
 }
 
-/// The letters after a word for a choice, without those that the text denies.
+/// Returns the letters after a word for a choice, without letters that the text denies.
 fn named(text: &str) -> Option<Letters> {
     static NOT: LazyLock<Option<Regex>> = LazyLock::new(|| {
         let words = "not|never|neither|nor|than|over|instead of|unlike|except|excludes?|excluding|eliminates?|eliminating|rejects?|rules? out|ruled out";
@@ -306,7 +310,7 @@ fn named(text: &str) -> Option<Letters> {
     let found = NAMED.as_ref()?.captures_iter(text);
     Letters::of(found.filter_map(|found| {
         let (word, letter) = (found.get(0)?, found.get(1)?);
-        // The longest words have fewer letters. The search begins there, not at the first word.
+        // The longest words have fewer letters, so the search begins there, not at the first word.
         let before = &text[..word.start()];
         let near = before.char_indices().rev().nth(40);
         let before = near.map_or(before, |(at, _)| &before[at..]);
@@ -316,7 +320,7 @@ fn named(text: &str) -> Option<Letters> {
     }))
 }
 
-/// The letter before the text of the choice, or before the reason for it.
+/// Returns the letter before a choice's text, or before the reason for it.
 fn first(text: &str) -> Option<char> {
     static FIRST: LazyLock<Option<Regex>> = LazyLock::new(|| {
         compile(
@@ -324,7 +328,7 @@ fn first(text: &str) -> Option<char> {
         )
         .ok()
     });
-    // A list of the choices names none.
+    // A list with all choices names none.
     static LABEL: LazyLock<Option<Regex>> =
         LazyLock::new(|| compile(r"(?:\A|\s)[(*]*([A-Z])[*]*[.):](?:\s|\z)").ok());
     let found = FIRST.as_ref()?.captures(text)?.get(1)?.as_str();

@@ -1,19 +1,20 @@
 //! Numbers in texts.
 
-/// The characters of the marks between groups of three digits.
+/// Characters in marks between groups of three digits.
 const GROUP_MARKS: &str = r"{,}\!; ";
 
-/// A number of a text.
+/// A number in a text.
 #[derive(Debug, Clone, PartialEq)]
 pub(super) struct FoundNumber {
     /// Its value, rounded to an f64.
     pub(super) value: f64,
-    /// Sign and digits of an integer from 2^52 on. From 2^53 on an f64 does not hold all of them.
+    /// Sign and digits, for an integer from 2^52 on. From 2^53 on, an f64 does not represent all
+    /// integers.
     digits: Option<String>,
 }
 
 impl FoundNumber {
-    /// A number of this value, as `text` has it.
+    /// Creates a number with this value, written as `text`.
     pub(super) fn new(value: f64, text: &str) -> Self {
         const LARGE: f64 = (1u64 << 52) as f64;
         let digits = || {
@@ -48,9 +49,9 @@ impl FoundNumber {
     }
 }
 
-/// Returns the numbers in `text` in their order: `-1,200.50`, `$18`, `3/4`, `1 1/2` and
-/// `\frac{3}{4}` are one number each, and so are `2^{10}` and `1.5 \times 10^3`. Units with their
-/// powers, and percent signs, are ignored.
+/// Returns the numbers in `text` in order: `-1,200.50`, `$18`, `3/4`, `1 1/2` and `\frac{3}{4}` are
+/// one number each, and so are `2^{10}` and `1.5 \times 10^3`. Ignores units with their powers, and
+/// percent signs.
 pub(super) fn numbers(text: &str) -> Vec<FoundNumber> {
     let mut found = Vec::new();
     let mut at = 0;
@@ -68,14 +69,14 @@ pub(super) fn numbers(text: &str) -> Vec<FoundNumber> {
     found
 }
 
-/// Returns true if a number after this text is a power of letters, as in `m^2` or `\text{km}^{2}`.
+/// Returns true if a number after this text is a letter's power, as in `m^2` or `\text{km}^{2}`.
 fn is_power_of_unit(before: &str) -> bool {
     let base = before.strip_suffix("^{").or(before.strip_suffix('^'));
     let last = base.and_then(|base| base.trim_end().chars().next_back());
     last.is_some_and(|c| c.is_alphabetic() || c == '}')
 }
 
-/// Parses a number at `at`, the first byte of a character. Returns it and its end.
+/// Parses a number at `at`, where a character begins. Returns it and its end.
 fn number_at(text: &str, at: usize) -> Option<(FoundNumber, usize)> {
     let (negative, unsigned) = sign(text, at);
     let unsigned = skip(text, unsigned, |c| matches!(c, '$' | '€' | '£' | '¥'));
@@ -110,7 +111,7 @@ fn skip(text: &str, at: usize, is: impl Fn(char) -> bool) -> usize {
     }
 }
 
-/// `\frac{a}{b}`, `\dfrac{a}{b}`, `\tfrac{a}{b}`.
+/// Parses `\frac{a}{b}`, `\dfrac{a}{b}`, `\tfrac{a}{b}`.
 fn latex_fraction(text: &str, at: usize) -> Option<(f64, usize)> {
     let rest = &text[at..];
     let name = ["\\frac{", "\\dfrac{", "\\tfrac{"]
@@ -123,7 +124,7 @@ fn latex_fraction(text: &str, at: usize) -> Option<(f64, usize)> {
     Some((quotient(whole(numerator)?, whole(denominator)?)?, end))
 }
 
-/// `a^b`, `a^{b}`, or `a \times 10^b`, with an integer b.
+/// Parses `a^b`, `a^{b}`, or `a \times 10^b`, with an integer b.
 fn power(text: &str, at: usize) -> Option<(f64, usize)> {
     let (first, end) = plain(text, at)?;
     let rest = &text[end..];
@@ -153,7 +154,7 @@ fn power(text: &str, at: usize) -> Option<(f64, usize)> {
     value.is_finite().then_some((value, end))
 }
 
-/// A number, `a/b`, or `n a/b`.
+/// Parses a number, `a/b`, or `n a/b`.
 fn plain_or_fraction(text: &str, at: usize) -> Option<(f64, usize)> {
     let (first, end) = plain(text, at)?;
     if let Some((value, end)) = over(text, first, end) {
@@ -172,7 +173,7 @@ fn plain_or_fraction(text: &str, at: usize) -> Option<(f64, usize)> {
     Some((first, end))
 }
 
-/// The rest of a fraction: `/b` at `at`.
+/// Parses the rest of a fraction: `/b` at `at`.
 fn over(text: &str, numerator: f64, at: usize) -> Option<(f64, usize)> {
     if !text[at..].starts_with('/') {
         return None;
@@ -185,7 +186,7 @@ fn quotient(numerator: f64, denominator: f64) -> Option<f64> {
     (denominator != 0.).then(|| numerator / denominator)
 }
 
-/// The number that is all of `text`.
+/// Returns the number if it is all of `text`.
 pub(super) fn whole(text: &str) -> Option<f64> {
     let text = text.trim();
     let (negative, at) = sign(text, 0);
@@ -193,7 +194,7 @@ pub(super) fn whole(text: &str) -> Option<f64> {
     (end == text.len()).then_some(if negative { -value } else { value })
 }
 
-/// Digits, perhaps in groups of three, decimals and an exponent.
+/// Parses digits, perhaps in groups of three, decimals and an exponent.
 fn plain(text: &str, at: usize) -> Option<(f64, usize)> {
     let bytes = text.as_bytes();
     let digits = |from: usize| -> usize {
@@ -206,7 +207,7 @@ fn plain(text: &str, at: usize) -> Option<(f64, usize)> {
     let mut end = at + first;
     if (1..=3).contains(&first) {
         let mut grouped = end;
-        // LaTeX has `{,}` and `,\!` for a comma without a space, and `\,` for a narrow space.
+        // LaTeX uses `{,}` and `,\!` for a comma without a space, and `\,` for a narrow space.
         while let Some(mark) = [",\\!", ",", "{,}\\!", "{,}", "\\,", "\\;", "\\ "]
             .into_iter()
             .find(|mark| text[grouped..].starts_with(mark) && digits(grouped + mark.len()) == 3)

@@ -1,4 +1,4 @@
-//! Comparison of numbers.
+//! Number comparison.
 
 use anyhow::{Result, bail};
 use candle_grpo_core::validate::non_negative;
@@ -15,10 +15,10 @@ use super::votes::votes;
 use crate::{RewardFunction, Sample};
 use candle_grpo_base::column::column;
 
-/// 1 if the number of the completion equals that of a column of its row, 0 otherwise.
+/// 1 if the completion's number equals the number in a column, 0 otherwise.
 ///
-/// `1,200`, `$1200`, `1200.0 dollars` and `2400/2` are equal. The column has a number or a text
-/// with one: the number after `####` as in GSM8K, otherwise the last.
+/// `1,200`, `$1200`, `1200.0 dollars` and `2400/2` are equal. The column has a number, or a text
+/// with one: the number after `####` as in GSM8K, otherwise the last one.
 ///
 /// ```
 /// use candle_grpo_rewards::NumericReward;
@@ -33,12 +33,12 @@ use candle_grpo_base::column::column;
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct NumericReward {
-    /// The column with the expected number.
+    /// Column with the expected number.
     pub column: String,
-    /// The place of the answer in the completion. The last number there counts; with `first_line`
-    /// and `after`, and after `####`, the first.
+    /// Where the answer is in the completion. The last number there counts. With `first_line` and
+    /// `after`, and after `####`, the first one does.
     pub find: AnswerPlace,
-    /// The largest accepted difference.
+    /// Largest accepted difference.
     pub tolerance: f64,
 }
 
@@ -57,16 +57,16 @@ impl NumericReward {
     ///
     /// # Errors
     ///
-    /// If the tolerance is negative or not finite.
+    /// Fails if the tolerance is negative or not finite.
     pub fn validate(&self) -> Result<()> {
         Ok(non_negative("tolerance", self.tolerance)?)
     }
 
-    /// Returns the expected number of a row.
+    /// Returns the number that a row expects.
     ///
     /// # Errors
     ///
-    /// If the column is absent or has no finite number.
+    /// Fails if the column is absent or has no finite number.
     pub fn expected(&self, columns: &Value) -> Result<f64> {
         Ok(self.expected_number(columns)?.value)
     }
@@ -89,20 +89,20 @@ impl NumericReward {
         }
     }
 
-    /// Returns true if the number of `completion` is that of the row.
+    /// Returns true if the number in `completion` equals the row's.
     pub fn matches(&self, completion: &str, columns: &Value) -> Result<bool> {
         let expected = self.expected_number(columns)?;
         let found = self.found(completion);
         Ok(found.is_some_and(|number| number.is_near(&expected, self.tolerance)))
     }
 
-    /// Returns the number of a completion.
+    /// Returns a completion's number.
     fn found(&self, completion: &str) -> Option<FoundNumber> {
         number(&self.find, completion)
     }
 }
 
-/// Returns the number at a place of a text.
+/// Returns the number at a place in a text.
 fn number(place: &AnswerPlace, text: &str) -> Option<FoundNumber> {
     let (place, text) = place.without_thoughts(text)?;
     let numbers = numbers(place.find(text)?);

@@ -1,4 +1,4 @@
-//! The options of each kind of reward.
+//! Options for each reward kind.
 
 use std::path::{Path, PathBuf};
 
@@ -9,47 +9,47 @@ use serde_json::Value;
 
 use super::function::RewardFunction;
 
-/// The options of one kind of reward. A new kind must state which columns and files decide its
-/// scores: a run compares them when it resumes.
+/// Options for one reward kind. A new kind must state which columns and files determine its scores,
+/// because a run compares them when it resumes.
 pub(crate) trait RewardOptions {
-    /// Checks the options but those of parts. Starts no program and opens no file.
+    /// Checks the options, except those of its parts. Starts no program and opens no file.
     fn validate(&self) -> Result<()>;
 
-    /// Makes the function of options that are valid, with models on `device`.
+    /// Builds the function from valid options, with models on `device`.
     fn build(&self, device: &Device) -> Result<Box<dyn RewardFunction>>;
 
-    /// Checks that a row has the columns of the function, but not those of parts.
+    /// Checks that a row has the columns that the function needs, except those of its parts.
     fn check_row(&self, columns: &Value) -> Result<()>;
 
-    /// The files and the other rewards that decide scores.
+    /// Returns the files and other rewards that determine scores.
     fn inputs(&self) -> RewardInputs<'_>;
 
-    /// Checks that the programs, files and keys of servers are there that the function needs.
+    /// Checks that the programs, files and server keys exist that the function needs.
     fn check_inputs(&self) -> Result<()> {
         Ok(())
     }
 
-    /// The folder in which the reward keeps answers of servers.
+    /// Returns the directory in which the reward caches server replies.
     fn cache(&self) -> Option<&Path> {
         None
     }
 
-    /// The paths of models, each with its key.
+    /// Returns the model paths, each with its key.
     fn models_mut(&mut self) -> Vec<(String, &mut PathBuf)> {
         Vec::new()
     }
 }
 
-/// The files and the other rewards that decide the scores of a reward.
+/// The files and other rewards that determine a reward's scores.
 #[derive(Default)]
 pub(crate) struct RewardInputs<'a> {
     files: Vec<PathBuf>,
-    /// The rewards that it is made of, each with its key.
+    /// The rewards that it consists of, each with its key.
     parts: Vec<(String, &'a dyn RewardOptions)>,
 }
 
 impl<'a> RewardInputs<'a> {
-    /// Neither: the options decide.
+    /// Returns no inputs: the options alone determine scores.
     pub(crate) fn none() -> Self {
         Self::default()
     }
@@ -68,14 +68,14 @@ impl<'a> RewardInputs<'a> {
         }
     }
 
-    /// Checks each part. An error has its key.
+    /// Checks each part. An error has the part's key.
     fn check_parts(&self, check: impl Fn(&dyn RewardOptions) -> Result<()>) -> Result<()> {
         let mut parts = self.parts.iter();
         parts.try_for_each(|(key, part)| check(*part).map_err(|error| within(key, error)))
     }
 }
 
-/// The options with those of all parts.
+/// The options, including those of all parts.
 impl dyn RewardOptions + '_ {
     pub(crate) fn check(&self) -> Result<()> {
         self.validate()?;
@@ -106,8 +106,8 @@ impl dyn RewardOptions + '_ {
     }
 }
 
-/// Implements [`RewardOptions`] for a reward that is its own options, compares a completion with
-/// the `expected` value of a column, and reads no file. The second argument checks it.
+/// Implements [`RewardOptions`] for a reward that is its own options, compares a completion with a
+/// column's `expected` value, and reads no file. The second argument checks it.
 macro_rules! compares_column {
     ($reward:ty, $validate:expr) => {
         impl $crate::options::RewardOptions for $reward {

@@ -1,4 +1,4 @@
-//! Regular expressions, with plain messages about those that are not valid.
+//! Regular expressions, with plain error messages.
 
 use candle_grpo_core::Invalid;
 use regex::Regex;
@@ -9,7 +9,8 @@ use regex_syntax::hir;
 ///
 /// # Errors
 ///
-/// With the position and the reason if it is not valid, or if it takes too much memory.
+/// Fails if the pattern is invalid, with the position and the reason, or if it needs too much
+/// memory.
 pub(super) fn compile(pattern: &str) -> Result<Regex, Invalid> {
     Regex::new(pattern).map_err(|error| {
         let must = match (error, regex_syntax::parse(pattern)) {
@@ -34,7 +35,7 @@ fn reason(error: &regex_syntax::Error) -> String {
     format!("character {}: {what}", character(pattern, span))
 }
 
-/// Returns the number of the character, from 1, at which the span begins.
+/// Returns the character, counted from 1, at which the span begins.
 fn character(pattern: &str, span: &Span) -> usize {
     let before = pattern.get(..span.start.offset).unwrap_or(pattern);
     before.chars().count() + 1

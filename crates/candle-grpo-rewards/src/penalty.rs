@@ -1,4 +1,4 @@
-//! Penalties for length and repetition as reward functions.
+//! Length and repetition penalties as reward functions.
 
 use anyhow::Result;
 use candle_core::{Device, Tensor};
@@ -9,7 +9,7 @@ use super::Score;
 use super::options::{RewardInputs, RewardOptions};
 use crate::{RewardFunction, Sample};
 
-/// The soft penalty for completions close to the greatest length, in tokens.
+/// The soft penalty for completions close to the maximum length, in tokens.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct LengthReward(pub OverlongPenalty);
 
@@ -46,7 +46,7 @@ impl RewardOptions for OverlongPenalty {
     }
 }
 
-/// The penalty for repeated n-grams of tokens.
+/// The penalty for repeated token n-grams.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct RepetitionReward(pub RepetitionPenalty);
 

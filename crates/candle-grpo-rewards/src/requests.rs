@@ -1,24 +1,24 @@
-//! The requests of rewards to servers.
+//! Requests that rewards send to servers.
 
 use serde::{Deserialize, Serialize};
 
 /// The requests that a reward has sent to servers.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Serialize, Deserialize)]
 pub struct RewardRequests {
-    /// Requests that were sent, repetitions included.
+    /// Requests that were sent, including retries.
     pub requests: usize,
-    /// Answers that were in the cache.
+    /// Answers that came from the cache.
     pub cache_hits: usize,
     /// Requests without a usable answer.
     pub failures: usize,
-    /// Tokens of requests and answers, if the server reports them.
+    /// Tokens in requests and answers, if the server reports them.
     pub tokens: usize,
-    /// The mean time of a request in seconds, also of one that failed.
+    /// Mean time per request in seconds, including failed requests.
     pub mean_latency: f64,
 }
 
 impl RewardRequests {
-    /// Returns true if none was sent or saved.
+    /// Returns true if no request was sent or saved.
     pub fn is_empty(&self) -> bool {
         self.requests == 0 && self.cache_hits == 0
     }

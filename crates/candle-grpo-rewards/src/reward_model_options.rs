@@ -1,4 +1,4 @@
-//! The place of reward models, which this crate does not run.
+//! A placeholder for reward models, which this crate does not run.
 
 use std::fmt::Debug;
 use std::path::PathBuf;
@@ -12,34 +12,34 @@ use serde_json::Value;
 use super::options::{RewardInputs, RewardOptions};
 use crate::RewardFunction;
 
-/// The options of a reward model: `kind: reward_model` of
-/// [`RewardConfig`](crate::RewardConfig). A trainer implements it for the models that it runs.
+/// Options for a reward model: `kind: reward_model` in [`RewardConfig`](crate::RewardConfig). A
+/// trainer implements it for the models that it runs.
 pub trait RewardModelOptions: Clone + Debug + PartialEq + Serialize + DeserializeOwned {
     /// Checks the options. Opens no file.
     ///
     /// # Errors
     ///
-    /// If an option is not valid.
+    /// Fails if an option is invalid.
     fn validate(&self) -> Result<()>;
 
-    /// Checks the files of the model without reading the weights.
+    /// Checks the model's files without reading the weights.
     ///
     /// # Errors
     ///
-    /// If one is missing or not valid.
+    /// Fails if one is missing or invalid.
     fn check_files(&self) -> Result<()>;
 
-    /// Returns the files that decide scores.
+    /// Returns the files that determine scores.
     fn files(&self) -> Vec<PathBuf>;
 
-    /// Returns the folder of the model, to replace a name of the hub.
+    /// Returns the model directory, so that a hub name can be replaced.
     fn path_mut(&mut self) -> &mut PathBuf;
 
     /// Loads the model onto `device`.
     ///
     /// # Errors
     ///
-    /// If an option is not valid or the model cannot be loaded.
+    /// Fails if an option is invalid, or if the model cannot be loaded.
     fn load(&self, device: &Device) -> Result<Box<dyn RewardFunction>>;
 }
 
@@ -69,7 +69,7 @@ impl<M: RewardModelOptions> RewardOptions for M {
     }
 }
 
-/// The options of a program without reward models: there are none.
+/// Options for a program without reward models: there are none.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 pub enum NoRewardModel {}
 

@@ -1,4 +1,4 @@
-//! Scores of 0 or 1.
+//! Scores that are 0 or 1.
 
 use anyhow::Result;
 

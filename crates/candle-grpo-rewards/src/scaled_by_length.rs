@@ -1,4 +1,4 @@
-//! Rewards of right answers that depend on their lengths.
+//! Length-dependent rewards for right answers.
 
 use std::sync::Arc;
 
@@ -9,30 +9,33 @@ use serde_json::Value;
 use super::{RewardFunction, Sample, Score, Scores, Votes};
 use crate::Progress;
 
-/// A reward of the length of an answer, which another reward function finds right or wrong.
+/// A reward on an answer's length, after another reward function decides whether it is right.
+///
+/// Use it if right answers become longer than they need to be. Try [`LengthScale::Relative`] first:
+/// it needs no target length.
 pub struct LengthScaledReward {
     scale: LengthScale,
     correct: Box<dyn RewardFunction>,
     min_score: f32,
 }
 
-/// A function of the length of a right or a wrong answer.
+/// Dependence on the length of a right or wrong answer.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub enum LengthScale {
-    /// By the length alone.
+    /// On the length alone.
     Cosine(CosineLength),
-    /// By the lengths of all completions of the prompt, as in Kimi k1.5
+    /// On the lengths of all completions for the prompt, as in Kimi k1.5
     /// (<https://arxiv.org/abs/2501.12599>).
     ///
     /// It is `0.5 - (length - shortest) / (longest - shortest)` for a right answer. For a wrong one
-    /// it is the same, but at most 0. It is 0 if all lengths are equal. Completions without a score
-    /// of the other function are not compared.
+    /// it is the same, but at most 0. It is 0 if all lengths are equal. Completions that the other
+    /// function gives no score are not compared.
     Relative,
 }
 
 impl LengthScaledReward {
-    /// An answer is right if its score by `correct` is at least `min_score`. It has no score if
-    /// `correct` gives none.
+    /// Creates the reward. An answer is right if its score from `correct` is at least `min_score`.
+    /// It has no score if `correct` returns none.
     pub fn new(scale: LengthScale, correct: Box<dyn RewardFunction>, min_score: f32) -> Self {
         Self {
             scale,
@@ -72,7 +75,7 @@ impl RewardFunction for LengthScaledReward {
         Ok(Scores::new(scores, samples)?.with_requests(requests))
     }
 
-    /// The votes of the function that finds answers right or wrong.
+    /// Returns the votes from the function that decides whether answers are right.
     fn votes(&self, completions: &[&str], columns: &Value) -> Result<Option<Votes>> {
         self.correct.votes(completions, columns)
     }
@@ -91,7 +94,7 @@ impl RewardFunction for LengthScaledReward {
 }
 
 impl LengthScale {
-    /// The function of length and correctness for completions of these lengths.
+    /// Returns the reward by length and correctness, for completions with these lengths.
     fn of_group(self, lengths: Vec<usize>) -> impl Fn(usize, bool) -> Result<f32> {
         let shortest = lengths.iter().copied().min().unwrap_or(0);
         let longest = lengths.into_iter().max().unwrap_or(0);
@@ -115,7 +118,7 @@ impl LengthScale {
 mod tests {
     use super::*;
     use crate::FinishReason;
-    /// Samples of two groups: the text, the number of tokens, the group.
+    /// Samples in two groups: text, number of tokens, group.
     fn samples() -> Vec<Sample<'static>> {
         const TOKENS: [u32; 100] = [1; 100];
         let sample = |(completion, length, group): (&'static str, usize, usize)| Sample {

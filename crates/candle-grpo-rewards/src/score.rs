@@ -1,12 +1,12 @@
-//! The score of one completion.
+//! One completion's score.
 
 use serde::{Deserialize, Serialize};
 
-/// The score of a completion, or that it has none.
+/// A completion's score, which may be missing.
 ///
-/// A completion without a score is excluded: it does not enter the statistics of its group, and
-/// contributes nothing to the loss and its totals. If only some terms of a weighted sum are
-/// missing, the sum is that of the others (as in TRL).
+/// A completion without a score is excluded: it does not enter its group's statistics, and
+/// contributes nothing to the loss and its totals. If only some terms in a weighted sum are
+/// missing, the others are summed (as in TRL).
 ///
 /// ```
 /// use candle_grpo_rewards::{Score, ScoreFailure};
@@ -23,19 +23,19 @@ pub struct Score {
     failure: Option<ScoreFailure>,
 }
 
-/// The reason that a reward function did not compute the score of a completion. Metrics count them.
+/// Why a reward function did not compute a completion's score. Metrics count the reasons.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum ScoreFailure {
     /// It exceeded its time.
     Timeout,
-    /// It ended, or did not work: a program that crashed, a server with errors.
+    /// It ended, or did not work: a program that crashed, or a server with errors.
     Crash,
     /// It answered without a score: a judge that gave no verdict.
     Unscorable,
 }
 
-/// The treatment of a completion for which a reward function does not compute a score.
+/// Treatment for a completion whose score was not computed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum OnFailure {
@@ -53,17 +53,17 @@ impl Score {
         failure: None,
     };
 
-    /// The number; absent: the completion has no score.
+    /// Returns the number, or `None` if the completion has no score.
     pub fn value(self) -> Option<f32> {
         self.value
     }
 
-    /// The reason that the function did not compute the score.
+    /// Returns why the function did not compute the score.
     pub fn failure(self) -> Option<ScoreFailure> {
         self.failure
     }
 
-    /// This score, in place of one that the function did not compute.
+    /// Marks this score as a replacement for one that was not computed.
     pub fn after(self, failure: ScoreFailure) -> Self {
         Self {
             failure: Some(failure),
@@ -71,7 +71,7 @@ impl Score {
         }
     }
 
-    /// This score with another value, if it has one.
+    /// Returns this score with another value, if it has one.
     pub(super) fn map(self, change: impl FnOnce(f32) -> f32) -> Self {
         Self {
             value: self.value.map(change),
@@ -97,7 +97,7 @@ impl PartialEq<f32> for Score {
 }
 
 impl OnFailure {
-    /// The score after `failure`, with the number `score` if it is a fixed one.
+    /// Returns the score after `failure`, with the number `score` if it is fixed.
     pub(super) fn score(self, score: f32, failure: ScoreFailure) -> Score {
         let instead = match self {
             Self::Score => Score::from(score),

@@ -1,4 +1,4 @@
-//! The scores of a batch.
+//! A batch's scores.
 
 use std::ops::Deref;
 
@@ -7,9 +7,8 @@ use serde::{Deserialize, Serialize};
 
 use super::{RewardRequests, Sample, Score, ScoreFailure};
 
-/// One score for each sample of a batch. The number of a missing score is NaN, and all others are
-/// finite: [`NonFinite::Exclude`](candle_grpo_core::rewards::NonFinite::Exclude) leaves out what is
-/// missing.
+/// One score for each sample in a batch. A missing score is NaN, and all others are finite.
+/// [`NonFinite::Exclude`](candle_grpo_core::rewards::NonFinite::Exclude) leaves out missing scores.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Scores {
     name: Option<String>,
@@ -19,12 +18,12 @@ pub struct Scores {
 }
 
 impl Scores {
-    /// Checks `scores`.
+    /// Creates the scores for `samples` and checks them.
     ///
     /// # Errors
     ///
-    /// If their number is not that of `samples`, or one is NaN or infinite. A missing score is
-    /// [`Score::NONE`].
+    /// Fails if there is not one score for each sample, or if a score is NaN or infinite. A missing
+    /// score is [`Score::NONE`].
     pub fn new(scores: Vec<Score>, samples: &[Sample]) -> Result<Self> {
         ensure!(
             scores.len() == samples.len(),
@@ -51,7 +50,7 @@ impl Scores {
         })
     }
 
-    /// The name of the reward, for metrics.
+    /// Sets the reward's name, for metrics.
     pub fn named(self, name: &str) -> Self {
         Self {
             name: Some(name.to_owned()),
@@ -59,27 +58,27 @@ impl Scores {
         }
     }
 
-    /// The requests that the scores took, for metrics.
+    /// Sets the requests that the scores needed, for metrics.
     pub fn with_requests(self, requests: RewardRequests) -> Self {
         Self { requests, ..self }
     }
 
-    /// The requests that the scores took.
+    /// Returns the requests that the scores needed.
     pub fn requests(&self) -> RewardRequests {
         self.requests
     }
 
-    /// The name of the reward, if it has one.
+    /// Returns the reward's name, if it has one.
     pub fn name(&self) -> Option<&str> {
         self.name.as_deref()
     }
 
-    /// The reason that the function did not compute the score of this sample.
+    /// Returns why the function did not compute this sample's score.
     pub(super) fn failure(&self, sample: usize) -> Option<ScoreFailure> {
         self.failures.get(sample).copied().flatten()
     }
 
-    /// The score of each sample.
+    /// Returns each sample's score.
     pub fn iter_scores(&self) -> impl Iterator<Item = Score> {
         let numbers = self.numbers.iter().zip(&self.failures);
         numbers.map(|(&number, &failure)| {
@@ -95,12 +94,12 @@ impl Scores {
         })
     }
 
-    /// The numbers as a vector.
+    /// Returns the numbers as a vector.
     pub fn into_vec(self) -> Vec<f32> {
         self.numbers
     }
 
-    /// The numbers of the scores that are missing or were not computed.
+    /// Counts the scores that are missing or were not computed.
     pub fn faults(&self) -> RewardFaults {
         let failed = |kind| self.failures.iter().filter(|f| **f == Some(kind)).count();
         RewardFaults {
@@ -116,14 +115,14 @@ impl Scores {
         self.numbers[place] = f32::NAN;
     }
 
-    /// Adds the scores of `other`.
+    /// Appends the scores in `other`.
     pub fn extend(&mut self, other: Self) {
         self.numbers.extend(other.numbers);
         self.failures.extend(other.failures);
         self.requests += other.requests;
     }
 
-    /// Replaces the score at `place` by that of `other` at `from`.
+    /// Replaces the score at `place` with the score at `from` in `other`.
     pub fn replace(&mut self, place: usize, other: &Self, from: usize) {
         self.numbers[place] = other.numbers[from];
         self.failures[place] = other.failures[from];
@@ -134,7 +133,7 @@ impl Scores {
         self.requests += requests;
     }
 
-    /// The scores at `places`, without the requests that all of them took.
+    /// Returns the scores at `places`, without the requests that they needed.
     pub fn select(&self, places: impl Iterator<Item = usize> + Clone) -> Self {
         Self {
             name: self.name.clone(),
@@ -153,14 +152,14 @@ impl Deref for Scores {
     }
 }
 
-/// The scores of a reward that are missing, or that its function did not compute.
+/// A reward's scores that are missing, or that its function did not compute.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct RewardFaults {
-    /// Completions with which the function exceeded its time.
+    /// Completions on which the function exceeded its time.
     pub timeouts: usize,
-    /// Completions with which the function ended or did not work.
+    /// Completions on which the function ended or did not work.
     pub crashes: usize,
-    /// Completions for which the function gave an answer without a score.
+    /// Completions for which the function answered without a score.
     #[serde(default)]
     pub unscorable: usize,
     /// Completions without a score. If their other rewards are also missing, they do not train.

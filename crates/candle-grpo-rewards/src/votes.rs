@@ -2,7 +2,7 @@
 
 use super::Votes;
 
-/// Returns for each answer the place of the first one that equals it, or none if there is no
+/// Returns, for each answer, the index of the first one that equals it, or `None` if there is no
 /// answer.
 pub(super) fn votes<A>(
     answers: impl IntoIterator<Item = Option<A>>,

@@ -1,4 +1,4 @@
-//! Weighted sums of reward functions.
+//! Weighted sums over reward functions.
 
 use std::sync::Arc;
 
@@ -8,8 +8,8 @@ use serde_json::Value;
 use super::{RewardFunction, RewardRequests, Sample, Score, Scores, Votes};
 use crate::Progress;
 
-/// The weighted sum of several reward functions, which are its components. They run concurrently,
-/// one thread each. A missing score does not enter the sum; without any, the sum is missing.
+/// A weighted sum over several reward functions, which are its components. They run concurrently,
+/// one thread each. A missing score does not enter the sum. If all are missing, so is the sum.
 #[derive(Default)]
 pub struct WeightedRewards {
     terms: Vec<Term>,
@@ -22,12 +22,12 @@ struct Term {
 }
 
 impl WeightedRewards {
-    /// An empty sum: add at least one function.
+    /// Creates an empty sum: add at least one function.
     pub fn new() -> Self {
         Self::default()
     }
 
-    /// Adds `weight` times `function`; `name` is for error messages and metrics.
+    /// Adds `weight` times `function`. Error messages and metrics use `name`.
     pub fn with(self, name: &str, weight: f32, function: impl RewardFunction + 'static) -> Self {
         self.with_boxed(name, weight, Box::new(function))
     }
@@ -79,7 +79,7 @@ impl RewardFunction for WeightedRewards {
             .collect()
     }
 
-    /// The votes of the first function that compares answers.
+    /// Returns the votes from the first function that compares answers.
     fn votes(&self, completions: &[&str], columns: &Value) -> Result<Option<Votes>> {
         for term in &self.terms {
             let votes = term.function.votes(completions, columns);
@@ -110,8 +110,8 @@ impl RewardFunction for WeightedRewards {
     }
 }
 
-/// The results of `score` for each of `functions`. Each but the first has its own thread: some only
-/// wait for a program.
+/// Returns the results from `score` for each of `functions`. Each but the first has its own thread,
+/// because some only wait for a program.
 pub(super) fn in_parallel<F: Sync, T: Send>(
     functions: &[F],
     score: impl Fn(&F) -> Result<T> + Sync,
@@ -135,7 +135,7 @@ pub(super) fn in_parallel<F: Sync, T: Send>(
     })
 }
 
-/// The requests of all of `scores`.
+/// Sums the requests over all `scores`.
 pub(super) fn all_requests(scores: &[Scores]) -> RewardRequests {
     let mut all = RewardRequests::default();
     for scores in scores {
@@ -144,7 +144,7 @@ pub(super) fn all_requests(scores: &[Scores]) -> RewardRequests {
     all
 }
 
-/// The sum of the components of each sample. Missing ones are left out.
+/// Sums each sample's components, without missing ones.
 pub fn total(components: &[Scores], samples: &[Sample]) -> Vec<Score> {
     let mut sums = vec![Score::NONE; samples.len()];
     for component in components {

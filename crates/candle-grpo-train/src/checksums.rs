@@ -31,7 +31,7 @@ pub(crate) fn write_checksums(folder: &Path) -> Result<()> {
 ///
 /// # Errors
 ///
-/// If a file is missing, added or changed. The error names it.
+/// Fails if a file is missing, added or changed. The error names it.
 pub(crate) fn check_checksums(folder: &Path) -> Result<()> {
     let text = fs::read_to_string(folder.join(CHECKSUMS)).context(CHECKSUMS)?;
     let mut found = file_sums(folder)?;

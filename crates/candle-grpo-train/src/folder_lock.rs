@@ -20,7 +20,7 @@ impl FolderLock {
     ///
     /// # Errors
     ///
-    /// If another program has it open.
+    /// Fails if another program has it open.
     pub(crate) fn take(path: &Path, contents: &str) -> Result<Self> {
         let lock = path.join(LOCK);
         let file = OpenOptions::new().create(true).append(true).open(&lock);

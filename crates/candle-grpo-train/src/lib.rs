@@ -1,6 +1,24 @@
-//! Sampler, rewards, actor and training loop for candle-grpo.
+//! Trains language models with GRPO-family algorithms: sampler, rewards, policy and training loop.
 //!
-//! Each arrow in the data flow is a type or function that you can use alone:
+//! Choose this crate to train from Rust, with your own reward, environment, generator or model. To
+//! train from a configuration file, use the program `grpo` in `candle-grpo`. If you have your own
+//! training loop, `candle-grpo-core` and `candle-grpo-loss` may be enough.
+//!
+//! # Start here
+//!
+//! 1. Load a model and its tokenizer with [`Pretrained`].
+//! 2. Make a [`Prompt`] per question, and write a reward: a closure that scores a [`Sample`].
+//! 3. Pass them to [`TrainerParts::new`] with a [`TrainConfig`], create a [`Trainer`], and call
+//!    [`Trainer::step`] in a loop.
+//! 4. To save metrics and checkpoints, and to resume, create a [`RunDir`].
+//!
+//! Each step returns [`StepMetrics`]. Watch `reward_mean` first. If it does not rise, check
+//! `constant_groups`: the fraction of groups with equal rewards, which teach nothing. Near 1, the
+//! prompts are too easy or too hard for the policy.
+//!
+//! # Data flow
+//!
+//! [`Trainer`] runs these stages in order. Each arrow is a type or function that you can use alone:
 //!
 //! ```text
 //! Prompt ──Sampler──▶ Rollout ──RewardFunction──▶ rewards ──────Recipe──────▶ advantages
@@ -11,8 +29,7 @@
 //!                          Actor::clip_grad_and_step
 //! ```
 //!
-//! [`Trainer`] runs these stages in order, and [`RunDir`] is a run directory. [`Pretrained`] is a
-//! model from a GGUF file or a Hugging Face folder, with its tokenizer and [`ChatTemplate`].
+//! # Modules
 //!
 //! | module | contents |
 //! | --- | --- |
@@ -28,12 +45,15 @@
 //! | [`run`] | run directories and checkpoints, evaluation, TensorBoard |
 //! | [`statistics`] | estimators, intervals and tests for evaluations |
 //! | [`progress`] | progress reports and cancellation for a step |
+//!
+//! Functions return [`anyhow::Error`]. [`ErrorKind::of`] is its kind, which you can match on.
 
 mod canonical_json;
 mod checksums;
 pub mod data;
 mod detached;
 pub mod environment;
+mod error_kind;
 mod excerpt;
 mod folder_lock;
 pub mod learn;
@@ -59,6 +79,7 @@ pub use candle_grpo_hub as hub;
 pub use candle_grpo_kernels::{cuda_device, cuda_device_count, cuda_is_enabled, default_device};
 pub use candle_grpo_nn::ComputeDType;
 pub use data::{Dataset, DatasetConfig, Prompt};
+pub use error_kind::ErrorKind;
 pub use learn::{
     Actor, ActorConfig, Critic, CriticConfig, StepMetrics, TrainConfig, Trainer, TrainerParts,
     TrainingBatch,

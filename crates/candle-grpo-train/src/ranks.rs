@@ -61,7 +61,7 @@ impl Ranks {
     ///
     /// # Errors
     ///
-    /// If another rank has ended, or a value cannot be serialized.
+    /// Fails if another rank has ended, or a value cannot be serialized.
     pub fn gather<T: Serialize + DeserializeOwned>(&self, own: T) -> Result<Vec<T>> {
         if self.is_alone() {
             return Ok(vec![own]);

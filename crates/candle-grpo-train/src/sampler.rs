@@ -6,6 +6,7 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use anyhow::{Context, Result, ensure};
+use candle_grpo_core::validate::at_least_one;
 use candle_grpo_nn::{DecoderConfig, ModelConfig, Parameters};
 use tokenizers::Tokenizer;
 
@@ -207,10 +208,7 @@ impl<C: ModelConfig> Sampler<C> {
         stream: u64,
         part: Range<usize>,
     ) -> Result<Vec<Rollout>> {
-        ensure!(
-            num_generations > 0,
-            "num_generations: 0, must be at least 1"
-        );
+        at_least_one("num_generations", num_generations)?;
         ensure!(
             !prompts.is_empty(),
             "prompts: none, there must be at least one"

@@ -15,7 +15,7 @@ pub trait StepRecord: Serialize + DeserializeOwned {
     ///
     /// # Errors
     ///
-    /// If they cannot be written as JSON.
+    /// Fails if they cannot be written as JSON.
     fn scalars(&self) -> Result<Vec<(String, f64)>> {
         let mut scalars = Vec::new();
         collect("", &serde_json::to_value(self)?, &mut scalars);

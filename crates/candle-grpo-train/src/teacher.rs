@@ -73,6 +73,7 @@ pub trait Teacher: Send + Sync {
 
 /// The distributions of a teacher at the responses of B sequences of up to T tokens, detached.
 #[derive(Debug, Clone)]
+#[non_exhaustive]
 pub enum TeacherDistributions {
     /// The output layer of a model.
     Hidden {

@@ -1,20 +1,20 @@
-//! GRPO training of language models on Candle, in one crate: the libraries under short names, and
-//! the runs of the program `grpo`.
+//! GRPO training for language models on Candle, in one crate: the libraries under short names, and
+//! the runs behind the program `grpo`.
 //!
 //! | module | contents |
 //! | --- | --- |
 //! | `agents`, with the feature `agents` | programs of their own that call the policy over HTTP |
 //! | [`base`] | what the libraries share: atomic files, progress and cancellation |
-//! | [`collective`] | operations between the processes of a job |
+//! | [`collective`] | operations between the processes in a job |
 //! | [`core`] | advantages from rewards and groups |
-//! | [`hub`] | models and data sets of the Hugging Face hub |
+//! | [`hub`] | Hugging Face hub models and data sets |
 //! | [`kernels`] | fused operators with backward passes |
 //! | [`loss`] | per-token log-probs and policy losses |
 //! | [`nn`] | a trainable decoder, the optimizer, gradient accumulation and clipping |
 //! | [`rewards`] | reward functions |
 //! | [`train`] | data, sampler, rewards, trainer, run directory |
-//! | [`config`] | a run from a file of YAML or TOML |
-//! | [`run`] | training, evaluation, checkpoints and resumption of a run |
+//! | [`config`] | a run from a YAML or TOML file |
+//! | [`run`] | training, evaluation, checkpoints and resumption |
 //! | [`suite`] | evaluation suites and paired comparisons |
 //! | [`report`] | one page about runs |
 

@@ -4,7 +4,7 @@ use std::process::ExitCode;
 
 mod cli;
 
-/// Reuses the pages of freed tensors, which the default allocator returns to the system each time.
+/// Reuses the pages of freed tensors. The default allocator returns them to the system each time.
 #[global_allocator]
 static ALLOCATOR: mimalloc::MiMalloc = mimalloc::MiMalloc;
 

@@ -1,4 +1,4 @@
-//! The program on GPUs: one process, and two ranks. Each run must be that of the CPU.
+//! The program on GPUs: one process, and two ranks. Each run must match the CPU run.
 //!
 //! `scripts/cuda-test` runs these tests on emulated GPUs, which work only when the program waits
 //! for them.
@@ -39,15 +39,12 @@ model: FOLDER/model
 teacher: {model: FOLDER/teacher}
 data: {train: FOLDER/data.jsonl, held_out_rows: 2}
 rewards: [{kind: regex, pattern: '^[ab]'}, {kind: reward_model, path: FOLDER/reward, weight: 0.5}]
-algorithm:
-  rollout_batch_size: 4
-  num_return_sequences_in_group: 4
-  response_length: 5
-  use_kl_loss: true
-  kl_loss_coef: 0.01
-  recipe: {policy_loss: {distillation: {coef: 0.1}}}
+prompts_per_step: 4
+num_generations: 4
+sampling: {max_new_tokens: 5}
+recipe: {policy_loss: {kl: {coef: 0.01}, distillation: {coef: 0.1}}}
 optimizer: {learning_rate: 3e-3, epsilon: 1e-3}
-training: {sharded_optimizer: SHARDED}
+sharded_optimizer: SHARDED
 evaluation: {every_steps: 2, samples_per_prompt: 2}
 checkpoint: {every_steps: 1}
 max_steps: STEPS
@@ -55,7 +52,7 @@ run_dir: FOLDER/RUN
 threads: 1
 ";
 
-/// The models and the prompts of [`CONFIG`].
+/// Writes the models and prompts in [`CONFIG`].
 fn inputs() -> tempfile::TempDir {
     let folder = folder("");
     write_long_model(&folder.path().join("teacher"), "abcde", 24, 4);
@@ -93,7 +90,7 @@ fn lazy(folder: &Path, run: &str) -> Command {
     command
 }
 
-/// Runs the ranks of a job at the same time, with the variables of torchrun.
+/// Runs a job's ranks concurrently, with torchrun's variables.
 fn run_ranks(commands: Vec<Command>) {
     let listening = ReservedPort::new();
     let world_size = commands.len();

@@ -29,7 +29,7 @@ fn turn() -> MutexGuard<'static, ()> {
     TURN.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// A larger epsilon than usual, so that updates do not depend on the rounding of small gradients.
+/// A larger epsilon than usual, so that updates do not depend on rounding in small gradients.
 fn config(steps: usize) -> String {
     CONFIG
         .replace("max_steps: 12", &format!("max_steps: {steps}"))
@@ -41,7 +41,7 @@ fn command(folder: &Path, ranks: usize, arguments: &[&str]) -> Command {
     launched(folder, ranks, &[&program[..], arguments].concat())
 }
 
-/// `mpirun` with `words` as the command of each rank.
+/// `mpirun` with `words` as each rank's command.
 fn launched(folder: &Path, ranks: usize, words: &[&str]) -> Command {
     let mut command = Command::new("mpirun");
     command
@@ -60,14 +60,14 @@ fn job(folder: &Path, ranks: usize, arguments: &[&str]) -> Output {
 /// A job that a test follows.
 struct Job {
     mpirun: Running,
-    /// The process ids of the ranks.
+    /// The ranks' process ids.
     ids: Vec<i32>,
     /// A pipe that each rank has open.
     ranks: Lines,
 }
 
 impl Job {
-    /// Starts a job of the program, and waits until each of its ranks begins.
+    /// Starts a job, and waits until each rank begins.
     fn start(folder: &Path, ranks: usize, arguments: &[&str]) -> Self {
         let pipes = tempfile::tempdir().unwrap();
         let pipe = pipes.path().join("ranks");
@@ -87,8 +87,7 @@ impl Job {
         kill(Pid::from_raw(self.ids[rank]), signal).unwrap();
     }
 
-    /// Waits for the end of the job, and of each rank. Returns its status and what it wrote to
-    /// stderr.
+    /// Waits until the job and each rank end. Returns the job's status and stderr.
     fn end(self) -> (ExitStatus, String) {
         self.ranks.wait_for_end();
         self.mpirun.end()
@@ -226,7 +225,7 @@ fn a_request_to_stop_one_rank_saves_and_stops_all() {
     job.signal(1, Signal::SIGINT);
     let (status, errors) = job.end();
     assert_eq!(status.code(), Some(7), "{errors}");
-    assert_eq!(errors.matches("to go on: grpo train").count(), 1);
+    assert_eq!(errors.matches("to continue: grpo train").count(), 1);
     let run = stopped.path().join("run");
     let latest = RunDir::checkpoints(&run).latest().unwrap().checkpoint;
     assert_eq!(

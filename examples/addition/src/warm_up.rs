@@ -3,7 +3,7 @@
 use anyhow::{Result, ensure};
 use candle_core::Device;
 use candle_grpo_nn::Parameters;
-use candle_grpo_train::sft::SftTrainer;
+use candle_grpo_train::sft::{SftParts, SftTrainer};
 use candle_grpo_train::{Sampler, SamplingConfig, evaluate};
 
 use crate::progress::Bar;
@@ -23,12 +23,12 @@ pub(crate) fn warm_up(settings: &Settings, task: &Task) -> Result<Parameters> {
         ..settings.train.sampling.clone()
     };
     let sampler = Sampler::new(&settings.model, &parameters, sampling)?;
-    let mut trainer = SftTrainer::new(
+    let mut trainer = SftTrainer::new(SftParts::new(
         settings.model.clone(),
         parameters.clone(),
         task.examples()?,
         settings.warm_up.clone(),
-    )?;
+    ))?;
     let bar = Bar::open_ended("warm-up");
     let mut accuracy = 0.;
     while trainer.steps() < trainer.last_step() && accuracy < *settings.warm_up_accuracy.start() {

@@ -258,6 +258,29 @@ fn verl_outcome(case: &Case) -> Result<Outputs> {
         case.variant == format!("verl_{estimator}"),
         "unknown estimator {estimator}"
     );
+    let mut rewards = match case.optional("rewards") {
+        Some(rewards) => rewards,
+        None => case.input("token_level_rewards")?,
+    };
+    if estimator == "gdpo" {
+        rewards = case.input("reward_components")?;
+    }
+    let response_mask = case.input("mask")?;
+    let batch = AdvantageBatch::new(&rewards, groups(case)?).response_mask(&response_mask);
+    let mask = batch.mask()?;
+    let pipeline = verl_pipeline(case, &estimator)?;
+    let tokens = pipeline.estimate(&batch)?.on_tokens(&mask)?;
+    // All tokens of a sequence have the same advantage; a sequence without tokens has 0.
+    let lengths = mask.lengths(tokens.dtype())?.squeeze(1)?.maximum(1.)?;
+    let first = (tokens.sum(D::Minus1)? / lengths)?;
+    Ok(Outputs::default()
+        .out("sequence_advantages", &first)
+        .out("advantages", &tokens)
+        .out("returns", &tokens))
+}
+
+/// The stages of an estimator of verl.
+fn verl_pipeline(case: &Case, estimator: &str) -> Result<AdvantagePipeline> {
     let group = GroupAdvantage {
         single_sample: SingletonGroup::Raw,
         scale: Scale::None,
@@ -280,11 +303,7 @@ fn verl_outcome(case: &Case) -> Result<Outputs> {
         },
         ..TokenAdvantage::default()
     };
-    let mut rewards = match case.optional("rewards") {
-        Some(rewards) => rewards,
-        None => case.input("token_level_rewards")?,
-    };
-    let pipeline = match estimator.as_str() {
+    Ok(match estimator {
         "grpo" | "grpo_vectorized" => {
             let group = GroupAdvantage {
                 epsilon: epsilon("epsilon")?,
@@ -334,7 +353,6 @@ fn verl_outcome(case: &Case) -> Result<Outputs> {
             AdvantagePipeline::from(group).then(whitened(epsilon("epsilon")?))
         }
         "gdpo" => {
-            rewards = case.input("reward_components")?;
             case.config.ignore(&["group_size"]); // the groups are in `group_ids`
             let group = GroupAdvantage {
                 components: ComponentOrder::NormalizeThenSum,
@@ -346,18 +364,7 @@ fn verl_outcome(case: &Case) -> Result<Outputs> {
             AdvantagePipeline::from(group).then(whitened(epsilon("whiten_epsilon")?))
         }
         other => bail!("unknown estimator {other}"),
-    };
-    let response_mask = case.input("mask")?;
-    let batch = AdvantageBatch::new(&rewards, groups(case)?).response_mask(&response_mask);
-    let mask = batch.mask()?;
-    let tokens = pipeline.estimate(&batch)?.on_tokens(&mask)?;
-    // All tokens of a sequence have the same advantage; a sequence without tokens has 0.
-    let lengths = mask.lengths(tokens.dtype())?.squeeze(1)?.maximum(1.)?;
-    let first = (tokens.sum(D::Minus1)? / lengths)?;
-    Ok(Outputs::default()
-        .out("sequence_advantages", &first)
-        .out("advantages", &tokens)
-        .out("returns", &tokens))
+    })
 }
 
 fn groups(case: &Case) -> Result<Groups> {

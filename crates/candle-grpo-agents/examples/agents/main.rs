@@ -1,7 +1,7 @@
-//! Plays episodes of a Python agent, and prints their rows.
+//! Plays episodes with a Python agent, and prints their rows.
 //!
-//! The policy has random weights, so that the example needs no download. With the folder of a
-//! model, it is that model: `cargo run --example agents -- FOLDER`.
+//! The policy has random weights, so the example needs no download. Pass a model directory to use a
+//! real model: `cargo run --example agents -- FOLDER`.
 
 use std::path::Path;
 use std::sync::Arc;
@@ -16,7 +16,7 @@ use candle_grpo_train::{ChatTemplate, Pretrained, Prompt, Sampler, SamplingConfi
 use serde_json::json;
 use tokenizers::Tokenizer;
 
-/// A template for the characters of [`tiny`].
+/// Chat template for the characters in [`tiny`].
 const TEMPLATE: &str = "{% for m in messages %}{{ m.content }}\n{% endfor %}";
 
 struct Policy {
@@ -72,7 +72,7 @@ fn main() -> Result<()> {
     Ok(())
 }
 
-/// A policy with random weights.
+/// Policy with random weights.
 fn tiny() -> Result<Policy> {
     let tokenizer = character_tokenizer("0123456789*=\n ")?;
     let model: DecoderConfig = serde_json::from_value(json!({
@@ -89,7 +89,7 @@ fn tiny() -> Result<Policy> {
     })
 }
 
-/// The model in a folder.
+/// Loads the model in a directory.
 fn pretrained(folder: &Path) -> Result<Policy> {
     let model = Pretrained::load(folder, &Device::Cpu)?;
     Ok(Policy {

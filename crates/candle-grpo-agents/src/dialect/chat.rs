@@ -1,4 +1,4 @@
-//! `/v1/chat/completions` of OpenAI.
+//! OpenAI's `/v1/chat/completions`.
 
 use serde_json::{Map, Value, json};
 
@@ -7,10 +7,10 @@ use super::{Event, Form};
 use crate::message::{ASSISTANT, Call, Message, TOOL, arguments, name_results};
 use crate::request::{Answer, End, Input, Refusal, Request};
 
-/// The reason that several answers to a request are refused.
+/// Requirement on the number of answers, as a refusal states it.
 pub(super) const ONE_SAMPLE: &str = "be 1: an answer is one sample; send several requests";
 
-/// The settings of sampling that a request may have.
+/// Sampling settings that a request may have.
 pub(super) const SAMPLING: [&str; 4] = [
     "temperature",
     "top_p",
@@ -18,10 +18,10 @@ pub(super) const SAMPLING: [&str; 4] = [
     "frequency_penalty",
 ];
 
-/// The reason that a format of the answer is refused.
+/// Requirement on the answer format, as a refusal states it.
 pub(super) const UNCONSTRAINED: &str = "be text, or absent: the policy draws without constraints";
 
-/// The reason that a choice of tools is refused.
+/// Requirement on the tool choice, as a refusal states it.
 pub(super) const UNFORCED: &str =
     "be auto or none: the policy draws without constraints, so no call can be forced";
 
@@ -51,7 +51,7 @@ pub(super) fn read(body: &Value) -> Result<(Request, Form), Refusal> {
     Ok((request, form))
 }
 
-/// The schemas of tools, each made of an entry of the request. An empty list is none.
+/// Converts each entry in the request's tools to a schema. Returns `None` for an empty list.
 pub(super) fn tools(
     fields: &Fields<'_>,
     schema: impl Fn(&Value) -> Value,
@@ -71,7 +71,7 @@ pub(super) fn tools(
     Ok(Some(schemas.into()))
 }
 
-/// The schema of a function, without fields that are absent.
+/// Function schema without absent fields.
 pub(super) fn function(tool: &Value, parameters: &str) -> Value {
     let fields = [
         ("name", &tool["name"]),
@@ -85,7 +85,7 @@ pub(super) fn function(tool: &Value, parameters: &str) -> Value {
     json!({"type": "function", "function": function})
 }
 
-/// False if the choice of tools is `none`.
+/// Returns false if the tool choice is `none`.
 pub(super) fn parses_calls(fields: &Fields<'_>) -> Result<bool, Refusal> {
     match fields.get("tool_choice") {
         None => Ok(true),
@@ -150,7 +150,7 @@ fn calls(answer: &Answer) -> Vec<Value> {
     answer.message.calls.iter().map(call).collect()
 }
 
-/// The content of a message: null if it only calls tools.
+/// Message content: null if the message only calls tools.
 fn content(answer: &Answer) -> Value {
     let message = &answer.message;
     if message.content.is_empty() && !message.calls.is_empty() {

@@ -1,4 +1,4 @@
-//! `/v1/completions` of OpenAI.
+//! OpenAI's `/v1/completions`.
 
 use serde_json::{Value, json};
 
@@ -16,7 +16,7 @@ pub(super) fn read(body: &Value) -> Result<(Request, Form), Refusal> {
     fields.refuse("logit_bias", &[json!({})], "be absent")?;
     let log_probs = match fields.get("logprobs") {
         None => false,
-        // 0 and 1 ask for the drawn token; the others would be more tokens of each place.
+        // 0 and 1 request the sampled token; higher numbers request alternatives at each position.
         Some(number) if *number == 0 || *number == 1 => true,
         Some(_) => return Err(fields.invalid("logprobs", "be 0, 1, or absent")),
     };
@@ -38,7 +38,7 @@ pub(super) fn read(body: &Value) -> Result<(Request, Form), Refusal> {
 fn input(fields: &Fields<'_>) -> Result<Input, Refusal> {
     let must = "be one text that is not empty, or the ids of its tokens";
     let prompt = match fields.get("prompt") {
-        // A list of one prompt is that prompt.
+        // A list with one prompt is that prompt.
         Some(Value::Array(prompts)) if prompts.len() == 1 && !prompts[0].is_u64() => &prompts[0],
         Some(prompt) => prompt,
         None => return Err(fields.invalid("prompt", must)),

@@ -1,14 +1,14 @@
-//! Typed fields of JSON objects.
+//! Typed fields in JSON objects.
 
 use serde_json::{Map, Value};
 
 use crate::request::Refusal;
 
-/// An object and its name in messages.
+/// An object, with its name for error messages.
 #[derive(Clone, Copy)]
 pub(super) struct Fields<'a> {
     object: &'a Map<String, Value>,
-    /// The path to the object, empty for the body.
+    /// Path to the object, empty for the body.
     path: &'a str,
 }
 
@@ -23,7 +23,7 @@ impl<'a> Fields<'a> {
         }
     }
 
-    /// The path to a field.
+    /// Path to a field.
     pub(super) fn path(&self, name: &str) -> String {
         match self.path {
             "" => name.to_owned(),
@@ -31,7 +31,7 @@ impl<'a> Fields<'a> {
         }
     }
 
-    /// A field, unless it is absent or null.
+    /// Returns a field, unless it is absent or null.
     pub(super) fn get(&self, name: &str) -> Option<&'a Value> {
         self.object.get(name).filter(|value| !value.is_null())
     }
@@ -46,7 +46,7 @@ impl<'a> Fields<'a> {
         self.typed(name, Value::as_str, "be a text")
     }
 
-    /// A text that must be there.
+    /// Returns a required text field.
     pub(super) fn required_text(&self, name: &str) -> Result<&'a str, Refusal> {
         let text = self.text(name)?;
         text.ok_or_else(|| self.invalid(name, "be a text"))
@@ -65,7 +65,7 @@ impl<'a> Fields<'a> {
         self.typed(name, Value::as_f64, "be a number")
     }
 
-    /// A count that must be at least 1.
+    /// Returns a count, which must be at least 1.
     pub(super) fn count(&self, name: &str) -> Result<Option<usize>, Refusal> {
         let read = |value: &Value| {
             let count = value.as_u64().filter(|&count| count > 0)?;
@@ -85,7 +85,7 @@ impl<'a> Fields<'a> {
         value.map(read).transpose()
     }
 
-    /// Stop strings: a text or a list of texts.
+    /// Stop strings: one text or a list.
     pub(super) fn stop_strings(&self, name: &str) -> Result<Vec<String>, Refusal> {
         const MOST: usize = 16;
         let must = "be a text that is not empty, or a list of at most 16 of them";
@@ -103,7 +103,7 @@ impl<'a> Fields<'a> {
         texts.filter(valid).ok_or_else(|| self.invalid(name, must))
     }
 
-    /// The numbers among these fields that are there.
+    /// Returns the numbers that are present among these fields.
     pub(super) fn numbers(
         &self,
         names: &[&'static str],
@@ -115,8 +115,8 @@ impl<'a> Fields<'a> {
         Ok(numbers)
     }
 
-    /// Refuses a field that has another value than `allowed`, absent and null included: it would
-    /// have no effect.
+    /// Refuses a field that has another value than `allowed`, because it would have no effect.
+    /// Absent and null are always allowed.
     pub(super) fn refuse(&self, name: &str, allowed: &[Value], must: &str) -> Result<(), Refusal> {
         match self.get(name) {
             Some(value) if !allowed.contains(value) => Err(self.invalid(name, must)),
@@ -125,7 +125,7 @@ impl<'a> Fields<'a> {
     }
 }
 
-/// The text of a content: a text, or parts of these types, each with a `text`.
+/// Joins a message's text: one string, or parts with these types, each with a `text`.
 pub(super) fn content_text(value: &Value, types: &[&str], path: &str) -> Result<String, Refusal> {
     let parts = match value {
         Value::Null => return Ok(String::new()),

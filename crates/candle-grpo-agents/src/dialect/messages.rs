@@ -1,4 +1,4 @@
-//! `/v1/messages` of Anthropic.
+//! Anthropic's `/v1/messages`.
 
 use serde_json::{Value, json};
 
@@ -68,7 +68,7 @@ fn messages(fields: &Fields<'_>) -> Result<Vec<Message>, Refusal> {
     Ok(messages)
 }
 
-/// A message of the user: results of tools, and texts between them.
+/// User message: tool results, and texts between them.
 fn user(content: &Value, path: &str) -> Result<Vec<Message>, Refusal> {
     let Value::Array(blocks) = content else {
         return Ok(vec![Message::new(
@@ -142,7 +142,7 @@ fn blocks(answer: &Answer) -> Vec<Value> {
     blocks
 }
 
-/// The reason of the end, and the string that ended the answer.
+/// Returns the stop reason, and the string that ended the answer.
 fn stop(answer: &Answer) -> (&'static str, Option<&str>) {
     match &answer.end {
         End::Stop => ("end_turn", None),

@@ -1,4 +1,4 @@
-//! The APIs that agents speak: bodies of requests, answers as JSON and as events.
+//! The APIs that agents speak: request bodies, and answers as JSON and as events.
 
 mod chat;
 mod completions;
@@ -14,33 +14,33 @@ use fields::Fields;
 /// An API.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Dialect {
-    /// `/v1/chat/completions` of OpenAI.
+    /// OpenAI's `/v1/chat/completions`.
     Chat,
-    /// `/v1/completions` of OpenAI.
+    /// OpenAI's `/v1/completions`.
     Completions,
-    /// `/v1/responses` of OpenAI.
+    /// OpenAI's `/v1/responses`.
     Responses,
-    /// `/v1/messages` of Anthropic.
+    /// Anthropic's `/v1/messages`.
     Messages,
 }
 
-/// The form of an answer.
+/// Answer format.
 #[derive(Debug, Clone)]
 pub(crate) struct Form {
-    /// The model of the request, which the answer repeats.
+    /// Model name in the request, which the answer repeats.
     pub(crate) model: String,
-    /// True if the answer is a stream of events.
+    /// True if the answer is an event stream.
     pub(crate) streams: bool,
-    /// True if a stream ends with the numbers of tokens.
+    /// True if a stream ends with the token counts.
     pub(crate) streams_usage: bool,
     /// True if the answer has log-probs.
     pub(crate) log_probs: bool,
-    /// The parts of the request that the answer repeats.
+    /// Parts of the request that the answer repeats.
     pub(crate) echo: Value,
 }
 
 impl Form {
-    /// The form of a request. Log-probs and echo are those of its dialect.
+    /// Reads a request's form. Its dialect sets log-probs and echo.
     fn read(fields: &Fields<'_>) -> Result<Self, Refusal> {
         Ok(Self {
             model: fields.text("model")?.unwrap_or_default().to_owned(),
@@ -55,7 +55,7 @@ impl Form {
     }
 }
 
-/// An event of a stream. The type is absent in the streams of chat completions.
+/// A stream event. Its type is absent in chat completion streams.
 pub(crate) struct Event {
     kind: Option<&'static str>,
     data: Value,
@@ -76,7 +76,7 @@ impl Event {
 }
 
 impl Dialect {
-    /// Returns the dialect of a path below `/v1/`.
+    /// Returns the dialect for a path below `/v1/`.
     pub(crate) fn of_path(path: &str) -> Option<Self> {
         match path {
             "chat/completions" => Some(Self::Chat),
@@ -87,7 +87,7 @@ impl Dialect {
         }
     }
 
-    /// Reads the body of a request.
+    /// Parses a request body.
     pub(crate) fn read(self, body: &Value) -> Result<(Request, Form), Refusal> {
         match self {
             Self::Chat => chat::read(body),
@@ -97,7 +97,7 @@ impl Dialect {
         }
     }
 
-    /// The answer as JSON.
+    /// Returns the answer as JSON.
     pub(crate) fn json(self, answer: &Answer, form: &Form) -> Value {
         match self {
             Self::Chat => chat::json(answer, form),
@@ -107,7 +107,7 @@ impl Dialect {
         }
     }
 
-    /// The answer as server-sent events.
+    /// Returns the answer as server-sent events.
     pub(crate) fn stream(self, answer: &Answer, form: &Form) -> String {
         let events = match self {
             Self::Chat => chat::events(answer, form),
@@ -128,7 +128,7 @@ impl Dialect {
         stream
     }
 
-    /// The body of a refusal.
+    /// Returns the body for a refusal.
     pub(crate) fn refusal(self, refusal: &Refusal) -> Value {
         let Refusal {
             status,

@@ -1,4 +1,4 @@
-//! `/v1/responses` of OpenAI.
+//! OpenAI's `/v1/responses`.
 
 use serde_json::{Value, json};
 
@@ -8,7 +8,7 @@ use super::{Event, Form};
 use crate::message::{ASSISTANT, Call, Message, TOOL, arguments, name_results};
 use crate::request::{Answer, End, Input, Refusal, Request};
 
-/// The beginning of the ids of answers.
+/// Prefix for answer ids.
 const ID: &str = "resp_";
 
 pub(super) fn read(body: &Value) -> Result<(Request, Form), Refusal> {
@@ -66,7 +66,7 @@ pub(super) fn read(body: &Value) -> Result<(Request, Form), Refusal> {
     Ok((request, form))
 }
 
-/// The messages of the input. Texts and calls of the assistant side by side are one message.
+/// Parses the input messages. Adjacent texts and calls from the assistant become one message.
 fn input(fields: &Fields<'_>) -> Result<Vec<Message>, Refusal> {
     let must = "be a text or a list of at least one item";
     let items = match fields.get("input") {

@@ -18,19 +18,19 @@ use tokio::sync::{Notify, Semaphore, oneshot};
 use crate::episode::Episode;
 use crate::key::Key;
 
-/// The maximum number of connections; more wait.
+/// Maximum number of connections; further ones wait.
 const MAX_CONNECTIONS: usize = 1024;
 
-/// The longest time for the head of a request, which is also that of an idle connection.
+/// Time limit for a request's head, and for an idle connection.
 const HEAD_LIMIT: Duration = Duration::from_secs(60);
 
-/// The longest time for the body of a request.
+/// Time limit for a request's body.
 const BODY_LIMIT: Duration = Duration::from_secs(60);
 
-/// The maximum size of the head of a request in bytes.
+/// Maximum head size in bytes.
 const MAX_HEAD: usize = 64 << 10;
 
-/// The time after which accepting is tried again if the system refuses it.
+/// Delay before the server accepts again after the system refuses.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
 
 /// The open episodes.
@@ -40,14 +40,14 @@ pub(crate) struct Episodes {
     /// Episodes that wait for an agent which starts by itself.
     offered: Mutex<VecDeque<Arc<Episode>>>,
     offer: Notify,
-    /// The key with which agents ask for episodes; absent: nothing is offered.
+    /// Key with which agents request episodes; absent: none are offered.
     key: Option<Key>,
     max_request_bytes: usize,
     address: SocketAddr,
 }
 
 impl Episodes {
-    /// Opens an episode. If `offers`, an agent that asks gets it.
+    /// Opens an episode. If `offers`, the next agent that asks gets it.
     pub(crate) fn open(&self, episode: &Arc<Episode>, offers: bool) {
         let mut by_id = self.by_id.lock().unwrap_or_else(PoisonError::into_inner);
         by_id.insert(episode.id.clone(), Arc::clone(episode));
@@ -60,7 +60,7 @@ impl Episodes {
         }
     }
 
-    /// Forgets an episode.
+    /// Removes an episode.
     pub(crate) fn remove(&self, id: &str) {
         let mut by_id = self.by_id.lock().unwrap_or_else(PoisonError::into_inner);
         by_id.remove(id);
@@ -83,7 +83,7 @@ impl Episodes {
         episode
     }
 
-    /// An episode for an agent, which is waited for.
+    /// Waits for an episode to offer to an agent.
     async fn next_offer(&self) -> Arc<Episode> {
         loop {
             match self.take_offer() {
@@ -93,7 +93,7 @@ impl Episodes {
         }
     }
 
-    /// The URL of an episode for agents on this machine.
+    /// Episode URL for agents on this machine.
     pub(crate) fn url(&self, episode: &Episode) -> String {
         let mut address = self.address;
         if address.ip().is_unspecified() {
@@ -106,7 +106,7 @@ impl Episodes {
     }
 }
 
-/// The server, on a thread of its own. It ends when it is dropped.
+/// The server, on its own thread. It stops when dropped.
 #[derive(Debug)]
 pub(crate) struct Endpoint {
     episodes: Arc<Episodes>,
@@ -115,7 +115,7 @@ pub(crate) struct Endpoint {
 }
 
 impl Endpoint {
-    /// Starts it.
+    /// Starts the server.
     pub(crate) fn start(
         listen: SocketAddr,
         key: Option<Key>,
@@ -141,7 +141,7 @@ impl Endpoint {
         runtime.spawn(serve(listener, Arc::clone(&episodes)));
         let thread = thread::Builder::new().name("agents".to_owned());
         let thread = thread.spawn(move || {
-            // The sender is dropped with the server, and connections with the runtime.
+            // Dropping the server drops the sender, and dropping the runtime drops its connections.
             let _ = runtime.block_on(stopped);
         })?;
         Ok(Self {

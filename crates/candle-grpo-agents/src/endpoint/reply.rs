@@ -1,4 +1,4 @@
-//! Bodies of replies.
+//! Reply bodies.
 
 use std::convert::Infallible;
 use std::pin::Pin;
@@ -13,10 +13,10 @@ use serde_json::Value;
 
 use crate::episode::Episode;
 
-/// A body that notes when it is sent.
+/// A body that notifies its episode when it is sent.
 pub(super) struct Reply {
     bytes: Option<Bytes>,
-    /// The episode and the place of the request whose answer this is.
+    /// Episode and position for the request that this body answers.
     receipt: Option<(Arc<Episode>, usize)>,
 }
 
@@ -67,12 +67,12 @@ fn reply(
     response
 }
 
-/// A reply of JSON.
+/// JSON reply.
 pub(super) fn json(status: u16, body: &Value) -> Response<Reply> {
     reply(status, JSON, body.to_string(), None)
 }
 
-/// A reply without a body.
+/// Reply without a body.
 pub(super) fn empty(status: u16) -> Response<Reply> {
     let mut response = reply(status, JSON, String::new(), None);
     response.headers_mut().remove(CONTENT_TYPE);
@@ -80,7 +80,7 @@ pub(super) fn empty(status: u16) -> Response<Reply> {
     response
 }
 
-/// The answer to the request at `place` of an episode.
+/// Answer to an episode's request at `place`.
 pub(super) fn answer(
     body: String,
     streams: bool,

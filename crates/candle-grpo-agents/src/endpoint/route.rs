@@ -18,13 +18,13 @@ use crate::episode::{Episode, Identity};
 use crate::key::Key;
 use crate::request::Refusal;
 
-/// The time that a request for an episode waits for one.
+/// Time that a request for an episode waits for one.
 const OFFER_LIMIT: Duration = Duration::from_secs(20);
 
-/// The model that the list of models has. A request may name any.
+/// Model name in the model list. A request may name any.
 const MODEL: &str = "policy";
 
-/// A path that the server has.
+/// A server route.
 enum Route<'a> {
     Episodes,
     Answer(&'a str, Dialect),
@@ -59,7 +59,7 @@ impl<'a> Route<'a> {
         }
     }
 
-    /// The dialect of errors.
+    /// Returns the dialect for errors.
     fn dialect(&self) -> Dialect {
         match self {
             Self::Answer(_, dialect) => *dialect,
@@ -139,7 +139,7 @@ fn model(name: &str) -> Value {
     json!({"id": name, "object": "model", "created": 0, "owned_by": "candle-grpo"})
 }
 
-/// The key of a request.
+/// Checks a request's key.
 fn authorize(key: &Key, headers: &HeaderMap) -> Result<(), Refusal> {
     let bearer = headers.get(AUTHORIZATION).map(HeaderValue::as_bytes);
     let bearer = bearer.and_then(|value| {
@@ -156,7 +156,7 @@ fn authorize(key: &Key, headers: &HeaderMap) -> Result<(), Refusal> {
     }
 }
 
-/// The episode of a request with its key.
+/// Returns the episode that a request addresses, after checking its key.
 fn admitted(episodes: &Episodes, id: &str, headers: &HeaderMap) -> Result<Arc<Episode>, Refusal> {
     let episode = episodes.get(id);
     let message = "the episode does not exist, or has ended";
@@ -166,7 +166,7 @@ fn admitted(episodes: &Episodes, id: &str, headers: &HeaderMap) -> Result<Arc<Ep
     Ok(episode)
 }
 
-/// The body of a request.
+/// Reads a request's body.
 async fn body(episodes: &Episodes, request: Request<Incoming>) -> Result<Bytes, Refusal> {
     let limit = episodes.max_request_bytes;
     let collected = Limited::new(request.into_body(), limit).collect();
@@ -237,7 +237,7 @@ async fn draw(
     Ok(reply::answer(body, form.streams, episode, place))
 }
 
-/// Gives an agent an episode, if there is one within some time.
+/// Offers an episode to an agent, if one is available in time.
 async fn offer(episodes: &Episodes, headers: &HeaderMap) -> Result<Response<Reply>, Refusal> {
     let offer = tokio::time::timeout(OFFER_LIMIT, episodes.next_offer());
     let Ok(episode) = offer.await else {

@@ -18,7 +18,7 @@ impl Reply {
         serde_json::from_str(&self.text).unwrap_or_else(|_| panic!("{self:?}"))
     }
 
-    /// The data of server-sent events, without `[DONE]`.
+    /// Data in server-sent events, without `[DONE]`.
     pub(crate) fn events(&self) -> Vec<Value> {
         let lines = self.text.lines();
         let data = lines.filter_map(|line| line.strip_prefix("data: "));
@@ -69,7 +69,7 @@ pub(crate) fn receive(mut stream: TcpStream) -> Reply {
     }
 }
 
-/// An episode as its agent has it.
+/// An episode, as seen by its agent.
 #[derive(Debug, Clone)]
 pub(crate) struct Client {
     pub(crate) address: SocketAddr,
@@ -79,7 +79,7 @@ pub(crate) struct Client {
 }
 
 impl Client {
-    /// Asks for an episode.
+    /// Requests an episode.
     pub(crate) fn new(address: SocketAddr, run_key: &str) -> Self {
         let bearer = format!("Bearer {run_key}");
         let headers = [("Authorization", bearer.as_str())];
@@ -126,12 +126,12 @@ impl Client {
         receive(self.begin(path, &[], body))
     }
 
-    /// The answer of the policy to a chat, or the error.
+    /// The policy's answer to a chat, or the error.
     pub(crate) fn chat(&self, body: Value) -> Value {
         self.post("/v1/chat/completions", &body).json()
     }
 
-    /// The text of the answer to messages.
+    /// Text in the answer to messages.
     pub(crate) fn say(&self, messages: &Value) -> String {
         let answer = self.chat(json!({"model": "any", "messages": messages}));
         let content = answer["choices"][0]["message"]["content"].as_str();

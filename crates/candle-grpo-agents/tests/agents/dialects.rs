@@ -1,4 +1,4 @@
-//! The APIs of OpenAI and Anthropic.
+//! The OpenAI and Anthropic APIs.
 
 use candle_grpo_train::FinishReason;
 use candle_grpo_train::rollout::PromptRequest;
@@ -8,7 +8,7 @@ use serde_json::{Value, json};
 use super::client::Client;
 use super::drawer::{Draw, STOP, assert_rows_have_draws, decode, episode, rendered, says, spelled};
 
-/// A call whose argument has the mark that ends calls.
+/// A call whose argument contains the mark that ends calls.
 pub(crate) const CALL: &str = r#"Let me see.<tool_call>{"name": "write", "arguments": {"text": "a </tool_call> b"}}</tool_call>"#;
 
 fn schema() -> Value {
@@ -19,7 +19,7 @@ fn schema() -> Value {
     }})
 }
 
-/// The conversation of all dialects: a call, its result, and the last answer.
+/// The conversation for all dialects: a call, its result, and the last answer.
 fn expected(call: &Value, content: &str) -> Value {
     let function = json!({"name": "write", "arguments": {"text": "a </tool_call> b"}});
     json!([
@@ -31,7 +31,7 @@ fn expected(call: &Value, content: &str) -> Value {
     ])
 }
 
-/// Checks that the second answer was drawn after the first one, in the same row.
+/// Checks that the second answer was sampled after the first one, in the same row.
 fn assert_extends(draws: &[Draw], tools: &Value) {
     let start = [
         json!({"role": "system", "content": "be brief"}),
@@ -90,7 +90,7 @@ fn chat_completions_call_tools(#[values(false, true)] streams: bool) {
     assert_extends(&draws, &json!([schema()]));
 }
 
-/// The choice that the chunks of a stream make up.
+/// Joins a stream's chunks into a choice.
 fn joined_chunks(chunks: &[Value]) -> Value {
     let (usage, chunks) = chunks.split_last().unwrap();
     assert_eq!(usage["choices"], json!([]));
@@ -170,7 +170,7 @@ fn messages_of_anthropic_call_tools(#[values(false, true)] streams: bool) {
     assert_extends(&draws, &json!([schema()]));
 }
 
-/// The message that the events of Anthropic make up.
+/// Joins Anthropic's events into a message.
 fn joined_events(events: &[Value]) -> Value {
     let mut message = Value::Null;
     let mut input = String::new();

@@ -1,4 +1,4 @@
-//! A tokenizer whose tokens cut characters, a chat template, and a policy of the test.
+//! A tokenizer whose tokens cut characters, a chat template, and the test's policy.
 
 use std::collections::BTreeMap;
 use std::sync::{Mutex, PoisonError};
@@ -31,7 +31,7 @@ pub(crate) const STOP: u32 = 257;
 
 pub(crate) const VOCAB_SIZE: usize = 300;
 
-/// The character that a byte-level tokenizer has for each byte.
+/// A byte-level tokenizer's character for each byte.
 fn byte_character(byte: u8) -> char {
     let is_plain = |byte: u8| matches!(byte, 33..=126 | 161..=172 | 174..=255);
     if is_plain(byte) {
@@ -77,7 +77,7 @@ pub(crate) fn decode(tokens: &[u32]) -> String {
     tokenizer().decode(tokens, false).unwrap()
 }
 
-/// The text of a conversation before its next answer, by the template alone.
+/// A conversation's text before its next answer, by the template alone.
 pub(crate) fn rendered(messages: &Value, tools: Option<&Value>) -> String {
     let chat = Chat::new(messages).generation_prompt();
     let chat = match tools {
@@ -87,13 +87,13 @@ pub(crate) fn rendered(messages: &Value, tools: Option<&Value>) -> String {
     ChatTemplate::new(TEMPLATE).unwrap().render(&chat).unwrap()
 }
 
-/// The tokens of a turn: one for each byte, which the tokenizer would merge, and the stop token.
+/// A turn's tokens: one for each byte, which the tokenizer would merge, and the stop token.
 pub(crate) fn spelled(text: &str) -> Vec<u32> {
     let bytes = text.bytes().map(u32::from);
     bytes.chain([STOP]).collect()
 }
 
-/// A prompt of one message.
+/// A prompt with one message.
 pub(crate) fn prompt(question: &str) -> Prompt {
     let messages = vec![json!({"role": "user", "content": question})];
     let text = rendered(&json!(messages), None);
@@ -102,7 +102,7 @@ pub(crate) fn prompt(question: &str) -> Prompt {
     prompt.with_messages(messages)
 }
 
-/// A draw: its seed, the tokens before it, and what was drawn.
+/// A sample: its seed, the tokens before it, and the sampled tokens.
 #[derive(Debug, Clone)]
 pub(crate) struct Draw {
     pub(crate) seed: CompletionSeed,
@@ -111,7 +111,7 @@ pub(crate) struct Draw {
     pub(crate) completion: Completion,
 }
 
-/// Answers a request with tokens and the reason of the end.
+/// Answers a request with tokens and the finish reason.
 pub(crate) type Policy<'a> = dyn Fn(&PromptRequest<'_>, &[String]) -> (Vec<u32>, FinishReason) + 'a;
 
 /// The policy that says these texts in turn.
@@ -145,7 +145,7 @@ pub(crate) fn agents(config: AgentConfig, limits: EnvironmentLimits) -> Agents {
     Agents::new(config, limits, &tokenizer(), Some(&template), &[STOP]).unwrap()
 }
 
-/// Plays `count` episodes of a prompt.
+/// Plays `count` episodes from a prompt.
 pub(crate) fn play(
     agents: &Agents,
     prompt: &Prompt,
@@ -173,7 +173,7 @@ pub(crate) fn play(
             assert!(tokens.len() <= request.max_new_tokens);
             let mut draws = draws.lock().unwrap_or_else(PoisonError::into_inner);
             let number = draws.len() as u64;
-            // Each drawn token has a log-prob and a version of its own.
+            // Each sampled token has its own log-prob and version.
             let log_probs = (0..tokens.len()).map(|at| -((number * 1000 + at as u64) as f32) / 64.);
             let log_probs: Vec<f32> = log_probs.collect();
             let completion = Completion {
@@ -233,8 +233,8 @@ pub(crate) fn episode_with(
     })
 }
 
-/// Checks that the rows have exactly what was drawn: each token once, after the tokens that were
-/// before it, with its log-prob and its version. A step trains these tokens and no other.
+/// Checks that the rows have exactly the sampled tokens: each once, after the tokens that preceded
+/// it, with its log-prob and version. A step trains exactly these tokens.
 pub(crate) fn assert_rows_have_draws(rollout: &Rollout, draws: &[Draw]) {
     let mut found: BTreeMap<u64, usize> = BTreeMap::new();
     for (prompt, completion) in rollout.rows() {

@@ -11,7 +11,7 @@ use serde_json::{Value, json};
 use super::client::{Client, receive};
 use super::drawer::{STOP, assert_rows_have_draws, decode, episode, rendered, spelled};
 
-/// An action of an agent. Numbers select a conversation, a place in it, and words.
+/// An agent's action. Numbers select a conversation, a place in it, and words.
 #[derive(Debug, Clone)]
 enum Action {
     /// Adds a message to a conversation.
@@ -28,7 +28,7 @@ enum Action {
     Parallel(usize, usize),
     /// Closes the connection without the answer.
     Abort(usize),
-    /// Sends what is not valid.
+    /// Sends an invalid request.
     Wrong(usize),
 }
 

@@ -1,4 +1,4 @@
-//! Agents over real HTTP, with scripted and random answers of the policy.
+//! Agents over real HTTP, with scripted and random answers from the policy.
 
 mod client;
 mod dialects;

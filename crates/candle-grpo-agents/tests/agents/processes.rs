@@ -10,7 +10,7 @@ use tempfile::TempDir;
 
 use super::drawer::{Draw, agents, limits, play, prompt, sampling, spelled};
 
-/// The beginning of an agent in Python, with a function that posts JSON.
+/// The start of a Python agent, with a function that posts JSON.
 const START: &str = r#"
 import json, os, sys, urllib.request
 row = json.loads(sys.stdin.readline())
@@ -147,7 +147,7 @@ except FileExistsError:
 
 #[test]
 fn what_an_agent_has_started_ends_with_it() {
-    // The child would hold the pipe, and answer the policy for ever.
+    // The child would hold the pipe, and answer the policy forever.
     let script = r#"
 import subprocess
 subprocess.Popen(["sleep", "1000"])

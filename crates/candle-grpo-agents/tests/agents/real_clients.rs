@@ -1,4 +1,4 @@
-//! The packages of OpenAI and Anthropic.
+//! The OpenAI and Anthropic packages.
 
 use candle_grpo_train::FinishReason;
 use candle_grpo_train::environment::{AgentConfig, EpisodeEnd};

@@ -1,4 +1,4 @@
-//! Requests that are repeated, and clients that leave.
+//! Repeated requests, and clients that leave.
 
 use std::sync::Mutex;
 use std::sync::mpsc::channel;

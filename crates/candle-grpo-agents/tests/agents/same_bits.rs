@@ -18,7 +18,7 @@ use serde_json::{Value, json};
 use super::client::Client;
 use super::drawer::{STOP, TEMPLATE, VOCAB_SIZE, agents, tokenizer};
 
-/// Counts the characters of a text.
+/// Counts the characters in a text.
 struct Count;
 
 impl Tool for Count {
@@ -90,7 +90,7 @@ fn limits() -> EnvironmentLimits {
     }
 }
 
-/// The agent that does what [`ToolEnvironments`] does.
+/// An agent that does the same as [`ToolEnvironments`].
 fn count_agent(client: &Client, schemas: &Value) {
     let mut messages = vec![json!({"role": "user", "content": client.row["question"]})];
     loop {

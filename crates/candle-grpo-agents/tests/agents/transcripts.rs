@@ -72,7 +72,7 @@ fn a_branch_shares_the_drawn_tokens_as_its_prompt() {
     // The last answer is in the main row.
     let main = rows[1].1;
     assert!(main.tokens.ends_with(&spelled("third")));
-    // A branch has random numbers of its own.
+    // A branch has its own random numbers.
     assert!(draws[2].seed.turn >> 63 == 1 && draws[3].seed.turn == 2);
 }
 
@@ -110,7 +110,7 @@ fn the_same_question_again_is_another_sample() {
 
 #[test]
 fn characters_that_tokens_cut_are_never_encoded_again() {
-    // Two bytes of the three of a character, and its last byte in the next turn.
+    // Two bytes from a three-byte character, and its last byte in the next turn.
     let cut = |request: &candle_grpo_train::rollout::PromptRequest<'_>, _: &[String]| {
         let second = request.seeds[0].turn == 1;
         if second {

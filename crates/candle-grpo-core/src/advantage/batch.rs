@@ -1,4 +1,4 @@
-//! Tensors of a batch from which advantages are computed.
+//! Tensors that advantages are computed from.
 
 use candle_core::{D, Result, Tensor, bail};
 
@@ -9,14 +9,16 @@ use crate::mask::Mask;
 use crate::rewards::{IntoRewards, RewardTensor, check_not_empty};
 use crate::trajectories::Steps;
 
-/// Declares [`AdvantageBatch`] and the setter of each optional tensor.
+/// Declares [`AdvantageBatch`], with a setter for each optional tensor.
 macro_rules! advantage_batch {
     ($($(#[$doc:meta])* $name:ident,)*) => {
-        /// The tensors of a batch of B sequences with T response tokens from which advantages are
-        /// computed.
+        /// The tensors that an advantage estimator reads, for B sequences with T response tokens.
         ///
-        /// Every tensor is a constant. Positions outside the response mask may hold anything,
-        /// including NaN. An estimator that needs an absent tensor returns an error that names it.
+        /// You always pass rewards and groups. Add other tensors with their setters when an
+        /// estimator needs them: if one is missing, the error names it.
+        ///
+        /// Gradients do not flow into these tensors. Positions outside the response mask may hold
+        /// any value, NaN included.
         ///
         /// ```
         /// # use candle_core::{DType, Device, Tensor};
@@ -32,24 +34,24 @@ macro_rules! advantage_batch {
         /// ```
         #[derive(Debug, Clone)]
         pub struct AdvantageBatch {
-            /// Rewards of the sequences, `[B]`, or `[B, K]` for several components.
+            /// Sequence rewards, `[B]`, or `[B, K]` with K components.
             pub rewards: Option<Tensor>,
-            /// Groups of sequences that share a prompt.
+            /// Groups: sequences that share a prompt.
             pub groups: Groups,
-            /// Trajectory and state of each row, if the rows are steps of trajectories.
+            /// Each row's trajectory and state, if the rows are steps in trajectories.
             pub steps: Option<Steps>,
-            /// Number of steps of the run before this batch, for coefficients with a schedule.
+            /// Number of steps trained before this batch, for scheduled coefficients.
             pub step: Option<usize>,
             $($(#[$doc])* pub $name: Option<Tensor>,)*
         }
 
         impl AdvantageBatch {
-            /// Returns whether a batch can have `input`.
+            /// Returns whether a batch has a field for `input`.
             pub fn accepts(input: Input) -> bool {
                 [$(stringify!($name)),*].contains(&input.name())
             }
 
-            /// Sets `input`. One that a batch does not [accept](Self::accepts) changes nothing.
+            /// Sets `input`. Does nothing if a batch does not [accept](Self::accepts) it.
             pub fn with(mut self, input: Input, tensor: &Tensor) -> Self {
                 $(if input.name() == stringify!($name) {
                     self.$name = Some(tensor.clone());
@@ -80,37 +82,37 @@ macro_rules! advantage_batch {
 }
 
 advantage_batch! {
-    /// Tokens that the policy generated, `[B, T]`, 0 or 1 in any dtype.
+    /// Response mask, `[B, T]`: 1 for the tokens that the policy generated, 0 for the others, in
+    /// any dtype.
     response_mask,
-    /// Rewards of the tokens, `[B, T]`. If there are no rewards of sequences, these are their
-    /// sums.
+    /// Token rewards, `[B, T]`. Without sequence rewards, their sums over the mask are used
+    /// instead.
     token_rewards,
-    /// Values of a critic, `[B, T]`.
+    /// Critic values, `[B, T]`.
     values,
-    /// Baselines from another source, such as the rewards of greedy completions of the same
-    /// prompts, `[B]`.
+    /// Baselines from another source, `[B]`, such as the rewards of greedy completions for the same
+    /// prompts.
     reward_baselines,
-    /// Log-probs of the policy before the update, `[B, T]`.
+    /// Log-probs under the policy before the update, `[B, T]`.
     old_log_probs,
-    /// Log-probs of the reference policy, `[B, T]`.
+    /// Log-probs under the reference policy, `[B, T]`.
     ref_log_probs,
-    /// Log-probs of a teacher, `[B, T]`.
+    /// Log-probs under a teacher, `[B, T]`.
     teacher_log_probs,
-    /// Sums over the vocabulary of the squared probabilities of the old policy, `[B, T]`.
+    /// The old policy's squared probabilities, summed over the vocabulary, `[B, T]`.
     sum_of_squared_probs,
-    /// Importance weights of samples from another engine, `[B, T]`.
+    /// Importance weights for samples from another engine, `[B, T]`.
     importance_weights,
-    /// Log-probs of the sampling engine, `[B, T]`.
+    /// Log-probs from the sampling engine, `[B, T]`.
     rollout_log_probs,
-    /// Entropies of the policy before the update, `[B, T]`.
+    /// The policy's entropies before the update, `[B, T]`.
     entropy,
-    /// Scores of the whole trajectories, `[B]`, if they are not the sums of the rewards of their
-    /// steps.
+    /// Scores for whole trajectories, `[B]`, unless they are the sums of the step rewards.
     episode_rewards,
 }
 
 impl AdvantageBatch {
-    /// A batch of `rewards` `[B]` or `[B, K]` of sequences in these groups.
+    /// Creates a batch with sequence `rewards` `[B]` or `[B, K]` in these groups.
     pub fn new(rewards: &Tensor, groups: impl Into<Groups>) -> Self {
         Self {
             rewards: Some(rewards.clone()),
@@ -118,37 +120,37 @@ impl AdvantageBatch {
         }
     }
 
-    /// A batch of `token_rewards` `[B, T]` in which every sequence is a group of its own; see
-    /// [`Self::groups`].
+    /// Creates a batch with `token_rewards` `[B, T]`, in which each sequence is its own group. Call
+    /// [`Self::groups`] to change that.
     pub fn from_token_rewards(token_rewards: &Tensor, response_mask: &Tensor) -> Self {
         Self::without_rewards(1.into())
             .token_rewards(token_rewards)
             .response_mask(response_mask)
     }
 
-    /// Sets the groups of sequences that share a prompt.
+    /// Sets the groups: sequences that share a prompt.
     #[must_use]
     pub fn groups(mut self, groups: impl Into<Groups>) -> Self {
         self.groups = groups.into();
         self
     }
 
-    /// Sets the trajectory and state of each row.
+    /// Sets each row's trajectory and state.
     #[must_use]
     pub fn steps(mut self, steps: &Steps) -> Self {
         self.steps = Some(steps.clone());
         self
     }
 
-    /// Sets the number of steps of the run before this batch.
+    /// Sets the number of steps trained before this batch.
     #[must_use]
     pub fn step(mut self, step: usize) -> Self {
         self.step = Some(step);
         self
     }
 
-    /// Returns the layout of the groups, for tensors `[B, ..]` on the device of `like`, which is
-    /// one: the rewards, for example.
+    /// Returns the group layout for tensors `[B, ..]`, on the device that `like` is on. `like` is
+    /// such a tensor, for example the rewards.
     ///
     /// # Errors
     ///
@@ -161,7 +163,7 @@ impl AdvantageBatch {
     ///
     /// # Errors
     ///
-    /// Fails if it is absent or not `[B, T]`.
+    /// Fails if the mask is absent or not `[B, T]`.
     pub fn mask(&self) -> Result<Mask> {
         match &self.response_mask {
             Some(mask) => Mask::new(mask),
@@ -169,8 +171,8 @@ impl AdvantageBatch {
         }
     }
 
-    /// Returns the rewards of the sequences: [`Self::rewards`], or the sums `[B]` of the token
-    /// rewards over the mask.
+    /// Returns the sequence rewards: [`Self::rewards`], or the token rewards summed over the mask,
+    /// `[B]`.
     ///
     /// # Errors
     ///
@@ -191,8 +193,8 @@ impl AdvantageBatch {
         }
     }
 
-    /// Returns a tensor `[B, T]` of this batch in the dtype of statistics, 0 outside the mask.
-    /// `name` is for errors.
+    /// Converts a batch tensor `[B, T]` to the statistics dtype, with 0 outside the mask. Errors
+    /// refer to the tensor as `name`.
     ///
     /// # Errors
     ///
@@ -206,7 +208,7 @@ impl AdvantageBatch {
         mask.select(&for_statistics(tensor)?)
     }
 
-    /// The reward baselines in the dtype of statistics; an error if they are absent.
+    /// Returns the reward baselines in the statistics dtype, or an error if they are absent.
     pub(crate) fn baselines(&self) -> Result<Tensor> {
         match &self.reward_baselines {
             Some(baselines) => for_statistics(baselines),

@@ -1,4 +1,4 @@
-//! The interface of an advantage estimator, and its result.
+//! The interface for advantage estimators, and their results.
 
 use candle_core::{Result, Tensor};
 
@@ -7,20 +7,20 @@ use crate::inputs::Inputs;
 use crate::mask::Mask;
 use crate::metrics::Metrics;
 
-/// Advantages of sequences or of tokens.
+/// Advantages, one per sequence or one per token.
 #[derive(Debug, Clone)]
 pub struct Advantages {
-    /// `[B]`, or `[B, T]` and 0 outside the mask. f32, or f64 for rewards in f64.
+    /// `[B]`, or `[B, T]` with 0 outside the mask. f32, or f64 for f64 rewards.
     pub advantages: Tensor,
-    /// Targets of a critic before whitening and clipping, `[B, T]` and 0 outside the mask, from a
-    /// stage of tokens.
+    /// Critic targets from a token stage, before whitening and clipping: `[B, T]`, 0 outside the
+    /// mask.
     pub returns: Option<Tensor>,
-    /// Metrics such as the fraction of clipped tokens.
+    /// Metrics, such as the fraction of clipped tokens.
     pub metrics: Metrics,
 }
 
 impl Advantages {
-    /// Advantages without returns and metrics.
+    /// Creates advantages without returns or metrics.
     pub fn new(advantages: Tensor) -> Self {
         Self {
             advantages,
@@ -29,12 +29,12 @@ impl Advantages {
         }
     }
 
-    /// Returns the advantages as `[B, T]`, 0 outside the mask. An advantage of a sequence is
-    /// repeated at each of its tokens.
+    /// Returns the advantages as `[B, T]`, 0 outside the mask. A sequence's advantage is repeated
+    /// at each of its tokens.
     ///
     /// # Errors
     ///
-    /// Fails if the advantages are neither `[B]` nor `[B, T]` of the mask, or on another device.
+    /// Fails if the advantages are neither `[B]` nor the mask's `[B, T]`, or on another device.
     pub fn on_tokens(&self, mask: &Mask) -> Result<Tensor> {
         if self.advantages.rank() == 2 {
             mask.check("advantages", &self.advantages)?;
@@ -46,9 +46,11 @@ impl Advantages {
     }
 }
 
-/// An advantage estimator. [`AdvantagePipeline`](crate::AdvantagePipeline) has the published ones;
-/// implement this trait for others, and declare in [`Self::needs`] what it reads in addition to
-/// rewards and groups.
+/// An advantage estimator.
+///
+/// [`AdvantagePipeline`](crate::AdvantagePipeline) has the published estimators. Implement this
+/// trait when you need another one. If it reads more than rewards and groups, list those inputs in
+/// [`Self::needs`], so that a trainer computes them.
 ///
 /// ```
 /// use candle_core::{Device, Result, Tensor};
@@ -74,15 +76,15 @@ impl Advantages {
 /// # Ok::<(), candle_core::Error>(())
 /// ```
 pub trait AdvantageEstimator {
-    /// Computes the advantages of a batch.
+    /// Computes the advantages for a batch.
     ///
     /// # Errors
     ///
     /// Fails if a tensor that the estimator needs is absent or has the wrong shape.
     fn estimate(&self, batch: &AdvantageBatch) -> Result<Advantages>;
 
-    /// Returns the inputs that the estimator reads, so that a trainer computes them. Rewards,
-    /// groups, response mask and step are always given.
+    /// Returns the inputs that the estimator reads, so that a trainer computes them. A batch from a
+    /// trainer always has rewards, groups, response mask and step.
     fn needs(&self) -> Inputs {
         Inputs::NONE
     }

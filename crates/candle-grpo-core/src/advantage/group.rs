@@ -1,4 +1,4 @@
-//! Advantages of sequences: reward minus baseline, divided by a scale.
+//! Sequence advantages: reward minus baseline, divided by a scale.
 
 use candle_core::{DType, Result, Tensor, bail};
 use serde::{Deserialize, Serialize};
@@ -19,9 +19,13 @@ use crate::rewards::{
 use crate::selection::GroupSummary;
 use crate::validate::{self, Checked, Name};
 
-/// An advantage function: rewards in, advantages relative to the group out.
+/// An advantage function: takes rewards, returns advantages relative to each group.
 ///
-/// Create it once, then call it with the rewards, the group size (or group ids) and a scale:
+/// Start with [`Self::grpo`]. Use [`Self::rloo`] if you want an unbiased baseline without a
+/// division by the standard deviation.
+///
+/// Create the function once, then call it with the rewards, the group size (or group ids) and a
+/// scale:
 ///
 /// ```
 /// use candle_grpo_core::{GroupAdvantage, Scale};
@@ -42,51 +46,53 @@ use crate::validate::{self, Checked, Name};
 /// # Ok::<(), candle_core::Error>(())
 /// ```
 ///
-/// For a reward x in a group of n samples with mean m and standard deviation s:
+/// For a reward x in a group with n samples, mean m and standard deviation s:
 ///
 /// ```text
 /// GRPO  (x - m) / (s + epsilon)
 /// RLOO  (x - m) n / (n - 1), divided by s + epsilon unless the scale is Scale::None
 /// ```
 ///
-/// [`Self::compute`] replaces the field [`scale`](Self::scale) by its argument. It applies
-/// [`factor`](Self::factor), [`normalize`](Self::normalize) and [`clip`](Self::clip) as
-/// [`AdvantageEstimator::estimate`] does, which uses the field. The KL penalty needs `estimate`,
-/// because the log-probs are in the batch. Statistics run in f64, in two passes and relative to the
-/// smallest reward: equal rewards get exactly 0.
+/// Two methods compute advantages. [`Self::compute`] takes the scale as an argument, which replaces
+/// the field [`scale`](Self::scale). [`AdvantageEstimator::estimate`] uses the field, and also
+/// supports the KL penalty, because a batch has log-probs. Both apply [`factor`](Self::factor),
+/// [`normalize`](Self::normalize) and [`clip`](Self::clip).
+///
+/// An advantage of 0 means no gradient. Statistics run in f64, in two passes and relative to the
+/// smallest reward, so equal rewards give exactly 0.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct GroupAdvantage {
-    /// KL penalty that is subtracted from the reward of each sequence first (TRL's RLOO). Absent
+    /// KL penalty, subtracted from each sequence reward before anything else (TRL's RLOO). Absent
     /// by default.
     pub kl_penalty: Option<KlPenalty>,
-    /// Baseline that is subtracted from the reward. Default `group_mean`.
+    /// Baseline, subtracted from the reward. Default `group_mean`.
     pub baseline: Baseline,
     /// Divisor. Default `group`.
     pub scale: Scale,
     /// Added to the standard deviation. 1e-6 in verl and ROLL, 1e-4 in TRL, 1e-8 in twinkle, 1e-9
     /// in OpenRLHF. Default `DEFAULT_EPSILON`.
     pub epsilon: f64,
-    /// Delta degrees of freedom of the variance: 1 divides by n - 1 (as all these libraries do), 0
-    /// by n. Default 1.
+    /// Delta degrees of freedom for the variance: 1 divides by n - 1 (as all these libraries do),
+    /// 0 by n. Default 1.
     pub ddof: usize,
-    /// Advantage of a sample that is alone in its group. Default `error`.
+    /// Advantage for a sample that is alone in its group. Default `error`.
     pub single_sample: SingletonGroup,
-    /// Treatment of rewards that are not finite. Default `error`.
+    /// Treatment for non-finite rewards. Default `error`.
     pub non_finite: NonFinite,
-    /// Weights of the K reward components. If absent, all weights are 1. Absent by default.
+    /// Weights for the K reward components. If absent, all weights are 1. Absent by default.
     pub reward_weights: Option<Vec<f64>>,
-    /// Order of summation and normalization of the components. Default `sum_then_normalize`.
+    /// Order in which components are summed and normalized. Default `sum_then_normalize`.
     pub components: ComponentOrder,
     /// Samples that enter the statistics. Default `all`.
     pub population: BaselinePopulation,
-    /// Factor that compensates for samples without a signal. Default `none`.
+    /// Factor that compensates for samples without a learning signal. Default `none`.
     pub compensation: ZeroSignalScaling,
-    /// Constant factor of every advantage (the inverse of GPG's `f_norm`). Default 1.
+    /// Constant factor for every advantage (the inverse of GPG's `f_norm`). Default 1.
     pub factor: f64,
-    /// Whitening of the advantages over the whole batch, after the factors. Absent by default.
+    /// Whitening over the whole batch, after the factors. Absent by default.
     pub normalize: Option<Whitening>,
-    /// Bounds to which advantages are clipped, after everything else (OpenRLHF's
+    /// Range that advantages are clipped to, after everything else (OpenRLHF's
     /// `reward.clip_range`). Absent by default.
     pub clip: Option<[f64; 2]>,
 }
@@ -119,12 +125,12 @@ impl GroupAdvantage {
         Self::default()
     }
 
-    /// RLOO: `x - mean of the others`, not divided (<https://arxiv.org/abs/2402.14740>).
+    /// RLOO: `x - mean of the others`, without a division (<https://arxiv.org/abs/2402.14740>).
     pub fn rloo() -> Self {
         Self::centered(Baseline::LeaveOneOut)
     }
 
-    /// `x - baseline`, not divided.
+    /// `x - baseline`, without a division.
     pub fn centered(baseline: Baseline) -> Self {
         Self {
             baseline,
@@ -133,19 +139,19 @@ impl GroupAdvantage {
         }
     }
 
-    /// Computes advantages `[B]` of `rewards` `[B]` or `[B, K]` on the device of the rewards. The
-    /// argument `scale` replaces the field [`scale`](Self::scale); all other options apply,
-    /// [`factor`](Self::factor), [`normalize`](Self::normalize) and [`clip`](Self::clip) included.
+    /// Computes advantages `[B]` from `rewards` `[B]` or `[B, K]`, on the same device. The argument
+    /// `scale` replaces the field [`scale`](Self::scale). All other options apply, including
+    /// [`factor`](Self::factor), [`normalize`](Self::normalize) and [`clip`](Self::clip).
     ///
-    /// `groups` is the number of consecutive samples of one prompt, or the group id of each sample.
+    /// `groups` is the number of consecutive samples for each prompt, or each sample's group id.
     ///
     /// # Errors
     ///
-    /// Fails if an option is invalid, if the rewards are empty or of another shape, if the group
-    /// size does not divide B, if the ids are not B, and in the cases of
-    /// [`non_finite`](Self::non_finite) and [`single_sample`](Self::single_sample). On the CPU also
-    /// if a reward is beyond 1e150, or too large for an advantage of the result's dtype. Options
-    /// that need more than rewards and groups, such as the KL penalty, need
+    /// Fails if an option is invalid, if the rewards are empty or have another shape, or if the
+    /// groups do not fit: the group size must divide B, and there must be B ids. Also fails as
+    /// [`non_finite`](Self::non_finite) and [`single_sample`](Self::single_sample) describe. On the
+    /// CPU, fails if a reward is beyond 1e150, or if an advantage overflows the result dtype.
+    /// Options that need more than rewards and groups, such as the KL penalty, require
     /// [`AdvantageEstimator::estimate`].
     pub fn compute(
         &self,
@@ -163,8 +169,7 @@ impl GroupAdvantage {
         to_result_dtype("advantage", &advantages, rewards.result_dtype)
     }
 
-    /// Computes mean, standard deviation and spread of each group of `rewards`, for filters and
-    /// metrics.
+    /// Computes each group's mean, standard deviation and spread, for filters and metrics.
     ///
     /// # Errors
     ///
@@ -200,13 +205,13 @@ impl GroupAdvantage {
     ///
     /// # Errors
     ///
-    /// Fails with the name of the invalid option.
+    /// Fails if an option is invalid; the error names it.
     pub fn validate(&self) -> Checked {
         if let Some(penalty) = &self.kl_penalty {
             penalty.validate().map_err(|e| e.within("kl_penalty"))?;
         }
-        // Equal rewards of a group at a distance from another baseline would be divided by epsilon
-        // alone.
+        // With another baseline, a group with equal rewards may have nonzero differences, which
+        // would be divided by epsilon alone.
         if matches!(self.scale, Scale::Group | Scale::GroupMean)
             && !self.baseline.is_group_relative()
         {
@@ -233,7 +238,7 @@ impl GroupAdvantage {
         }
     }
 
-    /// The advantages in the dtype of statistics.
+    /// Computes the advantages in the statistics dtype.
     pub(super) fn estimate_from(
         &self,
         rewards: &RewardTensor,
@@ -294,7 +299,7 @@ impl GroupAdvantage {
         })
     }
 
-    /// The weighted sums `[B]` of the rewards minus the KL penalty.
+    /// Returns the weighted reward sums `[B]` minus the KL penalty.
     fn penalized(
         &self,
         penalty: &KlPenalty,
@@ -310,7 +315,7 @@ impl GroupAdvantage {
         })
     }
 
-    /// The samples that enter the statistics, u8 `[B]`.
+    /// Returns which samples enter the statistics, u8 `[B]`.
     fn selected(
         &self,
         context: &Context<'_>,
@@ -357,7 +362,8 @@ impl GroupAdvantage {
         })
     }
 
-    /// The rewards minus the baseline, divided by the scale: `[P, W]`, 0 where there is no reward.
+    /// Returns the rewards minus the baseline, divided by the scale: `[P, W]`, 0 where there is no
+    /// reward.
     fn relative(&self, stats: &RowStatistics, context: &Context<'_>) -> Result<Tensor> {
         let centered = self.subtract_baseline(stats, context)?;
         let advantages = match self.scale {
@@ -381,8 +387,8 @@ impl GroupAdvantage {
         }
     }
 
-    /// The rewards minus the baseline, 0 where there is no reward and, for a baseline of the group,
-    /// in groups of one.
+    /// Returns the rewards minus the baseline. The result is 0 where there is no reward and, for a
+    /// group baseline, in groups with one sample.
     fn subtract_baseline(&self, stats: &RowStatistics, context: &Context<'_>) -> Result<Tensor> {
         let centered = &stats.moments.centered;
         let select = |x: &Tensor| stats.selected.where_cond(x, &x.zeros_like()?);
@@ -423,7 +429,7 @@ impl GroupAdvantage {
         advantages.broadcast_mul(&factor)
     }
 
-    /// Replaces the advantages of samples that are alone in their group.
+    /// Replaces the advantages for samples that are alone in their group.
     fn replace_singletons(&self, stats: &RowStatistics, advantages: Tensor) -> Result<Tensor> {
         let replacement = match self.single_sample {
             SingletonGroup::Error | SingletonGroup::Zero => return Ok(advantages),
@@ -432,7 +438,7 @@ impl GroupAdvantage {
                 let batch = stats.batch_moments()?;
                 let centered = batch.centered.reshape(stats.rows.shape())?;
                 if self.scale == Scale::Batch {
-                    // The deviation of a batch of one sample is undefined; twinkle uses 1.
+                    // The standard deviation is undefined for a single sample; twinkle uses 1.
                     let std = batch.std(self.ddof)?;
                     let std = batch.count.eq(1.)?.where_cond(&std.ones_like()?, &std)?;
                     divide_by_std(&centered, &std.unsqueeze(0)?, self.epsilon)?
@@ -452,8 +458,8 @@ impl GroupAdvantage {
 }
 
 impl AdvantageEstimator for GroupAdvantage {
-    /// Computes advantages `[B]` from the rewards `[B]` or `[B, K]` of the batch or, without these,
-    /// from the sums of its token rewards.
+    /// Computes advantages `[B]` from the batch's rewards `[B]` or `[B, K]` or, if these are
+    /// absent, from its summed token rewards.
     fn estimate(&self, batch: &AdvantageBatch) -> Result<Advantages> {
         let rewards = batch.sequence_rewards()?;
         let wide = self.estimate_from(&rewards, batch)?;
@@ -470,7 +476,7 @@ impl AdvantageEstimator for GroupAdvantage {
     }
 }
 
-/// The margin of the one best sample of each group over the second best, and 0 for all others.
+/// Returns each best sample's margin over the second best in its group, and 0 for the others.
 fn margin_over_second(stats: &RowStatistics) -> Result<Tensor> {
     let centered = &stats.moments.centered;
     let lowest = (centered.zeros_like()? + f64::NEG_INFINITY)?;
@@ -485,28 +491,28 @@ fn margin_over_second(stats: &RowStatistics) -> Result<Tensor> {
     let second = is_best.where_cond(&lowest, &x)?.max_keepdim(1)?;
     let margin = best.broadcast_sub(&second)?.broadcast_as(x.shape())?;
     let zeros = x.zeros_like()?;
-    // The margin of a sample that is alone is infinite; `replace_singletons` decides about it.
+    // A sample that is alone has an infinite margin; `replace_singletons` decides what it gets.
     let alone = stats.moments.count.le(1.)?.broadcast_as(x.shape())?;
     let margin = (shared + alone)?.where_cond(&zeros, &margin)?;
     is_best.where_cond(&margin, &zeros)
 }
 
-/// Statistics of each group, for P groups in the order of their first sample.
+/// Statistics for each of P groups, ordered by their first sample.
 #[derive(Debug, Clone)]
 #[non_exhaustive]
 pub struct GroupStatistics {
     /// Mean reward, `[P]`.
     pub mean: Tensor,
-    /// Standard deviation of the rewards, `[P]`.
+    /// Standard deviation, `[P]`.
     pub std: Tensor,
-    /// Number of samples with a reward, u32 `[P]`.
+    /// Number of samples that have a reward, u32 `[P]`.
     pub count: Tensor,
-    /// 1 where all rewards of the group are equal, so that it has no learning signal: u8 `[P]`.
+    /// 1 where all rewards in the group are equal, so the group has no learning signal: u8 `[P]`.
     pub zero_variance: Tensor,
 }
 
 impl GroupStatistics {
-    /// Copies the statistics to the host, in one transfer. Synchronizes with the device.
+    /// Copies the statistics to the host in one transfer. Synchronizes with the device.
     ///
     /// # Errors
     ///
@@ -529,26 +535,26 @@ impl GroupStatistics {
     }
 }
 
-/// The tensors of a batch beside its rewards.
+/// A batch's tensors, without its rewards.
 struct Context<'a> {
     samples: usize,
     batch: &'a AdvantageBatch,
 }
 
 impl<'a> Context<'a> {
-    /// The context of the combined rewards `[B]`.
+    /// Creates the context for the combined rewards `[B]`.
     fn new(rewards: &Tensor, batch: &'a AdvantageBatch) -> Result<Self> {
         let samples = rewards.dims1()?;
         Ok(Self { samples, batch })
     }
 
-    /// The number of tokens of each sequence, `[B]` in the dtype of `like`.
+    /// Returns each sequence's number of tokens, `[B]` in `like`'s dtype.
     fn lengths(&self, like: &Tensor) -> Result<Tensor> {
         let lengths = self.batch.mask()?.lengths(like.dtype())?.squeeze(1)?;
         self.one_for_each_reward("response_mask", lengths)
     }
 
-    /// The reward baselines, `[B]`.
+    /// Returns the reward baselines, `[B]`.
     fn baselines(&self) -> Result<Tensor> {
         let baselines = self.batch.baselines()?;
         self.one_for_each_reward("reward_baselines", baselines)
@@ -566,7 +572,7 @@ impl<'a> Context<'a> {
     }
 }
 
-/// The rewards in rows of groups, with their moments.
+/// Rewards with one row per group, and their moments.
 struct RowStatistics {
     layout: GroupLayout,
     /// `[P, W]`

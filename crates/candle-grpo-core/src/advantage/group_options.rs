@@ -1,35 +1,38 @@
-//! Options of [`GroupAdvantage`](super::GroupAdvantage).
+//! Options for [`GroupAdvantage`](super::GroupAdvantage).
 
 use serde::{Deserialize, Serialize};
 
-/// Epsilon that is added to a divisor by default: 1e-6.
+/// Default epsilon in a divisor: 1e-6.
 ///
-/// It is the default of [`GroupAdvantage`](super::GroupAdvantage) and of
-/// [`RewardNorm`](crate::rewards::RewardNorm). So a change moves each estimator that divides by a
-/// standard deviation or a mean: GRPO, Lite PPO, MaxRL, pass@k,
-/// [`Gigpo`](crate::trajectories::Gigpo) and every [`Scale`] but [`Scale::None`]. GDPO, the
-/// recipes of other libraries and [`Whitening`](super::Whitening) have epsilons of their own.
+/// [`GroupAdvantage`](super::GroupAdvantage) and [`RewardNorm`](crate::rewards::RewardNorm) default
+/// to it. Changing it therefore changes each estimator that divides by a standard deviation or a
+/// mean: GRPO, Lite PPO, MaxRL, pass@k, [`Gigpo`](crate::trajectories::Gigpo) and every [`Scale`]
+/// but [`Scale::None`]. GDPO, other libraries' recipes and [`Whitening`](super::Whitening) have
+/// their own epsilons.
 pub const DEFAULT_EPSILON: f64 = 1e-6;
 
 /// Baseline that is subtracted from a reward.
+///
+/// `GroupMean` is a safe first choice. `LeaveOneOut` is unbiased, which matters most for small
+/// groups.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 #[non_exhaustive]
 pub enum Baseline {
-    /// Mean of the sample's group (GRPO, <https://arxiv.org/abs/2402.03300>). The default.
+    /// Group mean (GRPO, <https://arxiv.org/abs/2402.03300>). The default.
     #[default]
     GroupMean,
-    /// Mean of the other samples of the group (RLOO, <https://arxiv.org/abs/2402.14740>).
+    /// Mean over the other samples in the group (RLOO, <https://arxiv.org/abs/2402.14740>).
     LeaveOneOut,
-    /// Mean of the group weighted by the number of tokens (OPO, <https://arxiv.org/abs/2505.23585>).
-    /// Needs a response mask.
+    /// Group mean, weighted by token count (OPO, <https://arxiv.org/abs/2505.23585>). Needs a
+    /// response mask.
     LengthWeighted,
-    /// Pass@k baseline (<https://arxiv.org/abs/2503.19595>): the best sample of a group gets its
-    /// margin over the second best, all others get 0. Two best samples get 0.
+    /// Pass@k baseline (<https://arxiv.org/abs/2503.19595>). A group's best sample gets its margin
+    /// over the second best, and all others get 0. If two samples tie for the best, both get 0.
     BestOfOthers,
-    /// Mean of the batch (OpenRLHF's `flash_reinforce`).
+    /// Batch mean (OpenRLHF's `flash_reinforce`).
     BatchMean,
-    /// `reward_baselines` of the batch, such as the rewards of greedy completions (ReMax,
+    /// The batch's `reward_baselines`, such as the rewards of greedy completions (ReMax,
     /// <https://arxiv.org/abs/2310.10505>).
     Given,
     /// 0.
@@ -37,8 +40,7 @@ pub enum Baseline {
 }
 
 impl Baseline {
-    /// Returns whether the baseline is a statistic of the group, so that it needs at least two
-    /// samples.
+    /// Returns whether the baseline is a group statistic, which needs at least two samples.
     pub fn is_group_relative(self) -> bool {
         match self {
             Self::GroupMean | Self::LeaveOneOut | Self::LengthWeighted | Self::BestOfOthers => true,
@@ -47,23 +49,23 @@ impl Baseline {
     }
 }
 
-/// Divisor of the reward minus its baseline.
+/// Divisor for the reward minus its baseline.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Scale {
-    /// Standard deviation of the group's rewards. Needs a baseline of the group. The default.
+    /// Standard deviation within the group. Needs a group baseline. The default.
     #[default]
     Group,
-    /// Standard deviation of all rewards of the batch (<https://arxiv.org/abs/2508.08221>).
+    /// Standard deviation over the whole batch (<https://arxiv.org/abs/2508.08221>).
     Batch,
-    /// Mean reward of the group, for rewards that are not negative (MaxRL, as in SkyRL and
-    /// prime-rl). Needs a baseline of the group. A group whose mean is not positive gets 0.
+    /// Group mean, for nonnegative rewards (MaxRL, as in SkyRL and prime-rl). Needs a group
+    /// baseline. If the mean is not positive, the group gets 0.
     GroupMean,
     /// 1 (Dr. GRPO, <https://arxiv.org/abs/2503.20783>).
     None,
 }
 
-/// Order of summation and normalization for rewards of several components.
+/// Order in which reward components are summed and normalized.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 #[non_exhaustive]
@@ -71,8 +73,8 @@ pub enum ComponentOrder {
     /// Sums the weighted components, then normalizes the sum. The default.
     #[default]
     SumThenNormalize,
-    /// Normalizes each component, then sums the weighted results, so that a component of large
-    /// variance does not hide the others (GDPO, <https://arxiv.org/abs/2601.05242>).
+    /// Normalizes each component, then sums the weighted results. A component with a large variance
+    /// then does not hide the others (GDPO, <https://arxiv.org/abs/2601.05242>).
     NormalizeThenSum,
 }
 
@@ -81,11 +83,11 @@ pub enum ComponentOrder {
 #[serde(rename_all = "snake_case")]
 #[non_exhaustive]
 pub enum BaselinePopulation {
-    /// All samples, including those that a filter excludes from the loss. The default.
+    /// All samples, including samples that a filter excludes from the loss. The default.
     #[default]
     All,
-    /// Samples with a token in the response mask. The others get the advantage 0. Needs a response
-    /// mask.
+    /// Samples with at least one token in the response mask. The others get advantage 0. Needs a
+    /// response mask.
     Unmasked,
 }
 
@@ -98,14 +100,14 @@ pub enum ZeroSignalScaling {
     /// No compensation: the factor is 1. The default.
     #[default]
     None,
-    /// Samples of groups whose rewards differ have a signal, as in the paper.
+    /// A sample has a signal if the rewards in its group differ, as in the paper.
     GroupsWithSpread,
-    /// Samples whose reward is not 0 have a signal, as in verl. For rewards of 1 and -1 the factor
-    /// is always 1.
+    /// A sample has a signal if its reward is not 0, as in verl. If rewards are 1 and -1, the
+    /// factor is always 1.
     NonZeroRewards,
 }
 
-/// Advantage of a sample that is alone in its group, where a baseline of the group is undefined.
+/// Advantage for a sample that is alone in its group, where a group baseline is undefined.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 #[non_exhaustive]
@@ -117,7 +119,7 @@ pub enum SingletonGroup {
     Zero,
     /// The reward (verl, twinkle).
     Raw,
-    /// The reward minus the mean of the batch. [`Scale::Batch`] divides it by the standard
-    /// deviation of the batch.
+    /// The reward minus the batch mean. [`Scale::Batch`] divides it by the batch's standard
+    /// deviation.
     BatchMean,
 }

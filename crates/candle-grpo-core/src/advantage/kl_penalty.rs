@@ -10,12 +10,15 @@ use crate::dtype::{arithmetic_dtype, for_statistics};
 use crate::kl::KlGradient;
 use crate::validate::{self, Checked};
 
-/// A KL penalty that is subtracted from the reward of each token or sequence: `coef * KL(old policy
-/// || reference)`.
+/// A KL penalty that is subtracted from each token or sequence reward:
+/// `coef * KL(old policy || reference)`.
+///
+/// Use it to keep the policy near a reference through the reward. The KL term in `candle-grpo-loss`
+/// does the same through the loss, and needs no reward shaping.
 #[derive(Debug, Clone, Copy, PartialEq, Default, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct KlPenalty {
-    /// Coefficient of the estimate. Default 0.
+    /// Penalty coefficient. Default 0.
     pub coef: f64,
     /// Estimator (`kl_penalty` in ROLL). Default [`Kl::default`].
     #[serde(default)]
@@ -27,7 +30,7 @@ impl KlPenalty {
     ///
     /// # Errors
     ///
-    /// Fails with the name of the invalid option.
+    /// Fails if an option is invalid; the error names it.
     pub fn validate(&self) -> Checked {
         validate::finite("coef", self.coef)?;
         if let KlGradient::ImportanceWeighted { .. } = self.kl.gradient {
@@ -40,7 +43,7 @@ impl KlPenalty {
         self.kl.validate()
     }
 
-    /// Subtracts `coef` times the sum of the estimates of each sequence's tokens from `rewards`
+    /// Subtracts `coef` times the KL estimate, summed over a sequence's tokens, from `rewards`
     /// `[B]`, as TRL's RLOO does.
     ///
     /// # Errors
@@ -59,8 +62,8 @@ impl KlPenalty {
         (for_statistics(rewards)? - kl)?.to_dtype(arithmetic_dtype(rewards.dtype()))
     }
 
-    /// The estimates against the policy `name` with log-probs `other`, 0 outside the mask: `[B,
-    /// T]`.
+    /// Estimates the KL to another policy, whose log-probs are `other`: `[B, T]`, 0 outside the
+    /// mask. Errors refer to `other` as `name`.
     pub(super) fn per_token(
         &self,
         batch: &AdvantageBatch,

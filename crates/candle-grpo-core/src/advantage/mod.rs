@@ -1,8 +1,13 @@
 //! From rewards to advantages.
 //!
-//! [`GroupAdvantage`] is the stage of sequences, [`TokenAdvantage`] the stage of tokens. An
-//! [`AdvantagePipeline`](crate::AdvantagePipeline) combines them and has a constructor for each
-//! published estimator. In a configuration file it is a name with the options that differ.
+//! An estimator has up to two stages. [`GroupAdvantage`] is the sequence stage: it compares samples
+//! for the same prompt. [`TokenAdvantage`] is the token stage: it computes returns and whitens over
+//! tokens. An [`AdvantagePipeline`](crate::AdvantagePipeline) combines them, and has a constructor
+//! for each published estimator. In a configuration file, you write the estimator's name and the
+//! options that you change.
+//!
+//! Start with GRPO. Add a token stage if you have token rewards, a critic, or a KL penalty in the
+//! reward.
 
 pub(crate) mod batch;
 pub(crate) mod estimator;

@@ -1,4 +1,4 @@
-//! Names of the published advantage estimators, with the stages that each stands for.
+//! Published advantage estimators by name, and the stages that each name stands for.
 
 use serde::{Deserialize, Serialize};
 
@@ -7,7 +7,7 @@ use super::{
     TokenAlignment, TokenBaseline, Whitening, ZeroSignalScaling,
 };
 
-/// Name of a published advantage estimator.
+/// A published advantage estimator's name.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 #[non_exhaustive]
@@ -50,16 +50,16 @@ pub enum AdvantageName {
     ReinforceBaseline,
     /// [`experimental::flash_reinforce`](crate::experimental::flash_reinforce).
     FlashReinforce,
-    /// No stages: [`AdvantagePipeline::sequence`](crate::AdvantagePipeline::sequence) and
-    /// [`AdvantagePipeline::tokens`](crate::AdvantagePipeline::tokens) give them.
+    /// No stages: you set [`AdvantagePipeline::sequence`](crate::AdvantagePipeline::sequence) and
+    /// [`AdvantagePipeline::tokens`](crate::AdvantagePipeline::tokens) yourself.
     Pipeline,
 }
 
-/// The stage of sequences and the stage of tokens.
+/// Sequence stage and token stage.
 pub(super) type Stages = (Option<GroupAdvantage>, Option<TokenAdvantage>);
 
 impl AdvantageName {
-    /// Returns the stages of the estimator.
+    /// Returns the estimator's stages.
     pub(super) fn stages(self) -> Stages {
         let grpo = GroupAdvantage::grpo;
         let centered = || GroupAdvantage::centered(Baseline::GroupMean);
@@ -125,7 +125,7 @@ fn on_tokens(tokens: TokenAdvantage) -> Stages {
     (None, Some(tokens))
 }
 
-/// A stage of tokens that repeats the advantage of a sequence at its tokens and whitens over all
+/// Returns a token stage that repeats a sequence's advantage at each token, then whitens over all
 /// tokens.
 fn whitened(whitening: Whitening) -> TokenAdvantage {
     TokenAdvantage {

@@ -1,4 +1,4 @@
-//! Minimum-variance baseline of each token.
+//! The minimum-variance baseline for each token.
 
 use candle_core::{D, DType, Result, Tensor};
 use serde::{Deserialize, Serialize};
@@ -8,7 +8,7 @@ use crate::groups::GroupLayout;
 use crate::mask::Mask;
 use crate::validate::{self, Checked};
 
-/// Alignment of the tokens of two sequences.
+/// Correspondence between tokens in two sequences.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 #[non_exhaustive]
@@ -16,32 +16,32 @@ pub enum TokenAlignment {
     /// By position. The default.
     #[default]
     Position,
-    /// By the number of tokens that the policy generated before them, without those of other
-    /// sources between the turns (verl's `tir_optimal_token_baseline`).
+    /// By the number of policy tokens before them: tokens from other sources between the turns are
+    /// not counted (verl's `tir_optimal_token_baseline`).
     Generated,
 }
 
-/// Minimum-variance baseline of each token (verl's `optimal_token_baseline`).
+/// The minimum-variance baseline for each token (verl's `optimal_token_baseline`).
 ///
 /// ```text
 /// baseline_t = sum(G_t W_t) / (sum(W_t) + epsilon)   over the sequences of the group with a token at t
 /// W_t = sum_(u <= t) (1 - 2 p_u + q_u) w_u^2
 /// ```
 ///
-/// G is the return, p the probability of the token under the old policy, q the sum of the squared
-/// probabilities at its position, and w its importance weight (1 if absent). The only sequence of a
-/// group that has tokens gets the baseline 0.
+/// G is the return and p the token's probability under the old policy. q is the sum of squared
+/// probabilities at its position, and w its importance weight (1 if absent). If only one sequence
+/// in a group has tokens, its baseline is 0.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct OptimalTokenBaseline {
-    /// Alignment of the tokens of two sequences. Default `position`.
+    /// Correspondence between tokens in two sequences. Default `position`.
     pub alignment: TokenAlignment,
-    /// Sets the baseline to 0 after the second longest sequence of the group has ended. The
-    /// baseline would be the return of the longest sequence there, and its advantage 0. As in
-    /// verl, a sequence of n tokens ends after column n. Unlike in verl, a column in which
-    /// another sequence has a token keeps its baseline. Default `true`.
+    /// Sets the baseline to 0 after the group's second-longest sequence has ended. Past that
+    /// point, the baseline would be the longest sequence's own return, and its advantage 0. As
+    /// in verl, a sequence with n tokens ends after column n. Unlike in verl, a column in
+    /// which another sequence has a token keeps its baseline. Default `true`.
     pub handle_zero_tail: bool,
-    /// Added to the sum of the W. Default 1e-8.
+    /// Added to the summed W. Default 1e-8.
     pub epsilon: f64,
 }
 
@@ -60,12 +60,12 @@ impl OptimalTokenBaseline {
     ///
     /// # Errors
     ///
-    /// Fails with the name of the invalid option.
+    /// Fails if an option is invalid; the error names it.
     pub fn validate(&self) -> Checked {
         validate::positive("epsilon", self.epsilon)
     }
 
-    /// The baseline `[B, T]` of `returns` `[B, T]`, both 0 outside the mask.
+    /// Computes the baseline `[B, T]` for `returns` `[B, T]`, both 0 outside the mask.
     pub(super) fn compute(
         &self,
         returns: &Tensor,
@@ -92,8 +92,8 @@ impl OptimalTokenBaseline {
         mask.select(&baseline)
     }
 
-    /// The baseline where the tokens in the same column correspond; `here` is 1 where a sequence
-    /// has a token.
+    /// Computes the baseline when tokens in the same column correspond. `here` is 1 where a
+    /// sequence has a token.
     fn by_column(
         &self,
         returns: &Tensor,
@@ -120,7 +120,7 @@ impl OptimalTokenBaseline {
             .unsqueeze(1)?
             .broadcast_as((returns.dim(0)?, tokens))?;
         if self.handle_zero_tail {
-            // A masked gap moves tokens behind the column that is their sequence's length.
+            // A masked gap moves tokens past the column that equals their sequence's length.
             let shared = rows(here)?.sum_keepdim(1)?.gt(1.)?;
             let shared = layout.to_samples(&shared.broadcast_as((groups, width, tokens))?)?;
             let kept = before_the_tail(&lengths, tokens, layout)?.maximum(&shared)?;
@@ -130,8 +130,7 @@ impl OptimalTokenBaseline {
     }
 }
 
-/// 0 in the columns of the one longest sequence of each group that no other reaches, else 1: u8
-/// `[B, T]`.
+/// Returns u8 `[B, T]`: 0 in the columns that only the group's longest sequence reaches, else 1.
 fn before_the_tail(lengths: &Tensor, tokens: usize, layout: &GroupLayout) -> Result<Tensor> {
     let longest = lengths.max_keepdim(1)?;
     let is_longest = lengths.broadcast_eq(&longest)?;
@@ -143,7 +142,7 @@ fn before_the_tail(lengths: &Tensor, tokens: usize, layout: &GroupLayout) -> Res
         .sum_keepdim(1)?
         .eq(1.)?;
     let is_unique = is_longest.broadcast_mul(&unique)?;
-    // Where there is no unique longest sequence, the tail begins after the last column.
+    // Without a unique longest sequence, the tail begins after the last column.
     let end = (lengths.zeros_like()? + tokens as f64)?;
     let second = second.broadcast_as(lengths.shape())?;
     let tail = layout.to_samples(&is_unique.where_cond(&second, &end)?)?;
@@ -153,7 +152,7 @@ fn before_the_tail(lengths: &Tensor, tokens: usize, layout: &GroupLayout) -> Res
     columns.broadcast_lt(&tail.unsqueeze(1)?)
 }
 
-/// The sum of the energies up to each token, `[B, T]`.
+/// Returns the energies summed up to each token, `[B, T]`.
 fn cumulative_energy(mask: &Mask, batch: &AdvantageBatch) -> Result<Tensor> {
     let log_probs = batch.on_tokens("old_log_probs", batch.old_log_probs.as_ref())?;
     let squares = batch.on_tokens("sum_of_squared_probs", batch.sum_of_squared_probs.as_ref())?;
@@ -165,16 +164,16 @@ fn cumulative_energy(mask: &Mask, batch: &AdvantageBatch) -> Result<Tensor> {
     cumulative_sum(&energy)
 }
 
-/// The sum of the entries up to each, along the last dimension.
+/// Returns running sums along the last dimension.
 fn cumulative_sum(x: &Tensor) -> Result<Tensor> {
     let last = [x.rank() - 1];
     let sums = reverse_recurrence(&x.flip(&last)?, &x.ones_like()?)?;
     sums.flip(&last)
 }
 
-/// The tokens of the mask moved to the front of their row, and back.
+/// Moves masked-in tokens to the front of their row, and back.
 struct Compaction {
-    /// `[B, T]`, u32: the column that a token moves to; T for what is outside the mask.
+    /// `[B, T]`, u32: the column that a token moves to; T outside the mask.
     column_of: Tensor,
 }
 

@@ -1,4 +1,4 @@
-//! The composition of an advantage: two stages, or a published estimator with changed options.
+//! Advantage composition: two stages, or a published estimator with changed options.
 
 use candle_core::Result;
 use serde::{Deserialize, Serialize};
@@ -11,14 +11,16 @@ use crate::Invalid;
 use crate::inputs::Inputs;
 use crate::validate::{self, Checked, Name};
 
-/// An advantage in up to two stages: one of sequences, one of tokens.
+/// An advantage estimator with a sequence stage, a token stage, or both.
 ///
-/// The stage of sequences alone gives advantages `[B]`. The stage of tokens alone gives advantages
-/// `[B, T]` and returns, from token rewards or from rewards of sequences at their last tokens. With
-/// both, the advantages of sequences are the rewards of the last tokens.
+/// - A sequence stage alone gives advantages `[B]`.
+/// - A token stage alone gives advantages `[B, T]` and returns. Its rewards are the token rewards,
+///   or each sequence reward at the last token.
+/// - With both stages, the sequence advantages become the rewards at the last tokens.
 ///
-/// A published estimator is a constructor. Change its stages with [`Self::map_sequence`] and
-/// [`Self::map_tokens`], or build a pipeline from a [`GroupAdvantage`] or a [`TokenAdvantage`].
+/// Each published estimator is a constructor: try [`Self::grpo`] first. To change one, use
+/// [`Self::map_sequence`] and [`Self::map_tokens`]. To build a pipeline from scratch, convert a
+/// [`GroupAdvantage`] or a [`TokenAdvantage`].
 ///
 /// ```
 /// # use candle_core::{Device, Tensor};
@@ -37,8 +39,8 @@ use crate::validate::{self, Checked, Name};
 /// # Ok::<(), candle_core::Error>(())
 /// ```
 ///
-/// In a configuration file it is a published estimator by name, with options that change it. An
-/// absent option keeps the value of the estimator.
+/// In a configuration file, you write an estimator's name and the options that you change. An
+/// absent option keeps the estimator's value.
 ///
 /// ```
 /// use candle_grpo_core::AdvantagePipeline;
@@ -58,26 +60,26 @@ use crate::validate::{self, Checked, Name};
 pub struct AdvantagePipeline {
     /// Estimator. Default `grpo`.
     pub name: AdvantageName,
-    /// Divisor of the stage of sequences. Absent by default.
+    /// Divisor in the sequence stage. Absent by default.
     pub scale: Option<Scale>,
-    /// Epsilon of the stage of sequences. Absent by default.
+    /// Epsilon in the sequence stage. Absent by default.
     pub epsilon: Option<f64>,
-    /// Advantage of a sample that is alone in its group. Absent by default.
+    /// Advantage for a sample that is alone in its group. Absent by default.
     pub single_sample: Option<SingletonGroup>,
-    /// Factor that compensates for samples without a signal. Absent by default.
+    /// Factor that compensates for samples without a learning signal. Absent by default.
     pub compensation: Option<ZeroSignalScaling>,
-    /// Weights of the reward components. Absent by default.
+    /// Weights for the reward components. Absent by default.
     pub reward_weights: Option<Vec<f64>>,
-    /// Discount of the stage of tokens. Absent by default.
+    /// Discount in the token stage. Absent by default.
     pub gamma: Option<f64>,
-    /// Lambda of GAE. Absent by default.
+    /// GAE's lambda. Absent by default.
     pub lambda: Option<f64>,
-    /// KL penalty in the reward: of the stage of tokens or, without one, of the stage of
-    /// sequences. Absent by default.
+    /// KL penalty in the reward: in the token stage or, if there is none, in the sequence stage.
+    /// Absent by default.
     pub kl_penalty: Option<KlPenalty>,
-    /// Stage of sequences, for an estimator that has none. Absent by default.
+    /// Sequence stage, for an estimator without one. Absent by default.
     pub sequence: Option<GroupAdvantage>,
-    /// Stage of tokens, for an estimator that has none. Absent by default.
+    /// Token stage, for an estimator without one. Absent by default.
     pub tokens: Option<TokenAdvantage>,
 }
 
@@ -99,7 +101,7 @@ impl From<AdvantageName> for AdvantagePipeline {
 }
 
 impl From<GroupAdvantage> for AdvantagePipeline {
-    /// The stage of sequences alone.
+    /// Creates a pipeline with a sequence stage only.
     fn from(sequence: GroupAdvantage) -> Self {
         Self {
             sequence: Some(sequence),
@@ -109,7 +111,7 @@ impl From<GroupAdvantage> for AdvantagePipeline {
 }
 
 impl From<TokenAdvantage> for AdvantagePipeline {
-    /// The stage of tokens alone.
+    /// Creates a pipeline with a token stage only.
     fn from(tokens: TokenAdvantage) -> Self {
         Self {
             tokens: Some(tokens),
@@ -123,7 +125,7 @@ impl AdvantagePipeline {
     ///
     /// # Errors
     ///
-    /// Fails with the name of the invalid option, or of an option that the estimator lacks.
+    /// Fails if an option is invalid or if the estimator lacks it; the error names the option.
     ///
     /// ```
     /// use candle_grpo_core::AdvantagePipeline;
@@ -195,8 +197,8 @@ impl AdvantagePipeline {
         }
     }
 
-    /// Returns the same advantage with the name `pipeline`: its stages have all options, and the
-    /// options beside them are absent.
+    /// Returns an equal pipeline whose name is `pipeline`: its stages hold all options, and the
+    /// shortcut options are absent.
     #[must_use]
     pub fn pipeline(&self) -> Self {
         let named = self.name.stages();
@@ -230,7 +232,7 @@ impl AdvantagePipeline {
         }
     }
 
-    /// Changes the stage of sequences, if there is one. Returns a [`Self::pipeline`].
+    /// Changes the sequence stage, if there is one. Returns a [`Self::pipeline`].
     #[must_use]
     pub fn map_sequence(self, change: impl FnOnce(&mut GroupAdvantage)) -> Self {
         let mut pipeline = self.pipeline();
@@ -240,7 +242,7 @@ impl AdvantagePipeline {
         pipeline
     }
 
-    /// Changes the stage of tokens, if there is one. Returns a [`Self::pipeline`].
+    /// Changes the token stage, if there is one. Returns a [`Self::pipeline`].
     #[must_use]
     pub fn map_tokens(self, change: impl FnOnce(&mut TokenAdvantage)) -> Self {
         let mut pipeline = self.pipeline();
@@ -250,7 +252,7 @@ impl AdvantagePipeline {
         pipeline
     }
 
-    /// Adds or replaces the stage of tokens. Returns a [`Self::pipeline`].
+    /// Adds or replaces the token stage. Returns a [`Self::pipeline`].
     #[must_use]
     pub fn then(self, tokens: TokenAdvantage) -> Self {
         Self {
@@ -259,63 +261,66 @@ impl AdvantagePipeline {
         }
     }
 
-    /// `(r - mean of the group) / (std of the group + epsilon)` (<https://arxiv.org/abs/2402.03300>), with
-    /// [`DEFAULT_EPSILON`](crate::advantage::DEFAULT_EPSILON). OpenRLHF's `group_norm` has an
-    /// epsilon of 1e-9.
+    /// GRPO: `(r - group mean) / (group std + epsilon)` (<https://arxiv.org/abs/2402.03300>), with
+    /// [`DEFAULT_EPSILON`](crate::advantage::DEFAULT_EPSILON). OpenRLHF's `group_norm` uses epsilon
+    /// 1e-9.
     pub fn grpo() -> Self {
         AdvantageName::Grpo.into()
     }
 
-    /// `r - mean of the group` (<https://arxiv.org/abs/2503.20783>), for a loss that divides by a constant.
+    /// Dr. GRPO: `r - group mean` (<https://arxiv.org/abs/2503.20783>), for a loss that divides by
+    /// a constant.
     pub fn dr_grpo() -> Self {
         AdvantageName::DrGrpo.into()
     }
 
-    /// `r - mean of the others` (<https://arxiv.org/abs/2402.14740>).
+    /// RLOO: `r - mean of the others` (<https://arxiv.org/abs/2402.14740>).
     pub fn rloo() -> Self {
         AdvantageName::Rloo.into()
     }
 
-    /// `a (r - mean of the group)`, with a the inverse of the fraction of samples whose group has
-    /// spread (<https://arxiv.org/abs/2504.02546>).
+    /// GPG: `a (r - group mean)`, where `1 / a` is the fraction of samples whose group has unequal
+    /// rewards (<https://arxiv.org/abs/2504.02546>).
     pub fn gpg() -> Self {
         AdvantageName::Gpg.into()
     }
 
-    /// `(best - second) / (std of the group + epsilon)` for the best of each group, 0 for the
-    /// others (<https://arxiv.org/abs/2503.19595>), with
-    /// [`DEFAULT_EPSILON`](crate::advantage::DEFAULT_EPSILON). A group with two best samples gets
-    /// 0.
+    /// Pass@k: `(best - second best) / (group std + epsilon)` for each group's best sample, 0 for
+    /// the others (<https://arxiv.org/abs/2503.19595>). Epsilon is
+    /// [`DEFAULT_EPSILON`](crate::advantage::DEFAULT_EPSILON). If two samples tie for the best, the
+    /// group gets 0.
     pub fn pass_at_k() -> Self {
         AdvantageName::PassAtK.into()
     }
 
-    /// Each component normalized in its group, their weighted sum normalized over the batch
-    /// (<https://arxiv.org/abs/2601.05242>), with the epsilons of TRL.
+    /// GDPO: normalizes each component in its group, then the weighted sum over the batch
+    /// (<https://arxiv.org/abs/2601.05242>), with TRL's epsilons.
     ///
-    /// verl whitens the sums over all tokens instead: remove `normalize` and add a stage of tokens.
+    /// verl whitens the sums over all tokens instead. For that, remove `normalize` and add a token
+    /// stage.
     pub fn gdpo() -> Self {
         AdvantageName::Gdpo.into()
     }
 
-    /// Returns, whitened over all tokens (<https://arxiv.org/abs/2501.03262>). The KL penalty of the paper is
-    /// [`TokenAdvantage::kl_penalty`].
+    /// REINFORCE++: returns, whitened over all tokens (<https://arxiv.org/abs/2501.03262>). For the
+    /// paper's KL penalty, set [`TokenAdvantage::kl_penalty`].
     pub fn reinforce_plus_plus() -> Self {
         AdvantageName::ReinforcePlusPlus.into()
     }
 
-    /// `r - mean of the group`, whitened over all tokens (<https://arxiv.org/abs/2501.03262>).
+    /// REINFORCE++-baseline: `r - group mean`, whitened over all tokens
+    /// (<https://arxiv.org/abs/2501.03262>).
     pub fn reinforce_plus_plus_baseline() -> Self {
         AdvantageName::ReinforcePlusPlusBaseline.into()
     }
 
-    /// The return of each token minus the reward of a greedy completion (<https://arxiv.org/abs/2310.10505>). Needs
-    /// `reward_baselines`.
+    /// ReMax: each token's return minus the reward of a greedy completion
+    /// (<https://arxiv.org/abs/2310.10505>). Needs `reward_baselines`.
     pub fn remax() -> Self {
         AdvantageName::Remax.into()
     }
 
-    /// Generalized advantages (<https://arxiv.org/abs/1506.02438>), whitened as in verl. Needs `values`.
+    /// GAE (<https://arxiv.org/abs/1506.02438>), whitened as in verl. Needs `values`.
     pub fn gae(gamma: f64, lambda: f64) -> Self {
         Self {
             gamma: Some(gamma),
@@ -324,26 +329,26 @@ impl AdvantagePipeline {
         }
     }
 
-    /// Returns minus the minimum-variance baseline of each token; see
+    /// Returns minus the minimum-variance baseline at each token: see
     /// [`OptimalTokenBaseline`](crate::advantage::OptimalTokenBaseline). Needs `old_log_probs` and
     /// `sum_of_squared_probs`.
     pub fn optimal_token_baseline() -> Self {
         AdvantageName::OptimalTokenBaseline.into()
     }
 
-    /// [`Self::optimal_token_baseline`] for sequences with turns, whose tokens are aligned by the
-    /// number of generated tokens before them.
+    /// [`Self::optimal_token_baseline`] for multi-turn sequences: tokens are aligned by the number
+    /// of generated tokens before them.
     pub fn multi_turn_optimal_token_baseline() -> Self {
         AdvantageName::MultiTurnOptimalTokenBaseline.into()
     }
 
-    /// OpenRLHF's `reinforce`: returns, normalized over all tokens by mean and population
-    /// deviation.
+    /// OpenRLHF's `reinforce`: returns, normalized over all tokens with their mean and population
+    /// standard deviation.
     pub fn reinforce() -> Self {
         AdvantageName::Reinforce.into()
     }
 
-    /// OpenRLHF's `reinforce_baseline`: `r - mean of the group`, then as [`Self::reinforce`].
+    /// OpenRLHF's `reinforce_baseline`: `r - group mean`, then [`Self::reinforce`].
     pub fn reinforce_baseline() -> Self {
         AdvantageName::ReinforceBaseline.into()
     }

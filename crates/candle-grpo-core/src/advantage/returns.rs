@@ -5,13 +5,12 @@ use serde::{Deserialize, Serialize};
 
 use crate::mask::Mask;
 
-/// Treatment of tokens that the policy did not generate, such as the output of a tool between two
-/// turns.
+/// Treatment for tokens that the policy did not generate, such as tool output between two turns.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 #[non_exhaustive]
 pub enum MaskedTokens {
-    /// They take no time step: discounts and values pass from one token of the mask to the next
+    /// They are not time steps: discounts and values pass from one masked-in token to the next
     /// (verl, twinkle). The default.
     #[default]
     Skipped,
@@ -22,8 +21,8 @@ pub enum MaskedTokens {
 /// Computes `y[.., t] = input[.., t] + factor[.., t] * y[.., t + 1]` along the last dimension, with
 /// 0 after the last position.
 ///
-/// Discounted returns, generalized advantages and sums over runs of tokens have this form. The scan
-/// doubles its width in each pass: it takes log2(T) passes instead of T. Differentiable.
+/// Discounted returns, generalized advantages and sums over token runs have this form. The scan
+/// doubles its width in each pass, so it needs log2(T) passes instead of T. Differentiable.
 ///
 /// # Errors
 ///
@@ -50,7 +49,7 @@ pub fn reverse_recurrence(input: &Tensor, factor: &Tensor) -> Result<Tensor> {
     let tokens = input.dim(D::Minus1)?;
     let (mut y, mut factor) = (input.clone(), factor.clone());
     let mut width = 1;
-    // After the pass of width k, y[t] holds the terms of k positions.
+    // After the pass with width k, y[t] holds the terms from k positions.
     while width < tokens {
         y = (&y + (&factor * shift_left(&y, width)?)?)?;
         factor = (&factor * shift_left(&factor, width)?)?;
@@ -66,7 +65,7 @@ fn shift_left(x: &Tensor, by: usize) -> Result<Tensor> {
         .pad_with_zeros(D::Minus1, 0, by)
 }
 
-/// The factor of a recurrence that applies `factor` once for each time step, `[B, T]`.
+/// Returns a recurrence factor that applies `factor` once per time step, `[B, T]`.
 fn factor_per_step(
     like: &Tensor,
     factor: f64,
@@ -80,7 +79,8 @@ fn factor_per_step(
     }
 }
 
-/// `G_t = r_t + gamma * G_{t+1}` of `rewards` `[B, T]`; 0 outside the mask, as the rewards must be.
+/// Computes `G_t = r_t + gamma * G_{t+1}` from `rewards` `[B, T]`. Rewards and returns are 0
+/// outside the mask.
 pub(crate) fn discounted_returns(
     rewards: &Tensor,
     gamma: f64,
@@ -91,9 +91,9 @@ pub(crate) fn discounted_returns(
     mask.select(&reverse_recurrence(rewards, &gamma)?)
 }
 
-/// `A_t = d_t + gamma * lambda * A_{t+1}` with `d_t = r_t + gamma * V_{t+1} - V_t`
-/// (<https://arxiv.org/abs/1506.02438>): `[B, T]`, 0 outside the mask, as `rewards` and `values` must be. The value after
-/// the last token is 0.
+/// Computes `A_t = d_t + gamma * lambda * A_{t+1}` with `d_t = r_t + gamma * V_{t+1} - V_t`
+/// (<https://arxiv.org/abs/1506.02438>): `[B, T]`. `rewards`, `values` and the result are 0 outside
+/// the mask. The value after the last token is 0.
 pub(crate) fn generalized_advantages(
     rewards: &Tensor,
     values: &Tensor,
@@ -105,7 +105,7 @@ pub(crate) fn generalized_advantages(
     let next_values = match masked {
         MaskedTokens::Counted => shift_left(values, 1)?,
         MaskedTokens::Skipped => {
-            // The value of this token or, outside the mask, of the next token in the mask.
+            // Each token's own value or, outside the mask, the next masked-in token's value.
             let outside = mask.selected().eq(0u8)?.to_dtype(values.dtype())?;
             shift_left(&reverse_recurrence(values, &outside)?, 1)?
         }

@@ -1,15 +1,15 @@
-//! Baselines of roles in self-play.
+//! Role baselines for self-play.
 
 use candle_core::{Result, bail};
 use serde::{Deserialize, Serialize};
 
 use crate::validate;
 
-/// `x - b[role]`, with a moving average `b` of the rewards of each role: role-conditioned advantage
-/// estimation (SPIRAL, <https://arxiv.org/abs/2506.24119>; `rae` in prime-rl).
+/// Role-conditioned advantage estimation: `x - b[role]`, where `b` is a moving average of each
+/// role's rewards (SPIRAL, <https://arxiv.org/abs/2506.24119>; `rae` in prime-rl).
 ///
-/// Roles of a game may have different expected rewards, such as the first player of a game that the
-/// first player usually wins. The serialized form is the whole state.
+/// Use it when the roles in a game have different expected rewards, for example when the first
+/// player usually wins. The serialized form is the complete state.
 ///
 /// ```
 /// use candle_grpo_core::advantage::RoleBaselines;
@@ -29,7 +29,7 @@ pub struct RoleBaselines {
 }
 
 impl RoleBaselines {
-    /// Baselines of 0 for this number of roles, with a `decay` from 0 to 1.
+    /// Creates baselines that start at 0, one per role, with a `decay` from 0 to 1.
     ///
     /// # Errors
     ///
@@ -42,18 +42,18 @@ impl RoleBaselines {
         })
     }
 
-    /// Returns the baseline of each role.
+    /// Returns the baseline for each role.
     pub fn baselines(&self) -> &[f64] {
         &self.baselines
     }
 
-    /// Returns the advantage of each sample, in order. The baseline of a role changes after each of
-    /// its samples: `b = decay b + (1 - decay) x`.
+    /// Returns the advantage for each sample, in order. Each sample updates its role's baseline:
+    /// `b = decay b + (1 - decay) x`.
     ///
     /// # Errors
     ///
     /// Fails if there is not one role for each reward, if a role is out of range, or if a reward is
-    /// not finite. The baselines are then unchanged.
+    /// not finite. The baselines then stay unchanged.
     pub fn advantages(&mut self, rewards: &[f64], roles: &[usize]) -> Result<Vec<f64>> {
         if rewards.len() != roles.len() {
             bail!(

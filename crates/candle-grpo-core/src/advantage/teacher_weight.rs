@@ -1,4 +1,4 @@
-//! Advantages of tokens weighted by a teacher.
+//! Token advantages weighted by a teacher.
 
 use candle_core::{Result, Tensor};
 use serde::{Deserialize, Serialize};
@@ -7,20 +7,22 @@ use super::AdvantageBatch;
 use crate::schedule::CoefSchedule;
 use crate::validate::{self, Checked};
 
-/// `A (1 - L + L clip(exp(sign(A) (teach - old)), 1 - c, 1 + c))`: the teacher moves credit between
-/// the tokens of a sequence, and the reward alone decides its sign (RLSD,
-/// <https://arxiv.org/abs/2604.03128>; ms-swift).
+/// Weights each token's advantage by a teacher:
+/// `A (1 - L + L clip(exp(sign(A) (teach - old)), 1 - c, 1 + c))` (RLSD,
+/// <https://arxiv.org/abs/2604.03128>; ms-swift). The teacher moves credit between a sequence's
+/// tokens, and the reward alone decides the sign.
 ///
-/// The teacher is usually the policy with more information in its prompt, such as a reference
+/// Usually, the teacher is the same policy with more information in its prompt, such as a reference
 /// answer. Needs `old_log_probs` and `teacher_log_probs`.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct TeacherWeight {
-    /// The share L of the weight, from 0 to 1, over the steps. Default [`CoefSchedule::default`].
+    /// The weight's share L, from 0 to 1, scheduled over training steps. Default
+    /// [`CoefSchedule::default`].
     pub share: CoefSchedule,
-    /// The bound c on the distance of the weight from 1. Default 0.2.
+    /// The bound c: how far the weight may be from 1. Default 0.2.
     pub clip: f64,
-    /// Leaves advantages that are not negative unchanged. Default `false`.
+    /// Leaves nonnegative advantages unchanged. Default `false`.
     pub negative_only: bool,
 }
 
@@ -39,7 +41,7 @@ impl TeacherWeight {
     ///
     /// # Errors
     ///
-    /// Fails with the name of the invalid option.
+    /// Fails if an option is invalid; the error names it.
     pub fn validate(&self) -> Checked {
         validate::unit_interval("share.peak", self.share.peak)?;
         validate::unit_interval("share.end", self.share.end)?;
@@ -47,7 +49,7 @@ impl TeacherWeight {
         validate::positive("clip", self.clip)
     }
 
-    /// Returns the share L in a step; without a step, its peak.
+    /// Returns the share L in a step, or its peak if there is no step.
     pub fn share_at(&self, step: Option<usize>) -> f64 {
         step.map_or(self.share.peak, |step| self.share.at(step))
     }

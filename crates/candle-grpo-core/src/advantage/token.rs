@@ -1,4 +1,4 @@
-//! Advantages of tokens: token rewards, returns, baseline, whitening and clipping.
+//! Token advantages: token rewards, returns, baseline, whitening and clipping.
 
 use candle_core::{D, DType, Result, Tensor};
 use serde::{Deserialize, Serialize};
@@ -18,31 +18,36 @@ use crate::rewards::{
 };
 use crate::validate::{self, Checked};
 
-/// Baseline that is subtracted from the return of a token.
+/// Baseline that is subtracted from a token's return.
 #[derive(Debug, Clone, Copy, PartialEq, Default, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 #[non_exhaustive]
 pub enum TokenBaseline {
-    /// 0, or the value of the token if [`TokenAdvantage::lambda`] is given. The default.
+    /// 0, or the token's value if you set [`TokenAdvantage::lambda`]. The default.
     #[default]
     None,
-    /// `reward_baselines` of the batch, one number for all tokens of a sequence (ReMax,
+    /// The batch's `reward_baselines`, the same number for all tokens in a sequence (ReMax,
     /// <https://arxiv.org/abs/2310.10505>).
     Given,
-    /// Minimum-variance baseline of the group at this token.
+    /// The group's minimum-variance baseline at this token.
     OptimalToken(OptimalTokenBaseline),
 }
 
-/// Advantages of tokens from rewards of sequences or tokens, in the order of the ROLL pipeline.
+/// Token advantages from sequence or token rewards, in the ROLL pipeline's order:
 ///
-/// 1. The reward of a sequence goes to its last token.
-/// 2. Token rewards minus the KL penalty are clipped, then whitened.
-/// 3. Returns accumulate them from each token to the end; with `lambda`, GAE does.
-/// 4. The baseline and the divergence from a teacher are subtracted. A teacher weighs the rest.
+/// 1. A sequence reward goes to its last token.
+/// 2. The KL penalty is subtracted from token rewards, which are then clipped and whitened.
+/// 3. Returns accumulate them from each token to the end. With `lambda`, GAE does.
+/// 4. The baseline and the divergence from a teacher are subtracted. A teacher may weight the
+///    result.
 /// 5. The result is whitened, masked and clipped.
 ///
-/// Unlike in ROLL, [`Self::token_reward_clip`] is not the clip of the samples, and fractions count
-/// only tokens of the mask.
+/// Choose it when credit differs between tokens: with token rewards, a critic, a KL penalty in the
+/// reward, or a discount. If one reward per sequence is all you have,
+/// [`GroupAdvantage`](crate::GroupAdvantage) is enough.
+///
+/// Unlike in ROLL, [`Self::token_reward_clip`] does not also clip sequence rewards, and fractions
+/// only count tokens in the mask.
 ///
 /// ```
 /// use candle_core::{Device, Tensor};
@@ -62,38 +67,41 @@ pub enum TokenBaseline {
 ///
 /// # Metrics
 ///
-/// Over the tokens of the mask: `reward_kl` and `teacher_kl` of the penalties,
-/// `token_reward_clip_fraction` and `advantage_clip_fraction` of the clips.
-/// `reward_kl_per_sequence` is the mean over sequences of their means; update a
-/// [`crate::kl::KlController`] with it.
+/// All are computed over tokens in the mask. `reward_kl` and `teacher_kl` are the penalties'
+/// divergences. `token_reward_clip_fraction` and `advantage_clip_fraction` are the fractions that
+/// were clipped. `reward_kl_per_sequence` averages each sequence's mean: pass it to
+/// [`crate::kl::KlController`].
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct TokenAdvantage {
     /// KL penalty in the reward (`add_token_level_kl` in ROLL). Absent by default.
     pub kl_penalty: Option<KlPenalty>,
-    /// Token rewards are clipped to plus and minus this, after the penalty. Absent by default.
+    /// Token rewards are clipped to plus and minus this bound, after the penalty. Absent by
+    /// default.
     pub token_reward_clip: Option<f64>,
     /// Whitens token rewards. Default `false`.
     pub whiten_rewards: bool,
     /// Discount from one token to the next. Default 1.
     pub gamma: f64,
-    /// Lambda of GAE (<https://arxiv.org/abs/1506.02438>), which needs the values of a critic: 0 uses the critic only, 1
-    /// the rewards only. If absent, advantages are returns minus the baseline. Absent by default.
+    /// GAE's lambda (<https://arxiv.org/abs/1506.02438>), which needs critic values: 0 uses the
+    /// critic only, 1 the rewards only. If absent, advantages are returns minus the baseline.
+    /// Absent by default.
     pub lambda: Option<f64>,
-    /// Treatment of tokens outside the mask. Default `skipped`.
+    /// Treatment for tokens outside the mask. Default `skipped`.
     pub masked_tokens: MaskedTokens,
-    /// Baseline that is subtracted from the returns. Default `none`.
+    /// Baseline, subtracted from the returns. Default `none`.
     pub baseline: TokenBaseline,
-    /// Teacher penalty: the divergence from `teacher_log_probs`, which is subtracted from each
-    /// advantage (on-policy distillation in ROLL and NeMo-RL). Absent by default.
+    /// Teacher penalty: the divergence from `teacher_log_probs`, subtracted from each advantage
+    /// (on-policy distillation in ROLL and NeMo-RL). Absent by default.
     pub distillation: Option<KlPenalty>,
-    /// Weight of each advantage by a teacher, after `distillation` (RLSD). Absent by default.
+    /// Teacher weight for each advantage, applied after `distillation` (RLSD). Absent by default.
     pub teacher_weight: Option<TeacherWeight>,
-    /// Whitens advantages over all tokens of the batch. Default `false`.
+    /// Whitens advantages over all tokens in the batch. Default `false`.
     pub whiten_advantages: bool,
-    /// Whitening of rewards and advantages. Default [`Whitening::default`].
+    /// Whitening for rewards and advantages. Default [`Whitening::default`].
     pub whitening: Whitening,
-    /// Advantages are clipped to plus and minus this, after everything else. Absent by default.
+    /// Advantages are clipped to plus and minus this bound, after everything else. Absent by
+    /// default.
     pub advantage_clip: Option<f64>,
 }
 
@@ -121,7 +129,7 @@ impl TokenAdvantage {
     ///
     /// # Errors
     ///
-    /// Fails with the name of the invalid option.
+    /// Fails if an option is invalid; the error names it.
     pub fn validate(&self) -> Checked {
         validate::unit_interval("gamma", self.gamma)?;
         if let Some(lambda) = self.lambda {
@@ -161,7 +169,7 @@ impl TokenAdvantage {
         self.whitening.validate().map_err(|e| e.within("whitening"))
     }
 
-    /// The advantages from `token_rewards` `[B, T]`, which replace the rewards of the batch.
+    /// Computes the advantages from `token_rewards` `[B, T]`, which replace the batch's rewards.
     pub(super) fn estimate_from(
         &self,
         token_rewards: &Tensor,
@@ -211,7 +219,7 @@ impl TokenAdvantage {
         })
     }
 
-    /// Returns and advantages before whitening.
+    /// Computes returns and advantages before whitening.
     fn accumulate(
         &self,
         rewards: &Tensor,
@@ -249,9 +257,9 @@ impl TokenAdvantage {
 }
 
 impl AdvantageEstimator for TokenAdvantage {
-    /// Computes advantages `[B, T]` and returns from the token rewards of the batch or, without
-    /// these, from the rewards of its sequences at their last tokens. A sequence without a
-    /// token in the mask is left out; its reward may be NaN.
+    /// Computes advantages `[B, T]` and returns from the batch's token rewards. If they are absent,
+    /// each sequence reward goes to the last token. A sequence without a token in the mask is left
+    /// out, and its reward may be NaN.
     fn estimate(&self, batch: &AdvantageBatch) -> Result<Advantages> {
         if let Some(token_rewards) = &batch.token_rewards {
             let result_dtype = arithmetic_dtype(token_rewards.dtype());
@@ -264,7 +272,7 @@ impl AdvantageEstimator for TokenAdvantage {
             ..rewards
         };
         let (sums, _) = combine(&rewards, None, NonFinite::Exclude)?;
-        // There is no option to exclude any.
+        // No option excludes missing scores here.
         check_all_finite("rewards", &rewards.values)?;
         let placed = mask.place_on_last(&sums)?;
         self.estimate_from(&placed, rewards.result_dtype, batch)
@@ -287,7 +295,7 @@ impl AdvantageEstimator for TokenAdvantage {
     }
 }
 
-/// Adds the mean of the per-sequence means of `x`, over the sequences that have tokens.
+/// Adds the metric that averages each sequence's mean of `x`, over sequences that have tokens.
 fn push_mean_of_means(metrics: &mut Metrics, name: &str, x: &Tensor, mask: &Mask) -> Result<()> {
     let lengths = mask.lengths(x.dtype())?;
     let means = (x.sum_keepdim(D::Minus1)? / lengths.maximum(1.)?)?;
@@ -295,7 +303,7 @@ fn push_mean_of_means(metrics: &mut Metrics, name: &str, x: &Tensor, mask: &Mask
     metrics.push_mean(name, &means.sum_all()?, &count)
 }
 
-/// Clips `x` to plus and minus `clip` and adds the metric `{name}_fraction`.
+/// Clips `x` to plus and minus `clip`, and adds the metric `{name}_fraction`.
 fn clip_tokens(
     name: &str,
     x: &Tensor,

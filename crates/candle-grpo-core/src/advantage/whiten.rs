@@ -1,4 +1,4 @@
-//! Whitening over the tokens or samples of a batch.
+//! Whitening over a batch's tokens or samples.
 
 use candle_core::{Result, Tensor};
 use serde::{Deserialize, Serialize};
@@ -8,7 +8,7 @@ use crate::mask::Mask;
 use crate::moments::{Moments, divide_by_std};
 use crate::validate::{self, Checked};
 
-/// Position of epsilon in the divisor.
+/// Where epsilon enters the divisor.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 #[non_exhaustive]
@@ -22,7 +22,7 @@ pub enum EpsilonPlacement {
     Floor,
 }
 
-/// `(x - mean) / std` with the moments of all selected entries of a batch.
+/// Whitening: `(x - mean) / std`, with moments over all selected entries in a batch.
 ///
 /// ```
 /// use candle_core::{Device, Tensor};
@@ -43,11 +43,11 @@ pub struct Whitening {
     /// Divides by the standard deviation (the opposite of OpenRLHF's `no_std_norm`). Default
     /// `true`.
     pub divide: bool,
-    /// Delta degrees of freedom of the variance: 1 divides by n - 1, 0 by n. Default 1.
+    /// Delta degrees of freedom for the variance: 1 divides by n - 1, 0 by n. Default 1.
     pub ddof: usize,
-    /// Bounds the divisor away from 0. Default 1e-8.
+    /// Keeps the divisor away from 0. Default 1e-8.
     pub epsilon: f64,
-    /// Position of epsilon in the divisor. Default `inside_sqrt`.
+    /// Where epsilon enters the divisor. Default `inside_sqrt`.
     pub placement: EpsilonPlacement,
 }
 
@@ -97,30 +97,30 @@ impl Whitening {
     ///
     /// # Errors
     ///
-    /// Fails with the name of the invalid option.
+    /// Fails if an option is invalid; the error names it.
     pub fn validate(&self) -> Checked {
         validate::positive("epsilon", self.epsilon)?;
         validate::ddof("ddof", self.ddof)
     }
 
-    /// Whitens `values` `[B, T]` with the moments of the positions in `mask`; the result is f32
+    /// Whitens `values` `[B, T]` with the moments over the positions in `mask`. The result is f32
     /// (f64 for f64).
     ///
-    /// Positions outside the mask are transformed too: select by the mask afterwards. With fewer
-    /// than two positions in the mask the variance is undefined, and the values are returned
+    /// Positions outside the mask are transformed too, so select by the mask afterwards. The
+    /// variance needs at least two positions in the mask: with fewer, the values are returned
     /// unchanged.
     ///
     /// # Errors
     ///
-    /// Fails if an option is invalid, or if the values do not have the shape and the device of the
-    /// mask.
+    /// Fails if an option is invalid, or if the shape or device of the values differs from the
+    /// mask's.
     pub fn apply(&self, values: &Tensor, mask: &Mask) -> Result<Tensor> {
         mask.check("values", values)?;
         self.apply_selected(&for_statistics(values)?, mask.selected())?
             .to_dtype(arithmetic_dtype(values.dtype()))
     }
 
-    /// Whitens `x` in the dtype of statistics with `selected` in u8 of the same shape.
+    /// Whitens `x` in the statistics dtype. `selected` is u8 and has the same shape.
     pub(crate) fn apply_selected(&self, x: &Tensor, selected: &Tensor) -> Result<Tensor> {
         self.validate()?;
         let moments = Moments::new(&x.flatten_all()?, &selected.flatten_all()?)?;
@@ -139,7 +139,7 @@ impl Whitening {
                 }
             }
         };
-        // Equal values give exactly 0, whatever the rounding of the mean.
+        // Equal values give exactly 0, even if the mean is rounded.
         let centered = selected.where_cond(
             &moments.centered.reshape(x.shape())?,
             &x.broadcast_sub(&moments.mean)?,

@@ -1,11 +1,14 @@
-//! Coefficient of a KL penalty, fixed or adaptive.
+//! KL penalty coefficients, fixed or adaptive.
 
 use candle_core::Result;
 use serde::{Deserialize, Serialize};
 
 use crate::validate::{self, Checked};
 
-/// Coefficient of a KL penalty over the steps of a run. The serialized form is the whole state.
+/// A KL penalty coefficient over a training run. The serialized form is the complete state.
+///
+/// Start with a fixed coefficient. Use an adaptive one if the divergence keeps growing, or if you
+/// know the divergence that you want.
 ///
 /// ```
 /// use candle_grpo_core::kl::KlController;
@@ -25,14 +28,15 @@ pub enum KlController {
         coef: f64,
     },
     /// `coef * max(0, 1 + clip(kl / target - 1, -0.2, 0.2) * samples / horizon)` after each step
-    /// (<https://arxiv.org/abs/1909.08593>; verl, ROLL, OpenRLHF). A coefficient of 0 stays 0. In those libraries the
-    /// coefficient becomes negative in a step of more than `5 * horizon` samples.
+    /// (<https://arxiv.org/abs/1909.08593>; verl, ROLL, OpenRLHF). A coefficient that is 0 stays 0.
+    /// In those libraries, the coefficient becomes negative if a step has more than `5 * horizon`
+    /// samples.
     Adaptive {
         /// Current coefficient.
         coef: f64,
         /// Target divergence.
         target: f64,
-        /// Number of samples in which an error of 1 would double the coefficient.
+        /// Number of samples over which an error of 1 would double the coefficient.
         horizon: f64,
     },
 }
@@ -41,7 +45,7 @@ pub enum KlController {
 const MAX_ERROR: f64 = 0.2;
 
 impl KlController {
-    /// A constant coefficient.
+    /// Creates a constant coefficient.
     ///
     /// # Errors
     ///
@@ -52,7 +56,7 @@ impl KlController {
         Ok(controller)
     }
 
-    /// An adaptive coefficient that starts at `coef`.
+    /// Creates an adaptive coefficient that starts at `coef`.
     ///
     /// # Errors
     ///
@@ -67,17 +71,17 @@ impl KlController {
         Ok(controller)
     }
 
-    /// Returns the coefficient of the next step.
+    /// Returns the coefficient for the next step.
     pub fn coef(&self) -> f64 {
         match *self {
             Self::Fixed { coef } | Self::Adaptive { coef, .. } => coef,
         }
     }
 
-    /// Updates the coefficient with the mean divergence `kl` of a step of `samples` samples.
+    /// Updates the coefficient after a step with `samples` samples and mean divergence `kl`.
     ///
-    /// `kl` is the mean over sequences of the means over their tokens, from the estimator of the
-    /// penalty: the metric `reward_kl_per_sequence` of [`crate::TokenAdvantage`].
+    /// `kl` averages each sequence's mean over its tokens, estimated as in the penalty. It is the
+    /// metric `reward_kl_per_sequence` from [`crate::TokenAdvantage`].
     ///
     /// # Errors
     ///
@@ -101,7 +105,7 @@ impl KlController {
     ///
     /// # Errors
     ///
-    /// Fails with the name of the invalid option.
+    /// Fails if an option is invalid; the error names it.
     pub fn validate(&self) -> Checked {
         validate::non_negative("coef", self.coef())?;
         if let Self::Adaptive {

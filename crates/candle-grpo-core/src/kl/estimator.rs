@@ -1,4 +1,4 @@
-//! Estimators of the divergence from log-probs, and their gradients.
+//! Divergence estimators from log-probs, and their gradients.
 
 use candle_core::{D, Result, Tensor, bail};
 use serde::{Deserialize, Serialize};
@@ -7,18 +7,20 @@ use crate::dtype::arithmetic_dtype;
 use crate::rewards::finite_mask;
 use crate::validate::{self, Checked};
 
-/// Estimator of KL(policy || reference) from one sampled token, with `d = log_probs -
-/// ref_log_probs`.
+/// Estimator for KL(policy || reference) from one sampled token, with
+/// `d = log_probs - ref_log_probs`.
 ///
-/// k1, k2 and k3 are the names of <http://joschu.net/blog/kl-approx.html>. Names of verl and ROLL are in brackets.
+/// Use `K3` unless you reproduce a paper: it is unbiased and never negative, so a metric that grows
+/// means that the policy moves away from the reference. The names k1, k2 and k3 come from
+/// <http://joschu.net/blog/kl-approx.html>. verl's and ROLL's names are in brackets.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 #[non_exhaustive]
 pub enum KlEstimator {
-    /// `d` (`kl`). Unbiased; as a loss its expected gradient is 0.
+    /// `d` (`kl`). Unbiased, but as a loss its expected gradient is 0.
     #[serde(alias = "kl")]
     K1,
-    /// `d^2 / 2` (`mse`). On policy its gradient is that of the divergence.
+    /// `d^2 / 2` (`mse`). On-policy, its gradient equals that of the divergence.
     #[serde(alias = "mse")]
     K2,
     /// `exp(-d) + d - 1` (`low_var_kl`). Unbiased and never negative. The default.
@@ -30,7 +32,7 @@ pub enum KlEstimator {
 }
 
 impl KlEstimator {
-    /// Computes the estimate from `d = log_probs - ref_log_probs`, of any shape. Differentiable.
+    /// Computes the estimate from `d = log_probs - ref_log_probs`, in any shape. Differentiable.
     ///
     /// # Errors
     ///
@@ -40,7 +42,7 @@ impl KlEstimator {
         match self {
             Self::K1 => Ok(d.clone()),
             Self::K2 => d.sqr()? * 0.5,
-            // 1 comes off first: the difference is exact near 0.
+            // Subtracting 1 first makes the difference exact near 0.
             Self::K3 => (d.neg()?.exp()? - 1.)? + d,
             // Candle's derivative of |x| at 0 is 1; here it is 0.
             Self::Abs => d * d.detach().sign()?,
@@ -48,25 +50,25 @@ impl KlEstimator {
     }
 }
 
-/// Gradient of an estimate.
+/// Gradient for a KL estimate.
 #[derive(Debug, Clone, Copy, PartialEq, Default, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 #[non_exhaustive]
 pub enum KlGradient {
-    /// The gradient of the estimator. The default.
+    /// The estimator's own gradient. The default.
     #[default]
     Direct,
-    /// `d`, the gradient of k2, which is unbiased on policy (`k1+` and `k3+` in verl).
+    /// `d`, the k2 gradient, which is unbiased on-policy (`k1+` and `k3+` in verl).
     StraightThrough,
     /// `w * d` with the constant `w = min(exp(log_probs - old_log_probs), max)`. Unbiased for
-    /// samples of the old policy (OpenRLHF). Needs `old_log_probs`.
+    /// samples from the old policy (OpenRLHF). Needs `old_log_probs`.
     ImportanceWeighted {
         /// Largest weight.
         max: f64,
     },
 }
 
-/// A KL estimator for each token, with its gradient and clamps.
+/// A per-token KL estimator, with its gradient and clamps.
 ///
 /// ```
 /// use candle_core::{Device, Tensor};
@@ -86,11 +88,11 @@ pub struct Kl {
     pub estimator: KlEstimator,
     /// Gradient. Default `direct`.
     pub gradient: KlGradient,
-    /// Bound of `d`, positive and negative, before it is exponentiated. Beyond it the gradient of
-    /// the estimator is 0. The other gradients use the unclamped `d`, as in verl, and are 0
-    /// only where it is infinite. Default 20.
+    /// Bound for `d`, positive and negative, before `exp`. Beyond it, the estimator's own gradient
+    /// is 0. The other gradients use the unclamped `d`, as in verl, and are 0 only where it is
+    /// infinite. Default 20.
     pub log_ratio_clamp: Option<f64>,
-    /// Bound of the estimate, positive and negative. It removes the gradient where the policy is
+    /// Bound for the estimate, positive and negative. It removes the gradient where the policy is
     /// far from the reference. verl, ROLL and OpenRLHF use 10. Absent by default.
     pub value_clamp: Option<f64>,
 }
@@ -102,7 +104,8 @@ impl Default for Kl {
 }
 
 impl Kl {
-    /// An estimator with its own gradient, and the log-ratio clamped to 20 to keep `exp` finite.
+    /// Creates an estimator with its own gradient. The log-ratio is clamped to 20, which keeps
+    /// `exp` finite.
     pub fn new(estimator: KlEstimator) -> Self {
         Self {
             estimator,
@@ -116,7 +119,7 @@ impl Kl {
     ///
     /// # Errors
     ///
-    /// Fails with the name of the invalid option.
+    /// Fails if an option is invalid; the error names it.
     pub fn validate(&self) -> Checked {
         let max = match self.gradient {
             KlGradient::ImportanceWeighted { max } => Some(max),
@@ -174,12 +177,12 @@ impl Kl {
                 (bounded.detach() * weight)?
             }
         };
-        // 0 with the derivative 1. The square of a large log-ratio would be infinite.
+        // 0, with derivative 1. Squaring a large log-ratio would give infinity.
         let carrier = (&bounded - bounded.detach())?;
         value.detach() + (slope * carrier)?
     }
 
-    /// The log-ratio, clamped only where it is not finite.
+    /// Returns the log-ratio, clamped only where it is not finite.
     fn clamp_infinite(&self, log_ratio: &Tensor) -> Result<Tensor> {
         match self.log_ratio_clamp {
             Some(c) => {
@@ -201,9 +204,9 @@ impl Kl {
         }
     }
 
-    /// Computes the exact divergence of log-distributions `[.., V]`: the sum over the vocabulary of
-    /// `exp(log_p) * (log_p - log_q)`, of shape `[..]`. Entries of minus infinity in `log_dist`
-    /// have probability 0.
+    /// Computes the exact divergence between log-distributions `[.., V]`:
+    /// `exp(log_p) * (log_p - log_q)` summed over the vocabulary, with shape `[..]`. An entry in
+    /// `log_dist` that is minus infinity has probability 0.
     ///
     /// # Errors
     ///

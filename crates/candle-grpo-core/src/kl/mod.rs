@@ -1,5 +1,8 @@
-//! Estimators of the Kullback-Leibler divergence of a policy from a reference:
-//! [`Kl`](crate::Kl), [`KlEstimator`](crate::KlEstimator), and controllers of their coefficient.
+//! The Kullback-Leibler divergence between a policy and a reference: estimators ([`Kl`](crate::Kl),
+//! [`KlEstimator`](crate::KlEstimator)), and controllers for the penalty coefficient.
+//!
+//! A mean near 0 means that the policy still matches the reference. Watch the trend: one batch is
+//! noisy.
 
 mod controller;
 pub(crate) mod estimator;

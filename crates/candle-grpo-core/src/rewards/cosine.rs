@@ -1,4 +1,4 @@
-//! Rewards for right answers that depend on the length.
+//! Length-dependent rewards for right and wrong answers.
 
 use std::f64::consts::PI;
 
@@ -7,12 +7,13 @@ use serde::{Deserialize, Serialize};
 
 use crate::validate::{self, Checked};
 
-/// The cosine-scaled reward of <https://arxiv.org/abs/2502.03373>: short right answers score more
-/// than long ones, and short wrong answers less than long ones.
+/// The cosine-scaled reward (<https://arxiv.org/abs/2502.03373>). Short right answers score more
+/// than long ones, and short wrong answers score less than long ones.
 ///
-/// `long + (short - long) * (1 + cos(pi * min(1, length / max_length))) / 2`, where `short` and
-/// `long` are the scores at the lengths 0 and `max_length`. TRL's `get_cosine_scaled_reward` is
-/// equal. ms-swift has no `min`, so that scores beyond `max_length` return to `short`: `periodic`.
+/// It is `long + (short - long) * (1 + cos(pi * min(1, length / max_length))) /
+/// 2`, where `short` and `long` are the scores at lengths 0 and `max_length`. TRL's
+/// `get_cosine_scaled_reward` is equal. ms-swift has no `min`, so scores beyond `max_length` return
+/// to `short`: set `periodic` for that.
 ///
 /// ```
 /// use candle_grpo_core::rewards::CosineLength;
@@ -30,13 +31,13 @@ use crate::validate::{self, Checked};
 pub struct CosineLength {
     /// Length in tokens from which the score is constant. Default 1000.
     pub max_length: usize,
-    /// Score of a right answer of `max_length`. Default 0.5.
+    /// Score for a right answer with `max_length` tokens. Default 0.5.
     pub min_value_correct: f64,
-    /// Score of a right answer of length 0. Default 1.
+    /// Score for a right answer with length 0. Default 1.
     pub max_value_correct: f64,
-    /// Score of a wrong answer of length 0. Default -1.
+    /// Score for a wrong answer with length 0. Default -1.
     pub min_value_wrong: f64,
-    /// Score of a wrong answer of `max_length`. Default -0.5.
+    /// Score for a wrong answer with `max_length` tokens. Default -0.5.
     pub max_value_wrong: f64,
     /// Continues the cosine beyond `max_length`, as ms-swift does: the longest answers score like
     /// short ones. Default `false`.
@@ -61,7 +62,7 @@ impl CosineLength {
     ///
     /// # Errors
     ///
-    /// Fails with the name of the invalid option.
+    /// Fails if an option is invalid; the error names it.
     pub fn validate(&self) -> Checked {
         validate::check(self.max_length > 0, "max_length", 0, "be at least 1")?;
         for (name, value) in [
@@ -75,7 +76,7 @@ impl CosineLength {
         Ok(())
     }
 
-    /// Computes the reward of an answer of `length` tokens.
+    /// Computes the reward for an answer with `length` tokens.
     ///
     /// # Errors
     ///

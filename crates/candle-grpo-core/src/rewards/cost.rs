@@ -1,4 +1,4 @@
-//! Penalties on the cost of a sample, relative to its group.
+//! Cost penalties, relative to the group.
 
 use candle_core::{Result, Tensor, bail};
 use serde::{Deserialize, Serialize};
@@ -9,11 +9,12 @@ use crate::groups::{GroupLayout, Groups};
 use crate::moments::Moments;
 use crate::validate::{self, Checked};
 
-/// `x - mean_g sum_k w_k c_k / max(1, max_g c_k)`: a penalty on the costs `c_k` of a sample, in
-/// units of the mean reward of its group (`length_penalty` in prime-rl).
+/// A penalty on a sample's costs `c_k`, in units of its group's mean reward:
+/// `x - mean_g sum_k w_k c_k / max(1, max_g c_k)` (`length_penalty` in prime-rl).
 ///
-/// The most expensive sample of a group loses the whole weight. A group whose mean reward is 0 has
-/// no penalty, so that a policy that fails is not driven to short answers.
+/// Use it to shorten answers or save turns without a fixed length limit. A group's most expensive
+/// sample loses the whole weight. A group with mean reward 0 has no penalty, so a policy that fails
+/// is not pushed toward short answers.
 ///
 /// ```
 /// use candle_core::{Device, Tensor};
@@ -29,19 +30,18 @@ use crate::validate::{self, Checked};
 #[derive(Debug, Clone, Copy, PartialEq, Default, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct CostPenalty {
-    /// Weight of the tokens that the policy generated. Default 0.
+    /// Weight for generated tokens. Default 0.
     pub output_tokens: f64,
-    /// Weight of the tokens that the policy read: the prompt, and the tokens of an environment.
-    /// Default 0.
+    /// Weight for tokens that the policy read, from the prompt or an environment. Default 0.
     pub input_tokens: f64,
-    /// Weight of the turns. Default 0.
+    /// Weight for turns. Default 0.
     pub turns: f64,
 }
 
-/// Costs of the samples, each `[B]`. A cost with the weight 0 may be absent.
+/// Costs for each sample, each `[B]`. A cost with weight 0 may be absent.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct Costs<'a> {
-    /// Number of tokens that the policy generated. Absent by default.
+    /// Number of generated tokens. Absent by default.
     pub output_tokens: Option<&'a Tensor>,
     /// Number of tokens that the policy read. Absent by default.
     pub input_tokens: Option<&'a Tensor>,
@@ -54,15 +54,15 @@ impl CostPenalty {
     ///
     /// # Errors
     ///
-    /// Fails with the name of the invalid option.
+    /// Fails if an option is invalid; the error names it.
     pub fn validate(&self) -> Checked {
         validate::non_negative("output_tokens", self.output_tokens)?;
         validate::non_negative("input_tokens", self.input_tokens)?;
         validate::non_negative("turns", self.turns)
     }
 
-    /// Returns `rewards` `[B]` minus the penalty. Rewards that are not finite count as missing:
-    /// they do not enter the mean, and stay as they are.
+    /// Subtracts the penalty from `rewards` `[B]`. A non-finite reward counts as missing: it does
+    /// not enter the mean, and stays as it is.
     ///
     /// # Errors
     ///

@@ -1,4 +1,4 @@
-//! Combination of several scores of one response.
+//! Score ensembles: several scores for the same response.
 
 use candle_core::{D, DType, Device, Result, Tensor, bail};
 use serde::{Deserialize, Serialize};
@@ -7,8 +7,11 @@ use crate::rewards::{
     IntoRewards, NonFinite, check_finite, check_magnitude, finite_mask, mark_missing,
 };
 
-/// Combination of the scores that several judges give to one response. For a weighted sum of
-/// different criteria (format, correctness) use [`crate::RewardShaping::reward_weights`].
+/// Combines the scores that several judges give to the same response.
+///
+/// Start with the mean. Choose the minimum if the policy learns to please one judge. For different
+/// criteria, such as format and correctness, use weighted components instead:
+/// [`crate::RewardShaping::reward_weights`].
 ///
 /// ```
 /// use candle_core::{Device, Tensor};
@@ -30,26 +33,26 @@ pub enum ScoreEnsemble {
     Min,
     /// Maximum.
     Max,
-    /// Median; of an even number of scores the mean of the middle two.
+    /// Median; with an even number of scores, the mean of the middle two.
     Median,
-    /// The score that most judges give; of several such scores the smallest. It suits verdicts.
+    /// The most frequent score; in a tie, the smallest. It suits verdicts.
     Majority,
-    /// Weighted mean. There is one weight for each judge, at least 0 and not all 0.
+    /// Weighted mean. Needs one weight for each judge, at least 0 and not all 0.
     Weighted(Vec<f64>),
 }
 
 impl ScoreEnsemble {
-    /// Combines `scores` `[B, K]` of K judges to `[B]`.
+    /// Combines `scores` `[B, K]` from K judges to `[B]`.
     ///
     /// The median and the majority synchronize with the device.
     ///
-    /// With [`NonFinite::Exclude`] missing scores are left out, and a sample without any score
+    /// With [`NonFinite::Exclude`], missing scores are left out, and a sample without any score
     /// stays NaN.
     ///
     /// # Errors
     ///
-    /// Fails if the shape is another or empty, if the weights are invalid, and on a score that is
-    /// not finite unless it is excluded.
+    /// Fails if the shape is different or empty, if the weights are invalid, or if a score is not
+    /// finite, unless such scores are excluded.
     pub fn combine(&self, scores: impl IntoRewards, non_finite: NonFinite) -> Result<Tensor> {
         let scores = scores.into_rewards()?;
         let x = &scores.values;
@@ -98,7 +101,7 @@ impl ScoreEnsemble {
     }
 }
 
-/// Combines the finite scores of each row of `x`, in ascending order, with `combine`.
+/// Combines each row's finite scores, in ascending order, with `combine`.
 fn each_row(x: &Tensor, combine: impl Fn(&[f64]) -> f64) -> Result<Tensor> {
     let rows = x.to_device(&Device::Cpu)?.to_dtype(DType::F64)?;
     let rows = rows.to_vec2::<f64>()?;
@@ -113,7 +116,7 @@ fn each_row(x: &Tensor, combine: impl Fn(&[f64]) -> f64) -> Result<Tensor> {
         .to_device(x.device())
 }
 
-/// The median of sorted scores; NaN if there are none.
+/// Returns the median of sorted scores, or NaN if there are none.
 fn median(scores: &[f64]) -> f64 {
     let middle = scores.len() / 2;
     match (scores.get(middle), scores.len() % 2) {
@@ -123,7 +126,7 @@ fn median(scores: &[f64]) -> f64 {
     }
 }
 
-/// The most frequent of sorted scores, the smallest of several; NaN if there are none.
+/// Returns the most frequent sorted score; in a tie, the smallest. NaN if there are none.
 fn majority(scores: &[f64]) -> f64 {
     let mut found: &[f64] = &[f64::NAN];
     for equal in scores.chunk_by(|a, b| a == b) {

@@ -1,4 +1,8 @@
-//! Rewards: the accepted types, shaping before the advantage, and penalties.
+//! Rewards: accepted types, shaping before the advantage, and penalties.
+//!
+//! Start without shaping: group advantages already center and scale rewards. If answers get too
+//! long, try [`OverlongPenalty`] near a token limit or [`CosineLength`] for any length. If a policy
+//! repeats itself, try [`RepetitionPenalty`].
 
 mod cosine;
 mod cost;
@@ -24,10 +28,10 @@ use crate::dtype::{arithmetic_dtype, for_statistics};
 use crate::validate::Checked;
 
 /// Types that hold rewards: a tensor `[B]` or `[B, K]` on any device, or a slice, array or vector
-/// of numbers `[B]`, which becomes a tensor on the CPU.
+/// of numbers `[B]`, which becomes a CPU tensor.
 ///
-/// Results are f32, except that a tensor of f64 gives f64. A slice of f64 is computed in f64 and
-/// gives f32, the dtype of log-probs.
+/// Results are f32, but an f64 tensor gives f64. An f64 slice is computed in f64 and gives f32,
+/// like log-probs.
 pub trait IntoRewards {
     /// Converts the rewards to a tensor.
     ///
@@ -37,12 +41,12 @@ pub trait IntoRewards {
     fn into_rewards(self) -> Result<RewardTensor>;
 }
 
-/// Rewards as a tensor, and the dtype of results.
+/// Rewards as a tensor, and the result dtype.
 #[derive(Debug, Clone)]
 pub struct RewardTensor {
-    /// Rewards, `[B]` or `[B, K]`, in the dtype of statistics (f64, or f32 on Metal).
+    /// Rewards, `[B]` or `[B, K]`, in the statistics dtype (f64, or f32 on Metal).
     pub values: Tensor,
-    /// Dtype of results: f32 or f64.
+    /// Result dtype: f32 or f64.
     pub result_dtype: DType,
 }
 
@@ -101,7 +105,7 @@ impl<T: WithDType, const N: usize> IntoRewards for &[T; N] {
     }
 }
 
-/// Treatment of rewards that are NaN or infinite.
+/// Treatment for rewards that are NaN or infinite.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 #[non_exhaustive]
@@ -109,8 +113,8 @@ pub enum NonFinite {
     /// An error that names the sample. Synchronizes with the device. The default.
     #[default]
     Error,
-    /// A missing score: excluded from every statistic. A sample without any score gets the
-    /// advantage 0 (TRL).
+    /// A missing score, which no statistic includes. A sample without any score gets advantage 0
+    /// (TRL).
     Exclude,
 }
 
@@ -124,13 +128,13 @@ pub(crate) fn check_not_empty(rewards: &Tensor) -> Result<()> {
     Ok(())
 }
 
-/// The largest magnitude of a reward. The squares of 10^8 of them have a finite sum.
+/// Largest reward magnitude. 10^8 squares add up to a finite sum.
 const LARGEST: f64 = 1e150;
 
-/// Checks that no entry of `rewards` is so large that a square or a difference would be infinite.
-/// Entries that are not finite pass.
+/// Checks that no entry in `rewards` is so large that a square or a difference would be infinite.
+/// Non-finite entries pass.
 ///
-/// Tensors on other devices than the CPU are not checked, because that would synchronize.
+/// Only CPU tensors are checked, because the check would synchronize other devices.
 pub(crate) fn check_magnitude(name: &str, rewards: &Tensor) -> Result<()> {
     if !rewards.device().is_cpu() || rewards.dtype() != DType::F64 {
         return Ok(());
@@ -147,18 +151,18 @@ pub(crate) fn check_magnitude(name: &str, rewards: &Tensor) -> Result<()> {
     }
 }
 
-/// Converts advantages or returns, `[B]` or `[B, T]`, to the dtype of results. `name` is that of
-/// one of them. NaN, which other inputs than rewards can have, stays NaN.
+/// Converts advantages or returns, `[B]` or `[B, T]`, to the result dtype. `name` is the singular.
+/// NaN, which can come from inputs other than rewards, stays NaN.
 ///
 /// # Errors
 ///
-/// Fails if one of them is too large for `dtype`, on the CPU.
+/// On the CPU, fails if an entry overflows `dtype`.
 pub(crate) fn to_result_dtype(name: &str, values: &Tensor, dtype: DType) -> Result<Tensor> {
     let result = values.to_dtype(dtype)?;
     if !result.device().is_cpu() || values.dtype() == dtype {
         return Ok(result);
     }
-    // An entry that was not finite before is none of the conversion.
+    // An entry that was not finite before the conversion passes.
     let is_kept = (finite_mask(&result)? + finite_mask(values)?.eq(0u8)?)?;
     if let Some((index, value)) = first_unset(&result, &is_kept)? {
         let place = match *result.dims() {
@@ -173,7 +177,7 @@ pub(crate) fn to_result_dtype(name: &str, values: &Tensor, dtype: DType) -> Resu
     Ok(result)
 }
 
-/// The sample of an entry of `[B]` or `[B, K]`, and its component.
+/// Returns an entry's sample in `[B]` or `[B, K]`, and its component.
 fn place(rewards: &Tensor, index: usize) -> String {
     match *rewards.dims() {
         [_, k] => format!("sample {} in component {}", index / k, index % k),
@@ -181,7 +185,7 @@ fn place(rewards: &Tensor, index: usize) -> String {
     }
 }
 
-/// The weighted sums `[B]` of the components, and u8 `[B]`: 1 for samples with at least one finite
+/// Returns the weighted component sums `[B]`, and u8 `[B]`: 1 for samples with at least one finite
 /// component.
 ///
 /// `weights` has one number for each of the K components. If absent, all weights are 1.
@@ -244,13 +248,13 @@ pub(crate) fn check_weights(weights: Option<&[f64]>) -> Checked {
     }
 }
 
-/// u8, 1 where `x` is finite.
+/// Returns u8: 1 where `x` is finite.
 pub(crate) fn finite_mask(x: &Tensor) -> Result<Tensor> {
-    // NaN and infinity times 0 are NaN, which is unequal to everything.
+    // NaN and infinity times 0 are NaN, which is not equal to anything.
     (x * 0.)?.eq(0.)
 }
 
-/// `x` where `scored` is 1, and NaN, which marks a missing score, elsewhere.
+/// Returns `x` where `scored` is 1, and elsewhere NaN, which marks a missing score.
 pub(crate) fn mark_missing(x: &Tensor, scored: &Tensor) -> Result<Tensor> {
     scored.where_cond(x, &(x.zeros_like()? + f64::NAN)?)
 }
@@ -269,8 +273,8 @@ pub(crate) fn check_finite_tokens(name: &str, values: &Tensor) -> Result<()> {
     check_magnitude(name, values)
 }
 
-/// Index in the flattened tensor and value of the first entry whose flag (u8) is 0. Synchronizes
-/// with the device.
+/// Returns the flat index and value for the first entry whose flag (u8) is 0. Synchronizes with the
+/// device.
 pub(crate) fn first_unset(values: &Tensor, flags: &Tensor) -> Result<Option<(usize, f64)>> {
     let flags = flags.flatten_all()?;
     if flags.to_dtype(DType::F32)?.min(0)?.to_scalar::<f32>()? == 1. {
@@ -286,14 +290,14 @@ pub(crate) fn first_unset(values: &Tensor, flags: &Tensor) -> Result<Option<(usi
     Ok(Some((index, value)))
 }
 
-/// Checks that all entries of `values` are `finite`, for a function with an option of the type
-/// [`NonFinite`]. Synchronizes with the device.
+/// Checks that all entries in `values` are `finite`, for a function with a [`NonFinite`] option.
+/// Synchronizes with the device.
 pub(crate) fn check_finite(name: &str, values: &Tensor, finite: &Tensor) -> Result<()> {
     let hint = " (or exclude missing scores with NonFinite::Exclude)";
     finite_or(name, values, finite, hint)
 }
 
-/// Checks that all entries of `values` are finite. Synchronizes with the device.
+/// Checks that all entries in `values` are finite. Synchronizes with the device.
 pub(crate) fn check_all_finite(name: &str, values: &Tensor) -> Result<()> {
     finite_or(name, values, &finite_mask(values)?, "")
 }

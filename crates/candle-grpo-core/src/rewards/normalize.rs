@@ -1,4 +1,4 @@
-//! Normalization of rewards with independent levels of the mean and the standard deviation.
+//! Reward normalization, with independent levels for mean and standard deviation.
 
 use candle_core::{DType, Device, Result, Tensor, bail};
 use serde::{Deserialize, Serialize};
@@ -9,7 +9,7 @@ use crate::groups::{GroupLayout, Groups};
 use crate::moments::{Moments, divide_by_std};
 use crate::validate::{self, Checked};
 
-/// Rewards that a moment is computed from.
+/// The rewards over which a moment is computed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 #[non_exhaustive]
@@ -17,48 +17,47 @@ pub enum NormLevel {
     /// None: the mean is 0, or the rewards are not divided. The default.
     #[default]
     None,
-    /// Samples of the same prompt.
+    /// Samples for the same prompt.
     Group,
-    /// All samples of the batch.
+    /// All samples in the batch.
     Batch,
     /// All samples so far, including this batch. Needs [`RunningMoments`].
     Running,
 }
 
-/// The point about which a standard deviation is taken.
+/// The center for a standard deviation.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 #[non_exhaustive]
 pub enum StdCenter {
-    /// The mean of the rewards that the deviation is computed from. The default.
+    /// The mean over the same rewards. The default.
     #[default]
     OwnMean,
-    /// The mean that was subtracted, whatever its level (AReaL). A deviation without a degree of
-    /// freedom is 1.
+    /// The subtracted mean, at any level (AReaL). A deviation without a degree of freedom is 1.
     SubtractedMean,
 }
 
-/// `(reward - mean) / (std + epsilon)` as in ROLL, with independent levels of mean and std. The
-/// mean of the group and the std of the batch give the normalization of <https://arxiv.org/abs/2508.08221>.
+/// Reward normalization as in ROLL: `(reward - mean) / (std + epsilon)`, with independent levels
+/// for mean and std. The group mean and the batch std give the normalization from
+/// <https://arxiv.org/abs/2508.08221>.
 ///
-/// With the std of the group, a group of equal rewards is not divided: it gives 0 with the mean of
-/// the group, and the distance from the mean with any other level.
+/// With a group std, a group with equal rewards is not divided. It gives 0 with the group mean, and
+/// the distance from the mean at any other level.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct RewardNorm {
-    /// Level of the mean (ROLL's `norm_mean_type`). Default `none`.
+    /// Level for the mean (ROLL's `norm_mean_type`). Default `none`.
     pub mean: NormLevel,
-    /// Level of the standard deviation (ROLL's `norm_std_type`). Default `none`.
+    /// Level for the standard deviation (ROLL's `norm_std_type`). Default `none`.
     pub std: NormLevel,
     /// Added to the standard deviation. Default `DEFAULT_EPSILON`.
     pub epsilon: f64,
-    /// Delta degrees of freedom of the variance: 1 divides by n - 1, 0 by n. Default 1.
+    /// Delta degrees of freedom for the variance: 1 divides by n - 1, 0 by n. Default 1.
     pub ddof: usize,
-    /// Takes the mean of a group or batch without the reward itself (AReaL's `mean_leave1out`). A
-    /// reward that is alone has the mean 0. Default `false`.
+    /// Leaves the reward itself out of its group or batch mean (AReaL's `mean_leave1out`). A
+    /// reward that is alone has mean 0. Default `false`.
     pub leave_one_out: bool,
-    /// The point about which the standard deviation of a group or batch is taken. Default
-    /// `own_mean`.
+    /// Center for the group or batch standard deviation. Default `own_mean`.
     pub std_center: StdCenter,
 }
 
@@ -85,7 +84,7 @@ impl RewardNorm {
     ///
     /// # Errors
     ///
-    /// Fails with the name of the invalid option.
+    /// Fails if an option is invalid; the error names it.
     pub fn validate(&self) -> Checked {
         validate::positive("epsilon", self.epsilon)?;
         validate::ddof("ddof", self.ddof)?;
@@ -168,8 +167,8 @@ impl RewardNorm {
         layout.to_samples(&normalized)
     }
 
-    /// Turns the distances from the mean of `count` entries of `x` into those from the mean of the
-    /// other entries, if the option is set.
+    /// Changes distances from the mean over `count` entries in `x` into distances from the mean
+    /// over the other entries, if the option is set.
     fn left_out(&self, centered: &Tensor, count: &Tensor, x: &Tensor) -> Result<Tensor> {
         if !self.leave_one_out {
             return Ok(centered.clone());
@@ -180,7 +179,7 @@ impl RewardNorm {
         alone.where_cond(x, &others)
     }
 
-    /// The root of the mean square of `centered` `[P, W]` over its group or the batch: `[P, 1]` or
+    /// Returns the root mean square of `centered` `[P, W]` over its group or the batch: `[P, 1]` or
     /// `[1, 1]`.
     fn std_of_centered(&self, centered: &Tensor, selected: &Tensor) -> Result<Tensor> {
         let squares = selected
@@ -197,7 +196,7 @@ impl RewardNorm {
     }
 }
 
-/// Mean and variance of all rewards so far, on the device and without decay (Chan's parallel
+/// Mean and variance over all rewards so far, on the device and without decay (Chan's parallel
 /// update).
 #[derive(Debug, Clone)]
 pub struct RunningMoments {
@@ -206,20 +205,20 @@ pub struct RunningMoments {
     squares: Tensor,
 }
 
-/// State of [`RunningMoments`], for a checkpoint.
+/// [`RunningMoments`] state, for a checkpoint.
 #[derive(Debug, Clone, Copy, PartialEq, Default, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct RunningState {
     /// Number of rewards. Default 0.
     pub count: f64,
-    /// Mean of the rewards. Default 0.
+    /// Mean reward. Default 0.
     pub mean: f64,
-    /// Sum of the squared distances from the mean. Default 0.
+    /// Summed squared distances from the mean. Default 0.
     pub squares: f64,
 }
 
 impl RunningMoments {
-    /// Moments of no rewards.
+    /// Creates moments over no rewards.
     ///
     /// # Errors
     ///
@@ -264,11 +263,11 @@ impl RunningMoments {
         })
     }
 
-    /// Returns the standard deviation of the rewards so far, `[1]`, or 1 while it is undefined.
+    /// Returns the standard deviation over all rewards so far, `[1]`, or 1 while it is undefined.
     ///
     /// # Errors
     ///
-    /// Fails if an operation of the device fails.
+    /// Fails if a device operation fails.
     pub fn std(&self, ddof: usize) -> Result<Tensor> {
         let denominator = (&self.count - ddof as f64)?;
         let defined = denominator.gt(0.)?;
@@ -276,7 +275,7 @@ impl RunningMoments {
         defined.where_cond(&variance.sqrt()?, &self.mean.ones_like()?)
     }
 
-    /// Returns the mean of the rewards so far, `[1]`.
+    /// Returns the mean over all rewards so far, `[1]`.
     pub fn mean(&self) -> &Tensor {
         &self.mean
     }

@@ -1,4 +1,4 @@
-//! Penalty for responses close to the length limit.
+//! A penalty for responses close to the length limit.
 
 use candle_core::{Result, Tensor};
 use serde::{Deserialize, Serialize};
@@ -6,12 +6,15 @@ use serde::{Deserialize, Serialize};
 use crate::dtype::{arithmetic_dtype, for_statistics};
 use crate::validate::{self, Checked};
 
-/// The soft overlong penalty of DAPO (<https://arxiv.org/abs/2503.14476>):
+/// DAPO's soft overlong penalty (<https://arxiv.org/abs/2503.14476>):
 /// `-factor * clip((length - (max_length - buffer)) / buffer, 0, 1)`.
 ///
+/// Use it if many responses hit the length limit: truncated answers then lose reward gradually. Set
+/// `max_length` to the limit, and `buffer` to about a fifth of it, as DAPO does.
+///
 /// verl (`overlong_buffer`), OpenRLHF (`overlong_penalty_factor`) and TRL
-/// (`get_soft_overlong_punishment`, with the factor 1) agree up to `max_length`. Beyond it, the
-/// penalty of verl, AReaL and ms-swift continues to grow: `unbounded`.
+/// (`get_soft_overlong_punishment`, with factor 1) agree up to `max_length`. Beyond it, the penalty
+/// keeps growing in verl, AReaL and ms-swift: set `unbounded` for that.
 ///
 /// ```
 /// use candle_core::{Device, Tensor};
@@ -42,7 +45,7 @@ fn one() -> f64 {
 }
 
 impl OverlongPenalty {
-    /// A penalty with the factor 1 that is bounded.
+    /// Creates a bounded penalty with factor 1.
     pub fn new(max_length: usize, buffer: usize) -> Self {
         Self {
             max_length,
@@ -56,7 +59,7 @@ impl OverlongPenalty {
     ///
     /// # Errors
     ///
-    /// Fails with the name of the invalid option.
+    /// Fails if an option is invalid; the error names it.
     pub fn validate(&self) -> Checked {
         validate::check(
             (1..=self.max_length).contains(&self.buffer),
@@ -67,8 +70,8 @@ impl OverlongPenalty {
         validate::non_negative("factor", self.factor)
     }
 
-    /// Computes the terms, at most 0, to add to the rewards of responses of these `lengths`. The
-    /// shape is that of `lengths`.
+    /// Computes the terms, at most 0, that you add to the rewards for responses with these
+    /// `lengths`. The result has the same shape as `lengths`.
     ///
     /// # Errors
     ///

@@ -1,4 +1,4 @@
-//! Penalty for repeated n-grams.
+//! A penalty for repeated n-grams.
 
 use std::collections::HashSet;
 use std::hash::Hash;
@@ -8,8 +8,9 @@ use serde::{Deserialize, Serialize};
 
 use crate::validate::{self, Checked};
 
-/// `-penalty * (1 - distinct n-grams / n-grams)` (<https://arxiv.org/abs/2502.03373>; ROLL, with n = 3): 0 for a response
-/// without repetition, close to `-penalty` for one that only repeats.
+/// The penalty `-penalty * (1 - distinct n-grams / n-grams)` (<https://arxiv.org/abs/2502.03373>;
+/// ROLL, with n = 3). It is 0 for a response without repetition, and close to `-penalty` for one
+/// that only repeats.
 ///
 /// ```
 /// use candle_grpo_core::rewards::RepetitionPenalty;
@@ -22,7 +23,7 @@ use crate::validate::{self, Checked};
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct RepetitionPenalty {
-    /// Number of tokens or words in an n-gram. Default 3.
+    /// n-gram length, in tokens or words. Default 3.
     pub ngram: usize,
     /// Largest penalty. Default 1.
     pub penalty: f64,
@@ -42,14 +43,14 @@ impl RepetitionPenalty {
     ///
     /// # Errors
     ///
-    /// Fails with the name of the invalid option.
+    /// Fails if an option is invalid; the error names it.
     pub fn validate(&self) -> Checked {
         validate::at_least_one("ngram", self.ngram)?;
         validate::non_negative("penalty", self.penalty)
     }
 
-    /// Computes the term, at most 0, to add to the reward of a response of these tokens or words. A
-    /// response shorter than one n-gram gets 0.
+    /// Computes the term, at most 0, that you add to the reward for a response with these tokens or
+    /// words. A response shorter than one n-gram gets 0.
     ///
     /// # Errors
     ///

@@ -1,4 +1,4 @@
-//! Shaping of rewards before advantages are computed.
+//! Reward shaping before advantages are computed.
 
 use candle_core::{DType, Result, Tensor};
 use serde::{Deserialize, Serialize};
@@ -12,8 +12,11 @@ use crate::rewards::{
 };
 use crate::validate::{self, Checked};
 
-/// Shaping of sequence rewards, in the order of the ROLL pipeline: components are summed, then
-/// `(reward + shift) * scale`, then normalization, then the clip.
+/// Sequence reward shaping, in the ROLL pipeline's order: sum the components, apply
+/// `(reward + shift) * scale`, normalize, clip.
+///
+/// The default changes nothing. Shape rewards if their scale varies between batches, or if a few
+/// extreme rewards dominate.
 ///
 /// ```
 /// use candle_grpo_core::rewards::{NormLevel, RewardNorm};
@@ -34,22 +37,22 @@ use crate::validate::{self, Checked};
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct RewardShaping {
-    /// Weights of the K reward components. If absent, all weights are 1. Absent by default.
+    /// Weights for the K reward components. If absent, all weights are 1. Absent by default.
     pub reward_weights: Option<Vec<f64>>,
     /// Added to each reward. Default 0.
     pub shift: f64,
-    /// Factor of each reward, after the shift. Default 1.
+    /// Factor for each reward, after the shift. Default 1.
     pub scale: f64,
-    /// Normalization: mean and standard deviation, each of the group, the batch, all steps so far,
-    /// or none. Default [`RewardNorm::default`].
+    /// Normalization: the mean and the standard deviation each come from the group, the batch, all
+    /// steps so far, or neither. Default [`RewardNorm::default`].
     pub norm: RewardNorm,
-    /// Rewards are clipped to plus and minus this. Absent by default.
+    /// Rewards are clipped to plus and minus this bound. Absent by default.
     pub clip: Option<f64>,
-    /// Bounds to which rewards are clipped (TRL's `reward_clip_range`). Excludes `clip`. Absent by
+    /// Range that rewards are clipped to (TRL's `reward_clip_range`). Excludes `clip`. Absent by
     /// default.
     pub clip_range: Option<[f64; 2]>,
-    /// Treatment of rewards that are not finite. Excluded rewards stay NaN, so that the advantage
-    /// function excludes them too. Default `error`.
+    /// Treatment for non-finite rewards. Excluded rewards stay NaN, so the advantage function
+    /// excludes them too. Default `error`.
     pub non_finite: NonFinite,
 }
 
@@ -73,19 +76,20 @@ impl Default for RewardShaping {
 pub struct ShapedRewards {
     /// Rewards, `[B]`, in f32 (f64 for f64).
     pub rewards: Tensor,
-    /// `reward_clip_fraction` over the samples, if there is a clip.
+    /// `reward_clip_fraction` over the samples, if there is a clip. A value near 1 means that the
+    /// clip hides most differences.
     pub metrics: Metrics,
 }
 
 impl RewardShaping {
     /// Shapes `rewards` `[B]` or `[B, K]`.
     ///
-    /// `running` is updated with these rewards first, and needed only for `NormLevel::Running`.
+    /// `running` is updated with these rewards first. Only `NormLevel::Running` needs it.
     ///
     /// # Errors
     ///
     /// Fails if an option is invalid, if the rewards do not fit the groups or weights, or if
-    /// `running` is absent but needed.
+    /// `running` is needed but absent.
     pub fn apply(
         &self,
         rewards: impl IntoRewards,
@@ -121,7 +125,7 @@ impl RewardShaping {
         })
     }
 
-    /// Returns whether the rewards stay as they are, except that their components are summed.
+    /// Returns whether shaping only sums the components.
     pub fn is_identity(&self) -> bool {
         let norm = RewardNorm {
             mean: NormLevel::None,
@@ -140,7 +144,7 @@ impl RewardShaping {
     ///
     /// # Errors
     ///
-    /// Fails with the name of the invalid option.
+    /// Fails if an option is invalid; the error names it.
     pub fn validate(&self) -> Checked {
         validate::finite("shift", self.shift)?;
         validate::finite("scale", self.scale)?;

@@ -1,4 +1,4 @@
-//! A curriculum: tasks are drawn by how well the policy solves them.
+//! A curriculum: tasks are sampled by how well the policy solves them.
 
 use std::collections::BTreeMap;
 
@@ -9,23 +9,24 @@ use crate::Invalid;
 use crate::dtype::for_statistics;
 use crate::validate::{self, Checked};
 
-/// Pools of tasks of similar difficulty, each with a weight for drawing its tasks (prime-rl).
+/// Task pools by difficulty, each with a sampling weight (prime-rl).
 ///
-/// The score of a task is the mean reward of its latest group. Its pool is the first one whose
-/// threshold is at least the score, or the last one.
+/// Use pools if most tasks are always or never solved: such tasks give no gradient. A task's score
+/// is the mean reward in its latest group. The task belongs to the first pool whose threshold is at
+/// least the score, or to the last pool.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct DifficultyPools {
-    /// Largest score of each pool, ascending. Default `[0.2, 0.8, 1.0]`.
+    /// Largest score in each pool, ascending. Default `[0.2, 0.8, 1.0]`.
     pub thresholds: Vec<f64>,
-    /// Weight of the tasks of each pool. Default `[0.2, 1.0, 0.2]`.
+    /// Task weight in each pool. Default `[0.2, 1.0, 0.2]`.
     pub weights: Vec<f64>,
-    /// Weight of a task without a score. Default 1.
+    /// Weight for a task without a score. Default 1.
     pub unseen_weight: f64,
 }
 
 impl Default for DifficultyPools {
-    /// Tasks that are solved sometimes are drawn five times as often as the others.
+    /// Samples tasks that are solved sometimes five times as often as the others.
     fn default() -> Self {
         Self {
             thresholds: vec![0.2, 0.8, 1.],
@@ -40,7 +41,7 @@ impl DifficultyPools {
     ///
     /// # Errors
     ///
-    /// Fails with the name of the invalid option.
+    /// Fails if an option is invalid; the error names it.
     pub fn validate(&self) -> Checked {
         let ascending = self.thresholds.windows(2).all(|pair| pair[0] < pair[1]);
         let finite = self.thresholds.iter().all(|x| x.is_finite());
@@ -61,14 +62,14 @@ impl DifficultyPools {
         validate::non_negative("unseen_weight", self.unseen_weight)
     }
 
-    /// Returns the pool of a score.
+    /// Returns the pool for a score.
     pub fn pool(&self, score: f64) -> usize {
         let place = self.thresholds.iter().position(|bound| *bound >= score);
         place.unwrap_or(self.thresholds.len().saturating_sub(1))
     }
 }
 
-/// The latest score of each task. The serialized form is the whole state.
+/// Each task's latest score. The serialized form is the complete state.
 ///
 /// ```
 /// use candle_grpo_core::selection::{DifficultyPools, TaskScores};
@@ -86,11 +87,11 @@ impl DifficultyPools {
 pub struct TaskScores(BTreeMap<usize, f64>);
 
 impl TaskScores {
-    /// Sets the score of a task to the mean of the `rewards` of a group.
+    /// Sets a task's score to the mean `rewards` in a group.
     ///
     /// # Errors
     ///
-    /// Fails if there are no rewards, or if one of them or their sum is not finite.
+    /// Fails if there are no rewards, or if a reward or their sum is not finite.
     pub fn record(&mut self, task: usize, rewards: &[f64]) -> Result<()> {
         let sum = rewards.iter().sum::<f64>();
         if rewards.is_empty() || rewards.iter().any(|x| !x.is_finite()) || !sum.is_finite() {
@@ -101,7 +102,7 @@ impl TaskScores {
         Ok(())
     }
 
-    /// Returns the pool of a task, or `None` if it has no score.
+    /// Returns a task's pool, or `None` if it has no score.
     pub fn pool(&self, task: usize, pools: &DifficultyPools) -> Option<usize> {
         self.0.get(&task).map(|score| pools.pool(*score))
     }
@@ -111,7 +112,7 @@ impl TaskScores {
         self.0.keys().copied()
     }
 
-    /// Returns the scores under the new numbers of their tasks. A task without one loses its score.
+    /// Returns the scores under new task numbers. A task without a new number loses its score.
     pub fn renumber(&self, number: impl Fn(usize) -> Option<usize>) -> Self {
         let scores = self.0.iter();
         Self(
@@ -121,11 +122,11 @@ impl TaskScores {
         )
     }
 
-    /// Returns the weight of each of the tasks `0..tasks`.
+    /// Returns the weight for each task in `0..tasks`.
     ///
     /// # Errors
     ///
-    /// Fails if an option of the pools is invalid.
+    /// Fails if a pool option is invalid.
     pub fn weights(&self, tasks: usize, pools: &DifficultyPools) -> Result<Vec<f64>> {
         pools.validate()?;
         let weight = |task| match self.pool(task, pools) {
@@ -135,7 +136,7 @@ impl TaskScores {
         Ok((0..tasks).map(weight).collect())
     }
 
-    /// Counts the tasks of `0..tasks` in each pool.
+    /// Counts the tasks in `0..tasks` that are in each pool.
     pub fn occupancy(&self, tasks: usize, pools: &DifficultyPools) -> Vec<usize> {
         let mut counts = vec![0; pools.thresholds.len()];
         for pool in (0..tasks).filter_map(|task| self.pool(task, pools)) {
@@ -145,15 +146,15 @@ impl TaskScores {
     }
 }
 
-/// A gate that rejects groups whose advantages are all in a range (prime-rl).
+/// A gate that rejects groups whose advantages all lie in a range (prime-rl).
 ///
-/// With the range `0..0` it rejects groups without a signal.
+/// The default range, from 0 to 0, rejects groups without a signal.
 #[derive(Debug, Clone, Copy, PartialEq, Default, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct AdvantageRange {
-    /// Smallest advantage of a rejected group. Default 0.
+    /// Smallest advantage in a rejected group. Default 0.
     pub min: f64,
-    /// Largest advantage of a rejected group. Default 0.
+    /// Largest advantage in a rejected group. Default 0.
     pub max: f64,
 }
 
@@ -162,13 +163,13 @@ impl AdvantageRange {
     ///
     /// # Errors
     ///
-    /// Fails with the name of the invalid option.
+    /// Fails if an option is invalid; the error names it.
     pub fn validate(&self) -> Checked {
         let must = format!("be at most max, {}", self.max);
         validate::check(self.min <= self.max, "min", self.min, &must)
     }
 
-    /// Returns 1 for the groups that have an advantage outside the range: `[P, n]` to u8 `[P]`.
+    /// Returns 1 for groups that have an advantage outside the range: `[P, n]` to u8 `[P]`.
     ///
     /// # Errors
     ///
@@ -179,7 +180,7 @@ impl AdvantageRange {
             bail!("advantages: shape {:?}, must be [P, n]", advantages.dims());
         };
         let x = for_statistics(advantages)?;
-        // A NaN is outside every range.
+        // NaN is outside every range.
         let inside = (x.ge(self.min)? * x.le(self.max)?)?;
         inside.eq(0u8)?.max(1)
     }

@@ -5,34 +5,35 @@ use serde::{Deserialize, Serialize};
 
 use crate::validate::{self, Checked};
 
-/// Statistics of one group on the host, from [`crate::advantage::GroupStatistics::summaries`].
+/// One group's statistics on the host, from [`crate::advantage::GroupStatistics::summaries`].
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct GroupSummary {
     /// Mean reward.
     pub mean: f64,
-    /// Standard deviation of the rewards.
+    /// Standard deviation.
     pub std: f64,
-    /// Number of samples with a reward.
+    /// Number of samples that have a reward.
     pub count: usize,
-    /// All rewards are equal.
+    /// True if all rewards are equal.
     pub zero_variance: bool,
 }
 
-/// Filter of groups. All bounds are strict.
+/// A group filter. All bounds are strict.
 ///
-/// Compute the statistics from scores before any shaping: a length penalty makes the rewards differ
-/// in a group whose answers are all right or all wrong.
+/// Compute the statistics from scores before any shaping. A length penalty makes rewards differ
+/// even in a group whose answers are all right or all wrong.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct GroupFilter {
-    /// Requires that the rewards of a group differ (DAPO, <https://arxiv.org/abs/2503.14476>). Default `true`.
+    /// Requires that a group's rewards differ (DAPO, <https://arxiv.org/abs/2503.14476>). Default
+    /// `true`.
     pub spread: bool,
-    /// Lower bound of the standard deviation (ROLL's `std_filter`). Absent by default.
+    /// Lower bound for the standard deviation (ROLL's `std_filter`). Absent by default.
     pub std_above: Option<f64>,
-    /// Lower bound of the mean (ROLL's `mean_filter`, OpenRLHF's `dynamic_filtering`). Absent by
+    /// Lower bound for the mean (ROLL's `mean_filter`, OpenRLHF's `dynamic_filtering`). Absent by
     /// default.
     pub mean_above: Option<f64>,
-    /// Upper bound of the mean. Absent by default.
+    /// Upper bound for the mean. Absent by default.
     pub mean_below: Option<f64>,
 }
 
@@ -52,7 +53,7 @@ impl GroupFilter {
     ///
     /// # Errors
     ///
-    /// Fails with the name of the invalid option.
+    /// Fails if an option is invalid; the error names it.
     pub fn validate(&self) -> Checked {
         for (field, bound) in [
             ("std_above", self.std_above),
@@ -78,10 +79,14 @@ impl GroupFilter {
     }
 }
 
-/// Sampling until a step has enough groups that teach something (DAPO's dynamic sampling,
+/// Dynamic sampling: samples until a step has enough groups with a learning signal (DAPO,
 /// <https://arxiv.org/abs/2503.14476>).
 ///
-/// Dropped groups leave the denominators of the loss, so fill the step or count them in its totals.
+/// Use it if many groups are all right or all wrong. It costs generation time: each missing group
+/// means another batch.
+///
+/// Dropped groups also leave the loss denominators. Either fill the step, or count the dropped
+/// groups in its totals.
 ///
 /// ```
 /// use candle_grpo_core::selection::{DynamicSampling, SamplingDecision};
@@ -98,11 +103,11 @@ impl GroupFilter {
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct DynamicSampling {
-    /// Number of groups of a step. Default 1.
+    /// Number of groups per step. Default 1.
     pub groups: usize,
     /// Maximum number of batches sampled for one step. If absent, there is no limit. Default 10.
     pub max_batches: Option<usize>,
-    /// Filter of groups. Default [`GroupFilter::default`].
+    /// Group filter. Default [`GroupFilter::default`].
     pub filter: GroupFilter,
 }
 
@@ -116,7 +121,7 @@ impl Default for DynamicSampling {
     }
 }
 
-/// Next action of a step.
+/// Next action in a step.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum SamplingDecision {
     /// Train: there are enough groups.
@@ -126,7 +131,7 @@ pub enum SamplingDecision {
         /// Number of missing groups.
         missing: usize,
     },
-    /// Stop sampling: the limit of batches is reached.
+    /// Stop sampling: the batch limit is reached.
     GiveUp {
         /// Number of missing groups.
         missing: usize,
@@ -138,20 +143,20 @@ impl DynamicSampling {
     ///
     /// # Errors
     ///
-    /// Fails with the name of the invalid option.
+    /// Fails if an option is invalid; the error names it.
     pub fn validate(&self) -> Checked {
         validate::at_least_one("groups", self.groups)?;
         validate::at_least_one("max_batches", self.max_batches.unwrap_or(1))?;
         self.filter.validate().map_err(|e| e.within("filter"))
     }
 
-    /// Returns the indices of the groups that the filter keeps.
+    /// Returns the indices of groups that the filter keeps.
     pub fn keep(&self, groups: &[GroupSummary]) -> Vec<usize> {
         let kept = |i: &usize| self.filter.keeps(&groups[*i]);
         (0..groups.len()).filter(kept).collect()
     }
 
-    /// Decides the next action with `kept` groups after `batches` batches of this step.
+    /// Decides what to do after `batches` batches in this step gave `kept` groups.
     ///
     /// # Errors
     ///

@@ -1,4 +1,7 @@
-//! Selection of groups, samples and tokens for training.
+//! Selection for training: groups, samples and tokens.
+//!
+//! If groups often have equal rewards, start with [`DynamicSampling`]. If truncated answers disturb
+//! training, add a [`SampleFilter`].
 
 mod difficulty_pools;
 mod dynamic_sampling;

@@ -1,11 +1,12 @@
-//! Resampling of the samples of a step by their rewards.
+//! Resampling within a step, by reward.
 
 use candle_core::{Result, bail};
 use serde::{Deserialize, Serialize};
 
 use crate::validate::{self, Checked};
 
-/// Resampling with replacement by reward (PF-PPO, <https://arxiv.org/abs/2409.06957>, as in verl). The variants are weights.
+/// Resampling with replacement, weighted by reward (PF-PPO, <https://arxiv.org/abs/2409.06957>, as
+/// in verl). Each variant is a weight.
 ///
 /// ```
 /// use candle_grpo_core::selection::ScoreResampling;
@@ -41,7 +42,7 @@ impl ScoreResampling {
     ///
     /// # Errors
     ///
-    /// Fails with the name of the invalid option.
+    /// Fails if an option is invalid; the error names it.
     pub fn validate(&self) -> Checked {
         match *self {
             Self::Power(power) => validate::non_negative("power", power),
@@ -49,8 +50,8 @@ impl ScoreResampling {
         }
     }
 
-    /// Draws one index into `scores` for each of `uniforms`: independent random numbers, uniform in
-    /// [0, 1).
+    /// Samples one index into `scores` for each number in `uniforms`: independent random numbers,
+    /// uniform in [0, 1).
     ///
     /// # Errors
     ///

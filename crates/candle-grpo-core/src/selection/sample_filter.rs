@@ -1,4 +1,4 @@
-//! Filters of samples.
+//! Sample filters.
 
 use candle_core::{DType, Result, Tensor, bail};
 use serde::{Deserialize, Serialize};
@@ -10,13 +10,12 @@ use crate::moments::Moments;
 use crate::rewards::{check_magnitude, finite_mask};
 use crate::validate::{self, Checked};
 
-/// Tensors of a batch that [`SampleFilter`] uses.
+/// Batch tensors that [`SampleFilter`] reads.
 #[derive(Debug, Clone)]
 pub struct FilterBatch<'a> {
-    /// Scores `[B]` before any shaping. Scores that are not finite do not enter the statistics of
-    /// their group.
+    /// Scores `[B]` before any shaping. A non-finite score does not enter its group's statistics.
     pub scores: &'a Tensor,
-    /// Groups of samples that share a prompt.
+    /// Groups: samples that share a prompt.
     pub groups: Groups,
     /// Tokens `[B, T]` that the policy generated.
     pub response_mask: &'a Mask,
@@ -24,10 +23,10 @@ pub struct FilterBatch<'a> {
     pub truncated: Option<&'a Tensor>,
 }
 
-/// A filter of samples.
+/// A sample filter.
 ///
-/// Filters do not change rewards: a sample that is dropped still enters the statistics of its
-/// group, unless the population is [`crate::advantage::BaselinePopulation::Unmasked`].
+/// Filters do not change rewards. A dropped sample still enters its group's statistics, unless the
+/// population is [`crate::advantage::BaselinePopulation::Unmasked`].
 ///
 /// ```
 /// # use candle_core::{Device, Tensor};
@@ -48,25 +47,26 @@ pub struct FilterBatch<'a> {
 #[serde(tag = "kind", rename_all = "snake_case", deny_unknown_fields)]
 #[non_exhaustive]
 pub enum SampleFilter {
-    /// Keeps samples of groups whose scores differ.
+    /// Keeps samples in groups whose scores differ.
     Spread {},
-    /// Keeps samples of groups whose mean score lies strictly between the bounds (ROLL's
-    /// `difficulty_mask`). Groups of one are kept.
+    /// Keeps samples in groups whose mean score lies strictly between the bounds (ROLL's
+    /// `difficulty_mask`). A sample that is alone in its group is kept.
     Difficulty {
         /// Lower bound: drops groups that are too hard.
         low: f64,
         /// Upper bound: drops groups that are too easy.
         high: f64,
     },
-    /// Keeps samples with fewer tokens than this (ROLL's `max_len_mask`, with the length limit).
+    /// Keeps samples with fewer tokens than `length` (ROLL's `max_len_mask`, with the length
+    /// limit).
     ShorterThan {
         /// Number of tokens.
         length: usize,
     },
     /// Keeps samples that were not truncated (TRL's `mask_truncated_completions`).
     NotTruncated {},
-    /// Keeps samples with the score 1, and those with the score 0 and fewer tokens than this: a
-    /// long wrong answer may have been truncated (ROLL's `error_max_len_clip`).
+    /// Keeps samples that score 1, and samples that score 0 with fewer tokens than `length`. A long
+    /// wrong answer may have been truncated (ROLL's `error_max_len_clip`).
     ShortErrors {
         /// Number of tokens.
         length: usize,
@@ -78,7 +78,7 @@ impl SampleFilter {
     ///
     /// # Errors
     ///
-    /// Fails with the name of the invalid option.
+    /// Fails if an option is invalid; the error names it.
     pub fn validate(&self) -> Checked {
         match *self {
             Self::Difficulty { low, high } => {
@@ -92,7 +92,7 @@ impl SampleFilter {
     ///
     /// # Errors
     ///
-    /// Fails if a filter is invalid or a tensor is absent or of another shape.
+    /// Fails if a filter is invalid, or if a tensor is absent or has another shape.
     pub fn keep_all(filters: &[Self], batch: &FilterBatch<'_>) -> Result<Tensor> {
         let (sequences, _) = batch.response_mask.dims()?;
         let all = Tensor::ones(
@@ -108,7 +108,7 @@ impl SampleFilter {
     ///
     /// # Errors
     ///
-    /// Fails if the filter is invalid or a tensor is absent or of another shape.
+    /// Fails if the filter is invalid, or if a tensor is absent or has another shape.
     pub fn keep(&self, batch: &FilterBatch<'_>) -> Result<Tensor> {
         self.validate()?;
         let mask = batch.response_mask;

@@ -1,17 +1,17 @@
-//! Selection of the tokens with the highest entropy.
+//! Selects the highest-entropy tokens.
 
 use candle_core::{DType, Result, Tensor};
 
 use crate::mask::Mask;
 use crate::validate;
 
-/// Returns the share `fraction` of the tokens of `mask` that has the highest entropy
+/// Selects the `fraction` of tokens in `mask` with the highest entropy
 /// (<https://arxiv.org/abs/2506.01939>; TRL's `top_entropy_quantile`).
 ///
-/// These are the tokens whose entropy is at least the `1 - fraction` quantile over all tokens of
-/// the mask, interpolated linearly. `entropy` is `[B, T]` of the whole step, so that the selection
-/// does not depend on how the step is split. A mask without a token is returned unchanged.
-/// Synchronizes with the device and copies the entropies to the host.
+/// A token is selected if its entropy is at least the `1 - fraction` quantile over all tokens in
+/// the mask, interpolated linearly. Pass the whole step's `entropy` `[B, T]`: the selection then
+/// does not depend on micro-batches. A mask without a token is returned unchanged. Copies the
+/// entropies to the host, which synchronizes with the device.
 ///
 /// # Errors
 ///
@@ -31,7 +31,7 @@ use crate::validate;
 pub fn top_entropy_tokens(entropy: &Tensor, mask: &Mask, fraction: f64) -> Result<Mask> {
     mask.check("entropy", entropy)?;
     validate::share("fraction", fraction)?;
-    // Masked entries may be NaN, and every comparison with NaN is false.
+    // Masked entries may be NaN, and any comparison with NaN is false.
     let entropy = mask.select(&entropy.detach().to_dtype(DType::F32)?)?;
     let numbers = entropy.flatten_all()?.to_vec1::<f32>()?;
     let selected = mask.selected().flatten_all()?.to_vec1::<u8>()?;
@@ -47,7 +47,7 @@ pub fn top_entropy_tokens(entropy: &Tensor, mask: &Mask, fraction: f64) -> Resul
     let place = (1. - fraction) * (valid.len() - 1) as f64;
     let below = f64::from(valid[place.floor() as usize]);
     let above = f64::from(valid[place.ceil() as usize]);
-    // In f32 like the entropies, so that a quantile equal to one of them selects it.
+    // f32 like the entropies, so that a quantile that equals an entropy selects it.
     let threshold = (below + (above - below) * place.fract()) as f32;
     mask.and(&entropy.ge(threshold)?)
 }

@@ -1,4 +1,4 @@
-//! GiGPO: advantages of steps from two levels of groups.
+//! GiGPO: step advantages from two group levels.
 
 use candle_core::{Result, Tensor, bail};
 use serde::{Deserialize, Serialize};
@@ -12,7 +12,7 @@ use crate::trajectories::{Steps, numbered};
 use crate::validate::{self, Checked};
 use crate::{AdvantageBatch, AdvantageEstimator, Advantages, GroupAdvantage};
 
-/// Population of the mean and deviation of episode scores.
+/// Unit that the episode statistics count.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 #[non_exhaustive]
@@ -30,14 +30,18 @@ pub enum EpisodePopulation {
 /// A = episode_weight N(episode score) + step_weight N(G)     G_t = r_t + gamma G_(t+1)
 /// ```
 ///
-/// The first `N` normalizes over the trajectories of the same task, the second over the rows of the
-/// same task and state. With an `episode_weight` of 0 and one state everywhere it is ROLL's
+/// The first `N` normalizes over trajectories for the same task, the second over rows with the same
+/// task and state. With `episode_weight` 0 and one state everywhere, the result is ROLL's
 /// `step_reinforce`.
 ///
-/// The rows of the batch are steps: `rewards` are their rewards, `groups` the tasks, and `steps`
-/// their trajectories and states. The score of an episode is the sum of its rewards, unless
-/// `episode_rewards` are given. Advantages are `[B]`; [`crate::TokenAdvantage`] whitens and clips
-/// them over tokens, as ROLL does.
+/// Use GiGPO for multi-turn agents that often revisit a state: the step term then compares actions
+/// from the same state. If states rarely repeat, it adds little, and the metric
+/// `state_alone_fraction` is near 1.
+///
+/// Each row in the batch is a step. Pass step rewards as `rewards`, tasks as `groups`, and
+/// trajectories and states as `steps`. An episode's score is the sum of its rewards, unless you
+/// pass `episode_rewards`. Advantages are `[B]`. To whiten and clip them over tokens, as ROLL does,
+/// use [`crate::TokenAdvantage`].
 ///
 /// ```
 /// # use candle_core::{Device, Tensor};
@@ -61,21 +65,22 @@ pub enum EpisodePopulation {
 pub struct Gigpo {
     /// Discount from one step to the next. Default 0.95.
     pub gamma: f64,
-    /// Weight of the episode term. Default 1.
+    /// Weight for the episode term. Default 1.
     pub episode_weight: f64,
-    /// Weight of the step term (omega in the paper). Default 1.
+    /// Weight for the step term (omega in the paper). Default 1.
     pub step_weight: f64,
-    /// Population of the statistics of episodes. Default `trajectories`.
+    /// Unit that the episode statistics count. Default `trajectories`.
     pub episode_population: EpisodePopulation,
-    /// `N` of both levels, without a KL penalty. In ROLL's terms GRPO is `mean_std`; `mean`
-    /// has the scale none, `identity` the scale and baseline none, `asym_clip` a clip from -1
-    /// to 3. The paper has `mean_std` and `mean`. Default `GroupAdvantage { single_sample:
+    /// `N` at both levels, without a KL penalty. In ROLL's terms, GRPO is `mean_std`; `mean` has
+    /// the scale none, `identity` the scale and baseline none, `asym_clip` a clip from -1 to 3.
+    /// The paper has `mean_std` and `mean`. Default `GroupAdvantage { single_sample:
     /// SingletonGroup::Zero, ..Default::default() }`.
     pub normalization: GroupAdvantage,
 }
 
 impl Default for Gigpo {
-    /// Weights of 1, a discount of 0.95, division by deviations, and 0 for states that occur once.
+    /// Both weights are 1 and the discount is 0.95. Divides by standard deviations, and gives 0 to
+    /// states that occur once.
     fn default() -> Self {
         Self {
             gamma: 0.95,
@@ -95,7 +100,7 @@ impl Gigpo {
     ///
     /// # Errors
     ///
-    /// Fails with the name of the invalid option.
+    /// Fails if an option is invalid; the error names it.
     pub fn validate(&self) -> Checked {
         validate::unit_interval("gamma", self.gamma)?;
         validate::non_negative("episode_weight", self.episode_weight)?;
@@ -125,7 +130,8 @@ impl Gigpo {
             .estimate(&AdvantageBatch::new(scores, groups))
     }
 
-    /// The unweighted first term from the `scores` `[B]` of each row's trajectory.
+    /// Computes the unweighted first term from `scores` `[B]`, which repeat each trajectory's
+    /// score.
     fn episode_term(&self, scores: &Tensor, tasks: &Groups, steps: &Steps) -> Result<Tensor> {
         let rows = scores.dims1()?;
         let trajectories = steps.trajectories.to_ids("trajectories", rows)?;

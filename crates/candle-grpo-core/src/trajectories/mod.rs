@@ -1,4 +1,4 @@
-//! Batches whose rows are steps of trajectories, for multi-turn training.
+//! Batches whose rows are steps in trajectories, for multi-turn training.
 
 mod gigpo;
 
@@ -12,7 +12,7 @@ use crate::advantage::reverse_recurrence;
 use crate::groups::{GroupLayout, Groups};
 use crate::validate;
 
-/// Trajectory and state of each of the B rows of a batch.
+/// Each row's trajectory and state, for a batch with B rows.
 ///
 /// ```
 /// use candle_core::{Device, Tensor};
@@ -27,18 +27,18 @@ use crate::validate;
 /// ```
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Steps {
-    /// Trajectory of each row.
+    /// Each row's trajectory.
     pub trajectories: Groups,
-    /// State in which the action of each row was taken, such as a hash of the observation. Rows of
-    /// different tasks may share a number.
+    /// The state in which each row's action was chosen, such as a hash of the observation. Rows
+    /// for different tasks may share a number.
     pub states: Groups,
-    /// Time of each row in its trajectory; only the order matters. If absent, the rows of a
-    /// trajectory are in the order of time.
+    /// Each row's time in its trajectory; only the order matters. If absent, a trajectory's rows
+    /// are in time order.
     pub numbers: Option<Vec<i64>>,
 }
 
 impl Steps {
-    /// Steps whose rows are in the order of time.
+    /// Creates steps whose rows are in time order.
     pub fn new(trajectories: impl Into<Groups>, states: impl Into<Groups>) -> Self {
         Self {
             trajectories: trajectories.into(),
@@ -47,20 +47,20 @@ impl Steps {
         }
     }
 
-    /// Sets the time of each row in its trajectory.
+    /// Sets each row's time in its trajectory.
     #[must_use]
     pub fn numbers(mut self, numbers: Vec<i64>) -> Self {
         self.numbers = Some(numbers);
         self
     }
 
-    /// Computes `G_t = r_t + gamma G_(t+1)` along each trajectory: `rewards` `[B]` to returns `[B]`
-    /// of the same rows.
+    /// Computes `G_t = r_t + gamma G_(t+1)` along each trajectory: from `rewards` `[B]` to returns
+    /// `[B]` for the same rows.
     ///
     /// # Errors
     ///
-    /// Fails if the numbers of trajectories or times differ from B, if two rows are the same step,
-    /// or if `gamma` is not from 0 to 1.
+    /// Fails if there are not B trajectories or times, if two rows are the same step, or if `gamma`
+    /// is not from 0 to 1.
     pub fn discounted_returns(&self, rewards: &Tensor, gamma: f64) -> Result<Tensor> {
         validate::unit_interval("gamma", gamma)?;
         let ids = self.trajectory_of(rewards)?;
@@ -79,7 +79,7 @@ impl Steps {
         returns.index_select(&Tensor::new(place, device)?, 0)
     }
 
-    /// The sum of the rewards of each row's trajectory: `[B]` to `[B]`.
+    /// Sums the rewards in each row's trajectory: `[B]` to `[B]`.
     pub(crate) fn sums(&self, rewards: &Tensor) -> Result<Tensor> {
         let (layout, rewards) = by_trajectory(self.trajectory_of(rewards)?, rewards)?;
         layout.to_members(&rewards.sum_keepdim(1)?)
@@ -95,7 +95,7 @@ impl Steps {
         self.trajectories.to_ids("trajectories", rows)
     }
 
-    /// The rows ordered by trajectory, then by time.
+    /// Sorts the rows by trajectory, then by time.
     fn by_time(&self, trajectories: &[i64]) -> Result<Vec<u32>> {
         let rows = trajectories.len();
         let mut order: Vec<u32> = (0..rows as u32).collect();
@@ -122,7 +122,7 @@ impl Steps {
         Ok(order)
     }
 
-    /// Groups of rows in the same state of the same task.
+    /// Groups the rows that have the same task and state.
     pub(crate) fn state_groups(&self, tasks: &Groups, rows: usize) -> Result<Groups> {
         let tasks = tasks.to_ids("groups", rows)?;
         let states = self.states.to_ids("states", rows)?;
@@ -130,7 +130,7 @@ impl Steps {
     }
 }
 
-/// The rewards with one row for each trajectory, 0 after its last step.
+/// Arranges the rewards with one row per trajectory, 0 after its last step.
 fn by_trajectory(ids: Vec<i64>, rewards: &Tensor) -> Result<(GroupLayout, Tensor)> {
     let layout = GroupLayout::new(&Groups::Ids(ids), rewards.dim(0)?, rewards.device())?;
     let rows = layout.to_rows(rewards)?;
@@ -138,7 +138,7 @@ fn by_trajectory(ids: Vec<i64>, rewards: &Tensor) -> Result<(GroupLayout, Tensor
     Ok((layout, rows))
 }
 
-/// Numbers the items from 0 in the order of first appearance; equal items share a number.
+/// Numbers the items from 0 by first appearance. Equal items share a number.
 pub(crate) fn numbered<T: std::hash::Hash + Eq>(items: impl Iterator<Item = T>) -> Vec<i64> {
     let mut numbers = HashMap::new();
     items

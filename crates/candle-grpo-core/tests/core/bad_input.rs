@@ -95,7 +95,7 @@ fn rewards_whose_differences_overflow_are_named() -> Result<()> {
             );
         }
     }
-    // The infinite one is a missing score, and the large one is not.
+    // The infinite reward is a missing score; the large one is not.
     let excluding = GroupAdvantage {
         non_finite: NonFinite::Exclude,
         ..GroupAdvantage::grpo()
@@ -118,7 +118,7 @@ fn rewards_whose_differences_overflow_are_named() -> Result<()> {
         error.starts_with("rewards: sample 1 in component 1 has "),
         "{error}"
     );
-    // Finite in f64, and not in the dtype of the result.
+    // Finite in f64, but not in the result dtype.
     let error = message(grpo.compute([1e100, -1e100], 2, Scale::None));
     assert_eq!(
         error,
@@ -141,7 +141,7 @@ fn advantages_and_returns_that_overflow_in_the_dtype_of_results_are_named() -> R
     let error = |name: &str, place: &str| {
         format!("rewards: the {name} of {place} is inf in f32, the rewards must be smaller")
     };
-    // A return is the sum of two.
+    // A return is the sum over two tokens.
     let token_rewards = Tensor::new(&[[0f32, 0.], [3e38, 3e38]], &cpu)?;
     let mask = Tensor::ones((2, 2), DType::U8, &cpu)?;
     let batch = AdvantageBatch::from_token_rewards(&token_rewards, &mask);
@@ -154,7 +154,7 @@ fn advantages_and_returns_that_overflow_in_the_dtype_of_results_are_named() -> R
     };
     let expected = error("return", "row 1 in column 0");
     assert_eq!(message(clipped.estimate(&batch)), expected);
-    // The score of a trajectory is the sum of two.
+    // A trajectory's score is the sum over two steps.
     let rewards = tensor(&[3e38, 3e38, -3e38, -3e38], &cpu);
     let steps = Steps::new(2, 1);
     let batch = AdvantageBatch::new(&rewards, 4).steps(&steps);

@@ -1,4 +1,4 @@
-//! Doc comments state the defaults of the options.
+//! Doc comments state each option's default.
 
 use candle_grpo_core::advantage::{
     DEFAULT_EPSILON, KlPenalty, OptimalTokenBaseline, SingletonGroup, TeacherWeight, Whitening,

@@ -1,4 +1,4 @@
-//! Invariances and equivariances of every published estimator.
+//! Invariances and equivariances that every published estimator has.
 
 use candle_core::{Device, Result, Tensor};
 use candle_grpo_core::advantage::{OptimalTokenBaseline, TokenBaseline};
@@ -13,7 +13,7 @@ use crate::close;
 
 const TOKENS: usize = 5;
 
-/// A batch of groups of at least two sequences, each with at least one token, on the host.
+/// A batch on the host: groups with at least two sequences, and sequences with at least one token.
 #[derive(Debug, Clone)]
 struct Data {
     ids: Vec<u32>,
@@ -57,7 +57,7 @@ fn data() -> impl Strategy<Value = Data> {
 }
 
 impl Data {
-    /// The advantages `[B, T]`; positions outside the mask hold `outside`.
+    /// Computes the advantages `[B, T]`; positions outside the mask hold `outside`.
     fn estimate(
         &self,
         pipeline: &AdvantagePipeline,
@@ -107,7 +107,7 @@ impl Data {
         }
     }
 
-    /// Rewards, and what is measured against them, times `factor` plus `shift`.
+    /// Applies `factor` and `shift` to the rewards and to everything measured against them.
     fn changed(&self, factor: f64, shift: f64) -> Self {
         let change = |x: &[f64]| x.iter().map(|x| x * factor + shift).collect();
         Self {
@@ -128,7 +128,7 @@ fn one_of(pipelines: Vec<AdvantagePipeline>) -> impl Strategy<Value = AdvantageP
     prop::sample::select(pipelines)
 }
 
-/// Estimators that are linear in the scale of the rewards.
+/// Estimators that are linear in the reward scale.
 fn linear() -> Vec<AdvantagePipeline> {
     let no_tail = |tokens: &mut TokenAdvantage| {
         tokens.baseline = match tokens.baseline {
@@ -155,7 +155,7 @@ fn linear() -> Vec<AdvantagePipeline> {
     ]
 }
 
-/// Estimators that do not depend on the scale of the rewards.
+/// Estimators that do not depend on the reward scale.
 fn scale_free() -> Vec<AdvantagePipeline> {
     vec![
         AdvantagePipeline::grpo(),

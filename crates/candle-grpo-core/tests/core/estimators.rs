@@ -1,4 +1,4 @@
-//! Published values of each estimator, and its results for special groups and batches.
+//! Published values for each estimator, and results for special groups and batches.
 
 use candle_core::{DType, Device, Result, Tensor};
 use candle_grpo_core::advantage::{
@@ -17,8 +17,8 @@ use crate::tensor;
 
 const EXAMPLE: [f64; 8] = [0., 1., 0., 1., 1., 0., 0., 0.];
 
-/// Values of the example with three tokens in each sequence: [failure, success] of group 1 and
-/// [success, failure] of group 2.
+/// Values for the example with three tokens per sequence: [failure, success] in group 1 and
+/// [success, failure] in group 2.
 #[rstest]
 #[case::grpo(AdvantagePipeline::grpo(), [-0.866023904, 0.866023904, 1.499997, -0.499999])]
 #[case::dr_grpo(AdvantagePipeline::dr_grpo(), [-0.5, 0.5, 0.75, -0.25])]
@@ -61,7 +61,7 @@ fn gpg_can_count_nonzero_rewards_as_verl_does() -> Result<()> {
         let (a, b, c) = (4. / 3., 2., -2. / 3.);
         assert_close(&got, &[-a, a, -a, a, b, c, c, c], 1e-6);
 
-        // Half of the samples are in a group without spread, so the others count twice.
+        // Half the samples are in a group without spread, so the others count twice.
         let rewards = tensor(&[-1., 1., 1., 1.], device);
         let batch = AdvantageBatch::new(&rewards, 2);
         let by_spread = AdvantagePipeline::gpg().estimate(&batch)?.advantages;
@@ -394,7 +394,7 @@ fn openrlhf_clips_after_the_baseline() -> Result<()> {
     Ok(())
 }
 
-/// Names and pipelines of the published estimators.
+/// The published estimators' names and pipelines.
 fn published() -> [(&'static str, AdvantagePipeline); 18] {
     use AdvantagePipeline as P;
     [

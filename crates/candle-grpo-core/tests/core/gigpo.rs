@@ -1,4 +1,4 @@
-//! Steps of trajectories: returns, groups of states, and the two levels of GiGPO.
+//! Trajectory steps: returns, state groups, and GiGPO's two levels.
 
 use std::collections::HashMap;
 
@@ -14,8 +14,8 @@ use rstest::rstest;
 use crate::tensor;
 
 /// Task 0: trajectory 10 visits the states a, b, a with rewards 0, 0, 1; trajectory 11 visits a, c
-/// with rewards 1, 2; and trajectory 12 is one step in a without reward. Task 1: trajectory 13 is
-/// in a too, but states of different tasks are distinct. The rows are shuffled.
+/// with rewards 1, 2; and trajectory 12 has one step in a without reward. Task 1: trajectory 13 is
+/// in a too, but states in different tasks are distinct. The rows are shuffled.
 const TASKS: [u32; 7] = [0, 0, 1, 0, 0, 0, 0];
 const TRAJECTORIES: [u32; 7] = [10, 11, 13, 10, 12, 11, 10];
 const NUMBERS: [i64; 7] = [2, 1, 0, 0, 0, 0, 1];
@@ -60,8 +60,8 @@ fn returns_accumulate_over_the_steps_of_a_trajectory() -> Result<()> {
     Ok(())
 }
 
-/// The scores of the episodes of task 0 are 1, 3 and 0; the returns in its state a are 1, 0.25, 0
-/// and 2, of mean 0.8125.
+/// In task 0, the episodes score 1, 3 and 0. The returns in its state a are 1, 0.25, 0 and 2, with
+/// mean 0.8125.
 #[rstest]
 #[case::episodes(
     mean(|g| g.step_weight = 0.),
@@ -102,7 +102,7 @@ fn both_levels_are_relative_to_their_group(
     Ok(())
 }
 
-/// With deviations, by the formula of ROLL: variances of 7 / 3 and of 2.421875 / 3.
+/// With deviations, by ROLL's formula: variances 7 / 3 and 2.421875 / 3.
 #[test]
 fn both_levels_divide_by_the_deviation_of_their_group() -> Result<()> {
     let episode = (7f64 / 3.).sqrt() + 1e-6;
@@ -158,13 +158,13 @@ fn episode_scores_can_be_given() -> Result<()> {
 fn missing_scores_can_be_excluded() -> Result<()> {
     for device in devices() {
         let mut rewards = REWARDS;
-        rewards[6] = f32::NAN; // the step in b of trajectory 10
+        rewards[6] = f32::NAN; // the step of trajectory 10 in b
         let rewards = tensor(&rewards, device);
         let (tasks, steps) = (TASKS.as_slice(), steps());
         let batch = AdvantageBatch::new(&rewards, tasks).steps(&steps);
         let gigpo = mean(|g| g.normalization.non_finite = NonFinite::Exclude);
         let got = numbers(&gigpo.estimate(&batch)?.advantages)?;
-        // Episodes 3 and 0, and returns of 1, 0 and 2 in state a.
+        // Episodes 3 and 0, and returns 1, 0 and 2 in state a.
         assert_close(&got, &[0., 1.5, 0., 0., -2.5, 2.5, 0.], 1e-6);
         let error = message(Gigpo::default().estimate(&batch));
         assert!(error.starts_with("rewards: sample 6 is NaN"), "{error}");
@@ -244,11 +244,11 @@ fn the_settings_survive_serde() -> serde_json::Result<()> {
     Ok(())
 }
 
-/// A row of a batch: task, trajectory, number of the step, state, reward.
+/// A batch row: task, trajectory, step number, state, reward.
 type Row = (u32, u32, i64, u32, f64);
 
-/// Two to four tasks with two or three trajectories of up to four steps in three states each,
-/// shuffled.
+/// Two to four tasks, shuffled. Each has two or three trajectories with up to four steps in three
+/// states.
 fn rows() -> impl Strategy<Value = Vec<Row>> {
     let step = (0u32..3, -16i32..16);
     let trajectory = prop::collection::vec(step, 1..5);
@@ -280,7 +280,8 @@ fn estimate_rows(rows: &[Row], gigpo: &Gigpo, device: &Device) -> Result<Vec<f64
     numbers(&gigpo.estimate(&batch)?.advantages)
 }
 
-/// GiGPO in plain loops: `(x - mean) / (std + 1e-6)` among the entries of one key, 0 for one entry.
+/// GiGPO in plain loops: `(x - mean) / (std + 1e-6)` among entries with the same key, 0 for a
+/// single entry.
 fn by_loops(rows: &[Row], gamma: f64) -> Vec<f64> {
     let sum = |row: &Row, weight: &dyn Fn(i64) -> f64| -> f64 {
         let later = rows.iter().filter(|r| r.1 == row.1);
@@ -319,7 +320,7 @@ proptest! {
         let expected = by_loops(&rows, gigpo.gamma);
         for device in devices() {
             let got = estimate_rows(&rows, &gigpo, device).unwrap();
-            // Where all returns of a group are equal, the loops leave a residue.
+            // Where all returns in a group are equal, the loops leave a residue.
             prop_assert!(got.iter().zip(&expected).all(|(g, e)| (g - e).abs() < 1e-6), "{got:?} {expected:?}");
         }
     }

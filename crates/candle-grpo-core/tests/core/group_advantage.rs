@@ -9,8 +9,8 @@ use crate::tensor;
 
 const EXAMPLE: [f64; 8] = [0., 1., 0., 1., 1., 0., 0., 0.];
 
-/// The published values of each system for the example (failures and success of group 1, then of
-/// group 2).
+/// Each system's published values for the example (failures and success in group 1, then in group
+/// 2).
 #[rstest]
 #[case::trl(1e-4, Scale::Group, [0.865875430, 1.499700060, -0.499900020])]
 #[case::verl_and_roll(1e-6, Scale::Group, [0.866023904, 1.499997000, -0.499999000])]
@@ -141,7 +141,7 @@ fn only_a_baseline_of_the_group_may_be_divided_by_its_deviation(
     assert_eq!(function.validate().is_ok(), expected);
 }
 
-/// Unequal groups [2 | 1, 0] with the conventions of verl and twinkle.
+/// Unequal groups [2 | 1, 0] with verl's and twinkle's conventions.
 #[rstest]
 #[case(SingletonGroup::Raw, Scale::None, [2., 0.5, -0.5])]
 #[case(SingletonGroup::Zero, Scale::None, [0., 0.5, -0.5])]

@@ -1,4 +1,4 @@
-//! Properties of the advantage functions for groups of any size, in any order.
+//! Properties that advantage functions have for groups with any size, in any order.
 
 use candle_core::{Device, Result, Tensor};
 use candle_grpo_core::{GroupAdvantage, Scale};
@@ -13,7 +13,7 @@ fn scale() -> impl Strategy<Value = Scale> {
     prop_oneof![Just(Scale::Group), Just(Scale::Batch), Just(Scale::None)]
 }
 
-/// Rewards in sixteenths, with ids of groups of at least two samples each.
+/// Rewards in sixteenths, and ids for groups with at least two samples each.
 fn batch() -> impl Strategy<Value = (Vec<f64>, Vec<u32>)> {
     prop::collection::vec(2usize..6, 1..5).prop_flat_map(|sizes| {
         let ids: Vec<u32> = sizes

@@ -1,4 +1,4 @@
-//! Tests of advantages, rewards, selection and trajectories.
+//! Tests for advantages, rewards, selection and trajectories.
 
 mod bad_input;
 mod documentation;

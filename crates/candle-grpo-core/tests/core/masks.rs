@@ -1,4 +1,4 @@
-//! Masks: those made from sampled tokens, and the values per sequence that they take.
+//! Masks: made from sampled tokens, and the per-sequence values that they accept.
 
 use candle_core::{Result, Tensor};
 use candle_grpo_core::advantage::KlPenalty;

@@ -50,7 +50,7 @@ fn the_cost_of_a_sample_is_relative_to_its_group() -> Result<()> {
 }
 
 proptest! {
-    /// The moving average of a role does not depend on the samples of other roles.
+    /// A role's moving average does not depend on other roles' samples.
     #[test]
     fn roles_do_not_mix(
         samples in prop::collection::vec((-5f64..5., 0usize..3), 1..30), decay in 0f64..=1.,
@@ -70,7 +70,7 @@ proptest! {
         }
     }
 
-    /// A teacher weight moves credit and never changes the sign of an advantage.
+    /// A teacher weight moves credit and never changes an advantage's sign.
     #[test]
     fn a_teacher_keeps_the_sign_of_an_advantage(
         advantage in -3f64..3., teacher in prop::collection::vec(-40f64..0., 4),

@@ -124,7 +124,7 @@ fn ensembles_leave_out_missing_scores(
     Ok(())
 }
 
-/// Expected values are those of Python's `statistics.median` and, with ties to the smallest,
+/// Expected values come from Python's `statistics.median` and, in a tie the smallest, from
 /// `statistics.multimode`.
 #[rstest]
 #[case(ScoreEnsemble::Median, [2., 3., 0., 2.5, 7., f64::NAN])]

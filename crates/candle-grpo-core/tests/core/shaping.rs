@@ -12,7 +12,7 @@ use crate::tensor;
 
 const EXAMPLE: [f64; 8] = [0., 1., 0., 1., 1., 0., 0., 0.];
 
-/// ROLL's published values, and a combination that fails in ROLL: std of the group without its
+/// ROLL's published values, and a combination that fails in ROLL: a group std without the group
 /// mean.
 #[rstest]
 #[case(NormLevel::Group, NormLevel::Group, [-0.866024, 0.866024, 1.499997, -0.499999])]
@@ -88,7 +88,7 @@ fn running_moments_cover_all_rewards_so_far() -> Result<()> {
         let second = shaping
             .apply(tensor(&[1e4 + 2., 1e4 + 7.], device), 2, Some(&mut running))?
             .rewards;
-        // Mean 3 and variance 34 / 4 of {0, 1, 5, 2, 7}.
+        // {0, 1, 5, 2, 7} has mean 3 and variance 34 / 4.
         let std = (34f64 / 4.).sqrt();
         assert_close(&numbers(&second)?, &[-1. / std, 4. / std], 1e-6);
         assert_eq!(running.state()?.count, 5.);
@@ -196,7 +196,7 @@ fn kl_estimators_have_their_published_values(
     Ok(())
 }
 
-/// `sum_v p (log p - log q)`, with the derivative `p (log p - log q + 1)` by each `log p`. An entry
+/// `sum_v p (log p - log q)`, with derivative `p (log p - log q + 1)` by each `log p`. An entry
 /// with probability 0 adds nothing.
 #[test]
 fn the_full_kl_is_the_divergence_of_the_distributions() -> Result<()> {
@@ -213,7 +213,7 @@ fn the_full_kl_is_the_divergence_of_the_distributions() -> Result<()> {
     Ok(())
 }
 
-/// Division by the deviation of equal rewards would divide by epsilon alone.
+/// Dividing by the standard deviation of equal rewards would divide by epsilon alone.
 #[rstest]
 #[case(NormLevel::None, [1., 1., 1., 1.])]
 #[case(NormLevel::Batch, [0.25, 0.25, 0.25, 0.25])]
@@ -244,7 +244,7 @@ fn a_flat_group_is_not_divided(#[case] mean: NormLevel, #[case] expected: [f64; 
 }
 
 /// A token with probability 0, or nearly 0, under the reference has a finite gradient, and the same
-/// value as with the gradient of the estimator.
+/// value as with the estimator's own gradient.
 #[rstest]
 #[case(KlGradient::StraightThrough)]
 #[case(KlGradient::ImportanceWeighted { max: 10. })]

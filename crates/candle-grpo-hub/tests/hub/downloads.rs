@@ -900,8 +900,8 @@ fn the_list_of_files_has_a_limit_of_time() {
     );
 }
 
-/// A hub whose list of files never ends. It calls `after` after the first part.
-fn endless_hub(after: impl FnOnce() + Send + 'static) -> (String, thread::JoinHandle<()>) {
+/// A server whose response never ends. It calls `after` after the first part.
+fn endless_server(after: impl FnOnce() + Send + 'static) -> (String, thread::JoinHandle<()>) {
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     let url = format!("http://{}", listener.local_addr().unwrap());
     let serve = move || {
@@ -915,14 +915,14 @@ fn endless_hub(after: impl FnOnce() + Send + 'static) -> (String, thread::JoinHa
         client.write_all(b"HTTP/1.1 200 OK\r\n\r\n ").unwrap();
         after();
         // White space may precede JSON.
-        while client.write_all(b" ").is_ok() {}
+        while client.write_all(&[b' '; 1000]).is_ok() {}
     };
     (url, thread::spawn(serve))
 }
 
 #[test]
 fn an_endless_list_of_files_ends_with_its_limit_of_time() {
-    let (endpoint, server) = endless_hub(|| {});
+    let (endpoint, server) = endless_server(|| {});
     let hub = Hub {
         endpoint,
         list_limit: Duration::from_millis(1),
@@ -940,7 +940,7 @@ fn an_endless_list_of_files_ends_with_its_limit_of_time() {
 fn an_endless_list_of_files_can_be_canceled() {
     let watch = Arc::new(Watch::default());
     let cancel = Arc::clone(&watch);
-    let (endpoint, server) = endless_hub(move || cancel.canceled.store(true, Ordering::SeqCst));
+    let (endpoint, server) = endless_server(move || cancel.canceled.store(true, Ordering::SeqCst));
     let hub = Hub {
         endpoint,
         ..Test::new().hub()
@@ -948,4 +948,27 @@ fn an_endless_list_of_files_can_be_canceled() {
     let located = hub.locate(&name("a/b"), HubContent::Model, None, &*watch);
     assert!(located.unwrap_err().is::<Interrupted>());
     server.join().unwrap();
+}
+
+#[test]
+fn a_file_that_never_ends_is_refused_after_its_size() {
+    let test = Test::new();
+    let (url, server) = endless_server(|| {});
+    test.server.set_change(move |request, reply| {
+        if request.method == "GET" && (300..400).contains(&reply.status()) {
+            reply.with_header("location", &url)
+        } else {
+            reply
+        }
+    });
+    let error = error(&test.hub(), "a/b");
+    assert!(error.is::<TransferError>(), "{error:#}");
+    let text = format!("{error:#}");
+    assert!(
+        text.contains("at least ") && text.contains(" bytes, must be 700000"),
+        "{text}"
+    );
+    // It ends because the client closes the connection.
+    server.join().unwrap();
+    test.assert_without_weights();
 }

@@ -1,4 +1,5 @@
 //! Tests the operators on every device.
+#![allow(clippy::too_many_lines, reason = "lists of cases")]
 
 mod adamw;
 mod add;

@@ -1,4 +1,4 @@
-//! Filters that reject tokens or sequences on which the two policies differ too much.
+//! Filters that reject tokens or sequences where the two policies differ too much.
 
 use candle_core::{D, DType, Result, Tensor};
 use candle_grpo_core::validate::check;
@@ -9,29 +9,29 @@ use super::check_order;
 use crate::divergence::{binary_kl, clamped_probability};
 use crate::importance_level::ImportanceLevel;
 
-/// Bounds, both inclusive, on a statistic of the difference between the two policies.
+/// Inclusive bounds on a statistic that compares the two policies.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct RolloutFilter {
-    /// The bounded statistic.
+    /// Statistic that is bounded.
     pub statistic: FilterStatistic,
-    /// The level at which the statistic is taken.
+    /// Level at which the statistic is computed.
     pub level: FilterLevel,
-    /// The lower bound. Absent by default.
+    /// Lower bound. Absent by default.
     #[serde(default)]
     pub min: Option<f64>,
-    /// The upper bound. Absent by default.
+    /// Upper bound. Absent by default.
     #[serde(default)]
     pub max: Option<f64>,
 }
 
-/// A statistic of one token, with `d = old_log_probs - rollout_log_probs`.
+/// A per-token statistic, with `d = old_log_probs - rollout_log_probs`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 #[non_exhaustive]
 pub enum FilterStatistic {
-    /// `d`. Bounds are logarithms of ratios; the mean over a sequence is the logarithm of the
-    /// geometric mean of the ratios.
+    /// `d`. Bounds are logarithms of ratios. A sequence mean is the logarithm of the geometric mean
+    /// ratio.
     LogRatio,
     /// `q - p` with `q = exp(old_log_probs)` and `p = exp(rollout_log_probs)`.
     ProbabilityDifference,
@@ -49,24 +49,24 @@ pub enum FilterStatistic {
     K2,
     /// `exp(d) - 1 - d`.
     K3,
-    /// `exp(-d) - 1 + d`, k3 of the inverse ratio (AReaL's `kl_k3`).
+    /// `exp(-d) - 1 + d`: k3 with the inverse ratio (AReaL's `kl_k3`).
     InverseK3,
 }
 
-/// The level of a statistic.
+/// Level at which a statistic is computed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 #[non_exhaustive]
 pub enum FilterLevel {
-    /// Each token on its own.
+    /// Each token by itself.
     Token,
-    /// The mean over each run of consecutive tokens of the mask.
+    /// Mean over each run of consecutive masked-in tokens.
     Segment,
-    /// The mean over the sequence. All tokens of a sequence pass, or none.
+    /// Mean over the sequence. Either all its tokens pass, or none.
     SequenceMean,
-    /// The sum over the sequence.
+    /// Sum over the sequence.
     SequenceSum,
-    /// The maximum over the sequence.
+    /// Maximum over the sequence.
     SequenceMax,
 }
 

@@ -1,13 +1,13 @@
-//! Metrics of the difference between the two policies.
+//! Metrics for the difference between the two policies.
 
 use candle_core::{D, Result, Tensor};
 use candle_grpo_core::dtype::statistics_dtype;
 use candle_grpo_core::{Mask, Metrics};
 
-/// Adds perplexities and chi-square divergences, in the dtype of statistics.
+/// Adds perplexities and chi-square divergences, in the statistics dtype.
 ///
-/// `old` and `rollout` are log-probs `[B, T]`, 0 outside the mask; `d` is their difference,
-/// clamped, and `product` its sum over each sequence, clamped, `[B, 1]`.
+/// `old` and `rollout` are log-probs `[B, T]`, 0 outside the mask. `d` is their clamped difference,
+/// and `product` its clamped sum over each sequence, `[B, 1]`.
 pub(super) fn push(
     metrics: &mut Metrics,
     [old, rollout]: [&Tensor; 2],
@@ -17,7 +17,7 @@ pub(super) fn push(
 ) -> Result<()> {
     let dtype = statistics_dtype(d.device());
     let lengths = mask.lengths(dtype)?;
-    // One number for each sequence, as a mask of sequences and its values.
+    // One number per sequence: a mask over sequences, and its values.
     let sequences = Mask::new(&lengths.gt(0.)?)?;
     let mean = |x: &Tensor| -> Result<Tensor> {
         x.to_dtype(dtype)?.sum_keepdim(D::Minus1)? / lengths.maximum(1.)?

@@ -1,4 +1,9 @@
 //! Weights and filters for samples from another engine or an older policy.
+//!
+//! Your trainer and the sampling engine compute slightly different probabilities for the same
+//! token. Watch `rollout_kl`: if it stays near 0, you need no correction. Otherwise, start with
+//! [`RolloutCorrection::token_is`] and a maximum weight of 2. Add a filter if a few sequences
+//! differ by far.
 
 mod filter;
 mod mismatch;
@@ -17,11 +22,11 @@ pub use proximal::ProximalPolicy;
 use crate::importance_level::ImportanceLevel;
 use candle_grpo_core::validate::{check, non_negative, positive};
 
-/// Correction for the difference between the old policy, as the trainer computes it, and the policy
+/// Corrects for the difference between the old policy, as the trainer computes it, and the policy
 /// that sampled.
 ///
 /// The log-ratio is `d = old_log_probs - rollout_log_probs`. Compute the correction once over a
-/// whole step: the normalization and the counts after filtering belong to the step.
+/// whole step, because normalization and filter counts belong to the step.
 ///
 /// ```
 /// use candle_core::{Device, Tensor};
@@ -45,15 +50,15 @@ use candle_grpo_core::validate::{check, non_negative, positive};
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct RolloutCorrection {
-    /// The weight of the policy term. If absent, it is 1. Absent by default.
+    /// Weight for the policy term. If absent, it is 1. Absent by default.
     pub weight: Option<ImportanceWeight>,
-    /// The filters; a token is kept if it passes all of them. Empty by default.
+    /// Filters. A token is kept if it passes all of them. Empty by default.
     pub filters: Vec<RolloutFilter>,
-    /// The bound of the mean of `d^2` over the kept tokens: the fewest tokens of largest `d^2` are
-    /// rejected, such that the mean of the others is below it (M2PO,
-    /// <https://arxiv.org/abs/2510.01161>). Its `d` is not clamped. Absent by default.
+    /// Upper bound for the mean `d^2` over the kept tokens (M2PO,
+    /// <https://arxiv.org/abs/2510.01161>). As few tokens as possible are rejected, those with the
+    /// largest `d^2` first. Here, `d` is not clamped. Absent by default.
     pub second_moment: Option<f64>,
-    /// The bound c of the clamp to `[-c, c]` on `d` and on its sum over a sequence, before `exp`.
+    /// The bound c: `d` and its sum over a sequence are clamped to `[-c, c]` before `exp`.
     /// Default 20.
     pub log_ratio_clamp: Option<f64>,
 }
@@ -69,21 +74,21 @@ impl Default for RolloutCorrection {
     }
 }
 
-/// The importance weight `exp(d)` at a level, within bounds.
+/// The importance weight `exp(d)` at some level, within bounds.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct ImportanceWeight {
-    /// The level of the log-ratio. Default `token`.
+    /// Level for the log-ratio. Default `token`.
     pub level: ImportanceLevel,
-    /// The lower bound. Absent by default.
+    /// Lower bound. Absent by default.
     pub min: Option<f64>,
-    /// The upper bound. Default 2.
+    /// Upper bound. Default 2.
     pub max: Option<f64>,
-    /// The treatment of weights outside the bounds. Default `truncate`.
+    /// Treatment for a weight outside the bounds. Default `truncate`.
     #[serde(alias = "outside")]
     pub out_of_bounds: OutOfBounds,
-    /// Divides the weights by their mean: over the tokens, or over the sequences that have tokens
-    /// for one weight per sequence. Default `false`.
+    /// Divides the weights by their mean. Weights per token are averaged over tokens, weights per
+    /// sequence over sequences that have tokens. Default `false`.
     pub normalize: bool,
 }
 
@@ -94,7 +99,7 @@ impl Default for ImportanceWeight {
 }
 
 impl ImportanceWeight {
-    /// A per-token weight of at most `max` (truncated importance sampling).
+    /// Creates a per-token weight that is at most `max` (truncated importance sampling).
     pub fn truncated(max: f64) -> Self {
         Self {
             level: ImportanceLevel::Token,
@@ -105,7 +110,8 @@ impl ImportanceWeight {
         }
     }
 
-    /// A per-token weight, 0 outside the bounds (IcePop, <https://arxiv.org/abs/2510.18855>).
+    /// Creates a per-token weight that is 0 outside the bounds (IcePop,
+    /// <https://arxiv.org/abs/2510.18855>).
     pub fn icepop(min: f64, max: f64) -> Self {
         Self {
             min: Some(min),
@@ -115,7 +121,7 @@ impl ImportanceWeight {
     }
 }
 
-/// The treatment of a weight outside its bounds.
+/// Treatment for a weight outside its bounds.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 #[non_exhaustive]
@@ -127,33 +133,33 @@ pub enum OutOfBounds {
     Mask,
 }
 
-/// The output of [`RolloutCorrection::compute`].
+/// Output from [`RolloutCorrection::compute`].
 #[derive(Debug, Clone)]
 #[non_exhaustive]
 pub struct RolloutWeights {
-    /// Weights of the policy term for [`crate::PolicyBatch::importance_weights`].
+    /// Weights for the policy term, to pass as [`crate::PolicyBatch::importance_weights`].
     ///
     /// `[B, T]`, or `[B, 1]` if the level is a whole sequence.
     pub weights: Option<Tensor>,
-    /// The tokens of the mask that pass the filters, u8 `[B, T]`.
+    /// The mask's tokens that pass the filters, u8 `[B, T]`.
     ///
-    /// As [`crate::PolicyBatch::policy_mask`], rejected tokens leave the policy term only. As the
-    /// response mask, they also leave the denominators.
+    /// Pass them as [`crate::PolicyBatch::policy_mask`], and rejected tokens leave only the policy
+    /// term. Pass them as the response mask, and they also leave the denominators.
     pub kept: Tensor,
     /// Metrics over the response mask:
     ///
     /// | name | meaning |
     /// | --- | --- |
-    /// | `rollout_kl`, `rollout_kl_k3` | means of `-d` and of `exp(d) - 1 - d` |
-    /// | `rollout_weight_mean`, `_max`, `_min` | of the weights |
-    /// | `rollout_weight_square` | the mean squared weight; `mean^2 / square` is the effective sample fraction |
-    /// | `rollout_truncated_fraction` | tokens whose weight is outside its bounds |
-    /// | `rollout_weight_normalizer` | the mean by which `normalize` divided |
-    /// | `rollout_rejected_fraction` | tokens that the filters reject |
-    /// | `rollout_rejected_sequence_fraction` | sequences with a rejected token, over sequences with tokens |
-    /// | `mismatch_training_ppl`, `mismatch_rollout_ppl` | means over sequences of `exp(-mean of the log-probs)`; `_log_ppl`: of the exponents |
-    /// | `mismatch_log_ppl_diff`, `_abs_diff`, `_diff_max`, `_diff_min`, `mismatch_ppl_ratio` | of the difference of the two exponents; the mean of its `exp` |
-    /// | `mismatch_chi2_token`, `mismatch_chi2_sequence` | means of `exp(d)^2 - 1`, and of the same with the sum of d over a sequence |
+    /// | `rollout_kl`, `rollout_kl_k3` | mean `-d`, and mean `exp(d) - 1 - d` |
+    /// | `rollout_weight_mean`, `_max`, `_min` | mean, maximum and minimum weight |
+    /// | `rollout_weight_square` | mean squared weight; `mean^2 / square` is the effective sample fraction |
+    /// | `rollout_truncated_fraction` | fraction of tokens whose weight is outside its bounds |
+    /// | `rollout_weight_normalizer` | mean that `normalize` divided by |
+    /// | `rollout_rejected_fraction` | fraction of tokens that the filters reject |
+    /// | `rollout_rejected_sequence_fraction` | fraction of sequences with a rejected token, among sequences with tokens |
+    /// | `mismatch_training_ppl`, `mismatch_rollout_ppl` | `exp(-mean log-prob)`, averaged over sequences; `_log_ppl` averages the exponents |
+    /// | `mismatch_log_ppl_diff`, `_abs_diff`, `_diff_max`, `_diff_min`, `mismatch_ppl_ratio` | difference between the two exponents; `mismatch_ppl_ratio` averages its `exp` |
+    /// | `mismatch_chi2_token`, `mismatch_chi2_sequence` | mean `exp(d)^2 - 1`; for a sequence, d is summed first |
     pub metrics: Metrics,
 }
 
@@ -162,7 +168,7 @@ impl RolloutCorrection {
     ///
     /// # Errors
     ///
-    /// The error names the option, its value and what it must be.
+    /// Fails if an option is invalid; the error names it.
     pub fn validate(&self) -> Result<()> {
         if let Some(c) = self.log_ratio_clamp {
             positive("rollout_correction.log_ratio_clamp", c)?;
@@ -195,8 +201,8 @@ impl RolloutCorrection {
         !self.filters.is_empty() || self.second_moment.is_some()
     }
 
-    /// Computes weights and kept tokens from the log-probs `[B, T]` of the old policy and of the
-    /// sampling engine.
+    /// Computes weights and kept tokens from the log-probs `[B, T]` under the old policy and from
+    /// the sampling engine.
     ///
     /// # Errors
     ///
@@ -292,7 +298,7 @@ impl RolloutCorrection {
         if !weight.normalize {
             return Ok(weights);
         }
-        // One number for each weight: of tokens, or of sequences.
+        // One number per weight: over tokens or over sequences.
         let counted = if weights.dims() == mask.selected().dims() {
             mask.selected().clone()
         } else {

@@ -5,12 +5,13 @@ use candle_grpo_core::dtype::arithmetic_dtype;
 use candle_grpo_core::validate;
 use serde::{Deserialize, Serialize};
 
-/// An interpolation between the policy that drew a token and the current one, in place of the old
-/// policy (AReaL).
+/// Replaces the old policy by an interpolation between the policy that sampled a token and the
+/// current one (AReaL).
 ///
-/// The share `a` of the current policy depends on the versions of the weights: the old policy is
-/// the one before the last update. With the version `v` that drew a token and the current version
-/// `n`, `a = (n - 1 - v) / (n - v)`, and 0 for a token of the current version.
+/// Use it for asynchronous training, where a forward pass under the old policy costs too much. The
+/// current policy's share `a` depends on the weight versions, because the old policy is the one
+/// before the last update. For a token sampled with version `v`, and current version `n`,
+/// `a = (n - 1 - v) / (n - v)`. A token from the current version has `a = 0`.
 ///
 /// ```
 /// use candle_core::{Device, Tensor};
@@ -32,17 +33,17 @@ pub enum ProximalPolicy {
     LogLinear,
     /// `log((1 - a) exp(roll) + a exp(lp) + floor)`.
     Linear {
-        /// A probability that is added, 1e-10 in AReaL. Default 0.
+        /// Probability that is added, 1e-10 in AReaL. Default 0.
         #[serde(default)]
         floor: f64,
     },
 }
 
 impl ProximalPolicy {
-    /// Computes the log-probs `[B, T]` of the old policy, without a gradient.
+    /// Computes the old policy's log-probs `[B, T]`, without a gradient.
     ///
-    /// `versions` `[B, T]` are the versions of the weights that drew the tokens; a negative one
-    /// marks a token that the policy did not draw.
+    /// `versions` `[B, T]` are the weight versions that sampled the tokens. A negative version
+    /// marks a token that the policy did not sample.
     ///
     /// # Errors
     ///
@@ -68,7 +69,7 @@ impl ProximalPolicy {
         let current = log_probs.detach().to_dtype(dtype)?;
         let rollout = clean("rollout_log_probs", rollout_log_probs)?;
         let versions = clean("versions", versions)?;
-        // The number of updates since a token was drawn.
+        // Number of updates since a token was sampled.
         let age = (versions.neg()? + current_version as f64)?;
         let stale = (age.gt(0.)? * versions.ge(0.)?)?;
         let age = stale.where_cond(&age, &age.ones_like()?)?;
@@ -76,7 +77,7 @@ impl ProximalPolicy {
         match self {
             Self::LogLinear => {
                 let mean = ((&current * &share)? + (&rollout * (share.neg()? + 1.)?)?)?;
-                // A share of 0 leaves a log-prob of minus infinity out.
+                // A share of 0 ignores a log-prob that is minus infinity.
                 share.gt(0.)?.where_cond(&mean, &rollout)
             }
             Self::Linear { floor } => {

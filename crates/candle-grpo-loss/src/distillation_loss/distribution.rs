@@ -1,4 +1,4 @@
-//! The distribution of logits.
+//! The distribution that logits define.
 
 use candle_core::{D, Result, Tensor, bail};
 
@@ -8,14 +8,14 @@ use crate::softmax::statistics;
 pub(super) struct Distribution {
     /// `[.., V]`
     pub(super) logits: Tensor,
-    /// The log-sum-exp of the logits, `[.., 1]`.
+    /// The logits' log-sum-exp, `[.., 1]`.
     pub(super) total: Tensor,
     /// In nats, `[..]`.
     pub(super) entropy: Tensor,
 }
 
 impl Distribution {
-    /// The distribution of `logits / temperature`.
+    /// Creates the distribution for `logits / temperature`.
     pub(super) fn new(logits: &Tensor, temperature: f64) -> Result<Self> {
         if logits.rank() == 0 || logits.elem_count() == 0 {
             bail!("student_logits: shape {:?}, must be [.., V]", logits.dims());
@@ -33,7 +33,7 @@ impl Distribution {
         })
     }
 
-    /// The log-probs of all entries, `[.., V]`.
+    /// Returns the log-probs for all entries, `[.., V]`.
     pub(super) fn log_probs(&self) -> Result<Tensor> {
         self.logits.broadcast_sub(&self.total)
     }

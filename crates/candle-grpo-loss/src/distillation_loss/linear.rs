@@ -1,4 +1,4 @@
-//! Distillation from hidden states, in chunks of tokens.
+//! Distillation from hidden states, chunked over tokens.
 
 use candle_core::{DType, Result, Tensor, Var};
 use candle_grpo_core::dtype::arithmetic_dtype;
@@ -10,41 +10,43 @@ use super::teacher_logits::TeacherRows;
 use super::{DistillationLoss, MASSES, OutputLayer, TeacherLogits, row_width};
 use crate::totals::StepTotals;
 
-/// The largest number of logits of a chunk of [`linear_distillation_loss`]: 2^22, or 2^25 on a GPU,
-/// where a chunk must have many rows to be fast. About ten tensors of a chunk exist at once.
+/// Returns the largest number of logits in a chunk for [`linear_distillation_loss`]: 2^22, or 2^25
+/// on a GPU, where a chunk needs many rows to be fast. About ten chunk-sized tensors exist at once.
 pub fn logits_of_chunk(on_gpu: bool) -> usize {
     if on_gpu { 1 << 25 } else { 1 << 22 }
 }
 
-/// The output of [`linear_distillation_loss`]. All tensors are detached.
+/// Output from [`linear_distillation_loss`]. All tensors are detached.
 #[derive(Debug, Clone)]
 #[non_exhaustive]
 pub struct LinearDistillationOutput {
-    /// The loss: the contribution of this micro-batch to the step.
+    /// The loss: this micro-batch's contribution to the step.
     pub loss: Tensor,
-    /// The metrics of [`DistillationLoss::compute`], and `student_entropy`, which is at
+    /// Metrics as in [`DistillationLoss::compute`], and `student_entropy` at
     /// [`DistillationLoss::temperature`].
     pub metrics: Metrics,
-    /// The gradients of the loss with respect to the student's hidden states, weight and bias.
-    /// `None` for an argument that is neither a variable nor computed from one.
+    /// Gradients with respect to the student's hidden states, weight and bias. `None` for an
+    /// argument that is neither a variable nor computed from one.
     pub gradients: LinearGradients,
 }
 
-/// Computes the distillation loss of hidden states and its gradients, in one call.
+/// Computes the distillation loss from hidden states, and its gradients, in one call.
 ///
-/// The logits of both models exist for a chunk of tokens at a time, see [`logits_of_chunk`]. Tokens
-/// outside the mask are not computed. Synchronizes with the device: the mask is copied to the host.
+/// Choose it over [`DistillationLoss::compute`] if logits for all tokens do not fit in memory: only
+/// one chunk's logits exist at a time, see [`logits_of_chunk`]. Tokens outside the mask are not
+/// computed. Copies the mask to the host, which synchronizes with the device.
 ///
 /// # Shapes
 ///
 /// - `student`: hidden states `[B, T, H]`, weight `[V, H]`, bias `[V]`
 /// - `teacher`: as in [`TeacherLogits`], with the same B, T and V, on the same device
 /// - `response_mask`: `[B, T]`
-/// - gradients: the shapes of the arguments of the student
+/// - gradients: the same shapes as the student's tensors
 ///
 /// # Errors
 ///
-/// Fails as [`DistillationLoss::compute`]. A support of sampled tokens is an error.
+/// Fails in the same cases as [`DistillationLoss::compute`]. Also fails with
+/// [`Support::Sampled`](crate::Support::Sampled).
 pub fn linear_distillation_loss(
     loss: &DistillationLoss,
     student: &OutputLayer<'_>,
@@ -76,7 +78,8 @@ pub fn linear_distillation_loss(
         pass.add(&at, &teacher, &slopes.index_select(&at, 0)?)?;
     }
     let parts = &pass.parts;
-    // The row of each place in the chunks. Places outside the mask have a row of zeros at the end.
+    // The row for each place in the chunks. Places outside the mask share a row of zeros at the
+    // end.
     let mut rows_of = vec![places.len() as u32; batch * tokens];
     for (row, &place) in (0u32..).zip(&places) {
         rows_of[place as usize] = row;
@@ -117,7 +120,7 @@ pub fn linear_distillation_loss(
     })
 }
 
-/// Returns the places of the tokens of the mask in the flattened batch.
+/// Returns the masked-in tokens' places in the flattened batch.
 fn places(mask: &Mask) -> Result<Vec<u32>> {
     let flags = mask.selected().flatten_all()?.to_vec1::<u8>()?;
     Ok((0u32..)
@@ -127,8 +130,8 @@ fn places(mask: &Mask) -> Result<Vec<u32>> {
         .collect())
 }
 
-/// Returns the derivative of the loss by the divergence of each token, `[B * T]`. `none` are
-/// divergences `[B, T]` of 0.
+/// Returns the loss's derivative by each token's divergence, `[B * T]`. `none` holds divergences
+/// `[B, T]` that are 0.
 fn slopes(loss: &DistillationLoss, mask: &Mask, totals: &StepTotals, none: &Var) -> Result<Tensor> {
     let sum = loss.reduce(none, mask, totals)?;
     match sum.backward()?.get(none) {
@@ -137,7 +140,7 @@ fn slopes(loss: &DistillationLoss, mask: &Mask, totals: &StepTotals, none: &Var)
     }
 }
 
-/// The pass over the chunks: the tensors of the student in one dtype, and the sums of gradients.
+/// One pass over the chunks: the student's tensors in one dtype, and gradient sums.
 struct Pass<'a> {
     loss: &'a DistillationLoss,
     student: OutputLayer<'a>,
@@ -181,10 +184,10 @@ impl<'a> Pass<'a> {
         })
     }
 
-    /// Adds the losses and gradients of the tokens at `at`.
+    /// Adds losses and gradients for the tokens at `at`.
     fn add(&mut self, at: &Tensor, teacher: &TeacherRows, slopes: &Tensor) -> Result<()> {
         let part = self.hidden.index_select(at, 0)?;
-        // The graph starts at the products, whose gradient is multiplied here.
+        // The graph starts at the products. Their gradient is multiplied here.
         let products = Var::from_tensor(&products(&part, &self.weight)?)?;
         let layer = OutputLayer {
             bias: self.bias.as_deref(),
@@ -224,12 +227,12 @@ impl<'a> Pass<'a> {
     }
 }
 
-/// Results of the chunks, each for its tokens.
+/// Chunk results, each for its own tokens.
 #[derive(Default)]
 struct Parts {
     losses: Vec<Tensor>,
     entropies: Vec<Tensor>,
-    /// Probabilities of the compared entries: of the student and of the teacher.
+    /// Probabilities that the compared entries have: under the student and the teacher.
     masses: [Vec<Tensor>; 2],
     hidden: Vec<Tensor>,
 }

@@ -1,4 +1,4 @@
-//! The divergence of a student's distribution from a teacher's.
+//! The divergence between a student's and a teacher's distributions.
 
 mod distribution;
 mod linear;
@@ -24,19 +24,22 @@ use candle_grpo_core::validate::{Name, check, non_negative, positive, unit_inter
 use distribution::Distribution;
 use teacher_logits::TeacherRows;
 
-/// The metrics of the probabilities of the compared entries.
+/// Metrics for the probability mass in the compared entries.
 const MASSES: [&str; 2] = ["student_mass", "teacher_mass"];
 
-/// The generalized Jensen-Shannon divergence of the distributions of a student s and a teacher t at
-/// each token (GKD, <https://arxiv.org/abs/2306.13649>; TRL, ms-swift, twinkle, verl).
+/// Distillation loss: at each token, the generalized Jensen-Shannon divergence between a student's
+/// distribution s and a teacher's t (GKD, <https://arxiv.org/abs/2306.13649>; TRL, ms-swift,
+/// twinkle, verl).
 ///
-/// It is `KL(t, s)` for beta 0, `KL(s, t)` for beta 1, and `beta KL(t, mix) + (1 - beta) KL(s,
-/// mix)` with `mix = (1 - beta) s + beta t` between. The gradient reaches the student only.
+/// With beta 0 it is `KL(t, s)`, with beta 1 `KL(s, t)`. In between it is
+/// `beta KL(t, mix) + (1 - beta) KL(s, mix)` with `mix = (1 - beta) s + beta t`. The gradient
+/// reaches only the student. A divergence of 0 means that the student matches the teacher.
 ///
-/// As [`Recipe::distillation_loss`](crate::Recipe::distillation_loss) it is a term of a training
-/// run. A teacher that gives only log-probs of the sampled tokens needs a [`crate::TeacherTerm`] or
-/// the teacher penalty
-/// [`TokenAdvantage::distillation`](candle_grpo_core::TokenAdvantage::distillation).
+/// Choose this loss if you have the teacher's logits, hidden states or top-k log-probs: it learns
+/// from whole distributions. If the teacher only returns log-probs for the sampled tokens, use a
+/// [`crate::TeacherTerm`], or the teacher penalty
+/// [`TokenAdvantage::distillation`](candle_grpo_core::TokenAdvantage::distillation). In a training
+/// run, set [`Recipe::distillation_loss`](crate::Recipe::distillation_loss).
 ///
 /// ```
 /// use candle_core::{Device, Tensor, Var};
@@ -55,26 +58,26 @@ const MASSES: [&str; 2] = ["student_mass", "teacher_mass"];
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct DistillationLoss {
-    /// The factor of the loss. Default 1.
+    /// Factor for the loss. Default 1.
     pub coef: f64,
-    /// The interpolation between both directions, from 0 to 1. Default 0.
+    /// Interpolation between the two directions, from 0 to 1. Default 0.
     pub beta: f64,
-    /// The divisor of the logits of both, and of given log-probs of the teacher. Default 1.
+    /// Divisor for both models' logits, and for log-probs that the teacher returns. Default 1.
     pub temperature: f64,
-    /// The entries of the vocabulary that are compared. Default `vocabulary`.
+    /// Vocabulary entries that are compared. Default `vocabulary`.
     pub support: Support,
-    /// The other entries. Default `bucket`.
+    /// Treatment for the other entries. Default `bucket`.
     pub tail: Tail,
-    /// The lower bound of the probability of the bucket, 1e-7 in TRL. A bucket below it has no
+    /// Lower bound for the bucket's probability, 1e-7 in TRL. Below it, the bucket has no
     /// gradient. Absent by default.
     pub tail_floor: Option<f64>,
-    /// Raises the log-probs of both to this (verl). A token that the student finds less likely has
-    /// no gradient, although it is the most wrong there. Absent by default.
+    /// Lower bound for both models' log-probs (verl). A token that the student finds less likely
+    /// has no gradient, even if it is the worst mismatch. Absent by default.
     pub log_prob_floor: Option<f64>,
-    /// The upper bound of the divergence of a token, beyond which it has no gradient (verl).
-    /// Absent by default.
+    /// Upper bound for a token's divergence, beyond which it has no gradient (verl). Absent by
+    /// default.
     pub value_clamp: Option<f64>,
-    /// The aggregation over tokens. Default `token-mean`.
+    /// Aggregation over tokens. Default `token-mean`.
     pub aggregation: Aggregation,
 }
 
@@ -99,7 +102,7 @@ impl DistillationLoss {
     ///
     /// # Errors
     ///
-    /// The error names the option, its value and what it must be.
+    /// Fails if an option is invalid; the error names it.
     pub fn validate(&self) -> Result<()> {
         let valid = self.validate_options();
         valid.map_err(|error| Invalid::within_error("distillation_loss", error))
@@ -133,16 +136,16 @@ impl DistillationLoss {
         self.aggregation.validate()
     }
 
-    /// Computes the loss of a micro-batch, with gradient in `student_logits` `[B, T, V]`.
+    /// Computes a micro-batch's loss, with gradient in `student_logits` `[B, T, V]`.
     ///
-    /// `sampled_tokens` `[B, T]` are needed for [`Support::Sampled`]. Logits outside the mask may
-    /// be NaN. The metrics are the `divergence`, after all bounds, and, for a part of the
-    /// vocabulary, `student_mass` and `teacher_mass`, the probabilities of the compared
-    /// entries.
+    /// [`Support::Sampled`] needs `sampled_tokens` `[B, T]`. Logits outside the mask may be NaN.
+    /// The metric `divergence` is measured after all bounds. If only a part of the vocabulary is
+    /// compared, `student_mass` and `teacher_mass` are the probabilities of the compared entries: a
+    /// low mass means that the comparison misses much, so raise k.
     ///
     /// # Errors
     ///
-    /// Fails if an option is invalid, or if a tensor is missing or of another shape.
+    /// Fails if an option is invalid, or if a tensor is missing or has another shape.
     pub fn compute(
         &self,
         student_logits: &Tensor,
@@ -169,17 +172,17 @@ impl DistillationLoss {
         Ok((self.reduce(&compared.losses, &mask, totals)?, metrics))
     }
 
-    /// The loss of the divergences of all tokens.
+    /// Reduces all tokens' divergences to the loss.
     fn reduce(&self, divergences: &Tensor, mask: &Mask, totals: &StepTotals) -> Result<Tensor> {
         self.aggregation.apply(divergences, mask, totals)? * self.coef
     }
 
     /// Computes the divergence at each position, with gradient in `student_logits` `[.., V]`:
-    /// `[..]`. The tensors of the teacher are `[.., V]`, `[.., H]` or `[.., K]`. There is no mask.
+    /// `[..]`. The teacher's tensors are `[.., V]`, `[.., H]` or `[.., K]`. There is no mask.
     ///
     /// # Errors
     ///
-    /// Fails as [`Self::compute`].
+    /// Fails in the same cases as [`Self::compute`].
     pub fn per_token(
         &self,
         student_logits: &Tensor,
@@ -242,7 +245,7 @@ impl DistillationLoss {
         })
     }
 
-    /// The divergence over the whole vocabulary.
+    /// Computes the divergence over the whole vocabulary.
     fn whole(&self, student: &Distribution, teacher: &Distribution) -> Result<Tensor> {
         let divergence = if self.log_prob_floor.is_none() && whole::is_fused(&student.logits) {
             whole::divergence(student, teacher, self.beta)?
@@ -254,7 +257,7 @@ impl DistillationLoss {
         self.bounded(divergence, false)
     }
 
-    /// Entries and log-probs that a teacher gives. Synchronizes with the device.
+    /// Returns entries and log-probs from a teacher. Synchronizes with the device.
     fn given_entries(
         &self,
         ids: &Tensor,
@@ -306,7 +309,7 @@ impl DistillationLoss {
         }
     }
 
-    /// The divergence of log-distributions `[.., K]`.
+    /// Computes the divergence between log-distributions `[.., K]`.
     fn divergence(&self, student: &Tensor, teacher: &Tensor) -> Result<Tensor> {
         let beta = self.beta;
         if beta == 0. {
@@ -320,7 +323,7 @@ impl DistillationLoss {
         (forward * beta)? + (reverse * (1. - beta))?
     }
 
-    /// Applies the bounds, without a gradient beyond them. A partial sum may be negative.
+    /// Applies the bounds, beyond which there is no gradient. A partial sum may be negative.
     fn bounded(&self, losses: Tensor, is_partial: bool) -> Result<Tensor> {
         let mut bounded = losses.detach();
         if is_partial {
@@ -329,14 +332,14 @@ impl DistillationLoss {
         if let Some(clamp) = self.value_clamp {
             bounded = bounded.minimum(clamp)?;
         }
-        // NaN stays: on a GPU it would be the bound.
+        // NaN stays: on a GPU, it would become the bound.
         let same = bounded.eq(&losses.detach())?;
         let nan = losses.detach().ne(&losses.detach())?;
         (same + nan)?.gt(0u8)?.where_cond(&losses, &bounded)
     }
 }
 
-/// The size of the last dimension of `x`, which must be `[B, T, ..]` as the mask is `[B, T]`.
+/// Returns the last dimension's size in `x`, which must be `[B, T, ..]` for a mask `[B, T]`.
 fn row_width(name: &str, x: &Tensor, mask: &Mask) -> Result<usize> {
     let (batch, tokens) = mask.dims()?;
     match *x.dims() {
@@ -345,11 +348,11 @@ fn row_width(name: &str, x: &Tensor, mask: &Mask) -> Result<usize> {
     }
 }
 
-/// The comparison of both at `[..]` places.
+/// Student and teacher compared at `[..]` places.
 struct Compared {
-    /// The entropy of the student.
+    /// The student's entropy.
     entropy: Tensor,
     losses: Tensor,
-    /// The masses of the student and the teacher.
+    /// The student's and the teacher's mass.
     masses: Option<[Tensor; 2]>,
 }

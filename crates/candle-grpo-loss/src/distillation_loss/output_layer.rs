@@ -5,7 +5,7 @@ use candle_grpo_core::dtype::arithmetic_dtype;
 use candle_grpo_core::validate::positive;
 use candle_grpo_kernels::{add_matmul, soft_cap};
 
-/// Hidden states and the layer that turns them into logits:
+/// Hidden states, with the layer that turns them into logits:
 /// `soft_cap(logit_scale (hidden weight^T + bias))`.
 #[derive(Debug, Clone, Copy)]
 pub struct OutputLayer<'a> {
@@ -15,14 +15,14 @@ pub struct OutputLayer<'a> {
     pub weight: &'a Tensor,
     /// Output bias, `[V]`.
     pub bias: Option<&'a Tensor>,
-    /// Factor of the logits.
+    /// Factor for the logits.
     pub logit_scale: f64,
-    /// Bound of the logits, see [`soft_cap`].
+    /// Bound for the logits, see [`soft_cap`].
     pub logit_cap: Option<f64>,
 }
 
 impl<'a> OutputLayer<'a> {
-    /// A layer without bias, factor and bound.
+    /// Creates a layer without bias, factor or bound.
     pub fn new(hidden: &'a Tensor, weight: &'a Tensor) -> Self {
         Self {
             hidden,
@@ -33,7 +33,7 @@ impl<'a> OutputLayer<'a> {
         }
     }
 
-    /// Checks the options for hidden states of this width. Errors have the `name` of the model.
+    /// Checks the options for hidden states with this width. Errors use the model's `name`.
     pub(super) fn check(&self, name: &str, width: usize) -> Result<()> {
         positive(&format!("{name}.logit_scale"), self.logit_scale)?;
         match *self.weight.dims() {
@@ -49,7 +49,7 @@ impl<'a> OutputLayer<'a> {
         }
     }
 
-    /// Returns the logits of products `[.., V]` of hidden states and the weight.
+    /// Returns the logits for `products` `[.., V]` (hidden states times weight).
     pub(super) fn logits(&self, products: &Tensor) -> Result<Tensor> {
         let mut logits = match self.bias {
             Some(bias) => products.broadcast_add(&bias.to_dtype(products.dtype())?)?,
@@ -62,8 +62,8 @@ impl<'a> OutputLayer<'a> {
     }
 }
 
-/// Returns the products `[N, V]` of hidden states `[N, H]` and a weight `[V, H]` in the dtype of
-/// arithmetic, without a gradient.
+/// Multiplies hidden states `[N, H]` by a weight `[V, H]`: `[N, V]` in the arithmetic dtype,
+/// without a gradient.
 pub(super) fn products(hidden: &Tensor, weight: &Tensor) -> Result<Tensor> {
     let (hidden, weight) = same_dtype(hidden, weight)?;
     let shape = (hidden.dim(0)?, weight.dim(0)?);
@@ -73,8 +73,8 @@ pub(super) fn products(hidden: &Tensor, weight: &Tensor) -> Result<Tensor> {
     Ok(products)
 }
 
-/// Returns both in their dtype, or in that of arithmetic if they have different ones, detached. f16
-/// is converted as well: it has no place for the gradients of logits.
+/// Returns both detached: in their shared dtype, or in the arithmetic dtype if theirs differ. Also
+/// converts f16, which cannot hold logit gradients.
 pub(super) fn same_dtype(hidden: &Tensor, weight: &Tensor) -> Result<(Tensor, Tensor)> {
     if hidden.dtype() == weight.dtype() && hidden.dtype() != DType::F16 {
         return Ok((hidden.detach(), weight.detach()));

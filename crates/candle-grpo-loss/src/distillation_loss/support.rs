@@ -1,4 +1,4 @@
-//! The entries of the vocabulary that a distillation compares.
+//! The vocabulary entries that a distillation compares.
 
 use candle_core::{D, DType, Result, Tensor, bail};
 use candle_grpo_kernels::top_k;
@@ -8,7 +8,7 @@ use super::distribution::Distribution;
 use crate::softmax::{log_softmax, log_sum_exp};
 use candle_grpo_core::validate::at_least_one;
 
-/// The compared entries, if the teacher gives logits.
+/// Vocabulary entries that are compared, if the teacher returns logits.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case", deny_unknown_fields)]
 #[non_exhaustive]
@@ -16,35 +16,35 @@ pub enum Support {
     /// The whole vocabulary. The default.
     #[default]
     Vocabulary,
-    /// The k most likely entries of the teacher.
+    /// The teacher's k most likely entries.
     Teacher {
         /// Number of entries.
         k: usize,
     },
-    /// The k most likely entries of the student.
+    /// The student's k most likely entries.
     Student {
         /// Number of entries.
         k: usize,
     },
-    /// The k most likely entries of either.
+    /// The k most likely entries under either model.
     Union {
-        /// Number of entries of each.
+        /// Number of entries from each model.
         k: usize,
     },
     /// The sampled token.
     Sampled {
-        /// Adds the most likely entry of the teacher.
+        /// Adds the teacher's most likely entry.
         teacher_best: bool,
     },
 }
 
-/// The entries outside the support.
+/// Treatment for entries outside the support.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 #[non_exhaustive]
 pub enum Tail {
-    /// One more entry with the probability of all others, so that the divergence is that of coarser
-    /// distributions. The default.
+    /// One extra entry with the remaining probability, which compares coarser distributions. The
+    /// default.
     #[default]
     Bucket,
     /// Left out; the compared entries are renormalized (TRL, ms-swift, twinkle).
@@ -63,7 +63,7 @@ impl Support {
         }
     }
 
-    /// The entries, or none for the whole vocabulary. Student and teacher are logits.
+    /// Returns the entries, or `None` for the whole vocabulary. Student and teacher are logits.
     pub(super) fn entries(
         self,
         student: &Tensor,
@@ -105,23 +105,23 @@ impl Support {
     }
 }
 
-/// A distribution over the vocabulary, or the log-probs of the entries, `[.., K]`.
+/// A distribution over the vocabulary, or log-probs for the entries, `[.., K]`.
 pub(super) enum Source {
     Whole(Distribution),
-    /// With the number of entries of the vocabulary.
+    /// Log-probs, and the vocabulary size.
     Entries(Tensor, usize),
 }
 
-/// Entries of the vocabulary.
+/// Vocabulary entries.
 pub(super) struct Entries {
     /// u32, `[.., K]`
     ids: Tensor,
-    /// u8, `[.., K]`: 0 for an entry that occurs before.
+    /// u8, `[.., K]`: 0 for an entry that occurred before.
     distinct: Tensor,
 }
 
 impl Entries {
-    /// Entries of which some may repeat.
+    /// Creates entries, some of which may repeat.
     pub(super) fn distinct(ids: &Tensor) -> Result<Self> {
         let ids = ids.to_dtype(DType::U32)?.contiguous()?;
         let k = ids.dim(D::Minus1)?;
@@ -140,7 +140,7 @@ impl Entries {
         })
     }
 
-    /// The log-probs of the entries, minus infinity where an entry repeats.
+    /// Returns the entries' log-probs, with minus infinity where an entry repeats.
     fn gather(&self, source: &Source) -> Result<Tensor> {
         let x = match source {
             Source::Whole(x) => {
@@ -153,13 +153,13 @@ impl Entries {
             .where_cond(&x, &(x.zeros_like()? + f64::NEG_INFINITY)?)
     }
 
-    /// The probability of the entries, without a gradient.
+    /// Returns the entries' total probability, without a gradient.
     pub(super) fn mass(&self, source: &Source) -> Result<Tensor> {
         self.gather(source)?.detach().exp()?.sum(D::Minus1)
     }
 
-    /// The log-probs of the entries and of the tail: `[.., K]`, or `[.., K + 1]` with a bucket of
-    /// at least the probability `floor`.
+    /// Returns log-probs for the entries and the tail: `[.., K]`, or `[.., K + 1]` with a bucket
+    /// whose probability is at least `floor`.
     pub(super) fn log_probs(
         &self,
         source: &Source,
@@ -176,7 +176,8 @@ impl Entries {
                     Source::Entries(x, vocabulary) => {
                         let mass = entries.exp()?.sum_keepdim(D::Minus1)?;
                         if x.dim(D::Minus1)? < *vocabulary {
-                            // The difference is rounded, and others have some probability.
+                            // The difference is rounded, and the other entries have some
+                            // probability.
                             (mass.neg()? + 1.)?
                                 .maximum(f64::from(f32::EPSILON))?
                                 .log()?
@@ -198,7 +199,7 @@ impl Entries {
         }
     }
 
-    /// The logarithm of the probability of all other entries, `[.., 1]`. The sum is over them: 1
+    /// Returns the logarithm of the other entries' probability, `[.., 1]`. It sums them, because 1
     /// minus the mass would lose a small tail.
     fn others(&self, x: &Distribution) -> Result<Tensor> {
         let total = &x.total;

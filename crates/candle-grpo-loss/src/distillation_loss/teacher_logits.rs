@@ -1,27 +1,31 @@
-//! The distributions of a teacher.
+//! A teacher's distributions.
 
 use candle_core::{Result, Tensor};
 
 use super::OutputLayer;
 use super::output_layer::products;
 
-/// The distributions of a teacher. They have no gradient.
+/// A teacher's distributions, without a gradient.
+///
+/// Pass `Logits` if they fit in memory, `Hidden` with
+/// [`linear_distillation_loss`](crate::linear_distillation_loss) if they do not, and `TopK` if the
+/// teacher is a server.
 #[derive(Debug, Clone, Copy)]
 pub enum TeacherLogits<'a> {
-    /// Logits of the whole vocabulary, `[B, T, V]`.
+    /// Logits over the whole vocabulary, `[B, T, V]`.
     Logits(&'a Tensor),
-    /// Hidden states `[B, T, H]` and the layer that turns them into logits.
+    /// Hidden states `[B, T, H]`, with the layer that turns them into logits.
     Hidden(OutputLayer<'a>),
-    /// Log-probs of the most likely entries. They are the support.
+    /// Log-probs for the most likely entries, which are also the support.
     TopK {
-        /// Entries of the vocabulary, `[B, T, K]`.
+        /// Vocabulary entries, `[B, T, K]`.
         ids: &'a Tensor,
         /// Their log-probs, `[B, T, K]`.
         log_probs: &'a Tensor,
     },
 }
 
-/// The distributions at some places.
+/// Distributions at some places.
 pub(super) enum TeacherRows {
     /// `[.., V]`
     Logits(Tensor),
@@ -30,7 +34,7 @@ pub(super) enum TeacherRows {
 }
 
 impl TeacherLogits<'_> {
-    /// Returns the distributions at the places that `select` takes from a tensor of this name.
+    /// Returns the distributions at the places that `select` picks from a tensor by name.
     pub(super) fn rows(
         &self,
         select: impl Fn(&str, &Tensor) -> Result<Tensor>,

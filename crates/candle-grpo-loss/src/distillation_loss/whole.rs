@@ -1,15 +1,15 @@
-//! The divergence of whole distributions on the CPU, in one pass over each row.
+//! The divergence between whole distributions on the CPU, in one pass over each row.
 //!
-//! With plain Candle operations a step of distillation takes 1.3 times as long (SmolLM2-135M).
+//! With plain Candle operations, a distillation step takes 1.3 times as long (SmolLM2-135M).
 
 use candle_core::{CpuStorage, CustomOp2, CustomOp3, DType, Layout, Result, Shape, Tensor, bail};
 use rayon::prelude::*;
 
 use super::distribution::Distribution;
 
-/// Computes the generalized Jensen-Shannon divergence of both at each row of `[.., V]`, f32:
-/// `[..]`. It is the divergence of [`DistillationLoss`](super::DistillationLoss) with `beta`. The
-/// gradient reaches the student.
+/// Computes the generalized Jensen-Shannon divergence for each row in `[.., V]`, f32: `[..]`. It is
+/// the divergence in [`DistillationLoss`](super::DistillationLoss) with `beta`. The gradient
+/// reaches the student.
 pub(super) fn divergence(
     student: &Distribution,
     teacher: &Distribution,
@@ -34,13 +34,13 @@ pub(super) fn is_fused(logits: &Tensor) -> bool {
 
 struct Divergence {
     beta: f64,
-    /// The log-sum-exps of both at each row. That of the student is no constant: its derivative is
-    /// a part of that of the divergence.
+    /// Both log-sum-exps for each row. The student's is not a constant: its derivative is part of
+    /// the divergence's derivative.
     totals: Vec<[f32; 2]>,
 }
 
 impl Divergence {
-    /// Both at each row.
+    /// Returns both models' logits, row by row.
     fn rows<'a>(
         &'a self,
         student: &'a [f32],
@@ -93,7 +93,7 @@ impl CustomOp2 for Divergence {
     }
 }
 
-/// The gradient of the logits of the student.
+/// The gradient for the student's logits.
 impl CustomOp3 for Divergence {
     fn name(&self) -> &'static str {
         "divergence_gradient"
@@ -125,7 +125,7 @@ impl CustomOp3 for Divergence {
     }
 }
 
-/// The contiguous elements and the size of the last dimension.
+/// Returns the contiguous elements and the last dimension's size.
 fn rows<'a>(storage: &'a CpuStorage, layout: &Layout) -> Result<(&'a [f32], usize)> {
     let (CpuStorage::F32(elements), Some((start, end))) = (storage, layout.contiguous_offsets())
     else {
@@ -137,7 +137,7 @@ fn rows<'a>(storage: &'a CpuStorage, layout: &Layout) -> Result<(&'a [f32], usiz
     ))
 }
 
-/// The logits of both at one place.
+/// Both models' logits at one place.
 struct Row<'a> {
     student: &'a [f32],
     teacher: &'a [f32],
@@ -147,7 +147,7 @@ struct Row<'a> {
 }
 
 impl Row<'_> {
-    /// The log-probs of an entry, and their probabilities.
+    /// Returns each entry's log-probs and probabilities.
     fn entries(&self) -> impl Iterator<Item = ([f32; 2], [f32; 2])> {
         let [student, teacher] = self.totals;
         self.student.iter().zip(self.teacher).map(move |(s, t)| {
@@ -156,7 +156,7 @@ impl Row<'_> {
         })
     }
 
-    /// The log-prob of the mix of both. It is finite: a mix of less than 1e-38 counts for nothing.
+    /// Returns the mix's log-prob. It is finite: a probability below 1e-38 counts as 0.
     fn mix(&self, [p, q]: [f32; 2]) -> f32 {
         let beta = self.beta as f32;
         ((1. - beta) * p + beta * q).max(f32::MIN_POSITIVE).ln()
@@ -177,8 +177,8 @@ impl Row<'_> {
         terms.sum()
     }
 
-    /// Sets `gradient` to `slope` times the derivative of the divergence by the student's logits:
-    /// `p - q` for beta 0, and else `p (u - sum p u)` with the derivative u by each probability.
+    /// Writes `slope` times the divergence's derivative by the student's logits. With beta 0, it is
+    /// `p - q`; otherwise `p (u - sum p u)`, where u is the derivative by each probability.
     fn write_gradient(&self, slope: f64, gradient: &mut [f32]) {
         let derivative = |logs: [f32; 2], probs: [f32; 2]| match self.beta {
             1. => logs[0] - logs[1],
@@ -203,7 +203,7 @@ impl Row<'_> {
     }
 }
 
-/// `p (log p - log q)`, 0 for a probability of 0.
+/// Computes `p (log p - log q)`, or 0 for probability 0.
 fn term(p: f32, log_p: f32, log_q: f32) -> f64 {
     if p == 0. {
         0.

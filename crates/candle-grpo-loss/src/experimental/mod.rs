@@ -1,7 +1,8 @@
 //! Surrogates, losses and recipes that few projects use yet.
 //!
-//! Experimental means that an item here may change, move or go in any release, as in TRL. Its keys
-//! in configuration files stay valid as long as the item exists.
+//! An item here may change, move or disappear in any release, as in TRL. Prefer the constructors on
+//! [`PolicyLoss`](crate::PolicyLoss) and [`Recipe`](crate::Recipe) unless you want to try a recent
+//! paper. Configuration keys stay valid as long as the item exists.
 //!
 //! ```
 //! use candle_grpo_loss::PolicyLoss;

@@ -18,13 +18,13 @@ pub fn vespo() -> PolicyLoss {
     PolicyLoss::with_surrogate(Vespo::default(), Aggregation::TokenMean)
 }
 
-/// FIPO (<https://arxiv.org/abs/2603.19835>): clip-higher, weighted by the drift of the later tokens.
+/// FIPO (<https://arxiv.org/abs/2603.19835>): clip-higher, weighted by how far later tokens drift.
 pub fn fipo() -> PolicyLoss {
     PolicyLoss::with_surrogate(FutureKl::default(), Aggregation::TokenMean)
 }
 
-/// M2PO (<https://arxiv.org/abs/2510.01161>): clip 0.2 on the tokens whose ratio to the sampler has a second moment
-/// below 0.04.
+/// M2PO (<https://arxiv.org/abs/2510.01161>): clip 0.2, on tokens whose ratio to the sampler has a
+/// second moment below 0.04.
 pub fn m2po() -> PolicyLoss {
     PolicyLoss {
         rollout_correction: Some(RolloutCorrection::m2po(0.04)),
@@ -32,7 +32,7 @@ pub fn m2po() -> PolicyLoss {
     }
 }
 
-/// REAL (<https://arxiv.org/abs/2602.05630>): a classification of the sequences of a group. Needs
+/// REAL (<https://arxiv.org/abs/2602.05630>): classifies the sequences in each group. Needs
 /// [`crate::PolicyBatch::groups`].
 pub fn real() -> PolicyLoss {
     PolicyLoss::with_surrogate(GroupContrast::default(), Aggregation::PromptMeanTokenMean)

@@ -1,22 +1,23 @@
-//! The inputs of a policy loss.
+//! Inputs for a policy loss.
 
 use candle_core::{Result, Tensor, bail};
 use candle_grpo_core::inputs::Input;
 
-/// The denominator policy of the ratio.
+/// The old policy: the denominator in the ratio.
 ///
-/// The type records whether the ratio corrects for the sampling engine, so that no correction is
-/// applied twice.
+/// Choose [`Self::Current`] if each batch gets one update, [`Self::Recomputed`] if it gets several,
+/// and [`Self::Rollout`] to let the ratio correct for the sampling engine. The type prevents a
+/// correction from being applied twice.
 #[derive(Debug, Clone)]
 pub enum OldPolicy {
-    /// The policy itself, detached: the ratio is 1 and its gradient is that of the log-prob.
-    /// Correct for a single update on each batch of samples.
+    /// The policy itself, detached: the ratio is 1, and its gradient is the log-prob's. Correct for
+    /// a single update on each batch of samples.
     Current,
-    /// Log-probs `[B, T]` that the trainer computed before the update. Differences from the
-    /// sampling engine can be corrected with [`PolicyBatch::importance_weights`].
+    /// Log-probs `[B, T]` that the trainer computed before the update. To correct for the sampling
+    /// engine, set [`PolicyBatch::importance_weights`].
     Recomputed(Tensor),
-    /// Log-probs `[B, T]` of the sampling engine. The ratio corrects for the difference already;
-    /// additional importance weights are an error.
+    /// Log-probs `[B, T]` from the sampling engine. The ratio already corrects for the difference,
+    /// so additional importance weights are an error.
     Rollout(Tensor),
 }
 
@@ -38,14 +39,14 @@ impl OldPolicy {
     }
 }
 
-/// Declares [`PolicyBatch`], the setter of each optional tensor, and the one list of them.
+/// Declares [`PolicyBatch`], a setter for each optional tensor, and the list of tensors.
 macro_rules! policy_batch {
     ($($(#[$doc:meta])* $name:ident: $shape:ident,)*) => {
-        /// The tensors of one micro-batch: B sequences of T response tokens.
+        /// The tensors in one micro-batch: B sequences with T response tokens.
         ///
-        /// Only `log_probs` and `entropy` carry a gradient; all other tensors are
-        /// detached. Positions outside the mask may hold anything, including NaN. A loss that
-        /// needs an absent tensor returns an error that names it.
+        /// Only `log_probs` and `entropy` carry a gradient; all other tensors are detached.
+        /// Positions outside the mask may hold any value, NaN included. Add optional tensors with
+        /// their setters: if a loss needs one that is absent, the error names it.
         ///
         /// ```
         /// # use candle_core::{Device, Tensor};
@@ -61,23 +62,23 @@ macro_rules! policy_batch {
         /// ```
         #[derive(Debug, Clone)]
         pub struct PolicyBatch {
-            /// Advantages, `[B]`, `[B, 1]` or `[B, T]`. Those per sequence may be on the CPU.
+            /// Advantages, `[B]`, `[B, 1]` or `[B, T]`. Advantages per sequence may be on the CPU.
             pub advantages: Tensor,
             /// Response mask `[B, T]`, 0 or 1 in any dtype.
             pub response_mask: Tensor,
-            /// Denominator policy of the ratio.
+            /// The ratio's denominator policy.
             pub old: OldPolicy,
             $($(#[$doc])* pub $name: Option<Tensor>,)*
         }
 
         impl PolicyBatch {
-            /// Returns whether a batch can have `input`.
+            /// Returns whether a batch has a field for `input`.
             pub fn accepts(input: Input) -> bool {
                 input == Input::OldLogProbs
                     || [$(stringify!($name)),*].contains(&input.name())
             }
 
-            /// Sets `input`. One that a batch does not [accept](Self::accepts) changes nothing.
+            /// Sets `input`. Does nothing if a batch does not [accept](Self::accepts) it.
             pub fn with(mut self, input: Input, tensor: &Tensor) -> Self {
                 if input == Input::OldLogProbs {
                     self.old = OldPolicy::Recomputed(tensor.clone());
@@ -88,8 +89,8 @@ macro_rules! policy_batch {
                 self
             }
 
-            /// A batch for [`crate::linear_policy_loss`], which computes log-probs and entropy
-            /// itself. Its old policy is the current one.
+            /// Creates a batch for [`crate::linear_policy_loss`], which computes log-probs and
+            /// entropy itself. The old policy is the current one.
             pub fn without_log_probs(advantages: &Tensor, response_mask: &Tensor) -> Self {
                 Self {
                     advantages: advantages.clone(),
@@ -108,7 +109,7 @@ macro_rules! policy_batch {
                 }
             )*
 
-            /// Applies `f` to each tensor, for example to select rows or to move to a device.
+            /// Applies `f` to each tensor, for example to select rows or to move them to a device.
             ///
             /// # Errors
             ///
@@ -122,7 +123,7 @@ macro_rules! policy_batch {
                 })
             }
 
-            /// Returns all tensors but the mask, with names and shapes.
+            /// Returns all tensors except the mask, with names and shapes.
             fn inputs(&self) -> impl Iterator<Item = (&'static str, InputShape, &Tensor)> {
                 [
                     ("advantages", InputShape::Either, Some(&self.advantages)),
@@ -137,58 +138,57 @@ macro_rules! policy_batch {
 }
 
 policy_batch! {
-    /// Log-probs `[B, T]` of the policy, with gradient.
+    /// Log-probs `[B, T]` under the policy, with gradient.
     log_probs: PerToken,
     /// Log-probs `[B, T]` under the reference policy, which a KL loss requires.
     ref_log_probs: PerToken,
     /// Log-probs `[B, T]` under a teacher, for [`crate::PolicyLoss::distillation`].
     teacher_log_probs: PerToken,
-    /// Values `[B, T]` of a critic, for a custom surrogate.
+    /// Critic values `[B, T]`, for a custom surrogate.
     values: PerToken,
-    /// Log-probs `[B, T]` of the sampling engine, for
+    /// Log-probs `[B, T]` from the sampling engine, for
     /// [`crate::PolicyLoss::off_policy_threshold`].
     rollout_log_probs: PerToken,
-    /// Entropy `[B, T]` of the policy at each position, with gradient. An entropy bonus requires
-    /// it.
+    /// The policy's entropy `[B, T]` at each position, with gradient. An entropy bonus requires it.
     entropy: PerToken,
-    /// Score `[B]` of each sample before any shaping, for terms on samples with a high score.
+    /// Scores `[B]` before any shaping, for terms on high-scoring samples.
     scores: PerSequence,
-    /// Weights of the policy term for samples of another engine, from
-    /// [`crate::RolloutCorrection`].
+    /// Weights in the policy term for samples from another engine. [`crate::RolloutCorrection`]
+    /// computes them.
     ///
-    /// `[B, T]`, or `[B, 1]` or `[B]` for one weight per sequence.
-    /// [`crate::experimental::Vespo`] and [`crate::surrogate::GeometricMean`] use a weight per
-    /// sequence once, and the product of weights per token.
+    /// `[B, T]`, or `[B, 1]` or `[B]` for one weight per sequence. [`crate::experimental::Vespo`]
+    /// and [`crate::surrogate::GeometricMean`] use a sequence weight once, and multiply token
+    /// weights.
     importance_weights: Either,
-    /// Weight `[B]` of the policy term for each sequence. Denominators do not change: use weights
-    /// with a mean of 1 over the step.
+    /// Each sequence's weight `[B]` in the policy term. Denominators do not change, so use weights
+    /// whose mean over the step is 1.
     sample_weights: PerSequence,
-    /// Weight `[B, T]` of each token in every term but the entropy bonus. Denominators do not
+    /// Each token's weight `[B, T]` in every term except the entropy bonus. Denominators do not
     /// change.
     token_weights: PerToken,
-    /// Positions `[B, T]` (1 or 0) of the policy term, such as top-entropy tokens and samples that
+    /// Positions `[B, T]` (1 or 0) in the policy term, such as top-entropy tokens, or samples that
     /// no filter rejects. KL, entropy and denominators do not change.
     policy_mask: PerToken,
-    /// Positions `[B, T]` (1 or 0) of the entropy bonus, which becomes the mean over these tokens
-    /// of the whole step.
+    /// Positions `[B, T]` (1 or 0) in the entropy bonus, which then averages over these tokens in
+    /// the whole step.
     ///
-    /// The loss requires their number, [`crate::StepTotals::entropy_tokens`]. Absent: the response
-    /// mask, whatever `policy_mask` is.
+    /// The loss requires their number, [`crate::StepTotals::entropy_tokens`]. If absent, the
+    /// response mask is used, whatever `policy_mask` is.
     entropy_mask: PerToken,
     /// Tokens `[B, T]` (1 or 0) that [`crate::PolicyLoss::select_tokens`] selected from the whole
     /// step.
     selected_tokens: PerToken,
-    /// Number of tokens of all samples of the prompt of each sequence over the whole step, `[B]`.
+    /// Number of tokens in all samples for each sequence's prompt, over the whole step, `[B]`.
     /// [`crate::Aggregation::PromptMeanTokenMean`] requires it.
     prompt_tokens: PerSequence,
-    /// Group `[B]` of each sequence, any number. A surrogate of
-    /// [`crate::surrogate::LossLevel::Group`] requires it, and all sequences of a group in one
-    /// batch.
+    /// Each sequence's group `[B]`, any number. A surrogate at
+    /// [`crate::surrogate::LossLevel::Group`] requires it, and all sequences in a group must be in
+    /// one batch.
     groups: PerSequence,
 }
 
 impl PolicyBatch {
-    /// A batch whose old policy is the current one.
+    /// Creates a batch whose old policy is the current one.
     ///
     /// # Shapes
     ///
@@ -198,14 +198,13 @@ impl PolicyBatch {
         Self::without_log_probs(advantages, response_mask).log_probs(log_probs)
     }
 
-    /// Sets the log-probs `[B, T]` under the policy at the start of the update:
-    /// [`OldPolicy::Recomputed`].
+    /// Sets the log-probs `[B, T]` under the policy before the update: [`OldPolicy::Recomputed`].
     #[must_use]
     pub fn old_log_probs(self, old_log_probs: &Tensor) -> Self {
         self.old_policy(OldPolicy::Recomputed(old_log_probs.clone()))
     }
 
-    /// Sets the denominator policy of the ratio.
+    /// Sets the ratio's denominator policy.
     #[must_use]
     pub fn old_policy(mut self, old: OldPolicy) -> Self {
         self.old = old;
@@ -216,7 +215,7 @@ impl PolicyBatch {
     ///
     /// # Errors
     ///
-    /// Names a tensor whose shape differs from its description.
+    /// Fails if a tensor's shape differs from its description; the error names it.
     pub fn dims(&self) -> Result<(usize, usize)> {
         let &[b, t] = self.response_mask.dims() else {
             bail!(
@@ -230,7 +229,7 @@ impl PolicyBatch {
         Ok((b, t))
     }
 
-    /// Returns the names of all tensors but the response mask, with the tensors.
+    /// Returns all tensors except the response mask, with their names.
     pub fn tensors(&self) -> impl Iterator<Item = (&'static str, &Tensor)> {
         self.inputs().map(|(name, _, x)| (name, x))
     }
@@ -239,7 +238,7 @@ impl PolicyBatch {
     ///
     /// # Errors
     ///
-    /// Fails if there are none.
+    /// Fails if they are absent.
     pub(crate) fn ensure_log_probs(&self) -> Result<&Tensor> {
         match &self.log_probs {
             Some(log_probs) => Ok(log_probs),
@@ -248,7 +247,7 @@ impl PolicyBatch {
     }
 }
 
-/// The shape of an input for B sequences of T tokens.
+/// Shape for an input with B sequences and T tokens.
 #[derive(Clone, Copy)]
 enum InputShape {
     /// `[B, T]`
@@ -283,7 +282,7 @@ mod tests {
 
     use super::*;
 
-    /// Two sequences of three tokens, with every input.
+    /// Two sequences with three tokens each, and every input.
     fn full() -> Result<PolicyBatch> {
         let zeros = |dims: &[usize]| Tensor::zeros(dims, DType::F32, &Device::Cpu);
         let (tokens, sequences) = (zeros(&[2, 3])?, zeros(&[2])?);
@@ -309,7 +308,7 @@ mod tests {
     fn map_reaches_every_tensor() -> Result<()> {
         let batch = full()?;
         assert_eq!(batch.dims()?, (2, 3));
-        // A tensor that keeps its rows does not fit the others.
+        // A tensor that keeps its rows would not match the others.
         assert_eq!(batch.map(|x| x.narrow(0, 1, 1))?.dims()?, (1, 3));
         Ok(())
     }

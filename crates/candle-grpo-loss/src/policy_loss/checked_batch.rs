@@ -1,4 +1,4 @@
-//! The checked tensors of a batch.
+//! A batch's checked tensors.
 
 use candle_core::{DType, Result, Tensor, bail};
 use candle_grpo_core::dtype::arithmetic_dtype;
@@ -10,7 +10,7 @@ use crate::importance_level::ImportanceLevel;
 use crate::kl_loss::KlLoss;
 use crate::surrogate::{LossLevel, Surrogate, SurrogateInputs, TokenLoss};
 
-/// The tensors of a batch, checked, in one dtype, `[B, T]` and 0 outside the mask.
+/// A batch's tensors: checked, in one dtype, `[B, T]`, 0 outside the mask.
 pub(super) struct CheckedBatch {
     pub(super) mask: Mask,
     /// With gradient.
@@ -139,7 +139,7 @@ impl CheckedBatch {
         self.advantages.ge(0.)?.maximum(&mean.le(threshold)?)
     }
 
-    /// The estimate of a KL loss for each token, without its coefficient.
+    /// Computes a KL loss's estimate for each token, without its coefficient.
     pub(super) fn kl(&self, config: &KlLoss, reference: &Tensor) -> Result<Tensor> {
         config.per_token(
             &self.log_probs,
@@ -169,7 +169,7 @@ impl CheckedBatch {
     }
 }
 
-/// Computes the clamped log-ratio of each token and the log-ratio at the importance level.
+/// Computes each token's clamped log-ratio, and the log-ratio at the importance level.
 fn log_ratios(
     loss: &PolicyLoss,
     log_probs: &Tensor,
@@ -183,32 +183,32 @@ fn log_ratios(
     let per_token = clamped((log_probs - old_log_probs)?)?;
     let log_ratio = loss.importance_level.log_ratio(&per_token, mask)?;
     let log_ratio = match loss.importance_level {
-        // A sum of clamped log-ratios can exceed the clamp.
+        // A sum over clamped log-ratios can exceed the clamp.
         ImportanceLevel::SequenceProduct => clamped(log_ratio)?,
         _ => log_ratio,
     };
     Ok((per_token, log_ratio))
 }
 
-/// Checks tensors against the mask and sets them to 0 outside it.
+/// Checks tensors against the mask, and sets them to 0 outside it.
 struct Cleaner {
     mask: Mask,
     dtype: DType,
 }
 
 impl Cleaner {
-    /// A `[B, T]` tensor that keeps its gradient.
+    /// Cleans a `[B, T]` tensor that keeps its gradient.
     fn per_token(&self, name: &str, x: &Tensor) -> Result<Tensor> {
         self.mask.check(name, x)?;
         self.mask.select(&x.to_dtype(self.dtype)?)
     }
 
-    /// A detached `[B, T]` tensor.
+    /// Cleans a `[B, T]` tensor and detaches it.
     fn constant(&self, name: &str, x: Option<&Tensor>) -> Result<Option<Tensor>> {
         x.map(|x| self.per_token(name, &x.detach())).transpose()
     }
 
-    /// A detached `[B]`, `[B, 1]` or `[B, T]` tensor as `[B, T]`.
+    /// Cleans a `[B]`, `[B, 1]` or `[B, T]` tensor and detaches it: `[B, T]`.
     fn spread(&self, name: &str, x: &Tensor) -> Result<Tensor> {
         self.per_token(name, &over_tokens(name, &x.detach(), &self.mask)?)
     }
@@ -217,7 +217,7 @@ impl Cleaner {
         x.as_ref().map(|x| self.spread(name, x)).transpose()
     }
 
-    /// `[B, T]` weights, or one per sequence as `[B, 1]` with 1 for an empty sequence.
+    /// Cleans weights `[B, T]`, or one per sequence as `[B, 1]` with 1 for an empty sequence.
     fn importance_weights(&self, x: &Option<Tensor>) -> Result<Option<Tensor>> {
         let Some(x) = x else {
             return Ok(None);
@@ -232,7 +232,7 @@ impl Cleaner {
         Ok(Some(weights))
     }
 
-    /// A detached `[B, T]` tensor as u8 flags.
+    /// Cleans a `[B, T]` tensor and detaches it, as u8 flags.
     fn flags(&self, name: &str, x: &Option<Tensor>) -> Result<Option<Tensor>> {
         x.as_ref()
             .map(|x| {
@@ -243,7 +243,7 @@ impl Cleaner {
     }
 }
 
-/// Returns `[B]` and `[B, 1]` as `[B, 1]`, and from the CPU on the device of the mask.
+/// Returns `[B]` and `[B, 1]` as `[B, 1]`. Moves CPU tensors to the mask's device.
 fn per_sequence(x: &Tensor, mask: &Mask) -> Result<Option<Tensor>> {
     let (batch, _) = mask.dims()?;
     let column = match *x.dims() {
@@ -258,7 +258,7 @@ fn per_sequence(x: &Tensor, mask: &Mask) -> Result<Option<Tensor>> {
     }
 }
 
-/// Repeats `[B]` and `[B, 1]` for each token; returns `[B, T]` unchanged.
+/// Repeats `[B]` and `[B, 1]` for each token. Returns `[B, T]` unchanged.
 pub(crate) fn over_tokens(name: &str, x: &Tensor, mask: &Mask) -> Result<Tensor> {
     let (batch, tokens) = mask.dims()?;
     if let Some(column) = per_sequence(x, mask)? {

@@ -1,4 +1,4 @@
-//! The policy loss of hidden states and its gradients, without logits.
+//! The policy loss from hidden states, with its gradients and without logits.
 
 use candle_core::{Result, Tensor, Var, bail};
 use candle_grpo_kernels::{LinearGradients, LinearLogProb, TokenLogProbs};
@@ -6,37 +6,40 @@ use candle_grpo_kernels::{LinearGradients, LinearLogProb, TokenLogProbs};
 use super::{PolicyBatch, PolicyLoss, PolicyLossOutput};
 use crate::totals::StepTotals;
 
-/// The output of [`linear_policy_loss`]. All tensors are detached.
+/// Output from [`linear_policy_loss`]. All tensors are detached.
 #[derive(Debug, Clone)]
 #[non_exhaustive]
 pub struct LinearPolicyLossOutput {
     /// The loss and its metrics.
     pub output: PolicyLossOutput,
-    /// Log-probs, entropies and log-sum-exps of the tokens, `[B, T]`.
+    /// Per-token log-probs, entropies and log-sum-exps, `[B, T]`.
     pub tokens: TokenLogProbs,
-    /// The gradients of the loss with respect to hidden states, weight and bias.
+    /// Gradients with respect to hidden states, weight and bias.
     pub gradients: LinearGradients,
 }
 
-/// Computes the policy loss of hidden states `[B, T, H]` and its gradients, in one call and without
-/// logits.
+/// Computes the policy loss from hidden states `[B, T, H]`, and its gradients, in one call and
+/// without logits.
 ///
-/// `layer` holds hidden states, weight and bias; give it the response mask, so that masked
-/// positions cost nothing. `batch` has [no log-probs](PolicyBatch::without_log_probs); the entropy
-/// is always computed. The loss is computed on `[B, T]` with any options of [`PolicyLoss`]. The
-/// logits exist in small tiles only, once forward and once backward.
+/// Choose it if logits for the whole batch do not fit in memory. They only exist in small tiles,
+/// once forward and once backward. If a loss in a graph is simpler for you, use
+/// [`linear_log_prob`](crate::linear_log_prob) and [`PolicyLoss::compute`]. The values are the
+/// same, but Candle's `backward` allocates one more tensor with the weight's size.
 ///
-/// A constant argument of `layer` gets no gradient and costs no matrix product.
+/// `layer` holds hidden states, weight and bias. Give it the response mask, so that masked
+/// positions cost nothing. `batch` must have [no log-probs](PolicyBatch::without_log_probs). The
+/// entropy is always computed. Any [`PolicyLoss`] options work, since the loss itself is computed
+/// on `[B, T]`.
 ///
-/// The gradient of the hidden states starts the backward pass of the model: call `backward` on the
-/// sum of their product. If a loss in a graph is simpler, use
-/// [`linear_log_prob`](crate::linear_log_prob) and [`PolicyLoss::compute`]. The values are
-/// the same, but Candle's `backward` allocates one more tensor of the size of the weight.
+/// A constant argument in `layer` gets no gradient and costs no matrix product.
+///
+/// The hidden-state gradient starts your model's backward pass: multiply it by the hidden states,
+/// and call `backward` on the sum.
 ///
 /// # Errors
 ///
-/// Fails as [`PolicyLoss::compute`] does, if `batch` has log-probs or an entropy, or if given KL
-/// values carry a gradient.
+/// Fails in the same cases as [`PolicyLoss::compute`]. Also fails if `batch` has log-probs or an
+/// entropy, or if given KL values carry a gradient.
 ///
 /// ```
 /// use candle_core::{DType, Device, Tensor, Var};
@@ -77,7 +80,7 @@ pub fn linear_policy_loss(
         );
     }
     let tokens = layer.forward()?;
-    // A graph of [B, T] tensors that starts at the log-probs.
+    // A graph over [B, T] tensors that starts at the log-probs.
     let log_probs = Var::from_tensor(&tokens.log_probs)?;
     let entropy = Var::from_tensor(&tokens.entropy)?;
     let batch = batch.clone().log_probs(&log_probs).entropy(&entropy);

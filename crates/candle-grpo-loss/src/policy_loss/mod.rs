@@ -1,4 +1,4 @@
-//! The policy loss: ratio, surrogate, weights, regularizers and aggregation combined.
+//! The policy loss, which combines ratio, surrogate, weights, regularizers and aggregation.
 
 mod batch;
 mod checked_batch;
@@ -28,7 +28,7 @@ use crate::totals::StepTotals;
 use candle_grpo_core::validate::{Name, check, finite, non_negative, positive};
 use checked_batch::CheckedBatch;
 
-/// The treatment of sequences without a valid token in a mean over sequences.
+/// Treatment for sequences without a valid token in a mean over sequences.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum EmptySequences {
@@ -39,16 +39,16 @@ pub enum EmptySequences {
     Include,
 }
 
-/// The tokens of the entropy bonus.
+/// Tokens in the entropy bonus.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum EntropyTokens {
-    /// All tokens of the response mask, or of [`PolicyBatch::entropy_mask`] if there is one. The
+    /// All tokens in the response mask, or in [`PolicyBatch::entropy_mask`] if you set it. The
     /// default.
     #[default]
     All,
-    /// The tokens of highest entropy over the whole step, as TRL's `top_entropy_quantile` selects
-    /// them. Requires [`PolicyBatch::entropy_mask`].
+    /// The highest-entropy tokens in the whole step, as TRL's `top_entropy_quantile` selects them.
+    /// Requires [`PolicyBatch::entropy_mask`].
     TopEntropy,
 }
 
@@ -58,12 +58,12 @@ pub enum EntropyTokens {
 ///
 /// # Start here
 ///
-/// Most users take a published loss, such as [`PolicyLoss::dapo`], and set at most three fields:
+/// Most users choose a published loss, such as [`PolicyLoss::dapo`], and set at most three fields:
 ///
 /// | field | sets | first choice |
 /// | --- | --- | --- |
-/// | [`surrogate`](Self::surrogate) | the loss of one token: how far an update may move its probability | [`Clip::symmetric`]`(0.2)`; [`Clip::asymmetric`]`(0.2, 0.28)` keeps more exploration |
-/// | [`aggregation`](Self::aggregation) | the weight of long and short responses | [`Aggregation::TokenMean`], if lengths differ much |
+/// | [`surrogate`](Self::surrogate) | one token's loss: how far an update may move its probability | [`Clip::symmetric`]`(0.2)`; [`Clip::asymmetric`]`(0.2, 0.28)` keeps more exploration |
+/// | [`aggregation`](Self::aggregation) | how much long and short responses count | [`Aggregation::TokenMean`], if lengths differ much |
 /// | [`kl`](Self::kl) | the pull toward a reference policy | none; [`KlLoss::k3`]`(0.001)` if rewards are easy to game |
 ///
 /// If completions come from another engine, or several updates use the same completions, also set
@@ -99,46 +99,46 @@ pub enum EntropyTokens {
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct PolicyLoss {
-    /// The reduction of the log-ratio: per token, or over a sequence or segment. Default `token`.
+    /// Reduction for the log-ratio: per token, or over a sequence or segment. Default `token`.
     pub importance_level: ImportanceLevel,
-    /// The bound c of the clamp to `[-c, c]` on the log-ratio of a token and on its sum over a
-    /// sequence, before `exp`. Beyond it the gradient of the ratio is 0. Default 20.
+    /// The bound c: a token's log-ratio, and the sum over a sequence, are clamped to `[-c, c]`
+    /// before `exp`. Beyond it, the ratio has no gradient. Default 20.
     pub log_ratio_clamp: Option<f64>,
-    /// The loss of one token. Default [`Surrogate::default`].
+    /// One token's loss. Default [`Surrogate::default`].
     pub surrogate: Surrogate,
-    /// Weights and filters for samples of another engine. Compute them once per step with
+    /// Weights and filters for samples from another engine. Compute them once per step with
     /// [`RolloutCorrection::compute`]; [`Self::compute`] checks that the batch has them. Absent by
     /// default.
     pub rollout_correction: Option<RolloutCorrection>,
-    /// Sequences with a negative advantage leave the policy term if their mean of
-    /// `rollout_log_probs - log_probs` exceeds this (<https://arxiv.org/abs/2512.02556>). Without rollout log-probs, `old_log_probs` takes their place. Absent by default.
+    /// Drops a sequence with a negative advantage from the policy term if its mean
+    /// `rollout_log_probs - log_probs` exceeds this threshold (<https://arxiv.org/abs/2512.02556>).
+    /// Without rollout log-probs, `old_log_probs` are used. Absent by default.
     pub off_policy_threshold: Option<f64>,
-    /// A likelihood term on samples with a high score. Absent by default.
+    /// A likelihood term on high-scoring samples. Absent by default.
     pub positive_nll: Option<PositiveNll>,
-    /// The coefficient of policy and KL term, but not of the entropy bonus (`rl_loss_coef` in
-    /// ROLL). Default 1.
+    /// Coefficient for policy and KL term, but not for the entropy bonus (`rl_loss_coef` in ROLL).
+    /// Default 1.
     pub loss_coef: f64,
-    /// The KL to a reference policy. Absent by default.
+    /// KL to a reference policy. Absent by default.
     pub kl: Option<KlLoss>,
-    /// The KL to the old policy, which is the sampling engine if its log-probs are the old ones
+    /// KL to the old policy, which is the sampling engine if its log-probs are the old ones
     /// (prime-rl). Absent by default.
     pub old_kl: Option<KlLoss>,
-    /// A term from the log-probs of a teacher. Absent by default.
+    /// A term from a teacher's log-probs. Absent by default.
     pub distillation: Option<TeacherTerm>,
-    /// The coefficient of the mean entropy, which is subtracted from the loss. Default 0.
+    /// Coefficient for the mean entropy, which is subtracted from the loss. Default 0.
     pub entropy_coef: f64,
-    /// The tokens of the entropy bonus. Default `all`.
+    /// Tokens in the entropy bonus. Default `all`.
     pub entropy_tokens: EntropyTokens,
-    /// The aggregation of the entropies; absent: `aggregation`. With an entropy mask, always the
-    /// mean over its tokens. Absent by default.
+    /// Aggregation for the entropies. If absent, it is `aggregation`. With an entropy mask, it is
+    /// always the mean over the mask. Absent by default.
     pub entropy_aggregation: Option<Aggregation>,
-    /// The aggregation of the per-token losses. Default `seq-mean-token-mean`.
+    /// Aggregation for the per-token losses. Default `seq-mean-token-mean`.
     pub aggregation: Aggregation,
-    /// The treatment of sequences without a valid token in means over sequences. Default
-    /// `exclude`.
+    /// Treatment for sequences without a valid token in means over sequences. Default `exclude`.
     pub empty_sequences: EmptySequences,
-    /// Accepts a ratio of whole sequences (GSPO, GMPO) with an aggregation that weights sequences
-    /// by length. Default `false`.
+    /// Accepts a ratio over whole sequences (GSPO, GMPO) with an aggregation that weights
+    /// sequences by length. Default `false`.
     pub allow_length_weighting: bool,
 }
 
@@ -165,30 +165,30 @@ impl Default for PolicyLoss {
     }
 }
 
-/// The output of [`PolicyLoss::compute`].
+/// Output from [`PolicyLoss::compute`].
 #[derive(Debug, Clone)]
 #[non_exhaustive]
 pub struct PolicyLossOutput {
-    /// A scalar with gradient: the contribution of this micro-batch to the loss of the step.
+    /// A scalar with gradient: this micro-batch's contribution to the step's loss.
     pub loss: Tensor,
-    /// Metrics over the tokens of the mask, still on the device:
+    /// Metrics over tokens in the mask, still on the device:
     ///
     /// | name | meaning |
     /// | --- | --- |
-    /// | `clip_fraction`, `clip_fraction_low`, `clip_fraction_high` | tokens whose loss the clip changes, in total and by side |
-    /// | `dual_clip_fraction` | tokens whose loss the dual clip changes, if there is one |
-    /// | `ratio_mean`, `ratio_max`, `ratio_min` | of the ratio at the importance level |
-    /// | `token_ratio_max`, `approx_kl_k3_max` | the maximum over tokens |
-    /// | `approx_kl`, `_abs`, `_k2`, `_k3` | estimates of the KL of the old policy from the policy: means of -d, abs(d), d^2 / 2 and exp(d) - 1 - d, with `d = log_probs - old_log_probs` |
-    /// | `log_prob`, `old_log_prob` | means; `exp` of the first is twinkle's policy confidence |
-    /// | `selected_fraction`, `dropped_fraction`, `positive_fraction` | tokens that the surrogate selects, drops or treats as positive |
-    /// | `ratio_max_fraction` | kept tokens whose weight is bounded (DPPO) |
-    /// | `positive_nll_fraction` | tokens of the likelihood term, if there is one |
-    /// | `kl`, `old_kl` | the KL to the reference and to the old policy, if there is such a loss |
-    /// | `future_kl`, `influence_weight`, `safety_fraction` | of FIPO |
+    /// | `clip_fraction`, `clip_fraction_low`, `clip_fraction_high` | fraction of tokens whose loss the clip changes, in total and by side |
+    /// | `dual_clip_fraction` | fraction of tokens whose loss the dual clip changes, if there is one |
+    /// | `ratio_mean`, `ratio_max`, `ratio_min` | ratio at the importance level; 1 means that the policy has not moved |
+    /// | `token_ratio_max`, `approx_kl_k3_max` | maximum over tokens |
+    /// | `approx_kl`, `_abs`, `_k2`, `_k3` | KL estimates between the old policy and the policy: mean -d, abs(d), d^2 / 2 and exp(d) - 1 - d, with `d = log_probs - old_log_probs` |
+    /// | `log_prob`, `old_log_prob` | means; the first one's `exp` is twinkle's policy confidence |
+    /// | `selected_fraction`, `dropped_fraction`, `positive_fraction` | fraction of tokens that the surrogate selects, drops or treats as positive |
+    /// | `ratio_max_fraction` | fraction of kept tokens whose weight is bounded (DPPO) |
+    /// | `positive_nll_fraction` | fraction of tokens in the likelihood term, if there is one |
+    /// | `kl`, `old_kl` | KL to the reference and to the old policy, if there is such a loss |
+    /// | `future_kl`, `influence_weight`, `safety_fraction` | FIPO's metrics |
     /// | `teacher_log_ratio` | the teacher's log-prob minus the policy's, with distillation |
-    /// | `teacher_kl`, `distillation_*` | the parts of the form of distillation |
-    /// | `entropy` | the entropy over the response mask, if given |
+    /// | `teacher_kl`, `distillation_*` | metrics of the chosen distillation form |
+    /// | `entropy` | mean entropy over the response mask, if given |
     pub metrics: Metrics,
 }
 
@@ -197,7 +197,7 @@ impl PolicyLoss {
     ///
     /// # Errors
     ///
-    /// The error names the option, its value and what it must be.
+    /// Fails if an option is invalid; the error names it.
     pub fn validate(&self) -> Result<()> {
         if let Some(c) = self.log_ratio_clamp {
             positive("log_ratio_clamp", c)?;
@@ -270,15 +270,15 @@ impl PolicyLoss {
         let aggregation = self.aggregation;
         let valid = !aggregation.weights_by_length() || self.allow_length_weighting;
         let must = format!(
-            "not weight sequences by their length with {ratio}; use seq-mean-token-mean or, for LUSPO, seq-mean-token-sum (or set allow_length_weighting of the policy loss)"
+            "not weight sequences by their length with {ratio}; use seq-mean-token-mean or, for LUSPO, seq-mean-token-sum (or set recipe.policy_loss.allow_length_weighting)"
         );
         check(valid, "aggregation", Name(&aggregation), &must)?;
         Ok(())
     }
 
     /// Returns the inputs that the loss reads, so that a trainer computes them: those that the
-    /// surrogate declares, and those of the other terms. Log-probs, advantages and response mask
-    /// are always given.
+    /// surrogate declares, and those that the other terms need. A batch from a trainer always has
+    /// log-probs, advantages and response mask.
     pub fn needs(&self) -> Inputs {
         let correction = self.rollout_correction.as_ref();
         let student = self.distillation.map(|term| term.student());
@@ -308,15 +308,15 @@ impl PolicyLoss {
             )
     }
 
-    /// Computes the loss of a micro-batch. Its gradient reaches `log_probs` and `entropy`.
+    /// Computes a micro-batch's loss. Its gradient reaches `log_probs` and `entropy`.
     ///
-    /// `totals` are the counts of the whole optimizer step. The loss is f32, or f64 if `log_probs`
-    /// are. Values are not checked: a NaN advantage gives a NaN loss.
+    /// `totals` are counts over the whole optimizer step. The loss is f32, or f64 if `log_probs`
+    /// are f64. Values are not checked: a NaN advantage gives a NaN loss.
     ///
     /// # Errors
     ///
     /// Fails if options are invalid, shapes differ, a term lacks its input, or `log_probs` are
-    /// detached: a loss without a gradient trains nothing.
+    /// detached, because such a loss would train nothing.
     pub fn compute(&self, batch: &PolicyBatch, totals: &StepTotals) -> Result<PolicyLossOutput> {
         self.validate()?;
         totals.check()?;
@@ -419,7 +419,7 @@ impl PolicyLoss {
         mean * self.entropy_coef
     }
 
-    /// Fails if a configured correction is missing, or if it is given where the ratio already
+    /// Fails if a configured correction is missing, or if there is one although the ratio already
     /// corrects.
     fn check_correction(&self, batch: &PolicyBatch) -> Result<()> {
         let correction = self.rollout_correction.as_ref();
@@ -450,7 +450,7 @@ impl PolicyLoss {
         }
     }
 
-    /// Applies masks and weights of the policy term to the surrogate.
+    /// Applies the policy term's masks and weights to the surrogate.
     fn weighted(&self, surrogate: &Tensor, inputs: &CheckedBatch) -> Result<Tensor> {
         let needs = self.surrogate.needs();
         let mut policy = surrogate.clone();

@@ -12,9 +12,10 @@ use crate::surrogate::{
 };
 
 impl PolicyLoss {
-    /// GRPO (<https://arxiv.org/abs/2402.03300>): clip 0.2, equal weight for each sequence, no KL. It is the default.
+    /// GRPO (<https://arxiv.org/abs/2402.03300>): clip 0.2, equal weight for each sequence, no KL.
+    /// The default.
     ///
-    /// The paper adds a KL loss, `kl: Some(KlLoss::k3(0.04))`.
+    /// For the paper's KL loss, add `kl: Some(KlLoss::k3(0.04))`.
     pub fn grpo() -> Self {
         Self::default()
     }
@@ -24,16 +25,16 @@ impl PolicyLoss {
         Self::with_surrogate(Clip::asymmetric(0.2, 0.28), Aggregation::TokenMean)
     }
 
-    /// BNPO in TRL: clip 0.2, equal weight for each token, no KL. With the totals of the whole step
+    /// BNPO in TRL: clip 0.2, equal weight for each token, no KL. With totals for the whole step,
     /// it is also TRL's default `dapo` loss.
     pub fn bnpo() -> Self {
         Self::with_surrogate(Clip::symmetric(0.2), Aggregation::TokenMean)
     }
 
-    /// Dr. GRPO (<https://arxiv.org/abs/2503.20783>): clip 0.2, token sums divided by the constant `length` and the number
-    /// of sequences, including empty ones, no KL.
+    /// Dr. GRPO (<https://arxiv.org/abs/2503.20783>): clip 0.2, no KL. Token sums are divided by
+    /// the constant `length` and the number of sequences, including empty ones.
     ///
-    /// The advantages use [`candle_grpo_core::Scale::None`].
+    /// Use it with [`candle_grpo_core::Scale::None`] in the advantages.
     pub fn dr_grpo(length: f64) -> Self {
         Self {
             empty_sequences: EmptySequences::Include,
@@ -44,7 +45,7 @@ impl PolicyLoss {
         }
     }
 
-    /// GSPO (<https://arxiv.org/abs/2507.18071>): the ratio of the sequence with clips of 3e-4 and 4e-4.
+    /// GSPO (<https://arxiv.org/abs/2507.18071>): the sequence ratio, with clips 3e-4 and 4e-4.
     pub fn gspo() -> Self {
         Self {
             importance_level: ImportanceLevel::Sequence,
@@ -52,8 +53,8 @@ impl PolicyLoss {
         }
     }
 
-    /// GSPO-token (<https://arxiv.org/abs/2507.18071>): the ratio of the sequence with the gradient of each token, for
-    /// advantages that differ within a sequence.
+    /// GSPO-token (<https://arxiv.org/abs/2507.18071>): the sequence ratio with each token's own
+    /// gradient. Use it if advantages differ within a sequence.
     pub fn gspo_token() -> Self {
         Self {
             importance_level: ImportanceLevel::SequenceToken,
@@ -61,7 +62,8 @@ impl PolicyLoss {
         }
     }
 
-    /// GMPO (<https://arxiv.org/abs/2507.20673>): the geometric mean of ratios clipped to 0.4 in log space.
+    /// GMPO (<https://arxiv.org/abs/2507.20673>): the geometric mean over ratios that are clipped
+    /// to 0.4 in log space.
     pub fn gmpo() -> Self {
         Self::with_surrogate(GeometricMean::default(), Aggregation::SeqMeanTokenMean)
     }
@@ -95,9 +97,9 @@ impl PolicyLoss {
         }
     }
 
-    /// RLOO (<https://arxiv.org/abs/2402.14740>): the policy gradient of whole sequences.
+    /// RLOO (<https://arxiv.org/abs/2402.14740>): the policy gradient over whole sequences.
     ///
-    /// The advantages are [`candle_grpo_core::GroupAdvantage::rloo`] without scaling; the KL is in
+    /// Use it with [`candle_grpo_core::GroupAdvantage::rloo`] without scaling, and with the KL in
     /// the reward.
     pub fn rloo() -> Self {
         Self {
@@ -108,22 +110,24 @@ impl PolicyLoss {
 
     /// REINFORCE++ (<https://arxiv.org/abs/2501.03262>): clip 0.2, equal weight for each token.
     ///
-    /// Returns are whitened and the KL is in the reward.
+    /// Use it with whitened returns, and with the KL in the reward.
     pub fn reinforce_plus_plus() -> Self {
         Self::bnpo()
     }
 
-    /// Kimi k1.5 (<https://arxiv.org/abs/2501.12599>): a squared penalty of 0.1 on the log-ratio.
+    /// Kimi k1.5 (<https://arxiv.org/abs/2501.12599>): a squared penalty on the log-ratio, with
+    /// coefficient 0.1.
     pub fn kimi_k1_5() -> Self {
         Self::with_surrogate(SquaredLogRatio::default(), Aggregation::TokenMean)
     }
 
-    /// DRO (<https://arxiv.org/abs/2405.19107>): a squared penalty of `beta` on the log-ratio.
+    /// DRO (<https://arxiv.org/abs/2405.19107>): a squared penalty on the log-ratio, with
+    /// coefficient `beta`.
     pub fn dro(beta: f64) -> Self {
         Self::with_surrogate(SquaredLogRatio { coef: beta }, Aggregation::TokenMean)
     }
 
-    /// DPPO (<https://arxiv.org/abs/2602.04879>) with a divergence.
+    /// DPPO (<https://arxiv.org/abs/2602.04879>), with a choice between divergences.
     pub fn dppo(divergence: Divergence) -> Self {
         let surrogate = DivergenceMask {
             divergence,
@@ -142,8 +146,8 @@ impl PolicyLoss {
         Self::with_surrogate(KlCov::default(), Aggregation::TokenMean)
     }
 
-    /// DeepSeek-V3.2 (<https://arxiv.org/abs/2512.02556>): GRPO with off-policy masking and an unbiased KL. The paper does
-    /// not state the coefficients.
+    /// DeepSeek-V3.2 (<https://arxiv.org/abs/2512.02556>): GRPO with off-policy masking and an
+    /// unbiased KL. The paper does not state the coefficients.
     pub fn deepseek_v3_2(kl_coef: f64, off_policy_threshold: f64) -> Self {
         Self {
             kl: Some(KlLoss {
@@ -155,10 +159,10 @@ impl PolicyLoss {
         }
     }
 
-    /// prime-rl's default: DPPO with a total variation of 0.2, and `0.001 d^2` as a KL to the old
-    /// policy, which is the sampler there (`training.old_log_probs: sampler`).
+    /// prime-rl's default: DPPO with a total-variation bound of 0.2, and `0.001 d^2` as KL to the
+    /// old policy. There, the old policy is the sampler (`old_log_probs: sampler`).
     ///
-    /// prime-rl bounds no ratio; here the weight is at most 20.
+    /// prime-rl bounds no ratio; here, the weight is at most 20.
     pub fn prime_rl() -> Self {
         let surrogate = DivergenceMask {
             value: MaskedValue::Ratio,
@@ -170,8 +174,8 @@ impl PolicyLoss {
         }
     }
 
-    /// prime-rl's `ipo`: as [`Self::prime_rl`], but a token whose probability moved by more than
-    /// `threshold` is dropped whatever its advantage.
+    /// prime-rl's `ipo`: like [`Self::prime_rl`], but drops any token whose probability moved by
+    /// more than `threshold`, whatever its advantage.
     pub fn ipo(threshold: f64) -> Self {
         let surrogate = DivergenceMask {
             drop_if: DropIf::Outside,
@@ -186,13 +190,14 @@ impl PolicyLoss {
         }
     }
 
-    /// The likelihood of tokens from another source, whatever their advantage.
+    /// Likelihood for tokens from another source, whatever their advantage.
     pub fn likelihood() -> Self {
         Self::with_surrogate(Likelihood::default(), Aggregation::TokenMean)
     }
 
-    /// On-policy distillation: the policy gradient of the reverse KL from a teacher. Needs
-    /// [`crate::PolicyBatch::teacher_log_probs`]; the advantages of rewards may be 0.
+    /// On-policy distillation: the policy gradient for the reverse KL from a teacher. Needs
+    /// [`crate::PolicyBatch::teacher_log_probs`]. You can train without rewards: set the advantages
+    /// to 0.
     pub fn on_policy_distillation() -> Self {
         Self {
             distillation: Some(TeacherTerm::new(1.)),
@@ -200,7 +205,7 @@ impl PolicyLoss {
         }
     }
 
-    /// The defaults of verl: clip 0.2 and dual clip 3, equal weight for each token, no KL.
+    /// verl's defaults: clip 0.2 and dual clip 3, equal weight for each token, no KL.
     pub fn verl() -> Self {
         let clip = Clip {
             dual_clip: Some(3.),
@@ -209,8 +214,8 @@ impl PolicyLoss {
         Self::with_surrogate(clip, Aggregation::TokenMean)
     }
 
-    /// The GRPO example of ROLL's documentation: clip 0.2, dual clip 1.4, equal weight for each
-    /// sequence, and a k3 KL loss of 0.001 clamped to 10.
+    /// The GRPO example in ROLL's documentation: clip 0.2, dual clip 1.4, equal weight for each
+    /// sequence, and a k3 KL loss with coefficient 0.001, clamped to 10.
     pub fn roll() -> Self {
         let clip = Clip {
             dual_clip: Some(1.4),
@@ -226,8 +231,7 @@ impl PolicyLoss {
         }
     }
 
-    /// The defaults of twinkle: clip 0.2, equal weight for each sequence, including empty ones, no
-    /// KL.
+    /// twinkle's defaults: clip 0.2, equal weight for each sequence, including empty ones, no KL.
     pub fn twinkle() -> Self {
         Self {
             empty_sequences: EmptySequences::Include,

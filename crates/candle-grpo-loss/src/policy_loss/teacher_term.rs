@@ -1,4 +1,4 @@
-//! The teacher term: distillation from the log-probs of a teacher.
+//! The teacher term: distillation from a teacher's log-probs.
 
 use candle_core::{D, Result, Tensor, bail};
 use candle_grpo_core::advantage::reverse_recurrence;
@@ -9,10 +9,11 @@ use super::checked_batch::CheckedBatch;
 use crate::aggregation::Aggregation;
 use candle_grpo_core::validate::{finite, non_negative, positive};
 
-/// On-policy distillation: a term from the log-probs of a teacher on the tokens that the policy
-/// sampled. Needs [`crate::PolicyBatch::teacher_log_probs`].
+/// On-policy distillation: a term from a teacher's log-probs on the tokens that the policy sampled.
+/// Needs [`crate::PolicyBatch::teacher_log_probs`].
 ///
-/// There are two other ways to learn from a teacher: the teacher penalty in the advantage,
+/// Choose it if the teacher only returns log-probs for the sampled tokens. There are two
+/// alternatives: the teacher penalty in the advantage,
 /// [`TokenAdvantage::distillation`](candle_grpo_core::TokenAdvantage::distillation), and the
 /// distillation loss on whole distributions, [`crate::DistillationLoss`].
 ///
@@ -35,52 +36,52 @@ use candle_grpo_core::validate::{finite, non_negative, positive};
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct TeacherTerm {
-    /// The coefficient of the term.
+    /// Coefficient.
     pub coef: f64,
-    /// The form of the term. Default [`TeacherTermForm::default`].
+    /// Form of the term. Default [`TeacherTermForm::default`].
     #[serde(default)]
     pub form: TeacherTermForm,
-    /// The aggregation of a term that is added to the loss. If absent, that of the loss. Absent by
-    /// default.
+    /// Aggregation for a term that is added to the loss. If absent, the loss's aggregation is
+    /// used. Absent by default.
     #[serde(default)]
     pub aggregation: Option<Aggregation>,
 }
 
-/// The form of [`TeacherTerm`], with `a = teach - lp`.
+/// Forms for [`TeacherTerm`], with `a = teach - lp`.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case", deny_unknown_fields)]
 #[non_exhaustive]
 pub enum TeacherTermForm {
-    /// `coef sg[w a]` is added to the advantage of each token, so that ratio, clip, weights and
-    /// masks apply to it. Its expected gradient is that of the reverse KL of the policy from the
-    /// teacher. The default.
+    /// Adds `coef sg[w a]` to each token's advantage, so ratio, clip, weights and masks apply to
+    /// it. In expectation, its gradient equals that of the reverse KL between policy and teacher.
+    /// The default.
     Advantage {
-        /// Weights early tokens of a sequence more. Absent by default.
+        /// Gives early tokens in a sequence more weight. Absent by default.
         #[serde(default)]
         early_weight: Option<EarlyWeight>,
-        /// The policy of `lp`: `current`, or the sampling engine. Default `current`.
+        /// Policy for `lp`: `current`, or the sampling engine. Default `current`.
         #[serde(default)]
         student: Student,
     },
-    /// `coef kl(lp, teach)` is added to the loss of each token.
+    /// Adds `coef kl(lp, teach)` to each token's loss.
     ///
-    /// Every estimator but k1 has a gradient that depends on the teacher. That of k1 does not:
-    /// AReaL and verl have it, and it only lowers the log-probs.
+    /// With every estimator except k1, the gradient depends on the teacher. k1's gradient does not,
+    /// and only lowers the log-probs; AReaL and verl have it.
     Loss {
-        /// The estimator and its gradient.
+        /// Estimator and its gradient.
         kl: Kl,
     },
-    /// `coef sg[sigmoid(beta a)] a` is added to the loss of each token (SDAR, ms-swift).
+    /// Adds `coef sg[sigmoid(beta a)] a` to each token's loss (SDAR, ms-swift).
     ///
-    /// It raises the log-probs of tokens that the teacher prefers. A token that the policy prefers
-    /// by far has almost no gradient.
+    /// It raises log-probs for tokens that the teacher prefers. A token that the policy prefers by
+    /// far has almost no gradient.
     Gated {
-        /// The steepness of the gate.
+        /// Steepness.
         beta: f64,
     },
 }
 
-/// The policy whose log-probs are compared with those of the teacher.
+/// Policy whose log-probs are compared with the teacher's.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 #[non_exhaustive]
@@ -92,14 +93,14 @@ pub enum Student {
     Rollout,
 }
 
-/// `w_t = 1 + gamma (1 - P_t / max(sum abs(a), epsilon))` with the sum `P_t` of `abs(a)` over the
+/// `w_t = 1 + gamma (1 - P_t / max(sum abs(a), epsilon))`, where `P_t` sums `abs(a)` over the
 /// tokens before t: early disagreements count more (IW-OPD in TRL).
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct EarlyWeight {
-    /// The additional weight of the first token. Default 1.
+    /// Additional weight for the first token. Default 1.
     pub gamma: f64,
-    /// The lower bound of the divisor. Default 1e-8.
+    /// Lower bound for the divisor. Default 1e-8.
     pub epsilon: f64,
 }
 
@@ -122,7 +123,7 @@ impl Default for TeacherTermForm {
 }
 
 impl TeacherTerm {
-    /// The default form with a coefficient.
+    /// Creates a term with a coefficient and the default form.
     pub fn new(coef: f64) -> Self {
         Self {
             coef,
@@ -161,7 +162,7 @@ impl TeacherTerm {
         }
     }
 
-    /// Adds the advantage of the teacher to `inputs`, or returns the loss of each token without the
+    /// Adds the teacher's advantage to `inputs`, or returns each token's loss without the
     /// coefficient.
     pub(super) fn apply(
         &self,

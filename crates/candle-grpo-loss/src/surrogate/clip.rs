@@ -1,4 +1,4 @@
-//! The clipped surrogate of PPO.
+//! PPO's clipped surrogate.
 
 use candle_core::Result;
 use serde::{Deserialize, Serialize};
@@ -7,24 +7,28 @@ use super::token_loss::{both, either};
 use super::{SurrogateInputs, TokenLoss, TokenLosses};
 use candle_grpo_core::validate::{check, non_negative, positive, unit_interval};
 
-/// `-min(r A, clip(r, 1 - low, 1 + high) A)` with the ratio r and the advantage A
-/// (PPO, <https://arxiv.org/abs/1707.06347>).
+/// PPO's clipped surrogate: `-min(r A, clip(r, 1 - low, 1 + high) A)` with ratio r and advantage A
+/// (<https://arxiv.org/abs/1707.06347>).
 ///
-/// `high > low` is the clip-higher of DAPO (<https://arxiv.org/abs/2503.14476>).
+/// Start with [`Clip::symmetric`]`(0.2)`. If entropy collapses, raise `high`: `high > low` is
+/// DAPO's clip-higher (<https://arxiv.org/abs/2503.14476>). If `clip_fraction` is large, lower the
+/// learning rate or make fewer updates per batch.
 #[doc(alias = "PPO")]
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct Clip {
-    /// The clip width below a ratio of 1, from 0 to 1. Default 0.2.
+    /// Clip width below a ratio of 1, from 0 to 1. Default 0.2.
     pub low: f64,
-    /// The clip width above a ratio of 1. Default 0.2.
+    /// Clip width above a ratio of 1. Default 0.2.
     pub high: f64,
-    /// A finite ratio c above 1: for a negative advantage, the loss is at most `-c A`
-    /// (<https://arxiv.org/abs/1912.09729>). It does not depend on `high`, which has no effect there.
+    /// A finite ratio c above 1: with a negative advantage, the loss is at most `-c A`
+    /// (<https://arxiv.org/abs/1912.09729>). It does not depend on `high`, which has no effect
+    /// there.
     ///
     /// verl uses 3.0 and ROLL `1 + 2 * pg_clip`. Absent by default.
     pub dual_clip: Option<f64>,
-    /// The upper bound of the ratio in the unclipped term (TRL's `delta`, <https://arxiv.org/abs/2505.07291>).
+    /// Upper bound for the ratio in the unclipped term (TRL's `delta`,
+    /// <https://arxiv.org/abs/2505.07291>).
     ///
     /// At or above `1 + high` it equals `dual_clip`. Below, it also acts on positive advantages.
     /// Absent by default.
@@ -38,12 +42,12 @@ impl Default for Clip {
 }
 
 impl Clip {
-    /// The same clip width on both sides.
+    /// Creates a clip with the same width on both sides.
     pub fn symmetric(epsilon: f64) -> Self {
         Self::asymmetric(epsilon, epsilon)
     }
 
-    /// A clip width for each side.
+    /// Creates a clip with a width for each side.
     pub fn asymmetric(low: f64, high: f64) -> Self {
         Self {
             low,
@@ -71,8 +75,8 @@ impl TokenLoss for Clip {
     fn per_token(&self, inputs: &SurrogateInputs) -> Result<TokenLosses> {
         let advantages = inputs.advantages;
 
-        // The branch of a token is a constant and is selected without a graph. A token on a bound
-        // gets the whole gradient of its branch; `maximum` would give half of each.
+        // A token's branch is a constant, which is selected without a graph. A token on a bound
+        // gets its branch's whole gradient; `maximum` would give half of each.
         let value = inputs.log_ratio.detach().exp()?;
         let limited = match self.delta {
             Some(delta) => value.minimum(delta)?,

@@ -1,4 +1,4 @@
-//! Losses with a special case for tokens of high covariance between log-prob and advantage.
+//! Losses with a special case for tokens whose log-prob and advantage have a high covariance.
 
 use candle_core::{Result, Tensor, bail};
 use serde::{Deserialize, Serialize};
@@ -9,22 +9,22 @@ use candle_grpo_core::Invalid;
 use candle_grpo_core::inputs::{Input, Inputs};
 use candle_grpo_core::validate::{check, non_negative, share};
 
-/// The clip, with zero loss on some tokens of high covariance (Clip-Cov, <https://arxiv.org/abs/2505.22617>).
+/// The clip, with zero loss on some high-covariance tokens (Clip-Cov,
+/// <https://arxiv.org/abs/2505.22617>). It slows down entropy collapse.
 ///
-/// The covariance of a token is `(A - mean A) (log_prob - mean log_prob)`. The selection depends on
-/// the whole step: call [`crate::PolicyLoss::select_tokens`] once and pass the result to
+/// A token's covariance is `(A - mean A) (log_prob - mean log_prob)`. The selection depends on the
+/// whole step: call [`crate::PolicyLoss::select_tokens`] once and pass the result to
 /// [`crate::PolicyBatch::selected_tokens`].
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct ClipCov {
-    /// The clip of the tokens that are not selected. Default [`Clip::default`].
+    /// Clip for the tokens that are not selected. Default [`Clip::default`].
     pub clip: Clip,
-    /// The fraction of all tokens that is selected, at random among the candidates. Default
-    /// 0.0002.
+    /// Fraction of all tokens that is selected, at random among the candidates. Default 0.0002.
     pub ratio: f64,
-    /// The lower bound of a candidate's covariance, exclusive. Default 1.
+    /// Lower bound for a candidate's covariance, exclusive. Default 1.
     pub lower: f64,
-    /// The upper bound of a candidate's covariance, exclusive. Default 5.
+    /// Upper bound for a candidate's covariance, exclusive. Default 5.
     pub upper: f64,
 }
 
@@ -39,16 +39,16 @@ impl Default for ClipCov {
     }
 }
 
-/// `-r A`, plus `coef |d|` on the tokens of highest covariance, with the log-ratio d
-/// (KL-Cov, <https://arxiv.org/abs/2505.22617>).
+/// `-r A`, plus `coef |d|` on the highest-covariance tokens, with the log-ratio d (KL-Cov,
+/// <https://arxiv.org/abs/2505.22617>).
 ///
 /// Select the tokens as for [`ClipCov`].
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct KlCov {
-    /// The fraction of all tokens that is selected. Default 0.0002.
+    /// Fraction of all tokens that is selected. Default 0.0002.
     pub ratio: f64,
-    /// The coefficient of the penalty. Default 1.
+    /// Penalty coefficient. Default 1.
     pub coef: f64,
 }
 
@@ -97,7 +97,7 @@ impl TokenLoss for KlCov {
         let selected = selected("kl_cov", inputs)?;
         let d = inputs.log_ratio;
         let loss = (d.exp()? * inputs.advantages)?.neg()?;
-        // d * sign(d) has the gradient 0 at 0.
+        // d * sign(d) has gradient 0 at 0.
         let distance = (d * d.detach().sign()?)?;
         let penalty = selected.where_cond(&(distance * self.coef)?, &d.zeros_like()?)?;
         Ok(TokenLosses {

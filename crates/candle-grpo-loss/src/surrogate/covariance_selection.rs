@@ -1,4 +1,4 @@
-//! Selection of the tokens of high covariance from a whole step.
+//! Selects high-covariance tokens from a whole step.
 
 use candle_core::{DType, Result, Tensor};
 use candle_grpo_core::Mask;
@@ -10,17 +10,17 @@ use super::{ClipCov, KlCov, Surrogate};
 use crate::policy_loss::{PolicyBatch, PolicyLoss, over_tokens};
 
 impl PolicyLoss {
-    /// Selects the tokens of [`ClipCov`] and [`KlCov`], u8 `[B, T]`. Returns `None` for other
+    /// Selects the tokens for [`ClipCov`] and [`KlCov`], u8 `[B, T]`. Returns `None` for other
     /// surrogates.
     ///
-    /// `batch` holds the whole step: the selection must not depend on the split into micro-batches.
-    /// Pass the rows of each micro-batch to [`PolicyBatch::selected_tokens`]. `seed` determines
-    /// the random choice among the candidates of [`ClipCov`]. Synchronizes with the device.
+    /// `batch` must hold the whole step, because the selection must not depend on micro-batches.
+    /// Pass each micro-batch's rows to [`PolicyBatch::selected_tokens`]. `seed` determines the
+    /// random choice among the candidates for [`ClipCov`]. Synchronizes with the device.
     ///
     /// # Errors
     ///
-    /// Fails if an option is invalid, if `log_probs` are absent, or if a shape differs from that of
-    /// the response mask.
+    /// Fails if an option is invalid, if `log_probs` are absent, or if a shape differs from the
+    /// response mask's.
     pub fn select_tokens(&self, batch: &PolicyBatch, seed: u64) -> Result<Option<Tensor>> {
         self.validate()?;
         let mask = Mask::new(&batch.response_mask)?;
@@ -42,9 +42,9 @@ impl PolicyLoss {
     }
 }
 
-/// A token of the mask.
+/// A masked-in token.
 struct Token {
-    /// The index in the flattened batch.
+    /// Index in the flattened batch.
     index: usize,
     ratio: f64,
     advantage: f64,
@@ -83,7 +83,7 @@ fn selection_size(ratio: f64, tokens: usize) -> usize {
     ((ratio * tokens as f64) as usize).max(1)
 }
 
-/// Draws among the unclipped tokens whose covariance is within the bounds.
+/// Samples among the unclipped tokens whose covariance is within the bounds.
 fn draw(surrogate: &ClipCov, tokens: &[Token], seed: u64) -> Vec<usize> {
     let clip = &surrogate.clip;
     let is_clipped = |t: &Token| {
@@ -102,7 +102,7 @@ fn draw(surrogate: &ClipCov, tokens: &[Token], seed: u64) -> Vec<usize> {
     candidates
 }
 
-/// Returns the tokens of highest covariance.
+/// Returns the highest-covariance tokens.
 fn highest(surrogate: &KlCov, tokens: &[Token]) -> Vec<usize> {
     let mut ranked: Vec<&Token> = tokens.iter().collect();
     ranked.sort_by(|a, b| b.covariance.total_cmp(&a.covariance));

@@ -7,7 +7,7 @@ use candle_grpo_core::inputs::Inputs;
 
 use super::{LossLevel, SurrogateInputs, TokenLoss, TokenLosses};
 
-/// A shared custom surrogate. Two of them are equal if they are the same object.
+/// A shared custom surrogate. Two are equal if they are the same object.
 #[derive(Debug, Clone)]
 pub struct CustomSurrogate(Arc<dyn TokenLoss>);
 

@@ -10,17 +10,18 @@ use super::{SurrogateInputs, TokenLoss, TokenLosses};
 /// `-sg[clip(r, ratio_min, ratio_max)] A log_prob`: every token keeps a gradient, however far its
 /// ratio has moved.
 ///
-/// Bounds are absolute ratios. CISPO (<https://arxiv.org/abs/2506.13585>) has an upper bound only; truncated
-/// importance sampling (<https://arxiv.org/abs/2503.14286>) has the upper bound 1. verl and ROLL write CISPO's bounds as
-/// distances from 1; TRL and Liger write the upper ratio itself.
+/// Choose it over [`Clip`](super::Clip) if rare but important tokens should keep learning. Bounds
+/// are absolute ratios. CISPO (<https://arxiv.org/abs/2506.13585>) has an upper bound only.
+/// Truncated importance sampling (<https://arxiv.org/abs/2503.14286>) has the upper bound 1. verl
+/// and ROLL write CISPO's bounds as distances from 1; TRL and Liger write the upper ratio itself.
 #[doc(alias = "CISPO")]
 #[doc(alias = "TIS")]
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct DetachedWeight {
-    /// The lower bound of the weight, from 0 to 1. Absent by default.
+    /// Lower bound for the weight, from 0 to 1. Absent by default.
     pub ratio_min: Option<f64>,
-    /// The upper bound of the weight, at least 1 unless `allow_max_below_one`. Default 5.
+    /// Upper bound for the weight, at least 1 unless `allow_max_below_one`. Default 5.
     pub ratio_max: Option<f64>,
     /// Accepts a `ratio_max` below 1, which scales down on-policy tokens too.
     ///
@@ -31,13 +32,13 @@ pub struct DetachedWeight {
     pub unified_mask: Option<UnifiedMask>,
 }
 
-/// Clip widths of the tokens that [`DetachedWeight`] drops: distances from a ratio of 1.
+/// Clip widths for the tokens that [`DetachedWeight`] drops: distances from a ratio of 1.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct UnifiedMask {
-    /// The width below 1, for tokens with a negative advantage.
+    /// Width below 1, for tokens with a negative advantage.
     pub low: f64,
-    /// The width above 1, for tokens with a positive advantage.
+    /// Width above 1, for tokens with a positive advantage.
     pub high: f64,
 }
 
@@ -48,7 +49,7 @@ impl Default for DetachedWeight {
 }
 
 impl DetachedWeight {
-    /// An upper bound and no lower bound.
+    /// Creates a weight with an upper bound and no lower bound.
     pub fn at_most(ratio_max: f64) -> Self {
         Self {
             ratio_min: None,

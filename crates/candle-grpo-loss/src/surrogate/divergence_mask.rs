@@ -1,4 +1,4 @@
-//! A trust region in the probability of the token itself.
+//! A trust region in the token's own probability.
 
 use candle_core::Result;
 use serde::{Deserialize, Serialize};
@@ -8,7 +8,7 @@ use super::{SurrogateInputs, TokenLoss, TokenLosses};
 use crate::divergence::binary_kl;
 use candle_grpo_core::validate::{non_negative, positive};
 
-/// The distance between the probability q of the sampled token under the old policy and p under the
+/// Distance between the sampled token's probabilities: q under the old policy and p under the
 /// policy.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
@@ -21,22 +21,22 @@ pub enum Divergence {
     BinaryKl,
 }
 
-/// The tokens that a [`DivergenceMask`] drops.
+/// Tokens that a [`DivergenceMask`] drops.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 #[non_exhaustive]
 pub enum DropIf {
-    /// The move exceeds the bound in the direction of the advantage: `high` upwards for A > 0,
-    /// `low` downwards for A < 0. The default.
+    /// The move exceeds the bound in the advantage's direction: `high` upward for A > 0, `low`
+    /// downward for A < 0. The default.
     #[default]
     WithAdvantage,
-    /// The move exceeds the bound of its direction, whatever the sign of A (`ipo` in prime-rl).
+    /// The move exceeds the bound for its own direction, whatever A's sign (`ipo` in prime-rl).
     Outside,
-    /// The move exceeds `low` downwards, whatever the sign of A (`ref_kl` in prime-rl).
+    /// The move exceeds `low` downward, whatever A's sign (`ref_kl` in prime-rl).
     Below,
 }
 
-/// The value of a [`DivergenceMask`]. The gradient is the same.
+/// The loss value for a [`DivergenceMask`]. The gradient is the same.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 #[non_exhaustive]
@@ -48,27 +48,27 @@ pub enum MaskedValue {
     Ratio,
 }
 
-/// `-w A log_prob` with the detached weight `w = min(r, ratio_max)`, and 0 where the probability of
-/// the token has moved too far (DPPO, <https://arxiv.org/abs/2602.04879>).
+/// `-w A log_prob` with the detached weight `w = min(r, ratio_max)`, and 0 where the token's
+/// probability has moved too far (DPPO, <https://arxiv.org/abs/2602.04879>).
 ///
-/// By default, too far is a distance above `high` upwards for A > 0, or above `low` downwards for
-/// A < 0.
+/// By default, too far means more than `high` upward for A > 0, or more than `low` downward for A
+/// < 0.
 #[doc(alias = "DPPO")]
 #[doc(alias = "IPO")]
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct DivergenceMask {
-    /// The distance. Default `total_variation`.
+    /// Distance. Default `total_variation`.
     pub divergence: Divergence,
-    /// The tokens that are dropped. Default `with_advantage`.
+    /// Tokens that are dropped. Default `with_advantage`.
     pub drop_if: DropIf,
-    /// The value of the loss. Default `log_prob`.
+    /// Loss value. Default `log_prob`.
     pub value: MaskedValue,
-    /// The bound downwards. Default 0.2.
+    /// Downward bound. Default 0.2.
     pub low: f64,
-    /// The bound upwards. Default 0.2.
+    /// Upward bound. Default 0.2.
     pub high: f64,
-    /// The upper bound of the weight. Absent: unbounded, as in prime-rl. Default 20.
+    /// Upper bound for the weight. If absent, the weight is unbounded, as in prime-rl. Default 20.
     pub ratio_max: Option<f64>,
 }
 
@@ -118,12 +118,12 @@ impl TokenLoss for DivergenceMask {
             Some(max) => (ratio.minimum(max)?, both(&ratio.gt(max)?, &not(&dropped)?)?),
             None => (ratio.clone(), dropped.zeros_like()?),
         };
-        // A weight of a dropped token may overflow.
+        // A dropped token's weight may overflow.
         let weight = without(&dropped, &weight)?;
         let loss = match self.value {
             MaskedValue::LogProb => inputs.weighted_policy_gradient(&weight)?,
             MaskedValue::Ratio => {
-                // 1 with the derivative of the log-prob.
+                // 1, with the log-prob's derivative.
                 let carrier = ((inputs.log_probs - inputs.log_probs.detach())? + 1.)?;
                 ((weight * inputs.advantages)? * carrier)?.neg()?
             }

@@ -1,4 +1,4 @@
-//! The clip, weighted by the drift of the later tokens.
+//! The clip, weighted by how far later tokens drift.
 
 use candle_core::{Result, Tensor};
 use candle_grpo_core::Invalid;
@@ -9,37 +9,37 @@ use super::token_loss::{both, full_like, not};
 use super::{Clip, SurrogateInputs, TokenLoss, TokenLosses};
 use candle_grpo_core::validate::{non_negative, positive};
 
-/// The bound of the exponent of a weight without a clip: `exp` stays finite in f32.
+/// Bound for a weight's exponent without a clip: `exp` stays finite in f32.
 const EXPONENT_MAX: f64 = 80.;
 
-/// The range of the weight of a token that a safety threshold holds back.
+/// Weight range for a token that the safety threshold holds back.
 const SAFE_WEIGHTS: (f64, f64) = (0.8, 1.);
 
 /// `w` times [`Clip`], with the detached weight `w = exp(f)` and the future KL
-/// `f_t = sum_(k >= t) 2^(-(k - t) / half_life) d_k`
-/// (FIPO, <https://arxiv.org/abs/2603.19835>; ms-swift).
+/// `f_t = sum_(k >= t) 2^(-(k - t) / half_life) d_k` (FIPO, <https://arxiv.org/abs/2603.19835>;
+/// ms-swift).
 ///
-/// A token before tokens that the update makes more likely has a larger weight. Tokens outside the
-/// mask take a step and add nothing. Tokens whose ratio is above [`Clip::delta`] add nothing.
+/// A token gets a larger weight if the update makes later tokens more likely. Tokens outside the
+/// mask are a step and add nothing. Tokens whose ratio is above [`Clip::delta`] add nothing.
 ///
 /// # Metrics
 ///
-/// `future_kl` is the mean of f, `influence_weight` that of w, and `safety_fraction` the share of
-/// the tokens that the threshold holds back.
+/// `future_kl` is the mean f, and `influence_weight` the mean w. `safety_fraction` is the share of
+/// tokens that the threshold holds back.
 #[doc(alias = "FIPO")]
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct FutureKl {
-    /// The clip. Default `Clip::asymmetric(0.2, 0.28)`.
+    /// Clip. Default `Clip::asymmetric(0.2, 0.28)`.
     pub clip: Clip,
-    /// The distance in tokens over which an influence halves. Default 32.
+    /// Distance in tokens over which an influence halves. Default 32.
     pub half_life: f64,
-    /// The bound on the distance of w from 1. Absent: unbounded. Default 0.2.
+    /// Bound for w's distance from 1. If absent, w is unbounded. Default 0.2.
     pub weight_clip: Option<f64>,
-    /// Bounds w below by 1, so that no token counts less. Default `true`.
+    /// Keeps w at 1 or above, so that no token counts less. Default `true`.
     pub high_only: bool,
-    /// The ratio above which a token with a negative advantage has a weight from 0.8 to 1: its
-    /// probability rose already, although the advantage lowers it. Default 10.
+    /// Ratio above which a token with a negative advantage gets a weight from 0.8 to 1: its
+    /// probability already rose, although the advantage lowers it. Default 10.
     pub safety_threshold: Option<f64>,
 }
 
@@ -91,7 +91,7 @@ impl TokenLoss for FutureKl {
 }
 
 impl FutureKl {
-    /// The discounted sums of the log-ratios of a token and those after it.
+    /// Returns the discounted sum of log-ratios from each token on.
     fn future(&self, d: &Tensor) -> Result<Tensor> {
         let d = match self.clip.delta {
             Some(delta) => not(&d.gt(delta.ln())?)?.where_cond(d, &d.zeros_like()?)?,

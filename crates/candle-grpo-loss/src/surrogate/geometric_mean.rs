@@ -1,4 +1,4 @@
-//! The geometric mean of clipped ratios.
+//! The geometric mean over clipped ratios.
 
 use candle_core::{D, Result};
 use serde::{Deserialize, Serialize};
@@ -10,18 +10,18 @@ use candle_grpo_core::validate::non_negative;
 
 /// `-A_i exp(mean_t d~)` for each sequence i (GMPO, <https://arxiv.org/abs/2507.20673>).
 ///
-/// `d~` is the log-ratio of a token, clipped to `[-low, high]` on the side where that increases the
-/// loss. `A_i` is the mean advantage of the sequence. Bounds are in log space; the paper uses 0.4.
+/// `d~` is a token's log-ratio, clipped to `[-low, high]` on the side where that increases the
+/// loss. `A_i` is the sequence's mean advantage. Bounds are in log space; the paper uses 0.4.
 ///
-/// The loss is one per sequence: use [`crate::Aggregation::SeqMeanTokenMean`]. Importance weights
-/// are factors of the geometric mean. With a policy mask, the mean is over its tokens.
+/// There is one loss per sequence, so use [`crate::Aggregation::SeqMeanTokenMean`]. Importance
+/// weights are factors in the geometric mean. With a policy mask, the mean is over its tokens.
 #[doc(alias = "GMPO")]
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct GeometricMean {
-    /// The clip width below a log-ratio of 0. Default 0.4.
+    /// Clip width below a log-ratio of 0. Default 0.4.
     pub low: f64,
-    /// The clip width above a log-ratio of 0. Default 0.4.
+    /// Clip width above a log-ratio of 0. Default 0.4.
     pub high: f64,
 }
 
@@ -61,7 +61,7 @@ impl TokenLoss for GeometricMean {
         };
         let mut log_ratio = (d.sum_keepdim(D::Minus1)? / &lengths)?;
         if let Some(weights) = inputs.importance_weights {
-            // A weight of 0 rejects its token: the token leaves the mean, and the mean does not
+            // A weight of 0 rejects its token, which then leaves the mean. The mean does not
             // become 0.
             let logs = weights
                 .gt(0.)?

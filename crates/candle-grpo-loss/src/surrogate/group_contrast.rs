@@ -1,4 +1,4 @@
-//! Positive against negative sequences of a group.
+//! Positive against negative sequences in a group.
 
 use candle_core::{D, Result, Tensor, bail};
 use serde::{Deserialize, Serialize};
@@ -7,21 +7,20 @@ use super::token_loss::both;
 use super::{LossLevel, SurrogateInputs, TokenLoss, TokenLosses};
 use candle_grpo_core::validate::positive;
 
-/// `log(1 + sum_neg exp(s)) + log(1 + sum_pos exp(-s))` for each group, with `s = mean_t d / tau`
-/// of a sequence (REAL, <https://arxiv.org/abs/2602.05630>).
+/// `log(1 + sum_neg exp(s)) + log(1 + sum_pos exp(-s))` for each group, where a sequence has
+/// `s = mean_t d / tau` (REAL, <https://arxiv.org/abs/2602.05630>).
 ///
-/// Positive sequences have a mean advantage above 0. The gradients of the sequences of one sign add
-/// up to less than `1 / tau`, however far their ratios move. A group without both signs has the
-/// loss 0, and a sequence without tokens is not part of its group.
+/// Positive sequences have a mean advantage above 0. Over all sequences with the same sign, the
+/// gradients add up to less than `1 / tau`, however far the ratios move. A group without both signs
+/// has loss 0, and a sequence without tokens is not part of its group.
 ///
-/// Each sequence has the loss of its group: [`crate::Aggregation::PromptMeanTokenMean`] gives the
-/// mean over groups. Needs [`crate::PolicyBatch::groups`], with all sequences of a group in one
-/// batch.
+/// Each sequence has its group's loss. [`crate::Aggregation::PromptMeanTokenMean`] averages over
+/// groups. Needs [`crate::PolicyBatch::groups`], with all sequences in a group in one batch.
 #[doc(alias = "REAL")]
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct GroupContrast {
-    /// The temperature of the scores. Default 0.5.
+    /// Score temperature. Default 0.5.
     pub tau: f64,
 }
 
@@ -50,7 +49,7 @@ impl TokenLoss for GroupContrast {
         let has_tokens = count.gt(0.)?;
         let is_positive = both(&advantage.gt(0.)?, &has_tokens)?;
         let is_negative = both(&advantage.le(0.)?, &has_tokens)?;
-        // Row i, column j: sequence j is in the group of sequence i.
+        // Row i, column j: sequence j is in the same group as sequence i.
         let groups = groups.unsqueeze(1)?;
         let same = groups.broadcast_eq(&groups.t()?)?;
         let negatives = same.broadcast_mul(&is_negative.t()?)?;
@@ -75,12 +74,12 @@ impl TokenLoss for GroupContrast {
     }
 }
 
-/// `log(1 + sum_j exp(x_j))` over the selected columns of `x` `[1, B]`: `[B, 1]`.
+/// Computes `log(1 + sum_j exp(x_j))` over the selected columns of `x` `[1, B]`: `[B, 1]`.
 fn log_one_plus_sum(x: &Tensor, selected: &Tensor) -> Result<Tensor> {
     let x = x.broadcast_as(selected.shape())?;
     let lowest = (x.zeros_like()? + f64::NEG_INFINITY)?;
     let x = selected.where_cond(&x, &lowest)?;
-    // At least 0, the exponent of the 1.
+    // At least 0, which is the exponent for the 1.
     let largest = x.detach().max_keepdim(D::Minus1)?.maximum(0.)?;
     let sum = x.broadcast_sub(&largest)?.exp()?.sum_keepdim(D::Minus1)?;
     (sum + largest.neg()?.exp()?)?.log()? + largest

@@ -1,33 +1,33 @@
-//! The likelihood of tokens from another source.
+//! Likelihood for tokens from another source.
 
 use candle_core::{Result, Tensor};
 use serde::{Deserialize, Serialize};
 
 use super::{SurrogateInputs, TokenLoss, TokenLosses};
 
-/// `-log_prob`, whatever the advantage: the loss of tokens that another source wrote, such as
-/// demonstrations and the observations of an environment (`ce` in prime-rl).
+/// `-log_prob`, whatever the advantage. It is the loss for tokens that another source wrote, such
+/// as demonstrations and observations from an environment (`ce` in prime-rl).
 ///
-/// Such tokens usually have a batch and denominators of their own; add the losses.
+/// Usually, put such tokens into their own batch with their own denominators, and add the losses.
 #[doc(alias = "SFT")]
 #[doc(alias = "CHORD")]
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct Likelihood {
-    /// Multiplies the loss by `sg[p (1 - p)]` with the probability p of the token, so that tokens
-    /// that the policy is sure about count less (CHORD-phi, <https://arxiv.org/abs/2508.11408>).
+    /// Multiplies the loss by `sg[p (1 - p)]`, where p is the token's probability. Tokens that the
+    /// policy is sure about then count less (CHORD-phi, <https://arxiv.org/abs/2508.11408>).
     ///
     /// A token with a probability near 0 has almost no gradient either. Default `false`.
     pub uncertainty_weight: bool,
 }
 
 impl Likelihood {
-    /// Returns the factor of the loss of each token, detached, in the shape of `log_probs`; `None`
-    /// if all are 1.
+    /// Returns each token's loss factor, detached, in the shape of `log_probs`. Returns `None` if
+    /// all factors are 1.
     ///
     /// # Errors
     ///
-    /// If the device fails.
+    /// Fails if a device operation fails.
     pub fn token_factors(&self, log_probs: &Tensor) -> Result<Option<Tensor>> {
         if !self.uncertainty_weight {
             return Ok(None);

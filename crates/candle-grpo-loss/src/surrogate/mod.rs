@@ -1,6 +1,9 @@
-//! Per-token losses. Each surrogate has one file and one variant of [`Surrogate`].
+//! Surrogates: per-token losses. Each has one file and one variant in [`Surrogate`].
 //!
-//! A new surrogate implements [`TokenLoss`]. From outside this crate, use it with
+//! Start with [`Clip`]. Try [`DetachedWeight`] if clipping silences too many tokens, and
+//! [`SoftGate`] for a smooth gate.
+//!
+//! To add a surrogate, implement [`TokenLoss`]. From outside this crate, pass it to
 //! [`Surrogate::custom`].
 
 mod clip;
@@ -41,15 +44,14 @@ pub(crate) use future_kl::FutureKl;
 pub(crate) use group_contrast::GroupContrast;
 pub(crate) use vespo::Vespo;
 
-/// Declares [`Surrogate`], its conversions from the options of each variant, and the one match over
-/// it.
+/// Declares [`Surrogate`], its conversions from each variant's options, and the one match over it.
 macro_rules! surrogates {
     ($($(#[$meta:meta])* $options:ident,)*) => {
-        /// The loss of one token, a function of its ratio, its log-prob and its advantage.
+        /// One token's loss, a function of its ratio, log-prob and advantage.
         ///
         /// Every surrogate works with every importance level, correction, regularizer and
-        /// aggregation. The exceptions are [`Self::GeometricMean`], [`Self::Vespo`] and
-        /// [`Self::GroupContrast`]: they reduce over the sequence themselves.
+        /// aggregation. There are three exceptions, which reduce over the sequence themselves:
+        /// [`Self::GeometricMean`], [`Self::Vespo`] and [`Self::GroupContrast`].
         #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
         #[serde(rename_all = "snake_case")]
         #[non_exhaustive]
@@ -83,7 +85,7 @@ macro_rules! surrogates {
 }
 
 surrogates! {
-    /// The clipped surrogate of PPO. The default.
+    /// PPO's clipped surrogate. The default.
     #[doc(alias = "PPO")]
     #[doc(alias = "GRPO")]
     #[doc(alias = "DAPO")]
@@ -101,10 +103,10 @@ surrogates! {
     #[doc(alias = "SAPO")]
     #[serde(alias = "sapo")]
     SoftGate,
-    /// The policy gradient with a smooth weight of the whole sequence (VESPO).
+    /// The policy gradient with a smooth weight for the whole sequence (VESPO).
     #[doc(alias = "VESPO")]
     Vespo,
-    /// The geometric mean of clipped per-token ratios (GMPO).
+    /// The geometric mean over clipped token ratios (GMPO).
     #[doc(alias = "GMPO")]
     #[serde(alias = "gmpo")]
     GeometricMean,
@@ -116,15 +118,15 @@ surrogates! {
     #[doc(alias = "DPPO")]
     #[serde(alias = "dppo")]
     DivergenceMask,
-    /// The clip, with zero loss on selected tokens of high covariance (Clip-Cov).
+    /// The clip, with zero loss on selected high-covariance tokens (Clip-Cov).
     ClipCov,
-    /// No clip, with a KL penalty on the tokens of highest covariance (KL-Cov).
+    /// No clip, with a KL penalty on the highest-covariance tokens (KL-Cov).
     KlCov,
-    /// The clip, weighted by the discounted drift of the later tokens (FIPO).
+    /// The clip, weighted by the later tokens' discounted drift (FIPO).
     #[doc(alias = "FIPO")]
     #[serde(alias = "fipo")]
     FutureKl,
-    /// A classification of the sequences of a group as positive or negative (REAL).
+    /// Classifies a group's sequences as positive or negative (REAL).
     #[doc(alias = "REAL")]
     #[serde(alias = "real")]
     GroupContrast,

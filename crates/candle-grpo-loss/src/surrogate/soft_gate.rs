@@ -1,4 +1,4 @@
-//! A smooth gate in place of the clip.
+//! A smooth gate instead of the clip.
 
 use candle_core::Result;
 use serde::{Deserialize, Serialize};
@@ -6,17 +6,17 @@ use serde::{Deserialize, Serialize};
 use super::{SurrogateInputs, TokenLoss, TokenLosses};
 use candle_grpo_core::validate::positive;
 
-/// `-A (4 / tau) sigmoid(tau (r - 1))`, with tau by the sign of the advantage
-/// (SAPO, <https://arxiv.org/abs/2511.20347>).
+/// `-A (4 / tau) sigmoid(tau (r - 1))`, where the advantage's sign selects tau (SAPO,
+/// <https://arxiv.org/abs/2511.20347>).
 ///
-/// At a ratio of 1 the gradient is the policy gradient. It decays on both sides.
+/// At ratio 1, the gradient is the policy gradient. It decays on both sides.
 #[doc(alias = "SAPO")]
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct SoftGate {
-    /// The decay of the gradient where the advantage is positive. Default 1.
+    /// Gradient decay where the advantage is positive. Default 1.
     pub tau_pos: f64,
-    /// The decay of the gradient elsewhere. Default 1.05.
+    /// Gradient decay elsewhere. Default 1.05.
     pub tau_neg: f64,
 }
 

@@ -6,16 +6,16 @@ use serde::{Deserialize, Serialize};
 use super::{SurrogateInputs, TokenLoss, TokenLosses};
 use candle_grpo_core::validate::non_negative;
 
-/// `-A log_prob + (coef / 2) d^2` with the log-ratio d: a penalty in place of the clip.
+/// `-A log_prob + (coef / 2) d^2` with the log-ratio d: a penalty instead of the clip.
 ///
-/// Kimi k1.5 (<https://arxiv.org/abs/2501.12599>) calls the coefficient tau, DRO (<https://arxiv.org/abs/2405.19107>)
-/// calls it beta.
+/// Kimi k1.5 (<https://arxiv.org/abs/2501.12599>) calls the coefficient tau, DRO
+/// (<https://arxiv.org/abs/2405.19107>) calls it beta.
 #[doc(alias = "Kimi")]
 #[doc(alias = "DRO")]
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct SquaredLogRatio {
-    /// The coefficient of the penalty. Default 0.1.
+    /// Penalty coefficient. Default 0.1.
     pub coef: f64,
 }
 

@@ -1,4 +1,4 @@
-//! The interface of a surrogate.
+//! The interface for surrogates.
 
 use std::fmt::Debug;
 
@@ -6,10 +6,11 @@ use candle_core::{Result, Tensor, bail};
 use candle_grpo_core::Mask;
 use candle_grpo_core::inputs::{Input, Inputs};
 
-/// The loss of one token: the extension point for custom surrogates.
+/// One token's loss: the extension point for custom surrogates.
 ///
-/// [`Surrogate::custom`](super::Surrogate::custom) puts an implementation into a
-/// [`PolicyLoss`](crate::PolicyLoss), which adds weights, KL term, entropy bonus and aggregation.
+/// Implement [`Self::per_token`], and put your type into a [`PolicyLoss`](crate::PolicyLoss) with
+/// [`Surrogate::custom`](super::Surrogate::custom). The policy loss adds weights, KL term, entropy
+/// bonus and aggregation.
 ///
 /// ```
 /// use candle_core::{Device, Result, Tensor, Var};
@@ -45,107 +46,107 @@ pub trait TokenLoss: Debug + Send + Sync {
     ///
     /// # Errors
     ///
-    /// The error names the option, its value and what it must be.
+    /// Fails if an option is invalid; the error names it.
     fn validate(&self) -> Result<()> {
         Ok(())
     }
 
-    /// Computes the loss of each token, to be minimized.
+    /// Computes each token's loss, to be minimized.
     ///
     /// # Shapes
     ///
-    /// All tensors are `[B, T]`. Positions outside the mask hold 0 and their losses are ignored.
+    /// All tensors are `[B, T]`. Positions outside the mask are 0, and losses there are ignored.
     ///
     /// # Errors
     ///
-    /// Fails if an input that the surrogate needs is absent; [`SurrogateInputs::get`] returns
-    /// such an error.
+    /// Fails if an input that the surrogate needs is absent. [`SurrogateInputs::get`] returns such
+    /// an error.
     fn per_token(&self, inputs: &SurrogateInputs) -> Result<TokenLosses>;
 
-    /// Returns the tokens on which the loss of one token depends.
+    /// Returns the tokens that one token's loss depends on.
     fn level(&self) -> LossLevel {
         LossLevel::Token
     }
 
     /// Returns the inputs that the surrogate reads, so that a trainer computes them.
     ///
-    /// An input that is not declared is absent from [`SurrogateInputs`]. A surrogate that declares
-    /// [`Input::ImportanceWeights`] or [`Input::PolicyMask`] applies them itself, in place of the
-    /// policy loss.
+    /// An undeclared input is absent from [`SurrogateInputs`]. If a surrogate declares
+    /// [`Input::ImportanceWeights`] or [`Input::PolicyMask`], it applies them itself, instead of
+    /// the policy loss.
     fn needs(&self) -> Inputs {
         Inputs::NONE
     }
 }
 
-/// The tokens on which the loss of one token depends.
+/// Tokens that one token's loss depends on.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum LossLevel {
     /// The token alone. The default.
     #[default]
     Token,
-    /// The tokens of its sequence, which the surrogate combines itself.
+    /// The tokens in its sequence, which the surrogate combines itself.
     ///
-    /// The surrogate requires [`ImportanceLevel::Token`](crate::ImportanceLevel::Token). Without
-    /// [`Input::ImportanceWeights`] among its needs, it rejects such weights.
+    /// The surrogate requires [`ImportanceLevel::Token`](crate::ImportanceLevel::Token). It rejects
+    /// importance weights unless it declares [`Input::ImportanceWeights`].
     Sequence,
-    /// The tokens of all sequences of its group, otherwise as [`Self::Sequence`]. The surrogate
+    /// The tokens in all sequences in its group, otherwise like [`Self::Sequence`]. The surrogate
     /// requires [`PolicyBatch::groups`](crate::PolicyBatch::groups), and whole groups in a batch.
     Group,
 }
 
-/// The inputs of a surrogate. Tensors are `[B, T]`, of one dtype, and hold 0 outside the mask.
+/// A surrogate's inputs. Tensors are `[B, T]`, have one dtype, and are 0 outside the mask.
 ///
-/// The optional ones are present if [`TokenLoss::needs`] declares them and the batch has them.
+/// An optional input is present if [`TokenLoss::needs`] declares it and the batch has it.
 #[derive(Debug, Clone, Copy)]
 #[non_exhaustive]
 pub struct SurrogateInputs<'a> {
-    /// Log-probs of the policy, with gradient.
+    /// Log-probs under the policy, with gradient.
     pub log_probs: &'a Tensor,
-    /// Log-probs of the old policy, a constant.
+    /// Log-probs under the old policy, a constant.
     pub old_log_probs: &'a Tensor,
-    /// The clamped log-ratio of each token, `log_probs - old_log_probs`, with gradient.
+    /// Each token's clamped log-ratio, `log_probs - old_log_probs`, with gradient.
     pub token_log_ratio: &'a Tensor,
-    /// The log-ratio at the importance level, with gradient.
+    /// Log-ratio at the importance level, with gradient.
     pub log_ratio: &'a Tensor,
-    /// The advantages, a constant.
+    /// Advantages, a constant.
     pub advantages: &'a Tensor,
-    /// The tokens that count.
+    /// Mask over the tokens that count.
     pub mask: &'a Mask,
-    /// Log-probs of the sampling engine, a constant.
+    /// Log-probs from the sampling engine, a constant.
     pub rollout_log_probs: Option<&'a Tensor>,
-    /// Log-probs of the reference policy, a constant.
+    /// Log-probs under the reference policy, a constant.
     pub ref_log_probs: Option<&'a Tensor>,
-    /// Log-probs of a teacher, a constant.
+    /// Log-probs under a teacher, a constant.
     pub teacher_log_probs: Option<&'a Tensor>,
-    /// Values of a critic, a constant.
+    /// Critic values, a constant.
     pub values: Option<&'a Tensor>,
-    /// Entropy of the policy, with gradient.
+    /// The policy's entropy, with gradient.
     pub entropy: Option<&'a Tensor>,
-    /// The score of each sample, a constant.
+    /// Each sample's score, a constant.
     pub scores: Option<&'a Tensor>,
-    /// Weights for samples of another engine, a constant: `[B, T]`, or `[B, 1]` for one weight per
-    /// sequence.
+    /// Weights for samples from another engine, a constant: `[B, T]`, or `[B, 1]` for one weight
+    /// per sequence.
     pub importance_weights: Option<&'a Tensor>,
-    /// 1 for the tokens that were selected over the whole step, u8.
+    /// 1 for tokens that were selected over the whole step, u8.
     pub selected_tokens: Option<&'a Tensor>,
-    /// 1 for the tokens of the policy term, u8; absent: all.
+    /// 1 for tokens in the policy term, u8. If absent, all tokens are.
     pub policy_mask: Option<&'a Tensor>,
-    /// Group of each sequence, `[B]`, for a surrogate of [`LossLevel::Group`].
+    /// Each sequence's group, `[B]`, for a surrogate at [`LossLevel::Group`].
     pub groups: Option<&'a Tensor>,
 }
 
-/// The output of a surrogate.
+/// A surrogate's output.
 #[derive(Debug, Clone)]
 pub struct TokenLosses {
-    /// The loss of each token, `[B, T]`, with gradient.
+    /// Each token's loss, `[B, T]`, with gradient.
     pub loss: Tensor,
-    /// Names with flags (u8) or numbers, `[B, T]`. Their means over the mask become metrics of
+    /// Names, with flags (u8) or numbers `[B, T]`. Their means over the mask become metrics with
     /// these names.
     pub flags: Vec<(&'static str, Tensor)>,
 }
 
 impl TokenLosses {
-    /// Losses without flags.
+    /// Creates losses without flags.
     pub fn new(loss: Tensor) -> Self {
         Self {
             loss,

@@ -8,7 +8,7 @@ use super::{SurrogateInputs, TokenLoss, TokenLosses};
 use candle_grpo_core::inputs::{Input, Inputs};
 use candle_grpo_core::validate::{finite, non_negative};
 
-/// The definition of a positive sample.
+/// Condition for a positive sample.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 #[non_exhaustive]
@@ -21,17 +21,17 @@ pub enum PositiveIf {
 
 /// `-w A log_prob` with the detached weight w (TOPR, <https://arxiv.org/abs/2503.14286>).
 ///
-/// w is `positive_weight` for positive samples, as in supervised learning, and `negative_weight *
-/// min(r, 1)` for the others.
+/// For positive samples, w is `positive_weight`, as in supervised learning. For the others, it is
+/// `negative_weight * min(r, 1)`.
 #[doc(alias = "TOPR")]
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct Topr {
-    /// The weight of positive samples. Default 1.
+    /// Weight for positive samples. Default 1.
     pub positive_weight: f64,
-    /// The factor of the weight of the other samples. Default 1.
+    /// Weight factor for the other samples. Default 1.
     pub negative_weight: f64,
-    /// The definition of a positive sample. Default `advantage_positive`.
+    /// Condition for a positive sample. Default `advantage_positive`.
     pub positive_if: PositiveIf,
 }
 
@@ -75,7 +75,7 @@ impl TokenLoss for Topr {
 }
 
 impl Topr {
-    /// Returns 1 for the tokens of positive samples, u8.
+    /// Returns 1 for tokens in positive samples, u8.
     fn positive(&self, inputs: &SurrogateInputs) -> Result<Tensor> {
         match (self.positive_if, inputs.scores) {
             (PositiveIf::AdvantagePositive, _) => inputs.advantages.gt(0.),

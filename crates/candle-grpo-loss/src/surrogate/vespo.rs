@@ -1,4 +1,4 @@
-//! A smooth weight of the whole sequence.
+//! A smooth weight for the whole sequence.
 
 use candle_core::{D, Result, Tensor};
 use serde::{Deserialize, Serialize};
@@ -10,9 +10,9 @@ use candle_grpo_core::validate::{non_negative, positive};
 /// `-phi(W) A log_prob` with the detached weight `phi(W) = exp(lambda + k log W - lambda W)`
 /// (VESPO, <https://arxiv.org/abs/2602.10693>).
 ///
-/// W is the ratio of the sequence, the product of the clamped ratios of its tokens. `phi(1) = 1`,
-/// and phi goes to 0 on both sides. Importance weights are factors of W: the product over the
-/// tokens, or the weight itself if it is one per sequence.
+/// W is the sequence ratio, the product over its clamped token ratios. `phi(1) = 1`, and phi goes
+/// to 0 on both sides. Importance weights are factors in W: the product over tokens, or the weight
+/// itself if it is one per sequence.
 #[doc(alias = "VESPO")]
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
@@ -38,7 +38,7 @@ impl Default for Vespo {
     }
 }
 
-/// Bounds of log W: log(1e-8) and 20, as in TRL.
+/// Bounds for log W: log(1e-8) and 20, as in TRL.
 const LOG_WEIGHT_MIN: f64 = -18.420680743952367;
 const LOG_WEIGHT_MAX: f64 = 20.;
 
@@ -53,7 +53,7 @@ impl TokenLoss for Vespo {
 
     fn per_token(&self, inputs: &SurrogateInputs) -> Result<TokenLosses> {
         let log_weight = log_weight(inputs)?;
-        // An advantage of 0 belongs to the positive side. The sides do not differ there: A is a
+        // Advantage 0 belongs to the positive side. The sides do not differ there, because A is a
         // factor.
         let k = inputs.by_sign(self.k_pos, self.k_neg)?;
         let lambda = inputs.by_sign(self.lambda_pos, self.lambda_neg)?;

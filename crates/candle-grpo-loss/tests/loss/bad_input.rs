@@ -1,4 +1,4 @@
-//! Bad input gives an error that names the argument, what it is and what it must be.
+//! Bad input gives an error that names the argument, its value and the requirement.
 
 use candle_core::{DType, Device, Result, Tensor, Var};
 use candle_grpo_core::Kl;
@@ -25,7 +25,7 @@ fn variable(values: &Tensor) -> Var {
     Var::from_tensor(values).expect("a variable")
 }
 
-/// GRPO with the KL loss of its paper.
+/// GRPO with its paper's KL loss.
 fn with_kl() -> PolicyLoss {
     PolicyLoss {
         kl: Some(KlLoss::k3(0.04)),
@@ -346,7 +346,7 @@ fn with(surrogate: impl Into<Surrogate>) -> PolicyLoss {
     }
 }
 
-/// One ratio for a sequence and a weight for each of its tokens go together only if that is meant.
+/// A sequence ratio goes together with a weight for each token only if you ask for it.
 #[rstest]
 fn ratios_of_sequences_are_not_weighted_by_length(
     #[values(
@@ -430,7 +430,7 @@ fn a_missing_input_is_an_error(#[case] loss: PolicyLoss, #[case] expected: &str)
     }
 }
 
-/// The ratio to the rollout corrects for it: doing so again is an error.
+/// The ratio to the rollout already corrects for it. A second correction is an error.
 #[test]
 fn a_correction_cannot_be_applied_twice() {
     for device in devices() {
@@ -464,7 +464,7 @@ fn a_correction_cannot_be_applied_twice() {
     }
 }
 
-/// Filters that are configured have to be applied.
+/// Configured filters must be applied.
 #[test]
 fn configured_filters_need_their_mask() -> Result<()> {
     for device in devices() {
@@ -530,7 +530,7 @@ fn invalid_hidden_states_and_weights_are_errors() -> Result<()> {
     Ok(())
 }
 
-/// On the CPU alone: to look at the ids of a GPU would be a transfer.
+/// On the CPU only: checking ids on a GPU would need a transfer.
 #[test]
 fn a_token_id_out_of_range_is_an_error() -> Result<()> {
     let logits = zeros(&[2, 5], &Device::Cpu);

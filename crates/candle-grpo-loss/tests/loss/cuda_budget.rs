@@ -1,4 +1,4 @@
-//! Calls of the CUDA driver for a policy loss, which the emulated GPU counts.
+//! CUDA driver calls for a policy loss, counted by the emulated GPU.
 
 use candle_core::{DType, Result, Tensor, Var};
 use candle_grpo_loss::{PolicyBatch, PolicyLoss, StepTotals};

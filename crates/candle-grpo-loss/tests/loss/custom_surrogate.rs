@@ -1,4 +1,4 @@
-//! Custom surrogates behave as built-in ones.
+//! Custom surrogates behave like built-in ones.
 
 use candle_core::{Device, Result, Tensor, Var, bail};
 use candle_grpo_core::inputs::{Input, Inputs};
@@ -116,7 +116,7 @@ fn a_custom_surrogate_cannot_be_written_to_a_configuration_file() {
     assert!(serde_json::to_string(&loss).is_err());
 }
 
-/// Minus the declared input, as the loss of each token.
+/// Returns minus the declared input as each token's loss.
 #[derive(Debug)]
 struct Declares(Inputs, Input);
 
@@ -133,7 +133,7 @@ impl TokenLoss for Declares {
     }
 }
 
-/// One sequence of two tokens whose optional inputs are all 3.
+/// One sequence with two tokens, whose optional inputs are all 3.
 fn compute_on_threes(surrogate: Declares) -> Result<f32> {
     let device = &Device::Cpu;
     let tokens = (Tensor::ones((1, 2), candle_core::DType::F32, device)? * 3.)?;
@@ -207,7 +207,7 @@ fn a_surrogate_cannot_declare_an_input_that_no_batch_has() {
     );
 }
 
-/// Weights of tokens have no meaning after a surrogate has combined the tokens.
+/// Token weights have no meaning after a surrogate has combined the tokens.
 #[test]
 fn a_surrogate_over_sequences_that_does_not_declare_weights_rejects_them() -> Result<()> {
     let loss = PolicyLoss {

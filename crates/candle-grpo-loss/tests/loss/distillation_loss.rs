@@ -1,4 +1,4 @@
-//! Divergences of distributions: values, gradients, masks and the tiled form.
+//! Divergences between distributions: values, gradients, masks and the tiled form.
 
 use candle_core::{DType, Device, Result, Tensor, Var};
 use candle_grpo_kernels::top_k;
@@ -53,7 +53,7 @@ fn mask(device: &Device) -> Result<Tensor> {
     Tensor::new(&[[1u8, 1, 0], [1, 0, 0]], device)
 }
 
-/// The loss, and the gradient of the student's logits.
+/// Computes the loss, and the gradient for the student's logits.
 fn compute(
     loss: &DistillationLoss,
     student: &[f64],
@@ -201,13 +201,13 @@ fn layer<'a>(hidden: &'a Tensor, weight: &'a Tensor, bias: &'a Tensor) -> Output
     }
 }
 
-/// Its logits.
+/// Returns its logits.
 fn logits_of(hidden: &Tensor, weight: &Tensor, bias: &Tensor) -> Result<Tensor> {
     let products = hidden.broadcast_matmul(&weight.t()?)?;
     (products.broadcast_add(bias)? * (SCALE / CAP))?.tanh()? * CAP
 }
 
-/// Teachers with the same distributions in each of their forms.
+/// Teachers with the same distributions in each form.
 struct Teachers {
     hidden: Tensor,
     weight: Tensor,
@@ -245,7 +245,7 @@ impl Teachers {
     }
 }
 
-/// `softmax(logits / temperature)` of each row.
+/// `softmax(logits / temperature)` for each row.
 fn probs(logits: &[f64], temperature: f64) -> Vec<Vec<f64>> {
     let softmax = |row: &[f64]| {
         let exps: Vec<f64> = row.iter().map(|x| (x / temperature).exp()).collect();
@@ -298,7 +298,7 @@ fn divergences_follow_their_definition() -> Result<()> {
     Ok(())
 }
 
-/// Gradients of logits that f16 would round to 0.
+/// Logit gradients that f16 would round to 0.
 #[test]
 fn gradients_of_half_precision_are_as_precise_as_their_inputs() -> Result<()> {
     for device in devices() {
@@ -363,7 +363,7 @@ fn the_tiled_loss_equals_that_of_the_logits() -> Result<()> {
             ];
             let mut loss = DistillationLoss { coef: 0.7, ..loss };
             if loss.support == (Support::Teacher { k }) {
-                // Log-probs of some entries do not tell those at another temperature.
+                // Log-probs at one temperature do not determine those at another.
                 loss.temperature = 1.;
                 pairs.push((TeacherLogits::Logits(&teachers.logits), teachers.top_k()));
             }
@@ -406,7 +406,7 @@ fn the_tiled_loss_equals_that_of_the_logits() -> Result<()> {
     Ok(())
 }
 
-/// The fast path of f32 on the CPU against plain operations in f64.
+/// f32's fast path on the CPU against plain operations in f64.
 #[test]
 fn whole_distributions_in_f32_are_those_in_f64() -> Result<()> {
     let device = Device::Cpu;
@@ -414,7 +414,7 @@ fn whole_distributions_in_f32_are_those_in_f64() -> Result<()> {
     let logits = |seed, scale: f64| -> Result<Tensor> {
         let mut numbers = noise(rows * vocabulary, seed);
         numbers.iter_mut().for_each(|x| *x *= scale);
-        // Absent entries: of one, of the other, and of both.
+        // Absent entries: in one, in the other, and in both.
         numbers[seed as usize % 2 * 7] = f64::NEG_INFINITY;
         numbers[9] = f64::NEG_INFINITY;
         Tensor::from_vec(numbers, (rows, vocabulary), &device)?.to_dtype(DType::F32)
@@ -422,7 +422,7 @@ fn whole_distributions_in_f32_are_those_in_f64() -> Result<()> {
     for (beta, scale) in [(0., 3.), (0.3, 3.), (0.5, 40.), (0.9, 0.1), (1., 3.)] {
         let (student, teacher) = (logits(1, scale)?, logits(2, scale)?);
         let finite = |x: &Tensor| x.gt(-1e30)?.where_cond(x, &(x.zeros_like()? - 50.)?);
-        // An entry that one of both lacks is an infinite divergence, unless there is a mix.
+        // If an entry is absent in one, the divergence is infinite, unless there is a mix.
         let (student, teacher) = match beta {
             0. => (finite(&student)?, teacher),
             1. => (student, finite(&teacher)?),
@@ -466,7 +466,7 @@ fn whole_distributions_in_f32_are_those_in_f64() -> Result<()> {
     Ok(())
 }
 
-/// The probability of the second entry is the smallest f32, half of which is 0.
+/// The second entry's probability is the smallest f32, and half of it is 0.
 #[test]
 fn a_mix_that_f32_cannot_tell_from_0_is_not_infinite() -> Result<()> {
     for device in devices() {
@@ -568,7 +568,7 @@ fn constants_have_no_gradient_and_masks_of_zeros_have_zeros() -> Result<()> {
     Ok(())
 }
 
-/// A given log-prob of almost 0 leaves no place for others in f32.
+/// A log-prob near 0 leaves no room for other entries in f32.
 #[test]
 fn the_bucket_of_a_teacher_that_is_certain_is_not_empty() -> Result<()> {
     for device in devices() {
@@ -593,7 +593,7 @@ fn the_bucket_of_a_teacher_that_is_certain_is_not_empty() -> Result<()> {
             // The student is less certain.
             assert!(gradient[0] < 0. && gradient[1] > 0., "{gradient:?}");
         }
-        // Entries that are the whole vocabulary leave no others.
+        // Entries that cover the whole vocabulary leave no others.
         let ids = Tensor::new(&[[[0u32, 2, 1, 3]]], device)?;
         let log_probs = Tensor::new(&[[[0.5f32, 0.2, 0.2, 0.1]]], device)?.log()?;
         let teacher = TeacherLogits::TopK {
@@ -619,7 +619,7 @@ fn the_bucket_of_a_teacher_that_is_certain_is_not_empty() -> Result<()> {
     Ok(())
 }
 
-/// Entries and log-probs of padding can be anything.
+/// Padding may have any entries and log-probs.
 #[test]
 fn given_entries_outside_the_mask_are_not_read() -> Result<()> {
     for device in devices() {
@@ -662,7 +662,7 @@ fn given_entries_outside_the_mask_are_not_read() -> Result<()> {
     Ok(())
 }
 
-/// NaN is not a divergence of 0, whatever bounds it.
+/// NaN is not a divergence of 0, whatever the bounds.
 #[test]
 fn bounds_do_not_hide_what_is_not_a_number() -> Result<()> {
     for device in devices() {

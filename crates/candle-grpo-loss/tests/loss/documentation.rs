@@ -1,5 +1,5 @@
-//! Tests of the documentation: the configurations in docs/algorithms.md, the numbers of presets,
-//! the imports of examples, and the dependencies in the README.
+//! Tests for the documentation: configurations in docs/algorithms.md, preset counts, imports in
+//! examples, and dependencies in the README.
 
 use std::collections::BTreeSet;
 use std::path::Path;
@@ -25,11 +25,11 @@ use serde::de::DeserializeOwned;
 
 use crate::presets::presets;
 
-/// A configuration of the page.
+/// A configuration on the page.
 struct Shown {
-    /// The first cell of its row.
+    /// The first cell in its row.
     name: String,
-    /// The type that it is said to be of.
+    /// The type that the page names for it.
     of: String,
     text: String,
 }
@@ -39,8 +39,8 @@ fn quoted(text: &str) -> Option<&str> {
     text.split('`').nth(1)
 }
 
-/// A column headed "Configuration" holds them; that head names their type or, where it does not,
-/// the first name of the row.
+/// Finds configurations in columns headed "Configuration". The heading names their type or, if it
+/// does not, the row's first name.
 fn shown() -> Result<Vec<Shown>> {
     let page = text("docs/algorithms.md")?;
     let mut found = Vec::new();
@@ -144,13 +144,13 @@ fn each_preset_is_the_configuration_that_is_shown() -> Result<()> {
     Ok(())
 }
 
-/// The text of a file of the repository.
+/// Returns the text in one of the repository's files.
 fn text(path: &str) -> Result<String> {
     let root = concat!(env!("CARGO_MANIFEST_DIR"), "/../..");
     std::fs::read_to_string(format!("{root}/{path}")).map_err(Error::wrap)
 }
 
-/// Constructors, presets and rows of the page are one list, and each page counts it.
+/// Constructors, presets and page rows are one list, and each page states its length.
 #[test]
 fn each_page_counts_the_presets_of_one_list() -> Result<()> {
     let constructors = |stable: &str, experimental: &str| -> Result<BTreeSet<String>> {
@@ -226,8 +226,8 @@ fn each_page_counts_the_presets_of_one_list() -> Result<()> {
     Ok(())
 }
 
-/// A user of one crate may paste its examples: they import no other crate of this project, and a
-/// page of a re-export is that of its own crate.
+/// Users may paste examples from a single crate: they import no other crate in this project, and
+/// re-exports link to their own crate's page.
 #[test]
 fn examples_import_their_own_crate_only() -> Result<()> {
     let root = Path::new(concat!(env!("CARGO_MANIFEST_DIR"), "/../.."));
@@ -268,7 +268,7 @@ fn examples_import_their_own_crate_only() -> Result<()> {
     Ok(())
 }
 
-/// The README names the version of Candle that the crates use, and forwards the feature to each
+/// The README names the Candle version that the crates use, and forwards the feature to each
 /// dependency.
 #[test]
 fn the_dependencies_of_the_readme_are_those_of_the_crates() -> Result<()> {

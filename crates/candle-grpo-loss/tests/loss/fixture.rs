@@ -1,4 +1,4 @@
-//! A batch of five sequences, and losses from every corner of the product.
+//! A batch with five sequences, and losses that cover all combinations of options.
 
 use candle_core::{DType, Device, Result, Tensor, Var};
 use candle_grpo_core::kl::KlGradient;
@@ -19,7 +19,7 @@ use candle_grpo_test_support::{assert_close, noise, numbers};
 pub(crate) const B: usize = 5;
 pub(crate) const T: usize = 6;
 
-/// A batch in f64, on the host, and the device that its tensors are made on.
+/// A batch in f64 on the host, and the device for its tensors.
 pub(crate) struct Fixture {
     pub(crate) log_probs: Vec<f64>,
     pub(crate) old_log_probs: Vec<f64>,
@@ -75,7 +75,7 @@ impl Fixture {
         }
     }
 
-    /// The loss of some rows, as a function of `log_probs` and `entropy`.
+    /// Computes the loss for some rows, as a function of `log_probs` and `entropy`.
     pub(crate) fn compute_rows(
         &self,
         loss: &PolicyLoss,
@@ -107,8 +107,8 @@ impl Fixture {
         let teacher = per_token(&self.teacher_log_probs)?;
         let token_weights = per_token(&self.token_weights)?;
         let groups = per_row(&[0., 0., 1., 1., 1.])?;
-        // Each row's share of tokens of its prompt: rows 0 and 1 are of one prompt, the others of
-        // another.
+        // Each row's count of tokens for its prompt: rows 0 and 1 share a prompt, and so do the
+        // others.
         let prompt_tokens = Tensor::new(&[9f64, 9., 5., 5., 5.], device)?;
         let prompt_tokens = prompt_tokens.narrow(0, rows.start, count)?;
         let mask =
@@ -222,7 +222,7 @@ pub(crate) const LEVELS: [ImportanceLevel; 5] = [
     ImportanceLevel::Segment,
 ];
 
-/// [`kl_losses`], and every gradient that is not the derivative of its value.
+/// [`kl_losses`], and every gradient that is not its value's derivative.
 pub(crate) fn kls() -> Vec<Option<KlLoss>> {
     let mut kls = kl_losses();
     for (estimator, gradient, bias_correction) in [
@@ -255,14 +255,14 @@ pub(crate) fn kls() -> Vec<Option<KlLoss>> {
     kls
 }
 
-/// Levels at which the gradient of a loss is that of its value.
+/// Levels at which a loss's gradient is its value's derivative.
 fn differentiable_levels() -> impl Iterator<Item = ImportanceLevel> {
     LEVELS
         .into_iter()
         .filter(|level| *level != ImportanceLevel::SequenceToken)
 }
 
-/// Surrogates whose gradient is that of their value.
+/// Surrogates whose gradient is their value's derivative.
 pub(crate) fn differentiable_surrogates() -> Vec<Surrogate> {
     let clip = Clip::asymmetric(0.2, 0.28);
     vec![
@@ -305,7 +305,7 @@ pub(crate) fn differentiable_surrogates() -> Vec<Surrogate> {
     ]
 }
 
-/// Surrogates with a constant weight, whose gradient is not that of their value.
+/// Surrogates with a constant weight, whose gradient is not their value's derivative.
 pub(crate) fn detached_surrogates() -> Vec<Surrogate> {
     vec![
         DetachedWeight::at_most(1.2).into(),
@@ -374,19 +374,19 @@ pub(crate) fn is_of_tokens_only(surrogate: &Surrogate) -> bool {
     matches!(surrogate, Surrogate::GeometricMean(_) | Surrogate::Vespo(_))
 }
 
-/// Losses of the differentiable and of the other surrogates.
+/// Losses with differentiable and other surrogates.
 pub(crate) fn all_losses() -> Vec<PolicyLoss> {
     let mut losses = losses_of(detached_surrogates());
     losses.extend(differentiable_losses());
     losses
 }
 
-/// Losses whose gradient is that of their value.
+/// Losses whose gradient is their value's derivative.
 pub(crate) fn differentiable_losses() -> Vec<PolicyLoss> {
     losses_of(differentiable_surrogates())
 }
 
-/// A term whose gradient is that of its value.
+/// A term whose gradient is its value's derivative.
 fn distillation() -> TeacherTerm {
     TeacherTerm {
         form: TeacherTermForm::Loss {
@@ -432,7 +432,7 @@ fn losses_of(surrogates: Vec<Surrogate>) -> Vec<PolicyLoss> {
             });
         }
     }
-    // Gradients that are not those of the value are left to the tests of the KL.
+    // Gradients that are not the value's derivative have their own tests for the KL.
     debug_assert!(
         losses
             .iter()

@@ -16,7 +16,7 @@ const T: usize = 5;
 const LENGTHS: [usize; B] = [5, 3, 4, 1];
 const TOKENS: f64 = 13.;
 
-/// A batch of B sequences with one advantage each.
+/// A batch with B sequences and one advantage each.
 struct Batch {
     log_probs: Vec<f64>,
     old: Vec<f64>,
@@ -53,7 +53,7 @@ fn mask(device: &Device) -> Result<Tensor> {
     Tensor::from_vec(flags, (B, T), device)
 }
 
-/// The token mean of the loss and its gradient by the log-probs.
+/// Computes the loss's token mean, and its gradient by the log-probs.
 fn compute(
     surrogate: impl Into<Surrogate>,
     weights: Option<&Tensor>,
@@ -80,14 +80,14 @@ fn compute(
     Ok((output.loss.to_scalar()?, gradient, metrics))
 }
 
-/// The token mean of `loss(i)` and of the derivatives `slope(i)`.
+/// Averages `loss(i)` and the derivatives `slope(i)` over tokens.
 fn expected(loss: impl Fn(usize) -> f64, slope: impl Fn(usize) -> f64) -> (f64, Vec<f64>) {
     let masked = |f: &dyn Fn(usize) -> f64, i| if counts(i) { f(i) / TOKENS } else { 0. };
     let total = (0..B * T).map(|i| masked(&loss, i)).sum();
     (total, (0..B * T).map(|i| masked(&slope, i)).collect())
 }
 
-/// Any finite constant above 1 bounds the loss of a negative advantage, whatever the upper clip
+/// Any finite constant above 1 bounds the loss for a negative advantage, whatever the upper clip
 /// width.
 #[rstest]
 fn the_dual_clip_is_independent_of_the_upper_width(
@@ -160,7 +160,7 @@ fn a_cispo_bound_below_one_must_be_allowed() -> Result<()> {
     Ok(())
 }
 
-/// `phi(W)` for log W.
+/// Computes `phi(W)` from log W.
 fn phi(s: &Vespo, log_weight: f64, advantage: f64) -> f64 {
     let (k, lambda) = if advantage >= 0. {
         (s.k_pos, s.lambda_pos)
@@ -171,8 +171,7 @@ fn phi(s: &Vespo, log_weight: f64, advantage: f64) -> f64 {
     (lambda + k * log_weight - lambda * log_weight.exp()).exp()
 }
 
-/// A weight of the whole sequence is one factor of the product, a weight per token is a factor for
-/// each token.
+/// A sequence weight is one factor in the product. A token weight is one factor for each token.
 #[rstest]
 fn vespo_uses_the_weight_of_a_sequence_once(
     #[values("none", "per token", "[B, 1]", "[B]")] shape: &str,
@@ -215,8 +214,7 @@ fn vespo_uses_the_weight_of_a_sequence_once(
     Ok(())
 }
 
-/// A correction at the level of the sequence gives one weight per sequence, so that VESPO uses it
-/// once.
+/// A sequence-level correction gives one weight per sequence, so VESPO uses it once.
 #[rstest]
 #[case(ImportanceLevel::Sequence)]
 #[case(ImportanceLevel::SequenceProduct)]
@@ -279,7 +277,7 @@ fn vespo_refuses_a_weight_per_segment() {
     );
 }
 
-/// The log-ratio clamp of VESPO is the option: a bound, or none.
+/// VESPO's log-ratio clamp is the option: a bound, or none.
 #[rstest]
 fn vespo_clamps_log_ratios_by_the_option(
     #[values(Some(0.2), Some(20.), None)] clamp: Option<f64>,
@@ -324,8 +322,8 @@ fn binary_kl(p: f64, q: f64) -> f64 {
     p * (p / q).ln() + (1. - p) * ((1. - p) / (1. - q)).ln()
 }
 
-/// Sampled-token divergences per token and as a mean over the sequence, with probabilities clamped
-/// to [1e-6, 1 - 1e-6].
+/// Sampled-token divergences per token and as a sequence mean, with probabilities clamped to [1e-6,
+/// 1 - 1e-6].
 #[rstest]
 fn rollout_filters_bound_sampled_token_divergences(
     #[values(
@@ -375,7 +373,7 @@ fn rollout_filters_bound_sampled_token_divergences(
     Ok(())
 }
 
-/// DPPO: the fraction of bounded weights counts kept tokens only.
+/// DPPO: the fraction of bounded weights counts only kept tokens.
 #[rstest]
 fn dppo_counts_bounded_weights_among_kept_tokens(
     #[values(Divergence::TotalVariation, Divergence::BinaryKl)] divergence: Divergence,
@@ -431,7 +429,7 @@ fn dppo_counts_bounded_weights_among_kept_tokens(
     Ok(())
 }
 
-/// The bonus on a subset is the mean over the subset of the whole step, also if the step is split
+/// The bonus on a subset is the mean over that subset in the whole step, even if the step is split
 /// into micro-batches.
 #[test]
 fn the_entropy_bonus_on_a_subset_is_a_mean_over_that_subset_of_the_step() -> Result<()> {

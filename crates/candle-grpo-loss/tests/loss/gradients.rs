@@ -30,7 +30,7 @@ fn every_gradient_is_the_finite_difference_of_the_loss() -> Result<()> {
                 Ok(moved.compute(&loss)?.loss)
             };
             let got = fixture.compute(&loss)?;
-            // The loss of the CPU, so the differences may be its.
+            // The CPU's loss, so the differences may come from there.
             let expected = value(&fixture.log_probs, &fixture.entropy)?;
             assert_close(&[got.loss], &[expected], 1e-12);
             for i in 0..B * T {
@@ -59,8 +59,8 @@ fn every_gradient_is_the_finite_difference_of_the_loss() -> Result<()> {
     Ok(())
 }
 
-/// The value of the sequence ratio with the gradient of each token: with one advantage for a
-/// sequence and the mean over its tokens, the gradient is that of the sequence ratio itself.
+/// Sequence-ratio values with each token's own gradient: with one advantage per sequence and the
+/// mean over its tokens, the gradient equals the sequence ratio's own.
 #[test]
 fn gspo_token_has_the_value_and_gradient_of_gspo() -> Result<()> {
     for device in devices() {
@@ -111,8 +111,7 @@ fn the_unbiased_kl_gradients_are_those_of_k2() -> Result<()> {
     Ok(())
 }
 
-/// Without old log-probs the ratio is 1, and the gradient of every surrogate is that of the policy
-/// gradient.
+/// Without old log-probs the ratio is 1, and every surrogate has the policy gradient.
 #[test]
 fn a_ratio_of_one_gives_the_policy_gradient() -> Result<()> {
     for device in devices() {
@@ -133,12 +132,12 @@ fn a_ratio_of_one_gives_the_policy_gradient() -> Result<()> {
             let other_at_one = match surrogate {
                 // A bound below 1 clips a ratio of 1.
                 Surrogate::Clip(clip) => clip.delta.is_some_and(|d| d < 1.),
-                // These give some tokens a loss of their own.
+                // These give some tokens their own loss.
                 Surrogate::ClipCov(_) => true,
                 Surrogate::Topr(topr) => topr.positive_weight != 1.,
                 // The advantage does not enter.
                 Surrogate::Likelihood(_) => true,
-                // The weights of a sequence enter its mean.
+                // A sequence's weights enter its mean.
                 Surrogate::Vespo(_) | Surrogate::GeometricMean(_) => true,
                 _ => false,
             };
@@ -156,8 +155,8 @@ fn a_ratio_of_one_gives_the_policy_gradient() -> Result<()> {
     Ok(())
 }
 
-/// On a bound the clipped and the unclipped loss are equal: the gradient is that of one of them,
-/// and not half of each.
+/// On a bound, the clipped and the unclipped loss are equal. The gradient comes from one of them,
+/// and is not half of each.
 #[rstest]
 #[case(Clip::symmetric(0.))]
 #[case(Clip { delta: Some(1.), ..Clip::symmetric(0.2) })]
@@ -183,7 +182,7 @@ fn a_ratio_on_a_bound_keeps_its_whole_gradient(#[case] clip: Clip) -> Result<()>
     Ok(())
 }
 
-/// The surrogates that bring their own level, at a ratio of 1 and with weights of 1.
+/// Surrogates with their own level, at ratio 1 and with weights 1.
 #[test]
 fn sequence_surrogates_give_the_policy_gradient_too() -> Result<()> {
     for device in devices() {
@@ -210,7 +209,7 @@ fn sequence_surrogates_give_the_policy_gradient_too() -> Result<()> {
     Ok(())
 }
 
-/// A ratio that is far off is clipped, and its overflow must not come back through the gradient.
+/// A ratio that is far off is clipped, and its overflow must not return through the gradient.
 #[test]
 fn a_ratio_that_overflows_gives_a_finite_gradient() -> Result<()> {
     for device in devices() {
@@ -252,7 +251,7 @@ fn a_ratio_that_overflows_gives_a_finite_gradient() -> Result<()> {
     Ok(())
 }
 
-/// A token that was rejected leaves the geometric mean; the others of its sequence stay.
+/// A rejected token leaves the geometric mean; the others in its sequence stay.
 #[test]
 fn a_weight_of_zero_does_not_silence_a_sequence() -> Result<()> {
     for device in devices() {

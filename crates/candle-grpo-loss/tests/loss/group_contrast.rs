@@ -1,4 +1,4 @@
-//! Losses that compare the sequences of a group, and terms of a teacher.
+//! Losses that compare sequences in a group, and teacher terms.
 
 use candle_core::{Device, Result, Tensor, Var};
 
@@ -28,7 +28,7 @@ impl Groups {
         }
     }
 
-    /// The loss and the gradient.
+    /// Returns the loss and its gradient.
     fn compute(&self) -> Result<(f64, Vec<f64>)> {
         let log_probs = Var::from_slice(&self.log_probs, (5, 3), &self.device)?;
         let mask = Tensor::from_slice(&self.mask, (5, 3), &self.device)?;
@@ -107,7 +107,7 @@ fn a_masked_token_does_not_reach_the_group() -> Result<()> {
     Ok(())
 }
 
-/// A policy of two tokens, a teacher and no reward.
+/// A policy with two tokens, a teacher and no reward.
 fn distilled(form: TeacherTermForm, teacher: [f64; 2]) -> Result<(f64, Vec<f64>)> {
     let device = Device::Cpu;
     let log_probs = Var::new(&[[-1f64, -2.]], &device)?;

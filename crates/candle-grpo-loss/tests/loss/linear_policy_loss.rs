@@ -18,7 +18,7 @@ use crate::fixture::{
 const H: usize = 4;
 const V: usize = 7;
 
-/// An output layer over the tokens of a [`Fixture`].
+/// An output layer over the tokens in a [`Fixture`].
 struct Layer {
     hidden: Var,
     weight: Var,
@@ -61,7 +61,7 @@ impl Layer {
     }
 }
 
-/// The tensors of a batch, without log-probs and entropy.
+/// A batch's tensors, without log-probs and entropy.
 struct Tensors {
     old: Tensor,
     reference: Tensor,
@@ -155,7 +155,7 @@ fn every_loss_has_the_gradients_of_its_graph() -> Result<()> {
     Ok(())
 }
 
-/// The layout of the hidden states in their variable.
+/// Layout in which the hidden states lie in their variable.
 #[derive(Debug, Clone, Copy)]
 enum View {
     Dense,
@@ -164,7 +164,7 @@ enum View {
 }
 
 impl View {
-    /// `[batch, tokens, H]` from `[tokens + 1, batch + 1, H]`.
+    /// Returns `[batch, tokens, H]` from `[tokens + 1, batch + 1, H]`.
     fn apply(self, x: &Tensor, batch: usize, tokens: usize) -> Result<Tensor> {
         let rows = match self {
             Self::Broadcast => 1,
@@ -182,7 +182,7 @@ impl View {
     }
 }
 
-/// An output layer of any size with random numbers.
+/// An output layer with any size and random numbers.
 #[derive(Debug, Clone, Copy)]
 struct Random {
     batch: usize,
@@ -202,8 +202,8 @@ impl Random {
         noise_tensor(shape, seed, DType::F64, device)
     }
 
-    /// `linear_policy_loss` against the loss in a graph of the composed twins, in f64 on the same
-    /// numbers.
+    /// Compares `linear_policy_loss` with the loss in a graph over the composed twins, in f64 on
+    /// the same numbers.
     fn check(&self, loss: &PolicyLoss, device: &Device) -> Result<()> {
         let &Self {
             batch,
@@ -212,10 +212,10 @@ impl Random {
             vocab,
             ..
         } = self;
-        // The gradients have the dtype of the arguments.
+        // The gradients have the arguments' dtype.
         let close = match self.dtype {
             DType::F32 => 1e-4,
-            // The gradients of the logits are rounded as well, on CUDA and by some processors.
+            // Logit gradients are rounded too, on CUDA and on some processors.
             DType::BF16 => 1.2e-2,
             _ => 1e-3,
         };
@@ -277,8 +277,8 @@ impl Random {
 
         let layer = LinearLogProb::new(&hidden, &weight, bias.as_deref(), &targets, 0.8, options)?;
         let found = linear_policy_loss(loss, &layer, &batch, &totals)?;
-        // A log-prob is exact to some 4e-6 of its size, and a ratio of a sequence adds those of its
-        // tokens up.
+        // A log-prob is exact to about 4e-6 relative to its size, and a sequence ratio adds up its
+        // tokens' errors.
         assert_same_output(&found.output, &expected, 1e-4)?;
         let gradients = found.gradients;
         assert_eq!(gradients.bias.is_some(), self.bias);

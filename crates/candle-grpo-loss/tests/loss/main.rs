@@ -1,4 +1,5 @@
-//! Tests of the policy losses.
+//! Tests for the policy losses.
+#![allow(clippy::too_many_lines, reason = "lists of cases")]
 
 mod bad_input;
 mod cuda_budget;

@@ -113,7 +113,7 @@ fn the_last_token_of_each_sequence_is_selected() -> Result<()> {
     Ok(())
 }
 
-/// The bonus is the mean over the tokens of its mask; the metric is over all tokens.
+/// The bonus averages over its own mask; the metric averages over all tokens.
 #[test]
 fn the_entropy_bonus_is_the_mean_over_its_own_mask() -> Result<()> {
     for device in devices() {
@@ -136,7 +136,7 @@ fn the_entropy_bonus_is_the_mean_over_its_own_mask() -> Result<()> {
                 error.starts_with("totals.entropy_tokens: absent"),
                 "{error}"
             );
-            // The second entry of the second row is outside the response mask.
+            // The second row's second entry is outside the response mask.
             let in_both = (bonus * mask.to_dtype(bonus.dtype())?)?;
             let output = loss.compute(&batch, &totals.with_entropy_mask(&in_both)?)?;
             let metrics = output.metrics.to_host()?;

@@ -1,4 +1,4 @@
-//! The loss of pairs against its formula.
+//! The pair loss against its formula.
 
 use candle_core::{DType, Device, Result, Tensor, Var};
 use candle_grpo_loss::PreferenceLoss;

@@ -54,7 +54,7 @@ fn each_preset_is_valid_and_gives_a_gradient() -> Result<()> {
         let fixture = Fixture::new(device);
         for (name, preset) in presets() {
             preset.validate()?;
-            // These take other inputs than the rest, and have tests of their own.
+            // These need other inputs, and have their own tests.
             if ["m2po", "real"].contains(&name) {
                 continue;
             }

@@ -1,4 +1,4 @@
-//! Losses and gradients of a fixture that was put through the code of verl, TRL and ROLL.
+//! Losses and gradients for a fixture that was run through verl's, TRL's and ROLL's code.
 
 use candle_core::{Device, Result, Tensor, Var};
 use candle_grpo_loss::correction::{ImportanceWeight, OutOfBounds};
@@ -209,7 +209,7 @@ fn metrics_have_their_published_values() -> Result<()> {
     Ok(())
 }
 
-/// Weights for the rollout of the fixture, at each level and with each way of bounding them.
+/// Weights for the fixture's rollout, at each level and with each kind of bound.
 #[rstest]
 #[case::truncated(
     weight(ImportanceLevel::Token, None, 1.2, OutOfBounds::Truncate), Aggregation::SeqMeanTokenMean, -0.160440396,
@@ -290,8 +290,8 @@ fn weight(
     }
 }
 
-/// A bound of GMPO counts only on the side on which it changes something: with `A = 1` above, with
-/// `A = -0.5` below.
+/// GMPO counts a bound only on the side where it changes something: above with `A = 1`, below with
+/// `A = -0.5`.
 #[test]
 fn gmpo_counts_the_clips_that_act() -> Result<()> {
     for device in devices() {

@@ -90,7 +90,7 @@ fn the_default_recipe_is_grpo() {
     assert_eq!(Recipe::default(), Recipe::grpo());
 }
 
-/// The example of ROLL's documentation: normalized in the group, whitened over the tokens, clipped
+/// The example in ROLL's documentation: normalized in the group, whitened over tokens, clipped
 /// to 2.
 #[test]
 fn the_roll_recipe_whitens_and_clips() -> Result<()> {
@@ -164,8 +164,8 @@ fn an_unknown_key_is_an_error(#[case] text: &str, #[case] expected: &str) {
     assert!(error.contains(expected), "{error}");
 }
 
-/// Each row of the documentation's table of recipes, `| name | configuration | source |`, is what
-/// its constructor gives.
+/// Each row in the documentation's recipe table, `| name | configuration | source |`, matches its
+/// constructor.
 #[test]
 fn the_documented_configurations_are_the_recipes() -> Result<()> {
     let path = concat!(env!("CARGO_MANIFEST_DIR"), "/../../docs/algorithms.md");

@@ -6,7 +6,7 @@ use candle_grpo_loss::{ImportanceLevel, RolloutCorrection, RolloutWeights};
 use candle_grpo_test_support::{assert_close, devices, numbers};
 use proptest::prelude::*;
 
-/// A correction of rows of three tokens with the log-ratios `d`.
+/// Corrects rows with three tokens and log-ratios `d`.
 fn correct(correction: &RolloutCorrection, d: &[f64], mask: &[u8]) -> Result<RolloutWeights> {
     let (device, shape) = (Device::Cpu, (d.len() / 3, 3));
     let rollout = vec![-2.; d.len()];
@@ -17,7 +17,7 @@ fn correct(correction: &RolloutCorrection, d: &[f64], mask: &[u8]) -> Result<Rol
 }
 
 proptest! {
-    /// The mean square of the kept tokens is below the threshold, and one more token reaches it.
+    /// The kept tokens' mean square is below the threshold, and one more token would reach it.
     #[test]
     fn m2po_drops_the_fewest_tokens(
         d in prop::collection::vec(-2f64..2., 12), mask in prop::collection::vec(0u8..2, 12),
@@ -46,7 +46,7 @@ proptest! {
         }
     }
 
-    /// An interpolated policy lies between its two policies, whatever the version of a token.
+    /// An interpolated policy lies between its two policies, whatever a token's version.
     #[test]
     fn an_interpolated_policy_lies_between(
         current in -30f64..0., rollout in -30f64..0., version in -1i64..9, now in 0i64..9,
@@ -87,8 +87,8 @@ fn the_presets_of_verl_have_their_levels() {
     assert_eq!(weight(&icepop).min, Some(0.5));
 }
 
-/// A weight of a sequence is divided by the mean over sequences, and a sequence without a token is
-/// not one of them.
+/// Sequence weights are divided by the mean over sequences, without counting sequences that have no
+/// token.
 #[test]
 fn normalized_weights_of_sequences_have_the_mean_one() -> Result<()> {
     let mut correction = RolloutCorrection::seq_is(10.);

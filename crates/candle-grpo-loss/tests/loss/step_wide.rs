@@ -9,8 +9,7 @@ use candle_grpo_loss::{
 use candle_grpo_test_support::{assert_close, devices, noise_tensor, numbers};
 use rstest::rstest;
 
-/// Advantages 1 and -1, log-probs whose mean is -1.5: covariances -0.5, 0.5, 1.5 and 1.5, -0.5,
-/// 0.5.
+/// Advantages 1 and -1, log-probs with mean -1.5: covariances -0.5, 0.5, 1.5 and 1.5, -0.5, 0.5.
 fn covariances(device: &Device) -> Result<(Tensor, Tensor, Tensor)> {
     let log_probs = Tensor::new(
         &[[-2., -1., 0.], [-3., -1., -2.], [f64::NAN, -1., -1.]],
@@ -164,8 +163,7 @@ fn normalized_weights_have_the_mean_one() -> Result<()> {
     Ok(())
 }
 
-/// A filter of sequences and a bound of tokens in one correction: what is kept is truncated all the
-/// same.
+/// A sequence filter and a token bound in one correction: kept tokens are truncated all the same.
 #[test]
 fn filters_and_weights_apply_together() -> Result<()> {
     for device in devices() {
@@ -188,7 +186,7 @@ fn filters_and_weights_apply_together() -> Result<()> {
     Ok(())
 }
 
-/// With one prompt answered at length and one briefly, each prompt counts the same.
+/// One prompt with long answers and one with short ones count the same.
 #[test]
 fn the_prompt_mean_gives_each_prompt_the_same_weight() -> Result<()> {
     for device in devices() {

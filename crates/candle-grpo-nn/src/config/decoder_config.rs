@@ -141,6 +141,7 @@ pub struct DecoderConfig {
 /// The tokens that a block attends to.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
+#[non_exhaustive]
 pub enum LayerType {
     /// All tokens up to its own position.
     FullAttention,

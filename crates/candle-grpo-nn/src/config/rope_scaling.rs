@@ -15,6 +15,7 @@ pub(crate) const ORIGINAL: &str = "original_max_position_embeddings";
 /// sequence's log-probs would differ between training and sampling.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 #[serde(tag = "rope_type", rename_all = "lowercase")]
+#[non_exhaustive]
 pub enum RopeScaling {
     /// Unchanged frequencies.
     #[default]

@@ -106,6 +106,7 @@ fn key(name: &str) -> u64 {
 
 /// The form of the state of [`AdamW`] in memory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
+#[non_exhaustive]
 pub enum StateForm {
     /// f32: 8 bytes per parameter. For f64 parameters the state is f64: 16 bytes.
     #[default]
@@ -142,6 +143,7 @@ impl StateForm {
 /// Selects which parameters decay.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
+#[non_exhaustive]
 pub enum DecayRule {
     /// Linear layer matrices: no norms, biases or embedding, even if the embedding is tied to the
     /// output layer.

@@ -21,6 +21,7 @@ use crate::config::architecture::linear_maps;
 /// the map is not quantized.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
+#[non_exhaustive]
 pub enum BaseWeights {
     /// Dense, in the compute dtype.
     #[default]

@@ -388,7 +388,8 @@ impl Parameters {
     }
 
     /// Independent variables with the same values in `dtype`: F64, to train in double precision,
-    /// F32, or BF16, to train with [`MasterWeights::Bf16`](crate::optim::MasterWeights::Bf16).
+    /// F32, BF16, to train with [`MasterWeights::Bf16`](crate::optim::MasterWeights::Bf16), or F16,
+    /// for a model that does not train.
     /// Decoders follow the dtype. Gradients and the state of [`AdamW`](crate::AdamW) do, too,
     /// but are f32 beside bf16.
     ///
@@ -418,8 +419,8 @@ impl Parameters {
     /// # Ok::<(), candle_core::Error>(())
     /// ```
     pub fn to_dtype(&self, dtype: DType) -> Result<Self> {
-        if !matches!(dtype, DType::F32 | DType::F64 | DType::BF16) {
-            bail!("dtype: {dtype:?}, must be F32, F64 or BF16");
+        if !matches!(dtype, DType::F32 | DType::F64 | DType::BF16 | DType::F16) {
+            bail!("dtype: {dtype:?}, must be F32, F64, BF16 or F16");
         }
         let variables = self
             .variables

@@ -1,6 +1,6 @@
-//! Fenced code blocks of Markdown.
+//! Fenced Markdown code blocks.
 
-/// A line of three or more backticks or tildes.
+/// A line that starts with three or more backticks or tildes.
 struct Fence<'a> {
     indent: usize,
     mark: char,
@@ -29,7 +29,7 @@ impl<'a> Fence<'a> {
         self.mark == opening.mark && self.length >= opening.length && self.info.is_empty()
     }
 
-    /// Returns true if its language is one of `languages`, or these are empty.
+    /// Returns true if its language is one of `languages`, or if `languages` is empty.
     fn has_language(&self, languages: &[String]) -> bool {
         let language = self.info.split([' ', '\t', '{', ',']).next();
         let language = language.unwrap_or_default();
@@ -40,11 +40,11 @@ impl<'a> Fence<'a> {
     }
 }
 
-/// Returns the last fenced code block of `text` whose language is one of `languages`; of any
-/// language, if these are empty.
+/// Returns the last fenced code block in `text` whose language is one of `languages`, or the last
+/// block in any language if `languages` is empty.
 ///
-/// Blocks are those of CommonMark: a block that is not closed ends with the text. In addition, a
-/// fence may have any indentation, as in lists. Its lines lose as much of theirs.
+/// Blocks follow CommonMark: an unclosed block ends with the text. In addition, a fence may have
+/// any indentation, as in lists. Its lines are dedented by the same amount.
 pub(super) fn last_block(text: &str, languages: &[String]) -> Option<String> {
     let mut last = None;
     let mut lines = text.lines();
@@ -81,12 +81,12 @@ mod tests {
     #[case("```Python title=x\na\n```", &["py", "python"], Some("a\n"))]
     #[case("```sh\na\n```", &["python"], None)]
     #[case("```\na\n```", &["python"], None)]
-    // Fences of another kind, shorter ones, and those with a language do not close a block.
+    // A block is not closed by fences that are shorter, have another character, or name a language.
     #[case("````\n```\na\n```\n````", &[], Some("```\na\n```\n"))]
     #[case("~~~\n```\na\n~~~", &[], Some("```\na\n"))]
     #[case("```\na\n```py\nb\n```", &[], Some("a\n```py\nb\n"))]
     #[case("```\na\n````", &[], Some("a\n"))]
-    // A block that is not closed ends with the text.
+    // An unclosed block ends with the text.
     #[case("```python\na\nb", &[], Some("a\nb\n"))]
     #[case("```\n```", &[], Some(""))]
     #[case("a ```b``` c\n```b``` c", &[], None)]

@@ -1,4 +1,4 @@
-//! The tests of a row.
+//! A row's tests.
 
 use anyhow::{Context, Result, bail, ensure};
 use serde_json::{Map, Value};
@@ -7,54 +7,56 @@ use super::statements::Statements;
 use candle_grpo_base::column::{column, find};
 use candle_grpo_base::large_integers::parsed;
 
-/// A test of a program.
+/// A test for a program.
 #[derive(Debug, Clone, PartialEq)]
 pub(super) enum Case {
-    /// Statements that follow the program and must reach their end.
+    /// Statements that follow the program and must run to their end.
     Assertions {
         text: String,
-        /// In Python, the functions of the text that take the function of the program.
+        /// In Python, the functions in the text that accept the program's function.
         candidates: Vec<String>,
-        /// The function of the program, if there are such functions.
+        /// The program's function, if there are such functions.
         entry: Option<String>,
     },
-    /// An input, and the output that the program must have for it.
+    /// An input, with the output that the program must produce.
     Output { input: String, output: String },
-    /// A call of a function in Python, and its result.
+    /// A call to a Python function, with its result.
     Call {
         function: String,
-        /// A list, or a text with the JSON of an argument on each line.
+        /// A list, or a text with one argument per line, as JSON.
         arguments: Value,
         expected: Value,
     },
 }
 
-/// The columns and the language that decide how a row is read.
+/// Columns and language, which determine how a row is parsed.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Form<'a> {
     /// The column with the tests.
     pub(super) column: &'a str,
-    /// The column with the name of the function that tests call.
+    /// The column that names the function that tests call.
     pub(super) entry_point: &'a str,
     pub(super) is_python: bool,
 }
 
-/// The greatest depth of lists and texts of JSON in each other.
+/// Maximum nesting depth for lists and JSON texts.
 const MAX_DEPTH: usize = 8;
 
-/// The keys beside inputs and outputs.
+/// Keys in addition to inputs and outputs.
 const OPTIONS: [&str; 4] = ["fn_name", "func_name", "type", "testtype"];
 
 const FORM: &str = "must be a text, an object with \"input\" and \"output\", or one with the lists \
      \"inputs\" and \"outputs\"";
 
 impl Case {
-    /// Returns the tests of a row: a text with statements, an object with `input` and `output` or
-    /// with `inputs` and `outputs`, a list of these, or the JSON text of one of these.
+    /// Returns a row's tests. They can be a text with statements, an object with `input` and
+    /// `output` or with `inputs` and `outputs`, a list that holds these, or any of these as JSON
+    /// text.
     ///
     /// # Errors
     ///
-    /// If the column is absent, has no tests, has a test that checks nothing, or something else.
+    /// Fails if the column is absent, has no tests, has a test that checks nothing, or has another
+    /// form.
     pub(super) fn of_row(columns: &Value, form: Form<'_>) -> Result<Vec<Self>> {
         let value = column(columns, form.column)?;
         let entry = find(columns, form.entry_point).and_then(Value::as_str);
@@ -135,7 +137,7 @@ impl Reader<'_> {
         })
     }
 
-    /// Reads `input` and `output`, with the function that they belong to, if there is one.
+    /// Parses `input` and `output`, with their function if there is one.
     fn pair(&self, fields: &Map<String, Value>) -> Result<Case> {
         let is_known = |key: &String| {
             matches!(key.as_str(), "input" | "output") || OPTIONS.contains(&key.as_str())
@@ -146,7 +148,7 @@ impl Reader<'_> {
         self.case(self.function(fields)?, input, output)
     }
 
-    /// Reads `inputs` and `outputs`, or lists under other names.
+    /// Parses `inputs` and `outputs`, or lists under other names.
     fn columns(&self, fields: &Map<String, Value>, names: [&str; 2]) -> Result<Vec<Case>> {
         let known = [&names[..], &OPTIONS].concat();
         let is_known = |key: &String| known.contains(&key.as_str());
@@ -176,7 +178,7 @@ impl Reader<'_> {
         cases.map(read).collect()
     }
 
-    /// Returns the function that is called, if the program does not read its input.
+    /// Returns the function to call, or `None` if the program reads its input.
     fn function<'f>(&self, fields: &'f Map<String, Value>) -> Result<Option<&'f str>> {
         let text = |keys: [&str; 2]| {
             let mut values = keys.iter().filter_map(|key| fields.get(*key));
@@ -231,14 +233,14 @@ impl Reader<'_> {
     }
 }
 
-/// Returns the value of a text that is the JSON of an object, a list or a text.
+/// Parses a text as JSON, if it is an object, a list or a text.
 fn json_text(text: &str) -> Option<Value> {
     let text = text.trim();
     let begins = text.starts_with(['{', '[', '"']);
     begins.then(|| parsed(text).ok()).flatten()
 }
 
-/// Returns the text of an input or an output, which may be a list of its lines.
+/// Returns an input or output as text. It may be a list with one line each.
 fn lines_of(value: &Value) -> Option<String> {
     match value {
         Value::String(text) => Some(text.clone()),
@@ -250,7 +252,7 @@ fn lines_of(value: &Value) -> Option<String> {
     }
 }
 
-/// Returns true for the name of a function, and for one of a method such as `Solution().add`.
+/// Returns true if the name is a function, or a method such as `Solution().add`.
 fn is_entry(name: &str) -> bool {
     name.split('.').all(|part| {
         let part = part.strip_suffix("()").unwrap_or(part);
@@ -262,8 +264,8 @@ fn is_entry(name: &str) -> bool {
     })
 }
 
-/// Returns true if both texts have the same lines without white space around each line, and without
-/// empty lines at the beginning and at the end. Bytes that are not UTF-8 equal nothing.
+/// Returns true if both texts have the same lines, ignoring white space around each line and empty
+/// lines at both ends. Bytes that are not UTF-8 equal nothing.
 pub(super) fn same_lines(output: &[u8], expected: &str) -> bool {
     let lines = |text: &'_ str| -> Vec<String> {
         let lines = text.trim().lines().map(|line| line.trim().to_owned());

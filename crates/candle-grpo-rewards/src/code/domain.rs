@@ -1,15 +1,15 @@
-//! A domain of Landlock, from which no process outside can be read.
+//! A Landlock domain, whose processes cannot read outside processes.
 
 use anyhow::Result;
 
-/// Puts the calling thread, and all that it starts, into a domain of its own.
+/// Puts the calling thread, and everything that it starts, into its own domain.
 ///
-/// They cannot read the environment, the memory and the open files of processes outside, not even
-/// as root. They may do anything else except make block devices, which no program does.
+/// They cannot read the environment, memory or open files that belong to outside processes, not
+/// even as root. They may do anything else except create block devices, which no program does.
 ///
 /// # Errors
 ///
-/// If the kernel has no Landlock.
+/// Fails if the kernel has no Landlock.
 #[cfg(all(target_os = "linux", target_pointer_width = "64"))]
 pub(super) fn enter() -> Result<()> {
     use anyhow::ensure;
@@ -17,7 +17,7 @@ pub(super) fn enter() -> Result<()> {
         AccessFs, PathBeneath, PathFd, Ruleset, RulesetAttr, RulesetCreatedAttr, RulesetStatus,
     };
 
-    // A domain that does not allow it forbids moves between folders.
+    // Unless it allows them, a domain forbids moves between directories.
     let moves = PathBeneath::new(PathFd::new("/")?, AccessFs::Refer);
     let domain = Ruleset::default()
         .handle_access(AccessFs::MakeBlock | AccessFs::Refer)?

@@ -1,8 +1,8 @@
-//! One execution of a program.
+//! One program execution.
 
 use std::fs;
 use std::io::{Read, Write};
-use std::process::{Child, Command, Stdio};
+use std::process::Command;
 use std::sync::mpsc::{Receiver, RecvTimeoutError, SyncSender, sync_channel};
 use std::thread;
 use std::time::Duration;
@@ -10,34 +10,33 @@ use std::time::Duration;
 use anyhow::{Context, Result, anyhow, bail};
 
 use super::sandbox::Sandbox;
-use crate::program::ProcessGroup;
+use crate::program::Running;
 use crate::{Interrupted, Progress};
 use candle_grpo_base::clock::running_time;
 
-/// The longest time from the start of the sandbox to that of the program, on a machine that is
-/// busy.
+/// Maximum time between the sandbox start and the program start, on a busy machine.
 const START: Duration = Duration::from_secs(60);
 
-/// The time that the pipes have to close after the end of all processes.
+/// Time for the pipes to close after all processes have ended.
 const QUIET: Duration = Duration::from_secs(10);
 
-/// The same, if processes may be left that are not isolated.
+/// The same, if processes without isolation may be left.
 const SHORT: Duration = Duration::from_millis(100);
 
-/// The interval between checks for a request to stop.
+/// Interval between checks for a stop request.
 const POLL: Duration = Duration::from_millis(20);
 
-/// The number of attempts to start a sandbox. One may fail because the machine is short of
-/// something for a moment.
+/// Number of attempts to start a sandbox. A start may fail because the machine briefly lacks a
+/// resource.
 const ATTEMPTS: usize = 3;
 
-/// The line on stderr before all output of the program.
+/// Line on stderr before any program output.
 const READY: &[u8] = b"ready\n";
 
-/// Parts of output that wait to be read; more stay in the pipe.
+/// Output chunks that wait to be read; more stay in the pipe.
 const WAITING: usize = 16;
 
-/// The environment of programs. Without random hashes, sets have the same order each time.
+/// Environment for programs. Without random hashes, sets always have the same order.
 const ENVIRONMENT: [(&str, &str); 7] = [
     (
         "PATH",
@@ -55,33 +54,33 @@ const ENVIRONMENT: [(&str, &str); 7] = [
 pub(super) struct Job<'a> {
     /// The program and its arguments.
     pub(super) command: &'a [String],
-    /// The name and the text of a file in its folder.
+    /// Name and text for a file in its directory.
     pub(super) file: Option<(&'a str, &'a str)>,
-    /// Its input.
+    /// Standard input.
     pub(super) input: Vec<u8>,
-    /// The number of its processes that the limit does not count.
+    /// Number of its processes that do not count toward the limit.
     pub(super) helpers: u64,
 }
 
-/// The end of an execution.
+/// End of an execution.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum End {
-    /// By itself or by a limit of the system; true: with status 0.
+    /// By itself or through a system limit; true if the status was 0.
     Exited(bool),
-    /// It exceeded the time.
+    /// It exceeded its time.
     Time,
     /// It wrote too much.
     Output,
 }
 
-/// The result of an execution.
+/// An execution's result.
 pub(super) struct Outcome {
     pub(super) end: End,
     /// Its stdout.
     pub(super) output: Vec<u8>,
 }
 
-/// The reason that a program did not run.
+/// Why a program did not run.
 enum NotRun {
     /// The sandbox did not start.
     Sandbox(anyhow::Error),
@@ -93,33 +92,13 @@ enum Event {
     Errors(Vec<u8>),
 }
 
-/// The processes of an execution, which end when it is dropped.
-struct Running {
-    child: Child,
-    group: ProcessGroup,
-}
-
-impl Running {
-    fn kill(&mut self) {
-        self.group.kill();
-        let _ = self.child.kill();
-        let _ = self.child.wait();
-    }
-}
-
-impl Drop for Running {
-    fn drop(&mut self) {
-        self.kill();
-    }
-}
-
 impl Sandbox {
-    /// Runs a program in a folder of its own, which is removed afterwards.
+    /// Runs a program in its own directory, which is removed afterward.
     ///
     /// # Errors
     ///
-    /// If the sandbox cannot be started, or a stop is requested. Nothing that a program does is an
-    /// error.
+    /// Fails if the sandbox cannot be started, or if a stop is requested. Whatever a program does
+    /// is not an error.
     pub(super) fn run(&self, job: &Job<'_>, progress: &dyn Progress) -> Result<Outcome> {
         let mut attempt = 1;
         loop {
@@ -154,28 +133,21 @@ impl Sandbox {
             let [name, arguments @ ..] = line.as_slice() else {
                 bail!("command: empty");
             };
-            let group = ProcessGroup::start().context("starting sh")?;
             let mut command = Command::new(name);
             command
                 .args(arguments)
                 .current_dir(&files)
                 .env_clear()
-                .envs(ENVIRONMENT)
-                .stdin(Stdio::piped())
-                .stdout(Stdio::piped())
-                .stderr(Stdio::piped());
-            group.add(&mut command);
-            let child = self.spawn(&mut command);
-            let child = child.with_context(|| format!("starting {name:?}"))?;
-            let mut running = Running { child, group };
-            let events = running.connect(job.input.clone())?;
+                .envs(ENVIRONMENT);
+            let mut running = Running::start(&mut command, |command| self.spawn(command))?;
+            let events = connect(&mut running, job.input.clone())?;
             Ok((running, events))
         };
         let (mut running, events) = start().map_err(NotRun::Sandbox)?;
         let outcome = self.watch(&mut running, &events, progress);
         running.kill();
         if self.is_isolated() {
-            // The last process closes the pipes. Then nothing is left.
+            // The last process closes the pipes, and then nothing is left.
             let deadline = running_time() + QUIET;
             while running_time() < deadline
                 && !matches!(
@@ -187,7 +159,7 @@ impl Sandbox {
         drop(cgroup);
         let path = folder.path().to_path_buf();
         if folder.close().is_err() {
-            // A program without isolation may have removed its own rights.
+            // A program without isolation may have removed its own permissions.
             let remove = "chmod -R u+rwx \"$0\"; rm -rf \"$0\"";
             let _ = Command::new("sh").args(["-c", remove]).arg(&path).output();
         }
@@ -222,10 +194,11 @@ impl Sandbox {
                     }
                     continue;
                 }
-                // All pipes are closed and everything is read.
+                // All pipes are closed, and everything has been read.
                 Err(RecvTimeoutError::Disconnected) if status.is_some() => break,
-                // Everything that was written in time is read, and an end in time is found below.
-                Err(_) if rest.is_zero() && !matches!(running.child.try_wait(), Ok(Some(_))) => {
+                // Everything that was written in time has been read. If the program ended in time,
+                // that is found below.
+                Err(_) if rest.is_zero() && !matches!(running.status(), Ok(Some(_))) => {
                     break;
                 }
                 Err(_) if rest.is_zero() && status.is_some() => break,
@@ -233,10 +206,10 @@ impl Sandbox {
                 Err(RecvTimeoutError::Timeout) => {}
             }
             if status.is_none()
-                && let Ok(Some(ended)) = running.child.try_wait()
+                && let Ok(Some(ended)) = running.status()
             {
                 status = Some(ended);
-                // Without isolation a process may be left that keeps the pipes open.
+                // Without isolation, a remaining process may keep the pipes open.
                 running.kill();
                 let patience = if self.is_isolated() { QUIET } else { SHORT };
                 deadline = running_time() + patience;
@@ -256,15 +229,15 @@ impl Sandbox {
     }
 }
 
-/// The bytes that came from the pipes.
+/// Bytes from the pipes.
 #[derive(Default)]
 struct Written {
     output: Vec<u8>,
-    /// The errors of the sandbox, which come before those of the program.
+    /// The sandbox's errors, which come before the program's.
     errors: Vec<u8>,
     /// True after the start of the program.
     is_ready: bool,
-    /// The number of bytes that the program has written.
+    /// Number of bytes that the program has written.
     bytes: usize,
 }
 
@@ -298,21 +271,16 @@ impl Written {
     }
 }
 
-impl Running {
-    /// Writes `input`, and sends what comes from the pipes until both are closed.
-    fn connect(&mut self, input: Vec<u8>) -> Result<Receiver<Event>> {
-        let missing = || anyhow!("pipe: absent");
-        let mut stdin = self.child.stdin.take().ok_or_else(missing)?;
-        let stdout = self.child.stdout.take().ok_or_else(missing)?;
-        let stderr = self.child.stderr.take().ok_or_else(missing)?;
-        // A program need not read its input.
-        thread::spawn(move || drop(stdin.write_all(&input)));
-        let (sender, events) = sync_channel(WAITING);
-        let others = sender.clone();
-        thread::spawn(move || send_all(stdout, &sender, Event::Output));
-        thread::spawn(move || send_all(stderr, &others, Event::Errors));
-        Ok(events)
-    }
+/// Writes `input`, and sends pipe output until both pipes are closed.
+fn connect(running: &mut Running, input: Vec<u8>) -> Result<Receiver<Event>> {
+    let (mut stdin, stdout, stderr) = running.pipes()?;
+    // A program need not read its input.
+    thread::spawn(move || drop(stdin.write_all(&input)));
+    let (sender, events) = sync_channel(WAITING);
+    let others = sender.clone();
+    thread::spawn(move || send_all(stdout, &sender, Event::Output));
+    thread::spawn(move || send_all(stderr, &others, Event::Errors));
+    Ok(events)
 }
 
 fn send_all(mut pipe: impl Read, events: &SyncSender<Event>, event: fn(Vec<u8>) -> Event) {

@@ -1,24 +1,27 @@
-//! The limits of an execution.
+//! Execution limits.
 
 use candle_grpo_core::validate::{Checked, check};
 use serde::{Deserialize, Serialize};
 
-/// The limits of one execution of a program.
+/// Limits for one program execution.
+///
+/// The defaults suit short functions. Raise `time_seconds` and `cpu_seconds` for programs that
+/// compute for long.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct CodeLimits {
-    /// The longest time, from the start of the program.
+    /// Maximum time in seconds, from the program's start.
     pub time_seconds: f64,
-    /// The longest CPU time of each process, in seconds.
+    /// Maximum CPU time for each process, in seconds.
     pub cpu_seconds: u64,
-    /// The largest virtual memory of each process, in MiB. Where the run can make a cgroup, all
-    /// processes together have this memory, in addition to `disk_mib`.
+    /// Maximum virtual memory for each process, in MiB. If the run can create a cgroup, all
+    /// processes together also have this limit, in addition to `disk_mib`.
     pub memory_mib: u64,
-    /// The largest number of processes and threads at a time.
+    /// Maximum number of processes and threads at the same time.
     pub processes: u64,
-    /// The largest number of bytes that the program may write to stdout and stderr.
+    /// Maximum number of bytes that the program may write to stdout and stderr.
     pub output_bytes: usize,
-    /// The largest size of a file, and of all files together, in MiB.
+    /// Maximum size for a file, and for all files together, in MiB.
     pub disk_mib: u64,
 }
 

@@ -1,4 +1,4 @@
-//! Scores of programs that the policy wrote.
+//! Scores for programs that the policy wrote.
 
 mod block;
 mod case;
@@ -39,46 +39,46 @@ use candle_grpo_base::within;
 
 pub use self::limits::CodeLimits;
 
-/// The place of the file of the program in `command`.
+/// Placeholder in `command` for the program file.
 const FILE: &str = "{file}";
 
-/// The place of the marker in `report`.
+/// Placeholder in `report` for the marker.
 const MARKER: &str = "{marker}";
 
-/// The options of [`CodeReward`].
+/// Options for [`CodeReward`].
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct CodeConfig {
-    /// The column with the tests: a text or a list of texts with assertions, a list of objects
-    /// with `input` and `output`, an object with `inputs` and `outputs`, or the JSON text of
-    /// one of these.
+    /// Column with the tests: a text or a list of texts with assertions, a list of objects with
+    /// `input` and `output`, an object with `inputs` and `outputs`, or the JSON text for any of
+    /// these.
     pub column: String,
-    /// The column with the name of the function that tests such as `def check(candidate)` take.
+    /// Column that names the function which tests such as `def check(candidate)` accept.
     pub entry_point: String,
-    /// The part of the completion in which the last fenced code block counts.
+    /// Part of the completion in which the last fenced code block counts.
     pub find: AnswerPlace,
-    /// The languages of the blocks that count, as after the fence; empty: all blocks.
+    /// Languages whose blocks count, as written after the fence. If empty, all blocks count.
     pub languages: Vec<String>,
-    /// If true, the score is the share of the tests that the program passes; otherwise 1 if it
-    /// passes all, 0 if not.
+    /// If true, the score is the share of tests that the program passes. Otherwise, it is 1 if the
+    /// program passes all tests, and 0 if not.
     pub share: bool,
-    /// The Python interpreter and its options.
+    /// Python interpreter and its options.
     pub python: Vec<String>,
-    /// The command that runs programs in another language; absent: Python. `{file}` is the file of
-    /// the program; without it, the file is the last argument.
+    /// Command that runs programs in another language; absent: Python. `{file}` stands for the
+    /// program file; without it, the file is the last argument.
     pub command: Option<Vec<String>>,
-    /// The name of the file of the program; absent: `program.py`, or `program` with a `command`.
+    /// Name for the program file; absent: `program.py`, or `program` with a `command`.
     pub file: Option<String>,
-    /// With a `command`, the statement that reports the end of assertions: it prints `{marker}` as
-    /// a line, such as `echo {marker}`.
+    /// With a `command`, the statement that reports that assertions have run to their end. It
+    /// prints `{marker}` as a line, such as `echo {marker}`.
     pub report: Option<String>,
-    /// Further files and folders that isolated programs can read.
+    /// Additional files and directories that isolated programs can read.
     pub visible: Vec<PathBuf>,
-    /// The limits of each execution.
+    /// Limits for each execution.
     pub limits: CodeLimits,
-    /// The number of programs that run at the same time; absent: one for each core.
+    /// Programs to run in parallel; absent: one per core.
     pub workers: Option<usize>,
-    /// If true, a machine that cannot isolate programs is an error; otherwise a warning.
+    /// If true, a machine that cannot isolate programs is an error. Otherwise, it is a warning.
     pub require_isolation: bool,
 }
 
@@ -103,12 +103,12 @@ impl Default for CodeConfig {
 }
 
 impl CodeConfig {
-    /// Checks the values. Starts no program and opens no file.
+    /// Checks the options. Starts no program and opens no file.
     ///
     /// # Errors
     ///
-    /// If a command is empty, a limit is out of range, there are no workers, or the name of the
-    /// file is a path.
+    /// Fails if a command is empty, a limit is out of range, there are no workers, or the file name
+    /// is a path.
     pub fn validate(&self) -> Result<()> {
         check(
             self.python.first().is_some_and(|name| !name.is_empty()),
@@ -137,17 +137,17 @@ impl CodeConfig {
         limits.map_err(|error| within("limits", error.into()))
     }
 
-    /// Checks that the interpreter or the command is there, by starting a program in a sandbox.
+    /// Checks that the interpreter or the command exists, by starting a program in a sandbox.
     ///
     /// # Errors
     ///
-    /// If it is missing or does not start there, or if programs are not isolated and
+    /// Fails if it is missing or does not start there, or if programs are not isolated and
     /// `require_isolation` is true.
     pub fn check_files(&self) -> Result<()> {
         CodeReward::new(self.clone()).map(drop)
     }
 
-    /// The files that decide scores: those that the command names.
+    /// Returns the files that determine scores: those that the command names.
     pub fn files(&self) -> Vec<PathBuf> {
         let command = self.command.as_ref();
         command.map_or_else(Vec::new, |command| program(command).files())
@@ -157,8 +157,8 @@ impl CodeConfig {
     ///
     /// # Errors
     ///
-    /// If the column is absent, has no tests or one that asserts nothing, or if it has assertions
-    /// in a language whose `report` is missing.
+    /// Fails if the column is absent, has no tests or a test that asserts nothing, or has
+    /// assertions in a language whose `report` is missing.
     pub fn check_row(&self, columns: &Value) -> Result<()> {
         self.cases(columns).map(drop)
     }
@@ -215,15 +215,16 @@ fn program(command: &[String]) -> Program {
     Program::new(command, None, 1., 0.)
 }
 
-/// The score of a program in the last fenced code block of a completion: the share of its tests
-/// that it passes, or 1 if it passes all. Without such a block the score is 0.
+/// Scores the program in a completion's last fenced code block: the share of its tests that it
+/// passes, or 1 if it passes all. A completion without such a block scores 0.
 ///
-/// Each test is an execution of its own, in a sandbox with the limits of [`CodeLimits`]. A program
-/// passes assertions if at least one was executed and all hold, a call if the function returns the
-/// result, and a pair of input and output if it ends with status 0 and its output has the same
-/// lines, without white space around them.
+/// Each test is a separate execution, in a sandbox with [`CodeLimits`]. A program passes assertions
+/// if at least one was executed and all hold. It passes a call if the function returns the result.
+/// It passes an input and output pair if it exits with status 0 and prints the same lines, ignoring
+/// white space around them.
 ///
-/// `docs/code.md` has the layers of the sandbox, and what they do not protect.
+/// `docs/code.md` describes the sandbox layers, and what they do not protect. Call
+/// [`Self::missing_isolation`] to see what your machine lacks.
 ///
 /// ```no_run
 /// use candle_grpo_rewards::{CodeConfig, CodeReward};
@@ -234,22 +235,22 @@ fn program(command: &[String]) -> Program {
 pub struct CodeReward {
     config: CodeConfig,
     sandbox: Sandbox,
-    /// The sentence about missing protection.
+    /// Sentence about missing protection.
     lacks: Option<String>,
-    /// The interpreter, or the command with the place of the file.
+    /// The interpreter, or the command with a place for the file.
     command: Vec<String>,
     workers: usize,
     progress: Arc<dyn Progress>,
 }
 
 impl CodeReward {
-    /// Finds out how programs can be isolated, by trying. A warning in the log, once in a process,
+    /// Determines how programs can be isolated, by trying. Once per process, a warning in the log
     /// names what this machine does not enforce.
     ///
     /// # Errors
     ///
-    /// If an option is not valid, the interpreter or the command does not start in the sandbox, or
-    /// isolation is required and does not work.
+    /// Fails if an option is invalid, if the interpreter or the command does not start in the
+    /// sandbox, or if isolation is required and does not work.
     pub fn new(config: CodeConfig) -> Result<Self> {
         config.validate()?;
         let (command, mut visible) = match &config.command {
@@ -285,12 +286,12 @@ impl CodeReward {
         Ok(reward)
     }
 
-    /// Returns a sentence about the limits that this machine does not enforce, if there are any.
+    /// Returns a sentence about limits that this machine does not enforce, if there are any.
     pub fn missing_isolation(&self) -> Option<&str> {
         self.lacks.as_deref()
     }
 
-    /// Checks that the interpreter runs in the sandbox, or that the command is there.
+    /// Checks that the interpreter runs in the sandbox, or that the command exists.
     fn check_start(&self) -> Result<()> {
         let starts = match &self.config.command {
             None => {
@@ -325,7 +326,7 @@ impl CodeReward {
         Ok(())
     }
 
-    /// The score of one completion.
+    /// Computes one completion's score.
     fn compute(&self, sample: &Sample, progress: &dyn Progress) -> Result<f32> {
         let cases = self.config.cases(sample.columns)?;
         let place = self.config.find.find(sample.completion).unwrap_or_default();
@@ -374,7 +375,7 @@ impl CodeReward {
                 let driver = ["-c", DRIVER].map(str::to_owned);
                 job.file = None;
                 job.input = driver_input(program, case, &marker)?;
-                // The judge is not the program.
+                // The judge is not part of the program.
                 job.helpers = 1;
                 [&self.command[..], &driver].concat()
             }
@@ -399,7 +400,7 @@ impl CodeReward {
 }
 
 impl RewardFunction for CodeReward {
-    /// Workers take the next completion when they are free. Scores do not depend on their number.
+    /// A free worker fetches the next completion. Scores do not depend on the number of workers.
     fn score(&self, samples: &[Sample]) -> Result<Vec<Score>> {
         let (next, failed) = (AtomicUsize::new(0), AtomicBool::new(false));
         let work = |_: &()| -> Result<Vec<(usize, f32)>> {
@@ -430,7 +431,7 @@ impl RewardFunction for CodeReward {
     }
 }
 
-/// The command with a place of the file.
+/// Adds a place for the file to the command, if it has none.
 fn with_place(mut command: Vec<String>) -> Vec<String> {
     if !command.iter().any(|word| word.contains(FILE)) {
         command.push(FILE.to_owned());
@@ -438,7 +439,7 @@ fn with_place(mut command: Vec<String>) -> Vec<String> {
     command
 }
 
-/// The command with whole paths in place of names of files, since programs run in another folder.
+/// Replaces file names in the command by full paths, because programs run in another directory.
 fn located(command: &[String]) -> Result<Vec<String>> {
     program(command).check_files()?;
     let (name, arguments) = command.split_first().context("command: empty")?;
@@ -455,7 +456,7 @@ fn located(command: &[String]) -> Result<Vec<String>> {
         .collect())
 }
 
-/// A text that no program can guess.
+/// Returns a text that no program can guess.
 fn new_marker() -> Result<String> {
     let mut bytes = [0; 16];
     let source = "/dev/urandom";

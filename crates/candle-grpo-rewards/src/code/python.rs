@@ -12,7 +12,7 @@ use super::statements::{CHECKS, EXITS};
 
 pub(super) const DRIVER: &str = include_str!("driver.py");
 
-/// Prints the interpreter and the folders that it reads.
+/// Prints the interpreter and the directories that it reads.
 const FIND: &str = "\
 import os, sys
 assert sys.version_info >= (3, 6)
@@ -23,18 +23,18 @@ print('\\n'.join([sys.executable, os.path.realpath(sys.executable), settings, sy
 
 /// An interpreter.
 pub(super) struct Interpreter {
-    /// Its own path, without programs that choose one, and its options.
+    /// Its own path, without launchers, and its options.
     pub(super) command: Vec<String>,
-    /// The files and folders that it needs.
+    /// Files and directories that it needs.
     pub(super) files: Vec<PathBuf>,
 }
 
 impl Interpreter {
-    /// Asks the interpreter that `command` starts.
+    /// Queries the interpreter that `command` starts.
     ///
     /// # Errors
     ///
-    /// If it cannot be started, or is not Python 3.6 or newer.
+    /// Fails if it cannot be started, or is not Python 3.6 or newer.
     pub(super) fn find(command: &[String]) -> Result<Self> {
         let (name, options) = command.split_first().context("python: empty")?;
         let output = Command::new(name)
@@ -63,15 +63,15 @@ impl Interpreter {
     }
 }
 
-/// Names that a program may expect where its prompt has the signature of a function: those of type
-/// hints, and the modules that such data sets import.
+/// Names that a program may expect if its prompt has a function signature: type hints, and modules
+/// that such data sets import.
 const BEFORE_FUNCTIONS: &str = "\
 from typing import *
 from collections import *
 import bisect, collections, copy, datetime, functools, heapq, itertools, math, operator, random, re
 import string, sys";
 
-/// The input of the driver, for a test that is not a pair of input and output.
+/// Returns the driver's input, for a test that is not an input and output pair.
 pub(super) fn driver_input(program: &str, case: &Case, marker: &str) -> Result<Vec<u8>> {
     let (before, test) = match case {
         Case::Output { .. } => bail!("a pair of input and output is no test of the driver"),

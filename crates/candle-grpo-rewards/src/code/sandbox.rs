@@ -1,4 +1,4 @@
-//! The isolation of programs, as far as the machine has it.
+//! Program isolation, as far as the machine supports it.
 
 use std::io;
 use std::path::{Path, PathBuf};
@@ -18,7 +18,7 @@ use candle_grpo_base::progress::NoProgress;
 const ISOLATE: &str = include_str!("isolate.sh");
 const LIMITS: &str = include_str!("limits.sh");
 
-/// The folders of the system that isolated programs can read.
+/// System directories that isolated programs can read.
 const SYSTEM: [&str; 11] = [
     "/usr",
     "/bin",
@@ -36,21 +36,21 @@ const SYSTEM: [&str; 11] = [
 /// The kind of namespaces that programs run in.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Isolation {
-    /// Namespaces that root makes. The program has the user 65534 in a user namespace.
+    /// Namespaces that root creates. The program runs as user 65534 in a user namespace.
     Root,
-    /// Namespaces in a user namespace, which any user may make on most systems.
+    /// Namespaces in a user namespace, which any user may create on most systems.
     User,
-    /// None: limits of each process, and the end of its process group.
+    /// None: only per-process limits apply, and the process group is killed at the end.
     Missing,
 }
 
-/// The place where programs run.
+/// The environment in which programs run.
 #[derive(Debug, Clone)]
 pub(super) struct Sandbox {
     isolation: Isolation,
-    /// The filter of the calls of the kernel; `None` where there is none.
+    /// Filter for kernel calls; `None` if there is none.
     filter: Option<Arc<Filter>>,
-    /// True if programs without namespaces run in a domain of their own.
+    /// True if programs without namespaces run in their own domain.
     has_domain: bool,
     pub(super) limits: CodeLimits,
     visible: Vec<PathBuf>,
@@ -63,17 +63,17 @@ pub(super) struct Probed {
     pub(super) lacks: Option<String>,
 }
 
-/// The abilities of programs where the number of namespaces has no limit.
+/// Abilities of programs if the number of namespaces is not limited.
 const MAKES_NAMESPACES: &str = "they can make user namespaces, in which they have all rights: the \
      limit of the disk and the missing network do not hold there";
 
 impl Sandbox {
-    /// Makes the best sandbox of this machine, by trying. Isolated programs can read the folders
-    /// of the system and `visible`.
+    /// Creates the best sandbox that this machine supports, by trying. Isolated programs can read
+    /// the system directories and `visible`.
     ///
     /// # Errors
     ///
-    /// If not even a program without isolation can be started.
+    /// Fails if not even a program without isolation can be started.
     pub(super) fn probe(limits: CodeLimits, visible: &[PathBuf]) -> Result<Probed> {
         let filter = Filter::new();
         let unfiltered = filter.as_ref().err().map(|error| {
@@ -162,7 +162,7 @@ impl Sandbox {
         }
     }
 
-    /// Returns true if a program that may be only one process cannot start another one.
+    /// Returns true if a program that is limited to one process cannot start another one.
     fn limits_processes(&self) -> Result<bool> {
         let limits = CodeLimits {
             processes: 1,
@@ -175,7 +175,7 @@ impl Sandbox {
         Ok(!alone.forks()?)
     }
 
-    /// Returns true if a program can make a user namespace, which it must not.
+    /// Returns true if a program can create a user namespace, which must not be possible.
     fn makes_namespaces(&self) -> Result<bool> {
         self.succeeds(&["unshare", "--user", "true"])
     }
@@ -214,11 +214,11 @@ impl Sandbox {
         ))
     }
 
-    /// Starts a line of [`Self::command_line`].
+    /// Starts a line from [`Self::command_line`].
     ///
-    /// A filter and a domain belong to a thread and to what it starts. So a thread that does
-    /// nothing else starts the program, and this process needs no `fork`, which copies the
-    /// tables of its memory.
+    /// A filter and a domain belong to a thread and to what it starts. Therefore, a thread that
+    /// does nothing else starts the program. This process needs no `fork`, which would copy its
+    /// page tables.
     pub(super) fn spawn(&self, command: &mut Command) -> io::Result<Child> {
         on_thread(|| {
             if self.has_domain {
@@ -236,8 +236,8 @@ impl Sandbox {
         self.isolation != Isolation::Missing
     }
 
-    /// The name and the arguments that start a job with its files of the folder `files`. `root` is
-    /// an empty folder.
+    /// Returns the name and arguments that start a job with the files in `files`. `root` is an
+    /// empty directory.
     pub(super) fn command_line(
         &self,
         job: &Job<'_>,
@@ -301,7 +301,7 @@ impl Sandbox {
     }
 }
 
-/// Runs a function on a thread of its own.
+/// Runs a function on its own thread.
 pub(super) fn on_thread<T: Send>(run: impl FnOnce() -> io::Result<T> + Send) -> io::Result<T> {
     thread::scope(|scope| {
         let ended = thread::Builder::new().spawn_scoped(scope, run)?.join();
@@ -309,14 +309,14 @@ pub(super) fn on_thread<T: Send>(run: impl FnOnce() -> io::Result<T> + Send) -> 
     })
 }
 
-/// The folders of the system, and `more` without links on their way and without what is in another
-/// one.
+/// Returns the system directories, and `more` with links resolved and without paths that another
+/// one contains.
 fn visible_paths(more: &[PathBuf]) -> Vec<PathBuf> {
     let mut paths: Vec<PathBuf> = SYSTEM.iter().map(PathBuf::from).collect();
     let mut more: Vec<PathBuf> = more.iter().filter_map(|path| real_path(path)).collect();
     more.sort();
     for path in more {
-        // A folder around one that is visible would cover it.
+        // A directory around a visible one would cover it.
         let is_new = !paths.iter().any(|shown| path.starts_with(shown));
         let covers = SYSTEM
             .iter()
@@ -328,7 +328,7 @@ fn visible_paths(more: &[PathBuf]) -> Vec<PathBuf> {
     paths
 }
 
-/// The path without links, except the last part, which may be a link that programs look at.
+/// Resolves links in the path, except in the last part, which may be a link that programs inspect.
 pub(super) fn real_path(path: &Path) -> Option<PathBuf> {
     let path = std::path::absolute(path).ok()?;
     let parent = path.parent()?.canonicalize().ok()?;

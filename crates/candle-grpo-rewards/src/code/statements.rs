@@ -1,4 +1,4 @@
-//! The statements of a test in Python, as far as they decide whether it asserts something.
+//! The statements in a Python test, as far as they determine whether it asserts something.
 
 use std::sync::LazyLock;
 
@@ -11,7 +11,7 @@ pub(super) const CHECKS: [&str; 2] = ["raises", "warns"];
 /// Functions that end a test.
 pub(super) const EXITS: [&str; 4] = ["exit", "_exit", "quit", "fail"];
 
-/// An assertion, a failure, or a call of a function that is one.
+/// An assertion, a failure, or a call to a function that is one.
 static MARK: LazyLock<Option<Regex>> = LazyLock::new(|| {
     let names = [&CHECKS[..], &EXITS[..]].concat().join("|");
     Regex::new(&format!(
@@ -26,37 +26,36 @@ static DEFINITION: LazyLock<Option<Regex>> = LazyLock::new(|| {
 
 static NAME: LazyLock<Option<Regex>> = LazyLock::new(|| Regex::new(r"\w+").ok());
 
-/// A function or a class at the top of a text.
+/// A top-level function or class.
 #[derive(Debug, Default)]
 struct Definition {
     name: String,
-    /// True if an assertion is in it.
+    /// True if it contains an assertion.
     asserts: bool,
-    /// True for a class of unittest or pytest.
+    /// True for a unittest or pytest class.
     is_case: bool,
-    /// True if runners of tests call it: a function, or a class with a method that is a test.
+    /// True if test runners call it: a function, or a class with a test method.
     is_test: bool,
-    /// True for a function whose only parameter is the function of the program.
+    /// True for a function whose only parameter is the program's function.
     takes_candidate: bool,
 }
 
-/// The facts about the statements of a test that decide whether it asserts something.
+/// Facts about a test's statements that determine whether it asserts something.
 #[derive(Debug, Default)]
 pub(super) struct Statements {
     /// True if there are statements.
     exist: bool,
-    /// True if a statement outside of definitions asserts something.
+    /// True if a statement outside any definition asserts something.
     assert: bool,
     definitions: Vec<Definition>,
-    /// The names that statements outside of definitions use, such as those of functions that they
-    /// call or pass on.
+    /// Names that statements outside definitions use, such as functions that they call or pass on.
     uses: Vec<String>,
 }
 
 impl Statements {
     pub(super) fn read(text: &str) -> Self {
         let mut all = Self::default();
-        // The indentation of each open block, and whether it is a definition.
+        // Each open block's indentation, and whether it is a definition.
         let mut open: Vec<(usize, bool)> = Vec::new();
         for Line { indent, code } in lines(text) {
             if code.trim_matches(['\'', ' ', ';']).is_empty() {
@@ -103,11 +102,11 @@ impl Statements {
         all
     }
 
-    /// Returns the functions that must be called with the function of the program.
+    /// Returns the functions that must be called with the program's function.
     ///
     /// # Errors
     ///
-    /// If nothing is asserted, or nothing calls what asserts.
+    /// Fails if nothing is asserted, or if nothing calls the code that asserts.
     pub(super) fn ensure_asserts(self) -> Result<Vec<String>> {
         let is_called = |definition: &Definition| self.uses.contains(&definition.name);
         let candidates = self.definitions.iter();
@@ -133,15 +132,15 @@ impl Statements {
     }
 }
 
-/// A statement, or the head of a block, in one line.
+/// A statement, or a block's head, on one line.
 struct Line {
     /// The column at which it begins.
     indent: usize,
-    /// Its text without comments and without what is in strings.
+    /// Its text, without comments and string contents.
     code: String,
 }
 
-/// Splits a text at the ends of its statements.
+/// Splits a text into statements.
 fn lines(text: &str) -> Vec<Line> {
     let mut lines = Vec::new();
     let (mut indent, mut code, mut depth) = (0, String::new(), 0usize);
@@ -164,13 +163,13 @@ fn lines(text: &str) -> Vec<Line> {
                 rest = rest.trim_start_matches('\r');
                 rest = rest.strip_prefix('\n').unwrap_or(rest);
             }
-            // An attribute of Rust is no comment.
+            // A Rust attribute is not a comment.
             '#' if !rest.starts_with(['[', '!']) => {
                 rest = &rest[rest.find('\n').unwrap_or(rest.len())..];
             }
             '\'' | '"' => {
                 is_begin = false;
-                // Letters before it belong to it.
+                // Letters before a string are its prefix.
                 while code.ends_with(|c: char| "rRbBuUfF".contains(c)) {
                     code.pop();
                 }

@@ -1,4 +1,4 @@
-//! The calls of the kernel that no program of a completion needs.
+//! Kernel calls that no program in a completion needs.
 
 use std::io;
 
@@ -24,8 +24,8 @@ mod linux {
     use super::super::sandbox::on_thread;
     use super::{Result, io};
 
-    /// Calls that are refused whatever their arguments: io_uring, keyrings, and those with which
-    /// local attacks on the kernel begin.
+    /// Calls that are refused whatever their arguments: io_uring, keyrings, and calls that local
+    /// kernel attacks start with.
     const REFUSED: [i64; 9] = [
         libc::SYS_io_uring_setup,
         libc::SYS_io_uring_enter,
@@ -38,26 +38,26 @@ mod linux {
         libc::SYS_userfaultfd,
     ];
 
-    /// Calls that make sockets. Their first argument is the family.
+    /// Calls that create sockets. Their first argument is the family.
     const SOCKETS: [i64; 2] = [libc::SYS_socket, libc::SYS_socketpair];
 
-    /// The families of sockets that are allowed.
+    /// Socket families that are allowed.
     const FAMILIES: [libc::c_int; 3] = [libc::AF_UNIX, libc::AF_INET, libc::AF_INET6];
 
-    /// The bit in the number of a call of the x32 ABI, which x86-64 may have too.
+    /// The bit that marks a call in the x32 ABI, which x86-64 may support too.
     const X32: i64 = 1 << 30;
 
-    /// A filter of seccomp. A refused call fails with `EPERM`, and a call of a 32-bit program ends
-    /// the program.
+    /// A seccomp filter. A refused call fails with `EPERM`, and a call from a 32-bit program ends
+    /// that program.
     #[derive(Debug, Clone)]
     pub(in crate::code) struct Filter(BpfProgram);
 
     impl Filter {
-        /// Makes the filter, and tries it.
+        /// Creates the filter, and tries it.
         ///
         /// # Errors
         ///
-        /// If the kernel has no filters, or there is none for this architecture.
+        /// Fails if the kernel has no filters, or if there is none for this architecture.
         pub(in crate::code) fn new() -> Result<Self> {
             let mut rules: BTreeMap<i64, Vec<SeccompRule>> = BTreeMap::new();
             let mut refuse = |call: i64, rule: Vec<SeccompRule>| {
@@ -89,8 +89,8 @@ mod linux {
             Ok(filter)
         }
 
-        /// Puts the calling thread, and all that it starts, under the filter, which none of them
-        /// can remove.
+        /// Puts the calling thread, and everything that it starts, under the filter, which none of
+        /// them can remove.
         pub(in crate::code) fn apply(&self) -> io::Result<()> {
             apply_filter(&self.0).map_err(io::Error::other)
         }

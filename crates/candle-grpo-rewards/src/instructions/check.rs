@@ -1,4 +1,4 @@
-//! The check of each instruction.
+//! The check for each instruction.
 
 use anyhow::Result;
 use candle_grpo_core::validate;
@@ -87,22 +87,12 @@ impl Instruction {
                 let parts: Vec<&str> = text.split("\n\n").map(str::trim).collect();
                 let filled = parts.iter().filter(|part| !part.is_empty()).count();
                 let nth = nth_paragraph.checked_sub(1).and_then(|at| parts.get(at));
-                let first = nth.and_then(|part| part.split_whitespace().next());
-                let first = first.map(|word| {
-                    let word = word.trim_start_matches(['\'', '"']).to_lowercase();
-                    let end = word.find(['.', ',', '?', '!', '\'', '"']);
-                    word[..end.unwrap_or(word.len())].to_owned()
-                });
+                let first = nth.and_then(|part| plain_first_word(part));
                 filled == *num_paragraphs && first == Some(first_word.to_lowercase())
             }
             Self::Placeholders { num_placeholders } => count(text, r"\[.*?\]") >= *num_placeholders,
             Self::Postscript { postscript_marker } => {
-                let letters = match postscript_marker.trim_end_matches('.') {
-                    "P.P.S" => r"p\.\s?p\.\s?s".to_owned(),
-                    "P.S" => r"p\.\s?s\.".to_owned(),
-                    _ => escape(postscript_marker),
-                };
-                count(text, &letters) > 0
+                count(text, &postscript_pattern(postscript_marker)) > 0
             }
             Self::Bullets { num_bullets } => {
                 count(text, r"^\s*\*[^*].*$") + count(text, r"^\s*-.*$") == *num_bullets
@@ -112,13 +102,7 @@ impl Instruction {
                 CONSTRAINED.iter().any(|answer| text.contains(answer))
             }
             Self::Highlights { num_highlights } => {
-                let filled = |pattern: &str| {
-                    let found = regex(pattern);
-                    let found = found.iter().flat_map(|regex| regex.find_iter(text));
-                    found
-                        .filter(|part| !part.as_str().trim_matches(['*', ' ']).is_empty())
-                        .count()
-                };
+                let filled = |pattern| count_filled(text, pattern, &['*', ' ']);
                 filled(r"\*[^\n*]*\*") + filled(r"\*\*[^\n*]*\*\*") >= *num_highlights
             }
             Self::Sections {
@@ -128,24 +112,9 @@ impl Instruction {
                 let pattern = format!(r"\s?(?-i:{})\s?\d+\s?", escape(section_spliter));
                 count(text, &pattern) >= *num_sections
             }
-            Self::Json {} => {
-                let text = text.trim();
-                let fences = ["```json", "```Json", "```JSON", "```"];
-                let inside = fences.iter().find_map(|fence| text.strip_prefix(fence));
-                let inside = inside.unwrap_or(text);
-                let inside = inside.strip_suffix("```").unwrap_or(inside);
-                serde_json::from_str::<Value>(inside.trim()).is_ok()
-            }
-            Self::Title {} => {
-                let found = regex(r"<<[^\n]+>>");
-                let mut found = found.iter().flat_map(|regex| regex.find_iter(text));
-                found.any(|title| !title.as_str().trim_matches(['<', '>', ' ']).is_empty())
-            }
-            Self::TwoResponses {} => {
-                let parts: Vec<&str> = text.split("******").map(str::trim).collect();
-                let mut filled = parts.iter().filter(|part| !part.is_empty());
-                filled_between_ends(&parts) == Some(2) && filled.next() != filled.next()
-            }
+            Self::Json {} => serde_json::from_str::<Value>(without_fences(text)).is_ok(),
+            Self::Title {} => count_filled(text, r"<<[^\n]+>>", &['<', '>', ' ']) > 0,
+            Self::TwoResponses {} => has_two_responses(text),
             Self::RepeatPrompt { prompt_to_repeat } => {
                 let request = prompt_to_repeat.trim().to_lowercase();
                 text.trim().to_lowercase().starts_with(&request)
@@ -172,7 +141,39 @@ impl Instruction {
     }
 }
 
-/// The number of parts with text, if all between the first and the last have it.
+/// The first word of a text in lower case, up to a punctuation mark.
+fn plain_first_word(text: &str) -> Option<String> {
+    let word = text.split_whitespace().next()?;
+    let word = word.trim_start_matches(['\'', '"']).to_lowercase();
+    let end = word.find(['.', ',', '?', '!', '\'', '"']);
+    Some(word[..end.unwrap_or(word.len())].to_owned())
+}
+
+/// The pattern of a marker of a postscript.
+fn postscript_pattern(marker: &str) -> String {
+    match marker.trim_end_matches('.') {
+        "P.P.S" => r"p\.\s?p\.\s?s".to_owned(),
+        "P.S" => r"p\.\s?s\.".to_owned(),
+        _ => escape(marker),
+    }
+}
+
+fn has_two_responses(text: &str) -> bool {
+    let parts: Vec<&str> = text.split("******").map(str::trim).collect();
+    let mut filled = parts.iter().filter(|part| !part.is_empty());
+    filled_between_ends(&parts) == Some(2) && filled.next() != filled.next()
+}
+
+/// A text without the marks of a code block around it.
+fn without_fences(text: &str) -> &str {
+    let text = text.trim();
+    let fences = ["```json", "```Json", "```JSON", "```"];
+    let inside = fences.iter().find_map(|fence| text.strip_prefix(fence));
+    let inside = inside.unwrap_or(text);
+    inside.strip_suffix("```").unwrap_or(inside).trim()
+}
+
+/// Counts the parts with text, if all between the first and the last have some.
 fn filled_between_ends(parts: &[&str]) -> Option<usize> {
     let is_end = |place: usize| place == 0 || place + 1 == parts.len();
     let mut places = parts.iter().enumerate();
@@ -181,9 +182,18 @@ fn filled_between_ends(parts: &[&str]) -> Option<usize> {
         .then(|| parts.iter().filter(|part| !part.is_empty()).count())
 }
 
-/// The number of matches of a pattern in any case. A line begins at `^` and ends at `$`.
+/// Counts a pattern's matches, ignoring case. `^` and `$` match at each line.
 fn count(text: &str, pattern: &str) -> usize {
     regex(pattern).map_or(0, |regex| regex.find_iter(text).count())
+}
+
+/// The number of matches that have more than `marks`.
+fn count_filled(text: &str, pattern: &str, marks: &[char]) -> usize {
+    let found = regex(pattern);
+    let found = found.iter().flat_map(|regex| regex.find_iter(text));
+    found
+        .filter(|part| !part.as_str().trim_matches(marks).is_empty())
+        .count()
 }
 
 fn regex(pattern: &str) -> Option<Regex> {

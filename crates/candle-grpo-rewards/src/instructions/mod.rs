@@ -1,4 +1,4 @@
-//! Instructions about the form of a text that a program can check.
+//! Instructions about a text's form, which a program can check.
 
 mod check;
 mod text;
@@ -11,14 +11,13 @@ use super::options::compares_column;
 use super::{RewardFunction, Sample, Score};
 use candle_grpo_base::column::column;
 
-/// The instructions of IFEval (<https://arxiv.org/abs/2311.07911>) that a completion follows: the
-/// share of them, or 1 if it follows all.
+/// The share of IFEval instructions (<https://arxiv.org/abs/2311.07911>) that a completion follows,
+/// or 1 if it follows all.
 ///
-/// The columns are those of the data set: a list of names such as
-/// `length_constraints:number_words`, and a list of the arguments of each. [`Instruction`] has all
-/// 25. The whole completion is checked, as in the strict accuracy of the paper. Sentences are those
-/// of Unicode (UAX 29) and languages those that the crate `whatlang` detects, where IFEval's own
-/// program has NLTK and langdetect.
+/// The columns come from the data set: a list of names such as `length_constraints:number_words`,
+/// and a list with each one's arguments. [`Instruction`] has all 25. The whole completion is
+/// checked, as in the paper's strict accuracy. Sentences follow Unicode (UAX 29), and the crate
+/// `whatlang` detects languages. IFEval's own program uses NLTK and langdetect.
 ///
 /// ```
 /// use candle_grpo_rewards::InstructionsReward;
@@ -38,12 +37,12 @@ use candle_grpo_base::column::column;
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct InstructionsReward {
-    /// The column with the list of names.
+    /// Column with the list of names.
     pub column: String,
-    /// The column with the list of arguments. Those that are null are ignored.
+    /// Column with the list of arguments. Null arguments are ignored.
     pub arguments: String,
-    /// If true, the score is the share of the instructions that the completion follows; otherwise
-    /// 1 if it follows all, 0 if not.
+    /// If true, the score is the share of instructions that the completion follows. Otherwise, it
+    /// is 1 if the completion follows all, and 0 if not.
     pub share: bool,
 }
 
@@ -58,11 +57,12 @@ impl Default for InstructionsReward {
 }
 
 impl InstructionsReward {
-    /// Returns the instructions of a row.
+    /// Returns a row's instructions.
     ///
     /// # Errors
     ///
-    /// If a column is absent, an instruction is unknown, or an argument is missing or not valid.
+    /// Fails if a column is absent, an instruction is unknown, or an argument is missing or
+    /// invalid.
     pub fn expected(&self, columns: &Value) -> Result<Vec<Instruction>> {
         let list = |name: &str| {
             let value = column(columns, name)?;
@@ -85,7 +85,7 @@ impl InstructionsReward {
         names.iter().zip(arguments).map(instruction).collect()
     }
 
-    /// Returns the score of `completion`, from 0 to 1.
+    /// Returns the score for `completion`, from 0 to 1.
     pub fn compute(&self, completion: &str, columns: &Value) -> Result<f32> {
         let instructions = self.expected(columns)?;
         let followed = instructions
@@ -109,9 +109,9 @@ impl RewardFunction for InstructionsReward {
 
 compares_column!(InstructionsReward, |_| Ok(()));
 
-/// An instruction of IFEval with its arguments.
+/// An IFEval instruction with its arguments.
 ///
-/// Where an argument is a text, upper and lower case are equal.
+/// Text arguments ignore case.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(tag = "instruction")]
 pub enum Instruction {
@@ -121,7 +121,7 @@ pub enum Instruction {
         /// The keywords.
         keywords: Vec<String>,
     },
-    /// Has a keyword less than, or at least, n times.
+    /// Has a keyword fewer than, or at least, n times.
     #[serde(rename = "keywords:frequency")]
     KeywordFrequency {
         /// The keyword.
@@ -137,7 +137,7 @@ pub enum Instruction {
         /// The words.
         forbidden_words: Vec<String>,
     },
-    /// Has a letter less than, or at least, n times.
+    /// Has a letter fewer than, or at least, n times.
     #[serde(rename = "keywords:letter_frequency")]
     LetterFrequency {
         /// The letter.
@@ -150,10 +150,10 @@ pub enum Instruction {
     /// Is in a language.
     #[serde(rename = "language:response_language")]
     Language {
-        /// The code of the language (ISO 639-1), such as `de`.
+        /// Language code (ISO 639-1), such as `de`.
         language: String,
     },
-    /// Has less than, or at least, n sentences.
+    /// Has fewer than, or at least, n sentences.
     #[serde(rename = "length_constraints:number_sentences")]
     Sentences {
         /// The bound.
@@ -167,7 +167,7 @@ pub enum Instruction {
         /// The number.
         num_paragraphs: usize,
     },
-    /// Has less than, or at least, n words.
+    /// Has fewer than, or at least, n words.
     #[serde(rename = "length_constraints:number_words")]
     Words {
         /// The bound.
@@ -175,12 +175,12 @@ pub enum Instruction {
         /// Its kind.
         relation: Relation,
     },
-    /// Has n paragraphs, separated by blank lines, of which one begins with a word.
+    /// Has n paragraphs, separated by blank lines, and one begins with a word.
     #[serde(rename = "length_constraints:nth_paragraph_first_word")]
     FirstWord {
         /// The number of paragraphs.
         num_paragraphs: usize,
-        /// The number of the paragraph, from 1.
+        /// The paragraph's number, from 1.
         nth_paragraph: usize,
         /// The word.
         first_word: String,
@@ -197,13 +197,13 @@ pub enum Instruction {
         /// Its beginning, such as `P.S.`
         postscript_marker: String,
     },
-    /// Has n lines of a bullet list.
+    /// Has n bullet-list lines.
     #[serde(rename = "detectable_format:number_bullet_lists")]
     Bullets {
         /// The number.
         num_bullets: usize,
     },
-    /// Has one of `My answer is yes.`, `My answer is no.` and `My answer is maybe.`
+    /// Has `My answer is yes.`, `My answer is no.` or `My answer is maybe.`
     #[serde(rename = "detectable_format:constrained_response")]
     ConstrainedResponse {},
     /// Has at least n parts between asterisks.
@@ -215,12 +215,12 @@ pub enum Instruction {
     /// Has at least n numbered sections.
     #[serde(rename = "detectable_format:multiple_sections")]
     Sections {
-        /// The word before the number of a section. The data set spells the name this way.
+        /// The word before a section's number. The data set spells the name this way.
         section_spliter: String,
         /// The number.
         num_sections: usize,
     },
-    /// Is JSON, also in a fenced block of Markdown.
+    /// Is JSON, possibly in a fenced Markdown block.
     #[serde(rename = "detectable_format:json_format")]
     Json {},
     /// Has a title in double angle brackets.
@@ -244,7 +244,7 @@ pub enum Instruction {
     /// Is in double quotation marks.
     #[serde(rename = "startend:quotation")]
     Quotation {},
-    /// Has less than, or at least, n words in capital letters.
+    /// Has fewer than, or at least, n words in capital letters.
     #[serde(rename = "change_case:capital_word_frequency")]
     CapitalWords {
         /// The bound.
@@ -263,7 +263,7 @@ pub enum Instruction {
     NoComma {},
 }
 
-/// The kind of a bound of a count.
+/// Bound on a count.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Relation {
     /// The count is smaller.
@@ -288,7 +288,7 @@ impl Instruction {
     }
 }
 
-/// A number such as 3.0, as pandas writes it, without its fraction.
+/// Converts a number such as 3.0, as pandas writes it, to an integer.
 fn whole_number(value: &Value) -> Value {
     match value.as_f64() {
         Some(number) if number.fract() == 0. && (0. ..1e15).contains(&number) => {
@@ -440,7 +440,7 @@ mod tests {
     ) {
         assert!(follows(name, arguments.clone(), right), "{right}");
         assert!(!follows(name, arguments.clone(), wrong), "{wrong}");
-        // Nulls as in the columns of a table.
+        // Nulls, as in table columns.
         let mut wide = arguments;
         wide["end_word"] = Value::Null;
         assert!(follows(name, wide, right), "{right}");

@@ -1,9 +1,9 @@
-//! Parts of a text.
+//! Parts in a text.
 
 use unicode_segmentation::UnicodeSegmentation;
 use whatlang::Lang;
 
-/// The languages of IFEval by their codes.
+/// IFEval's languages by code.
 const LANGUAGES: [(&str, Lang); 29] = [
     ("ar", Lang::Ara),
     ("bg", Lang::Bul),
@@ -36,13 +36,13 @@ const LANGUAGES: [(&str, Lang); 29] = [
     ("vi", Lang::Vie),
 ];
 
-/// The codes of the languages that can be detected.
+/// Returns the language codes that can be detected.
 pub(super) fn languages() -> impl Iterator<Item = &'static str> {
     LANGUAGES.iter().map(|(code, _)| *code)
 }
 
-/// Returns whether `text` is in a language. A text in which none can be detected is in any, as in
-/// IFEval.
+/// Returns whether `text` is in a language. If no language can be detected, any language matches,
+/// as in IFEval.
 pub(super) fn is_in_language(text: &str, code: &str) -> bool {
     match whatlang::detect_lang(text) {
         Some(found) => LANGUAGES.contains(&(code, found)),
@@ -50,24 +50,24 @@ pub(super) fn is_in_language(text: &str, code: &str) -> bool {
     }
 }
 
-/// The number of sentences with at least one letter or digit.
+/// Counts the sentences with at least one letter or digit.
 pub(super) fn sentences(text: &str) -> usize {
     text.unicode_sentences().count()
 }
 
-/// The words: runs of letters, digits and underscores.
+/// Returns the words: runs of letters, digits and underscores.
 pub(super) fn words(text: &str) -> impl Iterator<Item = &str> {
     let is_word = |c: char| c.is_alphanumeric() || c == '_';
     let words = text.split(move |c| !is_word(c));
     words.filter(|word| !word.is_empty())
 }
 
-/// Returns whether `text` has letters with case, all of them large.
+/// Returns whether `text` has letters with case, all of them upper case.
 pub(super) fn is_upper(text: &str) -> bool {
     text.chars().any(char::is_uppercase) && !text.chars().any(char::is_lowercase)
 }
 
-/// Returns whether `text` has letters with case, all of them small.
+/// Returns whether `text` has letters with case, all of them lower case.
 pub(super) fn is_lower(text: &str) -> bool {
     text.chars().any(char::is_lowercase) && !text.chars().any(char::is_uppercase)
 }

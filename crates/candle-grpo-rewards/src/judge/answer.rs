@@ -1,4 +1,4 @@
-//! The answer of a server with the chat completions API of OpenAI.
+//! A server's answer in OpenAI's chat completions API.
 
 use std::fmt;
 
@@ -7,23 +7,23 @@ use serde_json::Value;
 use crate::ScoreFailure;
 use candle_grpo_hub::http::RequestFailure;
 
-/// The longest answer in bytes.
+/// Maximum answer length in bytes.
 pub(super) const MAX_ANSWER: u64 = 8 << 20;
 
 /// An answer.
 #[derive(Debug, PartialEq)]
 pub(super) struct Answer {
-    /// The text of the assistant; empty if there is none.
+    /// The assistant's text; empty if there is none.
     pub(super) reply: String,
-    /// The tokens of request and reply, if the server reports them.
+    /// Tokens in request and reply, if the server reports them.
     pub(super) tokens: Option<u64>,
 }
 
-/// The reason why a request has no answer.
+/// Why a request has no answer.
 #[derive(Debug)]
 pub(super) enum Failure {
     Request(RequestFailure),
-    /// The body is not what the API promises.
+    /// The body does not follow the API.
     Malformed(String),
 }
 
@@ -53,7 +53,7 @@ impl fmt::Display for Failure {
     }
 }
 
-/// Reads the body of an answer.
+/// Parses an answer's body.
 pub(super) fn parse(body: &str) -> Result<Answer, Failure> {
     let malformed = |message: &str| Failure::Malformed(message.to_owned());
     let answer: Value = serde_json::from_str(body)
@@ -63,7 +63,7 @@ pub(super) fn parse(body: &str) -> Result<Answer, Failure> {
     })?;
     let reply = match &message["content"] {
         Value::String(text) => text.clone(),
-        // A reply that ended while the model was still reasoning.
+        // The reply ended while the model was still reasoning.
         Value::Null => String::new(),
         _ => return Err(malformed("choices[0].message.content: must be a text")),
     };

@@ -14,24 +14,25 @@ use sha2::{Digest, Sha256};
 use super::answer::MAX_ANSWER;
 use candle_grpo_base::checksum::hex;
 
-/// Replies by the SHA-256 sum of their request, a file for each in `KE/KEY.json`.
+/// Replies by their request's SHA-256 hash, one file each in `KE/KEY.json`.
 pub(super) struct ReplyCache {
     folder: PathBuf,
     has_warned: AtomicBool,
 }
 
-/// A file.
+/// A file's content.
 #[derive(Serialize, Deserialize)]
 struct Entry {
     reply: String,
-    /// The sum of the reply.
+    /// The reply's hash.
     sha256: String,
 }
 
-/// Threads of this process write one after the other: temporary names have no number of a thread.
+/// Threads in this process write one after the other, because temporary names have no thread
+/// number.
 static WRITING: Mutex<()> = Mutex::new(());
 
-/// The key of a request.
+/// Returns a request's key.
 pub(super) fn key(url: &str, body: &str) -> String {
     hex(&Sha256::digest(format!("{url}\n{body}")))
 }
@@ -44,21 +45,21 @@ impl ReplyCache {
         }
     }
 
-    /// The reply to a request. `None` if there is none, or its file is damaged.
+    /// Returns the reply to a request, or `None` if there is none or its file is damaged.
     pub(super) fn read(&self, key: &str) -> Option<String> {
         let path = self.path(key);
         if !fs::metadata(&path).ok()?.is_file() {
             return None;
         }
         let mut bytes = Vec::new();
-        // An entry has its reply in quotes.
+        // An entry holds its reply in quotes.
         let mut file = File::open(&path).ok()?.take(6 * MAX_ANSWER);
         file.read_to_end(&mut bytes).ok()?;
         let Entry { reply, sha256 } = serde_json::from_slice(&bytes).ok()?;
         (sum(&reply) == sha256).then_some(reply)
     }
 
-    /// Writes the reply to a request. A failure is a warning: the reply was received all the same.
+    /// Writes the reply to a request. A failure is only a warning, because the reply was received.
     pub(super) fn write(&self, key: &str, reply: &str) {
         if let Err(error) = self.try_write(key, reply)
             && !self.has_warned.swap(true, Ordering::Relaxed)

@@ -1,4 +1,4 @@
-//! The options of a judge.
+//! Judge options.
 
 use std::error::Error;
 use std::fmt;
@@ -15,10 +15,10 @@ use candle_grpo_base::Template;
 use candle_grpo_base::check_server_url;
 use candle_grpo_base::within;
 
-/// The placeholders of a prompt that are not columns.
+/// Placeholders in a prompt that are not columns.
 pub(super) const PROMPT: &str = "prompt";
 pub(super) const COMPLETION: &str = "completion";
-/// The fields of a request that have options, or that a judge needs as they are.
+/// Request fields that have options, or that a judge needs as they are.
 const FIXED: [&str; 6] = [
     "model",
     "messages",
@@ -29,7 +29,7 @@ const FIXED: [&str; 6] = [
 ];
 const MAX_INFLIGHT: usize = 4096;
 
-/// The options of a language model that scores completions, see `JudgeReward`.
+/// Options for a language model that scores completions, see `JudgeReward`.
 ///
 /// ```
 /// use candle_grpo_rewards::JudgeConfig;
@@ -45,84 +45,84 @@ const MAX_INFLIGHT: usize = 4096;
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct JudgeConfig {
-    /// The URL of a server with the chat completions API of OpenAI, up to the `/v1`.
+    /// Server URL up to `/v1`. The server must support OpenAI's chat completions API.
     pub url: String,
-    /// The name of the model.
+    /// Model name.
     pub model: String,
-    /// The environment variable that has the API key. Absent: no key is sent.
+    /// Environment variable with the API key. Absent: no key is sent.
     #[serde(default)]
     pub api_key_env: Option<String>,
-    /// The message to the model: a text with the placeholders `{completion}`, `{prompt}`, and the
-    /// columns of the row by their names. Two braces are one brace of the text.
+    /// Message to the model: a text with the placeholders `{completion}`, `{prompt}`, and the
+    /// row's columns by name. To write a brace, double it.
     pub prompt: String,
-    /// The system message, a text without placeholders. Absent: none is sent.
+    /// System message, a text without placeholders. Absent: none is sent.
     #[serde(default)]
     pub system: Option<String>,
-    /// The place of the score in the reply.
+    /// Where the score is in the reply.
     pub score: JudgeScore,
-    /// The maximum length of a reply in tokens; null: that of the server.
+    /// Maximum reply length in tokens; null: the server's default.
     #[serde(default = "max_tokens")]
     pub max_tokens: Option<usize>,
-    /// The temperature of the replies; null: that of the server.
+    /// Temperature for replies; null: the server's default.
     #[serde(default = "temperature")]
     pub temperature: Option<f64>,
-    /// Other fields of each request, such as `top_p` or `response_format`.
+    /// Additional fields for each request, such as `top_p` or `response_format`.
     #[serde(default)]
     pub extra_body: Map<String, Value>,
-    /// The treatment of a completion without an answer or with a reply that has no score:
-    /// `exclude` or `score`.
+    /// Treatment for a completion without an answer, or with a reply that has no score: `exclude`
+    /// or `score`.
     #[serde(default = "exclude")]
     pub on_failure: OnFailure,
-    /// The score of such a completion, if `on_failure` is `score`.
+    /// Score for such a completion, if `on_failure` is `score`.
     #[serde(default)]
     pub failure_score: f32,
-    /// The number of completions in a row that may fail. One more ends the run.
+    /// Number of consecutive completions that may fail. One more ends the run.
     #[serde(default = "max_failures")]
     pub max_failures: usize,
-    /// Maximum number of requests at the same time.
+    /// Maximum concurrent requests.
     #[serde(default = "max_inflight")]
     pub max_inflight: usize,
-    /// Maximum number of repetitions of a request that fails.
+    /// Maximum retries for a failed request.
     #[serde(default = "max_retries")]
     pub max_retries: usize,
-    /// The pause before the first repetition in seconds. It doubles with each one, up to 60. The
-    /// server can ask for another one with `Retry-After`, also up to 60.
+    /// Pause before the first retry, in seconds. It doubles with each retry, up to 60. The server
+    /// can set another pause with `Retry-After`, also up to 60.
     #[serde(default = "retry_pause")]
     pub retry_pause: f64,
-    /// Maximum duration of one request, in seconds.
+    /// Maximum time for one request, in seconds.
     #[serde(default = "request_timeout")]
     pub request_timeout: f64,
-    /// The folder that keeps the replies, for any number of runs. The key of a reply is the
-    /// SHA-256 sum of the URL and the whole request. Absent: replies are not kept.
+    /// Directory that caches replies, for any number of runs. A reply's key is the SHA-256 hash
+    /// over the URL and the whole request. Absent: replies are not cached.
     #[serde(default)]
     pub cache: Option<PathBuf>,
-    /// Maximum number of requests since the start of the program, repetitions included. Replies
-    /// from the cache do not count.
+    /// Maximum number of requests since the program started, including retries. Cached replies do
+    /// not count.
     #[serde(default)]
     pub max_requests: Option<u64>,
-    /// Number of tokens of requests and replies since the start of the program, after which no
-    /// further request is sent. Those in flight can exceed it.
+    /// Number of request and reply tokens since the program started, after which no further
+    /// request is sent. Requests in flight can exceed it.
     #[serde(default)]
     pub max_tokens_total: Option<u64>,
-    /// The end of `max_requests` or `max_tokens_total`: `stop` ends the run with a checkpoint,
-    /// `exclude` leaves completions without a score.
+    /// Behavior once `max_requests` or `max_tokens_total` is reached: `stop` ends the run with
+    /// a checkpoint, `exclude` leaves completions without a score.
     #[serde(default)]
     pub on_budget: OnBudget,
 }
 
-/// The effect of a budget that is used up.
+/// Behavior once a budget is used up.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum OnBudget {
     /// The run ends with [`BudgetExhausted`] and a checkpoint.
     #[default]
     Stop,
-    /// Completions have no score of this reward.
+    /// Completions have no score from this reward.
     Exclude,
 }
 
-/// The error of a reward whose requests or tokens are used up. A run saves its steps before it ends
-/// with it.
+/// The error for a reward that has used up its requests or tokens. A run saves its steps before it
+/// ends with this error.
 ///
 /// ```
 /// use candle_grpo_rewards::BudgetExhausted;
@@ -176,12 +176,12 @@ fn request_timeout() -> f64 {
 }
 
 impl JudgeConfig {
-    /// Checks the values. Sends no request, and reads no environment variable: see
+    /// Checks the options. Sends no request, and reads no environment variable: see
     /// [`Self::check_files`].
     ///
     /// # Errors
     ///
-    /// If an option is not valid.
+    /// Fails if an option is invalid.
     pub fn validate(&self) -> Result<()> {
         self.check_url()?;
         check(!self.model.is_empty(), "model", "\"\"", "be a name")?;
@@ -236,7 +236,7 @@ impl JudgeConfig {
         let value = format_args!("{:?}", self.url);
         let plain = !self.url.contains(['?', '#']);
         check(plain, "url", value, "have no query")?;
-        // It would appear in messages. So this message does not have it.
+        // It would appear in messages, so this message omits it.
         let must = "have no name and password: give api_key_env";
         check(!self.url.contains('@'), "url", "with an @", must)?;
         let root = self.url.trim_end_matches('/');
@@ -245,12 +245,12 @@ impl JudgeConfig {
         Ok(check(is_root, "url", value, must)?)
     }
 
-    /// Checks that the key is there, if the judge needs one, and that the cache can be a folder.
+    /// Checks that the key exists, if the judge needs one, and that the cache can be a directory.
     /// Sends no request.
     ///
     /// # Errors
     ///
-    /// If the environment variable is not set, or the cache is something else.
+    /// Fails if the environment variable is not set, or if the cache is not a directory.
     pub fn check_files(&self) -> Result<()> {
         #[cfg(feature = "judge")]
         if let Some(variable) = &self.api_key_env {
@@ -263,11 +263,11 @@ impl JudgeConfig {
         Ok(())
     }
 
-    /// Checks that a row has the columns of the prompt.
+    /// Checks that a row has the prompt's columns.
     ///
     /// # Errors
     ///
-    /// If a column is absent or null.
+    /// Fails if a column is absent or null.
     pub fn check_row(&self, columns: &Value) -> Result<()> {
         let texts = [(PROMPT, ""), (COMPLETION, "")];
         let filled = self.template()?.fill_with(&texts, columns);

@@ -1,17 +1,17 @@
-//! The limits of the requests of a judge: how many at a time, and how many in all.
+//! Limits on a judge's requests: how many at a time, and how many in total.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 
 use candle_grpo_base::workers::POLL;
 
-/// Counts the requests of all threads.
+/// Counts the requests over all threads.
 pub(super) struct RequestLimits {
     max_inflight: usize,
     max_requests: Option<u64>,
     max_tokens: Option<u64>,
     state: Mutex<State>,
-    /// Notified at the end of a request.
+    /// Notified when a request ends.
     changed: Condvar,
 }
 
@@ -22,13 +22,13 @@ struct State {
     tokens: u64,
 }
 
-/// The right to send a request, until it is dropped.
+/// A permit to send a request, until it is dropped.
 pub(super) struct Permit<'a>(&'a RequestLimits);
 
-/// The result of [`RequestLimits::acquire`].
+/// Result from [`RequestLimits::acquire`].
 pub(super) enum Admission<'a> {
     Granted(Permit<'a>),
-    /// The requests or tokens of the run are used up.
+    /// The run's requests or tokens are used up.
     Exhausted,
     /// The caller stops.
     Stopped,
@@ -78,7 +78,7 @@ impl RequestLimits {
 }
 
 impl Permit<'_> {
-    /// Counts the tokens of the request and its answer.
+    /// Counts the tokens in the request and its answer.
     pub(super) fn count_tokens(&self, tokens: u64) {
         let mut state = self.0.state();
         state.tokens = state.tokens.saturating_add(tokens);

@@ -1,4 +1,4 @@
-//! The reward of a judge.
+//! The judge reward.
 
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -23,17 +23,18 @@ use candle_grpo_hub::http::{
     JsonClient, Limits, MAX_PAUSE, RequestFailure, api_key, backoff, pause,
 };
 
-/// The score that a language model gives, behind any server with the chat completions API of
-/// OpenAI.
+/// A score from a language model, behind any server that supports OpenAI's chat completions API.
 ///
-/// The model receives the prompt of [`JudgeConfig::prompt`], and [`JudgeConfig::score`] reads the
-/// score in its reply. A request that fails is repeated. A completion that still has no answer, or
-/// a reply without a score, is treated as [`JudgeConfig::on_failure`] says. Equal requests of a
-/// batch are sent once.
+/// Use a judge if no program can check the answer. Set [`JudgeConfig::cache`], so that a resumed
+/// run does not pay twice, and [`JudgeConfig::max_requests`], so that it cannot exceed your budget.
 ///
-/// A batch takes at most `ceil(samples / max_inflight) * (max_retries + 1) * (request_timeout +
-/// 60)` seconds, or less if the progress cancels it. A request to a server at `https://` goes
-/// through the proxy of the environment.
+/// The model receives [`JudgeConfig::prompt`], and [`JudgeConfig::score`] reads the score in its
+/// reply. A failed request is retried. If a completion still has no answer, or the reply has no
+/// score, [`JudgeConfig::on_failure`] applies. Equal requests in a batch are sent once.
+///
+/// A batch needs at most `ceil(samples / max_inflight) * (max_retries + 1) * (request_timeout +
+/// 60)` seconds, or less if the progress cancels it. Requests to `https://` servers use the proxy
+/// in the environment.
 ///
 /// ```no_run
 /// use candle_grpo_rewards::{JudgeConfig, JudgeReward};
@@ -54,10 +55,10 @@ pub struct JudgeReward {
     health: Mutex<Health>,
 }
 
-/// The part of a judge that its threads share.
+/// The part that a judge's threads share.
 struct Judge {
     config: JudgeConfig,
-    /// The URL of requests.
+    /// URL for requests.
     url: String,
     client: JsonClient,
     cache: Option<ReplyCache>,
@@ -65,7 +66,7 @@ struct Judge {
     has_warned: AtomicBool,
 }
 
-/// The failures so far.
+/// Failures so far.
 #[derive(Default)]
 struct Health {
     /// Since the last score.
@@ -80,7 +81,7 @@ struct Job {
     body: String,
 }
 
-/// The end of a [`Job`].
+/// Result of a [`Job`].
 struct Done {
     number: usize,
     outcome: Outcome,
@@ -98,7 +99,7 @@ impl JudgeReward {
     ///
     /// # Errors
     ///
-    /// If an option is not valid, or the environment variable of the key is not set.
+    /// Fails if an option is invalid, or if the key's environment variable is not set.
     pub fn new(config: JudgeConfig) -> Result<Self> {
         config.validate()?;
         config.check_files()?;
@@ -110,7 +111,7 @@ impl JudgeReward {
             progress: Arc::new(NoProgress),
             health: Mutex::default(),
             judge: Arc::new(Judge {
-                // Servers without encryption stand in the same network.
+                // Unencrypted servers are in the same network.
                 client: JsonClient::new(api_key, url.starts_with("https://")),
                 cache: config.cache.as_deref().map(ReplyCache::new),
                 limits: RequestLimits::new(
@@ -125,7 +126,7 @@ impl JudgeReward {
         })
     }
 
-    /// The body of the request for `sample`.
+    /// Returns the request body for `sample`.
     fn body(&self, sample: &Sample) -> Result<String> {
         let prompt = prompt_of(sample);
         let texts = [(PROMPT, prompt.as_str()), (COMPLETION, sample.completion)];
@@ -149,7 +150,7 @@ impl JudgeReward {
         Ok(Value::Object(body).to_string())
     }
 
-    /// The requests for `samples`, and the number of that for each sample.
+    /// Returns the requests for `samples`, and each sample's request number.
     fn jobs(&self, samples: &[Sample]) -> Result<(Vec<Job>, Vec<usize>)> {
         let mut jobs = Vec::new();
         let mut numbers = HashMap::new();
@@ -248,7 +249,7 @@ impl RewardFunction for JudgeReward {
 }
 
 impl Judge {
-    /// Returns the reply to a request, from the cache or the server. `None` if the caller stops.
+    /// Returns the reply to a request, from the cache or the server, or `None` if the caller stops.
     fn complete(&self, job: &Job, stop: &AtomicBool) -> Result<Option<Done>> {
         let mut requests = RewardRequests::default();
         let cached = self.cache.as_ref().and_then(|cache| cache.read(&job.key));
@@ -331,7 +332,7 @@ impl Judge {
         parse(&answer.map_err(Failure::Request)?)
     }
 
-    /// The pause after a failure, the number `tries` of its request.
+    /// Returns the pause after a request's failure number `tries`.
     fn pause_after(&self, failure: &Failure, tries: usize) -> Duration {
         let asked = match failure {
             Failure::Request(RequestFailure::Status { retry_after, .. }) => *retry_after,
@@ -343,7 +344,7 @@ impl Judge {
             .min(MAX_PAUSE)
     }
 
-    /// The tokens of an answer. A budget of tokens needs them.
+    /// Returns an answer's tokens, which a token budget needs.
     fn counted(&self, tokens: Option<u64>) -> Result<u64> {
         ensure!(
             tokens.is_some() || self.config.max_tokens_total.is_none(),
@@ -363,7 +364,7 @@ impl Judge {
     }
 }
 
-/// The prompt as text. A conversation has the contents of its messages, with their roles if there
+/// Returns the prompt as text. A conversation becomes its messages' contents, with roles if there
 /// are several.
 fn prompt_of(sample: &Sample) -> String {
     let content = |message: &Value| match &message["content"] {

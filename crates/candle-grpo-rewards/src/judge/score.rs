@@ -1,4 +1,4 @@
-//! The score in the reply of a judge.
+//! The score in a judge's reply.
 
 use std::collections::BTreeMap;
 
@@ -13,7 +13,9 @@ use crate::json::inside_fence;
 use crate::number::whole;
 use crate::pattern::compile;
 
-/// The place of the score in a reply: one of `regex` and `json`, or `words` alone.
+/// Where the score is in a reply: set either `regex` or `json`, or `words` alone.
+///
+/// A verdict in words is the most robust choice for small judges.
 ///
 /// ```
 /// use candle_grpo_rewards::JudgeScore;
@@ -30,22 +32,20 @@ use crate::pattern::compile;
 #[derive(Debug, Clone, PartialEq, Default, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct JudgeScore {
-    /// A regular expression, whose first group is the score. Of several matches the last one
-    /// counts.
+    /// Regular expression whose first group is the score. The last match counts.
     pub regex: Option<String>,
-    /// A key of a JSON object in the reply, or the path to a value in it such as `/scores/0`. Of
-    /// several objects the last one counts.
+    /// Key in a JSON object in the reply, or the path to a value, such as `/scores/0`. The last
+    /// object counts.
     pub json: Option<String>,
-    /// The scores of verdicts in words, such as `{yes: 1, no: 0}`. Case does not matter. Without
-    /// `regex` and `json` the last of these words in the reply counts.
+    /// Scores for verdicts in words, such as `{yes: 1, no: 0}`. Case does not matter. Without
+    /// `regex` and `json`, the last of these words in the reply counts.
     pub words: BTreeMap<String, f64>,
-    /// Two numbers that become 0 and 1, with a linear map between them, such as `[1, 10]`. A
-    /// number outside of them is no score. Scores of `words` stay as they are. Absent: numbers
-    /// stay as they are.
+    /// Two numbers that map linearly to 0 and 1, such as `[1, 10]`. A number outside them is not a
+    /// score. Scores from `words` stay as they are. Absent: numbers stay as they are.
     pub scale: Option<[f64; 2]>,
 }
 
-/// Reads the scores in replies, see [`JudgeScore::reader`].
+/// Reads scores in replies, see [`JudgeScore::reader`].
 #[derive(Debug, Clone)]
 pub struct ScoreReader {
     place: Place,
@@ -62,12 +62,12 @@ enum Place {
 }
 
 impl JudgeScore {
-    /// Makes a reader.
+    /// Creates a reader.
     ///
     /// # Errors
     ///
-    /// If there is no place or more than one, the regular expression is not valid or has no group,
-    /// a word is empty or given twice, or a number is not finite.
+    /// Fails if there is no place or more than one, the regular expression is invalid or has no
+    /// group, a word is empty or repeated, or a number is not finite.
     pub fn reader(&self) -> Result<ScoreReader> {
         let mut words = BTreeMap::new();
         for (word, &score) in &self.words {
@@ -125,7 +125,7 @@ impl JudgeScore {
     }
 }
 
-/// A regular expression for the words as whole ones. At each place the longest is preferred.
+/// Returns a regular expression for whole words. At each place, the longest word wins.
 fn any_of<'a>(words: impl Iterator<Item = &'a String>) -> Result<Regex> {
     let mut words: Vec<&String> = words.collect();
     words.sort_by_key(|word| std::cmp::Reverse(word.len()));
@@ -143,7 +143,7 @@ fn any_of<'a>(words: impl Iterator<Item = &'a String>) -> Result<Regex> {
 }
 
 impl ScoreReader {
-    /// Returns the score in a reply; `None` if there is none.
+    /// Returns the score in a reply, or `None` if there is none.
     pub fn read(&self, reply: &str) -> Option<f32> {
         let score = match &self.place {
             Place::Group(regex) => {
@@ -189,7 +189,7 @@ fn value_at<'a>(object: &'a Value, path: &str) -> Option<&'a Value> {
     }
 }
 
-/// The JSON object that is all of `text`, or else the last one in it.
+/// Returns the JSON object that is all of `text`, or else the last one in it.
 fn last_object(text: &str) -> Option<Value> {
     if let Ok(object @ Value::Object(_)) = serde_json::from_str(inside_fence(text)) {
         return Some(object);

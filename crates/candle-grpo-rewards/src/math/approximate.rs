@@ -6,11 +6,11 @@ use num_traits::ToPrimitive;
 
 use super::polynomial::{Atom, Fraction, Monomial, Polynomial};
 
-/// The number of points at which expressions are compared.
+/// Number of points at which expressions are compared.
 pub(super) const POINTS: u64 = 6;
 
-/// Returns a number in 0.3 to 2.3 that depends on the name: negative at the first odd point, of
-/// either sign at the other odd points.
+/// Returns a number from 0.3 to 2.3 that depends on the name. It is negative at the first odd
+/// point, and has either sign at the other odd points.
 fn coordinate(name: &str, point: u64) -> f64 {
     let mut state = 0xcbf2_9ce4_8422_2325u64 ^ point.wrapping_mul(0x9e37_79b9_7f4a_7c15);
     for byte in name.bytes() {
@@ -29,19 +29,20 @@ fn number(x: &BigRational) -> Complex64 {
 }
 
 impl Fraction {
-    /// Returns the value at a point, in which each variable and each unknown function has a value.
+    /// Returns the value at a point, at which each variable and each unknown function has a value.
     pub(super) fn at(&self, point: u64) -> Complex64 {
         self.numerator.at(point) / self.denominator.at(point)
     }
 
-    /// Returns the value if there are no variables and no unknown functions.
+    /// Returns the value, if there are no variables and no unknown functions.
     pub(super) fn real(&self) -> Option<f64> {
         let (a, b) = (self.at(0), self.at(1));
         let is_real = a.im.abs() <= 1e-12 * a.re.abs().max(1.);
         (a == b && is_real && a.re.is_finite()).then_some(a.re)
     }
 
-    /// Returns true if the values agree at all points that have one, and there are such points.
+    /// Returns true if the values agree at all points where they exist, and if there are such
+    /// points.
     pub(super) fn is_near(&self, other: &Self) -> bool {
         let mut compared = 0;
         for point in 0..POINTS {

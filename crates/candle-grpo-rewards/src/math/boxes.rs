@@ -1,17 +1,17 @@
-//! The boxes of an answer.
+//! An answer's boxes.
 
 use crate::answer;
 
-/// The last values in `\boxed{}` that belong together.
+/// The last `\boxed{}` values that belong together.
 pub(super) struct Boxes<'a> {
-    /// The texts in the boxes.
+    /// Box contents.
     pub(super) inside: Vec<&'a str>,
-    /// The position after the last box.
+    /// Position after the last box.
     pub(super) end: usize,
 }
 
-/// Returns the last `\boxed{}` and those before it in the same formula, or joined by a comma, `and`
-/// or `or` without other words: at most 64. None if the last one is not closed.
+/// Returns the last `\boxed{}`, and earlier ones in the same formula, or joined by a comma, `and`
+/// or `or` without other words: at most 64. Returns `None` if the last one is not closed.
 pub(super) fn last_boxes(text: &str) -> Option<Boxes<'_>> {
     let mut boxes: Vec<(usize, usize, &str)> = Vec::new();
     let mut end = text.len();
@@ -19,7 +19,7 @@ pub(super) fn last_boxes(text: &str) -> Option<Boxes<'_>> {
         let start = open.start;
         let from = text.len() - open.rest.len();
         let Some(inside) = open.inside(end.saturating_sub(from)) else {
-            // The text ends in the last one: its answer is not known.
+            // The text ends inside the last box, so its answer is unknown.
             if boxes.is_empty() {
                 return None;
             }
@@ -80,7 +80,7 @@ fn belong_together(text: &str, after: usize, next: usize) -> bool {
             .any(|close| between.contains(close))
 }
 
-/// Returns the position of the last mark that is not escaped: `\\[4pt]` is a line break with a
+/// Returns the position where an unescaped mark last occurs: `\\[4pt]` is a line break with a
 /// space.
 fn last_mark(text: &str, mark: &str) -> Option<usize> {
     let mut marks = text.rmatch_indices(mark).map(|(at, _)| at);

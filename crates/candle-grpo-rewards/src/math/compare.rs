@@ -1,4 +1,4 @@
-//! Equality of values.
+//! Value equality.
 
 use num_complex::Complex64;
 use num_rational::BigRational;
@@ -10,9 +10,9 @@ use super::limits::Budget;
 use super::polynomial::{Atom, Fraction, Polynomial};
 use super::value::{Interval, Scalar, Value, infinity};
 
-/// Compares values of an answer and of its reference.
+/// Compares an answer's values with its reference's.
 pub(super) struct Comparison {
-    /// Decimal numbers are equal up to half a unit of this decimal place.
+    /// Decimal numbers are equal up to half a unit in this decimal place.
     pub(super) decimals: u32,
     budget: Budget,
 }
@@ -25,7 +25,7 @@ impl Comparison {
         }
     }
 
-    /// Returns true if the values are equal. The order of the arguments does not matter.
+    /// Returns true if the values are equal. The argument order does not matter.
     pub(super) fn equal(&self, a: &Value, b: &Value) -> bool {
         if self.budget.spend(10).is_none() {
             return false;
@@ -132,7 +132,7 @@ impl Comparison {
         self.budget.spend(100).is_some() && a.exact.is_near(&b.exact)
     }
 
-    /// Returns true if a difference is at most half a unit of the last compared decimal place.
+    /// Returns true if a difference is at most half a unit in the last compared decimal place.
     fn rounds(&self, difference: BigRational) -> bool {
         let ten = BigRational::from_integer(10.into());
         let unit = num_traits::pow::Pow::pow(&ten, self.decimals);
@@ -166,7 +166,7 @@ impl Comparison {
     }
 }
 
-/// Returns true if the numerators are equal up to a number.
+/// Returns true if the numerators are equal up to a constant factor.
 fn same_zeros(a: &Fraction, b: &Fraction) -> bool {
     let primitive = |polynomial: &Polynomial| {
         let mut content = polynomial.content();
@@ -179,7 +179,7 @@ fn same_zeros(a: &Fraction, b: &Fraction) -> bool {
     a.is_some() && a == b
 }
 
-/// Returns true if the quotient of the expressions is one number, positive if `directed`.
+/// Returns true if the expressions have a constant quotient, positive if `directed`.
 fn proportional(a: &Fraction, b: &Fraction, directed: bool) -> bool {
     let quotients: Vec<Complex64> = (0..POINTS)
         .map(|point| a.at(point) / b.at(point))
@@ -194,7 +194,7 @@ fn proportional(a: &Fraction, b: &Fraction, directed: bool) -> bool {
     quotients.len() > 1 && constant && first.norm() > 0. && (!directed || first.re > 0.)
 }
 
-/// Returns the value of an assignment such as `x = 5`, or of a computation such as `2 + 3 = 5`.
+/// Returns the value in an assignment such as `x = 5`, or in a computation such as `2 + 3 = 5`.
 fn assigned(sides: &[Value], relations: &[Relation]) -> Option<Value> {
     if relations
         .iter()
@@ -207,8 +207,8 @@ fn assigned(sides: &[Value], relations: &[Relation]) -> Option<Value> {
     (first.is_name() || sides.iter().all(is_constant)).then(|| last.clone())
 }
 
-/// Returns a chain in which the relations are `<`, `≤`, `=` and `≠`. A chain of equations that
-/// begins with a name has its first and its last side.
+/// Returns a chain that only uses `<`, `≤`, `=` and `≠`. If equations begin with a name, the result
+/// has their first and last side.
 fn ascending(sides: &[Value], relations: &[Relation]) -> (Vec<Value>, Vec<Relation>) {
     let (mut sides, mut relations) = (sides.to_vec(), relations.to_vec());
     if sides.len() > 2 && assigned(&sides, &relations).is_some() {
@@ -230,7 +230,7 @@ fn ascending(sides: &[Value], relations: &[Relation]) -> (Vec<Value>, Vec<Relati
     (sides, relations)
 }
 
-/// Returns the solutions of inequalities that bound one expression by numbers.
+/// Returns the solutions to inequalities that bound one expression by numbers.
 fn region(sides: &[Value], relations: &[Relation]) -> Option<Value> {
     let (sides, relations) = ascending(sides, relations);
     let closed = |relation: Relation| match relation {

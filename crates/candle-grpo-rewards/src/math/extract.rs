@@ -1,4 +1,4 @@
-//! The place of a mathematical answer in a text, and its value.
+//! Where a mathematical answer is in a text, and its value.
 
 use std::borrow::Cow;
 use std::sync::LazyLock;
@@ -11,13 +11,13 @@ use super::parser::parse;
 use super::value::Value;
 use crate::answer::{self, AnswerPlace, Marked};
 
-/// An answer as it is written, and its value.
+/// An answer as written, and its value.
 #[derive(Debug, Clone)]
 pub(super) struct Answer {
     pub(super) text: String,
-    /// None if the text is not understood or beyond a bound.
+    /// `None` if the text is not understood or beyond a limit.
     pub(super) value: Option<Value>,
-    /// The value of a number with a decimal comma, such as `2,74`, as a list.
+    /// A number with a decimal comma, such as `2,74`, read as a list.
     pub(super) as_list: Option<Value>,
 }
 
@@ -50,15 +50,16 @@ const TENS: &str = "(?:thir|for|fif|six|seven|eigh|nine)ty";
 const SCALES: &str = "(?:hundred|thousand|million|billion|trillion)";
 /// Parts, as in `2 thirds`.
 const PARTS: &str = "(?:half|halves|quarters?|thirds?|(?:four|fif|six|seven|eigh|nin|ten|eleven|twelf|hundred|thousand|million|billion)ths?)";
-/// Words of one operand after a number.
+/// Words for one operand after a number.
 const OPERATORS: &str = "(?:squared|cubed|factorial|dozens?|minus|plus|below|above|(?:divided|multiplied) by|choose|mod|modulo)";
-/// The beginning of an operand in words after `times`, or of a comparison as in `3 times as many`.
+/// The start of an operand in words after `times`, or of a comparison as in `3 times as many`.
 const FACTOR: &str = r"(?:[b-z]\b|as|the|more|[0-9]+)";
-/// The end of a sentence, after marks of Markdown.
+/// The end of a sentence, after Markdown marks.
 const SENTENCE_END: &str = r#"["'”’*_`$]{0,3}(?:[.!?;](?:\s|$)|\s*$|\n)"#;
 
-/// A number in plain text: `inner` is a date, an amount in two units, or one of the groups
-/// `expression` and `number` with what follows it. `changed` and `more` make another number of it.
+/// A number in plain text. `inner` is a date, an amount in two units, or one of the groups
+/// `expression` and `number` with what follows it. With `changed` or `more`, it is a different
+/// number.
 static NUMBER: LazyLock<Option<Regex>> = LazyLock::new(|| {
     let european = r"[1-9][0-9]{0,2}(?:(?:\.[0-9]{3})+,[0-9]+|(?:\.[0-9]{3}){2,}\b)";
     let spaces = r"[1-9][0-9]{0,2}(?:[ \u00a0\u202f'’][0-9]{3})+(?:[.,][0-9]+|\b)";
@@ -67,7 +68,7 @@ static NUMBER: LazyLock<Option<Regex>> = LazyLock::new(|| {
     let number = format!(
         r"[-−]?(?:(?P<european>{european})|(?P<spaces>{spaces})|(?P<commas>{commas})|(?P<list>[0-9]+(?:,[0-9]+){{2,}})|{plain})"
     );
-    // More digits, a suffix or a variable, with which it is another number.
+    // More digits, a suffix or a variable, which make it a different number.
     let term = r"(?:[xyzni]\b|[π√])";
     let more = format!(
         r"(?P<more>(?:[.,:'’-][0-9]+)+|[½⅓⅔¼¾⅛²³⁴⁵√π^]|[kKMB]\b|{term}|\s(?:pi\b|[π√]|out of\b)|\s?\\(?:[dt]?frac|sqrt|pi)\b|[ \t][xyzn]\b|[ \t]?[-−+*·×/]\s?[0-9.]*{term})"
@@ -75,7 +76,7 @@ static NUMBER: LazyLock<Option<Regex>> = LazyLock::new(|| {
     let scale = format!(r"(?:\s(?P<scale>(?i:{SCALES}))\b)");
     let percent = r"(?P<percent>\s*(?:%|[Pp]er ?cent|[Pp]ct))";
     let changed = changed();
-    // A variable after a space. Before a number or a bracket, `x` is a sign.
+    // A variable after a space. Before a number or a bracket, `x` is an operator.
     let variable = r"[ \t](?:[yzn]\b|x(?:[ \t]+[^0-9(\s]|[^\w\s]|[ \t]*(?m:$)))";
     // Not an imaginary number.
     let that_is = r"\s?[-−]\s?i\.\s?e\.";
@@ -84,7 +85,7 @@ static NUMBER: LazyLock<Option<Regex>> = LazyLock::new(|| {
     let small = r"(?:months?|weeks?|days?|hours?|hrs?|minutes?|mins?|seconds?|secs?|cents?|ounces?|oz|inch(?:es)?|feet|centimet(?:er|re)s?)";
     // Two units, as in `3 hours and 20 minutes`.
     let compound = format!(r"[0-9.,]*[0-9] ?{large}(?:,? and|,)? [0-9.]+ ?{small}");
-    // On one line. `x` is a sign of multiplication between a space and a number or a bracket.
+    // On one line. `x` is a multiplication sign between a space and a number or a bracket.
     let part = r"(?:[-0-9. \t+−*/^()×÷·]|[ \t]x[ \t]+[0-9(])";
     let last = format!(r"(?:[-+−*/^×÷·]{part}*[0-9)]|[ \t]x[ \t]+(?:[0-9(]{part}*[0-9)]|[0-9]))");
     let calculation = format!(r"[-−]?\(?[-−]?[0-9]{part}*{last}");
@@ -95,7 +96,7 @@ static NUMBER: LazyLock<Option<Regex>> = LazyLock::new(|| {
     .ok()
 });
 
-/// Returns the pattern of words and amounts after a number that make another number of it, as in
+/// Returns the pattern for words and amounts after a number that make it a different number, as in
 /// `5 dozen`, `18 to 19` and `$18 - $3`.
 fn changed() -> String {
     let small = SMALL.join("|");
@@ -103,11 +104,11 @@ fn changed() -> String {
     let words = format!(
         r"{PARTS}|{OPERATORS}|{than}|degrees? (?:below|above)|times (?:{FACTOR}|{small})|and (?:a |an |one |two |three )?{PARTS}|or (?:more|less|fewer|{small}|{TENS})|(?:to|point) (?:{small}|{TENS})"
     );
-    // The second number of a range, and an amount after an operator.
+    // The second number in a range, and an amount after an operator.
     let second = r"\\?[$€£¥₹]?[0-9](?:[0-9.,]*[0-9])?";
     let amount = r"[-−+*·×/÷] ?\\?[$€£¥₹] ?[0-9](?:[0-9.,]*[0-9])?";
     let range = format!(r"(?: ?%)?(?: {SCALES})?(?: ?– ?|—| (?:to|through) ){second}");
-    // The first scale is that of the number.
+    // The first scale belongs to the number.
     format!(r"(?i:[ ~-](?:(?:{SCALES} )?(?:{words})|{SCALES} {SCALES})\b|{range}| ?{amount})")
 }
 
@@ -116,8 +117,8 @@ static FINAL: LazyLock<Option<Regex>> = LazyLock::new(|| {
     Regex::new(r"(?i)final answer[^\n]{0,100}?\sis\b|answers? (?:is|are)\b|answers?\s?[:=]").ok()
 });
 
-/// Returns the expected answer in the text of a row. `2,3` is a list there. A sentence that
-/// no single number says, such as `3 boys and 4 girls` or `not 5`, is compared as a text.
+/// Returns the answer that a row's text expects. There, `2,3` is a list. A sentence that no single
+/// number expresses, such as `3 boys and 4 girls` or `not 5`, is compared as text.
 pub(super) fn expected(text: &str) -> Option<Answer> {
     static BOUND: LazyLock<Option<Regex>> = LazyLock::new(|| {
         Regex::new(r"(?i)\b(?:not|no|all|any|than|least|most|between|except|from|above|below)\b")
@@ -143,7 +144,7 @@ pub(super) fn expected(text: &str) -> Option<Answer> {
     Some(answer)
 }
 
-/// Returns the answer at a place of a text.
+/// Returns the answer at a place in a text.
 pub(super) fn find(place: &AnswerPlace, text: &str) -> Option<Answer> {
     let (place, text) = place.without_thoughts(text)?;
     match place {
@@ -153,9 +154,9 @@ pub(super) fn find(place: &AnswerPlace, text: &str) -> Option<Answer> {
     }
 }
 
-/// Returns the first that exists of: the last boxes, or the last announced value if it is later;
-/// the text after `####`; the last formula or number, of the text after the announcement if it has
-/// any. None if the last box is not closed.
+/// Returns the first that exists: the last boxes, or a later announced value; the text after
+/// `####`; or the last formula or number, searched after the announcement if there is any text.
+/// Returns `None` if the last box is not closed.
 fn automatic(text: &str) -> Option<Answer> {
     let boxes = boxed(text);
     let after_boxes = boxes.as_ref().map_or(0, |(_, end)| *end);
@@ -185,7 +186,7 @@ fn automatic(text: &str) -> Option<Answer> {
     announced().or_else(|| within(rest.filter(has_digits).unwrap_or(text).trim()))
 }
 
-/// Returns a line without what Markdown strikes out, as in `~~41~~ 42`.
+/// Removes what Markdown strikes out in a line, as in `~~41~~ 42`.
 fn without_struck(line: &str) -> Cow<'_, str> {
     static STRUCK: LazyLock<Option<Regex>> = LazyLock::new(|| Regex::new("~~[^~]+~~").ok());
     match STRUCK.as_ref() {
@@ -194,13 +195,13 @@ fn without_struck(line: &str) -> Cow<'_, str> {
     }
 }
 
-/// Returns true for white space, marks of Markdown and a colon.
+/// Returns true for white space, Markdown marks and a colon.
 fn is_mark(c: char) -> bool {
     c.is_whitespace() || "*_`:".contains(c)
 }
 
-/// Returns the last boxed values, and the position after them. Several that belong together are one
-/// set.
+/// Returns the last boxed values, and the position after them. Several that belong together form
+/// one set.
 fn boxed(text: &str) -> Option<(Answer, usize)> {
     let boxes = last_boxes(text)?;
     let after = &text[boxes.end..];
@@ -216,7 +217,7 @@ fn boxed(text: &str) -> Option<(Answer, usize)> {
     Some((formula(&written), boxes.end))
 }
 
-/// Returns the answer of a formula, which may be a number with a unit. Times of day have no value.
+/// Returns a formula's answer, which may be a number with a unit. A time of day has no value.
 fn formula(written: &str) -> Answer {
     static TIME: LazyLock<Option<Regex>> = LazyLock::new(|| {
         Regex::new(r"(?:^|[^0-9:.])[0-9]{1,2}:[0-9]{2}(?::[0-9]{2})?(?:$|[^0-9:])").ok()
@@ -285,8 +286,8 @@ fn formula(written: &str) -> Answer {
     }
 }
 
-/// Returns the last side of `V_1:V_2 = 11:21`. Without the label it may be a time, so its text
-/// counts beside its value.
+/// Returns the last side in `V_1:V_2 = 11:21`. Without the label, it may be a time, so both its
+/// text and its value count.
 fn labeled_ratio(written: &str) -> Option<&str> {
     static RATIO: LazyLock<Option<Regex>> = LazyLock::new(|| {
         let name = r"[A-Za-z\\][^=:0-9]*(?:_\{?[0-9]+\}?[^=:0-9]*)?";
@@ -302,7 +303,7 @@ fn labeled_ratio(written: &str) -> Option<&str> {
     Some(found.name("ratio")?.as_str()).filter(|_| is_name)
 }
 
-/// Returns true for words after a number in a formula that may make another number of it.
+/// Returns true for words after a number in a formula that may make it a different number.
 fn changes(words: &str) -> bool {
     static WORDS: LazyLock<Option<Regex>> = LazyLock::new(|| {
         let small = SMALL.join("|");
@@ -316,7 +317,7 @@ fn changes(words: &str) -> bool {
         .is_some_and(|pattern| pattern.is_match(words))
 }
 
-/// Returns the number of `12 miles per hour`, also in `\text{}`, and of `1.234,50`.
+/// Returns the number in `12 miles per hour`, also inside `\text{}`, and in `1.234,50`.
 fn quantity(written: &str) -> Option<Answer> {
     static TEXT: LazyLock<Option<Regex>> =
         LazyLock::new(|| Regex::new(r"^\\(?:text|textbf|textrm|mathrm|mbox)\{([^{}]*)\}$").ok());
@@ -353,7 +354,7 @@ fn quantity(written: &str) -> Option<Answer> {
     (is_money && (is_quantity || is_scaled || is_european)).then(|| number_of(&found))
 }
 
-/// Returns the last side of equations.
+/// Returns the last side in a chain of equations.
 fn last_side(written: &str) -> Option<&str> {
     if written.contains([',', ';']) {
         return None;
@@ -361,7 +362,7 @@ fn last_side(written: &str) -> Option<&str> {
     Some(written.rsplit_once('=')?.1)
 }
 
-/// Returns the answer in a text: all of it, or the last formula or number in it.
+/// Returns the answer in a text: all of it, or its last formula or number.
 fn within(text: &str) -> Option<Answer> {
     if let Some(number) = plain_number(text) {
         return Some(Answer {
@@ -389,7 +390,7 @@ fn within(text: &str) -> Option<Answer> {
     }
 }
 
-/// Returns the first formula or number of a text, with those that `and`, `or` or a comma join.
+/// Returns a text's first formula or number, with those that `and`, `or` or a comma join.
 fn first_in(text: &str) -> Option<Answer> {
     let line = text.split("\n\n").next().unwrap_or(text);
     if let Some(answer) = in_words(line) {
@@ -431,12 +432,12 @@ fn first_in(text: &str) -> Option<Answer> {
     }
 }
 
-/// Returns true for a number with words or an operator that make another number of it.
+/// Returns true for a number with words or an operator that make it a different number.
 fn is_other(found: &regex::Captures<'_>) -> bool {
     found.name("changed").is_some() || found.name("changed_expression").is_some()
 }
 
-/// Returns the position after the last `=` of a line that begins with amounts, as in
+/// Returns the position after the last `=` in a line that begins with amounts, as in
 /// `$18 - $3 = $15`.
 fn equation(line: &str) -> Option<usize> {
     static SIDES: LazyLock<Option<Regex>> = LazyLock::new(|| {
@@ -460,7 +461,7 @@ fn unknown(text: &str) -> Answer {
     }
 }
 
-/// Returns true if a text ends with words that make another number of the next one.
+/// Returns true if a text ends with words that make the next number a different one.
 fn is_changed(before: &str) -> bool {
     static WORDS: LazyLock<Option<Regex>> = LazyLock::new(|| {
         let than = r"(?:more|less|fewer|greater|smaller|larger) than";
@@ -472,8 +473,8 @@ fn is_changed(before: &str) -> bool {
     WORDS.as_ref().is_some_and(|words| words.is_match(before))
 }
 
-/// Returns the answer of a text that begins with a number in words. It has a value up to twenty at
-/// the end of the sentence, or with the same number in digits as in `five (5)`.
+/// Returns the answer in a text that begins with a number in words. It has a value if it is at most
+/// twenty and ends the sentence, or if the same number follows in digits, as in `five (5)`.
 fn in_words(text: &str) -> Option<Answer> {
     static ANY: LazyLock<Option<Regex>> = LazyLock::new(|| {
         let small = SMALL.join("|");
@@ -523,8 +524,8 @@ fn in_words(text: &str) -> Option<Answer> {
     Some(unknown(text))
 }
 
-/// Returns the numbers at the beginning of a line that end a sentence together, such as
-/// `2, 3 or 4 apples.`, or none for a single number.
+/// Returns the numbers at the start of a line that end a sentence together, such as
+/// `2, 3 or 4 apples.`, or `None` for a single number.
 fn enumerated(line: &str) -> Option<Answer> {
     static END: LazyLock<Option<Regex>> =
         LazyLock::new(|| Regex::new(&format!("^(?: [A-Za-z]+)?{SENTENCE_END}")).ok());
@@ -549,7 +550,7 @@ fn enumerated(line: &str) -> Option<Answer> {
     (written.len() > 1 && END.as_ref()?.is_match(&line[end..])).then(|| together(&written))
 }
 
-/// Returns the set of numbers in plain text, without a value if one of them has none.
+/// Returns a set of numbers in plain text, without a value if one of them has none.
 fn together(numbers: &[Answer]) -> Answer {
     let written: Vec<&str> = numbers.iter().map(|number| number.text.as_str()).collect();
     let written = written.join(" , ");
@@ -615,7 +616,7 @@ fn formulas(text: &str) -> Vec<Span> {
     spans
 }
 
-/// Returns the position of the next `$` of the line without a backslash.
+/// Returns the position where the line's next `$` without a backslash is.
 fn closing_dollar(text: &str) -> Option<usize> {
     let bytes = text.as_bytes();
     let line = bytes.iter().take_while(|byte| **byte != b'\n');
@@ -672,12 +673,12 @@ fn group(text: &str, spans: &[Span]) -> Answer {
     }
 }
 
-/// Returns true for words of three letters that are not the names of commands, for short words that
-/// are no products of variables, and for a label such as `A:`.
+/// Returns true for words with at least three letters that are not command names, for short words
+/// that are not products of variables, and for a label such as `A:`.
 fn has_words(text: &str) -> bool {
     static WORD: LazyLock<Option<Regex>> = LazyLock::new(|| {
         let short = r"(?i:it|is|so|ok|we|he|my|no|of|to|on|by|if|up|oh|um|uh|hm|do|go|me|us|hi)";
-        // Before a number, these are no products of variables.
+        // Before a number, these are not products of variables.
         let before = "(?i:ah|at|be|as|am|an|er|eh|ha)";
         Regex::new(&format!(
             r"\\[a-zA-Z]+\s*(?:\{{[a-zA-Z*.,\s]*\}})?|_\{{[^}}]*\}}|(?P<word>[a-zA-Z]{{3,}}|\b{short}\b|\bI['’]|^\s*{before}[,!.…]*\s+[$0-9]|^[A-Za-z][a-z]?:\s)"
@@ -696,7 +697,7 @@ fn has_words(text: &str) -> bool {
     })
 }
 
-/// Returns the value of a text that is one number.
+/// Returns the value if a text is one number.
 fn plain_number(text: &str) -> Option<Answer> {
     if text.len() > SEARCHED_BYTES {
         return None;
@@ -710,7 +711,7 @@ fn plain_number(text: &str) -> Option<Answer> {
         .filter(|answer| answer.value.is_some())
 }
 
-/// Finds numbers and expressions in plain text. The mark after one may be that before the next.
+/// Finds numbers and expressions in plain text. The mark after one may be the mark before the next.
 fn numbers(text: &str) -> impl Iterator<Item = regex::Captures<'_>> {
     let mut at = 0;
     std::iter::from_fn(move || {
@@ -721,7 +722,7 @@ fn numbers(text: &str) -> impl Iterator<Item = regex::Captures<'_>> {
     })
 }
 
-/// Returns the last number or expression of plain text, and the position after it.
+/// Returns the last number or expression in plain text, and the position after it.
 fn last_number(text: &str) -> Option<(usize, Answer)> {
     static EACH: LazyLock<Option<Regex>> =
         LazyLock::new(|| Regex::new(r"^ (?:each|per|every|a)\b").ok());
@@ -740,7 +741,7 @@ fn last_number(text: &str) -> Option<(usize, Answer)> {
         return Some((from + found.get(0)?.end(), unknown(text)));
     }
     let mut answer = number_of(&found);
-    // `5 days, 3 hours each day` are two amounts.
+    // `5 days, 3 hours each day` has two amounts.
     let inner = found.name("inner")?;
     let is_single = found.name("number").is_some() || found.name("expression").is_some();
     if !is_single
@@ -758,7 +759,7 @@ fn last_number(text: &str) -> Option<(usize, Answer)> {
         if between == "and" && BETWEEN.as_ref()?.is_match(start) {
             answer = unknown(text);
         }
-        // In `16 or 17` neither is the answer.
+        // In `16 or 17`, neither is the answer.
         if between == "or" {
             answer = together(&[number_of(&before), answer]);
         }
@@ -809,8 +810,8 @@ fn number_of(found: &regex::Captures<'_>) -> Answer {
     }
 }
 
-/// Returns true for numbers that only hyphens join, without spaces: a score such as `3-2`, a range,
-/// a telephone number or the sides of a triangle, more often than a difference.
+/// Returns true for numbers joined by hyphens without spaces: a score such as `3-2`, a range, a
+/// phone number or a triangle's sides, more often than a difference.
 fn is_hyphenated(text: &str) -> bool {
     static HYPHENATED: LazyLock<Option<Regex>> = LazyLock::new(|| {
         let number = "[0-9](?:[0-9.,/]*[0-9])?";
@@ -821,8 +822,8 @@ fn is_hyphenated(text: &str) -> bool {
         .is_some_and(|hyphenated| hyphenated.is_match(text))
 }
 
-/// Returns the value of numbers with operators in plain text. A remark in brackets after a number
-/// is not a factor. Hyphenated numbers have no value.
+/// Returns the value for numbers with operators in plain text. A remark in parentheses after a
+/// number is not a factor. Hyphenated numbers have no value.
 fn calculation(written: &str) -> Answer {
     static REMARK: LazyLock<Option<Regex>> = LazyLock::new(|| Regex::new(r"[0-9)][ \t]+\(").ok());
     if is_hyphenated(written) {

@@ -12,7 +12,7 @@ use super::polynomial::{
     Atom, Exponent, Fraction, Monomial, Polynomial, integer_power, within_exponent,
 };
 
-/// Returns the prime factors of a positive number. A factor without small divisors stays whole.
+/// Returns a positive number's prime factors. A factor without small divisors stays whole.
 fn factorize(n: &BigInt, budget: &Budget) -> Option<Vec<(BigInt, i64)>> {
     let mut factors = Vec::new();
     let mut rest = n.clone();
@@ -75,7 +75,7 @@ fn rational_power(base: &Fraction, exponent: Exponent, budget: &Budget) -> Optio
     )
 }
 
-/// Returns a polynomial to a positive power.
+/// Raises a polynomial to a positive power.
 fn polynomial_power(base: &Polynomial, exponent: Exponent, budget: &Budget) -> Option<Fraction> {
     if base.is_zero() {
         return Some(Fraction::integer(0));
@@ -130,7 +130,7 @@ fn term_power(
     Some(result)
 }
 
-/// Returns a rational number to a rational power, as powers of primes.
+/// Raises a rational number to a rational power, as powers of primes.
 fn number_power(base: &BigRational, exponent: Exponent, budget: &Budget) -> Option<Fraction> {
     if exponent.is_integer()
         && let Some(power) = integer_power(base, *exponent.numer())
@@ -160,7 +160,7 @@ fn product(a: Exponent, b: Exponent) -> Option<Exponent> {
     Some(Ratio::new(numerator, a.denom().checked_mul(*b.denom())?))
 }
 
-/// Returns the prime factors of a positive rational number.
+/// Returns a positive rational number's prime factors.
 fn primes(x: &BigRational, budget: &Budget) -> Option<Vec<(Atom, Exponent)>> {
     let numerator = factorize(x.numer(), budget)?.into_iter();
     let denominator = factorize(x.denom(), budget)?.into_iter();
@@ -169,8 +169,8 @@ fn primes(x: &BigRational, budget: &Budget) -> Option<Vec<(Atom, Exponent)>> {
     Some(atoms.collect())
 }
 
-/// Returns `base^exponent` with variables or irrational numbers in the exponent: the product of the
-/// powers by each term of the exponent.
+/// Returns `base^exponent` for an exponent with variables or irrational numbers: multiplies the
+/// powers by each term in the exponent.
 fn symbolic_power(base: &Fraction, exponent: &Fraction, budget: &Budget) -> Option<Fraction> {
     let terms: Vec<(Monomial, BigRational)> = match exponent.denominator.as_constant() {
         Some(_) => exponent.numerator.0.clone().into_iter().collect(),
@@ -229,7 +229,7 @@ fn atom_powers(
     Some(result)
 }
 
-/// Returns the root of an index. Odd roots of negative numbers are real.
+/// Returns the root with an index. Odd roots of negative numbers are real.
 pub(super) fn root(radicand: &Fraction, index: i64, budget: &Budget) -> Option<Fraction> {
     if index < 1 {
         return None;
@@ -243,7 +243,7 @@ pub(super) fn root(radicand: &Fraction, index: i64, budget: &Budget) -> Option<F
     }
 }
 
-/// Returns the value of a function of one argument. Unknown functions stay as they are.
+/// Evaluates a function with one argument. An unknown function stays as it is.
 pub(super) fn call(name: &str, argument: &Fraction, budget: &Budget) -> Option<Fraction> {
     budget.spend(4)?;
     let one = Fraction::integer(1);
@@ -287,12 +287,12 @@ pub(super) fn call(name: &str, argument: &Fraction, budget: &Budget) -> Option<F
     }
 }
 
-/// Returns a function that is not evaluated.
+/// Returns an unevaluated function.
 pub(super) fn opaque(name: &str, arguments: Vec<Fraction>) -> Option<Fraction> {
     Fraction::atom(Atom::Call(name.to_owned(), arguments))
 }
 
-/// Returns the natural logarithm: of a product of primes and of e, the sum of theirs.
+/// Returns the natural logarithm. For a product of primes and e, it is the sum of their logarithms.
 fn logarithm(argument: &Fraction, budget: &Budget) -> Option<Fraction> {
     let terms = argument.numerator.single();
     let known = |monomial: &Monomial| {

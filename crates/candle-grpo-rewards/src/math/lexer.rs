@@ -1,4 +1,4 @@
-//! Tokens of LaTeX and of plain text.
+//! Tokens in LaTeX and plain text.
 
 use num_bigint::BigInt;
 use num_rational::BigRational;
@@ -12,17 +12,17 @@ pub(super) enum Token {
     Number(BigRational, bool),
     /// A variable with its subscript.
     Symbol(String),
-    /// A command without its backslash, or the name of a function.
+    /// A command without its backslash, or a function name.
     Command(String),
-    /// The root of an index.
+    /// The root with an index.
     Root(i64),
-    /// A bracket, an operator or a comma. `{` groups; `s` and `S` are the braces of a set.
+    /// A bracket, an operator or a comma. `{` groups; `s` and `S` are set braces.
     Char(char),
     /// A relation.
     Relation(Relation),
     /// Words.
     Text(String),
-    /// The beginning and the end of a matrix, the end of a row.
+    /// A matrix's start and end, and the end of a row.
     Begin,
     End,
     Row,
@@ -204,7 +204,7 @@ const STYLED: &[&str] = &[
     "widehat",
 ];
 
-/// Splits an expression into tokens; none if a part of it is not known.
+/// Splits an expression into tokens. Returns `None` if a part of it is unknown.
 pub(super) fn tokens(text: &str) -> Option<Vec<Token>> {
     if text.len() > MAX_EXPRESSION_BYTES {
         return None;
@@ -229,12 +229,12 @@ pub(super) fn tokens(text: &str) -> Option<Vec<Token>> {
 struct Lexer<'a> {
     rest: &'a str,
     tokens: Vec<Token>,
-    /// The open braces: true for those of a set.
+    /// Open braces: true for set braces.
     braces: Vec<bool>,
     /// Commands that still need arguments: the number of open braces at the command, and of
     /// missing arguments.
     arguments: Vec<(usize, u8)>,
-    /// The open brackets, in which a comma separates elements.
+    /// Open brackets, inside which a comma separates elements.
     brackets: usize,
     matrices: usize,
 }
@@ -254,7 +254,7 @@ impl<'a> Lexer<'a> {
         Some(())
     }
 
-    /// Counts an argument of the last command. Returns true if one was missing here.
+    /// Counts an argument for the last command. Returns true if one was missing here.
     fn is_argument(&mut self) -> bool {
         match self.arguments.last_mut() {
             Some((depth, missing)) if *depth == self.braces.len() => {
@@ -275,7 +275,7 @@ impl<'a> Lexer<'a> {
             return Some(());
         }
         if c != '{' && c != '\\' && self.is_argument() {
-            // `\frac12` has arguments of one digit.
+            // `\frac12` has one-digit arguments.
             if let Some(digit) = c.to_digit(10) {
                 self.skip(1);
                 let digit = BigRational::from_integer(digit.into());
@@ -346,7 +346,7 @@ impl<'a> Lexer<'a> {
         Some(())
     }
 
-    /// A symbol outside ASCII.
+    /// Handles a symbol outside ASCII.
     fn unicode(&mut self, c: char) -> Option<()> {
         let length = c.len_utf8();
         let relation = match c {
@@ -388,14 +388,14 @@ impl<'a> Lexer<'a> {
         Some(())
     }
 
-    /// The number of ASCII digits after `from` bytes.
+    /// Counts the ASCII digits after `from` bytes.
     fn digits(&self, from: usize) -> usize {
         let bytes = self.rest.as_bytes();
         let digits = bytes.get(from..).unwrap_or_default().iter();
         digits.take_while(|byte| byte.is_ascii_digit()).count()
     }
 
-    /// `{,}`, a separator of thousands.
+    /// Skips `{,}`, a thousands separator.
     fn thousands(&mut self) -> bool {
         let inside = self.rest[1..].trim_start();
         let Some(after) = inside.strip_prefix(',') else {
@@ -410,7 +410,8 @@ impl<'a> Lexer<'a> {
         }
     }
 
-    /// The length of a separator of thousands after `at` bytes, if a group of three digits follows.
+    /// Returns the length of a thousands separator after `at` bytes, if a group of three digits
+    /// follows.
     fn group(&self, at: usize) -> Option<usize> {
         let rest = &self.rest[at..];
         let trimmed = rest.trim_start();
@@ -474,7 +475,7 @@ impl<'a> Lexer<'a> {
                 end += 1 + signed + length;
             }
         }
-        // `204_5` is a numeral to a base: a symbol of its own.
+        // `204_5` is a numeral in a base: a symbol.
         if self.rest[end..].starts_with('_') && decimals == 0 {
             self.skip(end);
             return self.symbol(&digits);
@@ -491,7 +492,7 @@ impl<'a> Lexer<'a> {
         Some(())
     }
 
-    /// The place of the digits of `\overline{3}` after `at` bytes.
+    /// Returns the range of the digits in `\overline{3}` after `at` bytes.
     fn period(&self, at: usize) -> Option<(usize, usize)> {
         let rest = self.rest.get(at..)?;
         let names = ["\\overline{", "\\bar{"];
@@ -501,7 +502,7 @@ impl<'a> Lexer<'a> {
         (to > from && self.rest[to..].starts_with('}')).then_some((from, to))
     }
 
-    /// A decimal number whose last digits repeat without an end, which is a fraction.
+    /// Parses a repeating decimal, which is a fraction.
     fn repeating(&mut self, digits: &str, decimals: usize, period: (usize, usize)) -> Option<()> {
         let repeated = &self.rest[period.0..period.1];
         let power = |exponent: usize| num_traits::pow::pow(BigInt::from(10), exponent);
@@ -513,7 +514,7 @@ impl<'a> Lexer<'a> {
         Some(())
     }
 
-    /// Letters without a backslash.
+    /// Parses letters without a backslash.
     fn word(&mut self) -> Option<()> {
         let letters = self.rest.bytes().take_while(u8::is_ascii_alphabetic);
         let length = letters.count();
@@ -549,7 +550,7 @@ impl<'a> Lexer<'a> {
         Some(())
     }
 
-    /// The power of a unit, as in `cm^2`, and the unit after it in `km/h`.
+    /// Parses a unit's power, as in `cm^2`, and the unit after it in `km/h`.
     fn unit_power(&mut self) {
         let rest = self.rest.trim_start();
         for power in ["^2", "^3", "^{2}", "^{3}", "²", "³"] {
@@ -568,7 +569,7 @@ impl<'a> Lexer<'a> {
         }
     }
 
-    /// A variable: its name, with the subscript and primes that follow.
+    /// Parses a variable: its name, with the subscript and primes that follow.
     fn symbol(&mut self, name: &str) -> Option<()> {
         let mut name = name.to_owned();
         let rest = self.rest.trim_start();
@@ -608,7 +609,7 @@ impl<'a> Lexer<'a> {
         Some(())
     }
 
-    /// Takes `{...}` and returns the text in it.
+    /// Consumes `{...}` and returns the text inside.
     fn group_text(&mut self) -> Option<&'a str> {
         let rest = self.rest.trim_start().strip_prefix('{')?;
         let end = closing(rest)?;
@@ -784,7 +785,7 @@ impl<'a> Lexer<'a> {
         Some(())
     }
 
-    /// `\text{...}`: a separator, a percent sign, a unit, a variable or words.
+    /// Parses `\text{...}`: a separator, a percent sign, a unit, a variable or words.
     fn text(&mut self, command: &str) -> Option<()> {
         let inside = self.group_text()?;
         let trimmed = inside.trim().trim_matches(|c| c == '.' || c == ',');

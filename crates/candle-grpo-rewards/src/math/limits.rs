@@ -1,41 +1,41 @@
-//! Bounds on time and memory. An answer beyond one of them is compared as text.
+//! Time and memory limits. An answer beyond one of them is compared as text.
 
 use std::cell::Cell;
 
-/// The longest expression that is parsed, in bytes.
+/// Longest expression that is parsed, in bytes.
 pub(super) const MAX_EXPRESSION_BYTES: usize = 4096;
-/// The end of a text in which numbers are searched that are not in a formula, in bytes.
+/// Number of bytes at the end of a text that are searched for numbers outside formulas.
 pub(super) const SEARCHED_BYTES: usize = 4096;
-/// The longest number with a unit in words, in bytes.
+/// Longest number with a unit in words, in bytes.
 pub(super) const MAX_UNIT_BYTES: usize = 256;
-/// The most formulas that are one answer together.
+/// Maximum number of formulas that form one answer.
 pub(super) const MAX_FORMULAS: usize = 64;
-/// The most tokens of an expression.
+/// Maximum number of tokens in an expression.
 pub(super) const MAX_TOKENS: usize = 1500;
-/// The deepest nesting: a bracket takes two levels, a sign or a power one.
+/// Maximum nesting depth: a bracket counts two levels, a sign or a power one.
 pub(super) const MAX_DEPTH: usize = 80;
-/// The most digits of a written number.
+/// Maximum number of digits in a written number.
 pub(super) const MAX_DIGITS: usize = 1000;
-/// The most bits of a numerator or a denominator. Larger powers stay powers.
+/// Maximum number of bits in a numerator or a denominator. Larger powers stay powers.
 pub(super) const MAX_BITS: u64 = 4096;
-/// The most terms of a sum after expansion.
+/// Maximum number of terms in an expanded sum.
 pub(super) const MAX_TERMS: usize = 400;
-/// The largest numerator and denominator of a rational exponent.
+/// Largest numerator and denominator in a rational exponent.
 pub(super) const MAX_EXPONENT: i64 = 1 << 30;
-/// The largest exponent with which a sum is expanded.
+/// Largest exponent for which a sum is expanded.
 pub(super) const MAX_EXPANDED_POWER: i64 = 32;
-/// The largest argument of a factorial or a binomial coefficient that is computed. Others stay
+/// Largest argument for which a factorial or a binomial coefficient is computed. Others stay
 /// functions.
 pub(super) const MAX_FACTORIAL: u32 = 400;
-/// The largest prime that is a divisor in a factorization.
+/// Largest prime divisor in a factorization.
 pub(super) const MAX_TRIAL_DIVISOR: u64 = 10_000;
-/// The most products of two terms, comparisons of elements, and other steps for one answer.
+/// Maximum number of steps for one answer, such as term products and element comparisons.
 pub(super) const MAX_STEPS: u64 = 40_000;
-/// The most atoms in an atom, such as the argument of a function; a sum has up to eight times as
+/// Maximum number of atoms in an atom, such as a function's argument. A sum may have eight times as
 /// many.
 pub(super) const MAX_WEIGHT: usize = 400;
 
-/// The remaining steps of an answer.
+/// The steps that remain for an answer.
 pub(super) struct Budget(Cell<u64>);
 
 impl Budget {
@@ -43,7 +43,7 @@ impl Budget {
         Self(Cell::new(MAX_STEPS))
     }
 
-    /// Takes `steps`; none if fewer remain.
+    /// Spends `steps`. Returns `None` if fewer remain.
     pub(super) fn spend(&self, steps: usize) -> Option<()> {
         let left = self.0.get().checked_sub(steps as u64)?;
         self.0.set(left);

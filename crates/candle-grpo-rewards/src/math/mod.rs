@@ -1,8 +1,8 @@
-//! Comparison of mathematical answers by value, in LaTeX and in plain text.
+//! Compares mathematical answers by value, in LaTeX and in plain text.
 //!
-//! No other Rust crate compares the answers of language models as
-//! [Math-Verify](https://github.com/huggingface/Math-Verify) does in Python: systems of computer
-//! algebra read their own notation.
+//! No other Rust crate compares answers from language models as
+//! [Math-Verify](https://github.com/huggingface/Math-Verify) does in Python. General computer
+//! algebra systems only parse their own notation.
 
 mod approximate;
 mod boxes;
@@ -34,14 +34,16 @@ use super::votes::votes;
 use crate::{RewardFunction, Sample};
 use candle_grpo_base::column::column;
 
-/// The largest number of decimal places that are compared.
+/// Maximum number of decimal places that are compared.
 const MAX_DECIMALS: u32 = 30;
 
-/// 1 if the answer of the completion has the same value as that of a column of its row, 0
-/// otherwise.
+/// 1 if the completion's answer has the same value as the answer in a column, 0 otherwise.
 ///
-/// Numbers, roots, percentages, polynomials and other expressions, tuples, sets, intervals,
-/// matrices, equations and inequalities have values, in LaTeX and in plain text. An answer without
+/// Use it for any mathematical answer; [`NumericReward`](crate::NumericReward) is enough if all
+/// answers are plain numbers. Values can be numbers, roots, percentages, polynomials and other
+/// expressions, tuples, sets, intervals, matrices, equations and inequalities, in LaTeX and in
+/// plain text. An answer without a value is compared as text. Time and memory are limited for each
+/// completion.
 /// a value is compared as text. Time and memory are bounded for each completion.
 ///
 /// ```
@@ -57,12 +59,12 @@ const MAX_DECIMALS: u32 = 30;
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct MathReward {
-    /// The column with the expected answer: a number, or a text in LaTeX or plain text.
+    /// Column with the expected answer: a number, or a text in LaTeX or plain text.
     pub column: String,
-    /// The place of the answer in the completion. With `auto`, the first that exists of: the last
+    /// Where the answer is in the completion. With `auto`, the first that exists: the last
     /// `\boxed{}`, or a later `the answer is`; the text after `####`; the last formula or number.
     pub find: AnswerPlace,
-    /// Numbers are equal up to half a unit of this decimal place, if one of them is written with
+    /// Numbers are equal up to half a unit in this decimal place, if one of them is written with
     /// decimals.
     pub decimals: u32,
 }
@@ -82,7 +84,7 @@ impl MathReward {
     ///
     /// # Errors
     ///
-    /// If `decimals` is greater than 30.
+    /// Fails if `decimals` is greater than 30.
     pub fn validate(&self) -> Result<()> {
         Ok(validate::check(
             self.decimals <= MAX_DECIMALS,
@@ -92,11 +94,11 @@ impl MathReward {
         )?)
     }
 
-    /// Returns the expected answer of a row as it is written.
+    /// Returns the answer that a row expects, as written.
     ///
     /// # Errors
     ///
-    /// If the column is absent, or neither a number nor a text with an answer.
+    /// Fails if the column is absent, or is neither a number nor a text with an answer.
     pub fn expected(&self, columns: &Json) -> Result<String> {
         match column(columns, &self.column)? {
             Json::String(text) if !text.trim().is_empty() => Ok(text.clone()),
@@ -108,18 +110,18 @@ impl MathReward {
         }
     }
 
-    /// Returns true if the answer of `completion` has the value of the row's.
+    /// Returns true if the answer in `completion` has the same value as the row's.
     ///
     /// # Errors
     ///
-    /// If the column is absent, or neither a number nor a text with an answer.
+    /// Fails if the column is absent, or is neither a number nor a text with an answer.
     pub fn matches(&self, completion: &str, columns: &Json) -> Result<bool> {
         let expected = extract::expected(&self.expected(columns)?);
         let found = extract::find(&self.find, completion);
         let (Some(expected), Some(found)) = (expected, found) else {
             return Ok(false);
         };
-        // A sentence that repeats the expected one, whatever number is in it.
+        // A sentence that repeats the expected one, whatever number it contains.
         let repeats = || {
             let text = self.find.find(completion).unwrap_or_default();
             expected.value.is_none() && are_equal_texts(&expected.text, text)
@@ -129,7 +131,7 @@ impl MathReward {
 }
 
 impl RewardFunction for MathReward {
-    /// Answers are equal by their values.
+    /// Answers are equal if their values are.
     fn votes(&self, completions: &[&str], _: &Json) -> Result<Option<Votes>> {
         let answers = completions
             .iter()
@@ -166,7 +168,7 @@ fn are_equal(a: &Answer, b: &Answer, decimals: u32) -> bool {
     }
 }
 
-/// Returns a text in lower case, without commands for text, white space, and one pair of brackets
+/// Returns a text in lower case, without text commands, white space, and one pair of brackets
 /// around it.
 fn letters(text: &str) -> String {
     let mut text = text.to_owned();

@@ -1,4 +1,4 @@
-//! The grammar of answers. Values are computed while parsing.
+//! The grammar for answers. Values are computed during parsing.
 
 use num_rational::BigRational;
 
@@ -8,7 +8,7 @@ use super::limits::{Budget, MAX_DEPTH};
 use super::polynomial::{Atom, Fraction};
 use super::value::{Interval, Scalar, Value, infinity};
 
-/// Returns the value of an expression; none if it is not understood or beyond a bound.
+/// Returns an expression's value, or `None` if it is not understood or beyond a limit.
 pub(super) fn parse(text: &str) -> Option<Value> {
     let budget = Budget::new();
     let tokens = tokens(text)?;
@@ -71,7 +71,7 @@ impl<'a> Parser<'a> {
         value
     }
 
-    /// Elements between commas, `and`, `or`; with semicolons, lists of them.
+    /// Parses elements between commas, `and`, `or`; with semicolons, lists of elements.
     fn list(&mut self) -> Option<Value> {
         let mut groups = vec![self.elements()?];
         while self.take(';') {
@@ -104,7 +104,7 @@ impl<'a> Parser<'a> {
         true
     }
 
-    /// A relation or a value; both signs of `\pm`.
+    /// Parses a relation or a value, with both signs for `\pm`.
     fn element(&mut self) -> Option<Vec<Value>> {
         let (from, outer) = (self.at, (self.negative, self.branched));
         (self.negative, self.branched) = (false, false);
@@ -205,7 +205,7 @@ impl<'a> Parser<'a> {
         }
     }
 
-    /// Takes `\frac{\text{km}}{\text{h}}`.
+    /// Consumes `\frac{\text{km}}{\text{h}}`.
     fn take_quotient_of_units(&mut self) -> bool {
         let found = match self.tokens.get(self.at..) {
             Some(
@@ -226,7 +226,7 @@ impl<'a> Parser<'a> {
         found
     }
 
-    /// A factor with signs before it, as after `\cdot`.
+    /// Parses a factor with signs before it, as after `\cdot`.
     fn signed(&mut self) -> Option<Value> {
         if self.take('-') {
             return self.nested(Self::signed)?.negated(self.budget);
@@ -237,7 +237,7 @@ impl<'a> Parser<'a> {
         self.power()
     }
 
-    /// Returns true if a factor follows without a sign of multiplication.
+    /// Returns true if a factor follows without a multiplication sign.
     fn starts_factor(&self) -> bool {
         match self.peek() {
             Some(Token::Symbol(_) | Token::Root(_) | Token::Begin) => true,
@@ -254,7 +254,7 @@ impl<'a> Parser<'a> {
         }
     }
 
-    /// Returns true at the fraction of a mixed number: `2\frac{1}{3}`.
+    /// Returns true at the fraction in a mixed number: `2\frac{1}{3}`.
     fn is_mixed(&self) -> bool {
         let whole = |token: Option<&Token>| match token {
             Some(Token::Number(x, true)) => Some(x.clone()),
@@ -384,7 +384,7 @@ impl<'a> Parser<'a> {
         }
     }
 
-    /// A variable, or one of the functions `f`, `g` and `h` of arguments in brackets.
+    /// Parses a variable, or one of the functions `f`, `g` and `h` with arguments in brackets.
     fn symbol(&mut self, name: &str) -> Option<Value> {
         let exact = match name {
             "e" => Fraction::atom(Atom::Euler)?,
@@ -403,7 +403,7 @@ impl<'a> Parser<'a> {
         Some(Value::Scalar(Scalar::new(exact)))
     }
 
-    /// `{...}` or one factor.
+    /// Parses `{...}` or one factor.
     fn argument(&mut self) -> Option<Scalar> {
         self.nested(Self::primary)?.scalar()
     }
@@ -446,7 +446,7 @@ impl<'a> Parser<'a> {
         Some(Value::Scalar(Scalar::new(exact)))
     }
 
-    /// A sum, product, integral or limit: its bounds and its body are compared.
+    /// Parses a sum, product, integral or limit, whose bounds and body are compared.
     fn big_operator(&mut self, name: &str) -> Option<Value> {
         let mut arguments = Vec::new();
         for mark in ['_', '^'] {
@@ -467,7 +467,7 @@ impl<'a> Parser<'a> {
         Some(Value::Scalar(operator.with_decimals(body.has_decimals)))
     }
 
-    /// A function with its power and base: `\sin^2 x`, `\log_2 8`.
+    /// Parses a function with its power and base: `\sin^2 x`, `\log_2 8`.
     fn function(&mut self, name: &str) -> Option<Value> {
         let mut base = None;
         if let Some(Token::Symbol(subscript)) = self.peek()
@@ -515,7 +515,7 @@ impl<'a> Parser<'a> {
         }
     }
 
-    /// The factors after a function, up to the next function or operator.
+    /// Parses the factors after a function, up to the next function or operator.
     fn bare_argument(&mut self) -> Option<Scalar> {
         let negative = self.take('-');
         let mut product = self.power()?;
@@ -533,7 +533,7 @@ impl<'a> Parser<'a> {
         product.scalar()
     }
 
-    /// A group, a tuple, an interval or a matrix in brackets.
+    /// Parses a group, a tuple, an interval or a matrix in brackets.
     fn brackets(&mut self, open: char) -> Option<Value> {
         let mut elements = self.element()?;
         while self.take(',') || self.take(';') {
@@ -597,7 +597,7 @@ fn one_or_set(mut values: Vec<Value>) -> Value {
     }
 }
 
-/// Returns a part of a union. A pair is an open interval there.
+/// Returns a part of a union. There, a pair is an open interval.
 fn as_interval(value: Value) -> Option<Value> {
     match value {
         Value::Tuple(elements) => {

@@ -1,4 +1,4 @@
-//! Sums of products of powers of atoms, with rational coefficients.
+//! Sums whose terms are products of atom powers, with rational coefficients.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -10,7 +10,7 @@ use num_traits::{One, Signed, ToPrimitive, Zero};
 
 use super::limits::{Budget, MAX_BITS, MAX_EXPONENT, MAX_TERMS, MAX_WEIGHT};
 
-/// The exponent of an atom.
+/// An atom's exponent.
 pub(super) type Exponent = Ratio<i64>;
 
 /// A factor that is not divided further.
@@ -21,21 +21,21 @@ pub(super) enum Atom {
     /// A prime, or a number without small divisors. Its exponent is in `[0, 1)`, unless the power
     /// is too large to compute.
     Prime(BigInt),
-    /// The base of natural logarithms.
+    /// The base for natural logarithms.
     Euler,
     Pi,
     /// A variable.
     Symbol(String),
-    /// A sum of several terms under a root. Its exponent is in `(0, 1)`.
+    /// A sum with several terms under a root. Its exponent is in `(0, 1)`.
     Sum(Polynomial),
-    /// An atom to the power of a product, such as `2^x`.
+    /// An atom raised to a product, such as `2^x`.
     Power(Arc<Atom>, Monomial),
-    /// A function of canonical arguments.
+    /// A function with canonical arguments.
     Call(String, Vec<Fraction>),
 }
 
 impl Atom {
-    /// The number of atoms in it.
+    /// Counts the atoms in it.
     fn weight(&self) -> usize {
         match self {
             Self::Sum(sum) => 1 + sum.weight(),
@@ -46,15 +46,15 @@ impl Atom {
     }
 }
 
-/// A product of powers of atoms.
+/// A product of atom powers.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Default)]
 pub(super) struct Monomial(pub(super) BTreeMap<Arc<Atom>, Exponent>);
 
-/// A sum of monomials with coefficients that are not 0.
+/// A sum of monomials with nonzero coefficients.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Default)]
 pub(super) struct Polynomial(pub(super) BTreeMap<Monomial, BigRational>);
 
-/// A quotient of polynomials. The denominator is 1, or has several terms.
+/// A quotient of two polynomials. The denominator is 1, or has several terms.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) struct Fraction {
     pub(super) numerator: Polynomial,
@@ -70,7 +70,8 @@ pub(super) fn within_exponent(exponent: Exponent) -> Option<()> {
     (bounded && *exponent.denom() <= MAX_EXPONENT).then_some(())
 }
 
-/// Returns `base` to an integer power; none if it has too many bits or divides by 0.
+/// Raises `base` to an integer power. Returns `None` if the result has too many bits or divides
+/// by 0.
 pub(super) fn integer_power(base: &BigRational, exponent: i64) -> Option<BigRational> {
     if base.is_zero() && exponent < 0 {
         return None;
@@ -143,7 +144,7 @@ impl Polynomial {
         sum
     }
 
-    /// Returns the atom to the power of a number.
+    /// Returns the atom raised to a number.
     pub(super) fn atom(atom: Atom, exponent: Exponent) -> Option<Self> {
         let mut monomial = Monomial::default();
         let factor = monomial.multiply_power(&Arc::new(atom), exponent)?;
@@ -234,7 +235,7 @@ impl Polynomial {
         (product.weight() <= 8 * MAX_WEIGHT).then_some(product)
     }
 
-    /// Returns the positive rational number by which all coefficients are divided so that they are
+    /// Returns the positive rational number that divides all coefficients so that they become
     /// integers without a common divisor.
     pub(super) fn content(&self) -> BigRational {
         let mut numerator = BigInt::zero();
@@ -252,7 +253,7 @@ impl Polynomial {
         BigRational::new(numerator, denominator)
     }
 
-    /// Returns true if the coefficient of the last term is negative.
+    /// Returns true if the last term's coefficient is negative.
     pub(super) fn is_negative(&self) -> bool {
         let last = self.0.last_key_value();
         last.is_some_and(|(_, coefficient)| coefficient.is_negative())
@@ -353,7 +354,7 @@ impl Fraction {
         Self::quotient(numerator, denominator, budget)
     }
 
-    /// Returns a quotient; none if the denominator is 0.
+    /// Returns a quotient, or `None` if the denominator is 0.
     fn quotient(numerator: Polynomial, denominator: Polynomial, budget: &Budget) -> Option<Self> {
         if denominator.is_zero() {
             return None;
@@ -386,7 +387,7 @@ impl Fraction {
         }
         let content = content.recip();
         let (numerator, denominator) = (numerator.scale(&content)?, denominator.scale(&content)?);
-        // Sums that differ in a number only cancel.
+        // Sums cancel if they differ only in a constant factor.
         let mut own = numerator.content();
         if numerator.is_negative() {
             own = -own;
@@ -401,7 +402,7 @@ impl Fraction {
     }
 }
 
-/// Returns the inverse of a term, with the sums that remain in the denominator: `1 / s^(1/3)` is
+/// Returns a term's inverse, with the sums that remain in the denominator: `1 / s^(1/3)` is
 /// `s^(2/3) / s`.
 fn inverse(
     monomial: &Monomial,

@@ -1,4 +1,4 @@
-//! Tests of parsing and comparison together.
+//! Tests that combine parsing and comparison.
 
 use std::time::Instant;
 
@@ -842,7 +842,7 @@ fn equal(a: &Value, b: &Value) -> bool {
     Comparison::new(6).equal(a, b)
 }
 
-/// Parts of expressions, in any order.
+/// Parts in expressions, in any order.
 fn fragments() -> impl Strategy<Value = String> {
     let fragment = prop::sample::select(vec![
         "1",
@@ -1041,7 +1041,7 @@ fn hostile_answers_end_soon() {
 #[cfg(target_os = "linux")]
 #[test]
 fn hostile_answers_fit_into_memory() {
-    // In a process of its own, which may map half a gibibyte.
+    // In a separate process, which may map half a gibibyte.
     let test = std::env::current_exe().unwrap();
     let limited = std::process::Command::new("sh")
         .args(["-c", "ulimit -v 524288; exec \"$0\" \"$@\""])

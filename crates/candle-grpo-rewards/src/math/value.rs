@@ -1,4 +1,4 @@
-//! Values of answers.
+//! Answer values.
 
 use num_traits::One;
 
@@ -6,17 +6,17 @@ use super::lexer::Relation;
 use super::limits::Budget;
 use super::polynomial::{Atom, Fraction};
 
-/// The value of an answer.
+/// An answer's value.
 #[derive(Debug, Clone, PartialEq)]
 pub(super) enum Value {
     /// A number or an expression.
     Scalar(Scalar),
-    /// Elements with an order: `(1, 2, 3)`. Two elements may also be an open interval.
+    /// Ordered elements: `(1, 2, 3)`. Two elements may also be an open interval.
     Tuple(Vec<Value>),
-    /// Elements without an order, in braces or separated by commas.
+    /// Unordered elements, in braces or separated by commas.
     Set(Vec<Value>),
     Interval(Box<Interval>),
-    /// The union of intervals and sets.
+    /// A union of intervals and sets.
     Union(Vec<Value>),
     Matrix(Vec<Vec<Scalar>>),
     /// Sides and the relations between them.
@@ -29,7 +29,7 @@ pub(super) enum Value {
 #[derive(Debug, Clone, PartialEq)]
 pub(super) struct Scalar {
     pub(super) exact: Fraction,
-    /// True if a decimal number is a part of it.
+    /// True if a decimal number is part of it.
     pub(super) has_decimals: bool,
     /// True for a number with a percent sign.
     pub(super) is_percentage: bool,
@@ -145,7 +145,7 @@ impl Value {
         Some(negated)
     }
 
-    /// Returns true for a side that only names a value: a variable, `f(x)`, `AB`, `(p, q)`.
+    /// Returns true if a side only names a value: a variable, `f(x)`, `AB`, `(p, q)`.
     pub(super) fn is_name(&self) -> bool {
         match self {
             Self::Scalar(scalar) => {

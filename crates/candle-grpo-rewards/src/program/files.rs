@@ -9,20 +9,20 @@ use candle_grpo_core::validate::check;
 use super::Program;
 use super::imports::{module_files, with_imports};
 
-/// Programs whose first argument is the file that they run.
+/// Programs whose first argument is the script that they run.
 const INTERPRETERS: [&str; 11] = [
     "python", "sh", "bash", "dash", "zsh", "node", "ruby", "perl", "Rscript", "julia", "php",
 ];
 
-/// Options of interpreters that take no value, so that the script comes after them.
+/// Interpreter options without a value, after which the script comes.
 const PLAIN_OPTIONS: [&str; 7] = ["-u", "-B", "-E", "-I", "-O", "-s", "-S"];
 
 impl Program {
-    /// Checks that the folder, the program and the script that it runs are there. Starts nothing.
+    /// Checks that the directory, the program and its script exist. Starts nothing.
     ///
     /// # Errors
     ///
-    /// If one of them is missing.
+    /// Fails if one is missing.
     pub fn check_files(&self) -> Result<()> {
         if let Some(folder) = &self.folder {
             check(
@@ -57,8 +57,8 @@ impl Program {
         Ok(())
     }
 
-    /// Returns the files that decide scores: the program if it is given by its path, arguments that
-    /// are files, the module of `python -m`, and the local Python modules that these import.
+    /// Returns the files that determine scores: the program if it is given as a path, arguments
+    /// that are files, the module in `python -m`, and the local Python modules that these import.
     pub fn files(&self) -> Vec<PathBuf> {
         let [name, arguments @ ..] = self.command.as_slice() else {
             return Vec::new();
@@ -83,7 +83,7 @@ impl Program {
         }
     }
 
-    /// Returns the file of a program that is a path or a name in `PATH`.
+    /// Returns the file for a program that is a path or a name in `PATH`.
     pub fn find_program(&self, name: &str) -> Option<PathBuf> {
         if is_path(name) {
             return Some(self.in_folder(name)).filter(|path| is_executable(path));
@@ -94,7 +94,7 @@ impl Program {
             .find(|path| is_executable(path) || path.with_extension("exe").is_file())
     }
 
-    /// The script of an interpreter, if its options leave no doubt which argument that is.
+    /// Returns an interpreter's script, if its options leave no doubt which argument it is.
     fn script(&self) -> Option<&str> {
         let [name, arguments @ ..] = self.command.as_slice() else {
             return None;
@@ -111,7 +111,7 @@ impl Program {
     }
 }
 
-/// Returns whether `path` is a file that the system can start.
+/// Returns whether `path` is a file that the system can execute.
 fn is_executable(path: &Path) -> bool {
     #[cfg(unix)]
     {

@@ -1,4 +1,4 @@
-//! The processes of a program, as a group that ends with this process.
+//! A program's processes, as a group that ends with this process.
 
 use std::io;
 use std::process::Command;
@@ -23,13 +23,13 @@ mod unix {
     const GUARD: &str = "read -r line; kill -9 0";
 
     /// A process group whose leader is a guard: a shell that reads a pipe from this process. If
-    /// this process dies, even by `SIGKILL`, the system closes the pipe, and the guard kills
-    /// the group.
+    /// this process dies, even by `SIGKILL`, the system closes the pipe, and the guard kills the
+    /// group.
     ///
-    /// The parent-death signal of Linux does less: it does not reach what the program has started,
-    /// and fires when the thread ends that started the program. The guard starts before the
-    /// program, so there is no moment at which the program runs without it. The leader is not
-    /// reaped before the group is killed, so no other group can have its number.
+    /// Linux's parent-death signal does less: it does not reach what the program has started, and
+    /// it fires when the thread that started the program ends. The guard starts before the program,
+    /// so the program never runs without it. The leader is reaped only after the group is killed,
+    /// so no other group can get its number.
     pub(crate) struct ProcessGroup {
         guard: Child,
     }
@@ -46,16 +46,16 @@ mod unix {
             Ok(Self { guard })
         }
 
-        /// Lets `command` start in this group.
+        /// Makes `command` start in this group.
         pub(crate) fn add(&self, command: &mut Command) {
             command.process_group(self.id());
         }
 
-        /// Kills everything in the group. It can be called again.
+        /// Kills everything in the group. You can call it again.
         pub(crate) fn kill(&mut self) {
-            // Once the guard is reaped, its number may be that of another group.
+            // Once the guard is reaped, another group may get its number.
             if let Ok(None) = self.guard.try_wait() {
-                // It fails only where nothing is left to kill.
+                // Fails only if nothing is left to kill.
                 let _ = killpg(Pid::from_raw(self.id()), Signal::SIGKILL);
                 let _ = self.guard.wait();
             }

@@ -4,10 +4,12 @@ use std::collections::BTreeSet;
 use std::fs;
 use std::path::{Path, PathBuf};
 
-/// Returns `files` and the local modules that those ending in `.py` import, directly or not.
+/// Returns `files`, and the local modules that those ending in `.py` import, directly or
+/// indirectly.
 ///
-/// Modules are searched in the folder of the first script, in `folder`, and for a relative import
-/// in the folder of the importing file. The search reads `import` statements without running them.
+/// Modules are searched in the first script's directory and in `folder`. A relative import is
+/// searched in the importing file's directory. The search reads `import` statements without running
+/// them.
 pub(super) fn with_imports(files: Vec<PathBuf>, folder: &Path) -> Vec<PathBuf> {
     let is_python = |path: &&PathBuf| path.extension().is_some_and(|end| end == "py");
     let script = files.iter().find(is_python).cloned();
@@ -39,8 +41,7 @@ pub(super) fn with_imports(files: Vec<PathBuf>, folder: &Path) -> Vec<PathBuf> {
     found.into_iter().collect()
 }
 
-/// Returns the files of the module `name` below `root`: its own and those of the packages around
-/// it.
+/// Returns the files for module `name` below `root`: its own, and its enclosing packages'.
 pub(super) fn module_files(root: &Path, name: &str) -> Vec<PathBuf> {
     let mut files = Vec::new();
     let mut path = root.to_path_buf();
@@ -54,7 +55,7 @@ pub(super) fn module_files(root: &Path, name: &str) -> Vec<PathBuf> {
     files
 }
 
-/// Returns the modules that `text` imports. A name after `from x import` may be a module too.
+/// Returns the modules that `text` imports. A name after `from x import` may also be a module.
 fn imports(text: &str) -> Vec<String> {
     let mut modules = Vec::new();
     let mut lines = text.lines().flat_map(|line| line.split(';'));
@@ -70,7 +71,7 @@ fn imports(text: &str) -> Vec<String> {
         match words.first() {
             Some(&"import") => modules.extend(names(&statement["import".len()..])),
             Some(&"from") => {
-                // A list of names may go on over several lines.
+                // A list of names may continue over several lines.
                 while (statement.contains('(') && !statement.contains(')'))
                     || statement.ends_with('\\')
                 {

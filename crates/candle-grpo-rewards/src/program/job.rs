@@ -1,93 +1,57 @@
-//! Programs that read one input and end by themselves.
+//! Programs that read one input and exit.
 
 use std::io::Write;
-use std::process::{Child, ExitStatus};
+use std::process::ExitStatus;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::thread;
-use std::time::Duration;
 
 use anyhow::Result;
 
 use super::tail::Tail;
-use super::{ProcessGroup, Program};
-use candle_grpo_base::clock::running_time;
+use super::{Program, Running};
 
-/// The time that pipes have to close after the end of a program.
-const LAST_OUTPUT: Duration = Duration::from_secs(1);
-
-const POLL: Duration = Duration::from_millis(2);
-
-/// A program with one input, which ends by itself. Dropping it kills the program and everything
+/// A program with one input, which exits on its own. Dropping it kills the program and everything
 /// that it has started.
 pub struct Job {
-    program: Child,
-    group: ProcessGroup,
-    /// The end of its output.
-    output: Arc<Mutex<Tail>>,
-    readers: Vec<thread::JoinHandle<()>>,
+    running: Running,
+    /// The end of its stderr.
+    errors: Arc<Mutex<Tail>>,
+    readers: [thread::JoinHandle<()>; 2],
 }
 
 impl Job {
-    /// Starts `program` with more environment variables. Its standard input is `input`.
+    /// Starts `program` with additional environment variables. `input` is its standard input.
     pub(super) fn start(
         program: &Program,
         input: Vec<u8>,
         variables: &[(&str, String)],
     ) -> Result<Self> {
-        let (mut child, group) = program.spawn(variables)?;
-        if let Some(mut stdin) = child.stdin.take() {
-            // A program that does not read its input may still be right.
-            thread::spawn(move || stdin.write_all(&input));
-        }
-        let mut readers = Vec::new();
-        if let Some(stdout) = child.stdout.take() {
-            readers.push(Tail::read(stdout).1);
-        }
-        let mut output = Arc::default();
-        if let Some(stderr) = child.stderr.take() {
-            let (tail, reader) = Tail::read(stderr);
-            output = tail;
-            readers.push(reader);
-        }
+        let mut running = program.spawn(variables)?;
+        let (mut stdin, stdout, stderr) = running.pipes()?;
+        // A program that does not read its input may still be right.
+        thread::spawn(move || stdin.write_all(&input));
+        let (_, output_reader) = Tail::read(stdout);
+        let (errors, error_reader) = Tail::read(stderr);
         Ok(Self {
-            program: child,
-            group,
-            output,
-            readers,
+            running,
+            errors,
+            readers: [output_reader, error_reader],
         })
     }
 
-    /// Returns the exit status if the program has ended.
+    /// Returns the exit status, if the program has ended.
     ///
     /// # Errors
     ///
-    /// If the system cannot report it.
+    /// Fails if the system cannot report it.
     pub fn status(&mut self) -> Result<Option<ExitStatus>> {
-        Ok(self.program.try_wait()?)
+        Ok(self.running.status()?)
     }
 
     /// Kills whatever is left of the program. Returns the end of its stderr.
     pub fn end(mut self) -> String {
-        self.kill();
-        let deadline = running_time() + LAST_OUTPUT;
-        let is_read = |reader: &thread::JoinHandle<()>| reader.is_finished();
-        while !self.readers.iter().all(is_read) && running_time() < deadline {
-            thread::sleep(POLL);
-        }
-        let mut output = self.output.lock().unwrap_or_else(PoisonError::into_inner);
-        output.text().trim().to_owned()
-    }
-
-    fn kill(&mut self) {
-        self.group.kill();
-        let _ = self.program.kill();
-        // Waiting leaves no zombie.
-        let _ = self.program.wait();
-    }
-}
-
-impl Drop for Job {
-    fn drop(&mut self) {
-        self.kill();
+        self.running.kill_and_read(&self.readers);
+        let mut errors = self.errors.lock().unwrap_or_else(PoisonError::into_inner);
+        errors.text().trim().to_owned()
     }
 }

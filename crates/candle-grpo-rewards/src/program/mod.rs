@@ -1,4 +1,8 @@
-//! Programs in any language that answer lines of JSON.
+//! Programs in any language that answer JSON lines.
+//!
+//! Use them for rewards, tools and environments that you already have in another language. A
+//! program reads one JSON object per line from stdin and writes one per line to stdout. Log to
+//! stderr.
 
 mod files;
 mod group;
@@ -6,48 +10,49 @@ mod imports;
 mod job;
 mod pool;
 mod process;
+mod running;
 mod sink;
 mod tail;
 
 use std::fmt;
 use std::path::PathBuf;
-use std::process::{Child, Command, Stdio};
+use std::process::Command;
 use std::time::Duration;
 
-use anyhow::{Context, Result, anyhow, bail};
+use anyhow::{Result, anyhow, bail};
 use candle_grpo_base::secrets;
 use candle_grpo_core::validate::{Checked, check};
 
-pub(crate) use group::ProcessGroup;
 pub use job::Job;
 pub use pool::ProgramPool;
 pub(crate) use process::Process;
 pub use process::{Answer, Failure, Unusable, quoted};
+pub(crate) use running::Running;
 pub use sink::Sink;
 
-/// The attempts after which a program that has never answered is an error.
+/// Number of attempts after which a program that has never answered is an error.
 pub(crate) const FIRST_ATTEMPTS: usize = 2;
 
-/// Returns the error of a program that has not answered in its first attempts.
+/// Returns the error for a program that did not answer in its first attempts.
 pub(crate) fn no_answer(attempts: usize, last: impl fmt::Display) -> anyhow::Error {
     anyhow!("no answer at all in {attempts} attempts, the last: {last}")
 }
 
-/// A program, its arguments, and the time that its answers may take.
+/// A program, its arguments, and time limits for its answers.
 #[derive(Debug, Clone)]
 pub struct Program {
-    /// The name and the arguments. No shell is in between.
+    /// Name and arguments. They are not passed through a shell.
     pub command: Vec<String>,
-    /// The folder that it runs in; absent: that of this process.
+    /// Working directory; absent: this process's.
     pub folder: Option<PathBuf>,
-    /// The longest time for an answer.
+    /// Maximum time for an answer.
     pub limit: Duration,
-    /// The longest time for the first answer, in addition.
+    /// Additional time for the first answer.
     pub start_limit: Duration,
 }
 
 impl Program {
-    /// Takes limits in seconds.
+    /// Creates a program with limits in seconds.
     pub fn new(command: &[String], folder: Option<&PathBuf>, limit: f64, start_limit: f64) -> Self {
         let seconds = |seconds| Duration::try_from_secs_f64(seconds).unwrap_or(Duration::MAX);
         Self {
@@ -68,19 +73,14 @@ impl Program {
         )
     }
 
-    /// Starts it in a group of its own, with pipes, without the variables that have keys, and with
+    /// Starts it in its own group, with pipes, without variables that hold keys, and with
     /// `variables`.
-    fn spawn(&self, variables: &[(&str, String)]) -> Result<(Child, ProcessGroup)> {
+    fn spawn(&self, variables: &[(&str, String)]) -> Result<Running> {
         let [name, arguments @ ..] = self.command.as_slice() else {
             bail!("command: empty");
         };
-        let group = ProcessGroup::start().context("starting sh")?;
         let mut command = Command::new(name);
-        command
-            .args(arguments)
-            .stdin(Stdio::piped())
-            .stdout(Stdio::piped())
-            .stderr(Stdio::piped());
+        command.args(arguments);
         for variable in secrets::hidden_variables() {
             command.env_remove(variable);
         }
@@ -88,11 +88,7 @@ impl Program {
         if let Some(folder) = &self.folder {
             command.current_dir(folder);
         }
-        group.add(&mut command);
-        let child = command
-            .spawn()
-            .with_context(|| format!("starting {name:?}"))?;
-        Ok((child, group))
+        Running::start(&mut command, Command::spawn)
     }
 
     /// Starts it.
@@ -100,22 +96,22 @@ impl Program {
         Process::start(self)
     }
 
-    /// Starts it with one input and more environment variables. It ends by itself.
+    /// Starts it with one input and additional environment variables. It exits on its own.
     ///
     /// # Errors
     ///
-    /// If it cannot be started.
+    /// Fails if it cannot be started.
     pub fn start_job(&self, input: Vec<u8>, variables: &[(&str, String)]) -> Result<Job> {
         Job::start(self, input, variables)
     }
 
-    /// Starts it as a reader of lines, which has [`Self::limit`] to end after its input.
+    /// Starts it as a line reader, which has [`Self::limit`] to exit after its input ends.
     pub fn start_sink(&self) -> Result<Sink> {
         Sink::start(self)
     }
 }
 
-/// Checks limits in seconds, under the names that configurations have for them.
+/// Checks limits in seconds, under their configuration names.
 pub fn check_limits(limit: f64, start_limit: f64) -> Checked {
     check(
         limit > 0. && limit <= 1e9,

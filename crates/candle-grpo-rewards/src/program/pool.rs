@@ -1,4 +1,4 @@
-//! Several processes of a program that answer one request at a time.
+//! Several processes that run the same program and answer one request at a time.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Mutex, PoisonError};
@@ -9,13 +9,13 @@ use serde_json::{Map, Value};
 use super::{Answer, FIRST_ATTEMPTS, Failure, Process, Program, no_answer};
 use crate::Progress;
 
-/// Processes of a program. One that fails is started again for its next request.
+/// A program's processes. A process that fails is restarted for its next request.
 pub struct ProgramPool {
     program: Program,
     processes: Vec<Mutex<Option<Process>>>,
-    /// True if a process has answered.
+    /// True once a process has answered.
     has_answered: AtomicBool,
-    /// The number of requests without an answer before the first answer, and the last error.
+    /// Number of unanswered requests before the first answer, and the last error.
     first_failures: Mutex<(usize, String)>,
 }
 
@@ -24,7 +24,7 @@ impl ProgramPool {
     ///
     /// # Errors
     ///
-    /// If the program cannot be started.
+    /// Fails if the program cannot be started.
     pub fn start(program: Program, workers: usize) -> Result<Self> {
         let processes = (0..workers).map(|_| Ok(Mutex::new(Some(program.start()?))));
         Ok(Self {
@@ -35,13 +35,13 @@ impl ProgramPool {
         })
     }
 
-    /// The answer to a request. Requests with the same `key` go to the same process, which answers
-    /// one after the other.
+    /// Returns the answer to a request. Requests with the same `key` go to the same process, which
+    /// answers them one after the other.
     ///
     /// # Errors
     ///
-    /// If the program hangs, ends or gives a wrong answer, or a stop is requested. A program that
-    /// exceeds the time or ends twice before its first answer is not started again.
+    /// Fails if the program hangs, ends or answers wrongly, or if a stop is requested. A program
+    /// that exceeds its time or ends twice before its first answer is not restarted.
     pub fn ask<T>(
         &self,
         key: u64,
@@ -81,7 +81,7 @@ impl ProgramPool {
         answer.ok_or_else(|| Failure::Wrong(anyhow!("its answer is missing")))
     }
 
-    /// Notes a request without an answer. Before the first answer, the log has it too.
+    /// Records an unanswered request. Before the first answer, it is also logged.
     fn note(&self, error: &anyhow::Error) {
         if !self.has_answered.load(Ordering::Relaxed) {
             let error = format!("{error:#}");

@@ -2,7 +2,8 @@
 
 use std::fmt;
 use std::io::{BufRead, BufReader, Read as _, Write};
-use std::process::{Child, ChildStdin, ChildStdout, ExitStatus};
+use std::process::{ChildStdin, ChildStdout};
+use std::slice;
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, SyncSender, channel, sync_channel};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::thread;
@@ -13,55 +14,55 @@ use anyhow::{Context, Result, anyhow, bail};
 use serde_json::{Map, Value};
 
 use super::tail::Tail;
-use super::{Program, group::ProcessGroup};
+use super::{Program, Running};
 use crate::{Interrupted, Progress};
 use candle_grpo_base::clock::running_time;
 
-/// The time that an ending program has to exit, and a pipe to close.
+/// Time for an ending program to exit, and for a pipe to close.
 const QUIET: Duration = Duration::from_millis(20);
 
-/// The time that a batch has after a request to stop.
+/// Time that a batch has after a stop request.
 const STOP_GRACE: Duration = Duration::from_secs(3);
 
-/// The interval between checks for a request to stop.
+/// Interval between checks for a stop request.
 const POLL: Duration = Duration::from_millis(50);
 
-/// The time that a program has to end after its input.
+/// Time that a program has to exit after its input ends.
 const END_GRACE: Duration = Duration::from_secs(5);
 
-/// The longest line of output, in bytes.
+/// Maximum output line length, in bytes.
 const MAX_LINE: u64 = 1 << 20;
 
 /// Lines that wait to be read; more stay in the pipe.
 const MAX_LINES: usize = 1 << 10;
 
-/// The reason that a batch does not have all answers.
+/// Why a batch does not have all answers.
 pub enum Failure {
-    /// The program exceeded the time: another start may help.
+    /// The program exceeded its time: a restart may help.
     Timeout(anyhow::Error),
-    /// The program ended: another start may help.
+    /// The program ended: a restart may help.
     Ended(anyhow::Error),
     /// Its output is wrong.
     Wrong(anyhow::Error),
-    /// It wrote a line that no request asked for, so its answers cannot be assigned to requests.
+    /// It wrote a line that no request asked for, so answers cannot be assigned to requests.
     Surplus(anyhow::Error),
-    /// It has never answered, so starting it again does not help.
+    /// It has never answered, so a restart does not help.
     Unusable(anyhow::Error),
     /// A stop was requested.
     Interrupted,
 }
 
-/// An answer, and the id of its request if the program echoes it.
+/// An answer, and its request's id if the program echoes it.
 #[derive(Debug, PartialEq)]
 pub struct Answer<T> {
-    /// The id of the request.
+    /// The request's id.
     pub id: Option<u64>,
     /// The answer.
     pub value: T,
 }
 
 impl Answer<()> {
-    /// Returns the id among the fields of an answer.
+    /// Removes and returns the id among an answer's fields.
     pub fn take_id(fields: &mut Map<String, Value>) -> Result<Option<u64>> {
         match fields.remove("id") {
             None => Ok(None),
@@ -74,7 +75,7 @@ impl Answer<()> {
 }
 
 impl Failure {
-    /// This failure with another error.
+    /// Returns this failure with another error.
     pub fn map(self, change: impl FnOnce(anyhow::Error) -> anyhow::Error) -> Self {
         match self {
             Self::Timeout(error) => Self::Timeout(change(error)),
@@ -97,7 +98,7 @@ impl From<Failure> for anyhow::Error {
     }
 }
 
-/// The context of the error of a program that cannot be used in a run, whatever the policy does.
+/// Context for the error of a program that cannot be used in a run, whatever the policy does.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Unusable;
 
@@ -107,41 +108,35 @@ impl fmt::Display for Unusable {
     }
 }
 
-/// A program with a thread for each of its pipes, so that none of them can fill up and stop it.
+/// A program with one thread per pipe, so that no pipe can fill up and block it.
 pub(crate) struct Process {
-    program: Child,
-    group: ProcessGroup,
+    running: Running,
     input: Option<Sender<Vec<u8>>>,
     output: Receiver<Result<String, String>>,
     errors: Arc<Mutex<Tail>>,
     error_reader: thread::JoinHandle<()>,
-    /// The id of the next request.
+    /// Id for the next request.
     next_id: u64,
     /// True if its answers have ids; `None` before the first answer.
     echoes_ids: Option<bool>,
-    /// The longest time for an answer.
+    /// Maximum time for an answer.
     limit: Duration,
-    /// The longest time for the first answer, in addition.
+    /// Additional time for the first answer.
     start_limit: Duration,
 }
 
 impl Process {
     pub(super) fn start(program: &Program) -> Result<Self> {
         let (limit, start_limit) = (program.limit, program.start_limit);
-        let (mut program, group) = program.spawn(&[])?;
-        let missing = || anyhow!("pipe: absent");
-        let stdin = program.stdin.take().ok_or_else(missing)?;
-        let stdout = program.stdout.take().ok_or_else(missing)?;
-        let stderr = program.stderr.take().ok_or_else(missing)?;
-
+        let mut running = program.spawn(&[])?;
+        let (stdin, stdout, stderr) = running.pipes()?;
         let (input, batches) = channel();
         thread::spawn(move || write_batches(stdin, &batches));
         let (lines, output) = sync_channel(MAX_LINES);
         thread::spawn(move || read_lines(stdout, &lines));
         let (errors, error_reader) = Tail::read(stderr);
         Ok(Self {
-            program,
-            group,
+            running,
             input: Some(input),
             output,
             errors,
@@ -153,12 +148,12 @@ impl Process {
         })
     }
 
-    /// Sends `requests`, each with an `id`, and sets the answers to them, which are absent before.
-    /// `read` takes a line of the program. After a failure, the answers are valid that came before
-    /// it with ids.
+    /// Sends `requests`, each with an `id`, and fills in their answers, which must be absent
+    /// before. `read` parses an output line. After a failure, answers that came earlier with ids
+    /// are valid.
     ///
-    /// Answers without ids have their order alone. So a program without ids gets one batch: its
-    /// input ends with the requests, and its output must end with the answers.
+    /// Answers without ids can only be assigned by order. Therefore, a program without ids gets one
+    /// batch: its input ends with the requests, and its output must end with the answers.
     pub(crate) fn ask<T>(
         &mut self,
         requests: Vec<Map<String, Value>>,
@@ -206,8 +201,8 @@ impl Process {
                     }
                     continue;
                 }
-                // The time counts only when no line is waiting: a line that came in time may be
-                // read late.
+                // The time only counts while no line is waiting, because a line that came in time
+                // may be read late.
                 Err(RecvTimeoutError::Timeout) if rest.is_zero() => {
                     return Err(match stops_at {
                         Some(_) => Failure::Interrupted,
@@ -238,7 +233,7 @@ impl Process {
         self.echoes_ids != Some(false)
     }
 
-    /// Checks that the program has written only answers so far.
+    /// Checks that the program has only written answers so far.
     fn ensure_silent(&self) -> Result<()> {
         match self.output.try_recv() {
             Ok(line) => Err(self.surplus(line)),
@@ -246,7 +241,7 @@ impl Process {
         }
     }
 
-    /// The error of a line that no request asked for.
+    /// Returns the error for a line that no request asked for.
     fn surplus(&self, line: Result<String, String>) -> anyhow::Error {
         let line = line.map_or_else(|error| error, |line| quoted(&line));
         match self.next_id {
@@ -267,13 +262,13 @@ impl Process {
             self.next_id += 1;
         }
         if let Some(input) = &self.input {
-            // An error means that the program has ended, and the other pipe shows that too.
+            // An error means that the program has ended, which the other pipe also shows.
             let _ = input.send(lines.into_bytes());
         }
         Ok(())
     }
 
-    /// Notes the answer of a line, which is number `answered` to the requests from `first`.
+    /// Records a line's answer, which is number `answered` among the requests from `first`.
     fn take<T>(
         &mut self,
         line: &str,
@@ -314,11 +309,11 @@ impl Process {
         Ok(())
     }
 
-    /// Closes the input and lets the program end.
+    /// Closes the input and lets the program exit.
     ///
     /// # Errors
     ///
-    /// Returns an error if the program writes a line that no request asked for.
+    /// Fails if the program writes a line that no request asked for.
     pub(crate) fn finish(mut self) -> Result<()> {
         self.input = None;
         if self.next_id == 0 {
@@ -326,7 +321,7 @@ impl Process {
         }
         let deadline = running_time() + END_GRACE;
         loop {
-            let ended = !matches!(self.program.try_wait(), Ok(None));
+            let ended = !matches!(self.running.status(), Ok(None));
             match self.output.recv_timeout(QUIET) {
                 Ok(line) => return Err(self.surplus(line)),
                 Err(RecvTimeoutError::Disconnected) => return Ok(()),
@@ -338,43 +333,20 @@ impl Process {
         }
     }
 
-    /// Kills the program, and adds to `error` its exit status and the end of its stderr.
+    /// Kills the program, and adds its exit status and the end of its stderr to `error`.
     pub(crate) fn stop(mut self, error: anyhow::Error) -> anyhow::Error {
-        // One that has closed its output is about to end by itself, with a status of its own.
-        let status = match self.wait(QUIET) {
+        // A program that has closed its output is about to exit, with its own status.
+        let status = match self.running.wait(QUIET, &|| false) {
             Some(status) => format!(" ({status})"),
             None => String::new(),
         };
-        self.kill();
-        // All pipes are closed now; the reader takes what is left.
-        let deadline = running_time() + Duration::from_secs(1);
-        while !self.error_reader.is_finished() && running_time() < deadline {
-            thread::sleep(Duration::from_millis(2));
-        }
+        self.running
+            .kill_and_read(slice::from_ref(&self.error_reader));
         let mut tail = self.errors.lock().unwrap_or_else(PoisonError::into_inner);
         match tail.text().trim() {
             "" => anyhow!("{error:#}{status}; it wrote nothing to stderr"),
             text => anyhow!("{error:#}{status}; its stderr ends with:\n{text}"),
         }
-    }
-
-    /// Waits until the program ends, at most for `patience`.
-    fn wait(&mut self, patience: Duration) -> Option<ExitStatus> {
-        let deadline = running_time() + patience;
-        loop {
-            match self.program.try_wait() {
-                Ok(None) if running_time() < deadline => thread::sleep(Duration::from_millis(1)),
-                Ok(status) => return status,
-                Err(_) => return None,
-            }
-        }
-    }
-
-    fn kill(&mut self) {
-        self.group.kill();
-        let _ = self.program.kill();
-        // Waiting leaves no zombie.
-        let _ = self.program.wait();
     }
 }
 
@@ -396,8 +368,7 @@ fn overdue(answered: usize, of: usize, limit: Duration) -> anyhow::Error {
 impl Drop for Process {
     fn drop(&mut self) {
         self.input = None;
-        self.wait(Duration::from_secs(1));
-        self.kill();
+        self.running.wait(Duration::from_secs(1), &|| false);
     }
 }
 
@@ -413,7 +384,7 @@ fn write_batches(mut stdin: ChildStdin, batches: &Receiver<Vec<u8>>) {
     }
 }
 
-/// Sends each line, or the message of one that cannot be read.
+/// Sends each line, or the error for a line that cannot be read.
 fn read_lines(stdout: ChildStdout, lines: &SyncSender<Result<String, String>>) {
     let mut reader = BufReader::new(stdout);
     while let Some(line) = next_line(&mut reader) {
@@ -446,7 +417,7 @@ fn next_line(reader: &mut impl BufRead) -> Option<Result<String, String>> {
     })
 }
 
-/// The line for messages, cut where it is long.
+/// Quotes a line for messages, and cuts it if it is long.
 pub fn quoted(line: &str) -> String {
     const SHOWN: usize = 200;
     match line.char_indices().nth(SHOWN) {

@@ -1,66 +1,54 @@
-//! A program that reads lines and gives no answers.
+//! A program that reads lines and does not answer.
 
 use std::io::{BufRead, BufReader, Read, Write};
-use std::process::{Child, ChildStdin, ExitStatus};
+use std::process::ChildStdin;
 use std::sync::mpsc::{Receiver, SyncSender, TrySendError, sync_channel};
 use std::thread::{self, JoinHandle};
 use std::time::Duration;
 
 use anyhow::Result;
 
-use super::{Program, group::ProcessGroup};
-use candle_grpo_base::clock::running_time;
+use super::{Program, Running};
 
-/// The number of lines that wait for the program.
+/// Number of lines that wait for the program.
 const QUEUE: usize = 1 << 10;
 
-/// The longest line of its output in the log, in bytes.
+/// Maximum length for an output line in the log, in bytes.
 const LONGEST: u64 = 1 << 12;
 
-/// The interval between checks whether it has ended.
-const POLL: Duration = Duration::from_millis(5);
-
-/// The time for the last lines of its output.
-const LAST_LINES: Duration = Duration::from_secs(1);
-
-/// A program that reads lines. It never delays this process: lines for which it has no time are
-/// left out, and its end is a warning. Its output goes to the log.
+/// A program that reads lines. It never delays this process: lines that it has no time for are
+/// dropped, and its end is only a warning. Its output is logged.
 pub struct Sink {
     name: String,
-    program: Child,
-    group: ProcessGroup,
+    running: Running,
     lines: Option<SyncSender<Vec<u8>>>,
-    /// The threads that log its output.
+    /// Threads that log its output.
     loggers: Vec<JoinHandle<()>>,
-    /// The number of lines that were left out.
+    /// Number of dropped lines.
     left_out: usize,
-    /// The longest time to end after its input.
+    /// Maximum time to exit after its input ends.
     limit: Duration,
-    /// True once it has had its time to end.
+    /// True once it has had its time to exit.
     is_closed: bool,
 }
 
 impl Sink {
-    /// Starts `program`, whose limit is the time to end after its input.
+    /// Starts `program`, whose limit is the time to exit after its input ends.
     ///
     /// # Errors
     ///
-    /// If it cannot be started.
+    /// Fails if it cannot be started.
     pub(super) fn start(program: &Program) -> Result<Self> {
-        let (mut child, group) = program.spawn(&[])?;
-        // The words of the command that name it best are the last ones.
+        let mut running = program.spawn(&[])?;
+        // The last word in a command usually names it best.
         let name = program.command.last().cloned().unwrap_or_default();
         let (lines, waiting) = sync_channel(QUEUE);
-        if let Some(stdin) = child.stdin.take() {
-            thread::spawn(move || write(stdin, &waiting));
-        }
-        let mut loggers = Vec::new();
-        loggers.extend(child.stdout.take().map(|stdout| log(&name, stdout)));
-        loggers.extend(child.stderr.take().map(|stderr| log(&name, stderr)));
+        let (stdin, stdout, stderr) = running.pipes()?;
+        thread::spawn(move || write(stdin, &waiting));
+        let loggers = vec![log(&name, stdout), log(&name, stderr)];
         Ok(Self {
             name,
-            program: child,
-            group,
+            running,
             lines: Some(lines),
             loggers,
             left_out: 0,
@@ -94,14 +82,14 @@ impl Sink {
     }
 
     /// Closes the input, and waits until the program ends, its limit is over, or `is_canceled`.
-    /// Whatever is left of it is killed.
+    /// Kills whatever is left.
     pub fn end(mut self, is_canceled: &dyn Fn() -> bool) {
         self.close(is_canceled);
     }
 
     fn close(&mut self, is_canceled: &dyn Fn() -> bool) {
         self.lines = None;
-        match self.wait(self.limit, is_canceled) {
+        match self.running.wait(self.limit, is_canceled) {
             Some(status) if status.success() => {}
             Some(status) => tracing::warn!("{}: ended ({status})", self.name),
             None if is_canceled() => tracing::warn!(
@@ -117,24 +105,10 @@ impl Sink {
         // Dropping it does not wait again.
         self.is_closed = true;
     }
-
-    /// Waits until the program ends, at most for `patience`.
-    fn wait(&mut self, patience: Duration, is_canceled: &dyn Fn() -> bool) -> Option<ExitStatus> {
-        let begun = running_time();
-        loop {
-            match self.program.try_wait() {
-                Ok(None) if running_time() - begun < patience && !is_canceled() => {
-                    thread::sleep(POLL)
-                }
-                Ok(status) => return status,
-                Err(_) => return None,
-            }
-        }
-    }
 }
 
 impl Drop for Sink {
-    /// Closes the input, lets the program end within its limit, and kills it otherwise.
+    /// Closes the input, gives the program its time to exit, and then kills it.
     fn drop(&mut self) {
         if !self.is_closed {
             self.close(&|| false);
@@ -142,20 +116,11 @@ impl Drop for Sink {
         if self.left_out > 0 {
             tracing::warn!("{}: {} lines were left out", self.name, self.left_out);
         }
-        self.group.kill();
-        let _ = self.program.kill();
-        // Waiting leaves no zombie.
-        let _ = self.program.wait();
-        // The pipes are closed, unless a process outside the group has them.
-        let begun = running_time();
-        let is_done = |logger: &JoinHandle<()>| logger.is_finished();
-        while !self.loggers.iter().all(is_done) && running_time() - begun < LAST_LINES {
-            thread::sleep(POLL);
-        }
+        self.running.kill_and_read(&self.loggers);
     }
 }
 
-/// Writes lines until the program ends or no more come.
+/// Writes lines until the program ends or there are no more.
 fn write(mut stdin: ChildStdin, lines: &Receiver<Vec<u8>>) {
     for line in lines {
         if stdin.write_all(&line).and_then(|()| stdin.flush()).is_err() {
@@ -164,7 +129,7 @@ fn write(mut stdin: ChildStdin, lines: &Receiver<Vec<u8>>) {
     }
 }
 
-/// Logs the lines of a pipe.
+/// Logs a pipe's lines.
 fn log(name: &str, pipe: impl Read + Send + 'static) -> JoinHandle<()> {
     let name = name.to_owned();
     thread::spawn(move || {

@@ -5,7 +5,7 @@ use std::io::Read;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::thread;
 
-/// The last few kilobytes of a text.
+/// A text's last few kilobytes.
 #[derive(Default)]
 pub(super) struct Tail(VecDeque<u8>);
 

@@ -7,7 +7,7 @@ use crate::Sample;
 use crate::Score;
 use crate::program::{Answer, quoted};
 
-/// The fields that ask for the score of `sample`.
+/// Returns the request fields for scoring `sample`.
 pub(super) fn request(sample: &Sample) -> Map<String, Value> {
     let fields = json!({
         "prompt": sample.prompt,
@@ -22,7 +22,7 @@ pub(super) fn request(sample: &Sample) -> Map<String, Value> {
     }
 }
 
-/// Parses a line: a number or `null`, or an object with one at `score` and perhaps `id`.
+/// Parses a line: a number or `null`, or an object with one in `score` and perhaps `id`.
 pub(super) fn parse(line: &str) -> Result<Answer<Score>> {
     from_line(line.trim()).with_context(|| quoted(line))
 }
@@ -69,21 +69,21 @@ const NONE: &str = "None, must be null for a completion without a score";
 const TRUE_OR_FALSE: &str = "true or false, must be a number: write 1 or 0";
 const NOT_FINITE: &str = "NaN or an infinity, must be a finite number";
 
-/// Returns the text of the score in a line that is not valid JSON, if it looks like an object.
+/// Returns the score's text in a line that is not valid JSON, if it looks like an object.
 fn score_text(line: &str) -> Option<&str> {
     let (_, rest) = line.strip_prefix('{')?.split_once("\"score\"")?;
     let value = rest.trim_start().strip_prefix(':')?;
     Some(value.split([',', '}']).next().unwrap_or(value).trim())
 }
 
-/// Returns the error of a value that JSON lacks, such as Python's `nan` and `True`.
+/// Returns the error for a value that JSON lacks, such as Python's `nan` and `True`.
 fn not_json(value: &str) -> anyhow::Error {
     let lower = value.to_ascii_lowercase();
     match lower.trim_start_matches(['-', '+']) {
         "nan" | "inf" | "infinity" => anyhow::anyhow!(NOT_FINITE),
         "none" | "null" => anyhow::anyhow!(NONE),
         "true" | "false" => anyhow::anyhow!(TRUE_OR_FALSE),
-        // JSON has the syntax, and no f64 the value.
+        // The syntax is JSON, but no f64 has the value.
         digits if digits.parse::<f64>().is_ok_and(f64::is_infinite) => {
             anyhow::anyhow!(OUT_OF_RANGE)
         }

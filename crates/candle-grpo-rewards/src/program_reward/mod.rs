@@ -20,32 +20,32 @@ use crate::program::{Program, check_limits};
 use crate::{Progress, RewardFunction, Sample};
 use candle_grpo_base::progress::NoProgress;
 
-/// The options of [`ProgramReward`].
+/// Options for [`ProgramReward`].
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct ProgramConfig {
-    /// The program and its arguments. No shell is in between.
+    /// Program and arguments. They are not passed through a shell.
     pub command: Vec<String>,
-    /// The folder that it runs in; absent: that of this process.
+    /// Working directory; absent: this process's.
     #[serde(default)]
     pub folder: Option<PathBuf>,
-    /// The number of its processes, which share each batch.
+    /// Parallel processes, which share each batch.
     #[serde(default = "workers")]
     pub workers: usize,
-    /// The longest time for the score of one completion.
+    /// Maximum time for one completion's score, in seconds.
     #[serde(default = "time_limit")]
     pub time_limit_seconds: f64,
-    /// The longest time for its start, which the first score may take in addition.
+    /// Additional time for its start, before the first score, in seconds.
     #[serde(default = "start_limit")]
     pub start_limit_seconds: f64,
-    /// The treatment of a completion with which the program exceeds the time or ends: `score` or
+    /// Treatment for a completion on which the program exceeds its time or ends: `score` or
     /// `exclude`.
     #[serde(default)]
     pub on_timeout: OnFailure,
-    /// The score of such a completion, if `on_timeout` is `score`.
+    /// Score for such a completion, if `on_timeout` is `score`.
     #[serde(default)]
     pub timeout_score: f32,
-    /// The number of completions in a row that may fail in a process. One more ends the run.
+    /// Number of consecutive completions that may fail in a process. One more ends the run.
     #[serde(default = "max_failures")]
     pub max_failures: usize,
 }
@@ -67,12 +67,13 @@ fn max_failures() -> usize {
 }
 
 impl ProgramConfig {
-    /// Checks the values. Starts no program and opens no file.
+    /// Checks the options. Starts no program and opens no file.
     ///
     /// # Errors
     ///
-    /// If the command is empty, there are no workers, `time_limit_seconds` is not from 0
-    /// (exclusive) to 1e9, `start_limit_seconds` not from 0 to 1e9, or the score not finite.
+    /// Fails if the command is empty, there are no workers, or the score is not finite. Also fails
+    /// if `time_limit_seconds` is not above 0 and at most 1e9, or if `start_limit_seconds` is not
+    /// from 0 to 1e9.
     pub fn validate(&self) -> Result<()> {
         self.program().validate()?;
         at_least_one("workers", self.workers)?;
@@ -80,17 +81,17 @@ impl ProgramConfig {
         Ok(finite("timeout_score", self.timeout_score.into())?)
     }
 
-    /// Checks that the folder, the program and the script that it runs are there. Starts nothing.
+    /// Checks that the directory, the program and its script exist. Starts nothing.
     ///
     /// # Errors
     ///
-    /// If one of them is missing.
+    /// Fails if one is missing.
     pub fn check_files(&self) -> Result<()> {
         self.program().check_files()
     }
 
-    /// Returns the files that decide scores: the program if it is given by its path, arguments that
-    /// are files, the module of `python -m`, and the local Python modules that these import.
+    /// Returns the files that determine scores: the program if it is given as a path, arguments
+    /// that are files, the module in `python -m`, and the local Python modules that these import.
     pub fn files(&self) -> Vec<PathBuf> {
         self.program().files()
     }
@@ -123,26 +124,34 @@ impl RewardOptions for ProgramConfig {
     }
 }
 
-/// A program that reads one line of JSON for each completion and writes one line with its score.
+/// A program that reads one JSON line for each completion and writes one line with its score.
+///
+/// Use it if your reward already exists in another language. Echo the `id`: the program then starts
+/// once, and may answer in any order.
 ///
 /// A request is an object with `id`, `prompt`, `completion`, `finish_reason`, `completion_tokens`
-/// (their number) and `columns`. An answer is a number, or an object with the number at `score`.
-/// `null` in its place is [`Score::NONE`]. Answers come in the order of the requests, or echo the
-/// `id` of the request, in any order.
+/// (their number) and `columns`. An answer is a number, or an object with the number in `score`.
+/// `null` instead of the number is [`Score::NONE`]. Answers either follow the request order, or
+/// echo the request's `id` and come in any order.
 ///
 /// The program must answer each line when it comes, flush each answer, write nothing else to
-/// stdout, and end when its input does. It ends with this process too, even if that is killed.
+/// stdout, and exit when its input ends. It ends with this process too, even if this process is
+/// killed.
 ///
-/// A program that echoes ids is started once and keeps running between batches. Without ids an
-/// additional line would shift the scores after it, and its time of arrival does not show that. So
-/// a program without ids gets one batch: its input ends, and it must write exactly one line for
-/// each request until its output ends. For the next batch it is started again, in advance.
+/// # Ids
 ///
-/// If it ends, or gives no score for longer than the limit, it is started again. The completions
-/// without a score are then sent one at a time. A completion with which it fails alone has the
-/// score of [`ProgramConfig::on_timeout`]. A program that fails from the first completion on, or
-/// with more than [`ProgramConfig::max_failures`] in a row, is an error. One that exceeds the
-/// time or ends twice before its first answer is an error at once.
+/// A program that echoes ids starts once and keeps running between batches. Without ids, an extra
+/// line would shift the scores after it, and its arrival time does not reveal that. Therefore, a
+/// program without ids gets one batch: its input ends, and it must write exactly one line for each
+/// request until its output ends. It is restarted for the next batch, in advance.
+///
+/// # Failures
+///
+/// If the program ends, or returns no score within the limit, it is restarted. The completions
+/// without a score are then sent one at a time. If it fails on a completion alone,
+/// [`ProgramConfig::on_timeout`] determines the score. A program that fails from the first
+/// completion on, or on more than [`ProgramConfig::max_failures`] in a row, is an error. If it
+/// exceeds its time or ends twice before its first answer, that is an error at once.
 ///
 /// ```no_run
 /// use candle_grpo_rewards::{ProgramConfig, ProgramReward};
@@ -163,7 +172,7 @@ impl ProgramReward {
     ///
     /// # Errors
     ///
-    /// If `config` is not valid or the program cannot be started.
+    /// Fails if `config` is invalid, or if the program cannot be started.
     pub fn new(config: ProgramConfig) -> Result<Self> {
         config.validate()?;
         let workers = (0..config.workers).map(|_| Ok(Mutex::new(Worker::start(&config)?)));
@@ -175,8 +184,8 @@ impl ProgramReward {
         })
     }
 
-    /// The scores of `samples`, which the workers share. A worker has every n-th of them, so that
-    /// the shares do not depend on the speed of the workers.
+    /// Scores `samples`, which the workers share. Each of n workers scores every n-th sample, so
+    /// the shares do not depend on the workers' speed.
     fn share_out(&self, samples: &[Sample]) -> Result<Vec<Score>> {
         let n = self.workers.len().min(samples.len());
         let shares = self.workers.iter().take(n).enumerate();
@@ -215,7 +224,7 @@ impl ProgramReward {
     }
 }
 
-/// After a panic a worker has a program or none, and either will do.
+/// Locks a worker. After a panic, it has a program or none, and either is fine.
 fn lock(worker: &Mutex<Worker>) -> MutexGuard<'_, Worker> {
     worker.lock().unwrap_or_else(PoisonError::into_inner)
 }

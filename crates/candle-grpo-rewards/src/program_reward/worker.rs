@@ -1,4 +1,4 @@
-//! A place for a running program, which restarts it.
+//! A slot for a running program, which restarts it.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 
@@ -10,22 +10,22 @@ use crate::program::{FIRST_ATTEMPTS, Failure, Process, no_answer};
 use crate::{Interrupted, Progress, Sample};
 use crate::{Score, ScoreFailure};
 
-/// A program that is started again after a failure.
+/// A program that is restarted after a failure.
 pub(super) struct Worker {
     process: Option<Process>,
-    /// The number of completions that have failed since the last score.
+    /// Number of completions that have failed since the last score.
     failures: usize,
-    /// True if it has scored a completion.
+    /// True once it has scored a completion.
     has_scored: bool,
     last_error: Option<anyhow::Error>,
 }
 
-/// Facts that the workers of a program share.
+/// Facts that a program's workers share.
 #[derive(Debug, Default)]
 pub(super) struct Shared {
-    /// True if a process has answered a line, even if its batch failed later.
+    /// True once a process has answered a line, even if its batch failed later.
     has_answered: AtomicBool,
-    /// True if the log has the first failure.
+    /// True once the first failure has been logged.
     has_warned: AtomicBool,
 }
 
@@ -39,11 +39,11 @@ impl Worker {
         })
     }
 
-    /// The scores of `samples`.
+    /// Scores `samples`.
     ///
-    /// If the program ends or exceeds the time, it is not certain which completion is the cause. So
-    /// those without a score are sent to another process one at a time. The last is first: most
-    /// programs answer in order, so that the cause comes last, to a process that is running.
+    /// If the program ends or exceeds its time, the completion that caused it is uncertain.
+    /// Completions without a score are then sent to another process one at a time, last one first.
+    /// Most programs answer in order, so the cause comes last, to a process that is running.
     pub(super) fn score(
         &mut self,
         config: &ProgramConfig,
@@ -60,7 +60,7 @@ impl Worker {
             }
             let score = &mut scores[place..=place];
             let failed = match failed.take() {
-                // It was alone.
+                // It was sent alone.
                 Some(failed) if samples.len() == 1 => Some(failed),
                 _ => {
                     attempts += 1;
@@ -93,7 +93,7 @@ impl Worker {
         Ok(scores.into_iter().flatten().collect())
     }
 
-    /// Sends `samples` to the program, and sets the scores that it gives.
+    /// Sends `samples` to the program, and fills in the scores that it returns.
     fn attempt(
         &mut self,
         config: &ProgramConfig,
@@ -158,12 +158,12 @@ impl Worker {
         self.has_scored
     }
 
-    /// The error of the last completion that failed.
+    /// Removes and returns the last failed completion's error.
     pub(super) fn take_error(&mut self) -> Option<anyhow::Error> {
         self.last_error.take()
     }
 
-    /// Lets the program end.
+    /// Lets the program exit.
     pub(super) fn finish(&mut self) -> Result<()> {
         self.process.take().map_or(Ok(()), Process::finish)
     }

@@ -31,7 +31,7 @@ fn body(request: &Request) -> Value {
     serde_json::from_slice(&request.body).unwrap()
 }
 
-/// The last message of a request.
+/// Returns a request's last message.
 fn message(request: &Request) -> String {
     let messages = body(request)["messages"].as_array().unwrap().clone();
     messages.last().unwrap()["content"]
@@ -443,7 +443,7 @@ fn an_endless_number_and_digits_of_other_scripts_are_no_scores() {
     assert_eq!(found.faults().unscorable, 2);
 }
 
-/// The files of a cache.
+/// Returns the files in a cache.
 fn entries(cache: &Path) -> Vec<PathBuf> {
     let folders = fs::read_dir(cache).unwrap();
     let files = folders.flat_map(|folder| fs::read_dir(folder.unwrap().path()).unwrap());
@@ -673,7 +673,7 @@ fn several_judges_are_an_ensemble() {
     }
 }
 
-/// Answers of llama.cpp's server to a judge, which `scripts/record-engines` records.
+/// Answers from llama.cpp's server to a judge, which `scripts/record-engines` records.
 #[test]
 fn recorded_answers_are_read() {
     let folder = concat!(

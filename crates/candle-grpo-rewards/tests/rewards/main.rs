@@ -1,4 +1,4 @@
-//! Tests of reward functions.
+//! Tests for reward functions.
 
 #[cfg(all(target_os = "linux", feature = "code"))]
 mod code_reward;

@@ -17,7 +17,7 @@ use serde_json::{Value, json};
 /// [`WATCHDOG`].
 const NEVER: f64 = 600.;
 
-/// A named pipe in a folder of its own. A script that has opened it shows that it runs.
+/// Returns a named pipe in its own directory. A script that has opened it shows that it runs.
 fn witness() -> (tempfile::TempDir, PathBuf, Lines) {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("witness");
@@ -85,7 +85,7 @@ fn a_program_without_ids_is_started_for_each_batch() {
     assert_eq!(score(&reward, &["c"]).unwrap(), [1.]);
 }
 
-/// Two scores are there early: that of no request, and the first. The last one is slow.
+/// Two scores are early: the first, and one that no request asked for. The last one is slow.
 #[test]
 fn an_additional_line_is_an_error_before_a_slow_last_score() {
     let script = "read -r line; echo 7; echo 1; read -r line; sleep 0.1; echo 2; cat > /dev/null";
@@ -221,7 +221,7 @@ fn a_program_that_does_not_read_exceeds_the_time() {
     assert!(error.contains("the limit"), "{error}");
 }
 
-/// Echoes the id, and gives the number of characters of the completion.
+/// Echoes the id, and returns the number of characters in the completion.
 const ECHO: &str = r#"
 import json, sys
 for line in sys.stdin:
@@ -356,7 +356,7 @@ fn output_that_is_no_line_is_an_error() {
     }
 }
 
-/// Asks to stop once it is set.
+/// Requests a stop once it is set.
 #[derive(Default)]
 struct Stop(AtomicBool);
 
@@ -431,8 +431,8 @@ fn a_missing_program_is_an_error_before_the_first_batch() {
     assert!(error.contains("starting \"/no/such/program\""), "{error}");
 }
 
-/// Echoes the id. A completion decides: it hangs, crashes, has no score, or that of its length. A
-/// shell starts at once, so that short limits are those of completions that hang.
+/// Echoes the id. The completion decides: it hangs, crashes, has no score, or scores its length. A
+/// shell starts at once, so short limits only affect completions that hang.
 const HOSTILE: &str = r#"
 while read -r line; do
   id=${line##*'"id":'} id=${id%%[,\}]*}

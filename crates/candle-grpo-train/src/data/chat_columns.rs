@@ -17,7 +17,7 @@ pub const VARIABLES: &str = "chat_template_kwargs";
 ///
 /// # Errors
 ///
-/// If the column holds anything else.
+/// Fails if the column holds anything else.
 pub fn tools(columns: &Value, name: &str) -> Result<Option<Value>> {
     let tools = match find(columns, name) {
         None | Some(Value::Null) => return Ok(None),
@@ -41,7 +41,7 @@ pub fn tools(columns: &Value, name: &str) -> Result<Option<Value>> {
 ///
 /// # Errors
 ///
-/// If the column is not an object, or contains the name of another template input.
+/// Fails if the column is not an object, or contains the name of another template input.
 pub fn variables(columns: &Value) -> Result<Option<&Map<String, Value>>> {
     match columns.get(VARIABLES) {
         None | Some(Value::Null) => Ok(None),

@@ -83,7 +83,7 @@ impl DatasetConfig {
     ///
     /// # Errors
     ///
-    /// If keys contradict each other or a template is invalid.
+    /// Fails if keys contradict each other or a template is invalid.
     pub fn validate(&self) -> Result<()> {
         self.sources().validate()?;
         if let Some(pools) = &self.curriculum {
@@ -114,8 +114,8 @@ impl DatasetConfig {
     ///
     /// # Errors
     ///
-    /// If something cannot be read, or a row has no prompt, with file and line. If different rows
-    /// all ask the same, or all held-out rows are also trained on.
+    /// Fails if something cannot be read, or a row has no prompt, with file and line. If different
+    /// rows all ask the same, or all held-out rows are also trained on.
     pub fn load(&self, seed: u64) -> Result<Dataset> {
         self.validate()?;
         let (train, held_out) = self.sources().read(seed)?;
@@ -143,7 +143,7 @@ impl DatasetConfig {
     ///
     /// # Errors
     ///
-    /// If there are no prompts, or none from a file that has a weight.
+    /// Fails if there are no prompts, or none from a file that has a weight.
     pub fn order(&self, sources: &[usize], seed: u64) -> Result<MixedOrder> {
         self.sources().order(sources, seed)
     }
@@ -178,7 +178,7 @@ impl Dataset {
     ///
     /// # Errors
     ///
-    /// If a template in `config` is invalid.
+    /// Fails if a template in `config` is invalid.
     pub fn without_rows(config: &DatasetConfig) -> Result<Self> {
         Ok(Self {
             train: Vec::new(),
@@ -222,7 +222,7 @@ impl Dataset {
     ///
     /// # Errors
     ///
-    /// If the row has no question.
+    /// Fails if the row has no question.
     pub fn question_id(&self, row: &Row) -> Result<String> {
         let digest = self.digest(row)?;
         let digits = digest[..8].iter().map(|byte| format!("{byte:02x}"));

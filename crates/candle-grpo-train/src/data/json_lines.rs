@@ -15,7 +15,7 @@ use serde_json::error::Category;
 ///
 /// # Errors
 ///
-/// If the value cannot be read, with file, line and column.
+/// Fails if the value cannot be read, with file, line and column.
 pub fn read_json<T: DeserializeOwned>(path: &Path) -> Result<T> {
     let bytes = fs::read(path).with_context(|| path.display().to_string())?;
     serde_json::from_slice(&bytes).map_err(|error| damage(path, error.line(), &error))
@@ -27,7 +27,7 @@ pub fn read_json<T: DeserializeOwned>(path: &Path) -> Result<T> {
 ///
 /// # Errors
 ///
-/// If any other line cannot be read, with file, line and column.
+/// Fails if any other line cannot be read, with file, line and column.
 pub fn read_json_lines<T: DeserializeOwned>(path: &Path) -> Result<Vec<T>> {
     let lines = read_lines(path)?;
     Ok(lines.into_iter().map(|line| line.value).collect())

@@ -5,12 +5,11 @@ use candle_grpo_core::validate::{check, non_negative};
 
 use super::ShuffledOrder;
 
-/// Rows from several sources, each with a share of the places. Rows from one source come in
-/// [`ShuffledOrder`].
+/// Rows from several sources, each with a share. Rows from one source come in [`ShuffledOrder`].
 ///
-/// After n places, source k has had about `n * weight_k / sum(weights)` of them: each place goes to
-/// the source that is furthest behind. The order holds no position and depends only on the sources,
-/// the weights and the seed, so a resumed run continues it.
+/// After n rows, source k has contributed about `n * weight_k / sum(weights)`: each next row comes
+/// from the source that is furthest behind. The order holds no position and depends only on the
+/// sources, the weights and the seed, so a resumed run continues it.
 ///
 /// ```
 /// use candle_grpo_train::data::MixedOrder;
@@ -31,7 +30,7 @@ pub struct MixedOrder {
 struct Source {
     rows: Vec<usize>,
     order: ShuffledOrder,
-    /// Its share of the places.
+    /// Its share among the rows.
     share: f64,
 }
 
@@ -40,8 +39,8 @@ impl MixedOrder {
     ///
     /// # Errors
     ///
-    /// If there are no rows, a row's source is unknown, a weight is negative or not finite, all
-    /// weights are 0, or a source with a weight has no rows.
+    /// Fails if there are no rows, a row's source is unknown, a weight is negative or not finite,
+    /// all weights are 0, or a source with a weight has no rows.
     pub fn new(sources: &[usize], weights: &[f64], seed: u64) -> Result<Self> {
         check_weights(weights)?;
         ensure!(
@@ -84,7 +83,7 @@ impl MixedOrder {
     ///
     /// # Errors
     ///
-    /// If there are no rows.
+    /// Fails if there are no rows.
     pub fn single(rows: usize, seed: u64) -> Result<Self> {
         Self::new(&vec![0; rows], &[1.], seed)
     }
@@ -98,7 +97,7 @@ impl MixedOrder {
     ///
     /// # Errors
     ///
-    /// If there is a different number of rows.
+    /// Fails if the number differs.
     pub(crate) fn ensure_rows(&self, count: usize, items: &str) -> Result<()> {
         ensure!(
             self.len == count,
@@ -163,7 +162,7 @@ pub(super) fn check_weights(weights: &[f64]) -> Result<()> {
 /// Takes turns between the sources.
 struct Turns<'a> {
     sources: &'a [Source],
-    /// Number of places that each source is behind its share.
+    /// Number of rows that each source is behind its share.
     behind: Vec<f64>,
 }
 

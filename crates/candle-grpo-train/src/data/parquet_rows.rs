@@ -301,7 +301,7 @@ fn old_timestamp(time: &Int96) -> String {
     without_zone(nanosecond_text(seconds, nanoseconds.rem_euclid(BILLION)))
 }
 
-/// Checks the sizes and codecs of a group before it is read.
+/// Checks the sizes, codecs and types of a group before it is read.
 fn check_group(group: &RowGroupMetaData) -> Result<()> {
     for column in group.columns() {
         let codec = column.compression();
@@ -317,6 +317,10 @@ fn check_group(group: &RowGroupMetaData) -> Result<()> {
             is_read,
             "column {name}: compressed with {}, must be with SNAPPY, GZIP, ZSTD or not at all",
             codec.split('(').next().unwrap_or(&codec)
+        );
+        ensure!(
+            column.column_descr().converted_type() != ConvertedType::INTERVAL,
+            "column {name}: of type INTERVAL, must be booleans, numbers, decimals, texts, bytes, UUIDs, dates, times, timestamps, or lists, structs or maps of these"
         );
         // Lists have at least one value per row, which may be null.
         ensure!(

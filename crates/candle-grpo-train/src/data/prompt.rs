@@ -34,7 +34,7 @@ impl Prompt {
     ///
     /// # Errors
     ///
-    /// If the text has no tokens or the tokenizer cannot encode it.
+    /// Fails if the text has no tokens or the tokenizer cannot encode it.
     pub fn new(index: u64, text: &str, columns: Value, tokenizer: &Tokenizer) -> Result<Self> {
         let encoding = tokenizer.encode(text, false);
         let encoding = encoding.map_err(|_| anyhow!("prompt {index}: {}", no_token(text)))?;
@@ -105,7 +105,7 @@ impl Prompt {
 ///
 /// # Errors
 ///
-/// If the text has no tokens or the tokenizer cannot encode it.
+/// Fails if the text has no tokens or the tokenizer cannot encode it.
 pub(crate) fn plain_tokens(text: &str, tokenizer: &Tokenizer) -> Result<Vec<u32>> {
     let encoding = tokenizer.encode(text, true);
     let encoding = encoding.map_err(|_| anyhow!(no_token(text)))?;

@@ -194,7 +194,7 @@ pub(crate) fn is_answer(message: &Value) -> bool {
 ///
 /// # Errors
 ///
-/// If the content is multimodal, with the part's type.
+/// Fails if the content is multimodal, with the part's type.
 pub(crate) fn with_text_content(message: &Value) -> Result<Value> {
     let parts = match message.get("content") {
         // A message can consist of tool calls.

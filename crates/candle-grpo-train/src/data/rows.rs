@@ -60,9 +60,9 @@ pub fn read_rows(path: &Path) -> Result<Vec<Row>> {
 ///
 /// # Errors
 ///
-/// If the file has another format, is damaged, takes too much memory, or a row has a duplicate key.
-/// The error names the file and line, or the row and column in a Parquet file. Also if it is a
-/// pipe, which cannot be read twice.
+/// Fails if the file has another format, is damaged, takes too much memory, or a row has a
+/// duplicate key. The error names the file and line, or the row and column in a Parquet file. Also
+/// if it is a pipe, which cannot be read twice.
 pub fn read_first_rows(path: &Path, limit: usize) -> Result<Vec<Row>> {
     let read = || -> Result<(File, Vec<u8>)> {
         let is_pipe = |kind: FileType| !kind.is_file() && !kind.is_dir();

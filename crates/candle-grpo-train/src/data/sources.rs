@@ -30,7 +30,7 @@ impl Sources<'_> {
     ///
     /// # Errors
     ///
-    /// If keys contradict each other.
+    /// Fails if keys contradict each other.
     pub(crate) fn validate(&self) -> Result<()> {
         check(
             !self.train.is_empty(),
@@ -63,7 +63,7 @@ impl Sources<'_> {
     ///
     /// # Errors
     ///
-    /// If something cannot be read, with file and line, or if all rows are held out.
+    /// Fails if something cannot be read, with file and line, or if all rows are held out.
     pub(crate) fn read(&self, seed: u64) -> Result<(Vec<Row>, Vec<Row>)> {
         let (train, held_out) = (self.rows(self.train)?, self.rows(self.held_out)?);
         let Some(count) = self.held_out_rows else {
@@ -88,7 +88,7 @@ impl Sources<'_> {
     ///
     /// # Errors
     ///
-    /// If there are no rows, or none from a file that has a weight.
+    /// Fails if there are no rows, or none from a file that has a weight.
     pub(crate) fn order(&self, sources: &[usize], seed: u64) -> Result<MixedOrder> {
         match self.weights {
             Some(weights) => MixedOrder::new(sources, weights, seed),

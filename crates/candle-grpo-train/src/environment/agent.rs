@@ -1,4 +1,4 @@
-//! The options of agents: programs of their own, which call the policy over HTTP.
+//! Options for agents: your own programs, which call the policy over HTTP.
 
 use std::net::SocketAddr;
 use std::path::PathBuf;
@@ -10,36 +10,36 @@ use serde::{Deserialize, Serialize};
 use super::ToolFormat;
 use candle_grpo_rewards::program::Program;
 
-/// The options of agents.
+/// Options for agents.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct AgentConfig {
-    /// The program of an agent and its arguments. No shell is in between. Each trajectory has a
-    /// process of its own. Empty: agents start by themselves and ask for episodes.
+    /// An agent's program and its arguments, started without a shell. Each trajectory has its own
+    /// process. Empty: agents start by themselves and request episodes.
     pub command: Vec<String>,
-    /// The folder that it runs in; absent: that of this process.
+    /// Working directory for the program; absent: this process's.
     pub folder: Option<PathBuf>,
-    /// The address and the port of the server; port 0: one that is free. An address other than
-    /// that of this machine lets other machines draw from the policy, with a key only.
+    /// Server address and port; port 0 selects a free one. An address other than this machine's
+    /// lets other machines sample from the policy, with a key only.
     pub listen: SocketAddr,
-    /// The environment variable with the key that agents ask for episodes with, if `command` is
-    /// empty. Absent: the key is random, and logged.
+    /// Environment variable with the key with which agents request episodes if `command` is empty.
+    /// Absent: a random key, which is logged.
     pub api_key_env: Option<String>,
-    /// The notation in which the model calls tools.
+    /// Notation in which the model calls tools.
     pub format: ToolFormat,
-    /// If true, agents report rewards, and one that does not has failed. If false, the `rewards`
-    /// of the run score the last answer.
+    /// If true, agents report rewards, and an agent that reports none has failed. If false, the
+    /// run's `rewards` score the last answer.
     pub reports_rewards: bool,
-    /// The maximum number of agents at the same time.
+    /// Maximum number of concurrent agents.
     pub max_concurrent: usize,
-    /// The maximum number of requests of an agent, refused ones included.
+    /// Maximum number of requests per agent, including refused ones.
     pub max_requests: usize,
-    /// The maximum size of a request in bytes.
+    /// Maximum request size in bytes.
     pub max_request_bytes: usize,
-    /// The maximum length of a request's prompt in tokens. Absent: no limit.
+    /// Maximum prompt length per request, in tokens. Absent: no limit.
     pub max_prompt_tokens: Option<usize>,
-    /// The longest time in seconds between two requests of an agent, before the first one and
-    /// after the last one. The time of drawing does not count.
+    /// Maximum time in seconds between two requests from an agent, before the first one and after
+    /// the last one. Sampling time does not count.
     pub time_limit_seconds: f64,
 }
 
@@ -66,7 +66,7 @@ impl AgentConfig {
     ///
     /// # Errors
     ///
-    /// If one is out of range.
+    /// Fails if one is out of range.
     pub fn validate(&self) -> Result<()> {
         if !self.command.is_empty() {
             self.program().validate()?;
@@ -89,11 +89,11 @@ impl AgentConfig {
         )?)
     }
 
-    /// Checks that the program of an agent is there, if there is one.
+    /// Checks that an agent's program exists, if there is one.
     ///
     /// # Errors
     ///
-    /// If it is missing.
+    /// Fails if it is missing.
     pub fn check_files(&self) -> Result<()> {
         if self.command.is_empty() {
             return Ok(());
@@ -101,7 +101,7 @@ impl AgentConfig {
         self.program().check_files()
     }
 
-    /// Returns the program of an agent.
+    /// Returns an agent's program.
     pub fn program(&self) -> Program {
         let limit = self.time_limit_seconds;
         Program::new(&self.command, self.folder.as_ref(), limit, limit)

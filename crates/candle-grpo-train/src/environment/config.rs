@@ -32,6 +32,7 @@ pub struct EnvironmentConfig {
 /// Environments that a configuration can select.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(tag = "kind", rename_all = "snake_case")]
+#[non_exhaustive]
 pub enum EnvironmentKind {
     /// [`ProgramEnvironments`].
     Program(ProgramEnvironmentConfig),

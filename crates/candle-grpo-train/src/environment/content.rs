@@ -58,7 +58,7 @@ impl ContentEncoder {
     ///
     /// # Errors
     ///
-    /// If it contains a single-character special token, which cannot be cut.
+    /// Fails if it contains a single-character special token, which cannot be cut.
     pub(super) fn content(&self, content: &str) -> Result<String> {
         if self.allows_special_tokens || content.is_empty() {
             return Ok(content.to_owned());

@@ -1,4 +1,4 @@
-//! Tokens before and between the turns of a policy.
+//! Tokens before and between the policy's turns.
 
 use std::sync::Arc;
 
@@ -13,8 +13,8 @@ use crate::model::{ANSWER, Chat};
 use crate::rollout::decode::decode_tokens;
 use crate::{ChatTemplate, Prompt};
 
-/// Converts between the turns of a policy and texts: renders conversations, and what follows a
-/// turn, without encoding a turn again.
+/// Converts between the policy's turns and texts: renders conversations, and the text after a turn,
+/// without encoding a turn again.
 pub struct Conversation {
     tokenizer: Arc<Tokenizer>,
     template: Option<ChatTemplate>,
@@ -43,11 +43,11 @@ impl Conversation {
         self.encoder.allow_special_tokens();
     }
 
-    /// Returns the text of a turn without the stop token at its end.
+    /// Returns a turn's text without its final stop token.
     ///
     /// # Errors
     ///
-    /// If the tokenizer cannot decode it.
+    /// Fails if the tokenizer cannot decode it.
     pub fn text(&self, turn: &[u32]) -> Result<String> {
         let text = match turn.split_last() {
             Some((&last, before)) if self.is_stop(last) => before,
@@ -96,15 +96,15 @@ impl Conversation {
         }
     }
 
-    /// Returns the tokens between a turn whose last token is `last` and the next turn: the end of
-    /// the turn, `messages`, and the beginning of an answer.
+    /// Returns the tokens between a turn that ends with `last` and the next turn: the turn's end,
+    /// `messages`, and the start of an answer.
     ///
-    /// Tools and the messages before are left out: templates place them at the beginning, where the
-    /// trajectory has them already. With `has_tools` the template for tools renders the messages.
+    /// Tools and earlier messages are left out: templates place them at the beginning, where the
+    /// trajectory already has them. With `has_tools`, the template for tools renders the messages.
     ///
     /// # Errors
     ///
-    /// If there is no chat template, or it does not render the messages.
+    /// Fails if there is no chat template, or it does not render the messages.
     pub fn after(
         &self,
         messages: &[Value],
@@ -130,12 +130,12 @@ impl Conversation {
         Ok(tokens)
     }
 
-    /// Returns the tokens of a whole conversation and the beginning of an answer. Names of special
-    /// tokens become these tokens in messages of the assistant only.
+    /// Returns the tokens for a whole conversation and the start of an answer. Special token names
+    /// become these tokens in the assistant's messages only.
     ///
     /// # Errors
     ///
-    /// If there is no chat template, or it does not render the messages.
+    /// Fails if there is no chat template, or it does not render the messages.
     pub fn whole(
         &self,
         messages: &[Value],
@@ -155,12 +155,12 @@ impl Conversation {
         self.encoder.encode(&self.template()?.render(&chat)?)
     }
 
-    /// Returns the tokens of a text in which names of special tokens become these tokens. At the
-    /// beginning of a sequence the tokenizer adds its own before it, such as BOS.
+    /// Returns a text's tokens, where special token names become these tokens. At the beginning of
+    /// a sequence, the tokenizer adds its own prefix, such as BOS.
     ///
     /// # Errors
     ///
-    /// If the text has no tokens at the beginning, or the tokenizer cannot encode it.
+    /// Fails if a text at the beginning has no tokens, or the tokenizer cannot encode it.
     pub fn markup(&self, text: &str, at_beginning: bool) -> Result<Vec<u32>> {
         if at_beginning {
             plain_tokens(text, &self.tokenizer)
@@ -174,11 +174,11 @@ impl Conversation {
         self.stop_token_ids.contains(&token)
     }
 
-    /// Returns the text of tokens with the names of special tokens.
+    /// Decodes tokens to text, including special token names.
     ///
     /// # Errors
     ///
-    /// If the tokenizer cannot decode them.
+    /// Fails if the tokenizer cannot decode them.
     pub fn decode(&self, tokens: &[u32]) -> Result<String> {
         decode_tokens(tokens, &self.tokenizer)
     }

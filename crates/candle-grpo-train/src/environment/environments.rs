@@ -30,7 +30,7 @@ pub struct EnvironmentLimits {
     /// Time in seconds after which no new turn starts. Trajectories that it ends are not
     /// reproducible. Absent: no limit.
     pub max_seconds: Option<f64>,
-    /// Reward for a trajectory whose environment failed, in place of its turns' rewards. Absent:
+    /// Reward for a trajectory whose environment failed. It replaces the turns' rewards. Absent:
     /// the trajectory is excluded. It has no reward, and contributes nothing to the step.
     pub failure_reward: Option<f64>,
     /// Reward for a trajectory whose environment never gave one. Null: the trajectory is excluded.
@@ -55,7 +55,7 @@ impl EnvironmentLimits {
     ///
     /// # Errors
     ///
-    /// If a value is out of range.
+    /// Fails if a value is out of range.
     pub fn validate(&self) -> Result<()> {
         at_least_one("max_turns", self.max_turns)?;
         at_least_one("max_turn_tokens", self.max_turn_tokens.unwrap_or(1))?;
@@ -92,7 +92,7 @@ impl Environments {
     ///
     /// # Errors
     ///
-    /// If `limits` are invalid.
+    /// Fails if `limits` are invalid.
     pub fn new(
         factory: impl EnvironmentFactory + 'static,
         limits: EnvironmentLimits,
@@ -127,8 +127,8 @@ impl Environments {
 }
 
 impl Trajectories for Environments {
-    /// Draws trajectories. The next turns of all that have not ended are one batch. A turn depends
-    /// on its seed and the tokens before it only.
+    /// Samples trajectories. Each batch contains the next turns for all open trajectories. A turn
+    /// depends only on its seed and the tokens before it.
     fn play(&self, play: &Play<'_>) -> Result<Vec<Rollout>> {
         let Play {
             prompts,
@@ -216,7 +216,7 @@ fn concurrently<T: Send>(
     })
 }
 
-/// Checks that the tokens of an environment are those of the model.
+/// Checks that an environment's tokens are in the model's vocabulary.
 pub(super) fn ensure_tokens(tokens: &[u32], vocab_size: usize) -> Result<()> {
     let unknown = tokens.iter().find(|&&token| token as usize >= vocab_size);
     ensure!(

@@ -139,6 +139,7 @@ pub struct Turn<'a> {
 
 /// Tokens that follow a policy turn.
 #[derive(Debug, Clone, PartialEq, Default)]
+#[non_exhaustive]
 pub enum Append {
     /// No tokens.
     #[default]
@@ -157,6 +158,7 @@ pub enum Append {
 
 /// A part of a text.
 #[derive(Debug, Clone, PartialEq, Eq)]
+#[non_exhaustive]
 pub enum TextPart {
     /// Text from the program. Special token names in it become those tokens.
     Markup(String),

@@ -47,7 +47,7 @@ impl ProgramEnvironmentConfig {
     ///
     /// # Errors
     ///
-    /// If a value is out of range.
+    /// Fails if a value is out of range.
     pub fn validate(&self) -> Result<()> {
         self.program().validate()?;
         at_least_one("workers", self.workers)?;
@@ -95,7 +95,7 @@ impl ProgramEnvironments {
     ///
     /// # Errors
     ///
-    /// If `config` is invalid or the program cannot be started.
+    /// Fails if `config` is invalid or the program cannot be started.
     pub fn new(config: &ProgramEnvironmentConfig) -> Result<Self> {
         config.validate()?;
         Ok(Self {

@@ -163,8 +163,8 @@ impl<'a> Trajectory<'a> {
         Ok(())
     }
 
-    /// Lets the environment answer the last turn, and returns the end of the trajectory if there is
-    /// one.
+    /// Lets the environment respond to the last turn, and returns the reason if the trajectory
+    /// ends.
     fn answer(
         &mut self,
         environments: &Environments,

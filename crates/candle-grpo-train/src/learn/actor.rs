@@ -3,7 +3,7 @@
 use std::collections::HashMap;
 use std::sync::Arc;
 
-use anyhow::{Context, Result, bail, ensure};
+use anyhow::{Context, Result, bail};
 use candle_core::{DType, Tensor};
 use candle_grpo_collective::Collective;
 use candle_grpo_core::validate::{self as check, Name};
@@ -23,19 +23,17 @@ use candle_nn::VarBuilder;
 use serde::{Deserialize, Serialize};
 
 use super::Reference;
-use super::blame::{blame, blame_teacher, clip_factor};
+use super::blame::{blame, blame_teacher};
+use super::gradient_descent::GradientDescent;
 use crate::NotFinite;
 use crate::detached::detached_weights;
 use crate::rollout::LocalGenerator;
 use crate::rollout::sampling_config::ensure_temperature;
 use crate::sequence::response_forward::{
     Packed, RecordedResponses, output_layer, output_weight, predicting_states, read_tokens,
-    response_log_probs,
+    response_log_probs, states_at_once,
 };
 use crate::{Sampler, SamplingConfig, TokenBatch, TrainingBatch};
-
-/// Number of logits per chunk of sums of squared probabilities: 16 MiB of f32.
-const PIECE_LOGITS: usize = 1 << 22;
 
 /// Configuration of an [`Actor`].
 #[derive(Debug, Clone, Serialize, Deserialize)]
@@ -66,6 +64,7 @@ pub struct ActorConfig {
 
 /// The result of an optimizer step.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
+#[non_exhaustive]
 pub struct StepStats {
     /// The norm of all gradients before clipping.
     pub grad_norm: f64,
@@ -88,8 +87,7 @@ pub struct Actor<M = Decoder> {
     /// Low-precision copies of the parameters, unless the policy computes in f32.
     copies: ComputeCopies,
     config: ActorConfig,
-    optimizer: AdamW,
-    gradients: Gradients,
+    descent: GradientDescent,
 }
 
 impl Actor {
@@ -99,10 +97,10 @@ impl Actor {
         self.sampler_of(self.model(), config)
     }
 
-    /// Creates a reference: a copy of this policy or, with adapters, the policy without them, which
-    /// shares the parameters.
+    /// Creates a reference that does not change: a [copy](Reference::fixed) of this policy or, with
+    /// adapters, the policy without them, which [shares](Reference::shared) the parameters.
     pub fn reference(&self) -> Result<Reference> {
-        self.reference_of(self.model())
+        self.reference_of(self.model(), false)
     }
 
     /// Returns the configuration of the policy's decoder.
@@ -188,16 +186,18 @@ impl<M: LanguageModel> Actor<M> {
         Sampler::from_generator(generator, model.vocab_size(), config)
     }
 
-    /// [`Self::reference`] of a policy of shape `model`.
+    /// [`Self::reference`] of a policy of shape `model`, or one that `follows` the policy.
     pub(super) fn reference_of<C: ModelConfig<Model = M>>(
         &self,
         model: &C,
+        follows: bool,
     ) -> Result<Reference<M>> {
-        let dtype = self.config.compute_dtype;
-        match &self.adapters {
-            None => Reference::new(model, &self.parameters, dtype),
-            Some(_) => Reference::without_adapters(model, &self.parameters, dtype),
-        }
+        let create = match (&self.adapters, follows) {
+            (Some(_), _) => Reference::shared,
+            (None, true) => Reference::new,
+            (None, false) => Reference::fixed,
+        };
+        create(model, &self.parameters, self.config.compute_dtype)
     }
 
     /// Creates an actor for a custom model that uses `variables`, so that updates change the model.
@@ -208,10 +208,12 @@ impl<M: LanguageModel> Actor<M> {
     ///
     /// Returns an error if `config` is not valid.
     pub fn from_model(model: M, variables: Parameters, config: ActorConfig) -> Result<Self> {
-        ensure!(
+        check::check(
             !config.activation_checkpointing,
-            "activation_checkpointing: true, must be false for a custom model"
-        );
+            "activation_checkpointing",
+            true,
+            "be false for a custom model",
+        )?;
         ensure_f32(&config)?;
         Self::from_policy(model, variables, None, ComputeCopies::default(), config)
     }
@@ -229,10 +231,9 @@ impl<M: LanguageModel> Actor<M> {
         if let Some(loss) = &config.distillation_loss {
             loss.validate()?;
         }
-        let trained = adapters.as_ref().map_or(&parameters, Lora::parameters);
+        let trained = trained(&adapters, &parameters);
         Ok(Self {
-            optimizer: AdamW::new(config.optimizer.clone(), trained)?,
-            gradients: Gradients::new(),
+            descent: GradientDescent::new(config.optimizer.clone(), trained)?,
             policy,
             parameters,
             adapters,
@@ -263,8 +264,9 @@ impl<M: LanguageModel> Actor<M> {
         let (b, t, width) = states.dims3()?;
         let weight = self.policy.output_weight().detach();
         let rows = states.reshape((b * t, width))?;
+        let (temperature, size) = (self.config.temperature, states_at_once(weight.dim(0)?));
         let layer = (&weight, self.policy.logit_cap());
-        let sums = squared_probs_in_pieces(&rows, layer, self.config.temperature, PIECE_LOGITS)?;
+        let sums = squared_probs_in_pieces(&rows, layer, temperature, size)?;
         Ok(sums.reshape((b, t))?)
     }
 
@@ -284,12 +286,7 @@ impl<M: LanguageModel> Actor<M> {
         batch: &TrainingBatch,
         totals: &StepTotals,
     ) -> Result<MetricValues> {
-        let read = if self.config.router_aux_loss_coef == 0. {
-            0.
-        } else {
-            read_tokens(batch.tokens())
-        };
-        self.forward_backward_of(batch, totals, read)
+        self.forward_backward_of(batch, totals, read_tokens(batch.tokens()))
     }
 
     /// [`Self::forward_backward`], for a micro-batch of a step that reads `read_tokens` tokens, see
@@ -312,7 +309,9 @@ impl<M: LanguageModel> Actor<M> {
         let ((losses, metrics), balance) = self.accumulate(packed, read_tokens, |mut output| {
             let temperature = output.config.temperature;
             let (states, weight) = (output.states, output.weight);
-            let layer = output_layer(output.policy, states, weight, batch.tokens(), temperature)?;
+            let tokens = batch.tokens();
+            let responses = (tokens.targets(), Some(tokens.response_mask()));
+            let layer = output_layer(output.policy, states, weight, responses, temperature)?;
             let loss =
                 linear_policy_loss(&output.config.policy_loss, &layer, batch.policy(), totals)?;
             drop(layer);
@@ -363,10 +362,7 @@ impl<M: LanguageModel> Actor<M> {
         read_tokens: f64,
         loss: impl FnOnce(Output<'_, M>) -> Result<(Option<Tensor>, T)>,
     ) -> Result<(T, Option<(ExpertBalance, f64)>)> {
-        let trained = match &self.adapters {
-            Some(adapters) => adapters.parameters(),
-            None => &self.parameters,
-        };
+        let trained = trained(&self.adapters, &self.parameters);
         let mut recorded = RecordedResponses::new(&self.policy, packed)?;
         let own_tokens = recorded.read_tokens();
         let coef = match self.config.router_aux_loss_coef {
@@ -380,11 +376,12 @@ impl<M: LanguageModel> Actor<M> {
             config: &self.config,
             states: &recorded.states,
             weight: &weight,
-            gradients: &mut self.gradients,
+            gradients: &mut self.descent.gradients,
         };
         let found = loss(output);
-        let (states_gradient, result) = found.inspect_err(|_| self.gradients.clear())?;
-        recorded.backward(states_gradient, trained, &mut self.gradients)?;
+        let gradients = &mut self.descent.gradients;
+        let (states_gradient, result) = found.inspect_err(|_| gradients.clear())?;
+        recorded.backward(states_gradient, trained, gradients)?;
         Ok((result, balance.map(|balance| (balance, own_tokens))))
     }
 
@@ -396,24 +393,9 @@ impl<M: LanguageModel> Actor<M> {
     /// Returns an error if there are no gradients, and [`NotFinite`](crate::NotFinite) if one is
     /// not finite. The parameters are then unchanged.
     pub fn clip_grad_and_step(&mut self, max_norm: f64) -> Result<StepStats> {
-        let result = self.clip_and_step(max_norm);
-        self.zero_grad();
-        result.context("optimizer step")
-    }
-
-    fn clip_and_step(&mut self, max_norm: f64) -> Result<StepStats> {
-        let (grad_norm, factor) = clip_factor(&mut self.gradients, max_norm, "")?;
-        let learning_rate = self.optimizer.learning_rate();
-        let trained = self
-            .adapters
-            .as_ref()
-            .map_or(&self.parameters, Lora::parameters);
-        self.optimizer
-            .scaled_step(trained, &self.gradients, factor, &self.copies)?;
-        Ok(StepStats {
-            grad_norm,
-            learning_rate,
-        })
+        let trained = trained(&self.adapters, &self.parameters);
+        let stats = self.descent.step(trained, &self.copies, max_norm, "");
+        stats.context("optimizer step")
     }
 
     /// Sums the gradients over all ranks while the next [`Self::forward_backward`] runs, which must
@@ -423,16 +405,14 @@ impl<M: LanguageModel> Actor<M> {
     ///
     /// If the thread that sums cannot be started.
     pub fn begin_reduction(&mut self, collective: &Arc<dyn Collective>) -> Result<()> {
-        let scatter = self.optimizer.is_sharded();
-        Ok(self.gradients.begin_reduction(collective, scatter)?)
+        self.descent.begin_reduction(collective)
     }
 
     /// Shares the state of the optimizer between ranks: [`AdamW::sharded`]. Its state starts from
     /// zero.
     pub fn shard_optimizer(&mut self, collective: &Arc<dyn Collective>) -> Result<()> {
-        let config = self.optimizer.config().clone();
-        self.optimizer = AdamW::sharded(config, self.trained(), collective)?;
-        Ok(())
+        let trained = trained(&self.adapters, &self.parameters);
+        self.descent.shard(trained, collective)
     }
 
     /// Multiplies the accumulated gradients by `factor`.
@@ -441,17 +421,17 @@ impl<M: LanguageModel> Actor<M> {
     ///
     /// If the device has no memory for one more gradient.
     pub fn scale_grad(&mut self, factor: f64) -> Result<()> {
-        Ok(self.gradients.scale(factor)?)
+        Ok(self.descent.gradients.scale(factor)?)
     }
 
     /// Clears the accumulated gradients.
     pub fn zero_grad(&mut self) {
-        self.gradients.clear();
+        self.descent.gradients.clear();
     }
 
     /// Sets the learning rate of the next steps.
     pub fn set_learning_rate(&mut self, learning_rate: f64) {
-        self.optimizer.set_learning_rate(learning_rate);
+        self.descent.optimizer.set_learning_rate(learning_rate);
     }
 
     /// Sets the coefficient of the entropy bonus for the next steps, see
@@ -472,17 +452,17 @@ impl<M: LanguageModel> Actor<M> {
 
     /// Returns the accumulated gradients.
     pub fn gradients(&self) -> &Gradients {
-        &self.gradients
+        &self.descent.gradients
     }
 
     /// Returns the optimizer.
     pub fn optimizer(&self) -> &AdamW {
-        &self.optimizer
+        &self.descent.optimizer
     }
 
     /// Returns the mutable optimizer, for example to load its state.
     pub fn optimizer_mut(&mut self) -> &mut AdamW {
-        &mut self.optimizer
+        &mut self.descent.optimizer
     }
 
     /// Sets all trained parameters to `values`.
@@ -493,9 +473,7 @@ impl<M: LanguageModel> Actor<M> {
 
     /// Returns the trained parameters: the adapters, if there are any.
     pub(crate) fn trained(&self) -> &Parameters {
-        self.adapters
-            .as_ref()
-            .map_or(&self.parameters, Lora::parameters)
+        trained(&self.adapters, &self.parameters)
     }
 
     /// Returns the configuration.
@@ -550,6 +528,11 @@ impl<M: LanguageModel> Output<'_, M> {
     }
 }
 
+/// Returns the parameters that train: the adapters, if there are any.
+fn trained<'a>(adapters: &'a Option<Lora>, parameters: &'a Parameters) -> &'a Parameters {
+    adapters.as_ref().map_or(parameters, Lora::parameters)
+}
+
 /// Builds the policy that trains.
 fn build<C: ModelConfig>(model: &C, vb: VarBuilder, config: &ActorConfig) -> Result<C::Model> {
     Ok(if config.activation_checkpointing {
@@ -560,12 +543,12 @@ fn build<C: ModelConfig>(model: &C, vb: VarBuilder, config: &ActorConfig) -> Res
 }
 
 fn ensure_f32(config: &ActorConfig) -> Result<()> {
-    ensure!(
+    Ok(check::check(
         config.compute_dtype == ComputeDType::F32,
-        "compute_dtype: {:?}, must be F32 for a custom model",
-        config.compute_dtype
-    );
-    Ok(())
+        "compute_dtype",
+        format!("{:?}", config.compute_dtype),
+        "be F32 for a custom model",
+    )?)
 }
 
 /// Checks that master weights in bf16 are the weights that the policy computes in.
@@ -609,28 +592,27 @@ pub(crate) fn stored_form(
 
 /// Checks that a model whose experts are balanced has some.
 fn ensure_balanced(model: &DecoderConfig, config: &ActorConfig) -> Result<()> {
-    ensure!(
+    Ok(check::check(
         config.router_aux_loss_coef == 0. || model.has_experts(),
-        "router_aux_loss_coef: {}, must be 0 for a model without experts",
-        config.router_aux_loss_coef
-    );
-    Ok(())
+        "router_aux_loss_coef",
+        config.router_aux_loss_coef,
+        "be 0 for a model without experts",
+    )?)
 }
 
 /// Computes [`sum_of_squared_probs`] of `states` `[N, H]` under the output weight `[V, H]` and the
-/// soft cap of the logits, in chunks, without the logits of all rows at once.
+/// soft cap of the logits, in pieces of `size` rows, without the logits of all rows at once.
 fn squared_probs_in_pieces(
     states: &Tensor,
     (weight, logit_cap): (&Tensor, Option<f64>),
     temperature: f64,
-    piece_logits: usize,
+    size: usize,
 ) -> candle_core::Result<Tensor> {
     let n = states.dim(0)?;
-    let rows = (piece_logits / weight.dim(0)?).max(1);
     let pieces = (0..n)
-        .step_by(rows)
+        .step_by(size)
         .map(|start| {
-            let states = states.narrow(0, start, rows.min(n - start))?;
+            let states = states.narrow(0, start, size.min(n - start))?;
             let logits = states.matmul(&weight.t()?)?;
             let logits = soft_cap(&logits, logit_cap)?;
             sum_of_squared_probs(&logits, temperature)
@@ -650,8 +632,8 @@ mod tests {
         let states = Tensor::randn(0f32, 1., (7, 4), &Device::Cpu)?;
         let weight = Tensor::randn(0f32, 1., (5, 4), &Device::Cpu)?;
         let whole = sum_of_squared_probs(&states.matmul(&weight.t()?)?, 0.7)?.to_vec1::<f32>()?;
-        for piece_logits in [0, 5, 14, 35, 100] {
-            let found = squared_probs_in_pieces(&states, (&weight, None), 0.7, piece_logits)?;
+        for size in [1, 2, 7, 20] {
+            let found = squared_probs_in_pieces(&states, (&weight, None), 0.7, size)?;
             for (found, whole) in found.to_vec1::<f32>()?.iter().zip(&whole) {
                 assert!((found - whole).abs() < 1e-6);
             }

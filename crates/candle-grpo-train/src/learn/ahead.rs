@@ -6,9 +6,10 @@ use std::sync::mpsc::{Receiver, Sender, channel};
 use std::thread::{Builder, JoinHandle};
 use std::time::Instant;
 
-use anyhow::{Context, Result, anyhow, bail, ensure};
+use anyhow::{Context, Result, anyhow, bail};
 use candle_core::Device;
 use candle_grpo_core::selection::TaskScores;
+use candle_grpo_core::validate::check;
 use candle_grpo_nn::{ModelConfig, Parameters};
 
 use super::TrainerState;
@@ -44,11 +45,13 @@ impl<C: ModelConfig> Ahead<C> {
         let mut collector = self.collector.clone();
         let config = Arc::clone(&collector.config);
         let most = config.rollout.max_staleness;
-        ensure!(
+        check(
             collector.ranks().is_alone()
                 || config.recipe.group_filter.is_none() && !collector.draws_greedy(),
-            "rollout.max_staleness: {most}, must be 0 on several ranks with a group filter or greedy baselines, for which the ranks exchange scores as they draw"
-        );
+            "rollout.max_staleness",
+            most,
+            "be 0 on several ranks with a group filter or greedy baselines, for which the ranks exchange scores as they draw",
+        )?;
         if self.draws_itself {
             let on_gpu = !weights.parameters.device().is_cpu();
             let valid = config.rollout.validate_local(on_gpu);
@@ -56,10 +59,12 @@ impl<C: ModelConfig> Ahead<C> {
             let generator = LocalGenerator::detached(weights, config.rollout_dtype())?;
             collector = collector.with_generator(Arc::new(generator));
         } else {
-            ensure!(
+            check(
                 !collector.shares_weights(),
-                "rollout.max_staleness: {most}, must be 0 with a generator that shares the weights of the policy"
-            );
+                "rollout.max_staleness",
+                most,
+                "be 0 with a generator that shares the weights of the policy",
+            )?;
         }
         Worker::start(collector, state.steps, state.visited)
     }

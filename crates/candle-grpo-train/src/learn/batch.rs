@@ -2,10 +2,10 @@
 
 use anyhow::{Result, ensure};
 use candle_core::Tensor;
+use candle_grpo_core::validate::at_least_one;
 use candle_grpo_loss::PolicyBatch;
 
 use crate::TokenBatch;
-use crate::sequence::rows;
 use crate::teacher::TeacherDistributions;
 
 /// The inputs of a policy update.
@@ -77,15 +77,11 @@ impl TrainingBatch {
 
     /// Splits the batch into parts of `size` sequences; the last part may be smaller.
     pub fn split(&self, size: usize) -> Result<Vec<Self>> {
-        ensure!(size > 0, "micro_batch_size: 0, must be at least 1");
+        at_least_one("micro_batch_size", size)?;
         let (total, _) = self.dims()?;
-        let starts = (0..total).step_by(size);
-        let part = |start: usize| {
-            let len = size.min(total - start);
-            let tokens = self.tokens.narrow(start, len)?;
-            self.map(tokens, |x| x.narrow(0, start, len)?.contiguous())
-        };
-        starts.map(part).collect()
+        let sequences: Vec<usize> = (0..total).collect();
+        let parts = sequences.chunks(size);
+        parts.map(|part| self.select(part)).collect()
     }
 
     /// Selects the sequences with these indices, in this order. An index may repeat.
@@ -98,9 +94,15 @@ impl TrainingBatch {
         if sequences.iter().copied().eq(0..total) {
             return Ok(self.clone());
         }
-        let tokens = self.tokens.select(sequences)?;
-        let rows = rows(sequences, tokens.targets().device())?;
-        self.map(tokens, |x| x.contiguous()?.index_select(&rows, 0))
+        let (tokens, rows) = self.tokens.select_with_rows(sequences)?;
+        let of_rows = |x: &Tensor| x.contiguous()?.index_select(&rows, 0);
+        let batch = Self {
+            policy: self.policy.map(of_rows)?,
+            tokens,
+            returns: self.returns.as_ref().map(of_rows).transpose()?,
+            teacher: self.teacher.as_ref().map(|x| x.map(of_rows)).transpose()?,
+        };
+        Ok(batch.with_policy(|policy| policy))
     }
 
     /// Returns the first sequence without a token to train on, for a rank without work.
@@ -108,21 +110,6 @@ impl TrainingBatch {
         let mut first = self.select(&[0])?;
         first.tokens = first.tokens.keeping([false])?;
         Ok(first.with_policy(|policy| policy))
-    }
-
-    /// The parts `tokens` with `f` of each other tensor.
-    fn map(
-        &self,
-        tokens: TokenBatch,
-        f: impl Fn(&Tensor) -> candle_core::Result<Tensor>,
-    ) -> Result<Self> {
-        let batch = Self {
-            policy: self.policy.map(&f)?,
-            tokens,
-            returns: self.returns.as_ref().map(&f).transpose()?,
-            teacher: self.teacher.as_ref().map(|x| x.map(&f)).transpose()?,
-        };
-        Ok(batch.with_policy(|policy| policy))
     }
 }
 

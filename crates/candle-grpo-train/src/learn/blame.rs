@@ -3,30 +3,9 @@
 use anyhow::Result;
 use candle_core::{D, DType, Tensor};
 use candle_grpo_core::Mask;
-use candle_grpo_nn::{Gradients, all_finite};
+use candle_grpo_nn::all_finite;
 
 use crate::{NotFinite, TrainingBatch};
-
-/// [`Gradients::clip_factor`] of the gradients of all ranks, for which it waits. `owner` is a
-/// prefix for error messages.
-///
-/// # Errors
-///
-/// [`NotFinite`] with the name of the first gradient that is not finite.
-pub(crate) fn clip_factor(
-    gradients: &mut Gradients,
-    max_norm: f64,
-    owner: &str,
-) -> Result<(f64, f64)> {
-    gradients.finish_reduction()?;
-    match gradients.clip_factor(max_norm) {
-        Ok(norm_and_factor) => Ok(norm_and_factor),
-        Err(error) => match gradients.not_finite() {
-            Ok(Some(name)) => Err(NotFinite::new(format!("{owner}gradient of {name}")).into()),
-            _ => Err(error.into()),
-        },
-    }
-}
 
 /// The reason that the policy loss of `batch` is not finite: the first of its inputs that is not,
 /// or the loss itself.

@@ -58,9 +58,10 @@ pub(super) struct Collector<C: ModelConfig> {
     pub(super) progress: Arc<CollectorProgress>,
     pub(super) generator: Arc<GeneratorAccess>,
     sampler: Sampler<C>,
-    order: MixedOrder,
+    /// The order of the prompts.
+    pub(super) order: MixedOrder,
     /// The choice of prompts by their scores, in place of the order.
-    curriculum: Option<Curriculum>,
+    pub(super) curriculum: Option<Curriculum>,
     needs: Needs,
     /// True if the ranks exchange what they draw. On a thread of its own a collector has only the
     /// share of its rank, which [`Self::exchange`] completes.
@@ -128,24 +129,6 @@ impl<C: ModelConfig> Collector<C> {
             sampler: self.sampler.with_environments(environments),
             ..self
         }
-    }
-
-    /// Visits the prompts in `order`.
-    pub(super) fn with_order(self, order: MixedOrder) -> Self {
-        Self { order, ..self }
-    }
-
-    /// Draws the prompts with `curriculum`, in place of the order.
-    pub(super) fn with_curriculum(self, curriculum: Curriculum) -> Self {
-        Self {
-            curriculum: Some(curriculum),
-            ..self
-        }
-    }
-
-    /// The choice of prompts by their scores, if there is one.
-    pub(super) fn curriculum(&self) -> Option<&Curriculum> {
-        self.curriculum.as_ref()
     }
 
     /// Returns the next `count` prompts of a step that already has those of `drawn`.

@@ -1,4 +1,4 @@
-//! The progress that generator and reward function receive.
+//! Progress for the generator and the reward function.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, PoisonError, RwLock};
@@ -6,10 +6,10 @@ use std::sync::{Arc, PoisonError, RwLock};
 use crate::Progress;
 use candle_grpo_base::progress::{NoProgress, Phase};
 
-/// Passes progress to a receiver that can be replaced, and can cancel by itself.
+/// Forwards progress to a replaceable receiver, and can cancel by itself.
 pub(super) struct CollectorProgress {
     receiver: RwLock<Arc<dyn Progress>>,
-    /// True if completions are drawn while the policy trains. Only phases of the training are then
+    /// True if completions are sampled while the policy trains. Then only training phases are
     /// reported.
     background: bool,
     stopped: AtomicBool,

@@ -8,12 +8,12 @@ use candle_grpo_collective::Collective;
 use candle_grpo_core::{MetricValues, validate};
 use candle_grpo_loss::{StepTotals, ValueLoss};
 use candle_grpo_nn::{
-    AdamW, AdamWConfig, ComputeCopies, Decoder, DecoderConfig, Gradients, Parameters, ValueHead,
+    AdamW, AdamWConfig, ComputeCopies, Decoder, DecoderConfig, Parameters, ValueHead,
 };
 use serde::{Deserialize, Serialize};
 
 use super::StepStats;
-use super::blame::clip_factor;
+use super::gradient_descent::GradientDescent;
 use crate::sequence::response_forward::{Packed, RecordedResponses, predicting_states};
 use crate::{TokenBatch, TrainingBatch};
 
@@ -73,8 +73,7 @@ pub struct Critic {
     /// The trained value head.
     training_head: ValueHead,
     config: CriticConfig,
-    optimizer: AdamW,
-    gradients: Gradients,
+    descent: GradientDescent,
 }
 
 impl Critic {
@@ -101,8 +100,7 @@ impl Critic {
             decoder: Decoder::new(&model, parameters.detached_var_builder())?,
             head: head(parameters.detached_var_builder())?,
             training_head: head(parameters.var_builder())?,
-            optimizer: AdamW::new(config.optimizer.clone(), &parameters)?,
-            gradients: Gradients::new(),
+            descent: GradientDescent::new(config.optimizer.clone(), &parameters)?,
             parameters,
             config,
         })
@@ -142,13 +140,13 @@ impl Critic {
             batch.tokens().response_mask(),
             totals,
         )?;
-        let states_gradient = self
-            .gradients
+        let gradients = &mut self.descent.gradients;
+        let states_gradient = gradients
             .add_reached(&loss, &self.parameters)?
             .remove(&recorded.states);
         let value = f64::from(loss.to_scalar::<f32>()?);
         drop(loss);
-        recorded.backward(states_gradient, &self.parameters, &mut self.gradients)?;
+        recorded.backward(states_gradient, &self.parameters, gradients)?;
         Ok((value, metrics.to_host()?))
     }
 
@@ -160,20 +158,11 @@ impl Critic {
     /// Returns an error if there are no gradients, and [`NotFinite`](crate::NotFinite) if one is
     /// not finite. The parameters are then unchanged.
     pub fn clip_grad_and_step(&mut self) -> Result<StepStats> {
-        let learning_rate = self.optimizer.learning_rate();
-        let max_norm = self.config.max_grad_norm;
-        let result = clip_factor(&mut self.gradients, max_norm, "the critic's ");
-        let result = result.and_then(|(grad_norm, factor)| {
-            let none = ComputeCopies::default();
-            self.optimizer
-                .scaled_step(&self.parameters, &self.gradients, factor, &none)?;
-            Ok(grad_norm)
-        });
-        self.zero_grad();
-        Ok(StepStats {
-            grad_norm: result.context("optimizer step of the critic")?,
-            learning_rate,
-        })
+        let (none, max_norm) = (ComputeCopies::default(), self.config.max_grad_norm);
+        let stats = self
+            .descent
+            .step(&self.parameters, &none, max_norm, "the critic's ");
+        stats.context("optimizer step of the critic")
     }
 
     /// Sums the gradients over all ranks while the next [`Self::forward_backward`] runs, which must
@@ -183,27 +172,24 @@ impl Critic {
     ///
     /// If the thread that sums cannot be started.
     pub fn begin_reduction(&mut self, collective: &Arc<dyn Collective>) -> Result<()> {
-        let scatter = self.optimizer.is_sharded();
-        Ok(self.gradients.begin_reduction(collective, scatter)?)
+        self.descent.begin_reduction(collective)
     }
 
     /// Shares the state of the optimizer between ranks: [`AdamW::sharded`]. Its state starts from
     /// zero.
     pub fn shard_optimizer(&mut self, collective: &Arc<dyn Collective>) -> Result<()> {
-        let config = self.optimizer.config().clone();
-        self.optimizer = AdamW::sharded(config, &self.parameters, collective)?;
-        Ok(())
+        self.descent.shard(&self.parameters, collective)
     }
 
     /// Clears the accumulated gradients.
     pub fn zero_grad(&mut self) {
-        self.gradients.clear();
+        self.descent.gradients.clear();
     }
 
     /// Sets the learning rate of the next steps to the configured one times `factor`.
     pub fn scale_learning_rate(&mut self, factor: f64) {
-        self.optimizer
-            .set_learning_rate(self.config.optimizer.learning_rate * factor);
+        let learning_rate = self.config.optimizer.learning_rate * factor;
+        self.descent.optimizer.set_learning_rate(learning_rate);
     }
 
     /// Returns the parameters of the decoder, and `score.weight` and `score.bias`.
@@ -213,12 +199,12 @@ impl Critic {
 
     /// Returns the optimizer.
     pub fn optimizer(&self) -> &AdamW {
-        &self.optimizer
+        &self.descent.optimizer
     }
 
     /// Returns the mutable optimizer, for example to load its state.
     pub fn optimizer_mut(&mut self) -> &mut AdamW {
-        &mut self.optimizer
+        &mut self.descent.optimizer
     }
 
     /// Returns the configuration.

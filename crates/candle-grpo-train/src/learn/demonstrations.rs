@@ -14,11 +14,15 @@ use crate::sequence::Batch;
 use crate::{Sequence, TrainConfig};
 use candle_grpo_base::within;
 
-/// Demonstrations in the updates of the policy (CHORD, <https://arxiv.org/abs/2508.11408>; ms-swift's
-/// `chord_*`). The loss of an update is `(1 - coef) * policy_loss + coef * sft_loss`. The second
-/// term is the weighted mean over the tokens of a batch of demonstrations that train.
+/// Demonstrations in the policy updates (CHORD, <https://arxiv.org/abs/2508.11408>; ms-swift's
+/// `chord_*`).
 ///
-/// A step that would be skipped trains on the demonstrations alone.
+/// An update's loss is `(1 - coef) * policy_loss + coef * sft_loss`. The second term is the
+/// weighted mean over the trained tokens in a demonstration batch. A step that would be skipped
+/// trains on the demonstrations alone.
+///
+/// Choose this if you have good answers, and the policy rarely finds one by itself. Start with a
+/// `coef` that decays from near 1, as in the example.
 ///
 /// ```
 /// use candle_grpo_core::schedule::{CoefSchedule, Decay};
@@ -40,24 +44,25 @@ use candle_grpo_base::within;
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct DemonstrationConfig {
-    /// Number of rows in an optimizer step.
+    /// Number of rows per optimizer step.
     pub batch_size: usize,
-    /// The share of the demonstrations in the loss: `peak` and `end` are from 0 to 1, and the
-    /// first step is step 1. At 0 the step reads no demonstration.
+    /// The demonstrations' share in the loss: `peak` and `end` are from 0 to 1, and the first step
+    /// is step 1. At 0, the step reads no demonstration.
     #[serde(deserialize_with = "over_default")]
     pub coef: CoefSchedule,
-    /// Multiplies the loss of a token by `p (1 - p)` with its probability p (CHORD-phi). Tokens
-    /// that the policy is sure about count less, and so do those that it would never say.
+    /// Multiplies a token's loss by `p (1 - p)`, where p is its probability (CHORD-phi). Tokens
+    /// that the policy already predicts with certainty count less, and so do those that it almost
+    /// never samples.
     pub uncertainty_weight: bool,
-    /// Number of tokens in a backward pass over demonstrations. It bounds memory and does not
-    /// change the update. A longer row is a pass of its own.
+    /// Number of tokens per backward pass over demonstrations. It limits memory and does not
+    /// change the update. A longer row gets its own pass.
     pub micro_batch_tokens: usize,
 }
 
-/// The default of the share of the demonstrations.
+/// Default share for demonstrations.
 const SHARE: f64 = 0.1;
 
-/// Reads a schedule, whose `peak` is by default that of [`DemonstrationConfig::default`].
+/// Deserializes a schedule, whose `peak` defaults to that in [`DemonstrationConfig::default`].
 fn over_default<'de, D: Deserializer<'de>>(deserializer: D) -> Result<CoefSchedule, D::Error> {
     let mut keys = Map::deserialize(deserializer)?;
     keys.entry("peak").or_insert(SHARE.into());
@@ -80,7 +85,7 @@ impl DemonstrationConfig {
     ///
     /// # Errors
     ///
-    /// With the name of the field that is not valid.
+    /// Fails with the name of the invalid field.
     pub fn validate(&self) -> Result<()> {
         at_least_one("batch_size", self.batch_size)?;
         at_least_one("micro_batch_tokens", self.micro_batch_tokens)?;
@@ -91,8 +96,8 @@ impl DemonstrationConfig {
     }
 }
 
-/// The rows of [`TrainConfig::demonstrations`](crate::TrainConfig::demonstrations), and the order
-/// of their visits.
+/// The rows for [`TrainConfig::demonstrations`](crate::TrainConfig::demonstrations), and the order
+/// in which steps visit them.
 pub struct Demonstrations {
     pub(super) config: DemonstrationConfig,
     examples: Vec<Sequence>,
@@ -100,12 +105,11 @@ pub struct Demonstrations {
 }
 
 impl Demonstrations {
-    /// Creates the demonstrations that steps visit in `order`, such as
-    /// [`MixedOrder::single`].
+    /// Creates demonstrations that steps visit in `order`, such as [`MixedOrder::single`].
     ///
     /// # Errors
     ///
-    /// If `order` has another number of rows.
+    /// Fails if `order` has another number of rows.
     pub fn new(
         config: DemonstrationConfig,
         examples: Vec<Sequence>,
@@ -119,7 +123,7 @@ impl Demonstrations {
         })
     }
 
-    /// The share in the loss of the policy in step `step`: 0 while only the critic trains.
+    /// Returns the share in the policy's loss at step `step`: 0 while only the critic trains.
     pub(super) fn share(&self, config: &TrainConfig, step: usize) -> f64 {
         if config.only_critic_trains(step) {
             0.
@@ -128,7 +132,7 @@ impl Demonstrations {
         }
     }
 
-    /// The batch after the first `visited` examples.
+    /// Returns the batch after the first `visited` examples.
     pub(super) fn batch(&self, visited: usize) -> Result<Batch> {
         let size = self.config.batch_size;
         Batch::new(self.order.pick(&self.examples, visited, size))
@@ -141,7 +145,7 @@ impl Demonstrations {
     }
 }
 
-/// The metrics of the demonstrations of a step.
+/// Metrics for a step's demonstrations.
 pub(super) fn demonstration_metrics(
     share: f64,
     sums: &LikelihoodSums,

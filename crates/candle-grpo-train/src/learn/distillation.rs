@@ -1,6 +1,7 @@
 //! The distributions of a teacher that a step learns from.
 
 use anyhow::{Result, bail, ensure};
+use candle_grpo_core::Invalid;
 use candle_grpo_loss::{DistillationLoss, Support};
 
 use super::micro_batches::MicroBatches;
@@ -37,10 +38,9 @@ impl Distillation<'_> {
             return Ok(None);
         }
         let Support::Teacher { k } = self.loss.support else {
-            bail!(
-                "recipe.distillation_loss.support: {:?}, must be teacher with a teacher that takes all sequences at once",
-                self.loss.support
-            );
+            let support = format!("{:?}", self.loss.support);
+            let must = "be teacher with a teacher that takes all sequences at once";
+            return Err(Invalid::new("recipe.distillation_loss.support", support, must).into());
         };
         let pieces = micro_batches.at_once().pieces(tokens, |piece| {
             let found = self.ask(piece, micro_batches.progress)?;

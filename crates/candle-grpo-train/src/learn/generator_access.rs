@@ -9,19 +9,19 @@ use super::models::ensure_not_canceled;
 use crate::Progress;
 use crate::rollout::{Generator, PolicyWeights};
 
-/// Exclusive use of a generator, for a draw or for new weights.
+/// Exclusive access to a generator, to sample or to pass new weights.
 ///
 /// A [reservation](Self::reserve) suspends the threads that call [`Self::wait`] until it is
-/// released, so that an evaluation draws from the weights that it has passed.
+/// released, so that an evaluation samples from the weights that it has passed.
 #[derive(Default)]
 pub(super) struct GeneratorAccess {
-    /// The version of the weights that the generator has.
+    /// Version of the generator's weights.
     version: Mutex<Option<u64>>,
     reserved: AtomicBool,
     released: Condvar,
 }
 
-/// A turn at the generator, which ends when it is dropped.
+/// A turn at the generator, which ends when dropped.
 pub(super) struct Turn<'a>(MutexGuard<'a, Option<u64>>);
 
 impl GeneratorAccess {
@@ -40,7 +40,7 @@ impl GeneratorAccess {
     ///
     /// # Errors
     ///
-    /// [`Interrupted`](crate::Interrupted) if `progress` cancels.
+    /// Fails with [`Interrupted`](crate::Interrupted) if `progress` cancels.
     pub(super) fn wait(&self, progress: &dyn Progress) -> Result<Turn<'_>> {
         let mut turn = self.lock();
         while self.reserved.load(Ordering::SeqCst) {
@@ -51,7 +51,7 @@ impl GeneratorAccess {
         Ok(turn)
     }
 
-    /// Reserves the generator from the end of its current draw on.
+    /// Reserves the generator as soon as it finishes its current batch.
     pub(super) fn reserve(&self) -> Turn<'_> {
         self.reserved.store(true, Ordering::SeqCst);
         self.lock()
@@ -62,7 +62,7 @@ impl GeneratorAccess {
         self.wake();
     }
 
-    /// Lets the waiting threads check whether they are canceled.
+    /// Wakes the waiting threads, which then check whether they are canceled.
     pub(super) fn wake(&self) {
         // A thread between its check and its wait holds the lock.
         drop(self.lock());
@@ -71,7 +71,7 @@ impl GeneratorAccess {
 }
 
 impl Turn<'_> {
-    /// Passes `weights` to `generator` unless it has them or newer ones.
+    /// Passes `weights` to `generator`, unless it already has these or newer ones.
     pub(super) fn update<C>(
         &mut self,
         generator: &dyn Generator<C>,

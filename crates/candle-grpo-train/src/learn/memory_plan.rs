@@ -167,7 +167,10 @@ impl MemoryPlan {
         Ok(Self {
             weights: plan.weights + copies,
             reference: match (&config.adapters, needs.reads(Source::Reference)) {
-                (None, true) => all * (4 + copy_bytes(config.compute_dtype)),
+                (None, true) if config.reference_refresh.is_some() => {
+                    all * (4 + copy_bytes(config.compute_dtype))
+                }
+                (None, true) => all * DType::from(config.compute_dtype).size_in_bytes(),
                 _ => 0,
             },
             critic: critic.map_or(0, |critic| {
@@ -179,12 +182,12 @@ impl MemoryPlan {
         })
     }
 
-    /// Returns this plan with a teacher of the shape `model`, which computes in `dtype`.
+    /// Returns this plan with a teacher of the shape `model`, with its weights in `dtype`.
     pub fn with_teacher(self, model: &DecoderConfig, dtype: ComputeDType) -> Self {
         let shapes = model.parameter_shapes();
         let count: usize = shapes.values().map(Shape::elem_count).sum();
         Self {
-            teacher: count * (4 + copy_bytes(dtype)),
+            teacher: count * DType::from(dtype).size_in_bytes(),
             ..self
         }
     }

@@ -15,6 +15,7 @@ use candle_grpo_base::progress::NoProgress;
 
 /// The bound of a micro-batch.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
 pub enum MicroBatchSize {
     /// A number of sequences.
     Sequences(usize),

@@ -11,6 +11,7 @@ mod critic;
 mod demonstrations;
 mod distillation;
 mod generator_access;
+mod gradient_descent;
 pub(crate) mod memory_plan;
 pub(crate) mod micro_batches;
 pub(crate) mod models;

@@ -3,7 +3,8 @@
 use std::cell::OnceCell;
 use std::sync::Arc;
 
-use anyhow::{Context, Result, bail, ensure};
+use anyhow::{Context, Result, bail};
+use candle_grpo_core::validate::check;
 use candle_grpo_nn::{BaseWeights, DecoderConfig, Lora, LoraConfig, ModelConfig, Parameters};
 
 use super::needs::{Needs, Source};
@@ -55,17 +56,19 @@ impl<C: ModelConfig> Models<C> {
         if model.decoder().is_none() {
             config.validate_custom_model()?;
         }
-        ensure!(
+        check(
             !config.router_replay || model.decoder().is_some_and(DecoderConfig::has_experts),
-            "router_replay: true, must be false for a model without experts"
-        );
+            "router_replay",
+            true,
+            "be false for a model without experts",
+        )?;
         let adapters = config.adapters.clone();
         let adapters = adapters.map(|adapters| (adapters, config.base_weights));
         let seed = config.sampling.seed;
         let actor = new_actor(&model, parameters, adapters, seed, config.actor())?;
         let reference = needs
             .reads(Source::Reference)
-            .then(|| actor.reference_of(&model));
+            .then(|| actor.reference_of(&model, config.reference_refresh.is_some()));
         let reference = reference.transpose()?;
         let critic = model.decoder().zip(config.critic.clone());
         let critic = critic.map(|(model, critic)| Critic::new(model, actor.parameters(), critic));

@@ -64,13 +64,19 @@ impl Needs {
     pub fn new(config: &TrainConfig, estimator: Option<&dyn AdvantageEstimator>) -> Self {
         let recipe = &config.recipe;
         let declared = estimator.map_or(Inputs::NONE, AdvantageEstimator::needs);
-        // The update computes the entropy with its gradient.
-        let loss = recipe.policy_loss.needs().iter();
-        let loss: Inputs = loss.filter(|&input| input != Input::Entropy).collect();
+        let advantage = recipe.advantage.needs() | declared;
         let always = [Input::OldLogProbs, Input::RolloutLogProbs, Input::Scores];
         let by_entropy = Inputs::when(config.top_entropy.is_some(), Input::PolicyMask);
-        let loss = config.with_sources(loss | Inputs::from(always) | by_entropy);
-        let advantage = recipe.advantage.needs() | declared;
+        let loss = recipe.policy_loss.needs() | Inputs::from(always) | by_entropy;
+        let of_update = |input: &Input| match input {
+            // Computed with its gradient.
+            Input::Entropy => true,
+            // A custom estimator may read them.
+            Input::OldLogProbs => estimator.is_none() && config.updates_current_policy(advantage),
+            _ => false,
+        };
+        let loss = loss.iter().filter(|input| !of_update(input)).collect();
+        let loss = config.with_sources(loss);
         Self {
             // A custom estimator may also read what the loss has.
             advantage: match estimator {

@@ -2,10 +2,11 @@
 
 use std::sync::Arc;
 
-use anyhow::{Context, Result, ensure};
+use anyhow::Result;
 use candle_grpo_collective::{Alone, Collective};
-use candle_grpo_core::AdvantageEstimator;
 use candle_grpo_core::selection::{DifficultyPools, TaskScores};
+use candle_grpo_core::validate::check;
+use candle_grpo_core::{AdvantageEstimator, Invalid};
 use candle_grpo_loss::TokenLoss;
 use candle_grpo_loss::surrogate::LossLevel;
 use candle_grpo_nn::{DecoderConfig, ModelConfig, Parameters};
@@ -139,21 +140,27 @@ impl<C: ModelConfig> TrainerParts<C> {
 
     /// Checks what concerns several parts.
     fn validate(&self) -> Result<()> {
-        ensure!(
+        check(
             self.config.demonstrations.is_none() || self.demonstrations.is_some(),
-            "demonstrations: none, must be given, as the settings have them"
-        );
+            "demonstrations",
+            "none",
+            "be given, as the settings have them",
+        )?;
         let recipe = &self.config.recipe;
-        ensure!(
+        check(
             recipe.distillation_loss.is_none() || self.teacher.is_some(),
-            "teacher: none, must be given, as recipe.distillation_loss learns from it"
-        );
+            "teacher",
+            "none",
+            "be given, as recipe.distillation_loss learns from it",
+        )?;
         let world_size = self.collective.world_size();
-        ensure!(
+        let must = format!("be another one with {world_size} processes, which share out sequences");
+        Ok(check(
             world_size == 1 || recipe.policy_loss.surrogate.level() != LossLevel::Group,
-            "recipe.policy_loss.surrogate: compares the sequences of a group, must be another one with {world_size} processes, which share out sequences"
-        );
-        Ok(())
+            "recipe.policy_loss.surrogate",
+            "compares the sequences of a group",
+            &must,
+        )?)
     }
 }
 
@@ -196,18 +203,16 @@ impl<C: ModelConfig> Trainer<C> {
         }
         if let Some(order) = parts.order {
             order.ensure_rows(collector.prompts.len(), "prompts")?;
-            collector = collector.with_order(order);
+            collector.order = order;
         }
         if let Some(pools) = parts.curriculum {
             state.task_scores = Some(TaskScores::default());
-            collector = collector.with_curriculum(Curriculum::new(pools, config.sampling.seed)?);
+            collector.curriculum = Some(Curriculum::new(pools, config.sampling.seed)?);
         }
         let demonstrations = parts.demonstrations.map(|(examples, order)| {
-            let config = config.demonstrations.with_context(|| {
-                format!(
-                    "demonstrations: {}, must be none, as the settings have no demonstrations",
-                    examples.len()
-                )
+            let config = config.demonstrations.ok_or_else(|| {
+                let must = "be none, as the settings have no demonstrations";
+                Invalid::new("demonstrations", examples.len(), must)
             })?;
             Demonstrations::new(config, examples, order)
         });

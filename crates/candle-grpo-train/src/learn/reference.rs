@@ -1,4 +1,4 @@
-//! The reference policy of the KL term.
+//! The KL term's reference policy.
 
 use std::collections::HashMap;
 
@@ -16,12 +16,15 @@ use crate::teacher::{Teacher, TeacherDistributions};
 use crate::{Progress, TokenBatch};
 
 /// A policy that changes only in [`Self::refresh`] and when it is replaced.
+///
+/// [`Self::fixed`] never changes, so it keeps its weights in the compute dtype only: 2 bytes per
+/// parameter in bf16, where [`Self::new`] takes 6.
 pub struct Reference<M = Decoder> {
     model: M,
-    /// A copy of the parameters; absent if the reference shares the base of the adapters.
+    /// Parameter copy; absent if the reference shares another model's.
     parameters: Option<Parameters>,
-    /// Low-precision copies of the parameters, unless it computes in f32.
-    copies: ComputeCopies,
+    /// Copies of the parameters in the compute dtype, if [`Self::refresh`] may change them.
+    copies: Option<ComputeCopies>,
 }
 
 /// A schedule that moves the reference toward the policy: `alpha * policy + (1 - alpha) *
@@ -33,7 +36,7 @@ pub struct Reference<M = Decoder> {
 pub struct ReferenceRefresh {
     /// Interval in training steps.
     pub every_steps: usize,
-    /// Weight of the policy, in (0, 1]. The default 1 copies the policy.
+    /// Policy weight, in (0, 1]. The default 1 copies the policy.
     #[serde(default = "crate::one")]
     pub alpha: f64,
 }
@@ -43,7 +46,7 @@ impl ReferenceRefresh {
     ///
     /// # Errors
     ///
-    /// Returns an error for a value that would never refresh the reference.
+    /// Fails for a value that would never refresh the reference.
     pub fn validate(&self) -> Result<()> {
         validate::at_least_one("every_steps", self.every_steps)?;
         ensure_share(self.alpha)
@@ -55,58 +58,64 @@ fn ensure_share(alpha: f64) -> Result<()> {
 }
 
 impl<M: LanguageModel> Reference<M> {
-    /// Creates a reference from a copy of `parameters` that computes in `dtype`.
+    /// Creates a reference from a copy of `parameters` in f32 that computes in `dtype`. It can
+    /// follow the policy.
     pub fn new<C: ModelConfig<Model = M>>(
         model: &C,
         parameters: &Parameters,
         dtype: ComputeDType,
     ) -> Result<Self> {
-        let parameters = match model.decoder() {
-            Some(decoder) => {
-                let tensors = parameters.iter();
-                let tensors = tensors
-                    .map(|(name, variable)| (name.to_owned(), variable.as_detached_tensor()))
-                    .collect();
-                Parameters::from_tensors(decoder, tensors, parameters.device())?
-            }
-            None => parameters.copy_to(parameters.device())?,
-        };
+        let parameters = copy_in(model, parameters, ComputeDType::F32)?;
         let (model, copies) = model_in(model, &parameters, None, dtype)?;
         Ok(Self {
             model,
             parameters: Some(parameters),
-            copies,
+            copies: Some(copies),
         })
     }
 
-    /// Creates a reference that is the policy without its adapters.
-    ///
-    /// `parameters` must not change. They are not copied if they have this dtype.
-    pub fn without_adapters<C: ModelConfig<Model = M>>(
+    /// Creates a reference from a copy of `parameters` in `dtype`. [`Self::refresh`] is an error.
+    pub fn fixed<C: ModelConfig<Model = M>>(
         model: &C,
         parameters: &Parameters,
         dtype: ComputeDType,
     ) -> Result<Self> {
-        let (model, copies) = model_in(model, parameters, None, dtype)?;
+        let parameters = copy_in(model, parameters, dtype)?;
+        let shared = Self::shared(model, &parameters, dtype)?;
         Ok(Self {
-            model,
-            parameters: None,
-            copies,
+            parameters: Some(parameters),
+            ..shared
         })
     }
 
-    /// Returns the log-probs of the responses of `batch` at `temperature`, f32 `[B, T]`, detached.
+    /// Creates a reference that reads `parameters`, which must not change: the policy without its
+    /// adapters, or a teacher that was loaded [frozen](crate::Pretrained::load_frozen).
+    ///
+    /// Parameters in `dtype` and quantized blocks are not copied. [`Self::refresh`] is an error.
+    pub fn shared<C: ModelConfig<Model = M>>(
+        model: &C,
+        parameters: &Parameters,
+        dtype: ComputeDType,
+    ) -> Result<Self> {
+        let (model, _) = model_in(model, parameters, None, dtype)?;
+        Ok(Self {
+            model,
+            parameters: None,
+            copies: None,
+        })
+    }
+
+    /// Returns the log-probs for the responses in `batch` at `temperature`, f32 `[B, T]`, detached.
     pub fn log_probs(&self, batch: &TokenBatch, temperature: f64) -> Result<Tensor> {
         Ok(response_log_probs(&self.model, &batch.without_experts(), temperature)?.log_probs)
     }
 
-    /// Returns the distributions at the responses of `batch`: hidden states `[B, T, H]` in the
-    /// dtype of the computation, and the output weight. States of tokens that are not in the
-    /// response mask are not those of their places.
+    /// Returns the distributions at the responses in `batch`: hidden states `[B, T, H]` in the
+    /// compute dtype, and the output weight. States outside the response mask are undefined.
     ///
     /// # Errors
     ///
-    /// If the shapes of `batch` do not match, or its masks contradict each other.
+    /// Fails if the shapes in `batch` do not match, or its masks contradict each other.
     pub fn distributions(&self, batch: &TokenBatch) -> Result<TeacherDistributions> {
         Ok(TeacherDistributions::Hidden {
             hidden: predicting_states(&self.model, &batch.without_experts())?,
@@ -115,31 +124,35 @@ impl<M: LanguageModel> Reference<M> {
         })
     }
 
-    /// Returns the copy of the parameters, if there is one.
+    /// Returns the parameter copy, if there is one.
     pub(crate) fn parameters(&self) -> Option<&Parameters> {
         self.parameters.as_ref()
     }
 
+    /// The parameters and their copies, of a reference that may change.
+    fn changing(&self) -> Result<(&Parameters, &ComputeCopies)> {
+        match (&self.parameters, &self.copies) {
+            (Some(parameters), Some(copies)) => Ok((parameters, copies)),
+            _ => bail!("reference: fixed, must be created by Reference::new to change"),
+        }
+    }
+
     /// Replaces the parameters.
     pub(crate) fn set_values(&self, values: &HashMap<String, Tensor>) -> Result<()> {
-        let Some(parameters) = &self.parameters else {
-            bail!("reference: a policy without its adapters, which does not change");
-        };
+        let (parameters, copies) = self.changing()?;
         parameters.set_values(values)?;
-        Ok(self.copies.refresh()?)
+        Ok(copies.refresh()?)
     }
 
     /// Sets the reference to `alpha * policy + (1 - alpha) * reference`.
     ///
     /// # Errors
     ///
-    /// Returns an error if `alpha` is not in (0, 1], `policy` has other parameters, or the
-    /// reference is a policy without its adapters.
+    /// Fails if `alpha` is not in (0, 1], `policy` has other parameters, or the reference is
+    /// [fixed](Self::fixed) or [shared](Self::shared).
     pub fn refresh(&mut self, policy: &Parameters, alpha: f64) -> Result<()> {
         ensure_share(alpha)?;
-        let Some(parameters) = &self.parameters else {
-            bail!("reference: a policy without its adapters, which does not change");
-        };
+        let (parameters, copies) = self.changing()?;
         ensure!(
             policy.len() == parameters.len(),
             "policy: {} parameters, must be {}, as the reference has",
@@ -157,9 +170,20 @@ impl<M: LanguageModel> Reference<M> {
                 own.set(&((own.as_detached_tensor() * (1. - alpha))? + (other * alpha)?)?)?;
             }
         }
-        self.copies.refresh()?;
-        Ok(())
+        Ok(copies.refresh()?)
     }
+}
+
+/// Copies `parameters` in `dtype`; those of a custom model keep theirs.
+fn copy_in<C: ModelConfig>(
+    model: &C,
+    parameters: &Parameters,
+    dtype: ComputeDType,
+) -> Result<Parameters> {
+    Ok(match model.decoder() {
+        Some(_) => parameters.to_dtype(dtype.into())?,
+        None => parameters.copy_to(parameters.device())?,
+    })
 }
 
 impl<M: LanguageModel + Send + Sync> Teacher for Reference<M> {
@@ -241,6 +265,52 @@ mod tests {
         assert_ne!(log_probs(&reference), expected);
         reference.refresh(&drawn(2), 1.).unwrap();
         assert_eq!(log_probs(&reference), expected);
+    }
+
+    #[test]
+    fn a_fixed_reference_has_the_weights_in_its_dtype_only() {
+        let pairs: [(&[u32], &[u32]); 1] = [(&[1, 2], &[3, 4, 0])];
+        let batch = TokenBatch::new(&pairs, &Device::Cpu).unwrap();
+        let log_probs = |reference: &Reference| -> Vec<Vec<f32>> {
+            reference.log_probs(&batch, 1.).unwrap().to_vec2().unwrap()
+        };
+        let start = drawn(1);
+        let count = start.num_elements();
+        for (dtype, bytes) in [
+            (ComputeDType::F32, 4),
+            (ComputeDType::Bf16, 2),
+            (ComputeDType::F16, 2),
+        ] {
+            let expected = log_probs(&Reference::new(&model(8), &start, dtype).unwrap());
+            let fixed = Reference::fixed(&model(8), &start, dtype).unwrap();
+            let own = fixed.parameters().unwrap();
+            assert_eq!(own.num_bytes(), bytes * count, "{dtype:?}");
+            assert!(fixed.copies.is_none());
+            let frozen = start.to_dtype(dtype.into()).unwrap();
+            let shared = Reference::shared(&model(8), &frozen, dtype).unwrap();
+            assert_eq!(log_probs(&shared), expected, "{dtype:?}");
+            // The policy trains, and the fixed reference stays.
+            let trained = start.to_dtype(start.dtype()).unwrap();
+            let other = Reference::fixed(&model(8), &trained, dtype).unwrap();
+            let now = drawn(2).frozen_copy().unwrap();
+            trained.set_values(&now).unwrap();
+            for reference in [&fixed, &other] {
+                assert_eq!(log_probs(reference), expected, "{dtype:?}");
+            }
+        }
+    }
+
+    #[test]
+    fn a_fixed_or_shared_reference_cannot_follow_the_policy() {
+        let parameters = drawn(1);
+        let make = [Reference::fixed, Reference::shared];
+        for reference in make.map(|make| make(&model(8), &parameters, ComputeDType::F32)) {
+            let error = reference.unwrap().refresh(&drawn(2), 1.).unwrap_err();
+            assert_eq!(
+                error.to_string(),
+                "reference: fixed, must be created by Reference::new to change"
+            );
+        }
     }
 
     #[test]

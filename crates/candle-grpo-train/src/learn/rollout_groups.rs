@@ -15,29 +15,29 @@ use crate::rewards::{RewardFaults, RewardRequests, Scores};
 use crate::sequence::{Batch, Column};
 use crate::{Completion, Rollout, Sequence, TokenBatch};
 
-/// The name of a reward that has none, in metrics.
+/// Metric name for an unnamed reward.
 const UNNAMED: &str = "reward";
 
-/// Completions in groups of one size, side by side, and their scores.
+/// Completions in contiguous groups with equal size, and their scores.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub struct RolloutGroups {
-    /// The number of completions of each group.
+    /// Number of completions per group.
     pub num_generations: usize,
-    /// The prompt that each group answers, by its place.
+    /// Index of each group's prompt.
     pub rows: Vec<usize>,
-    /// The completions.
+    /// Completions, group by group.
     pub rollouts: Vec<Rollout>,
-    /// The score of each completion: the sum of its components. NaN if it is missing.
+    /// Each completion's score: the sum over its components. NaN if missing.
     pub scores: Vec<f32>,
-    /// For each component of the reward one score for each completion.
+    /// For each reward component, one score per completion.
     pub components: Vec<Scores>,
-    /// The score of the greedy completion of each group's prompt, if the advantages need it. NaN
-    /// if it is missing.
+    /// Greedy completion's score for each group's prompt, if the advantages need it. NaN if
+    /// missing.
     pub greedy_scores: Option<Vec<f32>>,
 }
 
 impl RolloutGroups {
-    /// Components in the dtype of statistics, `[B, K]`, or `[B]` if there is one.
+    /// Returns the components in the statistics dtype, `[B, K]`, or `[B]` if there is one.
     pub(crate) fn component_tensor(&self, device: &Device) -> Result<Tensor> {
         let dtype = statistics_dtype(device);
         let columns = self
@@ -51,7 +51,7 @@ impl RolloutGroups {
         })
     }
 
-    /// Mean and spread of the scores of each group.
+    /// Returns each group's score mean and spread.
     pub(crate) fn groups(&self) -> Result<Vec<GroupSummary>> {
         let function = GroupAdvantage {
             non_finite: NonFinite::Exclude,
@@ -61,8 +61,8 @@ impl RolloutGroups {
         Ok(statistics.summaries()?)
     }
 
-    /// For each completion, true if it has a score, and a greedy one to compare it with if the
-    /// advantages need that.
+    /// For each completion, true if it has a score and, if the advantages compare with a greedy
+    /// completion, that one has a score too.
     pub(crate) fn is_scored(&self) -> impl Iterator<Item = bool> {
         self.scores.iter().enumerate().map(|(i, score)| {
             let greedy = self.greedy_scores.as_ref();
@@ -71,7 +71,7 @@ impl RolloutGroups {
         })
     }
 
-    /// The missing scores of each reward, by its name, if there are any.
+    /// Returns the missing scores per reward name, if there are any.
     pub(crate) fn faults(&self) -> BTreeMap<String, RewardFaults> {
         let mut faults = BTreeMap::<String, RewardFaults>::new();
         for component in &self.components {
@@ -82,7 +82,7 @@ impl RolloutGroups {
         faults
     }
 
-    /// The requests that the scores of each reward took, by its name, if it sends any.
+    /// Returns the number of requests per reward name, for rewards that send any.
     pub(crate) fn requests(&self) -> BTreeMap<String, RewardRequests> {
         let mut requests = BTreeMap::<String, RewardRequests>::new();
         for component in &self.components {
@@ -93,14 +93,14 @@ impl RolloutGroups {
         requests
     }
 
-    /// Counts the requests of `others` with these.
+    /// Adds the request counts in `others`.
     pub(crate) fn add_requests(&mut self, others: &Self) {
         for (component, other) in self.components.iter_mut().zip(&others.components) {
             component.add_requests(other.requests());
         }
     }
 
-    /// The components of the reward by name. A name that occurs again has its number.
+    /// Returns the reward components by name. A repeated name gets a number.
     pub(crate) fn named_components(&self) -> Vec<(String, &Scores)> {
         let mut seen = BTreeMap::<&str, usize>::new();
         let component = |scores| {
@@ -116,21 +116,21 @@ impl RolloutGroups {
         self.components.iter().map(component).collect()
     }
 
-    /// Mean and standard deviation of each component of the reward, over the completions that have
-    /// it.
+    /// Returns the mean and standard deviation for each reward component, over the completions that
+    /// have it.
     pub(crate) fn reward_statistics(&self) -> BTreeMap<String, RewardStatistics> {
         let components = self.named_components().into_iter();
         let statistics = |(name, scores): (String, &Scores)| (name, RewardStatistics::of(scores));
         components.map(statistics).collect()
     }
 
-    /// The sequences of a group.
+    /// Returns a group's sequences.
     pub(crate) fn group_batch(&self, group: usize) -> Result<Batch> {
         let n = self.num_generations;
         batch_of(&self.rollouts[group * n..(group + 1) * n])
     }
 
-    /// No groups: the share of a rank without a prompt.
+    /// No groups: the share for a rank without a prompt.
     pub(crate) fn none(num_generations: usize) -> Self {
         Self {
             num_generations,
@@ -142,7 +142,7 @@ impl RolloutGroups {
         }
     }
 
-    /// The groups of the first of `ranks`, those of the second, and so on.
+    /// Joins the groups from all `ranks`, in rank order.
     pub(crate) fn of_all_ranks(ranks: Vec<Self>) -> Result<Self> {
         let mut parts = ranks.into_iter().filter(|part| !part.rows.is_empty());
         let mut all = parts.next().context("groups: none on any rank")?;
@@ -150,7 +150,7 @@ impl RolloutGroups {
         Ok(all)
     }
 
-    /// Adds the groups of `other`, whose rewards must have as many components.
+    /// Appends the groups in `other`, whose rewards must have as many components.
     pub(crate) fn extend(&mut self, other: Self) -> Result<()> {
         self.ensure_as_many_components(&other)?;
         self.rows.extend(other.rows);
@@ -162,7 +162,7 @@ impl RolloutGroups {
         Ok(())
     }
 
-    /// Replaces the groups of these numbers by those of `other`, whose rewards must have as many
+    /// Replaces the groups with these indices by those in `other`, whose rewards must have as many
     /// components.
     pub(crate) fn replace(&mut self, groups: &[usize], other: Self) -> Result<()> {
         self.ensure_as_many_components(&other)?;
@@ -189,7 +189,7 @@ impl RolloutGroups {
         Ok(())
     }
 
-    /// The groups of these numbers.
+    /// Returns the groups with these indices.
     pub(crate) fn select(&self, groups: &[usize]) -> Result<Self> {
         let n = self.num_generations;
         let samples = || groups.iter().flat_map(|&group| group * n..(group + 1) * n);
@@ -211,7 +211,7 @@ impl RolloutGroups {
         })
     }
 
-    /// The greedy scores `[B]`, repeated for each completion of a group.
+    /// Greedy scores `[B]`, repeated for each completion in a group.
     pub(crate) fn greedy_baselines(&self, device: &Device) -> Result<Option<Tensor>> {
         let Some(scores) = &self.greedy_scores else {
             return Ok(None);
@@ -224,7 +224,7 @@ impl RolloutGroups {
     }
 }
 
-/// Records the mean score of each group. A group without scores changes nothing.
+/// Records each group's mean score. A group without scores changes nothing.
 pub(super) fn record(scores: &mut TaskScores, drawn: &RolloutGroups) -> Result<()> {
     let groups = drawn.scores.chunks(drawn.num_generations.max(1));
     for (&prompt, group) in drawn.rows.iter().zip(groups) {
@@ -238,24 +238,24 @@ pub(super) fn record(scores: &mut TaskScores, drawn: &RolloutGroups) -> Result<(
 }
 
 impl TokenBatch {
-    /// Creates the batch of the rows of `rollouts`, see [`Rollout::rows`]. Tokens that the policy
+    /// Creates a batch from the rows of `rollouts`, see [`Rollout::rows`]. Tokens that the policy
     /// did not write are context: they are not in the response mask.
     ///
     /// # Errors
     ///
-    /// As in [`Self::new`].
+    /// Same as [`Self::new`].
     pub fn from_rollouts(rollouts: &[Rollout], device: &Device) -> Result<Self> {
         Self::of_batch(&batch_of(rollouts)?, device)
     }
 
-    /// Returns this batch of `rollouts` with the experts that the sampler recorded. The policy then
-    /// replays them in training and does not choose (rollout routing replay,
-    /// <https://arxiv.org/abs/2510.11370>). Other models choose their experts.
+    /// Adds the experts that the sampler recorded for `rollouts`, from which this batch was
+    /// created. In training, the policy then replays them instead of choosing (rollout routing
+    /// replay, <https://arxiv.org/abs/2510.11370>). Other models choose their experts.
     ///
     /// # Errors
     ///
-    /// Returns an error that names a completion without [`experts`](crate::Completion::experts),
-    /// with another number of them, or with other tokens than the batch.
+    /// Fails with the name of a completion that has no [`experts`](crate::Completion::experts), has
+    /// another number of them, or has other tokens than the batch.
     pub fn replaying(self, rollouts: &[Rollout]) -> Result<Self> {
         let rows = rollouts.iter();
         let rows = rows.flat_map(|rollout| rollout.rows().map(move |row| (rollout, row)));
@@ -281,7 +281,7 @@ impl TokenBatch {
     }
 }
 
-/// `sequence`, the tokens of `prompt` and `completion`, with the experts.
+/// Adds the experts to `sequence`, which has the tokens of `prompt` and `completion`.
 fn replayed(sequence: &Sequence, prompt: &[u32], completion: &Completion) -> Result<Sequence> {
     let response = &completion.tokens;
     ensure!(
@@ -298,11 +298,11 @@ fn replayed(sequence: &Sequence, prompt: &[u32], completion: &Completion) -> Res
     sequence.clone().with_experts(experts.clone())
 }
 
-/// The name of the log-probs that the generator reported, in [`batch_of`].
+/// Column in [`batch_of`] with the log-probs that the generator reported.
 const ROLLOUT_LOG_PROBS: &str = "rollout_log_probs";
 
-/// The rows of `rollouts`, with the log-probs that the generator reported. A rollout is a
-/// trajectory.
+/// Batch with the rows of `rollouts`, and the log-probs that the generator reported. Each rollout
+/// is a trajectory.
 fn batch_of(rollouts: &[Rollout]) -> Result<Batch> {
     let (mut sequences, mut trajectories, mut log_probs) = (Vec::new(), Vec::new(), Vec::new());
     for (trajectory, rollout) in rollouts.iter().enumerate() {
@@ -320,12 +320,12 @@ fn batch_of(rollouts: &[Rollout]) -> Result<Batch> {
 }
 
 /// Returns the log-probs that the generator reported for the rows of `rollouts`, f32 `[B, T]`:
-/// those of the policy, or of the distribution drawn from if it does not compute these. 0 for
-/// padding and for tokens that the policy did not write.
+/// under the policy, or under the sampling distribution if it does not compute these. 0 for padding
+/// and for tokens that the policy did not write.
 ///
 /// # Errors
 ///
-/// If there are no rollouts, or one has no tokens.
+/// Fails if there are no rollouts, or one has no tokens.
 pub fn rollout_log_probs(rollouts: &[Rollout], device: &Device) -> Result<Tensor> {
     batch_of(rollouts)?.tensor(ROLLOUT_LOG_PROBS, device)
 }

@@ -45,7 +45,7 @@ impl RolloutLogConfig {
     ///
     /// # Errors
     ///
-    /// If one is 0.
+    /// Fails if one is 0.
     pub fn validate(&self) -> Result<()> {
         at_least_one("every_steps", self.every_steps.unwrap_or(1))?;
         at_least_one("max_groups", self.max_groups)?;
@@ -76,19 +76,19 @@ pub struct RolloutRecord {
     /// The text that rewards score, without special tokens. With an environment, this is the last
     /// turn.
     pub completion: String,
-    /// The parts of a trajectory, in order; empty without an environment.
+    /// Trajectory parts, in order; empty without an environment.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub turns: Vec<RolloutTurn>,
-    /// The turn of a branch that the turns continue. Absent: they continue the prompt.
+    /// Turn of a branch that the turns continue. Absent: they continue the prompt.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub after: Option<BranchPlace>,
-    /// The other rows of a trajectory with branches, see [`Rollout::branches`].
+    /// Other rows of a trajectory with branches, see [`Rollout::branches`].
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub branches: Vec<RolloutBranch>,
-    /// The reason why the trajectory ended. Absent without an environment.
+    /// Reason why the trajectory ended. Absent without an environment.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub end: Option<EpisodeEnd>,
-    /// The score: the sum of the components. Absent if missing.
+    /// Score: the sum over the components. Absent if missing.
     pub reward: Option<f32>,
     /// Score components by name.
     pub rewards: BTreeMap<String, Option<f32>>,
@@ -103,7 +103,7 @@ pub struct RolloutRecord {
 /// A branch of a trajectory.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct RolloutBranch {
-    /// The turn of another row that it continues. Absent if it has a prompt of its own.
+    /// Turn of another row that it continues. Absent if it has its own prompt.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub after: Option<BranchPlace>,
     /// The rest of its prompt, its turns, and the text between them.
@@ -116,11 +116,11 @@ pub struct BranchPlace {
     /// 0 for the row of [`RolloutRecord::turns`], and n for the n-th of
     /// [`RolloutRecord::branches`].
     pub row: usize,
-    /// The number of policy turns of that row up to the one that the branch continues.
+    /// Number of policy turns in that row, up to and including the one that the branch continues.
     pub turns: usize,
 }
 
-/// A part of a trajectory.
+/// A trajectory part.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct RolloutTurn {
     /// The author.
@@ -146,7 +146,7 @@ pub enum TurnRole {
 pub(crate) struct StepRollouts {
     pub(crate) step: usize,
     pub(crate) groups: RolloutGroups,
-    /// Mean advantage of each completion that trained.
+    /// Mean advantage for each completion that trained.
     pub(crate) advantages: Vec<Option<f32>>,
 }
 

@@ -7,20 +7,20 @@ use serde::{Deserialize, Serialize};
 
 /// A linear warm-up, then a constant learning rate or a decay.
 ///
-/// In step s after `w` warm-up steps, with the end `e` and the floor `f`, the factor is
+/// At step s after `w` warm-up steps, with the end `e` and the floor `f`, the factor is
 /// `f + (1 - f) * (1 - p)` or `f + (1 - f) * (1 + cos(pi * p)) / 2`, with
 /// `p = min(1, (s - w) / (e - w + 1))`.
 #[derive(Debug, Clone, Copy, PartialEq, Default, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct LearningRateSchedule {
-    /// Number of steps until the learning rate of the optimizer is reached.
+    /// Number of steps until the optimizer's learning rate is reached.
     pub warmup_steps: usize,
-    /// Last step of the decay; the steps after it have the lowest learning rate. Absent: no decay,
-    /// so the learning rate is constant after the warm-up.
+    /// Last decay step; later steps have the lowest learning rate. Absent: no decay, so the
+    /// learning rate is constant after the warm-up.
     pub decay_until: Option<usize>,
-    /// The curve of the decay: `linear` or `cosine`. Without `decay_until` it must be `linear`.
+    /// Decay curve: `linear` or `cosine`. Without `decay_until`, it must be `linear`.
     pub decay: Decay,
-    /// The lowest learning rate of the decay, as a share of that of the optimizer: from 0 to 1.
+    /// Lowest learning rate in the decay, as a fraction of the optimizer's: from 0 to 1.
     pub min_lr_ratio: f64,
 }
 
@@ -29,8 +29,8 @@ impl LearningRateSchedule {
     ///
     /// # Errors
     ///
-    /// If the decay ends before the warm-up, the floor is not a share, or there is a curve or a
-    /// floor without a decay.
+    /// Fails if the decay ends before the warm-up, the floor is not in [0, 1], or there is a curve
+    /// or a floor without a decay.
     pub fn validate(&self) -> Result<()> {
         unit_interval("min_lr_ratio", self.min_lr_ratio)?;
         match self.decay_until {
@@ -58,7 +58,7 @@ impl LearningRateSchedule {
         Ok(())
     }
 
-    /// Returns the factor of the learning rate in step `step`, from 1.
+    /// Returns the learning rate factor for step `step`, counted from 1.
     pub fn factor(&self, step: usize) -> f64 {
         if step <= self.warmup_steps {
             return step as f64 / self.warmup_steps as f64;

@@ -1,4 +1,4 @@
-//! Copies of the weights of the policy.
+//! Policy weight copies.
 
 use anyhow::Result;
 use candle_core::Device;
@@ -16,8 +16,8 @@ pub(super) struct Snapshot<C> {
 }
 
 impl<C: Clone> Snapshot<C> {
-    /// Copies `weights`. `base` are the frozen parameters of a policy with adapters, in main
-    /// memory, which are shared.
+    /// Copies `weights`. `base` are the frozen parameters under adapters, in main memory, which are
+    /// shared.
     pub(super) fn new(weights: &PolicyWeights<'_, C>, base: Option<Parameters>) -> Result<Self> {
         let adapters = weights.adapters;
         Ok(Self {

@@ -1,4 +1,4 @@
-//! The age of completions, and the deviation of the engine that drew them.
+//! The completions' age, and the sampling engine's deviation from the policy.
 
 use std::collections::BTreeMap;
 
@@ -9,8 +9,8 @@ use candle_grpo_core::Mask;
 use super::collector::Collection;
 use crate::sequence::Batch;
 
-/// The staleness of each token that trains: the number of updates between the weights that drew it
-/// and those of `version`.
+/// Each trained token's staleness: the number of updates between the weights that sampled it and
+/// `version`.
 fn token_staleness(batch: &Batch, version: u64) -> impl Iterator<Item = u64> {
     batch.sequences().iter().flat_map(move |sequence| {
         let versions = sequence.weight_versions().unwrap_or_default().iter();
@@ -21,12 +21,12 @@ fn token_staleness(batch: &Batch, version: u64) -> impl Iterator<Item = u64> {
     })
 }
 
-/// The greatest staleness of a token of `batch`.
+/// Maximum token staleness in `batch`.
 pub(super) fn max_staleness(batch: &Batch, version: u64) -> u64 {
     token_staleness(batch, version).max().unwrap_or(0)
 }
 
-/// The metrics of the tokens to train on.
+/// Metrics for the tokens to train on.
 pub(super) fn staleness_metrics(
     collection: &Collection,
     version: u64,
@@ -50,7 +50,7 @@ pub(super) fn staleness_metrics(
     Ok(metrics)
 }
 
-/// The groups to train on that have a token of a staleness above `most`.
+/// Groups to train on that contain a token with staleness above `most`.
 pub(super) fn stale_groups(collection: &Collection, version: u64, most: u64) -> Result<Vec<usize>> {
     let mut stale = Vec::new();
     for &group in &collection.kept {
@@ -61,7 +61,7 @@ pub(super) fn stale_groups(collection: &Collection, version: u64, most: u64) -> 
     Ok(stale)
 }
 
-/// The effective sample size of the importance weights `w = exp(old - rollout)`, as a share of the
+/// Effective sample size for the importance weights `w = exp(old - rollout)`, as a fraction of the
 /// tokens in the mask: `(sum w)^2 / (n sum w^2)` (Kish 1965). All arguments are `[B, T]`.
 /// Synchronizes with the device.
 pub(super) fn effective_sample_share(
@@ -84,7 +84,7 @@ pub(super) fn effective_sample_share(
         .filter(|(_, selected)| *selected != 0.)
         .map(|((old, rollout), _)| old - rollout)
         .collect();
-    // The share does not depend on a common factor of the weights.
+    // The fraction does not depend on a common factor in the weights.
     let largest = ratios.iter().copied().fold(f64::NEG_INFINITY, f64::max);
     let weights = || ratios.iter().map(|ratio| (ratio - largest).exp());
     let squares: f64 = weights().map(|weight| weight * weight).sum();

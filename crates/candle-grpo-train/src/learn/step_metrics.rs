@@ -98,6 +98,7 @@ pub struct StepMetrics {
 
 /// Mean and standard deviation of a component of the reward.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Serialize, Deserialize)]
+#[non_exhaustive]
 pub struct RewardStatistics {
     /// Mean over the completions that have it. 0 without any.
     #[serde(deserialize_with = "number")]
@@ -123,6 +124,7 @@ impl RewardStatistics {
 /// The times of the phases of a step, in seconds. Completions that are drawn ahead are sampled and
 /// scored during earlier steps.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Serialize, Deserialize)]
+#[non_exhaustive]
 pub struct PhaseSeconds {
     /// Sampling completions.
     pub sample: f64,

@@ -3,8 +3,8 @@
 use anyhow::Result;
 use candle_core::{D, DType, Device, Tensor};
 use candle_grpo_kernels::linear_rows;
+use candle_grpo_loss::TokenLogProbs;
 use candle_grpo_loss::surrogate::Likelihood;
-use candle_grpo_loss::{LinearLogProb, LogProbOptions, TokenLogProbs};
 use candle_grpo_nn::LanguageModel;
 use candle_grpo_nn::model::ExpertBalance;
 use serde::{Deserialize, Serialize};
@@ -12,14 +12,12 @@ use serde::{Deserialize, Serialize};
 use super::Ranks;
 use super::micro_batches::MicroBatches;
 use crate::sequence::Batch;
-use crate::sequence::response_forward::{Packed, Targets};
+use crate::sequence::response_forward::{Packed, Targets, output_layer, states_at_once};
 use crate::{Actor, NotFinite, Sequence};
-
-/// The largest number of logits that a comparison of tokens computes at once: 16 MiB of f32.
-const PIECE_LOGITS: usize = 1 << 22;
 
 /// Sums over the trained tokens of sequences. Those of parts of a step add up to those of the step.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Serialize, Deserialize)]
+#[non_exhaustive]
 pub struct LikelihoodSums {
     /// The weights.
     pub weight: f64,
@@ -99,27 +97,6 @@ impl Trained {
         })
     }
 
-    /// The output layer over the states `[1, M, H]` that predict the targets.
-    fn layer(
-        &self,
-        model: &dyn LanguageModel,
-        states: &Tensor,
-        weight: &Tensor,
-    ) -> Result<LinearLogProb> {
-        let options = LogProbOptions {
-            logit_cap: model.logit_cap(),
-            ..Default::default()
-        };
-        Ok(LinearLogProb::new(
-            states,
-            weight,
-            None,
-            &self.tokens,
-            1.,
-            options,
-        )?)
-    }
-
     /// Sums the results `tokens` of the layer. `weight` has the dtype of the states. Synchronizes
     /// with the device.
     fn sums(
@@ -169,8 +146,7 @@ impl Trained {
             }
         }
         let (states, weight) = (states.detach().squeeze(0)?, weight.detach());
-        let rows = (PIECE_LOGITS / weight.dim(0)?).max(1);
-        for piece in open.chunks(rows) {
+        for piece in open.chunks(states_at_once(weight.dim(0)?)) {
             let index = Tensor::new(piece, states.device())?;
             let logits = linear_rows(&states.index_select(&index, 0)?, &[&weight])?;
             let logits = logits[0].to_dtype(DType::F32)?;
@@ -233,9 +209,10 @@ impl<M: LanguageModel> Actor<M> {
         let packed = Packed::new(sequences, Targets::Flat, device)?;
         let targets = Trained::new(sequences, device)?;
         let (sums, balance) = self.accumulate(packed, read_tokens, |mut output| {
-            let layer = targets.layer(output.policy, output.states, output.weight)?;
+            let (states, weight) = (output.states, output.weight);
+            let layer = output_layer(output.policy, states, weight, (&targets.tokens, None), 1.)?;
             let tokens = layer.forward()?;
-            let sums = targets.sums(&tokens, output.states, output.policy.output_weight())?;
+            let sums = targets.sums(&tokens, states, output.policy.output_weight())?;
             let derivatives = targets.derivatives(&tokens, likelihood, scale)?;
             let found = layer.backward(&tokens, &derivatives)?;
             drop(layer);
@@ -264,7 +241,8 @@ impl<M: LanguageModel> Actor<M> {
         let packed = Packed::new(sequences, Targets::Flat, weight.device())?;
         let targets = Trained::new(sequences, weight.device())?;
         let states = packed.states(policy)?;
-        let tokens = targets.layer(policy, &states, &weight)?.forward()?;
+        let layer = output_layer(policy, &states, &weight, (&targets.tokens, None), 1.)?;
+        let tokens = layer.forward()?;
         targets.sums(&tokens, &states, &weight)
     }
 }

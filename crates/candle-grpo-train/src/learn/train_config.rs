@@ -2,7 +2,7 @@
 
 use anyhow::Result;
 use candle_grpo_core::AdvantageEstimator as _;
-use candle_grpo_core::inputs::Input;
+use candle_grpo_core::inputs::{Input, Inputs};
 use candle_grpo_core::kl::KlController;
 use candle_grpo_core::selection::{SampleFilter, ScoreResampling};
 use candle_grpo_core::validate as check;
@@ -23,9 +23,13 @@ use candle_grpo_base::within;
 /// The source of the old log-probs, the denominator of the ratio of an update.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
+#[non_exhaustive]
 pub enum OldLogProbs {
-    /// A forward pass of the policy before the first update of the step. Correct for any generator.
+    /// [`Self::Current`] in steps with a single update, and otherwise [`Self::Recompute`]. A
+    /// rollout correction, and an advantage that needs the old log-probs, also recompute them.
     #[default]
+    Auto,
+    /// A forward pass of the policy before the first update of the step. Correct for any generator.
     Recompute,
     /// The log-probs that the generator recorded, without a forward pass. Those of the local
     /// generator differ by rounding only.
@@ -257,7 +261,7 @@ impl TrainConfig {
         }
         for (i, filter) in self.sample_filters.iter().enumerate() {
             if let SampleFilter::Difficulty { low, high } = *filter {
-                check::range(&format!("sample_filters[{i}].difficulty"), [low, high])?;
+                check::range(&format!("sample_filters[{i}]"), [low, high])?;
             }
         }
         if let Some(demonstrations) = &self.demonstrations {
@@ -359,32 +363,51 @@ impl TrainConfig {
         Ok(())
     }
 
+    /// Returns whether a step makes one update of the policy at most.
+    fn has_single_update(&self) -> bool {
+        let completions = self.prompts_per_step.saturating_mul(self.num_generations);
+        self.epochs <= 1 && self.mini_batch_size.is_none_or(|size| size >= completions)
+    }
+
+    /// Returns whether the loss reads the old log-probs from the update itself, because the policy
+    /// has not changed since they were sampled. `advantage` has the inputs of the advantages.
+    pub(super) fn updates_current_policy(&self, advantage: Inputs) -> bool {
+        match self.old_log_probs {
+            OldLogProbs::Auto => {
+                self.has_single_update()
+                    && self.recipe.policy_loss.rollout_correction.is_none()
+                    && !advantage.contains(Input::OldLogProbs)
+            }
+            OldLogProbs::Current => true,
+            OldLogProbs::Recompute | OldLogProbs::Sampler => false,
+        }
+    }
+
     fn validate_old_log_probs(&self) -> Result<()> {
         let refuse = |value: &str, must: &str| check::check(false, "old_log_probs", value, must);
-        if self.recipe.policy_loss.rollout_correction.is_some()
-            && self.old_log_probs != OldLogProbs::Recompute
+        let without_pass = match self.old_log_probs {
+            OldLogProbs::Sampler => Some("sampler"),
+            OldLogProbs::Current => Some("current"),
+            OldLogProbs::Auto | OldLogProbs::Recompute => None,
+        };
+        if let (Some(value), Some(_)) = (without_pass, &self.recipe.policy_loss.rollout_correction)
         {
-            let value = match self.old_log_probs {
-                OldLogProbs::Sampler => "sampler",
-                _ => "current",
-            };
             refuse(
                 value,
-                "be recompute with recipe.policy_loss.rollout_correction, which compares the sampler with the policy",
+                "be auto or recompute with recipe.policy_loss.rollout_correction, which compares the sampler with the policy",
             )?;
         }
         if self.old_log_probs == OldLogProbs::Current {
-            let completions = self.prompts_per_step.saturating_mul(self.num_generations);
-            if self.epochs > 1 || self.mini_batch_size.is_some_and(|size| size < completions) {
+            if !self.has_single_update() {
                 refuse(
                     "current",
-                    "be recompute or sampler with several updates a step: only the first one has the policy of the sampler",
+                    "be auto, recompute or sampler with several updates a step: only the first one has the policy of the sampler",
                 )?;
             }
             if self.recipe.advantage.needs().contains(Input::OldLogProbs) {
                 refuse(
                     "current",
-                    "be recompute or sampler with a recipe.advantage that needs them",
+                    "be auto, recompute or sampler with a recipe.advantage that needs them",
                 )?;
             }
         }

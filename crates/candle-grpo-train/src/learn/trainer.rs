@@ -172,8 +172,8 @@ impl<C: ModelConfig> Trainer<C> {
                 .policy
                 .extend(staleness_metrics(&collection, version)?);
         }
-        if let (Some(curriculum), Some(scores)) = (self.collector.curriculum(), &state.task_scores)
-        {
+        let curriculum = self.collector.curriculum.as_ref();
+        if let (Some(curriculum), Some(scores)) = (curriculum, &state.task_scores) {
             let pools = curriculum.metrics(scores, self.prompts().len());
             metrics.policy.extend(pools);
         }

@@ -1,4 +1,4 @@
-//! The state of a run in memory.
+//! A run's state in memory.
 
 use crate::TrainConfig;
 use candle_grpo_core::kl::KlController;

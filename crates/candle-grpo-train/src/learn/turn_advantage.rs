@@ -19,6 +19,7 @@ use candle_grpo_base::within;
 /// trajectory, so the rewards of its turns add up to its score.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case", deny_unknown_fields)]
+#[non_exhaustive]
 pub enum TurnAdvantage {
     /// Group-in-group policy optimization (GiGPO, <https://arxiv.org/abs/2505.10978>): the score of the
     /// trajectory among those of its prompt, plus the return of the turn among those of the same

@@ -11,7 +11,7 @@ use tokenizers::Tokenizer;
 ///
 /// # Errors
 ///
-/// If `alphabet` is empty or repeats a character.
+/// Fails if `alphabet` is empty or repeats a character.
 pub fn character_tokenizer(alphabet: &str) -> Result<Tokenizer> {
     ensure!(
         !alphabet.is_empty(),

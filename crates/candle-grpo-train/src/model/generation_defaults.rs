@@ -61,7 +61,7 @@ impl GenerationDefaults {
     ///
     /// # Errors
     ///
-    /// If a value has the wrong kind. The error names the key.
+    /// Fails if a value has the wrong kind. The error names the key.
     pub fn apply(&self, sampling: SamplingConfig) -> Result<SamplingConfig> {
         let wrong = |key: &str, must: &str| {
             let value = &self.0[key];

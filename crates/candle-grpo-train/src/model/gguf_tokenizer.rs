@@ -52,8 +52,8 @@ const ENDS: [&str; 8] = [
 ///
 /// # Errors
 ///
-/// If the tokenizer is of another kind, or its pre-tokenizer is unknown, which would silently give
-/// wrong tokens.
+/// Fails if the tokenizer is of another kind, or its pre-tokenizer is unknown, which would silently
+/// give wrong tokens.
 pub(crate) fn gguf_tokenizer(metadata: &Metadata) -> Result<Tokenizer> {
     match metadata.get(MODEL) {
         Some(GgufValue::String(model)) if model == "gpt2" => {}
@@ -145,8 +145,8 @@ fn padding(id: usize) -> String {
 ///
 /// # Errors
 ///
-/// If the tokenizer is not a byte-level BPE with a known pre-tokenizer, or the metadata cannot
-/// express its special tokens.
+/// Fails if the tokenizer is not a byte-level BPE with a known pre-tokenizer, or the metadata
+/// cannot express its special tokens.
 pub(crate) fn tokenizer_metadata(
     tokenizer: &Tokenizer,
     special_tokens: &SpecialTokens,

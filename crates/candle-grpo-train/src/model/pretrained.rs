@@ -7,6 +7,7 @@ use std::sync::Arc;
 
 use anyhow::{Context, Result, anyhow, bail, ensure};
 use candle_core::{DType, Device};
+use candle_grpo_hub::is_gguf;
 use candle_grpo_nn::{
     BaseWeights, CheckpointForm, ComputeDType, DecoderConfig, Export, Gguf, GgufDType, GgufValue,
     Lora, Parameters, atomic_file,
@@ -456,12 +457,9 @@ pub(crate) fn write_tokenizer(folder: &Path, tokenizer: &Tokenizer) -> Result<()
 
 /// Guesses what a path without a model was meant to be.
 fn missing_hint(path: &Path) -> &'static str {
-    let is_gguf = path
-        .extension()
-        .is_some_and(|end| end.eq_ignore_ascii_case("gguf"));
     if path.starts_with("~") {
         "; the home folder must be named in full, ~ is not replaced"
-    } else if path.components().count() == 1 && !is_gguf {
+    } else if path.components().count() == 1 && !is_gguf(path) {
         "; a model of the hub must be named ORG/NAME"
     } else {
         ""

@@ -1,4 +1,4 @@
-//! Reward functions of `candle-grpo-rewards`, reward models, and the scores of rollouts.
+//! Reward functions from `candle-grpo-rewards`, reward models, and rollout scores.
 
 mod reward_model;
 mod rollouts;
@@ -22,17 +22,17 @@ pub use reward_model::{RewardModel, RewardModelConfig};
 
 pub(crate) use rollouts::score_rollouts;
 
-/// One term of the reward in a configuration file, which may be a [`RewardModel`].
+/// One reward term in a configuration file, which may be a [`RewardModel`].
 pub type RewardConfig = candle_grpo_rewards::RewardConfig<RewardModelConfig>;
 
 /// The reward functions that a configuration can name.
 pub type RewardKind = candle_grpo_rewards::RewardKind<RewardModelConfig>;
 
-/// The options of [`LengthScaledReward`] with [`LengthScale::Cosine`].
+/// Options for [`LengthScaledReward`] with [`LengthScale::Cosine`].
 pub type CosineOptions = candle_grpo_rewards::CosineOptions<RewardModelConfig>;
 
-/// The options of [`LengthScaledReward`] with [`LengthScale::Relative`].
+/// Options for [`LengthScaledReward`] with [`LengthScale::Relative`].
 pub type RelativeLengthOptions = candle_grpo_rewards::RelativeLengthOptions<RewardModelConfig>;
 
-/// The options of [`EnsembleReward`].
+/// Options for [`EnsembleReward`].
 pub type EnsembleOptions = candle_grpo_rewards::EnsembleOptions<RewardModelConfig>;

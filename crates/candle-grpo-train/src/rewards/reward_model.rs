@@ -1,4 +1,4 @@
-//! Scores of a model.
+//! Scores from a reward model.
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -22,24 +22,24 @@ use crate::{ChatTemplate, Interrupted, Progress};
 use candle_grpo_base::progress::NoProgress;
 use candle_grpo_rewards::RewardModelOptions;
 
-/// The options of [`RewardModel`].
+/// Options for [`RewardModel`].
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct RewardModelConfig {
-    /// The folder of a Hugging Face model whose class ends in `ForSequenceClassification`, with
-    /// its tokenizer, or the name of one on the [hub](guide.md#the-hugging-face-hub).
+    /// Directory with a Hugging Face model whose class ends in `ForSequenceClassification`, and
+    /// its tokenizer; or a model name on the [hub](guide.md#the-hugging-face-hub).
     pub path: PathBuf,
-    /// The dtype of its computation: `f32`, `bf16` or `f16`.
+    /// Compute dtype: `f32`, `bf16` or `f16`.
     #[serde(default)]
     pub dtype: ComputeDType,
-    /// The index of the label that is the score; absent: the only one.
+    /// Index of the label that is the score; absent: the only one.
     #[serde(default)]
     pub label: Option<usize>,
-    /// The number of tokens that the model reads of a longer text, from its end, which has the
-    /// scored token. Absent: `max_position_embeddings` of the model.
+    /// Number of tokens that the model reads from the end of a longer text, where the scored token
+    /// is. Absent: the model's `max_position_embeddings`.
     #[serde(default)]
     pub max_length: Option<usize>,
-    /// Number of tokens of a pass of the model. A longer text is a pass of its own.
+    /// Number of tokens in one forward pass. A longer text gets its own pass.
     #[serde(default = "batch_tokens")]
     pub batch_tokens: usize,
 }
@@ -49,7 +49,7 @@ fn batch_tokens() -> usize {
 }
 
 impl RewardModelConfig {
-    /// The default options of the model at `path`.
+    /// Creates default options for the model at `path`.
     pub fn new(path: impl Into<PathBuf>) -> Self {
         Self {
             path: path.into(),
@@ -60,18 +60,18 @@ impl RewardModelConfig {
         }
     }
 
-    /// The error of an option, or else of the files at the path.
+    /// Returns an option's error, or an error about the files at the path.
     fn of_path(&self, error: &Error) -> Error {
         let of_files = || {
             let must = format!("be the folder of a reward model: {error:#}");
             Invalid::new("path", self.path.display(), must)
         };
-        // An invalid option in a file is a cause of another type.
+        // In a file, an invalid option is a cause with another type.
         let of_option = error.downcast_ref::<Invalid>().cloned();
         of_option.unwrap_or_else(of_files).into()
     }
 
-    /// The configuration of the model, and the index of its score.
+    /// Returns the model configuration, and the score's index.
     fn read_config(&self) -> Result<(SequenceClassifierConfig, usize)> {
         validate::check(
             self.path.is_dir(),
@@ -102,7 +102,7 @@ impl RewardModelOptions for RewardModelConfig {
         Ok(validate::at_least_one("batch_tokens", self.batch_tokens)?)
     }
 
-    /// Checks the files of the model without reading the weights.
+    /// Checks the model's files without reading the weights.
     fn check_files(&self) -> Result<()> {
         let check = || -> Result<()> {
             let (config, _) = self.read_config()?;
@@ -115,7 +115,7 @@ impl RewardModelOptions for RewardModelConfig {
         check().map_err(|error| self.of_path(&error))
     }
 
-    /// The files that decide scores.
+    /// Returns the files that determine scores.
     fn files(&self) -> Vec<PathBuf> {
         let is_read = |path: &Path| {
             let kind = path.extension().and_then(|kind| kind.to_str());
@@ -137,14 +137,16 @@ impl RewardModelOptions for RewardModelConfig {
     }
 }
 
-/// The score of a reward model: `LlamaForSequenceClassification` of Hugging Face transformers, and
-/// its counterpart of each family of [`Decoder`](candle_grpo_nn::Decoder).
+/// A score from a reward model: `LlamaForSequenceClassification` in Hugging Face transformers, and
+/// its counterpart in each [`Decoder`](candle_grpo_nn::Decoder) family.
 ///
-/// The model reads the prompt and the completion as text. A conversation, with the completion as
-/// the answer of the assistant, is rendered by the chat template of the reward model. Without one,
-/// or for a plain prompt, the text of the completion follows that of the prompt. As in TRL, the
-/// tokenizer of the reward model adds no special tokens, and the score is that of the last token
-/// which is not padding.
+/// Use one if no program can check the answer and you have preference data. Policies learn to
+/// exploit reward models: add a KL term, and read some high-scoring answers.
+///
+/// The model reads prompt and completion as text. For a conversation, the reward model's own chat
+/// template renders it, with the completion as the assistant's answer. Without a template, or for a
+/// plain prompt, the completion text follows the prompt text. As in TRL, the reward model's
+/// tokenizer adds no special tokens, and the last token that is not padding is scored.
 ///
 /// ```no_run
 /// use candle_core::Device;
@@ -157,7 +159,7 @@ pub struct RewardModel {
     config: RewardModelConfig,
     classifier: SequenceClassifier,
     label: usize,
-    /// The number of tokens that the model reads at most.
+    /// Maximum number of tokens that the model reads.
     max_length: usize,
     tokenizer: Tokenizer,
     chat_template: Option<ChatTemplate>,
@@ -170,7 +172,7 @@ impl RewardModel {
     ///
     /// # Errors
     ///
-    /// If an option is not valid, or a file of the model is missing or not valid.
+    /// Fails if an option is invalid, or if a model file is missing or invalid.
     pub fn load(config: RewardModelConfig, device: &Device) -> Result<Self> {
         config.validate()?;
         Self::read(config.clone(), device).map_err(|error| config.of_path(&error))
@@ -202,14 +204,14 @@ impl RewardModel {
         })
     }
 
-    /// The text that the model scores.
+    /// Returns the text that the model scores.
     fn text(&self, sample: &Sample) -> Result<String> {
         let (Some(template), [.., last]) = (&self.chat_template, sample.messages) else {
             return Ok(format!("{}{}", sample.prompt, sample.completion));
         };
         let mut messages = sample.messages.to_vec();
         let answer = if last.get("role") == Some(&json!("assistant")) {
-            // The beginning of the answer.
+            // The answer's beginning.
             messages.pop();
             let prefill = last.get("content").and_then(Value::as_str);
             format!("{}{}", prefill.unwrap_or_default(), sample.completion)
@@ -236,8 +238,8 @@ impl RewardModel {
 
 impl RewardFunction for RewardModel {
     fn score(&self, samples: &[Sample]) -> Result<Vec<Score>> {
-        // Equal texts are read once, so that their scores are bit-identical. Sorted texts have
-        // others with the same beginning beside them, and a pass computes that once.
+        // Equal texts are read once, so their scores are bit-identical. Sorting puts texts with the
+        // same beginning side by side, and a pass computes that beginning once.
         let mut samples_of: BTreeMap<Vec<u32>, Vec<usize>> = BTreeMap::new();
         for (index, sample) in samples.iter().enumerate() {
             samples_of

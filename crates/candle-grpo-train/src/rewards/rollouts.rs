@@ -1,4 +1,4 @@
-//! Scores of rollouts.
+//! Rollout scores.
 
 use std::borrow::Cow;
 use std::sync::Once;
@@ -10,20 +10,20 @@ use crate::environment::Episode;
 use crate::{Prompt, Rollout};
 use candle_grpo_rewards::total;
 
-/// The rewards of some rollouts.
+/// Rewards for some rollouts.
 pub(crate) struct RolloutScores {
-    /// The total of each rollout.
+    /// Each rollout's total.
     pub(crate) total: Scores,
-    /// The terms of the totals, at least one.
+    /// The terms in the totals, at least one.
     pub(crate) components: Vec<Scores>,
 }
 
-/// The rewards of `rollouts`, which are groups of equal size, one for each of `prompts`.
-/// `texts` are those of [`decode_answers`](crate::rollout::decode::decode_answers).
+/// Scores `rollouts`, which are equally sized groups, one for each prompt in `prompts`. `texts`
+/// come from [`decode_answers`](crate::rollout::decode::decode_answers).
 ///
-/// Functions receive the last turn of a trajectory as text, and the tokens that the policy wrote.
-/// The sum of the rewards of its environment is the last component. A trajectory that its
-/// environment excludes has no score at all.
+/// Functions receive a trajectory's last turn as text, and the tokens that the policy wrote. The
+/// environment's summed rewards are the last component. A trajectory that its environment excludes
+/// has no score at all.
 pub(crate) fn score_rollouts(
     function: &dyn RewardFunction,
     prompts: &[&Prompt],
@@ -92,8 +92,8 @@ fn is_excluded(rollout: &Rollout) -> bool {
     episode.is_some_and(|episode| episode.excluded)
 }
 
-/// Warns, once in a process, if a trajectory without any reward has the best one of its group: the
-/// environment gave only negative rewards, and the policy learns to do nothing.
+/// Warns, once per process, if a trajectory without any reward is the best in its group. The
+/// environment then only gave negative rewards, and the policy learns to do nothing.
 fn warn_of_idle_winners(rollouts: &[Rollout], num_generations: usize) {
     static WARNED: Once = Once::new();
     let has_idle_winner = |group: &[Rollout]| {

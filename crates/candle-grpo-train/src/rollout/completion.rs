@@ -1,4 +1,4 @@
-//! Completions of prompts.
+//! Prompt completions.
 
 use std::borrow::Cow;
 
@@ -10,42 +10,41 @@ use candle_grpo_rewards::FinishReason;
 use super::episode::Episode;
 use crate::Sequence;
 
-/// The tokens that a [`Generator`](crate::Generator) drew after one prompt. All vectors but
-/// [`experts`](Self::experts) have one entry per token.
+/// The tokens that a [`Generator`](crate::Generator) sampled after one prompt. Every vector except
+/// [`experts`](Self::experts) has one entry per token.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Completion {
-    /// The tokens, including a stop token and those of a stop string.
+    /// The tokens, including a stop token or a stop string's tokens.
     pub tokens: Vec<u32>,
-    /// The log-probability of each token under the distribution that it was drawn from, after
-    /// temperature, top-k, top-p and min-p; 0 for greedy decoding.
+    /// Each token's log-prob under the distribution that it was sampled from, after temperature,
+    /// top-k, top-p and min-p; 0 for greedy decoding.
     pub drawn_log_probs: Vec<f32>,
-    /// The log-probability of each token under the policy at the temperature of sampling,
+    /// Each token's log-prob under the policy at the sampling temperature,
     /// `softmax(logits / temperature)` over all tokens. `None` if the generator cannot compute
     /// them.
     pub log_probs: Option<Vec<f32>>,
-    /// False for tokens that the policy did not write, such as the output of a tool. They are
-    /// context and never trained on; their log-probabilities are ignored. `None` if the policy
-    /// wrote all tokens.
+    /// False for tokens that the policy did not write, such as tool output. They are context and
+    /// never trained on, and their log-probs are ignored. `None` if the policy wrote all tokens.
     pub written: Option<Vec<bool>>,
-    /// The version of the weights that drew each token:
+    /// The weight version that sampled each token:
     /// [`PolicyWeights::version`](super::PolicyWeights::version).
     pub weight_versions: Vec<u64>,
     /// The reason why it ended.
     pub finish_reason: FinishReason,
-    /// The experts that the routers of the model chose for each token that it read: those of the
-    /// prompt and of the completion, except for the last one. A token has as many entries as
-    /// [`Decoder::expert_choices`](candle_grpo_nn::Decoder::expert_choices). `None` unless
+    /// The experts that the model's routers chose for each token that it read: all prompt and
+    /// completion tokens except the last one. Each token has
+    /// [`Decoder::expert_choices`](candle_grpo_nn::Decoder::expert_choices) entries. `None` unless
     /// [`GenerationBatch::records_experts`](super::GenerationBatch::records_experts).
     pub experts: Option<Vec<u16>>,
 }
 
 impl Completion {
-    /// Checks a completion of a model with `vocab_size` tokens.
+    /// Checks a completion for a model with `vocab_size` tokens.
     ///
     /// # Errors
     ///
-    /// If there are no tokens, a token is not below `vocab_size`, lengths differ, a log-probability
-    /// is above 0 or not finite, or the policy wrote none of the tokens.
+    /// Fails if there are no tokens, a token is not below `vocab_size`, lengths differ, a log-prob
+    /// is above 0 or not finite, or the policy wrote no token.
     pub fn validate(&self, vocab_size: usize) -> Result<()> {
         let length = self.tokens.len();
         ensure!(length > 0, "tokens: none, must be at least one");
@@ -86,13 +85,12 @@ impl Completion {
         Ok(())
     }
 
-    /// Returns the sequence of a prompt and this completion, of which the tokens that the policy
-    /// wrote train.
+    /// Returns the sequence of `prompt` and this completion. The tokens that the policy wrote train.
     ///
     /// # Errors
     ///
-    /// If prompt or completion have no tokens, or the entries of the completion are not one per
-    /// token.
+    /// Fails if prompt or completion have no tokens, or if the completion does not have one entry
+    /// per token.
     pub fn sequence(&self, prompt: &[u32]) -> Result<Sequence> {
         ensure!(
             !prompt.is_empty() && !self.tokens.is_empty(),
@@ -108,8 +106,8 @@ impl Completion {
         }
     }
 
-    /// The log-probs of the generator: those of the policy, or of the distribution drawn from if it
-    /// does not compute these. 0 for tokens that the policy did not write.
+    /// Returns the generator's log-probs: the policy's or, if it does not compute these, the
+    /// sampling distribution's. 0 for tokens that the policy did not write.
     pub(crate) fn reported_log_probs(&self) -> Vec<f32> {
         let log_probs = self.log_probs.as_ref();
         let log_probs = log_probs.unwrap_or(&self.drawn_log_probs).iter();
@@ -139,40 +137,40 @@ impl Completion {
     }
 }
 
-/// Rounding of a log-softmax in low precision may exceed 0 by this much.
+/// In low precision, a rounded log-softmax may exceed 0 by this much.
 const ROUNDING: f32 = 1e-2;
 
-/// One completion of one prompt.
+/// One completion for one prompt.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Rollout {
-    /// [`crate::Prompt::index`] of its prompt.
+    /// Its prompt's [`crate::Prompt::index`].
     pub prompt_index: u64,
-    /// The number of the completion among those of the prompt. It keeps counting if a prompt
-    /// occurs again in a step.
+    /// The completion's number among those for the prompt. It keeps counting if a prompt occurs
+    /// again in a step.
     pub sample_index: usize,
-    /// The tokens of the prompt.
+    /// Prompt tokens.
     pub prompt_tokens: Vec<u32>,
-    /// The completion. With an environment it has all turns of the trajectory.
+    /// The completion. With an environment, it holds all turns in the trajectory.
     pub completion: Completion,
-    /// The turns of the trajectory, if there is an environment.
+    /// The trajectory's turns, if there is an environment.
     pub episode: Option<Episode>,
-    /// The other rows of a trajectory that branches. Each token that the policy drew is written in
-    /// exactly one row; in others it may be part of the prompt.
+    /// The other rows in a branching trajectory. Each token that the policy sampled is written in
+    /// exactly one row; in others, it may be part of the prompt.
     #[serde(default)]
     pub branches: Vec<Row>,
 }
 
-/// A prompt and a completion of it.
+/// A prompt and its completion.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Row {
-    /// The tokens of the prompt.
+    /// Prompt tokens.
     pub prompt_tokens: Vec<u32>,
     /// The completion.
     pub completion: Completion,
 }
 
 impl Rollout {
-    /// Returns the prompt and the completion of each row: [`Self::branches`], and the one with the
+    /// Returns each row's prompt and completion: first [`Self::branches`], then the row with the
     /// last turn. Each is a sequence of the trajectory.
     pub fn rows(&self) -> impl Iterator<Item = (&[u32], &Completion)> {
         let branches = self.branches.iter();
@@ -180,7 +178,7 @@ impl Rollout {
         branches.chain([(self.prompt_tokens.as_slice(), &self.completion)])
     }
 
-    /// Returns the number of tokens of all completions.
+    /// Returns the number of tokens in all completions.
     pub(crate) fn response_length(&self) -> usize {
         self.rows().map(|(_, row)| row.tokens.len()).sum()
     }
@@ -190,18 +188,18 @@ impl Rollout {
         self.rows().map(|(_, row)| row.written_tokens().len()).sum()
     }
 
-    /// Returns the number of tokens of all prompts and completions that the policy did not write.
+    /// Returns the number of tokens that the policy did not write, in all prompts and completions.
     pub(crate) fn num_read_tokens(&self) -> usize {
         let prompts: usize = self.rows().map(|(prompt, _)| prompt.len()).sum();
         prompts + self.response_length() - self.num_written_tokens()
     }
 
-    /// The message of the environment, if it failed.
+    /// Returns the environment's message, if it failed.
     pub(crate) fn failure(&self) -> Option<&str> {
         self.episode.as_ref()?.failure()
     }
 
-    /// The tokens of the last turn: all tokens without an environment.
+    /// Returns the last turn's tokens; without an environment, all tokens.
     pub(crate) fn last_turn(&self) -> &[u32] {
         let turns = self.episode.iter().flat_map(|episode| &episode.turns);
         match turns.last() {

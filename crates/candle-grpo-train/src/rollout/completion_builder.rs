@@ -4,8 +4,8 @@ use std::ops::Range;
 
 use super::{Completion, FinishReason};
 
-/// A prompt and a completion that grows: turns of the policy, with context between them. No token
-/// is ever encoded again.
+/// A prompt and a growing completion: policy turns, with context between them. No token is ever
+/// encoded again.
 ///
 /// ```
 /// use candle_grpo_train::FinishReason;
@@ -57,17 +57,17 @@ impl CompletionBuilder {
         }
     }
 
-    /// Returns the tokens of the prompt and the completion.
+    /// Returns the prompt and completion tokens.
     pub fn tokens(&self) -> &[u32] {
         &self.tokens
     }
 
-    /// Returns the number of tokens of the prompt.
+    /// Returns the number of prompt tokens.
     pub fn prompt_len(&self) -> usize {
         self.prompt_len
     }
 
-    /// Returns the number of tokens of the completion.
+    /// Returns the number of completion tokens.
     pub fn len(&self) -> usize {
         self.written.len()
     }
@@ -77,7 +77,7 @@ impl CompletionBuilder {
         self.written.is_empty()
     }
 
-    /// Appends a turn of the policy. Returns the range of its tokens in the completion.
+    /// Appends a policy turn. Returns its token range in the completion.
     pub fn push(&mut self, turn: &Completion) -> Range<usize> {
         let from = self.len();
         self.tokens.extend(&turn.tokens);
@@ -89,7 +89,7 @@ impl CompletionBuilder {
         let written = (0..turn.tokens.len()).map(|at| turn.is_written(at));
         self.written.extend(written);
         self.weight_versions.extend(&turn.weight_versions);
-        // The experts of the tokens before the turn are among them.
+        // The turn's experts include those for the tokens before it.
         self.experts.clone_from(&turn.experts);
         self.finish_reason = turn.finish_reason;
         from..self.len()
@@ -108,12 +108,12 @@ impl CompletionBuilder {
         self.weight_versions.resize(length, version);
     }
 
-    /// Sets the reason why the completion ended, which is otherwise that of its last turn.
+    /// Sets the reason why the completion ended. By default, it is the last turn's.
     pub fn finish(&mut self, reason: FinishReason) {
         self.finish_reason = reason;
     }
 
-    /// Returns the tokens of the prompt, and the completion.
+    /// Returns the prompt tokens and the completion.
     pub fn into_parts(mut self) -> (Vec<u32>, Completion) {
         let all_written = self.written.iter().all(|written| *written);
         let response = self.tokens.split_off(self.prompt_len);

@@ -1,4 +1,4 @@
-//! The settings of rollouts: the engine that draws completions, and how far ahead it draws.
+//! Rollout settings: the engine that samples completions, and how far ahead it samples.
 
 use std::path::PathBuf;
 
@@ -11,22 +11,26 @@ use crate::one_or_more::one_or_more;
 use candle_grpo_base::check_server_url;
 use candle_grpo_nn::ComputeDType;
 
-/// The way in which an engine receives the weights of the policy.
+/// The way in which an engine receives the policy's weights.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
+#[non_exhaustive]
 pub enum WeightSync {
     /// `adapter` if adapters train, `disk` otherwise.
     #[default]
     Auto,
-    /// The adapters as a PEFT folder.
+    /// The adapters as a PEFT directory.
     Adapter,
-    /// All weights as a Hugging Face folder, adapters merged.
+    /// All weights as a Hugging Face directory, with adapters merged.
     Disk,
     /// Never: the engine is a fixed policy.
     None,
 }
 
-/// The settings of rollouts.
+/// Rollout settings.
+///
+/// Start with the local engine. Switch to a server if sampling takes most of a step, and set
+/// `max_staleness` if the trainer then waits for it.
 ///
 /// ```
 /// use candle_grpo_train::rollout::{Engine, RolloutConfig};
@@ -49,49 +53,47 @@ pub enum WeightSync {
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct RolloutConfig {
-    /// The engine that draws completions: `local` (the policy in this process), `vllm`, `sglang`,
-    /// or `openai` (any server with the completions API of OpenAI that takes and returns token
-    /// ids).
+    /// Engine that samples completions: `local` (the policy in this process), `vllm`, `sglang`, or
+    /// `openai` (any server with OpenAI's completions API that accepts and returns token ids).
     pub engine: Engine,
-    /// The dtype in which the policy in this process draws, for training and evaluations: `bf16`
-    /// reads half the bytes of f32, and the recorded log-probs are those of bf16. Absent: the
-    /// dtype in which it trains. Must be absent with a server. Unless the policy trains in
-    /// f32, it must be absent or the dtype of the training.
+    /// Dtype in which the policy in this process samples, for training and evaluations. `bf16`
+    /// reads half as many bytes as f32, and the recorded log-probs are then in bf16. Absent: the
+    /// training dtype. Must be absent with a server. Unless the policy trains in f32, it must be
+    /// absent or the training dtype.
     pub dtype: Option<ComputeDType>,
-    /// The URL of the server, without `/v1`: one, or a list. Completions are shared out among
-    /// several servers; if one fails, the others take over.
+    /// Server URL, without `/v1`: one, or a list. Completions are distributed over several
+    /// servers; if one fails, the others take over.
     #[serde(deserialize_with = "one_or_more")]
     pub base_url: Vec<String>,
-    /// The name under which the server serves the model. Absent: the first one that it lists.
+    /// Name under which the server serves the model. Absent: the first one that it lists.
     pub served_model_name: Option<String>,
-    /// The environment variable that has the API key of the server. Absent: no key is sent.
+    /// Environment variable with the server's API key. Absent: no key is sent.
     pub api_key_env: Option<String>,
-    /// Maximum duration of one request, in seconds.
+    /// Maximum time for one request, in seconds.
     pub request_timeout: f64,
     /// Maximum wait for a server that does not answer, at the start and after a failure, in
     /// seconds. The run then ends with an error, and resumes from its last checkpoint.
     pub server_timeout: f64,
-    /// Maximum number of repetitions of a request that fails.
+    /// Maximum retries for a failed request.
     pub max_retries: usize,
-    /// Maximum number of requests at the same time, over all servers. A request is one completion.
+    /// Maximum concurrent requests, over all servers. A request is one completion.
     pub max_inflight: usize,
-    /// The way in which an engine receives the weights of the policy: `adapter` (a PEFT folder),
-    /// `disk` (a Hugging Face folder), `none` (never: the engine is a fixed policy), or `auto`
+    /// Weight transfer to the engine: `adapter` (a PEFT directory), `disk` (a
+    /// Hugging Face directory), `none` (never: the engine is a fixed policy), or `auto`
     /// (`adapter` if adapters train, `disk` otherwise).
     pub weight_sync: WeightSync,
-    /// The folder for the weights, which the servers must see under the same path. Absent:
-    /// `weights` in the folder of the run.
+    /// Directory for the weights, which the servers must see under the same path. Absent:
+    /// `weights` in the run directory.
     pub weight_sync_folder: Option<PathBuf>,
-    /// Number of updates of the policy between transfers of its weights to the engine. At most
+    /// Number of policy updates between weight transfers to the engine. At most
     /// `max_staleness + 1`.
     pub weight_sync_steps: usize,
-    /// Maximum number of updates between the weights that draw a completion and those that it
-    /// trains. 0 draws and trains in turn. Above 0, completions of later steps are drawn while the
-    /// policy trains, and the loss must have a rollout correction.
+    /// Maximum number of updates between the weights that sample a completion and those that it
+    /// trains. With 0, sampling and training alternate. Above 0, completions for later steps are
+    /// sampled while the policy trains, and the loss must have a rollout correction.
     pub max_staleness: usize,
-    /// Maximum mean absolute difference between the log-probs of the engine and those of the
-    /// policy, over the tokens of a probe. It is checked at the start and after each transfer of
-    /// weights.
+    /// Maximum mean absolute difference between the engine's and the policy's log-probs, over the
+    /// tokens in a probe. It is checked at the start and after each weight transfer.
     pub log_prob_tolerance: f64,
 }
 
@@ -121,8 +123,8 @@ impl RolloutConfig {
     ///
     /// # Errors
     ///
-    /// Returns an error with an [`Invalid`](candle_grpo_core::Invalid) in it that names the field
-    /// that is not valid or contradicts another.
+    /// Fails with an [`Invalid`](candle_grpo_core::Invalid) that names the field, if a field is
+    /// invalid or contradicts another.
     pub fn validate(&self) -> Result<()> {
         for (name, seconds) in [
             ("request_timeout", self.request_timeout),
@@ -192,11 +194,12 @@ impl RolloutConfig {
         !self.engine.is_local() && !receives
     }
 
-    /// Checks that the engine can draw the completions of a training run.
+    /// Checks that the engine can sample completions for a training run.
     ///
     /// # Errors
     ///
-    /// If the engine takes no weights and [`Self::weight_sync`] does not say that this is meant.
+    /// Fails if the engine loads no weights, unless [`Self::weight_sync`] states that this is
+    /// intended.
     pub fn validate_training(&self) -> Result<()> {
         let receives = self.engine.is_local() || self.engine.loads_weights();
         let meant = receives || self.weight_sync == WeightSync::None;
@@ -207,12 +210,13 @@ impl RolloutConfig {
         Ok(check(meant, "weight_sync", Name(&self.weight_sync), &must)?)
     }
 
-    /// Checks that these are the settings of servers with a teacher.
+    /// Checks that these settings are for teacher servers.
     ///
     /// # Errors
     ///
-    /// As in [`Self::validate`], if the engine is neither `vllm` nor `sglang`, or a setting of
-    /// weights or draws is given, which a teacher does not have.
+    /// Fails in the same cases as [`Self::validate`]. Also fails if the engine is neither `vllm`
+    /// nor `sglang`, or if there is a setting for weights or sampling, which a teacher does not
+    /// have.
     pub fn validate_teacher(&self) -> Result<()> {
         let scores = self.engine.scores_tokens();
         let must = "be vllm or sglang, which name the log-probs of given tokens";
@@ -238,12 +242,12 @@ impl RolloutConfig {
         Ok(())
     }
 
-    /// Checks that the policy in this process can draw ahead of a training on a GPU or, with
+    /// Checks that the policy in this process can sample ahead, for training on a GPU or, with
     /// `on_gpu` false, on the CPU.
     ///
     /// # Errors
     ///
-    /// If [`Self::max_staleness`] is above 0 on a GPU.
+    /// Fails if [`Self::max_staleness`] is above 0 on a GPU.
     pub fn validate_local(&self, on_gpu: bool) -> Result<()> {
         let must = "be 0 with engine local on a GPU, whose stream the training shares";
         let in_turn = !on_gpu || self.max_staleness == 0;
@@ -251,7 +255,7 @@ impl RolloutConfig {
     }
 }
 
-/// More than a week, and less than the longest duration of any clock.
+/// More than a week, and less than the longest duration for any clock.
 const MAX_SECONDS: f64 = 1e6;
 const MAX_INFLIGHT: usize = 4096;
 const MAX_STALENESS: usize = 1024;

@@ -1,4 +1,4 @@
-//! The texts of completions.
+//! Completion texts.
 
 use anyhow::{Context, Result};
 use tokenizers::Tokenizer;
@@ -6,8 +6,8 @@ use tokenizers::Tokenizer;
 use super::SamplingConfig;
 use crate::Rollout;
 
-/// The texts of the completions of `rollouts`, as [`answer_text`]. Those of trajectories have all
-/// special tokens, as they separate the turns.
+/// Returns the completion texts for `rollouts`, as [`answer_text`]. Trajectory texts keep all
+/// special tokens, because they separate the turns.
 pub(crate) fn decode(
     rollouts: &[Rollout],
     sampling: &SamplingConfig,
@@ -19,7 +19,7 @@ pub(crate) fn decode(
     })
 }
 
-/// The texts that rewards score: those of the last turns, as [`answer_text`].
+/// Returns the texts that rewards score: the last turns, as [`answer_text`].
 pub(crate) fn decode_answers(
     rollouts: &[Rollout],
     sampling: &SamplingConfig,
@@ -44,14 +44,15 @@ fn texts(rollouts: &[Rollout], decode: impl Fn(&Rollout) -> Result<String>) -> R
         .collect()
 }
 
-/// The text of an answer as the policy wrote it, with special tokens such as `<think>`, but without
-/// the one at its end that `sampling` stops at.
+/// Returns an answer's text as the policy wrote it, with special tokens such as `<think>`, but
+/// without a final one that `sampling` stops at.
 ///
-/// A stop string that is a closing tag belongs to the answer: it stays, as all other stop strings.
+/// A stop string that is a closing tag belongs to the answer. It stays, like all other stop
+/// strings.
 ///
 /// # Errors
 ///
-/// If the tokenizer cannot decode the tokens.
+/// Fails if the tokenizer cannot decode the tokens.
 pub fn answer_text(
     tokens: &[u32],
     sampling: &SamplingConfig,
@@ -71,14 +72,14 @@ pub fn answer_text(
     }
 }
 
-/// The text of some tokens with special tokens.
+/// Returns the text for some tokens, with special tokens.
 pub(crate) fn decode_tokens(tokens: &[u32], tokenizer: &Tokenizer) -> Result<String> {
     tokenizer
         .decode(tokens, false)
         .map_err(|e| anyhow::anyhow!("{e}"))
 }
 
-/// The text of some tokens, special tokens left out.
+/// Returns the text for some tokens, without special tokens.
 fn without_special_tokens(tokens: &[u32], tokenizer: &Tokenizer) -> Result<String> {
     tokenizer
         .decode(tokens, true)

@@ -1,39 +1,40 @@
-//! The engines that a configuration can name, and their abilities.
+//! Engines that a configuration can name, and their abilities.
 
 use serde::{Deserialize, Serialize};
 
 #[cfg(feature = "engines")]
 use super::engine::{OpenAi, Protocol, Sglang, Vllm};
 
-/// The engine that draws completions.
+/// The engine that samples completions.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
+#[non_exhaustive]
 pub enum Engine {
     /// The policy in this process.
     #[default]
     Local,
-    /// Servers of vLLM.
+    /// vLLM servers.
     Vllm,
-    /// Servers of SGLang.
+    /// SGLang servers.
     Sglang,
-    /// Servers with the completions API of OpenAI that take and return token ids, such as
-    /// llama.cpp. They take no weights.
+    /// Servers with OpenAI's completions API that accept and return token ids, such as llama.cpp.
+    /// They do not load weights.
     Openai,
 }
 
-/// The abilities of the servers of an engine, which settings depend on, also in a program without
-/// the feature `engines`.
+/// Abilities of an engine's servers. Settings depend on them, even in a program without the feature
+/// `engines`.
 struct Abilities {
-    /// They take the weights of the policy.
+    /// They load the policy's weights.
     load_weights: bool,
-    /// They name the log-probs of given tokens.
+    /// They report log-probs for given tokens.
     score_tokens: bool,
     #[cfg(feature = "engines")]
     protocol: fn() -> Box<dyn Protocol>,
 }
 
 impl Engine {
-    /// The servers of the engine; none for the policy in this process.
+    /// Returns the engine's servers, or `None` for the policy in this process.
     fn servers(self) -> Option<Abilities> {
         Some(match self {
             Self::Local => return None,
@@ -63,21 +64,21 @@ impl Engine {
         self.servers().is_none()
     }
 
-    /// Returns true for servers that take the weights of the policy.
+    /// Returns true for servers that load the policy's weights.
     pub fn loads_weights(self) -> bool {
         self.servers().is_some_and(|servers| servers.load_weights)
     }
 
-    /// Returns true for servers that name the log-probs of given tokens, as a teacher needs them.
+    /// Returns true for servers that report log-probs for given tokens, as a teacher needs.
     pub fn scores_tokens(self) -> bool {
         self.servers().is_some_and(|servers| servers.score_tokens)
     }
 
-    /// The requests and answers of the servers.
+    /// Returns the servers' protocol.
     ///
     /// # Errors
     ///
-    /// If the engine has no servers.
+    /// Fails if the engine has no servers.
     #[cfg(feature = "engines")]
     pub(super) fn protocol(self) -> anyhow::Result<Box<dyn Protocol>> {
         let servers = self.servers();

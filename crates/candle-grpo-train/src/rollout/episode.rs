@@ -1,4 +1,4 @@
-//! The turns of a trajectory.
+//! A trajectory's turns.
 
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -6,14 +6,14 @@ use std::ops::Range;
 use anyhow::{Result, bail};
 use serde::{Deserialize, Serialize};
 
-/// The turns of a trajectory, their rewards, and its end.
+/// A trajectory's turns, their rewards, and its end.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Episode {
-    /// The turns of the policy in order, at least one.
+    /// Policy turns in order, at least one.
     pub turns: Vec<EpisodeTurn>,
-    /// The reason why it ended.
+    /// Why it ended.
     pub end: EpisodeEnd,
-    /// True if the rewards of its turns are a component of the reward.
+    /// True if its turns' rewards are a reward component.
     pub gives_rewards: bool,
     /// True if the trajectory has no reward.
     #[serde(default)]
@@ -21,30 +21,31 @@ pub struct Episode {
     /// True if the environment gave no reward at any turn.
     #[serde(default)]
     pub unrewarded: bool,
-    /// The sums of [`Step::metrics`](crate::environment::Step::metrics).
+    /// Sums over [`Step::metrics`](crate::environment::Step::metrics).
     pub metrics: BTreeMap<String, f64>,
 }
 
-/// A turn of the policy in its trajectory.
+/// A policy turn in its trajectory.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct EpisodeTurn {
-    /// The places of its tokens in [`Completion::tokens`](crate::Completion::tokens).
+    /// Its token range in [`Completion::tokens`](crate::Completion::tokens).
     pub tokens: Range<usize>,
     /// The reward that the environment gave.
     pub reward: f64,
-    /// A digest of the state before the turn.
+    /// A hash of the state before the turn.
     pub state: u64,
 }
 
-/// The reason why a trajectory ended.
+/// Why a trajectory ended.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
+#[non_exhaustive]
 pub enum EpisodeEnd {
     /// The environment ended it.
     Done,
     /// It has the maximum number of turns.
     MaxTurns,
-    /// No further turn fits the maximum length of the response.
+    /// No further turn fits the maximum response length.
     MaxTokens,
     /// It took the maximum time.
     MaxSeconds,
@@ -53,12 +54,12 @@ pub enum EpisodeEnd {
 }
 
 impl Episode {
-    /// The sum of the rewards of the turns.
+    /// Sums the turns' rewards.
     pub fn reward(&self) -> f64 {
         self.turns.iter().map(|turn| turn.reward).sum()
     }
 
-    /// The message of the environment, if it failed.
+    /// Returns the environment's message, if it failed.
     pub(crate) fn failure(&self) -> Option<&str> {
         match &self.end {
             EpisodeEnd::Failed(message) => Some(message),
@@ -66,8 +67,8 @@ impl Episode {
         }
     }
 
-    /// The metrics of the trajectory by name: `turns`, `reward` if it has one, `limit_reached`,
-    /// `failed`, `excluded`, and those of the environment.
+    /// Returns the trajectory's metrics by name: `turns`, `reward` if it has one, `limit_reached`,
+    /// `failed`, `excluded`, and the environment's own.
     pub fn all_metrics(&self) -> BTreeMap<String, f64> {
         let is = |condition: bool| f64::from(u8::from(condition));
         let limits = [
@@ -87,8 +88,8 @@ impl Episode {
     }
 }
 
-/// Fails if the environments of several trajectories all failed: the cause is not the policy.
-/// `failures` has the message of each trajectory that failed, and of all ranks.
+/// Fails if several trajectories' environments all failed, because then the policy is not the
+/// cause. `failures` has the message of each failed trajectory, over all ranks.
 pub(crate) fn ensure_some_worked<'a>(
     failures: impl ExactSizeIterator<Item = Option<&'a str>>,
 ) -> Result<()> {
@@ -103,8 +104,8 @@ pub(crate) fn ensure_some_worked<'a>(
     Ok(())
 }
 
-/// The mean of each metric over trajectories, with 0 for one that lacks it. That of `reward` is
-/// over the trajectories that have one. Means of finite values are finite.
+/// Averages each metric over trajectories, with 0 for a trajectory that lacks it. `reward` is
+/// averaged over the trajectories that have one. Means over finite values are finite.
 pub(crate) fn mean_metrics<'a>(
     episodes: impl Iterator<Item = &'a Episode>,
 ) -> BTreeMap<String, f64> {
@@ -126,7 +127,7 @@ pub(crate) fn mean_metrics<'a>(
     means
 }
 
-/// The names of metrics that are not those of the environment.
+/// Metric names that do not come from the environment.
 pub const OWN_METRICS: [&str; 5] = ["turns", "reward", "limit_reached", "failed", "excluded"];
 
 #[cfg(test)]

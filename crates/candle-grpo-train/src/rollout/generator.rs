@@ -1,4 +1,4 @@
-//! The interface to whatever draws completions.
+//! The interface to anything that samples completions.
 
 use anyhow::{Context, Result};
 use candle_grpo_nn::{DecoderConfig, Export, Lora, ModelConfig, Parameters};
@@ -10,11 +10,10 @@ use super::SamplingConfig;
 use crate::Progress;
 use crate::random::generator;
 
-/// A source of completions: the model in this process
-/// ([`LocalGenerator`](super::LocalGenerator)), an inference engine on another machine, a
-/// recording, or an environment around another generator.
+/// A source of completions: the model in this process ([`LocalGenerator`](super::LocalGenerator)),
+/// an inference engine on another machine, a recording, or an environment around another generator.
 ///
-/// `C` is the configuration of the policy whose weights it receives, a decoder by default.
+/// `C` is the policy's configuration, by default a decoder's.
 ///
 /// [`Sampler`](crate::Sampler) builds the requests and checks the completions. A trainer shares the
 /// generator with other threads, so its methods take `&self`.
@@ -64,34 +63,33 @@ use crate::random::generator;
 /// # Ok::<(), anyhow::Error>(())
 /// ```
 pub trait Generator<C = DecoderConfig>: Send + Sync {
-    /// Draws all completions of `batch` and passes each to `deliver` as soon as it has ended, in
+    /// Samples all completions in `batch`, and passes each to `deliver` as soon as it has ended, in
     /// any order.
     ///
-    /// The first argument of `deliver` is the place of the completion among all completions of the
-    /// batch: those of the first prompt come first, in the order of its seeds. Every place must
-    /// be delivered once.
+    /// The first argument to `deliver` is the completion's place in the batch: the first prompt's
+    /// completions come first, in the order of its seeds. Every place must be delivered once.
     ///
     /// # Errors
     ///
-    /// If a completion cannot be drawn, `deliver` returns an error, or with
+    /// Fails if a completion cannot be sampled, if `deliver` returns an error, or with
     /// [`Interrupted`](crate::Interrupted) after [`Progress::is_canceled`] returns true. A
-    /// generator that waits, for a server for example, checks it at intervals: the end of a run
-    /// waits for the call.
+    /// generator that waits, for example for a server, must check it at intervals, because the end
+    /// of a run waits for the call.
     fn generate(&self, batch: &GenerationBatch<'_>, deliver: &mut Deliver<'_>) -> Result<()>;
 
-    /// Receives the weights of the policy: once before the first completion and after each update,
-    /// before the next completion. A trainer never calls it during [`Self::generate`]. The default
-    /// implementation ignores them.
+    /// Receives the policy's weights: once before the first completion, and after each update
+    /// before the next completion. A trainer never calls it during [`Self::generate`]. By default,
+    /// they are ignored.
     ///
-    /// The trainer changes the weights in place after the call, so a generator copies them. If
-    /// completions are drawn ahead, `weights` are a copy in main memory, and both methods are
-    /// called from a thread other than that of the training.
+    /// The trainer changes the weights in place after the call, so a generator must copy them. If
+    /// completions are sampled ahead, `weights` are a copy in main memory, and both methods are
+    /// called from another thread than the training thread.
     ///
     /// # Errors
     ///
-    /// If the weights cannot be taken over, or with [`Interrupted`](crate::Interrupted) after
-    /// `progress` cancels. The trainer then fails before it samples, and tries again at the next
-    /// step. A generator that waits checks [`Progress::is_canceled`] at intervals, as in
+    /// Fails if the weights cannot be loaded, or with [`Interrupted`](crate::Interrupted) after
+    /// `progress` cancels. The trainer then fails before it samples, and tries again in the next
+    /// step. A generator that waits must check [`Progress::is_canceled`] at intervals, as in
     /// [`Self::generate`].
     fn weights_changed(
         &self,
@@ -102,58 +100,58 @@ pub trait Generator<C = DecoderConfig>: Send + Sync {
         Ok(())
     }
 
-    /// Returns true if completions are drawn from the parameters of the policy themselves, which
-    /// change in place while the policy trains. Completions are not drawn ahead from such a
-    /// generator ([`RolloutConfig::max_staleness`](super::RolloutConfig::max_staleness)). A
-    /// wrapper returns the answer of the generator inside.
+    /// Returns true if completions are sampled from the policy's own parameters, which change in
+    /// place while the policy trains. Such a generator cannot sample ahead
+    /// ([`RolloutConfig::max_staleness`](super::RolloutConfig::max_staleness)). A wrapper returns
+    /// the inner generator's answer.
     fn shares_weights(&self) -> bool {
         false
     }
 
-    /// Returns true if the generators of all ranks of a data-parallel run use the same engine. Rank
-    /// 0 then draws the completions of all ranks, and is the only one that receives weights.
-    /// Otherwise each rank draws its share. A wrapper returns the answer of the generator inside.
+    /// Returns true if all ranks in a data-parallel run use the same engine. Rank 0 then samples
+    /// all ranks' completions, and only rank 0 receives weights. Otherwise, each rank samples its
+    /// share. A wrapper returns the inner generator's answer.
     fn serves_all_ranks(&self) -> bool {
         false
     }
 }
 
-/// The receiver of finished completions.
+/// Receives finished completions.
 pub type Deliver<'a> = dyn FnMut(usize, Completion) -> Result<()> + Send + 'a;
 
 /// Converts tokens to text.
 pub type DecodeText = dyn Fn(&[u32]) -> Result<String> + Send + Sync;
 
-/// A call of [`Generator::generate`].
+/// A call to [`Generator::generate`].
 #[derive(Clone, Copy)]
 pub struct GenerationBatch<'a> {
     /// The prompts, at least one.
     pub prompts: &'a [PromptRequest<'a>],
-    /// The distribution to draw from, and the tokens and strings that end a completion.
+    /// The distribution to sample from, and the tokens and strings that end a completion.
     pub sampling: &'a SamplingConfig,
     /// Converts tokens to text, for a generator that searches for stop strings itself.
     pub decode: Option<&'a DecodeText>,
     /// Receives each finished completion and its tokens, and can cancel the call.
     pub progress: &'a dyn Progress,
-    /// If true, the experts of a model that has some are recorded in
+    /// If true, and the model has experts, they are recorded in
     /// [`Completion::experts`](super::Completion::experts).
     pub records_experts: bool,
 }
 
-/// A prompt and the completions to draw of it.
+/// A prompt, and the completions to sample for it.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct PromptRequest<'a> {
     /// The tokens to continue, at least one.
     pub tokens: &'a [u32],
-    /// One seed for each completion, at least one.
+    /// One seed per completion, at least one.
     pub seeds: Vec<CompletionSeed>,
-    /// The maximum length of a completion in tokens, at most [`SamplingConfig::max_new_tokens`]. A
-    /// request that continues an unfinished completion has less.
+    /// Maximum completion length in tokens, at most [`SamplingConfig::max_new_tokens`]. It is
+    /// smaller for a request that continues an unfinished completion.
     pub max_new_tokens: usize,
 }
 
-/// The identity of a completion, from which its random numbers are derived. The other completions
-/// of a batch, its order and the number of threads have no influence on them.
+/// A completion's identity, which determines its random numbers. They do not depend on the other
+/// completions in a batch, their order, or the number of threads.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct CompletionSeed {
     /// [`SamplingConfig::seed`].
@@ -162,19 +160,19 @@ pub struct CompletionSeed {
     pub stream: u64,
     /// [`Prompt::index`](crate::Prompt::index).
     pub prompt: u64,
-    /// The number of the completion among those of the prompt.
+    /// The completion's number among those for the prompt.
     pub sample: u64,
-    /// The number of the turn in its trajectory, from 0.
+    /// The turn's number in its trajectory, from 0.
     pub turn: u64,
 }
 
 impl CompletionSeed {
-    /// A single number for an engine whose seeds are 64-bit integers.
+    /// Returns a single number, for an engine whose seeds are 64-bit integers.
     pub fn to_u64(self) -> u64 {
         self.random().next_u64()
     }
 
-    /// The random numbers of the completion.
+    /// Returns the completion's random numbers.
     pub(crate) fn random(self) -> ChaCha8Rng {
         let mut random = generator(self.seed, self.stream, self.prompt, self.sample);
         random.set_stream(self.turn);
@@ -182,19 +180,19 @@ impl CompletionSeed {
     }
 }
 
-/// The weights of the policy at one point of the training.
+/// The policy's weights at one point during training.
 ///
-/// [`LocalGenerator`](super::LocalGenerator) shares the parameters and needs only the version,
+/// [`LocalGenerator`](super::LocalGenerator) shares the parameters and only needs the version,
 /// unless it is [detached](super::LocalGenerator::detached). A generator in another process copies
-/// the adapters, or the parameters; those of a decoder have the names of Hugging Face.
+/// the adapters or the parameters. A decoder's parameters have Hugging Face names.
 pub struct PolicyWeights<'a, C = DecoderConfig> {
-    /// The number of training steps that have changed the weights.
+    /// Number of training steps that have changed the weights.
     pub version: u64,
-    /// The shape of the policy.
+    /// The policy's shape.
     pub model: &'a C,
-    /// The parameters; with adapters the frozen ones to which these are added.
+    /// The parameters. With adapters, the frozen ones that these extend.
     pub parameters: &'a Parameters,
-    /// The adapters, if they train in place of the parameters.
+    /// The adapters, if they train instead of the parameters.
     pub adapters: Option<&'a Lora>,
 }
 
@@ -207,7 +205,7 @@ impl<C> Clone for PolicyWeights<'_, C> {
 impl<C> Copy for PolicyWeights<'_, C> {}
 
 impl<'a, C: ModelConfig> PolicyWeights<'a, C> {
-    /// The parameters for a file, with the adapters merged into them in f32.
+    /// Returns the parameters for a file, with the adapters merged into them in f32.
     pub fn export(&self) -> Export<'a> {
         match self.adapters {
             None => Export::new(self.parameters),
@@ -219,7 +217,7 @@ impl<'a, C: ModelConfig> PolicyWeights<'a, C> {
     ///
     /// # Errors
     ///
-    /// If the adapters belong to another model.
+    /// Fails if the adapters belong to another model.
     pub fn merged(&self) -> Result<Parameters> {
         match self.adapters {
             None => Ok(self.parameters.clone()),

@@ -20,43 +20,43 @@ use crate::detached::model_in;
 use crate::random::uniform;
 use crate::{Interrupted, NotFinite, Progress};
 
-/// The cache has room for this many tokens of a completion when it begins.
+/// When a completion starts, the cache reserves room for this many tokens.
 const RESERVED_TOKENS: usize = 64;
 
-/// After this many steps, the CPU draws from copies of the weights ([`Decoding::pack_weights`]).
-/// The time of the copies is saved in 3 to 10 steps, and in several times as many if the system has
-/// to provide their memory.
+/// After this many steps, the CPU samples from weight copies ([`Decoding::pack_weights`]). Copying
+/// pays off within 3 to 10 steps, or within several times as many if the system must first provide
+/// the memory.
 const STEPS_BEFORE_PACKING: usize = 16;
 
-/// Prompts are split into passes of the model with about this many tokens.
+/// Prompts are split into forward passes with about this many tokens.
 const PREFILL_TOKENS: usize = 512;
 
-/// Draws completions from a model that shares the parameters of the policy: after an optimizer
-/// step it draws from the new policy. [`Self::in_dtype`] and [`Self::detached`] draw from copies.
+/// Samples completions from a model that shares the policy's parameters: after an optimizer step,
+/// it samples from the new policy. [`Self::in_dtype`] and [`Self::detached`] sample from copies.
 ///
-/// The model is a decoder, or a custom one with the configuration `C`: its
+/// The model is a decoder, or a custom one with the configuration `C`. For a custom model,
 /// [`LanguageModel::decoding`] computes the logits, and everything else is the same.
 ///
-/// On the CPU, tokens and log-probs of a decoder are bit-identical for any batch, order and number
+/// On the CPU, a decoder's tokens and log-probs are bit-identical for any batch, order and number
 /// of threads.
 ///
-/// Each distinct prompt is computed once, and its completions share its keys and values. A
-/// completion that has ended is removed from the batch, and the next one takes its place.
+/// Each distinct prompt is computed once, and its completions share its keys and values. When a
+/// completion ends, it leaves the batch, and the next one takes its place.
 pub struct LocalGenerator<C: ModelConfig = DecoderConfig> {
     config: C,
     model: C::Model,
     device: Device,
-    /// The version of the weights.
+    /// The weight version.
     version: AtomicU64,
     /// The copy of the trained weights, unless they are shared.
     detached: Option<Parameters>,
-    /// Copies of the trained weights in the dtype of the model, if that is another.
+    /// Copies of the trained weights in the model's dtype, if that differs.
     copies: ComputeCopies,
     /// True if steps on a GPU are recorded.
     records_steps: bool,
 }
 
-/// One call of [`Generator::generate`].
+/// One call to [`Generator::generate`].
 struct Run<'a> {
     decoding: Box<dyn Decoding + 'a>,
     batch: &'a GenerationBatch<'a>,
@@ -65,27 +65,27 @@ struct Run<'a> {
     prompts: Vec<PromptState<'a>>,
 }
 
-/// A distinct prompt of a call.
+/// A distinct prompt in a call.
 struct PromptState<'a> {
     tokens: &'a [u32],
-    /// The number of completions that have not begun.
+    /// Number of completions that have not started.
     waiting: usize,
     /// Its results, while completions wait.
     computed: Option<Computed>,
 }
 
-/// The results of a prompt.
+/// A prompt's results.
 #[derive(Clone)]
 struct Computed {
     /// Its sequence.
     sequence: SequenceId,
     /// The logits `[1, V]` after it.
     logits: Tensor,
-    /// The experts of its tokens, if they are recorded.
+    /// Its tokens' experts, if they are recorded.
     experts: Option<Vec<u16>>,
 }
 
-/// A completion that has not begun.
+/// A completion that has not started.
 struct Waiting {
     place: usize,
     prompt: usize,
@@ -103,7 +103,7 @@ struct Live {
     tokens: Vec<u32>,
     log_probs: Vec<f32>,
     drawn_log_probs: Vec<f32>,
-    /// The experts of all tokens but the last, if they are recorded.
+    /// Experts for all tokens but the last one, if they are recorded.
     experts: Option<Vec<u16>>,
     end: Option<FinishReason>,
 }
@@ -117,18 +117,18 @@ impl LocalGenerator {
 }
 
 impl<C: ModelConfig> LocalGenerator<C> {
-    /// Creates a generator for the policy `parameters` of shape `model`.
+    /// Creates a generator for the policy `parameters` with shape `model`.
     ///
     /// # Errors
     ///
-    /// If `parameters` do not have the shape.
+    /// Fails if `parameters` have another shape.
     pub fn new(model: &C, parameters: &Parameters) -> Result<Self> {
         let built = model.build(parameters.detached_var_builder())?;
         Ok(Self::from_model(model.clone(), built))
     }
 
-    /// Creates a generator for the policy that `model` of shape `config` computes. It should record
-    /// no graph.
+    /// Creates a generator for the policy that `model` computes, whose shape is `config`. The model
+    /// should record no graph.
     pub fn from_model(config: C, model: C::Model) -> Self {
         Self {
             device: model.output_weight().device().clone(),
@@ -141,12 +141,12 @@ impl<C: ModelConfig> LocalGenerator<C> {
         }
     }
 
-    /// Creates a generator that shares `weights` and computes in `dtype`, with copies in it.
-    /// [`Generator::weights_changed`] updates them.
+    /// Creates a generator that shares `weights` and computes in `dtype`, with copies in that
+    /// dtype. [`Generator::weights_changed`] updates them.
     ///
     /// # Errors
     ///
-    /// If `weights` do not have the shape of their model.
+    /// Fails if `weights` do not have their model's shape.
     pub fn in_dtype(weights: &PolicyWeights<'_, C>, dtype: ComputeDType) -> Result<Self> {
         let (model, copies) = model_in(weights.model, weights.parameters, weights.adapters, dtype)?;
         Ok(Self {
@@ -156,13 +156,13 @@ impl<C: ModelConfig> LocalGenerator<C> {
         })
     }
 
-    /// Creates a generator with a copy of `weights` that computes in `dtype`. It draws from them
+    /// Creates a generator that copies `weights` and computes in `dtype`. It samples from them
     /// until [`Generator::weights_changed`] copies others, so the policy can train on another
-    /// thread. Adapters are copied, and the parameters under them are shared.
+    /// thread. Adapters are copied, and the parameters that they extend are shared.
     ///
     /// # Errors
     ///
-    /// If `weights` do not have the shape of their model.
+    /// Fails if `weights` do not have their model's shape.
     pub fn detached(weights: &PolicyWeights<'_, C>, dtype: ComputeDType) -> Result<Self> {
         let (config, parameters) = (weights.model, weights.parameters);
         let copy_of = |x: &Parameters| x.copy_to(x.device());
@@ -187,7 +187,7 @@ impl<C: ModelConfig> LocalGenerator<C> {
     }
 
     /// Sets whether steps on a GPU are recorded, which is several times as fast for small models
-    /// ([`Decoding::record_steps`]). By default they are not.
+    /// ([`Decoding::record_steps`]). By default, they are not.
     ///
     /// **No other thread may use the GPU** while a generator with recorded steps generates.
     #[must_use]
@@ -247,11 +247,11 @@ impl<C: ModelConfig> Generator<C> for LocalGenerator<C> {
             prompts: Vec::new(),
         };
         if self.device.is_cpu() {
-            // A thread of rayon's pool drives the model: the pool need not be woken for each
-            // operator.
+            // A thread from rayon's pool drives the model, so the pool does not have to be woken
+            // for each operator.
             rayon::join(|| run.run(deliver), || ()).0
         } else {
-            // A GPU may have a stream for each thread: on another thread, weights might be read
+            // A GPU may have a stream for each thread. On another thread, weights might be read
             // before they are written.
             run.run(deliver)
         }
@@ -342,8 +342,8 @@ impl Run<'_> {
         waiting
     }
 
-    /// Starts the admitted completions. Returns the logits after their prompts, and the row of each
-    /// completion in them.
+    /// Starts the admitted completions. Returns the logits after their prompts, and each
+    /// completion's row in them.
     fn begin(&mut self, admitted: Vec<Waiting>) -> Result<(Tensor, Vec<usize>, Vec<Live>)> {
         let mut needed: Vec<usize> = admitted.iter().map(|w| w.prompt).collect();
         needed.sort_unstable();
@@ -354,7 +354,7 @@ impl Run<'_> {
         let prompts = prompts.filter(|prompt| prompt.computed.is_none());
         let prompts = prompts.map(|prompt| prompt.tokens.len());
         let positions: Vec<usize> = prompts.chain(completions).collect();
-        // Without this much memory, the cache grows when it must.
+        // If there is not enough memory, the cache grows when needed.
         let _ = self.decoding.reserve(&positions);
         let mut pass: Vec<usize> = Vec::new();
         let mut tokens = 0;
@@ -411,7 +411,7 @@ impl Run<'_> {
         Ok((Tensor::cat(&logits, 0)?, rows, begun))
     }
 
-    /// Computes the keys and values of prompts, and the logits after them.
+    /// Computes the prompts' keys and values, and the logits after them.
     fn prefill(&mut self, prompts: &[usize]) -> Result<()> {
         if prompts.is_empty() {
             return Ok(());
@@ -432,8 +432,8 @@ impl Run<'_> {
         Ok(())
     }
 
-    /// The experts of each sequence in `new`, from those of all its tokens `[N, choices]`; none if
-    /// they are not recorded.
+    /// Returns the experts for each sequence in `new`, from those for all tokens `[N, choices]`.
+    /// Empty if they are not recorded.
     fn recorded(
         &self,
         experts: Option<Tensor>,
@@ -451,7 +451,7 @@ impl Run<'_> {
         Ok(parts.collect())
     }
 
-    /// Draws the next token of each completion, from its row of `logits`.
+    /// Samples each completion's next token, from its row in `logits`.
     fn draw(&self, logits: &Tensor, rows: &[usize], live: &mut [Live]) -> Result<()> {
         let (sampling, stop_strings) = (self.batch.sampling, self.stop_strings.as_ref());
         let draws: Vec<Draw> = live
@@ -490,7 +490,7 @@ impl Run<'_> {
         results.into_iter().collect()
     }
 
-    /// Removes the completions that have ended from `live` and delivers them. Each of `live` has
+    /// Removes completions that have ended from `live` and delivers them. Each one in `live` has
     /// just received a token.
     fn finish(&mut self, live: &mut Vec<Live>, deliver: &mut Deliver<'_>) -> Result<()> {
         let drawn = live.len();
@@ -544,7 +544,7 @@ impl Live {
     }
 }
 
-/// The error of logits `[V]` from which no token can be drawn.
+/// Returns the error for logits `[V]` from which no token can be sampled.
 fn no_token(logits: &Tensor) -> Result<()> {
     let logits = logits.to_dtype(DType::F32)?.to_vec1::<f32>()?;
     let invalid = logits

@@ -1,4 +1,8 @@
-//! Completions of prompts and their sources.
+//! Completions and their sources.
+//!
+//! [`LocalGenerator`] samples in this process and needs no setup. [`engine`] samples from vLLM,
+//! SGLang or llama.cpp servers. Choose a server if sampling takes most of a step. To sample from
+//! another source, implement [`Generator`].
 
 mod completion;
 mod completion_builder;

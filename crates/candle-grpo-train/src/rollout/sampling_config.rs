@@ -1,42 +1,43 @@
-//! The settings of sampling.
+//! Sampling settings.
 
 use anyhow::Result;
 use candle_grpo_core::validate;
 use candle_grpo_kernels::{DrawOptions, TEMPERATURES};
 use serde::{Deserialize, Serialize};
 
-/// The distribution that completions are drawn from, and their end.
+/// The distribution that completions are sampled from, and where they end.
 ///
-/// A token is drawn from `softmax(logits / temperature)`, of which `top_k`, `top_p` and `min_p`
-/// keep the most likely tokens, in this order and as in transformers.
+/// Tokens are sampled from `softmax(logits / temperature)`. Then `top_k`, `top_p` and `min_p` keep
+/// the most likely tokens, in this order and as in transformers. For training, keep the defaults:
+/// log-probs then belong to the policy itself.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct SamplingConfig {
-    /// Divisor of the logits before the softmax, from 1e-6 to 1e6. 1 is the policy itself.
+    /// Divisor for the logits before the softmax, from 1e-6 to 1e6. 1 is the policy itself.
     pub temperature: f64,
     /// Sample from the `top_k` most likely tokens, ties included. 0 disables it.
     pub top_k: usize,
     /// Sample from the smallest set of most likely tokens whose total probability is at least
     /// `top_p` (nucleus sampling, Holtzman et al. 2020). Above 0; 1 disables it.
     pub top_p: f64,
-    /// Sample from tokens with at least `min_p` times the greatest probability (Nguyen et al.
+    /// Sample from tokens with at least `min_p` times the highest probability (Nguyen et al.
     /// 2025). 0 disables it.
     pub min_p: f64,
-    /// Always take the most likely token, for evaluation. Log-probs are still those at
+    /// Always choose the most likely token, for evaluation. Log-probs are still computed at
     /// `temperature`.
     pub greedy: bool,
-    /// Maximum length of a completion in tokens, including the stop token. At least 1.
+    /// Maximum completion length in tokens, including the stop token. At least 1.
     pub max_new_tokens: usize,
     /// Tokens that end a completion.
     pub stop_token_ids: Vec<u32>,
-    /// Strings that end a completion as soon as its text contains one of them, whatever the token
-    /// boundaries. The text has special tokens, so a string may be one. In Rust they need
+    /// Strings that end a completion as soon as its text contains one, whatever the token
+    /// boundaries. The text includes special tokens, so a string may be one. In Rust, they need
     /// [`Sampler::with_tokenizer`](crate::Sampler::with_tokenizer).
     pub stop_strings: Vec<String>,
-    /// Maximum number of completions drawn at the same time. It bounds memory and has no influence
-    /// on what is drawn.
+    /// Maximum number of completions sampled at the same time. It limits memory, and does not
+    /// influence the samples.
     pub max_batch_size: usize,
-    /// Seed of the random numbers.
+    /// Random seed.
     pub seed: u64,
 }
 
@@ -62,7 +63,7 @@ impl SamplingConfig {
     ///
     /// # Errors
     ///
-    /// If a field is out of range.
+    /// Fails if a field is out of range.
     pub fn validate(&self) -> Result<()> {
         ensure_temperature(self.temperature)?;
         validate::share("top_p", self.top_p)?;
@@ -84,8 +85,8 @@ impl SamplingConfig {
     ///
     /// # Errors
     ///
-    /// If a field is out of range, or a stop token is not one of the tokens: no completion would
-    /// end with it.
+    /// Fails if a field is out of range, or if the model lacks a stop token, because no completion
+    /// would end with it.
     pub fn validate_for(&self, vocab_size: usize) -> Result<()> {
         self.validate()?;
         for (at, &id) in self.stop_token_ids.iter().enumerate() {
@@ -96,7 +97,7 @@ impl SamplingConfig {
         Ok(())
     }
 
-    /// The distribution of a token.
+    /// Returns the distribution for a token.
     pub(super) fn draw_options(&self) -> DrawOptions {
         DrawOptions {
             temperature: self.temperature,

@@ -4,8 +4,9 @@ use anyhow::{Context, Result};
 
 use super::{DecodeText, GenerationBatch};
 
-/// The text of some tokens may begin in the middle of a character, which decodes to up to three
-/// replacement characters of three bytes each, or lack a space.
+/// Number of bytes that may be wrong at the start of a decoded text. It may begin within a
+/// character, which decodes to up to three replacement characters with three bytes each, or lack a
+/// space.
 const GARBLED: usize = 10;
 
 /// Strings that end a completion.
@@ -15,7 +16,7 @@ pub(super) struct StopStrings<'a> {
 }
 
 impl<'a> StopStrings<'a> {
-    /// The stop strings of `batch`, if it has any.
+    /// Returns the stop strings in `batch`, if it has any.
     pub(super) fn new(batch: &GenerationBatch<'a>) -> Result<Option<Self>> {
         let strings = &batch.sampling.stop_strings;
         if strings.is_empty() {
@@ -27,8 +28,8 @@ impl<'a> StopStrings<'a> {
         Ok(Some(Self { strings, decode }))
     }
 
-    /// Returns the number of tokens of the shortest beginning of `tokens` whose text contains one
-    /// of the strings.
+    /// Returns the number of tokens in the shortest prefix of `tokens` whose text contains one of
+    /// the strings.
     #[cfg(any(test, feature = "engines"))]
     pub(super) fn first_end(&self, tokens: &[u32]) -> Result<Option<usize>> {
         for len in 1..=tokens.len() {
@@ -39,11 +40,11 @@ impl<'a> StopStrings<'a> {
         Ok(None)
     }
 
-    /// Returns true if the text of `tokens` contains one of the strings. Without the last token it
-    /// must contain none.
+    /// Returns true if the text for `tokens` contains one of the strings. Without the last token,
+    /// it must contain none.
     pub(super) fn end(&self, tokens: &[u32]) -> Result<bool> {
         let longest = self.strings.iter().map(String::len).max().unwrap_or(0);
-        // The end of the text is enough. It may take many tokens, as some have no text.
+        // The end of the text is enough. It may need many tokens, because some have no text.
         let before = match tokens.split_last() {
             Some((last, _)) => (self.decode)(&[*last])?.len(),
             None => 0,

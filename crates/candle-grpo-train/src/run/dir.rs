@@ -107,7 +107,7 @@ impl<M: StepRecord> StoppedRun<M> {
     ///
     /// # Errors
     ///
-    /// If the folder is not a run or another program has it open.
+    /// Fails if the folder is not a run or another program has it open.
     pub fn open(path: &Path) -> Result<Self> {
         ensure!(
             RunDir::is_run(path),
@@ -175,7 +175,7 @@ impl RunDir {
     ///
     /// # Errors
     ///
-    /// If `path` exists and is not an empty folder.
+    /// Fails if `path` exists and is not an empty folder.
     pub fn create(path: &Path, config: &impl Serialize) -> Result<Self> {
         if !is_vacant(path)? {
             let taken = ensure_whole(path).and_then(|()| bail!("{TAKEN}"));
@@ -259,7 +259,7 @@ impl RunDir {
     ///
     /// # Errors
     ///
-    /// If a folder cannot be read.
+    /// Fails if a folder cannot be read.
     pub fn lost_files(path: &Path) -> Result<Option<String>> {
         if Self::is_run(path) {
             return Ok(None);
@@ -329,10 +329,10 @@ impl RunDir {
         self.write_scalars(metrics)
     }
 
-    /// Appends completions of a step to `rollouts.jsonl`: those of [`Trainer::rollouts`].
+    /// Appends a step's completions to `rollouts.jsonl`, as [`Trainer::rollouts`] returns them.
     ///
-    /// A program that appends them before the metrics of their step has them for all steps with
-    /// metrics.
+    /// Append them before the step's metrics, so that every step with metrics also has its
+    /// completions.
     pub fn append_rollouts(&mut self, rollouts: &[RolloutRecord]) -> Result<()> {
         self.append(ROLLOUTS, rollouts)
     }

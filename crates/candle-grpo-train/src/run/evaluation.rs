@@ -3,7 +3,8 @@
 use std::collections::BTreeMap;
 use std::ops::Range;
 
-use anyhow::{Result, ensure};
+use anyhow::Result;
+use candle_grpo_core::validate::at_least_one;
 use candle_grpo_nn::ModelConfig;
 use serde::{Deserialize, Serialize};
 use tokenizers::Tokenizer;
@@ -16,6 +17,7 @@ use crate::{FinishReason, Prompt, RewardFunction, Sampler};
 
 /// The completions in an evaluation, and their scores.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[non_exhaustive]
 pub struct Evaluation {
     /// Completions in prompt order; those for one prompt are adjacent.
     pub samples: Vec<EvaluatedSample>,
@@ -25,6 +27,7 @@ pub struct Evaluation {
 
 /// A completion and its score.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[non_exhaustive]
 pub struct EvaluatedSample {
     /// The prompt's text.
     pub prompt: String,
@@ -70,7 +73,7 @@ impl Evaluation {
     /// If `k` is not in 1..=[`Self::samples_per_prompt`].
     pub fn pass_at(&self, k: usize, pass_reward: f64) -> Result<f64> {
         let n = self.samples_per_prompt;
-        ensure!(n > 0, "samples_per_prompt: 0, must be at least 1");
+        at_least_one("samples_per_prompt", n)?;
         let groups = self.samples.chunks(n);
         let prompts = groups.len() as f64;
         let chances = groups.map(|group| {

@@ -44,7 +44,7 @@ impl TrackerConfig {
     ///
     /// # Errors
     ///
-    /// If an option is invalid.
+    /// Fails if an option is invalid.
     pub fn validate(&self) -> Result<()> {
         let limit = self.end_limit_seconds;
         let must = "be from 0 to 3600";
@@ -61,7 +61,7 @@ impl TrackerConfig {
     ///
     /// # Errors
     ///
-    /// If one is missing.
+    /// Fails if one is missing.
     pub fn check_files(&self) -> Result<()> {
         self.program().check_files()
     }
@@ -96,7 +96,7 @@ impl Tracker {
     ///
     /// # Errors
     ///
-    /// If an option is invalid or the program cannot be started.
+    /// Fails if an option is invalid or the program cannot be started.
     pub fn start(
         config: &TrackerConfig,
         run_dir: &Path,
@@ -121,7 +121,7 @@ impl Tracker {
     ///
     /// # Errors
     ///
-    /// If they cannot be written as JSON.
+    /// Fails if they cannot be written as JSON.
     pub fn step(&mut self, metrics: &impl StepRecord) -> Result<()> {
         let scalars: BTreeMap<String, f64> = metrics.scalars()?.into_iter().collect();
         self.send(&json!({"event": "step", "step": metrics.step(), "metrics": scalars}));

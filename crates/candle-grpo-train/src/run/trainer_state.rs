@@ -103,8 +103,8 @@ impl<C: ModelConfig> Models<C> {
     ///
     /// # Errors
     ///
-    /// If it is a decoder. Also [`NotFinite`], before anything is written, if a weight is NaN or
-    /// infinite.
+    /// Fails if it is a decoder, and with [`NotFinite`], before anything is written, if a weight is
+    /// NaN or infinite.
     pub(crate) fn write_custom(&self, folder: &Path, tokenizer: &Tokenizer) -> Result<()> {
         ensure!(
             self.model.decoder().is_none(),

@@ -8,12 +8,12 @@ use candle_grpo_loss::StepTotals;
 
 use super::{Column, Sequence};
 
-/// Sequences with named columns of values.
+/// Sequences with named value columns.
 ///
-/// A trajectory is one sequence, or several: those of its turns, if one does not extend the other,
-/// or its branches. What compares trajectories, such as a baseline, has one value for each of them,
-/// and [`Self::of_sequences`] repeats it for their sequences. A trajectory also counts once in a
-/// loss that averages over sequences, with [`Self::totals`] and [`Self::trajectory_shares`].
+/// A trajectory is one sequence, or several: its turns, if one does not extend the other, or its
+/// branches. Anything that compares trajectories, such as a baseline, has one value per trajectory.
+/// [`Self::of_sequences`] repeats it for their sequences. In a loss that averages over sequences,
+/// [`Self::totals`] and [`Self::trajectory_shares`] make each trajectory count once.
 ///
 /// ```
 /// use candle_core::Device;
@@ -29,7 +29,7 @@ use super::{Column, Sequence};
 #[derive(Debug, Clone)]
 pub struct Batch {
     sequences: Vec<Sequence>,
-    /// The trajectory of each sequence.
+    /// Each sequence's trajectory.
     trajectories: Vec<usize>,
     columns: BTreeMap<String, Column>,
 }
@@ -39,7 +39,7 @@ impl Batch {
     ///
     /// # Errors
     ///
-    /// If there are no sequences.
+    /// Fails if there are no sequences.
     pub fn new(sequences: Vec<Sequence>) -> Result<Self> {
         ensure!(
             !sequences.is_empty(),
@@ -52,11 +52,11 @@ impl Batch {
         })
     }
 
-    /// Sets the trajectory of each sequence, numbered from 0.
+    /// Sets each sequence's trajectory, numbered from 0.
     ///
     /// # Errors
     ///
-    /// If there is not one for each sequence, or a trajectory has none.
+    /// Fails if there is not one for each sequence, or if a trajectory has no sequence.
     pub fn with_trajectories(self, trajectories: Vec<usize>) -> Result<Self> {
         ensure!(
             trajectories.len() == self.sequences.len(),
@@ -82,7 +82,7 @@ impl Batch {
     ///
     /// # Errors
     ///
-    /// If it does not have as many values as the sequences need.
+    /// Fails if it does not have the number of values that the sequences need.
     pub fn with_column(mut self, name: &str, column: Column) -> Result<Self> {
         column.ensure_of(name, &self.response_lengths())?;
         self.columns.insert(name.to_owned(), column);
@@ -94,12 +94,12 @@ impl Batch {
         &self.sequences
     }
 
-    /// Returns the trajectory of each sequence.
+    /// Returns each sequence's trajectory.
     pub fn trajectories(&self) -> &[usize] {
         &self.trajectories
     }
 
-    /// Returns the number of tokens of the longest response, T.
+    /// Returns T, the number of tokens in the longest response.
     pub fn width(&self) -> usize {
         self.response_lengths().into_iter().max().unwrap_or(0)
     }
@@ -108,7 +108,7 @@ impl Batch {
     ///
     /// # Errors
     ///
-    /// If there is none with this name.
+    /// Fails if no column has this name.
     pub fn column(&self, name: &str) -> Result<&Column> {
         let column = self.columns.get(name);
         column.with_context(|| format!("{name}: absent, must be a column of the batch"))
@@ -118,17 +118,17 @@ impl Batch {
     ///
     /// # Errors
     ///
-    /// If there is none with this name.
+    /// Fails if no column has this name.
     pub fn tensor(&self, name: &str, device: &Device) -> Result<Tensor> {
         self.column(name)?.padded(self.width(), device)
     }
 
     /// Selects the sequences with these indices, in this order. An index may repeat. Each sequence
-    /// keeps the number of its trajectory.
+    /// keeps its trajectory number.
     ///
     /// # Errors
     ///
-    /// If there are no indices, or one is out of range.
+    /// Fails if there are no indices, or if one is out of range.
     pub fn select(&self, sequences: &[usize]) -> Result<Self> {
         let columns = self.columns.iter();
         let columns = columns.map(|(name, column)| Ok((name.clone(), column.select(sequences)?)));
@@ -140,11 +140,11 @@ impl Batch {
         })
     }
 
-    /// Repeats the values of trajectories, one of each, for their sequences.
+    /// Repeats trajectory values, one each, for their sequences.
     ///
     /// # Errors
     ///
-    /// If there is not one value for each trajectory.
+    /// Fails if there is not one value for each trajectory.
     pub fn of_sequences<T: Clone>(&self, values: &[T]) -> Result<Vec<T>> {
         let count = self.trajectories.iter().max().map_or(0, |last| last + 1);
         ensure!(
@@ -155,10 +155,10 @@ impl Batch {
         select(values, &self.trajectories)
     }
 
-    /// Returns the share that each sequence has of the trained tokens of its trajectory: the
-    /// [`token_weights`](candle_grpo_loss::PolicyBatch::token_weights) of a mean over the tokens of
-    /// each sequence. With [`Self::totals`], a trajectory then counts as if it were one sequence.
-    /// Other reductions need the totals alone.
+    /// Returns each sequence's share of the trained tokens in its trajectory. Pass them as
+    /// [`token_weights`](candle_grpo_loss::PolicyBatch::token_weights) for a mean over each
+    /// sequence's tokens. With [`Self::totals`], a trajectory then counts as if it were one
+    /// sequence. Other reductions only need the totals.
     pub fn trajectory_shares(&self) -> Vec<f32> {
         let tokens = self.trajectory_tokens();
         let pairs = self.trajectories.iter().zip(&self.sequences);
@@ -191,7 +191,7 @@ impl Batch {
     }
 }
 
-/// The denominators of a step with these numbers of tokens that train.
+/// A step's denominators from the number of trained tokens in each trajectory.
 pub(super) fn totals(tokens: impl IntoIterator<Item = usize>) -> StepTotals {
     let mut totals = StepTotals::default();
     for tokens in tokens {
@@ -202,7 +202,7 @@ pub(super) fn totals(tokens: impl IntoIterator<Item = usize>) -> StepTotals {
     totals
 }
 
-/// The items with these indices.
+/// Returns the items with these indices.
 pub(crate) fn select<T: Clone>(items: &[T], indices: &[usize]) -> Result<Vec<T>> {
     ensure!(!indices.is_empty(), "sequences: none, must be at least one");
     let found = indices.iter().map(|&index| {

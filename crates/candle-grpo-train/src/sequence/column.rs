@@ -1,11 +1,11 @@
-//! Values that belong to the sequences of a batch.
+//! Values that belong to a batch's sequences.
 
 use anyhow::{Context, Result, ensure};
 use candle_core::{DType, Device, Tensor, WithDType};
 use serde::{Deserialize, Serialize};
 
-/// Values of the sequences of a batch, in their dtype: one of each sequence, or one or several of
-/// each token of its response.
+/// Values for a batch's sequences, in their dtype: one per sequence, or one or several per response
+/// token.
 ///
 /// ```
 /// use candle_core::Device;
@@ -19,9 +19,9 @@ use serde::{Deserialize, Serialize};
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Column {
     level: Level,
-    /// The number of values of each sequence.
+    /// Each sequence's number of values.
     lengths: Vec<usize>,
-    /// The values of all sequences, one after another.
+    /// All sequences' values, one after another.
     values: Values,
 }
 
@@ -34,8 +34,9 @@ enum Level {
     Entries(usize),
 }
 
-/// Numbers of one dtype.
+/// Numbers in one dtype.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[non_exhaustive]
 pub enum Values {
     /// Real numbers.
     F32(Vec<f32>),
@@ -56,7 +57,7 @@ impl From<Vec<u32>> for Values {
 }
 
 impl Column {
-    /// Creates a column of one value for each sequence.
+    /// Creates a column with one value per sequence.
     pub fn per_sequence<T>(values: Vec<T>) -> Self
     where
         Values: From<Vec<T>>,
@@ -68,7 +69,7 @@ impl Column {
         }
     }
 
-    /// Creates a column of one value for each token of the response of each sequence.
+    /// Creates a column with one value per response token.
     pub fn per_token<T: Clone>(rows: Vec<Vec<T>>) -> Self
     where
         Values: From<Vec<T>>,
@@ -80,7 +81,7 @@ impl Column {
         }
     }
 
-    /// [`Self::per_token`] with `entries` values for each token, which follow each other.
+    /// Creates a column like [`Self::per_token`] with `entries` consecutive values per token.
     pub fn entries_per_token<T: Clone>(rows: Vec<Vec<T>>, entries: usize) -> Self
     where
         Values: From<Vec<T>>,
@@ -91,12 +92,12 @@ impl Column {
         }
     }
 
-    /// Copies `tensor` `[B]`, `[B, T]` or `[B, T, K]` to the host, without what follows the
+    /// Copies `tensor` `[B]`, `[B, T]` or `[B, T, K]` to the host, without padding after the
     /// responses, which have `tokens` tokens. Synchronizes with the device.
     ///
     /// # Errors
     ///
-    /// If the shape is another one, or a response has more tokens than T.
+    /// Fails if the shape is different, or if a response has more than T tokens.
     pub fn from_tensor(tensor: &Tensor, tokens: &[usize]) -> Result<Self> {
         let (level, width, entries) = match *tensor.dims() {
             [_] => (Level::Sequence, 1, 1),
@@ -128,7 +129,7 @@ impl Column {
         })
     }
 
-    /// The number of sequences.
+    /// Returns the number of sequences.
     pub fn len(&self) -> usize {
         self.lengths.len()
     }
@@ -138,12 +139,12 @@ impl Column {
         self.lengths.is_empty()
     }
 
-    /// Returns the values on `device`: `[B]` or, padded with 0 to responses of `width` tokens,
-    /// `[B, width]` or `[B, width, K]`.
+    /// Returns the values on `device`: `[B]`, or `[B, width]` or `[B, width, K]`, padded with 0 to
+    /// responses with `width` tokens.
     ///
     /// # Errors
     ///
-    /// If a response has more tokens.
+    /// Fails if a response has more tokens.
     pub fn padded(&self, width: usize, device: &Device) -> Result<Tensor> {
         let mut shape = vec![self.len()];
         match self.level {
@@ -162,7 +163,7 @@ impl Column {
     ///
     /// # Errors
     ///
-    /// If one is out of range.
+    /// Fails if one is out of range.
     pub fn select(&self, sequences: &[usize]) -> Result<Self> {
         let lengths = sequences.iter().map(|&at| self.lengths.get(at).copied());
         let lengths: Option<Vec<usize>> = lengths.collect();
@@ -187,11 +188,11 @@ impl Column {
         })
     }
 
-    /// Concatenates columns with values of one kind.
+    /// Concatenates columns with the same kind of values.
     ///
     /// # Errors
     ///
-    /// If there are none, or their kinds differ.
+    /// Fails if there are none, or if their kinds differ.
     pub fn concat(columns: impl IntoIterator<Item = Self>) -> Result<Self> {
         let mut columns = columns.into_iter();
         let mut all = columns
@@ -214,8 +215,7 @@ impl Column {
         Ok(all)
     }
 
-    /// Checks that there is a value for each of the sequences, whose responses have `tokens`
-    /// tokens.
+    /// Checks that there is a value for each sequence, whose responses have `tokens` tokens.
     pub(super) fn ensure_of(&self, name: &str, tokens: &[usize]) -> Result<()> {
         let each = match self.level {
             Level::Sequence => None,
@@ -239,14 +239,14 @@ impl Column {
     }
 }
 
-/// The first of the values of each row of `width`.
+/// Returns the first values in each row of `width`.
 fn cut<T: Copy>(values: &[T], width: usize, lengths: &[usize]) -> Vec<T> {
     let rows = values.chunks(width.max(1)).zip(lengths);
     rows.flat_map(|(row, &length)| row[..length].to_vec())
         .collect()
 }
 
-/// The rows of `lengths` values, each padded to `width`.
+/// Pads rows with `lengths` values to `width`.
 fn pad<T: WithDType>(
     values: &[T],
     lengths: &[usize],
@@ -277,7 +277,7 @@ mod tests {
 
     #[test]
     fn a_column_survives_the_way_to_the_device_and_back_in_its_dtype() {
-        // Not a number that f32 has.
+        // f32 cannot represent this number.
         let ids = vec![vec![16_777_217u32, 2, 3, 4], vec![5, 6]];
         let column = Column::entries_per_token(ids, 2);
         let tensor = column.padded(3, &Device::Cpu).unwrap();

@@ -1,16 +1,16 @@
-//! The division of sequences into passes of a model.
+//! Divides sequences into forward passes.
 
 use std::cmp::Reverse;
 use std::collections::HashMap;
 
 use super::Sequence;
 
-/// Divides sequences into parts of at most `bound` tokens that a model reads, or one sequence.
-/// There are at least `parts` of them, or one for each sequence.
+/// Divides sequences into parts with at most `bound` tokens for the model to read, or a single
+/// sequence. There are at least `parts` parts, or one per sequence.
 ///
-/// The longest sequences come first, so that too little memory is an error early in a step. If
-/// `shares_prompts`, sequences with a common prompt are side by side, as a pass computes it once.
-/// With replayed experts, it does so up to the first token that has others.
+/// The longest sequences come first, so that a step runs out of memory early if at all. With
+/// `shares_prompts`, sequences with a common prompt are side by side, because a pass computes it
+/// once. With replayed experts, it does so up to the first token whose experts differ.
 pub(crate) fn divide(
     sequences: &[Sequence],
     bound: usize,
@@ -73,8 +73,8 @@ pub(crate) fn divide(
     divided
 }
 
-/// The number of tokens of the prompt that a pass over both sequences computes once: those before
-/// the first one with another id or other experts.
+/// Counts the prompt tokens that a pass over both sequences computes once: those before the first
+/// token with another id or other experts.
 fn shared_prompt(own: &Sequence, other: &Sequence) -> usize {
     let experts = |sequence: &Sequence, token: usize| {
         let choices = sequence.expert_choices();
@@ -94,12 +94,12 @@ mod tests {
     use candle_grpo_nn::PackedTokens;
     use proptest::prelude::*;
 
-    /// A sequence of which a model reads the prompt and `response` tokens.
+    /// Returns a sequence for which a model reads the prompt and `response` tokens.
     fn sequence(prompt: &[u32], response: usize) -> Sequence {
         Sequence::of_answer(prompt, &vec![0; response + 1]).unwrap()
     }
 
-    /// The same sequence, whose tokens have one expert each: another one from `token` on.
+    /// Returns the same sequence with one expert per token, which differs from `token` on.
     fn with_experts(sequence: Sequence, token: usize, expert: u16) -> Sequence {
         let experts =
             (0..sequence.read_tokens().len()).map(|at| if at < token { 0 } else { expert });
@@ -107,7 +107,7 @@ mod tests {
         sequence.with_experts(experts).unwrap()
     }
 
-    /// The number of tokens of the prompt, and of others that a model reads.
+    /// Counts the prompt tokens, and other tokens that a model reads.
     fn lengths(sequence: &Sequence) -> (usize, usize) {
         let prompt = sequence.prompt().len();
         (prompt, sequence.read_tokens().len() - prompt)
@@ -150,7 +150,7 @@ mod tests {
     fn a_prompt_counts_again_from_the_first_token_with_other_experts() {
         let sequences = [(9, 0), (2, 1), (9, 0), (2, 2), (2, 1)]
             .map(|(token, expert)| with_experts(sequence(&[1, 2, 3, 4], 1), token, expert));
-        // 5 tokens, then 3 after two of the prompt that are shared, 1, 3 and 1.
+        // 5 tokens, then 3 after two shared prompt tokens, 1, 3 and 1.
         for (bound, expected) in [
             (13, vec![vec![0, 1, 2, 3, 4]]),
             (12, vec![vec![0, 1, 2, 3], vec![4]]),

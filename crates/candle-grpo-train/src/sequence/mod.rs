@@ -1,9 +1,8 @@
-//! Sequences of tokens on the host, and batches of them.
+//! Token sequences on the host, and batches that hold them.
 //!
-//! A completion, a row of supervised training, a demonstration and a request to a teacher are each
-//! a [`Sequence`]. A [`Batch`] has sequences and values that belong to them. The device sees packed
-//! tokens, and the `[B, T]` tensors that [`Column::padded`] makes. A [`TokenBatch`] has those of
-//! the responses.
+//! A completion, a supervised row, a demonstration and a teacher request are each a [`Sequence`]. A
+//! [`Batch`] holds sequences and their values. The device receives packed tokens, and the `[B, T]`
+//! tensors from [`Column::padded`]. A [`TokenBatch`] holds these tensors for the responses.
 
 mod batch;
 mod column;
@@ -20,13 +19,12 @@ pub(crate) use batch::select;
 pub use column::Column;
 pub(crate) use division::divide;
 pub use response_forward::read_tokens;
-pub(crate) use token_batch::rows;
 pub use token_batch::{TokenBatch, count_prompt_tokens};
 
-/// The tokens of a prompt and its response, and the weight of each in a loss. A clone shares them.
+/// The tokens in a prompt and its response, with each token's weight in a loss. Clones share them.
 ///
-/// A token of weight 0 is only read: the prompt, the output of a tool, padding of a template. The
-/// policy loss trains on all other tokens alike, and the likelihood weights them.
+/// A token with weight 0 is only read: the prompt, tool output, or template padding. The policy
+/// loss trains equally on all other tokens; the likelihood uses the weights.
 ///
 /// ```
 /// use candle_grpo_train::Sequence;
@@ -40,7 +38,7 @@ pub use token_batch::{TokenBatch, count_prompt_tokens};
 #[derive(Debug, Clone, PartialEq)]
 pub struct Sequence {
     tokens: Arc<[u32]>,
-    /// That of the first token is 0: nothing predicts it.
+    /// The first token's weight is 0, because nothing predicts it.
     weights: Arc<[f32]>,
     prompt_len: usize,
     experts: Option<Arc<[u16]>>,
@@ -48,13 +46,13 @@ pub struct Sequence {
 }
 
 impl Sequence {
-    /// Creates a sequence without a prompt that others may share. The weight of the first token
-    /// counts as 0.
+    /// Creates a sequence without a prompt that others may share. The first token's weight counts
+    /// as 0.
     ///
     /// # Errors
     ///
-    /// If there is not one weight for each token, a weight is negative or not finite, or no token
-    /// after the first one has a weight.
+    /// Fails if there is not one weight for each token, if a weight is negative or not finite, or
+    /// if no token after the first one has a weight.
     pub fn new(tokens: Vec<u32>, mut weights: Vec<f32>) -> Result<Self> {
         ensure!(
             tokens.len() == weights.len(),
@@ -84,11 +82,12 @@ impl Sequence {
         })
     }
 
-    /// Creates the sequence of a prompt and its answer, whose tokens have the weight 1. The answer
+    /// Creates a sequence from a prompt and its answer, whose tokens have weight 1. The answer
     /// should end with a stop token.
     ///
     /// # Errors
     ///
+    /// Fails if the answer is empty, or has one token after an empty prompt.
     /// If the answer is empty, or has one token after an empty prompt.
     pub fn of_answer(prompt: &[u32], answer: &[u32]) -> Result<Self> {
         let weights = [vec![0.; prompt.len()], vec![1.; answer.len()]].concat();
@@ -98,12 +97,12 @@ impl Sequence {
         })
     }
 
-    /// Sets the weight of the response tokens to 0 where `written` is false: those that the policy
-    /// did not write, such as the output of a tool.
+    /// Sets response weights to 0 where `written` is false: tokens that the policy did not write,
+    /// such as tool output.
     ///
     /// # Errors
     ///
-    /// If there is not one value for each token of the response.
+    /// Fails if there is not one value for each response token.
     pub fn with_written(self, written: &[bool]) -> Result<Self> {
         self.ensure_one_each("written", written.len())?;
         let mut weights = self.weights.to_vec();
@@ -120,12 +119,12 @@ impl Sequence {
         })
     }
 
-    /// Sets the experts of all tokens but the last one, which a model replays: as many for each,
-    /// one token after the other.
+    /// Sets the experts that a model replays for all tokens but the last one: the same number per
+    /// token, one token after the other.
     ///
     /// # Errors
     ///
-    /// If a token has none, or another number of them.
+    /// Fails if a token has no experts, or a different number.
     pub fn with_experts(self, experts: Vec<u16>) -> Result<Self> {
         let read = self.tokens.len().saturating_sub(1);
         let choices = experts.len().checked_div(read).unwrap_or(0);
@@ -140,11 +139,11 @@ impl Sequence {
         })
     }
 
-    /// Sets the version of the weights that drew each token of the response.
+    /// Sets the weight version that sampled each response token.
     ///
     /// # Errors
     ///
-    /// If there is not one for each token of the response.
+    /// Fails if there is not one for each response token.
     pub fn with_weight_versions(self, versions: Vec<u64>) -> Result<Self> {
         self.ensure_one_each("weight_versions", versions.len())?;
         Ok(Self {
@@ -161,7 +160,7 @@ impl Sequence {
         }
     }
 
-    /// Returns this sequence for a model that chooses its experts.
+    /// Returns this sequence without replayed experts: the model chooses them.
     pub fn without_experts(&self) -> Self {
         Self {
             experts: None,
@@ -174,7 +173,7 @@ impl Sequence {
         &self.tokens
     }
 
-    /// Returns the tokens of the prompt. A pass over several sequences computes it once.
+    /// Returns the prompt tokens. A pass over several sequences computes a shared prompt once.
     pub fn prompt(&self) -> &[u32] {
         &self.tokens[..self.prompt_len]
     }
@@ -184,57 +183,58 @@ impl Sequence {
         &self.tokens[self.prompt_len..]
     }
 
-    /// Returns the weight of each token in the loss; 0 for tokens that are only read.
+    /// Returns each token's weight in the loss; 0 for tokens that are only read.
     pub fn weights(&self) -> &[f32] {
         &self.weights
     }
 
-    /// Returns whether each token of the response trains.
+    /// Returns whether each response token trains.
     pub fn trained(&self) -> impl Iterator<Item = bool> {
         let weights = self.weights[self.prompt_len..].iter();
         weights.map(|&weight| weight > 0.)
     }
 
-    /// Returns the experts of all tokens but the last one, if a model replays them.
+    /// Returns the experts for all tokens but the last one, if a model replays them.
     pub fn experts(&self) -> Option<&[u16]> {
         self.experts.as_deref()
     }
 
-    /// Returns the version of the weights that drew each token of the response, if it is known.
+    /// Returns the weight version that sampled each response token, if it is known.
     pub fn weight_versions(&self) -> Option<&[u64]> {
         self.weight_versions.as_deref()
     }
 
-    /// Returns the number of tokens with a weight.
+    /// Returns the number of tokens that have a weight.
     pub fn num_trained_tokens(&self) -> usize {
         self.weights.iter().filter(|&&weight| weight > 0.).count()
     }
 
-    /// Returns the sum of the weights.
+    /// Returns the summed weights.
     pub fn total_weight(&self) -> f64 {
         self.weights.iter().copied().map(f64::from).sum()
     }
 
-    /// Returns the tokens up to the last one that trains. Without any, the prompt and one token.
+    /// Returns the tokens up to the last one that trains. If none trains, returns the prompt and
+    /// one token.
     pub fn needed_tokens(&self) -> &[u32] {
         let last = self.weights.iter().rposition(|&weight| weight > 0.);
         &self.tokens[..=last.unwrap_or(self.prompt_len)]
     }
 
-    /// Returns the tokens that a model reads: those before the last one that trains. Without any,
-    /// the prompt, or one token.
+    /// Returns the tokens that a model reads: those before the last one that trains. If none
+    /// trains, returns the prompt, or one token.
     pub fn read_tokens(&self) -> &[u32] {
         let needed = self.needed_tokens().len();
         &self.tokens[..(needed - 1).max(1)]
     }
 
-    /// Returns the experts of [`Self::read_tokens`], if a model replays them.
+    /// Returns the experts for [`Self::read_tokens`], if a model replays them.
     pub(crate) fn read_experts(&self) -> Option<&[u16]> {
         let experts = self.experts.as_deref()?;
         Some(&experts[..self.read_tokens().len() * self.expert_choices()])
     }
 
-    /// The number of experts of a token.
+    /// Returns the number of experts per token.
     fn expert_choices(&self) -> usize {
         let read = self.tokens.len().saturating_sub(1);
         let experts = self.experts.as_ref().map_or(0, |experts| experts.len());

@@ -1,4 +1,4 @@
-//! Forward and backward passes of a model over the responses of a batch.
+//! Forward and backward passes over a batch's responses.
 
 use anyhow::Result;
 use candle_core::{DType, Device, Shape, Tensor, Var};
@@ -9,9 +9,9 @@ use candle_grpo_nn::{Backward, Gradients, LanguageModel, PackedTokens, Parameter
 
 use super::{Sequence, TokenBatch};
 
-/// Computes log-probs and entropies `[B, T]` of the responses of `batch` at `temperature`.
+/// Computes log-probs and entropies `[B, T]` for the responses in `batch` at `temperature`.
 ///
-/// The results are detached, and 0 outside the response mask. The logits are never allocated at
+/// The results are detached, and 0 outside the response mask. The logits are never allocated all at
 /// once.
 pub(crate) fn response_log_probs(
     model: &dyn LanguageModel,
@@ -20,33 +20,40 @@ pub(crate) fn response_log_probs(
 ) -> Result<TokenLogProbs> {
     let states = predicting_states(model, batch)?;
     let weight = model.output_weight().detach();
-    Ok(output_layer(model, &states, &weight, batch, temperature)?.forward()?)
+    let responses = (batch.targets(), Some(batch.response_mask()));
+    Ok(output_layer(model, &states, &weight, responses, temperature)?.forward()?)
 }
 
-/// Computes the detached hidden states `[B, T, H]` at the positions that predict the responses of
+/// Computes the detached hidden states `[B, T, H]` at the positions that predict the responses in
 /// `batch`.
 pub(crate) fn predicting_states(model: &dyn LanguageModel, batch: &TokenBatch) -> Result<Tensor> {
     Packed::of_batch(batch)?.states(model)
 }
 
-/// Creates the output layer of `model` over `states` `[B, T, H]`, which computes the log-probs of
-/// the responses. `weight` is that of the layer, as a variable or not.
+/// Creates the model's output layer over `states` `[B, T, H]`, which computes the log-probs of
+/// `targets` `[B, T]` under `mask`. `weight` is the layer's weight, either a variable or a
+/// constant.
 pub(crate) fn output_layer(
     model: &dyn LanguageModel,
     states: &Tensor,
     weight: &Tensor,
-    batch: &TokenBatch,
+    (targets, mask): (&Tensor, Option<&Tensor>),
     temperature: f64,
 ) -> candle_core::Result<LinearLogProb> {
     let options = LogProbOptions {
-        mask: Some(batch.response_mask()),
+        mask,
         logit_cap: model.logit_cap(),
         ..Default::default()
     };
-    LinearLogProb::new(states, weight, None, batch.targets(), temperature, options)
+    LinearLogProb::new(states, weight, None, targets, temperature, options)
 }
 
-/// Returns the output weight of `model`, as a variable if it is one of `trained`.
+/// Returns the number of states whose logits over a vocabulary are computed at once: 16 MiB of f32.
+pub(crate) fn states_at_once(vocabulary: usize) -> usize {
+    ((1 << 22) / vocabulary).max(1)
+}
+
+/// Returns the model's output weight, as a variable if `trained` contains it.
 pub(crate) fn output_weight(model: &dyn LanguageModel, trained: &Parameters) -> Tensor {
     match trained.get(model.output_name()) {
         Some(variable) => variable.as_tensor().clone(),
@@ -54,9 +61,9 @@ pub(crate) fn output_weight(model: &dyn LanguageModel, trained: &Parameters) -> 
     }
 }
 
-/// A forward pass over the responses of a batch, with its backward pass.
+/// A forward pass over a batch's responses, with its backward pass.
 pub(crate) struct RecordedResponses<'a> {
-    /// The states of [`predicting_states`] as a variable, where the graph of a loss starts.
+    /// The [`predicting_states`] as a variable, where a loss's graph starts.
     pub(crate) states: Var,
     places: Tensor,
     hidden_shape: Shape,
@@ -78,23 +85,22 @@ impl<'a> RecordedResponses<'a> {
         })
     }
 
-    /// The number of tokens of [`read_tokens`].
+    /// Returns the number of tokens in [`read_tokens`].
     pub(crate) fn read_tokens(&self) -> f64 {
         self.weights.iter().copied().map(f64::from).sum()
     }
 
-    /// Computes the balance of the experts, and adds `coef` times the gradient of its loss to that
-    /// of [`Self::backward`]. `None` if the model has no experts, or no response counts.
+    /// Computes the expert balance, and adds `coef` times its loss gradient to [`Self::backward`].
+    /// Returns `None` if the model has no experts, or if no response counts.
     pub(crate) fn balance_experts(&mut self, coef: f64) -> Result<Option<ExpertBalance>> {
         Ok(self.backward.balance_experts(&self.weights, coef)?)
     }
 
-    /// Accumulates the gradients of `trained` from the gradient `[B, T, H]` of the states; `None`
-    /// is 0.
+    /// Accumulates the gradients for `trained` from the state gradient `[B, T, H]`; `None` is 0.
     ///
     /// # Errors
     ///
-    /// Returns an error if a variable receives no gradient. The gradients must then be cleared.
+    /// Fails if a variable receives no gradient. The gradients must then be cleared.
     pub(crate) fn backward(
         self,
         states_gradient: Option<Tensor>,
@@ -113,19 +119,19 @@ impl<'a> RecordedResponses<'a> {
     }
 }
 
-/// The packed tokens of a batch on which its responses depend. Shared prefixes, such as the prompt
-/// of a group, occur once.
+/// The packed tokens on which a batch's responses depend. Shared prefixes, such as a group's
+/// prompt, occur once.
 pub(crate) struct Packed {
     tokens: PackedTokens,
     /// The index in `tokens` that predicts each response token, u32 `[B, T]`; 0 outside the
     /// response mask.
     places: Tensor,
-    /// For each of `tokens` the number of sequences that have it and train, `[N]`.
+    /// For each token in `tokens`, the number of trained sequences that contain it, `[N]`.
     weights: Vec<f32>,
 }
 
-/// Returns the number of tokens that the model reads for the responses of `batch`, in all sequences
-/// with a token in the response mask. A shared token counts once in each sequence.
+/// Returns the number of tokens that the model reads for the responses in `batch`, over all
+/// sequences with a token in the response mask. A shared token counts once per sequence.
 pub fn read_tokens(batch: &TokenBatch) -> f64 {
     let trained = batch
         .sequences()
@@ -137,7 +143,7 @@ pub fn read_tokens(batch: &TokenBatch) -> f64 {
 /// The trained tokens whose log-probs a pass computes.
 #[derive(Debug, Clone, Copy)]
 pub(crate) enum Targets {
-    /// One row for each sequence, after its prompt: `[B, T]`.
+    /// One row per sequence, after its prompt: `[B, T]`.
     Padded(usize),
     /// One row for all sequences, one after another: `[1, M]`.
     Flat,
@@ -150,7 +156,7 @@ impl Packed {
         Self::new(batch.sequences(), Targets::Padded(width), device)
     }
 
-    /// Packs the tokens that a model reads of `sequences`.
+    /// Packs the tokens in `sequences` that a model reads.
     pub(crate) fn new(sequences: &[Sequence], targets: Targets, device: &Device) -> Result<Self> {
         let read: Vec<Vec<u32>> = sequences.iter().map(|x| x.read_tokens().to_vec()).collect();
         let replayed = sequences.iter().map(Sequence::read_experts);
@@ -170,7 +176,7 @@ impl Packed {
             }
             let start = sequence.prompt().len();
             let predicting = sequence.trained().enumerate();
-            // The first token has no weight, so that one is before each that trains.
+            // The first token has no weight, so each trained token has a predecessor.
             let predicting = predicting.map(|(at, trains)| {
                 if trains {
                     Some(rows[first + start + at - 1])
@@ -199,7 +205,7 @@ impl Packed {
         })
     }
 
-    /// Computes the detached hidden states of the places, `[B, T, H]`.
+    /// Computes the detached hidden states at the places, `[B, T, H]`.
     pub(crate) fn states(&self, model: &dyn LanguageModel) -> Result<Tensor> {
         let hidden = model.hidden_states(&self.tokens)?.detach();
         Ok(embedding(&self.places, &hidden)?)

@@ -1,4 +1,4 @@
-//! Sequences with the tensors of their responses.
+//! Sequences with their response tensors.
 
 use std::collections::BTreeMap;
 
@@ -9,7 +9,7 @@ use candle_grpo_loss::StepTotals;
 use super::batch::totals;
 use super::{Batch, Column, Sequence, select};
 
-/// B sequences with responses of up to T tokens, and the tensors of their responses.
+/// B sequences with responses up to T tokens long, and their response tensors.
 #[derive(Debug, Clone)]
 pub struct TokenBatch {
     sequences: Vec<Sequence>,
@@ -20,11 +20,11 @@ pub struct TokenBatch {
 }
 
 impl TokenBatch {
-    /// Creates a batch of (prompt, response) pairs.
+    /// Creates a batch from (prompt, response) pairs.
     ///
     /// # Errors
     ///
-    /// Returns an error if there are no pairs, or a prompt or a response has no tokens.
+    /// Fails if there are no pairs, or if a prompt or a response has no tokens.
     pub fn new(pairs: &[(&[u32], &[u32])], device: &Device) -> Result<Self> {
         let sequences = pairs.iter().enumerate().map(|(i, (prompt, response))| {
             ensure!(
@@ -38,12 +38,12 @@ impl TokenBatch {
         Self::of_batch(&Batch::new(sequences.collect::<Result<_>>()?)?, device)
     }
 
-    /// Creates the batch of the sequences of `batch`. Tokens without a weight are not in the
+    /// Creates a batch from the sequences in `batch`. Tokens without a weight are not in the
     /// response mask.
     ///
     /// # Errors
     ///
-    /// If the device has no memory for it.
+    /// Fails if the device runs out of memory.
     pub fn of_batch(batch: &Batch, device: &Device) -> Result<Self> {
         let sequences = batch.sequences().to_vec();
         let targets = sequences.iter().map(|x| x.response().to_vec()).collect();
@@ -56,18 +56,18 @@ impl TokenBatch {
         .with_mask_of_sequences()
     }
 
-    /// Returns this batch for a model that chooses its experts.
+    /// Returns this batch without replayed experts: the model chooses them.
     pub(crate) fn without_experts(&self) -> Self {
         let sequences = self.sequences.iter().map(Sequence::without_experts);
         self.clone().with_sequences(sequences.collect())
     }
 
-    /// Returns this batch with sequences of the same tokens and weights.
+    /// Returns this batch with other sequences that have the same tokens and weights.
     pub(crate) fn with_sequences(self, sequences: Vec<Sequence>) -> Self {
         Self { sequences, ..self }
     }
 
-    /// Returns this batch without tokens to train on in the sequences that are not kept.
+    /// Returns this batch without trained tokens in sequences that are not kept.
     pub(crate) fn keeping(mut self, keep: impl IntoIterator<Item = bool>) -> Result<Self> {
         for (sequence, keep) in self.sequences.iter_mut().zip(keep) {
             if !keep {
@@ -98,69 +98,54 @@ impl TokenBatch {
         &self.targets
     }
 
-    /// Returns the response mask, u32 `[B, T]`: 1 at tokens of [`Self::targets`] that train, 0
+    /// Returns the response mask, u32 `[B, T]`: 1 at trained tokens in [`Self::targets`], 0
     /// elsewhere, including padding.
     pub fn response_mask(&self) -> &Tensor {
         &self.response_mask
     }
 
-    /// Returns the denominators of a step that is this batch: [`StepTotals::count`] of its mask,
-    /// without waiting for the device.
+    /// Returns the denominators for a step that consists of this batch: [`StepTotals::count`] for
+    /// its mask, without waiting for the device.
     pub fn totals(&self) -> StepTotals {
         totals(self.sequences.iter().map(Sequence::num_trained_tokens))
     }
 
-    /// Returns the number of sequences (B) and the length of the longest response (T) of the batch
-    /// that this one is a part of.
+    /// Returns B, the number of sequences, and T, the longest response in the batch that this one
+    /// is part of.
     pub fn dims(&self) -> (usize, usize) {
         (self.sequences.len(), self.targets.dims()[1])
-    }
-
-    /// Returns `len` sequences, starting at `start`.
-    ///
-    /// # Errors
-    ///
-    /// If there are not as many.
-    pub fn narrow(&self, start: usize, len: usize) -> Result<Self> {
-        let b = self.sequences.len();
-        ensure!(
-            len > 0 && start < b && len <= b - start,
-            "sequences: {len} from {start} on, there are {b}"
-        );
-        self.select(&(start..start + len).collect::<Vec<_>>())
     }
 
     /// Selects the sequences with these indices, in this order. An index may repeat.
     ///
     /// # Errors
     ///
-    /// Returns an error if there are no indices, or one is not below B.
+    /// Fails if there are no indices, or if one is not below B.
     pub fn select(&self, sequences: &[usize]) -> Result<Self> {
+        Ok(self.select_with_rows(sequences)?.0)
+    }
+
+    /// [`Self::select`], with the indices as a tensor on the device, u32.
+    pub(crate) fn select_with_rows(&self, sequences: &[usize]) -> Result<(Self, Tensor)> {
         let selected = select(&self.sequences, sequences)?;
-        let rows = rows(sequences, self.targets.device())?;
-        Ok(Self {
+        let rows: Vec<u32> = sequences.iter().map(|&number| number as u32).collect();
+        let rows = Tensor::new(rows, self.targets.device())?;
+        let batch = Self {
             sequences: selected,
             targets: self.targets.index_select(&rows, 0)?,
             response_mask: self.response_mask.index_select(&rows, 0)?,
-        })
+        };
+        Ok((batch, rows))
     }
 }
 
-/// The indices of sequences, u32.
-pub(crate) fn rows(sequences: &[usize], device: &Device) -> Result<Tensor> {
-    let rows: Vec<u32> = sequences.iter().map(|&number| number as u32).collect();
-    Ok(Tensor::new(rows, device)?)
-}
-
-/// Counts the tokens per prompt over an optimizer step.
+/// Counts tokens per prompt over an optimizer step.
 ///
-/// Returns, for each sequence, the number of tokens of `batch` that train in all sequences with its
-/// prompt, f32 `[B]`, and the number of prompts with a token, for
-/// [`StepTotals::prompts`](candle_grpo_loss::StepTotals::prompts). `prompts` has the prompt of each
-/// sequence.
-///
-/// [`Aggregation::PromptMeanTokenMean`](candle_grpo_loss::Aggregation::PromptMeanTokenMean) needs
-/// both.
+/// `prompts` holds each sequence's prompt. Returns two values that
+/// [`Aggregation::PromptMeanTokenMean`](candle_grpo_loss::Aggregation::PromptMeanTokenMean) needs.
+/// The first is, for each sequence, the number of trained tokens in `batch` over all sequences with
+/// its prompt, f32 `[B]`. The second is the number of prompts with a trained token, for
+/// [`StepTotals::prompts`](candle_grpo_loss::StepTotals::prompts).
 pub fn count_prompt_tokens(batch: &TokenBatch, prompts: &[usize]) -> Result<(Tensor, f64)> {
     let (b, _) = batch.dims();
     ensure!(
@@ -195,11 +180,6 @@ mod tests {
         x.to_vec2().unwrap()
     }
 
-    fn three() -> TokenBatch {
-        let pairs: [(&[u32], &[u32]); 3] = [(&[1], &[4, 1]), (&[2], &[5]), (&[3], &[6])];
-        TokenBatch::new(&pairs, &Device::Cpu).unwrap()
-    }
-
     #[test]
     fn responses_are_padded_on_the_right() {
         let pairs: [(&[u32], &[u32]); 2] = [(&[1, 2, 3], &[4]), (&[5], &[6, 7, 8])];
@@ -213,7 +193,9 @@ mod tests {
 
     #[test]
     fn the_totals_are_those_of_the_mask() {
-        let batch = three().keeping([true, false, true]).unwrap();
+        let pairs: [(&[u32], &[u32]); 3] = [(&[1], &[4, 1]), (&[2], &[5]), (&[3], &[6])];
+        let batch = TokenBatch::new(&pairs, &Device::Cpu).unwrap();
+        let batch = batch.keeping([true, false, true]).unwrap();
         let counted = StepTotals::count(batch.response_mask()).unwrap();
         assert_eq!(batch.totals(), counted);
         assert_eq!(
@@ -238,18 +220,6 @@ mod tests {
         assert_eq!(prompts, 2.);
         let error = count_prompt_tokens(&batch, &[1]).unwrap_err().to_string();
         assert!(error.starts_with("prompts: 1 for 5 sequences"), "{error}");
-    }
-
-    #[test]
-    fn sequences_that_are_not_there_are_an_error() {
-        let tokens = three();
-        for (start, len) in [(3, 1), (2, 2), (1, 0), (1, usize::MAX)] {
-            let error = tokens.narrow(start, len).unwrap_err().to_string();
-            assert_eq!(
-                error,
-                format!("sequences: {len} from {start} on, there are 3")
-            );
-        }
     }
 
     #[test]

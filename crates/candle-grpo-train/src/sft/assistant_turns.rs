@@ -32,7 +32,7 @@ impl Answered<'_> {
     ///
     /// # Errors
     ///
-    /// If there is no answer, or its position is ambiguous.
+    /// Fails if there is no answer, or its position is ambiguous.
     pub(super) fn encode(
         &self,
         train_on: TrainOn,
@@ -91,7 +91,7 @@ impl Answered<'_> {
         self.template.render(&self.chat(messages))
     }
 
-    /// The length of the text before the answer in message `index`.
+    /// Text length before the answer in message `index`.
     fn before(&self, index: usize, rendered: &RenderedChat) -> Result<usize> {
         let chat = self.chat(&self.messages[..index]).generation_prompt();
         let before = self.template.render(&chat)?;
@@ -102,7 +102,7 @@ impl Answered<'_> {
         Ok(before.len())
     }
 
-    /// The range of the answer in message `index`, including the end of its turn.
+    /// Text range with the answer in message `index`, including its turn's end.
     fn turn(&self, index: usize, rendered: &RenderedChat) -> Result<Range<usize>> {
         let start = self.before(index, rendered)?;
         if let Ok(until) = self.render(&self.messages[..=index])

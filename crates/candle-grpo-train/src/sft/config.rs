@@ -24,9 +24,9 @@ pub struct SftConfig {
     pub micro_batch_tokens: usize,
     /// Maximum global gradient norm.
     pub max_grad_norm: f64,
-    /// Low-rank adapters to train in place of the parameters. Absent: all parameters train.
+    /// Low-rank adapters; if present, only they train. Absent: all parameters train.
     pub adapters: Option<LoraConfig>,
-    /// Storage of the linear maps under adapters in memory: `dense` in the compute dtype, or in
+    /// In-memory format for the linear maps under adapters: `dense` in the compute dtype, or in
     /// quantized blocks (QLoRA, <https://arxiv.org/abs/2305.14314>). For blocks, choose a GGUF
     /// file's own (`stored`), or `q4_0`, `q5_0`, `q8_0`, `q4_k`, `q5_k` or `q6_k`.
     pub base_weights: BaseWeights,
@@ -84,8 +84,8 @@ impl SftSchedule {
     ///
     /// # Errors
     ///
-    /// If the warm-up is longer than the run, the minimum is not between 0 and 1, or there is a
-    /// minimum without a decay.
+    /// Fails if the warm-up is longer than the run, the minimum is not between 0 and 1, or there is
+    /// a minimum without a decay.
     pub fn of_steps(&self, steps: usize) -> Result<LearningRateSchedule> {
         check::check(
             self.warmup_steps <= steps,
@@ -179,8 +179,8 @@ impl SftConfig {
         }
     }
 
-    /// Returns the form of the linear maps of the model in memory, and the dtype of its other
-    /// weights: that of the computation under adapters, otherwise that of the master weights.
+    /// Returns the storage format for the model's linear maps, and the dtype for its other weights:
+    /// the compute dtype under adapters, otherwise the master weights' dtype.
     pub fn stored_form(&self) -> (BaseWeights, ComputeDType) {
         let has_adapters = self.adapters.is_some();
         stored_form(

@@ -72,6 +72,7 @@ pub struct SftDataConfig {
 /// The tokens in a conversation that train.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
+#[non_exhaustive]
 pub enum TrainOn {
     /// Assistant messages, each with the token that ends it; in a row with a prompt, those in its
     /// completion.
@@ -86,6 +87,7 @@ pub enum TrainOn {
 /// Treatment of rows that are too long.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
+#[non_exhaustive]
 pub enum Truncation {
     /// They are left out.
     #[default]

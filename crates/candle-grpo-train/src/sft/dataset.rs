@@ -58,8 +58,8 @@ impl SftDataConfig {
     ///
     /// # Errors
     ///
-    /// If a row cannot be read or encoded, with file and line. If `max_length` exceeds the model's
-    /// maximum or leaves no row, or `weights` do not fit, with the key.
+    /// Fails if a row cannot be read or encoded, with file and line. If `max_length` exceeds the
+    /// model's maximum or leaves no row, or `weights` do not fit, with the key.
     pub fn load(
         &self,
         model: &Pretrained,

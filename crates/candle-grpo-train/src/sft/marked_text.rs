@@ -10,7 +10,7 @@ use crate::rollout::decode::decode_tokens;
 ///
 /// # Errors
 ///
-/// If the tokenizer cannot decode the tokens.
+/// Fails if the tokenizer cannot decode the tokens.
 pub fn marked_text(row: &Sequence, tokenizer: &Tokenizer, max_tokens: usize) -> Result<String> {
     let all = row.tokens();
     let shown = all.len().min(max_tokens);

@@ -52,6 +52,7 @@ pub struct SftMetrics {
 
 /// The time for a step of supervised training.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Serialize, Deserialize)]
+#[non_exhaustive]
 pub struct SftSeconds {
     /// Passes and update, in seconds.
     pub train: f64,

@@ -15,6 +15,7 @@ mod dataset;
 mod marked_text;
 mod memory_plan;
 mod metrics;
+mod parts;
 mod row_encoder;
 mod trainer;
 
@@ -23,4 +24,5 @@ pub use data_config::{SftDataConfig, TrainOn, Truncation};
 pub use dataset::{SftDataset, SftRows};
 pub use marked_text::marked_text;
 pub use metrics::{SftMetrics, SftSeconds};
+pub use parts::SftParts;
 pub use trainer::SftTrainer;

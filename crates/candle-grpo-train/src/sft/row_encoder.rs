@@ -71,8 +71,8 @@ impl<'a> RowEncoder<'a> {
     ///
     /// # Errors
     ///
-    /// If the row lacks such columns, they are malformed or empty, or nothing in it trains. The
-    /// error names file, line and column.
+    /// Fails if the row lacks such columns, they are malformed or empty, or nothing in it trains.
+    /// The error names file, line and column.
     pub(super) fn encode(&self, row: &Row) -> Result<Encoded> {
         self.encode_columns(&row.columns)
             .with_context(|| row.place())

@@ -5,20 +5,18 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use anyhow::{Context, Result, ensure};
-use candle_grpo_collective::Collective;
 use candle_grpo_loss::surrogate::Likelihood;
-use candle_grpo_nn::{ComputeDType, DecoderConfig, Parameters};
+use candle_grpo_nn::{ComputeDType, Parameters};
 
 use super::{SftConfig, SftMetrics, SftSeconds};
 use crate::data::MixedOrder;
 use crate::learn::micro_batches::{MicroBatchSize, MicroBatches};
-use crate::learn::models::{Models, ensure_not_canceled, new_actor};
+use crate::learn::models::{Models, ensure_not_canceled};
 use crate::learn::{LearningRateSchedule, LikelihoodSums, Ranks};
-use crate::run::{RunInputs, TrainerState};
+use crate::run::TrainerState;
 use crate::sequence::Batch;
 use crate::{Actor, Pretrained, Progress, Sequence};
-use candle_grpo_base::progress::{NoProgress, Phase};
-use candle_grpo_base::within;
+use candle_grpo_base::progress::Phase;
 
 /// Trains a policy on examples. Each step maximizes the weighted mean likelihood of the tokens in a
 /// batch of rows.
@@ -27,7 +25,7 @@ use candle_grpo_base::within;
 /// use candle_core::Device;
 /// use candle_grpo_nn::{DecoderConfig, Parameters};
 /// use candle_grpo_train::Sequence;
-/// use candle_grpo_train::sft::{SftConfig, SftTrainer};
+/// use candle_grpo_train::sft::{SftConfig, SftParts, SftTrainer};
 ///
 /// # fn main() -> anyhow::Result<()> {
 /// # let model = DecoderConfig { vocab_size: 11, hidden_size: 8, intermediate_size: 16,
@@ -37,7 +35,7 @@ use candle_grpo_base::within;
 /// let examples = vec![Sequence::of_answer(&[1, 2], &[3, 0])?, Sequence::of_answer(&[4], &[5, 0])?];
 /// let mut config = SftConfig { max_steps: Some(200), batch_size: 2, ..SftConfig::default() };
 /// config.optimizer.learning_rate = 1e-2;
-/// let mut trainer = SftTrainer::new(model, parameters, examples, config)?;
+/// let mut trainer = SftTrainer::new(SftParts::new(model, parameters, examples, config))?;
 /// let first = trainer.step()?.loss;
 /// while trainer.steps() < trainer.last_step() {
 ///     trainer.step()?;
@@ -48,99 +46,25 @@ use candle_grpo_base::within;
 /// # }
 /// ```
 pub struct SftTrainer {
-    models: Models,
-    examples: Vec<Sequence>,
-    order: MixedOrder,
-    config: SftConfig,
-    schedule: LearningRateSchedule,
+    pub(super) models: Models,
+    pub(super) examples: Vec<Sequence>,
+    pub(super) order: MixedOrder,
+    pub(super) config: SftConfig,
+    pub(super) schedule: LearningRateSchedule,
     /// Number of rows that the run visits, and its last step.
-    visits: usize,
-    last_step: usize,
-    ranks: Ranks,
+    pub(super) visits: usize,
+    pub(super) last_step: usize,
+    pub(super) ranks: Ranks,
     /// Receives progress.
-    receiver: Arc<dyn Progress>,
+    pub(super) receiver: Arc<dyn Progress>,
     /// Progress for work within a step. With several ranks, none can cancel alone.
-    progress: Arc<dyn Progress>,
-    state: TrainerState,
+    pub(super) progress: Arc<dyn Progress>,
+    pub(super) state: TrainerState,
     /// Number of tokens that have trained.
-    trained_tokens: usize,
+    pub(super) trained_tokens: usize,
 }
 
 impl SftTrainer {
-    /// Creates a trainer that starts from `parameters`, with shape `model`.
-    ///
-    /// # Errors
-    ///
-    /// If there are no examples or `config` is invalid.
-    pub fn new(
-        model: DecoderConfig,
-        parameters: Parameters,
-        examples: Vec<Sequence>,
-        config: SftConfig,
-    ) -> Result<Self> {
-        config.validate()?;
-        ensure!(!examples.is_empty(), "examples: none, must be at least one");
-        let (visits, last_step) = config.length(examples.len());
-        let schedule = config.schedule.of_steps(last_step);
-        let schedule = schedule.map_err(|error| within("schedule", error))?;
-        let adapters = config.adapters.clone();
-        let adapters = adapters.map(|adapters| (adapters, config.base_weights));
-        let actor = new_actor(&model, parameters, adapters, config.seed, config.actor())?;
-        Ok(Self {
-            models: Models::of_actor(model, actor),
-            order: MixedOrder::single(examples.len(), config.seed)?,
-            examples,
-            config,
-            schedule,
-            visits,
-            last_step,
-            ranks: Ranks::default(),
-            receiver: Arc::new(NoProgress),
-            progress: Arc::new(NoProgress),
-            state: TrainerState::default(),
-            trained_tokens: 0,
-        })
-    }
-
-    /// Visits the examples in `order`, in place of a random order over all of them.
-    ///
-    /// # Errors
-    ///
-    /// If it has a different number of rows.
-    pub fn with_order(mut self, order: MixedOrder) -> Result<Self> {
-        order.ensure_rows(self.examples.len(), "examples")?;
-        self.order = order;
-        Ok(self)
-    }
-
-    /// Sets the receiver of progress, which can also cancel steps.
-    #[must_use]
-    pub fn with_progress(mut self, progress: Arc<dyn Progress>) -> Self {
-        self.set_progress(progress);
-        self
-    }
-
-    /// Divides the passes in every step and evaluation between the ranks in `collective`. All
-    /// ranks' trainers must have the same arguments, and call the same methods in the same order.
-    /// Losses and weights equal those with one rank up to rounding in sums.
-    ///
-    /// # Errors
-    ///
-    /// If the optimizer state cannot be allocated.
-    pub fn with_collective(mut self, collective: Arc<dyn Collective>) -> Result<Self> {
-        if self.config.sharded_optimizer {
-            self.models.actor.shard_optimizer(&collective)?;
-        }
-        self.ranks = Ranks::new(collective);
-        self.set_progress(Arc::clone(&self.receiver));
-        Ok(self)
-    }
-
-    fn set_progress(&mut self, receiver: Arc<dyn Progress>) {
-        self.progress = self.ranks.progress_of_step(&receiver);
-        self.receiver = receiver;
-    }
-
     /// Runs one step: the passes over its rows, and an update.
     ///
     /// # Errors
@@ -260,15 +184,6 @@ impl SftTrainer {
     /// [`NotFinite`](crate::NotFinite) if one is NaN or infinite.
     pub fn ensure_finite(&self) -> Result<()> {
         self.models.ensure_finite()
-    }
-
-    /// Reuses the digest of the initial weights in `inputs`, which must belong to the same model.
-    #[must_use]
-    pub fn with_inputs(mut self, inputs: &RunInputs) -> Self {
-        if let Some(sha256) = inputs.parameters_sha256() {
-            self.models.base_sha256 = sha256.to_owned().into();
-        }
-        self
     }
 
     /// Writes a checkpoint to an existing folder: the model in `dtype` as in [`Pretrained::save`],

@@ -15,7 +15,7 @@ use anyhow::{Result, ensure};
 ///
 /// # Errors
 ///
-/// If `k` is not in 1..=`samples`, or `passes` is above `samples`.
+/// Fails if `k` is not in 1..=`samples`, or `passes` is above `samples`.
 pub fn pass_at(samples: usize, passes: usize, k: usize) -> Result<f64> {
     check_k(samples, k)?;
     ensure!(
@@ -38,7 +38,7 @@ pub fn pass_at(samples: usize, passes: usize, k: usize) -> Result<f64> {
 ///
 /// # Errors
 ///
-/// If `k` is not in 1..=n for n completions, or `passes` and `votes` have different lengths.
+/// Fails if `k` is not in 1..=n for n completions, or `passes` and `votes` have different lengths.
 pub fn majority_at(votes: &[Option<usize>], passes: &[bool], k: usize) -> Result<f64> {
     let samples = votes.len();
     check_k(samples, k)?;
@@ -99,8 +99,8 @@ fn answers(votes: &[Option<usize>], passes: &[bool]) -> Vec<Answer> {
     answers
 }
 
-/// The chance that an answer with `own` votes wins among `k` of all completions, with ties broken
-/// by chance.
+/// Probability that an answer with `own` votes wins among `k` completions, with ties broken at
+/// random.
 fn chance_to_win(
     own: usize,
     others: &[usize],
@@ -116,7 +116,8 @@ fn chance_to_win(
                 return 0.;
             }
             let begin = ln_choose.hypergeometric(own, count, total, k);
-            // The chance for each number of completions still to choose, and of tied answers.
+            // Probabilities by the number of completions still to choose and the number of tied
+            // answers.
             let mut states = vec![vec![0.; others.len() + 1]; k - count + 1];
             states[k - count][0] = begin;
             for &votes in others {
@@ -141,7 +142,7 @@ fn chance_to_win(
         .sum()
 }
 
-/// Logarithms of binomial coefficients.
+/// Log binomial coefficients.
 struct LnChoose {
     ln_factorials: Vec<f64>,
 }
@@ -159,7 +160,7 @@ impl LnChoose {
         self.ln_factorials[n] - self.ln_factorials[k] - self.ln_factorials[n - k]
     }
 
-    /// The chance that `drawn` items, sampled from `population` items of which `marked` are marked,
+    /// Probability that `drawn` items, sampled from a `population` with `marked` marked ones,
     /// include `count` marked ones.
     fn hypergeometric(&self, marked: usize, count: usize, population: usize, drawn: usize) -> f64 {
         let unmarked = population - marked;

@@ -26,6 +26,7 @@ pub struct Estimate {
 /// A method for confidence intervals.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
+#[non_exhaustive]
 pub enum IntervalMethod {
     /// Wilson's score interval (Wilson 1927), if each prompt's value is 0 or 1.
     Wilson,

@@ -38,6 +38,7 @@ pub struct PairedComparison {
 /// A paired test.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
+#[non_exhaustive]
 pub enum PairedTest {
     /// McNemar's exact test on the prompts where A and B differ, for values 0 and 1. Its interval
     /// is Bonett and Price's adjusted Wald interval for paired proportions (2012,

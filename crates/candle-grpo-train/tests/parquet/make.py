@@ -1,6 +1,6 @@
 """Writes the Parquet files of the tests, and the rows that pyarrow reads from them as JSON lines.
 
-Needs pyarrow: pip install pyarrow==26.0.1; python3 make.py
+Needs pyarrow and DuckDB: pip install pyarrow==26.0.1 duckdb==2.0.1; python3 make.py
 """
 
 import datetime
@@ -9,6 +9,7 @@ import json
 import pathlib
 import uuid
 
+import duckdb
 import pyarrow as pa
 import pyarrow.parquet as pq
 
@@ -168,3 +169,6 @@ times()
 old_times()
 # A codec that is not read.
 pq.write_table(verl(), HERE / "brotli.parquet", compression="brotli")
+# A type that is not read, and that pyarrow does not write.
+INTERVALS = "SELECT n, to_days(n::INT) + to_months(n::INT) AS wait FROM range(1, 4) rows(n)"
+duckdb.sql(f"COPY ({INTERVALS}) TO '{HERE / 'interval.parquet'}' (FORMAT parquet, COMPRESSION snappy)")

@@ -1,4 +1,4 @@
-//! Training adapters in place of all parameters.
+//! Trains adapters in place of all parameters.
 
 use crate::common::{
     self, END, max_difference, model, parameters, pretrained, prompts, share_of_a, tokenizer,
@@ -209,7 +209,7 @@ fn weights_under_adapters_are_stored_once_in_the_compute_dtype() {
     }
 }
 
-/// A policy over blocks of quantized numbers, and one over their numbers.
+/// A policy over quantized blocks, and one over their dequantized values.
 #[test]
 fn adapters_over_quantized_weights_learn_as_over_their_numbers() {
     let model = DecoderConfig {

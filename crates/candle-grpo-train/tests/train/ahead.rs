@@ -1,4 +1,4 @@
-//! Completions that are drawn while the policy trains.
+//! Samples completions while the policy trains.
 
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
@@ -40,7 +40,7 @@ fn config(max_staleness: usize) -> TrainConfig {
     config
 }
 
-/// A call of [`Generator::generate`].
+/// A call to [`Generator::generate`].
 #[derive(Debug, Clone, PartialEq)]
 struct Draw {
     stream: u64,
@@ -51,15 +51,15 @@ struct Draw {
 type Before = dyn Fn(u64, &dyn Progress) -> Result<()> + Send + Sync;
 type Stamp = dyn Fn(u64, u64) -> u64 + Send + Sync;
 
-/// Draws on the CPU from a copy of the weights that it received last, and records its calls.
+/// Samples on the CPU from a copy of the weights that it received last, and records its calls.
 struct Recorder {
     inner: Mutex<Option<(u64, LocalGenerator)>>,
     draws: Mutex<Vec<Draw>>,
-    /// The versions that it received.
+    /// Weight versions that it received.
     received: Mutex<Vec<u64>>,
-    /// Receives the stream of each call before it draws.
+    /// Receives each call's stream before it samples.
     before: Box<Before>,
-    /// The version that completions of a stream carry.
+    /// Weight version that a stream's completions carry.
     stamp: Box<Stamp>,
 }
 
@@ -86,7 +86,7 @@ impl Recorder {
         self.draws.lock().unwrap().clone()
     }
 
-    /// The version that drew each stream.
+    /// The weight version for each stream.
     fn versions(&self) -> Vec<(u64, u64)> {
         let draws = self.draws();
         draws
@@ -143,7 +143,7 @@ fn staleness_max(metrics: &StepMetrics) -> f64 {
     metrics.policy["staleness_max"]
 }
 
-/// The metrics that do not depend on the thread that draws.
+/// Metrics that do not depend on the sampling thread.
 fn of_training(metrics: Vec<StepMetrics>) -> Vec<StepMetrics> {
     let of_training = |metrics: StepMetrics| {
         let mut metrics = without_seconds(metrics);
@@ -214,8 +214,8 @@ fn coarse(sample: &Sample) -> f32 {
     f32::from(u8::from(sample.completion_tokens.len() > 4))
 }
 
-/// With a learning rate of 0 the weights are always those of the synchronous run, so prompts,
-/// seeds, rounds, scores and filters must be, too. The threads yield at random.
+/// With learning rate 0, the weights always equal those in the synchronous run, so prompts, seeds,
+/// rounds, scores and filters must be equal too. The threads yield at random.
 #[rstest]
 fn with_frozen_weights_a_run_that_draws_ahead_is_the_synchronous_one(
     #[values(1, 2, 5)] max_staleness: usize,
@@ -310,7 +310,7 @@ fn each_step_is_drawn_with_the_weights_that_the_staleness_allows(
     }
 }
 
-/// Advantages of GRPO, after a message from the thread that draws the next step and one to it.
+/// GRPO's advantages, after one message from the thread that samples the next step and one to it.
 struct Rendezvous {
     drawing: Mutex<Receiver<u64>>,
     training: Sender<()>,
@@ -364,8 +364,7 @@ fn the_mean_reward_rises(#[case] max_staleness: usize) {
     assert!(last > first + 0.3, "from {first} to {last}");
 }
 
-/// The policy in this process draws from a copy, which has the same values as that of another
-/// generator.
+/// The policy in this process samples from a copy, whose values equal those in another generator's.
 #[rstest]
 #[case::all_weights(config(1))]
 #[case::adapters(with_adapters(config(2)))]
@@ -393,14 +392,14 @@ fn the_policy_in_this_process_draws_from_a_copy(#[case] config: TrainConfig) {
     }
 }
 
-/// The largest difference of two values.
+/// Largest absolute difference between two sets of values.
 fn distance(a: &BTreeMap<String, Vec<f32>>, b: &BTreeMap<String, Vec<f32>>) -> f32 {
     assert!(a.keys().eq(b.keys()));
     let pairs = a.values().flatten().zip(b.values().flatten());
     pairs.fold(0., |most, (a, b)| most.max((a - b).abs()))
 }
 
-/// Delays the transfer of version 1 until it is released, and records the weights of all versions.
+/// Delays the transfer for version 1 until it is released, and records every version's weights.
 struct Late {
     inner: Arc<Recorder>,
     released: Mutex<Receiver<()>>,
@@ -566,7 +565,7 @@ fn an_error_of_the_reward_is_that_of_the_step_which_needs_it(
     assert_eq!(trainer.step().unwrap().step, 3);
 }
 
-/// Weights that cannot be taken over fail the step, and are passed again in the next.
+/// Weights that cannot be loaded fail the step, and are passed again in the next one.
 #[test]
 fn weights_that_were_not_taken_are_passed_again() {
     struct Unreachable(Arc<Recorder>, AtomicBool);
@@ -596,7 +595,7 @@ fn weights_that_were_not_taken_are_passed_again() {
     assert_eq!(staleness_max(&trainer.step().unwrap()), 0.);
 }
 
-/// A generator whose first transfer of version 1 lasts until it is canceled.
+/// A generator whose first transfer for version 1 lasts until it is canceled.
 struct SlowTransfer {
     inner: Arc<Recorder>,
     started: Mutex<Option<Sender<()>>>,
@@ -618,7 +617,7 @@ impl Generator for SlowTransfer {
     }
 }
 
-/// Advantages of GRPO, except for an error in the second step, after a message of the transfer.
+/// GRPO's advantages, except for an error in the second step, after a message from the transfer.
 struct FailsDuringTransfer {
     steps: AtomicUsize,
     transfer: Mutex<Receiver<()>>,
@@ -659,7 +658,7 @@ fn an_error_of_the_training_ends_a_transfer_of_weights() {
     assert_eq!((metrics.step, staleness_max(&metrics)), (2, 0.));
 }
 
-/// Cancels when it is set.
+/// Cancels once it is set.
 #[derive(Default)]
 struct Stop(AtomicBool);
 
@@ -795,8 +794,8 @@ fn a_finished_run_has_drawn_its_last_step_and_none_after_it() {
     assert_eq!(streams, [1, 2, 3, 4]);
 }
 
-/// A checkpoint has the state of the trained steps: completions that were drawn ahead are drawn
-/// again, of the same prompts.
+/// A checkpoint has the state after the trained steps: completions that were sampled ahead are
+/// sampled again, from the same prompts.
 #[rstest]
 #[case(config(1))]
 #[case(filtered(config(2)))]
@@ -834,7 +833,7 @@ fn a_resumed_run_draws_the_same_prompts_in_the_same_order(#[case] mut config: Tr
     assert_eq!(resumed.state(), whole.state());
 }
 
-/// A generator whose completions of the fourth step are older than it was asked for.
+/// In the fourth step, the generator returns older completions than requested.
 #[test]
 fn groups_that_are_too_old_are_drawn_again() {
     let mut recorder = Recorder::unshared(|_, _| Ok(()));
@@ -891,7 +890,7 @@ fn a_generator_that_stays_too_old_is_an_error() {
     assert_eq!(trainer.steps(), 2);
 }
 
-/// The third step changes nothing, so the generator has the weights of the fourth, whose
+/// The third step changes nothing, so the generator has the weights for the fourth, whose
 /// completions are too old.
 #[test]
 fn weights_are_passed_again_to_a_generator_that_draws_with_older_ones() {
@@ -921,7 +920,7 @@ fn weights_are_passed_again_to_a_generator_that_draws_with_older_ones() {
     assert_eq!(*recorder.received.lock().unwrap(), [0, 1, 2, 2]);
 }
 
-/// The number of units of an evaluation.
+/// Number of units in an evaluation.
 #[derive(Default)]
 struct Units(AtomicUsize);
 
@@ -944,8 +943,8 @@ fn an_evaluation_reports_its_progress() {
     assert_eq!(units.0.load(Ordering::SeqCst), 3);
 }
 
-/// An evaluation between steps draws from the weights of now, while the thread draws later steps
-/// from older ones.
+/// An evaluation between steps samples from the current weights, while the thread samples later
+/// steps from older ones.
 #[test]
 fn an_evaluation_draws_from_the_current_weights() {
     let recorder = Recorder::plain();
@@ -1063,7 +1062,7 @@ fn a_detached_generator_keeps_its_weights_until_it_receives_others() {
     assert_eq!(log_probs(detached), now);
 }
 
-/// The policy draws in another dtype than it trains in, from the weights of each step.
+/// The policy samples in another dtype than it trains in, from each step's weights.
 #[rstest]
 #[case::in_turn(0)]
 #[case::ahead(1)]
@@ -1116,7 +1115,7 @@ fn only_a_policy_in_this_process_that_trains_in_f32_draws_in_another_dtype() {
     );
 }
 
-/// A server receives the weights of each step while the policy trains.
+/// A server receives each step's weights while the policy trains.
 #[cfg(feature = "engines")]
 #[rstest]
 #[case::all_weights(config(1))]

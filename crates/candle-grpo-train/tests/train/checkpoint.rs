@@ -48,7 +48,7 @@ fn checkpoint() -> tempfile::TempDir {
     folder
 }
 
-/// The previous checkpoint stays, and nothing is left of the new one.
+/// The previous checkpoint stays, and the new one leaves no files.
 #[test]
 fn weights_that_are_not_finite_are_not_written() {
     let folder = tempfile::tempdir().unwrap();

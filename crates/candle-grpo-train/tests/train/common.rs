@@ -115,7 +115,7 @@ pub(crate) fn actor_config(policy_loss: PolicyLoss) -> ActorConfig {
     }
 }
 
-/// The parts of a trainer of the tiny policy with five prompts.
+/// Trainer parts for the tiny policy with five prompts.
 pub(crate) fn parts(reward: impl RewardFunction + 'static, config: TrainConfig) -> TrainerParts {
     let prompts = prompts(&["abc", "d", "ee", "ca", "b"]);
     TrainerParts::new(model(), parameters(), tokenizer(), prompts, reward, config)
@@ -147,7 +147,7 @@ pub(crate) fn trainer(reward: impl RewardFunction + 'static, config: TrainConfig
     try_trainer(reward, config).unwrap()
 }
 
-/// Fraction of the character "a".
+/// Share that the character "a" has in a completion.
 pub(crate) fn share_of_a(sample: &Sample) -> f32 {
     let a = sample.completion.matches('a').count();
     a as f32 / sample.completion_tokens.len() as f32
@@ -220,7 +220,7 @@ pub(crate) fn assert_ranks_agree(
     }
 }
 
-/// The batch of (prompt, response) pairs where tokens train if their entry in `mask` is 1.
+/// The batch for (prompt, response) pairs, where a token trains if its entry in `mask` is 1.
 pub(crate) fn with_mask(pairs: &[(&[u32], &[u32])], mask: &[Vec<u32>]) -> TokenBatch {
     let sequences = pairs.iter().zip(mask).map(|((prompt, response), mask)| {
         let written = mask[..response.len()].iter().map(|&trains| trains == 1);

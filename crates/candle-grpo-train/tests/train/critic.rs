@@ -57,7 +57,7 @@ fn a_critic_and_its_policy_both_learn() {
     assert!(metrics[0].policy["value_explained_variance"].abs() < 1e-9);
 }
 
-/// The policy stays, so that what there is to learn does.
+/// The policy stays fixed, so the critic's target does too.
 #[test]
 fn the_loss_of_a_critic_falls_and_it_explains_more() {
     let mut config = config();

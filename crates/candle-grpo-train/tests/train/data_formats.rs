@@ -201,6 +201,14 @@ mod parquet {
         );
     }
 
+    /// DuckDB writes such columns.
+    #[test]
+    fn an_interval_names_column_type_and_the_types_that_are_read() {
+        let error = format!("{:#}", read_rows(&fixture("interval.parquet")).unwrap_err());
+        let words = "interval.parquet: row group 1: column \"wait\": of type INTERVAL, must be booleans, numbers, decimals, texts, bytes, UUIDs, dates, times, timestamps, or lists, structs or maps of these";
+        assert!(error.ends_with(words), "{error}");
+    }
+
     #[test]
     fn a_damaged_page_names_file_row_and_column() {
         let mut bytes = fs::read(fixture("many-snappy.parquet")).unwrap();

@@ -7,7 +7,7 @@ use candle_grpo_test_support::{device, stay_on_cpu};
 use candle_grpo_train::Sequence;
 use candle_grpo_train::data::MixedOrder;
 use candle_grpo_train::learn::{DemonstrationConfig, MemoryPlan};
-use candle_grpo_train::sft::{SftConfig, SftSchedule, SftTrainer};
+use candle_grpo_train::sft::{SftConfig, SftParts, SftSchedule, SftTrainer};
 use candle_grpo_train::{
     Actor, ComputeDType, CriticConfig, RewardFunction, Sample, StepMetrics, TrainConfig, Trainer,
     TrainerParts,
@@ -126,8 +126,11 @@ fn the_gradient_is_the_weighted_mean_of_both_gradients(
         ..SftConfig::default()
     };
     linear(&mut sft.optimizer);
-    let supervised = SftTrainer::new(model(), parameters(), examples(), sft);
-    let mut supervised = supervised.unwrap().with_order(order()).unwrap();
+    let mut supervised = SftTrainer::new(SftParts {
+        order: Some(order()),
+        ..SftParts::new(model(), parameters(), examples(), sft)
+    })
+    .unwrap();
     let expected = supervised.step().unwrap();
     let of_rows = changes(&supervised.policy_parameters().unwrap());
     let (of_rewards, alone) = step(None);

@@ -1,14 +1,16 @@
-//! Distillation from the distributions of a teacher.
+//! Distillation from a teacher's distributions.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 use candle_core::{Device, Tensor};
 use candle_grpo_kernels::top_k;
-use candle_grpo_loss::{DistillationLoss, PolicyLoss, Recipe, StepTotals, Support, Tail};
+use candle_grpo_loss::{DistillationLoss, KlLoss, PolicyLoss, Recipe, StepTotals, Support, Tail};
 use candle_grpo_nn::{AdamWConfig, LoraConfig, Parameters};
 use candle_grpo_test_support::{device, stay_on_cpu};
-use candle_grpo_train::learn::{MemoryPlan, Reference, Teacher, TeacherDistributions};
+use candle_grpo_train::learn::{
+    MemoryPlan, Reference, ReferenceRefresh, Teacher, TeacherDistributions,
+};
 use candle_grpo_train::{
     Actor, ActorConfig, ComputeDType, NotFinite, Progress, Sample, StepMetrics, TokenBatch,
     TrainConfig, TrainerParts, TrainingBatch,
@@ -31,8 +33,7 @@ fn teacher() -> Reference {
     Reference::new(&model(), &parameters, ComputeDType::F32).unwrap()
 }
 
-/// The k most likely entries of another teacher, for all sequences of a rank at once. Counts its
-/// calls.
+/// Another teacher's k most likely entries, for all sequences on a rank at once. Counts its calls.
 struct Best(Reference, usize, AtomicUsize);
 
 fn best(k: usize) -> Best {
@@ -93,8 +94,7 @@ fn actor(parameters: Parameters, policy_loss: PolicyLoss, loss: Option<Distillat
     Actor::new(model(), parameters, config).unwrap()
 }
 
-/// Sequences of several lengths with the distributions of the teacher. One has no token that
-/// counts.
+/// Sequences with several lengths and the teacher's distributions. One has no token that counts.
 fn batch() -> TrainingBatch {
     let pairs: [(&[u32], &[u32]); 4] = [
         (&[1, 2, 3], &[4, 5, 0]),
@@ -162,7 +162,7 @@ fn the_gradient_is_the_finite_difference_of_the_divergence(#[case] loss: Distill
     }
 }
 
-/// The terms of the loss add up, in any micro-batches.
+/// The loss terms add up, in any micro-batches.
 #[rstest]
 fn the_gradient_is_added_to_that_of_the_policy(#[values(1, 3, 4)] size: usize) {
     let gradients = |policy_loss: PolicyLoss, loss: Option<DistillationLoss>, size: usize| {
@@ -299,7 +299,7 @@ fn every_form_of_a_policy_learns_from_distributions(#[case] config: TrainConfig)
     );
 }
 
-/// Models of one family differ in the padding of their vocabulary.
+/// Models in one family differ in their vocabulary padding.
 #[test]
 fn a_teacher_may_have_more_rows_than_the_policy() {
     let mut batch = batch();
@@ -328,6 +328,29 @@ fn a_teacher_may_have_more_rows_than_the_policy() {
     );
 }
 
+/// A fixed reference has its weights in the compute dtype only; one that follows the policy is f32
+/// beside that.
+#[test]
+fn the_plan_of_memory_has_the_reference() {
+    let numbers: usize = parameters().iter().map(|(_, x)| x.elem_count()).sum();
+    for (dtype, fixed, follows) in [(ComputeDType::F32, 4, 4), (ComputeDType::Bf16, 2, 6)] {
+        let mut config = TrainConfig {
+            compute_dtype: dtype,
+            ..common::config()
+        };
+        let reference =
+            |config: &TrainConfig| MemoryPlan::new(&model(), config, 3, 0).unwrap().reference;
+        assert_eq!(reference(&config), 0);
+        config.recipe.policy_loss.kl = Some(KlLoss::k3(0.04));
+        assert_eq!(reference(&config), fixed * numbers);
+        config.reference_refresh = Some(ReferenceRefresh {
+            every_steps: 2,
+            alpha: 0.5,
+        });
+        assert_eq!(reference(&config), follows * numbers);
+    }
+}
+
 #[test]
 fn the_plan_of_memory_has_the_teacher() {
     let plan = |config: &TrainConfig| MemoryPlan::new(&model(), config, 3, 0).unwrap();
@@ -335,7 +358,7 @@ fn the_plan_of_memory_has_the_teacher() {
     assert!(distilled.training > alone.training);
     assert_eq!((alone.teacher, distilled.teacher), (0, 0));
     let numbers: usize = parameters().iter().map(|(_, x)| x.elem_count()).sum();
-    for (dtype, bytes) in [(ComputeDType::F32, 4), (ComputeDType::Bf16, 6)] {
+    for (dtype, bytes) in [(ComputeDType::F32, 4), (ComputeDType::Bf16, 2)] {
         let with = distilled.with_teacher(&model(), dtype);
         assert_eq!(with.teacher, bytes * numbers);
         assert_eq!(with.peak(), distilled.peak() + with.teacher);
@@ -370,7 +393,7 @@ fn a_teacher_that_is_not_finite_is_named() {
     }
 }
 
-/// A teacher of another crate, which has no distributions.
+/// Another crate's teacher, which has no distributions.
 struct LogProbsOnly;
 
 impl Teacher for LogProbsOnly {
@@ -379,7 +402,7 @@ impl Teacher for LogProbsOnly {
     }
 }
 
-/// A teacher of all sequences with the distributions that its function makes from a batch.
+/// A teacher for all sequences, whose function makes the distributions from a batch.
 struct Other(fn(&TokenBatch) -> TeacherDistributions);
 
 impl Teacher for Other {

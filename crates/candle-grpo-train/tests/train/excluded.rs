@@ -59,7 +59,7 @@ fn assert_equal(a: &Trainer, b: &Trainer) {
     }
 }
 
-/// The same completions are left out by a filter that masks them in the loss, and by statistics of
+/// Completions without a score train as if a filter masked them in the loss, with statistics over
 /// the others only.
 #[rstest]
 #[case::grpo(with_advantage(AdvantagePipeline::grpo()))]

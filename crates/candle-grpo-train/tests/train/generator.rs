@@ -24,7 +24,7 @@ fn trainer(config: TrainConfig) -> Trainer {
     trainer_of(parts(config))
 }
 
-/// Draws from a copy of the weights that it received last, delivers in reverse order and records
+/// Samples from a copy of the weights that it received last, delivers in reverse order and records
 /// the versions.
 struct Remote {
     weights: Mutex<Option<(u64, LocalGenerator)>>,
@@ -134,7 +134,7 @@ impl Generator for Constant {
     }
 }
 
-/// Tokens 1 and 2 of the policy, then 3 of a tool, then the end.
+/// Tokens 1 and 2 from the policy, then 3 from a tool, then the end.
 fn with_tool() -> Completion {
     Completion {
         tokens: vec![1, 2, 3, END],
@@ -191,7 +191,7 @@ fn tokens_that_the_policy_did_not_write_are_context_only() {
     );
 }
 
-/// Ends the completions of odd places with a stop token, the others later, so that rewards differ.
+/// Ends completions at odd positions with a stop token, the others later, so that rewards differ.
 struct Alternating;
 
 impl Generator for Alternating {

@@ -1,4 +1,4 @@
-//! That a step feeds what each part of an algorithm needs.
+//! Checks that a step provides every input that a part of an algorithm needs.
 
 use std::sync::{Arc, Mutex};
 
@@ -25,6 +25,7 @@ use candle_grpo_loss::{
     RolloutCorrection, experimental,
 };
 use candle_grpo_test_support::device;
+use candle_grpo_train::learn::step::Needs;
 use candle_grpo_train::learn::{OldLogProbs, Reference, ReferenceRefresh, Teacher};
 use candle_grpo_train::{
     ComputeDType, Progress, RewardFunction, Sample, SamplingConfig, StepMetrics, TokenBatch,
@@ -164,7 +165,7 @@ fn losses_that_need_scores_get_them(#[case] policy_loss: PolicyLoss, #[case] fig
     assert!((metrics.policy[figure] - expected).abs() < 1e-6);
 }
 
-/// The clip of PPO, written outside the library.
+/// PPO's clip, written outside the library.
 #[derive(Debug)]
 struct CustomClip {
     width: f64,
@@ -306,14 +307,14 @@ fn the_rollout_is_corrected_for() {
     };
     let error = config.validate().unwrap_err().to_string();
     assert!(
-        error.starts_with("old_log_probs: sampler, must be recompute"),
+        error.starts_with("old_log_probs: sampler, must be auto or recompute"),
         "{error}"
     );
 }
 
 type Seen = Arc<Mutex<Vec<Option<Vec<f32>>>>>;
 
-/// Gives advantages that are the rewards, and keeps what it was given.
+/// Returns the rewards as advantages, and keeps its inputs.
 struct Spy {
     seen: Seen,
     of: fn(&AdvantageBatch) -> Option<Tensor>,
@@ -416,7 +417,7 @@ impl TokenLoss for TowardReference {
     }
 }
 
-/// The log-prob of a completion under the reference.
+/// A completion's log-prob under the reference.
 struct ReferenceScore;
 
 impl AdvantageEstimator for ReferenceScore {
@@ -432,7 +433,7 @@ impl AdvantageEstimator for ReferenceScore {
     }
 }
 
-/// No KL term of the recipe asks for a reference.
+/// No KL term in the recipe asks for a reference.
 #[test]
 fn a_custom_loss_and_a_custom_estimator_get_the_inputs_that_they_declare() {
     let surrogate = Surrogate::custom(TowardReference);
@@ -566,7 +567,7 @@ fn a_loss_distills_without_a_reward() {
     assert!(metrics.policy["distillation_gap_abs"] > 0.1);
 }
 
-/// A teacher of another crate, which notes how many sequences a call has.
+/// Another crate's teacher, which records the number of sequences in each call.
 struct Noting(Reference, Mutex<Vec<usize>>);
 
 impl Teacher for Noting {
@@ -639,7 +640,7 @@ fn a_teacher_is_learned_from() {
     assert!(!metrics.skipped && metrics.policy["teacher_kl"] > 0.1);
 }
 
-/// One prompt in five teaches something.
+/// One prompt in five has a signal.
 fn only_abc(sample: &Sample) -> f32 {
     match sample.prompt {
         "abc" => digest(sample),
@@ -751,6 +752,7 @@ fn a_single_update_needs_no_forward_pass_before_it() {
     let current = gradient(OldLogProbs::Current);
     let recomputed = gradient(OldLogProbs::Recompute);
     assert!((current / recomputed - 1.).abs() < 1e-5);
+    assert_eq!(gradient(OldLogProbs::Auto), current);
 
     let current = TrainConfig {
         old_log_probs: OldLogProbs::Current,
@@ -786,6 +788,27 @@ fn a_single_update_needs_no_forward_pass_before_it() {
             "{error}"
         );
     }
+}
+
+#[rstest]
+#[case::single_update(false, |_: &mut TrainConfig| {})]
+#[case::epochs(true, |config: &mut TrainConfig| config.epochs = 2)]
+#[case::mini_batches(true, |config: &mut TrainConfig| config.mini_batch_size = Some(6))]
+#[case::correction(true, |config: &mut TrainConfig| {
+    config.recipe.policy_loss.rollout_correction = Some(RolloutCorrection::default());
+})]
+#[case::advantage(true, |config: &mut TrainConfig| config.recipe = Recipe::reinforce_plus_plus(0.1))]
+#[case::given(true, |config: &mut TrainConfig| config.old_log_probs = OldLogProbs::Recompute)]
+#[case::sampler(true, |config: &mut TrainConfig| config.old_log_probs = OldLogProbs::Sampler)]
+fn a_pass_before_the_update_runs_where_its_result_differs(
+    #[case] expected: bool,
+    #[case] change: fn(&mut TrainConfig),
+) {
+    let mut config = config(Recipe::grpo());
+    change(&mut config);
+    config.validate().unwrap();
+    let needs = Needs::new(&config, None);
+    assert_eq!(needs.all().contains(Input::OldLogProbs), expected);
 }
 
 #[test]
@@ -915,7 +938,7 @@ fn the_entropy_bonus_may_be_a_mean_over_the_tokens_of_high_entropy() {
     );
 }
 
-/// One completion has a score that is not 0, so it is drawn in every place.
+/// One completion has a nonzero score, so it is sampled at every position.
 #[test]
 fn completions_with_informative_scores_are_drawn_more_often() {
     let calls = Arc::new(Mutex::new(0));

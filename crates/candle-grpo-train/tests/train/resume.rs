@@ -212,7 +212,7 @@ fn a_missing_file_is_named() {
     assert!(error.contains("optimizer.safetensors"), "{error}");
 }
 
-/// Cancels after a number of calls to `advance`.
+/// Cancels after a given number of calls to `advance`.
 #[derive(Default)]
 struct Impatient {
     seen: AtomicUsize,

@@ -1,4 +1,4 @@
-//! Rewards of a model.
+//! Rewards from a model.
 
 use std::fs;
 use std::path::Path;
@@ -377,7 +377,7 @@ fn truncation_and_padding_of_the_tokenizer_file_have_no_effect() {
     assert_near(scores[0], plain[0]);
 }
 
-/// A group of equal completions has no variance.
+/// A group with equal completions has no variance.
 #[test]
 fn equal_texts_have_bit_identical_scores() {
     let folder = folder(1, None);

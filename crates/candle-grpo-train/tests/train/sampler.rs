@@ -1,4 +1,4 @@
-//! Tests of sampled completions.
+//! Tests sampled completions.
 
 use crate::common::{
     END, actor_config, max_difference, model, parameters, parameters_of, parameters_on, prompts,
@@ -15,7 +15,7 @@ use candle_grpo_train::{
 use proptest::prelude::*;
 use rstest::rstest;
 
-/// The log-probs of the policy, which the local generator always computes.
+/// Log-probs under the policy, which the local generator always computes.
 fn policy_log_probs(rollout: &Rollout) -> &[f32] {
     rollout.completion.log_probs.as_ref().unwrap()
 }
@@ -54,13 +54,13 @@ fn completions_end_at_a_stop_token_or_at_the_greatest_length() {
     assert_eq!(seen, [true; 2], "both ends should occur");
 }
 
-/// The first tokens and, for each of them, the second tokens, against the probabilities of the
-/// decoder.
+/// Compares the first tokens and, for each of them, the second tokens with the decoder's
+/// probabilities.
 #[test]
 fn frequencies_are_the_probabilities_of_the_policy() {
     // Each draw of an emulated GPU takes a millisecond.
     let draws = if device().is_cpu() { 20_000 } else { 2_000 };
-    /// The 99.9 % quantile of chi-square with 5 degrees of freedom.
+    /// Chi-square's 99.9 % quantile with 5 degrees of freedom.
     const CRITICAL: f64 = 20.52;
     let temperature = 1.3;
     let config = SamplingConfig {
@@ -405,7 +405,7 @@ fn bits(log_probs: &[f32]) -> Vec<u32> {
     log_probs.iter().map(|x| x.to_bits()).collect()
 }
 
-/// The bits of all parts of a rollout.
+/// Bits in all parts of a rollout.
 fn said(rollout: &Rollout) -> (Vec<u32>, Vec<u32>, Vec<u32>, FinishReason) {
     (
         rollout.completion.tokens.clone(),
@@ -418,7 +418,7 @@ fn said(rollout: &Rollout) -> (Vec<u32>, Vec<u32>, Vec<u32>, FinishReason) {
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(cases(12, 128)))]
 
-    /// Batches of any prompts in any order, of any size, on any number of threads.
+    /// Batches with any prompts in any order, of any size, on any number of threads.
     #[test]
     fn only_seed_prompt_and_number_decide_a_completion(
         texts in proptest::collection::vec("[a-e]{1,14}", 1..7),
@@ -530,7 +530,7 @@ fn a_policy_that_is_not_finite_is_an_error_that_names_the_completion() {
     );
 }
 
-/// The ends are those of vLLM with `skip_special_tokens` false.
+/// The ends match vLLM's with `skip_special_tokens` false.
 #[rstest]
 #[case::one_token("<eos>")]
 #[case::several_tokens("a<eos>")]

@@ -11,7 +11,7 @@ fn near(found: f64, expected: f64) {
     assert!((found - expected).abs() < 1e-9, "{found} {expected}");
 }
 
-/// `ones` prompts with 1 of `count`.
+/// 1 for the first `ones` of `count` prompts, 0 for the others.
 fn binary(ones: usize, count: usize) -> Vec<f64> {
     (0..count).map(|i| f64::from(u8::from(i < ones))).collect()
 }

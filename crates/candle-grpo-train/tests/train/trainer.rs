@@ -212,7 +212,7 @@ fn recipes_that_are_not_valid_are_refused_before_anything_is_drawn() {
     assert!(error.starts_with("policy_loss: loss_coef: -1"), "{error}");
 }
 
-/// Seven places of five prompts: two prompts occur twice.
+/// Seven positions for five prompts: two prompts occur twice.
 #[test]
 fn a_prompt_that_occurs_twice_in_a_step_has_two_groups() {
     let seen = Arc::new(Mutex::new(Vec::new()));
@@ -341,7 +341,7 @@ fn settings_survive_serialization() {
     assert!(error.to_string().contains("unknown field `num_generation`"));
 }
 
-/// The phases of a step with their units, and a request to stop.
+/// A step's phases with their units, and a request to stop.
 #[derive(Default)]
 struct Phases {
     begun: Mutex<Vec<(Phase, usize)>>,

@@ -21,32 +21,31 @@ use super::sample::{Distribution, object};
 
 #[derive(clap::Args)]
 pub(super) struct ChatArguments {
-    /// The model: a Hugging Face folder, a GGUF file, the folder of a run (its best checkpoint),
-    /// or a name on the Hugging Face hub. It needs a chat template.
+    /// The model: a Hugging Face folder, a GGUF file, a run directory (its best checkpoint), or a
+    /// Hugging Face hub name. It needs a chat template.
     model: PathBuf,
     /// The system message before the conversation.
     #[arg(long, value_name = "TEXT")]
     system: Option<String>,
-    /// Variables of the chat template as an object of JSON, such as {"enable_thinking": false}.
+    /// Chat template variables as a JSON object, such as {"enable_thinking": false}.
     #[arg(long, value_name = "JSON", value_parser = object)]
     chat_template_kwargs: Option<Map<String, Value>>,
-    /// The maximum length of an answer in tokens.
+    /// The maximum answer length in tokens.
     #[arg(long, default_value_t = 1024, value_name = "N")]
     max_new_tokens: usize,
     #[command(flatten)]
     distribution: Distribution,
-    /// The seed of the random numbers.
+    /// The random seed.
     #[arg(long, default_value_t = 0)]
     seed: u64,
-    /// Log warnings only.
+    /// Only log warnings.
     #[arg(short, long)]
     quiet: bool,
 }
 
-const HELP: &str =
-    "/reset begins another conversation, /exit ends the program. Ctrl-C ends an answer.";
+const HELP: &str = "/reset starts a new conversation, /exit quits, Ctrl-C ends an answer.";
 
-/// Answers the lines of standard input as one conversation.
+/// Answers the lines on standard input as one conversation.
 pub(super) fn chat(arguments: &ChatArguments) -> Result<(), Exit> {
     let base = SamplingConfig {
         max_new_tokens: arguments.max_new_tokens,
@@ -116,7 +115,7 @@ pub(super) fn chat(arguments: &ChatArguments) -> Result<(), Exit> {
     }
 }
 
-/// A mark on stderr, so that stdout has answers only.
+/// Prints a prompt mark on stderr, so that stdout only has answers.
 fn eprint_prompt() {
     let mut out = io::stderr();
     // A closed stderr does not end the conversation.
@@ -144,12 +143,12 @@ struct Conversation {
     sampler: Sampler,
     answer: Arc<Answer>,
     messages: Vec<Value>,
-    /// The number of answers, for their random numbers.
+    /// The number of answers, which selects their random numbers.
     turns: u64,
 }
 
 impl Conversation {
-    /// Prints the answer to a message while it is drawn. After an error the message is forgotten.
+    /// Prints the answer to a message as it is sampled. After an error the message is forgotten.
     fn ask(&mut self, text: &str) -> Result<(), Exit> {
         self.messages.push(message("user", text));
         match self.answer_last() {
@@ -165,7 +164,7 @@ impl Conversation {
         }
     }
 
-    /// Draws and prints the answer to the last message. Ctrl-C ends it where it is.
+    /// Samples and prints the answer to the last message. Ctrl-C ends it early.
     fn answer_last(&self) -> Result<String, Exit> {
         let wrong = |error: anyhow::Error| Exit::Config(format!("{error:#}"));
         let chat = Chat::new(&self.messages).generation_prompt();
@@ -177,7 +176,7 @@ impl Conversation {
         let (length, positions) = (prompt.tokens.len(), self.model.model.longest_row());
         if length >= positions {
             return Err(Exit::Config(format!(
-                "the conversation has {length} tokens, must be below the {positions} positions of the model; /reset begins another one"
+                "the conversation has {length} tokens, must be below the model's {positions} positions; /reset starts a new one"
             )));
         }
         let sampling = self.sampler.config().clone();
@@ -197,13 +196,13 @@ impl Conversation {
     }
 }
 
-/// Prints an answer while it is drawn, and ends it at Ctrl-C.
+/// Prints an answer as it is sampled, and ends it at Ctrl-C.
 struct Answer {
     tokenizer: Tokenizer,
     shown: Mutex<Shown>,
     /// Set by Ctrl-C.
     stop: Arc<AtomicBool>,
-    /// True while the program reads its input: Ctrl-C then ends it.
+    /// True while the program reads its input: Ctrl-C then quits.
     is_idle: Arc<AtomicBool>,
 }
 
@@ -211,7 +210,7 @@ struct Answer {
 struct Shown {
     /// The printed text.
     text: String,
-    /// The error of standard output.
+    /// A standard output error.
     error: Option<io::Error>,
 }
 
@@ -229,7 +228,7 @@ impl Answer {
         let registered = register_conditional_shutdown(SIGINT, 130, Arc::clone(&self.is_idle))
             .and_then(|_| register(SIGINT, Arc::clone(&self.stop)));
         if let Err(error) = registered {
-            tracing::warn!("Ctrl-C will end the program at once: {error}");
+            tracing::warn!("Ctrl-C will quit at once: {error}");
         }
     }
 

@@ -26,14 +26,14 @@ use super::load;
 pub(super) enum Detail {
     /// Nothing.
     Quiet,
-    /// The model, the data, the batch, the algorithm and the memory.
+    /// The model, data, batch, algorithm and memory.
     Summary,
-    /// The summary as comments of a file with every setting.
+    /// The summary as comments in a file with every setting.
     All,
 }
 
 impl Detail {
-    /// Prints `text`, and before it and after it what has each setting of `file`.
+    /// Prints `text`, and the settings of `file` as the level of detail requires.
     fn print(self, file: &Path, text: &[u8], settings: &str) -> Result<(), Exit> {
         let mut out = stdout().lock();
         let text = String::from_utf8_lossy(text);
@@ -52,8 +52,8 @@ impl Detail {
     }
 }
 
-/// Checks the configuration in `file` with everything that it names, except the weights of the
-/// model. Of models on the hub it downloads everything else.
+/// Checks the configuration in `file` and everything that it names, except the model weights.
+/// Downloads everything else from the hub.
 pub(super) fn check(file: &Path, detail: Detail, allow_unsupported: bool) -> Result<(), Exit> {
     let environment = launch::environment().map_err(|error| Exit::Run(error.to_string()))?;
     // One rank prints what all of them check.
@@ -114,14 +114,14 @@ pub(super) fn check(file: &Path, detail: Detail, allow_unsupported: bool) -> Res
         if let Some(rows) = &prompts.demonstrations {
             writeln!(
                 out,
-                "{} demonstrations with {} tokens, {} of which train.",
+                "Demonstrations: {}, with {} tokens, {} of which train.",
                 rows.train.examples.len(),
                 rows.train.num_tokens(),
                 rows.train.num_trained_tokens(),
             )?;
         }
         let length = run.train.sampling.max_new_tokens;
-        let size = format!("completions of {length} tokens and a longest prompt of {longest}");
+        let size = format!("completions of {length} tokens and prompts of at most {longest}");
         print_plan(&plan, &size, &mut out)?;
         writeln!(
             out,
@@ -140,7 +140,7 @@ pub(super) fn check(file: &Path, detail: Detail, allow_unsupported: bool) -> Res
     detail.print(file, &out, &settings)
 }
 
-/// Prints the model, its size if its shape is known, and which of its weights train.
+/// Prints the model, its size if its shape is known, and which weights train.
 fn print_model(
     run: &RunConfig,
     model: Option<&DecoderConfig>,
@@ -157,13 +157,13 @@ fn print_model(
         format!(", {:.1} {unit} parameters", weights as f64 / count)
     });
     let trained = match &run.train.adapters {
-        Some(adapters) => format!("adapters of rank {} train", adapters.rank),
-        None => "all of them train".to_owned(),
+        Some(adapters) => format!("rank-{} adapters", adapters.rank),
+        None => "all of them".to_owned(),
     };
     let path = run.model.path.display();
     writeln!(
         out,
-        "Model: {path}{size}; {trained}, computed in {}.",
+        "Model: {path}{size}; trains {trained}, computing in {}.",
         name(&run.train.compute_dtype)
     )?;
     if let Some(teacher) = &run.teacher {
@@ -177,13 +177,13 @@ fn print_model(
     Ok(())
 }
 
-/// Returns the name that a file has for a choice.
+/// Returns a choice's name in configuration files.
 fn name(choice: &impl Serialize) -> String {
     let value = serde_json::to_value(choice).unwrap_or_default();
     value.as_str().unwrap_or_default().to_owned()
 }
 
-/// Prints the data, the rewards, and the sizes of a step.
+/// Prints the data, the rewards, and the step sizes.
 fn print_batch(run: &RunConfig, dataset: &Dataset, out: &mut impl Write) -> Result<(), Exit> {
     let train = &run.train;
     let (prompts, group) = (train.prompts_per_step, train.num_generations);
@@ -198,13 +198,12 @@ fn print_batch(run: &RunConfig, dataset: &Dataset, out: &mut impl Write) -> Resu
         .collect();
     writeln!(
         out,
-        "Data: {} prompts to train on, {} held out; {completions} completions a step for {} steps.",
+        "Data: {} training prompts, {} held out.",
         dataset.train.len(),
         dataset.held_out.len(),
-        run.max_steps,
     )?;
     let environment = match &run.environment {
-        Some(_) => " (an environment answers the turns of the policy)",
+        Some(_) => ", and those of the environment",
         None => "",
     };
     writeln!(out, "Rewards: {}{environment}.", rewards.join(" + "))?;
@@ -212,12 +211,12 @@ fn print_batch(run: &RunConfig, dataset: &Dataset, out: &mut impl Write) -> Resu
     let mini_batches = completions.div_ceil(mini_batch.max(1));
     writeln!(
         out,
-        "Batch: {prompts} prompts x {group} completions of at most {} tokens, at temperature {}.",
-        train.sampling.max_new_tokens, train.sampling.temperature,
+        "Steps: {}, each with {prompts} prompts x {group} = {completions} completions of at most {} tokens, at temperature {}.",
+        run.max_steps, train.sampling.max_new_tokens, train.sampling.temperature,
     )?;
     writeln!(
         out,
-        "{} updates a step: {} passes over {mini_batches} mini-batches of at most {mini_batch} completions.",
+        "Updates per step: {} ({} x {mini_batches} mini-batches of at most {mini_batch} completions).",
         train.epochs.saturating_mul(mini_batches),
         train.epochs,
     )?;
@@ -238,10 +237,10 @@ fn print_batch(run: &RunConfig, dataset: &Dataset, out: &mut impl Write) -> Resu
     Ok(())
 }
 
-/// The most options of an algorithm that a summary lists.
+/// The largest number of changed options that a summary lists.
 const SHOWN_DIFFERENCES: usize = 6;
 
-/// Prints the algorithm by its name, and its options that differ.
+/// Prints the algorithm by name, and the options that differ from it.
 fn print_algorithm(run: &RunConfig, out: &mut impl Write) -> Result<(), Exit> {
     let Algorithm {
         preset,
@@ -249,14 +248,11 @@ fn print_algorithm(run: &RunConfig, out: &mut impl Write) -> Result<(), Exit> {
     } = run.algorithm();
     let rate = run.train.optimizer.learning_rate;
     let all = if differences.is_empty() {
-        ", as published"
+        "."
     } else {
-        "; what differs from it:"
+        ". Changes to it:"
     };
-    writeln!(
-        out,
-        "Algorithm: {preset} at a learning rate of {rate:e}{all}"
-    )?;
+    writeln!(out, "Algorithm: {preset}, with learning rate {rate:e}{all}")?;
     for difference in differences.iter().take(SHOWN_DIFFERENCES) {
         writeln!(out, "  {difference}")?;
     }
@@ -266,7 +262,7 @@ fn print_algorithm(run: &RunConfig, out: &mut impl Write) -> Result<(), Exit> {
     Ok(())
 }
 
-/// Prints the time of the steps that a run in the same folder has made.
+/// Prints the step time, if the same directory already holds a run.
 fn print_speed(run: &RunConfig, out: &mut impl Write) -> Result<(), Exit> {
     // Without a run there, the speed is not known.
     let Ok(before) = Run::read(&run.run_dir) else {
@@ -281,7 +277,7 @@ fn print_speed(run: &RunConfig, out: &mut impl Write) -> Result<(), Exit> {
         let mean = times.iter().sum::<f64>() / times.len() as f64;
         writeln!(
             out,
-            "Speed: {mean:.1} s a step, the mean of the {} steps in {}.",
+            "Speed: {mean:.1} s per step, the mean over {} steps in {}.",
             times.len(),
             run.run_dir.display()
         )?;
@@ -289,7 +285,7 @@ fn print_speed(run: &RunConfig, out: &mut impl Write) -> Result<(), Exit> {
     Ok(())
 }
 
-/// Checks a supervised run as [`check`] does, and shows which tokens of a row train.
+/// Checks a supervised run as [`check`] does, and shows which tokens in a row train.
 fn check_sft(file: &Path, mut run: SftRunConfig, detail: Detail) -> Result<(), Exit> {
     // The log has the warnings about the data.
     let console = Console::new(true);
@@ -311,15 +307,15 @@ fn check_sft(file: &Path, mut run: SftRunConfig, detail: Detail) -> Result<(), E
         Some((dataset, pretrained)) => print_rows(&run, dataset, pretrained, &mut text)?,
         None => writeln!(
             text,
-            "The rows were not checked: the tokenizer is in the weights of the model."
+            "The rows were not checked: the tokenizer is in the weight file, which is not downloaded yet."
         )?,
     }
     print_hub_files(&run, &mut text)?;
     detail.print(file, &text, &settings)
 }
 
-/// Prints the choice between the two lists of frequencies of a model with
-/// [`RopeScaling::LongRope`], whose longest row in the run has `longest` tokens.
+/// Prints which of its two frequency lists a [`RopeScaling::LongRope`] model uses. The longest row
+/// in the run has `longest` tokens.
 fn print_frequencies(
     model: &DecoderConfig,
     longest: usize,
@@ -348,7 +344,7 @@ fn print_frequencies(
     Ok(())
 }
 
-/// Prints the numbers of rows and tokens, the beginning of the first row, and the memory.
+/// Prints the row and token counts, the beginning of the first row, and the memory.
 fn print_rows(
     run: &SftRunConfig,
     dataset: &SftDataset,
@@ -361,14 +357,14 @@ fn print_rows(
     let (_, steps) = run.sft.length(rows.examples.len());
     writeln!(
         out,
-        "{} rows to train on, {} held out; {} rows a step for {steps} steps.",
+        "Data: {} training rows, {} held out. Steps: {steps}, each with {} rows.",
         rows.examples.len(),
         dataset.held_out.examples.len(),
         run.sft.batch_size,
     )?;
     writeln!(
         out,
-        "{} tokens to train on, {} of which train; the longest row has {}. {} rows are too long and left out, {} are cut off, {} have the weight 0.",
+        "Tokens: {}, {} of which train; the longest row has {}. Rows dropped as too long: {}; truncated: {}; with weight 0: {}.",
         rows.num_tokens(),
         rows.num_trained_tokens(),
         rows.longest_kept(),
@@ -381,7 +377,7 @@ fn print_rows(
         let text = text.map_err(|error| Exit::Data(format!("{error:#}")))?;
         writeln!(
             out,
-            "The beginning of the first row, with ⟦ ⟧ around what trains:"
+            "The first row begins like this, with ⟦ ⟧ around the tokens that train:"
         )?;
         for line in text.lines() {
             writeln!(out, "  {line}")?;
@@ -394,10 +390,10 @@ fn print_rows(
     print_plan(&plan, &size, out)
 }
 
-/// The most tokens of a row that are shown.
+/// The largest number of tokens shown for a row.
 const SHOWN_TOKENS: usize = 200;
 
-/// The memory of the run.
+/// Returns the run's memory plan.
 fn plan(
     run: &RunConfig,
     model: &DecoderConfig,
@@ -414,7 +410,7 @@ fn plan(
     on_this_device(plan, run)
 }
 
-/// A plan with the program. The blocks of a GGUF file count as they are there.
+/// Adds the program itself to a plan. GGUF blocks count as they are stored.
 fn on_this_device(mut plan: MemoryPlan, run: &impl Configuration) -> anyhow::Result<MemoryPlan> {
     let (base, dtype) = run.stored_form();
     let path = &run.model().path;
@@ -431,8 +427,8 @@ fn on_this_device(mut plan: MemoryPlan, run: &impl Configuration) -> anyhow::Res
     })
 }
 
-/// The peak of the resident memory of this process, which has read the data and the tokenizer of
-/// the run but no weights. `None` on systems without `/proc`.
+/// Returns this process's peak resident memory, after it has read the data and the tokenizer but no
+/// weights. `None` on systems without `/proc`.
 fn peak_of_this_process() -> Option<usize> {
     let status = fs::read_to_string("/proc/self/status").ok()?;
     let line = status
@@ -442,7 +438,7 @@ fn peak_of_this_process() -> Option<usize> {
     Some(kib << 10)
 }
 
-/// Prints the instructions of operators on the CPU, and advises against bf16 where they have none
+/// Prints the CPU instructions that operators use, and advises against bf16 where they have none
 /// for it.
 fn print_instructions(dtype: ComputeDType, out: &mut impl Write) -> Result<(), Exit> {
     let selected = CpuInstructions::selected().map_err(|error| Exit::Config(error.to_string()))?;
@@ -450,13 +446,13 @@ fn print_instructions(dtype: ComputeDType, out: &mut impl Write) -> Result<(), E
     if dtype == ComputeDType::Bf16 && selected < CpuInstructions::Avx512Bf16 {
         writeln!(
             out,
-            "  They have none for bf16, so operators convert it to f32 first. On this CPU, `compute_dtype: f32` is faster."
+            "  These have none for bf16, so operators convert it to f32 first. On this CPU, `compute_dtype: f32` is faster."
         )?;
     }
     Ok(())
 }
 
-/// Prints the memory that the run takes with sequences of this size.
+/// Prints the memory that the run needs for sequences with these lengths.
 fn print_plan(plan: &MemoryPlan, lengths: &str, out: &mut impl Write) -> Result<(), Exit> {
     let size = |bytes: usize| match bytes >> 30 {
         0..10 => format!("{} MiB", bytes.div_ceil(1 << 20)),
@@ -489,7 +485,7 @@ fn print_plan(plan: &MemoryPlan, lengths: &str, out: &mut impl Write) -> Result<
     Ok(())
 }
 
-/// Prints the commits of the hub, and the weights that are to be downloaded.
+/// Prints the hub commits, and the weights to download.
 fn print_hub_files(run: &impl Configuration, out: &mut impl Write) -> Result<(), Exit> {
     for (repository, commit) in run.hub_commits() {
         writeln!(out, "{repository}: commit {commit}.")?;
@@ -507,13 +503,13 @@ fn print_hub_files(run: &impl Configuration, out: &mut impl Write) -> Result<(),
     Ok(())
 }
 
-/// Prints the counts of an imported file as they are here.
+/// Prints what an imported file's sizes become here.
 fn print_sizes(run: &RunConfig, out: &mut impl Write) -> Result<(), Exit> {
     writeln!(out, "Here: {}.", sizes(run))?;
     Ok(())
 }
 
-/// Returns the counts of a run.
+/// Returns a run's sizes.
 pub(super) fn sizes(run: &RunConfig) -> Sizes {
     let train = &run.train;
     let sampled = train.prompts_per_step.saturating_mul(train.num_generations);

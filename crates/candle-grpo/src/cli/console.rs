@@ -22,13 +22,13 @@ const BYTES: &str =
 #[derive(Clone)]
 pub(super) struct Console {
     bars: MultiProgress,
-    /// The bar of steps, hidden until [`Self::begin_steps`].
+    /// The step bar, hidden until [`Self::begin_steps`].
     steps: ProgressBar,
     phase: Arc<Mutex<PhaseBar>>,
     stop: Arc<AtomicBool>,
-    /// Set once the message about the stop is printed.
+    /// Set once the stop message is printed.
     announced: Arc<AtomicBool>,
-    /// True on rank 0, which prints the lines of a run.
+    /// True on rank 0, which prints the run's lines.
     is_first: bool,
 }
 
@@ -44,7 +44,7 @@ impl Console {
         Self::with_level(if quiet { "warn" } else { "info" })
     }
 
-    /// The console of a rank other than 0, which prints errors only.
+    /// Returns the console for a rank other than 0, which only prints errors.
     pub(super) fn of_other_rank() -> Self {
         Self {
             is_first: false,
@@ -83,8 +83,8 @@ impl Console {
         console
     }
 
-    /// Handles Ctrl-C, SIGTERM and SIGHUP as requests to stop. A second Ctrl-C or
-    /// SIGTERM ends the program at once with exit code 130.
+    /// Handles Ctrl-C, SIGTERM and SIGHUP as stop requests. A second Ctrl-C or SIGTERM ends the
+    /// program at once with exit code 130.
     pub(super) fn stop_when_asked(&self) {
         for signal in stop_signals() {
             // A closed terminal may send SIGHUP twice: from the shell and from the system.
@@ -96,12 +96,12 @@ impl Console {
             };
             let registered = at_once.and_then(|()| register(signal, Arc::clone(&self.stop)));
             if let Err(error) = registered {
-                tracing::warn!("signal {signal} will end the program at once: {error}");
+                tracing::warn!("signal {signal} will stop grpo at once: {error}");
             }
         }
     }
 
-    /// Shows a bar of `steps` steps, `done` of which are done.
+    /// Shows a bar for `steps` steps, with `done` already done.
     pub(super) fn begin_steps(&self, done: usize, steps: usize) {
         self.steps.set_length(steps as u64);
         self.steps.set_position(done as u64);
@@ -116,7 +116,7 @@ impl Console {
         self.steps.enable_steady_tick(Duration::from_secs(1));
     }
 
-    /// Sets the number of done steps.
+    /// Sets how many steps are done.
     pub(super) fn set_steps(&self, done: usize) {
         self.steps.set_position(done as u64);
     }
@@ -130,7 +130,7 @@ impl Console {
         })
     }
 
-    /// Prints a line of a run. A closed stdout does not end the run.
+    /// Prints one of the run's lines. A closed stdout does not end the run.
     pub(super) fn say(&self, line: &str) {
         if self.is_first {
             let _ = self.print(line);
@@ -196,7 +196,7 @@ impl Progress for Console {
     }
 }
 
-/// Returns the signals that request a stop. SIGHUP is one of them unless it is ignored (`nohup`).
+/// Returns the signals that request a stop. SIGHUP is one, unless it is ignored (`nohup`).
 #[cfg(unix)]
 fn stop_signals() -> Vec<i32> {
     use nix::sys::signal::{SigHandler, Signal, signal};
@@ -228,7 +228,7 @@ fn set_style(bar: &ProgressBar, template: &str) {
     }
 }
 
-/// A line of the log above the bars.
+/// A log line above the bars.
 pub(super) struct LogLine<'a> {
     console: &'a Console,
     line: Vec<u8>,

@@ -6,6 +6,7 @@ use std::io::{Write, stdout};
 use std::path::Path;
 
 use candle_core::Device;
+use candle_grpo::hub::is_gguf;
 use candle_grpo::nn::{BaseWeights, GgufDType, Lora, atomic_file};
 use candle_grpo::report::{CARD_MARK, Run, model_card};
 use candle_grpo::run::model_path;
@@ -17,10 +18,10 @@ use super::exit::Exit;
 use super::load;
 use super::output::resolved;
 
-/// The model card of a folder.
+/// A folder's model card.
 const CARD: &str = "README.md";
 
-/// The type of the weights that are written; in a GGUF file, of the matrices.
+/// The type to write the weights in; in a GGUF file, the matrices.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 #[value(rename_all = "snake_case")]
 pub(super) enum Dtype {
@@ -30,7 +31,7 @@ pub(super) enum Dtype {
     Q8_0,
 }
 
-/// The format of the target, and its type.
+/// The target format, and its type.
 enum Format {
     Folder(ComputeDType),
     File(GgufDType),
@@ -40,14 +41,14 @@ enum Format {
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Options {
     pub(super) dtype: Option<Dtype>,
-    /// Adds adapters to the weights under them.
+    /// Merges adapters into the weights.
     pub(super) merge: bool,
-    /// Replaces a file, or a folder of a model.
+    /// Replaces a file, or a folder with a model.
     pub(super) force: bool,
 }
 
 impl Format {
-    /// The format of a target: a file if `is_file`.
+    /// Returns the target's format: a file if `is_file`.
     fn new(is_file: bool, dtype: Option<Dtype>) -> Option<Self> {
         Some(match (is_file, dtype) {
             (false, None | Some(Dtype::F32)) => Self::Folder(ComputeDType::F32),
@@ -61,16 +62,16 @@ impl Format {
     }
 }
 
-/// Writes the model at `from` to `to`: a GGUF file if the name ends in `.gguf`, else a Hugging Face
-/// folder. `from` is a GGUF file, a Hugging Face folder, the folder of a run, or a name of the hub.
-/// The adapters of a run are written alone, unless they are merged.
+/// Writes the model at `from` to `to`: a GGUF file if the name ends in `.gguf`, otherwise a Hugging
+/// Face folder. `from` is a GGUF file, a Hugging Face folder, a run directory or a hub name. A
+/// run's adapters are written alone, unless `merge` is set.
 pub(super) fn convert(from: &Path, to: &Path, options: Options) -> Result<(), Exit> {
     let Options {
         dtype,
         merge,
         force,
     } = options;
-    let is_file = (to.extension()).is_some_and(|extension| extension.eq_ignore_ascii_case("gguf"));
+    let is_file = is_gguf(to);
     let Some(format) = Format::new(is_file, dtype) else {
         let name = dtype.and_then(|dtype| dtype.to_possible_value());
         let name = name.as_ref().map_or("", |value| value.get_name());
@@ -99,7 +100,7 @@ pub(super) fn convert(from: &Path, to: &Path, options: Options) -> Result<(), Ex
     {
         if !matches!(dtype, None | Some(Dtype::F32)) {
             return Err(Exit::Config(
-                "--dtype: must be f32 or absent for adapters; give --merge for a whole model in another type".to_owned(),
+                "--dtype: must be f32 or absent for adapters; to convert the whole model, pass --merge".to_owned(),
             ));
         }
         return write_adapters(&source, &from, &adapters, to);
@@ -124,7 +125,7 @@ pub(super) fn convert(from: &Path, to: &Path, options: Options) -> Result<(), Ex
     let mut out = stdout().lock();
     writeln!(
         out,
-        "a {:?} of {} layers and {:.1} million parameters, {} tokens, {} positions, {}",
+        "{:?}: {} layers, {:.1} million parameters, {} vocabulary tokens, {} positions, {}",
         pretrained.model.model_type,
         pretrained.model.num_hidden_layers,
         pretrained.parameters.num_elements() as f64 / 1e6,
@@ -136,13 +137,13 @@ pub(super) fn convert(from: &Path, to: &Path, options: Options) -> Result<(), Ex
         }
     )?;
     match pretrained.license {
-        Some(license) => writeln!(out, "license, as the file has it: {license}")?,
-        None => writeln!(out, "license: the file has none")?,
+        Some(license) => writeln!(out, "License in the source: {license}")?,
+        None => writeln!(out, "License in the source: none")?,
     }
     Ok(())
 }
 
-/// Writes the `adapters` of the run `source`, or of its checkpoint, to the folder `to`.
+/// Writes the `adapters` from the run `source`, or from its checkpoint, to the folder `to`.
 fn write_adapters(
     source: &Path,
     checkpoint: &Path,
@@ -167,17 +168,17 @@ fn write_adapters(
     let config = adapters.config();
     writeln!(
         stdout().lock(),
-        "adapters of rank {} for {}, {:.1} million parameters, over {}; --merge writes a whole model",
+        "rank-{} adapters for {}: {:.1} million parameters, base model {}; --merge writes the whole model",
         config.rank,
         config.target_modules.join(", "),
         adapters.parameters().num_elements() as f64 / 1e6,
-        base.as_deref().unwrap_or("a base that is not named"),
+        base.as_deref().unwrap_or("unknown"),
     )?;
     Ok(())
 }
 
-/// Writes the model card of the run `run`, whose weights are in `checkpoint`, into `folder`, which
-/// `library` loads.
+/// Writes a model card into `folder`, for `library` to load. The run is `run`, its weights are in
+/// `checkpoint`.
 fn write_card(run: &Path, checkpoint: &Path, folder: &Path, library: &str) -> anyhow::Result<()> {
     let checkpoint = checkpoint.file_name().unwrap_or_default().to_string_lossy();
     let card = model_card(&Run::read(run)?, &checkpoint, library);
@@ -188,49 +189,47 @@ fn write_card(run: &Path, checkpoint: &Path, folder: &Path, library: &str) -> an
 fn check_file(from: &Path, to: &Path, force: bool) -> Result<(), Exit> {
     let refuse = |reason: &str| Err(Exit::Config(format!("{}: {reason}", to.display())));
     if resolved(to)?.starts_with(resolved(from)?) {
-        return refuse("is or lies in the source, must be another file");
+        return refuse("is inside the source, must be elsewhere");
     }
     if !to.exists() && !to.is_symlink() {
         return Ok(());
     }
     match (to.is_file() && !to.is_symlink(), force) {
         (true, true) => Ok(()),
-        (true, false) => refuse("exists already, choose another file or give --force"),
-        (false, _) => refuse("is not a file, and is not replaced"),
+        (true, false) => refuse("exists already, choose another file or pass --force"),
+        (false, _) => refuse("is not a file and is not replaced"),
     }
 }
 
-/// Returns an error unless `to` is free, or holds a model alone that `force` allows to replace.
+/// Returns an error unless `to` is free, or only holds a model and `force` allows to replace it.
 fn check_folder(from: &Path, to: &Path, force: bool) -> Result<(), Exit> {
     let refuse = |reason: String| Err(Exit::Config(format!("{}: {reason}", to.display())));
     let source = resolved(from)?;
     let folder = resolved(to)?;
     if source.starts_with(&folder) || folder.starts_with(&source) {
         let source = from.display();
-        return refuse(format!(
-            "is, holds or lies in the source {source}, must be another folder"
-        ));
+        return refuse(format!("overlaps the source {source}, must be elsewhere"));
     }
     if !to.exists() && !to.is_symlink() {
         return Ok(());
     }
     if !force {
-        return refuse("exists already, choose another folder or give --force".to_owned());
+        return refuse("exists already, choose another folder or pass --force".to_owned());
     }
     if resolved(&env::current_dir()?)?.starts_with(&folder) {
-        return refuse("holds the working directory and is not replaced".to_owned());
+        return refuse("contains the working directory and is not replaced".to_owned());
     }
     // A person may have written the card of a model.
     let card = to.join(CARD);
     if card.is_file() && !fs::read_to_string(&card).is_ok_and(|card| card.contains(CARD_MARK)) {
         return refuse(format!(
-            "holds {CARD}, which grpo did not write; the folder is not replaced"
+            "contains {CARD}, which grpo did not write; the folder is not replaced"
         ));
     }
     match Pretrained::first_foreign(to) {
         Err(error) => refuse(format!("{error:#}; it is not replaced")),
         Ok(Some(foreign)) => refuse(format!(
-            "holds {}, which is not of a model; the folder is not replaced",
+            "contains {}, which is not a model file; the folder is not replaced",
             foreign.strip_prefix(to).unwrap_or(&foreign).display()
         )),
         Ok(None) => Ok(()),

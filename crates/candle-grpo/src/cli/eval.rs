@@ -18,30 +18,30 @@ use super::{load, output, suites};
 
 #[derive(clap::Args)]
 pub(super) struct EvalArguments {
-    /// The configuration, with its data, rewards and evaluation section; with --suite the model.
+    /// The configuration, with its data, rewards and evaluation section. With --suite, the model.
     #[arg(value_name = "FILE_OR_MODEL", required_unless_present = "compare")]
     file: Option<PathBuf>,
-    /// The model in place of that of the configuration: a folder, a GGUF file, the folder of a run
-    /// (its best checkpoint), or a name on the Hugging Face hub. The trained model of a run is
-    /// `--model RUN`; without it, the model is the one before training.
+    /// Evaluate this model instead of the configuration's: a folder, a GGUF file, a run directory
+    /// (its best checkpoint), or a Hugging Face hub name. For a trained model, pass `--model RUN`;
+    /// without it, the model before training is evaluated.
     #[arg(long)]
     model: Option<PathBuf>,
     #[command(flatten)]
     suites: SuiteArguments,
-    /// Write the answers to this file as JSON lines. With --suite or --compare: the folder for the
-    /// table as JSON, and a file of JSON lines for each suite.
+    /// Write the answers to this file as JSON lines. With --suite or --compare: a folder for the
+    /// table as JSON, and one JSON lines file per suite.
     #[arg(short, long, value_name = "FILE")]
     out: Option<PathBuf>,
-    /// Replace a file of --out that this command did not write, unless this command or the run
-    /// reads it.
+    /// Replace an --out file that this command did not write, unless this command or the run reads
+    /// it.
     #[arg(long, requires = "out")]
     force: bool,
-    /// Log warnings only, and show no progress.
+    /// Only log warnings, and show no progress.
     #[arg(short, long)]
     quiet: bool,
 }
 
-/// Evaluates the held-out prompts of a configuration or suites, or compares two results.
+/// Evaluates a configuration's held-out prompts or suites, or compares two results.
 pub(super) fn run(arguments: EvalArguments) -> Result<(), Exit> {
     let EvalArguments {
         file,
@@ -57,12 +57,14 @@ pub(super) fn run(arguments: EvalArguments) -> Result<(), Exit> {
         (_, Some([a, b])) => suites::compare_two(a, b, &suites, out, force, quiet),
         (Some(file), _) if suites.suite.is_empty() => eval(&file, model, out, force, quiet),
         (Some(file), _) => suites::eval(&file, &suites, out, force, quiet),
-        (None, _) => Err(Exit::Config("no configuration and no model".to_owned())),
+        (None, _) => Err(Exit::Config(
+            "pass a configuration, or a model with --suite".to_owned(),
+        )),
     }
 }
 
-/// Evaluates `model`, or that of the configuration in `file`, on the held-out prompts, and prints
-/// the metrics.
+/// Evaluates `model`, or the model that `file` configures, on the held-out prompts, and prints the
+/// metrics.
 fn eval(
     file: &Path,
     model: Option<PathBuf>,
@@ -90,7 +92,7 @@ fn eval(
     let dataset = run.load_data().map_err(Exit::from_data)?;
     if dataset.held_out.is_empty() {
         return Err(Exit::Config(format!(
-            "{}: nothing is held out: give data.held_out or data.held_out_rows",
+            "{}: no held-out prompts, set data.held_out or data.held_out_rows",
             file.display()
         )));
     }
@@ -162,7 +164,7 @@ fn eval(
     }
 }
 
-/// Writes a line of JSON for each answer.
+/// Writes a JSON line per answer.
 fn write_answers(evaluation: &Evaluation, out: &Path) -> Result<(), Exit> {
     let mut text = Vec::new();
     for sample in &evaluation.samples {
@@ -173,7 +175,7 @@ fn write_answers(evaluation: &Evaluation, out: &Path) -> Result<(), Exit> {
     output::write(out, &text)
 }
 
-/// Returns whether a line is one of [`write_answers`]; those of a run have their step, too.
+/// Returns whether [`write_answers`] could have written this line. A run's lines also have a step.
 fn is_answer(line: &str) -> bool {
     let Ok(Value::Object(line)) = serde_json::from_str(line) else {
         return false;

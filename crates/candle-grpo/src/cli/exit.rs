@@ -4,30 +4,29 @@ use std::io::{self, Write};
 use std::process::ExitCode;
 
 use candle_grpo::config::ConfigError;
-use candle_grpo::train::hub::TransferError;
-use candle_grpo::train::{Interrupted, NotFinite};
+use candle_grpo::train::ErrorKind;
 
 /// The exit codes, for `--help`.
 pub(super) const EXIT_CODES: &str = "\
 Exit codes:
   0  success
   1  another error, such as a full disk
-  2  wrong command line
-  3  wrong configuration
-  4  wrong data
-  5  wrong model
+  2  invalid command line
+  3  invalid configuration
+  4  invalid data
+  5  invalid model
   6  a loss, gradient or weight is not finite
   7  interrupted; the run is saved
-  130  stopped at once by a second Ctrl-C; nothing is saved";
+  130  stopped at once by a second Ctrl-C, without saving";
 
 /// The reason why the program ends early.
 #[derive(Debug)]
 pub(super) enum Exit {
-    /// Wrong configuration.
+    /// Invalid configuration.
     Config(String),
-    /// Wrong data.
+    /// Invalid data.
     Data(String),
-    /// Wrong model.
+    /// Invalid model.
     Model(String),
     /// A loss, gradient or weight is not finite.
     NotFinite(String),
@@ -40,8 +39,8 @@ pub(super) enum Exit {
 }
 
 impl Exit {
-    /// Returns the exit of data that do not fit: of a key if the error names one, or else of a
-    /// file.
+    /// Returns the exit for data that do not fit: with the key if the error names one, otherwise
+    /// with the file.
     pub(super) fn from_data(error: anyhow::Error) -> Self {
         match error.downcast::<ConfigError>() {
             Ok(error) => Self::Config(error.to_string()),
@@ -49,36 +48,34 @@ impl Exit {
         }
     }
 
-    /// Returns the exit of the data of a suite that cannot be read, or cannot be downloaded.
+    /// Returns the exit for suite data that cannot be read or downloaded.
     pub(super) fn from_suite(error: anyhow::Error) -> Self {
-        if error.is::<Interrupted>() || error.is::<TransferError>() {
-            Self::from_hub(error)
-        } else {
-            Self::from_data(error)
+        match ErrorKind::of(&error) {
+            ErrorKind::Interrupted | ErrorKind::Transfer(_) => Self::from_hub(error),
+            _ => Self::from_data(error),
         }
     }
 
-    /// Returns the exit of files of the hub that cannot be located: of a key if the error names it,
-    /// or else of the model of the command line.
+    /// Returns the exit for hub files that cannot be located: with the key if the error names one,
+    /// otherwise with the model on the command line.
     pub(super) fn from_hub(error: anyhow::Error) -> Self {
-        if error.is::<Interrupted>() {
-            return Self::Interrupted("Complete files stay in the cache of the hub.".to_owned());
-        }
         let message = format!("{error:#}");
-        match (error.is::<ConfigError>(), error.is::<TransferError>()) {
-            (true, _) => Self::Config(message),
-            (_, true) => Self::Run(message),
+        match ErrorKind::of(&error) {
+            ErrorKind::Interrupted => {
+                Self::Interrupted("Complete files stay in the hub cache.".to_owned())
+            }
+            _ if error.is::<ConfigError>() => Self::Config(message),
+            ErrorKind::Transfer(_) => Self::Run(message),
             _ => Self::Model(message),
         }
     }
 
-    /// Returns the exit of a run that ended with `error`, with a hint how to go on.
+    /// Returns the exit for a run that ended with `error`, with a hint on how to continue.
     pub(super) fn from_run(error: anyhow::Error, hint: String) -> Self {
         let message = format!("{error:#}\n{hint}");
-        if error.is::<NotFinite>() {
-            Self::NotFinite(message)
-        } else {
-            Self::Run(message)
+        match ErrorKind::of(&error) {
+            ErrorKind::NotFinite(_) => Self::NotFinite(message),
+            _ => Self::Run(message),
         }
     }
 
@@ -87,7 +84,7 @@ impl Exit {
         ExitCode::from(self.report_as("error"))
     }
 
-    /// [`Self::report`] for a rank of a job.
+    /// [`Self::report`] for one rank in a job.
     pub(super) fn report_of_rank(self, rank: usize) -> u8 {
         self.report_as(&format!("error of rank {rank}"))
     }
@@ -111,7 +108,7 @@ impl Exit {
 }
 
 impl From<io::Error> for Exit {
-    /// Converts an error of standard output.
+    /// Converts a standard output error.
     fn from(error: io::Error) -> Self {
         match error.kind() {
             // The reader has ended, such as `head`.

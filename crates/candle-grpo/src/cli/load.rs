@@ -1,4 +1,4 @@
-//! The inputs of a command, each with the exit code of its kind.
+//! The inputs of a command. Each kind has its own exit code.
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -34,13 +34,13 @@ pub(super) fn document(file: &Path) -> Result<Document, Exit> {
     Document::read(file).map_err(wrong)
 }
 
-/// Returns the supervised run that a document describes.
+/// Returns a document's supervised run.
 pub(super) fn sft_config(document: &Document) -> Result<SftRunConfig, Exit> {
     SftRunConfig::new(document).map_err(wrong)
 }
 
-/// Returns the rows of a supervised run, with everything checked but the weights of the model, and
-/// the model without them. `grpo check` and `grpo sft` share these checks.
+/// Returns a supervised run's rows, and the model without its weights. Everything is checked but
+/// the weights. `grpo check` and `grpo sft` share these checks.
 pub(super) fn sft_inputs(run: &SftRunConfig) -> Result<(SftDataset, Pretrained), Exit> {
     let pretrained =
         load_model_without_weights(run).map_err(|error| Exit::Model(format!("{error:#}")))?;
@@ -50,29 +50,35 @@ pub(super) fn sft_inputs(run: &SftRunConfig) -> Result<(SftDataset, Pretrained),
     Ok((dataset, pretrained))
 }
 
-/// Returns the run that a document describes.
+/// Returns a document's run.
 pub(super) fn config(document: &Document) -> Result<RunConfig, Exit> {
     RunConfig::new(document).map_err(wrong)
 }
 
-/// Returns the translation of a document of another trainer, for the ranks of this job.
+/// Translates another trainer's document, for the number of ranks in this job.
 ///
 /// # Errors
 ///
-/// If a key changes the run and has no counterpart, unless `allow_unsupported` is true, or if
-/// neither trainer has a key.
+/// Returns an error if a key changes the run and has no equivalent, unless `allow_unsupported` is
+/// true, or if neither trainer has a key.
 pub(super) fn import(document: &Document, allow_unsupported: bool) -> Result<Option<Import>, Exit> {
     let environment = launch::environment().map_err(|error| Exit::Run(error.to_string()))?;
     let processes = environment.map_or(1, |environment| environment.world_size);
     let import = Import::of_processes(document, processes);
-    if let Some(import) = &import {
-        import.check(allow_unsupported).map_err(wrong)?;
+    match &import {
+        Some(import) => import.check(allow_unsupported).map_err(wrong)?,
+        None if document.is_former() => {
+            warn(
+                "the file has sections of an earlier version; `grpo import` prints it with today's",
+            );
+        }
+        None => {}
     }
     Ok(import)
 }
 
-/// Returns the run that a file describes, which may be of another trainer. Keys that are not
-/// supported are warned of.
+/// Returns a file's run; the file may be another trainer's. Warns about keys that are not
+/// supported.
 pub(super) fn any_config(file: &Path, allow_unsupported: bool) -> Result<RunConfig, Exit> {
     let document = document(file)?;
     match import(&document, allow_unsupported)? {
@@ -84,8 +90,8 @@ pub(super) fn any_config(file: &Path, allow_unsupported: bool) -> Result<RunConf
     }
 }
 
-/// Replaces the names of the hub in a run by paths: see [`locate_files`]. Then the programs,
-/// scripts and models of its rewards are checked.
+/// Replaces hub names in a run with paths: see [`locate_files`]. Then checks the programs, scripts
+/// and models of its rewards.
 pub(super) fn files(
     run: &mut impl Configuration,
     model: HubContent,
@@ -96,7 +102,7 @@ pub(super) fn files(
     run.check_files().map_err(wrong)
 }
 
-/// Returns the path of a model, which can be a name of the hub.
+/// Returns the path to a model, which may be a hub name.
 pub(super) fn model_file(path: &Path, console: &Console) -> Result<PathBuf, Exit> {
     let located = HubName::of(path).and_then(|name| match name {
         Some(name) => Ok(locate(&name, HubContent::Model, None, console)?.path),
@@ -106,7 +112,7 @@ pub(super) fn model_file(path: &Path, console: &Console) -> Result<PathBuf, Exit
     located.map_err(Exit::from_hub)
 }
 
-/// Checks the settings that neither the data nor the model decide.
+/// Checks the settings that depend on neither the data nor the model.
 pub(super) fn check_settings(run: &RunConfig) -> Result<(), Exit> {
     run.check_training().map_err(wrong)?;
     // The device of a model that is loaded.
@@ -122,15 +128,15 @@ fn warn_of_doubts(doubts: &[String]) {
     }
 }
 
-/// The inputs of a run except the weights of its model.
+/// A run's inputs, except the model weights.
 pub(super) struct Inputs {
     pub(super) dataset: Dataset,
     pub(super) prompts: RunPrompts,
     pub(super) model: DecoderConfig,
 }
 
-/// Returns the data of a run and its prompts, with everything checked but the weights of the model.
-/// `grpo check` and `grpo train` share these checks.
+/// Returns a run's data and prompts, with everything checked but the model weights. `grpo check`
+/// and `grpo train` share these checks.
 pub(super) fn inputs(run: &RunConfig) -> Result<Inputs, Exit> {
     check_settings(run)?;
     let pretrained =
@@ -144,14 +150,14 @@ pub(super) fn inputs(run: &RunConfig) -> Result<Inputs, Exit> {
     })
 }
 
-/// Warns of the keys of another trainer that would mean something and are not supported.
+/// Warns about another trainer's keys that would have an effect and are not supported.
 pub(super) fn warn_of_keys(import: &Import) {
     for warning in import.warnings() {
         warn(&warning);
     }
 }
 
-/// Builds the reward function of a run.
+/// Builds a run's reward function.
 pub(super) fn rewards(run: &RunConfig) -> Result<WeightedRewards, Exit> {
     // The configuration is valid, so an environment gives the rewards.
     if run.rewards.is_empty() {
@@ -177,7 +183,7 @@ pub(super) fn model(config: &ModelConfig) -> Result<Pretrained, Exit> {
     load_model(config).map_err(|error| Exit::Model(format!("{error:#}")))
 }
 
-/// Sets variables of the chat template of a model.
+/// Sets a model's chat template variables.
 pub(super) fn set_variables(
     model: &mut Pretrained,
     variables: &Map<String, Value>,
@@ -206,8 +212,8 @@ pub(super) fn ranks() -> Result<Ranks, Exit> {
     Ok(Ranks::new(collective))
 }
 
-/// Creates the sampler of `grpo eval` and `grpo sample`, which computes in `dtype`, with the
-/// progress of `console`.
+/// Creates the sampler for `grpo eval` and `grpo sample`, which computes in `dtype` and reports to
+/// `console`.
 pub(super) fn sampler(
     pretrained: &Pretrained,
     sampling: SamplingConfig,
@@ -218,7 +224,7 @@ pub(super) fn sampler(
     Ok(sampler.with_progress(Arc::new(console.clone())))
 }
 
-/// Warns of more threads than the machine has cores.
+/// Warns if there are more threads than cores.
 pub(super) fn warn_of_threads(run: &impl Configuration) {
     let cores = std::thread::available_parallelism().map_or(usize::MAX, usize::from);
     if let Some(threads) = run.threads().filter(|threads| *threads > cores) {
@@ -228,7 +234,7 @@ pub(super) fn warn_of_threads(run: &impl Configuration) {
     }
 }
 
-/// Sets the number of threads that compute.
+/// Sets how many threads compute.
 pub(super) fn set_threads(run: &impl Configuration) -> Result<(), Exit> {
     warn_of_threads(run);
     let Some(threads) = run.threads() else {

@@ -33,7 +33,7 @@ use exit::EXIT_CODES;
 use init::InitArguments;
 use sample::SampleArguments;
 
-/// GRPO training of language models: from a model, prompts and a reward to a trained model.
+/// GRPO training for language models: a model, prompts and a reward become a trained model.
 #[derive(Parser)]
 #[command(name = "grpo", version, after_help = EXIT_CODES)]
 struct Arguments {
@@ -45,68 +45,68 @@ struct Arguments {
 enum Command {
     /// Write a commented configuration for a task, with example data.
     ///
-    /// Existing files are not replaced.
+    /// Never replaces an existing file.
     Init(InitArguments),
     /// Train a model.
     ///
-    /// Writes the folder run_dir: the settings, the metrics of each step for grpo report and
-    /// TensorBoard, the answers to held-out prompts, and checkpoints that transformers loads.
-    /// Ctrl-C saves and stops.
+    /// Writes the run directory (run_dir): settings, step metrics for grpo report and TensorBoard,
+    /// answers to held-out prompts, and checkpoints that transformers can load. Ctrl-C saves and
+    /// stops.
     Train(TrainArguments),
     /// Train a model on given answers: supervised fine-tuning.
     ///
-    /// The configuration has the section sft. Writes the folder run_dir as grpo train does: the
-    /// metrics of each step, and checkpoints that grpo train takes as its model. Ctrl-C saves and
+    /// The configuration needs the section sft. Writes the run directory (run_dir), as grpo train
+    /// does: step metrics, and checkpoints that grpo train accepts as its model. Ctrl-C saves and
     /// stops.
     Sft(TrainArguments),
-    /// Evaluate a model on the held-out prompts of a configuration, or on suites of prompts.
+    /// Evaluate a model on a configuration's held-out prompts, or on prompt suites.
     ///
-    /// With --suite it prints pass@1, pass@k and maj@k with intervals of 95 % over the prompts.
-    /// With --compare it compares two models by a paired test on the same prompts.
+    /// With --suite, prints pass@1, pass@k and maj@k with 95 % confidence intervals over the
+    /// prompts. With --compare, compares two models with a paired test on the same prompts.
     Eval(Box<EvalArguments>),
-    /// Print the answers of a model to a prompt.
+    /// Print a model's answers to a prompt.
     Sample(SampleArguments),
-    /// Hold a conversation with a model: each line of standard input is a message.
+    /// Chat with a model: each line on standard input is a message.
     ///
-    /// Answers appear while they are drawn. /reset begins another conversation, /exit ends the
-    /// program, and Ctrl-C ends an answer.
+    /// Answers appear as they are sampled. /reset starts a new conversation, /exit quits, and
+    /// Ctrl-C ends an answer.
     Chat(ChatArguments),
-    /// Write a GGUF file, a Hugging Face folder or a run in another format.
+    /// Convert a GGUF file, a Hugging Face folder or a run to another format.
     ///
-    /// Of a run with adapters, a folder has the adapters alone in the format of PEFT. With --merge
-    /// it has the whole model. A GGUF file always has the whole model.
+    /// For a run with adapters, a folder gets only the adapters, in PEFT format. With --merge it
+    /// gets the whole model. A GGUF file always has the whole model.
     Convert {
-        /// The model; also a name on the Hugging Face hub.
+        /// The model; also a Hugging Face hub name.
         model: PathBuf,
-        /// The GGUF file to write if the name ends in .gguf, else the Hugging Face folder.
+        /// The target: a GGUF file if the name ends in .gguf, otherwise a Hugging Face folder.
         target: PathBuf,
-        /// The type of the weights: f32 for a folder, f16 for a GGUF file unless given.
+        /// The weight type. Default: f32 for a folder, f16 for a GGUF file.
         #[arg(long)]
         dtype: Option<Dtype>,
-        /// Add the adapters of a run to the weights under them.
+        /// Merge a run's adapters into the weights.
         #[arg(long)]
         merge: bool,
-        /// Replace an existing GGUF file, or a folder that holds a model and nothing else.
+        /// Replace an existing GGUF file, or a folder that only holds a model.
         #[arg(long)]
         force: bool,
     },
     /// Check a configuration without loading the weights, and print what the run does.
     ///
-    /// Reads the file, its data, its rewards and the shape of the model. Downloads those of the
-    /// Hugging Face hub, except weights. Prints the model, the data, the batch, the algorithm and
-    /// the memory. With --all it prints every setting as a configuration file, and what becomes of
-    /// each key of a ROLL file.
+    /// Reads the file, its data, its rewards and the model's shape. Downloads everything but
+    /// weights from the Hugging Face hub. Prints the model, data, batch, algorithm and memory. With
+    /// --all, also prints every setting as a configuration file, and what becomes of each key in
+    /// another trainer's file.
     Check(CheckArguments),
-    /// Print a file of ROLL, TRL, verl or OpenRLHF as a configuration of this program.
+    /// Print a ROLL, TRL, verl or OpenRLHF file as a grpo configuration.
     ///
-    /// Comments at the top say what becomes of each key, and how many completions a step and an
+    /// Comments at the top explain what becomes of each key, and how many completions a step and an
     /// update have on both sides. Reads YAML, TOML, and the options in a shell script.
     Import(ImportArguments),
     /// Write a page about runs: charts over the steps, answers before and after, settings.
     ///
-    /// The page is one file and works offline. Several runs share the charts.
+    /// The page is a single file that works offline. Several runs share the charts.
     Report(ReportArguments),
-    /// Print a script that completes the commands in a shell.
+    /// Print shell completions.
     ///
     /// For bash: grpo completions bash > ~/.local/share/bash-completion/completions/grpo
     Completions {
@@ -117,9 +117,10 @@ enum Command {
 
 #[derive(clap::Args)]
 struct ImportArguments {
-    /// The file of the other trainer.
+    /// The other trainer's file.
     file: PathBuf,
-    /// The number of processes that the file is for. TRL counts the completions of one.
+    /// The number of processes that the file was written for. TRL counts the completions per
+    /// process.
     #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=1 << 20))]
     processes: u32,
 }
@@ -134,7 +135,7 @@ struct CheckArguments {
     /// Print nothing if the configuration is valid.
     #[arg(short, long)]
     quiet: bool,
-    /// Ignore keys of another trainer that change the run and have no counterpart.
+    /// Ignore another trainer's keys that change the run and have no equivalent here.
     #[arg(long)]
     allow_unsupported: bool,
 }
@@ -153,20 +154,20 @@ impl CheckArguments {
 struct TrainArguments {
     /// The configuration: YAML, or TOML if its name ends in .toml (docs/configuration.md).
     file: PathBuf,
-    /// Resume from the last checkpoint of the run; begin it if there is none.
+    /// Resume from the run's last checkpoint, or start from step 0 if there is none.
     #[arg(long, conflicts_with = "replace")]
     resume: bool,
-    /// With --resume: accept another model, other held-out rows and changed settings, if the
-    /// checkpoint fits them.
+    /// With --resume: accept another model, other held-out rows and changed settings, as long as
+    /// they fit the checkpoint.
     #[arg(long, requires = "resume")]
     accept_changes: bool,
-    /// Replace the run in the folder. It is removed once the new run has a checkpoint.
+    /// Replace the existing run. It is removed once the new run has a checkpoint.
     #[arg(long)]
     replace: bool,
-    /// Log warnings only, and show no progress.
+    /// Only log warnings, and show no progress.
     #[arg(short, long)]
     quiet: bool,
-    /// Ignore keys of another trainer that change the run and have no counterpart.
+    /// Ignore another trainer's keys that change the run and have no equivalent here.
     #[arg(long)]
     allow_unsupported: bool,
 }
@@ -185,13 +186,13 @@ impl TrainArguments {
 
 #[derive(clap::Args)]
 struct ReportArguments {
-    /// The folders of runs.
+    /// The run directories.
     #[arg(required = true, value_name = "RUN")]
     runs: Vec<PathBuf>,
-    /// The file to write.
+    /// The output file.
     #[arg(short, long, value_name = "FILE", default_value = "report.html")]
     out: PathBuf,
-    /// Replace a file that is not a page of this command, unless it is in the folder of a run.
+    /// Replace a file that is not a report, unless it is in a run directory.
     #[arg(long)]
     force: bool,
 }

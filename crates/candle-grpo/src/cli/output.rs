@@ -1,4 +1,4 @@
-//! Files that a command writes where the user says.
+//! Files that a command writes where the user asks.
 
 use std::fs::File;
 use std::io::{BufRead, BufReader, ErrorKind};
@@ -8,9 +8,9 @@ use candle_grpo::nn::atomic_file;
 
 use super::exit::Exit;
 
-/// Returns an error unless `path` is free, `force` is given, or the first line of the file there is
-/// one that this command writes. A file of `inputs` is never replaced, and one in a folder of
-/// `inputs` only if this command wrote it.
+/// Returns an error unless `path` is free, `force` is set, or the file's first line shows that this
+/// command wrote it. A file in `inputs` is never replaced, and one in an `inputs` folder only if
+/// this command wrote it.
 pub(super) fn check(
     path: &Path,
     force: bool,
@@ -46,11 +46,11 @@ pub(super) fn check(
         return Ok(());
     }
     refuse(
-        "exists already and was not written by this command; choose another file or give --force",
+        "exists already and was not written by this command; choose another file or pass --force",
     )
 }
 
-/// Returns `path` without links and dots. Its end need not exist.
+/// Returns `path` without links and dots. The last components need not exist.
 pub(super) fn resolved(path: &Path) -> Result<PathBuf, Exit> {
     let absolute = std::path::absolute(path)?;
     let mut existing = absolute.as_path();
@@ -70,7 +70,7 @@ pub(super) fn resolved(path: &Path) -> Result<PathBuf, Exit> {
     }
 }
 
-/// Writes `bytes` to the file at `path`, which is then whole or as it was.
+/// Writes `bytes` to the file at `path` atomically.
 pub(super) fn write(path: &Path, bytes: &[u8]) -> Result<(), Exit> {
     atomic_file::write(path, bytes)
         .map_err(|error| Exit::Run(format!("writing {}: {error}", path.display())))

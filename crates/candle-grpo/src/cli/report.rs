@@ -16,7 +16,7 @@ pub(super) fn report(folders: &[PathBuf], out: &Path, force: bool) -> Result<(),
         let run = Run::read(folder).map_err(|error| Exit::Data(format!("{error:#}")))?;
         if run.steps.is_empty() && run.evaluations.is_empty() {
             return Err(Exit::Data(format!(
-                "{}: the run has no step and no evaluation yet, there is nothing to show",
+                "{}: the run has no steps and no evaluations to show yet",
                 folder.display()
             )));
         }

@@ -23,23 +23,23 @@ use super::load;
 
 #[derive(clap::Args)]
 pub(super) struct SampleArguments {
-    /// The model: a Hugging Face folder, a GGUF file, the folder of a run (its best checkpoint),
-    /// or a name on the Hugging Face hub.
+    /// The model: a Hugging Face folder, a GGUF file, a run directory (its best checkpoint), or a
+    /// Hugging Face hub name.
     model: PathBuf,
-    /// The prompt. Absent: standard input.
+    /// The prompt. Default: standard input.
     #[arg(conflicts_with = "row")]
     prompt: Option<String>,
-    /// A row of data as an object of JSON, for the folder of a run: its data section makes the
-    /// prompt, with the prefill, and the stop strings and the length are those of its evaluations.
+    /// A data row as a JSON object. The model must be a run directory: its data section makes the
+    /// prompt and the prefill, and its evaluation sets the stop strings and the length.
     #[arg(long, value_name = "JSON", value_parser = object, conflicts_with_all = ["raw", "system", "prefill"])]
     row: Option<Map<String, Value>>,
-    /// Continue the prompt as a text, without the chat template of the model.
+    /// Continue the prompt as plain text, without the chat template.
     #[arg(long)]
     raw: bool,
     /// The system message before the prompt.
     #[arg(long, conflicts_with = "raw", value_name = "TEXT")]
     system: Option<String>,
-    /// Variables of the chat template as an object of JSON, such as {"enable_thinking": false}.
+    /// Chat template variables as a JSON object, such as {"enable_thinking": false}.
     #[arg(long, value_name = "JSON", value_parser = object, conflicts_with = "raw")]
     chat_template_kwargs: Option<Map<String, Value>>,
     /// The beginning of the answer.
@@ -59,21 +59,21 @@ pub(super) struct SampleArguments {
         value_parser = clap::value_parser!(u32).range(1..=65_536)
     )]
     samples: u32,
-    /// The maximum length of an answer in tokens; 256 unless given.
+    /// The maximum answer length in tokens. Default: 256.
     #[arg(long, value_name = "N")]
     max_new_tokens: Option<usize>,
     #[command(flatten)]
     distribution: Distribution,
-    /// Stop an answer at this text; may be given several times.
+    /// Stop an answer at this text; can be repeated.
     #[arg(long, value_name = "TEXT")]
     stop: Vec<String>,
-    /// The seed of the random numbers.
+    /// The random seed.
     #[arg(long, default_value_t = 0)]
     seed: u64,
-    /// Print an object of JSON for each answer, with its tokens and their log-probs.
+    /// Print a JSON object per answer, with its tokens and their log-probs.
     #[arg(long)]
     json: bool,
-    /// Log warnings only, and show no progress.
+    /// Only log warnings, and show no progress.
     #[arg(short, long)]
     quiet: bool,
 }
@@ -81,25 +81,25 @@ pub(super) struct SampleArguments {
 // The distribution of a token. A doc comment would become the description of the command.
 #[derive(clap::Args)]
 pub(super) struct Distribution {
-    /// The sampling temperature; 0 takes the likeliest token each time. Absent, as the next three:
-    /// that of the model's generation_config.json. Without `do_sample: true` there, one answer
-    /// takes the likeliest token each time, and several are sampled.
+    /// The sampling temperature; 0 decodes greedily. Default, as for the next three: the model's
+    /// generation_config.json. If that does not set `do_sample: true`, a single answer is greedy,
+    /// and several are sampled.
     #[arg(short, long, value_name = "T", allow_negative_numbers = true)]
     temperature: Option<f64>,
-    /// Sample from the K likeliest tokens; 0 is all.
+    /// Only sample from the K likeliest tokens; 0 means all.
     #[arg(long, value_name = "K")]
     top_k: Option<usize>,
-    /// Sample from the likeliest tokens whose probabilities add up to P.
+    /// Only sample from the likeliest tokens whose probabilities add up to P.
     #[arg(long, value_name = "P", allow_negative_numbers = true)]
     top_p: Option<f64>,
-    /// Sample from tokens with at least P times the highest probability.
+    /// Only sample from tokens with at least P times the highest probability.
     #[arg(long, value_name = "P", allow_negative_numbers = true)]
     min_p: Option<f64>,
 }
 
 impl Distribution {
-    /// Returns `sampling` with the distribution of the model and these options. `several` answers
-    /// are not all the likeliest one, unless the temperature is 0.
+    /// Returns `sampling` with the model's distribution and these options. If there are `several`
+    /// answers, they are not greedy unless the temperature is 0.
     pub(super) fn of_model(
         &self,
         model: &Pretrained,
@@ -122,7 +122,7 @@ impl Distribution {
         is_narrowed || self.temperature.is_some()
     }
 
-    /// Returns `sampling` with these options. An error names the option.
+    /// Returns `sampling` with these options. Errors name the option.
     pub(super) fn apply(
         &self,
         sampling: SamplingConfig,
@@ -164,12 +164,12 @@ impl Distribution {
     }
 }
 
-/// Parses an object of JSON.
+/// Parses a JSON object.
 pub(super) fn object(text: &str) -> Result<Map<String, Value>, String> {
-    serde_json::from_str(text).map_err(|error| format!("must be an object of JSON: {error}"))
+    serde_json::from_str(text).map_err(|error| format!("must be a JSON object: {error}"))
 }
 
-/// Prints the answers of a model to a prompt.
+/// Prints a model's answers to a prompt.
 pub(super) fn sample(arguments: SampleArguments) -> Result<(), Exit> {
     let text = match &arguments.prompt {
         Some(text) => text.clone(),
@@ -264,7 +264,7 @@ pub(super) fn sample(arguments: SampleArguments) -> Result<(), Exit> {
     Ok(())
 }
 
-/// Returns the settings of the sampler that do not depend on the model.
+/// Returns the sampler settings that do not depend on the model.
 fn base(arguments: &SampleArguments, run: Option<&RunConfig>) -> SamplingConfig {
     let of_run = run.map(|run| &run.evaluation.sampler);
     let stop_of_run = of_run.map(|sampler| sampler.stop_strings.clone());
@@ -282,18 +282,18 @@ fn base(arguments: &SampleArguments, run: Option<&RunConfig>) -> SamplingConfig 
     }
 }
 
-/// Reads the settings of the run in a folder.
+/// Reads a run's settings from its directory.
 fn run_of(folder: &Path) -> Result<RunConfig, Exit> {
     if !RunDir::is_run(folder) {
         return Err(Exit::Config(format!(
-            "--row: given, but {} is not the folder of a run",
+            "--row: {} is not a run directory",
             folder.display()
         )));
     }
     RunConfig::read(&RunDir::settings(folder)).map_err(|error| Exit::Config(error.to_string()))
 }
 
-/// Makes the prompt of a row as the run does.
+/// Makes a row's prompt as the run does.
 fn prompt_of_row(
     mut run: RunConfig,
     row: &Map<String, Value>,

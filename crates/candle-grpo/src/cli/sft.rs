@@ -14,7 +14,7 @@ use super::exit::Exit;
 use super::load;
 use super::train::{advance, files, on_ranks};
 
-/// Trains on the answers of the data that the configuration in `file` names.
+/// Trains on the answers in the data that `file` configures.
 pub(super) fn sft(file: &Path, start: Start, quiet: bool) -> Result<(), Exit> {
     let config = load::sft_config(&load::document(file)?)?;
     on_ranks(quiet, |console, ranks| {
@@ -50,7 +50,7 @@ fn run(
     Ok(())
 }
 
-/// Returns the line about a step.
+/// Returns a step's line.
 fn summary(metrics: &SftMetrics, steps: usize) -> String {
     format!(
         "step {}/{steps}  loss {:.4}  accuracy {:.3}  gradient {:.3}  tokens {}  {:.0} tokens/s  {:.1} s",

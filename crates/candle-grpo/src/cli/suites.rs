@@ -23,16 +23,16 @@ use super::sample::{Distribution, object};
 use super::table::Table;
 use super::{load, output};
 
-/// The summary of a model in a folder of results.
+/// A model's summary, in a results folder.
 const SUMMARY: &str = "summary.json";
 const COMPARISON: &str = "comparison.json";
 
 // The options of suites. A doc comment would become the description of the command.
 #[derive(clap::Args)]
 pub(super) struct SuiteArguments {
-    /// Suites of prompts, separated by commas: gsm8k, svamp, math500, aime24, aime25, mmlu, or the
-    /// path of a file (docs/evaluation.md). The first argument is a model then: a folder, a GGUF
-    /// file, the folder of a run (its best checkpoint), or a name on the Hugging Face hub.
+    /// Prompt suites, separated by commas: gsm8k, svamp, math500, aime24, aime25, mmlu, or a file
+    /// path (docs/evaluation.md). The first argument is then a model: a folder, a GGUF file, a run
+    /// directory (its best checkpoint), or a Hugging Face hub name.
     #[arg(
         long,
         value_name = "SUITE",
@@ -40,11 +40,11 @@ pub(super) struct SuiteArguments {
         conflicts_with = "model"
     )]
     pub(super) suite: Vec<String>,
-    /// The folder with the files of the suites, such as gsm8k/test.jsonl. Absent: those of the
-    /// hub, and those in the working directory of suites that name none.
+    /// The folder with the suite files, such as gsm8k/test.jsonl. Default: the hub, or the working
+    /// directory for suites that name no hub file.
     #[arg(long, value_name = "FOLDER", requires = "suite")]
     data: Option<PathBuf>,
-    /// The number of answers to each prompt; that of the suite unless given.
+    /// The number of answers per prompt. Default: set by the suite.
     #[arg(
         short = 'n',
         long,
@@ -53,36 +53,36 @@ pub(super) struct SuiteArguments {
         value_parser = clap::value_parser!(u32).range(1..=65_536)
     )]
     samples: Option<u32>,
-    /// The values k of pass@k and maj@k, separated by commas; 1 and the number of answers unless
-    /// given.
+    /// The values k for pass@k and maj@k, separated by commas. Default: 1 and the number of
+    /// answers.
     #[arg(long, value_name = "K", value_delimiter = ',', requires = "suite")]
     pass_at: Option<Vec<usize>>,
-    /// The largest number of prompts of each suite: its first ones. All unless given.
+    /// Use only the first N prompts in each suite. Default: all.
     #[arg(long, value_name = "N", requires = "suite", value_parser = clap::value_parser!(u32).range(1..))]
     max_prompts: Option<u32>,
-    /// The maximum length of an answer in tokens; that of the suite unless given.
+    /// The maximum answer length in tokens. Default: set by the suite.
     #[arg(long, value_name = "N", requires = "suite", value_parser = clap::value_parser!(u32).range(1..))]
     max_new_tokens: Option<u32>,
     #[command(flatten)]
     distribution: Distribution,
-    /// Variables of the chat template as an object of JSON, such as {"enable_thinking": false}.
+    /// Chat template variables as a JSON object, such as {"enable_thinking": false}.
     #[arg(long, value_name = "JSON", value_parser = object, requires = "suite")]
     chat_template_kwargs: Option<Map<String, Value>>,
-    /// The seed of the random numbers; 0 unless given.
+    /// The random seed. Default: 0.
     #[arg(long, requires = "suite")]
     seed: Option<u64>,
-    /// Compare two results on the same prompts: folders of --out, their files of JSON lines, or
-    /// with --suite two models.
+    /// Compare two results on the same prompts: --out folders, their JSON lines files, or two
+    /// models with --suite.
     #[arg(long, num_args = 2, value_names = ["A", "B"], conflicts_with_all = ["file", "model"])]
     pub(super) compare: Option<Vec<PathBuf>>,
 }
 
 impl SuiteArguments {
-    /// Refuses options of answers where no suite is answered.
+    /// Rejects answer options if no suite is answered.
     pub(super) fn check(&self) -> Result<(), Exit> {
         if self.suite.is_empty() && self.distribution.is_given() {
             Err(Exit::Config(
-                "--temperature, --top-k, --top-p and --min-p: given, must be absent without --suite"
+                "--temperature, --top-k, --top-p and --min-p: must be absent without --suite"
                     .to_owned(),
             ))
         } else {
@@ -91,7 +91,7 @@ impl SuiteArguments {
     }
 }
 
-/// The summary of a model on several suites.
+/// A model's summary on several suites.
 #[derive(Serialize, Deserialize)]
 struct Summary {
     model: PathBuf,
@@ -104,7 +104,7 @@ struct LoadedSuite {
     rows: Vec<Row>,
 }
 
-/// The results of a model.
+/// A model's results.
 struct Results {
     model: PathBuf,
     suites: Vec<(SuiteSummary, Vec<PromptResult>)>,
@@ -146,7 +146,7 @@ pub(super) fn compare_two(
     for path in [a, b] {
         if !is_result(path) && arguments.suite.is_empty() {
             return Err(Exit::Config(format!(
-                "--compare: {}: neither a folder with {SUMMARY} nor a file of JSON lines; a model needs --suite",
+                "--compare: {}: neither a folder with {SUMMARY} nor a JSON lines file; a model needs --suite",
                 path.display()
             )));
         }
@@ -190,14 +190,14 @@ pub(super) fn compare_two(
     output::write(&out.join(COMPARISON), &pretty(&value)?)
 }
 
-/// Results of one side of a comparison.
+/// The results on one side of a comparison.
 struct Answered {
-    /// Their summaries; none for a file of JSON lines.
+    /// Their summaries; empty for a JSON lines file.
     summaries: Vec<SuiteSummary>,
     results: Vec<PromptResult>,
 }
 
-/// Warns of suites that both sides answered with other settings.
+/// Warns about suites that the two sides answered with different settings.
 fn warn_of_differences(a: &[SuiteSummary], b: &[SuiteSummary]) -> Result<(), Exit> {
     let settings = |summary: &SuiteSummary| -> Result<Map<String, Value>, Exit> {
         let sampler = serde_json::to_value(&summary.sampler);
@@ -224,7 +224,7 @@ fn warn_of_differences(a: &[SuiteSummary], b: &[SuiteSummary]) -> Result<(), Exi
         let differences: Vec<String> = differences.collect();
         if !differences.is_empty() {
             warn(&format!(
-                "suite {}: A and B have other settings: {}",
+                "suite {}: A and B have different settings: {}",
                 of_a.suite,
                 differences.join(", ")
             ));
@@ -233,7 +233,7 @@ fn warn_of_differences(a: &[SuiteSummary], b: &[SuiteSummary]) -> Result<(), Exi
     Ok(())
 }
 
-/// Reads the suites of the command line and their rows.
+/// Reads the suites on the command line and their rows.
 fn suites(arguments: &SuiteArguments, console: &Console) -> Result<Vec<LoadedSuite>, Exit> {
     let wrong = |message: String| Exit::Config(message);
     let mut names = BTreeSet::new();
@@ -285,7 +285,7 @@ fn suites(arguments: &SuiteArguments, console: &Console) -> Result<Vec<LoadedSui
     Ok(suites)
 }
 
-/// Returns the path of a file of data, which can be a name of the hub.
+/// Returns the path to a data file, which may be a hub name.
 fn locate_data(path: &Path, console: &Console) -> anyhow::Result<PathBuf> {
     match HubName::of_prefixed(path)? {
         Some(name) => Ok(locate(&name, HubContent::Data, None, console)?.path),
@@ -293,7 +293,7 @@ fn locate_data(path: &Path, console: &Console) -> anyhow::Result<PathBuf> {
     }
 }
 
-/// Answers the prompts of the suites with the model at `path`.
+/// Answers the suites' prompts with the model at `path`.
 fn answer(
     path: &Path,
     suites: &[LoadedSuite],
@@ -329,7 +329,7 @@ fn answer(
     })
 }
 
-/// The evaluation of a suite with the distribution of the command line, of the suite, or of the
+/// Returns a suite's evaluation, whose distribution comes from the command line, the suite or the
 /// model.
 fn evaluation(
     suite: &LoadedSuite,
@@ -354,7 +354,7 @@ fn evaluation(
     Ok(config)
 }
 
-/// Refuses answers that end after the last position of the model.
+/// Rejects answers longer than the model's positions.
 fn check_length(
     suite: &str,
     config: &EvaluationConfig,
@@ -370,7 +370,7 @@ fn check_length(
         return Ok(());
     }
     Err(Exit::Config(format!(
-        "--max-new-tokens: {length}, must be at most {} for the suite {suite}: the model has {positions} positions, and the longest prompt {longest} tokens",
+        "--max-new-tokens: {length}, must be at most {} for the suite {suite}: the model has {positions} positions, and the longest prompt has {longest} tokens",
         positions.saturating_sub(longest)
     )))
 }
@@ -407,7 +407,7 @@ fn answer_suite(
     Ok((summary, results))
 }
 
-/// Prints the metrics of each suite.
+/// Prints each suite's metrics.
 fn print(results: &Results, console: &Console) -> Result<(), Exit> {
     let summaries = || results.suites.iter().map(|(summary, _)| summary);
     // pass@k before maj@k, each in the order of k.
@@ -460,7 +460,7 @@ fn print(results: &Results, console: &Console) -> Result<(), Exit> {
     Ok(())
 }
 
-/// Prints the difference of two results in each suite.
+/// Prints the difference between two results on each suite.
 fn print_comparison(
     a: &Path,
     b: &Path,
@@ -509,14 +509,14 @@ fn print_comparison(
     for of_suite in comparisons {
         if of_suite.only_a + of_suite.only_b > 0 {
             warn(&format!(
-                "suite {}: {} prompts of A and {} of B have no pair and are not compared",
+                "suite {}: {} prompts in A and {} in B have no pair and are not compared",
                 of_suite.suite, of_suite.only_a, of_suite.only_b
             ));
         }
         let pairs = of_suite.comparison.prompts;
         for (count, what) in [
-            (of_suite.other_prompts, "texts of the prompt"),
-            (of_suite.other_counts, "numbers of answers"),
+            (of_suite.other_prompts, "prompt texts"),
+            (of_suite.other_counts, "answer counts"),
         ] {
             if count > 0 {
                 warn(&format!(
@@ -529,13 +529,13 @@ fn print_comparison(
     Ok(())
 }
 
-/// Returns whether a path holds results, and no model.
+/// Returns whether a path holds results and no model.
 fn is_result(path: &Path) -> bool {
     let is_lines = path.extension().is_some_and(|end| end == "jsonl");
     is_lines || path.join(SUMMARY).is_file()
 }
 
-/// Reads the results of `suites`, or all if there are none.
+/// Reads the results for `suites`, or all results if there are none.
 fn read(path: &Path, suites: &[String]) -> Result<Answered, Exit> {
     let wrong = |error: anyhow::Error| Exit::Data(format!("{error:#}"));
     let mut summaries = Vec::new();
@@ -563,7 +563,7 @@ fn read(path: &Path, suites: &[String]) -> Result<Answered, Exit> {
     Ok(Answered { summaries, results })
 }
 
-/// The paths that the command reads.
+/// Returns the paths that the command reads.
 fn inputs(suites: &[LoadedSuite], model: &Path) -> Vec<PathBuf> {
     let rows = suites.iter().flat_map(|suite| suite.rows.first());
     let files = rows.map(|row| row.file.to_path_buf());
@@ -576,7 +576,7 @@ fn lines_of(folder: &Path, suite: &str) -> PathBuf {
     folder.join(format!("{suite}.jsonl"))
 }
 
-/// Refuses a folder whose files are not results of this command.
+/// Rejects a folder with files that are not this command's results.
 fn check_folder(
     folder: &Path,
     suites: &[LoadedSuite],
@@ -595,7 +595,7 @@ fn check_folder(
 fn check_is_folder(folder: &Path) -> Result<(), Exit> {
     if folder.exists() && !folder.is_dir() {
         Err(Exit::Config(format!(
-            "{}: is not a folder, must be the path of one",
+            "{}: is not a folder, must be one",
             folder.display()
         )))
     } else {
@@ -603,7 +603,7 @@ fn check_is_folder(folder: &Path) -> Result<(), Exit> {
     }
 }
 
-/// Writes the results of each prompt and then the summary.
+/// Writes each prompt's results, then the summary.
 fn write(results: &Results, folder: &Path) -> Result<(), Exit> {
     create_folder(folder)?;
     for (summary, results) in &results.suites {
@@ -631,7 +631,7 @@ fn create_folder(folder: &Path) -> Result<(), Exit> {
         .map_err(|error| Exit::Run(format!("creating {}: {error}", folder.display())))
 }
 
-/// A value as JSON, whose first line is a brace and a key.
+/// Returns a value as JSON, whose first line is a brace and a key.
 fn pretty(value: &impl Serialize) -> Result<Vec<u8>, Exit> {
     let text = serde_json::to_string_pretty(value).map_err(|error| Exit::Run(error.to_string()))?;
     // `output::check` recognizes files of this command by their first line.

@@ -1,8 +1,8 @@
-//! Tables of text.
+//! Text tables.
 
 use std::fmt;
 
-/// A table with a header. The first column is aligned to the left, the others to the right.
+/// A table with a header. The first column is left-aligned, the others are right-aligned.
 pub(super) struct Table {
     rows: Vec<Vec<String>>,
 }
@@ -12,7 +12,7 @@ impl Table {
         Self { rows: vec![header] }
     }
 
-    /// Adds a row with a cell for each column.
+    /// Adds a row with one cell per column.
     pub(super) fn push(&mut self, row: Vec<String>) {
         self.rows.push(row);
     }

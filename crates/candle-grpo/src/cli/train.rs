@@ -16,7 +16,7 @@ use super::console::Console;
 use super::exit::Exit;
 use super::load;
 
-/// Trains as the configuration in `file` describes.
+/// Trains as `file` configures.
 pub(super) fn train(
     file: &Path,
     start: Start,
@@ -77,7 +77,7 @@ fn run(
     advance(&mut session, "train", file, console, summary)?;
     let trainer = session.trainer();
     console.say(&format!(
-        "{} steps, {} of them without an update; {:.0} seconds; {}",
+        "{} steps ({} without an update) in {:.0} seconds: {}",
         trainer.steps(),
         trainer.skipped_steps(),
         begun.elapsed().as_secs_f64(),
@@ -86,8 +86,8 @@ fn run(
     Ok(())
 }
 
-/// Goes on with a run of `grpo COMMAND` until its last step, and reports what it does. `summary`
-/// returns the line about a step, and takes the number of steps of the run.
+/// Advances a `grpo COMMAND` run to its last step, and reports its progress. `summary` returns a
+/// step's line, given the run's number of steps.
 pub(super) fn advance<S: RunSession<Metrics: StepRecord>>(
     session: &mut S,
     command: &str,
@@ -115,9 +115,9 @@ pub(super) fn advance<S: RunSession<Metrics: StepRecord>>(
     Ok(())
 }
 
-/// Locates the files of the hub and sets the time that chat templates print, for a resumed run the
-/// commits and the time that it began with. Rank 0 downloads files before the others, which find
-/// them in the cache of a machine that they share.
+/// Locates the hub files and sets the time that chat templates print. A resumed run keeps its first
+/// commits and time. Rank 0 downloads files before the others, which find them in the machine's
+/// shared cache.
 pub(super) fn files(
     config: &mut impl Configuration,
     start: Start,
@@ -167,7 +167,7 @@ fn locate(
     }
 }
 
-/// Returns the line about a step.
+/// Returns a step's line.
 fn summary(metrics: &StepMetrics, steps: usize) -> String {
     let mut line = format!(
         "step {}/{steps}  reward {:.3} ± {:.3}",
@@ -199,7 +199,7 @@ fn summary(metrics: &StepMetrics, steps: usize) -> String {
     )
 }
 
-/// Returns the line about an evaluation after `step` steps.
+/// Returns an evaluation's line, after `step` steps.
 fn evaluated(step: usize, metrics: &BTreeMap<String, f64>) -> String {
     let metrics = metrics.iter();
     let metrics = metrics.map(|(name, value)| format!("{name} {value:.3}"));
@@ -207,19 +207,19 @@ fn evaluated(step: usize, metrics: &BTreeMap<String, f64>) -> String {
     format!("held out, after {step} steps:  {}", metrics.join("  "))
 }
 
-/// Returns how to go on after a run of `grpo COMMAND` in `run_dir` that ended early, and where the
-/// run is that it replaces.
+/// Returns how to continue a `grpo COMMAND` run in `run_dir` that ended early, and where the
+/// replaced run is.
 fn hint(command: &str, file: &Path, run_dir: &Path, replaced: Option<&Path>) -> String {
     let latest = RunDir::checkpoints(run_dir).latest();
     let file = file.display();
     let mut hint = match latest.unwrap_or_default().checkpoint {
         Some(last) => format!(
-            "The run is saved up to step {} in {}; to go on: grpo {command} {file} --resume",
+            "The run is saved up to step {} in {}; to continue: grpo {command} {file} --resume",
             last.step,
             last.path.display(),
         ),
         None => {
-            format!("There is no checkpoint yet; to begin again: grpo {command} {file} --resume")
+            format!("There is no checkpoint yet; to start again: grpo {command} {file} --resume")
         }
     };
     if let Some(replaced) = replaced {

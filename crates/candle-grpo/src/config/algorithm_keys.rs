@@ -1,4 +1,4 @@
-//! The effect of each key of the algorithm section on the settings of a run.
+//! The effect that each key in the algorithm section has on the run settings.
 
 use candle_grpo_core::advantage::KlPenalty;
 use candle_grpo_core::kl::KlController;
@@ -12,7 +12,7 @@ use candle_grpo_train::{CriticConfig, TrainConfig};
 use super::algorithm::{AdvEstimator, AlgorithmConfig, PgVariant};
 use super::preset::Preset;
 
-/// A key of the algorithm section that is not valid.
+/// A key in the algorithm section that is not valid.
 #[derive(Debug)]
 pub(super) struct KeyError {
     pub(super) key: &'static str,
@@ -31,6 +31,13 @@ fn wrong(key: &'static str, message: impl Into<String>) -> KeyError {
     }
 }
 
+/// Refuses each of these keys that is given, as it has no effect without what is `needed`.
+macro_rules! reject {
+    ($keys:ident, $needed:expr, $($key:ident),+) => {{
+        $(reject_unless(stringify!($key), $keys.$key, false, $needed)?;)+
+    }};
+}
+
 /// The absolute value that ROLL, verl and OpenRLHF clamp their KL estimates to.
 const KL_CLAMP: f64 = 10.;
 const PG_CLIP: f64 = 0.2;
@@ -43,13 +50,7 @@ const CISPO_EPSILON: f64 = 0.1;
 impl AlgorithmConfig {
     /// Lays the keys of this section, except `recipe`, over `config`.
     pub(super) fn apply(&self, config: &mut TrainConfig) -> Checked {
-        set(&mut config.prompts_per_step, self.rollout_batch_size);
-        set(
-            &mut config.num_generations,
-            self.num_return_sequences_in_group,
-        );
         set(&mut config.sampling.max_new_tokens, self.response_length);
-        set(&mut config.epochs, self.ppo_epochs);
         let response_length = config.sampling.max_new_tokens;
         config.recipe = match self.preset {
             Some(preset) => preset.recipe(response_length),
@@ -86,12 +87,12 @@ impl AlgorithmConfig {
             config.critic = Some(critic);
             return Ok(());
         }
-        reject_unless("lambd", self.lambd, false, "adv_estimator: gae")?;
-        reject_unless("value_clip", self.value_clip, false, "adv_estimator: gae")
+        reject!(self, "adv_estimator: gae", lambd, value_clip);
+        Ok(())
     }
 
-    /// Returns the estimator that keys choose. A key that normalizes or clips rewards, as ROLL does
-    /// before it estimates advantages, chooses ROLL's GRPO.
+    /// Returns the estimator that the keys choose. A key that normalizes or clips rewards chooses
+    /// ROLL's GRPO, since ROLL does that before it estimates advantages.
     fn estimator(&self) -> Option<AdvEstimator> {
         let implied = self.preset.is_none() && self.shapes_rewards();
         self.adv_estimator.or(implied.then_some(AdvEstimator::Grpo))
@@ -110,8 +111,8 @@ impl AlgorithmConfig {
         .contains(&true)
     }
 
-    /// Sets the normalization and the clip of rewards. In ROLL's GRPO both are the stage of
-    /// sequences, unless their levels are not the group's.
+    /// Sets reward normalization and clipping. In ROLL's GRPO both are in the sequence stage,
+    /// unless their levels are not the group's.
     fn apply_normalization(&self, recipe: &mut Recipe) -> Checked {
         if !self.shapes_rewards() {
             return Ok(());
@@ -233,10 +234,8 @@ impl AlgorithmConfig {
             }
             None => {
                 let on = "add_token_level_kl: true";
-                reject_unless("kl_penalty", self.kl_penalty, false, on)?;
-                reject_unless("init_kl_coef", self.init_kl_coef, false, on)?;
-                reject_unless("target_kl", self.target_kl, false, on)?;
-                return reject_unless("kl_horizon", self.kl_horizon, false, on);
+                reject!(self, on, kl_penalty, init_kl_coef, target_kl, kl_horizon);
+                return Ok(());
             }
         }
         let estimator = self.kl_penalty.unwrap_or(KlEstimator::K1);
@@ -261,51 +260,35 @@ impl AlgorithmConfig {
         }
     }
 
+    /// Rejects the keys of surrogates that `pg_variant` does not name.
+    fn reject_other_surrogates(&self) -> Checked {
+        use PgVariant::{Cispo, Kimi15, Tis, Topr as Topred};
+        if self.pg_variant != Some(Tis) {
+            reject!(self, "pg_variant: tis", tis_lower_bound, tis_upper_bound);
+        }
+        if self.pg_variant != Some(Topred) {
+            let topr = "pg_variant: topr";
+            reject!(self, topr, topr_positive_weight, topr_negative_weight);
+        }
+        if self.pg_variant != Some(Cispo) {
+            let cispo = "pg_variant: cispo";
+            reject!(
+                self,
+                cispo,
+                cispo_epsilon_low,
+                cispo_epsilon_high,
+                cispo_use_unified_mask
+            );
+        }
+        if self.pg_variant != Some(Kimi15) {
+            reject!(self, "pg_variant: kimi15", kimi15_tau);
+        }
+        Ok(())
+    }
+
     fn apply_surrogate(&self, loss: &mut PolicyLoss) -> Checked {
         use PgVariant::{Cispo, Kimi15, Ppo, Tis, Topr as Topred, Vanilla};
-        let of = |variant: PgVariant| self.pg_variant == Some(variant);
-        let weight = "pg_variant: tis";
-        reject_unless("tis_lower_bound", self.tis_lower_bound, of(Tis), weight)?;
-        reject_unless("tis_upper_bound", self.tis_upper_bound, of(Tis), weight)?;
-        let topr = "pg_variant: topr";
-        reject_unless(
-            "topr_positive_weight",
-            self.topr_positive_weight,
-            of(Topred),
-            topr,
-        )?;
-        reject_unless(
-            "topr_negative_weight",
-            self.topr_negative_weight,
-            of(Topred),
-            topr,
-        )?;
-        let cispo = "pg_variant: cispo";
-        reject_unless(
-            "cispo_epsilon_low",
-            self.cispo_epsilon_low,
-            of(Cispo),
-            cispo,
-        )?;
-        reject_unless(
-            "cispo_epsilon_high",
-            self.cispo_epsilon_high,
-            of(Cispo),
-            cispo,
-        )?;
-        reject_unless(
-            "cispo_use_unified_mask",
-            self.cispo_use_unified_mask,
-            of(Cispo),
-            cispo,
-        )?;
-        reject_unless(
-            "kimi15_tau",
-            self.kimi15_tau,
-            of(Kimi15),
-            "pg_variant: kimi15",
-        )?;
-
+        self.reject_other_surrogates()?;
         let (low, high) = self.clip_range()?;
         match self.pg_variant {
             None => {}
@@ -357,9 +340,7 @@ impl AlgorithmConfig {
             }
             _ => {
                 let clip = "a loss that clips (pg_variant: ppo)";
-                reject_unless("pg_clip", self.pg_clip, false, clip)?;
-                reject_unless("pg_clip_low", self.pg_clip_low, false, clip)?;
-                reject_unless("pg_clip_high", self.pg_clip_high, false, clip)?;
+                reject!(self, clip, pg_clip, pg_clip_low, pg_clip_high);
                 let dual = self.dual_clip_loss.filter(|&on| on);
                 reject_unless("dual_clip_loss", dual, false, clip)
             }
@@ -378,8 +359,7 @@ impl AlgorithmConfig {
         }
         if self.use_pg_clip_range.is_none() {
             let on = "use_pg_clip_range: true";
-            reject_unless("pg_clip_low", self.pg_clip_low, false, on)?;
-            reject_unless("pg_clip_high", self.pg_clip_high, false, on)?;
+            reject!(self, on, pg_clip_low, pg_clip_high);
         }
         Ok((self.pg_clip, self.pg_clip))
     }
@@ -394,12 +374,7 @@ impl AlgorithmConfig {
         }
         match (&mut loss.kl, self.use_kl_loss) {
             (Some(kl), _) => set(&mut kl.coef, self.kl_loss_coef),
-            (None, None) => reject_unless(
-                "kl_loss_coef",
-                self.kl_loss_coef,
-                false,
-                "use_kl_loss: true",
-            )?,
+            (None, None) => reject!(self, "use_kl_loss: true", kl_loss_coef),
             (None, Some(_)) => {}
         }
         set(&mut loss.entropy_coef, self.entropy_loss_coef);
@@ -409,7 +384,7 @@ impl AlgorithmConfig {
         Ok(())
     }
 
-    /// The keys that mean the same with every preset: the epsilon and the scale of the advantage.
+    /// Applies the keys that mean the same with every preset: the advantage's epsilon and scale.
     fn apply_advantage(&self, recipe: &mut Recipe) -> Checked {
         let mut pipeline = recipe.advantage.pipeline();
         let norm = &mut recipe.reward_shaping.norm;
@@ -457,7 +432,7 @@ impl AlgorithmConfig {
         Ok(())
     }
 
-    /// The coefficient of the KL, wherever the algorithm has it.
+    /// Applies the KL coefficient, wherever the algorithm has it.
     fn apply_kl_coef(&self, config: &mut TrainConfig) -> Checked {
         let Some(coef) = self.kl_coef else {
             return Ok(());
@@ -503,8 +478,7 @@ impl AlgorithmConfig {
         Ok(())
     }
 
-    /// The estimate of the KL that `kl_coef` adds: k3, bounded where the trainer of the preset
-    /// bounds it.
+    /// Returns the KL estimate that `kl_coef` adds: k3, bounded if the preset's trainer bounds it.
     fn estimate(&self) -> Kl {
         match self.preset {
             Some(Preset::Verl | Preset::Roll | Preset::Openrlhf) => clamped(KlEstimator::K3),
@@ -526,18 +500,12 @@ impl AlgorithmConfig {
             Some(false) => {}
             None => {
                 let on = "difficulty_mask: true";
-                reject_unless(
-                    "difficulty_low_threshold",
-                    self.difficulty_low_threshold,
-                    false,
+                reject!(
+                    self,
                     on,
-                )?;
-                reject_unless(
-                    "difficulty_high_threshold",
-                    self.difficulty_high_threshold,
-                    false,
-                    on,
-                )?;
+                    difficulty_low_threshold,
+                    difficulty_high_threshold
+                );
             }
         }
         match self.error_max_len_clip {
@@ -545,15 +513,7 @@ impl AlgorithmConfig {
                 length: self.error_max_len_threshold.unwrap_or(response_length),
             }),
             Some(false) => {}
-            None => {
-                let threshold = self.error_max_len_threshold;
-                reject_unless(
-                    "error_max_len_threshold",
-                    threshold,
-                    false,
-                    "error_max_len_clip: true",
-                )?;
-            }
+            None => reject!(self, "error_max_len_clip: true", error_max_len_threshold),
         }
         Ok(())
     }
@@ -584,7 +544,7 @@ fn levels(mean: NormLevel, std: NormLevel) -> RewardNorm {
     }
 }
 
-/// Returns the level of the standard deviation that an advantage is divided by.
+/// Returns the level of the standard deviation that divides an advantage.
 fn level(scale: Scale) -> NormLevel {
     match scale {
         Scale::Group | Scale::GroupMean => NormLevel::Group,
@@ -600,7 +560,7 @@ fn clamped(estimator: KlEstimator) -> Kl {
     }
 }
 
-/// Changes the token stage of the advantage, and adds one if there is none.
+/// Changes the advantage's token stage, and adds one if there is none.
 fn map_tokens(recipe: &mut Recipe, change: impl FnOnce(&mut TokenAdvantage)) {
     let mut pipeline = recipe.advantage.pipeline();
     change(pipeline.tokens.get_or_insert_with(TokenAdvantage::default));

@@ -1,30 +1,31 @@
-//! Bounds of the sizes in a configuration, by the memory that they take.
+//! Bounds on sizes in a configuration, from the memory that they need.
 
 use candle_grpo_nn::{DecoderConfig, LoraConfig};
 use serde_json::Value;
 
 use super::EvaluationConfig;
+use super::document::join;
 use super::problem::Problem;
 use super::run::RunConfig;
 use super::sft::SftRunConfig;
 
-/// The greatest count that any key takes.
+/// The largest count that any key accepts.
 const COUNT: u64 = 1 << 40;
 /// The most completions in a step or an evaluation.
 const COMPLETIONS: usize = 1 << 20;
-/// The most bytes that the tokens of a step take.
+/// The largest number of bytes for a step's tokens.
 const STEP_BYTES: u128 = 1 << 40;
-/// About ten tensors of a step hold four bytes for each token.
+/// In a step, about ten tensors hold four bytes per token.
 const TOKEN_BYTES: u128 = 40;
-/// The bytes of an adapted weight: itself, its gradient and two moments.
+/// The bytes per adapted weight: itself, its gradient and two moments.
 const ADAPTER_BYTES: u128 = 16;
-/// The greatest rank of an adapter of any model.
+/// The largest adapter rank for any model.
 const RANK: usize = 1 << 16;
-/// The most threads, each of which takes a stack of 2 MiB.
+/// The largest number of threads, which need a stack of 2 MiB each.
 const THREADS: usize = 1 << 10;
 const STACK_BYTES: u128 = 2 << 20;
 
-/// Refuses sizes with which no machine could begin.
+/// Rejects sizes that no machine could start with.
 pub(super) fn check(run: &RunConfig) -> Result<(), Problem> {
     for (key, value) in [
         ("max_steps", Some(run.max_steps)),
@@ -33,21 +34,21 @@ pub(super) fn check(run: &RunConfig) -> Result<(), Problem> {
         ("checkpoint.keep", Some(run.checkpoint.keep)),
         ("evaluation.every_steps", run.evaluation.every_steps),
         ("evaluation.max_prompts", run.evaluation.max_prompts),
-        ("algorithm.prompt_length", Some(run.max_prompt_tokens)),
+        ("max_prompt_tokens", Some(run.max_prompt_tokens)),
     ] {
         if value == Some(0) {
             return Err(Problem::at(key, "0, must be at least 1"));
         }
     }
     check_threads(run.threads)?;
-    check_rank("training", run.train.adapters.as_ref())?;
+    check_rank("", run.train.adapters.as_ref())?;
     step(run)?;
     check_evaluation(&run.evaluation, 1)?;
     let effective = run.to_value().map_err(|error| Problem::at("", error))?;
     numbers("", &effective)
 }
 
-/// Refuses numbers of threads that no machine could start.
+/// Rejects thread counts that no machine could start.
 fn check_threads(threads: Option<usize>) -> Result<(), Problem> {
     if let Some(threads) = threads.filter(|&threads| threads > THREADS) {
         let stacks = size(threads as u128 * STACK_BYTES);
@@ -59,12 +60,12 @@ fn check_threads(threads: Option<usize>) -> Result<(), Problem> {
     Ok(())
 }
 
-/// Refuses ranks of adapters of any model that no machine could hold.
+/// Rejects adapter ranks that no machine could hold for any model.
 fn check_rank(section: &str, adapters: Option<&LoraConfig>) -> Result<(), Problem> {
     if let Some(adapters) = adapters
         && !(1..=RANK).contains(&adapters.rank)
     {
-        let key = format!("{section}.adapters.rank");
+        let key = join(section, "adapters.rank");
         let message = format!("{}, must be from 1 to {RANK}", adapters.rank);
         let takes = match adapters.rank {
             0 => String::new(),
@@ -78,7 +79,7 @@ fn check_rank(section: &str, adapters: Option<&LoraConfig>) -> Result<(), Proble
     Ok(())
 }
 
-/// [`check`] of supervised training.
+/// [`check`] for supervised training.
 pub(super) fn check_sft(run: &SftRunConfig) -> Result<(), Problem> {
     for (key, value) in [
         ("max_steps", run.sft.max_steps),
@@ -98,14 +99,14 @@ pub(super) fn check_sft(run: &SftRunConfig) -> Result<(), Problem> {
     numbers("", &effective)
 }
 
-/// Refuses adapters of `model` in `section` that are not valid or wider than the model, so that a
+/// Rejects invalid adapters for `model` in `section`, and adapters wider than the model, since a
 /// smaller rank gives the same updates.
 pub(super) fn check_adapters(
     section: &str,
     adapters: &LoraConfig,
     model: &DecoderConfig,
 ) -> Result<(), Problem> {
-    let section = format!("{section}.adapters");
+    let section = join(section, "adapters");
     let shapes = adapters
         .parameter_shapes(model)
         .map_err(|error| Problem::within(&section, &error.into()))?;
@@ -127,7 +128,7 @@ pub(super) fn check_adapters(
     Ok(())
 }
 
-/// Refuses evaluations on `prompts` held-out prompts that no machine could hold.
+/// Rejects evaluations on `prompts` held-out prompts that no machine could hold.
 pub(super) fn check_evaluation(config: &EvaluationConfig, prompts: usize) -> Result<(), Problem> {
     let prompts = config.max_prompts.unwrap_or(usize::MAX).min(prompts);
     let samples = config.samples_per_prompt;
@@ -155,7 +156,7 @@ pub(super) fn check_evaluation(config: &EvaluationConfig, prompts: usize) -> Res
     Ok(())
 }
 
-/// Refuses steps that no machine could hold.
+/// Rejects steps that no machine could hold.
 fn step(run: &RunConfig) -> Result<(), Problem> {
     let train = &run.train;
     let (prompts, group) = (train.prompts_per_step, train.num_generations);
@@ -169,9 +170,9 @@ fn step(run: &RunConfig) -> Result<(), Problem> {
         size(bytes)
     );
     let (key, value) = if prompts >= group {
-        ("algorithm.rollout_batch_size", prompts)
+        ("prompts_per_step", prompts)
     } else {
-        ("algorithm.num_return_sequences_in_group", group)
+        ("num_generations", group)
     };
     if completions > COMPLETIONS as u128 {
         return Err(Problem::at(
@@ -181,7 +182,7 @@ fn step(run: &RunConfig) -> Result<(), Problem> {
     }
     if bytes > STEP_BYTES {
         return Err(Problem::at(
-            "algorithm.response_length",
+            "sampling.max_new_tokens",
             format!(
                 "{length}, must take at most {} a step; {takes}",
                 size(STEP_BYTES)
@@ -195,7 +196,7 @@ fn step(run: &RunConfig) -> Result<(), Problem> {
     let all = bytes.saturating_mul(batches);
     if all > STEP_BYTES {
         return Err(Problem::at(
-            "training.max_sampling_batches",
+            "max_sampling_batches",
             format!(
                 "{batches}, must take at most {} a step; {batches} batches take {}",
                 size(STEP_BYTES),
@@ -206,8 +207,8 @@ fn step(run: &RunConfig) -> Result<(), Problem> {
     Ok(())
 }
 
-/// Keys without a bound, because their values take no memory: seeds, budgets, and the JSON of
-/// requests, schemas and chat templates.
+/// Keys without a bound, because their values need no memory: seeds, budgets, and JSON requests,
+/// schemas and chat templates.
 const UNBOUNDED: [&str; 6] = [
     "seed",
     "max_requests",
@@ -217,7 +218,8 @@ const UNBOUNDED: [&str; 6] = [
     "chat_template_kwargs",
 ];
 
-/// Refuses whole numbers above [`COUNT`] and numbers that no f32 holds, but for [`UNBOUNDED`] keys.
+/// Rejects integers above [`COUNT`] and numbers outside the f32 range, except for [`UNBOUNDED`]
+/// keys.
 fn numbers(path: &str, value: &Value) -> Result<(), Problem> {
     let key = path.rsplit('.').next().unwrap_or(path);
     match value {
@@ -231,14 +233,14 @@ fn numbers(path: &str, value: &Value) -> Result<(), Problem> {
             };
             match number.as_f64() {
                 Some(x) if x.abs() <= bound => Ok(()),
-                Some(x) if is_count => Err(Problem::effective(
+                Some(x) if is_count => Err(Problem::at(
                     path,
                     format!(
                         "{number}, must be at most {bound}; with one byte each they take {}",
                         size(x.abs() as u128)
                     ),
                 )),
-                _ => Err(Problem::effective(
+                _ => Err(Problem::at(
                     path,
                     format!("{number}, must be at most {bound}, the greatest f32"),
                 )),
@@ -256,7 +258,7 @@ fn numbers(path: &str, value: &Value) -> Result<(), Problem> {
     }
 }
 
-/// Returns a number of bytes in a unit of a fitting size.
+/// Returns a byte count in a suitable unit.
 fn size(bytes: u128) -> String {
     let units = ["bytes", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB"];
     let power = (bytes.max(1).ilog2() / 10).min(6);

@@ -1,4 +1,4 @@
-//! Configuration files as trees of values with the lines of their keys.
+//! Configuration files as value trees that keep the lines.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -20,18 +20,26 @@ use super::suggestions::{unknown_key, unknown_name, unknown_sft_key};
 use super::syntax;
 use super::tree::{QUOTE_HINT, Tree, TypeError};
 
-/// The longest path of a key in bytes. It bounds the memory of the paths.
+/// The longest key path in bytes. It bounds the memory for paths.
 pub(super) const LONGEST_PATH: usize = 500;
 
-/// A configuration file: its values and the lines of its keys.
+/// A configuration file: its values and its keys' lines.
 #[derive(Debug, Clone, Default)]
 pub struct Document {
     file: PathBuf,
     pub(super) value: Value,
-    /// The line of each key, by its path (`algorithm.recipe.overlong`, `rewards[0].kind`).
+    /// The line of each key, by its path (`recipe.overlong`, `rewards[0].kind`).
     lines: BTreeMap<String, usize>,
-    /// The path in the file of each key that a translation has moved.
-    origins: BTreeMap<String, String>,
+    /// The place in the file of each key that a translation has moved.
+    origins: BTreeMap<String, Origin>,
+}
+
+/// The key of a file that a translation has moved, or from which it has made another.
+#[derive(Debug, Clone)]
+struct Origin {
+    path: String,
+    /// The value of the key, if another value follows from it.
+    cause: Option<Value>,
 }
 
 /// Hides the environment variables that any `api_key_env` in `value` names from programs.
@@ -49,8 +57,8 @@ fn hide_keys(value: &Value) {
 }
 
 impl Document {
-    /// Reads a file: TOML where its name ends in `.toml`, otherwise YAML, of which JSON is a part.
-    /// Of a script, `.sh`, it reads the keys that the script sets for verl or OpenRLHF.
+    /// Reads a file: TOML if its name ends in `.toml`, otherwise YAML, which includes JSON. From a
+    /// script, `.sh`, it reads the keys that the script sets for verl or OpenRLHF.
     ///
     /// # Errors
     ///
@@ -103,7 +111,7 @@ impl Document {
         Ok(document)
     }
 
-    /// Parses a text of YAML; `file` is for messages.
+    /// Parses YAML text; `file` is for messages.
     ///
     /// # Errors
     ///
@@ -121,7 +129,7 @@ impl Document {
         Self::new(file, node)
     }
 
-    /// Parses a text of TOML; `file` is for messages.
+    /// Parses TOML text; `file` is for messages.
     ///
     /// # Errors
     ///
@@ -163,18 +171,18 @@ impl Document {
         })
     }
 
-    /// Returns the values of the file.
+    /// Returns the file's values.
     pub fn value(&self) -> &Value {
         &self.value
     }
 
-    /// Returns the default folder of the run: `runs/` and the name of the file.
+    /// Returns the default run directory: `runs/` and the file name.
     pub(super) fn run_dir(&self) -> PathBuf {
         let name = self.file.file_stem().unwrap_or("run".as_ref());
         Path::new("runs").join(name)
     }
 
-    /// Returns a document of the same file with another value.
+    /// Returns a document with another value for the same file.
     pub(super) fn with_value(&self, value: Value) -> Self {
         Self {
             file: self.file.clone(),
@@ -184,17 +192,108 @@ impl Document {
         }
     }
 
-    /// Returns the line of the key at a path.
+    /// Returns the line where a path's key is.
     pub(super) fn line_of(&self, path: &str) -> Option<usize> {
         self.lines.get(path).copied()
     }
 
     /// Notes that the value at `path` stands at `origin` in the file, on that line.
-    pub(super) fn note_origin(&mut self, path: &str, origin: &str, line: Option<usize>) {
-        self.origins.insert(path.to_owned(), origin.to_owned());
+    fn note_origin(&mut self, path: &str, origin: &str, line: Option<usize>) {
+        let origin = Origin {
+            path: origin.to_owned(),
+            cause: None,
+        };
+        self.origins.insert(path.to_owned(), origin);
         if let Some(line) = line {
             self.lines.insert(path.to_owned(), line);
         }
+    }
+
+    /// Notes that the value at `path` follows from `value`, which the key at `cause` has in
+    /// `other`, a document of the same file.
+    pub(super) fn note_cause(&mut self, path: &str, other: &Self, cause: &str, value: &Value) {
+        self.note_origin(path, &other.shown(cause), other.line(cause));
+        if let Some(origin) = self.origins.get_mut(path) {
+            origin.cause = Some(value.clone());
+        }
+    }
+
+    /// Returns the value of the key from which the value at `path` follows.
+    pub(super) fn cause(&self, path: &str) -> Option<&Value> {
+        self.origins.get(path)?.cause.as_ref()
+    }
+
+    /// Returns the places of what the key at `path` in the file sets, without those inside others.
+    pub(super) fn places_of(&self, path: &str) -> Vec<&str> {
+        let mut places: Vec<&str> = Vec::new();
+        for (place, origin) in &self.origins {
+            let is_inside = |around: &&str| {
+                let rest = place.strip_prefix(*around);
+                rest.is_some_and(|rest| rest.starts_with(['.', '[']))
+            };
+            if origin.path == path && self.get(place).is_some() && !places.iter().any(is_inside) {
+                places.push(place);
+            }
+        }
+        places
+    }
+
+    /// Returns the path in the file of the key at `path`.
+    fn shown(&self, path: &str) -> String {
+        let mut around = path;
+        loop {
+            match self.origins.get(around) {
+                Some(origin) if origin.cause.is_none() || around == path => {
+                    return format!("{}{}", origin.path, &path[around.len()..]);
+                }
+                _ => {}
+            }
+            match around.rfind(['.', '[']) {
+                Some(end) => around = &around[..end],
+                None => return path.to_owned(),
+            }
+        }
+    }
+
+    /// Moves the value at `from` to `to`, if there is one.
+    ///
+    /// # Errors
+    ///
+    /// Returns an error if there is a value at `to`, too.
+    pub(super) fn rename(&mut self, from: &str, to: &str) -> Result<(), ConfigError> {
+        if self.get(from).is_none() {
+            return Ok(());
+        }
+        if self.get(to).is_some_and(|value| !value.is_null()) {
+            let message = format!(
+                "given, but {} is given, too; give one of them",
+                self.shown(to)
+            );
+            return Err(self.error(from, message));
+        }
+        let paths = self.lines.range(from.to_owned()..).map(|(path, _)| path);
+        let paths = paths.take_while(|path| path.starts_with(from));
+        let inside = |path: &&String| path[from.len()..].starts_with(['.', '[']);
+        let paths: Vec<String> = paths
+            .filter(|path| *path == from || inside(path))
+            .cloned()
+            .collect();
+        for path in paths {
+            let place = format!("{to}{}", &path[from.len()..]);
+            self.note_origin(&place, &self.shown(&path), self.line(&path));
+            self.lines.remove(&path);
+        }
+        let value = self.remove(from).unwrap_or_default();
+        self.set(to, value);
+        Ok(())
+    }
+
+    /// Removes the value at `path`.
+    pub(super) fn remove(&mut self, path: &str) -> Option<Value> {
+        let pointer = pointer(path);
+        let (section, key) = pointer.rsplit_once('/')?;
+        let section = self.value.pointer_mut(section)?.as_object_mut()?;
+        section.shift_remove(key)
     }
 
     /// Sets the value at `path`, which stands at `origin` in the file, on that line. Mappings
@@ -221,7 +320,7 @@ impl Document {
         }
     }
 
-    /// Returns every value that is not a mapping with its path, in the order of the file.
+    /// Returns every value that is not a mapping with its path, in file order.
     pub(super) fn leaves(&self) -> Vec<(String, &Value)> {
         let mut leaves = Vec::new();
         let mut open = vec![(String::new(), &self.value)];
@@ -237,13 +336,6 @@ impl Document {
         leaves
     }
 
-    /// Returns the document without the key at `path`.
-    pub(super) fn without(&self, path: &str) -> Self {
-        let mut document = self.clone();
-        remove(&mut document.value, path);
-        document
-    }
-
     /// Returns the value at a path.
     pub(super) fn get(&self, path: &str) -> Option<&Value> {
         self.value.pointer(&pointer(path))
@@ -251,24 +343,31 @@ impl Document {
 
     /// Returns an error about the key at `path`.
     pub(super) fn error(&self, path: &str, message: impl fmt::Display) -> ConfigError {
-        let shown = self.origins.get(path).map_or(path, String::as_str);
+        let shown = self.shown(path);
         ConfigError {
             file: self.file.clone(),
             line: self.line(path),
-            message: match shown {
+            message: match shown.as_str() {
                 "" => message.to_string(),
                 shown => format!("{shown}: {message}"),
             },
         }
     }
 
-    /// Returns the line of a path, or of the nearest key around it.
+    /// Returns the line of a path, or of the nearest key around it. An option of the recipe that
+    /// the file does not have is of the preset.
     fn line(&self, path: &str) -> Option<usize> {
-        nearest_line(&self.lines, path)
+        let is_of_preset = path.rsplit_once('.').is_some_and(|(section, _)| {
+            let given = |path| self.get(path).is_some();
+            path.starts_with("recipe.") && !given(path) && (section == "recipe" || !given(section))
+        });
+        let preset = self.lines.get("preset").copied();
+        let preset = preset.filter(|_| is_of_preset && !self.lines.contains_key(path));
+        preset.or_else(|| nearest_line(&self.lines, path))
     }
 
-    /// Returns `value`, which stands at `path`, as a `T`. Programs do not inherit the environment
-    /// variables that it names as those of keys.
+    /// Parses `value`, found at `path`, as a `T`. If it names environment variables that hold
+    /// secret keys, programs do not inherit them.
     pub(super) fn parse<T: DeserializeOwned>(
         &self,
         path: &str,
@@ -349,8 +448,8 @@ impl Document {
         }
     }
 
-    /// Returns the number of steps that the value at `path` is, if the key counts steps and its
-    /// value is a share of them, as transformers has it.
+    /// Returns the number of steps that the value at `path` stands for, if the key counts steps and
+    /// its value is a share, as in transformers.
     fn share(&self, path: &str) -> Option<String> {
         const COUNTS: [&str; 3] = [
             "schedule.warmup_steps",
@@ -365,7 +464,7 @@ impl Document {
         })
     }
 
-    /// Returns the path of a key at or below `path`: the path of an error may end at a section.
+    /// Returns a key's path at or below `path`: an error's path may end at a section.
     fn inside(&self, path: &str, key: &str) -> String {
         let end = format!(".{key}");
         if path == key || path.ends_with(&end) {
@@ -381,7 +480,7 @@ impl Document {
     }
 }
 
-/// Returns the whole number of steps that are a share of `steps`.
+/// Returns a share of `steps` as a whole number.
 pub(super) fn share_of(share: f64, steps: f64) -> f64 {
     // Without the error of the last digits of the product.
     const DIGITS: f64 = 1e6;
@@ -398,7 +497,7 @@ fn nearest_line(lines: &BTreeMap<String, usize>, path: &str) -> Option<usize> {
     }
 }
 
-/// Returns the path of a key as a JSON pointer.
+/// Returns a key's path as a JSON pointer.
 fn pointer(path: &str) -> String {
     let steps = path
         .split(['.', '['])
@@ -420,12 +519,12 @@ fn remove(value: &mut Value, path: &str) {
     }
 }
 
-/// The most keys of one value that [`culprit`] removes or adds, each of which takes a pass over the
-/// file.
+/// The largest number of keys that [`culprit`] removes or adds per value. Each costs a pass over
+/// the file.
 const TRIES: usize = 50;
 
-/// Returns the path below `path` of the value that `error` is about. A reward is read
-/// before its kind is known, so that the paths of its errors end above their keys.
+/// Returns the path below `path` to the value that caused `error`. A reward is read before its kind
+/// is known, so its errors' paths end above their keys.
 fn culprit(
     value: &Value,
     path: &str,
@@ -480,7 +579,7 @@ fn nested(key: &str) -> String {
 }
 
 /// Returns the path of `key`, which may be a path or an index, in the section at `path`.
-fn join(path: &str, key: &str) -> String {
+pub(super) fn join(path: &str, key: &str) -> String {
     match (path, key) {
         (path, "") => path.to_owned(),
         ("", key) => key.to_owned(),
@@ -494,7 +593,7 @@ fn line_at(text: &str, at: usize) -> usize {
     1 + before.iter().filter(|&&b| b == b'\n').count()
 }
 
-/// A value with the lines of its keys.
+/// A value with its keys' lines.
 enum Node {
     Scalar(Value),
     /// A number that is not finite, as the file has it.
@@ -504,7 +603,7 @@ enum Node {
 }
 
 impl Node {
-    /// Returns the value, or the line of a key that no path can have and a message.
+    /// Returns the value, or the line and a message for a key that no path can have.
     fn into_value(
         self,
         path: String,
@@ -627,7 +726,7 @@ impl<'de> Visitor<'de> for NodeVisitor {
     }
 }
 
-/// The error of a value that a tree cannot hold: its offset in the text, and the message.
+/// An error for a value that a tree cannot hold: its offset in the text, and the message.
 type Misplaced = (usize, String);
 
 fn table_node(text: &str, table: &DeTable<'_>) -> Result<Node, Misplaced> {
@@ -668,7 +767,7 @@ fn value_node(text: &str, at: usize, value: &DeValue<'_>) -> Result<Node, Mispla
 mod tests {
     use super::*;
 
-    /// The keys of a tool's schema appear in prompts.
+    /// A tool schema's keys appear in prompts.
     #[test]
     fn keys_of_a_toml_file_keep_their_order() {
         let text = "b = 1\na = {zeta = 1, alpha = {y = 2, x = 3}}\n";

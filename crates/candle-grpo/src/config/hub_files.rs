@@ -1,4 +1,4 @@
-//! Models and data of a run that come from the hub.
+//! A run's hub models and data.
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -6,28 +6,29 @@ use std::path::{Path, PathBuf};
 use anyhow::{Context, Result};
 use candle_grpo_nn::BaseWeights;
 use candle_grpo_train::hub::{HubContent, HubName, Located, MissingFile, TransferError};
-use candle_grpo_train::sft::SftDataConfig;
-use candle_grpo_train::{ComputeDType, DatasetConfig, Interrupted, RewardConfig};
+use candle_grpo_train::{ComputeDType, Interrupted};
+use serde_json::{Map, Value};
 
 use super::document::Document;
 use super::error::ConfigError;
 use super::run::{RunConfig, reward_key};
-use super::sections::{ModelConfig, TeacherConfig};
+use super::sections::ModelConfig;
 
 const MODEL: &str = "model";
 const TEACHER: &str = "teacher.model";
 
-/// The files of a run that come from the hub.
+/// A run's hub files.
 #[derive(Debug, Clone, Default)]
 pub struct HubFiles {
     /// The commits by repository.
     commits: BTreeMap<String, String>,
-    /// The weights that are not in the cache, by the key of the file and the name.
+    /// The weights that are not in the cache, by the file's key and the hub name.
     missing: Vec<(String, HubName, Vec<MissingFile>)>,
 }
 
 impl HubFiles {
-    /// Returns whether weights of a model that `key` names, or a key in it, are not in the cache.
+    /// Returns whether a model's weights are not in the cache, for the model that `key`, or a key
+    /// in it, names.
     pub(super) fn lacks_weights_of(&self, key: &str) -> bool {
         let is_of_key = |lacking: &str| match lacking.strip_prefix(key) {
             Some(rest) => rest.is_empty() || rest.starts_with('.'),
@@ -37,10 +38,10 @@ impl HubFiles {
     }
 }
 
-/// Locates a file of the hub: of a name, for its needed content, at a commit if one is given.
+/// Locates a hub file from its name, the needed content, and a commit if given.
 pub type Locate<'a> = &'a mut dyn FnMut(&HubName, HubContent, Option<&str>) -> Result<Located>;
 
-/// The replacement of names of the hub by paths in the sections of a configuration.
+/// Replaces hub names with paths in a configuration's sections.
 pub(super) struct Replacement<'a> {
     document: &'a Document,
     /// The commits that repositories must have.
@@ -64,13 +65,13 @@ impl<'a> Replacement<'a> {
         }
     }
 
-    /// Replaces the path at `key` if it is a name of the hub. A revision stands for one commit in
-    /// the whole run.
+    /// Replaces the path at `key` if it is a hub name. A revision stands for one commit throughout
+    /// the run.
     ///
     /// # Errors
     ///
-    /// With [`Interrupted`] or [`TransferError`] if the error of `locate` is one. With
-    /// [`ConfigError`](super::ConfigError) and the line of the name otherwise.
+    /// Returns [`Interrupted`] or [`TransferError`] if `locate` does. Otherwise returns a
+    /// [`ConfigError`](super::ConfigError) with the name's line.
     pub(super) fn replace(
         &mut self,
         key: &str,
@@ -109,7 +110,7 @@ impl<'a> Replacement<'a> {
         Ok(())
     }
 
-    /// [`Self::replace`] of the model, and of the files to train on and to evaluate on.
+    /// Replaces the model, the training files and the held-out files, as [`Self::replace`] does.
     pub(super) fn replace_model_and_data(
         &mut self,
         (model, content): (&mut PathBuf, HubContent),
@@ -128,14 +129,14 @@ impl<'a> Replacement<'a> {
 
 /// The parts of a configuration that the program handles alike for all trainers.
 pub trait Configuration {
-    /// Replaces each name of the hub by a path, which `locate` returns for the name, the needed
-    /// content, and the commit in `commits` if there is one for the repository. `model` is the
-    /// needed part of models.
+    /// Replaces each hub name with a path. `locate` returns the path for the name, the needed
+    /// content, and the repository's commit in `commits` if there is one. `model` is the content
+    /// that models need.
     ///
     /// # Errors
     ///
-    /// With [`Interrupted`] or [`TransferError`] if the error of `locate` is one. With
-    /// [`ConfigError`](super::ConfigError) and the line of the name otherwise.
+    /// Returns [`Interrupted`] or [`TransferError`] if `locate` does. Otherwise returns a
+    /// [`ConfigError`](super::ConfigError) with the name's line.
     fn replace_hub_names(
         &mut self,
         model: HubContent,
@@ -143,29 +144,29 @@ pub trait Configuration {
         locate: Locate<'_>,
     ) -> Result<()>;
 
-    /// Checks that the programs, scripts and folders are there that the configuration names.
+    /// Checks that the configured programs, scripts and folders exist.
     ///
     /// # Errors
     ///
-    /// With the line of the key if one is missing.
+    /// Returns an error with the key's line if one is missing.
     fn check_files(&self) -> Result<(), ConfigError>;
 
-    /// Returns the files of the hub, once [they are located](Self::replace_hub_names).
+    /// Returns the hub files, once [they are located](Self::replace_hub_names).
     fn hub_files(&self) -> &HubFiles;
 
-    /// Returns the commits of the repositories on the hub that the run reads, once their files are
+    /// Returns the commits of the hub repositories that the run reads, once their files are
     /// located. The keys are [their names](HubName::repository).
     fn hub_commits(&self) -> &BTreeMap<String, String> {
         &self.hub_files().commits
     }
 
-    /// Returns the weights that are still to be downloaded, by the name of their model.
+    /// Returns the weights that still need to be downloaded, by model name.
     fn missing_weights(&self) -> impl Iterator<Item = (&HubName, &[MissingFile])> {
         let missing = self.hub_files().missing.iter();
         missing.map(|(_, name, files)| (name, files.as_slice()))
     }
 
-    /// Returns whether the weights of the model are still to be downloaded.
+    /// Returns whether the model's weights still need to be downloaded.
     fn lacks_model_weights(&self) -> bool {
         self.hub_files().lacks_weights_of(MODEL)
     }
@@ -187,15 +188,8 @@ pub trait Configuration {
     fn threads(&self) -> Option<usize>;
 }
 
-/// The sections of a run that name files of the hub.
-#[derive(Debug, Clone)]
-pub(super) struct RunNames {
-    pub(super) model: ModelConfig,
-    pub(super) teacher: Option<TeacherConfig>,
-    pub(super) data: DatasetConfig,
-    pub(super) demonstrations: Option<SftDataConfig>,
-    pub(super) rewards: Vec<RewardConfig>,
-}
+/// The keys of a run that may name files of the hub.
+const NAMED: [&str; 5] = ["model", "teacher", "data", "demonstration_data", "rewards"];
 
 impl Configuration for RunConfig {
     fn replace_hub_names(
@@ -204,7 +198,11 @@ impl Configuration for RunConfig {
         commits: &BTreeMap<String, String>,
         locate: Locate<'_>,
     ) -> Result<()> {
-        let named = self.own_sections();
+        let mut named = match self.to_value()? {
+            Value::Object(keys) => keys,
+            _ => Map::new(),
+        };
+        named.retain(|key, _| NAMED.contains(&key.as_str()));
         let mut replacement = Replacement::new(&self.document, commits, locate);
         let data = &mut self.data;
         replacement.replace_model_and_data(
@@ -220,11 +218,11 @@ impl Configuration for RunConfig {
             replacement.replace(TEACHER, model, path)?;
         }
         for path in self
-            .demonstrations
+            .demonstration_data
             .iter_mut()
             .flat_map(|data| &mut data.train)
         {
-            replacement.replace("demonstrations.train", HubContent::Data, path)?;
+            replacement.replace("demonstration_data.train", HubContent::Data, path)?;
         }
         for (i, reward) in self.rewards.iter_mut().enumerate() {
             for (key, path) in reward.models_mut() {
@@ -232,7 +230,7 @@ impl Configuration for RunConfig {
             }
         }
         self.hub = replacement.hub;
-        self.named = Some(named);
+        self.named = named;
         Ok(())
     }
 
@@ -266,21 +264,6 @@ impl Configuration for RunConfig {
 }
 
 impl RunConfig {
-    /// The sections with names of the hub, as the file has them.
-    pub(super) fn named_sections(&self) -> RunNames {
-        self.named.clone().unwrap_or_else(|| self.own_sections())
-    }
-
-    fn own_sections(&self) -> RunNames {
-        RunNames {
-            model: self.model.clone(),
-            teacher: self.teacher.clone(),
-            data: self.data.clone(),
-            demonstrations: self.demonstrations.clone(),
-            rewards: self.rewards.clone(),
-        }
-    }
-
     /// Returns whether weights of the teacher are still to be downloaded.
     pub(crate) fn lacks_teacher_weights(&self) -> bool {
         self.hub.lacks_weights_of(TEACHER)

@@ -1,10 +1,11 @@
-//! Configuration of a run, from a file of YAML or TOML.
+//! Run configuration, from a YAML or TOML file.
 
 mod algorithm;
 mod algorithm_keys;
 mod bounds;
 mod document;
 mod error;
+mod former;
 mod hub_files;
 mod import;
 mod merge;
@@ -24,7 +25,7 @@ pub use algorithm::{AdvEstimator, AlgorithmConfig, PgVariant};
 pub use document::Document;
 pub use error::ConfigError;
 pub use hub_files::{Configuration, HubFiles, Locate};
-pub use import::{Import, ImportedKey, RollDefault, RollFile, Severity, Sizes, System, Verdict};
+pub use import::{Import, ImportedKey, RollDefault, Severity, Sizes, System, Verdict};
 pub use preset::{Algorithm, Preset};
 pub use run::RunConfig;
 pub use sections::{CheckpointConfig, EvaluationConfig, ModelConfig, TeacherConfig};

@@ -1,49 +1,42 @@
-//! The names that other trainers have for keys of this program.
+//! Other trainers' names for our keys.
 
-/// Each name of a key in TRL, verl, OpenRLHF or ROLL, with the path of the key here.
+/// Key names in TRL, verl, OpenRLHF or ROLL, with our paths.
 pub(super) const NAMES: &[(&str, &str)] = &[
-    // Sections.
-    ("trainer", "training"),
     // Sizes of a step.
-    ("num_generations", "algorithm.num_return_sequences_in_group"),
-    ("group_size", "algorithm.num_return_sequences_in_group"),
-    ("n", "algorithm.num_return_sequences_in_group"),
-    (
-        "n_samples_per_prompt",
-        "algorithm.num_return_sequences_in_group",
-    ),
-    (
-        "num_return_sequences",
-        "algorithm.num_return_sequences_in_group",
-    ),
-    ("generation_batch_size", "algorithm.rollout_batch_size"),
-    ("batch_size", "algorithm.rollout_batch_size"),
-    ("gen_batch_size", "algorithm.rollout_batch_size"),
-    ("num_iterations", "algorithm.ppo_epochs"),
-    ("max_epochs", "algorithm.ppo_epochs"),
-    ("max_completion_length", "algorithm.response_length"),
-    ("max_response_length", "algorithm.response_length"),
-    ("generate_max_len", "algorithm.response_length"),
-    ("max_new_tokens", "algorithm.response_length"),
-    ("max_seq_length", "algorithm.response_length"),
-    ("max_prompt_length", "algorithm.prompt_length"),
-    ("prompt_max_len", "algorithm.prompt_length"),
-    ("per_device_train_batch_size", "training.micro_batch_size"),
-    ("micro_train_batch_size", "training.micro_batch_size"),
-    ("ppo_micro_batch_size", "training.micro_batch_size"),
-    ("ppo_micro_batch_size_per_gpu", "training.micro_batch_size"),
-    ("ppo_max_token_len_per_gpu", "training.micro_batch_tokens"),
-    ("train_max_tokens_per_gpu", "training.micro_batch_tokens"),
-    (
-        "max_tokens_per_microbatch_in_train",
-        "training.micro_batch_tokens",
-    ),
-    ("gradient_accumulation_steps", "training.mini_batch_size"),
-    ("ppo_mini_batch_size", "training.mini_batch_size"),
-    ("steps_per_generation", "algorithm.rollout_batch_size"),
-    ("micro_rollout_batch_size", "sampler.max_batch_size"),
-    ("per_device_eval_batch_size", "sampler.max_batch_size"),
-    ("max_num_seqs", "sampler.max_batch_size"),
+    ("rollout_batch_size", "prompts_per_step"),
+    ("num_return_sequences_in_group", "num_generations"),
+    ("prompt_length", "max_prompt_tokens"),
+    ("response_length", "sampling.max_new_tokens"),
+    ("ppo_epochs", "epochs"),
+    ("group_size", "num_generations"),
+    ("n", "num_generations"),
+    ("n_samples_per_prompt", "num_generations"),
+    ("num_return_sequences", "num_generations"),
+    ("generation_batch_size", "prompts_per_step"),
+    ("batch_size", "prompts_per_step"),
+    ("gen_batch_size", "prompts_per_step"),
+    ("num_iterations", "epochs"),
+    ("max_epochs", "epochs"),
+    ("max_completion_length", "sampling.max_new_tokens"),
+    ("max_response_length", "sampling.max_new_tokens"),
+    ("generate_max_len", "sampling.max_new_tokens"),
+    ("max_new_tokens", "sampling.max_new_tokens"),
+    ("max_seq_length", "sampling.max_new_tokens"),
+    ("max_prompt_length", "max_prompt_tokens"),
+    ("prompt_max_len", "max_prompt_tokens"),
+    ("per_device_train_batch_size", "micro_batch_size"),
+    ("micro_train_batch_size", "micro_batch_size"),
+    ("ppo_micro_batch_size", "micro_batch_size"),
+    ("ppo_micro_batch_size_per_gpu", "micro_batch_size"),
+    ("ppo_max_token_len_per_gpu", "micro_batch_tokens"),
+    ("train_max_tokens_per_gpu", "micro_batch_tokens"),
+    ("max_tokens_per_microbatch_in_train", "micro_batch_tokens"),
+    ("gradient_accumulation_steps", "mini_batch_size"),
+    ("ppo_mini_batch_size", "mini_batch_size"),
+    ("steps_per_generation", "prompts_per_step"),
+    ("micro_rollout_batch_size", "sampling.max_batch_size"),
+    ("per_device_eval_batch_size", "sampling.max_batch_size"),
+    ("max_num_seqs", "sampling.max_batch_size"),
     ("num_train_epochs", "max_steps"),
     ("num_episodes", "max_steps"),
     ("total_epochs", "max_steps"),
@@ -54,53 +47,56 @@ pub(super) const NAMES: &[(&str, &str)] = &[
     ("reward_model", "rewards"),
     ("custom_reward_function", "rewards"),
     ("remote_rm_url", "rewards"),
-    ("advantage_estimator", "algorithm.adv_estimator"),
-    ("scale_rewards", "algorithm.advantage_scale"),
-    ("norm_adv_by_std_in_grpo", "algorithm.advantage_scale"),
-    ("no_advantage_std_norm", "algorithm.advantage_scale"),
-    ("reward_clip_range", "algorithm.reward_clip"),
-    ("lam", "algorithm.lambd"),
-    ("gae_lambda", "algorithm.lambd"),
-    ("filter_groups", "algorithm.recipe.group_filter"),
-    ("dynamic_filtering", "algorithm.recipe.group_filter"),
-    ("overlong_buffer", "algorithm.recipe.overlong"),
+    ("advantage_estimator", "recipe.advantage.name"),
+    ("scale_rewards", "recipe.advantage.scale"),
+    ("norm_adv_by_std_in_grpo", "recipe.advantage.scale"),
+    ("no_advantage_std_norm", "recipe.advantage.scale"),
+    ("reward_clip_range", "recipe.reward_shaping.clip"),
+    ("lam", "recipe.advantage.lambda"),
+    ("gae_lambda", "recipe.advantage.lambda"),
+    ("filter_groups", "recipe.group_filter"),
+    ("dynamic_filtering", "recipe.group_filter"),
+    ("overlong_buffer", "recipe.overlong"),
     // The loss.
-    ("kl_coeff", "algorithm.kl_coef"),
-    ("kl_beta", "algorithm.kl_coef"),
-    ("kl_estimator", "algorithm.kl_penalty"),
+    ("kl_coeff", "recipe.policy_loss.kl.coef"),
+    ("kl_beta", "recipe.policy_loss.kl.coef"),
+    ("kl_estimator", "recipe.policy_loss.kl.kl.estimator"),
+    ("kl_loss_type", "recipe.policy_loss.kl.kl.estimator"),
+    ("use_kl_in_reward", "recipe.advantage.kl_penalty"),
+    ("kl_target", "reward_kl"),
+    ("horizon", "reward_kl"),
+    ("loss_type", "recipe.policy_loss.aggregation"),
+    ("policy_loss_type", "preset"),
+    ("loss_mode", "preset"),
     (
-        "kl_loss_type",
-        "algorithm.recipe.policy_loss.kl.kl.estimator",
+        "importance_sampling_level",
+        "recipe.policy_loss.importance_level",
     ),
-    ("use_kl_in_reward", "algorithm.add_token_level_kl"),
-    ("kl_target", "algorithm.target_kl"),
-    ("horizon", "algorithm.kl_horizon"),
-    ("loss_type", "algorithm.loss_agg_mode"),
-    ("policy_loss_type", "algorithm.preset"),
-    ("loss_mode", "algorithm.preset"),
-    ("importance_sampling_level", "algorithm.importance_sampling"),
-    ("epsilon", "algorithm.pg_clip"),
-    ("eps_clip", "algorithm.pg_clip"),
-    ("clip_ratio", "algorithm.pg_clip"),
-    ("cliprange", "algorithm.pg_clip"),
-    ("epsilon_low", "algorithm.pg_clip_low"),
-    ("clip_ratio_low", "algorithm.pg_clip_low"),
-    ("epsilon_high", "algorithm.pg_clip_high"),
-    ("clip_ratio_high", "algorithm.pg_clip_high"),
-    ("eps_clip_low_high", "algorithm.pg_clip_high"),
-    ("delta", "algorithm.recipe.policy_loss.surrogate"),
-    ("clip_ratio_c", "algorithm.recipe.policy_loss.surrogate"),
-    ("dual_clip", "algorithm.recipe.policy_loss.surrogate"),
-    ("critic_learning_rate", "training.critic"),
-    ("freezing_actor_steps", "training.critic"),
-    ("critic_warmup", "training.critic"),
-    ("cliprange_value", "algorithm.value_clip"),
-    ("value_clip_range", "algorithm.value_clip"),
-    ("entropy_coeff", "algorithm.entropy_loss_coef"),
-    ("entropy_coef", "algorithm.entropy_loss_coef"),
-    ("mask_truncated_completions", "training.sample_filters"),
-    ("overlong_filter", "training.sample_filters"),
-    ("top_entropy_quantile", "training.top_entropy"),
+    ("epsilon", "recipe.policy_loss.surrogate.clip.low"),
+    ("eps_clip", "recipe.policy_loss.surrogate.clip.low"),
+    ("clip_ratio", "recipe.policy_loss.surrogate.clip.low"),
+    ("cliprange", "recipe.policy_loss.surrogate.clip.low"),
+    ("epsilon_low", "recipe.policy_loss.surrogate.clip.low"),
+    ("clip_ratio_low", "recipe.policy_loss.surrogate.clip.low"),
+    ("epsilon_high", "recipe.policy_loss.surrogate.clip.high"),
+    ("clip_ratio_high", "recipe.policy_loss.surrogate.clip.high"),
+    (
+        "eps_clip_low_high",
+        "recipe.policy_loss.surrogate.clip.high",
+    ),
+    ("delta", "recipe.policy_loss.surrogate"),
+    ("clip_ratio_c", "recipe.policy_loss.surrogate"),
+    ("dual_clip", "recipe.policy_loss.surrogate"),
+    ("critic_learning_rate", "critic"),
+    ("freezing_actor_steps", "critic"),
+    ("critic_warmup", "critic"),
+    ("cliprange_value", "critic"),
+    ("value_clip_range", "critic"),
+    ("entropy_coeff", "recipe.policy_loss.entropy_coef"),
+    ("entropy_coef", "recipe.policy_loss.entropy_coef"),
+    ("mask_truncated_completions", "sample_filters"),
+    ("overlong_filter", "sample_filters"),
+    ("top_entropy_quantile", "top_entropy"),
     ("vllm_importance_sampling_correction", ROLLOUT_CORRECTION),
     ("vllm_importance_sampling_mode", ROLLOUT_CORRECTION),
     ("vllm_importance_sampling_cap", ROLLOUT_CORRECTION),
@@ -110,21 +106,15 @@ pub(super) const NAMES: &[(&str, &str)] = &[
     ("teacher_model_name_or_path", "teacher.model"),
     ("use_teacher_server", "teacher.server"),
     ("teacher_model_server_url", "teacher.server.base_url"),
-    ("loss_top_k", "algorithm.recipe.distillation_loss.support"),
-    ("topk", "algorithm.recipe.distillation_loss.support"),
-    ("loss_add_tail", "algorithm.recipe.distillation_loss.tail"),
-    ("jsd_beta", "algorithm.recipe.distillation_loss.beta"),
-    (
-        "distillation_loss_coef",
-        "algorithm.recipe.distillation_loss.coef",
-    ),
-    (
-        "loss_max_clamp",
-        "algorithm.recipe.distillation_loss.value_clamp",
-    ),
+    ("loss_top_k", "recipe.distillation_loss.support"),
+    ("topk", "recipe.distillation_loss.support"),
+    ("loss_add_tail", "recipe.distillation_loss.tail"),
+    ("jsd_beta", "recipe.distillation_loss.beta"),
+    ("distillation_loss_coef", "recipe.distillation_loss.coef"),
+    ("loss_max_clamp", "recipe.distillation_loss.value_clamp"),
     (
         "log_prob_min_clamp",
-        "algorithm.recipe.distillation_loss.log_prob_floor",
+        "recipe.distillation_loss.log_prob_floor",
     ),
     // Engines.
     ("use_vllm", "rollout.engine"),
@@ -147,9 +137,9 @@ pub(super) const NAMES: &[(&str, &str)] = &[
     ("adam_epsilon", "optimizer.epsilon"),
     ("eps", "optimizer.epsilon"),
     ("l2", "optimizer.weight_decay"),
-    ("max_norm", "training.max_grad_norm"),
-    ("grad_clip", "training.max_grad_norm"),
-    ("clip_grad", "training.max_grad_norm"),
+    ("max_norm", "max_grad_norm"),
+    ("grad_clip", "max_grad_norm"),
+    ("clip_grad", "max_grad_norm"),
     ("lr_warmup_steps", "schedule.warmup_steps"),
     ("num_warmup_steps", "schedule.warmup_steps"),
     ("warmup_ratio", "schedule.warmup_steps"),
@@ -161,31 +151,25 @@ pub(super) const NAMES: &[(&str, &str)] = &[
     ("min_lr_rate", "schedule.min_lr_ratio"),
     ("lr_scheduler_kwargs", "schedule.min_lr_ratio"),
     // Memory and adapters.
-    (
-        "gradient_checkpointing",
-        "training.activation_checkpointing",
-    ),
-    (
-        "enable_gradient_checkpointing",
-        "training.activation_checkpointing",
-    ),
-    ("bf16", "training.compute_dtype"),
-    ("fp16", "training.compute_dtype"),
-    ("torch_dtype", "training.compute_dtype"),
-    ("dtype", "training.compute_dtype"),
-    ("load_in_4bit", "training.base_weights"),
-    ("load_in_8bit", "training.base_weights"),
-    ("use_peft", "training.adapters"),
-    ("peft_config", "training.adapters"),
-    ("r", "training.adapters.rank"),
-    ("lora_r", "training.adapters.rank"),
-    ("lora_rank", "training.adapters.rank"),
-    ("lora_alpha", "training.adapters.alpha"),
-    ("lora_target_modules", "training.adapters.target_modules"),
-    ("target_modules", "training.adapters.target_modules"),
-    ("sync_ref_model", "training.reference_refresh"),
-    ("ref_model_sync_steps", "training.reference_refresh"),
-    ("ref_model_mixup_alpha", "training.reference_refresh"),
+    ("gradient_checkpointing", "activation_checkpointing"),
+    ("enable_gradient_checkpointing", "activation_checkpointing"),
+    ("bf16", "compute_dtype"),
+    ("fp16", "compute_dtype"),
+    ("torch_dtype", "compute_dtype"),
+    ("dtype", "compute_dtype"),
+    ("load_in_4bit", "base_weights"),
+    ("load_in_8bit", "base_weights"),
+    ("use_peft", "adapters"),
+    ("peft_config", "adapters"),
+    ("r", "adapters.rank"),
+    ("lora_r", "adapters.rank"),
+    ("lora_rank", "adapters.rank"),
+    ("lora_alpha", "adapters.alpha"),
+    ("lora_target_modules", "adapters.target_modules"),
+    ("target_modules", "adapters.target_modules"),
+    ("sync_ref_model", "reference_refresh"),
+    ("ref_model_sync_steps", "reference_refresh"),
+    ("ref_model_mixup_alpha", "reference_refresh"),
     // Models, data and files.
     ("model_name_or_path", "model"),
     ("pretrain", "model"),
@@ -229,31 +213,27 @@ pub(super) const NAMES: &[(&str, &str)] = &[
     ("logging_steps", "trackers"),
 ];
 
-const ROLLOUT_CORRECTION: &str = "algorithm.recipe.policy_loss.rollout_correction";
+const ROLLOUT_CORRECTION: &str = "recipe.policy_loss.rollout_correction";
 
-/// Names that have another meaning in each of these trainers.
+/// Names that mean something else in each of these trainers.
 const AMBIGUOUS: [(&str, [(&str, &str); 2]); 2] = [
     (
         "train_batch_size",
         [
-            ("verl", "algorithm.rollout_batch_size"),
-            ("OpenRLHF", "training.mini_batch_size"),
+            ("verl", "prompts_per_step"),
+            ("OpenRLHF", "mini_batch_size"),
         ],
     ),
     (
         "beta",
         [
-            ("GRPOTrainer", "algorithm.kl_coef"),
-            (
-                "DistillationTrainer",
-                "algorithm.recipe.distillation_loss.beta",
-            ),
+            ("GRPOTrainer", "recipe.policy_loss.kl.coef"),
+            ("DistillationTrainer", "recipe.distillation_loss.beta"),
         ],
     ),
 ];
 
-/// Returns the place here of a key that another trainer calls `name`: a path, or one for each
-/// trainer.
+/// Returns our place for a key that another trainer calls `name`: a path, or one per trainer.
 pub(super) fn place(name: &str) -> Option<String> {
     if let Some((_, meanings)) = AMBIGUOUS.iter().find(|(other, _)| *other == name) {
         let places = meanings.map(|(trainer, path)| format!("{path} ({trainer}'s {name})"));
@@ -268,21 +248,12 @@ pub(super) fn place(name: &str) -> Option<String> {
 pub(super) fn all_keys() -> serde_json::Value {
     use serde_json::Value;
 
-    use crate::config::algorithm::AlgorithmConfig;
     use crate::config::{Document, RunConfig};
-    let text = "{model: {path: m}, data: {train: d}, rewards: [{kind: json}], teacher: {model: t}, algorithm: {use_kl_loss: true, recipe: {group_filter: {}, overlong: {max_length: 8, buffer: 4}, distillation_loss: {tail_floor: 1e-7, value_clamp: 1.0, log_prob_floor: -9.0}, policy_loss: {rollout_correction: {weight: {}}}}}, training: {adapters: {rank: 1, alpha: 1}}}";
+    let text = "{model: {path: m}, data: {train: d}, rewards: [{kind: json}], teacher: {model: t}, recipe: {group_filter: {}, overlong: {max_length: 8, buffer: 4}, distillation_loss: {tail_floor: 1e-7, value_clamp: 1.0, log_prob_floor: -9.0}, policy_loss: {kl: {coef: 0.1}, rollout_correction: {weight: {}}}}, adapters: {rank: 1, alpha: 1}}";
     let document = Document::from_yaml(std::path::Path::new("x.yaml"), text).unwrap();
     let mut all = RunConfig::new(&document).unwrap().to_value().unwrap();
-    let Value::Object(keys) = serde_json::to_value(AlgorithmConfig::default()).unwrap() else {
-        panic!("a section is a mapping");
-    };
-    let algorithm = all["algorithm"].as_object_mut().unwrap();
-    for (key, value) in keys {
-        algorithm.entry(key).or_insert(value);
-    }
-    let mut sampler = all["sampler"].clone();
-    sampler["greedy"] = Value::Null;
-    all["evaluation"]["sampler"] = sampler;
+    all["preset"] = Value::Null;
+    all["evaluation"]["sampler"] = all["sampling"].clone();
     all["teacher"]["server"] = all["rollout"].clone();
     all
 }
@@ -309,13 +280,13 @@ mod tests {
         assert_eq!(
             place("beta").as_deref(),
             Some(
-                "algorithm.kl_coef (GRPOTrainer's beta) or algorithm.recipe.distillation_loss.beta (DistillationTrainer's beta)"
+                "recipe.policy_loss.kl.coef (GRPOTrainer's beta) or recipe.distillation_loss.beta (DistillationTrainer's beta)"
             )
         );
         assert_eq!(
             place("train_batch_size").as_deref(),
             Some(
-                "algorithm.rollout_batch_size (verl's train_batch_size) or training.mini_batch_size (OpenRLHF's train_batch_size)"
+                "prompts_per_step (verl's train_batch_size) or mini_batch_size (OpenRLHF's train_batch_size)"
             )
         );
         assert_eq!(place("of no trainer"), None);

@@ -8,12 +8,12 @@ use serde_json::{Value, json};
 
 use super::algorithm::AdvEstimator;
 
-/// The KL coefficient of REINFORCE++ unless the configuration has one.
+/// REINFORCE++'s KL coefficient unless the configuration sets one.
 const REINFORCE_KL_COEF: f64 = 0.01;
 
-/// Makes the enum of the presets from their table: the variant, whose name in a file is in snake
-/// case, the title, where it is published, the advantage estimator of that name if there is one,
-/// and the recipe for completions of at most `length` tokens.
+/// Makes the preset enum from a table: the variant, whose name in a file is in snake case, the
+/// title, the publication, the advantage estimator with that name if there is one, and the recipe
+/// for completions of at most `length` tokens.
 macro_rules! presets {
     ($($variant:ident, $title:literal, $source:literal, $estimator:expr, $recipe:expr;)*) => {
         /// A published algorithm: the constructor of [`Recipe`] with its name.
@@ -27,21 +27,21 @@ macro_rules! presets {
             /// All presets.
             pub const ALL: [Self; [$($title),*].len()] = [$(Self::$variant),*];
 
-            /// Returns the name of the algorithm in its publication.
+            /// Returns the algorithm's published name.
             pub fn title(self) -> &'static str {
                 match self {
                     $(Self::$variant => $title,)*
                 }
             }
 
-            /// Returns the address of the paper, or else of the trainer that has the algorithm.
+            /// Returns the address of the paper, or of the trainer that has the algorithm.
             pub fn source(self) -> &'static str {
                 match self {
                     $(Self::$variant => $source,)*
                 }
             }
 
-            /// Returns the advantage estimator of the algorithm, if a key has a name for it.
+            /// Returns the algorithm's advantage estimator, if a key has a name for it.
             pub(super) fn estimator(self) -> Option<AdvEstimator> {
                 use AdvEstimator::{Grpo, Reinforce};
                 match self {
@@ -49,8 +49,8 @@ macro_rules! presets {
                 }
             }
 
-            /// Returns the recipe for completions of at most `response_length` tokens. The penalty
-            /// of DAPO grows over the last fifth of them, as in the paper.
+            /// Returns the recipe for completions with at most `response_length` tokens. DAPO's
+            /// penalty grows over the last fifth, as in the paper.
             pub fn recipe(self, response_length: usize) -> Recipe {
                 let recipe: fn(usize) -> Recipe = match self {
                     $(Self::$variant => $recipe,)*
@@ -93,12 +93,12 @@ impl fmt::Display for Preset {
     }
 }
 
-/// The algorithm of a run: a preset, and what differs from it.
+/// A run's algorithm: a preset, and what differs from it.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Algorithm {
     /// The preset that the file names, or the one that differs least.
     pub preset: Preset,
-    /// The options of the recipe that differ, as `path: value`.
+    /// The recipe options that differ, as `path: value`.
     pub differences: Vec<String>,
 }
 
@@ -143,7 +143,7 @@ fn differ(path: &str, ours: &Value, theirs: &Value, differences: &mut Vec<String
     }
 }
 
-/// Returns a value as YAML on one line, without options that are absent.
+/// Returns a value as YAML on one line, without absent options.
 fn compact(value: &Value) -> String {
     match value {
         Value::Null => "none".to_owned(),

@@ -1,12 +1,12 @@
 //! A whole run.
 
+use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
+use std::sync::LazyLock;
 
 use candle_grpo_loss::{Support, Tail};
 use candle_grpo_nn::{AdamWConfig, DecoderConfig};
 use candle_grpo_train::environment::EnvironmentConfig;
-use candle_grpo_train::learn::LearningRateSchedule;
-use candle_grpo_train::rollout::RolloutConfig;
 use candle_grpo_train::run::RolloutLogConfig;
 use candle_grpo_train::run::TrackerConfig;
 use candle_grpo_train::sft::{SftDataConfig, SftDataset};
@@ -18,11 +18,10 @@ use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value, json};
 
-use super::algorithm::AlgorithmConfig;
 use super::bounds;
-use super::document::Document;
+use super::document::{Document, join};
 use super::error::ConfigError;
-use super::hub_files::{HubFiles, RunNames};
+use super::hub_files::HubFiles;
 use super::merge::merge;
 use super::preset::{Algorithm, Preset};
 use super::problem::Problem;
@@ -30,6 +29,7 @@ use super::sections::{
     CheckpointConfig, EvaluationConfig, EvaluationKeys, ModelConfig, TeacherConfig,
 };
 use super::sft::{SFT, SftRunConfig};
+use super::suggestions::{keys_of, unknown_key};
 use super::tree::QUOTE_HINT;
 
 /// A whole run: a configuration file with all defaults filled in, validated.
@@ -42,17 +42,21 @@ use super::tree::QUOTE_HINT;
 /// model: models/smol
 /// data: {train: additions.jsonl, prompt: 'What is {a} + {b}?', held_out_rows: 48}
 /// rewards: [{kind: numeric, column: sum}]
-/// algorithm: {preset: dapo, rollout_batch_size: 8, response_length: 64}
+/// preset: dapo
+/// prompts_per_step: 8
+/// sampling: {max_new_tokens: 64}
 /// optimizer: {learning_rate: 1e-5}
 /// ";
 /// let config = RunConfig::new(&Document::from_yaml(Path::new("run.yaml"), text)?)?;
 /// assert_eq!(config.train.prompts_per_step, 8);
 /// assert_eq!(config.train.recipe.overlong.unwrap().max_length, 64);
 ///
-/// let wrong = text.replace("rollout_batch_size", "rolout_batch_size");
+/// let wrong = text.replace("prompts_per_step", "promts_per_step");
 /// let error = RunConfig::new(&Document::from_yaml(Path::new("run.yaml"), &wrong)?).unwrap_err();
-/// assert!(error.to_string().starts_with("run.yaml:5: algorithm"));
-/// assert!(error.to_string().ends_with("did you mean `rollout_batch_size`?"));
+/// assert_eq!(
+///     error.to_string(),
+///     "run.yaml:6: promts_per_step: unknown key, did you mean `prompts_per_step`?"
+/// );
 /// # Ok::<(), anyhow::Error>(())
 /// ```
 #[derive(Debug, Clone)]
@@ -63,8 +67,10 @@ pub struct RunConfig {
     pub teacher: Option<TeacherConfig>,
     /// The data.
     pub data: DatasetConfig,
-    /// The rows of the demonstrations, for `training.demonstrations`.
-    pub demonstrations: Option<SftDataConfig>,
+    /// The rows of the demonstrations, for `demonstrations`.
+    pub demonstration_data: Option<SftDataConfig>,
+    /// The published algorithm that the recipe starts from, if the file names one.
+    pub preset: Option<Preset>,
     /// The longest prompt in tokens; longer ones are left out.
     pub max_prompt_tokens: usize,
     /// The terms of the reward.
@@ -87,32 +93,28 @@ pub struct RunConfig {
     pub run_dir: PathBuf,
     /// Threads to compute with; absent: one for each core.
     pub threads: Option<usize>,
-    /// The keys of the evaluation section as the file has them.
+    /// The evaluation keys as the file has them.
     evaluation_keys: EvaluationKeys,
-    /// The file, for the lines of errors that only its files or its model show.
+    /// The file, for the lines in errors that only the run's files or model reveal.
     pub(super) document: Document,
     /// The files that come from the hub.
     pub(super) hub: HubFiles,
-    /// The sections with names of the hub, once these are located.
-    pub(super) named: Option<RunNames>,
+    /// The keys with names of the hub as the file has them, once these are located.
+    pub(super) named: Map<String, Value>,
 }
 
-/// The sections of a file.
+/// The keys of a file beside those of [`TrainConfig`].
 #[derive(Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
-struct Sections {
+pub(super) struct RunKeys {
     model: Option<ModelConfig>,
     teacher: Option<TeacherConfig>,
     data: DatasetConfig,
-    demonstrations: Option<SftDataConfig>,
+    demonstration_data: Option<SftDataConfig>,
     rewards: Vec<RewardConfig>,
     environment: Option<EnvironmentConfig>,
-    algorithm: AlgorithmConfig,
-    sampler: Map<String, Value>,
-    rollout: RolloutConfig,
-    optimizer: Map<String, Value>,
-    schedule: LearningRateSchedule,
-    training: Map<String, Value>,
+    preset: Option<Preset>,
+    max_prompt_tokens: usize,
     evaluation: EvaluationKeys,
     checkpoint: CheckpointConfig,
     rollout_log: RolloutLogConfig,
@@ -123,21 +125,17 @@ struct Sections {
     threads: Option<usize>,
 }
 
-impl Default for Sections {
+impl Default for RunKeys {
     fn default() -> Self {
         Self {
             model: None,
             teacher: None,
             data: DatasetConfig::default(),
-            demonstrations: None,
+            demonstration_data: None,
             rewards: Vec::new(),
             environment: None,
-            algorithm: AlgorithmConfig::default(),
-            sampler: Map::new(),
-            rollout: RolloutConfig::default(),
-            optimizer: Map::new(),
-            schedule: LearningRateSchedule::default(),
-            training: Map::new(),
+            preset: None,
+            max_prompt_tokens: 1024,
             evaluation: EvaluationKeys::default(),
             checkpoint: CheckpointConfig::default(),
             rollout_log: RolloutLogConfig::default(),
@@ -150,26 +148,8 @@ impl Default for Sections {
     }
 }
 
-const PROMPT_LENGTH: usize = 1024;
-
-/// Settings of the trainer that a file has in another place.
-pub(super) const ELSEWHERE: [(&str, &str); 8] = [
-    ("prompts_per_step", "algorithm.rollout_batch_size"),
-    ("num_generations", "algorithm.num_return_sequences_in_group"),
-    ("epochs", "algorithm.ppo_epochs"),
-    ("recipe", "algorithm.recipe"),
-    ("sampling", "sampler"),
-    ("rollout", "rollout"),
-    ("optimizer", "optimizer"),
-    ("schedule", "schedule"),
-];
-
-/// Settings of the sampler that a file has in another place.
-pub(super) const SAMPLER_ELSEWHERE: [(&str, &str); 3] = [
-    ("seed", "seed"),
-    ("max_new_tokens", "algorithm.response_length"),
-    ("greedy", "evaluation.sampler.greedy"),
-];
+/// The setting of a sampler that a file has in another place.
+pub(super) const SAMPLER_ELSEWHERE: [(&str, &str); 1] = [("seed", "seed")];
 
 impl RunConfig {
     /// Reads a file with [`Document::read`].
@@ -189,8 +169,8 @@ impl RunConfig {
     /// Returns an error with line and key if a key is unknown, a value is not valid, or keys
     /// contradict each other.
     pub fn new(document: &Document) -> Result<Self, ConfigError> {
-        Self::build(document)
-            .map_err(|problem| problem.locate(document, |document| Self::build(document).map(drop)))
+        let document = document.native()?;
+        Self::build(&document).map_err(|problem| problem.locate(&document))
     }
 
     fn build(document: &Document) -> Result<Self, Problem> {
@@ -199,66 +179,56 @@ impl RunConfig {
             return Err(Problem::at(SFT, message));
         }
         tags("", &document.value)?;
-        let sections: Sections = document.parse("", expanded(document))?;
+        let (keys, settings) = split(document)?;
+        let keys: RunKeys = document.parse("", keys)?;
         let mut train = TrainConfig::default();
-        sections
-            .algorithm
-            .apply(&mut train)
-            .map_err(|error| Problem::at(&format!("algorithm.{}", error.key), error.message))?;
-        if let Some(recipe) = sections.algorithm.recipe.clone() {
-            train.recipe = laid_over(document, "algorithm.recipe", &train.recipe, recipe)?;
+        if let Some(preset) = keys.preset {
+            let length = document.get(MAX_NEW_TOKENS).and_then(Value::as_u64);
+            let default = train.sampling.max_new_tokens;
+            train.recipe = preset.recipe(length.map_or(default, |length| length as usize));
         }
-        own_place("sampler", &sections.sampler, &SAMPLER_ELSEWHERE)?;
-        let sampler = Value::Object(sections.sampler);
-        train.sampling = laid_over(document, "sampler", &train.sampling, sampler)?;
-        train.sampling.seed = sections.seed;
-        let optimizer = Value::Object(sections.optimizer);
-        train.optimizer = laid_over(document, "optimizer", &train.optimizer, optimizer)?;
-        train.schedule = sections.schedule;
-        train.rollout = sections.rollout;
-        own_place("training", &sections.training, &ELSEWHERE)?;
-        let training = Value::Object(sections.training);
-        let train: TrainConfig = laid_over(document, "training", &train, training)?;
+        if let Some(Value::Object(sampling)) = settings.get("sampling") {
+            own_place("sampling", sampling, &SAMPLER_ELSEWHERE)?;
+        }
+        let mut train = laid_over(document, "", &train, settings)?;
+        train.sampling.seed = keys.seed;
 
-        let model = required_model(sections.model)?;
-        let data = sections.data;
-        let mut evaluation_keys = sections.evaluation;
-        if data.held_out.is_empty() && data.held_out_rows.is_none() {
+        let mut evaluation_keys = keys.evaluation;
+        if keys.data.held_out.is_empty() && keys.data.held_out_rows.is_none() {
             no_evaluations(document, &mut evaluation_keys.every_steps)?;
         }
-        let evaluation = evaluation(document, &evaluation_keys, &train.sampling)?;
-        let run_dir = sections.run_dir.unwrap_or_else(|| document.run_dir());
         let run = Self {
-            model,
-            teacher: sections.teacher,
-            data,
-            demonstrations: sections.demonstrations,
-            max_prompt_tokens: sections.algorithm.prompt_length.unwrap_or(PROMPT_LENGTH),
-            rewards: sections.rewards,
-            environment: sections.environment,
+            model: required_model(keys.model)?,
+            teacher: keys.teacher,
+            data: keys.data,
+            demonstration_data: keys.demonstration_data,
+            preset: keys.preset,
+            max_prompt_tokens: keys.max_prompt_tokens,
+            rewards: keys.rewards,
+            environment: keys.environment,
+            evaluation: evaluation(document, &evaluation_keys, &train.sampling)?,
             train,
-            max_steps: sections.max_steps,
-            evaluation,
-            checkpoint: sections.checkpoint,
-            rollout_log: sections.rollout_log,
-            trackers: sections.trackers,
-            run_dir,
-            threads: sections.threads,
+            max_steps: keys.max_steps,
+            checkpoint: keys.checkpoint,
+            rollout_log: keys.rollout_log,
+            trackers: keys.trackers,
+            run_dir: keys.run_dir.unwrap_or_else(|| document.run_dir()),
+            threads: keys.threads,
             evaluation_keys,
             document: document.clone(),
             hub: HubFiles::default(),
-            named: None,
+            named: Map::new(),
         };
         run.validate()?;
         Ok(run)
     }
 
-    /// Checks everything that a run can be refused for before its files are opened.
+    /// Checks everything that can be checked before the run's files are opened.
     fn validate(&self) -> Result<(), Problem> {
         bounds::check(self)?;
         self.train
             .validate()
-            .map_err(|error| Problem::from_settings(&error))?;
+            .map_err(|error| Problem::within("", &error))?;
         self.evaluation
             .sampler
             .validate()
@@ -286,7 +256,7 @@ impl RunConfig {
         }
         if self.train.turn_advantage.is_some() && self.environment.is_none() {
             let message = "given, must be absent without an environment";
-            return Err(Problem::at("training.turn_advantage", message));
+            return Err(Problem::at("turn_advantage", message));
         }
         self.validate_reward_weights()?;
         self.validate_teacher()?;
@@ -294,20 +264,20 @@ impl RunConfig {
         self.validate_run_dir()
     }
 
-    /// Refuses demonstrations without rows, rows without a share in the loss, and rows that are
-    /// held out, as nothing evaluates them.
+    /// Rejects demonstrations without rows, rows without a share in the loss, and held-out rows,
+    /// since nothing evaluates them.
     fn validate_demonstrations(&self) -> Result<(), Problem> {
-        let settings = "training.demonstrations";
-        let data = match (&self.demonstrations, &self.train.demonstrations) {
+        let settings = "demonstrations";
+        let data = match (&self.demonstration_data, &self.train.demonstrations) {
             (Some(data), Some(_)) => data,
             (None, None) => return Ok(()),
             (Some(_), None) => {
                 let message = format!("given, but they have no share in the loss: give {settings}");
-                return Err(Problem::at(DEMONSTRATIONS, message));
+                return Err(Problem::at(DEMONSTRATION_DATA, message));
             }
             (None, Some(_)) => {
-                let message = "given, but there are no rows: give demonstrations.train".to_owned();
-                return Err(Problem::effective(settings, message));
+                let message = "given, but there are no rows: give demonstration_data.train";
+                return Err(Problem::at(settings, message));
             }
         };
         for (key, is_given) in [
@@ -316,14 +286,14 @@ impl RunConfig {
         ] {
             if is_given {
                 let message = "given, must be absent: demonstrations are not evaluated";
-                return Err(Problem::at(&format!("{DEMONSTRATIONS}.{key}"), message));
+                return Err(Problem::at(&format!("{DEMONSTRATION_DATA}.{key}"), message));
             }
         }
         data.validate()
-            .map_err(|error| Problem::within(DEMONSTRATIONS, &error))
+            .map_err(|error| Problem::within(DEMONSTRATION_DATA, &error))
     }
 
-    /// Refuses a term that needs a teacher without one, and a teacher without such a term.
+    /// Rejects a term that needs a missing teacher, and a teacher without such a term.
     fn validate_teacher(&self) -> Result<(), Problem> {
         let recipe = &self.train.recipe;
         let of_tokens = recipe.teacher_log_probs_term();
@@ -331,16 +301,15 @@ impl RunConfig {
         let used = of_tokens.or(of_distributions);
         let teacher = match (used, &self.teacher) {
             (Some(key), None) => {
-                return Err(Problem::effective(
-                    &format!("algorithm.recipe.{key}"),
-                    "given, but there is no teacher: give teacher.model or teacher.server"
-                        .to_owned(),
+                return Err(Problem::at(
+                    &format!("recipe.{key}"),
+                    "given, but there is no teacher: give teacher.model or teacher.server",
                 ));
             }
             (None, Some(_)) => {
                 return Err(Problem::at(
                     TEACHER,
-                    "given, but no term of the recipe learns from it: give algorithm.recipe.policy_loss.distillation or algorithm.recipe.distillation_loss",
+                    "given, but no term of the recipe learns from it: give recipe.policy_loss.distillation or recipe.distillation_loss",
                 ));
             }
             (None, None) => return Ok(()),
@@ -365,8 +334,8 @@ impl RunConfig {
             .map_err(|error| Problem::within("teacher.server", &error))?;
         if let Some(loss) = &recipe.distillation_loss {
             let at = |key: &str, message: String| {
-                let path = format!("algorithm.recipe.distillation_loss.{key}");
-                Err(Problem::effective(&path, message))
+                let path = format!("recipe.distillation_loss.{key}");
+                Err(Problem::at(&path, message))
             };
             if !matches!(loss.support, Support::Teacher { .. }) {
                 let found = json!(loss.support);
@@ -392,36 +361,40 @@ impl RunConfig {
             let message = format!(
                 "{temperature}, must be 1 with teacher.server, which names log-probs at temperature 1"
             );
-            return Err(Problem::effective("sampler.temperature", message));
+            return Err(Problem::at("sampling.temperature", message));
         }
         Ok(())
     }
 
-    /// The number of terms of the reward, that of the environment included.
+    /// Returns the number of reward terms, including the environment's.
     fn num_reward_components(&self) -> usize {
         let environment = self.environment.as_ref();
         let gives_rewards = environment.is_some_and(EnvironmentConfig::gives_rewards);
         self.rewards.len() + usize::from(gives_rewards)
     }
 
-    /// Refuses weights of reward components that are not one for each reward.
+    /// Rejects component weights unless there is one per reward.
     fn validate_reward_weights(&self) -> Result<(), Problem> {
         let recipe = &self.train.recipe;
         let pipeline = recipe.advantage.pipeline();
         let of_group = pipeline.sequence.and_then(|stage| stage.reward_weights);
+        let in_group = match &recipe.advantage.reward_weights {
+            Some(_) => "advantage.reward_weights",
+            None => "advantage.sequence.reward_weights",
+        };
         for (key, weights) in [
             (
                 "reward_shaping.reward_weights",
                 &recipe.reward_shaping.reward_weights,
             ),
-            ("advantage.reward_weights", &of_group),
+            (in_group, &of_group),
         ] {
             let rewards = self.num_reward_components();
             if let Some(weights) = weights
                 && weights.len() != rewards
             {
-                return Err(Problem::effective(
-                    &format!("algorithm.recipe.{key}"),
+                return Err(Problem::at(
+                    &format!("recipe.{key}"),
                     format!(
                         "{} weights, must be one for each of {rewards} rewards",
                         weights.len()
@@ -432,7 +405,7 @@ impl RunConfig {
         Ok(())
     }
 
-    /// Refuses a run that would write over what it reads.
+    /// Rejects a run that would overwrite what it reads.
     fn validate_run_dir(&self) -> Result<(), Problem> {
         check_run_dir(&self.run_dir)?;
         let rewards = self.rewards.iter().enumerate();
@@ -451,7 +424,8 @@ impl RunConfig {
     fn named_inputs(&self) -> impl Iterator<Item = (&'static str, &PathBuf)> {
         let (data, held_out) = (&self.data.train, &self.data.held_out);
         let template = self.model.chat_template.iter();
-        let demonstrations = self.demonstrations.iter().flat_map(|data| &data.train);
+        let demonstrations = self.demonstration_data.iter();
+        let demonstrations = demonstrations.flat_map(|data| &data.train);
         std::iter::once(("model", &self.model.path))
             .chain(template.map(|path| ("model.chat_template", path)))
             .chain(
@@ -462,67 +436,67 @@ impl RunConfig {
             )
             .chain(data.iter().map(|path| ("data.train", path)))
             .chain(held_out.iter().map(|path| ("data.held_out", path)))
-            .chain(demonstrations.map(|path| ("demonstrations.train", path)))
+            .chain(demonstrations.map(|path| ("demonstration_data.train", path)))
     }
 
-    /// Returns the paths that a run reads: the model, the data, and the files of the rewards.
+    /// Returns the paths that a run reads: the model, the data, and the reward files.
     pub fn inputs(&self) -> Vec<PathBuf> {
         let named = self.named_inputs().map(|(_, path)| path.clone());
         named.chain(self.reward_files()).collect()
     }
 
-    /// Returns the files that decide rewards: programs, scripts and models of reward functions and
-    /// of the environment.
+    /// Returns the files that decide rewards: programs, scripts and models used by reward functions
+    /// and the environment.
     pub fn reward_files(&self) -> Vec<PathBuf> {
         let environment = self.environment.iter().flat_map(EnvironmentConfig::files);
         let rewards = self.rewards.iter().flat_map(RewardConfig::files);
         rewards.chain(environment).collect()
     }
 
-    /// Checks that the programs, scripts and folders are there that rewards, trackers and
-    /// environment name, except models whose weights are still to be downloaded.
+    /// Checks that the programs, scripts and folders for rewards, trackers and the environment
+    /// exist. Skips models whose weights still need to be downloaded.
     ///
     /// # Errors
     ///
-    /// Returns an error with the line of the reward if one is missing.
+    /// Returns an error with the reward's line if one is missing.
     pub fn check_files(&self) -> Result<(), ConfigError> {
         for (i, reward) in self.rewards.iter().enumerate() {
             if self.hub.lacks_weights_of(&reward_key(i)) {
                 continue;
             }
-            reward.check_files().map_err(|error| {
-                Problem::within(&reward_key(i), &error).locate_at_path(&self.document)
-            })?;
+            reward
+                .check_files()
+                .map_err(|error| Problem::within(&reward_key(i), &error).locate(&self.document))?;
         }
         check_trackers(&self.trackers, TrackerConfig::check_files)
-            .map_err(|problem| problem.locate_at_path(&self.document))?;
+            .map_err(|problem| problem.locate(&self.document))?;
         if let Some(environment) = &self.environment {
-            environment.check_files().map_err(|error| {
-                Problem::within(ENVIRONMENT, &error).locate_at_path(&self.document)
-            })?;
+            environment
+                .check_files()
+                .map_err(|error| Problem::within(ENVIRONMENT, &error).locate(&self.document))?;
         }
         Ok(())
     }
 
-    /// Checks that the engine can draw the completions of a training run. An evaluation needs less.
+    /// Checks that the engine can sample for a training run. An evaluation needs less.
     ///
     /// # Errors
     ///
-    /// Returns an error with the line of the key if the engine takes no weights and
-    /// `rollout.weight_sync` does not say that this is meant.
+    /// Returns an error with the key's line if the engine accepts no weights and
+    /// `rollout.weight_sync` does not allow that.
     pub fn check_training(&self) -> Result<(), ConfigError> {
         self.train
             .rollout
             .validate_training()
-            .map_err(|error| Problem::within("rollout", &error).locate_at_path(&self.document))
+            .map_err(|error| Problem::within("rollout", &error).locate(&self.document))
     }
 
-    /// Checks that the policy in this process, if it draws the completions, can do so beside a
-    /// training on a GPU or, with `on_gpu` false, on the CPU.
+    /// Checks that the policy in this process, if it samples, can do so during training: on a GPU,
+    /// or on the CPU if `on_gpu` is false.
     ///
     /// # Errors
     ///
-    /// Returns an error with the line of the key if `rollout.max_staleness` is above 0 on a GPU.
+    /// Returns an error with the key's line if `rollout.max_staleness` is above 0 on a GPU.
     pub fn check_device(&self, on_gpu: bool) -> Result<(), ConfigError> {
         let rollout = &self.train.rollout;
         if rollout.engine.is_local() {
@@ -530,7 +504,7 @@ impl RunConfig {
         } else {
             Ok(())
         }
-        .map_err(|error| Problem::within("rollout", &error).locate_at_path(&self.document))
+        .map_err(|error| Problem::within("rollout", &error).locate(&self.document))
     }
 
     /// Returns settings that are valid, but whose effect may not be meant: a message for each.
@@ -546,18 +520,18 @@ impl RunConfig {
         doubts.extend(learning_rate_doubt(&train.optimizer));
         if let Some(size) = train.mini_batch_size.filter(|size| *size > completions) {
             doubts.push(format!(
-                "training.mini_batch_size: {size}, and a step has {completions} completions: it makes one update"
+                "mini_batch_size: {size}, and a step has {completions} completions: it makes one update"
             ));
         }
         doubts
     }
 
-    /// Reads the data, and checks that each row has the columns of the rewards.
+    /// Reads the data, and checks that each row has the columns that the rewards need.
     ///
     /// # Errors
     ///
-    /// With [`ConfigError`] if a key of the section does not fit the rows, or content is not text.
-    /// With file and line if something else is wrong.
+    /// Returns a [`ConfigError`] if a key in the section does not fit the rows, or content is not
+    /// text. Returns an error with file and line if anything else is wrong.
     pub fn load_data(&self) -> anyhow::Result<Dataset> {
         let dataset = self.data.load(self.seed());
         let dataset = dataset.map_err(|error| data_error(&self.document, DATA, error))?;
@@ -575,36 +549,36 @@ impl RunConfig {
         Ok(dataset)
     }
 
-    /// Reads the rows of the demonstrations, if there are any, and encodes them for `model`.
+    /// Reads the demonstration rows, if any, and encodes them for `model`.
     ///
     /// # Errors
     ///
-    /// With [`ConfigError`] if a key of the section does not fit the rows or the model. With file
-    /// and line if a row cannot be read or encoded.
+    /// Returns a [`ConfigError`] if a key in the section does not fit the rows or the model.
+    /// Returns an error with file and line if a row cannot be read or encoded.
     pub fn load_demonstrations(&self, model: &Pretrained) -> anyhow::Result<Option<SftDataset>> {
-        let Some(data) = &self.demonstrations else {
+        let Some(data) = &self.demonstration_data else {
             return Ok(None);
         };
         let variables = &data.chat_template_kwargs;
-        let template = chat_template(&self.document, DEMONSTRATIONS, variables, model)?;
+        let template = chat_template(&self.document, DEMONSTRATION_DATA, variables, model)?;
         let rows = data.load(model, template.as_ref(), self.seed());
-        let rows = rows.map_err(|error| data_error(&self.document, DEMONSTRATIONS, error))?;
+        let rows = rows.map_err(|error| data_error(&self.document, DEMONSTRATION_DATA, error))?;
         Ok(Some(rows))
     }
 
-    /// Returns the chat template of the model with `data.chat_template_kwargs`.
+    /// Returns the model's chat template with `data.chat_template_kwargs`.
     ///
     /// # Errors
     ///
-    /// Returns an error with the line of the key if there are variables and the model has no
-    /// template, or its template does not contain the name of one.
+    /// Returns an error with the key's line if there are variables and the model has no template,
+    /// or its template does not use one of them.
     pub fn chat_template(&self, model: &Pretrained) -> Result<Option<ChatTemplate>, ConfigError> {
         let variables = &self.data.chat_template_kwargs;
         chat_template(&self.document, DATA, variables, model)
     }
 
-    /// Checks the settings that depend on the model and the prompts: adapters, the balance of
-    /// experts, the number of completions of an evaluation, and the lengths of completions.
+    /// Checks the settings that depend on the model and the prompts: adapters, expert balancing,
+    /// the number of evaluation completions, and completion lengths.
     ///
     /// # Errors
     ///
@@ -616,26 +590,21 @@ impl RunConfig {
         held_out: &[Prompt],
     ) -> Result<(), ConfigError> {
         if let Some(adapters) = &self.train.adapters {
-            bounds::check_adapters(TRAINING, adapters, model)
-                .map_err(|problem| problem.locate_at_path(&self.document))?;
+            bounds::check_adapters("", adapters, model)
+                .map_err(|problem| problem.locate(&self.document))?;
         }
-        check_router(TRAINING, self.train.router_aux_loss_coef, model)
-            .map_err(|problem| problem.locate_at_path(&self.document))?;
+        check_router("", self.train.router_aux_loss_coef, model)
+            .map_err(|problem| problem.locate(&self.document))?;
         if self.train.router_replay && !model.has_experts() {
             let message = "true, must be false for a model without experts";
-            return Err(self.error("training.router_replay", message));
+            return Err(self.error("router_replay", message));
         }
-        self.check_stop_tokens("sampler", &self.train.sampling, model)?;
-        self.check_length(
-            "algorithm.response_length",
-            &self.train.sampling,
-            model,
-            train,
-        )?;
+        self.check_stop_tokens("sampling", &self.train.sampling, model)?;
+        self.check_length(MAX_NEW_TOKENS, &self.train.sampling, model, train)?;
         self.check_evaluation(model, held_out)
     }
 
-    /// Checks the settings of an evaluation of `model` on `held_out`.
+    /// Checks the settings for evaluating `model` on `held_out`.
     ///
     /// # Errors
     ///
@@ -646,21 +615,21 @@ impl RunConfig {
         held_out: &[Prompt],
     ) -> Result<(), ConfigError> {
         bounds::check_evaluation(&self.evaluation, held_out.len())
-            .map_err(|problem| problem.locate_at_path(&self.document))?;
+            .map_err(|problem| problem.locate(&self.document))?;
         let section = match self.document.get("evaluation.sampler.stop_token_ids") {
             Some(_) => "evaluation.sampler",
-            None => "sampler",
+            None => "sampling",
         };
         self.check_stop_tokens(section, &self.evaluation.sampler, model)?;
         let own = "evaluation.sampler.max_new_tokens";
         let key = match self.document.get(own) {
             Some(_) => own,
-            None => "algorithm.response_length",
+            None => MAX_NEW_TOKENS,
         };
         self.check_length(key, &self.evaluation.sampler, model, held_out)
     }
 
-    /// Refuses stop tokens that the model does not have.
+    /// Rejects stop tokens that the model does not have.
     fn check_stop_tokens(
         &self,
         section: &str,
@@ -668,10 +637,10 @@ impl RunConfig {
         model: &DecoderConfig,
     ) -> Result<(), ConfigError> {
         let checked = sampling.validate_for(model.vocab_size);
-        checked.map_err(|error| Problem::within(section, &error).locate_at_path(&self.document))
+        checked.map_err(|error| Problem::within(section, &error).locate(&self.document))
     }
 
-    /// Refuses completions that end after the last position of the model.
+    /// Rejects completions longer than the model's positions.
     fn check_length(
         &self,
         key: &str,
@@ -696,17 +665,15 @@ impl RunConfig {
         self.document.error(path, message)
     }
 
-    /// Returns the seed of the run.
+    /// Returns the run's seed.
     pub fn seed(&self) -> u64 {
         self.train.sampling.seed
     }
 
     /// Returns the algorithm by its name, and what differs from it.
     pub fn algorithm(&self) -> Algorithm {
-        let named = self.document.get("algorithm.preset");
-        let named = named.and_then(|name| Preset::deserialize(name).ok());
         let length = self.train.sampling.max_new_tokens;
-        Algorithm::new(&self.train.recipe, named, length)
+        Algorithm::new(&self.train.recipe, self.preset, length)
     }
 
     /// Returns the effective configuration as YAML that reads as the same configuration.
@@ -715,47 +682,45 @@ impl RunConfig {
         serde_saphyr::to_string(&value).map_err(serde::ser::Error::custom)
     }
 
-    /// Returns the effective configuration with the sections of a file.
+    /// Returns the effective configuration with the keys of a file. The recipe has every option, so
+    /// there is no preset.
     pub fn to_value(&self) -> Result<Value, serde_json::Error> {
-        let train = &self.train;
-        let named = self.named_sections();
-        Ok(json!({
-            "model": named.model,
-            "teacher": named.teacher,
-            "data": named.data,
-            "demonstrations": named.demonstrations,
-            "rewards": named.rewards,
-            "environment": self.environment,
-            "algorithm": {
-                "rollout_batch_size": train.prompts_per_step,
-                "num_return_sequences_in_group": train.num_generations,
-                "prompt_length": self.max_prompt_tokens,
-                "response_length": train.sampling.max_new_tokens,
-                "ppo_epochs": train.epochs,
-                "recipe": serde_json::to_value(&train.recipe)?,
-            },
-            "sampler": without(serde_json::to_value(&train.sampling)?, &SAMPLER_ELSEWHERE),
-            "rollout": serde_json::to_value(&train.rollout)?,
-            "optimizer": serde_json::to_value(&train.optimizer)?,
-            "schedule": serde_json::to_value(train.schedule)?,
-            "training": without(serde_json::to_value(train)?, &ELSEWHERE),
-            "evaluation": serde_json::to_value(&self.evaluation_keys)?,
-            "checkpoint": serde_json::to_value(&self.checkpoint)?,
-            "rollout_log": self.rollout_log,
-            "trackers": self.trackers,
-            "max_steps": self.max_steps,
-            "run_dir": self.run_dir,
-            "seed": self.seed(),
-            "threads": self.threads,
-        }))
+        let keys = RunKeys {
+            model: Some(self.model.clone()),
+            teacher: self.teacher.clone(),
+            data: self.data.clone(),
+            demonstration_data: self.demonstration_data.clone(),
+            rewards: self.rewards.clone(),
+            environment: self.environment.clone(),
+            preset: None,
+            max_prompt_tokens: self.max_prompt_tokens,
+            evaluation: self.evaluation_keys.clone(),
+            checkpoint: self.checkpoint.clone(),
+            rollout_log: self.rollout_log.clone(),
+            trackers: self.trackers.clone(),
+            max_steps: self.max_steps,
+            run_dir: Some(self.run_dir.clone()),
+            seed: self.seed(),
+            threads: self.threads,
+        };
+        let (mut keys, mut train) = (json!(keys), json!(self.train));
+        if let Some(sampling) = train.get_mut("sampling").and_then(Value::as_object_mut) {
+            sampling.shift_remove("seed");
+        }
+        if let (Value::Object(keys), Value::Object(train)) = (&mut keys, train) {
+            keys.shift_remove("preset");
+            keys.extend(train);
+            keys.extend(self.named.clone());
+        }
+        Ok(keys)
     }
 }
 
 pub(super) const DATA: &str = "data";
-const DEMONSTRATIONS: &str = "demonstrations";
+const DEMONSTRATION_DATA: &str = "demonstration_data";
 const ENVIRONMENT: &str = "environment";
 const TEACHER: &str = "teacher";
-const TRAINING: &str = "training";
+const MAX_NEW_TOKENS: &str = "sampling.max_new_tokens";
 
 /// Returns a message about a learning rate that changes nothing.
 pub(super) fn learning_rate_doubt(optimizer: &AdamWConfig) -> Option<String> {
@@ -763,7 +728,7 @@ pub(super) fn learning_rate_doubt(optimizer: &AdamWConfig) -> Option<String> {
         .then(|| "optimizer.learning_rate: 0, so the policy does not change".to_owned())
 }
 
-/// Returns the path of the reward with index `i` in a file.
+/// Returns the path to reward `i` in a file.
 pub(super) fn reward_key(i: usize) -> String {
     format!("rewards[{i}]")
 }
@@ -779,12 +744,12 @@ pub(super) fn check_trackers(
     Ok(())
 }
 
-/// Returns the section of the model, which a file must have.
+/// Returns the model section, which a file must have.
 pub(super) fn required_model(model: Option<ModelConfig>) -> Result<ModelConfig, Problem> {
     model.ok_or_else(|| Problem::at("model", "absent, must be the path of a model"))
 }
 
-/// Sets the steps between evaluations of a run that holds nothing out. A file must not give them.
+/// Sets the steps between evaluations for a run without held-out rows. A file must not set them.
 pub(super) fn no_evaluations(
     document: &Document,
     every_steps: &mut Option<usize>,
@@ -809,7 +774,7 @@ fn is_within(path: &Path, folder: &Path) -> bool {
     resolved(path).starts_with(resolved(folder))
 }
 
-/// Refuses names of kinds that are not texts: a number would select a kind by its position.
+/// Rejects kind names that are not texts: a number would select a kind by position.
 pub(super) fn tags(path: &str, value: &Value) -> Result<(), Problem> {
     match value {
         Value::Object(map) => map.iter().try_for_each(|(key, value)| {
@@ -831,17 +796,32 @@ pub(super) fn tags(path: &str, value: &Value) -> Result<(), Problem> {
     }
 }
 
-/// Returns the tree of a document in which `loss_agg_mode: seq-mean-token-sum-norm` has its length,
-/// `response_length`.
-fn expanded(document: &Document) -> Value {
-    let mut value = document.value.clone();
-    if let Some(algorithm) = value.get_mut("algorithm") {
-        AlgorithmConfig::expand(algorithm);
-    }
-    value
+/// Returns the keys that a file may have at its top.
+pub(super) fn keys() -> &'static BTreeSet<String> {
+    static KEYS: LazyLock<BTreeSet<String>> = LazyLock::new(|| {
+        let settings = keys_of(&TrainConfig::default()).into_iter();
+        settings.chain(keys_of(&RunKeys::default())).collect()
+    });
+    &KEYS
 }
 
-/// Returns `defaults` with the keys of `patch`, which stand at `path`, laid over them.
+/// Returns the keys of a document that are no settings of the trainer, and these.
+fn split(document: &Document) -> Result<(Value, Value), Problem> {
+    let Value::Object(mut given) = document.value.clone() else {
+        return Ok((document.value.clone(), json!({})));
+    };
+    if let Some(key) = given.keys().find(|key| !keys().contains(*key)) {
+        let known: Vec<&str> = keys().iter().map(String::as_str).collect();
+        return Err(Problem::at(key, unknown_key("", key, &known)));
+    }
+    let settings = keys_of(&TrainConfig::default());
+    let settings = settings.iter();
+    let settings = settings.filter_map(|key| given.shift_remove_entry(key));
+    let settings = Value::Object(settings.collect());
+    Ok((Value::Object(given), settings))
+}
+
+/// Returns `defaults`, with the keys in `patch` laid over them. `patch` is at `path`.
 pub(super) fn laid_over<T: Serialize + DeserializeOwned>(
     document: &Document,
     path: &str,
@@ -852,12 +832,12 @@ pub(super) fn laid_over<T: Serialize + DeserializeOwned>(
     Ok(document.parse(path, merge(defaults, patch))?)
 }
 
-/// Returns the chat template of a model with the variables at `chat_template_kwargs` of `section`.
+/// Returns a model's chat template with the variables in `chat_template_kwargs` in `section`.
 ///
 /// # Errors
 ///
-/// With the line of the key if there are variables and the model has no template, or its template
-/// does not contain the name of one.
+/// Returns an error with the key's line if there are variables and the model has no template, or
+/// its template does not use one of them.
 pub(super) fn chat_template(
     document: &Document,
     section: &str,
@@ -881,19 +861,19 @@ pub(super) fn chat_template(
     Ok(Some(template.clone().with_variables(variables.clone())))
 }
 
-/// Refuses a load-balancing loss in `section` for a model without experts.
+/// Rejects a load-balancing loss in `section` for a model without experts.
 pub(super) fn check_router(section: &str, coef: f64, model: &DecoderConfig) -> Result<(), Problem> {
     if coef == 0. || model.has_experts() {
         Ok(())
     } else {
         Err(Problem::at(
-            &format!("{section}.router_aux_loss_coef"),
+            &join(section, "router_aux_loss_coef"),
             format!("{coef}, must be 0 for a model without experts"),
         ))
     }
 }
 
-/// Returns an error of the rows of `section` with the line of its key, if it names one.
+/// Returns a row error in `section` with its key's line, if it names a key.
 pub(super) fn data_error(
     document: &Document,
     section: &str,
@@ -910,7 +890,7 @@ pub(super) fn data_error(
     .into()
 }
 
-/// Checks that the path of a run's folder can be one.
+/// Checks that a run directory's path is possible.
 pub(super) fn check_run_dir(run_dir: &Path) -> Result<(), Problem> {
     if run_dir.as_os_str().is_empty() {
         return Err(Problem::at("run_dir", "\"\", must be the path of a folder"));
@@ -931,7 +911,7 @@ pub(super) fn check_run_dir(run_dir: &Path) -> Result<(), Problem> {
     }
 }
 
-/// Refuses a path at `key` that a run would read and write.
+/// Rejects a path at `key` that a run would both read and write.
 pub(super) fn check_outside(key: &str, path: &Path, run_dir: &Path) -> Result<(), Problem> {
     if is_within(path, run_dir) {
         Err(Problem::at(
@@ -947,7 +927,7 @@ pub(super) fn check_outside(key: &str, path: &Path, run_dir: &Path) -> Result<()
     }
 }
 
-/// Refuses keys that have their place in another section.
+/// Rejects keys that belong in another section.
 pub(super) fn own_place(
     section: &str,
     keys: &Map<String, Value>,
@@ -962,7 +942,7 @@ pub(super) fn own_place(
     Ok(())
 }
 
-/// Returns the evaluation section of `document`.
+/// Returns the evaluation section in `document`.
 pub(super) fn evaluation(
     document: &Document,
     keys: &EvaluationKeys,
@@ -989,7 +969,7 @@ pub(super) fn evaluation(
         );
     }
     let path = "evaluation.sampler";
-    own_place(path, &keys.sampler, &SAMPLER_ELSEWHERE[..1])?;
+    own_place(path, &keys.sampler, &SAMPLER_ELSEWHERE)?;
     let sampler = Value::Object(keys.sampler.clone());
     let sampler: SamplingConfig = laid_over(document, path, sampling, sampler)?;
     if samples > 1 && sampler.greedy {
@@ -1006,7 +986,7 @@ pub(super) fn evaluation(
     })
 }
 
-/// Returns the fields of a section without those that a file has in other sections.
+/// Returns a section's fields without those that a file has in other sections.
 pub(super) fn without(mut section: Value, elsewhere: &[(&str, &str)]) -> Value {
     if let Some(fields) = section.as_object_mut() {
         for (field, _) in elsewhere {

@@ -13,14 +13,14 @@ use serde_json::{Map, Value};
 /// The model to train.
 #[derive(Debug, Clone, PartialEq, Eq, Default, Serialize)]
 pub struct ModelConfig {
-    /// A folder with `config.json`, `tokenizer.json` and safetensors, a GGUF file, the folder of a
-    /// run (its best checkpoint), or a model of the [hub](guide.md#the-hugging-face-hub), such as
+    /// A folder with `config.json`, `tokenizer.json` and safetensors, a GGUF file, a run directory
+    /// (its best checkpoint), or a [hub](guide.md#the-hugging-face-hub) model, such as
     /// `ORG/NAME@REVISION`.
     pub path: PathBuf,
-    /// A file with the chat template. Absent: the template of the model.
+    /// A chat template file. Absent: the model's own template.
     pub chat_template: Option<PathBuf>,
-    /// The local time that the chat template prints, such as `2025-03-05T14:07:09`; absent: that
-    /// of the rendering. It is no key: a run that resumes has the time of its first start.
+    /// The local time for the chat template to print, such as `2025-03-05T14:07:09`; absent: the
+    /// current time. Not a key: a resumed run keeps the time of its first start.
     #[serde(skip)]
     pub clock: Option<String>,
 }
@@ -68,33 +68,32 @@ impl<'de> Deserialize<'de> for ModelConfig {
 #[derive(Debug, Clone, PartialEq, Default, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct TeacherConfig {
-    /// The path or the name of a model, as [`model.path`](#model), with the tokens of the policy.
-    /// It does not train.
+    /// A model's path or name, as in [`model.path`](#model), with the policy's vocabulary. It does
+    /// not train.
     pub model: Option<PathBuf>,
     /// Servers with the teacher, which has the tokens of the policy. The keys are those of
     /// [rollout](#rollout): `engine` (`vllm` or `sglang`), `base_url`, `served_model_name`,
     /// `api_key_env`, `request_timeout`, `server_timeout`, `max_retries` and `max_inflight`.
-    /// Servers name log-probs at temperature 1, so `sampler.temperature` must be 1 for terms of
+    /// Servers name log-probs at temperature 1, so `sampling.temperature` must be 1 for terms of
     /// the sampled tokens.
     pub server: Option<RolloutConfig>,
 }
 
-/// The schedule and the sampler of evaluations on held-out prompts.
+/// The schedule and sampler for evaluations on held-out prompts.
 #[derive(Debug, Clone, PartialEq)]
 pub struct EvaluationConfig {
     /// Steps between evaluations; also before the first step and after the last. Absent: never.
     pub every_steps: Option<usize>,
-    /// Completions of each prompt.
+    /// Completions per prompt.
     pub samples_per_prompt: usize,
-    /// The values k of the reported pass@k, each at most `samples_per_prompt`.
+    /// The values k to report pass@k for, each at most `samples_per_prompt`.
     pub pass_at: Vec<usize>,
-    /// The smallest reward with which a completion passes.
+    /// The smallest reward that counts as a pass.
     pub pass_reward: f64,
     /// The largest number of held-out prompts. Absent: all.
     pub max_prompts: Option<usize>,
-    /// The sampler; its keys are laid over the sampler section. It has two keys more: `greedy:
-    /// true` takes the most likely token each time, and `max_new_tokens` is the maximum
-    /// length.
+    /// The sampler; its keys are laid over the section `sampling`. `greedy: true` takes the most
+    /// likely token each time.
     pub sampler: SamplingConfig,
 }
 
@@ -105,7 +104,7 @@ impl EvaluationConfig {
     }
 }
 
-/// The keys of the evaluation section as the file has them.
+/// The evaluation keys as the file has them.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub(super) struct EvaluationKeys {
@@ -130,7 +129,7 @@ impl Default for EvaluationKeys {
     }
 }
 
-/// The schedule of checkpoints, and which are kept.
+/// The checkpoint schedule, and which checkpoints are kept.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct CheckpointConfig {
@@ -138,11 +137,11 @@ pub struct CheckpointConfig {
     pub every_steps: Option<usize>,
     /// The number of latest checkpoints to keep.
     pub keep: usize,
-    /// Keeps the checkpoint of the evaluation with the highest mean reward, too; in supervised
-    /// training that with the lowest loss.
+    /// Also keeps the checkpoint whose evaluation had the highest mean reward; in supervised
+    /// training, the lowest loss.
     pub keep_best: bool,
-    /// The dtype of the model in a checkpoint, with merged adapters. If all weights train, another
-    /// dtype than f32 adds a file: the run resumes from weights in f32.
+    /// The model's dtype in a checkpoint, with merged adapters. If all weights train, a dtype
+    /// other than f32 adds a file, because a run resumes from f32 weights.
     pub dtype: ComputeDType,
 }
 

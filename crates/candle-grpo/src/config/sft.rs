@@ -24,7 +24,7 @@ use super::run::{
 };
 use super::sections::{CheckpointConfig, ModelConfig};
 
-/// The section that makes a file one of supervised training.
+/// The section that marks a supervised training file.
 pub(super) const SFT: &str = "sft";
 
 /// A supervised run: a configuration file of `grpo sft` with all defaults filled in, validated.
@@ -64,11 +64,11 @@ pub struct SftRunConfig {
     pub run_dir: PathBuf,
     /// Threads to compute with; absent: one for each core.
     pub threads: Option<usize>,
-    /// The file, for the lines of errors that only its files or its model show.
+    /// The file, for the lines in errors that only the run's files or model reveal.
     document: Document,
     /// The files that come from the hub.
     hub: HubFiles,
-    /// The sections with names of the hub, once these are located.
+    /// The sections with hub names, once these are located.
     named: Option<(ModelConfig, SftDataConfig)>,
 }
 
@@ -92,7 +92,7 @@ impl Default for SftEvaluationConfig {
     }
 }
 
-/// The sections of a file.
+/// A file's sections.
 #[derive(Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 struct Sections {
@@ -134,7 +134,7 @@ impl Default for Sections {
     }
 }
 
-/// Settings of the trainer that a file has in another place.
+/// Trainer settings that a file has elsewhere.
 pub(super) const SFT_ELSEWHERE: [(&str, &str); 5] = [
     ("optimizer", "optimizer"),
     ("schedule", "schedule"),
@@ -144,7 +144,7 @@ pub(super) const SFT_ELSEWHERE: [(&str, &str); 5] = [
 ];
 
 impl SftRunConfig {
-    /// Returns whether a document is of supervised training: it has the section `sft`.
+    /// Returns whether a document is for supervised training: it has the section `sft`.
     pub fn is_of(document: &Document) -> bool {
         document.get(SFT).is_some()
     }
@@ -165,8 +165,7 @@ impl SftRunConfig {
     /// Returns an error with line and key if a key is unknown, a value is not valid, or keys
     /// contradict each other.
     pub fn new(document: &Document) -> Result<Self, ConfigError> {
-        Self::build(document)
-            .map_err(|problem| problem.locate(document, |document| Self::build(document).map(drop)))
+        Self::build(document).map_err(|problem| problem.locate(document))
     }
 
     fn build(document: &Document) -> Result<Self, Problem> {
@@ -221,7 +220,7 @@ impl SftRunConfig {
         Ok(run)
     }
 
-    /// Checks everything that a run can be refused for before its files are opened.
+    /// Checks everything that can be checked before the run's files are opened.
     fn validate(&self) -> Result<(), Problem> {
         bounds::check_sft(self)?;
         self.sft
@@ -251,20 +250,20 @@ impl SftRunConfig {
             .collect()
     }
 
-    /// Reads the rows, and checks them together with the settings and the shape of the model.
+    /// Reads the rows, and checks them against the settings and the model's shape.
     ///
     /// # Errors
     ///
-    /// With [`ConfigError`] if a key does not fit the rows or the model. With file and line if a
-    /// row cannot be read or encoded.
+    /// Returns a [`ConfigError`] if a key does not fit the rows or the model. Returns an error with
+    /// file and line if a row cannot be read or encoded.
     pub fn load_data(&self, model: &Pretrained) -> Result<SftDataset> {
         let sft = &self.sft;
         if let Some(adapters) = &sft.adapters {
             bounds::check_adapters(SFT, adapters, &model.model)
-                .map_err(|problem| problem.locate_at_path(&self.document))?;
+                .map_err(|problem| problem.locate(&self.document))?;
         }
         check_router(SFT, sft.router_aux_loss_coef, &model.model)
-            .map_err(|problem| problem.locate_at_path(&self.document))?;
+            .map_err(|problem| problem.locate(&self.document))?;
         let variables = &self.data.chat_template_kwargs;
         let template = chat_template(&self.document, DATA, variables, model)?;
         let dataset = self.data.load(model, template.as_ref(), sft.seed);
@@ -288,7 +287,7 @@ impl SftRunConfig {
         serde_saphyr::to_string(&value).map_err(serde_json::Error::custom)
     }
 
-    /// Returns the effective configuration with the sections of a file.
+    /// Returns the effective configuration with a file's sections.
     pub fn to_value(&self) -> Result<Value, serde_json::Error> {
         let (model, data) = match &self.named {
             Some((model, data)) => (model, data),
@@ -339,7 +338,7 @@ impl Configuration for SftRunConfig {
 
     fn check_files(&self) -> Result<(), ConfigError> {
         check_trackers(&self.trackers, TrackerConfig::check_files)
-            .map_err(|problem| problem.locate_at_path(&self.document))
+            .map_err(|problem| problem.locate(&self.document))
     }
 
     fn hub_files(&self) -> &HubFiles {

@@ -1,7 +1,7 @@
-//! The names that other trainers have for keys of supervised training.
+//! Other trainers' names for supervised training keys.
 
-/// Each name of a key in TRL's `SFTConfig`, verl's SFT trainer or prime-rl's `sft`, or of a key of
-/// reinforcement learning, with the path of the key in a file of supervised training.
+/// Key names in TRL's `SFTConfig`, verl's SFT trainer or prime-rl's `sft`, or in our reinforcement
+/// learning files, with the paths in a supervised training file.
 const NAMES: &[(&str, &str)] = &[
     // Sizes.
     ("per_device_train_batch_size", "sft.batch_size"),
@@ -85,7 +85,7 @@ const NAMES: &[(&str, &str)] = &[
     ("logging_steps", "trackers"),
 ];
 
-/// Returns the place of a key that another trainer calls `name`.
+/// Returns the place for a key that another trainer calls `name`.
 pub(super) fn place(name: &str) -> Option<String> {
     let found = NAMES.iter().find(|(other, _)| *other == name)?;
     Some(found.1.to_owned())

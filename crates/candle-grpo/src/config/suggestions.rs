@@ -9,9 +9,10 @@ use candle_grpo_train::{DatasetConfig, SamplingConfig, TrainConfig};
 use serde::Serialize;
 use serde_json::Value;
 
-use super::algorithm::AlgorithmConfig;
+use super::document::join;
+use super::former;
 use super::other_names;
-use super::run::{ELSEWHERE, SAMPLER_ELSEWHERE};
+use super::run::{RunKeys, SAMPLER_ELSEWHERE};
 use super::sections::{CheckpointConfig, EvaluationKeys};
 use super::sft::{SFT, SFT_ELSEWHERE};
 use super::sft_names;
@@ -22,21 +23,24 @@ pub(super) fn unknown_key(section: &str, key: &str, known: &[&str]) -> String {
     unknown(place, section, key, known)
 }
 
-/// [`unknown_key`] in a file of supervised training.
+/// [`unknown_key`] in a supervised training file.
 pub(super) fn unknown_sft_key(section: &str, key: &str, known: &[&str]) -> String {
     unknown(sft_names::place(key), section, key, known)
 }
 
 /// Returns the message about an unknown key whose place in the file may be `place`.
 fn unknown(place: Option<String>, section: &str, key: &str, known: &[&str]) -> String {
-    let path = match section {
-        "" => key.to_owned(),
-        section => format!("{section}.{key}"),
-    };
+    let path = join(section, key);
+    // The sampler of evaluations has the keys of `sampling`.
+    let place = place.map(|place| match place.strip_prefix("sampling.") {
+        Some(key) if section == "evaluation" => format!("sampler.{key}"),
+        _ => place,
+    });
     if let Some(place) = place.filter(|place| *place != path) {
         // A section of the same name inside this one is nearer.
         let inside = place.split('.').next().filter(|inside| {
-            !section.is_empty() && known.contains(inside) && moved(section, inside).is_none()
+            let is_section = !section.is_empty() && !former::is_of(section);
+            is_section && known.contains(inside) && moved(section, inside).is_none()
         });
         return match inside {
             Some(_) => format!("unknown key; here it is {section}.{place}"),
@@ -70,39 +74,37 @@ pub(super) fn unknown_name(name: &str, known: &[&str]) -> String {
     format!("{name:?}, must be one of {}{suggestion}", known.join(", "))
 }
 
-/// Returns the place in a file of a key of a section's struct, if it has another place.
+/// Returns the place in a file for a field that is not in its struct's section.
 fn moved(section: &str, key: &str) -> Option<&'static str> {
     let found = elsewhere(section).iter().find(|(name, _)| *name == key);
     found.map(|(_, place)| *place)
 }
 
-/// The keys of a section's struct that a file has in another place.
+/// The fields that a file has outside their struct's section.
 fn elsewhere(section: &str) -> &'static [(&'static str, &'static str)] {
     match section {
-        "training" => &ELSEWHERE,
         SFT => &SFT_ELSEWHERE,
-        "sampler" => &SAMPLER_ELSEWHERE,
-        "evaluation.sampler" => &SAMPLER_ELSEWHERE[..1],
+        "sampling" | "evaluation.sampler" => &SAMPLER_ELSEWHERE,
         _ => &[],
     }
 }
 
-/// Returns the keys of each section.
+/// Returns each section's keys.
 pub(super) fn sections() -> Vec<(&'static str, BTreeSet<String>)> {
     vec![
-        ("algorithm", keys_of(&AlgorithmConfig::default())),
+        ("", keys_of(&RunKeys::default())),
+        ("", keys_of(&TrainConfig::default())),
         ("data", keys_of(&DatasetConfig::default())),
-        ("sampler", keys_of(&SamplingConfig::default())),
+        ("sampling", keys_of(&SamplingConfig::default())),
         ("rollout", keys_of(&RolloutConfig::default())),
         ("optimizer", keys_of(&AdamWConfig::default())),
         ("schedule", keys_of(&LearningRateSchedule::default())),
-        ("training", keys_of(&TrainConfig::default())),
         ("evaluation", keys_of(&EvaluationKeys::default())),
         ("checkpoint", keys_of(&CheckpointConfig::default())),
     ]
 }
 
-/// Returns the keys of a section.
+/// Returns a section's keys.
 pub(super) fn keys_of(section: &impl Serialize) -> BTreeSet<String> {
     match serde_json::to_value(section) {
         Ok(Value::Object(map)) => map.into_iter().map(|(key, _)| key).collect(),
@@ -110,12 +112,12 @@ pub(super) fn keys_of(section: &impl Serialize) -> BTreeSet<String> {
     }
 }
 
-/// Returns the path of a key that one section alone has.
+/// Returns the path to a key that only one section has.
 pub(super) fn place_of(key: &str) -> Option<String> {
     let mut places = sections()
         .into_iter()
         .filter(|(section, keys)| keys.contains(key) && moved(section, key).is_none())
-        .map(|(section, _)| format!("{section}.{key}"));
+        .map(|(section, _)| join(section, key));
     let place = places.next()?;
     places.next().is_none().then_some(place)
 }
@@ -163,11 +165,11 @@ mod tests {
 
     #[test]
     fn a_key_that_would_be_refused_is_not_suggested() {
-        let known = ["epochs", "prompts_per_step", "top_entropy"];
-        let message = unknown_key("training", "epoch", &known);
-        assert_eq!(message, "unknown key, did you mean algorithm.ppo_epochs?");
-        let message = unknown_key("training", "zzzzzz", &known);
-        assert_eq!(message, "unknown key, must be one of top_entropy");
+        let known = ["seed", "temperature"];
+        let message = unknown_key("sampling", "sed", &known);
+        assert_eq!(message, "unknown key, did you mean seed?");
+        let message = unknown_key("sampling", "zzzzzz", &known);
+        assert_eq!(message, "unknown key, must be one of temperature");
     }
 
     /// A suggestion is a key that the program accepts, whatever section has the wrong key.
@@ -191,7 +193,7 @@ mod tests {
                 let place = place.filter(|place| !place.contains(" or "));
                 let near = message.split_once("did you mean ").map(|(_, near)| near);
                 let near = near.map(|near| match near.trim_end_matches('?') {
-                    key if key.starts_with('`') => format!("{section}.{}", key.trim_matches('`')),
+                    key if key.starts_with('`') => join(section, key.trim_matches('`')),
                     place => place.to_owned(),
                 });
                 for path in place.into_iter().chain(near.as_deref()) {
@@ -206,9 +208,9 @@ mod tests {
     #[test]
     fn a_key_of_another_section_is_found() {
         let message = unknown_key("", "response_length", &["model"]);
-        assert_eq!(message, "unknown key; here it is algorithm.response_length");
-        let message = unknown_key("algorithm", "temperature", &["preset"]);
-        assert_eq!(message, "unknown key; here it is sampler.temperature");
+        assert_eq!(message, "unknown key; here it is sampling.max_new_tokens");
+        let message = unknown_key("rollout", "temperature", &["engine"]);
+        assert_eq!(message, "unknown key; here it is sampling.temperature");
         let message = unknown_key("evaluation", "temperature", &["pass_at", "sampler"]);
         assert_eq!(
             message,

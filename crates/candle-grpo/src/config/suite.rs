@@ -35,27 +35,27 @@ use super::suggestions::unknown_name;
 /// ```
 #[derive(Debug, Clone)]
 pub struct SuiteConfig {
-    /// The name in tables: that of a built-in suite, or of the file without its end.
+    /// The name in tables: a built-in suite's, or the file name without its extension.
     pub name: String,
     /// The [data section](#data) with the files in `held_out`, which are relative to `--data` if
-    /// it is given. Without the keys of training.
+    /// it is set. Without the training keys.
     pub data: DatasetConfig,
-    /// The file of the [hub](guide.md#the-hugging-face-hub) with the same rows, which is read
-    /// without `--data`. Absent: there is none.
+    /// The [hub](guide.md#the-hugging-face-hub) file with the same rows, used without `--data`.
+    /// Absent: none.
     pub hub: Option<PathBuf>,
-    /// The column that identifies a row in comparisons. Absent: a digest of the question does.
+    /// The column that identifies a row in comparisons. Absent: a digest of the question.
     pub id: Option<String>,
-    /// The [terms of the reward](#rewards).
+    /// The [reward terms](#rewards).
     pub rewards: Vec<RewardConfig>,
     /// The [evaluation section](#evaluation) without `every_steps`. Without a key of the
     /// distribution in `sampler`, that of the model's `generation_config.json` applies.
     pub evaluation: EvaluationConfig,
-    /// True if the suite sets the distribution of tokens, which otherwise is that of the model.
+    /// True if the suite sets the token distribution, which otherwise is the model's.
     pub has_distribution: bool,
     document: Document,
 }
 
-/// The keys of the file of a suite.
+/// The keys in a suite file.
 #[derive(Default, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 struct SuiteKeys {
@@ -76,11 +76,11 @@ const BUILT_IN: [(&str, &str); 6] = [
     ("mmlu", include_str!("../suite/built_in/mmlu.yaml")),
 ];
 
-/// The keys of a sampler that decide the distribution of a token.
+/// The sampler keys that define the token distribution.
 const DISTRIBUTION: [&str; 5] = ["temperature", "top_k", "top_p", "min_p", "greedy"];
 
 impl SuiteConfig {
-    /// The names of the built-in suites.
+    /// Returns the names of the built-in suites.
     pub fn names() -> impl Iterator<Item = &'static str> {
         BUILT_IN.iter().map(|(name, _)| *name)
     }
@@ -114,9 +114,7 @@ impl SuiteConfig {
     /// Returns an error with line and key if a key is unknown, a value is not valid, or keys
     /// contradict each other.
     pub fn new(document: &Document, file: &Path) -> Result<Self, ConfigError> {
-        Self::build(document, file).map_err(|problem| {
-            problem.locate(document, |document| Self::build(document, file).map(drop))
-        })
+        Self::build(document, file).map_err(|problem| problem.locate(document))
     }
 
     fn build(document: &Document, file: &Path) -> Result<Self, Problem> {
@@ -183,21 +181,21 @@ impl SuiteConfig {
         Ok(())
     }
 
-    /// Checks that the programs, scripts and models of the rewards are there.
+    /// Checks that the rewards' programs, scripts and models exist.
     ///
     /// # Errors
     ///
-    /// Returns an error with the line of the reward if one is missing.
+    /// Returns an error with the reward's line if one is missing.
     pub fn check_files(&self) -> Result<(), ConfigError> {
         for (i, reward) in self.rewards.iter().enumerate() {
-            reward.check_files().map_err(|error| {
-                Problem::within(&reward_key(i), &error).locate_at_path(&self.document)
-            })?;
+            reward
+                .check_files()
+                .map_err(|error| Problem::within(&reward_key(i), &error).locate(&self.document))?;
         }
         Ok(())
     }
 
-    /// Returns the chat template of the model with `data.chat_template_kwargs`.
+    /// Returns the model's chat template with `data.chat_template_kwargs`.
     ///
     /// # Errors
     ///

@@ -1,6 +1,6 @@
-//! Plain messages about the syntax of YAML and TOML, without the words of their parsers.
+//! Plain messages about YAML and TOML syntax, without their parsers' jargon.
 
-/// Returns the message of an error in a text of YAML, without the line.
+/// Returns the message for a YAML error, without the line.
 pub(super) fn yaml(error: &serde_saphyr::Error) -> String {
     use serde_saphyr::Error;
     let mut cause = error;
@@ -42,7 +42,7 @@ pub(super) fn yaml(error: &serde_saphyr::Error) -> String {
     format!("not valid YAML: {plain}")
 }
 
-/// Parts of the messages of the parser of YAML, with plain messages.
+/// Parts of YAML parser messages, with plain messages.
 const YAML: [(&str, &str); 10] = [
     ("unclosed", "a bracket is not closed"),
     ("misplaced bracket", "a bracket is closed that is not open"),
@@ -68,7 +68,7 @@ const YAML: [(&str, &str); 10] = [
     ("anchor", "an alias has no anchor"),
 ];
 
-/// Returns the message of an error in a text of TOML, without the line.
+/// Returns the message for a TOML error, without the line.
 pub(super) fn toml(text: &str, error: &toml::de::Error) -> String {
     let span = error.span().unwrap_or_default();
     // What the parser expects has names of its grammar.
@@ -84,7 +84,7 @@ pub(super) fn toml(text: &str, error: &toml::de::Error) -> String {
     format!("not valid TOML: column {column}: {}", plain(&TOML, message))
 }
 
-/// Parts of the messages of the parser of TOML, with plain messages.
+/// Parts of TOML parser messages, with plain messages.
 const TOML: [(&str, &str); 22] = [
     ("unclosed", "a bracket is not closed"),
     ("missing comma", "a comma is missing"),
@@ -121,7 +121,7 @@ const TOML: [(&str, &str); 22] = [
 
 const VALUE: &str = "there must be a value: true, false, a number, or a text in quotes";
 
-/// Returns the plain message for one of a parser.
+/// Returns the plain message for a parser message.
 fn plain(known: &[(&'static str, &'static str)], message: &str) -> &'static str {
     let known = known.iter().find(|(part, _)| message.contains(part));
     known.map_or("its syntax", |(_, plain)| plain)

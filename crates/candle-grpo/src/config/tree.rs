@@ -1,4 +1,4 @@
-//! Deserialization of a tree of values, with errors that keep the key.
+//! Deserializes value trees, with errors that keep the key.
 
 use std::fmt;
 
@@ -11,7 +11,7 @@ use serde::de::{
 use serde::forward_to_deserialize_any;
 use serde_json::{Map, Value};
 
-/// Why a value does not have the type of its key.
+/// Why a value does not fit its key's type.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) enum TypeError {
     /// A key that its section does not have.
@@ -19,21 +19,21 @@ pub(super) enum TypeError {
         key: String,
         known: &'static [&'static str],
     },
-    /// A name that the key does not take.
+    /// A name that the key does not accept.
     UnknownName {
         name: String,
         known: &'static [&'static str],
     },
     /// A key that must be given.
     Missing { key: &'static str },
-    /// A value of another kind.
+    /// A value with another type.
     WrongKind { found: String, expected: String },
     /// Anything else.
     Other(String),
 }
 
 impl TypeError {
-    /// Returns whether `value` may be of the wrong type, or lack a key.
+    /// Returns whether `value` may have the wrong type, or lack a key.
     pub(super) fn is_about(&self, value: &Value) -> bool {
         match (self, value) {
             (Self::UnknownName { name, .. }, Value::String(text)) => name == text,
@@ -44,7 +44,7 @@ impl TypeError {
     }
 }
 
-/// The hint after an error about a value of true or false.
+/// The hint after an error about a boolean.
 pub(super) const QUOTE_HINT: &str =
     " (YAML reads y, n, yes, no, on and off as true or false, unless they are in quotation marks)";
 
@@ -133,7 +133,7 @@ impl Error for TypeError {
     }
 }
 
-/// Returns a value that was found, in the words of a configuration file.
+/// Returns a found value in configuration file terms.
 fn plain(found: Unexpected<'_>) -> String {
     match found {
         Unexpected::Bool(x) => x.to_string(),

@@ -1,4 +1,6 @@
-//! Axes of charts.
+//! Chart axes.
+
+use super::html::short;
 
 /// An axis with marks at round numbers.
 #[derive(Debug, Clone, PartialEq)]
@@ -20,8 +22,12 @@ impl Axis {
             (low, high) = (0., 1.);
         }
         if low == high {
-            let room = if low == 0. { 1. } else { 0.1 * low.abs() };
-            (low, high) = (low - room, high + room);
+            let room = 0.1 * low.abs();
+            (low, high) = if low == 0. {
+                (0., 1.)
+            } else {
+                (low - room, high + room)
+            };
         }
         let room = 0.04 * (high - low);
         // Values that are not negative and come near 0 have an axis from 0.
@@ -33,8 +39,8 @@ impl Axis {
         Self::between(low, high + room, count)
     }
 
-    /// Returns an axis around the finite values of all `series` but outliers: the largest 2 % of a
-    /// series, if they would take more than half of the axis.
+    /// Returns an axis around the finite values in all `series`. Leaves out outliers: the largest 2
+    /// % in a series, if they would take more than half of the axis.
     pub(super) fn around_usual(series: impl IntoIterator<Item = Vec<f64>>, count: usize) -> Self {
         let (mut all, mut usual) = (Vec::new(), f64::NEG_INFINITY);
         for mut values in series {
@@ -70,13 +76,25 @@ impl Axis {
         Self { low, high, marks }
     }
 
+    /// Returns a label for each mark. They differ even if the marks have leading digits in common.
+    pub(super) fn labels(&self) -> Vec<String> {
+        let labels: Vec<String> = self.marks.iter().map(|&mark| short(mark)).collect();
+        if labels.is_sorted_by(|a, b| a != b) {
+            return labels;
+        }
+        let step = self.marks[1] - self.marks[0];
+        let decimals = (-step.log10().floor()).clamp(0., 15.) as usize;
+        let fixed = self.marks.iter().map(|mark| format!("{mark:.decimals$}"));
+        fixed.collect()
+    }
+
     /// Returns the position of `x`: 0 at the low end, 1 at the high end.
     pub(super) fn share(&self, x: f64) -> f64 {
         (x - self.low) / (self.high - self.low)
     }
 }
 
-/// Returns the smallest of 1, 2 and 5 times a power of ten that is at least `x`.
+/// Returns the smallest number at least `x` that is 1, 2 or 5 times a power of ten.
 fn round_step(x: f64) -> f64 {
     let power = 10f64.powf(x.log10().floor());
     let factor = [1., 2., 5.].into_iter().find(|factor| factor * power >= x);
@@ -117,6 +135,26 @@ mod tests {
         assert_eq!(Axis::around([0.1, 1.], 4).low, 0.);
         assert!(Axis::around([0.9, 1.], 4).low > 0.8);
         assert!(Axis::around([-0.1, 1.], 4).low < -0.1);
+    }
+
+    /// A clip fraction of 0 in all steps.
+    #[test]
+    fn an_axis_of_zeros_starts_at_0() {
+        let axis = Axis::around([0., 0.], 4);
+        assert_eq!(
+            (axis.low, axis.marks.as_slice()),
+            (0., [0., 0.5, 1.].as_slice())
+        );
+    }
+
+    /// Ratios that differ by 1e-4.
+    #[test]
+    fn labels_differ() {
+        let axis = Axis::between(0.99992, 1.00008, 4);
+        assert_eq!(axis.labels(), ["0.99995", "1.00000", "1.00005"]);
+        let axis = Axis::between(1_000_000., 1_000_002., 2);
+        assert_eq!(axis.labels(), ["1000000", "1000001", "1000002"]);
+        assert_eq!(Axis::between(0., 1., 2).labels(), ["0", "0.5", "1"]);
     }
 
     #[test]

@@ -1,4 +1,4 @@
-//! The model card of a trained policy.
+//! A trained policy's model card.
 
 use std::collections::BTreeMap;
 use std::fmt::Write;
@@ -8,14 +8,14 @@ use candle_grpo_train::hub::HubName;
 
 use super::Run;
 
-/// The comment in a model card by which another program recognizes that no person wrote it.
+/// The comment that marks a model card as generated rather than written by a person.
 pub const CARD_MARK: &str = "<!-- Written by grpo convert. -->";
 
-/// The setting of the model that the run began with.
+/// The setting with the model that the run started from.
 const BASE: &str = "model.path";
 
 impl Run {
-    /// Returns the name on the hub, or else the path, of the model that the run began with.
+    /// Returns the hub name, or otherwise the path, of the model that the run started from.
     pub fn base_model(&self) -> Option<String> {
         let path = self.settings.get(BASE)?;
         Some(match HubName::of(Path::new(path)) {
@@ -25,9 +25,9 @@ impl Run {
     }
 }
 
-/// Returns the model card of the policy that `run` trained, in Markdown with the metadata of the
-/// Hugging Face hub. `checkpoint` is the name of the folder of its weights. `library` is
-/// the Python library that loads the folder: `transformers`, or `peft` for adapters.
+/// Returns a model card for the policy that `run` trained: Markdown with Hugging Face hub metadata.
+/// `checkpoint` is the weight folder's name. `library` is the Python library that loads the folder:
+/// `transformers`, or `peft` for adapters.
 ///
 /// <https://huggingface.co/docs/hub/model-cards>
 pub fn model_card(run: &Run, checkpoint: &str, library: &str) -> String {
@@ -61,7 +61,7 @@ pub fn model_card(run: &Run, checkpoint: &str, library: &str) -> String {
     line(
         &mut card,
         format_args!(
-            "A language model that was trained by {method} from `{base}`, with candle-grpo {version}.\n"
+            "A language model trained by {method} from `{base}`, with candle-grpo {version}.\n"
         ),
     );
     table(
@@ -79,15 +79,12 @@ pub fn model_card(run: &Run, checkpoint: &str, library: &str) -> String {
                     run.skipped.to_string()
                 },
             ),
+            ("prompts per step", setting("prompts_per_step").to_owned()),
             (
-                "prompts of a step",
-                setting("training.prompts_per_step").to_owned(),
+                "completions per prompt",
+                setting("num_generations").to_owned(),
             ),
-            (
-                "completions of a prompt",
-                setting("training.num_generations").to_owned(),
-            ),
-            ("rows of a step", setting("sft.batch_size").to_owned()),
+            ("rows per step", setting("sft.batch_size").to_owned()),
             ("weights", format!("checkpoint `{checkpoint}`")),
         ]
         .into_iter()
@@ -104,7 +101,7 @@ pub fn model_card(run: &Run, checkpoint: &str, library: &str) -> String {
     card
 }
 
-/// A table of the metrics of all evaluations, of which each is a row.
+/// Writes a table with the metrics for all evaluations, one row each.
 fn evaluations(card: &mut String, rows: &[BTreeMap<String, f64>]) {
     let mut names: Vec<&str> = Vec::new();
     for name in rows.iter().flat_map(BTreeMap::keys) {
@@ -151,7 +148,7 @@ mod tests {
         let settings = [
             ("model.path", base),
             ("data.train", "train.jsonl"),
-            ("sampler.stop", "a|b\nc"),
+            ("sampling.stop", "a|b\nc"),
         ];
         let row = |step: f64, reward: f64| {
             BTreeMap::from([
@@ -181,7 +178,7 @@ mod tests {
             "| training data | `train.jsonl` |",
             "| steps | 7 |\n| steps without an update | 2 |\n",
             "| step | reward_mean |\n| ---: | ---: |\n| 0 | 0.100 |\n| 7 | 0.750 |",
-            "| sampler.stop | `a\\|b c` |",
+            "| sampling.stop | `a\\|b c` |",
             "checkpoint `step-000007`",
         ] {
             assert!(card.contains(part), "{part}\n{card}");
@@ -197,7 +194,7 @@ mod tests {
         for part in [
             "- sft\n- supervised-fine-tuning\n- candle-grpo\n",
             "trained by supervised fine-tuning (SFT) from `a/b`",
-            "| rows of a step | 32 |",
+            "| rows per step | 32 |",
         ] {
             assert!(card.contains(part), "{part}\n{card}");
         }

@@ -1,4 +1,4 @@
-//! Line charts as SVG in the colors of the page.
+//! Line charts as SVG, in the page's colors.
 
 use std::fmt::Write;
 
@@ -12,7 +12,7 @@ const RIGHT: f64 = 12.;
 const TOP: f64 = 10.;
 const BOTTOM: f64 = 34.;
 
-/// The stroke of a line.
+/// A line's stroke.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Stroke {
     Solid,
@@ -34,7 +34,7 @@ pub(super) struct Band {
     pub(super) points: Vec<(f64, f64, f64)>,
 }
 
-/// The lines and bands of one chart.
+/// The lines and bands in one chart.
 #[derive(Default)]
 pub(super) struct Chart {
     pub(super) lines: Vec<Line>,
@@ -86,7 +86,7 @@ struct Place {
 }
 
 impl Place {
-    /// Returns the place of a point. An outlier is at the upper edge.
+    /// Returns where a point is drawn. Outliers are at the upper edge.
     fn at(&self, x: f64, y: f64) -> (f64, f64) {
         (
             LEFT + self.x.share(x) * (WIDTH - LEFT - RIGHT),
@@ -96,14 +96,13 @@ impl Place {
 
     fn grid(&self, svg: &mut String) {
         let (right, bottom) = (WIDTH - RIGHT, HEIGHT - BOTTOM);
-        for &mark in &self.y.marks {
+        for (&mark, label) in self.y.marks.iter().zip(self.y.labels()) {
             let (_, y) = self.at(self.x.low, mark);
             let _ = write!(
                 svg,
-                r#"<line class="grid" x1="{LEFT}" x2="{right}" y1="{y:.1}" y2="{y:.1}"/><text x="{:.1}" y="{:.1}" text-anchor="end">{}</text>"#,
+                r#"<line class="grid" x1="{LEFT}" x2="{right}" y1="{y:.1}" y2="{y:.1}"/><text x="{:.1}" y="{:.1}" text-anchor="end">{label}</text>"#,
                 LEFT - 6.,
                 y + 4.,
-                short(mark)
             );
         }
         for &mark in self.x.marks.iter().filter(|mark| mark.fract() == 0.) {
@@ -181,7 +180,7 @@ impl Place {
         }
     }
 
-    /// Marks the points above the axis with triangles, whose titles have the values.
+    /// Marks the points above the axis with triangles, whose tooltips have the values.
     fn outliers(&self, svg: &mut String, run: usize, points: &[(f64, f64)], label: &str) {
         for &(step, value) in points.iter().filter(|(_, y)| *y > self.y.high) {
             let (x, y) = self.at(step, value);
@@ -204,10 +203,10 @@ impl Place {
     }
 }
 
-/// Returns the medians of about a fifteenth of the points around each one; none for fewer than 30
+/// Returns moving medians, each over about a fifteenth of the points; none for fewer than 30
 /// points.
 ///
-/// Estimates of the KL have outliers, which would distort a mean.
+/// KL estimates have outliers, which would distort a mean.
 fn moving_median(points: &[(f64, f64)]) -> Option<Vec<(f64, f64)>> {
     let half = points.len() / 30;
     if half == 0 {

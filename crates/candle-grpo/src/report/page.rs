@@ -8,7 +8,7 @@ use super::panels::{COLORS, panels};
 use super::rollouts::rollouts;
 use super::run::{Run, RunSample};
 
-/// The number of answers of each run on the page.
+/// The number of answers shown per run.
 const SHOWN: usize = 24;
 
 const STYLE: &str = include_str!("style.css");
@@ -16,9 +16,9 @@ const STYLE: &str = include_str!("style.css");
 /// The first line of every page. It distinguishes a page from other files.
 pub const REPORT_START: &str = "<!doctype html><!-- grpo report -->";
 
-/// Returns a page about `runs` in one file: metrics, charts over the steps, answers before and
-/// after, completions of training steps, settings. It follows the browser's color scheme and the
-/// width of the window.
+/// Returns a single-file page about `runs`: metrics, charts over the steps, answers before and
+/// after, training completions, settings. It follows the browser's color scheme and the window
+/// width.
 pub fn report_html(runs: &[Run]) -> String {
     let names: Vec<&str> = runs.iter().map(|run| run.name.as_str()).collect();
     let mut page = format!(
@@ -53,7 +53,7 @@ pub fn report_html(runs: &[Run]) -> String {
     page
 }
 
-/// Returns a table with a row for each run: steps, first and last rewards or losses, time.
+/// Returns a table with a row per run: steps, first and last rewards or losses, time.
 fn summary(runs: &[Run]) -> String {
     let shown = [("reward", "reward_mean"), ("loss", "loss")];
     let shown = shown.into_iter().filter(|(_, name)| {
@@ -63,7 +63,7 @@ fn summary(runs: &[Run]) -> String {
     });
     let shown: Vec<_> = shown.collect();
     let mut table = String::from(
-        "<div class=\"wide\"><table class=\"summary\"><thead><tr><th>run</th><th>steps</th><th>without update</th>",
+        "<div class=\"wide\"><table class=\"summary\"><thead><tr><th>run</th><th>steps</th><th>skipped</th>",
     );
     for (title, _) in &shown {
         let _ = write!(
@@ -130,7 +130,7 @@ fn answers(run: &Run) -> String {
         return String::new();
     };
     let mut section = format!(
-        "<h2>Answers of {}</h2>\n<div class=\"answers\">\n<div class=\"head\"><span>prompt</span><span>after step {}</span><span>after step {}</span></div>\n",
+        "<h2>Answers: {}</h2>\n<div class=\"answers\">\n<div class=\"head\"><span>prompt</span><span>after step {}</span><span>after step {}</span></div>\n",
         escape(&run.name),
         before.step,
         after.step

@@ -1,4 +1,4 @@
-//! The charts of the page.
+//! The page's charts.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -15,7 +15,7 @@ pub(super) struct Panel {
     pub(super) chart: Chart,
 }
 
-/// A chart by the names of its metrics: lines, and bands between two of them.
+/// A chart by its metric names: lines, and bands between two of them.
 struct Plan {
     title: &'static str,
     note: &'static str,
@@ -28,13 +28,13 @@ use Stroke::{Dashed, Dotted, Solid};
 const PLANS: &[Plan] = &[
     Plan {
         title: "Loss",
-        note: "of supervised training: negative log-prob, nats per token",
+        note: "supervised training: negative log-prob, in nats per token",
         lines: &[("loss", Solid)],
         bands: &[],
     },
     Plan {
         title: "Token accuracy",
-        note: "share of the tokens to train on that the model ranks first",
+        note: "share of training tokens that the model ranks first",
         lines: &[("token_accuracy", Solid)],
         bands: &[],
     },
@@ -49,19 +49,19 @@ const PLANS: &[Plan] = &[
     },
     Plan {
         title: "KL to the reference",
-        note: "nats per token; dotted: from the policy of the sampler",
+        note: "in nats per token; dotted: distance from the sampling policy",
         lines: &[("kl", Solid), ("approx_kl_k3", Dotted)],
         bands: &[],
     },
     Plan {
         title: "Divergence from the teacher",
-        note: "nats per token; dotted: absolute difference of the log-probs of sampled tokens",
+        note: "in nats per token; dotted: absolute log-prob difference of sampled tokens",
         lines: &[("divergence", Solid), ("distillation_gap_abs", Dotted)],
         bands: &[],
     },
     Plan {
         title: "Entropy",
-        note: "nats per token",
+        note: "in nats per token",
         lines: &[("entropy", Solid)],
         bands: &[],
     },
@@ -77,7 +77,7 @@ const PLANS: &[Plan] = &[
     },
     Plan {
         title: "Ratio",
-        note: "of the policy to that of the sampler: mean; band: smallest to largest",
+        note: "policy to sampler: mean; band: smallest to largest",
         lines: &[("ratio_mean", Solid)],
         bands: &[("ratio_min", "ratio_max")],
     },
@@ -89,19 +89,19 @@ const PLANS: &[Plan] = &[
     },
     Plan {
         title: "Length",
-        note: "of completions, in tokens",
+        note: "mean completion length in tokens",
         lines: &[("response_length", Solid)],
         bands: &[],
     },
     Plan {
         title: "Constant groups and truncated completions",
-        note: "share of groups with equal rewards; dashed: share of completions cut at the maximum length",
+        note: "share of groups with equal rewards; dashed: share of completions that reach the maximum length",
         lines: &[("constant_groups", Solid), ("truncated", Dashed)],
         bands: &[],
     },
     Plan {
         title: "Turns",
-        note: "of a trajectory, in the mean; dashed: calls of tools; dotted: failed calls",
+        note: "mean per trajectory; dashed: tool calls; dotted: failed calls",
         lines: &[
             ("environment.turns", Solid),
             ("environment.tool_calls", Dashed),
@@ -110,8 +110,8 @@ const PLANS: &[Plan] = &[
         bands: &[],
     },
     Plan {
-        title: "Ends of trajectories",
-        note: "share that a limit ended; dashed: share whose environment failed",
+        title: "Ended trajectories",
+        note: "share ended by a limit; dashed: share ended by an environment failure",
         lines: &[
             ("environment.limit_reached", Solid),
             ("environment.failed", Dashed),
@@ -130,7 +130,7 @@ const PLANS: &[Plan] = &[
     },
     Plan {
         title: "Tokens per second",
-        note: "of the rows of a step",
+        note: "row tokens processed",
         lines: &[("tokens_per_second", Solid)],
         bands: &[],
     },
@@ -142,7 +142,7 @@ const PLANS: &[Plan] = &[
     },
     Plan {
         title: "Staleness",
-        note: "updates between the weights that drew a token and those that it trains: mean; dashed: maximum",
+        note: "updates between sampling a token and training on it: mean; dashed: maximum",
         lines: &[("staleness_mean", Solid), ("staleness_max", Dashed)],
         bands: &[],
     },
@@ -164,7 +164,7 @@ const PLANS: &[Plan] = &[
     },
 ];
 
-/// Returns the charts of `runs` that are not empty.
+/// Returns the charts for `runs` that are not empty.
 pub(super) fn panels(runs: &[Run]) -> Vec<Panel> {
     let mut panels = vec![
         reward(runs),
@@ -228,7 +228,7 @@ fn reward(runs: &[Run]) -> Panel {
     }
     Panel {
         title: "Reward",
-        note: "mean of all completions; band: one standard deviation on each side".to_owned(),
+        note: "mean over all completions; band: one standard deviation on each side".to_owned(),
         chart,
     }
 }
@@ -269,7 +269,7 @@ fn held_out_loss(runs: &[Run]) -> Panel {
     }
 }
 
-/// The components of the reward, if there are several.
+/// Returns the reward components, if there are several.
 fn components(runs: &[Run]) -> Panel {
     const MEAN: &str = ".mean";
     let steps = runs.iter().flat_map(|run| &run.steps);
@@ -291,13 +291,13 @@ fn components(runs: &[Run]) -> Panel {
         }
     }
     Panel {
-        title: "Components of the reward",
+        title: "Reward components",
         note: format!("means; {}", notes.join(", ")),
         chart,
     }
 }
 
-/// Returns the values of a metric by step.
+/// Returns a metric's values by step.
 fn series<T>(
     steps: &[BTreeMap<String, f64>],
     of: impl Fn(&BTreeMap<String, f64>) -> Option<T>,
@@ -308,7 +308,7 @@ fn series<T>(
         .collect()
 }
 
-/// Returns the runs with the numbers of their colors, which repeat after the last.
+/// Returns the runs with their color numbers, which repeat after the last.
 fn colored(runs: &[Run]) -> impl Iterator<Item = (usize, &Run)> {
     (0..COLORS).cycle().zip(runs)
 }

@@ -1,4 +1,4 @@
-//! The completions of training steps as HTML.
+//! Training completions as HTML.
 
 use std::fmt::Write;
 use std::iter::once;
@@ -9,25 +9,24 @@ use candle_grpo_train::run::{BranchPlace, RolloutRecord, RolloutTurn, TurnRole};
 use super::html::{escape, short};
 use super::run::Run;
 
-/// The largest number of steps of a run on the page, of groups of a step, and of completions of a
-/// group.
+/// The largest number of steps shown per run, groups per step, and completions per group.
 const STEPS: usize = 12;
 const GROUPS: usize = 4;
 const COMPLETIONS: usize = 8;
-/// The largest number of characters of a text on the page.
+/// The largest number of characters in a text.
 const CHARS: usize = 1500;
-/// The same for the prompt in the title of a group.
+/// The same for the prompt in a group title.
 const TITLE_CHARS: usize = 120;
 
-/// Returns a section with a choice of steps and the groups of the chosen one. `number` separates
-/// the runs of a page.
+/// Returns a section to choose a step and read its groups. `number` distinguishes the runs on a
+/// page.
 pub(super) fn rollouts(number: usize, run: &Run) -> String {
     let steps: Vec<&[RolloutRecord]> = run.rollouts.chunk_by(|a, b| a.step == b.step).collect();
     if steps.is_empty() {
         return String::new();
     }
     let mut section = format!(
-        "<h2>Completions of {}</h2>\n<div class=\"steps\">\n<span>step</span>\n",
+        "<h2>Completions: {}</h2>\n<div class=\"steps\">\n<span>step</span>\n",
         escape(&run.name)
     );
     let shown = spread(steps.len(), STEPS);
@@ -54,7 +53,7 @@ pub(super) fn rollouts(number: usize, run: &Run) -> String {
     section
 }
 
-/// At most `most` of the numbers below `count`, evenly spaced, the first and the last among them.
+/// Returns at most `most` numbers below `count`, evenly spaced, including the first and the last.
 fn spread(count: usize, most: usize) -> Vec<usize> {
     if count <= most {
         (0..count).collect()
@@ -63,7 +62,7 @@ fn spread(count: usize, most: usize) -> Vec<usize> {
     }
 }
 
-/// The groups of a step, each of which opens.
+/// Returns a step's groups, each of which opens.
 fn groups(step: &[RolloutRecord]) -> String {
     let groups: Vec<&[RolloutRecord]> = step.chunk_by(|a, b| a.group == b.group).collect();
     let mut html = String::new();
@@ -167,13 +166,13 @@ fn reward(record: &RolloutRecord) -> Option<f64> {
     record.reward.map(f64::from)
 }
 
-/// The name of the reason as in the file.
+/// Returns the finish reason, as in the file.
 fn finish_reason(record: &RolloutRecord) -> String {
     let name = serde_json::to_value(record.finish_reason).unwrap_or_default();
     name.as_str().unwrap_or_default().replace('_', " ")
 }
 
-/// The end of a prompt on one line: its beginning is often the same in all.
+/// Returns the end of a prompt on one line: prompts often begin alike.
 fn title(prompt: &str) -> String {
     let words: Vec<&str> = prompt.split_whitespace().collect();
     let line = words.join(" ");
@@ -183,7 +182,7 @@ fn title(prompt: &str) -> String {
     }
 }
 
-/// The beginning of a text, escaped.
+/// Returns the beginning of a text, escaped.
 fn text(text: &str) -> String {
     match text.char_indices().nth(CHARS) {
         Some((end, _)) => escape(&text[..end]) + " …",

@@ -1,4 +1,4 @@
-//! The files of a run.
+//! A run's files.
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -12,41 +12,42 @@ use candle_grpo_train::run::RolloutRecord;
 use serde::Deserialize;
 use serde_json::Value;
 
-/// The settings, metrics and answers of a run.
+/// A run's settings, metrics and answers.
 #[derive(Debug, Clone, Default)]
 pub struct Run {
-    /// The name of the folder.
+    /// The run directory's name.
     pub name: String,
     /// The settings, each by its path (`recipe.overlong`).
     pub settings: BTreeMap<String, String>,
-    /// The metrics of each step by name; nested ones by path (`seconds.train`).
+    /// Each step's metrics by name; nested ones by path (`seconds.train`).
     pub steps: Vec<BTreeMap<String, f64>>,
     /// The number of steps without an update.
     pub skipped: usize,
-    /// The metrics of each evaluation.
+    /// Each evaluation's metrics.
     pub evaluations: Vec<BTreeMap<String, f64>>,
-    /// Answers of evaluations, in their order.
+    /// Evaluation answers, in order.
     pub samples: Vec<RunSample>,
-    /// Completions of training steps, in their order.
+    /// Training completions, in order.
     pub rollouts: Vec<RolloutRecord>,
 }
 
-/// An answer of an evaluation: a line of `samples.jsonl`.
+/// An evaluation answer: a line in `samples.jsonl`.
 #[derive(Debug, Clone, PartialEq, Deserialize)]
 pub struct RunSample {
-    /// The step of the evaluation.
+    /// The evaluation's step.
     pub step: usize,
     /// The prompt.
     pub prompt: String,
     /// The answer.
     pub completion: String,
-    /// Its reward; absent: it is missing.
+    /// Its reward; `None` if it is missing.
     pub reward: Option<f64>,
 }
 
 impl Run {
-    /// Reads the folder of a run: `config.json`, `metrics.jsonl`, and `evaluations.jsonl`,
-    /// `samples.jsonl` and `rollouts.jsonl` if they exist. An incomplete last line is left out.
+    /// Reads a run directory: `config.json`, `metrics.jsonl`, and if they exist
+    /// `evaluations.jsonl`, `samples.jsonl` and `rollouts.jsonl`. An incomplete last line is left
+    /// out.
     ///
     /// # Errors
     ///
@@ -58,7 +59,7 @@ impl Run {
         }
         let text = fs::read_to_string(&config).with_context(|| {
             format!(
-                "{}: cannot be read, {} is not the folder of a run",
+                "{}: cannot be read; {} is not a run directory",
                 config.display(),
                 folder.display()
             )
@@ -91,12 +92,12 @@ impl Run {
         })
     }
 
-    /// Returns whether the run is one of supervised training: its settings have the section `sft`.
+    /// Returns whether this is a supervised run: its settings have the section `sft`.
     pub fn is_supervised(&self) -> bool {
         self.settings.keys().any(|key| key.starts_with("sft."))
     }
 
-    /// Returns pairs of answers to the same prompt, of the first and of the last evaluation; none
+    /// Returns pairs of answers to the same prompt, from the first and the last evaluation; none
     /// unless there are two evaluations.
     pub fn before_and_after(&self) -> Vec<(&RunSample, &RunSample)> {
         let steps = self.samples.iter().map(|sample| sample.step);
@@ -126,12 +127,12 @@ impl Run {
     }
 }
 
-/// Reads a file of metrics, each line of which names its step.
+/// Reads a metrics file, whose lines name their steps.
 fn read_steps(file: &Path) -> Result<Vec<Value>> {
     let lines: Vec<Value> = read_json_lines(file)?;
     match lines.iter().position(|line| !line["step"].is_u64()) {
         Some(line) => bail!(
-            "{}:{}: has no number at \"step\", must be the metrics of a step",
+            "{}:{}: has no number at \"step\", must have a step's metrics",
             file.display(),
             line + 1
         ),

@@ -1,4 +1,4 @@
-//! The engine of a run.
+//! A run's engine.
 
 use std::path::Path;
 use std::sync::Arc;
@@ -7,11 +7,11 @@ use anyhow::Result;
 use candle_grpo_train::rollout::RolloutConfig;
 use candle_grpo_train::{Generator, Pretrained, Prompt, SamplingConfig};
 
-/// Creates the generator of the servers in `config`, for the policy `pretrained` that is sampled
-/// with `sampling`. `None` is the policy in this process.
+/// Creates a generator for the servers in `config`. It samples completions from the policy
+/// `pretrained` with `sampling`. `None` means the policy in this process.
 ///
-/// The weights go through `folder` unless the configuration names another one. The first of
-/// `prompts` are those of the probe. With `log_probs` false the completions need no log-probs.
+/// The weights go through `folder` unless the configuration sets another. The first `prompts` serve
+/// as the probe. If `log_probs` is false, the completions need no log-probs.
 ///
 /// # Errors
 ///

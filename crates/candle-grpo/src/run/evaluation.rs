@@ -8,8 +8,8 @@ use tokenizers::Tokenizer;
 
 use crate::config::EvaluationConfig;
 
-/// Keeps the draws of evaluations apart from those of training steps, which count from 1. It is the
-/// same in all evaluations: they differ by the policy only.
+/// Keeps evaluation random numbers apart from training steps, which count from 1. All evaluations
+/// use the same ones, so only the policy differs.
 const STREAM: u64 = 0;
 
 /// Evaluates a policy on the held-out prompts that `config` selects.

@@ -1,4 +1,4 @@
-//! The folder of a run while it goes on: what is due, and what is written.
+//! A run directory during the run: what is due, and what is written.
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -16,28 +16,28 @@ use crate::config::CheckpointConfig;
 /// The start of a run.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Start {
-    /// In a new folder.
+    /// In a new directory.
     New,
-    /// In place of an existing run, which is removed once the new run has a checkpoint.
+    /// Replacing an existing run, which is removed once the new run has a checkpoint.
     Replace,
-    /// From the last checkpoint of an existing run, or from the beginning if there is none. Another
-    /// model, other held-out rows and settings of another run are errors.
+    /// From an existing run's last checkpoint, or from step 0 if there is none. A different model,
+    /// different held-out rows or another run's settings are errors.
     Resume,
-    /// [`Self::Resume`] with such changes accepted.
+    /// [`Self::Resume`], accepting such changes.
     ResumeChanged,
 }
 
-/// The schedule of a run and the place of its folder.
+/// A run's schedule and directory.
 pub(super) struct Plan {
     pub(super) run_dir: PathBuf,
     pub(super) last_step: usize,
-    /// The steps between evaluations; absent: there are none.
+    /// The steps between evaluations; `None`: no evaluations.
     pub(super) evaluation_steps: Option<usize>,
     pub(super) checkpoint: CheckpointConfig,
     pub(super) trackers: Vec<TrackerConfig>,
 }
 
-/// The next action of a run.
+/// A run's next action.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Due {
     Evaluation,
@@ -46,25 +46,25 @@ pub(super) enum Due {
     End,
 }
 
-/// The folder of a run while it goes on. Rank 0 writes it; all ranks have its state.
+/// A run directory during the run. Rank 0 writes it; all ranks have its state.
 pub(super) struct RunFolder<M> {
     plan: Plan,
-    /// The folder, on rank 0.
+    /// The directory, on rank 0.
     dir: Option<RunDir>,
     /// The programs that follow the metrics, on rank 0.
     trackers: Vec<Tracker>,
     /// The replaced run, until this run has a checkpoint.
     replaced: Option<ReplacedRun>,
     metrics: Vec<M>,
-    /// The steps of the last evaluation and the last checkpoint.
+    /// The steps of the last evaluation and checkpoint.
     evaluated: Option<usize>,
     saved: Option<usize>,
-    /// The step of the best evaluation.
+    /// The best evaluation's step.
     best: Option<usize>,
     progress: Arc<dyn Progress>,
 }
 
-/// The state of a run that rank 0 reads from its folder.
+/// The run state that rank 0 reads from the directory.
 #[derive(Serialize, Deserialize)]
 struct Shared<M> {
     /// The checkpoint that the run resumes from.
@@ -75,12 +75,13 @@ struct Shared<M> {
 }
 
 impl<M: StepRecord + Clone> RunFolder<M> {
-    /// Begins, replaces or resumes the folder. A resumed run puts `trainer` into the state of its
-    /// last checkpoint. All ranks must call it.
+    /// Creates, replaces or resumes the directory. On resume, loads the last checkpoint into
+    /// `trainer`. All ranks must call it.
     ///
     /// # Errors
     ///
-    /// If the ranks have different settings or inputs, or the folder does not allow it.
+    /// Returns an error if the ranks have different settings or inputs, or the directory does not
+    /// allow it.
     pub(super) fn open<T: RunTrainer<Record = M>>(
         plan: Plan,
         identity: &Identity,
@@ -91,7 +92,7 @@ impl<M: StepRecord + Clone> RunFolder<M> {
         let own = serde_json::to_string(&(&identity.settings, &identity.inputs))?;
         if let Some((rank, _)) = trainer.ranks().first_difference(own)? {
             bail!(
-                "configuration, model, data and rewards: those of rank {rank} differ from those of rank 0, must be the same on all ranks"
+                "configuration, model, data and rewards: rank {rank} differs from rank 0, must be the same on all ranks"
             );
         }
         let mut opened = if trainer.ranks().is_first() {
@@ -143,7 +144,7 @@ impl<M: StepRecord + Clone> RunFolder<M> {
 
     /// Returns the next action after `step` steps.
     ///
-    /// Evaluations are before the first step, after each multiple of their interval, and after the
+    /// Evaluations come before the first step, after each multiple of their interval, and after the
     /// last step.
     pub(super) fn due(&self, step: usize) -> Due {
         let is_last = step == self.plan.last_step;
@@ -167,12 +168,12 @@ impl<M: StepRecord + Clone> RunFolder<M> {
         self.plan.last_step
     }
 
-    /// The folder, on rank 0.
+    /// Returns the directory, on rank 0.
     pub(super) fn dir(&mut self) -> Option<&mut RunDir> {
         self.dir.as_mut()
     }
 
-    /// Writes the metrics of a step.
+    /// Writes a step's metrics.
     pub(super) fn append_step(&mut self, metrics: &M) -> Result<()> {
         if let Some(dir) = &mut self.dir {
             dir.append_metrics(metrics)?;
@@ -184,7 +185,7 @@ impl<M: StepRecord + Clone> RunFolder<M> {
         Ok(())
     }
 
-    /// Takes over the metrics of an evaluation after `step` steps, which `append` writes.
+    /// Records the metrics for an evaluation after `step` steps, which `append` writes.
     pub(super) fn append_evaluation<T: RunTrainer<Record = M>>(
         &mut self,
         step: usize,
@@ -245,7 +246,7 @@ impl<M: StepRecord + Clone> RunFolder<M> {
             let folder = replaced.path().display().to_string();
             // An error here does not end the new run.
             match replaced.remove() {
-                Ok(()) => tracing::info!("the previous run is removed"),
+                Ok(()) => tracing::info!("removed the previous run"),
                 Err(error) => tracing::warn!("the previous run is kept in {folder}: {error:#}"),
             }
         }
@@ -264,7 +265,7 @@ impl<M: StepRecord + Clone> RunFolder<M> {
         Ok(())
     }
 
-    /// Removes the checkpoints that an interrupted program has left.
+    /// Removes checkpoints that an interrupted program left behind.
     pub(super) fn tidy(&self) -> Result<()> {
         match self.dir {
             Some(_) => self.prune(),
@@ -279,7 +280,7 @@ impl<M: StepRecord + Clone> RunFolder<M> {
         trackers.for_each(|tracker| tracker.finish(progress));
     }
 
-    /// The path of the folder.
+    /// Returns the directory's path.
     pub(super) fn path(&self) -> &Path {
         match &self.dir {
             Some(dir) => dir.path(),
@@ -287,12 +288,12 @@ impl<M: StepRecord + Clone> RunFolder<M> {
         }
     }
 
-    /// The folder of the replaced run until this run has a checkpoint.
+    /// Returns the replaced run's directory, until this run has a checkpoint.
     pub(super) fn replaced(&self) -> Option<&Path> {
         self.replaced.as_ref().map(ReplacedRun::path)
     }
 
-    /// The metrics of all steps, those before a resume included.
+    /// Returns the metrics for all steps, including those before a resume.
     pub(super) fn metrics(&self) -> &[M] {
         &self.metrics
     }

@@ -1,4 +1,4 @@
-//! Files of the hub.
+//! Hub files.
 
 use std::collections::BTreeMap;
 
@@ -8,8 +8,8 @@ use candle_grpo_train::hub::{HubContent, HubName, Located};
 
 use crate::config::Configuration;
 
-/// Returns where the files of a name are: see `Hub::locate`, of the hub that the environment
-/// describes.
+/// Locates the files that a name stands for, as `Hub::locate` does, on the hub that the environment
+/// configures.
 ///
 /// # Errors
 ///
@@ -33,14 +33,13 @@ pub fn locate(
     }
 }
 
-/// Replaces the names of the hub in a configuration by paths of local files, which are downloaded
-/// if they are missing. `model` is the needed part of models, and `commits` has the commits of
-/// repositories that the run began with.
+/// Replaces hub names in a configuration with local paths, and downloads missing files. `model`
+/// selects the needed model files. `commits` has the repository commits that the run started with.
 ///
 /// # Errors
 ///
-/// With [`ConfigError`](crate::config::ConfigError) and the line of a name that does not exist, or
-/// that has no file of this kind. Other errors are those of [`locate`].
+/// Returns a [`ConfigError`](crate::config::ConfigError) with the line if a name does not exist or
+/// has no such file. Other errors come from [`locate`].
 pub fn locate_files(
     run: &mut impl Configuration,
     model: HubContent,

@@ -1,4 +1,4 @@
-//! Runs of a configuration: the library behind the program `grpo`.
+//! Configured runs: the library behind the program `grpo`.
 
 mod engine;
 mod evaluation;

@@ -1,4 +1,4 @@
-//! The model of a run.
+//! A run's model.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -14,14 +14,14 @@ use candle_grpo_train::{
 use super::resume::recorded_inputs;
 use crate::config::{Configuration, ModelConfig};
 
-/// Returns the device of this process: the CPU unless [`cuda_is_enabled`]; otherwise the CUDA
-/// device of [`Environment::gpu`](launch::Environment::gpu), the first one without a launcher. All
+/// Returns this process's device: the CPU unless [`cuda_is_enabled`], otherwise the CUDA device
+/// [`Environment::gpu`](launch::Environment::gpu), which is the first one without a launcher. All
 /// calls return the same device.
 ///
 /// # Errors
 ///
-/// If the device does not respond, the variables of the launcher contradict each other, or the
-/// machine has fewer devices than ranks.
+/// Returns an error if the device does not respond, the launcher's variables contradict each other,
+/// or the machine has fewer devices than ranks.
 pub fn device() -> Result<Device> {
     if !cuda_is_enabled() {
         return Ok(Device::Cpu);
@@ -35,8 +35,8 @@ pub fn device() -> Result<Device> {
     })
 }
 
-/// Loads a model onto [`device`]. A path of a run stands for its best checkpoint; without an
-/// evaluation for the last whole one. Names of the hub are replaced before, by
+/// Loads a model onto [`device`]. A run directory stands for its best checkpoint, or for its last
+/// complete one if there are no evaluations. Hub names must already be replaced by
 /// [`locate_files`](super::locate_files).
 ///
 /// # Errors
@@ -46,8 +46,8 @@ pub fn load_model(config: &ModelConfig) -> Result<Pretrained> {
     load_in(config, (BaseWeights::Dense, ComputeDType::F32))
 }
 
-/// [`load_model`] of a run that trains it. Weights under adapters are in the form and the dtype of
-/// the run, where they take less memory.
+/// Loads the model for a run that trains it, as [`load_model`] does. Weights under adapters get the
+/// run's form and dtype, where they take less memory.
 ///
 /// # Errors
 ///
@@ -62,7 +62,7 @@ fn load_in(config: &ModelConfig, (base, dtype): (BaseWeights, ComputeDType)) -> 
     let pretrained = Pretrained::load_frozen(&path, &device, base, dtype)?;
     let pretrained = with_template(pretrained, config)?;
     tracing::info!(
-        "{}: {:.1} million parameters, {} layers, {} tokens, on {:?}",
+        "{}: {:.1} million parameters, {} layers, {} vocabulary tokens, on {:?}",
         path.display(),
         pretrained.parameters.num_elements() as f64 / 1e6,
         pretrained.model.num_hidden_layers,
@@ -72,8 +72,8 @@ fn load_in(config: &ModelConfig, (base, dtype): (BaseWeights, ComputeDType)) -> 
     Ok(pretrained)
 }
 
-/// Loads everything of the model of a run but its weights, to check the data and the settings.
-/// Weights that are still to be downloaded are not checked.
+/// Loads a run's model without its weights, to check the data and the settings. Weights that are
+/// not downloaded yet are not checked.
 ///
 /// # Errors
 ///
@@ -102,8 +102,8 @@ fn with_template(mut pretrained: Pretrained, config: &ModelConfig) -> Result<Pre
     Ok(pretrained)
 }
 
-/// Returns the time that the chat template of the run in a folder prints; `None` if there is no run
-/// or its time is not fixed.
+/// Returns the time that chat templates print in an existing run; `None` if there is no run or its
+/// time is not fixed.
 ///
 /// # Errors
 ///
@@ -113,8 +113,7 @@ pub fn clock_of_run(run_dir: &Path) -> Result<Option<String>> {
     Ok(inputs.and_then(|inputs| inputs.clock().map(str::to_owned)))
 }
 
-/// Returns the path of a model: that of the best checkpoint if `path` is the folder of a run,
-/// otherwise `path`.
+/// Returns a model's path: the best checkpoint if `path` is a run directory, otherwise `path`.
 ///
 /// # Errors
 ///

@@ -1,4 +1,4 @@
-//! Prompts of a run.
+//! A run's prompts.
 
 use std::collections::BTreeMap;
 
@@ -17,29 +17,28 @@ use tokenizers::Tokenizer;
 use super::teacher::check_teacher;
 use crate::config::RunConfig;
 
-/// The prompts of a run.
+/// A run's prompts.
 pub struct RunPrompts {
-    /// The prompts to train on.
+    /// The training prompts.
     pub train: Vec<Prompt>,
-    /// The prompts to evaluate on, possibly none.
+    /// The held-out prompts, possibly none.
     pub held_out: Vec<Prompt>,
-    /// The order of the prompts to train on.
+    /// The order of the training prompts.
     pub order: MixedOrder,
     /// The demonstrations, if the run has any.
     pub demonstrations: Option<SftDataset>,
-    /// The shape of the teacher, if it is a model in this process and [`Self::read`] has checked
-    /// it.
+    /// The teacher's shape, if it is a model in this process and [`Self::read`] has checked it.
     pub teacher: Option<DecoderConfig>,
 }
 
 impl RunPrompts {
-    /// Reads the data of a run, and checks it together with the settings and the shape of the
-    /// model. Returns also the rows.
+    /// Reads a run's data, and checks it against the settings and the model's shape. Also returns
+    /// the rows.
     ///
     /// # Errors
     ///
-    /// With [`ConfigError`](crate::config::ConfigError) if a key does not fit the data or the
-    /// model. Returns any other error of [`RunConfig::load_data`] and [`Self::new`].
+    /// Returns a [`ConfigError`](crate::config::ConfigError) if a key does not fit the data or the
+    /// model. Other errors come from [`RunConfig::load_data`] and [`Self::new`].
     pub fn read(config: &RunConfig, pretrained: &Pretrained) -> Result<(Dataset, Self)> {
         let dataset = config.load_data()?;
         let mut prompts = Self::new(config, &dataset, pretrained)?;
@@ -48,11 +47,12 @@ impl RunPrompts {
         Ok((dataset, prompts))
     }
 
-    /// Makes the prompts of both parts of `dataset`, see [`prompts`], and reads the demonstrations.
+    /// Makes the prompts for both parts of `dataset`, see [`prompts`], and reads the
+    /// demonstrations.
     pub fn new(config: &RunConfig, dataset: &Dataset, pretrained: &Pretrained) -> Result<Self> {
         if dataset.held_out_in_train > 0 {
             tracing::warn!(
-                "{} of {} held-out rows ask the same as rows to train on, so evaluations measure memory too",
+                "{} of {} held-out rows ask the same as training rows, so evaluations also measure memorization",
                 dataset.held_out_in_train,
                 dataset.held_out.len()
             );
@@ -85,9 +85,8 @@ impl RunPrompts {
         })
     }
 
-    /// Returns the number of tokens of the longest row that the run can have: a prompt with a
-    /// completion, or a demonstration. With an environment, which may add to a prompt, it is
-    /// `usize::MAX`.
+    /// Returns the token count of the longest possible row: a prompt with a completion, or a
+    /// demonstration. With an environment, which may extend a prompt, it is `usize::MAX`.
     pub fn longest_row(&self, config: &RunConfig) -> usize {
         if config.environment.is_some() {
             return usize::MAX;
@@ -106,17 +105,17 @@ impl RunPrompts {
     }
 }
 
-/// Makes the prompts of `rows` in their order, except those of more than
+/// Makes the prompts for `rows` in order, and leaves out those longer than
 /// [`RunConfig::max_prompt_tokens`].
 ///
-/// The chat template of the model renders a conversation, with the variables of the data section
-/// and the beginning of an answer. The prefill of the data follows.
+/// The model's chat template renders conversations, with the variables in the data section and the
+/// generation prompt. The configured prefill follows.
 ///
 /// # Errors
 ///
-/// With file and line if a row is a conversation and the model has no chat template, or the
-/// template rejects the row. If the template renders all rows alike although they differ, or no
-/// prompt is short enough.
+/// Returns an error with file and line if a row is a conversation and the model has no chat
+/// template, or the template rejects the row. Returns an error if the template renders different
+/// rows all alike, or no prompt is short enough.
 pub fn prompts(
     config: &RunConfig,
     dataset: &Dataset,
@@ -133,15 +132,15 @@ pub fn prompts(
     prompts.retain(|prompt| prompt.tokens.len() <= max_prompt_tokens);
     if let (true, Some(shortest)) = (prompts.is_empty(), shortest) {
         let message = format!(
-            "{max_prompt_tokens}, must be at least {shortest}, the tokens of the shortest of {} prompts",
+            "{max_prompt_tokens}, must be at least {shortest}, the shortest length of {} prompts",
             rows.len()
         );
-        return Err(config.error("algorithm.prompt_length", &message).into());
+        return Err(config.error("max_prompt_tokens", &message).into());
     }
     let left_out = rows.len() - prompts.len();
     if left_out > 0 {
         tracing::warn!(
-            "{left_out} of {} prompts have more than {max_prompt_tokens} tokens, up to {}, and are left out",
+            "{left_out} of {} prompts are dropped: they have more than {max_prompt_tokens} tokens, up to {}",
             rows.len(),
             longest.unwrap_or(0)
         );
@@ -149,7 +148,7 @@ pub fn prompts(
     Ok(prompts)
 }
 
-/// Makes the prompts of `rows` in their order, with a chat template for conversations.
+/// Makes the prompts for `rows` in order, with a chat template for conversations.
 ///
 /// # Errors
 ///
@@ -164,10 +163,10 @@ pub(crate) fn all_prompts(
     let mut prompts = Vec::with_capacity(rows.len());
     let mut unused = BTreeMap::new();
     for (index, row) in rows.iter().enumerate() {
-        let index = index as u64;
+        let asked = (dataset.question(row)?, dataset.prefill(row)?);
         let prompt = prompt(
-            index,
-            dataset,
+            index as u64,
+            asked,
             row,
             template,
             environment,
@@ -201,11 +200,11 @@ fn ensure_different(dataset: &Dataset, rows: &[Row], prompts: &[Prompt]) -> Resu
     Ok(())
 }
 
-/// The prompt of a row. Counts rows in `unused` by a column that the prompt
-/// cannot use, and the reason.
+/// Makes a row's prompt from its question and prefill. If the prompt cannot use a column, counts
+/// the row in `unused` by column and reason.
 fn prompt(
     index: u64,
-    dataset: &Dataset,
+    (question, prefill): (Question, String),
     row: &Row,
     template: Option<&ChatTemplate>,
     environment: Option<&EnvironmentConfig>,
@@ -219,10 +218,9 @@ fn prompt(
             *unused.entry((name, reason)).or_default() += 1;
         }
     };
-    let prefill = dataset.prefill(row)?;
     let schemas = environment.map(|environment| environment.schemas(columns));
     let schemas = schemas.transpose()?.flatten();
-    let mut messages = match dataset.question(row)? {
+    let mut messages = match question {
         Question::Text(text) => {
             for name in [TOOLS, VARIABLES] {
                 count(name, "whose prompts are plain texts");
@@ -238,12 +236,12 @@ fn prompt(
     let tools = match schemas {
         Some(schemas) => {
             if environment.and_then(EnvironmentConfig::tools_column) != Some(TOOLS) {
-                count(TOOLS, "as the environment has the tools");
+                count(TOOLS, "as the environment provides the tools");
             }
             Some(schemas)
         }
         None => chat_columns::tools(columns, TOOLS).unwrap_or_else(|_| {
-            count(TOOLS, "as it is no list of schemas of tools");
+            count(TOOLS, "as it is not a list of tool schemas");
             None
         }),
     };

@@ -1,4 +1,4 @@
-//! The folder of a run: begun, replaced or resumed.
+//! A run directory when it is created, replaced or resumed.
 
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
@@ -21,20 +21,20 @@ const INPUTS: &str = "inputs.json";
 const ROWS: [&str; 3] = ["data.held_out", "data.max_rows", "data.train"];
 
 /// Settings that may change as long as the demonstrations are the same.
-const DEMONSTRATIONS: [&str; 2] = ["demonstrations.max_rows", "demonstrations.train"];
+const DEMONSTRATIONS: [&str; 2] = ["demonstration_data.max_rows", "demonstration_data.train"];
 
-/// Differences in a message; more are counted.
+/// The number of differences that a message lists; it counts the others.
 const SHOWN: usize = 8;
 
-/// A trainer whose run has a folder.
+/// A trainer whose runs have a directory.
 pub trait RunTrainer {
-    /// The metrics of a step.
+    /// A step's metrics.
     type Record: StepRecord + Clone;
     /// Settings that may change when a run resumes.
     const MAY_CHANGE: &'static [&'static str];
 
-    /// Reads the settings that a run has written to `file`, with the defaults of the keys that they
-    /// lack; `None` if this version cannot read them.
+    /// Reads the settings that a run wrote to `file`, and fills in defaults for missing keys.
+    /// `None` if this version cannot read them.
     fn settings(file: &Path) -> Option<Value>;
 
     fn steps(&self) -> usize;
@@ -51,7 +51,7 @@ pub trait RunTrainer {
     ) -> Result<()>;
 }
 
-/// Implements [`RunTrainer`] by the methods of the same names.
+/// Implements [`RunTrainer`] by the methods with the same names.
 macro_rules! run_trainer {
     ($trainer:ty, $record:ty, $config:ty, $may_change:expr) => {
         impl RunTrainer for $trainer {
@@ -110,7 +110,7 @@ run_trainer!(
         "rollout",
         "rollout_log",
         "run_dir",
-        "sampler.max_batch_size",
+        "sampling.max_batch_size",
         "teacher.server.api_key_env",
         "teacher.server.base_url",
         "teacher.server.max_inflight",
@@ -130,27 +130,26 @@ run_trainer!(
     ["checkpoint", "model", "run_dir", "threads", "trackers",]
 );
 
-/// The settings and the inputs of a run.
+/// A run's settings and inputs.
 pub(super) struct Identity {
     pub(super) settings: Value,
     pub(super) inputs: RunInputs,
-    /// The digests of the rows to train on.
+    /// The digests of the training rows.
     pub(super) train: Vec<RowDigest>,
 }
 
-/// The folder of a run at its beginning.
+/// A run directory when the run starts.
 pub(super) struct Opened<M> {
     pub(super) dir: RunDir,
-    /// The metrics of the steps until then.
+    /// The metrics for earlier steps.
     pub(super) metrics: Vec<M>,
-    /// The run that it replaces.
+    /// The replaced run.
     pub(super) replaced: Option<ReplacedRun>,
-    /// The checkpoint that it resumes from.
+    /// The checkpoint to resume from.
     pub(super) checkpoint: Option<PathBuf>,
 }
 
-/// Opens the folder of the run. A run that resumes puts `trainer` into the state of its last
-/// checkpoint.
+/// Opens the run directory. On resume, loads the last checkpoint into `trainer`.
 pub(super) fn open<T: RunTrainer>(
     path: &Path,
     identity: &Identity,
@@ -210,7 +209,7 @@ fn resume<T: RunTrainer>(
     );
     let found = RunDir::checkpoints(path).latest()?;
     for (checkpoint, reason) in &found.damaged {
-        tracing::warn!("{}: {reason}; it is passed over", checkpoint.path.display());
+        tracing::warn!("{}: {reason}; it is skipped", checkpoint.path.display());
     }
     if let Some(checkpoint) = &found.checkpoint {
         trainer.load_state(&checkpoint.path).map_err(|error| if changes.refused.is_empty() {
@@ -223,7 +222,7 @@ error.context(format!(
         tracing::info!("resuming from {}", checkpoint.path.display());
     } else if let Some((checkpoint, reason)) = found.damaged.first() {
         bail!(
-            "{}: {reason}, and no other checkpoint of the run is whole",
+            "{}: {reason}, and the run has no other intact checkpoint",
             checkpoint.path.display()
         );
     } else {
@@ -233,11 +232,11 @@ error.context(format!(
         let every = checkpoint["every_steps"].as_u64();
         ensure!(
             every.is_none_or(|every| steps as u64 <= every),
-            "{}: has metrics of {steps} steps and no checkpoint; put its folder checkpoints back, or start again with --replace",
+            "{}: has metrics for {steps} steps and no checkpoint; restore its folder checkpoints, or start over with --replace",
             path.display()
         );
         tracing::info!(
-            "{}: has no checkpoint yet, starting from the beginning",
+            "{}: has no checkpoint yet, starting from step 0",
             path.display()
         );
     }
@@ -259,7 +258,7 @@ error.context(format!(
     })
 }
 
-/// Refuses to resume a run of `grpo sft` with `grpo train`, or the other way round.
+/// Rejects resuming a `grpo sft` run with `grpo train`, or vice versa.
 fn ensure_same_kind(path: &Path, before: &Value, now: &Value) -> Result<()> {
     // Lost ones do not tell.
     if before.as_object().is_none_or(Map::is_empty) {
@@ -272,23 +271,23 @@ fn ensure_same_kind(path: &Path, before: &Value, now: &Value) -> Result<()> {
     let (now, before) = (command(now), command(before));
     ensure!(
         now == before,
-        "run directory {}: has a run of {before}, must have one of {now}",
+        "run directory {}: has a {before} run, must have a {now} run",
         path.display()
     );
     Ok(())
 }
 
-/// Returns the inputs that the run in `run_dir` began with, such as the commits of the hub and the
-/// time that its chat template prints; `None` if there is no run.
+/// Returns the inputs that the run in `run_dir` started with, such as hub commits and the time in
+/// its chat template; `None` if there is no run.
 ///
 /// # Errors
 ///
-/// Returns an error if the file of the run that has them is damaged.
+/// Returns an error if the file with the inputs is damaged.
 pub fn recorded_inputs(run_dir: &Path) -> Result<Option<RunInputs>> {
     read_inputs(&run_dir.join(INPUTS))
 }
 
-/// Reads the digests of a run; `None` if it has none.
+/// Reads a run's digests; `None` if it has none.
 fn read_inputs(path: &Path) -> Result<Option<RunInputs>> {
     if !path.exists() {
         return Ok(None);
@@ -299,22 +298,22 @@ fn read_inputs(path: &Path) -> Result<Option<RunInputs>> {
     Ok(Some(inputs))
 }
 
-/// Warns of checkpoints that are not removed.
+/// Warns about checkpoints that are not removed.
 pub(super) fn warn_of_set_aside(checkpoints: &[std::path::PathBuf]) {
     for path in checkpoints {
         tracing::warn!(
-            "{}: a checkpoint with files that no run writes, renamed and not removed",
+            "{}: a checkpoint with unknown files, renamed instead of removed",
             path.display()
         );
     }
 }
 
-/// The differences between the beginning of a run and now.
+/// The differences between a run's start and now.
 #[derive(Default)]
 struct Changes {
-    /// Another model, other held-out rows and the settings of another configuration.
+    /// A different model, different held-out rows, and another configuration's settings.
     refused: Vec<String>,
-    /// Changes that are usual, and other contents of the same files.
+    /// Common changes, and different content in the same files.
     noted: Vec<String>,
 }
 
@@ -327,7 +326,7 @@ impl Changes {
         // A run that was killed as it began has no checkpoint.
         if before.is_none() && !RunDir::checkpoints(path).all()?.is_empty() {
             changes.noted.push(format!(
-                "{}: is missing, so changes of model, data and reward files are not noticed",
+                "{}: is missing, so changes to model, data and reward files go unnoticed",
                 inputs.display()
             ));
         }
@@ -356,10 +355,10 @@ impl Changes {
         may_change: &[&str],
     ) -> Result<()> {
         let before: Value = read_json(config)
-            .context("the settings of the run are lost; put the file back, or one with {}")?;
+            .context("the run's settings are lost; restore the file, or one with {}")?;
         if before == Value::Object(Map::new()) {
             self.noted
-                .push("the settings that the run began with are lost".to_owned());
+                .push("the run's first settings are lost".to_owned());
             return Ok(());
         }
         // A key that this version has and an earlier one had not is no change.
@@ -370,11 +369,11 @@ impl Changes {
         let (usual, other): (Vec<_>, Vec<_>) = differences.into_iter().partition(is_usual);
         if !other.is_empty() {
             self.refused
-                .push(format!("began with other settings: {}", list(&other)));
+                .push(format!("started with different settings: {}", list(&other)));
         }
         let usual = usual.into_iter();
         self.noted.extend(
-            usual.map(|difference| format!("the run began with another {}", difference.text)),
+            usual.map(|difference| format!("the run started with another {}", difference.text)),
         );
         Ok(())
     }

@@ -1,4 +1,4 @@
-//! The loop of a run, the same for all trainers.
+//! The loop behind every run, the same for all trainers.
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -9,7 +9,7 @@ use candle_grpo_train::{Interrupted, Pretrained, StepMetrics};
 use super::folder::{Due, RunFolder};
 use super::resume::RunTrainer;
 
-/// The result of [`RunSession::advance`]. `M` are the metrics of a step.
+/// The result of [`RunSession::advance`]. `M` is the type of a step's metrics.
 #[derive(Debug, Clone, PartialEq)]
 pub enum Progress<M = StepMetrics> {
     /// A step.
@@ -18,58 +18,58 @@ pub enum Progress<M = StepMetrics> {
     Evaluated {
         /// The number of steps before it.
         step: usize,
-        /// `reward_mean`, `response_length` and the metrics of the configuration; in supervised
-        /// training those of
+        /// `reward_mean`, `response_length` and the configured metrics; in supervised training the
+        /// metrics from
         /// [`LikelihoodSums::evaluation`](candle_grpo_train::learn::LikelihoodSums::evaluation).
         metrics: BTreeMap<String, f64>,
     },
     /// A checkpoint and its path.
     Saved(PathBuf),
-    /// It was canceled, and has saved its state.
+    /// The run was canceled, and its state is saved.
     Interrupted,
     /// All steps are done.
     Finished,
 }
 
-/// A run of a configuration that goes on by steps, evaluations and checkpoints: a
+/// A configured run that advances by steps, evaluations and checkpoints: a
 /// [`Session`](super::Session) or an [`SftSession`](super::SftSession).
 pub trait RunSession {
-    /// The metrics of a step.
+    /// A step's metrics.
     type Metrics;
 
     /// Performs the next evaluation, checkpoint or step.
     ///
     /// # Errors
     ///
-    /// With [`NotFinite`](candle_grpo_train::NotFinite) and the name of the tensor if a loss, a
+    /// Returns [`NotFinite`](candle_grpo_train::NotFinite) with the tensor's name if a loss, a
     /// gradient or a weight is not finite. After any error, or if the program is killed, the run
     /// can be resumed from its last checkpoint.
     fn advance(&mut self) -> Result<Progress<Self::Metrics>>;
 
-    /// Returns the number of steps so far, those before a resume included.
+    /// Returns how many steps are done, including those before a resume.
     fn steps(&self) -> usize;
 
-    /// Returns the number of steps of the whole run.
+    /// Returns how many steps the whole run has.
     fn last_step(&self) -> usize;
 
-    /// Returns the folder of the run.
+    /// Returns the run directory.
     fn path(&self) -> &Path;
 
-    /// Returns the folder of the replaced run until this run has a checkpoint.
+    /// Returns the replaced run's directory, until this run has a checkpoint.
     fn replaced(&self) -> Option<&Path>;
 
-    /// The metrics of all steps, those before a resume included.
+    /// Returns the metrics for all steps, including those before a resume.
     fn metrics(&self) -> &[Self::Metrics];
 }
 
-/// The trainer of a run, its model and its folder.
+/// A run's trainer, model and directory.
 pub struct Run<T: RunTrainer> {
     pub(super) trainer: T,
     pub(super) pretrained: Pretrained,
     pub(super) folder: RunFolder<T::Record>,
 }
 
-/// The steps and evaluations of one kind of run.
+/// The steps and evaluations that differ between kinds of runs.
 pub trait Actions {
     type Trainer: RunTrainer;
 
@@ -79,10 +79,10 @@ pub trait Actions {
     /// Makes a step.
     fn step(&mut self) -> Result<<Self::Trainer as RunTrainer>::Record>;
 
-    /// Evaluates the policy after `step` steps, and takes the result over into the folder.
+    /// Evaluates the policy after `step` steps, and records the result in the run directory.
     fn evaluate(&mut self, step: usize) -> Result<BTreeMap<String, f64>>;
 
-    /// Ends what the run has begun, after its last step.
+    /// Finishes the run after its last step.
     fn finish(&mut self) -> Result<()> {
         Ok(())
     }

@@ -23,7 +23,7 @@ use super::teacher::load_teacher;
 use super::trajectories::trajectories;
 use crate::config::{Configuration, EvaluationConfig, RunConfig};
 
-/// A run of a configuration: steps, evaluations and checkpoints.
+/// A configured run: steps, evaluations and checkpoints.
 ///
 /// ```no_run
 /// use std::path::Path;
@@ -50,7 +50,7 @@ use crate::config::{Configuration, EvaluationConfig, RunConfig};
 /// ```
 pub struct Session {
     config: RunConfig,
-    /// The evaluation section, with the stop tokens of the model.
+    /// The evaluation section, with the model's stop tokens.
     evaluation: EvaluationConfig,
     held_out: Vec<Prompt>,
     run: Run<Trainer>,
@@ -58,14 +58,14 @@ pub struct Session {
 }
 
 impl Session {
-    /// Creates the trainer and the folder, and loads the last checkpoint of a resumed run. The
-    /// weights of `pretrained` are trained in place. Under adapters they do not train, and are
-    /// converted to the dtype that the run computes in. [`RunConfig::threads`] is not applied here.
+    /// Creates the trainer and the run directory, and loads a resumed run's last checkpoint. The
+    /// weights in `pretrained` are trained in place. Under adapters they do not train, and are
+    /// converted to the run's compute dtype. [`RunConfig::threads`] is not applied here.
     ///
     /// # Errors
     ///
-    /// Returns an error, before the folder changes, if the settings, the prompts and the model do
-    /// not fit, or if the folder cannot be begun, replaced or resumed.
+    /// Returns an error, before the directory changes, if the settings, prompts and model do not
+    /// fit together, or if the run directory cannot be created, replaced or resumed.
     pub fn new(
         config: RunConfig,
         pretrained: Pretrained,
@@ -78,9 +78,9 @@ impl Session {
         Self::build(config, pretrained, prompts, reward, start, progress, alone)
     }
 
-    /// [`Self::new`] for a session that draws all completions, of steps and evaluations, from
-    /// `generator` in place of the policy in this process. The generator receives the weights
-    /// before the first completion and after each update.
+    /// Creates a session that samples all completions, for steps and evaluations, from `generator`
+    /// instead of the policy in this process. The generator receives the weights before the first
+    /// completion and after each update.
     ///
     /// # Errors
     ///
@@ -98,14 +98,14 @@ impl Session {
         Self::build(config, pretrained, prompts, reward, start, progress, alone)
     }
 
-    /// [`Self::new`] for one of several ranks that share the run. All ranks must call it with the
-    /// same arguments, and then [`RunSession::advance`](super::RunSession::advance) as often. Rank
-    /// 0 writes the folder; the others read its checkpoints when a run resumes.
+    /// Creates a session on one of several ranks that share the run. All ranks must call it with
+    /// the same arguments, and then call [`RunSession::advance`](super::RunSession::advance)
+    /// equally often. Rank 0 writes the run directory; the others read its checkpoints on resume.
     ///
     /// # Errors
     ///
-    /// As in [`Self::new`]. A rank that fails must end the job, with
-    /// [`Collective::abort`]: the others wait for it.
+    /// As in [`Self::new`]. If a rank fails, it must end the job with [`Collective::abort`],
+    /// because the others wait for it.
     pub fn on_ranks(
         config: RunConfig,
         pretrained: Pretrained,
@@ -227,7 +227,7 @@ impl Session {
         &self.config
     }
 
-    /// The trainer.
+    /// Returns the trainer.
     pub fn trainer(&self) -> &Trainer {
         &self.run.trainer
     }

@@ -7,7 +7,7 @@ use anyhow::Result;
 use candle_grpo_collective::{Alone, Collective};
 use candle_grpo_train::Sequence;
 use candle_grpo_train::run::RunInputs;
-use candle_grpo_train::sft::{SftDataset, SftMetrics, SftTrainer};
+use candle_grpo_train::sft::{SftDataset, SftMetrics, SftParts, SftTrainer};
 use candle_grpo_train::{Pretrained, RunDir};
 
 use super::folder::{Plan, RunFolder, Start};
@@ -15,7 +15,7 @@ use super::resume::Identity;
 use super::run_session::{Actions, Run};
 use crate::config::{Configuration, SftRunConfig};
 
-/// A supervised run of a configuration: steps, evaluations and checkpoints.
+/// A configured supervised run: steps, evaluations and checkpoints.
 ///
 /// ```no_run
 /// use std::path::Path;
@@ -40,19 +40,19 @@ use crate::config::{Configuration, SftRunConfig};
 /// ```
 pub struct SftSession {
     config: SftRunConfig,
-    /// The rows of an evaluation.
+    /// The held-out rows.
     held_out: Vec<Sequence>,
     run: Run<SftTrainer>,
 }
 
 impl SftSession {
-    /// Creates the trainer and the folder, and loads the last checkpoint of a resumed run. The
-    /// weights of `pretrained` are trained in place. [`SftRunConfig::threads`] is not applied here.
+    /// Creates the trainer and the run directory, and loads a resumed run's last checkpoint. The
+    /// weights in `pretrained` are trained in place. [`SftRunConfig::threads`] is not applied here.
     ///
     /// # Errors
     ///
-    /// Returns an error, before the folder changes, if the settings, the rows and the model do not
-    /// fit, or if the folder cannot be begun, replaced or resumed.
+    /// Returns an error, before the directory changes, if the settings, rows and model do not fit
+    /// together, or if the run directory cannot be created, replaced or resumed.
     pub fn new(
         config: SftRunConfig,
         pretrained: Pretrained,
@@ -70,13 +70,14 @@ impl SftSession {
         )
     }
 
-    /// [`Self::new`] for one of several ranks that share the run. All ranks must call it with the
-    /// same arguments, and then [`RunSession::advance`](super::RunSession::advance) as often.
+    /// Creates a session on one of several ranks that share the run. All ranks must call it with
+    /// the same arguments, and then call [`RunSession::advance`](super::RunSession::advance)
+    /// equally often.
     ///
     /// # Errors
     ///
-    /// As in [`Self::new`]. A rank that fails must end the job, with [`Collective::abort`]: the
-    /// others wait for it.
+    /// As in [`Self::new`]. If a rank fails, it must end the job with [`Collective::abort`],
+    /// because the others wait for it.
     pub fn on_ranks(
         config: SftRunConfig,
         mut pretrained: Pretrained,
@@ -95,11 +96,13 @@ impl SftSession {
         let inputs = RunInputs::of_rows(&pretrained, &train.digests, &held_out.digests, &[])?
             .with_hub_commits(config.hub_commits().clone());
         let (model, parameters) = (pretrained.model.clone(), pretrained.parameters.clone());
-        let mut trainer = SftTrainer::new(model, parameters, train.examples, config.sft.clone())?
-            .with_order(order)?
-            .with_collective(collective)?
-            .with_progress(Arc::clone(&progress))
-            .with_inputs(&inputs);
+        let mut trainer = SftTrainer::new(SftParts {
+            order: Some(order),
+            collective,
+            progress: Arc::clone(&progress),
+            parameters_sha256: inputs.parameters_sha256().map(str::to_owned),
+            ..SftParts::new(model, parameters, train.examples, config.sft.clone())
+        })?;
         let mut held_out = held_out.examples;
         held_out.truncate(config.evaluation.max_rows.unwrap_or(usize::MAX));
         let identity = Identity {
@@ -132,7 +135,7 @@ impl SftSession {
         &self.config
     }
 
-    /// The trainer.
+    /// Returns the trainer.
     pub fn trainer(&self) -> &SftTrainer {
         &self.run.trainer
     }

@@ -1,10 +1,10 @@
-//! The teacher of a run.
+//! A run's teacher.
 
 use std::sync::Arc;
 
 use anyhow::Result;
 use candle_core::Device;
-use candle_grpo_nn::DecoderConfig;
+use candle_grpo_nn::{BaseWeights, DecoderConfig};
 use candle_grpo_train::learn::{Reference, Teacher};
 use candle_grpo_train::rollout::RolloutConfig;
 use candle_grpo_train::{Pretrained, Prompt};
@@ -12,13 +12,13 @@ use candle_grpo_train::{Pretrained, Prompt};
 use super::model::model_path;
 use crate::config::{RunConfig, TeacherConfig};
 
-/// Checks that the teacher of a run has the tokens of the policy and enough positions for
-/// completions of `prompts`, without reading its weights. Returns its shape; `None` for servers,
-/// which are not asked before the run.
+/// Checks that a run's teacher has the policy's tokens and enough positions for completions of
+/// `prompts`, without reading its weights. Returns its shape; `None` for servers, which are not
+/// asked before the run.
 ///
 /// # Errors
 ///
-/// With the line of the key if the teacher cannot be read or does not fit.
+/// Returns an error with the key's line if the teacher cannot be read or does not fit.
 pub(super) fn check_teacher(
     config: &RunConfig,
     policy: &Pretrained,
@@ -38,12 +38,12 @@ pub(super) fn check_teacher(
     let wrong = |message: &str| config.error("teacher.model", message);
     let teacher = read().map_err(|error| wrong(&format!("{error:#}")))?;
     if teacher.tokenizer.get_vocab(true) != policy.tokenizer.get_vocab(true) {
-        return Err(wrong("has other tokens than the policy, must have the same").into());
+        return Err(wrong("has a different vocabulary than the policy, must have the same").into());
     }
     let (rows, own) = (teacher.model.vocab_size, policy.model.vocab_size);
     if config.train.recipe.distillation_loss.is_some() && rows < own {
         return Err(wrong(&format!(
-            "has {rows} logits, must have at least {own}, those of the policy, for algorithm.recipe.distillation_loss"
+            "has {rows} logits, must have at least {own}, as many as the policy, for recipe.distillation_loss"
         ))
         .into());
     }
@@ -51,20 +51,20 @@ pub(super) fn check_teacher(
     let positions = teacher.model.max_position_embeddings;
     if longest > positions {
         return Err(wrong(&format!(
-            "has {positions} positions, must have at least {longest}, the longest prompt and completion"
+            "has {positions} positions, must have at least {longest} for the longest prompt and completion"
         ))
         .into());
     }
     Ok(Some(teacher.model))
 }
 
-/// Loads the teacher of a run, if it has one, for rows of up to `longest_row` tokens. `device` is
-/// that of the policy.
+/// Loads a run's teacher, if it has one, for rows with up to `longest_row` tokens. `device` is the
+/// policy's.
 ///
 /// # Errors
 ///
-/// With the line of the key if the teacher cannot be read, or the environment variable of an API
-/// key is not set.
+/// Returns an error with the key's line if the teacher cannot be read, or an API key's environment
+/// variable is not set.
 pub(super) fn load_teacher(
     config: &RunConfig,
     prompts: &[Prompt],
@@ -84,12 +84,10 @@ pub(super) fn load_teacher(
         return Ok(None);
     };
     let load = || -> Result<Reference> {
-        let teacher = Pretrained::load(&model_path(model)?, device)?;
-        Reference::new(
-            &teacher.model.for_rows_of(longest_row),
-            &teacher.parameters,
-            config.train.compute_dtype,
-        )
+        let (path, dtype) = (model_path(model)?, config.train.compute_dtype);
+        let teacher = Pretrained::load_frozen(&path, device, BaseWeights::Stored, dtype)?;
+        let shape = teacher.model.for_rows_of(longest_row);
+        Reference::shared(&shape, &teacher.parameters, dtype)
     };
     let teacher = load().map_err(|error| wrong("teacher.model", error))?;
     Ok(Some(Arc::new(teacher)))
@@ -109,7 +107,7 @@ fn on_servers(_: &RolloutConfig, _: usize) -> Result<Arc<dyn Teacher>> {
     anyhow::bail!("given, must be absent: this program was built without the feature engines")
 }
 
-/// The tokens of the longest of `prompts` with the longest completion.
+/// Returns the token count of the longest prompt with the longest completion.
 fn longest_sequence(config: &RunConfig, prompts: &[Prompt]) -> usize {
     Prompt::longest(prompts) + config.train.sampling.max_new_tokens
 }

@@ -1,4 +1,4 @@
-//! Comparison of two models on the same prompts.
+//! Comparisons between two models on the same prompts.
 
 use std::collections::BTreeMap;
 
@@ -8,31 +8,30 @@ use serde::{Deserialize, Serialize};
 
 use super::PromptResult;
 
-/// The comparison of two models A and B on the prompts of a suite that both have answered.
+/// A comparison between two models A and B on a suite, over the prompts that both have answered.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct SuiteComparison {
-    /// The name of the suite.
+    /// The suite's name.
     pub suite: String,
-    /// The comparison of the share of completions that pass, prompt by prompt.
+    /// Compares the share of passing completions, prompt by prompt.
     #[serde(flatten)]
     pub comparison: PairedComparison,
     /// The number of prompts that only A has answered. They are not compared.
     pub only_a: usize,
     /// The number of prompts that only B has answered. They are not compared.
     pub only_b: usize,
-    /// The number of pairs whose prompts have different texts, as with another chat template.
+    /// The number of pairs with different prompt texts, as with another chat template.
     pub other_prompts: usize,
-    /// The number of pairs with different numbers of completions.
+    /// The number of pairs with different completion counts.
     pub other_counts: usize,
 }
 
-/// Compares two results suite by suite. Prompts are paired by suite and id; their order is not
-/// used.
+/// Compares two results suite by suite. Prompts are paired by suite and id, in any order.
 ///
 /// # Errors
 ///
-/// If a result has a prompt twice or a prompt without completions, a pair has different rows, or no
-/// prompt is in both.
+/// Returns an error if a result has a prompt twice or a prompt without completions, a pair has
+/// different rows, or no prompt is in both.
 pub fn compare(a: &[PromptResult], b: &[PromptResult]) -> Result<Vec<SuiteComparison>> {
     let a = by_suite(a).context("A")?;
     let b = by_suite(b).context("B")?;

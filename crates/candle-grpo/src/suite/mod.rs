@@ -1,5 +1,5 @@
-//! Evaluation suites: prompts of a benchmark, the results of a model on them, and comparisons of
-//! two models.
+//! Evaluation suites: benchmark prompts, a model's results on them, and comparisons between two
+//! models.
 
 mod comparison;
 mod prompts;

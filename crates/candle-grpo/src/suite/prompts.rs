@@ -1,4 +1,4 @@
-//! The prompts of a suite.
+//! A suite's prompts.
 
 use std::collections::HashMap;
 use std::path::{Path, PathBuf};
@@ -11,22 +11,22 @@ use serde_json::Value;
 use crate::config::SuiteConfig;
 use crate::run::all_prompts;
 
-/// The prompts of a suite with their ids.
+/// A suite's prompts with their ids.
 pub struct SuitePrompts {
-    /// The prompts, in the order of the rows.
+    /// The prompts, in row order.
     pub prompts: Vec<Prompt>,
-    /// The id of each prompt, by which two results are paired.
+    /// Each prompt's id, by which two results are paired.
     pub ids: Vec<String>,
 }
 
-/// Reads the rows of a suite: from `folder` if it is given. Otherwise from the file of the hub, for
-/// whose name `locate` returns the path, or from the files of the suite if it names none. Checks
-/// that each row has the columns of the rewards.
+/// Reads a suite's rows: from `folder` if it is set, otherwise from the hub file, whose name
+/// `locate` turns into a path. A suite that names no hub file is read from its own files. Checks
+/// that each row has the columns that the rewards need.
 ///
 /// # Errors
 ///
-/// With the name of the suite and of the file if one is absent or cannot be read. With file and
-/// line if a row lacks a column.
+/// Returns an error with the names of suite and file if a file is missing or cannot be read, and
+/// with file and line if a row lacks a column.
 pub fn read_rows(
     suite: &SuiteConfig,
     folder: Option<&Path>,
@@ -45,7 +45,7 @@ pub fn read_rows(
         let path = locate(file)?;
         ensure!(
             path.is_file(),
-            "suite {}: {} is not a file; give the folder of its data with --data",
+            "suite {}: {} is not a file; pass its data folder with --data",
             suite.name,
             path.display()
         );
@@ -63,13 +63,13 @@ pub fn read_rows(
 }
 
 impl SuitePrompts {
-    /// Makes the prompts of the first `evaluation.max_prompts` rows. A model without a chat
+    /// Makes the prompts for the first `evaluation.max_prompts` rows. A model without a chat
     /// template continues them as texts, unless the suite sets `data.chat`.
     ///
     /// # Errors
     ///
-    /// With file and line if a row has no question, no id, or the id of another row, or the chat
-    /// template rejects it.
+    /// Returns an error with file and line if a row has no question, no id or another row's id, or
+    /// the chat template rejects it.
     pub fn new(suite: &SuiteConfig, rows: &[Row], pretrained: &Pretrained) -> Result<Self> {
         let rows = suite.evaluation.select(rows);
         let template = suite.chat_template(pretrained)?;
@@ -89,7 +89,7 @@ impl SuitePrompts {
                 for (row, id) in rows.iter().zip(&ids) {
                     if let Some(first) = seen.insert(id, row) {
                         bail!(
-                            "{}: column {column:?}: {id:?}, the id of {} too",
+                            "{}: column {column:?}: {id:?}, which is also the id of {}",
                             row.place(),
                             first.place()
                         );
@@ -100,7 +100,7 @@ impl SuitePrompts {
                 let repeated = number_repeated(&mut ids);
                 if repeated > 0 {
                     tracing::warn!(
-                        "suite {}: {repeated} of {} rows ask the same as a row before, and each counts",
+                        "suite {}: {repeated} of {} rows repeat an earlier question, and each counts",
                         suite.name,
                         ids.len()
                     );
@@ -111,7 +111,7 @@ impl SuitePrompts {
     }
 }
 
-/// Returns the id of a row: its column, or a digest of its question.
+/// Returns a row's id: its column, or a digest of its question.
 fn id(suite: &SuiteConfig, dataset: &Dataset, row: &Row) -> Result<String> {
     let Some(column) = &suite.id else {
         return dataset.question_id(row);
@@ -127,7 +127,7 @@ fn id(suite: &SuiteConfig, dataset: &Dataset, row: &Row) -> Result<String> {
     }
 }
 
-/// Adds a number to each digest of a question that came before. Returns the number of these.
+/// Adds a number to each question digest that occurred before. Returns how many there are.
 fn number_repeated(ids: &mut [String]) -> usize {
     let mut seen: HashMap<String, usize> = HashMap::new();
     let mut repeated = 0;

@@ -1,4 +1,4 @@
-//! The results of a model on a suite.
+//! A model's results on a suite.
 
 use std::collections::BTreeMap;
 
@@ -14,16 +14,16 @@ use super::SuitePrompts;
 use crate::config::{EvaluationConfig, SuiteConfig};
 use crate::run::evaluate_policy;
 
-/// The completions of a prompt and their scores: a line of a file of results.
+/// The completions for a prompt and their scores: one line in a results file.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct PromptResult {
-    /// The name of the suite.
+    /// The suite's name.
     pub suite: String,
-    /// The id of the prompt in the suite.
+    /// The prompt's id in the suite.
     pub id: String,
-    /// The text of the prompt.
+    /// The prompt's text.
     pub prompt: String,
-    /// The columns of the row, with the right answer.
+    /// The row's columns, with the correct answer.
     pub columns: Value,
     /// The completions.
     pub samples: Vec<SampleResult>,
@@ -32,39 +32,39 @@ pub struct PromptResult {
 /// A completion and its score.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct SampleResult {
-    /// The text of the completion.
+    /// The completion's text.
     pub completion: String,
-    /// The score; absent: it is missing.
+    /// The score; `None` if it is missing.
     pub reward: Option<f32>,
     /// True if the score is at least `pass_reward`.
     pub passes: bool,
-    /// The place of the first completion with an equal answer. Absent: it has no answer, or no
+    /// The index of the first completion with an equal answer. `None` if it has no answer, or no
     /// reward compares answers.
     pub vote: Option<usize>,
-    /// The length of the completion in tokens, the stop token included.
+    /// The completion's length in tokens, including the stop token.
     pub response_length: usize,
     /// Why the completion ended.
     pub finish_reason: FinishReason,
 }
 
-/// The metrics of a model on a suite.
+/// A model's metrics on a suite.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct SuiteSummary {
-    /// The name of the suite.
+    /// The suite's name.
     pub suite: String,
     /// The number of prompts.
     pub prompts: usize,
-    /// Completions of each prompt.
+    /// Completions per prompt.
     pub samples_per_prompt: usize,
-    /// The smallest reward with which a completion passes.
+    /// The smallest reward that counts as a pass.
     pub pass_reward: f64,
-    /// `pass@1` (the mean of all completions, also called avg@k), `pass@k` and `maj@k`.
+    /// `pass@1` (the mean over all completions, also called avg@k), `pass@k` and `maj@k`.
     pub metrics: BTreeMap<String, Estimate>,
-    /// The mean reward of the completions that have one.
+    /// The mean reward of completions that have one.
     pub reward_mean: f64,
     /// The number of completions without a score. They do not pass.
     pub rewards_missing: usize,
-    /// The mean length of the completions in tokens.
+    /// The mean completion length in tokens.
     pub response_length: f64,
     /// The share of completions that end at the maximum length.
     pub truncated: f64,
@@ -72,13 +72,12 @@ pub struct SuiteSummary {
     pub sampler: SamplingConfig,
 }
 
-/// Answers the prompts of a suite with the policy of `sampler`. Returns a result for each prompt,
-/// and whether `reward` compares answers. The numbers of `config` apply in place of those of the
-/// suite.
+/// Answers a suite's prompts with the policy in `sampler`. Returns a result per prompt, and whether
+/// `reward` compares answers. The numbers in `config` replace the suite's.
 ///
 /// # Errors
 ///
-/// As in [`evaluate`](candle_grpo_train::evaluate), or if the votes of a prompt cannot be computed.
+/// As in [`evaluate`](candle_grpo_train::evaluate), or if a prompt's votes cannot be computed.
 pub fn evaluate_suite(
     suite: &SuiteConfig,
     prompts: &SuitePrompts,
@@ -124,7 +123,7 @@ pub fn evaluate_suite(
 }
 
 impl PromptResult {
-    /// The share of completions that pass.
+    /// Returns the share of completions that pass.
     pub fn mean(&self) -> f64 {
         self.passing() as f64 / self.samples.len().max(1) as f64
     }
@@ -142,12 +141,12 @@ impl PromptResult {
 }
 
 impl SuiteSummary {
-    /// Computes the metrics of `results`: pass@k for each k of `config.pass_at`, and maj@k for each
-    /// that is above 1, if `has_votes`.
+    /// Computes the metrics for `results`: pass@k for each k in `config.pass_at`. If `has_votes`,
+    /// also maj@k for each k above 1.
     ///
     /// # Errors
     ///
-    /// If there are no results, or a k is above the number of completions of a prompt.
+    /// Returns an error if there are no results, or a k is above a prompt's number of completions.
     pub fn new(
         suite: &SuiteConfig,
         results: &[PromptResult],

@@ -34,7 +34,7 @@ const ENVIRONMENT: &str =
 fn config(steps: usize) -> String {
     let config = CONFIG.replace("max_steps: 12", &format!("max_steps: {steps}"));
     let config = config.replace("rewards: [{kind: regex, pattern: '^[ab]'}]", "rewards: []");
-    let config = config.replace("rollout_batch_size: 4", "rollout_batch_size: 2");
+    let config = config.replace("prompts_per_step: 4", "prompts_per_step: 2");
     let config = config.replace(
         "every_steps: 4, samples_per_prompt: 4, pass_at: [1, 2]",
         "every_steps: 4",

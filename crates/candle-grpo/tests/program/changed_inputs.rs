@@ -12,7 +12,7 @@ use serde_json::{Value, json};
 
 use super::support::{CONFIG, folder, grpo, lines, said, succeeds};
 
-/// A run of six steps, which would go on to nine.
+/// Writes a six-step run, which could continue to nine.
 fn run() -> tempfile::TempDir {
     run_of(CONFIG)
 }
@@ -35,7 +35,7 @@ fn write_rows(path: &Path, prompts: &[&str]) {
     fs::write(path, rows).unwrap();
 }
 
-/// Replaces a part of the configuration.
+/// Replaces text in the configuration.
 fn change(folder: &Path, from: &str, to: &str) {
     let path = folder.join("run.yaml");
     let config = fs::read_to_string(&path).unwrap();
@@ -138,7 +138,7 @@ fn another_split_of_the_same_file_is_refused() {
     assert_refused_until_accepted(folder.path(), "the held-out rows are other ones (4, now 4)");
 }
 
-/// Replaces the weights of the model.
+/// Replaces the model weights.
 fn change_model(folder: &Path) {
     let path = folder.join("model");
     let model = Pretrained::load(&path, &Device::Cpu).unwrap();
@@ -149,7 +149,7 @@ fn change_model(folder: &Path) {
 
 #[test]
 fn another_model_is_refused() {
-    let folder = run_of(&CONFIG.replace("use_kl_loss: true", "use_kl_loss: false"));
+    let folder = run_of(&CONFIG.replace("kl: {coef: 0.01}", "kl: null"));
     change_model(folder.path());
     assert_refused_until_accepted(folder.path(), "the model has other weights");
 }
@@ -158,8 +158,7 @@ fn another_model_is_refused() {
 #[test]
 fn a_change_that_the_checkpoint_does_not_fit_cannot_be_accepted() {
     let other_model: fn(&Path) = change_model;
-    let no_reference: fn(&Path) =
-        |folder| change(folder, "use_kl_loss: true", "use_kl_loss: false");
+    let no_reference: fn(&Path) = |folder| change(folder, "kl: {coef: 0.01}", "kl: null");
     for (change, words) in [
         (
             other_model,
@@ -170,7 +169,10 @@ fn a_change_that_the_checkpoint_does_not_fit_cannot_be_accepted() {
         ),
         (
             no_reference,
-            ["began with other settings: ", "cannot go on without them"],
+            [
+                "started with different settings: ",
+                "cannot go on without them",
+            ],
         ),
     ] {
         let folder = run();
@@ -210,8 +212,8 @@ fn a_checkpoint_with_a_file_of_others_is_set_aside_with_a_warning() {
     let output = resume(folder.path(), &[]);
     assert_eq!(output.status.code(), Some(0), "{}", said(&output));
     for words in [
-        "notes.txt: was not written with the others; it is passed over",
-        "a checkpoint with files that no run writes, renamed and not removed",
+        "notes.txt: was not written with the others; it is skipped",
+        "a checkpoint with unknown files, renamed instead of removed",
     ] {
         assert!(said(&output).contains(words), "{}", said(&output));
     }
@@ -288,16 +290,16 @@ fn another_module_of_a_reward_script_is_a_warning() {
     );
 }
 
-/// Another configuration with the name of this one has the same folder, unless it names its own.
+/// Another configuration with this one's name uses the same directory, unless it names its own.
 #[test]
 fn another_configuration_does_not_resume_the_run() {
     let folder = run();
     write_rows(&folder.path().join("other.jsonl"), &["abc", "d", "ee"]);
     for (from, to, key) in [
         (
-            "rollout_batch_size: 4",
-            "rollout_batch_size: 2",
-            "algorithm.rollout_batch_size: 4, now 2",
+            "prompts_per_step: 4",
+            "prompts_per_step: 2",
+            "prompts_per_step: 4, now 2",
         ),
         ("pattern: '^[ab]'", "pattern: '^[cd]'", "rewards: "),
         (
@@ -327,7 +329,7 @@ fn another_configuration_does_not_resume_the_run() {
         let refused = resume(folder.path(), &[]);
         assert_eq!(refused.status.code(), Some(1), "{}", said(&refused));
         for words in [
-            "run directory run: began with other settings",
+            "run directory run: started with different settings",
             key,
             "--accept-changes",
         ] {
@@ -352,8 +354,8 @@ fn keys_that_the_run_did_not_write_are_unchanged_at_their_defaults() {
     let mut config: Value = serde_json::from_slice(&fs::read(&path).unwrap()).unwrap();
     for (section, key) in [
         ("/rewards/0", "weight"),
-        ("/algorithm/recipe", "group_filter"),
-        ("/training", "old_log_probs"),
+        ("/recipe", "group_filter"),
+        ("", "old_log_probs"),
         ("", "environment"),
     ] {
         let section = config.pointer_mut(section).unwrap();
@@ -364,10 +366,53 @@ fn keys_that_the_run_did_not_write_are_unchanged_at_their_defaults() {
     change(folder.path(), "kind: regex,", "kind: regex, weight: 0.5,");
     let refused = resume(folder.path(), &[]);
     assert_eq!(refused.status.code(), Some(1), "{}", said(&refused));
-    let words = "began with other settings: rewards: ";
+    let words = "started with different settings: rewards: ";
     assert!(said(&refused).contains(words), "{}", said(&refused));
 
     change(folder.path(), "kind: regex, weight: 0.5,", "kind: regex,");
+    let resumed = resume(folder.path(), &[]);
+    assert_eq!(resumed.status.code(), Some(0), "{}", said(&resumed));
+    assert!(!said(&resumed).contains("settings"), "{}", said(&resumed));
+    assert_eq!(steps(folder.path()), 9);
+}
+
+/// An earlier version had the sections `algorithm`, `sampler` and `training`.
+#[test]
+fn a_run_of_an_earlier_version_resumes() {
+    let folder = run();
+    let path = folder.path().join("run/config.json");
+    let mut config: Value = serde_json::from_slice(&fs::read(&path).unwrap()).unwrap();
+    let keys = config.as_object_mut().unwrap();
+    let mut take = |key: &str| keys.remove(key).unwrap();
+    let mut sampler = take("sampling");
+    let response_length = sampler.as_object_mut().unwrap().remove("max_new_tokens");
+    let algorithm = json!({
+        "rollout_batch_size": take("prompts_per_step"),
+        "num_return_sequences_in_group": take("num_generations"),
+        "prompt_length": take("max_prompt_tokens"),
+        "response_length": response_length,
+        "ppo_epochs": take("epochs"),
+        "recipe": take("recipe"),
+    });
+    let rows = take("demonstration_data");
+    let training: Value = [
+        "mini_batch_size",
+        "demonstrations",
+        "max_grad_norm",
+        "critic",
+    ]
+    .into_iter()
+    .map(|key| (key.to_owned(), take(key)))
+    .collect();
+    for (section, value) in [
+        ("algorithm", algorithm),
+        ("sampler", sampler),
+        ("training", training),
+        ("demonstrations", rows),
+    ] {
+        keys.insert(section.to_owned(), value);
+    }
+    fs::write(&path, config.to_string()).unwrap();
     let resumed = resume(folder.path(), &[]);
     assert_eq!(resumed.status.code(), Some(0), "{}", said(&resumed));
     assert!(!said(&resumed).contains("settings"), "{}", said(&resumed));
@@ -407,7 +452,7 @@ run_dir: run
     fs::write(folder.path().join("sft.yaml"), sft).unwrap();
     let output = grpo(folder.path(), &["sft", "sft.yaml", "--resume"]);
     assert_eq!(output.status.code(), Some(1), "{}", said(&output));
-    let words = "run directory run: has a run of grpo train, must have one of grpo sft";
+    let words = "run directory run: has a grpo train run, must have a grpo sft run";
     assert!(said(&output).contains(words), "{}", said(&output));
 }
 

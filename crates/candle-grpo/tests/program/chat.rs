@@ -1,4 +1,4 @@
-//! `grpo sample` and `grpo chat`, and variables of chat templates.
+//! `grpo sample` and `grpo chat`, and chat template variables.
 
 use std::fs;
 use std::io::Write;
@@ -18,7 +18,9 @@ const CONFIG: &str = "
 model: model
 data: {train: data.jsonl, prompt: 'say {word}', system: Be, prefill: 'so {word}', chat_template_kwargs: {enable_thinking: true}}
 rewards: [{kind: regex, pattern: '^[ab]'}]
-algorithm: {rollout_batch_size: 1, num_return_sequences_in_group: 2, response_length: 4}
+prompts_per_step: 1
+num_generations: 2
+sampling: {max_new_tokens: 4}
 evaluation: {sampler: {max_new_tokens: 7}}
 max_steps: 1
 run_dir: run
@@ -106,7 +108,7 @@ fn a_conversation_that_cannot_go_on_is_an_error_in_a_script() {
     let long = "a".repeat(40);
     let output = chat(folder.path(), &[], format!("hi\n{long}\n"));
     assert_eq!(output.status.code(), Some(3), "{}", said(&output));
-    assert!(said(&output).contains("positions of the model; /reset begins another one"));
+    assert!(said(&output).contains("positions; /reset starts a new one"));
     let folder = super::support::folder(super::support::CONFIG);
     let output = chat(folder.path(), &[], "ab\n");
     assert_eq!(output.status.code(), Some(5), "{}", said(&output));
@@ -202,13 +204,17 @@ fn a_row_has_the_prompt_of_its_run() {
     ];
     assert_eq!(row, succeeds(folder, &raw));
     for (arguments, code, words) in [
-        (["run", "--row", "{\"other\": 1}"], 3, "column \"word\""),
+        (
+            ["run", "--row", "{\"other\": 1}"],
+            3,
+            "error: --row:1: column \"word\"",
+        ),
         (
             ["model", "--row", "{}"],
             3,
-            "--row: given, but model is not the folder of a run",
+            "--row: model is not a run directory",
         ),
-        (["run", "--row", "[]"], 2, "must be an object of JSON"),
+        (["run", "--row", "[]"], 2, "must be a JSON object"),
     ] {
         let output = grpo(folder, &[&["sample"][..], &arguments[..]].concat());
         assert_eq!(output.status.code(), Some(code), "{}", said(&output));

@@ -8,7 +8,7 @@ use serde_json::{Value, json};
 use crate::models::write_reward_model;
 use crate::support::{CONFIG, folder, grpo, lines, said, succeeds, without, write_model};
 
-/// A configuration whose model has the chat template `t.jinja`, for rows of messages.
+/// A configuration for message rows, whose model has the chat template `t.jinja`.
 fn config(steps: usize) -> String {
     CONFIG
         .replace(
@@ -44,7 +44,7 @@ fn prompts(folder: &Path) -> Vec<String> {
     prompts
 }
 
-/// The texts of the template are those of one moment, to the microsecond.
+/// All template texts show the same moment, to the microsecond.
 #[test]
 fn a_resumed_run_prints_the_time_of_its_first_start() {
     let folder = folder(&config(1));
@@ -71,7 +71,7 @@ fn a_resumed_run_prints_the_time_of_its_first_start() {
     assert!(second.len() == 1 && second != first, "{first:?} {second:?}");
 }
 
-/// Its texts are those of one moment too.
+/// Its texts show one moment too.
 #[test]
 fn a_reward_model_of_a_resumed_run_reads_the_time_of_the_first_start() {
     let of_model = "rewards: [{kind: reward_model, path: scorer}]\nrun_dir";
@@ -153,6 +153,6 @@ fn rows_bring_tools_and_variables_of_the_template() {
     let other = [row("a", json!({"tools": "f"})), row("b", json!({}))];
     write(path, "abcde012", template, &other);
     let output = grpo(path, &["check", "run.yaml"]);
-    let warning = "column \"tools\": not used in 1 rows, as it is no list of schemas of tools";
+    let warning = "column \"tools\": not used in 1 rows, as it is not a list of tool schemas";
     assert!(said(&output).contains(warning), "{}", said(&output));
 }

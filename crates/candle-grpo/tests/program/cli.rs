@@ -55,8 +55,8 @@ fn check_prints_a_configuration_that_it_accepts() {
         "{}",
         String::from_utf8_lossy(&first.stderr)
     );
-    assert!(out(&first).contains("1 prompts to train on, 1 held out"));
-    let updates = "1 updates a step: 1 passes over 1 mini-batches of at most 16 completions.\n";
+    assert!(out(&first).contains("1 training prompts, 1 held out"));
+    let updates = "Updates per step: 1 (1 x 1 mini-batches of at most 16 completions).\n";
     assert!(out(&first).contains(updates), "{}", out(&first));
     fs::write(folder.path().join("again.yaml"), out(&first)).unwrap();
     let second = grpo(folder.path(), &["check", "--all", "again.yaml"]);
@@ -73,7 +73,7 @@ fn check_prints_a_configuration_that_it_accepts() {
     assert_eq!((quiet.status.code(), out(&quiet).as_str()), (Some(0), ""));
 }
 
-/// A page that a person reads, not a list of every setting.
+/// A page for a person to read, not a list with every setting.
 #[test]
 fn check_prints_what_a_run_does_in_a_few_lines() {
     let folder = folder(CONFIG, DATA);
@@ -91,15 +91,15 @@ fn check_prints_what_a_run_does_in_a_few_lines() {
         "run.yaml: valid.\n",
         "Model: model, ",
         "Rewards: numeric.\n",
-        "Batch: 2 prompts x 8 completions of at most 8 tokens, at temperature 1.\n",
-        "Algorithm: dapo at a learning rate of 1e-6, as published\n",
+        " 2 prompts x 8 = 16 completions of at most 8 tokens, at temperature 1.\n",
+        "Algorithm: dapo, with learning rate 1e-6.\n",
         "Memory: at most about ",
     ] {
         assert!(text.contains(words), "{words:?} in\n{text}");
     }
     let text = check("preset: dapo, pg_clip: 0.1, kl_coef: 0.5");
     for words in [
-        "Algorithm: dapo at a learning rate of 1e-6; what differs from it:\n",
+        "Algorithm: dapo, with learning rate 1e-6. Changes to it:\n",
         "  policy_loss.surrogate.clip.high: 0.1\n",
         "  policy_loss.kl: {coef: 0.5, kl: {estimator: k3",
     ] {
@@ -115,7 +115,7 @@ fn check_prints_what_a_run_does_in_a_few_lines() {
     assert!(text.contains(" more (grpo check --all)\n"), "{text}");
 }
 
-/// The part `name` of the plan of memory, in MiB.
+/// Returns the part `name` in the memory plan, in MiB.
 fn planned(printed: &str, name: &str) -> Option<usize> {
     let (_, rest) = printed.split_once(&format!(" {name} "))?;
     rest.split_once(" MiB")?.0.parse().ok()
@@ -133,10 +133,7 @@ fn check_prints_the_memory_of_the_run() {
     };
     let whole = check(CONFIG);
     assert!(whole.contains("Memory: at most about "), "{whole}");
-    assert!(
-        whole.contains(" tokens and a longest prompt of "),
-        "{whole}"
-    );
+    assert!(whole.contains(" tokens and prompts of at most "), "{whole}");
     for part in ["weights", "optimizer", "gradients", "activations"] {
         assert!(planned(&whole, part).is_some(), "{part}: {whole}");
     }
@@ -193,7 +190,7 @@ fn help_lists_commands_and_exit_codes() {
         "check",
         "completions",
         "Exit codes:",
-        "3  wrong configuration",
+        "3  invalid configuration",
     ] {
         assert!(help.contains(words), "{words:?} in\n{help}");
     }
@@ -234,10 +231,7 @@ rewards: [{kind: numeric}]
         String::from_utf8_lossy(&output.stderr)
     );
     let text = out(&output);
-    assert!(
-        text.contains("used: algorithm.rollout_batch_size"),
-        "{text}"
-    );
+    assert!(text.contains("used: prompts_per_step"), "{text}");
     assert!(
         text.contains("no meaning here: there are no strategies"),
         "{text}"
@@ -386,7 +380,7 @@ fn check_refuses_what_train_refuses() {
         ),
         (
             format!("{CONFIG}training: {{adapters: {{lora_r: 2}}}}\n"),
-            "run.yaml:5: training.adapters.lora_r: unknown key; here it is training.adapters.rank\n",
+            "run.yaml:5: training.adapters.lora_r: unknown key; here it is adapters.rank\n",
         ),
         (
             reward("{kind: ensemble, judges: [{kind: json}, {pattern: a}]}"),
@@ -464,7 +458,7 @@ fn check_refuses_what_train_refuses() {
         ),
         (
             format!("{CONFIG}training: {{critic: {{learning_rate: 1e-5}}}}\n"),
-            "run.yaml:5: training.critic.learning_rate: unknown key; here it is training.critic.optimizer.learning_rate\n",
+            "run.yaml:5: training.critic.learning_rate: unknown key; here it is critic.optimizer.learning_rate\n",
         ),
         (
             with(
@@ -585,11 +579,8 @@ adv_estimator: grpo
     let folder = folder(config, DATA);
     let output = grpo(folder.path(), &["check", "--all", "run.yaml"]);
     let text = out(&output);
-    assert!(
-        text.contains("used: algorithm.rollout_batch_size"),
-        "{text}"
-    );
-    assert!(text.contains("8 completions a step"), "{text}");
+    assert!(text.contains("used: prompts_per_step"), "{text}");
+    assert!(text.contains(" = 8 completions"), "{text}");
     // An error names the key as the file has it.
     let wrong = config.replace("rollout_batch_size: 2", "rollout_batch_size: 0");
     fs::write(folder.path().join("run.yaml"), wrong).unwrap();
@@ -608,7 +599,7 @@ adv_estimator: grpo
     fails(
         &grpo(folder.path(), &["check", "run.yaml"]),
         3,
-        "run.yaml:5: rollout_batch_size: unknown key; here it is algorithm.rollout_batch_size",
+        "run.yaml:5: rollout_batch_size: unknown key; here it is prompts_per_step",
     );
 }
 
@@ -620,7 +611,7 @@ fn a_share_of_the_steps_is_answered_with_the_number_of_steps() {
     fails(&grpo(folder.path(), &["check", "run.yaml"]), 3, text);
 }
 
-/// Writes a file of another trainer, and returns what the program prints of it.
+/// Writes another trainer's file, and runs `grpo import` on it.
 fn imports(folder: &Path, name: &str, text: &str) -> Output {
     fs::write(folder.join(name), text).unwrap();
     grpo(folder, &["import", name])
@@ -643,10 +634,10 @@ fn an_imported_script_is_a_file_of_ours_once_it_has_rewards() {
     assert_eq!(output.status.code(), Some(0), "{output:?}");
     let text = out(&output);
     for words in [
-        "# A file of verl. Its keys:\n",
-        "  used: training.mini_batch_size = 10\n",
+        "# Imported from verl. Keys:\n",
+        "  used: mini_batch_size = 10\n",
         "actor_rollout_ref.model.use_liger            no meaning here: it is about memory or speed\n",
-        "# In verl: 20 completions are sampled for 2 updates of at most 10; 14 updates, 7 samplings.\n",
+        "# In verl: 20 completions per generation, at most 10 per update, updates per generation: 2; total: 7 generations, 14 updates.\n",
     ] {
         assert!(text.contains(words), "{words:?} in\n{text}");
     }
@@ -663,8 +654,8 @@ fn an_imported_script_is_a_file_of_ours_once_it_has_rewards() {
     fs::write(path.join("run.yaml"), whole).unwrap();
     let checked = grpo(path, &["check", "run.yaml"]);
     assert_eq!(checked.status.code(), Some(0), "{checked:?}");
-    let batch = "Batch: 4 prompts x 5 completions of at most 8 tokens";
-    assert!(out(&checked).contains(batch), "{}", out(&checked));
+    let steps = "Steps: 7, each with 4 prompts x 5 = 20 completions of at most 8 tokens";
+    assert!(out(&checked).contains(steps), "{}", out(&checked));
     fails(
         &imports(path, "other.sh", "echo done\n"),
         3,
@@ -673,8 +664,33 @@ fn an_imported_script_is_a_file_of_ours_once_it_has_rewards() {
     fails(
         &grpo(path, &["import", "run.yaml"]),
         3,
-        "run.yaml: not a file of ROLL, TRL, verl or OpenRLHF",
+        "run.yaml: not a file of ROLL, TRL, verl, OpenRLHF or an earlier version",
     );
+}
+
+#[test]
+fn a_file_of_an_earlier_version_is_printed_with_the_keys_of_this_one() {
+    let folder = folder(CONFIG, DATA);
+    let checked = grpo(folder.path(), &["check", "run.yaml"]);
+    assert_eq!(checked.status.code(), Some(0), "{checked:?}");
+    let advice = "warning: the file has sections of an earlier version";
+    assert!(said(&checked).contains(advice), "{}", said(&checked));
+
+    let text = out(&grpo(folder.path(), &["import", "run.yaml"]));
+    for line in ["preset: dapo", "prompts_per_step: 2", "  max_new_tokens: 8"] {
+        assert!(text.lines().any(|found| found == line), "{line} in\n{text}");
+    }
+    fs::write(folder.path().join("native.yaml"), text).unwrap();
+    let again = grpo(folder.path(), &["check", "native.yaml"]);
+    assert!(!said(&again).contains("warning"), "{}", said(&again));
+    for start in ["Steps: ", "Algorithm: "] {
+        let line = |output| {
+            let text = out(output);
+            let line = text.lines().find(|line| line.starts_with(start));
+            line.expect(start).to_owned()
+        };
+        assert_eq!(line(&again), line(&checked));
+    }
 }
 
 #[test]
@@ -695,14 +711,13 @@ rewards: [{kind: numeric}]
     assert_eq!(checked.status.code(), Some(0), "{checked:?}");
     let text = out(&checked);
     for side in ["In TRL", "Here"] {
-        let counts =
-            "24 completions are sampled for 3 updates of at most 8; 9 updates, 3 samplings";
+        let counts = "24 completions per generation, at most 8 per update, updates per generation: 3; total: 3 generations, 9 updates";
         assert!(text.contains(&format!("# {side}: {counts}.\n")), "{text}");
     }
     let short = out(&grpo(folder.path(), &["check", "run.yaml"]));
     assert!(short.lines().count() <= 25, "{short}");
     assert!(
-        short.contains("A file of TRL: 9 keys are used, "),
+        short.contains("Imported from TRL. Keys used: 9; "),
         "{short}"
     );
 }
@@ -782,7 +797,7 @@ fn a_key_that_roll_does_not_have_is_an_error() {
     }
 }
 
-/// One row is held out of two, so the number of samples alone is within its bound.
+/// One row out of two is held out, so the number of samples alone is within its bound.
 #[test]
 fn the_completions_of_an_evaluation_are_bounded() {
     let rows: String = (0..9)
@@ -849,7 +864,7 @@ fn check_warns_of_prompts_that_are_left_out() {
     let said = String::from_utf8_lossy(&output.stderr);
     assert_eq!(output.status.code(), Some(0), "{said}");
     assert!(
-        said.contains("1 of 3 prompts have more than 3 tokens, up to 5, and are left out"),
+        said.contains("1 of 3 prompts are dropped: they have more than 3 tokens, up to 5"),
         "{said}"
     );
 }
@@ -882,7 +897,7 @@ fn a_wrong_option_of_sample_is_named() {
     }
 }
 
-/// Only the completions of the evaluation are too long.
+/// Only the evaluation's completions are too long.
 #[test]
 fn eval_refuses_completions_longer_than_the_model() {
     let folder = folder(

@@ -9,11 +9,11 @@ use serde_json::Value;
 
 use super::support::lines;
 
-/// Asserts that two runs of at most 5 steps have the same metrics, evaluations and weights, up to
+/// Asserts that two runs with at most 5 steps have the same metrics, evaluations and weights, up to
 /// the order of their sums. Both have the learning rate 3e-3 and an epsilon of 1e-3.
 ///
-/// A sum of n numbers of f32 in another order differs by about sqrt(n) * 2^-24 of its terms, which
-/// is 1e-6 for 2^8 numbers. The norm of the gradients is at most 1, so each differs by at most
+/// A sum over n f32 numbers in another order differs by about sqrt(n) * 2^-24 of its terms, which
+/// is 1e-6 for 2^8 numbers. The gradient norm is at most 1, so each gradient differs by at most
 /// that. AdamW multiplies it by at most 3e-3 / 1e-3 in each step: 5 steps change a weight by less
 /// than 2e-5. A metric is a sum over them, which may differ by 1e-4.
 pub(crate) fn assert_close_runs(found: &Path, expected: &Path, steps: usize) {

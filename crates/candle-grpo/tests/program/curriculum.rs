@@ -10,7 +10,9 @@ const CONFIG: &str = "
 model: model
 data: {train: data.jsonl, curriculum: {thresholds: [0.3, 0.7, 1], weights: [0.2, 1, 0.2]}}
 rewards: [{kind: regex, pattern: '^[abc]'}]
-algorithm: {rollout_batch_size: 4, num_return_sequences_in_group: 4, response_length: 6}
+prompts_per_step: 4
+num_generations: 4
+sampling: {max_new_tokens: 6}
 rollout_log: {every_steps: 1, max_groups: 4}
 checkpoint: {every_steps: 2}
 max_steps: 6

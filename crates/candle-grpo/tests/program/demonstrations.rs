@@ -11,10 +11,12 @@ use super::support::{folder, grpo, lines, said, succeeds};
 const CONFIG: &str = "
 model: model
 data: {train: data.jsonl}
-demonstrations: {train: answers.jsonl}
+demonstration_data: {train: answers.jsonl}
 rewards: [{kind: regex, pattern: '^'}]
-algorithm: {rollout_batch_size: 4, num_return_sequences_in_group: 4, response_length: 6}
-training: {demonstrations: {batch_size: 4, coef: {peak: 0.5}}}
+prompts_per_step: 4
+demonstrations: {batch_size: 4, coef: {peak: 0.5}}
+num_generations: 4
+sampling: {max_new_tokens: 6}
 optimizer: {learning_rate: 1e-2}
 checkpoint: {every_steps: 4}
 max_steps: 8
@@ -22,7 +24,7 @@ run_dir: run
 threads: 1
 ";
 
-/// Every answer is three times the last character of the prompt.
+/// Writes answers that repeat the prompt's last character three times.
 fn write_answers(folder: &Path, prompts: &[&str]) {
     let rows = prompts.iter().map(|prompt| {
         let last = &prompt[prompt.len() - 1..];
@@ -83,24 +85,24 @@ fn the_check_counts_demonstrations_and_names_what_is_wrong() {
     write_answers(folder.path(), &PROMPTS);
     let text = succeeds(folder.path(), &["check", "run.yaml"]);
     assert!(
-        text.contains("6 demonstrations with 35 tokens, 24 of which train."),
+        text.contains("Demonstrations: 6, with 35 tokens, 24 of which train."),
         "{text}"
     );
     for (from, to, words) in [
         (
-            "demonstrations: {train: answers.jsonl}\n",
+            "demonstration_data: {train: answers.jsonl}\n",
             "",
-            "run.yaml:6: training.demonstrations: given, but there are no rows: give demonstrations.train",
+            "run.yaml:6: demonstrations: given, but there are no rows: give demonstration_data.train",
         ),
         (
-            "training: {demonstrations: {batch_size: 4, coef: {peak: 0.5}}}\n",
+            "demonstrations: {batch_size: 4, coef: {peak: 0.5}}\n",
             "",
-            "run.yaml:4: demonstrations: given, but they have no share in the loss: give training.demonstrations",
+            "run.yaml:4: demonstration_data: given, but they have no share in the loss: give demonstrations",
         ),
         (
             "{train: answers.jsonl}",
             "{train: answers.jsonl, held_out_rows: 1}",
-            "run.yaml:4: demonstrations.held_out_rows: given, must be absent",
+            "run.yaml:4: demonstration_data.held_out_rows: given, must be absent",
         ),
         (
             "{train: answers.jsonl}",
@@ -110,17 +112,17 @@ fn the_check_counts_demonstrations_and_names_what_is_wrong() {
         (
             "{train: answers.jsonl}",
             "{train: answers.jsonl, max_length: 1}",
-            "run.yaml:4: demonstrations.max_length: 1, must leave a row",
+            "run.yaml:4: demonstration_data.max_length: 1, must leave a row",
         ),
         (
             "{train: answers.jsonl}",
             "{train: run/answers.jsonl}",
-            "run.yaml:4: demonstrations.train: run/answers.jsonl, must lie outside of run_dir",
+            "run.yaml:4: demonstration_data.train: run/answers.jsonl, must lie outside of run_dir",
         ),
         (
             "{peak: 0.5}",
             "{peak: 2}",
-            "run.yaml:7: training.demonstrations.coef.peak: 2, must be",
+            "run.yaml:7: demonstrations.coef.peak: 2, must be",
         ),
     ] {
         fs::write(folder.path().join("run.yaml"), CONFIG.replacen(from, to, 1)).unwrap();

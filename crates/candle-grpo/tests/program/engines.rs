@@ -14,7 +14,7 @@ fn with_rollout(rollout: &Value) -> String {
     format!("{CONFIG}\nrollout: {rollout}\n")
 }
 
-/// A server of a fixed policy that always answers "ab" and the stop token, as llama.cpp does.
+/// A server for a fixed policy that always answers "ab" and the stop token, as llama.cpp does.
 fn fixed_policy() -> HttpServer {
     HttpServer::start(|request: &Request| {
         let answer = match request.path() {
@@ -123,12 +123,11 @@ fn a_key_that_is_not_set_is_named() {
 /// A build with the feature `cuda` trains on a GPU.
 #[test]
 fn check_refuses_a_local_policy_that_draws_ahead_on_a_gpu() {
-    let correction =
-        "  recipe: {policy_loss: {rollout_correction: {weight: {max: 2.0}}}}\noptimizer";
-    let config = CONFIG.replace("optimizer", correction) + "rollout: {max_staleness: 1}\n";
+    let correction = "coef: 0.01}, rollout_correction: {weight: {max: 2.0}}";
+    let config = CONFIG.replace("coef: 0.01}", correction) + "rollout: {max_staleness: 1}\n";
     let folder = folder(&config);
     let output = grpo(folder.path(), &["check", "run.yaml"]);
-    let must = "run.yaml:18: rollout.max_staleness: 1, must be 0 with engine local on a GPU";
+    let must = "run.yaml:15: rollout.max_staleness: 1, must be 0 with engine local on a GPU";
     let refused = candle_grpo::train::cuda_is_enabled();
     assert_eq!(output.status.success(), !refused, "{}", said(&output));
     assert_eq!(said(&output).contains(must), refused, "{}", said(&output));

@@ -7,7 +7,7 @@ use serde_json::Value;
 use crate::support::{CONFIG, folder, grpo, lines, said, succeeds};
 use crate::train::assert_same_run;
 
-/// Two turns: the reward of the second one is 1 if it begins as the first one ended.
+/// Two turns: the second one's reward is 1 if it begins as the first one ended.
 const GAME: &str = r#"
 import json, sys
 for line in sys.stdin:
@@ -65,9 +65,9 @@ fn mistakes_are_named_with_their_lines() {
         assert!(!output.status.success());
         assert!(said(&output).contains(words), "{}", said(&output));
     }
-    let advantage = CONFIG.to_owned() + "training: {turn_advantage: {gigpo: {}}}\n";
+    let advantage = CONFIG.to_owned() + "turn_advantage: {gigpo: {}}\n";
     let folder = folder(&advantage);
     let output = grpo(folder.path(), &["check", "run.yaml"]);
-    let words = "training.turn_advantage: given, must be absent without an environment";
+    let words = "turn_advantage: given, must be absent without an environment";
     assert!(said(&output).contains(words), "{}", said(&output));
 }

@@ -1,4 +1,4 @@
-//! Models and data of the hub.
+//! Hub models and data.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -23,7 +23,7 @@ const MODEL_FILES: [&str; 5] = [
     "tokenizer_config.json",
 ];
 
-/// A folder with a configuration that names a model and data of a hub, and the hub.
+/// A folder with a configuration that names hub models and data, and the hub.
 struct Test {
     folder: tempfile::TempDir,
     hub: FakeHub,
@@ -92,7 +92,7 @@ impl Test {
         self.hub.change_repository(index, |r| r.commit().to_owned())
     }
 
-    /// The files in `blobs` of the model, whole or in part.
+    /// Returns the model's files in `blobs`, complete or partial.
     fn blobs(&self) -> Vec<PathBuf> {
         let blobs = self.path().join("hf/hub/models--org--policy/blobs");
         let entries = fs::read_dir(blobs).into_iter().flatten().flatten();
@@ -120,7 +120,7 @@ impl Test {
     }
 }
 
-/// The files of a reward model with the tokenizer of the policy.
+/// The files for a reward model with the policy's tokenizer.
 fn reward_model() -> Files {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("reward");
@@ -131,7 +131,7 @@ fn reward_model() -> Files {
     )
 }
 
-/// The files of the policy with other weights.
+/// The policy's files with other weights.
 fn other_policy() -> Files {
     let folder = folder("");
     let path = folder.path().join("model");
@@ -439,11 +439,11 @@ fn a_download_can_be_interrupted() {
         .wait_for_requests(|requests| !requests.is_empty());
     kill(Pid::from_raw(child.id() as i32), Signal::SIGINT).unwrap();
     let output = child.wait_with_output().unwrap();
-    assert_fails(&output, 7, &["interrupted", "cache of the hub"]);
+    assert_fails(&output, 7, &["interrupted", "hub cache"]);
     assert!(!test.has_part() && !test.weights().exists() && !test.path().join("run").exists());
 }
 
-/// A limit on the size of files stands for a full disk.
+/// A file size limit stands for a full disk.
 #[cfg(target_os = "linux")]
 #[test]
 fn a_full_disk_is_an_error_and_leaves_no_part() {

@@ -29,7 +29,7 @@ fn a_written_task_is_valid_and_trains(#[case] task: &str, #[case] command: &str)
     let short = format!("{}max_steps: 1\nthreads: 1{}", &text[..steps], &text[end..]);
     let short = short
         .replace("decay_until: 100", "decay_until: 9")
-        .replace("response_length: 256", "response_length: 16");
+        .replace("max_new_tokens: 256", "max_new_tokens: 16");
     fs::write(&path, short.replace("every_steps: 10", "every_steps: 1")).unwrap();
     succeeds(folder, &[command, "tasks/own/run.yaml", "--quiet"]);
     assert!(folder.join("runs/own/metrics.jsonl").is_file());
@@ -44,7 +44,7 @@ fn an_existing_file_is_not_replaced() {
     let output = grpo(folder, &["init", "program"]);
     assert_eq!(output.status.code(), Some(3), "{}", said(&output));
     assert!(
-        said(&output).contains("program/reward.py: exists already and is not replaced"),
+        said(&output).contains("program/reward.py: already exists and is not replaced"),
         "{}",
         said(&output)
     );

@@ -16,12 +16,12 @@ use super::running::Running;
 use super::support::{CONFIG, command, folder, lines, succeeds};
 use super::{sft, suites};
 
-/// The kills of a folder, each in another process.
+/// The number of kills per folder, each in another process.
 const KILLS: u32 = 2;
 
-/// The contents of the files below `path`, by their names. Temporary files of killed processes and
-/// the files of TensorBoard, whose names have the time, are left out. So is what depends on the
-/// speed of the machine.
+/// Returns the contents of all files below `path`, by name. Leaves out temporary files that killed
+/// processes left behind, TensorBoard files, whose names contain the time, and whatever depends on
+/// the machine's speed.
 fn contents(path: &Path) -> BTreeMap<PathBuf, Contents> {
     let mut found = BTreeMap::new();
     if path.is_file() {
@@ -73,8 +73,8 @@ fn trained() -> TempDir {
     folder
 }
 
-/// The instants are those of a sequence that covers the time of the command evenly. The first one
-/// of the sequence is another for each command.
+/// The kill times come from a sequence that covers the command's duration evenly. Each command
+/// starts at another place in the sequence.
 #[rstest]
 #[case::train(|| folder(CONFIG), &["train", "run.yaml", "--resume"], "run", 0.1)]
 #[case::sft(|| sft::folder(sft::CONFIG), &["sft", "sft.yaml", "--resume"], "sft", 0.3)]

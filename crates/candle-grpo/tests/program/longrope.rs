@@ -1,4 +1,4 @@
-//! Models with frequencies of short and of long rows.
+//! Models with separate frequencies for short and long rows.
 
 use std::fs;
 use std::path::Path;
@@ -8,7 +8,7 @@ use serde_json::Value;
 
 use crate::support::{CONFIG, folder, lines, model, succeeds, write_decoder};
 
-/// The longest row of pretraining. The rows of [`CONFIG`] have up to 9 tokens.
+/// The longest row in pretraining. Rows in [`CONFIG`] have up to 9 tokens.
 const ORIGINAL: usize = 12;
 
 const SHORT: [f64; 2] = [1.0, 2.0];
@@ -32,11 +32,11 @@ fn write_phi(folder: &Path, short: [f64; 2], long: [f64; 2]) {
     write_decoder(folder, model, "abcde", 3);
 }
 
-/// The result of a run, of an evaluation and of a sample with these factors.
+/// Returns the results from a run, an evaluation and a sample with these factors.
 fn results(short: [f64; 2], long: [f64; 2], response_length: usize) -> (Vec<Value>, Vec<String>) {
     let config = CONFIG.replace("max_steps: 12", "max_steps: 2").replace(
-        "response_length: 6",
-        &format!("response_length: {response_length}"),
+        "max_new_tokens: 6",
+        &format!("max_new_tokens: {response_length}"),
     );
     let folder = folder(&config);
     let path = folder.path();

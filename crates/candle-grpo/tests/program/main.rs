@@ -1,4 +1,5 @@
 //! The configuration, the program and its pages.
+#![allow(clippy::too_many_lines, reason = "lists of cases")]
 
 mod accepted;
 #[cfg(feature = "agents")]

@@ -11,7 +11,9 @@ const CONFIG: &str = "
 model: model
 data: {train: [data.jsonl, more.jsonl], weights: [1, 3]}
 rewards: [{kind: program, command: [python3, reward.py]}]
-algorithm: {rollout_batch_size: 4, num_return_sequences_in_group: 2, response_length: 4}
+prompts_per_step: 4
+num_generations: 2
+sampling: {max_new_tokens: 4}
 checkpoint: {every_steps: 2}
 max_steps: 4
 run_dir: run
@@ -39,7 +41,7 @@ fn with_files(config: &str) -> TempDir {
     folder
 }
 
-/// The prompts of the steps, 8 completions each.
+/// Returns each step's prompts, with 8 completions each.
 fn asked(folder: &Path) -> Vec<String> {
     let text = fs::read_to_string(folder.join("asked")).unwrap();
     text.lines().map(str::to_owned).collect()
@@ -97,7 +99,7 @@ fn weights_that_do_not_fit_are_errors_with_their_key() {
         assert!(said(&output).contains(words), "{}", said(&output));
     }
     // All prompts of the second file are too long.
-    let config = CONFIG.replace("algorithm: {", "algorithm: {prompt_length: 2, ");
+    let config = format!("{CONFIG}max_prompt_tokens: 2\n");
     let folder = with_files(&config);
     let output = grpo(folder.path(), &["check", "run.yaml"]);
     assert_eq!(output.status.code(), Some(3), "{}", said(&output));

@@ -10,7 +10,7 @@ use candle_grpo::train::{ChatTemplate, Pretrained};
 
 use super::support::{model, write_model};
 
-/// Writes a reward model with a token for each character of `alphabet`.
+/// Writes a reward model with a token for each character in `alphabet`.
 pub(crate) fn write_reward_model(folder: &Path, alphabet: &str) {
     write_model(folder, alphabet);
     let model = Pretrained::load_without_weights(folder).unwrap().model;
@@ -25,11 +25,11 @@ pub(crate) fn write_reward_model(folder: &Path, alphabet: &str) {
     fs::write(folder.join("config.json"), keys.to_string()).unwrap();
 }
 
-/// The chat template of [`chat_model`].
+/// The chat template for [`chat_model`].
 const TEMPLATE: &str = "{% for m in messages %}{{ m.role }}: {{ m.content }}|{% endfor %}\
     {% if enable_thinking %}think|{% endif %}{% if add_generation_prompt %}assistant: {% endif %}";
 
-/// Writes a model of all printable characters with a chat template.
+/// Writes a model for all printable characters, with a chat template.
 pub(crate) fn chat_model(path: &Path, positions: usize) {
     let model = DecoderConfig {
         vocab_size: 96,

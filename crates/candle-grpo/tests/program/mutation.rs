@@ -5,7 +5,7 @@ use serde_json::{Map, Value, json};
 /// Returns a number below its argument: the next choice.
 pub(crate) type Choose<'a> = &'a mut dyn FnMut(usize) -> usize;
 
-/// The keys of `algorithm` that stay absent in an effective configuration.
+/// The `algorithm` keys that stay absent in an effective configuration.
 const ALGORITHM: &[&str] = &[
     "adv_estimator",
     "gamma",
@@ -127,7 +127,7 @@ const NAMES: &[&str] = &[
     "",
 ];
 
-/// Returns a value of another kind.
+/// Returns a value with another type.
 fn other(choose: Choose<'_>) -> Value {
     let values = [
         Value::Null,
@@ -153,7 +153,7 @@ fn other(choose: Choose<'_>) -> Value {
     values[choose(values.len())].clone()
 }
 
-/// Returns another value for a key: mostly of the type that it has.
+/// Returns another value for a key, mostly with the same type.
 fn value(current: Option<&Value>, choose: Choose<'_>) -> Value {
     let name = |choose: Choose<'_>| json!(NAMES[choose(NAMES.len())]);
     match (choose(8), current) {
@@ -178,7 +178,7 @@ fn value(current: Option<&Value>, choose: Choose<'_>) -> Value {
     }
 }
 
-/// Returns the paths of all keys and items in `value`. An index stands for an item.
+/// Returns the paths to all keys and items in `value`. An index stands for an item.
 fn paths(value: &Value, path: &mut Vec<String>, all: &mut Vec<Vec<String>>) {
     let mut descend = |step: String, value: &Value| {
         path.push(step);

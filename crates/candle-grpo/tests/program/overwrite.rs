@@ -40,7 +40,7 @@ fn refused(output: &Output, code: i32, words: &str) {
     );
 }
 
-/// A folder in which a run of a few steps has ended.
+/// A folder in which a short run has ended.
 fn finished() -> tempfile::TempDir {
     let folder = folder(&CONFIG.replace("max_steps: 12", "max_steps: 3"));
     succeeds(folder.path(), &["train", "run.yaml"]);
@@ -132,7 +132,7 @@ fn the_old_run_is_kept_until_the_new_one_has_a_checkpoint() {
     let before = files(&run);
 
     // It fails before it has a checkpoint.
-    let config = CONFIG.replace("algorithm:", "algorithm:\n  preset: dr_grpo");
+    let config = CONFIG.replace("recipe:", "preset: dr_grpo\nrecipe:");
     let config = config.replace("'^[ab]'", "'^[ab]', weight: 1e30");
     fs::write(folder.path().join("run.yaml"), config).unwrap();
     let output = grpo(folder.path(), &REPLACE);
@@ -196,7 +196,7 @@ fn a_run_that_lost_its_checkpoints_keeps_its_logs() {
     refused(
         &grpo(folder.path(), &resume),
         1,
-        "metrics of 12 steps and no checkpoint",
+        "metrics for 12 steps and no checkpoint",
     );
     assert_eq!(fs::read(run.join("metrics.jsonl")).unwrap(), metrics);
 
@@ -216,8 +216,8 @@ fn convert_keeps_a_gguf_file_unless_the_new_one_is_complete() {
     };
     let file = folder.path().join("other.gguf");
     fs::write(&file, "mine").unwrap();
-    refused(&convert("other.gguf", &[]), 3, "give --force");
-    refused(&convert("model/other.gguf", &[]), 3, "lies in the source");
+    refused(&convert("other.gguf", &[]), 3, "pass --force");
+    refused(&convert("model/other.gguf", &[]), 3, "is inside the source");
     fs::create_dir(folder.path().join("folder.gguf")).unwrap();
     refused(
         &convert("folder.gguf", &["--force"]),
@@ -233,6 +233,11 @@ fn convert_keeps_a_gguf_file_unless_the_new_one_is_complete() {
         &convert("another.gguf", &["--dtype", "bf16"]),
         3,
         "--dtype: bf16, must be f32, f16 or q8_0 for the GGUF file another.gguf",
+    );
+    refused(
+        &convert("ANOTHER.GGUF", &["--dtype", "bf16"]),
+        3,
+        "--dtype: bf16, must be f32, f16 or q8_0 for the GGUF file ANOTHER.GGUF",
     );
     // The tokenizer of this model has a token for each character.
     refused(
@@ -250,7 +255,7 @@ fn convert_replaces_a_model_alone() {
         grpo(folder.path(), &[&["convert", from, to][..], how].concat())
     };
     assert_eq!(convert("model", "other", &[]).status.code(), Some(0));
-    refused(&convert("model", "other", &[]), 3, "give --force");
+    refused(&convert("model", "other", &[]), 3, "pass --force");
     assert_eq!(
         convert("model", "other", &["--force"]).status.code(),
         Some(0)
@@ -266,7 +271,7 @@ fn convert_replaces_a_model_alone() {
     refused(
         &convert("model", "other", &["--force"]),
         3,
-        "holds notes.txt",
+        "contains notes.txt",
     );
 
     // The card of a run is replaced, that of a person is not.
@@ -285,13 +290,13 @@ fn convert_replaces_a_model_alone() {
     refused(
         &convert("model", "run", &["--force"]),
         3,
-        "which is not of a model",
+        "which is not a model file",
     );
     let checkpoint = "run/checkpoints/step-000003";
     refused(
         &convert("model", checkpoint, &["--force"]),
         3,
-        "which is not of a model",
+        "which is not a model file",
     );
     // The source itself, what holds it and what it holds.
     for to in [
@@ -351,9 +356,7 @@ fn convert_takes_the_folder_of_a_run() {
 #[test]
 fn convert_writes_the_adapters_of_a_run_or_merges_them() {
     let config = CONFIG.replace("max_steps: 12", "max_steps: 3");
-    let folder = folder(&format!(
-        "{config}training: {{adapters: {{rank: 2, alpha: 4}}}}\n"
-    ));
+    let folder = folder(&format!("{config}adapters: {{rank: 2, alpha: 4}}\n"));
     let path = folder.path();
     succeeds(path, &["train", "run.yaml"]);
     let best = RunDir::best_checkpoint(&path.join("run")).unwrap().unwrap();
@@ -361,8 +364,8 @@ fn convert_writes_the_adapters_of_a_run_or_merges_them() {
 
     let printed = succeeds(path, &["convert", "run", "adapters"]);
     assert!(
-        printed.starts_with("adapters of rank 2 for down_proj, gate_proj,")
-            && printed.contains("over model;"),
+        printed.starts_with("rank-2 adapters for down_proj, gate_proj,")
+            && printed.contains("base model model;"),
         "{printed}"
     );
     let mut names: Vec<_> = fs::read_dir(path.join("adapters"))
@@ -399,7 +402,7 @@ fn convert_writes_the_adapters_of_a_run_or_merges_them() {
     refused(
         &grpo(path, &["convert", "run", "adapters"]),
         3,
-        "give --force",
+        "pass --force",
     );
     succeeds(path, &["convert", "run", "adapters", "--force"]);
     succeeds(path, &["convert", "run", "adapters", "--merge", "--force"]);
@@ -409,14 +412,14 @@ fn convert_writes_the_adapters_of_a_run_or_merges_them() {
     // A checkpoint has adapters, too; another model has none to merge.
     let checkpoint = best.path.strip_prefix(path).unwrap().to_str().unwrap();
     let printed = succeeds(path, &["convert", checkpoint, "of-checkpoint"]);
-    assert!(printed.contains("over model;"), "{printed}");
+    assert!(printed.contains("base model model;"), "{printed}");
     succeeds(path, &["convert", "model", "whole", "--merge"]);
     assert!(weights(&path.join("whole")) == weights(&path.join("model")));
     let bf16 = ["convert", "run", "bf16", "--dtype", "bf16"];
     refused(
         &grpo(path, &bf16),
         3,
-        "--dtype: must be f32 or absent for adapters; give --merge",
+        "--dtype: must be f32 or absent for adapters; to convert the whole model, pass --merge",
     );
     succeeds(path, &[&bf16[..], &["--merge"]].concat());
     // A GGUF file needs the merge; only the tokenizer of this model stops it.

@@ -7,7 +7,7 @@ use std::process::Command;
 use candle_grpo::report::{Run, report_html};
 use serde_json::json;
 
-/// The folder of a run of that many steps, whose answers would like to be part of the page.
+/// Writes a run with that many steps, whose answers contain HTML.
 fn run(folder: &Path, steps: usize, learning_rate: f64) {
     fs::create_dir_all(folder).unwrap();
     let config = json!({"optimizer": {"learning_rate": learning_rate}, "prompts_per_step": 8});
@@ -149,7 +149,7 @@ fn the_program_writes_the_page() {
     assert!(page.starts_with("<!doctype html>"));
     let none = grpo(&["report", "b"]);
     assert_eq!(none.status.code(), Some(4));
-    assert!(String::from_utf8_lossy(&none.stderr).contains("is not the folder of a run"));
+    assert!(String::from_utf8_lossy(&none.stderr).contains("is not a run directory"));
     assert_eq!(grpo(&["report"]).status.code(), Some(2));
 }
 
@@ -168,13 +168,13 @@ fn report_refuses_a_run_without_steps() {
     let said = String::from_utf8_lossy(&output.stderr);
     assert_eq!(output.status.code(), Some(4), "{said}");
     assert!(
-        said.contains("a: the run has no step and no evaluation yet"),
+        said.contains("a: the run has no steps and no evaluations"),
         "{said}"
     );
     assert!(!folder.path().join("report.html").exists());
 }
 
-/// Lines of `rollouts.jsonl`: groups of completions whose texts would like to be part of the page.
+/// Returns lines for `rollouts.jsonl`: groups of completions whose texts contain HTML.
 fn rollouts(steps: &[usize], groups: usize, completions: usize, text: &str) -> String {
     let mut lines = String::new();
     for step in steps {
@@ -270,7 +270,7 @@ fn components_and_turns_have_charts() {
     let lines = [line(1), line(2)].join("\n");
     fs::write(folder.path().join("metrics.jsonl"), lines).unwrap();
     let page = report_html(&[Run::read(folder.path()).unwrap()]);
-    for title in ["Components of the reward", "Turns", "Ends of trajectories"] {
+    for title in ["Reward components", "Turns", "Ended trajectories"] {
         assert!(page.contains(&format!("<b>{title}</b>")), "{title}");
     }
     assert!(

@@ -31,7 +31,7 @@ impl Running {
         self.child.id()
     }
 
-    /// Blocks until it prints its next step, and returns the number of the step.
+    /// Blocks until it prints its next step, and returns the step number.
     pub(crate) fn step(&self) -> usize {
         let line = self.lines.find("step ");
         let number = line.trim_start_matches("step ").split('/').next();

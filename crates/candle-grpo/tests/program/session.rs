@@ -1,4 +1,4 @@
-//! Runs of a configuration in a custom program.
+//! Configured runs in a custom program.
 
 use std::fs;
 use std::path::Path;
@@ -15,7 +15,7 @@ use candle_grpo::train::{Generator, RewardConfig};
 
 use crate::support::{CONFIG, folder};
 
-/// Counts the calls of the generator that it wraps.
+/// Counts calls to the generator that it wraps.
 struct Counting {
     local: LocalGenerator,
     completions: AtomicUsize,
@@ -39,7 +39,7 @@ impl Generator for Counting {
     }
 }
 
-/// It draws the completions of steps and of evaluations.
+/// It samples the completions for steps and evaluations.
 #[test]
 fn a_session_takes_any_generator() -> Result<()> {
     let folder = folder("");

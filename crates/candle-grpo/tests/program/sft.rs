@@ -1,4 +1,4 @@
-//! `grpo sft`, from rows of answers to a model that `grpo train` begins with.
+//! `grpo sft`, from answer rows to a model that `grpo train` starts from.
 
 use std::fs;
 use std::path::Path;
@@ -40,7 +40,7 @@ pub(crate) fn folder(config: &str) -> tempfile::TempDir {
     folder
 }
 
-/// The lines of a file without what depends on the speed of the machine.
+/// Returns a file's lines without what depends on the machine's speed.
 fn timeless(path: &Path) -> Vec<Value> {
     let mut lines = lines(path);
     for line in lines.iter_mut().filter_map(Value::as_object_mut) {
@@ -118,7 +118,7 @@ fn reinforcement_learning_begins_with_the_weights_of_supervised_training() {
     let train = |model: &str| {
         let config = format!(
             "model: {model}\ndata: {{train: rows.jsonl}}\nrewards: [{{kind: regex, pattern: '^bb$'}}]\n\
-             algorithm: {{rollout_batch_size: 8, num_return_sequences_in_group: 4, response_length: 4}}\n\
+             prompts_per_step: 8\nnum_generations: 4\nsampling: {{max_new_tokens: 4}}\n\
              max_steps: 1\nrun_dir: rl-{model}\nthreads: 1\n"
         );
         fs::write(path.join("rl.yaml"), config).unwrap();
@@ -212,8 +212,8 @@ fn check_shows_the_rows_and_what_trains() {
     let printed = succeeds(path, &["check", "--all", "sft.yaml"]);
     for part in [
         "sft.yaml: valid.",
-        "2 rows to train on, 0 held out; 32 rows a step for 1 steps.",
-        "; the longest row has 28. 1 rows are too long and left out, 0 are cut off",
+        "Data: 2 training rows, 0 held out. Steps: 1, each with 32 rows.",
+        "; the longest row has 28. Rows dropped as too long: 1; truncated: 0",
         "  user: Hi?|assistant: ⟦Hello.|⟧",
         "Memory: at most about ",
         "train_on: answers",

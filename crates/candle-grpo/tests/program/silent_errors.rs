@@ -160,7 +160,7 @@ fn rows_that_are_trained_on_and_held_out_are_a_warning_or_an_error() {
         let output = grpo(folder.path(), &[command, "run.yaml"]);
         assert_eq!(output.status.code(), Some(0), "{}", said(&output));
         assert!(
-            said(&output).contains("1 of 2 held-out rows ask the same as rows to train on"),
+            said(&output).contains("1 of 2 held-out rows ask the same as training rows"),
             "{}",
             said(&output)
         );
@@ -177,7 +177,7 @@ fn rows_that_are_trained_on_and_held_out_are_a_warning_or_an_error() {
     }
 }
 
-/// A learning rate that throws the weights out of f32. The last checkpoint before stays.
+/// A learning rate that drives the weights out of the f32 range. The last checkpoint before stays.
 #[test]
 fn weights_that_are_not_finite_are_not_saved() {
     let config = CONFIG
@@ -227,7 +227,7 @@ fn adapters_whose_merged_weights_are_not_finite_are_not_saved() {
         .replace("every_steps: 3}", "every_steps: 1}")
         .replace(
             "learning_rate: 3e-3}",
-            "learning_rate: 1e37, weight_decay: 0}\ntraining: {adapters: {rank: 2, alpha: 6400}}",
+            "learning_rate: 1e37, weight_decay: 0}\nadapters: {rank: 2, alpha: 6400}",
         );
     let folder = folder(&config);
     let output = grpo(folder.path(), &["train", "run.yaml"]);
@@ -242,13 +242,22 @@ fn adapters_whose_merged_weights_are_not_finite_are_not_saved() {
 }
 
 #[rstest]
-#[case("sampler: {stop_token_ids: [0, 6]}\n", "sampler.stop_token_ids")]
 #[case(
-    "evaluation: {sampler: {stop_token_ids: [99]}}\n",
+    "max_new_tokens: 6",
+    "max_new_tokens: 6, stop_token_ids: [0, 6]",
+    "sampling.stop_token_ids"
+)]
+#[case(
+    "threads: 1",
+    "threads: 1\nevaluation: {sampler: {stop_token_ids: [99]}}",
     "evaluation.sampler.stop_token_ids"
 )]
-fn a_stop_token_that_the_model_lacks_is_an_error(#[case] more: &str, #[case] key: &str) {
-    let folder = folder(&(without(CONFIG, "evaluation") + more));
+fn a_stop_token_that_the_model_lacks_is_an_error(
+    #[case] from: &str,
+    #[case] to: &str,
+    #[case] key: &str,
+) {
+    let folder = folder(&without(CONFIG, "evaluation").replace(from, to));
     for command in ["check", "train"] {
         let output = grpo(folder.path(), &[command, "run.yaml"]);
         assert_eq!(output.status.code(), Some(3), "{}", said(&output));

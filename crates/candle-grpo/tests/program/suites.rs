@@ -204,7 +204,7 @@ fn two_results_are_compared_by_the_ids_of_their_prompts() {
     let output = grpo(path, &["eval", "--compare", "results-a", "b.jsonl"]);
     assert_eq!(output.status.code(), Some(0), "{}", said(&output));
     assert!(
-        said(&output).contains("1 prompts of A and 0 of B have no pair"),
+        said(&output).contains("1 prompts in A and 0 in B have no pair"),
         "{}",
         said(&output)
     );
@@ -232,8 +232,8 @@ fn results_of_other_prompts_and_settings_are_compared_with_a_warning() {
     assert_eq!(
         warnings("plain", "colder"),
         [
-            "warning: suite letters: 10 of 10 pairs have different numbers of answers in A and B",
-            "warning: suite letters: A and B have other settings: temperature 1.0 and 0.5",
+            "warning: suite letters: 10 of 10 pairs have different answer counts in A and B",
+            "warning: suite letters: A and B have different settings: temperature 1.0 and 0.5",
         ]
     );
     let suite = fs::read_to_string(path.join("letters.yaml")).unwrap();
@@ -245,7 +245,7 @@ fn results_of_other_prompts_and_settings_are_compared_with_a_warning() {
     evaluate(&[], "other");
     assert_eq!(
         warnings("plain", "other"),
-        ["warning: suite letters: 10 of 10 pairs have different texts of the prompt in A and B"]
+        ["warning: suite letters: 10 of 10 pairs have different prompt texts in A and B"]
     );
     // Without an id, equal questions are counted.
     let rows = fs::read_to_string(path.join("letters.jsonl")).unwrap();
@@ -253,7 +253,7 @@ fn results_of_other_prompts_and_settings_are_compared_with_a_warning() {
     fs::write(path.join("letters.jsonl"), format!("{rows}{first}\n")).unwrap();
     fs::write(path.join("letters.yaml"), suite.replace("id: word\n", "")).unwrap();
     let output = grpo(path, &["eval", "a", "--suite", "letters.yaml"]);
-    let words = "suite letters: 1 of 11 rows ask the same as a row before, and each counts";
+    let words = "suite letters: 1 of 11 rows repeat an earlier question, and each counts";
     assert!(said(&output).contains(words), "{}", said(&output));
 }
 
@@ -281,7 +281,7 @@ fn wrong_arguments_are_named_before_the_model_is_loaded() {
         (
             "a --suite svamp",
             4,
-            "svamp/SVAMP.json is not a file; give the folder of its data with --data",
+            "svamp/SVAMP.json is not a file; pass its data folder with --data",
         ),
         (
             "a --suite letters.yaml,letters.yaml",
@@ -316,7 +316,7 @@ fn wrong_arguments_are_named_before_the_model_is_loaded() {
         (
             "a --suite double.yaml",
             4,
-            "double.jsonl:2: column \"word\": \"a\", the id of double.jsonl:1 too",
+            "double.jsonl:2: column \"word\": \"a\", which is also the id of double.jsonl:1",
         ),
         ("none --suite letters.yaml", 5, "none"),
         (
@@ -387,7 +387,7 @@ fn the_right_answers_of_gsm8k_and_svamp_pass() {
     }
 }
 
-/// Checks that the reward finds the answer of a row of GSM8K or SVAMP in each usual form.
+/// Checks that the reward finds a GSM8K or SVAMP answer in each usual form.
 fn check_answer(reward: &MathReward, row: &Value) {
     let answer = match (&row["Answer"], row["answer"].as_str()) {
         (Value::Number(number), _) => number.as_f64().unwrap(),

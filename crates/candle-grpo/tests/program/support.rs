@@ -15,12 +15,10 @@ pub(crate) const CONFIG: &str = "
 model: model
 data: {train: data.jsonl, held_out_rows: 4}
 rewards: [{kind: regex, pattern: '^[ab]'}]
-algorithm:
-  rollout_batch_size: 4
-  num_return_sequences_in_group: 4
-  response_length: 6
-  use_kl_loss: true
-  kl_loss_coef: 0.01
+prompts_per_step: 4
+num_generations: 4
+sampling: {max_new_tokens: 6}
+recipe: {policy_loss: {kl: {coef: 0.01}}}
 optimizer: {learning_rate: 3e-3}
 evaluation: {every_steps: 4, samples_per_prompt: 4, pass_at: [1, 2]}
 checkpoint: {every_steps: 3}
@@ -29,7 +27,7 @@ run_dir: run
 threads: 1
 ";
 
-/// `config` without the line of this section.
+/// Returns `config` without this section's line.
 pub(crate) fn without(config: &str, section: &str) -> String {
     let start = format!("{section}: ");
     let (lines, others): (Vec<&str>, Vec<&str>) =
@@ -42,12 +40,12 @@ pub(crate) fn model() -> DecoderConfig {
     serde_json::from_str(TINY_DECODER).unwrap()
 }
 
-/// Writes a model with a token for each character of `alphabet`.
+/// Writes a model with a token for each character in `alphabet`.
 pub(crate) fn write_model(folder: &Path, alphabet: &str) {
     write_long_model(folder, alphabet, model().max_position_embeddings, 3);
 }
 
-/// [`write_model`] with a number of positions and a seed of the weights.
+/// [`write_model`] with a number of positions and a weight seed.
 pub(crate) fn write_long_model(folder: &Path, alphabet: &str, positions: usize, seed: u64) {
     let model = DecoderConfig {
         vocab_size: model().vocab_size.max(alphabet.chars().count() + 1),
@@ -57,7 +55,7 @@ pub(crate) fn write_long_model(folder: &Path, alphabet: &str, positions: usize, 
     write_decoder(folder, model, alphabet, seed);
 }
 
-/// [`write_model`] of any configuration.
+/// [`write_model`] with any model configuration.
 pub(crate) fn write_decoder(folder: &Path, model: DecoderConfig, alphabet: &str, seed: u64) {
     let pretrained = Pretrained {
         parameters: Parameters::init(&model, seed, &Device::Cpu).unwrap(),

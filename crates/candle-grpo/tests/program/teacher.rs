@@ -16,13 +16,12 @@ use super::support::{folder, grpo, lines, said, succeeds, write_long_model};
 const CONFIG: &str = "
 model: model
 teacher: {model: teacher}
+sampling: {max_new_tokens: 6}
 data: {train: data.jsonl}
 rewards: [{kind: regex, pattern: a, weight: 0}]
-algorithm:
-  rollout_batch_size: 8
-  num_return_sequences_in_group: 4
-  response_length: 6
-  recipe: {policy_loss: {surrogate: policy_gradient, distillation: {coef: 1.0}, aggregation: token-mean}}
+prompts_per_step: 8
+num_generations: 4
+recipe: {policy_loss: {surrogate: policy_gradient, distillation: {coef: 1.0}, aggregation: token-mean}}
 optimizer: {learning_rate: 1e-2}
 checkpoint: {every_steps: 10}
 max_steps: 40
@@ -49,7 +48,7 @@ fn train_alone(folder: &Path, model: &str, run_dir: &str) {
     succeeds(folder, &["train", &file, "--quiet"]);
 }
 
-/// The term of the sampled tokens in [`CONFIG`].
+/// The sampled-token term in [`CONFIG`].
 const OF_TOKENS: &str = "{policy_loss: {surrogate: policy_gradient, distillation: {coef: 1.0}, aggregation: token-mean}}";
 
 #[rstest]
@@ -103,7 +102,7 @@ fn a_teacher_that_does_not_fit_is_named() {
         (
             "teacher: {model: teacher}\n",
             "",
-            Some("algorithm.recipe.policy_loss.distillation: given, but there is no teacher"),
+            Some("recipe.policy_loss.distillation: given, but there is no teacher"),
         ),
         (
             "{model: teacher}",
@@ -131,9 +130,9 @@ fn a_teacher_that_does_not_fit_is_named() {
             None,
         ),
         (
-            "teacher: {model: teacher}",
-            "sampler: {temperature: 0.7}\nteacher: {server: {engine: sglang, base_url: 'http://a'}}",
-            Some("run.yaml:3: sampler.temperature: 0.7, must be 1 with teacher.server"),
+            "{model: teacher}\nsampling: {",
+            "{server: {engine: sglang, base_url: 'http://a'}}\nsampling: {temperature: 0.7, ",
+            Some("run.yaml:4: sampling.temperature: 0.7, must be 1 with teacher.server"),
         ),
         (
             "distillation: {coef: 1.0}, ",
@@ -148,7 +147,7 @@ fn a_teacher_that_does_not_fit_is_named() {
         (
             "{model: teacher}",
             "{model: other}",
-            Some("run.yaml:3: teacher.model: has other tokens than the policy"),
+            Some("run.yaml:3: teacher.model: has a different vocabulary than the policy"),
         ),
         (
             "{model: teacher}",
@@ -196,7 +195,7 @@ fn a_teacher_of_distributions_fits_the_logits_of_the_policy() {
     let output = grpo(path, &["check", "run.yaml"]);
     assert_eq!(output.status.code(), Some(3), "{}", said(&output));
     let words =
-        "run.yaml:3: teacher.model: has 6 logits, must have at least 64, those of the policy";
+        "run.yaml:3: teacher.model: has 6 logits, must have at least 64, as many as the policy";
     assert!(said(&output).contains(words), "{}", said(&output));
 
     let server = "{server: {engine: vllm, base_url: 'http://a'}}";
@@ -218,12 +217,12 @@ fn a_teacher_of_distributions_fits_the_logits_of_the_policy() {
         std::fs::write(path.join("run.yaml"), text).unwrap();
         let output = grpo(path, &["check", "run.yaml"]);
         assert_eq!(output.status.code(), Some(3), "{}", said(&output));
-        let words = format!("algorithm.recipe.distillation_loss.{words}");
+        let words = format!("recipe.distillation_loss.{words}");
         assert!(said(&output).contains(&words), "{}", said(&output));
     }
 }
 
-/// A server of a teacher that gives each token the probability 1/6, as vLLM does.
+/// A teacher server that gives each token the probability 1/6, as vLLM does.
 fn uniform_teacher() -> HttpServer {
     HttpServer::start(|request: &Request| {
         let answer = match request.path() {

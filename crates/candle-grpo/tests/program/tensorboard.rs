@@ -6,7 +6,7 @@ use std::process::Command;
 use candle_grpo::train::run::EventFile;
 use serde_json::{Value, json};
 
-/// Prints the scalars of a folder by name as lists of step and value.
+/// Prints a folder's scalars by name, as lists of step and value.
 const READER: &str = r#"
 import json, sys
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator

@@ -1,4 +1,4 @@
-//! Programs that follow the metrics of a run.
+//! Programs that follow a run's metrics.
 
 use std::fs;
 

@@ -1,5 +1,4 @@
-//! `grpo train`, from a model and a file of prompts to a trained model, however often it is
-//! stopped.
+//! `grpo train`, from a model and prompts to a trained model, however often it is stopped.
 
 use std::fs::{self, File};
 use std::io::{Seek, SeekFrom, Write};
@@ -36,7 +35,7 @@ pub(crate) fn assert_same_run(folder: &Path, other: &Path, steps: usize) {
 #[test]
 fn the_line_of_a_step_without_an_update_has_the_reason() {
     let config = CONFIG.replace("max_steps: 12", "max_steps: 1");
-    let filters = "training: {sample_filters: [{kind: shorter_than, length: 1}]}\n";
+    let filters = "sample_filters: [{kind: shorter_than, length: 1}]\n";
     let folder = folder(&(config + filters));
     let printed = succeeds(folder.path(), &["train", "run.yaml"]);
     let reason = "all 16 completions filtered (shorter_than)";
@@ -229,7 +228,7 @@ fn ctrl_c_saves_and_prints_how_to_resume() {
     assert_eq!(status.code(), Some(7), "{errors}");
     for words in [
         "stopping; press Ctrl-C again to stop without saving",
-        "to go on: grpo train run.yaml --resume",
+        "to continue: grpo train run.yaml --resume",
     ] {
         assert!(errors.contains(words), "{errors}");
     }
@@ -317,7 +316,7 @@ fn a_damaged_checkpoint_is_skipped_with_a_warning() {
     let output = grpo(damaged.path(), &["train", "run.yaml", "--resume"]);
     assert_eq!(output.status.code(), Some(0), "{}", said(&output));
     for words in [
-        "run/checkpoints/step-000012: optimizer.safetensors: is damaged; it is passed over",
+        "run/checkpoints/step-000012: optimizer.safetensors: is damaged; it is skipped",
         "resuming from run/checkpoints/step-000009",
     ] {
         assert!(said(&output).contains(words), "{}", said(&output));
@@ -330,14 +329,14 @@ fn a_damaged_checkpoint_is_skipped_with_a_warning() {
     let output = grpo(damaged.path(), &["train", "run.yaml", "--resume"]);
     assert_eq!(output.status.code(), Some(1));
     assert!(
-        said(&output).contains("no other checkpoint of the run is whole"),
+        said(&output).contains("the run has no other intact checkpoint"),
         "{}",
         said(&output)
     );
     assert_eq!(lines(&damaged.path().join("run/metrics.jsonl")).len(), 12);
 }
 
-/// It is removed, so that it does not count as one of those that are kept.
+/// It is removed, so it does not count as a kept checkpoint.
 #[test]
 fn a_checkpoint_after_a_damaged_one_is_kept() {
     let config = CONFIG.replace(
@@ -408,7 +407,7 @@ fn a_closed_stdout_does_not_end_a_run() {
 #[test]
 fn a_gradient_that_is_not_finite_ends_the_run() {
     // Gradients whose squares no f32 holds.
-    let config = CONFIG.replace("algorithm:", "algorithm:\n  preset: dr_grpo");
+    let config = CONFIG.replace("recipe:", "preset: dr_grpo\nrecipe:");
     let folder = folder(&config.replace("'^[ab]'", "'^[ab]', weight: 1e30"));
     let output = grpo(folder.path(), &["train", "run.yaml"]);
     assert_eq!(output.status.code(), Some(6), "{}", said(&output));
@@ -434,7 +433,7 @@ fn an_evaluation_has_at_most_max_prompts() {
     let output = grpo(none.path(), &["eval", "run.yaml"]);
     assert_eq!(output.status.code(), Some(3), "{}", said(&output));
     assert!(
-        said(&output).contains("nothing is held out"),
+        said(&output).contains("no held-out prompts"),
         "{}",
         said(&output)
     );
@@ -488,10 +487,10 @@ fn wrong_inputs_are_refused_before_the_folder_is_created() {
     };
     for (from, to, code, words) in [
         (
-            "response_length: 6",
-            "response_length: 22",
+            "max_new_tokens: 6",
+            "max_new_tokens: 22",
             3,
-            "algorithm.response_length: 22, must be at most 21",
+            "sampling.max_new_tokens: 22, must be at most 21",
         ),
         ("model: model", "model: run.yaml", 5, "run.yaml"),
         ("data.jsonl", "none.jsonl", 4, "none.jsonl"),
@@ -503,13 +502,10 @@ fn wrong_inputs_are_refused_before_the_folder_is_created() {
         assert!(!there.path().join("run").exists(), "{words}");
     }
     // Some prompts are left.
-    let output = train(
-        "response_length: 6",
-        "response_length: 6\n  prompt_length: 2",
-    );
+    let output = train("max_steps: 12", "max_steps: 12\nmax_prompt_tokens: 2");
     assert_eq!(output.status.code(), Some(0), "{}", said(&output));
     assert!(
-        said(&output).contains("prompts have more than 2 tokens"),
+        said(&output).contains("prompts are dropped: they have more than 2 tokens"),
         "{}",
         said(&output)
     );
@@ -532,7 +528,7 @@ fn several_ranks_need_a_feature() {
     assert!(!folder.path().join("run").exists());
 }
 
-/// Hangs with about one of a hundred completions, and reports it.
+/// Hangs with about one completion in a hundred, and reports it.
 const HANGS: &str = r#"
 import json, sys, time, zlib
 for line in sys.stdin:
@@ -598,7 +594,7 @@ fn a_run_whose_reward_hangs_finishes_and_resumes_bit_identically(
 
 #[test]
 fn an_evaluation_computes_in_the_dtype_of_the_run() {
-    let folder = folder(&format!("{CONFIG}training: {{compute_dtype: bf16}}\n"));
+    let folder = folder(&format!("{CONFIG}compute_dtype: bf16\n"));
     let folder = folder.path();
     succeeds(folder, &["train", "run.yaml", "--quiet"]);
     let model = "run/checkpoints/step-000012";

@@ -16,7 +16,7 @@ use candle_grpo_train::environment::{
     CallContext, EnvironmentLimits, Environments, Tool, ToolEnvironments, ToolFormat,
 };
 use candle_grpo_train::model::character_tokenizer;
-use candle_grpo_train::sft::{SftConfig, SftSchedule, SftTrainer};
+use candle_grpo_train::sft::{SftConfig, SftParts, SftSchedule, SftTrainer};
 use candle_grpo_train::{Prompt, Sample, SamplingConfig, Trainer, TrainerParts};
 use serde_json::{Value, json};
 use tokenizers::Tokenizer;
@@ -185,7 +185,8 @@ fn warm_up(
         ..SftConfig::default()
     };
     let bar = bar("warm-up", steps)?;
-    let mut trainer = SftTrainer::new(model.clone(), parameters.clone(), examples, config)?;
+    let parts = SftParts::new(model.clone(), parameters.clone(), examples, config);
+    let mut trainer = SftTrainer::new(parts)?;
     for _ in 0..steps {
         step(&bar, format!("loss {:.2}", trainer.step()?.loss));
     }

@@ -1,5 +1,6 @@
 //! Tests of the CUDA kernels on the CPU, and of the emulator.
 #![allow(unsafe_code)]
+#![allow(clippy::too_many_lines, reason = "lists of cases")]
 
 /// Declares tests of the module's `check_all` with each element type and its tolerance.
 macro_rules! each_dtype {

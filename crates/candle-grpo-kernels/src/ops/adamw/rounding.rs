@@ -4,6 +4,7 @@ use half::bf16;
 
 /// The rounding of an updated parameter to its dtype.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+#[non_exhaustive]
 pub enum Rounding {
     /// Rounds to the nearest value. Without a master, steps below the precision of the dtype are
     /// lost. The default.

@@ -121,16 +121,10 @@ pub(crate) fn backward(
         return Ok([query.zeros_like()?, key.zeros_like()?, value.zeros_like()?]);
     }
     let heads = query_elements / sizes.head_dim;
-    let (query_storage, key_storage, value_storage) = (
-        query.storage_and_layout(),
-        key.storage_and_layout(),
-        value.storage_and_layout(),
-    );
-    let (y_storage, gradient_storage, log_sums) = (
-        y.storage_and_layout(),
-        gradient.storage_and_layout(),
-        log_sums.storage_and_layout(),
-    );
+    let [query_storage, key_storage, value_storage] =
+        [query, key, value].map(Tensor::storage_and_layout);
+    let [y_storage, gradient_storage, log_sums] =
+        [y, gradient, log_sums].map(Tensor::storage_and_layout);
     let mask = mask(op).map(Tensor::storage_and_layout);
     let sequences = sequences(op)?.storage_and_layout();
     let [of_query, of_key, of_value] = with_cuda_floats!(on_gpu(&query_storage.0)?, "query", T => {

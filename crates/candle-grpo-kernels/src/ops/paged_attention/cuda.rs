@@ -1,12 +1,12 @@
 //! The CUDA path of [`paged_attention`](crate::paged_attention()) and of page writes.
 
-use candle_core::cuda_backend::CudaStorage;
-use candle_core::cuda_backend::cudarc::driver::LaunchConfig;
+use candle_core::cuda_backend::cudarc::driver::{CudaSlice, LaunchConfig};
+use candle_core::cuda_backend::{CudaDevice, CudaStorage};
 use candle_core::{DType, Device, Layout, Result, Shape, Storage, Tensor, bail};
 
 use super::{KeyValuePages, PAGE, PageSlot, PagedBatch, PagedRow};
 use crate::cuda::in_place::write as write_in_place;
-use crate::cuda::{In, Out, alloc, as_tensor, kernels, with_cuda_floats};
+use crate::cuda::{CudaElement, In, Out, alloc, as_tensor, kernels, with_cuda_floats};
 use crate::{HeadTransform, Scores};
 
 /// Maximum head width.
@@ -368,19 +368,8 @@ pub(crate) fn attend(
     }
     let heads = width / head_dim;
     let group = heads / kv_heads;
-    // Kernels process two, four or eight heads in a group at once.
-    let chunks = group.div_ceil(match group {
-        ..=2 => 2,
-        3..=4 => 4,
-        _ => 8,
-    });
     let parts = tables.parts;
-    if kv_heads * chunks > 65_535 || parts > 65_535 || n * heads > i32::MAX as usize {
-        bail!(
-            "query: shape {:?}, more than one launch takes",
-            query.dims()
-        );
-    }
+    let grid = attention_blocks(query, [kv_heads, group, parts])?;
     let query = query.contiguous()?;
     let device = query.device().as_cuda_device()?;
     let stream = device.cuda_stream();
@@ -395,11 +384,6 @@ pub(crate) fn attend(
     );
     let Storage::Cuda(query_cuda) = &*query_storage.0 else {
         bail!("query: on the CPU, must be on a GPU");
-    };
-    let grid = LaunchConfig {
-        grid_dim: (n as u32, (kv_heads * chunks) as u32, parts as u32),
-        block_dim: (THREADS, 1, 1),
-        shared_mem_bytes: 0,
     };
     with_cuda_floats!(query_cuda, "query", T => {
         // SAFETY: the kernels write every element in the result. With several parts they write all
@@ -462,28 +446,62 @@ pub(crate) fn attend(
             }
         }
         if parts > 1 {
-            let partial_len = n * heads * parts * (head_dim + 2);
             let partial = CudaStorage::wrap_cuda_slice(partial, device.clone());
-            let merge = LaunchConfig {
-                grid_dim: ((n * heads).div_ceil(HEADS) as u32, 1, 1),
-                block_dim: (32, HEADS as u32, 1),
-                shared_mem_bytes: 0,
-            };
-            // SAFETY: partial has a row for each part of each head, y an element per head. The
-            // blocks have a warp per head.
-            #[allow(unsafe_code)]
-            unsafe {
-                kernels::paged_attention_merge::<T> {
-                    partial: In::new(&partial, &Layout::contiguous(partial_len), &stream)?,
-                    y: Out::new(&mut y, &stream),
-                    heads_in_all: (n * heads) as u64,
-                    parts: parts as i32,
-                    head_dim: head_dim as i32,
-                }
-                .launch(device, merge)?;
-            }
+            merge(&partial, &mut y, [n * heads, parts, head_dim], device)?;
         }
         let y = CudaStorage::wrap_cuda_slice(y, device.clone());
         Ok(as_tensor(y, &Shape::from((n, width))))
     })
+}
+
+/// The blocks of the attention for rows `[N, heads * head_dim]`.
+fn attention_blocks(query: &Tensor, [kv_heads, group, parts]: [usize; 3]) -> Result<LaunchConfig> {
+    // Kernels process two, four or eight heads in a group at once.
+    let chunks = group.div_ceil(match group {
+        ..=2 => 2,
+        3..=4 => 4,
+        _ => 8,
+    });
+    let (n, heads) = (query.dim(0)?, kv_heads * group);
+    if kv_heads * chunks > 65_535 || parts > 65_535 || n * heads > i32::MAX as usize {
+        bail!(
+            "query: shape {:?}, more than one launch takes",
+            query.dims()
+        );
+    }
+    Ok(LaunchConfig {
+        grid_dim: (n as u32, (kv_heads * chunks) as u32, parts as u32),
+        block_dim: (THREADS, 1, 1),
+        shared_mem_bytes: 0,
+    })
+}
+
+/// Merges the `partial` results of each head, `[heads, parts, head_dim + 2]`, into `y`, `[heads,
+/// head_dim]`. The heads are those of all rows.
+fn merge<T: CudaElement>(
+    partial: &CudaStorage,
+    y: &mut CudaSlice<T>,
+    [heads, parts, head_dim]: [usize; 3],
+    device: &CudaDevice,
+) -> Result<()> {
+    let stream = device.cuda_stream();
+    let layout = Layout::contiguous(heads * parts * (head_dim + 2));
+    let blocks = LaunchConfig {
+        grid_dim: (heads.div_ceil(HEADS) as u32, 1, 1),
+        block_dim: (32, HEADS as u32, 1),
+        shared_mem_bytes: 0,
+    };
+    // SAFETY: partial has a row for each part of each head, y head_dim elements per head. The
+    // blocks have a warp per head.
+    #[allow(unsafe_code)]
+    unsafe {
+        kernels::paged_attention_merge::<T> {
+            partial: In::new(partial, &layout, &stream)?,
+            y: Out::new(y, &stream),
+            heads_in_all: heads as u64,
+            parts: parts as i32,
+            head_dim: head_dim as i32,
+        }
+        .launch(device, blocks)
+    }
 }

@@ -94,6 +94,7 @@ macro_rules! families {
         /// A decoder family, serialized as `model_type` in a Hugging Face `config.json`.
         #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
         #[serde(try_from = "String", into = "&'static str")]
+        #[non_exhaustive]
         pub enum ModelType {
             $($(#[$meta])* $model_type,)*
         }

@@ -134,6 +134,7 @@ impl Gguf {
 
 /// Matrix type in a GGUF file that is written.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+#[non_exhaustive]
 pub enum GgufDType {
     /// 32-bit floating point, which keeps the parameters bit-identical.
     F32,

@@ -6,6 +6,7 @@ use candle_core::quantized::gguf_file::Value;
 
 /// A GGUF metadata value.
 #[derive(Debug, Clone, PartialEq)]
+#[non_exhaustive]
 pub enum GgufValue {
     /// An integer of any width.
     Integer(i128),

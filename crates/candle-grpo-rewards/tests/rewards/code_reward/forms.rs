@@ -1,4 +1,4 @@
-//! The forms of tests in data sets.
+//! Test forms in data sets.
 
 use rstest::rstest;
 use serde_json::{Value, json};
@@ -8,7 +8,7 @@ use super::{fenced, isolated, scores};
 const SQUARE: &str = "def f(x):\n    return x * x";
 const CUBE: &str = "def f(x):\n    return x * x * x";
 
-/// A right program passes, and a wrong one does not. Each form may be the text of its JSON.
+/// A right program passes, and a wrong one does not. Each form may also be given as JSON text.
 fn tells_apart(right: &str, wrong: &str, row: &Value) {
     let Some(reward) = isolated(json!({})) else {
         return;
@@ -79,7 +79,7 @@ fn arguments_and_results_are_values_of_json() {
         ("lambda: 5", json!([]), json!([5, 6]), 0.),
         ("lambda: {1}", json!([]), json!([1]), 0.),
         ("lambda a: a", json!([1, 2]), json!(1), 0.),
-        // Integers outside 64 bits are texts in a row.
+        // In a row, integers outside 64 bits are texts.
         (
             "lambda: 2**100",
             json!([]),
@@ -220,7 +220,7 @@ class TestF:
 ".into())]
 fn statements(#[case] tests: Value) {
     tells_apart(SQUARE, CUBE, &json!({"tests": tests}));
-    // A guarded part of the program does not run: it would read input.
+    // A guarded part in the program does not run, because it would read input.
     let guarded = format!("{SQUARE}\nif __name__ == '__main__':\n    print(f(int(input())))");
     tells_apart(&guarded, CUBE, &json!({"tests": tests}));
 }

@@ -18,7 +18,7 @@ use super::{NEVER, Witness, fenced, isolated, score, scores};
 const RIGHT: &str = "def f(n):\n    return n + 1";
 const TEST: &str = "assert f(1) == 2";
 
-/// Small limits. The time is [`NEVER`], unless the program ends with it.
+/// Small limits. The time is [`NEVER`], unless the time limit ends the program.
 fn small(time_seconds: f64, more: Value) -> Option<CodeReward> {
     let mut options = json!({"limits": {
         "time_seconds": time_seconds,
@@ -35,7 +35,7 @@ fn small(time_seconds: f64, more: Value) -> Option<CodeReward> {
     isolated(options)
 }
 
-/// The program must fail, and the next one must be scored as ever.
+/// The program must fail, and the next one must be scored as usual.
 fn fails(reward: &CodeReward, program: &str, test: &str) {
     assert_eq!(score(reward, program, json!(test)), 0., "{program}");
     assert_eq!(score(reward, RIGHT, json!(TEST)), 1., "after {program}");
@@ -432,8 +432,8 @@ fn a_program_has_no_rights_and_no_secrets() {
     );
 }
 
-/// A program that collects what it can read of the processes above it, as `found`, and a test that
-/// this is nothing. Any program sees the command lines, which have no part of the test.
+/// A program that collects what it can read from the processes above it, as `found`, and a test
+/// that this is nothing. Any program sees the command lines, which have no part of the test.
 pub(super) fn reads_of_parents() -> (String, String) {
     let program = format!(
         "
@@ -578,7 +578,7 @@ for value in gc.get_objects():
     fails(&reward, RIGHT, "assert f(1) ==");
 }
 
-/// Asks to stop once it is set.
+/// Requests a stop once it is set.
 #[derive(Default)]
 struct Stop(AtomicBool);
 
@@ -613,7 +613,7 @@ fn a_canceled_run_stops_and_leaves_no_process() {
     witness.lines.wait_for_end();
 }
 
-/// In a user namespace of its own a program would have all capabilities.
+/// In its own user namespace, a program would have all capabilities.
 #[test]
 fn a_program_cannot_make_user_namespaces() {
     // There, nothing can be written that would forbid them.
@@ -636,7 +636,7 @@ fn a_program_cannot_make_user_namespaces() {
     );
 }
 
-/// Namespaces of its own would give a program another file system of any size.
+/// With its own namespaces, a program would get another file system with any size.
 #[test]
 fn a_program_that_mounts_in_its_own_namespaces_has_no_more_disk() {
     let Some(reward) = small(NEVER, json!({})) else {
@@ -674,8 +674,8 @@ for place in ['/tmp', '/work', '/dev/shm']:
     );
 }
 
-/// The calls that programs must not make, as a condition of Python: each fails with `EPERM`, also
-/// by its number of the x32 ABI.
+/// The calls that programs must not make, as a Python condition: each fails with `EPERM`, also by
+/// its number in the x32 ABI.
 pub(super) fn kernel_calls_are_refused() -> (String, String) {
     let calls = [
         libc::SYS_io_uring_setup,
@@ -751,7 +751,7 @@ said = subprocess.run(['echo', 'said'], capture_output=True, text=True).stdout
     );
 }
 
-/// Each would read the key of the end before the test does, from the pipe that the driver reads.
+/// Each would read the end key before the test does, from the pipe that the driver reads.
 #[test]
 fn what_a_program_leaves_running_does_not_see_its_test() {
     let Some(reward) = small(NEVER, json!({})) else {
@@ -799,7 +799,7 @@ def f(x):
     passes(&reward, program, "assert f(4) == 6");
 }
 
-/// Each would write the marker before its test, if it found the pipes of the driver or their key.
+/// Each would write the marker before its test, if it found the driver's pipes or their key.
 #[test]
 fn the_variables_of_the_driver_are_out_of_reach() {
     let Some(reward) = small(NEVER, json!({})) else {

@@ -1,4 +1,4 @@
-//! Programs of completions: right, wrong and hostile ones.
+//! Programs in completions: right, wrong and hostile ones.
 
 mod forms;
 mod hostile;
@@ -16,7 +16,7 @@ use candle_grpo_rewards::{FinishReason, RewardFunction, Sample};
 use candle_grpo_test_support::Lines;
 use serde_json::{Value, json};
 
-/// The interpreter: that of the system, if there is one, since its files are readable for all.
+/// Returns the interpreter: the system's, if there is one, because everyone can read its files.
 fn python() -> Value {
     match fs::exists("/usr/bin/python3") {
         Ok(true) => json!(["/usr/bin/python3", "-s", "-S"]),
@@ -24,7 +24,7 @@ fn python() -> Value {
     }
 }
 
-/// A reward with these options. The time is [`NEVER`] unless they have limits.
+/// Creates a reward with these options. The time is [`NEVER`] unless they have limits.
 fn with_options(options: Value) -> anyhow::Result<CodeReward> {
     let mut all = json!({"python": python(), "limits": {"time_seconds": NEVER}});
     let fields = options.as_object().unwrap().clone();
@@ -58,7 +58,7 @@ fn is_isolated() -> bool {
     })
 }
 
-/// A reward with these options, where programs are isolated.
+/// Creates a reward with these options, if programs are isolated.
 fn isolated(options: Value) -> Option<CodeReward> {
     is_isolated().then(|| with_options(options).unwrap())
 }
@@ -67,7 +67,7 @@ fn fenced(program: &str) -> String {
     format!("A program:\n~~~~python\n{program}\n~~~~\n")
 }
 
-/// The scores of completions, each with its row.
+/// Scores completions, each with its row.
 fn scores(reward: &CodeReward, completions: &[(String, Value)]) -> anyhow::Result<Vec<Score>> {
     let samples: Vec<Sample> = completions
         .iter()
@@ -85,7 +85,7 @@ fn scores(reward: &CodeReward, completions: &[(String, Value)]) -> anyhow::Resul
     reward.score(&samples)
 }
 
-/// The score of a program with these tests.
+/// Scores a program with these tests.
 fn score(reward: &CodeReward, program: &str, tests: Value) -> f32 {
     let completion = (fenced(program), json!({"tests": tests}));
     scores(reward, &[completion]).unwrap()[0].value().unwrap()
@@ -94,7 +94,7 @@ fn score(reward: &CodeReward, program: &str, tests: Value) -> f32 {
 /// A limit in seconds that no program reaches, also on a busy machine.
 const NEVER: f64 = 3000.;
 
-/// A named pipe that isolated programs can open. It ends with the last process that has it open.
+/// A named pipe that isolated programs can open. It ends with the last process that holds it open.
 struct Witness {
     folder: tempfile::TempDir,
     lines: Lines,
@@ -109,8 +109,8 @@ impl Witness {
         Self { folder, lines }
     }
 
-    /// A program that opens the pipe as `witness` and goes on with `program`, whose processes have
-    /// it open too.
+    /// Returns a program that opens the pipe as `witness` and continues with `program`, whose
+    /// processes also hold it open.
     fn seen_by(&self, program: &str) -> String {
         let path = self.folder.path().join("pipe");
         format!("import os\nwitness = os.open({path:?}, os.O_WRONLY)\n{program}")

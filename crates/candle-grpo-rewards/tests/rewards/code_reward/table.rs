@@ -1,4 +1,4 @@
-//! Verdicts of 200 programs.
+//! Verdicts on 200 programs.
 
 use candle_grpo_test_support::is_long;
 use serde_json::{Value, json};
@@ -6,7 +6,7 @@ use serde_json::{Value, json};
 use super::problems::{PROBLEMS, Problem};
 use super::{NEVER, fenced, isolated, scores};
 
-/// Attempts to pass without a right function. Each has the name of the function of all problems.
+/// Attempts to pass without a right function. Each uses the function name that all problems have.
 const HOSTILE: [&str; 15] = [
     "import sys\nsys.exit(0)",
     "import os\nos._exit(0)",
@@ -25,7 +25,7 @@ const HOSTILE: [&str; 15] = [
     "import os\nif os.fork():\n    os._exit(0)\nos.abort()",
 ];
 
-/// The program, and its input and output for each case.
+/// Returns the program, with each case's input and output.
 fn as_pairs(program: &str, problem: &Problem) -> (String, Value) {
     let program = format!("{program}\nprint(repr(f(*eval('[' + input() + ']'))))");
     let pairs = problem.cases.iter();

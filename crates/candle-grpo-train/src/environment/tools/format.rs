@@ -10,6 +10,7 @@ use serde_json::{Map, Value};
 /// The format in which a model calls tools.
 #[derive(Debug, Clone, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
+#[non_exhaustive]
 pub enum ToolFormat {
     /// `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, possibly several: Hermes,
     /// Qwen2.5, Qwen3, SmolLM3.

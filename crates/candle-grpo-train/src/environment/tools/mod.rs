@@ -112,7 +112,7 @@ impl ToolEnvironments {
     ///
     /// # Errors
     ///
-    /// If one of the format's marks is empty.
+    /// Fails if one of the format's marks is empty.
     pub fn new(format: ToolFormat) -> Result<Self> {
         format.validate()?;
         Ok(Self {
@@ -130,7 +130,7 @@ impl ToolEnvironments {
     ///
     /// # Errors
     ///
-    /// If there is already one with the same name.
+    /// Fails if there is already one with the same name.
     pub fn with(mut self, tool: impl Tool + 'static) -> Result<Self> {
         let name = tool.name();
         ensure!(!name.is_empty(), "tools: a name is empty");

@@ -20,7 +20,7 @@ use candle_grpo_rewards::program::{Answer, Failure, Program, ProgramPool, check_
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct ToolsConfig {
-    /// The tools, each with the keys of a tool.
+    /// Tools that the policy can call.
     pub tools: Vec<ProgramToolConfig>,
     /// Tool call format: `hermes` (Hermes, Qwen, SmolLM3), `llama` (Llama 3), or `marks`.
     #[serde(default)]
@@ -88,7 +88,7 @@ impl ToolsConfig {
     ///
     /// # Errors
     ///
-    /// If there are no tools, or a value is out of range.
+    /// Fails if there are no tools, or a value is out of range.
     pub fn validate(&self) -> Result<()> {
         check(!self.tools.is_empty(), "tools", "none", "be at least one")?;
         at_least_one("max_output_chars", self.max_output_chars)?;
@@ -102,7 +102,7 @@ impl ToolsConfig {
     ///
     /// # Errors
     ///
-    /// If one is missing.
+    /// Fails if one is missing.
     pub fn check_files(&self) -> Result<()> {
         self.each(|tool| tool.program().check_files())
     }
@@ -117,7 +117,7 @@ impl ToolsConfig {
     ///
     /// # Errors
     ///
-    /// If the tools column is absent or not a list, or contains an unknown tool.
+    /// Fails if the tools column is absent or not a list, or contains an unknown tool.
     pub fn schemas(&self, columns: &Value) -> Result<Vec<Value>> {
         let own =
             |tool: &ProgramToolConfig| schema(&tool.name, &tool.description, &tool.parameters);
@@ -154,7 +154,7 @@ impl ToolsConfig {
     ///
     /// # Errors
     ///
-    /// If the options are invalid or a program cannot be started.
+    /// Fails if the options are invalid or a program cannot be started.
     pub fn build(&self) -> Result<ToolEnvironments> {
         self.validate()?;
         let tools = ToolEnvironments::new(self.format.clone())?
@@ -209,7 +209,7 @@ impl ProgramTool {
     ///
     /// # Errors
     ///
-    /// If `config` is invalid or the program cannot be started.
+    /// Fails if `config` is invalid or the program cannot be started.
     pub fn new(config: ProgramToolConfig) -> Result<Self> {
         config.validate()?;
         let pool = ProgramPool::start(config.program(), config.workers);

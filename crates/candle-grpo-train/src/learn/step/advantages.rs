@@ -1,4 +1,4 @@
-//! The advantages of a step.
+//! A step's advantages.
 
 use anyhow::Result;
 use candle_core::{DType, Tensor};
@@ -12,14 +12,15 @@ use crate::learn::needs::keeps_components;
 use crate::{Rollout, TrainConfig};
 use candle_grpo_core::inputs::Input;
 
-/// Adds the advantages, and the returns that a critic learns: those of `estimator` if it is given,
-/// and otherwise those of the recipe or of [`TrainConfig::turn_advantage`]. The estimator receives
-/// every input that [`signals`](super::signals) has added. Running moments and controllers in
-/// `state` advance.
+/// Adds the advantages, and the returns that a critic learns.
+///
+/// They come from `estimator` if it is given, otherwise from the recipe or
+/// [`TrainConfig::turn_advantage`]. The estimator receives every input that
+/// [`signals`](super::signals) has added. Running moments and controllers in `state` advance.
 ///
 /// # Errors
 ///
-/// If the estimator fails, for example because an input that it needs is absent.
+/// Fails if the estimator fails, for example because an input that it needs is absent.
 pub fn advantages(
     batch: &mut StepBatch,
     estimator: Option<&dyn AdvantageEstimator>,
@@ -73,7 +74,7 @@ pub fn advantages(
         controller.update(kl, groups.rollouts.len())?;
     }
     batch.metrics.merge(&metrics)?;
-    // Rewards stay in the dtype of statistics up to here.
+    // Rewards stay in the statistics dtype up to here.
     let result = |x: Tensor| trajectories.split(&x.to_dtype(DType::F32)?);
     let returns = found.returns.map(result).transpose()?;
     if let (Some(values), Some(returns)) = (batch.inputs.get(&Input::Values), &returns)
@@ -88,12 +89,12 @@ pub fn advantages(
 }
 
 impl StepBatch {
-    /// Returns the mean advantage of each completion over the tokens that train; absent without
-    /// any, and before [`advantages`]. Synchronizes with the device.
+    /// Returns each completion's mean advantage over its trained tokens; absent if it has none, and
+    /// before [`advantages`]. Synchronizes with the device.
     ///
     /// # Errors
     ///
-    /// If the advantages have another shape than the batch.
+    /// Fails if the advantages have another shape than the batch.
     pub fn mean_advantages(&self) -> Result<Vec<Option<f32>>> {
         match &self.advantages {
             Some(advantages) => self.trajectory_means(advantages),
@@ -101,8 +102,7 @@ impl StepBatch {
         }
     }
 
-    /// The mean of `[S]` or `[S, T]` over the tokens of each trajectory, f32; absent without
-    /// tokens.
+    /// Means over each trajectory's tokens from `[S]` or `[S, T]`, f32; absent without tokens.
     fn trajectory_means(&self, x: &Tensor) -> Result<Vec<Option<f32>>> {
         let (_, width) = self.tokens.dims();
         let x = match x.rank() {
@@ -122,7 +122,7 @@ impl StepBatch {
         Ok(means.collect())
     }
 
-    /// Returns whether the step learns from the rewards alone, whose advantages are all 0.
+    /// Returns whether the step learns only from the rewards, and all advantages are 0.
     /// Synchronizes with the device.
     pub(in crate::learn) fn has_no_signal(&self, config: &TrainConfig) -> Result<bool> {
         let recipe = &config.recipe;
@@ -136,8 +136,8 @@ impl StepBatch {
     }
 }
 
-/// The rewards `[B]` after shaping and penalty, or their components `[B, K]` if nothing adds
-/// them up, in the dtype of statistics.
+/// Returns the rewards `[B]` after shaping and penalties, or their components `[B, K]` if nothing
+/// sums them, in the statistics dtype.
 fn rewards(
     batch: &mut StepBatch,
     has_estimator: bool,
@@ -147,7 +147,7 @@ fn rewards(
     let (recipe, scored) = (&config.recipe, &batch.groups);
     let device = batch.tokens.targets().device();
     let components = scored.component_tensor(device)?;
-    // A stage of tokens alone has no place for components of which some are missing.
+    // A pipeline with only a token stage cannot handle components where some are missing.
     let takes_components = has_estimator || recipe.advantage.pipeline().sequence.is_some();
     if keeps_components(recipe) && takes_components {
         return Ok(components);

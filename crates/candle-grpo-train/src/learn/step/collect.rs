@@ -1,4 +1,4 @@
-//! The completions of prompts, and their scores.
+//! Completions for prompts, and their scores.
 
 use anyhow::Result;
 use candle_grpo_nn::ModelConfig;
@@ -9,14 +9,14 @@ use crate::rewards::score_rollouts;
 use crate::rollout::decode::decode_answers;
 use crate::{Prompt, RewardFunction, Sampler, SamplingConfig};
 
-/// Draws `num_generations` completions of each of `prompts`, without scores. `stream` separates
-/// draws that have the same seed otherwise, such as those of different steps.
+/// Samples `num_generations` completions for each prompt in `prompts`, without scores. `stream`
+/// separates calls that otherwise have the same seed, such as those in different steps.
 ///
-/// Of several ranks that share the sampler, each draws its part of the prompts.
+/// If several ranks share the sampler, each one samples its part of the prompts.
 ///
 /// # Errors
 ///
-/// As in [`Sampler::sample`].
+/// Same as [`Sampler::sample`].
 pub fn collect<C: ModelConfig>(
     sampler: &Sampler<C>,
     prompts: &[&Prompt],
@@ -32,12 +32,12 @@ pub fn collect<C: ModelConfig>(
     Ok(groups)
 }
 
-/// Scores the completions of [`collect`] with `reward`: it replaces their scores. `prompts` are
-/// those of the call, and `sampling` the settings of its sampler.
+/// Scores the completions from [`collect`] with `reward`, and replaces their scores. Pass the same
+/// `prompts` as to [`collect`], and its sampler's settings as `sampling`.
 ///
 /// # Errors
 ///
-/// If the reward function fails, or a completion cannot be decoded.
+/// Fails if the reward function fails, or a completion cannot be decoded.
 pub fn score(
     groups: &mut RolloutGroups,
     prompts: &[&Prompt],

@@ -1,15 +1,18 @@
-//! The five functions of a step, which [`Trainer`](crate::Trainer) calls in this order.
+//! The five functions in a step, which [`Trainer`](crate::Trainer) calls in this order.
+//!
+//! Call them yourself to change a step: to sample elsewhere, to add an input, or to replace one
+//! function. Otherwise use [`Trainer`](crate::Trainer).
 //!
 //! | function | adds |
 //! | --- | --- |
-//! | [`collect`] | the completions of some prompts |
+//! | [`collect`] | completions for some prompts |
 //! | [`score`] | their rewards |
-//! | [`signals`] | the inputs that advantages and loss need, from the models of [`Models`](crate::learn::Models) |
+//! | [`signals`] | the inputs that advantages and loss need, from the models in [`Models`](crate::learn::Models) |
 //! | [`advantages`] | the advantages, and for a critic the returns |
-//! | [`update`] | optimizer steps of the policy and the critic |
+//! | [`update`] | optimizer steps for the policy and the critic |
 //!
-//! The first two work on [`RolloutGroups`], on any thread, and the others on a [`StepBatch`] of
-//! them.
+//! The first two work on [`RolloutGroups`], on any thread, and the others on a [`StepBatch`], which
+//! you create from the groups.
 //!
 //! ```
 //! use candle_core::Device;
@@ -79,8 +82,8 @@ pub use update::{Updates, update};
 
 use crate::{FinishReason, TokenBatch, TrainConfig};
 
-/// The completions of a step on the device of the policy, and the values that the functions of the
-/// step add: one tensor `[B]` or `[S, T]` for each input, the advantages, and metrics.
+/// A step's completions on the policy's device, and the values that the step functions add: one
+/// tensor `[B]` or `[S, T]` per input, the advantages, and metrics.
 ///
 /// Each of the B completions is a trajectory. It is one of the S sequences, or several if it has
 /// [branches](crate::Rollout::branches).
@@ -91,9 +94,9 @@ pub struct StepBatch {
     tokens: TokenBatch,
     trajectories: TrajectoryRows,
     inputs: BTreeMap<Input, Tensor>,
-    /// The inputs that [`signals`] has looked for. Not all of them are present.
+    /// Inputs that [`signals`] has tried to compute. Not all are present.
     computed: Inputs,
-    /// The tokens that a rollout correction keeps, if it has filters.
+    /// Tokens that a rollout correction keeps, if it has filters.
     kept: Option<Tensor>,
     advantages: Option<Tensor>,
     returns: Option<Tensor>,
@@ -101,14 +104,14 @@ pub struct StepBatch {
 }
 
 impl StepBatch {
-    /// Creates the batch of scored completions, with the experts that the policy replays if the
-    /// settings say so. Completions without a score, and those that
+    /// Creates the batch from scored completions. With [`TrainConfig::router_replay`], it includes
+    /// the experts that the policy replays. Completions without a score, and those that
     /// [`TrainConfig::sample_filters`] drop, have no token to train on. Synchronizes with the
     /// device.
     ///
     /// # Errors
     ///
-    /// If there are no completions or no scores, or one has no tokens or lacks its experts.
+    /// Fails if there are no completions or no scores, or one has no tokens or lacks its experts.
     pub fn new(groups: RolloutGroups, config: &TrainConfig, device: &Device) -> Result<Self> {
         let mut tokens = TokenBatch::from_rollouts(&groups.rollouts, device)?;
         if config.router_replay {
@@ -149,8 +152,8 @@ impl StepBatch {
         self.inputs.get(&input)
     }
 
-    /// Adds or replaces an input, `[B]` or `[S, T]`. [`signals`] does not compute one that is
-    /// there.
+    /// Adds or replaces an input, `[B]` or `[S, T]`. [`signals`] does not compute inputs that are
+    /// already present.
     pub fn with_input(mut self, input: Input, tensor: Tensor) -> Self {
         self.inputs.insert(input, tensor);
         self.computed = self.computed | input.into();
@@ -163,7 +166,7 @@ impl StepBatch {
     }
 
     /// Returns the reason why no completion trains, with the filters that drop any; `None` if one
-    /// does.
+    /// trains.
     pub(super) fn why_filtered(&self, config: &TrainConfig) -> Result<Option<String>> {
         if self.tokens.totals().tokens > 0. {
             return Ok(None);
@@ -194,7 +197,7 @@ impl StepBatch {
     }
 }
 
-/// For each completion, whether all of the filters keep it. `response_mask` is joined.
+/// For each completion, whether all filters keep it. `response_mask` has one row per trajectory.
 fn kept(
     filters: &[SampleFilter],
     groups: &RolloutGroups,

@@ -96,7 +96,9 @@ fn of_policy<C: ModelConfig>(
         (Input::SumOfSquaredProbs, _) => {
             passes.map(tokens, |part| actor.sum_of_squared_probs(part))
         }
-        (_, OldLogProbs::Recompute) => passes.map(tokens, |part| actor.log_probs(part)),
+        (_, OldLogProbs::Auto | OldLogProbs::Recompute) => {
+            passes.map(tokens, |part| actor.log_probs(part))
+        }
         (_, OldLogProbs::Sampler) => {
             let mut rollouts = batch.groups.rollouts.iter();
             ensure!(

@@ -3,9 +3,8 @@
 use std::ops::Range;
 
 use anyhow::Result;
-use candle_core::Tensor;
+use candle_core::{Device, Tensor};
 
-use crate::sequence::rows;
 use crate::{Rollout, TokenBatch};
 
 /// The sequences of each of B trajectories: S sequences of up to T tokens.
@@ -112,13 +111,18 @@ impl Places {
         }
         let device = tokens.targets().device();
         Ok(Self {
-            joined: rows(&joined, device)?,
-            split: rows(&split, device)?,
-            trajectories: rows(&trajectories, device)?,
+            joined: indices(&joined, device)?,
+            split: indices(&split, device)?,
+            trajectories: indices(&trajectories, device)?,
             dims: (s, t),
             width,
         })
     }
+}
+
+fn indices(places: &[usize], device: &Device) -> Result<Tensor> {
+    let places: Vec<u32> = places.iter().map(|&place| place as u32).collect();
+    Ok(Tensor::new(places, device)?)
 }
 
 /// The values at `places`, with 0 after the last one.
@@ -131,8 +135,6 @@ fn gather(x: &Tensor, places: &Tensor) -> Result<Tensor> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use candle_core::Device;
-
     use crate::FinishReason;
     use crate::rollout::{Completion, Row};
 

@@ -22,6 +22,7 @@ use candle_grpo_base::progress::{NoProgress, Phase};
 
 /// The optimizer steps of a step.
 #[derive(Debug, Clone, Default, PartialEq)]
+#[non_exhaustive]
 pub struct Updates {
     /// Number of updates of the policy.
     pub updates: usize,
@@ -168,11 +169,7 @@ impl<'a, C: ModelConfig> Updater<'a, C> {
         if self.config.only_critic_trains(self.state.steps) {
             return Ok(());
         }
-        let read = if self.config.router_aux_loss_coef == 0. {
-            0.
-        } else {
-            read_tokens(mini_batch.tokens())
-        };
+        let read = read_tokens(mini_batch.tokens());
         let passes = self.passes_of_update();
         // The demonstrations sum the gradients, if they have a share.
         let reduces = self.demonstrations.is_none();

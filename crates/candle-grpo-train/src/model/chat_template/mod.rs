@@ -120,7 +120,7 @@ impl ChatTemplate {
     ///
     /// # Errors
     ///
-    /// If `source` is not a valid Jinja template, with the line.
+    /// Fails if `source` is not a valid Jinja template, with the line.
     pub fn new(source: &str) -> Result<Self> {
         let mut environment = Environment::new();
         environment.set_trim_blocks(true);
@@ -271,8 +271,8 @@ impl ChatTemplate {
     ///
     /// # Errors
     ///
-    /// If the template calls `raise_exception`, with its message. Also for an invalid operation or
-    /// an endless loop, with the line.
+    /// Fails if the template calls `raise_exception`, with its message. Also for an invalid
+    /// operation or an endless loop, with the line.
     pub fn render(&self, chat: &Chat) -> Result<String> {
         Ok(self.render_with_assistant(chat)?.text)
     }
@@ -330,7 +330,7 @@ impl RenderedChat {
     ///
     /// # Errors
     ///
-    /// If the text has no tokens or the tokenizer cannot encode it.
+    /// Fails if the text has no tokens or the tokenizer cannot encode it.
     pub fn encode(&self, tokenizer: &Tokenizer) -> Result<EncodedChat> {
         let Self { text, assistant } = self;
         let encoding = tokenizer

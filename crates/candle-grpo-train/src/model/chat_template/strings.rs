@@ -81,7 +81,7 @@ fn number(value: &Option<Value>) -> Result<Option<i64>, Error> {
     value.clone().map(i64::try_from).transpose()
 }
 
-/// A number of characters to pad a text to.
+/// Width in characters to which a text is padded.
 fn width(value: Option<Value>, name: &str, default: Option<i64>) -> Result<usize, Error> {
     let width = number(&value)?.or(default);
     let width = width.ok_or_else(|| wrong(format!("{name}: must be a number")))?;
@@ -102,7 +102,7 @@ fn is_cased(c: char) -> bool {
     c.is_lowercase() || c.is_uppercase()
 }
 
-/// A letter at the beginning of a word.
+/// A word's first letter.
 fn title_case(c: char) -> impl Iterator<Item = char> {
     let mut upper = c.to_uppercase();
     let first = upper.next();
@@ -143,8 +143,8 @@ fn is_title(text: &str) -> bool {
     any
 }
 
-/// The part of a text between two positions, which count from the end if negative, and the number
-/// of characters before it. `None` if it starts after the end of the text.
+/// The text between two positions, which count from the end if negative, and its offset in
+/// characters. `None` if it starts after the text's end.
 fn between(
     text: &str,
     start: Option<Value>,
@@ -186,7 +186,7 @@ fn find(text: &str, arguments: &Arguments, last: bool) -> Result<Option<usize>, 
     Ok(at.map(|at| before + inside[..at].chars().count()))
 }
 
-/// Returns whether a text between two positions has one of several prefixes or suffixes.
+/// Returns whether a text between two positions has any listed prefix or suffix.
 fn has_edge(
     text: &str,
     arguments: &Arguments,
@@ -361,7 +361,7 @@ macro_rules! class {
     }};
 }
 
-/// The result of a method without arguments, if there is one of this name.
+/// Calls a method without arguments. `None` if there is no method with this name.
 fn without_arguments(text: &str, name: &str) -> Option<Value> {
     let any = |is: fn(char) -> bool| text.chars().any(is);
     Some(match name {

@@ -1,4 +1,4 @@
-//! One completion of one server.
+//! One completion from one server.
 
 use std::sync::Arc;
 
@@ -8,7 +8,7 @@ use super::weights::WeightFormat;
 use crate::SamplingConfig;
 use crate::rollout::CompletionSeed;
 
-/// A completion to draw.
+/// A completion to sample.
 pub(super) struct Job {
     pub(super) place: usize,
     pub(super) seed: CompletionSeed,
@@ -16,7 +16,7 @@ pub(super) struct Job {
     pub(super) max_new_tokens: usize,
 }
 
-/// Draws a completion on one server.
+/// Samples a completion on one server.
 pub(super) fn draw(
     servers: &Servers,
     lease: &Lease<'_>,
@@ -48,7 +48,7 @@ pub(super) fn draw(
     if drawn.end == End::Aborted {
         return Err(Failure::Malformed("the completion was aborted".to_owned()));
     }
-    // A server that does not know an adapter refuses its name. Whole weights are lost silently.
+    // If a server does not have an adapter, it refuses its name. Whole weights are lost silently.
     if let Some(weights) = weights
         && adapter.is_none()
     {

@@ -1,4 +1,4 @@
-//! The generator that draws from servers.
+//! The generator that samples from servers.
 
 use std::path::{Path, PathBuf};
 use std::sync::atomic::AtomicBool;
@@ -21,11 +21,11 @@ use crate::{Completion, FinishReason, Interrupted, Progress, SamplingConfig};
 use candle_grpo_base::workers::Workers;
 use candle_grpo_hub::http::api_key;
 
-/// Draws completions from servers of vLLM, SGLang, or with the API of OpenAI.
+/// Samples completions from vLLM or SGLang servers, or from servers with OpenAI's API.
 ///
-/// A request is one completion, with its own seed. A request that fails is repeated, by another
-/// server if there is one. A server that comes back receives the weights again, and its log-probs
-/// are compared with those of the policy before it draws.
+/// A request is one completion, with its own seed. A failed request is retried, on another server
+/// if there is one. A server that comes back receives the weights again. Its log-probs are then
+/// compared with the policy's before it samples.
 ///
 /// ```no_run
 /// use std::path::Path;
@@ -45,7 +45,7 @@ use candle_grpo_hub::http::api_key;
 pub struct ServerGenerator {
     servers: Arc<Servers>,
     weight_sync: WeightSync,
-    /// The folder of the weights, and what is in it once there are some.
+    /// The weights directory, and its contents once there are some.
     folder: PathBuf,
     written: Mutex<Option<WeightFolder>>,
     vocab_size: usize,
@@ -57,7 +57,7 @@ pub struct ServerGenerator {
     log_probs: bool,
 }
 
-/// The state that the threads of a call share.
+/// State that a call's threads share.
 struct Batch {
     servers: Arc<Servers>,
     sampling: Arc<SamplingConfig>,
@@ -67,15 +67,15 @@ struct Batch {
 }
 
 impl ServerGenerator {
-    /// Creates a generator of the servers in `config`, for a policy with `vocab_size` tokens that
-    /// is sampled with `sampling`. The weights of the policy go through `folder`, unless
-    /// [`RolloutConfig::weight_sync_folder`] is another one. No server is asked before the first
-    /// call.
+    /// Creates a generator for the servers in `config`. The policy has `vocab_size` tokens and is
+    /// sampled with `sampling`. Its weights go through `folder`, unless
+    /// [`RolloutConfig::weight_sync_folder`] names another directory. No request is sent before the
+    /// first call.
     ///
     /// # Errors
     ///
-    /// If `config` or `sampling` is not valid, the engine is local, or the environment variable of
-    /// the API key is not set.
+    /// Fails if `config` or `sampling` is invalid, if the engine is local, or if the API key's
+    /// environment variable is not set.
     pub fn new(
         config: &RolloutConfig,
         sampling: &SamplingConfig,
@@ -87,11 +87,11 @@ impl ServerGenerator {
         Self::with_protocol(protocol, config, sampling, vocab_size, folder)
     }
 
-    /// Creates a generator of servers with a custom `protocol`, as in [`Self::new`].
+    /// Creates a generator like [`Self::new`], for servers with a custom `protocol`.
     ///
     /// # Errors
     ///
-    /// As in [`Self::new`].
+    /// Fails in the same cases as [`Self::new`].
     pub fn with_protocol(
         protocol: Box<dyn Protocol>,
         config: &RolloutConfig,
@@ -100,7 +100,7 @@ impl ServerGenerator {
         folder: &Path,
     ) -> Result<Self> {
         config.validate()?;
-        // The settings are those of servers.
+        // The settings must be for servers.
         config.engine.protocol()?;
         sampling.validate()?;
         ensure!(vocab_size > 0, "vocab_size: 0, must be at least 1");
@@ -125,8 +125,8 @@ impl ServerGenerator {
         })
     }
 
-    /// Sets the prompts of the probe, of which the first ones are used. Without them the probe
-    /// continues random tokens.
+    /// Sets the probe prompts; the first ones are used. Without them, the probe continues random
+    /// tokens.
     #[must_use]
     pub fn with_probe_prompts(mut self, prompts: &[Vec<u32>]) -> Self {
         self.prober.set_prompts(prompts);
@@ -141,17 +141,17 @@ impl ServerGenerator {
         self
     }
 
-    /// Draws completions whose log-probs are not read, as in an evaluation. They are 0.
+    /// Samples completions whose log-probs are not read, as in an evaluation. They are 0.
     ///
-    /// llama.cpp names no log-probs of some tokens. With log-probs these are not
-    /// [written](Completion::written).
+    /// llama.cpp does not report log-probs for some tokens. If log-probs are needed, these tokens
+    /// are not [written](Completion::written).
     #[must_use]
     pub fn without_log_probs(mut self) -> Self {
         self.log_probs = false;
         self
     }
 
-    /// The form in which the engine receives `weights`, if it does.
+    /// Returns the form in which the engine receives `weights`, if it does.
     fn format(&self, weights: &PolicyWeights<'_>) -> Option<WeightFormat> {
         match (self.weight_sync, weights.adapters) {
             (WeightSync::None, _) => None,
@@ -231,7 +231,7 @@ impl Generator for ServerGenerator {
 }
 
 /// Ends a completion at its first stop token or stop string, which some servers ignore, and sets
-/// the reason of its end. Some servers check the length first, and some use one reason for stop
+/// the finish reason. Some servers check the length first, and some use the same reason for stop
 /// strings and tokens.
 fn end(
     batch: &GenerationBatch<'_>,
@@ -269,7 +269,7 @@ fn truncate(completion: &mut Completion, len: usize) {
 
 impl Drop for ServerGenerator {
     fn drop(&mut self) {
-        // A server that cannot read its weights may be lost.
+        // If a server cannot read its weights, it may be lost.
         if self.servers.close()
             && let Some(folder) = self.written().as_mut()
         {
@@ -279,7 +279,7 @@ impl Drop for ServerGenerator {
 }
 
 impl Batch {
-    /// Draws a completion, with its place.
+    /// Samples a completion, with its place.
     fn work(&self, job: &Job, stop: &AtomicBool) -> Result<Option<(usize, Completion)>> {
         let completion = self.complete(job, stop).with_context(|| {
             let CompletionSeed { sample, prompt, .. } = job.seed;
@@ -288,8 +288,8 @@ impl Batch {
         Ok(completion.map(|completion| (job.place, completion)))
     }
 
-    /// Draws a completion, on several servers one after another if need be. Returns `None` if the
-    /// call ends before.
+    /// Samples a completion, on several servers one after another if necessary. Returns `None` if
+    /// the call ends earlier.
     fn complete(&self, job: &Job, stop: &AtomicBool) -> Result<Option<Completion>> {
         self.servers.ask(self.max_retries, stop, |lease| {
             lease.ensure_fits(job.prompt.len(), job.max_new_tokens)?;
@@ -336,7 +336,7 @@ impl Batch {
     }
 }
 
-/// Lists all completions of `batch`.
+/// Lists all completions in `batch`.
 fn jobs(batch: &GenerationBatch<'_>) -> Vec<Job> {
     let mut jobs = Vec::new();
     for request in batch.prompts {

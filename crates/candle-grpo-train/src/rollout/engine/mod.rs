@@ -1,12 +1,12 @@
-//! Completions from inference servers: vLLM, SGLang, and servers with the API of OpenAI.
+//! Completions from inference servers: vLLM, SGLang, and servers with OpenAI's API.
 //!
-//! [`ServerGenerator`] is the [`Generator`](crate::Generator): it shares out completions among
-//! servers, repeats what has failed, and sends the weights of the policy after each update.
-//! [`ServerTeacher`] asks for the log-probs of given tokens. A [`Protocol`] has the requests and
-//! answers of one kind of server.
+//! [`ServerGenerator`] is the [`Generator`](crate::Generator). It distributes completions over
+//! servers, retries failed requests, and sends the policy's weights after each update.
+//! [`ServerTeacher`] requests log-probs for given tokens. To support another kind of server,
+//! implement [`Protocol`], which defines its requests and answers.
 //!
-//! Tokens go in and out as ids; no text is tokenized again. At the start, a probe determines the
-//! distribution of the server's log-probs.
+//! Tokens are exchanged as ids; no text is tokenized again. At the start, a probe determines which
+//! distribution the server's log-probs belong to.
 
 mod draw;
 mod generator;

@@ -1,12 +1,12 @@
-//! The completions API of OpenAI with token ids, as vLLM and llama.cpp extend it.
+//! OpenAI's completions API with token ids, as vLLM and llama.cpp extend it.
 
 use serde_json::{Map, Value, json};
 
 use super::protocol::{Call, DrawRequest, Drawn, End, Failure, Protocol, ServedModel, Server};
 use super::weights::EngineWeights;
 
-/// Any server with `/v1/completions` that takes token ids and returns token ids with log-probs: in
-/// vLLM's form, or in llama.cpp's. It takes no weights.
+/// Any server with `/v1/completions` that accepts token ids and returns token ids with log-probs,
+/// in vLLM's or llama.cpp's form. It does not load weights.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct OpenAi;
 
@@ -17,17 +17,17 @@ impl Protocol for OpenAi {
 
     fn draw(&self, request: &DrawRequest) -> Call {
         let mut body = body(request);
-        // llama.cpp takes 32 bits, of which all ones stand for a random seed.
+        // llama.cpp accepts 32 bits, and all ones mean a random seed.
         body.insert("seed".to_owned(), json!(request.seed >> 33));
         body.insert("logprobs".to_owned(), json!(1));
-        // llama.cpp: all tokens, the log-probs of the draw, and the filters in the order of the
-        // local generator.
+        // llama.cpp: all tokens, the sampling log-probs, and the filters in the local generator's
+        // order.
         body.insert("verbose".to_owned(), json!(true));
         body.insert("return_tokens".to_owned(), json!(true));
         body.insert("post_sampling_probs".to_owned(), json!(true));
         let samplers = ["temperature", "top_k", "top_p", "min_p"];
         body.insert("samplers".to_owned(), json!(samplers));
-        // llama.cpp names no log-probs of the tokens of a stop string.
+        // llama.cpp reports no log-probs for a stop string's tokens.
         if request.log_probs {
             body.remove("stop");
         }
@@ -51,7 +51,7 @@ impl Protocol for OpenAi {
     }
 }
 
-/// Asks for the models, and takes the one called `name`, or the first one.
+/// Requests the models, and selects the one called `name`, or the first one.
 pub(super) fn describe(server: &Server, name: Option<&str>) -> Result<ServedModel, Failure> {
     let answer = server.ask(&Call::get("/v1/models"), 0)?;
     let models = answer["data"].as_array().map_or(&[][..], Vec::as_slice);
@@ -66,7 +66,7 @@ pub(super) fn describe(server: &Server, name: Option<&str>) -> Result<ServedMode
             None => "/v1/models: lists no model, must list at least one".to_owned(),
         }));
     };
-    // llama.cpp has the length that it was started with in the metadata.
+    // llama.cpp reports its configured length in the metadata.
     let length = ["/max_model_len", "/meta/n_ctx"]
         .iter()
         .find_map(|place| model.pointer(place)?.as_u64());
@@ -76,8 +76,8 @@ pub(super) fn describe(server: &Server, name: Option<&str>) -> Result<ServedMode
     })
 }
 
-/// The fields that all servers take. Every field of the distribution is sent: a server would take
-/// defaults from the folder of its model.
+/// Returns the fields that all servers accept. Every distribution field is sent, because a server
+/// would otherwise use defaults from its model directory.
 pub(super) fn body(request: &DrawRequest) -> Map<String, Value> {
     let sampling = &request.sampling;
     let fields = json!({
@@ -99,9 +99,8 @@ pub(super) fn body(request: &DrawRequest) -> Map<String, Value> {
     }
 }
 
-/// Reads an answer of llama.cpp in its own form. It has no log-prob of a token whose end is within
-/// a character, and of those of a stop string that has ended the completion. The list of tokens in
-/// the form of OpenAI has the same gaps.
+/// Parses llama.cpp's own answer form. It has no log-prob for a token that ends within a character,
+/// or for a final stop string's tokens. Its token list in OpenAI's form has the same gaps.
 fn parse_llama(answer: &Value) -> Result<Drawn, Failure> {
     let malformed = |message: &str| Failure::Malformed(message.to_owned());
     let tokens = answer["tokens"].as_array();
@@ -137,11 +136,11 @@ fn parse_llama(answer: &Value) -> Result<Drawn, Failure> {
     })
 }
 
-/// Returns the log-prob of each of `tokens`, of which `named` lists some in their order. NaN if it
-/// is not certain which of several equal tokens is meant. `None` if a listed token is not there.
+/// Returns the log-prob for each of `tokens`; `named` lists some of them in order. NaN if several
+/// equal tokens make it ambiguous. `None` if a listed token is missing.
 fn align(tokens: &[u32], named: &[(u32, f32)]) -> Option<Vec<f32>> {
     let mut log_probs = vec![f32::NAN; tokens.len()];
-    // The first and the last place of each listed token.
+    // First and last place for each listed token.
     let mut places = Vec::with_capacity(named.len());
     let mut next = 0;
     for (id, _) in named {
@@ -158,7 +157,7 @@ fn align(tokens: &[u32], named: &[(u32, f32)]) -> Option<Vec<f32>> {
     Some(log_probs)
 }
 
-/// Reads the only choice of an answer in vLLM's form.
+/// Parses the only choice in vLLM's answer form.
 pub(super) fn parse(answer: &Value) -> Result<Drawn, Failure> {
     let malformed = |message: &str| Failure::Malformed(message.to_owned());
     let choice = match answer["choices"].as_array().map(Vec::as_slice) {
@@ -187,7 +186,7 @@ pub(super) fn parse(answer: &Value) -> Result<Drawn, Failure> {
     })
 }
 
-/// The end of a completion. `matched` is a text if a stop string has ended it.
+/// Returns a completion's end. `matched` is a text if a stop string has ended it.
 pub(super) fn end(reason: &Value, matched: &Value) -> Result<End, Failure> {
     match (reason.as_str(), matched) {
         (Some("length"), _) => Ok(End::Length),
@@ -200,12 +199,12 @@ pub(super) fn end(reason: &Value, matched: &Value) -> Result<End, Failure> {
     }
 }
 
-/// A token id.
+/// Parses a token id.
 pub(super) fn token(value: &Value) -> Option<u32> {
     u32::try_from(value.as_u64()?).ok()
 }
 
-/// A log-prob.
+/// Parses a log-prob.
 pub(super) fn number(value: &Value) -> Option<f32> {
     Some(value.as_f64()? as f32)
 }

@@ -1,4 +1,4 @@
-//! The probe that compares the log-probs of a server with those of the policy.
+//! The probe that compares a server's log-probs with the policy's.
 
 use anyhow::{Result, ensure};
 use candle_grpo_nn::Decoder;
@@ -10,24 +10,24 @@ use crate::rollout::PolicyWeights;
 use crate::sequence::response_forward::response_log_probs;
 use crate::{Completion, FinishReason, SamplingConfig, TokenBatch};
 
-/// The number of prompts, and the longest end of each that is asked for, in tokens.
+/// Number of prompts, and the maximum number of tokens sent from each prompt's end.
 const PROMPTS: usize = 4;
 const PROMPT_TOKENS: usize = 64;
-/// The number of tokens to draw after each.
+/// Number of tokens to sample after each.
 pub(super) const NEW_TOKENS: usize = 8;
-/// The log-prob of the only token that a filter leaves, up to rounding.
+/// The log-prob for the only token that a filter keeps, up to rounding.
 const CERTAIN: f32 = -1e-3;
 
-/// The distribution that the log-probs of a server are of.
+/// The distribution that a server's log-probs belong to.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Distribution {
     /// `softmax(logits / temperature)`.
     Tempered,
-    /// The distribution that tokens are drawn from, after temperature, top-k, top-p and min-p.
+    /// The distribution that tokens are sampled from, after temperature, top-k, top-p and min-p.
     Drawn,
 }
 
-/// Returns the prompts to ask for: the ends of `given`, or random tokens if there are none.
+/// Returns the prompts to send: the ends of `given`, or random tokens if there are none.
 pub(super) fn prompts(given: &[Vec<u32>], vocab_size: usize) -> Vec<Vec<u32>> {
     if given.is_empty() {
         let random = |prompt| {
@@ -41,8 +41,8 @@ pub(super) fn prompts(given: &[Vec<u32>], vocab_size: usize) -> Vec<Vec<u32>> {
     given.iter().take(PROMPTS).map(end).collect()
 }
 
-/// The distribution of a probe: at `temperature`, without filters (0), or with one that leaves the
-/// most likely token (1).
+/// Returns a probe's distribution: at `temperature`, without filters (0), or with one that keeps
+/// the most likely token (1).
 pub(super) fn sampling(temperature: f64, top_k: usize) -> SamplingConfig {
     SamplingConfig {
         temperature,
@@ -52,25 +52,25 @@ pub(super) fn sampling(temperature: f64, top_k: usize) -> SamplingConfig {
     }
 }
 
-/// Returns whether a filter leaves out tokens.
+/// Returns whether a filter drops tokens.
 pub(super) fn is_filtered(sampling: &SamplingConfig) -> bool {
     sampling.top_k > 0 || sampling.top_p < 1. || sampling.min_p > 0.
 }
 
-/// Returns whether all log-probs are those of a distribution with one token.
+/// Returns whether all log-probs come from a distribution with a single token.
 pub(super) fn are_certain(answers: &[Drawn]) -> bool {
     let log_probs = answers.iter().flat_map(|answer| &answer.log_probs);
     let mut named = log_probs.filter(|log_prob| !log_prob.is_nan());
     named.all(|&log_prob| log_prob > CERTAIN)
 }
 
-/// Returns whether the log-probs of the most likely tokens at `temperature`, `answers`, are those
-/// at temperature 1, `at_one`.
+/// Returns whether the most likely tokens' log-probs at `temperature`, `answers`, equal those at
+/// temperature 1, `at_one`.
 pub(super) fn ignore_temperature(answers: &[Drawn], at_one: &[Drawn], temperature: f64) -> bool {
     let (mut change, mut least) = (0., 0.);
     for (answer, at_one) in answers.iter().zip(at_one) {
         let pairs = answer.tokens.iter().zip(&at_one.tokens);
-        // After another token they belong to other prefixes.
+        // After a different token, they belong to other prefixes.
         let same = pairs.take_while(|(a, b)| a == b).count();
         let log_probs = answer.log_probs.iter().zip(&at_one.log_probs);
         let named = |(a, b): &(&f32, &f32)| !a.is_nan() && !b.is_nan();
@@ -83,10 +83,10 @@ pub(super) fn ignore_temperature(answers: &[Drawn], at_one: &[Drawn], temperatur
     change < least / 2.
 }
 
-/// Maps the log-prob of the most likely token at temperature 1 to the one at `temperature` that
-/// differs the least: the other tokens are as likely as it is, as many as there can be.
+/// Converts the most likely token's log-prob at temperature 1 to the closest possible one at
+/// `temperature`: as many other tokens as possible are just as likely.
 fn least_changed(log_prob: f64, temperature: f64) -> f64 {
-    // The rounding of a log-prob is not a token: a root would enlarge it.
+    // A rounding error is not a token, and a root would enlarge it.
     const ROUNDING: f64 = 1e-6;
     let odds = (-log_prob).exp() - 1.;
     let alike = (odds + ROUNDING).floor().max(0.);
@@ -97,7 +97,7 @@ fn least_changed(log_prob: f64, temperature: f64) -> f64 {
     -(alike + rest).ln_1p()
 }
 
-/// Checks an answer of a model with `vocab_size` tokens.
+/// Checks an answer from a model with `vocab_size` tokens.
 pub(super) fn validate(answer: &Drawn, vocab_size: usize) -> Result<()> {
     let completion = Completion {
         tokens: answer.tokens.clone(),
@@ -111,8 +111,8 @@ pub(super) fn validate(answer: &Drawn, vocab_size: usize) -> Result<()> {
     completion.validate(vocab_size)
 }
 
-/// Returns the mean absolute difference between the log-probs of `answers` to `prompts` and those
-/// of the policy at `temperature`.
+/// Returns the mean absolute difference between the log-probs in `answers` to `prompts` and the
+/// policy's at `temperature`.
 pub(super) fn difference(
     weights: &PolicyWeights<'_>,
     prompts: &[Vec<u32>],
@@ -149,7 +149,7 @@ pub(super) fn difference(
 mod tests {
     use super::*;
 
-    /// The log-prob of the first of `weights` at `temperature`.
+    /// Returns the first weight's log-prob at `temperature`.
     fn log_prob(weights: &[f64], temperature: f64) -> f64 {
         let tempered = |x: &f64| x.powf(1. / temperature);
         let sum: f64 = weights.iter().map(tempered).sum();
@@ -159,7 +159,7 @@ mod tests {
     #[test]
     fn a_temperature_changes_the_most_likely_token_at_least_as_much_as_the_bound() {
         for temperature in [0.3, 0.9, 1., 1.4, 5.] {
-            // The bound is that of as many tokens of its weight as there can be, and one more.
+            // The bound assumes as many tokens with its weight as possible, and one more.
             for weights in [&[1.][..], &[1., 1., 1.], &[1., 0.4], &[1., 1., 0.7]] {
                 let bound = least_changed(log_prob(weights, 1.), temperature);
                 let found = log_prob(weights, temperature);

@@ -1,4 +1,4 @@
-//! Probes of servers: each draws a few completions before it may draw those of a batch.
+//! Server probes: a server samples a few completions before it may sample a batch's.
 
 use std::sync::mpsc::{Receiver, RecvTimeoutError, TryRecvError, channel};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -17,41 +17,40 @@ use crate::rollout::{CompletionSeed, PolicyWeights, RolloutConfig};
 use crate::{Interrupted, Progress, SamplingConfig};
 use candle_grpo_base::workers::POLL;
 
-/// Compares the log-probs of servers with those of the policy, and finds their distribution.
+/// Compares servers' log-probs with the policy's, and determines their distribution.
 pub(super) struct Prober {
     servers: Arc<Servers>,
     /// True if the servers receive no weights.
     is_fixed: bool,
-    /// The distribution of the run.
+    /// The run's distribution.
     sampling: SamplingConfig,
     vocab_size: usize,
     prompts: Vec<Vec<u32>>,
     log_prob_tolerance: f64,
     max_retries: usize,
-    /// The policy of the last transfer.
+    /// The last transferred policy.
     transferred: Mutex<Option<Transferred>>,
 }
 
-/// The policy of a transfer, for the probe of a server that comes back after it.
+/// A transferred policy, for probing a server that comes back later.
 struct Transferred {
     written: Arc<EngineWeights>,
     model: DecoderConfig,
-    /// The frozen parameters under adapters.
+    /// The frozen parameters that adapters extend.
     base: Option<Parameters>,
 }
 
-/// A probe of a server, whose completions another thread draws.
+/// A server probe, whose completions another thread samples.
 pub(super) struct Probe<'a> {
     lease: Lease<'a>,
     answers: Receiver<Result<Answers, Failure>>,
 }
 
-/// The completions of a probe, those of each [`SamplingConfig`] side by side.
+/// A probe's completions, grouped by [`SamplingConfig`].
 type Answers = Vec<Vec<Drawn>>;
 
 impl Prober {
-    /// Creates a prober of `servers` with the settings of `config`, whose prompts are random
-    /// tokens.
+    /// Creates a prober for `servers` with the settings in `config`. Its prompts are random tokens.
     pub(super) fn new(
         servers: &Arc<Servers>,
         config: &RolloutConfig,
@@ -70,14 +69,14 @@ impl Prober {
         }
     }
 
-    /// Takes the prompts to ask for, of which the first ones are used.
+    /// Sets the prompts to send; the first ones are used.
     pub(super) fn set_prompts(&mut self, prompts: &[Vec<u32>]) {
         self.prompts = probe::prompts(prompts, self.vocab_size);
     }
 
-    /// Finds the distribution of servers that receive no weights, if it matters.
+    /// Determines the distribution for servers that receive no weights, if it matters.
     pub(super) fn probe_fixed(&self, progress: &dyn Progress) -> Result<()> {
-        // Log-probs before and after a temperature of 1 are the same.
+        // At temperature 1, log-probs before and after it are the same.
         if self.sampling.temperature == 1. {
             return Ok(());
         }
@@ -85,8 +84,8 @@ impl Prober {
         self.probe_all(None, progress)
     }
 
-    /// Transfers `weights`, which are in the folder `written`, to all servers, and compares their
-    /// log-probs.
+    /// Transfers `weights`, which are in the directory `written`, to all servers, and compares
+    /// their log-probs.
     pub(super) fn transfer(
         &self,
         weights: &PolicyWeights<'_>,
@@ -110,7 +109,7 @@ impl Prober {
             .unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Starts a probe of the server at `index`.
+    /// Starts a probe for the server at `index`.
     fn start_probe(&self, index: usize) -> Result<Probe<'_>> {
         let lease = self.servers.lease(index);
         let temperature = self.sampling.temperature;
@@ -119,7 +118,7 @@ impl Prober {
             samplings.extend([probe::sampling(temperature, 1), probe::sampling(1., 1)]);
         } else {
             samplings.push(probe::sampling(temperature, 0));
-            // Without filters the two distributions are the same.
+            // Without filters, the two distributions are the same.
             if lease.distribution.is_none() && probe::is_filtered(&self.sampling) {
                 samplings.push(probe::sampling(temperature, 1));
             }
@@ -176,8 +175,8 @@ impl Prober {
         Ok(())
     }
 
-    /// Probes a server that has come back since the transfer, a part at each call. `probe` is the
-    /// one in progress.
+    /// Probes a server that has come back since the transfer, one part per call. `probe` is the one
+    /// in progress.
     pub(super) fn probe_recovered<'a>(&'a self, probe: &mut Option<Probe<'a>>) -> Result<()> {
         let Some(running) = probe.take() else {
             let index = self.servers.recovered();
@@ -230,8 +229,7 @@ impl Prober {
         }
     }
 
-    /// Checks the log-probs of the server at `url`, which are those of `answers` to the prompts of
-    /// the probe.
+    /// Checks the log-probs in `answers` to the probe prompts, from the server at `url`.
     fn compare(&self, weights: &PolicyWeights<'_>, url: &str, answers: &[Drawn]) -> Result<()> {
         let temperature = self.sampling.temperature;
         let difference = |at: f64| probe::difference(weights, &self.prompts, answers, at);
@@ -280,7 +278,7 @@ impl Transferred {
     }
 }
 
-/// Waits for a message of a thread, which is left alone if `progress` cancels.
+/// Waits for a thread's message. If `progress` cancels, the thread is left alone.
 fn receive<T>(receiver: &Receiver<T>, progress: &dyn Progress) -> Result<T> {
     loop {
         match receiver.recv_timeout(POLL) {
@@ -300,7 +298,7 @@ fn before_temperature(url: &str, temperature: f64) -> String {
     )
 }
 
-/// Draws a completion of each prompt of a probe on one server.
+/// Samples a completion for each probe prompt on one server.
 fn ask(
     servers: &Servers,
     lease: &Lease<'_>,

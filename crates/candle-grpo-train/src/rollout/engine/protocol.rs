@@ -12,16 +12,17 @@ use crate::SamplingConfig;
 use crate::excerpt::excerpt;
 use candle_grpo_hub::http::{JsonClient, Limits, RequestFailure};
 
-/// The longest answer in bytes that does not depend on the length of a sequence.
+/// Maximum answer length in bytes, apart from the part that depends on the sequence length.
 const MAX_ANSWER: u64 = 1 << 24;
-/// The longest part of an answer for a token: its id, its text and its log-prob.
+/// Maximum answer length per token: its id, its text and its log-prob.
 const MAX_TOKEN: u64 = 1 << 10;
-/// The longest beginning of an answer in an error, in characters.
+/// Maximum number of characters that an error quotes from an answer.
 const SHOWN: usize = 80;
 
-/// The requests and answers of one kind of server. The methods may be called from several threads.
+/// Requests and answers for one kind of server. The methods may be called from several threads.
 ///
-/// [`ServerGenerator::with_protocol`](super::ServerGenerator::with_protocol) samples with it.
+/// To sample with it, call
+/// [`ServerGenerator::with_protocol`](super::ServerGenerator::with_protocol).
 ///
 /// # Examples
 ///
@@ -88,64 +89,64 @@ const SHOWN: usize = 80;
 /// assert!(Generate.parse(&json!({"ids": [5, 2]})).is_err());
 /// ```
 pub trait Protocol: Send + Sync {
-    /// The request that a server answers with a status of 2xx as soon as it can draw.
+    /// Returns the request that a server answers with status 2xx as soon as it can sample.
     fn health(&self) -> Call {
         Call::get("/health")
     }
 
-    /// Asks which model the server serves.
+    /// Requests which model the server serves.
     ///
     /// # Errors
     ///
-    /// If the server fails to answer, or has no such model.
+    /// Fails if the server does not answer, or has no such model.
     fn describe(&self, server: &Server, name: Option<&str>) -> Result<ServedModel, Failure>;
 
-    /// The request that draws a completion.
+    /// Returns the request that samples a completion.
     fn draw(&self, request: &DrawRequest) -> Call;
 
-    /// Reads the answer to [`Self::draw`].
+    /// Parses the answer to [`Self::draw`].
     ///
     /// # Errors
     ///
     /// [`Failure::Malformed`] if the answer lacks tokens or log-probs.
     fn parse(&self, answer: &Value) -> Result<Drawn, Failure>;
 
-    /// Asks for the log-probs of given tokens at temperature 1: those of `tokens[first..]`, each
-    /// after the tokens before it, and for the most likely tokens there. By default servers cannot
-    /// do this.
+    /// Requests log-probs at temperature 1 for given tokens: `tokens[first..]`, each after the
+    /// tokens before it, and for the most likely tokens there. By default, servers do not support
+    /// this.
     ///
     /// # Errors
     ///
-    /// [`Failure::Unsupported`] if servers of this kind cannot do this. If the server fails to
-    /// answer, or names other tokens.
+    /// [`Failure::Unsupported`] if this kind of server cannot do it. Also fails if the server does
+    /// not answer, or reports other tokens.
     fn score(&self, server: &Server, request: &ScoreRequest<'_>) -> Result<Vec<Scored>, Failure> {
         let _ = (server, request);
         let message = "servers of this kind name no log-probs of given tokens";
         Err(Failure::Unsupported(message.to_owned()))
     }
 
-    /// Loads weights into the server, and reads back that it serves them.
+    /// Loads weights into the server, and checks that it serves them.
     ///
     /// # Errors
     ///
-    /// If a request fails or the server names another version afterwards.
+    /// Fails if a request fails, or if the server reports another version afterward.
     fn load(&self, server: &Server, weights: &EngineWeights) -> Result<(), Failure>;
 
-    /// Returns whether the server still serves `weights`. It is asked after each completion, unless
-    /// the answer names the version or the request names the adapter.
+    /// Returns whether the server still serves `weights`. Called after each completion, unless the
+    /// answer reports the version or the request names the adapter.
     ///
     /// # Errors
     ///
-    /// If the server fails to answer.
+    /// Fails if the server does not answer.
     fn serves(&self, server: &Server, weights: &EngineWeights) -> Result<bool, Failure>;
 }
 
 /// A request: GET without a body, POST with one.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Call {
-    /// The path and the query, from the slash on.
+    /// Path and query, from the slash on.
     pub path: String,
-    /// The JSON of the body.
+    /// JSON body.
     pub body: Option<Value>,
 }
 
@@ -167,36 +168,36 @@ impl Call {
     }
 }
 
-/// The model of a server.
+/// A server's model.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ServedModel {
-    /// The name that requests give.
+    /// The name for requests.
     pub name: String,
-    /// The maximum number of tokens of a prompt and its completion, if the server reports it.
+    /// Maximum number of tokens in a prompt and its completion, if the server reports it.
     pub max_model_len: Option<usize>,
 }
 
-/// A completion to draw.
+/// A completion to sample.
 #[derive(Debug, Clone)]
 pub struct DrawRequest {
-    /// The name of the model, or of the adapter that is the policy.
+    /// The model's name, or the name of the adapter that is the policy.
     pub model: String,
     /// True if [`Self::model`] is an adapter.
     pub is_adapter: bool,
     /// The tokens to continue.
     pub prompt: Vec<u32>,
-    /// The maximum length in tokens.
+    /// Maximum length in tokens.
     pub max_new_tokens: usize,
-    /// The seed of the completion.
+    /// The completion's seed.
     pub seed: u64,
-    /// The distribution to draw from, and the tokens and strings that end the completion.
+    /// The distribution to sample from, and the tokens and strings that end the completion.
     pub sampling: Arc<SamplingConfig>,
     /// False if [`Drawn::log_probs`] is not read.
     pub log_probs: bool,
 }
 
 impl DrawRequest {
-    /// The temperature to send: 0 for greedy decoding.
+    /// Returns the temperature to send: 0 for greedy decoding.
     pub fn temperature(&self) -> f64 {
         if self.sampling.greedy {
             0.
@@ -206,42 +207,42 @@ impl DrawRequest {
     }
 }
 
-/// A sequence whose tokens have log-probs.
+/// A sequence whose tokens are scored.
 #[derive(Debug, Clone)]
 pub struct ScoreRequest<'a> {
-    /// The name of the model.
+    /// The model's name.
     pub model: String,
-    /// The tokens of the sequence.
+    /// The sequence's tokens.
     pub tokens: &'a [u32],
-    /// The index of the first token whose log-prob is asked for, at least 1.
+    /// Index of the first token to score, at least 1.
     pub first: usize,
-    /// The number of [`Scored::best`].
+    /// Length of [`Scored::best`].
     pub best: usize,
 }
 
-/// The log-probs at the place of a token.
+/// Log-probs at a token's place.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Scored {
-    /// The log-prob of the token.
+    /// The token's log-prob.
     pub log_prob: f32,
-    /// The most likely tokens there and their log-probs, the most likely first.
+    /// The most likely tokens there with their log-probs, most likely first.
     pub best: Vec<(u32, f32)>,
 }
 
 impl ScoreRequest<'_> {
-    /// The number of tokens in an answer: those of the sequence, each with the most likely ones.
+    /// Returns the number of tokens in an answer: the sequence's, each with the most likely ones.
     pub(super) fn num_named(&self) -> usize {
         self.tokens
             .len()
             .saturating_mul(self.best.saturating_add(1))
     }
 
-    /// Reads the list `named` of an answer, which has an entry for each token. `read` reads an
-    /// entry, and returns `None` if it is not one of this token.
+    /// Parses an answer's list `named`, which has one entry per token. `read` parses an entry, and
+    /// returns `None` if it belongs to another token.
     ///
     /// # Errors
     ///
-    /// [`Failure::Malformed`] with the `field` of the list, if it is not one of these tokens.
+    /// [`Failure::Malformed`] with the list's `field`, if the list has other tokens.
     pub(super) fn read<T>(
         &self,
         field: &str,
@@ -260,29 +261,29 @@ impl ScoreRequest<'_> {
     }
 }
 
-/// A completion as a server has drawn it.
+/// A completion as a server sampled it.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Drawn {
-    /// The tokens, including a stop token and those of a stop string.
+    /// The tokens, including a stop token or a stop string's tokens.
     pub tokens: Vec<u32>,
-    /// The log-prob that the server names for each token. NaN for a token without one, which is
+    /// The log-prob that the server reports for each token. NaN for a token without one, which is
     /// not trained on.
     pub log_probs: Vec<f32>,
-    /// The reason why it ended.
+    /// Why it ended.
     pub end: End,
-    /// The version of the weights, if the answer names it.
+    /// The weight version, if the answer reports it.
     pub weight_version: Option<String>,
 }
 
 impl Drawn {
-    /// The log-probs, with 0 for those that the server does not name.
+    /// Returns the log-probs, with 0 for those that the server does not report.
     pub(super) fn named_log_probs(&self) -> Vec<f32> {
         let named = |&log_prob: &f32| if log_prob.is_nan() { 0. } else { log_prob };
         self.log_probs.iter().map(named).collect()
     }
 }
 
-/// The reason why a server has ended a completion.
+/// Why a server ended a completion.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum End {
     /// A stop token.
@@ -291,11 +292,11 @@ pub enum End {
     StopString,
     /// The maximum length.
     Length,
-    /// The server aborted it. The completion is drawn again.
+    /// The server aborted it. The completion is sampled again.
     Aborted,
 }
 
-/// The failure of a request.
+/// Why a request failed.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Failure {
     /// There was no answer: no connection, a broken one, or a timeout.
@@ -307,11 +308,11 @@ pub enum Failure {
         /// The message in the body.
         message: String,
     },
-    /// The answer is not what the API of the server promises.
+    /// The answer does not follow the server's API.
     Malformed(String),
-    /// The server does not serve the weights that it was given.
+    /// The server does not serve the weights that it received.
     LostWeights(String),
-    /// No server of this kind can do what was asked.
+    /// This kind of server does not support the request.
     Unsupported(String),
 }
 
@@ -327,7 +328,7 @@ impl fmt::Display for Failure {
     }
 }
 
-/// A server of an engine.
+/// One of an engine's servers.
 pub struct Server {
     pub(super) url: String,
     pub(super) http: Arc<JsonClient>,
@@ -341,26 +342,26 @@ impl Server {
         &self.url
     }
 
-    /// Sends a request and waits for the answer; an empty body, or one that is not JSON, is null.
+    /// Sends a request and waits for the answer. An empty body, or one that is not JSON, is null.
     ///
     /// # Errors
     ///
-    /// If there is no answer within `rollout.request_timeout`, or its status is not 2xx.
+    /// Fails if there is no answer within `rollout.request_timeout`, or if its status is not 2xx.
     pub fn call(&self, call: &Call) -> Result<Value, Failure> {
         self.call_within(call, self.timeout)
     }
 
-    /// [`Self::call`] with another limit.
+    /// Does the same as [`Self::call`], with another limit.
     pub(super) fn call_within(&self, call: &Call, limit: Duration) -> Result<Value, Failure> {
         let text = self.send(call, limit, MAX_ANSWER)?;
         Ok(serde_json::from_str(&text).unwrap_or(Value::Null))
     }
 
-    /// Sends a request whose answer has about `tokens` tokens, and reads it.
+    /// Sends a request whose answer has about `tokens` tokens, and parses it.
     ///
     /// # Errors
     ///
-    /// As [`Self::call`]. [`Failure::Malformed`] if the answer is not JSON.
+    /// Fails in the same cases as [`Self::call`]. [`Failure::Malformed`] if the answer is not JSON.
     pub fn ask(&self, call: &Call, tokens: usize) -> Result<Value, Failure> {
         let bytes = MAX_TOKEN.saturating_mul(tokens as u64);
         let text = self.send(call, self.timeout, MAX_ANSWER.saturating_add(bytes))?;
@@ -374,7 +375,7 @@ impl Server {
         })
     }
 
-    /// Sends a request, and returns the body of its answer.
+    /// Sends a request, and returns its answer's body.
     fn send(&self, call: &Call, time: Duration, bytes: u64) -> Result<String, Failure> {
         let Call { path, body } = call;
         let limits = Limits { time, bytes };

@@ -1,4 +1,4 @@
-//! The servers of a generator or a teacher: which are ready, and how others become so.
+//! A generator's or teacher's servers: which are ready, and how others become so.
 
 use std::panic::{self, AssertUnwindSafe};
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -17,20 +17,20 @@ use candle_grpo_base::clock::running_time;
 use candle_grpo_base::workers::POLL;
 use candle_grpo_hub::http::{JsonClient, backoff, pause};
 
-/// The longest wait for the answer of a server that is asked whether it is ready.
+/// Maximum wait for a server's health check.
 const HEALTH_TIMEOUT: Duration = Duration::from_secs(20);
-/// The wait before a failed server is asked again; it doubles with each failure.
+/// Wait before a failed server is checked again; it doubles with each failure.
 const FIRST_BACKOFF: Duration = Duration::from_millis(50);
 const MAX_BACKOFF: Duration = Duration::from_secs(5);
 
-/// The servers of one engine.
+/// One engine's servers.
 ///
-/// A server that fails a request is set aside. A thread asks it for its health, and gives it the
-/// weights again if it has lost them. After a probe of these weights it is ready.
+/// A server that fails a request is set aside. A thread checks its health, and sends it the weights
+/// again if it has lost them. After a probe with these weights, it is ready.
 pub(super) struct Servers {
     pub(super) protocol: Box<dyn Protocol>,
     pub(super) list: Vec<Server>,
-    /// The section of the configuration, for errors.
+    /// The configuration section, for errors.
     section: &'static str,
     served_model_name: Option<String>,
     server_timeout: Duration,
@@ -40,13 +40,13 @@ pub(super) struct Servers {
 
 struct State {
     servers: Vec<ServerState>,
-    /// The weights that every server must serve; absent: those that it serves already.
+    /// The weights that every server must serve; absent: those that it already serves.
     weights: Option<Arc<EngineWeights>>,
-    /// Counts changes of the weights.
+    /// Counts weight changes.
     generation: u64,
-    /// The start of a wait for any server to be ready.
+    /// Start of a wait for any server to be ready.
     waiting_since: Option<Duration>,
-    /// True if no server may begin to load weights, because their folder may be removed.
+    /// True if no server may start loading weights, because their directory may be removed.
     is_closed: bool,
 }
 
@@ -56,31 +56,31 @@ struct ServerState {
     /// Failures since it was last ready.
     failures: u32,
     last_failure: Option<String>,
-    /// True if it must load the weights even if it names their version.
+    /// True if it must load the weights even if it reports their version.
     must_load: bool,
     /// True while it is loading weights.
     is_loading: bool,
-    /// The number of times that it has begun to load weights.
+    /// Number of times that it has started loading weights.
     loads: u64,
-    /// True if a probe must compare its log-probs before it draws completions.
+    /// True if a probe must compare its log-probs before it samples completions.
     must_probe: bool,
-    /// The distribution of its log-probs, once a probe has found it.
+    /// Its log-probs' distribution, once a probe has determined it.
     distribution: Option<Distribution>,
-    /// Requests that failed since the last one that did not.
+    /// Failed requests since the last successful one.
     failed_requests: u32,
-    /// The failure of a key that it does not accept.
+    /// Failure for a key that it does not accept.
     refusal: Option<String>,
 }
 
-/// With times of [`running_time`], so that no time runs out while this process stands still.
+/// With times from [`running_time`], so that no time runs out while this process is suspended.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Status {
     Ready,
-    /// It has been waiting for a probe since this time.
+    /// Has been waiting for a probe since this time.
     Unprobed(Duration),
-    /// It is asked again at this time.
+    /// Is checked again at this time.
     Down(Duration),
-    /// A thread has been asking it since this time.
+    /// A thread has been checking it since this time.
     Recovering(Duration),
 }
 
@@ -93,7 +93,7 @@ pub(super) struct Lease<'a> {
     loads: u64,
     /// The weights that it serves.
     pub(super) weights: Option<Arc<EngineWeights>>,
-    /// The distribution of its log-probs, if it is known.
+    /// Its log-probs' distribution, if known.
     pub(super) distribution: Option<Distribution>,
 }
 
@@ -104,7 +104,7 @@ impl Servers {
         api_key: Option<String>,
         section: &'static str,
     ) -> Self {
-        // Servers of engines stand in the same network.
+        // An engine's servers are in the same network.
         let http = Arc::new(JsonClient::new(api_key, false));
         let servers = config.base_url.iter().map(|url| Server {
             url: url.trim_end_matches('/').to_owned(),
@@ -164,7 +164,7 @@ impl Servers {
         }
     }
 
-    /// Requires a probe of every server whose distribution is not known.
+    /// Requires a probe for every server whose distribution is unknown.
     pub(super) fn require_distribution(&self) {
         let servers = &mut self.lock().servers;
         for server in servers.iter_mut().filter(|s| s.distribution.is_none()) {
@@ -176,12 +176,12 @@ impl Servers {
     }
 
     /// Waits until a server is up and every other one is up, has failed or hangs. Returns the
-    /// places of those that wait for a probe, or `None` if `progress` cancels. The others are
+    /// places of servers that wait for a probe, or `None` if `progress` cancels. The others are
     /// ready.
     ///
     /// # Errors
     ///
-    /// If no server becomes ready in time, or all refuse the key.
+    /// Fails if no server becomes ready in time, or if all refuse the key.
     pub(super) fn wait(self: &Arc<Self>, progress: &dyn Progress) -> Result<Option<Vec<usize>>> {
         let begun = running_time();
         let mut state = self.lock();
@@ -191,7 +191,7 @@ impl Servers {
             }
             self.recover_due(&mut state);
             let settled = |server: &ServerState| server.is_up() || server.failures > 0;
-            // A server that hangs does not hold up the others.
+            // A server that hangs does not block the others.
             let settled =
                 state.servers.iter().all(settled) || running_time() - begun >= self.server_timeout;
             if settled && state.servers.iter().any(ServerState::is_up) {
@@ -201,7 +201,7 @@ impl Servers {
         }
     }
 
-    /// Starts the recovery of servers that are due, and returns the place of one that waits for a
+    /// Starts recovery for servers that are due, and returns the place of one that waits for a
     /// probe.
     pub(super) fn recovered(self: &Arc<Self>) -> Option<usize> {
         let mut state = self.lock();
@@ -209,21 +209,22 @@ impl Servers {
         state.unprobed().next()
     }
 
-    /// Returns whether a thread asks a server, which may be reading the weights.
+    /// Returns whether a thread is checking a server, which may be reading the weights.
     pub(super) fn is_recovering(&self) -> bool {
         let state = self.lock();
         state.servers.iter().any(ServerState::is_recovering)
     }
 
-    /// Lets no server begin to load weights from now on. Returns whether one is loading them.
+    /// Prevents servers from starting to load weights from now on. Returns whether one is loading
+    /// them.
     pub(super) fn close(&self) -> bool {
         let mut state = self.lock();
         state.is_closed = true;
         state.servers.iter().any(|server| server.is_loading)
     }
 
-    /// Waits before a request is repeated that has failed `tries` times, at most until `stop` is
-    /// set. The first repetition does not wait: another server may draw it.
+    /// Waits before a request that has failed `tries` times is retried, at most until `stop` is
+    /// set. The first retry does not wait, because another server may sample it.
     pub(super) fn pause(&self, tries: usize, stop: &AtomicBool) {
         if let Some(failures) = tries.checked_sub(1).filter(|&failures| failures > 0) {
             let duration = backoff(FIRST_BACKOFF, failures, MAX_BACKOFF);
@@ -231,7 +232,7 @@ impl Servers {
         }
     }
 
-    /// Takes the server at `index` whether it is ready or not.
+    /// Leases the server at `index`, ready or not.
     pub(super) fn lease(&self, index: usize) -> Lease<'_> {
         self.lease_of(&mut self.lock(), index)
     }
@@ -248,12 +249,12 @@ impl Servers {
         }
     }
 
-    /// Waits for a server that is ready, and takes the one with the fewest requests. Returns
-    /// `None` once `stop` is set.
+    /// Waits for a ready server, and leases the one with the fewest requests. Returns `None` once
+    /// `stop` is set.
     ///
     /// # Errors
     ///
-    /// As in [`Self::wait`].
+    /// Fails in the same cases as [`Self::wait`].
     pub(super) fn acquire(self: &Arc<Self>, stop: &AtomicBool) -> Result<Option<Lease<'_>>> {
         let mut state = self.lock();
         loop {
@@ -264,19 +265,21 @@ impl Servers {
             let ready = state.servers.iter().enumerate();
             let ready = ready.filter(|(_, server)| server.status == Status::Ready);
             if let Some((index, _)) = ready.min_by_key(|(_, server)| server.in_flight) {
-                // Under the same lock: the server may fail and load weights right after it.
+                // Under the same lock, because the server may fail and load weights right
+                // afterward.
                 return Ok(Some(self.lease_of(&mut state, index)));
             }
             state = self.wait_for_change(state)?;
         }
     }
 
-    /// Asks one server after another until `ask` has an answer. Returns `None` once `stop` is set.
+    /// Calls `ask` for one server after another until there is an answer. Returns `None` once
+    /// `stop` is set.
     ///
     /// # Errors
     ///
-    /// As in [`Self::wait`], that of `ask`, if a server refuses the request, or after more than
-    /// `max_retries` failures.
+    /// Fails in the same cases as [`Self::wait`], if `ask` fails, if a server refuses the request,
+    /// or after more than `max_retries` failures.
     pub(super) fn ask<T>(
         self: &Arc<Self>,
         max_retries: usize,
@@ -318,7 +321,7 @@ impl Servers {
     ) -> Result<MutexGuard<'a, State>> {
         if state.servers.iter().all(|server| server.refusal.is_some()) {
             let refusals = state.servers.iter_mut();
-            // The next call asks again.
+            // The next call checks again.
             let refusals: Vec<String> = refusals.filter_map(|s| s.refusal.take()).collect();
             bail!("{}.api_key_env: {}", self.section, refusals.join("; "));
         }
@@ -327,8 +330,8 @@ impl Servers {
             state.waiting_since = None;
         } else {
             let since = *state.waiting_since.get_or_insert_with(running_time);
-            // A recovery that began in time may end. Without this bound, servers that time out by
-            // turns would be waited for without an end.
+            // A recovery that started in time may finish. Without this bound, servers that
+            // alternately time out would be waited for forever.
             let in_time = |server: &ServerState| match server.status {
                 Status::Recovering(begun) | Status::Unprobed(begun) => {
                     begun < since + self.server_timeout
@@ -350,7 +353,7 @@ impl Servers {
         Ok(woken.unwrap_or_else(PoisonError::into_inner).0)
     }
 
-    /// The failures of each server.
+    /// Returns each server's failures.
     fn failures(&self, state: &State) -> String {
         let servers = self.list.iter().zip(&state.servers);
         let failures = servers.map(|(server, state)| {
@@ -386,7 +389,7 @@ impl Servers {
         }
     }
 
-    /// Asks a server for its health, and gives it the weights unless it has them.
+    /// Checks a server's health, and sends it the weights unless it has them.
     fn recover(
         &self,
         index: usize,
@@ -394,7 +397,7 @@ impl Servers {
         generation: u64,
         must_load: bool,
     ) {
-        // A custom protocol may panic. The server must not stay in recovery then.
+        // A custom protocol may panic. The server must then not stay in recovery.
         let recover = || self.try_recover(index, weights, must_load);
         let recovered = panic::catch_unwind(AssertUnwindSafe(recover))
             .unwrap_or_else(|_| Err(Failure::Malformed("the protocol panicked".to_owned())));
@@ -415,7 +418,7 @@ impl Servers {
             _ => None,
         };
         match recovered {
-            // The weights have changed meanwhile.
+            // The weights have changed in the meantime.
             _ if changed => server.status = Status::Down(running_time()),
             Ok(()) => {
                 server.must_load = false;
@@ -451,8 +454,8 @@ impl Servers {
         }
         match weights {
             Some(weights) if must_load || !self.protocol.serves(server, weights)? => {
-                // Before the version can change. A load that fails must be repeated: it may have
-                // set the version, and left the server paused.
+                // Before the version can change. A failed load must be repeated: it may have set
+                // the version, and left the server paused.
                 let mut state = self.lock();
                 if state.is_closed {
                     return Err(Failure::Connection("the generator is closed".to_owned()));
@@ -471,7 +474,7 @@ impl Servers {
 }
 
 impl State {
-    /// The places of the servers that wait for a probe.
+    /// Returns the places of servers that wait for a probe.
     fn unprobed(&self) -> impl Iterator<Item = usize> {
         let servers = self.servers.iter().enumerate();
         servers.filter_map(|(index, server)| {
@@ -507,23 +510,23 @@ impl ServerState {
 }
 
 impl Lease<'_> {
-    /// The server.
+    /// Returns the server.
     pub(super) fn server(&self) -> &Server {
         &self.servers.list[self.index]
     }
 
-    /// The name of its model, but for adapters.
+    /// Returns its model's name, which adapters do not use.
     pub(super) fn model_name(&self) -> String {
         let model = self.server().model.get();
         model.map(|model| model.name.clone()).unwrap_or_default()
     }
 
-    /// The maximum number of tokens of a sequence, if the server reports it.
+    /// Returns the maximum number of tokens in a sequence, if the server reports it.
     pub(super) fn max_model_len(&self) -> Option<usize> {
         self.server().model.get()?.max_model_len
     }
 
-    /// Checks that the server has a place for all tokens of a completion.
+    /// Checks that the server has room for all tokens in a completion.
     pub(super) fn ensure_fits(&self, prompt: usize, new: usize) -> Result<()> {
         let Some(longest) = self.max_model_len() else {
             return Ok(());
@@ -537,13 +540,13 @@ impl Lease<'_> {
         Ok(())
     }
 
-    /// Returns whether another try would fail, too.
+    /// Returns whether another attempt would fail too.
     fn is_refusal(&self, failure: &Failure) -> bool {
         let adapter = self.weights.as_deref();
         let adapter = adapter.is_some_and(|weights| weights.format == WeightFormat::Adapter);
         match failure {
             Failure::Unsupported(_) => true,
-            // A server that has restarted does not know the adapter.
+            // A restarted server does not have the adapter.
             Failure::Status {
                 status: 400 | 404, ..
             } => !adapter,
@@ -556,7 +559,8 @@ impl Lease<'_> {
         }
     }
 
-    /// Makes the server ready, as a probe has compared its log-probs, which are of `distribution`.
+    /// Makes the server ready, after a probe has compared its log-probs, which belong to
+    /// `distribution`.
     pub(super) fn has_passed(&self, distribution: Distribution) {
         let mut state = self.servers.lock();
         let server = &mut state.servers[self.index];
@@ -569,23 +573,23 @@ impl Lease<'_> {
         self.servers.changed.notify_all();
     }
 
-    /// Notes that the server has answered a request.
+    /// Records that the server has answered a request.
     pub(super) fn succeed(&self) {
         self.servers.lock().servers[self.index].failed_requests = 0;
     }
 
-    /// Returns whether the server has begun to load weights since the start of the lease. The
-    /// completion may then be of other weights than those that the server names.
+    /// Returns whether the server has started loading weights since the lease began. The completion
+    /// may then come from other weights than the server reports.
     pub(super) fn has_loaded_since(&self) -> bool {
         self.servers.lock().servers[self.index].loads != self.loads
     }
 
-    /// Sets the server aside, as it has failed a request.
+    /// Sets the server aside, because it failed a request.
     pub(super) fn fail(&self, failure: &Failure) {
         let mut state = self.servers.lock();
         let same = state.generation == self.generation;
         let server = &mut state.servers[self.index];
-        // It has recovered from what the request met.
+        // It has recovered from what the request encountered.
         let same = same && server.loads == self.loads;
         // Several requests may fail together.
         if same && server.is_up() {

@@ -8,8 +8,8 @@ use super::protocol::{
 };
 use super::weights::{EngineWeights, WeightFormat};
 
-/// A server of SGLang (0.5), started with `--enable-lora` for adapters. The client is written from
-/// the source of SGLang and has not been tested against a real server.
+/// An SGLang server (0.5), started with `--enable-lora` for adapters. The client follows SGLang's
+/// source and has not been tested with a real server.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct Sglang;
 
@@ -20,7 +20,7 @@ impl Protocol for Sglang {
             .iter()
             .find_map(|place| answer.pointer(place)?.as_u64());
         Ok(ServedModel {
-            // Requests name adapters only.
+            // Requests only name adapters.
             name: String::new(),
             max_model_len: length.map(|length| length as usize),
         })
@@ -117,7 +117,7 @@ impl Protocol for Sglang {
                 let body = json!({"lora_name": weights.name(), "lora_path": path});
                 let load = || succeeded(server, "/load_lora_adapter", body.clone());
                 match load() {
-                    // The adapter may be loaded already, with the same weights or others.
+                    // The adapter may already be loaded, with the same weights or others.
                     Err(Failure::Status {
                         status: 400,
                         message,
@@ -165,7 +165,7 @@ impl Protocol for Sglang {
     }
 }
 
-/// A single prompt is answered with an object, a list of one prompt with a list.
+/// Returns the answer to a single prompt, which is an object, or a list with one entry.
 fn single(answer: &Value) -> &Value {
     match answer {
         Value::Array(answers) if answers.len() == 1 => &answers[0],
@@ -185,7 +185,7 @@ fn unload(server: &Server, name: &str) -> Result<(), Failure> {
     }
 }
 
-/// Sends a request whose answer says whether it succeeded.
+/// Sends a request whose answer reports whether it succeeded.
 fn succeeded(server: &Server, path: &str, body: Value) -> Result<(), Failure> {
     let answer = server.call(&Call::post(path, body))?;
     match answer["success"].as_bool() {

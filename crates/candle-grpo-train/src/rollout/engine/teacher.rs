@@ -16,11 +16,11 @@ use crate::{Interrupted, Progress, Sequence, TokenBatch};
 use candle_grpo_base::workers::Workers;
 use candle_grpo_hub::http::api_key;
 
-/// A teacher on servers of vLLM or SGLang, which compute the log-probs of given tokens. They must
-/// have the tokens of the policy.
+/// A teacher on vLLM or SGLang servers, which compute log-probs for given tokens. They must have
+/// the policy's tokens.
 ///
-/// A request is one sequence. A request that fails is repeated, by another server if there is one.
-/// The log-probs are those at temperature 1: servers have no others of given tokens.
+/// A request is one sequence. A failed request is retried, on another server if there is one. The
+/// log-probs are at temperature 1, because servers have no others for given tokens.
 ///
 /// ```no_run
 /// use candle_grpo_train::rollout::engine::ServerTeacher;
@@ -41,32 +41,32 @@ pub struct ServerTeacher {
     longest: usize,
 }
 
-/// The tokens of a sequence, of which some are scored.
+/// A sequence's tokens, some of which are scored.
 struct Job {
     row: usize,
     tokens: Vec<u32>,
-    /// The first one that is scored.
+    /// The first scored token.
     first: usize,
 }
 
 impl ServerTeacher {
-    /// Creates a teacher on the servers in `config`. No server is asked before the first call.
+    /// Creates a teacher on the servers in `config`. No request is sent before the first call.
     ///
     /// # Errors
     ///
-    /// As in [`RolloutConfig::validate_teacher`], and if the environment variable of the API key is
-    /// not set.
+    /// Fails in the same cases as [`RolloutConfig::validate_teacher`], and if the API key's
+    /// environment variable is not set.
     pub fn new(config: &RolloutConfig) -> Result<Self> {
         config.validate_teacher()?;
         Self::with_protocol(config.engine.protocol()?, config)
     }
 
-    /// Creates a teacher on servers with a custom `protocol`, as in [`Self::new`]. The engine in
+    /// Creates a teacher like [`Self::new`], on servers with a custom `protocol`. The engine in
     /// `config` is not used, but must be one that a teacher can have.
     ///
     /// # Errors
     ///
-    /// As in [`Self::new`].
+    /// Fails in the same cases as [`Self::new`].
     pub fn with_protocol(protocol: Box<dyn Protocol>, config: &RolloutConfig) -> Result<Self> {
         config.validate_teacher()?;
         let api_key = config.api_key_env.as_deref().map(api_key).transpose()?;
@@ -78,15 +78,15 @@ impl ServerTeacher {
         })
     }
 
-    /// Sets the tokens of the longest sequence. A server without a place for them is then an error
-    /// of the first call, and not of the call with this sequence.
+    /// Sets the longest sequence's number of tokens. If a server has no room for it, the first call
+    /// fails, instead of the call with this sequence.
     #[must_use]
     pub fn with_longest_sequence(self, longest: usize) -> Self {
         Self { longest, ..self }
     }
 
-    /// Scores the sequences of `batch` with a token that counts, with this number of the most
-    /// likely tokens. `receive` takes the scores of a row.
+    /// Scores the sequences in `batch` that have a counted token, with this number of most likely
+    /// tokens. `receive` gets a row's scores.
     fn score(
         &self,
         batch: &TokenBatch,
@@ -121,7 +121,7 @@ impl ServerTeacher {
 }
 
 impl Teacher for ServerTeacher {
-    /// The servers bound the requests of a call.
+    /// The servers limit a call's requests.
     fn takes_micro_batches(&self) -> bool {
         false
     }
@@ -142,7 +142,7 @@ impl Teacher for ServerTeacher {
         Column::per_token::<f32>(rows).padded(t, batch.targets().device())
     }
 
-    /// The most likely entries, as many as a server must name.
+    /// The most likely entries; the server must report this number.
     fn distributions(
         &self,
         batch: &TokenBatch,
@@ -168,7 +168,7 @@ impl Teacher for ServerTeacher {
     }
 }
 
-/// The sequences of `batch` with a token that counts, up to the last one.
+/// Returns the sequences in `batch` that have a counted token, up to the last such token.
 fn jobs(batch: &TokenBatch) -> Vec<Job> {
     let sequences = batch.sequences().iter().enumerate();
     let sequences = sequences.filter(|(_, sequence)| sequence.num_trained_tokens() > 0);
@@ -180,7 +180,7 @@ fn jobs(batch: &TokenBatch) -> Vec<Job> {
     sequences.map(job).collect()
 }
 
-/// Checks that the server has a place for a sequence, and for one more token, which vLLM draws.
+/// Checks that the server has room for a sequence and one more token, which vLLM samples.
 fn ensure_fits(lease: &Lease<'_>, tokens: usize) -> Result<()> {
     if let Some(longest) = lease.max_model_len() {
         ensure!(
@@ -193,7 +193,7 @@ fn ensure_fits(lease: &Lease<'_>, tokens: usize) -> Result<()> {
     Ok(())
 }
 
-/// Asks one server for the log-probs of a sequence, and for `best` most likely tokens.
+/// Requests a sequence's log-probs from one server, with the `best` most likely tokens.
 fn score(
     servers: &Servers,
     lease: &Lease<'_>,

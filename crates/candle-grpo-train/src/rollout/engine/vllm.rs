@@ -8,7 +8,7 @@ use super::protocol::{
 };
 use super::weights::{EngineWeights, WeightFormat};
 
-/// A server of vLLM (0.32), started with `VLLM_SERVER_DEV_MODE=1` for whole weights, or with
+/// A vLLM server (0.32), started with `VLLM_SERVER_DEV_MODE=1` for whole weights, or with
 /// `--enable-lora` and `VLLM_ALLOW_RUNTIME_LORA_UPDATING=1` for adapters.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct Vllm;
@@ -22,9 +22,9 @@ impl Protocol for Vllm {
         let mut body = openai::body(request);
         // Seeds are signed.
         body.insert("seed".to_owned(), json!(request.seed >> 1));
-        // The log-prob of the drawn token alone.
+        // Only the sampled token's log-prob.
         body.insert("logprobs".to_owned(), json!(0));
-        // The stop tokens of the request are all that end a completion.
+        // Only the request's stop tokens end a completion.
         body.insert("ignore_eos".to_owned(), json!(true));
         body.insert("include_stop_str_in_output".to_owned(), json!(true));
         // A stop string may be a special token.
@@ -40,9 +40,9 @@ impl Protocol for Vllm {
         let body = json!({
             "model": request.model,
             "prompt": request.tokens,
-            // The most likely tokens, and the token of the prompt if it is not one of them.
+            // The most likely tokens, and the prompt's token if it is not one of them.
             "prompt_logprobs": request.best,
-            // vLLM draws at least one token.
+            // vLLM samples at least one token.
             "max_tokens": 1,
             "temperature": 1.,
             "stream": false,
@@ -99,7 +99,7 @@ impl Protocol for Vllm {
     }
 }
 
-/// Reads a whole folder into the engine. An engine that fails to read it has lost its weights.
+/// Loads a whole directory into the engine. An engine that fails to read it has lost its weights.
 fn reload(server: &Server, weights: &EngineWeights) -> Result<(), Failure> {
     let folder = weights.path.display().to_string();
     let body = json!({"method": "reload_weights", "kwargs": {"weights_path": folder}});
@@ -110,7 +110,7 @@ fn reload(server: &Server, weights: &EngineWeights) -> Result<(), Failure> {
     Ok(())
 }
 
-/// Forgets the keys and values of earlier weights. A server that still needs them refuses.
+/// Clears keys and values from earlier weights. A server that still needs them refuses.
 fn reset_prefix_cache(server: &Server) -> Result<(), Failure> {
     let answer = server.call(&Call::post("/reset_prefix_cache", json!({})))?;
     if answer["success"] == false {
@@ -122,8 +122,8 @@ fn reset_prefix_cache(server: &Server) -> Result<(), Failure> {
     }
 }
 
-/// Loads an adapter under its own name, and unloads the one before. A server that has restarted
-/// does not know the name.
+/// Loads an adapter under its own name, and unloads the previous one. A restarted server does not
+/// have the name.
 fn load_adapter(server: &Server, weights: &EngineWeights) -> Result<(), Failure> {
     let body = json!({
         "lora_name": weights.name(),
@@ -132,7 +132,7 @@ fn load_adapter(server: &Server, weights: &EngineWeights) -> Result<(), Failure>
     });
     server.call(&Call::post("/v1/load_lora_adapter", body))?;
     // Keys and values are cached by name and path, which an earlier run may have used for other
-    // weights. Without VLLM_SERVER_DEV_MODE the cache cannot be reset.
+    // weights. Without VLLM_SERVER_DEV_MODE, the cache cannot be reset.
     match reset_prefix_cache(server) {
         Ok(()) | Err(Failure::Status { status: 404, .. }) => {}
         Err(failure) => return Err(failure),
@@ -140,7 +140,7 @@ fn load_adapter(server: &Server, weights: &EngineWeights) -> Result<(), Failure>
     for old in &weights.replaced {
         let call = Call::post("/v1/unload_lora_adapter", json!({"lora_name": old}));
         match server.call(&call) {
-            // A server that has restarted does not have it.
+            // A restarted server does not have it.
             Ok(_)
             | Err(Failure::Status {
                 status: 400 | 404, ..

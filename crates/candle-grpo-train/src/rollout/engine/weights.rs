@@ -1,4 +1,4 @@
-//! Folders of weights that servers read.
+//! Weight directories that servers read.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -12,30 +12,31 @@ use crate::owned_files::{CONFIG, WEIGHTS};
 use crate::owned_files::{ENGINE_VERSION, Owned};
 use crate::rollout::PolicyWeights;
 
-/// The form of the weights for an engine.
+/// The form in which an engine loads weights.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
 pub enum WeightFormat {
     /// Adapters in PEFT's format.
     Adapter,
-    /// All weights as a Hugging Face folder.
+    /// All weights as a Hugging Face directory.
     Disk,
 }
 
-/// One version of the weights, in a folder.
+/// One weight version, in a directory.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct EngineWeights {
-    /// The number of training steps that the weights have seen.
+    /// Number of training steps that the weights have seen.
     pub version: u64,
     /// The form.
     pub format: WeightFormat,
-    /// The folder, an absolute path.
+    /// The directory, an absolute path.
     pub path: PathBuf,
-    /// The names of the versions that it replaces.
+    /// Names of the versions that it replaces.
     pub replaced: Vec<String>,
 }
 
 impl EngineWeights {
-    /// The name of the version, which is that of the adapter, too: `policy-000012`.
+    /// Returns the version's name, which is also the adapter's: `policy-000012`.
     pub fn name(&self) -> String {
         name(self.version)
     }
@@ -45,26 +46,26 @@ fn name(version: u64) -> String {
     format!("{ENGINE_VERSION}{version:06}")
 }
 
-/// The folder in which the versions appear. It has one writer, and is emptied in the end.
+/// The directory in which versions appear. It has one writer, and is emptied at the end.
 pub(super) struct WeightFolder {
     path: PathBuf,
     versions: Vec<u64>,
-    /// The form of the checkpoint that the engine serves, if it has other parts.
+    /// The form of the served checkpoint, if it has other parts.
     form: Option<CheckpointForm>,
     _lock: FolderLock,
 }
 
 impl WeightFolder {
-    /// Makes the folder if it is absent, and removes the versions of a killed program.
+    /// Creates the directory if it is absent, and removes a killed program's versions.
     ///
     /// # Errors
     ///
-    /// If another program writes weights there, the folder has versions and no lock of this
-    /// program, or it cannot be written.
+    /// Fails if another program writes weights there, if the directory has versions but no lock
+    /// from this program, or if it cannot be written.
     pub(super) fn open(path: &Path, form: Option<CheckpointForm>) -> Result<Self> {
         let open = || -> Result<Self> {
             fs::create_dir_all(path)?;
-            // Links stay: they may lead elsewhere where the server runs.
+            // Links stay, because they may lead elsewhere where the server runs.
             let path = std::path::absolute(path)?;
             let is_own = path.join(LOCK).is_file();
             let mut versions = Vec::new();
@@ -97,7 +98,7 @@ impl WeightFolder {
         open().with_context(|| format!("weight_sync_folder {}", path.display()))
     }
 
-    /// Writes the weights, and checks what was written. The folder appears when it is complete.
+    /// Writes the weights, and checks what was written. The directory appears once it is complete.
     pub(super) fn write(
         &mut self,
         weights: &PolicyWeights<'_>,
@@ -114,7 +115,7 @@ impl WeightFolder {
                 bail!("weight_sync: adapter, must be disk as no adapters train")
             }
             (WeightFormat::Disk, _) => {
-                // A server may keep an output layer apart from a tied embedding.
+                // A server may keep an output layer separate from a tied embedding.
                 let (model, all) = weights.export().with_untied_output(weights.model);
                 let form = self.form.as_ref();
                 let config = match form {
@@ -147,7 +148,7 @@ impl WeightFolder {
         })
     }
 
-    /// Removes all versions but the last, which servers that come back need.
+    /// Removes all versions except the last, which recovering servers need.
     pub(super) fn remove_replaced(&mut self) -> Result<()> {
         let last = self.versions.pop();
         let removed = self.remove_all();
@@ -155,7 +156,7 @@ impl WeightFolder {
         removed
     }
 
-    /// Leaves all versions where they are, until the folder is opened again.
+    /// Leaves all versions in place, until the directory is opened again.
     pub(super) fn keep(&mut self) {
         self.versions.clear();
     }
@@ -174,7 +175,7 @@ impl WeightFolder {
 
 impl Drop for WeightFolder {
     fn drop(&mut self) {
-        // A leftover is removed when the folder is opened again.
+        // A leftover is removed when the directory is opened again.
         let _ = self.remove_all();
     }
 }
@@ -215,7 +216,7 @@ mod tests {
         };
         let first = folder.write(&weights(3), WeightFormat::Disk).unwrap();
         assert_eq!(first.name(), "policy-000003");
-        // The output layer of a tied model is there for engines that keep it apart.
+        // A tied model includes its output layer, for engines that keep it separate.
         let untied = DecoderConfig {
             tie_word_embeddings: false,
             ..model.clone()
@@ -253,7 +254,7 @@ mod tests {
         fs::write(path.join("policy-000007/model.safetensors"), "").unwrap();
         fs::create_dir_all(path.join("policy-best")).unwrap();
         fs::write(path.join("notes.txt"), "mine").unwrap();
-        // Without the lock of this program, the version may be a model of the user.
+        // Without this program's lock, the version may be a user's model.
         let error = format!("{:#}", WeightFolder::open(path, None).err().unwrap());
         assert!(
             error.ends_with("must be a folder for the weights of one run"),

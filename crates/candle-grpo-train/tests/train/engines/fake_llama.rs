@@ -1,6 +1,6 @@
-//! A fake of llama.cpp's server, which takes no weights.
+//! A fake llama.cpp server, which loads no weights.
 //!
-//! It answers in its own form, with the probabilities of the draw.
+//! It answers in its own form, with the probabilities that it sampled from.
 
 use candle_grpo_test_support::{Reply, Request};
 use candle_grpo_train::{FinishReason, SamplingConfig};
@@ -62,7 +62,7 @@ fn completions(shared: &Shared, request: &Request) -> Reply {
     ok(answer)
 }
 
-/// Fields that are absent have the defaults of the program. Those of other engines are ignored.
+/// Absent fields have the program's defaults. Other engines' fields are ignored.
 fn read_draw(body: &Value) -> Result<Draw, String> {
     let seed: u32 = field(body, "seed")?.unwrap_or(u32::MAX);
     Ok(Draw {

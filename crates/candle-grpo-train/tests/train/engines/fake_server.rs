@@ -1,4 +1,4 @@
-//! The parts that all fake servers share.
+//! Parts that all fake servers share.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
@@ -8,16 +8,16 @@ use serde_json::{Value, json};
 
 use super::served_policy::{Draw, Drawn, ServedPolicy};
 
-/// A server of the tiny policy that answers as an engine does.
+/// A server with the tiny policy that answers as an engine does.
 pub(crate) struct FakeServer {
     pub(crate) http: HttpServer,
     shared: Arc<Shared>,
 }
 
-/// The answers of an engine.
+/// An engine's answers.
 pub(crate) type Answer = fn(&Shared, &Request) -> Reply;
 
-/// A fault of one request.
+/// A fault in one request.
 pub(crate) enum Fault {
     /// The engine does not see the request.
     Instead(Reply),
@@ -31,7 +31,7 @@ impl Fault {
         Self::After(Box::new(Reply::held))
     }
 
-    /// Changes the JSON of an answer.
+    /// Changes an answer's JSON.
     pub(crate) fn json(change: impl FnOnce(&mut Value) + Send + 'static) -> Self {
         Self::After(Box::new(move |reply| {
             let mut value: Value = serde_json::from_slice(reply.body()).unwrap_or_default();
@@ -43,7 +43,7 @@ impl Fault {
 
 type Faults = Box<dyn FnMut(&Request) -> Option<Fault> + Send>;
 
-/// The state of a server.
+/// Server state.
 pub(crate) struct Shared {
     engine: Mutex<Engine>,
     /// Notified when the engine resumes or closes.
@@ -53,7 +53,7 @@ pub(crate) struct Shared {
     closing: AtomicBool,
 }
 
-/// The state of an engine.
+/// Engine state.
 pub(crate) struct Engine {
     pub(crate) policy: ServedPolicy,
     /// The version that a client announced.
@@ -94,7 +94,7 @@ impl FakeServer {
         self.http.url()
     }
 
-    /// The state of the engine.
+    /// Returns the engine's state.
     pub(crate) fn engine(&self) -> MutexGuard<'_, Engine> {
         self.shared.engine()
     }
@@ -107,8 +107,8 @@ impl FakeServer {
         *lock(&self.shared.faults) = Box::new(faults);
     }
 
-    /// Restarts the program: connections close, and weights, adapters, version and pause are those
-    /// of the start.
+    /// Restarts the program: connections close, and weights, adapters, version and pause return to
+    /// their initial values.
     pub(crate) fn restart(&self) {
         self.http.stop();
         let mut engine = self.engine();
@@ -120,7 +120,7 @@ impl FakeServer {
         self.http.restart();
     }
 
-    /// The number of requests of a path.
+    /// Number of requests to a path.
     pub(crate) fn count(&self, path: &str) -> usize {
         let requests = self.http.requests();
         requests.iter().filter(|r| r.path() == path).count()
@@ -130,7 +130,7 @@ impl FakeServer {
 impl Drop for FakeServer {
     fn drop(&mut self) {
         self.shared.closing.store(true, Ordering::Release);
-        // The lock orders the notification after the check of a thread that is about to wait.
+        // The lock orders the notification after the check by a thread that is about to wait.
         drop(self.shared.engine());
         self.shared.resumed.notify_all();
     }
@@ -167,7 +167,7 @@ impl Shared {
         self.resumed.notify_all();
     }
 
-    /// Returns true if the request has the key of the server.
+    /// Returns true if the request has the server's key.
     pub(super) fn is_authorized(&self, request: &Request) -> bool {
         let engine = self.engine();
         engine.api_key.as_ref().is_none_or(|key| {
@@ -176,8 +176,8 @@ impl Shared {
         })
     }
 
-    /// The log-probs of all tokens at temperature 1 in the places of those of a prompt. The first
-    /// place has none.
+    /// Log-probs over the vocabulary at temperature 1, at each prompt position. The first position
+    /// has none.
     pub(super) fn score(&self, prompt: &[u32]) -> Result<Vec<Option<Vec<f32>>>, String> {
         let engine = self.engine();
         let weights = engine.policy.weights(None).ok_or("no weights")?;
@@ -190,7 +190,7 @@ impl Shared {
             .collect())
     }
 
-    /// The `k` largest of the log-probs of a place, the largest first.
+    /// Tokens with the `k` largest log-probs at a position, the largest first.
     pub(super) fn best(log_probs: &[f32], k: usize) -> Vec<u32> {
         let mut order: Vec<u32> = (0..log_probs.len() as u32).collect();
         order.sort_by(|&a, &b| log_probs[b as usize].total_cmp(&log_probs[a as usize]));
@@ -198,12 +198,12 @@ impl Shared {
         order
     }
 
-    /// Draws completions, after the end of a pause. `adapter` names those of the policy with an
-    /// adapter. `None` if the engine ends.
+    /// Samples completions after a pause ends. `adapter` selects the policy with that adapter.
+    /// `None` if the engine ends.
     ///
     /// # Errors
     ///
-    /// The status and the message of the answer.
+    /// Fails with the answer's status and message.
     pub(super) fn draw(
         &self,
         adapter: Option<&str>,
@@ -232,7 +232,7 @@ impl Shared {
     }
 }
 
-/// An answer of JSON.
+/// JSON answer.
 pub(super) fn ok(value: Value) -> Reply {
     Reply::new(200, value.to_string())
 }
@@ -242,11 +242,11 @@ pub(super) fn not_found() -> Reply {
     Reply::new(404, json!({"detail": "Not Found"}).to_string())
 }
 
-/// A field of a request.
+/// Reads a request field.
 ///
 /// # Errors
 ///
-/// If the field has another type.
+/// Fails if the field has another type.
 pub(super) fn field<T: serde::de::DeserializeOwned>(
     body: &Value,
     name: &str,
@@ -259,8 +259,8 @@ pub(super) fn field<T: serde::de::DeserializeOwned>(
     }
 }
 
-/// The body of a request that loads an adapter, and the name and folder of the adapter. The body
-/// has no fields beside them and `others`.
+/// Returns the body in a request that loads an adapter, with the adapter's name and directory. The
+/// body has no other fields than these and `others`.
 pub(super) fn adapter_to_load(
     body: &[u8],
     others: &[&str],
@@ -271,7 +271,7 @@ pub(super) fn adapter_to_load(
     Ok((body, name, folder))
 }
 
-/// The JSON of a request, all of whose fields are among `known`.
+/// A request's JSON, whose fields must all be among `known`.
 pub(super) fn object(body: &[u8], known: &[&str]) -> Result<Value, String> {
     let value: Value = serde_json::from_slice(body).map_err(|e| e.to_string())?;
     let Value::Object(fields) = &value else {

@@ -1,6 +1,6 @@
-//! A fake of SGLang's server.
+//! A fake SGLang server.
 //!
-//! Paths, fields and answers are those of SGLang 0.5.
+//! Paths, fields and answers follow SGLang 0.5.
 
 use candle_grpo_test_support::{Reply, Request};
 use candle_grpo_train::{FinishReason, SamplingConfig};
@@ -140,7 +140,7 @@ fn generate(shared: &Shared, request: &Request) -> Reply {
     }
 }
 
-/// The log-probs of the tokens of a prompt from `logprob_start_len` on, without a completion.
+/// Log-probs for a prompt's tokens from `logprob_start_len` on, without a completion.
 fn score(shared: &Shared, draw: &Draw, body: &Value) -> Reply {
     let scored = match shared.score(&draw.prompt) {
         Ok(scored) => scored,
@@ -180,7 +180,7 @@ fn score(shared: &Shared, draw: &Draw, body: &Value) -> Reply {
     ok(json!({"text": "", "output_ids": [], "meta_info": meta}))
 }
 
-/// Fields that are absent have the defaults of a model's `generation_config.json`.
+/// Absent fields have the defaults in a model's `generation_config.json`.
 fn read_draw(body: &Value, sampling: &Value) -> Result<Draw, String> {
     let top_k: i64 = field(sampling, "top_k")?.unwrap_or(1);
     if top_k == 0 || top_k < -1 {
@@ -237,7 +237,7 @@ fn completion(drawn: &Drawn, draw: &Draw, body: &Value, version: &str) -> Value 
     json!({"text": drawn.text, "output_ids": drawn.tokens, "meta_info": meta})
 }
 
-/// A folder that cannot be read leaves the weights as they were.
+/// An unreadable directory leaves the weights unchanged.
 fn update_weights(shared: &Shared, request: &Request) -> Reply {
     let known = [
         "abort_all_requests",

@@ -1,6 +1,6 @@
-//! A fake of vLLM's server with `VLLM_SERVER_DEV_MODE` and `VLLM_ALLOW_RUNTIME_LORA_UPDATING`.
+//! A fake vLLM server with `VLLM_SERVER_DEV_MODE` and `VLLM_ALLOW_RUNTIME_LORA_UPDATING`.
 //!
-//! Paths, fields and answers are those of vLLM 0.32.
+//! Paths, fields and answers follow vLLM 0.32.
 
 use std::path::Path;
 
@@ -12,13 +12,13 @@ use super::fake_server::{FakeServer, Shared, adapter_to_load, field, not_found, 
 use super::served_policy::{Draw, Drawn, LogProbs, ServedPolicy};
 use crate::common::END;
 
-/// The name of the policy without adapters.
+/// Model name for the policy without adapters.
 pub(crate) const MODEL: &str = "policy";
 
-/// The default of `--max-logprobs`.
+/// Default for `--max-logprobs`.
 const MAX_LOGPROBS: u64 = 20;
 
-/// The fields of a request that the fake understands. vLLM ignores others.
+/// Request fields that the fake supports. vLLM ignores others.
 const FIELDS: &[&str] = &[
     "ignore_eos",
     "include_stop_str_in_output",
@@ -163,7 +163,7 @@ fn completions(shared: &Shared, request: &Request) -> Reply {
     }))
 }
 
-/// The entry of a token of a prompt: the token first, and the `k` most likely ones.
+/// A prompt token's entry: the token first, and the `k` most likely ones.
 fn named_log_probs(token: u32, log_probs: &[f32], k: usize) -> Value {
     let order = Shared::best(log_probs, log_probs.len());
     let mut named = serde_json::Map::new();
@@ -178,7 +178,7 @@ fn named_log_probs(token: u32, log_probs: &[f32], k: usize) -> Value {
     Value::Object(named)
 }
 
-/// Fields that are absent have values that no client needs, like those of a model's
+/// Absent fields have values that no client needs, like those in a model's
 /// `generation_config.json`.
 fn read_draw(body: &Value) -> Result<Draw, String> {
     let top_k: i64 = field(body, "top_k")?.unwrap_or(1);
@@ -220,7 +220,7 @@ fn read_draw(body: &Value) -> Result<Draw, String> {
 fn choice(index: usize, drawn: &Drawn, draw: &Draw, body: &Value) -> Value {
     let last = drawn.tokens.last();
     let (finish_reason, stop_reason) = match drawn.finish_reason {
-        // The end of text is no stop token of a request.
+        // The end-of-text token is not a stop token in a request.
         FinishReason::StopToken if body["ignore_eos"] != true && last == Some(&END) => {
             ("stop", Value::Null)
         }
@@ -289,8 +289,8 @@ fn unload_adapter(shared: &Shared, request: &Request) -> Reply {
     }
 }
 
-/// A reload from a folder that cannot be read leaves an engine without weights, whose health is
-/// still good.
+/// A reload from an unreadable directory leaves an engine without weights, whose health is still
+/// good.
 fn collective_rpc(shared: &Shared, request: &Request) -> Reply {
     let body = object(&request.body, &["method", "kwargs", "args", "timeout"]);
     let body = body.unwrap_or_default();

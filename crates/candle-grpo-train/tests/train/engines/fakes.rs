@@ -1,4 +1,4 @@
-//! The fake servers themselves, by plain requests.
+//! Tests the fake servers themselves, with plain requests.
 
 use std::io::{Read, Write};
 use std::net::TcpStream;
@@ -38,7 +38,7 @@ fn post(server: &FakeServer, target: &str, body: Value) -> (u16, Value) {
     call(server, "POST", target, &body)
 }
 
-/// Other weights than those of the start, as a Hugging Face folder.
+/// Other weights than the initial ones, as a Hugging Face directory.
 fn other_weights(folder: &Path) -> Parameters {
     let parameters = scaled(&parameters(), 1.5);
     pretrained()
@@ -47,7 +47,7 @@ fn other_weights(folder: &Path) -> Parameters {
     parameters
 }
 
-/// An adapter as a PEFT folder, and the weights of the start with it.
+/// An adapter as a PEFT directory, and the initial weights with it.
 fn adapter(folder: &Path) -> Parameters {
     let adapters = adapters(1);
     adapters.save(folder, None).unwrap();
@@ -104,7 +104,7 @@ fn sglang_answers(answer: &Value) -> Answers {
         .collect()
 }
 
-/// The greatest difference between the log-probs of a server and those of `parameters`.
+/// Largest difference between a server's log-probs and those under `parameters`.
 fn difference(answers: &Answers, parameters: &Parameters, temperature: f64) -> f32 {
     let answers = answers
         .iter()

@@ -19,7 +19,7 @@ fn draw(client: &Arc<ServerGenerator>) -> anyhow::Result<Vec<Rollout>> {
     super::draw(client, &short(), 0, Arc::new(NoProgress))
 }
 
-/// A client of servers that serve version 1 of the policy.
+/// A client for servers that serve the policy's version 1.
 fn ready(setup: &Setup, config: &RolloutConfig) -> (Arc<ServerGenerator>, Policy) {
     let client = Arc::new(setup.client(config, &short()));
     let policy = setup.policy(1);
@@ -27,7 +27,7 @@ fn ready(setup: &Setup, config: &RolloutConfig) -> (Arc<ServerGenerator>, Policy
     (client, policy)
 }
 
-/// Lets the next `count` requests of `path` fail.
+/// Makes the next `count` requests to `path` fail.
 fn fail(server: &FakeServer, path: &'static str, count: usize, fault: fn() -> Fault) {
     let mut left = count;
     server.set_faults(move |request| {
@@ -45,7 +45,7 @@ fn after(change: fn(Reply) -> Reply) -> Fault {
     Fault::After(Box::new(change))
 }
 
-/// A change of the first choice of vLLM.
+/// Changes vLLM's first choice.
 fn choice(change: fn(&mut Value)) -> Fault {
     Fault::json(move |answer| change(&mut answer["choices"][0]))
 }
@@ -235,7 +235,7 @@ fn servers_that_are_gone_for_good_are_an_error(#[case] engine: Engine, #[case] s
     until_it_succeeds(|| policy.push(&client));
 }
 
-/// The answers to the probe of a server that comes back never arrive.
+/// A server returns, but its answers to the probe never arrive.
 #[rstest]
 #[case(Engine::Vllm, WeightSync::Adapter)]
 #[case(Engine::Sglang, WeightSync::Disk)]
@@ -382,7 +382,7 @@ fn assert_interrupted(result: anyhow::Result<()>) {
     assert!(error.is::<Interrupted>(), "{error:#}");
 }
 
-/// No limit of time ends these waits.
+/// No time limit ends these waits.
 #[rstest]
 #[case::a_completion("/v1/completions", Fault::held)]
 #[case::a_version("/weight_info", Fault::held)]

@@ -1,4 +1,4 @@
-//! Clients of inference servers, against servers in this process.
+//! Clients for inference servers, against servers in this process.
 
 mod fake_llama;
 mod fake_server;
@@ -34,7 +34,7 @@ use crate::common::{model, parameters, prompts, sampler, sampling, tokenizer};
 use fake_server::FakeServer;
 pub(crate) use served_policy::LogProbs;
 
-/// Servers of one engine, and the folder of the weights for them.
+/// Servers for one engine, and the directory for their weights.
 struct Setup {
     engine: Engine,
     sync: WeightSync,
@@ -48,7 +48,7 @@ impl Setup {
             Engine::Vllm => fake_vllm::start(LogProbs::Processed),
             Engine::Sglang => fake_sglang::start(LogProbs::Temperature),
             Engine::Openai => fake_llama::start(),
-            Engine::Local => panic!("no server"),
+            other => panic!("{other:?}: no server"),
         };
         Self {
             engine,
@@ -58,7 +58,7 @@ impl Setup {
         }
     }
 
-    /// A configuration whose limits of time no test reaches.
+    /// A configuration whose time limits no test reaches.
     fn config(&self) -> RolloutConfig {
         RolloutConfig {
             engine: self.engine,
@@ -72,7 +72,7 @@ impl Setup {
         }
     }
 
-    /// A configuration with which a server that is gone is given up soon.
+    /// A configuration that gives up soon on an unreachable server.
     fn impatient(&self) -> RolloutConfig {
         RolloutConfig {
             server_timeout: 0.2,
@@ -86,7 +86,7 @@ impl Setup {
         ServerGenerator::new(config, sampling, model().vocab_size, &folder).unwrap()
     }
 
-    /// A policy whose weights differ from those of other versions.
+    /// A policy whose weights differ between versions.
     fn policy(&self, version: u64) -> Policy {
         let adapters = (self.sync == WeightSync::Adapter).then(|| adapters(version));
         let base = parameters();
@@ -101,7 +101,7 @@ impl Setup {
         }
     }
 
-    /// Lets the servers draw the tokens of [`draw_locally`].
+    /// Makes the servers sample the same tokens as [`draw_locally`].
     fn draw_as_local(&self, sampling: &SamplingConfig) {
         let mut seeds = HashMap::new();
         for (i, turn) in (0..STREAMS * 6).flat_map(|i| (0..TURNS).map(move |turn| (i, turn))) {
@@ -114,7 +114,7 @@ impl Setup {
                 turn,
             };
             seeds.insert(seed.to_u64() >> 1, seed);
-            // Of 31 bits.
+            // With 31 bits.
             seeds.insert(seed.to_u64() >> 33, seed);
         }
         let seeds = Arc::new(Mutex::new(seeds));
@@ -123,14 +123,14 @@ impl Setup {
         }
     }
 
-    /// Lets the servers report these log-probs.
+    /// Makes the servers report these log-probs.
     fn report(&self, log_probs: LogProbs) {
         for server in &self.servers {
             server.engine().policy.log_probs = log_probs;
         }
     }
 
-    /// The path of requests that draw.
+    /// Request path for sampling.
     fn draw_path(&self) -> &'static str {
         match self.engine {
             Engine::Sglang => "/generate",
@@ -138,7 +138,7 @@ impl Setup {
         }
     }
 
-    /// The path of requests that load weights.
+    /// Request path for loading weights.
     fn load_path(&self) -> &'static str {
         match (self.engine, self.sync) {
             (Engine::Sglang, WeightSync::Adapter) => "/load_lora_adapter",
@@ -156,7 +156,7 @@ impl Setup {
     }
 }
 
-/// The weights of the policy after some training steps.
+/// The policy's weights after some training steps.
 struct Policy {
     version: u64,
     parameters: Parameters,
@@ -182,7 +182,7 @@ impl Policy {
         client.weights_changed(&self.weights(&model()), progress)
     }
 
-    /// Checks that all tokens of `rollouts` were drawn from these weights.
+    /// Checks that all tokens in `rollouts` were sampled from these weights.
     fn assert_drew(&self, rollouts: &[Rollout], temperature: f64) {
         let merged = self.weights(&model()).merged().unwrap();
         for rollout in rollouts {
@@ -219,8 +219,7 @@ fn scaled(parameters: &Parameters, factor: f64) -> Parameters {
     Parameters::from_tensors(&model(), scaled, device()).unwrap()
 }
 
-/// The greatest difference between the log-probs of tokens after a prompt and those of
-/// `parameters`.
+/// Largest difference between the log-probs after a prompt and those under `parameters`.
 fn difference<'a>(
     answers: impl IntoIterator<Item = (&'a [u32], &'a Vec<u32>, &'a Vec<f32>)>,
     parameters: &Parameters,
@@ -239,13 +238,13 @@ fn difference<'a>(
     differences.fold(0., f32::max)
 }
 
-/// The number of streams that tests use.
+/// Number of streams that tests use.
 const STREAMS: u64 = 20;
 
-/// The largest number of turns that tests use.
+/// Maximum number of turns that tests use.
 const TURNS: u64 = 3;
 
-/// Draws two completions of each of three prompts.
+/// Samples two completions for each of three prompts.
 fn draw(
     client: &Arc<ServerGenerator>,
     sampling: &SamplingConfig,
@@ -257,7 +256,7 @@ fn draw(
     draw_with(&sampler.with_progress(progress), stream)
 }
 
-/// Draws them from the weights of the start.
+/// Samples them from the initial weights.
 fn draw_locally(sampling: &SamplingConfig, stream: u64) -> Vec<Rollout> {
     draw_with(&sampler(sampling.clone()), stream).unwrap()
 }
@@ -269,7 +268,7 @@ fn draw_with(sampler: &Sampler, stream: u64) -> anyhow::Result<Vec<Rollout>> {
     sampler.sample(&prompts, 2, stream)
 }
 
-/// The settings of most tests: short completions at a temperature.
+/// Settings for most tests: short completions at a temperature.
 fn short() -> SamplingConfig {
     SamplingConfig {
         max_new_tokens: 4,
@@ -278,7 +277,7 @@ fn short() -> SamplingConfig {
     }
 }
 
-/// Repeats `call`, whose limits of time a slow machine may exceed.
+/// Repeats `call`, whose time limits a slow machine may exceed.
 fn until_it_succeeds<T>(mut call: impl FnMut() -> anyhow::Result<T>) -> T {
     let mut calls = (0..100).map(|_| call());
     calls.find_map(anyhow::Result::ok).expect("a success")

@@ -1,4 +1,4 @@
-//! Random faults of servers.
+//! Random server faults.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -14,7 +14,7 @@ use super::fake_server::Fault;
 use super::{Setup, draw, until_it_succeeds};
 use crate::common::sampling;
 
-/// One of the faults that the servers of all engines may have.
+/// A fault that any engine's server may have.
 fn fault(number: u64) -> Fault {
     let after = |change: fn(Reply) -> Reply| Fault::After(Box::new(change));
     let instead = |status: u16, body: &str| Fault::Instead(Reply::new(status, body));
@@ -41,7 +41,7 @@ fn fault(number: u64) -> Fault {
     }
 }
 
-/// The engines run side by side, as most of their time passes in waits.
+/// The engines run in parallel, because they wait most of the time.
 #[test]
 fn random_faults_lose_nothing_double_nothing_and_hang_nothing() {
     thread::scope(|scope| {

@@ -1,4 +1,4 @@
-//! Answers of real servers, which `scripts/record-engines` records, through the client.
+//! Real servers' answers, which `scripts/record-engines` records, through the client.
 
 use std::collections::HashMap;
 use std::fs;
@@ -20,7 +20,7 @@ use tempfile::TempDir;
 
 use crate::common::model;
 
-/// The recordings of one kind of server.
+/// Recordings from one kind of server.
 #[derive(Clone, Copy)]
 struct Recordings {
     engine: Engine,
@@ -75,7 +75,7 @@ impl Recordings {
         })
     }
 
-    /// A client of one server.
+    /// A client for one server.
     fn client(self, server: &HttpServer, sync: WeightSync, sampling: &SamplingConfig) -> Client {
         let config = RolloutConfig {
             engine: self.engine,
@@ -98,7 +98,7 @@ impl Recordings {
     }
 }
 
-/// A client, and the folder of its weights.
+/// A client, and its weight directory.
 struct Client {
     generator: ServerGenerator,
     vocab_size: usize,
@@ -106,7 +106,7 @@ struct Client {
 }
 
 impl Client {
-    /// Draws the recorded completion.
+    /// Samples the recorded completion.
     fn draw(self, request: &Value, sampling: &SamplingConfig) -> anyhow::Result<Rollout> {
         let generator: Arc<dyn Generator> = Arc::new(self.generator);
         let sampler = Sampler::from_generator(generator, self.vocab_size, sampling.clone())?
@@ -124,7 +124,7 @@ impl Client {
     }
 }
 
-/// The settings of a recorded request.
+/// A recorded request's settings.
 fn sampling(request: &Value) -> SamplingConfig {
     let list = |name: &str| request[name].as_array().cloned().unwrap_or_default();
     let temperature = request["temperature"].as_f64().unwrap();
@@ -139,7 +139,7 @@ fn sampling(request: &Value) -> SamplingConfig {
     }
 }
 
-/// A recorded request through the client, and the answer `name` of the server.
+/// A recorded request through the client, and the server's answer `name`.
 struct Replayed {
     server: HttpServer,
     request: Value,
@@ -176,7 +176,7 @@ impl Replayed {
         }
     }
 
-    /// Checks that the client sends what the real server understood.
+    /// Checks that the client sends what the real server accepted.
     fn assert_sent(&self) {
         let requests = self.server.requests();
         let sent: Value = serde_json::from_slice(&requests.last().unwrap().body).unwrap();
@@ -246,7 +246,7 @@ fn a_recorded_completion_of_llama_cpp_is_read(#[case] name: &str, #[case] reason
     }
 }
 
-/// llama.cpp names no log-probs of tokens whose end is within a character.
+/// llama.cpp names no log-probs for tokens that end within a character.
 #[test]
 fn tokens_without_log_probs_are_not_trained_on() {
     let name = "within_character";
@@ -270,7 +270,7 @@ fn tokens_without_log_probs_are_not_trained_on() {
     assert_eq!(completion.written, None);
 }
 
-/// The list of log-probs has gaps, so it is not the list of tokens.
+/// The log-prob list has gaps, so it is not the token list.
 #[test]
 fn an_answer_of_llama_cpp_without_its_own_form_is_refused() {
     let replayed = Replayed::new(LLAMA, "one", "plain");
@@ -309,12 +309,12 @@ fn a_recorded_error_is_an_error_with_its_message(
     );
 }
 
-/// The settings of the recorded completions.
+/// Settings for the recorded completions.
 fn six_tokens() -> SamplingConfig {
     sampling(&VLLM.read("one")["request"]["body"])
 }
 
-/// Sends weights of version 1.
+/// Sends weights with version 1.
 fn push(server: &HttpServer, sync: WeightSync) -> anyhow::Result<()> {
     let model = DecoderConfig {
         vocab_size: VLLM.vocab_size,
@@ -376,8 +376,8 @@ fn a_recorded_answer_to_an_adapter_is_read(#[case] name: &str, #[case] words: Op
     }
 }
 
-/// Scores the tokens of a recorded request, of which the first two are the prompt. Returns the
-/// tokens, what the recorded answer names for each, and the result of `ask`.
+/// Scores the tokens in a recorded request, where the first two are the prompt. Returns the tokens,
+/// the recorded answer's entry for each, and the result from `ask`.
 fn scored<T>(
     name: &str,
     ask: impl Fn(&ServerTeacher, &TokenBatch) -> Result<T>,

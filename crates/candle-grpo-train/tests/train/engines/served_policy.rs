@@ -1,4 +1,4 @@
-//! The policy that a fake server draws from.
+//! The policy from which a fake server samples.
 
 use std::collections::{BTreeMap, HashMap};
 use std::fs;
@@ -19,7 +19,7 @@ use candle_grpo_train::{
 
 use crate::common::{log_distributions, model, parameters, tokenizer};
 
-/// The distribution of which a server reports log-probs.
+/// Distribution for the log-probs that a server reports.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(crate) enum LogProbs {
     /// `softmax(logits)`.
@@ -30,20 +30,20 @@ pub(crate) enum LogProbs {
     Processed,
 }
 
-/// A policy with its adapters, whose weights come from folders.
+/// A policy with its adapters, whose weights come from directories.
 pub(crate) struct ServedPolicy {
     pub(crate) log_probs: LogProbs,
-    /// The maximum length of a prompt and its completion.
+    /// Maximum length of a prompt and its completion.
     pub(crate) max_model_len: usize,
-    /// The seeds of completions by the number that a request has in their place: a completion then
-    /// has the tokens that [`LocalGenerator`] draws. Another number is the seed itself.
+    /// Completion seeds by the number that a request carries instead: a completion then has the
+    /// same tokens that [`LocalGenerator`] samples. Any other number is the seed itself.
     pub(crate) seeds: Arc<Mutex<HashMap<u64, CompletionSeed>>>,
     base: Parameters,
     weights: Arc<Weights>,
     adapters: BTreeMap<String, (String, Arc<Weights>)>,
 }
 
-/// The weights of the policy with or without an adapter.
+/// The policy's weights, with or without an adapter.
 pub(crate) struct Weights {
     generator: LocalGenerator,
     reference: Reference,
@@ -58,7 +58,7 @@ impl Weights {
     }
 }
 
-/// A request of completions.
+/// A completion request.
 pub(crate) struct Draw {
     pub(crate) prompt: Vec<u32>,
     pub(crate) completions: u64,
@@ -76,7 +76,7 @@ pub(crate) struct Drawn {
 }
 
 impl ServedPolicy {
-    /// The policy of the tests with its weights at the start.
+    /// The test policy with its initial weights.
     pub(crate) fn new(log_probs: LogProbs) -> Self {
         let base = parameters();
         Self {
@@ -89,7 +89,7 @@ impl ServedPolicy {
         }
     }
 
-    /// Replaces the weights by those of the start, and forgets the adapters.
+    /// Restores the initial weights, and removes the adapters.
     pub(crate) fn restart(&mut self) {
         *self = Self {
             max_model_len: self.max_model_len,
@@ -98,7 +98,7 @@ impl ServedPolicy {
         };
     }
 
-    /// Reads the weights of a Hugging Face folder. Adapters stay those of the weights before.
+    /// Reads the weights in a Hugging Face directory. Adapters still apply to the previous weights.
     pub(crate) fn read_weights(&mut self, folder: &str) -> Result<()> {
         let folder = Path::new(folder);
         let shape = DecoderConfig::from_hugging_face(&fs::read(folder.join("config.json"))?)?;
@@ -107,7 +107,7 @@ impl ServedPolicy {
         Ok(())
     }
 
-    /// Reads the adapter of a PEFT folder.
+    /// Reads the adapter in a PEFT directory.
     pub(crate) fn read_adapter(&mut self, name: &str, folder: &str) -> Result<()> {
         let adapters = Lora::load(Path::new(folder), &model(), device())?;
         let merged = PolicyWeights {
@@ -126,7 +126,7 @@ impl ServedPolicy {
         self.adapters.remove(name).is_some()
     }
 
-    /// The names and folders of the adapters.
+    /// Adapter names and directories.
     pub(crate) fn adapters(&self) -> BTreeMap<String, String> {
         let adapters = self.adapters.iter();
         adapters
@@ -134,7 +134,7 @@ impl ServedPolicy {
             .collect()
     }
 
-    /// The weights with an adapter; `None` if it is not loaded.
+    /// Returns the weights with an adapter; `None` if it is not loaded.
     pub(crate) fn weights(&self, adapter: Option<&str>) -> Option<Arc<Weights>> {
         Some(Arc::clone(match adapter {
             None => &self.weights,
@@ -163,7 +163,7 @@ impl ServedPolicy {
         Ok(())
     }
 
-    /// Draws completions. The policy may change meanwhile.
+    /// Prepares to sample completions. The policy may change meanwhile.
     pub(crate) fn drawing(&self, weights: Arc<Weights>) -> Drawing {
         Drawing {
             weights,
@@ -173,7 +173,7 @@ impl ServedPolicy {
     }
 }
 
-/// The state of a policy at one request.
+/// A policy's state at one request.
 pub(crate) struct Drawing {
     weights: Arc<Weights>,
     log_probs: LogProbs,
@@ -181,8 +181,7 @@ pub(crate) struct Drawing {
 }
 
 impl Drawing {
-    /// The log-probs of all tokens at temperature 1 in the places of the tokens of a prompt, but
-    /// for the first one.
+    /// Log-probs over the vocabulary at temperature 1, at each prompt position except the first.
     pub(crate) fn score(&self, prompt: &[u32]) -> Result<Vec<Vec<f32>>> {
         ensure!(prompt.len() > 1, "a prompt of one token has no log-probs");
         let batch = TokenBatch::new(&[prompt.split_at(1)], device())?;

@@ -1,4 +1,4 @@
-//! Log-probs of given tokens from servers.
+//! Servers' log-probs for given tokens.
 
 use std::sync::{Arc, Condvar, Mutex};
 
@@ -29,7 +29,7 @@ fn setup(engine: Engine, servers: usize) -> Setup {
     Setup::new(engine, WeightSync::Auto, servers)
 }
 
-/// The settings of [`Setup`] that a teacher has.
+/// The [`Setup`] settings that a teacher has.
 fn config(setup: &Setup) -> RolloutConfig {
     RolloutConfig {
         log_prob_tolerance: RolloutConfig::default().log_prob_tolerance,
@@ -37,8 +37,8 @@ fn config(setup: &Setup) -> RolloutConfig {
     }
 }
 
-/// Sequences of several lengths. One has tokens of context within its response and after it, and
-/// one has no token that counts.
+/// Sequences with several lengths. One has context tokens within its response and after it, and one
+/// has no token that counts.
 fn batch() -> TokenBatch {
     let pairs: [(&[u32], &[u32]); 5] = [
         (&[1, 2, 3], &[4, 5, 0]),
@@ -93,7 +93,7 @@ fn the_log_probs_of_servers_are_those_of_a_model_in_this_process(#[case] engine:
     assert_eq!(asked.sum::<usize>(), 4);
 }
 
-/// The `k` best entries of the places that count, with their log-probs.
+/// The `k` best entries at positions that count, with their log-probs.
 fn best(distributions: &TeacherDistributions) -> Vec<(Vec<u32>, Vec<f32>)> {
     let TeacherDistributions::TopK { ids, log_probs } = distributions else {
         panic!("no entries");
@@ -381,7 +381,7 @@ fn a_server_must_have_a_place_for_the_longest_sequence() {
     }
 }
 
-/// Micro-batches bound the memory of this process, and not the requests.
+/// Micro-batches limit this process's memory, and not the number of requests.
 #[test]
 fn requests_are_at_the_same_time_whatever_the_micro_batches() {
     let setup = setup(Engine::Vllm, 1);
@@ -525,7 +525,7 @@ fn settings_that_are_not_those_of_a_teacher_are_errors(
     assert!(error.starts_with(expected), "{error}");
 }
 
-/// A protocol of another crate, whose servers name no log-probs of given tokens.
+/// Another crate's protocol, whose servers name no log-probs for given tokens.
 struct DrawsOnly;
 
 impl Protocol for DrawsOnly {

@@ -1,4 +1,4 @@
-//! Trajectories of several turns from servers.
+//! Multi-turn trajectories from servers.
 
 use std::sync::Arc;
 
@@ -10,8 +10,8 @@ use super::{Setup, TURNS, draw_with, short};
 use crate::common::{model, sampler};
 use crate::environment::{echo, environments};
 
-/// A server draws the tokens of the sampler in this process for the same seeds, so trajectories
-/// differ only if the requests of their turns do.
+/// A server samples the same tokens as the sampler in this process for the same seeds, so
+/// trajectories differ only if their turns' requests do.
 #[rstest]
 #[case::vllm(Engine::Vllm)]
 #[case::sglang(Engine::Sglang)]

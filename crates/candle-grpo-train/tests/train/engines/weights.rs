@@ -20,8 +20,8 @@ use super::served_policy::LogProbs;
 use super::{Policy, STREAMS, Setup, difference, draw, draw_locally, short};
 use crate::common::{self, config, digest, file_names, max_difference, parameters};
 
-/// Checks each completion of servers against the policy, and lets the servers draw the tokens of
-/// the local generator.
+/// Checks the servers' completions against the policy, and makes the servers sample the same tokens
+/// as the local generator.
 struct Checked {
     servers: ServerGenerator,
     /// The seeds by the number that requests carry, shared with the servers.
@@ -166,7 +166,7 @@ fn a_completion_ends_as_that_of_the_policy_itself(
     assert_eq!(seen, [true; 3], "all ends should occur");
 }
 
-/// One server holds its answers, so that the other one draws the rest.
+/// One server holds its answers, so the other one samples the rest.
 #[rstest]
 #[case(Engine::Vllm, WeightSync::Adapter)]
 #[case(Engine::Sglang, WeightSync::Disk)]
@@ -274,7 +274,8 @@ fn log_probs_before_the_temperature_are_an_error() {
     policy.assert_drew(&rollouts, 1.);
 }
 
-/// With a filter, a server reports the log-probs either of the policy or of the draw.
+/// With a filter, a server reports the log-probs under either the policy or the filtered
+/// distribution.
 #[rstest]
 #[case(LogProbs::Temperature)]
 #[case(LogProbs::Processed)]
@@ -364,7 +365,7 @@ fn a_server_that_restarts_with_other_log_probs_is_an_error(
     );
 }
 
-/// With a filter, each server reports the log-probs of its own flags.
+/// With a filter, each server reports the log-probs that its own flags select.
 #[test]
 fn servers_may_report_log_probs_of_different_distributions() {
     let setup = Setup::new(Engine::Vllm, WeightSync::Disk, 2);
@@ -393,8 +394,8 @@ fn servers_may_report_log_probs_of_different_distributions() {
     policy.assert_drew(&rollouts, sampling.temperature);
 }
 
-/// Two completions are drawn from the weights of the start. The first one to be answered shows
-/// that they are lost, and the second is answered after they are there again.
+/// Two completions are sampled from the initial weights. The first answer shows that they are lost,
+/// and the second arrives after they are restored.
 #[test]
 fn a_completion_from_lost_weights_is_drawn_again_even_if_they_are_back() {
     let setup = Setup::new(Engine::Vllm, WeightSync::Disk, 1);
@@ -525,8 +526,8 @@ fn whole_weights_change_while_the_server_pauses(#[case] engine: Engine, #[case] 
     assert!(requests[start].target == "/pause?mode=keep" || engine == Engine::Sglang);
 }
 
-/// Keys and values of prompts are cached by the name and the path of an adapter, which an earlier
-/// run may have used for other weights.
+/// Prompt keys and values are cached by an adapter's name and path, which an earlier run may have
+/// used for other weights.
 #[test]
 fn an_adapter_resets_the_cache_of_prompts_if_the_server_can() {
     let setup = Setup::new(Engine::Vllm, WeightSync::Adapter, 1);
@@ -544,7 +545,7 @@ fn an_adapter_resets_the_cache_of_prompts_if_the_server_can() {
     setup.policy(2).push(&client).unwrap();
 }
 
-/// The weights of a step may change without a new step, when a caller sets them.
+/// A step's weights may change without a new step, when a caller sets them.
 #[rstest]
 #[case(Engine::Vllm, WeightSync::Adapter)]
 #[case(Engine::Vllm, WeightSync::Disk)]

@@ -196,7 +196,7 @@ fn a_special_token_of_one_character_is_an_error() {
     );
 }
 
-/// Parts of names, whole names, and text.
+/// Partial names, whole names, and text.
 fn hostile() -> impl Strategy<Value = String> {
     let piece = prop_oneof![
         prop::sample::select(&SPECIAL[..]).prop_map(str::to_owned),

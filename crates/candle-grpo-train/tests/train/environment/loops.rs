@@ -361,7 +361,7 @@ fn wrong_answers_are_failures(#[case] step: Step, #[case] words: &str) {
     assert!(message.contains(words), "{message}");
 }
 
-/// Starts with a number of letters that depends on the seed, and gives the trajectory's number as
+/// Starts with a number of letters that depends on the seed, and returns the trajectory's number as
 /// reward.
 struct Begins {
     seed: u64,

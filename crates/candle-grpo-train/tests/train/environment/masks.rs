@@ -39,7 +39,7 @@ fn single_turns(rollouts: &[Rollout]) -> TokenBatch {
     TokenBatch::new(&pairs(rollouts), device()).unwrap()
 }
 
-/// This batch with a mask made by hand: each turn is followed by two environment tokens.
+/// This batch with a handmade mask: each turn is followed by two environment tokens.
 fn by_hand(rollouts: &[Rollout]) -> TokenBatch {
     let mut mask = Vec::new();
     for rollout in rollouts {

@@ -11,7 +11,7 @@ use candle_grpo_test_support::{device, on_ranks, stay_on_cpu};
 use candle_grpo_train::Sequence;
 use candle_grpo_train::data::MixedOrder;
 use candle_grpo_train::learn::MemoryPlan;
-use candle_grpo_train::sft::{SftConfig, SftMetrics, SftSchedule, SftTrainer};
+use candle_grpo_train::sft::{SftConfig, SftMetrics, SftParts, SftSchedule, SftTrainer};
 use candle_grpo_train::{ComputeDType, Interrupted, Progress};
 use rstest::rstest;
 
@@ -49,14 +49,13 @@ fn config() -> SftConfig {
     config
 }
 
+fn parts(config: SftConfig) -> SftParts {
+    let parameters = parameters_of(&model(), device());
+    SftParts::new(model(), parameters, examples(), config)
+}
+
 fn trainer(config: SftConfig) -> SftTrainer {
-    SftTrainer::new(
-        model(),
-        parameters_of(&model(), device()),
-        examples(),
-        config,
-    )
-    .unwrap()
+    SftTrainer::new(parts(config)).unwrap()
 }
 
 fn without_time(metrics: SftMetrics) -> SftMetrics {
@@ -114,7 +113,8 @@ fn training_learns_its_examples() {
         ..SftConfig::default()
     };
     config.optimizer.learning_rate = 1e-2;
-    let mut trainer = SftTrainer::new(model(), parameters, examples, config).unwrap();
+    let parts = SftParts::new(model(), parameters, examples, config);
+    let mut trainer = SftTrainer::new(parts).unwrap();
     let first = trainer.step().unwrap();
     assert!((first.loss - 6f64.ln()).abs() < 0.1, "{}", first.loss);
     assert!((first.entropy - 6f64.ln()).abs() < 0.1, "{}", first.entropy);
@@ -228,6 +228,26 @@ fn a_resumed_run_is_bit_identical(#[case] config: SftConfig) {
     assert_eq!(weights(&second), weights(&whole));
 }
 
+#[test]
+fn a_checkpoint_has_the_given_sum_of_the_initial_weights() {
+    let sum = "a".repeat(64);
+    let adapters = Some(LoraConfig::all_linear(2, 4.));
+    let mut trainer = SftTrainer::new(SftParts {
+        parameters_sha256: Some(sum.clone()),
+        ..parts(SftConfig {
+            adapters,
+            ..config()
+        })
+    })
+    .unwrap();
+    run(&mut trainer, 1);
+    let folder = tempfile::tempdir().unwrap();
+    save(&trainer, folder.path());
+    let state = std::fs::read(folder.path().join("trainer.json")).unwrap();
+    let state: serde_json::Value = serde_json::from_slice(&state).unwrap();
+    assert_eq!(state["base_sha256"], sum);
+}
+
 fn save(trainer: &SftTrainer, folder: &Path) {
     trainer
         .write_checkpoint(folder, &pretrained(), ComputeDType::F32)
@@ -246,7 +266,12 @@ fn the_steps_of_ranks_are_those_of_one_rank(#[case] config: SftConfig) {
     let loss = alone.evaluate(&examples()).unwrap().mean_loss();
     for world_size in [2, 3] {
         let ranks = on_ranks(world_size, |collective| {
-            let mut trainer = trainer(config.clone()).with_collective(collective).unwrap();
+            let parts = parts(config.clone());
+            let mut trainer = SftTrainer::new(SftParts {
+                collective,
+                ..parts
+            })
+            .unwrap();
             let metrics = run(&mut trainer, 6);
             trainer.ensure_equal_ranks().unwrap();
             let loss = trainer.evaluate(&examples()).unwrap().mean_loss();
@@ -271,12 +296,8 @@ fn experts_report_the_balance_of_a_step() {
             micro_batch_tokens,
             ..config()
         };
-        SftTrainer::new(
-            model.clone(),
-            parameters_of(&model, device()),
-            examples(),
-            config,
-        )
+        let parameters = parameters_of(&model, device());
+        SftTrainer::new(SftParts::new(model.clone(), parameters, examples(), config))
     };
     let metrics = build(1000).unwrap().step().unwrap();
     let balance = metrics.router_aux_loss.unwrap();
@@ -299,7 +320,12 @@ fn a_canceled_step_changes_nothing() {
     let metrics = run(&mut expected, 6);
     for question in 1..=3 {
         let stop = Stop(AtomicUsize::new(question));
-        let mut canceled = trainer(config()).with_progress(Arc::new(stop));
+        let progress = Arc::new(stop);
+        let mut canceled = SftTrainer::new(SftParts {
+            progress,
+            ..parts(config())
+        })
+        .unwrap();
         let error = canceled.step().unwrap_err();
         assert!(error.is::<Interrupted>(), "{error:#}");
         assert_eq!(canceled.steps(), 0);
@@ -312,12 +338,19 @@ fn a_canceled_step_changes_nothing() {
 fn rows_come_in_the_given_order() {
     let sources: Vec<usize> = (0..11).map(|row| usize::from(row > 0)).collect();
     let order = MixedOrder::new(&sources, &[1., 0.], 0).unwrap();
-    let mut trainer = trainer(config()).with_order(order).unwrap();
+    let with_order = |order| {
+        let order = Some(order);
+        SftTrainer::new(SftParts {
+            order,
+            ..parts(config())
+        })
+    };
+    let mut trainer = with_order(order).unwrap();
     let loss = trainer.actor().likelihood(&examples()[..1]).unwrap();
     let metrics = trainer.step().unwrap();
     assert!((metrics.loss - loss.mean_loss()).abs() < 1e-6);
     let order = MixedOrder::single(3, 0).unwrap();
-    let error = self::trainer(config()).with_order(order).err().unwrap();
+    let error = with_order(order).err().unwrap();
     assert!(
         error.to_string().starts_with("order: 3 rows, must be 11"),
         "{error}"
@@ -339,7 +372,7 @@ fn rows_come_in_the_given_order() {
 )]
 fn settings_that_are_not_valid_are_errors(#[case] config: SftConfig, #[case] expected: &str) {
     let parameters = Parameters::init(&model(), 0, &Device::Cpu).unwrap();
-    let error = SftTrainer::new(model(), parameters, examples(), config);
+    let error = SftTrainer::new(SftParts::new(model(), parameters, examples(), config));
     let error = error.err().unwrap().to_string();
     assert!(error.starts_with(expected), "{error}");
 }
@@ -347,7 +380,7 @@ fn settings_that_are_not_valid_are_errors(#[case] config: SftConfig, #[case] exp
 #[test]
 fn no_examples_are_an_error() {
     let parameters = Parameters::init(&model(), 0, &Device::Cpu).unwrap();
-    let error = SftTrainer::new(model(), parameters, Vec::new(), config());
+    let error = SftTrainer::new(SftParts::new(model(), parameters, Vec::new(), config()));
     assert_eq!(
         error.err().unwrap().to_string(),
         "examples: none, must be at least one"

@@ -14,9 +14,9 @@ use super::exit::Exit;
 pub(super) enum Task {
     /// Answers that are numbers or formulas, compared with a column.
     Math,
-    /// A reward that is a program.
+    /// A reward program.
     Program,
-    /// Several turns with a program that answers.
+    /// Several turns, with a program that replies.
     Environment,
     /// Supervised fine-tuning on given answers, for grpo sft.
     Sft,
@@ -26,9 +26,9 @@ pub(super) enum Task {
 pub(super) struct InitArguments {
     /// The task.
     task: Task,
-    /// The folder to write to. Absent: the name of the task.
+    /// The target folder. Default: the task name.
     folder: Option<PathBuf>,
-    /// The model to train: a folder, a GGUF file, or a name on the Hugging Face hub.
+    /// The model to train: a folder, a GGUF file, or a Hugging Face hub name.
     #[arg(
         long,
         default_value = "Qwen/Qwen2.5-0.5B-Instruct",
@@ -38,7 +38,7 @@ pub(super) struct InitArguments {
 }
 
 impl Task {
-    /// The name, for the folders of the task and of its run.
+    /// Returns the name, for the folders of the task and its run.
     fn name(self) -> &'static str {
         match self {
             Self::Math => "math",
@@ -48,7 +48,7 @@ impl Task {
         }
     }
 
-    /// The files by their names. In the first one, marks stand for paths.
+    /// Returns the files by name. In the first one, marks stand for paths.
     fn files(self) -> Vec<(&'static str, &'static str)> {
         match self {
             Self::Math => vec![
@@ -73,7 +73,7 @@ impl Task {
     }
 }
 
-/// Writes the files of a task. None of them may exist.
+/// Writes a task's files. None of them may exist.
 pub(super) fn init(arguments: &InitArguments) -> Result<(), Exit> {
     let task = arguments.task;
     let folder = arguments.folder.clone();
@@ -83,7 +83,7 @@ pub(super) fn init(arguments: &InitArguments) -> Result<(), Exit> {
         let path = folder.join(name);
         if path.exists() || path.is_symlink() {
             return Err(Exit::Config(format!(
-                "{}: exists already and is not replaced; choose another folder",
+                "{}: already exists and is not replaced; choose another folder",
                 path.display()
             )));
         }
@@ -110,7 +110,7 @@ pub(super) fn init(arguments: &InitArguments) -> Result<(), Exit> {
     Ok(())
 }
 
-/// Returns the configuration with the paths in place of the marks.
+/// Returns the configuration with paths in place of the marks.
 fn filled(text: &str, model: &str, folder: &Path, run: &Path) -> Result<String, Exit> {
     let mut text = text.to_owned();
     for (mark, value) in [

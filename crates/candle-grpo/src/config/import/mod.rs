@@ -1,4 +1,4 @@
-//! Configuration files of other trainers, translated to files of this program.
+//! Other trainers' configuration files, translated to our own.
 
 mod openrlhf;
 mod overrides;
@@ -23,11 +23,11 @@ pub(super) use verl::SIGN as VERL_SIGN;
 pub enum System {
     /// ROLL 0.3.0.
     Roll,
-    /// TRL 1.16.0: a flat file of `trl grpo`.
+    /// TRL 1.16.0: a flat file for `trl grpo`.
     Trl,
-    /// verl 0.9.1: a file of Hydra, or the overrides of a script.
+    /// verl 0.9.1: a Hydra file, or the overrides in a script.
     Verl,
-    /// OpenRLHF: the options of `train_ppo_ray` in a script, or as a file.
+    /// OpenRLHF: `train_ppo_ray` options in a script, or as a file.
     OpenRlhf,
 }
 
@@ -42,7 +42,7 @@ impl fmt::Display for System {
     }
 }
 
-/// The fate of a key of another trainer.
+/// The outcome for a key of another trainer.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Verdict {
     /// It is used under this key.
@@ -63,7 +63,7 @@ impl fmt::Display for Verdict {
     }
 }
 
-/// The weight of a key that is not used.
+/// The severity of leaving a key out.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Severity {
     /// The run learns the same without it.
@@ -74,7 +74,7 @@ pub enum Severity {
     Unknown,
 }
 
-/// A key of the file of another trainer, and its verdict.
+/// A key in another trainer's file, and its verdict.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ImportedKey {
     /// Its path in the file.
@@ -87,33 +87,29 @@ pub struct ImportedKey {
     pub severity: Severity,
 }
 
-/// The file of another trainer, translated.
+/// Another trainer's file, translated.
 #[derive(Debug, Clone)]
 pub struct Import {
     /// The trainer.
     pub system: System,
-    /// Every key in the order of the file.
+    /// Every key, in file order.
     pub keys: Vec<ImportedKey>,
     /// The keys that the file leaves out, and whose defaults differ.
     pub defaults: Vec<RollDefault>,
-    /// The steps and samples of an update on both sides, if they are known.
+    /// The steps and the samples per update on both sides, if known.
     pub sizes: Option<Sizes>,
-    /// The translation. Its errors have the keys and the lines of the file.
+    /// The translation. Its errors have the file's keys and lines.
     pub document: Document,
 }
 
-/// An [`Import`] of a file of ROLL.
-pub type RollFile = Import;
-
 impl Import {
-    /// Returns the translation of `document` if it is the file of another trainer, which ran with
-    /// one process.
+    /// Translates `document` if it is another trainer's file for one process.
     pub fn new(document: &Document) -> Option<Self> {
         Self::of_processes(document, 1)
     }
 
-    /// [`Self::new`] of a file that is for this number of processes. Only the sizes of TRL are
-    /// those of a process.
+    /// Translates as [`Self::new`] does, for a file meant for this number of processes. Only TRL's
+    /// sizes count per process.
     pub fn of_processes(document: &Document, processes: usize) -> Option<Self> {
         let translate = match system(document)? {
             System::Roll => roll::translate,
@@ -124,12 +120,12 @@ impl Import {
         Some(translate(document))
     }
 
-    /// Refuses a key that neither trainer has, and one that changes what a run learns and has no
-    /// counterpart, unless `allow_unsupported` is true.
+    /// Rejects a key that neither trainer has. Also rejects a key that changes what a run learns
+    /// and has no equivalent, unless `allow_unsupported` is true.
     ///
     /// # Errors
     ///
-    /// With the line of the first such key, and the reasons of all of them.
+    /// Returns an error with the first such key's line, and the reasons for all of them.
     pub fn check(&self, allow_unsupported: bool) -> Result<(), ConfigError> {
         let refused = |severity: Severity| match severity {
             Severity::Note => false,
@@ -164,7 +160,7 @@ impl Import {
     }
 }
 
-/// Returns the trainer that a file is of, unless it is of this program.
+/// Returns the other trainer that wrote a file, if any.
 fn system(document: &Document) -> Option<System> {
     let systems = [
         (verl::is_of as fn(&Document) -> bool, System::Verl),
@@ -178,13 +174,16 @@ fn system(document: &Document) -> Option<System> {
 
 #[cfg(test)]
 mod tests {
+    use super::super::algorithm::AlgorithmConfig;
     use super::super::other_names::all_keys;
+    use super::super::suggestions::keys_of;
     use super::rules::Rule;
     use super::{openrlhf, trl, verl};
 
     #[test]
     fn every_rule_leads_to_a_key_that_exists() {
         let all = all_keys();
+        let algorithm = keys_of(&AlgorithmConfig::default());
         for (name, rule) in [trl::RULES, verl::RULES, openrlhf::RULES]
             .into_iter()
             .flatten()
@@ -195,6 +194,9 @@ mod tests {
             // A recipe has one surrogate of several.
             let pointer = format!("/{}", path.replace('.', "/"));
             let is_key = all.pointer(&pointer).is_some() || path.contains(".surrogate.");
+            // A key that sets several options, or one that the preset has in another place.
+            let key = path.strip_prefix("algorithm.");
+            let is_key = is_key || key.is_some_and(|key| algorithm.contains(key));
             assert!(is_key, "{name}: {path}");
         }
     }

@@ -1,4 +1,4 @@
-//! Options of OpenRLHF's `train_ppo_ray`, in a script or a file.
+//! OpenRLHF's `train_ppo_ray` options, in a script or a file.
 
 use serde_json::{Value, json};
 
@@ -20,7 +20,7 @@ const SIGNS: [&str; 4] = [
     "rollout.batch_size",
 ];
 
-/// Options of versions before the sections, with their names of today.
+/// Options from versions before the sections, with today's names.
 const OLD: &[(&str, &str)] = &[
     ("pretrain", "actor.model_name_or_path"),
     ("reward_pretrain", "reward.model_name_or_path"),
@@ -50,30 +50,14 @@ const OLD: &[(&str, &str)] = &[
     ("lambd", "algo.advantage.lambd"),
 ];
 
-/// The number of such options that make a file of OpenRLHF; fewer are a slip.
+/// The number of such options that make an OpenRLHF file; fewer are a slip.
 const FLAT: usize = 4;
-
-const OWN: &[&str] = &[
-    "model",
-    "rewards",
-    "environment",
-    "sampler",
-    "optimizer",
-    "schedule",
-    "training",
-    "evaluation",
-    "checkpoint",
-    "trackers",
-    "run_dir",
-    "max_steps",
-    "threads",
-];
 
 pub(super) const RULES: &[(&str, Rule)] = rules! {
     "actor.model_name_or_path": To("model.path");
     "reward.model_name_or_path": Convert("rewards", reward_model);
     "reward.remote_url": Set("rewards", ", such as {kind: program} (docs/configuration.md)");
-    "reward.normalize_enable": Unless("false", "set algorithm.recipe.reward_shaping.norm");
+    "reward.normalize_enable": Unless("false", "set recipe.reward_shaping.norm");
     "reward.stop_properly_penalty_coef": Unless("null", "completions that are cut off have their reward");
     "reward.overlong_penalty_factor": NoMeaning("overlong_buffer_len is absent");
     "reward": NoMeaning(MEMORY);
@@ -91,8 +75,8 @@ pub(super) const RULES: &[(&str, Rule)] = rules! {
     "eval.temperature": To("evaluation.sampler.temperature");
     "eval.n_samples_per_prompt": To("evaluation.samples_per_prompt");
     "eval": NoMeaning(DATA);
-    "rollout.temperature": To("sampler.temperature");
-    "rollout.top_p": To("sampler.top_p");
+    "rollout.temperature": To("sampling.temperature");
+    "rollout.top_p": To("sampling.top_p");
     "rollout.vllm_generate_batch_size": Unless("null", "a step samples rollout.batch_size prompts");
     "rollout": NoMeaning(MEMORY);
     "train.seed": To("seed");
@@ -106,14 +90,14 @@ pub(super) const RULES: &[(&str, Rule)] = rules! {
     "actor.adam.weight_decay": To("optimizer.weight_decay");
     "actor.optim": Unless("\"adam\"", "the optimizer is AdamW");
     "actor.muon": NoMeaning("the optimizer is AdamW");
-    "actor.max_norm": To("training.max_grad_norm");
+    "actor.max_norm": To("max_grad_norm");
     "actor.min_lr_ratio": To("schedule.min_lr_ratio");
     "actor.eps_clip": To("algorithm.pg_clip");
-    "actor.dual_clip": To("algorithm.recipe.policy_loss.surrogate.clip.dual_clip");
+    "actor.dual_clip": To("recipe.policy_loss.surrogate.clip.dual_clip");
     "actor.policy_loss_type": Unless("\"ppo\"", "use a file of ours with algorithm.preset: gspo");
     "actor.entropy_coef": To("algorithm.entropy_loss_coef");
-    "actor.aux_loss_coef": To("training.router_aux_loss_coef");
-    "actor.gradient_checkpointing_enable": To("training.activation_checkpointing");
+    "actor.aux_loss_coef": To("router_aux_loss_coef");
+    "actor.gradient_checkpointing_enable": To("activation_checkpointing");
     "actor.gradient_checkpointing_reentrant": NoMeaning(MEMORY);
     "actor.freeze_visual_encoder": NoMeaning(DATA);
     "actor.num_nodes": NoMeaning(RANKS);
@@ -126,8 +110,8 @@ pub(super) const RULES: &[(&str, Rule)] = rules! {
     "algo.kl.horizon": NoMeaning("algo.kl.target is absent");
     "algo.dynamic_filtering_range": NoMeaning("algo.dynamic_filtering_enable is off");
     "algo.dynamic_filtering_enable": NoMeaning("it is off");
-    "ds.param_dtype": Convert("training.compute_dtype", dtype);
-    "ds.load_in_4bit": Set("training.base_weights", "");
+    "ds.param_dtype": Convert("compute_dtype", dtype);
+    "ds.load_in_4bit": Set("base_weights", "");
     "ds.lora.rank": NoMeaning("it is 0");
     "ds.lora.alpha": NoMeaning("ds.lora.rank is 0");
     "ds.lora.target_modules": NoMeaning("ds.lora.rank is 0");
@@ -150,12 +134,12 @@ pub(super) fn is_of(document: &Document) -> bool {
         || document.get("n_samples_per_prompt").is_some() && old.count() >= FLAT
 }
 
-/// Returns whether `name` is an option of a version before the sections.
+/// Returns whether `name` is an option from a version before the sections.
 pub(super) fn is_old(name: &str) -> bool {
     OLD.iter().any(|(old, _)| *old == name)
 }
 
-/// Returns the translation of a file, with OpenRLHF's defaults.
+/// Translates a file, with OpenRLHF's defaults.
 pub(super) fn translate(document: &Document) -> Import {
     let document = renamed(document);
     let mut file = Translation::new(&document);
@@ -163,7 +147,7 @@ pub(super) fn translate(document: &Document) -> Import {
     algorithm(&mut file);
     optimizer(&mut file);
     lengths(&mut file);
-    file.apply(RULES, IDLE, OWN);
+    file.apply(RULES, IDLE);
     let defaults = file.left_out(
         sizes.all_updates.is_none(),
         [
@@ -189,52 +173,47 @@ pub(super) fn translate(document: &Document) -> Import {
     }
 }
 
-/// Returns the document with the names of today.
+/// Returns the document with today's names.
 fn renamed(document: &Document) -> Document {
     let mut renamed = document.clone();
     for (old, new) in OLD {
         if let Some(value) = document.get(old) {
             let line = document.line_of(old);
-            renamed = renamed.without(old);
+            renamed.remove(old);
             renamed.insert(new, value.clone(), old, line);
         }
     }
     renamed
 }
 
-/// The sizes of a step. A batch for sampling has prompts, and one of an update completions.
+/// Translates the step sizes. A sampling batch counts prompts, and a training batch completions.
 fn sizes(file: &mut Translation<'_>) -> Sizes {
     let prompts = file.number("rollout.batch_size").unwrap_or(1024.);
     let group = file.number("rollout.n_samples_per_prompt").unwrap_or(1.);
     let update = file.number("train.batch_size").unwrap_or(128.);
     let passes = file.number("train.max_epochs").unwrap_or(1.);
     for (path, place, value) in [
-        (
-            "rollout.batch_size",
-            "algorithm.rollout_batch_size",
-            prompts,
-        ),
-        (
-            "rollout.n_samples_per_prompt",
-            "algorithm.num_return_sequences_in_group",
-            group,
-        ),
-        ("train.batch_size", "training.mini_batch_size", update),
-        ("train.max_epochs", "algorithm.ppo_epochs", passes),
+        ("rollout.batch_size", "prompts_per_step", prompts),
+        ("rollout.n_samples_per_prompt", "num_generations", group),
+        ("train.batch_size", "mini_batch_size", update),
+        ("train.max_epochs", "epochs", passes),
     ] {
         file.decide(&[path], place, count(value));
     }
     let tokens = "train.max_tokens_per_gpu";
     if file.flag("train.dynamic_batch_enable") {
         let value = file.number(tokens).unwrap_or(16192.);
-        file.decide(&[tokens], "training.micro_batch_tokens", count(value));
+        file.decide(&[tokens], "micro_batch_tokens", count(value));
         file.no_meaning("train.micro_batch_size", "tokens bound a pass");
     } else if let Some(value) = file.get("train.micro_batch_size") {
-        file.used("train.micro_batch_size", "training.micro_batch_size", value);
+        file.used("train.micro_batch_size", "micro_batch_size", value);
     }
     let steps = file.number("max_steps");
     match steps {
-        Some(_) => file.no_meaning("train.num_episodes", "max_steps is set"),
+        Some(steps) => {
+            file.used("max_steps", "max_steps", count(steps));
+            file.no_meaning("train.num_episodes", "max_steps is set");
+        }
         None => file.refuse(
             "train.num_episodes",
             format!("set max_steps to prompts x episodes / {prompts}"),
@@ -264,10 +243,7 @@ fn algorithm(file: &mut Translation<'_>) {
         }
     };
     file.decide(&[path], "algorithm.preset", json!(preset));
-    file.default(
-        "algorithm.recipe.policy_loss.aggregation",
-        json!("token-mean"),
-    );
+    file.default("recipe.policy_loss.aggregation", json!("token-mean"));
     let gamma = file.number("algo.advantage.gamma").unwrap_or(1.);
     if kind == "gae" || gamma != 1. {
         file.decide(&["algo.advantage.gamma"], "algorithm.gamma", json!(gamma));
@@ -278,11 +254,7 @@ fn algorithm(file: &mut Translation<'_>) {
         for (key, place, default) in [
             ("algo.advantage.lambd", "algorithm.lambd", 1.),
             ("critic.value_clip", "algorithm.value_clip", 0.5),
-            (
-                "critic.adam.lr",
-                "training.critic.optimizer.learning_rate",
-                9e-6,
-            ),
+            ("critic.adam.lr", "critic.optimizer.learning_rate", 9e-6),
         ] {
             let value = file.number(key).unwrap_or(default);
             file.decide(&[key], place, json!(value));
@@ -307,13 +279,13 @@ fn algorithm(file: &mut Translation<'_>) {
         file.no_meaning("actor.eps_clip", "eps_clip_low_high is set");
     }
     let range = file.get("reward.clip_range").unwrap_or(json!([-10, 10]));
-    let place = "algorithm.recipe.reward_shaping.clip_range";
+    let place = "recipe.reward_shaping.clip_range";
     file.decide(&["reward.clip_range"], place, range);
     if file.flag("algo.dynamic_filtering_enable") {
         let range = file.get("algo.dynamic_filtering_range");
         let range = range.unwrap_or(json!([0, 1]));
         let filter = json!({"mean_above": range[0], "mean_below": range[1], "spread": false});
-        let place = "algorithm.recipe.group_filter";
+        let place = "recipe.group_filter";
         file.used("algo.dynamic_filtering_enable", place, filter);
         file.no_meaning("algo.dynamic_filtering_range", format!("{place} is set"));
     }
@@ -326,17 +298,17 @@ fn kl(file: &mut Translation<'_>, estimator: &str) {
     let coefs = ["algo.kl.init_coef"];
     if file.flag("algo.kl.use_loss") {
         if matches!(estimator, "group_norm" | "reinforce") {
-            file.default("algorithm.recipe.advantage.kl_penalty", Value::Null);
+            file.default("recipe.advantage.kl_penalty", Value::Null);
         }
         file.used("algo.kl.use_loss", "algorithm.use_kl_loss", json!(true));
         file.decide(&coefs, "algorithm.kl_loss_coef", json!(coef));
-        let place = "algorithm.recipe.policy_loss.kl.kl.estimator";
+        let place = "recipe.policy_loss.kl.kl.estimator";
         file.decide(&["algo.kl.estimator"], place, kind);
     } else if matches!(estimator, "group_norm" | "reinforce") {
         // OpenRLHF bounds the estimate, and not the ratio.
         let kl = json!({"estimator": kind, "log_ratio_clamp": null, "value_clamp": 10.});
         let keys = ["algo.kl.init_coef", "algo.kl.estimator"];
-        let place = "algorithm.recipe.advantage.kl_penalty";
+        let place = "recipe.advantage.kl_penalty";
         file.decide(&keys, place, json!({"coef": coef, "kl": kl}));
     } else if coef != 0. {
         file.default("algorithm.add_token_level_kl", json!(true));
@@ -356,26 +328,10 @@ fn optimizer(file: &mut Translation<'_>) {
     let path = "actor.lr_scheduler";
     let kind = file.text(path);
     let kind = kind.unwrap_or("cosine_with_min_lr".to_owned());
-    let decay = match kind.as_str() {
-        "constant" | "constant_with_warmup" => None,
-        "linear" => Some("linear"),
-        "cosine" | "cosine_with_min_lr" => Some("cosine"),
-        kind => {
-            file.refuse(path, format!("{kind}, must be constant, linear or cosine"));
-            None
-        }
-    };
+    file.decay(path, &kind);
     let steps = file.number("max_steps");
-    match (decay, steps) {
-        (None, _) => file.no_meaning(path, "it is the default here"),
-        (Some(decay), Some(steps)) => {
-            file.decide(&[path], "schedule.decay", json!(decay));
-            file.default("schedule.decay_until", count(steps));
-            if kind == "cosine_with_min_lr" {
-                file.decide(&[], "schedule.min_lr_ratio", json!(0.1));
-            }
-        }
-        (Some(_), None) => file.refuse(path, "set max_steps, over which it decays"),
+    if kind == "cosine_with_min_lr" && steps.is_some() {
+        file.default("schedule.min_lr_ratio", json!(0.1));
     }
     let path = "actor.lr_warmup_ratio";
     let ratio = file.number(path).unwrap_or(0.03);
@@ -389,7 +345,7 @@ fn optimizer(file: &mut Translation<'_>) {
     }
 }
 
-/// The lengths of prompts and completions. `data.max_len` bounds their sum.
+/// Translates prompt and completion lengths. `data.max_len` bounds their sum.
 fn lengths(file: &mut Translation<'_>) {
     let sum = file.number("data.max_len").unwrap_or(2048.);
     let completion = file.number("rollout.max_new_tokens");
@@ -401,29 +357,29 @@ fn lengths(file: &mut Translation<'_>) {
         } else {
             &keys[1..]
         },
-        "algorithm.response_length",
+        "sampling.max_new_tokens",
         count(length),
     );
     let prompt = match completion {
         Some(completion) => (sum - completion).max(1.),
         None => sum,
     };
-    file.decide(&keys[1..], "algorithm.prompt_length", count(prompt));
+    file.decide(&keys[1..], "max_prompt_tokens", count(prompt));
     if let Some(buffer) = file.get("reward.overlong_buffer_len") {
         let factor = file.number("reward.overlong_penalty_factor").unwrap_or(1.);
         let penalty = json!({"max_length": count(length), "buffer": buffer, "factor": factor});
-        let place = "algorithm.recipe.overlong";
+        let place = "recipe.overlong";
         file.used("reward.overlong_buffer_len", place, penalty);
     }
     if file.number("ds.lora.rank").unwrap_or(0.) > 0. {
         for (key, default) in [("rank", json!(0)), ("alpha", json!(16))] {
             let path = format!("ds.lora.{key}");
             let value = file.get(&path).unwrap_or(default);
-            file.decide(&[&path], &format!("training.adapters.{key}"), value);
+            file.decide(&[&path], &format!("adapters.{key}"), value);
         }
         let path = "ds.lora.target_modules";
         if let Some(modules) = file.get(path).as_ref().and_then(files) {
-            file.used(path, "training.adapters.target_modules", modules);
+            file.used(path, "adapters.target_modules", modules);
         }
     }
 }
@@ -432,7 +388,7 @@ fn reward_model(value: &Value) -> Option<Value> {
     Some(json!([{"kind": "reward_model", "path": value.as_str()?}]))
 }
 
-/// A column as a prompt: those of messages are found by their name.
+/// Converts a column name to a prompt template. Message columns are found by name.
 fn column(value: &Value) -> Option<Value> {
     Some(match value.as_str()? {
         "prompt" | "messages" => Value::Null,

@@ -1,4 +1,4 @@
-//! The keys that a shell script sets: `a.b=c` of Hydra and verl, and `--a.b c` of OpenRLHF.
+//! The keys that a shell script sets: Hydra's and verl's `a.b=c`, and OpenRLHF's `--a.b c`.
 
 use std::collections::BTreeMap;
 
@@ -7,10 +7,10 @@ use serde_json::Value;
 use super::super::document::LONGEST_PATH;
 use super::openrlhf::is_old;
 
-/// Returns the keys of a script, their values and lines.
+/// Returns a script's keys with their values and lines.
 ///
-/// Comments, words of another form and keys longer than [`LONGEST_PATH`] are left out. A variable
-/// that the script sets has its value; another one stays as it is written.
+/// Leaves out comments, other words, and keys longer than [`LONGEST_PATH`]. Inserts variables that
+/// the script sets; others stay as written.
 pub(in super::super) fn of(script: &str) -> Vec<(&str, Value, usize)> {
     let mut keys: Vec<(&str, Value, usize)> = Vec::new();
     let variables = variables(script);
@@ -90,7 +90,7 @@ fn substituted(text: &str, variables: &BTreeMap<&str, &str>) -> String {
     })
 }
 
-/// Adds a value of an option, of which there may be several.
+/// Adds another value to an option.
 fn add(option: Option<&mut (&str, Value, usize)>, more: Value) {
     if let Some((_, value, _)) = option {
         *value = match std::mem::take(value) {

@@ -1,8 +1,9 @@
-//! The report of an import.
+//! Import reports.
 
 use std::fmt;
 
-use super::{Import, Severity, Verdict};
+use super::super::former;
+use super::{Import, ImportedKey, Severity, Verdict};
 
 /// A key that a file leaves out, with two defaults.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -15,16 +16,16 @@ pub struct RollDefault {
     pub here: &'static str,
 }
 
-/// The counts of a run: how much it samples for an update, and how often.
+/// A run's sizes: how much it samples for an update, and how often.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Sizes {
     /// Completions that are sampled at once.
     pub sampled: f64,
-    /// Completions of an update.
+    /// Completions per update.
     pub update: f64,
     /// Updates from the completions that are sampled at once.
     pub updates: f64,
-    /// Updates of the whole run, if the file bounds it.
+    /// Updates in the whole run, if the file bounds it.
     pub all_updates: Option<f64>,
 }
 
@@ -38,10 +39,14 @@ impl fmt::Display for Sizes {
         } = self;
         write!(
             f,
-            "{sampled} completions are sampled for {updates} updates of at most {update}"
+            "{sampled} completions per generation, at most {update} per update, updates per generation: {updates}"
         )?;
         match all_updates {
-            Some(all) => write!(f, "; {all} updates, {} samplings", (all / updates).ceil()),
+            Some(all) => write!(
+                f,
+                "; total: {} generations, {all} updates",
+                (all / updates).ceil()
+            ),
             None => Ok(()),
         }
     }
@@ -50,14 +55,24 @@ impl fmt::Display for Sizes {
 /// The report: one line for each key, and the counts on both sides.
 impl fmt::Display for Import {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        writeln!(f, "A file of {}. Its keys:", self.system)?;
+        writeln!(f, "Imported from {}. Keys:", self.system)?;
         let widths = self.keys.iter().map(|key| key.path.len());
         let width = widths.max().unwrap_or(0);
-        for key in &self.keys {
-            writeln!(f, "  {:width$}  {}", key.path, key.verdict)?;
+        let native = self.document.native().ok();
+        for ImportedKey { path, verdict, .. } in &self.keys {
+            write!(f, "  {path:width$}  ")?;
+            match (verdict, &native) {
+                (Verdict::Used(place), Some(native)) if former::is_of(place) => {
+                    match native.places_of(path).join(", ").as_str() {
+                        "" => writeln!(f, "used: it is the default")?,
+                        places => writeln!(f, "used: {places}")?,
+                    }
+                }
+                _ => writeln!(f, "{verdict}")?,
+            }
         }
         if !self.defaults.is_empty() {
-            writeln!(f, "Left out, with another default in {}:", self.system)?;
+            writeln!(f, "Absent keys, whose default differs in {}:", self.system)?;
             for RollDefault { key, roll, here } in &self.defaults {
                 writeln!(f, "  {key}: {here} here, {roll} in {}", self.system)?;
             }
@@ -80,14 +95,17 @@ impl Import {
         let left_out = if defaults.is_empty() {
             String::new()
         } else {
-            format!(" Left out, with another default: {}.", defaults.join(", "))
+            format!(
+                " Absent keys with different defaults: {}.",
+                defaults.join(", ")
+            )
         };
         let sizes = match &self.sizes {
             Some(sizes) => format!("In {}: {sizes}.\n", self.system),
             None => String::new(),
         };
         format!(
-            "A file of {}: {} keys are used, {} have no meaning here, {} are not supported (`grpo import` lists them).{left_out}\n{sizes}",
+            "Imported from {}. Keys used: {}; without meaning here: {}; not supported: {} (`grpo import` lists them).{left_out}\n{sizes}",
             self.system,
             count(|verdict| matches!(verdict, Verdict::Used(_))),
             count(|verdict| matches!(verdict, Verdict::NoMeaning(_))),

@@ -1,19 +1,21 @@
-//! Configuration files of ROLL, with their roles and strategies.
+//! ROLL configuration files, with their roles and strategies.
 
 use std::collections::BTreeSet;
 
-use candle_grpo_train::TrainConfig;
+use candle_grpo_train::{SamplingConfig, TrainConfig};
 use serde_json::{Map, Value, json};
 
 use super::super::algorithm::AlgorithmConfig;
 use super::super::document::Document;
-use super::super::suggestions::{nearest, sections};
+use super::super::former;
+use super::super::run::keys;
+use super::super::suggestions::{keys_of, nearest};
 use super::report::{RollDefault, Sizes};
-use super::rules::rules;
-use super::translation::{INTERPOLATED, interpolated};
+use super::rules::{ENVIRONMENT, METRICS, PENALTY, RANKS, rules};
+use super::translation::{INTERPOLATED, first, fits, interpolated, is_same};
 use super::{Import, ImportedKey, Severity, System, Verdict};
 
-/// The keys of the algorithm whose defaults differ. ROLL's are those of its code. Its page names
+/// The algorithm keys whose defaults differ. ROLL's defaults come from its code. Its page names
 /// another `loss_agg_mode`.
 const DEFAULTS: [RollDefault; 4] = [
     RollDefault {
@@ -42,13 +44,13 @@ const DEFAULTS: [RollDefault; 4] = [
 /// The rule for the keys at and below a path, in which `*` stands for one step.
 enum Rule {
     To(&'static str),
-    /// To a place, if the second path of the file is true.
+    /// Used at the first place, if the second path in the file is true.
     ToIf(&'static str, &'static str),
     NoMeaning(&'static str),
     NotSupported(&'static str),
-    /// Not supported, unless the file has our key for it; with the end of the advice to set it.
+    /// Not supported, unless the file has our key for it. Includes the end of the advice to set it.
     Set(&'static str, &'static str),
-    /// Not supported, unless the file has both of our keys for it.
+    /// Not supported, unless the file has both our keys for it.
     SetBoth(&'static str, &'static str),
     /// Not supported, unless the file has our key for it. The run learns the same without it.
     Advise(&'static str),
@@ -58,18 +60,14 @@ enum Rule {
 
 use Rule::{Advise, NoMeaning, NotSupported, Set, SetBoth, To, ToIf, Unless};
 
-const RANKS: &str = "mpirun, srun or torchrun starts the ranks";
 const NO_WORKERS: &str = "there are no workers";
 const WORKERS: &str =
     " to the completions of an update of all workers; ROLL's keys have those of one";
 const TEMPLATE: &str = "the chat template of the model is used";
 const GROUP: &str = "num_return_sequences_in_group is used";
 const PACKED: &str = "sequences are packed without padding";
-const TOKENS: &str = "training.micro_batch_tokens bounds a pass";
+const TOKENS: &str = "micro_batch_tokens bounds a pass";
 const DISTILLATION: &str = " and recipe.policy_loss.distillation (docs/from-roll.md)";
-const PENALTY: &str = "a penalty changes the distribution of tokens";
-const ENVIRONMENTS: &str = "an environment is a program here (docs/environments.md)";
-const METRICS: &str = "TensorBoard files are always written; trackers adds others";
 
 /// The rules. The first one that fits applies.
 const RULES: &[(&str, Rule)] = rules! {
@@ -96,7 +94,7 @@ const RULES: &[(&str, Rule)] = rules! {
     "async_generation_ratio": Set("rollout.max_staleness", "");
     "is_num_return_sequences_expand": NoMeaning("groups are always sampled together");
     "max_running_requests": NoMeaning("rollout.max_inflight is used");
-    "use_additional_prompts": NotSupported("set algorithm.recipe.group_filter and training.max_sampling_batches");
+    "use_additional_prompts": NotSupported("set recipe.group_filter and max_sampling_batches");
     "max_additional_running_prompts": Set("training.max_sampling_batches", "");
     "reward_pretrain": NoMeaning("rewards lists a reward model by its kind, reward_model");
     "difficulty_loss_weight": NotSupported("samples are not weighted by difficulty");
@@ -111,11 +109,11 @@ const RULES: &[(&str, Rule)] = rules! {
     "*.device_mapping": NoMeaning(RANKS);
     "*.world_size": NoMeaning(RANKS);
     "*.num_gpus_per_worker": NoMeaning(RANKS);
-    "*.infer_batch_size": NoMeaning("sampler.max_batch_size is used");
+    "*.infer_batch_size": NoMeaning("sampling.max_batch_size is used");
     "*.use_remote_checkpoint": NoMeaning(NO_WORKERS);
     "*.model_args.flash_attn": NoMeaning("there is one attention implementation");
     "*.model_args.attn_implementation": NoMeaning("there is one attention implementation");
-    "*.model_args.disable_gradient_checkpointing": NoMeaning("activations are not checkpointed unless training.activation_checkpointing is set");
+    "*.model_args.disable_gradient_checkpointing": NoMeaning("activations are not checkpointed unless activation_checkpointing is set");
     "*.model_args.model_type": NoMeaning("the model's configuration is used");
     "*.model_args.dtype": Advise("training.compute_dtype");
     "actor_train.model_args.lora_rank": To("training.adapters.rank");
@@ -180,16 +178,16 @@ const RULES: &[(&str, Rule)] = rules! {
     "l2": Unless("0", "set optimizer.weight_decay");
     "mask_type": Unless("\"loss\"", "masks leave the loss alone");
     "train_infer_correction": Set("algorithm.recipe.policy_loss.rollout_correction", "");
-    "is_use_additional_prompts": NotSupported("set algorithm.recipe.group_filter and training.max_sampling_batches");
-    "custom_envs": NotSupported(ENVIRONMENTS);
-    "custom_env": NotSupported(ENVIRONMENTS);
-    "agent_config_common": NotSupported(ENVIRONMENTS);
-    "env_manager_cls": NotSupported(ENVIRONMENTS);
-    "max_actions_per_traj": NotSupported(ENVIRONMENTS);
-    "reward_system_config": NotSupported(ENVIRONMENTS);
-    "train_env_manager": NotSupported(ENVIRONMENTS);
-    "val_env_manager": NotSupported(ENVIRONMENTS);
-    "reward_normalization": NotSupported(ENVIRONMENTS);
+    "is_use_additional_prompts": NotSupported("set recipe.group_filter and max_sampling_batches");
+    "custom_envs": NotSupported(ENVIRONMENT);
+    "custom_env": NotSupported(ENVIRONMENT);
+    "agent_config_common": NotSupported(ENVIRONMENT);
+    "env_manager_cls": NotSupported(ENVIRONMENT);
+    "max_actions_per_traj": NotSupported(ENVIRONMENT);
+    "reward_system_config": NotSupported(ENVIRONMENT);
+    "train_env_manager": NotSupported(ENVIRONMENT);
+    "val_env_manager": NotSupported(ENVIRONMENT);
+    "reward_normalization": NotSupported(ENVIRONMENT);
     "dataset_filter": NotSupported("filter the rows of the file");
     "tag_to_template": NoMeaning(TEMPLATE);
     "global_template": NoMeaning(TEMPLATE);
@@ -218,7 +216,7 @@ const SECTIONS: [&str; 5] = [
     "validation",
 ];
 
-/// Keys that ROLL has, whose rule is that of their section, or which do not change what is learned.
+/// ROLL keys that follow their section's rule, or that do not change what is learned.
 const OF_NO_EFFECT: &str = "\
     name strategy_args strategy_name strategy_config base_dir rollout_dump_dir local_rank profiler_timeline \
     profiler_memory report_length_and_rewards is_offload_states is_offload_optimizer_states_in_train_step \
@@ -244,15 +242,15 @@ const OF_AN_EFFECT: &str = "\
     open_feedback_turn warmup_ratio adapter_name_or_path freeze_module_prefix additional_target \
     custom_data_kwargs_func pure_opd_pipeline_type";
 
-/// Returns whether `names`, with spaces between them, has the last name of a path.
+/// Returns whether `names`, separated by spaces, contains a path's last name.
 fn has_name(names: &str, path: &str) -> bool {
     let last = path.rsplit('.').next().unwrap_or(path);
     let last = last.split('[').next().unwrap_or(last);
     names.split_whitespace().any(|name| name == last)
 }
 
-/// Returns whether `document` is a file of ROLL: it names roles, or what only ROLL has, or is a
-/// flat page of ROLL's keys.
+/// Returns whether `document` is a ROLL file: it has roles or other keys that only ROLL has, or is
+/// a flat page with ROLL's keys.
 pub(super) fn is_of(document: &Document) -> bool {
     let signs = [
         "actor_train",
@@ -264,7 +262,7 @@ pub(super) fn is_of(document: &Document) -> bool {
     signs.iter().any(|key| document.get(key).is_some()) || is_flat_page(document)
 }
 
-/// Returns the translation of a file of ROLL.
+/// Translates a ROLL file.
 pub(super) fn translate(document: &Document) -> Import {
     let mut translation = Translation::new(document);
     let mut leaves = document.leaves();
@@ -297,7 +295,7 @@ pub(super) fn translate(document: &Document) -> Import {
     }
 }
 
-/// Returns the counts of a file with ROLL's defaults.
+/// Returns a file's sizes, with ROLL's defaults.
 fn sizes(document: &Document) -> Option<Sizes> {
     let number = |key: &str, default: f64| match document.get(key) {
         Some(value) => value.as_f64(),
@@ -319,7 +317,7 @@ fn sizes(document: &Document) -> Option<Sizes> {
     })
 }
 
-/// Returns the number of workers that share an update of ROLL, if the file says it.
+/// Returns how many workers share an update in ROLL, if the file defines it.
 fn workers(document: &Document) -> Option<f64> {
     let Some(mapping) = document.get("actor_train.device_mapping") else {
         return Some(1.);
@@ -347,7 +345,7 @@ fn workers(document: &Document) -> Option<f64> {
     Some(devices / shared)
 }
 
-/// Returns whether at least [`FLAT_KEYS`] keys of the algorithm section stand at the top.
+/// Returns whether at least [`FLAT_KEYS`] algorithm keys are at the top level.
 fn is_flat_page(document: &Document) -> bool {
     if document.get("algorithm").is_some() {
         return false;
@@ -357,22 +355,19 @@ fn is_flat_page(document: &Document) -> bool {
     at_top.count() >= FLAT_KEYS
 }
 
-/// The number of keys at the top that make a flat page; fewer are an error.
+/// The number of top-level keys that make a flat page; fewer are an error.
 const FLAT_KEYS: usize = 3;
 
 fn algorithm_keys() -> BTreeSet<String> {
-    let sections = sections().into_iter();
-    let mut algorithm = sections.filter(|(section, _)| *section == "algorithm");
-    algorithm.next().map(|(_, keys)| keys).unwrap_or_default()
+    keys_of(&AlgorithmConfig::default())
 }
 
 struct Translation {
     keys: Vec<ImportedKey>,
     document: Document,
-    /// The rest of [`INTERPOLATED`].
+    /// The bytes left from [`INTERPOLATED`].
     room: usize,
     algorithm_keys: BTreeSet<String>,
-    own_sections: BTreeSet<&'static str>,
     sampler_keys: BTreeSet<String>,
     /// The names that the file mentions as `${name}`.
     variables: BTreeSet<String>,
@@ -395,27 +390,12 @@ fn variables(document: &Document) -> BTreeSet<String> {
 
 impl Translation {
     fn new(document: &Document) -> Self {
-        let sections = sections();
-        let sampler = sections.iter().find(|(section, _)| *section == "sampler");
-        let sampler_keys = sampler.map(|(_, keys)| keys.clone()).unwrap_or_default();
-        let own_sections = sections.into_iter().map(|(section, _)| section);
         Self {
             keys: Vec::new(),
             document: document.emptied(),
             room: INTERPOLATED,
             algorithm_keys: algorithm_keys(),
-            own_sections: own_sections
-                .chain([
-                    "model",
-                    "run_dir",
-                    "threads",
-                    "environment",
-                    "demonstrations",
-                    "rollout_log",
-                    "trackers",
-                ])
-                .collect(),
-            sampler_keys,
+            sampler_keys: keys_of(&SamplingConfig::default()),
             variables: variables(document),
         }
     }
@@ -423,13 +403,15 @@ impl Translation {
     fn take(&mut self, document: &Document, path: &str, value: &Value) {
         let line = document.line_of(path);
         let value = interpolated(document, value, &mut self.room);
-        let top = path.split(['.', '[']).next().unwrap_or(path);
+        let top = first(path);
         let has = |path: &str| document.get(path).is_some();
         let own = match top {
             // ROLL has sections of these names, too.
             "rewards" => document.get(top).is_some_and(Value::is_array),
             "teacher" => has("teacher.model") || has("teacher.server"),
-            _ => self.own_sections.contains(top),
+            _ if self.algorithm_keys.contains(top) => false,
+            _ if RULES.iter().any(|(pattern, _)| first(pattern) == top) => false,
+            _ => keys().contains(top) || former::is_of(top),
         };
         let (verdict, severity) = if own || self.algorithm_keys.contains(top) {
             let place = if own {
@@ -450,12 +432,12 @@ impl Translation {
         });
     }
 
-    /// Returns what becomes of a key that is not one of ours.
+    /// Returns the verdict for a key that is not ours.
     fn verdict(&mut self, document: &Document, path: &str, value: Value) -> (Verdict, Severity) {
         let line = document.line_of(path);
         let no_meaning = |why: String| (Verdict::NoMeaning(why), Severity::Note);
         let changes = |why: String| (Verdict::NotSupported(why), Severity::Changes);
-        let given = |place: &str| place != path && document.get(place).is_some();
+        let given = |place: &str| place != path && document.sets(place);
         let rule = RULES.iter().find(|(pattern, _)| fits(pattern, path));
         let names = [OF_NO_EFFECT, OF_AN_EFFECT];
         let in_section = rule.is_some_and(|(pattern, _)| SECTIONS.contains(pattern));
@@ -485,7 +467,7 @@ impl Translation {
                 no_meaning("it is off".to_owned())
             }
             Some(SetBoth(..)) if value == "constant" => no_meaning("it is the default".to_owned()),
-            Some(Unless(default, _)) if is_number_or_text(&value, default) => {
+            Some(Unless(default, _)) if is_same(&value, default) => {
                 no_meaning("it has no effect".to_owned())
             }
             Some(NoMeaning(why)) => no_meaning((*why).to_owned()),
@@ -497,14 +479,15 @@ impl Translation {
                 ("actor_train.device_mapping", Some(1.), _) => no_meaning(RANKS.to_owned()),
                 ("actor_train.device_mapping", Some(workers), Some(Sizes { update, .. })) => {
                     changes(format!(
-                        "set {place} to {update}, the completions of an update of all {workers} workers"
+                        "set {} to {update}, the completions of an update of all {workers} workers",
+                        former::place(place)
                     ))
                 }
-                _ => changes(format!("set {place}{advice}")),
+                _ => changes(format!("set {}{advice}", former::place(place))),
             },
             Some(SetBoth(a, b)) => changes(format!("set {a} and {b}")),
             Some(Advise(place)) => (
-                Verdict::NotSupported(format!("set {place}")),
+                Verdict::NotSupported(format!("set {}", former::place(place))),
                 Severity::Note,
             ),
             None if has_name(OF_NO_EFFECT, path) => {
@@ -580,16 +563,16 @@ impl Translation {
         }
     }
 
-    /// Removes the number of completions of a pass, if tokens bound it.
+    /// Removes the micro-batch size if tokens bound a pass.
     fn leave_out_micro_batch_size(&mut self) {
-        if self.document.get("training.micro_batch_tokens").is_some() {
+        if self.document.sets("micro_batch_tokens") {
             self.leave_out("training", "micro_batch_size", TOKENS);
         }
     }
 
     /// Removes a key that has no effect for a reason.
     fn leave_out(&mut self, section: &str, key: &str, reason: &str) {
-        self.document.remove(section, key);
+        self.document.remove(&format!("{section}.{key}"));
         let place = Verdict::Used(format!("{section}.{key}"));
         for key in &mut self.keys {
             if key.verdict == place {
@@ -603,33 +586,9 @@ fn is_off(value: &Value) -> bool {
     value == &Value::Bool(false) || value.is_null()
 }
 
-/// Returns whether a value is the number or the text that `default` is as JSON.
-fn is_number_or_text(value: &Value, default: &str) -> bool {
-    let default: Value = serde_json::from_str(default).unwrap_or_default();
-    match (value.as_f64(), default.as_f64()) {
-        (Some(value), Some(default)) => value == default,
-        _ => *value == default,
-    }
-}
-
-fn fits(pattern: &str, path: &str) -> bool {
-    let mut steps = path.split(['.', '[']);
-    pattern.split('.').all(|wanted| {
-        steps
-            .next()
-            .is_some_and(|step| wanted == "*" || wanted == step)
-    })
-}
-
 impl Document {
-    /// Returns a document of the same file without a key.
+    /// Returns an empty document for the same file.
     fn emptied(&self) -> Self {
         self.with_value(Value::Object(Map::new()))
-    }
-
-    fn remove(&mut self, section: &str, key: &str) {
-        if let Some(Value::Object(map)) = self.value.get_mut(section) {
-            map.shift_remove(key);
-        }
     }
 }

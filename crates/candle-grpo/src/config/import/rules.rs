@@ -1,8 +1,8 @@
-//! The rule for a key of another trainer, and conversions of its value.
+//! The rules for other trainers' keys, and value conversions.
 
 use serde_json::{Value, json};
 
-/// Makes a table of rules, with one line for each key.
+/// Makes a rule table, with one line per key.
 macro_rules! rules {
     ($($key:literal: $rule:expr;)*) => {
         &[$(($key, $rule)),*]
@@ -19,7 +19,7 @@ pub(super) enum Rule {
     Convert(&'static str, fn(&Value) -> Option<Value>),
     /// It does not change what is learned.
     NoMeaning(&'static str),
-    /// Not supported, unless the file has our key for it; with the end of the advice to set it.
+    /// Not supported, unless the file has our key for it. Includes the end of the advice to set it.
     Set(&'static str, &'static str),
     /// Not supported, unless it is off or has this value, as JSON.
     Unless(&'static str, &'static str),
@@ -51,7 +51,7 @@ pub(super) fn from_minus_one(value: &Value) -> Option<Value> {
     })
 }
 
-/// A text, or a list of texts.
+/// Converts a text, or a list of texts.
 pub(super) fn files(value: &Value) -> Option<Value> {
     match value {
         Value::String(text) => {
@@ -77,7 +77,7 @@ pub(super) fn bf16(value: &Value) -> Option<Value> {
     })
 }
 
-/// A dtype of PyTorch.
+/// Converts a PyTorch dtype.
 pub(super) fn dtype(value: &Value) -> Option<Value> {
     match value.as_str()? {
         "bf16" | "bfloat16" => Some(json!("bf16")),

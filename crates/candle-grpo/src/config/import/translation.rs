@@ -1,10 +1,12 @@
-//! A translation in progress: the keys of a file, one after the other.
+//! A translation in progress: a file's keys, one after the other.
 
 use std::collections::BTreeSet;
 
 use serde_json::{Map, Value, json};
 
 use super::super::document::Document;
+use super::super::former;
+use super::super::run::keys;
 use super::super::suggestions::nearest;
 use super::report::RollDefault;
 use super::rules::Rule;
@@ -13,14 +15,14 @@ use super::{ImportedKey, Severity, Verdict};
 /// The most bytes that all `${key}` may insert.
 pub(super) const INTERPOLATED: usize = 1 << 20;
 
-/// The translation of the file of another trainer.
+/// The translation of another trainer's file.
 pub(super) struct Translation<'a> {
     source: &'a Document,
     keys: Vec<ImportedKey>,
     document: Document,
     /// The keys that have a verdict.
     done: BTreeSet<String>,
-    /// The rest of [`INTERPOLATED`].
+    /// The bytes left from [`INTERPOLATED`].
     room: usize,
 }
 
@@ -35,7 +37,7 @@ impl<'a> Translation<'a> {
         }
     }
 
-    /// Returns the value at a path of the file, unless it is null.
+    /// Returns the value at a path in the file, unless it is null.
     pub(super) fn get(&mut self, path: &str) -> Option<Value> {
         let value = self.source.get(path).filter(|value| !value.is_null())?;
         Some(interpolated(self.source, value, &mut self.room))
@@ -71,7 +73,8 @@ impl<'a> Translation<'a> {
         }
     }
 
-    /// Sets `place` as the first of `paths` decides that the file has, or else by default.
+    /// Sets `place` to `value`. The paths that the file has count as used; without any, `value` is
+    /// the other trainer's default.
     pub(super) fn decide(&mut self, paths: &[&str], place: &str, value: Value) {
         let given: Vec<&str> = paths
             .iter()
@@ -87,12 +90,35 @@ impl<'a> Translation<'a> {
         }
     }
 
+    /// Sets the decay of the learning rate to `kind`, a scheduler of transformers, over the
+    /// translated `max_steps`.
+    pub(super) fn decay(&mut self, path: &str, kind: &str) {
+        let decay = match kind {
+            "constant" | "constant_with_warmup" => {
+                return self.no_meaning(path, "it is the default here");
+            }
+            "linear" => "linear",
+            "cosine" | "cosine_with_min_lr" => "cosine",
+            kind => {
+                let known = "constant, linear, cosine or cosine_with_min_lr";
+                return self.refuse(path, format!("{kind}, must be {known}"));
+            }
+        };
+        match self.translated("max_steps") {
+            Some(steps) => {
+                self.decide(&[path], "schedule.decay", json!(decay));
+                self.default("schedule.decay_until", steps);
+            }
+            None => self.refuse(path, "set max_steps, over which it decays"),
+        }
+    }
+
     /// The key at `path` has no meaning here.
     pub(super) fn no_meaning(&mut self, path: &str, why: impl Into<String>) {
         self.record(path, Verdict::NoMeaning(why.into()), Severity::Note);
     }
 
-    /// The keys of a section have no meaning here, unless they have a verdict.
+    /// Marks a section's keys as having no meaning here, unless they have a verdict.
     pub(super) fn section_without_meaning(&mut self, section: &str, why: &str) {
         for (path, _) in self.source.leaves() {
             if fits(section, &path) {
@@ -122,24 +148,39 @@ impl<'a> Translation<'a> {
         }
     }
 
-    /// Gives each key that has no verdict yet that of the first rule that fits. The keys in `idle`,
-    /// with spaces between them, do not change what is learned. A key in one of the sections `own`,
-    /// which are ours, stays as it is.
-    pub(super) fn apply(&mut self, rules: &[(&str, Rule)], idle: &str, own: &[&str]) {
+    /// Gives each remaining key the verdict from the first matching rule. The keys in `idle`,
+    /// separated by spaces, do not change what is learned. A key of ours stays as it is, unless the
+    /// other trainer has a section with that name. There, only keys that a rule asks for are ours.
+    pub(super) fn apply(&mut self, rules: &[(&str, Rule)], idle: &str) {
+        let patterns = || {
+            rules
+                .iter()
+                .map(|(pattern, _)| *pattern)
+                .chain(idle.split_whitespace())
+        };
+        let theirs: BTreeSet<&str> = patterns().map(first).collect();
+        let is_ours =
+            |top: &str| (keys().contains(top) || former::is_of(top)) && !theirs.contains(top);
         for (path, value) in self.source.leaves() {
             if self.done.contains(&path) {
                 continue;
             }
             let value = interpolated(self.source, value, &mut self.room);
-            let top = path.split(['.', '[']).next().unwrap_or(&path);
             let rule = rules.iter().find(|(pattern, _)| fits(pattern, &path));
+            let is_advised = is_advised(rules, &path);
+            let rule = rule.filter(|(pattern, _)| *pattern == path || !is_advised);
             let is_idle = || idle.split_whitespace().any(|pattern| fits(pattern, &path));
             match rule {
                 Some((pattern, rule)) => self.follow(pattern, &path, value, rule),
-                None if own.contains(&top) => self.used(&path, &path, value),
+                None if is_advised || is_ours(first(&path)) => {
+                    self.used(&path, &former::place(&path), value);
+                }
                 None if is_idle() => self.no_meaning(&path, "it does not change what is learned"),
                 None if value.is_null() => self.no_meaning(&path, "it is absent"),
-                None => self.unknown(&path, rules, idle, own),
+                None => {
+                    let ours = keys().iter().map(String::as_str).filter(|key| is_ours(key));
+                    self.unknown(&path, &patterns().chain(ours).collect::<Vec<_>>());
+                }
             }
         }
     }
@@ -147,10 +188,7 @@ impl<'a> Translation<'a> {
     fn follow(&mut self, pattern: &str, path: &str, value: Value, rule: &Rule) {
         let is_empty = value == json!({}) || value == json!([]);
         let off = value == Value::Bool(false) || value.is_null() || is_empty;
-        let given = |place: &str| {
-            let ours = self.source.get(place).filter(|value| !value.is_null());
-            place != path && ours.is_some()
-        };
+        let given = |place: &str| place != path && self.source.sets(place);
         match *rule {
             Rule::To(place) | Rule::Set(place, _) if given(place) => {
                 self.no_meaning(path, format!("{place} is set"));
@@ -171,8 +209,7 @@ impl<'a> Translation<'a> {
             Rule::Set(..) if off => self.no_meaning(path, "it is off"),
             Rule::Set(place, why) => self.refuse(path, format!("set {place}{why}")),
             Rule::Unless(default, why) => {
-                let default: Value = serde_json::from_str(default).unwrap_or_default();
-                if off || is_same(&value, &default) {
+                if off || is_same(&value, default) {
                     self.no_meaning(path, "it has no effect")
                 } else {
                     self.refuse(path, why)
@@ -181,18 +218,14 @@ impl<'a> Translation<'a> {
         }
     }
 
-    fn unknown(&mut self, path: &str, rules: &[(&str, Rule)], idle: &str, own: &[&str]) {
-        let known = rules.iter().map(|(pattern, _)| *pattern);
-        let known = known.chain(idle.split_whitespace());
-        let known: Vec<&str> = known.chain(own.iter().copied()).collect();
-        let nearest = nearest(path, &known);
+    fn unknown(&mut self, path: &str, known: &[&str]) {
+        let nearest = nearest(path, known);
         let nearest = nearest.map(|name| format!(", did you mean `{name}`?"));
         let message = format!("not a known key{}", nearest.unwrap_or_default());
         self.record(path, Verdict::NotSupported(message), Severity::Unknown);
     }
 
-    /// Returns the keys of `defaults` that the file leaves out, if the number of steps is
-    /// `unknown`.
+    /// Returns the `defaults` keys that the file lacks, if the number of steps is `unknown`.
     pub(super) fn left_out<const N: usize>(
         &self,
         unknown: bool,
@@ -202,18 +235,33 @@ impl<'a> Translation<'a> {
         defaults.into_iter().filter(left_out).collect()
     }
 
-    /// Returns the keys in the order of the file, and the translation.
+    /// Returns the keys in file order, and the translation.
     pub(super) fn finish(mut self) -> (Vec<ImportedKey>, Document) {
         self.keys.sort_by_key(|key| key.line);
         (self.keys, self.document)
     }
 }
 
-/// Returns whether two values are the same, also as a whole number and another one.
-pub(super) fn is_same(a: &Value, b: &Value) -> bool {
-    match (a.as_f64(), b.as_f64()) {
-        (Some(a), Some(b)) => a == b,
-        _ => a == b,
+/// Returns the first step of a path.
+pub(super) fn first(path: &str) -> &str {
+    path.split(['.', '[']).next().unwrap_or(path)
+}
+
+/// Returns whether a rule asks for our key at `path`, possibly in a section that both trainers
+/// have.
+fn is_advised(rules: &[(&str, Rule)], path: &str) -> bool {
+    rules.iter().any(|(_, rule)| match rule {
+        Rule::Set(place, _) => fits(place, path),
+        _ => false,
+    })
+}
+
+/// Returns whether `value` equals `default`, which is JSON. `1` equals `1.0`.
+pub(super) fn is_same(value: &Value, default: &str) -> bool {
+    let default: Value = serde_json::from_str(default).unwrap_or_default();
+    match (value.as_f64(), default.as_f64()) {
+        (Some(value), Some(default)) => value == default,
+        _ => *value == default,
     }
 }
 
@@ -236,8 +284,7 @@ pub(super) fn fits(pattern: &str, path: &str) -> bool {
     })
 }
 
-/// Replaces `${key}` by the value of that key of the file, a few times in a row, while there is
-/// `room`.
+/// Replaces `${key}` with that key's value in the file, repeatedly, while there is `room`.
 pub(super) fn interpolated(document: &Document, value: &Value, room: &mut usize) -> Value {
     let mut value = value.clone();
     for _ in 0..8 {

@@ -1,4 +1,4 @@
-//! Flat files of TRL: `trl grpo --config`.
+//! Flat TRL files: `trl grpo --config`.
 
 use serde_json::{Value, json};
 
@@ -12,7 +12,7 @@ use super::rules::{
 use super::translation::{Translation, count};
 use super::{Import, System};
 
-/// Keys that only files of TRL have at their top.
+/// Top-level keys that only TRL files have.
 const SIGNS: &[&str] = &[
     "num_generations",
     "max_completion_length",
@@ -43,29 +43,8 @@ const SIGNS: &[&str] = &[
     "mask_truncated_completions",
 ];
 
-/// The number of such keys that make a file of TRL; fewer are a slip.
+/// The number of such keys that make a TRL file; fewer are a slip.
 const FLAT: usize = 3;
-
-/// Our sections, which a file of TRL may have, too.
-const OWN: &[&str] = &[
-    "data",
-    "rewards",
-    "environment",
-    "algorithm",
-    "sampler",
-    "rollout",
-    "optimizer",
-    "schedule",
-    "training",
-    "evaluation",
-    "checkpoint",
-    "rollout_log",
-    "trackers",
-    "teacher",
-    "demonstrations",
-    "run_dir",
-    "threads",
-];
 
 pub(super) const RULES: &[(&str, Rule)] = rules! {
     "model_name_or_path": To("model.path");
@@ -78,42 +57,42 @@ pub(super) const RULES: &[(&str, Rule)] = rules! {
     "reward_funcs": Set("rewards", ", a list of kinds (docs/from-trl.md)");
     "reward_model_name_or_path": Set("rewards", ": [{kind: reward_model, path: ...}]");
     "reward_weights": Set("rewards", ": each has a weight");
-    "multi_objective_aggregation": Unless("\"sum_then_normalize\"", "use algorithm.recipe.advantage of the name gdpo");
-    "max_completion_length": To("algorithm.response_length");
-    "max_prompt_length": To("algorithm.prompt_length");
-    "temperature": To("sampler.temperature");
-    "top_p": To("sampler.top_p");
-    "top_k": To("sampler.top_k");
-    "min_p": To("sampler.min_p");
+    "multi_objective_aggregation": Unless("\"sum_then_normalize\"", "use recipe.advantage of the name gdpo");
+    "max_completion_length": To("sampling.max_new_tokens");
+    "max_prompt_length": To("max_prompt_tokens");
+    "temperature": To("sampling.temperature");
+    "top_p": To("sampling.top_p");
+    "top_k": To("sampling.top_k");
+    "min_p": To("sampling.min_p");
     "repetition_penalty": Unless("1.0", PENALTY);
-    "generation_kwargs": Set("sampler", "");
+    "generation_kwargs": Set("sampling", "");
     "vllm_mode": Unless("\"colocate\"", "set rollout.engine: vllm and rollout.base_url (docs/engines.md)");
     "vllm_server_base_url": To("rollout.base_url");
     "vllm_server_timeout": To("rollout.server_timeout");
     "vllm_structured_outputs_regex": Unless("null", PENALTY);
-    "vllm_importance_sampling_correction": Set("algorithm.recipe.policy_loss.rollout_correction", " with a server");
-    "vllm_importance_sampling_mode": Set("algorithm.recipe.policy_loss.rollout_correction", " with a server");
-    "vllm_importance_sampling_cap": Set("algorithm.recipe.policy_loss.rollout_correction", " with a server");
-    "vllm_importance_sampling_clip_max": Set("algorithm.recipe.policy_loss.rollout_correction", " with a server");
-    "vllm_importance_sampling_clip_min": Set("algorithm.recipe.policy_loss.rollout_correction", " with a server");
-    "off_policy_mask_threshold": Unless("null", "set algorithm.recipe.policy_loss.rollout_correction");
-    "use_bias_correction_kl": Unless("false", "set algorithm.recipe.policy_loss.kl.bias_correction");
+    "vllm_importance_sampling_correction": Set("recipe.policy_loss.rollout_correction", " with a server");
+    "vllm_importance_sampling_mode": Set("recipe.policy_loss.rollout_correction", " with a server");
+    "vllm_importance_sampling_cap": Set("recipe.policy_loss.rollout_correction", " with a server");
+    "vllm_importance_sampling_clip_max": Set("recipe.policy_loss.rollout_correction", " with a server");
+    "vllm_importance_sampling_clip_min": Set("recipe.policy_loss.rollout_correction", " with a server");
+    "off_policy_mask_threshold": Unless("null", "set recipe.policy_loss.rollout_correction");
+    "use_bias_correction_kl": Unless("false", "set recipe.policy_loss.kl.bias_correction");
     "beta": To("algorithm.kl_coef");
-    "delta": To("algorithm.recipe.policy_loss.surrogate.clip.delta");
+    "delta": To("recipe.policy_loss.surrogate.clip.delta");
     "importance_sampling_level": To("algorithm.importance_sampling");
-    "sapo_temperature_pos": To("algorithm.recipe.policy_loss.surrogate.soft_gate.tau_pos");
-    "sapo_temperature_neg": To("algorithm.recipe.policy_loss.surrogate.soft_gate.tau_neg");
-    "vespo_k_pos": To("algorithm.recipe.policy_loss.surrogate.vespo.k_pos");
-    "vespo_k_neg": To("algorithm.recipe.policy_loss.surrogate.vespo.k_neg");
-    "vespo_lambda_pos": To("algorithm.recipe.policy_loss.surrogate.vespo.lambda_pos");
-    "vespo_lambda_neg": To("algorithm.recipe.policy_loss.surrogate.vespo.lambda_neg");
+    "sapo_temperature_pos": To("recipe.policy_loss.surrogate.soft_gate.tau_pos");
+    "sapo_temperature_neg": To("recipe.policy_loss.surrogate.soft_gate.tau_neg");
+    "vespo_k_pos": To("recipe.policy_loss.surrogate.vespo.k_pos");
+    "vespo_k_neg": To("recipe.policy_loss.surrogate.vespo.k_neg");
+    "vespo_lambda_pos": To("recipe.policy_loss.surrogate.vespo.lambda_pos");
+    "vespo_lambda_neg": To("recipe.policy_loss.surrogate.vespo.lambda_neg");
     "scale_rewards": Convert("algorithm.advantage_scale", scale);
-    "mask_truncated_completions": Convert("training.sample_filters", truncated);
-    "top_entropy_quantile": Convert("training.top_entropy", share);
+    "mask_truncated_completions": Convert("sample_filters", truncated);
+    "top_entropy_quantile": Convert("top_entropy", share);
     "entropy_coef": To("algorithm.entropy_loss_coef");
-    "use_adaptive_entropy": Set("training.adaptive_entropy", "");
-    "sync_ref_model": Set("training.reference_refresh", "");
-    "router_aux_loss_coef": To("training.router_aux_loss_coef");
+    "use_adaptive_entropy": Set("adaptive_entropy", "");
+    "sync_ref_model": Set("reference_refresh", "");
+    "router_aux_loss_coef": To("router_aux_loss_coef");
     "max_tool_calling_iterations": Unless("null", ENVIRONMENT);
     "learning_rate": To("optimizer.learning_rate");
     "weight_decay": To("optimizer.weight_decay");
@@ -121,17 +100,17 @@ pub(super) const RULES: &[(&str, Rule)] = rules! {
     "adam_beta2": To("optimizer.beta2");
     "adam_epsilon": To("optimizer.epsilon");
     "optim": Convert("optimizer.state", adamw);
-    "max_grad_norm": To("training.max_grad_norm");
-    "gradient_checkpointing": To("training.activation_checkpointing");
-    "bf16": Convert("training.compute_dtype", bf16);
-    "fp16": Unless("false", "set training.compute_dtype: f16");
-    "dtype": NoMeaning("weights that train are f32; training.compute_dtype is that of products");
-    "load_in_4bit": Set("training.base_weights", "");
-    "load_in_8bit": Set("training.base_weights", "");
+    "max_grad_norm": To("max_grad_norm");
+    "gradient_checkpointing": To("activation_checkpointing");
+    "bf16": Convert("compute_dtype", bf16);
+    "fp16": Unless("false", "set compute_dtype: f16");
+    "dtype": NoMeaning("weights that train are f32; compute_dtype is that of products");
+    "load_in_4bit": Set("base_weights", "");
+    "load_in_8bit": Set("base_weights", "");
     "lora_dropout": Unless("0", "adapters have no dropout");
-    "lora_target_parameters": Unless("null", "set training.adapters.target_modules");
+    "lora_target_parameters": Unless("null", "set adapters.target_modules");
     "lora_modules_to_save": Unless("null", "adapters alone train");
-    "use_rslora": Unless("false", "set training.adapters.alpha");
+    "use_rslora": Unless("false", "set adapters.alpha");
     "use_dora": Unless("false", "adapters are LoRA");
     "num_generations_eval": To("evaluation.samples_per_prompt");
     "save_total_limit": To("checkpoint.keep");
@@ -142,7 +121,7 @@ pub(super) const RULES: &[(&str, Rule)] = rules! {
     "shuffle_dataset": Unless("true", "prompts are shuffled");
     "report_to": NoMeaning(METRICS);
     "use_liger_kernel": NoMeaning(MEMORY);
-    "per_device_eval_batch_size": To("sampler.max_batch_size");
+    "per_device_eval_batch_size": To("sampling.max_batch_size");
     "model_init_kwargs": Unless("null", "set model");
     "label_smoothing_factor": Unless("0", "there are no labels");
     "neftune_noise_alpha": Unless("null", "embeddings have no noise");
@@ -166,13 +145,13 @@ const IDLE: &str = "\
     average_tokens_across_devices entropy_coef_min entropy_coef_max entropy_coef_delta entropy_target \
     ref_model_mixup_alpha ref_model_sync_steps ignore_bias_buffers use_cpu full_determinism";
 
-/// Returns whether a file has several keys of TRL, and does not name a model as this program does.
+/// Returns whether a file has several TRL keys, and does not name a model as our files do.
 pub(super) fn is_of(document: &Document) -> bool {
     let keys = SIGNS.iter().filter(|key| document.get(key).is_some());
     document.get("model").is_none() && keys.count() >= FLAT
 }
 
-/// Returns the translation of a file for `processes` processes, with TRL's defaults.
+/// Translates a file for `processes` processes, with TRL's defaults.
 pub(super) fn translate(document: &Document, processes: usize) -> Import {
     let mut file = Translation::new(document);
     let sizes = sizes(&mut file, processes as f64);
@@ -195,8 +174,8 @@ pub(super) fn translate(document: &Document, processes: usize) -> Import {
         }
     }
     adapters(&mut file);
-    file.apply(RULES, IDLE, OWN);
-    file.default("algorithm.response_length", json!(512));
+    file.apply(RULES, IDLE);
+    file.default("sampling.max_new_tokens", json!(512));
     file.default("optimizer.learning_rate", json!(1e-6));
     file.default("optimizer.weight_decay", json!(0));
     file.default("seed", json!(42));
@@ -225,7 +204,7 @@ pub(super) fn translate(document: &Document, processes: usize) -> Import {
     }
 }
 
-/// The sizes of a step. TRL counts completions of a process, and its steps are updates.
+/// Translates the step sizes. TRL counts completions per process, and its steps are updates.
 fn sizes(file: &mut Translation<'_>, processes: f64) -> Sizes {
     const MICRO_BATCH: f64 = 8.;
     let positive = |file: &mut Translation<'_>, key: &str| {
@@ -253,11 +232,7 @@ fn sizes(file: &mut Translation<'_>, processes: f64) -> Sizes {
         "per_device_train_batch_size",
     ];
     if prompts.fract() == 0. {
-        file.decide(
-            &sources[..2],
-            "algorithm.rollout_batch_size",
-            count(prompts),
-        )
+        file.decide(&sources[..2], "prompts_per_step", count(prompts))
     } else {
         for key in sources {
             file.refuse(
@@ -266,20 +241,16 @@ fn sizes(file: &mut Translation<'_>, processes: f64) -> Sizes {
             );
         }
     }
-    file.decide(
-        &["num_generations"],
-        "algorithm.num_return_sequences_in_group",
-        count(group),
-    );
-    file.decide(&["num_iterations"], "algorithm.ppo_epochs", count(passes));
+    file.decide(&["num_generations"], "num_generations", count(group));
+    file.decide(&["num_iterations"], "epochs", count(passes));
     file.decide(
         &["per_device_train_batch_size"],
-        "training.micro_batch_size",
+        "micro_batch_size",
         count(micro),
     );
     file.decide(
         &["gradient_accumulation_steps"],
-        "training.mini_batch_size",
+        "mini_batch_size",
         count(update),
     );
     let all_updates = positive(file, "max_steps");
@@ -289,10 +260,11 @@ fn sizes(file: &mut Translation<'_>, processes: f64) -> Sizes {
             file.used("max_steps", "max_steps", steps);
             file.no_meaning("num_train_epochs", "max_steps is set");
         }
-        None => file.refuse(
-            "num_train_epochs",
-            format!("set max_steps to updates: prompts x epochs x {updates} / {prompts}"),
-        ),
+        None => {
+            file.no_meaning("max_steps", "num_train_epochs bounds the run");
+            let why = format!("set max_steps to updates: prompts x epochs x {updates} / {prompts}");
+            file.refuse("num_train_epochs", why);
+        }
     }
     let steps = all_updates.map(|all| (all / updates).ceil());
     for (key, place) in [
@@ -323,17 +295,22 @@ fn sizes(file: &mut Translation<'_>, processes: f64) -> Sizes {
     }
 }
 
-/// The loss and the clip: the advantage is that of TRL with every loss.
+/// Translates the loss and the clip. The advantage is TRL's with every loss.
 fn algorithm(file: &mut Translation<'_>) {
-    if file.get("algorithm").is_some() {
-        return;
+    for preset in ["preset", "algorithm.preset"] {
+        if file.get(preset).is_some() {
+            for key in ["loss_type", "epsilon", "epsilon_high"] {
+                file.no_meaning(key, format!("{preset} is set"));
+            }
+            return;
+        }
     }
     let kind = file.text("loss_type").unwrap_or("dapo".to_owned());
     let length = file.number("max_completion_length").unwrap_or(512.);
     let preset = match kind.as_str() {
         "cispo" | "sapo" | "vespo" | "luspo" => {
             let advantage = json!({"name": "grpo", "epsilon": 1e-4, "single_sample": "zero"});
-            file.default("algorithm.recipe.advantage", advantage);
+            file.default("recipe.advantage", advantage);
             kind.as_str()
         }
         _ => "trl",
@@ -356,12 +333,11 @@ fn algorithm(file: &mut Translation<'_>) {
     let high = file.number("epsilon_high");
     match preset {
         "cispo" => {
-            let place = "algorithm.recipe.policy_loss.surrogate.detached_weight.ratio_max";
+            let place = "recipe.policy_loss.surrogate.detached_weight.ratio_max";
             let bound = high.unwrap_or(low);
             file.decide(&["epsilon_high"], place, json!(bound));
             if bound < 1. {
-                let place =
-                    "algorithm.recipe.policy_loss.surrogate.detached_weight.allow_max_below_one";
+                let place = "recipe.policy_loss.surrogate.detached_weight.allow_max_below_one";
                 file.default(place, json!(true));
             }
             file.no_meaning("epsilon", "the weight has one bound, epsilon_high");
@@ -378,40 +354,17 @@ fn algorithm(file: &mut Translation<'_>) {
         }
     }
     if file.text("importance_sampling_level").as_deref() == Some("sequence") {
-        file.default(
-            "algorithm.recipe.policy_loss.allow_length_weighting",
-            json!(true),
-        );
+        file.default("recipe.policy_loss.allow_length_weighting", json!(true));
     }
 }
 
-/// The schedule of the learning rate, which decays to 0 by default.
+/// Translates the learning rate schedule, which decays to 0 by default.
 fn schedule(file: &mut Translation<'_>) {
-    if file.get("schedule").is_some() {
-        return;
+    if file.get("schedule.decay").is_some() {
+        return file.no_meaning("lr_scheduler_type", "schedule.decay is set");
     }
     let kind = file.text("lr_scheduler_type");
-    let kind = kind.unwrap_or("linear".to_owned());
-    let decay = match kind.as_str() {
-        "constant" | "constant_with_warmup" => {
-            file.no_meaning("lr_scheduler_type", "it is the default here");
-            return;
-        }
-        "linear" => "linear",
-        "cosine" | "cosine_with_min_lr" => "cosine",
-        kind => {
-            file.refuse(
-                "lr_scheduler_type",
-                format!("{kind}, must be constant, linear, cosine or cosine_with_min_lr"),
-            );
-            return;
-        }
-    };
-    file.decide(&["lr_scheduler_type"], "schedule.decay", json!(decay));
-    match file.translated("max_steps") {
-        Some(steps) => file.default("schedule.decay_until", steps),
-        None => file.refuse("lr_scheduler_type", "set schedule.decay_until to max_steps"),
-    }
+    file.decay("lr_scheduler_type", kind.as_deref().unwrap_or("linear"));
     if let Some(ratio) = file.number("lr_scheduler_kwargs.min_lr_rate") {
         let path = "lr_scheduler_kwargs.min_lr_rate";
         file.used(path, "schedule.min_lr_ratio", json!(ratio));
@@ -435,13 +388,13 @@ fn adapters(file: &mut Translation<'_>) {
     }
     for (key, option, default) in keys {
         let value = file.get(key).unwrap_or(default);
-        file.decide(&[key], &format!("training.adapters.{option}"), value);
+        file.decide(&[key], &format!("adapters.{option}"), value);
     }
     if let Some(modules) = file.get("lora_target_modules").as_ref().and_then(files) {
-        let place = "training.adapters.target_modules";
+        let place = "adapters.target_modules";
         file.used("lora_target_modules", place, modules);
     }
-    file.no_meaning("use_peft", "training.adapters is set");
+    file.no_meaning("use_peft", "adapters is set");
 }
 
 fn scale(value: &Value) -> Option<Value> {
@@ -464,7 +417,7 @@ fn truncated(value: &Value) -> Option<Value> {
     })
 }
 
-/// A share of tokens, all of which are none.
+/// Converts a token share. A share of 1 means that all tokens train.
 fn share(value: &Value) -> Option<Value> {
     Some(if value.as_f64()? == 1. {
         Value::Null
@@ -473,7 +426,7 @@ fn share(value: &Value) -> Option<Value> {
     })
 }
 
-/// The state of AdamW in memory.
+/// Converts AdamW's state type.
 fn adamw(value: &Value) -> Option<Value> {
     value
         .as_str()

@@ -1,4 +1,4 @@
-//! Files of verl, which Hydra writes, and the overrides in its scripts.
+//! verl files, which Hydra writes, and the overrides in its scripts.
 
 use serde_json::{Value, json};
 
@@ -12,37 +12,18 @@ use super::rules::{
 use super::translation::{Translation, count};
 use super::{Import, System};
 
-/// The section of verl that no other file has.
+/// The section that only verl files have.
 pub(in super::super) const SIGN: &str = "actor_rollout_ref";
 
-/// Our sections that a file of verl may have, too.
-const OWN: &[&str] = &[
-    "rewards",
-    "environment",
-    "sampler",
-    "rollout",
-    "optimizer",
-    "schedule",
-    "training",
-    "evaluation",
-    "checkpoint",
-    "rollout_log",
-    "trackers",
-    "teacher",
-    "run_dir",
-    "max_steps",
-    "threads",
-];
-
 const ACTOR: &str = "actor_rollout_ref.actor";
-const TEACHER: &str = " and algorithm.recipe.distillation_loss (docs/from-verl.md)";
+const TEACHER: &str = " and recipe.distillation_loss (docs/from-verl.md)";
 
 pub(super) const RULES: &[(&str, Rule)] = rules! {
     "data.train_files": Convert("data.train", files);
     "data.val_files": Convert("data.held_out", files);
-    "data.prompt_key": Unless("\"prompt\"", "set data.prompt");
-    "data.max_prompt_length": To("algorithm.prompt_length");
-    "data.max_response_length": To("algorithm.response_length");
+    "data.prompt_key": Set("data.prompt", "");
+    "data.max_prompt_length": To("max_prompt_tokens");
+    "data.max_response_length": To("sampling.max_new_tokens");
     "data.apply_chat_template_kwargs": To("data.chat_template_kwargs");
     "data.train_max_samples": Convert("data.max_rows", period);
     "data.shuffle": Unless("true", "prompts are shuffled");
@@ -54,52 +35,52 @@ pub(super) const RULES: &[(&str, Rule)] = rules! {
     "data": NoMeaning(DATA);
     "actor_rollout_ref.model.path": To("model.path");
     "actor_rollout_ref.model.custom_chat_template": Unless("null", "set model.chat_template to a file");
-    "actor_rollout_ref.model.enable_gradient_checkpointing": To("training.activation_checkpointing");
+    "actor_rollout_ref.model.enable_gradient_checkpointing": To("activation_checkpointing");
     "actor_rollout_ref.model.lora_adapter_path": Unless("null", "merge the adapters first");
     "actor_rollout_ref.model.mtp.enable": Unless("false", "one token is predicted");
     "actor_rollout_ref.model.override_config": Set("model", ": a folder with that config.json");
     "actor_rollout_ref.model": NoMeaning(MEMORY);
     "actor_rollout_ref.actor.clip_ratio": NoMeaning("verl uses clip_ratio_low and clip_ratio_high");
-    "actor_rollout_ref.actor.clip_ratio_c": To("algorithm.recipe.policy_loss.surrogate.clip.dual_clip");
+    "actor_rollout_ref.actor.clip_ratio_c": To("recipe.policy_loss.surrogate.clip.dual_clip");
     "actor_rollout_ref.actor.entropy_coeff": To("algorithm.entropy_loss_coef");
     "actor_rollout_ref.actor.optim.lr": To("optimizer.learning_rate");
     "actor_rollout_ref.actor.optim.weight_decay": To("optimizer.weight_decay");
     "actor_rollout_ref.actor.optim.optimizer": Unless("\"AdamW\"", "the optimizer is AdamW");
-    "actor_rollout_ref.actor.optim.clip_grad": To("training.max_grad_norm");
-    "actor_rollout_ref.actor.grad_clip": To("training.max_grad_norm");
+    "actor_rollout_ref.actor.optim.clip_grad": To("max_grad_norm");
+    "actor_rollout_ref.actor.grad_clip": To("max_grad_norm");
     "actor_rollout_ref.actor.optim.min_lr_ratio": To("schedule.min_lr_ratio");
     "actor_rollout_ref.actor.optim.num_cycles": Unless("0.5", "a cosine has half a cycle");
     "actor_rollout_ref.actor.optim.override_optimizer_config": Unless("null", "set optimizer");
     "actor_rollout_ref.actor.optim": NoMeaning("the optimizer is AdamW");
     "actor_rollout_ref.actor.shuffle": Unless("false", "mini-batches keep the order of the step");
-    "actor_rollout_ref.actor.router_replay.mode": Unless("\"disabled\"", "set training.router_replay");
+    "actor_rollout_ref.actor.router_replay.mode": Unless("\"disabled\"", "set router_replay");
     "actor_rollout_ref.actor.policy_loss": NoMeaning("it is an option of another loss_mode");
     "actor_rollout_ref.actor.fsdp_config": NoMeaning(MEMORY);
     "actor_rollout_ref.actor.megatron": NoMeaning(MEMORY);
     "actor_rollout_ref.actor.checkpoint": NoMeaning("checkpoints are in the run directory");
     "actor_rollout_ref.actor.profiler": NoMeaning(MEMORY);
-    "actor_rollout_ref.rollout.temperature": To("sampler.temperature");
-    "actor_rollout_ref.rollout.top_p": To("sampler.top_p");
-    "actor_rollout_ref.rollout.top_k": Convert("sampler.top_k", from_minus_one);
+    "actor_rollout_ref.rollout.temperature": To("sampling.temperature");
+    "actor_rollout_ref.rollout.top_p": To("sampling.top_p");
+    "actor_rollout_ref.rollout.top_k": Convert("sampling.top_k", from_minus_one);
     "actor_rollout_ref.rollout.dtype": Convert("rollout.dtype", dtype);
     "actor_rollout_ref.rollout.do_sample": Unless("true", "completions are sampled");
     "actor_rollout_ref.rollout.ignore_eos": Unless("false", "a stop token ends a completion");
     "actor_rollout_ref.rollout.multi_turn.enable": Unless("false", ENVIRONMENT);
     "actor_rollout_ref.rollout.over_sample_rate": Unless("0", "all completions train");
-    "actor_rollout_ref.rollout.enable_rollout_routing_replay": Unless("false", "set training.router_replay");
+    "actor_rollout_ref.rollout.enable_rollout_routing_replay": Unless("false", "set router_replay");
     "actor_rollout_ref.rollout": NoMeaning("the training process samples; rollout.engine selects a server");
     "actor_rollout_ref.ref": NoMeaning("the reference is the initial policy");
     "actor_rollout_ref.hybrid_engine": NoMeaning(MEMORY);
     "actor_rollout_ref.nccl_timeout": NoMeaning(RANKS);
     "algorithm.gamma": Unless("1.0", "set algorithm.gamma in a file of ours");
     "algorithm.lam": Unless("1.0", "a lambda needs adv_estimator: gae");
-    "algorithm.use_pf_ppo": Unless("false", "set training.resampling");
+    "algorithm.use_pf_ppo": Unless("false", "set resampling");
     "algorithm.pf_ppo": NoMeaning("use_pf_ppo is off");
-    "algorithm.filter_groups.enable": Set("algorithm.recipe.group_filter", " and training.max_sampling_batches");
+    "algorithm.filter_groups.enable": Set("recipe.group_filter", " and max_sampling_batches");
     "algorithm.filter_groups": NoMeaning("it is an option of filter_groups.enable");
-    "algorithm.rollout_correction.rollout_is": Unless("null", "set algorithm.recipe.policy_loss.rollout_correction");
-    "algorithm.rollout_correction.rollout_rs": Unless("null", "set algorithm.recipe.policy_loss.rollout_correction");
-    "algorithm.rollout_correction.bypass_mode": Unless("false", "set training.old_log_probs: sampler");
+    "algorithm.rollout_correction.rollout_is": Unless("null", "set recipe.policy_loss.rollout_correction");
+    "algorithm.rollout_correction.rollout_rs": Unless("null", "set recipe.policy_loss.rollout_correction");
+    "algorithm.rollout_correction.bypass_mode": Unless("false", "set old_log_probs: sampler");
     "algorithm.rollout_correction": NoMeaning("it is an option of rollout_is");
     "algorithm.kl_penalty": NoMeaning("use_kl_in_reward is off");
     "algorithm.kl_ctrl": NoMeaning("use_kl_in_reward is off");
@@ -144,7 +125,7 @@ pub(super) fn is_of(document: &Document) -> bool {
     document.get(SIGN).is_some()
 }
 
-/// Returns the translation of a file, with verl's defaults.
+/// Translates a file, with verl's defaults.
 pub(super) fn translate(document: &Document) -> Import {
     let mut file = Translation::new(document);
     let sizes = sizes(&mut file);
@@ -154,9 +135,12 @@ pub(super) fn translate(document: &Document) -> Import {
     optimizer(&mut file);
     evaluation(&mut file);
     adapters(&mut file);
-    file.apply(RULES, IDLE, OWN);
-    file.default("algorithm.prompt_length", json!(512));
-    file.default("algorithm.response_length", json!(512));
+    if file.text("data.prompt_key").as_deref() == Some("prompt") {
+        file.no_meaning("data.prompt_key", "it is the default");
+    }
+    file.apply(RULES, IDLE);
+    file.default("max_prompt_tokens", json!(512));
+    file.default("sampling.max_new_tokens", json!(512));
     file.default("checkpoint.every_steps", Value::Null);
     file.default("evaluation.every_steps", Value::Null);
     let epochs = RollDefault {
@@ -175,7 +159,7 @@ pub(super) fn translate(document: &Document) -> Import {
     }
 }
 
-/// The sizes of a step, all of which verl counts in prompts of all processes.
+/// Translates the step sizes. verl counts all of them in prompts, over all processes.
 fn sizes(file: &mut Translation<'_>) -> Sizes {
     let key = |name: &str| format!("{ACTOR}.{name}");
     let prompts = file.number("data.train_batch_size").unwrap_or(1024.);
@@ -186,20 +170,16 @@ fn sizes(file: &mut Translation<'_>) -> Sizes {
     for (path, place, value) in [
         (
             "data.train_batch_size".to_owned(),
-            "algorithm.rollout_batch_size",
+            "prompts_per_step",
             prompts,
         ),
         (
             "actor_rollout_ref.rollout.n".to_owned(),
-            "algorithm.num_return_sequences_in_group",
+            "num_generations",
             group,
         ),
-        (
-            key("ppo_mini_batch_size"),
-            "training.mini_batch_size",
-            mini * group,
-        ),
-        (key("ppo_epochs"), "algorithm.ppo_epochs", passes),
+        (key("ppo_mini_batch_size"), "mini_batch_size", mini * group),
+        (key("ppo_epochs"), "epochs", passes),
     ] {
         file.decide(&[&path], place, count(value));
     }
@@ -210,20 +190,17 @@ fn sizes(file: &mut Translation<'_>) -> Sizes {
     let bounds_tokens = file.flag(&key("use_dynamic_bsz")) || file.get(&micro).is_none();
     match (bounds_tokens, file.get(&tokens)) {
         (true, Some(value)) => {
-            file.used(&tokens, "training.micro_batch_tokens", value);
+            file.used(&tokens, "micro_batch_tokens", value);
             file.no_meaning(&micro, "tokens bound a pass");
         }
         _ => {
             if let Some(value) = file.get(&micro) {
-                file.used(&micro, "training.micro_batch_size", value);
+                file.used(&micro, "micro_batch_size", value);
             }
             file.no_meaning(&tokens, "use_dynamic_bsz is off");
         }
     }
-    file.no_meaning(
-        &key("use_dynamic_bsz"),
-        "training.micro_batch_tokens is used",
-    );
+    file.no_meaning(&key("use_dynamic_bsz"), "micro_batch_tokens is used");
     let why = "use ppo_micro_batch_size_per_gpu";
     file.no_meaning(&key("ppo_micro_batch_size"), why);
     let steps = file.get("trainer.total_training_steps");
@@ -257,7 +234,7 @@ fn loss(file: &mut Translation<'_>) {
     let (low, high) = (key("clip_ratio_low"), key("clip_ratio_high"));
     let widths = [&low, &high].map(|path| file.number(path).unwrap_or(0.2));
     let aggregation = key("loss_agg_mode");
-    let surrogate = "algorithm.recipe.policy_loss.surrogate";
+    let surrogate = "recipe.policy_loss.surrogate";
     let preset = match kind.as_str() {
         "vanilla" => "verl",
         "geo_mean" => "gmpo",
@@ -329,7 +306,7 @@ fn loss(file: &mut Translation<'_>) {
     }
 }
 
-/// The advantage, which is that of the estimator with every loss.
+/// Translates the advantage, which the estimator decides for every loss.
 fn advantage(file: &mut Translation<'_>) {
     let path = "algorithm.adv_estimator";
     let kind = file.text(path).unwrap_or("gae".to_owned());
@@ -339,7 +316,7 @@ fn advantage(file: &mut Translation<'_>) {
             let mut advantage = json!({"name": "grpo", "epsilon": 1e-6, "single_sample": "raw"});
             if file.get("algorithm.norm_adv_by_std_in_grpo") == Some(json!(false)) {
                 advantage["scale"] = json!("none");
-                let place = "algorithm.recipe.advantage.scale";
+                let place = "recipe.advantage.scale";
                 file.no_meaning(
                     "algorithm.norm_adv_by_std_in_grpo",
                     format!("{place} is none"),
@@ -351,7 +328,7 @@ fn advantage(file: &mut Translation<'_>) {
                 let estimator = file.text("algorithm.kl_penalty");
                 let estimator = estimator.unwrap_or("kl".to_owned());
                 advantage["kl_penalty"] = json!({"coef": coef, "kl": {"estimator": estimator}});
-                let place = "algorithm.recipe.advantage.kl_penalty";
+                let place = "recipe.advantage.kl_penalty";
                 for key in ["use_kl_in_reward", "kl_ctrl.kl_coef", "kl_penalty"] {
                     file.no_meaning(&format!("algorithm.{key}"), format!("{place} is set"));
                 }
@@ -360,7 +337,7 @@ fn advantage(file: &mut Translation<'_>) {
                     file.refuse("algorithm.kl_ctrl.type", why);
                 }
             }
-            file.used(path, "algorithm.recipe.advantage", advantage);
+            file.used(path, "recipe.advantage", advantage);
         }
         "gae" => {
             file.decide(&[path], "algorithm.adv_estimator", json!("gae"));
@@ -371,11 +348,7 @@ fn advantage(file: &mut Translation<'_>) {
             }
             for (key, place, default) in [
                 ("critic.cliprange_value", "algorithm.value_clip", 0.5),
-                (
-                    "critic.optim.lr",
-                    "training.critic.optimizer.learning_rate",
-                    1e-5,
-                ),
+                ("critic.optim.lr", "critic.optimizer.learning_rate", 1e-5),
             ] {
                 let value = file.number(key).unwrap_or(default);
                 file.decide(&[key], place, json!(value));
@@ -388,7 +361,7 @@ fn advantage(file: &mut Translation<'_>) {
         | "opo"
         | "gpg"
         | "optimal_token_baseline" => {
-            file.used(path, "algorithm.recipe.advantage", json!({"name": kind}));
+            file.used(path, "recipe.advantage", json!({"name": kind}));
         }
         kind => file.refuse(path, format!("{kind} has no counterpart")),
     }
@@ -405,7 +378,7 @@ fn advantage(file: &mut Translation<'_>) {
     file.no_meaning("algorithm.norm_adv_by_std_in_grpo", why);
 }
 
-/// The KL in the loss, and in the rewards of an estimator other than GRPO.
+/// Translates the KL in the loss, and in the rewards for estimators other than GRPO.
 fn kl(file: &mut Translation<'_>) {
     let key = |name: &str| format!("{ACTOR}.{name}");
     let switch = key("use_kl_loss");
@@ -418,7 +391,7 @@ fn kl(file: &mut Translation<'_>) {
         match file.text(&kind).as_deref() {
             None => {}
             Some(name @ ("kl" | "k1" | "mse" | "k2" | "low_var_kl" | "k3" | "abs")) => {
-                let place = "algorithm.recipe.policy_loss.kl.kl.estimator";
+                let place = "recipe.policy_loss.kl.kl.estimator";
                 file.used(&kind, place, json!(name));
             }
             Some(name) => file.refuse(&kind, format!("{name} has no counterpart")),
@@ -498,7 +471,7 @@ fn optimizer(file: &mut Translation<'_>) {
     }
 }
 
-/// The sampler of evaluations, which is greedy by default.
+/// Translates the evaluation sampler, which is greedy by default.
 fn evaluation(file: &mut Translation<'_>) {
     let key = |name: &str| format!("actor_rollout_ref.rollout.val_kwargs.{name}");
     let samples = key("n");
@@ -533,13 +506,13 @@ fn adapters(file: &mut Translation<'_>) {
     let rank = key("lora_rank");
     if file.number(&rank).unwrap_or(0.) > 0. {
         let value = file.get(&rank).unwrap_or_default();
-        file.used(&rank, "training.adapters.rank", value);
+        file.used(&rank, "adapters.rank", value);
         let alpha = key("lora_alpha");
         let value = file.number(&alpha).unwrap_or(16.);
-        file.decide(&[&alpha], "training.adapters.alpha", json!(value));
+        file.decide(&[&alpha], "adapters.alpha", json!(value));
         let modules = key("target_modules");
         if let Some(value) = file.get(&modules).as_ref().and_then(files) {
-            file.used(&modules, "training.adapters.target_modules", value);
+            file.used(&modules, "adapters.target_modules", value);
         }
         let excluded = key("exclude_modules");
         if file.get(&excluded).is_some() {

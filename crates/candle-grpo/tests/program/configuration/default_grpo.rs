@@ -12,7 +12,7 @@ use candle_grpo::core::{
 use candle_grpo::loss::{PolicyBatch, Recipe, StepTotals};
 use candle_grpo::train::TrainConfig;
 
-/// Three groups of four: mixed, all equal, and with a large offset.
+/// Three groups with four rewards each: mixed, all equal, and with a large offset.
 const REWARDS: [f64; 12] = [0., 1., 0., 0.3, 0.1, 0.1, 0.1, 0.1, 900., 901., 900.5, 900.];
 const GROUP_SIZE: usize = 4;
 const TOKENS: usize = 5;
@@ -30,7 +30,7 @@ fn values(seed: f64) -> Vec<f32> {
     (0..REWARDS.len() * TOKENS).map(value).collect()
 }
 
-/// Advantages of tokens, the loss and the gradient of the log-probs.
+/// Computes token advantages, the loss, and its gradient with respect to the log-probs.
 fn compute(recipe: &Recipe) -> Result<[Vec<f64>; 3]> {
     let device = Device::Cpu;
     let rewards = Tensor::new(&REWARDS, &device)?;

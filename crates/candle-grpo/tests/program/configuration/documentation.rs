@@ -1,5 +1,5 @@
-//! docs/configuration.md has a table for each section, made from the comments of its struct and
-//! from its defaults.
+//! docs/configuration.md has a table for each section, made from its struct's comments and
+//! defaults.
 //!
 //! `UPDATE_DOCS=1 cargo test --release -p candle-grpo documentation` rewrites the tables.
 
@@ -7,9 +7,7 @@ use std::env;
 use std::fs;
 use std::path::{Path, PathBuf};
 
-use candle_grpo::config::{
-    Document, Preset, RollFile, RunConfig, SftEvaluationConfig, SftRunConfig,
-};
+use candle_grpo::config::{Document, Import, Preset, RunConfig, SftEvaluationConfig, SftRunConfig};
 use candle_grpo::core::rewards::CosineLength;
 use candle_grpo::train::DatasetConfig;
 use candle_grpo::train::environment::{EnvironmentKind, EnvironmentLimits, ProgramToolConfig};
@@ -26,14 +24,13 @@ fn root() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("../..")
 }
 
-/// A table: the section it is of, the file and the struct that its comments come from, and its
-/// defaults.
+/// A table: its section, the file and struct with the comments, and the defaults.
 struct Table {
     section: &'static str,
     file: &'static str,
     name: &'static str,
     defaults: Value,
-    /// Keys of the struct that are not keys of the section.
+    /// Struct fields that are not keys.
     without: &'static [&'static str],
 }
 
@@ -258,12 +255,12 @@ fn tables() -> Vec<Table> {
             Value::Null,
         ),
         Table {
-            without: &["seed", "max_new_tokens", "greedy"],
+            without: &["seed", "greedy"],
             ..table(
-                "sampler",
+                "sampling",
                 "crates/candle-grpo-train/src/rollout/sampling_config.rs",
                 "SamplingConfig",
-                of("sampler"),
+                of("sampling"),
             )
         },
         table(
@@ -285,21 +282,12 @@ fn tables() -> Vec<Table> {
             of("schedule"),
         ),
         Table {
-            without: &[
-                "prompts_per_step",
-                "num_generations",
-                "sampling",
-                "rollout",
-                "recipe",
-                "optimizer",
-                "schedule",
-                "epochs",
-            ],
+            without: &["sampling", "rollout", "recipe", "optimizer", "schedule"],
             ..table(
-                "training",
+                "trainer",
                 "crates/candle-grpo-train/src/learn/train_config.rs",
                 "TrainConfig",
-                of("training"),
+                run.clone(),
             )
         },
         table("evaluation", sections, "EvaluationConfig", of("evaluation")),
@@ -355,7 +343,7 @@ fn tables() -> Vec<Table> {
     ]
 }
 
-/// The fields of a struct with their comments.
+/// Returns a struct's fields with their comments.
 fn fields(source: &str, name: &str) -> Vec<(String, String)> {
     let start = [" {", "<"]
         .iter()
@@ -388,7 +376,7 @@ fn fields(source: &str, name: &str) -> Vec<(String, String)> {
     fields
 }
 
-/// A comment without the links of rustdoc.
+/// Returns a comment without rustdoc links.
 fn plain(comment: &str) -> String {
     let mut text = comment.replace('|', "\\|");
     while let Some(start) = text.find("[`") {
@@ -467,7 +455,7 @@ fn each_kind_of_reward_has_a_section_and_a_table() {
     assert_eq!(sections, kinds.len());
 }
 
-/// The table of the presets.
+/// Returns the preset table.
 fn presets() -> String {
     let mut text = String::from("| preset | algorithm | source |\n| --- | --- | --- |\n");
     for preset in Preset::ALL {
@@ -506,7 +494,7 @@ fn every_section_has_its_table() {
     }
 }
 
-/// Checks that a document is a configuration of its kind.
+/// Checks that a document is a configuration.
 fn accepted(document: &Document, block: &str) {
     let checked = if SftRunConfig::is_of(document) {
         SftRunConfig::new(document).map(drop)
@@ -516,7 +504,7 @@ fn accepted(document: &Document, block: &str) {
     checked.unwrap_or_else(|error| panic!("{error}\n{block}"));
 }
 
-/// Every example of the page about supervised training is accepted.
+/// Every example on the page about supervised training is accepted.
 #[test]
 fn every_example_of_supervised_training_is_accepted() {
     let text = fs::read_to_string(root().join("docs/sft.md")).unwrap();
@@ -531,7 +519,7 @@ fn every_example_of_supervised_training_is_accepted() {
     }
 }
 
-/// Every example of the page is accepted.
+/// Every example on the page is accepted.
 #[test]
 fn every_example_is_accepted() {
     let text = fs::read_to_string(root().join("docs/configuration.md")).unwrap();
@@ -548,7 +536,7 @@ fn every_example_is_accepted() {
             _ => continue,
         };
         let document = document.unwrap();
-        let document = RollFile::new(&document).map_or(document, |roll| roll.document);
+        let document = Import::new(&document).map_or(document, |import| import.document);
         accepted(&document, block);
         examples += 1;
     }

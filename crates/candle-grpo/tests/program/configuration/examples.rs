@@ -10,7 +10,7 @@ use candle_grpo::train::{Dataset, FinishReason, RewardConfig, RewardFunction, Sa
 use rstest::rstest;
 use serde_json::{Value, json};
 
-/// A configuration of `examples/`, and its data.
+/// Reads a configuration in `examples/`, and its data.
 fn read(file: &str) -> (RunConfig, Dataset) {
     let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("../..");
     let mut config = RunConfig::read(&root.join("examples").join(file)).unwrap();

@@ -1,4 +1,4 @@
-//! Files of TRL, verl and OpenRLHF.
+//! Importing TRL, verl and OpenRLHF files.
 
 use std::fs;
 use std::path::Path;
@@ -9,6 +9,7 @@ use candle_grpo::core::{KlEstimator, Scale};
 use candle_grpo::loss::{Aggregation, Recipe, Surrogate};
 use candle_grpo::train::TrainConfig;
 use rstest::rstest;
+use serde_json::json;
 
 fn import_of(text: &str, processes: usize) -> Import {
     let document = Document::from_yaml(Path::new("other.yaml"), text).unwrap();
@@ -19,7 +20,7 @@ fn import(text: &str) -> Import {
     import_of(text, 1)
 }
 
-/// The import of a script, with a reward.
+/// Imports a script and adds a reward.
 fn script(text: &str) -> (Import, RunConfig) {
     let folder = tempfile::tempdir().unwrap();
     let file = folder.path().join("run.sh");
@@ -36,7 +37,7 @@ fn run(import: &Import) -> RunConfig {
     RunConfig::new(&import.document).unwrap_or_else(|error| panic!("{error}"))
 }
 
-/// The keys that are not of [`Severity::Note`].
+/// Returns the keys above [`Severity::Note`].
 fn refused(import: &Import) -> Vec<&str> {
     let keys = import.keys.iter();
     let keys = keys.filter(|key| key.severity != Severity::Note);
@@ -98,14 +99,14 @@ report_to: wandb
     let mut theirs = run(&theirs).to_value().unwrap();
     let mut ours = RunConfig::new(&ours).unwrap().to_value().unwrap();
     // All 64 completions, which is what an absent key means.
-    assert_eq!(theirs["training"]["mini_batch_size"], 64);
-    theirs["training"]["mini_batch_size"] = serde_json::Value::Null;
+    assert_eq!(theirs["mini_batch_size"], 64);
+    theirs["mini_batch_size"] = serde_json::Value::Null;
     // A program in examples/ stands for report_to.
-    ours["trackers"] = serde_json::json!([]);
+    ours["trackers"] = json!([]);
     assert_eq!(theirs, ours);
 }
 
-/// Prompts, completions of an update and of a pass, passes, and steps.
+/// Returns prompts, completions per update and per pass, passes, and steps.
 fn sizes(text: &str, processes: usize) -> (usize, Option<usize>, usize, usize, usize) {
     let run = run(&import_of(&format!("{TRL}{text}"), processes));
     let train = run.train;
@@ -118,7 +119,7 @@ fn sizes(text: &str, processes: usize) -> (usize, Option<usize>, usize, usize, u
     )
 }
 
-/// A step of TRL is an update, and here it samples.
+/// A TRL step is an update; here a step samples.
 #[test]
 fn the_sizes_of_trl_keep_their_meaning() {
     let text = "num_iterations: 2\nper_device_train_batch_size: 8\ngradient_accumulation_steps: 4\nsteps_per_generation: 8\nmax_steps: 200\n";
@@ -158,6 +159,75 @@ fn counts_and_shares_of_updates_of_trl_become_steps() {
         .map(|default| default.key)
         .collect();
     assert_eq!(left_out, ["num_train_epochs", "lr_scheduler_type"]);
+}
+
+/// transformers writes -1 for a run that epochs bound, and then nothing says when a decay ends.
+#[test]
+fn a_file_of_trl_without_a_number_of_steps_has_no_decay() {
+    let import = import(&format!("{TRL}max_steps: -1\nlr_scheduler_type: cosine\n"));
+    assert_eq!(refused(&import), ["lr_scheduler_type"]);
+    let value = run(&import).to_value().unwrap();
+    assert!(value["schedule"]["decay_until"].is_null(), "{value}");
+    let text = serde_saphyr::to_string(import.document.value()).unwrap();
+    assert!(!text.contains("schedule"), "{text}");
+}
+
+/// A section that both trainers have can hold the advised keys too.
+#[test]
+fn a_key_that_the_report_asks_for_is_used() {
+    let text = VERL.replace("ESTIMATOR", "grpo");
+    let verl = text.replace("data: {", "data: {prompt_key: question, ");
+    assert_eq!(refused(&import(&verl)), ["data.prompt_key"]);
+    let verl = verl.replace("data: {", "data: {prompt: \"{question}\", ");
+    let openrlhf = "actor: {model_name_or_path: m}\ndata: {prompt_dataset: d.jsonl, input_template: Q, prompt: \"{question}\", prompt_probs: \"1\", weights: [2.0]}\nrewards: [{kind: json}]\nmax_steps: 3\n";
+    for (text, weights) in [(verl.as_str(), json!(null)), (openrlhf, json!([2.]))] {
+        let import = import(text);
+        assert_eq!(refused(&import), Vec::<&str>::new());
+        let run = run(&import).to_value().unwrap();
+        assert_eq!(run["data"]["prompt"], "{question}");
+        assert_eq!(run["data"]["weights"], weights);
+    }
+}
+
+#[rstest]
+#[case("schedule: {warmup_steps: 2}", 0., Some(5))]
+#[case(
+    "schedule: {decay: cosine, decay_until: 4, min_lr_ratio: 0.5}",
+    0.5,
+    Some(4)
+)]
+fn our_schedule_and_a_scheduler_of_trl_stand_side_by_side(
+    #[case] ours: &str,
+    #[case] min_lr_ratio: f64,
+    #[case] decay_until: Option<usize>,
+) {
+    let schedule = trl(&format!("max_steps: 5\nlr_scheduler_type: linear\n{ours}")).schedule;
+    assert_eq!(
+        (schedule.min_lr_ratio, schedule.decay_until),
+        (min_lr_ratio, decay_until)
+    );
+}
+
+#[test]
+fn a_recipe_of_ours_is_laid_over_the_loss_of_trl() {
+    let ours = "recipe: {policy_loss: {rollout_correction: {weight: {max: 3.0}}}}";
+    let recipe = trl(&format!("max_steps: 1\nloss_type: grpo\n{ours}")).recipe;
+    assert_eq!(
+        recipe.policy_loss.aggregation,
+        Aggregation::SeqMeanTokenMean
+    );
+    assert!(recipe.policy_loss.rollout_correction.is_some());
+    assert_eq!(recipe.advantage, Recipe::trl().advantage);
+}
+
+#[test]
+fn a_preset_of_ours_decides_instead_of_the_loss_of_trl() {
+    let recipe = trl("max_steps: 1\nloss_type: grpo\nepsilon: 0.1\npreset: dr_grpo").recipe;
+    assert_eq!(
+        recipe.policy_loss.surrogate,
+        Recipe::trl().policy_loss.surrogate
+    );
+    assert_eq!(recipe.advantage, Recipe::dr_grpo(512.).advantage);
 }
 
 #[test]
@@ -231,14 +301,15 @@ fn an_error_in_an_imported_file_has_its_key_and_line() {
     );
 }
 
-/// Keys of another trainer in a file of ours are slips, with a suggestion, however many they are.
+/// Another trainer's keys in our own file are slips, answered with a suggestion, however many they
+/// are.
 #[test]
 fn a_file_with_our_sections_is_not_imported() {
-    let text = "model: m\ndata: {train: d}\nnum_generations: 8\nbeta: 0.1\nlearning_rate: 1e-6\n";
+    let text = "model: m\ndata: {train: d}\nnum_iterations: 8\nbeta: 0.1\nlearning_rate: 1e-6\n";
     let document = Document::from_yaml(Path::new("run.yaml"), text).unwrap();
     assert!(Import::new(&document).is_none());
     let error = RunConfig::new(&document).unwrap_err().to_string();
-    let place = "num_generations: unknown key; here it is algorithm.num_return_sequences_in_group";
+    let place = "num_iterations: unknown key; here it is epochs";
     assert!(error.contains(place), "{error}");
 }
 
@@ -259,20 +330,21 @@ fn the_example_of_the_page_about_verl_is_the_same_run_on_both_sides() {
     for section in [
         "model",
         "data",
-        "algorithm",
+        "recipe",
+        "prompts_per_step",
+        "num_generations",
+        "max_prompt_tokens",
+        "sampling",
+        "epochs",
+        "mini_batch_size",
+        "micro_batch_tokens",
+        "activation_checkpointing",
         "optimizer",
         "schedule",
         "checkpoint",
         "max_steps",
     ] {
         assert_eq!(theirs[section], ours[section], "{section}");
-    }
-    for key in [
-        "mini_batch_size",
-        "micro_batch_tokens",
-        "activation_checkpointing",
-    ] {
-        assert_eq!(theirs["training"][key], ours["training"][key], "{key}");
     }
     // verl evaluates with the most likely tokens by default.
     assert_eq!(theirs["evaluation"]["sampler"]["greedy"], true);
@@ -289,7 +361,7 @@ trainer: {total_training_steps: 10}
 algorithm: {adv_estimator: ESTIMATOR, use_kl_in_reward: true, kl_penalty: mse, kl_ctrl: {kl_coef: 0.004}}
 ";
 
-/// Hydra writes every key, most of them without a value.
+/// Hydra writes every key, most without a value.
 #[test]
 fn absent_values_of_a_whole_file_are_no_keys() {
     let text = VERL.replace("ESTIMATOR", "grpo").replace(
@@ -326,8 +398,24 @@ fn the_sizes_of_verl_keep_their_meaning() {
     assert_eq!(sizes.all_updates, Some(60.));
 }
 
-/// verl subtracts a KL in the rewards before GRPO normalizes them, and from those of tokens with
-/// another estimator.
+/// CISPO clips a weight, whose bounds are ratios.
+#[test]
+fn the_clip_widths_of_cispo_in_verl_are_bounds_of_its_weight() {
+    let clip = "policy_loss: {loss_mode: cispo}, clip_ratio_low: 0.25, clip_ratio_high: 0.5";
+    let text = VERL.replace("ESTIMATOR", "grpo");
+    let text = text.replace("ppo_epochs: 3", &format!("ppo_epochs: 3, {clip}"));
+    let Surrogate::DetachedWeight(weight) = run(&import(&text)).train.recipe.policy_loss.surrogate
+    else {
+        panic!("a loss with a weight")
+    };
+    assert_eq!(
+        (weight.ratio_min, weight.ratio_max),
+        (Some(0.75), Some(1.5))
+    );
+}
+
+/// verl subtracts a KL from the rewards before GRPO normalizes them, and from token rewards with
+/// any other estimator.
 #[test]
 fn the_kl_in_the_rewards_of_verl_has_its_place() {
     let train = run(&import(&VERL.replace("ESTIMATOR", "grpo"))).train;
@@ -370,7 +458,7 @@ fn what_verl_has_and_we_do_not_is_refused() {
     assert_eq!(run(&off).train.sampling.top_k, 0);
 }
 
-/// The options of OpenRLHF's script for DAPO.
+/// The options in OpenRLHF's DAPO script.
 const OPENRLHF: &str = "\
 python3 -m openrlhf.cli.train_ppo_ray \\
    --actor.num_nodes 1 \\
@@ -472,7 +560,7 @@ fn a_flat_file_of_an_older_openrlhf_has_the_same_keys() {
     assert_eq!(run.train.schedule.warmup_steps, 1);
 }
 
-/// An update of ROLL has the completions of all workers, and its keys those of one.
+/// A ROLL update has the completions from all workers, and its keys count one worker's.
 #[test]
 fn the_workers_of_roll_count_in_an_update() {
     let file = |devices: &str, tensor: usize| {
@@ -484,13 +572,53 @@ fn the_workers_of_roll_count_in_an_update() {
         let import = file(devices, tensor);
         assert_eq!(refused(&import), ["actor_train.device_mapping"]);
         let error = import.check(false).unwrap_err().to_string();
-        let advice = format!("set training.mini_batch_size to {update}, the completions of");
+        let advice = format!("set mini_batch_size to {update}, the completions of");
         assert!(error.contains(&advice), "{error}");
         let sizes = import.sizes.unwrap();
         assert_eq!((sizes.sampled, sizes.update), (256., update));
         assert_eq!(sizes.all_updates, Some(5. * 256. / update));
     }
     assert_eq!(refused(&file("list(range(2,4))", 2)), Vec::<&str>::new());
+}
+
+/// In the words of this version or of an earlier one.
+#[rstest]
+#[case("mini_batch_size: 64")]
+#[case("training: {mini_batch_size: 64}")]
+fn a_key_of_ours_in_a_file_of_another_trainer_comes_first(#[case] key: &str) {
+    let roll = import(&format!(
+        "pretrain: m\n{key}\nactor_train:\n  device_mapping: [0, 1]\n  data_args: {{file_name: d.jsonl}}\n  training_args: {{gradient_accumulation_steps: 4}}\nrewards: [{{kind: json}}]\n"
+    ));
+    assert_eq!(refused(&roll), Vec::<&str>::new());
+    assert_eq!(run(&roll).train.mini_batch_size, Some(64));
+    let train = trl(&format!("{key}\nmax_steps: 1"));
+    assert_eq!(train.mini_batch_size, Some(64));
+}
+
+#[test]
+fn the_report_names_what_each_key_has_become() {
+    let report = import(
+        "pretrain: m\nmax_len_mask: true\nuse_kl_loss: true\nkl_loss_coef: 0.25\npg_clip: 0.125\nppo_epochs: 2\nrollout_batch_size: 32\nactor_train: {data_args: {file_name: d.jsonl}}\nrewards: [{kind: json}]\n",
+    )
+    .to_string();
+    for (key, place) in [
+        ("pretrain", "model.path"),
+        ("max_len_mask", "sample_filters"),
+        ("use_kl_loss", "recipe.policy_loss.kl"),
+        ("kl_loss_coef", "recipe.policy_loss.kl.coef"),
+        (
+            "pg_clip",
+            "recipe.policy_loss.surrogate.clip.high, recipe.policy_loss.surrogate.clip.low",
+        ),
+        ("ppo_epochs", "epochs"),
+        ("rollout_batch_size", "prompts_per_step"),
+    ] {
+        let line = report
+            .lines()
+            .find(|line| line.trim_start().starts_with(key));
+        let (_, used) = line.and_then(|line| line.split_once("used: ")).expect(key);
+        assert_eq!(used, place, "{key}");
+    }
 }
 
 /// A file that was accepted stays so without a switch.

@@ -1,8 +1,8 @@
-//! Whole configuration files of ROLL.
+//! Whole ROLL configuration files.
 
 use std::path::Path;
 
-use candle_grpo::config::{Document, RollFile, RunConfig, Verdict};
+use candle_grpo::config::{Document, Import, RunConfig, Verdict};
 use candle_grpo::core::rewards::NormLevel;
 use candle_grpo::core::selection::SampleFilter;
 
@@ -80,12 +80,12 @@ rewards:
     worker_cls: a.b.D
 "#;
 
-fn roll(text: &str) -> RollFile {
+fn roll(text: &str) -> Import {
     let document = Document::from_yaml(Path::new("roll.yaml"), text).unwrap();
-    RollFile::new(&document).expect("a file of ROLL")
+    Import::new(&document).expect("a file of ROLL")
 }
 
-fn verdict(file: &RollFile, path: &str) -> Verdict {
+fn verdict(file: &Import, path: &str) -> Verdict {
     let key = file.keys.iter().find(|key| key.path == path);
     key.unwrap_or_else(|| panic!("{path}")).verdict.clone()
 }
@@ -377,7 +377,7 @@ fn an_error_has_the_key_and_the_line_of_the_file() {
 fn a_file_of_this_program_is_not_one_of_roll() {
     let text = "model: m\ndata: {train: a}\nalgorithm: {rollout_batch_size: 3}\n";
     let document = Document::from_yaml(Path::new("run.yaml"), text).unwrap();
-    assert!(RollFile::new(&document).is_none());
+    assert!(Import::new(&document).is_none());
 }
 
 #[test]

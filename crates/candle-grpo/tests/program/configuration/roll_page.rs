@@ -1,5 +1,5 @@
-//! The GRPO example of ROLL's documentation as the algorithm section, and what each of its keys
-//! does.
+//! The GRPO example in ROLL's documentation as the algorithm section, and the effect that each key
+//! has.
 
 use std::path::Path;
 
@@ -14,7 +14,7 @@ use candle_grpo::train::TrainConfig;
 use rstest::rstest;
 use serde_json::{Value, json};
 
-/// The keys of the page, in its order and notation.
+/// The page's keys, in its order and notation.
 const PAGE: &str = r#"
   # grpo
   rollout_batch_size: 64 # prompt
@@ -38,7 +38,7 @@ const PAGE: &str = r#"
   reward_clip: 10
 "#;
 
-/// The end of one version of the page.
+/// The end in one version.
 const NORM_KEYS: &str = r#"
   # normalize
   reward_norm: null
@@ -49,7 +49,7 @@ const NORM_KEYS: &str = r#"
   add_token_level_kl: false
 "#;
 
-/// The end of another version.
+/// The end in another version.
 const TYPE_KEYS: &str = r#"
   # normalize
   norm_mean_type: ~

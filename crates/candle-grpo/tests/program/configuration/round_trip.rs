@@ -12,31 +12,30 @@ use crate::teacher::needs_teacher;
 
 /// Keys with another value than the default, by their section.
 const KEYS: &[(&str, &str)] = &[
-    ("algorithm", "rollout_batch_size: 5"),
-    ("algorithm", "num_return_sequences_in_group: 3"),
-    ("algorithm", "response_length: 40"),
-    ("algorithm", "prompt_length: 9"),
-    ("algorithm", "ppo_epochs: 2"),
-    ("algorithm", "kl_coef: 0.125"),
-    ("algorithm", "entropy_loss_coef: 0.01"),
-    ("algorithm", "max_len_mask: true"),
+    ("", "prompts_per_step: 5"),
+    ("", "num_generations: 3"),
+    ("", "max_prompt_tokens: 9"),
+    ("", "epochs: 2"),
+    ("", "mini_batch_size: 4"),
+    ("", "micro_batch_size: 2"),
+    ("", "adapters: {rank: 8, alpha: 16}"),
+    ("", "compute_dtype: bf16"),
+    ("", "max_grad_norm: 0.5"),
+    ("", "top_entropy: 0.2"),
+    ("", "sample_filters: [{kind: not_truncated}]"),
+    ("recipe", "overlong: {max_length: 30, buffer: 7}"),
     (
-        "algorithm",
-        "recipe: {overlong: {max_length: 30, buffer: 7}}",
+        "recipe",
+        "policy_loss: {entropy_coef: 0.01, kl: {coef: 0.125}}",
     ),
-    ("sampler", "temperature: 0.7"),
-    ("sampler", "top_p: 0.9"),
-    ("sampler", "stop_strings: ['on', '1']"),
+    ("sampling", "max_new_tokens: 40"),
+    ("sampling", "temperature: 0.7"),
+    ("sampling", "top_p: 0.9"),
+    ("sampling", "stop_strings: ['on', '1']"),
     ("optimizer", "learning_rate: 1e-5"),
     ("optimizer", "beta2: 0.99"),
     ("schedule", "warmup_steps: 3"),
     ("schedule", "decay_until: 50, decay: cosine"),
-    ("training", "mini_batch_size: 4"),
-    ("training", "micro_batch_size: 2"),
-    ("training", "adapters: {rank: 8, alpha: 16}"),
-    ("training", "compute_dtype: bf16"),
-    ("training", "max_grad_norm: 0.5"),
-    ("training", "top_entropy: 0.2"),
     ("evaluation", "every_steps: 7"),
     ("evaluation", "samples_per_prompt: 4"),
     ("evaluation", "max_prompts: 3"),
@@ -58,7 +57,8 @@ fn file(preset: Preset, keys: &[(&str, &str)]) -> String {
         text += "teacher: {model: t}\n";
     }
     let name = json!(preset);
-    let mut sections = BTreeMap::from([("algorithm", vec![format!("preset: {name}")])]);
+    text += &format!("preset: {name}\n");
+    let mut sections = BTreeMap::<_, Vec<_>>::new();
     for (section, key) in keys {
         match *section {
             "" => text += &format!("{key}\n"),

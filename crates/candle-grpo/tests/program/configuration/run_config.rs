@@ -45,8 +45,8 @@ fn yaml(more: &str) -> Result<RunConfig, ConfigError> {
     RunConfig::new(&Document::from_yaml(Path::new("run.yaml"), &text)?)
 }
 
-/// A run with more keys of the algorithm, which start with a comma, and a teacher if the preset
-/// learns from one.
+/// A run with further algorithm keys, which start with a comma, and a teacher if the preset learns
+/// from one.
 fn with_preset(preset: Option<Preset>, keys: &str) -> Result<RunConfig, ConfigError> {
     let teacher = if needs_teacher(preset) {
         "teacher: {model: models/large}\n"
@@ -99,8 +99,8 @@ fn every_preset_is_valid_and_equals_its_constructor() {
     assert_eq!(Preset::Dapo.recipe(20480), Recipe::dapo(20480, 4096));
 }
 
-/// Any single key of any preset can be said again without a change: so no part of a recipe is out
-/// of reach.
+/// Any single key in any preset can be set again without a change, so no part of a recipe is out of
+/// reach.
 #[test]
 fn every_part_of_every_preset_can_be_laid_over_it() {
     fn parts(path: &[String], value: &serde_json::Value, all: &mut Vec<serde_json::Value>) {
@@ -233,6 +233,103 @@ fn without_held_out_rows_nothing_is_evaluated() {
     assert_eq!(run(&written).to_yaml().unwrap(), written);
 }
 
+/// The keys of an earlier version mean the same as those that they have become.
+#[rstest]
+#[case(
+    "algorithm: {preset: dapo, rollout_batch_size: 4, num_return_sequences_in_group: 3, prompt_length: 9, response_length: 40, ppo_epochs: 2}\n",
+    "preset: dapo\nprompts_per_step: 4\nnum_generations: 3\nmax_prompt_tokens: 9\nsampling: {max_new_tokens: 40}\nepochs: 2\n"
+)]
+#[case(
+    "training: {micro_batch_size: 4, critic: null, sample_filters: [{kind: not_truncated}]}\nsampler: {top_k: 3}\n",
+    "micro_batch_size: 4\nsample_filters: [{kind: not_truncated}]\nsampling: {top_k: 3}\n"
+)]
+#[case(
+    "algorithm: {kl_coef: 0.125, entropy_loss_coef: 0.5, recipe: {overlong: {max_length: 8, buffer: 2}}}\n",
+    "recipe: {policy_loss: {kl: {coef: 0.125}, entropy_coef: 0.5}, overlong: {max_length: 8, buffer: 2}}\n"
+)]
+#[case(
+    "algorithm: {use_pg_clip_range: true, pg_clip_low: 0.1, pg_clip_high: 0.3, loss_agg_mode: token-mean, importance_sampling: token}\n",
+    "recipe: {policy_loss: {surrogate: {clip: {low: 0.1, high: 0.3}}, aggregation: token-mean}}\n"
+)]
+#[case(
+    "algorithm: {preset: gspo, pg_clip: 0.125}\nsampler: {max_new_tokens: 8}\n",
+    "preset: gspo\nrecipe: {policy_loss: {surrogate: {clip: {low: 0.125, high: 0.125}}}}\nsampling: {max_new_tokens: 8}\n"
+)]
+#[case(
+    "algorithm: {loss_agg_mode: seq-mean-token-sum-norm, max_len_mask: true}\nsampling: {max_new_tokens: 8}\n",
+    "recipe: {policy_loss: {aggregation: {seq-mean-token-sum-norm: {length: 8}}}}\nsample_filters: [{kind: shorter_than, length: 8}]\nsampling: {max_new_tokens: 8}\n"
+)]
+#[case(
+    "training: {demonstrations: {batch_size: 2}}\ndemonstrations: {train: b.jsonl}\n",
+    "demonstrations: {batch_size: 2}\ndemonstration_data: {train: b.jsonl}\n"
+)]
+fn a_file_of_an_earlier_version_is_the_same_run(#[case] former: &str, #[case] native: &str) {
+    let native = yaml(native).unwrap();
+    assert_eq!(
+        yaml(former).unwrap().to_value().unwrap(),
+        native.to_value().unwrap()
+    );
+    let document = Document::from_yaml(Path::new("run.yaml"), &format!("{YAML}{former}")).unwrap();
+    assert!(document.is_former());
+    let translated = document.native().unwrap();
+    assert!(!translated.is_former());
+    // It can be written and read again.
+    let written = serde_saphyr::to_string(translated.value()).unwrap();
+    let again = Document::from_yaml(Path::new("run.yaml"), &written).unwrap();
+    let again = RunConfig::new(&again).unwrap();
+    assert_eq!(again.to_value().unwrap(), native.to_value().unwrap());
+}
+
+#[rstest]
+#[case(
+    "prompts_per_step: 0\n",
+    "run.yaml:9: prompts_per_step: 0, must be at least 1"
+)]
+#[case(
+    "sampling:\n  temperature: 0\n",
+    "run.yaml:10: sampling.temperature: 0.0, must be from 1e-6 to 1e6 (evaluations have greedy for the most likely token)"
+)]
+#[case(
+    "sampling:\n  greedy: true\n",
+    "run.yaml:10: sampling.greedy: true, must be false in training: all completions of a group would be the same"
+)]
+#[case(
+    "recipe:\n  policy_loss:\n    surrogate:\n      clip:\n        low: 2\n",
+    "run.yaml:13: recipe.policy_loss.surrogate.clip.low: 2, must be from 0 to 1"
+)]
+#[case(
+    "recipe:\n  policy_loss:\n    kl: {}\n",
+    "run.yaml:11: recipe.policy_loss.kl.coef: absent, must be given"
+)]
+#[case(
+    "max_steps: 3\npreset: gkd\n",
+    "run.yaml:10: recipe.distillation_loss: given, but there is no teacher: give teacher.model or teacher.server"
+)]
+#[case(
+    "preset: grop\n",
+    "run.yaml:9: preset: \"grop\", must be one of grpo, dapo, dr_grpo, lite_ppo, gspo, luspo, gmpo, cispo, sapo, vespo, gpg, rloo, reinforce_plus_plus, reinforce_plus_plus_baseline, trl, verl, roll, twinkle, openrlhf, prime_rl, fipo, m2po, gkd; did you mean `grpo`?"
+)]
+// Both words.
+#[case(
+    "epochs: 3\ntraining:\n  epochs: 2\n",
+    "run.yaml:11: training.epochs: given, but epochs is given, too; give one of them"
+)]
+#[case(
+    "recipe: {overlong: null}\nalgorithm: {recipe: {group_filter: {}}}\n",
+    "run.yaml:10: algorithm.recipe: given, but recipe is given, too; give one of them"
+)]
+#[case(
+    "algorithm:\n  kl_coef: -1\n",
+    "run.yaml:10: algorithm.kl_coef: -1, must be finite and at least 0"
+)]
+#[case(
+    "preset: dapo\nalgorithm:\n  pg_variant: cispo\n  cispo_epsilon_low: 3\n",
+    "run.yaml:12: algorithm.cispo_epsilon_low: 3, makes ratio_min -2, which must be an absolute ratio from 0 to 1"
+)]
+fn an_error_has_the_line_and_the_key_of_the_file(#[case] more: &str, #[case] message: &str) {
+    assert_eq!(yaml(more).unwrap_err().to_string(), message);
+}
+
 #[rstest]
 // Unknown keys, at every depth.
 #[case("sed: 1\n", "run.yaml:9: sed: unknown key", "did you mean `seed`?")]
@@ -353,9 +450,9 @@ fn without_held_out_rows_nothing_is_evaluated() {
 )]
 // Keys that have their place elsewhere.
 #[case(
-    "training:\n  epochs: 2\n",
-    "run.yaml:10: training.epochs",
-    "algorithm.ppo_epochs"
+    "sampling:\n  seed: 2\n",
+    "run.yaml:10: sampling.seed",
+    "has its place at seed"
 )]
 #[case("sampler:\n  seed: 2\n", "run.yaml:10: sampler.seed", "at seed")]
 // Not a file of YAML.
@@ -464,14 +561,14 @@ fn without_held_out_rows_nothing_is_evaluated() {
 )]
 // Names of other trainers.
 #[case(
-    "num_generations: 8\n",
-    "run.yaml:9: num_generations: unknown key",
-    "here it is algorithm.num_return_sequences_in_group"
+    "num_iterations: 8\n",
+    "run.yaml:9: num_iterations: unknown key",
+    "here it is epochs"
 )]
 #[case(
     "algorithm: {beta: 0.1}\n",
     "run.yaml:9: algorithm.beta: unknown key",
-    "here it is algorithm.kl_coef"
+    "here it is recipe.policy_loss.kl.coef"
 )]
 #[case(
     "learning_rate: 1e-6\n",
@@ -481,18 +578,18 @@ fn without_held_out_rows_nothing_is_evaluated() {
 #[case(
     "training: {per_device_train_batch_size: 4}\n",
     "run.yaml:9: training.per_device_train_batch_size",
-    "here it is training.micro_batch_size"
+    "here it is micro_batch_size"
 )]
 #[case(
     "algorithm: {max_completion_length: 4}\n",
     "run.yaml:9: algorithm.max_completion_length",
-    "here it is algorithm.response_length"
+    "here it is sampling.max_new_tokens"
 )]
 // A suggestion is accepted.
 #[case(
     "training: {epoch: 2}\n",
     "run.yaml:9: training.epoch: unknown key",
-    "did you mean algorithm.ppo_epochs?"
+    "did you mean `epochs`?"
 )]
 #[case(
     "sampler: {sed: 2}\n",
@@ -670,19 +767,16 @@ fn an_error_about_true_or_false_has_the_hint_to_quote(#[case] line: &str, #[case
 )]
 #[case(
     "training: {load_in_4bit: true}\n",
-    "run.yaml:9: training.load_in_4bit: unknown key; here it is training.base_weights"
+    "run.yaml:9: training.load_in_4bit: unknown key; here it is base_weights"
 )]
 #[case(
     "training: {adapters: {r: 8}}\n",
-    "run.yaml:9: training.adapters.r: unknown key; here it is training.adapters.rank"
+    "run.yaml:9: training.adapters.r: unknown key; here it is adapters.rank"
 )]
-#[case(
-    "r: 8\n",
-    "run.yaml:9: r: unknown key; here it is training.adapters.rank"
-)]
+#[case("r: 8\n", "run.yaml:9: r: unknown key; here it is adapters.rank")]
 #[case(
     "max_seq_length: 8\n",
-    "run.yaml:9: max_seq_length: unknown key; here it is algorithm.response_length"
+    "run.yaml:9: max_seq_length: unknown key; here it is sampling.max_new_tokens"
 )]
 #[case(
     "optim: adamw_8bit\n",
@@ -752,7 +846,7 @@ fn settings_without_an_effect_are_doubts() {
         ),
         [
             "optimizer.learning_rate: 0, so the policy does not change",
-            "training.mini_batch_size: 100, and a step has 16 completions: it makes one update",
+            "mini_batch_size: 100, and a step has 16 completions: it makes one update",
         ]
     );
     let text = YAML
@@ -788,7 +882,7 @@ fn aliases_are_bounded() {
     assert!(error.contains("has too many aliases"), "{error}");
 }
 
-/// No message has the name of a Rust type or of a library's option.
+/// No message has the name of a Rust type or a library option.
 #[test]
 fn messages_have_no_words_of_libraries() {
     let texts = [
@@ -825,7 +919,7 @@ fn messages_have_no_words_of_libraries() {
     }
 }
 
-/// The one key for each of these has the same effect with every preset.
+/// The one key for each effect works with every preset.
 #[test]
 fn epsilon_scale_and_kl_coefficient_are_one_key_for_every_preset() {
     fn find<'a>(value: &'a Value, key: &str, found: &mut Vec<&'a Value>) {

@@ -1,7 +1,7 @@
 //! llama.cpp's server: `make test-llama`.
 //!
-//! The server has the weights of the policy, which were four bits in its file. Its products of
-//! matrices are in 8 bits, so the two differ by a little.
+//! The server has the policy's weights, which were stored in four bits. It multiplies matrices in 8
+//! bits, so the two differ slightly.
 
 use std::path::Path;
 
@@ -85,8 +85,8 @@ fn a_model_is_evaluated_through_llama_cpp() {
     }
 }
 
-/// A tiny model of each family with the tokenizer of SmolLM2. Its text is noise, and the same here
-/// and there.
+/// Writes a tiny model for each family with SmolLM2's tokenizer. Its text is noise, and the same on
+/// both sides.
 #[test]
 #[ignore = "needs llama.cpp: make test-llama"]
 fn llama_cpp_judges_completions() {
@@ -129,7 +129,7 @@ fn llama_cpp_computes_what_each_family_does() {
         let keys = [
             ("/model", json!(model)),
             ("/rollout", rollout),
-            ("/algorithm/response_length", json!(8)),
+            ("/sampling/max_new_tokens", json!(8)),
             ("/evaluation/max_prompts", json!(20)),
             ("/evaluation/sampler", json!({"greedy": true})),
         ];
@@ -219,10 +219,10 @@ fn llama_cpp_is_a_teacher() {
         ("/max_steps", json!(8)),
         ("/evaluation/every_steps", json!(8)),
         ("/rollout", rollout),
-        ("/sampler/temperature", json!(0.8)),
-        ("/training/old_log_probs", json!("recompute")),
+        ("/sampling/temperature", json!(0.8)),
+        ("/old_log_probs", json!("recompute")),
         (
-            "/algorithm/recipe/policy_loss/rollout_correction",
+            "/recipe/policy_loss/rollout_correction",
             json!({"weight": {"max": 2.}}),
         ),
     ];

@@ -75,7 +75,7 @@ fn model() -> PathBuf {
     Path::new(&models).join("SmolLM2-135M-Instruct")
 }
 
-/// Writes the configuration of the example addition-llm with some other keys to `run.json`.
+/// Writes the addition-llm example configuration, with some other keys, to `run.json`.
 fn write_config(folder: &Path, more: &[(&str, Value)]) {
     let example = root().join("examples/addition-llm");
     let text = fs::read_to_string(example.join("run.yaml")).unwrap();
@@ -96,7 +96,7 @@ fn write_config(folder: &Path, more: &[(&str, Value)]) {
     fs::write(folder.join("run.json"), config.to_string()).unwrap();
 }
 
-/// The share of correct held-out answers at each evaluation.
+/// Returns the share of correct held-out answers at each evaluation.
 fn rewards(folder: &Path) -> Vec<f64> {
     let evaluations = lines(&folder.join("run/evaluations.jsonl"));
     let reward = |line: &Value| line["reward_mean"].as_f64().unwrap();

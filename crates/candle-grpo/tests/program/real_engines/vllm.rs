@@ -1,7 +1,7 @@
 //! vLLM: `make test-vllm`.
 //!
-//! Each run compares the log-probs of the server with the policy's after every update
-//! (`log_prob_tolerance: 1e-4`), so a run that ends has passed all of these comparisons.
+//! Each run compares the server's log-probs with the policy's after every update
+//! (`log_prob_tolerance: 1e-4`), so a run that ends has passed all these comparisons.
 
 use std::fs;
 use std::io::{BufRead, BufReader};
@@ -17,7 +17,7 @@ fn start() -> Server {
     Server::start("vllm", &model())
 }
 
-/// Starts a run of ten steps, with the server and `more` keys.
+/// Starts a ten-step run, with the server and `more` keys.
 fn train(folder: &Path, server: &Server, more: &[(&str, Value)]) -> Child {
     let rollout = json!({
         "engine": "vllm",
@@ -36,7 +36,7 @@ fn train(folder: &Path, server: &Server, more: &[(&str, Value)]) -> Child {
     command.stdout(Stdio::piped()).spawn().unwrap()
 }
 
-/// The number of steps that have metrics.
+/// Returns how many steps have metrics.
 fn steps(folder: &Path) -> usize {
     let metrics = fs::read_to_string(folder.join("run/metrics.jsonl"));
     metrics.unwrap_or_default().lines().count()
@@ -65,7 +65,7 @@ fn adapters_learn_from_completions_of_vllm_that_is_killed_and_comes_back() {
     let mut server = start();
     let folder = tempfile::tempdir().unwrap();
     let more = [
-        ("/training/adapters", json!({"rank": 16, "alpha": 32.})),
+        ("/adapters", json!({"rank": 16, "alpha": 32.})),
         ("/optimizer/learning_rate", json!(5e-4)),
     ];
     let mut run = train(folder.path(), &server, &more);
@@ -81,8 +81,7 @@ fn adapters_learn_from_completions_of_vllm_that_is_killed_and_comes_back() {
     drop(server);
 }
 
-/// The teacher has the weights of the policy at the start, so their log-probs agree in the first
-/// step.
+/// The teacher has the policy's initial weights, so their log-probs agree in the first step.
 #[test]
 #[ignore = "needs vLLM: make test-vllm"]
 fn vllm_is_a_teacher() {
@@ -100,11 +99,11 @@ fn vllm_is_a_teacher() {
     let keys = [
         ("/max_steps", json!(3)),
         ("/teacher", teacher),
-        ("/algorithm/recipe", recipe),
+        ("/recipe", recipe),
         // One update a step, so that the gap of a step is that before its update.
-        ("/training/mini_batch_size", Value::Null),
+        ("/mini_batch_size", Value::Null),
         ("/optimizer/learning_rate", json!(1e-4)),
-        ("/sampler/temperature", json!(1.)),
+        ("/sampling/temperature", json!(1.)),
     ];
     write_config(folder.path(), &keys);
     let mut run = command(folder.path(), &["train", "run.json"])

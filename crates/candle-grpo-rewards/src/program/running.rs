@@ -1,0 +1,100 @@
+//! Processes of a program that run.
+
+use std::io;
+use std::process::{Child, ChildStderr, ChildStdin, ChildStdout, Command, ExitStatus, Stdio};
+use std::thread::{self, JoinHandle};
+use std::time::Duration;
+
+use anyhow::{Context, Result, anyhow};
+
+use super::group::ProcessGroup;
+use candle_grpo_base::clock::running_time;
+
+/// The interval between checks.
+const POLL: Duration = Duration::from_millis(2);
+
+/// The time for the last output after the end of a program.
+const LAST_OUTPUT: Duration = Duration::from_secs(1);
+
+/// A program that runs, and everything that it has started. Dropping it kills them.
+pub(crate) struct Running {
+    child: Child,
+    group: ProcessGroup,
+}
+
+impl Running {
+    /// Starts `command` by `spawn`, in a group of its own and with pipes.
+    pub(crate) fn start(
+        command: &mut Command,
+        spawn: impl FnOnce(&mut Command) -> io::Result<Child>,
+    ) -> Result<Self> {
+        let group = ProcessGroup::start().context("starting sh")?;
+        command
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped())
+            .stderr(Stdio::piped());
+        group.add(command);
+        let child = spawn(command);
+        let child = child.with_context(|| format!("starting {:?}", command.get_program()))?;
+        Ok(Self { child, group })
+    }
+
+    /// Takes its input, its output and its errors.
+    ///
+    /// # Errors
+    ///
+    /// If they have been taken.
+    pub(crate) fn pipes(&mut self) -> Result<(ChildStdin, ChildStdout, ChildStderr)> {
+        let absent = || anyhow!("pipe: absent");
+        let stdin = self.child.stdin.take().ok_or_else(absent)?;
+        let stdout = self.child.stdout.take().ok_or_else(absent)?;
+        let stderr = self.child.stderr.take().ok_or_else(absent)?;
+        Ok((stdin, stdout, stderr))
+    }
+
+    /// Returns the exit status if the program has ended.
+    pub(crate) fn status(&mut self) -> io::Result<Option<ExitStatus>> {
+        self.child.try_wait()
+    }
+
+    /// Waits until the program ends, `patience` is over, or `is_canceled`. Returns the exit status
+    /// if it has ended.
+    pub(super) fn wait(
+        &mut self,
+        patience: Duration,
+        is_canceled: &dyn Fn() -> bool,
+    ) -> Option<ExitStatus> {
+        let deadline = running_time() + patience;
+        loop {
+            match self.status() {
+                Ok(None) if running_time() < deadline && !is_canceled() => thread::sleep(POLL),
+                Ok(status) => return status,
+                Err(_) => return None,
+            }
+        }
+    }
+
+    /// Kills the program and its group. It can be called again.
+    pub(crate) fn kill(&mut self) {
+        self.group.kill();
+        let _ = self.child.kill();
+        // Waiting leaves no zombie.
+        let _ = self.child.wait();
+    }
+
+    /// Like [`Self::kill`]. Then waits until `readers` have read the pipes. These are closed,
+    /// unless a process outside the group has them.
+    pub(super) fn kill_and_read(&mut self, readers: &[JoinHandle<()>]) {
+        self.kill();
+        let deadline = running_time() + LAST_OUTPUT;
+        while !readers.iter().all(JoinHandle::is_finished) && running_time() < deadline {
+            thread::sleep(POLL);
+        }
+    }
+}
+
+impl Drop for Running {
+    fn drop(&mut self) {
+        self.kill();
+    }
+}

@@ -1,0 +1,83 @@
+//! The gradients of a model, and the steps of its optimizer.
+
+use std::sync::Arc;
+
+use anyhow::Result;
+use candle_grpo_collective::Collective;
+use candle_grpo_nn::{AdamW, AdamWConfig, ComputeCopies, Gradients, Parameters};
+
+use super::StepStats;
+use crate::NotFinite;
+
+/// The accumulated gradients of a model, and the optimizer that applies them.
+pub(crate) struct GradientDescent {
+    pub(super) gradients: Gradients,
+    pub(super) optimizer: AdamW,
+}
+
+impl GradientDescent {
+    pub(super) fn new(config: AdamWConfig, trained: &Parameters) -> Result<Self> {
+        Ok(Self {
+            gradients: Gradients::new(),
+            optimizer: AdamW::new(config, trained)?,
+        })
+    }
+
+    /// Sums the gradients over all ranks while the next backward pass runs, the last one of the
+    /// optimizer step.
+    pub(super) fn begin_reduction(&mut self, collective: &Arc<dyn Collective>) -> Result<()> {
+        let scatter = self.optimizer.is_sharded();
+        Ok(self.gradients.begin_reduction(collective, scatter)?)
+    }
+
+    /// Shares the state of the optimizer between ranks: [`AdamW::sharded`]. Its state starts from
+    /// zero.
+    pub(super) fn shard(
+        &mut self,
+        trained: &Parameters,
+        collective: &Arc<dyn Collective>,
+    ) -> Result<()> {
+        let config = self.optimizer.config().clone();
+        self.optimizer = AdamW::sharded(config, trained, collective)?;
+        Ok(())
+    }
+
+    /// Clips the gradients of all ranks to the norm `max_norm`, makes an optimizer step and clears
+    /// the gradients. `owner` is a prefix for error messages.
+    ///
+    /// # Errors
+    ///
+    /// If there are no gradients, and [`NotFinite`] with the name of the first one that is not
+    /// finite. The parameters are then unchanged.
+    pub(super) fn step(
+        &mut self,
+        trained: &Parameters,
+        copies: &ComputeCopies,
+        max_norm: f64,
+        owner: &str,
+    ) -> Result<StepStats> {
+        let learning_rate = self.optimizer.learning_rate();
+        let result = self.clip_factor(max_norm, owner);
+        let result = result.and_then(|(grad_norm, factor)| {
+            self.optimizer
+                .scaled_step(trained, &self.gradients, factor, copies)?;
+            Ok(StepStats {
+                grad_norm,
+                learning_rate,
+            })
+        });
+        self.gradients.clear();
+        result
+    }
+
+    fn clip_factor(&mut self, max_norm: f64, owner: &str) -> Result<(f64, f64)> {
+        self.gradients.finish_reduction()?;
+        match self.gradients.clip_factor(max_norm) {
+            Ok(norm_and_factor) => Ok(norm_and_factor),
+            Err(error) => match self.gradients.not_finite() {
+                Ok(Some(name)) => Err(NotFinite::new(format!("{owner}gradient of {name}")).into()),
+                _ => Err(error.into()),
+            },
+        }
+    }
+}
