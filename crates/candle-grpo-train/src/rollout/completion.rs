@@ -85,7 +85,7 @@ impl Completion {
         Ok(())
     }
 
-    /// Returns the sequence of `prompt` and this completion. The tokens that the policy wrote train.
+    /// Returns the sequence of `prompt` and this completion. Tokens that the policy wrote train.
     ///
     /// # Errors
     ///
