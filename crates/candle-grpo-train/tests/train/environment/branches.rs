@@ -95,7 +95,9 @@ fn in_mini_batches() -> TrainConfig {
 #[case::mean_of_prompts(with_loss(Aggregation::PromptMeanTokenMean))]
 #[case::mini_batches(in_mini_batches())]
 #[case::advantages_of_tokens(reinforce_plus_plus())]
-#[case::probabilities_of_tokens(with_advantage(r#"{"name": "optimal_token_baseline"}"#))]
+#[case::probabilities_of_tokens(with_advantage(
+    r#"{"name": "multi_turn_optimal_token_baseline"}"#
+))]
 fn branches_train_as_one_sequence_does(#[case] config: TrainConfig) {
     let together = environments(echo(3));
     let found = |environments: Arc<dyn Trajectories>| {
