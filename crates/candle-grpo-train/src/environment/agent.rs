@@ -5,7 +5,8 @@ use std::path::PathBuf;
 
 use anyhow::Result;
 use candle_grpo_core::validate::{at_least_one, check};
-use serde::{Deserialize, Serialize};
+use serde::de::{Error, Unexpected};
+use serde::{Deserialize, Deserializer, Serialize};
 
 use super::ToolFormat;
 use candle_grpo_rewards::program::Program;
@@ -21,6 +22,7 @@ pub struct AgentConfig {
     pub folder: Option<PathBuf>,
     /// Server address and port; port 0 selects a free one. An address other than this machine's
     /// lets other machines sample from the policy, with a key only.
+    #[serde(deserialize_with = "address")]
     pub listen: SocketAddr,
     /// Environment variable with the key with which agents request episodes if `command` is empty.
     /// Absent: a random key, which is logged.
@@ -106,4 +108,11 @@ impl AgentConfig {
         let limit = self.time_limit_seconds;
         Program::new(&self.command, self.folder.as_ref(), limit, limit)
     }
+}
+
+fn address<'de, D: Deserializer<'de>>(deserializer: D) -> Result<SocketAddr, D::Error> {
+    let text = String::deserialize(deserializer)?;
+    let must = "an address with a port, such as 127.0.0.1:8000";
+    text.parse()
+        .map_err(|_| D::Error::invalid_value(Unexpected::Str(&text), &must))
 }
