@@ -37,7 +37,7 @@ fn config(steps: usize) -> String {
     let config = config.replace("prompts_per_step: 4", "prompts_per_step: 2");
     let config = config.replace(
         "every_steps: 4, samples_per_prompt: 4, pass_at: [1, 2]",
-        "every_steps: 4",
+        "every_steps: 2",
     );
     config.replace(
         "checkpoint: {every_steps: 3}",
@@ -52,6 +52,8 @@ fn a_run_with_agents_trains_and_resumes_bit_identically() {
     for folder in [&whole, &resumed] {
         fs::write(folder.path().join("agent.py"), AGENT).unwrap();
     }
+    let plan = succeeds(whole.path(), &["check", "run.yaml"]);
+    assert!(plan.contains("Rewards: environment.\n"), "{plan}");
     succeeds(whole.path(), &["train", "run.yaml"]);
     let metrics = lines(&whole.path().join("run/metrics.jsonl"));
     assert_eq!(metrics.len(), 4);
@@ -132,7 +134,10 @@ fn mistakes_are_named_with_their_lines() {
             "{kind: agent, max_requests: 0}",
             "environment.max_requests: 0",
         ),
-        ("{kind: agent, listen: here}", "environment.listen"),
+        (
+            "{kind: agent, listen: here}",
+            "environment.listen: \"here\", must be an address with a port",
+        ),
         (
             "{kind: agent, special_tokens_in_text: true}",
             "environment.special_tokens_in_text: true, must be false",
