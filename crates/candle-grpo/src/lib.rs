@@ -3,7 +3,7 @@
 //!
 //! | module | contents |
 //! | --- | --- |
-//! | `agents`, with the feature `agents` | programs of their own that call the policy over HTTP |
+//! | `agents`, with the feature `agents` | your own programs, which call the policy over HTTP |
 //! | [`base`] | what the libraries share: atomic files, progress and cancellation |
 //! | [`collective`] | operations between the processes in a job |
 //! | [`core`] | advantages from rewards and groups |

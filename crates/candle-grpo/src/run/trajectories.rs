@@ -1,4 +1,4 @@
-//! The environments or agents of a run.
+//! A run's environments or agents.
 
 use std::sync::Arc;
 
@@ -9,12 +9,12 @@ use candle_grpo_train::environment::{
 };
 use candle_grpo_train::rollout::Trajectories;
 
-/// Starts the environments, or the server for agents, of a model. `stop_token_ids` are those of the
-/// sampler.
+/// Starts a model's environments, or the server for its agents. `stop_token_ids` must match the
+/// sampler's.
 ///
 /// # Errors
 ///
-/// If an option is not valid, a program cannot be started, or agents need the feature `agents`.
+/// Fails if an option is invalid, a program cannot be started, or agents need the feature `agents`.
 pub fn trajectories(
     config: &EnvironmentConfig,
     model: &Pretrained,
