@@ -18,9 +18,9 @@ use crate::request::Request;
 
 /// A run's agents: a server, and one episode per trajectory.
 ///
-/// Pass it to [`Sampler::with_environments`](candle_grpo_train::Sampler::with_environments), which
-/// then samples trajectories through it. The [`Trainer`](candle_grpo_train::Trainer) does not
-/// accept it yet.
+/// Pass it to [`Sampler::with_environments`](candle_grpo_train::Sampler::with_environments) or
+/// [`TrainerParts::environments`](candle_grpo_train::TrainerParts), which then sample trajectories
+/// through it.
 ///
 /// # Reproducibility
 ///
@@ -47,7 +47,8 @@ impl Agents {
     ///
     /// # Errors
     ///
-    /// Fails if an option is invalid, or the address is not free.
+    /// Fails if an option is invalid, the address is not free, or the variable that `config` names
+    /// has no key.
     pub fn new(
         config: AgentConfig,
         limits: EnvironmentLimits,
@@ -57,7 +58,10 @@ impl Agents {
     ) -> Result<Self> {
         config.validate()?;
         limits.validate()?;
-        let key = config.key.as_ref().map_or_else(Key::random, Key::new);
+        let key = match &config.api_key_env {
+            Some(variable) => Key::from_variable(variable)?,
+            None => Key::random(),
+        };
         let offers = config.command.is_empty();
         let endpoint = Endpoint::start(
             config.listen,
@@ -67,7 +71,7 @@ impl Agents {
         if offers {
             let address = endpoint.address();
             tracing::info!("agents ask for episodes at http://{address}/episodes");
-            if config.key.is_none() {
+            if config.api_key_env.is_none() {
                 tracing::info!("their key is {}", key.text());
             }
         }

@@ -458,7 +458,12 @@ impl<'a> Running<'a> {
         let gives_rewards = self.agents.config.reports_rewards;
         let limits = &self.agents.limits;
         let unrewarded = gives_rewards && report.reward.is_none();
-        if unrewarded && end == EpisodeEnd::Done {
+        let transcript = std::mem::take(&mut self.transcript);
+        let is_empty = transcript.answers() == 0;
+        let is_failed = matches!(end, EpisodeEnd::Failed(_));
+        if is_empty && !is_failed {
+            end = EpisodeEnd::Failed(format!("the agent ended without an answer ({end:?})"));
+        } else if unrewarded && end == EpisodeEnd::Done {
             end = EpisodeEnd::Failed("the agent ended without a reward".to_owned());
         }
         let reward = match (&end, report.reward) {
@@ -468,14 +473,15 @@ impl<'a> Running<'a> {
                     self.seed.prompt,
                     self.seed.sample
                 );
-                limits.failure_reward
+                // Without an answer, the rewards of the run have nothing to score.
+                let has_score = gives_rewards || !is_empty;
+                limits.failure_reward.filter(|_| has_score)
             }
             (_, Some(reward)) => reward,
             (_, None) if gives_rewards => limits.missing_reward,
             (_, None) => Some(0.),
         };
         let mut metrics = report.metrics;
-        let transcript = std::mem::take(&mut self.transcript);
         let count = |count: usize| count as f64;
         metrics.insert("answers".to_owned(), count(transcript.answers()));
         metrics.insert("requests".to_owned(), count(self.episode.received()));

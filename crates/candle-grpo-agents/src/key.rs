@@ -1,7 +1,10 @@
 //! Episode keys.
 
-use std::fmt;
+use std::{env, fmt};
 
+use anyhow::Result;
+use candle_grpo_base::secrets::hide_from_programs;
+use candle_grpo_core::validate::check;
 use sha2::{Digest, Sha256};
 
 /// A key, compared in constant time.
@@ -9,8 +12,14 @@ use sha2::{Digest, Sha256};
 pub(crate) struct Key(String);
 
 impl Key {
-    pub(crate) fn new(key: impl Into<String>) -> Self {
-        Self(key.into())
+    /// The key in an environment variable, which agents do not inherit.
+    pub(crate) fn from_variable(variable: &str) -> Result<Self> {
+        hide_from_programs(variable);
+        let key = env::var(variable).unwrap_or_default();
+        let is_header = key.bytes().all(|byte| byte.is_ascii_graphic());
+        let must = "be the name of an environment variable with visible ASCII characters";
+        check(!key.is_empty() && is_header, "api_key_env", variable, must)?;
+        Ok(Self(key))
     }
 
     /// Returns a key with 128 random bits.

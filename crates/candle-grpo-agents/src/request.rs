@@ -39,6 +39,18 @@ pub(crate) enum Input {
     Tokens(Vec<u32>),
 }
 
+impl Input {
+    /// A conversation that has all its messages.
+    pub(crate) fn chat(messages: Vec<Message>, tools: Option<Value>) -> Self {
+        Self::Chat {
+            messages,
+            tools,
+            has_instructions: false,
+            previous: None,
+        }
+    }
+}
+
 /// The answer to a request.
 #[derive(Debug)]
 pub(crate) struct Answer {

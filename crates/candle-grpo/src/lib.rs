@@ -3,6 +3,7 @@
 //!
 //! | module | contents |
 //! | --- | --- |
+//! | `agents`, with the feature `agents` | your own programs, which call the policy over HTTP |
 //! | [`base`] | what the libraries share: atomic files, progress and cancellation |
 //! | [`collective`] | operations between the processes in a job |
 //! | [`core`] | advantages from rewards and groups |
@@ -17,6 +18,8 @@
 //! | [`suite`] | evaluation suites and paired comparisons |
 //! | [`report`] | one page about runs |
 
+#[cfg(feature = "agents")]
+pub use candle_grpo_agents as agents;
 pub use candle_grpo_base as base;
 pub use candle_grpo_collective as collective;
 pub use candle_grpo_core as core;

@@ -7,6 +7,17 @@ use super::{Event, Form};
 use crate::message::{ASSISTANT, Call, Message, TOOL, arguments, name_results};
 use crate::request::{Answer, End, Input, Refusal, Request};
 
+/// Requirement on the number of answers, as a refusal states it.
+pub(super) const ONE_SAMPLE: &str = "be 1: an answer is one sample; send several requests";
+
+/// Sampling settings that a request may have.
+pub(super) const SAMPLING: [&str; 4] = [
+    "temperature",
+    "top_p",
+    "presence_penalty",
+    "frequency_penalty",
+];
+
 /// Requirement on the answer format, as a refusal states it.
 pub(super) const UNCONSTRAINED: &str = "be text, or absent: the policy draws without constraints";
 
@@ -18,42 +29,24 @@ pub(super) fn read(body: &Value) -> Result<(Request, Form), Refusal> {
     let fields = Fields::new(body, "")?;
     let tools = tools(&fields, Value::clone)?;
     let calls = parses_calls(&fields)?;
-    let must = "be 1: an answer is one sample; send several requests";
-    fields.refuse("n", &[json!(1)], must)?;
+    fields.refuse("n", &[json!(1)], ONE_SAMPLE)?;
     fields.refuse("top_logprobs", &[json!(0)], "be 0")?;
     fields.refuse("logit_bias", &[json!({})], "be absent")?;
     fields.refuse("response_format", &[json!({"type": "text"})], UNCONSTRAINED)?;
     fields.refuse("functions", &[json!([])], "be absent; use tools")?;
     let log_probs = fields.flag("logprobs")?;
-    let names = [
-        "temperature",
-        "top_p",
-        "presence_penalty",
-        "frequency_penalty",
-    ];
     let limit = fields.count("max_completion_tokens")?;
     let request = Request {
-        input: Input::Chat {
-            messages: messages(&fields)?,
-            tools: tools.filter(|_| calls),
-            has_instructions: false,
-            previous: None,
-        },
+        input: Input::chat(messages(&fields)?, tools.filter(|_| calls)),
         parses_calls: calls,
         max_tokens: limit.or(fields.count("max_tokens")?),
         stop: fields.stop_strings("stop")?,
         log_probs,
-        sampling: fields.numbers(&names)?,
+        sampling: fields.numbers(&SAMPLING)?,
     };
     let form = Form {
-        model: fields.text("model")?.unwrap_or_default().to_owned(),
-        streams: fields.flag("stream")?,
-        streams_usage: match fields.get("stream_options") {
-            Some(options) => Fields::new(options, "stream_options")?.flag("include_usage")?,
-            None => false,
-        },
         log_probs,
-        echo: Value::Null,
+        ..Form::read(&fields)?
     };
     Ok((request, form))
 }

@@ -2,16 +2,15 @@
 
 use serde_json::{Value, json};
 
-use super::chat::{finish_reason, usage};
+use super::chat::{ONE_SAMPLE, SAMPLING, finish_reason, usage};
 use super::fields::Fields;
 use super::{Event, Form};
 use crate::request::{Answer, Input, Refusal, Request};
 
 pub(super) fn read(body: &Value) -> Result<(Request, Form), Refusal> {
     let fields = Fields::new(body, "")?;
-    let must = "be 1: an answer is one sample; send several requests";
-    fields.refuse("n", &[json!(1)], must)?;
-    fields.refuse("best_of", &[json!(1)], must)?;
+    fields.refuse("n", &[json!(1)], ONE_SAMPLE)?;
+    fields.refuse("best_of", &[json!(1)], ONE_SAMPLE)?;
     fields.refuse("echo", &[json!(false)], "be false")?;
     fields.refuse("suffix", &[json!("")], "be absent")?;
     fields.refuse("logit_bias", &[json!({})], "be absent")?;
@@ -21,29 +20,17 @@ pub(super) fn read(body: &Value) -> Result<(Request, Form), Refusal> {
         Some(number) if *number == 0 || *number == 1 => true,
         Some(_) => return Err(fields.invalid("logprobs", "be 0, 1, or absent")),
     };
-    let names = [
-        "temperature",
-        "top_p",
-        "presence_penalty",
-        "frequency_penalty",
-    ];
     let request = Request {
         input: input(&fields)?,
         parses_calls: false,
         max_tokens: fields.count("max_tokens")?,
         stop: fields.stop_strings("stop")?,
         log_probs,
-        sampling: fields.numbers(&names)?,
+        sampling: fields.numbers(&SAMPLING)?,
     };
     let form = Form {
-        model: fields.text("model")?.unwrap_or_default().to_owned(),
-        streams: fields.flag("stream")?,
-        streams_usage: match fields.get("stream_options") {
-            Some(options) => Fields::new(options, "stream_options")?.flag("include_usage")?,
-            None => false,
-        },
         log_probs,
-        echo: Value::Null,
+        ..Form::read(&fields)?
     };
     Ok((request, form))
 }

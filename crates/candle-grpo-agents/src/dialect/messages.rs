@@ -23,24 +23,14 @@ pub(super) fn read(body: &Value) -> Result<(Request, Form), Refusal> {
     let limit = fields.count("max_tokens")?;
     let must = "be a whole number of at least 1";
     let request = Request {
-        input: Input::Chat {
-            messages: messages(&fields)?,
-            tools: tools.filter(|_| calls),
-            has_instructions: false,
-            previous: None,
-        },
+        input: Input::chat(messages(&fields)?, tools.filter(|_| calls)),
         parses_calls: calls,
         max_tokens: Some(limit.ok_or_else(|| fields.invalid("max_tokens", must))?),
         stop: fields.stop_strings("stop_sequences")?,
         log_probs: false,
         sampling: fields.numbers(&["temperature", "top_p", "top_k"])?,
     };
-    let form = Form {
-        model: fields.text("model")?.unwrap_or_default().to_owned(),
-        streams: fields.flag("stream")?,
-        ..Form::default()
-    };
-    Ok((request, form))
+    Ok((request, Form::read(&fields)?))
 }
 
 fn messages(fields: &Fields<'_>) -> Result<Vec<Message>, Refusal> {

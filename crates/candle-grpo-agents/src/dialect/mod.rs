@@ -9,6 +9,7 @@ mod responses;
 use serde_json::{Value, json};
 
 use crate::request::{Answer, Refusal, Request};
+use fields::Fields;
 
 /// An API.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -24,7 +25,7 @@ pub(crate) enum Dialect {
 }
 
 /// Answer format.
-#[derive(Debug, Clone, Default)]
+#[derive(Debug, Clone)]
 pub(crate) struct Form {
     /// Model name in the request, which the answer repeats.
     pub(crate) model: String,
@@ -36,6 +37,22 @@ pub(crate) struct Form {
     pub(crate) log_probs: bool,
     /// Parts of the request that the answer repeats.
     pub(crate) echo: Value,
+}
+
+impl Form {
+    /// Reads a request's form. Its dialect sets log-probs and echo.
+    fn read(fields: &Fields<'_>) -> Result<Self, Refusal> {
+        Ok(Self {
+            model: fields.text("model")?.unwrap_or_default().to_owned(),
+            streams: fields.flag("stream")?,
+            streams_usage: match fields.get("stream_options") {
+                Some(options) => Fields::new(options, "stream_options")?.flag("include_usage")?,
+                None => false,
+            },
+            log_probs: false,
+            echo: Value::Null,
+        })
+    }
 }
 
 /// A stream event. Its type is absent in chat completion streams.

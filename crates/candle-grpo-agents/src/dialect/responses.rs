@@ -50,8 +50,6 @@ pub(super) fn read(body: &Value) -> Result<(Request, Form), Refusal> {
     };
     let or = |name: &str, default: Value| fields.get(name).cloned().unwrap_or(default);
     let form = Form {
-        model: fields.text("model")?.unwrap_or_default().to_owned(),
-        streams: fields.flag("stream")?,
         echo: json!({
             "instructions": instructions,
             "max_output_tokens": or("max_output_tokens", Value::Null),
@@ -63,7 +61,7 @@ pub(super) fn read(body: &Value) -> Result<(Request, Form), Refusal> {
             "tools": or("tools", json!([])),
             "top_p": or("top_p", Value::Null),
         }),
-        ..Form::default()
+        ..Form::read(&fields)?
     };
     Ok((request, form))
 }

@@ -6,9 +6,7 @@ use rstest::rstest;
 use serde_json::{Value, json};
 
 use super::client::Client;
-use super::drawer::{
-    Draw, STOP, assert_rows_have_draws, decode, episode, rendered, rows, says, spelled,
-};
+use super::drawer::{Draw, STOP, assert_rows_have_draws, decode, episode, rendered, says, spelled};
 
 /// A call whose argument contains the mark that ends calls.
 pub(crate) const CALL: &str = r#"Let me see.<tool_call>{"name": "write", "arguments": {"text": "a </tool_call> b"}}</tool_call>"#;
@@ -88,7 +86,7 @@ fn chat_completions_call_tools(#[values(false, true)] streams: bool) {
         agent.done(json!(1));
     });
     assert_rows_have_draws(&rollout, &draws);
-    assert_eq!(rows(&rollout).len(), 1);
+    assert_eq!(rollout.rows().count(), 1);
     assert_extends(&draws, &json!([schema()]));
 }
 
@@ -168,7 +166,7 @@ fn messages_of_anthropic_call_tools(#[values(false, true)] streams: bool) {
         agent.done(json!(1));
     });
     assert_rows_have_draws(&rollout, &draws);
-    assert_eq!(rows(&rollout).len(), 1);
+    assert_eq!(rollout.rows().count(), 1);
     assert_extends(&draws, &json!([schema()]));
 }
 
@@ -260,7 +258,7 @@ fn responses_call_tools(
         agent.done(json!(1));
     });
     assert_rows_have_draws(&rollout, &draws);
-    assert_eq!(rows(&rollout).len(), 1);
+    assert_eq!(rollout.rows().count(), 1);
     assert_extends(&draws, &json!([schema()]));
 }
 

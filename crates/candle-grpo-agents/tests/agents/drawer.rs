@@ -4,14 +4,16 @@ use std::collections::BTreeMap;
 use std::sync::{Mutex, PoisonError};
 
 use anyhow::Result;
+use candle_core::Device;
 use candle_grpo_agents::Agents;
 use candle_grpo_train::environment::{AgentConfig, EnvironmentLimits};
+use candle_grpo_train::learn::rollout_log_probs;
 use candle_grpo_train::model::Chat;
 use candle_grpo_train::progress::NoProgress;
 use candle_grpo_train::rollout::{
     Completion, CompletionSeed, Play, PromptRequest, Rollout, SamplingConfig, Trajectories,
 };
-use candle_grpo_train::{ChatTemplate, FinishReason, Prompt};
+use candle_grpo_train::{ChatTemplate, FinishReason, Prompt, TokenBatch};
 use serde_json::{Map, Value, json};
 use tokenizers::Tokenizer;
 
@@ -231,19 +233,11 @@ pub(crate) fn episode_with(
     })
 }
 
-/// All rows: the main one, and the branches.
-pub(crate) fn rows(rollout: &Rollout) -> Vec<(&[u32], &Completion)> {
-    let main = (rollout.prompt_tokens.as_slice(), &rollout.completion);
-    let branches = rollout.branches.iter();
-    let branches = branches.map(|row| (row.prompt_tokens.as_slice(), &row.completion));
-    branches.chain([main]).collect()
-}
-
 /// Checks that the rows have exactly the sampled tokens: each once, after the tokens that preceded
-/// it, with its log-prob and version.
+/// it, with its log-prob and version. A step trains exactly these tokens.
 pub(crate) fn assert_rows_have_draws(rollout: &Rollout, draws: &[Draw]) {
     let mut found: BTreeMap<u64, usize> = BTreeMap::new();
-    for (prompt, completion) in rows(rollout) {
+    for (prompt, completion) in rollout.rows() {
         let tokens = [prompt, &completion.tokens].concat();
         let all = vec![true; completion.tokens.len()];
         let written = completion.written.as_ref().unwrap_or(&all);
@@ -276,4 +270,37 @@ pub(crate) fn assert_rows_have_draws(rollout: &Rollout, draws: &[Draw]) {
     }
     let each = (0..draws.len() as u64).map(|number| (number, 1));
     assert!(found.into_iter().eq(each), "each draw is in one row");
+    let mut trained = trained_tokens(rollout);
+    let drawn = draws.iter().flat_map(|draw| {
+        let log_probs = draw.completion.drawn_log_probs.iter();
+        let tokens = draw.completion.tokens.iter().zip(log_probs);
+        let versions = draw.completion.weight_versions.iter();
+        tokens
+            .zip(versions)
+            .map(|((&token, log_prob), &version)| (version, log_prob.to_bits(), token))
+    });
+    let mut drawn: Vec<(u64, u32, u32)> = drawn.collect();
+    trained.sort_unstable();
+    drawn.sort_unstable();
+    assert_eq!(trained, drawn);
+}
+
+/// The version, the bits of the log-prob, and the id of each token that a step trains.
+fn trained_tokens(rollout: &Rollout) -> Vec<(u64, u32, u32)> {
+    let rollout = std::slice::from_ref(rollout);
+    let batch = TokenBatch::from_rollouts(rollout, &Device::Cpu).unwrap();
+    let log_probs = rollout_log_probs(rollout, &Device::Cpu).unwrap();
+    let log_probs: Vec<Vec<f32>> = log_probs.to_vec2().unwrap();
+    let mask: Vec<Vec<u32>> = batch.response_mask().to_vec2().unwrap();
+    let targets: Vec<Vec<u32>> = batch.targets().to_vec2().unwrap();
+    let mut trained = Vec::new();
+    for (row, sequence) in batch.sequences().iter().enumerate() {
+        let versions = sequence.weight_versions().unwrap();
+        let places = (0..mask[row].len()).filter(|&at| mask[row][at] == 1);
+        trained.extend(places.map(|at| {
+            let log_prob = log_probs[row][at].to_bits();
+            (versions[at], log_prob, targets[row][at])
+        }));
+    }
+    trained
 }

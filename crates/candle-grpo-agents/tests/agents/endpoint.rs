@@ -54,7 +54,7 @@ fn an_episode_has_a_key_of_its_own() {
     let prompt = super::drawer::prompt("so?");
     std::thread::scope(|scope| {
         let game = scope.spawn(|| {
-            super::drawer::play(&agents, &prompt, 2, &sampling(), &says(&[]))
+            super::drawer::play(&agents, &prompt, 2, &sampling(), &says(&["so", "so"]))
                 .0
                 .unwrap()
         });
@@ -65,6 +65,7 @@ fn an_episode_has_a_key_of_its_own() {
         assert_eq!(mixed.post("/reward", &json!({"value": 9})).status, 401);
         for client in &clients {
             assert_eq!(client.row, json!({"question": "so?"}));
+            client.chat(question());
             client.done(json!(1));
         }
         let rewards = game.join().unwrap().into_iter().map(|rollout| {
@@ -136,7 +137,8 @@ fn bodies_and_heads_have_bounds() {
 #[case(json!({"metrics": {"turns": 1}}), "metrics.turns")]
 #[case(json!([1]), "body: [1]")]
 fn a_report_that_is_not_valid_is_refused(#[case] body: Value, #[case] words: &str) {
-    let (rollout, _) = episode(&says(&[]), |agent| {
+    let (rollout, _) = episode(&says(&["so"]), |agent| {
+        agent.chat(question());
         let reply = agent.post("/reward", &body);
         assert_eq!(reply.status, 400, "{reply:?}");
         assert!(reply.text.replace('\\', "").contains(words), "{reply:?}");

@@ -80,6 +80,7 @@ reward(value=float(ask(row["question"]) == "so"), metrics={"tries": 1})
 #[case::dies("ask('so?')\nreward(value=1)\nsys.exit('out of luck')", "out of luck")]
 #[case::dies_at_once("sys.exit('no config')", "no config")]
 #[case::never_reports("ask('so?')", "without a reward")]
+#[case::never_asks("reward(value=1)", "without an answer")]
 #[case::hangs(
     "import time\nask('so?')\nreward(value=1)\ntime.sleep(1000)",
     "0.5 seconds"
@@ -99,6 +100,20 @@ fn a_failed_agent_is_excluded_or_scored(#[case] script: &str, #[case] words: &st
             assert_eq!(episode.excluded, failure_reward.is_none());
             assert_eq!(reward(rollout), failure_reward.unwrap_or(0.));
         }
+    }
+}
+
+#[test]
+fn rewards_of_the_run_do_not_score_an_episode_without_an_answer() {
+    let (rollouts, draws) = run("", |config, limits| {
+        config.reports_rewards = false;
+        limits.failure_reward = Some(0.);
+    });
+    assert_eq!((rollouts.len(), draws.len()), (2, 0));
+    for rollout in &rollouts {
+        let episode = rollout.episode.as_ref().unwrap();
+        assert!(episode.excluded && matches!(episode.end, EpisodeEnd::Failed(_)));
+        assert_eq!(rollout.completion.written, Some(vec![false]));
     }
 }
 
@@ -123,6 +138,7 @@ try:
     os.close(os.open(os.environ["GRPO_EPISODE_URL"].rsplit("/", 1)[1], os.O_CREAT | os.O_EXCL))
     sys.exit("first")
 except FileExistsError:
+    ask("so?")
     reward(value=1)
 "#;
     let (rollouts, _) = run(script, |_, _| {});

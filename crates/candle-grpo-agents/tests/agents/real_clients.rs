@@ -6,7 +6,7 @@ use candle_grpo_train::rollout::PromptRequest;
 
 use super::dialects::CALL;
 use super::drawer::{
-    agents, assert_rows_have_draws, decode, limits, play, prompt, rows, sampling, spelled,
+    agents, assert_rows_have_draws, decode, limits, play, prompt, sampling, spelled,
 };
 
 #[test]
@@ -35,5 +35,5 @@ fn the_packages_of_openai_and_anthropic_speak_with_the_server() {
     assert_eq!(episode.end, EpisodeEnd::Done, "{episode:?}");
     assert_rows_have_draws(&rollout, &draws);
     // Each of the six conversations is one row, and so is the text.
-    assert_eq!((draws.len(), rows(&rollout).len()), (13, 7));
+    assert_eq!((draws.len(), rollout.rows().count()), (13, 7));
 }

@@ -2,12 +2,17 @@
 
 use std::sync::Arc;
 
+use candle_grpo_agents::Agents;
 use candle_grpo_nn::{DecoderConfig, Parameters};
 use candle_grpo_train::environment::{
     AgentConfig, CallContext, EnvironmentLimits, Environments, Tool, ToolEnvironments, ToolFormat,
 };
 use candle_grpo_train::model::Chat;
-use candle_grpo_train::{ChatTemplate, Prompt, Rollout, Sampler, SamplingConfig};
+use candle_grpo_train::rollout::Trajectories;
+use candle_grpo_train::{
+    ChatTemplate, Prompt, Rollout, Sample, Sampler, SamplingConfig, TrainConfig, Trainer,
+    TrainerParts,
+};
 use serde_json::{Value, json};
 
 use super::client::Client;
@@ -50,7 +55,7 @@ fn format() -> ToolFormat {
     }
 }
 
-fn sampler() -> Sampler {
+fn policy() -> (DecoderConfig, Parameters) {
     let text = candle_grpo_test_support::TINY_DECODER;
     let mut config: Value = serde_json::from_str(text).unwrap();
     config["vocab_size"] = VOCAB_SIZE.into();
@@ -58,13 +63,21 @@ fn sampler() -> Sampler {
     let config: DecoderConfig = serde_json::from_value(config).unwrap();
     let device = candle_core::Device::Cpu;
     let parameters = Parameters::init(&config, 5, &device).unwrap();
-    let sampling = SamplingConfig {
+    (config, parameters)
+}
+
+fn sampling() -> SamplingConfig {
+    SamplingConfig {
         max_new_tokens: 1000,
         stop_token_ids: vec![STOP],
         seed: 11,
         ..SamplingConfig::default()
-    };
-    Sampler::new(&config, &parameters, sampling)
+    }
+}
+
+fn sampler() -> Sampler {
+    let (model, parameters) = policy();
+    Sampler::new(&model, &parameters, sampling())
         .unwrap()
         .with_tokenizer(&tokenizer())
 }
@@ -104,47 +117,66 @@ fn count_agent(client: &Client, schemas: &Value) {
     client.post("/reward", &json!({"done": true}));
 }
 
-#[test]
-fn the_same_conversation_has_the_same_bits_as_with_built_in_tools() {
+/// The built-in tool, its schemas, and prompts that have them.
+fn environments() -> (Environments, Value, Vec<Prompt>) {
     let tools = ToolEnvironments::new(format())
         .unwrap()
         .with(Count)
         .unwrap();
     let schemas = json!(tools.schemas());
     let template = ChatTemplate::new(TEMPLATE).unwrap();
-    let prompts: Vec<Prompt> = (0..3)
-        .map(|index| {
-            let question = format!("so {index}?");
-            let messages = vec![json!({"role": "user", "content": question})];
-            let chat = Chat::new(&messages).tools(&schemas).generation_prompt();
-            let text = template.render(&chat).unwrap();
-            let columns = json!({"question": question});
-            let prompt = Prompt::new(index, &text, columns, &tokenizer()).unwrap();
-            prompt
-                .with_messages(messages)
-                .with_tools(Some(schemas.clone()))
-        })
-        .collect();
-    let prompts: Vec<&Prompt> = prompts.iter().collect();
-    let environments =
-        Environments::new(tools, limits(), &tokenizer(), Some(&template), &[STOP]).unwrap();
-    let built_in = sampler().with_environments(Arc::new(environments));
-    let built_in = built_in.sample(&prompts, 4, 1).unwrap();
+    let prompts = (0..3).map(|index| {
+        let question = format!("so {index}?");
+        let messages = vec![json!({"role": "user", "content": question})];
+        let chat = Chat::new(&messages).tools(&schemas).generation_prompt();
+        let text = template.render(&chat).unwrap();
+        let columns = json!({"question": question});
+        let prompt = Prompt::new(index, &text, columns, &tokenizer()).unwrap();
+        prompt
+            .with_messages(messages)
+            .with_tools(Some(schemas.clone()))
+    });
+    let prompts = prompts.collect();
+    let environments = Environments::new(tools, limits(), &tokenizer(), Some(&template), &[STOP]);
+    (environments.unwrap(), schemas, prompts)
+}
 
+/// Runs `run` while twelve agents play `episodes` episodes each.
+fn with_agents<T: Send>(
+    schemas: &Value,
+    episodes: usize,
+    run: impl FnOnce(Arc<Agents>) -> T + Send,
+) -> T {
     let config = AgentConfig {
         format: format(),
         reports_rewards: false,
         ..AgentConfig::default()
     };
     let agents = Arc::new(agents(config, limits()));
-    let sampler = sampler().with_environments(agents.clone());
-    let rollouts = std::thread::scope(|scope| {
-        let played = scope.spawn(|| sampler.sample(&prompts, 4, 1).unwrap());
-        let (agents, schemas) = (&agents, &schemas);
+    std::thread::scope(|scope| {
+        let (address, key) = (agents.address(), agents.key().to_owned());
+        let ran = scope.spawn(move || run(agents));
         for _ in 0..12 {
-            scope.spawn(move || count_agent(&Client::new(agents.address(), agents.key()), schemas));
+            let key = key.clone();
+            scope.spawn(move || {
+                for _ in 0..episodes {
+                    count_agent(&Client::new(address, &key), schemas);
+                }
+            });
         }
-        played.join().unwrap()
+        ran.join().unwrap()
+    })
+}
+
+#[test]
+fn the_same_conversation_has_the_same_bits_as_with_built_in_tools() {
+    let (environments, schemas, prompts) = environments();
+    let prompts: Vec<&Prompt> = prompts.iter().collect();
+    let built_in = sampler().with_environments(Arc::new(environments));
+    let built_in = built_in.sample(&prompts, 4, 1).unwrap();
+    let rollouts = with_agents(&schemas, 1, |agents| {
+        let sampler = sampler().with_environments(agents);
+        sampler.sample(&prompts, 4, 1).unwrap()
     });
     let turns = |rollout: &Rollout| rollout.episode.as_ref().unwrap().turns.len();
     assert!(built_in.iter().any(|rollout| turns(rollout) > 1));
@@ -161,4 +193,53 @@ fn the_same_conversation_has_the_same_bits_as_with_built_in_tools() {
         };
         assert_eq!(place(rollout), place(expected));
     }
+}
+
+/// Three steps on the same conversations.
+#[test]
+fn a_policy_trains_to_the_same_bits_as_with_built_in_tools() {
+    const STEPS: usize = 3;
+    let (environments, schemas, prompts) = environments();
+    let trained = |environments: Arc<dyn Trajectories>| {
+        let config = TrainConfig {
+            prompts_per_step: 3,
+            num_generations: 4,
+            sampling: sampling(),
+            micro_batch_size: 5,
+            ..TrainConfig::default()
+        };
+        let reward =
+            |sample: &Sample| sample.completion.chars().filter(|&c| c < 'a').count() as f32;
+        let (model, parameters) = policy();
+        let mut trainer = Trainer::new(TrainerParts {
+            environments: Some(environments),
+            ..TrainerParts::new(
+                model,
+                parameters,
+                tokenizer(),
+                prompts.clone(),
+                reward,
+                config,
+            )
+        })
+        .unwrap();
+        let step = |_| trainer.step().unwrap();
+        let norms: Vec<f64> = (0..STEPS).map(step).filter_map(|m| m.grad_norm).collect();
+        let weights = trainer.actor().parameters().iter();
+        let weights = weights.map(|(name, weight)| {
+            let bits = weight.flatten_all().unwrap().to_vec1::<f32>().unwrap();
+            let bits = bits.into_iter().map(f32::to_bits);
+            (name.to_owned(), bits.collect::<Vec<u32>>())
+        });
+        (norms, weights.collect::<Vec<_>>())
+    };
+    let built_in = trained(Arc::new(environments));
+    assert_eq!(built_in.0.len(), STEPS);
+    let with_agents = with_agents(&schemas, STEPS, |agents| trained(agents));
+    assert!(
+        with_agents == built_in,
+        "{:?} {:?}",
+        with_agents.0,
+        built_in.0
+    );
 }

@@ -5,7 +5,7 @@ use candle_grpo_train::environment::EpisodeEnd;
 use serde_json::{Value, json};
 
 use super::drawer::{
-    STOP, assert_rows_have_draws, decode, episode, prompt, rendered, rows, says, spelled,
+    STOP, assert_rows_have_draws, decode, episode, prompt, rendered, says, spelled,
 };
 
 fn user(text: &str) -> Value {
@@ -62,7 +62,7 @@ fn a_branch_shares_the_drawn_tokens_as_its_prompt() {
         agent.done(json!(1));
     });
     assert_rows_have_draws(&rollout, &draws);
-    let rows = rows(&rollout);
+    let rows: Vec<_> = rollout.rows().collect();
     assert_eq!(rows.len(), 2);
     // The plan trains in the main row only, and the branch begins after it.
     let (branch_prompt, branch) = rows[0];
@@ -87,7 +87,7 @@ fn edited_truncated_and_foreign_conversations_are_rows_of_their_own() {
         agent.done(json!(null));
     });
     assert_rows_have_draws(&rollout, &draws);
-    assert_eq!(rows(&rollout).len(), 4);
+    assert_eq!(rollout.rows().count(), 4);
     let foreign = json!([user("so?"), assistant("One"), user("go on")]);
     assert_eq!(decode(&draws[1].before), rendered(&foreign, None));
     assert!(rollout.episode.unwrap().excluded);
@@ -103,7 +103,7 @@ fn the_same_question_again_is_another_sample() {
         agent.done(json!(1));
     });
     assert_rows_have_draws(&rollout, &draws);
-    assert_eq!(rows(&rollout).len(), 2);
+    assert_eq!(rollout.rows().count(), 2);
     assert_eq!(draws[0].before, draws[1].before);
     assert_ne!(draws[0].seed, draws[1].seed);
 }
@@ -183,7 +183,7 @@ fn texts_and_token_ids_extend_what_was_drawn() {
         draws[3].before,
         [&draws[1].before[..], &spelled("ab"), &[99]].concat()
     );
-    assert_eq!(rows(&rollout).len(), 2);
+    assert_eq!(rollout.rows().count(), 2);
 }
 
 #[test]

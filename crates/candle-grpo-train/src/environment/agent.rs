@@ -5,7 +5,8 @@ use std::path::PathBuf;
 
 use anyhow::Result;
 use candle_grpo_core::validate::{at_least_one, check};
-use serde::{Deserialize, Serialize};
+use serde::de::{Error, Unexpected};
+use serde::{Deserialize, Deserializer, Serialize};
 
 use super::ToolFormat;
 use candle_grpo_rewards::program::Program;
@@ -21,10 +22,11 @@ pub struct AgentConfig {
     pub folder: Option<PathBuf>,
     /// Server address and port; port 0 selects a free one. An address other than this machine's
     /// lets other machines sample from the policy, with a key only.
+    #[serde(deserialize_with = "address")]
     pub listen: SocketAddr,
-    /// Key with which agents request episodes if `command` is empty. Absent: a random one, which
-    /// is logged.
-    pub key: Option<String>,
+    /// Environment variable with the key with which agents request episodes if `command` is empty.
+    /// Absent: a random key, which is logged.
+    pub api_key_env: Option<String>,
     /// Notation in which the model calls tools.
     pub format: ToolFormat,
     /// If true, agents report rewards, and an agent that reports none has failed. If false, the
@@ -49,7 +51,7 @@ impl Default for AgentConfig {
             command: Vec::new(),
             folder: None,
             listen: SocketAddr::from(([127, 0, 0, 1], 0)),
-            key: None,
+            api_key_env: None,
             format: ToolFormat::default(),
             reports_rewards: true,
             max_concurrent: 64,
@@ -71,8 +73,9 @@ impl AgentConfig {
         if !self.command.is_empty() {
             self.program().validate()?;
         }
-        let key = self.key.as_deref();
-        check(key != Some(""), "key", "\"\"", "be a text, or absent")?;
+        let is_named = self.api_key_env.as_deref() != Some("");
+        let must = "be the name of an environment variable, or absent";
+        check(is_named, "api_key_env", "\"\"", must)?;
         self.format.validate()?;
         at_least_one("max_concurrent", self.max_concurrent)?;
         at_least_one("max_requests", self.max_requests)?;
@@ -88,9 +91,28 @@ impl AgentConfig {
         )?)
     }
 
+    /// Checks that an agent's program exists, if there is one.
+    ///
+    /// # Errors
+    ///
+    /// Fails if it is missing.
+    pub fn check_files(&self) -> Result<()> {
+        if self.command.is_empty() {
+            return Ok(());
+        }
+        self.program().check_files()
+    }
+
     /// Returns an agent's program.
     pub fn program(&self) -> Program {
         let limit = self.time_limit_seconds;
         Program::new(&self.command, self.folder.as_ref(), limit, limit)
     }
+}
+
+fn address<'de, D: Deserializer<'de>>(deserializer: D) -> Result<SocketAddr, D::Error> {
+    let text = String::deserialize(deserializer)?;
+    let must = "an address with a port, such as 127.0.0.1:8000";
+    text.parse()
+        .map_err(|_| D::Error::invalid_value(Unexpected::Str(&text), &must))
 }

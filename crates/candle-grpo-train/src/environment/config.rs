@@ -2,16 +2,17 @@
 
 use std::path::PathBuf;
 
-use anyhow::Result;
+use anyhow::{Result, bail};
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
 use super::{
-    EnvironmentFactory, EnvironmentLimits, Environments, ProgramEnvironmentConfig,
+    AgentConfig, EnvironmentFactory, EnvironmentLimits, Environments, ProgramEnvironmentConfig,
     ProgramEnvironments, ToolsConfig,
 };
 use crate::Pretrained;
 use candle_grpo_base::within;
+use candle_grpo_core::validate::check;
 
 /// The environment in a configuration file: `kind`, options for that kind, and `limits`.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
@@ -37,6 +38,8 @@ pub enum EnvironmentKind {
     Program(ProgramEnvironmentConfig),
     /// [`ToolEnvironments`](super::ToolEnvironments) with programs.
     Tools(ToolsConfig),
+    /// Programs that call the policy over HTTP. The crate `candle-grpo-agents` plays them.
+    Agent(AgentConfig),
 }
 
 impl EnvironmentConfig {
@@ -51,6 +54,16 @@ impl EnvironmentConfig {
         match &self.kind {
             EnvironmentKind::Program(config) => config.validate(),
             EnvironmentKind::Tools(config) => config.validate(),
+            EnvironmentKind::Agent(config) => {
+                let must = "be false: messages of agents come from outside";
+                check(
+                    !self.special_tokens_in_text,
+                    "special_tokens_in_text",
+                    true,
+                    must,
+                )?;
+                config.validate()
+            }
         }
     }
 
@@ -63,6 +76,7 @@ impl EnvironmentConfig {
         match &self.kind {
             EnvironmentKind::Program(config) => config.program().check_files(),
             EnvironmentKind::Tools(config) => config.check_files(),
+            EnvironmentKind::Agent(config) => config.check_files(),
         }
     }
 
@@ -71,12 +85,17 @@ impl EnvironmentConfig {
         match &self.kind {
             EnvironmentKind::Program(config) => config.program().files(),
             EnvironmentKind::Tools(config) => config.files(),
+            EnvironmentKind::Agent(config) => config.program().files(),
         }
     }
 
     /// Returns whether it gives rewards.
     pub fn gives_rewards(&self) -> bool {
-        matches!(self.kind, EnvironmentKind::Program(_))
+        match &self.kind {
+            EnvironmentKind::Program(_) => true,
+            EnvironmentKind::Tools(_) => false,
+            EnvironmentKind::Agent(config) => config.reports_rewards,
+        }
     }
 
     /// The tool schemas for a prompt whose row has these columns, if there are tools.
@@ -95,7 +114,7 @@ impl EnvironmentConfig {
     pub fn tools_column(&self) -> Option<&str> {
         match &self.kind {
             EnvironmentKind::Tools(config) => config.column.as_deref(),
-            EnvironmentKind::Program(_) => None,
+            EnvironmentKind::Program(_) | EnvironmentKind::Agent(_) => None,
         }
     }
 
@@ -103,7 +122,8 @@ impl EnvironmentConfig {
     ///
     /// # Errors
     ///
-    /// If an option is invalid or a program cannot be started.
+    /// If an option is invalid, a program cannot be started, or the kind is
+    /// [`EnvironmentKind::Agent`].
     pub fn build(&self, model: &Pretrained, stop_token_ids: &[u32]) -> Result<Environments> {
         self.validate()?;
         match &self.kind {
@@ -112,6 +132,9 @@ impl EnvironmentConfig {
             }
             EnvironmentKind::Tools(config) => {
                 self.with_factory(config.build()?, model, stop_token_ids)
+            }
+            EnvironmentKind::Agent(_) => {
+                bail!("kind: agent, must be program or tools: agents are no environments")
             }
         }
     }

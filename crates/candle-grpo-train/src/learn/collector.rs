@@ -18,9 +18,8 @@ use super::rollout_groups::RolloutGroups;
 use super::step;
 use crate::data::MixedOrder;
 use crate::data::curriculum::Curriculum;
-use crate::environment::Environments;
 use crate::ranks::Ranks;
-use crate::rollout::PolicyWeights;
+use crate::rollout::{PolicyWeights, Trajectories};
 use crate::{Generator, Progress, Prompt, RewardFunction, Sampler, SamplingConfig, TrainConfig};
 use candle_grpo_base::progress::Phase;
 
@@ -125,7 +124,7 @@ impl<C: ModelConfig> Collector<C> {
     }
 
     /// Draws trajectories with `environments`.
-    pub(super) fn with_environments(self, environments: Arc<Environments>) -> Self {
+    pub(super) fn with_environments(self, environments: Arc<dyn Trajectories>) -> Self {
         Self {
             sampler: self.sampler.with_environments(environments),
             ..self

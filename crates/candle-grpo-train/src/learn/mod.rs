@@ -45,7 +45,9 @@ pub use models::Models;
 pub use parts::TrainerParts;
 pub use reference::{Reference, ReferenceRefresh};
 pub use rollout_groups::rollout_log_probs;
-pub use rollout_log::{RolloutLogConfig, RolloutRecord, RolloutTurn, TurnRole};
+pub use rollout_log::{
+    BranchPlace, RolloutBranch, RolloutLogConfig, RolloutRecord, RolloutTurn, TurnRole,
+};
 pub use schedule::LearningRateSchedule;
 pub use step_metrics::{PhaseSeconds, RewardStatistics, StepMetrics};
 pub use supervised::LikelihoodSums;

@@ -20,8 +20,7 @@ use super::needs::Needs;
 use super::{Ranks, Teacher, Trainer, TrainerState};
 use crate::data::MixedOrder;
 use crate::data::curriculum::Curriculum;
-use crate::environment::Environments;
-use crate::rollout::LocalGenerator;
+use crate::rollout::{LocalGenerator, Trajectories};
 use crate::{Generator, Progress, Prompt, RewardFunction, Sequence, TrainConfig};
 use candle_grpo_base::progress::NoProgress;
 
@@ -62,7 +61,7 @@ pub struct TrainerParts<C: ModelConfig = DecoderConfig> {
     pub generator: Option<Arc<dyn Generator<C>>>,
     /// Trajectories of several turns, in steps and evaluations. Their rewards are a component of
     /// the reward.
-    pub environments: Option<Arc<Environments>>,
+    pub environments: Option<Arc<dyn Trajectories>>,
     /// The order of the prompts; absent: a random order of all.
     pub order: Option<MixedOrder>,
     /// Draws prompts by the pools of their latest mean rewards, in place of an order. The scores

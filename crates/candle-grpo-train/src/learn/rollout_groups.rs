@@ -13,7 +13,7 @@ use serde::{Deserialize, Serialize};
 use super::step_metrics::RewardStatistics;
 use crate::rewards::{RewardFaults, RewardRequests, Scores};
 use crate::sequence::{Batch, Column};
-use crate::{Rollout, Sequence, TokenBatch};
+use crate::{Completion, Rollout, Sequence, TokenBatch};
 
 /// Metric name for an unnamed reward.
 const UNNAMED: &str = "reward";
@@ -238,8 +238,8 @@ pub(super) fn record(scores: &mut TaskScores, drawn: &RolloutGroups) -> Result<(
 }
 
 impl TokenBatch {
-    /// Creates a batch from `rollouts`. Tokens that the policy did not write are context: they are
-    /// not in the response mask.
+    /// Creates a batch from the rows of `rollouts`, see [`Rollout::rows`]. Tokens that the policy
+    /// did not write are context: they are not in the response mask.
     ///
     /// # Errors
     ///
@@ -257,15 +257,19 @@ impl TokenBatch {
     /// Fails with the name of a completion that has no [`experts`](crate::Completion::experts), has
     /// another number of them, or has other tokens than the batch.
     pub fn replaying(self, rollouts: &[Rollout]) -> Result<Self> {
+        let rows = rollouts.iter();
+        let rows = rows.flat_map(|rollout| rollout.rows().map(move |row| (rollout, row)));
+        let rows: Vec<_> = rows.collect();
         ensure!(
-            self.sequences().len() == rollouts.len(),
-            "rollouts: {}, must be {}, those of the batch",
+            self.sequences().len() == rows.len(),
+            "rollouts: {} with {} rows, must be {}, those of the batch",
             rollouts.len(),
+            rows.len(),
             self.sequences().len()
         );
-        let pairs = self.sequences().iter().zip(rollouts);
-        let pairs = pairs.map(|(sequence, rollout)| {
-            replayed(sequence, rollout).with_context(|| {
+        let pairs = self.sequences().iter().zip(rows);
+        let pairs = pairs.map(|(sequence, (rollout, (prompt, completion)))| {
+            replayed(sequence, prompt, completion).with_context(|| {
                 format!(
                     "completion {} of prompt {}",
                     rollout.sample_index, rollout.prompt_index
@@ -277,9 +281,9 @@ impl TokenBatch {
     }
 }
 
-/// Adds the experts to `sequence`, which has the same tokens as `rollout`.
-fn replayed(sequence: &Sequence, rollout: &Rollout) -> Result<Sequence> {
-    let (prompt, response) = (&rollout.prompt_tokens, &rollout.completion.tokens);
+/// Adds the experts to `sequence`, which has the tokens of `prompt` and `completion`.
+fn replayed(sequence: &Sequence, prompt: &[u32], completion: &Completion) -> Result<Sequence> {
+    let response = &completion.tokens;
     ensure!(
         sequence.prompt() == prompt && sequence.response() == response,
         "{} prompt tokens and {} response tokens, must be the {} and {} of the batch",
@@ -288,7 +292,7 @@ fn replayed(sequence: &Sequence, rollout: &Rollout) -> Result<Sequence> {
         sequence.prompt().len(),
         sequence.response().len()
     );
-    let Some(experts) = &rollout.completion.experts else {
+    let Some(experts) = &completion.experts else {
         bail!("no experts, must have them to be replayed");
     };
     sequence.clone().with_experts(experts.clone())
@@ -297,20 +301,27 @@ fn replayed(sequence: &Sequence, rollout: &Rollout) -> Result<Sequence> {
 /// Column in [`batch_of`] with the log-probs that the generator reported.
 const ROLLOUT_LOG_PROBS: &str = "rollout_log_probs";
 
-/// Batch with the sequences in `rollouts`, and the log-probs that the generator reported.
+/// Batch with the rows of `rollouts`, and the log-probs that the generator reported. Each rollout
+/// is a trajectory.
 fn batch_of(rollouts: &[Rollout]) -> Result<Batch> {
-    let sequences = rollouts.iter().enumerate().map(|(i, rollout)| {
-        let sequence = rollout.sequence();
-        sequence.map_err(|error| anyhow!("sequence {i}: {error}"))
-    });
-    let log_probs = rollouts.iter().map(Rollout::reported_log_probs);
-    Batch::new(sequences.collect::<Result<_>>()?)?
-        .with_column(ROLLOUT_LOG_PROBS, Column::per_token(log_probs.collect()))
+    let (mut sequences, mut trajectories, mut log_probs) = (Vec::new(), Vec::new(), Vec::new());
+    for (trajectory, rollout) in rollouts.iter().enumerate() {
+        for (prompt, completion) in rollout.rows() {
+            let sequence = completion.sequence(prompt);
+            let number = sequences.len();
+            sequences.push(sequence.map_err(|error| anyhow!("sequence {number}: {error}"))?);
+            trajectories.push(trajectory);
+            log_probs.push(completion.reported_log_probs());
+        }
+    }
+    Batch::new(sequences)?
+        .with_trajectories(trajectories)?
+        .with_column(ROLLOUT_LOG_PROBS, Column::per_token(log_probs))
 }
 
-/// Returns the log-probs that the generator reported, f32 `[B, T]`: under the policy, or under the
-/// sampling distribution if it does not compute these. 0 for padding and for tokens that the policy
-/// did not write.
+/// Returns the log-probs that the generator reported for the rows of `rollouts`, f32 `[B, T]`:
+/// under the policy, or under the sampling distribution if it does not compute these. 0 for padding
+/// and for tokens that the policy did not write.
 ///
 /// # Errors
 ///

@@ -1,6 +1,7 @@
 //! Training completions, for people to read.
 
 use std::collections::BTreeMap;
+use std::ops::Range;
 
 use anyhow::Result;
 use candle_grpo_core::validate::at_least_one;
@@ -9,7 +10,9 @@ use tokenizers::Tokenizer;
 
 use super::rollout_groups::RolloutGroups;
 use crate::excerpt::excerpt;
+use crate::rollout::Completion;
 use crate::rollout::decode::{answer_text, decode_tokens};
+use crate::rollout::episode::EpisodeEnd;
 use crate::{FinishReason, Prompt, Rollout, SamplingConfig};
 
 /// Selects which training completions a run writes to `rollouts.jsonl`.
@@ -76,6 +79,15 @@ pub struct RolloutRecord {
     /// Trajectory parts, in order; empty without an environment.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub turns: Vec<RolloutTurn>,
+    /// Turn of a branch that the turns continue. Absent: they continue the prompt.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub after: Option<BranchPlace>,
+    /// Other rows of a trajectory with branches, see [`Rollout::branches`].
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub branches: Vec<RolloutBranch>,
+    /// Reason why the trajectory ended. Absent without an environment.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub end: Option<EpisodeEnd>,
     /// Score: the sum over the components. Absent if missing.
     pub reward: Option<f32>,
     /// Score components by name.
@@ -84,8 +96,28 @@ pub struct RolloutRecord {
     pub advantage: Option<f32>,
     /// Why it ended.
     pub finish_reason: FinishReason,
-    /// Number of tokens, including an environment's.
+    /// Number of tokens, including an environment's, and those of branches.
     pub response_length: usize,
+}
+
+/// A branch of a trajectory.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct RolloutBranch {
+    /// Turn of another row that it continues. Absent if it has its own prompt.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub after: Option<BranchPlace>,
+    /// The rest of its prompt, its turns, and the text between them.
+    pub turns: Vec<RolloutTurn>,
+}
+
+/// The turn that a branch continues.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub struct BranchPlace {
+    /// 0 for the row of [`RolloutRecord::turns`], and n for the n-th of
+    /// [`RolloutRecord::branches`].
+    pub row: usize,
+    /// Number of policy turns in that row, up to and including the one that the branch continues.
+    pub turns: usize,
 }
 
 /// A trajectory part.
@@ -144,10 +176,12 @@ impl StepRollouts {
                 let score = scores.get(i).copied().unwrap_or(f32::NAN);
                 (name.clone(), number(score))
             });
-            let mut turns = turns(rollout, tokenizer)?;
-            for turn in &mut turns {
+            let mut rows = rows(rollout, tokenizer)?;
+            for turn in rows.iter_mut().flat_map(|row| &mut row.turns) {
                 turn.text = text(std::mem::take(&mut turn.text));
             }
+            let branches = rows.split_off(1);
+            let RolloutBranch { after, turns } = rows.remove(0);
             Ok(RolloutRecord {
                 step: *step,
                 group,
@@ -156,40 +190,104 @@ impl StepRollouts {
                 prompt: text(prompt),
                 completion: text(answer_text(rollout.last_turn(), sampling, tokenizer)?),
                 turns,
+                after,
+                branches,
+                end: rollout.episode.as_ref().map(|episode| episode.end.clone()),
                 reward: number(groups.scores[i]),
                 rewards: rewards.collect(),
                 advantage: self.advantages.get(i).copied().flatten(),
                 finish_reason: completion.finish_reason,
-                response_length: completion.tokens.len(),
+                response_length: rollout.response_length(),
             })
         };
         rollouts.map(record).collect()
     }
 }
 
-/// A trajectory's turns, and the text between them.
-fn turns(rollout: &Rollout, tokenizer: &Tokenizer) -> Result<Vec<RolloutTurn>> {
+/// The turns of each row of a trajectory, with the turn that it continues. The first is that of the
+/// completion.
+fn rows(rollout: &Rollout, tokenizer: &Tokenizer) -> Result<Vec<RolloutBranch>> {
     let Some(episode) = &rollout.episode else {
-        return Ok(Vec::new());
+        let (after, turns) = (None, Vec::new());
+        return Ok(vec![RolloutBranch { after, turns }]);
     };
-    let text =
-        |from: usize, to: usize| decode_tokens(&rollout.completion.tokens[from..to], tokenizer);
-    let mut turns = Vec::new();
-    let mut end = 0;
-    for turn in &episode.turns {
-        if end < turn.tokens.start {
-            turns.push(RolloutTurn {
-                role: TurnRole::Environment,
-                text: text(end, turn.tokens.start)?,
-                reward: None,
-            });
+    let turns = episode.turns.iter().map(|turn| turn.tokens.clone());
+    let mut rows = vec![RowTurns {
+        prompt: &rollout.prompt_tokens,
+        completion: &rollout.completion,
+        turns: turns.collect(),
+    }];
+    rows.extend(rollout.branches.iter().map(|row| RowTurns {
+        prompt: &row.prompt_tokens,
+        completion: &row.completion,
+        turns: written(&row.completion),
+    }));
+    let branch = |(number, row): (usize, &RowTurns<'_>)| {
+        // The row with the longest beginning in common. Of two, the first.
+        let mut continued = None;
+        for (place, other) in rows
+            .iter()
+            .enumerate()
+            .filter(|(place, _)| *place != number)
+        {
+            let (turns, tokens) = other.turns_before(row.prompt);
+            if tokens > continued.map_or(0, |(_, tokens)| tokens) {
+                continued = Some((BranchPlace { row: place, turns }, tokens));
+            }
         }
-        end = turn.tokens.end;
-        turns.push(RolloutTurn {
-            role: TurnRole::Policy,
-            text: text(turn.tokens.start, end)?,
-            reward: episode.gives_rewards.then_some(turn.reward),
-        });
+        let mut texts = Vec::new();
+        let mut add = |role, tokens: &[u32], reward| -> Result<()> {
+            let text = decode_tokens(tokens, tokenizer)?;
+            texts.push(RolloutTurn { role, text, reward });
+            Ok(())
+        };
+        if number > 0 || continued.is_some() {
+            let start = continued.map_or(0, |(_, tokens)| tokens);
+            add(TurnRole::Environment, &row.prompt[start..], None)?;
+        }
+        let mut end = 0;
+        for (at, tokens) in row.turns.iter().enumerate() {
+            if end < tokens.start {
+                let between = &row.completion.tokens[end..tokens.start];
+                add(TurnRole::Environment, between, None)?;
+            }
+            let rewards = episode.turns.iter().map(|turn| turn.reward);
+            let mut rewards = rewards.filter(|_| number == 0 && episode.gives_rewards);
+            let turn = &row.completion.tokens[tokens.clone()];
+            add(TurnRole::Policy, turn, rewards.nth(at))?;
+            end = tokens.end;
+        }
+        Ok(RolloutBranch {
+            after: continued.map(|(place, _)| place),
+            turns: texts,
+        })
+    };
+    rows.iter().enumerate().map(branch).collect()
+}
+
+/// A row with the places of its turns.
+struct RowTurns<'a> {
+    prompt: &'a [u32],
+    completion: &'a Completion,
+    turns: Vec<Range<usize>>,
+}
+
+impl RowTurns<'_> {
+    /// The number of turns at the beginning of `tokens`, and the number of tokens up to the last of
+    /// them.
+    fn turns_before(&self, tokens: &[u32]) -> (usize, usize) {
+        let own = self.prompt.iter().chain(&self.completion.tokens);
+        let common = own.zip(tokens).take_while(|(a, b)| a == b).count();
+        let ends = self.turns.iter().map(|turn| self.prompt.len() + turn.end);
+        let ends: Vec<usize> = ends.take_while(|&end| end <= common).collect();
+        (ends.len(), ends.last().copied().unwrap_or(0))
     }
-    Ok(turns)
+}
+
+/// The ranges of tokens that the policy wrote.
+fn written(completion: &Completion) -> Vec<Range<usize>> {
+    let places: Vec<usize> = (0..completion.tokens.len()).collect();
+    let parts = places.chunk_by(|&a, &b| completion.is_written(a) == completion.is_written(b));
+    let parts = parts.filter(|part| completion.is_written(part[0]));
+    parts.map(|part| part[0]..part[0] + part.len()).collect()
 }

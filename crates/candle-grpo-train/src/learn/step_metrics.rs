@@ -6,11 +6,11 @@ use serde::{Deserialize, Serialize};
 
 use super::rollout_groups::RolloutGroups;
 use super::step::Updates;
-use crate::FinishReason;
 use crate::data::json_lines::{finite_numbers, number};
 use crate::environment::mean_metrics;
 use crate::rewards::{RewardFaults, RewardRequests};
 use crate::step_record::StepRecord;
+use crate::{FinishReason, Rollout};
 
 /// The metrics of one training step: one line of `metrics.jsonl`.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
@@ -168,7 +168,7 @@ impl StepMetrics {
         let constant = groups
             .iter()
             .filter(|g| g.windows(2).all(|pair| pair[0] == pair[1]));
-        let tokens: usize = rollouts.iter().map(|r| r.completion.tokens.len()).sum();
+        let tokens: usize = rollouts.iter().map(Rollout::response_length).sum();
         let truncated = rollouts
             .iter()
             .filter(|r| r.completion.finish_reason == FinishReason::Length);

@@ -1,6 +1,6 @@
 //! Advantages of the turns of trajectories.
 
-use anyhow::{Context, Result};
+use anyhow::{Context, Result, ensure};
 use candle_core::{DType, Device, Tensor};
 use candle_grpo_core::dtype::statistics_dtype;
 use candle_grpo_core::trajectories::{Gigpo, Steps};
@@ -95,6 +95,12 @@ impl TurnAdvantage {
             let episode = rollout.episode.as_ref().context(
                 "turn_advantage: given, but a completion has no turns; there must be an environment",
             )?;
+            ensure!(
+                rollout.branches.is_empty(),
+                "turn_advantage: given, must be absent, as trajectory {} of prompt {} has branches",
+                rollout.sample_index,
+                rollout.prompt_index
+            );
             if !is_scored {
                 continue;
             }

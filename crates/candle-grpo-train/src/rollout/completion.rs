@@ -85,6 +85,40 @@ impl Completion {
         Ok(())
     }
 
+    /// Returns the sequence of `prompt` and this completion. Tokens that the policy wrote train.
+    ///
+    /// # Errors
+    ///
+    /// Fails if prompt or completion have no tokens, or if the completion does not have one entry
+    /// per token.
+    pub fn sequence(&self, prompt: &[u32]) -> Result<Sequence> {
+        ensure!(
+            !prompt.is_empty() && !self.tokens.is_empty(),
+            "{} prompt tokens and {} response tokens, must have at least one of each",
+            prompt.len(),
+            self.tokens.len()
+        );
+        let sequence = Sequence::of_answer(prompt, &self.tokens)?
+            .with_weight_versions(self.weight_versions.clone())?;
+        match &self.written {
+            Some(written) => sequence.with_written(written),
+            None => Ok(sequence),
+        }
+    }
+
+    /// Returns the generator's log-probs: the policy's or, if it does not compute these, the
+    /// sampling distribution's. 0 for tokens that the policy did not write.
+    pub(crate) fn reported_log_probs(&self) -> Vec<f32> {
+        let log_probs = self.log_probs.as_ref();
+        let log_probs = log_probs.unwrap_or(&self.drawn_log_probs).iter();
+        let reported = log_probs.enumerate().map(
+            |(at, &log_prob)| {
+                if self.is_written(at) { log_prob } else { 0. }
+            },
+        );
+        reported.collect()
+    }
+
     /// Returns the tokens that the policy wrote.
     pub(crate) fn written_tokens(&self) -> Cow<'_, [u32]> {
         match &self.written {
@@ -136,42 +170,28 @@ pub struct Row {
 }
 
 impl Rollout {
-    /// Returns the prompt and completion tokens. Those that the policy wrote train.
-    ///
-    /// # Errors
-    ///
-    /// Fails if prompt or completion have no tokens, or if the completion does not have one entry
-    /// per token.
-    pub fn sequence(&self) -> Result<Sequence> {
-        let (prompt, completion) = (&self.prompt_tokens, &self.completion);
-        ensure!(
-            !prompt.is_empty() && !completion.tokens.is_empty(),
-            "{} prompt tokens and {} response tokens, must have at least one of each",
-            prompt.len(),
-            completion.tokens.len()
-        );
-        let sequence = Sequence::of_answer(prompt, &completion.tokens)?
-            .with_weight_versions(completion.weight_versions.clone())?;
-        match &completion.written {
-            Some(written) => sequence.with_written(written),
-            None => Ok(sequence),
-        }
+    /// Returns each row's prompt and completion: first [`Self::branches`], then the row with the
+    /// last turn. Each is a sequence of the trajectory.
+    pub fn rows(&self) -> impl Iterator<Item = (&[u32], &Completion)> {
+        let branches = self.branches.iter();
+        let branches = branches.map(|row| (row.prompt_tokens.as_slice(), &row.completion));
+        branches.chain([(self.prompt_tokens.as_slice(), &self.completion)])
     }
 
-    /// Returns the generator's log-probs: the policy's or, if it does not compute these, the
-    /// sampling distribution's. 0 for tokens that the policy did not write.
-    pub(crate) fn reported_log_probs(&self) -> Vec<f32> {
-        let completion = &self.completion;
-        let log_probs = completion.log_probs.as_ref();
-        let log_probs = log_probs.unwrap_or(&completion.drawn_log_probs).iter();
-        let reported = log_probs.enumerate().map(|(at, &log_prob)| {
-            if completion.is_written(at) {
-                log_prob
-            } else {
-                0.
-            }
-        });
-        reported.collect()
+    /// Returns the number of tokens in all completions.
+    pub(crate) fn response_length(&self) -> usize {
+        self.rows().map(|(_, row)| row.tokens.len()).sum()
+    }
+
+    /// Returns the number of tokens that the policy wrote.
+    pub(crate) fn num_written_tokens(&self) -> usize {
+        self.rows().map(|(_, row)| row.written_tokens().len()).sum()
+    }
+
+    /// Returns the number of tokens that the policy did not write, in all prompts and completions.
+    pub(crate) fn num_read_tokens(&self) -> usize {
+        let prompts: usize = self.rows().map(|(prompt, _)| prompt.len()).sum();
+        prompts + self.response_length() - self.num_written_tokens()
     }
 
     /// Returns the environment's message, if it failed.

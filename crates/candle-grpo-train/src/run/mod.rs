@@ -8,7 +8,10 @@ mod tensorboard;
 mod tracker;
 pub(crate) mod trainer_state;
 
-pub use crate::learn::{RolloutLogConfig, RolloutRecord, RolloutTurn, TrainerState, TurnRole};
+pub use crate::learn::{
+    BranchPlace, RolloutBranch, RolloutLogConfig, RolloutRecord, RolloutTurn, TrainerState,
+    TurnRole,
+};
 pub use crate::step_record::StepRecord;
 pub use checkpoints::{Checkpoints, LatestCheckpoint, StepCheckpoint};
 pub use dir::{ReplacedRun, ResumedRun, RunDir, StoppedRun};

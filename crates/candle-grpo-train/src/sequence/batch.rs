@@ -4,6 +4,7 @@ use std::collections::BTreeMap;
 
 use anyhow::{Context, Result, ensure};
 use candle_core::{Device, Tensor};
+use candle_grpo_loss::StepTotals;
 
 use super::{Column, Sequence};
 
@@ -12,7 +13,7 @@ use super::{Column, Sequence};
 /// A trajectory is one sequence, or several: its turns, if one does not extend the other, or its
 /// branches. Anything that compares trajectories, such as a baseline, has one value per trajectory.
 /// [`Self::of_sequences`] repeats it for their sequences. In a loss that averages over sequences,
-/// [`Self::trajectory_shares`] makes each trajectory count once.
+/// [`Self::totals`] and [`Self::trajectory_shares`] make each trajectory count once.
 ///
 /// ```
 /// use candle_core::Device;
@@ -155,20 +156,31 @@ impl Batch {
     }
 
     /// Returns each sequence's share of the trained tokens in its trajectory. Pass them as
-    /// [`sample_weights`](candle_grpo_loss::PolicyBatch::sample_weights) for a mean over sequences,
-    /// with the number of trajectories as
-    /// [`StepTotals::sequences`](candle_grpo_loss::StepTotals::sequences). A trajectory then counts
-    /// as if it were one sequence. A mean over tokens needs neither.
+    /// [`token_weights`](candle_grpo_loss::PolicyBatch::token_weights) for a mean over each
+    /// sequence's tokens. With [`Self::totals`], a trajectory then counts as if it were one
+    /// sequence. Other reductions only need the totals.
     pub fn trajectory_shares(&self) -> Vec<f32> {
-        let count = |sequence: &Sequence| sequence.num_trained_tokens();
-        let mut tokens = BTreeMap::<usize, usize>::new();
-        for (trajectory, sequence) in self.trajectories.iter().zip(&self.sequences) {
-            *tokens.entry(*trajectory).or_default() += count(sequence);
-        }
+        let tokens = self.trajectory_tokens();
         let pairs = self.trajectories.iter().zip(&self.sequences);
-        let share =
-            |(trajectory, sequence)| count(sequence) as f32 / (tokens[trajectory] as f32).max(1.);
+        let share = |(trajectory, sequence): (&usize, &Sequence)| {
+            sequence.num_trained_tokens() as f32 / (tokens[trajectory] as f32).max(1.)
+        };
         pairs.map(share).collect()
+    }
+
+    /// Returns the denominators of a step that is this batch, in which a trajectory counts as one
+    /// sequence.
+    pub fn totals(&self) -> StepTotals {
+        totals(self.trajectory_tokens().into_values())
+    }
+
+    /// The number of tokens that train of each trajectory.
+    fn trajectory_tokens(&self) -> BTreeMap<usize, usize> {
+        let mut tokens = BTreeMap::new();
+        for (trajectory, sequence) in self.trajectories.iter().zip(&self.sequences) {
+            *tokens.entry(*trajectory).or_default() += sequence.num_trained_tokens();
+        }
+        tokens
     }
 
     fn response_lengths(&self) -> Vec<usize> {
@@ -177,6 +189,17 @@ impl Batch {
             .map(|sequence| sequence.response().len())
             .collect()
     }
+}
+
+/// A step's denominators from the number of trained tokens in each trajectory.
+pub(super) fn totals(tokens: impl IntoIterator<Item = usize>) -> StepTotals {
+    let mut totals = StepTotals::default();
+    for tokens in tokens {
+        totals.tokens += tokens as f64;
+        totals.sequences += f64::from(u8::from(tokens > 0));
+        totals.rows += 1.;
+    }
+    totals
 }
 
 /// Returns the items with these indices.
@@ -244,10 +267,12 @@ mod tests {
     }
 
     #[test]
-    fn a_trajectory_has_one_value_for_all_its_sequences() {
+    fn a_trajectory_counts_as_one_sequence() {
         let batch = batch().with_trajectories(vec![1, 0, 1]).unwrap();
         assert_eq!(batch.of_sequences(&[0.5, 2.]).unwrap(), [2., 0.5, 2.]);
         assert_eq!(batch.trajectory_shares(), [0.4, 1., 0.6]);
+        let totals = batch.totals();
+        assert_eq!((totals.tokens, totals.sequences, totals.rows), (6., 2., 2.));
         let error = message(batch.of_sequences(&[0.5]));
         assert_eq!(error, "values: 1, must be one for each of 2 trajectories");
     }

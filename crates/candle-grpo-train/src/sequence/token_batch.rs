@@ -6,6 +6,7 @@ use anyhow::{Result, ensure};
 use candle_core::{Device, Tensor};
 use candle_grpo_loss::StepTotals;
 
+use super::batch::totals;
 use super::{Batch, Column, Sequence, select};
 
 /// B sequences with responses up to T tokens long, and their response tensors.
@@ -106,14 +107,7 @@ impl TokenBatch {
     /// Returns the denominators for a step that consists of this batch: [`StepTotals::count`] for
     /// its mask, without waiting for the device.
     pub fn totals(&self) -> StepTotals {
-        let tokens = self.sequences.iter().map(Sequence::num_trained_tokens);
-        let tokens: Vec<usize> = tokens.collect();
-        StepTotals {
-            tokens: tokens.iter().sum::<usize>() as f64,
-            sequences: tokens.iter().filter(|&&tokens| tokens > 0).count() as f64,
-            rows: tokens.len() as f64,
-            ..StepTotals::default()
-        }
+        totals(self.sequences.iter().map(Sequence::num_trained_tokens))
     }
 
     /// Returns B, the number of sequences, and T, the longest response in the batch that this one

@@ -2,7 +2,7 @@
 
 use candle_core::Tensor;
 use candle_grpo_core::{GroupAdvantage, Scale};
-use candle_grpo_loss::{Aggregation, PolicyLoss, StepTotals};
+use candle_grpo_loss::{Aggregation, PolicyLoss};
 use candle_grpo_test_support::device;
 use candle_grpo_train::sequence::Batch;
 use candle_grpo_train::{Actor, Sequence, TokenBatch, TrainingBatch};
@@ -28,14 +28,14 @@ fn gradients(batch: &Batch, aggregation: Aggregation) -> Actor {
     let of_sequences = Tensor::new(of_sequences, device()).unwrap();
     let shares = Tensor::new(batch.trajectory_shares(), device()).unwrap();
     let tokens = TokenBatch::of_batch(batch, device()).unwrap();
-    let totals = StepTotals {
-        sequences: 2.,
-        rows: 2.,
-        ..tokens.totals()
-    };
+    let shares = shares.unsqueeze(1).unwrap();
+    let shares = shares.broadcast_as(tokens.dims()).unwrap();
+    let shares = shares.contiguous().unwrap();
+    let totals = batch.totals();
+    assert_eq!((totals.sequences, totals.rows), (2., 2.));
     let mut inputs = TrainingBatch::new(tokens, &of_sequences);
     if aggregation != Aggregation::TokenMean {
-        inputs = inputs.with_policy(|policy| policy.sample_weights(&shares));
+        inputs = inputs.with_policy(|policy| policy.token_weights(&shares));
     }
     let mut actor = actor(aggregation);
     actor.forward_backward(&inputs, &totals).unwrap();

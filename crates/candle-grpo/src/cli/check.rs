@@ -188,7 +188,7 @@ fn print_batch(run: &RunConfig, dataset: &Dataset, out: &mut impl Write) -> Resu
     let train = &run.train;
     let (prompts, group) = (train.prompts_per_step, train.num_generations);
     let completions = prompts.saturating_mul(group);
-    let rewards: Vec<String> = run
+    let mut rewards: Vec<String> = run
         .rewards
         .iter()
         .map(|reward| match reward.weight {
@@ -202,11 +202,11 @@ fn print_batch(run: &RunConfig, dataset: &Dataset, out: &mut impl Write) -> Resu
         dataset.train.len(),
         dataset.held_out.len(),
     )?;
-    let environment = match &run.environment {
-        Some(_) => ", and those of the environment",
-        None => "",
-    };
-    writeln!(out, "Rewards: {}{environment}.", rewards.join(" + "))?;
+    let environment = run.environment.as_ref();
+    if environment.is_some_and(|environment| environment.gives_rewards()) {
+        rewards.push("environment".to_owned());
+    }
+    writeln!(out, "Rewards: {}.", rewards.join(" + "))?;
     let mini_batch = train.mini_batch_size.unwrap_or(completions);
     let mini_batches = completions.div_ceil(mini_batch.max(1));
     writeln!(

@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use candle_grpo::nn::RopeScaling;
-use candle_grpo::run::{RunPrompts, clock_of_run, engine, evaluate_policy, prompts};
+use candle_grpo::run::{RunPrompts, clock_of_run, engine, evaluate_policy, prompts, trajectories};
 use candle_grpo::train::hub::HubContent;
 use candle_grpo::train::run::Evaluation;
 use candle_grpo::train::{Interrupted, RewardFunction, RunDir};
@@ -135,8 +135,8 @@ fn eval(
         };
         if let Some(environment) = &run.environment {
             let stop_token_ids = sampler.config().stop_token_ids.clone();
-            let environments = environment.build(&pretrained, &stop_token_ids)?;
-            sampler = sampler.with_environments(Arc::new(environments));
+            let environments = trajectories(environment, &pretrained, &stop_token_ids)?;
+            sampler = sampler.with_environments(environments);
         }
         let tokenizer = &pretrained.tokenizer;
         let evaluation =

@@ -1,8 +1,10 @@
 //! Training completions as HTML.
 
 use std::fmt::Write;
+use std::iter::once;
 
-use candle_grpo_train::run::{RolloutRecord, TurnRole};
+use candle_grpo_train::environment::EpisodeEnd;
+use candle_grpo_train::run::{BranchPlace, RolloutRecord, RolloutTurn, TurnRole};
 
 use super::html::{escape, short};
 use super::run::Run;
@@ -97,6 +99,10 @@ fn completion(record: &RolloutRecord) -> String {
         record.response_length,
         escape(&finish_reason(record))
     );
+    if let Some(EpisodeEnd::Failed(message)) = &record.end {
+        let line = message.lines().next().unwrap_or_default();
+        let _ = write!(html, ", failed: {}", text(line));
+    }
     for (name, reward) in &record.rewards {
         let _ = write!(html, ", {} {}", escape(name), number(reward.map(f64::from)));
     }
@@ -104,22 +110,56 @@ fn completion(record: &RolloutRecord) -> String {
     if record.turns.is_empty() {
         let _ = writeln!(html, "<pre>{}</pre>", text(&record.completion));
     }
-    for turn in &record.turns {
-        let role = match turn.role {
-            TurnRole::Policy => "policy",
-            TurnRole::Environment => "environment",
-        };
-        let reward = turn
-            .reward
-            .map_or(String::new(), |reward| format!(" {}", short(reward)));
-        let _ = writeln!(
-            html,
-            "<pre class=\"{role}\"><b>{role}{reward}</b> {}</pre>",
-            text(&turn.text)
-        );
-    }
+    let own = (record.after, record.turns.as_slice());
+    let branches = record.branches.iter();
+    let branches = branches.map(|branch| (branch.after, branch.turns.as_slice()));
+    let rows: Vec<(Option<BranchPlace>, &[RolloutTurn])> = once(own).chain(branches).collect();
+    branches_after(None, &rows, rows.len(), &mut html);
     html.push_str("</div>\n");
     html
+}
+
+/// Writes the rows that continue the turn at `place`, each with the rows that continue its turns.
+/// `depth` bounds a tree of a file that is not valid.
+fn branches_after(
+    place: Option<BranchPlace>,
+    rows: &[(Option<BranchPlace>, &[RolloutTurn])],
+    depth: usize,
+    html: &mut String,
+) {
+    let continuing = rows.iter().enumerate();
+    for (row, (_, parts)) in continuing.filter(|(_, (after, _))| depth > 0 && *after == place) {
+        let is_branch = rows.len() > 1 && (row > 0 || place.is_some());
+        html.push_str(if is_branch {
+            "<div class=\"branch\">\n"
+        } else {
+            ""
+        });
+        let mut turns = 0;
+        for part in *parts {
+            html.push_str(&turn(part));
+            if part.role == TurnRole::Policy {
+                turns += 1;
+                let place = Some(BranchPlace { row, turns });
+                branches_after(place, rows, depth - 1, html);
+            }
+        }
+        html.push_str(if is_branch { "</div>\n" } else { "" });
+    }
+}
+
+fn turn(turn: &RolloutTurn) -> String {
+    let role = match turn.role {
+        TurnRole::Policy => "policy",
+        TurnRole::Environment => "environment",
+    };
+    let reward = turn
+        .reward
+        .map_or(String::new(), |reward| format!(" {}", short(reward)));
+    format!(
+        "<pre class=\"{role}\"><b>{role}{reward}</b> {}</pre>\n",
+        text(&turn.text)
+    )
 }
 
 fn reward(record: &RolloutRecord) -> Option<f64> {

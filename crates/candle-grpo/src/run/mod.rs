@@ -11,6 +11,7 @@ mod run_session;
 mod session;
 mod sft;
 mod teacher;
+mod trajectories;
 
 pub use engine::engine;
 pub use evaluation::evaluate_policy;
@@ -25,3 +26,4 @@ pub use resume::recorded_inputs;
 pub use run_session::{Progress, RunSession};
 pub use session::Session;
 pub use sft::SftSession;
+pub use trajectories::trajectories;

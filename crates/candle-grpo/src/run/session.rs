@@ -20,6 +20,7 @@ use super::prompts::RunPrompts;
 use super::resume::Identity;
 use super::run_session::{Actions, Run};
 use super::teacher::load_teacher;
+use super::trajectories::trajectories;
 use crate::config::{Configuration, EvaluationConfig, RunConfig};
 
 /// A configured run: steps, evaluations and checkpoints.
@@ -165,8 +166,9 @@ impl Session {
         }
         let environment = config.environment.as_ref();
         let stop_token_ids = settings.sampling.stop_token_ids.clone();
-        let environments = environment.map(|config| config.build(&pretrained, &stop_token_ids));
-        let environments = environments.transpose()?;
+        let environments = environment
+            .map(|config| trajectories(config, &pretrained, &stop_token_ids))
+            .transpose()?;
         let device = pretrained.parameters.device();
         let curriculum = config.data.curriculum.clone();
         let demonstrations =
@@ -182,7 +184,7 @@ impl Session {
             demonstrations,
             teacher,
             generator,
-            environments: environments.map(Arc::new),
+            environments,
             ..TrainerParts::new(
                 pretrained.model.clone(),
                 pretrained.parameters.clone(),

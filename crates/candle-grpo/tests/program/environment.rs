@@ -57,7 +57,7 @@ fn mistakes_are_named_with_their_lines() {
         ),
         (
             "environment: {kind: game}\n",
-            "must be one of program, tools",
+            "must be one of program, tools, agent",
         ),
     ] {
         let folder = folder(&(CONFIG.to_owned() + environment));

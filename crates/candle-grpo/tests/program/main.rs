@@ -2,6 +2,8 @@
 #![allow(clippy::too_many_lines, reason = "lists of cases")]
 
 mod accepted;
+#[cfg(feature = "agents")]
+mod agents;
 mod changed_inputs;
 mod chat;
 mod chat_templates;

@@ -107,7 +107,7 @@ fn run(args: &Args) -> Result<()> {
     };
 
     let mut without = trainer(None)?;
-    let mut with = trainer(Some(Arc::clone(&environments)))?;
+    let mut with = trainer(Some(environments.clone()))?;
     let before = held_out.measure(with.actor(), Some(&environments))?;
     let before_without = held_out.measure(without.actor(), None)?;
     train(args, "without-tool", &mut without, steps)?;

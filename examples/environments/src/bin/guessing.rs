@@ -79,7 +79,7 @@ fn run(args: &Args) -> Result<()> {
     let no_others = WeightedRewards::new();
     let vocabulary = tokenizer.clone();
     let mut trainer = Trainer::new(TrainerParts {
-        environments: Some(Arc::clone(&environments)),
+        environments: Some(environments.clone()),
         ..TrainerParts::new(
             model,
             parameters,

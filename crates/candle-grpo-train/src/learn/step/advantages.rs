@@ -9,7 +9,7 @@ use super::{StepBatch, single};
 use crate::learn::TrainerState;
 use crate::learn::critic::explained_variance;
 use crate::learn::needs::keeps_components;
-use crate::{Rollout, Sequence, TokenBatch, TrainConfig};
+use crate::{Rollout, TrainConfig};
 use candle_grpo_core::inputs::Input;
 
 /// Adds the advantages, and the returns that a critic learns.
@@ -28,12 +28,21 @@ pub fn advantages(
     state: &mut TrainerState,
 ) -> Result<()> {
     let rewards = rewards(batch, estimator.is_some(), config, state)?;
-    let (groups, tokens) = (&batch.groups, &batch.tokens);
+    let (groups, tokens, trajectories) = (&batch.groups, &batch.tokens, &batch.trajectories);
+    let mask = trajectories.join(tokens.response_mask())?;
+    let joined = batch
+        .inputs
+        .iter()
+        .map(|(&input, tensor)| match tensor.rank() {
+            1 => Ok((input, tensor.clone())),
+            _ => Ok((input, trajectories.join(tensor)?)),
+        });
+    let joined: Vec<(Input, Tensor)> = joined.collect::<Result<_>>()?;
     let mut inputs = AdvantageBatch::new(&rewards, groups.num_generations)
-        .response_mask(tokens.response_mask())
+        .response_mask(&mask)
         .step(state.steps);
-    for (&input, tensor) in &batch.inputs {
-        inputs = inputs.with(input, tensor);
+    for (input, tensor) in &joined {
+        inputs = inputs.with(*input, tensor);
     }
     let found = match (estimator, &config.turn_advantage) {
         (Some(estimator), _) => estimator.estimate(&inputs)?,
@@ -66,7 +75,7 @@ pub fn advantages(
     }
     batch.metrics.merge(&metrics)?;
     // Rewards stay in the statistics dtype up to here.
-    let result = |x: Tensor| x.to_dtype(DType::F32);
+    let result = |x: Tensor| trajectories.split(&x.to_dtype(DType::F32)?);
     let returns = found.returns.map(result).transpose()?;
     if let (Some(values), Some(returns)) = (batch.inputs.get(&Input::Values), &returns)
         && let Some(share) = explained_variance(values, returns, tokens.response_mask())?
@@ -88,9 +97,29 @@ impl StepBatch {
     /// Fails if the advantages have another shape than the batch.
     pub fn mean_advantages(&self) -> Result<Vec<Option<f32>>> {
         match &self.advantages {
-            Some(advantages) => sequence_means(advantages, &self.tokens),
+            Some(advantages) => self.trajectory_means(advantages),
             None => Ok(vec![None; self.groups.rollouts.len()]),
         }
+    }
+
+    /// Means over each trajectory's tokens from `[S]` or `[S, T]`, f32; absent without tokens.
+    fn trajectory_means(&self, x: &Tensor) -> Result<Vec<Option<f32>>> {
+        let (_, width) = self.tokens.dims();
+        let x = match x.rank() {
+            1 => x.unsqueeze(1)?.broadcast_as(self.tokens.dims())?,
+            _ => x.clone(),
+        };
+        let all = x.to_dtype(DType::F32)?.flatten_all()?.to_vec1::<f32>()?;
+        let means = self.trajectories.sequences().iter().map(|own| {
+            let rows = all[own.start * width..own.end * width].chunks(width);
+            let pairs = rows.zip(&self.tokens.sequences()[own.clone()]);
+            let trained = pairs.flat_map(|(row, sequence)| row.iter().zip(sequence.trained()));
+            let trained = trained.filter(|(_, trains)| *trains);
+            let trained: Vec<f64> = trained.map(|(&x, _)| f64::from(x)).collect();
+            let count = trained.len() as f64;
+            (!trained.is_empty()).then(|| (trained.iter().sum::<f64>() / count) as f32)
+        });
+        Ok(means.collect())
     }
 
     /// Returns whether the step learns only from the rewards, and all advantages are 0.
@@ -140,14 +169,10 @@ fn rewards(
         let numbers = scored.rollouts.iter().map(|rollout| number(rollout) as u32);
         Ok(Tensor::new(numbers.collect::<Vec<_>>(), device)?.to_dtype(dtype)?)
     };
-    let written = |rollout: &Rollout| rollout.completion.written_tokens().len();
-    let lengths = numbers(&written)?;
+    let lengths = numbers(&Rollout::num_written_tokens)?;
     if let Some(penalty) = &recipe.length_penalty {
-        let read = |rollout: &Rollout| {
-            rollout.prompt_tokens.len() + rollout.completion.tokens.len() - written(rollout)
-        };
         let turns = |rollout: &Rollout| rollout.episode.as_ref().map_or(1, |e| e.turns.len());
-        let (input_tokens, turns) = (numbers(&read)?, numbers(&turns)?);
+        let (input_tokens, turns) = (numbers(&Rollout::num_read_tokens)?, numbers(&turns)?);
         let costs = Costs {
             output_tokens: Some(&lengths),
             input_tokens: Some(&input_tokens),
@@ -159,28 +184,6 @@ fn rewards(
         rewards = (rewards + overlong.compute(&lengths)?)?;
     }
     Ok(rewards)
-}
-
-/// Means over each sequence's tokens from `[B]` or `[B, T]`, f32; absent without tokens.
-fn sequence_means(x: &Tensor, tokens: &TokenBatch) -> Result<Vec<Option<f32>>> {
-    let x = match x.rank() {
-        1 => x.unsqueeze(1)?.broadcast_as(tokens.dims())?,
-        _ => x.clone(),
-    };
-    let (_, width) = tokens.dims();
-    let all = x.to_dtype(DType::F32)?.flatten_all()?.to_vec1::<f32>()?;
-    let mean = |(row, sequence): (&[f32], &Sequence)| {
-        let trained = row.iter().zip(sequence.trained());
-        let trained = trained.filter(|(_, trains)| *trains);
-        let trained: Vec<f64> = trained.map(|(&x, _)| f64::from(x)).collect();
-        let count = trained.len() as f64;
-        (!trained.is_empty()).then(|| (trained.iter().sum::<f64>() / count) as f32)
-    };
-    Ok(all
-        .chunks(width)
-        .zip(tokens.sequences())
-        .map(mean)
-        .collect())
 }
 
 fn is_zero(x: &Tensor) -> Result<bool> {

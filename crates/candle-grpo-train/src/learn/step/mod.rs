@@ -60,6 +60,7 @@
 mod advantages;
 mod collect;
 mod signals;
+mod trajectory_rows;
 mod update;
 
 use std::collections::BTreeMap;
@@ -76,16 +77,22 @@ pub use super::rollout_groups::RolloutGroups;
 pub use advantages::advantages;
 pub use collect::{collect, score};
 pub use signals::signals;
+use trajectory_rows::TrajectoryRows;
 pub use update::{Updates, update};
 
 use crate::{FinishReason, TokenBatch, TrainConfig};
 
 /// A step's completions on the policy's device, and the values that the step functions add: one
-/// tensor `[B]` or `[B, T]` per input, the advantages, and metrics.
+/// tensor `[B]` or `[S, T]` per input, the advantages, and metrics.
+///
+/// Each of the B completions is a trajectory. It is one of the S sequences, or several if it has
+/// [branches](crate::Rollout::branches).
 #[derive(Debug, Clone)]
 pub struct StepBatch {
     groups: RolloutGroups,
+    /// The tokens of the S sequences.
     tokens: TokenBatch,
+    trajectories: TrajectoryRows,
     inputs: BTreeMap<Input, Tensor>,
     /// Inputs that [`signals`] has tried to compute. Not all are present.
     computed: Inputs,
@@ -112,11 +119,14 @@ impl StepBatch {
                 .replaying(&groups.rollouts)
                 .context("router_replay")?;
         }
-        let keep = kept(&config.sample_filters, &groups, &tokens)?;
+        let trajectories = TrajectoryRows::new(&groups.rollouts, &tokens)?;
+        let mask = trajectories.join(tokens.response_mask())?;
+        let keep = kept(&config.sample_filters, &groups, &mask)?;
         let keep = keep.into_iter().zip(groups.is_scored());
-        let keep: Vec<bool> = keep.map(|(keep, is_scored)| keep && is_scored).collect();
+        let keep = trajectories.repeat(keep.map(|(keep, is_scored)| keep && is_scored));
         Ok(Self {
             tokens: tokens.keeping(keep)?,
+            trajectories,
             groups,
             inputs: BTreeMap::new(),
             computed: Inputs::NONE,
@@ -137,12 +147,12 @@ impl StepBatch {
         &self.tokens
     }
 
-    /// Returns an input that [`signals`] has added, `[B]` or `[B, T]`.
+    /// Returns an input that [`signals`] has added, `[B]` or `[S, T]`.
     pub fn input(&self, input: Input) -> Option<&Tensor> {
         self.inputs.get(&input)
     }
 
-    /// Adds or replaces an input, `[B]` or `[B, T]`. [`signals`] does not compute inputs that are
+    /// Adds or replaces an input, `[B]` or `[S, T]`. [`signals`] does not compute inputs that are
     /// already present.
     pub fn with_input(mut self, input: Input, tensor: Tensor) -> Self {
         self.inputs.insert(input, tensor);
@@ -150,7 +160,7 @@ impl StepBatch {
         self
     }
 
-    /// Returns the advantages, f32 `[B]` or `[B, T]`, once [`advantages`] has added them.
+    /// Returns the advantages, f32 `[S]` or `[S, T]`, once [`advantages`] has added them.
     pub fn advantages(&self) -> Option<&Tensor> {
         self.advantages.as_ref()
     }
@@ -162,12 +172,13 @@ impl StepBatch {
             return Ok(None);
         }
         let tokens = TokenBatch::from_rollouts(&self.groups.rollouts, self.device())?;
+        let mask = self.trajectories.join(tokens.response_mask())?;
         let mut causes = Vec::new();
         if !self.groups.is_scored().all(|is_scored| is_scored) {
             causes.push("no score".to_owned());
         }
         for filter in &config.sample_filters {
-            if kept(std::slice::from_ref(filter), &self.groups, &tokens)?.contains(&false) {
+            if kept(std::slice::from_ref(filter), &self.groups, &mask)?.contains(&false) {
                 let filter = serde_json::to_value(filter)?;
                 causes.extend(filter["kind"].as_str().map(str::to_owned));
             }
@@ -186,13 +197,13 @@ impl StepBatch {
     }
 }
 
-/// For each completion, whether all filters keep it.
+/// For each completion, whether all filters keep it. `response_mask` has one row per trajectory.
 fn kept(
     filters: &[SampleFilter],
     groups: &RolloutGroups,
-    tokens: &TokenBatch,
+    response_mask: &Tensor,
 ) -> Result<Vec<bool>> {
-    let device = tokens.targets().device();
+    let device = response_mask.device();
     let rollouts = groups.rollouts.iter();
     let truncated = rollouts.map(|rollout| rollout.completion.finish_reason);
     let truncated = truncated.map(|reason| u8::from(reason == FinishReason::Length));
@@ -200,7 +211,7 @@ fn kept(
     let batch = FilterBatch {
         scores: &Tensor::new(groups.scores.as_slice(), device)?,
         groups: groups.num_generations.into(),
-        response_mask: &Mask::new(tokens.response_mask())?,
+        response_mask: &Mask::new(response_mask)?,
         truncated: Some(&truncated),
     };
     let keep = SampleFilter::keep_all(filters, &batch)?.to_vec1::<u8>()?;

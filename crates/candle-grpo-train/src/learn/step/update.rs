@@ -2,12 +2,12 @@
 
 use std::collections::BTreeMap;
 
-use anyhow::{Context, Result};
+use anyhow::{Context, Result, ensure};
 use candle_core::Tensor;
 use candle_grpo_core::MetricValues;
 use candle_grpo_core::inputs::Input;
 use candle_grpo_loss::surrogate::LossLevel;
-use candle_grpo_loss::{StepTotals, TokenLoss};
+use candle_grpo_loss::{Aggregation, StepTotals, TokenLoss};
 use candle_grpo_nn::ModelConfig;
 
 use super::{Passes, StepBatch, single};
@@ -16,6 +16,7 @@ use crate::learn::micro_batches::MicroBatchSize;
 use crate::learn::models::Models;
 use crate::learn::{LikelihoodSums, StepStats, TrainerState, count_prompt_tokens, read_tokens};
 use crate::random::{generator, uniform};
+use crate::sequence::Batch;
 use crate::{Actor, Critic, TrainConfig, TrainingBatch};
 use candle_grpo_base::progress::{NoProgress, Phase};
 
@@ -113,11 +114,12 @@ impl<'a, C: ModelConfig> Updater<'a, C> {
     }
 
     fn learn(&mut self, batch: &StepBatch, factor: f64, values: &mut MetricValues) -> Result<()> {
-        let (training, groups) =
-            batch.training_batch(self.models, self.config, self.state, self.passes)?;
-        let mini_batch_size = self.config.mini_batch_size.unwrap_or(groups.len());
-        let mini_batches = training.split(mini_batch_size)?;
-        let groups: Vec<&[usize]> = groups.chunks(mini_batch_size).collect();
+        let training = batch.training_batch(self.models, self.config, self.passes)?;
+        let trajectories = batch.trajectories_to_train(self.config, self.state)?;
+        let mini_batch_size = self.config.mini_batch_size.unwrap_or(trajectories.len());
+        let mini_batches = trajectories.chunks(mini_batch_size.max(1));
+        let mini_batches = mini_batches.map(|part| MiniBatch::new(batch, &training, part));
+        let mini_batches: Vec<MiniBatch> = mini_batches.collect::<Result<_>>()?;
         if let Some(controller) = &self.state.adaptive_entropy {
             self.models
                 .actor
@@ -127,13 +129,10 @@ impl<'a, C: ModelConfig> Updater<'a, C> {
             critic.scale_learning_rate(factor);
         }
         let epochs = self.config.epochs;
-        self.begin(
-            training.tokens().sequences().len(),
-            mini_batches.len(),
-            epochs,
-        );
+        let sequences = mini_batches.iter().map(|part| part.groups.len()).sum();
+        self.begin(sequences, mini_batches.len(), epochs);
         for _ in 0..epochs {
-            for (number, mini_batch) in mini_batches.iter().zip(&groups).enumerate() {
+            for (number, mini_batch) in mini_batches.iter().enumerate() {
                 self.learn_mini_batch(number, mini_batch, values)?;
             }
         }
@@ -148,11 +147,11 @@ impl<'a, C: ModelConfig> Updater<'a, C> {
     fn learn_mini_batch(
         &mut self,
         number: usize,
-        (mini_batch, groups): (&TrainingBatch, &&[usize]),
+        mini_batch: &MiniBatch,
         values: &mut MetricValues,
     ) -> Result<()> {
         let seed = self.config.sampling.seed ^ ((self.state.steps as u64) << 32) ^ number as u64;
-        let Some((mini_batch, totals)) = self.complete(mini_batch, groups, seed)? else {
+        let Some((mini_batch, totals)) = self.complete(mini_batch, seed)? else {
             self.found.skipped_mini_batches += 1;
             return Ok(());
         };
@@ -261,28 +260,44 @@ impl<'a, C: ModelConfig> Updater<'a, C> {
         self.found
     }
 
-    /// Adds to a mini-batch, whose sequences belong to `groups`, everything that depends on all of
-    /// it. Returns `None` if no token counts.
+    /// Adds to a mini-batch everything that depends on all of it. Returns `None` if no token
+    /// counts.
     fn complete(
         &self,
-        mini_batch: &TrainingBatch,
-        groups: &[usize],
+        mini_batch: &MiniBatch,
         seed: u64,
     ) -> Result<Option<(TrainingBatch, StepTotals)>> {
-        let tokens = mini_batch.tokens();
-        let mut totals = tokens.totals();
+        let MiniBatch {
+            inputs,
+            groups,
+            trajectories,
+        } = mini_batch;
+        let tokens = inputs.tokens();
+        let sequences = Batch::new(tokens.sequences().to_vec())?;
+        let sequences = sequences.with_trajectories(trajectories.clone())?;
+        let mut totals = sequences.totals();
         if totals.tokens == 0. {
             return Ok(None);
         }
-        let mut policy = mini_batch.policy().clone();
+        let mut policy = inputs.policy().clone();
         let policy_loss = &self.config.recipe.policy_loss;
         let needs = policy_loss.needs();
+        let is_branched = totals.rows < groups.len() as f64;
+        if is_branched && policy_loss.aggregation == Aggregation::SeqMeanTokenMean {
+            let shares = Tensor::new(sequences.trajectory_shares(), tokens.targets().device())?;
+            let shares = shares.unsqueeze(1)?.broadcast_as(tokens.dims())?;
+            policy.token_weights = Some(shares.contiguous()?);
+        }
         if needs.contains(Input::PromptTokens) {
             let (counts, prompts) = count_prompt_tokens(tokens, groups)?;
             policy.prompt_tokens = Some(counts);
             totals.prompts = Some(prompts);
         }
         if policy_loss.surrogate.level() == LossLevel::Group {
+            ensure!(
+                !is_branched,
+                "recipe.policy_loss.surrogate: compares the sequences of a group, must be another one for trajectories with branches"
+            );
             let groups: Vec<f64> = groups.iter().map(|&group| group as f64).collect();
             policy.groups = Some(Tensor::new(groups, tokens.targets().device())?);
         }
@@ -296,21 +311,19 @@ impl<'a, C: ModelConfig> Updater<'a, C> {
             let current = policy.clone().log_probs(&log_probs);
             policy.selected_tokens = policy_loss.select_tokens(&current, seed)?;
         }
-        let completed = mini_batch.clone().with_policy(|_| policy);
+        let completed = inputs.clone().with_policy(|_| policy);
         Ok(Some((completed, totals)))
     }
 }
 
 impl StepBatch {
-    /// The inputs of all updates, and the group of each sequence: those that
-    /// [`TrainConfig::resampling`] draws if it is set.
+    /// The inputs of all updates.
     fn training_batch<C: ModelConfig>(
         &self,
         models: &Models<C>,
         config: &TrainConfig,
-        state: &TrainerState,
         passes: Passes<'_>,
-    ) -> Result<(TrainingBatch, Vec<usize>)> {
+    ) -> Result<TrainingBatch> {
         let advantages = self.advantages.as_ref();
         let advantages =
             advantages.context("advantages: absent, must be added before an update")?;
@@ -319,20 +332,31 @@ impl StepBatch {
         if let Some(distillation) = config.distillation(models.teacher.as_deref()) {
             batch.teacher = distillation.of_step(&self.tokens, passes)?;
         }
-        let batch = batch.with_policy(|mut policy| {
-            for (&input, tensor) in &self.inputs {
-                policy = match input {
-                    // The update computes it, with a gradient.
-                    Input::Entropy => policy,
-                    _ => policy.with(input, tensor),
-                };
-            }
-            policy
+        // The update computes the entropy, with a gradient.
+        let inputs = self.inputs.iter();
+        let inputs = inputs.filter(|(input, _)| **input != Input::Entropy);
+        let inputs = inputs.map(|(&input, tensor)| match tensor.rank() {
+            1 => Ok((input, self.trajectories.split(tensor)?)),
+            _ => Ok((input, tensor.clone())),
         });
-        let n = self.groups.num_generations;
-        let groups: Vec<usize> = (0..self.groups.rollouts.len()).map(|i| i / n).collect();
+        let inputs: Vec<(Input, Tensor)> = inputs.collect::<Result<_>>()?;
+        Ok(batch.with_policy(|policy| {
+            let inputs = inputs.iter();
+            inputs.fold(policy, |policy, (input, tensor)| {
+                policy.with(*input, tensor)
+            })
+        }))
+    }
+
+    /// The trajectories of all updates: those that [`TrainConfig::resampling`] draws if it is set.
+    fn trajectories_to_train(
+        &self,
+        config: &TrainConfig,
+        state: &TrainerState,
+    ) -> Result<Vec<usize>> {
+        let count = self.groups.rollouts.len();
         let Some(resampling) = &config.resampling else {
-            return Ok((batch, groups));
+            return Ok((0..count).collect());
         };
         let places = self.groups.is_scored().enumerate();
         let places: Vec<usize> = places.filter_map(|(i, is)| is.then_some(i)).collect();
@@ -340,11 +364,40 @@ impl StepBatch {
         let scores: Vec<f64> = places.iter().map(score).collect();
         // No prompt has this index.
         let mut random = generator(config.sampling.seed, state.steps as u64, u64::MAX, 0);
-        let uniforms: Vec<f64> = groups.iter().map(|_| uniform(&mut random)).collect();
+        let uniforms: Vec<f64> = (0..count).map(|_| uniform(&mut random)).collect();
         let drawn = resampling.draw(&scores, &uniforms)?;
-        let drawn: Vec<usize> = drawn.into_iter().map(|i| places[i]).collect();
-        let groups = drawn.iter().map(|&i| groups[i]).collect();
-        Ok((batch.select(&drawn)?, groups))
+        Ok(drawn.into_iter().map(|i| places[i]).collect())
+    }
+}
+
+/// The sequences of an optimizer step.
+struct MiniBatch {
+    inputs: TrainingBatch,
+    /// The group of each sequence.
+    groups: Vec<usize>,
+    /// The trajectory of each sequence, numbered within the mini-batch. One that is there twice
+    /// has two numbers.
+    trajectories: Vec<usize>,
+}
+
+impl MiniBatch {
+    /// The sequences of these trajectories.
+    fn new(batch: &StepBatch, all: &TrainingBatch, drawn: &[usize]) -> Result<Self> {
+        let (mut sequences, mut groups, mut trajectories) = (Vec::new(), Vec::new(), Vec::new());
+        for (number, &trajectory) in drawn.iter().enumerate() {
+            let own = batch.trajectories.sequences()[trajectory].clone();
+            groups.extend(
+                own.clone()
+                    .map(|_| trajectory / batch.groups.num_generations),
+            );
+            trajectories.extend(own.clone().map(|_| number));
+            sequences.extend(own);
+        }
+        Ok(Self {
+            inputs: all.select(&sequences)?,
+            groups,
+            trajectories,
+        })
     }
 }
 

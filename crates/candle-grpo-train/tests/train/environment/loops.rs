@@ -280,7 +280,7 @@ fn a_step_fails_if_the_environments_of_all_ranks_do() {
         on_ranks(3, |collective| {
             let mut trainer = common::trainer_of(TrainerParts {
                 collective,
-                environments: Some(Arc::clone(&environments)),
+                environments: Some(environments.clone()),
                 ..common::parts(WeightedRewards::new(), training())
             });
             let metrics = trainer.step();

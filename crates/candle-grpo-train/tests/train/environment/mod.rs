@@ -1,5 +1,6 @@
 //! Multi-turn trajectories.
 
+mod branches;
 mod contents;
 mod loops;
 mod masks;

@@ -233,6 +233,12 @@ fn tables() -> Vec<Table> {
             environment(json!({"kind": "tools", "tools": []})),
         ),
         table(
+            "environment agent",
+            "crates/candle-grpo-train/src/environment/agent.rs",
+            "AgentConfig",
+            environment(json!({"kind": "agent"})),
+        ),
+        table(
             "tool",
             "crates/candle-grpo-train/src/environment/tools/program.rs",
             "ProgramToolConfig",

@@ -8,7 +8,7 @@ use candle_grpo::config::RunConfig;
 use candle_grpo::train::data::{Question, Row};
 use candle_grpo::train::{Dataset, FinishReason, RewardConfig, RewardFunction, Sample};
 use rstest::rstest;
-use serde_json::Value;
+use serde_json::{Value, json};
 
 /// Reads a configuration in `examples/`, and its data.
 fn read(file: &str) -> (RunConfig, Dataset) {
@@ -99,6 +99,20 @@ fn json_data_is_correct_and_no_held_out_name_is_trained_on() {
     ] {
         assert_eq!(score(&config, row, &completion), reward, "{completion:?}");
     }
+}
+
+#[test]
+fn the_agent_reports_the_reward_and_begins_with_the_prompt() {
+    let (config, data) = read("agent/run.yaml");
+    let environment = config.environment.as_ref().unwrap();
+    assert!(environment.gives_rewards() && config.rewards.is_empty());
+    let row = &data.train[0];
+    let [a, b, _] = numbers(row);
+    let message = json!({"role": "user", "content": format!("What is {a} + {b}?")});
+    assert_eq!(
+        data.question(row).unwrap(),
+        Question::Messages(vec![message])
+    );
 }
 
 #[rstest]
