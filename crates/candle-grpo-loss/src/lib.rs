@@ -102,7 +102,7 @@ pub use candle_grpo_kernels::{
 pub use correction::{RolloutCorrection, RolloutWeights};
 pub use distillation_loss::{
     DistillationLoss, LinearDistillationOutput, OutputLayer, Support, Tail, TeacherLogits,
-    linear_distillation_loss, logits_of_chunk,
+    linear_distillation_bytes, linear_distillation_loss,
 };
 pub use distribution_statistics::{DistributionStatistics, distribution_statistics};
 pub use importance_level::ImportanceLevel;

@@ -11,9 +11,19 @@ use super::{DistillationLoss, MASSES, OutputLayer, TeacherLogits, row_width};
 use crate::totals::StepTotals;
 
 /// Returns the largest number of logits in a chunk for [`linear_distillation_loss`]: 2^22, or 2^25
-/// on a GPU, where a chunk needs many rows to be fast. About ten chunk-sized tensors exist at once.
-pub fn logits_of_chunk(on_gpu: bool) -> usize {
+/// on a GPU, where a chunk needs many rows to be fast.
+fn logits_of_chunk(on_gpu: bool) -> usize {
     if on_gpu { 1 << 25 } else { 1 << 22 }
+}
+
+/// Returns the bytes of the chunk-sized tensors that exist at once in
+/// [`linear_distillation_loss`], for this number of logits.
+pub fn linear_distillation_bytes(loss: &DistillationLoss, logits: usize, on_gpu: bool) -> usize {
+    // On the CPU the divergence is one operator, unless log-probs have a floor.
+    let is_composed = on_gpu || loss.log_prob_floor.is_some();
+    let tensors = if is_composed { 10 } else { 5 };
+    let chunk = logits.min(logits_of_chunk(on_gpu));
+    tensors * chunk * DType::F32.size_in_bytes()
 }
 
 /// Output from [`linear_distillation_loss`]. All tensors are detached.
@@ -33,8 +43,8 @@ pub struct LinearDistillationOutput {
 /// Computes the distillation loss from hidden states, and its gradients, in one call.
 ///
 /// Choose it over [`DistillationLoss::compute`] if logits for all tokens do not fit in memory: only
-/// one chunk's logits exist at a time, see [`logits_of_chunk`]. Tokens outside the mask are not
-/// computed. Copies the mask to the host, which synchronizes with the device.
+/// one chunk's logits exist at a time, see [`linear_distillation_bytes`]. Tokens outside the mask
+/// are not computed. Copies the mask to the host, which synchronizes with the device.
 ///
 /// # Shapes
 ///

@@ -12,7 +12,7 @@ use candle_grpo_core::dtype::arithmetic_dtype;
 use candle_grpo_core::{Invalid, Kl, Mask, Metrics};
 use serde::{Deserialize, Serialize};
 
-pub use linear::{LinearDistillationOutput, linear_distillation_loss, logits_of_chunk};
+pub use linear::{LinearDistillationOutput, linear_distillation_bytes, linear_distillation_loss};
 pub use output_layer::OutputLayer;
 pub use support::{Support, Tail};
 pub use teacher_logits::TeacherLogits;

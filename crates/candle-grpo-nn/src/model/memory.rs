@@ -10,30 +10,61 @@ use crate::decoding::pages_for;
 use crate::weights::base_weights::FrozenForm;
 use crate::{BaseWeights, DecoderConfig};
 
+/// Memory for a recorded pass, in bytes, without parameter gradients.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct RecordedBytes {
+    /// Tensors that the backward pass needs from the forward pass.
+    pub kept: usize,
+    /// The first block's part of [`Self::kept`], which is released last.
+    pub first_block: usize,
+    /// Further tensors while a block's gradients are computed, at their peak. With activation
+    /// checkpointing, these include the recomputed block.
+    pub backward: usize,
+}
+
 impl DecoderConfig {
-    /// Bytes that [`LanguageModel::record`](crate::LanguageModel::record) keeps for `tokens` tokens
-    /// in `dtype`, plus the backward pass's peak, without parameter gradients. With
-    /// `activation_checkpointing`, only each block's input is kept.
+    /// Memory for [`LanguageModel::record`](crate::LanguageModel::record) and its backward pass
+    /// over `tokens` tokens in `dtype`. Attention computes `expanded` tokens: it counts shared
+    /// prefixes once per sequence. With `activation_checkpointing`, only each block's input is
+    /// kept.
     pub fn recorded_bytes(
         &self,
-        tokens: usize,
+        (tokens, expanded): (usize, usize),
         dtype: DType,
         activation_checkpointing: bool,
-    ) -> usize {
+    ) -> RecordedBytes {
         let hidden = self.hidden_size;
         let blocks = self.architecture().blocks;
-        let of_block = |block: &BlockPlan| block.recorded(hidden);
-        let most = blocks.iter().map(of_block).max().unwrap_or(0);
-        let kept: usize = if activation_checkpointing {
-            blocks.len() * hidden + most
+        let recorded: Vec<usize> = blocks.iter().map(|block| block.recorded(hidden)).collect();
+        let (kept, recomputed) = if activation_checkpointing {
+            let most = recorded.iter().max().copied();
+            (vec![hidden; blocks.len()], most.unwrap_or(0))
         } else {
-            blocks.iter().map(of_block).sum()
+            (recorded, 0)
         };
-        // While a block is computed: the gradients in one channel mixer and the hidden-state
-        // gradients.
-        let channel = |block: &BlockPlan| block.mlp.mixer.inner();
-        let temporary = 3 * blocks.iter().map(channel).max().unwrap_or(0) + 2 * hidden;
-        tokens * (kept + temporary) * dtype.size_in_bytes()
+        let backward = blocks.iter().map(|block| block.backward(tokens, expanded));
+        let bytes = |elements: usize| elements * dtype.size_in_bytes();
+        RecordedBytes {
+            // The last norm has an input, too.
+            kept: bytes(tokens * (kept.iter().sum::<usize>() + hidden)),
+            first_block: bytes(tokens * kept.first().copied().unwrap_or(0)),
+            backward: bytes(
+                // The gradients with respect to a block's input and output.
+                tokens * (recomputed + 2 * hidden) + backward.max().unwrap_or(0),
+            ),
+        }
+    }
+
+    /// Bytes for the tensors of a pass over `tokens` tokens without gradients, at its peak.
+    pub fn forward_bytes(&self, tokens: usize, dtype: DType) -> usize {
+        let blocks = self.architecture().blocks;
+        let mixers = blocks.iter().map(|block| {
+            let channel = block.mlp.mixer.recorded(self.hidden_size);
+            channel.max(block.tokens.mixer.recorded())
+        });
+        // The block's input, the change to it, and a mixer's input and output.
+        let hidden = 4 * self.hidden_size;
+        tokens * (hidden + mixers.max().unwrap_or(0)) * dtype.size_in_bytes()
     }
 
     /// Bytes for a cache with `groups` prompts, `prompt` tokens each, and `group_size` completions
@@ -93,11 +124,26 @@ impl BlockPlan {
         ];
         // Input to each mixer and each norm.
         let inputs = 2 * hidden + norms.into_iter().flatten().count() * hidden;
-        let tokens = match &self.tokens.mixer {
-            TokenMixerPlan::Attention(attention) => attention.recorded(),
-            TokenMixerPlan::GatedDelta(delta) => delta.recorded(),
+        inputs + self.tokens.mixer.recorded() + self.mlp.mixer.recorded(hidden)
+    }
+
+    /// Elements that the backward pass computes within either mixer.
+    fn backward(&self, tokens: usize, expanded: usize) -> usize {
+        let mixer = match &self.tokens.mixer {
+            TokenMixerPlan::Attention(attention) => attention.backward(tokens, expanded),
+            TokenMixerPlan::GatedDelta(_) => 0,
         };
-        inputs + tokens + self.mlp.mixer.recorded(hidden)
+        // Gradients with respect to the inner width and to gate and up.
+        mixer.max(3 * tokens * self.mlp.mixer.inner())
+    }
+}
+
+impl TokenMixerPlan {
+    fn recorded(&self) -> usize {
+        match self {
+            Self::Attention(attention) => attention.recorded(),
+            Self::GatedDelta(delta) => delta.recorded(),
+        }
     }
 }
 
@@ -109,6 +155,19 @@ impl AttentionPlan {
         let before_norms = if self.norms.is_some() { query + key } else { 0 };
         let gates = if self.output_gate { 2 * query } else { 0 };
         2 * query + key + value + before_norms + gates
+    }
+
+    fn backward(&self, tokens: usize, expanded: usize) -> usize {
+        let [_, key, value] = self.inputs.maps.each_ref().map(|map| map.outputs);
+        let query = self.output.inputs;
+        let inputs = query + key + value;
+        // Gradients with respect to the operator's output and inputs.
+        let gradients = query + inputs;
+        if expanded > tokens {
+            expanded * (inputs + gradients) + tokens * gradients
+        } else {
+            tokens * gradients
+        }
     }
 }
 

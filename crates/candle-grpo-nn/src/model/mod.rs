@@ -29,6 +29,7 @@ pub use crate::config::{
 pub use crate::router::{Router, RouterPass, Routing};
 pub use decoder::Decoder;
 pub use language_model::{Backward, LanguageModel};
+pub use memory::RecordedBytes;
 pub use model_config::ModelConfig;
 pub use routes::ExpertBalance;
 pub use sequence_classifier::SequenceClassifier;

@@ -29,7 +29,7 @@ const RESERVED_TOKENS: usize = 64;
 const STEPS_BEFORE_PACKING: usize = 16;
 
 /// Prompts are split into forward passes with about this many tokens.
-const PREFILL_TOKENS: usize = 512;
+pub(crate) const PREFILL_TOKENS: usize = 512;
 
 /// Samples completions from a model that shares the policy's parameters: after an optimizer step,
 /// it samples from the new policy. [`Self::in_dtype`] and [`Self::detached`] sample from copies.

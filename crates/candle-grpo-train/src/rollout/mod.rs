@@ -28,5 +28,6 @@ pub use generator::{
     CompletionSeed, DecodeText, Deliver, GenerationBatch, Generator, PolicyWeights, PromptRequest,
 };
 pub use local::LocalGenerator;
+pub(crate) use local::PREFILL_TOKENS;
 pub use sampling_config::SamplingConfig;
 pub use trajectories::{DrawTurns, Play, Trajectories};

@@ -113,6 +113,7 @@ impl<'a> RecordedResponses<'a> {
         }
         drop(self.states);
         let hidden_gradient = sum.to_dtype(self.hidden_dtype)?;
+        drop(sum);
         self.backward
             .backward(&hidden_gradient, trained, gradients)?;
         Ok(gradients.ensure_complete(trained)?)

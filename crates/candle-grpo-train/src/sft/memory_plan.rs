@@ -17,15 +17,14 @@ impl MemoryPlan {
     pub fn supervised(model: &DecoderConfig, config: &SftConfig, longest: usize) -> Result<Self> {
         config.validate()?;
         let sizes = (config.micro_batch_tokens, config.batch_size);
-        let (pass, update) = examples(sizes, longest);
         let learning = Learning {
             adapters: config.adapters.as_ref(),
             base_weights: config.base_weights,
             compute_dtype: config.compute_dtype,
             activation_checkpointing: config.activation_checkpointing,
             optimizer: &config.optimizer,
-            longest: pass,
-            update,
+            passes: &examples(sizes, longest),
+            distillation: None,
             on_cuda: cuda_is_enabled(),
         };
         learning.plan(model)
