@@ -18,7 +18,7 @@ use candle_grpo_test_support::is_long;
 use candle_grpo_train::data::MixedOrder;
 use candle_grpo_train::learn::{ActorConfig, DemonstrationConfig, MemoryPlan, Reference};
 use candle_grpo_train::model::character_tokenizer;
-use candle_grpo_train::sft::{SftConfig, SftTrainer};
+use candle_grpo_train::sft::{SftConfig, SftParts, SftTrainer};
 use candle_grpo_train::{
     Actor, ComputeDType, CriticConfig, Prompt, Sample, SamplingConfig, Sequence, TrainConfig,
     Trainer, TrainerParts,
@@ -589,7 +589,7 @@ fn the_plan_of_supervised_training_is_at_most_10_percent_above_the_peak(
     let rows = examples(tokens)?;
     let before = restart_peak();
     let parameters = Parameters::init(&model, 0, &Device::Cpu)?;
-    let mut trainer = SftTrainer::new(model, parameters, rows, config)?;
+    let mut trainer = SftTrainer::new(SftParts::new(model, parameters, rows, config))?;
     trainer.step()?;
     restart_peak();
     trainer.step()?;
