@@ -22,9 +22,10 @@ const WORKSPACE: usize = 64 << 20;
 /// The pages of the allocator of `grpo` for small tensors and threads.
 const SMALL_TENSORS: usize = 112 << 20;
 
-/// The buffers of matrix products on the CPU: about 1 MiB for each thread.
+/// The buffers of matrix products on the CPU: about 1 MiB for each thread, and 4 MiB because
+/// threads overlap differently in each run.
 fn products() -> usize {
-    (2 + rayon::current_num_threads()) << 20
+    (4 + rayon::current_num_threads()) << 20
 }
 
 /// The bytes of the output layer on CUDA for a pass over `tokens`: the logits of f32 that are kept,
