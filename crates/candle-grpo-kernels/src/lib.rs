@@ -138,7 +138,7 @@ pub use ops::gradient_norm::{scale_gradients, squared_gradient_norms};
 pub use ops::head_transform::{HeadNorms, HeadTransform};
 pub use ops::linear_log_prob::{
     CUDA_KEPT_LOGITS, CUDA_TILE_COLUMNS, CUDA_TILE_LOGITS, LinearGradients, LinearLogProb,
-    linear_log_prob, linear_log_prob_cpu_bytes,
+    linear_log_prob,
 };
 pub use ops::linear_rows::packed_weight::PackedWeight;
 pub use ops::linear_rows::{linear_rows, packed_linear_rows};

@@ -3,8 +3,7 @@
 use anyhow::Result;
 use candle_core::{DType, Shape};
 use candle_grpo_kernels::{
-    CUDA_KEPT_LOGITS, CUDA_TILE_COLUMNS, CUDA_TILE_LOGITS, cuda_is_enabled,
-    linear_log_prob_cpu_bytes,
+    CUDA_KEPT_LOGITS, CUDA_TILE_COLUMNS, CUDA_TILE_LOGITS, LinearLogProb, cuda_is_enabled,
 };
 use candle_grpo_loss::{DistillationLoss, linear_distillation_bytes};
 use candle_grpo_nn::optim::{MasterWeights, StateForm};
@@ -465,7 +464,7 @@ impl Learner<'_> {
             (true, true) => cuda_logits(tokens, vocab_size),
             (true, false) => {
                 let shape = (vocab_size, width);
-                products() + linear_log_prob_cpu_bytes(tokens, shape, self.compute, self.output > 0)
+                products() + LinearLogProb::cpu_bytes(tokens, shape, self.compute, self.output > 0)
             }
         };
         // The logits that are compared to count the right answers, in f32.
@@ -538,7 +537,7 @@ mod tests {
         };
         // 100 tokens have logits of 20 MB, which are kept, and are one tile.
         let few = 100 * 50_000 * (4 + 4 + 2) + (64 << 20);
-        let on_cpu = linear_log_prob_cpu_bytes(100, (50_000, 64), DType::BF16, true) + products();
+        let on_cpu = LinearLogProb::cpu_bytes(100, (50_000, 64), DType::BF16, true) + products();
         for follows in [false, true] {
             let (cuda, cpu) = (plan(true, follows)?, plan(false, follows)?);
             assert_eq!(cuda.activations - cpu.activations, few - on_cpu);

@@ -13,7 +13,7 @@ use half::slice::HalfFloatSliceExt;
 use pulp::{Simd, WithSimd};
 use rayon::prelude::*;
 
-use super::Wanted;
+use super::{LinearLogProb, Wanted};
 use crate::cpu::element::Element;
 use crate::cpu::instructions::vectors;
 use crate::cpu::matmul::matmul;
@@ -40,31 +40,33 @@ const LAST_TILE_LOGITS: usize = 1 << 18;
 /// Bias columns that one core sums at a time.
 const BIAS_COLUMNS: usize = 256;
 
-/// The buffers of [`LinearLogProb`](crate::LinearLogProb) on the CPU, in bytes, without those of
-/// matrix products, for `rows` rows, a weight `[vocab, width]`, and operands in `dtype`.
-///
-/// The gradient of a weight that trains is a buffer, too.
-pub fn linear_log_prob_cpu_bytes(
-    rows: usize,
-    (vocab, width): (usize, usize),
-    dtype: DType,
-    weight_trains: bool,
-) -> usize {
-    let logits = rows.saturating_mul(vocab).min(TILE_LOGITS);
-    let own_logits = if weight_trains {
-        logits.min(LAST_TILE_LOGITS)
-    } else {
-        logits
-    };
-    // The unmasked rows of a tile.
-    let hidden = TILE_ROWS.min(rows) * width;
-    let singles = 4 * (own_logits + hidden);
-    if dtype == DType::F32 {
-        return singles;
+impl LinearLogProb {
+    /// Returns the bytes of its buffers on the CPU, without those of matrix products, for `rows`
+    /// rows, a weight `[vocab, width]`, and operands in `dtype`.
+    ///
+    /// The gradient of a weight that trains is a buffer, too.
+    pub fn cpu_bytes(
+        rows: usize,
+        (vocab, width): (usize, usize),
+        dtype: DType,
+        weight_trains: bool,
+    ) -> usize {
+        let logits = rows.saturating_mul(vocab).min(TILE_LOGITS);
+        let own_logits = if weight_trains {
+            logits.min(LAST_TILE_LOGITS)
+        } else {
+            logits
+        };
+        // The unmasked rows of a tile.
+        let hidden = TILE_ROWS.min(rows) * width;
+        let singles = 4 * (own_logits + hidden);
+        if dtype == DType::F32 {
+            return singles;
+        }
+        // The logit gradient in bf16, or the operands in f32.
+        let weight = TILE_WEIGHTS.min(vocab * width);
+        singles + (2 * logits).max(4 * (weight + hidden))
     }
-    // The logit gradient in bf16, or the operands in f32.
-    let weight = TILE_WEIGHTS.min(vocab * width);
-    singles + (2 * logits).max(4 * (weight + hidden))
 }
 
 /// Hidden states `[K, H]` for the kept rows, the weight `[V, H]` and the bias `[V]`.

@@ -10,7 +10,6 @@ use candle_core::{
     CpuStorage, CustomOp2, CustomOp3, DType, Device, Layout, Result, Shape, Tensor, Var, bail,
 };
 
-pub use self::cpu::linear_log_prob_cpu_bytes;
 use self::cpu::{Kept, Layer};
 use crate::cpu::{slice, with_floats};
 use crate::ops::log_prob::{Backward, LogProbOptions, Rows, TokenLogProbs, rows_and_width};
