@@ -14,8 +14,9 @@
 //! messages after the answer are encoded. Any other request begins its own row. Each sampled token
 //! is a response token in exactly one row.
 //!
-//! A [`Sampler`](candle_grpo_train::Sampler) samples with [`Agents`]. The
-//! [`Trainer`](candle_grpo_train::Trainer) does not accept them yet.
+//! A [`Sampler`](candle_grpo_train::Sampler) samples with [`Agents`], and a
+//! [`Trainer`](candle_grpo_train::Trainer) trains on their episodes: pass them as
+//! [`TrainerParts::environments`](candle_grpo_train::TrainerParts::environments).
 //!
 //! | path | method |
 //! | --- | --- |

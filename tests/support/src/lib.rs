@@ -1,5 +1,5 @@
 //! Helpers for tests and benchmarks in all crates: devices, inputs, comparisons, defaults in doc
-//! comments, an HTTP server, a hub, lines from other processes, and ranks that are threads.
+//! comments, an HTTP server, a hub, lines from other processes, agents, and ranks that are threads.
 //!
 //! A test runs on every device:
 //!
@@ -21,6 +21,7 @@
 
 use std::time::Duration;
 
+mod agent;
 mod compare;
 mod cuda_calls;
 mod decoder;
@@ -35,6 +36,7 @@ mod noise;
 mod reserved_port;
 mod thread_ranks;
 
+pub use agent::AGENT_START;
 pub use candle_grpo_kernels::cuda_device;
 pub use compare::{assert_close, gradient, message, numbers};
 pub use cuda_calls::CudaCalls;

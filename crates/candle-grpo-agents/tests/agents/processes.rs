@@ -2,6 +2,7 @@
 
 use std::fs;
 
+use candle_grpo_test_support::AGENT_START;
 use candle_grpo_train::FinishReason;
 use candle_grpo_train::environment::{AgentConfig, EnvironmentLimits, EpisodeEnd};
 use candle_grpo_train::rollout::{PromptRequest, Rollout};
@@ -10,14 +11,8 @@ use tempfile::TempDir;
 
 use super::drawer::{Draw, agents, limits, play, prompt, sampling, spelled};
 
-/// The start of a Python agent, with a function that posts JSON.
-const START: &str = r#"
-import json, os, sys, urllib.request
-row = json.loads(sys.stdin.readline())
-def post(url, body):
-    headers = {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"], "Content-Type": "application/json"}
-    request = urllib.request.Request(url, json.dumps(body).encode(), headers)
-    return json.load(urllib.request.urlopen(request))
+/// The functions of the agents.
+const FUNCTIONS: &str = r#"
 def ask(text):
     body = {"model": "any", "messages": [{"role": "user", "content": text}]}
     answer = post(os.environ["OPENAI_BASE_URL"] + "/chat/completions", body)
@@ -32,7 +27,11 @@ fn run(
     change: impl FnOnce(&mut AgentConfig, &mut EnvironmentLimits),
 ) -> (Vec<Rollout>, Vec<Draw>) {
     let folder = TempDir::new().unwrap();
-    fs::write(folder.path().join("agent.py"), format!("{START}\n{script}")).unwrap();
+    fs::write(
+        folder.path().join("agent.py"),
+        format!("{AGENT_START}{FUNCTIONS}\n{script}"),
+    )
+    .unwrap();
     let mut config = AgentConfig {
         command: ["python3", "-S", "agent.py"].map(str::to_owned).to_vec(),
         folder: Some(folder.path().to_owned()),

@@ -230,6 +230,13 @@ mod tests {
         values.to_vec1().unwrap()
     }
 
+    /// The log-probs of an answer.
+    fn log_probs(reference: &Reference) -> Vec<Vec<f32>> {
+        let pairs: [(&[u32], &[u32]); 1] = [(&[1, 2], &[3, 4, 0])];
+        let batch = TokenBatch::new(&pairs, &Device::Cpu).unwrap();
+        reference.log_probs(&batch, 1.).unwrap().to_vec2().unwrap()
+    }
+
     #[test]
     fn a_refresh_mixes_the_policy_into_the_reference() {
         let (start, policy) = (drawn(1), drawn(2));
@@ -255,11 +262,6 @@ mod tests {
 
     #[test]
     fn a_refresh_changes_the_log_probs_of_the_reference() {
-        let pairs: [(&[u32], &[u32]); 1] = [(&[1, 2], &[3, 4, 0])];
-        let batch = TokenBatch::new(&pairs, &Device::Cpu).unwrap();
-        let log_probs = |reference: &Reference| -> Vec<Vec<f32>> {
-            reference.log_probs(&batch, 1.).unwrap().to_vec2().unwrap()
-        };
         let expected = log_probs(&Reference::new(&model(8), &drawn(2), ComputeDType::F32).unwrap());
         let mut reference = Reference::new(&model(8), &drawn(1), ComputeDType::F32).unwrap();
         assert_ne!(log_probs(&reference), expected);
@@ -269,11 +271,6 @@ mod tests {
 
     #[test]
     fn a_fixed_reference_has_the_weights_in_its_dtype_only() {
-        let pairs: [(&[u32], &[u32]); 1] = [(&[1, 2], &[3, 4, 0])];
-        let batch = TokenBatch::new(&pairs, &Device::Cpu).unwrap();
-        let log_probs = |reference: &Reference| -> Vec<Vec<f32>> {
-            reference.log_probs(&batch, 1.).unwrap().to_vec2().unwrap()
-        };
         let start = drawn(1);
         let count = start.num_elements();
         for (dtype, bytes) in [

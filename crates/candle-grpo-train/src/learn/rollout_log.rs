@@ -222,19 +222,9 @@ fn rows(rollout: &Rollout, tokenizer: &Tokenizer) -> Result<Vec<RolloutBranch>> 
         completion: &row.completion,
         turns: written(&row.completion),
     }));
-    let branch = |(number, row): (usize, &RowTurns<'_>)| {
-        // The row with the longest beginning in common. Of two, the first.
-        let mut continued = None;
-        for (place, other) in rows
-            .iter()
-            .enumerate()
-            .filter(|(place, _)| *place != number)
-        {
-            let (turns, tokens) = other.turns_before(row.prompt);
-            if tokens > continued.map_or(0, |(_, tokens)| tokens) {
-                continued = Some((BranchPlace { row: place, turns }, tokens));
-            }
-        }
+    let branch = |number: usize| {
+        let row = &rows[number];
+        let continued = continued(number, &rows);
         let mut texts = Vec::new();
         let mut add = |role, tokens: &[u32], reward| -> Result<()> {
             let text = decode_tokens(tokens, tokenizer)?;
@@ -245,16 +235,19 @@ fn rows(rollout: &Rollout, tokenizer: &Tokenizer) -> Result<Vec<RolloutBranch>> 
             let start = continued.map_or(0, |(_, tokens)| tokens);
             add(TurnRole::Environment, &row.prompt[start..], None)?;
         }
+        let is_rewarded = number == 0 && episode.gives_rewards;
         let mut end = 0;
         for (at, tokens) in row.turns.iter().enumerate() {
             if end < tokens.start {
                 let between = &row.completion.tokens[end..tokens.start];
                 add(TurnRole::Environment, between, None)?;
             }
-            let rewards = episode.turns.iter().map(|turn| turn.reward);
-            let mut rewards = rewards.filter(|_| number == 0 && episode.gives_rewards);
-            let turn = &row.completion.tokens[tokens.clone()];
-            add(TurnRole::Policy, turn, rewards.nth(at))?;
+            let reward = is_rewarded.then(|| episode.turns[at].reward);
+            add(
+                TurnRole::Policy,
+                &row.completion.tokens[tokens.clone()],
+                reward,
+            )?;
             end = tokens.end;
         }
         Ok(RolloutBranch {
@@ -262,7 +255,20 @@ fn rows(rollout: &Rollout, tokenizer: &Tokenizer) -> Result<Vec<RolloutBranch>> 
             turns: texts,
         })
     };
-    rows.iter().enumerate().map(branch).collect()
+    (0..rows.len()).map(branch).collect()
+}
+
+/// The turn that a row continues, and the number of tokens up to its end: the longest beginning
+/// that the row's prompt has in common with another row. Of two, the first.
+fn continued(number: usize, rows: &[RowTurns<'_>]) -> Option<(BranchPlace, usize)> {
+    let others = rows.iter().enumerate().rev();
+    let others = others.filter(|(row, _)| *row != number);
+    let places = others.map(|(row, other)| {
+        let (turns, tokens) = other.turns_before(rows[number].prompt);
+        (BranchPlace { row, turns }, tokens)
+    });
+    let places = places.filter(|(place, _)| place.turns > 0);
+    places.max_by_key(|(_, tokens)| *tokens)
 }
 
 /// A row with the places of its turns.

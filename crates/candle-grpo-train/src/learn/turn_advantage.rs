@@ -1,7 +1,8 @@
 //! Advantages of the turns of trajectories.
 
-use anyhow::{Context, Result, ensure};
+use anyhow::{Context, Result};
 use candle_core::{DType, Device, Tensor};
+use candle_grpo_core::Invalid;
 use candle_grpo_core::dtype::statistics_dtype;
 use candle_grpo_core::trajectories::{Gigpo, Steps};
 use candle_grpo_core::{AdvantageBatch, AdvantageEstimator, Advantages, GroupAdvantage};
@@ -95,12 +96,12 @@ impl TurnAdvantage {
             let episode = rollout.episode.as_ref().context(
                 "turn_advantage: given, but a completion has no turns; there must be an environment",
             )?;
-            ensure!(
-                rollout.branches.is_empty(),
-                "turn_advantage: given, must be absent, as trajectory {} of prompt {} has branches",
-                rollout.sample_index,
-                rollout.prompt_index
-            );
+            if !rollout.branches.is_empty() {
+                let (sample, prompt) = (rollout.sample_index, rollout.prompt_index);
+                let must =
+                    format!("be absent, as trajectory {sample} of prompt {prompt} has branches");
+                return Err(Invalid::new("turn_advantage", "given", must).into());
+            }
             if !is_scored {
                 continue;
             }

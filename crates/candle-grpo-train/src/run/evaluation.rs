@@ -36,7 +36,7 @@ pub struct EvaluatedSample {
     pub completion: String,
     /// The score; absent if missing.
     pub reward: Option<f32>,
-    /// The completion's length in tokens, including the stop token.
+    /// The completion's length in tokens, including the stop token, and the tokens of branches.
     pub response_length: usize,
     /// Why the completion ended.
     pub finish_reason: FinishReason,
@@ -160,7 +160,7 @@ fn evaluate_part<C: ModelConfig>(
                 prompt: prompts[i / samples_per_prompt].text.clone(),
                 completion,
                 reward: score.value(),
-                response_length: rollout.completion.tokens.len(),
+                response_length: rollout.response_length(),
                 finish_reason: rollout.completion.finish_reason,
             };
             (sample, rollout.failure().map(str::to_owned))

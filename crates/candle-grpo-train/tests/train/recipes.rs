@@ -454,6 +454,32 @@ fn a_custom_loss_and_a_custom_estimator_get_the_inputs_that_they_declare() {
     assert!(!metrics.skipped && metrics.grad_norm.unwrap() > 0.);
 }
 
+/// Advantages of a shape that no step has.
+struct OfShape(Vec<usize>);
+
+impl AdvantageEstimator for OfShape {
+    fn estimate(&self, _: &AdvantageBatch) -> candle_core::Result<Advantages> {
+        Ok(Advantages::new(Tensor::ones(
+            self.0.as_slice(),
+            candle_core::DType::F32,
+            device(),
+        )?))
+    }
+}
+
+#[rstest]
+#[case::sequences(vec![11])]
+#[case::tokens(vec![12, 100])]
+#[case::both(vec![5, 2])]
+fn advantages_of_another_shape_are_named(#[case] shape: Vec<usize>) {
+    let mut trainer = trainer_of(TrainerParts {
+        estimator: Some(Box::new(OfShape(shape))),
+        ..parts(digest, with_loss(PolicyLoss::default()))
+    });
+    let error = format!("{:#}", trainer.step().unwrap_err());
+    assert!(error.starts_with("step 1: advantages: "), "{error}");
+}
+
 #[test]
 fn greedy_answers_are_the_baseline_of_remax() {
     let mut config = with_advantage(AdvantageName::Remax);

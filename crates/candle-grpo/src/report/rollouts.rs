@@ -114,22 +114,21 @@ fn completion(record: &RolloutRecord) -> String {
     let branches = record.branches.iter();
     let branches = branches.map(|branch| (branch.after, branch.turns.as_slice()));
     let rows: Vec<(Option<BranchPlace>, &[RolloutTurn])> = once(own).chain(branches).collect();
-    branches_after(None, &rows, rows.len(), &mut html);
+    branches_after(None, &rows, &mut html);
     html.push_str("</div>\n");
     html
 }
 
-/// Writes the rows that continue the turn at `place`, each with the rows that continue its turns.
-/// `depth` bounds a tree of a file that is not valid.
+/// Writes the rows that continue the turn at `place`, each with the rows that continue its turns. A
+/// row continues one turn, so it is written at most once, even from a file that is not valid.
 fn branches_after(
     place: Option<BranchPlace>,
     rows: &[(Option<BranchPlace>, &[RolloutTurn])],
-    depth: usize,
     html: &mut String,
 ) {
     let continuing = rows.iter().enumerate();
-    for (row, (_, parts)) in continuing.filter(|(_, (after, _))| depth > 0 && *after == place) {
-        let is_branch = rows.len() > 1 && (row > 0 || place.is_some());
+    for (row, (_, parts)) in continuing.filter(|(_, (after, _))| *after == place) {
+        let is_branch = row > 0 || place.is_some();
         html.push_str(if is_branch {
             "<div class=\"branch\">\n"
         } else {
@@ -141,7 +140,7 @@ fn branches_after(
             if part.role == TurnRole::Policy {
                 turns += 1;
                 let place = Some(BranchPlace { row, turns });
-                branches_after(place, rows, depth - 1, html);
+                branches_after(place, rows, html);
             }
         }
         html.push_str(if is_branch { "</div>\n" } else { "" });

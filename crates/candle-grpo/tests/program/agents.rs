@@ -1,7 +1,9 @@
 //! Runs with agents.
 
 use std::fs;
+use std::path::Path;
 
+use candle_grpo_test_support::AGENT_START;
 use serde_json::Value;
 
 use crate::support::{CONFIG, folder, grpo, lines, said, succeeds};
@@ -10,12 +12,6 @@ use crate::train::assert_same_run;
 /// Continues its prompt, then the prompt and its first answer, and tries the prompt again. The
 /// reward is that of the better attempt.
 const AGENT: &str = r#"
-import json, os, sys, urllib.request
-row = json.loads(sys.stdin.readline())
-def post(url, body):
-    headers = {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"], "Content-Type": "application/json"}
-    request = urllib.request.Request(url, json.dumps(body).encode(), headers)
-    return json.load(urllib.request.urlopen(request))
 def draw(prompt):
     body = {"prompt": prompt, "max_tokens": 2}
     return post(os.environ["OPENAI_BASE_URL"] + "/completions", body)["choices"][0]["text"]
@@ -29,6 +25,10 @@ post(os.environ["GRPO_EPISODE_URL"] + "/reward", report)
 
 const ENVIRONMENT: &str =
     "environment: {kind: agent, command: [python3, -S, agent.py], limits: {max_turns: 3}}\n";
+
+fn write_agent(folder: &Path, agent: &str) {
+    fs::write(folder.join("agent.py"), format!("{AGENT_START}{agent}")).unwrap();
+}
 
 /// A short run whose only reward is that of the agents.
 fn config(steps: usize) -> String {
@@ -50,7 +50,7 @@ fn config(steps: usize) -> String {
 fn a_run_with_agents_trains_and_resumes_bit_identically() {
     let (whole, resumed) = (folder(&config(4)), folder(&config(2)));
     for folder in [&whole, &resumed] {
-        fs::write(folder.path().join("agent.py"), AGENT).unwrap();
+        write_agent(folder.path(), AGENT);
     }
     let plan = succeeds(whole.path(), &["check", "run.yaml"]);
     assert!(plan.contains("Rewards: environment.\n"), "{plan}");
@@ -98,7 +98,7 @@ fn agents_without_a_report_are_scored_by_the_rewards_of_the_run() {
     let agent = AGENT.split("value =").next().unwrap();
     let config = config(1).replace("rewards: []", rewards);
     let folder = folder(&config.replace("limits:", "reports_rewards: false, limits:"));
-    fs::write(folder.path().join("agent.py"), agent).unwrap();
+    write_agent(folder.path(), agent);
     succeeds(folder.path(), &["train", "run.yaml"]);
     let metrics = &lines(&folder.path().join("run/metrics.jsonl"))[0];
     assert_eq!(metrics["environment"]["failed"], 0.);

@@ -5,7 +5,7 @@ use std::path::Path;
 use std::process::Command;
 
 use candle_grpo::report::{Run, report_html};
-use serde_json::json;
+use serde_json::{Value, json};
 
 /// Writes a run with that many steps, whose answers contain HTML.
 fn run(folder: &Path, steps: usize, learning_rate: f64) {
@@ -224,6 +224,49 @@ fn completions_of_training_are_shown_by_step_and_group() {
     assert!(page.contains(
         "<b>0.75</b> advantage -1.5, 9 tokens, stop token, &lt;b&gt;name&lt;/b&gt; 0.75, none –"
     ));
+}
+
+/// The page of a completion with these rows: its turn, and its branches.
+fn page_of_branches(after: &Value, branches: &Value) -> String {
+    let folder = tempfile::tempdir().unwrap();
+    run(folder.path(), 1, 1e-5);
+    let mut line: Value = serde_json::from_str(&rollouts(&[1], 1, 1, "x")).unwrap();
+    line["turns"] = json!([{"role": "policy", "text": "last"}]);
+    line["after"] = after.clone();
+    line["branches"] = branches.clone();
+    fs::write(folder.path().join("rollouts.jsonl"), line.to_string()).unwrap();
+    report_html(&[Run::read(folder.path()).unwrap()])
+}
+
+#[test]
+fn branches_are_shown_below_the_turns_that_they_continue() {
+    let policy = |text: &str| json!({"role": "policy", "text": text});
+    let environment = |text: &str| json!({"role": "environment", "text": text});
+    let branches = json!([
+        {"turns": [environment("ask"), policy("plan"), environment("go on"), policy("first")]},
+        {"after": {"row": 1, "turns": 2}, "turns": [policy("second")]},
+        {"after": {"row": 0, "turns": 1}, "turns": [policy("third")]},
+    ]);
+    let turn =
+        |role: &str, text: &str| format!("<pre class=\"{role}\"><b>{role}</b> {text}</pre>\n");
+    let branch = |rows: &[String]| format!("<div class=\"branch\">\n{}</div>\n", rows.concat());
+    let third = branch(&[turn("policy", "third")]);
+    let expected = branch(&[
+        turn("environment", "ask"),
+        turn("policy", "plan"),
+        branch(&[turn("policy", "last"), third]),
+        turn("environment", "go on"),
+        turn("policy", "first"),
+        branch(&[turn("policy", "second")]),
+    ]);
+    let page = page_of_branches(&json!({"row": 1, "turns": 1}), &branches);
+    assert!(page.contains(&expected), "{page}");
+    // The row of the last turn is not a branch if it has the prompt.
+    let page = page_of_branches(&Value::Null, &json!([]));
+    assert!(page.contains(&turn("policy", "last")) && !page.contains("<div class=\"branch\">"));
+    // Rows that continue each other.
+    let page = page_of_branches(&json!({"row": 0, "turns": 1}), &json!([]));
+    assert!(page.contains("9 tokens") && !page.contains(&turn("policy", "last")));
 }
 
 #[test]

@@ -1,6 +1,6 @@
 //! A step's advantages.
 
-use anyhow::Result;
+use anyhow::{Context, Result};
 use candle_core::{DType, Tensor};
 use candle_grpo_core::rewards::{Costs, NonFinite, RunningMoments};
 use candle_grpo_core::{AdvantageBatch, AdvantageEstimator, GroupAdvantage, RewardShaping};
@@ -106,9 +106,10 @@ impl StepBatch {
     fn trajectory_means(&self, x: &Tensor) -> Result<Vec<Option<f32>>> {
         let (_, width) = self.tokens.dims();
         let x = match x.rank() {
-            1 => x.unsqueeze(1)?.broadcast_as(self.tokens.dims())?,
+            1 => x.unsqueeze(1)?,
             _ => x.clone(),
         };
+        let x = x.broadcast_as(self.tokens.dims()).context("advantages")?;
         let all = x.to_dtype(DType::F32)?.flatten_all()?.to_vec1::<f32>()?;
         let means = self.trajectories.sequences().iter().map(|own| {
             let rows = all[own.start * width..own.end * width].chunks(width);

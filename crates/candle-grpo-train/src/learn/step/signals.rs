@@ -9,11 +9,11 @@ use candle_grpo_loss::{EntropyTokens, RolloutCorrection};
 use candle_grpo_nn::ModelConfig;
 
 use super::{Passes, StepBatch, single};
-use crate::TrainConfig;
 use crate::learn::models::Models;
 use crate::learn::needs::Source;
 use crate::learn::staleness::effective_sample_share;
 use crate::learn::{OldLogProbs, Teacher, rollout_log_probs};
+use crate::{Rollout, TrainConfig};
 
 /// Adds the inputs of `needs` that `batch` has not got yet, such as
 /// [`AdvantageEstimator::needs`](candle_grpo_core::AdvantageEstimator::needs), or all that
@@ -100,9 +100,9 @@ fn of_policy<C: ModelConfig>(
             passes.map(tokens, |part| actor.log_probs(part))
         }
         (_, OldLogProbs::Sampler) => {
-            let mut rollouts = batch.groups.rollouts.iter();
+            let mut rows = batch.groups.rollouts.iter().flat_map(Rollout::rows);
             ensure!(
-                rollouts.all(|rollout| rollout.completion.log_probs.is_some()),
+                rows.all(|(_, completion)| completion.log_probs.is_some()),
                 "old_log_probs: Sampler, must be Recompute with a generator that does not compute the log-probs of the policy"
             );
             of_rollouts(batch, Input::RolloutLogProbs)

@@ -2,10 +2,11 @@
 
 use std::collections::BTreeMap;
 
-use anyhow::{Context, Result, ensure};
+use anyhow::{Context, Result};
 use candle_core::Tensor;
 use candle_grpo_core::MetricValues;
 use candle_grpo_core::inputs::Input;
+use candle_grpo_core::validate::{Name, check};
 use candle_grpo_loss::surrogate::LossLevel;
 use candle_grpo_loss::{Aggregation, StepTotals, TokenLoss};
 use candle_grpo_nn::ModelConfig;
@@ -284,6 +285,15 @@ impl<'a, C: ModelConfig> Updater<'a, C> {
         let needs = policy_loss.needs();
         let is_branched = totals.rows < groups.len() as f64;
         if is_branched && policy_loss.aggregation == Aggregation::SeqMeanTokenMean {
+            // The shares below are factors in this term, too.
+            if let Some(own) = policy_loss.distillation.and_then(|term| term.aggregation) {
+                check(
+                    own == policy_loss.aggregation,
+                    "recipe.policy_loss.distillation.aggregation",
+                    Name(&own),
+                    "be absent for trajectories with branches",
+                )?;
+            }
             let shares = Tensor::new(sequences.trajectory_shares(), tokens.targets().device())?;
             let shares = shares.unsqueeze(1)?.broadcast_as(tokens.dims())?;
             policy.token_weights = Some(shares.contiguous()?);
@@ -294,10 +304,12 @@ impl<'a, C: ModelConfig> Updater<'a, C> {
             totals.prompts = Some(prompts);
         }
         if policy_loss.surrogate.level() == LossLevel::Group {
-            ensure!(
+            check(
                 !is_branched,
-                "recipe.policy_loss.surrogate: compares the sequences of a group, must be another one for trajectories with branches"
-            );
+                "recipe.policy_loss.surrogate",
+                "compares the sequences of a group",
+                "be another one for trajectories with branches",
+            )?;
             let groups: Vec<f64> = groups.iter().map(|&group| group as f64).collect();
             policy.groups = Some(Tensor::new(groups, tokens.targets().device())?);
         }

@@ -5,16 +5,17 @@ use std::sync::Arc;
 use anyhow::Result;
 use candle_grpo_loss::{Aggregation, PolicyLoss, Recipe};
 use candle_grpo_train::environment::{Environments, EpisodeTurn};
-use candle_grpo_train::learn::{StepReturns, TurnAdvantage};
+use candle_grpo_train::learn::{OldLogProbs, Reference, StepReturns, TurnAdvantage};
 use candle_grpo_train::rollout::{Play, Row, Trajectories};
 use candle_grpo_train::run::{BranchPlace, RolloutLogConfig, RolloutRecord, TurnRole};
 use candle_grpo_train::{
-    Completion, Rollout, StepMetrics, TrainConfig, Trainer, TrainerParts, WeightedRewards,
+    Completion, ComputeDType, ErrorKind, Rollout, StepMetrics, TrainConfig, Trainer, TrainerParts,
+    WeightedRewards, evaluate,
 };
 use rstest::rstest;
 
 use super::{echo, environments};
-use crate::common::{config, parts, trainer_of};
+use crate::common::{config, model, parameters, parts, prompts, sampling, tokenizer, trainer_of};
 
 /// Environments whose turns are rows of their own, as if each had a conversation of its own.
 struct Apart(Arc<Environments>);
@@ -143,9 +144,98 @@ fn advantages_of_turns_refuse_branches() {
     config.turn_advantage = Some(TurnAdvantage::StepReturns(StepReturns::default()));
     let environments = Arc::new(Apart(environments(echo(3))));
     let error = trainer(environments, config).step().unwrap_err();
+    assert_invalid(&error, "turn_advantage");
     let error = format!("{error:#}");
     let words = "turn_advantage: given, must be absent, as trajectory 0 of prompt";
     assert!(error.contains(words), "{error}");
+}
+
+fn assert_invalid(error: &anyhow::Error, field: &str) {
+    let kind = ErrorKind::of(error);
+    assert!(
+        matches!(kind, ErrorKind::Invalid(invalid) if invalid.field == field),
+        "{kind:?}"
+    );
+}
+
+#[rstest]
+#[case::group(
+    r#"{"surrogate": {"group_contrast": {}}}"#,
+    "recipe.policy_loss.surrogate: compares the sequences of a group, must be another one for trajectories with branches"
+)]
+#[case::aggregation(
+    r#"{"distillation": {"coef": 1, "form": {"gated": {"beta": 1}}, "aggregation": "token-mean"}}"#,
+    "recipe.policy_loss.distillation.aggregation: token-mean, must be absent for trajectories with branches"
+)]
+fn losses_that_take_each_row_for_a_sequence_are_named(#[case] loss: &str, #[case] words: &str) {
+    let mut config = config();
+    config.recipe.policy_loss = serde_json::from_str(loss).unwrap();
+    let teacher = Reference::new(&model(), &parameters(), ComputeDType::F32).unwrap();
+    let mut trainer = trainer_of(TrainerParts {
+        environments: Some(Arc::new(Apart(environments(echo(3))))),
+        teacher: Some(Arc::new(teacher)),
+        ..parts(WeightedRewards::new(), config)
+    });
+    let error = trainer.step().unwrap_err();
+    assert_invalid(&error, words.split(':').next().unwrap());
+    let error = format!("{error:#}");
+    assert!(error.contains(words), "{error}");
+}
+
+/// [`Apart`], with a source of the branches that does not compute the log-probs of the policy.
+struct WithoutLogProbs(Apart);
+
+impl Trajectories for WithoutLogProbs {
+    fn play(&self, play: &Play<'_>) -> Result<Vec<Rollout>> {
+        let mut rollouts = self.0.play(play)?;
+        for row in rollouts
+            .iter_mut()
+            .flat_map(|rollout| &mut rollout.branches)
+        {
+            row.completion.log_probs = None;
+        }
+        Ok(rollouts)
+    }
+
+    fn gives_rewards(&self) -> bool {
+        self.0.gives_rewards()
+    }
+}
+
+#[test]
+fn old_log_probs_of_the_sampler_must_be_there_for_branches() {
+    let config = || TrainConfig {
+        old_log_probs: OldLogProbs::Sampler,
+        ..config()
+    };
+    let apart = || Apart(environments(echo(3)));
+    trainer(Arc::new(apart()), config()).step().unwrap();
+    let mut trainer = trainer(Arc::new(WithoutLogProbs(apart())), config());
+    let error = format!("{:#}", trainer.step().unwrap_err());
+    let words = "old_log_probs: Sampler, must be Recompute";
+    assert!(error.contains(words), "{error}");
+}
+
+#[test]
+fn an_evaluation_counts_the_tokens_of_branches() {
+    let environments = environments(echo(3));
+    let sampler = trainer(environments.clone(), config())
+        .actor()
+        .sampler(sampling());
+    let sampler = sampler
+        .unwrap()
+        .with_environments(Arc::new(Apart(environments)));
+    let prompts = prompts(&["abc", "d"]);
+    let rollouts = sampler
+        .sample(&prompts.iter().collect::<Vec<_>>(), 2, 0)
+        .unwrap();
+    let tokens = |rollout: &Rollout| rollout.rows().map(|(_, row)| row.tokens.len()).sum();
+    let expected: Vec<usize> = rollouts.iter().map(tokens).collect();
+    let rewards = WeightedRewards::new();
+    let found = evaluate(&sampler, &prompts, 2, &rewards, &tokenizer(), 0).unwrap();
+    let found = found.samples.iter().map(|sample| sample.response_length);
+    assert_eq!(found.collect::<Vec<usize>>(), expected);
+    assert!(rollouts.iter().all(|rollout| rollout.branches.len() == 2));
 }
 
 #[test]
