@@ -596,6 +596,14 @@ fn a_key_of_ours_in_a_file_of_another_trainer_comes_first(#[case] key: &str) {
 }
 
 #[test]
+fn a_key_that_roll_gives_our_name_is_used() {
+    let roll = import(
+        "pretrain: m\nmax_grad_norm: 0.5\nactor_train: {data_args: {file_name: d.jsonl}}\nrewards: [{kind: json}]\n",
+    );
+    assert_eq!(run(&roll).train.max_grad_norm, 0.5);
+}
+
+#[test]
 fn the_report_names_what_each_key_has_become() {
     let report = import(
         "pretrain: m\nmax_len_mask: true\nuse_kl_loss: true\nkl_loss_coef: 0.25\npg_clip: 0.125\nppo_epochs: 2\nrollout_batch_size: 32\nactor_train: {data_args: {file_name: d.jsonl}}\nrewards: [{kind: json}]\n",
