@@ -13,6 +13,7 @@ use super::algorithm_keys::KeyError;
 use super::document::Document;
 use super::error::ConfigError;
 use super::merge::{merge, patch_of};
+use super::run::{has_no_keys, settings};
 use super::suggestions::{keys_of, unknown_key};
 
 const ALGORITHM: &str = "algorithm";
@@ -100,14 +101,13 @@ impl Document {
         if has_rows(self) {
             native.rename(ROWS, "demonstration_data")?;
         }
-        let settings = keys_of(&TrainConfig::default());
-        let known: Vec<&str> = settings.iter().map(String::as_str).collect();
         let section = self.get(TRAINING).filter(|section| !section.is_null());
         let keys: Map<String, Value> =
             self.parse(TRAINING, section.cloned().unwrap_or(json!({})))?;
         for key in keys.keys() {
             let path = format!("{TRAINING}.{key}");
-            if !settings.contains(key) {
+            if !settings().contains_key(key) {
+                let known: Vec<&str> = settings().keys().map(String::as_str).collect();
                 return Err(self.error(&path, unknown_key(TRAINING, key, &known)));
             }
             native.rename(&path, key)?;
@@ -141,8 +141,8 @@ impl Document {
         for field in EFFECTS {
             let with = with[field].clone();
             let value = match self.get(field) {
-                Some(ours) => merge(with, ours.clone()),
-                None => with,
+                Some(ours) if !has_no_keys(&base[field], ours) => merge(with, ours.clone()),
+                _ => with,
             };
             if let Some(patch) = patch_of(&base[field], value) {
                 self.set(field, patch);

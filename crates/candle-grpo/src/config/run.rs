@@ -796,16 +796,32 @@ pub(super) fn tags(path: &str, value: &Value) -> Result<(), Problem> {
     }
 }
 
+/// Returns the trainer's settings, which a file has at its top, with their defaults.
+pub(super) fn settings() -> &'static Map<String, Value> {
+    static SETTINGS: LazyLock<Map<String, Value>> =
+        LazyLock::new(|| match json!(TrainConfig::default()) {
+            Value::Object(settings) => settings,
+            _ => Map::new(),
+        });
+    &SETTINGS
+}
+
+/// Returns whether a section with these defaults, which has `value` in a file, has no keys there.
+pub(super) fn has_no_keys(defaults: &Value, value: &Value) -> bool {
+    value.is_null() && defaults.is_object()
+}
+
 /// Returns the keys that a file may have at its top.
 pub(super) fn keys() -> &'static BTreeSet<String> {
     static KEYS: LazyLock<BTreeSet<String>> = LazyLock::new(|| {
-        let settings = keys_of(&TrainConfig::default()).into_iter();
+        let settings = settings().keys().cloned();
         settings.chain(keys_of(&RunKeys::default())).collect()
     });
     &KEYS
 }
 
-/// Returns the keys of a document that are no settings of the trainer, and these.
+/// Splits a document's keys into the run's own and the trainer's settings. Leaves out sections
+/// of the trainer without keys.
 fn split(document: &Document) -> Result<(Value, Value), Problem> {
     let Value::Object(mut given) = document.value.clone() else {
         return Ok((document.value.clone(), json!({})));
@@ -814,9 +830,10 @@ fn split(document: &Document) -> Result<(Value, Value), Problem> {
         let known: Vec<&str> = keys().iter().map(String::as_str).collect();
         return Err(Problem::at(key, unknown_key("", key, &known)));
     }
-    let settings = keys_of(&TrainConfig::default());
-    let settings = settings.iter();
-    let settings = settings.filter_map(|key| given.shift_remove_entry(key));
+    let settings = settings().iter().filter_map(|(key, default)| {
+        let (key, value) = given.shift_remove_entry(key)?;
+        (!has_no_keys(default, &value)).then_some((key, value))
+    });
     let settings = Value::Object(settings.collect());
     Ok((Value::Object(given), settings))
 }

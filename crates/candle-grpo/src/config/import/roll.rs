@@ -437,7 +437,8 @@ impl Translation {
         let line = document.line_of(path);
         let no_meaning = |why: String| (Verdict::NoMeaning(why), Severity::Note);
         let changes = |why: String| (Verdict::NotSupported(why), Severity::Changes);
-        let given = |place: &str| place != path && document.sets(place);
+        // ROLL and this program have some names in common.
+        let given = |place: &str| former::place(place) != path && document.sets(place);
         let rule = RULES.iter().find(|(pattern, _)| fits(pattern, path));
         let names = [OF_NO_EFFECT, OF_AN_EFFECT];
         let in_section = rule.is_some_and(|(pattern, _)| SECTIONS.contains(pattern));

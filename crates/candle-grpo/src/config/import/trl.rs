@@ -115,6 +115,9 @@ pub(super) const RULES: &[(&str, Rule)] = rules! {
     "num_generations_eval": To("evaluation.samples_per_prompt");
     "save_total_limit": To("checkpoint.keep");
     "load_best_model_at_end": To("checkpoint.keep_best");
+    "lr_scheduler_kwargs.min_lr_rate": To("schedule.min_lr_ratio");
+    "lr_scheduler_kwargs.min_lr": Set("schedule.min_lr_ratio", " to min_lr / learning_rate");
+    "lr_scheduler_kwargs": Unless("null", "set schedule");
     "output_dir": To("run_dir");
     "seed": To("seed");
     "data_seed": Unless("null", "set seed");
@@ -365,14 +368,6 @@ fn schedule(file: &mut Translation<'_>) {
     }
     let kind = file.text("lr_scheduler_type");
     file.decay("lr_scheduler_type", kind.as_deref().unwrap_or("linear"));
-    if let Some(ratio) = file.number("lr_scheduler_kwargs.min_lr_rate") {
-        let path = "lr_scheduler_kwargs.min_lr_rate";
-        file.used(path, "schedule.min_lr_ratio", json!(ratio));
-    }
-    file.refuse(
-        "lr_scheduler_kwargs.min_lr",
-        "set schedule.min_lr_ratio to min_lr / learning_rate",
-    );
 }
 
 fn adapters(file: &mut Translation<'_>) {

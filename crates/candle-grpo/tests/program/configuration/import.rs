@@ -209,6 +209,27 @@ fn our_schedule_and_a_scheduler_of_trl_stand_side_by_side(
 }
 
 #[test]
+fn our_schedule_stands_beside_the_options_of_a_scheduler_of_trl() {
+    let text = "max_steps: 5\nlr_scheduler_type: cosine_with_min_lr\nlr_scheduler_kwargs: {min_lr_rate: 0.25}\nschedule: {decay: cosine, decay_until: 4}";
+    let schedule = trl(text).schedule;
+    assert_eq!(
+        (schedule.min_lr_ratio, schedule.decay_until),
+        (0.25, Some(4))
+    );
+    assert_eq!(
+        trl("max_steps: 5\nlr_scheduler_kwargs: {}")
+            .schedule
+            .min_lr_ratio,
+        0.
+    );
+    let other = import(&format!(
+        "{TRL}max_steps: 5\nlr_scheduler_kwargs: {{num_cycles: 2}}\n"
+    ));
+    assert_eq!(refused(&other), ["lr_scheduler_kwargs.num_cycles"]);
+    assert!(other.check(true).is_ok());
+}
+
+#[test]
 fn a_recipe_of_ours_is_laid_over_the_loss_of_trl() {
     let ours = "recipe: {policy_loss: {rollout_correction: {weight: {max: 3.0}}}}";
     let recipe = trl(&format!("max_steps: 1\nloss_type: grpo\n{ours}")).recipe;
@@ -593,6 +614,14 @@ fn a_key_of_ours_in_a_file_of_another_trainer_comes_first(#[case] key: &str) {
     assert_eq!(run(&roll).train.mini_batch_size, Some(64));
     let train = trl(&format!("{key}\nmax_steps: 1"));
     assert_eq!(train.mini_batch_size, Some(64));
+}
+
+#[test]
+fn a_key_that_roll_gives_our_name_is_used() {
+    let roll = import(
+        "pretrain: m\nmax_grad_norm: 0.5\nactor_train: {data_args: {file_name: d.jsonl}}\nrewards: [{kind: json}]\n",
+    );
+    assert_eq!(run(&roll).train.max_grad_norm, 0.5);
 }
 
 #[test]

@@ -248,6 +248,10 @@ fn without_held_out_rows_nothing_is_evaluated() {
     "recipe: {policy_loss: {kl: {coef: 0.125}, entropy_coef: 0.5}, overlong: {max_length: 8, buffer: 2}}\n"
 )]
 #[case(
+    "algorithm: {recipe: null, kl_coef: 0.125}\n",
+    "recipe: {policy_loss: {kl: {coef: 0.125}}}\n"
+)]
+#[case(
     "algorithm: {use_pg_clip_range: true, pg_clip_low: 0.1, pg_clip_high: 0.3, loss_agg_mode: token-mean, importance_sampling: token}\n",
     "recipe: {policy_loss: {surrogate: {clip: {low: 0.1, high: 0.3}}, aggregation: token-mean}}\n"
 )]
@@ -278,6 +282,14 @@ fn a_file_of_an_earlier_version_is_the_same_run(#[case] former: &str, #[case] na
     let again = Document::from_yaml(Path::new("run.yaml"), &written).unwrap();
     let again = RunConfig::new(&again).unwrap();
     assert_eq!(again.to_value().unwrap(), native.to_value().unwrap());
+}
+
+#[rstest]
+#[case("sampling:\nrollout:\nrecipe:\noptimizer:\nschedule:\n")]
+#[case("sampler:\ntraining:\noptimizer:\nalgorithm: {recipe: null}\n")]
+fn a_section_without_keys_has_the_defaults(#[case] text: &str) {
+    let with = |text: &str| yaml(text).unwrap().to_value().unwrap();
+    assert_eq!(with(text), with(""));
 }
 
 #[rstest]
