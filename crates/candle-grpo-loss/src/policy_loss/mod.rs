@@ -270,7 +270,7 @@ impl PolicyLoss {
         let aggregation = self.aggregation;
         let valid = !aggregation.weights_by_length() || self.allow_length_weighting;
         let must = format!(
-            "not weight sequences by their length with {ratio}; use seq-mean-token-mean or, for LUSPO, seq-mean-token-sum (or set recipe.policy_loss.allow_length_weighting)"
+            "not weight sequences by their length with {ratio}; use seq-mean-token-mean or, for LUSPO, seq-mean-token-sum (or set allow_length_weighting)"
         );
         check(valid, "aggregation", Name(&aggregation), &must)?;
         Ok(())
