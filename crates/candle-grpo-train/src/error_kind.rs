@@ -100,6 +100,35 @@ mod tests {
         assert_eq!(kind(anyhow!("coef: 7, must be at most 1")), "Other");
     }
 
+    #[cfg(feature = "hub")]
+    #[test]
+    fn a_hub_that_keeps_failing_is_a_failed_transfer() {
+        use candle_grpo_base::progress::NoProgress;
+        use candle_grpo_hub::{Hub, HubContent, HubName};
+        use candle_grpo_test_support::{FakeHub, Reply};
+        use std::{path::Path, time::Duration};
+
+        let server = FakeHub::start([]);
+        server.set_change(|_, _| Reply::new(500, ""));
+        let folder = tempfile::tempdir().unwrap();
+        let hub = Hub {
+            cache: folder.path().to_owned(),
+            endpoint: server.url(),
+            token: None,
+            offline: None,
+            first_pause: Duration::from_millis(1),
+            list_limit: Duration::MAX,
+            unsized_limit: u64::MAX,
+        };
+        let name = HubName::of(Path::new("org/model")).unwrap().unwrap();
+        let found = hub.locate(&name, HubContent::Model, None, &NoProgress);
+        let error = found.unwrap_err().context("model");
+        match ErrorKind::of(&error) {
+            ErrorKind::Transfer(cause) => assert!(cause.to_string().contains("500"), "{cause}"),
+            other => panic!("{other:?}: {error:?}"),
+        }
+    }
+
     #[test]
     fn a_file_that_is_not_there_is_found_in_errors_of_all_libraries() {
         let path = "no-such-folder/model.safetensors";

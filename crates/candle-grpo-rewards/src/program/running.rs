@@ -98,3 +98,24 @@ impl Drop for Running {
         self.kill();
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use std::cell::Cell;
+
+    use super::*;
+
+    #[test]
+    fn a_canceled_wait_leaves_the_program_running() {
+        let mut running = Running::start(&mut Command::new("cat"), Command::spawn).unwrap();
+        let _open = running.pipes().unwrap();
+        let asked = Cell::new(0);
+        let cancel = || {
+            asked.set(asked.get() + 1);
+            true
+        };
+        assert_eq!(running.wait(Duration::from_secs(10), &cancel), None);
+        assert_eq!(asked.get(), 1);
+        assert_eq!(running.status().unwrap(), None);
+    }
+}
