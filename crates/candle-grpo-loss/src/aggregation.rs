@@ -45,7 +45,7 @@ impl Aggregation {
     ///
     /// # Errors
     ///
-    /// Fails if an option is invalid; the error names it.
+    /// Fails if an option is invalid. The error names the option, its value and what it must be.
     pub fn validate(&self) -> Result<()> {
         if let Self::SeqMeanTokenSumNorm { length } = *self {
             positive("aggregation.length", length)?;

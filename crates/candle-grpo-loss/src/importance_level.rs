@@ -1,4 +1,4 @@
-//! The level of the ratio between the policy and the old policy.
+//! The level at which the policy's ratio to the old policy is computed.
 
 use candle_core::{D, Result, Tensor};
 use candle_grpo_core::Mask;

@@ -34,7 +34,7 @@ pub struct KlLoss {
     /// Estimator and its gradient. Default [`Kl::default`].
     #[serde(default)]
     pub kl: Kl,
-    /// Ratio between the policy and the old policy that multiplies the estimate. Default `off`.
+    /// The policy's ratio to the old policy, which multiplies the estimate. Default `off`.
     #[serde(default)]
     pub bias_correction: BiasCorrection,
 }

@@ -9,8 +9,8 @@ use serde::{Deserialize, Serialize};
 /// the other. It is the choice's negative log-likelihood in the Bradley-Terry model
 /// (<https://arxiv.org/abs/2203.02155>, equation 1; `RewardTrainer` in TRL).
 ///
-/// A reward model that scores both completions equally has loss `log 2`, about 0.69: a lower loss
-/// means that it learns.
+/// With margin 0, a reward model that scores both completions equally has loss `log 2`, about 0.69:
+/// a lower loss means that it learns.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct PreferenceLoss {

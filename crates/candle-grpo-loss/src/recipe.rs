@@ -253,7 +253,7 @@ impl Recipe {
     ///
     /// # Errors
     ///
-    /// Fails if an option is invalid; the error names it.
+    /// Fails if an option is invalid. The error names the option, its value and what it must be.
     pub fn validate(&self) -> Result<()> {
         let shaping = self.reward_shaping.validate();
         shaping.map_err(|e| e.within("reward_shaping"))?;

@@ -20,7 +20,8 @@ pub enum AnswerPlace {
     Auto,
     /// Inside the last `\boxed{}`.
     Boxed,
-    /// On the line after this text last occurs, such as `####` (GSM8K) or `The answer is`.
+    /// After the last occurrence of this text, such as `####` (GSM8K) or `The answer is`, up to the
+    /// end of its line.
     After(String),
     /// Between the last `<name>` and the `</name>` after it.
     Tag(String),
@@ -230,8 +231,8 @@ pub(super) fn boxes(text: &str) -> impl Iterator<Item = OpenBox<'_>> {
     cut.chain(whole)
 }
 
-/// Returns the position where the brace closes a group, after its opening brace. `\{` and `\}` are
-/// characters.
+/// Returns the position of the brace that closes a group, in the text after its opening brace. `\{`
+/// and `\}` are characters.
 pub(super) fn closing(text: &str) -> Option<usize> {
     let mut depth = 1;
     let mut is_escaped = false;

@@ -12,7 +12,7 @@ use super::{RewardFunction, Sample, Score};
 use candle_grpo_base::column::column;
 
 /// The F1 score between the words in the answer and in a column, as in SQuAD
-/// (<https://arxiv.org/abs/1606.05250>): the harmonic mean between precision and recall. Case,
+/// (<https://arxiv.org/abs/1606.05250>): the harmonic mean of precision and recall. Case,
 /// punctuation and the articles a, an, the do not count. If there are several expected texts, the
 /// best one counts.
 ///

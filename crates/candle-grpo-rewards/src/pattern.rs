@@ -35,7 +35,7 @@ fn reason(error: &regex_syntax::Error) -> String {
     format!("character {}: {what}", character(pattern, span))
 }
 
-/// Returns the character, counted from 1, at which the span begins.
+/// Returns the number, counted from 1, of the character at which the span begins.
 fn character(pattern: &str, span: &Span) -> usize {
     let before = pattern.get(..span.start.offset).unwrap_or(pattern);
     before.chars().count() + 1

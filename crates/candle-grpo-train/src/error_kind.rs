@@ -1,4 +1,4 @@
-//! The kinds of errors.
+//! Error kinds.
 
 use std::io;
 
@@ -9,11 +9,11 @@ use candle_grpo_hub::TransferError;
 
 use crate::NotFinite;
 
-/// The kind of an error, with the cause that determines it.
+/// An error's kind, with the cause that determines it.
 ///
 /// Functions return [`anyhow::Error`], whose message names the argument, its value and the
-/// requirement. Errors of your own reward functions, generators and estimators stay in it: you can
-/// find them with [`anyhow::Error::downcast_ref`].
+/// requirement. It keeps the errors that your own reward functions, generators and estimators
+/// return: you can find them with [`anyhow::Error::downcast_ref`].
 ///
 /// ```
 /// use candle_grpo_train::{ErrorKind, TrainConfig};
@@ -47,7 +47,7 @@ pub enum ErrorKind<'a> {
 }
 
 impl<'a> ErrorKind<'a> {
-    /// Returns the kind of `error`, in any context.
+    /// Returns the kind of `error`, whatever context it has.
     pub fn of(error: &'a anyhow::Error) -> Self {
         if let Some(invalid) = find_invalid(error) {
             return Self::Invalid(invalid);
@@ -69,7 +69,7 @@ impl<'a> ErrorKind<'a> {
     }
 }
 
-/// The error of a file in an error of Candle, which is not in the chain of its sources.
+/// Returns the I/O error inside a Candle error, which is not in the chain of sources.
 fn find_io(error: &CandleError) -> Option<&io::Error> {
     match error {
         CandleError::Io(error) => Some(error),
@@ -98,6 +98,35 @@ mod tests {
         );
         assert_eq!(kind(Interrupted.into()), "Interrupted");
         assert_eq!(kind(anyhow!("coef: 7, must be at most 1")), "Other");
+    }
+
+    #[cfg(feature = "hub")]
+    #[test]
+    fn a_hub_that_keeps_failing_is_a_failed_transfer() {
+        use candle_grpo_base::progress::NoProgress;
+        use candle_grpo_hub::{Hub, HubContent, HubName};
+        use candle_grpo_test_support::{FakeHub, Reply};
+        use std::{path::Path, time::Duration};
+
+        let server = FakeHub::start([]);
+        server.set_change(|_, _| Reply::new(500, ""));
+        let folder = tempfile::tempdir().unwrap();
+        let hub = Hub {
+            cache: folder.path().to_owned(),
+            endpoint: server.url(),
+            token: None,
+            offline: None,
+            first_pause: Duration::from_millis(1),
+            list_limit: Duration::MAX,
+            unsized_limit: u64::MAX,
+        };
+        let name = HubName::of(Path::new("org/model")).unwrap().unwrap();
+        let found = hub.locate(&name, HubContent::Model, None, &NoProgress);
+        let error = found.unwrap_err().context("model");
+        match ErrorKind::of(&error) {
+            ErrorKind::Transfer(cause) => assert!(cause.to_string().contains("500"), "{cause}"),
+            other => panic!("{other:?}: {error:?}"),
+        }
     }
 
     #[test]

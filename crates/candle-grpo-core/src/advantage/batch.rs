@@ -14,8 +14,8 @@ macro_rules! advantage_batch {
     ($($(#[$doc:meta])* $name:ident,)*) => {
         /// The tensors that an advantage estimator reads, for B sequences with T response tokens.
         ///
-        /// You always pass rewards and groups. Add other tensors with their setters when an
-        /// estimator needs them: if one is missing, the error names it.
+        /// Rewards, for sequences or for tokens, come first. Add other tensors with their setters
+        /// when an estimator needs them: if one is missing, the error names it.
         ///
         /// Gradients do not flow into these tensors. Positions outside the response mask may hold
         /// any value, NaN included.

@@ -58,8 +58,8 @@ use crate::validate::{self, Checked, Name};
 /// supports the KL penalty, because a batch has log-probs. Both apply [`factor`](Self::factor),
 /// [`normalize`](Self::normalize) and [`clip`](Self::clip).
 ///
-/// An advantage of 0 means no gradient. Statistics run in f64, in two passes and relative to the
-/// smallest reward, so equal rewards give exactly 0.
+/// Statistics run in f64, in two passes and relative to the smallest reward, so equal rewards give
+/// exactly 0.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct GroupAdvantage {

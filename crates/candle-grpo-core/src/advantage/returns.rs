@@ -79,8 +79,8 @@ fn factor_per_step(
     }
 }
 
-/// Computes `G_t = r_t + gamma * G_{t+1}` from `rewards` `[B, T]`. Rewards and returns are 0
-/// outside the mask.
+/// Computes `G_t = r_t + gamma * G_{t+1}` from `rewards` `[B, T]`, which must be 0 outside the
+/// mask. The returns are 0 there, too.
 pub(crate) fn discounted_returns(
     rewards: &Tensor,
     gamma: f64,
@@ -92,8 +92,8 @@ pub(crate) fn discounted_returns(
 }
 
 /// Computes `A_t = d_t + gamma * lambda * A_{t+1}` with `d_t = r_t + gamma * V_{t+1} - V_t`
-/// (<https://arxiv.org/abs/1506.02438>): `[B, T]`. `rewards`, `values` and the result are 0 outside
-/// the mask. The value after the last token is 0.
+/// (<https://arxiv.org/abs/1506.02438>): `[B, T]`. `rewards` and `values` must be 0 outside the mask,
+/// and so is the result. The value after the last token is 0.
 pub(crate) fn generalized_advantages(
     rewards: &Tensor,
     values: &Tensor,

@@ -1,4 +1,4 @@
-//! The Kullback-Leibler divergence between a policy and a reference: estimators ([`Kl`](crate::Kl),
+//! The Kullback-Leibler divergence KL(policy || reference): estimators ([`Kl`](crate::Kl),
 //! [`KlEstimator`](crate::KlEstimator)), and controllers for the penalty coefficient.
 //!
 //! A mean near 0 means that the policy still matches the reference. Watch the trend: one batch is

@@ -10,8 +10,9 @@ use crate::validate::{self, Checked};
 /// The cosine-scaled reward (<https://arxiv.org/abs/2502.03373>). Short right answers score more
 /// than long ones, and short wrong answers score less than long ones.
 ///
-/// It is `long + (short - long) * (1 + cos(pi * min(1, length / max_length))) /
-/// 2`, where `short` and `long` are the scores at lengths 0 and `max_length`. TRL's
+/// The reward is
+/// `long + (short - long) * (1 + cos(pi * min(1, length / max_length))) / 2`,
+/// where `short` and `long` are the scores at lengths 0 and `max_length`. TRL's
 /// `get_cosine_scaled_reward` is equal. ms-swift has no `min`, so scores beyond `max_length` return
 /// to `short`: set `periodic` for that.
 ///

@@ -126,7 +126,7 @@ fn median(scores: &[f64]) -> f64 {
     }
 }
 
-/// Returns the most frequent sorted score; in a tie, the smallest. NaN if there are none.
+/// Returns the most frequent of the sorted `scores`; in a tie, the smallest. NaN if there are none.
 fn majority(scores: &[f64]) -> f64 {
     let mut found: &[f64] = &[f64::NAN];
     for equal in scores.chunk_by(|a, b| a == b) {

@@ -43,8 +43,8 @@ pub struct RewardShaping {
     pub shift: f64,
     /// Factor for each reward, after the shift. Default 1.
     pub scale: f64,
-    /// Normalization: the mean and the standard deviation each come from the group, the batch, all
-    /// steps so far, or neither. Default [`RewardNorm::default`].
+    /// Normalization by a mean and a standard deviation. Each is over the group, the batch or all
+    /// steps so far, or is left out. Default [`RewardNorm::default`].
     pub norm: RewardNorm,
     /// Rewards are clipped to plus and minus this bound. Absent by default.
     pub clip: Option<f64>,

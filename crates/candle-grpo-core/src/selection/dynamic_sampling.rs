@@ -82,8 +82,8 @@ impl GroupFilter {
 /// Dynamic sampling: samples until a step has enough groups with a learning signal (DAPO,
 /// <https://arxiv.org/abs/2503.14476>).
 ///
-/// Use it if many groups are all right or all wrong. It costs generation time: each missing group
-/// means another batch.
+/// Use it if many groups are all right or all wrong. It costs generation time: another batch is
+/// sampled while groups are missing.
 ///
 /// Dropped groups also leave the loss denominators. Either fill the step, or count the dropped
 /// groups in its totals.

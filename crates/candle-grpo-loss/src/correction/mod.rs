@@ -168,7 +168,7 @@ impl RolloutCorrection {
     ///
     /// # Errors
     ///
-    /// Fails if an option is invalid; the error names it.
+    /// Fails if an option is invalid. The error names the option, its value and what it must be.
     pub fn validate(&self) -> Result<()> {
         if let Some(c) = self.log_ratio_clamp {
             positive("rollout_correction.log_ratio_clamp", c)?;

@@ -3,8 +3,8 @@
 use candle_core::{DType, Result, Tensor};
 use candle_grpo_core::Mask;
 
-/// Drops as few tokens as possible, those with the largest `d^2` first, until the mean `d^2` is
-/// below `threshold` (M2PO, <https://arxiv.org/abs/2510.01161>). Returns the kept tokens: u8
+/// Drops as few tokens as possible, those with the largest `d^2` first, until the others' mean
+/// `d^2` is below `threshold` (M2PO, <https://arxiv.org/abs/2510.01161>). Returns the kept tokens: u8
 /// `[B, T]`.
 ///
 /// One token always stays. Copies `d` to the host, which synchronizes with the device.

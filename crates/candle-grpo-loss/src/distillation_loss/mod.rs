@@ -102,7 +102,7 @@ impl DistillationLoss {
     ///
     /// # Errors
     ///
-    /// Fails if an option is invalid; the error names it.
+    /// Fails if an option is invalid. The error names the option, its value and what it must be.
     pub fn validate(&self) -> Result<()> {
         let valid = self.validate_options();
         valid.map_err(|error| Invalid::within_error("distillation_loss", error))

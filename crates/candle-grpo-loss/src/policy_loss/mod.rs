@@ -177,9 +177,9 @@ pub struct PolicyLossOutput {
     /// | --- | --- |
     /// | `clip_fraction`, `clip_fraction_low`, `clip_fraction_high` | fraction of tokens whose loss the clip changes, in total and by side |
     /// | `dual_clip_fraction` | fraction of tokens whose loss the dual clip changes, if there is one |
-    /// | `ratio_mean`, `ratio_max`, `ratio_min` | ratio at the importance level; 1 means that the policy has not moved |
+    /// | `ratio_mean`, `ratio_max`, `ratio_min` | mean, maximum and minimum ratio at the importance level; all are 1 before the first update |
     /// | `token_ratio_max`, `approx_kl_k3_max` | maximum over tokens |
-    /// | `approx_kl`, `_abs`, `_k2`, `_k3` | KL estimates between the old policy and the policy: mean -d, abs(d), d^2 / 2 and exp(d) - 1 - d, with `d = log_probs - old_log_probs` |
+    /// | `approx_kl`, `_abs`, `_k2`, `_k3` | estimates of the KL of the old policy from the policy: mean -d, abs(d), d^2 / 2 and exp(d) - 1 - d, with `d = log_probs - old_log_probs` |
     /// | `log_prob`, `old_log_prob` | means; the first one's `exp` is twinkle's policy confidence |
     /// | `selected_fraction`, `dropped_fraction`, `positive_fraction` | fraction of tokens that the surrogate selects, drops or treats as positive |
     /// | `ratio_max_fraction` | fraction of kept tokens whose weight is bounded (DPPO) |
@@ -197,7 +197,7 @@ impl PolicyLoss {
     ///
     /// # Errors
     ///
-    /// Fails if an option is invalid; the error names it.
+    /// Fails if an option is invalid. The error names the option, its value and what it must be.
     pub fn validate(&self) -> Result<()> {
         if let Some(c) = self.log_ratio_clamp {
             positive("log_ratio_clamp", c)?;
@@ -270,7 +270,7 @@ impl PolicyLoss {
         let aggregation = self.aggregation;
         let valid = !aggregation.weights_by_length() || self.allow_length_weighting;
         let must = format!(
-            "not weight sequences by their length with {ratio}; use seq-mean-token-mean or, for LUSPO, seq-mean-token-sum (or set recipe.policy_loss.allow_length_weighting)"
+            "not weight sequences by their length with {ratio}; use seq-mean-token-mean or, for LUSPO, seq-mean-token-sum (or set allow_length_weighting)"
         );
         check(valid, "aggregation", Name(&aggregation), &must)?;
         Ok(())

@@ -20,7 +20,7 @@ const SAFE_WEIGHTS: (f64, f64) = (0.8, 1.);
 /// ms-swift).
 ///
 /// A token gets a larger weight if the update makes later tokens more likely. Tokens outside the
-/// mask are a step and add nothing. Tokens whose ratio is above [`Clip::delta`] add nothing.
+/// mask count as steps but add nothing. Tokens whose ratio is above [`Clip::delta`] add nothing.
 ///
 /// # Metrics
 ///

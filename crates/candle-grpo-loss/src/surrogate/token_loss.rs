@@ -46,7 +46,7 @@ pub trait TokenLoss: Debug + Send + Sync {
     ///
     /// # Errors
     ///
-    /// Fails if an option is invalid; the error names it.
+    /// Fails if an option is invalid. The error names the option, its value and what it must be.
     fn validate(&self) -> Result<()> {
         Ok(())
     }

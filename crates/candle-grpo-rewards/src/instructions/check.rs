@@ -141,7 +141,7 @@ impl Instruction {
     }
 }
 
-/// The first word of a text in lower case, up to a punctuation mark.
+/// Returns a text's first word in lower case, without quotation marks, up to a punctuation mark.
 fn plain_first_word(text: &str) -> Option<String> {
     let word = text.split_whitespace().next()?;
     let word = word.trim_start_matches(['\'', '"']).to_lowercase();
@@ -149,7 +149,7 @@ fn plain_first_word(text: &str) -> Option<String> {
     Some(word[..end.unwrap_or(word.len())].to_owned())
 }
 
-/// The pattern of a marker of a postscript.
+/// Returns the pattern for a postscript marker.
 fn postscript_pattern(marker: &str) -> String {
     match marker.trim_end_matches('.') {
         "P.P.S" => r"p\.\s?p\.\s?s".to_owned(),
@@ -164,7 +164,7 @@ fn has_two_responses(text: &str) -> bool {
     filled_between_ends(&parts) == Some(2) && filled.next() != filled.next()
 }
 
-/// A text without the marks of a code block around it.
+/// Returns a text without the fences of a code block around it.
 fn without_fences(text: &str) -> &str {
     let text = text.trim();
     let fences = ["```json", "```Json", "```JSON", "```"];
@@ -187,7 +187,7 @@ fn count(text: &str, pattern: &str) -> usize {
     regex(pattern).map_or(0, |regex| regex.find_iter(text).count())
 }
 
-/// The number of matches that have more than `marks`.
+/// Counts a pattern's matches that contain more than `marks`.
 fn count_filled(text: &str, pattern: &str, marks: &[char]) -> usize {
     let found = regex(pattern);
     let found = found.iter().flat_map(|regex| regex.find_iter(text));

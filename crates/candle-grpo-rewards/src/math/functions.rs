@@ -169,8 +169,8 @@ fn primes(x: &BigRational, budget: &Budget) -> Option<Vec<(Atom, Exponent)>> {
     Some(atoms.collect())
 }
 
-/// Returns `base^exponent` for an exponent with variables or irrational numbers: multiplies the
-/// powers by each term in the exponent.
+/// Returns `base^exponent` for an exponent with variables or irrational numbers, as the product of
+/// `base^term` over the exponent's terms.
 fn symbolic_power(base: &Fraction, exponent: &Fraction, budget: &Budget) -> Option<Fraction> {
     let terms: Vec<(Monomial, BigRational)> = match exponent.denominator.as_constant() {
         Some(_) => exponent.numerator.0.clone().into_iter().collect(),

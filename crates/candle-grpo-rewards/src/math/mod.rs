@@ -44,7 +44,6 @@ const MAX_DECIMALS: u32 = 30;
 /// expressions, tuples, sets, intervals, matrices, equations and inequalities, in LaTeX and in
 /// plain text. An answer without a value is compared as text. Time and memory are limited for each
 /// completion.
-/// a value is compared as text. Time and memory are bounded for each completion.
 ///
 /// ```
 /// use candle_grpo_rewards::MathReward;

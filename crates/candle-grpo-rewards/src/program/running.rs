@@ -1,4 +1,4 @@
-//! Processes of a program that run.
+//! A running program's processes.
 
 use std::io;
 use std::process::{Child, ChildStderr, ChildStdin, ChildStdout, Command, ExitStatus, Stdio};
@@ -10,20 +10,20 @@ use anyhow::{Context, Result, anyhow};
 use super::group::ProcessGroup;
 use candle_grpo_base::clock::running_time;
 
-/// The interval between checks.
+/// Interval between checks.
 const POLL: Duration = Duration::from_millis(2);
 
-/// The time for the last output after the end of a program.
+/// Time for the last output after a program has ended.
 const LAST_OUTPUT: Duration = Duration::from_secs(1);
 
-/// A program that runs, and everything that it has started. Dropping it kills them.
+/// A running program, and everything that it has started. Dropping it kills them.
 pub(crate) struct Running {
     child: Child,
     group: ProcessGroup,
 }
 
 impl Running {
-    /// Starts `command` by `spawn`, in a group of its own and with pipes.
+    /// Starts `command` with `spawn`, in its own group and with pipes.
     pub(crate) fn start(
         command: &mut Command,
         spawn: impl FnOnce(&mut Command) -> io::Result<Child>,
@@ -39,11 +39,11 @@ impl Running {
         Ok(Self { child, group })
     }
 
-    /// Takes its input, its output and its errors.
+    /// Takes the pipes to stdin, stdout and stderr.
     ///
     /// # Errors
     ///
-    /// If they have been taken.
+    /// Fails if they have already been taken.
     pub(crate) fn pipes(&mut self) -> Result<(ChildStdin, ChildStdout, ChildStderr)> {
         let absent = || anyhow!("pipe: absent");
         let stdin = self.child.stdin.take().ok_or_else(absent)?;
@@ -52,13 +52,13 @@ impl Running {
         Ok((stdin, stdout, stderr))
     }
 
-    /// Returns the exit status if the program has ended.
+    /// Returns the exit status, if the program has ended.
     pub(crate) fn status(&mut self) -> io::Result<Option<ExitStatus>> {
         self.child.try_wait()
     }
 
-    /// Waits until the program ends, `patience` is over, or `is_canceled`. Returns the exit status
-    /// if it has ended.
+    /// Waits until the program ends, `patience` is over, or `is_canceled` returns true. Returns the
+    /// exit status, if the program has ended.
     pub(super) fn wait(
         &mut self,
         patience: Duration,
@@ -74,7 +74,7 @@ impl Running {
         }
     }
 
-    /// Kills the program and its group. It can be called again.
+    /// Kills the program and its group. You can call it again.
     pub(crate) fn kill(&mut self) {
         self.group.kill();
         let _ = self.child.kill();
@@ -82,8 +82,8 @@ impl Running {
         let _ = self.child.wait();
     }
 
-    /// Like [`Self::kill`]. Then waits until `readers` have read the pipes. These are closed,
-    /// unless a process outside the group has them.
+    /// Kills like [`Self::kill`], then waits until `readers` have read the rest. The pipes are
+    /// closed by then, unless a process outside the group holds them.
     pub(super) fn kill_and_read(&mut self, readers: &[JoinHandle<()>]) {
         self.kill();
         let deadline = running_time() + LAST_OUTPUT;
@@ -96,5 +96,26 @@ impl Running {
 impl Drop for Running {
     fn drop(&mut self) {
         self.kill();
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::cell::Cell;
+
+    use super::*;
+
+    #[test]
+    fn a_canceled_wait_leaves_the_program_running() {
+        let mut running = Running::start(&mut Command::new("cat"), Command::spawn).unwrap();
+        let _open = running.pipes().unwrap();
+        let asked = Cell::new(0);
+        let cancel = || {
+            asked.set(asked.get() + 1);
+            true
+        };
+        assert_eq!(running.wait(Duration::from_secs(10), &cancel), None);
+        assert_eq!(asked.get(), 1);
+        assert_eq!(running.status().unwrap(), None);
     }
 }

@@ -23,7 +23,7 @@ pub struct Sink {
     running: Running,
     lines: Option<SyncSender<Vec<u8>>>,
     /// Threads that log its output.
-    loggers: Vec<JoinHandle<()>>,
+    loggers: [JoinHandle<()>; 2],
     /// Number of dropped lines.
     left_out: usize,
     /// Maximum time to exit after its input ends.
@@ -45,7 +45,7 @@ impl Sink {
         let (lines, waiting) = sync_channel(QUEUE);
         let (stdin, stdout, stderr) = running.pipes()?;
         thread::spawn(move || write(stdin, &waiting));
-        let loggers = vec![log(&name, stdout), log(&name, stderr)];
+        let loggers = [log(&name, stdout), log(&name, stderr)];
         Ok(Self {
             name,
             running,

@@ -1,4 +1,4 @@
-//! The gradients of a model, and the steps of its optimizer.
+//! A model's gradients, and its optimizer's steps.
 
 use std::sync::Arc;
 
@@ -9,7 +9,7 @@ use candle_grpo_nn::{AdamW, AdamWConfig, ComputeCopies, Gradients, Parameters};
 use super::StepStats;
 use crate::NotFinite;
 
-/// The accumulated gradients of a model, and the optimizer that applies them.
+/// A model's accumulated gradients, and the optimizer that applies them.
 pub(crate) struct GradientDescent {
     pub(super) gradients: Gradients,
     pub(super) optimizer: AdamW,
@@ -30,8 +30,7 @@ impl GradientDescent {
         Ok(self.gradients.begin_reduction(collective, scatter)?)
     }
 
-    /// Shares the state of the optimizer between ranks: [`AdamW::sharded`]. Its state starts from
-    /// zero.
+    /// Shares the optimizer state between ranks: [`AdamW::sharded`]. The state starts from zero.
     pub(super) fn shard(
         &mut self,
         trained: &Parameters,
@@ -42,13 +41,13 @@ impl GradientDescent {
         Ok(())
     }
 
-    /// Clips the gradients of all ranks to the norm `max_norm`, makes an optimizer step and clears
-    /// the gradients. `owner` is a prefix for error messages.
+    /// Clips all ranks' gradients to the norm `max_norm`, makes an optimizer step and clears the
+    /// gradients, also after an error. `owner` is a prefix for error messages.
     ///
     /// # Errors
     ///
-    /// If there are no gradients, and [`NotFinite`] with the name of the first one that is not
-    /// finite. The parameters are then unchanged.
+    /// Fails if there are no gradients, and with [`NotFinite`], which names the first gradient that
+    /// is not finite. The parameters are then unchanged.
     pub(super) fn step(
         &mut self,
         trained: &Parameters,

@@ -101,7 +101,7 @@ pub struct TrainerParts<C: ModelConfig = DecoderConfig> {
     /// Progress cancels before a step only, on all ranks if it does on one. After any other error
     /// of one rank the others wait for it: it must end the job with [`Collective::abort`].
     pub collective: Arc<dyn Collective>,
-    /// The sum of the initial weights, such as
+    /// The digest of the initial weights, such as
     /// [`RunInputs::parameters_sha256`](crate::run::RunInputs::parameters_sha256). Absent:
     /// checkpoints compute it.
     pub parameters_sha256: Option<String>,

@@ -244,6 +244,13 @@ mod tests {
     }
 
     #[test]
+    fn logits_of_states_at_once_fill_16_mib_but_at_least_one_state_fits() {
+        assert_eq!(states_at_once(1 << 20), 4);
+        assert_eq!(states_at_once((1 << 20) + 1), 3);
+        assert_eq!(states_at_once(1 << 23), 1);
+    }
+
+    #[test]
     fn shared_prefixes_are_read_once() {
         let pairs: [(&[u32], &[u32]); 3] =
             [(&[1, 2], &[3, 4, 5]), (&[1, 2], &[3, 6, 7]), (&[1], &[2])];

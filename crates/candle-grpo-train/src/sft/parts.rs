@@ -1,4 +1,4 @@
-//! The parts of a supervised trainer.
+//! A supervised trainer's parts.
 
 use std::sync::Arc;
 
@@ -14,10 +14,10 @@ use crate::{Progress, Sequence};
 use candle_grpo_base::progress::NoProgress;
 use candle_grpo_base::within;
 
-/// The parts of an [`SftTrainer`]. [`Self::new`] takes those that every run has, and sets the
-/// others to their defaults.
+/// An [`SftTrainer`]'s parts. [`Self::new`] takes the parts that every run has, and sets the others
+/// to their defaults.
 pub struct SftParts {
-    /// The shape of the policy.
+    /// The policy's shape.
     pub model: DecoderConfig,
     /// The weights that it starts from.
     pub parameters: Parameters,
@@ -25,7 +25,7 @@ pub struct SftParts {
     pub examples: Vec<Sequence>,
     /// The settings.
     pub config: SftConfig,
-    /// The order of the examples; absent: a random order of all.
+    /// The examples' order; absent: a random order over all.
     pub order: Option<MixedOrder>,
     /// The receiver of progress, which can also cancel steps.
     pub progress: Arc<dyn Progress>,
@@ -33,13 +33,13 @@ pub struct SftParts {
     /// the same parts, and call the same methods in the same order. Losses and weights equal those
     /// with one rank up to rounding in sums.
     pub collective: Arc<dyn Collective>,
-    /// The sum of the initial weights, see
+    /// The digest of the initial weights, see
     /// [`TrainerParts::parameters_sha256`](crate::TrainerParts::parameters_sha256).
     pub parameters_sha256: Option<String>,
 }
 
 impl SftParts {
-    /// Creates the parts of a run of one process.
+    /// Creates the parts for a run in one process.
     pub fn new(
         model: DecoderConfig,
         parameters: Parameters,
@@ -64,8 +64,8 @@ impl SftTrainer {
     ///
     /// # Errors
     ///
-    /// If there are no examples, the settings are not valid, or the order has a different number of
-    /// rows.
+    /// Fails if there are no examples, the settings are invalid, the order has a different number
+    /// of rows, or the optimizer state cannot be allocated.
     pub fn new(parts: SftParts) -> Result<Self> {
         let (config, examples) = (parts.config, parts.examples);
         config.validate()?;
