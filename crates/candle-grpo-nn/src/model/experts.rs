@@ -109,8 +109,8 @@ impl Experts {
     }
 
     /// Computes the gradient with respect to the router's logits, given the gate gradients.
-    fn logits_gradient(&self, record: &ExpertsRecord, of_gates: &Tensor) -> Result<Tensor> {
-        let RouterChoice { logits, chosen } = &record.router;
+    fn logits_gradient(&self, choice: &RouterChoice, of_gates: &Tensor) -> Result<Tensor> {
+        let RouterChoice { logits, chosen } = choice;
         let logits = Var::from_tensor(logits)?;
         let gates = self.routing.replay(&logits, chosen)?.gates;
         let store = (gates * of_gates)?.sum_all()?.backward()?;
@@ -150,7 +150,10 @@ impl Mixer for Experts {
             records.push(record);
         }
         let (n, hidden) = x.dims2()?;
-        let results = Tensor::cat(&results, 0)?.index_select(&plan.places, 0)?;
+        let grouped = Tensor::cat(&results, 0)?;
+        drop(results);
+        let results = grouped.index_select(&plan.places, 0)?;
+        drop(grouped);
         let results = results.reshape((n, (), hidden))?;
         let weights = routing.gates.to_dtype(x.dtype())?.unsqueeze(2)?;
         let y = results.broadcast_mul(&weights)?.sum(1)?;
@@ -171,32 +174,45 @@ impl Mixer for Experts {
     fn backward(
         &self,
         x: &Tensor,
-        mut record: ExpertsRecord,
+        record: ExpertsRecord,
         pass: &Pass,
         gradient: &Tensor,
         sink: &mut GradSink,
     ) -> Result<Tensor> {
         let (n, hidden) = x.dims2()?;
         let gradient = gradient.unsqueeze(1)?;
-        let of_gates = record.results.broadcast_mul(&gradient)?;
-        let of_gates = of_gates.to_dtype(record.gates.dtype())?.sum(2)?;
-        let mut of_logits = self.logits_gradient(&record, &of_gates)?;
+        let ExpertsRecord {
+            router,
+            gates,
+            plan,
+            rows,
+            records,
+            results,
+        } = record;
+        let of_gates = results.broadcast_mul(&gradient)?;
+        drop(results);
+        let of_gates = of_gates.to_dtype(gates.dtype())?.sum(2)?;
+        let mut of_logits = self.logits_gradient(&router, &of_gates)?;
         if let Some(balance) = pass.routes.balance {
-            let of_balance = balance.of_logits(&record.router.logits)?;
-            of_logits = (of_logits + of_balance.to_dtype(record.router.logits.dtype())?)?;
+            let of_balance = balance.of_logits(&router.logits)?;
+            of_logits = (of_logits + of_balance.to_dtype(router.logits.dtype())?)?;
         }
         let of_logits = of_logits.to_dtype(x.dtype())?;
-        let weights = record.gates.to_dtype(x.dtype())?.unsqueeze(2)?;
-        let of_results = weights.broadcast_mul(&gradient)?.reshape(((), hidden))?;
-        let of_results = of_results.index_select(&record.plan.slots, 0)?;
+        let weights = gates.to_dtype(x.dtype())?.unsqueeze(2)?;
+        let of_slots = weights.broadcast_mul(&gradient)?.reshape(((), hidden))?;
+        let of_results = of_slots.index_select(&plan.slots, 0)?;
+        drop(of_slots);
         let mut of_rows = Vec::new();
-        let records = std::mem::take(&mut record.records);
-        for ((expert, range), kept) in record.plan.ranges().zip(records) {
+        for ((expert, range), kept) in plan.ranges().zip(records) {
             let part = |x: &Tensor| x.narrow(0, range.start, range.len());
-            let (rows, gradient) = (part(&record.rows)?, part(&of_results)?);
+            let (rows, gradient) = (part(&rows)?, part(&of_results)?);
             of_rows.push(self.experts[expert].backward(&rows, kept, pass, &gradient, sink)?);
         }
-        let of_rows = Tensor::cat(&of_rows, 0)?.index_select(&record.plan.places, 0)?;
+        drop((rows, of_results));
+        let grouped = Tensor::cat(&of_rows, 0)?;
+        drop(of_rows);
+        let of_rows = grouped.index_select(&plan.places, 0)?;
+        drop(grouped);
         let of_x = of_rows.reshape((n, (), hidden))?.sum(1)?;
         self.router.backward(x, &of_logits, Some(of_x), sink)
     }
