@@ -48,14 +48,22 @@ pub(crate) fn on_cpu(storage: &Storage) -> Result<&CpuStorage> {
 }
 
 /// Calls `write` with a contiguous f32 CPU tensor's mutable elements.
-pub(crate) fn write_f32(
+pub(crate) fn write_f32<R>(
     tensor: &Tensor,
-    write: impl FnOnce(&mut [f32]) -> Result<()>,
-) -> Result<()> {
+    write: impl FnOnce(&mut [f32]) -> Result<R>,
+) -> Result<R> {
+    let mut result = None;
     write_storage(tensor, |storage, range| match storage {
-        CpuStorage::F32(values) => write(&mut values[range]),
+        CpuStorage::F32(values) => {
+            result = Some(write(&mut values[range])?);
+            Ok(())
+        }
         _ => bail!("a tensor of {} elements, must be f32", range.len()),
-    })
+    })?;
+    match result {
+        Some(result) => Ok(result),
+        None => bail!("an operation in place did not run"),
+    }
 }
 
 /// Calls `write` with a contiguous CPU tensor's mutable storage and its range there.

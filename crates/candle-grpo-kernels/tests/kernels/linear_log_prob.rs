@@ -150,6 +150,26 @@ fn check_against_f64(
             assert_close(&numbers(&alone)?, &numbers(expected)?, close);
         }
     }
+    check_weight_sum(&fused, alone, close)
+}
+
+/// Compares the weight gradient with what the same layer adds to a sum.
+fn check_weight_sum(fused: &Layer, layer: LinearLogProb, close: f64) -> Result<()> {
+    let tokens = layer.forward()?;
+    let derivatives = derivatives(&tokens)?;
+    let apart = layer.backward(&tokens, &derivatives)?;
+    let gradient = apart.weight.expect("a gradient of the weight");
+    let earlier = fused.weight.detach().to_dtype(gradient.dtype())?;
+    let sum = earlier.force_contiguous()?;
+    let layer = layer.with_weight_sum(&sum)?;
+    let added = layer.backward(&layer.forward()?, &derivatives)?;
+    assert!(added.weight.is_none());
+    for (apart, added) in [(apart.hidden, added.hidden), (apart.bias, added.bias)] {
+        let (apart, added) = (apart.as_ref().map(numbers), added.as_ref().map(numbers));
+        assert_eq!(apart.transpose()?, added.transpose()?);
+    }
+    let expected = (earlier + gradient)?;
+    assert_close(&numbers(&sum)?, &numbers(&expected)?, close);
     Ok(())
 }
 
@@ -459,5 +479,24 @@ fn an_error_names_the_wrong_argument() -> Result<()> {
         message(layer.backward(&tokens, &short)),
         "derivatives: shape [1], must be that of targets, [2]"
     );
+    let sum = |weight: &Tensor, shape: &[usize], dtype| -> Result<_> {
+        let layer = LinearLogProb::new(&hidden, weight, None, &targets, 1.0, Default::default())?;
+        Ok(message(layer.with_weight_sum(&zeros(shape, dtype)?)))
+    };
+    assert_eq!(
+        sum(&weight, &[5, 4], DType::F32)?,
+        "sum: given for a constant weight, must be absent"
+    );
+    let variable = Var::from_tensor(&weight)?;
+    assert_eq!(
+        sum(&variable, &[4, 5], DType::F32)?,
+        "sum: shape [4, 5], must be that of weight, [5, 4]"
+    );
+    assert_eq!(
+        sum(&variable, &[5, 4], DType::BF16)?,
+        "sum: BF16, must be F32 to add F32 to it"
+    );
+    let layer = LinearLogProb::new(&hidden, &variable, None, &targets, 1.0, Default::default())?;
+    assert!(message(layer.with_weight_sum(&variable)).contains("shares its memory"));
     Ok(())
 }

@@ -10,7 +10,7 @@ use candle_grpo_core::validate::{self as check, Name};
 use candle_grpo_core::{MetricValue, MetricValues};
 use candle_grpo_kernels::soft_cap;
 use candle_grpo_loss::{
-    DistillationLoss, LinearDistillationOutput, OutputLayer, PolicyLoss, StepTotals,
+    DistillationLoss, LinearDistillationOutput, LinearLogProb, OutputLayer, PolicyLoss, StepTotals,
     linear_distillation_loss, linear_policy_loss, sum_of_squared_probs,
 };
 use candle_grpo_nn::model::ExpertBalance;
@@ -307,11 +307,9 @@ impl<M: LanguageModel> Actor<M> {
         batch.dims()?;
         let packed = Packed::of_batch(batch.tokens())?;
         let ((losses, metrics), balance) = self.accumulate(packed, read_tokens, |mut output| {
-            let temperature = output.config.temperature;
-            let (states, weight) = (output.states, output.weight);
             let tokens = batch.tokens();
             let responses = (tokens.targets(), Some(tokens.response_mask()));
-            let layer = output_layer(output.policy, states, weight, responses, temperature)?;
+            let layer = output.layer(responses, output.config.temperature)?;
             let loss =
                 linear_policy_loss(&output.config.policy_loss, &layer, batch.policy(), totals)?;
             drop(layer);
@@ -494,6 +492,26 @@ pub(super) struct Output<'a, M> {
 }
 
 impl<M: LanguageModel> Output<'_, M> {
+    /// Creates the layer, see [`output_layer`]. It adds the gradient of its weight to that of
+    /// earlier passes, if there is one.
+    pub(super) fn layer(
+        &self,
+        responses: (&Tensor, Option<&Tensor>),
+        temperature: f64,
+    ) -> Result<LinearLogProb> {
+        let layer = output_layer(
+            self.policy,
+            self.states,
+            self.weight,
+            responses,
+            temperature,
+        )?;
+        match self.gradients.get(self.policy.output_name()) {
+            Some(sum) => Ok(layer.with_weight_sum(sum)?),
+            None => Ok(layer),
+        }
+    }
+
     /// Accumulates a gradient of the output weight.
     pub(super) fn add(&mut self, weight_gradient: Option<Tensor>) -> Result<()> {
         if let Some(gradient) = weight_gradient {

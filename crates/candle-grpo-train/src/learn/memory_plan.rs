@@ -439,10 +439,7 @@ impl Learner<'_> {
         let layer = self.layer(model, pass);
         let activations = recorded.kept + layer.max(recorded.backward);
         let training = if pass.follows {
-            // The gradient of the output layer is computed apart, and its sum with that of earlier
-            // passes is a new tensor.
-            let layer = layer + 2 * self.output;
-            self.gradients + recorded.kept + layer.max(recorded.backward)
+            self.gradients + activations
         } else {
             let first = activations + self.output;
             let last = recorded.first_block + recorded.backward;
@@ -464,7 +461,8 @@ impl Learner<'_> {
             (true, true) => cuda_logits(tokens, vocab_size),
             (true, false) => {
                 let shape = (vocab_size, width);
-                products() + LinearLogProb::cpu_bytes(tokens, shape, self.compute, self.output > 0)
+                let has_new_gradient = self.output > 0 && !pass.follows;
+                products() + LinearLogProb::cpu_bytes(tokens, shape, self.compute, has_new_gradient)
             }
         };
         // The logits that are compared to count the right answers, in f32.
@@ -475,8 +473,11 @@ impl Learner<'_> {
             0
         };
         let distilled = match self.distillation {
+            // The gradient of the term is computed apart, and its sum with the others is a new
+            // tensor.
             Some(loss) if !pass.is_supervised => {
-                self.output + linear_distillation_bytes(loss, logits, self.on_cuda)
+                let buffers = linear_distillation_bytes(loss, logits, self.on_cuda);
+                self.output + buffers.max(self.output)
             }
             _ => 0,
         };
@@ -537,17 +538,17 @@ mod tests {
         };
         // 100 tokens have logits of 20 MB, which are kept, and are one tile.
         let few = 100 * 50_000 * (4 + 4 + 2) + (64 << 20);
-        let on_cpu = LinearLogProb::cpu_bytes(100, (50_000, 64), DType::BF16, true) + products();
         for follows in [false, true] {
+            let shape = (50_000, 64);
+            let on_cpu = LinearLogProb::cpu_bytes(100, shape, DType::BF16, !follows) + products();
             let (cuda, cpu) = (plan(true, follows)?, plan(false, follows)?);
             assert_eq!(cuda.activations - cpu.activations, few - on_cpu);
             assert_eq!(cuda.training - cpu.training, few - on_cpu);
         }
-        // The gradient of the output layer, and its sum with the one before.
+        // The gradient of the output layer is added to the one before.
         for on_cuda in [false, true] {
             let passes = plan(on_cuda, true)?;
-            let more = passes.training - passes.gradients - passes.activations;
-            assert_eq!(more, 2 * 4 * 50_000 * 64);
+            assert_eq!(passes.training, passes.gradients + passes.activations);
         }
         // Those of 65,536 tokens are beyond all bounds: 2048 + 256 + 128 MiB.
         assert_eq!(cuda_logits(65_536, 50_000), 2496 << 20);

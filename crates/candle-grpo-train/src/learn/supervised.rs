@@ -209,10 +209,9 @@ impl<M: LanguageModel> Actor<M> {
         let packed = Packed::new(sequences, Targets::Flat, device)?;
         let targets = Trained::new(sequences, device)?;
         let (sums, balance) = self.accumulate(packed, read_tokens, |mut output| {
-            let (states, weight) = (output.states, output.weight);
-            let layer = output_layer(output.policy, states, weight, (&targets.tokens, None), 1.)?;
+            let layer = output.layer((&targets.tokens, None), 1.)?;
             let tokens = layer.forward()?;
-            let sums = targets.sums(&tokens, states, output.policy.output_weight())?;
+            let sums = targets.sums(&tokens, output.states, output.policy.output_weight())?;
             let derivatives = targets.derivatives(&tokens, likelihood, scale)?;
             let found = layer.backward(&tokens, &derivatives)?;
             drop(layer);

@@ -126,6 +126,34 @@ fn micro_batches_add_up_to_the_gradient_of_the_batch(
 }
 
 #[test]
+fn gradients_of_matrices_are_summed_in_place() {
+    let mut actor = actor(PolicyLoss::grpo());
+    let batch = batch(&actor);
+    let totals = totals(&batch);
+    actor.forward_backward(&batch, &totals).unwrap();
+    let matrices = actor.gradients().iter();
+    let matrices = matrices.filter(|(_, gradient)| gradient.rank() == 2);
+    let first: Vec<(String, Tensor, f64)> = matrices
+        .map(|(name, sum)| (name.to_owned(), sum.clone(), norm(sum)))
+        .collect();
+    actor.forward_backward(&batch, &totals).unwrap();
+    assert!(first.iter().any(|(name, ..)| name == "lm_head.weight"));
+    for (name, sum, before) in first {
+        let now = norm(actor.gradients().get(&name).unwrap());
+        assert!(
+            (now - 2. * before).abs() < 1e-4 * now,
+            "{name}: {before}, {now}"
+        );
+        assert_eq!(norm(&sum), now, "{name}");
+    }
+}
+
+fn norm(x: &Tensor) -> f64 {
+    let squares = x.sqr().unwrap().sum_all().unwrap();
+    f64::from(squares.to_scalar::<f32>().unwrap()).sqrt()
+}
+
+#[test]
 fn a_step_raises_what_did_well_and_leaves_the_reference() {
     let mut actor = actor(PolicyLoss::grpo());
     let reference = actor.reference().unwrap();

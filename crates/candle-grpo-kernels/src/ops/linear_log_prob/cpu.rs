@@ -1,8 +1,8 @@
 //! The CPU path of [`linear_log_prob`](crate::linear_log_prob).
 //!
 //! Computes the logits tile by tile in one buffer. The forward pass reads a tile, and the backward
-//! pass replaces it by its gradient, while it is in the caches. The buffer is either the end of the
-//! weight gradient, which is written from the start, or a small allocation.
+//! pass replaces it by its gradient, while it is in the caches. The buffer is either the end of a
+//! new weight gradient, which is written from the start, or a small allocation.
 
 use std::mem;
 use std::ops::Range;
@@ -44,15 +44,16 @@ impl LinearLogProb {
     /// Returns the bytes of its buffers on the CPU, without those of matrix products, for `rows`
     /// rows, a weight `[vocab, width]`, and operands in `dtype`.
     ///
-    /// The gradient of a weight that trains is a buffer, too.
+    /// A new weight gradient is a buffer, too. Set `has_new_gradient` if the weight trains without
+    /// a [sum](Self::with_weight_sum).
     pub fn cpu_bytes(
         rows: usize,
         (vocab, width): (usize, usize),
         dtype: DType,
-        weight_trains: bool,
+        has_new_gradient: bool,
     ) -> usize {
         let logits = rows.saturating_mul(vocab).min(TILE_LOGITS);
-        let own_logits = if weight_trains {
+        let own_logits = if has_new_gradient {
             logits.min(LAST_TILE_LOGITS)
         } else {
             logits
@@ -84,7 +85,7 @@ pub(crate) struct Layer<'a, W> {
 pub(crate) struct Gradients {
     /// `[N, H]`
     pub(crate) hidden: Vec<f32>,
-    /// `[V, H]`
+    /// `[V, H]`, empty if it has been added to a sum.
     pub(crate) weight: Vec<f32>,
     /// `[V]`
     pub(crate) bias: Vec<f32>,
@@ -96,7 +97,7 @@ pub(crate) fn forward<W: Element>(layer: &Layer<W>, kept: &Kept, rows: &Rows) ->
         let inverse_temperature = rows.inverse_temperature;
         // Each row's sums, and its target's logit.
         let mut seen = vec![(Sums::default(), f32::NAN); kept.rows.len()];
-        layer.for_each_tile(kept, &mut [], |tile| {
+        layer.for_each_tile(kept, WeightGradient::None, |tile| {
             let columns = &tile.columns;
             tile.logits
                 .par_chunks_exact(tile.stride)
@@ -126,12 +127,14 @@ pub(crate) fn forward<W: Element>(layer: &Layer<W>, kept: &Kept, rows: &Rows) ->
     })
 }
 
-/// Returns the requested gradients, given the result gradients in `pass`.
+/// Returns the requested gradients, given the result gradients in `pass`. Adds the weight gradient
+/// to `weight_sum` if that is given.
 pub(crate) fn backward<W: Element>(
     layer: &Layer<W>,
     kept: &Kept,
     pass: &Backward,
     wanted: Wanted,
+    weight_sum: Option<&mut [f32]>,
 ) -> Result<Gradients> {
     let coefficients: Vec<Coefficients> = pass.read(|coefficients| {
         kept.rows
@@ -148,12 +151,18 @@ pub(crate) fn backward<W: Element>(
     let len = |wanted: bool, len: usize| if wanted { len } else { 0 };
     // Kept rows come first, and move to their places at the end.
     let mut hidden_gradient = vec![0.0; len(wanted.hidden, kept.among * width)];
-    let mut weight_gradient = vec![0.0; len(wanted.weight, vocab * width)];
+    let adds = weight_sum.is_some();
+    let mut weight_gradient = vec![0.0; len(wanted.weight && !adds, vocab * width)];
     let mut bias_gradient = vec![0.0; len(wanted.bias, vocab)];
     // Logit gradient for a tile, if products are in bf16.
     let mut halves = Vec::new();
 
-    layer.for_each_tile(kept, &mut weight_gradient, |tile| {
+    let target = match weight_sum {
+        Some(sum) => WeightGradient::Sum(sum),
+        None if wanted.weight => WeightGradient::New(&mut weight_gradient),
+        None => WeightGradient::None,
+    };
+    layer.for_each_tile(kept, target, |tile| {
         let Tile {
             columns,
             rows,
@@ -193,7 +202,8 @@ pub(crate) fn backward<W: Element>(
         }
         if wanted.weight {
             let hidden = Matrix::of(hidden, rows.len(), width, width);
-            matmul(weight_gradient, width, rows.start > 0, gradient.t(), hidden);
+            let adds = adds || rows.start > 0;
+            matmul(weight_gradient, width, adds, gradient.t(), hidden);
         }
         if wanted.bias {
             bias_gradient[columns]
@@ -346,6 +356,16 @@ struct Tile<'t> {
     hidden: Numbers<'t>,
 }
 
+/// The weight gradient that the visits to the tiles write.
+enum WeightGradient<'a> {
+    None,
+    /// Written from the start. Its end holds the logits as long as they fit after the columns in
+    /// their tile. The remaining columns have narrow tiles in a separate buffer.
+    New(&'a mut [f32]),
+    /// Added to. The logits are in a separate buffer.
+    Sum(&'a mut [f32]),
+}
+
 /// Tile sizes depend only on the shapes and the requested gradients, for deterministic results.
 impl<W: Element> Layer<'_, W> {
     /// Returns how many columns a tile with `rows` rows and about `logits` entries has: a multiple
@@ -359,17 +379,18 @@ impl<W: Element> Layer<'_, W> {
 
     /// Visits all rows at the first columns, then all rows at the next. Without rows there are no
     /// tiles.
-    ///
-    /// `weight_gradient` is the weight gradient, or empty. Its end holds the logits as long as they
-    /// fit after the columns in their tile. The remaining columns have narrow tiles in a separate
-    /// buffer.
     fn for_each_tile(
         &self,
         kept: &Kept,
-        mut weight_gradient: &mut [f32],
+        weight_gradient: WeightGradient,
         mut visit: impl FnMut(Tile),
     ) {
         let width = self.width;
+        let (mut weight_gradient, holds_logits) = match weight_gradient {
+            WeightGradient::None => (&mut [][..], false),
+            WeightGradient::New(gradient) => (gradient, true),
+            WeightGradient::Sum(sum) => (sum, false),
+        };
         let tile_rows = kept.rows.len().min(TILE_ROWS);
         if tile_rows == 0 {
             return;
@@ -378,11 +399,11 @@ impl<W: Element> Layer<'_, W> {
         let (mut copied, mut copied_rows) = (CopiedRows::default(), 0..0);
         // Whole blocks: a row's sums do not depend on the tiles.
         let widest = self.tile_columns(tile_rows, TILE_LOGITS, BLOCK);
-        let last = match weight_gradient {
-            [] => widest,
-            _ => self
-                .tile_columns(tile_rows, LAST_TILE_LOGITS, MAX_LANES)
-                .min(widest),
+        let last = if holds_logits {
+            let last = self.tile_columns(tile_rows, LAST_TILE_LOGITS, MAX_LANES);
+            last.min(widest)
+        } else {
+            widest
         };
         let (mut scratch, mut widened) = (Vec::new(), Vec::new());
         let mut start = 0;
@@ -396,7 +417,8 @@ impl<W: Element> Layer<'_, W> {
             let (gradient, behind) = mem::take(&mut weight_gradient).split_at_mut(own);
             weight_gradient = behind;
             let needed = tile_rows * stride;
-            let logits = match weight_gradient.len().checked_sub(needed) {
+            let begin = weight_gradient.len().checked_sub(needed);
+            let logits = match begin.filter(|_| holds_logits) {
                 Some(begin) => &mut weight_gradient[begin..],
                 None => {
                     if scratch.len() < needed {
@@ -522,7 +544,7 @@ mod tests {
         let mut gradient = vec![0.0; vocab * width];
         let end = gradient.as_ptr_range().end;
         let (mut seen, mut inside) = (0, 0);
-        layer.for_each_tile(&kept, &mut gradient, |tile| {
+        layer.for_each_tile(&kept, WeightGradient::New(&mut gradient), |tile| {
             if tile.rows.start == 0 {
                 assert_eq!(tile.columns.start, seen);
                 seen = tile.columns.end;

@@ -234,7 +234,8 @@ fn forward_in(
 }
 
 /// Returns the requested gradients for detached, contiguous `hidden` `[.., H]`, `weight` `[V, H]`
-/// and f32 `bias` `[V]`. Weight and bias gradients are f32.
+/// and f32 `bias` `[V]`. Weight and bias gradients are f32. If there is a weight sum beside
+/// `wanted`, adds the weight gradient to it instead.
 ///
 /// Products are as in [`forward`], except that f16 uses f32, because logit gradients would
 /// underflow in f16. Takes the first logit tiles from `kept`.
@@ -243,7 +244,7 @@ pub(crate) fn backward(
     weight: &Tensor,
     bias: Option<&Tensor>,
     pass: &Backward,
-    wanted: Wanted,
+    wanted: (Wanted, Option<&Tensor>),
     kept: &KeptLogits,
 ) -> Result<[Option<Tensor>; 3]> {
     backward_in(TILING, hidden, weight, bias, pass, wanted, kept.take())
@@ -255,7 +256,7 @@ fn backward_in(
     weight: &Tensor,
     bias: Option<&Tensor>,
     pass: &Backward,
-    wanted: Wanted,
+    (wanted, weight_sum): (Wanted, Option<&Tensor>),
     kept: Vec<Tensor>,
 ) -> Result<[Option<Tensor>; 3]> {
     let shape = hidden.shape();
@@ -274,7 +275,7 @@ fn backward_in(
             zeros(wanted.hidden, &hidden)?
                 .map(|x| x.reshape(shape))
                 .transpose()?,
-            zeros(wanted.weight, weight)?
+            zeros(wanted.weight && weight_sum.is_none(), weight)?
                 .map(|x| x.to_dtype(DType::F32))
                 .transpose()?,
             bias.filter(|_| wanted.bias)
@@ -306,7 +307,7 @@ fn backward_in(
     let sum =
         |wanted: bool, shape: &[usize]| wanted.then(|| unwritten(shape, DType::F32)).transpose();
     let hidden_gradient = sum(wanted.hidden, &[n, width])?;
-    let weight_gradient = sum(wanted.weight, &[vocab, width])?;
+    let weight_gradient = sum(wanted.weight && weight_sum.is_none(), &[vocab, width])?;
     let bias_gradient = sum(wanted.bias, &[vocab])?;
     let mut kept = kept.into_iter();
     for (start, columns) in tiling.tiles(n, vocab)? {
@@ -351,9 +352,9 @@ fn backward_in(
         if let Some(hidden_gradient) = &hidden_gradient {
             product(&gradient, &weight, hidden_gradient, start > 0)?;
         }
-        if let Some(weight_gradient) = &weight_gradient {
-            let of_tile = weight_gradient.narrow(0, start, columns)?;
-            product(&gradient.t()?, &states, &of_tile, false)?;
+        if let Some(target) = weight_sum.or(weight_gradient.as_ref()) {
+            let of_tile = target.narrow(0, start, columns)?;
+            product(&gradient.t()?, &states, &of_tile, weight_sum.is_some())?;
         }
     }
     let hidden_gradient = hidden_gradient

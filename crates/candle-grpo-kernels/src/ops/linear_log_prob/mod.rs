@@ -106,6 +106,8 @@ pub struct LinearLogProb {
     /// Arguments for all rows, or for the rows in `kept`.
     arguments: Arguments,
     wanted: Wanted,
+    /// The sum to which the backward pass adds the weight gradient.
+    weight_sum: Option<Tensor>,
     #[cfg(feature = "cuda")]
     kept: Option<cuda::KeptRows>,
     #[cfg(feature = "cuda")]
@@ -119,7 +121,8 @@ pub struct LinearLogProb {
 pub struct LinearGradients {
     /// Hidden state gradient, in their dtype.
     pub hidden: Option<Tensor>,
-    /// Weight gradient, f32 (f64 for f64), the dtype in which it is summed.
+    /// Weight gradient, f32 (f64 for f64), the dtype in which it is summed. `None` if it was added
+    /// to a sum, see [`LinearLogProb::with_weight_sum`].
     pub weight: Option<Tensor>,
     /// Bias gradient, in its dtype.
     pub bias: Option<Tensor>,
@@ -146,6 +149,7 @@ impl LinearLogProb {
                 weight: weight.track_op(),
                 bias: bias.is_some_and(Tensor::track_op),
             },
+            weight_sum: None,
             #[cfg(feature = "cuda")]
             kept: None,
             #[cfg(feature = "cuda")]
@@ -183,6 +187,56 @@ impl LinearLogProb {
             kept: Some(kept),
             logits: self.logits,
             wanted: self.wanted,
+            weight_sum: self.weight_sum,
+        })
+    }
+
+    /// Lets [`Self::backward`] add the weight gradient to `sum` in place. A gradient that is summed
+    /// over several batches then needs no memory for each batch's part.
+    ///
+    /// `sum` is `[V, H]`, contiguous, f32 (f64 for f64). Tensors that share its memory change, too.
+    ///
+    /// # Errors
+    ///
+    /// Fails if the weight is a constant, or if the shape, dtype or device of `sum` does not match.
+    ///
+    /// ```
+    /// use candle_core::{DType, Device, Tensor, Var};
+    /// use candle_grpo_kernels::{LinearLogProb, LogProbOptions};
+    ///
+    /// let hidden = Tensor::ones((3, 8), DType::F32, &Device::Cpu)?;
+    /// let weight = Var::ones((5, 8), DType::F32, &Device::Cpu)?;
+    /// let targets = Tensor::zeros(3, DType::U32, &Device::Cpu)?;
+    /// let sum = Tensor::zeros((5, 8), DType::F32, &Device::Cpu)?;
+    /// for _ in 0..2 {
+    ///     let options = LogProbOptions::default();
+    ///     let layer = LinearLogProb::new(&hidden, &weight, None, &targets, 1.0, options)?;
+    ///     let layer = layer.with_weight_sum(&sum)?;
+    ///     let tokens = layer.forward()?;
+    ///     let gradients = layer.backward(&tokens, &tokens)?;
+    ///     assert!(gradients.weight.is_none());
+    /// }
+    /// assert!(sum.abs()?.max_all()?.to_scalar::<f32>()? > 0.);
+    /// # Ok::<(), candle_core::Error>(())
+    /// ```
+    pub fn with_weight_sum(self, sum: &Tensor) -> Result<Self> {
+        let weight = &self.arguments.weight;
+        if !self.wanted.weight {
+            bail!("sum: given for a constant weight, must be absent");
+        }
+        check::accumulator("sum", sum, weight.dtype())?;
+        if sum.dims() != weight.dims() {
+            bail!(
+                "sum: shape {:?}, must be that of weight, {:?}",
+                sum.dims(),
+                weight.dims()
+            );
+        }
+        check::same_device(&[("weight", weight), ("sum", sum)])?;
+        check::apart("sum", &[sum], &[weight, &self.arguments.hidden])?;
+        Ok(Self {
+            weight_sum: Some(sum.detach()),
+            ..self
         })
     }
 
@@ -223,6 +277,7 @@ impl LinearLogProb {
         Op {
             rows,
             wanted: self.wanted,
+            weight_sum: self.weight_sum.clone(),
             #[cfg(feature = "cuda")]
             logits: self.logits.clone(),
         }
@@ -276,7 +331,14 @@ impl LinearLogProb {
                 &gradient,
             )?
         } else {
-            composed_gradients(arguments, self.wanted, &gradient)?
+            let mut gradients = composed_gradients(arguments, self.wanted, &gradient)?;
+            if let Some(sum) = &self.weight_sum
+                && let Some(weight) = gradients[1].take()
+            {
+                let total = (sum + weight.to_dtype(sum.dtype())?)?;
+                sum.slice_set(&total, 0, 0)?;
+            }
+            gradients
         };
         let [hidden, weight, bias] = gradients;
         let bias_dtype = self.arguments.bias.as_ref().map(Tensor::dtype);
@@ -449,14 +511,16 @@ struct Op {
     rows: Rows,
     /// Arguments that need a gradient. The backward pass only sees detached arguments.
     wanted: Wanted,
+    /// See [`LinearLogProb::weight_sum`].
+    weight_sum: Option<Tensor>,
     #[cfg(feature = "cuda")]
     logits: cuda::KeptLogits,
 }
 
 impl Op {
     /// Returns the gradients with respect to hidden states, weight and bias, without a graph.
-    /// Weight and bias gradients are f32. `packed` is the forward result and `gradient` its
-    /// gradient, `[3, N]`.
+    /// Weight and bias gradients are f32. There is no weight gradient if it has been added to the
+    /// sum. `packed` is the forward result and `gradient` its gradient, `[3, N]`.
     fn gradients(
         &self,
         hidden: &Tensor,
@@ -475,7 +539,8 @@ impl Op {
         };
         #[cfg(feature = "cuda")]
         if hidden.device().is_cuda() {
-            return cuda::backward(hidden, weight, bias, &pass, self.wanted, &self.logits);
+            let wanted = (self.wanted, self.weight_sum.as_ref());
+            return cuda::backward(hidden, weight, bias, &pass, wanted, &self.logits);
         }
         let kept = Kept::new(&self.rows)?;
         let (hidden_storage, hidden_layout) = hidden.storage_and_layout();
@@ -499,15 +564,20 @@ impl Op {
                 width,
                 logit_cap: self.rows.logit_cap,
             };
-            let gradients = cpu::backward(&layer, &kept, &pass, self.wanted)?;
+            let backward = |sum: Option<&mut [f32]>| {
+                cpu::backward(&layer, &kept, &pass, self.wanted, sum)
+            };
+            let gradients = match &self.weight_sum {
+                None => backward(None)?,
+                Some(sum) => slice::write_f32(sum, |sum| backward(Some(sum)))?,
+            };
             let tensor = |x, shape: &Shape| Tensor::from_vec(x, shape, &Device::Cpu);
             Ok([
                 self.wanted
                     .hidden
                     .then(|| tensor(gradients.hidden, hidden.shape())?.to_dtype(hidden.dtype()))
                     .transpose()?,
-                self.wanted
-                    .weight
+                (self.wanted.weight && self.weight_sum.is_none())
                     .then(|| tensor(gradients.weight, weight.shape()))
                     .transpose()?,
                 self.wanted
