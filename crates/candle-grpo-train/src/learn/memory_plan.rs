@@ -57,7 +57,7 @@ fn cuda_logits(tokens: usize, vocab_size: usize) -> usize {
 /// assert!(plan.peak() > plan.weights + plan.optimizer);
 /// # Ok::<(), anyhow::Error>(())
 /// ```
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct MemoryPlan {
     /// Weights of the policy that train, in the dtype of the master weights, and copies in the
     /// dtypes of the computation and of the draws. Those of completions that are drawn ahead are
@@ -363,17 +363,11 @@ impl Learning<'_> {
         Ok(MemoryPlan {
             weights: count * weight_bytes,
             frozen,
-            reference: 0,
-            teacher: 0,
-            critic: 0,
             optimizer: state_bytes(&shapes, self.optimizer.state),
             gradients,
             activations,
             training,
-            sampling: 0,
-            packed: 0,
-            program: 0,
-            allocator: 0,
+            ..MemoryPlan::default()
         })
     }
 }
