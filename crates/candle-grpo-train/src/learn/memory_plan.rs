@@ -187,6 +187,7 @@ impl MemoryPlan {
     }
 
     /// Returns this plan with a teacher of the shape `model`, with its weights in `dtype`.
+    #[must_use]
     pub fn with_teacher(self, model: &DecoderConfig, dtype: ComputeDType) -> Self {
         let shapes = model.parameter_shapes();
         let count: usize = shapes.values().map(Shape::elem_count).sum();
@@ -204,6 +205,7 @@ impl MemoryPlan {
     /// MiB: a thirteenth. Of the memory that drawing has freed, training reuses all but an eighth,
     /// and the other way round. 112 MiB are those of small tensors and threads, with the 2 % that
     /// peaks differ between runs.
+    #[must_use]
     pub fn in_program(self, bytes: usize) -> Self {
         let reused = self.training.min(self.sampling + self.packed);
         Self {

@@ -153,6 +153,7 @@ impl Sequence {
     }
 
     /// Returns this sequence without a token to train on.
+    #[must_use]
     pub fn masked(&self) -> Self {
         Self {
             weights: vec![0.; self.weights.len()].into(),
@@ -161,6 +162,7 @@ impl Sequence {
     }
 
     /// Returns this sequence without replayed experts: the model chooses them.
+    #[must_use]
     pub fn without_experts(&self) -> Self {
         Self {
             experts: None,
