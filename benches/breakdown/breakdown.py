@@ -33,12 +33,12 @@ OTHER = "other"
 PARTS = [
     (MEMORY, r"page_fault|clear_page|handle_mm_fault|madvise|munmap|mmap"),
     (SEARCHING, r"sched_yield|futex|find_work|BarrierGuard|crossbeam_(epoch|deque)|rayon_core::sleep"),
-    ("products", r"cpu::(matmul|panel|tiles|amx|linear_rows|word)|gemm|add_matmul"),
+    ("products", r"cpu::(matmul|matrix|panel|row_product|tiles|transpose|amx|word)|ops::linear_rows::|gemm|add_matmul"),
     ("pages of keys and values", r"paged_cache|KeyValuePages|WriteRows|PagedBatch"),
-    ("attention", r"cpu::(attention|paged_attention)"),
-    ("norms, rotary embedding, gates, sums, embedding", r"(cpu|kernels)::(rms_norm|rope|swiglu|sigmoid|add|embedding)|GradSink"),
-    ("softmax of the vocabulary", r"cpu::(linear_log_prob|log_prob)"),
-    ("draws", r"draw_tokens|cpu::(distribution|token_filters)"),
+    ("attention", r"ops::(attention|paged_attention)::cpu"),
+    ("norms, rotary embedding, gates, sums, embedding", r"ops::(rms_norm|rope|swiglu|sigmoid|add|embedding)|GradSink"),
+    ("softmax of the vocabulary", r"ops::(linear_log_prob|log_prob)::cpu"),
+    ("draws", r"draw_tokens"),
 ]
 # Functions that many parts call. They decide where no function of the stack is of a part.
 SHARED = [

@@ -37,6 +37,7 @@ impl EnsembleReward {
     }
 
     /// Adds a judge.
+    #[must_use]
     pub fn with(self, judge: impl RewardFunction + 'static) -> Self {
         self.with_boxed(Box::new(judge))
     }

@@ -148,6 +148,7 @@ impl TagsReward {
     }
 
     /// Allows only white space before, between and after the tags.
+    #[must_use]
     pub fn nothing_else(mut self) -> Self {
         self.nothing_else = true;
         self

@@ -64,6 +64,7 @@ impl Score {
     }
 
     /// Marks this score as a replacement for one that was not computed.
+    #[must_use]
     pub fn after(self, failure: ScoreFailure) -> Self {
         Self {
             failure: Some(failure),

@@ -51,6 +51,7 @@ impl Scores {
     }
 
     /// Sets the reward's name, for metrics.
+    #[must_use]
     pub fn named(self, name: &str) -> Self {
         Self {
             name: Some(name.to_owned()),
@@ -59,6 +60,7 @@ impl Scores {
     }
 
     /// Sets the requests that the scores needed, for metrics.
+    #[must_use]
     pub fn with_requests(self, requests: RewardRequests) -> Self {
         Self { requests, ..self }
     }
@@ -134,6 +136,7 @@ impl Scores {
     }
 
     /// Returns the scores at `places`, without the requests that they needed.
+    #[must_use]
     pub fn select(&self, places: impl Iterator<Item = usize> + Clone) -> Self {
         Self {
             name: self.name.clone(),

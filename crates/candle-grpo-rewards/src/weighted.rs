@@ -28,6 +28,7 @@ impl WeightedRewards {
     }
 
     /// Adds `weight` times `function`. Error messages and metrics use `name`.
+    #[must_use]
     pub fn with(self, name: &str, weight: f32, function: impl RewardFunction + 'static) -> Self {
         self.with_boxed(name, weight, Box::new(function))
     }

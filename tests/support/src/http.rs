@@ -77,6 +77,7 @@ impl Reply {
     }
 
     /// Sets a header, replacing one with the same name.
+    #[must_use]
     pub fn with_header(self, name: &str, value: impl ToString) -> Self {
         let mut reply = self.without_header(name);
         reply.headers.push((name.to_owned(), value.to_string()));
@@ -84,6 +85,7 @@ impl Reply {
     }
 
     /// Removes a header that [`Self::with_header`] has set.
+    #[must_use]
     pub fn without_header(mut self, name: &str) -> Self {
         self.headers.retain(|(set, _)| set != name);
         self
@@ -98,6 +100,7 @@ impl Reply {
     }
 
     /// Sends the body in chunks, without its length.
+    #[must_use]
     pub fn chunked(self) -> Self {
         Self {
             delivery: Delivery::Chunked,
@@ -106,6 +109,7 @@ impl Reply {
     }
 
     /// Closes the connection in the middle of the body.
+    #[must_use]
     pub fn cut(self) -> Self {
         Self {
             delivery: Delivery::Half,
@@ -114,6 +118,7 @@ impl Reply {
     }
 
     /// Holds the response until [`HttpServer::release`].
+    #[must_use]
     pub fn held(self) -> Self {
         Self { held: true, ..self }
     }

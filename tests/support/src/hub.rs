@@ -37,6 +37,7 @@ impl HubRepository {
 
     /// Restricts access to `token`. Without it, a gated repository is visible, and a private one is
     /// not.
+    #[must_use]
     pub fn with_token(self, token: &str, is_gated: bool) -> Self {
         Self {
             token: Some((token.to_owned(), is_gated)),

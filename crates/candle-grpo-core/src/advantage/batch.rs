@@ -52,6 +52,7 @@ macro_rules! advantage_batch {
             }
 
             /// Sets `input`. Does nothing if a batch does not [accept](Self::accepts) it.
+            #[must_use]
             pub fn with(mut self, input: Input, tensor: &Tensor) -> Self {
                 $(if input.name() == stringify!($name) {
                     self.$name = Some(tensor.clone());

@@ -113,6 +113,7 @@ impl TaskScores {
     }
 
     /// Returns the scores under new task numbers. A task without a new number loses its score.
+    #[must_use]
     pub fn renumber(&self, number: impl Fn(usize) -> Option<usize>) -> Self {
         let scores = self.0.iter();
         Self(

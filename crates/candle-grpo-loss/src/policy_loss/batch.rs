@@ -79,6 +79,7 @@ macro_rules! policy_batch {
             }
 
             /// Sets `input`. Does nothing if a batch does not [accept](Self::accepts) it.
+            #[must_use]
             pub fn with(mut self, input: Input, tensor: &Tensor) -> Self {
                 if input == Input::OldLogProbs {
                     self.old = OldPolicy::Recomputed(tensor.clone());

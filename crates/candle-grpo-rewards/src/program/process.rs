@@ -76,6 +76,7 @@ impl Answer<()> {
 
 impl Failure {
     /// Returns this failure with another error.
+    #[must_use]
     pub fn map(self, change: impl FnOnce(anyhow::Error) -> anyhow::Error) -> Self {
         match self {
             Self::Timeout(error) => Self::Timeout(change(error)),

@@ -74,16 +74,19 @@ impl Prompt {
     }
 
     /// Sets [`Self::messages`].
+    #[must_use]
     pub fn with_messages(self, messages: Vec<Value>) -> Self {
         Self { messages, ..self }
     }
 
     /// Sets [`Self::tools`].
+    #[must_use]
     pub fn with_tools(self, tools: Option<Value>) -> Self {
         Self { tools, ..self }
     }
 
     /// Sets [`Self::variables`].
+    #[must_use]
     pub fn with_variables(self, variables: Map<String, Value>) -> Self {
         Self { variables, ..self }
     }

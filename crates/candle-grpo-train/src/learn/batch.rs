@@ -35,6 +35,7 @@ impl TrainingBatch {
 
     /// Sets inputs of the policy loss except those that the update computes: log-probs and
     /// entropy. The response mask stays that of the sequences.
+    #[must_use]
     pub fn with_policy(mut self, set: impl FnOnce(PolicyBatch) -> PolicyBatch) -> Self {
         self.policy = PolicyBatch {
             response_mask: self.tokens.response_mask().clone(),

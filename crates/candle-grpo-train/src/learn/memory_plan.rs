@@ -57,7 +57,7 @@ fn cuda_logits(tokens: usize, vocab_size: usize) -> usize {
 /// assert!(plan.peak() > plan.weights + plan.optimizer);
 /// # Ok::<(), anyhow::Error>(())
 /// ```
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct MemoryPlan {
     /// Weights of the policy that train, in the dtype of the master weights, and copies in the
     /// dtypes of the computation and of the draws. Those of completions that are drawn ahead are
@@ -187,6 +187,7 @@ impl MemoryPlan {
     }
 
     /// Returns this plan with a teacher of the shape `model`, with its weights in `dtype`.
+    #[must_use]
     pub fn with_teacher(self, model: &DecoderConfig, dtype: ComputeDType) -> Self {
         let shapes = model.parameter_shapes();
         let count: usize = shapes.values().map(Shape::elem_count).sum();
@@ -204,6 +205,7 @@ impl MemoryPlan {
     /// MiB: a thirteenth. Of the memory that drawing has freed, training reuses all but an eighth,
     /// and the other way round. 112 MiB are those of small tensors and threads, with the 2 % that
     /// peaks differ between runs.
+    #[must_use]
     pub fn in_program(self, bytes: usize) -> Self {
         let reused = self.training.min(self.sampling + self.packed);
         Self {
@@ -363,17 +365,11 @@ impl Learning<'_> {
         Ok(MemoryPlan {
             weights: count * weight_bytes,
             frozen,
-            reference: 0,
-            teacher: 0,
-            critic: 0,
             optimizer: state_bytes(&shapes, self.optimizer.state),
             gradients,
             activations,
             training,
-            sampling: 0,
-            packed: 0,
-            program: 0,
-            allocator: 0,
+            ..MemoryPlan::default()
         })
     }
 }

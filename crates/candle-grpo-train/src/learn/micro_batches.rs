@@ -59,6 +59,11 @@ pub(crate) trait Divisible: Sized {
 
     /// The sequences with these indices.
     fn part(&self, sequences: &[usize]) -> Result<Self>;
+
+    /// A pass for a rank without work, which takes part in the sum of the gradients.
+    fn idle_part(&self) -> Result<Self> {
+        self.part(&[0])
+    }
 }
 
 impl Divisible for TrainingBatch {
@@ -68,6 +73,10 @@ impl Divisible for TrainingBatch {
 
     fn part(&self, sequences: &[usize]) -> Result<Self> {
         self.select(sequences)
+    }
+
+    fn idle_part(&self) -> Result<Self> {
+        self.without_work()
     }
 }
 
@@ -134,8 +143,8 @@ impl<'a> MicroBatches<'a> {
 
     /// Runs `pass` over each of `own`, the micro-batches of this rank of `batch`, and returns its
     /// results. With `reduces` the last pass sums the gradients over all ranks, so it must be the
-    /// last one of the update. A rank without micro-batches then passes the first sequence, whose
-    /// gradients must be 0: for it alone, the last argument of `pass` is true.
+    /// last one of the update. A rank without micro-batches then passes
+    /// [`Divisible::idle_part`], whose gradients must be 0.
     ///
     /// # Errors
     ///
@@ -145,7 +154,7 @@ impl<'a> MicroBatches<'a> {
         learner: &mut L,
         (batch, own): (&B, &[B]),
         reduces: bool,
-        mut pass: impl FnMut(&mut L, &B, bool) -> Result<T>,
+        mut pass: impl FnMut(&mut L, &B) -> Result<T>,
     ) -> Result<Vec<T>> {
         let mut results = Vec::with_capacity(own.len());
         for (number, part) in own.iter().enumerate() {
@@ -153,15 +162,14 @@ impl<'a> MicroBatches<'a> {
             if reduces && number + 1 == own.len() {
                 learner.begin_reduction(self.ranks.collective())?;
             }
-            results.push(pass(learner, part, false)?);
+            results.push(pass(learner, part)?);
             let tokens = part.sequences().iter().map(Sequence::num_trained_tokens);
             self.receiver
                 .advance(part.sequences().len(), tokens.sum::<usize>());
         }
         if reduces && own.is_empty() {
-            // A rank without work takes part in the sum of the gradients.
             learner.begin_reduction(self.ranks.collective())?;
-            pass(learner, &batch.part(&[0])?, true)?;
+            pass(learner, &batch.idle_part()?)?;
         }
         ensure_not_canceled(self.progress)?;
         Ok(results)

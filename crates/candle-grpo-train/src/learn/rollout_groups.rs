@@ -298,25 +298,18 @@ fn replayed(sequence: &Sequence, prompt: &[u32], completion: &Completion) -> Res
     sequence.clone().with_experts(experts.clone())
 }
 
-/// Column in [`batch_of`] with the log-probs that the generator reported.
-const ROLLOUT_LOG_PROBS: &str = "rollout_log_probs";
-
-/// Batch with the rows of `rollouts`, and the log-probs that the generator reported. Each rollout
-/// is a trajectory.
+/// Batch with the rows of `rollouts`. Each rollout is a trajectory.
 fn batch_of(rollouts: &[Rollout]) -> Result<Batch> {
-    let (mut sequences, mut trajectories, mut log_probs) = (Vec::new(), Vec::new(), Vec::new());
+    let (mut sequences, mut trajectories) = (Vec::new(), Vec::new());
     for (trajectory, rollout) in rollouts.iter().enumerate() {
         for (prompt, completion) in rollout.rows() {
             let sequence = completion.sequence(prompt);
             let number = sequences.len();
             sequences.push(sequence.map_err(|error| anyhow!("sequence {number}: {error}"))?);
             trajectories.push(trajectory);
-            log_probs.push(completion.reported_log_probs());
         }
     }
-    Batch::new(sequences)?
-        .with_trajectories(trajectories)?
-        .with_column(ROLLOUT_LOG_PROBS, Column::per_token(log_probs))
+    Batch::new(sequences)?.with_trajectories(trajectories)
 }
 
 /// Returns the log-probs that the generator reported for the rows of `rollouts`, f32 `[B, T]`:
@@ -325,7 +318,13 @@ fn batch_of(rollouts: &[Rollout]) -> Result<Batch> {
 ///
 /// # Errors
 ///
-/// Fails if there are no rollouts, or one has no tokens.
+/// Fails if there are no rollouts, or one has no tokens or another number of log-probs.
 pub fn rollout_log_probs(rollouts: &[Rollout], device: &Device) -> Result<Tensor> {
-    batch_of(rollouts)?.tensor(ROLLOUT_LOG_PROBS, device)
+    let width = batch_of(rollouts)?.width();
+    let rows = rollouts.iter().flat_map(Rollout::rows).enumerate();
+    let rows = rows.map(|(number, (_, completion))| {
+        let log_probs = completion.reported_log_probs();
+        log_probs.map_err(|error| anyhow!("sequence {number}: {error}"))
+    });
+    Column::per_token::<f32>(rows.collect::<Result<_>>()?).padded(width, device)
 }

@@ -264,12 +264,12 @@ impl MicroBatches<'_> {
         let all = rows.sequences();
         let weight: f64 = all.iter().map(Sequence::total_weight).sum();
         let read: usize = all.iter().map(|row| row.read_tokens().len()).sum();
-        self.accumulate(actor, (rows, own), true, |actor, part, is_idle| {
-            let (scale, read) = if is_idle {
-                (0., f64::INFINITY)
-            } else {
-                (coef / weight, read as f64 / coef)
-            };
+        let (scale, read) = if own.is_empty() {
+            (0., f64::INFINITY)
+        } else {
+            (coef / weight, read as f64 / coef)
+        };
+        self.accumulate(actor, (rows, own), true, |actor, part| {
             actor.forward_backward_examples(part.sequences(), likelihood, scale, read)
         })
     }

@@ -336,6 +336,7 @@ impl Pretrained {
     }
 
     /// Returns the same model with other weights, for example from a run.
+    #[must_use]
     pub fn with_parameters(&self, parameters: Parameters) -> Self {
         Self {
             parameters,

@@ -108,15 +108,24 @@ impl Completion {
 
     /// Returns the generator's log-probs: the policy's or, if it does not compute these, the
     /// sampling distribution's. 0 for tokens that the policy did not write.
-    pub(crate) fn reported_log_probs(&self) -> Vec<f32> {
-        let log_probs = self.log_probs.as_ref();
-        let log_probs = log_probs.unwrap_or(&self.drawn_log_probs).iter();
-        let reported = log_probs.enumerate().map(
-            |(at, &log_prob)| {
-                if self.is_written(at) { log_prob } else { 0. }
-            },
+    ///
+    /// # Errors
+    ///
+    /// Fails if there is not one per token.
+    pub(crate) fn reported_log_probs(&self) -> Result<Vec<f32>> {
+        let log_probs = self.log_probs.as_ref().unwrap_or(&self.drawn_log_probs);
+        let (found, length) = (log_probs.len(), self.tokens.len());
+        ensure!(
+            found == length,
+            "log_probs: {found} entries, must be {length}, one per token"
         );
-        reported.collect()
+        let reported =
+            log_probs.iter().enumerate().map(
+                |(at, &log_prob)| {
+                    if self.is_written(at) { log_prob } else { 0. }
+                },
+            );
+        Ok(reported.collect())
     }
 
     /// Returns the tokens that the policy wrote.

@@ -1,14 +1,13 @@
-//! Sequences with their values.
+//! Sequences with their trajectories.
 
 use std::collections::BTreeMap;
 
 use anyhow::{Context, Result, ensure};
-use candle_core::{Device, Tensor};
 use candle_grpo_loss::StepTotals;
 
-use super::{Column, Sequence};
+use super::Sequence;
 
-/// Sequences with named value columns.
+/// Sequences, and each one's trajectory.
 ///
 /// A trajectory is one sequence, or several: its turns, if one does not extend the other, or its
 /// branches. Anything that compares trajectories, such as a baseline, has one value per trajectory.
@@ -16,14 +15,13 @@ use super::{Column, Sequence};
 /// [`Self::totals`] and [`Self::trajectory_shares`] make each trajectory count once.
 ///
 /// ```
-/// use candle_core::Device;
 /// use candle_grpo_train::Sequence;
-/// use candle_grpo_train::sequence::{Batch, Column};
+/// use candle_grpo_train::sequence::Batch;
 ///
-/// let sequences = vec![Sequence::of_answer(&[1], &[2, 3])?, Sequence::of_answer(&[1], &[4])?];
-/// let batch = Batch::new(sequences)?.with_column("values", Column::per_token(vec![vec![0.5f32, 1.], vec![2.]]))?;
-/// let values = batch.tensor("values", &Device::Cpu)?;
-/// assert_eq!(values.to_vec2::<f32>()?, [[0.5, 1.], [2., 0.]]);
+/// let sequences = vec![Sequence::of_answer(&[1], &[2, 3])?, Sequence::of_answer(&[1, 4], &[5])?];
+/// let batch = Batch::new(sequences)?.with_trajectories(vec![0, 0])?;
+/// assert_eq!(batch.of_sequences(&[0.5])?, [0.5, 0.5]);
+/// assert_eq!(batch.totals().sequences, 1.);
 /// # Ok::<(), anyhow::Error>(())
 /// ```
 #[derive(Debug, Clone)]
@@ -31,7 +29,6 @@ pub struct Batch {
     sequences: Vec<Sequence>,
     /// Each sequence's trajectory.
     trajectories: Vec<usize>,
-    columns: BTreeMap<String, Column>,
 }
 
 impl Batch {
@@ -48,7 +45,6 @@ impl Batch {
         Ok(Self {
             trajectories: (0..sequences.len()).collect(),
             sequences,
-            columns: BTreeMap::new(),
         })
     }
 
@@ -78,17 +74,6 @@ impl Batch {
         })
     }
 
-    /// Adds or replaces a column.
-    ///
-    /// # Errors
-    ///
-    /// Fails if it does not have the number of values that the sequences need.
-    pub fn with_column(mut self, name: &str, column: Column) -> Result<Self> {
-        column.ensure_of(name, &self.response_lengths())?;
-        self.columns.insert(name.to_owned(), column);
-        Ok(self)
-    }
-
     /// Returns the sequences.
     pub fn sequences(&self) -> &[Sequence] {
         &self.sequences
@@ -101,26 +86,8 @@ impl Batch {
 
     /// Returns T, the number of tokens in the longest response.
     pub fn width(&self) -> usize {
-        self.response_lengths().into_iter().max().unwrap_or(0)
-    }
-
-    /// Returns a column.
-    ///
-    /// # Errors
-    ///
-    /// Fails if no column has this name.
-    pub fn column(&self, name: &str) -> Result<&Column> {
-        let column = self.columns.get(name);
-        column.with_context(|| format!("{name}: absent, must be a column of the batch"))
-    }
-
-    /// Returns a column as `[B]`, `[B, T]` or `[B, T, K]`, padded with 0.
-    ///
-    /// # Errors
-    ///
-    /// Fails if no column has this name.
-    pub fn tensor(&self, name: &str, device: &Device) -> Result<Tensor> {
-        self.column(name)?.padded(self.width(), device)
+        let lengths = self.sequences.iter().map(|x| x.response().len());
+        lengths.max().unwrap_or(0)
     }
 
     /// Selects the sequences with these indices, in this order. An index may repeat. Each sequence
@@ -130,13 +97,9 @@ impl Batch {
     ///
     /// Fails if there are no indices, or if one is out of range.
     pub fn select(&self, sequences: &[usize]) -> Result<Self> {
-        let columns = self.columns.iter();
-        let columns = columns.map(|(name, column)| Ok((name.clone(), column.select(sequences)?)));
-        let columns = columns.collect::<Result<_>>()?;
         Ok(Self {
             sequences: select(&self.sequences, sequences)?,
             trajectories: select(&self.trajectories, sequences)?,
-            columns,
         })
     }
 
@@ -182,13 +145,6 @@ impl Batch {
         }
         tokens
     }
-
-    fn response_lengths(&self) -> Vec<usize> {
-        let sequences = self.sequences.iter();
-        sequences
-            .map(|sequence| sequence.response().len())
-            .collect()
-    }
 }
 
 /// A step's denominators from the number of trained tokens in each trajectory.
@@ -224,36 +180,16 @@ mod tests {
     }
 
     #[test]
-    fn columns_follow_their_sequences() {
-        let rows = vec![vec![1f32, 2.], vec![3.], vec![4., 5., 6.]];
-        let batch = batch()
-            .with_column("values", Column::per_token(rows))
-            .and_then(|x| x.with_column("scores", Column::per_sequence(vec![7u32, 8, 9])))
-            .unwrap();
-        let part = batch.select(&[1, 0]).unwrap();
-        assert_eq!(part.trajectories(), [1, 0]);
-        let values = part.tensor("values", &Device::Cpu).unwrap();
-        assert_eq!(values.to_vec2::<f32>().unwrap(), [[3., 0.], [1., 2.]]);
-        let scores = part.tensor("scores", &Device::Cpu).unwrap();
-        assert_eq!(scores.to_vec1::<u32>().unwrap(), [8, 7]);
+    fn sequences_are_selected_with_their_trajectories() {
+        let part = batch().select(&[2, 0, 2]).unwrap();
+        assert_eq!(part.trajectories(), [2, 0, 2]);
+        assert_eq!(part.sequences()[1], batch().sequences()[0]);
+        assert_eq!((batch().width(), part.width()), (3, 3));
+        assert_eq!(batch().select(&[1]).unwrap().width(), 1);
     }
 
     #[test]
-    fn values_of_other_sequences_are_errors_with_the_name_of_the_column() {
-        let error =
-            |rows: Vec<Vec<f32>>| message(batch().with_column("values", Column::per_token(rows)));
-        assert_eq!(
-            error(vec![vec![1.]]),
-            "values: 1 sequences, must be 3, those of the batch"
-        );
-        assert_eq!(
-            error(vec![vec![1., 2.], vec![3.], vec![4.]]),
-            "values: 1 values of sequence 2, must be 3"
-        );
-        assert_eq!(
-            message(batch().column("values")),
-            "values: absent, must be a column of the batch"
-        );
+    fn indices_and_trajectories_that_do_not_fit_are_errors() {
         assert_eq!(message(batch().select(&[3])), "sequences: 3, there are 3");
         assert_eq!(
             message(batch().with_trajectories(vec![0, 2, 2])),

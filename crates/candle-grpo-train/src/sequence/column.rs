@@ -1,11 +1,11 @@
-//! Values that belong to a batch's sequences.
+//! Values that belong to the response tokens of a batch.
 
 use anyhow::{Context, Result, ensure};
 use candle_core::{DType, Device, Tensor, WithDType};
 use serde::{Deserialize, Serialize};
 
-/// Values for a batch's sequences, in their dtype: one per sequence, or one or several per response
-/// token.
+/// Values for the response tokens of a batch, in their dtype: one or several per token, without
+/// padding.
 ///
 /// ```
 /// use candle_core::Device;
@@ -18,20 +18,12 @@ use serde::{Deserialize, Serialize};
 /// ```
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Column {
-    level: Level,
+    /// Number of values per token, if there are several.
+    entries: Option<usize>,
     /// Each sequence's number of values.
     lengths: Vec<usize>,
     /// All sequences' values, one after another.
     values: Values,
-}
-
-/// The unit that has a value.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
-enum Level {
-    Sequence,
-    Token,
-    /// Each token has several values.
-    Entries(usize),
 }
 
 /// Numbers in one dtype.
@@ -57,25 +49,13 @@ impl From<Vec<u32>> for Values {
 }
 
 impl Column {
-    /// Creates a column with one value per sequence.
-    pub fn per_sequence<T>(values: Vec<T>) -> Self
-    where
-        Values: From<Vec<T>>,
-    {
-        Self {
-            level: Level::Sequence,
-            lengths: vec![1; values.len()],
-            values: values.into(),
-        }
-    }
-
     /// Creates a column with one value per response token.
     pub fn per_token<T: Clone>(rows: Vec<Vec<T>>) -> Self
     where
         Values: From<Vec<T>>,
     {
         Self {
-            level: Level::Token,
+            entries: None,
             lengths: rows.iter().map(Vec::len).collect(),
             values: rows.concat().into(),
         }
@@ -87,43 +67,40 @@ impl Column {
         Values: From<Vec<T>>,
     {
         Self {
-            level: Level::Entries(entries),
+            entries: Some(entries),
             ..Self::per_token(rows)
         }
     }
 
-    /// Copies `tensor` `[B]`, `[B, T]` or `[B, T, K]` to the host, without padding after the
+    /// Copies `tensor` `[B, T]` or `[B, T, K]` to the host, without padding after the
     /// responses, which have `tokens` tokens. Synchronizes with the device.
     ///
     /// # Errors
     ///
     /// Fails if the shape is different, or if a response has more than T tokens.
     pub fn from_tensor(tensor: &Tensor, tokens: &[usize]) -> Result<Self> {
-        let (level, width, entries) = match *tensor.dims() {
-            [_] => (Level::Sequence, 1, 1),
-            [_, t] => (Level::Token, t, 1),
-            [_, t, k] => (Level::Entries(k), t, k),
-            _ => anyhow::bail!("tensor: shape {:?}, must be [B, ..]", tensor.dims()),
+        let (entries, row) = match *tensor.dims() {
+            [_, t] => (None, t),
+            [_, t, k] => (Some(k), t * k),
+            _ => anyhow::bail!("tensor: shape {:?}, must be [B, T, ..]", tensor.dims()),
         };
-        let lengths: Vec<usize> = match level {
-            Level::Sequence => vec![1; tokens.len()],
-            _ => tokens.iter().map(|tokens| tokens * entries).collect(),
-        };
+        let each = entries.unwrap_or(1);
+        let lengths: Vec<usize> = tokens.iter().map(|tokens| tokens * each).collect();
         ensure!(
-            tensor.dim(0)? == tokens.len() && lengths.iter().all(|&x| x <= width * entries),
+            tensor.dim(0)? == tokens.len() && lengths.iter().all(|&length| length <= row),
             "tensor: shape {:?}, must have the values of {tokens:?} tokens",
             tensor.dims()
         );
         let flat = tensor.flatten_all()?;
         let values = match tensor.dtype() {
-            DType::U32 => Values::U32(cut(&flat.to_vec1()?, width * entries, &lengths)),
+            DType::U32 => Values::U32(cut(&flat.to_vec1()?, row, &lengths)),
             _ => {
                 let all = flat.to_dtype(DType::F32)?.to_vec1::<f32>()?;
-                Values::F32(cut(&all, width * entries, &lengths))
+                Values::F32(cut(&all, row, &lengths))
             }
         };
         Ok(Self {
-            level,
+            entries,
             lengths,
             values,
         })
@@ -139,19 +116,15 @@ impl Column {
         self.lengths.is_empty()
     }
 
-    /// Returns the values on `device`: `[B]`, or `[B, width]` or `[B, width, K]`, padded with 0 to
-    /// responses with `width` tokens.
+    /// Returns the values on `device`: `[B, width]` or `[B, width, K]`, padded with 0 to responses
+    /// with `width` tokens.
     ///
     /// # Errors
     ///
     /// Fails if a response has more tokens.
     pub fn padded(&self, width: usize, device: &Device) -> Result<Tensor> {
-        let mut shape = vec![self.len()];
-        match self.level {
-            Level::Sequence => {}
-            Level::Token => shape.push(width),
-            Level::Entries(entries) => shape.extend([width, entries]),
-        }
+        let mut shape = vec![self.len(), width];
+        shape.extend(self.entries);
         let width = shape[1..].iter().product();
         match &self.values {
             Values::F32(values) => pad(values, &self.lengths, width, (&shape, device)),
@@ -182,7 +155,7 @@ impl Column {
             Values::U32(values) => Values::U32(places.flat_map(|at| values[at].to_vec()).collect()),
         };
         Ok(Self {
-            level: self.level,
+            entries: self.entries,
             lengths,
             values,
         })
@@ -205,37 +178,14 @@ impl Column {
                 _ => anyhow::bail!("columns: have several dtypes, must have one"),
             }
             ensure!(
-                all.level == more.level,
-                "columns: {:?} after {:?}, must be the same",
-                more.level,
-                all.level
+                all.entries == more.entries,
+                "columns: {} values per token after {}, must be as many",
+                more.entries.unwrap_or(1),
+                all.entries.unwrap_or(1)
             );
             all.lengths.extend(more.lengths);
         }
         Ok(all)
-    }
-
-    /// Checks that there is a value for each sequence, whose responses have `tokens` tokens.
-    pub(super) fn ensure_of(&self, name: &str, tokens: &[usize]) -> Result<()> {
-        let each = match self.level {
-            Level::Sequence => None,
-            Level::Token => Some(1),
-            Level::Entries(entries) => Some(entries),
-        };
-        ensure!(
-            self.len() == tokens.len(),
-            "{name}: {} sequences, must be {}, those of the batch",
-            self.len(),
-            tokens.len()
-        );
-        for (sequence, (&found, &tokens)) in self.lengths.iter().zip(tokens).enumerate() {
-            let expected = each.map_or(1, |each| each * tokens);
-            ensure!(
-                found == expected,
-                "{name}: {found} values of sequence {sequence}, must be {expected}"
-            );
-        }
-        Ok(())
     }
 }
 
@@ -286,10 +236,6 @@ mod tests {
             [[[16_777_217, 2], [3, 4], [0, 0]], [[5, 6], [0, 0], [0, 0]]]
         );
         assert_eq!(Column::from_tensor(&tensor, &[2, 1]).unwrap(), column);
-        let scores = Column::per_sequence(vec![0.5f32, -1.]);
-        let tensor = scores.padded(3, &Device::Cpu).unwrap();
-        assert_eq!(tensor.to_vec1::<f32>().unwrap(), [0.5, -1.]);
-        assert_eq!(Column::from_tensor(&tensor, &[2, 1]).unwrap(), scores);
     }
 
     #[test]

@@ -163,59 +163,59 @@ mod tests {
     }
 
     proptest! {
-            #[test]
-            fn the_tokens_of_a_pass_are_within_the_bound(
-                shapes in proptest::collection::vec((0u32..3, 0usize..6, 0usize..6, 0u16..3), 1..20),
-                bound in 1usize..40,
-                replays in proptest::bool::ANY,
-            ) {
-                let sequences = shapes.iter().map(|&(prompt, response, token, expert)| {
-                    let sequence = sequence(&vec![prompt; 3 + prompt as usize], response);
-                    if replays {
-    with_experts(sequence, token, expert)
-    } else {
-    sequence
-    }
-                });
-                let sequences: Vec<_> = sequences.collect();
-                for part in divide(&sequences, bound, true, 1) {
-                    let ids = part.iter().map(|&at| sequences[at].read_tokens().to_vec());
-                    let ids: Vec<_> = ids.collect();
-                    let experts = part.iter().filter_map(|&at| sequences[at].read_experts());
-                    let experts: Vec<_> = experts.map(<[u16]>::to_vec).collect();
-                    let packed = if replays {
-    PackedTokens::replaying(&ids, &experts, &Device::Cpu)
-    } else {
-    PackedTokens::sharing_prefixes(&ids, &Device::Cpu)
-    };
-                    let tokens = packed.unwrap().ids().dim(0).unwrap();
-                    prop_assert!(part.len() == 1 || tokens <= bound, "{} of {}", tokens, bound);
+        #[test]
+        fn the_tokens_of_a_pass_are_within_the_bound(
+            shapes in proptest::collection::vec((0u32..3, 0usize..6, 0usize..6, 0u16..3), 1..20),
+            bound in 1usize..40,
+            replays in proptest::bool::ANY,
+        ) {
+            let sequences = shapes.iter().map(|&(prompt, response, token, expert)| {
+                let sequence = sequence(&vec![prompt; 3 + prompt as usize], response);
+                if replays {
+                    with_experts(sequence, token, expert)
+                } else {
+                    sequence
                 }
-            }
-
-            #[test]
-            fn each_sequence_is_in_one_part_within_the_bound(
-                shapes in proptest::collection::vec((0u32..4, 0usize..20), 1..30),
-                bound in 1usize..60,
-                parts in 1usize..6,
-            ) {
-                let sequences: Vec<_> = shapes
-                    .iter()
-                    .map(|&(prompt, response)| sequence(&vec![prompt; 1 + prompt as usize], response))
-                    .collect();
-                let divided = divide(&sequences, bound, true, parts);
-                prop_assert!(divided.len() >= parts.min(sequences.len()));
-                let mut all = divided.concat();
-                all.sort_unstable();
-                prop_assert_eq!(all, (0..sequences.len()).collect::<Vec<_>>());
-                for part in &divided {
-                    let mut prompts: Vec<_> = part.iter().map(|&at| sequences[at].prompt()).collect();
-                    prompts.sort();
-                    prompts.dedup();
-                    let tokens: usize = prompts.iter().map(|prompt| prompt.len()).sum::<usize>()
-                        + part.iter().map(|&at| lengths(&sequences[at]).1).sum::<usize>();
-                    prop_assert!(part.len() == 1 || tokens <= bound, "{} of {}", tokens, bound);
-                }
+            });
+            let sequences: Vec<_> = sequences.collect();
+            for part in divide(&sequences, bound, true, 1) {
+                let ids = part.iter().map(|&at| sequences[at].read_tokens().to_vec());
+                let ids: Vec<_> = ids.collect();
+                let experts = part.iter().filter_map(|&at| sequences[at].read_experts());
+                let experts: Vec<_> = experts.map(<[u16]>::to_vec).collect();
+                let packed = if replays {
+                    PackedTokens::replaying(&ids, &experts, &Device::Cpu)
+                } else {
+                    PackedTokens::sharing_prefixes(&ids, &Device::Cpu)
+                };
+                let tokens = packed.unwrap().ids().dim(0).unwrap();
+                prop_assert!(part.len() == 1 || tokens <= bound, "{} of {}", tokens, bound);
             }
         }
+
+        #[test]
+        fn each_sequence_is_in_one_part_within_the_bound(
+            shapes in proptest::collection::vec((0u32..4, 0usize..20), 1..30),
+            bound in 1usize..60,
+            parts in 1usize..6,
+        ) {
+            let sequences: Vec<_> = shapes
+                .iter()
+                .map(|&(prompt, response)| sequence(&vec![prompt; 1 + prompt as usize], response))
+                .collect();
+            let divided = divide(&sequences, bound, true, parts);
+            prop_assert!(divided.len() >= parts.min(sequences.len()));
+            let mut all = divided.concat();
+            all.sort_unstable();
+            prop_assert_eq!(all, (0..sequences.len()).collect::<Vec<_>>());
+            for part in &divided {
+                let mut prompts: Vec<_> = part.iter().map(|&at| sequences[at].prompt()).collect();
+                prompts.sort();
+                prompts.dedup();
+                let tokens: usize = prompts.iter().map(|prompt| prompt.len()).sum::<usize>()
+                    + part.iter().map(|&at| lengths(&sequences[at]).1).sum::<usize>();
+                prop_assert!(part.len() == 1 || tokens <= bound, "{} of {}", tokens, bound);
+            }
+        }
+    }
 }

@@ -1,8 +1,9 @@
 //! Token sequences on the host, and batches that hold them.
 //!
 //! A completion, a supervised row, a demonstration and a teacher request are each a [`Sequence`]. A
-//! [`Batch`] holds sequences and their values. The device receives packed tokens, and the `[B, T]`
-//! tensors from [`Column::padded`]. A [`TokenBatch`] holds these tensors for the responses.
+//! [`Batch`] holds sequences and their trajectories. The device receives packed tokens, and the
+//! `[B, T]` tensors from [`Column::padded`]. A [`TokenBatch`] holds these tensors for the
+//! responses.
 
 mod batch;
 mod column;
@@ -88,7 +89,6 @@ impl Sequence {
     /// # Errors
     ///
     /// Fails if the answer is empty, or has one token after an empty prompt.
-    /// If the answer is empty, or has one token after an empty prompt.
     pub fn of_answer(prompt: &[u32], answer: &[u32]) -> Result<Self> {
         let weights = [vec![0.; prompt.len()], vec![1.; answer.len()]].concat();
         Ok(Self {
@@ -153,6 +153,7 @@ impl Sequence {
     }
 
     /// Returns this sequence without a token to train on.
+    #[must_use]
     pub fn masked(&self) -> Self {
         Self {
             weights: vec![0.; self.weights.len()].into(),
@@ -161,6 +162,7 @@ impl Sequence {
     }
 
     /// Returns this sequence without replayed experts: the model chooses them.
+    #[must_use]
     pub fn without_experts(&self) -> Self {
         Self {
             experts: None,

@@ -189,6 +189,14 @@ fn tokens_that_the_policy_did_not_write_are_context_only() {
         log_probs.to_vec2::<f32>().unwrap(),
         [[-1., -2., 0., -3.]; 2]
     );
+    // One more than the tokens, and than `written`.
+    let mut other = rollouts;
+    other[1].completion.drawn_log_probs.push(-1.);
+    let error = rollout_log_probs(&other, device()).unwrap_err().to_string();
+    assert_eq!(
+        error,
+        "sequence 1: log_probs: 5 entries, must be 4, one per token"
+    );
 }
 
 /// Ends completions at odd positions with a stop token, the others later, so that rewards differ.

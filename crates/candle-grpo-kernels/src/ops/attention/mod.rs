@@ -142,6 +142,7 @@ impl CausalAttention {
     }
 
     /// Returns attention within the same sequences, with other scores. Both share the table.
+    #[must_use]
     pub fn with_scores(&self, scores: impl Into<Scores>) -> Self {
         Self {
             scores: scores.into(),

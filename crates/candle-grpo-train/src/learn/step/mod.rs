@@ -154,6 +154,7 @@ impl StepBatch {
 
     /// Adds or replaces an input, `[B]` or `[S, T]`. [`signals`] does not compute inputs that are
     /// already present.
+    #[must_use]
     pub fn with_input(mut self, input: Input, tensor: Tensor) -> Self {
         self.inputs.insert(input, tensor);
         self.computed = self.computed | input.into();
