@@ -409,10 +409,22 @@ mod tests {
     /// Returns the results and the gradients with respect to hidden states, weight and bias.
     fn run(
         tiling: Tiling,
+        inputs: [&Tensor; 3],
+        has_bias: bool,
+        keeps: bool,
+        device: &Device,
+    ) -> Result<Vec<Tensor>> {
+        run_with(tiling, inputs, has_bias, keeps, device, None)
+    }
+
+    /// [`run`], which adds the weight gradient to a sum if there is one.
+    fn run_with(
+        tiling: Tiling,
         [hidden, weight, bias]: [&Tensor; 3],
         has_bias: bool,
         keeps: bool,
         device: &Device,
+        weight_sum: Option<&Tensor>,
     ) -> Result<Vec<Tensor>> {
         let (n, vocab) = (hidden.dim(0)?, weight.dim(0)?);
         let targets = Tensor::arange(0, n as u32, device)?.affine(50.0, 3.0)?;
@@ -451,6 +463,7 @@ mod tests {
             weight: true,
             bias: has_bias,
         };
+        let wanted = (wanted, weight_sum);
         let gradients = backward_in(tiling, hidden, weight, bias, &pass, wanted, kept.take())?;
         Ok([Some(packed)]
             .into_iter()
@@ -510,6 +523,12 @@ mod tests {
                 }
                 assert_eq!(found.len(), expected.len());
                 let rounding = if dtype == DType::F32 { 1e-5 } else { 1e-2 };
+                let sum = weight.ones_like()?.to_dtype(DType::F32)?;
+                let others = run_with(many, inputs, has_bias, false, device, Some(&sum))?;
+                assert_eq!(others.len() + 1, found.len());
+                let total = numbers(&(&expected[2] + 1.)?)?;
+                assert_close(&numbers(&sum)?, &total, rounding);
+                assert_eq!(numbers(&others[1])?, numbers(&found[1])?);
                 for (i, expected) in expected.iter().enumerate() {
                     let (found, expected) = (numbers(&found[i])?, numbers(expected)?);
                     assert_close(&found, &expected, rounding);
