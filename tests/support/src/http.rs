@@ -65,11 +65,13 @@ enum Delivery {
 }
 
 impl Reply {
-    /// A response with a JSON body.
+    /// A response with a body, which is JSON unless [`Self::with_header`] sets another content
+    /// type.
     pub fn new(status: u16, body: impl Into<Vec<u8>>) -> Self {
+        let content_type = ("content-type".to_owned(), "application/json".to_owned());
         Self {
             status,
-            headers: Vec::new(),
+            headers: vec![content_type],
             body: body.into(),
             held: false,
             delivery: Delivery::Whole,
@@ -141,8 +143,7 @@ impl Reply {
             .map(|(name, value)| format!("{name}: {value}\r\n"))
             .collect();
         let head = |framing: &str| {
-            format!("HTTP/1.1 {status} Status\r\ncontent-type: application/json\r\n{headers}{framing}\r\n")
-                .into_bytes()
+            format!("HTTP/1.1 {status} Status\r\n{headers}{framing}\r\n").into_bytes()
         };
         let length = format!("content-length: {}\r\n", body.len());
         match self.delivery {

@@ -7,8 +7,9 @@ use std::time::Duration;
 use anyhow::Result;
 use candle_grpo_core::Invalid;
 use serde_json::Value;
-use ureq::Agent;
-use ureq::http::Response;
+use ureq::http::header::{AUTHORIZATION, CONTENT_TYPE};
+use ureq::http::{self, Method, Request, Response};
+use ureq::{Agent, AsSendBody, Body};
 
 use super::retry::{is_transient, retry_after};
 use candle_grpo_base::clock::Beginning;
@@ -137,40 +138,89 @@ impl JsonClient {
         body: Option<String>,
         limits: Limits,
     ) -> Result<String, RequestFailure> {
-        let failed = |error: ureq::Error| match error {
-            ureq::Error::Timeout(_) => RequestFailure::Timeout(limits.time),
-            error => RequestFailure::Connection(self.redact(&error.to_string())),
+        let method = if body.is_some() {
+            Method::POST
+        } else {
+            Method::GET
         };
-        let authorization = self.api_key.as_ref().map(|key| format!("Bearer {key}"));
-        let authorization = authorization.iter();
-        let time = Some(limits.time);
-        let answer = match body {
-            None => {
-                let request = self.agent.get(url).config().timeout_global(time).build();
-                authorization
-                    .fold(request, |request, key| request.header("Authorization", key))
-                    .call()
-            }
-            Some(body) => {
-                let request = self.agent.post(url).config().timeout_global(time).build();
-                authorization
-                    .fold(request.content_type("application/json"), |request, key| {
-                        request.header("Authorization", key)
-                    })
-                    .send(body)
-            }
-        };
-        let mut answer = answer.map_err(failed)?;
-        let text = text_of(&mut answer, limits.bytes).map_err(failed)?;
-        let status = answer.status();
-        if !status.is_success() {
-            return Err(RequestFailure::Status {
-                status: status.as_u16(),
-                message: message_of(&self.redact(&text)),
-                retry_after: retry_after(answer.headers()),
-            });
+        let mut answer = self.open(method, url, &[], body, limits.time)?;
+        let text = self.text(&mut answer, limits)?;
+        if !answer.status().is_success() {
+            return Err(self.refusal(&answer, &text));
         }
         Ok(text)
+    }
+
+    /// Returns the failure of a response with a status that is not 2xx, and this body.
+    pub fn refusal(&self, answer: &Response<Body>, text: &str) -> RequestFailure {
+        RequestFailure::Status {
+            status: answer.status().as_u16(),
+            message: message_of(&self.redact(text)),
+            retry_after: retry_after(answer.headers()),
+        }
+    }
+
+    /// Sends a request with additional headers, and returns the response, with any status, before
+    /// its body. `time` also limits reading the body.
+    ///
+    /// # Errors
+    ///
+    /// Fails if there is no response.
+    pub fn open(
+        &self,
+        method: Method,
+        url: &str,
+        headers: &[(&str, &str)],
+        body: Option<String>,
+        time: Duration,
+    ) -> Result<Response<Body>, RequestFailure> {
+        let mut request = Request::builder().method(method).uri(url);
+        if let Some(key) = &self.api_key {
+            request = request.header(AUTHORIZATION, format!("Bearer {key}"));
+        }
+        if body.is_some() {
+            request = request.header(CONTENT_TYPE, "application/json");
+        }
+        for (name, value) in headers {
+            request = request.header(*name, *value);
+        }
+        let failed = |error| self.failure(error, time);
+        let answer = match body {
+            Some(body) => self.run(request.body(body), time),
+            None => self.run(request.body(()), time),
+        };
+        answer.map_err(failed)
+    }
+
+    fn run<B: AsSendBody>(
+        &self,
+        request: Result<Request<B>, http::Error>,
+        time: Duration,
+    ) -> Result<Response<Body>, ureq::Error> {
+        let request = self.agent.configure_request(request?);
+        self.agent.run(request.timeout_global(Some(time)).build())
+    }
+
+    /// Reads a response body from [`Self::open`].
+    ///
+    /// # Errors
+    ///
+    /// Fails if the body is incomplete, or exceeds `limits`.
+    pub fn text(
+        &self,
+        answer: &mut Response<Body>,
+        limits: Limits,
+    ) -> Result<String, RequestFailure> {
+        let body = answer.body_mut().with_config().limit(limits.bytes);
+        let text = body.lossy_utf8(true).read_to_string();
+        text.map_err(|error| self.failure(error, limits.time))
+    }
+
+    fn failure(&self, error: ureq::Error, limit: Duration) -> RequestFailure {
+        match error {
+            ureq::Error::Timeout(_) => RequestFailure::Timeout(limit),
+            error => RequestFailure::Connection(self.redact(&error.to_string())),
+        }
     }
 
     /// The text without the key.
@@ -180,11 +230,6 @@ impl JsonClient {
             _ => text.to_owned(),
         }
     }
-}
-
-fn text_of(answer: &mut Response<ureq::Body>, bytes: u64) -> Result<String, ureq::Error> {
-    let body = answer.body_mut().with_config().limit(bytes);
-    body.lossy_utf8(true).read_to_string()
 }
 
 /// The message in an error body: `error.message` as in OpenAI's API, otherwise the text.

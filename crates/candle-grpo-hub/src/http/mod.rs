@@ -5,3 +5,5 @@ mod retry;
 
 pub use client::{JsonClient, Limits, RequestFailure, api_key};
 pub use retry::{MAX_PAUSE, backoff, is_transient, pause, retry_after};
+pub use ureq::Body;
+pub use ureq::http::{Method, Response, header};

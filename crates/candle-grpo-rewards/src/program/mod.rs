@@ -8,6 +8,7 @@ mod files;
 mod group;
 mod imports;
 mod job;
+mod lines;
 mod pool;
 mod process;
 mod running;
@@ -24,6 +25,7 @@ use candle_grpo_base::secrets;
 use candle_grpo_core::validate::{Checked, check};
 
 pub use job::Job;
+pub use lines::Lines;
 pub use pool::ProgramPool;
 pub(crate) use process::Process;
 pub use process::{Answer, Failure, Unusable, quoted};
@@ -94,6 +96,16 @@ impl Program {
     /// Starts it.
     pub(crate) fn start(&self) -> Result<Process> {
         Process::start(self)
+    }
+
+    /// Starts it to exchange lines with it, whose output lines have at most `max_line` bytes. At
+    /// most `max_waiting` lines wait to be received; more stay in the pipe.
+    ///
+    /// # Errors
+    ///
+    /// Fails if it cannot be started.
+    pub fn start_lines(&self, max_line: usize, max_waiting: usize) -> Result<Lines> {
+        Lines::start(self, max_line, max_waiting)
     }
 
     /// Starts it with one input and additional environment variables. It exits on its own.

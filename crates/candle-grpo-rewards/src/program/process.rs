@@ -1,24 +1,18 @@
 //! A running program.
 
 use std::fmt;
-use std::io::{BufRead, BufReader, Read as _, Write};
-use std::process::{ChildStdin, ChildStdout};
-use std::slice;
-use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, SyncSender, channel, sync_channel};
-use std::sync::{Arc, Mutex, PoisonError};
-use std::thread;
+use std::sync::mpsc::RecvTimeoutError;
 use std::time::Duration;
 
 use anyhow::{Context, Result, anyhow, bail};
 
 use serde_json::{Map, Value};
 
-use super::tail::Tail;
-use super::{Program, Running};
+use super::{Lines, Program};
 use crate::{Interrupted, Progress};
 use candle_grpo_base::clock::running_time;
 
-/// Time for an ending program to exit, and for a pipe to close.
+/// Time for a pipe to close.
 const QUIET: Duration = Duration::from_millis(20);
 
 /// Time that a batch has after a stop request.
@@ -31,7 +25,7 @@ const POLL: Duration = Duration::from_millis(50);
 const END_GRACE: Duration = Duration::from_secs(5);
 
 /// Maximum output line length, in bytes.
-const MAX_LINE: u64 = 1 << 20;
+const MAX_LINE: usize = 1 << 20;
 
 /// Lines that wait to be read; more stay in the pipe.
 const MAX_LINES: usize = 1 << 10;
@@ -109,13 +103,9 @@ impl fmt::Display for Unusable {
     }
 }
 
-/// A program with one thread per pipe, so that no pipe can fill up and block it.
+/// A running program that answers requests.
 pub(crate) struct Process {
-    running: Running,
-    input: Option<Sender<Vec<u8>>>,
-    output: Receiver<Result<String, String>>,
-    errors: Arc<Mutex<Tail>>,
-    error_reader: thread::JoinHandle<()>,
+    lines: Lines,
     /// Id for the next request.
     next_id: u64,
     /// True if its answers have ids; `None` before the first answer.
@@ -129,19 +119,8 @@ pub(crate) struct Process {
 impl Process {
     pub(super) fn start(program: &Program) -> Result<Self> {
         let (limit, start_limit) = (program.limit, program.start_limit);
-        let mut running = program.spawn(&[])?;
-        let (stdin, stdout, stderr) = running.pipes()?;
-        let (input, batches) = channel();
-        thread::spawn(move || write_batches(stdin, &batches));
-        let (lines, output) = sync_channel(MAX_LINES);
-        thread::spawn(move || read_lines(stdout, &lines));
-        let (errors, error_reader) = Tail::read(stderr);
         Ok(Self {
-            running,
-            input: Some(input),
-            output,
-            errors,
-            error_reader,
+            lines: Lines::start(program, MAX_LINE, MAX_LINES)?,
             next_id: 0,
             echoes_ids: None,
             limit,
@@ -184,7 +163,7 @@ impl Process {
                 deadline = deadline.min(now + STOP_GRACE);
             }
             let rest = deadline.saturating_sub(now);
-            let ended = match self.output.recv_timeout(POLL.min(rest)) {
+            let ended = match self.lines.receive(POLL.min(rest)) {
                 Ok(line) if is_complete => return Err(Failure::Surplus(self.surplus(line))),
                 Ok(Ok(line)) => {
                     let number = format!("answer {} of {count}", answered + 1);
@@ -198,7 +177,7 @@ impl Process {
                     let next = running_time().saturating_add(self.limit);
                     deadline = stops_at.map_or(next, |stop| next.min(stop));
                     if !self.keeps_running() {
-                        self.input = None;
+                        self.lines.close_input();
                     }
                     continue;
                 }
@@ -236,7 +215,7 @@ impl Process {
 
     /// Checks that the program has only written answers so far.
     fn ensure_silent(&self) -> Result<()> {
-        match self.output.try_recv() {
+        match self.lines.receive(Duration::ZERO) {
             Ok(line) => Err(self.surplus(line)),
             Err(_) => Ok(()),
         }
@@ -262,10 +241,7 @@ impl Process {
             lines.push('\n');
             self.next_id += 1;
         }
-        if let Some(input) = &self.input {
-            // An error means that the program has ended, which the other pipe also shows.
-            let _ = input.send(lines.into_bytes());
-        }
+        self.lines.send(lines.into_bytes());
         Ok(())
     }
 
@@ -316,14 +292,14 @@ impl Process {
     ///
     /// Fails if the program writes a line that no request asked for.
     pub(crate) fn finish(mut self) -> Result<()> {
-        self.input = None;
+        self.lines.close_input();
         if self.next_id == 0 {
             return Ok(());
         }
         let deadline = running_time() + END_GRACE;
         loop {
-            let ended = !matches!(self.running.status(), Ok(None));
-            match self.output.recv_timeout(QUIET) {
+            let ended = self.lines.has_ended();
+            match self.lines.receive(QUIET) {
                 Ok(line) => return Err(self.surplus(line)),
                 Err(RecvTimeoutError::Disconnected) => return Ok(()),
                 Err(RecvTimeoutError::Timeout) if ended || running_time() > deadline => {
@@ -335,19 +311,8 @@ impl Process {
     }
 
     /// Kills the program, and adds its exit status and the end of its stderr to `error`.
-    pub(crate) fn stop(mut self, error: anyhow::Error) -> anyhow::Error {
-        // A program that has closed its output is about to exit, with its own status.
-        let status = match self.running.wait(QUIET, &|| false) {
-            Some(status) => format!(" ({status})"),
-            None => String::new(),
-        };
-        self.running
-            .kill_and_read(slice::from_ref(&self.error_reader));
-        let mut tail = self.errors.lock().unwrap_or_else(PoisonError::into_inner);
-        match tail.text().trim() {
-            "" => anyhow!("{error:#}{status}; it wrote nothing to stderr"),
-            text => anyhow!("{error:#}{status}; its stderr ends with:\n{text}"),
-        }
+    pub(crate) fn stop(self, error: anyhow::Error) -> anyhow::Error {
+        self.lines.stop(error)
     }
 }
 
@@ -364,58 +329,6 @@ fn overdue(answered: usize, of: usize, limit: Duration) -> anyhow::Error {
          a slow program needs a greater time_limit_seconds",
         limit.as_secs_f64()
     )
-}
-
-impl Drop for Process {
-    fn drop(&mut self) {
-        self.input = None;
-        self.running.wait(Duration::from_secs(1), &|| false);
-    }
-}
-
-fn write_batches(mut stdin: ChildStdin, batches: &Receiver<Vec<u8>>) {
-    for batch in batches {
-        if stdin
-            .write_all(&batch)
-            .and_then(|()| stdin.flush())
-            .is_err()
-        {
-            return;
-        }
-    }
-}
-
-/// Sends each line, or the error for a line that cannot be read.
-fn read_lines(stdout: ChildStdout, lines: &SyncSender<Result<String, String>>) {
-    let mut reader = BufReader::new(stdout);
-    while let Some(line) = next_line(&mut reader) {
-        let is_last = line.is_err();
-        if lines.send(line).is_err() || is_last {
-            return;
-        }
-    }
-}
-
-fn next_line(reader: &mut impl BufRead) -> Option<Result<String, String>> {
-    let mut bytes = Vec::new();
-    match reader.take(MAX_LINE).read_until(b'\n', &mut bytes) {
-        Ok(0) => return None,
-        Ok(_) => {}
-        Err(error) => return Some(Err(format!("its output cannot be read: {error}"))),
-    }
-    Some(match bytes.strip_suffix(b"\n") {
-        Some(line) => match str::from_utf8(line) {
-            Ok(line) => Ok(line.to_owned()),
-            Err(_) => Err("a line that is not UTF-8".to_owned()),
-        },
-        None if bytes.len() as u64 == MAX_LINE => {
-            Err(format!("a line of more than {} MiB", MAX_LINE >> 20))
-        }
-        None => {
-            let line = quoted(&String::from_utf8_lossy(&bytes));
-            Err(format!("ended within the line {line}"))
-        }
-    })
 }
 
 /// Quotes a line for messages, and cuts it if it is long.

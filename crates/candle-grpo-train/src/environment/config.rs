@@ -36,7 +36,7 @@ pub struct EnvironmentConfig {
 pub enum EnvironmentKind {
     /// [`ProgramEnvironments`].
     Program(ProgramEnvironmentConfig),
-    /// [`ToolEnvironments`](super::ToolEnvironments) with programs.
+    /// [`ToolEnvironments`](super::ToolEnvironments) with programs and MCP servers.
     Tools(ToolsConfig),
     /// Programs that call the policy over HTTP. The crate `candle-grpo-agents` plays them.
     Agent(AgentConfig),
@@ -53,7 +53,17 @@ impl EnvironmentConfig {
         limits.map_err(|error| within("limits", error))?;
         match &self.kind {
             EnvironmentKind::Program(config) => config.validate(),
-            EnvironmentKind::Tools(config) => config.validate(),
+            EnvironmentKind::Tools(config) => {
+                let reward = self.limits.failure_reward;
+                let must = "be absent for tools, which give no rewards: the trajectory is excluded";
+                check(
+                    reward.is_none(),
+                    "limits.failure_reward",
+                    reward.unwrap_or_default(),
+                    must,
+                )?;
+                config.validate()
+            }
             EnvironmentKind::Agent(config) => {
                 let must = "be false: messages of agents come from outside";
                 check(
@@ -86,6 +96,18 @@ impl EnvironmentConfig {
             EnvironmentKind::Program(config) => config.program().files(),
             EnvironmentKind::Tools(config) => config.files(),
             EnvironmentKind::Agent(config) => config.program().files(),
+        }
+    }
+
+    /// Starts the MCP servers whose tools the policy can call, and lists their tools.
+    ///
+    /// # Errors
+    ///
+    /// If a server cannot be used, or two tools have the same name.
+    pub fn list_tools(&self) -> Result<()> {
+        match &self.kind {
+            EnvironmentKind::Tools(config) => config.list().map(|_| ()),
+            EnvironmentKind::Program(_) | EnvironmentKind::Agent(_) => Ok(()),
         }
     }
 

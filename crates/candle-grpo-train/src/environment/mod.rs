@@ -29,8 +29,8 @@ pub use conversation::Conversation;
 pub use environments::{EnvironmentLimits, Environments};
 pub use program::{ProgramEnvironmentConfig, ProgramEnvironments};
 pub use tools::{
-    CallContext, ProgramTool, ProgramToolConfig, Tool, ToolCall, ToolEnvironments, ToolFormat,
-    ToolsConfig,
+    CallContext, McpServerConfig, McpServers, McpSession, ProgramTool, ProgramToolConfig, Tool,
+    ToolCall, ToolEnvironments, ToolFormat, ToolsConfig, Unavailable,
 };
 
 /// Creates environments, one per trajectory. Several threads call it at the same time.

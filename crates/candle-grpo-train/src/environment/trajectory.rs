@@ -34,7 +34,8 @@ const OF_EPISODE: u64 = u64::MAX - 1;
 pub(super) struct Trajectory<'a> {
     prompt: &'a Prompt,
     seed: CompletionSeed,
-    environment: Box<dyn Environment>,
+    /// Absent once the trajectory has ended.
+    environment: Option<Box<dyn Environment>>,
     vocab_size: usize,
     started: Duration,
     /// Maximum response length.
@@ -83,7 +84,7 @@ impl<'a> Trajectory<'a> {
         Ok(Self {
             prompt,
             seed,
-            environment,
+            environment: Some(environment),
             vocab_size,
             started: running_time(),
             max_tokens,
@@ -160,6 +161,10 @@ impl<'a> Trajectory<'a> {
         if self.end == Some(EpisodeEnd::MaxTokens) {
             self.row.finish(FinishReason::Length);
         }
+        if self.has_ended() {
+            // It may hold processes, which other trajectories in the batch no longer wait for.
+            self.environment = None;
+        }
         Ok(())
     }
 
@@ -173,7 +178,9 @@ impl<'a> Trajectory<'a> {
     ) -> Result<Option<EpisodeEnd>> {
         let (limits, conversation) = (&environments.limits, &environments.conversation);
         let number = self.turns.len() - 1;
-        let step = self.environment.step(&Turn {
+        let environment = self.environment.as_mut();
+        let environment = environment.context("the trajectory has ended")?;
+        let step = environment.step(&Turn {
             number,
             text: &conversation.text(&turn.tokens)?,
             tokens: &turn.tokens,

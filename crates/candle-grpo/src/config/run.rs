@@ -526,15 +526,21 @@ impl RunConfig {
         doubts
     }
 
-    /// Reads the data, and checks that each row has the columns that the rewards need.
+    /// Reads the data, and checks that each row has the columns that the rewards need. Starts the
+    /// MCP servers that list tools.
     ///
     /// # Errors
     ///
-    /// Returns a [`ConfigError`] if a key in the section does not fit the rows, or content is not
-    /// text. Returns an error with file and line if anything else is wrong.
+    /// Returns a [`ConfigError`] if a key in the section does not fit the rows, content is not
+    /// text, or an MCP server cannot be used. Returns an error with file and line if anything
+    /// else is wrong.
     pub fn load_data(&self) -> anyhow::Result<Dataset> {
         let dataset = self.data.load(self.seed());
         let dataset = dataset.map_err(|error| data_error(&self.document, DATA, error))?;
+        if let Some(environment) = &self.environment {
+            let listed = environment.list_tools();
+            listed.map_err(|error| Problem::within(ENVIRONMENT, &error).locate(&self.document))?;
+        }
         for row in dataset.train.iter().chain(&dataset.held_out) {
             for reward in &self.rewards {
                 reward

@@ -19,6 +19,8 @@ mod init;
 mod judge;
 mod killed;
 mod longrope;
+#[cfg(feature = "mcp")]
+mod mcp;
 mod mixing;
 mod models;
 mod mutation;

@@ -1,9 +1,12 @@
 //! Tools that the policy calls.
 
+mod config;
 mod format;
+mod mcp;
 mod program;
 
 use std::collections::BTreeMap;
+use std::fmt;
 use std::sync::Arc;
 
 use anyhow::{Result, ensure};
@@ -14,8 +17,10 @@ use crate::excerpt::excerpt;
 use crate::{Interrupted, Progress};
 use candle_grpo_rewards::program::Unusable;
 
+pub use config::ToolsConfig;
 pub use format::{ToolCall, ToolFormat};
-pub use program::{ProgramTool, ProgramToolConfig, ToolsConfig};
+pub use mcp::{McpServerConfig, McpServers, McpSession};
+pub use program::{ProgramTool, ProgramToolConfig};
 
 /// Maximum number of calls per turn.
 const MAX_CALLS: usize = 16;
@@ -39,9 +44,26 @@ pub trait Tool: Send + Sync {
     ///
     /// # Errors
     ///
-    /// The policy gets the message as output, and the call counts as failed.
-    /// [`Interrupted`](crate::Interrupted) ends the step.
+    /// The policy gets the message as output, and the call counts as failed. With the context
+    /// [`Unavailable`], the trajectory has failed instead. [`Interrupted`](crate::Interrupted) ends
+    /// the step.
     fn call(&self, call: &CallContext<'_>) -> Result<String>;
+
+    /// Ends a trajectory, even one without a call. The default does nothing.
+    fn end(&self, episode: u64) {
+        let _ = episode;
+    }
+}
+
+/// Context for the error of a call that failed for a reason outside the tool, such as a lost
+/// connection. The trajectory has then failed, because the policy is not the cause.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Unavailable;
+
+impl fmt::Display for Unavailable {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("a tool is unavailable")
+    }
 }
 
 /// A call to a [`Tool`].
@@ -131,11 +153,15 @@ impl ToolEnvironments {
     /// # Errors
     ///
     /// Fails if there is already one with the same name.
-    pub fn with(mut self, tool: impl Tool + 'static) -> Result<Self> {
+    pub fn with(self, tool: impl Tool + 'static) -> Result<Self> {
+        self.with_shared(Arc::new(tool))
+    }
+
+    fn with_shared(mut self, tool: Arc<dyn Tool>) -> Result<Self> {
         let name = tool.name();
         ensure!(!name.is_empty(), "tools: a name is empty");
         ensure!(self.tool(name).is_none(), "tools: {name:?} is given twice");
-        self.tools.push(Arc::new(tool));
+        self.tools.push(tool);
         Ok(self)
     }
 
@@ -227,8 +253,21 @@ impl ToolEnvironment {
         };
         match tool.call(&context) {
             Ok(output) => Ok((output, true)),
-            Err(error) if error.is::<Interrupted>() || error.is::<Unusable>() => Err(error),
+            Err(error) if is_fatal(&error) => Err(error),
             Err(error) => Ok((format!("error: {error:#}"), false)),
+        }
+    }
+}
+
+/// Returns whether a call's error is not for the policy to read.
+fn is_fatal(error: &anyhow::Error) -> bool {
+    error.is::<Interrupted>() || error.is::<Unusable>() || error.is::<Unavailable>()
+}
+
+impl Drop for ToolEnvironment {
+    fn drop(&mut self) {
+        for tool in &self.tools.tools {
+            tool.end(self.episode);
         }
     }
 }

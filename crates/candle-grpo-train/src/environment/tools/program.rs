@@ -8,36 +8,8 @@ use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value, json};
 
 use super::super::program::{limit, workers};
-use super::{
-    CallContext, MAX_OUTPUT_CHARS, OUTPUT_AFTER, OUTPUT_BEFORE, Tool, ToolEnvironments, ToolFormat,
-    schema,
-};
-use candle_grpo_base::column::column;
-use candle_grpo_base::within;
+use super::{CallContext, Tool};
 use candle_grpo_rewards::program::{Answer, Failure, Program, ProgramPool, check_limits, quoted};
-
-/// Options for [`ToolEnvironments`] with programs as tools.
-#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
-#[serde(deny_unknown_fields)]
-pub struct ToolsConfig {
-    /// Tools that the policy can call.
-    pub tools: Vec<ProgramToolConfig>,
-    /// Tool call format: `hermes` (Hermes, Qwen, SmolLM3), `llama` (Llama 3), or `marks`.
-    #[serde(default)]
-    pub format: ToolFormat,
-    /// Column with the tools for a row's prompt, as a list of names or schemas. Absent: all.
-    #[serde(default)]
-    pub column: Option<String>,
-    /// Maximum number of characters in an output. The rest is cut off.
-    #[serde(default = "max_output_chars")]
-    pub max_output_chars: usize,
-    /// Text before an output, after a plain text prompt.
-    #[serde(default = "output_before")]
-    pub output_before: String,
-    /// Text after an output, after a plain text prompt.
-    #[serde(default = "output_after")]
-    pub output_after: String,
-}
 
 /// Options for [`ProgramTool`].
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
@@ -67,107 +39,12 @@ pub struct ProgramToolConfig {
     pub start_limit_seconds: f64,
 }
 
-fn max_output_chars() -> usize {
-    MAX_OUTPUT_CHARS
-}
-
-fn output_before() -> String {
-    OUTPUT_BEFORE.to_owned()
-}
-
-fn output_after() -> String {
-    OUTPUT_AFTER.to_owned()
-}
-
 fn no_parameters() -> Value {
     json!({"type": "object", "properties": {}})
 }
 
-impl ToolsConfig {
-    /// Checks the values. Starts no program and opens no file.
-    ///
-    /// # Errors
-    ///
-    /// Fails if there are no tools, or a value is out of range.
-    pub fn validate(&self) -> Result<()> {
-        check(!self.tools.is_empty(), "tools", "none", "be at least one")?;
-        at_least_one("max_output_chars", self.max_output_chars)?;
-        self.format
-            .validate()
-            .map_err(|error| within("format.marks", error))?;
-        self.each(ProgramToolConfig::validate)
-    }
-
-    /// Checks that the programs exist.
-    ///
-    /// # Errors
-    ///
-    /// Fails if one is missing.
-    pub fn check_files(&self) -> Result<()> {
-        self.each(|tool| tool.program().check_files())
-    }
-
-    /// The files that determine outputs.
-    pub fn files(&self) -> Vec<PathBuf> {
-        let tools = self.tools.iter();
-        tools.flat_map(|tool| tool.program().files()).collect()
-    }
-
-    /// The schemas for a prompt whose row has these columns.
-    ///
-    /// # Errors
-    ///
-    /// Fails if the tools column is absent or not a list, or contains an unknown tool.
-    pub fn schemas(&self, columns: &Value) -> Result<Vec<Value>> {
-        let own =
-            |tool: &ProgramToolConfig| schema(&tool.name, &tool.description, &tool.parameters);
-        let Some(name) = &self.column else {
-            return Ok(self.tools.iter().map(own).collect());
-        };
-        let value = column(columns, name)?;
-        let list = value.as_array();
-        let list = list.with_context(|| format!("column {name:?}: {value}, must be a list"))?;
-        let find = |entry: &Value| {
-            let function = entry.get("function").unwrap_or(entry);
-            let name = entry.as_str().or_else(|| function.get("name")?.as_str());
-            let name = name.with_context(|| format!("{entry}, must be a name or a schema"))?;
-            let tool = self.tools.iter().find(|tool| tool.name == name);
-            let tool = tool.with_context(|| format!("{name:?}, must be the name of a tool"))?;
-            Ok(if entry.is_string() {
-                own(tool)
-            } else {
-                entry.clone()
-            })
-        };
-        let schemas = list.iter().map(find).collect::<Result<_>>();
-        schemas.with_context(|| format!("column {name:?}"))
-    }
-
-    fn each(&self, check: impl Fn(&ProgramToolConfig) -> Result<()>) -> Result<()> {
-        let mut tools = self.tools.iter().enumerate();
-        tools.try_for_each(|(i, tool)| {
-            check(tool).map_err(|error| within(&format!("tools[{i}]"), error))
-        })
-    }
-
-    /// Starts the tools.
-    ///
-    /// # Errors
-    ///
-    /// Fails if the options are invalid or a program cannot be started.
-    pub fn build(&self) -> Result<ToolEnvironments> {
-        self.validate()?;
-        let tools = ToolEnvironments::new(self.format.clone())?
-            .with_max_output_chars(self.max_output_chars)
-            .with_output_marks(&self.output_before, &self.output_after);
-        self.tools.iter().try_fold(tools, |tools, tool| {
-            tools.with(ProgramTool::new(tool.clone())?)
-        })
-    }
-}
-
 impl ProgramToolConfig {
-    fn validate(&self) -> Result<()> {
+    pub(super) fn validate(&self) -> Result<()> {
         check(!self.name.is_empty(), "name", "\"\"", "be a text")?;
         check(
             self.parameters.is_object(),
@@ -183,7 +60,7 @@ impl ProgramToolConfig {
         )?)
     }
 
-    fn program(&self) -> Program {
+    pub(super) fn program(&self) -> Program {
         let (limit, start_limit) = (self.time_limit_seconds, self.start_limit_seconds);
         Program::new(&self.command, self.folder.as_ref(), limit, start_limit)
     }

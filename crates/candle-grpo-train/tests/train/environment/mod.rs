@@ -4,8 +4,12 @@ mod branches;
 mod contents;
 mod loops;
 mod masks;
+#[cfg(all(unix, feature = "mcp"))]
+mod mcp;
 #[cfg(unix)]
 mod programs;
+#[cfg(all(unix, feature = "mcp"))]
+mod real_mcp;
 mod rollouts;
 pub(crate) mod templates;
 #[cfg(unix)]

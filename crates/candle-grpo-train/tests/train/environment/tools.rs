@@ -38,7 +38,7 @@ impl Tool for Reverse {
 }
 
 /// Plays scripted turns with tools, after a prompt with messages or plain text.
-fn play(
+pub(super) fn play(
     tools: ToolEnvironments,
     template: &str,
     stop: &str,
@@ -77,8 +77,10 @@ fn play(
 }
 
 /// The texts that the policy did not write.
-fn outputs(rollout: &Rollout) -> String {
-    let written = rollout.completion.written.as_ref().unwrap();
+pub(super) fn outputs(rollout: &Rollout) -> String {
+    let Some(written) = &rollout.completion.written else {
+        return String::new();
+    };
     let tokens = rollout.completion.tokens.iter().zip(written);
     let others: Vec<u32> = tokens.filter(|(_, w)| !**w).map(|(t, _)| *t).collect();
     bpe().decode(&others, false).unwrap()

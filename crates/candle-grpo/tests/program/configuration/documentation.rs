@@ -10,7 +10,9 @@ use std::path::{Path, PathBuf};
 use candle_grpo::config::{Document, Import, Preset, RunConfig, SftEvaluationConfig, SftRunConfig};
 use candle_grpo::core::rewards::CosineLength;
 use candle_grpo::train::DatasetConfig;
-use candle_grpo::train::environment::{EnvironmentKind, EnvironmentLimits, ProgramToolConfig};
+use candle_grpo::train::environment::{
+    EnvironmentKind, EnvironmentLimits, McpServerConfig, ProgramToolConfig,
+};
 use candle_grpo::train::learn::DemonstrationConfig;
 use candle_grpo::train::rewards::{
     CodeLimits, ExactReward, F1Reward, InstructionsReward, JsonReward, JudgeConfig, JudgeScore,
@@ -228,7 +230,7 @@ fn tables() -> Vec<Table> {
         ),
         table(
             "environment tools",
-            "crates/candle-grpo-train/src/environment/tools/program.rs",
+            "crates/candle-grpo-train/src/environment/tools/config.rs",
             "ToolsConfig",
             environment(json!({"kind": "tools", "tools": []})),
         ),
@@ -245,6 +247,15 @@ fn tables() -> Vec<Table> {
             {
                 let config = json!({"name": "", "command": []});
                 let config: ProgramToolConfig = serde_json::from_value(config).unwrap();
+                serde_json::to_value(config).unwrap()
+            },
+        ),
+        table(
+            "mcp server",
+            "crates/candle-grpo-train/src/environment/tools/mcp/config.rs",
+            "McpServerConfig",
+            {
+                let config: McpServerConfig = serde_json::from_value(json!({"name": ""})).unwrap();
                 serde_json::to_value(config).unwrap()
             },
         ),
