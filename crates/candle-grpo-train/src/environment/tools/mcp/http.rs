@@ -24,7 +24,7 @@ const END_LIMIT: Duration = Duration::from_secs(2);
 /// A connection to a server at a URL.
 pub(super) struct HttpConnection {
     exchange: Exchange,
-    /// What the server sends in answer to the last request.
+    /// The messages that the server sends in answer to the last request.
     answers: Option<Receiver<Event>>,
 }
 

@@ -45,7 +45,7 @@ pub(super) enum Failure {
     Broken(Error),
 }
 
-/// What comes next from a server.
+/// The next thing from a server.
 pub(super) enum Received {
     Message(String),
     /// Nothing yet.
