@@ -7,6 +7,7 @@ mod chat_template;
 mod checkpoint;
 mod common;
 mod critic;
+mod cuda_budget;
 mod curriculum;
 mod custom_model;
 mod data_formats;
