@@ -18,6 +18,7 @@ use candle_grpo_rewards::program::{Answer, Failure, Program, ProgramPool, check_
 
 /// Options for [`ToolEnvironments`] with programs as tools.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 #[serde(deny_unknown_fields)]
 pub struct ToolsConfig {
     /// Tools that the policy can call.
@@ -41,6 +42,7 @@ pub struct ToolsConfig {
 
 /// Options for [`ProgramTool`].
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 #[serde(deny_unknown_fields)]
 pub struct ProgramToolConfig {
     /// The name that the policy uses to call it.
