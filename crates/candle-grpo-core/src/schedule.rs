@@ -26,6 +26,7 @@ use crate::validate::{self, Checked};
 /// assert_eq!(schedule.at(1000), 0.1);
 /// ```
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 #[serde(default, deny_unknown_fields)]
 pub struct CoefSchedule {
     /// Coefficient after the warm-up. Default 1.
@@ -42,6 +43,7 @@ pub struct CoefSchedule {
 
 /// Decay shape for a [`CoefSchedule`] or a learning rate.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 #[serde(rename_all = "snake_case")]
 #[non_exhaustive]
 pub enum Decay {

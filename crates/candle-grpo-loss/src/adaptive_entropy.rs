@@ -13,6 +13,7 @@ use serde::{Deserialize, Serialize};
 /// and lowers it otherwise, within `min` and `max`. The bonus applies only while the entropy is at
 /// most the target. Save the state in checkpoints.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 #[serde(default, deny_unknown_fields)]
 pub struct AdaptiveEntropy {
     /// Target entropy, in nats per token. Default 0.2.

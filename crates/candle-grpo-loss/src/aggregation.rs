@@ -17,7 +17,8 @@ use candle_grpo_core::validate::positive;
 /// Denominators are [`StepTotals`] for the whole optimizer step, so micro-batch losses and
 /// gradients add up to those for the batch.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
-#[serde(rename_all = "kebab-case")]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
+#[serde(rename_all = "kebab-case", deny_unknown_fields)]
 #[non_exhaustive]
 pub enum Aggregation {
     /// `sum(m x) / tokens`: equal weight for each token (DAPO, <https://arxiv.org/abs/2503.14476>).

@@ -10,6 +10,7 @@ use serde::{Deserialize, Serialize};
 /// Use [`Self::Token`] by default. Try [`Self::Sequence`] if token ratios are noisy, for example in
 /// mixture-of-experts models, and [`Self::Segment`] for multi-turn samples.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 #[serde(rename_all = "snake_case")]
 #[non_exhaustive]
 pub enum ImportanceLevel {

@@ -10,6 +10,7 @@ use candle_grpo_core::validate::{Name, check, non_negative};
 /// Ratio that multiplies the KL estimate. It makes the gradient unbiased for samples from the old
 /// policy (<https://arxiv.org/abs/2512.02556>).
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 #[serde(rename_all = "snake_case")]
 #[non_exhaustive]
 pub enum BiasCorrection {
@@ -27,6 +28,7 @@ pub enum BiasCorrection {
 /// Start without it. Add [`Self::k3`] with a coefficient near 0.001 if rewards are easy to game.
 /// Watch the metric `kl`: if it keeps growing, the policy leaves the reference.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 #[serde(deny_unknown_fields)]
 pub struct KlLoss {
     /// Coefficient (`kl_coef`, `beta`).

@@ -13,6 +13,7 @@ use candle_grpo_core::validate::{finite, non_negative};
 /// added to policy and KL terms, with the same denominators.
 #[doc(alias = "VAPO")]
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 #[serde(deny_unknown_fields)]
 pub struct PositiveNll {
     /// Coefficient.

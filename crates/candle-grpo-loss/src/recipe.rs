@@ -32,6 +32,7 @@ use crate::policy_loss::PolicyLoss;
 /// # Ok::<(), candle_core::Error>(())
 /// ```
 #[derive(Debug, Clone, PartialEq, Default, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 #[serde(default, deny_unknown_fields)]
 pub struct Recipe {
     /// Reward shaping, which comes first. Default [`RewardShaping::default`].

@@ -12,6 +12,7 @@ use candle_grpo_core::validate::positive;
 /// `max(f(V - R), f(clip(V, V_old - clip, V_old + clip) - R))` for each token, with value V, return
 /// R and error loss f (PPO, <https://arxiv.org/abs/1707.06347>; `value_clip` in ROLL).
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 #[serde(default, deny_unknown_fields)]
 pub struct ValueLoss {
     /// Distance from the old value beyond which a value has no gradient toward the return. Absent
@@ -25,6 +26,7 @@ pub struct ValueLoss {
 
 /// Loss for an error e.
 #[derive(Debug, Clone, Copy, PartialEq, Default, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 #[serde(rename_all = "snake_case", deny_unknown_fields)]
 #[non_exhaustive]
 pub enum ErrorLoss {

@@ -6,6 +6,7 @@ use serde::{Deserialize, Serialize};
 /// The dtype for a policy's forward and backward pass. Sums, norms, softmax, log-probs and losses
 /// are always f32.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 #[serde(rename_all = "lowercase")]
 pub enum ComputeDType {
     /// f32.

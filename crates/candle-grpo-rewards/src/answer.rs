@@ -11,6 +11,7 @@ use serde::{Deserialize, Serialize};
 /// Start with `Auto`. If your prompt asks for a form, such as a tag, name that place: text
 /// elsewhere then scores nothing.
 #[derive(Debug, Clone, PartialEq, Eq, Default, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 #[serde(rename_all = "snake_case")]
 pub enum AnswerPlace {
     /// The first place that exists: the last `\boxed{}`, the text after the last `####`, or the

@@ -40,6 +40,11 @@ const CORRECT: &str = "correct";
 /// # Ok::<(), anyhow::Error>(())
 /// ```
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[cfg_attr(
+    feature = "schema",
+    derive(schemars::JsonSchema),
+    schemars(bound = "M: RewardModelOptions + schemars::JsonSchema")
+)]
 #[serde(bound = "M: RewardModelOptions")]
 pub struct RewardConfig<M = NoRewardModel> {
     /// Name in messages; absent: its kind.
@@ -62,6 +67,11 @@ macro_rules! rewards {
         /// model: it is free, fast and hard to game. Add `tags` or `regex` with a small weight if
         /// the format matters.
         #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+        #[cfg_attr(
+    feature = "schema",
+    derive(schemars::JsonSchema),
+    schemars(bound = "M: RewardModelOptions + schemars::JsonSchema")
+)]
         #[serde(tag = "kind", bound = "M: RewardModelOptions")]
         #[allow(clippy::large_enum_variant, reason = "a run has a few of them")]
         pub enum RewardKind<M = NoRewardModel> {
@@ -100,49 +110,54 @@ macro_rules! rewards {
 }
 
 rewards! {
-    /// [`NumericReward`].
+    /// The right number: [`NumericReward`].
     "numeric": Numeric(NumericReward),
-    /// [`MathReward`].
+    /// The right value of a mathematical answer: [`MathReward`].
     #[cfg(feature = "math")]
     "math": Math(MathReward),
-    /// [`ExactReward`].
+    /// The right text: [`ExactReward`].
     "exact": Exact(ExactReward),
-    /// [`MultipleChoiceReward`].
+    /// The letter of the right choice: [`MultipleChoiceReward`].
     "multiple_choice": MultipleChoice(MultipleChoiceReward),
-    /// [`F1Reward`].
+    /// The word overlap with the expected text: [`F1Reward`].
     "f1": F1(F1Reward),
-    /// [`InstructionsReward`].
+    /// IFEval's instructions: [`InstructionsReward`].
     #[cfg(feature = "instructions")]
     "instructions": Instructions(InstructionsReward),
-    /// [`RegexReward`](crate::RegexReward).
+    /// A regular expression: [`RegexReward`](crate::RegexReward).
     "regex": Regex(RegexOptions),
-    /// [`TagsReward`](crate::TagsReward).
+    /// Tags in their order: [`TagsReward`](crate::TagsReward).
     "tags": Tags(TagsOptions),
-    /// [`JsonReward`].
+    /// A JSON document: [`JsonReward`].
     "json": Json(JsonReward),
-    /// [`LengthReward`](crate::LengthReward).
+    /// A penalty for long completions: [`LengthReward`](crate::LengthReward).
     "length": Length(OverlongPenalty),
-    /// [`RepetitionReward`](crate::RepetitionReward).
+    /// A penalty for repetition: [`RepetitionReward`](crate::RepetitionReward).
     "repetition": Repetition(RepetitionPenalty),
-    /// [`LengthScaledReward`] with [`LengthScale::Cosine`].
+    /// Another reward, scaled by a cosine of the length: [`LengthScaledReward`].
     "cosine": Cosine(CosineOptions<M>),
-    /// [`LengthScaledReward`] with [`LengthScale::Relative`].
+    /// Another reward, scaled by the length within the group: [`LengthScaledReward`].
     "relative_length": RelativeLength(RelativeLengthOptions<M>),
-    /// [`ProgramReward`](crate::ProgramReward).
+    /// The score of your own program: [`ProgramReward`](crate::ProgramReward).
     "program": Program(ProgramConfig),
-    /// [`CodeReward`](crate::CodeReward).
+    /// The tests that a program passes: [`CodeReward`](crate::CodeReward).
     #[cfg(feature = "code")]
     "code": Code(CodeConfig),
     /// A model's score, which the program provides.
     "reward_model": RewardModel(M),
-    /// `JudgeReward`, which needs the feature `judge`.
+    /// A judge's score: `JudgeReward`, which needs the feature `judge`.
     "judge": Judge(Box<JudgeConfig>),
-    /// [`EnsembleReward`].
+    /// Several judges' scores, combined: [`EnsembleReward`].
     "ensemble": Ensemble(EnsembleOptions<M>),
 }
 
 /// Options for [`LengthScaledReward`] with [`LengthScale::Cosine`].
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[cfg_attr(
+    feature = "schema",
+    derive(schemars::JsonSchema),
+    schemars(bound = "M: RewardModelOptions + schemars::JsonSchema")
+)]
 #[serde(deny_unknown_fields, bound = "M: RewardModelOptions")]
 pub struct CosineOptions<M = NoRewardModel> {
     /// Reward that decides whether an answer is right, with its kind's options.
@@ -157,6 +172,11 @@ pub struct CosineOptions<M = NoRewardModel> {
 
 /// Options for [`LengthScaledReward`] with [`LengthScale::Relative`].
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[cfg_attr(
+    feature = "schema",
+    derive(schemars::JsonSchema),
+    schemars(bound = "M: RewardModelOptions + schemars::JsonSchema")
+)]
 #[serde(deny_unknown_fields, bound = "M: RewardModelOptions")]
 pub struct RelativeLengthOptions<M = NoRewardModel> {
     /// Reward that decides whether an answer is right, with its kind's options.
@@ -168,6 +188,11 @@ pub struct RelativeLengthOptions<M = NoRewardModel> {
 
 /// Options for [`EnsembleReward`].
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[cfg_attr(
+    feature = "schema",
+    derive(schemars::JsonSchema),
+    schemars(bound = "M: RewardModelOptions + schemars::JsonSchema")
+)]
 #[serde(deny_unknown_fields, bound = "M: RewardModelOptions")]
 pub struct EnsembleOptions<M = NoRewardModel> {
     /// Judges, each with its kind's options.

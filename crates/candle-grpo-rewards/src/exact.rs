@@ -25,6 +25,7 @@ use candle_grpo_base::column::column;
 /// # Ok::<(), anyhow::Error>(())
 /// ```
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 #[serde(default, deny_unknown_fields)]
 pub struct ExactReward {
     /// Column with the expected value: a text, a number, true or false.

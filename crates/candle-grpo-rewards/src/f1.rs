@@ -27,6 +27,7 @@ use candle_grpo_base::column::column;
 /// # Ok::<(), anyhow::Error>(())
 /// ```
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 #[serde(default, deny_unknown_fields)]
 pub struct F1Reward {
     /// Column with the expected text, or with a list of texts.

@@ -4,6 +4,7 @@ use serde::{Deserialize, Serialize};
 
 /// The reason why a completion ended.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 #[serde(rename_all = "snake_case")]
 pub enum FinishReason {
     /// The policy sampled a stop token.

@@ -61,6 +61,7 @@ impl RewardFunction for RegexReward {
 
 /// Options for [`RegexReward`].
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 #[serde(deny_unknown_fields)]
 pub struct RegexOptions {
     /// Regular expression.
@@ -180,6 +181,7 @@ impl RewardFunction for TagsReward {
 
 /// Options for [`TagsReward`].
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 #[serde(deny_unknown_fields)]
 pub struct TagsOptions {
     /// Tag names in their required order.

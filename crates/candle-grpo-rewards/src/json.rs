@@ -29,6 +29,7 @@ use crate::{RewardFunction, Sample};
 /// # Ok::<(), anyhow::Error>(())
 /// ```
 #[derive(Debug, Clone, PartialEq, Default, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 #[serde(default, deny_unknown_fields)]
 pub struct JsonReward {
     /// Column with the expected value, as JSON or as text; absent: any object is right.

@@ -41,6 +41,7 @@ use candle_grpo_base::column::column;
 /// # Ok::<(), anyhow::Error>(())
 /// ```
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 #[serde(default, deny_unknown_fields)]
 pub struct MultipleChoiceReward {
     /// Column with the right choice: a letter, a number from 0, or a choice's text.

@@ -71,6 +71,7 @@ impl<M: RewardModelOptions> RewardOptions for M {
 
 /// Options for a program without reward models: there are none.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 pub enum NoRewardModel {}
 
 impl<'de> Deserialize<'de> for NoRewardModel {

@@ -37,6 +37,7 @@ pub enum ScoreFailure {
 
 /// Treatment for a completion whose score was not computed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 #[serde(rename_all = "snake_case")]
 pub enum OnFailure {
     /// A fixed score.

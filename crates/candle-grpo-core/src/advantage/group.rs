@@ -61,6 +61,7 @@ use crate::validate::{self, Checked, Name};
 /// Statistics run in f64, in two passes and relative to the smallest reward, so equal rewards give
 /// exactly 0.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 #[serde(default, deny_unknown_fields)]
 pub struct GroupAdvantage {
     /// KL penalty, subtracted from each sequence reward before anything else (TRL's RLOO). Absent

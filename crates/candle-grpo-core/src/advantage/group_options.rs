@@ -16,6 +16,7 @@ pub const DEFAULT_EPSILON: f64 = 1e-6;
 /// `GroupMean` is a safe first choice. `LeaveOneOut` is unbiased, which matters most for small
 /// groups.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 #[serde(rename_all = "snake_case")]
 #[non_exhaustive]
 pub enum Baseline {
@@ -51,6 +52,7 @@ impl Baseline {
 
 /// Divisor for the reward minus its baseline.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 #[serde(rename_all = "snake_case")]
 pub enum Scale {
     /// Standard deviation within the group. Needs a group baseline. The default.
@@ -67,6 +69,7 @@ pub enum Scale {
 
 /// Order in which reward components are summed and normalized.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 #[serde(rename_all = "snake_case")]
 #[non_exhaustive]
 pub enum ComponentOrder {
@@ -80,6 +83,7 @@ pub enum ComponentOrder {
 
 /// Samples that enter means and standard deviations.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 #[serde(rename_all = "snake_case")]
 #[non_exhaustive]
 pub enum BaselinePopulation {
@@ -94,6 +98,7 @@ pub enum BaselinePopulation {
 /// Factor that compensates for samples without a learning signal:
 /// `B / (number of samples with a signal)` (GPG, <https://arxiv.org/abs/2504.02546>).
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 #[serde(rename_all = "snake_case")]
 #[non_exhaustive]
 pub enum ZeroSignalScaling {
@@ -109,6 +114,7 @@ pub enum ZeroSignalScaling {
 
 /// Advantage for a sample that is alone in its group, where a group baseline is undefined.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 #[serde(rename_all = "snake_case")]
 #[non_exhaustive]
 pub enum SingletonGroup {

@@ -16,6 +16,7 @@ use crate::validate::{self, Checked};
 /// Use it to keep the policy near a reference through the reward. The KL term in `candle-grpo-loss`
 /// does the same through the loss, and needs no reward shaping.
 #[derive(Debug, Clone, Copy, PartialEq, Default, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 #[serde(deny_unknown_fields)]
 pub struct KlPenalty {
     /// Penalty coefficient. Default 0.

@@ -10,6 +10,7 @@ use crate::validate::{self, Checked};
 
 /// Correspondence between tokens in two sequences.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 #[serde(rename_all = "snake_case")]
 #[non_exhaustive]
 pub enum TokenAlignment {
@@ -32,6 +33,7 @@ pub enum TokenAlignment {
 /// probabilities at its position, and w its importance weight (1 if absent). If only one sequence
 /// in a group has tokens, its baseline is 0.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 #[serde(default, deny_unknown_fields)]
 pub struct OptimalTokenBaseline {
     /// Correspondence between tokens in two sequences. Default `position`.

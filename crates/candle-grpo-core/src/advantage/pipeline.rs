@@ -56,6 +56,7 @@ use crate::validate::{self, Checked, Name};
 /// # Ok::<(), serde_json::Error>(())
 /// ```
 #[derive(Debug, Clone, PartialEq, Default, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 #[serde(default, deny_unknown_fields)]
 pub struct AdvantagePipeline {
     /// Estimator. Default `grpo`.

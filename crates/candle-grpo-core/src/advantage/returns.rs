@@ -7,6 +7,7 @@ use crate::mask::Mask;
 
 /// Treatment for tokens that the policy did not generate, such as tool output between two turns.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 #[serde(rename_all = "snake_case")]
 #[non_exhaustive]
 pub enum MaskedTokens {

@@ -15,6 +15,7 @@ use crate::validate::{self, Checked};
 /// Usually, the teacher is the same policy with more information in its prompt, such as a reference
 /// answer. Needs `old_log_probs` and `teacher_log_probs`.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 #[serde(default, deny_unknown_fields)]
 pub struct TeacherWeight {
     /// The weight's share L, from 0 to 1, scheduled over training steps. Default

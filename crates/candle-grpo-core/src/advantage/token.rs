@@ -20,6 +20,7 @@ use crate::validate::{self, Checked};
 
 /// Baseline that is subtracted from a token's return.
 #[derive(Debug, Clone, Copy, PartialEq, Default, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 #[serde(rename_all = "snake_case")]
 #[non_exhaustive]
 pub enum TokenBaseline {
@@ -72,6 +73,7 @@ pub enum TokenBaseline {
 /// were clipped. `reward_kl_per_sequence` averages each sequence's mean: pass it to
 /// [`crate::kl::KlController`].
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 #[serde(default, deny_unknown_fields)]
 pub struct TokenAdvantage {
     /// KL penalty in the reward (`add_token_level_kl` in ROLL). Absent by default.

@@ -10,6 +10,7 @@ use crate::validate::{self, Checked};
 
 /// Where epsilon enters the divisor.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 #[serde(rename_all = "snake_case")]
 #[non_exhaustive]
 pub enum EpsilonPlacement {
@@ -36,6 +37,7 @@ pub enum EpsilonPlacement {
 /// # Ok::<(), candle_core::Error>(())
 /// ```
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 #[serde(default, deny_unknown_fields)]
 pub struct Whitening {
     /// Subtracts the mean. If false, the mean is added back after the division. Default `true`.

@@ -14,6 +14,7 @@ use crate::validate::{self, Checked};
 /// means that the policy moves away from the reference. The names k1, k2 and k3 come from
 /// <http://joschu.net/blog/kl-approx.html>. verl's and ROLL's names are in brackets.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 #[serde(rename_all = "snake_case")]
 #[non_exhaustive]
 pub enum KlEstimator {
@@ -52,7 +53,8 @@ impl KlEstimator {
 
 /// Gradient for a KL estimate.
 #[derive(Debug, Clone, Copy, PartialEq, Default, Serialize, Deserialize)]
-#[serde(rename_all = "snake_case")]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
+#[serde(rename_all = "snake_case", deny_unknown_fields)]
 #[non_exhaustive]
 pub enum KlGradient {
     /// The estimator's own gradient. The default.
@@ -82,6 +84,7 @@ pub enum KlGradient {
 /// # Ok::<(), candle_core::Error>(())
 /// ```
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 #[serde(default, deny_unknown_fields)]
 pub struct Kl {
     /// Estimator. Default `k3`.

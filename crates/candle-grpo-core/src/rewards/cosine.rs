@@ -28,6 +28,7 @@ use crate::validate::{self, Checked};
 /// # Ok::<(), candle_core::Error>(())
 /// ```
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 #[serde(default, deny_unknown_fields)]
 pub struct CosineLength {
     /// Length in tokens from which the score is constant. Default 1000.

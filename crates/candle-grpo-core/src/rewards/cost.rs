@@ -28,6 +28,7 @@ use crate::validate::{self, Checked};
 /// # Ok::<(), candle_core::Error>(())
 /// ```
 #[derive(Debug, Clone, Copy, PartialEq, Default, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 #[serde(default, deny_unknown_fields)]
 pub struct CostPenalty {
     /// Weight for generated tokens. Default 0.

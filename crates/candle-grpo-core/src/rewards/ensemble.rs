@@ -23,6 +23,7 @@ use crate::rewards::{
 /// # Ok::<(), candle_core::Error>(())
 /// ```
 #[derive(Debug, Clone, PartialEq, Default, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 #[serde(rename_all = "snake_case")]
 #[non_exhaustive]
 pub enum ScoreEnsemble {

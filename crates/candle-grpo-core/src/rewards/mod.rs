@@ -107,6 +107,7 @@ impl<T: WithDType, const N: usize> IntoRewards for &[T; N] {
 
 /// Treatment for rewards that are NaN or infinite.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 #[serde(rename_all = "snake_case")]
 #[non_exhaustive]
 pub enum NonFinite {

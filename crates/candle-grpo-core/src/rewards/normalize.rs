@@ -11,6 +11,7 @@ use crate::validate::{self, Checked};
 
 /// The rewards over which a moment is computed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 #[serde(rename_all = "snake_case")]
 #[non_exhaustive]
 pub enum NormLevel {
@@ -27,6 +28,7 @@ pub enum NormLevel {
 
 /// The center for a standard deviation.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 #[serde(rename_all = "snake_case")]
 #[non_exhaustive]
 pub enum StdCenter {
@@ -44,6 +46,7 @@ pub enum StdCenter {
 /// With a group std, a group with equal rewards is not divided. It gives 0 with the group mean, and
 /// the distance from the mean at any other level.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 #[serde(default, deny_unknown_fields)]
 pub struct RewardNorm {
     /// Level for the mean (ROLL's `norm_mean_type`). Default `none`.

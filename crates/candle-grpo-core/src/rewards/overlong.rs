@@ -26,6 +26,7 @@ use crate::validate::{self, Checked};
 /// # Ok::<(), candle_core::Error>(())
 /// ```
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 #[serde(deny_unknown_fields)]
 pub struct OverlongPenalty {
     /// Length at which the penalty reaches `factor`.

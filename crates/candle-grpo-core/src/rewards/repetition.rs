@@ -21,6 +21,7 @@ use crate::validate::{self, Checked};
 /// # Ok::<(), candle_core::Error>(())
 /// ```
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 #[serde(default, deny_unknown_fields)]
 pub struct RepetitionPenalty {
     /// n-gram length, in tokens or words. Default 3.

@@ -15,6 +15,7 @@ use crate::validate::{self, Checked};
 /// is the mean reward in its latest group. The task belongs to the first pool whose threshold is at
 /// least the score, or to the last pool.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 #[serde(default, deny_unknown_fields)]
 pub struct DifficultyPools {
     /// Largest score in each pool, ascending. Default `[0.2, 0.8, 1.0]`.

@@ -23,6 +23,7 @@ pub struct GroupSummary {
 /// Compute the statistics from scores before any shaping. A length penalty makes rewards differ
 /// even in a group whose answers are all right or all wrong.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 #[serde(default, deny_unknown_fields)]
 pub struct GroupFilter {
     /// Requires that a group's rewards differ (DAPO, <https://arxiv.org/abs/2503.14476>). Default

@@ -14,6 +14,7 @@ use crate::{AdvantageBatch, AdvantageEstimator, Advantages, GroupAdvantage};
 
 /// Unit that the episode statistics count.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 #[serde(rename_all = "snake_case")]
 #[non_exhaustive]
 pub enum EpisodePopulation {
@@ -61,6 +62,7 @@ pub enum EpisodePopulation {
 /// # Ok::<(), candle_core::Error>(())
 /// ```
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 #[serde(default, deny_unknown_fields)]
 pub struct Gigpo {
     /// Discount from one step to the next. Default 0.95.

@@ -11,6 +11,7 @@ use crate::importance_level::ImportanceLevel;
 
 /// Inclusive bounds on a statistic that compares the two policies.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 #[serde(deny_unknown_fields)]
 pub struct RolloutFilter {
     /// Statistic that is bounded.
@@ -27,6 +28,7 @@ pub struct RolloutFilter {
 
 /// A per-token statistic, with `d = old_log_probs - rollout_log_probs`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 #[serde(rename_all = "snake_case")]
 #[non_exhaustive]
 pub enum FilterStatistic {
@@ -55,6 +57,7 @@ pub enum FilterStatistic {
 
 /// Level at which a statistic is computed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 #[serde(rename_all = "snake_case")]
 #[non_exhaustive]
 pub enum FilterLevel {

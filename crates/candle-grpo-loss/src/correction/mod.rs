@@ -48,6 +48,7 @@ use candle_grpo_core::validate::{check, non_negative, positive};
 /// # Ok::<(), candle_core::Error>(())
 /// ```
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 #[serde(default, deny_unknown_fields)]
 pub struct RolloutCorrection {
     /// Weight for the policy term. If absent, it is 1. Absent by default.
@@ -76,6 +77,7 @@ impl Default for RolloutCorrection {
 
 /// The importance weight `exp(d)` at some level, within bounds.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 #[serde(default, deny_unknown_fields)]
 pub struct ImportanceWeight {
     /// Level for the log-ratio. Default `token`.
@@ -123,6 +125,7 @@ impl ImportanceWeight {
 
 /// Treatment for a weight outside its bounds.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 #[serde(rename_all = "snake_case")]
 #[non_exhaustive]
 pub enum OutOfBounds {

@@ -56,6 +56,7 @@ const MASSES: [&str; 2] = ["student_mass", "teacher_mass"];
 /// # Ok::<(), candle_core::Error>(())
 /// ```
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 #[serde(default, deny_unknown_fields)]
 pub struct DistillationLoss {
     /// Factor for the loss. Default 1.

@@ -10,6 +10,7 @@ use candle_grpo_core::validate::at_least_one;
 
 /// Vocabulary entries that are compared, if the teacher returns logits.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 #[serde(rename_all = "snake_case", deny_unknown_fields)]
 #[non_exhaustive]
 pub enum Support {
@@ -40,6 +41,7 @@ pub enum Support {
 
 /// Treatment for entries outside the support.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 #[serde(rename_all = "snake_case")]
 #[non_exhaustive]
 pub enum Tail {

@@ -30,6 +30,7 @@ use checked_batch::CheckedBatch;
 
 /// Treatment for sequences without a valid token in a mean over sequences.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 #[serde(rename_all = "snake_case")]
 pub enum EmptySequences {
     /// They are not counted (ROLL, OpenRLHF). The default.
@@ -41,6 +42,7 @@ pub enum EmptySequences {
 
 /// Tokens in the entropy bonus.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 #[serde(rename_all = "snake_case")]
 pub enum EntropyTokens {
     /// All tokens in the response mask, or in [`PolicyBatch::entropy_mask`] if you set it. The
@@ -97,6 +99,7 @@ pub enum EntropyTokens {
 /// # Ok::<(), candle_core::Error>(())
 /// ```
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 #[serde(default, deny_unknown_fields)]
 pub struct PolicyLoss {
     /// Reduction for the log-ratio: per token, or over a sequence or segment. Default `token`.

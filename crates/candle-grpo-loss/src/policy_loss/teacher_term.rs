@@ -34,6 +34,7 @@ use candle_grpo_core::validate::{finite, non_negative, positive};
 /// # Ok::<(), candle_core::Error>(())
 /// ```
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 #[serde(deny_unknown_fields)]
 pub struct TeacherTerm {
     /// Coefficient.
@@ -49,6 +50,7 @@ pub struct TeacherTerm {
 
 /// Forms for [`TeacherTerm`], with `a = teach - lp`.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 #[serde(rename_all = "snake_case", deny_unknown_fields)]
 #[non_exhaustive]
 pub enum TeacherTermForm {
@@ -83,6 +85,7 @@ pub enum TeacherTermForm {
 
 /// Policy whose log-probs are compared with the teacher's.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 #[serde(rename_all = "snake_case")]
 #[non_exhaustive]
 pub enum Student {
@@ -96,6 +99,7 @@ pub enum Student {
 /// `w_t = 1 + gamma (1 - P_t / max(sum abs(a), epsilon))`, where `P_t` sums `abs(a)` over the
 /// tokens before t: early disagreements count more (IW-OPD in TRL).
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 #[serde(default, deny_unknown_fields)]
 pub struct EarlyWeight {
     /// Additional weight for the first token. Default 1.

@@ -15,6 +15,7 @@ use candle_grpo_core::validate::{check, non_negative, positive, unit_interval};
 /// learning rate or make fewer updates per batch.
 #[doc(alias = "PPO")]
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 #[serde(default, deny_unknown_fields)]
 pub struct Clip {
     /// Clip width below a ratio of 1, from 0 to 1. Default 0.2.

@@ -16,6 +16,7 @@ use candle_grpo_core::validate::{check, non_negative, share};
 /// whole step: call [`crate::PolicyLoss::select_tokens`] once and pass the result to
 /// [`crate::PolicyBatch::selected_tokens`].
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 #[serde(default, deny_unknown_fields)]
 pub struct ClipCov {
     /// Clip for the tokens that are not selected. Default [`Clip::default`].
@@ -44,6 +45,7 @@ impl Default for ClipCov {
 ///
 /// Select the tokens as for [`ClipCov`].
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 #[serde(default, deny_unknown_fields)]
 pub struct KlCov {
     /// Fraction of all tokens that is selected. Default 0.0002.

@@ -17,6 +17,7 @@ use super::{SurrogateInputs, TokenLoss, TokenLosses};
 #[doc(alias = "CISPO")]
 #[doc(alias = "TIS")]
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 #[serde(default, deny_unknown_fields)]
 pub struct DetachedWeight {
     /// Lower bound for the weight, from 0 to 1. Absent by default.
@@ -34,6 +35,7 @@ pub struct DetachedWeight {
 
 /// Clip widths for the tokens that [`DetachedWeight`] drops: distances from a ratio of 1.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 #[serde(deny_unknown_fields)]
 pub struct UnifiedMask {
     /// Width below 1, for tokens with a negative advantage.

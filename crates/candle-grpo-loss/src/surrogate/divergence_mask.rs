@@ -11,6 +11,7 @@ use candle_grpo_core::validate::{non_negative, positive};
 /// Distance between the sampled token's probabilities: q under the old policy and p under the
 /// policy.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 #[serde(rename_all = "snake_case")]
 #[non_exhaustive]
 pub enum Divergence {
@@ -23,6 +24,7 @@ pub enum Divergence {
 
 /// Tokens that a [`DivergenceMask`] drops.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 #[serde(rename_all = "snake_case")]
 #[non_exhaustive]
 pub enum DropIf {
@@ -38,6 +40,7 @@ pub enum DropIf {
 
 /// The loss value for a [`DivergenceMask`]. The gradient is the same.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 #[serde(rename_all = "snake_case")]
 #[non_exhaustive]
 pub enum MaskedValue {
@@ -56,6 +59,7 @@ pub enum MaskedValue {
 #[doc(alias = "DPPO")]
 #[doc(alias = "IPO")]
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 #[serde(default, deny_unknown_fields)]
 pub struct DivergenceMask {
     /// Distance. Default `total_variation`.

@@ -28,6 +28,7 @@ const SAFE_WEIGHTS: (f64, f64) = (0.8, 1.);
 /// tokens that the threshold holds back.
 #[doc(alias = "FIPO")]
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 #[serde(default, deny_unknown_fields)]
 pub struct FutureKl {
     /// Clip. Default `Clip::asymmetric(0.2, 0.28)`.

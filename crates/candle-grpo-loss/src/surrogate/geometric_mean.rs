@@ -17,6 +17,7 @@ use candle_grpo_core::validate::non_negative;
 /// weights are factors in the geometric mean. With a policy mask, the mean is over its tokens.
 #[doc(alias = "GMPO")]
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 #[serde(default, deny_unknown_fields)]
 pub struct GeometricMean {
     /// Clip width below a log-ratio of 0. Default 0.4.

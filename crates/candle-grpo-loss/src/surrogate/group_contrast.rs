@@ -18,6 +18,7 @@ use candle_grpo_core::validate::positive;
 /// groups. Needs [`crate::PolicyBatch::groups`], with all sequences in a group in one batch.
 #[doc(alias = "REAL")]
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 #[serde(default, deny_unknown_fields)]
 pub struct GroupContrast {
     /// Score temperature. Default 0.5.

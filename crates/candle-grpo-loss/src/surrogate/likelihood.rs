@@ -12,6 +12,7 @@ use super::{SurrogateInputs, TokenLoss, TokenLosses};
 #[doc(alias = "SFT")]
 #[doc(alias = "CHORD")]
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 #[serde(default, deny_unknown_fields)]
 pub struct Likelihood {
     /// Multiplies the loss by `sg[p (1 - p)]`, where p is the token's probability. Tokens that the

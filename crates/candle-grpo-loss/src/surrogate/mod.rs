@@ -53,6 +53,7 @@ macro_rules! surrogates {
         /// aggregation. There are three exceptions, which reduce over the sequence themselves:
         /// [`Self::GeometricMean`], [`Self::Vespo`] and [`Self::GroupContrast`].
         #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+        #[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
         #[serde(rename_all = "snake_case")]
         #[non_exhaustive]
         pub enum Surrogate {

@@ -12,6 +12,7 @@ use candle_grpo_core::validate::positive;
 /// At ratio 1, the gradient is the policy gradient. It decays on both sides.
 #[doc(alias = "SAPO")]
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 #[serde(default, deny_unknown_fields)]
 pub struct SoftGate {
     /// Gradient decay where the advantage is positive. Default 1.

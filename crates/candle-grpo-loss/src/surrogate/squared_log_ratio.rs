@@ -13,6 +13,7 @@ use candle_grpo_core::validate::non_negative;
 #[doc(alias = "Kimi")]
 #[doc(alias = "DRO")]
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 #[serde(default, deny_unknown_fields)]
 pub struct SquaredLogRatio {
     /// Penalty coefficient. Default 0.1.

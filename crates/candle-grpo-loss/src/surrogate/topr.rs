@@ -10,6 +10,7 @@ use candle_grpo_core::validate::{finite, non_negative};
 
 /// Condition for a positive sample.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 #[serde(rename_all = "snake_case")]
 #[non_exhaustive]
 pub enum PositiveIf {
@@ -25,6 +26,7 @@ pub enum PositiveIf {
 /// `negative_weight * min(r, 1)`.
 #[doc(alias = "TOPR")]
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 #[serde(default, deny_unknown_fields)]
 pub struct Topr {
     /// Weight for positive samples. Default 1.

@@ -15,6 +15,7 @@ use candle_grpo_core::validate::{non_negative, positive};
 /// itself if it is one per sequence.
 #[doc(alias = "VESPO")]
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 #[serde(default, deny_unknown_fields)]
 pub struct Vespo {
     /// k where the advantage is at least 0. Default 2.

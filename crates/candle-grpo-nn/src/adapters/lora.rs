@@ -22,6 +22,7 @@ use candle_grpo_base::atomic_file;
 
 /// LoRA options.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 #[serde(deny_unknown_fields)]
 pub struct LoraConfig {
     /// Rank of each update matrix.

@@ -20,6 +20,7 @@ use crate::{ComputeCopies, Gradients, Parameters};
 
 /// Options for [`AdamW`].
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 #[serde(default, deny_unknown_fields)]
 pub struct AdamWConfig {
     /// Learning rate. For reinforcement learning on a pretrained model, start around 1e-6.
@@ -82,6 +83,7 @@ impl Default for AdamWConfig {
 
 /// The dtype of the weights that the steps of [`AdamW`] add up in.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 #[serde(rename_all = "snake_case")]
 pub enum MasterWeights {
     /// f32. A model that computes in bf16 has a copy beside it: 6 bytes a parameter.
@@ -106,6 +108,7 @@ fn key(name: &str) -> u64 {
 
 /// The form of the state of [`AdamW`] in memory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 #[non_exhaustive]
 pub enum StateForm {
     /// f32: 8 bytes per parameter. For f64 parameters the state is f64: 16 bytes.
@@ -142,6 +145,7 @@ impl StateForm {
 
 /// Selects which parameters decay.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 #[serde(rename_all = "snake_case")]
 #[non_exhaustive]
 pub enum DecayRule {

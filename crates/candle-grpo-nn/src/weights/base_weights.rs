@@ -20,6 +20,7 @@ use crate::config::architecture::linear_maps;
 /// Q5_0 instead of Q4_K, Q5_1 instead of Q5_K, Q8_0 instead of Q6_K. If it is not a multiple of 32,
 /// the map is not quantized.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 #[serde(rename_all = "snake_case")]
 #[non_exhaustive]
 pub enum BaseWeights {

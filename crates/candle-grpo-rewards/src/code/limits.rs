@@ -8,6 +8,7 @@ use serde::{Deserialize, Serialize};
 /// The defaults suit short functions. Raise `time_seconds` and `cpu_seconds` for programs that
 /// compute for long.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 #[serde(default, deny_unknown_fields)]
 pub struct CodeLimits {
     /// Maximum time in seconds, from the program's start.

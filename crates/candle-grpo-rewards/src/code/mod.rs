@@ -47,6 +47,7 @@ const MARKER: &str = "{marker}";
 
 /// Options for [`CodeReward`].
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 #[serde(default, deny_unknown_fields)]
 pub struct CodeConfig {
     /// Column with the tests: a text or a list of texts with assertions, a list of objects with

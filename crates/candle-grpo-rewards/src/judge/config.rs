@@ -43,6 +43,7 @@ const MAX_INFLIGHT: usize = 4096;
 /// # Ok::<(), anyhow::Error>(())
 /// ```
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 #[serde(deny_unknown_fields)]
 pub struct JudgeConfig {
     /// Server URL up to `/v1`. The server must support OpenAI's chat completions API.
@@ -112,6 +113,7 @@ pub struct JudgeConfig {
 
 /// Behavior once a budget is used up.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 #[serde(rename_all = "snake_case")]
 pub enum OnBudget {
     /// The run ends with [`BudgetExhausted`] and a checkpoint.

@@ -30,6 +30,7 @@ use crate::pattern::compile;
 /// # Ok::<(), anyhow::Error>(())
 /// ```
 #[derive(Debug, Clone, PartialEq, Default, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 #[serde(default, deny_unknown_fields)]
 pub struct JudgeScore {
     /// Regular expression whose first group is the score. The last match counts.

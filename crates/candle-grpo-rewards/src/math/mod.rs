@@ -56,6 +56,7 @@ const MAX_DECIMALS: u32 = 30;
 /// # Ok::<(), anyhow::Error>(())
 /// ```
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 #[serde(default, deny_unknown_fields)]
 pub struct MathReward {
     /// Column with the expected answer: a number, or a text in LaTeX or plain text.

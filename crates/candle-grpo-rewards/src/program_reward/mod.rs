@@ -22,6 +22,7 @@ use candle_grpo_base::progress::NoProgress;
 
 /// Options for [`ProgramReward`].
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 #[serde(deny_unknown_fields)]
 pub struct ProgramConfig {
     /// Program and arguments. They are not passed through a shell.

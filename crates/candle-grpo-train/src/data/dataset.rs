@@ -23,15 +23,24 @@ use candle_grpo_base::within;
 
 /// The data section in a configuration: files, and how their rows become prompts.
 #[derive(Debug, Clone, PartialEq, Default, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 #[serde(default, deny_unknown_fields)]
 pub struct DatasetConfig {
     /// Files to train on, one or a list: JSON lines (or one JSON array), CSV or Parquet. Write
     /// `hf://datasets/ORG/NAME/FILE` for a file in a data set on the
     /// [hub](guide.md#the-hugging-face-hub).
     #[serde(deserialize_with = "one_or_more")]
+    #[cfg_attr(
+        feature = "schema",
+        schemars(with = "Option<crate::one_or_more::Texts<PathBuf>>")
+    )]
     pub train: Vec<PathBuf>,
     /// Files to evaluate on, one or a list.
     #[serde(deserialize_with = "one_or_more")]
+    #[cfg_attr(
+        feature = "schema",
+        schemars(with = "Option<crate::one_or_more::Texts<PathBuf>>")
+    )]
     pub held_out: Vec<PathBuf>,
     /// Number of `train` rows to hold out, sampled by the seed; not together with `held_out`.
     pub held_out_rows: Option<usize>,

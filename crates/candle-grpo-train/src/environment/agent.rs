@@ -13,6 +13,7 @@ use candle_grpo_rewards::program::Program;
 
 /// Options for agents.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 #[serde(default, deny_unknown_fields)]
 pub struct AgentConfig {
     /// An agent's program and its arguments, started without a shell. Each trajectory has its own

@@ -16,6 +16,7 @@ use candle_grpo_core::validate::check;
 
 /// The environment in a configuration file: `kind`, options for that kind, and `limits`.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 pub struct EnvironmentConfig {
     /// Trajectory limits.
     #[serde(default)]
@@ -31,12 +32,13 @@ pub struct EnvironmentConfig {
 
 /// Environments that a configuration can select.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 #[serde(tag = "kind", rename_all = "snake_case")]
 #[non_exhaustive]
 pub enum EnvironmentKind {
-    /// [`ProgramEnvironments`].
+    /// Your own program: [`ProgramEnvironments`].
     Program(ProgramEnvironmentConfig),
-    /// [`ToolEnvironments`](super::ToolEnvironments) with programs and MCP servers.
+    /// Tools that are programs, or on MCP servers: [`ToolEnvironments`](super::ToolEnvironments).
     Tools(ToolsConfig),
     /// Programs that call the policy over HTTP. The crate `candle-grpo-agents` plays them.
     Agent(AgentConfig),

@@ -21,6 +21,7 @@ const THREADS: usize = 16;
 /// Trajectory limits. [`SamplingConfig::max_new_tokens`](crate::SamplingConfig::max_new_tokens)
 /// limits the response length, environment tokens included.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 #[serde(default, deny_unknown_fields)]
 pub struct EnvironmentLimits {
     /// Maximum number of turns.

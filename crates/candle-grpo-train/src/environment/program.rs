@@ -16,6 +16,7 @@ use candle_grpo_rewards::program::{Answer, Program, ProgramPool, Unusable, check
 
 /// Options for [`ProgramEnvironments`].
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 #[serde(deny_unknown_fields)]
 pub struct ProgramEnvironmentConfig {
     /// The program and its arguments. No shell is involved.

@@ -19,6 +19,7 @@ use crate::{TokenBatch, TrainingBatch};
 
 /// Configuration of a [`Critic`].
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 #[serde(default, deny_unknown_fields)]
 pub struct CriticConfig {
     /// The loss.

@@ -42,6 +42,7 @@ use candle_grpo_base::within;
 /// # Ok::<(), anyhow::Error>(())
 /// ```
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 #[serde(default, deny_unknown_fields)]
 pub struct DemonstrationConfig {
     /// Number of rows per optimizer step.

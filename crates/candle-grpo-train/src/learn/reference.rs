@@ -32,6 +32,7 @@ pub struct Reference<M = Decoder> {
 ///
 /// TR-DPO, <https://arxiv.org/abs/2404.09656>; TRL's `sync_ref_model`.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 #[serde(deny_unknown_fields)]
 pub struct ReferenceRefresh {
     /// Interval in training steps.

@@ -19,6 +19,7 @@ use crate::{FinishReason, Prompt, Rollout, SamplingConfig};
 ///
 /// A step writes at most `max_groups` groups, and each text has at most `max_chars` characters.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 #[serde(default, deny_unknown_fields)]
 pub struct RolloutLogConfig {
     /// Writes completions every this many steps, starting with the first. Absent: never.

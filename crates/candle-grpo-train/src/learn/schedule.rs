@@ -11,6 +11,7 @@ use serde::{Deserialize, Serialize};
 /// `f + (1 - f) * (1 - p)` or `f + (1 - f) * (1 + cos(pi * p)) / 2`, with
 /// `p = min(1, (s - w) / (e - w + 1))`.
 #[derive(Debug, Clone, Copy, PartialEq, Default, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 #[serde(default, deny_unknown_fields)]
 pub struct LearningRateSchedule {
     /// Number of steps until the optimizer's learning rate is reached.

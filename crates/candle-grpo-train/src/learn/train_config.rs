@@ -22,6 +22,7 @@ use candle_grpo_base::within;
 
 /// The source of the old log-probs, the denominator of the ratio of an update.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 #[serde(rename_all = "snake_case")]
 #[non_exhaustive]
 pub enum OldLogProbs {
@@ -60,6 +61,7 @@ const MICRO_BATCH_SIZE: usize = 32;
 /// # Ok::<(), anyhow::Error>(())
 /// ```
 #[derive(Debug, Clone, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 #[serde(default, deny_unknown_fields)]
 pub struct TrainConfig {
     /// Number of prompts in a step.

@@ -19,6 +19,7 @@ use candle_grpo_base::within;
 /// The reward of a turn is that of its environment. The last turn also has the other rewards of the
 /// trajectory, so the rewards of its turns add up to its score.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 #[serde(rename_all = "snake_case", deny_unknown_fields)]
 #[non_exhaustive]
 pub enum TurnAdvantage {
@@ -32,6 +33,7 @@ pub enum TurnAdvantage {
 
 /// The options of [`TurnAdvantage::StepReturns`].
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 #[serde(default, deny_unknown_fields)]
 pub struct StepReturns {
     /// Discount from one turn to the next.

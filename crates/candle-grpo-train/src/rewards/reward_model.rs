@@ -24,6 +24,7 @@ use candle_grpo_rewards::RewardModelOptions;
 
 /// Options for [`RewardModel`].
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 #[serde(deny_unknown_fields)]
 pub struct RewardModelConfig {
     /// Directory with a Hugging Face model whose class ends in `ForSequenceClassification`, and

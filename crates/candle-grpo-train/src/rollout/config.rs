@@ -13,6 +13,7 @@ use candle_grpo_nn::ComputeDType;
 
 /// The way in which an engine receives the policy's weights.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 #[serde(rename_all = "snake_case")]
 #[non_exhaustive]
 pub enum WeightSync {
@@ -51,6 +52,7 @@ pub enum WeightSync {
 /// # Ok::<(), anyhow::Error>(())
 /// ```
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 #[serde(default, deny_unknown_fields)]
 pub struct RolloutConfig {
     /// Engine that samples completions: `local` (the policy in this process), `vllm`, `sglang`, or
@@ -64,6 +66,10 @@ pub struct RolloutConfig {
     /// Server URL, without `/v1`: one, or a list. Completions are distributed over several
     /// servers; if one fails, the others take over.
     #[serde(deserialize_with = "one_or_more")]
+    #[cfg_attr(
+        feature = "schema",
+        schemars(with = "Option<crate::one_or_more::Texts<String>>")
+    )]
     pub base_url: Vec<String>,
     /// Name under which the server serves the model. Absent: the first one that it lists.
     pub served_model_name: Option<String>,

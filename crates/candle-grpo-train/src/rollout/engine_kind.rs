@@ -7,6 +7,7 @@ use super::engine::{OpenAi, Protocol, Sglang, Vllm};
 
 /// The engine that samples completions.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 #[serde(rename_all = "snake_case")]
 #[non_exhaustive]
 pub enum Engine {

@@ -11,6 +11,7 @@ use serde::{Deserialize, Serialize};
 /// the most likely tokens, in this order and as in transformers. For training, keep the defaults:
 /// log-probs then belong to the policy itself.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 #[serde(default, deny_unknown_fields)]
 pub struct SamplingConfig {
     /// Divisor for the logits before the softmax, from 1e-6 to 1e6. 1 is the policy itself.

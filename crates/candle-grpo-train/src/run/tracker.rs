@@ -14,6 +14,7 @@ use candle_grpo_rewards::program::{Program, Sink};
 
 /// A program that receives a run's metrics as lines of JSON, for example for an experiment tracker.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 #[serde(deny_unknown_fields)]
 pub struct TrackerConfig {
     /// The program and its arguments. No shell is involved.

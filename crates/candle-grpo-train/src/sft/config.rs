@@ -14,6 +14,7 @@ use candle_grpo_base::within;
 
 /// Supervised training settings.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 #[serde(default, deny_unknown_fields)]
 pub struct SftConfig {
     /// Number of rows per optimizer step. The loss is the mean over all their tokens that train.
@@ -58,6 +59,7 @@ pub struct SftConfig {
 /// Learning rate over a supervised run: a linear warm-up, then a decay until the last step, with
 /// the formulas in [`LearningRateSchedule`].
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 #[serde(default, deny_unknown_fields)]
 pub struct SftSchedule {
     /// Number of steps until the optimizer's learning rate is reached.

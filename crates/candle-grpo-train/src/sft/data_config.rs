@@ -17,15 +17,24 @@ use crate::one_or_more::one_or_more;
 /// keys `messages`, `prompt`, `completion` and `text` you set, or else on the row's first column
 /// with such a name. The column `conversations` is a conversation, too.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 #[serde(default, deny_unknown_fields)]
 pub struct SftDataConfig {
     /// Files to train on, one or a list: JSON lines (or one JSON array), CSV or Parquet. Write
     /// `hf://datasets/ORG/NAME/FILE` for a file in a data set on the
     /// [hub](guide.md#the-hugging-face-hub).
     #[serde(deserialize_with = "one_or_more")]
+    #[cfg_attr(
+        feature = "schema",
+        schemars(with = "Option<crate::one_or_more::Texts<PathBuf>>")
+    )]
     pub train: Vec<PathBuf>,
     /// Files to evaluate on, one or a list.
     #[serde(deserialize_with = "one_or_more")]
+    #[cfg_attr(
+        feature = "schema",
+        schemars(with = "Option<crate::one_or_more::Texts<PathBuf>>")
+    )]
     pub held_out: Vec<PathBuf>,
     /// Number of `train` rows to hold out, sampled by the seed; not together with `held_out`.
     pub held_out_rows: Option<usize>,
@@ -71,6 +80,7 @@ pub struct SftDataConfig {
 
 /// The tokens in a conversation that train.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 #[serde(rename_all = "snake_case")]
 #[non_exhaustive]
 pub enum TrainOn {
@@ -86,6 +96,7 @@ pub enum TrainOn {
 
 /// Treatment of rows that are too long.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 #[serde(rename_all = "snake_case")]
 #[non_exhaustive]
 pub enum Truncation {

@@ -13,6 +13,7 @@ mod load;
 mod output;
 mod report;
 mod sample;
+mod schema;
 mod sft;
 mod suites;
 mod table;
@@ -32,6 +33,7 @@ use eval::EvalArguments;
 use exit::EXIT_CODES;
 use init::InitArguments;
 use sample::SampleArguments;
+use schema::FileKind;
 
 /// GRPO training for language models: a model, prompts and a reward become a trained model.
 #[derive(Parser)]
@@ -102,6 +104,16 @@ enum Command {
     /// Comments at the top explain what becomes of each key, and how many completions a step and an
     /// update have on both sides. Reads YAML, TOML, and the options in a shell script.
     Import(ImportArguments),
+    /// Print the JSON schema of a configuration file, for editors.
+    ///
+    /// With it, an editor completes keys and marks wrong ones. For YAML files: grpo schema >
+    /// grpo.schema.json, and the first line "# yaml-language-server: $schema=grpo.schema.json" in
+    /// the configuration.
+    Schema {
+        /// The kind of file.
+        #[arg(default_value = "run")]
+        kind: FileKind,
+    },
     /// Write a page about runs: charts over the steps, answers before and after, settings.
     ///
     /// The page is a single file that works offline. Several runs share the charts.
@@ -235,6 +247,7 @@ pub(crate) fn run() -> ExitCode {
         Command::Report(arguments) => {
             report::report(&arguments.runs, &arguments.out, arguments.force)
         }
+        Command::Schema { kind } => schema::print(kind),
         Command::Completions { shell } => completions::print(shell),
     };
     match done {

@@ -4,6 +4,7 @@
 use candle_grpo_core::rewards::NormLevel;
 use candle_grpo_core::{KlEstimator, Scale};
 use candle_grpo_loss::{Aggregation, ImportanceLevel};
+use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 
@@ -19,7 +20,7 @@ const RESPONSE_LENGTH: usize = 256;
 /// Without a preset the algorithm is GRPO: rewards normalized in their group, clip 0.2,
 /// `seq-mean-token-mean`, no KL. Without a preset, a key that normalizes or clips rewards starts
 /// from ROLL's form of GRPO (`adv_estimator: grpo`).
-#[derive(Debug, Clone, PartialEq, Default, Serialize, Deserialize)]
+#[derive(Debug, Clone, PartialEq, Default, Serialize, Deserialize, JsonSchema)]
 #[serde(default, deny_unknown_fields)]
 pub struct AlgorithmConfig {
     /// The published algorithm to start from.
@@ -165,7 +166,7 @@ impl AlgorithmConfig {
 }
 
 /// ROLL's advantage estimators.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "snake_case")]
 pub enum AdvEstimator {
     /// Group advantages, summed from each token to the end.
@@ -177,7 +178,7 @@ pub enum AdvEstimator {
 }
 
 /// ROLL's policy gradients.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "snake_case")]
 pub enum PgVariant {
     /// The clipped surrogate.

@@ -3,6 +3,7 @@
 use std::fmt;
 
 use candle_grpo_loss::{Recipe, experimental};
+use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 
@@ -17,7 +18,7 @@ const REINFORCE_KL_COEF: f64 = 0.01;
 macro_rules! presets {
     ($($variant:ident, $title:literal, $source:literal, $estimator:expr, $recipe:expr;)*) => {
         /// A published algorithm: the constructor of [`Recipe`] with its name.
-        #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+        #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
         #[serde(rename_all = "snake_case")]
         pub enum Preset {
             $(#[doc = concat!($title, " (<", $source, ">).")] $variant,)*

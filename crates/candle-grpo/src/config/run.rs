@@ -14,6 +14,7 @@ use candle_grpo_train::{
     ChatTemplate, Dataset, DatasetConfig, Pretrained, Prompt, RewardConfig, SamplingConfig,
     TrainConfig, find_invalid,
 };
+use schemars::JsonSchema;
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value, json};
@@ -104,24 +105,40 @@ pub struct RunConfig {
 }
 
 /// The keys of a file beside those of [`TrainConfig`].
-#[derive(Serialize, Deserialize)]
+#[derive(Serialize, Deserialize, JsonSchema)]
 #[serde(default, deny_unknown_fields)]
 pub(super) struct RunKeys {
+    /// Model to train: its path or hub name, or a section.
     model: Option<ModelConfig>,
+    /// Model that the policy learns from. Absent: none.
     teacher: Option<TeacherConfig>,
+    /// Data files, and how their rows become prompts.
     data: DatasetConfig,
+    /// Rows of the demonstrations. Absent: none.
     demonstration_data: Option<SftDataConfig>,
+    /// Reward terms; their weighted sum is the reward.
     rewards: Vec<RewardConfig>,
+    /// Environment that answers the policy's turns. Absent: a completion is one turn.
     environment: Option<EnvironmentConfig>,
+    /// The [published algorithm](#presets) that `recipe` starts from. Absent: GRPO.
     preset: Option<Preset>,
+    /// Maximum prompt length in tokens; longer prompts are left out.
     max_prompt_tokens: usize,
+    /// Schedule and sampler for evaluations.
     evaluation: EvaluationKeys,
+    /// Schedule of checkpoints.
     checkpoint: CheckpointConfig,
+    /// Log of training completions.
     rollout_log: RolloutLogConfig,
+    /// Programs that receive the metrics.
     trackers: Vec<TrackerConfig>,
+    /// Number of steps.
     max_steps: usize,
+    /// Run directory. Absent: `runs/` and the file name.
     run_dir: Option<PathBuf>,
+    /// Seed for all random numbers: prompt order, held-out rows, completions.
     seed: u64,
+    /// Number of compute threads. Absent: one per core.
     threads: Option<usize>,
 }
 

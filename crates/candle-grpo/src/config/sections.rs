@@ -1,10 +1,12 @@
 //! The smaller sections of a configuration.
 
+use std::borrow::Cow;
 use std::fmt;
 use std::path::PathBuf;
 
 use candle_grpo_train::rollout::RolloutConfig;
 use candle_grpo_train::{ComputeDType, SamplingConfig};
+use schemars::{JsonSchema, Schema, SchemaGenerator, json_schema};
 use serde::de::value::MapAccessDeserializer;
 use serde::de::{MapAccess, Visitor};
 use serde::{Deserialize, Deserializer, Serialize};
@@ -13,9 +15,7 @@ use serde_json::{Map, Value};
 /// The model to train.
 #[derive(Debug, Clone, PartialEq, Eq, Default, Serialize)]
 pub struct ModelConfig {
-    /// A folder with `config.json`, `tokenizer.json` and safetensors, a GGUF file, a run directory
-    /// (its best checkpoint), or a [hub](guide.md#the-hugging-face-hub) model, such as
-    /// `ORG/NAME@REVISION`.
+    /// The path or hub name.
     pub path: PathBuf,
     /// A chat template file. Absent: the model's own template.
     pub chat_template: Option<PathBuf>,
@@ -23,6 +23,31 @@ pub struct ModelConfig {
     /// current time. Not a key: a resumed run keeps the time of its first start.
     #[serde(skip)]
     pub clock: Option<String>,
+}
+
+/// The keys of [`ModelConfig`] as a mapping.
+#[derive(Deserialize, JsonSchema)]
+#[serde(deny_unknown_fields)]
+struct ModelKeys {
+    /// A folder with `config.json`, `tokenizer.json` and safetensors, a GGUF file, a run directory
+    /// (its best checkpoint), or a [hub](guide.md#the-hugging-face-hub) model, such as
+    /// `ORG/NAME@REVISION`.
+    path: PathBuf,
+    /// A chat template file. Absent: the model's own template.
+    #[serde(default)]
+    chat_template: Option<PathBuf>,
+}
+
+impl JsonSchema for ModelConfig {
+    fn schema_name() -> Cow<'static, str> {
+        "ModelConfig".into()
+    }
+
+    fn json_schema(generator: &mut SchemaGenerator) -> Schema {
+        let path = generator.subschema_for::<PathBuf>();
+        let keys = generator.subschema_for::<ModelKeys>();
+        json_schema!({"description": "A path or hub name, or keys.", "anyOf": [path, keys]})
+    }
 }
 
 /// Reads `model: PATH` or a mapping.
@@ -45,14 +70,7 @@ impl<'de> Deserialize<'de> for ModelConfig {
             }
 
             fn visit_map<A: MapAccess<'de>>(self, map: A) -> Result<ModelConfig, A::Error> {
-                #[derive(Deserialize)]
-                #[serde(deny_unknown_fields)]
-                struct Keys {
-                    path: PathBuf,
-                    #[serde(default)]
-                    chat_template: Option<PathBuf>,
-                }
-                let keys = Keys::deserialize(MapAccessDeserializer::new(map))?;
+                let keys = ModelKeys::deserialize(MapAccessDeserializer::new(map))?;
                 Ok(ModelConfig {
                     path: keys.path,
                     chat_template: keys.chat_template,
@@ -65,7 +83,7 @@ impl<'de> Deserialize<'de> for ModelConfig {
 }
 
 /// The model that the policy learns from: one of `model` and `server`.
-#[derive(Debug, Clone, PartialEq, Default, Serialize, Deserialize)]
+#[derive(Debug, Clone, PartialEq, Default, Serialize, Deserialize, JsonSchema)]
 #[serde(default, deny_unknown_fields)]
 pub struct TeacherConfig {
     /// A model's path or name, as in [`model.path`](#model), with the policy's vocabulary. It does
@@ -82,18 +100,17 @@ pub struct TeacherConfig {
 /// The schedule and sampler for evaluations on held-out prompts.
 #[derive(Debug, Clone, PartialEq)]
 pub struct EvaluationConfig {
-    /// Steps between evaluations; also before the first step and after the last. Absent: never.
+    /// Steps between evaluations; `None`: never.
     pub every_steps: Option<usize>,
     /// Completions per prompt.
     pub samples_per_prompt: usize,
-    /// The values k to report pass@k for, each at most `samples_per_prompt`.
+    /// The values k for pass@k.
     pub pass_at: Vec<usize>,
     /// The smallest reward that counts as a pass.
     pub pass_reward: f64,
-    /// The largest number of held-out prompts. Absent: all.
+    /// The largest number of held-out prompts; `None`: all.
     pub max_prompts: Option<usize>,
-    /// The sampler; its keys are laid over the section `sampling`. `greedy: true` takes the most
-    /// likely token each time.
+    /// The sampler, with the settings of the run where the file has no other.
     pub sampler: SamplingConfig,
 }
 
@@ -105,14 +122,22 @@ impl EvaluationConfig {
 }
 
 /// The evaluation keys as the file has them.
-#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(default, deny_unknown_fields)]
 pub(super) struct EvaluationKeys {
+    /// Steps between evaluations; also before the first step and after the last. Absent: never.
     pub(super) every_steps: Option<usize>,
+    /// Completions per prompt.
     pub(super) samples_per_prompt: usize,
+    /// The values k to report pass@k for, each at most `samples_per_prompt`.
     pub(super) pass_at: Vec<usize>,
+    /// The smallest reward that counts as a pass.
     pub(super) pass_reward: f64,
+    /// The largest number of held-out prompts. Absent: all.
     pub(super) max_prompts: Option<usize>,
+    /// The sampler; its keys are laid over the section `sampling`. `greedy: true` takes the most
+    /// likely token each time.
+    #[schemars(with = "SamplingConfig")]
     pub(super) sampler: Map<String, Value>,
 }
 
@@ -130,7 +155,7 @@ impl Default for EvaluationKeys {
 }
 
 /// The checkpoint schedule, and which checkpoints are kept.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(default, deny_unknown_fields)]
 pub struct CheckpointConfig {
     /// Steps between checkpoints; also after the last step. Absent: after the last step only.

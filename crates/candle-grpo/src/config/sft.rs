@@ -9,6 +9,7 @@ use candle_grpo_train::hub::HubContent;
 use candle_grpo_train::run::TrackerConfig;
 use candle_grpo_train::sft::{SftConfig, SftDataConfig, SftDataset, SftSchedule};
 use candle_grpo_train::{ComputeDType, Pretrained, find_invalid};
+use schemars::JsonSchema;
 use serde::ser::Error as _;
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value, json};
@@ -74,7 +75,7 @@ pub struct SftRunConfig {
 
 /// The schedule of evaluations: the loss of the held-out rows, its perplexity, and the share of
 /// tokens that the model ranks first.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(default, deny_unknown_fields)]
 pub struct SftEvaluationConfig {
     /// Steps between evaluations; also before the first step and after the last. Absent: never.
@@ -93,21 +94,36 @@ impl Default for SftEvaluationConfig {
 }
 
 /// A file's sections.
-#[derive(Serialize, Deserialize)]
+#[derive(Serialize, Deserialize, JsonSchema)]
 #[serde(default, deny_unknown_fields)]
-struct Sections {
+pub(super) struct Sections {
+    /// Model to train: its path or hub name, or a section.
     model: Option<ModelConfig>,
+    /// Data files, and how their rows become examples.
     data: SftDataConfig,
+    /// Settings of the trainer.
+    #[schemars(with = "Option<SftConfig>")]
     sft: Map<String, Value>,
+    /// Optimizer; here the default learning rate is 2e-5.
+    #[schemars(with = "AdamWConfig", extend("default" = SftConfig::default().optimizer))]
     optimizer: Map<String, Value>,
+    /// Learning rate over the steps.
     schedule: SftSchedule,
+    /// Schedule of evaluations.
     evaluation: SftEvaluationConfig,
+    /// Schedule of checkpoints.
     checkpoint: CheckpointConfig,
+    /// Programs that receive the metrics.
     trackers: Vec<TrackerConfig>,
+    /// Number of passes over the rows; may be a fraction. Absent: 1.
     epochs: Option<f64>,
+    /// Number of optimizer steps, in place of `epochs`.
     max_steps: Option<usize>,
+    /// Run directory. Absent: `runs/` and the file name.
     run_dir: Option<PathBuf>,
+    /// Seed for all random numbers: row order, held-out rows.
     seed: u64,
+    /// Number of compute threads. Absent: one per core.
     threads: Option<usize>,
 }
 

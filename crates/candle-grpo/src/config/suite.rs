@@ -5,6 +5,7 @@ use std::path::{Path, PathBuf};
 use candle_grpo_train::{
     ChatTemplate, Dataset, DatasetConfig, Pretrained, RewardConfig, SamplingConfig,
 };
+use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
 use super::document::Document;
@@ -37,18 +38,15 @@ use super::suggestions::unknown_name;
 pub struct SuiteConfig {
     /// The name in tables: a built-in suite's, or the file name without its extension.
     pub name: String,
-    /// The [data section](#data) with the files in `held_out`, which are relative to `--data` if
-    /// it is set. Without the training keys.
+    /// The files, in `held_out`, and how their rows become prompts.
     pub data: DatasetConfig,
-    /// The [hub](guide.md#the-hugging-face-hub) file with the same rows, used without `--data`.
-    /// Absent: none.
+    /// The hub file with the same rows.
     pub hub: Option<PathBuf>,
-    /// The column that identifies a row in comparisons. Absent: a digest of the question.
+    /// The column that identifies a row in comparisons.
     pub id: Option<String>,
-    /// The [reward terms](#rewards).
+    /// The reward terms.
     pub rewards: Vec<RewardConfig>,
-    /// The [evaluation section](#evaluation) without `every_steps`. Without a key of the
-    /// distribution in `sampler`, that of the model's `generation_config.json` applies.
+    /// The sampler, and the number of completions.
     pub evaluation: EvaluationConfig,
     /// True if the suite sets the token distribution, which otherwise is the model's.
     pub has_distribution: bool,
@@ -56,13 +54,21 @@ pub struct SuiteConfig {
 }
 
 /// The keys in a suite file.
-#[derive(Default, Serialize, Deserialize)]
+#[derive(Default, Serialize, Deserialize, JsonSchema)]
 #[serde(default, deny_unknown_fields)]
-struct SuiteKeys {
+pub(super) struct SuiteKeys {
+    /// The [data section](#data) with the files in `held_out`, which are relative to `--data` if
+    /// it is set. Without the training keys.
     data: DatasetConfig,
+    /// The [hub](guide.md#the-hugging-face-hub) file with the same rows, used without `--data`.
+    /// Absent: none.
     hub: Option<PathBuf>,
+    /// The column that identifies a row in comparisons. Absent: a digest of the question.
     id: Option<String>,
+    /// The [reward terms](#rewards).
     rewards: Vec<RewardConfig>,
+    /// The [evaluation section](#evaluation) without `every_steps`. Without a key of the
+    /// distribution in `sampler`, that of the model's `generation_config.json` applies.
     evaluation: EvaluationKeys,
 }
 

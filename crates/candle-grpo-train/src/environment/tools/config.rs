@@ -16,6 +16,7 @@ use super::{
 
 /// Options for [`ToolEnvironments`] with programs and servers as tools.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 #[serde(deny_unknown_fields)]
 pub struct ToolsConfig {
     /// Programs that the policy can call.
@@ -23,6 +24,7 @@ pub struct ToolsConfig {
     pub tools: Vec<ProgramToolConfig>,
     /// MCP servers whose tools the policy can call. Their tools follow `tools` in the prompt.
     #[serde(default)]
+    #[cfg_attr(feature = "schema", schemars(with = "Vec<super::McpServerConfig>"))]
     pub mcp: McpServers,
     /// Tool call format: `hermes` (Hermes, Qwen, SmolLM3), `llama` (Llama 3), or `marks`.
     #[serde(default)]

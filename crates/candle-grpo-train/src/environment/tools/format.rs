@@ -9,7 +9,8 @@ use serde_json::{Map, Value};
 
 /// The format in which a model calls tools.
 #[derive(Debug, Clone, PartialEq, Eq, Default, Serialize, Deserialize)]
-#[serde(rename_all = "snake_case")]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
+#[serde(rename_all = "snake_case", deny_unknown_fields)]
 #[non_exhaustive]
 pub enum ToolFormat {
     /// `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, possibly several: Hermes,

@@ -13,6 +13,7 @@ use candle_grpo_rewards::program::{Answer, Failure, Program, ProgramPool, check_
 
 /// Options for [`ProgramTool`].
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 #[serde(deny_unknown_fields)]
 pub struct ProgramToolConfig {
     /// The name that the policy uses to call it.

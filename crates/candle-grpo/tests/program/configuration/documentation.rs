@@ -1,407 +1,83 @@
-//! docs/configuration.md has a table for each section, made from its struct's comments and
-//! defaults.
+//! The tables in docs/configuration.md are made from the JSON schemas of the files.
 //!
-//! `UPDATE_DOCS=1 cargo test --release -p candle-grpo documentation` rewrites the tables.
+//! `UPDATE_DOCS=1 cargo test --release -p candle-grpo documentation` rewrites them.
 
 use std::env;
 use std::fs;
 use std::path::{Path, PathBuf};
 
-use candle_grpo::config::{Document, Import, Preset, RunConfig, SftEvaluationConfig, SftRunConfig};
-use candle_grpo::core::rewards::CosineLength;
-use candle_grpo::train::DatasetConfig;
-use candle_grpo::train::environment::{
-    EnvironmentKind, EnvironmentLimits, McpServerConfig, ProgramToolConfig,
+use candle_grpo::config::{
+    AlgorithmConfig, Document, Import, Preset, RunConfig, SftRunConfig, run_schema, section_schema,
+    sft_schema, suite_schema,
 };
-use candle_grpo::train::learn::DemonstrationConfig;
-use candle_grpo::train::rewards::{
-    CodeLimits, ExactReward, F1Reward, InstructionsReward, JsonReward, JudgeConfig, JudgeScore,
-    MathReward, MultipleChoiceReward, NumericReward, ProgramConfig, RewardKind, RewardModelConfig,
-};
-use candle_grpo::train::run::TrackerConfig;
-use candle_grpo::train::sft::{SftConfig, SftDataConfig, SftSchedule};
-use serde_json::{Value, json};
+use candle_grpo::train::rewards::RewardKind;
+use serde_json::{Map, Value};
 
 fn root() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("../..")
 }
 
-/// A table: its section, the file and struct with the comments, and the defaults.
-struct Table {
-    section: &'static str,
-    file: &'static str,
-    name: &'static str,
-    defaults: Value,
-    /// Struct fields that are not keys.
-    without: &'static [&'static str],
-}
-
-fn tables() -> Vec<Table> {
-    let text = "model: m\ndata: {train: d, held_out: h}\nrewards: [{kind: json}]\nrun_dir: r\n";
-    let document = Document::from_yaml(Path::new("x.yaml"), text).unwrap();
-    let run = RunConfig::new(&document).unwrap().to_value().unwrap();
-    let table = |section, file, name, defaults| Table {
-        section,
-        file,
-        name,
-        defaults,
-        without: &[],
+/// Returns the schema at a path such as `run.rewards.numeric.find`: the kind of file, then keys and
+/// variants.
+fn schema_at(path: &str) -> (Value, Value) {
+    let mut steps = path.split('.');
+    let root = match steps.next().unwrap() {
+        "run" => run_schema(),
+        "sft" => sft_schema(),
+        "suite" => suite_schema(),
+        "algorithm" => section_schema::<AlgorithmConfig>(),
+        other => panic!("{other} is no kind of file"),
     };
-    let of = |section: &str| run[section].clone();
-    let kind = |options: Value| {
-        serde_json::to_value(serde_json::from_value::<RewardKind>(options).unwrap()).unwrap()
-    };
-    let environment = |options: Value| {
-        serde_json::to_value(serde_json::from_value::<EnvironmentKind>(options).unwrap()).unwrap()
-    };
-    let sections = "crates/candle-grpo/src/config/sections.rs";
-    let rewards = "crates/candle-grpo-rewards/src/config.rs";
-    vec![
-        table("model", sections, "ModelConfig", Value::Null),
-        table("teacher", sections, "TeacherConfig", Value::Null),
-        table(
-            "data",
-            "crates/candle-grpo-train/src/data/dataset.rs",
-            "DatasetConfig",
-            serde_json::to_value(DatasetConfig::default()).unwrap(),
-        ),
-        table(
-            "demonstrations",
-            "crates/candle-grpo-train/src/learn/demonstrations.rs",
-            "DemonstrationConfig",
-            serde_json::to_value(DemonstrationConfig::default()).unwrap(),
-        ),
-        Table {
-            without: &["kind"],
-            ..table("rewards", rewards, "RewardConfig", json!({"weight": 1}))
-        },
-        table(
-            "numeric",
-            "crates/candle-grpo-rewards/src/numeric.rs",
-            "NumericReward",
-            serde_json::to_value(NumericReward::default()).unwrap(),
-        ),
-        table(
-            "math",
-            "crates/candle-grpo-rewards/src/math/mod.rs",
-            "MathReward",
-            serde_json::to_value(MathReward::default()).unwrap(),
-        ),
-        table(
-            "exact",
-            "crates/candle-grpo-rewards/src/exact.rs",
-            "ExactReward",
-            serde_json::to_value(ExactReward::default()).unwrap(),
-        ),
-        table(
-            "multiple_choice",
-            "crates/candle-grpo-rewards/src/multiple_choice.rs",
-            "MultipleChoiceReward",
-            serde_json::to_value(MultipleChoiceReward::default()).unwrap(),
-        ),
-        table(
-            "f1",
-            "crates/candle-grpo-rewards/src/f1.rs",
-            "F1Reward",
-            serde_json::to_value(F1Reward::default()).unwrap(),
-        ),
-        table(
-            "instructions",
-            "crates/candle-grpo-rewards/src/instructions/mod.rs",
-            "InstructionsReward",
-            serde_json::to_value(InstructionsReward::default()).unwrap(),
-        ),
-        table(
-            "regex",
-            "crates/candle-grpo-rewards/src/format.rs",
-            "RegexOptions",
-            kind(json!({"kind": "regex", "pattern": ""})),
-        ),
-        table(
-            "tags",
-            "crates/candle-grpo-rewards/src/format.rs",
-            "TagsOptions",
-            kind(json!({"kind": "tags", "tags": []})),
-        ),
-        table(
-            "json",
-            "crates/candle-grpo-rewards/src/json.rs",
-            "JsonReward",
-            serde_json::to_value(JsonReward::default()).unwrap(),
-        ),
-        table(
-            "length",
-            "crates/candle-grpo-core/src/rewards/overlong.rs",
-            "OverlongPenalty",
-            json!({"factor": 1, "unbounded": false}),
-        ),
-        table(
-            "repetition",
-            "crates/candle-grpo-core/src/rewards/repetition.rs",
-            "RepetitionPenalty",
-            kind(json!({"kind": "repetition"})),
-        ),
-        table("cosine", rewards, "CosineOptions", json!({"min_score": 1})),
-        table(
-            "scale",
-            "crates/candle-grpo-core/src/rewards/cosine.rs",
-            "CosineLength",
-            serde_json::to_value(CosineLength::default()).unwrap(),
-        ),
-        table(
-            "relative_length",
-            rewards,
-            "RelativeLengthOptions",
-            json!({"min_score": 1}),
-        ),
-        table(
-            "program",
-            "crates/candle-grpo-rewards/src/program_reward/mod.rs",
-            "ProgramConfig",
-            {
-                let config: ProgramConfig = serde_json::from_value(json!({"command": []})).unwrap();
-                serde_json::to_value(config).unwrap()
-            },
-        ),
-        table(
-            "code",
-            "crates/candle-grpo-rewards/src/code/mod.rs",
-            "CodeConfig",
-            {
-                // They have a table.
-                let mut options = kind(json!({"kind": "code"}));
-                options["limits"] = Value::Null;
-                options
-            },
-        ),
-        table(
-            "code limits",
-            "crates/candle-grpo-rewards/src/code/limits.rs",
-            "CodeLimits",
-            serde_json::to_value(CodeLimits::default()).unwrap(),
-        ),
-        table(
-            "reward_model",
-            "crates/candle-grpo-train/src/rewards/reward_model.rs",
-            "RewardModelConfig",
-            serde_json::to_value(RewardModelConfig::new("")).unwrap(),
-        ),
-        table(
-            "judge",
-            "crates/candle-grpo-rewards/src/judge/config.rs",
-            "JudgeConfig",
-            {
-                let config = json!({"url": "", "model": "", "prompt": "", "score": {}});
-                let config: JudgeConfig = serde_json::from_value(config).unwrap();
-                let mut defaults = serde_json::to_value(config).unwrap();
-                defaults["score"] = Value::Null;
-                defaults
-            },
-        ),
-        table(
-            "judge score",
-            "crates/candle-grpo-rewards/src/judge/score.rs",
-            "JudgeScore",
-            serde_json::to_value(JudgeScore::default()).unwrap(),
-        ),
-        table(
-            "ensemble",
-            rewards,
-            "EnsembleOptions",
-            kind(json!({"kind": "ensemble", "judges": []})),
-        ),
-        table(
-            "environment",
-            "crates/candle-grpo-train/src/environment/config.rs",
-            "EnvironmentConfig",
-            Value::Null,
-        ),
-        table(
-            "limits",
-            "crates/candle-grpo-train/src/environment/environments.rs",
-            "EnvironmentLimits",
-            serde_json::to_value(EnvironmentLimits::default()).unwrap(),
-        ),
-        table(
-            "environment program",
-            "crates/candle-grpo-train/src/environment/program.rs",
-            "ProgramEnvironmentConfig",
-            environment(json!({"kind": "program", "command": []})),
-        ),
-        table(
-            "environment tools",
-            "crates/candle-grpo-train/src/environment/tools/config.rs",
-            "ToolsConfig",
-            environment(json!({"kind": "tools", "tools": []})),
-        ),
-        table(
-            "environment agent",
-            "crates/candle-grpo-train/src/environment/agent.rs",
-            "AgentConfig",
-            environment(json!({"kind": "agent"})),
-        ),
-        table(
-            "tool",
-            "crates/candle-grpo-train/src/environment/tools/program.rs",
-            "ProgramToolConfig",
-            {
-                let config = json!({"name": "", "command": []});
-                let config: ProgramToolConfig = serde_json::from_value(config).unwrap();
-                serde_json::to_value(config).unwrap()
-            },
-        ),
-        table(
-            "mcp server",
-            "crates/candle-grpo-train/src/environment/tools/mcp/config.rs",
-            "McpServerConfig",
-            {
-                let config: McpServerConfig = serde_json::from_value(json!({"name": ""})).unwrap();
-                serde_json::to_value(config).unwrap()
-            },
-        ),
-        table(
-            "algorithm",
-            "crates/candle-grpo/src/config/algorithm.rs",
-            "AlgorithmConfig",
-            Value::Null,
-        ),
-        Table {
-            without: &["seed", "greedy"],
-            ..table(
-                "sampling",
-                "crates/candle-grpo-train/src/rollout/sampling_config.rs",
-                "SamplingConfig",
-                of("sampling"),
-            )
-        },
-        table(
-            "rollout",
-            "crates/candle-grpo-train/src/rollout/config.rs",
-            "RolloutConfig",
-            of("rollout"),
-        ),
-        table(
-            "optimizer",
-            "crates/candle-grpo-nn/src/optim/adamw.rs",
-            "AdamWConfig",
-            of("optimizer"),
-        ),
-        table(
-            "schedule",
-            "crates/candle-grpo-train/src/learn/schedule.rs",
-            "LearningRateSchedule",
-            of("schedule"),
-        ),
-        Table {
-            without: &["sampling", "rollout", "recipe", "optimizer", "schedule"],
-            ..table(
-                "trainer",
-                "crates/candle-grpo-train/src/learn/train_config.rs",
-                "TrainConfig",
-                run.clone(),
-            )
-        },
-        table("evaluation", sections, "EvaluationConfig", of("evaluation")),
-        table("checkpoint", sections, "CheckpointConfig", of("checkpoint")),
-        table(
-            "rollout_log",
-            "crates/candle-grpo-train/src/learn/rollout_log.rs",
-            "RolloutLogConfig",
-            of("rollout_log"),
-        ),
-        table(
-            "trackers",
-            "crates/candle-grpo-train/src/run/tracker.rs",
-            "TrackerConfig",
-            serde_json::to_value(TrackerConfig::new(Vec::new())).unwrap(),
-        ),
-        Table {
-            without: &["name", "has_distribution"],
-            ..table(
-                "suites",
-                "crates/candle-grpo/src/config/suite.rs",
-                "SuiteConfig",
-                Value::Null,
-            )
-        },
-        Table {
-            without: &["optimizer", "schedule", "epochs", "max_steps", "seed"],
-            ..table(
-                "sft",
-                "crates/candle-grpo-train/src/sft/config.rs",
-                "SftConfig",
-                serde_json::to_value(SftConfig::default()).unwrap(),
-            )
-        },
-        table(
-            "sft data",
-            "crates/candle-grpo-train/src/sft/data_config.rs",
-            "SftDataConfig",
-            serde_json::to_value(SftDataConfig::default()).unwrap(),
-        ),
-        table(
-            "sft schedule",
-            "crates/candle-grpo-train/src/sft/config.rs",
-            "SftSchedule",
-            serde_json::to_value(SftSchedule::default()).unwrap(),
-        ),
-        table(
-            "sft evaluation",
-            "crates/candle-grpo/src/config/sft.rs",
-            "SftEvaluationConfig",
-            serde_json::to_value(SftEvaluationConfig::default()).unwrap(),
-        ),
-    ]
-}
-
-/// Returns a struct's fields with their comments.
-fn fields(source: &str, name: &str) -> Vec<(String, String)> {
-    let start = [" {", "<"]
-        .iter()
-        .find_map(|after| source.find(&format!("pub struct {name}{after}")))
-        .unwrap_or_else(|| panic!("{name}"));
-    let mut fields = Vec::new();
-    let mut comment = String::new();
-    let mut is_key = true;
-    for line in source[start..]
-        .lines()
-        .skip(1)
-        .take_while(|line| *line != "}")
-    {
-        let line = line.trim();
-        if let Some(words) = line.strip_prefix("///") {
-            comment.push_str(words);
-        } else if line == "#[serde(skip)]" {
-            is_key = false;
-        } else if let Some((field, _)) = line
-            .strip_prefix("pub ")
-            .and_then(|line| line.split_once(':'))
-        {
-            if is_key {
-                fields.push((field.to_owned(), plain(comment.trim())));
-            }
-            comment.clear();
-            is_key = true;
-        }
+    let mut place = root.clone();
+    for step in steps {
+        place = part(&root, &place, step)
+            .unwrap_or_else(|| panic!("{path}: no {step} in {place:#}"))
+            .clone();
     }
-    fields
+    (root, place)
 }
 
-/// Returns a comment without rustdoc links.
-fn plain(comment: &str) -> String {
-    let mut text = comment.replace('|', "\\|");
-    while let Some(start) = text.find("[`") {
-        let Some(end) = text[start..].find("`]").map(|end| start + end) else {
-            break;
-        };
-        let inside = text[start + 1..=end].to_owned();
-        let mut rest = text[end + 2..].to_owned();
-        if rest.starts_with('(') {
-            rest = rest[rest.find(')').unwrap() + 1..].to_owned();
-        }
-        text = format!("{}{inside}{rest}", &text[..start]);
+/// Returns the schemas that `schema` refers to or selects from, and itself.
+fn parts<'a>(root: &'a Value, schema: &'a Value) -> Vec<&'a Value> {
+    let mut parts = vec![schema];
+    if let Some(definition) = schema.get("$ref").and_then(Value::as_str) {
+        parts.push(root.pointer(&definition[1..]).unwrap());
     }
-    text.replace("`Self::", "`")
+    parts.extend(schema.get("items"));
+    for choice in ["anyOf", "oneOf"] {
+        parts.extend(
+            schema
+                .get(choice)
+                .and_then(Value::as_array)
+                .into_iter()
+                .flatten(),
+        );
+    }
+    let nested = parts
+        .split_off(1)
+        .into_iter()
+        .flat_map(|part| self::parts(root, part));
+    let nested: Vec<&Value> = nested.collect();
+    parts.extend(nested);
+    parts
+}
+
+/// Returns the schema of a key or of a kind.
+fn part<'a>(root: &'a Value, schema: &'a Value, step: &str) -> Option<&'a Value> {
+    let own = schema.get("properties").and_then(|keys| keys.get(step));
+    let parts = parts(root, schema).into_iter();
+    let mut found = parts.filter_map(|part| {
+        let keys = part.get("properties")?;
+        let is_kind = keys.pointer("/kind/const").is_some_and(|kind| kind == step);
+        if is_kind { Some(part) } else { keys.get(step) }
+    });
+    own.or_else(|| found.next())
+}
+
+/// Returns the keys of a section.
+fn keys_of<'a>(root: &'a Value, schema: &'a Value) -> &'a Map<String, Value> {
+    let keys = |part: &'a Value| part.get("properties")?.as_object();
+    parts(root, schema).into_iter().find_map(keys).unwrap()
 }
 
 /// A comment without its last sentence, if that one states the default, which has a column.
@@ -420,34 +96,51 @@ fn without_default(comment: &str) -> &str {
     }
 }
 
-fn render(table: &Table) -> String {
-    let source = fs::read_to_string(root().join(table.file)).unwrap();
-    let has_defaults = !table.defaults.is_null();
+/// Returns the line above the table of the keys at `path`.
+fn mark(path: &str) -> String {
+    format!("<!-- keys of {path} -->\n")
+}
+
+/// Returns the table of the keys at `path` in the schemas, for a page whose text is `page`. A key
+/// with a section of its own has no row at the top, and one with a table no default.
+fn render(page: &str, path: &str) -> String {
+    let (root, schema) = schema_at(path);
+    let is_file = matches!(path, "run" | "sft");
+    let has_section = |key: &str| page.contains(&format!("\n## {key}\n"));
+    let mut rows = Vec::new();
+    for (key, schema) in keys_of(&root, &schema) {
+        // A kind has its table, and shared keys are in the table above.
+        let is_elsewhere = schema.get("const").is_some() || *schema == Value::Bool(true);
+        if is_elsewhere || is_file && has_section(key) {
+            continue;
+        }
+        let comment = schema["description"].as_str();
+        let comment = comment.unwrap_or_else(|| panic!("{path}.{key} has no comment"));
+        let comment = comment.replace("\n\n", " ").replace('|', "\\|");
+        let has_table = page.contains(&mark(&format!("{path}.{key}")));
+        let default = match &schema["default"] {
+            Value::Null => String::new(),
+            Value::Array(items) if items.is_empty() => String::new(),
+            Value::Object(map) if map.is_empty() || has_table || path == "suite" => String::new(),
+            Value::String(default) if default.is_empty() => String::new(),
+            Value::String(default) => format!("`{}`", default.replace('\n', "\\n")),
+            default => format!("`{default}`"),
+        };
+        rows.push((key, default, comment));
+    }
+    assert!(!rows.is_empty(), "{path}");
+    let has_defaults = rows.iter().any(|(_, default, _)| !default.is_empty());
     let mut text = String::from(if has_defaults {
         "| key | default | |\n| --- | --- | --- |\n"
     } else {
         "| key | |\n| --- | --- |\n"
     });
-    let fields = fields(&source, table.name);
-    assert!(!fields.is_empty(), "{}", table.name);
-    for (field, comment) in fields {
-        if table.without.contains(&field.as_str()) {
-            continue;
-        }
-        assert!(!comment.is_empty(), "{}.{field}", table.name);
-        let default = match table.defaults.get(&field) {
-            None | Some(Value::Null) => String::new(),
-            Some(Value::Array(items)) if items.is_empty() => String::new(),
-            Some(Value::Object(map)) if map.is_empty() => String::new(),
-            Some(Value::String(default)) if default.is_empty() => String::new(),
-            Some(Value::String(default)) => format!("`{}`", default.replace('\n', "\\n")),
-            Some(default) => format!("`{default}`"),
-        };
+    for (key, default, comment) in rows {
         text += &if has_defaults {
             let comment = without_default(&comment);
-            format!("| `{field}` | {default} | {comment} |\n")
+            format!("| `{key}` | {default} | {comment} |\n")
         } else {
-            format!("| `{field}` | {comment} |\n")
+            format!("| `{key}` | {comment} |\n")
         };
     }
     text
@@ -456,10 +149,10 @@ fn render(table: &Table) -> String {
 #[test]
 fn each_kind_of_reward_has_a_section_and_a_table() {
     let text = fs::read_to_string(root().join("docs/configuration.md")).unwrap();
-    let tables: Vec<&str> = tables().iter().map(|table| table.section).collect();
     let kinds = RewardKind::NAMES;
     for kind in kinds {
-        assert!(tables.contains(kind), "{kind}");
+        let mark = mark(&format!("run.rewards.{kind}"));
+        assert!(text.contains(&mark), "{mark}");
         assert!(text.contains(&format!("\n### kind: {kind}\n")), "{kind}");
     }
     let sections = text.matches("\n### kind: ").count();
@@ -478,16 +171,17 @@ fn presets() -> String {
 }
 
 #[test]
-fn every_section_has_its_table() {
+fn every_table_is_made_from_its_schema() {
     let path = root().join("docs/configuration.md");
     let text = fs::read_to_string(&path).unwrap();
     let mut updated = text.clone();
-    let keys = tables().into_iter().map(|table| {
-        let mark = format!("<!-- keys of {} -->\n", table.section);
-        (mark, render(&table))
-    });
-    for (mark, table) in keys.chain([("<!-- presets -->\n".to_owned(), presets())]) {
-        let start = updated.find(&mark).unwrap_or_else(|| panic!("no {mark}")) + mark.len();
+    let marks = text
+        .lines()
+        .filter_map(|line| line.strip_prefix("<!-- keys of "));
+    let paths = marks.filter_map(|mark| mark.strip_suffix(" -->"));
+    let tables = paths.map(|path| (mark(path), render(&text, path)));
+    for (mark, table) in tables.chain([("<!-- presets -->\n".to_owned(), presets())]) {
+        let start = updated.find(&mark).unwrap() + mark.len();
         let length: usize = updated[start..]
             .split_inclusive('\n')
             .take_while(|line| line.starts_with('|'))
@@ -500,7 +194,7 @@ fn every_section_has_its_table() {
     } else {
         assert!(
             updated == text,
-            "docs/configuration.md is not what the comments of the structs say: run this test with UPDATE_DOCS=1"
+            "docs/configuration.md is not what the schemas say: run this test with UPDATE_DOCS=1"
         );
     }
 }

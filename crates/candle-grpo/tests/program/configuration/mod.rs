@@ -9,3 +9,5 @@ mod roll_file;
 mod roll_page;
 mod round_trip;
 mod run_config;
+mod schema;
+mod validator;

@@ -16,6 +16,7 @@ use candle_grpo_rewards::program::{Program, check_limits};
 
 /// Options for a server whose tools the policy can call.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 #[serde(deny_unknown_fields)]
 pub struct McpServerConfig {
     /// The server's name in messages.
@@ -61,6 +62,7 @@ pub struct McpServerConfig {
 
 /// The trajectories that share a session with an MCP server.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 #[serde(rename_all = "snake_case")]
 pub enum McpSession {
     /// None: each trajectory has its own.
