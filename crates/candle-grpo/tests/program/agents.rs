@@ -6,7 +6,7 @@ use std::path::Path;
 use candle_grpo_test_support::AGENT_START;
 use serde_json::Value;
 
-use crate::support::{CONFIG, folder, grpo, lines, said, succeeds};
+use crate::support::{folder, grpo, lines, said, short_config, succeeds};
 use crate::train::assert_same_run;
 
 /// Continues its prompt, then the prompt and its first answer, and tries the prompt again. The
@@ -32,17 +32,8 @@ fn write_agent(folder: &Path, agent: &str) {
 
 /// A short run whose only reward is that of the agents.
 fn config(steps: usize) -> String {
-    let config = CONFIG.replace("max_steps: 12", &format!("max_steps: {steps}"));
-    let config = config.replace("rewards: [{kind: regex, pattern: '^[ab]'}]", "rewards: []");
-    let config = config.replace("prompts_per_step: 4", "prompts_per_step: 2");
-    let config = config.replace(
-        "every_steps: 4, samples_per_prompt: 4, pass_at: [1, 2]",
-        "every_steps: 2",
-    );
-    config.replace(
-        "checkpoint: {every_steps: 3}",
-        "checkpoint: {every_steps: 2}",
-    ) + ENVIRONMENT
+    let rewards = "rewards: [{kind: regex, pattern: '^[ab]'}]";
+    short_config(steps).replace(rewards, "rewards: []") + ENVIRONMENT
 }
 
 #[cfg(unix)]

@@ -6,7 +6,7 @@ use std::path::Path;
 use candle_grpo_test_support::{HttpServer, Reply};
 use serde_json::{Value, json};
 
-use crate::support::{CONFIG, command, folder, grpo, lines, said, succeeds};
+use crate::support::{command, folder, grpo, lines, said, short_config, succeeds};
 use crate::train::assert_same_run;
 
 /// Returns a text backwards after a letter that counts the calls. Without `alive`, it ends in a
@@ -39,14 +39,7 @@ fn config(steps: usize, server: &Value) -> String {
         "output_before": "d", "output_after": "e",
         "limits": {"max_turns": 3, "max_turn_tokens": 3},
     });
-    let config = CONFIG.replace("max_steps: 12", &format!("max_steps: {steps}"));
-    let config = config.replace("prompts_per_step: 4", "prompts_per_step: 2");
-    let config = config.replace("max_new_tokens: 6", "max_new_tokens: 20");
-    let config = config.replace(
-        "every_steps: 4, samples_per_prompt: 4, pass_at: [1, 2]",
-        "every_steps: 2",
-    );
-    let config = config.replace("every_steps: 3", "every_steps: 2");
+    let config = short_config(steps).replace("max_new_tokens: 6", "max_new_tokens: 20");
     format!("{config}rollout_log: {{every_steps: 1}}\nenvironment: {environment}\n")
 }
 

@@ -27,6 +27,24 @@ run_dir: run
 threads: 1
 ";
 
+/// [`CONFIG`] with this many steps of 2 prompts, and an evaluation and a checkpoint every 2 steps.
+pub(crate) fn short_config(steps: usize) -> String {
+    let mut config = CONFIG.to_owned();
+    for (text, other) in [
+        ("max_steps: 12", &*format!("max_steps: {steps}")),
+        ("prompts_per_step: 4", "prompts_per_step: 2"),
+        (
+            "{every_steps: 4, samples_per_prompt: 4, pass_at: [1, 2]}",
+            "{every_steps: 2}",
+        ),
+        ("{every_steps: 3}", "{every_steps: 2}"),
+    ] {
+        assert!(config.contains(text), "{text}");
+        config = config.replace(text, other);
+    }
+    config
+}
+
 /// Returns `config` without this section's line.
 pub(crate) fn without(config: &str, section: &str) -> String {
     let start = format!("{section}: ");
