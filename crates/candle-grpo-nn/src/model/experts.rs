@@ -90,6 +90,14 @@ impl Plan {
         })
     }
 
+    /// Joins the experts' rows into one for each token and chosen expert, `[N, top_k, hidden]`.
+    /// Each tensor is released as soon as it has been read.
+    fn by_token(&self, parts: Vec<Tensor>, (n, hidden): (usize, usize)) -> Result<Tensor> {
+        let rows = Tensor::cat(&parts, 0)?;
+        drop(parts);
+        rows.index_select(&self.places, 0)?.reshape((n, (), hidden))
+    }
+
     /// Row ranges for experts that have any, with the expert index.
     fn ranges(&self) -> impl Iterator<Item = (usize, &Range<usize>)> {
         let ranges = self.ranges.iter().enumerate();
@@ -150,11 +158,7 @@ impl Mixer for Experts {
             records.push(record);
         }
         let (n, hidden) = x.dims2()?;
-        let grouped = Tensor::cat(&results, 0)?;
-        drop(results);
-        let results = grouped.index_select(&plan.places, 0)?;
-        drop(grouped);
-        let results = results.reshape((n, (), hidden))?;
+        let results = plan.by_token(results, (n, hidden))?;
         let weights = routing.gates.to_dtype(x.dtype())?.unsqueeze(2)?;
         let y = results.broadcast_mul(&weights)?.sum(1)?;
         let record = ExpertsRecord {
@@ -209,11 +213,7 @@ impl Mixer for Experts {
             of_rows.push(self.experts[expert].backward(&rows, kept, pass, &gradient, sink)?);
         }
         drop((rows, of_results));
-        let grouped = Tensor::cat(&of_rows, 0)?;
-        drop(of_rows);
-        let of_rows = grouped.index_select(&plan.places, 0)?;
-        drop(grouped);
-        let of_x = of_rows.reshape((n, (), hidden))?.sum(1)?;
+        let of_x = plan.by_token(of_rows, (n, hidden))?.sum(1)?;
         self.router.backward(x, &of_logits, Some(of_x), sink)
     }
 }
