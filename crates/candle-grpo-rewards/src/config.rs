@@ -68,10 +68,10 @@ macro_rules! rewards {
         /// the format matters.
         #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
         #[cfg_attr(
-    feature = "schema",
-    derive(schemars::JsonSchema),
-    schemars(bound = "M: RewardModelOptions + schemars::JsonSchema")
-)]
+            feature = "schema",
+            derive(schemars::JsonSchema),
+            schemars(bound = "M: RewardModelOptions + schemars::JsonSchema")
+        )]
         #[serde(tag = "kind", bound = "M: RewardModelOptions")]
         #[allow(clippy::large_enum_variant, reason = "a run has a few of them")]
         pub enum RewardKind<M = NoRewardModel> {
