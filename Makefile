@@ -20,7 +20,7 @@ demo-short: ## a shorter demo, half a minute: fails unless the policy learns
 	$(CARGO) run --locked -p candle-grpo-example-addition -- --seed $(SEED) --short --force --out target/demo-short
 
 demo-llm: model ## train SmolLM2-135M-Instruct to add two-digit numbers on the CPU: runs/addition-llm-SEED (docs/llm.md); DTYPE=bf16 is faster on processors with avx512_bf16
-	@sed 's/^seed: 0/seed: $(SEED)/; s/^run_dir: .*/&-$(SEED)$(DTYPE:%=-%)/$(DTYPE:%=; s|^training:|&\n  compute_dtype: %|)' examples/addition-llm/run.yaml > target/addition-llm.yaml
+	@sed 's/^seed: 0/seed: $(SEED)/; s/^run_dir: .*/&-$(SEED)$(DTYPE:%=-%)/$(DTYPE:%=; s|^model:|compute_dtype: %\n&|)' examples/addition-llm/run.yaml > target/addition-llm.yaml
 	$(CARGO) run --release --locked -p candle-grpo -- train --resume target/addition-llm.yaml
 
 demo-qlora: model ## the same with adapters over weights in Q8_0: runs/addition-qlora-SEED
