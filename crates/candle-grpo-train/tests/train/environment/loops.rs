@@ -485,6 +485,52 @@ fn progress_counts_trajectories_and_cancels() {
     assert!(error.is::<Interrupted>(), "{error:#}");
 }
 
+/// An [`Echo`](super::Echo) that is counted while it exists.
+struct Counted(
+    super::Echo,
+    Arc<AtomicUsize>,
+    Arc<Mutex<Vec<(usize, usize)>>>,
+);
+
+impl Environment for Counted {
+    fn step(&mut self, turn: &Turn<'_>) -> Result<Step> {
+        let alive = self.1.load(Ordering::SeqCst);
+        self.2.lock().unwrap().push((turn.number, alive));
+        self.0.step(turn)
+    }
+}
+
+impl Drop for Counted {
+    fn drop(&mut self) {
+        self.1.fetch_sub(1, Ordering::SeqCst);
+    }
+}
+
+#[test]
+fn an_environment_ends_with_its_trajectory() {
+    let (started, alive) = (AtomicUsize::new(0), Arc::new(AtomicUsize::new(0)));
+    let seen = Arc::new(Mutex::new(Vec::new()));
+    let (own_alive, own_seen) = (alive.clone(), seen.clone());
+    // Of three trajectories, the first ends after one turn, the second after two.
+    let factory = move |_: &EpisodeStart<'_>| -> Result<Counted> {
+        let turns = 1 + started.fetch_add(1, Ordering::SeqCst);
+        own_alive.fetch_add(1, Ordering::SeqCst);
+        let echo = super::Echo { turns };
+        Ok(Counted(echo, own_alive.clone(), own_seen.clone()))
+    };
+    let prompts = prompts(&["abc"]);
+    let sampler = sampler(long()).with_environments(environments(factory));
+    sampler.sample(&[&prompts[0]], 3, 0).unwrap();
+    let seen = seen.lock().unwrap();
+    assert_eq!(seen.len(), 1 + 2 + 3, "{seen:?}");
+    let expected = |turn: usize| 3 - turn;
+    assert!(
+        seen.iter().all(|&(turn, alive)| alive <= expected(turn)),
+        "{seen:?}"
+    );
+    assert_eq!(alive.load(Ordering::SeqCst), 0);
+}
+
 /// Records how many requests it gets at once.
 struct Batches(LocalGenerator, Arc<Mutex<Vec<usize>>>);
 

@@ -3,18 +3,19 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
 use std::process::Command;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
 
 use candle_grpo_test_support::{ClosedPort, HttpServer, Reply, Request, cases};
-use candle_grpo_train::Rollout;
 use candle_grpo_train::environment::{EpisodeEnd, ToolsConfig};
+use candle_grpo_train::{Interrupted, Progress, Rollout};
 use proptest::collection::vec;
 use proptest::prelude::*;
 use rstest::rstest;
 use serde_json::{Value, json};
 
 use super::templates::CHATML;
-use super::tools::{outputs, play};
+use super::tools::{outputs, play, play_until};
 
 /// A server on stdin and stdout, with the fault in its argument.
 const SERVER: &str = r#"
@@ -49,6 +50,7 @@ for line in sys.stdin:
         if fault == "same page": cursor = "next"
         result = {"tools": [tool(name) for name in names], "nextCursor": cursor}
         if fault == "no schema": del result["tools"][0]["inputSchema"]
+        if fault == "no name": result["tools"][0]["name"] = ""
         if fault == "no list": result = {}
         send({"id": id, "result": result})
     elif method == "tools/call":
@@ -199,6 +201,7 @@ fn a_server_that_fails_in_a_call_excludes_the_trajectory(#[case] fault: &str, #[
 #[case("sleeps", "initialize: no answer within 0.3 seconds, the limit")]
 #[case("same page", "nextCursor: \"next\", must be a new text on each page")]
 #[case("no schema", "tool \"second\": inputSchema: must be an object")]
+#[case("no name", "name: must be a text")]
 #[case("no list", "tools: must be a list")]
 fn a_server_that_lists_no_tools_ends_the_run(#[case] fault: &str, #[case] words: &str) {
     let more = match fault {
@@ -325,6 +328,21 @@ fn tools_of_two_servers_need_different_names() {
 fn options_of_a_server_are_checked(#[case] server: Value, #[case] words: &str) {
     let error = of_servers(json!([server])).validate().unwrap_err();
     assert!(error.to_string().contains(words), "{error}");
+}
+
+#[test]
+fn there_are_tools_and_each_server_has_its_name() {
+    let server = json!({"name": "a", "command": ["cat"]});
+    for (servers, words) in [
+        (json!([]), "tools: none, must be at least one"),
+        (
+            json!([server, server]),
+            "mcp[1].name: \"a\", must be the name of one server only",
+        ),
+    ] {
+        let error = of_servers(servers).validate().unwrap_err();
+        assert!(error.to_string().contains(words), "{error}");
+    }
 }
 
 /// A server over HTTP, which counts the calls in each session. A fault may replace an answer.
@@ -566,6 +584,32 @@ fn a_server_over_http_has_a_time_limit() {
     );
 }
 
+/// Cancels once the server has a call.
+struct Called(AtomicBool);
+
+impl Progress for Called {
+    fn is_canceled(&self) -> bool {
+        self.0.load(Ordering::SeqCst)
+    }
+}
+
+#[test]
+fn a_call_can_be_canceled() {
+    let called = Arc::new(Called(AtomicBool::new(false)));
+    let seen = Arc::clone(&called);
+    let server = http(move |message, _| {
+        let is_call = message["method"] == "tools/call";
+        seen.0.fetch_or(is_call, Ordering::SeqCst);
+        is_call.then(|| Reply::new(200, "").held())
+    });
+    let tools = at(&server.url(), json!({"time_limit_seconds": 60}));
+    let turns = [&*call("count", &json!({})), "so"];
+    let place = (CHATML, "<|im_end|>");
+    let error = play_until(tools.build().unwrap(), place, &turns, false, called).unwrap_err();
+    assert!(error.is::<Interrupted>(), "{error:#}");
+    server.release();
+}
+
 /// Answers a call in the session with this number with 404, from its second call on.
 fn expiring() -> HttpServer {
     let calls = Mutex::new(0);
@@ -600,13 +644,29 @@ fn a_trajectory_whose_session_expires_has_failed() {
 }
 
 #[test]
-fn a_server_without_sessions_gets_the_version_in_each_request() {
-    let server = http(|message, _| {
+fn a_session_that_has_failed_gets_no_further_request() {
+    let server = faulty();
+    let config = at(&server.url(), json!({}));
+    let rollout = run(&config, &[call("count", &json!({"fault": "status"}))]);
+    assert_failed(&rollout, "status 503");
+    drop(config);
+    let requests = server.requests();
+    let ended = requests.iter().filter(|request| request.method == "DELETE");
+    let ended: Vec<_> = ended
+        .map(|request| request.header("mcp-session-id"))
+        .collect();
+    assert_eq!(ended, [Some("session-1")], "that of the list");
+}
+
+#[rstest]
+#[case(json!({"code": -32022, "message": "unsupported", "data": {"supported": ["2026-07-28"], "requested": "2025-11-25"}}))]
+#[case(json!({"code": -32601, "message": "unknown method"}))]
+fn a_server_without_sessions_gets_the_version_in_each_request(#[case] refusal: Value) {
+    let server = http(move |message, _| {
         let id = &message["id"];
         let meta = &message["params"]["_meta"];
         if message["method"] == "initialize" {
-            let data = json!({"supported": ["2026-07-28"], "requested": "2025-11-25"});
-            let error = json!({"code": -32022, "message": "unsupported", "data": data});
+            let error = &refusal;
             let error = json!({"jsonrpc": "2.0", "id": id, "error": error});
             return Some(Reply::new(400, error.to_string()));
         }

@@ -3,12 +3,15 @@
 use std::sync::{Arc, Mutex};
 
 use anyhow::{Result, ensure};
+use candle_grpo_base::NoProgress;
 use candle_grpo_train::environment::{
     CallContext, EnvironmentLimits, Environments, EpisodeEnd, ProgramTool, Tool, ToolEnvironments,
     ToolFormat, ToolsConfig,
 };
 use candle_grpo_train::model::Chat;
-use candle_grpo_train::{ChatTemplate, FinishReason, Prompt, Rollout, Sampler, SamplingConfig};
+use candle_grpo_train::{
+    ChatTemplate, FinishReason, Progress, Prompt, Rollout, Sampler, SamplingConfig,
+};
 use rstest::rstest;
 use serde_json::{Value, json};
 
@@ -45,6 +48,17 @@ pub(super) fn play(
     turns: &[&str],
     chat: bool,
 ) -> Rollout {
+    play_until(tools, (template, stop), turns, chat, Arc::new(NoProgress)).unwrap()
+}
+
+/// [`play`], which `progress` can cancel.
+pub(super) fn play_until(
+    tools: ToolEnvironments,
+    (template, stop): (&str, &str),
+    turns: &[&str],
+    chat: bool,
+    progress: Arc<dyn Progress>,
+) -> Result<Rollout> {
     let tokenizer = bpe();
     let template = ChatTemplate::new(template).unwrap();
     let stop_id = tokenizer.token_to_id(stop).unwrap();
@@ -68,12 +82,11 @@ pub(super) fn play(
         stop_token_ids: vec![stop_id],
         ..SamplingConfig::default()
     };
-    Sampler::from_generator(Arc::new(scripted), 300, sampling)
-        .unwrap()
+    let mut rollouts = Sampler::from_generator(Arc::new(scripted), 300, sampling)?
         .with_environments(Arc::new(environments))
-        .sample(&[&prompt], 1, 0)
-        .unwrap()
-        .remove(0)
+        .with_progress(progress)
+        .sample(&[&prompt], 1, 0)?;
+    Ok(rollouts.remove(0))
 }
 
 /// The texts that the policy did not write.

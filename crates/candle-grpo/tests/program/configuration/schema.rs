@@ -11,6 +11,7 @@ use candle_grpo::config::{
 use serde_json::{Map, Value, json};
 
 use super::validator::{definition, problems};
+use crate::support::succeeds;
 
 fn root() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("../..")
@@ -291,6 +292,43 @@ fn the_defaults_are_those_of_the_file() {
     assert_eq!(sft_schema().pointer(learning_rate), Some(&json!(2e-5)));
     let every_steps = "/properties/checkpoint/properties/every_steps/default";
     assert_eq!(sft_schema().pointer(every_steps), Some(&json!(100)));
+}
+
+/// A section that is laid over a preset has the other keys of the preset.
+#[test]
+fn a_section_over_a_preset_needs_no_keys() {
+    let mut file = smallest_run();
+    file["preset"] = json!("dapo");
+    file["recipe"] = json!({"overlong": {"factor": 0.5}});
+    let run = RunConfig::new(&document(&file)).unwrap();
+    let overlong = run.train.recipe.overlong.unwrap();
+    assert_eq!(overlong.factor, 0.5);
+    assert!(overlong.buffer > 0);
+    fits(&run_schema(), &file, "dapo");
+}
+
+#[test]
+fn types_are_described_in_one_paragraph() {
+    for schema in [run_schema(), sft_schema(), suite_schema()] {
+        for (name, definition) in schema["$defs"].as_object().unwrap() {
+            let text = definition["description"].as_str().unwrap_or_default();
+            assert!(!text.contains("\n\n"), "{name}: {text}");
+        }
+    }
+}
+
+#[test]
+fn the_program_prints_each_schema() {
+    let folder = tempfile::tempdir().unwrap();
+    for (arguments, expected) in [
+        (&["schema"] as &[&str], run_schema()),
+        (&["schema", "run"], run_schema()),
+        (&["schema", "sft"], sft_schema()),
+        (&["schema", "suite"], suite_schema()),
+    ] {
+        let printed: Value = serde_json::from_str(&succeeds(folder.path(), arguments)).unwrap();
+        assert_eq!(printed, expected, "{arguments:?}");
+    }
 }
 
 /// A wrong type, a wrong name, a value below the minimum, and a key that must be given.
