@@ -602,7 +602,7 @@ fn a_call_can_be_canceled() {
         seen.0.fetch_or(is_call, Ordering::SeqCst);
         is_call.then(|| Reply::new(200, "").held())
     });
-    let tools = at(&server.url(), json!({"time_limit_seconds": 60}));
+    let tools = at(&server.url(), json!({"time_limit_seconds": 86400}));
     let turns = [&*call("count", &json!({})), "so"];
     let place = (CHATML, "<|im_end|>");
     let error = play_until(tools.build().unwrap(), place, &turns, false, called).unwrap_err();
