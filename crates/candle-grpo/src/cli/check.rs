@@ -268,11 +268,7 @@ fn print_speed(run: &RunConfig, out: &mut impl Write) -> Result<(), Exit> {
     let Ok(before) = Run::read(&run.run_dir) else {
         return Ok(());
     };
-    let times = before.steps.iter().map(|step| {
-        let phases = step.iter().filter(|(name, _)| name.starts_with("seconds/"));
-        phases.map(|(_, seconds)| seconds).sum::<f64>()
-    });
-    let times: Vec<f64> = times.collect();
+    let times = before.step_seconds();
     if !times.is_empty() {
         let mean = times.iter().sum::<f64>() / times.len() as f64;
         writeln!(

@@ -1,6 +1,6 @@
 //! The page as HTML.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeSet;
 use std::fmt::Write;
 
 use super::html::{escape, short};
@@ -93,7 +93,7 @@ fn summary(runs: &[Run]) -> String {
                 mean(&values[values.len() - n..]),
             );
         }
-        let seconds: f64 = run.steps.iter().map(seconds).sum();
+        let seconds: f64 = run.step_seconds().iter().sum();
         let _ = writeln!(table, "<td>{}</td></tr>", duration(seconds));
     }
     table.push_str("</tbody></table></div>\n");
@@ -105,13 +105,6 @@ fn mean(values: &[f64]) -> String {
         return "–".to_owned();
     }
     short(values.iter().sum::<f64>() / values.len() as f64)
-}
-
-fn seconds(metrics: &BTreeMap<String, f64>) -> f64 {
-    let phases = metrics
-        .iter()
-        .filter(|(name, _)| name.starts_with("seconds."));
-    phases.map(|(_, seconds)| seconds).sum()
 }
 
 fn duration(seconds: f64) -> String {

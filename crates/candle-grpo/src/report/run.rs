@@ -8,6 +8,7 @@ use anyhow::{Context, Result, anyhow, bail};
 use candle_grpo_nn::json;
 use candle_grpo_train::RunDir;
 use candle_grpo_train::data::read_json_lines;
+use candle_grpo_train::learn::PhaseSeconds;
 use candle_grpo_train::run::RolloutRecord;
 use serde::Deserialize;
 use serde_json::Value;
@@ -95,6 +96,21 @@ impl Run {
     /// Returns whether this is a supervised run: its settings have the section `sft`.
     pub fn is_supervised(&self) -> bool {
         self.settings.keys().any(|key| key.starts_with("sft."))
+    }
+
+    /// Returns the duration of each step that has times, in seconds (see [`PhaseSeconds::total`]).
+    pub fn step_seconds(&self) -> Vec<f64> {
+        let duration = |step: &BTreeMap<String, f64>| {
+            let phase = |name: &str| step.get(&format!("seconds.{name}")).copied();
+            let mut seconds = PhaseSeconds::default();
+            // A supervised run samples and scores nothing.
+            seconds.sample = phase("sample").unwrap_or_default();
+            seconds.score = phase("score").unwrap_or_default();
+            seconds.train = phase("train")?;
+            seconds.wait = phase("wait");
+            Some(seconds.total())
+        };
+        self.steps.iter().filter_map(duration).collect()
     }
 
     /// Returns pairs of answers to the same prompt, from the first and the last evaluation; none

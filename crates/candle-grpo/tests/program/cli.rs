@@ -115,6 +115,23 @@ fn check_prints_what_a_run_does_in_a_few_lines() {
     assert!(text.contains(" more (grpo check --all)\n"), "{text}");
 }
 
+#[test]
+fn check_prints_the_speed_of_a_run_that_is_there() {
+    let folder = folder(&format!("{CONFIG}run_dir: run\n"), DATA);
+    let check = || out(&grpo(folder.path(), &["check", "run.yaml"]));
+    assert!(!check().contains("Speed"), "{}", check());
+    let run = folder.path().join("run");
+    fs::create_dir(&run).unwrap();
+    fs::write(run.join("config.json"), "{}").unwrap();
+    let seconds = |sample: f64| format!("{{\"sample\": {sample}, \"score\": 0.5, \"train\": 3.5}}");
+    let metrics =
+        [1., 2.].map(|step| format!("{{\"step\": {step}, \"seconds\": {}}}\n", seconds(step)));
+    fs::write(run.join("metrics.jsonl"), metrics.concat()).unwrap();
+    let text = check();
+    let speed = "Speed: 5.5 s per step, the mean over 2 steps in run.\n";
+    assert!(text.contains(speed), "{text}");
+}
+
 /// Returns the part `name` in the memory plan, in MiB.
 fn planned(printed: &str, name: &str) -> Option<usize> {
     let (_, rest) = printed.split_once(&format!(" {name} "))?;

@@ -153,6 +153,25 @@ fn the_program_writes_the_page() {
     assert_eq!(grpo(&["report"]).status.code(), Some(2));
 }
 
+/// Completions that are drawn ahead are sampled and scored during other steps' training.
+#[test]
+fn a_step_takes_its_phases_that_follow_each_other() {
+    let folder = tempfile::tempdir().unwrap();
+    run(folder.path(), 2, 1e-5);
+    let seconds = |steps: &[Value]| {
+        let steps = steps.iter().enumerate();
+        let lines = steps.map(|(i, seconds)| json!({"step": i + 1, "seconds": seconds}));
+        let lines: Vec<String> = lines.map(|line| line.to_string()).collect();
+        fs::write(folder.path().join("metrics.jsonl"), lines.join("\n")).unwrap();
+        Run::read(folder.path()).unwrap().step_seconds()
+    };
+    let phases = json!({"sample": 8.0, "score": 0.5, "train": 2.0});
+    let ahead = json!({"sample": 8.0, "score": 0.5, "train": 2.0, "wait": 1.0, "idle": 4.0});
+    let supervised = json!({"train": 3.0});
+    assert_eq!(seconds(&[phases, ahead, supervised]), [10.5, 3., 3.]);
+    assert_eq!(seconds(&[Value::Null]), [0.; 0]);
+}
+
 #[test]
 fn report_refuses_a_run_without_steps() {
     let folder = tempfile::tempdir().unwrap();
