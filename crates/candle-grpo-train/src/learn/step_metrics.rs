@@ -2,6 +2,8 @@
 
 use std::collections::BTreeMap;
 
+use anyhow::Result;
+use candle_grpo_core::rewards::RepetitionPenalty;
 use serde::{Deserialize, Serialize};
 
 use super::rollout_groups::RolloutGroups;
@@ -60,6 +62,10 @@ pub struct StepMetrics {
     /// Share of completions that reached the maximum length.
     #[serde(deserialize_with = "number")]
     pub truncated: f64,
+    /// Mean share of the completions' 4-grams of tokens that repeat an earlier one (`seq-rep-4`,
+    /// <https://arxiv.org/abs/1908.04319>). Prose has a few percent, and a loop close to 1.
+    #[serde(default, deserialize_with = "number")]
+    pub repetition: f64,
     /// Means over trajectories with an environment: `turns`, `reward`, `limit_reached` (the share
     /// that a limit ended), `failed` (the share whose environment failed), and the metrics of the
     /// environment.
@@ -94,6 +100,10 @@ pub struct StepMetrics {
     pub policy: BTreeMap<String, f64>,
     /// Seconds per phase.
     pub seconds: PhaseSeconds,
+    /// The alarms of the step by name, each with what it measured
+    /// ([`AlarmConfig::check`](crate::run::AlarmConfig::check)). Empty without a run.
+    #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
+    pub alarms: BTreeMap<String, f64>,
 }
 
 /// Mean and standard deviation of a component of the reward.
@@ -156,7 +166,7 @@ impl StepRecord for StepMetrics {
 
 impl StepMetrics {
     /// Computes the metrics that are known before training.
-    pub(super) fn of_groups(step: usize, all: &RolloutGroups) -> Self {
+    pub(super) fn of_groups(step: usize, all: &RolloutGroups) -> Result<Self> {
         let (rollouts, rewards) = (&all.rollouts, &all.scores);
         let n = rollouts.len() as f64;
         let RewardStatistics { mean, std } = RewardStatistics::of(rewards);
@@ -172,7 +182,14 @@ impl StepMetrics {
         let truncated = rollouts
             .iter()
             .filter(|r| r.completion.finish_reason == FinishReason::Length);
-        Self {
+        let repeated = RepetitionPenalty {
+            ngram: 4,
+            penalty: 1.,
+        };
+        let repetition = rollouts.iter();
+        let repetition = repetition.map(|r| repeated.compute(&r.completion.written_tokens()));
+        let repetition: Vec<f64> = repetition.collect::<candle_core::Result<_>>()?;
+        Ok(Self {
             step,
             sampled_groups: groups.len(),
             kept_groups: groups.len(),
@@ -182,12 +199,13 @@ impl StepMetrics {
             group_reward_quantiles: quartiles(group_means),
             response_length: tokens as f64 / n,
             truncated: truncated.count() as f64 / n,
+            repetition: repetition.iter().map(|term| term.abs()).sum::<f64>() / n,
             environment: mean_metrics(rollouts.iter().filter_map(|r| r.episode.as_ref())),
             reward_faults: all.faults(),
             reward_requests: all.requests(),
             rewards: all.reward_statistics(),
             ..Self::default()
-        }
+        })
     }
 
     /// Sets those of the updates.

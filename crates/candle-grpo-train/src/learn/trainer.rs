@@ -136,7 +136,7 @@ impl<C: ModelConfig> Trainer<C> {
         if let Some(scores) = &mut state.task_scores {
             record(scores, all)?;
         }
-        let mut metrics = StepMetrics::of_groups(state.steps, all);
+        let mut metrics = StepMetrics::of_groups(state.steps, all)?;
         let start = Instant::now();
         metrics.kept_groups = collection.kept.len();
         let (batch, reason) = self.prepare(&collection, &mut state)?;

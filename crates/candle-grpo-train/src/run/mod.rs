@@ -1,5 +1,6 @@
 //! Runs on disk: directories, checkpoints and TensorBoard events. Also evaluation and trackers.
 
+mod alarms;
 mod checkpoints;
 mod dir;
 mod evaluation;
@@ -13,6 +14,7 @@ pub use crate::learn::{
     TurnRole,
 };
 pub use crate::step_record::StepRecord;
+pub use alarms::AlarmConfig;
 pub use checkpoints::{Checkpoints, LatestCheckpoint, StepCheckpoint};
 pub use dir::{ReplacedRun, ResumedRun, RunDir, StoppedRun};
 pub use evaluation::{EvaluatedSample, Evaluation, evaluate};

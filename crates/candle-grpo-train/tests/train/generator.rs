@@ -147,6 +147,43 @@ fn with_tool() -> Completion {
     }
 }
 
+#[rstest]
+// 1212 2121 1212 2121 and one with the end.
+#[case::a_loop(&[1, 2, 1, 2, 1, 2, 1, END], None, 2. / 5.)]
+#[case::no_loop(&[1, 2, 1, 2, 3, 1, 2, END], None, 0.)]
+#[case::shorter_than_a_gram(&[1, 1, 1], None, 0.)]
+// Without the tool's token, three times 1111.
+#[case::a_loop_around_a_tool(&[1, 1, 1, 3, 1, 1, 1], Some(3), 2. / 3.)]
+fn a_step_has_the_share_of_text_that_repeats(
+    #[case] tokens: &[u32],
+    #[case] tool: Option<usize>,
+    #[case] share: f64,
+) {
+    let n = tokens.len();
+    let written = |place| Some(place) != tool;
+    let completion = Completion {
+        tokens: tokens.to_vec(),
+        drawn_log_probs: (0..n)
+            .map(|place| if written(place) { -1. } else { f32::NAN })
+            .collect(),
+        log_probs: None,
+        written: tool.map(|_| (0..n).map(written).collect()),
+        weight_versions: vec![0; n],
+        finish_reason: FinishReason::Length,
+        experts: None,
+    };
+    let mut trainer = trainer_of(TrainerParts {
+        generator: Some(Arc::new(Constant(completion))),
+        ..parts(config())
+    });
+    let metrics = trainer.step().unwrap();
+    assert!(
+        (metrics.repetition - share).abs() < 1e-12,
+        "{}",
+        metrics.repetition
+    );
+}
+
 #[test]
 fn recorded_experts_are_read_back_and_absent_in_older_recordings() {
     let recorded = Completion {

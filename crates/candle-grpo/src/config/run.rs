@@ -7,8 +7,7 @@ use std::sync::LazyLock;
 use candle_grpo_loss::{Support, Tail};
 use candle_grpo_nn::{AdamWConfig, DecoderConfig};
 use candle_grpo_train::environment::EnvironmentConfig;
-use candle_grpo_train::run::RolloutLogConfig;
-use candle_grpo_train::run::TrackerConfig;
+use candle_grpo_train::run::{AlarmConfig, RolloutLogConfig, TrackerConfig};
 use candle_grpo_train::sft::{SftDataConfig, SftDataset};
 use candle_grpo_train::{
     ChatTemplate, Dataset, DatasetConfig, Pretrained, Prompt, RewardConfig, SamplingConfig,
@@ -88,6 +87,8 @@ pub struct RunConfig {
     pub checkpoint: CheckpointConfig,
     /// The completions of training that are written.
     pub rollout_log: RolloutLogConfig,
+    /// The signs of trouble that the run warns of.
+    pub alarms: AlarmConfig,
     /// Programs that follow the metrics.
     pub trackers: Vec<TrackerConfig>,
     /// The folder of the run.
@@ -130,6 +131,8 @@ pub(super) struct RunKeys {
     checkpoint: CheckpointConfig,
     /// Log of training completions.
     rollout_log: RolloutLogConfig,
+    /// Warnings that something is wrong.
+    alarms: AlarmConfig,
     /// Programs that receive the metrics.
     trackers: Vec<TrackerConfig>,
     /// Number of steps.
@@ -156,6 +159,7 @@ impl Default for RunKeys {
             evaluation: EvaluationKeys::default(),
             checkpoint: CheckpointConfig::default(),
             rollout_log: RolloutLogConfig::default(),
+            alarms: AlarmConfig::default(),
             trackers: Vec::new(),
             max_steps: 100,
             run_dir: None,
@@ -228,6 +232,7 @@ impl RunConfig {
             max_steps: keys.max_steps,
             checkpoint: keys.checkpoint,
             rollout_log: keys.rollout_log,
+            alarms: keys.alarms,
             trackers: keys.trackers,
             run_dir: keys.run_dir.unwrap_or_else(|| document.run_dir()),
             threads: keys.threads,
@@ -267,6 +272,9 @@ impl RunConfig {
         self.rollout_log
             .validate()
             .map_err(|error| Problem::within("rollout_log", &error))?;
+        self.alarms
+            .validate()
+            .map_err(|error| Problem::within("alarms", &error))?;
         if self.num_reward_components() == 0 {
             let message = "none, must be at least one, as a list: rewards: [{kind: numeric}]";
             return Err(Problem::at("rewards", message));
@@ -720,6 +728,7 @@ impl RunConfig {
             evaluation: self.evaluation_keys.clone(),
             checkpoint: self.checkpoint.clone(),
             rollout_log: self.rollout_log.clone(),
+            alarms: self.alarms.clone(),
             trackers: self.trackers.clone(),
             max_steps: self.max_steps,
             run_dir: Some(self.run_dir.clone()),

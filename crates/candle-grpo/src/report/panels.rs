@@ -95,8 +95,12 @@ const PLANS: &[Plan] = &[
     },
     Plan {
         title: "Constant groups and truncated completions",
-        note: "share of groups with equal rewards; dashed: share of completions that reach the maximum length",
-        lines: &[("constant_groups", Solid), ("truncated", Dashed)],
+        note: "share of groups with equal rewards; dashed: share of completions that reach the maximum length; dotted: share of text that repeats",
+        lines: &[
+            ("constant_groups", Solid),
+            ("truncated", Dashed),
+            ("repetition", Dotted),
+        ],
         bands: &[],
     },
     Plan {

@@ -104,6 +104,7 @@ run_trainer!(
     StepMetrics,
     RunConfig,
     [
+        "alarms",
         "checkpoint",
         "max_steps",
         "model",

@@ -248,7 +248,11 @@ impl Actions for Session {
         let Run {
             trainer, folder, ..
         } = &mut self.run;
-        let metrics = trainer.step()?;
+        let (alarms, before) = (&self.config.alarms, folder.metrics());
+        let warn = |text: String| tracing::warn!("{text}");
+        let mut metrics = alarms.watch(before, warn, || trainer.step())?;
+        metrics.alarms = alarms.check(before, &metrics);
+        alarms.warnings(before, &metrics).into_iter().for_each(warn);
         let log = &self.config.rollout_log;
         if let Some(dir) = folder.dir()
             && log.is_due(metrics.step)

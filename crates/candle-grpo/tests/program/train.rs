@@ -8,11 +8,13 @@ use std::process::{Command, Stdio};
 use candle_grpo::train::RunDir;
 use candle_grpo_test_support::{Lines, cases};
 use rstest::rstest;
-use serde_json::Value;
+use serde_json::{Value, json};
 
 use crate::models::write_reward_model;
 use crate::running::Running;
-use crate::support::{CONFIG, command, folder, grpo, lines, said, succeeds, write_model};
+use crate::support::{
+    CONFIG, command, folder, grpo, lines, said, short_config, succeeds, write_model,
+};
 
 /// Asserts that two runs have the same files, however often each was stopped.
 pub(crate) fn assert_same_run(folder: &Path, other: &Path, steps: usize) {
@@ -46,6 +48,38 @@ fn the_line_of_a_step_without_an_update_has_the_reason() {
     let step = &lines(&folder.path().join("run/metrics.jsonl"))[0];
     assert_eq!(step["skip_reason"], reason);
     assert_eq!(step["updates"], 0);
+}
+
+#[test]
+fn a_run_prints_each_alarm_when_it_begins() {
+    // No completion has a digit.
+    let config = short_config(3).replace("'^[ab]'", "'[0-9]'") + "alarms: {constant_rewards: 2}\n";
+    let folder = folder(&config);
+    let train = |arguments: &[&str]| {
+        let output = grpo(folder.path(), &[&["train", "run.yaml"], arguments].concat());
+        assert_eq!(output.status.code(), Some(0), "{}", said(&output));
+        said(&output)
+    };
+    let text = "step 2: all rewards have been 0 for 2 steps";
+    let printed = train(&[]);
+    assert_eq!(printed.matches(text).count(), 1, "{printed}");
+    assert_eq!(printed.matches("(alarms.").count(), 1, "{printed}");
+    // A resumed run counts on.
+    let longer = config.replace("max_steps: 3", "max_steps: 5");
+    fs::write(folder.path().join("run.yaml"), longer).unwrap();
+    let printed = train(&["--resume"]);
+    assert!(!printed.contains("(alarms."), "{printed}");
+    let steps = lines(&folder.path().join("run/metrics.jsonl"));
+    let found: Vec<Value> = steps.iter().map(|step| step["alarms"].clone()).collect();
+    let counted = |n: f64| json!({"constant_rewards": n});
+    let expected = [
+        Value::Null,
+        counted(2.),
+        counted(3.),
+        counted(4.),
+        counted(5.),
+    ];
+    assert_eq!(found, expected);
 }
 
 #[test]
