@@ -419,7 +419,7 @@ fn write_json(path: &Path, value: &Value) -> Result<()> {
 }
 
 /// Sets the dtype keys that exist.
-fn set_dtype(config: &mut Value, dtype: DType) {
+pub(crate) fn set_dtype(config: &mut Value, dtype: DType) {
     let name = match dtype {
         DType::BF16 => "bfloat16",
         DType::F16 => "float16",

@@ -119,7 +119,7 @@ fn eval(
         // weights first.
         let generator = if run.train.rollout.is_fixed_policy() {
             engine(
-                &run.train.rollout,
+                &run.train,
                 sampler.config(),
                 &pretrained,
                 &RunDir::engine_weights(&run.run_dir),

@@ -151,7 +151,7 @@ impl Session {
         config.check_model(&pretrained.model, &train, &held_out)?;
         config.check_training()?;
         let engine = engine(
-            &settings.rollout,
+            &settings,
             &settings.sampling,
             &pretrained,
             &RunDir::engine_weights(&config.run_dir),

@@ -5,7 +5,7 @@ use std::sync::atomic::AtomicBool;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use anyhow::{Context, Result, ensure};
-use candle_grpo_nn::CheckpointForm;
+use candle_grpo_nn::{CheckpointForm, ComputeDType};
 
 use super::draw::{Job, draw};
 use super::probe::{self, Distribution};
@@ -50,6 +50,7 @@ pub struct ServerGenerator {
     written: Mutex<Option<WeightFolder>>,
     vocab_size: usize,
     form: Option<CheckpointForm>,
+    weight_dtype: ComputeDType,
     prober: Prober,
     max_inflight: usize,
     max_retries: usize,
@@ -117,6 +118,7 @@ impl ServerGenerator {
             written: Mutex::new(None),
             vocab_size,
             form: None,
+            weight_dtype: ComputeDType::F32,
             prober: Prober::new(&servers, config, sampling, vocab_size),
             servers,
             max_inflight: config.max_inflight,
@@ -138,6 +140,14 @@ impl ServerGenerator {
     #[must_use]
     pub fn with_checkpoint_form(mut self, form: Option<CheckpointForm>) -> Self {
         self.form = form;
+        self
+    }
+
+    /// Sets the dtype of whole weights that the servers receive, by default f32. If the policy
+    /// computes in bf16, bf16 halves the bytes and loses nothing.
+    #[must_use]
+    pub fn with_weight_dtype(mut self, dtype: ComputeDType) -> Self {
+        self.weight_dtype = dtype;
         self
     }
 
@@ -168,7 +178,8 @@ impl ServerGenerator {
     fn write(&self, weights: &PolicyWeights<'_>, format: WeightFormat) -> Result<EngineWeights> {
         let mut written = self.written();
         if written.is_none() {
-            *written = Some(WeightFolder::open(&self.folder, self.form.clone())?);
+            let (form, dtype) = (self.form.clone(), self.weight_dtype.into());
+            *written = Some(WeightFolder::open(&self.folder, form, dtype)?);
         }
         let folder = written.as_mut().context("the folder of the weights")?;
         folder.write(weights, format)

@@ -4,10 +4,11 @@ use std::fs;
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result, bail};
-use candle_core::Device;
+use candle_core::{DType, Device};
 use candle_grpo_nn::{CheckpointForm, Lora, Parameters, atomic_file};
 
 use crate::folder_lock::{FolderLock, LOCK};
+use crate::model::pretrained::set_dtype;
 use crate::owned_files::{CONFIG, WEIGHTS};
 use crate::owned_files::{ENGINE_VERSION, Owned};
 use crate::rollout::PolicyWeights;
@@ -18,7 +19,7 @@ use crate::rollout::PolicyWeights;
 pub enum WeightFormat {
     /// Adapters in PEFT's format.
     Adapter,
-    /// All weights as a Hugging Face directory.
+    /// All weights as a Hugging Face directory, in the dtype in which the policy trains.
     Disk,
 }
 
@@ -52,6 +53,8 @@ pub(super) struct WeightFolder {
     versions: Vec<u64>,
     /// The form of the served checkpoint, if it has other parts.
     form: Option<CheckpointForm>,
+    /// The dtype of whole weights.
+    dtype: DType,
     _lock: FolderLock,
 }
 
@@ -62,7 +65,7 @@ impl WeightFolder {
     ///
     /// Fails if another program writes weights there, if the directory has versions but no lock
     /// from this program, or if it cannot be written.
-    pub(super) fn open(path: &Path, form: Option<CheckpointForm>) -> Result<Self> {
+    pub(super) fn open(path: &Path, form: Option<CheckpointForm>, dtype: DType) -> Result<Self> {
         let open = || -> Result<Self> {
             fs::create_dir_all(path)?;
             // Links stay, because they may lead elsewhere where the server runs.
@@ -92,6 +95,7 @@ impl WeightFolder {
                 path,
                 versions: Vec::new(),
                 form,
+                dtype,
                 _lock: lock,
             })
         };
@@ -116,12 +120,15 @@ impl WeightFolder {
             }
             (WeightFormat::Disk, _) => {
                 // A server may keep an output layer separate from a tied embedding.
-                let (model, all) = weights.export().with_untied_output(weights.model);
+                let all = weights.export().in_dtype(self.dtype);
+                let (model, all) = all.with_untied_output(weights.model);
                 let form = self.form.as_ref();
-                let config = match form {
-                    Some(form) => serde_json::to_vec_pretty(&form.config(&model)?)?,
-                    None => serde_json::to_vec_pretty(&model.to_hugging_face(&[])?)?,
+                let mut config = match form {
+                    Some(form) => form.config(&model)?.into(),
+                    None => model.to_hugging_face(&[])?,
                 };
+                set_dtype(&mut config, self.dtype);
+                let config = serde_json::to_vec_pretty(&config)?;
                 atomic_file::write_folder(&path, |folder| -> Result<()> {
                     atomic_file::write(&folder.join(CONFIG), &config)?;
                     let path = folder.join(WEIGHTS);
@@ -207,7 +214,7 @@ mod tests {
         let parameters = Parameters::init(&model, 1, &Device::Cpu).unwrap();
         let lora = LoraConfig::all_linear(2, 4.);
         let adapters = Lora::init(lora, &model, 1, &Device::Cpu).unwrap();
-        let mut folder = WeightFolder::open(&path, None).unwrap();
+        let mut folder = WeightFolder::open(&path, None, DType::F32).unwrap();
         let weights = |version| PolicyWeights {
             version,
             model: &model,
@@ -237,13 +244,55 @@ mod tests {
         folder.remove_replaced().unwrap();
         assert!(!first.path.exists() && second.path.exists());
 
-        let error = format!("{:#}", WeightFolder::open(&path, None).err().unwrap());
+        let error = format!(
+            "{:#}",
+            WeightFolder::open(&path, None, DType::F32).err().unwrap()
+        );
         assert!(
             error.ends_with("another program has the weights open"),
             "{error}"
         );
         drop(folder);
         assert!(!second.path.exists());
+    }
+
+    #[test]
+    fn whole_weights_have_the_dtype_in_which_the_policy_trains() {
+        let temporary = tempfile::tempdir().unwrap();
+        let model = model();
+        let parameters = Parameters::init(&model, 1, &Device::Cpu).unwrap();
+        let lora = LoraConfig::all_linear(2, 4.);
+        let adapters = Lora::init(lora, &model, 1, &Device::Cpu).unwrap();
+        let write = |dtype: DType| {
+            let path = temporary.path().join(format!("{dtype:?}"));
+            let mut folder = WeightFolder::open(&path, None, dtype).unwrap();
+            let weights = PolicyWeights {
+                version: 1,
+                model: &model,
+                parameters: &parameters,
+                adapters: Some(&adapters),
+            };
+            let written = folder.write(&weights, WeightFormat::Disk).unwrap();
+            let tensors = candle_core::safetensors::load(written.path.join(WEIGHTS), &Device::Cpu);
+            let config = fs::read(written.path.join(CONFIG)).unwrap();
+            let config: serde_json::Value = serde_json::from_slice(&config).unwrap();
+            (tensors.unwrap(), config["torch_dtype"].clone())
+        };
+        let ((whole, whole_name), (half, half_name)) = (write(DType::F32), write(DType::BF16));
+        assert_eq!(
+            (whole_name, half_name),
+            ("float32".into(), "bfloat16".into())
+        );
+        assert_eq!(whole.len(), half.len());
+        for (name, tensor) in &whole {
+            let rounded = tensor.to_dtype(DType::BF16).unwrap();
+            let values = |tensor: &candle_core::Tensor| {
+                assert_eq!(tensor.dtype(), DType::BF16, "{name}");
+                let tensor = tensor.to_dtype(DType::F32).unwrap();
+                tensor.flatten_all().unwrap().to_vec1::<f32>().unwrap()
+            };
+            assert_eq!(values(&half[name]), values(&rounded), "{name}");
+        }
     }
 
     #[test]
@@ -255,14 +304,17 @@ mod tests {
         fs::create_dir_all(path.join("policy-best")).unwrap();
         fs::write(path.join("notes.txt"), "mine").unwrap();
         // Without this program's lock, the version may be a user's model.
-        let error = format!("{:#}", WeightFolder::open(path, None).err().unwrap());
+        let error = format!(
+            "{:#}",
+            WeightFolder::open(path, None, DType::F32).err().unwrap()
+        );
         assert!(
             error.ends_with("must be a folder for the weights of one run"),
             "{error}"
         );
         assert!(path.join("policy-000007/model.safetensors").exists());
         fs::write(path.join(LOCK), "").unwrap();
-        drop(WeightFolder::open(path, None).unwrap());
+        drop(WeightFolder::open(path, None, DType::F32).unwrap());
         assert!(!path.join("policy-000007").exists());
         assert!(path.join("policy-best").exists() && path.join("notes.txt").exists());
     }
