@@ -1,4 +1,4 @@
-//! The pages for users coming from other trainers.
+//! YAML examples in the pages, and the pages for users coming from other trainers.
 
 use std::fs;
 use std::path::Path;
@@ -22,6 +22,52 @@ fn examples(page: &str) -> Vec<RunConfig> {
         RunConfig::new(&document).unwrap_or_else(|error| panic!("{error}\n{block}"))
     };
     blocks.map(read).collect()
+}
+
+/// The sections that every run needs, for examples without them.
+const SECTIONS: [(&str, &str); 3] = [
+    ("model", "model: m"),
+    ("data", "data: {train: train.jsonl, held_out_rows: 8}"),
+    ("rewards", "rewards: [{kind: numeric}]"),
+];
+
+/// Examples are in today's words, so that a reader can copy them.
+#[rstest]
+#[case("../README.md", 1)]
+#[case("agents.md", 1)]
+#[case("code.md", 1)]
+#[case("configuration.md", 10)]
+#[case("engines.md", 6)]
+#[case("environments.md", 3)]
+#[case("guide.md", 4)]
+#[case("math.md", 1)]
+#[case("scaling.md", 2)]
+fn every_example_of_a_page_is_a_configuration(#[case] name: &str, #[case] least: usize) {
+    let text = page(name);
+    let blocks = text.split("```yaml\n").skip(1);
+    let blocks = blocks.map(|rest| rest.split("```").next().unwrap());
+    let runs: Vec<&str> = blocks.filter(|block| !block.contains("sft:")).collect();
+    assert!(runs.len() >= least, "{}", runs.len());
+    for block in runs {
+        // A list has examples in it.
+        let indent = block.len() - block.trim_start_matches(' ').len();
+        let lines = block
+            .lines()
+            .map(|line| line.get(indent..).unwrap_or_default());
+        let mut lines: Vec<&str> = lines.collect();
+        for (key, section) in SECTIONS {
+            if !lines
+                .iter()
+                .any(|line| line.starts_with(&format!("{key}:")))
+            {
+                lines.push(section);
+            }
+        }
+        let text = lines.join("\n");
+        let document = Document::from_yaml(Path::new("docs.yaml"), &text).unwrap();
+        assert!(!document.is_former(), "former words in\n{text}");
+        RunConfig::new(&document).unwrap_or_else(|error| panic!("{error}\n{text}"));
+    }
 }
 
 #[rstest]
