@@ -35,9 +35,10 @@ const SECTIONS: [(&str, &str); 3] = [
 #[rstest]
 #[case("../README.md", 1)]
 #[case("agents.md", 1)]
+#[case("algorithms.md", 1)]
 #[case("code.md", 1)]
 #[case("configuration.md", 10)]
-#[case("engines.md", 6)]
+#[case("engines.md", 5)]
 #[case("environments.md", 3)]
 #[case("guide.md", 4)]
 #[case("math.md", 1)]
@@ -65,6 +66,9 @@ fn every_example_of_a_page_is_a_configuration(#[case] name: &str, #[case] least:
         }
         let text = lines.join("\n");
         let document = Document::from_yaml(Path::new("docs.yaml"), &text).unwrap();
+        if Import::new(&document).is_some() {
+            continue; // Another trainer's words.
+        }
         assert!(!document.is_former(), "former words in\n{text}");
         RunConfig::new(&document).unwrap_or_else(|error| panic!("{error}\n{text}"));
     }
