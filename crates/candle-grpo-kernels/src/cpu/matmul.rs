@@ -574,56 +574,56 @@ impl Tile<'_> {
             // SAFETY: the product's constructor checked the target bounds. No other task has these
             // entries, and nothing reads them during the product.
             #[allow(unsafe_code)]
-            let mut targets: [&mut [f32]; R] = std::array::from_fn(|row| unsafe {
+            let target_row = |row| unsafe {
                 let start = self.target.wrapping_add(row * self.row_stride + first);
                 std::slice::from_raw_parts_mut(start, columns)
-            });
-            let whole = columns == V * S::F32_LANES;
-            let mut sums = [[simd.splat_f32s(0.0); V]; R];
-            if self.add {
-                for (sums, target) in sums.iter_mut().zip(&targets) {
-                    if whole {
-                        sums.copy_from_slice(S::as_simd_f32s(target).0);
-                        continue;
+            };
+            // A copy of a tile whose vectors are not all whole.
+            let mut copy = None;
+            let target = if columns == V * S::F32_LANES {
+                (self.target.wrapping_add(first), self.row_stride)
+            } else {
+                let copy = copy.insert([[simd.splat_f32s(0.0); V]; R]);
+                if self.add {
+                    for (row, sums) in copy.iter_mut().enumerate() {
+                        let target = target_row(row).chunks(S::F32_LANES);
+                        for (sum, target) in sums.iter_mut().zip(target) {
+                            *sum = simd.partial_load_f32s(target);
+                        }
                     }
-                    for (sum, target) in sums.iter_mut().zip(target.chunks(S::F32_LANES)) {
-                        *sum = simd.partial_load_f32s(target);
+                }
+                (copy.as_mut_ptr().cast(), V * S::F32_LANES)
+            };
+            // SAFETY: the assertions above keep the words in bounds, and the target has whole
+            // vectors. This is called from the words' `dispatch`.
+            #[allow(unsafe_code)]
+            unsafe {
+                match rows {
+                    Rows::InPlace(numbers, stride) => {
+                        let rows = (numbers.as_ptr().cast(), stride * size_of::<W>());
+                        products::<S, W, R, V, false>(simd, depth, rows, panel, target, self.add);
+                    }
+                    Rows::InTiles(words) => {
+                        let rows = (words.as_ptr(), 0);
+                        products::<S, W, R, V, true>(simd, depth, rows, panel, target, self.add);
                     }
                 }
             }
-            // SAFETY: the assertions above keep the words in bounds, and this is called from the
-            // words' `dispatch`.
-            #[allow(unsafe_code)]
-            let sums = unsafe {
-                match rows {
-                    Rows::InPlace(numbers, stride) => {
-                        let first = numbers.as_ptr().cast();
-                        let stride = stride * size_of::<W>();
-                        add_products::<S, W, R, V, false>(simd, sums, depth, first, stride, panel)
-                    }
-                    Rows::InTiles(words) => {
-                        let first = words.as_ptr();
-                        add_products::<S, W, R, V, true>(simd, sums, depth, first, 0, panel)
-                    }
-                }
-            };
-            for (sums, target) in sums.into_iter().zip(&mut targets) {
-                if whole {
-                    S::as_mut_simd_f32s(target).0.copy_from_slice(&sums);
-                    continue;
-                }
-                for (sum, target) in sums.into_iter().zip(target.chunks_mut(S::F32_LANES)) {
-                    simd.partial_store_f32s(target, sum);
+            for (row, sums) in copy.iter().flatten().enumerate() {
+                let target = target_row(row).chunks_mut(S::F32_LANES);
+                for (sum, target) in sums.iter().zip(target) {
+                    simd.partial_store_f32s(target, *sum);
                 }
             }
         }
     }
 }
 
-/// Adds the products of R rows and V column vectors, `depth` words each, to sums.
+/// Computes the products of R rows and V column vectors, `depth` words each, and adds them to the
+/// target if `add` is set.
 ///
 /// Words in a row are adjacent and rows are `stride` bytes apart, or the rows are in a tile if
-/// TILED is set.
+/// TILED is set. Rows in the target are `target_stride` values apart.
 ///
 /// This is a separate function with its own sums, because the compiler keeps them in registers only
 /// if nothing else has their address. It uses plain loops, because the compiler must inline
@@ -632,18 +632,28 @@ impl Tile<'_> {
 /// # Safety
 ///
 /// The rows must have `depth` words, and `panel` must point to the first of `depth` vectors, a unit
-/// apart. This must be called from the words' `dispatch`.
+/// apart. The target must have R rows of V vectors, which nothing else accesses. This must be
+/// called from the words' `dispatch`.
 #[inline(always)]
 #[allow(unsafe_code)]
-unsafe fn add_products<S: Simd, W: Word, const R: usize, const V: usize, const TILED: bool>(
+unsafe fn products<S: Simd, W: Word, const R: usize, const V: usize, const TILED: bool>(
     simd: S,
-    sums: [[S::f32s; V]; R],
     depth: usize,
-    first: *const f32,
-    stride: usize,
+    (first, stride): (*const f32, usize),
     panel: [*const S::f32s; V],
-) -> [[S::f32s; V]; R] {
-    let mut sums = sums;
+    (target, target_stride): (*mut f32, usize),
+    add: bool,
+) {
+    let mut sums = [[simd.splat_f32s(0.0); V]; R];
+    if add {
+        for row in 0..R {
+            let target: *const S::f32s = target.wrapping_add(row * target_stride).cast();
+            for v in 0..V {
+                // SAFETY: the caller guarantees the target.
+                sums[row][v] = unsafe { target.add(v).read_unaligned() };
+            }
+        }
+    }
     let mut b = [simd.splat_f32s(0.0); V];
     for k in 0..depth {
         // SAFETY: the caller guarantees these words.
@@ -666,7 +676,13 @@ unsafe fn add_products<S: Simd, W: Word, const R: usize, const V: usize, const T
             }
         }
     }
-    sums
+    for row in 0..R {
+        let target: *mut S::f32s = target.wrapping_add(row * target_stride).cast();
+        for v in 0..V {
+            // SAFETY: the caller guarantees the target.
+            unsafe { target.add(v).write_unaligned(sums[row][v]) };
+        }
+    }
 }
 
 #[cfg(test)]

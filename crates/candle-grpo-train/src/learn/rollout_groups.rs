@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 
-use anyhow::{Context, Result, anyhow, bail, ensure};
+use anyhow::{Context, Result, anyhow, ensure};
 use candle_core::{Device, Tensor};
 use candle_grpo_core::GroupAdvantage;
 use candle_grpo_core::dtype::statistics_dtype;
@@ -13,7 +13,7 @@ use serde::{Deserialize, Serialize};
 use super::step_metrics::RewardStatistics;
 use crate::rewards::{RewardFaults, RewardRequests, Scores};
 use crate::sequence::{Batch, Column};
-use crate::{Completion, Rollout, Sequence, TokenBatch};
+use crate::{Rollout, TokenBatch};
 
 /// Metric name for an unnamed reward.
 const UNNAMED: &str = "reward";
@@ -248,54 +248,32 @@ impl TokenBatch {
         Self::of_batch(&batch_of(rollouts)?, device)
     }
 
-    /// Adds the experts that the sampler recorded for `rollouts`, from which this batch was
-    /// created. In training, the policy then replays them instead of choosing (rollout routing
-    /// replay, <https://arxiv.org/abs/2510.11370>). Other models choose their experts.
+    /// Creates a batch as [`Self::from_rollouts`] does, with the experts that the sampler recorded.
+    /// In training, the policy then replays them instead of choosing (rollout routing replay,
+    /// <https://arxiv.org/abs/2510.11370>). Other models choose their experts.
     ///
     /// # Errors
     ///
-    /// Fails with the name of a completion that has no [`experts`](crate::Completion::experts), has
-    /// another number of them, or has other tokens than the batch.
-    pub fn replaying(self, rollouts: &[Rollout]) -> Result<Self> {
+    /// Also fails with the name of a completion that has no
+    /// [`experts`](crate::Completion::experts), or has another number of them.
+    pub fn replaying(rollouts: &[Rollout], device: &Device) -> Result<Self> {
         let rows = rollouts.iter();
-        let rows = rows.flat_map(|rollout| rollout.rows().map(move |row| (rollout, row)));
-        let rows: Vec<_> = rows.collect();
-        ensure!(
-            self.sequences().len() == rows.len(),
-            "rollouts: {} with {} rows, must be {}, those of the batch",
-            rollouts.len(),
-            rows.len(),
-            self.sequences().len()
-        );
-        let pairs = self.sequences().iter().zip(rows);
-        let pairs = pairs.map(|(sequence, (rollout, (prompt, completion)))| {
-            replayed(sequence, prompt, completion).with_context(|| {
+        let rows = rows.flat_map(|rollout| rollout.rows().map(move |row| (rollout, row.1)));
+        let batch = batch_of(rollouts)?;
+        let pairs = batch.sequences().iter().zip(rows);
+        let sequences = pairs.map(|(sequence, (rollout, completion))| {
+            let experts = completion.experts.clone();
+            let experts = experts.context("no experts, must have them to be replayed");
+            let replayed = experts.and_then(|experts| sequence.clone().with_experts(experts));
+            replayed.with_context(|| {
                 format!(
                     "completion {} of prompt {}",
                     rollout.sample_index, rollout.prompt_index
                 )
             })
         });
-        let sequences = pairs.collect::<Result<_>>()?;
-        Ok(self.with_sequences(sequences))
+        Self::of_batch(&Batch::new(sequences.collect::<Result<_>>()?)?, device)
     }
-}
-
-/// Adds the experts to `sequence`, which has the tokens of `prompt` and `completion`.
-fn replayed(sequence: &Sequence, prompt: &[u32], completion: &Completion) -> Result<Sequence> {
-    let response = &completion.tokens;
-    ensure!(
-        sequence.prompt() == prompt && sequence.response() == response,
-        "{} prompt tokens and {} response tokens, must be the {} and {} of the batch",
-        prompt.len(),
-        response.len(),
-        sequence.prompt().len(),
-        sequence.response().len()
-    );
-    let Some(experts) = &completion.experts else {
-        bail!("no experts, must have them to be replayed");
-    };
-    sequence.clone().with_experts(experts.clone())
 }
 
 /// Batch with the rows of `rollouts`. Each rollout is a trajectory.

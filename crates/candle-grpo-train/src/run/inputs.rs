@@ -18,7 +18,6 @@ use candle_grpo_hub::HubName;
 /// SHA-256 digests of everything that a run reads: its model, its prompts, and the programs,
 /// scripts and models for its rewards.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(deny_unknown_fields)]
 pub struct RunInputs {
     /// The model's weights. Absent in digests read from a file.
     #[serde(skip)]
@@ -33,8 +32,9 @@ pub struct RunInputs {
     clock: Option<String>,
     train: PromptDigests,
     held_out: PromptDigests,
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    demonstrations: Option<PromptDigests>,
+    /// Rows other than prompts, by the section of the settings that names them.
+    #[serde(flatten)]
+    other_rows: BTreeMap<String, PromptDigests>,
     /// By path, or by hub name.
     reward_files: BTreeMap<String, String>,
     /// Commits of the hub repositories that the run reads.
@@ -120,20 +120,19 @@ impl RunInputs {
             clock: template.and_then(ChatTemplate::clock),
             train: PromptDigests::new(train),
             held_out: PromptDigests::new(held_out),
-            demonstrations: None,
+            other_rows: BTreeMap::new(),
             reward_files: files,
             hub: BTreeMap::new(),
             cpu_instructions: Some(CpuInstructions::selected()?.to_string()),
         })
     }
 
-    /// Adds digests of the run's demonstrations.
+    /// Adds digests of rows other than prompts, which the settings name in `section`.
     #[must_use]
-    pub fn with_demonstrations(self, rows: &[RowDigest]) -> Self {
-        Self {
-            demonstrations: Some(PromptDigests::new(rows)),
-            ..self
-        }
+    pub fn with_rows(mut self, section: &str, rows: &[RowDigest]) -> Self {
+        let digests = PromptDigests::new(rows);
+        self.other_rows.insert(section.to_owned(), digests);
+        self
     }
 
     /// Adds commits of the hub repositories that the run reads, by [name](HubName::repository).
@@ -153,14 +152,14 @@ impl RunInputs {
         self.clock.as_deref()
     }
 
-    /// Returns whether training and evaluation rows are the same as in `other`.
-    pub fn has_rows_of(&self, other: &Self) -> bool {
-        self.train == other.train && self.held_out == other.held_out
-    }
-
-    /// Returns whether the demonstrations are the same as in `other`.
-    pub fn has_demonstrations_of(&self, other: &Self) -> bool {
-        self.demonstrations == other.demonstrations
+    /// Returns the sections of the settings whose rows are the same as in `other`: `data` for the
+    /// prompts, and those in [`Self::with_rows`].
+    pub fn sections_with_rows_of<'a>(&'a self, other: &'a Self) -> impl Iterator<Item = &'a str> {
+        let has_prompts = self.train == other.train && self.held_out == other.held_out;
+        let others = self.other_rows.iter();
+        let others = others.filter(|(section, rows)| other.other_rows.get(*section) == Some(rows));
+        let others = others.map(|(section, _)| section.as_str());
+        has_prompts.then_some("data").into_iter().chain(others)
     }
 
     /// Returns the differences between `self` and `now`, whose training rows have the digests
@@ -196,13 +195,13 @@ impl RunInputs {
                 "{change}: the rows have a new random order, so some may repeat early and others come late"
             ));
         }
-        if let (Some(before), Some(now)) = (&self.demonstrations, &now.demonstrations)
-            && before != now
-        {
-            changes.notable.push(format!(
-                "the demonstrations are other ones ({}, now {})",
-                before.count, now.count
-            ));
+        for (section, before) in &self.other_rows {
+            if let Some(now) = now.other_rows.get(section).filter(|now| before != *now) {
+                changes.notable.push(format!(
+                    "the rows in {section} are other ones ({}, now {})",
+                    before.count, now.count
+                ));
+            }
         }
         if let (Some(before), Some(now)) = (&self.cpu_instructions, &now.cpu_instructions)
             && before != now

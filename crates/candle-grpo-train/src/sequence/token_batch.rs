@@ -59,12 +59,10 @@ impl TokenBatch {
     /// Returns this batch without replayed experts: the model chooses them.
     pub(crate) fn without_experts(&self) -> Self {
         let sequences = self.sequences.iter().map(Sequence::without_experts);
-        self.clone().with_sequences(sequences.collect())
-    }
-
-    /// Returns this batch with other sequences that have the same tokens and weights.
-    pub(crate) fn with_sequences(self, sequences: Vec<Sequence>) -> Self {
-        Self { sequences, ..self }
+        Self {
+            sequences: sequences.collect(),
+            ..self.clone()
+        }
     }
 
     /// Returns this batch without trained tokens in sequences that are not kept.

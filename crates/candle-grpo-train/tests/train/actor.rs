@@ -475,7 +475,7 @@ fn the_policy_replays_the_experts_of_the_sampler() {
         assert!(experts.iter().all(|&expert| expert < 4));
     }
     let chosen = TokenBatch::from_rollouts(&rollouts, device()).unwrap();
-    let replayed = chosen.clone().replaying(&rollouts).unwrap();
+    let replayed = TokenBatch::replaying(&rollouts, device()).unwrap();
     let log_probs = |batch: &TokenBatch| actor.log_probs(batch).unwrap();
     // The same weights choose the same experts.
     assert!(max_difference(&log_probs(&chosen), &log_probs(&replayed)) < 1e-6);
@@ -532,8 +532,8 @@ fn a_step_trains_the_gates_of_replayed_experts() {
         let name = "model.layers.0.mlp.gate.weight";
         actor.gradients().get(name).unwrap().copy().unwrap()
     };
-    let chosen = gradient_with(tokens.clone());
-    let replayed = gradient_with(tokens.replaying(&rollouts).unwrap());
+    let chosen = gradient_with(tokens);
+    let replayed = gradient_with(TokenBatch::replaying(&rollouts, device()).unwrap());
     assert!(max_difference(&replayed, &replayed.zeros_like().unwrap()) > 1e-5);
     assert!(max_difference(&replayed, &chosen) > 1e-5);
 }
@@ -544,9 +544,11 @@ fn experts_that_are_missing_are_errors_with_the_completion() {
     let prompts = prompts(&["abc"]);
     let sampler = actor.sampler(sampling()).unwrap().with_experts(true);
     let mut rollouts = sampler.sample(&[&prompts[0]], 2, 0).unwrap();
-    let tokens = TokenBatch::from_rollouts(&rollouts, device()).unwrap();
     rollouts[1].completion.experts.as_mut().unwrap().pop();
-    let error = |rollouts: &[_]| format!("{:#}", tokens.clone().replaying(rollouts).unwrap_err());
+    let error = |rollouts: &[_]| {
+        let replayed = TokenBatch::replaying(rollouts, device());
+        format!("{:#}", replayed.unwrap_err())
+    };
     let few = error(&rollouts);
     assert!(few.starts_with("completion 1 of prompt 0: "), "{few}");
     rollouts[1].completion.experts = None;
@@ -554,32 +556,6 @@ fn experts_that_are_missing_are_errors_with_the_completion() {
         error(&rollouts),
         "completion 1 of prompt 0: no experts, must have them to be replayed"
     );
-}
-
-/// Rollouts of another batch, whose lengths do not fit.
-#[rstest]
-#[case(vec![], vec![1])]
-#[case(vec![1; 4], vec![1])]
-#[case(vec![1], vec![])]
-#[case(vec![1], vec![1; 3])]
-fn experts_of_other_rollouts_are_errors_with_the_completion(
-    #[case] prompt: Vec<u32>,
-    #[case] response: Vec<u32>,
-) {
-    let actor = with_experts(0.);
-    let prompts = prompts(&["abc"]);
-    let sampler = actor.sampler(sampling()).unwrap().with_experts(true);
-    let mut rollouts = sampler.sample(&[&prompts[0]], 1, 0).unwrap();
-    let tokens = TokenBatch::new(&[(&[1, 2, 3], &[4, 5])], device()).unwrap();
-    let words = format!(
-        "completion 0 of prompt 0: {} prompt tokens and {} response tokens, must be the 3 and 2 of the batch",
-        prompt.len(),
-        response.len()
-    );
-    rollouts[0].prompt_tokens = prompt;
-    rollouts[0].completion.tokens = response;
-    let error = tokens.replaying(&rollouts).unwrap_err();
-    assert_eq!(format!("{error:#}"), words);
 }
 
 /// Several updates of a step, drawn ahead or not.

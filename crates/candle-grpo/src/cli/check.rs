@@ -9,7 +9,6 @@ use candle_grpo::config::{Algorithm, Configuration, RunConfig, SftRunConfig, Siz
 use candle_grpo::kernels::CpuInstructions;
 use candle_grpo::nn::{BaseWeights, DecoderConfig, Gguf, RopeScaling};
 use candle_grpo::report::Run;
-use candle_grpo::run::RunPrompts;
 use candle_grpo::train::hub::HubContent;
 use candle_grpo::train::learn::MemoryPlan;
 use candle_grpo::train::sft::{SftDataset, marked_text};
@@ -89,7 +88,8 @@ pub(super) fn check(file: &Path, detail: Detail, allow_unsupported: bool) -> Res
             model,
         } = load::inputs(&run)?;
         let longest = Prompt::longest(&prompts.train);
-        let plan = plan(&run, &model, longest, &prompts);
+        let plan = prompts.memory_plan(&run, &model);
+        let plan = plan.and_then(|plan| on_this_device(plan, &run));
         let plan = plan.map_err(|error| Exit::Config(format!("{error:#}")))?;
         (dataset, Some((prompts, plan, longest, model)))
     };
@@ -111,14 +111,8 @@ pub(super) fn check(file: &Path, detail: Detail, allow_unsupported: bool) -> Res
     print_instructions(run.train.compute_dtype, &mut out)?;
     if let Some((prompts, plan, longest, model)) = checked {
         print_frequencies(&model, prompts.longest_row(&run), &mut out)?;
-        if let Some(rows) = &prompts.demonstrations {
-            writeln!(
-                out,
-                "Demonstrations: {}, with {} tokens, {} of which train.",
-                rows.train.examples.len(),
-                rows.train.num_tokens(),
-                rows.train.num_trained_tokens(),
-            )?;
+        if let Some(rows) = prompts.other_rows() {
+            writeln!(out, "{rows}")?;
         }
         let length = run.train.sampling.max_new_tokens;
         let size = format!("completions of {length} tokens and prompts of at most {longest}");
@@ -388,23 +382,6 @@ fn print_rows(
 
 /// The largest number of tokens shown for a row.
 const SHOWN_TOKENS: usize = 200;
-
-/// Returns the run's memory plan.
-fn plan(
-    run: &RunConfig,
-    model: &DecoderConfig,
-    longest_prompt: usize,
-    prompts: &RunPrompts,
-) -> anyhow::Result<MemoryPlan> {
-    let demonstrations = prompts.demonstrations.as_ref();
-    let longest_row = demonstrations.map_or(0, |rows| rows.train.longest_kept());
-    let plan = MemoryPlan::new(model, &run.train, longest_prompt, longest_row)?;
-    let plan = match &prompts.teacher {
-        Some(teacher) => plan.with_teacher(teacher, run.train.compute_dtype),
-        None => plan,
-    };
-    on_this_device(plan, run)
-}
 
 /// Adds the program itself to a plan. GGUF blocks count as they are stored.
 fn on_this_device(mut plan: MemoryPlan, run: &impl Configuration) -> anyhow::Result<MemoryPlan> {

@@ -1,6 +1,6 @@
 //! A run's hub models and data.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result};
@@ -49,6 +49,8 @@ pub(super) struct Replacement<'a> {
     locate: Locate<'a>,
     /// The files that are located.
     pub(super) hub: HubFiles,
+    /// The sections whose keys may be hub names.
+    pub(super) sections: BTreeSet<String>,
 }
 
 impl<'a> Replacement<'a> {
@@ -62,6 +64,7 @@ impl<'a> Replacement<'a> {
             commits,
             locate,
             hub: HubFiles::default(),
+            sections: BTreeSet::new(),
         }
     }
 
@@ -78,6 +81,8 @@ impl<'a> Replacement<'a> {
         content: HubContent,
         path: &mut PathBuf,
     ) -> Result<()> {
+        let section = key.split(['.', '[']).next().unwrap_or(key);
+        self.sections.insert(section.to_owned());
         self.try_replace(key, content, path).or_else(|error| {
             if error.is::<Interrupted>() || error.is::<TransferError>() {
                 Err(error).context(key.to_owned())
@@ -110,15 +115,14 @@ impl<'a> Replacement<'a> {
         Ok(())
     }
 
-    /// Replaces the model, the training files and the held-out files, as [`Self::replace`] does.
-    pub(super) fn replace_model_and_data(
+    /// Replaces the model and the data files, by key, as [`Self::replace`] does.
+    pub(super) fn replace_model_and_data<'f>(
         &mut self,
         (model, content): (&mut PathBuf, HubContent),
-        train: &mut [PathBuf],
-        held_out: &mut [PathBuf],
+        data: impl IntoIterator<Item = (&'static str, &'f mut Vec<PathBuf>)>,
     ) -> Result<()> {
         self.replace(MODEL, content, model)?;
-        for (key, paths) in [("data.train", train), ("data.held_out", held_out)] {
+        for (key, paths) in data {
             for path in paths {
                 self.replace(key, HubContent::Data, path)?;
             }
@@ -188,9 +192,6 @@ pub trait Configuration {
     fn threads(&self) -> Option<usize>;
 }
 
-/// The keys of a run that may name files of the hub.
-const NAMED: [&str; 5] = ["model", "teacher", "data", "demonstration_data", "rewards"];
-
 impl Configuration for RunConfig {
     fn replace_hub_names(
         &mut self,
@@ -202,14 +203,10 @@ impl Configuration for RunConfig {
             Value::Object(keys) => keys,
             _ => Map::new(),
         };
-        named.retain(|key, _| NAMED.contains(&key.as_str()));
-        let mut replacement = Replacement::new(&self.document, commits, locate);
-        let data = &mut self.data;
-        replacement.replace_model_and_data(
-            (&mut self.model.path, model),
-            &mut data.train,
-            &mut data.held_out,
-        )?;
+        let document = self.document.clone();
+        let mut replacement = Replacement::new(&document, commits, locate);
+        let (path, data) = self.model_and_data_mut();
+        replacement.replace_model_and_data((path, model), data)?;
         for path in self
             .teacher
             .iter_mut()
@@ -217,18 +214,12 @@ impl Configuration for RunConfig {
         {
             replacement.replace(TEACHER, model, path)?;
         }
-        for path in self
-            .demonstration_data
-            .iter_mut()
-            .flat_map(|data| &mut data.train)
-        {
-            replacement.replace("demonstration_data.train", HubContent::Data, path)?;
-        }
         for (i, reward) in self.rewards.iter_mut().enumerate() {
             for (key, path) in reward.models_mut() {
                 replacement.replace(&format!("{}.{key}", reward_key(i)), model, path)?;
             }
         }
+        named.retain(|key, _| replacement.sections.contains(key));
         self.hub = replacement.hub;
         self.named = named;
         Ok(())

@@ -446,6 +446,24 @@ impl RunConfig {
         Ok(())
     }
 
+    /// Returns the model and the data files, by key, to replace them.
+    pub(super) fn model_and_data_mut(
+        &mut self,
+    ) -> (
+        &mut PathBuf,
+        impl Iterator<Item = (&'static str, &mut Vec<PathBuf>)>,
+    ) {
+        let (model, data) = (&mut self.model.path, &mut self.data);
+        let data = [
+            ("data.train", &mut data.train),
+            ("data.held_out", &mut data.held_out),
+        ];
+        let demonstrations = self.demonstration_data.iter_mut();
+        let demonstrations =
+            demonstrations.map(|data| ("demonstration_data.train", &mut data.train));
+        (model, data.into_iter().chain(demonstrations))
+    }
+
     fn named_inputs(&self) -> impl Iterator<Item = (&'static str, &PathBuf)> {
         let (data, held_out) = (&self.data.train, &self.data.held_out);
         let template = self.model.chat_template.iter();

@@ -342,11 +342,11 @@ impl Configuration for SftRunConfig {
         let named = (self.model.clone(), self.data.clone());
         let mut replacement = Replacement::new(&self.document, commits, locate);
         let data = &mut self.data;
-        replacement.replace_model_and_data(
-            (&mut self.model.path, model),
-            &mut data.train,
-            &mut data.held_out,
-        )?;
+        let data = [
+            ("data.train", &mut data.train),
+            ("data.held_out", &mut data.held_out),
+        ];
+        replacement.replace_model_and_data((&mut self.model.path, model), data)?;
         self.hub = replacement.hub;
         self.named = Some(named);
         Ok(())

@@ -8,14 +8,19 @@ use candle_grpo_nn::DecoderConfig;
 use candle_grpo_train::data::chat_columns::{self, TOOLS, VARIABLES};
 use candle_grpo_train::data::{MixedOrder, Question, Row};
 use candle_grpo_train::environment::EnvironmentConfig;
+use candle_grpo_train::learn::MemoryPlan;
 use candle_grpo_train::model::Chat;
+use candle_grpo_train::run::RunInputs;
 use candle_grpo_train::sft::SftDataset;
-use candle_grpo_train::{ChatTemplate, Dataset, Pretrained, Prompt, find_invalid};
+use candle_grpo_train::{
+    ChatTemplate, Dataset, Pretrained, Prompt, RewardFunction, TrainConfig, TrainerParts,
+    find_invalid,
+};
 use serde_json::json;
 use tokenizers::Tokenizer;
 
 use super::teacher::check_teacher;
-use crate::config::RunConfig;
+use crate::config::{Configuration, RunConfig};
 
 /// A run's prompts.
 pub struct RunPrompts {
@@ -102,6 +107,70 @@ impl RunPrompts {
                 config.evaluation.sampler.max_new_tokens,
             ))
             .max(rows.unwrap_or(0))
+    }
+
+    /// Describes the rows that a run trains on beside its prompts, if there are any.
+    pub fn other_rows(&self) -> Option<String> {
+        let rows = &self.demonstrations.as_ref()?.train;
+        Some(format!(
+            "Demonstrations: {}, with {} tokens, {} of which train.",
+            rows.examples.len(),
+            rows.num_tokens(),
+            rows.num_trained_tokens(),
+        ))
+    }
+
+    /// Returns the memory plan of training with these prompts.
+    ///
+    /// # Errors
+    ///
+    /// As for [`MemoryPlan::new`].
+    pub fn memory_plan(&self, config: &RunConfig, model: &DecoderConfig) -> Result<MemoryPlan> {
+        let longest_prompt = Prompt::longest(&self.train);
+        let demonstrations = self.demonstrations.as_ref();
+        let longest_row = demonstrations.map_or(0, |rows| rows.train.longest_kept());
+        let plan = MemoryPlan::new(model, &config.train, longest_prompt, longest_row)?;
+        Ok(match &self.teacher {
+            Some(teacher) => plan.with_teacher(teacher, config.train.compute_dtype),
+            None => plan,
+        })
+    }
+
+    /// Computes the digests of a run's inputs. `pretrained` must be in its state before training.
+    pub(super) fn inputs(&self, config: &RunConfig, pretrained: &Pretrained) -> Result<RunInputs> {
+        let (train, held_out) = (&self.train, &self.held_out);
+        let inputs = RunInputs::new(pretrained, train, held_out, &config.reward_files())?;
+        let inputs = inputs.with_hub_commits(config.hub_commits().clone());
+        Ok(match &self.demonstrations {
+            Some(rows) => inputs.with_rows("demonstration_data", &rows.train.digests),
+            None => inputs,
+        })
+    }
+
+    /// Returns the parts of a trainer that learns from these prompts, with the settings `train`.
+    pub(super) fn into_parts(
+        self,
+        config: &RunConfig,
+        pretrained: &Pretrained,
+        reward: impl RewardFunction + 'static,
+        train: TrainConfig,
+    ) -> TrainerParts {
+        let curriculum = config.data.curriculum.clone();
+        let demonstrations = self.demonstrations;
+        let demonstrations = demonstrations.map(|rows| (rows.train.examples, rows.order));
+        TrainerParts {
+            order: Some(self.order).filter(|_| curriculum.is_none()),
+            curriculum,
+            demonstrations,
+            ..TrainerParts::new(
+                pretrained.model.clone(),
+                pretrained.parameters.clone(),
+                pretrained.tokenizer.clone(),
+                self.train,
+                reward,
+                train,
+            )
+        }
     }
 }
 

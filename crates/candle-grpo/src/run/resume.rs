@@ -17,11 +17,8 @@ use crate::config::{RunConfig, SftRunConfig};
 const CONFIG: &str = "config.json";
 const INPUTS: &str = "inputs.json";
 
-/// Settings that may change as long as the rows are the same.
-const ROWS: [&str; 3] = ["data.held_out", "data.max_rows", "data.train"];
-
-/// Settings that may change as long as the demonstrations are the same.
-const DEMONSTRATIONS: [&str; 2] = ["demonstration_data.max_rows", "demonstration_data.train"];
+/// Keys of a section with rows that may change as long as the rows are the same.
+const ROWS: [&str; 3] = ["held_out", "max_rows", "train"];
 
 /// The number of differences that a message lists; it counts the others.
 const SHOWN: usize = 8;
@@ -331,13 +328,11 @@ impl Changes {
                 inputs.display()
             ));
         }
-        let mut may_change = T::MAY_CHANGE.to_vec();
+        let may_change = T::MAY_CHANGE.iter().map(|&key| key.to_owned());
+        let mut may_change: Vec<String> = may_change.collect();
         if let Some(before) = &before {
-            if before.has_rows_of(now) {
-                may_change.extend(ROWS);
-            }
-            if before.has_demonstrations_of(now) {
-                may_change.extend(DEMONSTRATIONS);
+            for section in before.sections_with_rows_of(now) {
+                may_change.extend(ROWS.map(|key| format!("{section}.{key}")));
             }
         }
         changes.compare_settings::<T>(&path.join(CONFIG), &identity.settings, &may_change)?;
@@ -353,7 +348,7 @@ impl Changes {
         &mut self,
         config: &Path,
         now: &Value,
-        may_change: &[&str],
+        may_change: &[String],
     ) -> Result<()> {
         let before: Value = read_json(config)
             .context("the run's settings are lost; restore the file, or one with {}")?;

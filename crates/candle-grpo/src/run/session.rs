@@ -1,13 +1,13 @@
 //! A run from its first step to its last.
 
 use std::collections::BTreeMap;
+use std::mem;
 use std::sync::Arc;
 
 use anyhow::Result;
 use candle_grpo_collective::{Alone, Collective};
 use candle_grpo_train::rewards::BudgetExhausted;
-use candle_grpo_train::run::{RunInputs, prompt_digest};
-use candle_grpo_train::sft::SftDataset;
+use candle_grpo_train::run::prompt_digest;
 use candle_grpo_train::{
     Generator, Pretrained, Prompt, RewardFunction, RunDir, SamplingConfig, StepMetrics, Trainer,
     TrainerParts,
@@ -21,7 +21,7 @@ use super::resume::Identity;
 use super::run_session::{Actions, Run};
 use super::teacher::load_teacher;
 use super::trajectories::trajectories;
-use crate::config::{Configuration, EvaluationConfig, RunConfig};
+use crate::config::{EvaluationConfig, RunConfig};
 
 /// A configured run: steps, evaluations and checkpoints.
 ///
@@ -122,20 +122,13 @@ impl Session {
     fn build(
         config: RunConfig,
         mut pretrained: Pretrained,
-        prompts: RunPrompts,
+        mut prompts: RunPrompts,
         reward: impl RewardFunction + 'static,
         start: Start,
         progress: Arc<dyn candle_grpo_train::Progress>,
         (generator, collective): (Option<Arc<dyn Generator>>, Arc<dyn Collective>),
     ) -> Result<Self> {
         let longest = prompts.longest_row(&config);
-        let RunPrompts {
-            train,
-            held_out,
-            order,
-            demonstrations,
-            teacher: _,
-        } = prompts;
         pretrained.chat_template = config.chat_template(&pretrained)?;
         pretrained.model = pretrained.model.for_rows_of(longest);
         let (base, dtype) = config.train.stored_form();
@@ -148,51 +141,35 @@ impl Session {
         };
         let mut settings = config.train.clone();
         settings.sampling = sampling(&settings.sampling);
-        config.check_model(&pretrained.model, &train, &held_out)?;
+        config.check_model(&pretrained.model, &prompts.train, &prompts.held_out)?;
         config.check_training()?;
         let engine = engine(
             &settings,
             &settings.sampling,
             &pretrained,
             &RunDir::engine_weights(&config.run_dir),
-            &train,
+            &prompts.train,
             true,
         )?;
         let generator = generator.or(engine);
-        let mut inputs = RunInputs::new(&pretrained, &train, &held_out, &config.reward_files())?
-            .with_hub_commits(config.hub_commits().clone());
-        if let Some(rows) = &demonstrations {
-            inputs = inputs.with_demonstrations(&rows.train.digests);
-        }
+        let inputs = prompts.inputs(&config, &pretrained)?;
         let environment = config.environment.as_ref();
         let stop_token_ids = settings.sampling.stop_token_ids.clone();
         let environments = environment
             .map(|config| trajectories(config, &pretrained, &stop_token_ids))
             .transpose()?;
         let device = pretrained.parameters.device();
-        let curriculum = config.data.curriculum.clone();
-        let demonstrations =
-            demonstrations.map(|SftDataset { train, order, .. }| (train.examples, order));
-        let teacher = load_teacher(&config, &train, longest, device)?;
+        let teacher = load_teacher(&config, &prompts.train, longest, device)?;
+        let held_out = mem::take(&mut prompts.held_out);
         let mut trainer = Trainer::new(TrainerParts {
             collective,
             progress: Arc::clone(&progress),
             last_step: config.max_steps,
             parameters_sha256: inputs.parameters_sha256().map(str::to_owned),
-            order: Some(order).filter(|_| curriculum.is_none()),
-            curriculum,
-            demonstrations,
             teacher,
             generator,
             environments,
-            ..TrainerParts::new(
-                pretrained.model.clone(),
-                pretrained.parameters.clone(),
-                pretrained.tokenizer.clone(),
-                train,
-                reward,
-                settings,
-            )
+            ..prompts.into_parts(&config, &pretrained, reward, settings)
         })?;
         let rows = trainer.prompts().iter();
         let identity = Identity {

@@ -63,7 +63,7 @@ fn other_answers_are_noted_when_a_run_resumes() {
     write_answers(folder.path(), &PROMPTS[..5]);
     let output = grpo(folder.path(), &["train", "run.yaml", "--resume"]);
     assert_eq!(output.status.code(), Some(0), "{}", said(&output));
-    let words = "the demonstrations are other ones (6, now 5)";
+    let words = "the rows in demonstration_data are other ones (6, now 5)";
     assert!(said(&output).contains(words), "{}", said(&output));
     // The same rows in a file of another name are the same run.
     fs::rename(

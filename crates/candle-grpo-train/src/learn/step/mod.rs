@@ -113,12 +113,11 @@ impl StepBatch {
     ///
     /// Fails if there are no completions or no scores, or one has no tokens or lacks its experts.
     pub fn new(groups: RolloutGroups, config: &TrainConfig, device: &Device) -> Result<Self> {
-        let mut tokens = TokenBatch::from_rollouts(&groups.rollouts, device)?;
-        if config.router_replay {
-            tokens = tokens
-                .replaying(&groups.rollouts)
-                .context("router_replay")?;
-        }
+        let tokens = if config.router_replay {
+            TokenBatch::replaying(&groups.rollouts, device).context("router_replay")?
+        } else {
+            TokenBatch::from_rollouts(&groups.rollouts, device)?
+        };
         let trajectories = TrajectoryRows::new(&groups.rollouts, &tokens)?;
         let mask = trajectories.join(tokens.response_mask())?;
         let keep = kept(&config.sample_filters, &groups, &mask)?;
