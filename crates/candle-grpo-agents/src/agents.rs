@@ -125,6 +125,6 @@ impl Trajectories for Agents {
     }
 
     fn gives_rewards(&self) -> bool {
-        self.config.reports_rewards
+        self.limits.gives_rewards(self.config.reports_rewards)
     }
 }

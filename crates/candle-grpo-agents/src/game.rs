@@ -9,7 +9,7 @@ use candle_grpo_base::Interrupted;
 use candle_grpo_base::clock::running_time;
 use candle_grpo_rewards::program::Job;
 use candle_grpo_train::environment::{Episode as Outcome, EpisodeEnd, EpisodeTurn};
-use candle_grpo_train::rollout::{CompletionSeed, Play, PromptRequest, Row};
+use candle_grpo_train::rollout::{CompletionSeed, Play, PromptRequest, Row, Trajectories};
 use candle_grpo_train::{Completion, FinishReason, Prompt, Rollout};
 use sha2::{Digest, Sha256};
 
@@ -455,32 +455,20 @@ impl<'a> Running<'a> {
     fn into_rollout(mut self, mut end: EpisodeEnd) -> Rollout {
         let report = self.episode.close();
         self.job = None;
-        let gives_rewards = self.agents.config.reports_rewards;
-        let limits = &self.agents.limits;
-        let unrewarded = gives_rewards && report.reward.is_none();
+        let unrewarded = self.agents.config.reports_rewards && report.reward.is_none();
         let transcript = std::mem::take(&mut self.transcript);
-        let is_empty = transcript.answers() == 0;
-        let is_failed = matches!(end, EpisodeEnd::Failed(_));
-        if is_empty && !is_failed {
+        if transcript.answers() == 0 && !matches!(end, EpisodeEnd::Failed(_)) {
             end = EpisodeEnd::Failed(format!("the agent ended without an answer ({end:?})"));
         } else if unrewarded && end == EpisodeEnd::Done {
             end = EpisodeEnd::Failed("the agent ended without a reward".to_owned());
         }
-        let reward = match (&end, report.reward) {
-            (EpisodeEnd::Failed(message), _) => {
-                tracing::warn!(
-                    "agent of prompt {}, trajectory {}: {message}",
-                    self.seed.prompt,
-                    self.seed.sample
-                );
-                // Without an answer, the rewards of the run have nothing to score.
-                let has_score = gives_rewards || !is_empty;
-                limits.failure_reward.filter(|_| has_score)
-            }
-            (_, Some(reward)) => reward,
-            (_, None) if gives_rewards => limits.missing_reward,
-            (_, None) => Some(0.),
-        };
+        if let EpisodeEnd::Failed(message) = &end {
+            tracing::warn!(
+                "agent of prompt {}, trajectory {}: {message}",
+                self.seed.prompt,
+                self.seed.sample
+            );
+        }
         let mut metrics = report.metrics;
         let count = |count: usize| count as f64;
         metrics.insert("answers".to_owned(), count(transcript.answers()));
@@ -500,8 +488,16 @@ impl<'a> Running<'a> {
             })
             .collect();
         if let Some(last) = turns.last_mut() {
-            last.reward = reward.unwrap_or(0.);
+            last.reward = report.reward.flatten().unwrap_or(0.);
         }
+        let episode = Outcome {
+            turns,
+            end,
+            gives_rewards: self.agents.gives_rewards(),
+            excluded: report.reward == Some(None),
+            unrewarded,
+            metrics,
+        };
         let (prompt_tokens, completion) = main;
         let branches = rows.into_iter().map(|row| {
             let (prompt_tokens, completion) = row.tokens.into_parts();
@@ -515,14 +511,7 @@ impl<'a> Running<'a> {
             sample_index: self.seed.sample as usize,
             prompt_tokens,
             completion,
-            episode: Some(Outcome {
-                turns,
-                end,
-                gives_rewards,
-                excluded: reward.is_none(),
-                unrewarded,
-                metrics,
-            }),
+            episode: Some(episode.settled(&self.agents.limits)),
             branches: branches.collect(),
         }
     }

@@ -31,8 +31,9 @@ pub struct EnvironmentLimits {
     /// Time in seconds after which no new turn starts. Trajectories that it ends are not
     /// reproducible. Absent: no limit.
     pub max_seconds: Option<f64>,
-    /// Reward for a trajectory whose environment failed. It replaces the turns' rewards. Absent:
-    /// the trajectory is excluded. It has no reward, and contributes nothing to the step.
+    /// Reward for a trajectory whose environment, tool or agent failed. It replaces all other
+    /// rewards, also those under `rewards`. Absent: the trajectory is excluded. It has no reward,
+    /// and contributes nothing to the step.
     pub failure_reward: Option<f64>,
     /// Reward for a trajectory whose environment never gave one. Null: the trajectory is excluded.
     /// This matters where other rewards are negative.
@@ -52,6 +53,12 @@ impl Default for EnvironmentLimits {
 }
 
 impl EnvironmentLimits {
+    /// Returns whether trajectories have a reward component of their own: `environment` gives
+    /// rewards, or a failure has one.
+    pub fn gives_rewards(&self, environment: bool) -> bool {
+        environment || self.failure_reward.is_some()
+    }
+
     /// Checks the values.
     ///
     /// # Errors
@@ -180,7 +187,7 @@ impl Trajectories for Environments {
     }
 
     fn gives_rewards(&self) -> bool {
-        self.factory.gives_rewards()
+        self.limits.gives_rewards(self.factory.gives_rewards())
     }
 }
 

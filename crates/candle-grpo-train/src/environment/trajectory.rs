@@ -231,40 +231,22 @@ impl<'a> Trajectory<'a> {
         Ok(None)
     }
 
-    pub(super) fn into_rollout(mut self, environments: &Environments) -> Rollout {
-        let end = self.end.unwrap_or(EpisodeEnd::MaxTurns);
-        let limits = &environments.limits;
-        let unrewarded = environments.gives_rewards() && !self.rewarded;
-        let instead = match end {
-            EpisodeEnd::Failed(_) => Some(limits.failure_reward),
-            _ if self.excluded => Some(None),
-            _ if unrewarded => Some(limits.missing_reward),
-            _ => None,
+    pub(super) fn into_rollout(self, environments: &Environments) -> Rollout {
+        let episode = Episode {
+            turns: self.turns,
+            end: self.end.unwrap_or(EpisodeEnd::MaxTurns),
+            gives_rewards: environments.gives_rewards(),
+            excluded: self.excluded,
+            unrewarded: environments.factory().gives_rewards() && !self.rewarded,
+            metrics: self.metrics,
         };
-        if let Some(instead) = instead {
-            self.excluded = instead.is_none();
-            let rewards = self.turns.iter_mut().map(|turn| &mut turn.reward);
-            rewards.rev().enumerate().for_each(|(from_end, reward)| {
-                *reward = match from_end {
-                    0 => instead.unwrap_or(0.),
-                    _ => 0.,
-                };
-            });
-        }
         let (prompt_tokens, completion) = self.row.into_parts();
         Rollout {
             prompt_index: self.prompt.index,
             sample_index: self.seed.sample as usize,
             prompt_tokens,
             completion,
-            episode: Some(Episode {
-                turns: self.turns,
-                end,
-                gives_rewards: environments.gives_rewards(),
-                excluded: self.excluded,
-                unrewarded,
-                metrics: self.metrics,
-            }),
+            episode: Some(episode.settled(&environments.limits)),
             branches: Vec::new(),
         }
     }
