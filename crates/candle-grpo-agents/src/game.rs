@@ -1,7 +1,7 @@
 //! A batch's episodes in play.
 
 use std::collections::BTreeMap;
-use std::sync::Arc;
+use std::sync::{Arc, PoisonError};
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use anyhow::{Context, Result};
@@ -9,7 +9,9 @@ use candle_grpo_base::Interrupted;
 use candle_grpo_base::clock::running_time;
 use candle_grpo_rewards::program::Job;
 use candle_grpo_train::environment::{Episode as Outcome, EpisodeEnd, EpisodeTurn};
-use candle_grpo_train::rollout::{CompletionSeed, Play, PromptRequest, Row, Trajectories};
+use candle_grpo_train::rollout::{
+    CompletionBuilder, CompletionSeed, Play, PromptRequest, Row, Trajectories,
+};
 use candle_grpo_train::{Completion, FinishReason, Prompt, Rollout};
 use sha2::{Digest, Sha256};
 
@@ -100,6 +102,7 @@ impl<'a> Game<'a> {
                 return Err(Interrupted.into());
             }
             self.start()?;
+            self.restart_workers()?;
             self.end()?;
             if self.running.is_empty() && self.left.is_empty() {
                 return Ok(self.ended.into_iter().flatten().collect());
@@ -125,6 +128,22 @@ impl<'a> Game<'a> {
                 .push(Running::start(self.agents, place, prompt, seed)?);
         }
         Ok(())
+    }
+
+    /// Restarts workers that have ended, and fails their episodes.
+    fn restart_workers(&self) -> Result<()> {
+        let Some(workers) = &self.agents.workers else {
+            return Ok(());
+        };
+        let episodes = || self.running.iter().map(|running| &running.episode);
+        let mut workers = workers.lock().unwrap_or_else(PoisonError::into_inner);
+        workers.restart(
+            |number| episodes().any(|episode| episode.is_with(number)),
+            |number, message| {
+                let lost = episodes().filter(|episode| episode.is_with(number));
+                lost.for_each(|episode| episode.fail(message.to_owned()));
+            },
+        )
     }
 
     /// Removes the episodes that have ended.
@@ -211,8 +230,8 @@ impl<'a> Running<'a> {
             config.reports_rewards,
             Arc::clone(&agents.bell),
         ));
-        let starts_itself = config.command.is_empty();
-        agents.endpoint.episodes().open(&episode, starts_itself);
+        let is_offered = config.command.is_empty() || agents.workers.is_some();
+        agents.endpoint.episodes().open(&episode, is_offered);
         let mut running = Self {
             place,
             prompt,
@@ -227,7 +246,7 @@ impl<'a> Running<'a> {
             answers: 0,
             limit: None,
         };
-        if !starts_itself {
+        if !is_offered {
             running.start_job()?;
         }
         Ok(running)
@@ -250,7 +269,7 @@ impl<'a> Running<'a> {
         let job = program.start_job(line.into_bytes(), &variables);
         self.job = Some(job.context("agent")?);
         self.starts += 1;
-        self.episode.begin();
+        self.episode.begin(0);
         Ok(())
     }
 
@@ -477,7 +496,10 @@ impl<'a> Running<'a> {
         metrics.insert("rows".to_owned(), count(rows.len()));
         let (main, ranges) = match rows.pop() {
             Some(row) => (row.tokens.into_parts(), row.turns),
-            None => (nothing(self.prompt), std::iter::once(0..1).collect()),
+            None => {
+                let row = CompletionBuilder::without_turns(self.prompt.tokens.clone());
+                (row.into_parts(), std::iter::once(0..1).collect())
+            }
         };
         let mut turns: Vec<EpisodeTurn> = ranges
             .into_iter()
@@ -522,21 +544,6 @@ impl Drop for Running<'_> {
         self.episode.close();
         self.agents.endpoint.episodes().remove(&self.episode.id);
     }
-}
-
-/// Row for an episode without a sample: one token that the policy did not write.
-fn nothing(prompt: &Prompt) -> (Vec<u32>, Completion) {
-    let last = prompt.tokens.last().copied().unwrap_or(0);
-    let completion = Completion {
-        tokens: vec![last],
-        drawn_log_probs: vec![0.],
-        log_probs: Some(vec![0.]),
-        written: Some(vec![false]),
-        weight_versions: vec![0],
-        finish_reason: FinishReason::Length,
-        experts: None,
-    };
-    (prompt.tokens.clone(), completion)
 }
 
 /// First 64 bits in the digest over the tokens before a turn.

@@ -146,7 +146,7 @@ impl Trajectories for Environments {
             progress,
             ..
         } = *play;
-        let starts = prompts.iter().zip(requests).flat_map(|(prompt, request)| {
+        let mut left = prompts.iter().zip(requests).flat_map(|(prompt, request)| {
             let seeds = request.seeds.iter();
             let start = move |seed: &CompletionSeed| TrajectoryStart {
                 prompt,
@@ -157,20 +157,31 @@ impl Trajectories for Environments {
             };
             seeds.map(start)
         });
-        let starts: Vec<_> = starts.collect();
-        let mut slots: Vec<Option<Trajectory<'_>>> = starts.iter().map(|_| None).collect();
-        concurrently(slots.iter_mut().zip(starts), |(slot, start)| {
-            *slot = Some(Trajectory::start(self, start, progress)?);
-            Ok(())
-        })?;
-        let mut all: Vec<Trajectory<'_>> = slots.into_iter().flatten().collect();
+        let mut all: Vec<Trajectory<'_>> = Vec::new();
         loop {
             if progress.is_canceled() {
                 return Err(Interrupted.into());
             }
+            let room =
+                self.factory.max_concurrent() - all.iter().filter(|t| !t.has_ended()).count();
+            let starts: Vec<_> = left.by_ref().take(room).collect();
+            let has_started = !starts.is_empty();
+            let mut slots: Vec<Option<Trajectory<'_>>> = starts.iter().map(|_| None).collect();
+            concurrently(slots.iter_mut().zip(starts), |(slot, start)| {
+                *slot = Some(Trajectory::start(self, start, progress)?);
+                Ok(())
+            })?;
+            let before = all.len();
+            all.extend(slots.into_iter().flatten());
+            let failed = all[before..].iter().filter(|t| t.has_ended()).count();
+            progress.advance(failed, 0);
             let mut open: Vec<&mut Trajectory<'_>> =
                 all.iter_mut().filter(|t| !t.has_ended()).collect();
             if open.is_empty() {
+                // All that have just started may have failed.
+                if has_started {
+                    continue;
+                }
                 break;
             }
             let requests: Vec<PromptRequest<'_>> = open.iter().map(|t| t.request(self)).collect();
