@@ -55,7 +55,7 @@ test-vllm: ## run the tests against a real vLLM, which it installs in .engines/ 
 test-llama: ## run the tests against llama.cpp's server, which it compiles in .engines/: needs a C++ compiler
 	@CARGO="$(CARGO)" scripts/test-engine llama
 
-test-agents: ## run the tests of the server for agents with the clients of OpenAI and Anthropic, and those of MCP tools with fastmcp, which it installs in .engines/; skips without a network
+test-agents: ## run the tests with packages of others: the clients of OpenAI and Anthropic, openai-agents, fastmcp, OpenEnv and verifiers, which it installs in .engines/; skips without a network
 	@CARGO="$(CARGO)" scripts/test-agents
 
 test-hub: ## compare the client of the hub with Hugging Face's Python library, which it installs in .engines/; skips without a network

@@ -5,7 +5,7 @@ use std::net::SocketAddr;
 use std::sync::{Arc, Mutex, PoisonError};
 
 use anyhow::Result;
-use candle_grpo_train::environment::{AgentConfig, Conversation, EnvironmentLimits};
+use candle_grpo_train::environment::{AgentConfig, Conversation, EnvironmentLimits, SessionScope};
 use candle_grpo_train::rollout::{Play, Trajectories};
 use candle_grpo_train::{ChatTemplate, Rollout, SamplingConfig};
 use tokenizers::Tokenizer;
@@ -15,6 +15,7 @@ use crate::endpoint::Endpoint;
 use crate::game::Game;
 use crate::key::Key;
 use crate::request::Request;
+use crate::workers::Workers;
 
 /// A run's agents: a server, and one episode per trajectory.
 ///
@@ -37,6 +38,8 @@ pub struct Agents {
     pub(crate) endpoint: Endpoint,
     pub(crate) bell: Arc<Bell>,
     key: Key,
+    /// Processes with `session: shared`.
+    pub(crate) workers: Option<Mutex<Workers>>,
     /// Request settings that had no effect, by name.
     ignored: Mutex<BTreeSet<&'static str>>,
 }
@@ -62,13 +65,20 @@ impl Agents {
             Some(variable) => Key::from_variable(variable)?,
             None => Key::random(),
         };
-        let offers = config.command.is_empty();
-        let endpoint = Endpoint::start(
-            config.listen,
-            offers.then(|| key.clone()),
-            config.max_request_bytes,
-        )?;
-        if offers {
+        let keys = match (config.command.is_empty(), config.session) {
+            (true, _) => vec![key.clone()],
+            (false, SessionScope::Shared) => (0..config.workers).map(|_| Key::random()).collect(),
+            (false, SessionScope::Episode) => Vec::new(),
+        };
+        let endpoint = Endpoint::start(config.listen, keys.clone(), config.max_request_bytes)?;
+        let workers = match config.session {
+            SessionScope::Shared => {
+                let url = format!("{}/episodes", endpoint.episodes().origin());
+                Some(Mutex::new(Workers::start(config.program(), url, &keys)?))
+            }
+            SessionScope::Episode => None,
+        };
+        if config.command.is_empty() {
             let address = endpoint.address();
             tracing::info!("agents ask for episodes at http://{address}/episodes");
             if config.api_key_env.is_none() {
@@ -86,6 +96,7 @@ impl Agents {
             endpoint,
             bell: Arc::default(),
             key,
+            workers,
             ignored: Mutex::default(),
         })
     }
@@ -125,6 +136,6 @@ impl Trajectories for Agents {
     }
 
     fn gives_rewards(&self) -> bool {
-        self.config.reports_rewards
+        self.limits.gives_rewards(self.config.reports_rewards)
     }
 }

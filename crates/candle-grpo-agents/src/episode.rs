@@ -46,6 +46,8 @@ struct State {
     is_closed: bool,
     /// Time at the last request or answer; absent before an agent has the episode.
     active: Option<Duration>,
+    /// The worker that has the episode.
+    worker: usize,
 }
 
 /// A request for an answer.
@@ -93,6 +95,7 @@ impl Episode {
             failure: None,
             is_closed: false,
             active: None,
+            worker: 0,
         };
         Self {
             id,
@@ -110,9 +113,22 @@ impl Episode {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Records that an agent has the episode, which starts its clock.
-    pub(crate) fn begin(&self) {
-        self.state().active = Some(running_time());
+    /// Records that an agent, with this worker's number, has the episode, which starts its clock.
+    pub(crate) fn begin(&self, worker: usize) {
+        let mut state = self.state();
+        state.active = Some(running_time());
+        state.worker = worker;
+    }
+
+    /// Returns whether this worker has the episode.
+    pub(crate) fn is_with(&self, worker: usize) -> bool {
+        let state = self.state();
+        state.active.is_some() && state.worker == worker
+    }
+
+    /// Records why the episode failed.
+    pub(crate) fn fail(&self, message: String) {
+        self.state().failure.get_or_insert(message);
     }
 
     /// Counts a request.

@@ -1,7 +1,7 @@
 //! A batch's episodes in play.
 
 use std::collections::BTreeMap;
-use std::sync::Arc;
+use std::sync::{Arc, PoisonError};
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use anyhow::{Context, Result};
@@ -9,7 +9,9 @@ use candle_grpo_base::Interrupted;
 use candle_grpo_base::clock::running_time;
 use candle_grpo_rewards::program::Job;
 use candle_grpo_train::environment::{Episode as Outcome, EpisodeEnd, EpisodeTurn};
-use candle_grpo_train::rollout::{CompletionSeed, Play, PromptRequest, Row};
+use candle_grpo_train::rollout::{
+    CompletionBuilder, CompletionSeed, Play, PromptRequest, Row, Trajectories,
+};
 use candle_grpo_train::{Completion, FinishReason, Prompt, Rollout};
 use sha2::{Digest, Sha256};
 
@@ -100,6 +102,7 @@ impl<'a> Game<'a> {
                 return Err(Interrupted.into());
             }
             self.start()?;
+            self.restart_workers()?;
             self.end()?;
             if self.running.is_empty() && self.left.is_empty() {
                 return Ok(self.ended.into_iter().flatten().collect());
@@ -125,6 +128,22 @@ impl<'a> Game<'a> {
                 .push(Running::start(self.agents, place, prompt, seed)?);
         }
         Ok(())
+    }
+
+    /// Restarts workers that have ended, and fails their episodes.
+    fn restart_workers(&self) -> Result<()> {
+        let Some(workers) = &self.agents.workers else {
+            return Ok(());
+        };
+        let episodes = || self.running.iter().map(|running| &running.episode);
+        let mut workers = workers.lock().unwrap_or_else(PoisonError::into_inner);
+        workers.restart(
+            |number| episodes().any(|episode| episode.is_with(number)),
+            |number, message| {
+                let lost = episodes().filter(|episode| episode.is_with(number));
+                lost.for_each(|episode| episode.fail(message.to_owned()));
+            },
+        )
     }
 
     /// Removes the episodes that have ended.
@@ -211,8 +230,8 @@ impl<'a> Running<'a> {
             config.reports_rewards,
             Arc::clone(&agents.bell),
         ));
-        let starts_itself = config.command.is_empty();
-        agents.endpoint.episodes().open(&episode, starts_itself);
+        let is_offered = config.command.is_empty() || agents.workers.is_some();
+        agents.endpoint.episodes().open(&episode, is_offered);
         let mut running = Self {
             place,
             prompt,
@@ -227,7 +246,7 @@ impl<'a> Running<'a> {
             answers: 0,
             limit: None,
         };
-        if !starts_itself {
+        if !is_offered {
             running.start_job()?;
         }
         Ok(running)
@@ -250,7 +269,7 @@ impl<'a> Running<'a> {
         let job = program.start_job(line.into_bytes(), &variables);
         self.job = Some(job.context("agent")?);
         self.starts += 1;
-        self.episode.begin();
+        self.episode.begin(0);
         Ok(())
     }
 
@@ -455,32 +474,20 @@ impl<'a> Running<'a> {
     fn into_rollout(mut self, mut end: EpisodeEnd) -> Rollout {
         let report = self.episode.close();
         self.job = None;
-        let gives_rewards = self.agents.config.reports_rewards;
-        let limits = &self.agents.limits;
-        let unrewarded = gives_rewards && report.reward.is_none();
+        let unrewarded = self.agents.config.reports_rewards && report.reward.is_none();
         let transcript = std::mem::take(&mut self.transcript);
-        let is_empty = transcript.answers() == 0;
-        let is_failed = matches!(end, EpisodeEnd::Failed(_));
-        if is_empty && !is_failed {
+        if transcript.answers() == 0 && !matches!(end, EpisodeEnd::Failed(_)) {
             end = EpisodeEnd::Failed(format!("the agent ended without an answer ({end:?})"));
         } else if unrewarded && end == EpisodeEnd::Done {
             end = EpisodeEnd::Failed("the agent ended without a reward".to_owned());
         }
-        let reward = match (&end, report.reward) {
-            (EpisodeEnd::Failed(message), _) => {
-                tracing::warn!(
-                    "agent of prompt {}, trajectory {}: {message}",
-                    self.seed.prompt,
-                    self.seed.sample
-                );
-                // Without an answer, the rewards of the run have nothing to score.
-                let has_score = gives_rewards || !is_empty;
-                limits.failure_reward.filter(|_| has_score)
-            }
-            (_, Some(reward)) => reward,
-            (_, None) if gives_rewards => limits.missing_reward,
-            (_, None) => Some(0.),
-        };
+        if let EpisodeEnd::Failed(message) = &end {
+            tracing::warn!(
+                "agent of prompt {}, trajectory {}: {message}",
+                self.seed.prompt,
+                self.seed.sample
+            );
+        }
         let mut metrics = report.metrics;
         let count = |count: usize| count as f64;
         metrics.insert("answers".to_owned(), count(transcript.answers()));
@@ -489,7 +496,10 @@ impl<'a> Running<'a> {
         metrics.insert("rows".to_owned(), count(rows.len()));
         let (main, ranges) = match rows.pop() {
             Some(row) => (row.tokens.into_parts(), row.turns),
-            None => (nothing(self.prompt), std::iter::once(0..1).collect()),
+            None => {
+                let row = CompletionBuilder::without_turns(self.prompt.tokens.clone());
+                (row.into_parts(), std::iter::once(0..1).collect())
+            }
         };
         let mut turns: Vec<EpisodeTurn> = ranges
             .into_iter()
@@ -500,8 +510,16 @@ impl<'a> Running<'a> {
             })
             .collect();
         if let Some(last) = turns.last_mut() {
-            last.reward = reward.unwrap_or(0.);
+            last.reward = report.reward.flatten().unwrap_or(0.);
         }
+        let episode = Outcome {
+            turns,
+            end,
+            gives_rewards: self.agents.gives_rewards(),
+            excluded: report.reward == Some(None),
+            unrewarded,
+            metrics,
+        };
         let (prompt_tokens, completion) = main;
         let branches = rows.into_iter().map(|row| {
             let (prompt_tokens, completion) = row.tokens.into_parts();
@@ -515,14 +533,7 @@ impl<'a> Running<'a> {
             sample_index: self.seed.sample as usize,
             prompt_tokens,
             completion,
-            episode: Some(Outcome {
-                turns,
-                end,
-                gives_rewards,
-                excluded: reward.is_none(),
-                unrewarded,
-                metrics,
-            }),
+            episode: Some(episode.settled(&self.agents.limits)),
             branches: branches.collect(),
         }
     }
@@ -533,21 +544,6 @@ impl Drop for Running<'_> {
         self.episode.close();
         self.agents.endpoint.episodes().remove(&self.episode.id);
     }
-}
-
-/// Row for an episode without a sample: one token that the policy did not write.
-fn nothing(prompt: &Prompt) -> (Vec<u32>, Completion) {
-    let last = prompt.tokens.last().copied().unwrap_or(0);
-    let completion = Completion {
-        tokens: vec![last],
-        drawn_log_probs: vec![0.],
-        log_probs: Some(vec![0.]),
-        written: Some(vec![false]),
-        weight_versions: vec![0],
-        finish_reason: FinishReason::Length,
-        experts: None,
-    };
-    (prompt.tokens.clone(), completion)
 }
 
 /// First 64 bits in the digest over the tokens before a turn.

@@ -38,6 +38,7 @@ mod key;
 mod message;
 mod request;
 mod transcript;
+mod workers;
 
 pub use agents::Agents;
 

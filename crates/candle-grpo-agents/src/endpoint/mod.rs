@@ -40,8 +40,8 @@ pub(crate) struct Episodes {
     /// Episodes that wait for an agent which starts by itself.
     offered: Mutex<VecDeque<Arc<Episode>>>,
     offer: Notify,
-    /// Key with which agents request episodes; absent: none are offered.
-    key: Option<Key>,
+    /// Keys with which agents request episodes, one per worker; empty: none are offered.
+    keys: Vec<Key>,
     max_request_bytes: usize,
     address: SocketAddr,
 }
@@ -95,6 +95,11 @@ impl Episodes {
 
     /// Episode URL for agents on this machine.
     pub(crate) fn url(&self, episode: &Episode) -> String {
+        format!("{}/s/{}", self.origin(), episode.id)
+    }
+
+    /// Server URL for agents on this machine.
+    pub(crate) fn origin(&self) -> String {
         let mut address = self.address;
         if address.ip().is_unspecified() {
             match address {
@@ -102,7 +107,7 @@ impl Episodes {
                 SocketAddr::V6(_) => address.set_ip(std::net::Ipv6Addr::LOCALHOST.into()),
             }
         }
-        format!("http://{address}/s/{}", episode.id)
+        format!("http://{address}")
     }
 }
 
@@ -118,7 +123,7 @@ impl Endpoint {
     /// Starts the server.
     pub(crate) fn start(
         listen: SocketAddr,
-        key: Option<Key>,
+        keys: Vec<Key>,
         max_request_bytes: usize,
     ) -> Result<Self> {
         let must = || format!("listen: {listen}, must be a free address of this machine");
@@ -128,7 +133,7 @@ impl Endpoint {
             by_id: Mutex::default(),
             offered: Mutex::default(),
             offer: Notify::new(),
-            key,
+            keys,
             max_request_bytes,
             address: listener.local_addr()?,
         });

@@ -1,5 +1,6 @@
 //! The routes.
 
+use std::slice;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -106,12 +107,12 @@ async fn routed(
 ) -> Result<Response<Reply>, Refusal> {
     match route {
         Route::Episodes => {
-            let Some(key) = &episodes.key else {
+            if episodes.keys.is_empty() {
                 let message = "the run starts its agents itself (command)";
                 return Err(Refusal::new(404, "not_found", message));
-            };
-            authorize(key, request.headers())?;
-            offer(episodes, request.headers()).await
+            }
+            let worker = authorize(&episodes.keys, request.headers())?;
+            offer(episodes, worker, request.headers()).await
         }
         Route::Models(id) => {
             admitted(episodes, id, request.headers())?;
@@ -139,21 +140,17 @@ fn model(name: &str) -> Value {
     json!({"id": name, "object": "model", "created": 0, "owned_by": "candle-grpo"})
 }
 
-/// Checks a request's key.
-fn authorize(key: &Key, headers: &HeaderMap) -> Result<(), Refusal> {
+/// Returns which of `keys` a request has.
+fn authorize(keys: &[Key], headers: &HeaderMap) -> Result<usize, Refusal> {
     let bearer = headers.get(AUTHORIZATION).map(HeaderValue::as_bytes);
     let bearer = bearer.and_then(|value| {
         let (scheme, key) = value.split_at_checked(7)?;
         scheme.eq_ignore_ascii_case(b"bearer ").then_some(key)
     });
     let given = bearer.or_else(|| headers.get("x-api-key").map(HeaderValue::as_bytes));
-    match given {
-        Some(given) if key.is(given) => Ok(()),
-        _ => {
-            let message = "key: must be that of the episode, as a bearer token or in x-api-key";
-            Err(Refusal::new(401, "invalid_api_key", message))
-        }
-    }
+    let found = given.and_then(|given| keys.iter().position(|key| key.is(given)));
+    let message = "key: must be that of the episode, as a bearer token or in x-api-key";
+    found.ok_or_else(|| Refusal::new(401, "invalid_api_key", message))
 }
 
 /// Returns the episode that a request addresses, after checking its key.
@@ -161,7 +158,7 @@ fn admitted(episodes: &Episodes, id: &str, headers: &HeaderMap) -> Result<Arc<Ep
     let episode = episodes.get(id);
     let message = "the episode does not exist, or has ended";
     let episode = episode.ok_or_else(|| Refusal::new(404, "episode_ended", message))?;
-    authorize(&episode.key, headers)?;
+    authorize(slice::from_ref(&episode.key), headers)?;
     episode.count()?;
     Ok(episode)
 }
@@ -238,12 +235,16 @@ async fn draw(
 }
 
 /// Offers an episode to an agent, if one is available in time.
-async fn offer(episodes: &Episodes, headers: &HeaderMap) -> Result<Response<Reply>, Refusal> {
+async fn offer(
+    episodes: &Episodes,
+    worker: usize,
+    headers: &HeaderMap,
+) -> Result<Response<Reply>, Refusal> {
     let offer = tokio::time::timeout(OFFER_LIMIT, episodes.next_offer());
     let Ok(episode) = offer.await else {
         return Ok(reply::empty(204));
     };
-    episode.begin();
+    episode.begin(worker);
     // The agent may be on another machine, which has another name for this one.
     let host = headers.get(HOST).and_then(|host| host.to_str().ok());
     let url = match host {

@@ -10,3 +10,4 @@ mod real_clients;
 mod repeats;
 mod same_bits;
 mod transcripts;
+mod workers;

@@ -103,16 +103,20 @@ fn a_failed_agent_is_excluded_or_scored(#[case] script: &str, #[case] words: &st
 }
 
 #[test]
-fn rewards_of_the_run_do_not_score_an_episode_without_an_answer() {
-    let (rollouts, draws) = run("", |config, limits| {
-        config.reports_rewards = false;
-        limits.failure_reward = Some(0.);
-    });
-    assert_eq!((rollouts.len(), draws.len()), (2, 0));
-    for rollout in &rollouts {
-        let episode = rollout.episode.as_ref().unwrap();
-        assert!(episode.excluded && matches!(episode.end, EpisodeEnd::Failed(_)));
-        assert_eq!(rollout.completion.written, Some(vec![false]));
+fn an_episode_without_an_answer_has_no_token_of_the_policy() {
+    for failure_reward in [None, Some(-1.)] {
+        let (rollouts, draws) = run("", |config, limits| {
+            config.reports_rewards = false;
+            limits.failure_reward = failure_reward;
+        });
+        assert_eq!((rollouts.len(), draws.len()), (2, 0));
+        for rollout in &rollouts {
+            let episode = rollout.episode.as_ref().unwrap();
+            assert!(matches!(episode.end, EpisodeEnd::Failed(_)));
+            assert_eq!(episode.excluded, failure_reward.is_none());
+            assert_eq!(episode.gives_rewards, failure_reward.is_some());
+            assert_eq!(rollout.completion.written, Some(vec![false]));
+        }
     }
 }
 

@@ -8,7 +8,7 @@ use candle_grpo_core::validate::{at_least_one, check};
 use serde::de::{Error, Unexpected};
 use serde::{Deserialize, Deserializer, Serialize};
 
-use super::ToolFormat;
+use super::{SessionScope, ToolFormat};
 use candle_grpo_rewards::program::Program;
 
 /// Options for agents.
@@ -16,17 +16,22 @@ use candle_grpo_rewards::program::Program;
 #[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 #[serde(default, deny_unknown_fields)]
 pub struct AgentConfig {
-    /// An agent's program and its arguments, started without a shell. Each trajectory has its own
-    /// process. Empty: agents start by themselves and request episodes.
+    /// An agent's program and its arguments, started without a shell. Empty: agents start by
+    /// themselves and request episodes.
     pub command: Vec<String>,
+    /// `episode`: each trajectory has its own process. `shared`: `workers` processes start once,
+    /// and request episodes.
+    pub session: SessionScope,
+    /// Number of processes with `session: shared`. Each may play several episodes at once.
+    pub workers: usize,
     /// Working directory for the program; absent: this process's.
     pub folder: Option<PathBuf>,
     /// Server address and port; port 0 selects a free one. An address other than this machine's
     /// lets other machines sample from the policy, with a key only.
     #[serde(deserialize_with = "address")]
     pub listen: SocketAddr,
-    /// Environment variable with the key with which agents request episodes if `command` is empty.
-    /// Absent: a random key, which is logged.
+    /// Environment variable with the key with which agents that start by themselves request
+    /// episodes. Absent: a random key, which is logged.
     pub api_key_env: Option<String>,
     /// Notation in which the model calls tools.
     pub format: ToolFormat,
@@ -50,6 +55,8 @@ impl Default for AgentConfig {
     fn default() -> Self {
         Self {
             command: Vec::new(),
+            session: SessionScope::Episode,
+            workers: 1,
             folder: None,
             listen: SocketAddr::from(([127, 0, 0, 1], 0)),
             api_key_env: None,
@@ -78,6 +85,9 @@ impl AgentConfig {
         let must = "be the name of an environment variable, or absent";
         check(is_named, "api_key_env", "\"\"", must)?;
         self.format.validate()?;
+        self.session.check_workers(self.workers)?;
+        let fits = self.session == SessionScope::Episode || !self.command.is_empty();
+        check(fits, "session", "shared", "be absent without a command")?;
         at_least_one("max_concurrent", self.max_concurrent)?;
         at_least_one("max_requests", self.max_requests)?;
         at_least_one("max_request_bytes", self.max_request_bytes)?;

@@ -44,6 +44,17 @@ pub enum EnvironmentKind {
     Agent(AgentConfig),
 }
 
+impl EnvironmentKind {
+    /// Returns whether the environment gives rewards.
+    pub fn gives_rewards(&self) -> bool {
+        match self {
+            Self::Program(_) => true,
+            Self::Tools(_) => false,
+            Self::Agent(config) => config.reports_rewards,
+        }
+    }
+}
+
 impl EnvironmentConfig {
     /// Checks the options. Starts no program and opens no file.
     ///
@@ -55,17 +66,7 @@ impl EnvironmentConfig {
         limits.map_err(|error| within("limits", error))?;
         match &self.kind {
             EnvironmentKind::Program(config) => config.validate(),
-            EnvironmentKind::Tools(config) => {
-                let reward = self.limits.failure_reward;
-                let must = "be absent for tools, which give no rewards: the trajectory is excluded";
-                check(
-                    reward.is_none(),
-                    "limits.failure_reward",
-                    reward.unwrap_or_default(),
-                    must,
-                )?;
-                config.validate()
-            }
+            EnvironmentKind::Tools(config) => config.validate(),
             EnvironmentKind::Agent(config) => {
                 let must = "be false: messages of agents come from outside";
                 check(
@@ -113,13 +114,9 @@ impl EnvironmentConfig {
         }
     }
 
-    /// Returns whether it gives rewards.
+    /// Returns whether trajectories have a reward component of their own.
     pub fn gives_rewards(&self) -> bool {
-        match &self.kind {
-            EnvironmentKind::Program(_) => true,
-            EnvironmentKind::Tools(_) => false,
-            EnvironmentKind::Agent(config) => config.reports_rewards,
-        }
+        self.limits.gives_rewards(self.kind.gives_rewards())
     }
 
     /// The tool schemas for a prompt whose row has these columns, if there are tools.

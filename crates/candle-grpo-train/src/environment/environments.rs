@@ -31,8 +31,9 @@ pub struct EnvironmentLimits {
     /// Time in seconds after which no new turn starts. Trajectories that it ends are not
     /// reproducible. Absent: no limit.
     pub max_seconds: Option<f64>,
-    /// Reward for a trajectory whose environment failed. It replaces the turns' rewards. Absent:
-    /// the trajectory is excluded. It has no reward, and contributes nothing to the step.
+    /// Reward for a trajectory whose environment, tool or agent failed. It replaces all other
+    /// rewards, also those under `rewards`. Absent: the trajectory is excluded. It has no reward,
+    /// and contributes nothing to the step.
     pub failure_reward: Option<f64>,
     /// Reward for a trajectory whose environment never gave one. Null: the trajectory is excluded.
     /// This matters where other rewards are negative.
@@ -52,6 +53,12 @@ impl Default for EnvironmentLimits {
 }
 
 impl EnvironmentLimits {
+    /// Returns whether trajectories have a reward component of their own: `environment` gives
+    /// rewards, or a failure has one.
+    pub fn gives_rewards(&self, environment: bool) -> bool {
+        environment || self.failure_reward.is_some()
+    }
+
     /// Checks the values.
     ///
     /// # Errors
@@ -139,7 +146,7 @@ impl Trajectories for Environments {
             progress,
             ..
         } = *play;
-        let starts = prompts.iter().zip(requests).flat_map(|(prompt, request)| {
+        let mut left = prompts.iter().zip(requests).flat_map(|(prompt, request)| {
             let seeds = request.seeds.iter();
             let start = move |seed: &CompletionSeed| TrajectoryStart {
                 prompt,
@@ -150,20 +157,31 @@ impl Trajectories for Environments {
             };
             seeds.map(start)
         });
-        let starts: Vec<_> = starts.collect();
-        let mut slots: Vec<Option<Trajectory<'_>>> = starts.iter().map(|_| None).collect();
-        concurrently(slots.iter_mut().zip(starts), |(slot, start)| {
-            *slot = Some(Trajectory::start(self, start, progress)?);
-            Ok(())
-        })?;
-        let mut all: Vec<Trajectory<'_>> = slots.into_iter().flatten().collect();
+        let mut all: Vec<Trajectory<'_>> = Vec::new();
         loop {
             if progress.is_canceled() {
                 return Err(Interrupted.into());
             }
+            let room =
+                self.factory.max_concurrent() - all.iter().filter(|t| !t.has_ended()).count();
+            let starts: Vec<_> = left.by_ref().take(room).collect();
+            let has_started = !starts.is_empty();
+            let mut slots: Vec<Option<Trajectory<'_>>> = starts.iter().map(|_| None).collect();
+            concurrently(slots.iter_mut().zip(starts), |(slot, start)| {
+                *slot = Some(Trajectory::start(self, start, progress)?);
+                Ok(())
+            })?;
+            let before = all.len();
+            all.extend(slots.into_iter().flatten());
+            let failed = all[before..].iter().filter(|t| t.has_ended()).count();
+            progress.advance(failed, 0);
             let mut open: Vec<&mut Trajectory<'_>> =
                 all.iter_mut().filter(|t| !t.has_ended()).collect();
             if open.is_empty() {
+                // All that have just started may have failed.
+                if has_started {
+                    continue;
+                }
                 break;
             }
             let requests: Vec<PromptRequest<'_>> = open.iter().map(|t| t.request(self)).collect();
@@ -180,7 +198,7 @@ impl Trajectories for Environments {
     }
 
     fn gives_rewards(&self) -> bool {
-        self.factory.gives_rewards()
+        self.limits.gives_rewards(self.factory.gives_rewards())
     }
 }
 

@@ -11,10 +11,12 @@ mod content;
 mod conversation;
 mod environments;
 mod program;
+mod session_scope;
 mod tools;
 mod trajectory;
 
 use std::collections::BTreeMap;
+use std::fmt;
 
 use anyhow::Result;
 use serde_json::Value;
@@ -28,10 +30,22 @@ pub use config::{EnvironmentConfig, EnvironmentKind};
 pub use conversation::Conversation;
 pub use environments::{EnvironmentLimits, Environments};
 pub use program::{ProgramEnvironmentConfig, ProgramEnvironments};
+pub use session_scope::SessionScope;
 pub use tools::{
-    CallContext, McpServerConfig, McpServers, McpSession, ProgramTool, ProgramToolConfig, Tool,
-    ToolCall, ToolEnvironments, ToolFormat, ToolsConfig, Unavailable,
+    CallContext, McpServerConfig, McpServers, ProgramTool, ProgramToolConfig, Tool, ToolCall,
+    ToolEnvironments, ToolFormat, ToolsConfig,
 };
+
+/// Context for the error of a start or a call that failed for a reason outside, such as a lost
+/// connection. The trajectory has then failed, because the policy is not the cause.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Unavailable;
+
+impl fmt::Display for Unavailable {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("unavailable")
+    }
+}
 
 /// Creates environments, one per trajectory. Several threads call it at the same time.
 ///
@@ -66,8 +80,14 @@ pub trait EnvironmentFactory: Send + Sync {
     ///
     /// # Errors
     ///
-    /// An error ends the run, because it depends on the data and not on the policy.
+    /// An error ends the run, because it depends on the data and not on the policy. With the
+    /// context [`Unavailable`], the trajectory has failed instead.
     fn start(&self, start: &EpisodeStart<'_>) -> Result<Box<dyn Environment>>;
+
+    /// Returns the maximum number of open trajectories.
+    fn max_concurrent(&self) -> usize {
+        usize::MAX
+    }
 
     /// Returns whether the environments give rewards. Their sum over a trajectory is then a reward
     /// component, after those from the reward function.
@@ -120,6 +140,17 @@ pub trait Environment: Send {
     /// An error ends only the trajectory, not the run. The trajectory is then excluded, or gets
     /// [`EnvironmentLimits::failure_reward`]. [`Interrupted`](crate::Interrupted) ends the step.
     fn step(&mut self, turn: &Turn<'_>) -> Result<Step>;
+
+    /// Ends a trajectory that the last step has not ended, for example at a limit. May return a
+    /// last step, whose reward and metrics are added to those of the last turn.
+    ///
+    /// # Errors
+    ///
+    /// Same as [`Self::step`].
+    fn end(&mut self, end: &EpisodeEnd, progress: &dyn Progress) -> Result<Option<Step>> {
+        let _ = (end, progress);
+        Ok(None)
+    }
 }
 
 /// A turn written by the policy.

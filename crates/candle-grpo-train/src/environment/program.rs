@@ -4,12 +4,15 @@ use std::collections::BTreeMap;
 use std::path::PathBuf;
 use std::sync::Arc;
 
-use anyhow::{Context, Result, ensure};
+use anyhow::{Context, Result, anyhow, ensure};
 use candle_grpo_core::validate::at_least_one;
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value, json};
 
-use super::{Append, Environment, EnvironmentFactory, EpisodeStart, Observation, Step, Turn};
+use super::{
+    Append, Environment, EnvironmentFactory, EpisodeEnd, EpisodeStart, Observation, Step, Turn,
+    Unavailable,
+};
 use crate::data::question::with_text_content;
 use crate::{Interrupted, Progress};
 use candle_grpo_rewards::program::{Answer, Program, ProgramPool, Unusable, check_limits, quoted};
@@ -27,6 +30,9 @@ pub struct ProgramEnvironmentConfig {
     /// Number of processes. All requests for one trajectory go to the same one.
     #[serde(default = "workers")]
     pub workers: usize,
+    /// Maximum number of open trajectories. Absent: all in a batch are open.
+    #[serde(default)]
+    pub max_concurrent: Option<usize>,
     /// Maximum time for an answer.
     #[serde(default = "limit")]
     pub time_limit_seconds: f64,
@@ -52,6 +58,7 @@ impl ProgramEnvironmentConfig {
     pub fn validate(&self) -> Result<()> {
         self.program().validate()?;
         at_least_one("workers", self.workers)?;
+        at_least_one("max_concurrent", self.max_concurrent.unwrap_or(1))?;
         Ok(check_limits(
             self.time_limit_seconds,
             self.start_limit_seconds,
@@ -73,7 +80,11 @@ impl ProgramEnvironmentConfig {
 ///
 /// An answer is an object that echoes `id`. It may have `text` or `messages` (which follow the
 /// prompt or the turn), `reward`, `done`, `state` (any JSON) and `metrics` (numbers by name). A
-/// trajectory whose last `reward` is `null` is excluded.
+/// trajectory whose last `reward` is `null` is excluded. With `error` (text), the trajectory has
+/// failed, and the program goes on.
+///
+/// After an answer with `notify_end`, a trajectory that ends without `done` has a last request
+/// with `end`, the reason. The last turn gets the reward and the metrics in its answer.
 ///
 /// Since the state is in the answers, a program can be a stateless function. If it hangs or
 /// crashes, it is restarted. Trajectories whose request it did not answer have failed.
@@ -88,6 +99,7 @@ impl ProgramEnvironmentConfig {
 /// ```
 pub struct ProgramEnvironments {
     command: String,
+    max_concurrent: usize,
     pool: Arc<ProgramPool>,
 }
 
@@ -101,6 +113,7 @@ impl ProgramEnvironments {
         config.validate()?;
         Ok(Self {
             command: format!("program {:?}", config.command),
+            max_concurrent: config.max_concurrent.unwrap_or(usize::MAX),
             pool: Arc::new(ProgramPool::start(config.program(), config.workers)?),
         })
     }
@@ -116,6 +129,8 @@ impl EnvironmentFactory for ProgramEnvironments {
             prompt: start.prompt.text.clone(),
             columns: start.prompt.columns.clone(),
             state: None,
+            turn: None,
+            notify_end: false,
             beginning: Observation::default(),
         };
         let begin = |environment: &mut ProgramEnvironment| {
@@ -123,9 +138,7 @@ impl EnvironmentFactory for ProgramEnvironments {
         };
         let reply = match begin(&mut environment) {
             // Another trajectory in this process may be the cause.
-            Err(error) if !error.is::<Interrupted>() && !error.is::<Unusable>() => {
-                begin(&mut environment)?
-            }
+            Err(error) if !is_final(&error) => begin(&mut environment)?,
             begun => begun?,
         };
         ensure!(!reply.done, "{}: done before the first turn", self.command);
@@ -134,6 +147,10 @@ impl EnvironmentFactory for ProgramEnvironments {
             state: environment.state.clone(),
         };
         Ok(Box::new(environment))
+    }
+
+    fn max_concurrent(&self) -> usize {
+        self.max_concurrent
     }
 }
 
@@ -145,7 +162,16 @@ struct ProgramEnvironment {
     prompt: String,
     columns: Value,
     state: Option<Value>,
+    /// Number of the last turn.
+    turn: Option<usize>,
+    /// True if the program must know that the trajectory ends.
+    notify_end: bool,
     beginning: Observation,
+}
+
+/// Returns whether a second start after this error has no use.
+fn is_final(error: &anyhow::Error) -> bool {
+    error.is::<Interrupted>() || error.is::<Unusable>() || error.is::<Unavailable>()
 }
 
 impl ProgramEnvironment {
@@ -159,11 +185,18 @@ impl ProgramEnvironment {
         if let Value::Object(fields) = fields {
             request.extend(fields);
         }
+        // A program that has failed has nothing to end.
+        let notify_end = std::mem::take(&mut self.notify_end);
         let reply = self
             .pool
             .ask(self.episode, request, progress, Reply::read)
             .map_err(anyhow::Error::from)
             .with_context(|| self.command.clone())?;
+        if let Some(message) = reply.error {
+            let error = anyhow!(message).context(self.command.clone());
+            return Err(error.context(Unavailable));
+        }
+        self.notify_end = (notify_end || reply.notify_end) && !reply.done;
         self.state.clone_from(&reply.state);
         Ok(reply)
     }
@@ -175,20 +208,23 @@ impl Environment for ProgramEnvironment {
     }
 
     fn step(&mut self, turn: &Turn<'_>) -> Result<Step> {
+        self.turn = Some(turn.number);
         let fields = json!({
             "turn": turn.number,
             "completion": turn.text,
             "finish_reason": turn.finish_reason,
         });
-        let reply = self.ask(fields, turn.progress)?;
-        Ok(Step {
-            append: reply.append(),
-            excluded: reply.reward == Some(None),
-            reward: reply.reward.flatten(),
-            done: reply.done,
-            state: reply.state,
-            metrics: reply.metrics,
-        })
+        Ok(self.ask(fields, turn.progress)?.into_step())
+    }
+
+    fn end(&mut self, end: &EpisodeEnd, progress: &dyn Progress) -> Result<Option<Step>> {
+        if !self.notify_end {
+            return Ok(None);
+        }
+        let reply = self.ask(json!({"turn": self.turn, "end": end}), progress)?;
+        // Without a reward, an earlier null stays.
+        let has_step = reply.reward.is_some() || !reply.metrics.is_empty();
+        Ok(has_step.then(|| reply.into_step()))
     }
 }
 
@@ -204,6 +240,8 @@ struct Reply {
     done: bool,
     state: Option<Value>,
     metrics: BTreeMap<String, f64>,
+    error: Option<String>,
+    notify_end: bool,
 }
 
 /// Reads a value that is present, but may be null.
@@ -243,6 +281,17 @@ impl Reply {
             Ok(Answer { id, value })
         };
         read().with_context(|| quoted(line))
+    }
+
+    fn into_step(self) -> Step {
+        Step {
+            append: self.append(),
+            excluded: self.reward == Some(None),
+            reward: self.reward.flatten(),
+            done: self.done,
+            state: self.state,
+            metrics: self.metrics,
+        }
     }
 
     fn append(&self) -> Append {

@@ -8,7 +8,10 @@ use serde_json::Value;
 use sha2::{Digest, Sha256};
 
 use super::environments::ensure_tokens;
-use super::{Environment, Environments, Episode, EpisodeEnd, EpisodeStart, EpisodeTurn, Turn};
+use super::{
+    Environment, Environments, Episode, EpisodeEnd, EpisodeStart, EpisodeTurn, Step, Turn,
+    Unavailable,
+};
 use crate::canonical_json::canonical_json;
 use crate::rollout::episode::OWN_METRICS;
 use crate::rollout::{CompletionBuilder, CompletionSeed, PromptRequest, Trajectories};
@@ -74,28 +77,60 @@ impl<'a> Trajectory<'a> {
             episode: number(seed, OF_EPISODE),
             progress,
         };
-        let mut environment = environments.factory().start(&start).with_context(name)?;
-        let observation = environment.reset().with_context(name)?;
-        let tokens = environments
-            .conversation
-            .prompt(prompt, &observation.append)
-            .with_context(name)?;
-        ensure_tokens(&tokens, vocab_size).with_context(name)?;
-        Ok(Self {
+        let mut trajectory = Self {
             prompt,
             seed,
-            environment: Some(environment),
+            environment: None,
             vocab_size,
             started: running_time(),
             max_tokens,
-            row: CompletionBuilder::new(tokens),
+            row: CompletionBuilder::new(Vec::new()),
             turns: Vec::new(),
             metrics: BTreeMap::new(),
             excluded: false,
             rewarded: false,
-            state: observation.state,
+            state: None,
             end: None,
-        })
+        };
+        match trajectory.begin(environments, &start) {
+            Err(error) if error.is::<Unavailable>() => trajectory.fail(&error),
+            begun => begun.with_context(name)?,
+        }
+        Ok(trajectory)
+    }
+
+    /// Starts the environment, and reads what precedes the first turn.
+    fn begin(&mut self, environments: &Environments, start: &EpisodeStart<'_>) -> Result<()> {
+        let mut environment = environments.factory().start(start)?;
+        let observation = environment.reset()?;
+        let conversation = &environments.conversation;
+        let tokens = conversation.prompt(self.prompt, &observation.append)?;
+        ensure_tokens(&tokens, self.vocab_size)?;
+        self.row = CompletionBuilder::new(tokens);
+        self.state = observation.state;
+        self.environment = Some(environment);
+        self.started = running_time();
+        Ok(())
+    }
+
+    /// Ends the trajectory, whose environment failed.
+    fn fail(&mut self, error: &anyhow::Error) {
+        let message = format!("{error:#}");
+        tracing::warn!(
+            "environment of prompt {}, trajectory {}, turn {}: {message}",
+            self.seed.prompt,
+            self.seed.sample,
+            self.turns.len()
+        );
+        self.end = Some(EpisodeEnd::Failed(message));
+        if self.turns.is_empty() {
+            self.row = CompletionBuilder::without_turns(self.prompt.tokens.clone());
+            self.turns.push(EpisodeTurn {
+                tokens: 0..1,
+                reward: 0.,
+                state: digest(&bytes(&self.prompt.tokens)),
+            });
+        }
     }
 
     pub(super) fn has_ended(&self) -> bool {
@@ -141,21 +176,17 @@ impl<'a> Trajectory<'a> {
             reward: 0.,
             state,
         });
-        match self.answer(environments, &turn, progress) {
+        let answer = self.answer(environments, &turn, progress);
+        match answer.and_then(|end| self.finished(end, progress)) {
             Ok(end) => self.end = end,
             Err(error) if error.is::<Interrupted>() => return Err(error),
             Err(error) if error.is::<Unusable>() => {
                 return Err(error.context(format!("environment of prompt {}", self.prompt.index)));
             }
             Err(error) => {
-                let message = format!("{error:#}");
-                tracing::warn!(
-                    "environment of prompt {}, trajectory {}, turn {}: {message}",
-                    self.seed.prompt,
-                    self.seed.sample,
-                    self.turns.len()
-                );
-                self.end = Some(EpisodeEnd::Failed(message));
+                self.fail(&error);
+                // It has failed either way.
+                let _ = self.finished(self.end.clone(), progress);
             }
         }
         if self.end == Some(EpisodeEnd::MaxTokens) {
@@ -164,6 +195,52 @@ impl<'a> Trajectory<'a> {
         if self.has_ended() {
             // It may hold processes, which other trajectories in the batch no longer wait for.
             self.environment = None;
+        }
+        Ok(())
+    }
+
+    /// Reports the end of a trajectory that the environment has not ended, and records its last
+    /// step.
+    fn finished(
+        &mut self,
+        end: Option<EpisodeEnd>,
+        progress: &dyn Progress,
+    ) -> Result<Option<EpisodeEnd>> {
+        if let (Some(end), Some(environment)) = (&end, &mut self.environment)
+            && *end != EpisodeEnd::Done
+            && let Some(step) = environment.end(end, progress)?
+        {
+            self.record(&step)?;
+        }
+        Ok(end)
+    }
+
+    /// Records a step's reward, for the last turn, and its metrics.
+    fn record(&mut self, step: &Step) -> Result<()> {
+        let reward = step.reward.unwrap_or(0.);
+        let total = self.turns.iter().map(|turn| turn.reward).sum::<f64>() + reward;
+        let is_finite = (reward as f32).is_finite() && (total as f32).is_finite();
+        ensure!(
+            is_finite,
+            "reward {reward}, {total} with the turns before: must be finite f32"
+        );
+        if let Some(last) = self.turns.last_mut() {
+            last.reward += reward;
+        }
+        self.rewarded |= step.reward.is_some();
+        self.excluded = step.excluded;
+        for (name, value) in &step.metrics {
+            ensure!(
+                !OWN_METRICS.contains(&name.as_str()),
+                "metric {name:?}: must have another name than {}",
+                OWN_METRICS.join(", ")
+            );
+            let sum = self.metrics.get(name).copied().unwrap_or(0.) + value;
+            ensure!(
+                sum.is_finite(),
+                "metric {name:?}: {value}, its sum over the turns must be finite"
+            );
+            self.metrics.insert(name.clone(), sum);
         }
         Ok(())
     }
@@ -187,29 +264,7 @@ impl<'a> Trajectory<'a> {
             finish_reason: turn.finish_reason,
             progress,
         })?;
-        let reward = step.reward.unwrap_or(0.);
-        let total = self.turns.iter().map(|turn| turn.reward).sum::<f64>() + reward;
-        let is_finite = (reward as f32).is_finite() && (total as f32).is_finite();
-        ensure!(
-            is_finite,
-            "reward {reward}, {total} with the turns before: must be finite f32"
-        );
-        self.turns[number].reward = reward;
-        self.rewarded |= step.reward.is_some();
-        self.excluded = step.excluded;
-        for (name, value) in step.metrics {
-            ensure!(
-                !OWN_METRICS.contains(&name.as_str()),
-                "metric {name:?}: must have another name than {}",
-                OWN_METRICS.join(", ")
-            );
-            let sum = self.metrics.get(&name).copied().unwrap_or(0.) + value;
-            ensure!(
-                sum.is_finite(),
-                "metric {name:?}: {value}, its sum over the turns must be finite"
-            );
-            self.metrics.insert(name, sum);
-        }
+        self.record(&step)?;
         if step.done {
             return Ok(Some(EpisodeEnd::Done));
         }
@@ -231,40 +286,22 @@ impl<'a> Trajectory<'a> {
         Ok(None)
     }
 
-    pub(super) fn into_rollout(mut self, environments: &Environments) -> Rollout {
-        let end = self.end.unwrap_or(EpisodeEnd::MaxTurns);
-        let limits = &environments.limits;
-        let unrewarded = environments.gives_rewards() && !self.rewarded;
-        let instead = match end {
-            EpisodeEnd::Failed(_) => Some(limits.failure_reward),
-            _ if self.excluded => Some(None),
-            _ if unrewarded => Some(limits.missing_reward),
-            _ => None,
+    pub(super) fn into_rollout(self, environments: &Environments) -> Rollout {
+        let episode = Episode {
+            turns: self.turns,
+            end: self.end.unwrap_or(EpisodeEnd::MaxTurns),
+            gives_rewards: environments.gives_rewards(),
+            excluded: self.excluded,
+            unrewarded: environments.factory().gives_rewards() && !self.rewarded,
+            metrics: self.metrics,
         };
-        if let Some(instead) = instead {
-            self.excluded = instead.is_none();
-            let rewards = self.turns.iter_mut().map(|turn| &mut turn.reward);
-            rewards.rev().enumerate().for_each(|(from_end, reward)| {
-                *reward = match from_end {
-                    0 => instead.unwrap_or(0.),
-                    _ => 0.,
-                };
-            });
-        }
         let (prompt_tokens, completion) = self.row.into_parts();
         Rollout {
             prompt_index: self.prompt.index,
             sample_index: self.seed.sample as usize,
             prompt_tokens,
             completion,
-            episode: Some(Episode {
-                turns: self.turns,
-                end,
-                gives_rewards: environments.gives_rewards(),
-                excluded: self.excluded,
-                unrewarded,
-                metrics: self.metrics,
-            }),
+            episode: Some(episode.settled(&environments.limits)),
             branches: Vec::new(),
         }
     }

@@ -23,7 +23,7 @@ pub(crate) struct RolloutScores {
 ///
 /// Functions receive a trajectory's last turn as text, and the tokens that the policy wrote. The
 /// environment's summed rewards are the last component. A trajectory that its environment excludes
-/// has no score at all.
+/// has no score at all. One with a failure reward has no other score.
 pub(crate) fn score_rollouts(
     function: &dyn RewardFunction,
     prompts: &[&Prompt],
@@ -57,6 +57,7 @@ pub(crate) fn score_rollouts(
         .collect();
     let mut components = function.components(&samples)?;
     warn_of_idle_winners(rollouts, num_generations);
+    leave_out(&mut components, rollouts, Episode::has_failure_reward);
     let episodes = rollouts.iter().map(|rollout| rollout.episode.as_ref());
     let rewards = episodes.map(|episode| {
         let episode = episode.filter(|episode| episode.gives_rewards)?;
@@ -67,12 +68,7 @@ pub(crate) fn score_rollouts(
         let scores = Scores::new(rewards, &samples).context("environment")?;
         components.push(scores.named("environment"));
     }
-    for scores in &mut components {
-        let all = rollouts.iter().enumerate();
-        for (place, _) in all.filter(|(_, rollout)| is_excluded(rollout)) {
-            scores.exclude(place);
-        }
-    }
+    leave_out(&mut components, rollouts, |episode| episode.excluded);
     ensure!(
         !components.is_empty()
             && components
@@ -87,9 +83,15 @@ pub(crate) fn score_rollouts(
     })
 }
 
-fn is_excluded(rollout: &Rollout) -> bool {
-    let episode = rollout.episode.as_ref();
-    episode.is_some_and(|episode| episode.excluded)
+/// Leaves out the scores of the trajectories for which `without` returns true.
+fn leave_out(components: &mut [Scores], rollouts: &[Rollout], without: fn(&Episode) -> bool) {
+    for (place, rollout) in rollouts.iter().enumerate() {
+        if rollout.episode.as_ref().is_some_and(without) {
+            components
+                .iter_mut()
+                .for_each(|scores| scores.exclude(place));
+        }
+    }
 }
 
 /// Warns, once per process, if a trajectory without any reward is the best in its group. The

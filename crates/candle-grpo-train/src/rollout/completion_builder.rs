@@ -57,6 +57,15 @@ impl CompletionBuilder {
         }
     }
 
+    /// Creates the completion of a trajectory without a policy turn: one token of context, because
+    /// a completion cannot be empty.
+    pub fn without_turns(prompt: Vec<u32>) -> Self {
+        let last = prompt.last().copied().unwrap_or(0);
+        let mut row = Self::new(prompt);
+        row.append(&[last]);
+        row
+    }
+
     /// Returns the prompt and completion tokens.
     pub fn tokens(&self) -> &[u32] {
         &self.tokens

@@ -275,7 +275,7 @@ impl RunConfig {
         self.alarms
             .validate()
             .map_err(|error| Problem::within("alarms", &error))?;
-        if self.num_reward_components() == 0 {
+        if self.rewards.is_empty() && !self.environment_gives_rewards() {
             let message = "none, must be at least one, as a list: rewards: [{kind: numeric}]";
             return Err(Problem::at("rewards", message));
         }
@@ -389,6 +389,12 @@ impl RunConfig {
             return Err(Problem::at("sampling.temperature", message));
         }
         Ok(())
+    }
+
+    /// Returns whether the environment gives rewards other than for failures.
+    fn environment_gives_rewards(&self) -> bool {
+        let environment = self.environment.as_ref();
+        environment.is_some_and(|environment| environment.kind.gives_rewards())
     }
 
     /// Returns the number of reward terms, including the environment's.
@@ -555,9 +561,9 @@ impl RunConfig {
         let mut doubts = Vec::new();
         let train = &self.train;
         let completions = train.prompts_per_step.saturating_mul(train.num_generations);
-        let environment = self.environment.as_ref();
-        let gives_rewards = environment.is_some_and(EnvironmentConfig::gives_rewards);
-        if !gives_rewards && self.rewards.iter().all(|reward| reward.weight == 0.) {
+        if !self.environment_gives_rewards()
+            && self.rewards.iter().all(|reward| reward.weight == 0.)
+        {
             doubts.push("rewards: all have the weight 0, so all rewards are equal".to_owned());
         }
         doubts.extend(learning_rate_doubt(&train.optimizer));

@@ -81,21 +81,29 @@ fn a_run_with_a_server_trains_and_resumes_bit_identically() {
 
 #[cfg(unix)]
 #[test]
-fn a_trajectory_whose_server_ends_has_no_reward() {
-    let folder = folder(&config(2, &program("mortal")));
-    write_server(folder.path());
-    succeeds(folder.path(), &["train", "run.yaml"]);
-    let (mut failed, mut others) = (0, 0);
-    for record in lines(&folder.path().join("run/rollouts.jsonl")) {
-        let message = record["end"]["failed"].as_str();
-        assert_eq!(record["reward"].is_null(), message.is_some(), "{record}");
-        if let Some(message) = message {
-            assert!(message.contains("broken pipe"), "{message}");
+fn a_trajectory_whose_server_ends_has_no_reward_or_that_of_the_limits() {
+    for (limits, expected) in [("", Value::Null), ("\"failure_reward\":-2,", json!(-2.))] {
+        let limits = format!("{limits}\"max_turns\"");
+        let config = config(2, &program("mortal")).replace("\"max_turns\"", &limits);
+        let folder = folder(&config);
+        write_server(folder.path());
+        succeeds(folder.path(), &["train", "run.yaml"]);
+        let (mut failed, mut others) = (0, 0);
+        for record in lines(&folder.path().join("run/rollouts.jsonl")) {
+            match record["end"]["failed"].as_str() {
+                Some(message) => {
+                    assert!(message.contains("broken pipe"), "{message}");
+                    assert_eq!(record["reward"], expected, "{record}");
+                    failed += 1;
+                }
+                None => {
+                    assert!(record["reward"].as_f64() >= Some(0.), "{record}");
+                    others += 1;
+                }
+            }
         }
-        failed += usize::from(message.is_some());
-        others += usize::from(message.is_none());
+        assert!(failed > 0 && others > 0, "{failed} failed, {others} others");
     }
-    assert!(failed > 0 && others > 0, "{failed} failed, {others} others");
 }
 
 #[cfg(unix)]
@@ -119,12 +127,6 @@ fn a_server_that_cannot_be_used_is_named_with_its_line() {
         assert!(printed.contains(words), "{printed}");
         assert!(printed.contains("run.yaml"), "{printed}");
     }
-    let unscored =
-        config(1, &program("alive")).replace("\"max_turns\"", "\"failure_reward\":0,\"max_turns\"");
-    let folder = folder(&unscored);
-    let output = grpo(folder.path(), &["check", "run.yaml"]);
-    let words = "environment.limits.failure_reward: 0, must be absent for tools";
-    assert!(said(&output).contains(words), "{}", said(&output));
 }
 
 #[test]

@@ -6,20 +6,21 @@ mod mcp;
 mod program;
 
 use std::collections::BTreeMap;
-use std::fmt;
 use std::sync::Arc;
 
 use anyhow::{Result, ensure};
 use serde_json::{Value, json};
 
-use super::{Append, Environment, EnvironmentFactory, EpisodeStart, Step, TextPart, Turn};
+use super::{
+    Append, Environment, EnvironmentFactory, EpisodeStart, Step, TextPart, Turn, Unavailable,
+};
 use crate::excerpt::excerpt;
 use crate::{Interrupted, Progress};
 use candle_grpo_rewards::program::Unusable;
 
 pub use config::ToolsConfig;
 pub use format::{ToolCall, ToolFormat};
-pub use mcp::{McpServerConfig, McpServers, McpSession};
+pub use mcp::{McpServerConfig, McpServers};
 pub use program::{ProgramTool, ProgramToolConfig};
 
 /// Maximum number of calls per turn.
@@ -52,17 +53,6 @@ pub trait Tool: Send + Sync {
     /// Ends a trajectory, even one without a call. The default does nothing.
     fn end(&self, episode: u64) {
         let _ = episode;
-    }
-}
-
-/// Context for the error of a call that failed for a reason outside the tool, such as a lost
-/// connection. The trajectory has then failed, because the policy is not the cause.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Unavailable;
-
-impl fmt::Display for Unavailable {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str("a tool is unavailable")
     }
 }
 

@@ -9,7 +9,8 @@ use candle_grpo_core::advantage::AdvantageName;
 use candle_grpo_core::selection::GroupFilter;
 use candle_grpo_test_support::{WATCHDOG, cases, on_ranks, stay_on_cpu};
 use candle_grpo_train::environment::{
-    Append, Environment, EnvironmentLimits, EpisodeEnd, EpisodeStart, Observation, Step, Turn,
+    Append, Environment, EnvironmentFactory, EnvironmentLimits, EpisodeEnd, EpisodeStart,
+    Observation, Step, Turn,
 };
 use candle_grpo_train::rollout::{Deliver, GenerationBatch, LocalGenerator};
 use candle_grpo_train::run::StepRecord as _;
@@ -227,16 +228,30 @@ fn a_failing_environment_ends_its_trajectory_only() {
     assert_eq!(error.to_string(), ALL_FAILED.replace('N', "2"));
 }
 
-/// Scores for a failed, an unrewarded and a rewarded trajectory.
+/// Scores for a failed, an unrewarded and a rewarded trajectory. A reward function adds 1.
 #[rstest]
-#[case(None, Some(0.), [None, Some(0.)])]
-#[case(Some(-2.), None, [Some(-2.), None])]
+#[case::excluded(true, None, Some(0.), [None, Some(1.), Some(0.)])]
+#[case::scored(true, Some(-2.), None, [Some(-2.), None, Some(0.)])]
+#[case::excluded_without_rewards(false, None, None, [None, Some(1.), Some(1.)])]
+#[case::scored_without_rewards(false, Some(-2.), None, [Some(-2.), Some(1.), Some(1.)])]
 fn a_trajectory_without_a_reward_has_that_of_the_limits_or_no_score(
+    #[case] gives_rewards: bool,
     #[case] failure_reward: Option<f64>,
     #[case] missing_reward: Option<f64>,
-    #[case] expected: [Option<f32>; 2],
+    #[case] expected: [Option<f32>; 3],
 ) {
     struct Ends(u64);
+    struct Starts(bool);
+    impl EnvironmentFactory for Starts {
+        fn start(&self, start: &EpisodeStart<'_>) -> Result<Box<dyn Environment>> {
+            let rewarded = if self.0 { 2 } else { 1 };
+            Ok(Box::new(Ends(start.prompt.index.min(rewarded))))
+        }
+
+        fn gives_rewards(&self) -> bool {
+            self.0
+        }
+    }
     impl Environment for Ends {
         fn step(&mut self, _: &Turn<'_>) -> Result<Step> {
             match self.0 {
@@ -249,20 +264,17 @@ fn a_trajectory_without_a_reward_has_that_of_the_limits_or_no_score(
             }
         }
     }
-    let factory = |start: &EpisodeStart<'_>| -> Result<Ends> { Ok(Ends(start.prompt.index)) };
     let limits = EnvironmentLimits {
         failure_reward,
         missing_reward,
         ..EnvironmentLimits::default()
     };
     let prompts = prompts(&["abc", "d", "e"]);
-    let sampler = sampler(long()).with_environments(limited(factory, limits));
-    // A function adds 1 to each, but not to one that is excluded.
+    let sampler = sampler(long()).with_environments(limited(Starts(gives_rewards), limits));
     let one = WeightedRewards::new().with("one", 1., |_: &Sample| 1.);
     let found = evaluate(&sampler, &prompts, 1, &one, &tokenizer(), 0).unwrap();
     let rewards: Vec<_> = found.samples.iter().map(|sample| sample.reward).collect();
-    let [failed, unrewarded] = expected.map(|reward| reward.map(|reward| reward + 1.));
-    assert_eq!(rewards, [failed, unrewarded, Some(0.)]);
+    assert_eq!(rewards, expected);
 }
 
 const ALL_FAILED: &str =

@@ -7,6 +7,8 @@ mod masks;
 #[cfg(all(unix, feature = "mcp"))]
 mod mcp;
 #[cfg(unix)]
+mod openenv;
+#[cfg(unix)]
 mod programs;
 #[cfg(all(unix, feature = "mcp"))]
 mod real_mcp;

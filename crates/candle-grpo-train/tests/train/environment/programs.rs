@@ -234,3 +234,57 @@ fn options_that_are_not_valid_are_named(#[case] config: Value, #[case] words: &s
     let error = config.validate().unwrap_err().to_string();
     assert!(error.starts_with(words), "{error}");
 }
+
+/// Writes an error for each second start and for each turn with an "a". Reports its process with
+/// each end.
+const REPORTS: &str = r#"
+import json, os, sys
+starts, episodes = 0, set()
+for line in sys.stdin:
+    request = json.loads(line)
+    if "end" in request:
+        episodes.remove(request["episode"])
+        answer = {"reward": 10, "metrics": {request["end"]: 1, "ends": starts}}
+    elif request["turn"] is None:
+        starts += 1
+        assert len(episodes) < 3
+        answer = {"notify_end": True, "text": "d"} if starts % 2 else {"error": "no place"}
+        if starts % 2: episodes.add(request["episode"])
+    elif "a" in request["completion"]:
+        episodes.remove(request["episode"])
+        answer = {"error": "no disk", "reward": 5}
+    else:
+        answer = {"reward": 1, "text": "e"}
+    print(json.dumps({"id": request["id"], **answer}), flush=True)
+"#;
+
+#[test]
+fn a_program_reports_failures_and_learns_of_ends() {
+    let command = json!(["python3", "-c", REPORTS]);
+    let rollouts = play(json!({"command": command, "max_concurrent": 3})).unwrap();
+    let (mut failed, mut no_place, mut ended) = (0, 0, 0);
+    for rollout in &rollouts {
+        let episode = rollout.episode.as_ref().unwrap();
+        match &episode.end {
+            EpisodeEnd::Failed(message) => {
+                assert!(episode.excluded && episode.reward() == 0.);
+                let is_start = message.ends_with("no place");
+                assert!(is_start || message.ends_with("no disk"), "{message}");
+                let is_empty = rollout.completion.written == Some(vec![false]);
+                assert_eq!(is_start, is_empty);
+                no_place += usize::from(is_start);
+                failed += usize::from(!is_start);
+            }
+            end => {
+                let turns = episode.turns.len() as f64;
+                assert_eq!(episode.reward(), turns + 10.);
+                assert_eq!(episode.turns.last().unwrap().reward, 11.);
+                let name = serde_json::to_value(end).unwrap();
+                assert_eq!(episode.metrics[name.as_str().unwrap()], 1.);
+                ended += 1;
+            }
+        }
+    }
+    assert_eq!((rollouts.len(), no_place), (8, 4));
+    assert!(failed > 0 && ended > 0, "{failed} failed, {ended} ended");
+}

@@ -7,9 +7,10 @@ use std::sync::{Arc, Mutex, PoisonError};
 use anyhow::Result;
 use candle_grpo_base::{check_server_url, within};
 use candle_grpo_core::Invalid;
-use candle_grpo_core::validate::{at_least_one, check};
+use candle_grpo_core::validate::check;
 use serde::{Deserialize, Serialize};
 
+use super::super::super::SessionScope;
 use super::super::super::program::{limit, workers};
 use super::super::Tool;
 use candle_grpo_rewards::program::{Program, check_limits};
@@ -37,7 +38,7 @@ pub struct McpServerConfig {
     /// `episode`: each trajectory that calls the server has its own process or HTTP session.
     /// `shared`: all trajectories share them.
     #[serde(default)]
-    pub session: McpSession,
+    pub session: SessionScope,
     /// Number of processes or HTTP sessions with `session: shared`. Each answers one call at a
     /// time. All calls in a trajectory go to the same one.
     #[serde(default = "workers")]
@@ -58,18 +59,6 @@ pub struct McpServerConfig {
     /// Maximum time for each answer at the start of a session.
     #[serde(default = "limit")]
     pub start_limit_seconds: f64,
-}
-
-/// The trajectories that share a session with an MCP server.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
-#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
-#[serde(rename_all = "snake_case")]
-pub enum McpSession {
-    /// None: each trajectory has its own.
-    #[default]
-    Episode,
-    /// All.
-    Shared,
 }
 
 impl McpServerConfig {
@@ -97,14 +86,7 @@ impl McpServerConfig {
                 check(self.api_key_env.is_none(), "api_key_env", "given", must)?;
             }
         }
-        at_least_one("workers", self.workers)?;
-        let fits = self.session == McpSession::Shared || self.workers == 1;
-        check(
-            fits,
-            "workers",
-            self.workers,
-            "be 1 without session: shared",
-        )?;
+        self.session.check_workers(self.workers)?;
         Ok(check_limits(
             self.time_limit_seconds,
             self.start_limit_seconds,

@@ -12,4 +12,4 @@ mod server;
 #[cfg(feature = "mcp")]
 mod session;
 
-pub use config::{McpServerConfig, McpServers, McpSession};
+pub use config::{McpServerConfig, McpServers};

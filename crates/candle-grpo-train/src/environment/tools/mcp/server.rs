@@ -8,10 +8,11 @@ use candle_grpo_base::NoProgress;
 use candle_grpo_core::Invalid;
 use serde_json::Value;
 
+use super::McpServerConfig;
 use super::output::Listed;
 use super::session::{Address, Failure, Session};
-use super::{McpServerConfig, McpSession};
-use crate::environment::tools::{CallContext, Tool, Unavailable};
+use crate::environment::tools::{CallContext, Tool};
+use crate::environment::{SessionScope, Unavailable};
 use crate::{Interrupted, Progress};
 
 /// A place for a session, which starts at its first call.
@@ -46,7 +47,7 @@ pub(super) fn connect(config: &McpServerConfig) -> Result<Vec<Arc<dyn Tool>>> {
         address,
         sessions: Mutex::default(),
     });
-    if config.session == McpSession::Shared {
+    if config.session == SessionScope::Shared {
         *lock(&server.place(0)) = Some(session);
     }
     let tool = |listed: Listed| -> Arc<dyn Tool> {
@@ -101,8 +102,8 @@ fn error(failure: Failure) -> anyhow::Error {
 impl McpServer {
     fn place(&self, episode: u64) -> Place {
         let number = match self.config.session {
-            McpSession::Episode => episode,
-            McpSession::Shared => episode % self.config.workers as u64,
+            SessionScope::Episode => episode,
+            SessionScope::Shared => episode % self.config.workers as u64,
         };
         Arc::clone(lock(&self.sessions).entry(number).or_default())
     }
@@ -123,7 +124,7 @@ impl McpServer {
         };
         let mut output = session.call(tool, arguments, progress);
         // The state of a trajectory's own session would be lost.
-        let is_replaceable = self.config.session == McpSession::Shared || !session.has_called();
+        let is_replaceable = self.config.session == SessionScope::Shared || !session.has_called();
         if matches!(output, Err(Failure::Expired)) && is_replaceable {
             session = self.address.start(progress)?;
             output = session.call(tool, arguments, progress);
@@ -164,7 +165,7 @@ impl Tool for McpTool {
     }
 
     fn end(&self, episode: u64) {
-        if self.server.config.session == McpSession::Episode {
+        if self.server.config.session == SessionScope::Episode {
             let place = lock(&self.server.sessions).remove(&episode);
             // Ending a session takes time, during which other trajectories need the lock.
             drop(place);
