@@ -533,7 +533,7 @@ impl<'a> Running<'a> {
             sample_index: self.seed.sample as usize,
             prompt_tokens,
             completion,
-            episode: Some(episode.settled(&self.agents.limits)),
+            episode: Some(self.agents.limits.settle(episode)),
             branches: branches.collect(),
         }
     }

@@ -9,9 +9,9 @@ use candle_grpo_core::validate::{at_least_one, check};
 use serde::{Deserialize, Serialize};
 use tokenizers::Tokenizer;
 
-use super::EnvironmentFactory;
 use super::conversation::Conversation;
 use super::trajectory::{Trajectory, TrajectoryStart};
+use super::{EnvironmentFactory, Episode, EpisodeEnd};
 use crate::rollout::{CompletionSeed, Play, PromptRequest, Trajectories};
 use crate::{ChatTemplate, Interrupted, Rollout};
 
@@ -57,6 +57,24 @@ impl EnvironmentLimits {
     /// rewards, or a failure has one.
     pub fn gives_rewards(&self, environment: bool) -> bool {
         environment || self.failure_reward.is_some()
+    }
+
+    /// Returns `episode` with these rewards if it failed or has no reward. They replace the turns'
+    /// rewards, or the trajectory is excluded.
+    #[must_use]
+    pub fn settle(&self, mut episode: Episode) -> Episode {
+        let instead = match episode.end {
+            EpisodeEnd::Failed(_) => self.failure_reward,
+            _ if episode.excluded => None,
+            _ if episode.unrewarded => self.missing_reward,
+            _ => return episode,
+        };
+        episode.excluded = instead.is_none();
+        episode.turns.iter_mut().for_each(|turn| turn.reward = 0.);
+        if let Some(last) = episode.turns.last_mut() {
+            last.reward = instead.unwrap_or(0.);
+        }
+        episode
     }
 
     /// Checks the values.

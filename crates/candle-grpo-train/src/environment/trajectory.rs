@@ -301,7 +301,7 @@ impl<'a> Trajectory<'a> {
             sample_index: self.seed.sample as usize,
             prompt_tokens,
             completion,
-            episode: Some(episode.settled(&environments.limits)),
+            episode: Some(environments.limits.settle(episode)),
             branches: Vec::new(),
         }
     }

@@ -6,8 +6,6 @@ use std::ops::Range;
 use anyhow::{Result, bail};
 use serde::{Deserialize, Serialize};
 
-use crate::environment::EnvironmentLimits;
-
 /// A trajectory's turns, their rewards, and its end.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Episode {
@@ -56,24 +54,6 @@ pub enum EpisodeEnd {
 }
 
 impl Episode {
-    /// Applies the rewards in `limits` to a trajectory that failed or has no reward. Their reward
-    /// replaces those of the turns, or the trajectory is excluded.
-    #[must_use]
-    pub fn settled(mut self, limits: &EnvironmentLimits) -> Self {
-        let instead = match self.end {
-            EpisodeEnd::Failed(_) => limits.failure_reward,
-            _ if self.excluded => None,
-            _ if self.unrewarded => limits.missing_reward,
-            _ => return self,
-        };
-        self.excluded = instead.is_none();
-        self.turns.iter_mut().for_each(|turn| turn.reward = 0.);
-        if let Some(last) = self.turns.last_mut() {
-            last.reward = instead.unwrap_or(0.);
-        }
-        self
-    }
-
     /// Sums the turns' rewards.
     pub fn reward(&self) -> f64 {
         self.turns.iter().map(|turn| turn.reward).sum()
