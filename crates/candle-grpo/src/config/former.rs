@@ -186,8 +186,8 @@ impl Document {
             }
             causes.push((path_of(key), value, paths));
         }
-        // A key that sets less is a closer cause.
-        causes.sort_by_key(|(_, _, paths)| Reverse(paths.len()));
+        // A key that sets less is a closer cause, and a value is a closer one than its switch.
+        causes.sort_by_key(|(_, value, paths)| (Reverse(paths.len()), !value.is_boolean()));
         for (key, value, paths) in causes {
             let key = match former.get(&key) {
                 Some(_) => Cow::Borrowed(key.as_str()),
