@@ -64,7 +64,7 @@ def curves(evaluations, metrics, out):
 
 
 def share(x):
-    return f"{100 * x:.1f} %"
+    return f"{100 * x:.1f}%"
 
 
 def markdown(rows):

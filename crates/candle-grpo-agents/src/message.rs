@@ -12,7 +12,7 @@ pub(crate) struct Message {
     /// Id of the call to which this is the result.
     pub(crate) call_id: Option<String>,
     pub(crate) name: Option<String>,
-    /// Reasoning beside the content, for the chat template.
+    /// Reasoning, apart from the content, for the chat template.
     pub(crate) reasoning: Option<String>,
 }
 

@@ -21,6 +21,7 @@ pub enum ImportanceLevel {
     /// <https://arxiv.org/abs/2507.18071>).
     #[doc(alias = "GSPO")]
     #[serde(alias = "seq")]
+    #[cfg_attr(feature = "schema", schemars(extend("aliases" = ["seq"])))]
     Sequence,
     /// [`Self::Sequence`] in value, with each token's own gradient (GSPO-token).
     SequenceToken,

@@ -20,13 +20,16 @@ use crate::validate::{self, Checked};
 pub enum KlEstimator {
     /// `d` (`kl`). Unbiased, but as a loss its expected gradient is 0.
     #[serde(alias = "kl")]
+    #[cfg_attr(feature = "schema", schemars(extend("aliases" = ["kl"])))]
     K1,
     /// `d^2 / 2` (`mse`). On-policy, its gradient equals that of the divergence.
     #[serde(alias = "mse")]
+    #[cfg_attr(feature = "schema", schemars(extend("aliases" = ["mse"])))]
     K2,
     /// `exp(-d) + d - 1` (`low_var_kl`). Unbiased and never negative. The default.
     #[default]
     #[serde(alias = "low_var_kl")]
+    #[cfg_attr(feature = "schema", schemars(extend("aliases" = ["low_var_kl"])))]
     K3,
     /// `|d|`.
     Abs,

@@ -41,6 +41,7 @@ pub enum FilterStatistic {
     /// 1e-6]`.
     #[doc(alias = "TV")]
     #[serde(alias = "tv")]
+    #[cfg_attr(feature = "schema", schemars(extend("aliases" = ["tv"])))]
     AbsoluteProbabilityDifference,
     /// `p log(p / q) + (1 - p) log((1 - p) / (1 - q))`, with both probabilities clamped to `[1e-6,
     /// 1 - 1e-6]`.

@@ -88,6 +88,7 @@ pub struct ImportanceWeight {
     pub max: Option<f64>,
     /// Treatment for a weight outside the bounds. Default `truncate`.
     #[serde(alias = "outside")]
+    #[cfg_attr(feature = "schema", schemars(extend("aliases" = ["outside"])))]
     pub out_of_bounds: OutOfBounds,
     /// Divides the weights by their mean. Weights per token are averaged over tokens, weights per
     /// sequence over sequences that have tokens. Default `false`.

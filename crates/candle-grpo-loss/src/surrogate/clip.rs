@@ -48,7 +48,8 @@ impl Clip {
         Self::asymmetric(epsilon, epsilon)
     }
 
-    /// Creates a clip with a width for each side.
+    /// Creates a clip with a width for each side: 0.2 and 0.28 clip ratios to the range from 0.8 to
+    /// 1.28.
     pub fn asymmetric(low: f64, high: f64) -> Self {
         Self {
             low,

@@ -96,6 +96,7 @@ surrogates! {
     #[doc(alias = "CISPO")]
     #[doc(alias = "TIS")]
     #[serde(alias = "cispo")]
+    #[cfg_attr(feature = "schema", schemars(extend("aliases" = ["cispo"])))]
     DetachedWeight,
     /// The policy gradient with a separate weight for positive and negative samples (TOPR).
     #[doc(alias = "TOPR")]
@@ -103,6 +104,7 @@ surrogates! {
     /// A sigmoid of the ratio in place of the clip (SAPO).
     #[doc(alias = "SAPO")]
     #[serde(alias = "sapo")]
+    #[cfg_attr(feature = "schema", schemars(extend("aliases" = ["sapo"])))]
     SoftGate,
     /// The policy gradient with a smooth weight for the whole sequence (VESPO).
     #[doc(alias = "VESPO")]
@@ -110,6 +112,7 @@ surrogates! {
     /// The geometric mean over clipped token ratios (GMPO).
     #[doc(alias = "GMPO")]
     #[serde(alias = "gmpo")]
+    #[cfg_attr(feature = "schema", schemars(extend("aliases" = ["gmpo"])))]
     GeometricMean,
     /// The policy gradient with a penalty on the squared log-ratio (Kimi k1.5, DRO).
     #[doc(alias = "Kimi")]
@@ -118,6 +121,7 @@ surrogates! {
     /// The weighted policy gradient without the tokens whose probability moved too far (DPPO).
     #[doc(alias = "DPPO")]
     #[serde(alias = "dppo")]
+    #[cfg_attr(feature = "schema", schemars(extend("aliases" = ["dppo"])))]
     DivergenceMask,
     /// The clip, with zero loss on selected high-covariance tokens (Clip-Cov).
     ClipCov,
@@ -126,10 +130,12 @@ surrogates! {
     /// The clip, weighted by the later tokens' discounted drift (FIPO).
     #[doc(alias = "FIPO")]
     #[serde(alias = "fipo")]
+    #[cfg_attr(feature = "schema", schemars(extend("aliases" = ["fipo"])))]
     FutureKl,
     /// Classifies a group's sequences as positive or negative (REAL).
     #[doc(alias = "REAL")]
     #[serde(alias = "real")]
+    #[cfg_attr(feature = "schema", schemars(extend("aliases" = ["real"])))]
     GroupContrast,
     /// The negative log-likelihood, whatever the advantage (supervised tokens, CHORD).
     #[doc(alias = "CHORD")]

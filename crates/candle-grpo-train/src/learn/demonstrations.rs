@@ -1,4 +1,4 @@
-//! Demonstrations that the policy learns from beside its rewards.
+//! Demonstrations that the policy learns from in addition to its rewards.
 
 use anyhow::Result;
 use candle_grpo_core::schedule::CoefSchedule;

@@ -16,7 +16,7 @@ use candle_grpo_base::within;
 pub(crate) enum Source {
     /// The completions and their scores.
     Rollouts,
-    /// Greedy completions, drawn beside those of a step.
+    /// Greedy completions, sampled in addition to those of a step.
     GreedyRollouts,
     /// A pass of the policy before the update.
     Policy,

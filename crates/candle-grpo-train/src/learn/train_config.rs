@@ -95,7 +95,7 @@ pub struct TrainConfig {
     /// `step_returns`, each with its options. Needs an environment. Absent: the advantage of the
     /// recipe, which is that of the whole trajectory.
     pub turn_advantage: Option<TurnAdvantage>,
-    /// Demonstrations that the policy learns from beside its rewards (CHORD,
+    /// Demonstrations that the policy learns from in addition to its rewards (CHORD,
     /// <https://arxiv.org/abs/2508.11408>), with the options `batch_size`, `coef`, `uncertainty_weight` and
     /// `micro_batch_tokens`. Absent: none.
     pub demonstrations: Option<DemonstrationConfig>,

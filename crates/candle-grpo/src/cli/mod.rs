@@ -63,7 +63,7 @@ enum Command {
     Sft(TrainArguments),
     /// Evaluate a model on a configuration's held-out prompts, or on prompt suites.
     ///
-    /// With --suite, prints pass@1, pass@k and maj@k with 95 % confidence intervals over the
+    /// With --suite, prints pass@1, pass@k and maj@k with 95% confidence intervals over the
     /// prompts. With --compare, compares two models with a paired test on the same prompts.
     Eval(Box<EvalArguments>),
     /// Print a model's answers to a prompt.

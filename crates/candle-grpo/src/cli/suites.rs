@@ -425,7 +425,7 @@ fn print(results: &Results, console: &Console) -> Result<(), Exit> {
         "prompts".to_owned(),
         "answers".to_owned(),
     ];
-    header.extend(names.iter().map(|name| format!("{name} [95 %]")));
+    header.extend(names.iter().map(|name| format!("{name} [95%]")));
     header.extend(["tokens".to_owned(), "truncated".to_owned()]);
     let mut table = Table::new(header);
     for summary in summaries() {
@@ -472,7 +472,7 @@ fn print_comparison(
         "prompts",
         "A",
         "B",
-        "B - A [95 %]",
+        "B - A [95%]",
         "A better",
         "B better",
         "p",

@@ -422,12 +422,15 @@ impl AlgorithmConfig {
                 }
             }
         }
-        if self
-            .advantage_epsilon
-            .or(self.advantage_scale.map(|_| 0.))
-            .is_some()
-        {
-            recipe.advantage = pipeline;
+        if self.advantage_epsilon.is_some() || self.advantage_scale.is_some() {
+            // The named advantage, if it has these options.
+            let named = AdvantagePipeline {
+                epsilon: self.advantage_epsilon.or(recipe.advantage.epsilon),
+                scale: self.advantage_scale.or(recipe.advantage.scale),
+                ..recipe.advantage.clone()
+            };
+            let is_same = named.validate().is_ok() && named.pipeline() == pipeline;
+            recipe.advantage = if is_same { named } else { pipeline };
         }
         Ok(())
     }

@@ -13,8 +13,9 @@ use super::algorithm_keys::KeyError;
 use super::document::Document;
 use super::error::ConfigError;
 use super::merge::{merge, patch_of};
-use super::run::{has_no_keys, settings};
-use super::suggestions::{keys_of, unknown_key};
+use super::run::settings;
+use super::schema::keys_of;
+use super::suggestions::unknown_key;
 
 const ALGORITHM: &str = "algorithm";
 const TRAINING: &str = "training";
@@ -67,9 +68,11 @@ fn paths(place: &str) -> impl Iterator<Item = String> {
 
 /// Returns whether the section `demonstrations` has rows, whose section is now another one.
 fn has_rows(document: &Document) -> bool {
-    let settings = keys_of(&DemonstrationConfig::default());
-    let section = document.get(ROWS).and_then(Value::as_object);
-    section.is_some_and(|keys| keys.keys().any(|key| !settings.contains(key)))
+    let Some(Value::Object(section)) = document.get(ROWS) else {
+        return false;
+    };
+    let settings = keys_of::<DemonstrationConfig>();
+    section.keys().any(|key| !settings.contains(key))
         && document.get("demonstration_data").is_none()
 }
 
@@ -141,8 +144,10 @@ impl Document {
         for field in EFFECTS {
             let with = with[field].clone();
             let value = match self.get(field) {
-                Some(ours) if !has_no_keys(&base[field], ours) => merge(with, ours.clone()),
-                _ => with,
+                // A section without keys.
+                Some(Value::Null) if base[field].is_object() => with,
+                Some(ours) => merge(with, ours.clone()),
+                None => with,
             };
             if let Some(patch) = patch_of(&base[field], value) {
                 self.set(field, patch);
@@ -181,8 +186,8 @@ impl Document {
             }
             causes.push((path_of(key), value, paths));
         }
-        // A key that sets less is a closer cause.
-        causes.sort_by_key(|(_, _, paths)| Reverse(paths.len()));
+        // A key that sets less is a closer cause, and a value is a closer one than its switch.
+        causes.sort_by_key(|(_, value, paths)| (Reverse(paths.len()), !value.is_boolean()));
         for (key, value, paths) in causes {
             let key = match former.get(&key) {
                 Some(_) => Cow::Borrowed(key.as_str()),

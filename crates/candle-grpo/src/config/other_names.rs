@@ -1,6 +1,7 @@
 //! Other trainers' names for our keys.
 
-/// Key names in TRL, verl, OpenRLHF or ROLL, with our paths.
+/// Key names in TRL, verl, OpenRLHF or ROLL, with our paths, for keys that an import does not
+/// simply move.
 pub(super) const NAMES: &[(&str, &str)] = &[
     // Sizes of a step.
     ("rollout_batch_size", "prompts_per_step"),
@@ -17,33 +18,26 @@ pub(super) const NAMES: &[(&str, &str)] = &[
     ("gen_batch_size", "prompts_per_step"),
     ("num_iterations", "epochs"),
     ("max_epochs", "epochs"),
-    ("max_completion_length", "sampling.max_new_tokens"),
-    ("max_response_length", "sampling.max_new_tokens"),
     ("generate_max_len", "sampling.max_new_tokens"),
-    ("max_new_tokens", "sampling.max_new_tokens"),
     ("max_seq_length", "sampling.max_new_tokens"),
-    ("max_prompt_length", "max_prompt_tokens"),
     ("prompt_max_len", "max_prompt_tokens"),
     ("per_device_train_batch_size", "micro_batch_size"),
+    ("gradient_accumulation_steps", "mini_batch_size"),
     ("micro_train_batch_size", "micro_batch_size"),
     ("ppo_micro_batch_size", "micro_batch_size"),
     ("ppo_micro_batch_size_per_gpu", "micro_batch_size"),
     ("ppo_max_token_len_per_gpu", "micro_batch_tokens"),
     ("train_max_tokens_per_gpu", "micro_batch_tokens"),
     ("max_tokens_per_microbatch_in_train", "micro_batch_tokens"),
-    ("gradient_accumulation_steps", "mini_batch_size"),
     ("ppo_mini_batch_size", "mini_batch_size"),
     ("steps_per_generation", "prompts_per_step"),
     ("micro_rollout_batch_size", "sampling.max_batch_size"),
-    ("per_device_eval_batch_size", "sampling.max_batch_size"),
     ("max_num_seqs", "sampling.max_batch_size"),
     ("num_train_epochs", "max_steps"),
     ("num_episodes", "max_steps"),
     ("total_epochs", "max_steps"),
     ("total_training_steps", "max_steps"),
     // Rewards and advantages.
-    ("reward_funcs", "rewards"),
-    ("reward_weights", "rewards"),
     ("reward_model", "rewards"),
     ("custom_reward_function", "rewards"),
     ("remote_rm_url", "rewards"),
@@ -94,13 +88,8 @@ pub(super) const NAMES: &[(&str, &str)] = &[
     ("value_clip_range", "critic"),
     ("entropy_coeff", "recipe.policy_loss.entropy_coef"),
     ("entropy_coef", "recipe.policy_loss.entropy_coef"),
-    ("mask_truncated_completions", "sample_filters"),
     ("overlong_filter", "sample_filters"),
-    ("top_entropy_quantile", "top_entropy"),
-    ("vllm_importance_sampling_correction", ROLLOUT_CORRECTION),
-    ("vllm_importance_sampling_mode", ROLLOUT_CORRECTION),
-    ("vllm_importance_sampling_cap", ROLLOUT_CORRECTION),
-    ("rollout_is", ROLLOUT_CORRECTION),
+    ("rollout_is", "recipe.policy_loss.rollout_correction"),
     // Distillation.
     ("teacher_model", "teacher.model"),
     ("teacher_model_name_or_path", "teacher.model"),
@@ -119,27 +108,19 @@ pub(super) const NAMES: &[(&str, &str)] = &[
     // Engines.
     ("use_vllm", "rollout.engine"),
     ("vllm_mode", "rollout.engine"),
-    ("vllm_server_base_url", "rollout.base_url"),
-    ("vllm_server_timeout", "rollout.server_timeout"),
     ("max_inflight_tasks", "rollout.max_inflight"),
-    ("trigger_parameter_sync_step", "rollout.weight_sync_steps"),
     ("async_generation_ratio", "rollout.max_staleness"),
+    ("trigger_parameter_sync_step", "rollout.weight_sync_steps"),
     ("staleness_threshold", "rollout.max_staleness"),
     ("max_off_policy_steps", "rollout.max_staleness"),
     // Optimizer and schedule.
     ("optim", "optimizer"),
     ("lr", "optimizer.learning_rate"),
     ("actor_learning_rate", "optimizer.learning_rate"),
-    ("adam_beta1", "optimizer.beta1"),
-    ("adam_beta2", "optimizer.beta2"),
     ("adam_betas", "optimizer.beta1"),
     ("betas", "optimizer.beta1"),
-    ("adam_epsilon", "optimizer.epsilon"),
     ("eps", "optimizer.epsilon"),
     ("l2", "optimizer.weight_decay"),
-    ("max_norm", "max_grad_norm"),
-    ("grad_clip", "max_grad_norm"),
-    ("clip_grad", "max_grad_norm"),
     ("lr_warmup_steps", "schedule.warmup_steps"),
     ("num_warmup_steps", "schedule.warmup_steps"),
     ("warmup_ratio", "schedule.warmup_steps"),
@@ -148,17 +129,12 @@ pub(super) const NAMES: &[(&str, &str)] = &[
     ("lr_scheduler_type", "schedule.decay"),
     ("lr_scheduler", "schedule.decay"),
     ("warmup_style", "schedule.decay"),
-    ("min_lr_rate", "schedule.min_lr_ratio"),
     ("lr_scheduler_kwargs", "schedule.min_lr_ratio"),
     // Memory and adapters.
-    ("gradient_checkpointing", "activation_checkpointing"),
-    ("enable_gradient_checkpointing", "activation_checkpointing"),
     ("bf16", "compute_dtype"),
     ("fp16", "compute_dtype"),
     ("torch_dtype", "compute_dtype"),
     ("dtype", "compute_dtype"),
-    ("load_in_4bit", "base_weights"),
-    ("load_in_8bit", "base_weights"),
     ("use_peft", "adapters"),
     ("peft_config", "adapters"),
     ("r", "adapters.rank"),
@@ -167,53 +143,31 @@ pub(super) const NAMES: &[(&str, &str)] = &[
     ("lora_alpha", "adapters.alpha"),
     ("lora_target_modules", "adapters.target_modules"),
     ("target_modules", "adapters.target_modules"),
-    ("sync_ref_model", "reference_refresh"),
     ("ref_model_sync_steps", "reference_refresh"),
     ("ref_model_mixup_alpha", "reference_refresh"),
     // Models, data and files.
     ("model_name_or_path", "model"),
     ("pretrain", "model"),
     ("base_model", "model"),
-    ("chat_template_path", "model.chat_template"),
-    ("dataset_name", "data.train"),
     ("dataset", "data.train"),
     ("train_dataset", "data.train"),
-    ("train_files", "data.train"),
     ("prompt_data", "data.train"),
     ("eval_dataset", "data.held_out"),
-    ("val_files", "data.held_out"),
     ("eval_data", "data.held_out"),
+    ("prompt_data_probs", "data.weights"),
     ("interleave_probs", "data.weights"),
     ("domain_interleave_probs", "data.weights"),
-    ("prompt_data_probs", "data.weights"),
-    ("max_samples", "data.max_rows"),
     ("system_prompt", "data.system"),
-    ("input_template", "data.prompt"),
-    ("input_key", "data.prompt"),
-    ("prompt_key", "data.prompt"),
-    ("apply_chat_template", "data.chat"),
-    ("apply_chat_template_kwargs", "data.chat_template_kwargs"),
     ("template_kwargs", "data.chat_template_kwargs"),
-    ("output_dir", "run_dir"),
     ("save_path", "run_dir"),
-    ("default_local_dir", "run_dir"),
     ("ckpt_path", "run_dir"),
-    ("save_steps", "checkpoint.every_steps"),
-    ("save_freq", "checkpoint.every_steps"),
-    ("save_total_limit", "checkpoint.keep"),
     ("max_ckpt_num", "checkpoint.keep"),
-    ("max_actor_ckpt_to_keep", "checkpoint.keep"),
-    ("load_best_model_at_end", "checkpoint.keep_best"),
-    ("eval_steps", "evaluation.every_steps"),
-    ("test_freq", "evaluation.every_steps"),
-    ("num_generations_eval", "evaluation.samples_per_prompt"),
     ("eval_n_samples_per_prompt", "evaluation.samples_per_prompt"),
+    ("eval_steps", "evaluation.every_steps"),
     ("num_workers", "threads"),
     ("report_to", "trackers"),
     ("logging_steps", "trackers"),
 ];
-
-const ROLLOUT_CORRECTION: &str = "recipe.policy_loss.rollout_correction";
 
 /// Names that mean something else in each of these trainers.
 const AMBIGUOUS: [(&str, [(&str, &str); 2]); 2] = [
@@ -243,30 +197,16 @@ pub(super) fn place(name: &str) -> Option<String> {
     Some(found.1.to_owned())
 }
 
-/// Returns a value with every key that a file can have.
-#[cfg(test)]
-pub(super) fn all_keys() -> serde_json::Value {
-    use serde_json::Value;
-
-    use crate::config::{Document, RunConfig};
-    let text = "{model: {path: m}, data: {train: d}, rewards: [{kind: json}], teacher: {model: t}, recipe: {group_filter: {}, overlong: {max_length: 8, buffer: 4}, distillation_loss: {tail_floor: 1e-7, value_clamp: 1.0, log_prob_floor: -9.0}, policy_loss: {kl: {coef: 0.1}, rollout_correction: {weight: {}}}}, adapters: {rank: 1, alpha: 1}}";
-    let document = Document::from_yaml(std::path::Path::new("x.yaml"), text).unwrap();
-    let mut all = RunConfig::new(&document).unwrap().to_value().unwrap();
-    all["preset"] = Value::Null;
-    all["evaluation"]["sampler"] = all["sampling"].clone();
-    all["teacher"]["server"] = all["rollout"].clone();
-    all
-}
-
 #[cfg(test)]
 mod tests {
     use std::collections::BTreeSet;
 
+    use super::super::schema::{has_key, run_schema};
     use super::*;
 
     #[test]
     fn every_name_leads_to_a_key_that_exists() {
-        let all = all_keys();
+        let schema = run_schema();
         let mut seen = BTreeSet::new();
         let ambiguous = AMBIGUOUS.iter().map(|(name, _)| name);
         for name in NAMES.iter().map(|(name, _)| name).chain(ambiguous) {
@@ -274,8 +214,7 @@ mod tests {
         }
         let ambiguous = AMBIGUOUS.iter().flat_map(|(_, meanings)| meanings);
         for (name, path) in NAMES.iter().chain(ambiguous) {
-            let pointer = format!("/{}", path.replace('.', "/"));
-            assert!(all.pointer(&pointer).is_some(), "{name}: {path}");
+            assert!(has_key(&schema, path), "{name}: {path}");
         }
         assert_eq!(
             place("beta").as_deref(),

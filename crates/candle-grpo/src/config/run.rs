@@ -1,6 +1,5 @@
 //! A whole run.
 
-use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 use std::sync::LazyLock;
 
@@ -25,11 +24,12 @@ use super::hub_files::HubFiles;
 use super::merge::merge;
 use super::preset::{Algorithm, Preset};
 use super::problem::Problem;
+use super::schema::{run_sections, without_empty_sections};
 use super::sections::{
     CheckpointConfig, EvaluationConfig, EvaluationKeys, ModelConfig, TeacherConfig,
 };
 use super::sft::{SFT, SftRunConfig};
-use super::suggestions::{keys_of, unknown_key};
+use super::suggestions::unknown_key;
 use super::tree::QUOTE_HINT;
 
 /// A whole run: a configuration file with all defaults filled in, validated.
@@ -105,7 +105,7 @@ pub struct RunConfig {
     pub(super) named: Map<String, Value>,
 }
 
-/// The keys of a file beside those of [`TrainConfig`].
+/// The keys of a file, without those of [`TrainConfig`].
 #[derive(Serialize, Deserialize, JsonSchema)]
 #[serde(default, deny_unknown_fields)]
 pub(super) struct RunKeys {
@@ -862,34 +862,19 @@ pub(super) fn settings() -> &'static Map<String, Value> {
     &SETTINGS
 }
 
-/// Returns whether a section with these defaults, which has `value` in a file, has no keys there.
-pub(super) fn has_no_keys(defaults: &Value, value: &Value) -> bool {
-    value.is_null() && defaults.is_object()
-}
-
-/// Returns the keys that a file may have at its top.
-pub(super) fn keys() -> &'static BTreeSet<String> {
-    static KEYS: LazyLock<BTreeSet<String>> = LazyLock::new(|| {
-        let settings = settings().keys().cloned();
-        settings.chain(keys_of(&RunKeys::default())).collect()
-    });
-    &KEYS
-}
-
-/// Splits a document's keys into the run's own and the trainer's settings. Leaves out sections
-/// of the trainer without keys.
+/// Splits a document's keys into the run's own and the trainer's settings.
 fn split(document: &Document) -> Result<(Value, Value), Problem> {
-    let Value::Object(mut given) = document.value.clone() else {
-        return Ok((document.value.clone(), json!({})));
+    let given = without_empty_sections(document.value.clone(), run_sections());
+    let Value::Object(mut given) = given else {
+        return Ok((given, json!({})));
     };
-    if let Some(key) = given.keys().find(|key| !keys().contains(*key)) {
-        let known: Vec<&str> = keys().iter().map(String::as_str).collect();
+    let keys = &run_sections()[""];
+    if let Some(key) = given.keys().find(|key| !keys.contains_key(*key)) {
+        let known: Vec<&str> = keys.keys().map(String::as_str).collect();
         return Err(Problem::at(key, unknown_key("", key, &known)));
     }
-    let settings = settings().iter().filter_map(|(key, default)| {
-        let (key, value) = given.shift_remove_entry(key)?;
-        (!has_no_keys(default, &value)).then_some((key, value))
-    });
+    let settings = settings().keys();
+    let settings = settings.filter_map(|key| given.shift_remove_entry(key));
     let settings = Value::Object(settings.collect());
     Ok((Value::Object(given), settings))
 }

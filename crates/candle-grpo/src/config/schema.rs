@@ -1,10 +1,14 @@
 //! JSON schemas of configuration files.
 
+use std::collections::{BTreeMap, BTreeSet};
+use std::sync::LazyLock;
+
 use candle_grpo_train::TrainConfig;
 use schemars::JsonSchema;
 use schemars::generate::SchemaSettings;
 use serde_json::{Map, Value, json};
 
+use super::document::join;
 use super::run::{RunKeys, SAMPLER_ELSEWHERE};
 use super::sft::{SFT_ELSEWHERE, Sections};
 use super::suite::SuiteKeys;
@@ -45,6 +49,99 @@ pub fn section_schema<T: JsonSchema>() -> Value {
     finished(generated::<T>(), &T::schema_name())
 }
 
+/// The keys of sections that every file has, by the section's path, with their schemas. Keys at the
+/// top are those of the section "".
+pub(super) type SectionKeys = BTreeMap<String, Map<String, Value>>;
+
+/// Returns the sections of a file for `grpo train`.
+pub(super) fn run_sections() -> &'static SectionKeys {
+    static SECTIONS: LazyLock<SectionKeys> = LazyLock::new(|| sections(&run_schema()));
+    &SECTIONS
+}
+
+/// Returns the sections of a file for `grpo sft`.
+pub(super) fn sft_sections() -> &'static SectionKeys {
+    static SECTIONS: LazyLock<SectionKeys> = LazyLock::new(|| sections(&sft_schema()));
+    &SECTIONS
+}
+
+/// Returns the sections of a suite file.
+pub(super) fn suite_sections() -> &'static SectionKeys {
+    static SECTIONS: LazyLock<SectionKeys> = LazyLock::new(|| sections(&suite_schema()));
+    &SECTIONS
+}
+
+/// Leaves out sections without keys at the top of a file: they have their defaults.
+pub(super) fn without_empty_sections(mut file: Value, sections: &SectionKeys) -> Value {
+    if let Value::Object(keys) = &mut file {
+        let is_section = |key: &str| sections[""].get(key).is_some_and(is_section);
+        keys.retain(|key, value| !value.is_null() || !is_section(key));
+    }
+    file
+}
+
+/// Returns whether a key has keys by default.
+fn is_section(key: &Value) -> bool {
+    key["default"].is_object()
+}
+
+fn sections(root: &Value) -> SectionKeys {
+    let mut sections = SectionKeys::new();
+    let mut open = vec![(String::new(), root)];
+    while let Some((path, section)) = open.pop() {
+        let mut alternatives = alternatives(root, section).into_iter();
+        let keys = alternatives.find_map(|schema| schema["properties"].as_object());
+        for (name, key) in keys.into_iter().flatten() {
+            // Other sections are absent by default.
+            if is_section(key) {
+                open.push((join(&path, name), key));
+            }
+        }
+        sections.insert(path, keys.cloned().unwrap_or_default());
+    }
+    sections
+}
+
+/// Returns the schemas of a value with this schema: `schema`, its definition, and its alternatives.
+fn alternatives<'a>(root: &'a Value, schema: &'a Value) -> Vec<&'a Value> {
+    let mut all = vec![schema];
+    let mut next = 0;
+    while let Some(&schema) = all.get(next) {
+        let definition = schema["$ref"].as_str();
+        let definition = definition.and_then(|name| root.pointer(name.strip_prefix('#')?));
+        let choices = ["anyOf", "oneOf"].map(|keyword| schema[keyword].as_array());
+        all.extend(
+            definition
+                .into_iter()
+                .chain(choices.into_iter().flatten().flatten()),
+        );
+        next += 1;
+    }
+    all
+}
+
+/// Returns whether a file with this schema may have a key at `path`.
+#[cfg(test)]
+pub(super) fn has_key(root: &Value, path: &str) -> bool {
+    let mut found = vec![root];
+    for step in path.split('.') {
+        let alternatives = found
+            .into_iter()
+            .flat_map(|schema| alternatives(root, schema));
+        found = alternatives
+            .filter_map(|schema| schema["properties"].get(step))
+            .collect();
+    }
+    !found.is_empty()
+}
+
+/// Returns the names of the keys of one section.
+pub(super) fn keys_of<T: JsonSchema>() -> BTreeSet<String> {
+    let schema = generated::<T>();
+    let keys = schema["properties"].as_object();
+    keys.into_iter().flat_map(Map::keys).cloned().collect()
+}
+
 fn generated<T: JsonSchema>() -> Value {
     let generator = SchemaSettings::draft2020_12().into_generator();
     generator.into_root_schema_for::<T>().into()
@@ -72,6 +169,7 @@ fn finished(mut schema: Value, title: &str) -> Value {
         own_defaults(schema, &definitions)
     });
     each(&mut schema, &mut |schema| {
+        add_aliases(schema);
         close(schema);
         if let Some(Value::String(text)) = schema.get_mut("description") {
             *text = plain(text);
@@ -84,8 +182,28 @@ fn finished(mut schema: Value, title: &str) -> Value {
             text.truncate(text.find("\n\n").unwrap_or(text.len()));
         }
     }
+    let keys = properties(&mut schema);
+    for key in keys.into_iter().flat_map(Map::values_mut) {
+        if is_section(key) {
+            allow_null(key);
+        }
+    }
     schema["title"] = json!(title);
     schema
+}
+
+/// Makes a section in a file optional.
+fn allow_null(key: &mut Value) {
+    let Some(key) = key.as_object_mut() else {
+        return;
+    };
+    match key.shift_remove("$ref") {
+        Some(definition) => {
+            let choices = json!([{"$ref": definition}, {"type": "null"}]);
+            key.insert("anyOf".to_owned(), choices);
+        }
+        None => drop(key.insert("type".to_owned(), json!(["object", "null"]))),
+    }
 }
 
 /// Calls `change` on each object of a schema.
@@ -141,8 +259,50 @@ fn own_defaults(schema: &mut Map<String, Value>, definitions: &Value) {
     }
 }
 
+/// Adds the second names of keys and variants, which have the attribute `aliases`. Editors show
+/// that the first names are better.
+fn add_aliases(schema: &mut Map<String, Value>) {
+    if let Some(Value::Array(variants)) = schema.get_mut("oneOf") {
+        let added: Vec<_> = variants.iter_mut().filter_map(take_aliases).collect();
+        for (aliases, variant) in added {
+            variants.extend(
+                aliases
+                    .into_iter()
+                    .map(|name| renamed(variant.clone(), &name)),
+            );
+        }
+    }
+    if let Some(Value::Object(keys)) = schema.get_mut("properties") {
+        let added: Vec<_> = keys.values_mut().filter_map(take_aliases).collect();
+        for (aliases, key) in added {
+            keys.extend(aliases.into_iter().map(|name| (name, key.clone())));
+        }
+    }
+}
+
+/// Removes the second names of a key or variant. Returns them, and the schema for them.
+fn take_aliases(schema: &mut Value) -> Option<(Vec<String>, Value)> {
+    let aliases = schema.as_object_mut()?.shift_remove("aliases")?;
+    let mut same = schema.clone();
+    same["deprecated"] = json!(true);
+    Some((serde_json::from_value(aliases).ok()?, same))
+}
+
+/// Returns a variant's schema with another name: its constant, or its only key.
+fn renamed(mut variant: Value, name: &str) -> Value {
+    match properties(&mut variant) {
+        Some(keys) => {
+            let options = std::mem::take(keys).into_values();
+            *keys = options.map(|options| (name.to_owned(), options)).collect();
+            variant["required"] = json!([name]);
+        }
+        None => variant["const"] = json!(name),
+    }
+    variant
+}
+
 /// Rejects unknown keys in a struct with a flattened enum. Each variant also accepts the keys of
-/// the struct, whose schemas are beside the variants.
+/// the struct, whose schemas are next to the variants.
 fn close(schema: &mut Map<String, Value>) {
     let Some(shared) = schema.get("properties").and_then(Value::as_object) else {
         return;

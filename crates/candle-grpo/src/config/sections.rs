@@ -137,7 +137,7 @@ pub(super) struct EvaluationKeys {
     pub(super) max_prompts: Option<usize>,
     /// The sampler; its keys are laid over the section `sampling`. `greedy: true` takes the most
     /// likely token each time.
-    #[schemars(with = "SamplingConfig")]
+    #[schemars(with = "Option<SamplingConfig>")]
     pub(super) sampler: Map<String, Value>,
 }
 

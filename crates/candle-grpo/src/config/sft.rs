@@ -23,6 +23,7 @@ use super::run::{
     DATA, chat_template, check_outside, check_router, check_run_dir, check_trackers, data_error,
     laid_over, learning_rate_doubt, no_evaluations, own_place, required_model, tags, without,
 };
+use super::schema::{sft_sections, without_empty_sections};
 use super::sections::{CheckpointConfig, ModelConfig};
 
 /// The section that marks a supervised training file.
@@ -190,10 +191,7 @@ impl SftRunConfig {
             return Err(Problem::at(SFT, message));
         }
         tags("", &document.value)?;
-        let mut value = document.value.clone();
-        if let Some(sft @ Value::Null) = value.get_mut(SFT) {
-            *sft = json!({});
-        }
+        let value = without_empty_sections(document.value.clone(), sft_sections());
         let sections: Sections = document.parse("", value)?;
         if sections.epochs.is_some() && sections.max_steps.is_some() {
             let message = "given, must be absent with max_steps, which takes its place";

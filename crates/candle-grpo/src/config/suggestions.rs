@@ -1,36 +1,44 @@
 //! Suggestions for keys and names that are unknown.
 
-use std::collections::BTreeSet;
-
-use candle_grpo_nn::AdamWConfig;
-use candle_grpo_train::learn::LearningRateSchedule;
-use candle_grpo_train::rollout::RolloutConfig;
-use candle_grpo_train::{DatasetConfig, SamplingConfig, TrainConfig};
-use serde::Serialize;
-use serde_json::Value;
-
 use super::document::join;
 use super::former;
+use super::import;
 use super::other_names;
-use super::run::{RunKeys, SAMPLER_ELSEWHERE};
-use super::sections::{CheckpointConfig, EvaluationKeys};
-use super::sft::{SFT, SFT_ELSEWHERE};
+use super::schema::{SectionKeys, run_sections, sft_sections};
 use super::sft_names;
 
-/// Returns the message about a key that `section` does not have.
+/// Returns the message about a key that `section` does not have. `known` are the fields of the
+/// section's struct.
 pub(super) fn unknown_key(section: &str, key: &str, known: &[&str]) -> String {
-    let place = other_names::place(key).or_else(|| place_of(key));
-    unknown(place, section, key, known)
+    let place = other_names::place(key)
+        .or_else(|| place_of(run_sections(), key))
+        .or_else(|| import::place(key));
+    unknown(run_sections(), place, section, key, known)
 }
 
 /// [`unknown_key`] in a supervised training file.
 pub(super) fn unknown_sft_key(section: &str, key: &str, known: &[&str]) -> String {
-    unknown(sft_names::place(key), section, key, known)
+    let place = sft_names::place(key).or_else(|| place_of(sft_sections(), key));
+    unknown(sft_sections(), place, section, key, known)
 }
 
-/// Returns the message about an unknown key whose place in the file may be `place`.
-fn unknown(place: Option<String>, section: &str, key: &str, known: &[&str]) -> String {
+/// Returns the message about an unknown key in a file with these sections. It may stand for the key
+/// at `place`.
+fn unknown(
+    sections: &SectionKeys,
+    place: Option<String>,
+    section: &str,
+    key: &str,
+    known: &[&str],
+) -> String {
     let path = join(section, key);
+    // The place of a field that is a key elsewhere.
+    let moved = |field: &str| {
+        let is_here = sections.get(section)?.contains_key(field);
+        place_of(sections, field).filter(|_| !is_here)
+    };
+    let keys = known.iter().copied().filter(|field| moved(field).is_none());
+    let keys: Vec<&str> = keys.collect();
     // The sampler of evaluations has the keys of `sampling`.
     let place = place.map(|place| match place.strip_prefix("sampling.") {
         Some(key) if section == "evaluation" => format!("sampler.{key}"),
@@ -38,30 +46,23 @@ fn unknown(place: Option<String>, section: &str, key: &str, known: &[&str]) -> S
     });
     if let Some(place) = place.filter(|place| *place != path) {
         // A section of the same name inside this one is nearer.
-        let inside = place.split('.').next().filter(|inside| {
-            let is_section = !section.is_empty() && !former::is_of(section);
-            is_section && known.contains(inside) && moved(section, inside).is_none()
-        });
-        return match inside {
-            Some(_) => format!("unknown key; here it is {section}.{place}"),
-            None => format!("unknown key; here it is {place}"),
+        let first = place.split('.').next().unwrap_or(&place);
+        let is_inside = !section.is_empty() && !former::is_of(section) && keys.contains(&first);
+        return if is_inside {
+            format!("unknown key; here it is {section}.{place}")
+        } else {
+            format!("unknown key; here it is {place}")
         };
     }
-    let place = |key: &str| moved(section, key);
     if let Some(nearest) = nearest(key, known) {
-        return match place(nearest) {
+        return match moved(nearest) {
             Some(place) => format!("unknown key, did you mean {place}?"),
             None => format!("unknown key, did you mean `{nearest}`?"),
         };
     }
-    let known: Vec<&str> = known
-        .iter()
-        .copied()
-        .filter(|key| place(key).is_none())
-        .collect();
-    match known.as_slice() {
+    match keys.as_slice() {
         [] => "unknown key, there are no keys here".to_owned(),
-        known => format!("unknown key, must be one of {}", known.join(", ")),
+        keys => format!("unknown key, must be one of {}", keys.join(", ")),
     }
 }
 
@@ -74,52 +75,14 @@ pub(super) fn unknown_name(name: &str, known: &[&str]) -> String {
     format!("{name:?}, must be one of {}{suggestion}", known.join(", "))
 }
 
-/// Returns the place in a file for a field that is not in its struct's section.
-fn moved(section: &str, key: &str) -> Option<&'static str> {
-    let found = elsewhere(section).iter().find(|(name, _)| *name == key);
-    found.map(|(_, place)| *place)
-}
-
-/// The fields that a file has outside their struct's section.
-fn elsewhere(section: &str) -> &'static [(&'static str, &'static str)] {
-    match section {
-        SFT => &SFT_ELSEWHERE,
-        "sampling" | "evaluation.sampler" => &SAMPLER_ELSEWHERE,
-        _ => &[],
-    }
-}
-
-/// Returns each section's keys.
-pub(super) fn sections() -> Vec<(&'static str, BTreeSet<String>)> {
-    vec![
-        ("", keys_of(&RunKeys::default())),
-        ("", keys_of(&TrainConfig::default())),
-        ("data", keys_of(&DatasetConfig::default())),
-        ("sampling", keys_of(&SamplingConfig::default())),
-        ("rollout", keys_of(&RolloutConfig::default())),
-        ("optimizer", keys_of(&AdamWConfig::default())),
-        ("schedule", keys_of(&LearningRateSchedule::default())),
-        ("evaluation", keys_of(&EvaluationKeys::default())),
-        ("checkpoint", keys_of(&CheckpointConfig::default())),
-    ]
-}
-
-/// Returns a section's keys.
-pub(super) fn keys_of(section: &impl Serialize) -> BTreeSet<String> {
-    match serde_json::to_value(section) {
-        Ok(Value::Object(map)) => map.into_iter().map(|(key, _)| key).collect(),
-        _ => BTreeSet::new(),
-    }
-}
-
-/// Returns the path to a key that only one section has.
-pub(super) fn place_of(key: &str) -> Option<String> {
-    let mut places = sections()
-        .into_iter()
-        .filter(|(section, keys)| keys.contains(key) && moved(section, key).is_none())
-        .map(|(section, _)| join(section, key));
-    let place = places.next()?;
-    places.next().is_none().then_some(place)
+/// Returns the path to a key that only one section has, or one alone of those nearest to the top.
+fn place_of(sections: &SectionKeys, key: &str) -> Option<String> {
+    let with_key = sections.iter().filter(|(_, keys)| keys.contains_key(key));
+    let depth = |section: &str| join(section, key).matches('.').count();
+    let least = with_key.clone().map(|(section, _)| depth(section)).min()?;
+    let mut nearest = with_key.filter(|(section, _)| depth(section) == least);
+    let (section, _) = nearest.next()?;
+    nearest.next().is_none().then(|| join(section, key))
 }
 
 /// Returns the name that differs least from `unknown`, if it differs little.
@@ -153,6 +116,9 @@ fn edit_distance(a: &str, b: &str) -> usize {
 
 #[cfg(test)]
 mod tests {
+    use std::collections::BTreeSet;
+
+    use super::super::schema::{has_key, run_schema};
     use super::*;
 
     #[test]
@@ -170,25 +136,23 @@ mod tests {
         assert_eq!(message, "unknown key, did you mean seed?");
         let message = unknown_key("sampling", "zzzzzz", &known);
         assert_eq!(message, "unknown key, must be one of temperature");
+        let message = unknown_sft_key("sft", "epoch", &["epochs"]);
+        assert_eq!(message, "unknown key, did you mean epochs?");
     }
 
     /// A suggestion is a key that the program accepts, whatever section has the wrong key.
     #[test]
     fn every_suggestion_for_every_name_and_section_is_a_key() {
-        let valid = other_names::all_keys();
-        let sections = sections();
-        let names = other_names::NAMES
-            .iter()
-            .map(|(name, _)| (*name).to_owned());
-        let keys = sections.iter().flat_map(|(_, keys)| keys.iter().cloned());
-        let all: BTreeSet<String> = names.chain(keys).collect();
-        for (section, known) in &sections {
-            let known: Vec<&str> = known.iter().map(String::as_str).collect();
-            for name in &all {
-                if known.contains(&name.as_str()) {
-                    continue;
-                }
-                let message = unknown_key(section, name, &known);
+        let sections = run_sections();
+        let names = other_names::NAMES.iter().map(|(name, _)| *name);
+        let keys = sections
+            .values()
+            .flat_map(|keys| keys.keys().map(String::as_str));
+        let all: BTreeSet<&str> = names.chain(keys).collect();
+        for (section, known) in sections {
+            let fields: Vec<&str> = known.keys().map(String::as_str).collect();
+            for name in all.iter().filter(|name| !known.contains_key(**name)) {
+                let message = unknown_key(section, name, &fields);
                 let place = message.split_once("here it is ").map(|(_, place)| place);
                 let place = place.filter(|place| !place.contains(" or "));
                 let near = message.split_once("did you mean ").map(|(_, near)| near);
@@ -197,9 +161,7 @@ mod tests {
                     place => place.to_owned(),
                 });
                 for path in place.into_iter().chain(near.as_deref()) {
-                    let pointer = format!("/{}", path.replace('.', "/"));
-                    let is_key = valid.pointer(&pointer).is_some();
-                    assert!(is_key, "{section}.{name}: {message}");
+                    assert!(has_key(&run_schema(), path), "{section}.{name}: {message}");
                 }
             }
         }

@@ -12,6 +12,7 @@ use super::document::Document;
 use super::error::ConfigError;
 use super::problem::Problem;
 use super::run::{DATA, chat_template, evaluation, reward_key};
+use super::schema::{suite_sections, without_empty_sections};
 use super::sections::{EvaluationConfig, EvaluationKeys};
 use super::suggestions::unknown_name;
 
@@ -124,7 +125,8 @@ impl SuiteConfig {
     }
 
     fn build(document: &Document, file: &Path) -> Result<Self, Problem> {
-        let keys: SuiteKeys = document.parse("", document.value.clone())?;
+        let value = without_empty_sections(document.value.clone(), suite_sections());
+        let keys: SuiteKeys = document.parse("", value)?;
         let name = file.file_stem().unwrap_or_default().to_string_lossy();
         let evaluation = evaluation(document, &keys.evaluation, &SamplingConfig::default())?;
         let has_distribution = DISTRIBUTION

@@ -39,8 +39,8 @@ impl Axis {
         Self::between(low, high + room, count)
     }
 
-    /// Returns an axis around the finite values in all `series`. Leaves out outliers: the largest 2
-    /// % in a series, if they would take more than half of the axis.
+    /// Returns an axis around the finite values in all `series`. Leaves out outliers: the largest
+    /// 2% in a series, if they would take more than half of the axis.
     pub(super) fn around_usual(series: impl IntoIterator<Item = Vec<f64>>, count: usize) -> Self {
         let (mut all, mut usual) = (Vec::new(), f64::NEG_INFINITY);
         for mut values in series {

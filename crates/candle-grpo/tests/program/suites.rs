@@ -54,9 +54,9 @@ fn a_suite_reports_the_metrics_of_its_completions() {
         &[&suite[..], &["--pass-at", "1,2", "--out", "results"]].concat(),
     );
     for words in [
-        "pass@1 [95 %]",
-        "pass@2 [95 %]",
-        "maj@2 [95 %]",
+        "pass@1 [95%]",
+        "pass@2 [95%]",
+        "maj@2 [95%]",
         "truncated",
         "letters",
     ] {

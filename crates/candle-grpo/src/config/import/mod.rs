@@ -9,10 +9,14 @@ mod translation;
 mod trl;
 mod verl;
 
+use std::borrow::Cow;
+use std::collections::BTreeSet;
 use std::fmt;
 
 use super::document::Document;
 use super::error::ConfigError;
+use super::former;
+use rules::Rule;
 
 pub(super) use overrides::of as overrides_of;
 pub use report::{RollDefault, Sizes};
@@ -172,32 +176,42 @@ fn system(document: &Document) -> Option<System> {
     found.map(|(_, system)| *system)
 }
 
+/// The rules for the keys of TRL, verl and OpenRLHF.
+const RULES: [&[(&str, Rule)]; 3] = [trl::RULES, verl::RULES, openrlhf::RULES];
+
+/// Returns our key for one that these trainers call `name`, in whatever section, if they agree on
+/// it.
+pub(super) fn place(name: &str) -> Option<String> {
+    // A name of one word has other meanings in other sections.
+    let is_named = |pattern: &str| name.contains('_') && pattern.rsplit('.').next() == Some(name);
+    let rules = RULES.into_iter().flatten();
+    let rules = rules.filter(|(pattern, _)| is_named(pattern));
+    let places = rules.filter_map(|(_, rule)| rule.place().map(former::place));
+    let places: BTreeSet<_> = places.filter(|place| !former::is_of(place)).collect();
+    match places.len() {
+        1 => places.into_iter().next().map(Cow::into_owned),
+        _ => None,
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::super::algorithm::AlgorithmConfig;
-    use super::super::other_names::all_keys;
-    use super::super::suggestions::keys_of;
-    use super::rules::Rule;
-    use super::{openrlhf, trl, verl};
+    use super::super::schema::{has_key, keys_of, run_schema};
+    use super::RULES;
 
     #[test]
     fn every_rule_leads_to_a_key_that_exists() {
-        let all = all_keys();
-        let algorithm = keys_of(&AlgorithmConfig::default());
-        for (name, rule) in [trl::RULES, verl::RULES, openrlhf::RULES]
-            .into_iter()
-            .flatten()
-        {
-            let (Rule::To(path) | Rule::Convert(path, _) | Rule::Set(path, _)) = rule else {
+        let schema = run_schema();
+        let algorithm = keys_of::<AlgorithmConfig>();
+        for (name, rule) in RULES.into_iter().flatten() {
+            let Some(path) = rule.place() else {
                 continue;
             };
-            // A recipe has one surrogate of several.
-            let pointer = format!("/{}", path.replace('.', "/"));
-            let is_key = all.pointer(&pointer).is_some() || path.contains(".surrogate.");
             // A key that sets several options, or one that the preset has in another place.
             let key = path.strip_prefix("algorithm.");
-            let is_key = is_key || key.is_some_and(|key| algorithm.contains(key));
-            assert!(is_key, "{name}: {path}");
+            let is_key = key.is_some_and(|key| algorithm.contains(key));
+            assert!(is_key || has_key(&schema, path), "{name}: {path}");
         }
     }
 }

@@ -158,7 +158,7 @@ pub(super) fn translate(document: &Document) -> Import {
             },
             RollDefault {
                 key: "actor.lr_scheduler",
-                roll: "cosine_with_min_lr, with a warm-up of 3 %",
+                roll: "cosine_with_min_lr, with a warm-up of 3%",
                 here: "constant",
             },
         ],

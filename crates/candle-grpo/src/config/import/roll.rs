@@ -3,16 +3,15 @@
 use std::collections::BTreeSet;
 
 use candle_grpo_train::{SamplingConfig, TrainConfig};
-use serde_json::{Map, Value, json};
+use serde_json::{Value, json};
 
 use super::super::algorithm::AlgorithmConfig;
 use super::super::document::Document;
 use super::super::former;
-use super::super::run::keys;
-use super::super::suggestions::{keys_of, nearest};
+use super::super::schema::{keys_of, run_sections};
 use super::report::{RollDefault, Sizes};
 use super::rules::{ENVIRONMENT, METRICS, PENALTY, RANKS, rules};
-use super::translation::{INTERPOLATED, first, fits, interpolated, is_same};
+use super::translation::{INTERPOLATED, first, fits, interpolated, is_same, unknown};
 use super::{Import, ImportedKey, Severity, System, Verdict};
 
 /// The algorithm keys whose defaults differ. ROLL's defaults come from its code. Its page names
@@ -359,7 +358,7 @@ fn is_flat_page(document: &Document) -> bool {
 const FLAT_KEYS: usize = 3;
 
 fn algorithm_keys() -> BTreeSet<String> {
-    keys_of(&AlgorithmConfig::default())
+    keys_of::<AlgorithmConfig>()
 }
 
 struct Translation {
@@ -392,10 +391,10 @@ impl Translation {
     fn new(document: &Document) -> Self {
         Self {
             keys: Vec::new(),
-            document: document.emptied(),
+            document: document.with_value(json!({})),
             room: INTERPOLATED,
             algorithm_keys: algorithm_keys(),
-            sampler_keys: keys_of(&SamplingConfig::default()),
+            sampler_keys: keys_of::<SamplingConfig>(),
             variables: variables(document),
         }
     }
@@ -411,7 +410,7 @@ impl Translation {
             "teacher" => has("teacher.model") || has("teacher.server"),
             _ if self.algorithm_keys.contains(top) => false,
             _ if RULES.iter().any(|(pattern, _)| first(pattern) == top) => false,
-            _ => keys().contains(top) || former::is_of(top),
+            _ => run_sections()[""].contains_key(top) || former::is_of(top),
         };
         let (verdict, severity) = if own || self.algorithm_keys.contains(top) {
             let place = if own {
@@ -504,10 +503,7 @@ impl Translation {
                 let theirs = names.iter().flat_map(|names| names.split_whitespace());
                 let known: Vec<&str> = ours.chain(theirs).collect();
                 let last = path.rsplit('.').next().unwrap_or(path);
-                let nearest = nearest(last, &known);
-                let nearest = nearest.map(|name| format!(", did you mean `{name}`?"));
-                let message = format!("not a known key{}", nearest.unwrap_or_default());
-                (Verdict::NotSupported(message), Severity::Unknown)
+                (unknown(last, &known), Severity::Unknown)
             }
         }
     }
@@ -585,11 +581,4 @@ impl Translation {
 
 fn is_off(value: &Value) -> bool {
     value == &Value::Bool(false) || value.is_null()
-}
-
-impl Document {
-    /// Returns an empty document for the same file.
-    fn emptied(&self) -> Self {
-        self.with_value(Value::Object(Map::new()))
-    }
 }

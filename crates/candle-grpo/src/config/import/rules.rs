@@ -25,6 +25,16 @@ pub(super) enum Rule {
     Unless(&'static str, &'static str),
 }
 
+impl Rule {
+    /// Returns the key here.
+    pub(super) fn place(&self) -> Option<&'static str> {
+        match self {
+            Self::To(place) | Self::Convert(place, _) | Self::Set(place, _) => Some(place),
+            Self::NoMeaning(_) | Self::Unless(..) => None,
+        }
+    }
+}
+
 pub(super) const RANKS: &str = "mpirun, srun or torchrun starts the ranks";
 pub(super) const METRICS: &str = "TensorBoard files are always written; trackers adds others";
 pub(super) const MEMORY: &str = "it is about memory or speed";

@@ -2,11 +2,11 @@
 
 use std::collections::BTreeSet;
 
-use serde_json::{Map, Value, json};
+use serde_json::{Value, json};
 
 use super::super::document::Document;
 use super::super::former;
-use super::super::run::keys;
+use super::super::schema::run_sections;
 use super::super::suggestions::nearest;
 use super::report::RollDefault;
 use super::rules::Rule;
@@ -31,7 +31,7 @@ impl<'a> Translation<'a> {
         Self {
             source,
             keys: Vec::new(),
-            document: source.with_value(Value::Object(Map::new())),
+            document: source.with_value(json!({})),
             done: BTreeSet::new(),
             room: INTERPOLATED,
         }
@@ -159,8 +159,9 @@ impl<'a> Translation<'a> {
                 .chain(idle.split_whitespace())
         };
         let theirs: BTreeSet<&str> = patterns().map(first).collect();
+        let keys = &run_sections()[""];
         let is_ours =
-            |top: &str| (keys().contains(top) || former::is_of(top)) && !theirs.contains(top);
+            |top: &str| (keys.contains_key(top) || former::is_of(top)) && !theirs.contains(top);
         for (path, value) in self.source.leaves() {
             if self.done.contains(&path) {
                 continue;
@@ -178,8 +179,9 @@ impl<'a> Translation<'a> {
                 None if is_idle() => self.no_meaning(&path, "it does not change what is learned"),
                 None if value.is_null() => self.no_meaning(&path, "it is absent"),
                 None => {
-                    let ours = keys().iter().map(String::as_str).filter(|key| is_ours(key));
-                    self.unknown(&path, &patterns().chain(ours).collect::<Vec<_>>());
+                    let ours = keys.keys().map(String::as_str).filter(|key| is_ours(key));
+                    let verdict = unknown(&path, &patterns().chain(ours).collect::<Vec<_>>());
+                    self.record(&path, verdict, Severity::Unknown);
                 }
             }
         }
@@ -218,13 +220,6 @@ impl<'a> Translation<'a> {
         }
     }
 
-    fn unknown(&mut self, path: &str, known: &[&str]) {
-        let nearest = nearest(path, known);
-        let nearest = nearest.map(|name| format!(", did you mean `{name}`?"));
-        let message = format!("not a known key{}", nearest.unwrap_or_default());
-        self.record(path, Verdict::NotSupported(message), Severity::Unknown);
-    }
-
     /// Returns the `defaults` keys that the file lacks, if the number of steps is `unknown`.
     pub(super) fn left_out<const N: usize>(
         &self,
@@ -240,6 +235,12 @@ impl<'a> Translation<'a> {
         self.keys.sort_by_key(|key| key.line);
         (self.keys, self.document)
     }
+}
+
+/// Returns the verdict for a key that is not among the `known` ones.
+pub(super) fn unknown(key: &str, known: &[&str]) -> Verdict {
+    let nearest = nearest(key, known).map(|name| format!(", did you mean `{name}`?"));
+    Verdict::NotSupported(format!("not a known key{}", nearest.unwrap_or_default()))
 }
 
 /// Returns the first step of a path.

@@ -577,7 +577,7 @@ fn a_flat_file_of_an_older_openrlhf_has_the_same_keys() {
         (6, Some(12))
     );
     assert_eq!(run.train.schedule.decay_until, Some(20));
-    // 3 % of the steps.
+    // 3% of the steps.
     assert_eq!(run.train.schedule.warmup_steps, 1);
 }
 
@@ -624,30 +624,51 @@ fn a_key_that_roll_gives_our_name_is_used() {
     assert_eq!(run(&roll).train.max_grad_norm, 0.5);
 }
 
+/// Checks what the report says about each key.
+#[track_caller]
+fn reports(import: &Import, expected: &[(&str, &str)]) {
+    let report = import.to_string();
+    let lines: Vec<_> = report
+        .lines()
+        .filter_map(|line| line.split_once("used: "))
+        .map(|(key, used)| (key.trim(), used))
+        .collect();
+    for expected in expected {
+        assert!(lines.contains(expected), "{expected:?}: {report}");
+    }
+}
+
 #[test]
 fn the_report_names_what_each_key_has_become() {
-    let report = import(
+    let roll = import(
         "pretrain: m\nmax_len_mask: true\nuse_kl_loss: true\nkl_loss_coef: 0.25\npg_clip: 0.125\nppo_epochs: 2\nrollout_batch_size: 32\nactor_train: {data_args: {file_name: d.jsonl}}\nrewards: [{kind: json}]\n",
-    )
-    .to_string();
-    for (key, place) in [
-        ("pretrain", "model.path"),
-        ("max_len_mask", "sample_filters"),
-        ("use_kl_loss", "recipe.policy_loss.kl"),
-        ("kl_loss_coef", "recipe.policy_loss.kl.coef"),
-        (
-            "pg_clip",
-            "recipe.policy_loss.surrogate.clip.high, recipe.policy_loss.surrogate.clip.low",
-        ),
-        ("ppo_epochs", "epochs"),
-        ("rollout_batch_size", "prompts_per_step"),
-    ] {
-        let line = report
-            .lines()
-            .find(|line| line.trim_start().starts_with(key));
-        let (_, used) = line.and_then(|line| line.split_once("used: ")).expect(key);
-        assert_eq!(used, place, "{key}");
-    }
+    );
+    reports(
+        &roll,
+        &[
+            ("pretrain", "model.path"),
+            ("max_len_mask", "sample_filters"),
+            ("use_kl_loss", "recipe.policy_loss.kl"),
+            ("kl_loss_coef", "recipe.policy_loss.kl.coef"),
+            (
+                "pg_clip",
+                "recipe.policy_loss.surrogate.clip.high, recipe.policy_loss.surrogate.clip.low",
+            ),
+            ("ppo_epochs", "epochs"),
+            ("rollout_batch_size", "prompts_per_step"),
+        ],
+    );
+    let trl = import(&format!(
+        "{TRL}max_steps: 1\nepsilon: 0.2\nepsilon_high: 0.28\nscale_rewards: batch\n"
+    ));
+    reports(
+        &trl,
+        &[
+            ("epsilon", "it is the default"),
+            ("epsilon_high", "recipe.policy_loss.surrogate.clip.high"),
+            ("scale_rewards", "recipe.advantage.scale"),
+        ],
+    );
 }
 
 /// A file that was accepted stays so without a switch.

@@ -10,7 +10,7 @@ use candle_grpo::config::{
 };
 use serde_json::{Map, Value, json};
 
-use super::validator::{definition, problems};
+use super::validator::Validator;
 use crate::support::succeeds;
 
 fn root() -> PathBuf {
@@ -34,19 +34,41 @@ fn yaml_files(folder: &Path) -> Vec<PathBuf> {
     files
 }
 
+/// Returns the schema with this `$ref`.
+fn definition<'a>(root: &'a Value, name: &str) -> &'a Value {
+    root.pointer(name.strip_prefix('#').unwrap()).unwrap()
+}
+
 #[track_caller]
-fn fits(schema: &Value, value: &Value, place: &str) {
-    assert_eq!(problems(schema, schema, value, ""), [""; 0], "{place}");
+fn fits(schema: &Validator, value: &Value, place: &str) {
+    if let Some(problem) = schema.problem(value) {
+        panic!("{place}: {problem}");
+    }
+}
+
+/// The schemas of both kinds of runs.
+struct Validators {
+    run: Validator,
+    sft: Validator,
+}
+
+impl Validators {
+    fn new() -> Self {
+        Self {
+            run: Validator::new(&run_schema()),
+            sft: Validator::new(&sft_schema()),
+        }
+    }
 }
 
 /// Checks a document that the parser accepts. Returns whether it is a native file.
 #[track_caller]
-fn fits_its_schema(document: &Document, place: &str) -> bool {
+fn fits_its_schema(schemas: &Validators, document: &Document, place: &str) -> bool {
     let value = document.value();
     if SftRunConfig::is_of(document) {
-        fits(&sft_schema(), value, place);
+        fits(&schemas.sft, value, place);
     } else if Import::new(document).is_none() && !document.is_former() {
-        fits(&run_schema(), value, place);
+        fits(&schemas.run, value, place);
     } else {
         return false;
     }
@@ -56,11 +78,16 @@ fn fits_its_schema(document: &Document, place: &str) -> bool {
 #[test]
 fn every_configuration_of_the_examples_fits() {
     let files = yaml_files(&root().join("examples"));
+    let schemas = Validators::new();
     let mut checked = 0;
     for file in files {
         let document = Document::read(&file).unwrap();
         if document.value().get("model").is_some() {
-            checked += usize::from(fits_its_schema(&document, &file.display().to_string()));
+            checked += usize::from(fits_its_schema(
+                &schemas,
+                &document,
+                &file.display().to_string(),
+            ));
         }
     }
     assert!(checked >= 5, "{checked}");
@@ -68,6 +95,7 @@ fn every_configuration_of_the_examples_fits() {
 
 #[test]
 fn every_configuration_of_the_pages_fits() {
+    let schemas = Validators::new();
     let mut checked = 0;
     for page in fs::read_dir(root().join("docs")).unwrap() {
         let page = page.unwrap().path();
@@ -84,7 +112,7 @@ fn every_configuration_of_the_pages_fits() {
                 RunConfig::new(&document).is_ok() || SftRunConfig::new(&document).is_ok();
             if is_valid {
                 let place = format!("{}: {block}", page.display());
-                checked += usize::from(fits_its_schema(&document, &place));
+                checked += usize::from(fits_its_schema(&schemas, &document, &place));
             }
         }
     }
@@ -93,13 +121,10 @@ fn every_configuration_of_the_pages_fits() {
 
 #[test]
 fn every_built_in_suite_fits() {
+    let schema = Validator::new(&suite_schema());
     for file in yaml_files(&root().join("crates/candle-grpo/src/suite/built_in")) {
         let document = Document::read(&file).unwrap();
-        fits(
-            &suite_schema(),
-            document.value(),
-            &file.display().to_string(),
-        );
+        fits(&schema, document.value(), &file.display().to_string());
     }
 }
 
@@ -122,7 +147,7 @@ fn document(value: &Value) -> Document {
 
 #[test]
 fn every_setting_that_check_prints_fits() {
-    let schema = run_schema();
+    let schemas = Validators::new();
     for preset in Preset::ALL {
         let mut file = smallest_run();
         file["preset"] = json!(preset);
@@ -130,10 +155,10 @@ fn every_setting_that_check_prints_fits() {
             file["teacher"] = json!({"model": "t"});
         }
         let run = RunConfig::new(&document(&file)).unwrap();
-        fits(&schema, &run.to_value().unwrap(), &preset.to_string());
+        fits(&schemas.run, &run.to_value().unwrap(), &preset.to_string());
     }
     let run = SftRunConfig::new(&document(&smallest_sft())).unwrap();
-    fits(&sft_schema(), &run.to_value().unwrap(), "sft");
+    fits(&schemas.sft, &run.to_value().unwrap(), "sft");
 }
 
 /// A mapping in a file: its path, the keys that select the variant, whether it has the
@@ -149,9 +174,9 @@ struct Section<'a> {
 
 impl Section<'_> {
     /// Returns the file with `key` alone in this mapping.
-    fn with(&self, key: &str) -> Value {
+    fn with(&self, key: &str, value: Value) -> Value {
         let mut section = self.selected.clone();
-        section.insert(key.to_owned(), Value::Null);
+        section.insert(key.to_owned(), value);
         (self.file)(Value::Object(section))
     }
 }
@@ -219,31 +244,36 @@ fn sections<'a>(
             section.insert(name.clone(), value);
             file(Value::Object(section))
         });
-        let path = if path.is_empty() {
-            key.clone()
-        } else {
-            format!("{path}.{key}")
-        };
+        let path = join(path, key);
         sections(root, schema, &path, open, &Map::new(), &file, list);
     }
 }
 
-/// Each key of the schema is a key for the parser; another key is one for neither.
-#[track_caller]
-fn keys_agree(schema: &Value, smallest: &Value, least: usize, parse: impl Fn(&Document) -> String) {
+/// Lists the mappings in a file with this schema, which has the keys of the `smallest` file.
+fn sections_of<'a>(schema: &'a Value, smallest: &'a Value) -> Vec<Section<'a>> {
     let file: Rc<dyn Fn(Value) -> Value> = Rc::new(|value: Value| {
         let mut file = smallest.clone();
         let keys = value.as_object().unwrap().clone();
         file.as_object_mut().unwrap().extend(keys);
         file
     });
-    let is_unknown = |error: &str| error.contains("unknown key") || error.contains("unknown field");
     let mut list = Vec::new();
     sections(schema, schema, "", &[], &Map::new(), &file, &mut list);
+    list
+}
+
+fn is_unknown(error: &str) -> bool {
+    error.contains("unknown key") || error.contains("unknown field")
+}
+
+/// Each key of the schema is a key for the parser; another key is one for neither.
+#[track_caller]
+fn keys_agree(schema: &Value, smallest: &Value, least: usize, parse: impl Fn(&Document) -> String) {
+    let validator = Validator::new(schema);
     let mut keys = 0;
-    for section in list {
+    for section in sections_of(schema, smallest) {
         for key in &section.keys {
-            let error = parse(&document(&section.with(key)));
+            let error = parse(&document(&section.with(key, Value::Null)));
             let place = format!("{}.{key}: {error}", section.path);
             assert!(!is_unknown(&error), "{place}");
             keys += 1;
@@ -251,37 +281,137 @@ fn keys_agree(schema: &Value, smallest: &Value, least: usize, parse: impl Fn(&Do
         if section.is_variant {
             continue;
         }
-        let file = section.with("kee");
+        let file = section.with("kee", Value::Null);
         let error = parse(&document(&file));
         let names_it = is_unknown(&error) && error.contains("kee");
         assert!(names_it, "{}: {error}", section.path);
-        let found = problems(schema, schema, &file, "");
-        let names_it = |problem: &String| problem.ends_with("kee: unknown key");
-        assert!(found.iter().any(names_it), "{}: {found:?}", section.path);
+        let found = validator.unknown_keys(&file);
+        let names_it = found.iter().any(|key| key == "kee");
+        assert!(names_it, "{}: {found:?}", section.path);
     }
     assert!(keys >= least, "{keys}");
 }
 
+/// A value of each type.
+fn values() -> Vec<Value> {
+    vec![
+        json!(null),
+        json!(true),
+        json!(1),
+        json!(-1),
+        json!(0.5),
+        json!("x"),
+        json!([]),
+        json!([1]),
+        json!(["x"]),
+        json!([null]),
+        json!([{}]),
+        json!({}),
+        json!({"kee": 1}),
+    ]
+}
+
+/// The parser's words for a value of another type or name.
+const TYPES: [&str; 8] = [
+    "must be a whole number",
+    "must be a number",
+    "must be true or false",
+    "must be a text",
+    "must be a list",
+    "must be a mapping",
+    "must be a name",
+    "must be one of",
+];
+
+/// Returns whether the parser accepts a value that does not fit, on purpose or because of serde.
+fn is_lenient(path: &str, value: &Value) -> bool {
+    // A mapping without keys changes nothing in what lies below it.
+    let is_unchanged = path == "recipe.policy_loss.surrogate" && *value == json!({});
+    // Serde reads a list in place of a mapping inside a kind.
+    let is_in_kind = path.starts_with("rewards[]") && value.is_array();
+    is_unchanged || is_in_kind
+}
+
+/// A value that the parser accepts fits; one of another type for the parser does not.
+#[track_caller]
+fn types_agree(
+    schema: &Value,
+    smallest: &Value,
+    least: usize,
+    parse: impl Fn(&Document) -> String,
+) {
+    let validator = Validator::new(schema);
+    let (mut accepted, mut refused) = (0, 0);
+    for section in sections_of(schema, smallest) {
+        for key in &section.keys {
+            for value in values() {
+                let path = join(&section.path, key);
+                let file = section.with(key, value.clone());
+                let error = parse(&document(&file));
+                let problem = validator.problem(&file);
+                if error.is_empty() && !is_lenient(&path, &value) {
+                    assert_eq!(problem, None, "{path}: {value}");
+                    accepted += 1;
+                }
+                if is_unknown(&error) || TYPES.iter().any(|kind| error.contains(kind)) {
+                    assert!(problem.is_some(), "{path}: {value}: {error}");
+                    refused += 1;
+                }
+            }
+        }
+    }
+    assert!(accepted.min(refused) >= least, "{accepted} {refused}");
+}
+
+fn join(section: &str, key: &str) -> String {
+    if section.is_empty() {
+        key.to_owned()
+    } else {
+        format!("{section}.{key}")
+    }
+}
+
+fn parse_run(document: &Document) -> String {
+    RunConfig::new(document).map_or_else(|error| error.to_string(), |_| String::new())
+}
+
+fn parse_sft(document: &Document) -> String {
+    SftRunConfig::new(document).map_or_else(|error| error.to_string(), |_| String::new())
+}
+
+fn parse_suite(document: &Document) -> String {
+    let suite = SuiteConfig::new(document, Path::new("x.yaml"));
+    suite.map_or_else(|error| error.to_string(), |_| String::new())
+}
+
 #[test]
 fn the_keys_of_a_run_agree() {
-    keys_agree(&run_schema(), &smallest_run(), 400, |document| {
-        RunConfig::new(document).map_or_else(|error| error.to_string(), |_| String::new())
-    });
+    keys_agree(&run_schema(), &smallest_run(), 400, parse_run);
 }
 
 #[test]
 fn the_keys_of_supervised_training_agree() {
-    keys_agree(&sft_schema(), &smallest_sft(), 60, |document| {
-        SftRunConfig::new(document).map_or_else(|error| error.to_string(), |_| String::new())
-    });
+    keys_agree(&sft_schema(), &smallest_sft(), 60, parse_sft);
 }
 
 #[test]
 fn the_keys_of_a_suite_agree() {
-    keys_agree(&suite_schema(), &smallest_suite(), 60, |document| {
-        let suite = SuiteConfig::new(document, Path::new("x.yaml"));
-        suite.map_or_else(|error| error.to_string(), |_| String::new())
-    });
+    keys_agree(&suite_schema(), &smallest_suite(), 60, parse_suite);
+}
+
+#[test]
+fn the_types_of_a_run_agree() {
+    types_agree(&run_schema(), &smallest_run(), 500, parse_run);
+}
+
+#[test]
+fn the_types_of_supervised_training_agree() {
+    types_agree(&sft_schema(), &smallest_sft(), 40, parse_sft);
+}
+
+#[test]
+fn the_types_of_a_suite_agree() {
+    types_agree(&suite_schema(), &smallest_suite(), 100, parse_suite);
 }
 
 /// The defaults of a section's keys are those of the file, not of the section's type.
@@ -304,7 +434,23 @@ fn a_section_over_a_preset_needs_no_keys() {
     let overlong = run.train.recipe.overlong.unwrap();
     assert_eq!(overlong.factor, 0.5);
     assert!(overlong.buffer > 0);
-    fits(&run_schema(), &file, "dapo");
+    fits(&Validators::new().run, &file, "dapo");
+}
+
+/// A second name of a value, a variant and a key.
+#[test]
+fn second_names_fit() {
+    let schemas = Validators::new();
+    for loss in [
+        json!({"kl": {"coef": 0.1, "kl": {"estimator": "low_var_kl"}}}),
+        json!({"surrogate": {"cispo": {}}}),
+        json!({"rollout_correction": {"weight": {"outside": "mask"}}}),
+    ] {
+        let mut file = smallest_run();
+        file["recipe"] = json!({"policy_loss": loss});
+        RunConfig::new(&document(&file)).unwrap();
+        fits(&schemas.run, &file, &loss.to_string());
+    }
 }
 
 #[test]
@@ -334,7 +480,7 @@ fn the_program_prints_each_schema() {
 /// A wrong type, a wrong name, a value below the minimum, and a key that must be given.
 #[test]
 fn wrong_values_do_not_fit() {
-    let schema = run_schema();
+    let schema = Validator::new(&run_schema());
     for (key, value) in [
         ("max_steps", json!("many")),
         ("max_steps", json!(-1)),
@@ -353,10 +499,6 @@ fn wrong_values_do_not_fit() {
         let mut file = smallest_run();
         fits(&schema, &file, "the smallest file");
         file[key] = value.clone();
-        assert_ne!(
-            problems(&schema, &schema, &file, ""),
-            [""; 0],
-            "{key}: {value}"
-        );
+        assert!(schema.problem(&file).is_some(), "{key}: {value}");
     }
 }
