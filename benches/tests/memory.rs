@@ -16,7 +16,7 @@ use candle_grpo_nn::{
 };
 use candle_grpo_test_support::is_long;
 use candle_grpo_train::data::MixedOrder;
-use candle_grpo_train::learn::{ActorConfig, DemonstrationConfig, MemoryPlan, Reference};
+use candle_grpo_train::learn::{ActorConfig, DemonstrationConfig, Draws, MemoryPlan, Reference};
 use candle_grpo_train::model::character_tokenizer;
 use candle_grpo_train::sft::{SftConfig, SftParts, SftTrainer};
 use candle_grpo_train::{
@@ -208,6 +208,8 @@ struct Measured {
     /// The number of tokens in each demonstration.
     demonstration_tokens: usize,
     has_teacher: bool,
+    /// The number of prompts with one completion each that are drawn after each step.
+    evaluated: usize,
 }
 
 impl Measured {
@@ -229,29 +231,43 @@ impl Measured {
             response_tokens: 80,
             demonstration_tokens: 0,
             has_teacher: false,
+            evaluated: 0,
         }
     }
 
     fn plan(&self) -> anyhow::Result<MemoryPlan> {
         let demonstration = self.demonstration_tokens;
         let plan = MemoryPlan::new(&self.model, &self.config, self.prompt_tokens, demonstration)?;
-        Ok(if self.has_teacher {
+        let plan = if self.has_teacher {
             plan.with_teacher(&self.model, ComputeDType::F32)
         } else {
             plan
-        })
+        };
+        let draws = Draws {
+            prompts: self.evaluated,
+            samples_per_prompt: 1,
+            prompt_tokens: self.prompt_tokens,
+            sampling: &self.config.sampling,
+        };
+        plan.with_evaluation(&self.model, &self.config, draws)
     }
 
     /// The peak in the second step, because in the first one the optimizer has no state.
     fn peak(mut self) -> anyhow::Result<usize> {
         let alphabet = "abcdefghijklmnopqrstuvwxyz";
         let tokenizer = character_tokenizer(alphabet)?;
-        let text = |at: usize| alphabet.chars().cycle().skip(at).take(self.prompt_tokens);
-        let prompts = (0..self.config.prompts_per_step).map(|at| {
-            let text: String = text(at).collect();
+        // The first two letters differ, or prompts would share their beginnings.
+        let prompt = |at: usize| {
+            let first = [at, at / 26].into_iter();
+            let rest = first.filter_map(|at| alphabet.chars().nth(at % 26));
+            let text = rest.chain(alphabet.chars().cycle().skip(at));
+            let text: String = text.take(self.prompt_tokens).collect();
             Prompt::new(at as u64, &text, serde_json::Value::Null, &tokenizer)
-        });
+        };
+        let prompts = (0..self.config.prompts_per_step).map(prompt);
         let prompts = prompts.collect::<anyhow::Result<Vec<_>>>()?;
+        let held_out = (0..self.evaluated).map(prompt);
+        let held_out = held_out.collect::<anyhow::Result<Vec<_>>>()?;
         let reward = |sample: &Sample| (sample.completion_tokens[0] % 7) as f32;
         let (base, dtype) = self.config.stored_form();
         let parameters = Parameters::init(&self.model, 0, &Device::Cpu)?;
@@ -267,6 +283,7 @@ impl Measured {
             anyhow::Ok((rows, order))
         });
         self.config.sampling.max_new_tokens = self.response_tokens;
+        let sampling = self.config.sampling.clone();
         let mut trainer = Trainer::new(TrainerParts {
             teacher: teacher.map(|teacher| Arc::new(teacher) as _),
             demonstrations: demonstrations.transpose()?,
@@ -282,6 +299,10 @@ impl Measured {
         trainer.step()?;
         restart_peak();
         assert!(!trainer.step()?.skipped);
+        if !held_out.is_empty() {
+            let sampler = trainer.sampler(sampling)?;
+            sampler.sample(&held_out.iter().collect::<Vec<_>>(), 1, 0)?;
+        }
         let most = peak();
         drop(trainer);
         // What is left are the buffers of threads, which are not tensors.
@@ -445,6 +466,16 @@ const CHANGES: &[(&str, Change)] = &[
         m.config.activation_checkpointing = true;
     }),
     ("teacher", Measured::with_teacher),
+    ("evaluation", |m| {
+        m.evaluated = 200;
+        m.with_responses_of(20);
+    }),
+    // Too few tokens to copy weights for them.
+    ("short evaluation", |m| {
+        m.evaluated = 256;
+        m.prompt_tokens = 96;
+        m.with_responses_of(8);
+    }),
     ("teacher in one pass", |m| {
         m.with_teacher();
         m.config.micro_batch_size = 16;

@@ -2,6 +2,7 @@
 
 use anyhow::Result;
 use candle_core::{DType, Shape};
+use candle_grpo_core::validate::at_least_one;
 use candle_grpo_kernels::{
     CUDA_KEPT_LOGITS, CUDA_TILE_COLUMNS, CUDA_TILE_LOGITS, LinearLogProb, cuda_is_enabled,
 };
@@ -11,15 +12,18 @@ use candle_grpo_nn::{AdamWConfig, BaseWeights, ComputeDType, DecoderConfig, Lora
 
 use super::micro_batches::MicroBatchSize;
 use super::needs::{Needs, Source};
-use crate::rollout::PREFILL_TOKENS;
+use crate::rollout::{PREFILL_TOKENS, STEPS_BEFORE_PACKING};
 use crate::sequence::response_forward::states_at_once;
-use crate::{CriticConfig, TrainConfig};
+use crate::{CriticConfig, SamplingConfig, TrainConfig};
 
 /// Buffers of matrix products on CUDA: the workspace of cuBLAS.
 const WORKSPACE: usize = 64 << 20;
 
-/// The pages of the allocator of `grpo` for small tensors and threads.
-const SMALL_TENSORS: usize = 112 << 20;
+/// The pages of the allocator of `grpo` for small tensors.
+const SMALL_TENSORS: usize = 100 << 20;
+
+/// The pages of the allocator of `grpo` that each thread keeps for its buffers.
+const PAGES_OF_THREAD: usize = 12 << 20;
 
 /// The buffers of matrix products on the CPU: about 1 MiB for each thread, and 4 MiB because
 /// threads overlap differently in each run.
@@ -83,9 +87,11 @@ pub struct MemoryPlan {
     pub activations: usize,
     /// Gradients and activations together, at their peak.
     pub training: usize,
-    /// The cache of keys and values and the logits, while completions are drawn.
+    /// The cache of keys and values and the logits, while completions of a step are drawn.
     pub sampling: usize,
-    /// Copies of weights, while completions are drawn on the CPU
+    /// The same for an evaluation: 0 unless [`Self::with_evaluation`] sets it.
+    pub evaluation: usize,
+    /// Copies of weights, while many tokens are drawn on the CPU
     /// ([`pack_weights`](candle_grpo_nn::PagedCache::pack_weights)).
     pub packed: usize,
     /// The program, its data set and its tokenizer, in main memory: 0 unless [`Self::in_program`]
@@ -140,12 +146,12 @@ impl MemoryPlan {
         let shapes: Vec<Shape> = model.parameter_shapes().into_values().collect();
         let all: usize = shapes.iter().map(Shape::elem_count).sum();
         let needs = Needs::new(config, None);
-        let drawn = (step * group).min(config.sampling.max_batch_size);
-        let prefill = PREFILL_TOKENS.saturating_add(prompt_tokens);
-        let prefill = prefill.min(drawn.div_ceil(group) * prompt_tokens);
-        let prefill = model.forward_bytes(prefill, drawn_in);
-        let lengths = (prompt_tokens, config.sampling.max_new_tokens);
-        let cache = model.cache_bytes((drawn.div_ceil(group), group), lengths, drawn_in);
+        let draws = Draws {
+            prompts: step,
+            samples_per_prompt: group,
+            prompt_tokens,
+            sampling: &config.sampling,
+        };
         let mut plan = learning.plan(model)?;
         if let Some(critic) = &config.critic {
             let bytes = critic_bytes(model, critic, &drawn_passes);
@@ -163,14 +169,6 @@ impl MemoryPlan {
                 plan.weights / 2 + frozen(DType::F32)? - frozen(dtype.into())?
             }
         };
-        // The rows of adapters are padded, so that their copies have up to twice their size.
-        let packed = match (cuda_is_enabled(), &config.adapters) {
-            (true, _) => 0,
-            (false, None) => model.packed_bytes(BaseWeights::Dense, drawn_in)?,
-            (false, Some(_)) => {
-                model.packed_bytes(config.base_weights, drawn_in)? + 2 * plan.gradients
-            }
-        };
         Ok(Self {
             weights: plan.weights + copies,
             reference: match (&config.adapters, needs.reads(Source::Reference)) {
@@ -180,14 +178,34 @@ impl MemoryPlan {
                 (None, true) => all * DType::from(config.compute_dtype).size_in_bytes(),
                 _ => 0,
             },
-            sampling: cache + prefill.max(drawn * model.vocab_size * 4) + products(),
-            packed,
+            sampling: draws.bytes(model, drawn_in),
+            packed: draws.packed_bytes(model, config, plan.gradients)?,
             ..plan
         })
     }
 
     /// Returns this plan with a teacher of the shape `model`, with its weights in `dtype`.
     #[must_use]
+    /// Returns this plan with evaluations that draw `draws`, between steps with `config`.
+    ///
+    /// # Errors
+    ///
+    /// If the settings of the draws are not valid.
+    pub fn with_evaluation(
+        self,
+        model: &DecoderConfig,
+        config: &TrainConfig,
+        draws: Draws<'_>,
+    ) -> Result<Self> {
+        draws.validate()?;
+        let packed = draws.packed_bytes(model, config, self.gradients)?;
+        Ok(Self {
+            evaluation: draws.bytes(model, config.rollout_dtype().into()),
+            packed: self.packed.max(packed),
+            ..self
+        })
+    }
+
     pub fn with_teacher(self, model: &DecoderConfig, dtype: ComputeDType) -> Self {
         let shapes = model.parameter_shapes();
         let count: usize = shapes.values().map(Shape::elem_count).sum();
@@ -200,17 +218,19 @@ impl MemoryPlan {
     /// Returns this plan on the CPU in a program of `bytes`, without tensors, that has mimalloc and
     /// keeps freed pages for the next step, as `grpo` does.
     ///
-    /// The pages without tensors are a bound of seven measured runs, see docs/llm.md. Tensors begin
+    /// The pages without tensors are a bound of measured runs, see docs/llm.md. Tensors begin
     /// slices of 64 KiB, and the gaps between them are resident, because the system has pages of 2
     /// MiB: a thirteenth. Of the memory that drawing has freed, training reuses all but an eighth,
-    /// and the other way round. 112 MiB are those of small tensors and threads, with the 2 % that
-    /// peaks differ between runs.
+    /// and the other way round. 100 MiB are those of small tensors, with the 2 % that peaks differ
+    /// between runs, and 12 MiB those of each thread: it has its own pages of up to 4 MiB for
+    /// buffers of similar size.
     #[must_use]
     pub fn in_program(self, bytes: usize) -> Self {
-        let reused = self.training.min(self.sampling + self.packed);
+        let reused = self.training.min(self.drawing());
+        let threads = rayon::current_num_threads();
         Self {
             program: bytes,
-            allocator: self.peak() / 13 + reused / 8 + SMALL_TENSORS,
+            allocator: self.peak() / 13 + reused / 8 + SMALL_TENSORS + threads * PAGES_OF_THREAD,
             ..self
         }
     }
@@ -219,11 +239,80 @@ impl MemoryPlan {
     pub fn peak(&self) -> usize {
         let others = self.reference + self.teacher + self.critic;
         let kept = self.weights + self.frozen + others + self.optimizer;
-        let phase = self.training.max(self.sampling + self.packed);
+        let phase = self.training.max(self.drawing());
         self.program + self.allocator + kept + phase
     }
 }
 
+
+    /// The bytes while completions are drawn, for steps or evaluations.
+    fn drawing(&self) -> usize {
+        self.sampling.max(self.evaluation) + self.packed
+    }
+}
+
+/// Completions that are drawn together.
+#[derive(Debug, Clone, Copy)]
+pub struct Draws<'a> {
+    /// The number of prompts.
+    pub prompts: usize,
+    /// The number of completions of each prompt.
+    pub samples_per_prompt: usize,
+    /// The number of tokens of the longest prompt.
+    pub prompt_tokens: usize,
+    /// The settings.
+    pub sampling: &'a SamplingConfig,
+}
+
+impl Draws<'_> {
+    fn validate(&self) -> Result<()> {
+        at_least_one("samples_per_prompt", self.samples_per_prompt)?;
+        self.sampling.validate()
+    }
+
+    /// All completions.
+    fn total(&self) -> usize {
+        self.prompts.saturating_mul(self.samples_per_prompt)
+    }
+
+    /// The cache of keys and values and the logits, with weights in `dtype`.
+    fn bytes(&self, model: &DecoderConfig, dtype: DType) -> usize {
+        if self.total() == 0 {
+            return 0;
+        }
+        let (group, prompt) = (self.samples_per_prompt, self.prompt_tokens);
+        let drawn = self.total().min(self.sampling.max_batch_size);
+        let groups = drawn.div_ceil(group);
+        let lengths = (prompt, self.sampling.max_new_tokens);
+        let cache = model.cache_bytes((groups, group), lengths, dtype);
+        let prefill = PREFILL_TOKENS.saturating_add(prompt).min(groups * prompt);
+        let prefill = model.forward_bytes(prefill, dtype);
+        let logits = |rows: usize| rows * model.vocab_size * 4;
+        // Those after the prompts are concatenated.
+        let begun = logits(groups) + prefill.max(logits(groups));
+        cache + begun.max(logits(drawn)) + products()
+    }
+
+    /// The copies of weights that the CPU draws from. They are made once a batch is long enough.
+    fn packed_bytes(
+        &self,
+        model: &DecoderConfig,
+        config: &TrainConfig,
+        adapters: usize,
+    ) -> Result<usize> {
+        let rounds = self.total().div_ceil(self.sampling.max_batch_size);
+        // The first token of each completion comes from the pass over its prompt.
+        let steps = rounds.saturating_mul(self.sampling.max_new_tokens.saturating_sub(1));
+        if cuda_is_enabled() || steps <= STEPS_BEFORE_PACKING {
+            return Ok(0);
+        }
+        let dtype = DType::from(config.rollout_dtype());
+        Ok(match &config.adapters {
+            None => model.packed_bytes(BaseWeights::Dense, dtype)?,
+            // The rows of adapters are padded, so that their copies have up to twice their size.
+            Some(_) => model.packed_bytes(config.base_weights, dtype)? + 2 * adapters,
+        })
+    }
 /// A backward pass.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Pass {

@@ -40,7 +40,7 @@ pub use batch::TrainingBatch;
 pub use candle_grpo_nn::ComputeDType;
 pub use critic::{Critic, CriticConfig, explained_variance};
 pub use demonstrations::{DemonstrationConfig, Demonstrations};
-pub use memory_plan::MemoryPlan;
+pub use memory_plan::{Draws, MemoryPlan};
 pub use models::Models;
 pub use parts::TrainerParts;
 pub use reference::{Reference, ReferenceRefresh};

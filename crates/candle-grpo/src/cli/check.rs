@@ -11,7 +11,7 @@ use candle_grpo::nn::{BaseWeights, DecoderConfig, Gguf, RopeScaling};
 use candle_grpo::report::Run;
 use candle_grpo::run::RunPrompts;
 use candle_grpo::train::hub::HubContent;
-use candle_grpo::train::learn::MemoryPlan;
+use candle_grpo::train::learn::{Draws, MemoryPlan};
 use candle_grpo::train::sft::{SftDataset, marked_text};
 use candle_grpo::train::{ComputeDType, Dataset, Pretrained, Prompt};
 use candle_grpo_collective::launch;
@@ -403,6 +403,20 @@ fn plan(
         Some(teacher) => plan.with_teacher(teacher, run.train.compute_dtype),
         None => plan,
     };
+    let evaluation = &run.evaluation;
+    let held_out = evaluation.select(&prompts.held_out);
+    let plan = match evaluation.every_steps {
+        None => plan,
+        Some(_) => {
+            let draws = Draws {
+                prompts: held_out.len(),
+                samples_per_prompt: evaluation.samples_per_prompt,
+                prompt_tokens: Prompt::longest(held_out),
+                sampling: &evaluation.sampler,
+            };
+            plan.with_evaluation(model, &run.train, draws)?
+        }
+    };
     on_this_device(plan, run)
 }
 
@@ -469,6 +483,7 @@ fn print_plan(plan: &MemoryPlan, lengths: &str, out: &mut impl Write) -> Result<
         ("gradients", plan.gradients),
         ("activations", plan.activations),
         ("sampling", plan.sampling),
+        ("evaluation", plan.evaluation),
         ("packed weights", plan.packed),
         ("allocator", plan.allocator),
         ("program and tokenizer", plan.program),
