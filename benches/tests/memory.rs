@@ -11,8 +11,8 @@ use candle_grpo_kernels::{
 use candle_grpo_loss::{PolicyLoss, Recipe};
 use candle_grpo_nn::optim::{MasterWeights, StateForm};
 use candle_grpo_nn::{
-    AdamWConfig, BaseWeights, Decoder, DecoderConfig, Lora, LoraConfig, ModelType, PagedCache,
-    Parameters,
+    ActivationCheckpointing, AdamWConfig, BaseWeights, Decoder, DecoderConfig, Lora, LoraConfig,
+    ModelType, PagedCache, Parameters,
 };
 use candle_grpo_test_support::is_long;
 use candle_grpo_train::data::MixedOrder;
@@ -145,7 +145,7 @@ fn policy_reference_and_sampler_share_the_weights_under_adapters() -> anyhow::Re
         policy_loss: PolicyLoss::default(),
         optimizer: AdamWConfig::default(),
         temperature: 1.,
-        activation_checkpointing: false,
+        activation_checkpointing: ActivationCheckpointing::default(),
         compute_dtype: ComputeDType::Bf16,
         router_aux_loss_coef: 0.,
         distillation_loss: None,
@@ -407,20 +407,27 @@ const CHANGES: &[(&str, Change)] = &[
         m.response_tokens = 50;
     }),
     ("checkpointing", |m| {
-        m.config.activation_checkpointing = true
+        m.config.activation_checkpointing = true.into();
     }),
     ("checkpointing in one pass", |m| {
-        m.config.activation_checkpointing = true;
+        m.config.activation_checkpointing = true.into();
         m.config.micro_batch_size = 16;
     }),
     ("untied with checkpointing in one pass", |m| {
         m.model.tie_word_embeddings = false;
-        m.config.activation_checkpointing = true;
+        m.config.activation_checkpointing = true.into();
+        m.config.micro_batch_size = 16;
+    }),
+    ("checkpointing of some layers", |m| {
+        m.config.activation_checkpointing = ActivationCheckpointing::Layers(4);
+    }),
+    ("checkpointing of most layers in one pass", |m| {
+        m.config.activation_checkpointing = ActivationCheckpointing::Layers(7);
         m.config.micro_batch_size = 16;
     }),
     ("large vocabulary", |m| {
         m.model.vocab_size = 20_000;
-        m.config.activation_checkpointing = true;
+        m.config.activation_checkpointing = true.into();
     }),
     ("bf16", |m| m.config.compute_dtype = ComputeDType::Bf16),
     ("master weights in bf16", |m| {
@@ -448,24 +455,17 @@ const CHANGES: &[(&str, Change)] = &[
     // Sampling takes more than training.
     ("packed", |m| {
         m.with_adapters(1);
-        m.config.activation_checkpointing = true;
+        m.config.activation_checkpointing = true.into();
         m.config.micro_batch_size = 4;
     }),
     ("many prompts", |m| {
         m.with_adapters(1);
-        m.config.activation_checkpointing = true;
+        m.config.activation_checkpointing = true.into();
         m.config.micro_batch_size = 1;
         (m.config.prompts_per_step, m.config.num_generations) = (16, 2);
         m.prompt_tokens = 230;
         m.with_responses_of(20);
     }),
-    ("reference", |m| m.config.recipe = Recipe::openrlhf()),
-    ("critic", Measured::with_critic),
-    ("critic with checkpointing", |m| {
-        m.with_critic();
-        m.config.activation_checkpointing = true;
-    }),
-    ("teacher", Measured::with_teacher),
     ("evaluation", |m| {
         m.evaluated = 200;
         m.with_responses_of(20);
@@ -476,6 +476,13 @@ const CHANGES: &[(&str, Change)] = &[
         m.prompt_tokens = 96;
         m.with_responses_of(8);
     }),
+    ("reference", |m| m.config.recipe = Recipe::openrlhf()),
+    ("critic", Measured::with_critic),
+    ("critic with checkpointing", |m| {
+        m.with_critic();
+        m.config.activation_checkpointing = true.into();
+    }),
+    ("teacher", Measured::with_teacher),
     ("teacher in one pass", |m| {
         m.with_teacher();
         m.config.micro_batch_size = 16;
@@ -553,6 +560,9 @@ fn the_plan_of_tensors_is_at_most_10_percent_above_the_peak(
         "one pass",
         "first pass longer",
         "checkpointing in one pass",
+        "checkpointing of some layers",
+        "checkpointing of most layers in one pass",
+        "short evaluation",
         "adapters in bf16",
         "quantized in bf16",
         "packed",
@@ -613,7 +623,11 @@ fn the_plan_holds_for_every_setting(#[case] model: DecoderConfig) -> anyhow::Res
 })]
 #[case::checkpointing(|c: &mut SftConfig| {
     c.micro_batch_tokens = 1600;
-    c.activation_checkpointing = true;
+    c.activation_checkpointing = true.into();
+})]
+#[case::checkpointing_of_some_layers(|c: &mut SftConfig| {
+    c.micro_batch_tokens = 1600;
+    c.activation_checkpointing = ActivationCheckpointing::Layers(5);
 })]
 fn the_plan_of_supervised_training_is_at_most_10_percent_above_the_peak(
     #[case] change: fn(&mut SftConfig),

@@ -8,7 +8,9 @@ use candle_grpo_kernels::{
 };
 use candle_grpo_loss::{DistillationLoss, linear_distillation_bytes};
 use candle_grpo_nn::optim::{MasterWeights, StateForm};
-use candle_grpo_nn::{AdamWConfig, BaseWeights, ComputeDType, DecoderConfig, LoraConfig};
+use candle_grpo_nn::{
+    ActivationCheckpointing, AdamWConfig, BaseWeights, ComputeDType, DecoderConfig, LoraConfig,
+};
 
 use super::micro_batches::MicroBatchSize;
 use super::needs::{Needs, Source};
@@ -154,7 +156,7 @@ impl MemoryPlan {
         };
         let mut plan = learning.plan(model)?;
         if let Some(critic) = &config.critic {
-            let bytes = critic_bytes(model, critic, &drawn_passes);
+            let bytes = critic_bytes(model, critic, &drawn_passes)?;
             plan.critic = bytes.0;
             plan.training = plan.training.max(bytes.1);
         }
@@ -184,8 +186,6 @@ impl MemoryPlan {
         })
     }
 
-    /// Returns this plan with a teacher of the shape `model`, with its weights in `dtype`.
-    #[must_use]
     /// Returns this plan with evaluations that draw `draws`, between steps with `config`.
     ///
     /// # Errors
@@ -206,6 +206,8 @@ impl MemoryPlan {
         })
     }
 
+    /// Returns this plan with a teacher of the shape `model`, with its weights in `dtype`.
+    #[must_use]
     pub fn with_teacher(self, model: &DecoderConfig, dtype: ComputeDType) -> Self {
         let shapes = model.parameter_shapes();
         let count: usize = shapes.values().map(Shape::elem_count).sum();
@@ -242,8 +244,6 @@ impl MemoryPlan {
         let phase = self.training.max(self.drawing());
         self.program + self.allocator + kept + phase
     }
-}
-
 
     /// The bytes while completions are drawn, for steps or evaluations.
     fn drawing(&self) -> usize {
@@ -313,6 +313,8 @@ impl Draws<'_> {
             Some(_) => model.packed_bytes(config.base_weights, dtype)? + 2 * adapters,
         })
     }
+}
+
 /// A backward pass.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Pass {
@@ -403,7 +405,7 @@ pub(crate) struct Learning<'a> {
     pub(crate) adapters: Option<&'a LoraConfig>,
     pub(crate) base_weights: BaseWeights,
     pub(crate) compute_dtype: ComputeDType,
-    pub(crate) activation_checkpointing: bool,
+    pub(crate) activation_checkpointing: ActivationCheckpointing,
     pub(crate) optimizer: &'a AdamWConfig,
     /// The longest backward passes of an update.
     pub(crate) passes: &'a [Pass],
@@ -450,7 +452,7 @@ impl Learning<'_> {
             activation_checkpointing: self.activation_checkpointing,
             on_cuda: self.on_cuda,
         };
-        let (activations, training) = learner.bytes(model, self.passes);
+        let (activations, training) = learner.bytes(model, self.passes)?;
         Ok(MemoryPlan {
             weights: count * weight_bytes,
             frozen,
@@ -465,7 +467,11 @@ impl Learning<'_> {
 
 /// The bytes of a critic and of the state of its optimizer, and those of its gradients and tensors
 /// at their peak.
-fn critic_bytes(policy: &DecoderConfig, critic: &CriticConfig, passes: &[Pass]) -> (usize, usize) {
+fn critic_bytes(
+    policy: &DecoderConfig,
+    critic: &CriticConfig,
+    passes: &[Pass],
+) -> Result<(usize, usize)> {
     // It has no output layer.
     let model = DecoderConfig {
         tie_word_embeddings: true,
@@ -480,12 +486,12 @@ fn critic_bytes(policy: &DecoderConfig, critic: &CriticConfig, passes: &[Pass]) 
         has_logits: false,
         distillation: None,
         compute: DType::F32,
-        activation_checkpointing: false,
+        activation_checkpointing: ActivationCheckpointing::default(),
         on_cuda: cuda_is_enabled(),
     };
-    let (_, training) = learner.bytes(&model, passes);
+    let (_, training) = learner.bytes(&model, passes)?;
     let kept = weights + state_bytes(&shapes, critic.optimizer.state);
-    (kept, training)
+    Ok((kept, training))
 }
 
 /// A model that trains.
@@ -500,37 +506,44 @@ struct Learner<'a> {
     has_logits: bool,
     distillation: Option<&'a DistillationLoss>,
     compute: DType,
-    activation_checkpointing: bool,
+    activation_checkpointing: ActivationCheckpointing,
     on_cuda: bool,
 }
 
 impl Learner<'_> {
     /// The bytes of the tensors of the largest of `passes`, and those with the gradients at the
     /// peak.
-    fn bytes(&self, model: &DecoderConfig, passes: &[Pass]) -> (usize, usize) {
+    fn bytes(&self, model: &DecoderConfig, passes: &[Pass]) -> Result<(usize, usize)> {
         let passes = passes.iter().filter(|pass| pass.tokens > 0);
-        let bytes = passes.map(|pass| self.bytes_of_pass(model, *pass));
-        bytes.fold((0, self.gradients), |most, pass| {
-            (most.0.max(pass.0), most.1.max(pass.1))
-        })
+        let mut most = (0, self.gradients);
+        for pass in passes {
+            let (activations, training) = self.bytes_of_pass(model, *pass)?;
+            most = (most.0.max(activations), most.1.max(training));
+        }
+        Ok(most)
     }
 
-    fn bytes_of_pass(&self, model: &DecoderConfig, pass: Pass) -> (usize, usize) {
+    fn bytes_of_pass(&self, model: &DecoderConfig, pass: Pass) -> Result<(usize, usize)> {
         let recorded = model.recorded_bytes(
             (pass.tokens, pass.expanded),
             self.compute,
             self.activation_checkpointing,
-        );
-        let layer = self.layer(model, pass);
-        let activations = recorded.kept + layer.max(recorded.backward);
+        )?;
+        let output = recorded.kept + self.layer(model, pass);
+        let blocks = recorded.backward.len();
+        let most = recorded.backward.iter().copied().max();
+        let activations = output.max(most.unwrap_or(0));
         let training = if pass.follows {
             self.gradients + activations
         } else {
-            let first = activations + self.output;
-            let last = recorded.first_block + recorded.backward;
-            first.max(self.gradients - self.embedding + last)
+            // The gradients of a block are added before those of the block below.
+            let of_blocks = self.gradients - self.output - self.embedding;
+            let backward = recorded.backward.iter().enumerate();
+            let backward =
+                backward.map(|(block, bytes)| bytes + of_blocks * (blocks - block) / blocks);
+            self.output + output.max(backward.max().unwrap_or(0))
         };
-        (activations, training)
+        Ok((activations, training))
     }
 
     /// The bytes of the output layer and its loss, without the gradient of its weight.
@@ -613,7 +626,7 @@ mod tests {
                 adapters: None,
                 base_weights: BaseWeights::Dense,
                 compute_dtype: ComputeDType::Bf16,
-                activation_checkpointing: false,
+                activation_checkpointing: ActivationCheckpointing::default(),
                 optimizer: &AdamWConfig::default(),
                 passes: &[pass],
                 distillation: None,

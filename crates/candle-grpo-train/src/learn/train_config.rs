@@ -9,7 +9,7 @@ use candle_grpo_core::validate as check;
 use candle_grpo_loss::surrogate::LossLevel;
 use candle_grpo_loss::{AdaptiveEntropy, EntropyTokens, Recipe, TokenLoss};
 use candle_grpo_nn::optim::MasterWeights;
-use candle_grpo_nn::{AdamWConfig, BaseWeights, ComputeDType, LoraConfig};
+use candle_grpo_nn::{ActivationCheckpointing, AdamWConfig, BaseWeights, ComputeDType, LoraConfig};
 use serde::{Deserialize, Serialize};
 
 use super::actor::{ensure_master_weights, stored_form};
@@ -131,9 +131,11 @@ pub struct TrainConfig {
     /// experts. Passes with the longest completions come first. A longer completion is a pass
     /// of its own. Absent: no bound.
     pub micro_batch_tokens: Option<usize>,
-    /// Keep only the input of each block for the backward pass and recompute the rest. Memory
-    /// hardly grows with the number of blocks; a step takes a third longer.
-    pub activation_checkpointing: bool,
+    /// Keep only the input of a layer for the backward pass and recompute the rest: `true` for all
+    /// layers, `false` for none, or the number of layers. The update has the same bits. With all,
+    /// memory hardly grows with the number of layers, and a step takes a third longer. With fewer,
+    /// it takes less time and more memory.
+    pub activation_checkpointing: ActivationCheckpointing,
     /// The dtype in which policy and reference compute. Weights that train are f32 as well; those
     /// under adapters are in this dtype alone.
     pub compute_dtype: ComputeDType,
@@ -187,7 +189,7 @@ impl Default for TrainConfig {
             mini_batch_size: None,
             micro_batch_size: MICRO_BATCH_SIZE,
             micro_batch_tokens: None,
-            activation_checkpointing: false,
+            activation_checkpointing: ActivationCheckpointing::default(),
             compute_dtype: ComputeDType::F32,
             router_aux_loss_coef: 0.,
             router_replay: false,

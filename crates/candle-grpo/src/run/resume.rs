@@ -104,6 +104,7 @@ run_trainer!(
     StepMetrics,
     RunConfig,
     [
+        "activation_checkpointing",
         "alarms",
         "checkpoint",
         "max_steps",
@@ -128,7 +129,14 @@ run_trainer!(
     SftTrainer,
     SftMetrics,
     SftRunConfig,
-    ["checkpoint", "model", "run_dir", "threads", "trackers",]
+    [
+        "checkpoint",
+        "model",
+        "run_dir",
+        "sft.activation_checkpointing",
+        "threads",
+        "trackers",
+    ]
 );
 
 /// A run's settings and inputs.
