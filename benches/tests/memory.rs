@@ -506,7 +506,7 @@ impl Measured {
 
     fn with_micro_batches_of(&mut self, tokens: usize) {
         self.config.micro_batch_size = TrainConfig::default().micro_batch_size;
-        self.config.micro_batch_tokens = Some(tokens);
+        self.config.micro_batch_tokens = Some(tokens.into());
     }
 
     fn with_adapters(&mut self, rank: usize) {

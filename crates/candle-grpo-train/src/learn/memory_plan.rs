@@ -119,14 +119,8 @@ impl MemoryPlan {
     ) -> Result<Self> {
         config.validate()?;
         let (group, step) = (config.num_generations, config.prompts_per_step);
-        let completions = Completions {
-            group,
-            prompt: prompt_tokens,
-            response: config.sampling.max_new_tokens.saturating_sub(1),
-        };
-        let sequences = config.mini_batch_size.unwrap_or(step * group);
-        let sequences = sequences.min(step * group);
-        let drawn_passes = completions.passes(config.micro_batches(), sequences);
+        let update = Update::new(config, prompt_tokens);
+        let drawn_passes = update.passes(config.micro_batches()?);
         let mut passes = drawn_passes.to_vec();
         if let Some(config) = &config.demonstrations {
             let sizes = (config.micro_batch_tokens, config.batch_size);
@@ -328,8 +322,9 @@ pub(crate) struct Pass {
     is_supervised: bool,
 }
 
-/// The completions of a step, with their largest lengths.
-struct Completions {
+/// The completions of an update, with their largest lengths.
+pub(super) struct Update {
+    sequences: usize,
     /// The number of them for each prompt.
     group: usize,
     prompt: usize,
@@ -337,7 +332,29 @@ struct Completions {
     response: usize,
 }
 
-impl Completions {
+impl Update {
+    pub(super) fn new(config: &TrainConfig, prompt_tokens: usize) -> Self {
+        let all = config
+            .prompts_per_step
+            .saturating_mul(config.num_generations);
+        Self {
+            sequences: config.mini_batch_size.unwrap_or(all).min(all),
+            group: config.num_generations,
+            prompt: prompt_tokens,
+            response: config.sampling.max_new_tokens.saturating_sub(1),
+        }
+    }
+
+    /// The tokens of the longest sequence that the model reads.
+    pub(super) fn longest(&self) -> usize {
+        self.prompt + self.response
+    }
+
+    /// The tokens that the model reads, if it reads all sequences in one pass.
+    pub(super) fn tokens(&self) -> usize {
+        self.pass(self.sequences).tokens
+    }
+
     /// A pass over this number of completions.
     fn pass(&self, sequences: usize) -> Pass {
         let prompts = sequences.div_ceil(self.group);
@@ -349,9 +366,9 @@ impl Completions {
         }
     }
 
-    /// The longest passes over `sequences` completions: the first one, and those that follow it,
-    /// which may have no tokens.
-    fn passes(&self, size: MicroBatchSize, sequences: usize) -> [Pass; 2] {
+    /// The longest passes: the first one, and those that follow it, which may have no tokens.
+    fn passes(&self, size: MicroBatchSize) -> [Pass; 2] {
+        let sequences = self.sequences;
         let (first, rest) = match size {
             MicroBatchSize::Sequences(size) => {
                 let first = size.min(sequences);
@@ -364,7 +381,7 @@ impl Completions {
                 // Shorter completions may fill the bound.
                 let all = self.pass(sequences).tokens;
                 let tokens = longest.tokens.max(bound.min(all));
-                let rest = rest(tokens, all, self.prompt + self.response);
+                let rest = rest(tokens, all, self.longest());
                 let of_tokens = |tokens| Pass { tokens, ..longest };
                 (of_tokens(tokens), of_tokens(rest))
             }

@@ -14,7 +14,7 @@ use serde_json::{Map, Value};
 use super::folder::Start;
 use crate::config::{RunConfig, SftRunConfig};
 
-const CONFIG: &str = "config.json";
+pub(super) const CONFIG: &str = "config.json";
 const INPUTS: &str = "inputs.json";
 
 /// Settings that may change as long as the rows are the same.
@@ -107,6 +107,7 @@ run_trainer!(
         "activation_checkpointing",
         "alarms",
         "checkpoint",
+        "max_memory_mib",
         "max_steps",
         "model",
         "rollout",
